@@ -1,0 +1,72 @@
+// What every function of the instruction layer needs: which compiler this is, the two storage types, and call sites.
+//
+// One kernel source serves two compilers. nvcc sees PTX. Any other compiler sees calls into the emulator (emu/), so that
+// the same file runs on a CPU. The arch layer is the only place where the difference is visible.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#if defined(__CUDACC__)
+#define HOPWELL_ON_DEVICE 1
+#define HOPWELL_DEVICE __device__ __forceinline__
+#define HOPWELL_HOST_DEVICE __host__ __device__ __forceinline__
+#define HOPWELL_UNROLL _Pragma("unroll")
+// A translation unit is compiled once per architecture; a body of sm_90a or sm_100a instructions must vanish elsewhere.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define HOPWELL_HAS_SM90A 1
+#endif
+#if defined(__CUDA_ARCH_FEAT_SM100_ALL) || (defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH_FAMILY_SPECIFIC__ == 1000)
+#define HOPWELL_HAS_SM100A 1
+#endif
+#else
+#include <cstring>
+#include <source_location>
+#define HOPWELL_ON_DEVICE 0
+#define HOPWELL_DEVICE inline __attribute__((always_inline))
+#define HOPWELL_HOST_DEVICE inline __attribute__((always_inline))
+#define HOPWELL_UNROLL
+// The words of CUDA that a kernel file itself contains.
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#endif
+#if !defined(HOPWELL_HAS_SM90A)
+#define HOPWELL_HAS_SM90A (!HOPWELL_ON_DEVICE)
+#endif
+#if !defined(HOPWELL_HAS_SM100A)
+#define HOPWELL_HAS_SM100A (!HOPWELL_ON_DEVICE)
+#endif
+
+namespace hopwell::arch {
+
+#if HOPWELL_ON_DEVICE
+/// Empty on the device: call sites cost nothing there.
+struct Site {
+  static HOPWELL_HOST_DEVICE constexpr Site current() { return {}; }
+};
+#else
+/// Where in a kernel an instruction was written; every arch function takes one as its last, defaulted argument.
+using Site = std::source_location;
+#endif
+
+/// Storage of a 16-bit float. Arithmetic is done in fp32; see to_float and the packing conversions in sm80/convert.hpp.
+struct bf16 {
+  uint16_t bits;
+};
+struct fp16 {
+  uint16_t bits;
+};
+
+/// The same bits as another type of the same size.
+template <class To, class From>
+HOPWELL_HOST_DEVICE To bit_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From) && std::is_trivially_copyable_v<To> && std::is_trivially_copyable_v<From>);
+  To to;
+  __builtin_memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+HOPWELL_HOST_DEVICE float to_float(bf16 x) { return bit_cast<float>(uint32_t{x.bits} << 16); }
+
+}  // namespace hopwell::arch
