@@ -1,0 +1,42 @@
+"""How much attention each selected key gets, summed over heads: OPERATORS.md, section 3."""
+
+import numpy as np
+
+from ._arrays import Array, Tensor, as_float64, deliver, require, require_shape
+from .sparse_mla import select
+
+
+def attention_distribution(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    lse: Tensor,
+    sm_scale: float,
+    *,
+    topk_length: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    q_start: int | None = None,
+    kv_stride: int = 1,
+    normalize: str = "none",
+    out: Array | None = None,
+) -> Array:
+    """attn[s,i] = Σ_h exp(score[s,h,i] − lse[s,h]), [s_q, topk] in the order of `indices`.
+
+    Arguments as in `sparse_mla_forward`, lse [s_q, h_q] as it returned it. 0 where the entry is invalid, and in empty
+    rows (lse = +inf). `normalize="l1"` divides each row by its sum and leaves all-zero rows zero.
+    """
+    name = "attention_distribution"
+    selection = select(name, q, kv, indices, sm_scale, topk_length, q_positions, q_start, kv_stride)
+    s_q, h_q, _ = selection.q.shape
+    row_lse = as_float64(lse)
+    require_shape(name, "lse", row_lse, "[s_q, h_q]", (s_q, h_q))
+    require(normalize in ("none", "l1"), name, "normalize", "none or l1", normalize)
+
+    attn = np.zeros(selection.indices.shape)
+    for s in range(s_q):
+        entries, _, _, score = selection.row(s)
+        attn[s, entries] = np.exp(score - row_lse[s][:, None]).sum(axis=0)
+    if normalize == "l1":
+        total = attn.sum(axis=1, keepdims=True)
+        attn = attn / np.where(total == 0.0, 1.0, total)
+    return deliver(name, "out", attn, out)

@@ -1,0 +1,115 @@
+"""The indexer of DeepSeek Sparse Attention: OPERATORS.md, section 6."""
+
+import numpy as np
+import numpy.typing as npt
+
+from ._arrays import Float64, Tensor, as_float64, as_indices, describe, log_sum_exp, require, require_shape
+from ._causal import visible_keys
+
+
+def _checked(operator: str, q_index: Tensor, k_index: Tensor, weights: Tensor) -> tuple[Float64, Float64, Float64]:
+    q, k, w = as_float64(q_index), as_float64(k_index), as_float64(weights)
+    require(q.ndim == 3, operator, "q_index", "[s_q, h_index, d_index]", describe(q))
+    require(k.ndim == 2 and k.shape[1] == q.shape[2], operator, "k_index", f"[s_kv, {q.shape[2]}]", describe(k))
+    require_shape(operator, "weights", w, "[s_q, h_index]", q.shape[:2])
+    return q, k, w
+
+
+@np.errstate(invalid="ignore")
+def _scores(q: Float64, k: Float64, w: Float64) -> tuple[Float64, Float64]:
+    """One query's (index scores [n], dot products q·k [h_index, n]). A NaN score counts as −inf; relu(NaN) is NaN."""
+    dot = q @ k.T
+    score = w @ np.maximum(dot, 0.0)
+    return np.where(np.isnan(score), -np.inf, score), dot
+
+
+def lightning_indexer(
+    q_index: Tensor,
+    k_index: Tensor,
+    weights: Tensor,
+    topk: int,
+    *,
+    q_positions: Tensor | None = None,
+    q_start: int | None = None,
+    kv_stride: int = 1,
+) -> tuple[npt.NDArray[np.int32], Float64]:
+    """The topk visible keys of largest index score, in ascending order of key.
+
+        score[s,t] = Σ_j weights[s,j]·relu(q_index[s,j,:]·k_index[t,:])
+
+    q_index [s_q, h_index, d_index]; k_index [s_kv, d_index]; weights [s_q, h_index]; q_positions int32 [s_q].
+    Returns indices int32 [s_q, topk] and their scores [s_q, topk]. Of equal scores the smaller keys are taken. A key
+    of score −inf (or NaN, which counts as −inf) is visible all the same: it is chosen after all others, and its score
+    is −inf. Where fewer than topk keys are visible, the row ends in −1 with score −inf.
+    """
+    name = "lightning_indexer"
+    q, k, w = _checked(name, q_index, k_index, weights)
+    require(topk >= 0, name, "topk", "at least 0", topk)
+    limit = visible_keys(name, len(q), len(k), q_positions, q_start, kv_stride)
+
+    indices = np.full((len(q), topk), -1, dtype=np.int32)
+    scores = np.full((len(q), topk), -np.inf)
+    for s in range(len(q)):
+        score, _ = _scores(q[s], k[: limit[s]], w[s])
+        best_first = np.argsort(-score, kind="stable")  # stable: equal scores stay in ascending order of key
+        chosen = np.sort(best_first[:topk])
+        indices[s, : len(chosen)] = chosen
+        scores[s, : len(chosen)] = score[chosen]
+    return indices, scores
+
+
+def lightning_indexer_backward(
+    target: Tensor,
+    q_index: Tensor,
+    k_index: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    *,
+    d_loss: float = 1.0,
+    deterministic: bool = False,
+) -> tuple[np.float64, Float64, Float64, Float64]:
+    """KL loss of the indexer against the attention distribution, and its gradients.
+
+        prob = softmax over the valid entries of a row of score[s, indices[s,i]]
+        loss = Σ_s Σ_i target·(log target − log prob)          (0·log 0 = 0)
+        g    = d_loss·(prob − target)
+        d_weights[s,j]    = Σ_i g·relu(q·k)
+        d_q_index[s,j,:]  = Σ_i g·w·1[q·k > 0]·k
+        d_k_index[t,:]   += Σ_{s,j} g·w·1[q·k > 0]·q
+
+    target [s_q, topk] as `attention_distribution(normalize="l1")` gives it (it is not normalised again); indices int32
+    [s_q, topk] or [s_q, 1, topk]; an entry counts once for each time it occurs. Returns (loss, d_q_index, d_k_index,
+    d_weights); d_loss scales the gradients, not the loss.
+
+    An entry is valid if 0 ≤ t < s_kv and its score is not −inf (nor NaN); what target holds for others is ignored.
+    A row whose valid targets are all zero adds neither loss nor gradient. `deterministic` does not matter here.
+    """
+    name = "lightning_indexer_backward"
+    q, k, w = _checked(name, q_index, k_index, weights)
+    keys_of, wanted = as_indices(name, "indices", indices), as_float64(target)
+    if keys_of.ndim == 3 and keys_of.shape[1] == 1:
+        keys_of = keys_of[:, 0]
+    require(keys_of.ndim == 2 and len(keys_of) == len(q), name, "indices", f"[{len(q)}, topk]", describe(keys_of))
+    require_shape(name, "target", wanted, "[s_q, topk]", keys_of.shape)
+    require(bool(np.isfinite(d_loss)), name, "d_loss", "finite", d_loss)
+
+    loss = np.float64(0.0)
+    d_q, d_k, d_w = np.zeros(q.shape), np.zeros(k.shape), np.zeros(w.shape)
+    for s in range(len(q)):
+        entries = np.flatnonzero((keys_of[s] >= 0) & (keys_of[s] < len(k)))
+        score, dot = _scores(q[s], k[keys_of[s, entries]], w[s])
+        counted = ~np.isneginf(score)
+        entries, score, dot = entries[counted], score[counted], dot[:, counted]
+        keys, p = keys_of[s, entries], wanted[s, entries]
+        if not p.any():
+            continue
+        log_prob = score - log_sum_exp(score)[1]
+        some = p > 0.0
+        loss += (p[some] * (np.log(p[some]) - log_prob[some])).sum()
+
+        g = float(d_loss) * (np.exp(log_prob) - p)  # [n]
+        d_w[s] = np.maximum(dot, 0.0) @ g
+        d_dot = g * w[s][:, None] * (dot > 0.0)  # [h_index, n]
+        d_q[s] = d_dot @ k[keys]
+        np.add.at(d_k, keys, d_dot.T @ q[s])
+    return loss, d_q, d_k, d_w

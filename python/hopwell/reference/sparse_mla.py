@@ -1,0 +1,227 @@
+"""Sparse attention over one latent KV head, forward and backward: OPERATORS.md, sections 1 and 2."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ._arrays import (
+    Array,
+    Float64,
+    Int64,
+    Tensor,
+    as_array,
+    as_float64,
+    as_indices,
+    deliver,
+    describe,
+    log_sum_exp,
+    require,
+    require_shape,
+)
+from ._causal import visible_keys
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Checked inputs, and which entries of `indices` are valid."""
+
+    q: Float64  # [s_q, h_q, d_qk]
+    kv: Array  # [s_kv, d_qk], in its own dtype: only the selected rows are ever converted
+    indices: Int64  # [s_q, topk]
+    valid: npt.NDArray[np.bool_]  # [s_q, topk]
+    sm_scale: float
+
+    def row(self, s: int) -> tuple[Int64, Int64, Float64, Float64]:
+        """What query s attends: (entries [n], keys [n], kv rows [n, d_qk], scores [h_q, n]), valid entries only."""
+        entries = np.flatnonzero(self.valid[s])
+        keys = self.indices[s, entries]
+        kv_rows = self.kv[keys].astype(np.float64)
+        return entries, keys, kv_rows, self.sm_scale * (self.q[s] @ kv_rows.T)
+
+
+def select(
+    operator: str,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    topk_length: Tensor | None,
+    q_positions: Tensor | None,
+    q_start: int | None,
+    kv_stride: int,
+) -> Selection:
+    """Checks the inputs that all three operators share and finds the valid entries.
+
+    Entry t = indices[s, 0, i] is valid iff 0 ≤ t < s_kv, i < topk_length[s] and, with positions, key t is visible.
+    """
+    queries, latent, keys = as_float64(q), as_array(kv), as_indices(operator, "indices", indices)
+    require(queries.ndim == 3, operator, "q", "[s_q, h_q, d_qk]", describe(queries))
+    s_q, _, d_qk = queries.shape
+    if latent.ndim == 3 and latent.shape[1] == 1:
+        latent = latent[:, 0]
+    require(latent.ndim == 2 and latent.shape[1] == d_qk, operator, "kv", f"[s_kv, 1, {d_qk}]", describe(latent))
+    if keys.ndim == 3 and keys.shape[1] == 1:
+        keys = keys[:, 0]
+    require(keys.ndim == 2 and keys.shape[0] == s_q, operator, "indices", f"[{s_q}, 1, topk]", describe(keys))
+    require(bool(np.isfinite(sm_scale)), operator, "sm_scale", "finite", sm_scale)
+
+    limit = visible_keys(operator, s_q, len(latent), q_positions, q_start, kv_stride)
+    valid = (keys >= 0) & (keys < limit[:, None])
+    if topk_length is not None:
+        lengths = as_indices(operator, "topk_length", topk_length)
+        require_shape(operator, "topk_length", lengths, "[s_q]", (s_q,))
+        valid &= np.arange(keys.shape[1]) < lengths[:, None]
+    return Selection(queries, latent, keys, valid, float(sm_scale))
+
+
+def _sink(operator: str, attn_sink: Tensor | None, h_q: int) -> Float64:
+    """The sink's logit per head, [h_q]. No sink is a sink of −inf."""
+    if attn_sink is None:
+        return np.full(h_q, -np.inf)
+    sink = as_float64(attn_sink)
+    require_shape(operator, "attn_sink", sink, "[h_q]", (h_q,))
+    return sink
+
+
+def sparse_mla_forward(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    *,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    q_start: int | None = None,
+    kv_stride: int = 1,
+    out: Array | None = None,
+    max_logits: Array | None = None,
+    lse: Array | None = None,
+) -> tuple[Array, Array, Array]:
+    """Attention of every query to the keys that `indices` names for it.
+
+        score[s,h,i] = sm_scale · Σ_d q[s,h,d]·kv[t,d]        t = indices[s,0,i]
+        max_logits   = max_i score;  lse = log Σ_i exp(score);  p = exp(score − lse)
+        out[s,h,:]   = Σ_i p·kv[t,:d_v] · 1/(1 + exp(attn_sink[h] − lse))
+
+    q [s_q, h_q, d_qk]; kv [s_kv, 1, d_qk] or [s_kv, d_qk]; indices int32 [s_q, 1, topk] or [s_q, topk];
+    attn_sink [h_q]; topk_length and q_positions int32 [s_q].
+    Returns out [s_q, h_q, d_v], max_logits [s_q, h_q], lse [s_q, h_q].
+
+    A row without a valid entry gives out = 0, max_logits = −inf, lse = +inf, whatever the sink; so does a row whose
+    scores are all −inf, since no kernel can tell the two apart.
+    """
+    name = "sparse_mla_forward"
+    selection = select(name, q, kv, indices, sm_scale, topk_length, q_positions, q_start, kv_stride)
+    s_q, h_q, d_qk = selection.q.shape
+    require(1 <= d_v <= d_qk, name, "d_v", f"in 1..{d_qk} (d_qk)", d_v)
+    sink = _sink(name, attn_sink, h_q)
+
+    result = np.zeros((s_q, h_q, d_v))
+    row_max = np.full((s_q, h_q), -np.inf)
+    row_lse = np.full((s_q, h_q), np.inf)
+    for s in range(s_q):
+        _, _, kv_rows, score = selection.row(s)
+        row_max[s], log_sum = log_sum_exp(score)
+        empty = np.isneginf(log_sum)
+        row_lse[s] = np.where(empty, np.inf, log_sum)
+        with np.errstate(over="ignore", invalid="ignore"):
+            p = np.exp(score - row_lse[s][:, None])
+            factor = 1.0 / (1.0 + np.exp(sink - row_lse[s]))
+        result[s] = (p @ kv_rows[:, :d_v]) * np.where(empty, 0.0, factor)[:, None]
+    return (
+        deliver(name, "out", result, out),
+        deliver(name, "max_logits", row_max, max_logits),
+        deliver(name, "lse", row_lse, lse),
+    )
+
+
+def _forward_results(
+    operator: str, selection: Selection, d_v: int, out: Tensor, lse: Tensor, d_out: Tensor
+) -> tuple[Float64, Float64, Float64]:
+    s_q, h_q, d_qk = selection.q.shape
+    require(1 <= d_v <= d_qk, operator, "d_v", f"in 1..{d_qk} (d_qk)", d_v)
+    results, row_lse, gradient = as_float64(out), as_float64(lse), as_float64(d_out)
+    require_shape(operator, "out", results, "[s_q, h_q, d_v]", (s_q, h_q, d_v))
+    require_shape(operator, "lse", row_lse, "[s_q, h_q]", (s_q, h_q))
+    require_shape(operator, "d_out", gradient, "[s_q, h_q, d_v]", (s_q, h_q, d_v))
+    return results, row_lse, gradient
+
+
+def sparse_mla_backward(
+    d_out: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    *,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    q_start: int | None = None,
+    kv_stride: int = 1,
+    deterministic: bool = False,
+    dkv_dtype: str = "float32",
+    dq: Array | None = None,
+    dkv: Array | None = None,
+    accumulate: bool = False,
+    need_dq: bool = True,
+    need_dkv: bool = True,
+    attn: Array | None = None,
+) -> tuple[Array | None, Array | None, Float64 | None]:
+    """Gradients of `sparse_mla_forward`, from its inputs, its `out` and `lse`, and d_out [s_q, h_q, d_v].
+
+        lse'  = log(exp(lse) + exp(attn_sink));  p = exp(score − lse');  delta = Σ_d out·d_out
+        dp    = Σ_d d_out·kv[t,d]   (d < d_v);   ds = p·(dp − delta)·sm_scale
+        dq    = Σ_i ds·kv[t,:];  dkv[t,:] += Σ_{s,h} ds·q;  dkv[t,:d_v] += Σ_{s,h} p·d_out
+        d_sink = −Σ_s exp(attn_sink − lse')·delta            (0 where the sink is ±inf)
+
+    Returns (dq like q, dkv like kv, d_sink [h_q]); None for what is not needed, and for d_sink without a sink.
+    `accumulate` adds to the given dkv. `attn` [s_q, topk] is written with Σ_h exp(score − lse), in which the sink has
+    no part. Rows without a valid entry contribute nothing, whatever their out, lse and d_out hold.
+    `deterministic` and `dkv_dtype` do not matter here: the order is fixed and nothing is rounded.
+    """
+    name = "sparse_mla_backward"
+    selection = select(name, q, kv, indices, sm_scale, topk_length, q_positions, q_start, kv_stride)
+    s_q, h_q, _ = selection.q.shape
+    forward_out, forward_lse, gradient = _forward_results(name, selection, d_v, out, lse, d_out)
+    sink = _sink(name, attn_sink, h_q)
+    require(dkv_dtype in ("float32", "bfloat16"), name, "dkv_dtype", "float32 or bfloat16", dkv_dtype)
+    if accumulate:
+        require(dkv is not None and dkv.dtype == np.float32, name, "dkv", "a float32 array to accumulate into", dkv)
+
+    d_q, d_kv, d_sink = np.zeros(selection.q.shape), np.zeros(selection.kv.shape), np.zeros(h_q)
+    distribution = np.zeros(selection.indices.shape)
+    for s in range(s_q):
+        entries, keys, kv_rows, score = selection.row(s)
+        if len(entries) == 0:
+            continue
+        with np.errstate(invalid="ignore"):  # a sink of +inf; its d_sink is set to 0 below
+            lse_with_sink = np.logaddexp(forward_lse[s], sink)
+            sink_share = np.exp(sink - lse_with_sink)
+        p = np.exp(score - lse_with_sink[:, None])
+        delta = (forward_out[s] * gradient[s]).sum(axis=1)
+        dp = gradient[s] @ kv_rows[:, :d_v].T
+        ds = p * (dp - delta[:, None]) * selection.sm_scale
+
+        d_q[s] = ds @ kv_rows
+        np.add.at(d_kv, keys, ds.T @ selection.q[s])  # unlike d_kv[keys] +=, counts duplicate keys twice
+        np.add.at(d_kv[:, :d_v], keys, p.T @ gradient[s])
+        d_sink -= sink_share * delta
+        distribution[s, entries] = np.exp(score - forward_lse[s][:, None]).sum(axis=0)
+
+    d_kv = d_kv.reshape(as_array(kv).shape)
+    if accumulate and dkv is not None:
+        d_kv = d_kv + dkv
+    if attn is not None:
+        deliver(name, "attn", distribution, attn)
+    return (
+        deliver(name, "dq", d_q, dq) if need_dq else None,
+        deliver(name, "dkv", d_kv, dkv) if need_dkv else None,
+        np.where(np.isfinite(sink), d_sink, 0.0) if attn_sink is not None else None,
+    )

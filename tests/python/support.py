@@ -1,0 +1,12 @@
+"""What several test files share."""
+
+from typing import Any
+
+import numpy as np
+
+
+def assert_close(actual: Any, expected: Any, tolerance: float = 1e-11) -> None:
+    """Equal shapes, and each element within `tolerance`, relative or absolute; NaN and ±inf at the same places."""
+    actual, expected = np.asarray(actual, dtype=np.float64), np.asarray(expected, dtype=np.float64)
+    assert actual.shape == expected.shape
+    np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)

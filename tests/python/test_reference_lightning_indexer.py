@@ -1,0 +1,80 @@
+"""The indexer's reference against plain sorting and torch.autograd."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from hopwell import reference
+from support import assert_close
+
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+INF = math.inf
+Generator = np.random.Generator
+
+
+@pytest.mark.parametrize("topk", [0, 1, 4, 9, 20])
+@pytest.mark.parametrize("masks", [{}, {"q_start": -1}, {"q_start": 3, "kv_stride": 4}])
+def test_indexer_selects_what_sorting_selects(rng: Generator, topk: int, masks: dict[str, int]) -> None:
+    s_q, s_kv, heads, d = 6, 9, 3, 4
+    q, k = rng.integers(-2, 3, (s_q, heads, d)).astype(np.float32), rng.integers(-2, 3, (s_kv, d)).astype(np.float32)
+    w = rng.integers(-2, 3, (s_q, heads)).astype(np.float32)  # small integers: exact scores, many ties
+    q[0], k[5] = 0.0, np.nan
+    indices, scores = reference.lightning_indexer(q, k, w, topk, **masks)
+    assert indices.dtype == np.int32 and indices.shape == scores.shape == (s_q, topk)
+    for s in range(s_q):
+        visible = []
+        for t in range(s_kv):
+            if not masks or (t + 1) * masks.get("kv_stride", 1) <= masks["q_start"] + s + 1:
+                score = sum(float(w[s, j]) * max(0.0, float(q[s, j] @ k[t])) for j in range(heads))
+                visible.append((-INF if t == 5 else score, t))
+        chosen = sorted(sorted(visible, key=lambda pair: (-pair[0], pair[1]))[:topk], key=lambda pair: pair[1])
+        padding = topk - len(chosen)
+        assert indices[s].tolist() == [t for _, t in chosen] + [-1] * padding
+        assert scores[s].tolist() == [score for score, _ in chosen] + [-INF] * padding
+
+
+def test_indexer_backward_equals_autograd(rng: Generator) -> None:
+    s_q, s_kv, heads, d, topk = 6, 8, 3, 5, 6
+    q, k, w = rng.standard_normal((s_q, heads, d)), rng.standard_normal((s_kv, d)), rng.standard_normal((s_q, heads))
+    indices = rng.integers(0, s_kv - 1, (s_q, topk)).astype(np.int32)  # duplicates; no query selects the last key
+    indices[rng.random(indices.shape) < 0.2] = rng.choice(np.array([INT_MIN, -1, s_kv, INT_MAX], np.int32))
+    indices[0, 0], indices[4] = 2, -1
+    valid = (indices >= 0) & (indices < s_kv)
+    target = rng.random((s_q, topk)) * valid
+    target[0, 1:], target[3] = 0.0, 0.0
+    total = target.sum(axis=1, keepdims=True)
+    target = np.divide(target, total, out=np.zeros_like(target), where=total > 0)
+    k[-1] = np.nan
+
+    tq, tk, tw = (torch.from_numpy(x.copy()).requires_grad_() for x in (q, k, w))
+    rows = []
+    for s in range(s_q):
+        keep = torch.from_numpy(np.flatnonzero(valid[s]))
+        wanted = torch.from_numpy(target[s])[keep]
+        if wanted.sum() > 0:
+            chosen = tk[torch.from_numpy(indices[s].astype(np.int64))[keep]]
+            score = (tw[s][:, None] * torch.relu(tq[s] @ chosen.T)).sum(0)
+            rows.append(torch.nn.functional.kl_div(torch.log_softmax(score, -1), wanted, reduction="sum"))
+    expected = torch.stack(rows).sum()
+    gradients = torch.autograd.grad(expected, [tq, tk, tw])
+
+    target[~valid] = 5.0  # of no meaning there
+    loss, *actual = reference.lightning_indexer_backward(target, q, k, w, indices, d_loss=-2.5)
+    assert_close(loss, expected.detach())
+    for gradient, wanted in zip(actual, gradients, strict=True):
+        assert gradient.any()
+        assert_close(gradient, -2.5 * wanted.numpy())
+
+
+def test_indexer_backward_ignores_scores_that_are_not_numbers(rng: Generator) -> None:
+    q, k, w = rng.standard_normal((2, 3, 4)), rng.standard_normal((6, 4)), rng.standard_normal((2, 3))
+    indices, target = np.array([[0, 2, 5], [5, 5, -1]], dtype=np.int32), np.full((2, 3), 1 / 3)
+    k[5, 1] = np.nan
+    loss, *gradients = reference.lightning_indexer_backward(target, q, k, w, indices)
+    without = np.where(indices == 5, -1, indices).astype(np.int32)
+    expected_loss, *expected = reference.lightning_indexer_backward(target, q, k, w, without)
+    assert loss == expected_loss and all(np.isfinite(g).all() for g in gradients)
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        np.testing.assert_array_equal(gradient, wanted)

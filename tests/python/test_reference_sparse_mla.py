@@ -1,0 +1,257 @@
+"""The sparse-MLA reference against dense float64 attention differentiated by torch.autograd, and finite differences."""
+
+import itertools
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from hopwell import reference
+from support import assert_close
+
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+INF = math.inf
+Generator = np.random.Generator
+
+
+def mla_problem(rng: Generator, s_q: int = 5, h_q: int = 3, s_kv: int = 9, topk: int = 7, d: int = 6) -> dict[str, Any]:
+    """Inputs whose indices hold duplicates, everything out of range, and one row without a valid entry (the last)."""
+    indices = rng.integers(0, s_kv, (s_q, topk), dtype=np.int32)
+    bad = np.array([INT_MIN, -123456, -1, s_kv, s_kv + 1, INT_MAX], dtype=np.int32)
+    mask = rng.random((s_q, topk)) < 0.2
+    indices[mask] = rng.choice(bad, int(mask.sum()))
+    indices[0, :3] = 4
+    indices[1:-1, 0] = 0
+    indices[-1] = rng.choice(bad, topk)
+    q, kv = rng.standard_normal((s_q, h_q, d)), rng.standard_normal((s_kv, 1, d))
+    return {"q": q, "kv": kv, "indices": indices[:, None], "sm_scale": 0.5}
+
+
+def multiplicity(
+    indices: np.ndarray, s_kv: int, lengths: Any = None, positions: Any = None, kv_stride: int = 1
+) -> torch.Tensor:
+    """How often each query selects each key, [s_q, 1, s_kv], entry by entry from the words of the contract."""
+    count = np.zeros((len(indices), 1, s_kv))
+    for s, row in enumerate(indices.reshape(len(indices), -1).tolist()):
+        for i, t in enumerate(row):
+            in_time = positions is None or (t + 1) * kv_stride <= int(positions[s]) + 1
+            if 0 <= t < s_kv and in_time and (lengths is None or i < int(lengths[s])):
+                count[s, 0, t] += 1
+    return torch.from_numpy(count)
+
+
+def dense_mla(
+    q: torch.Tensor, kv: torch.Tensor, count: torch.Tensor, sm_scale: float, d_v: int, sink: torch.Tensor | None
+) -> torch.Tensor:
+    """Attention over all keys in which a key selected m times has weight m, and the sink is one more logit."""
+    score = sm_scale * torch.einsum("shd,td->sht", q, kv[:, 0]) + torch.log(count)
+    logits = score if sink is None else torch.cat([score, sink[None, :, None].expand(len(q), -1, 1)], dim=-1)
+    alive = count.sum(dim=(1, 2)) > 0
+    p = torch.softmax(logits[alive], dim=-1)[..., : kv.shape[0]]
+    out = torch.zeros(*q.shape[:2], d_v, dtype=q.dtype)
+    return out.index_put((torch.nonzero(alive)[:, 0],), torch.einsum("sht,td->shd", p, kv[:, 0, :d_v]))
+
+
+MASKS: list[dict[str, Any]] = [
+    {},
+    {"topk_length": np.array([7, 3, 0, 100, 5], dtype=np.int32)},
+    {"topk_length": np.array([-4, 1, 6, 7, INT_MAX], dtype=np.int32), "q_start": 2},
+    {"q_positions": np.array([8, INT_MAX, 0, -1, 3], dtype=np.int32)},
+    {"q_positions": np.array([2, 3, 17, 35, 36], dtype=np.int32), "kv_stride": 4},
+    {"q_start": -2, "kv_stride": 1},
+    {"q_start": 2**40, "kv_stride": 3},
+]
+
+
+@pytest.mark.parametrize("with_sink", [False, True])
+@pytest.mark.parametrize("masks", MASKS)
+def test_mla_forward_and_backward_equal_dense_autograd(rng: Generator, masks: dict[str, Any], with_sink: bool) -> None:
+    problem, d_v = mla_problem(rng), 4
+    sink = rng.standard_normal(3) if with_sink else None
+    positions = masks.get("q_positions", masks["q_start"] + np.arange(5) if "q_start" in masks else None)
+    count = multiplicity(problem["indices"], 9, masks.get("topk_length"), positions, masks.get("kv_stride", 1))
+
+    q, kv = (torch.from_numpy(problem[name]).requires_grad_() for name in ("q", "kv"))
+    torch_sink = None if sink is None else torch.from_numpy(sink).requires_grad_()
+    expected = dense_mla(q, kv, count, 0.5, d_v, torch_sink)
+    d_out = rng.standard_normal(expected.shape)
+    leaves = [q, kv] if torch_sink is None else [q, kv, torch_sink]
+    gradients = torch.autograd.grad(expected, leaves, torch.from_numpy(d_out))
+
+    out, max_logits, lse = reference.sparse_mla_forward(**problem, d_v=d_v, attn_sink=sink, **masks)
+    assert_close(out, expected.detach())
+    score = 0.5 * torch.einsum("shd,td->sht", q, kv[:, 0]).detach()
+    alive = (count.sum(dim=(1, 2)) > 0).numpy()
+    assert 0 < alive.sum() < len(alive)
+    assert_close(max_logits, torch.where(count > 0, score, -INF).amax(-1))
+    assert_close(lse[alive], torch.logsumexp(score + torch.log(count), -1)[torch.from_numpy(alive)])
+    assert np.all(lse[~alive] == INF)
+
+    attn = np.full(problem["indices"].shape[::2], np.nan)
+    dq, dkv, d_sink = reference.sparse_mla_backward(
+        d_out, out=out, lse=lse, **problem, d_v=d_v, attn_sink=sink, attn=attn, **masks
+    )
+    for actual, wanted in zip((dq, dkv, d_sink), gradients, strict=False):
+        assert_close(actual, wanted)
+    assert (d_sink is None) == (sink is None)
+    unselected = count.sum(dim=(0, 1)).numpy() == 0
+    assert dkv is not None and np.all(dkv[unselected] == 0.0)
+
+    # attn, per entry: the softmax without the sink, of a key once for each of its entries
+    share = torch.nan_to_num(torch.softmax(score + torch.log(count), -1) / count).sum(1).numpy()
+    wanted_attn = np.zeros((5, 7))
+    for s, i in itertools.product(range(5), range(7)):
+        single = np.full((5, 7), -1, dtype=np.int32)
+        single[s, i] = problem["indices"][s, 0, i]
+        if multiplicity(single, 9, masks.get("topk_length"), positions, masks.get("kv_stride", 1)).sum():
+            wanted_attn[s, i] = share[s, single[s, i]]
+    assert_close(attn, wanted_attn)
+    shared = {name: problem[name] for name in ("q", "kv", "indices", "sm_scale")}
+    assert_close(reference.attention_distribution(**shared, lse=lse, **masks), wanted_attn)
+    total = wanted_attn.sum(axis=1, keepdims=True)
+    normalised = np.divide(wanted_attn, total, out=np.zeros_like(wanted_attn), where=total > 0)
+    assert_close(reference.attention_distribution(**shared, lse=lse, normalize="l1", **masks), normalised)
+
+
+def test_mla_backward_equals_finite_differences(rng: Generator) -> None:
+    problem, d_v, sink = mla_problem(rng, s_q=3, h_q=2, s_kv=5, topk=4, d=4), 3, rng.standard_normal(2)
+    d_out = rng.standard_normal((3, 2, d_v))
+
+    def objective(**changed: Any) -> float:
+        out, _, _ = reference.sparse_mla_forward(**{**problem, "attn_sink": sink, **changed}, d_v=d_v)
+        return float((out * d_out).sum())
+
+    out, _, lse = reference.sparse_mla_forward(**problem, d_v=d_v, attn_sink=sink)
+    results = reference.sparse_mla_backward(d_out, out=out, lse=lse, **problem, d_v=d_v, attn_sink=sink)
+    for name, gradient in zip(("q", "kv", "attn_sink"), results, strict=True):
+        point = sink if name == "attn_sink" else problem[name]
+        numeric = np.zeros(point.shape)
+        for where in np.ndindex(point.shape):
+            step = np.zeros(point.shape)
+            step[where] = 1e-5
+            numeric[where] = (objective(**{name: point + step}) - objective(**{name: point - step})) / 2e-5
+        assert_close(gradient, numeric, 1e-8)
+
+
+@pytest.mark.parametrize("sink", [0.0, INF, -INF, 1e38, -1e38])
+def test_mla_extreme_sinks(rng: Generator, sink: float) -> None:
+    problem, d_v = mla_problem(rng), 4
+    sinks, d_out = np.full(3, sink), rng.standard_normal((5, 3, 4))
+    plain, max_logits, lse = reference.sparse_mla_forward(**problem, d_v=d_v)
+    out, sink_max, sink_lse = reference.sparse_mla_forward(**problem, d_v=d_v, attn_sink=sinks)
+    np.testing.assert_array_equal(sink_max, max_logits)
+    np.testing.assert_array_equal(sink_lse, lse)
+    assert np.all(out[-1] == 0.0) and np.all(lse[-1] == INF) and np.all(max_logits[-1] == -INF)
+    dq, dkv, d_sink = reference.sparse_mla_backward(
+        d_out, out=out, lse=lse, **problem, d_v=d_v, attn_sink=sinks, need_dq=True
+    )
+    assert dq is not None and dkv is not None and d_sink is not None
+    if sink >= 1e38:
+        assert not out.any() and not dq.any() and not dkv.any() and not d_sink.any()
+    elif sink <= -1e38:
+        np.testing.assert_array_equal(out, plain)
+        assert dq.any() and dkv.any() and not d_sink.any()
+    else:
+        assert_close(out[:-1], plain[:-1] * (np.exp(lse[:-1]) / (np.exp(lse[:-1]) + 1.0))[:, :, None])
+        assert d_sink.all()
+
+
+def test_mla_never_reads_what_no_valid_index_names(rng: Generator) -> None:
+    problem = mla_problem(rng)
+    lengths = np.array([7, 7, 2, 7, 7], dtype=np.int32)
+    problem["indices"][problem["indices"] == 8] = 7
+    used = multiplicity(problem["indices"], 9, lengths).sum(dim=(0, 1)).numpy() > 0
+    problem["indices"][2, 0, 2:] = 8  # past topk_length; no valid entry names it
+    problem["kv"][~used] = rng.choice([np.nan, INF, -INF], problem["kv"][~used].shape)
+    clean = {**problem, "kv": np.nan_to_num(problem["kv"], nan=7.0, posinf=7.0, neginf=7.0)}
+    poisoned = reference.sparse_mla_forward(**problem, d_v=4, topk_length=lengths)
+    for actual, expected in zip(
+        poisoned, reference.sparse_mla_forward(**clean, d_v=4, topk_length=lengths), strict=True
+    ):
+        np.testing.assert_array_equal(actual, expected)
+    d_out, out, lse = rng.standard_normal((5, 3, 4)), poisoned[0].copy(), poisoned[2].copy()
+    expected_gradients = reference.sparse_mla_backward(d_out, out=out, lse=lse, **clean, d_v=4, topk_length=lengths)
+    d_out[-1], out[-1], lse[-1] = np.nan, np.nan, np.nan  # a row without a valid entry
+    gradients = reference.sparse_mla_backward(d_out, out=out, lse=lse, **problem, d_v=4, topk_length=lengths)
+    np.testing.assert_array_equal(gradients[0], expected_gradients[0])
+    np.testing.assert_array_equal(gradients[1], expected_gradients[1])
+
+
+@pytest.mark.parametrize("magnitude", [1e4, -1e4])
+def test_mla_large_logits(rng: Generator, magnitude: float) -> None:
+    problem = mla_problem(rng)
+    problem["sm_scale"] = magnitude
+    out, max_logits, lse = reference.sparse_mla_forward(**problem, d_v=6)
+    assert np.all(np.isfinite(out)) and np.all(np.abs(lse[:-1] - max_logits[:-1]) <= math.log(7) + 1e-9)
+
+
+def test_mla_outputs_ranks_and_accumulation(rng: Generator) -> None:
+    problem, d_v = mla_problem(rng), 4
+    flat = {**problem, "kv": problem["kv"][:, 0], "indices": problem["indices"][:, 0]}
+    buffer = np.full((5, 3, 4), np.nan, dtype=ml_dtypes.bfloat16)
+    out, _, lse = reference.sparse_mla_forward(**problem, d_v=d_v)
+    returned, _, _ = reference.sparse_mla_forward(**flat, d_v=d_v, out=buffer)
+    assert returned is buffer
+    np.testing.assert_array_equal(buffer, out.astype(ml_dtypes.bfloat16))
+
+    d_out = rng.standard_normal(out.shape)
+    _, dkv, _ = reference.sparse_mla_backward(d_out, out=out, lse=lse, **problem, d_v=d_v)
+    assert dkv is not None
+    start = rng.standard_normal((9, 6)).astype(np.float32)
+    total = start.copy()
+    dq, same, _ = reference.sparse_mla_backward(
+        d_out, out=out, lse=lse, **flat, d_v=d_v, dkv=total, accumulate=True, need_dq=False
+    )
+    assert same is total and dq is None
+    np.testing.assert_array_equal(total, (start + dkv[:, 0]).astype(np.float32))
+    with pytest.raises(ValueError, match="sparse_mla_backward: dkv must be a float32 array"):
+        reference.sparse_mla_backward(d_out, out=out, lse=lse, **flat, d_v=d_v, accumulate=True)
+
+
+@pytest.mark.parametrize(("s_q", "topk", "s_kv"), [(0, 7, 9), (5, 0, 9), (5, 7, 0)])
+def test_mla_empty_work(rng: Generator, s_q: int, topk: int, s_kv: int) -> None:
+    q, kv = rng.standard_normal((s_q, 3, 6)), rng.standard_normal((s_kv, 1, 6))
+    indices = np.zeros((s_q, 1, topk), dtype=np.int32)
+    out, max_logits, lse = reference.sparse_mla_forward(q, kv, indices, 0.5, 4, attn_sink=np.full(3, INF))
+    assert out.shape == (s_q, 3, 4) and not out.any() and np.all(lse == INF) and np.all(max_logits == -INF)
+    dq, dkv, _ = reference.sparse_mla_backward(out, q, kv, indices, out, lse, 0.5, 4)
+    assert dq is not None and dkv is not None and not dq.any() and not dkv.any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"indices": np.zeros((4, 1, 7), np.int32)}, r"indices must be \[5, 1, topk\]; got int64 \[4, 7\]"),
+        ({"indices": np.zeros((5, 1, 7))}, r"indices must be int32; got float64 \[5, 1, 7\]"),
+        ({"kv": np.zeros((9, 1, 5))}, "kv must be"),
+        ({"kv": np.zeros((9, 2, 6))}, "kv must be"),
+        ({"sm_scale": np.nan}, "sm_scale must be finite; got nan"),
+        ({"d_v": 7}, r"d_v must be in 1\.\.6"),
+        ({"attn_sink": np.zeros(4)}, r"attn_sink must be \[h_q\] = \[3\]; got float64 \[4\]"),
+        ({"kv_stride": 0}, "kv_stride must be at least 1; got 0"),
+        ({"q_start": 0, "q_positions": np.zeros(5, np.int32)}, "q_start must be absent"),
+        ({"out": np.zeros((5, 3, 5))}, "out must be"),
+    ],
+)
+def test_mla_bad_arguments(rng: Generator, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match="sparse_mla_forward: " + message):
+        reference.sparse_mla_forward(**{**mla_problem(rng), "d_v": 4, **change})
+
+
+def test_mla_takes_dlpack_strides_and_low_precision(rng: Generator) -> None:
+    problem = mla_problem(rng)
+    for name in ("q", "kv"):
+        problem[name] = problem[name].astype(ml_dtypes.bfloat16)
+    exact = {**problem, "q": problem["q"].astype(np.float64), "kv": problem["kv"].astype(np.float64)}
+    expected = reference.sparse_mla_forward(**exact, d_v=4)
+    padded = np.full((5, 3, 8), np.nan)
+    padded[..., :6] = exact["q"]
+    tensors = {name: torch.from_numpy(exact[name]).float() for name in ("q", "kv")}
+    as_dlpack = {**exact, **tensors, "indices": torch.from_numpy(exact["indices"])}
+    for variant in (problem, as_dlpack, {**exact, "q": padded[..., :6]}):
+        for actual, wanted in zip(reference.sparse_mla_forward(**variant, d_v=4), expected, strict=True):
+            assert actual.dtype == np.float64
+            np.testing.assert_array_equal(actual, wanted)
