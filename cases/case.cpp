@@ -1,0 +1,219 @@
+#include "case.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numbers>
+#include <stdexcept>
+
+#include "tile/float16.hpp"
+
+namespace hopwell::cases {
+namespace {
+
+constexpr std::int64_t kGuardBytes = 256;
+constexpr auto kGuard = std::byte{0xA5};
+
+DLDataType dlpack_type(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32: return {kDLFloat, 32, 1};
+    case DType::kFloat16: return {kDLFloat, 16, 1};
+    case DType::kBFloat16: return {kDLBfloat, 16, 1};
+    case DType::kInt32: return {kDLInt, 32, 1};
+    case DType::kFloat8E4m3: return {kDlpackFloat8E4m3fn, 8, 1};
+    case DType::kFloat4E2m1x2: return {kDlpackFloat4E2m1fn, 4, 2};
+    default: return {kDLUInt, 8, 1};
+  }
+}
+
+template <class T>
+T load(const std::byte* from) {
+  T value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+template <class T>
+void store(std::byte* to, T value) {
+  std::memcpy(to, &value, sizeof value);
+}
+
+}  // namespace
+
+double Random::normal() {
+  return std::sqrt(-2 * std::log(1 - uniform())) * std::cos(2 * std::numbers::pi * uniform());  // Box-Muller
+}
+
+Array::Array(std::string name, DType dtype, std::vector<std::int64_t> shape, std::vector<std::int64_t> strides)
+    : name_(std::move(name)), dtype_(dtype), shape_(std::move(shape)), strides_(std::move(strides)) {
+  for (const std::int64_t n : shape_) size_ *= n;
+  if (strides_.empty()) {
+    strides_.resize(shape_.size());
+    std::int64_t stride = 1;
+    for (std::size_t i = shape_.size(); i-- > 0; stride *= std::max<std::int64_t>(shape_[i], 1)) strides_[i] = stride;
+  }
+  if (size_ > 0) {
+    extent_ = 1;
+    for (std::size_t i = 0; i < shape_.size(); ++i) extent_ += (shape_[i] - 1) * strides_[i];
+  }
+  memory_.assign(static_cast<std::size_t>(2 * kGuardBytes + extent_ * static_cast<std::int64_t>(size_of(dtype_))), kGuard);
+}
+
+Tensor Array::view() const {
+  return {const_cast<std::byte*>(data()), dlpack_type(dtype_), shape_, strides_};
+}
+
+std::byte* Array::data() { return memory_.data() + kGuardBytes; }
+const std::byte* Array::data() const { return memory_.data() + kGuardBytes; }
+
+std::int64_t Array::offset(std::int64_t position) const {
+  std::int64_t offset = 0;
+  for (std::size_t i = shape_.size(); i-- > 0; position /= shape_[i]) offset += position % shape_[i] * strides_[i];
+  return offset;
+}
+
+double Array::get(std::int64_t position) const {
+  const std::byte* at = data() + offset(position) * static_cast<std::int64_t>(size_of(dtype_));
+  switch (dtype_) {
+    case DType::kFloat32: return static_cast<double>(load<float>(at));
+    case DType::kFloat16: return static_cast<double>(to_float(load<float16>(at)));
+    case DType::kBFloat16: return static_cast<double>(to_float(load<bfloat16>(at)));
+    case DType::kInt32: return load<std::int32_t>(at);
+    default: return load<std::uint8_t>(at);
+  }
+}
+
+void Array::set(std::int64_t position, double value) {
+  std::byte* at = data() + offset(position) * static_cast<std::int64_t>(size_of(dtype_));
+  switch (dtype_) {
+    case DType::kFloat32: return store(at, static_cast<float>(value));
+    case DType::kFloat16: return store(at, rounded<float16>(static_cast<float>(value)));
+    case DType::kBFloat16: return store(at, rounded<bfloat16>(static_cast<float>(value)));
+    case DType::kInt32: return store(at, static_cast<std::int32_t>(value));
+    default: return store(at, static_cast<std::uint8_t>(value));
+  }
+}
+
+Array& Array::fill_normal(Random& random, double scale) {
+  for (std::int64_t i = 0; i < size_; ++i) set(i, scale * random.normal());
+  return *this;
+}
+
+Array& Array::fill(double value) {
+  for (std::int64_t i = 0; i < size_; ++i) set(i, value);
+  return *this;
+}
+
+void Array::poison() {
+  const bool integral = dtype_ == DType::kInt32;
+  const bool bytes = size_of(dtype_) == 1;
+  fill(integral ? -0x5A5A5A5A : bytes ? 0x7F : std::numeric_limits<double>::quiet_NaN());
+}
+
+bool Array::only_elements_differ(const std::vector<std::byte>& memory) const {
+  std::vector<std::byte> expected = memory;
+  const std::size_t width = size_of(dtype_);
+  for (std::int64_t i = 0; i < size_; ++i) {
+    const auto at = static_cast<std::size_t>(kGuardBytes) + static_cast<std::size_t>(offset(i)) * width;
+    std::memcpy(expected.data() + at, memory_.data() + at, width);
+  }
+  return memory_ == expected;
+}
+
+std::int64_t number(const Settings& settings, const std::string& key) {
+  const auto at = settings.find(key);
+  if (at == settings.end()) throw std::invalid_argument("shape has no setting '" + key + "'");
+  std::size_t used = 0;
+  std::int64_t value = -1;
+  try {
+    value = std::stoll(at->second, &used);
+  } catch (const std::logic_error&) {
+    used = 0;
+  }
+  if (used == 0 || used != at->second.size() || value < 0) {
+    throw std::invalid_argument("setting '" + key + "' must be a non-negative number; got '" + at->second + "'");
+  }
+  return value;
+}
+
+Comparison compare(const Output& output) {
+  Comparison result{.output = output.array->name(), .failure = {}};
+  const Array& array = *output.array;
+  const auto count = array.size();
+  if (static_cast<std::int64_t>(output.expected.size()) != count) throw std::logic_error(array.name() + ": reference has the wrong size");
+  double error2 = 0, reference2 = 0, slack2 = 0;
+  const auto fail = [&](std::int64_t i, const std::string& what) {
+    if (result.failure.empty()) result.failure = array.name() + "[" + std::to_string(i) + "] " + what;
+  };
+  for (std::int64_t i = 0; i < count; ++i) {
+    const double got = array.get(i), expected = output.expected[static_cast<std::size_t>(i)];
+    const std::string pair = std::to_string(got) + ", expected " + std::to_string(expected);
+    if (std::isnan(got) != std::isnan(expected) || std::isinf(got) != std::isinf(expected) || (std::isinf(got) && got != expected)) {
+      fail(i, "is " + pair);
+    }
+    if (output.tolerance.exact && !std::isnan(expected) && got != expected) fail(i, "is " + pair + " exactly");
+    if (!std::isfinite(got) || !std::isfinite(expected)) continue;
+    const double slack = output.magnitude.empty() ? 0 : 0x1p-21 * output.magnitude[static_cast<std::size_t>(i)];
+    const double error = std::abs(got - expected);
+    const double bound = std::max(output.tolerance.absolute, output.tolerance.relative * std::abs(expected)) + slack;
+    if (error > bound) fail(i, "is " + pair + ": off by " + std::to_string(error) + ", bound " + std::to_string(bound));
+    if (error > 0) result.worst = std::max(result.worst, error / bound);
+    error2 += error * error, reference2 += expected * expected, slack2 += slack * slack;
+  }
+  if (error2 == 0) return result;
+  const double error = std::sqrt(error2), bound = output.tolerance.norm * std::sqrt(reference2) + std::sqrt(slack2);
+  result.norm_error = reference2 > 0 ? error / std::sqrt(reference2) : std::numeric_limits<double>::infinity();
+  result.worst = std::max(result.worst, error / bound);
+  if (error > bound && result.failure.empty()) {
+    result.failure = array.name() + ": norm-wise error " + std::to_string(result.norm_error) + ", bound " + std::to_string(bound / std::sqrt(reference2));
+  }
+  return result;
+}
+
+Report run(const Case& c, const std::string& backend, std::uint64_t seed) {
+  Random random(seed);
+  Instance instance = c.make(random);
+  instance.reference(instance);  // before the call, while outputs that are added into hold what they start from
+  for (Output& output : instance.outputs)
+    if (!output.accumulates) output.array->poison();
+  std::vector<std::vector<std::byte>> before;
+  for (const Array& array : instance.arrays) before.push_back(array.memory());
+  const auto written = [&](const Array& array) {
+    return std::any_of(instance.outputs.begin(), instance.outputs.end(), [&](const Output& output) { return output.array == &array; });
+  };
+
+  Report report;
+  std::vector<std::vector<std::byte>> first;
+  for (const bool again : {false, true}) {
+    try {
+      instance.call(backend.c_str(), nullptr);
+    } catch (const Error& error) {
+      report.unsupported = error.status() == HOPWELL_UNSUPPORTED;
+      report.failures.emplace_back(error.what());
+      return report;
+    }
+    for (std::size_t i = 0; i < instance.arrays.size(); ++i) {
+      Array& array = instance.arrays[i];
+      if (!written(array)) {
+        if (array.memory() != before[i]) report.failures.push_back(array.name() + ": an input was changed");
+        continue;
+      }
+      if (!array.only_elements_differ(before[i])) report.failures.push_back(array.name() + ": memory outside the tensor was written");
+      if (again && instance.repeatable && array.memory() != first[i]) {
+        report.failures.push_back(array.name() + ": a second call gave other bits");
+      }
+    }
+    if (again) break;
+    for (const Output& output : instance.outputs) {
+      report.comparisons.push_back(compare(output));
+      if (const std::string& failure = report.comparisons.back().failure; !failure.empty()) report.failures.push_back(failure);
+    }
+    for (std::size_t i = 0; i < instance.arrays.size(); ++i) {
+      first.push_back(instance.arrays[i].memory());
+      instance.arrays[i].restore(before[i]);
+    }
+  }
+  return report;
+}
+
+}  // namespace hopwell::cases

@@ -1,0 +1,138 @@
+// Case descriptions: inputs, float64 reference, tolerance, FLOPs and bytes of one operator call. The C++ tests, `hopwell check` and
+// `hopwell bench` all run these, on every backend there is.
+#pragma once
+
+#include <hopwell/hopwell.hpp>
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <limits>
+#include <map>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "runtime/dtype.hpp"
+
+namespace hopwell::cases {
+
+// Random numbers of a case: the same seed gives the same inputs on every machine.
+class Random {
+ public:
+  explicit Random(std::uint64_t seed) : engine_(seed) {}
+  std::uint64_t bits() { return engine_(); }
+  double uniform() { return static_cast<double>(engine_() >> 11) * 0x1p-53; }                  // [0, 1)
+  double normal();                                                                             // mean 0, variance 1
+  std::int64_t below(std::int64_t n) { return static_cast<std::int64_t>(uniform() * static_cast<double>(n)); }  // [0, n)
+
+ private:
+  std::mt19937_64 engine_;
+};
+
+// A tensor of a case: memory with guard zones around it, any strides. Elements are read and written as double, rounded to the dtype.
+class Array {
+ public:
+  // Row-major unless strides (in elements, non-negative) are given. Gaps between strided elements and the guards hold a pattern.
+  Array(std::string name, DType dtype, std::vector<std::int64_t> shape, std::vector<std::int64_t> strides = {});
+
+  [[nodiscard]] Tensor view() const;
+  [[nodiscard]] const std::string& name() const { return name_; }
+  [[nodiscard]] DType dtype() const { return dtype_; }
+  [[nodiscard]] const std::vector<std::int64_t>& shape() const { return shape_; }
+  [[nodiscard]] std::int64_t size() const { return size_; }  // elements
+
+  // By position in row-major order, whatever the strides; a float4 pair is its byte.
+  [[nodiscard]] double get(std::int64_t position) const;
+  void set(std::int64_t position, double value);
+  [[nodiscard]] std::int64_t offset(std::int64_t position) const;  // in elements, from the first
+  std::byte* data();                                               // of the first element
+  [[nodiscard]] const std::byte* data() const;
+
+  Array& fill_normal(Random& random, double scale = 1);
+  Array& fill(double value);
+  void poison();  // NaN, or a pattern no operator writes for integers and bytes
+  // All of the memory, guards and gaps included; and whether only the elements differ from such a copy.
+  [[nodiscard]] const std::vector<std::byte>& memory() const { return memory_; }
+  void restore(const std::vector<std::byte>& memory) { memory_ = memory; }
+  [[nodiscard]] bool only_elements_differ(const std::vector<std::byte>& memory) const;
+
+ private:
+  std::string name_;
+  DType dtype_;
+  std::vector<std::int64_t> shape_, strides_;
+  std::int64_t size_ = 1, extent_ = 0;  // elements; span from first to last, in elements
+  std::vector<std::byte> memory_;
+};
+
+// How far a result may be from its reference. An element passes if |x - ref| <= max(absolute, relative * |ref|) + slack, and the
+// whole if ||x - ref|| <= norm * ||ref|| + ||slack||, where slack = 2^-21 * (the same sum with absolute values), for results that cancel.
+// NaN and +-inf must be at exactly the same places; `exact` compares values only.
+struct Tolerance {
+  double norm = std::numeric_limits<double>::infinity();
+  double absolute = std::numeric_limits<double>::infinity(), relative = 0;
+  bool exact = false;
+};
+
+struct Output {
+  Array* array = nullptr;
+  Tolerance tolerance;
+  std::vector<double> expected;       // row-major; filled by Instance::reference
+  std::vector<double> magnitude;      // the same sums with absolute values; may stay empty
+  bool accumulates = false;           // the operator adds into what is there
+};
+
+// One operator call on concrete data.
+struct Instance {
+  Instance() = default;
+  Instance(Instance&&) = default;  // moving keeps the addresses of the arrays; copying would not
+  Instance& operator=(Instance&&) = default;
+  std::deque<Array> arrays;  // a deque: outputs and closures point into it
+  std::deque<Output> outputs;
+  std::function<void(const char* backend, Stream stream)> call;
+  std::function<void(Instance&)> reference;  // fills expected and magnitude of every output
+  bool repeatable = true;    // same inputs, same bits
+  double flops = 0, bytes = 0;  // the operator's work, and the least memory traffic: each input read once, each output written once
+
+  Array& add(Array array) { return arrays.emplace_back(std::move(array)); }
+  Output& expect(Array& array, const Tolerance& tolerance) { return outputs.emplace_back(Output{&array, tolerance, {}, {}}); }
+};
+
+struct Case {
+  std::string op, name;
+  std::function<Instance(Random& random)> make;
+};
+
+// `key=value` settings of a benchmark shape.
+using Settings = std::map<std::string, std::string>;
+std::int64_t number(const Settings& settings, const std::string& key);
+
+// Everything about one operator. `shapes` are named benchmark shapes; `bench` makes an instance from complete settings.
+struct Suite {
+  std::string op;
+  std::vector<Case> cases;
+  std::vector<std::pair<std::string, Settings>> shapes;
+  std::function<Instance(const Settings& settings, Random& random)> bench;
+};
+
+const std::vector<Suite>& suites();  // all operators, in the order of OPERATORS
+
+// The error of one output against its reference.
+struct Comparison {
+  std::string output;
+  double norm_error = 0;   // ||x - ref|| / ||ref||
+  double worst = 0;        // largest |x - ref| as a share of its bound; passes up to 1
+  std::string failure;     // "" or what is wrong
+};
+Comparison compare(const Output& output);
+
+struct Report {
+  std::vector<Comparison> comparisons;
+  std::vector<std::string> failures;   // all that is wrong, ready to print; empty: the case holds
+  bool unsupported = false;            // the backend said it does not run this; `failures` then says why
+};
+
+// Runs a case on a backend: outputs poisoned, canaries checked, inputs unchanged, results against float64, twice with the same bits.
+Report run(const Case& c, const std::string& backend, std::uint64_t seed);
+
+}  // namespace hopwell::cases

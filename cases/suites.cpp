@@ -1,0 +1,10 @@
+#include "suites.hpp"
+
+namespace hopwell::cases {
+
+const std::vector<Suite>& suites() {
+  static const std::vector<Suite> all = {sparse_mla_forward()};
+  return all;
+}
+
+}  // namespace hopwell::cases

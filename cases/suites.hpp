@@ -1,0 +1,10 @@
+// One function an operator, each in the file of its name.
+#pragma once
+
+#include "case.hpp"
+
+namespace hopwell::cases {
+
+Suite sparse_mla_forward();
+
+}  // namespace hopwell::cases

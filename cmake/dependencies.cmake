@@ -1,0 +1,18 @@
+# What the library builds with. `make setup` installs all of it; on Debian the packages are those of packages.txt.
+find_package(OpenMP REQUIRED COMPONENTS CXX)
+find_package(dlpack REQUIRED)
+
+# OpenBLAS in its OpenMP build, statically: private to the library, and single-threaded inside our parallel regions.
+find_library(HOPWELL_OPENBLAS NAMES libopenblas.a openblas PATH_SUFFIXES openblas-openmp REQUIRED)
+find_path(HOPWELL_OPENBLAS_INCLUDE cblas.h PATH_SUFFIXES x86_64-linux-gnu/openblas-openmp aarch64-linux-gnu/openblas-openmp openblas
+  REQUIRED)
+add_library(hopwell_blas INTERFACE)
+target_link_libraries(hopwell_blas INTERFACE ${HOPWELL_OPENBLAS})
+target_include_directories(hopwell_blas SYSTEM INTERFACE ${HOPWELL_OPENBLAS_INCLUDE})
+
+# Highway: its package config names no usable target on Debian 12, so a library and headers.
+find_library(HOPWELL_HWY NAMES hwy REQUIRED)
+find_path(HOPWELL_HWY_INCLUDE hwy/highway.h REQUIRED)
+add_library(hwy INTERFACE)
+target_link_libraries(hwy INTERFACE ${HOPWELL_HWY})
+target_include_directories(hwy SYSTEM INTERFACE ${HOPWELL_HWY_INCLUDE})

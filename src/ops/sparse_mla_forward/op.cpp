@@ -1,0 +1,62 @@
+#include "ops/sparse_mla_forward/op.hpp"
+
+namespace hopwell {
+namespace ops::sparse_mla_forward {
+namespace {
+
+constexpr const char* kName = "sparse_mla_forward";
+
+Problem check(const SparseMlaForwardArgs& args) {
+  Checker check(kName);
+  Problem p;
+  const auto [q, kv] = check_q_kv(check, args);
+  p.q = q;
+  p.kv = kv;
+  p.selection = check_selection(check, args);
+  check.require(args.d_v >= 1 && args.d_v <= check["d_qk"], "d_v", "between 1 and d_qk = " + std::to_string(check["d_qk"]), args.d_v);
+  check.bind("d_v", args.d_v);
+  p.attn_sink = check.optional_input("attn_sink", args.attn_sink, {DType::kFloat32}, {"h_q"}, Layout::kAny);
+  p.out = check.output("out", args.out, {q.dtype}, {"s_q", "h_q", "d_v"});
+  p.max_logits = check.optional_output("max_logits", args.max_logits, {DType::kFloat32}, {"s_q", "h_q"}, Layout::kAny);
+  p.lse = check.optional_output("lse", args.lse, {DType::kFloat32}, {"s_q", "h_q"}, Layout::kAny);
+  p.sm_scale = args.sm_scale;
+  p.s_q = check["s_q"], p.s_kv = check["s_kv"], p.h_q = check["h_q"];
+  p.d_qk = check["d_qk"], p.d_v = args.d_v, p.topk = check["topk"];
+  p.device = check.device();
+  p.workspace = args.workspace;
+  p.workspace_bytes = args.workspace_bytes;
+  return p;
+}
+
+}  // namespace
+}  // namespace ops::sparse_mla_forward
+
+namespace op = ops::sparse_mla_forward;
+
+void sparse_mla_forward(const SparseMlaForwardArgs& args, Stream stream) {
+  runtime::run(op::kName, op::check(args), args.backend, stream);
+}
+
+std::size_t sparse_mla_forward_workspace_bytes(const SparseMlaForwardArgs& args) {
+  return runtime::workspace_bytes(op::kName, op::check(args), args.backend);
+}
+
+std::string explain(const SparseMlaForwardArgs& args) { return runtime::explain(op::check(args)); }
+
+}  // namespace hopwell
+
+namespace {
+hopwell_sparse_mla_forward_args with_defaults(hopwell_sparse_mla_forward_args args) {
+  hopwell::runtime::default_if_zero(args.d_v, std::int64_t{512});
+  hopwell::runtime::default_if_zero(args.kv_stride, std::int64_t{1});
+  return args;
+}
+}  // namespace
+
+extern "C" hopwell_status hopwell_sparse_mla_forward(const hopwell_sparse_mla_forward_args* args, hopwell_stream stream) {
+  return hopwell::runtime::guarded([&] { hopwell::sparse_mla_forward(with_defaults(*args), stream); });
+}
+
+extern "C" hopwell_status hopwell_sparse_mla_forward_workspace_bytes(const hopwell_sparse_mla_forward_args* args, size_t* bytes) {
+  return hopwell::runtime::guarded([&] { *bytes = hopwell::sparse_mla_forward_workspace_bytes(with_defaults(*args)); });
+}

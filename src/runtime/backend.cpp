@@ -1,0 +1,140 @@
+#include "runtime/backend.hpp"
+
+#include <algorithm>
+#include <new>
+
+#include "runtime/check.hpp"
+#include "runtime/device.hpp"
+
+namespace hopwell {
+namespace runtime {
+
+const std::vector<KnownBackend>& known_backends() {
+  static const std::vector<KnownBackend> known = {
+      {"sm100", "an NVIDIA Blackwell data-centre GPU (compute capability 10.x)", false, 100, 109, true},
+      {"sm90", "an NVIDIA Hopper GPU (compute capability 9.0)", false, 90, 90, true},
+      {"sm80", "an NVIDIA GPU of compute capability 8.0 or later", false, 80, 999, true},
+      {"cpu", "nothing", true, 0, 0, true},
+      {"emu:sm80", "nothing", true, 0, 0, false},
+      {"emu:sm90", "nothing", true, 0, 0, false},
+      {"emu:sm100", "nothing", true, 0, 0, false},
+  };
+  return known;
+}
+
+std::set<std::string>& built_backends() {
+  static std::set<std::string> names;
+  return names;
+}
+
+const KnownBackend& known_backend(std::string_view operator_name, std::string_view name) {
+  std::string names;
+  for (const KnownBackend& known : known_backends()) {
+    if (name == known.name) return known;
+    names += std::string(names.empty() ? "" : ", ") + known.name;
+  }
+  throw Error(HOPWELL_INVALID_ARGUMENT,
+              std::string(operator_name) + ": backend must be one of " + names + "; got " + std::string(name));
+}
+
+std::string missing_on_machine(const KnownBackend& known) {
+  if (known.host) return "";
+  const auto& devices = cuda_devices();
+  const bool found = std::any_of(devices.begin(), devices.end(), [&](const DeviceInfo& device) {
+    return device.compute_capability >= known.min_capability && device.compute_capability <= known.max_capability;
+  });
+  return found ? "" : "no such device";
+}
+
+std::string missing_on_device(const KnownBackend& known, const DLDevice& device) {
+  if (std::string missing = missing_on_machine(known); !missing.empty()) return missing;
+  if (known.host != (device.device_type == kDLCPU)) return "the tensors are on " + to_string(device);
+  if (known.host) return "";
+  const auto& devices = cuda_devices();
+  const auto index = static_cast<std::size_t>(device.device_id);
+  if (device.device_id < 0 || index >= devices.size()) return "no such device";
+  const int capability = devices[index].compute_capability;
+  if (capability >= known.min_capability && capability <= known.max_capability) return "";
+  return to_string(device) + " has compute capability " + std::to_string(capability / 10) + "." + std::to_string(capability % 10);
+}
+
+std::string explain_rows(const std::vector<std::pair<const KnownBackend*, Support>>& rows) {
+  std::string text;
+  const char* chosen = nullptr;
+  for (const auto& [known, support] : rows) {
+    text += std::string(text.empty() ? "" : "\n") + known->name + ": ";
+    if (!support.ok) {
+      text += support.reason;
+    } else if (!known->automatic) {
+      text += "runs only when asked for by name";
+    } else if (chosen != nullptr) {
+      text += std::string("slower than ") + chosen;
+    } else {
+      chosen = known->name;
+      text += "chosen";
+    }
+  }
+  return text;
+}
+
+void fail_unsupported(std::string_view operator_name, const std::string& reasons) {
+  throw Error(HOPWELL_UNSUPPORTED, std::string(operator_name) + ": no backend runs this (" + reasons + ")");
+}
+
+void check_workspace(std::string_view operator_name, std::size_t needed, const void* workspace, std::size_t given) {
+  if (needed == 0 || (workspace != nullptr && given >= needed)) return;
+  throw Error(HOPWELL_INVALID_ARGUMENT, std::string(operator_name) + ": workspace must be " + std::to_string(needed) +
+                                            " bytes or more; got " + std::to_string(workspace == nullptr ? 0 : given));
+}
+
+void fail_out_of_memory(std::string_view operator_name) {
+  throw Error(HOPWELL_OUT_OF_MEMORY, std::string(operator_name) + ": out of memory");
+}
+
+static std::string& last_error() {
+  thread_local std::string message;
+  return message;
+}
+
+hopwell_status guard(void (*function)(void* context), void* context) noexcept {
+  try {
+    function(context);
+    return HOPWELL_OK;
+  } catch (const Error& error) {
+    last_error() = error.what();
+    return error.status();
+  } catch (const std::bad_alloc&) {
+    last_error() = "out of memory";
+    return HOPWELL_OUT_OF_MEMORY;
+  } catch (const std::exception& error) {
+    last_error() = error.what();
+    return HOPWELL_INTERNAL;
+  }
+}
+
+}  // namespace runtime
+
+std::vector<std::string> backends() {
+  std::vector<std::string> names;
+  for (const BackendInfo& info : backend_info())
+    if (info.missing.empty()) names.push_back(info.name);
+  return names;
+}
+
+std::vector<BackendInfo> backend_info() {
+  std::vector<BackendInfo> infos;
+  for (const runtime::KnownBackend& known : runtime::known_backends()) {
+    const bool built = runtime::built_backends().contains(known.name);
+    infos.push_back({known.name, known.needs, built ? runtime::missing_on_machine(known) : "not in this build"});
+  }
+  return infos;
+}
+
+std::vector<DeviceInfo> cuda_devices() { return runtime::cuda_devices(); }
+
+std::string version() { return HOPWELL_VERSION; }
+
+}  // namespace hopwell
+
+extern "C" const char* hopwell_last_error(void) { return hopwell::runtime::last_error().c_str(); }
+extern "C" const char* hopwell_version(void) { return HOPWELL_VERSION; }

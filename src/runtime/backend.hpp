@@ -1,0 +1,142 @@
+// The backend table: which implementations of an operator exist, which can run a problem, and which one does.
+//
+// A backend is a file in the operator's folder. It enters the table by defining one object at namespace scope:
+//
+//     const runtime::Registration<Problem> cpu{{.name = "cpu", .supports = supports, .launch = launch}};
+//
+// and that is all: a missing backend is a missing file. The order of preference is that of `known_backends()`.
+#pragma once
+
+#include <hopwell/error.hpp>
+#include <hopwell/hopwell.hpp>
+
+#include <cstddef>
+#include <new>
+#include <set>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace hopwell::runtime {
+
+// Whether a backend runs a problem; if not, why: "h_q must be a multiple of 8".
+struct Support {
+  bool ok = true;
+  std::string reason;
+  static Support no(std::string why) { return {false, std::move(why)}; }
+};
+
+// `Problem` is the operator's checked arguments as plain data. Functions may rely on everything that the operator's check() ensures.
+template <class Problem>
+struct Backend {
+  const char* name;
+  Support (*supports)(const Problem& problem) = [](const Problem&) { return Support{}; };
+  std::size_t (*workspace_bytes)(const Problem& problem) = [](const Problem&) -> std::size_t { return 0; };
+  void (*launch)(const Problem& problem, Stream stream);
+};
+
+template <class Problem>
+std::vector<Backend<Problem>>& table() {
+  static std::vector<Backend<Problem>> backends;
+  return backends;
+}
+
+std::set<std::string>& built_backends();  // names of all backends registered, for any operator
+
+template <class Problem>
+struct Registration {
+  explicit Registration(const Backend<Problem>& backend) {
+    table<Problem>().push_back(backend);
+    built_backends().insert(backend.name);
+  }
+};
+
+// A backend the library knows of, in order of preference.
+struct KnownBackend {
+  const char* name;
+  const char* needs;           // "a Hopper GPU (compute capability 9.0)"
+  bool host;                   // runs on host tensors
+  int min_capability;          // of a CUDA device, 0 for the host
+  int max_capability;
+  bool automatic;              // may be chosen without being named
+};
+const std::vector<KnownBackend>& known_backends();
+
+// "" if the machine and the device of the tensors have what the backend needs, else why not: "no such device".
+std::string missing_on_device(const KnownBackend& known, const DLDevice& device);
+std::string missing_on_machine(const KnownBackend& known);
+const KnownBackend& known_backend(std::string_view operator_name, std::string_view name);  // throws naming the good ones
+
+// Why each backend would or would not run the problem, in order of preference; ok for those that would.
+template <class Problem>
+std::vector<std::pair<const KnownBackend*, Support>> survey(const Problem& problem) {
+  std::vector<std::pair<const KnownBackend*, Support>> rows;
+  for (const KnownBackend& known : known_backends()) {
+    const auto& backends = table<Problem>();
+    auto at = backends.begin();
+    while (at != backends.end() && std::string_view(at->name) != known.name) ++at;
+    if (const std::string why = missing_on_device(known, problem.device); !why.empty()) rows.emplace_back(&known, Support::no(why));
+    else if (at == backends.end()) rows.emplace_back(&known, Support::no("no kernel for this operator"));
+    else rows.emplace_back(&known, at->supports(problem));
+  }
+  return rows;
+}
+
+[[noreturn]] void fail_unsupported(std::string_view operator_name, const std::string& reasons);
+std::string explain_rows(const std::vector<std::pair<const KnownBackend*, Support>>& rows);
+
+// The backend that runs the problem: the one asked for, or the best. Throws HOPWELL_UNSUPPORTED with the reasons if there is none.
+template <class Problem>
+const Backend<Problem>& choose(std::string_view operator_name, const Problem& problem, const char* requested) {
+  if (requested != nullptr) static_cast<void>(known_backend(operator_name, requested));
+  std::string reasons;
+  for (const auto& [known, support] : survey(problem)) {
+    if (requested != nullptr ? std::string_view(requested) != known->name : !known->automatic) continue;
+    if (support.ok) {
+      for (const auto& backend : table<Problem>())
+        if (std::string_view(backend.name) == known->name) return backend;
+    }
+    reasons += std::string(reasons.empty() ? "" : "; ") + known->name + ": " + support.reason;
+  }
+  fail_unsupported(operator_name, reasons);
+}
+
+void check_workspace(std::string_view operator_name, std::size_t needed, const void* workspace, std::size_t given);
+[[noreturn]] void fail_out_of_memory(std::string_view operator_name);
+
+// Runs the problem, which carries `device`, `workspace` and `workspace_bytes`, on the backend asked for or the best one.
+template <class Problem>
+void run(std::string_view operator_name, const Problem& problem, const char* requested, Stream stream) {
+  const Backend<Problem>& backend = choose(operator_name, problem, requested);
+  check_workspace(operator_name, backend.workspace_bytes(problem), problem.workspace, problem.workspace_bytes);
+  try {
+    backend.launch(problem, stream);
+  } catch (const std::bad_alloc&) {
+    fail_out_of_memory(operator_name);
+  }
+}
+
+template <class Problem>
+std::size_t workspace_bytes(std::string_view operator_name, const Problem& problem, const char* requested) {
+  return choose(operator_name, problem, requested).workspace_bytes(problem);
+}
+
+template <class Problem>
+std::string explain(const Problem& problem) {
+  return explain_rows(survey(problem));
+}
+
+// The C ABI's side of a call: runs `function`, and turns what it throws into a status and this thread's hopwell_last_error().
+hopwell_status guard(void (*function)(void* context), void* context) noexcept;
+template <class Function>
+hopwell_status guarded(Function function) noexcept {
+  return guard([](void* context) { (*static_cast<Function*>(context))(); }, &function);
+}
+// Fields of a C argument struct for which zero means another default.
+template <class T>
+void default_if_zero(T& field, T value) {
+  if (field == T{} && !__builtin_signbit(static_cast<double>(field))) field = value;
+}
+
+}  // namespace hopwell::runtime

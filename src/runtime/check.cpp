@@ -1,0 +1,183 @@
+#include "runtime/check.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <numeric>
+
+namespace hopwell {
+namespace {
+
+std::string join(const std::vector<std::string>& parts, const char* separator) {
+  std::string text;
+  for (const std::string& part : parts) text += (text.empty() ? "" : separator) + part;
+  return text;
+}
+
+// Whether two elements of the view share an address: true if, with strides sorted, one steps into the extent of those below.
+bool overlaps_itself(const View& view) {
+  std::vector<int> order;
+  for (int i = 0; i < view.ndim; ++i)
+    if (view.shape[static_cast<std::size_t>(i)] > 1) order.push_back(i);
+  const auto stride = [&](int i) { return std::abs(view.stride[static_cast<std::size_t>(i)]); };
+  std::sort(order.begin(), order.end(), [&](int a, int b) { return stride(a) < stride(b); });
+  std::int64_t extent = 1;
+  for (const int i : order) {
+    if (stride(i) < extent) return true;
+    extent = stride(i) * (view.shape[static_cast<std::size_t>(i)] - 1) + extent;
+  }
+  return false;
+}
+
+}  // namespace
+
+std::int64_t View::size() const {
+  return std::accumulate(shape.begin(), shape.begin() + ndim, std::int64_t{1}, std::multiplies<>());
+}
+
+View View::squeezed(int dim) const {
+  View view = *this;
+  const auto at = static_cast<std::ptrdiff_t>(dim);
+  std::copy(view.shape.begin() + at + 1, view.shape.end(), view.shape.begin() + at);
+  std::copy(view.stride.begin() + at + 1, view.stride.end(), view.stride.begin() + at);
+  --view.ndim;
+  return view;
+}
+
+std::string to_string(const DLDevice& device) {
+  switch (device.device_type) {
+    case kDLCPU: return "cpu";
+    case kDLCUDA: return "cuda:" + std::to_string(device.device_id);
+    default: return "device type " + std::to_string(device.device_type) + ":" + std::to_string(device.device_id);
+  }
+}
+
+std::string shape_string(const DLTensor& tensor) {
+  std::vector<std::string> sizes;
+  for (int i = 0; i < tensor.ndim; ++i) sizes.push_back(std::to_string(tensor.shape[i]));
+  return "[" + join(sizes, ", ") + "]";
+}
+
+std::string Checker::to_string(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%g", value);
+  return text;
+}
+
+void Checker::fail(std::string_view argument, const std::string& expected, const std::string& got) const {
+  throw Error(HOPWELL_INVALID_ARGUMENT, operator_ + ": " + std::string(argument) + " must be " + expected + "; got " + got);
+}
+
+void Checker::rule(bool holds, const std::string& rule) const {
+  if (!holds) throw Error(HOPWELL_INVALID_ARGUMENT, operator_ + ": " + rule);
+}
+
+void Checker::finite(std::string_view argument, float value) const {
+  require(std::isfinite(value), argument, "finite", static_cast<double>(value));
+}
+
+std::string Checker::expected(const DTypes& dtypes, const Shape* shape) const {
+  std::vector<std::string> names;
+  for (const DType type : dtypes) names.push_back(dtype_name(type));
+  std::string text = join(names, " or ");
+  if (shape == nullptr) return text;
+  std::vector<std::string> dims;
+  for (const Dim& dim : *shape) {
+    if (dim.name == nullptr) {
+      dims.push_back(std::to_string(dim.value));
+    } else {
+      const auto bound = dims_.find(dim.name);
+      dims.push_back(bound == dims_.end() ? dim.name : dim.name + ("=" + std::to_string(bound->second)));
+    }
+  }
+  return text + " [" + join(dims, ", ") + "]";
+}
+
+void Checker::check_device(std::string_view name, const DLDevice& device) {
+  const bool known = device.device_type == kDLCPU || device.device_type == kDLCUDA;
+  require(known, name, "on a cpu or cuda device", hopwell::to_string(device));
+  if (device_owner_.empty()) {
+    device_ = device;
+    device_owner_ = name;
+  }
+  const bool same = device.device_type == device_.device_type && device.device_id == device_.device_id;
+  require(same, name, "on " + hopwell::to_string(device_) + " as " + device_owner_ + " is", hopwell::to_string(device));
+}
+
+View Checker::checked(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape* shape) {
+  if (tensor == nullptr) fail(name, expected(dtypes, shape), "nothing");
+  View view;
+  view.present = true;
+  view.dtype = dtype_of(tensor->dtype);
+  view.ndim = tensor->ndim;
+  bool ok = std::find(dtypes.begin(), dtypes.end(), view.dtype) != dtypes.end() && view.dtype != DType::kOther;
+  ok = ok && tensor->ndim <= View::kMaxDims && (shape == nullptr || static_cast<std::size_t>(tensor->ndim) == shape->size());
+  // Names are bound only when the whole shape fits: a half-matched shape must not change what the error says is expected.
+  auto dims = dims_;
+  for (std::size_t i = 0; ok && i < static_cast<std::size_t>(tensor->ndim); ++i) {
+    ok = tensor->shape[i] >= 0;
+    if (!ok || shape == nullptr) continue;
+    const Dim& dim = (*shape)[i];
+    ok = dim.name == nullptr ? tensor->shape[i] == dim.value : dims.emplace(dim.name, tensor->shape[i]).first->second == tensor->shape[i];
+  }
+  if (!ok) fail(name, expected(dtypes, shape), dtype_name(tensor->dtype) + " " + shape_string(*tensor));
+  dims_ = std::move(dims);
+  std::copy(tensor->shape, tensor->shape + tensor->ndim, view.shape.begin());
+  if (tensor->strides != nullptr) {
+    std::copy(tensor->strides, tensor->strides + tensor->ndim, view.stride.begin());
+  } else {  // DLPack: no strides means row-major
+    std::int64_t stride = 1;
+    for (auto i = static_cast<std::size_t>(tensor->ndim); i-- > 0; stride *= view.shape[i]) view.stride[i] = stride;
+  }
+  check_device(name, tensor->device);
+  view.data = static_cast<char*>(tensor->data) + (tensor->data == nullptr ? 0 : tensor->byte_offset);
+  return view;
+}
+
+void Checker::check_memory(std::string_view name, const DLTensor& tensor, const View& view, Layout layout, bool written) const {
+  if (view.size() == 0) return;
+  require(tensor.data != nullptr, name, "given memory", "a null data pointer");
+  require(reinterpret_cast<std::uintptr_t>(view.data) % size_of(view.dtype) == 0, name,
+          "aligned to its element size", "an address that is not");
+  const auto last = static_cast<std::size_t>(std::max(view.ndim - 1, 0));
+  if (layout == Layout::kRows && view.ndim > 0) {
+    require(view.stride[last] == 1 || view.shape[last] == 1, name, "contiguous in its last dimension",
+            "a stride of " + std::to_string(view.stride[last]));
+  }
+  if (layout == Layout::kDense) {
+    std::int64_t stride = 1;
+    for (auto i = static_cast<std::size_t>(view.ndim); i-- > 0; stride *= view.shape[i]) {
+      require(view.stride[i] == stride || view.shape[i] == 1, name, "contiguous",
+              "a stride of " + std::to_string(view.stride[i]) + " in dimension " + std::to_string(i));
+    }
+  }
+  if (written) require(!overlaps_itself(view), name, "an output whose elements do not overlap", "strides that make them share memory");
+}
+
+View Checker::input(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape, Layout layout) {
+  const View view = checked(name, tensor, dtypes, &shape);
+  check_memory(name, *tensor, view, layout, false);
+  return view;
+}
+
+View Checker::optional_input(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape, Layout layout) {
+  return tensor == nullptr ? View{} : input(name, tensor, dtypes, shape, layout);
+}
+
+View Checker::output(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape, Layout layout) {
+  const View view = checked(name, tensor, dtypes, &shape);
+  check_memory(name, *tensor, view, layout, true);
+  return view;
+}
+
+View Checker::optional_output(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape, Layout layout) {
+  return tensor == nullptr ? View{} : output(name, tensor, dtypes, shape, layout);
+}
+
+View Checker::any_shape(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, Layout layout) {
+  const View view = checked(name, tensor, dtypes, nullptr);
+  check_memory(name, *tensor, view, layout, false);
+  return view;
+}
+
+}  // namespace hopwell

@@ -1,0 +1,114 @@
+// Argument checks, written once per operator and shared by all its backends.
+//
+//     Checker check("sparse_mla_forward");
+//     View q  = check.input("q", args.q, {DType::kBFloat16}, {"s_q", "h_q", "d_qk"});
+//     View kv = check.input("kv", args.kv, {q.dtype}, {"s_kv", "d_qk"});             // d_qk must be q's
+//     check.require(check["d_qk"] >= args.d_v, "d_v", "at most d_qk = 576", args.d_v);
+//
+// A dimension's name is bound to a size where it is first seen and must have that size wherever it is seen again.
+#pragma once
+
+#include <hopwell/error.hpp>
+
+#include <array>
+#include <cstdint>
+#include <initializer_list>
+#include <map>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <vector>
+
+#include "runtime/dtype.hpp"
+
+namespace hopwell {
+
+// A checked tensor as plain data: what problems and kernel parameters are made of. Absent: data is null and ndim 0.
+struct View {
+  static constexpr int kMaxDims = 5;
+  void* data = nullptr;
+  DType dtype = DType::kOther;
+  int ndim = 0;
+  std::array<std::int64_t, kMaxDims> shape{};
+  std::array<std::int64_t, kMaxDims> stride{};  // in elements
+  bool present = false;
+
+  explicit operator bool() const { return present; }
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(data);
+  }
+  [[nodiscard]] std::int64_t size() const;  // number of elements
+  // The same memory with dimension `dim`, of size 1, taken out: [s_kv, 1, d] -> [s_kv, d].
+  [[nodiscard]] View squeezed(int dim) const;
+};
+
+// A dimension of an expected shape: a name, or a number that it must be.
+struct Dim {
+  Dim(const char* dim_name) : name(dim_name) {}                             // NOLINT(google-explicit-constructor)
+  template <class Int, std::enable_if_t<std::is_integral_v<Int>, int> = 0>
+  Dim(Int exact) : name(nullptr), value(static_cast<std::int64_t>(exact)) {}  // NOLINT(google-explicit-constructor)
+  const char* name;
+  std::int64_t value = 0;
+};
+using Shape = std::vector<Dim>;
+using DTypes = std::vector<DType>;
+
+enum class Layout {
+  kRows,      // the last dimension is contiguous, the others are free
+  kAny,       // every stride is free
+  kDense      // row-major without gaps
+};
+
+class Checker {
+ public:
+  explicit Checker(std::string_view operator_name) : operator_(operator_name) {}
+
+  // Each of these checks presence, dtype, shape, layout, device (the first tensor's) and alignment, and binds dimension names.
+  // `optional_input` gives an absent View for null. Outputs must also not overlap themselves (no stride of 0).
+  View input(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape, Layout layout = Layout::kRows);
+  View optional_input(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape,
+                      Layout layout = Layout::kRows);
+  View output(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape, Layout layout = Layout::kRows);
+  View optional_output(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape,
+                       Layout layout = Layout::kRows);
+  // Device, dtype, alignment and presence only; for arguments whose shape follows a rule of their own.
+  View any_shape(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, Layout layout);
+
+  // The size bound to a dimension name.
+  [[nodiscard]] std::int64_t operator[](const std::string& dim) const { return dims_.at(dim); }
+  void bind(const std::string& dim, std::int64_t size) { dims_.emplace(dim, size); }
+
+  // Throws `operator: argument must be <expected>; got <got>` unless the condition holds.
+  template <class Got>
+  void require(bool condition, std::string_view argument, const std::string& expected, const Got& got) const {
+    if (condition) return;
+    if constexpr (std::is_convertible_v<Got, std::string>) fail(argument, expected, got);
+    else fail(argument, expected, to_string(got));
+  }
+  void finite(std::string_view argument, float value) const;
+  [[noreturn]] void fail(std::string_view argument, const std::string& expected, const std::string& got) const;
+  // For rules between arguments: `operator: <rule>`.
+  void rule(bool holds, const std::string& rule) const;
+
+  [[nodiscard]] DLDevice device() const { return device_; }
+
+ private:
+  static std::string to_string(double value);
+  static std::string to_string(std::int64_t value) { return std::to_string(value); }
+  static std::string to_string(int value) { return std::to_string(value); }
+  [[nodiscard]] std::string expected(const DTypes& dtypes, const Shape* shape) const;
+  View checked(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape* shape);
+  void check_memory(std::string_view name, const DLTensor& tensor, const View& view, Layout layout, bool written) const;
+  void check_device(std::string_view name, const DLDevice& device);
+
+  std::string operator_;
+  std::map<std::string, std::int64_t> dims_;
+  DLDevice device_{};
+  std::string device_owner_;  // the argument that set device_
+};
+
+std::string to_string(const DLDevice& device);  // "cpu", "cuda:0"
+std::string shape_string(const DLTensor& tensor);  // "[4, 1, 2048]"
+
+}  // namespace hopwell

@@ -1,0 +1,20 @@
+// The element types the operators know, as one enumeration.
+#pragma once
+
+#include <dlpack/dlpack.h>
+
+#include <string>
+
+namespace hopwell {
+
+enum class DType { kFloat32, kFloat16, kBFloat16, kInt32, kUInt8, kFloat8E4m3, kFloat4E2m1x2, kOther };
+
+DType dtype_of(const DLDataType& type);
+
+// The name users know it by: "bfloat16", "int64", "float8_e4m3fn"; also for types no operator takes.
+std::string dtype_name(const DLDataType& type);
+std::string dtype_name(DType type);
+
+std::size_t size_of(DType type);  // bytes an element; a float4 pair is one byte
+
+}  // namespace hopwell

@@ -1,0 +1,136 @@
+#include "tile/cpu/vector.hpp"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "tile/cpu/vector.cpp"
+#include <hwy/foreach_target.h>
+//
+#include <hwy/highway.h>
+
+#include "tile/cpu/vector-inl.hpp"
+
+#include <limits>
+
+HWY_BEFORE_NAMESPACE();
+namespace hopwell::cpu::HWY_NAMESPACE {
+
+template <class T>
+void ToFloat(const T* in, float* out, std::size_t count) {
+  const hn::ScalableTag<float> d;
+  const std::size_t lanes = hn::Lanes(d);
+  std::size_t i = 0;
+  for (; i + lanes <= count; i += lanes) hn::StoreU(LoadFloat(d, in + i), d, out + i);
+  for (; i < count; ++i) out[i] = hopwell::to_float(in[i]);
+}
+
+template <class T>
+void FromFloat(const float* in, T* out, std::size_t count) {
+  const hn::ScalableTag<float> d;
+  const std::size_t lanes = hn::Lanes(d);
+  std::size_t i = 0;
+  for (; i + lanes <= count; i += lanes) StoreFloat(hn::LoadU(d, in + i), d, out + i);
+  for (; i < count; ++i) out[i] = hopwell::rounded<T>(in[i]);
+}
+
+void ToFloatF32(const float* in, float* out, std::size_t count) { ToFloat(in, out, count); }
+void ToFloatBF16(const bfloat16* in, float* out, std::size_t count) { ToFloat(in, out, count); }
+void ToFloatF16(const float16* in, float* out, std::size_t count) { ToFloat(in, out, count); }
+void FromFloatF32(const float* in, float* out, std::size_t count) { FromFloat(in, out, count); }
+void FromFloatBF16(const float* in, bfloat16* out, std::size_t count) { FromFloat(in, out, count); }
+void FromFloatF16(const float* in, float16* out, std::size_t count) { FromFloat(in, out, count); }
+
+float Max(const float* x, std::size_t count) {
+  const hn::ScalableTag<float> d;
+  const std::size_t lanes = hn::Lanes(d);
+  auto best = hn::Set(d, -std::numeric_limits<float>::infinity());
+  std::size_t i = 0;
+  for (; i + lanes <= count; i += lanes) {
+    const auto v = hn::LoadU(d, x + i);
+    best = hn::IfThenElse(hn::Gt(v, best), v, best);  // false for NaN, unlike hn::Max on some targets
+  }
+  float result = hn::GetLane(hn::MaxOfLanes(d, best));
+  for (; i < count; ++i) result = x[i] > result ? x[i] : result;
+  return result;
+}
+
+float ExpSum(float* x, float shift, std::size_t count) {
+  const hn::ScalableTag<float> d;
+  const std::size_t lanes = hn::Lanes(d);
+  const auto vshift = hn::Set(d, shift);
+  auto sum = hn::Zero(d);
+  std::size_t i = 0;
+  for (; i + lanes <= count; i += lanes) {
+    const auto e = SafeExp(d, hn::Sub(hn::LoadU(d, x + i), vshift));
+    hn::StoreU(e, d, x + i);
+    sum = hn::Add(sum, e);
+  }
+  float result = hn::GetLane(hn::SumOfLanes(d, sum));
+  const hn::CappedTag<float, 1> one;
+  for (; i < count; ++i) {
+    x[i] = hn::GetLane(SafeExp(one, hn::Set(one, x[i] - shift)));
+    result += x[i];
+  }
+  return result;
+}
+
+void Scale(float* x, float factor, std::size_t count) {
+  const hn::ScalableTag<float> d;
+  const std::size_t lanes = hn::Lanes(d);
+  std::size_t i = 0;
+  for (; i + lanes <= count; i += lanes) hn::StoreU(hn::Mul(hn::LoadU(d, x + i), hn::Set(d, factor)), d, x + i);
+  for (; i < count; ++i) x[i] *= factor;
+}
+
+void Add(const float* x, float* y, std::size_t count) {
+  const hn::ScalableTag<float> d;
+  const std::size_t lanes = hn::Lanes(d);
+  std::size_t i = 0;
+  for (; i + lanes <= count; i += lanes) hn::StoreU(hn::Add(hn::LoadU(d, x + i), hn::LoadU(d, y + i)), d, y + i);
+  for (; i < count; ++i) y[i] += x[i];
+}
+
+float Dot(const float* x, const float* y, std::size_t count) {
+  const hn::ScalableTag<float> d;
+  const std::size_t lanes = hn::Lanes(d);
+  auto sum0 = hn::Zero(d), sum1 = hn::Zero(d);
+  std::size_t i = 0;
+  for (; i + 2 * lanes <= count; i += 2 * lanes) {
+    sum0 = hn::MulAdd(hn::LoadU(d, x + i), hn::LoadU(d, y + i), sum0);
+    sum1 = hn::MulAdd(hn::LoadU(d, x + i + lanes), hn::LoadU(d, y + i + lanes), sum1);
+  }
+  float result = hn::GetLane(hn::SumOfLanes(d, hn::Add(sum0, sum1)));
+  for (; i < count; ++i) result += x[i] * y[i];
+  return result;
+}
+
+}  // namespace hopwell::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace hopwell::cpu {
+
+HWY_EXPORT(ToFloatF32);
+HWY_EXPORT(ToFloatBF16);
+HWY_EXPORT(ToFloatF16);
+HWY_EXPORT(FromFloatF32);
+HWY_EXPORT(FromFloatBF16);
+HWY_EXPORT(FromFloatF16);
+HWY_EXPORT(Max);
+HWY_EXPORT(ExpSum);
+HWY_EXPORT(Scale);
+HWY_EXPORT(Add);
+HWY_EXPORT(Dot);
+
+void to_float(const float* in, float* out, std::size_t count) { HWY_DYNAMIC_DISPATCH(ToFloatF32)(in, out, count); }
+void to_float(const bfloat16* in, float* out, std::size_t count) { HWY_DYNAMIC_DISPATCH(ToFloatBF16)(in, out, count); }
+void to_float(const float16* in, float* out, std::size_t count) { HWY_DYNAMIC_DISPATCH(ToFloatF16)(in, out, count); }
+void from_float(const float* in, float* out, std::size_t count) { HWY_DYNAMIC_DISPATCH(FromFloatF32)(in, out, count); }
+void from_float(const float* in, bfloat16* out, std::size_t count) { HWY_DYNAMIC_DISPATCH(FromFloatBF16)(in, out, count); }
+void from_float(const float* in, float16* out, std::size_t count) { HWY_DYNAMIC_DISPATCH(FromFloatF16)(in, out, count); }
+float max(const float* x, std::size_t count) { return HWY_DYNAMIC_DISPATCH(Max)(x, count); }
+float exp_sum(float* x, float shift, std::size_t count) { return HWY_DYNAMIC_DISPATCH(ExpSum)(x, shift, count); }
+void scale(float* x, float factor, std::size_t count) { HWY_DYNAMIC_DISPATCH(Scale)(x, factor, count); }
+void add(const float* x, float* y, std::size_t count) { HWY_DYNAMIC_DISPATCH(Add)(x, y, count); }
+float dot(const float* x, const float* y, std::size_t count) { return HWY_DYNAMIC_DISPATCH(Dot)(x, y, count); }
+
+}  // namespace hopwell::cpu
+#endif  // HWY_ONCE

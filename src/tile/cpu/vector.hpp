@@ -1,0 +1,35 @@
+// Vector code that several CPU kernels share: conversions between storage types and float, exp and reductions over rows.
+// Written with Highway and dispatched at run time to the best instruction set of the machine.
+#pragma once
+
+#include <hopwell/tensor.hpp>
+
+#include <cstddef>
+
+namespace hopwell::cpu {
+
+// out[i] = float(in[i])
+void to_float(const float* in, float* out, std::size_t count);
+void to_float(const bfloat16* in, float* out, std::size_t count);
+void to_float(const float16* in, float* out, std::size_t count);
+
+// out[i] = in[i] rounded to nearest, ties to even; NaN stays NaN.
+void from_float(const float* in, float* out, std::size_t count);
+void from_float(const float* in, bfloat16* out, std::size_t count);
+void from_float(const float* in, float16* out, std::size_t count);
+
+// max_i x[i] as if NaN were not there; -inf for count 0.
+float max(const float* x, std::size_t count);
+
+// x[i] = exp(x[i] - shift), within an ulp or so; returns their sum. x[i] = -inf gives 0. shift is finite.
+float exp_sum(float* x, float shift, std::size_t count);
+
+// x[i] *= factor
+void scale(float* x, float factor, std::size_t count);
+
+// y[i] += x[i]
+void add(const float* x, float* y, std::size_t count);
+
+float dot(const float* x, const float* y, std::size_t count);
+
+}  // namespace hopwell::cpu
