@@ -39,8 +39,9 @@ def test_indexer_backward_equals_autograd(rng: Generator) -> None:
     s_q, s_kv, heads, d, topk = 6, 8, 3, 5, 6
     q, k, w = rng.standard_normal((s_q, heads, d)), rng.standard_normal((s_kv, d)), rng.standard_normal((s_q, heads))
     indices = rng.integers(0, s_kv - 1, (s_q, topk)).astype(np.int32)  # duplicates; no query selects the last key
-    indices[rng.random(indices.shape) < 0.2] = rng.choice(np.array([INT_MIN, -1, s_kv, INT_MAX], np.int32))
-    indices[0, 0], indices[4] = 2, -1
+    mask = rng.random(indices.shape) < 0.2
+    indices[mask] = rng.choice(np.array([INT_MIN, -2, -1, s_kv, INT_MAX], np.int32), int(mask.sum()))
+    indices[0, 0], indices[4] = 2, -2
     valid = (indices >= 0) & (indices < s_kv)
     target = rng.random((s_q, topk)) * valid
     target[0, 1:], target[3] = 0.0, 0.0

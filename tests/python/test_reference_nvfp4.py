@@ -200,6 +200,15 @@ def test_nvfp4_quantize_given_global_and_ties(rng: Generator, factor: float) -> 
         assert not scales.any()
 
 
+def test_nvfp4_quantize_rounds_the_quotient_to_fp32_first(rng: Generator) -> None:
+    """Block maxima next to a midpoint of e4m3, where one rounding instead of the contract's two gives another byte."""
+    for _ in range(20):
+        factor, x = np.float32(1 + rng.random()), np.zeros((1, 16 * 32), dtype=np.float32)
+        midpoints = (1 + (2 * rng.integers(0, 8, 32) + 1) / 16) * 2.0 ** rng.integers(-5, 8, 32)
+        x[0, ::16] = midpoints * 6.0 * float(factor)
+        check_quantized(x, factor)
+
+
 @pytest.mark.parametrize("value", [0.0, -0.0, 2.0**-149, -(2.0**-140), 2.0**-126, float(np.finfo(np.float32).max)])
 def test_nvfp4_quantize_extreme_values(rng: Generator, value: float) -> None:
     x = np.zeros((2, 32), dtype=np.float32)

@@ -173,7 +173,7 @@ def test_paged_masks_bad_pages_and_clamps_lengths(rng: Generator) -> None:
     q = rng.standard_normal((4, 1, 8))
     cache = pack_cache(rng, k, v, [8, 8, 8, 8], 4, "nhd", np.float64)
     cache["block_tables"][0, 0] = -1  # the first four keys of sequence 0
-    cache["block_tables"][1] = INT_MAX
+    cache["block_tables"][1] = [len(cache["k_cache"]), INT_MAX]
     cache["context_lens"] = np.array([8, 8, INT_MAX, INT_MIN], dtype=np.int32)
     out, lse = reference.paged_attention(q, scale=1.0, **cache)
     for n, seen in [(0, slice(4, 8)), (2, slice(0, 8))]:
