@@ -91,6 +91,15 @@ struct DeviceInfo {
 };
 HOPWELL_API std::vector<DeviceInfo> cuda_devices();
 
+// What this machine's processor can do, timed when called and with as many threads as the operators use: seconds that one fp32
+// matrix product of 2048^3 takes (2 * 2048^3 operations), and that summing `bytes` bytes of memory takes. `hopwell bench` states
+// operators as shares of these.
+HOPWELL_API double time_cpu_matmul();
+HOPWELL_API double time_cpu_read(std::size_t bytes);
+
+// One line a component: the compiler, BLAS, vector instruction set and number of threads in use.
+HOPWELL_API std::string build_info();
+
 HOPWELL_API std::string version();
 
 }  // namespace hopwell

@@ -3,6 +3,7 @@
 
 #include <dlpack/dlpack.h>
 
+#include <cstddef>
 #include <string>
 
 namespace hopwell {
@@ -15,6 +16,15 @@ DType dtype_of(const DLDataType& type);
 std::string dtype_name(const DLDataType& type);
 std::string dtype_name(DType type);
 
-std::size_t size_of(DType type);  // bytes an element; a float4 pair is one byte
+// Bytes an element; a float4 pair is one byte.
+constexpr std::size_t size_of(DType type) {
+  switch (type) {
+    case DType::kFloat32:
+    case DType::kInt32: return 4;
+    case DType::kFloat16:
+    case DType::kBFloat16: return 2;
+    default: return 1;
+  }
+}
 
 }  // namespace hopwell

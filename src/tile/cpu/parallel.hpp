@@ -7,10 +7,26 @@
 #include <atomic>
 #include <cstdint>
 #include <exception>
-#include <new>
 #include <memory>
+#include <new>
+
+#ifdef __SANITIZE_THREAD__
+#include <sanitizer/tsan_interface.h>
+#endif
 
 namespace hopwell::cpu {
+
+// libgomp is not instrumented, so ThreadSanitizer does not see that a parallel region's start and end order what threads do: these
+// two say so at the fork and at the join. The address is global because captured variables may not be read before the acquire.
+#ifdef __SANITIZE_THREAD__
+inline char tsan_fork, tsan_join;
+inline void tsan_release(char& edge) { __tsan_release(&edge); }
+inline void tsan_acquire(char& edge) { __tsan_acquire(&edge); }
+#else
+inline constexpr char tsan_fork = 0, tsan_join = 0;
+inline void tsan_release(char) {}
+inline void tsan_acquire(char) {}
+#endif
 
 // A thread's scratch: uninitialised, cache-line aligned.
 template <class T>
@@ -36,8 +52,10 @@ void parallel_for(std::int64_t items, MakeState make_state, Body body) {
   std::atomic<bool> failed{false};
   std::atomic<std::int64_t> next{0};
   const int threads = static_cast<int>(std::min<std::int64_t>(omp_get_max_threads(), items));
+  tsan_release(tsan_fork);
 #pragma omp parallel num_threads(threads) default(shared)
   {
+    tsan_acquire(tsan_fork);
     // A team of one is not an active parallel region: without this OpenBLAS would start threads of its own in it, and results
     // could depend on how many. The setting is this region's and ends with it.
     omp_set_num_threads(1);
@@ -47,7 +65,9 @@ void parallel_for(std::int64_t items, MakeState make_state, Body body) {
     } catch (...) {
       if (!failed.exchange(true)) error = std::current_exception();
     }
+    tsan_release(tsan_join);
   }
+  tsan_acquire(tsan_join);
   if (error) std::rethrow_exception(error);
 }
 

@@ -1,0 +1,61 @@
+# make demo     set-up, build, then train a small sparse-attention language model on real text, quantise it, generate with it
+# make test     set-up, build, then every test there is for this machine
+# make setup    tools and dependencies: Debian packages and .venv; nothing to do the second time
+# make build    the library and the command (build/), the Python package (into .venv)
+# make bench    every operator's benchmark against this machine's ceilings and torch, recorded under build/benchmarks
+# make docs, make format, make lint, make clean
+
+SHELL := /bin/bash
+PYTHON := .venv/bin/python
+JOBS ?= $(shell nproc)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test setup build bench docs format lint clean test-cpp test-python test-install test-asan test-tsan
+.DEFAULT_GOAL := build
+
+setup:
+	@scripts/setup.sh
+
+build: setup
+	@cmake --preset cpu --log-level=WARNING
+	@cmake --build --preset cpu --parallel $(JOBS)
+	@$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps .
+
+demo: build
+	@$(PYTHON) examples/train_dsa_lm.py --name demo
+
+test: test-cpp test-python test-install test-asan test-tsan
+	@echo "All tests passed."
+
+test-cpp: build
+	@ctest --preset cpu
+
+test-python: build
+	@$(PYTHON) -m pytest
+
+test-install: build
+	@tests/install/run.sh
+
+# The C++ tests once more under the sanitizers: memory and undefined behaviour, and data races.
+test-asan test-tsan: test-%: setup
+	@cmake --preset $* --log-level=WARNING
+	@cmake --build --preset $* --parallel $(JOBS)
+	@ctest --preset $*
+
+bench: build
+	@$(PYTHON) benchmarks/cpu.py
+
+docs: setup
+	@$(PYTHON) scripts/check_docs.py
+
+format: setup
+	@git ls-files '*.cpp' '*.hpp' '*.h' '*.cu' | xargs clang-format -i
+	@.venv/bin/ruff format --quiet . && .venv/bin/ruff check --quiet --fix .
+
+lint: build
+	@git ls-files '*.cpp' '*.hpp' '*.h' '*.cu' | xargs clang-format --dry-run --Werror
+	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
+	@git ls-files 'src/*.cpp' 'cases/*.cpp' | xargs clang-tidy -p build/cpu --quiet
+
+clean:
+	@rm -rf build dist

@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Installs what the project builds with: Debian packages (packages.txt) and a Python environment, .venv (requirements.txt).
+# Does nothing where all of it is there. Called by every make target that needs it.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+missing_packages() {
+  local package
+  grep -v '^#' packages.txt | while read -r package; do
+    dpkg-query -W -f '${db:Status-Status}\n' "$package" 2>/dev/null | grep -qx installed || printf '%s\n' "$package"
+  done
+}
+
+install_packages() {
+  local missing as_root=()
+  if ! command -v dpkg-query >/dev/null; then
+    echo "setup: this is no Debian system; install the equivalents of: $(grep -v '^#' packages.txt | tr '\n' ' ')" >&2
+    return
+  fi
+  missing=$(missing_packages | tr '\n' ' ')
+  [ -z "$missing" ] && return
+  if [ "$(id -u)" -ne 0 ]; then
+    if command -v sudo >/dev/null && sudo -n true 2>/dev/null; then
+      as_root=(sudo -n)
+    else
+      echo "setup: missing Debian packages, and no right to install them. Run:" >&2
+      echo "  sudo apt-get update && sudo apt-get install -y $missing" >&2
+      exit 1
+    fi
+  fi
+  echo "setup: installing $missing"
+  export DEBIAN_FRONTEND=noninteractive
+  "${as_root[@]}" apt-get update -qq
+  # shellcheck disable=SC2086  # a list of words
+  "${as_root[@]}" apt-get install -y -qq --no-install-recommends $missing >/dev/null
+}
+
+make_environment() {
+  local wanted stamp=.venv/.installed
+  wanted=$(sha256sum requirements.txt | cut -d' ' -f1)
+  [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && return
+  echo "setup: making .venv (torch and what else requirements.txt names)"
+  python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    echo "setup: Python 3.11 or later is needed; python3 is $(python3 --version)" >&2
+    exit 1
+  }
+  python3 -m venv .venv
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements.txt
+  echo "$wanted" >"$stamp"
+}
+
+install_packages
+make_environment

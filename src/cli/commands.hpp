@@ -1,0 +1,28 @@
+// The commands of `hopwell`, one file each. They return the exit code.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace hopwell::cli {
+
+int info();
+
+struct CheckOptions {
+  std::vector<std::string> operators;  // empty: all
+  std::string backend;                 // "": every one this machine has
+  std::uint64_t seeds = 1;
+  std::string json;                    // "": none
+};
+int check(const CheckOptions& options);
+
+struct BenchOptions {
+  std::string op;
+  std::vector<std::string> backends;  // empty: every one this machine has, but the emulated
+  std::vector<std::string> shapes;    // names or key=value settings; empty: all named shapes
+  std::string json;
+};
+int bench(const BenchOptions& options);
+
+}  // namespace hopwell::cli

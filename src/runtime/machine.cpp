@@ -1,0 +1,73 @@
+// The ceilings of this machine's processor, and what the library was built with.
+#include <hopwell/hopwell.hpp>
+#include <hwy/targets.h>
+
+#include <array>
+#include <chrono>
+#include <mutex>
+#include <numeric>
+#include <vector>
+
+#include "tile/cpu/gemm.hpp"
+#include "tile/cpu/parallel.hpp"
+
+extern "C" char* openblas_get_config(void);
+extern "C" char* openblas_get_corename(void);
+
+namespace hopwell {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+// Sums `count` floats with enough independent accumulators that the loads, not the additions, are what takes the time.
+float sum(const float* x, std::int64_t count) {
+  std::array<float, 64> partial{};
+  for (std::int64_t i = 0; i + 64 <= count; i += 64)
+    for (std::size_t j = 0; j < 64; ++j) partial[j] += x[static_cast<std::size_t>(i) + j];
+  return std::accumulate(partial.begin(), partial.end(), 0.0F);
+}
+
+}  // namespace
+
+double time_cpu_matmul() {
+  constexpr std::int64_t n = 2048;
+  static const std::vector<float> a(n * n, 0.7F), b(n * n, 1.1F);
+  static std::vector<float> c(n * n);
+  static std::mutex one_at_a_time;
+  const std::scoped_lock lock(one_at_a_time);
+  const std::int64_t parts = omp_get_max_threads(), rows = (n + parts - 1) / parts;
+  const auto start = Clock::now();
+  cpu::parallel_for(parts, [&](std::int64_t part) {
+    const std::int64_t first = part * rows, count = std::min(rows, n - first);
+    if (count > 0) cpu::gemm_nn(count, n, n, 1, a.data() + first * n, n, b.data(), n, 0, c.data() + first * n, n);
+  });
+  return seconds_since(start);
+}
+
+double time_cpu_read(std::size_t bytes) {
+  const auto count = static_cast<std::int64_t>(bytes / sizeof(float));
+  static std::vector<float> memory;
+  static std::mutex one_at_a_time;
+  const std::scoped_lock lock(one_at_a_time);
+  if (memory.size() < static_cast<std::size_t>(count)) memory.assign(static_cast<std::size_t>(count), 1.0F);
+  constexpr std::int64_t kPart = 1 << 18;  // 1 MiB
+  std::vector<float> sums(static_cast<std::size_t>((count + kPart - 1) / kPart));
+  const auto start = Clock::now();
+  cpu::parallel_for(static_cast<std::int64_t>(sums.size()), [&](std::int64_t part) {
+    sums[static_cast<std::size_t>(part)] = sum(memory.data() + part * kPart, std::min(kPart, count - part * kPart));
+  });
+  const double seconds = seconds_since(start);
+  volatile float used = std::accumulate(sums.begin(), sums.end(), 0.0F);  // so that no compiler drops the reads
+  static_cast<void>(used);
+  return seconds;
+}
+
+std::string build_info() {
+  const std::int64_t best = hwy::SupportedTargets() & -hwy::SupportedTargets();  // lower bits are better targets
+  return std::string("compiler ") + __VERSION__ + "\nBLAS     " + openblas_get_config() + " (" + openblas_get_corename() +
+         ")\nvectors  " + hwy::TargetName(static_cast<std::uint32_t>(best)) + "\nthreads  " + std::to_string(omp_get_max_threads());
+}
+
+}  // namespace hopwell
