@@ -69,11 +69,10 @@ def test_nvfp4_blocked_layout(rng: Generator, rows: int, columns: int) -> None:
 
 
 @pytest.mark.parametrize("layout", ["plain", "blocked"])
-@pytest.mark.parametrize("rows_b", [1, 3, 128])
+@pytest.mark.parametrize("rows_b", [1, 128])
 def test_nvfp4_gemv(rng: Generator, layout: str, rows_b: int) -> None:
     m, k, batch = 5, 48, 2
     pairs = [[random_nvfp4(rng, rows, k) for _ in range(batch)] for rows in (m, rows_b)]
-    n = 1 if rows_b == 128 else rows_b
     if rows_b == 128:
         for codes, scales in pairs[1]:
             scales[1:] = 0x7F  # the padding's
@@ -89,10 +88,7 @@ def test_nvfp4_gemv(rng: Generator, layout: str, rows_b: int) -> None:
     c = reference.nvfp4_gemv(a, b, sfa, sfb, alpha=0.5, scale_layout=layout)
     for i in range(batch):
         left, right = (dequantize_by_casts(*side[i], 1.0) for side in pairs)
-        assert_close(c[:, :, i], 0.5 * left @ right[:n].T)
-    if rows_b == 128:
-        everything = reference.nvfp4_gemv(a, b, sfa, sfb, scale_layout=layout, out=np.zeros((m, 128, batch)))
-        assert np.isnan(everything[:, 1:]).all() and np.isfinite(everything[:, 0]).all()
+        assert_close(c[:, :, i], 0.5 * left @ right[:1].T)
 
 
 def test_nvfp4_blocked_tensor_of_permuted_strides(rng: Generator) -> None:
@@ -251,5 +247,7 @@ def test_nvfp4_bad_arguments() -> None:
         reference.nvfp4_linear(np.zeros((1, 32)), codes, scales, 1.0, scale_layout="blocked")
     with pytest.raises(ValueError, match="nvfp4_linear: weight must be"):
         reference.nvfp4_linear(np.zeros((1, 24)), codes[:, :12], scales, 1.0)
+    with pytest.raises(ValueError, match="nvfp4_gemv: b must be of 1 row, or 1 padded to 128; got uint8"):
+        reference.nvfp4_gemv(codes[..., None], codes[..., None], scales[..., None], scales[..., None])
     with pytest.raises(ValueError, match="nvfp4_quantize: x must be"):
         reference.nvfp4_quantize(np.zeros((4, 24), np.float32))

@@ -125,13 +125,13 @@ def nvfp4_gemv(
     scale_layout: str = "plain",
     out: Array | None = None,
 ) -> Array:
-    """c[m,n,l] = alpha·Σ_k a[m,k,l]·b[n,k,l], both sides NVFP4.
+    """c[m,0,l] = alpha·Σ_k a[m,k,l]·b[0,k,l], both sides NVFP4.
 
     a uint8 [M, K/2, L] with sfa [M, K/16, L]; b uint8 [N, K/2, L] with sfb [N, K/16, L]; scales uint8 or float8_e4m3fn,
-    plain or blocked (then L matrices one after the other). Returns c [M, N, L].
+    plain or blocked (then L matrices one after the other). Returns c [M, 1, L].
 
-    128 rows of b are one row padded to 128, so N = 1 and the other rows are not read; an `out` of 128 columns says that
-    all of them are meant. `out_dtype` does not matter here: nothing is rounded.
+    N is 1, or 128 where the one row was padded to a tile; the padding is not read. `out_dtype` does not matter here:
+    nothing is rounded.
     """
     name = "nvfp4_gemv"
     codes_a, codes_b = _bytes(name, "a", a), _bytes(name, "b", b)
@@ -139,18 +139,17 @@ def nvfp4_gemv(
     _require_whole_blocks(name, "b", codes_b, 3, "uint8 [N, K/2, L]")
     (m, half_k, batch), rows_b = codes_a.shape, len(codes_b)
     require_shape(name, "b", codes_b, "[N, K/2, L]", (rows_b, half_k, batch))
+    require(rows_b in (1, 128), name, "b", "of 1 row, or 1 padded to 128", describe(codes_b))
     known = ("float16", "bfloat16", "float32")
     require(out_dtype in known, name, "out_dtype", "float16, bfloat16 or float32", out_dtype)
     require(bool(np.isfinite(alpha)), name, "alpha", "finite", alpha)
     scales_a = _scales(name, "sfa", sfa, scale_layout, (m, half_k // 8, batch))
     scales_b = _scales(name, "sfb", sfb, scale_layout, (rows_b, half_k // 8, batch))
-    wants_all = out is not None and out.ndim == 3 and out.shape[1] == rows_b
-    n = 1 if rows_b == 128 and not wants_all else rows_b
 
-    c = np.zeros((m, n, batch))
+    c = np.zeros((m, 1, batch))
     for i in range(batch):
         matrix = _decode(codes_a[:, :, i], scales_a[:, :, i])
-        c[:, :, i] = alpha * (matrix @ _decode(codes_b[:n, :, i], scales_b[:n, :, i]).T)
+        c[:, :, i] = alpha * (matrix @ _decode(codes_b[:1, :, i], scales_b[:1, :, i]).T)
     return deliver(name, "out", c, out)
 
 
