@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cctype>
 #include <cstdio>
 #include <ctime>
 #include <filesystem>
@@ -15,12 +16,15 @@ std::string Table::text() const {
   std::vector<std::size_t> widths(rows_.front().size());
   for (const auto& row : rows_)
     for (std::size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
+  const auto is_number = [&](std::size_t column) {
+    return rows_.size() > 1 && std::isdigit(static_cast<unsigned char>(rows_[1][column][0])) != 0;
+  };
   std::string text;
   for (const auto& row : rows_) {
     std::string line;
     for (std::size_t i = 0; i < row.size(); ++i) {
       const std::string padding(widths[i] - row[i].size(), ' ');
-      line += (i == 0 ? row[i] + padding : "  " + padding + row[i]);
+      line += (i == 0 ? "" : "  ") + (is_number(i) ? padding + row[i] : row[i] + padding);
     }
     text += line.substr(0, line.find_last_not_of(' ') + 1) + "\n";
   }

@@ -10,7 +10,7 @@ class Table {
  public:
   explicit Table(std::vector<std::string> header) : rows_{std::move(header)} {}
   void add(std::vector<std::string> row) { rows_.push_back(std::move(row)); }
-  [[nodiscard]] std::string text() const;  // the first column to the left, the others to the right
+  [[nodiscard]] std::string text() const;  // columns of numbers to the right, the others to the left
 
  private:
   std::vector<std::vector<std::string>> rows_;

@@ -1,0 +1,207 @@
+"""Every CPU bar of the project, measured in one run: each operator against this machine's ceilings and against PyTorch.
+
+    make bench                              a table, and build/benchmarks/cpu.json
+    python benchmarks/cpu.py --record       the same, recorded under benchmarks/results/cpu/
+
+Times of two programs are taken in turns and compared pair by pair, so that a ratio holds while the machine drifts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import hopwell
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMAND = ROOT / "build" / "cpu" / "hopwell"
+
+# What `hopwell bench` must reach: operator, shape, field of its JSON, the bar.
+SHARES = [
+    ("sparse_mla_forward", "production", "share_of_matmul", 0.65),
+    ("sparse_mla_backward", "production", "share_of_matmul", 0.50),
+    ("attention_distribution", "production", "share_of_matmul", 0.60),
+    ("nvfp4_linear", "7168x16384", "share_of_read", 0.50),
+    ("paged_attention", "b8_4096_fp32", "share_of_read", 0.50),
+    ("paged_attention", "b8_4096_bf16", "share_of_read", 0.50),
+]
+
+S_Q, S_KV, H_Q, D_QK, D_V, TOPK = 8, 8192, 128, 576, 512, 2048
+
+
+def paired_ratio(ours: Callable[[], object], theirs: Callable[[], object], rounds: int = 5) -> dict[str, float]:
+    """How many times longer `theirs` takes than `ours`: the median of ratios of neighbouring runs."""
+
+    def seconds(run: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+
+    ours(), theirs()
+    pairs = [(seconds(ours), seconds(theirs)) for _ in range(rounds)]
+    ratios = sorted(b / a for a, b in pairs)
+    return {
+        "ratio": median(ratios),
+        "least": ratios[0],
+        "most": ratios[-1],
+        "ours_seconds": median(a for a, _ in pairs),
+        "theirs_seconds": median(b for _, b in pairs),
+    }
+
+
+def sparse_inputs(s_q: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    return {
+        "q": normal(s_q, H_Q, D_QK),
+        "kv": normal(S_KV, D_QK),
+        "indices": torch.randint(0, S_KV, (s_q, TOPK), generator=generator, dtype=torch.int32),
+        "d_out": normal(s_q, H_Q, D_V),
+    }
+
+
+def hopwell_step(x: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    scale = D_QK**-0.5
+    out, _, lse = hopwell.sparse_mla_forward(x["q"], x["kv"], x["indices"], scale, D_V)
+    return hopwell.sparse_mla_backward(x["d_out"], x["q"], x["kv"], x["indices"], out, lse, scale, D_V)
+
+
+def torch_step(x: dict[str, torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """The plain PyTorch way: gather the keys, two products around a softmax, autograd."""
+    q = x["q"].to(dtype).requires_grad_()
+    kv = x["kv"].to(dtype).requires_grad_()
+    keys = kv[x["indices"].long()]
+    p = torch.softmax(torch.einsum("shd,std->sht", q, keys) * D_QK**-0.5, dim=-1)
+    out = torch.einsum("sht,std->shd", p, keys[..., :D_V])
+    return torch.autograd.grad(out, (q, kv), x["d_out"].to(dtype))
+
+
+def attention_against_torch() -> dict[str, Any]:
+    x = sparse_inputs(S_Q)
+    results = {
+        name: paired_ratio(lambda: hopwell_step(x), lambda: torch_step(x, dtype), rounds=3)
+        for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16))
+    }
+    best = min(results, key=lambda name: results[name]["theirs_seconds"])
+    return {"faster_torch_dtype": best, **results[best], "all": results}
+
+
+def linear_against_torch() -> dict[str, float]:
+    n_out, k = 7168, 16384
+    weight = torch.randn(n_out, k, generator=torch.Generator().manual_seed(2))
+    codes, scales, global_scale = hopwell.nvfp4_quantize(weight)
+    dense = weight.bfloat16()
+    x = torch.randn(1, k).bfloat16()
+    return paired_ratio(
+        lambda: hopwell.nvfp4_linear(x, codes, scales, global_scale), lambda: torch.nn.functional.linear(x, dense), rounds=9
+    )
+
+
+def peak_growth(s_q: int) -> int:
+    """Bytes by which a forward and backward of s_q queries raise this process's peak memory, inputs and outputs apart."""
+    x = sparse_inputs(s_q)
+    hopwell_step(sparse_inputs(1))  # libraries loaded, threads and pools started
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    results = hopwell_step(x)
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    out_bytes = s_q * H_Q * (D_V * 2 + 4 + 4)
+    held = out_bytes + sum(r.nbytes for r in results if r is not None)
+    return max(0, (after - before) * 1024 - held)
+
+
+def memory_against_queries() -> dict[str, int]:
+    def child(s_q: int) -> int:
+        run = subprocess.run([sys.executable, __file__, "--peak-growth", str(s_q)], check=True, capture_output=True, text=True)
+        return int(run.stdout)
+
+    few, many = 4, 64
+    return {
+        f"scratch_bytes_s_q_{few}": child(few),
+        f"scratch_bytes_s_q_{many}": child(many),
+        "gathered_keys_bytes_of_the_difference": (many - few) * TOPK * D_QK * 4,
+    }
+
+
+def shares() -> list[dict[str, Any]]:
+    rows = []
+    for op, shape, field, bar in SHARES:
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            subprocess.run([COMMAND, "bench", op, "--shape", shape, "--json", file.name], check=True, stdout=subprocess.DEVNULL)
+            result = json.loads(Path(file.name).read_text())["results"][0]
+        rows.append({"bar": f"{op} {shape}: {field}", "at_least": bar, "measured": result[field], "details": result})
+    return rows
+
+
+def machine() -> dict[str, Any]:
+    model = next((line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").open() if line.startswith("model name")), "unknown")
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    build = subprocess.run([COMMAND, "info"], check=True, capture_output=True, text=True).stdout.split("\n\n")[1].splitlines()
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit,
+        "processor": model,
+        "cores": os.cpu_count(),
+        "memory_GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "hopwell": hopwell.__version__,
+        "build": build,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--record", action="store_true", help="write benchmarks/results/cpu/<date>.json instead of build/benchmarks")
+    parser.add_argument("--peak-growth", type=int, metavar="S_Q", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.peak_growth is not None:
+        print(peak_growth(options.peak_growth))
+        return 0
+
+    rows = shares()
+    linear, attention, memory = linear_against_torch(), attention_against_torch(), memory_against_queries()
+    rows.append(
+        {"bar": "nvfp4_linear 7168x16384, n = 1: times torch bf16", "at_least": 2.5, "measured": linear["ratio"], "details": linear}
+    )
+    rows.append(
+        {"bar": "forward + backward: times torch autograd", "at_least": 3.0, "measured": attention["ratio"], "details": attention}
+    )
+    grown = memory["scratch_bytes_s_q_64"] - memory["scratch_bytes_s_q_4"]
+    share = max(grown, 0) / memory["gathered_keys_bytes_of_the_difference"]
+    rows.append({"bar": "scratch growing with s_q, share of gathered keys", "at_most": 0.05, "measured": share, "details": memory})
+
+    width = max(len(row["bar"]) for row in rows)
+    held = True
+    for row in rows:
+        ok = row["measured"] >= row["at_least"] if "at_least" in row else row["measured"] <= row["at_most"]
+        held &= ok
+        limit = f">= {row['at_least']:g}" if "at_least" in row else f"<= {row['at_most']:g}"
+        print(f"{row['bar']:{width}}  {row['measured']:8.3f}  {limit:9}  {'met' if ok else 'NOT MET'}")
+
+    folder = ROOT / ("benchmarks/results/cpu" if options.record else "build/benchmarks")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / (f"{datetime.date.today().isoformat()}.json" if options.record else "cpu.json")
+    path.write_text(json.dumps({"machine": machine(), "bars": rows}, indent=1) + "\n")
+    print(f"written to {path.relative_to(ROOT)}")
+    return 0 if held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Installs the built library into an empty folder, builds the consumers against it alone, and runs them and the installed command.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+place=$(mktemp -d)
+trap 'rm -rf "$place"' EXIT
+
+cmake --install build/cpu --prefix "$place/prefix" >/dev/null
+cp -r tests/install "$place/consumer"
+cmake -S "$place/consumer" -B "$place/build" -G Ninja -DCMAKE_PREFIX_PATH="$place/prefix" --log-level=WARNING >/dev/null
+cmake --build "$place/build" >/dev/null
+passed=0
+for program in "$place/build/consumer_cpp" "$place/build/consumer_c" "$place/prefix/bin/hopwell info"; do
+  $program >"$place/log" || { cat "$place/log"; echo "install test failed: ${program##*/}" >&2; exit 1; }
+  passed=$((passed + 1))
+done
+
+# Nothing but the interface is visible: no symbol of BLAS, Highway or the standard library leaks out to meet another copy.
+leaks=$(nm -D --defined-only "$place/prefix/lib/"*/libhopwell.so "$place/prefix/lib/"libhopwell.so 2>/dev/null |
+  awk '$2 ~ /[TDBR]/ {print $3}' | c++filt | grep -vE '^(hopwell_|hopwell::|typeinfo (name )?for hopwell::|vtable for hopwell::)' || true)
+[ -z "$leaks" ] || { printf 'symbols that should be hidden:\n%s\n' "$leaks" >&2; exit 1; }
+echo "install test: $((passed + 1)) passed, 0 failed"
