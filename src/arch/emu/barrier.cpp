@@ -1,0 +1,158 @@
+// Named barriers, the cluster barrier, and collectives of a warp.
+#include "machine.hpp"
+#include "sm80.hpp"
+#include "sm90.hpp"
+
+namespace hopwell::arch::emu {
+
+// ---- identity ----------------------------------------------------------------------------------------------------------
+
+const Index& thread_index() { return current->index; }
+const Index& block_index() { return current->cta->index; }
+const Extent& block_extent() { return machine->shape.block; }
+const Extent& grid_extent() { return machine->shape.grid; }
+void* dynamic_shared() { return current->cta->shared + kReservedBytes; }
+
+uint32_t shared_address(const void* pointer) {
+  const ptrdiff_t offset = static_cast<const std::byte*>(pointer) - machine->window;
+  if (offset < 0 || size_t(offset) >= machine->ctas.size() * kWindowBytes)
+    machine->stop(Kind::bounds, "a pointer that is not into shared memory where a shared address is needed");
+  return uint32_t(offset);
+}
+
+void yield() { machine->pause(); }
+
+// ---- named barriers ------------------------------------------------------------------------------------------------------
+
+namespace {
+
+void arrive_at(int id, int count, bool wait) {
+  Machine& m = *machine;
+  Cta& cta = *current->cta;
+  if (id < 0 || id > 15) m.stop(Kind::barrier, format("barrier %d; there are 16, from 0 to 15", id));
+  NamedBarrier& b = cta.barriers[size_t(id)];
+  const int needed = count ? count : int(cta.threads.size());
+  if (count % 32 || needed > int(cta.threads.size()))
+    m.stop(Kind::barrier, format("barrier %d for %d threads: must be a multiple of 32, at most the CTA's %zu", id, count, cta.threads.size()));
+  if (b.arrived > 0 && b.needed != needed)
+    m.stop(Kind::barrier, format("barrier %d is used for %d and for %d threads at the same time", id, b.needed, needed));
+  b.needed = needed;
+  m.release(*current, b.arriving);
+  if (++b.arrived < b.needed) {
+    if (!wait) return;
+    b.waiting.push_back(current);
+    m.block(id == 0 && count == 0 ? "bar.sync 0 (the whole CTA)" : "bar.sync", uint32_t(id));
+    return;
+  }
+  b.arrived = 0;
+  if (wait) m.acquire(*current, b.arriving);
+  for (Thread* t : b.waiting) m.acquire(*t, b.arriving);
+  m.wake(b.waiting);
+  b.arriving.clear();
+}
+
+}  // namespace
+
+void barrier_sync(int id, int threads, const Site& site) {
+  if (enter_synchronisation("bar.sync", site)) return;
+  arrive_at(id, threads, true);
+}
+void barrier_arrive(int id, int threads, const Site& site) {
+  if (enter_synchronisation("bar.arrive", site)) return;
+  arrive_at(id, threads, false);
+}
+
+// ---- the cluster barrier ---------------------------------------------------------------------------------------------------
+
+uint32_t cluster_rank() { return current->cta->rank; }
+uint32_t cluster_size() { return machine->shape.cluster.volume(); }
+
+void cluster_arrive(bool release, const Site& site) {
+  if (enter_synchronisation("barrier.cluster.arrive", site)) return;
+  Machine& m = *machine;
+  if (current->in_cluster_barrier) m.stop(Kind::barrier, "a second arrive without barrier.cluster.wait in between");
+  current->in_cluster_barrier = true;
+  current->cluster_phase = m.cluster_phase;
+  if (release) m.release(*current, m.cluster_barrier.arriving);
+  ++m.cluster_barrier.arrived;
+  m.finish_cluster_barrier();
+}
+
+void Machine::finish_cluster_barrier() {
+  NamedBarrier& b = cluster_barrier;
+  if (b.arrived == 0 || b.arrived < b.needed) return;
+  b.arrived = 0;
+  ++cluster_phase;
+  cluster_arrived.join(b.arriving);
+  b.arriving.clear();
+  wake(b.waiting);
+}
+
+void cluster_wait(const Site& site) {
+  if (enter_synchronisation("barrier.cluster.wait", site)) return;
+  Machine& m = *machine;
+  if (!current->in_cluster_barrier) m.stop(Kind::barrier, "without barrier.cluster.arrive before it");
+  while (m.cluster_phase == current->cluster_phase) {
+    m.cluster_barrier.waiting.push_back(current);
+    m.block("barrier.cluster.wait");
+  }
+  current->in_cluster_barrier = false;
+  m.acquire(*current, m.cluster_arrived);
+}
+
+// ---- warps -------------------------------------------------------------------------------------------------------------------
+
+void warp_sync(uint32_t mask, const Site& site) {
+  if (enter_synchronisation("bar.warp.sync", site)) return;
+  Machine& m = *machine;
+  m.warp_collective("bar.warp.sync", mask, current, [&](Rendezvous& r) {
+    if (!m.options.check) return;
+    Knowledge all;
+    for (int lane = 0; lane < 32; ++lane)
+      if (r.mask >> lane & 1) m.release(*static_cast<Thread*>(r.argument[size_t(lane)]), all);
+    for (int lane = 0; lane < 32; ++lane)
+      if (r.mask >> lane & 1) m.acquire(*static_cast<Thread*>(r.argument[size_t(lane)]), all);
+  });
+}
+
+// A shuffle exchanges registers; by PTX it orders no memory accesses.
+uint32_t shuffle(uint32_t mask, uint32_t value, int source_lane, const Site& site) {
+  enter("shfl.sync", site);
+  struct Argument {
+    uint32_t in, out;
+    int source;
+  } mine{value, kPoison, source_lane};
+  machine->warp_collective("shfl.sync", mask, &mine, [](Rendezvous& r) {
+    for (size_t lane = 0; lane < 32; ++lane) {
+      if (!(r.mask >> lane & 1)) continue;
+      Argument& a = *static_cast<Argument*>(r.argument[lane]);
+      const uint32_t source = uint32_t(a.source) & 31;
+      if (r.mask >> source & 1) a.out = static_cast<Argument*>(r.argument[source])->in;   // else undefined: poison
+    }
+  });
+  return mine.out;
+}
+
+uint32_t ballot(uint32_t mask, bool predicate, const Site& site) {
+  enter("vote.sync.ballot", site);
+  struct Argument {
+    bool predicate;
+    uint32_t out;
+  } mine{predicate, 0};
+  machine->warp_collective("vote.sync.ballot", mask, &mine, [](Rendezvous& r) {
+    uint32_t votes = 0;
+    for (size_t lane = 0; lane < 32; ++lane)
+      if (r.mask >> lane & 1) votes |= uint32_t(static_cast<Argument*>(r.argument[lane])->predicate) << lane;
+    for (size_t lane = 0; lane < 32; ++lane)
+      if (r.mask >> lane & 1) static_cast<Argument*>(r.argument[lane])->out = votes;
+  });
+  return mine.out;
+}
+
+// elect.sync names the same lane every time for one mask (PTX); which one is not said, so it is a random one.
+bool elect(const Site& site) {
+  enter("elect.sync", site);
+  return current->lane == current->cta->warps[size_t(current->warp)].elected_lane;
+}
+
+}  // namespace hopwell::arch::emu

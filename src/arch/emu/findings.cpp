@@ -1,0 +1,72 @@
+// How findings are worded.
+#include <cstdarg>
+#include <cstdio>
+
+#include "machine.hpp"
+
+namespace hopwell::arch::emu {
+
+std::string format(const char* pattern, ...) {
+  char buffer[512];
+  va_list arguments;
+  va_start(arguments, pattern);
+  vsnprintf(buffer, sizeof buffer, pattern, arguments);
+  va_end(arguments);
+  return buffer;
+}
+
+AgentId Machine::new_agent(std::string description, const char* remedy) {
+  if (agents.size() >= kNoAgent) stop(Kind::unsupported, "more than 65534 threads and asynchronous engines in one cluster");
+  agents.push_back({std::move(description), remedy});
+  return AgentId(agents.size() - 1);
+}
+
+std::string Machine::describe(const Thread& t) const { return format("CTA %u thread %d", t.cta->rank, t.linear); }
+
+std::string Machine::describe(const Epoch& e) {
+  return agents[e.agent].description + " at " + to_string(sites.resolve(e.site));
+}
+
+std::string Machine::place(uint32_t address) const {
+  return format("shared +0x%x of CTA %u", offset_of(address) - kReservedBytes, rank_of(address));
+}
+
+void Machine::find(Kind kind, const std::string& text, const Epoch* other) {
+  const SiteId here = current ? current->site : 0, there = other ? other->site : 0;
+  const uint64_t key = uint64_t(kind) << 32 | uint64_t{here} << 16 | there;
+  const auto [known, added] = known_findings_.try_emplace(key, report.findings.size());
+  if (!added) {
+    if (known->second < report.findings.size()) ++report.findings[known->second].count;
+    return;
+  }
+  if (report.findings.size() >= options.max_findings) return;
+  Finding finding{kind, "", sites.resolve(here), other ? sites.resolve(there) : CallSite{}, 1};
+  if (current) finding.text = std::string(current->instruction) + " by " + describe(*current) + ": ";
+  finding.text += text;
+  report.findings.push_back(std::move(finding));
+}
+
+void Machine::stop(Kind kind, const std::string& text) {
+  find(kind, text);
+  stopped = true;
+  if (!current) throw Stopped{};
+  current->state = Thread::State::blocked;
+  current->fiber.suspend();
+  __builtin_unreachable();
+}
+
+bool enter_synchronisation(const char* instruction, const Site& site) {
+  enter(instruction, site);
+  Machine& m = *machine;
+  Machine::SynchronisationEntry& entry = m.synchronisation_[current->site];
+  if (!entry.index) {
+    const CallSite place = m.sites.resolve(current->site);
+    entry.left_out = m.options.leave_out && *m.options.leave_out == place;
+    m.report.synchronisation.push_back({instruction, place, 0});
+    entry.index = m.report.synchronisation.size();
+  }
+  ++m.report.synchronisation[entry.index - 1].calls;
+  return entry.left_out;
+}
+
+}  // namespace hopwell::arch::emu

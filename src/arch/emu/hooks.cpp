@@ -1,0 +1,71 @@
+// What a compiler inserts for -fsanitize=thread. Kernel files are compiled with that flag but not linked with its runtime:
+// these functions take its place, and so the emulator sees every ordinary access to shared memory.
+#include <cstdint>
+
+#include "machine.hpp"
+
+namespace hopwell::arch::emu {
+namespace {
+
+void access(const void* pointer, size_t bytes, bool write, const void* return_address) {
+  if (!current) return;
+  const uintptr_t offset = reinterpret_cast<uintptr_t>(pointer) - reinterpret_cast<uintptr_t>(machine->window);
+  if (offset >= machine->ctas.size() * kWindowBytes) return;   // stack or global memory
+  current->instruction = write ? "store" : "load";
+  current->site = machine->sites.intern_address(return_address);
+  machine->generic_access(*current, uint32_t(offset), uint32_t(bytes), write, current->site);
+}
+
+}  // namespace
+}  // namespace hopwell::arch::emu
+
+using hopwell::arch::emu::access;
+
+// The names are the compiler's interface, one for each size, so a macro spells them out.
+#define HOPWELL_HOOK(bytes)                                                                                           \
+  void __tsan_read##bytes(void* p) { access(p, bytes, false, __builtin_return_address(0)); }                          \
+  void __tsan_write##bytes(void* p) { access(p, bytes, true, __builtin_return_address(0)); }                          \
+  void __tsan_unaligned_read##bytes(void* p) { access(p, bytes, false, __builtin_return_address(0)); }                \
+  void __tsan_unaligned_write##bytes(void* p) { access(p, bytes, true, __builtin_return_address(0)); }                \
+  void __tsan_volatile_read##bytes(void* p) { access(p, bytes, false, __builtin_return_address(0)); }                 \
+  void __tsan_volatile_write##bytes(void* p) { access(p, bytes, true, __builtin_return_address(0)); }                 \
+  void __tsan_unaligned_volatile_read##bytes(void* p) { access(p, bytes, false, __builtin_return_address(0)); }       \
+  void __tsan_unaligned_volatile_write##bytes(void* p) { access(p, bytes, true, __builtin_return_address(0)); }
+
+// Atomics of the host code that kernel files include (guards of local statics): plain atomic operations.
+#define HOPWELL_ATOMIC(bits, type)                                                                                    \
+  type __tsan_atomic##bits##_load(const type* p, int) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); }                \
+  void __tsan_atomic##bits##_store(type* p, type v, int) { __atomic_store_n(p, v, __ATOMIC_SEQ_CST); }                \
+  type __tsan_atomic##bits##_exchange(type* p, type v, int) { return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST); }   \
+  type __tsan_atomic##bits##_fetch_add(type* p, type v, int) { return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }   \
+  type __tsan_atomic##bits##_fetch_sub(type* p, type v, int) { return __atomic_fetch_sub(p, v, __ATOMIC_SEQ_CST); }   \
+  type __tsan_atomic##bits##_fetch_and(type* p, type v, int) { return __atomic_fetch_and(p, v, __ATOMIC_SEQ_CST); }   \
+  type __tsan_atomic##bits##_fetch_or(type* p, type v, int) { return __atomic_fetch_or(p, v, __ATOMIC_SEQ_CST); }     \
+  type __tsan_atomic##bits##_fetch_xor(type* p, type v, int) { return __atomic_fetch_xor(p, v, __ATOMIC_SEQ_CST); }   \
+  int __tsan_atomic##bits##_compare_exchange_strong(type* p, type* e, type v, int, int) {                             \
+    return __atomic_compare_exchange_n(p, e, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);                           \
+  }                                                                                                                   \
+  int __tsan_atomic##bits##_compare_exchange_weak(type* p, type* e, type v, int, int) {                               \
+    return __atomic_compare_exchange_n(p, e, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);                           \
+  }
+
+extern "C" {
+void __tsan_init() {}
+void __tsan_func_entry(void*) {}
+void __tsan_func_exit() {}
+void __tsan_vptr_update(void**, void*) {}
+void __tsan_vptr_read(void**) {}
+void __tsan_read_range(void* p, size_t n) { access(p, n, false, __builtin_return_address(0)); }
+void __tsan_write_range(void* p, size_t n) { access(p, n, true, __builtin_return_address(0)); }
+void __tsan_atomic_thread_fence(int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+void __tsan_atomic_signal_fence(int) { __atomic_signal_fence(__ATOMIC_SEQ_CST); }
+HOPWELL_HOOK(1)
+HOPWELL_HOOK(2)
+HOPWELL_HOOK(4)
+HOPWELL_HOOK(8)
+HOPWELL_HOOK(16)
+HOPWELL_ATOMIC(8, uint8_t)
+HOPWELL_ATOMIC(16, uint16_t)
+HOPWELL_ATOMIC(32, uint32_t)
+HOPWELL_ATOMIC(64, uint64_t)
+}

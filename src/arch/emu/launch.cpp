@@ -1,0 +1,201 @@
+// Setting clusters up, running them, and what must hold when they end.
+#include "launch.hpp"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <new>
+#include <stdexcept>
+#include <unistd.h>
+
+#include "machine.hpp"
+#include "wgmma.hpp"
+
+namespace hopwell::arch::emu {
+
+namespace {
+StackPool& stack_pool() {
+  thread_local StackPool pool;
+  return pool;
+}
+
+void require(bool condition, const std::string& what) {
+  if (!condition) throw std::invalid_argument("emulated launch: " + what);
+}
+}  // namespace
+
+Warpgroup::Warpgroup() = default;
+Warpgroup::~Warpgroup() = default;
+Warpgroup::Warpgroup(Warpgroup&&) noexcept = default;
+
+Machine::Machine(const LaunchShape& launch_shape, const Options& launch_options, const std::function<void()>& launch_kernel)
+    : shape(launch_shape), options(launch_options), kernel(launch_kernel), random(launch_options.seed), stacks_(stack_pool()) {
+  const Extent &g = shape.grid, &b = shape.block, &c = shape.cluster;
+  require(g.volume() > 0 && b.volume() > 0 && c.volume() > 0, "empty grid, block or cluster");
+  require(b.volume() <= 1024, format("%u threads in a block; at most 1024", b.volume()));
+  require(c.volume() <= 16, format("%u CTAs in a cluster; at most 16", c.volume()));
+  require(g.x % c.x == 0 && g.y % c.y == 0 && g.z % c.z == 0, "the grid is not a multiple of the cluster");
+  require(shape.shared_bytes <= 227 * 1024, format("%zu bytes of shared memory; at most %d", shape.shared_bytes, 227 * 1024));
+  void* memory = mmap(nullptr, size_t{c.volume()} * kWindowBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  window = static_cast<std::byte*>(memory);
+  for (uint32_t rank = 0; rank < c.volume(); ++rank)
+    mprotect(window + size_t{rank} * kWindowBytes, (kReservedBytes + shape.shared_bytes + 4095) & ~size_t{4095}, PROT_READ | PROT_WRITE);
+  machine = this;
+}
+
+Machine::~Machine() {
+  munmap(window, size_t{shape.cluster.volume()} * kWindowBytes);
+  machine = nullptr;
+  current = nullptr;
+}
+
+Report Machine::run() {
+  for (uint32_t i = 0; i < shape.grid.volume() / shape.cluster.volume(); ++i) clusters_left.push_back(i);
+  while (!clusters_left.empty() && !stopped) {
+    const uint32_t number = clusters_left.front();
+    clusters_left.pop_front();
+    run_cluster(number);
+  }
+  return std::move(report);
+}
+
+void Machine::thread_main() {
+  kernel();
+  Thread& t = *current;
+  t.instruction = "exit";
+  if (!t.loads.empty()) find(Kind::pending, "exits with a tcgen05.ld that no tcgen05.wait::ld waited for");
+  if (!t.copies.operations.empty()) find(Kind::pending, "exits with a cp.async that no cp.async.wait_group waited for");
+  if (!t.bulk.operations.empty()) find(Kind::pending, "exits with a bulk copy whose shared-memory source may be read after the exit: no cp.async.bulk.wait_group");
+  if (!t.cta->warpgroups.empty() && size_t(t.linear / 128) < t.cta->warpgroups.size() && !t.cta->warpgroups[size_t(t.linear / 128)].operations.empty())
+    find(Kind::pending, "exits with wgmma operations that no wgmma.wait_group waited for");
+  if (t.in_cluster_barrier) find(Kind::barrier, "exits between barrier.cluster.arrive and barrier.cluster.wait");
+  t.state = Thread::State::done;
+  --live_;
+  --cluster_barrier.needed;
+  finish_cluster_barrier();
+  if (--t.cta->live == 0 && !t.cta->tensor_queue.empty())
+    find(Kind::pending, "the CTA exits with tcgen05 operations pending: no tcgen05.commit and wait");
+  t.fiber.suspend();
+  __builtin_unreachable();
+}
+
+void Machine::run_cluster(uint32_t number) {
+  const uint32_t n_ctas = shape.cluster.volume(), n_threads = shape.block.volume(), n_warps = (n_threads + 31) / 32;
+  const uint32_t cx = shape.grid.x / shape.cluster.x, cy = shape.grid.y / shape.cluster.y;
+  const Index first{number % cx * shape.cluster.x, number / cx % cy * shape.cluster.y, number / cx / cy * shape.cluster.z};
+  mbarriers.clear();
+  agents.clear();
+  cp_async_agents.clear();
+  operations_.clear();
+  group_queues_.clear();
+  ready_.clear();
+  cluster_barrier = {};
+  cluster_barrier.needed = int(n_ctas * n_threads);
+  cluster_arrived.clear();
+  threads = std::vector<Thread>(size_t{n_ctas} * n_threads);
+  ctas = std::vector<Cta>(n_ctas);
+  live_ = int(threads.size());
+  for (uint32_t rank = 0; rank < n_ctas; ++rank) {
+    Cta& cta = ctas[rank];
+    cta.rank = rank;
+    cta.index = {first.x + rank % shape.cluster.x, first.y + rank / shape.cluster.x % shape.cluster.y, first.z + rank / shape.cluster.x / shape.cluster.y};
+    cta.shared = window + size_t{rank} * kWindowBytes;
+    poison(rank * kWindowBytes, uint32_t(kReservedBytes + shape.shared_bytes));
+    if (options.check) cta.shadow.assign((kReservedBytes + shape.shared_bytes + 3) / 4, {});
+    cta.warps.resize(n_warps);
+    for (Warp& warp : cta.warps) warp.elected_lane = int(random.below(std::min(32u, n_threads)));
+    cta.warpgroups.resize(n_threads / 128);
+    cta.live = int(n_threads);
+    for (uint32_t i = 0; i < n_threads; ++i) {
+      Thread& t = threads[size_t{rank} * n_threads + i];
+      t.cta = &cta;
+      t.linear = int(i);
+      t.warp = int(i / 32);
+      t.lane = int(i % 32);
+      t.index = {i % shape.block.x, i / shape.block.x % shape.block.y, i / shape.block.x / shape.block.y};
+      t.agent = new_agent(describe(t), "no barrier, mbarrier or other synchronisation in between");
+      t.knows.ordered.set(t.agent, 1);
+      t.stack = stacks_.take();
+      t.fiber.create(t.stack, StackPool::kBytes, [](void*) { machine->thread_main(); }, nullptr);
+      cta.threads.push_back(&t);
+      ready_.push_back(&t);
+    }
+  }
+  try {
+    schedule();
+  } catch (const Stopped&) {
+  }
+  current = nullptr;
+  if (!stopped) check_end_of_cluster();
+  for (Thread& t : threads) stacks_.give_back(t.stack);
+}
+
+void Machine::check_end_of_cluster() {
+  for (const auto& [address, b] : mbarriers)
+    if (b.transactions != 0)
+      find(Kind::transaction, format("at the end the mbarrier at %s waits for %lld more bytes: %llu expected in all, %llu arrived", place(address).c_str(),
+                                     static_cast<long long>(b.transactions), static_cast<unsigned long long>(b.expected_bytes),
+                                     static_cast<unsigned long long>(b.completed_bytes)), &b.init);
+  for (const Cta& cta : ctas)
+    if (cta.tmem_used)
+      find(Kind::tensor_memory, format("CTA %u ends with %d columns of tensor memory allocated: no tcgen05.dealloc", cta.rank, 32 * __builtin_popcount(cta.tmem_used)));
+}
+
+Report launch(const LaunchShape& shape, const Options& options, const std::function<void()>& kernel) {
+  if (machine) throw std::logic_error("emulated launch: inside of an emulated kernel");
+  return Machine(shape, options, kernel).run();
+}
+
+namespace {
+thread_local Session* session = nullptr;
+
+void append(Report& all, Report&& one) {
+  for (Finding& f : one.findings) all.findings.push_back(std::move(f));
+  for (SynchronisationSite& s : one.synchronisation) {
+    const auto same = std::find_if(all.synchronisation.begin(), all.synchronisation.end(), [&](const auto& a) { return a.where == s.where; });
+    if (same == all.synchronisation.end()) all.synchronisation.push_back(std::move(s));
+    else same->calls += s.calls;
+  }
+  all.statistics.switches += one.statistics.switches;
+  all.statistics.shared_accesses += one.statistics.shared_accesses;
+  all.statistics.tensor_operations += one.statistics.tensor_operations;
+  all.statistics.bulk_copies += one.statistics.bulk_copies;
+}
+}  // namespace
+
+Session::Session(Options session_options) : options(std::move(session_options)), outer_(session) { session = this; }
+Session::~Session() { session = outer_; }
+
+void launch_in_session(const LaunchShape& shape, const std::function<void()>& kernel) {
+  if (session) return append(session->report, launch(shape, session->options, kernel));
+  const Report report = launch(shape, {}, kernel);
+  if (!report.clean()) throw CheckFailed(report.text());
+}
+
+namespace {
+void on_fault(int, siginfo_t* info, void*) {
+  char text[256];
+  const int n = snprintf(text, sizeof text, "emulator: memory fault at %p, CTA %u thread %d, last instruction %s\n", info->si_addr,
+                         current ? current->cta->rank : 0, current ? current->linear : -1, current ? current->instruction : "none");
+  if (write(2, text, size_t(n)) < 0) _exit(138);
+  _exit(139);
+}
+}  // namespace
+
+void install_fault_handler() {
+  static std::byte alternate_stack[65536];
+  stack_t stack{};
+  stack.ss_sp = alternate_stack;
+  stack.ss_size = sizeof alternate_stack;
+  sigaltstack(&stack, nullptr);
+  struct sigaction action {};
+  action.sa_sigaction = on_fault;
+  action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+  sigaction(SIGSEGV, &action, nullptr);
+}
+
+}  // namespace hopwell::arch::emu

@@ -1,0 +1,334 @@
+// The emulated machine: one cluster of CTAs at a time, its threads, barriers and memories, and the scheduler.
+// Internal to the emulator; kernels see only arch functions, which call instructions.hpp.
+#pragma once
+
+#include <array>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "clock.hpp"
+#include "fiber.hpp"
+#include "launch.hpp"
+#include "options.hpp"
+#include "report.hpp"
+#include "shadow.hpp"
+
+namespace hopwell::arch::emu {
+
+/// A shared address is what `mapa` gives: the CTA's rank in the cluster above bit 24, the offset in its window below.
+inline constexpr uint32_t kWindowBytes = 1u << 24;
+/// Shared memory that the system keeps, below the dynamic part of the window.
+inline constexpr uint32_t kReservedBytes = 1024;
+/// What memory holds before anything is written and while an asynchronous write is on its way: NaN as fp32 and as bf16.
+inline constexpr uint32_t kPoison = 0x7fe1dead;
+inline constexpr int kTmemLanes = 128, kTmemColumns = 512;
+
+constexpr uint32_t rank_of(uint32_t address) { return address / kWindowBytes; }
+constexpr uint32_t offset_of(uint32_t address) { return address % kWindowBytes; }
+constexpr uint32_t in_rank(uint32_t rank, uint32_t address) { return rank * kWindowBytes + offset_of(address); }
+
+class Random {
+ public:
+  explicit Random(uint64_t seed) : state_(seed * 0x9e3779b97f4a7c15u + 0x2545f4914f6cdd1du) { next(); }
+  uint64_t next() {
+    state_ ^= state_ << 13;
+    state_ ^= state_ >> 7;
+    state_ ^= state_ << 17;
+    return state_ * 0x2545f4914f6cdd1du;
+  }
+  uint32_t below(size_t n) { return uint32_t((next() >> 32) * n >> 32); }
+  bool chance(double p) { return double(next() >> 11) * 0x1.0p-53 < p; }
+
+ private:
+  uint64_t state_;
+};
+
+struct Cta;
+
+/// Thrown to end a launch from the scheduler's own stack.
+struct Stopped {};
+
+/// One queued asynchronous operation. Operations with an owner belong to one of its commit groups.
+struct Operation {
+  std::function<void()> perform;
+  uint64_t group = 0;
+  bool waits_for_earlier = false;   // an mbarrier arrival that tracks the operations queued before it
+};
+
+/// Commit groups of one thread (cp.async, or bulk copies).
+struct GroupQueue {
+  std::deque<Operation> operations;
+  uint64_t open_group = 1;          // group that the next operation joins
+  AgentId agent = kNoAgent;
+  uint32_t issued = 0;              // steps of the agent
+  std::map<uint64_t, uint32_t> last_step_of_group;
+  uint32_t last_step_before(uint64_t group) const {
+    auto it = last_step_of_group.lower_bound(group);
+    return it == last_step_of_group.begin() ? 0 : std::prev(it)->second;
+  }
+};
+
+/// A tcgen05.ld whose registers are poison until tcgen05.wait::ld.
+struct PendingLoad {
+  uint32_t* registers;
+  std::vector<uint32_t> data;
+};
+
+struct Thread {
+  enum class State : uint8_t { ready, blocked, done };
+  Fiber fiber;
+  std::byte* stack = nullptr;
+  Cta* cta = nullptr;
+  Index index;
+  int linear = 0, warp = 0, lane = 0;
+  AgentId agent = 0;
+  State state = State::ready;
+
+  const char* instruction = "";     // what runs now, for findings
+  SiteId site = 0;
+  std::string waits_for;            // what it is blocked on; filled in by the deadlock report
+  uint32_t wait_address = 0;
+  int wait_parity = -1;
+
+  Knowledge knows;
+  VectorClock tensor;               // the part of knows.ordered that tcgen05 operations may rely on
+  bool in_cluster_barrier = false;  // has arrived, has not waited yet
+  uint64_t cluster_phase = 0;       // phase it arrived in
+
+  GroupQueue copies, bulk;
+  std::vector<std::function<void()>> unfinished_stores;   // bulk stores whose source was read, not yet written
+  AgentId tensor_agent = kNoAgent, tensor_issued_agent = kNoAgent;
+  uint32_t tensor_step = 1;
+  std::vector<PendingLoad> loads;
+  uint32_t live_registers = 0;
+
+  uint32_t step() const { return knows.ordered[agent]; }
+  void tick() { knows.ordered.set(agent, step() + 1); }
+};
+
+struct Mbarrier {
+  uint32_t address = 0, count = 0, pending = 0;
+  int64_t transactions = 0;         // bytes expected and not yet complete
+  uint64_t phase = 0;
+  Epoch init;
+  bool init_fenced = false;         // visible to the async proxy and to the cluster
+  Knowledge arriving, arrived;      // of the running phase; of all completed ones. CTA scope
+  Knowledge arriving_cluster, arrived_cluster;
+  std::vector<Thread*> waiters;
+  uint64_t expected_bytes = 0, completed_bytes = 0;
+  // Copies that complete here: one agent; a step is known complete when it and all steps before it are.
+  AgentId agent = kNoAgent;
+  uint32_t issued = 0;
+  std::vector<uint32_t> open_steps;
+};
+
+struct NamedBarrier {
+  int arrived = 0, needed = 0;
+  std::vector<Thread*> waiting;
+  Knowledge arriving;
+};
+
+/// A rendezvous of the lanes of a warp, or of the threads of a warpgroup.
+struct Rendezvous {
+  const char* instruction = nullptr;
+  uint32_t mask = 0;
+  int arrived = 0, needed = 0;
+  std::array<void*, 128> argument{};
+};
+
+struct WgmmaOperation;
+
+struct Warpgroup {
+  Rendezvous rendezvous;
+  std::deque<std::unique_ptr<WgmmaOperation>> operations;
+  uint64_t open_group = 1;
+  bool fenced = false;
+  AgentId agent = kNoAgent;
+  ~Warpgroup();
+  Warpgroup();
+  Warpgroup(Warpgroup&&) noexcept;
+};
+
+struct Warp {
+  Rendezvous rendezvous;
+  int elected_lane = 0;
+  // tcgen05.ld and st of the warp: steps issued, and steps that wait::ld / wait::st has seen.
+  AgentId load_agent = kNoAgent, store_agent = kNoAgent;
+  uint32_t load_step = 1, store_step = 1, loads_waited = 0, stores_waited = 0;
+};
+
+struct Cta {
+  uint32_t rank = 0;
+  Index index;
+  std::byte* shared = nullptr;      // start of its window
+  std::vector<Thread*> threads;
+  std::vector<Warp> warps;
+  std::vector<Warpgroup> warpgroups;
+  std::array<NamedBarrier, 16> barriers;
+  std::vector<SharedCell> shadow;
+  int live = 0;
+
+  std::vector<uint32_t> tmem;       // [128 lanes][512 columns], once something is allocated
+  std::vector<TensorCell> tmem_shadow;
+  uint32_t tmem_used = 0;           // bit i: columns [32 i, 32 i + 32)
+  bool tmem_relinquished = false;
+  std::vector<Thread*> tmem_waiters;
+  int pair_request = -1;            // columns that this CTA's warp wants in a cta_group::2 allocation
+  uint32_t pair_column = 0;
+  std::deque<Operation> tensor_queue;   // in order; of a CTA pair: kept by the even CTA
+};
+
+/// Who must be ordered after an earlier access: a thread, or all threads of a warp or warpgroup together.
+class Observer {
+ public:
+  explicit Observer(Thread& one) : first_(&one), begin_(nullptr), count_(1) {}
+  Observer(Thread* const* threads, int count) : first_(threads[0]), begin_(threads), count_(count) {}
+  bool ordered(const Epoch& e) { return known(e, [](const Thread& t) -> const VectorClock& { return t.knows.ordered; }, minimum_[0]); }
+  bool proxied(const Epoch& e) { return known(e, [](const Thread& t) -> const VectorClock& { return t.knows.proxied; }, minimum_[1]); }
+  bool tensor(const Epoch& e) { return known(e, [](const Thread& t) -> const VectorClock& { return t.tensor; }, minimum_[2]); }
+  Thread& thread() const { return *first_; }
+
+ private:
+  // The least informed thread decides; minima are remembered by agent, since one operation asks for few agents.
+  template <class Clock>
+  bool known(const Epoch& e, Clock clock, std::unordered_map<AgentId, uint32_t>& minimum) {
+    if (count_ == 1) return clock(*first_)[e.agent] >= e.step;
+    auto [it, added] = minimum.try_emplace(e.agent, 0u);
+    if (added) {
+      it->second = ~0u;
+      for (int i = 0; i < count_; ++i) it->second = std::min(it->second, clock(*begin_[i])[e.agent]);
+    }
+    return it->second >= e.step;
+  }
+  Thread* first_;
+  Thread* const* begin_;
+  int count_;
+  std::array<std::unordered_map<AgentId, uint32_t>, 3> minimum_;
+};
+
+class Machine {
+ public:
+  Machine(const LaunchShape& shape, const Options& options, const std::function<void()>& kernel);
+  ~Machine();
+  Machine(const Machine&) = delete;
+  Machine& operator=(const Machine&) = delete;
+  Report run();
+
+  // ---- findings (findings.cpp) ----
+  void find(Kind kind, const std::string& text, const Epoch* other = nullptr);
+  [[noreturn]] void stop(Kind kind, const std::string& text);   // a misuse after which nothing sensible can follow
+  std::string describe(const Thread& t) const;                  // "CTA 1 thread 37"
+  std::string describe(const Epoch& e);                         // "cp.async of CTA 0 thread 5 at file.cu:12"
+  std::string place(uint32_t address) const;                    // "shared +0x400 of CTA 1"
+
+  // ---- scheduling (scheduler.cpp) ----
+  void block(const char* what, uint32_t address = 0, int parity = -1);
+  void pause();
+  void wake(Thread* t);
+  void wake(std::vector<Thread*>& threads);
+  void submit(Operation op);                                    // in any order
+  void submit_tensor(uint32_t rank, Operation op);              // in order with the other operations of that tensor core
+  void submit_group(Thread& t, GroupQueue& queue, Operation op);
+  void complete_groups(GroupQueue& queue, uint64_t before);     // carries out what a wait_group waits for
+  void schedule();
+  [[noreturn]] void thread_main();
+  void finish_cluster_barrier();                                // if every thread that still runs has arrived
+
+  // ---- agents and clocks ----
+  /// `remedy`: what a later access is missing if it is not ordered after one of this agent.
+  AgentId new_agent(std::string description, const char* remedy);
+  void release(Thread& t, Knowledge& into) { if (options.check) { into.join(t.knows); t.tick(); } }
+  void acquire(Thread& t, const Knowledge& from) { if (options.check) t.knows.join(from); }
+
+  // ---- shared memory (shared_memory.cpp) ----
+  bool inside(uint32_t address, uint32_t bytes) const {
+    return rank_of(address) < ctas.size() && offset_of(address) >= kReservedBytes && offset_of(address) + bytes <= kReservedBytes + shape.shared_bytes;
+  }
+  std::byte* memory(uint32_t address) { return window + address; }
+  template <class T> T load(uint32_t address) { T v; __builtin_memcpy(&v, memory(address), sizeof v); return v; }
+  template <class T> void store(uint32_t address, T v) { __builtin_memcpy(memory(address), &v, sizeof v); }
+  /// An access by the generic proxy in program order of thread t.
+  void generic_access(Thread& t, uint32_t address, uint32_t bytes, bool write, SiteId site);
+  /// An access by an asynchronous engine, checked and remembered when it is issued: from then on it may happen.
+  void async_access(Observer& who, Epoch epoch, uint32_t address, uint32_t bytes, bool write, Proxy proxy, const char* what);
+  void poison(uint32_t address, uint32_t bytes);
+  void require_shared(uint32_t address, uint32_t bytes, uint32_t alignment, const char* what);   // stops if not
+
+  // ---- mbarriers (mbarrier.cpp) ----
+  Mbarrier& mbarrier_at(uint32_t address, bool async);
+  Mbarrier* find_mbarrier(uint32_t address) { auto it = mbarriers.find(address); return it == mbarriers.end() ? nullptr : &it->second; }
+  void finish_phase(Mbarrier& b);
+  Epoch begin_transaction(Mbarrier& b);
+  void complete_transaction(uint32_t address, uint32_t step, uint32_t bytes);
+
+  // ---- collectives (warp.cpp) ----
+  /// Meets the other lanes of `mask`; the last to arrive runs `action(rendezvous)` for all.
+  template <class Action> void warp_collective(const char* instruction, uint32_t mask, void* argument, Action action);
+  template <class Action> void warpgroup_collective(const char* instruction, void* argument, Action action);
+
+  // ---- state ----
+  LaunchShape shape;
+  Options options;
+  const std::function<void()>& kernel;
+  Report report;
+  SiteTable sites;
+  Random random;
+  std::byte* window = nullptr;
+  std::vector<Cta> ctas;
+  std::vector<Thread> threads;
+  std::map<uint32_t, Mbarrier> mbarriers;
+  NamedBarrier cluster_barrier;
+  uint64_t cluster_phase = 0;
+  Knowledge cluster_arrived;
+  struct Agent {
+    std::string description;
+    const char* remedy;
+  };
+  std::vector<Agent> agents;
+  std::vector<AgentId> cp_async_agents;
+  std::deque<uint32_t> clusters_left;                           // linear numbers of clusters not yet started
+  bool stopped = false;
+
+ private:
+  void run_cluster(uint32_t number);
+  void check_end_of_cluster();
+  bool step_async();
+  bool step_group(GroupQueue& queue);
+  void report_deadlock();
+  template <class Action> void meet(Rendezvous& r, const char* instruction, uint32_t mask, int needed, int position, Thread* const* members, int n, void* argument, Action action);
+  std::vector<Thread*> ready_;
+  std::vector<Operation> operations_;
+  std::vector<std::pair<Thread*, GroupQueue*>> group_queues_;   // those that hold operations
+  int live_ = 0;
+  StackPool& stacks_;
+  friend bool enter_synchronisation(const char*, const Site&);
+  struct SynchronisationEntry {
+    size_t index = 0;               // in report.synchronisation, plus one
+    bool left_out = false;
+  };
+  std::unordered_map<SiteId, SynchronisationEntry> synchronisation_;
+  std::unordered_map<uint64_t, size_t> known_findings_;
+};
+
+/// Of the launch that runs on this host thread, and of its running fiber; null outside.
+extern thread_local Machine* machine;
+extern thread_local Thread* current;
+
+/// Enters an instruction: findings name it and its place.
+inline void enter(const char* instruction, const Site& site) {
+  current->instruction = instruction;
+  current->site = machine->sites.intern(site);
+}
+/// Enters a synchronisation instruction; true if mutation testing leaves it out.
+bool enter_synchronisation(const char* instruction, const Site& site);
+
+std::string format(const char* pattern, ...) __attribute__((format(printf, 1, 2)));
+
+}  // namespace hopwell::arch::emu
+
+#include "warp.inl"

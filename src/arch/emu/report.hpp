@@ -1,0 +1,93 @@
+// What a launch found, in words, with the source line of every access.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "../platform.hpp"
+#include "clock.hpp"
+#include "options.hpp"
+
+namespace hopwell::arch::emu {
+
+enum class Kind : uint8_t {
+  race,            // two accesses without an order between them
+  proxy,           // ordered, but a proxy fence is missing
+  uninitialized,   // read of memory that nothing wrote
+  bounds,          // outside of the CTA's shared memory
+  barrier,         // misuse of bar, barrier.cluster or an mbarrier
+  transaction,     // byte counts of an mbarrier do not add up
+  tensor_memory,   // allocation, lanes, columns
+  descriptor,      // matrix, instruction or tensor-map descriptor
+  divergence,      // threads of a warp or warpgroup disagree
+  pending,         // asynchronous work not waited for
+  deadlock,
+  unsupported,     // an instruction or form of it that this emulator does not model
+};
+const char* name(Kind kind);
+
+struct Finding {
+  Kind kind;
+  std::string text;    // one sentence: instruction, thread, CTA, and what was missing
+  CallSite where;      // the instruction that noticed
+  CallSite other;      // the earlier access, if there is one
+  uint64_t count = 1;
+};
+
+/// A synchronisation call that was executed, for mutation testing.
+struct SynchronisationSite {
+  std::string instruction;
+  CallSite where;
+  uint64_t calls = 0;
+};
+
+struct Statistics {
+  uint64_t switches = 0, shared_accesses = 0, tensor_operations = 0, bulk_copies = 0;
+};
+
+struct Report {
+  std::vector<Finding> findings;
+  std::vector<SynchronisationSite> synchronisation;
+  Statistics statistics;
+  bool clean() const { return findings.empty(); }
+  bool has(Kind kind) const;
+  /// All findings, one a paragraph; "no findings\n" if there are none.
+  std::string text() const;
+};
+
+/// Numbers for source places, so that every shadow cell can remember one in 16 bits. Place 0 is "unknown".
+class SiteTable {
+ public:
+  SiteTable();
+  SiteId intern(const Site& site);
+  SiteId intern_address(const void* return_address);   // of compiler-inserted memory hooks
+  CallSite resolve(SiteId id);                         // looks debug information up for addresses
+
+ private:
+  struct Place {
+    const char* file;
+    uint32_t line, column;
+    uintptr_t address;
+    bool operator==(const Place&) const = default;
+  };
+  struct Hash {
+    size_t operator()(const Place& p) const {
+      return (reinterpret_cast<uintptr_t>(p.file) ^ p.address * 0x9e3779b97f4a7c15u) + p.line * 0x85ebca6bu + p.column;
+    }
+  };
+  SiteId find(const Place& place);
+  std::vector<Place> places_;
+  std::unordered_map<Place, SiteId, Hash> index_;
+  struct Recent {   // most lookups repeat: a direct-mapped cache in front of the map
+    Place place{};
+    SiteId id = 0;
+  };
+  std::vector<Recent> recent_;
+};
+
+/// "file.cu:12", or "an unknown place".
+std::string to_string(const CallSite& site);
+
+}  // namespace hopwell::arch::emu

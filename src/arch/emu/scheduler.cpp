@@ -1,0 +1,177 @@
+// Threads and asynchronous operations, interleaved by a seeded random choice.
+#include <algorithm>
+
+#include "machine.hpp"
+
+namespace hopwell::arch::emu {
+
+thread_local Machine* machine = nullptr;
+thread_local Thread* current = nullptr;
+
+void Machine::block(const char* what, uint32_t address, int parity) {
+  current->state = Thread::State::blocked;
+  current->waits_for = what;
+  current->wait_address = address;
+  current->wait_parity = parity;
+  current->fiber.suspend();
+}
+
+void Machine::pause() {
+  ready_.push_back(current);
+  current->fiber.suspend();
+}
+
+void Machine::wake(Thread* t) {
+  t->state = Thread::State::ready;
+  ready_.push_back(t);
+}
+
+void Machine::wake(std::vector<Thread*>& waiting) {
+  for (Thread* t : waiting) wake(t);
+  waiting.clear();
+}
+
+// ---- asynchronous operations -----------------------------------------------------------------------------------------
+
+void Machine::submit(Operation op) {
+  if (options.async == Async::eager) return op.perform();
+  operations_.push_back(std::move(op));
+}
+
+void Machine::submit_tensor(uint32_t rank, Operation op) {
+  std::deque<Operation>& queue = ctas[rank].tensor_queue;
+  if (options.async == Async::eager) return op.perform();
+  queue.push_back(std::move(op));
+}
+
+void Machine::submit_group(Thread& t, GroupQueue& queue, Operation op) {
+  if (options.async == Async::eager) return op.perform();
+  if (queue.operations.empty()) group_queues_.emplace_back(&t, &queue);
+  queue.operations.push_back(std::move(op));
+}
+
+// Any operation that is not behind an arrival that tracks it; such an arrival itself once it is the first.
+bool Machine::step_group(GroupQueue& queue) {
+  size_t free = 0;
+  while (free < queue.operations.size() && !queue.operations[free].waits_for_earlier) ++free;
+  const size_t chosen = free == 0 ? 0 : random.below(free);
+  Operation op = std::move(queue.operations[chosen]);
+  queue.operations.erase(queue.operations.begin() + ptrdiff_t(chosen));
+  op.perform();
+  return true;
+}
+
+void Machine::complete_groups(GroupQueue& queue, uint64_t before) {
+  std::deque<Operation> kept;
+  while (!queue.operations.empty()) {
+    Operation op = std::move(queue.operations.front());
+    queue.operations.pop_front();
+    if (op.group < before && (!op.waits_for_earlier || kept.empty())) op.perform();
+    else kept.push_back(std::move(op));
+  }
+  queue.operations = std::move(kept);
+  // An emptied queue leaves group_queues_ when it is next looked at.
+}
+
+bool Machine::step_async() {
+  std::erase_if(group_queues_, [](const auto& q) { return q.second->operations.empty(); });
+  size_t tensor = 0;
+  for (const Cta& cta : ctas) tensor += !cta.tensor_queue.empty();
+  const size_t choices = operations_.size() + tensor + group_queues_.size();
+  if (choices == 0) return false;
+  size_t k = random.below(choices);
+  if (k < operations_.size()) {
+    Operation op = std::move(operations_[k]);
+    operations_[k] = std::move(operations_.back());
+    operations_.pop_back();
+    op.perform();
+    return true;
+  }
+  k -= operations_.size();
+  for (Cta& cta : ctas)
+    if (!cta.tensor_queue.empty() && k-- == 0) {
+      Operation op = std::move(cta.tensor_queue.front());
+      cta.tensor_queue.pop_front();
+      op.perform();
+      return true;
+    }
+  return step_group(*group_queues_[k].second);
+}
+
+// ---- the loop ---------------------------------------------------------------------------------------------------------
+
+void Machine::schedule() {
+  uint64_t switches = 0;
+  while (live_ > 0 && !stopped) {
+    if (ready_.empty()) {
+      if (!step_async()) report_deadlock();
+      continue;
+    }
+    if (options.async == Async::random && (random.next() & 3) == 0 && step_async()) continue;
+    const size_t k = random.below(ready_.size());
+    Thread* next = ready_[k];
+    ready_[k] = ready_.back();
+    ready_.pop_back();
+    ++report.statistics.switches;
+    if (++switches > options.max_switches) report_deadlock();
+    current = next;
+    next->fiber.resume();
+    current = nullptr;
+  }
+  while (!stopped && step_async()) {
+  }
+}
+
+namespace {
+
+// "CTA 0 threads 0-31, 64"
+std::string thread_list(std::vector<const Thread*> threads) {
+  std::sort(threads.begin(), threads.end(), [](const Thread* a, const Thread* b) {
+    return std::pair(a->cta->rank, a->linear) < std::pair(b->cta->rank, b->linear);
+  });
+  std::string out;
+  for (size_t i = 0; i < threads.size();) {
+    size_t end = i + 1;
+    while (end < threads.size() && threads[end]->cta == threads[i]->cta && threads[end]->linear == threads[end - 1]->linear + 1) ++end;
+    const bool same_cta = i > 0 && threads[i]->cta == threads[i - 1]->cta;
+    out += same_cta ? ", " : format("%sCTA %u thread ", i ? "; " : "", threads[i]->cta->rank);
+    out += end - i == 1 ? format("%d", threads[i]->linear) : format("%d-%d", threads[i]->linear, threads[end - 1]->linear);
+    i = end;
+  }
+  return out;
+}
+
+}  // namespace
+
+// Who waits for what: threads that wait at the same place for the same thing share a line.
+void Machine::report_deadlock() {
+  const bool livelock = !ready_.empty();
+  std::vector<std::string> order;
+  std::map<std::string, std::vector<const Thread*>> groups;
+  CallSite first;
+  for (const Thread& t : threads) {
+    if (t.state == Thread::State::done || (livelock && t.state != Thread::State::ready)) continue;
+    std::string line = livelock ? std::string("runs ") + t.instruction : t.waits_for;
+    if (t.wait_parity >= 0) {
+      const Mbarrier* b = find_mbarrier(t.wait_address);
+      line += format(" parity %d on ", t.wait_parity) + place(t.wait_address);
+      if (b)
+        line += format(" (in phase %llu; %u of %u arrivals missing, %lld bytes outstanding)", static_cast<unsigned long long>(b->phase), b->pending, b->count,
+                       static_cast<long long>(b->transactions));
+      else
+        line += " (no mbarrier there)";
+    }
+    const CallSite site = sites.resolve(t.site);
+    if (first.file.empty()) first = site;
+    line += " at " + to_string(site);
+    if (groups[line].empty()) order.push_back(line);
+    groups[line].push_back(&t);
+  }
+  std::string text = livelock ? format("still running after %llu switches:", static_cast<unsigned long long>(options.max_switches))
+                              : std::string("no thread can go on and no asynchronous operation is pending:");
+  for (const std::string& line : order) text += "\n    " + line + ": " + thread_list(groups[line]);
+  report.findings.push_back({Kind::deadlock, text, first, {}, 1});
+  stopped = true;
+}
+
+}  // namespace hopwell::arch::emu

@@ -1,0 +1,106 @@
+// Accesses to shared memory: bounds, initialisation, races and proxies.
+#include "machine.hpp"
+
+namespace hopwell::arch::emu {
+
+namespace {
+
+// Bytes of the 4-byte cell at `cell` that lie in [begin, end).
+uint8_t bytes_of_cell(uint32_t cell, uint32_t begin, uint32_t end) {
+  uint8_t mask = 0;
+  for (uint32_t i = 0; i < 4; ++i)
+    if (cell + i >= begin && cell + i < end) mask |= uint8_t(1u << i);
+  return mask;
+}
+
+std::string race_text(Machine& m, bool write, const char* what, uint32_t address, const Epoch& other, bool other_writes) {
+  return format("%s %s %s, not ordered after the %s by ", what, write ? "writes" : "reads", m.place(address).c_str(), other_writes ? "write" : "read") +
+         m.describe(other) + ": " + m.agents[other.agent].remedy;
+}
+
+}  // namespace
+
+void Machine::require_shared(uint32_t address, uint32_t bytes, uint32_t alignment, const char* what) {
+  if (!inside(address, bytes))
+    stop(Kind::bounds, format("%s of %u bytes at offset %d of CTA %u is outside of its %zu bytes of dynamic shared memory", what, bytes,
+                              int(offset_of(address)) - int(kReservedBytes), rank_of(address), shape.shared_bytes));
+  if (address % alignment) stop(Kind::bounds, format("%s at %s must be %u-byte aligned", what, place(address).c_str(), alignment));
+}
+
+void Machine::generic_access(Thread& t, uint32_t address, uint32_t bytes, bool write, SiteId site) {
+  ++report.statistics.shared_accesses;
+  if (!inside(address, bytes)) {
+    find(Kind::bounds, format("%s of %u bytes at offset %d of CTA %u is outside of its %zu bytes of dynamic shared memory", write ? "write" : "read",
+                              bytes, int(offset_of(address)) - int(kReservedBytes), rank_of(address), shape.shared_bytes));
+    return;
+  }
+  if (!options.check) return;
+  Cta& cta = ctas[rank_of(address)];
+  if (&cta != t.cta && cta.live == 0) find(Kind::bounds, format("access to shared memory of CTA %u, which has exited", cta.rank));
+  const Epoch epoch{t.step(), t.agent, site};
+  const char* what = "it";
+  for (uint32_t a = address & ~3u; a < address + bytes; a += 4) {
+    SharedCell& cell = cta.shadow[offset_of(a) / 4];
+    const uint8_t mask = bytes_of_cell(a, address, address + bytes);
+    if (!write && (cell.written & mask) != mask) {
+      find(Kind::uninitialized, "reads " + place(a) + ", where nothing has been written");
+      cell.written |= mask;   // once is enough
+    }
+    for (int i = 0; i < 2; ++i) {
+      if ((cell.write_bytes[i] & mask) && cell.writes[i].agent != t.agent && !t.knows.ordered.covers(cell.writes[i]))
+        find(Kind::race, race_text(*this, write, what, a, cell.writes[i], true), &cell.writes[i]);
+      if (write && (cell.read_bytes[i] & mask) && cell.reads[i].agent != t.agent && !t.knows.ordered.covers(cell.reads[i]))
+        find(Kind::race, race_text(*this, write, what, a, cell.reads[i], false), &cell.reads[i]);
+    }
+    if (write) {
+      remember_write(cell, epoch, mask, Proxy::generic);
+    } else {
+      const int slot = choose_read_slot(cell.reads, epoch, [&](const Epoch& e) { return t.knows.ordered.covers(e); }, uint32_t(random.next() >> 63));
+      cell.read_bytes[size_t(slot)] = cell.reads[size_t(slot)].agent == t.agent ? cell.read_bytes[size_t(slot)] | mask : mask;
+      cell.reads[size_t(slot)] = epoch;
+    }
+  }
+}
+
+void Machine::async_access(Observer& who, Epoch epoch, uint32_t address, uint32_t bytes, bool write, Proxy proxy, const char* what) {
+  if (!inside(address, bytes))
+    stop(Kind::bounds, format("%s of %u bytes at offset %d of CTA %u is outside of its %zu bytes of dynamic shared memory", what, bytes,
+                              int(offset_of(address)) - int(kReservedBytes), rank_of(address), shape.shared_bytes));
+  if (!options.check) return;
+  Cta& cta = ctas[rank_of(address)];
+  if (cta.live == 0) find(Kind::bounds, format("%s touches shared memory of CTA %u, which has exited", what, cta.rank));
+  for (uint32_t a = address & ~3u; a < address + bytes; a += 4) {
+    SharedCell& cell = cta.shadow[offset_of(a) / 4];
+    const uint8_t mask = bytes_of_cell(a, address, address + bytes);
+    if (!write && (cell.written & mask) != mask) {
+      find(Kind::uninitialized, format("%s reads ", what) + place(a) + ", where nothing has been written");
+      cell.written |= mask;
+    }
+    for (int i = 0; i < 2; ++i) {
+      const Epoch& w = cell.writes[i];
+      if ((cell.write_bytes[i] & mask) && !w.same_step(epoch)) {
+        if (!who.ordered(w))
+          find(Kind::race, race_text(*this, write, what, a, w, true), &w);
+        else if (proxy == Proxy::async && !who.proxied(w) &&
+                 (cell.write_proxy[i] == Proxy::generic || (cell.write_proxy[i] == Proxy::cp_async && options.policy.cp_async_needs_proxy_fence)))
+          find(Kind::proxy, format("%s %s ", what, write ? "writes" : "reads") + place(a) + " by the async proxy with no fence.proxy.async after the write by " + describe(w), &w);
+      }
+      const Epoch& r = cell.reads[i];
+      if (write && (cell.read_bytes[i] & mask) && !r.same_step(epoch) && !who.ordered(r))
+        find(Kind::race, race_text(*this, true, what, a, r, false), &r);
+    }
+    if (write) {
+      remember_write(cell, epoch, mask, proxy);
+    } else {
+      const int slot = choose_read_slot(cell.reads, epoch, [&](const Epoch& e) { return who.ordered(e); }, uint32_t(random.next() >> 63));
+      cell.read_bytes[size_t(slot)] = cell.reads[size_t(slot)].same_step(epoch) ? cell.read_bytes[size_t(slot)] | mask : mask;
+      cell.reads[size_t(slot)] = epoch;
+    }
+  }
+}
+
+void Machine::poison(uint32_t address, uint32_t bytes) {
+  for (uint32_t i = 0; i < bytes; ++i) memory(address)[i] = std::byte(kPoison >> 8 * ((address + i) % 4));
+}
+
+}  // namespace hopwell::arch::emu

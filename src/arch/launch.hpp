@@ -1,0 +1,65 @@
+// Starting a kernel: on the device by the runtime, elsewhere by the emulator.
+#pragma once
+
+#include <cstddef>
+
+#include "platform.hpp"
+#if HOPWELL_ON_DEVICE
+#include <cuda_runtime.h>
+#else
+#include "emu/launch.hpp"
+#endif
+
+namespace hopwell::arch {
+
+struct GridShape {
+  uint32_t x = 1, y = 1, z = 1;
+};
+
+/// Grid in CTAs (a multiple of the cluster), threads of a CTA, CTAs of a cluster along x, dynamic shared memory of a CTA.
+struct LaunchShape {
+  GridShape grid;
+  uint32_t threads = 1;
+  uint32_t cluster = 1;
+  size_t shared_bytes = 0;
+  bool programmatic_dependency = false;   // may start before the kernel ahead of it ends: see griddepcontrol_wait
+};
+
+#if HOPWELL_ON_DEVICE
+/// Enqueues kernel(arguments...). Returns the CUDA error; cudaSuccess if it was enqueued.
+template <class... Parameters, class... Arguments>
+cudaError_t launch(void (*kernel)(Parameters...), const LaunchShape& shape, cudaStream_t stream, Arguments&&... arguments) {
+  if (shape.shared_bytes > 48 * 1024) {
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shape.shared_bytes));
+    if (error != cudaSuccess) return error;
+  }
+  cudaLaunchAttribute attributes[2] = {};
+  unsigned count = 0;
+  if (shape.cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {shape.cluster, 1, 1};
+  }
+  if (shape.programmatic_dependency) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(shape.grid.x, shape.grid.y, shape.grid.z);
+  config.blockDim = dim3(shape.threads);
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = count;
+  return cudaLaunchKernelEx(&config, kernel, static_cast<Arguments&&>(arguments)...);
+}
+#else
+/// Runs kernel(arguments...) to its end on the emulator, with the options of the innermost emu::Session of this host
+/// thread; findings go to that session. Without one, any finding is thrown as emu::CheckFailed.
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), const LaunchShape& shape, const Arguments&... arguments) {
+  emu::launch_in_session({{shape.grid.x, shape.grid.y, shape.grid.z}, {shape.threads, 1, 1}, {shape.cluster, 1, 1}, shape.shared_bytes},
+                         [&] { kernel(arguments...); });
+}
+#endif
+
+}  // namespace hopwell::arch

@@ -1,0 +1,68 @@
+// Conversions and approximate functions.
+// "PTX:" anchors are sections of https://docs.nvidia.com/cuda/parallel-thread-execution/
+#pragma once
+
+#include "../platform.hpp"
+#if !HOPWELL_ON_DEVICE
+#include "../emu/numeric.hpp"
+#endif
+
+namespace hopwell::arch {
+
+/// cvt.rn.bf16x2.f32 / cvt.rn.f16x2.f32: two fp32 rounded to nearest even; `low` in bits 0-15. PTX: #data-movement-and-conversion-instructions-cvt
+HOPWELL_DEVICE uint32_t pack_bf16(float low, float high) {
+#if HOPWELL_ON_DEVICE
+  uint32_t r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+#else
+  return uint32_t{emu::to_bf16_bits(high)} << 16 | emu::to_bf16_bits(low);
+#endif
+}
+HOPWELL_DEVICE uint32_t pack_fp16(float low, float high) {
+#if HOPWELL_ON_DEVICE
+  uint32_t r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+#else
+  return uint32_t{emu::to_fp16_bits(high)} << 16 | emu::to_fp16_bits(low);
+#endif
+}
+
+HOPWELL_DEVICE bf16 to_bf16(float x) { return {uint16_t(pack_bf16(x, 0.f))}; }
+
+/// cvt.f32.f16, exact. PTX: #data-movement-and-conversion-instructions-cvt
+HOPWELL_DEVICE float to_float(fp16 x) {
+#if HOPWELL_ON_DEVICE
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(x.bits));
+  return f;
+#else
+  return emu::from_fp16(x.bits);
+#endif
+}
+
+/// ex2.approx.ftz.f32: 2^x, relative error 2^-22; subnormals are zero. PTX: #floating-point-instructions-ex2
+HOPWELL_DEVICE float exp2_approx(float x) {
+#if HOPWELL_ON_DEVICE
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  const float y = std::exp2(x);
+  return std::fabs(y) < 0x1p-126f ? 0.f : y;
+#endif
+}
+
+/// lg2.approx.ftz.f32: log2(x), absolute error 2^-22 around 1. PTX: #floating-point-instructions-lg2
+HOPWELL_DEVICE float log2_approx(float x) {
+#if HOPWELL_ON_DEVICE
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return std::log2(std::fabs(x) < 0x1p-126f ? 0.f : x);
+#endif
+}
+
+}  // namespace hopwell::arch

@@ -1,0 +1,168 @@
+// Loads, stores and reductions with cache hints, memory orders and vectors.
+// "PTX:" anchors are sections of https://docs.nvidia.com/cuda/parallel-thread-execution/
+#pragma once
+
+#include "threads.hpp"
+
+namespace hopwell::arch {
+
+/// Four 32-bit words, moved by one instruction; 16-byte aligned.
+struct alignas(16) Words4 {
+  uint32_t w[4];
+};
+struct alignas(8) Words2 {
+  uint32_t w[2];
+};
+
+/// An L2 eviction policy made by createpolicy.
+struct CachePolicy {
+  uint64_t bits;
+};
+
+/// createpolicy.fractional.L2::evict_first / evict_last, for all accesses. PTX: #data-movement-and-conversion-instructions-createpolicy
+HOPWELL_DEVICE CachePolicy evict_first_policy() {
+  CachePolicy policy{0};
+#if HOPWELL_ON_DEVICE
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy.bits));
+#endif
+  return policy;
+}
+HOPWELL_DEVICE CachePolicy evict_last_policy() {
+  CachePolicy policy{0};
+#if HOPWELL_ON_DEVICE
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy.bits));
+#endif
+  return policy;
+}
+
+/// ld.global.nc.L1::no_allocate: 16 bytes of memory that no one writes during the kernel, streamed. PTX: #data-movement-and-conversion-instructions-ld-global-nc
+HOPWELL_DEVICE Words4 load_streaming(const void* pointer) {
+#if HOPWELL_ON_DEVICE
+  Words4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "l"(pointer));
+  return v;
+#else
+  return *static_cast<const Words4*>(pointer);
+#endif
+}
+
+/// The same with an L2 policy.
+HOPWELL_DEVICE Words4 load_streaming(const void* pointer, [[maybe_unused]] CachePolicy policy) {
+#if HOPWELL_ON_DEVICE
+  Words4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;" : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "l"(pointer), "l"(policy.bits));
+  return v;
+#else
+  return *static_cast<const Words4*>(pointer);
+#endif
+}
+
+/// st.global.L1::no_allocate: 16 bytes that are not read again soon. PTX: #data-movement-and-conversion-instructions-st
+HOPWELL_DEVICE void store_streaming(void* pointer, const Words4& v) {
+#if HOPWELL_ON_DEVICE
+  asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
+#else
+  *static_cast<Words4*>(pointer) = v;
+#endif
+}
+
+/// ld.acquire.gpu / ld.relaxed.gpu: a word that other CTAs write. Polling one lets other threads run. PTX: #data-movement-and-conversion-instructions-ld
+HOPWELL_DEVICE uint32_t load_acquire(const uint32_t* pointer) {
+#if HOPWELL_ON_DEVICE
+  uint32_t v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(pointer) : "memory");
+  return v;
+#else
+  emu::yield();
+  return *pointer;
+#endif
+}
+HOPWELL_DEVICE uint32_t load_relaxed(const uint32_t* pointer) {
+#if HOPWELL_ON_DEVICE
+  uint32_t v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(pointer) : "memory");
+  return v;
+#else
+  emu::yield();
+  return *pointer;
+#endif
+}
+
+/// red.global.add: *pointer += value, in any order with other reductions. PTX: #parallel-synchronization-and-communication-instructions-red
+HOPWELL_DEVICE void red_add(float* pointer, float value) {
+#if HOPWELL_ON_DEVICE
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(pointer), "f"(value) : "memory");
+#else
+  *pointer += value;
+#endif
+}
+HOPWELL_DEVICE void red_add(uint32_t* pointer, uint32_t value) {
+#if HOPWELL_ON_DEVICE
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
+#else
+  *pointer += value;
+#endif
+}
+
+/// atom.global.add: returns what was there before. PTX: #parallel-synchronization-and-communication-instructions-atom
+HOPWELL_DEVICE uint32_t atomic_add(uint32_t* pointer, uint32_t value) {
+#if HOPWELL_ON_DEVICE
+  uint32_t old;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(pointer), "r"(value) : "memory");
+  return old;
+#else
+  const uint32_t old = *pointer;
+  *pointer = old + value;
+  return old;
+#endif
+}
+
+#if !HOPWELL_ON_DEVICE || !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+/// red.global.add.v2.f32 / .v4.f32 (from sm_90 on): 2 or 4 sums by one instruction, each atomic on its own; 8- or 16-byte aligned.
+/// PTX: #parallel-synchronization-and-communication-instructions-red
+HOPWELL_DEVICE void red_add_v2(float* pointer, float x, float y) {
+#if HOPWELL_ON_DEVICE
+  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(pointer), "f"(x), "f"(y) : "memory");
+#else
+  pointer[0] += x;
+  pointer[1] += y;
+#endif
+}
+HOPWELL_DEVICE void red_add_v4(float* pointer, float x, float y, float z, float w) {
+#if HOPWELL_ON_DEVICE
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+#else
+  pointer[0] += x;
+  pointer[1] += y;
+  pointer[2] += z;
+  pointer[3] += w;
+#endif
+}
+#endif
+
+/// prefetch.global.L2: a hint. PTX: #data-movement-and-conversion-instructions-prefetch-prefetchu
+HOPWELL_DEVICE void prefetch_l2([[maybe_unused]] const void* pointer) {
+#if HOPWELL_ON_DEVICE
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer));
+#endif
+}
+
+/// ld.shared / st.shared by shared address, 16 bytes. PTX: #data-movement-and-conversion-instructions-ld
+HOPWELL_DEVICE Words4 load_shared_v4(uint32_t address, [[maybe_unused]] Site site = Site::current()) {
+  Words4 v;
+#if HOPWELL_ON_DEVICE
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "r"(address) : "memory");
+#else
+  emu::read_shared(address, 16, &v, site);
+#endif
+  return v;
+}
+HOPWELL_DEVICE void store_shared_v4(uint32_t address, const Words4& v, [[maybe_unused]] Site site = Site::current()) {
+#if HOPWELL_ON_DEVICE
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
+#else
+  emu::write_shared(address, 16, &v, site);
+#endif
+}
+
+}  // namespace hopwell::arch

@@ -1,0 +1,261 @@
+// The core: fibers, scheduler, clocks, shadow memory, barriers, mbarriers, reports. Kernels are functions of this file.
+#include "harness.hpp"
+
+#include <numeric>
+#include <vector>
+
+#include "arch/emu/fiber.hpp"
+#include "arch/emu/shadow.hpp"
+#include "arch/sm80/memory.hpp"
+#include "arch/sm90/mbarrier.hpp"
+
+namespace hopwell::arch {
+namespace {
+
+using emu::Kind;
+using test::expect_clean;
+using test::expect_finding;
+
+struct Buffers {
+  alignas(16) uint32_t words[1024];
+  uint16_t halves[64];
+  mbarrier ready, done;
+};
+constexpr size_t kShared = sizeof(Buffers);
+emu::LaunchShape cta(uint32_t threads) { return {{1, 1, 1}, {threads, 1, 1}, {1, 1, 1}, kShared}; }
+
+TEST(Fiber, SwitchesAndKeepsItsState) {
+  struct State {
+    emu::Fiber fiber;
+    double sum = 0;
+    int steps = 0;
+  } state;
+  emu::StackPool pool;
+  state.fiber.create(pool.take(), emu::StackPool::kBytes, [](void* p) {
+    State& s = *static_cast<State*>(p);
+    alignas(32) double local[4] = {1, 2, 3, 4};   // needs an aligned stack
+    for (;;) {
+      s.sum += local[s.steps++ % 4];
+      s.fiber.suspend();
+    }
+  }, &state);
+  for (int i = 0; i < 8; ++i) state.fiber.resume();
+  EXPECT_EQ(state.steps, 8);
+  EXPECT_EQ(state.sum, 20.0);
+}
+
+TEST(Clock, JoinAndCover) {
+  emu::VectorClock a, b;
+  a.raise(3, 7);
+  b.raise(5, 2);
+  b.raise(3, 4);
+  EXPECT_FALSE(b.covers({5, 3}));
+  b.join(a);
+  EXPECT_TRUE(b.covers({7, 3}));
+  EXPECT_TRUE(b.covers({2, 5}));
+  EXPECT_FALSE(b.covers({1, 60}));
+}
+
+TEST(Shadow, NeighbouringHalvesAreRememberedApart) {
+  emu::SharedCell cell;
+  remember_write(cell, {1, 10, 0}, 0b0011, emu::Proxy::generic);
+  remember_write(cell, {1, 11, 0}, 0b1100, emu::Proxy::generic);
+  EXPECT_EQ(cell.writes[0].agent, 10);
+  EXPECT_EQ(cell.writes[1].agent, 11);
+  remember_write(cell, {1, 12, 0}, 0b1111, emu::Proxy::async);
+  EXPECT_EQ(cell.writes[0].agent, 12);
+  EXPECT_TRUE(cell.writes[1].empty());
+}
+
+// ---- ordinary accesses and the CTA barrier -------------------------------------------------------------------------------
+
+void rotate(bool barrier, uint32_t* out) {
+  auto& s = dynamic_smem<Buffers>();
+  const int t = thread_index();
+  s.words[t] = uint32_t(t) * 3;   // @rotate-write
+  if (barrier) syncthreads();
+  out[t] = s.words[(t + 33) % 128];   // @rotate-read
+}
+
+TEST(Races, BarrierOrdersAndItsAbsenceIsFound) {
+  std::vector<uint32_t> out(128);
+  expect_clean(cta(128), [&] { rotate(true, out.data()); });
+  for (uint32_t t = 0; t < 128; ++t) EXPECT_EQ(out[t], (t + 33) % 128 * 3);
+  const auto racy = [&] { rotate(false, out.data()); };
+  for (uint64_t seed = 0; seed < 6; ++seed) {
+    const emu::Report report = emu::launch(cta(128), test::options_for(seed), racy);
+    EXPECT_TRUE(report.has(Kind::race) || report.has(Kind::uninitialized)) << report.text();
+  }
+}
+
+TEST(Races, WriteAfterRead) {
+  const auto kernel = [](bool barrier) {
+    auto& s = dynamic_smem<Buffers>();
+    const int t = thread_index();
+    s.words[t] = 1;
+    syncthreads();
+    volatile uint32_t v = s.words[(t + 1) % 64];   // @war-read
+    (void)v;
+    if (barrier) syncthreads();
+    s.words[t] = 2;   // @war-write
+  };
+  expect_clean(cta(64), [&] { kernel(true); });
+  expect_finding(cta(64), [&] { kernel(false); }, Kind::race, "not ordered after the read by CTA 0 thread", "war-write");
+}
+
+TEST(Races, UninitialisedReadNamesItsLine) {
+  expect_finding(cta(32), [] {
+    volatile uint32_t v = dynamic_smem<Buffers>().words[700];   // @uninitialised
+    (void)v;
+  }, Kind::uninitialized, "nothing has been written", "uninitialised");
+}
+
+TEST(Races, HalfWordsOfOneWordByTwoThreadsAreNoRace) {
+  expect_clean(cta(64), [] {
+    auto& s = dynamic_smem<Buffers>();
+    s.halves[thread_index()] = uint16_t(thread_index());
+    s.halves[thread_index()] = uint16_t(s.halves[thread_index()] + 1);
+  });
+}
+
+TEST(Races, OutOfBounds) {
+  expect_finding(cta(32), [] {
+    if (thread_index() == 0) *(&dynamic_smem<Buffers>().words[0] + sizeof(Buffers) / 4) = 1;   // @bounds
+  }, Kind::bounds, "outside of its", "bounds");
+}
+
+TEST(Warp, SyncOrdersLanesButShuffleDoesNot) {
+  const auto kernel = [](bool sync) {
+    auto& s = dynamic_smem<Buffers>();
+    const int lane = lane_index();
+    s.words[lane] = uint32_t(lane);
+    if (sync) syncwarp();
+    else shuffle(lane, 0);
+    volatile uint32_t v = s.words[31 - lane];   // @lanes
+    (void)v;
+  };
+  expect_clean(cta(32), [&] { kernel(true); });
+  expect_finding(cta(32), [&] { kernel(false); }, Kind::race, "not ordered", "lanes");
+}
+
+TEST(Warp, ShuffleAndBallot) {
+  expect_clean(cta(64), [] {
+    const int lane = lane_index();
+    if (shuffle_xor(lane, 5) != (lane ^ 5) || shuffle(lane * 2, 7) != 14 || ballot(lane % 3 == 0) != 0x49249249u) __builtin_trap();
+  }, 5);
+}
+
+// ---- barriers --------------------------------------------------------------------------------------------------------------
+
+TEST(Barrier, ProducerArrivesConsumerWaits) {
+  expect_clean(cta(64), [] {
+    auto& s = dynamic_smem<Buffers>();
+    if (warp_index() == 0) {
+      s.words[lane_index()] = 1;
+      barrier_arrive(3, 64);
+    } else {
+      barrier_sync(3, 64);
+      if (s.words[lane_index()] != 1) __builtin_trap();
+    }
+  });
+}
+
+TEST(Barrier, MissingPartnersAreADeadlockWithNames) {
+  expect_finding(cta(64), [] {
+    if (warp_index() == 1) barrier_sync(2, 64);   // @lonely
+  }, Kind::deadlock, "bar.sync at core_test.cpp", "lonely");
+}
+
+TEST(Barrier, DifferentCounts) {
+  expect_finding(cta(96), [] {
+    barrier_sync(1, warp_index() == 0 ? 64 : 96);   // @counts
+  }, Kind::barrier, "used for", "counts");
+}
+
+// ---- mbarriers -------------------------------------------------------------------------------------------------------------
+
+void ring(int bug, uint32_t* out) {
+  auto& s = dynamic_smem<Buffers>();
+  const int t = thread_index();
+  if (t == 0) {
+    mbarrier_init(s.ready, bug == 3 ? 33 : 32);
+    mbarrier_init(s.done, 32);
+  }
+  if (bug != 5) syncthreads();
+  for (uint32_t i = 0; i < 4; ++i) {
+    const uint32_t parity = i & 1;
+    if (warp_index() == 0) {
+      if (bug != 1) mbarrier_wait(s.done, parity ^ (bug == 2 ? 0 : 1));   // @ring-empty
+      s.words[t] = i * 100 + uint32_t(t);   // @ring-write
+      mbarrier_arrive(s.ready);   // @ring-arrive
+    } else {
+      if (bug != 4) mbarrier_wait(s.ready, parity);   // @ring-full
+      out[i * 32 + uint32_t(lane_index())] = s.words[31 - lane_index()];   // @ring-read
+      mbarrier_arrive(s.done);
+    }
+  }
+}
+
+TEST(Mbarrier, Ring) {
+  std::vector<uint32_t> out(128);
+  expect_clean(cta(64), [&] { ring(0, out.data()); });
+  for (uint32_t i = 0; i < 128; ++i) EXPECT_EQ(out[i], i / 32 * 100 + 31 - i % 32);
+  expect_finding(cta(64), [&] { ring(1, out.data()); }, Kind::race, "not ordered after the read", "ring-write");
+  expect_finding(cta(64), [&] { ring(2, out.data()); }, Kind::deadlock, "mbarrier.try_wait parity 0", "ring-empty");
+  expect_finding(cta(64), [&] { ring(3, out.data()); }, Kind::deadlock, "1 of 33 arrivals missing", "ring-full");
+  for (uint64_t seed = 0; seed < 6; ++seed) EXPECT_FALSE(emu::launch(cta(64), test::options_for(seed), [&] { ring(4, out.data()); }).clean());
+  for (uint64_t seed = 0; seed < 6; ++seed) EXPECT_TRUE(emu::launch(cta(64), test::options_for(seed), [&] { ring(5, out.data()); }).has(Kind::barrier) ||
+                                                        emu::launch(cta(64), test::options_for(seed), [&] { ring(5, out.data()); }).has(Kind::race));
+}
+
+TEST(Mbarrier, Misuse) {
+  expect_finding(cta(32), [] {
+    mbarrier_arrive(dynamic_smem<Buffers>().ready);   // @no-init
+  }, Kind::barrier, "no mbarrier has been initialised", "no-init");
+  expect_finding(cta(1), [] {
+    auto& s = dynamic_smem<Buffers>();
+    mbarrier_init(s.ready, 1);
+    mbarrier_init(s.ready, 1);   // @init-twice
+  }, Kind::barrier, "mbarrier.inval must come first", "init-twice");
+  expect_finding(cta(1), [] {
+    auto& s = dynamic_smem<Buffers>();
+    mbarrier_init(s.ready, 1);
+    s.ready.opaque = 5;
+    mbarrier_arrive(s.ready);   // @overwritten
+  }, Kind::barrier, "was overwritten", "overwritten");
+}
+
+// ---- determinism -------------------------------------------------------------------------------------------------------------
+
+TEST(Determinism, SameSeedSameScheduleSameReport) {
+  std::vector<uint32_t> out(128);
+  for (int bug : {0, 1, 2, 4}) {
+    for (uint64_t seed = 0; seed < 4; ++seed) {
+      const auto run = [&] { return emu::launch(cta(64), test::options_for(seed), [&] { ring(bug, out.data()); }); };
+      const emu::Report a = run(), b = run();
+      EXPECT_EQ(a.text(), b.text());
+      EXPECT_EQ(a.statistics.switches, b.statistics.switches);
+    }
+  }
+}
+
+TEST(Launch, RejectsImpossibleShapes) {
+  const auto nothing = [] {};
+  EXPECT_THROW(emu::launch({{3, 1, 1}, {32, 1, 1}, {2, 1, 1}, 0}, {}, nothing), std::invalid_argument);
+  EXPECT_THROW(emu::launch({{1, 1, 1}, {2048, 1, 1}, {1, 1, 1}, 0}, {}, nothing), std::invalid_argument);
+  EXPECT_THROW(emu::launch({{1, 1, 1}, {32, 1, 1}, {1, 1, 1}, 300 << 10}, {}, nothing), std::invalid_argument);
+}
+
+TEST(Launch, PollingForeverIsReported) {
+  uint32_t flag = 0;
+  emu::Options options;
+  options.max_switches = 10000;
+  const emu::Report report = emu::launch(cta(32), options, [&] {
+    while (load_acquire(&flag) == 0) {
+    }
+  });
+  EXPECT_TRUE(report.has(Kind::deadlock));
+}
+
+}  // namespace
+}  // namespace hopwell::arch
