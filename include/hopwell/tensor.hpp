@@ -53,26 +53,35 @@ constexpr DLDataType dlpack_dtype() {
 }
 }  // namespace detail
 
-// A view of memory that somebody else owns: `Tensor q(pointer, {s_q, h_q, d_qk})`. Shape and strides live in the view, so an
-// argument struct filled from a Tensor is valid as long as the Tensor is.
+// A view of memory that somebody else owns:
+//
+//     Tensor q(pointer, {s_q, h_q, d_qk});                                    // row-major, on the host
+//     Tensor k(pointer, {s_kv, d_qk}, {.strides = {1024, 1}, .device = {kDLCUDA, 0}});
+//
+// Shape and strides live in the view, so an argument struct filled from a Tensor is valid as long as the Tensor is.
 class Tensor {
  public:
   static constexpr int kMaxDims = 8;
 
-  template <class T>
-  Tensor(T* data, std::initializer_list<std::int64_t> shape, DLDevice device = {kDLCPU, 0}) {
-    init(const_cast<std::remove_cv_t<T>*>(data), detail::dlpack_dtype<T>(), device, shape.begin(), shape.size());
-    std::int64_t stride = 1;
-    for (auto i = shape.size(); i-- > 0; stride *= std::max<std::int64_t>(shape_[i], 1)) strides_[i] = stride;
-  }
+  struct Options {
+    std::initializer_list<std::int64_t> strides = {};  // in elements, of any sign and size, one a dimension; empty: row-major
+    DLDevice device = {kDLCPU, 0};
+  };
 
-  // Strides in elements, of any sign and size, one a dimension.
   template <class T>
-  Tensor(T* data, std::initializer_list<std::int64_t> shape, std::initializer_list<std::int64_t> strides,
-         DLDevice device = {kDLCPU, 0}) {
-    if (shape.size() != strides.size()) throw std::invalid_argument("Tensor: shape and strides differ in length");
-    init(const_cast<std::remove_cv_t<T>*>(data), detail::dlpack_dtype<T>(), device, shape.begin(), shape.size());
-    std::copy(strides.begin(), strides.end(), strides_.begin());
+  Tensor(T* data, std::initializer_list<std::int64_t> shape) : Tensor(data, shape, Options{}) {}
+
+  template <class T>
+  Tensor(T* data, std::initializer_list<std::int64_t> shape, const Options& options) {
+    init(const_cast<std::remove_cv_t<T>*>(data), detail::dlpack_dtype<T>(), options.device, shape.begin(), shape.size());
+    if (options.strides.size() == shape.size()) {
+      std::copy(options.strides.begin(), options.strides.end(), strides_.begin());
+    } else if (options.strides.size() == 0) {
+      std::int64_t stride = 1;
+      for (auto i = shape.size(); i-- > 0; stride *= std::max<std::int64_t>(shape_[i], 1)) strides_[i] = stride;
+    } else {
+      throw std::invalid_argument("Tensor: shape and strides differ in length");
+    }
   }
 
   // For element types known only at run time.

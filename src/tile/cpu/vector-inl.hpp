@@ -46,7 +46,7 @@ HWY_INLINE void StoreFloat(hn::Vec<D> v, D /*d*/, bfloat16* to) {
   const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(d32, 1));
   const auto nearest = hn::ShiftRight<16>(hn::Add(bits, hn::Add(odd, hn::Set(d32, 0x7FFF))));
   const auto quiet = hn::Or(hn::ShiftRight<16>(bits), hn::Set(d32, 0x40));
-  const auto is_nan = hn::RebindMask(d32, hn::Ne(v, v));
+  const auto is_nan = hn::RebindMask(d32, hn::IsNaN(v));
   hn::StoreU(hn::DemoteTo(d16, hn::BitCast(hn::RebindToSigned<D>(), hn::IfThenElse(is_nan, quiet, nearest))), d16,
              reinterpret_cast<std::uint16_t*>(to));
 }
@@ -60,7 +60,7 @@ HWY_INLINE void StoreFloat(hn::Vec<D> v, D /*d*/, float16* to) {
 template <class D>
 HWY_INLINE hn::Vec<D> SafeExp(D d, hn::Vec<D> x) {
   const auto e = hn::Exp(d, hn::Min(x, hn::Set(d, 104.0F)));  // its range ends there
-  return hn::IfThenElse(hn::Ne(x, x), x, e);
+  return hn::IfThenElse(hn::IsNaN(x), x, e);
 }
 
 }  // namespace hopwell::cpu::HWY_NAMESPACE

@@ -1,0 +1,122 @@
+// The backend table: choice, refusal in words, explanation, workspace, and the C side of errors.
+#include "runtime/backend.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <functional>
+#include <stdexcept>
+
+#include "runtime/check.hpp"
+
+namespace hopwell::runtime {
+namespace {
+
+struct Problem {
+  int size = 0;
+  DLDevice device{kDLCPU, 0};
+  void* workspace = nullptr;
+  std::size_t workspace_bytes = 0;
+};
+
+int launched = 0;
+void launch(const Problem& problem, Stream) {
+  if (problem.size == 7) throw std::bad_alloc();
+  launched = problem.size;
+}
+const Registration<Problem> cpu{{.name = "cpu",
+                                 .supports = [](const Problem& p) { return p.size < 100 ? Support{} : Support::no("size must be below 100"); },
+                                 .workspace_bytes = [](const Problem& p) { return p.size > 50 ? std::size_t{64} : std::size_t{0}; },
+                                 .launch = launch}};
+
+std::pair<hopwell_status, std::string> failure(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return {error.status(), error.what()};
+  }
+  return {HOPWELL_OK, "no error"};
+}
+
+TEST(Backend, RunsOnTheBestThatSupportsIt) {
+  run("op", Problem{.size = 5}, nullptr, nullptr);
+  EXPECT_EQ(launched, 5);
+  run("op", Problem{.size = 6}, "cpu", nullptr);
+  EXPECT_EQ(launched, 6);
+}
+
+TEST(Backend, SaysWhyNoneDoes) {
+  const auto [status, text] = failure([] { run("op", Problem{.size = 100}, nullptr, nullptr); });
+  EXPECT_EQ(status, HOPWELL_UNSUPPORTED);
+  EXPECT_NE(text.find("op: no backend runs this ("), std::string::npos) << text;
+  EXPECT_NE(text.find("cpu: size must be below 100"), std::string::npos) << text;
+}
+
+TEST(Backend, AnUnknownNameNamesTheGoodOnes) {
+  const auto [status, text] = failure([] { run("op", Problem{}, "sm70", nullptr); });
+  EXPECT_EQ(status, HOPWELL_INVALID_ARGUMENT);
+  EXPECT_EQ(text, "op: backend must be one of sm100, sm90, sm80, cpu, emu:sm80, emu:sm90, emu:sm100; got sm70");
+}
+
+TEST(Backend, ABackendWithoutAKernelSaysSo) {
+  const auto [status, text] = failure([] { run("op", Problem{}, "emu:sm100", nullptr); });
+  EXPECT_EQ(status, HOPWELL_UNSUPPORTED);
+  EXPECT_EQ(text, "op: no backend runs this (emu:sm100: no kernel for this operator)");
+}
+
+TEST(Backend, Explains) {
+  const std::string text = explain(Problem{.size = 1});
+  EXPECT_NE(text.find("cpu: chosen"), std::string::npos) << text;
+  EXPECT_NE(text.find("emu:sm90: no kernel for this operator"), std::string::npos) << text;
+  EXPECT_NE(explain(Problem{.size = 100}).find("cpu: size must be below 100"), std::string::npos);
+}
+
+TEST(Backend, ChecksTheWorkspace) {
+  const auto [status, text] = failure([] { run("op", Problem{.size = 60}, nullptr, nullptr); });
+  EXPECT_EQ(status, HOPWELL_INVALID_ARGUMENT);
+  EXPECT_EQ(text, "op: workspace must be 64 bytes or more; got 0");
+  char scratch[64];
+  EXPECT_EQ(failure([&] { run("op", Problem{.size = 60, .workspace = scratch, .workspace_bytes = 64}, nullptr, nullptr); }).first,
+            HOPWELL_OK);
+  EXPECT_EQ(workspace_bytes("op", Problem{.size = 60}, nullptr), 64U);
+}
+
+TEST(Backend, OutOfMemoryIsAnError) {
+  const auto [status, text] = failure([] { run("op", Problem{.size = 7}, nullptr, nullptr); });
+  EXPECT_EQ(status, HOPWELL_OUT_OF_MEMORY);
+  EXPECT_EQ(text, "op: out of memory");
+}
+
+TEST(CInterface, TurnsExceptionsIntoStatusAndMessage) {
+  EXPECT_EQ(guarded([] {}), HOPWELL_OK);
+  EXPECT_EQ(guarded([] { throw Error(HOPWELL_UNSUPPORTED, "op: not here"); }), HOPWELL_UNSUPPORTED);
+  EXPECT_STREQ(hopwell_last_error(), "op: not here");
+  EXPECT_EQ(guarded([] { throw std::runtime_error("surprise"); }), HOPWELL_INTERNAL);
+  EXPECT_STREQ(hopwell_last_error(), "surprise");
+  EXPECT_EQ(guarded([] { throw std::bad_alloc(); }), HOPWELL_OUT_OF_MEMORY);
+}
+
+TEST(CInterface, ZeroMeansTheDefaultAndMinusZeroMeansZero) {
+  float alpha = 0;
+  default_if_zero(alpha, 1.0F);
+  EXPECT_EQ(alpha, 1);
+  alpha = -0.0F;
+  default_if_zero(alpha, 1.0F);
+  EXPECT_EQ(alpha, 0);
+  std::int64_t d_v = 64;
+  default_if_zero(d_v, std::int64_t{512});
+  EXPECT_EQ(d_v, 64);
+}
+
+TEST(Library, ListsItsBackends) {
+  const auto names = backends();
+  EXPECT_NE(std::find(names.begin(), names.end(), "cpu"), names.end());
+  EXPECT_EQ(backend_info().size(), known_backends().size());
+  EXPECT_STREQ(hopwell_version(), version().c_str());
+  EXPECT_GT(time_cpu_matmul(), 0);
+  EXPECT_GT(time_cpu_read(1 << 20), 0);
+  EXPECT_NE(build_info().find("OpenBLAS"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace hopwell::runtime

@@ -1,0 +1,97 @@
+// The vector building blocks, at every length around a vector's and against double arithmetic.
+#include "tile/cpu/vector.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "tile/cpu/parallel.hpp"
+
+namespace hopwell::cpu {
+namespace {
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+std::vector<float> random(std::size_t count, unsigned seed) {
+  std::mt19937 engine(seed);
+  std::normal_distribution<float> normal;
+  std::vector<float> x(count);
+  for (float& value : x) value = normal(engine);
+  return x;
+}
+
+TEST(Vector, SumsProductsAndMaximaAtEveryLength) {
+  for (std::size_t count = 0; count < 70; ++count) {
+    const auto x = random(count, 1), y = random(count, 2);
+    double product = 0, magnitude = 0;
+    float largest = -kInf;
+    for (std::size_t i = 0; i < count; ++i) {
+      product += static_cast<double>(x[i]) * static_cast<double>(y[i]);
+      magnitude += std::abs(static_cast<double>(x[i]) * static_cast<double>(y[i]));
+      largest = std::max(largest, x[i]);
+    }
+    EXPECT_NEAR(static_cast<double>(dot(x.data(), y.data(), count)), product, 1e-6 * magnitude);
+    EXPECT_EQ(max(x.data(), count), largest);
+    auto sum = y;
+    add(x.data(), sum.data(), count);
+    auto scaled = x;
+    scale(scaled.data(), 3.0F, count);
+    for (std::size_t i = 0; i < count; ++i) {
+      EXPECT_EQ(sum[i], x[i] + y[i]);
+      EXPECT_EQ(scaled[i], 3.0F * x[i]);
+    }
+  }
+}
+
+TEST(Vector, MaximumPassesOverNaN) {
+  std::vector<float> x(40, -2.0F);
+  for (const std::size_t at : {0U, 7U, 39U}) x[at] = std::nanf("");
+  x[20] = 3;
+  EXPECT_EQ(max(x.data(), x.size()), 3.0F);
+}
+
+TEST(Vector, ExponentialsWithinTwoUlps) {
+  std::vector<float> x;
+  for (float value = -87; value < 80; value += 0.0137F) x.push_back(value);
+  auto e = x;
+  const float sum = exp_sum(e.data(), 0, e.size());
+  double expected_sum = 0;
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    const double expected = std::exp(static_cast<double>(x[i]));
+    EXPECT_NEAR(static_cast<double>(e[i]), expected, expected * 0x1p-22) << x[i];
+    expected_sum += expected;
+  }
+  EXPECT_NEAR(static_cast<double>(sum), expected_sum, expected_sum * 1e-5);
+}
+
+TEST(Vector, ExponentialsOfTheExtremes) {
+  std::vector<float> x{-kInf, -1e30F, -200, 0, 100, kInf, std::nanf(""), -104.5F, 1e30F};
+  exp_sum(x.data(), 0, x.size());
+  EXPECT_EQ(x[0], 0);
+  EXPECT_EQ(x[1], 0);
+  EXPECT_EQ(x[2], 0);
+  EXPECT_EQ(x[3], 1);
+  EXPECT_EQ(x[4], kInf);
+  EXPECT_EQ(x[5], kInf);
+  EXPECT_TRUE(std::isnan(x[6]));
+  EXPECT_EQ(x[7], 0);
+  EXPECT_EQ(x[8], kInf);
+}
+
+TEST(ParallelFor, DoesEveryItemOnceAndRethrows) {
+  for (const int threads : {1, 2, 5}) {
+    omp_set_num_threads(threads);
+    std::vector<int> done(1000);
+    parallel_for(1000, [&](std::int64_t item) { ++done[static_cast<std::size_t>(item)]; });
+    EXPECT_EQ(std::count(done.begin(), done.end(), 1), 1000);
+    EXPECT_THROW(parallel_for(100, [](std::int64_t item) { if (item == 42) throw std::bad_alloc(); }), std::bad_alloc);
+    EXPECT_EQ(omp_get_max_threads(), threads);  // and leaves the caller's setting alone
+  }
+  omp_set_num_threads(omp_get_num_procs());
+}
+
+}  // namespace
+}  // namespace hopwell::cpu
