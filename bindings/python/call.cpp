@@ -1,0 +1,280 @@
+#include "call.hpp"
+
+#include <cmath>
+
+namespace hopwell::python {
+
+// DLPack 1.2, dlpack.h: DLPackExchangeAPI. Only what is used here has its type; the Debian header is older than it.
+struct ExchangeApi {
+  std::uint32_t major, minor;
+  ExchangeApi* previous;
+  void (*managed_tensor_allocator)();
+  void (*managed_tensor_from_py_object)();
+  void (*managed_tensor_to_py_object)();
+  int (*tensor_from_py_object)(PyObject* object, DLTensor* out);  // a view that does not own; may be null
+  int (*current_work_stream)(DLDeviceType type, std::int32_t id, void** out);
+};
+
+namespace {
+
+// numpy's array interface, C side: https://numpy.org/doc/stable/reference/arrays.interface.html
+struct ArrayInterface {
+  int two, ndim;
+  char kind;
+  int item_size, flags;
+  Py_ssize_t *shape, *strides;  // strides in bytes
+  void* data;
+  PyObject* description;
+};
+constexpr int kNotSwapped = 0x200, kWriteable = 0x400;
+
+constexpr std::uint8_t kDlpackBool = 6;  // newer than some installed dlpack.h
+constexpr DLDataType kUnknownType = {kDLOpaqueHandle, 0, 1};
+
+const ExchangeApi* exchange_api(nb::handle array) {
+  static PyTypeObject* last_type = nullptr;  // guarded by the global lock; types of arrays live for ever
+  static const ExchangeApi* last_api = nullptr;
+  PyTypeObject* const type = Py_TYPE(array.ptr());
+  if (type == last_type) return last_api;
+  const nb::object capsule = nb::getattr(array.type(), "__dlpack_c_exchange_api__", nb::none());
+  const ExchangeApi* api = nullptr;
+  if (PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api") != 0)
+    api = static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+  while (api != nullptr && api->major != 1) api = api->previous;
+  if (api != nullptr && api->tensor_from_py_object == nullptr) api = nullptr;
+  if (api != nullptr) {
+    Py_INCREF(reinterpret_cast<PyObject*>(type));
+    last_type = type;
+    last_api = api;
+  }
+  return api;
+}
+
+// The types that ml_dtypes adds to numpy. Its float4 keeps one code a byte, which is not what NVFP4 stores: it stays
+// unknown.
+DLDataType ml_dtype(nb::handle numpy_dtype) {
+  struct Entry {
+    nb::object dtype;
+    DLDataType type;
+  };
+  static const std::vector<Entry>* const entries = [] {  // never freed: Python may be gone when statics are destroyed
+    auto* made = new std::vector<Entry>();
+    try {
+      const nb::object dtype = nb::module_::import_("numpy").attr("dtype"), types = nb::module_::import_("ml_dtypes");
+      made->push_back({dtype(types.attr("bfloat16")), {kDLBfloat, 16, 1}});
+      made->push_back({dtype(types.attr("float8_e4m3fn")), {kDlpackFloat8E4m3fn, 8, 1}});
+    } catch (nb::python_error&) {  // ml_dtypes is not installed: nobody can have its arrays
+    }
+    return made;
+  }();
+  for (const Entry& entry : *entries)
+    if (entry.dtype.is(numpy_dtype)) return entry.type;
+  for (const Entry& entry : *entries)
+    if (entry.dtype.equal(numpy_dtype)) return entry.type;
+  return kUnknownType;
+}
+
+DLDataType data_type(const ArrayInterface& interface, nb::handle array) {
+  const auto bits = static_cast<std::uint8_t>(8 * interface.item_size);
+  if ((interface.flags & kNotSwapped) == 0 && interface.item_size > 1) return kUnknownType;
+  switch (interface.kind) {
+    case 'b':
+      return {kDlpackBool, 8, 1};
+    case 'i':
+      return {kDLInt, bits, 1};
+    case 'u':
+      return {kDLUInt, bits, 1};
+    case 'c':
+      return {kDLComplex, bits, 1};
+    case 'f':
+      if (interface.item_size > 1) return {kDLFloat, bits, 1};
+      [[fallthrough]];
+    default:
+      return ml_dtype(nb::getattr(array, "dtype", nb::none()));
+  }
+}
+
+// Pinned and managed memory is reached like any other of the host or of the device.
+DLDevice plain(DLDevice device) {
+  if (device.device_type == kDLCUDAHost) return {kDLCPU, 0};
+  if (device.device_type == kDLCUDAManaged) return {kDLCUDA, device.device_id};
+  return device;
+}
+
+// The first line: torch appends its stack.
+std::string message_of(const nb::python_error& error) {
+  const std::string text = nb::str(error.value()).c_str();
+  return text.substr(0, text.find('\n'));
+}
+
+}  // namespace
+
+Call::Call(const char* operator_name, nb::handle backend, nb::handle stream)
+    : operator_(operator_name), stream_(stream) {
+  if (backend.is_none()) return;
+  if (nb::isinstance<Explanation>(backend))
+    explanation_ = &nb::cast<Explanation&>(backend);
+  else if (nb::isinstance<nb::str>(backend))
+    backend_ = PyUnicode_AsUTF8(backend.ptr());
+  else
+    fail("backend", "a name from hopwell.backends() or None", text_of(backend));
+}
+
+void Call::fail(const char* name, const std::string& expected, const std::string& got) const {
+  throw Error(HOPWELL_INVALID_ARGUMENT, std::string(operator_) + ": " + name + " must be " + expected + "; got " + got);
+}
+
+std::string Call::text_of(nb::handle value) {
+  const std::string text = nb::repr(value).c_str();
+  return text.size() <= 60 ? text : nb::type_name(value.type()).c_str();
+}
+
+const DLTensor* Call::input(const char* name, nb::handle array) { return view(name, array, false); }
+const DLTensor* Call::output(const char* name, nb::handle array) { return view(name, array, true); }
+
+const DLTensor* Call::view(const char* name, nb::handle array, bool written) {
+  if (array.is_none()) return nullptr;
+  std::optional<Tensor>& slot = tensors_.at(count_);
+  const ExchangeApi* api = exchange_api(array);
+  if (api != nullptr) {
+    slot.emplace(exchanged(name, array, *api, written));
+  } else if (const nb::object interface = nb::getattr(array, "__array_struct__", nb::none()); !interface.is_none()) {
+    slot.emplace(numpy_view(name, array, interface, written));
+  } else {
+    slot.emplace(dlpack_view(name, array, written));
+  }
+  if (count_++ == 0) {
+    first_ = array;
+    first_api_ = api;
+  }
+  return *slot;
+}
+
+static Tensor tensor_of(const DLTensor& t) {
+  std::array<std::int64_t, Tensor::kMaxDims> dense{};
+  const auto ndim = static_cast<std::size_t>(t.ndim);
+  std::int64_t stride = 1;
+  for (std::size_t i = ndim; i-- > 0; stride *= t.shape[i]) dense[i] = stride;
+  const std::int64_t* strides = t.strides != nullptr ? t.strides : dense.data();
+  return {t.data == nullptr ? nullptr : static_cast<char*>(t.data) + t.byte_offset,
+          t.dtype,
+          {t.shape, ndim},
+          {strides, ndim},
+          plain(t.device)};
+}
+
+Tensor Call::exchanged(const char* name, nb::handle array, const ExchangeApi& api, bool written) {
+  static PyObject* const requires_grad = PyUnicode_InternFromString("requires_grad");
+  if (const nb::object flag = nb::steal(PyObject_GetAttr(array.ptr(), requires_grad)); !flag.is_valid()) {
+    PyErr_Clear();  // not torch: no gradients
+  } else if (!written && flag.ptr() == Py_True &&
+             nb::cast<bool>(nb::module_::import_("torch").attr("is_grad_enabled")())) {
+    throw Error(HOPWELL_INVALID_ARGUMENT,
+                std::string(operator_) + ": " + name +
+                    " requires grad, which this function does not track: use hopwell.torch, detach() it,"
+                    " or call under torch.no_grad()");
+  }
+  DLTensor t{};
+  if (api.tensor_from_py_object(array.ptr(), &t) != 0) {
+    const nb::python_error error;
+    fail(name, "an array that DLPack can view", message_of(error));
+  }
+  if (t.ndim > Tensor::kMaxDims) fail(name, "of at most 8 dimensions", std::to_string(t.ndim));
+  return tensor_of(t);
+}
+
+Tensor Call::numpy_view(const char* name, nb::handle array, nb::handle capsule, bool written) const {
+  const auto* interface = static_cast<const ArrayInterface*>(PyCapsule_GetPointer(capsule.ptr(), nullptr));
+  if (interface == nullptr) throw nb::python_error();
+  if (interface->ndim > Tensor::kMaxDims) fail(name, "of at most 8 dimensions", std::to_string(interface->ndim));
+  const DLDataType type = data_type(*interface, array);
+  if (type.bits == 0)
+    fail(name, "an array of numbers in this machine's byte order",
+         "dtype " + text_of(nb::getattr(array, "dtype", nb::none())));
+  if (written && (interface->flags & kWriteable) == 0) fail(name, "writable", "a read-only array");
+  const auto ndim = static_cast<std::size_t>(interface->ndim);
+  std::array<std::int64_t, Tensor::kMaxDims> shape{}, strides{};
+  for (std::size_t i = 0; i < ndim; ++i) {
+    shape[i] = interface->shape[i];
+    strides[i] = interface->strides[i] / interface->item_size;
+    if (strides[i] * interface->item_size != interface->strides[i] && shape[i] > 1)
+      fail(name, "strided by whole elements", "a stride of " + std::to_string(interface->strides[i]) + " bytes");
+  }
+  return {interface->data, type, std::span<const std::int64_t>(shape.data(), ndim),
+          std::span<const std::int64_t>(strides.data(), ndim)};
+}
+
+Tensor Call::dlpack_view(const char* name, nb::handle array, bool written) {
+  nb::ndarray<nb::ro> read;
+  nb::ndarray<> write;
+  if (written ? !nb::try_cast(array, write) : !nb::try_cast(array, read)) {
+    const bool exports = nb::hasattr(array, "__dlpack__");
+    fail(name, exports && written ? "a writable array" : "an array (torch, numpy, or anything with __dlpack__)",
+         nb::type_name(array.type()).c_str());
+  }
+  const nb::ndarray<nb::ro>& view = views_.emplace_back(written ? nb::ndarray<nb::ro>(write) : read);
+  if (view.ndim() > Tensor::kMaxDims) fail(name, "of at most 8 dimensions", std::to_string(view.ndim()));
+  return {const_cast<void*>(static_cast<const void*>(view.data())),
+          {view.dtype().code, view.dtype().bits, view.dtype().lanes},
+          {view.shape_ptr(), view.ndim()},
+          {view.stride_ptr(), view.ndim()},
+          plain({static_cast<DLDeviceType>(view.device_type()), view.device_id()})};
+}
+
+float Call::real(const char* name, nb::handle value) const {
+  const double number = PyFloat_AsDouble(value.ptr());
+  if (number == -1 && PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    fail(name, "a number", text_of(value));
+  }
+  return static_cast<float>(number);
+}
+
+std::int64_t Call::integer(const char* name, nb::handle value) const {
+  const nb::object index = nb::steal(PyNumber_Index(value.ptr()));
+  const long long number = index.is_valid() ? PyLong_AsLongLong(index.ptr()) : -1;
+  if (number == -1 && PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    fail(name, "an integer of 64 bits", text_of(value));
+  }
+  return number;
+}
+
+std::int64_t Call::integer(const char* name, nb::handle value, std::int64_t if_none) const {
+  return value.is_none() ? if_none : integer(name, value);
+}
+
+bool Call::flag(const char* name, nb::handle value) const {
+  const int truth = PyObject_IsTrue(value.ptr());
+  if (truth < 0) {
+    PyErr_Clear();
+    fail(name, "True or False", text_of(value));
+  }
+  return truth != 0;
+}
+
+bool Call::may_need_workspace() const {
+  const bool on_cpu = count_ == 0 || (*tensors_[0])->device.device_type == kDLCPU;
+  return !on_cpu || (backend_ != nullptr && std::string_view(backend_) != "cpu");  // the CPU's is always 0
+}
+
+void* Call::workspace(std::size_t bytes) {
+  scratch_ = nb::module_::import_("hopwell._arrays").attr("workspace")(first_, bytes);
+  return view("workspace", scratch_, true)->data;
+}
+
+Stream Call::stream() const {
+  if (!stream_.is_none()) {
+    for (const char* attribute : {"cuda_stream", "ptr"})  // torch's and cupy's streams
+      if (nb::hasattr(stream_, attribute)) return reinterpret_cast<Stream>(integer("stream", stream_.attr(attribute)));
+    return reinterpret_cast<Stream>(integer("stream", stream_));
+  }
+  if (count_ == 0 || first_api_ == nullptr || first_api_->current_work_stream == nullptr) return nullptr;
+  const DLDevice device = (*tensors_[0])->device;
+  void* current = nullptr;
+  if (device.device_type == kDLCUDA && first_api_->current_work_stream(kDLCUDA, device.device_id, &current) != 0)
+    throw nb::python_error();
+  return current;
+}
+
+}  // namespace hopwell::python

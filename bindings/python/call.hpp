@@ -1,0 +1,99 @@
+// One call from Python: its arrays as DLPack views, its scalars, its backend and stream, and the errors that name them.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <hopwell/hopwell.hpp>
+
+#include <array>
+#include <initializer_list>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace hopwell::python {
+
+namespace nb = nanobind;
+
+// Given as `backend`, asks for the lines of explain() instead of a run.
+struct Explanation {
+  std::string text;
+};
+
+struct ExchangeApi;  // DLPack's table of C functions that a framework's array type carries
+
+class Call {
+ public:
+  Call(const char* operator_name, nb::handle backend, nb::handle stream);
+
+  // Views of arrays: of any type with DLPack's C exchange functions (torch), __array_struct__ (numpy, read-only arrays
+  // and the types of ml_dtypes among them) or __dlpack__. None gives null. They are valid as long as the Call and the
+  // arrays are.
+  const DLTensor* input(const char* name, nb::handle array);
+  const DLTensor* output(const char* name, nb::handle array);
+
+  [[nodiscard]] float real(const char* name, nb::handle value) const;
+  [[nodiscard]] std::int64_t integer(const char* name, nb::handle value) const;
+  [[nodiscard]] std::int64_t integer(const char* name, nb::handle value, std::int64_t if_none) const;
+  [[nodiscard]] bool flag(const char* name, nb::handle value) const;
+
+  template <class Enum>
+  using Choices = std::initializer_list<std::pair<const char*, Enum>>;
+  template <class Enum>
+  [[nodiscard]] Enum choice(const char* name, nb::handle value, Choices<Enum> choices) const {
+    std::string good;
+    for (const auto& [text, result] : choices) {
+      if (nb::isinstance<nb::str>(value) && std::string_view(nb::borrow<nb::str>(value).c_str()) == text) return result;
+      good += (good.empty() ? "'" : " or '") + std::string(text) + "'";
+    }
+    fail(name, good, text_of(value));
+  }
+
+  // Runs the operator, without Python's global lock, on the stream given or the framework's current one.
+  template <class Args>
+  void run(Args& args, void (*function)(const Args&, Stream), std::size_t (*workspace_bytes)(const Args&)) {
+    if (explanation_ != nullptr) {
+      explanation_->text = hopwell::explain(args);
+      return;
+    }
+    args.backend = backend_;
+    if (may_need_workspace()) {
+      if (const std::size_t bytes = workspace_bytes(args); bytes > 0) {
+        args.workspace = workspace(bytes);
+        args.workspace_bytes = bytes;
+      }
+    }
+    const Stream on = stream();
+    const nb::gil_scoped_release release;
+    function(args, on);
+  }
+
+  [[noreturn]] void fail(const char* name, const std::string& expected, const std::string& got) const;
+
+ private:
+  static constexpr std::size_t kMaxArrays = 20;
+
+  const DLTensor* view(const char* name, nb::handle array, bool written);
+  Tensor exchanged(const char* name, nb::handle array, const ExchangeApi& api, bool written);
+  Tensor numpy_view(const char* name, nb::handle array, nb::handle interface, bool written) const;
+  Tensor dlpack_view(const char* name, nb::handle array, bool written);
+  static std::string text_of(nb::handle value);
+  [[nodiscard]] bool may_need_workspace() const;
+  void* workspace(std::size_t bytes);
+  [[nodiscard]] Stream stream() const;
+
+  const char* operator_;
+  const char* backend_ = nullptr;
+  Explanation* explanation_ = nullptr;
+  nb::handle stream_;
+  std::array<std::optional<Tensor>, kMaxArrays> tensors_;
+  std::size_t count_ = 0;
+  nb::handle first_;  // the first array, which says where outputs and scratch live
+  const ExchangeApi* first_api_ = nullptr;
+  std::vector<nb::ndarray<nb::ro>> views_;  // what came through __dlpack__, kept until the call is over
+  nb::object scratch_;
+};
+
+}  // namespace hopwell::python

@@ -1,0 +1,265 @@
+// hopwell._hopwell: the operators on arrays that the caller has allocated. hopwell/_ops.py allocates outputs and has
+// the documentation.
+#include "call.hpp"
+
+namespace hopwell::python {
+namespace {
+
+using nb::handle;
+
+void sparse_mla_forward_(handle q, handle kv, handle indices, handle sm_scale, handle d_v, handle attn_sink,
+                         handle topk_length, handle q_positions, handle q_start, handle kv_stride, handle out,
+                         handle max_logits, handle lse, handle backend, handle stream) {
+  Call call("sparse_mla_forward", backend, stream);
+  SparseMlaForwardArgs args{.q = call.input("q", q),
+                            .kv = call.input("kv", kv),
+                            .indices = call.input("indices", indices),
+                            .sm_scale = call.real("sm_scale", sm_scale),
+                            .d_v = call.integer("d_v", d_v),
+                            .attn_sink = call.input("attn_sink", attn_sink),
+                            .topk_length = call.input("topk_length", topk_length),
+                            .q_positions = call.input("q_positions", q_positions),
+                            .has_q_start = !q_start.is_none(),
+                            .q_start = call.integer("q_start", q_start, 0),
+                            .kv_stride = call.integer("kv_stride", kv_stride),
+                            .out = call.output("out", out),
+                            .max_logits = call.output("max_logits", max_logits),
+                            .lse = call.output("lse", lse)};
+  call.run(args, hopwell::sparse_mla_forward, hopwell::sparse_mla_forward_workspace_bytes);
+}
+
+void sparse_mla_backward_(handle d_out, handle q, handle kv, handle indices, handle out, handle lse, handle sm_scale,
+                          handle d_v, handle attn_sink, handle topk_length, handle q_positions, handle q_start,
+                          handle kv_stride, handle deterministic, handle accumulate, handle dq, handle dkv,
+                          handle d_sink, handle attn, handle backend, handle stream) {
+  Call call("sparse_mla_backward", backend, stream);
+  SparseMlaBackwardArgs args{.d_out = call.input("d_out", d_out),
+                             .q = call.input("q", q),
+                             .kv = call.input("kv", kv),
+                             .indices = call.input("indices", indices),
+                             .out = call.input("out", out),
+                             .lse = call.input("lse", lse),
+                             .sm_scale = call.real("sm_scale", sm_scale),
+                             .d_v = call.integer("d_v", d_v),
+                             .attn_sink = call.input("attn_sink", attn_sink),
+                             .topk_length = call.input("topk_length", topk_length),
+                             .q_positions = call.input("q_positions", q_positions),
+                             .has_q_start = !q_start.is_none(),
+                             .q_start = call.integer("q_start", q_start, 0),
+                             .kv_stride = call.integer("kv_stride", kv_stride),
+                             .deterministic = call.flag("deterministic", deterministic),
+                             .accumulate = call.flag("accumulate", accumulate),
+                             .dq = call.output("dq", dq),
+                             .dkv = call.output("dkv", dkv),
+                             .d_sink = call.output("d_sink", d_sink),
+                             .attn = call.output("attn", attn)};
+  call.run(args, hopwell::sparse_mla_backward, hopwell::sparse_mla_backward_workspace_bytes);
+}
+
+void attention_distribution_(handle q, handle kv, handle indices, handle lse, handle sm_scale, handle topk_length,
+                             handle q_positions, handle q_start, handle kv_stride, handle normalize, handle attn,
+                             handle backend, handle stream) {
+  Call call("attention_distribution", backend, stream);
+  AttentionDistributionArgs args{
+      .q = call.input("q", q),
+      .kv = call.input("kv", kv),
+      .indices = call.input("indices", indices),
+      .lse = call.input("lse", lse),
+      .sm_scale = call.real("sm_scale", sm_scale),
+      .topk_length = call.input("topk_length", topk_length),
+      .q_positions = call.input("q_positions", q_positions),
+      .has_q_start = !q_start.is_none(),
+      .q_start = call.integer("q_start", q_start, 0),
+      .kv_stride = call.integer("kv_stride", kv_stride),
+      .normalize = call.choice<hopwell_normalize>("normalize", normalize,
+                                                  {{"none", HOPWELL_NORMALIZE_NONE}, {"l1", HOPWELL_NORMALIZE_L1}}),
+      .attn = call.output("out", attn)};
+  call.run(args, hopwell::attention_distribution, hopwell::attention_distribution_workspace_bytes);
+}
+
+// At least 1 where given; the C struct's 0 means no window.
+std::int64_t window_of(const Call& call, handle window) {
+  if (window.is_none()) return 0;
+  const std::int64_t size = call.integer("window", window);
+  if (size < 1) call.fail("window", "at least 1", std::to_string(size));
+  return size;
+}
+
+void paged_attention_(handle q, handle k_cache, handle v_cache, handle block_tables, handle context_lens, handle scale,
+                      handle layout, handle pos_bias_u, handle bias, handle bias_kind, handle out_of_range,
+                      handle pre_scale, handle pos_bias_v, handle r, handle alibi_slopes, handle window, handle out,
+                      handle lse, handle backend, handle stream) {
+  Call call("paged_attention", backend, stream);
+  PagedAttentionArgs args{
+      .q = call.input("q", q),
+      .k_cache = call.input("k_cache", k_cache),
+      .v_cache = call.input("v_cache", v_cache),
+      .block_tables = call.input("block_tables", block_tables),
+      .context_lens = call.input("context_lens", context_lens),
+      .scale = call.real("scale", scale),
+      .layout = call.choice<hopwell_cache_layout>(
+          "layout", layout, {{"nhd", HOPWELL_CACHE_NHD}, {"hnd", HOPWELL_CACHE_HND}, {"vllm", HOPWELL_CACHE_VLLM}}),
+      .pos_bias_u = call.input("pos_bias_u", pos_bias_u),
+      .bias = call.input("bias", bias),
+      .bias_kind = call.choice<hopwell_bias_kind>("bias_kind", bias_kind,
+                                                  {{"key", HOPWELL_BIAS_KEY}, {"distance", HOPWELL_BIAS_DISTANCE}}),
+      .out_of_range = call.choice<hopwell_out_of_range>("out_of_range", out_of_range,
+                                                        {{"zero", HOPWELL_OUT_OF_RANGE_ZERO},
+                                                         {"clamp", HOPWELL_OUT_OF_RANGE_CLAMP},
+                                                         {"-inf", HOPWELL_OUT_OF_RANGE_NEG_INF}}),
+      .post_scale = !call.flag("pre_scale", pre_scale),
+      .pos_bias_v = call.input("pos_bias_v", pos_bias_v),
+      .r = call.input("r", r),
+      .alibi_slopes = call.input("alibi_slopes", alibi_slopes),
+      .window = window_of(call, window),
+      .out = call.output("out", out),
+      .lse = call.output("lse", lse)};
+  call.run(args, hopwell::paged_attention, hopwell::paged_attention_workspace_bytes);
+}
+
+hopwell_scale_layout scale_layout_of(const Call& call, handle layout) {
+  return call.choice<hopwell_scale_layout>("scale_layout", layout,
+                                           {{"plain", HOPWELL_SCALES_PLAIN}, {"blocked", HOPWELL_SCALES_BLOCKED}});
+}
+
+bool is_number(handle value) { return PyFloat_Check(value.ptr()) || PyLong_Check(value.ptr()); }
+
+void nvfp4_gemv_(handle a, handle b, handle sfa, handle sfb, handle alpha, handle scale_layout, handle out,
+                 handle backend, handle stream) {
+  Call call("nvfp4_gemv", backend, stream);
+  Nvfp4GemvArgs args{.a = call.input("a", a),
+                     .b = call.input("b", b),
+                     .sfa = call.input("sfa", sfa),
+                     .sfb = call.input("sfb", sfb),
+                     .alpha = call.real("alpha", alpha),
+                     .scale_layout = scale_layout_of(call, scale_layout),
+                     .c = call.output("out", out)};
+  call.run(args, hopwell::nvfp4_gemv, hopwell::nvfp4_gemv_workspace_bytes);
+}
+
+void nvfp4_linear_(handle x, handle weight, handle weight_scale, handle weight_global, handle bias, handle scale_layout,
+                   handle global_is_reciprocal, handle out, handle backend, handle stream) {
+  Call call("nvfp4_linear", backend, stream);
+  const bool number = is_number(weight_global);
+  Nvfp4LinearArgs args{.x = call.input("x", x),
+                       .weight = call.input("weight", weight),
+                       .weight_scale = call.input("weight_scale", weight_scale),
+                       .weight_global = number ? nullptr : call.input("weight_global", weight_global),
+                       .weight_global_value = number ? call.real("weight_global", weight_global) : 1.0F,
+                       .global_is_reciprocal = call.flag("global_is_reciprocal", global_is_reciprocal),
+                       .bias = call.input("bias", bias),
+                       .scale_layout = scale_layout_of(call, scale_layout),
+                       .y = call.output("out", out)};
+  if (!number && args.weight_global == nullptr) call.fail("weight_global", "a number or a 0-d float32 array", "None");
+  call.run(args, hopwell::nvfp4_linear, hopwell::nvfp4_linear_workspace_bytes);
+}
+
+void nvfp4_quantize_(handle x, handle global_in, handle scale_layout, handle codes, handle scales, handle global_scale,
+                     handle backend, handle stream) {
+  Call call("nvfp4_quantize", backend, stream);
+  const bool number = is_number(global_in);
+  const float value = number ? call.real("global_scale", global_in) : 0.0F;
+  if (number && value == 0) call.fail("global_scale", "not 0", "0");
+  Nvfp4QuantizeArgs args{.x = call.input("x", x),
+                         .global_in = number ? nullptr : call.input("global_scale", global_in),
+                         .global_in_value = value,
+                         .scale_layout = scale_layout_of(call, scale_layout),
+                         .codes = call.output("codes", codes),
+                         .scales = call.output("scales", scales),
+                         .global_scale = call.output("global_scale", global_scale)};
+  call.run(args, hopwell::nvfp4_quantize, hopwell::nvfp4_quantize_workspace_bytes);
+}
+
+void nvfp4_dequantize_(handle codes, handle scales, handle global_scale, handle scale_layout, handle x, handle backend,
+                       handle stream) {
+  Call call("nvfp4_dequantize", backend, stream);
+  const bool number = is_number(global_scale);
+  Nvfp4DequantizeArgs args{.codes = call.input("codes", codes),
+                           .scales = call.input("scales", scales),
+                           .global_scale = number ? nullptr : call.input("global_scale", global_scale),
+                           .global_value = number ? call.real("global_scale", global_scale) : 1.0F,
+                           .scale_layout = scale_layout_of(call, scale_layout),
+                           .x = call.output("x", x)};
+  if (!number && args.global_scale == nullptr) call.fail("global_scale", "a number or a 0-d float32 array", "None");
+  call.run(args, hopwell::nvfp4_dequantize, hopwell::nvfp4_dequantize_workspace_bytes);
+}
+
+void lightning_indexer_(handle q_index, handle k_index, handle weights, handle q_positions, handle q_start,
+                        handle kv_stride, handle indices, handle scores, handle backend, handle stream) {
+  Call call("lightning_indexer", backend, stream);
+  LightningIndexerArgs args{.q_index = call.input("q_index", q_index),
+                            .k_index = call.input("k_index", k_index),
+                            .weights = call.input("weights", weights),
+                            .q_positions = call.input("q_positions", q_positions),
+                            .has_q_start = !q_start.is_none(),
+                            .q_start = call.integer("q_start", q_start, 0),
+                            .kv_stride = call.integer("kv_stride", kv_stride),
+                            .indices = call.output("indices", indices),
+                            .scores = call.output("scores", scores)};
+  call.run(args, hopwell::lightning_indexer, hopwell::lightning_indexer_workspace_bytes);
+}
+
+void lightning_indexer_backward_(handle target, handle q_index, handle k_index, handle weights, handle indices,
+                                 handle d_loss, handle deterministic, handle loss, handle d_q_index, handle d_k_index,
+                                 handle d_weights, handle backend, handle stream) {
+  Call call("lightning_indexer_backward", backend, stream);
+  LightningIndexerBackwardArgs args{.target = call.input("target", target),
+                                    .q_index = call.input("q_index", q_index),
+                                    .k_index = call.input("k_index", k_index),
+                                    .weights = call.input("weights", weights),
+                                    .indices = call.input("indices", indices),
+                                    .d_loss = call.real("d_loss", d_loss),
+                                    .deterministic = call.flag("deterministic", deterministic),
+                                    .loss = call.output("loss", loss),
+                                    .d_q_index = call.output("d_q_index", d_q_index),
+                                    .d_k_index = call.output("d_k_index", d_k_index),
+                                    .d_weights = call.output("d_weights", d_weights)};
+  call.run(args, hopwell::lightning_indexer_backward, hopwell::lightning_indexer_backward_workspace_bytes);
+}
+
+nb::list backends_() {
+  nb::list names;
+  for (const std::string& name : hopwell::backends()) names.append(nb::str(name.c_str()));
+  return names;
+}
+
+// Arguments are handles to None as well as to arrays: nanobind must let None through.
+template <class... Args>
+void define(nb::module_& module, const char* name, void (*function)(Args...)) {
+  module.def(name, function, ((void)sizeof(Args), nb::arg().none())...);
+}
+
+}  // namespace
+}  // namespace hopwell::python
+
+NB_MODULE(_hopwell, m) {
+  namespace hp = hopwell::python;
+  namespace nb = nanobind;
+  static PyObject* const error_type = PyErr_NewExceptionWithDoc(
+      "hopwell.Error", "What a device, its driver or a missing backend reports. Bad arguments raise ValueError.",
+      PyExc_RuntimeError, nullptr);
+  m.attr("Error") = nb::borrow(error_type);
+  nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
+    try {
+      std::rethrow_exception(pointer);
+    } catch (const hopwell::Error& error) {
+      PyErr_SetString(error.status() == HOPWELL_INVALID_ARGUMENT ? PyExc_ValueError : error_type, error.what());
+    }
+  });
+  nb::class_<hp::Explanation>(m, "Explanation")
+      .def(nb::init<>())
+      .def_prop_ro("text", [](const hp::Explanation& explanation) { return nb::str(explanation.text.c_str()); });
+
+  hp::define(m, "sparse_mla_forward", hp::sparse_mla_forward_);
+  hp::define(m, "sparse_mla_backward", hp::sparse_mla_backward_);
+  hp::define(m, "attention_distribution", hp::attention_distribution_);
+  hp::define(m, "paged_attention", hp::paged_attention_);
+  hp::define(m, "nvfp4_gemv", hp::nvfp4_gemv_);
+  hp::define(m, "nvfp4_linear", hp::nvfp4_linear_);
+  hp::define(m, "nvfp4_quantize", hp::nvfp4_quantize_);
+  hp::define(m, "nvfp4_dequantize", hp::nvfp4_dequantize_);
+  hp::define(m, "lightning_indexer", hp::lightning_indexer_);
+  hp::define(m, "lightning_indexer_backward", hp::lightning_indexer_backward_);
+  m.def("backends", hp::backends_);
+  m.def("version", [] { return nb::str(hopwell::version().c_str()); });
+}

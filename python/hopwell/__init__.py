@@ -1,0 +1,44 @@
+"""Attention-training and low-precision decode kernels for NVIDIA Hopper and Blackwell that also run on a plain CPU.
+
+Arrays in: torch, numpy (the types of `ml_dtypes` too) or anything with `__dlpack__`, on the host or a CUDA device,
+viewed and never copied. Arrays out: of the framework and on the device of the first array; arrays given as `out=` and
+the like are written in place and returned. Bad arguments raise `ValueError`, with outputs untouched; a device or a
+missing backend raises `hopwell.Error`. Results do not depend on the number of threads.
+
+Nothing here is differentiable: a tensor that requires grad is refused unless gradients are off (`torch.no_grad()`).
+`hopwell.torch` has the differentiable operators and modules, `hopwell.reference` the executable specification.
+"""
+
+from ._hopwell import Error, backends
+from ._hopwell import version as _version
+from ._ops import (
+    attention_distribution,
+    explain,
+    lightning_indexer,
+    lightning_indexer_backward,
+    nvfp4_dequantize,
+    nvfp4_gemv,
+    nvfp4_linear,
+    nvfp4_quantize,
+    paged_attention,
+    sparse_mla_backward,
+    sparse_mla_forward,
+)
+
+__version__: str = _version()
+
+__all__ = [
+    "Error",
+    "attention_distribution",
+    "backends",
+    "explain",
+    "lightning_indexer",
+    "lightning_indexer_backward",
+    "nvfp4_dequantize",
+    "nvfp4_gemv",
+    "nvfp4_linear",
+    "nvfp4_quantize",
+    "paged_attention",
+    "sparse_mla_backward",
+    "sparse_mla_forward",
+]

@@ -1,0 +1,87 @@
+"""Output arrays in the caller's framework, and what has to be read off arrays before the compiled module sees them."""
+
+import operator
+import sys
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import ml_dtypes
+import numpy as np
+
+Array: TypeAlias = Any  # torch.Tensor, numpy.ndarray, or anything else with __dlpack__
+DType: TypeAlias = Any  # a name ("float32"), or what `array.dtype` is in the array's framework
+
+_NUMPY_DTYPES: dict[DType, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "int32": np.dtype(np.int32),
+    "uint8": np.dtype(np.uint8),
+}
+
+
+def _is_torch(array: Array) -> bool:
+    torch = sys.modules.get("torch")  # whoever has a tensor has imported it
+    return torch is not None and isinstance(array, torch.Tensor)
+
+
+def outputs_like(name: str, argument: str, array: Array) -> Callable[[tuple[int, ...], DType], Array]:
+    """A function (shape, dtype) → uninitialised array of the framework and on the device of `array`.
+
+    Frameworks other than torch and cupy get numpy arrays here, which `native` converts when they have been written.
+    """
+    if isinstance(array, np.ndarray):
+        return lambda shape, dtype: np.empty(shape, _NUMPY_DTYPES.get(dtype, dtype))
+    if _is_torch(array):
+        torch, device = sys.modules["torch"], array.device
+        return lambda shape, dtype: torch.empty(
+            shape, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype, device=device
+        )
+    if not hasattr(array, "__dlpack__") or not hasattr(array, "dtype"):
+        expected = "an array (torch, numpy, or anything with __dlpack__)"
+        raise ValueError(f"{name}: {argument} must be {expected}; got {type(array).__name__}")
+    if type(array).__module__.partition(".")[0] == "cupy":
+        cupy = sys.modules["cupy"]
+        return lambda shape, dtype: cupy.empty(shape, _NUMPY_DTYPES.get(dtype, dtype))
+    return lambda shape, dtype: np.empty(shape, _NUMPY_DTYPES.get(dtype) or _numpy_dtype(dtype))
+
+
+def _numpy_dtype(dtype: DType) -> np.dtype[Any]:
+    return _NUMPY_DTYPES.get(str(dtype)) or np.dtype(dtype)
+
+
+def native(like: Array, results: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The results as arrays of the framework of `like`, where `outputs_like` could not make them so."""
+    if isinstance(like, np.ndarray) or _is_torch(like) or not hasattr(like, "__array_namespace__"):
+        return results
+    framework = like.__array_namespace__()
+    return tuple(framework.asarray(r) if isinstance(r, np.ndarray) else r for r in results)
+
+
+def workspace(like: Array, size: int) -> Array:
+    """Scratch bytes beside `like`; the compiled module asks for them."""
+    return outputs_like("workspace", "array", like)((size,), "uint8")
+
+
+def dims(array: Array, count: int) -> tuple[int, ...]:
+    """The shape of an array of `count` dimensions. For anything else zeros: the argument check then says what is wrong."""
+    shape = getattr(array, "shape", ())
+    return tuple(shape) if len(shape) == count else (0,) * count
+
+
+def extent(size: Any, limit: int | None = None) -> int:
+    """A size that the argument check will judge, made fit to allocate an output of: not negative, not past `limit`."""
+    try:
+        number = max(operator.index(size), 0)
+    except TypeError:
+        return 0
+    return number if limit is None else min(number, limit)
+
+
+def dtype_name(name: str, argument: str, dtype: DType, allowed: tuple[str, ...]) -> str:
+    """The name of a dtype given as a name, a numpy type or dtype, or torch's."""
+    text = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", None) or str(dtype).rpartition(".")[2]
+    if text not in allowed:
+        choices = " or ".join(", ".join(allowed).rsplit(", ", 1))
+        raise ValueError(f"{name}: {argument} must be {choices}; got {text}")
+    return text
