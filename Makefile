@@ -45,17 +45,17 @@ test-asan test-tsan: test-%: setup
 bench: build
 	@$(PYTHON) benchmarks/cpu.py
 
-docs: setup
-	@$(PYTHON) scripts/check_docs.py
+docs: build
+	@.venv/bin/pdoc --output-directory build/docs hopwell && echo "open build/docs/index.html"
 
 format: setup
-	@git ls-files '*.cpp' '*.hpp' '*.h' '*.cu' | xargs clang-format -i
+	@git ls-files '*.cpp' '*.hpp' '*.h' '*.cu' | xargs .venv/bin/clang-format -i
 	@.venv/bin/ruff format --quiet . && .venv/bin/ruff check --quiet --fix .
 
 lint: build
-	@git ls-files '*.cpp' '*.hpp' '*.h' '*.cu' | xargs clang-format --dry-run --Werror
+	@git ls-files '*.cpp' '*.hpp' '*.h' '*.cu' | xargs .venv/bin/clang-format --dry-run --Werror
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
-	@git ls-files 'src/*.cpp' 'cases/*.cpp' | xargs clang-tidy -p build/cpu --quiet
+	@git ls-files 'src/*.cpp' 'cases/*.cpp' | xargs .venv/bin/clang-tidy -p build/cpu --quiet
 
 clean:
 	@rm -rf build dist
