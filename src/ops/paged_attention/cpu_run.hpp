@@ -1,0 +1,22 @@
+// What the CPU's inner loops work on.
+#pragma once
+
+#include "ops/paged_attention/op.hpp"
+
+namespace hopwell::ops::paged_attention {
+
+// The vectors that a kernel reads: `tokens` consecutive slots of one page, for `heads` consecutive KV heads.
+template <class T>
+struct Run {
+  const T* data;
+  CacheStrides strides;
+  std::int64_t heads, tokens, d;
+};
+
+// Rows of a group, `rows_per_head` to a KV head: matrices [heads * rows_per_head, ...] with these distances between
+// rows.
+struct Rows {
+  std::int64_t rows_per_head, ld_vector, ld_logits;
+};
+
+}  // namespace hopwell::ops::paged_attention

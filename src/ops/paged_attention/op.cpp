@@ -1,0 +1,170 @@
+#include "ops/paged_attention/op.hpp"
+
+#include <algorithm>
+
+namespace hopwell {
+namespace ops::paged_attention {
+namespace {
+
+constexpr const char* kName = "paged_attention";
+constexpr std::int64_t kMaxQueries = 16, kMinD = 32, kMaxD = 256, kMaxBlock = 256;
+
+// A view with a dimension of size 1 put in at `dim`: [b, h_q, d] -> [b, 1, h_q, d].
+View unsqueezed(View view, int dim) {
+  const auto at = static_cast<std::size_t>(dim), end = static_cast<std::size_t>(view.ndim);
+  std::copy_backward(view.shape.begin() + dim, view.shape.begin() + view.ndim, view.shape.begin() + view.ndim + 1);
+  std::copy_backward(view.stride.begin() + dim, view.stride.begin() + view.ndim, view.stride.begin() + view.ndim + 1);
+  view.shape[at] = 1;
+  view.stride[at] = at == end ? 1 : 0;
+  ++view.ndim;
+  return view;
+}
+
+// A first dimension of 1 repeated `size` times.
+View broadcast(View view, std::int64_t size) {
+  if (view.shape[0] == 1) view.stride[0] = 0;
+  view.shape[0] = size;
+  return view;
+}
+
+// "1" where the tensor has a first dimension of 1, which stands for any number, else `name`.
+Dim or_one(const DLTensor* tensor, const char* name) {
+  return tensor != nullptr && tensor->ndim > 0 && tensor->shape[0] == 1 ? Dim(1) : Dim(name);
+}
+
+void check_q(Checker& check, const PagedAttentionArgs& args, Problem& p) {
+  const DTypes dtypes = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
+  const bool flat = args.q != nullptr && args.q->ndim == 3;
+  p.q = check.input("q", args.q, dtypes, flat ? Shape{"b", "h_q", "d"} : Shape{"b", "q_len", "h_q", "d"});
+  if (flat) {
+    p.q = unsqueezed(p.q, 1);
+    check.bind("q_len", 1);
+  }
+  p.b = check["b"], p.q_len = check["q_len"], p.h_q = check["h_q"], p.d = check["d"];
+  check.require(p.q_len >= 1 && p.q_len <= kMaxQueries, "q", "[b, q_len 1..16, h_q, d]",
+                "q_len = " + std::to_string(p.q_len));
+  check.require(p.h_q >= 1, "q", "[b, q_len, h_q >= 1, d]", "h_q = " + std::to_string(p.h_q));
+  check.require(p.d >= kMinD && p.d <= kMaxD && p.d % 8 == 0, "q", "[b, q_len, h_q, d a multiple of 8 from 32 to 256]",
+                "d = " + std::to_string(p.d));
+}
+
+CacheStrides strides(const View& cache, hopwell_cache_layout layout) {
+  const auto& s = cache.stride;
+  const std::int64_t last = cache.shape[3];
+  switch (layout) {
+    case HOPWELL_CACHE_NHD:
+      return {.page = s[0], .head = s[2], .slot = s[1], .group = last, .group_stride = last};
+    case HOPWELL_CACHE_HND:
+      return {.page = s[0], .head = s[1], .slot = s[2], .group = last, .group_stride = last};
+    case HOPWELL_CACHE_VLLM:
+      break;
+  }
+  if (cache.ndim == 5) return {.page = s[0], .head = s[1], .slot = s[3], .group = cache.shape[4], .group_stride = s[2]};
+  return {.page = s[0], .head = s[1], .slot = 1, .group = 1, .group_stride = s[2]};
+}
+
+void check_caches(Checker& check, const PagedAttentionArgs& args, Problem& p) {
+  check.require(args.layout >= HOPWELL_CACHE_NHD && args.layout <= HOPWELL_CACHE_VLLM, "layout", "nhd, hnd or vllm",
+                static_cast<int>(args.layout));
+  p.layout = args.layout;
+  const DTypes dtype = {p.q.dtype};
+  if (p.layout == HOPWELL_CACHE_VLLM) {
+    const std::int64_t x = 16 / static_cast<std::int64_t>(size_of(p.q.dtype));
+    p.k_cache = check.input("k_cache", args.k_cache, dtype, {"blocks", "h_kv", p.d / x, "block", x});
+    p.v_cache = check.input("v_cache", args.v_cache, dtype, {"blocks", "h_kv", "d", "block"});
+  } else {
+    const Shape shape =
+        p.layout == HOPWELL_CACHE_NHD ? Shape{"blocks", "block", "h_kv", "d"} : Shape{"blocks", "h_kv", "block", "d"};
+    p.k_cache = check.input("k_cache", args.k_cache, dtype, shape);
+    p.v_cache = check.input("v_cache", args.v_cache, dtype, shape);
+  }
+  p.k = strides(p.k_cache, p.layout);
+  p.v = strides(p.v_cache, p.layout);
+  p.blocks = check["blocks"], p.block = check["block"], p.h_kv = check["h_kv"];
+  check.require(p.block >= 1 && p.block <= kMaxBlock, "k_cache", "of block 1..256",
+                "block = " + std::to_string(p.block));
+  check.require(p.h_kv >= 1 && p.h_q % p.h_kv == 0, "k_cache", "of an h_kv that divides h_q = " + std::to_string(p.h_q),
+                "h_kv = " + std::to_string(p.h_kv));
+  p.block_tables = check.input("block_tables", args.block_tables, {DType::kInt32}, {"b", "max_blocks"});
+  p.context_lens = check.input("context_lens", args.context_lens, {DType::kInt32}, {"b"}, Layout::kAny);
+  p.max_blocks = check["max_blocks"];
+}
+
+void check_bias(Checker& check, const PagedAttentionArgs& args, Problem& p) {
+  DTypes like_q = {DType::kFloat32};
+  if (p.q.dtype != DType::kFloat32) like_q.push_back(p.q.dtype);
+  check.rule(args.bias == nullptr || args.r == nullptr, "bias and r exclude each other");
+  check.rule(args.pos_bias_v == nullptr || args.r != nullptr, "pos_bias_v needs r");
+  check.require(args.bias_kind == HOPWELL_BIAS_KEY || args.bias_kind == HOPWELL_BIAS_DISTANCE, "bias_kind",
+                "key or distance", static_cast<int>(args.bias_kind));
+  check.require(args.out_of_range >= HOPWELL_OUT_OF_RANGE_ZERO && args.out_of_range <= HOPWELL_OUT_OF_RANGE_NEG_INF,
+                "out_of_range", "zero, clamp or -inf", static_cast<int>(args.out_of_range));
+  p.bias_kind = args.bias_kind;
+  p.out_of_range = args.out_of_range;
+  p.post_scale = args.post_scale;
+  p.pos_bias_u = check.optional_input("pos_bias_u", args.pos_bias_u, like_q, {"h_q", "d"});
+  p.pos_bias_v = check.optional_input("pos_bias_v", args.pos_bias_v, like_q, {"h_q", "d"});
+  const DTypes floats = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
+  const Dim b = or_one(args.bias, "b");
+  const Shape shape = p.bias_kind == HOPWELL_BIAS_KEY ? Shape{b, "h_q", "q_len", "keys"} : Shape{b, "h_q", "extent"};
+  p.bias = check.optional_input("bias", args.bias, floats, shape);
+  p.r = check.optional_input("r", args.r, like_q, {or_one(args.r, "h_q"), "extent", "d"});
+  p.extent = p.r ? p.r.shape[1] : p.bias ? p.bias.shape[static_cast<std::size_t>(p.bias.ndim - 1)] : 0;
+  if (p.bias || p.r) {
+    check.require(p.out_of_range != HOPWELL_OUT_OF_RANGE_CLAMP || p.extent >= 1, p.r ? "r" : "bias",
+                  "of extent 1 or more to clamp to", "extent 0");
+  }
+  if (p.bias) p.bias = broadcast(p.bias, p.b);
+  if (p.r) p.r = broadcast(p.r, p.h_q);
+  p.alibi_slopes = check.optional_input("alibi_slopes", args.alibi_slopes, {DType::kFloat32}, {"h_q"}, Layout::kAny);
+}
+
+Problem check(const PagedAttentionArgs& args) {
+  Checker check(kName);
+  Problem p;
+  check_q(check, args, p);
+  check_caches(check, args, p);
+  check_bias(check, args, p);
+  check.finite("scale", args.scale);
+  check.require(args.window >= 0, "window", "at least 1, or 0 for all keys", args.window);
+  p.scale = args.scale;
+  if (args.window > 0) p.window = args.window;
+  const bool flat = args.q->ndim == 3;
+  p.out = check.output("out", args.out, {p.q.dtype}, flat ? Shape{"b", "h_q", "d"} : Shape{"b", "q_len", "h_q", "d"});
+  p.lse = check.optional_output("lse", args.lse, {DType::kFloat32},
+                                flat ? Shape{"b", "h_q"} : Shape{"b", "q_len", "h_q"}, Layout::kAny);
+  if (flat) {
+    p.out = unsqueezed(p.out, 1);
+    if (p.lse) p.lse = unsqueezed(p.lse, 1);
+  }
+  p.device = check.device();
+  p.workspace = args.workspace;
+  p.workspace_bytes = args.workspace_bytes;
+  return p;
+}
+
+}  // namespace
+}  // namespace ops::paged_attention
+
+namespace op = ops::paged_attention;
+
+void paged_attention(const PagedAttentionArgs& args, Stream stream) {
+  runtime::run(op::kName, op::check(args), args.backend, stream);
+}
+
+std::size_t paged_attention_workspace_bytes(const PagedAttentionArgs& args) {
+  return runtime::workspace_bytes(op::kName, op::check(args), args.backend);
+}
+
+std::string explain(const PagedAttentionArgs& args) { return runtime::explain(op::check(args)); }
+
+}  // namespace hopwell
+
+extern "C" hopwell_status hopwell_paged_attention(const hopwell_paged_attention_args* args, hopwell_stream stream) {
+  return hopwell::runtime::guarded([&] { hopwell::paged_attention(*args, stream); });
+}
+
+extern "C" hopwell_status hopwell_paged_attention_workspace_bytes(const hopwell_paged_attention_args* args,
+                                                                  size_t* bytes) {
+  return hopwell::runtime::guarded([&] { *bytes = hopwell::paged_attention_workspace_bytes(*args); });
+}
