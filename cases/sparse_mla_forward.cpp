@@ -1,38 +1,60 @@
-// sparse_mla_forward: OPERATORS of the documentation, section by section.
-#include <algorithm>
-#include <cmath>
-
+// sparse_mla_forward: inputs, float64 reference, tolerance and cost.
+#include "sparse_mla.hpp"
 #include "suites.hpp"
 
 namespace hopwell::cases {
 namespace {
 
-Case basic(DType dtype) {
-  const auto make = [dtype](Random& random) {
-    const std::int64_t s_q = 3, s_kv = 70, h_q = 5, d_qk = 40, d_v = 32, topk = 17;
-    const float sm_scale = 0.5F;
-    Instance instance;
-    Array& q = instance.add({"q", dtype, {s_q, h_q, d_qk}}).fill_normal(random);
-    Array& kv = instance.add({"kv", dtype, {s_kv, 1, d_qk}}).fill_normal(random);
-    Array& indices = instance.add({"indices", DType::kInt32, {s_q, 1, topk}});
-    for (std::int64_t i = 0; i < indices.size(); ++i) indices.set(i, static_cast<double>(random.below(s_kv)));
-    Array& out = instance.add({"out", dtype, {s_q, h_q, d_v}});
-    Array& lse = instance.add({"lse", DType::kFloat32, {s_q, h_q}});
-    instance.expect(out, {.norm = 4e-3, .absolute = 8e-3, .relative = 3.0 / 128});
-    instance.expect(lse, {.absolute = 1e-5, .relative = 1e-6});
-    instance.call = [&q, &kv, &indices, &out, &lse](const char* backend, Stream stream) {
-      hopwell::sparse_mla_forward({.q = q.view(), .kv = kv.view(), .indices = indices.view(), .sm_scale = 0.5F, .d_v = 32,
-                                   .out = out.view(), .lse = lse.view(), .backend = backend}, stream);
-    };
-    instance.reference = [](Instance&) {};
-    static_cast<void>(sm_scale);
-    return instance;
+Instance make(Random& random, const SparseMla& p) {
+  Instance instance;
+  const SparseMlaInputs in = add_inputs(instance, random, p);
+  Array& out = add_array(instance, p, "out", p.dtype, {p.s_q, p.h_q, p.d_v});
+  Array& max_logits = add_array(instance, p, "max_logits", DType::kFloat32, {p.s_q, p.h_q});
+  Array& lse = add_array(instance, p, "lse", DType::kFloat32, {p.s_q, p.h_q});
+  const double size = rms(values_of(*in.kv));  // of V
+  instance.expect(out, p.dtype == DType::kFloat32 ? Tolerance{.norm = 1e-4, .absolute = 1e-3 * size, .relative = 1e-3}
+                                                  : Tolerance{.norm = 4e-3, .absolute = 8e-3 * size, .relative = 3.0 / 128});
+  for (Array* array : {&max_logits, &lse}) instance.expect(*array, {.absolute = 2e-5, .relative = 0x1p-15});
+  instance.reference = [in](Instance& self) {
+    ForwardReference reference = forward_reference(in);
+    self.outputs[0].expected = std::move(reference.out);
+    self.outputs[0].magnitude = std::move(reference.out_magnitude);
+    self.outputs[1].expected = std::move(reference.max);
+    self.outputs[2].expected = std::move(reference.lse);
+    self.outputs[1].magnitude = self.outputs[2].magnitude = std::move(reference.lse_magnitude);
   };
-  return {"sparse_mla_forward", "basic", make};
+  instance.call = [in, &out, &max_logits, &lse](const char* backend, Stream stream) {
+    const auto sink = view_of(in.attn_sink), length = view_of(in.topk_length), positions = view_of(in.q_positions);
+    hopwell::sparse_mla_forward({.q = in.q->view(),
+                                 .kv = in.kv->view(),
+                                 .indices = in.indices->view(),
+                                 .sm_scale = in.problem.sm_scale,
+                                 .d_v = in.problem.d_v,
+                                 .attn_sink = pointer(sink),
+                                 .topk_length = pointer(length),
+                                 .q_positions = pointer(positions),
+                                 .has_q_start = in.problem.positions == SparseMla::Positions::kStart,
+                                 .q_start = in.problem.q_start,
+                                 .kv_stride = in.problem.kv_stride,
+                                 .out = out.view(),
+                                 .max_logits = max_logits.view(),
+                                 .lse = lse.view(),
+                                 .backend = backend},
+                                stream);
+  };
+  add_cost(instance, in, p.d_qk + p.d_v);
+  return instance;
 }
 
 }  // namespace
 
-Suite sparse_mla_forward() { return {"sparse_mla_forward", {basic(DType::kBFloat16)}, {}, {}}; }
+Suite sparse_mla_forward() {
+  Suite suite{"sparse_mla_forward", {}, sparse_mla_shapes(), {}};
+  for (const auto& [name, problem] : sparse_mla_problems()) {
+    suite.cases.push_back({suite.op, name, [problem = problem](Random& random) { return make(random, problem); }});
+  }
+  suite.bench = [](const Settings& settings, Random& random) { return make(random, sparse_mla_from(settings)); };
+  return suite;
+}
 
 }  // namespace hopwell::cases

@@ -3,7 +3,7 @@
 namespace hopwell::cases {
 
 const std::vector<Suite>& suites() {
-  static const std::vector<Suite> all = {sparse_mla_forward()};
+  static const std::vector<Suite> all = {sparse_mla_forward(), sparse_mla_backward(), attention_distribution()};
   return all;
 }
 

@@ -6,5 +6,7 @@
 namespace hopwell::cases {
 
 Suite sparse_mla_forward();
+Suite sparse_mla_backward();
+Suite attention_distribution();
 
 }  // namespace hopwell::cases

@@ -39,6 +39,28 @@ struct Selection {
     return std::clamp<std::int64_t>(topk_length[s * topk_length_stride], 0, topk);
   }
   [[nodiscard]] const std::int32_t* row(std::int64_t s) const { return indices + s * indices_stride; }
+
+  [[nodiscard]] bool any_valid(std::int64_t s) const {
+    const auto visible = static_cast<std::uint32_t>(causality.visible_keys(s, s_kv));
+    const auto valid = [visible](std::int32_t key) { return static_cast<std::uint32_t>(key) < visible; };
+    return topk > 0 && std::any_of(row(s), row(s) + length(s), valid);
+  }
+
+  // Lists the valid ones among entries first .. last - 1 of row s in ascending order: their keys, and their places relative to `first`.
+  // Room for last - first each; returns how many.
+  std::int64_t valid_entries(std::int64_t s, std::int64_t first, std::int64_t last, std::int32_t* keys, std::int32_t* places) const {
+    const auto visible = static_cast<std::uint32_t>(causality.visible_keys(s, s_kv));
+    const std::int64_t count = std::min(last, length(s)) - first;
+    if (count <= 0) return 0;
+    const std::int32_t* entries = row(s) + first;
+    std::int64_t valid = 0;
+    for (std::int64_t i = 0; i < count; ++i) {
+      keys[valid] = entries[i];
+      places[valid] = static_cast<std::int32_t>(i);
+      valid += static_cast<std::uint32_t>(entries[i]) < visible;  // negative ones are large when unsigned
+    }
+    return valid;
+  }
 };
 
 // Checks q_positions, q_start and kv_stride. Dimensions "s_q" and "s_kv" are bound already.

@@ -1,5 +1,7 @@
 #include "tile/cpu/vector.hpp"
 
+#include <hwy/cache_control.h>
+
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "tile/cpu/vector.cpp"
 #include <hwy/foreach_target.h>
@@ -102,6 +104,71 @@ float Dot(const float* x, const float* y, std::size_t count) {
   return result;
 }
 
+float MaxOrNan(const float* x, std::size_t count) {
+  const hn::ScalableTag<float> d;
+  const std::size_t lanes = hn::Lanes(d);
+  auto best = hn::Set(d, -std::numeric_limits<float>::infinity());
+  auto nans = hn::Zero(d);  // the last NaN of each lane
+  std::size_t i = 0;
+  for (; i + lanes <= count; i += lanes) {
+    const auto v = hn::LoadU(d, x + i);
+    best = hn::IfThenElse(hn::Gt(v, best), v, best);
+    nans = hn::IfThenElse(hn::Ne(v, v), v, nans);
+  }
+  const float nan = hn::GetLane(hn::SumOfLanes(d, nans));
+  float result = nan != nan ? nan : hn::GetLane(hn::MaxOfLanes(d, best));
+  for (; i < count; ++i) result = x[i] > result || x[i] != x[i] ? x[i] : result;
+  return result;
+}
+
+void SoftmaxGradient(float* p, float* dp, float factor, float delta, std::size_t count) {
+  const hn::ScalableTag<float> d;
+  const std::size_t lanes = hn::Lanes(d);
+  const auto vfactor = hn::Set(d, factor), vdelta = hn::Set(d, delta);
+  std::size_t i = 0;
+  for (; i + lanes <= count; i += lanes) {
+    const auto v = hn::Mul(hn::LoadU(d, p + i), vfactor);
+    hn::StoreU(v, d, p + i);
+    hn::StoreU(hn::Mul(v, hn::Sub(hn::LoadU(d, dp + i), vdelta)), d, dp + i);
+  }
+  for (; i < count; ++i) {
+    p[i] *= factor;
+    dp[i] = p[i] * (dp[i] - delta);
+  }
+}
+
+// Rows this far ahead are fetched while one is converted: selected rows lie anywhere, so no hardware prefetcher finds the next.
+constexpr std::size_t kPrefetchRows = 4;
+
+template <class T>
+void PrefetchRow(const T* row, std::size_t width) {
+  for (std::size_t byte = 0; byte < width * sizeof(T); byte += 64) hwy::Prefetch(reinterpret_cast<const char*>(row) + byte);
+}
+
+template <class T>
+void GatherRows(const T* rows, std::int64_t stride, const std::int32_t* keys, std::size_t count, std::size_t width, float* out) {
+  for (std::size_t i = 0; i < count; ++i) {
+    if (i + kPrefetchRows < count) PrefetchRow(rows + keys[i + kPrefetchRows] * stride, width);
+    ToFloat(rows + keys[i] * stride, out + i * width, width);
+  }
+}
+
+void GatherRowsF32(const float* rows, std::int64_t stride, const std::int32_t* keys, std::size_t count, std::size_t width, float* out) {
+  GatherRows(rows, stride, keys, count, width, out);
+}
+void GatherRowsBF16(const bfloat16* rows, std::int64_t stride, const std::int32_t* keys, std::size_t count, std::size_t width,
+                    float* out) {
+  GatherRows(rows, stride, keys, count, width, out);
+}
+
+void ScatterAddRows(const float* in, std::size_t in_stride, const std::int32_t* keys, std::size_t count, std::size_t width, float* rows,
+                    std::int64_t stride) {
+  for (std::size_t i = 0; i < count; ++i) {
+    if (i + kPrefetchRows < count) PrefetchRow(rows + keys[i + kPrefetchRows] * stride, width);
+    Add(in + i * in_stride, rows + keys[i] * stride, width);
+  }
+}
+
 }  // namespace hopwell::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
@@ -119,6 +186,11 @@ HWY_EXPORT(ExpSum);
 HWY_EXPORT(Scale);
 HWY_EXPORT(Add);
 HWY_EXPORT(Dot);
+HWY_EXPORT(MaxOrNan);
+HWY_EXPORT(SoftmaxGradient);
+HWY_EXPORT(GatherRowsF32);
+HWY_EXPORT(GatherRowsBF16);
+HWY_EXPORT(ScatterAddRows);
 
 void to_float(const float* in, float* out, std::size_t count) { HWY_DYNAMIC_DISPATCH(ToFloatF32)(in, out, count); }
 void to_float(const bfloat16* in, float* out, std::size_t count) { HWY_DYNAMIC_DISPATCH(ToFloatBF16)(in, out, count); }
@@ -131,6 +203,20 @@ float exp_sum(float* x, float shift, std::size_t count) { return HWY_DYNAMIC_DIS
 void scale(float* x, float factor, std::size_t count) { HWY_DYNAMIC_DISPATCH(Scale)(x, factor, count); }
 void add(const float* x, float* y, std::size_t count) { HWY_DYNAMIC_DISPATCH(Add)(x, y, count); }
 float dot(const float* x, const float* y, std::size_t count) { return HWY_DYNAMIC_DISPATCH(Dot)(x, y, count); }
+float max_or_nan(const float* x, std::size_t count) { return HWY_DYNAMIC_DISPATCH(MaxOrNan)(x, count); }
+void softmax_gradient(float* p, float* dp, float factor, float delta, std::size_t count) {
+  HWY_DYNAMIC_DISPATCH(SoftmaxGradient)(p, dp, factor, delta, count);
+}
+void gather_rows(const float* rows, std::int64_t stride, const std::int32_t* keys, std::size_t count, std::size_t width, float* out) {
+  HWY_DYNAMIC_DISPATCH(GatherRowsF32)(rows, stride, keys, count, width, out);
+}
+void gather_rows(const bfloat16* rows, std::int64_t stride, const std::int32_t* keys, std::size_t count, std::size_t width, float* out) {
+  HWY_DYNAMIC_DISPATCH(GatherRowsBF16)(rows, stride, keys, count, width, out);
+}
+void scatter_add_rows(const float* in, std::size_t in_stride, const std::int32_t* keys, std::size_t count, std::size_t width, float* rows,
+                      std::int64_t stride) {
+  HWY_DYNAMIC_DISPATCH(ScatterAddRows)(in, in_stride, keys, count, width, rows, stride);
+}
 
 }  // namespace hopwell::cpu
 #endif  // HWY_ONCE

@@ -5,6 +5,7 @@
 #include <hopwell/tensor.hpp>
 
 #include <cstddef>
+#include <cstdint>
 
 namespace hopwell::cpu {
 
@@ -31,5 +32,19 @@ void scale(float* x, float factor, std::size_t count);
 void add(const float* x, float* y, std::size_t count);
 
 float dot(const float* x, const float* y, std::size_t count);
+
+// max_i x[i], NaN if any x[i] is; -inf for count 0.
+float max_or_nan(const float* x, std::size_t count);
+
+// The softmax's gradient at one row: p[i] *= factor, then dp[i] = p[i] * (dp[i] - delta).
+void softmax_gradient(float* p, float* dp, float factor, float delta, std::size_t count);
+
+// out[i, :] = float(rows[keys[i], 0:width]) for i in [0, count): `stride` elements from row to row, `out` dense.
+void gather_rows(const float* rows, std::int64_t stride, const std::int32_t* keys, std::size_t count, std::size_t width, float* out);
+void gather_rows(const bfloat16* rows, std::int64_t stride, const std::int32_t* keys, std::size_t count, std::size_t width, float* out);
+
+// rows[keys[i], 0:width] += in[i, 0:width], for i in ascending order; a key may occur any number of times.
+void scatter_add_rows(const float* in, std::size_t in_stride, const std::int32_t* keys, std::size_t count, std::size_t width, float* rows,
+                      std::int64_t stride);
 
 }  // namespace hopwell::cpu

@@ -1,0 +1,90 @@
+// What the cases of the three sparse MLA operators share: how inputs are made, and the float64 reference of scores, forward and
+// distribution.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "case.hpp"
+
+namespace hopwell::cases {
+
+// One problem: shapes, and what is special about its data. The defaults are the shape that production kernels take, small.
+struct SparseMla {
+  DType dtype = DType::kBFloat16;
+  std::int64_t s_q = 2, s_kv = 300, h_q = 16, d_qk = 576, d_v = 512, topk = 64;
+  float sm_scale = 0.5F;  // large, so that dK does not hide behind dV
+  double q_size = 0.1;    // standard deviation of q's elements; kv's is 1
+  enum class Indices {
+    kAny,        // each any key
+    kInvalid,    // a third of them out of range, at the extremes of int32 and next to the limits
+    kEmptyRows,  // every second row holds nothing valid
+    kHot,        // all the same key
+    kTwice,      // neighbours are equal
+    kAscending   // as the lightning indexer gives them: ascending, then -1
+  } indices = Indices::kAny;
+  enum class Sink { kNone, kAny, kExtreme } sink = Sink::kNone;  // extreme: 0, +-inf, +-1e38 in turn
+  bool lengths = false;                                          // topk_length below 0, 0 ... topk, beyond
+  enum class Positions { kNone, kStart, kArray } positions = Positions::kNone;
+  std::int64_t q_start = 0, kv_stride = 1;
+  bool nan_elsewhere = true;  // NaN and infinities in the rows of kv that no valid entry selects
+  bool nan_selected = false;  // NaN in one row of kv that is selected
+  bool strided = false;       // gaps between the rows of every tensor, dimensions in another order, an expanded d_out
+};
+
+// Names for the cases that all three operators run, and their problems.
+std::vector<std::pair<std::string, SparseMla>> sparse_mla_problems();
+
+// The shapes of OPERATORS' speed bars, and a problem from such settings.
+std::vector<std::pair<std::string, Settings>> sparse_mla_shapes();
+SparseMla sparse_mla_from(const Settings& settings);
+
+// Inputs of one problem, in the instance. Optional ones are null where absent.
+struct SparseMlaInputs {
+  SparseMla problem;
+  Array *q = nullptr, *kv = nullptr, *indices = nullptr;
+  Array *attn_sink = nullptr, *topk_length = nullptr, *q_positions = nullptr;
+};
+SparseMlaInputs add_inputs(Instance& instance, Random& random, const SparseMla& problem);
+
+// A tensor of the problem: dense, or with gaps and in another order of dimensions if the problem is strided.
+Array& add_array(Instance& instance, const SparseMla& problem, const char* name, DType dtype, const std::vector<std::int64_t>& shape);
+
+// The optional arguments as the operators take them.
+std::optional<Tensor> view_of(const Array* array);
+inline const DLTensor* pointer(const std::optional<Tensor>& tensor) { return tensor ? static_cast<const DLTensor*>(*tensor) : nullptr; }
+
+std::vector<double> values_of(const Array& array);
+double dot(const double* x, const double* y, std::int64_t count);
+double rms(const std::vector<double>& x);  // of the finite ones
+
+// One query in float64: its valid entries and, for every head, their scores.
+struct QueryReference {
+  std::vector<std::int64_t> entries, keys;    // [n]
+  std::vector<double> score, score_magnitude;  // [h_q, n], and the same sums with absolute values
+  std::vector<double> max, lse;               // [h_q]; -inf and +inf without a valid entry
+  [[nodiscard]] std::int64_t count() const { return static_cast<std::int64_t>(entries.size()); }
+};
+// Calls visit(s, query) for every query in turn.
+void for_each_query(const SparseMlaInputs& inputs, const std::function<void(std::int64_t s, const QueryReference& query)>& visit);
+
+// Sets the instance's FLOPs, 2 * depth for every head and valid entry, and its bytes.
+void add_cost(Instance& instance, const SparseMlaInputs& inputs, std::int64_t depth);
+
+// The forward's results in float64, all row-major, with the magnitudes that bound their rounding.
+struct ForwardReference {
+  std::vector<double> out, out_magnitude;       // [s_q, h_q, d_v]
+  std::vector<double> max, lse, lse_magnitude;  // [s_q, h_q]
+};
+ForwardReference forward_reference(const SparseMlaInputs& inputs);
+
+// attn [s_q, topk] = sum_h exp(score - lse) for the lse given [s_q, h_q], not normalised.
+struct DistributionReference {
+  std::vector<double> attn, magnitude;
+};
+DistributionReference distribution_reference(const SparseMlaInputs& inputs, const std::vector<double>& lse);
+
+}  // namespace hopwell::cases

@@ -1,0 +1,201 @@
+// sparse_mla_backward: inputs, float64 reference, tolerance and cost.
+#include <cmath>
+
+#include "sparse_mla.hpp"
+#include "suites.hpp"
+
+namespace hopwell::cases {
+namespace {
+
+// What is special about the call beside its inputs.
+struct Options {
+  bool dq = true, dkv = true, d_sink = true, attn = true;
+  bool accumulate = false, deterministic = true;
+  DType dkv_dtype = DType::kFloat32;
+};
+
+struct Arrays {
+  SparseMlaInputs in;
+  Options options;
+  Array *d_out = nullptr, *out = nullptr, *lse = nullptr;                                         // inputs
+  Array *dq = nullptr, *dkv = nullptr, *d_sink = nullptr, *attn = nullptr;                        // outputs
+};
+
+// Sums and the same sums with absolute values.
+struct Gradient {
+  explicit Gradient(std::int64_t size) : value(static_cast<std::size_t>(size)), magnitude(static_cast<std::size_t>(size)) {}
+  void add(std::int64_t at, double x, double size) {
+    value[static_cast<std::size_t>(at)] += x;
+    magnitude[static_cast<std::size_t>(at)] += size;
+  }
+  std::vector<double> value, magnitude;
+};
+
+struct Gradients {
+  explicit Gradients(const SparseMla& p) : dq(p.s_q * p.h_q * p.d_qk), dkv(p.s_kv * p.d_qk), d_sink(p.h_q) {}
+  Gradient dq, dkv, d_sink;
+};
+
+// The formulae of OPERATORS, one head of one query.
+class Reference {
+ public:
+  explicit Reference(const Arrays& a)
+      : a_(a), p_(a.in.problem), gradients(p_), q_(values_of(*a.in.q)), kv_(values_of(*a.in.kv)), d_out_(values_of(*a.d_out)),
+        out_(values_of(*a.out)) {
+    for_each_query(a.in, [&](std::int64_t s, const QueryReference& query) {
+      for (std::int64_t h = 0; h < p_.h_q && query.count() > 0; ++h) differentiate(s, h, query);
+    });
+  }
+
+ private:
+  void differentiate(std::int64_t s, std::int64_t h, const QueryReference& query) {
+    const std::int64_t row = s * p_.h_q + h;
+    const double* q = q_.data() + row * p_.d_qk;
+    const double* d_out = d_out_.data() + row * p_.d_v;
+    const double scale = static_cast<double>(p_.sm_scale), lse = a_.lse->get(row);
+    const double sink = a_.in.attn_sink == nullptr ? -std::numeric_limits<double>::infinity() : a_.in.attn_sink->get(h);
+    const double kept = 1 / (1 + std::exp(sink - lse));  // exp(score - lse') = kept * exp(score - lse)
+    double delta = 0, delta_size = 0;
+    for (std::int64_t d = 0; d < p_.d_v; ++d) {
+      const double product = out_[static_cast<std::size_t>(row * p_.d_v + d)] * d_out[d];
+      delta += product, delta_size += std::abs(product);
+    }
+    if (std::isfinite(sink)) gradients.d_sink.add(h, -delta / (1 + std::exp(lse - sink)), delta_size / (1 + std::exp(lse - sink)));
+    for (std::int64_t i = 0; i < query.count(); ++i) {
+      const auto at = static_cast<std::size_t>(h * query.count() + i);
+      const std::int64_t key = query.keys[static_cast<std::size_t>(i)];
+      const double* kv = kv_.data() + key * p_.d_qk;
+      double dp = 0, dp_size = 0;
+      for (std::int64_t d = 0; d < p_.d_v; ++d) dp += d_out[d] * kv[d], dp_size += std::abs(d_out[d] * kv[d]);
+      const double p = kept * std::exp(query.score[at] - lse), p_size = p * (1 + query.score_magnitude[at]);
+      const double ds = p * (dp - delta) * scale, ds_size = p_size * (dp_size + delta_size) * std::abs(scale);
+      for (std::int64_t d = 0; d < p_.d_qk; ++d) {
+        gradients.dq.add(row * p_.d_qk + d, ds * kv[d], ds_size * std::abs(kv[d]));
+        gradients.dkv.add(key * p_.d_qk + d, ds * q[d], ds_size * std::abs(q[d]));
+        if (d < p_.d_v) gradients.dkv.add(key * p_.d_qk + d, p * d_out[d], p_size * std::abs(d_out[d]));
+      }
+    }
+  }
+
+  const Arrays& a_;
+  const SparseMla& p_;
+
+ public:
+  Gradients gradients;
+
+ private:
+  std::vector<double> q_, kv_, d_out_, out_;
+};
+
+void set_expected(Instance& instance, const Arrays& a) {
+  Reference reference(a);
+  Gradients& gradients = reference.gradients;
+  if (a.options.accumulate) {
+    for (std::int64_t i = 0; i < a.dkv->size(); ++i) gradients.dkv.add(i, a.dkv->get(i), std::abs(a.dkv->get(i)));
+  }
+  for (Output& output : instance.outputs) {
+    if (output.array == a.attn) {
+      DistributionReference attn = distribution_reference(a.in, values_of(*a.lse));
+      output.expected = std::move(attn.attn);
+      output.magnitude = std::move(attn.magnitude);
+      continue;
+    }
+    Gradient& gradient = output.array == a.dq ? gradients.dq : output.array == a.dkv ? gradients.dkv : gradients.d_sink;
+    output.expected = std::move(gradient.value);
+    output.magnitude = std::move(gradient.magnitude);
+  }
+}
+
+void call(const Arrays& a, const char* backend, Stream stream) {
+  const auto sink = view_of(a.in.attn_sink), length = view_of(a.in.topk_length), positions = view_of(a.in.q_positions);
+  const auto dq = view_of(a.dq), dkv = view_of(a.dkv), d_sink = view_of(a.d_sink), attn = view_of(a.attn);
+  hopwell::sparse_mla_backward({.d_out = a.d_out->view(),
+                                .q = a.in.q->view(),
+                                .kv = a.in.kv->view(),
+                                .indices = a.in.indices->view(),
+                                .out = a.out->view(),
+                                .lse = a.lse->view(),
+                                .sm_scale = a.in.problem.sm_scale,
+                                .d_v = a.in.problem.d_v,
+                                .attn_sink = pointer(sink),
+                                .topk_length = pointer(length),
+                                .q_positions = pointer(positions),
+                                .has_q_start = a.in.problem.positions == SparseMla::Positions::kStart,
+                                .q_start = a.in.problem.q_start,
+                                .kv_stride = a.in.problem.kv_stride,
+                                .deterministic = a.options.deterministic,
+                                .accumulate = a.options.accumulate,
+                                .dq = pointer(dq),
+                                .dkv = pointer(dkv),
+                                .d_sink = pointer(d_sink),
+                                .attn = pointer(attn),
+                                .backend = backend},
+                               stream);
+}
+
+// out and lse as a forward would have given them: rounded to their types.
+void add_forward_results(Instance& instance, Random& random, Arrays& a) {
+  const SparseMla& p = a.in.problem;
+  a.out = &add_array(instance, p, "out", p.dtype, {p.s_q, p.h_q, p.d_v});
+  a.lse = &add_array(instance, p, "lse", DType::kFloat32, {p.s_q, p.h_q});
+  a.d_out = &add_array(instance, p, "d_out", p.dtype, {p.s_q, p.h_q, p.d_v}).fill_normal(random);
+  const ForwardReference forward = forward_reference(a.in);
+  for (std::int64_t i = 0; i < a.out->size(); ++i) a.out->set(i, forward.out[static_cast<std::size_t>(i)]);
+  for (std::int64_t i = 0; i < a.lse->size(); ++i) a.lse->set(i, forward.lse[static_cast<std::size_t>(i)]);
+  // Rows without a valid entry contribute nothing, whatever these hold.
+  for (std::int64_t row = 0; row < a.lse->size(); ++row) {
+    if (a.lse->get(row) != std::numeric_limits<double>::infinity()) continue;
+    for (std::int64_t d = 0; d < p.d_v; ++d) a.d_out->set(row * p.d_v + d, std::numeric_limits<double>::quiet_NaN());
+  }
+}
+
+Instance make(Random& random, const SparseMla& p, const Options& options) {
+  Instance instance;
+  Arrays a;
+  a.in = add_inputs(instance, random, p);
+  a.options = options;
+  add_forward_results(instance, random, a);
+  const Tolerance gradient{.norm = p.dtype == DType::kFloat32 && options.dkv_dtype == DType::kFloat32 ? 1e-4 : 4e-3};
+  if (options.dq) instance.expect(*(a.dq = &add_array(instance, p, "dq", p.dtype, {p.s_q, p.h_q, p.d_qk})), gradient);
+  if (options.dkv) {
+    a.dkv = &add_array(instance, p, "dkv", options.dkv_dtype, {p.s_kv, 1, p.d_qk}).fill_normal(random);
+    instance.expect(*a.dkv, gradient).accumulates = options.accumulate;
+  }
+  if (options.d_sink && a.in.attn_sink != nullptr) {
+    instance.expect(*(a.d_sink = &instance.add({"d_sink", DType::kFloat32, {p.h_q}})), gradient);
+  }
+  if (options.attn) instance.expect(*(a.attn = &add_array(instance, p, "attn", DType::kFloat32, {p.s_q, p.topk})), {.norm = 2e-3});
+  instance.repeatable = options.deterministic;
+  instance.reference = [a](Instance& self) { set_expected(self, a); };
+  instance.call = [a](const char* backend, Stream stream) { call(a, backend, stream); };
+  add_cost(instance, a.in, (options.dq || options.dkv ? p.d_qk + p.d_v : p.d_qk) + (options.dq ? p.d_qk : 0) + (options.dkv ? p.d_qk + p.d_v : 0));
+  return instance;
+}
+
+}  // namespace
+
+Suite sparse_mla_backward() {
+  Suite suite{"sparse_mla_backward", {}, sparse_mla_shapes(), {}};
+  const auto add = [&](const std::string& name, const SparseMla& problem, const Options& options) {
+    suite.cases.push_back({suite.op, name, [problem, options](Random& random) { return make(random, problem, options); }});
+  };
+  for (const auto& [name, problem] : sparse_mla_problems()) add(name, problem, {});
+  const SparseMla few{.s_q = 5, .s_kv = 50, .h_q = 8, .indices = SparseMla::Indices::kInvalid, .sink = SparseMla::Sink::kAny};
+  SparseMla many = few;
+  many.topk = 1200;
+  for (const auto& [name, problem] : {std::pair{"", few}, std::pair{"_many_keys", many}}) {
+    add(std::string("only_dq") + name, problem, {.dkv = false, .d_sink = false, .attn = false});
+    add(std::string("only_dkv") + name, problem, {.dq = false, .d_sink = false, .attn = false});
+    add(std::string("only_d_sink") + name, problem, {.dq = false, .dkv = false, .attn = false});
+    add(std::string("only_attn") + name, problem, {.dq = false, .dkv = false, .d_sink = false});
+    add(std::string("dkv_bf16") + name, problem, {.dkv_dtype = DType::kBFloat16});
+    add(std::string("accumulate") + name, problem, {.accumulate = true});
+    add(std::string("not_deterministic") + name, problem, {.deterministic = false});
+  }
+  suite.bench = [](const Settings& settings, Random& random) {
+    return make(random, sparse_mla_from(settings), {.d_sink = false, .attn = false, .deterministic = false});
+  };
+  return suite;
+}
+
+}  // namespace hopwell::cases

@@ -1,0 +1,60 @@
+#include "ops/attention_distribution/op.hpp"
+
+namespace hopwell {
+namespace ops::attention_distribution {
+namespace {
+
+constexpr const char* kName = "attention_distribution";
+
+Problem check(const AttentionDistributionArgs& args) {
+  Checker check(kName);
+  Problem p;
+  const auto [q, kv] = check_q_kv(check, args);
+  p.q = q;
+  p.kv = kv;
+  p.selection = check_selection(check, args);
+  p.lse = check.input("lse", args.lse, {DType::kFloat32}, {"s_q", "h_q"}, Layout::kAny);
+  const bool known = args.normalize == HOPWELL_NORMALIZE_NONE || args.normalize == HOPWELL_NORMALIZE_L1;
+  check.require(known, "normalize", "none or l1", static_cast<int>(args.normalize));
+  p.attn = check.output("attn", args.attn, {DType::kFloat32}, {"s_q", "topk"});
+  p.normalize_l1 = args.normalize == HOPWELL_NORMALIZE_L1;
+  p.sm_scale = args.sm_scale;
+  p.s_q = check["s_q"], p.s_kv = check["s_kv"], p.h_q = check["h_q"], p.d_qk = check["d_qk"], p.topk = check["topk"];
+  p.device = check.device();
+  p.workspace = args.workspace;
+  p.workspace_bytes = args.workspace_bytes;
+  return p;
+}
+
+}  // namespace
+}  // namespace ops::attention_distribution
+
+namespace op = ops::attention_distribution;
+
+void attention_distribution(const AttentionDistributionArgs& args, Stream stream) {
+  runtime::run(op::kName, op::check(args), args.backend, stream);
+}
+
+std::size_t attention_distribution_workspace_bytes(const AttentionDistributionArgs& args) {
+  return runtime::workspace_bytes(op::kName, op::check(args), args.backend);
+}
+
+std::string explain(const AttentionDistributionArgs& args) { return runtime::explain(op::check(args)); }
+
+}  // namespace hopwell
+
+namespace {
+hopwell_attention_distribution_args with_defaults(hopwell_attention_distribution_args args) {
+  hopwell::runtime::default_if_zero(args.kv_stride, std::int64_t{1});
+  return args;
+}
+}  // namespace
+
+extern "C" hopwell_status hopwell_attention_distribution(const hopwell_attention_distribution_args* args, hopwell_stream stream) {
+  return hopwell::runtime::guarded([&] { hopwell::attention_distribution(with_defaults(*args), stream); });
+}
+
+extern "C" hopwell_status hopwell_attention_distribution_workspace_bytes(const hopwell_attention_distribution_args* args,
+                                                                         size_t* bytes) {
+  return hopwell::runtime::guarded([&] { *bytes = hopwell::attention_distribution_workspace_bytes(with_defaults(*args)); });
+}

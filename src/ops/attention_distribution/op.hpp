@@ -1,0 +1,23 @@
+// attention_distribution: what its backends are given. Meaning and shapes: hopwell.h.
+#pragma once
+
+#include "runtime/backend.hpp"
+#include "tile/selection.hpp"
+
+namespace hopwell::ops::attention_distribution {
+
+struct Problem {
+  View q;     // bf16 or fp32 [s_q, h_q, d_qk]
+  View kv;    // like q [s_kv, d_qk]
+  View lse;   // fp32 [s_q, h_q]
+  View attn;  // fp32 [s_q, topk]
+  Selection selection;
+  float sm_scale = 0;
+  bool normalize_l1 = false;
+  std::int64_t s_q = 0, s_kv = 0, h_q = 0, d_qk = 0, topk = 0;
+  DLDevice device{};
+  void* workspace = nullptr;
+  std::size_t workspace_bytes = 0;
+};
+
+}  // namespace hopwell::ops::attention_distribution

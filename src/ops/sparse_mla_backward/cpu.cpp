@@ -1,0 +1,232 @@
+// sparse_mla_backward on the CPU: one tile of one query's index row at a time, its gradients added in a fixed order.
+//
+//     K  = gather(kv)                          [keys, d_qk] fp32, valid entries only
+//     S  = (sm_scale q) . K^T                  [h_q, keys]     BLAS
+//     dP = d_out . K[:, :d_v]^T                [h_q, keys]     BLAS
+//     P  = exp(S - lse) / (1 + exp(sink - lse)),  dS = P * (dP - delta)
+//     dq           += sm_scale dS . K          [h_q, d_qk]     BLAS
+//     dkv[keys, :] += [dS; P]^T . [sm_scale q; d_out]   [keys, d_qk]   BLAS, the two products of the first d_v columns as one
+//
+// The last two sums run over tiles that other threads compute at the same time. Tiles add to them in turn, column stripe by column
+// stripe, in ascending order of query and tile: the results do not depend on the number of threads, at a cost of a few percent.
+// So every call is deterministic, asked or not.
+//
+// Scratch of a thread, in floats: (3 h_q + tile) * d_qk + 2 h_q * tile with tile = min(topk, 512), and as many keys; 2.6 MB for
+// h_q 128, d_qk 576. One call adds h_q * d_qk if topk > 512, and s_kv * d_qk if dkv is bf16, since sums are fp32.
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <vector>
+
+#include "ops/sparse_mla_backward/op.hpp"
+#include "tile/cpu/gemm.hpp"
+#include "tile/cpu/sparse_mla.hpp"
+#include "tile/cpu/turns.hpp"
+#include "tile/cpu/vector.hpp"
+
+namespace hopwell::ops::sparse_mla_backward {
+namespace {
+
+using namespace hopwell::cpu;
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr std::int64_t kStripe = 128;  // columns of dq and dkv that one thread at a time adds to
+
+float at(const View& matrix, std::int64_t row, std::int64_t column) {
+  return matrix.as<const float>()[row * matrix.stride[0] + column * matrix.stride[1]];
+}
+
+// What the threads share: the sums, and whose turn it is to add to them.
+struct Sums {
+  explicit Sums(const Problem& p)
+      : tiles(SelectedRows::tiles(p.topk)),
+        stripes(p.dkv || (p.dq && tiles > 1) ? (p.d_qk + kStripe - 1) / kStripe : p.d_sink ? 1 : 0),
+        turns(stripes),
+        d_sink(static_cast<std::size_t>(p.h_q)) {
+    if (p.dq && tiles > 1) dq.emplace(p.h_q * p.d_qk);
+    if (!p.dkv) return;
+    if (p.dkv.dtype == DType::kFloat32) {
+      dkv = p.dkv.as<float>();
+      dkv_stride = p.dkv.stride[0];
+    } else {
+      wide_dkv.emplace(p.s_kv * p.d_qk);
+      dkv = wide_dkv->get();
+      dkv_stride = p.d_qk;
+    }
+  }
+
+  std::int64_t tiles, stripes;
+  Turns turns;  // a station a stripe; d_sink is added to at the first
+  std::optional<Scratch<float>> dq;        // [h_q, d_qk] of the query whose turn it is, if it has several tiles
+  std::optional<Scratch<float>> wide_dkv;  // [s_kv, d_qk] if the output is bf16
+  float* dkv = nullptr;
+  std::int64_t dkv_stride = 0;
+  std::vector<double> d_sink;  // [h_q]
+};
+
+class Worker {
+ public:
+  Worker(const Problem& problem, Sums& sums)
+      : p_(problem), sums_(sums), selected_(problem.selection, problem.kv), queries_(2 * problem.h_q * problem.d_qk),
+        weights_(2 * problem.h_q * selected_.capacity()), dq_(problem.h_q * problem.d_qk),
+        heads_(static_cast<std::size_t>(problem.h_q)) {}
+
+  void differentiate(std::int64_t item) {
+    const std::int64_t s = item / sums_.tiles, tile = item % sums_.tiles;
+    count_ = selected_.load(s, tile);
+    const bool counts_for_sink = p_.d_sink && tile == 0 && (count_ > 0 || p_.selection.any_valid(s));
+    if (count_ > 0 || counts_for_sink) load_query(s);
+    if (count_ > 0) compute();
+    if (p_.attn && p_.topk > 0) store_attn(s, tile);
+    if (p_.dq && sums_.tiles == 1) store_dq(s);
+    commit(item, s, tile, counts_for_sink);
+  }
+
+ private:
+  float* q() const { return queries_.get(); }                             // [h_q, d_qk], times sm_scale
+  float* d_out() const { return queries_.get() + p_.h_q * p_.d_qk; }      // [h_q, d_v], rows d_qk apart
+  float* ds() const { return weights_.get(); }                            // [h_q, count]; before, dP
+  float* probabilities() const { return weights_.get() + p_.h_q * count_; }  // [h_q, count]; before, S
+
+  // Converts q and d_out, and computes what each head needs beside the scores. A sink only scales P.
+  void load_query(std::int64_t s) {
+    load_heads(p_.q, s, q(), p_.d_qk);
+    scale(q(), p_.sm_scale, static_cast<std::size_t>(p_.h_q * p_.d_qk));
+    load_heads(p_.d_out, s, d_out(), p_.d_qk);
+    load_heads(p_.out, s, dq_.get(), p_.d_qk);
+    for (std::int64_t h = 0; h < p_.h_q; ++h) {
+      const float lse = at(p_.lse, s, h);
+      Head& head = heads_[static_cast<std::size_t>(h)];
+      head = {.lse = lse, .delta = dot(dq_.get() + h * p_.d_qk, d_out() + h * p_.d_qk, static_cast<std::size_t>(p_.d_v))};
+      if (!p_.attn_sink || lse == kInfinity) continue;
+      const double above = sink(h) - static_cast<double>(lse);
+      head.kept = static_cast<float>(1 / (1 + std::exp(above)));
+      head.taken = 1 / (1 + std::exp(-above));
+    }
+  }
+
+  [[nodiscard]] double sink(std::int64_t h) const {
+    return static_cast<double>(p_.attn_sink.as<const float>()[h * p_.attn_sink.stride[0]]);
+  }
+
+  // This tile's dq, its rows of dkv (in place of K), and the distribution.
+  void compute() {
+    float* const k = selected_.rows();
+    gemm_nt(p_.h_q, count_, p_.d_qk, 1, q(), p_.d_qk, k, p_.d_qk, 0, probabilities(), count_);
+    const bool gradients = p_.dq || p_.dkv;
+    if (gradients) gemm_nt(p_.h_q, count_, p_.d_v, 1, d_out(), p_.d_qk, k, p_.d_qk, 0, ds(), count_);
+    const auto n = static_cast<std::size_t>(count_);
+    if (p_.attn) distribution_.assign(n, 0.0F);
+    for (std::int64_t h = 0; h < p_.h_q; ++h) {
+      const Head& head = heads_[static_cast<std::size_t>(h)];
+      float* row = probabilities() + h * count_;
+      if (head.lse == kInfinity) std::fill_n(row, n, 0.0F);  // all of its scores are -inf
+      else exp_sum(row, head.lse, n);
+      if (p_.attn) add(row, distribution_.data(), n);
+      if (gradients) softmax_gradient(row, ds() + h * count_, head.kept, head.delta, n);
+    }
+    if (p_.dq) {
+      gemm_nn(p_.h_q, p_.d_qk, count_, 1, ds(), count_, k, p_.d_qk, 0, dq_.get(), p_.d_qk);
+      scale(dq_.get(), p_.sm_scale, static_cast<std::size_t>(p_.h_q * p_.d_qk));
+    }
+    if (!p_.dkv) return;
+    gemm_tn(count_, p_.d_v, 2 * p_.h_q, 1, ds(), count_, q(), p_.d_qk, 0, k, p_.d_qk);
+    if (p_.d_v < p_.d_qk) gemm_tn(count_, p_.d_qk - p_.d_v, p_.h_q, 1, ds(), count_, q() + p_.d_v, p_.d_qk, 0, k + p_.d_v, p_.d_qk);
+  }
+
+  void store_attn(std::int64_t s, std::int64_t tile) {
+    float* attn = p_.attn.as<float>() + s * p_.attn.stride[0] + tile * kTileEntries;
+    std::fill_n(attn, std::clamp<std::int64_t>(p_.topk - tile * kTileEntries, 0, kTileEntries), 0.0F);
+    for (std::int64_t i = 0; i < count_; ++i) attn[selected_.places()[i]] = distribution_[static_cast<std::size_t>(i)];
+  }
+
+  void store_dq(std::int64_t s) {
+    if (count_ == 0) std::fill_n(dq_.get(), p_.h_q * p_.d_qk, 0.0F);
+    store_heads(dq_.get(), p_.d_qk, p_.dq, s, 0, p_.d_qk);
+  }
+
+  void commit(std::int64_t item, std::int64_t s, std::int64_t tile, bool counts_for_sink) {
+    for (std::int64_t stripe = 0; stripe < sums_.stripes; ++stripe) {
+      sums_.turns.in_turn(stripe, item, [&] {
+        const std::int64_t first = stripe * kStripe, width = std::min(kStripe, p_.d_qk - first);
+        if (p_.dkv && count_ > 0) {
+          scatter_add_rows(selected_.rows() + first, static_cast<std::size_t>(p_.d_qk), selected_.keys(),
+                           static_cast<std::size_t>(count_), static_cast<std::size_t>(width), sums_.dkv + first, sums_.dkv_stride);
+        }
+        if (sums_.dq) add_dq(s, tile, first, width);
+        if (stripe == 0 && counts_for_sink) add_d_sink();
+      });
+    }
+  }
+
+  // Columns of the running query's dq: set by its first tile, added to by the others, and written to the output by the last.
+  void add_dq(std::int64_t s, std::int64_t tile, std::int64_t first, std::int64_t width) {
+    const auto n = static_cast<std::size_t>(width);
+    for (std::int64_t h = 0; h < p_.h_q; ++h) {
+      float* sum = sums_.dq->get() + h * p_.d_qk + first;
+      if (tile == 0) std::fill_n(sum, n, 0.0F);
+      if (count_ > 0) add(dq_.get() + h * p_.d_qk + first, sum, n);
+    }
+    if (tile == sums_.tiles - 1) store_heads(sums_.dq->get() + first, p_.d_qk, p_.dq, s, first, width);
+  }
+
+  void add_d_sink() {
+    for (std::int64_t h = 0; h < p_.h_q; ++h) {
+      const Head& head = heads_[static_cast<std::size_t>(h)];
+      if (std::isfinite(sink(h))) sums_.d_sink[static_cast<std::size_t>(h)] -= head.taken * static_cast<double>(head.delta);
+    }
+  }
+
+  struct Head {
+    float lse = 0;
+    float delta = 0;   // sum_d out * d_out
+    float kept = 1;    // 1 / (1 + exp(sink - lse)), the share of the softmax that the sink leaves to the keys
+    double taken = 0;  // 1 / (1 + exp(lse - sink)), its own
+  };
+
+  const Problem& p_;
+  Sums& sums_;
+  SelectedRows selected_;
+  std::int64_t count_ = 0;             // valid entries of the tile
+  Scratch<float> queries_, weights_;   // q and d_out; dS and P
+  Scratch<float> dq_;                  // [h_q, d_qk]; before, out [h_q, d_v]
+  std::vector<Head> heads_;            // [h_q]
+  std::vector<float> distribution_;    // [count]
+};
+
+// Calls body(first, last) for blocks of the rows of dkv.
+template <class Body>
+void for_row_blocks(const Problem& p, Body body) {
+  constexpr std::int64_t kBlock = 64;
+  parallel_for((p.s_kv + kBlock - 1) / kBlock, [&](std::int64_t block) { body(block * kBlock, std::min(p.s_kv, (block + 1) * kBlock)); });
+}
+
+void clear_dkv(const Problem& p, const Sums& sums) {
+  for_row_blocks(p, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t t = first; t < last; ++t) std::fill_n(sums.dkv + t * sums.dkv_stride, p.d_qk, 0.0F);
+  });
+}
+
+void round_dkv(const Problem& p, const Sums& sums) {
+  for_row_blocks(p, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t t = first; t < last; ++t) {
+      from_float(sums.dkv + t * sums.dkv_stride, p.dkv.as<bfloat16>() + t * p.dkv.stride[0], static_cast<std::size_t>(p.d_qk));
+    }
+  });
+}
+
+void launch(const Problem& p, Stream) {
+  Sums sums(p);
+  if (p.dkv && !p.accumulate) clear_dkv(p, sums);
+  parallel_for(
+      p.s_q * sums.tiles, [&] { return Worker(p, sums); }, [](std::int64_t item, Worker& worker) { worker.differentiate(item); });
+  if (sums.wide_dkv) round_dkv(p, sums);
+  for (std::int64_t h = 0; p.d_sink && h < p.h_q; ++h) {
+    p.d_sink.as<float>()[h * p.d_sink.stride[0]] = static_cast<float>(sums.d_sink[static_cast<std::size_t>(h)]);
+  }
+}
+
+const runtime::Registration<Problem> cpu{{.name = "cpu", .launch = launch}};
+
+}  // namespace
+}  // namespace hopwell::ops::sparse_mla_backward

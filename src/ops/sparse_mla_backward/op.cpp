@@ -1,0 +1,78 @@
+#include "ops/sparse_mla_backward/op.hpp"
+
+namespace hopwell {
+namespace ops::sparse_mla_backward {
+namespace {
+
+constexpr const char* kName = "sparse_mla_backward";
+
+// dkv has the shape that kv was given in; it comes back as [s_kv, d_qk].
+View check_dkv(Checker& check, const SparseMlaBackwardArgs& args) {
+  const bool flat = args.kv->ndim == 2;
+  const DTypes dtypes = {DType::kFloat32, DType::kBFloat16};
+  const View dkv = check.optional_output("dkv", args.dkv, dtypes, flat ? Shape{"s_kv", "d_qk"} : Shape{"s_kv", "h_kv", "d_qk"});
+  check.rule(!args.accumulate || (dkv && dkv.dtype == DType::kFloat32), "accumulate needs a float32 dkv to add into");
+  return dkv && !flat ? dkv.squeezed(1) : dkv;
+}
+
+Problem check(const SparseMlaBackwardArgs& args) {
+  Checker check(kName);
+  Problem p;
+  const auto [q, kv] = check_q_kv(check, args);
+  p.q = q;
+  p.kv = kv;
+  p.selection = check_selection(check, args);
+  check.require(args.d_v >= 1 && args.d_v <= check["d_qk"], "d_v", "between 1 and d_qk = " + std::to_string(check["d_qk"]), args.d_v);
+  check.bind("d_v", args.d_v);
+  p.d_out = check.input("d_out", args.d_out, {q.dtype}, {"s_q", "h_q", "d_v"});
+  p.out = check.input("out", args.out, {q.dtype}, {"s_q", "h_q", "d_v"});
+  p.lse = check.input("lse", args.lse, {DType::kFloat32}, {"s_q", "h_q"}, Layout::kAny);
+  p.attn_sink = check.optional_input("attn_sink", args.attn_sink, {DType::kFloat32}, {"h_q"}, Layout::kAny);
+  p.dq = check.optional_output("dq", args.dq, {q.dtype}, {"s_q", "h_q", "d_qk"});
+  p.dkv = check_dkv(check, args);
+  p.d_sink = check.optional_output("d_sink", args.d_sink, {DType::kFloat32}, {"h_q"}, Layout::kAny);
+  check.rule(!p.d_sink || p.attn_sink, "d_sink needs an attn_sink");
+  p.attn = check.optional_output("attn", args.attn, {DType::kFloat32}, {"s_q", "topk"});
+  p.sm_scale = args.sm_scale;
+  p.deterministic = args.deterministic;
+  p.accumulate = args.accumulate;
+  p.s_q = check["s_q"], p.s_kv = check["s_kv"], p.h_q = check["h_q"];
+  p.d_qk = check["d_qk"], p.d_v = args.d_v, p.topk = check["topk"];
+  p.device = check.device();
+  p.workspace = args.workspace;
+  p.workspace_bytes = args.workspace_bytes;
+  return p;
+}
+
+}  // namespace
+}  // namespace ops::sparse_mla_backward
+
+namespace op = ops::sparse_mla_backward;
+
+void sparse_mla_backward(const SparseMlaBackwardArgs& args, Stream stream) {
+  runtime::run(op::kName, op::check(args), args.backend, stream);
+}
+
+std::size_t sparse_mla_backward_workspace_bytes(const SparseMlaBackwardArgs& args) {
+  return runtime::workspace_bytes(op::kName, op::check(args), args.backend);
+}
+
+std::string explain(const SparseMlaBackwardArgs& args) { return runtime::explain(op::check(args)); }
+
+}  // namespace hopwell
+
+namespace {
+hopwell_sparse_mla_backward_args with_defaults(hopwell_sparse_mla_backward_args args) {
+  hopwell::runtime::default_if_zero(args.d_v, std::int64_t{512});
+  hopwell::runtime::default_if_zero(args.kv_stride, std::int64_t{1});
+  return args;
+}
+}  // namespace
+
+extern "C" hopwell_status hopwell_sparse_mla_backward(const hopwell_sparse_mla_backward_args* args, hopwell_stream stream) {
+  return hopwell::runtime::guarded([&] { hopwell::sparse_mla_backward(with_defaults(*args), stream); });
+}
+
+extern "C" hopwell_status hopwell_sparse_mla_backward_workspace_bytes(const hopwell_sparse_mla_backward_args* args, size_t* bytes) {
+  return hopwell::runtime::guarded([&] { *bytes = hopwell::sparse_mla_backward_workspace_bytes(with_defaults(*args)); });
+}

@@ -1,0 +1,30 @@
+// sparse_mla_backward: what its backends are given. Meaning and shapes: hopwell.h.
+#pragma once
+
+#include "runtime/backend.hpp"
+#include "tile/selection.hpp"
+
+namespace hopwell::ops::sparse_mla_backward {
+
+struct Problem {
+  View d_out;      // like q [s_q, h_q, d_v]
+  View q;          // bf16 or fp32 [s_q, h_q, d_qk]
+  View kv;         // like q [s_kv, d_qk]
+  View out;        // like q [s_q, h_q, d_v]
+  View lse;        // fp32 [s_q, h_q]
+  View attn_sink;  // fp32 [h_q], or absent
+  View dq;         // like q [s_q, h_q, d_qk], or absent
+  View dkv;        // fp32 or bf16 [s_kv, d_qk], or absent
+  View d_sink;     // fp32 [h_q], or absent; only with attn_sink
+  View attn;       // fp32 [s_q, topk], or absent
+  Selection selection;
+  float sm_scale = 0;
+  bool deterministic = false;
+  bool accumulate = false;  // dkv is there, fp32, and added into
+  std::int64_t s_q = 0, s_kv = 0, h_q = 0, d_qk = 0, d_v = 0, topk = 0;
+  DLDevice device{};
+  void* workspace = nullptr;
+  std::size_t workspace_bytes = 0;
+};
+
+}  // namespace hopwell::ops::sparse_mla_backward

@@ -1,0 +1,176 @@
+// sparse_mla_forward on the CPU: one query at a time, its selected keys in tiles, with a running softmax (Milakov & Gimelshein 2018,
+// arXiv:1805.02867; its use tile by tile: Dao et al. 2022, arXiv:2205.14135).
+//
+//     for each tile of an index row:   K = gather(kv)                  [keys, d_qk] fp32, valid entries only
+//                                      S = (sm_scale q) . K^T          [h_q, keys]    BLAS
+//                                      P = exp(S - max), rescale O     where the maximum grew
+//                                      O += P . K[:, :d_v]             [h_q, d_v]     BLAS
+//
+// Few queries: the tiles of one query are shared out over several items, whose results are merged in order. Scratch of a thread, in
+// floats: (h_q + tile) * d_qk + h_q * (tile + d_v) with tile = min(topk, 512); 2.1 MB for h_q 128, d_qk 576, d_v 512. Shared-out
+// queries add (d_v + 3) * h_q for each of fewer than 32 items.
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <vector>
+
+#include "ops/sparse_mla_forward/op.hpp"
+#include "tile/cpu/gemm.hpp"
+#include "tile/cpu/sparse_mla.hpp"
+#include "tile/cpu/vector.hpp"
+
+namespace hopwell::ops::sparse_mla_forward {
+namespace {
+
+using namespace hopwell::cpu;
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// exp(x - shift) where x may be -inf; a shift of -inf means that all there is is -inf.
+double weight(float x, float shift) { return shift == -kInfinity ? 0 : std::exp(static_cast<double>(x) - static_cast<double>(shift)); }
+
+// softmax(scores) . V over the tiles seen so far, not yet divided by the sum. NaN scores make everything of their head NaN.
+class RunningSoftmax {
+ public:
+  RunningSoftmax(std::int64_t heads, std::int64_t width)
+      : heads_(heads), width_(width), out_(heads * width), max_(static_cast<std::size_t>(heads)), sum_(static_cast<std::size_t>(heads)) {
+    clear();
+  }
+
+  void clear() {
+    empty_ = true;
+    std::fill(max_.begin(), max_.end(), -kInfinity);
+    std::fill(sum_.begin(), sum_.end(), 0.0);
+  }
+
+  // Scores [heads, count], overwritten, and values [count, width] of a tile.
+  void add(float* scores, std::int64_t score_stride, const float* values, std::int64_t value_stride, std::int64_t count) {
+    const auto n = static_cast<std::size_t>(count);
+    for (std::int64_t h = 0; h < heads_; ++h) {
+      float* row = scores + h * score_stride;
+      raise_max(h, max_or_nan(row, n));
+      sum(h) += static_cast<double>(exp_sum(row, max(h) == -kInfinity ? 0 : max(h), n));
+    }
+    gemm_nn(heads_, width_, count, 1, scores, score_stride, values, value_stride, empty_ ? 0 : 1, out_.get(), width_);
+    empty_ = false;
+  }
+
+  // As if the tiles of `later` had been added here. Changes `later`.
+  void merge(RunningSoftmax& later) {
+    if (later.empty_) return;
+    if (empty_) {
+      std::swap(*this, later);
+      return;
+    }
+    for (std::int64_t h = 0; h < heads_; ++h) {
+      raise_max(h, later.max(h));
+      later.raise_max(h, max(h));
+      sum(h) += later.sum(h);
+      cpu::add(later.out(h), out(h), static_cast<std::size_t>(width_));
+    }
+  }
+
+  [[nodiscard]] double lse(std::int64_t h) { return sum(h) == 0 ? kInfinity : static_cast<double>(max(h)) + std::log(sum(h)); }
+  float& max(std::int64_t h) { return max_[static_cast<std::size_t>(h)]; }
+  double& sum(std::int64_t h) { return sum_[static_cast<std::size_t>(h)]; }
+  float* out(std::int64_t h) { return out_.get() + h * width_; }
+
+ private:
+  void raise_max(std::int64_t h, float other) {
+    if (!(other > max(h)) && !std::isnan(other)) return;
+    const double factor = weight(max(h), other);
+    max(h) = other;
+    if (empty_) return;
+    sum(h) *= factor;
+    scale(out(h), static_cast<float>(factor), static_cast<std::size_t>(width_));
+  }
+
+  std::int64_t heads_, width_;
+  Scratch<float> out_;        // [heads, width]; not set while empty
+  std::vector<float> max_;    // [heads]
+  std::vector<double> sum_;   // [heads], of exp(score - max)
+  bool empty_ = true;
+};
+
+class Worker {
+ public:
+  explicit Worker(const Problem& problem)
+      : p_(problem),
+        selected_(problem.selection, problem.kv),
+        q_(problem.h_q * problem.d_qk),
+        score_stride_(selected_.capacity()),
+        scores_(problem.h_q * score_stride_) {}
+
+  void attend(std::int64_t s, std::int64_t first_tile, std::int64_t last_tile, RunningSoftmax& softmax) {
+    load_heads(p_.q, s, q_.get(), p_.d_qk);
+    scale(q_.get(), p_.sm_scale, static_cast<std::size_t>(p_.h_q * p_.d_qk));
+    for (std::int64_t tile = first_tile; tile < last_tile; ++tile) {
+      const std::int64_t count = selected_.load(s, tile);
+      if (count == 0) continue;
+      gemm_nt(p_.h_q, count, p_.d_qk, 1, q_.get(), p_.d_qk, selected_.rows(), p_.d_qk, 0, scores_.get(), score_stride_);
+      softmax.add(scores_.get(), score_stride_, selected_.rows(), p_.d_qk, count);
+    }
+  }
+
+ private:
+  const Problem& p_;
+  SelectedRows selected_;
+  Scratch<float> q_;  // [h_q, d_qk], times sm_scale
+  std::int64_t score_stride_;
+  Scratch<float> scores_;  // [h_q, tile]
+};
+
+// Writes query s from its finished softmax.
+void store(const Problem& p, std::int64_t s, RunningSoftmax& softmax) {
+  for (std::int64_t h = 0; h < p.h_q; ++h) {
+    const double lse = softmax.lse(h), sum = softmax.sum(h);
+    if (sum == 0) {
+      std::fill_n(softmax.out(h), p.d_v, 0.0F);
+    } else {
+      const double sink = p.attn_sink ? static_cast<double>(p.attn_sink.as<const float>()[h * p.attn_sink.stride[0]]) : -kInfinity;
+      scale(softmax.out(h), static_cast<float>(1 / (sum * (1 + std::exp(sink - lse)))), static_cast<std::size_t>(p.d_v));
+    }
+    if (p.max_logits) p.max_logits.as<float>()[s * p.max_logits.stride[0] + h * p.max_logits.stride[1]] = softmax.max(h);
+    if (p.lse) p.lse.as<float>()[s * p.lse.stride[0] + h * p.lse.stride[1]] = static_cast<float>(lse);
+  }
+  store_heads(softmax.out(0), p.d_v, p.out, s, 0, p.d_v);
+}
+
+void launch(const Problem& p, Stream) {
+  // The shape alone decides how queries are shared out, so that results do not depend on the number of threads.
+  constexpr std::int64_t kEnoughItems = 16;
+  if (p.s_q == 0) return;
+  const std::int64_t tiles = SelectedRows::tiles(p.topk);
+  const std::int64_t parts = std::min(tiles, (kEnoughItems + p.s_q - 1) / p.s_q);
+  std::vector<RunningSoftmax> shared;  // [s_q, parts], if there are several parts
+  if (parts > 1) {
+    for (std::int64_t i = 0; i < p.s_q * parts; ++i) shared.emplace_back(p.h_q, p.d_v);
+  }
+  struct State {
+    Worker worker;
+    std::optional<RunningSoftmax> own;
+  };
+  const auto make_state = [&] {
+    State state{Worker(p), {}};
+    if (parts == 1) state.own.emplace(p.h_q, p.d_v);
+    return state;
+  };
+  parallel_for(p.s_q * parts, make_state, [&](std::int64_t item, State& state) {
+    const std::int64_t s = item / parts, part = item % parts;
+    RunningSoftmax& softmax = state.own ? *state.own : shared[static_cast<std::size_t>(item)];
+    softmax.clear();
+    state.worker.attend(s, part * tiles / parts, (part + 1) * tiles / parts, softmax);
+    if (parts == 1) store(p, s, softmax);
+  });
+  if (parts == 1) return;
+  parallel_for(p.s_q, [&](std::int64_t s) {
+    RunningSoftmax* softmax = &shared[static_cast<std::size_t>(s * parts)];
+    for (std::int64_t part = 1; part < parts; ++part) softmax->merge(softmax[part]);
+    store(p, s, *softmax);
+  });
+}
+
+const runtime::Registration<Problem> cpu{{.name = "cpu", .launch = launch}};
+
+}  // namespace
+}  // namespace hopwell::ops::sparse_mla_forward

@@ -1,0 +1,42 @@
+#include "tile/cpu/sparse_mla.hpp"
+
+#include "tile/cpu/vector.hpp"
+
+namespace hopwell::cpu {
+namespace {
+
+// Calls visit(pointer to the first element of x) with x's element type.
+template <class Visit>
+void with_elements(const View& x, Visit visit) {
+  if (x.dtype == DType::kBFloat16) visit(x.as<bfloat16>());
+  else visit(x.as<float>());
+}
+
+}  // namespace
+
+void load_heads(const View& x, std::int64_t s, float* rows, std::int64_t row_stride) {
+  with_elements(x, [&](const auto* data) {
+    for (std::int64_t h = 0; h < x.shape[1]; ++h) {
+      to_float(data + s * x.stride[0] + h * x.stride[1], rows + h * row_stride, static_cast<std::size_t>(x.shape[2]));
+    }
+  });
+}
+
+void store_heads(const float* rows, std::int64_t row_stride, const View& x, std::int64_t s, std::int64_t first, std::int64_t width) {
+  with_elements(x, [&](auto* data) {
+    for (std::int64_t h = 0; h < x.shape[1]; ++h) {
+      from_float(rows + h * row_stride, data + s * x.stride[0] + h * x.stride[1] + first, static_cast<std::size_t>(width));
+    }
+  });
+}
+
+std::int64_t SelectedRows::load(std::int64_t s, std::int64_t tile) {
+  const std::int64_t first = tile * kTileEntries, last = std::min(first + tile_, selection_.topk);
+  const std::int64_t count = selection_.valid_entries(s, first, last, keys_.get(), places_.get());
+  with_elements(kv_, [&](const auto* data) {
+    gather_rows(data, kv_.stride[0], keys_.get(), static_cast<std::size_t>(count), static_cast<std::size_t>(kv_.shape[1]), rows_.get());
+  });
+  return count;
+}
+
+}  // namespace hopwell::cpu
