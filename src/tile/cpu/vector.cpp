@@ -113,7 +113,7 @@ float MaxOrNan(const float* x, std::size_t count) {
   for (; i + lanes <= count; i += lanes) {
     const auto v = hn::LoadU(d, x + i);
     best = hn::IfThenElse(hn::Gt(v, best), v, best);
-    nans = hn::IfThenElse(hn::Ne(v, v), v, nans);
+    nans = hn::IfThenElse(hn::IsNaN(v), v, nans);
   }
   const float nan = hn::GetLane(hn::SumOfLanes(d, nans));
   float result = nan != nan ? nan : hn::GetLane(hn::MaxOfLanes(d, best));
