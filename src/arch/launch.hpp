@@ -18,7 +18,7 @@ struct GridShape {
 
 /// Grid in CTAs (a multiple of the cluster), threads of a CTA, CTAs of a cluster along x, dynamic shared memory of a CTA.
 struct LaunchShape {
-  GridShape grid;
+  GridShape grid = {};
   uint32_t threads = 1;
   uint32_t cluster = 1;
   size_t shared_bytes = 0;

@@ -12,17 +12,30 @@
 #define HOPWELL_DEVICE __device__ __forceinline__
 #define HOPWELL_HOST_DEVICE __host__ __device__ __forceinline__
 #define HOPWELL_UNROLL _Pragma("unroll")
-// A translation unit is compiled once per architecture; a body of sm_90a or sm_100a instructions must vanish elsewhere.
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// nvcc compiles a file once for every architecture, and once more for the host, where device functions are only parsed.
+// Bodies of sm_90a or sm_100a instructions must vanish for other architectures.
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HOPWELL_HAS_SM90A 1
+#else
+#define HOPWELL_HAS_SM90A 0
 #endif
-#if defined(__CUDA_ARCH_FEAT_SM100_ALL) || (defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH_FAMILY_SPECIFIC__ == 1000)
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM100_ALL) || (defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH_FAMILY_SPECIFIC__ == 1000)
 #define HOPWELL_HAS_SM100A 1
+#else
+#define HOPWELL_HAS_SM100A 0
+#endif
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define HOPWELL_HAS_SM90 1
+#else
+#define HOPWELL_HAS_SM90 0
 #endif
 #else
 #include <cstring>
 #include <source_location>
 #define HOPWELL_ON_DEVICE 0
+#define HOPWELL_HAS_SM90 1
+#define HOPWELL_HAS_SM90A 1
+#define HOPWELL_HAS_SM100A 1
 #define HOPWELL_DEVICE inline __attribute__((always_inline))
 #define HOPWELL_HOST_DEVICE inline __attribute__((always_inline))
 #define HOPWELL_UNROLL
@@ -30,12 +43,6 @@
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
-#endif
-#if !defined(HOPWELL_HAS_SM90A)
-#define HOPWELL_HAS_SM90A (!HOPWELL_ON_DEVICE)
-#endif
-#if !defined(HOPWELL_HAS_SM100A)
-#define HOPWELL_HAS_SM100A (!HOPWELL_ON_DEVICE)
 #endif
 
 namespace hopwell::arch {

@@ -11,7 +11,7 @@ AgentId copy_agent(Thread& t) {
   Machine& m = *machine;
   if (t.copies.agent == kNoAgent) {
     t.copies.agent = m.new_agent("cp.async of " + m.describe(t), "no cp.async.wait_group (or arrival on an mbarrier that is waited for) in between");
-    m.cp_async_agents.push_back(t.copies.agent);
+    m.reader_fenced_agents.push_back(t.copies.agent);
   }
   return t.copies.agent;
 }

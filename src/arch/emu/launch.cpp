@@ -89,7 +89,7 @@ void Machine::run_cluster(uint32_t number) {
   const Index first{number % cx * shape.cluster.x, number / cx % cy * shape.cluster.y, number / cx / cy * shape.cluster.z};
   mbarriers.clear();
   agents.clear();
-  cp_async_agents.clear();
+  reader_fenced_agents.clear();
   operations_.clear();
   group_queues_.clear();
   ready_.clear();
@@ -130,6 +130,8 @@ void Machine::run_cluster(uint32_t number) {
   } catch (const Stopped&) {
   }
   current = nullptr;
+  for (Thread& t : threads)
+    for (Operation& write : t.unfinished_writes) write.perform();
   if (!stopped) check_end_of_cluster();
   for (Thread& t : threads) stacks_.give_back(t.stack);
 }

@@ -101,7 +101,7 @@ struct Thread {
   uint64_t cluster_phase = 0;       // phase it arrived in
 
   GroupQueue copies, bulk;
-  std::vector<std::function<void()>> unfinished_stores;   // bulk stores whose source was read, not yet written
+  std::deque<Operation> unfinished_writes;   // of bulk stores whose source has been read
   AgentId tensor_agent = kNoAgent, tensor_issued_agent = kNoAgent;
   uint32_t tensor_step = 1;
   std::vector<PendingLoad> loads;
@@ -124,6 +124,7 @@ struct Mbarrier {
   // Copies that complete here: one agent; a step is known complete when it and all steps before it are.
   AgentId agent = kNoAgent;
   uint32_t issued = 0;
+  bool generic_writes = false;      // some of them are st.async, which writes by the generic proxy
   std::vector<uint32_t> open_steps;
 };
 
@@ -147,8 +148,10 @@ struct Warpgroup {
   Rendezvous rendezvous;
   std::deque<std::unique_ptr<WgmmaOperation>> operations;
   uint64_t open_group = 1;
-  bool fenced = false;
+  uint32_t fences = 0;                           // wgmma.fence executed so far
+  std::unordered_map<const float*, uint32_t> fences_at_release;   // when accumulators went back to the threads
   AgentId agent = kNoAgent;
+  int registers = 0;                             // what setmaxnreg gave, 0: as launched
   ~Warpgroup();
   Warpgroup();
   Warpgroup(Warpgroup&&) noexcept;
@@ -195,20 +198,27 @@ class Observer {
 
  private:
   // The least informed thread decides; minima are remembered by agent, since one operation asks for few agents.
+  struct Minimum {
+    AgentId last = kNoAgent;
+    uint32_t last_step = 0;
+    std::unordered_map<AgentId, uint32_t> of_agent;
+  };
   template <class Clock>
-  bool known(const Epoch& e, Clock clock, std::unordered_map<AgentId, uint32_t>& minimum) {
+  bool known(const Epoch& e, Clock clock, Minimum& minimum) {
     if (count_ == 1) return clock(*first_)[e.agent] >= e.step;
-    auto [it, added] = minimum.try_emplace(e.agent, 0u);
-    if (added) {
-      it->second = ~0u;
-      for (int i = 0; i < count_; ++i) it->second = std::min(it->second, clock(*begin_[i])[e.agent]);
+    if (e.agent != minimum.last) {
+      const auto [it, added] = minimum.of_agent.try_emplace(e.agent, ~0u);
+      if (added)
+        for (int i = 0; i < count_; ++i) it->second = std::min(it->second, clock(*begin_[i])[e.agent]);
+      minimum.last = e.agent;
+      minimum.last_step = it->second;
     }
-    return it->second >= e.step;
+    return minimum.last_step >= e.step;
   }
   Thread* first_;
   Thread* const* begin_;
   int count_;
-  std::array<std::unordered_map<AgentId, uint32_t>, 3> minimum_;
+  std::array<Minimum, 3> minimum_;
 };
 
 class Machine {
@@ -290,9 +300,10 @@ class Machine {
     const char* remedy;
   };
   std::vector<Agent> agents;
-  std::vector<AgentId> cp_async_agents;
+  std::vector<AgentId> reader_fenced_agents;                    // their generic-proxy writes can be fenced only by who learns of them
   std::deque<uint32_t> clusters_left;                           // linear numbers of clusters not yet started
   bool stopped = false;
+  bool reading_only = false;                                    // inside of wait_group.read: writes stay behind
 
  private:
   void run_cluster(uint32_t number);

@@ -168,7 +168,7 @@ void fence_proxy_async(const Site& site) {
   if (m.options.policy.proxy_fence_on_writer_side) {
     k.proxied.set(current->agent, current->step());
     // Nobody but a later thread can fence what cp.async wrote when its completion went to an mbarrier.
-    for (AgentId agent : m.cp_async_agents) k.proxied.raise(agent, k.ordered[agent]);
+    for (AgentId agent : m.reader_fenced_agents) k.proxied.raise(agent, k.ordered[agent]);
   } else {
     k.proxied.join(k.ordered);
   }

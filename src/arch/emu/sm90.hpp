@@ -7,7 +7,7 @@
 #include "../platform.hpp"
 
 namespace hopwell::arch {
-struct TensorMap;
+struct TensorMap;   // sm90/tensor_map.hpp
 }
 
 namespace hopwell::arch::emu {

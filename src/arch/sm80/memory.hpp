@@ -117,7 +117,7 @@ HOPWELL_DEVICE uint32_t atomic_add(uint32_t* pointer, uint32_t value) {
 #endif
 }
 
-#if !HOPWELL_ON_DEVICE || !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#if HOPWELL_HAS_SM90
 /// red.global.add.v2.f32 / .v4.f32 (from sm_90 on): 2 or 4 sums by one instruction, each atomic on its own; 8- or 16-byte aligned.
 /// PTX: #parallel-synchronization-and-communication-instructions-red
 HOPWELL_DEVICE void red_add_v2(float* pointer, float x, float y) {

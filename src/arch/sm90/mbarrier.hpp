@@ -51,7 +51,7 @@ HOPWELL_DEVICE void mbarrier_arrive(mbarrier& b, uint32_t count, [[maybe_unused]
 #endif
 }
 
-#if HOPWELL_HAS_SM90A || HOPWELL_HAS_SM100A || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900)
+#if HOPWELL_HAS_SM90
 /// mbarrier.arrive.expect_tx: one arrival, and `bytes` more to come before the phase can end. PTX: #parallel-synchronization-and-communication-instructions-mbarrier-arrive
 HOPWELL_DEVICE void mbarrier_arrive_expect_tx(mbarrier& b, uint32_t bytes, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE

@@ -1,0 +1,30 @@
+// Operands of wgmma and tcgen05.mma in shared memory: what is touched, and the values.
+#pragma once
+
+#include "geometry.hpp"
+#include "machine.hpp"
+
+namespace hopwell::arch::emu {
+
+enum class ElementType : uint8_t { fp16, bf16, e2m1 };
+constexpr int element_bits(ElementType t) { return t == ElementType::e2m1 ? 4 : 16; }
+
+/// A matrix of `mn` × `k` elements in the shared memory of CTA `rank`.
+struct SharedOperand {
+  MatrixDescriptor descriptor;
+  Major major;
+  ElementType type;
+  int mn, k;
+  uint32_t rank;
+
+  /// Stops if the descriptor is malformed or asks for what is not modelled.
+  void check(const char* which) const;
+  /// Every 16-byte chunk is read by `who`, from now on until its operation completes.
+  void record_reads(Observer& who, Epoch epoch, const char* what) const;
+  /// out[mn][k], rows `pitch` apart, or transposed [k][mn].
+  void load(float* out, int pitch, bool transposed) const;
+};
+
+float element_value(ElementType type, const std::byte* row, int index);
+
+}  // namespace hopwell::arch::emu

@@ -1,0 +1,46 @@
+// Certification: the same small kernels on the emulator and on a GPU, whose outputs are compared word by word.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace hopwell::arch::certify {
+
+enum class Compare : uint8_t {
+  bits,          // data movement, synchronisation, conversions: equal
+  accumulation,  // sums of products in fp32: equal within the error that the order of summation can make
+  approximate,   // ex2.approx, lg2.approx: equal within their documented error
+};
+enum class Inputs : uint8_t {
+  bits,          // random 32-bit patterns, every eighth one adversarial (zeros, ones, NaN, infinities, subnormals)
+  bf16_unit,     // pairs of bf16 uniform in [-1, 1]
+  fp16_unit,
+  float_wide,    // floats of all exponents, and specials
+  integers,      // floats that are integers from -8 to 8, so that sums are exact in any order
+};
+
+/// One kernel. `run` launches it; `in` and `out` are in the memory of whoever runs it. `out` is zeroed before.
+struct Case {
+  std::string name;
+  std::string instructions;   // what it certifies
+  Inputs inputs;
+  Compare compare;
+  size_t in_words, out_words;
+  std::function<void(uint32_t* in, uint32_t* out)> run;
+};
+
+void add_sm80_cases(std::vector<Case>& cases);
+void add_sm90_cases(std::vector<Case>& cases);
+void add_wgmma_cases(std::vector<Case>& cases);
+
+inline std::vector<Case> all_cases() {
+  std::vector<Case> cases;
+  add_sm80_cases(cases);
+  add_sm90_cases(cases);
+  add_wgmma_cases(cases);
+  return cases;
+}
+
+}  // namespace hopwell::arch::certify

@@ -1,0 +1,170 @@
+// Certification of the sm80 layer. Every kernel is one CTA.
+#include "arch/sm80/async_copy.hpp"
+#include "arch/sm80/convert.hpp"
+#include "arch/sm80/matrix.hpp"
+#include "arch/sm80/memory.hpp"
+#include "cases.hpp"
+#include "start.hpp"
+
+namespace hopwell::arch::certify {
+namespace {
+
+struct Shared {
+  alignas(128) uint32_t words[2048];
+};
+
+__global__ void ldmatrix_all(const uint32_t* in, uint32_t* out) {
+  auto& s = dynamic_smem<Shared>();
+  const int t = thread_index();
+  for (int i = t; i < 1024; i += 32) s.words[i] = in[i];
+  syncwarp();
+  const uint32_t base = shared_address(s.words);
+  // Rows in a scrambled order, so that every lane's address matters.
+  const uint32_t row = base + uint32_t((t * 7 + 3) % 256) * 16;
+  uint32_t r1[1], r2[2], r4[4];
+  ldmatrix(r1, row);
+  out[t] = r1[0];
+  ldmatrix(r2, row);
+  for (int i = 0; i < 2; ++i) out[32 + i * 32 + t] = r2[i];
+  ldmatrix(r4, row);
+  for (int i = 0; i < 4; ++i) out[96 + i * 32 + t] = r4[i];
+  ldmatrix<Transpose::yes>(r1, row);
+  out[224 + t] = r1[0];
+  ldmatrix<Transpose::yes>(r2, row);
+  for (int i = 0; i < 2; ++i) out[256 + i * 32 + t] = r2[i];
+  ldmatrix<Transpose::yes>(r4, row);
+  for (int i = 0; i < 4; ++i) out[320 + i * 32 + t] = r4[i];
+}
+
+template <bool kBf16>
+__global__ void mma(const uint32_t* in, uint32_t* out) {
+  const int t = thread_index();
+  uint32_t a[4], b[2];
+  float d[4];
+  for (int i = 0; i < 4; ++i) a[i] = in[t * 8 + i];
+  for (int i = 0; i < 2; ++i) b[i] = in[t * 8 + 4 + i];
+  for (int i = 0; i < 4; ++i) d[i] = float(int(in[256 + t * 4 + i] & 0xffff) - 32768) * 0x1p-15f;
+  if constexpr (kBf16) mma_m16n8k16_bf16(d, a, b);
+  else mma_m16n8k16_fp16(d, a, b);
+  for (int i = 0; i < 4; ++i) out[t * 4 + i] = bit_cast<uint32_t>(d[i]);
+}
+
+__global__ void cp_async_sizes(const uint32_t* in, uint32_t* out) {
+  auto& s = dynamic_smem<Shared>();
+  const int t = thread_index();
+  const uint32_t base = shared_address(s.words);
+  cp_async<16>(base + uint32_t(t) * 16, in + 4 * (31 - t), t % 17);
+  cp_async<8>(base + 512 + uint32_t(t) * 8, in + 128 + 2 * (31 - t), t % 9);
+  cp_async<4>(base + 768 + uint32_t(t) * 4, in + 192 + (31 - t), t % 5);
+  cp_async_cached(base + 896 + uint32_t(t) * 16, in + 256 + 4 * t, 16 - t % 3, t % 2 ? evict_first_policy() : evict_last_policy());
+  cp_async_wait_all();
+  syncthreads();
+  for (int i = t; i < 352; i += 32) out[i] = s.words[i];
+}
+
+__global__ void cp_async_pipeline(const uint32_t* in, uint32_t* out) {
+  auto& s = dynamic_smem<Shared>();
+  const int t = thread_index();
+  const uint32_t base = shared_address(s.words);
+  for (int stage = 0; stage < 2; ++stage) {
+    cp_async(base + uint32_t(stage * 2048 + t * 16), in + (stage * 128 + t) * 4);
+    cp_async_commit();
+  }
+  for (int step = 0; step < 6; ++step) {
+    cp_async_wait<1>();
+    syncthreads();
+    for (int i = 0; i < 4; ++i) out[step * 512 + t * 4 + i] = s.words[step % 2 * 512 + (127 - t) * 4 + i];
+    syncthreads();
+    if (step + 2 < 6) cp_async(base + uint32_t(step % 2 * 2048 + t * 16), in + ((step + 2) * 128 + t) * 4);
+    cp_async_commit();
+  }
+  cp_async_wait_all();
+}
+
+__global__ void warp_collectives(const uint32_t* in, uint32_t* out) {
+  const int t = thread_index();
+  const uint32_t v = in[t];
+  out[t] = shuffle(v, int(in[64 + t] & 31));
+  out[64 + t] = shuffle_xor(v, 13);
+  out[128 + t] = ballot(v & 1);
+  out[192 + t] = uint32_t(lane_index() + 32 * warp_index());
+}
+
+__global__ void named_barriers(const uint32_t* in, uint32_t* out) {
+  auto& s = dynamic_smem<Shared>();
+  const int t = thread_index();
+  for (int round = 0; round < 3; ++round) {
+    if (t < 32) {
+      if (round) barrier_sync(2, 64);
+      s.words[t] = in[round * 32 + t];
+      barrier_arrive(1, 64);
+    } else {
+      barrier_sync(1, 64);
+      out[round * 32 + t - 32] = s.words[63 - t];
+      if (round < 2) barrier_arrive(2, 64);
+    }
+  }
+}
+
+__global__ void reductions(const uint32_t* in, uint32_t* out) {
+  const int t = thread_index();
+  red_add(reinterpret_cast<float*>(out) + t % 4, bit_cast<float>(in[t]));
+  red_add(out + 4 + t % 4, uint32_t(t) * 0x9e3779b9u);
+  atomic_add(out + 8, uint32_t(t));
+}
+
+__global__ void conversions(const uint32_t* in, uint32_t* out) {
+  const int t = thread_index();
+  const float x = bit_cast<float>(in[2 * t]), y = bit_cast<float>(in[2 * t + 1]);
+  out[t] = pack_bf16(x, y);
+  out[256 + t] = pack_fp16(x, y);
+  out[512 + t] = bit_cast<uint32_t>(to_float(fp16{uint16_t(in[t] >> 16)}));
+  out[768 + t] = bit_cast<uint32_t>(to_float(to_bf16(x)));
+}
+
+__global__ void all_fp16(const uint32_t*, uint32_t* out) {
+  for (int i = thread_index(); i < 65536; i += 256) out[i] = bit_cast<uint32_t>(to_float(fp16{uint16_t(i)}));
+}
+
+__global__ void transcendental(const uint32_t* in, uint32_t* out) {
+  const int t = thread_index();
+  out[t] = bit_cast<uint32_t>(exp2_approx(float(int(in[t] & 0xffff) - 32768) * 0x1p-8f));
+  out[256 + t] = bit_cast<uint32_t>(log2_approx(bit_cast<float>((in[256 + t] & 0x3fffffff) + 0x10000000)));
+}
+
+__global__ void wide_accesses(const uint32_t* in, uint32_t* out) {
+  auto& s = dynamic_smem<Shared>();
+  const int t = thread_index();
+  prefetch_l2(in + t);
+  store_shared_v4(shared_address(s.words) + uint32_t(t) * 16, load_streaming(in + 4 * t));
+  syncthreads();
+  store_streaming(out + 4 * t, load_shared_v4(shared_address(s.words) + uint32_t(63 - t) * 16));
+  store_streaming(out + 256 + 4 * t, load_streaming(in + 4 * t, evict_first_policy()));
+  out[512 + t] = load_acquire(in + t) ^ load_relaxed(in + 64 + t);
+}
+
+}  // namespace
+
+void add_sm80_cases(std::vector<Case>& cases) {
+  const size_t shared = sizeof(Shared);
+  const auto add = [&](const char* name, const char* instructions, Inputs inputs, Compare compare, size_t in_words, size_t out_words,
+                       void (*kernel)(const uint32_t*, uint32_t*), uint32_t threads) {
+    cases.push_back({name, instructions, inputs, compare, in_words, out_words, [=](uint32_t* in, uint32_t* out) {
+                       start(kernel, {.threads = threads, .shared_bytes = shared}, in, out);
+                     }});
+  };
+  add("ldmatrix", "ldmatrix .x1 .x2 .x4 .trans", Inputs::bits, Compare::bits, 1024, 448, ldmatrix_all, 32);
+  add("mma_bf16", "mma.sync.m16n8k16 bf16", Inputs::bf16_unit, Compare::accumulation, 384, 128, mma<true>, 32);
+  add("mma_fp16", "mma.sync.m16n8k16 f16", Inputs::fp16_unit, Compare::accumulation, 384, 128, mma<false>, 32);
+  add("cp_async_sizes", "cp.async 4 8 16 zero-fill, cache policy, wait_all, createpolicy", Inputs::bits, Compare::bits, 384, 352, cp_async_sizes, 32);
+  add("cp_async_pipeline", "cp.async commit_group wait_group", Inputs::bits, Compare::bits, 3072, 3072, cp_async_pipeline, 128);
+  add("warp_collectives", "shfl.sync vote.sync", Inputs::bits, Compare::bits, 128, 256, warp_collectives, 64);
+  add("named_barriers", "bar.sync bar.arrive", Inputs::bits, Compare::bits, 96, 96, named_barriers, 64);
+  add("reductions", "red.add f32 u32, atom.add", Inputs::integers, Compare::bits, 128, 9, reductions, 128);
+  add("conversions", "cvt bf16x2 f16x2 f32.f16", Inputs::float_wide, Compare::bits, 512, 1024, conversions, 256);
+  add("all_fp16", "cvt.f32.f16, every value", Inputs::bits, Compare::bits, 1, 65536, all_fp16, 256);
+  add("transcendental", "ex2.approx lg2.approx", Inputs::bits, Compare::approximate, 512, 512, transcendental, 256);
+  add("wide_accesses", "ld/st v4, streaming, cache hints, acquire, relaxed, prefetch", Inputs::bits, Compare::bits, 256, 576, wide_accesses, 64);
+}
+
+}  // namespace hopwell::arch::certify

@@ -1,0 +1,123 @@
+// Certification of wgmma: shared memory is filled with random numbers, so any difference in which of them an operand reads shows.
+#include "arch/sm90/tma.hpp"
+#include "arch/sm90/wgmma.hpp"
+#include "cases.hpp"
+#include "start.hpp"
+
+namespace hopwell::arch::certify {
+namespace {
+
+constexpr int kWords = 16384;   // 64 KiB of operands
+struct Shared {
+  alignas(1024) uint32_t words[kWords];
+};
+
+// Strides with which every operand of up to 256 × 16 elements stays inside of the 64 KiB, all different.
+HOPWELL_HOST_DEVICE constexpr OperandLayout layout(Swizzle swizzle, Major major, bool b) {
+  if (major == Major::k) return swizzle == Swizzle::none ? OperandLayout{swizzle, b ? 5120u : 2048u, b ? 144u : 256u}
+                                                         : OperandLayout{swizzle, 16, (128u << int(swizzle)) + (b ? 0u : 128u << int(swizzle))};
+  if (swizzle == Swizzle::none) return {swizzle, b ? 4608u : 2048u, 128};
+  return {swizzle, (128u << int(swizzle)) * 2, 128u << int(swizzle)};
+}
+
+HOPWELL_DEVICE void fill(Shared& s, const uint32_t* in) {
+  for (int i = thread_index(); i < kWords; i += 128) s.words[i] = in[i];
+  fence_proxy_async();
+  syncthreads();
+}
+
+template <int kHalfN>
+HOPWELL_DEVICE void write_out(const float (&d)[kHalfN], uint32_t* out) {
+  HOPWELL_UNROLL
+  for (int i = 0; i < kHalfN; ++i) out[i * 128 + thread_index()] = bit_cast<uint32_t>(d[i]);
+}
+
+// Two chained products into one accumulator, in two commit groups.
+template <int kN, WgmmaOptions kOptions, Swizzle kSwizzleA, Swizzle kSwizzleB>
+__global__ void __launch_bounds__(128) products_ss(const uint32_t* in, uint32_t* out) {
+#if HOPWELL_HAS_SM90A
+  auto& s = dynamic_smem<Shared>();
+  fill(s, in);
+  const uint32_t base = shared_address(s.words);
+  float d[kN / 2];
+  HOPWELL_UNROLL
+  for (int i = 0; i < kN / 2; ++i) d[i] = 0.5f;
+  const uint64_t a = wgmma_descriptor(layout(kSwizzleA, kOptions.a_major, false)), b = wgmma_descriptor(layout(kSwizzleB, kOptions.b_major, true));
+  wgmma_fence();
+  wgmma_ss<kOptions>(d, at_address(a, base), at_address(b, base + 16384), true);
+  wgmma_commit();
+  wgmma_ss<kOptions>(d, at_address(a, base + 8192), at_address(b, base + 32768), true);
+  wgmma_commit();
+  wgmma_wait<1>();
+  wgmma_wait<0>(d);
+  write_out(d, out);
+#endif
+}
+
+template <int kN, WgmmaOptions kOptions, Swizzle kSwizzle>
+__global__ void __launch_bounds__(128) products_rs(const uint32_t* in, uint32_t* out) {
+#if HOPWELL_HAS_SM90A
+  auto& s = dynamic_smem<Shared>();
+  fill(s, in);
+  uint32_t a[4];
+  HOPWELL_UNROLL
+  for (int i = 0; i < 4; ++i) a[i] = in[thread_index() * 4 + i];
+  float d[kN / 2];
+  wgmma_fence();
+  wgmma_rs<kOptions>(d, a, at_address(wgmma_descriptor(layout(kSwizzle, kOptions.b_major, true)), shared_address(s.words) + 16384), false);
+  wgmma_commit();
+  wgmma_wait<0>(d);
+  write_out(d, out);
+#endif
+}
+
+using Kernel = void (*)(const uint32_t*, uint32_t*);
+void add(std::vector<Case>& cases, const std::string& name, Half type, int n, Kernel kernel) {
+  cases.push_back({name, "wgmma.mma_async fence commit_group wait_group", type == Half::bf16 ? Inputs::bf16_unit : Inputs::fp16_unit, Compare::accumulation, kWords,
+                   size_t(n / 2 * 128), [kernel](uint32_t* in, uint32_t* out) { start(kernel, {.threads = 128, .shared_bytes = sizeof(Shared)}, in, out); }});
+}
+
+template <int kN>
+void add_every_n(std::vector<Case>& cases) {
+  if constexpr (kN > 0) {
+    add_every_n<kN - 8>(cases);
+    constexpr WgmmaOptions kPlain{};
+    add(cases, "wgmma_ss_n" + std::to_string(kN), Half::bf16, kN, products_ss<kN, kPlain, Swizzle::bytes128, Swizzle::bytes128>);
+    add(cases, "wgmma_rs_n" + std::to_string(kN), Half::bf16, kN, products_rs<kN, kPlain, Swizzle::bytes128>);
+  }
+}
+
+template <Half kType, Major kA, Major kB, Swizzle kSwizzle>
+void add_layout(std::vector<Case>& cases) {
+  constexpr WgmmaOptions kOptions{.type = kType, .a_major = kA, .b_major = kB};
+  const char* swizzles[] = {"none", "32", "64", "128"};
+  add(cases, std::string("wgmma_") + (kType == Half::bf16 ? "bf16" : "fp16") + (kA == Major::k ? "_ak" : "_amn") + (kB == Major::k ? "_bk" : "_bmn") + "_swizzle_" + swizzles[int(kSwizzle)],
+      kType, 64, products_ss<64, kOptions, kSwizzle, kSwizzle>);
+}
+template <Half kType, Swizzle kSwizzle>
+void add_majors(std::vector<Case>& cases) {
+  add_layout<kType, Major::k, Major::k, kSwizzle>(cases);
+  add_layout<kType, Major::k, Major::mn, kSwizzle>(cases);
+  add_layout<kType, Major::mn, Major::k, kSwizzle>(cases);
+  add_layout<kType, Major::mn, Major::mn, kSwizzle>(cases);
+}
+template <Half kType>
+void add_swizzles(std::vector<Case>& cases) {
+  add_majors<kType, Swizzle::none>(cases);
+  add_majors<kType, Swizzle::bytes32>(cases);
+  add_majors<kType, Swizzle::bytes64>(cases);
+  add_majors<kType, Swizzle::bytes128>(cases);
+}
+
+}  // namespace
+
+void add_wgmma_cases(std::vector<Case>& cases) {
+  add_every_n<256>(cases);
+  add_swizzles<Half::bf16>(cases);
+  add_swizzles<Half::fp16>(cases);
+  constexpr WgmmaOptions kNegated{.negate_a = true}, kFp16Mn{.type = Half::fp16, .b_major = Major::mn, .negate_b = true};
+  add(cases, "wgmma_negate_a", Half::bf16, 32, products_ss<32, kNegated, Swizzle::bytes128, Swizzle::bytes64>);
+  add(cases, "wgmma_rs_fp16_bmn_negate_b", Half::fp16, 128, products_rs<128, kFp16Mn, Swizzle::bytes64>);
+}
+
+}  // namespace hopwell::arch::certify
