@@ -3,7 +3,7 @@
 namespace hopwell::cases {
 
 const std::vector<Suite>& suites() {
-  static const std::vector<Suite> all = {sparse_mla_forward(), sparse_mla_backward(), attention_distribution()};
+  static const std::vector<Suite> all = {sparse_mla_forward(), sparse_mla_backward(), attention_distribution(), paged_attention()};
   return all;
 }
 

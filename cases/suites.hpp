@@ -8,5 +8,6 @@ namespace hopwell::cases {
 Suite sparse_mla_forward();
 Suite sparse_mla_backward();
 Suite attention_distribution();
+Suite paged_attention();
 
 }  // namespace hopwell::cases
