@@ -105,7 +105,6 @@ struct Thread {
   AgentId tensor_agent = kNoAgent, tensor_issued_agent = kNoAgent;
   uint32_t tensor_step = 1;
   std::vector<PendingLoad> loads;
-  uint32_t live_registers = 0;
 
   uint32_t step() const { return knows.ordered[agent]; }
   void tick() { knows.ordered.set(agent, step() + 1); }
@@ -180,6 +179,7 @@ struct Cta {
   std::vector<TensorCell> tmem_shadow;
   uint32_t tmem_used = 0;           // bit i: columns [32 i, 32 i + 32)
   bool tmem_relinquished = false;
+  int cta_group = 0;                // of its tcgen05 instructions; 0: none so far
   std::vector<Thread*> tmem_waiters;
   int pair_request = -1;            // columns that this CTA's warp wants in a cta_group::2 allocation
   uint32_t pair_column = 0;
@@ -298,8 +298,10 @@ class Machine {
   struct Agent {
     std::string description;
     const char* remedy;
+    bool tensor_core = false;
   };
   std::vector<Agent> agents;
+  bool is_tensor_agent(AgentId agent) const { return agents[agent].tensor_core; }
   std::vector<AgentId> reader_fenced_agents;                    // their generic-proxy writes can be fenced only by who learns of them
   std::deque<uint32_t> clusters_left;                           // linear numbers of clusters not yet started
   bool stopped = false;

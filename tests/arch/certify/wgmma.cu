@@ -32,10 +32,11 @@ HOPWELL_DEVICE void write_out(const float (&d)[kHalfN], uint32_t* out) {
   for (int i = 0; i < kHalfN; ++i) out[i * 128 + thread_index()] = bit_cast<uint32_t>(d[i]);
 }
 
-// Two chained products into one accumulator, in two commit groups.
-template <int kN, WgmmaOptions kOptions, Swizzle kSwizzleA, Swizzle kSwizzleB>
+// Two chained products into one accumulator, in two commit groups. (nvcc takes no structs as template arguments of kernels.)
+template <int kN, Half kType, Major kMajorA, Major kMajorB, Swizzle kSwizzleA, Swizzle kSwizzleB, bool kNegateA>
 __global__ void __launch_bounds__(128) products_ss(const uint32_t* in, uint32_t* out) {
 #if HOPWELL_HAS_SM90A
+  constexpr WgmmaOptions kOptions{.type = kType, .a_major = kMajorA, .b_major = kMajorB, .negate_a = kNegateA};
   auto& s = dynamic_smem<Shared>();
   fill(s, in);
   const uint32_t base = shared_address(s.words);
@@ -54,9 +55,10 @@ __global__ void __launch_bounds__(128) products_ss(const uint32_t* in, uint32_t*
 #endif
 }
 
-template <int kN, WgmmaOptions kOptions, Swizzle kSwizzle>
+template <int kN, Half kType, Major kMajorB, Swizzle kSwizzle, bool kNegateB>
 __global__ void __launch_bounds__(128) products_rs(const uint32_t* in, uint32_t* out) {
 #if HOPWELL_HAS_SM90A
+  constexpr WgmmaOptions kOptions{.type = kType, .b_major = kMajorB, .negate_b = kNegateB};
   auto& s = dynamic_smem<Shared>();
   fill(s, in);
   uint32_t a[4];
@@ -81,18 +83,16 @@ template <int kN>
 void add_every_n(std::vector<Case>& cases) {
   if constexpr (kN > 0) {
     add_every_n<kN - 8>(cases);
-    constexpr WgmmaOptions kPlain{};
-    add(cases, "wgmma_ss_n" + std::to_string(kN), Half::bf16, kN, products_ss<kN, kPlain, Swizzle::bytes128, Swizzle::bytes128>);
-    add(cases, "wgmma_rs_n" + std::to_string(kN), Half::bf16, kN, products_rs<kN, kPlain, Swizzle::bytes128>);
+    add(cases, "wgmma_ss_n" + std::to_string(kN), Half::bf16, kN, products_ss<kN, Half::bf16, Major::k, Major::k, Swizzle::bytes128, Swizzle::bytes128, false>);
+    add(cases, "wgmma_rs_n" + std::to_string(kN), Half::bf16, kN, products_rs<kN, Half::bf16, Major::k, Swizzle::bytes128, false>);
   }
 }
 
 template <Half kType, Major kA, Major kB, Swizzle kSwizzle>
 void add_layout(std::vector<Case>& cases) {
-  constexpr WgmmaOptions kOptions{.type = kType, .a_major = kA, .b_major = kB};
   const char* swizzles[] = {"none", "32", "64", "128"};
   add(cases, std::string("wgmma_") + (kType == Half::bf16 ? "bf16" : "fp16") + (kA == Major::k ? "_ak" : "_amn") + (kB == Major::k ? "_bk" : "_bmn") + "_swizzle_" + swizzles[int(kSwizzle)],
-      kType, 64, products_ss<64, kOptions, kSwizzle, kSwizzle>);
+      kType, 64, products_ss<64, kType, kA, kB, kSwizzle, kSwizzle, false>);
 }
 template <Half kType, Swizzle kSwizzle>
 void add_majors(std::vector<Case>& cases) {
@@ -115,9 +115,8 @@ void add_wgmma_cases(std::vector<Case>& cases) {
   add_every_n<256>(cases);
   add_swizzles<Half::bf16>(cases);
   add_swizzles<Half::fp16>(cases);
-  constexpr WgmmaOptions kNegated{.negate_a = true}, kFp16Mn{.type = Half::fp16, .b_major = Major::mn, .negate_b = true};
-  add(cases, "wgmma_negate_a", Half::bf16, 32, products_ss<32, kNegated, Swizzle::bytes128, Swizzle::bytes64>);
-  add(cases, "wgmma_rs_fp16_bmn_negate_b", Half::fp16, 128, products_rs<128, kFp16Mn, Swizzle::bytes64>);
+  add(cases, "wgmma_negate_a", Half::bf16, 32, products_ss<32, Half::bf16, Major::k, Major::k, Swizzle::bytes128, Swizzle::bytes64, true>);
+  add(cases, "wgmma_rs_fp16_bmn_negate_b", Half::fp16, 128, products_rs<128, Half::fp16, Major::mn, Swizzle::bytes64, true>);
 }
 
 }  // namespace hopwell::arch::certify
