@@ -1,0 +1,137 @@
+"""The whole experiment: text, training, the dense twin, quantisation, a sample, and what it all shows."""
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import hopwell
+import safetensors.torch
+import torch
+from rich.console import Console
+
+from dsa_lm import model as network
+from dsa_lm import report, text
+from dsa_lm.report import Claim, DemoError, Reporter, Stopwatch, write_atomically
+from dsa_lm.training import Settings, Trainer
+
+VALIDATION_WINDOWS = 96
+
+
+def choose_device(options: argparse.Namespace) -> torch.device:
+    """The GPU where PyTorch and Hopwell both have it, else the CPU; the quick run's sizes are the CPU's."""
+    on_gpu = not options.quick and any(not name.startswith(("cpu", "emu:")) for name in hopwell.backends())
+    return torch.device("cuda" if on_gpu and torch.cuda.is_available() else "cpu")
+
+
+def choose_settings(options: argparse.Namespace, device: torch.device) -> Settings:
+    if options.quick:
+        return Settings(network.QUICK, options.steps or 250, sequences=8, seed=options.seed, learning_rate=8e-3)
+    if device.type == "cuda":
+        return Settings(network.GPU, options.steps or 1000, sequences=16, seed=options.seed, learning_rate=1e-3)
+    return Settings(network.CPU, options.steps or 1000, seed=options.seed)
+
+
+@dataclass
+class Results:
+    """What the claims are made of: losses in nats a token over the same validation windows."""
+
+    bigram: float
+    dense: float
+    sparse: float
+    nvfp4: float
+    keys_read: float
+    quantized_layers: int
+    generated_per_s: float
+
+
+def claims(results: Results, topk: int) -> list[Claim]:
+    sparse, dense, nvfp4 = results.sparse, results.dense, results.nvfp4
+
+    def against(loss: float, reference: float) -> str:
+        return f"{loss:.3f} ({loss / reference - 1:+.2%})"
+
+    return [
+        Claim(
+            "beats the bigram model",
+            against(sparse, results.bigram),
+            f"< {results.bigram:.3f}",
+            sparse < results.bigram,
+        ),
+        Claim("within 3 % of its dense twin", against(sparse, dense), f"≤ {1.03 * dense:.3f}", sparse <= 1.03 * dense),
+        Claim("NVFP4 costs less than 3 %", against(nvfp4, sparse), f"< {1.03 * sparse:.3f}", nvfp4 < 1.03 * sparse),
+        Claim(
+            "reads a fraction of the keys", f"{results.keys_read:.1%} (topk {topk})", "< 50 %", results.keys_read < 0.5
+        ),
+    ]
+
+
+def sample(
+    model: network.Decoder, corpus: text.Corpus, options: argparse.Namespace, device: torch.device
+) -> tuple[str, float]:
+    """The prompt and what the model makes of it, and tokens a second."""
+    prompt = corpus.tokenizer.encode(options.prompt).ids
+    room = model.size.context - len(prompt)
+    if not prompt or room < 1:
+        raise DemoError(f"argument --prompt: expected 1 to {model.size.context - 1} tokens; got {len(prompt)}")
+    ids, per_s = network.generate(model, torch.tensor(prompt, device=device), room, options.seed)
+    return options.prompt + corpus.tokenizer.decode(ids.tolist()), per_s
+
+
+def finish(trainer: Trainer, options: argparse.Namespace, bigram: float, folder: Path) -> tuple[Results, str]:
+    """The trained model to disk, then quantised, measured again and put to writing."""
+    model, device = trainer.model, trainer.device
+    dense = trainer.validation[-1]["loss"]
+    model.load_state_dict(trainer.trained)
+    size = json.dumps(asdict(trainer.settings.size))
+    write_atomically(folder / "model.safetensors", safetensors.torch.save(model.state_dict(), {"size": size}))
+    write_atomically(folder / "tokenizer.json", trainer.corpus.tokenizer.to_str(pretty=True).encode())
+    sparse, keys_read = network.evaluate(model, trainer.windows, "sparse")
+    layers = network.quantize(model)
+    nvfp4, _ = network.evaluate(model, trainer.windows, "sparse")
+    written, per_s = sample(model, trainer.corpus, options, device)
+    write_atomically(folder / "sample.txt", written.encode())
+    return Results(bigram, dense, sparse, nvfp4, keys_read, layers, per_s), written
+
+
+def run(options: argparse.Namespace, console: Console) -> bool:
+    """Everything; returns whether all claims held."""
+    watch = Stopwatch()
+    device = choose_device(options)
+    settings = choose_settings(options, device)
+    if device.type == "cpu":
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    folder = Path("runs") / options.name
+    size = settings.size
+    corpus = text.load(options.text, size.vocabulary, size.context, 400_000 if options.quick else None)
+    windows = text.validation_windows(corpus.validation, size.context, VALIDATION_WINDOWS)
+    bigram = text.Bigram(corpus.train, size.vocabulary).loss(*windows)
+    trainer = Trainer(settings, corpus, tuple(w.to(device) for w in windows), device)
+    if options.resume:
+        trainer.load(folder / "checkpoint.pt")
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    reporter = Reporter(console)
+    reporter.say(
+        f"{corpus.files} files, {len(corpus.train):,} training and {len(corpus.validation):,} validation tokens; "
+        f"{parameters:,} parameters, context {size.context}, topk {size.topk}, on {device}; bigram {bigram:.3f} nats/token"
+    )
+    with torch.autocast(device.type, getattr(torch, size.dtype), enabled=size.dtype != "float32"):
+        trainer.run(folder / "checkpoint.pt", reporter)
+        results, written = finish(trainer, options, bigram, folder)
+
+    made = claims(results, size.topk)
+    metrics = {"settings": asdict(settings), "device": str(device), "seconds": watch.seconds()} | asdict(results)
+    metrics |= {"claims": [asdict(claim) for claim in made], "validation": trainer.validation}
+    metrics |= {"steps": trainer.steps, "dense_twin": trainer.dense_twin}
+    write_atomically(folder / "metrics.json", report.metrics_json(metrics))
+    write_atomically(folder / "loss.png", report.loss_picture(metrics))
+    reporter.say("\n" + written + "\n")
+    console.print(
+        report.table(f"{options.name}: loss in nats a token on {windows[1].numel():,} validation tokens", made)
+    )
+    reporter.say(
+        f"{results.quantized_layers} linear layers in NVFP4, generated {results.generated_per_s:,.0f} tokens/s; "
+        f"{watch.seconds():.0f} s in all; results in {folder}/"
+    )
+    return all(claim.holds for claim in made)

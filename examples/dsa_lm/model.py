@@ -1,0 +1,144 @@
+"""The network: a decoder of RMSNorm, DeepSeek Sparse Attention and SwiGLU, its sizes, and generation token by token."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from hopwell.torch import nn
+from torch import Tensor
+from torch import nn as torch_nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Size:
+    """Sizes of the network. The CPU operators take any; the CUDA ones d_v 512 with d_rope 64 and bfloat16."""
+
+    vocabulary: int = 2048
+    context: int = 256
+    layers: int = 3
+    d_model: int = 128
+    d_ff: int = 256
+    h_q: int = 4
+    d_v: int = 64
+    d_rope: int = 16
+    d_nope: int = 32
+    d_head: int = 32
+    topk: int = 32
+    h_index: int = 4
+    d_index: int = 32
+    dtype: str = "float32"
+
+
+CPU = Size()
+QUICK = Size(vocabulary=320, context=128, layers=2, d_model=64, d_ff=128, topk=32)
+GPU = Size(
+    context=1024, layers=6, d_model=512, d_ff=1408, h_q=16, d_v=512, d_rope=64, d_nope=64, d_head=64, topk=256,
+    h_index=16, d_index=128, dtype="bfloat16",
+)  # fmt: skip
+
+
+class Block(torch_nn.Module):
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        mla = nn.SparseMLA(
+            size.d_model, size.h_q, d_v=size.d_v, d_rope=size.d_rope, d_nope=size.d_nope, d_head=size.d_head
+        )
+        indexer = nn.LightningIndexer(
+            size.d_model, topk=size.topk, h_index=size.h_index, d_index=size.d_index, d_rope=size.d_rope
+        )
+        self.attention_norm = torch_nn.RMSNorm(size.d_model)
+        self.attention = nn.DSA(mla, indexer)
+        self.mlp_norm = torch_nn.RMSNorm(size.d_model)
+        self.up = torch_nn.Linear(size.d_model, 2 * size.d_ff, bias=False)
+        self.down = torch_nn.Linear(size.d_ff, size.d_model, bias=False)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        gate, value = self.up(self.mlp_norm(x)).chunk(2, dim=-1)
+        return self.down(functional.silu(gate) * value)
+
+    def forward(self, x: Tensor, mode: nn.Mode) -> tuple[Tensor, Tensor | None]:
+        y, indexer_loss = self.attention(self.attention_norm(x), mode)
+        x = x + y
+        return x + self.mlp(x), indexer_loss
+
+    def extend(self, x: Tensor, cache: nn.KeyCache) -> Tensor:
+        x = x + self.attention.extend(self.attention_norm(x), cache)
+        return x + self.mlp(x)
+
+
+class Decoder(torch_nn.Module):
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.size = size
+        self.embedding = torch_nn.Embedding(size.vocabulary, size.d_model)
+        self.blocks = torch_nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.norm = torch_nn.RMSNorm(size.d_model)
+        self.head = torch_nn.Linear(size.d_model, size.vocabulary, bias=False)
+        # The head starts at zero: every token equally likely, and no gradient wasted on unlearning chance.
+        torch_nn.init.zeros_(self.head.weight)
+        for block in self.blocks:
+            for linear in (block.attention.mla.output, block.down):
+                linear.weight.data *= (2 * size.layers) ** -0.5
+
+    def forward(self, tokens: Tensor, mode: nn.Mode = "sparse") -> tuple[Tensor, Tensor]:
+        """tokens int64 [b, s] → logits [b, s, vocabulary] and the indexers' loss, summed over layers (0 where there is
+        none).
+        """
+        x = self.embedding(tokens)
+        total = x.new_zeros(())
+        for block in self.blocks:
+            x, indexer_loss = block(x, mode)
+            total = total if indexer_loss is None else total + indexer_loss
+        return self.head(self.norm(x)), total
+
+    def extend(self, tokens: Tensor, caches: list[nn.KeyCache]) -> Tensor:
+        """Logits [vocabulary] after the tokens [s] that follow those in the caches."""
+        x = self.embedding(tokens[None])
+        for block, cache in zip(self.blocks, caches, strict=True):
+            x = block.extend(x, cache)
+        return self.head(self.norm(x[0, -1:]))[0]
+
+    def indexer_parameters(self) -> list[torch_nn.Parameter]:
+        return [p for block in self.blocks for p in block.attention.indexer.parameters()]
+
+    def keys_read(self) -> tuple[int, int]:
+        """Keys the last sparse forward read and keys a dense one would have, over layers and queries."""
+        chosen = [block.attention.selected for block in self.blocks]
+        b, s, _ = chosen[0].shape
+        return sum(int((c >= 0).sum()) for c in chosen), len(chosen) * b * s * (s + 1) // 2
+
+
+@torch.no_grad()
+def evaluate(model: Decoder, windows: tuple[Tensor, Tensor], mode: nn.Mode, size: int = 8) -> tuple[float, float]:
+    """Mean loss in nats a token over the windows, and the fraction of the visible keys that attention read."""
+    total, read, visible = 0.0, 0, 0
+    for tokens, following in zip(*(part.split(size) for part in windows), strict=True):
+        logits, _ = model(tokens, mode)
+        total += functional.cross_entropy(logits.flatten(0, 1).float(), following.flatten(), reduction="sum").item()
+        if mode == "sparse":
+            read, visible = (a + b for a, b in zip((read, visible), model.keys_read(), strict=True))
+    return total / windows[1].numel(), read / visible if visible else 1.0
+
+
+def quantize(model: Decoder) -> int:
+    """Puts NVFP4 layers in the place of the linear ones; returns how many."""
+    linear = [(m, n, c) for m in model.modules() for n, c in m.named_children() if isinstance(c, torch_nn.Linear)]
+    for parent, name, child in linear:
+        setattr(parent, name, nn.NVFP4Linear.from_linear(child))
+    return len(linear)
+
+
+@torch.no_grad()
+def generate(model: Decoder, prompt: Tensor, count: int, seed: int, temperature: float = 0.8) -> tuple[Tensor, float]:
+    """`count` tokens that continue the prompt [s], drawn one by one, and how many came a second."""
+    caches = [nn.KeyCache(model.size.context) for _ in model.blocks]
+    generator = torch.Generator().manual_seed(seed)
+    logits = model.extend(prompt, caches)
+    tokens = []
+    began = time.perf_counter()
+    for _ in range(count):
+        probabilities = torch.softmax(logits.float().cpu() / temperature, dim=-1)
+        tokens.append(torch.multinomial(probabilities, 1, generator=generator))
+        logits = model.extend(tokens[-1].to(prompt.device), caches)
+    return torch.cat(tokens), count / (time.perf_counter() - began)

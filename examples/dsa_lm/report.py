@@ -1,0 +1,166 @@
+"""What a run tells: progress while it goes, files that are whole or absent, the picture and the table at the end."""
+
+import io
+import json
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+
+class DemoError(Exception):
+    """Something the user can put right; its text is one line."""
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Writes the file under another name and renames it then: when the disk is full, what stood there stays whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=path.name, dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+@dataclass
+class Claim:
+    """One thing the run must show: `measured` against its bound."""
+
+    text: str
+    measured: str
+    bound: str
+    holds: bool
+
+
+class Reporter:
+    """A progress bar on a terminal; in a pipe a line at every tenth of a stage."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.progress: Progress | None = None
+
+    def begin(self, stage: str, done: int, steps: int) -> None:
+        self.stage, self.steps, self.line_at = stage, steps, done
+        if self.console.is_terminal:
+            columns = (
+                TextColumn("{task.description:11}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[figures]}"),
+            )
+            self.progress = Progress(*columns, TimeRemainingColumn(), console=self.console)
+            self.task = self.progress.add_task(stage, total=steps, completed=done, figures="")
+            self.progress.start()
+
+    def step(self, done: int, record: dict[str, Any]) -> None:
+        figures = (
+            f"loss {record['loss']:.3f}  indexer {record['indexer_loss']:.3f}  {record['tokens_per_s']:,.0f} tokens/s"
+        )
+        if self.progress:
+            self.progress.update(self.task, completed=done, figures=figures)
+        elif done >= self.line_at or done == self.steps:
+            self.console.print(f"{self.stage:11} {done:5d}/{self.steps}  {figures}", highlight=False)
+            self.line_at = done + max(1, self.steps // 10)
+
+    def end(self) -> None:
+        if self.progress:
+            self.progress.stop()
+            self.progress = None
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False)
+
+
+def console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 120)
+
+
+def table(title: str, claims: list[Claim]) -> Table:
+    result = Table(title=title, title_justify="left")
+    for heading in ("claim", "measured", "bound", ""):
+        result.add_column(heading)
+    for claim in claims:
+        verdict = "[green]PASS[/]" if claim.holds else "[red]FAIL[/]"
+        result.add_row(claim.text, claim.measured, claim.bound, verdict)
+    return result
+
+
+def metrics_json(metrics: dict[str, Any]) -> bytes:
+    return (json.dumps(metrics, indent=1) + "\n").encode()
+
+
+def smooth(values: list[float], weight: float = 0.95) -> list[float]:
+    """Exponential moving average without the pull of its start."""
+    result, mean, norm = [], 0.0, 0.0
+    for value in values:
+        mean, norm = weight * mean + (1 - weight) * value, weight * norm + (1 - weight)
+        result.append(mean / norm)
+    return result
+
+
+def loss_picture(metrics: dict[str, Any]) -> bytes:
+    """Training and validation loss, the dense twin's and the bigram model's, over steps of the main model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    for records, label, colour in (
+        (metrics["steps"], "sparse attention", "tab:blue"),
+        (metrics["dense_twin"], "dense twin", "tab:orange"),
+    ):
+        curve = [r for r in records if r["stage"] != "warm-up"]
+        if curve:
+            axes.plot(
+                [r["update"] for r in curve],
+                smooth([r["loss"] for r in curve]),
+                color=colour,
+                label=f"{label}, training",
+            )
+    for model, label, colour in (
+        ("sparse", "sparse attention", "tab:blue"),
+        ("dense twin", "dense twin", "tab:orange"),
+    ):
+        points = [v for v in metrics["validation"] if v["model"] == model]
+        axes.plot(
+            [v["update"] for v in points],
+            [v["loss"] for v in points],
+            "o--",
+            color=colour,
+            label=f"{label}, validation",
+        )
+    axes.axhline(metrics["bigram"], color="gray", linestyle=":", label="bigram model, validation")
+    axes.set(
+        xlabel="updates of the main model", ylabel="loss (nats a token)", title="DeepSeek Sparse Attention on real text"
+    )
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=120)
+    pyplot.close(figure)
+    return picture.getvalue()
+
+
+class Stopwatch:
+    """Seconds since it was made."""
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self.began

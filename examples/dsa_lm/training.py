@@ -1,0 +1,216 @@
+"""The stages of training, their schedule and their checkpoints.
+
+  dense       the main model learns with attention over every key: what sparse training begins from, as in the report
+  warm-up     the main model stands still; the indexer learns the attention distribution over every key
+  sparse      attention over the selected keys; the main model learns from the text, the indexer from its own loss
+  dense twin  the model as it was at the end of `dense` takes the updates of `sparse` on the same batches, densely
+
+So the twin has had the same initial weights, the same batches and the same number of updates; the warm-up is none for
+it, since it moves nothing but the indexer.
+"""
+
+import io
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hopwell.torch import nn
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils import clip_grad_norm_
+
+from dsa_lm.model import Decoder, Size, evaluate
+from dsa_lm.report import DemoError, Reporter, write_atomically
+from dsa_lm.text import Corpus, batch
+
+MODES: dict[str, nn.Mode] = {"dense": "dense", "warm-up": "warm-up", "sparse": "sparse", "dense twin": "dense"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    size: Size
+    steps: int = 1000
+    sequences: int = 4
+    seed: int = 0
+    learning_rate: float = 3e-3
+    validate_every: int = 200
+    checkpoint_every: int = 100
+
+    def lengths(self) -> dict[str, int]:
+        """Steps of each stage: `steps` updates of the main model, the first sixth of them dense, and the indexer's
+        warm-up.
+        """
+        dense = max(1, self.steps // 6)
+        return {
+            "dense": dense,
+            "warm-up": max(1, self.steps // 20),
+            "sparse": self.steps - dense,
+            "dense twin": self.steps - dense,
+        }
+
+    def rate(self, update: int) -> float:
+        """The learning rate's factor: a short rise, then a cosine down to a twentieth."""
+        rise = min(1.0, (update + 1) / min(30, self.steps / 4))
+        return rise * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * update / self.steps)))
+
+
+def make_optimizer(model: Decoder, settings: Settings) -> torch.optim.AdamW:
+    """AdamW; the embedding and the head learn faster than the matrices between them, which alone decay."""
+    rate, indexer = settings.learning_rate, model.indexer_parameters()
+    special = {id(p) for p in [*indexer, model.embedding.weight, model.head.weight]}
+    rest = [p for p in model.parameters() if id(p) not in special]
+    groups = [
+        {"params": [p for p in rest if p.ndim > 1], "lr": rate, "weight_decay": 0.1},
+        {"params": [p for p in rest if p.ndim < 2], "lr": rate},
+        {"params": [model.embedding.weight], "lr": 10 * rate},
+        {"params": [model.head.weight], "lr": 3 * rate},
+        {"params": indexer, "lr": rate},
+    ]
+    for group in groups:
+        group["peak"] = group["lr"]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+
+
+class Trainer:
+    """Runs the stages one after the other. Everything it needs to go on is in `state()`, and batches depend on the step
+    alone, so a run that was interrupted and resumed computes what it would have computed.
+    """
+
+    def __init__(
+        self, settings: Settings, corpus: Corpus, windows: tuple[Tensor, Tensor], device: torch.device
+    ) -> None:
+        self.settings, self.corpus, self.windows, self.device = settings, corpus, windows, device
+        torch.manual_seed(settings.seed)
+        self.model = Decoder(settings.size).to(device)
+        self.optimizer = make_optimizer(self.model, settings)
+        self.stage, self.step, self.update = "dense", 0, 0
+        self.fork: dict[str, Any] = {}
+        self.trained: dict[str, Any] = {}
+        self.steps: list[dict[str, Any]] = []
+        self.dense_twin: list[dict[str, Any]] = []
+        self.validation: list[dict[str, Any]] = []
+
+    # ---- checkpoints
+
+    def state(self) -> dict[str, Any]:
+        progress = {name: getattr(self, name) for name in ("stage", "step", "update", "fork", "trained")}
+        history = {name: getattr(self, name) for name in ("steps", "dense_twin", "validation")}
+        own = {"settings": asdict(self.settings), "corpus": self.corpus.digest()}
+        return own | progress | history | {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def save(self, path: Path) -> None:
+        data = io.BytesIO()
+        torch.save(self.state(), data)
+        write_atomically(path, data.getvalue())
+
+    def load(self, path: Path) -> None:
+        try:
+            state = torch.load(path, map_location=self.device, weights_only=True)
+        except FileNotFoundError:
+            raise DemoError(f"nothing to resume: {path} does not exist") from None
+        except Exception as error:
+            raise DemoError(f"cannot resume from {path}: {str(error).splitlines()[0]}") from None
+        for name, mine in (("settings", asdict(self.settings)), ("corpus", self.corpus.digest())):
+            if state[name] != mine:
+                raise DemoError(f"cannot resume from {path}: it was written with other {name}")
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        for name in ("stage", "step", "update", "fork", "trained", "steps", "dense_twin", "validation"):
+            setattr(self, name, state[name])
+
+    # ---- stages
+
+    def run(self, checkpoint: Path, reporter: Reporter, on_step: Callable[["Trainer"], None] | None = None) -> None:
+        """Runs what is left of the stages; `on_step` is called after each step."""
+        lengths = self.settings.lengths()
+        names = list(lengths)
+        if not self.steps:
+            self.validate("sparse", "dense")
+        for name in names[names.index(self.stage) :]:
+            if name != self.stage:
+                self.enter(name)
+                self.save(checkpoint)
+            reporter.begin(name, self.step, lengths[name])
+            try:
+                while self.step < lengths[name]:
+                    record = self.train_step()
+                    reporter.step(self.step, record)
+                    if self.step % self.settings.checkpoint_every == 0:
+                        self.save(checkpoint)
+                    if on_step:
+                        on_step(self)
+            finally:
+                reporter.end()
+        self.save(checkpoint)
+
+    def enter(self, stage: str) -> None:
+        """Begins a stage: what `dense` left is kept for the twin, and the twin begins from it."""
+        if self.stage == "dense":
+            self.validate("dense twin", "dense")
+            self.fork = _copy(
+                {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "update": self.update}
+            )
+        if stage == "dense twin":
+            self.trained = _copy(self.model.state_dict())
+            self.model.load_state_dict(self.fork["model"])
+            self.optimizer.load_state_dict(_copy(self.fork["optimizer"]))
+            self.update = self.fork["update"]
+        self.stage, self.step = stage, 0
+
+    def train_step(self) -> dict[str, Any]:
+        began = time.perf_counter()
+        settings, warm_up = self.settings, self.stage == "warm-up"
+        indexer = set(self.model.indexer_parameters())
+        main = [p for p in self.model.parameters() if p not in indexer]
+        for parameter in main:
+            parameter.requires_grad_(not warm_up)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * (1.0 if warm_up else settings.rate(self.update))
+        # The warm-up sees batches of its own, numbered after all the others.
+        number = settings.steps + self.step if warm_up else self.update
+        tokens, following = batch(self.corpus.train, settings.sequences, settings.size.context, settings.seed, number)
+        logits, indexer_loss = self.model(tokens.to(self.device), MODES[self.stage])
+        loss = functional.cross_entropy(logits.flatten(0, 1).float(), following.flatten().to(self.device))
+        self.optimizer.zero_grad()
+        (indexer_loss if warm_up else loss + indexer_loss).backward()
+        clip_grad_norm_(main, 1.0)
+        clip_grad_norm_(indexer, 1.0)
+        self.optimizer.step()
+
+        self.step += 1
+        self.update += not warm_up
+        record = {
+            "step": len(self.dense_twin if self.stage == "dense twin" else self.steps) + 1,
+            "stage": self.stage,
+            "update": self.update,
+            "loss": loss.item(),
+            "indexer_loss": indexer_loss.item(),
+        }
+        record["tokens_per_s"] = tokens.numel() / (time.perf_counter() - began)
+        (self.dense_twin if self.stage == "dense twin" else self.steps).append(record)
+        if not math.isfinite(record["loss"] + record["indexer_loss"]):
+            raise DemoError(f"the loss is no longer finite at step {record['step']}")
+        done = self.update == settings.steps
+        if not warm_up and (done or self.update % settings.validate_every == 0):
+            self.validate("dense twin" if self.stage == "dense twin" else "sparse", MODES[self.stage])
+        return record
+
+    def validate(self, model: str, mode: nn.Mode) -> float:
+        loss, read = evaluate(self.model, self.windows, mode)
+        self.validation.append({"model": model, "update": self.update, "loss": loss, "keys_read": read})
+        return loss
+
+
+def _copy(state: Any) -> Any:
+    """A state_dict whose tensors later steps do not write into."""
+    if isinstance(state, Tensor):
+        return state.detach().clone()
+    if isinstance(state, dict):
+        return {key: _copy(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [_copy(value) for value in state]
+    return state

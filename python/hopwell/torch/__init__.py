@@ -1,0 +1,36 @@
+"""Hopwell in PyTorch: the operators as `torch.library` custom ops, autograd, and `nn` modules made of them.
+
+>>> from hopwell.torch import nn, sparse_mla, indexer_loss
+"""
+
+from hopwell.torch import nn
+from hopwell.torch.ops import (
+    attention_distribution,
+    indexer_loss,
+    lightning_indexer,
+    lightning_indexer_backward,
+    nvfp4_dequantize,
+    nvfp4_gemv,
+    nvfp4_linear,
+    nvfp4_quantize,
+    paged_attention,
+    sparse_mla,
+    sparse_mla_backward,
+    sparse_mla_forward,
+)
+
+__all__ = [
+    "attention_distribution",
+    "indexer_loss",
+    "lightning_indexer",
+    "lightning_indexer_backward",
+    "nn",
+    "nvfp4_dequantize",
+    "nvfp4_gemv",
+    "nvfp4_linear",
+    "nvfp4_quantize",
+    "paged_attention",
+    "sparse_mla",
+    "sparse_mla_backward",
+    "sparse_mla_forward",
+]

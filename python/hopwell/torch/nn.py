@@ -1,0 +1,272 @@
+"""Modules made of the operators: multi-query MLA over selected keys, the lightning indexer, both together, NVFP4
+linear.
+
+Shapes: b sequences, s tokens a sequence, d_model the width of the residual stream; the operators take one packed
+sequence, so the modules flatten [b, s] and shift each sequence's key indices by its place in the pack. The attention is
+the one of DeepSeek-V2 with the up-projections absorbed (the latent is key and value of every head), the indexer and its
+training the ones of the DeepSeek-V3.2 report.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hopwell.torch import ops
+
+Mode = Literal["dense", "warm-up", "sparse"]
+
+
+def rotate(x: Tensor, start: int = 0, theta: float = 10_000.0) -> Tensor:
+    """Rotary position embedding of x [b, s, d] or [b, s, h, d], d even, for the positions start … start + s − 1."""
+    s, d = x.shape[1], x.shape[-1]
+    positions = torch.arange(start, start + s, device=x.device, dtype=torch.float32)
+    frequencies = theta ** (-torch.arange(0, d, 2, device=x.device, dtype=torch.float32) / d)
+    angle = positions[:, None] * frequencies
+    if x.ndim == 4:
+        angle = angle[:, None]
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    even, odd = x.chunk(2, dim=-1)
+    return torch.cat([even * cos - odd * sin, odd * cos + even * sin], dim=-1)
+
+
+@dataclass
+class KeyCache:
+    """What generation keeps of one sequence: latent keys [max_tokens, d_qk] and index keys [max_tokens, d_index]."""
+
+    max_tokens: int
+    length: int = 0
+    kv: Tensor | None = None
+    k_index: Tensor | None = None
+
+    def append(self, kv: Tensor, k_index: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds the keys of new tokens, [s, d_qk] and [s, d_index]; returns all there are."""
+        end = self.length + len(kv)
+        if end > self.max_tokens:
+            raise ValueError(f"KeyCache: it holds {self.max_tokens} tokens; got {end}")
+        if self.kv is None or self.k_index is None:
+            self.kv, self.k_index = (x.new_zeros(self.max_tokens, x.shape[1]) for x in (kv, k_index))
+        self.kv[self.length : end], self.k_index[self.length : end] = kv, k_index
+        self.length = end
+        return self.kv[:end], self.k_index[:end]
+
+
+class SparseMLA(nn.Module):
+    """Multi-head latent attention in its multi-query form, over the keys that `indices` names.
+
+    A token's key is its latent, d_v numbers, and a rotary part of d_rope; the value is the latent. Queries come per
+    head with d_nope position-free numbers, lifted into the latent space by `up_key`, and d_rope rotary ones; `up_value`
+    takes each head's result out of the latent space to d_head numbers.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        h_q: int,
+        *,
+        d_v: int = 512,
+        d_rope: int = 64,
+        d_nope: int = 128,
+        d_head: int = 128,
+        attn_sink: bool = False,
+        rope_theta: float = 10_000.0,
+    ) -> None:
+        super().__init__()
+        self.h_q, self.d_v, self.d_rope, self.d_nope, self.rope_theta = h_q, d_v, d_rope, d_nope, rope_theta
+        self.sm_scale = 1.0 / math.sqrt(d_nope + d_rope)
+        self.query = nn.Linear(d_model, h_q * (d_nope + d_rope), bias=False)
+        self.latent = nn.Linear(d_model, d_v + d_rope, bias=False)
+        self.latent_norm = nn.RMSNorm(d_v)
+        self.up_key = nn.Parameter(torch.randn(h_q, d_nope, d_v) / math.sqrt(d_v))
+        self.up_value = nn.Parameter(torch.randn(h_q, d_v, d_head) / math.sqrt(d_v))
+        self.output = nn.Linear(h_q * d_head, d_model, bias=False)
+        self.attn_sink = nn.Parameter(torch.zeros(h_q)) if attn_sink else None
+
+    def project(self, x: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+        """x [b, s, d_model] at the positions from `start` on → q [b, s, h_q, d_v + d_rope], kv [b, s, d_v + d_rope]."""
+        q = self.query(x).unflatten(-1, (self.h_q, -1))
+        nope, rope = q.split([self.d_nope, self.d_rope], dim=-1)
+        absorbed = torch.einsum("bshn,hnv->bshv", nope, self.up_key.to(nope.dtype))
+        latent, k_rope = self.latent(x).split([self.d_v, self.d_rope], dim=-1)
+        q = torch.cat([absorbed, rotate(rope, start, self.rope_theta)], dim=-1)
+        kv = torch.cat([self.latent_norm(latent).to(q.dtype), rotate(k_rope, start, self.rope_theta)], dim=-1)
+        return q, kv
+
+    def combine(self, out: Tensor) -> Tensor:
+        """The heads' results in the latent space [b, s, h_q, d_v] → [b, s, d_model]."""
+        heads = torch.einsum("bshv,hvd->bshd", out, self.up_value.to(out.dtype))
+        y: Tensor = self.output(heads.flatten(-2))
+        return y
+
+    def attend(self, q: Tensor, kv: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """q [s_q, h_q, d_qk], kv [s_kv, d_qk], indices int32 [s_q, topk] → out [s_q, h_q, d_v], lse [s_q, h_q]."""
+        out, _, lse = ops.sparse_mla(q, kv, indices, self.sm_scale, self.d_v, attn_sink=self.attn_sink)
+        return out, lse
+
+    def attend_dense(self, q: Tensor, kv: Tensor) -> Tensor:
+        """Causal attention over every key, by PyTorch: q [b, s, h_q, d_qk], kv [b, s, d_qk] → [b, s, h_q, d_v]."""
+        if self.attn_sink is not None:
+            raise ValueError(
+                "SparseMLA.attend_dense: expected no attention sink, which PyTorch's attention does not have"
+            )
+        q, keys = q.transpose(1, 2), kv[:, None].expand(-1, self.h_q, -1, -1)
+        out = functional.scaled_dot_product_attention(
+            q, keys, keys[..., : self.d_v], is_causal=True, scale=self.sm_scale
+        )
+        return out.transpose(1, 2)
+
+    def forward(self, x: Tensor, indices: Tensor) -> Tensor:
+        """x [b, s, d_model], indices int32 [b, s, topk] within each sequence (−1: none) → [b, s, d_model]."""
+        q, kv = self.project(x)
+        out, _ = self.attend(q.flatten(0, 1), kv.flatten(0, 1), pack_indices(indices, x.shape[1]))
+        return self.combine(out.view(*x.shape[:2], self.h_q, self.d_v))
+
+
+def pack_indices(indices: Tensor, s_kv: int) -> Tensor:
+    """Key indices within each of b sequences, [b, s, topk], to indices into their pack, [b·s, topk]; −1 stays −1."""
+    shift = torch.arange(indices.shape[0], device=indices.device, dtype=indices.dtype)[:, None, None] * s_kv
+    return torch.where(indices < 0, indices, indices + shift).flatten(0, 1)
+
+
+def all_keys(b: int, s: int, device: torch.device | None = None) -> Tensor:
+    """The index lists of dense causal attention: row t names the keys 0 … t, int32 [b, s, s], −1 beyond."""
+    keys = torch.arange(s, device=device, dtype=torch.int32)
+    return torch.where(keys <= keys[:, None], keys, -1).expand(b, s, s)
+
+
+class LightningIndexer(nn.Module):
+    """Chooses the `topk` keys each query attends: index_score[s, t] = Σ_j weights[s, j] · relu(q_index[s, j] ·
+    k_index[t]).
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        topk: int = 2048,
+        h_index: int = 64,
+        d_index: int = 128,
+        d_rope: int = 64,
+        rope_theta: float = 10_000.0,
+    ) -> None:
+        super().__init__()
+        self.topk, self.h_index, self.d_index, self.d_rope, self.rope_theta = topk, h_index, d_index, d_rope, rope_theta
+        self.query = nn.Linear(d_model, h_index * d_index, bias=False)
+        self.key = nn.Linear(d_model, d_index, bias=False)
+        self.key_norm = nn.LayerNorm(d_index)
+        self.weights = nn.Linear(d_model, h_index, bias=False)
+
+    def project(self, x: Tensor, start: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """x [b, s, d_model] → q_index [b, s, h_index, d_index], k_index [b, s, d_index], weights float32 [b, s,
+        h_index].
+        """
+        q = self.query(x).unflatten(-1, (self.h_index, self.d_index))
+        k = self.key_norm(self.key(x)).to(q.dtype)
+        weights = self.weights(x).float() / math.sqrt(self.h_index * self.d_index)
+        return self._rotate(q, start), self._rotate(k, start), weights
+
+    def _rotate(self, x: Tensor, start: int) -> Tensor:
+        return torch.cat([rotate(x[..., : self.d_rope], start, self.rope_theta), x[..., self.d_rope :]], dim=-1)
+
+    def select(self, q_index: Tensor, k_index: Tensor, weights: Tensor) -> Tensor:
+        """The visible keys of largest score: int32 [b, s, topk], ascending within each sequence, −1 where there are
+        fewer.
+        """
+        one = [
+            ops.lightning_indexer(*sequence, self.topk, q_start=0)[0]
+            for sequence in zip(q_index, k_index, weights, strict=True)
+        ]
+        return torch.stack(one)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [b, s, d_model] → indices int32 [b, s, topk]."""
+        return self.select(*self.project(x))
+
+
+class DSA(nn.Module):
+    """DeepSeek Sparse Attention: `mla` over the keys that `indexer` selects, and the loss the indexer learns from.
+
+    Three ways to run it, the stages of the report:
+      "dense"    attention over every visible key, by PyTorch; the indexer rests
+      "warm-up"  attention over every visible key and the indexer's loss over all of them; whoever trains keeps the rest
+      fixed "sparse"   attention over the selected keys and the indexer's loss over these
+
+    The loss is the mean over tokens of KL(attention distribution ‖ softmax of the index scores). The indexer's input is
+    detached and the target carries no gradient, so the indexer learns from this loss only and nothing else learns from
+    it. `selected` holds the last selection, int32 [b, s, topk], for whoever wants to see which keys were read.
+    """
+
+    def __init__(self, mla: SparseMLA, indexer: LightningIndexer) -> None:
+        super().__init__()
+        self.mla, self.indexer = mla, indexer
+        self.selected: Tensor | None = None
+
+    def forward(self, x: Tensor, mode: Mode = "sparse") -> tuple[Tensor, Tensor | None]:
+        """x [b, s, d_model] → y [b, s, d_model] and, where gradients are on and the mode has it, the indexer's loss."""
+        b, s, _ = x.shape
+        q, kv = self.mla.project(x)
+        if mode == "dense":
+            return self.mla.combine(self.mla.attend_dense(q, kv)), None
+        q_index, k_index, weights = self.indexer.project(x.detach())
+        self.selected = self.indexer.select(q_index, k_index, weights) if mode == "sparse" else all_keys(b, s, x.device)
+        indices, q, kv = pack_indices(self.selected, s), q.flatten(0, 1), kv.flatten(0, 1)
+        out, lse = self.mla.attend(q, kv, indices)
+        y = self.mla.combine(out.view(b, s, self.mla.h_q, self.mla.d_v))
+        if not torch.is_grad_enabled():
+            return y, None
+        target = ops.attention_distribution(q, kv, indices, lse, self.mla.sm_scale, normalize="l1")
+        q_index, k_index, weights = (t.flatten(0, 1) for t in (q_index, k_index, weights))
+        return y, ops.indexer_loss(q_index, k_index, weights, indices, target) / (b * s)
+
+    def extend(self, x: Tensor, cache: KeyCache) -> Tensor:
+        """The tokens x [1, s, d_model] that follow those in the cache: adds their keys to it and attends sparsely."""
+        start = cache.length
+        q, kv = self.mla.project(x, start)
+        q_index, k_index, weights = self.indexer.project(x, start)
+        keys, index_keys = cache.append(kv[0], k_index[0])
+        indices, _ = ops.lightning_indexer(q_index[0], index_keys, weights[0], self.indexer.topk, q_start=start)
+        out, _ = self.mla.attend(q[0], keys, indices)
+        return self.mla.combine(out[None])
+
+
+class NVFP4Linear(nn.Module):
+    """A linear layer whose weight is NVFP4: 4-bit codes, an e4m3 scale per 16 of them, one float32 scale. Not
+    trainable.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+    weight_global: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, weight_scale: Tensor, weight_global: Tensor, bias: Tensor | None = None) -> None:
+        """weight uint8 [out_features, in_features/2], weight_scale uint8 [out_features, in_features/16], weight_global
+        0-d.
+        """
+        super().__init__()
+        self.out_features, self.in_features = weight.shape[0], weight.shape[1] * 2
+        self.register_buffer("weight", weight)
+        self.register_buffer("weight_scale", weight_scale)
+        self.register_buffer("weight_global", weight_global)
+        self.register_buffer("bias", bias)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear) -> "NVFP4Linear":
+        """Rounds a linear layer's weight to NVFP4. Its in_features must be a multiple of 16."""
+        if linear.in_features % 16:
+            raise ValueError(f"NVFP4Linear: in_features must be a multiple of 16; got {linear.in_features}")
+        bias = None if linear.bias is None else linear.bias.detach().clone()
+        return cls(*ops.nvfp4_quantize(linear.weight.detach()), bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in_features] → [..., out_features] in x's dtype."""
+        y = ops.nvfp4_linear(
+            x.reshape(-1, self.in_features), self.weight, self.weight_scale, self.weight_global, bias=self.bias
+        )
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
