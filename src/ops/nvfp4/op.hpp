@@ -1,0 +1,68 @@
+// NVFP4: what the backends of its four operators are given. Meaning and shapes: hopwell.h.
+#pragma once
+
+#include "runtime/backend.hpp"
+#include "runtime/check.hpp"
+#include "tile/nvfp4.hpp"
+
+namespace hopwell::ops::nvfp4 {
+
+using hopwell::nvfp4::Scales;
+
+// A tensor's global scale: a number, or one in memory on the operator's device, which wins.
+struct Global {
+  const float* pointer = nullptr;
+  float value = 1;
+};
+
+struct GemvProblem {
+  View a;  // codes [M, K/2, L], contiguous along K
+  View b;  // codes [1 or more, K/2, L], contiguous along K; only row 0 counts
+  View c;  // fp16, bf16 or fp32 [M, 1, L], any strides
+  Scales sfa, sfb;
+  float alpha = 1;
+  std::int64_t m = 0, k = 0, l = 0;
+  DLDevice device{};
+  void* workspace = nullptr;
+  std::size_t workspace_bytes = 0;
+};
+
+struct LinearProblem {
+  View x;       // bf16, fp16 or fp32 [n, K]
+  View weight;  // codes [rows, K/2]
+  View bias;    // like x [rows], or absent
+  View y;       // like x [n, rows]
+  Scales weight_scale;
+  Global global;
+  bool global_is_reciprocal = false;
+  std::int64_t n = 0, rows = 0, k = 0;
+  DLDevice device{};
+  void* workspace = nullptr;
+  std::size_t workspace_bytes = 0;
+};
+
+struct QuantizeProblem {
+  View x;             // fp32, fp16 or bf16 [rows, K]
+  View codes;         // [rows, K/2]
+  View global_scale;  // fp32, one element
+  Scales scales;
+  bool has_global = false;  // else it comes from x
+  Global global;
+  std::int64_t rows = 0, k = 0;
+  DLDevice device{};
+  void* workspace = nullptr;
+  std::size_t workspace_bytes = 0;
+};
+
+struct DequantizeProblem {
+  View codes;  // [rows, K/2]
+  View x;      // fp32, fp16 or bf16 [rows, K]
+  Scales scales;
+  Global global;
+  std::int64_t rows = 0, k = 0;
+  DLDevice device{};
+  void* workspace = nullptr;
+  std::size_t workspace_bytes = 0;
+};
+
+}  // namespace hopwell::ops::nvfp4

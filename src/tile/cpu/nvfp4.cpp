@@ -1,0 +1,334 @@
+#include "tile/cpu/nvfp4.hpp"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "tile/cpu/nvfp4.cpp"
+#include <hwy/foreach_target.h>
+//
+#include <hwy/highway.h>
+
+#include <bit>
+#include <cstring>
+#include <limits>
+
+#include "tile/cpu/vector-inl.hpp"
+#include "tile/nvfp4.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace hopwell::cpu::nvfp4::HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+namespace format = hopwell::nvfp4;
+using hopwell::cpu::HWY_NAMESPACE::LoadFloat;
+
+#if HWY_TARGET != HWY_SCALAR
+
+using Bytes = hn::CappedTag<std::uint8_t, kStep / 2>;  // a step decodes the codes in one vector of bytes
+using Words = hn::Repartition<std::uint32_t, Bytes>;
+using Floats = hn::Repartition<float, Bytes>;
+using ByteVec = hn::Vec<Bytes>;
+using FloatVec = hn::Vec<Floats>;
+
+// The upper and the lower byte of e2m1 values as bf16, which holds them exactly.
+HWY_ALIGN constexpr std::uint8_t kUpperByte[16] = {0x00, 0x3F, 0x3F, 0x3F, 0x40, 0x40, 0x40, 0x40,
+                                                   0x80, 0xBF, 0xBF, 0xBF, 0xC0, 0xC0, 0xC0, 0xC0};
+HWY_ALIGN constexpr std::uint8_t kLowerByte[16] = {0x00, 0x00, 0x80, 0xC0, 0x00, 0x40, 0x80, 0xC0,
+                                                   0x00, 0x00, 0x80, 0xC0, 0x00, 0x40, 0x80, 0xC0};
+
+HWY_INLINE ByteVec LowNibbles(ByteVec codes) { return hn::And(codes, hn::Set(Bytes(), 0x0F)); }
+HWY_INLINE ByteVec HighNibbles(ByteVec codes) {
+  const hn::Repartition<std::uint16_t, Bytes> d16;  // there are no byte shifts
+  return LowNibbles(hn::BitCast(Bytes(), hn::ShiftRight<4>(hn::BitCast(d16, codes))));
+}
+
+// Codes, one a byte, as pairs of bf16 in 32-bit lanes: those of the lower and those of the upper halves of 128-bit blocks.
+HWY_INLINE void DecodePairs(ByteVec nibbles, hn::Vec<Words>& lower, hn::Vec<Words>& upper) {
+  const Bytes d;
+  const auto high = hn::TableLookupBytes(hn::LoadDup128(d, kUpperByte), nibbles);
+  const auto low = hn::TableLookupBytes(hn::LoadDup128(d, kLowerByte), nibbles);
+  lower = hn::BitCast(Words(), hn::InterleaveLower(d, low, high));
+  upper = hn::BitCast(Words(), hn::InterleaveUpper(d, low, high));
+}
+HWY_INLINE FloatVec First(hn::Vec<Words> pairs) { return hn::BitCast(Floats(), hn::ShiftLeft<16>(pairs)); }
+HWY_INLINE FloatVec Second(hn::Vec<Words> pairs) {
+  return hn::BitCast(Floats(), hn::And(pairs, hn::Set(Words(), 0xFFFF0000U)));
+}
+
+// Place in k, within a step, of lane `lane` of the `vector`th of the 8 vectors of floats that a step decodes to.
+HWY_INLINE std::size_t PlaceOfLane(std::size_t vector, std::size_t lane) {
+  const std::size_t half = vector / 4, nibble = vector / 2 % 2, second = vector % 2;
+  return 2 * (16 * (lane / 4) + 8 * half + 2 * (lane % 4) + second) + nibble;
+}
+
+// Lane j of the lower and the upper vectors belongs to scale 2 * (j / 4), plus 1 for the upper ones.
+struct ScaleLanes {
+  HWY_INLINE ScaleLanes() {
+    for (std::size_t j = 0; j < hn::Lanes(Floats()); ++j) {
+      lower[j] = static_cast<std::int32_t>(j / 4 * 2);
+      upper[j] = lower[j] + 1;
+    }
+  }
+  HWY_ALIGN std::int32_t lower[kStep / 8], upper[kStep / 8];
+};
+
+// sum + (codes . x) * scale of one step; 8 vectors of x.
+HWY_INLINE FloatVec DotStep(const std::uint8_t* codes, const float* scales, const ScaleLanes& lanes, const float* x, FloatVec sum) {
+  const Floats d;
+  const std::size_t n = hn::Lanes(d);
+  const auto bytes = hn::LoadU(Bytes(), codes);
+  hn::Vec<Words> even_lower, even_upper, odd_lower, odd_upper;
+  DecodePairs(LowNibbles(bytes), even_lower, even_upper);
+  DecodePairs(HighNibbles(bytes), odd_lower, odd_upper);
+  auto lower = hn::Mul(First(even_lower), hn::LoadU(d, x));
+  lower = hn::MulAdd(Second(even_lower), hn::LoadU(d, x + n), lower);
+  lower = hn::MulAdd(First(odd_lower), hn::LoadU(d, x + 2 * n), lower);
+  lower = hn::MulAdd(Second(odd_lower), hn::LoadU(d, x + 3 * n), lower);
+  auto upper = hn::Mul(First(even_upper), hn::LoadU(d, x + 4 * n));
+  upper = hn::MulAdd(Second(even_upper), hn::LoadU(d, x + 5 * n), upper);
+  upper = hn::MulAdd(First(odd_upper), hn::LoadU(d, x + 6 * n), upper);
+  upper = hn::MulAdd(Second(odd_upper), hn::LoadU(d, x + 7 * n), upper);
+  const auto scale = hn::LoadU(d, scales);
+  sum = hn::MulAdd(lower, hn::TableLookupLanes(scale, hn::SetTableIndices(d, lanes.lower)), sum);
+  return hn::MulAdd(upper, hn::TableLookupLanes(scale, hn::SetTableIndices(d, lanes.upper)), sum);
+}
+
+// The end of a row that is no whole step, padded with codes of zero.
+struct Tail {
+  HWY_INLINE Tail(const std::uint8_t* codes, std::size_t k, std::size_t step) : begin(k / step * step) {
+    if (begin < k) std::memcpy(bytes, codes + begin / 2, (k - begin) / 2);
+  }
+  std::size_t begin;  // its first k
+  HWY_ALIGN std::uint8_t bytes[kStep / 2] = {};
+};
+
+template <std::size_t kRows>
+HWY_INLINE void DotRows(const std::uint8_t* const* codes, const float* scales, const float* x, std::size_t k, float* out) {
+  const Floats d;
+  const std::size_t step = 2 * hn::Lanes(Bytes()), room = scale_room(k);
+  const ScaleLanes lanes;
+  FloatVec sum[kRows];
+  for (std::size_t r = 0; r < kRows; ++r) sum[r] = hn::Zero(d);
+  std::size_t i = 0;
+  for (; i + step <= k; i += step)
+    for (std::size_t r = 0; r < kRows; ++r) sum[r] = DotStep(codes[r] + i / 2, scales + r * room + i / 16, lanes, x + i, sum[r]);
+  for (std::size_t r = 0; r < kRows; ++r) {
+    if (i < k) sum[r] = DotStep(Tail(codes[r], k, step).bytes, scales + r * room + i / 16, lanes, x + i, sum[r]);
+    out[r] = hn::GetLane(hn::SumOfLanes(d, sum[r]));
+  }
+}
+
+void Dot(const std::uint8_t* const* codes, const float* scales, std::size_t rows, const float* x, std::size_t k, float* out) {
+  if (rows == kDotRows) return DotRows<kDotRows>(codes, scales, x, k, out);
+  for (std::size_t r = 0; r < rows; ++r) DotRows<1>(codes + r, scales + r * scale_room(k), x, k, out + r);
+}
+
+void Arrange(const float* x, std::size_t k, float* out) {
+  const std::size_t n = hn::Lanes(Floats()), step = 8 * n;
+  for (std::size_t i = 0; i < padded(k); i += step)
+    for (std::size_t vector = 0; vector < 8; ++vector)
+      for (std::size_t lane = 0; lane < n; ++lane) {
+        const std::size_t place = i + PlaceOfLane(vector, lane);
+        out[i + vector * n + lane] = place < k ? x[place] : 0.0F;
+      }
+}
+
+void DecodeArranged(const std::uint8_t* codes, const float* scales, std::size_t k, float* out) {
+  const Floats d;
+  const std::size_t n = hn::Lanes(d), step = 8 * n;
+  const ScaleLanes lanes;
+  const Tail tail(codes, k, step);
+  for (std::size_t i = 0; i < padded(k); i += step, out += step) {
+    const auto bytes = i < tail.begin ? hn::LoadU(Bytes(), codes + i / 2) : i < k ? hn::Load(Bytes(), tail.bytes) : hn::Zero(Bytes());
+    hn::Vec<Words> even_lower, even_upper, odd_lower, odd_upper;
+    DecodePairs(LowNibbles(bytes), even_lower, even_upper);
+    DecodePairs(HighNibbles(bytes), odd_lower, odd_upper);
+    const auto scale = hn::LoadU(d, scales + i / 16);
+    const auto lower = hn::TableLookupLanes(scale, hn::SetTableIndices(d, lanes.lower));
+    const auto upper = hn::TableLookupLanes(scale, hn::SetTableIndices(d, lanes.upper));
+    hn::StoreU(hn::Mul(First(even_lower), lower), d, out);
+    hn::StoreU(hn::Mul(Second(even_lower), lower), d, out + n);
+    hn::StoreU(hn::Mul(First(odd_lower), lower), d, out + 2 * n);
+    hn::StoreU(hn::Mul(Second(odd_lower), lower), d, out + 3 * n);
+    hn::StoreU(hn::Mul(First(even_upper), upper), d, out + 4 * n);
+    hn::StoreU(hn::Mul(Second(even_upper), upper), d, out + 5 * n);
+    hn::StoreU(hn::Mul(First(odd_upper), upper), d, out + 6 * n);
+    hn::StoreU(hn::Mul(Second(odd_upper), upper), d, out + 7 * n);
+  }
+}
+
+void Decode(const std::uint8_t* codes, const float* scales, float factor, std::size_t k, float* out) {
+  const hn::CappedTag<std::uint8_t, 16> d8;
+  const hn::Repartition<std::uint16_t, decltype(d8)> d16;
+  const hn::CappedTag<float, 16> d;
+  const auto upper_bytes = hn::Load(d8, kUpperByte), lower_bytes = hn::Load(d8, kLowerByte);
+  for (std::size_t i = 0; i < k; i += 16, codes += 8) {
+    HWY_ALIGN std::uint8_t bytes[16] = {};
+    std::memcpy(bytes, codes, 8);
+    const auto packed = hn::Load(d8, bytes), mask = hn::Set(d8, 0x0F);
+    const auto odd = hn::And(hn::BitCast(d8, hn::ShiftRight<4>(hn::BitCast(d16, packed))), mask);
+    const auto nibbles = hn::InterleaveLower(d8, hn::And(packed, mask), odd);
+    const auto high = hn::TableLookupBytes(upper_bytes, nibbles), low = hn::TableLookupBytes(lower_bytes, nibbles);
+    HWY_ALIGN bfloat16 values[16];
+    hn::Store(hn::InterleaveLower(d8, low, high), d8, reinterpret_cast<std::uint8_t*>(values));
+    hn::Store(hn::InterleaveUpper(d8, low, high), d8, reinterpret_cast<std::uint8_t*>(values + 8));
+    const auto scale = hn::Set(d, scales[i / 16]), global = hn::Set(d, factor);
+    for (std::size_t j = 0; j < 16; j += hn::Lanes(d))
+      hn::StoreU(hn::Mul(hn::Mul(LoadFloat(d, values + j), scale), global), d, out + i + j);
+  }
+}
+
+#else  // HWY_SCALAR: no vectors to decode into
+
+void Arrange(const float* x, std::size_t k, float* out) {
+  for (std::size_t i = 0; i < padded(k); ++i) out[i] = i < k ? x[i] : 0.0F;
+}
+
+float DecodeOne(const std::uint8_t* codes, std::size_t i) { return format::decode_e2m1((codes[i / 2] >> (4 * (i % 2))) & 0xFU); }
+
+void Dot(const std::uint8_t* const* codes, const float* scales, std::size_t rows, const float* x, std::size_t k, float* out) {
+  for (std::size_t r = 0; r < rows; ++r, scales += scale_room(k)) {
+    out[r] = 0;
+    for (std::size_t i = 0; i < k; i += 16) {
+      float block = 0;
+      for (std::size_t j = i; j < i + 16; ++j) block += DecodeOne(codes[r], j) * x[j];
+      out[r] += block * scales[i / 16];
+    }
+  }
+}
+
+void DecodeArranged(const std::uint8_t* codes, const float* scales, std::size_t k, float* out) {
+  for (std::size_t i = 0; i < padded(k); ++i) out[i] = i < k ? DecodeOne(codes, i) * scales[i / 16] : 0.0F;
+}
+
+void Decode(const std::uint8_t* codes, const float* scales, float factor, std::size_t k, float* out) {
+  for (std::size_t i = 0; i < k; ++i) out[i] = DecodeOne(codes, i) * scales[i / 16] * factor;
+}
+
+#endif
+
+// A vector of e4m3 bytes. Nothing here is a subnormal float, so a process that flushes those gets the same values.
+template <class D>
+HWY_INLINE hn::Vec<D> DecodeScales(D d, const std::uint8_t* from) {
+  const hn::RebindToUnsigned<D> d32;
+  const auto bits = hn::PromoteTo(d32, hn::LoadU(hn::Rebind<std::uint8_t, D>(), from));
+  const auto magnitude = hn::And(bits, hn::Set(d32, 0x7F));
+  const auto sign = hn::ShiftLeft<24>(hn::And(bits, hn::Set(d32, 0x80)));
+  const auto exponent_and_mantissa = hn::ShiftLeft<20>(magnitude);
+  const auto normal = hn::Add(exponent_and_mantissa, hn::Set(d32, 120U << 23));
+  const auto hidden_bit = hn::Set(d, 0x1p-6F);  // subnormals are read with a hidden bit, which is then taken away
+  const auto subnormal = hn::Sub(hn::BitCast(d, hn::Add(exponent_and_mantissa, hn::Set(d32, 121U << 23))), hidden_bit);
+  const auto is_subnormal = hn::RebindMask(d32, hn::Lt(hn::BitCast(d, normal), hidden_bit));
+  const auto finite = hn::IfThenElse(is_subnormal, hn::BitCast(d32, subnormal), normal);
+  const auto value = hn::IfThenElse(hn::Eq(magnitude, hn::Set(d32, format::kScaleNan)), hn::Set(d32, 0x7FC00000U), finite);
+  return hn::BitCast(d, hn::Or(value, sign));
+}
+
+void DecodeScalesOfRow(const std::uint8_t* scales, std::size_t k, float* out) {
+  const hn::ScalableTag<float> d;
+  const std::size_t count = k / 16, n = hn::Lanes(d);
+  std::size_t j = 0;
+  for (; j + n <= count; j += n) hn::StoreU(DecodeScales(d, scales + j), d, out + j);
+  for (; j < count; ++j) out[j] = format::decode_e4m3(scales[j]);
+  for (; j < scale_room(k); ++j) out[j] = 0;
+}
+
+// |x| as integers, which order as the magnitudes do, with inf and then NaN above all finite ones.
+template <class D>
+HWY_INLINE hn::Vec<hn::RebindToSigned<D>> MagnitudeBits(D d, const float* x) {
+  const hn::RebindToSigned<D> di;
+  return hn::And(hn::BitCast(di, hn::LoadU(d, x)), hn::Set(di, 0x7FFFFFFF));
+}
+
+float FiniteAmax(const float* x, std::size_t count) {
+  constexpr std::int32_t kInfinity = 0x7F800000;
+  const hn::ScalableTag<float> d;
+  const hn::RebindToSigned<decltype(d)> di;
+  const auto infinity = hn::Set(di, kInfinity);
+  auto most = hn::Zero(di);
+  std::size_t i = 0;
+  for (; i + hn::Lanes(d) <= count; i += hn::Lanes(d)) {
+    const auto bits = MagnitudeBits(d, x + i);
+    most = hn::Max(most, hn::IfThenElseZero(hn::Lt(bits, infinity), bits));
+  }
+  std::int32_t result = hn::GetLane(hn::MaxOfLanes(di, most));
+  for (; i < count; ++i) {
+    const std::int32_t bits = std::bit_cast<std::int32_t>(x[i]) & 0x7FFFFFFF;
+    if (bits < kInfinity && bits > result) result = bits;
+  }
+  return std::bit_cast<float>(result);
+}
+
+// threshold[i] such that a float magnitude is nearer to code i + 1 than to code i of the grid times `unit`, or as near and i + 1 is
+// even, iff it is greater than threshold[i]. Midpoint times unit is exact in double: 3 + 4 + 24 significant bits.
+HWY_INLINE void Thresholds(double unit, float* threshold) {
+  constexpr double kMidpoints[7] = {0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5};
+  for (std::size_t i = 0; i < 7; ++i) {
+    const double midpoint = kMidpoints[i] * unit;
+    const auto nearest = static_cast<float>(midpoint);
+    const bool one_less = static_cast<double>(nearest) > midpoint || (i % 2 == 1 && static_cast<double>(nearest) == midpoint);
+    threshold[i] = std::bit_cast<float>(std::bit_cast<std::int32_t>(nearest) - static_cast<std::int32_t>(one_less));
+  }
+}
+
+void EncodeBlock(const float* x, double unit, std::uint8_t* codes) {
+  const hn::CappedTag<float, 16> d;
+  const hn::RebindToSigned<decltype(d)> di;
+  float threshold[7];
+  Thresholds(unit, threshold);
+  HWY_ALIGN std::int32_t code[16];
+  for (std::size_t i = 0; i < 16; i += hn::Lanes(d)) {
+    const auto magnitude = hn::BitCast(d, MagnitudeBits(d, x + i));
+    auto sum = hn::Zero(di);
+    for (const float t : threshold) sum = hn::Sub(sum, hn::VecFromMask(di, hn::RebindMask(di, hn::Gt(magnitude, hn::Set(d, t)))));
+    const auto sign = hn::And(hn::ShiftRight<28>(hn::BitCast(di, hn::LoadU(d, x + i))), hn::Set(di, 8));
+    hn::Store(hn::Or(sum, sign), di, code + i);
+  }
+  for (std::size_t i = 0; i < 8; ++i) codes[i] = static_cast<std::uint8_t>(code[2 * i] | code[2 * i + 1] << 4);
+}
+
+void Encode(const float* x, float global, std::size_t k, std::uint8_t* codes, std::uint8_t* scales) {
+  const hn::CappedTag<float, 16> d;
+  const hn::RebindToSigned<decltype(d)> di;
+  const float six_globals = format::kCodeMax * global;
+  for (std::size_t i = 0; i < k; i += 16) {
+    auto most = hn::Zero(di);
+    for (std::size_t j = 0; j < 16; j += hn::Lanes(d)) most = hn::Max(most, MagnitudeBits(d, x + i + j));
+    const auto amax = std::bit_cast<float>(hn::GetLane(hn::MaxOfLanes(di, most)));
+    const bool finite = amax < std::numeric_limits<float>::infinity();
+    const std::uint8_t scale = finite ? format::encode_e4m3(amax / six_globals) : format::kScaleNan;
+    scales[i / 16] = scale;
+    if (!finite || scale == 0) std::memset(codes + i / 2, 0, 8);
+    else EncodeBlock(x + i, static_cast<double>(format::decode_e4m3(scale)) * static_cast<double>(global), codes + i / 2);
+  }
+}
+
+}  // namespace hopwell::cpu::nvfp4::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace hopwell::cpu::nvfp4 {
+
+HWY_EXPORT(DecodeScalesOfRow);
+HWY_EXPORT(Arrange);
+HWY_EXPORT(Dot);
+HWY_EXPORT(DecodeArranged);
+HWY_EXPORT(Decode);
+HWY_EXPORT(FiniteAmax);
+HWY_EXPORT(Encode);
+
+void decode_scales(const std::uint8_t* scales, std::size_t k, float* out) { HWY_DYNAMIC_DISPATCH(DecodeScalesOfRow)(scales, k, out); }
+void arrange(const float* x, std::size_t k, float* out) { HWY_DYNAMIC_DISPATCH(Arrange)(x, k, out); }
+void dot(const std::uint8_t* const* codes, const float* scales, std::size_t rows, const float* x, std::size_t k, float* out) {
+  HWY_DYNAMIC_DISPATCH(Dot)(codes, scales, rows, x, k, out);
+}
+void decode_arranged(const std::uint8_t* codes, const float* scales, std::size_t k, float* out) {
+  HWY_DYNAMIC_DISPATCH(DecodeArranged)(codes, scales, k, out);
+}
+void decode(const std::uint8_t* codes, const float* scales, float factor, std::size_t k, float* out) {
+  HWY_DYNAMIC_DISPATCH(Decode)(codes, scales, factor, k, out);
+}
+float finite_amax(const float* x, std::size_t count) { return HWY_DYNAMIC_DISPATCH(FiniteAmax)(x, count); }
+void encode(const float* x, float global, std::size_t k, std::uint8_t* codes, std::uint8_t* scales) {
+  HWY_DYNAMIC_DISPATCH(Encode)(x, global, k, codes, scales);
+}
+
+}  // namespace hopwell::cpu::nvfp4
+#endif  // HWY_ONCE

@@ -1,0 +1,43 @@
+// Vector code for NVFP4 on the CPU, with Highway and run-time dispatch: decoding, dot products with decoded weights, encoding.
+//
+// Dot products take x in the order in which codes come out of the decoder, so that nothing has to be shuffled back: `arrange` puts it
+// into that order, and pads it with zeros to a multiple of kStep. The order is the machine's, the same in every call.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace hopwell::cpu::nvfp4 {
+
+inline constexpr std::size_t kStep = 128;  // a multiple of the codes that one step decodes on any machine
+
+constexpr std::size_t padded(std::size_t k) { return (k + kStep - 1) / kStep * kStep; }
+// Floats of room for the decoded scales of a row of k codes; all of them are written.
+constexpr std::size_t scale_room(std::size_t k) { return padded(k) / 16 + 16; }
+
+// out[j] = e4m3(scales[j]) for j < k / 16, zeros from there to scale_room(k).
+void decode_scales(const std::uint8_t* scales, std::size_t k, float* out);
+
+// out[0, padded(k)): x[0, k) in the decoder's order, the rest zero.
+void arrange(const float* x, std::size_t k, float* out);
+
+// Rows that `dot` takes together: each value of x is read once for all of them.
+inline constexpr std::size_t kDotRows = 4;
+
+// out[r] = sum_k x[k] * code[r, k] * scale[r, k / 16] for r < rows <= kDotRows. Row r's codes are codes[r], its decoded scales begin at
+// scales + r * scale_room(k); x is arranged. Sums run in an order that depends on the machine and k only.
+void dot(const std::uint8_t* const* codes, const float* scales, std::size_t rows, const float* x, std::size_t k, float* out);
+
+// out[0, padded(k)): code * scale in the order of `arrange`, the rest zero. Exact.
+void decode_arranged(const std::uint8_t* codes, const float* scales, std::size_t k, float* out);
+
+// out[i] = code * scale * factor in the order of k. code * scale is exact, the product with factor rounds once.
+void decode(const std::uint8_t* codes, const float* scales, float factor, std::size_t k, float* out);
+
+// max |x[i]| over the finite ones, 0 without any.
+float finite_amax(const float* x, std::size_t count);
+
+// Codes [k / 2] and scale bytes [k / 16] of one row for a global scale, as hopwell.h defines them.
+void encode(const float* x, float global, std::size_t k, std::uint8_t* codes, std::uint8_t* scales);
+
+}  // namespace hopwell::cpu::nvfp4
