@@ -1,0 +1,149 @@
+// The kernels of tests/arch/kernels: right numbers against fp64, no finding over 50 seeds, and every synchronisation call needed.
+#include "kernels/kernels.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <fstream>
+#include <random>
+#include <vector>
+
+#include "arch/emu/launch.hpp"
+#include "arch/emu/numeric.hpp"
+#include "harness.hpp"
+
+namespace hopwell::arch::kernels {
+namespace {
+
+std::vector<bf16> random_bf16(std::mt19937& random, size_t count) {
+  std::uniform_real_distribution<float> uniform(-1, 1);
+  std::vector<bf16> v(count);
+  for (bf16& x : v) x.bits = emu::to_bf16_bits(uniform(random));
+  return v;
+}
+
+/// A kernel with its inputs; run() gives the largest error of its outputs against fp64.
+struct Subject {
+  std::string name;
+  std::function<double()> run;
+  double tolerance;
+};
+
+Subject wgmma_subject() {
+  constexpr int m = 128, n = 128, k = 320;
+  std::mt19937 random(1);
+  const auto a = random_bf16(random, m * k), b = random_bf16(random, n * k);
+  return {"wgmma_gemm", [a, b] {
+            std::vector<float> c(m * n, NAN);
+            wgmma_gemm(a.data(), b.data(), c.data(), m, n, k);
+            double worst = 0;
+            for (int i = 0; i < m; ++i)
+              for (int j = 0; j < n; ++j) {
+                double sum = 0;
+                for (int x = 0; x < k; ++x) sum += double(to_float(a[size_t(i * k + x)])) * to_float(b[size_t(j * k + x)]);
+                const double error = std::fabs(sum - double(c[size_t(i * n + j)]));
+                worst = error <= worst ? worst : error;   // a NaN becomes the result
+              }
+            return worst;
+          }, 1e-4};
+}
+
+Subject gather_subject(int cta_group) {
+  constexpr int n = 64, k = 320, keys = 40;
+  const int m = 128 * cta_group;
+  std::mt19937 random(2);
+  const auto a = random_bf16(random, keys * k), b = random_bf16(random, n * k);
+  std::vector<int> rows(size_t(m), 0);
+  for (int& r : rows) r = int(random() % 44) - 2;   // some outside: zeros
+  return {"tcgen05_gather_gemm, cta_group " + std::to_string(cta_group), [=] {
+            std::vector<float> c(size_t(m * n), NAN);
+            tcgen05_gather_gemm(cta_group, a.data(), keys, rows.data(), b.data(), c.data(), k);
+            double worst = 0;
+            for (int i = 0; i < m; ++i)
+              for (int j = 0; j < n; ++j) {
+                double sum = 0;
+                const int row = rows[size_t(i)];
+                if (row >= 0 && row < keys)
+                  for (int x = 0; x < k; ++x) sum += double(to_float(a[size_t(row * k + x)])) * to_float(b[size_t(j * k + x)]);
+                const double error = std::fabs(sum - double(c[size_t(i * n + j)]));
+                worst = error <= worst ? worst : error;
+              }
+            return worst;
+          }, 1e-4};
+}
+
+Subject nvfp4_subject() {
+  static constexpr int m = 128, n = 64, k = 1024;
+  std::mt19937 random(3);
+  std::vector<uint8_t> a(m * k / 2), b(n * k / 2), sa(size_t(k / 64 * 512)), sb(size_t(k / 64 * 512));
+  for (auto* v : {&a, &b}) for (uint8_t& x : *v) x = uint8_t(random());
+  for (auto* v : {&sa, &sb}) for (uint8_t& x : *v) x = uint8_t(0x28 + random() % 32);   // scales around one
+  return {"nvfp4_gemm", [=] {
+            std::vector<float> c(m * n, NAN);
+            nvfp4_gemm(a.data(), sa.data(), b.data(), sb.data(), c.data(), k);
+            const auto value = [](const std::vector<uint8_t>& codes, const std::vector<uint8_t>& scales, int row, int x) {
+              const uint8_t byte = codes[size_t(row * k / 2 + x / 2)];
+              const size_t scale = size_t(x / 64 * 512 + row % 32 * 16 + row / 32 * 4 + x % 64 / 16);
+              return double(emu::from_e2m1(uint8_t(byte >> 4 * (x % 2) & 15))) * double(emu::from_e4m3(scales[scale]));
+            };
+            double worst = 0;
+            for (int i = 0; i < m; ++i)
+              for (int j = 0; j < n; ++j) {
+                double sum = 0, size = 0;
+                for (int x = 0; x < k; ++x) {
+                  const double product = value(a, sa, i, x) * value(b, sb, j, x);
+                  sum += product;
+                  size += std::fabs(product);
+                }
+                const double error = std::fabs(sum - double(c[size_t(i * n + j)])) / size;
+                worst = error <= worst ? worst : error;
+              }
+            return worst;
+          }, 1e-5};
+}
+
+std::vector<Subject> subjects() { return {wgmma_subject(), gather_subject(1), gather_subject(2), nvfp4_subject()}; }
+
+TEST(Kernels, RightAndCleanOverFiftySeeds) {
+  for (const Subject& subject : subjects())
+    for (uint64_t seed = 0; seed < 50; ++seed) {
+      emu::Session session(test::options_for(seed));
+      const double error = subject.run();
+      ASSERT_LE(error, subject.tolerance) << subject.name << ", seed " << seed;
+      ASSERT_TRUE(session.report.clean()) << subject.name << ", seed " << seed << "\n" << session.report.text();
+    }
+}
+
+bool has_kept_comment(const emu::CallSite& site) {
+  std::ifstream in(site.file);
+  std::string line;
+  for (uint32_t i = 0; i < site.line; ++i) std::getline(in, line);
+  return line.find("// kept:") != std::string::npos;
+}
+
+// Leaves out one synchronisation call of the source at a time: some seed must notice, by a finding or by wrong numbers.
+TEST(Kernels, EverySynchronisationCallIsNeeded) {
+  for (const Subject& subject : subjects()) {
+    std::vector<emu::SynchronisationSite> sites;
+    {
+      emu::Session session(test::options_for(0));
+      subject.run();
+      sites = session.report.synchronisation;
+    }
+    ASSERT_GE(sites.size(), 8u) << subject.name;
+    for (const emu::SynchronisationSite& site : sites) {
+      int noticed = 0;
+      for (uint64_t seed = 0; seed < 6 && !noticed; ++seed) {
+        emu::Options options = test::options_for(seed);
+        options.leave_out = site.where;
+        emu::Session session(options);
+        const double error = subject.run();
+        noticed += !session.report.clean() || !(error <= subject.tolerance);
+      }
+      EXPECT_TRUE(noticed || has_kept_comment(site.where)) << subject.name << ": " << site.instruction << " at " << emu::to_string(site.where) << " can be left out unnoticed";
+    }
+  }
+}
+
+}  // namespace
+}  // namespace hopwell::arch::kernels
