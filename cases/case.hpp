@@ -91,6 +91,9 @@ struct Instance {
   std::deque<Output> outputs;
   std::function<void(const char* backend, Stream stream)> call;
   std::function<void(Instance&)> reference;  // fills expected and magnitude of every output
+  // Judges results that have more than one right value, such as a choice among nearly equal scores: "" or what is wrong. Outputs for
+  // which `reference` left no expected values are this function's alone. Optional.
+  std::function<std::string(const Instance&)> verify;
   bool repeatable = true;    // same inputs, same bits
   double flops = 0, bytes = 0;  // the operator's work, and the least memory traffic: each input read once, each output written once
 

@@ -9,5 +9,7 @@ Suite sparse_mla_forward();
 Suite sparse_mla_backward();
 Suite attention_distribution();
 Suite paged_attention();
+Suite lightning_indexer();
+Suite lightning_indexer_backward();
 
 }  // namespace hopwell::cases

@@ -224,7 +224,7 @@ struct Plan {
 
   explicit Plan(const Problem& p)
       : topk(std::min(p.topk, p.s_kv)),
-        queries(std::clamp<std::int64_t>(kRowTile / p.h_index, 1, kMaxQueries)),
+        queries(std::clamp<std::int64_t>(kRowTile / p.h_index, 1, std::min(kMaxQueries, p.s_q))),
         blocks(ceil_div(p.s_q, queries)) {
     const std::int64_t wanted =
         std::clamp<std::int64_t>(kMinItems / std::max<std::int64_t>(blocks, 1), 1, p.s_kv / kMinSplit + 1);

@@ -1,0 +1,527 @@
+// lightning_indexer and its backward: inputs, float64 reference, tolerance and cost.
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <stdexcept>
+
+#include "sparse_mla.hpp"
+#include "suites.hpp"
+
+namespace hopwell::cases {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+
+// One problem of either operator. The defaults are the shape that production kernels take, small.
+struct Indexer {
+  DType dtype = DType::kBFloat16, weights_dtype = DType::kFloat32;
+  std::int64_t s_q = 3, s_kv = 300, h_index = 16, d_index = 128, topk = 64;
+  enum class Data {
+    kNormal,    // weights scaled so that scores are of size 1
+    kIntegers,  // -2 ... 2, so that scores are exact in fp32 and many of them equal
+    kQuarters,  // multiples of 1/4: q.k is exact, so that its sign, the relu's gradient, is certain; weights as in
+                // kNormal
+    kLarge      // 64 times that, all exact: scores of 1e4 and more
+  } data = Data::kNormal;
+  bool nan_keys = false;     // NaN in some rows of k_index, infinities in others
+  bool nan_queries = false;  // a row of q_index is NaN
+  bool strided = false;      // gaps between the rows of every tensor, dimensions in another order
+  // forward
+  enum class Positions { kNone, kStart, kArray } positions = Positions::kNone;
+  std::int64_t q_start = 0, kv_stride = 1;
+  // backward
+  enum class Indices { kAny, kInvalid, kHot, kTwice, kAscending } indices = Indices::kAny;
+  bool zero_targets = false;  // every second row of target is zero, and every third entry of the others
+  float d_loss = 1;
+};
+
+struct Inputs {
+  Indexer problem;
+  Array *q = nullptr, *k = nullptr, *weights = nullptr, *q_positions = nullptr, *indices = nullptr, *target = nullptr;
+};
+
+Array& add(Instance& instance, const Indexer& p, const char* name, DType dtype,
+           const std::vector<std::int64_t>& shape) {
+  return add_array(instance, SparseMla{.strided = p.strided}, name, dtype, shape);
+}
+
+void fill(Array& array, Random& random, Indexer::Data data, double size = 1) {
+  for (std::int64_t i = 0; i < array.size(); ++i) {
+    switch (data) {
+      case Indexer::Data::kNormal:
+        array.set(i, size * random.normal());
+        break;
+      case Indexer::Data::kIntegers:
+        array.set(i, static_cast<double>(random.below(5) - 2));
+        break;
+      case Indexer::Data::kQuarters:
+        array.set(i, std::clamp(std::round(4 * random.normal()), -16.0, 16.0) / 4);
+        break;
+      case Indexer::Data::kLarge:
+        array.set(i, 64 * std::clamp(std::round(4 * random.normal()), -16.0, 16.0) / 4);
+        break;
+    }
+  }
+}
+
+Inputs add_inputs(Instance& instance, Random& random, const Indexer& p) {
+  using Data = Indexer::Data;
+  Inputs in{.problem = p};
+  in.q = &add(instance, p, "q_index", p.dtype, {p.s_q, p.h_index, p.d_index});
+  in.k = &add(instance, p, "k_index", p.dtype, {p.s_kv, p.d_index});
+  in.weights = &add(instance, p, "weights", p.weights_dtype, {p.s_q, p.h_index});
+  fill(*in.q, random, p.data);
+  fill(*in.k, random, p.data == Data::kLarge ? Data::kQuarters : p.data);
+  const bool exact_weights = p.data == Data::kIntegers || p.data == Data::kLarge;
+  fill(*in.weights, random, exact_weights ? Data::kIntegers : Data::kNormal,
+       1 / std::sqrt(static_cast<double>(p.h_index * p.d_index)));
+  for (std::int64_t t = 0; t < p.s_kv && p.nan_keys; t += 7)
+    in.k->set(t * p.d_index + t % p.d_index, t % 2 == 0 ? kNan : kInfinity);
+  for (std::int64_t i = 0; i < p.d_index && p.nan_queries && p.s_q > 0; ++i) in.q->set(i, kNan);
+  return in;
+}
+
+// One query against one key in float64: the score (NaN counts as -inf), and the same sum with absolute values.
+struct Score {
+  double value = 0, magnitude = 0;
+};
+
+// Scores of query s, and of every (head, key) the dot product.
+struct Row {
+  std::vector<double> dots;  // [h_index, keys.size()]
+  std::vector<Score> scores;
+};
+Row row_of(const Indexer& p, const std::vector<double>& q, const std::vector<double>& k,
+           const std::vector<double>& weights, std::int64_t s, const std::vector<std::int64_t>& keys) {
+  Row row{std::vector<double>(static_cast<std::size_t>(p.h_index) * keys.size()), std::vector<Score>(keys.size())};
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    const double* key = k.data() + keys[i] * p.d_index;
+    Score& score = row.scores[i];
+    for (std::int64_t j = 0; j < p.h_index; ++j) {
+      const double* query = q.data() + (s * p.h_index + j) * p.d_index;
+      const double product = dot(query, key, p.d_index), w = weights[static_cast<std::size_t>(s * p.h_index + j)];
+      row.dots[static_cast<std::size_t>(j) * keys.size() + i] = product;
+      const double relu = product < 0 ? 0 : product;  // NaN stays NaN
+      double size = 0;
+      for (std::int64_t d = 0; d < p.d_index; ++d) size += std::abs(query[d] * key[d]);
+      score.value += w * relu;
+      score.magnitude += std::abs(w) * size;
+    }
+    if (std::isnan(score.value)) score.value = -kInfinity;
+  }
+  return row;
+}
+
+// ---- forward
+// ---------------------------------------------------------------------------------------------------------------
+
+std::int64_t visible_keys(const Inputs& in, std::int64_t s) {
+  const Indexer& p = in.problem;
+  if (p.positions == Indexer::Positions::kNone) return p.s_kv;
+  const bool array = p.positions == Indexer::Positions::kArray;
+  const std::int64_t position = array ? static_cast<std::int64_t>(in.q_positions->get(s)) : p.q_start + s;
+  std::int64_t count = 0;
+  while (count < p.s_kv && (count + 1) * p.kv_stride <= position + 1) ++count;
+  return count;
+}
+
+// Calls visit(s, scores of the visible keys) for every query.
+template <class Visit>
+void for_each_row(const Inputs& in, Visit visit) {
+  const std::vector<double> q = values_of(*in.q), k = values_of(*in.k), weights = values_of(*in.weights);
+  for (std::int64_t s = 0; s < in.problem.s_q; ++s) {
+    std::vector<std::int64_t> keys(static_cast<std::size_t>(visible_keys(in, s)));
+    std::iota(keys.begin(), keys.end(), 0);
+    visit(s, row_of(in.problem, q, k, weights, s, keys).scores);
+  }
+}
+
+// Where scores are exact, so is the selection.
+void exact_selection(const Inputs& in, Instance& self) {
+  const auto topk = static_cast<std::size_t>(in.problem.topk);
+  std::vector<double>&indices = self.outputs[0].expected, &scores = self.outputs[1].expected;
+  for_each_row(in, [&](std::int64_t, const std::vector<Score>& row) {
+    std::vector<std::size_t> order(row.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(),
+                     [&](std::size_t a, std::size_t b) { return row[a].value > row[b].value; });
+    order.resize(std::min(topk, order.size()));
+    std::sort(order.begin(), order.end());
+    for (std::size_t i = 0; i < topk; ++i) {
+      indices.push_back(i < order.size() ? static_cast<double>(order[i]) : -1);
+      scores.push_back(i < order.size() ? row[order[i]].value : -kInfinity);
+    }
+  });
+}
+
+// Where rounding may swap neighbours: the right number of visible keys in ascending order, each with its score, and
+// none left out that is better than one taken by more than rounding.
+std::string verify_selection(const Inputs& in, const Array& indices, const Array& scores) {
+  const std::int64_t topk = in.problem.topk;
+  std::string failure;
+  for_each_row(in, [&](std::int64_t s, const std::vector<Score>& row) {
+    const auto fail = [&](std::int64_t i, const std::string& what) {
+      if (failure.empty()) failure = "query " + std::to_string(s) + ", entry " + std::to_string(i) + ": " + what;
+    };
+    double size = 0;
+    for (const Score& score : row)
+      if (std::isfinite(score.value)) size += score.value * score.value / static_cast<double>(row.size());
+    const auto rounding = [&](const Score& score) { return 1e-4 * std::sqrt(size) + 0x1p-21 * score.magnitude; };
+    const std::int64_t expected = std::min<std::int64_t>(topk, static_cast<std::int64_t>(row.size()));
+    std::vector<bool> taken(row.size());
+    double worst_taken = kInfinity, previous = -1;
+    for (std::int64_t i = 0; i < topk; ++i) {
+      const double key = indices.get(s * topk + i), score = scores.get(s * topk + i);
+      if (i >= expected) {
+        if (key != -1 || score != -kInfinity) fail(i, "must be -1 with score -inf");
+        continue;
+      }
+      if (key <= previous || key >= static_cast<double>(row.size())) return fail(i, "key " + std::to_string(key));
+      previous = key;
+      const Score& reference = row[static_cast<std::size_t>(key)];
+      const bool finite = std::isfinite(reference.value);
+      if (finite ? !(std::abs(score - reference.value) <= rounding(reference)) : score != reference.value)
+        fail(i, "score " + std::to_string(score) + ", expected " + std::to_string(reference.value));
+      taken[static_cast<std::size_t>(key)] = true;
+      worst_taken = std::min(worst_taken, finite ? reference.value + rounding(reference) : reference.value);
+    }
+    for (std::size_t t = 0; t < row.size(); ++t)
+      if (!taken[t] && expected > 0 && row[t].value - rounding(row[t]) > worst_taken)
+        fail(-1, "key " + std::to_string(t) + " is better than one that was taken");
+  });
+  return failure.empty() ? "" : "indices: " + failure;
+}
+
+Instance make_forward(Random& random, const Indexer& p) {
+  Instance instance;
+  Inputs in = add_inputs(instance, random, p);
+  if (p.positions == Indexer::Positions::kArray) {
+    in.q_positions = &instance.add({"q_positions", DType::kInt32, {p.s_q}});
+    const std::int64_t some[] = {0, -1, INT32_MAX, INT32_MIN, p.kv_stride - 1, p.kv_stride};
+    for (std::int64_t s = 0; s < p.s_q; ++s)
+      in.q_positions->set(s, static_cast<double>(s < 6 ? some[s] : random.below(p.s_kv * p.kv_stride + 2)));
+  }
+  Array& indices = add(instance, p, "indices", DType::kInt32, {p.s_q, p.topk});
+  Array& scores = add(instance, p, "scores", DType::kFloat32, {p.s_q, p.topk});
+  instance.expect(indices, {.exact = true});
+  instance.expect(scores, {.exact = true});
+  if (p.data == Indexer::Data::kIntegers) {
+    instance.reference = [in](Instance& self) { exact_selection(in, self); };
+  } else {
+    instance.reference = [](Instance&) {};
+    instance.verify = [in, &indices, &scores](const Instance&) { return verify_selection(in, indices, scores); };
+  }
+  instance.call = [in, &indices, &scores](const char* backend, Stream stream) {
+    const auto positions = view_of(in.q_positions);
+    hopwell::lightning_indexer({.q_index = in.q->view(),
+                                .k_index = in.k->view(),
+                                .weights = in.weights->view(),
+                                .q_positions = pointer(positions),
+                                .has_q_start = in.problem.positions == Indexer::Positions::kStart,
+                                .q_start = in.problem.q_start,
+                                .kv_stride = in.problem.kv_stride,
+                                .indices = indices.view(),
+                                .scores = scores.view(),
+                                .backend = backend},
+                               stream);
+  };
+  double visible = 0;
+  for (std::int64_t s = 0; s < p.s_q; ++s) visible += static_cast<double>(visible_keys(in, s));
+  instance.flops = 2 * visible * static_cast<double>(p.h_index * p.d_index);
+  instance.bytes = static_cast<double>((in.q->size() + in.k->size()) * static_cast<std::int64_t>(size_of(p.dtype)) +
+                                       4 * (in.weights->size() + indices.size() + scores.size()));
+  return instance;
+}
+
+std::vector<std::pair<std::string, Indexer>> forward_problems() {
+  using Data = Indexer::Data;
+  using Positions = Indexer::Positions;
+  constexpr DType kFloat = DType::kFloat32, kBFloat = DType::kBFloat16;
+  std::vector<std::pair<std::string, Indexer>> all = {
+      {"normal", {.s_q = 5, .s_kv = 1000, .topk = 128}},
+      {"normal_fp32", {.dtype = kFloat, .s_q = 5, .s_kv = 1000, .topk = 128}},
+      {"production", {.s_q = 2, .s_kv = 3000, .h_index = 64, .topk = 2048}},
+      {"production_exact", {.s_q = 2, .s_kv = 3000, .h_index = 64, .topk = 2048, .data = Data::kIntegers}},
+      {"many_keys", {.s_q = 1, .s_kv = 20000, .h_index = 4, .d_index = 32, .topk = 512}},
+      {"many_keys_exact", {.s_q = 2, .s_kv = 20000, .h_index = 2, .d_index = 8, .topk = 2048, .data = Data::kIntegers}},
+      {"fewer_keys_than_topk", {.s_kv = 50, .topk = 64, .data = Data::kIntegers}},
+      {"one_head", {.s_q = 70, .h_index = 1, .d_index = 8, .topk = 33, .data = Data::kIntegers}},
+      {"many_heads", {.h_index = 600, .d_index = 16}},
+      {"one_dimension", {.d_index = 1, .data = Data::kIntegers}},
+      {"odd_shape", {.dtype = kFloat, .s_q = 7, .s_kv = 259, .h_index = 3, .d_index = 13, .topk = 100}},
+      {"weights_bf16", {.weights_dtype = kBFloat, .topk = 65}},
+      {"causal_from_start",
+       {.s_q = 70, .s_kv = 60, .h_index = 4, .topk = 16, .data = Data::kIntegers, .positions = Positions::kStart}},
+      {"causal_kv_stride_4",
+       {.s_q = 70,
+        .s_kv = 20,
+        .h_index = 4,
+        .topk = 9,
+        .data = Data::kIntegers,
+        .positions = Positions::kStart,
+        .kv_stride = 4}},
+      {"causal_positions",
+       {.s_q = 40, .s_kv = 500, .h_index = 4, .topk = 64, .positions = Positions::kArray, .kv_stride = 4}},
+      {"causal_before_start", {.topk = 8, .data = Data::kIntegers, .positions = Positions::kStart, .q_start = -5}},
+      {"nan_keys", {.topk = 280, .data = Data::kIntegers, .nan_keys = true}},
+      {"nan_query", {.topk = 65, .data = Data::kIntegers, .nan_queries = true}},
+      {"large", {.data = Data::kLarge}},
+      {"strided", {.s_q = 6, .strided = true, .positions = Positions::kStart, .q_start = 200}},
+      {"strided_exact", {.dtype = kFloat, .s_q = 6, .data = Data::kIntegers, .strided = true}},
+      {"no_queries", {.s_q = 0}},
+      {"no_keys", {.s_kv = 0, .data = Data::kIntegers}},
+      {"topk_0", {.topk = 0}},
+      {"queries_70000", {.s_q = 70000, .s_kv = 9, .h_index = 1, .d_index = 2, .topk = 3, .data = Data::kIntegers}},
+  };
+  for (const std::int64_t topk : {1, 63, 64, 65, 127, 2048, 2049}) {
+    const std::string name = "topk_" + std::to_string(topk);
+    const Indexer p{.s_q = 4, .s_kv = topk > 1000 ? 3000 : 700, .h_index = 4, .d_index = 32, .topk = topk};
+    all.emplace_back(name, p);
+    all.emplace_back(name + "_exact", p).second.data = Data::kIntegers;
+  }
+  return all;
+}
+
+// ---- backward
+// --------------------------------------------------------------------------------------------------------------
+
+void fill_indices(Array& indices, Random& random, const Indexer& p) {
+  const std::int64_t invalid[] = {INT32_MIN, -123456, -1, p.s_kv, p.s_kv + 1, INT32_MAX};
+  for (std::int64_t s = 0; s < p.s_q; ++s) {
+    std::vector<std::int64_t> row(static_cast<std::size_t>(p.topk));
+    for (std::size_t i = 0; i < row.size(); ++i) {
+      const std::int64_t any = p.s_kv > 0 ? random.below(p.s_kv) : -1;
+      switch (p.indices) {
+        case Indexer::Indices::kInvalid:
+          row[i] = random.below(3) == 0 ? invalid[random.below(6)] : any;
+          break;
+        case Indexer::Indices::kHot:
+          row[i] = i == 0 ? p.s_kv / 2 : any;
+          break;
+        case Indexer::Indices::kTwice:
+          row[i] = i % 2 == 1 ? row[i - 1] : any;
+          break;
+        default:
+          row[i] = any;
+      }
+    }
+    if (p.indices == Indexer::Indices::kAscending) {
+      std::sort(row.begin(), row.end());
+      row.erase(std::unique(row.begin(), row.end()), row.end());
+      row.resize(static_cast<std::size_t>(p.topk), -1);
+    }
+    for (std::int64_t i = 0; i < p.topk; ++i)
+      indices.set(s * p.topk + i, static_cast<double>(row[static_cast<std::size_t>(i)]));
+  }
+}
+
+// Positive numbers that sum to 1 over the valid entries of a row; something on the invalid ones too, which must not
+// matter.
+void fill_target(Array& target, const Array& indices, Random& random, const Indexer& p) {
+  for (std::int64_t s = 0; s < p.s_q; ++s) {
+    std::vector<double> row(static_cast<std::size_t>(p.topk));
+    double sum = 0;
+    for (std::int64_t i = 0; i < p.topk; ++i) {
+      const double key = indices.get(s * p.topk + i);
+      const bool valid = key >= 0 && key < static_cast<double>(p.s_kv);
+      double& value = row[static_cast<std::size_t>(i)];
+      value = p.zero_targets && (s % 2 == 0 || i % 3 == 0) ? 0 : std::exp(random.normal());
+      if (valid) sum += value;
+    }
+    for (std::int64_t i = 0; i < p.topk; ++i)
+      target.set(s * p.topk + i, sum > 0 ? row[static_cast<std::size_t>(i)] / sum : 0);
+  }
+}
+
+// A gradient with the same sums over absolute values.
+struct Gradient {
+  explicit Gradient(const Array& like) : value(static_cast<std::size_t>(like.size())), magnitude(value) {}
+  void add(std::int64_t at, double term) {
+    value[static_cast<std::size_t>(at)] += term;
+    magnitude[static_cast<std::size_t>(at)] += std::abs(term);
+  }
+  std::vector<double> value, magnitude;
+};
+
+struct Gradients {
+  double loss = 0, loss_magnitude = 0;
+  Gradient d_q, d_k, d_weights;
+};
+
+// The gradients that one query adds, given its entries that have a score.
+void add_query(const Inputs& in, const std::vector<double>& q, const std::vector<double>& k,
+               const std::vector<double>& weights, std::int64_t s, const std::vector<std::int64_t>& keys,
+               const Row& row, const std::vector<double>& target, Gradients& sum) {
+  const Indexer& p = in.problem;
+  double peak = -kInfinity, total = 0;
+  for (const Score& score : row.scores) peak = std::max(peak, score.value);
+  for (const Score& score : row.scores) total += std::exp(score.value - peak);
+  const double lse = peak + std::log(total);
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    const double log_probability = row.scores[i].value - lse;
+    if (target[i] > 0) {
+      sum.loss += target[i] * (std::log(target[i]) - log_probability);
+      sum.loss_magnitude += target[i] * (std::abs(std::log(target[i])) + row.scores[i].magnitude + std::abs(lse));
+    }
+    const double g = static_cast<double>(p.d_loss) * (std::exp(log_probability) - target[i]);
+    for (std::int64_t j = 0; j < p.h_index; ++j) {
+      const double product = row.dots[static_cast<std::size_t>(j) * keys.size() + i];
+      if (!(product > 0)) continue;
+      const std::int64_t head = s * p.h_index + j;
+      const double d_dot = g * weights[static_cast<std::size_t>(head)];
+      sum.d_weights.add(head, g * product);
+      for (std::int64_t d = 0; d < p.d_index; ++d) {
+        sum.d_q.add(head * p.d_index + d, d_dot * k[static_cast<std::size_t>(keys[i] * p.d_index + d)]);
+        sum.d_k.add(keys[i] * p.d_index + d, d_dot * q[static_cast<std::size_t>(head * p.d_index + d)]);
+      }
+    }
+  }
+}
+
+void backward_reference(const Inputs& in, Instance& self) {
+  const Indexer& p = in.problem;
+  const std::vector<double> q = values_of(*in.q), k = values_of(*in.k), weights = values_of(*in.weights);
+  Gradients sum{0, 0, Gradient(*in.q), Gradient(*in.k), Gradient(*in.weights)};
+  for (std::int64_t s = 0; s < p.s_q; ++s) {
+    std::vector<std::int64_t> keys;
+    std::vector<double> target;
+    bool any = false;
+    for (std::int64_t i = 0; i < p.topk; ++i) {
+      const double key = in.indices->get(s * p.topk + i);
+      if (key < 0 || key >= static_cast<double>(p.s_kv)) continue;
+      const std::vector<std::int64_t> one = {static_cast<std::int64_t>(key)};
+      if ((p.nan_keys || p.nan_queries) && row_of(p, q, k, weights, s, one).scores[0].value == -kInfinity) continue;
+      keys.push_back(one[0]);
+      target.push_back(in.target->get(s * p.topk + i));
+      any = any || target.back() != 0;
+    }
+    if (any) add_query(in, q, k, weights, s, keys, row_of(p, q, k, weights, s, keys), target, sum);
+  }
+  self.outputs[0].expected = {sum.loss};
+  self.outputs[0].magnitude = {sum.loss_magnitude};
+  Gradient* const gradients[] = {&sum.d_q, &sum.d_k, &sum.d_weights};
+  for (std::size_t i = 0; i < 3; ++i) {
+    self.outputs[i + 1].expected = std::move(gradients[i]->value);
+    self.outputs[i + 1].magnitude = std::move(gradients[i]->magnitude);
+  }
+}
+
+Instance make_backward(Random& random, const Indexer& p) {
+  Instance instance;
+  Inputs in = add_inputs(instance, random, p);
+  in.indices = &add(instance, p, "indices", DType::kInt32, {p.s_q, p.topk});
+  in.target = &add(instance, p, "target", DType::kFloat32, {p.s_q, p.topk});
+  fill_indices(*in.indices, random, p);
+  fill_target(*in.target, *in.indices, random, p);
+  Array& loss = instance.add({"loss", DType::kFloat32, {}});
+  Array& d_q = add(instance, p, "d_q_index", p.dtype, {p.s_q, p.h_index, p.d_index});
+  Array& d_k = add(instance, p, "d_k_index", DType::kFloat32, {p.s_kv, p.d_index});
+  Array& d_weights = add(instance, p, "d_weights", p.weights_dtype, {p.s_q, p.h_index});
+  const auto tolerance = [](DType dtype) { return Tolerance{.norm = dtype == DType::kFloat32 ? 1e-4 : 4e-3}; };
+  instance.expect(loss, {.norm = 1e-4});
+  for (Array* array : {&d_q, &d_k, &d_weights}) instance.expect(*array, tolerance(array->dtype()));
+  instance.reference = [in](Instance& self) { backward_reference(in, self); };
+  instance.call = [in, &loss, &d_q, &d_k, &d_weights](const char* backend, Stream stream) {
+    hopwell::lightning_indexer_backward({.target = in.target->view(),
+                                         .q_index = in.q->view(),
+                                         .k_index = in.k->view(),
+                                         .weights = in.weights->view(),
+                                         .indices = in.indices->view(),
+                                         .d_loss = in.problem.d_loss,
+                                         .deterministic = true,
+                                         .loss = loss.view(),
+                                         .d_q_index = d_q.view(),
+                                         .d_k_index = d_k.view(),
+                                         .d_weights = d_weights.view(),
+                                         .backend = backend},
+                                        stream);
+  };
+  instance.flops = 6 * static_cast<double>(p.s_q * p.topk) * static_cast<double>(p.h_index * p.d_index);
+  const auto element = static_cast<std::int64_t>(size_of(p.dtype));
+  instance.bytes = static_cast<double>((2 * in.q->size() + in.k->size()) * element +
+                                       4 * (d_k.size() + 2 * in.weights->size()) + 8 * in.indices->size());
+  return instance;
+}
+
+std::vector<std::pair<std::string, Indexer>> backward_problems() {
+  using Data = Indexer::Data;
+  using Indices = Indexer::Indices;
+  constexpr DType kFloat = DType::kFloat32, kBFloat = DType::kBFloat16;
+  std::vector<std::pair<std::string, Indexer>> all = {
+      {"basic", {}},
+      {"basic_fp32", {.dtype = kFloat}},
+      {"production", {.s_q = 2, .s_kv = 3000, .h_index = 64, .topk = 2048, .indices = Indices::kAscending}},
+      {"many_heads", {.s_q = 2, .s_kv = 900, .h_index = 600, .d_index = 8, .topk = 500}},
+      {"two_waves", {.s_q = 40, .s_kv = 2500, .h_index = 1, .topk = 2048, .indices = Indices::kAscending}},
+      {"odd_shape", {.dtype = kFloat, .s_q = 7, .s_kv = 259, .h_index = 3, .d_index = 13, .topk = 100}},
+      {"one_dimension", {.h_index = 1, .d_index = 1}},
+      {"weights_bf16", {.weights_dtype = kBFloat}},
+      {"invalid", {.s_q = 6, .indices = Indices::kInvalid}},
+      {"hot_key", {.s_q = 50, .h_index = 4, .d_index = 32, .indices = Indices::kHot}},
+      {"twice", {.indices = Indices::kTwice}},
+      {"ascending", {.s_kv = 40, .indices = Indices::kAscending}},
+      {"zero_targets", {.s_q = 6, .zero_targets = true}},
+      {"one_key", {.s_kv = 1, .topk = 5}},
+      {"nan_keys", {.s_q = 4, .s_kv = 70, .nan_keys = true}},
+      {"nan_query", {.nan_queries = true}},
+      {"large", {.data = Data::kLarge}},
+      {"d_loss", {.d_loss = -0.25F}},
+      {"d_loss_0", {.d_loss = 0}},
+      {"strided", {.s_q = 6, .strided = true, .indices = Indices::kInvalid}},
+      {"strided_fp32", {.dtype = kFloat, .strided = true}},
+      {"no_queries", {.s_q = 0}},
+      {"no_keys", {.s_kv = 0}},
+      {"topk_0", {.topk = 0}},
+      {"queries_70000", {.s_q = 70000, .s_kv = 9, .h_index = 1, .d_index = 2, .topk = 3}},
+  };
+  for (const std::int64_t topk : {1, 63, 64, 65, 127, 2048, 2049}) {
+    all.emplace_back("topk_" + std::to_string(topk),
+                     Indexer{.s_q = 4, .s_kv = 700, .h_index = 4, .d_index = 32, .topk = topk});
+  }
+  for (auto& [name, problem] : all)
+    if (problem.data == Data::kNormal) problem.data = Data::kQuarters;
+  return all;
+}
+
+// ---- suites
+// ----------------------------------------------------------------------------------------------------------------
+
+Indexer indexer_from(const Settings& settings) {
+  const std::string& dtype = settings.at("dtype");
+  if (dtype != "bf16" && dtype != "fp32")
+    throw std::invalid_argument("setting 'dtype' must be bf16 or fp32; got '" + dtype + "'");
+  Indexer p{.dtype = dtype == "bf16" ? DType::kBFloat16 : DType::kFloat32};
+  p.s_q = number(settings, "s_q"), p.s_kv = number(settings, "s_kv"), p.topk = number(settings, "topk");
+  p.h_index = number(settings, "h_index"), p.d_index = number(settings, "d_index");
+  return p;
+}
+
+std::vector<std::pair<std::string, Settings>> shapes() {
+  const auto shape = [](const char* s_q, const char* s_kv, const char* dtype) {
+    return Settings{{"s_q", s_q},       {"s_kv", s_kv},   {"h_index", "64"},
+                    {"d_index", "128"}, {"topk", "2048"}, {"dtype", dtype}};
+  };
+  return {{"prefill", shape("512", "8192", "bf16")},
+          {"prefill_fp32", shape("512", "8192", "fp32")},
+          {"decode", shape("1", "65536", "bf16")}};
+}
+
+Suite suite_of(const char* op, const std::vector<std::pair<std::string, Indexer>>& problems,
+               Instance (*make)(Random&, const Indexer&)) {
+  Suite suite{op, {}, shapes(), {}};
+  for (const auto& [name, problem] : problems)
+    suite.cases.push_back(
+        {suite.op, name, [problem = problem, make](Random& random) { return make(random, problem); }});
+  suite.bench = [make](const Settings& settings, Random& random) { return make(random, indexer_from(settings)); };
+  return suite;
+}
+
+}  // namespace
+
+Suite lightning_indexer() { return suite_of("lightning_indexer", forward_problems(), make_forward); }
+Suite lightning_indexer_backward() {
+  return suite_of("lightning_indexer_backward", backward_problems(), make_backward);
+}
+
+}  // namespace hopwell::cases
