@@ -1,0 +1,179 @@
+"""Bugs to plant in `hopwell.reference`, one at a time, and whether its tests notice.
+
+    python tests/python/mutations.py        one line a bug: its number and what pytest returned (1: caught)
+
+The heavy imports are done once; each bug then has a forked process of its own, which imports the wrong module.
+"""
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import io
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+
+# The tests that have to notice a bug in a module.
+TESTS = {
+    "_causal": "test_reference_sparse_mla.py",
+    "sparse_mla": "test_reference_sparse_mla.py",
+    "attention_distribution": "test_reference_sparse_mla.py",
+    "paged_attention": "test_reference_paged_attention.py",
+    "nvfp4": "test_reference_nvfp4.py",
+    "lightning_indexer": "test_reference_lightning_indexer.py",
+}
+
+
+class Bug(NamedTuple):
+    module: str
+    right: str
+    wrong: str
+    meaning: str
+
+
+BUGS = [
+    Bug("_causal", "(positions + 1) // int(kv_stride)", "positions // int(kv_stride)", "causal limit off by one"),
+    Bug("_causal", "(positions + 1) //", "(positions + int(kv_stride)) //", "keys visible before their last token"),
+    Bug("_causal", "0, s_kv)", "0, s_kv - 1)", "the last key never visible"),
+    Bug("sparse_mla", "(keys >= 0)", "(keys > 0)", "key 0 masked"),
+    Bug("sparse_mla", "keys.shape[1]) < lengths", "keys.shape[1]) <= lengths", "topk_length off by one"),
+    Bug("sparse_mla", "np.where(empty, np.inf, log_sum)", "log_sum", "lse of an empty row −inf"),
+    Bug("sparse_mla", "np.where(empty, 0.0, factor)", "np.where(empty, 0.0, 1.0)", "sink dropped from the output"),
+    Bug("sparse_mla", "np.logaddexp(forward_lse[s], sink)", "forward_lse[s]", "sink dropped from the probabilities"),
+    Bug("sparse_mla", ".sum(axis=1)\n", ".sum(axis=1) / (1 - sink_share)\n", "sink dropped from delta"),
+    Bug("sparse_mla", "(dp - delta[:, None])", "dp", "delta dropped"),
+    Bug("sparse_mla", "* selection.sm_scale\n", "\n", "sm_scale dropped from ds"),
+    Bug(
+        "sparse_mla",
+        "np.add.at(d_kv, keys, ds.T @ selection.q[s])",
+        "d_kv[keys] += ds.T @ selection.q[s]",
+        "duplicates merged",
+    ),
+    Bug("sparse_mla", "np.add.at(d_kv[:, :d_v], keys, p.T @ gradient[s])", "pass", "dV dropped"),
+    Bug("sparse_mla", "d_sink -= ", "d_sink += ", "sign of d_sink"),
+    Bug("sparse_mla", "np.exp(score - forward_lse[s]", "np.exp(score - lse_with_sink", "sink in the distribution"),
+    Bug("sparse_mla", "d_kv = d_kv + dkv", "pass", "accumulate ignored"),
+    Bug(
+        "attention_distribution",
+        "attn.sum(axis=1, keepdims=True)",
+        "attn.max(axis=1, keepdims=True)",
+        "l1 over the largest",
+    ),
+    Bug("attention_distribution", ".sum(axis=0)\n", ".mean(axis=0)\n", "mean over heads for the sum"),
+    Bug("paged_attention", "- q_len + i", "- q_len + i + 1", "a query sees the token after it"),
+    Bug("paged_attention", "position - window + 1", "position - window", "window off by one"),
+    Bug("paged_attention", "+ u[h])", ")", "pos_bias_u dropped"),
+    Bug("paged_attention", "q + _per_head", "q * 0 + _per_head", "q dropped from the fused term"),
+    Bug("paged_attention", "h // (h_q // h_kv)", "h % h_kv", "GQA heads interleaved"),
+    Bug(
+        "paged_attention",
+        "scale * (content + bias_of) if pre_scale",
+        "scale * content + bias_of if pre_scale",
+        "pre_scale ignored",
+    ),
+    Bug("paged_attention", "position - keys if by_distance else keys", "keys", "distance taken for key"),
+    Bug("paged_attention", "len(table) - 1)", "len(table) - 2)", "clamp off by one"),
+    Bug("paged_attention", "logits - slopes", "logits + slopes", "sign of ALiBi"),
+    Bug("paged_attention", "(pages < blocks)", "(pages < blocks - 1)", "the last page masked"),
+    Bug("nvfp4", "E2M1[codes & 0xF], E2M1[codes >> 4]", "E2M1[codes >> 4], E2M1[codes & 0xF]", "wrong nibble first"),
+    Bug("nvfp4", "lower % 2 == 1", "lower % 2 == 0", "ties to odd"),
+    Bug(
+        "nvfp4",
+        "16 * (m % 32) + 4 * ((m % 128) // 32)",
+        "4 * (m % 32) + 128 * ((m % 128) // 32)",
+        "blocked scales in another order",
+    ),
+    Bug("nvfp4", "np.maximum(exponent, 1)", "exponent", "subnormals halved"),
+    Bug("nvfp4", "1.0 / factor if global_is_reciprocal", "factor if global_is_reciprocal", "reciprocal global ignored"),
+    Bug(
+        "nvfp4", "amax / np.float32(CODE_MAX * SCALE_MAX)", "amax / np.float32(CODE_MAX * 256)", "another global scale"
+    ),
+    Bug("nvfp4", "(signs << 3)", "(signs << 2)", "sign in the wrong bit"),
+    Bug("lightning_indexer", "w @ np.maximum(dot, 0.0)", "w @ dot", "relu dropped"),
+    Bug("lightning_indexer", "np.sort(best_first[:topk])", "best_first[:topk]", "keys in order of score"),
+    Bug(
+        "lightning_indexer",
+        'np.argsort(-score, kind="stable")',
+        'np.argsort(score, kind="stable")',
+        "smallest scores chosen",
+    ),
+    Bug("lightning_indexer", "(np.exp(log_prob) - p)", "np.exp(log_prob)", "target dropped from the gradient"),
+    Bug("lightning_indexer", "* (dot > 0.0)", "", "relu's derivative dropped"),
+    Bug(
+        "lightning_indexer",
+        "np.add.at(d_k, keys, d_dot.T @ q[s])",
+        "d_k[keys] += d_dot.T @ q[s]",
+        "duplicates merged in dk",
+    ),
+    Bug("lightning_indexer", "if not p.any():", "if False:", "rows without a target counted"),
+]
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, bug: Bug) -> None:
+        self.bug = bug
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != f"hopwell.reference.{self.bug.module}":
+            return None
+        found = importlib.machinery.PathFinder.find_spec(fullname, path)
+        assert found is not None
+        assert found.origin is not None
+        loader = _Loader(Path(found.origin), self.bug)
+        return importlib.util.spec_from_file_location(fullname, found.origin, loader=loader)
+
+
+class _Loader(importlib.abc.InspectLoader):
+    def __init__(self, path: Path, bug: Bug) -> None:
+        self.path, self.bug = path, bug
+
+    def get_source(self, fullname: str) -> str:
+        source = self.path.read_text()
+        assert source.count(self.bug.right) >= 1, f"{self.bug.module} no longer holds {self.bug.right!r}"
+        return source.replace(self.bug.right, self.bug.wrong, 1)
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_source(fullname), str(self.path))
+
+
+def start_tests(module: str, bug: Bug | None) -> int:
+    """Forks a process that plants the bug, runs the module's tests and ends with pytest's exit code. Returns its id."""
+    import pytest
+
+    child = os.fork()
+    if child != 0:
+        return child
+    with contextlib.redirect_stdout(io.StringIO()):
+        if bug is not None:
+            sys.meta_path.insert(0, _Finder(bug))
+        code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", str(HERE / TESTS[module])])
+    os._exit(int(code))
+
+
+def main() -> None:
+    import hypothesis  # noqa: F401  what the tests import, once for all of the processes below
+    import ml_dtypes  # noqa: F401
+    import torch
+
+    torch.set_num_threads(1)
+    waiting = [(str(number), bug.module, bug) for number, bug in reversed(list(enumerate(BUGS)))]
+    waiting += [(module, module, None) for module in sorted(TESTS)]
+    running: dict[int, str] = {}
+    while waiting or running:
+        while waiting and len(running) < (os.cpu_count() or 1):
+            name, module, bug = waiting.pop()
+            running[start_tests(module, bug)] = name
+        child, status = os.wait()
+        print(running.pop(child), os.waitstatus_to_exitcode(status), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""The suite can fail: bugs planted in the reference, one at a time, are each caught by its tests."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import mutations
+import pytest
+
+
+@pytest.fixture(scope="module")
+def exit_codes() -> dict[str, int]:
+    """What pytest returned for each bug, by its number, and without a bug, by the module's name."""
+    script = Path(mutations.__file__)
+    run = subprocess.run(
+        [sys.executable, str(script)], cwd=script.parents[2], check=True, capture_output=True, text=True
+    )
+    return {name: int(code) for name, code in (line.split() for line in run.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("number", range(len(mutations.BUGS)), ids=[bug.meaning for bug in mutations.BUGS])
+def test_a_planted_bug_is_caught(number: int, exit_codes: dict[str, int]) -> None:
+    assert exit_codes[str(number)] == pytest.ExitCode.TESTS_FAILED  # anything else is no catch
+
+
+@pytest.mark.parametrize("module", sorted(mutations.TESTS))
+def test_without_a_bug_the_same_tests_pass(module: str, exit_codes: dict[str, int]) -> None:
+    assert exit_codes[module] == pytest.ExitCode.OK
+
+
+@pytest.mark.parametrize("bug", mutations.BUGS, ids=[bug.meaning for bug in mutations.BUGS])
+def test_the_line_to_change_is_still_there(bug: mutations.Bug) -> None:
+    import hopwell.reference
+
+    folder = Path(hopwell.reference.__file__).parent
+    assert bug.right in (folder / f"{bug.module}.py").read_text()
