@@ -179,6 +179,7 @@ struct Cta {
   std::vector<TensorCell> tmem_shadow;
   uint32_t tmem_used = 0;           // bit i: columns [32 i, 32 i + 32)
   bool tmem_relinquished = false;
+  Epoch tmem_allocation;            // the last one, for the report of what was not freed
   int cta_group = 0;                // of its tcgen05 instructions; 0: none so far
   std::vector<Thread*> tmem_waiters;
   int pair_request = -1;            // columns that this CTA's warp wants in a cta_group::2 allocation

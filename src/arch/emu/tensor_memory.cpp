@@ -141,6 +141,7 @@ void tmem_allocate(int cta_group, uint32_t destination, uint32_t columns, const 
   if (current->lane == 0) {
     const uint32_t first = cta_group == 2 ? allocate_pair(*current->cta, columns) : allocate_alone(*current->cta, columns);
     m.store(destination, first);
+    current->cta->tmem_allocation = {current->step(), current->agent, current->site};
     m.generic_access(*current, destination, 4, true, current->site);
   }
   m.warp_collective("tcgen05.alloc (written)", ~0u, nullptr, [&](Rendezvous&) {   // the whole warp has executed the write
