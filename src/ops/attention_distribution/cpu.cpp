@@ -21,10 +21,11 @@ using namespace hopwell::cpu;
 class Worker {
  public:
   explicit Worker(const Problem& problem)
-      : p_(problem), selected_(problem.selection, problem.kv), q_(problem.h_q * problem.d_qk), scores_(problem.h_q * selected_.capacity()) {}
+      : p_(problem), selected_(problem.selection, problem.kv), q_(problem.h_q * problem.d_qk), scores_(problem.h_q * selected_.tile_entries()) {}
 
   void distribute(std::int64_t s, std::int64_t tile) {
-    const std::int64_t count = selected_.load(s, tile);
+    selected_.clear();
+    const std::int64_t count = selected_.append(s, tile);
     float* attn = p_.attn.as<float>() + s * p_.attn.stride[0] + tile * kTileEntries;
     std::fill_n(attn, std::min(kTileEntries, p_.topk - tile * kTileEntries), 0.0F);
     if (count == 0) return;

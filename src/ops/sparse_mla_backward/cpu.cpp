@@ -36,14 +36,28 @@ float at(const View& matrix, std::int64_t row, std::int64_t column) {
   return matrix.as<const float>()[row * matrix.stride[0] + column * matrix.stride[1]];
 }
 
+// How a problem is cut into items of work: by its shape alone, so that results do not depend on the number of threads. An item is
+// a tile of one query's index row; or, where that is one tile, as many queries as fill a tile, since taking turns has its price.
+struct Items {
+  explicit Items(const Problem& p) : tiles(SelectedRows::tiles(p.topk)) {
+    constexpr std::int64_t kEnough = 16;
+    const std::int64_t fitting = kTileEntries / std::max<std::int64_t>(p.topk, 1);
+    queries = std::max<std::int64_t>(1, std::min(fitting, p.s_q / kEnough));
+    count = tiles > 1 ? p.s_q * tiles : (p.s_q + queries - 1) / queries;
+  }
+  std::int64_t tiles;    // of an index row
+  std::int64_t queries;  // an item; 1 if there are several tiles
+  std::int64_t count;
+};
+
 // What the threads share: the sums, and whose turn it is to add to them.
 struct Sums {
-  explicit Sums(const Problem& p)
-      : tiles(SelectedRows::tiles(p.topk)),
-        stripes(p.dkv || (p.dq && tiles > 1) ? (p.d_qk + kStripe - 1) / kStripe : p.d_sink ? 1 : 0),
+  Sums(const Problem& p, const Items& items)
+      : several_tiles(items.tiles > 1),
+        stripes(p.dkv || (p.dq && several_tiles) ? (p.d_qk + kStripe - 1) / kStripe : p.d_sink ? 1 : 0),
         turns(stripes),
         d_sink(static_cast<std::size_t>(p.h_q)) {
-    if (p.dq && tiles > 1) dq.emplace(p.h_q * p.d_qk);
+    if (p.dq && several_tiles) dq.emplace(p.h_q * p.d_qk);
     if (!p.dkv) return;
     if (p.dkv.dtype == DType::kFloat32) {
       dkv = p.dkv.as<float>();
@@ -55,7 +69,8 @@ struct Sums {
     }
   }
 
-  std::int64_t tiles, stripes;
+  bool several_tiles;
+  std::int64_t stripes;
   Turns turns;  // a station a stripe; d_sink is added to at the first
   std::optional<Scratch<float>> dq;        // [h_q, d_qk] of the query whose turn it is, if it has several tiles
   std::optional<Scratch<float>> wide_dkv;  // [s_kv, d_qk] if the output is bf16
@@ -66,27 +81,52 @@ struct Sums {
 
 class Worker {
  public:
-  Worker(const Problem& problem, Sums& sums)
-      : p_(problem), sums_(sums), selected_(problem.selection, problem.kv), queries_(2 * problem.h_q * problem.d_qk),
-        weights_(2 * problem.h_q * selected_.capacity()), dq_(problem.h_q * problem.d_qk),
-        heads_(static_cast<std::size_t>(problem.h_q)) {}
+  Worker(const Problem& problem, const Items& items, Sums& sums)
+      : p_(problem),
+        items_(items),
+        sums_(sums),
+        selected_(problem.selection, problem.kv, items.queries),
+        queries_(2 * problem.h_q * problem.d_qk),
+        weights_(2 * problem.h_q * selected_.tile_entries()),
+        dq_(problem.h_q * problem.d_qk),
+        distribution_(selected_.tile_entries()),
+        heads_(static_cast<std::size_t>(problem.h_q)),
+        d_sink_(static_cast<std::size_t>(problem.h_q)) {}
 
+  // Must not throw: other threads wait for this item's turn to pass.
   void differentiate(std::int64_t item) {
-    const std::int64_t s = item / sums_.tiles, tile = item % sums_.tiles;
-    count_ = selected_.load(s, tile);
-    const bool counts_for_sink = p_.d_sink && tile == 0 && (count_ > 0 || p_.selection.any_valid(s));
-    if (count_ > 0 || counts_for_sink) load_query(s);
-    if (count_ > 0) compute();
-    if (p_.attn && p_.topk > 0) store_attn(s, tile);
-    if (p_.dq && sums_.tiles == 1) store_dq(s);
-    commit(item, s, tile, counts_for_sink);
+    selected_.clear();
+    std::fill(d_sink_.begin(), d_sink_.end(), 0.0);
+    const std::int64_t first = item / items_.tiles * items_.queries, last = std::min(first + items_.queries, p_.s_q);
+    for (std::int64_t s = first; s < last; ++s) differentiate(s, item % items_.tiles);
+    for (std::int64_t stripe = 0; stripe < sums_.stripes; ++stripe) {
+      sums_.turns.in_turn(stripe, item, [&] { commit(stripe, first, item % items_.tiles); });
+    }
   }
 
  private:
-  float* q() const { return queries_.get(); }                             // [h_q, d_qk], times sm_scale
-  float* d_out() const { return queries_.get() + p_.h_q * p_.d_qk; }      // [h_q, d_v], rows d_qk apart
-  float* ds() const { return weights_.get(); }                            // [h_q, count]; before, dP
-  float* probabilities() const { return weights_.get() + p_.h_q * count_; }  // [h_q, count]; before, S
+  struct Head {
+    float lse = 0;
+    float delta = 0;   // sum_d out * d_out
+    float kept = 1;    // 1 / (1 + exp(sink - lse)), the share of the softmax that the sink leaves to the keys
+    double taken = 0;  // 1 / (1 + exp(lse - sink)), its own
+  };
+
+  float* q() const { return queries_.get(); }                                                // [h_q, d_qk], times sm_scale
+  float* d_out() const { return queries_.get() + p_.h_q * p_.d_qk; }                         // [h_q, d_v], rows d_qk apart
+  float* ds() const { return weights_.get(); }                                               // [h_q, count]; before, dP
+  float* probabilities() const { return weights_.get() + p_.h_q * count_; }                  // [h_q, count]; before, S
+  float* k() const { return selected_.rows() + (selected_.count() - count_) * p_.d_qk; }     // [count, d_qk]; later, dkv
+
+  void differentiate(std::int64_t s, std::int64_t tile) {
+    count_ = selected_.append(s, tile);
+    const bool counts_for_sink = p_.d_sink && tile == 0 && (count_ > 0 || p_.selection.any_valid(s));
+    if (count_ > 0 || counts_for_sink) load_query(s);
+    if (counts_for_sink) add_d_sink();
+    if (count_ > 0) compute();
+    if (p_.attn && p_.topk > 0) store_attn(s, tile);
+    if (p_.dq && !sums_.several_tiles) store_dq(s);
+  }
 
   // Converts q and d_out, and computes what each head needs beside the scores. A sink only scales P.
   void load_query(std::int64_t s) {
@@ -109,35 +149,48 @@ class Worker {
     return static_cast<double>(p_.attn_sink.as<const float>()[h * p_.attn_sink.stride[0]]);
   }
 
-  // This tile's dq, its rows of dkv (in place of K), and the distribution.
+  void add_d_sink() {
+    for (std::int64_t h = 0; h < p_.h_q; ++h) {
+      const Head& head = heads_[static_cast<std::size_t>(h)];
+      if (std::isfinite(sink(h))) d_sink_[static_cast<std::size_t>(h)] -= head.taken * static_cast<double>(head.delta);
+    }
+  }
+
+  // The tile's dq, its rows of dkv (in place of K), and the distribution.
   void compute() {
-    float* const k = selected_.rows();
-    gemm_nt(p_.h_q, count_, p_.d_qk, 1, q(), p_.d_qk, k, p_.d_qk, 0, probabilities(), count_);
     const bool gradients = p_.dq || p_.dkv;
-    if (gradients) gemm_nt(p_.h_q, count_, p_.d_v, 1, d_out(), p_.d_qk, k, p_.d_qk, 0, ds(), count_);
+    if (!gradients && !p_.attn) return;
+    gemm_nt(p_.h_q, count_, p_.d_qk, 1, q(), p_.d_qk, k(), p_.d_qk, 0, probabilities(), count_);
+    if (gradients) gemm_nt(p_.h_q, count_, p_.d_v, 1, d_out(), p_.d_qk, k(), p_.d_qk, 0, ds(), count_);
+    weigh(gradients);
+    if (p_.dq) {
+      gemm_nn(p_.h_q, p_.d_qk, count_, 1, ds(), count_, k(), p_.d_qk, 0, dq_.get(), p_.d_qk);
+      scale(dq_.get(), p_.sm_scale, static_cast<std::size_t>(p_.h_q * p_.d_qk));
+    }
+    if (!p_.dkv) return;
+    gemm_tn(count_, p_.d_v, 2 * p_.h_q, 1, ds(), count_, q(), p_.d_qk, 0, k(), p_.d_qk);
+    if (p_.d_v == p_.d_qk) return;
+    gemm_tn(count_, p_.d_qk - p_.d_v, p_.h_q, 1, ds(), count_, q() + p_.d_v, p_.d_qk, 0, k() + p_.d_v, p_.d_qk);
+  }
+
+  // S and dP become P and dS, row by row; their sums over heads the distribution.
+  void weigh(bool gradients) {
     const auto n = static_cast<std::size_t>(count_);
-    if (p_.attn) distribution_.assign(n, 0.0F);
+    std::fill_n(distribution_.get(), n, 0.0F);
     for (std::int64_t h = 0; h < p_.h_q; ++h) {
       const Head& head = heads_[static_cast<std::size_t>(h)];
       float* row = probabilities() + h * count_;
       if (head.lse == kInfinity) std::fill_n(row, n, 0.0F);  // all of its scores are -inf
       else exp_sum(row, head.lse, n);
-      if (p_.attn) add(row, distribution_.data(), n);
+      if (p_.attn) add(row, distribution_.get(), n);
       if (gradients) softmax_gradient(row, ds() + h * count_, head.kept, head.delta, n);
     }
-    if (p_.dq) {
-      gemm_nn(p_.h_q, p_.d_qk, count_, 1, ds(), count_, k, p_.d_qk, 0, dq_.get(), p_.d_qk);
-      scale(dq_.get(), p_.sm_scale, static_cast<std::size_t>(p_.h_q * p_.d_qk));
-    }
-    if (!p_.dkv) return;
-    gemm_tn(count_, p_.d_v, 2 * p_.h_q, 1, ds(), count_, q(), p_.d_qk, 0, k, p_.d_qk);
-    if (p_.d_v < p_.d_qk) gemm_tn(count_, p_.d_qk - p_.d_v, p_.h_q, 1, ds(), count_, q() + p_.d_v, p_.d_qk, 0, k + p_.d_v, p_.d_qk);
   }
 
   void store_attn(std::int64_t s, std::int64_t tile) {
     float* attn = p_.attn.as<float>() + s * p_.attn.stride[0] + tile * kTileEntries;
-    std::fill_n(attn, std::clamp<std::int64_t>(p_.topk - tile * kTileEntries, 0, kTileEntries), 0.0F);
-    for (std::int64_t i = 0; i < count_; ++i) attn[selected_.places()[i]] = distribution_[static_cast<std::size_t>(i)];
+    std::fill_n(attn, std::min(p_.topk - tile * kTileEntries, kTileEntries), 0.0F);
+    for (std::int64_t i = 0; i < count_; ++i) attn[selected_.places()[i]] = distribution_.get()[i];
   }
 
   void store_dq(std::int64_t s) {
@@ -145,18 +198,15 @@ class Worker {
     store_heads(dq_.get(), p_.d_qk, p_.dq, s, 0, p_.d_qk);
   }
 
-  void commit(std::int64_t item, std::int64_t s, std::int64_t tile, bool counts_for_sink) {
-    for (std::int64_t stripe = 0; stripe < sums_.stripes; ++stripe) {
-      sums_.turns.in_turn(stripe, item, [&] {
-        const std::int64_t first = stripe * kStripe, width = std::min(kStripe, p_.d_qk - first);
-        if (p_.dkv && count_ > 0) {
-          scatter_add_rows(selected_.rows() + first, static_cast<std::size_t>(p_.d_qk), selected_.keys(),
-                           static_cast<std::size_t>(count_), static_cast<std::size_t>(width), sums_.dkv + first, sums_.dkv_stride);
-        }
-        if (sums_.dq) add_dq(s, tile, first, width);
-        if (stripe == 0 && counts_for_sink) add_d_sink();
-      });
+  // Adds one column stripe of the item to the sums.
+  void commit(std::int64_t stripe, std::int64_t s, std::int64_t tile) {
+    const std::int64_t first = stripe * kStripe, width = std::min(kStripe, p_.d_qk - first);
+    if (p_.dkv) {
+      scatter_add_rows(selected_.rows() + first, static_cast<std::size_t>(p_.d_qk), selected_.keys(),
+                       static_cast<std::size_t>(selected_.count()), static_cast<std::size_t>(width), sums_.dkv + first, sums_.dkv_stride);
     }
+    if (sums_.dq) add_dq(s, tile, first, width);
+    for (std::size_t h = 0; p_.d_sink && stripe == 0 && h < d_sink_.size(); ++h) sums_.d_sink[h] += d_sink_[h];
   }
 
   // Columns of the running query's dq: set by its first tile, added to by the others, and written to the output by the last.
@@ -167,31 +217,19 @@ class Worker {
       if (tile == 0) std::fill_n(sum, n, 0.0F);
       if (count_ > 0) add(dq_.get() + h * p_.d_qk + first, sum, n);
     }
-    if (tile == sums_.tiles - 1) store_heads(sums_.dq->get() + first, p_.d_qk, p_.dq, s, first, width);
+    if (tile == items_.tiles - 1) store_heads(sums_.dq->get() + first, p_.d_qk, p_.dq, s, first, width);
   }
-
-  void add_d_sink() {
-    for (std::int64_t h = 0; h < p_.h_q; ++h) {
-      const Head& head = heads_[static_cast<std::size_t>(h)];
-      if (std::isfinite(sink(h))) sums_.d_sink[static_cast<std::size_t>(h)] -= head.taken * static_cast<double>(head.delta);
-    }
-  }
-
-  struct Head {
-    float lse = 0;
-    float delta = 0;   // sum_d out * d_out
-    float kept = 1;    // 1 / (1 + exp(sink - lse)), the share of the softmax that the sink leaves to the keys
-    double taken = 0;  // 1 / (1 + exp(lse - sink)), its own
-  };
 
   const Problem& p_;
+  const Items& items_;
   Sums& sums_;
   SelectedRows selected_;
-  std::int64_t count_ = 0;             // valid entries of the tile
+  std::int64_t count_ = 0;             // valid entries of the tile at hand
   Scratch<float> queries_, weights_;   // q and d_out; dS and P
   Scratch<float> dq_;                  // [h_q, d_qk]; before, out [h_q, d_v]
+  Scratch<float> distribution_;        // [count]
   std::vector<Head> heads_;            // [h_q]
-  std::vector<float> distribution_;    // [count]
+  std::vector<double> d_sink_;         // [h_q], of the item
 };
 
 // Calls body(first, last) for blocks of the rows of dkv.
@@ -216,10 +254,11 @@ void round_dkv(const Problem& p, const Sums& sums) {
 }
 
 void launch(const Problem& p, Stream) {
-  Sums sums(p);
+  const Items items(p);
+  Sums sums(p, items);
   if (p.dkv && !p.accumulate) clear_dkv(p, sums);
-  parallel_for(
-      p.s_q * sums.tiles, [&] { return Worker(p, sums); }, [](std::int64_t item, Worker& worker) { worker.differentiate(item); });
+  const auto make_worker = [&] { return Worker(p, items, sums); };
+  parallel_for(items.count, make_worker, [](std::int64_t item, Worker& worker) { worker.differentiate(item); });
   if (sums.wide_dkv) round_dkv(p, sums);
   for (std::int64_t h = 0; p.d_sink && h < p.h_q; ++h) {
     p.d_sink.as<float>()[h * p.d_sink.stride[0]] = static_cast<float>(sums.d_sink[static_cast<std::size_t>(h)]);

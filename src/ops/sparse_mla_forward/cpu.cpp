@@ -98,14 +98,15 @@ class Worker {
       : p_(problem),
         selected_(problem.selection, problem.kv),
         q_(problem.h_q * problem.d_qk),
-        score_stride_(selected_.capacity()),
+        score_stride_(selected_.tile_entries()),
         scores_(problem.h_q * score_stride_) {}
 
   void attend(std::int64_t s, std::int64_t first_tile, std::int64_t last_tile, RunningSoftmax& softmax) {
     load_heads(p_.q, s, q_.get(), p_.d_qk);
     scale(q_.get(), p_.sm_scale, static_cast<std::size_t>(p_.h_q * p_.d_qk));
     for (std::int64_t tile = first_tile; tile < last_tile; ++tile) {
-      const std::int64_t count = selected_.load(s, tile);
+      selected_.clear();
+      const std::int64_t count = selected_.append(s, tile);
       if (count == 0) continue;
       gemm_nt(p_.h_q, count, p_.d_qk, 1, q_.get(), p_.d_qk, selected_.rows(), p_.d_qk, 0, scores_.get(), score_stride_);
       softmax.add(scores_.get(), score_stride_, selected_.rows(), p_.d_qk, count);

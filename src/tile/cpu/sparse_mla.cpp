@@ -30,13 +30,15 @@ void store_heads(const float* rows, std::int64_t row_stride, const View& x, std:
   });
 }
 
-std::int64_t SelectedRows::load(std::int64_t s, std::int64_t tile) {
-  const std::int64_t first = tile * kTileEntries, last = std::min(first + tile_, selection_.topk);
-  const std::int64_t count = selection_.valid_entries(s, first, last, keys_.get(), places_.get());
+std::int64_t SelectedRows::append(std::int64_t s, std::int64_t tile) {
+  const std::int64_t first = tile * kTileEntries, last = std::min(first + tile_, selection_.topk), width = kv_.shape[1];
+  std::int32_t* const keys = keys_.get() + count_;
+  const std::int64_t valid = selection_.valid_entries(s, first, last, keys, places_.get());
   with_elements(kv_, [&](const auto* data) {
-    gather_rows(data, kv_.stride[0], keys_.get(), static_cast<std::size_t>(count), static_cast<std::size_t>(kv_.shape[1]), rows_.get());
+    gather_rows(data, kv_.stride[0], keys, static_cast<std::size_t>(valid), static_cast<std::size_t>(width), rows_.get() + count_ * width);
   });
-  return count;
+  count_ += valid;
+  return valid;
 }
 
 }  // namespace hopwell::cpu

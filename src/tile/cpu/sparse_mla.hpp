@@ -16,33 +16,36 @@ inline constexpr std::int64_t kTileEntries = 512;
 void load_heads(const View& x, std::int64_t s, float* rows, std::int64_t row_stride);
 void store_heads(const float* rows, std::int64_t row_stride, const View& x, std::int64_t s, std::int64_t first, std::int64_t width);
 
-// The kv rows that the valid entries of one tile of an index row select, gathered and converted: invalid entries cost nothing and
-// the rows they might name are never read.
+// The kv rows that the valid entries of tiles of index rows select, gathered and converted: invalid entries cost nothing, and the
+// rows they might name are never read.
 class SelectedRows {
  public:
-  SelectedRows(const Selection& selection, const View& kv)
+  // Room for `tiles` tiles, which together have at most kTileEntries entries.
+  explicit SelectedRows(const Selection& selection, const View& kv, std::int64_t tiles = 1)
       : selection_(selection),
         kv_(kv),
         tile_(std::clamp<std::int64_t>(selection.topk, 1, kTileEntries)),
-        keys_(tile_),
+        keys_(tiles * tile_),
         places_(tile_),
-        rows_(tile_ * kv.shape[1]) {}
+        rows_(tiles * tile_ * kv.shape[1]) {}
 
   // Tiles of an index row; at least 1.
   [[nodiscard]] static std::int64_t tiles(std::int64_t topk) { return std::max<std::int64_t>(1, (topk + kTileEntries - 1) / kTileEntries); }
 
-  // Returns the number of valid entries.
-  std::int64_t load(std::int64_t s, std::int64_t tile);
+  void clear() { count_ = 0; }
+  // Appends the rows that the valid entries of a tile of query s select; returns how many.
+  std::int64_t append(std::int64_t s, std::int64_t tile);
 
-  [[nodiscard]] std::int64_t capacity() const { return tile_; }                    // entries a tile
-  [[nodiscard]] const std::int32_t* keys() const { return keys_.get(); }           // [count]
-  [[nodiscard]] const std::int32_t* places() const { return places_.get(); }       // [count], entry - tile * kTileEntries
-  [[nodiscard]] float* rows() const { return rows_.get(); }                        // [count, d_qk]
+  [[nodiscard]] std::int64_t tile_entries() const { return tile_; }           // of a full tile
+  [[nodiscard]] std::int64_t count() const { return count_; }
+  [[nodiscard]] const std::int32_t* keys() const { return keys_.get(); }      // [count]
+  [[nodiscard]] float* rows() const { return rows_.get(); }                   // [count, d_qk]
+  [[nodiscard]] const std::int32_t* places() const { return places_.get(); }  // of the tile appended last: entry - tile * kTileEntries
 
  private:
   const Selection& selection_;
   const View& kv_;
-  std::int64_t tile_;
+  std::int64_t tile_, count_ = 0;
   Scratch<std::int32_t> keys_, places_;
   Scratch<float> rows_;
 };
