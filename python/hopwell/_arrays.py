@@ -64,7 +64,7 @@ def workspace(like: Array, size: int) -> Array:
 
 
 def dims(array: Array, count: int) -> tuple[int, ...]:
-    """The shape of an array of `count` dimensions. For anything else zeros: the argument check then says what is wrong."""
+    """The shape of an array of `count` dimensions; for anything else zeros, so that the argument check can complain."""
     shape = getattr(array, "shape", ())
     return tuple(shape) if len(shape) == count else (0,) * count
 

@@ -1,11 +1,15 @@
-"""The `hopwell` command of an installed wheel: the compiled program that lies beside this file."""
+"""The `hopwell` command of an installed wheel: the compiled program that lies beside the compiled module."""
 
 import os
 import sys
 from pathlib import Path
 
+from . import _hopwell
+
 
 def main() -> None:
     """Becomes the program, with the same arguments."""
-    program = Path(__file__).parent / "bin" / "hopwell"
+    program = Path(_hopwell.__file__).parent / "bin" / "hopwell"
+    if not program.exists():
+        sys.exit("hopwell: this installation was built without the command (HOPWELL_BUILD_CLI=OFF)")
     os.execv(program, [str(program), *sys.argv[1:]])

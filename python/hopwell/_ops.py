@@ -57,7 +57,7 @@ def sparse_mla_forward(
         q, kv, indices, sm_scale, d_v, attn_sink, topk_length, q_positions, q_start, kv_stride, out, max_logits, lse,
         backend, stream,
     )  # fmt: skip
-    return native(q, (out, max_logits, lse))  # type: ignore[return-value]
+    return native(q, (out, max_logits, lse))
 
 
 def sparse_mla_backward(
@@ -108,9 +108,9 @@ def sparse_mla_backward(
     dkv_type = dtype_name(name, "dkv_dtype", dkv_dtype, ("float32", "bfloat16"))
     if accumulate and dkv is None:
         raise ValueError(f"{name}: dkv must be given to accumulate into; got None")
-    if not need_dq and dq is not None or not need_dkv and dkv is not None:
-        argument = "dkv" if not need_dkv and dkv is not None else "dq"
-        raise ValueError(f"{name}: {argument} must be None where it is not needed; got an array")
+    for argument, needed, given in (("dq", need_dq, dq), ("dkv", need_dkv, dkv)):
+        if given is not None and not needed:
+            raise ValueError(f"{name}: {argument} must be None where it is not needed; got an array")
     shape = dims(q, 3)
     if need_dq and dq is None:
         dq = new(shape, q.dtype if hasattr(q, "dtype") else "float32")
@@ -121,7 +121,7 @@ def sparse_mla_backward(
         d_out, q, kv, indices, out, lse, sm_scale, d_v, attn_sink, topk_length, q_positions, q_start, kv_stride,
         deterministic, accumulate, dq, dkv, d_sink, attn, backend, stream,
     )  # fmt: skip
-    return native(d_out, (dq, dkv, d_sink))  # type: ignore[return-value]
+    return native(d_out, (dq, dkv, d_sink))
 
 
 def attention_distribution(
@@ -156,8 +156,7 @@ def attention_distribution(
     """
     new = outputs_like("attention_distribution", "q", q)
     if out is None:
-        shape = getattr(indices, "shape", ())
-        out = new((shape[0], shape[-1]) if len(shape) in (2, 3) else (0, 0), "float32")
+        out = new((dims(indices, 2) if len(getattr(indices, "shape", ())) == 2 else dims(indices, 3)[::2]), "float32")
     _hopwell.attention_distribution(
         q, kv, indices, lse, sm_scale, topk_length, q_positions, q_start, kv_stride, normalize, out, backend, stream
     )
@@ -221,7 +220,7 @@ def paged_attention(
         q, k_cache, v_cache, block_tables, context_lens, scale, layout, pos_bias_u, bias, bias_kind, out_of_range,
         pre_scale, pos_bias_v, r, alibi_slopes, window, out, lse, backend, stream,
     )  # fmt: skip
-    return native(q, (out, lse))  # type: ignore[return-value]
+    return native(q, (out, lse))
 
 
 def nvfp4_gemv(
@@ -279,7 +278,7 @@ def nvfp4_linear(
     Args:
         x: bf16, fp16 or (on the CPU) fp32 [n, K].
         weight: codes, uint8 or float4_e2m1fn_x2 [N, K/2].
-        weight_scale: uint8 or float8_e4m3fn, "plain" [N, K/16] or "blocked", as in `nvfp4_gemv`.
+        weight_scale: uint8 or float8_e4m3fn; scale_layout "plain": [N, K/16], or "blocked", as in `nvfp4_gemv`.
         weight_global: a number, or a 0-d fp32 array on the device of x.
         bias: like x, [N].
         global_is_reciprocal: the global is 1 / the factor (compressed-tensors).
@@ -325,7 +324,7 @@ def nvfp4_quantize(
     scales = new((-(-rows // 128) * 128, -(-groups // 4) * 4) if blocked else (rows, groups), "uint8")
     factor = new((), "float32")
     _hopwell.nvfp4_quantize(x, global_scale, scale_layout, codes, scales, factor, backend, stream)
-    return native(x, (codes, scales, factor))  # type: ignore[return-value]
+    return native(x, (codes, scales, factor))
 
 
 def nvfp4_dequantize(
@@ -342,7 +341,7 @@ def nvfp4_dequantize(
 
     Args:
         codes: uint8 or float4_e2m1fn_x2 [rows, K/2].
-        scales: uint8 or float8_e4m3fn, "plain" [rows, K/16] or "blocked", as in `nvfp4_gemv`.
+        scales: uint8 or float8_e4m3fn; scale_layout "plain": [rows, K/16], or "blocked", as in `nvfp4_gemv`.
         global_scale: a number or a 0-d fp32 array.
         dtype: "float32", "float16" or "bfloat16".
         backend, stream: as in `sparse_mla_forward`.
@@ -398,7 +397,7 @@ def lightning_indexer(
     _hopwell.lightning_indexer(
         q_index, k_index, weights, q_positions, q_start, kv_stride, indices, scores, backend, stream
     )
-    return native(q_index, (indices, scores))  # type: ignore[return-value]
+    return native(q_index, (indices, scores))
 
 
 def lightning_indexer_backward(
@@ -440,7 +439,7 @@ def lightning_indexer_backward(
         target, q_index, k_index, weights, indices, d_loss, deterministic, loss, d_q_index, d_k_index, d_weights,
         backend, stream,
     )  # fmt: skip
-    return native(target, (loss, d_q_index, d_k_index, d_weights))  # type: ignore[return-value]
+    return native(target, (loss, d_q_index, d_k_index, d_weights))
 
 
 _OPERATORS = {

@@ -1,0 +1,233 @@
+"""A call of each operator on random data, for tests that treat all operators alike: arguments as numpy arrays."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from hopwell import reference
+
+Rng = np.random.Generator
+DTYPES: dict[str, Any] = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+}
+
+
+@dataclass
+class Call:
+    """An operator's arguments, and the bounds ‖x − ref‖/‖ref‖ of its results, in their order (0: exactly equal)."""
+
+    operator: str
+    arguments: dict[str, Any]
+    bounds: tuple[float, ...]
+    outputs: tuple[str, ...] = field(default=())  # arguments through which results can be written in place
+
+
+def _normal(rng: Rng, shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> Any:
+    return (scale * rng.standard_normal(shape)).astype(DTYPES[dtype])
+
+
+def _bound(dtype: str) -> float:
+    return {"float32": 1e-4, "float16": 1e-3, "bfloat16": 4e-3}[dtype]
+
+
+def _sparse(rng: Rng, dtype: str) -> dict[str, Any]:
+    s_q, s_kv, h_q, d_qk, topk = 5, 90, 3, 40, 33
+    return {
+        "q": _normal(rng, (s_q, h_q, d_qk), dtype),
+        "kv": _normal(rng, (s_kv, 1, d_qk), dtype),
+        "indices": rng.integers(-5, s_kv + 5, (s_q, 1, topk)).astype(np.int32),
+        "sm_scale": 0.3,
+        "topk_length": rng.integers(topk // 2, topk + 3, s_q).astype(np.int32),
+        "q_positions": rng.integers(20, 200, s_q).astype(np.int32),
+        "kv_stride": 2,
+    }
+
+
+def sparse_mla_forward(rng: Rng, dtype: str) -> Call:
+    arguments = _sparse(rng, dtype) | {"d_v": 24, "attn_sink": _normal(rng, (3,), "float32")}
+    outputs = ("out", "max_logits", "lse")
+    return Call("sparse_mla_forward", arguments, (_bound(dtype), 1e-5, 1e-5), outputs)
+
+
+def sparse_mla_backward(rng: Rng, dtype: str) -> Call:
+    arguments = sparse_mla_forward(rng, dtype).arguments
+    out, _, lse = reference.sparse_mla_forward(**arguments)
+    arguments |= {
+        "d_out": _normal(rng, out.shape, dtype),
+        "out": out.astype(DTYPES[dtype]),
+        "lse": lse.astype(np.float32),
+    }
+    # The given lse is rounded to fp32, which moves p by as much: not a matter of the operator.
+    return Call("sparse_mla_backward", arguments, (_bound(dtype), _bound(dtype), _bound(dtype)), ("dq", "dkv"))
+
+
+def attention_distribution(rng: Rng, dtype: str) -> Call:
+    arguments = _sparse(rng, dtype)
+    _, _, lse = reference.sparse_mla_forward(**arguments, d_v=1)
+    arguments |= {"lse": lse.astype(np.float32), "normalize": "l1"}
+    return Call("attention_distribution", arguments, (2e-3,), ("out",))
+
+
+def paged_attention(rng: Rng, dtype: str) -> Call:
+    b, q_len, h_q, h_kv, d, block, blocks = 3, 2, 4, 2, 32, 8, 20
+    arguments = {
+        "q": _normal(rng, (b, q_len, h_q, d), dtype),
+        "k_cache": _normal(rng, (blocks, block, h_kv, d), dtype),
+        "v_cache": _normal(rng, (blocks, block, h_kv, d), dtype),
+        "block_tables": rng.integers(0, blocks, (b, 6)).astype(np.int32),
+        "context_lens": np.array([1, 17, 48], np.int32),
+        "scale": d**-0.5,
+        "pos_bias_u": _normal(rng, (h_q, d), "float32"),
+        "pos_bias_v": _normal(rng, (h_q, d), "float32"),
+        "r": _normal(rng, (h_q, 30, d), dtype),
+        "window": 40,
+    }
+    bound = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 4e-3}[dtype]
+    return Call("paged_attention", arguments, (bound, 1e-5), ("out", "lse"))
+
+
+def _codes(rng: Rng, shape: tuple[int, ...]) -> Any:
+    return rng.integers(0, 256, shape).astype(np.uint8)
+
+
+def _scales(rng: Rng, shape: tuple[int, ...]) -> Any:
+    return rng.uniform(0.1, 2, shape).astype(ml_dtypes.float8_e4m3fn)
+
+
+def _k_fastest(array: Any) -> Any:
+    """[rows, K, L] with K fastest in memory, then rows, then L."""
+    return np.ascontiguousarray(array.transpose(2, 0, 1)).transpose(1, 2, 0)
+
+
+def nvfp4_gemv(rng: Rng, dtype: str) -> Call:
+    m, k, batch = 20, 96, 3
+    arguments = {
+        "a": _k_fastest(_codes(rng, (m, k // 2, batch))),
+        "b": _k_fastest(_codes(rng, (1, k // 2, batch))),
+        "sfa": _k_fastest(_scales(rng, (m, k // 16, batch))),
+        "sfb": _k_fastest(_scales(rng, (1, k // 16, batch))),
+        "alpha": 0.01,
+        "out_dtype": dtype,
+    }
+    return Call("nvfp4_gemv", arguments, (_bound(dtype),), ("out",))
+
+
+def nvfp4_linear(rng: Rng, dtype: str) -> Call:
+    n, rows, k = 3, 21, 64
+    arguments = {
+        "x": _normal(rng, (n, k), dtype),
+        "weight": _codes(rng, (rows, k // 2)),
+        "weight_scale": _scales(rng, (rows, k // 16)),
+        "weight_global": np.array(0.02, np.float32),
+        "bias": _normal(rng, (rows,), dtype),
+    }
+    return Call("nvfp4_linear", arguments, (_bound(dtype),), ("out",))
+
+
+def nvfp4_quantize(rng: Rng, dtype: str) -> Call:
+    return Call("nvfp4_quantize", {"x": _normal(rng, (7, 64), dtype)}, (0, 0, 0))
+
+
+def nvfp4_dequantize(rng: Rng, dtype: str) -> Call:
+    arguments = {
+        "codes": _codes(rng, (7, 32)),
+        "scales": _scales(rng, (7, 4)),
+        "global_scale": 0.02,
+        "dtype": dtype,
+    }
+    return Call("nvfp4_dequantize", arguments, (_bound(dtype),))
+
+
+def lightning_indexer(rng: Rng, dtype: str) -> Call:
+    s_q, s_kv, h_index, d_index = 5, 90, 3, 16
+
+    def integers(shape: tuple[int, ...]) -> Any:  # exact scores, so that the selection has one right answer
+        return rng.integers(-3, 4, shape).astype(DTYPES[dtype])
+
+    arguments = {
+        "q_index": integers((s_q, h_index, d_index)),
+        "k_index": integers((s_kv, d_index)),
+        "weights": integers((s_q, h_index)),
+        "topk": 17,
+        "q_start": 30,
+        "kv_stride": 2,
+    }
+    return Call("lightning_indexer", arguments, (0, 0))
+
+
+def lightning_indexer_backward(rng: Rng, dtype: str) -> Call:
+    arguments = lightning_indexer(rng, dtype).arguments
+    for name in ("topk", "q_start", "kv_stride"):
+        del arguments[name]
+    indices = rng.integers(-2, 92, (5, 17)).astype(np.int32)
+    target = rng.random(indices.shape)
+    arguments |= {
+        "weights": _normal(rng, (5, 3), "float32", 0.1),
+        "indices": indices,
+        "target": (target / target.sum(axis=1, keepdims=True)).astype(np.float32),
+        "d_loss": 0.5,
+    }
+    return Call("lightning_indexer_backward", arguments, (1e-4, _bound(dtype), 1e-4, 1e-4))
+
+
+MAKERS: dict[str, Callable[[Rng, str], Call]] = {
+    maker.__name__: maker
+    for maker in (
+        sparse_mla_forward,
+        sparse_mla_backward,
+        attention_distribution,
+        paged_attention,
+        nvfp4_gemv,
+        nvfp4_linear,
+        nvfp4_quantize,
+        nvfp4_dequantize,
+        lightning_indexer,
+        lightning_indexer_backward,
+    )
+}
+WITH_FLOAT16 = {"paged_attention", "nvfp4_gemv", "nvfp4_linear", "nvfp4_quantize", "nvfp4_dequantize"}
+OPERATOR_AND_DTYPE = [
+    (operator, dtype) for operator in MAKERS for dtype in DTYPES if dtype != "float16" or operator in WITH_FLOAT16
+]
+
+
+def as_torch(x: Any) -> Any:
+    """A numpy array as a tensor of the same memory; anything else as it is."""
+    if not isinstance(x, np.ndarray):
+        return x
+    special = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}.get(x.dtype.name)
+    if special is None:
+        return torch.from_numpy(x)
+    return torch.from_numpy(x.view(np.int16 if x.itemsize == 2 else np.uint8)).view(special)
+
+
+def as_numpy(x: Any) -> Any:
+    """A tensor's values as float64, or as integers for integers; numpy arrays likewise."""
+    if isinstance(x, torch.Tensor):
+        x = x.double().numpy() if x.is_floating_point() else x.numpy()
+    return x.astype(np.float64) if np.dtype(x.dtype).kind not in "iu" else x
+
+
+def results(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def assert_results(call: Call, actual: Any, expected: Any) -> None:
+    """Each result within its bound, NaN and ±inf at the same places."""
+    assert len(results(actual)) == len(results(expected)) == len(call.bounds)
+    for got, wanted, bound in zip(results(actual), results(expected), call.bounds, strict=True):
+        x, ref = as_numpy(got), as_numpy(np.asarray(wanted))
+        assert x.shape == ref.shape
+        if bound == 0:
+            np.testing.assert_array_equal(x, ref)
+            continue
+        np.testing.assert_array_equal(np.isfinite(x), np.isfinite(ref))
+        finite = np.isfinite(ref)
+        np.testing.assert_array_equal(x[~finite], ref[~finite])
+        error, size = np.linalg.norm(x[finite] - ref[finite]), np.linalg.norm(ref[finite])
+        assert error <= bound * size + 1e-30, f"{call.operator}: {error / max(size, 1e-300)} > {bound}"

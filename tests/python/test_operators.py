@@ -1,0 +1,302 @@
+"""Every operator of the compiled library against `hopwell.reference`, through every way of passing arrays."""
+
+import hashlib
+import inspect
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import calls
+import hopwell
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from calls import DTYPES, MAKERS, OPERATOR_AND_DTYPE, as_torch, assert_results, results
+from hopwell import _hopwell, reference
+
+every_call = pytest.mark.parametrize(("operator", "dtype"), OPERATOR_AND_DTYPE)
+WITH_OUTPUTS = {name for name in MAKERS if MAKERS[name](np.random.default_rng(0), "float32").outputs}
+every_operator = pytest.mark.parametrize("operator", MAKERS)
+
+
+def run(call: calls.Call, **changes: Any) -> Any:
+    return getattr(hopwell, call.operator)(**{**call.arguments, **changes})
+
+
+def expected(call: calls.Call) -> Any:
+    return getattr(reference, call.operator)(**call.arguments)
+
+
+def with_gaps(x: Any) -> Any:
+    """The same values with gaps between rows, and the first dimension of three moved inwards in memory."""
+    if not isinstance(x, np.ndarray) or x.ndim < 2:
+        return x
+    shape = list(x.shape)
+    order = [1, 0, *range(2, x.ndim)] if x.ndim > 2 else list(range(x.ndim))
+    memory = np.empty([*(shape[i] for i in order[:-1]), shape[order[-1]] + 3], x.dtype)
+    memory.view(np.uint8).fill(0x7F)  # NaN, or an index out of range
+    view = memory[..., : shape[order[-1]]].transpose(order)
+    view[...] = x
+    return view
+
+
+@every_call
+def test_numpy(operator: str, dtype: str, rng: np.random.Generator) -> None:
+    call = MAKERS[operator](rng, dtype)
+    before = {name: value.tobytes() for name, value in call.arguments.items() if isinstance(value, np.ndarray)}
+    actual = run(call)
+    assert all(isinstance(x, np.ndarray) for x in results(actual))
+    assert_results(call, actual, expected(call))
+    for name, value in before.items():
+        assert call.arguments[name].tobytes() == value, f"{name} was changed"
+
+
+@every_call
+def test_torch(operator: str, dtype: str, rng: np.random.Generator) -> None:
+    call = MAKERS[operator](rng, dtype)
+    actual = run(call, **{name: as_torch(value) for name, value in call.arguments.items()})
+    assert all(isinstance(x, torch.Tensor) for x in results(actual))
+    assert_results(call, actual, expected(call))
+
+
+@every_call
+def test_dtypes_are_those_of_numpy_and_torch(operator: str, dtype: str, rng: np.random.Generator) -> None:
+    call = MAKERS[operator](rng, dtype)
+    arrays = results(run(call))
+    tensors = results(run(call, **{name: as_torch(value) for name, value in call.arguments.items()}))
+    assert [x.dtype.name for x in arrays] == [str(x.dtype).removeprefix("torch.") for x in tensors]
+    for array, tensor in zip(arrays, tensors, strict=True):  # the same bits, too
+        np.testing.assert_array_equal(calls.as_numpy(array), calls.as_numpy(tensor))
+
+
+@pytest.mark.parametrize(("operator", "dtype"), [pair for pair in OPERATOR_AND_DTYPE if "nvfp4" not in pair[0]])
+def test_strides(operator: str, dtype: str, rng: np.random.Generator) -> None:
+    call = MAKERS[operator](rng, dtype)
+    actual = run(call, **{name: with_gaps(value) for name, value in call.arguments.items()})
+    for got, wanted in zip(results(actual), results(run(call)), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize(("operator", "dtype"), [pair for pair in OPERATOR_AND_DTYPE if pair[0] in WITH_OUTPUTS])
+def test_outputs_are_written_in_place(operator: str, dtype: str, rng: np.random.Generator) -> None:
+    call = MAKERS[operator](rng, dtype)
+    plain = results(run(call))
+    for convert in (lambda x: x, as_torch):
+        given = {name: convert(np.full_like(plain[i], 99)) for i, name in enumerate(call.outputs)}
+        arguments = {name: convert(value) for name, value in call.arguments.items()}
+        written = results(run(call, **{**arguments, **given}))
+        for i, name in enumerate(call.outputs):
+            assert written[i] is given[name]
+            np.testing.assert_array_equal(calls.as_numpy(written[i]), calls.as_numpy(plain[i]))
+
+
+@every_operator
+def test_read_only_inputs(operator: str, rng: np.random.Generator) -> None:
+    call = MAKERS[operator](rng, "bfloat16")
+    for value in call.arguments.values():
+        if isinstance(value, np.ndarray):
+            value.flags.writeable = False
+    assert_results(call, run(call), expected(call))
+
+
+class Foreign:
+    """An array of some other framework: DLPack, a shape and a dtype."""
+
+    def __init__(self, array: Any) -> None:
+        self.array, self.shape, self.dtype = array, array.shape, array.dtype
+
+    def __dlpack__(self, **arguments: Any) -> Any:
+        return self.array.__dlpack__(**arguments)
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+
+@every_operator
+def test_any_array_with_dlpack(operator: str, rng: np.random.Generator) -> None:
+    call = MAKERS[operator](rng, "float32")
+    foreign = {
+        name: Foreign(value) if isinstance(value, np.ndarray) and value.dtype.name in ("float32", "int32") else value
+        for name, value in call.arguments.items()
+    }
+    assert_results(call, run(call, **foreign), expected(call))
+
+
+class Namespace:
+    """What an Array API framework offers to turn a numpy array into its own."""
+
+    @staticmethod
+    def asarray(array: Any) -> "Framework":
+        return Framework(array)
+
+
+class Framework(Foreign):
+    def __array_namespace__(self) -> Any:
+        return Namespace
+
+
+def test_results_come_back_in_the_framework_of_the_first_array(rng: np.random.Generator) -> None:
+    call = MAKERS["sparse_mla_forward"](rng, "float32")
+    actual = run(call, q=Framework(call.arguments["q"]))
+    assert all(isinstance(x, Framework) for x in actual)
+    assert_results(call, tuple(x.array for x in actual), expected(call))
+
+
+def test_two_dimensional_kv_and_indices(rng: np.random.Generator) -> None:
+    for operator in ("sparse_mla_forward", "sparse_mla_backward", "attention_distribution"):
+        call = MAKERS[operator](rng, "float32")
+        kv, indices = call.arguments["kv"][:, 0], call.arguments["indices"][:, 0]
+        wanted = results(run(call))
+        for got, full in zip(results(run(call, kv=kv, indices=indices)), wanted, strict=True):
+            np.testing.assert_array_equal(got, full.reshape(got.shape))
+
+
+def test_backward_options(rng: np.random.Generator) -> None:
+    call = MAKERS["sparse_mla_backward"](rng, "float32")
+    _, dkv, d_sink = run(call)
+    assert [x is None for x in run(call, need_dq=False)] == [True, False, False]
+    assert [x is None for x in run(call, need_dkv=False)] == [False, True, False]
+    assert run(call, attn_sink=None)[2] is None
+    np.testing.assert_allclose(run(call, deterministic=True)[2], d_sink, rtol=1e-5)
+    total = np.ones_like(dkv)
+    assert run(call, dkv=total, accumulate=True)[1] is total
+    np.testing.assert_allclose(total, dkv + 1, rtol=1e-5, atol=1e-5)
+    half = run(call, dkv_dtype="bfloat16")[1]
+    assert half.dtype == ml_dtypes.bfloat16
+    np.testing.assert_allclose(half.astype(np.float32), dkv, rtol=2**-7, atol=1e-6)
+    attn = np.zeros(call.arguments["indices"][:, 0].shape, np.float32)
+    run(call, attn=attn)
+    names = ("q", "kv", "indices", "lse", "sm_scale", "topk_length", "q_positions", "kv_stride")
+    distribution = reference.attention_distribution(**{name: call.arguments[name] for name in names})
+    np.testing.assert_allclose(attn, distribution, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", torch.float16, np.float16, np.dtype(np.float16)])
+def test_a_dtype_can_be_given_in_any_form(dtype: Any, rng: np.random.Generator) -> None:
+    call = MAKERS["nvfp4_gemv"](rng, "float16")
+    assert run(call, out_dtype=dtype).dtype == np.float16
+    assert run(MAKERS["nvfp4_dequantize"](rng, "float32"), dtype=dtype).dtype == np.float16
+
+
+def test_float4_codes_of_torch(rng: np.random.Generator) -> None:
+    call = MAKERS["nvfp4_linear"](rng, "float32")
+    weight = as_torch(call.arguments["weight"]).view(torch.float4_e2m1fn_x2)
+    x = as_torch(call.arguments["x"])
+    bias, scale = as_torch(call.arguments["bias"]), as_torch(call.arguments["weight_scale"])
+    actual = run(call, x=x, weight=weight, weight_scale=scale, bias=bias, weight_global=0.02)
+    assert_results(call, actual, expected(call))
+
+
+def test_scalars_may_be_of_numpy_and_torch(rng: np.random.Generator) -> None:
+    call = MAKERS["sparse_mla_forward"](rng, "float32")
+    plain = run(call)
+    for scale, d_v in ((np.float32(0.3), np.int64(24)), (torch.tensor(0.3), torch.tensor(24))):
+        np.testing.assert_array_equal(run(call, sm_scale=scale, d_v=d_v)[0], plain[0])
+
+
+def test_gradients_are_refused_unless_they_are_off(rng: np.random.Generator) -> None:
+    call = MAKERS["sparse_mla_forward"](rng, "float32")
+    tensors = {name: as_torch(value) for name, value in call.arguments.items()}
+    tensors["kv"].requires_grad_()
+    with pytest.raises(ValueError, match="sparse_mla_forward: kv requires grad"):
+        run(call, **tensors)
+    with torch.no_grad():
+        assert not run(call, **tensors)[0].requires_grad
+    assert not run(call, **{**tensors, "kv": tensors["kv"].detach()})[0].requires_grad
+
+
+@every_operator
+def test_signature_is_that_of_the_reference(operator: str) -> None:
+    def parameters(function: Any) -> list[tuple[str, Any, Any]]:
+        found = inspect.signature(function).parameters.values()
+        return [(p.name, p.kind, p.default) for p in found if p.name not in ("backend", "stream")]
+
+    function = getattr(hopwell, operator)
+    assert parameters(function) == parameters(getattr(reference, operator))
+    assert [*inspect.signature(function).parameters][-2:] == ["backend", "stream"]
+    for name in inspect.signature(function).parameters:
+        assert re.search(rf"\b{name}\b", function.__doc__), f"{name} is not documented"
+
+
+def test_the_stub_names_what_the_module_has() -> None:
+    stub = (Path(hopwell.__file__).parent / "_hopwell.pyi").read_text()
+    named = set(re.findall(r"^(?:def|class) (\w+)", stub, re.MULTILINE))
+    assert named == {name for name in dir(_hopwell) if not name.startswith("_")}
+
+
+def test_backends_and_version() -> None:
+    assert "cpu" in hopwell.backends()
+    assert re.fullmatch(r"\d+\.\d+\.\d+", hopwell.__version__)
+
+
+@every_operator
+def test_explain(operator: str, rng: np.random.Generator) -> None:
+    call = MAKERS[operator](rng, "float32")
+    lines = dict(line.split(": ", 1) for line in hopwell.explain(operator, **call.arguments).splitlines())
+    assert lines["cpu"] == "chosen"
+    assert {"sm80", "sm90", "sm100"} <= set(lines)
+
+
+def test_explain_checks_its_arguments(rng: np.random.Generator) -> None:
+    with pytest.raises(ValueError, match=r"explain: operator must be one of sparse_mla_forward, .*; got gemm"):
+        hopwell.explain("gemm")
+    call = MAKERS["nvfp4_linear"](rng, "float32")
+    with pytest.raises(ValueError, match="nvfp4_linear: bias must be"):
+        hopwell.explain(call.operator, **{**call.arguments, "bias": call.arguments["x"]})
+
+
+def digest() -> str:
+    """Of all results of all operators on fixed data."""
+    bits = hashlib.sha256()
+    for operator, dtype in OPERATOR_AND_DTYPE:
+        for x in results(run(MAKERS[operator](np.random.default_rng(5), dtype))):
+            bits.update(np.ascontiguousarray(x).view(np.uint8).tobytes())
+    return bits.hexdigest()
+
+
+def test_any_number_of_threads_gives_the_same_bits() -> None:
+    def in_a_process(threads: int) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", "import test_operators; print(test_operators.digest())"],
+            cwd=Path(__file__).parent, env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            check=True, capture_output=True, text=True,
+        )  # fmt: skip
+        return done.stdout.strip()
+
+    assert in_a_process(1) == in_a_process(2) == in_a_process(5)
+
+
+def test_the_global_lock_is_released() -> None:
+    x = np.zeros((64, 2048), np.float32)
+    codes, scales, factor = hopwell.nvfp4_quantize(np.ones((2048, 2048), np.float32))
+    worker = threading.Thread(target=lambda: [hopwell.nvfp4_linear(x, codes, scales, factor) for _ in range(5)])
+    turns = 0
+    worker.start()
+    while worker.is_alive():
+        worker.join(timeout=0)
+        turns += 1
+    assert turns > 100  # each needs the lock; held, a call would let at most one through
+
+
+def test_concurrent_calls_from_python_threads(rng: np.random.Generator) -> None:
+    call = MAKERS["sparse_mla_forward"](rng, "bfloat16")
+    wanted = run(call)
+    found: list[Any] = []
+    workers = [threading.Thread(target=lambda: found.extend(run(call) for _ in range(10))) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert len(found) == 40
+    for actual in found:
+        for got, right in zip(actual, wanted, strict=True):
+            np.testing.assert_array_equal(got.view(np.uint8), right.view(np.uint8))
+
+
+def test_all_dtypes_are_covered() -> None:
+    assert {dtype for _, dtype in OPERATOR_AND_DTYPE} == set(DTYPES)
