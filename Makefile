@@ -8,6 +8,8 @@
 SHELL := /bin/bash
 PYTHON := .venv/bin/python
 JOBS ?= $(shell nproc)
+# With a CUDA compiler the CUDA backends are built too; a GPU is only needed to run them.
+PRESET ?= $(if $(shell command -v nvcc),cuda,cpu)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo test setup build bench docs format lint clean test-cpp test-python test-install test-asan test-tsan
@@ -17,8 +19,8 @@ setup:
 	@scripts/setup.sh
 
 build: setup
-	@cmake --preset cpu --log-level=WARNING
-	@cmake --build --preset cpu --parallel $(JOBS)
+	@cmake --preset $(PRESET) --log-level=WARNING
+	@cmake --build --preset $(PRESET) --parallel $(JOBS)
 	@$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps .
 
 demo: build
@@ -28,13 +30,13 @@ test: test-cpp test-python test-install test-asan test-tsan
 	@echo "All tests passed."
 
 test-cpp: build
-	@ctest --preset cpu
+	@ctest --preset $(PRESET)
 
 test-python: build
 	@$(PYTHON) -m pytest
 
 test-install: build
-	@tests/install/run.sh
+	@tests/install/run.sh build/$(PRESET)
 
 # The C++ tests once more under the sanitizers: memory and undefined behaviour, and data races.
 test-asan test-tsan: test-%: setup

@@ -28,7 +28,7 @@ import torch
 import hopwell
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMAND = ROOT / "build" / "cpu" / "hopwell"
+COMMAND = Path(sys.executable).with_name("hopwell")  # the package's own
 
 # What `hopwell bench` must reach: operator, shape, field of its JSON, the bar.
 SHARES = [

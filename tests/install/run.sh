@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Installs the built library into an empty folder, builds the consumers against it alone, and runs them and the installed command.
+# Installs the library built in the folder given into an empty one, builds the consumers against that alone, and runs them and the
+# installed command.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+build=${1:?the build folder, such as build/cpu}
 place=$(mktemp -d)
 trap 'rm -rf "$place"' EXIT
 
-cmake --install build/cpu --prefix "$place/prefix" >/dev/null
+cmake --install "$build" --prefix "$place/prefix" >/dev/null
 cp -r tests/install "$place/consumer"
 cmake -S "$place/consumer" -B "$place/build" -G Ninja -DCMAKE_PREFIX_PATH="$place/prefix" --log-level=WARNING >/dev/null
 cmake --build "$place/build" >/dev/null

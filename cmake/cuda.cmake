@@ -1,0 +1,22 @@
+# The CUDA backends. A kernel file's name is the architecture it is compiled for; sm_90a and sm_100a code runs on those chips only.
+enable_language(CUDA)
+find_package(CUDAToolkit REQUIRED)
+set(CMAKE_CUDA_STANDARD 20)
+set(HOPWELL_ARCHITECTURE_sm80 80)
+set(HOPWELL_ARCHITECTURE_sm90 90a)
+set(HOPWELL_ARCHITECTURE_sm100 100a)
+foreach(backend sm80 sm90 sm100)
+  set(kernels ${HOPWELL_KERNELS})
+  list(FILTER kernels INCLUDE REGEX "/${backend}[.]cu$")
+  if(NOT kernels)
+    continue()
+  endif()
+  add_library(hopwell_${backend} OBJECT ${kernels})
+  set_target_properties(hopwell_${backend} PROPERTIES CUDA_ARCHITECTURES ${HOPWELL_ARCHITECTURE_${backend}} CUDA_VISIBILITY_PRESET hidden)
+  target_include_directories(hopwell_${backend} PRIVATE include src)
+  # ptxas' report of registers, shared memory and spills is kept for the test that reads it.
+  target_compile_options(hopwell_${backend} PRIVATE --expt-relaxed-constexpr -Xptxas=-v)
+  target_link_libraries(hopwell_${backend} PRIVATE dlpack::dlpack)
+  target_sources(hopwell PRIVATE $<TARGET_OBJECTS:hopwell_${backend}>)
+endforeach()
+target_link_libraries(hopwell PRIVATE CUDA::cudart_static)  # static, so that a machine without a driver can load the library
