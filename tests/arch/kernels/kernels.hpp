@@ -20,9 +20,9 @@ void nvfp4_gemm(const uint8_t* a, const uint8_t* scale_a, const uint8_t* b, cons
 /// The data flow of a sparse-MLA backward block on Blackwell: 64 heads, latent dimension 576, blocks of 64 gathered keys. See mla_backward_flow.cu.
 struct MlaFlow {
   const bf16 *q, *d_out, *kv;      // [64][576], [64][512], [n_keys][576]
-  const int* indices;              // [64 blocks]
-  const float *lse, *delta;        // [64]
-  float *dq, *dkv;                 // [64][576], [64 blocks][576] (by position)
+  const int* indices;              // [64 blocks]; entries outside of [0, n_keys) do not count
+  const float *lse_log2, *delta;   // [64]
+  float *dq, *dkv;                 // [64][576]; [n_keys][576], added to
   float scale;
   int blocks, n_keys;
 };
