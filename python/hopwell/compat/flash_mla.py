@@ -1,0 +1,40 @@
+"""`flash_mla_sparse_fwd` with the signature and the conventions of DeepSeek's FlashMLA.
+
+    from hopwell.compat.flash_mla import flash_mla_sparse_fwd        # instead of: from flash_mla import ...
+
+What its reference (`tests/ref.py` of github.com/deepseek-ai/FlashMLA) defines holds here: indices below 0 or from s_kv
+on are invalid, max_logits and lse are natural-log (versions from before `attn_sink` gave them to base 2), and a query
+without a valid key gets out 0, max_logits −inf and lse +inf. Beyond it: any h_q, d_qk and d_v, host tensors, fp32,
+NaN in keys past topk_length; h_kv is 1 in both. Like the original it is no part of the autograd graph.
+"""
+
+import torch
+
+from .._ops import sparse_mla_forward
+
+
+@torch.no_grad()
+def flash_mla_sparse_fwd(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sparse attention in the multi-query form of MLA, for prefill.
+
+    Args:
+        q: bf16 [s_q, h_q, d_qk].
+        kv: bf16 [s_kv, 1, d_qk]; V is its first d_v columns.
+        indices: int32 [s_q, 1, topk].
+        sm_scale: factor of the scores.
+        d_v: columns of V.
+        attn_sink: fp32 [h_q]; multiplies out by exp(lse) / (exp(lse) + exp(attn_sink)), nothing else.
+        topk_length: int32 [s_q]; only the first topk_length[s] entries count.
+
+    Returns:
+        (out bf16 [s_q, h_q, d_v], max_logits fp32 [s_q, h_q], lse fp32 [s_q, h_q]).
+    """
+    return sparse_mla_forward(q, kv, indices, sm_scale, d_v, attn_sink=attn_sink, topk_length=topk_length)
