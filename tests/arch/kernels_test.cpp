@@ -3,8 +3,8 @@
 
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <cmath>
+#include <ctime>
 #include <fstream>
 #include <random>
 #include <vector>
@@ -180,17 +180,18 @@ TEST(Kernels, RightAndCleanOverFiftySeeds) {
 
 // A block of 64 keys with 384 threads and 116 tensor-core operations; the bar is 6 ms on one core.
 TEST(Kernels, BackwardFlowIsRightCleanAndFast) {
-  const Subject subject = flow_subject(3);
+  constexpr int kBlocks = 6;
+  const Subject subject = flow_subject(kBlocks);
   double best = 1e9;
   for (uint64_t seed = 0; seed < 12; ++seed) {
     emu::Session session(test::options_for(seed));
-    const auto start = std::chrono::steady_clock::now();
+    const std::clock_t start = std::clock();   // of this process only: other load on the machine does not count
     const double error = subject.run();
-    best = std::min(best, std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count() / 3);
+    best = std::min(best, double(std::clock() - start) * 1e3 / CLOCKS_PER_SEC / kBlocks);
     ASSERT_LE(error, subject.tolerance) << "seed " << seed;
     ASSERT_TRUE(session.report.clean()) << "seed " << seed << "\n" << session.report.text();
   }
-  std::printf("mla_backward_flow: %.2f ms a block of 64 keys, checker on\n", best);
+  std::printf("mla_backward_flow: %.2f ms of one core a block of 64 keys, checker on\n", best);
 }
 
 bool has_kept_comment(const emu::CallSite& site) {

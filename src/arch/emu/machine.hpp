@@ -42,6 +42,7 @@ class Random {
     return state_ * 0x2545f4914f6cdd1du;
   }
   uint32_t below(size_t n) { return uint32_t((next() >> 32) * n >> 32); }
+  int bit() { return int(next() >> 63); }
   bool chance(double p) { return double(next() >> 11) * 0x1.0p-53 < p; }
 
  private:

@@ -47,13 +47,13 @@ struct TensorCell {
 };
 
 /// Keeps a read among two: an old one that the reader knows of is replaced first, else one at random.
-template <class Covered>
-int choose_read_slot(const std::array<Epoch, 2>& reads, Epoch epoch, Covered covered, uint32_t random_bit) {
+template <class Covered, class RandomBit>
+int choose_read_slot(const std::array<Epoch, 2>& reads, Epoch epoch, Covered covered, RandomBit random_bit) {
   for (int i = 0; i < 2; ++i)
     if (reads[i].empty() || reads[i].agent == epoch.agent) return i;
   for (int i = 0; i < 2; ++i)
     if (covered(reads[i])) return i;
-  return int(random_bit & 1);
+  return random_bit();
 }
 
 }  // namespace hopwell::arch::emu

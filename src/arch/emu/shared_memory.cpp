@@ -6,7 +6,8 @@ namespace hopwell::arch::emu {
 namespace {
 
 // Bytes of the 4-byte cell at `cell` that lie in [begin, end).
-uint8_t bytes_of_cell(uint32_t cell, uint32_t begin, uint32_t end) {
+inline uint8_t bytes_of_cell(uint32_t cell, uint32_t begin, uint32_t end) {
+  if (cell >= begin && cell + 4 <= end) return 15;
   uint8_t mask = 0;
   for (uint32_t i = 0; i < 4; ++i)
     if (cell + i >= begin && cell + i < end) mask |= uint8_t(1u << i);
@@ -55,7 +56,7 @@ void Machine::generic_access(Thread& t, uint32_t address, uint32_t bytes, bool w
     if (write) {
       remember_write(cell, epoch, mask, Proxy::generic);
     } else {
-      const int slot = choose_read_slot(cell.reads, epoch, [&](const Epoch& e) { return t.knows.ordered.covers(e); }, uint32_t(random.next() >> 63));
+      const int slot = choose_read_slot(cell.reads, epoch, [&](const Epoch& e) { return t.knows.ordered.covers(e); }, [&] { return random.bit(); });
       cell.read_bytes[size_t(slot)] = cell.reads[size_t(slot)].agent == t.agent ? cell.read_bytes[size_t(slot)] | mask : mask;
       cell.reads[size_t(slot)] = epoch;
     }
@@ -69,6 +70,8 @@ void Machine::async_access(Observer& who, Epoch epoch, uint32_t address, uint32_
   if (!options.check) return;
   Cta& cta = ctas[rank_of(address)];
   if (cta.live == 0) find(Kind::bounds, format("%s touches shared memory of CTA %u, which has exited", what, cta.rank));
+  Epoch known_write;   // of the cell before: neighbouring cells mostly have the same writer
+  Proxy known_proxy = Proxy::async;
   for (uint32_t a = address & ~3u; a < address + bytes; a += 4) {
     SharedCell& cell = cta.shadow[offset_of(a) / 4];
     const uint8_t mask = bytes_of_cell(a, address, address + bytes);
@@ -78,12 +81,14 @@ void Machine::async_access(Observer& who, Epoch epoch, uint32_t address, uint32_
     }
     for (int i = 0; i < 2; ++i) {
       const Epoch& w = cell.writes[i];
-      if ((cell.write_bytes[i] & mask) && !w.same_step(epoch)) {
+      if ((cell.write_bytes[i] & mask) && !w.same_step(epoch) && !(w.same_step(known_write) && cell.write_proxy[i] == known_proxy)) {
         if (!who.ordered(w))
           find(Kind::race, race_text(*this, write, what, a, w, true), &w);
         else if (proxy == Proxy::async && !who.proxied(w) &&
                  (cell.write_proxy[i] == Proxy::generic || (cell.write_proxy[i] == Proxy::cp_async && options.policy.cp_async_needs_proxy_fence)))
           find(Kind::proxy, format("%s %s ", what, write ? "writes" : "reads") + place(a) + " by the async proxy with no fence.proxy.async after the write by " + describe(w), &w);
+        else
+          known_write = w, known_proxy = cell.write_proxy[i];
       }
       const Epoch& r = cell.reads[i];
       if (write && (cell.read_bytes[i] & mask) && !r.same_step(epoch) && !who.ordered(r))
@@ -92,7 +97,7 @@ void Machine::async_access(Observer& who, Epoch epoch, uint32_t address, uint32_
     if (write) {
       remember_write(cell, epoch, mask, proxy);
     } else {
-      const int slot = choose_read_slot(cell.reads, epoch, [&](const Epoch& e) { return who.ordered(e); }, uint32_t(random.next() >> 63));
+      const int slot = choose_read_slot(cell.reads, epoch, [&](const Epoch& e) { return who.ordered(e); }, [&] { return random.bit(); });
       cell.read_bytes[size_t(slot)] = cell.reads[size_t(slot)].same_step(epoch) ? cell.read_bytes[size_t(slot)] | mask : mask;
       cell.reads[size_t(slot)] = epoch;
     }
@@ -100,7 +105,9 @@ void Machine::async_access(Observer& who, Epoch epoch, uint32_t address, uint32_
 }
 
 void Machine::poison(uint32_t address, uint32_t bytes) {
-  for (uint32_t i = 0; i < bytes; ++i) memory(address)[i] = std::byte(kPoison >> 8 * ((address + i) % 4));
+  while (bytes && address % 4) memory(address)[0] = std::byte(kPoison >> 8 * (address % 4)), ++address, --bytes;
+  for (; bytes >= 4; address += 4, bytes -= 4) store(address, kPoison);
+  for (uint32_t i = 0; i < bytes; ++i) memory(address)[i] = std::byte(kPoison >> 8 * i);
 }
 
 }  // namespace hopwell::arch::emu

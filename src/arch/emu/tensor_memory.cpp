@@ -54,7 +54,7 @@ void access_tmem(const TensorAccess& access, uint32_t rank, int lane, int lanes,
         }
         cell.write = access.epoch;
       } else {
-        const int slot = choose_read_slot(cell.reads, access.epoch, [&](const Epoch& e) { return access.who.tensor(e); }, uint32_t(m.random.next() >> 63));
+        const int slot = choose_read_slot(cell.reads, access.epoch, [&](const Epoch& e) { return access.who.tensor(e); }, [&] { return m.random.bit(); });
         cell.reads[size_t(slot)] = access.epoch;
       }
     }
