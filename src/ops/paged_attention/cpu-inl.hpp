@@ -7,6 +7,7 @@
 #define HOPWELL_OPS_PAGED_ATTENTION_CPU_INL_HPP_
 #endif
 
+#include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
 #include "ops/paged_attention/cpu_run.hpp"
@@ -23,29 +24,82 @@ using Tag8 = hn::CappedTag<float, 8>;
 using Tag4 = hn::CappedTag<float, 4>;
 constexpr std::int64_t kLanes = 8;   // of a row's partial sums in the vllm layout
 constexpr std::int64_t kTokens = 4;  // that share each load of q, or of acc
+constexpr std::int64_t kAheadBytes = 4096;
 
-// logits[0..4) = q . k0..k3
+// Asks for the vectors that lie `bytes` after those that are read, in the order of memory, and past the run's end for
+// the next run's. Reads that alternate with arithmetic keep too few lines in flight without.
+template <class T>
+class Prefetcher {
+ public:
+  HWY_INLINE Prefetcher(const Run<T>& run, std::int64_t bytes) : d_(run.d), at_(run.next), next_(run.next) {
+    const std::int64_t slot = run.strides.group < d_ ? d_ : run.strides.slot;  // vllm: a page's head is one piece
+    const bool heads_inside = run.strides.head < slot;
+    inner_ = heads_inside ? run.strides.head : slot;
+    inner_count_ = heads_inside ? run.heads : run.tokens;
+    outer_ = heads_inside ? slot : run.strides.head;
+    const std::int64_t ahead = bytes / (d_ * static_cast<std::int64_t>(sizeof(T))), all = run.heads * run.tokens;
+    if (ahead >= all) return;
+    left_ = all - ahead;
+    inner_at_ = ahead % inner_count_;
+    at_ = run.data + ahead / inner_count_ * outer_ + inner_at_ * inner_;
+  }
+  HWY_INLINE void operator()(std::int64_t vectors) {
+    for (; vectors > 0; --vectors) {
+      for (std::int64_t e = 0; e < d_; e += kLine) hwy::Prefetch(at_ + e);
+      at_ += inner_;
+      if (++inner_at_ == inner_count_) {
+        inner_at_ = 0;
+        at_ += outer_ - inner_count_ * inner_;
+      }
+      if (--left_ == 0) {
+        inner_at_ = 0;
+        at_ = next_;
+      }
+    }
+  }
+
+ private:
+  static constexpr auto kLine = static_cast<std::int64_t>(64 / sizeof(T));
+  std::int64_t d_, inner_, inner_count_, outer_, inner_at_ = 0, left_ = 0;  // left_: of the run's own vectors
+  const T *at_, *next_;
+};
+
+// sums[i] = the sum of the lanes of vi
+template <class D, class V = hn::Vec<D>>
+HWY_INLINE void StoreSums(D d, V v0, V v1, V v2, V v3, float* sums) {
+#if HWY_TARGET == HWY_SCALAR
+  static_cast<void>(d);
+  sums[0] = hn::GetLane(v0), sums[1] = hn::GetLane(v1), sums[2] = hn::GetLane(v2), sums[3] = hn::GetLane(v3);
+#else
+  const hn::Repartition<double, D> pairs;
+  const auto v01 = hn::BitCast(pairs, hn::Add(hn::InterleaveLower(d, v0, v1), hn::InterleaveUpper(d, v0, v1)));
+  const auto v23 = hn::BitCast(pairs, hn::Add(hn::InterleaveLower(d, v2, v3), hn::InterleaveUpper(d, v2, v3)));
+  const auto lower = hn::BitCast(d, hn::InterleaveLower(pairs, v01, v23));
+  const auto sum = hn::Add(lower, hn::BitCast(d, hn::InterleaveUpper(pairs, v01, v23)));  // four sums a 128-bit block
+  if (hn::Lanes(d) == 4) return hn::StoreU(sum, d, sums);
+  const hn::Half<D> half;
+  hn::StoreU(hn::Add(hn::LowerHalf(half, sum), hn::UpperHalf(half, sum)), half, sums);
+#endif
+}
+
+// sums[i] = qi . ki
 template <class D, class T>
-HWY_INLINE void Dot1x4(D d, const float* q, std::int64_t size, const CacheStrides& s, const T* k0, const T* k1,
-                       const T* k2, const T* k3, float* logits) {
+HWY_INLINE void Dot4(D d, std::int64_t size, const CacheStrides& s, const float* q0, const float* q1, const float* q2,
+                     const float* q3, const T* k0, const T* k1, const T* k2, const T* k3, float* sums) {
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   auto s0 = hn::Zero(d), s1 = s0, s2 = s0, s3 = s0;
   for (std::int64_t g = 0, at = 0; g < size; g += s.group, at += s.group_stride) {
     for (std::int64_t e = 0; e < s.group; e += lanes) {
-      const auto x = hn::LoadU(d, q + g + e);
-      s0 = hn::MulAdd(x, LoadFloat(d, k0 + at + e), s0);
-      s1 = hn::MulAdd(x, LoadFloat(d, k1 + at + e), s1);
-      s2 = hn::MulAdd(x, LoadFloat(d, k2 + at + e), s2);
-      s3 = hn::MulAdd(x, LoadFloat(d, k3 + at + e), s3);
+      s0 = hn::MulAdd(hn::LoadU(d, q0 + g + e), LoadFloat(d, k0 + at + e), s0);
+      s1 = hn::MulAdd(hn::LoadU(d, q1 + g + e), LoadFloat(d, k1 + at + e), s1);
+      s2 = hn::MulAdd(hn::LoadU(d, q2 + g + e), LoadFloat(d, k2 + at + e), s2);
+      s3 = hn::MulAdd(hn::LoadU(d, q3 + g + e), LoadFloat(d, k3 + at + e), s3);
     }
   }
-  logits[0] = hn::GetLane(hn::SumOfLanes(d, s0));
-  logits[1] = hn::GetLane(hn::SumOfLanes(d, s1));
-  logits[2] = hn::GetLane(hn::SumOfLanes(d, s2));
-  logits[3] = hn::GetLane(hn::SumOfLanes(d, s3));
+  StoreSums(d, s0, s1, s2, s3, sums);
 }
 
-// The same for two rows of q, which share the loads and conversions of k.
+// logits_a[i] = qa . ki and logits_b[i] = qb . ki: two rows of q share the loads and conversions of k.
 template <class D, class T>
 HWY_INLINE void Dot2x4(D d, const float* qa, const float* qb, std::int64_t size, const CacheStrides& s, const T* k0,
                        const T* k1, const T* k2, const T* k3, float* logits_a, float* logits_b) {
@@ -62,14 +116,11 @@ HWY_INLINE void Dot2x4(D d, const float* qa, const float* qb, std::int64_t size,
       a3 = hn::MulAdd(a, x3, a3), b3 = hn::MulAdd(b, x3, b3);
     }
   }
-  logits_a[0] = hn::GetLane(hn::SumOfLanes(d, a0)), logits_b[0] = hn::GetLane(hn::SumOfLanes(d, b0));
-  logits_a[1] = hn::GetLane(hn::SumOfLanes(d, a1)), logits_b[1] = hn::GetLane(hn::SumOfLanes(d, b1));
-  logits_a[2] = hn::GetLane(hn::SumOfLanes(d, a2)), logits_b[2] = hn::GetLane(hn::SumOfLanes(d, b2));
-  logits_a[3] = hn::GetLane(hn::SumOfLanes(d, a3)), logits_b[3] = hn::GetLane(hn::SumOfLanes(d, b3));
+  StoreSums(d, a0, a1, a2, a3, logits_a);
+  StoreSums(d, b0, b1, b2, b3, logits_b);
 }
 
-// logits[row, t] = q[row] . k[t] for one head and at most kTokens tokens. `logits` is writable up to kTokens from t =
-// 0.
+// logits[row, t] = q[row] . k[t] for one head and at most kTokens tokens. `logits` is writable for kTokens.
 template <class D, class T>
 HWY_INLINE void ScoreTokens(D d, const Run<T>& run, const T* k, std::int64_t tokens, const Rows& rows, const float* q,
                             float* logits) {
@@ -83,8 +134,9 @@ HWY_INLINE void ScoreTokens(D d, const Run<T>& run, const T* k, std::int64_t tok
     float* to = logits + row * rows.ld_logits;
     Dot2x4(d, at, at + rows.ld_vector, run.d, s, k, k1, k2, k3, to, to + rows.ld_logits);
   }
-  if (row < rows.rows_per_head)
-    Dot1x4(d, q + row * rows.ld_vector, run.d, s, k, k1, k2, k3, logits + row * rows.ld_logits);
+  if (row == rows.rows_per_head) return;
+  const float* last = q + row * rows.ld_vector;
+  Dot4(d, run.d, s, last, last, last, last, k, k1, k2, k3, logits + row * rows.ld_logits);
 }
 
 // acc[0..d) += p0 * v0 + ... + p3 * v3
@@ -128,20 +180,19 @@ HWY_INLINE void AddTokens(const Run<T>& run, const T* v, std::int64_t tokens, co
   const T* v1 = v + (tokens > 1 ? slot : 0);
   const T* v2 = v1 + (tokens > 2 ? slot : 0);
   const T* v3 = v2 + (tokens > 3 ? slot : 0);
-  const auto weights = [&](std::int64_t row, float* to) {  // 0 for the repeated last token
-    for (std::int64_t t = 0; t < kTokens; ++t) to[t] = t < tokens ? p[row * rows.ld_logits + t] : 0.0F;
+  const auto weights = [&](std::int64_t row, float* few) {  // 0 for the repeated last token
+    const float* from = p + row * rows.ld_logits;
+    if (tokens == kTokens) return from;
+    for (std::int64_t t = 0; t < kTokens; ++t) few[t] = t < tokens ? from[t] : 0.0F;
+    return static_cast<const float*>(few);
   };
   float a[kTokens], b[kTokens];
   std::int64_t row = 0;
   for (; row + 2 <= rows.rows_per_head; row += 2) {
-    weights(row, a);
-    weights(row + 1, b);
     float* to = acc + row * rows.ld_vector;
-    Add2x4(a, b, run.d, v, v1, v2, v3, to, to + rows.ld_vector);
+    Add2x4(weights(row, a), weights(row + 1, b), run.d, v, v1, v2, v3, to, to + rows.ld_vector);
   }
-  if (row == rows.rows_per_head) return;
-  weights(row, a);
-  Add1x4(a, run.d, v, v1, v2, v3, acc + row * rows.ld_vector);
+  if (row < rows.rows_per_head) Add1x4(weights(row, a), run.d, v, v1, v2, v3, acc + row * rows.ld_vector);
 }
 
 // acc[row, e, lane] += p[row, t] * v[e, t] for one head, with the tokens of an element lying together and t = lane mod
@@ -168,27 +219,78 @@ HWY_INLINE void AddColumns(const Run<T>& run, const T* v, const Rows& rows, cons
   }
 }
 
-// Calls body(head, first token, tokens) over a run in the order of its memory.
+// logits[head, t] = q[head] . k[head, t] where a token's heads lie together and each has one row: token by token, so
+// that memory is read front to back.
+template <class T>
+HWY_INLINE void ScoreHeads(const Run<T>& run, const Rows& rows, const float* q, float* logits) {
+  const CacheStrides& s = run.strides;
+  Prefetcher<T> prefetch(run, kAheadBytes);
+  for (std::int64_t t = 0; t < run.tokens; ++t) {
+    for (std::int64_t head = 0; head < run.heads; head += 4) {
+      const std::int64_t left = run.heads - head;  // the last head again where there are fewer than four
+      const std::int64_t i1 = left > 1 ? 1 : 0, i2 = left > 2 ? 2 : i1, i3 = left > 3 ? 3 : i2;
+      prefetch(i3 + 1);
+      const T* k = run.data + t * s.slot + head * s.head;
+      const float* from = q + head * rows.ld_vector;
+      float sums[4];
+      Dot4(Tag8(), run.d, s, from, from + i1 * rows.ld_vector, from + i2 * rows.ld_vector, from + i3 * rows.ld_vector,
+           k, k + i1 * s.head, k + i2 * s.head, k + i3 * s.head, sums);
+      float* to = logits + head * rows.ld_logits + t;
+      for (std::int64_t i = 0; i <= i3; ++i) to[i * rows.ld_logits] = sums[i];
+    }
+  }
+}
+
+// acc[head] += sum_t p[head, t] * v[head, t] in the same order.
+template <class T>
+HWY_INLINE void AddHeads(const Run<T>& run, const Rows& rows, const float* p, float* acc) {
+  const Tag8 d;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  const std::int64_t size = run.d;
+  Prefetcher<T> prefetch(run, kAheadBytes);
+  for (std::int64_t t = 0; t < run.tokens; ++t) {
+    for (std::int64_t head = 0; head < run.heads; ++head) {
+      prefetch(1);
+      const auto weight = hn::Set(d, p[head * rows.ld_logits + t]);
+      const T* v = run.data + t * run.strides.slot + head * run.strides.head;
+      float* to = acc + head * rows.ld_vector;
+      for (std::int64_t e = 0; e < size; e += lanes)
+        hn::StoreU(hn::MulAdd(weight, LoadFloat(d, v + e), hn::LoadU(d, to + e)), d, to + e);
+    }
+  }
+}
+
+// Calls body(head, first token, tokens) over a run in pieces of kTokens, in the order of its memory.
 template <class T, class Body>
 HWY_INLINE void ForEachPiece(const Run<T>& run, Body body) {
   const bool heads_inside = run.strides.head < run.strides.slot;
   const std::int64_t block = heads_inside ? kTokens : run.tokens;
-  for (std::int64_t first = 0; first < run.tokens; first += block)
-    for (std::int64_t head = 0; head < run.heads; ++head)
-      for (std::int64_t t = first; t < HWY_MIN(first + block, run.tokens); t += kTokens)
-        body(head, t, HWY_MIN(kTokens, run.tokens - t));
+  const std::int64_t piece = heads_inside ? kTokens * run.heads * run.d * static_cast<std::int64_t>(sizeof(T)) : 0;
+  Prefetcher<T> prefetch(run, HWY_MAX(piece, kAheadBytes));
+  for (std::int64_t first = 0; first < run.tokens; first += block) {
+    for (std::int64_t head = 0; head < run.heads; ++head) {
+      for (std::int64_t t = first; t < HWY_MIN(first + block, run.tokens); t += kTokens) {
+        const std::int64_t tokens = HWY_MIN(kTokens, run.tokens - t);
+        prefetch(tokens);
+        body(head, t, tokens);
+      }
+    }
+  }
 }
 
 // logits[head * rows_per_head + row, t] = q[head * rows_per_head + row] . k[head, t]
 template <class T>
 void Score(const Run<T>& run, const Rows& rows, const float* q, float* logits) {
+  if (rows.rows_per_head == 1 && run.strides.head < run.strides.slot) return ScoreHeads(run, rows, q, logits);
   ForEachPiece(run, [&](std::int64_t head, std::int64_t t, std::int64_t tokens) {
     const T* k = run.data + head * run.strides.head + t * run.strides.slot;
     const std::int64_t row = head * rows.rows_per_head;
+    const float* from = q + row * rows.ld_vector;
+    float* to = logits + row * rows.ld_logits + t;
     if (run.strides.group % 8 == 0)
-      ScoreTokens(Tag8(), run, k, tokens, rows, q + row * rows.ld_vector, logits + row * rows.ld_logits + t);
+      ScoreTokens(Tag8(), run, k, tokens, rows, from, to);
     else
-      ScoreTokens(Tag4(), run, k, tokens, rows, q + row * rows.ld_vector, logits + row * rows.ld_logits + t);
+      ScoreTokens(Tag4(), run, k, tokens, rows, from, to);
   });
 }
 
@@ -196,16 +298,19 @@ void Score(const Run<T>& run, const Rows& rows, const float* q, float* logits) {
 template <class T>
 void Accumulate(const Run<T>& run, const Rows& rows, const float* p, float* acc) {
   if (run.strides.group == 1) {
+    Prefetcher<T> prefetch(run, run.tokens * run.d * static_cast<std::int64_t>(sizeof(T)));
     for (std::int64_t head = 0; head < run.heads; ++head) {
       const std::int64_t row = head * rows.rows_per_head;
+      prefetch(run.tokens);
       AddColumns(run, run.data + head * run.strides.head, rows, p + row * rows.ld_logits, acc + row * rows.ld_vector);
     }
     return;
   }
+  if (rows.rows_per_head == 1 && run.strides.head < run.strides.slot) return AddHeads(run, rows, p, acc);
   ForEachPiece(run, [&](std::int64_t head, std::int64_t t, std::int64_t tokens) {
+    const T* v = run.data + head * run.strides.head + t * run.strides.slot;
     const std::int64_t row = head * rows.rows_per_head;
-    AddTokens(run, run.data + head * run.strides.head + t * run.strides.slot, tokens, rows,
-              p + row * rows.ld_logits + t, acc + row * rows.ld_vector);
+    AddTokens(run, v, tokens, rows, p + row * rows.ld_logits + t, acc + row * rows.ld_vector);
   });
 }
 

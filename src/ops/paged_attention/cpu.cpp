@@ -82,7 +82,7 @@ constexpr std::int64_t kTile = 256;      // keys whose logits are held at a time
 constexpr std::int64_t kMaxChunks = 64;  // of a sequence: bounds the memory of partial results
 constexpr std::int64_t kMaxRows = 64;    // of a group: bounds a thread's scratch
 constexpr std::int64_t kTokenBytes =
-    2048;  // that a group reads of a token, heads permitting: enough for the prefetchers
+    8192;  // that a group reads of a token, heads permitting: enough for the prefetchers
 constexpr std::int64_t kLdLogits = kTile + 8;  // kernels write up to three logits past the last
 
 // Calls function(pointer to the view's element `offset`, typed).
@@ -227,17 +227,18 @@ class Worker {
   void tile(std::int64_t key, std::int64_t keys) {
     find_pages(key, keys);
     const Rows rows{std::min(rows_, grouping_.rows_per_head), p_.d, kLdLogits};
-    for (const Extent& extent : extents_) {
-      score(run_of(p_.k_cache, p_.k, extent, 0, rows_ / rows.rows_per_head), rows, q_u_.get(),
-            logits_.get() + extent.at);
+    for (std::size_t e = 0; e < extents_.size(); ++e) {
+      score(run_of(p_.k_cache, p_.k, e), rows, q_u_.get(), logits_.get() + extents_[e].at);
     }
     bool all_seen = true;
     for (std::int64_t row = 0; row < rows_; ++row) all_seen &= softmax(row, key, keys);
-    for (const Extent& extent : extents_) {
+    for (std::size_t e = 0; e < extents_.size(); ++e) {
+      const Run<T> run = run_of(p_.v_cache, p_.v, e);
+      const Rows to{rows.rows_per_head, p_.d * columns_, kLdLogits};
       if (all_seen)
-        accumulate_all(extent, rows);
+        accumulate(run, to, logits_.get() + extents_[e].at, acc_.get());
       else
-        accumulate_seen(extent, rows);
+        accumulate_seen(run, to, logits_.get() + extents_[e].at);
     }
   }
 
@@ -252,11 +253,16 @@ class Worker {
     }
   }
 
-  Run<T> run_of(const View& cache, const CacheStrides& s, const Extent& extent, std::int64_t head,
-                std::int64_t heads) const {
-    const std::int64_t kv_head = row0_ / grouping_.rows_per_head + head;
-    return {cache.as<const T>() + extent.page * s.page + kv_head * s.head + extent.slot * s.slot, s, heads,
-            extent.tokens, p_.d};
+  // The first vector of a group's heads in a cache.
+  const T* first(const View& cache, const CacheStrides& s, const Extent& extent) const {
+    const std::int64_t kv_head = row0_ / grouping_.rows_per_head;
+    return cache.as<const T>() + extent.page * s.page + kv_head * s.head + extent.slot * s.slot;
+  }
+  Run<T> run_of(const View& cache, const CacheStrides& s, std::size_t e) const {
+    const Extent& extent = extents_[e];
+    const T* next = first(cache, s, extents_[std::min(e + 1, extents_.size() - 1)]);
+    const std::int64_t heads = (rows_ + grouping_.rows_per_head - 1) / grouping_.rows_per_head;
+    return {first(cache, s, extent), next, s, heads, extent.tokens, p_.d};
   }
 
   // Turns a row's dot products into exp(logit - maximum so far), 0 for hidden keys. Returns whether it sees all of the
@@ -357,30 +363,22 @@ class Worker {
   void score_r(std::int64_t row, std::int64_t h, std::int64_t delta, std::int64_t count, float* to) {
     with_type(p_.r, h * p_.r.stride[0] + delta * p_.r.stride[1], [&](const auto* r) {
       const CacheStrides back{.slot = -p_.r.stride[1], .group = p_.d, .group_stride = p_.d};
-      score(Run<std::remove_cvref_t<decltype(*r)>>{r, back, 1, count, p_.d}, Rows{1, p_.d, kLdLogits},
+      score(Run<std::remove_cvref_t<decltype(*r)>>{r, r, back, 1, count, p_.d}, Rows{1, p_.d, kLdLogits},
             q_v_.get() + row * p_.d, to);
     });
   }
 
-  void accumulate_all(const Extent& extent, const Rows& rows) {
-    const Rows to{rows.rows_per_head, p_.d * columns_, kLdLogits};
-    accumulate(run_of(p_.v_cache, p_.v, extent, 0, rows_ / rows.rows_per_head), to, logits_.get() + extent.at,
-               acc_.get());
-  }
-
-  // The same row by row and without the keys of weight 0, whose values may be anything.
-  void accumulate_seen(const Extent& extent, const Rows& rows) {
-    const Rows to{1, p_.d * columns_, kLdLogits};
-    for (std::int64_t row = 0; row < rows_; ++row) {
-      const float* p = logits_.get() + row * kLdLogits + extent.at;
-      for (std::int64_t t = 0; t < extent.tokens;) {
+  // Row by row and without the keys of weight 0, whose values may be anything.
+  void accumulate_seen(const Run<T>& run, const Rows& rows, const float* p) {
+    const Rows one{1, rows.ld_vector, rows.ld_logits};
+    for (std::int64_t row = 0; row < rows_; ++row, p += rows.ld_logits) {
+      const T* v = run.data + row / rows.rows_per_head * run.strides.head;
+      for (std::int64_t t = 0; t < run.tokens;) {
         std::int64_t end = t;
-        while (end < extent.tokens && p[end] != 0) ++end;
-        if (end > t) {
-          const Extent seen{extent.page, extent.slot + t, extent.at + t, end - t};
-          accumulate(run_of(p_.v_cache, p_.v, seen, row / rows.rows_per_head, 1), to, p + t,
-                     acc_.get() + row * p_.d * columns_);
-        }
+        while (end < run.tokens && p[end] != 0) ++end;
+        const T* seen = v + t * run.strides.slot;
+        if (end > t)
+          accumulate(Run<T>{seen, seen, run.strides, 1, end - t, run.d}, one, p + t, acc_.get() + row * rows.ld_vector);
         t = end + 1;
       }
     }

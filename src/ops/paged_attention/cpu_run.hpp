@@ -5,10 +5,12 @@
 
 namespace hopwell::ops::paged_attention {
 
-// The vectors that a kernel reads: `tokens` consecutive slots of one page, for `heads` consecutive KV heads.
+// The vectors that a kernel reads: `tokens` consecutive slots of one page, for `heads` consecutive KV heads. `next` is
+// the data of the run that will be read after this one: a page may be anywhere, so the hardware cannot foresee it.
 template <class T>
 struct Run {
   const T* data;
+  const T* next;
   CacheStrides strides;
   std::int64_t heads, tokens, d;
 };
