@@ -129,6 +129,15 @@ std::string Call::text_of(nb::handle value) {
   return text.size() <= 60 ? text : nb::type_name(value.type()).c_str();
 }
 
+std::string Call::with_python_names(const std::string& message) const {
+  const std::string head = std::string(operator_) + ": ";
+  for (const auto& [c_name, python_name] : renamed_) {
+    const std::string start = head + c_name + " ";
+    if (message.rfind(start, 0) == 0) return head + python_name + " " + message.substr(start.size());
+  }
+  return message;
+}
+
 const DLTensor* Call::input(const char* name, nb::handle array) { return view(name, array, false); }
 const DLTensor* Call::output(const char* name, nb::handle array) { return view(name, array, true); }
 

@@ -51,9 +51,24 @@ class Call {
     fail(name, good, text_of(value));
   }
 
+  // An argument that Python knows by another name than the C struct: errors then use Python's.
+  void rename(const char* c_name, const char* python_name) { renamed_.emplace_back(c_name, python_name); }
+
   // Runs the operator, without Python's global lock, on the stream given or the framework's current one.
   template <class Args>
   void run(Args& args, void (*function)(const Args&, Stream), std::size_t (*workspace_bytes)(const Args&)) {
+    try {
+      run_as_named(args, function, workspace_bytes);
+    } catch (const Error& error) {
+      throw Error(error.status(), with_python_names(error.what()));
+    }
+  }
+
+  [[noreturn]] void fail(const char* name, const std::string& expected, const std::string& got) const;
+
+ private:
+  template <class Args>
+  void run_as_named(Args& args, void (*function)(const Args&, Stream), std::size_t (*workspace_bytes)(const Args&)) {
     if (explanation_ != nullptr) {
       explanation_->text = hopwell::explain(args);
       return;
@@ -70,9 +85,6 @@ class Call {
     function(args, on);
   }
 
-  [[noreturn]] void fail(const char* name, const std::string& expected, const std::string& got) const;
-
- private:
   static constexpr std::size_t kMaxArrays = 20;
 
   const DLTensor* view(const char* name, nb::handle array, bool written);
@@ -80,6 +92,7 @@ class Call {
   Tensor numpy_view(const char* name, nb::handle array, nb::handle interface, bool written) const;
   Tensor dlpack_view(const char* name, nb::handle array, bool written);
   static std::string text_of(nb::handle value);
+  [[nodiscard]] std::string with_python_names(const std::string& message) const;
   [[nodiscard]] bool may_need_workspace() const;
   void* workspace(std::size_t bytes);
   [[nodiscard]] Stream stream() const;
@@ -94,6 +107,7 @@ class Call {
   const ExchangeApi* first_api_ = nullptr;
   std::vector<nb::ndarray<nb::ro>> views_;  // what came through __dlpack__, kept until the call is over
   nb::object scratch_;
+  std::vector<std::pair<const char*, const char*>> renamed_;
 };
 
 }  // namespace hopwell::python

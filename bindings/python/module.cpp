@@ -74,6 +74,7 @@ void attention_distribution_(handle q, handle kv, handle indices, handle lse, ha
       .normalize = call.choice<hopwell_normalize>("normalize", normalize,
                                                   {{"none", HOPWELL_NORMALIZE_NONE}, {"l1", HOPWELL_NORMALIZE_L1}}),
       .attn = call.output("out", attn)};
+  call.rename("attn", "out");
   call.run(args, hopwell::attention_distribution, hopwell::attention_distribution_workspace_bytes);
 }
 
@@ -134,6 +135,7 @@ void nvfp4_gemv_(handle a, handle b, handle sfa, handle sfb, handle alpha, handl
                      .alpha = call.real("alpha", alpha),
                      .scale_layout = scale_layout_of(call, scale_layout),
                      .c = call.output("out", out)};
+  call.rename("c", "out");
   call.run(args, hopwell::nvfp4_gemv, hopwell::nvfp4_gemv_workspace_bytes);
 }
 
@@ -151,6 +153,8 @@ void nvfp4_linear_(handle x, handle weight, handle weight_scale, handle weight_g
                        .scale_layout = scale_layout_of(call, scale_layout),
                        .y = call.output("out", out)};
   if (!number && args.weight_global == nullptr) call.fail("weight_global", "a number or a 0-d float32 array", "None");
+  call.rename("y", "out");
+  call.rename("weight_global_value", "weight_global");
   call.run(args, hopwell::nvfp4_linear, hopwell::nvfp4_linear_workspace_bytes);
 }
 
@@ -167,6 +171,8 @@ void nvfp4_quantize_(handle x, handle global_in, handle scale_layout, handle cod
                          .codes = call.output("codes", codes),
                          .scales = call.output("scales", scales),
                          .global_scale = call.output("global_scale", global_scale)};
+  call.rename("global_in", "global_scale");
+  call.rename("global_in_value", "global_scale");
   call.run(args, hopwell::nvfp4_quantize, hopwell::nvfp4_quantize_workspace_bytes);
 }
 
@@ -181,6 +187,7 @@ void nvfp4_dequantize_(handle codes, handle scales, handle global_scale, handle 
                            .scale_layout = scale_layout_of(call, scale_layout),
                            .x = call.output("x", x)};
   if (!number && args.global_scale == nullptr) call.fail("global_scale", "a number or a 0-d float32 array", "None");
+  call.rename("global_value", "global_scale");
   call.run(args, hopwell::nvfp4_dequantize, hopwell::nvfp4_dequantize_workspace_bytes);
 }
 

@@ -11,7 +11,7 @@ import numpy as np
 Array: TypeAlias = Any  # torch.Tensor, numpy.ndarray, or anything else with __dlpack__
 DType: TypeAlias = Any  # a name ("float32"), or what `array.dtype` is in the array's framework
 
-_NUMPY_DTYPES: dict[DType, np.dtype[Any]] = {
+_NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -31,23 +31,31 @@ def outputs_like(name: str, argument: str, array: Array) -> Callable[[tuple[int,
     Frameworks other than torch and cupy get numpy arrays here, which `native` converts when they have been written.
     """
     if isinstance(array, np.ndarray):
-        return lambda shape, dtype: np.empty(shape, _NUMPY_DTYPES.get(dtype, dtype))
+        return lambda shape, dtype: np.empty(shape, _numpy_dtype(dtype))
     if _is_torch(array):
         torch, device = sys.modules["torch"], array.device
-        return lambda shape, dtype: torch.empty(
-            shape, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype, device=device
-        )
+        return lambda shape, dtype: torch.empty(shape, dtype=_torch_dtype(torch, dtype), device=device)
     if not hasattr(array, "__dlpack__") or not hasattr(array, "dtype"):
         expected = "an array (torch, numpy, or anything with __dlpack__)"
         raise ValueError(f"{name}: {argument} must be {expected}; got {type(array).__name__}")
     if type(array).__module__.partition(".")[0] == "cupy":
         cupy = sys.modules["cupy"]
-        return lambda shape, dtype: cupy.empty(shape, _NUMPY_DTYPES.get(dtype, dtype))
-    return lambda shape, dtype: np.empty(shape, _NUMPY_DTYPES.get(dtype) or _numpy_dtype(dtype))
+        return lambda shape, dtype: cupy.empty(shape, _numpy_dtype(dtype))
+    return lambda shape, dtype: np.empty(shape, _numpy_dtype(dtype))
 
 
+# The dtype may be a name, or that of an input of another framework. Those that no operator takes become float32: the
+# argument check refuses such an input before any output matters.
 def _numpy_dtype(dtype: DType) -> np.dtype[Any]:
-    return _NUMPY_DTYPES.get(str(dtype)) or np.dtype(dtype)
+    if isinstance(dtype, np.dtype):
+        return dtype
+    return _NUMPY_DTYPES.get(str(dtype).rpartition(".")[2], _NUMPY_DTYPES["float32"])
+
+
+def _torch_dtype(torch: Any, dtype: DType) -> Any:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    return getattr(torch, str(dtype) if str(dtype) in _NUMPY_DTYPES else "float32")
 
 
 def native(like: Array, results: tuple[Any, ...]) -> tuple[Any, ...]:

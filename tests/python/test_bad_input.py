@@ -1,0 +1,268 @@
+"""Bad input: a ValueError that names operator, argument, expected and got; outputs untouched; never a crash."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import hopwell
+import numpy as np
+import pytest
+import torch
+from calls import MAKERS, Call, as_torch, results
+
+SEED = 11
+
+
+def make(operator: str, dtype: str = "float32") -> Call:
+    return MAKERS[operator](np.random.default_rng(SEED), dtype)
+
+
+def run(call: Call, **changes: Any) -> Any:
+    return getattr(hopwell, call.operator)(**{**call.arguments, **changes})
+
+
+def array_arguments() -> Iterator[tuple[str, str]]:
+    for operator in MAKERS:
+        for name, value in make(operator).arguments.items():
+            if isinstance(value, np.ndarray):
+                yield operator, name
+
+
+every_array = pytest.mark.parametrize(("operator", "name"), list(array_arguments()))
+every_operator = pytest.mark.parametrize("operator", MAKERS)
+
+
+@every_array
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [1.0, 2.0],
+        "array",
+        object(),
+        np.array(["a"]),
+        np.zeros((2, 2), object),
+        np.zeros(3, "datetime64[s]"),
+        np.zeros((1,) * 9, np.float32),
+        torch.zeros(2, 2, device="meta"),
+        torch.eye(2).to_sparse(),
+        torch.zeros(2, 2, dtype=torch.complex64),
+    ],
+    ids=["list", "str", "object", "text", "objects", "dates", "nine_dimensions", "meta", "sparse", "complex"],
+)
+def test_what_is_no_array_of_numbers(operator: str, name: str, wrong: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{operator}: {name} must be .*; got ."):
+        run(make(operator), **{name: wrong})
+
+
+@every_array
+def test_wrong_dtype(operator: str, name: str) -> None:
+    call = make(operator)
+    with pytest.raises(ValueError, match=rf"{operator}: {name} must be .*; got (float|int|complex)64 \["):
+        run(call, **{name: np.zeros(call.arguments[name].shape, np.float64 if name != "x" else np.int64)})
+
+
+@every_array
+def test_swapped_bytes(operator: str, name: str) -> None:
+    call = make(operator)
+    value = call.arguments[name]
+    if value.dtype.byteorder == "|" or value.itemsize == 1:
+        value = value.astype(np.int16)
+    with pytest.raises(ValueError, match=rf"{operator}: {name} must be an array of numbers in this machine's"):
+        run(call, **{name: value.astype(value.dtype.newbyteorder(">"))})
+
+
+@every_array
+def test_wrong_number_of_dimensions(operator: str, name: str) -> None:
+    if name == "weight_global":
+        return  # one element, whatever the shape
+    call = make(operator)
+    value = call.arguments[name]
+    with pytest.raises(ValueError, match=rf"{operator}: \w+ must be .*; got "):
+        run(call, **{name: value[None, None]})
+    if value.ndim:
+        with pytest.raises(ValueError, match=rf"{operator}: \w+ must be .*; got "):
+            run(call, **{name: value.reshape(-1)[:1].reshape(())})
+
+
+# Dimensions that may have any size, whatever the other arguments.
+FREE = {
+    "sparse_mla_forward": {("kv", 0), ("indices", 2)},
+    "sparse_mla_backward": {("kv", 0), ("indices", 2)},
+    "attention_distribution": {("kv", 0), ("indices", 2)},
+    "paged_attention": {("q", 1), ("r", 1), ("block_tables", 1)},
+    "nvfp4_linear": {("x", 0)},
+    "nvfp4_quantize": {("x", 0)},
+    "lightning_indexer": {("k_index", 0)},
+    "lightning_indexer_backward": {("k_index", 0)},
+}
+
+
+@every_array
+def test_wrong_size(operator: str, name: str) -> None:
+    call = make(operator)
+    value = call.arguments[name]
+    for axis in range(value.ndim):
+        if (name, axis) in FREE.get(operator, ()):
+            continue
+        changed = np.concatenate([value, value.take([0], axis)], axis)
+        with pytest.raises(ValueError, match=rf"{operator}: \w+ must be .*; got "):
+            run(call, **{name: changed})
+
+
+@every_array
+def test_a_last_dimension_with_gaps(operator: str, name: str) -> None:
+    call = make(operator)
+    value = call.arguments[name]
+    if value.ndim < 2 or operator == "nvfp4_gemv" or name == "lse":
+        return  # free strides, or an order of their own
+    gaps = np.zeros((*value.shape[:-1], 2 * value.shape[-1]), value.dtype)[..., ::2]
+    with pytest.raises(ValueError, match=rf"{operator}: {name} must be contiguous"):
+        run(call, **{name: gaps})
+
+
+@every_operator
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf, "one", None, [1.0], 1e300])
+def test_float_scalars(operator: str, wrong: Any) -> None:
+    call = make(operator)
+    for name in ("sm_scale", "scale", "alpha", "d_loss"):
+        if name in call.arguments:
+            with pytest.raises(ValueError, match=rf"{operator}: {name} must be (finite|a number); got "):
+                run(call, **{name: wrong})
+
+
+@every_operator
+@pytest.mark.parametrize("wrong", [1.5, "one", 2**63, -(2**70), [1]])
+def test_integer_scalars(operator: str, wrong: Any) -> None:
+    call = make(operator)
+    for name in ("d_v", "kv_stride", "q_start", "window"):
+        if name in call.arguments:
+            with pytest.raises(ValueError, match=rf"{operator}: {name} must be (an integer|between).*; got "):
+                run(call, **{name: wrong})
+
+
+@pytest.mark.parametrize(
+    ("operator", "changes", "message"),
+    [
+        ("sparse_mla_forward", {"d_v": 0}, "d_v must be between 1 and d_qk = 40; got 0"),
+        ("sparse_mla_forward", {"d_v": 41}, "d_v must be between 1 and d_qk = 40; got 41"),
+        ("sparse_mla_forward", {"d_v": 10**15}, f"d_v must be between 1 and d_qk = 40; got {10**15}"),
+        ("sparse_mla_forward", {"kv_stride": 0}, "kv_stride must be at least 1; got 0"),
+        ("sparse_mla_forward", {"q_start": 0}, "q_positions and q_start exclude each other"),
+        ("sparse_mla_forward", {"backend": "gpu"}, "backend must be one of sm100, "),
+        ("sparse_mla_forward", {"backend": 3}, "backend must be a name from hopwell.backends"),
+        ("sparse_mla_backward", {"accumulate": True}, "dkv must be given to accumulate into; got None"),
+        ("sparse_mla_backward", {"dkv_dtype": "float16"}, "dkv_dtype must be float32 or bfloat16; got float16"),
+        ("sparse_mla_backward", {"need_dq": False, "dq": np.zeros(1)}, "dq must be None where it is not needed"),
+        ("attention_distribution", {"normalize": "l2"}, "normalize must be 'none' or 'l1'; got 'l2'"),
+        ("paged_attention", {"layout": "dhn"}, "layout must be 'nhd' or 'hnd' or 'vllm'; got 'dhn'"),
+        ("paged_attention", {"bias_kind": 1}, "bias_kind must be 'key' or 'distance'; got 1"),
+        ("paged_attention", {"out_of_range": "inf"}, "out_of_range must be 'zero' or 'clamp' or '-inf'; got 'inf'"),
+        ("paged_attention", {"window": 0}, "window must be at least 1; got 0"),
+        ("nvfp4_gemv", {"out_dtype": "float8"}, "out_dtype must be float16, bfloat16 or float32; got float8"),
+        ("nvfp4_gemv", {"scale_layout": "tiled"}, "scale_layout must be 'plain' or 'blocked'; got 'tiled'"),
+        ("nvfp4_linear", {"weight_global": None}, "weight_global must be a number or a 0-d float32 array; got None"),
+        ("nvfp4_quantize", {"global_scale": 0.0}, "global_scale must be "),
+        ("nvfp4_quantize", {"global_scale": float("nan")}, "global_scale must be "),
+        ("nvfp4_quantize", {"scale_layout": None}, "scale_layout must be 'plain' or 'blocked'; got None"),
+        ("nvfp4_dequantize", {"dtype": "float64"}, "dtype must be float32, float16 or bfloat16; got float64"),
+        ("lightning_indexer", {"topk": -1}, "topk must be an integer of at least 0; got -1"),
+        ("lightning_indexer", {"topk": 2.0}, "topk must be an integer of at least 0; got 2.0"),
+        ("lightning_indexer", {"kv_stride": -4}, "kv_stride must be at least 1; got -4"),
+    ],
+)
+def test_messages(operator: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=operator) as raised:
+        run(make(operator), **changes)
+    assert str(raised.value).startswith(f"{operator}: {message}")
+
+
+@every_operator
+def test_a_backend_that_is_not_there_is_an_error_of_its_own(operator: str) -> None:
+    with pytest.raises(hopwell.Error, match=rf"{operator}: no backend runs this \(sm90: "):
+        run(make(operator), backend="sm90")
+    assert issubclass(hopwell.Error, RuntimeError)
+
+
+def with_outputs() -> Iterator[tuple[str, str]]:
+    for operator in MAKERS:
+        for name in make(operator).outputs:
+            yield operator, name
+
+
+every_output = pytest.mark.parametrize(("operator", "name"), list(with_outputs()))
+
+
+@every_output
+def test_bad_outputs(operator: str, name: str) -> None:
+    call = make(operator)
+    good = results(run(call))[call.outputs.index(name)]
+    read_only = good.copy()
+    read_only.flags.writeable = False
+    overlapping = np.lib.stride_tricks.as_strided(good.copy(), strides=(0, *good.strides[1:]))
+    for wrong in (read_only, good[1:].copy(), good.astype(np.float64), overlapping, [1.0], good[None].copy()):
+        with pytest.raises(ValueError, match=rf"{operator}: {name} must be "):
+            run(call, **{name: wrong})
+
+
+@every_output
+def test_outputs_are_untouched_when_something_else_is_wrong(operator: str, name: str) -> None:
+    call = make(operator)
+    given = np.full_like(results(run(call))[call.outputs.index(name)], 99)
+    for bad in ({"sm_scale": np.nan}, {"scale": np.nan}, {"alpha": np.nan}, {"backend": "sm90"}):
+        if next(iter(bad)) in ("backend", *call.arguments):
+            with pytest.raises((ValueError, hopwell.Error)):
+                run(call, **{name: given}, **bad)
+    assert (given == 99).all()
+
+
+@every_operator
+@pytest.mark.parametrize("seed", range(5))
+def test_no_index_length_table_or_scale_can_crash(operator: str, seed: int) -> None:
+    """Integers are data: any of them. So are scale bytes."""
+    rng = np.random.default_rng(seed)
+    call = make(operator, "bfloat16")
+    for name, value in call.arguments.items():
+        if isinstance(value, np.ndarray) and value.dtype == np.int32:
+            extremes = np.array([-(2**31), 2**31 - 1, -1, 0, 1, 90, 91], np.int32)
+            anything = rng.integers(-(2**31), 2**31, value.shape).astype(np.int32)
+            call.arguments[name] = np.where(rng.random(value.shape) < 0.5, rng.choice(extremes, value.shape), anything)
+        elif isinstance(value, np.ndarray) and value.itemsize == 1:
+            anything = rng.integers(0, 256, value.shape).astype(np.uint8)
+            value.view(np.uint8)[...] = anything
+        elif isinstance(value, np.ndarray) and rng.random() < 0.5:
+            odd = np.array([np.nan, np.inf, -np.inf, 1e38, -1e38, 0.0]).astype(value.dtype)
+            call.arguments[name] = np.where(rng.random(value.shape) < 0.2, rng.choice(odd, value.shape), value)
+    run(call)
+    run(call, **{name: as_torch(value) for name, value in call.arguments.items()})
+
+
+def test_devices_must_agree() -> None:
+    call = make("sparse_mla_forward")
+
+    class OnCuda:
+        """An array that says it lives on a CUDA device; nothing reads its memory."""
+
+        def __init__(self, array: Any) -> None:
+            self.array, self.shape, self.dtype = array, array.shape, array.dtype
+
+        def __dlpack__(self, **_: Any) -> Any:
+            return self.array.__dlpack__()
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return (2, 0)
+
+    # What counts is the device in the capsule, which is the host here: the call is fine.
+    assert len(run(call, kv=OnCuda(call.arguments["kv"]))) == 3
+
+
+def test_an_exporter_that_raises_is_reported() -> None:
+    class Broken:
+        shape, dtype = (5, 3, 40), np.dtype(np.float32)
+
+        def __dlpack__(self, **_: Any) -> Any:
+            raise RuntimeError("no memory to show")
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return (1, 0)
+
+    with pytest.raises(ValueError, match="sparse_mla_forward: q must be an array"):
+        run(make("sparse_mla_forward"), q=Broken())
