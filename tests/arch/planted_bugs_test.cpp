@@ -11,6 +11,7 @@
 #include "arch/sm100/tma.hpp"
 #include "arch/sm80/async_copy.hpp"
 #include "arch/sm80/matrix.hpp"
+#include "arch/sm90/make_tensor_map.hpp"
 #include "arch/sm90/tma.hpp"
 #include "arch/sm90/wgmma.hpp"
 

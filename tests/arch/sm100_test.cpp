@@ -11,6 +11,7 @@
 #include "arch/sm100/convert.hpp"
 #include "arch/sm100/tcgen05.hpp"
 #include "arch/sm100/tma.hpp"
+#include "arch/sm90/make_tensor_map.hpp"
 
 namespace hopwell::arch {
 namespace {

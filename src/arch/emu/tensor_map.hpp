@@ -1,7 +1,7 @@
 // What the emulator keeps in the 128 opaque bytes of a tensor map.
 #pragma once
 
-#include "../sm90/tensor_map.hpp"
+#include "../sm90/make_tensor_map.hpp"
 
 namespace hopwell::arch::emu {
 

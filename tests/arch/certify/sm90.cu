@@ -1,6 +1,7 @@
 // Certification of the sm90 layer except wgmma. Kernels that need a cluster have 2 or 4 CTAs.
 #include "arch/sm80/async_copy.hpp"
 #include "arch/sm80/convert.hpp"
+#include "arch/sm90/make_tensor_map.hpp"
 #include "arch/sm90/tma.hpp"
 #include "cases.hpp"
 #include "start.hpp"

@@ -17,6 +17,7 @@
 #include "arch/sm100/tma.hpp"
 #include "arch/sm80/convert.hpp"
 #include "arch/sm80/memory.hpp"
+#include "arch/sm90/make_tensor_map.hpp"
 #include "kernels.hpp"
 
 namespace hopwell::arch::kernels {

@@ -10,6 +10,7 @@
 // Budget    shared: 2 × (16,384 + 8,192 + 2,048 + 2,048); tensor memory: 64 of D + 16 + 16 of scales, 128 columns allocated
 #include "arch/launch.hpp"
 #include "arch/sm100/tcgen05.hpp"
+#include "arch/sm90/make_tensor_map.hpp"
 #include "arch/sm90/tma.hpp"
 #include "kernels.hpp"
 

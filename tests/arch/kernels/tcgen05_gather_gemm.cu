@@ -10,6 +10,7 @@
 #include "arch/launch.hpp"
 #include "arch/sm100/tcgen05.hpp"
 #include "arch/sm100/tma.hpp"
+#include "arch/sm90/make_tensor_map.hpp"
 #include "kernels.hpp"
 
 namespace hopwell::arch::kernels {

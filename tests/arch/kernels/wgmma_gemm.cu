@@ -10,6 +10,7 @@
 //           math                  S0         S1 | free 0            S2 | free 1
 // Budget    shared: 3 × (8,192 + 16,384) operands + 32,768 result + 48 barriers = 106,544 B; registers: 64 accumulators
 #include "arch/launch.hpp"
+#include "arch/sm90/make_tensor_map.hpp"
 #include "arch/sm90/tma.hpp"
 #include "arch/sm90/wgmma.hpp"
 #include "kernels.hpp"
