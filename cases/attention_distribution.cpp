@@ -57,10 +57,14 @@ Instance make(Random& random, const SparseMla& p, hopwell_normalize normalize) {
 Suite attention_distribution() {
   Suite suite{"attention_distribution", {}, sparse_mla_shapes(), {}};
   for (const auto& [name, problem] : sparse_mla_problems()) {
-    suite.cases.push_back({suite.op, name, [p = problem](Random& random) { return make(random, p, HOPWELL_NORMALIZE_NONE); }});
-    suite.cases.push_back({suite.op, name + "_l1", [p = problem](Random& random) { return make(random, p, HOPWELL_NORMALIZE_L1); }});
+    suite.cases.push_back(
+        {suite.op, name, [p = problem](Random& random) { return make(random, p, HOPWELL_NORMALIZE_NONE); }});
+    suite.cases.push_back(
+        {suite.op, name + "_l1", [p = problem](Random& random) { return make(random, p, HOPWELL_NORMALIZE_L1); }});
   }
-  suite.bench = [](const Settings& settings, Random& random) { return make(random, sparse_mla_from(settings), HOPWELL_NORMALIZE_NONE); };
+  suite.bench = [](const Settings& settings, Random& random) {
+    return make(random, sparse_mla_from(settings), HOPWELL_NORMALIZE_NONE);
+  };
   return suite;
 }
 

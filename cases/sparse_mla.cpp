@@ -25,12 +25,24 @@ void fill_indices(Array& indices, Random& random, const SparseMla& p) {
     std::vector<std::int64_t> row(static_cast<std::size_t>(p.topk));
     for (std::size_t i = 0; i < row.size(); ++i) {
       switch (p.indices) {
-        case SparseMla::Indices::kAny: row[i] = any(); break;
-        case SparseMla::Indices::kInvalid: row[i] = random.below(3) == 0 ? invalid() : any(); break;
-        case SparseMla::Indices::kEmptyRows: row[i] = s % 2 == 0 ? invalid() : any(); break;
-        case SparseMla::Indices::kHot: row[i] = p.s_kv / 2; break;
-        case SparseMla::Indices::kTwice: row[i] = i % 2 == 1 ? row[i - 1] : any(); break;
-        case SparseMla::Indices::kAscending: row[i] = any(); break;
+        case SparseMla::Indices::kAny:
+          row[i] = any();
+          break;
+        case SparseMla::Indices::kInvalid:
+          row[i] = random.below(3) == 0 ? invalid() : any();
+          break;
+        case SparseMla::Indices::kEmptyRows:
+          row[i] = s % 2 == 0 ? invalid() : any();
+          break;
+        case SparseMla::Indices::kHot:
+          row[i] = p.s_kv / 2;
+          break;
+        case SparseMla::Indices::kTwice:
+          row[i] = i % 2 == 1 ? row[i - 1] : any();
+          break;
+        case SparseMla::Indices::kAscending:
+          row[i] = any();
+          break;
       }
     }
     if (p.indices == SparseMla::Indices::kAscending) {
@@ -38,28 +50,47 @@ void fill_indices(Array& indices, Random& random, const SparseMla& p) {
       row.erase(std::unique(row.begin(), row.end()), row.end());
       row.resize(static_cast<std::size_t>(p.topk), -1);
     }
-    for (std::size_t i = 0; i < row.size(); ++i) indices.set(s * p.topk + static_cast<std::int64_t>(i), static_cast<double>(row[i]));
+    for (std::size_t i = 0; i < row.size(); ++i)
+      indices.set(s * p.topk + static_cast<std::int64_t>(i), static_cast<double>(row[i]));
   }
 }
 
 std::int64_t length(const SparseMlaInputs& in, std::int64_t s) {
   const std::int64_t topk = in.problem.topk;
-  return in.topk_length == nullptr ? topk : std::clamp(static_cast<std::int64_t>(in.topk_length->get(s)), std::int64_t{0}, topk);
+  return in.topk_length == nullptr
+             ? topk
+             : std::clamp(static_cast<std::int64_t>(in.topk_length->get(s)), std::int64_t{0}, topk);
+}
+
+std::int64_t key_of(const SparseMlaInputs& in, std::int64_t s, std::int64_t entry) {
+  return static_cast<std::int64_t>(in.indices->get(s * in.problem.topk + entry));
 }
 
 bool visible(const SparseMlaInputs& in, std::int64_t s, std::int64_t key) {
   if (in.problem.positions == SparseMla::Positions::kNone) return true;
-  const std::int64_t position = in.q_positions != nullptr ? static_cast<std::int64_t>(in.q_positions->get(s)) : in.problem.q_start + s;
+  const std::int64_t position =
+      in.q_positions != nullptr ? static_cast<std::int64_t>(in.q_positions->get(s)) : in.problem.q_start + s;
   return (key + 1) * in.problem.kv_stride <= position + 1;
+}
+
+// The valid ones of query s, in ascending order.
+std::vector<std::int64_t> valid_entries(const SparseMlaInputs& in, std::int64_t s) {
+  std::vector<std::int64_t> entries;
+  for (std::int64_t i = 0; i < length(in, s); ++i) {
+    const std::int64_t key = key_of(in, s, i);
+    if (key >= 0 && key < in.problem.s_kv && visible(in, s, key)) entries.push_back(i);
+  }
+  return entries;
 }
 
 // Puts NaN where no valid entry looks, or into one row that is selected.
 void plant_nan(const SparseMlaInputs& in) {
   const SparseMla& p = in.problem;
   std::vector<bool> selected(static_cast<std::size_t>(p.s_kv));
-  for_each_query(in, [&](std::int64_t, const QueryReference& query) {
-    for (const std::int64_t key : query.keys) selected[static_cast<std::size_t>(key)] = true;
-  });
+  for (std::int64_t s = 0; s < p.s_q; ++s) {
+    for (const std::int64_t entry : valid_entries(in, s))
+      selected[static_cast<std::size_t>(key_of(in, s, entry))] = true;
+  }
   for (std::int64_t t = 0; t < p.s_kv && p.nan_elsewhere; ++t) {
     if (selected[static_cast<std::size_t>(t)]) continue;
     for (std::int64_t d = 0; d < p.d_qk; ++d) in.kv->set(t * p.d_qk + d, d % 3 == 0 ? kInfinity : kNan);
@@ -83,6 +114,16 @@ double dot(const double* x, const double* y, std::int64_t count) {
   return sum;
 }
 
+std::vector<double> absolute(std::vector<double> x) {
+  for (double& value : x) value = std::abs(value);
+  return x;
+}
+
+void add_scaled(double factor, const double* x, double* y, std::int64_t count) {
+#pragma omp simd
+  for (std::int64_t i = 0; i < count; ++i) y[i] += factor * x[i];
+}
+
 double rms(const std::vector<double>& x) {
   double sum = 0, count = 0;
   for (const double value : x)
@@ -90,9 +131,12 @@ double rms(const std::vector<double>& x) {
   return count > 0 ? std::sqrt(sum / count) : 0;
 }
 
-std::optional<Tensor> view_of(const Array* array) { return array == nullptr ? std::nullopt : std::optional<Tensor>(array->view()); }
+std::optional<Tensor> view_of(const Array* array) {
+  return array == nullptr ? std::nullopt : std::optional<Tensor>(array->view());
+}
 
-Array& add_array(Instance& instance, const SparseMla& problem, const char* name, DType dtype, const std::vector<std::int64_t>& shape) {
+Array& add_array(Instance& instance, const SparseMla& problem, const char* name, DType dtype,
+                 const std::vector<std::int64_t>& shape) {
   if (!problem.strided || shape.size() < 2) return instance.add({name, dtype, shape});
   // Last dimension contiguous with a gap after it; of the others the first is the fastest.
   std::vector<std::int64_t> strides(shape.size(), 1);
@@ -114,12 +158,14 @@ SparseMlaInputs add_inputs(Instance& instance, Random& random, const SparseMla& 
   if (p.sink != SparseMla::Sink::kNone) {
     in.attn_sink = &instance.add({"attn_sink", DType::kFloat32, {p.h_q}});
     const double extreme[] = {0, kInfinity, -kInfinity, 1e38, -1e38};
-    for (std::int64_t h = 0; h < p.h_q; ++h) in.attn_sink->set(h, p.sink == SparseMla::Sink::kAny ? 3 * random.normal() : extreme[h % 5]);
+    for (std::int64_t h = 0; h < p.h_q; ++h)
+      in.attn_sink->set(h, p.sink == SparseMla::Sink::kAny ? 3 * random.normal() : extreme[h % 5]);
   }
   if (p.lengths) {
     in.topk_length = &instance.add({"topk_length", DType::kInt32, {p.s_q}});
     const std::int64_t some[] = {0, p.topk + 1, -1, INT32_MAX, INT32_MIN, 1, p.topk, p.topk - 1};
-    for (std::int64_t s = 0; s < p.s_q; ++s) in.topk_length->set(s, static_cast<double>(s < 8 ? some[s] : random.below(p.topk + 1)));
+    for (std::int64_t s = 0; s < p.s_q; ++s)
+      in.topk_length->set(s, static_cast<double>(s < 8 ? some[s] : random.below(p.topk + 1)));
   }
   if (p.positions == SparseMla::Positions::kArray) {
     in.q_positions = &instance.add({"q_positions", DType::kInt32, {p.s_q}});
@@ -132,20 +178,15 @@ SparseMlaInputs add_inputs(Instance& instance, Random& random, const SparseMla& 
   return in;
 }
 
-void for_each_query(const SparseMlaInputs& in, const std::function<void(std::int64_t s, const QueryReference& query)>& visit) {
+void for_each_query(const SparseMlaInputs& in,
+                    const std::function<void(std::int64_t s, const QueryReference& query)>& visit) {
   const SparseMla& p = in.problem;
   const std::vector<double> q = values_of(*in.q), kv = values_of(*in.kv);
-  std::vector<double> q_size = q, kv_size = kv;
-  for (double& x : q_size) x = std::abs(x);
-  for (double& x : kv_size) x = std::abs(x);
+  const std::vector<double> q_size = absolute(q), kv_size = absolute(kv);
   for (std::int64_t s = 0; s < p.s_q; ++s) {
     QueryReference query;
-    for (std::int64_t i = 0; i < length(in, s); ++i) {
-      const auto key = static_cast<std::int64_t>(in.indices->get(s * p.topk + i));
-      if (key < 0 || key >= p.s_kv || !visible(in, s, key)) continue;
-      query.entries.push_back(i);
-      query.keys.push_back(key);
-    }
+    query.entries = valid_entries(in, s);
+    for (const std::int64_t entry : query.entries) query.keys.push_back(key_of(in, s, entry));
     for (std::int64_t h = 0; h < p.h_q; ++h) {
       const std::int64_t row = (s * p.h_q + h) * p.d_qk;
       double max = -kInfinity, sum = 0;
@@ -156,7 +197,8 @@ void for_each_query(const SparseMlaInputs& in, const std::function<void(std::int
                                         dot(q_size.data() + row, kv_size.data() + key * p.d_qk, p.d_qk));
         max = score > max || std::isnan(score) ? score : max;
       }
-      for (auto score = query.score.end() - query.count(); score != query.score.end(); ++score) sum += std::exp(*score - max);
+      for (auto score = query.score.end() - query.count(); score != query.score.end(); ++score)
+        sum += std::exp(*score - max);
       query.max.push_back(max);
       query.lse.push_back(query.count() == 0 ? kInfinity : max + std::log(sum));
     }
@@ -167,19 +209,15 @@ void for_each_query(const SparseMlaInputs& in, const std::function<void(std::int
 void add_cost(Instance& instance, const SparseMlaInputs& in, std::int64_t depth) {
   const SparseMla& p = in.problem;
   double valid = 0;
-  for (std::int64_t s = 0; s < p.s_q; ++s) {
-    for (std::int64_t i = 0; i < length(in, s); ++i) {
-      const auto key = static_cast<std::int64_t>(in.indices->get(s * p.topk + i));
-      valid += key >= 0 && key < p.s_kv && visible(in, s, key) ? 1 : 0;
-    }
-  }
+  for (std::int64_t s = 0; s < p.s_q; ++s) valid += static_cast<double>(valid_entries(in, s).size());
   instance.flops = 2 * valid * static_cast<double>(p.h_q * depth);
-  for (const Array& array : instance.arrays) instance.bytes += static_cast<double>(array.size()) * static_cast<double>(size_of(array.dtype()));
+  for (const Array& array : instance.arrays)
+    instance.bytes += static_cast<double>(array.size()) * static_cast<double>(size_of(array.dtype()));
 }
 
 ForwardReference forward_reference(const SparseMlaInputs& in) {
   const SparseMla& p = in.problem;
-  const std::vector<double> kv = values_of(*in.kv);
+  const std::vector<double> kv = values_of(*in.kv), kv_size = absolute(kv);
   ForwardReference reference;
   for_each_query(in, [&](std::int64_t, const QueryReference& query) {
     for (std::int64_t h = 0; h < p.h_q; ++h) {
@@ -192,12 +230,11 @@ ForwardReference forward_reference(const SparseMlaInputs& in) {
       double largest = 0;
       for (std::int64_t i = 0; i < query.count(); ++i) {
         const double weight = factor * std::exp(score[i] - query.lse[head]);
-        const double* v = kv.data() + query.keys[static_cast<std::size_t>(i)] * p.d_qk;
+        const std::int64_t row = query.keys[static_cast<std::size_t>(i)] * p.d_qk;
         largest = std::max(largest, score_magnitude[i]);
-        for (std::size_t d = 0; d < out.size(); ++d) {
-          out[d] += weight * v[d];
-          magnitude[d] += weight * (1 + score_magnitude[i]) * std::abs(v[d]);  // a score's own error is an error of its weight
-        }
+        add_scaled(weight, kv.data() + row, out.data(), p.d_v);
+        // A score's own error is an error of its weight.
+        add_scaled(weight * (1 + score_magnitude[i]), kv_size.data() + row, magnitude.data(), p.d_v);
       }
       reference.out.insert(reference.out.end(), out.begin(), out.end());
       reference.out_magnitude.insert(reference.out_magnitude.end(), magnitude.begin(), magnitude.end());
@@ -240,19 +277,22 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_problems() {
       {"width_1", {.dtype = fp32, .s_q = 3, .h_q = 3, .d_qk = 1, .d_v = 1, .topk = 5}},
       {"odd_widths", {.s_q = 3, .h_q = 5, .d_qk = 37, .d_v = 13, .topk = 19}},
       {"odd_widths_fp32", {.dtype = fp32, .s_q = 3, .h_q = 5, .d_qk = 131, .d_v = 67, .topk = 19}},
-      {"production", {.s_q = 1, .s_kv = 4096, .h_q = 128, .topk = 1024, .sm_scale = 0.0417F, .q_size = 1}},
+      {"production", {.s_q = 1, .s_kv = 1500, .h_q = 128, .topk = 640, .sm_scale = 0.0417F, .q_size = 1}},
       {"few_queries_many_keys", {.dtype = fp32, .s_q = 3, .s_kv = 5000, .h_q = 3, .d_qk = 48, .d_v = 32, .topk = 4000}},
       {"invalid_indices", {.s_q = 5, .indices = Indices::kInvalid}},
-      {"invalid_indices_fp32", {.dtype = fp32, .s_q = 17, .h_q = 4, .d_qk = 48, .d_v = 32, .topk = 1100, .indices = Indices::kInvalid}},
+      {"invalid_indices_fp32",
+       {.dtype = fp32, .s_q = 17, .h_q = 4, .d_qk = 48, .d_v = 32, .topk = 1100, .indices = Indices::kInvalid}},
       {"empty_rows", {.s_q = 5, .indices = Indices::kEmptyRows}},
       {"empty_rows_sink", {.s_q = 5, .indices = Indices::kEmptyRows, .sink = Sink::kExtreme}},
-      {"empty_rows_many_keys", {.s_q = 4, .h_q = 3, .d_qk = 48, .d_v = 32, .topk = 1500, .indices = Indices::kEmptyRows, .sink = Sink::kAny}},
+      {"empty_rows_many_keys",
+       {.s_q = 4, .h_q = 3, .d_qk = 48, .d_v = 32, .topk = 1500, .indices = Indices::kEmptyRows, .sink = Sink::kAny}},
       {"fewer_keys_than_topk", {.s_q = 3, .s_kv = 40, .topk = 128, .indices = Indices::kAscending}},
       {"one_key", {.s_q = 3, .s_kv = 1, .topk = 65, .indices = Indices::kInvalid}},
       {"no_keys", {.s_q = 3, .s_kv = 0, .indices = Indices::kInvalid, .sink = Sink::kAny}},
       {"no_entries", {.s_q = 3, .topk = 0, .sink = Sink::kAny}},
       {"no_queries", {.s_q = 0, .sink = Sink::kAny}},
-      {"many_queries", {.s_q = 70000, .s_kv = 50, .h_q = 1, .d_qk = 16, .d_v = 8, .topk = 3, .indices = Indices::kInvalid}},
+      {"many_queries",
+       {.s_q = 70000, .s_kv = 50, .h_q = 1, .d_qk = 8, .d_v = 5, .topk = 2, .indices = Indices::kInvalid}},
       {"lengths", {.s_q = 12, .lengths = true}},
       {"lengths_many_keys", {.dtype = fp32, .s_q = 24, .h_q = 3, .d_qk = 48, .d_v = 32, .topk = 1300, .lengths = true}},
       {"sink", {.sink = Sink::kAny}},
@@ -270,12 +310,16 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_problems() {
       {"causal_before_the_first", {.s_q = 5, .h_q = 8, .positions = Positions::kStart, .q_start = -3}},
       {"causal_positions", {.s_q = 24, .s_kv = 30, .h_q = 8, .sink = Sink::kAny, .positions = Positions::kArray}},
       {"kv_stride_4", {.s_q = 24, .s_kv = 20, .h_q = 8, .positions = Positions::kStart, .kv_stride = 4}},
-      {"kv_stride_4_positions", {.s_q = 24, .s_kv = 20, .h_q = 8, .lengths = true, .positions = Positions::kArray, .kv_stride = 4}},
+      {"kv_stride_4_positions",
+       {.s_q = 24, .s_kv = 20, .h_q = 8, .lengths = true, .positions = Positions::kArray, .kv_stride = 4}},
       {"nan_selected", {.s_q = 4, .s_kv = 40, .h_q = 3, .topk = 16, .nan_selected = true}},
   };
-  for (const std::int64_t h_q : {1, 8, 32, 64, 96, 128, 256}) all.push_back({"h_q_" + std::to_string(h_q), {.h_q = h_q, .topk = 48}});
-  for (const std::int64_t topk : {1, 63, 65, 127, 2048, 2049}) {
-    all.push_back({"topk_" + std::to_string(topk), {.s_kv = 3000, .h_q = 8, .topk = topk}});
+  for (const std::int64_t h_q : {1, 8, 32, 64, 96, 128, 256})
+    all.push_back({"h_q_" + std::to_string(h_q), {.h_q = h_q, .topk = 48}});
+  for (const std::int64_t topk : {1, 63, 65, 127})
+    all.push_back({"topk_" + std::to_string(topk), {.h_q = 8, .topk = topk}});
+  for (const std::int64_t topk : {2048, 2049}) {
+    all.push_back({"topk_" + std::to_string(topk), {.s_q = 1, .s_kv = 2100, .h_q = 4, .topk = topk}});
   }
   return all;
 }
@@ -291,15 +335,27 @@ std::vector<std::pair<std::string, Settings>> sparse_mla_shapes() {
           {"production-fp32", with(production, {{"dtype", "fp32"}})},
           {"h_q-16", with(production, {{"h_q", "16"}})},
           {"one-query", with(production, {{"s_q", "1"}})},
-          {"small", with(production, {{"dtype", "fp32"}, {"s_q", "512"}, {"s_kv", "512"}, {"h_q", "8"}, {"topk", "64"}, {"d_qk", "64"}, {"d_v", "48"}})}};
+          {"small", with(production, {{"dtype", "fp32"},
+                                      {"s_q", "512"},
+                                      {"s_kv", "512"},
+                                      {"h_q", "8"},
+                                      {"topk", "64"},
+                                      {"d_qk", "64"},
+                                      {"d_v", "48"}})}};
 }
 
 SparseMla sparse_mla_from(const Settings& settings) {
   const std::string& dtype = settings.at("dtype");
-  if (dtype != "bf16" && dtype != "fp32") throw std::invalid_argument("setting 'dtype' must be bf16 or fp32; got '" + dtype + "'");
-  SparseMla p{.dtype = dtype == "bf16" ? DType::kBFloat16 : DType::kFloat32, .s_q = number(settings, "s_q"), .s_kv = number(settings, "s_kv"),
-              .h_q = number(settings, "h_q"), .d_qk = number(settings, "d_qk"), .d_v = number(settings, "d_v"),
-              .topk = number(settings, "topk"), .nan_elsewhere = false};
+  if (dtype != "bf16" && dtype != "fp32")
+    throw std::invalid_argument("setting 'dtype' must be bf16 or fp32; got '" + dtype + "'");
+  SparseMla p{.dtype = dtype == "bf16" ? DType::kBFloat16 : DType::kFloat32,
+              .s_q = number(settings, "s_q"),
+              .s_kv = number(settings, "s_kv"),
+              .h_q = number(settings, "h_q"),
+              .d_qk = number(settings, "d_qk"),
+              .d_v = number(settings, "d_v"),
+              .topk = number(settings, "topk"),
+              .nan_elsewhere = false};
   p.sm_scale = static_cast<float>(1 / std::sqrt(static_cast<double>(std::max<std::int64_t>(p.d_qk, 1))));
   p.q_size = 1;
   return p;

@@ -1,5 +1,5 @@
-// What the cases of the three sparse MLA operators share: how inputs are made, and the float64 reference of scores, forward and
-// distribution.
+// What the cases of the three sparse MLA operators share: how inputs are made, and the float64 reference of scores,
+// forward and distribution.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,8 @@
 
 namespace hopwell::cases {
 
-// One problem: shapes, and what is special about its data. The defaults are the shape that production kernels take, small.
+// One problem: shapes, and what is special about its data. The defaults are the shape that production kernels take,
+// small.
 struct SparseMla {
   DType dtype = DType::kBFloat16;
   std::int64_t s_q = 2, s_kv = 300, h_q = 16, d_qk = 576, d_v = 512, topk = 64;
@@ -51,25 +52,31 @@ struct SparseMlaInputs {
 SparseMlaInputs add_inputs(Instance& instance, Random& random, const SparseMla& problem);
 
 // A tensor of the problem: dense, or with gaps and in another order of dimensions if the problem is strided.
-Array& add_array(Instance& instance, const SparseMla& problem, const char* name, DType dtype, const std::vector<std::int64_t>& shape);
+Array& add_array(Instance& instance, const SparseMla& problem, const char* name, DType dtype,
+                 const std::vector<std::int64_t>& shape);
 
 // The optional arguments as the operators take them.
 std::optional<Tensor> view_of(const Array* array);
-inline const DLTensor* pointer(const std::optional<Tensor>& tensor) { return tensor ? static_cast<const DLTensor*>(*tensor) : nullptr; }
+inline const DLTensor* pointer(const std::optional<Tensor>& tensor) {
+  return tensor ? static_cast<const DLTensor*>(*tensor) : nullptr;
+}
 
 std::vector<double> values_of(const Array& array);
+std::vector<double> absolute(std::vector<double> x);
 double dot(const double* x, const double* y, std::int64_t count);
-double rms(const std::vector<double>& x);  // of the finite ones
+void add_scaled(double factor, const double* x, double* y, std::int64_t count);  // y += factor * x
+double rms(const std::vector<double>& x);                                        // of the finite ones
 
 // One query in float64: its valid entries and, for every head, their scores.
 struct QueryReference {
-  std::vector<std::int64_t> entries, keys;    // [n]
+  std::vector<std::int64_t> entries, keys;     // [n]
   std::vector<double> score, score_magnitude;  // [h_q, n], and the same sums with absolute values
-  std::vector<double> max, lse;               // [h_q]; -inf and +inf without a valid entry
+  std::vector<double> max, lse;                // [h_q]; -inf and +inf without a valid entry
   [[nodiscard]] std::int64_t count() const { return static_cast<std::int64_t>(entries.size()); }
 };
 // Calls visit(s, query) for every query in turn.
-void for_each_query(const SparseMlaInputs& inputs, const std::function<void(std::int64_t s, const QueryReference& query)>& visit);
+void for_each_query(const SparseMlaInputs& inputs,
+                    const std::function<void(std::int64_t s, const QueryReference& query)>& visit);
 
 // Sets the instance's FLOPs, 2 * depth for every head and valid entry, and its bytes.
 void add_cost(Instance& instance, const SparseMlaInputs& inputs, std::int64_t depth);

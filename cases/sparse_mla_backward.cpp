@@ -17,31 +17,43 @@ struct Options {
 struct Arrays {
   SparseMlaInputs in;
   Options options;
-  Array *d_out = nullptr, *out = nullptr, *lse = nullptr;                                         // inputs
-  Array *dq = nullptr, *dkv = nullptr, *d_sink = nullptr, *attn = nullptr;                        // outputs
+  Array *d_out = nullptr, *out = nullptr, *lse = nullptr;                   // inputs
+  Array *dq = nullptr, *dkv = nullptr, *d_sink = nullptr, *attn = nullptr;  // outputs
 };
 
 // Sums and the same sums with absolute values.
 struct Gradient {
-  explicit Gradient(std::int64_t size) : value(static_cast<std::size_t>(size)), magnitude(static_cast<std::size_t>(size)) {}
-  void add(std::int64_t at, double x, double size) {
-    value[static_cast<std::size_t>(at)] += x;
-    magnitude[static_cast<std::size_t>(at)] += size;
-  }
+  explicit Gradient(std::int64_t size)
+      : value(static_cast<std::size_t>(size)), magnitude(static_cast<std::size_t>(size)) {}
   std::vector<double> value, magnitude;
 };
 
-struct Gradients {
-  explicit Gradients(const SparseMla& p) : dq(p.s_q * p.h_q * p.d_qk), dkv(p.s_kv * p.d_qk), d_sink(p.h_q) {}
-  Gradient dq, dkv, d_sink;
+// A tensor in float64 and its absolute values.
+struct Values {
+  explicit Values(const Array& array) : value(values_of(array)), magnitude(absolute(value)) {}
+  std::vector<double> value, magnitude;
 };
+
+// gradient[to .. to + count) += factor * x[from .. from + count); `size` bounds |factor| and what went into it.
+void add(Gradient& gradient, std::int64_t to, double factor, double size, const Values& x, std::int64_t from,
+         std::int64_t count) {
+  add_scaled(factor, x.value.data() + from, gradient.value.data() + to, count);
+  add_scaled(size, x.magnitude.data() + from, gradient.magnitude.data() + to, count);
+}
 
 // The formulae of OPERATORS, one head of one query.
 class Reference {
  public:
   explicit Reference(const Arrays& a)
-      : a_(a), p_(a.in.problem), gradients(p_), q_(values_of(*a.in.q)), kv_(values_of(*a.in.kv)), d_out_(values_of(*a.d_out)),
-        out_(values_of(*a.out)) {
+      : a_(a),
+        p_(a.in.problem),
+        q_(*a.in.q),
+        kv_(*a.in.kv),
+        d_out_(*a.d_out),
+        out_(*a.out),
+        dq(p_.s_q * p_.h_q * p_.d_qk),
+        dkv(p_.s_kv * p_.d_qk),
+        d_sink(p_.h_q) {
     for_each_query(a.in, [&](std::int64_t s, const QueryReference& query) {
       for (std::int64_t h = 0; h < p_.h_q && query.count() > 0; ++h) differentiate(s, h, query);
     });
@@ -49,49 +61,43 @@ class Reference {
 
  private:
   void differentiate(std::int64_t s, std::int64_t h, const QueryReference& query) {
-    const std::int64_t row = s * p_.h_q + h;
-    const double* q = q_.data() + row * p_.d_qk;
-    const double* d_out = d_out_.data() + row * p_.d_v;
+    const std::int64_t row = s * p_.h_q + h, q = row * p_.d_qk, d_out = row * p_.d_v;
     const double scale = static_cast<double>(p_.sm_scale), lse = a_.lse->get(row);
     const double sink = a_.in.attn_sink == nullptr ? -std::numeric_limits<double>::infinity() : a_.in.attn_sink->get(h);
-    const double kept = 1 / (1 + std::exp(sink - lse));  // exp(score - lse') = kept * exp(score - lse)
-    double delta = 0, delta_size = 0;
-    for (std::int64_t d = 0; d < p_.d_v; ++d) {
-      const double product = out_[static_cast<std::size_t>(row * p_.d_v + d)] * d_out[d];
-      delta += product, delta_size += std::abs(product);
+    const double kept = 1 / (1 + std::exp(sink - lse)),
+                 taken = 1 / (1 + std::exp(lse - sink));  // exp(score - lse') = kept * exp(score - lse)
+    const double delta = dot(out_.value.data() + d_out, d_out_.value.data() + d_out, p_.d_v);
+    const double delta_size = dot(out_.magnitude.data() + d_out, d_out_.magnitude.data() + d_out, p_.d_v);
+    if (std::isfinite(sink)) {
+      d_sink.value[static_cast<std::size_t>(h)] -= taken * delta;
+      d_sink.magnitude[static_cast<std::size_t>(h)] += taken * delta_size;
     }
-    if (std::isfinite(sink)) gradients.d_sink.add(h, -delta / (1 + std::exp(lse - sink)), delta_size / (1 + std::exp(lse - sink)));
     for (std::int64_t i = 0; i < query.count(); ++i) {
       const auto at = static_cast<std::size_t>(h * query.count() + i);
-      const std::int64_t key = query.keys[static_cast<std::size_t>(i)];
-      const double* kv = kv_.data() + key * p_.d_qk;
-      double dp = 0, dp_size = 0;
-      for (std::int64_t d = 0; d < p_.d_v; ++d) dp += d_out[d] * kv[d], dp_size += std::abs(d_out[d] * kv[d]);
+      const std::int64_t kv = query.keys[static_cast<std::size_t>(i)] * p_.d_qk;
+      const double dp = dot(d_out_.value.data() + d_out, kv_.value.data() + kv, p_.d_v);
+      const double dp_size = dot(d_out_.magnitude.data() + d_out, kv_.magnitude.data() + kv, p_.d_v);
       const double p = kept * std::exp(query.score[at] - lse), p_size = p * (1 + query.score_magnitude[at]);
       const double ds = p * (dp - delta) * scale, ds_size = p_size * (dp_size + delta_size) * std::abs(scale);
-      for (std::int64_t d = 0; d < p_.d_qk; ++d) {
-        gradients.dq.add(row * p_.d_qk + d, ds * kv[d], ds_size * std::abs(kv[d]));
-        gradients.dkv.add(key * p_.d_qk + d, ds * q[d], ds_size * std::abs(q[d]));
-        if (d < p_.d_v) gradients.dkv.add(key * p_.d_qk + d, p * d_out[d], p_size * std::abs(d_out[d]));
-      }
+      add(dq, q, ds, ds_size, kv_, kv, p_.d_qk);
+      add(dkv, kv, ds, ds_size, q_, q, p_.d_qk);
+      add(dkv, kv, p, p_size, d_out_, d_out, p_.d_v);
     }
   }
 
   const Arrays& a_;
   const SparseMla& p_;
+  const Values q_, kv_, d_out_, out_;
 
  public:
-  Gradients gradients;
-
- private:
-  std::vector<double> q_, kv_, d_out_, out_;
+  Gradient dq, dkv, d_sink;
 };
 
 void set_expected(Instance& instance, const Arrays& a) {
   Reference reference(a);
-  Gradients& gradients = reference.gradients;
   if (a.options.accumulate) {
-    for (std::int64_t i = 0; i < a.dkv->size(); ++i) gradients.dkv.add(i, a.dkv->get(i), std::abs(a.dkv->get(i)));
+    const Values before(*a.dkv);
+    add(reference.dkv, 0, 1, 1, before, 0, a.dkv->size());
   }
   for (Output& output : instance.outputs) {
     if (output.array == a.attn) {
@@ -100,7 +106,7 @@ void set_expected(Instance& instance, const Arrays& a) {
       output.magnitude = std::move(attn.magnitude);
       continue;
     }
-    Gradient& gradient = output.array == a.dq ? gradients.dq : output.array == a.dkv ? gradients.dkv : gradients.d_sink;
+    Gradient& gradient = output.array == a.dq ? reference.dq : output.array == a.dkv ? reference.dkv : reference.d_sink;
     output.expected = std::move(gradient.value);
     output.magnitude = std::move(gradient.magnitude);
   }
@@ -164,11 +170,14 @@ Instance make(Random& random, const SparseMla& p, const Options& options) {
   if (options.d_sink && a.in.attn_sink != nullptr) {
     instance.expect(*(a.d_sink = &instance.add({"d_sink", DType::kFloat32, {p.h_q}})), gradient);
   }
-  if (options.attn) instance.expect(*(a.attn = &add_array(instance, p, "attn", DType::kFloat32, {p.s_q, p.topk})), {.norm = 2e-3});
+  if (options.attn)
+    instance.expect(*(a.attn = &add_array(instance, p, "attn", DType::kFloat32, {p.s_q, p.topk})), {.norm = 2e-3});
   instance.repeatable = options.deterministic;
   instance.reference = [a](Instance& self) { set_expected(self, a); };
   instance.call = [a](const char* backend, Stream stream) { call(a, backend, stream); };
-  add_cost(instance, a.in, (options.dq || options.dkv ? p.d_qk + p.d_v : p.d_qk) + (options.dq ? p.d_qk : 0) + (options.dkv ? p.d_qk + p.d_v : 0));
+  add_cost(instance, a.in,
+           (options.dq || options.dkv ? p.d_qk + p.d_v : p.d_qk) + (options.dq ? p.d_qk : 0) +
+               (options.dkv ? p.d_qk + p.d_v : 0));
   return instance;
 }
 
@@ -177,10 +186,12 @@ Instance make(Random& random, const SparseMla& p, const Options& options) {
 Suite sparse_mla_backward() {
   Suite suite{"sparse_mla_backward", {}, sparse_mla_shapes(), {}};
   const auto add = [&](const std::string& name, const SparseMla& problem, const Options& options) {
-    suite.cases.push_back({suite.op, name, [problem, options](Random& random) { return make(random, problem, options); }});
+    suite.cases.push_back(
+        {suite.op, name, [problem, options](Random& random) { return make(random, problem, options); }});
   };
   for (const auto& [name, problem] : sparse_mla_problems()) add(name, problem, {});
-  const SparseMla few{.s_q = 5, .s_kv = 50, .h_q = 8, .indices = SparseMla::Indices::kInvalid, .sink = SparseMla::Sink::kAny};
+  const SparseMla few{
+      .s_q = 5, .s_kv = 50, .h_q = 8, .indices = SparseMla::Indices::kInvalid, .sink = SparseMla::Sink::kAny};
   SparseMla many = few;
   many.topk = 1200;
   for (const auto& [name, problem] : {std::pair{"", few}, std::pair{"_many_keys", many}}) {

@@ -12,8 +12,9 @@ Instance make(Random& random, const SparseMla& p) {
   Array& max_logits = add_array(instance, p, "max_logits", DType::kFloat32, {p.s_q, p.h_q});
   Array& lse = add_array(instance, p, "lse", DType::kFloat32, {p.s_q, p.h_q});
   const double size = rms(values_of(*in.kv));  // of V
-  instance.expect(out, p.dtype == DType::kFloat32 ? Tolerance{.norm = 1e-4, .absolute = 1e-3 * size, .relative = 1e-3}
-                                                  : Tolerance{.norm = 4e-3, .absolute = 8e-3 * size, .relative = 3.0 / 128});
+  instance.expect(out, p.dtype == DType::kFloat32
+                           ? Tolerance{.norm = 1e-4, .absolute = 1e-3 * size, .relative = 1e-3}
+                           : Tolerance{.norm = 4e-3, .absolute = 8e-3 * size, .relative = 3.0 / 128});
   for (Array* array : {&max_logits, &lse}) instance.expect(*array, {.absolute = 2e-5, .relative = 0x1p-15});
   instance.reference = [in](Instance& self) {
     ForwardReference reference = forward_reference(in);

@@ -8,8 +8,8 @@
 
 namespace hopwell {
 
-// Causal visibility of a key that stands for `kv_stride` consecutive tokens: all of them must be at or before the query's position.
-// Positions are computed in 64 bits.
+// Causal visibility of a key that stands for `kv_stride` consecutive tokens: all of them must be at or before the
+// query's position. Positions are computed in 64 bits.
 struct Causality {
   const std::int32_t* q_positions = nullptr;  // [s_q], or null
   std::int64_t q_positions_stride = 0;
@@ -20,7 +20,8 @@ struct Causality {
   // Number of leading keys that query s may see, 0 .. s_kv.
   [[nodiscard]] std::int64_t visible_keys(std::int64_t s, std::int64_t s_kv) const {
     if (q_positions == nullptr && !has_q_start) return s_kv;
-    const std::int64_t position = q_positions != nullptr ? std::int64_t{q_positions[s * q_positions_stride]} : q_start + s;
+    const std::int64_t position =
+        q_positions != nullptr ? std::int64_t{q_positions[s * q_positions_stride]} : q_start + s;
     return position < 0 ? 0 : std::min(s_kv, (position + 1) / kv_stride);
   }
 };
@@ -46,9 +47,10 @@ struct Selection {
     return topk > 0 && std::any_of(row(s), row(s) + length(s), valid);
   }
 
-  // Lists the valid ones among entries first .. last - 1 of row s in ascending order: their keys, and their places relative to `first`.
-  // Room for last - first each; returns how many.
-  std::int64_t valid_entries(std::int64_t s, std::int64_t first, std::int64_t last, std::int32_t* keys, std::int32_t* places) const {
+  // Lists the valid ones among entries first .. last - 1 of row s in ascending order: their keys, and their places
+  // relative to `first`. Room for last - first each; returns how many.
+  std::int64_t valid_entries(std::int64_t s, std::int64_t first, std::int64_t last, std::int32_t* keys,
+                             std::int32_t* places) const {
     const auto visible = static_cast<std::uint32_t>(causality.visible_keys(s, s_kv));
     const std::int64_t count = std::min(last, length(s)) - first;
     if (count <= 0) return 0;
@@ -71,17 +73,21 @@ Causality check_causality(Checker& check, const Args& args) {
   check.require(args.kv_stride >= 1, "kv_stride", "at least 1", args.kv_stride);
   // Keeps q_start + s within 64 bits for every s_q; no sequence is longer than 2^62 tokens.
   constexpr std::int64_t kLimit = std::int64_t{1} << 62;
-  check.require(!args.has_q_start || (args.q_start > -kLimit && args.q_start < kLimit), "q_start", "between -2^62 and 2^62", args.q_start);
-  return {positions.as<const std::int32_t>(), positions ? positions.stride[0] : 0, args.has_q_start, args.q_start, args.kv_stride};
+  check.require(!args.has_q_start || (args.q_start > -kLimit && args.q_start < kLimit), "q_start",
+                "between -2^62 and 2^62", args.q_start);
+  return {positions.as<const std::int32_t>(), positions ? positions.stride[0] : 0, args.has_q_start, args.q_start,
+          args.kv_stride};
 }
 
 // Checks indices and all that masks them. "s_q" and "s_kv" are bound already; binds "topk".
 template <class Args>
 Selection check_selection(Checker& check, const Args& args) {
   const bool flat = args.indices != nullptr && args.indices->ndim == 2;
-  View indices = check.input("indices", args.indices, {DType::kInt32}, flat ? Shape{"s_q", "topk"} : Shape{"s_q", "h_kv", "topk"});
+  View indices =
+      check.input("indices", args.indices, {DType::kInt32}, flat ? Shape{"s_q", "topk"} : Shape{"s_q", "h_kv", "topk"});
   if (!flat) {
-    check.require(check["h_kv"] == 1, "indices", "int32 [s_q, h_kv=1, topk]", "h_kv = " + std::to_string(check["h_kv"]));
+    check.require(check["h_kv"] == 1, "indices", "int32 [s_q, h_kv=1, topk]",
+                  "h_kv = " + std::to_string(check["h_kv"]));
     indices = indices.squeezed(1);
   }
   const View length = check.optional_input("topk_length", args.topk_length, {DType::kInt32}, {"s_q"}, Layout::kAny);

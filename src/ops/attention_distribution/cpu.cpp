@@ -4,7 +4,8 @@
 //     S = (sm_scale q) . K^T                  [h_q, keys]   BLAS
 //     attn[s, entry] = sum_h exp(S - lse)     heads in ascending order
 //
-// Scratch of a thread, in floats: (h_q + tile) * d_qk + h_q * tile with tile = min(topk, 512); 1.7 MB for h_q 128, d_qk 576.
+// Scratch of a thread, in floats: (h_q + tile) * d_qk + h_q * tile with tile = min(topk, 512); 1.7 MB for h_q 128, d_qk
+// 576.
 #include <cmath>
 #include <numeric>
 
@@ -21,7 +22,10 @@ using namespace hopwell::cpu;
 class Worker {
  public:
   explicit Worker(const Problem& problem)
-      : p_(problem), selected_(problem.selection, problem.kv), q_(problem.h_q * problem.d_qk), scores_(problem.h_q * selected_.tile_entries()) {}
+      : p_(problem),
+        selected_(problem.selection, problem.kv),
+        q_(problem.h_q * problem.d_qk),
+        scores_(problem.h_q * selected_.tile_entries()) {}
 
   void distribute(std::int64_t s, std::int64_t tile) {
     selected_.clear();
@@ -44,8 +48,10 @@ class Worker {
     for (std::int64_t h = 0; h < p_.h_q; ++h) {
       float* row = scores_.get() + h * count;
       const float lse = p_.lse.as<const float>()[s * p_.lse.stride[0] + h * p_.lse.stride[1]];
-      if (lse == std::numeric_limits<float>::infinity()) std::fill_n(row, n, 0.0F);
-      else exp_sum(row, lse, n);
+      if (lse == std::numeric_limits<float>::infinity())
+        std::fill_n(row, n, 0.0F);
+      else
+        exp_sum(row, lse, n);
       if (h > 0) add(row, total, n);
     }
     return total;
@@ -67,7 +73,8 @@ void launch(const Problem& p, Stream) {
   if (p.s_q == 0 || p.topk == 0) return;
   const std::int64_t tiles = SelectedRows::tiles(p.topk);
   parallel_for(
-      p.s_q * tiles, [&] { return Worker(p); }, [&](std::int64_t item, Worker& worker) { worker.distribute(item / tiles, item % tiles); });
+      p.s_q * tiles, [&] { return Worker(p); },
+      [&](std::int64_t item, Worker& worker) { worker.distribute(item / tiles, item % tiles); });
   if (!p.normalize_l1) return;
   parallel_for(p.s_q, [&](std::int64_t s) { normalize_l1(p.attn.as<float>() + s * p.attn.stride[0], p.topk); });
 }

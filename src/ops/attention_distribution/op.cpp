@@ -1,5 +1,7 @@
 #include "ops/attention_distribution/op.hpp"
 
+#include <bit>
+
 namespace hopwell {
 namespace ops::attention_distribution {
 namespace {
@@ -14,10 +16,11 @@ Problem check(const AttentionDistributionArgs& args) {
   p.kv = kv;
   p.selection = check_selection(check, args);
   p.lse = check.input("lse", args.lse, {DType::kFloat32}, {"s_q", "h_q"}, Layout::kAny);
-  const bool known = args.normalize == HOPWELL_NORMALIZE_NONE || args.normalize == HOPWELL_NORMALIZE_L1;
-  check.require(known, "normalize", "none or l1", static_cast<int>(args.normalize));
+  const auto normalize = std::bit_cast<std::int32_t>(args.normalize);  // C callers can put anything into an enumeration
+  check.require(normalize == HOPWELL_NORMALIZE_NONE || normalize == HOPWELL_NORMALIZE_L1, "normalize", "none or l1",
+                normalize);
   p.attn = check.output("attn", args.attn, {DType::kFloat32}, {"s_q", "topk"});
-  p.normalize_l1 = args.normalize == HOPWELL_NORMALIZE_L1;
+  p.normalize_l1 = normalize == HOPWELL_NORMALIZE_L1;
   p.sm_scale = args.sm_scale;
   p.s_q = check["s_q"], p.s_kv = check["s_kv"], p.h_q = check["h_q"], p.d_qk = check["d_qk"], p.topk = check["topk"];
   p.device = check.device();
@@ -50,11 +53,13 @@ hopwell_attention_distribution_args with_defaults(hopwell_attention_distribution
 }
 }  // namespace
 
-extern "C" hopwell_status hopwell_attention_distribution(const hopwell_attention_distribution_args* args, hopwell_stream stream) {
+extern "C" hopwell_status hopwell_attention_distribution(const hopwell_attention_distribution_args* args,
+                                                         hopwell_stream stream) {
   return hopwell::runtime::guarded([&] { hopwell::attention_distribution(with_defaults(*args), stream); });
 }
 
-extern "C" hopwell_status hopwell_attention_distribution_workspace_bytes(const hopwell_attention_distribution_args* args,
-                                                                         size_t* bytes) {
-  return hopwell::runtime::guarded([&] { *bytes = hopwell::attention_distribution_workspace_bytes(with_defaults(*args)); });
+extern "C" hopwell_status hopwell_attention_distribution_workspace_bytes(
+    const hopwell_attention_distribution_args* args, size_t* bytes) {
+  return hopwell::runtime::guarded(
+      [&] { *bytes = hopwell::attention_distribution_workspace_bytes(with_defaults(*args)); });
 }

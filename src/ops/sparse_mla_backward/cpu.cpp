@@ -5,14 +5,16 @@
 //     dP = d_out . K[:, :d_v]^T                [h_q, keys]     BLAS
 //     P  = exp(S - lse) / (1 + exp(sink - lse)),  dS = P * (dP - delta)
 //     dq           += sm_scale dS . K          [h_q, d_qk]     BLAS
-//     dkv[keys, :] += [dS; P]^T . [sm_scale q; d_out]   [keys, d_qk]   BLAS, the two products of the first d_v columns as one
+//     dkv[keys, :] += [dS; P]^T . [sm_scale q; d_out]   [keys, d_qk]   BLAS, the two products of the first d_v columns
+//     as one
 //
-// The last two sums run over tiles that other threads compute at the same time. Tiles add to them in turn, column stripe by column
-// stripe, in ascending order of query and tile: the results do not depend on the number of threads, at a cost of a few percent.
-// So every call is deterministic, asked or not.
+// The last two sums run over tiles that other threads compute at the same time. Tiles add to them in turn, column
+// stripe by column stripe, in ascending order of query and tile: the results do not depend on the number of threads, at
+// a cost of a few percent. So every call is deterministic, asked or not.
 //
-// Scratch of a thread, in floats: (3 h_q + tile) * d_qk + 2 h_q * tile with tile = min(topk, 512), and as many keys; 2.6 MB for
-// h_q 128, d_qk 576. One call adds h_q * d_qk if topk > 512, and s_kv * d_qk if dkv is bf16, since sums are fp32.
+// Scratch of a thread, in floats: (3 h_q + tile) * d_qk + 2 h_q * tile with tile = min(topk, 512), and as many
+// keys; 2.6 MB for h_q 128, d_qk 576. One call adds h_q * d_qk if topk > 512, and s_kv * d_qk if dkv is bf16, since
+// sums are fp32.
 #include <cmath>
 #include <limits>
 #include <optional>
@@ -36,8 +38,9 @@ float at(const View& matrix, std::int64_t row, std::int64_t column) {
   return matrix.as<const float>()[row * matrix.stride[0] + column * matrix.stride[1]];
 }
 
-// How a problem is cut into items of work: by its shape alone, so that results do not depend on the number of threads. An item is
-// a tile of one query's index row; or, where that is one tile, as many queries as fill a tile, since taking turns has its price.
+// How a problem is cut into items of work: by its shape alone, so that results do not depend on the number of threads.
+// An item is a tile of one query's index row; or, where that is one tile, as many queries as fill a tile, since taking
+// turns has its price.
 struct Items {
   explicit Items(const Problem& p) : tiles(SelectedRows::tiles(p.topk)) {
     constexpr std::int64_t kEnough = 16;
@@ -54,7 +57,9 @@ struct Items {
 struct Sums {
   Sums(const Problem& p, const Items& items)
       : several_tiles(items.tiles > 1),
-        stripes(p.dkv || (p.dq && several_tiles) ? (p.d_qk + kStripe - 1) / kStripe : p.d_sink ? 1 : 0),
+        stripes(p.dkv || (p.dq && several_tiles) ? (p.d_qk + kStripe - 1) / kStripe
+                : p.d_sink                       ? 1
+                                                 : 0),
         turns(stripes),
         d_sink(static_cast<std::size_t>(p.h_q)) {
     if (p.dq && several_tiles) dq.emplace(p.h_q * p.d_qk);
@@ -71,7 +76,7 @@ struct Sums {
 
   bool several_tiles;
   std::int64_t stripes;
-  Turns turns;  // a station a stripe; d_sink is added to at the first
+  Turns turns;                             // a station a stripe; d_sink is added to at the first
   std::optional<Scratch<float>> dq;        // [h_q, d_qk] of the query whose turn it is, if it has several tiles
   std::optional<Scratch<float>> wide_dkv;  // [s_kv, d_qk] if the output is bf16
   float* dkv = nullptr;
@@ -112,11 +117,11 @@ class Worker {
     double taken = 0;  // 1 / (1 + exp(lse - sink)), its own
   };
 
-  float* q() const { return queries_.get(); }                                                // [h_q, d_qk], times sm_scale
-  float* d_out() const { return queries_.get() + p_.h_q * p_.d_qk; }                         // [h_q, d_v], rows d_qk apart
-  float* ds() const { return weights_.get(); }                                               // [h_q, count]; before, dP
-  float* probabilities() const { return weights_.get() + p_.h_q * count_; }                  // [h_q, count]; before, S
-  float* k() const { return selected_.rows() + (selected_.count() - count_) * p_.d_qk; }     // [count, d_qk]; later, dkv
+  float* q() const { return queries_.get(); }                                             // [h_q, d_qk], times sm_scale
+  float* d_out() const { return queries_.get() + p_.h_q * p_.d_qk; }                      // [h_q, d_v], rows d_qk apart
+  float* ds() const { return weights_.get(); }                                            // [h_q, count]; before, dP
+  float* probabilities() const { return weights_.get() + p_.h_q * count_; }               // [h_q, count]; before, S
+  float* k() const { return selected_.rows() + (selected_.count() - count_) * p_.d_qk; }  // [count, d_qk]; later, dkv
 
   void differentiate(std::int64_t s, std::int64_t tile) {
     count_ = selected_.append(s, tile);
@@ -137,7 +142,8 @@ class Worker {
     for (std::int64_t h = 0; h < p_.h_q; ++h) {
       const float lse = at(p_.lse, s, h);
       Head& head = heads_[static_cast<std::size_t>(h)];
-      head = {.lse = lse, .delta = dot(dq_.get() + h * p_.d_qk, d_out() + h * p_.d_qk, static_cast<std::size_t>(p_.d_v))};
+      head = {.lse = lse,
+              .delta = dot(dq_.get() + h * p_.d_qk, d_out() + h * p_.d_qk, static_cast<std::size_t>(p_.d_v))};
       if (!p_.attn_sink || lse == kInfinity) continue;
       const double above = sink(h) - static_cast<double>(lse);
       head.kept = static_cast<float>(1 / (1 + std::exp(above)));
@@ -180,8 +186,10 @@ class Worker {
     for (std::int64_t h = 0; h < p_.h_q; ++h) {
       const Head& head = heads_[static_cast<std::size_t>(h)];
       float* row = probabilities() + h * count_;
-      if (head.lse == kInfinity) std::fill_n(row, n, 0.0F);  // all of its scores are -inf
-      else exp_sum(row, head.lse, n);
+      if (head.lse == kInfinity)
+        std::fill_n(row, n, 0.0F);  // all of its scores are -inf
+      else
+        exp_sum(row, head.lse, n);
       if (p_.attn) add(row, distribution_.get(), n);
       if (gradients) softmax_gradient(row, ds() + h * count_, head.kept, head.delta, n);
     }
@@ -203,13 +211,15 @@ class Worker {
     const std::int64_t first = stripe * kStripe, width = std::min(kStripe, p_.d_qk - first);
     if (p_.dkv) {
       scatter_add_rows(selected_.rows() + first, static_cast<std::size_t>(p_.d_qk), selected_.keys(),
-                       static_cast<std::size_t>(selected_.count()), static_cast<std::size_t>(width), sums_.dkv + first, sums_.dkv_stride);
+                       static_cast<std::size_t>(selected_.count()), static_cast<std::size_t>(width), sums_.dkv + first,
+                       sums_.dkv_stride);
     }
     if (sums_.dq) add_dq(s, tile, first, width);
     for (std::size_t h = 0; p_.d_sink && stripe == 0 && h < d_sink_.size(); ++h) sums_.d_sink[h] += d_sink_[h];
   }
 
-  // Columns of the running query's dq: set by its first tile, added to by the others, and written to the output by the last.
+  // Columns of the running query's dq: set by its first tile, added to by the others, and written to the output by the
+  // last.
   void add_dq(std::int64_t s, std::int64_t tile, std::int64_t first, std::int64_t width) {
     const auto n = static_cast<std::size_t>(width);
     for (std::int64_t h = 0; h < p_.h_q; ++h) {
@@ -224,19 +234,20 @@ class Worker {
   const Items& items_;
   Sums& sums_;
   SelectedRows selected_;
-  std::int64_t count_ = 0;             // valid entries of the tile at hand
-  Scratch<float> queries_, weights_;   // q and d_out; dS and P
-  Scratch<float> dq_;                  // [h_q, d_qk]; before, out [h_q, d_v]
-  Scratch<float> distribution_;        // [count]
-  std::vector<Head> heads_;            // [h_q]
-  std::vector<double> d_sink_;         // [h_q], of the item
+  std::int64_t count_ = 0;            // valid entries of the tile at hand
+  Scratch<float> queries_, weights_;  // q and d_out; dS and P
+  Scratch<float> dq_;                 // [h_q, d_qk]; before, out [h_q, d_v]
+  Scratch<float> distribution_;       // [count]
+  std::vector<Head> heads_;           // [h_q]
+  std::vector<double> d_sink_;        // [h_q], of the item
 };
 
 // Calls body(first, last) for blocks of the rows of dkv.
 template <class Body>
 void for_row_blocks(const Problem& p, Body body) {
   constexpr std::int64_t kBlock = 64;
-  parallel_for((p.s_kv + kBlock - 1) / kBlock, [&](std::int64_t block) { body(block * kBlock, std::min(p.s_kv, (block + 1) * kBlock)); });
+  parallel_for((p.s_kv + kBlock - 1) / kBlock,
+               [&](std::int64_t block) { body(block * kBlock, std::min(p.s_kv, (block + 1) * kBlock)); });
 }
 
 void clear_dkv(const Problem& p, const Sums& sums) {
@@ -248,7 +259,8 @@ void clear_dkv(const Problem& p, const Sums& sums) {
 void round_dkv(const Problem& p, const Sums& sums) {
   for_row_blocks(p, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t t = first; t < last; ++t) {
-      from_float(sums.dkv + t * sums.dkv_stride, p.dkv.as<bfloat16>() + t * p.dkv.stride[0], static_cast<std::size_t>(p.d_qk));
+      from_float(sums.dkv + t * sums.dkv_stride, p.dkv.as<bfloat16>() + t * p.dkv.stride[0],
+                 static_cast<std::size_t>(p.d_qk));
     }
   });
 }

@@ -10,7 +10,8 @@ constexpr const char* kName = "sparse_mla_backward";
 View check_dkv(Checker& check, const SparseMlaBackwardArgs& args) {
   const bool flat = args.kv->ndim == 2;
   const DTypes dtypes = {DType::kFloat32, DType::kBFloat16};
-  const View dkv = check.optional_output("dkv", args.dkv, dtypes, flat ? Shape{"s_kv", "d_qk"} : Shape{"s_kv", "h_kv", "d_qk"});
+  const View dkv =
+      check.optional_output("dkv", args.dkv, dtypes, flat ? Shape{"s_kv", "d_qk"} : Shape{"s_kv", "h_kv", "d_qk"});
   check.rule(!args.accumulate || (dkv && dkv.dtype == DType::kFloat32), "accumulate needs a float32 dkv to add into");
   return dkv && !flat ? dkv.squeezed(1) : dkv;
 }
@@ -22,7 +23,8 @@ Problem check(const SparseMlaBackwardArgs& args) {
   p.q = q;
   p.kv = kv;
   p.selection = check_selection(check, args);
-  check.require(args.d_v >= 1 && args.d_v <= check["d_qk"], "d_v", "between 1 and d_qk = " + std::to_string(check["d_qk"]), args.d_v);
+  check.require(args.d_v >= 1 && args.d_v <= check["d_qk"], "d_v",
+                "between 1 and d_qk = " + std::to_string(check["d_qk"]), args.d_v);
   check.bind("d_v", args.d_v);
   p.d_out = check.input("d_out", args.d_out, {q.dtype}, {"s_q", "h_q", "d_v"});
   p.out = check.input("out", args.out, {q.dtype}, {"s_q", "h_q", "d_v"});
@@ -69,10 +71,13 @@ hopwell_sparse_mla_backward_args with_defaults(hopwell_sparse_mla_backward_args 
 }
 }  // namespace
 
-extern "C" hopwell_status hopwell_sparse_mla_backward(const hopwell_sparse_mla_backward_args* args, hopwell_stream stream) {
+extern "C" hopwell_status hopwell_sparse_mla_backward(const hopwell_sparse_mla_backward_args* args,
+                                                      hopwell_stream stream) {
   return hopwell::runtime::guarded([&] { hopwell::sparse_mla_backward(with_defaults(*args), stream); });
 }
 
-extern "C" hopwell_status hopwell_sparse_mla_backward_workspace_bytes(const hopwell_sparse_mla_backward_args* args, size_t* bytes) {
-  return hopwell::runtime::guarded([&] { *bytes = hopwell::sparse_mla_backward_workspace_bytes(with_defaults(*args)); });
+extern "C" hopwell_status hopwell_sparse_mla_backward_workspace_bytes(const hopwell_sparse_mla_backward_args* args,
+                                                                      size_t* bytes) {
+  return hopwell::runtime::guarded(
+      [&] { *bytes = hopwell::sparse_mla_backward_workspace_bytes(with_defaults(*args)); });
 }

@@ -1,14 +1,14 @@
-// sparse_mla_forward on the CPU: one query at a time, its selected keys in tiles, with a running softmax (Milakov & Gimelshein 2018,
-// arXiv:1805.02867; its use tile by tile: Dao et al. 2022, arXiv:2205.14135).
+// sparse_mla_forward on the CPU: one query at a time, its selected keys in tiles, with a running softmax (Milakov &
+// Gimelshein 2018, arXiv:1805.02867; its use tile by tile: Dao et al. 2022, arXiv:2205.14135).
 //
 //     for each tile of an index row:   K = gather(kv)                  [keys, d_qk] fp32, valid entries only
 //                                      S = (sm_scale q) . K^T          [h_q, keys]    BLAS
 //                                      P = exp(S - max), rescale O     where the maximum grew
 //                                      O += P . K[:, :d_v]             [h_q, d_v]     BLAS
 //
-// Few queries: the tiles of one query are shared out over several items, whose results are merged in order. Scratch of a thread, in
-// floats: (h_q + tile) * d_qk + h_q * (tile + d_v) with tile = min(topk, 512); 2.1 MB for h_q 128, d_qk 576, d_v 512. Shared-out
-// queries add (d_v + 3) * h_q for each of fewer than 32 items.
+// Few queries: the tiles of one query are shared out over several items, whose results are merged in order. Scratch of
+// a thread, in floats: (h_q + tile) * d_qk + h_q * (tile + d_v) with tile = min(topk, 512); 2.1 MB for h_q 128, d_qk
+// 576, d_v 512. Shared-out queries add (d_v + 3) * h_q for each of fewer than 32 items.
 #include <cmath>
 #include <limits>
 #include <optional>
@@ -27,13 +27,20 @@ using namespace hopwell::cpu;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // exp(x - shift) where x may be -inf; a shift of -inf means that all there is is -inf.
-double weight(float x, float shift) { return shift == -kInfinity ? 0 : std::exp(static_cast<double>(x) - static_cast<double>(shift)); }
+double weight(float x, float shift) {
+  return shift == -kInfinity ? 0 : std::exp(static_cast<double>(x) - static_cast<double>(shift));
+}
 
-// softmax(scores) . V over the tiles seen so far, not yet divided by the sum. NaN scores make everything of their head NaN.
+// softmax(scores) . V over the tiles seen so far, not yet divided by the sum. NaN scores make everything of their head
+// NaN.
 class RunningSoftmax {
  public:
   RunningSoftmax(std::int64_t heads, std::int64_t width)
-      : heads_(heads), width_(width), out_(heads * width), max_(static_cast<std::size_t>(heads)), sum_(static_cast<std::size_t>(heads)) {
+      : heads_(heads),
+        width_(width),
+        out_(heads * width),
+        max_(static_cast<std::size_t>(heads)),
+        sum_(static_cast<std::size_t>(heads)) {
     clear();
   }
 
@@ -44,7 +51,8 @@ class RunningSoftmax {
   }
 
   // Scores [heads, count], overwritten, and values [count, width] of a tile.
-  void add(float* scores, std::int64_t score_stride, const float* values, std::int64_t value_stride, std::int64_t count) {
+  void add(float* scores, std::int64_t score_stride, const float* values, std::int64_t value_stride,
+           std::int64_t count) {
     const auto n = static_cast<std::size_t>(count);
     for (std::int64_t h = 0; h < heads_; ++h) {
       float* row = scores + h * score_stride;
@@ -70,7 +78,9 @@ class RunningSoftmax {
     }
   }
 
-  [[nodiscard]] double lse(std::int64_t h) { return sum(h) == 0 ? kInfinity : static_cast<double>(max(h)) + std::log(sum(h)); }
+  [[nodiscard]] double lse(std::int64_t h) {
+    return sum(h) == 0 ? kInfinity : static_cast<double>(max(h)) + std::log(sum(h));
+  }
   float& max(std::int64_t h) { return max_[static_cast<std::size_t>(h)]; }
   double& sum(std::int64_t h) { return sum_[static_cast<std::size_t>(h)]; }
   float* out(std::int64_t h) { return out_.get() + h * width_; }
@@ -86,9 +96,9 @@ class RunningSoftmax {
   }
 
   std::int64_t heads_, width_;
-  Scratch<float> out_;        // [heads, width]; not set while empty
-  std::vector<float> max_;    // [heads]
-  std::vector<double> sum_;   // [heads], of exp(score - max)
+  Scratch<float> out_;       // [heads, width]; not set while empty
+  std::vector<float> max_;   // [heads]
+  std::vector<double> sum_;  // [heads], of exp(score - max)
   bool empty_ = true;
 };
 
@@ -128,10 +138,13 @@ void store(const Problem& p, std::int64_t s, RunningSoftmax& softmax) {
     if (sum == 0) {
       std::fill_n(softmax.out(h), p.d_v, 0.0F);
     } else {
-      const double sink = p.attn_sink ? static_cast<double>(p.attn_sink.as<const float>()[h * p.attn_sink.stride[0]]) : -kInfinity;
-      scale(softmax.out(h), static_cast<float>(1 / (sum * (1 + std::exp(sink - lse)))), static_cast<std::size_t>(p.d_v));
+      const double sink =
+          p.attn_sink ? static_cast<double>(p.attn_sink.as<const float>()[h * p.attn_sink.stride[0]]) : -kInfinity;
+      scale(softmax.out(h), static_cast<float>(1 / (sum * (1 + std::exp(sink - lse)))),
+            static_cast<std::size_t>(p.d_v));
     }
-    if (p.max_logits) p.max_logits.as<float>()[s * p.max_logits.stride[0] + h * p.max_logits.stride[1]] = softmax.max(h);
+    if (p.max_logits)
+      p.max_logits.as<float>()[s * p.max_logits.stride[0] + h * p.max_logits.stride[1]] = softmax.max(h);
     if (p.lse) p.lse.as<float>()[s * p.lse.stride[0] + h * p.lse.stride[1]] = static_cast<float>(lse);
   }
   store_heads(softmax.out(0), p.d_v, p.out, s, 0, p.d_v);

@@ -13,7 +13,8 @@ Problem check(const SparseMlaForwardArgs& args) {
   p.q = q;
   p.kv = kv;
   p.selection = check_selection(check, args);
-  check.require(args.d_v >= 1 && args.d_v <= check["d_qk"], "d_v", "between 1 and d_qk = " + std::to_string(check["d_qk"]), args.d_v);
+  check.require(args.d_v >= 1 && args.d_v <= check["d_qk"], "d_v",
+                "between 1 and d_qk = " + std::to_string(check["d_qk"]), args.d_v);
   check.bind("d_v", args.d_v);
   p.attn_sink = check.optional_input("attn_sink", args.attn_sink, {DType::kFloat32}, {"h_q"}, Layout::kAny);
   p.out = check.output("out", args.out, {q.dtype}, {"s_q", "h_q", "d_v"});
@@ -53,10 +54,12 @@ hopwell_sparse_mla_forward_args with_defaults(hopwell_sparse_mla_forward_args ar
 }
 }  // namespace
 
-extern "C" hopwell_status hopwell_sparse_mla_forward(const hopwell_sparse_mla_forward_args* args, hopwell_stream stream) {
+extern "C" hopwell_status hopwell_sparse_mla_forward(const hopwell_sparse_mla_forward_args* args,
+                                                     hopwell_stream stream) {
   return hopwell::runtime::guarded([&] { hopwell::sparse_mla_forward(with_defaults(*args), stream); });
 }
 
-extern "C" hopwell_status hopwell_sparse_mla_forward_workspace_bytes(const hopwell_sparse_mla_forward_args* args, size_t* bytes) {
+extern "C" hopwell_status hopwell_sparse_mla_forward_workspace_bytes(const hopwell_sparse_mla_forward_args* args,
+                                                                     size_t* bytes) {
   return hopwell::runtime::guarded([&] { *bytes = hopwell::sparse_mla_forward_workspace_bytes(with_defaults(*args)); });
 }

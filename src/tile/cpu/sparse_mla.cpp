@@ -8,8 +8,10 @@ namespace {
 // Calls visit(pointer to the first element of x) with x's element type.
 template <class Visit>
 void with_elements(const View& x, Visit visit) {
-  if (x.dtype == DType::kBFloat16) visit(x.as<bfloat16>());
-  else visit(x.as<float>());
+  if (x.dtype == DType::kBFloat16)
+    visit(x.as<bfloat16>());
+  else
+    visit(x.as<float>());
 }
 
 }  // namespace
@@ -22,10 +24,12 @@ void load_heads(const View& x, std::int64_t s, float* rows, std::int64_t row_str
   });
 }
 
-void store_heads(const float* rows, std::int64_t row_stride, const View& x, std::int64_t s, std::int64_t first, std::int64_t width) {
+void store_heads(const float* rows, std::int64_t row_stride, const View& x, std::int64_t s, std::int64_t first,
+                 std::int64_t width) {
   with_elements(x, [&](auto* data) {
     for (std::int64_t h = 0; h < x.shape[1]; ++h) {
-      from_float(rows + h * row_stride, data + s * x.stride[0] + h * x.stride[1] + first, static_cast<std::size_t>(width));
+      from_float(rows + h * row_stride, data + s * x.stride[0] + h * x.stride[1] + first,
+                 static_cast<std::size_t>(width));
     }
   });
 }
@@ -35,7 +39,8 @@ std::int64_t SelectedRows::append(std::int64_t s, std::int64_t tile) {
   std::int32_t* const keys = keys_.get() + count_;
   const std::int64_t valid = selection_.valid_entries(s, first, last, keys, places_.get());
   with_elements(kv_, [&](const auto* data) {
-    gather_rows(data, kv_.stride[0], keys, static_cast<std::size_t>(valid), static_cast<std::size_t>(width), rows_.get() + count_ * width);
+    gather_rows(data, kv_.stride[0], keys, static_cast<std::size_t>(valid), static_cast<std::size_t>(width),
+                rows_.get() + count_ * width);
   });
   count_ += valid;
   return valid;

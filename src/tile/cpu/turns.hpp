@@ -7,9 +7,9 @@
 
 namespace hopwell::cpu {
 
-// Items 0, 1, 2, … pass every station in ascending order, whatever threads run them; at different stations different items may be at
-// work at once. An item must pass all stations, and items must have been handed out in ascending order (as parallel_for does), or
-// those after a missing one wait for ever.
+// Items 0, 1, 2, … pass every station in ascending order, whatever threads run them; at different stations different
+// items may be at work at once. An item must pass all stations, and items must have been handed out in ascending order
+// (as parallel_for does), or those after a missing one wait for ever.
 class Turns {
  public:
   explicit Turns(std::int64_t stations) : next_(static_cast<std::size_t>(stations)) {}
@@ -18,7 +18,8 @@ class Turns {
   template <class Work>
   void in_turn(std::int64_t station, std::int64_t item, Work work) {
     std::atomic<std::int64_t>& next = next_[static_cast<std::size_t>(station)].item;
-    for (std::int64_t now; (now = next.load(std::memory_order_acquire)) != item;) next.wait(now, std::memory_order_acquire);
+    for (std::int64_t now; (now = next.load(std::memory_order_acquire)) != item;)
+      next.wait(now, std::memory_order_acquire);
     work();
     next.store(item + 1, std::memory_order_release);
     next.notify_all();

@@ -137,32 +137,36 @@ void SoftmaxGradient(float* p, float* dp, float factor, float delta, std::size_t
   }
 }
 
-// Rows this far ahead are fetched while one is converted: selected rows lie anywhere, so no hardware prefetcher finds the next.
+// Rows this far ahead are fetched while one is converted: selected rows lie anywhere, so no hardware prefetcher finds
+// the next.
 constexpr std::size_t kPrefetchRows = 4;
 
 template <class T>
 void PrefetchRow(const T* row, std::size_t width) {
-  for (std::size_t byte = 0; byte < width * sizeof(T); byte += 64) hwy::Prefetch(reinterpret_cast<const char*>(row) + byte);
+  for (std::size_t byte = 0; byte < width * sizeof(T); byte += 64)
+    hwy::Prefetch(reinterpret_cast<const char*>(row) + byte);
 }
 
 template <class T>
-void GatherRows(const T* rows, std::int64_t stride, const std::int32_t* keys, std::size_t count, std::size_t width, float* out) {
+void GatherRows(const T* rows, std::int64_t stride, const std::int32_t* keys, std::size_t count, std::size_t width,
+                float* out) {
   for (std::size_t i = 0; i < count; ++i) {
     if (i + kPrefetchRows < count) PrefetchRow(rows + keys[i + kPrefetchRows] * stride, width);
     ToFloat(rows + keys[i] * stride, out + i * width, width);
   }
 }
 
-void GatherRowsF32(const float* rows, std::int64_t stride, const std::int32_t* keys, std::size_t count, std::size_t width, float* out) {
+void GatherRowsF32(const float* rows, std::int64_t stride, const std::int32_t* keys, std::size_t count,
+                   std::size_t width, float* out) {
   GatherRows(rows, stride, keys, count, width, out);
 }
-void GatherRowsBF16(const bfloat16* rows, std::int64_t stride, const std::int32_t* keys, std::size_t count, std::size_t width,
-                    float* out) {
+void GatherRowsBF16(const bfloat16* rows, std::int64_t stride, const std::int32_t* keys, std::size_t count,
+                    std::size_t width, float* out) {
   GatherRows(rows, stride, keys, count, width, out);
 }
 
-void ScatterAddRows(const float* in, std::size_t in_stride, const std::int32_t* keys, std::size_t count, std::size_t width, float* rows,
-                    std::int64_t stride) {
+void ScatterAddRows(const float* in, std::size_t in_stride, const std::int32_t* keys, std::size_t count,
+                    std::size_t width, float* rows, std::int64_t stride) {
   for (std::size_t i = 0; i < count; ++i) {
     if (i + kPrefetchRows < count) PrefetchRow(rows + keys[i + kPrefetchRows] * stride, width);
     Add(in + i * in_stride, rows + keys[i] * stride, width);
@@ -196,8 +200,12 @@ void to_float(const float* in, float* out, std::size_t count) { HWY_DYNAMIC_DISP
 void to_float(const bfloat16* in, float* out, std::size_t count) { HWY_DYNAMIC_DISPATCH(ToFloatBF16)(in, out, count); }
 void to_float(const float16* in, float* out, std::size_t count) { HWY_DYNAMIC_DISPATCH(ToFloatF16)(in, out, count); }
 void from_float(const float* in, float* out, std::size_t count) { HWY_DYNAMIC_DISPATCH(FromFloatF32)(in, out, count); }
-void from_float(const float* in, bfloat16* out, std::size_t count) { HWY_DYNAMIC_DISPATCH(FromFloatBF16)(in, out, count); }
-void from_float(const float* in, float16* out, std::size_t count) { HWY_DYNAMIC_DISPATCH(FromFloatF16)(in, out, count); }
+void from_float(const float* in, bfloat16* out, std::size_t count) {
+  HWY_DYNAMIC_DISPATCH(FromFloatBF16)(in, out, count);
+}
+void from_float(const float* in, float16* out, std::size_t count) {
+  HWY_DYNAMIC_DISPATCH(FromFloatF16)(in, out, count);
+}
 float max(const float* x, std::size_t count) { return HWY_DYNAMIC_DISPATCH(Max)(x, count); }
 float exp_sum(float* x, float shift, std::size_t count) { return HWY_DYNAMIC_DISPATCH(ExpSum)(x, shift, count); }
 void scale(float* x, float factor, std::size_t count) { HWY_DYNAMIC_DISPATCH(Scale)(x, factor, count); }
@@ -207,14 +215,16 @@ float max_or_nan(const float* x, std::size_t count) { return HWY_DYNAMIC_DISPATC
 void softmax_gradient(float* p, float* dp, float factor, float delta, std::size_t count) {
   HWY_DYNAMIC_DISPATCH(SoftmaxGradient)(p, dp, factor, delta, count);
 }
-void gather_rows(const float* rows, std::int64_t stride, const std::int32_t* keys, std::size_t count, std::size_t width, float* out) {
+void gather_rows(const float* rows, std::int64_t stride, const std::int32_t* keys, std::size_t count, std::size_t width,
+                 float* out) {
   HWY_DYNAMIC_DISPATCH(GatherRowsF32)(rows, stride, keys, count, width, out);
 }
-void gather_rows(const bfloat16* rows, std::int64_t stride, const std::int32_t* keys, std::size_t count, std::size_t width, float* out) {
+void gather_rows(const bfloat16* rows, std::int64_t stride, const std::int32_t* keys, std::size_t count,
+                 std::size_t width, float* out) {
   HWY_DYNAMIC_DISPATCH(GatherRowsBF16)(rows, stride, keys, count, width, out);
 }
-void scatter_add_rows(const float* in, std::size_t in_stride, const std::int32_t* keys, std::size_t count, std::size_t width, float* rows,
-                      std::int64_t stride) {
+void scatter_add_rows(const float* in, std::size_t in_stride, const std::int32_t* keys, std::size_t count,
+                      std::size_t width, float* rows, std::int64_t stride) {
   HWY_DYNAMIC_DISPATCH(ScatterAddRows)(in, in_stride, keys, count, width, rows, stride);
 }
 

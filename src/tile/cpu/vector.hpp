@@ -1,5 +1,5 @@
-// Vector code that several CPU kernels share: conversions between storage types and float, exp and reductions over rows.
-// Written with Highway and dispatched at run time to the best instruction set of the machine.
+// Vector code that several CPU kernels share: conversions between storage types and float, exp and reductions over
+// rows. Written with Highway and dispatched at run time to the best instruction set of the machine.
 #pragma once
 
 #include <hopwell/tensor.hpp>
@@ -40,11 +40,13 @@ float max_or_nan(const float* x, std::size_t count);
 void softmax_gradient(float* p, float* dp, float factor, float delta, std::size_t count);
 
 // out[i, :] = float(rows[keys[i], 0:width]) for i in [0, count): `stride` elements from row to row, `out` dense.
-void gather_rows(const float* rows, std::int64_t stride, const std::int32_t* keys, std::size_t count, std::size_t width, float* out);
-void gather_rows(const bfloat16* rows, std::int64_t stride, const std::int32_t* keys, std::size_t count, std::size_t width, float* out);
+void gather_rows(const float* rows, std::int64_t stride, const std::int32_t* keys, std::size_t count, std::size_t width,
+                 float* out);
+void gather_rows(const bfloat16* rows, std::int64_t stride, const std::int32_t* keys, std::size_t count,
+                 std::size_t width, float* out);
 
 // rows[keys[i], 0:width] += in[i, 0:width], for i in ascending order; a key may occur any number of times.
-void scatter_add_rows(const float* in, std::size_t in_stride, const std::int32_t* keys, std::size_t count, std::size_t width, float* rows,
-                      std::int64_t stride);
+void scatter_add_rows(const float* in, std::size_t in_stride, const std::int32_t* keys, std::size_t count,
+                      std::size_t width, float* rows, std::int64_t stride);
 
 }  // namespace hopwell::cpu

@@ -1,0 +1,99 @@
+// attention_distribution: bad input, and what case descriptions cannot express.
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "sparse_mla_problem.hpp"
+
+namespace hopwell {
+namespace {
+
+using test::error_of;
+using test::SparseMlaProblem;
+
+std::string message(SparseMlaProblem& p, const std::function<void(AttentionDistributionArgs&)>& change) {
+  AttentionDistributionArgs args = p.distribution();
+  change(args);
+  return error_of([&] { attention_distribution(args); });
+}
+
+TEST(AttentionDistribution, BadInputIsRefusedWithOutputsUntouched) {
+  SparseMlaProblem p;
+  test::expect_common_errors("attention_distribution", p, [&](const auto& change) { return message(p, change); });
+  const auto expect = [&](const std::function<void(AttentionDistributionArgs&)>& change, const std::string& text) {
+    EXPECT_EQ(message(p, change), "attention_distribution: " + text);
+  };
+  expect([](auto& a) { a.lse = nullptr; }, "lse must be float32 [s_q=3, h_q=2]; got nothing");
+  expect([](auto& a) { a.attn = nullptr; }, "attn must be float32 [s_q=3, topk=4]; got nothing");
+  expect([&](auto& a) { a.attn = p.view(p.attn, {4, 3}); }, "attn must be float32 [s_q=3, topk=4]; got float32 [4, 3]");
+  expect([](auto& a) { std::memset(&a.normalize, 1, sizeof a.normalize); },
+         "normalize must be none or l1; got 16843009");
+  EXPECT_TRUE(SparseMlaProblem::all_untouched(p.attn));
+}
+
+TEST(AttentionDistribution, EveryRowSumsToTheNumberOfHeadsOrToOne) {
+  SparseMlaProblem p;
+  sparse_mla_forward(p.forward());
+  AttentionDistributionArgs args = p.distribution();
+  for (const auto& [normalize, expected] :
+       {std::pair{HOPWELL_NORMALIZE_NONE, 2.0}, std::pair{HOPWELL_NORMALIZE_L1, 1.0}}) {
+    args.normalize = normalize;
+    attention_distribution(args);
+    for (std::size_t s = 0; s < 3; ++s) {
+      double sum = 0;
+      for (std::size_t i = 0; i < 4; ++i) sum += static_cast<double>(p.attn[s * 4 + i]);
+      EXPECT_NEAR(sum, expected, 1e-5);
+    }
+  }
+}
+
+// Ranks that hold slices of the heads add their results.
+TEST(AttentionDistribution, SlicesOfTheHeadsAddUp) {
+  SparseMlaProblem p, slice;
+  sparse_mla_forward(p.forward());
+  attention_distribution(p.distribution());
+  std::vector<float> sum(12, 0.0F);
+  for (const std::size_t h : {0U, 1U}) {
+    const Tensor q(p.q.data() + h * 8, {3, 1, 8}, {.strides = {16, 8, 1}}),
+        lse(p.lse.data() + h, {3, 1}, {.strides = {2, 1}});
+    AttentionDistributionArgs args = slice.distribution();
+    args.q = q, args.lse = lse;
+    attention_distribution(args);
+    for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += slice.attn[i];
+  }
+  for (std::size_t i = 0; i < sum.size(); ++i)
+    EXPECT_NEAR(static_cast<double>(sum[i]), static_cast<double>(p.attn[i]), 1e-6);
+}
+
+TEST(AttentionDistribution, AnEmptyRowsLseGivesZero) {
+  SparseMlaProblem p;
+  sparse_mla_forward(p.forward());
+  std::fill(p.lse.begin(), p.lse.end(), std::numeric_limits<float>::infinity());
+  AttentionDistributionArgs args = p.distribution();
+  for (const auto normalize : {HOPWELL_NORMALIZE_NONE, HOPWELL_NORMALIZE_L1}) {
+    args.normalize = normalize;
+    attention_distribution(args);
+    EXPECT_EQ(p.attn, std::vector<float>(12, 0.0F));
+  }
+}
+
+TEST(AttentionDistribution, ZeroMeansTheDefaultInC) {
+  SparseMlaProblem p, c;
+  sparse_mla_forward(p.forward());
+  c.lse = p.lse;
+  attention_distribution(p.distribution());
+  hopwell_attention_distribution_args args = c.distribution();
+  args.kv_stride = 0;
+  ASSERT_EQ(hopwell_attention_distribution(&args, nullptr), HOPWELL_OK) << hopwell_last_error();
+  EXPECT_EQ(c.attn, p.attn);
+  std::size_t bytes = 7;
+  EXPECT_EQ(hopwell_attention_distribution_workspace_bytes(&args, &bytes), HOPWELL_OK);
+  EXPECT_EQ(bytes, 0U);
+}
+
+TEST(AttentionDistribution, SameBitsForAnyNumberOfThreads) {
+  test::expect_same_bits_for_any_threads(test::suite_of("attention_distribution"), test::cut_into_items);
+}
+
+}  // namespace
+}  // namespace hopwell

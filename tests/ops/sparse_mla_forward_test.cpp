@@ -1,0 +1,151 @@
+// sparse_mla_forward: bad input, and what case descriptions cannot express.
+#include <sys/mman.h>
+
+#include <cmath>
+
+#include "sparse_mla_problem.hpp"
+
+namespace hopwell {
+namespace {
+
+using test::error_of;
+using test::SparseMlaProblem;
+
+std::string message(SparseMlaProblem& p, const std::function<void(SparseMlaForwardArgs&)>& change) {
+  SparseMlaForwardArgs args = p.forward();
+  change(args);
+  return error_of([&] { sparse_mla_forward(args); });
+}
+
+TEST(SparseMlaForward, BadInputIsRefusedWithOutputsUntouched) {
+  SparseMlaProblem p;
+  test::expect_common_errors("sparse_mla_forward", p, [&](const auto& change) { return message(p, change); });
+  const auto expect = [&](const std::function<void(SparseMlaForwardArgs&)>& change, const std::string& text) {
+    EXPECT_EQ(message(p, change), "sparse_mla_forward: " + text);
+  };
+  expect([](auto& a) { a.d_v = 9; }, "d_v must be between 1 and d_qk = 8; got 9");
+  expect([](auto& a) { a.d_v = 0; }, "d_v must be between 1 and d_qk = 8; got 0");
+  expect([&](auto& a) { a.attn_sink = p.view(p.attn_sink, {1}); },
+         "attn_sink must be float32 [h_q=2]; got float32 [1]");
+  expect([](auto& a) { a.out = nullptr; }, "out must be float32 [s_q=3, h_q=2, d_v=6]; got nothing");
+  expect([&](auto& a) { a.out = p.view(p.out, {3, 2, 6}, {.strides = {0, 6, 1}}); },
+         "out must be an output whose elements do not overlap; got strides that make them share memory");
+  expect([&](auto& a) { a.lse = p.view(p.lse, {2, 3}); }, "lse must be float32 [s_q=3, h_q=2]; got float32 [2, 3]");
+  expect([&](auto& a) { a.max_logits = p.view(p.indices, {3, 2}); },
+         "max_logits must be float32 [s_q=3, h_q=2]; got int32 [3, 2]");
+  for (const auto* output : {&p.out, &p.lse, &p.max_logits}) EXPECT_TRUE(SparseMlaProblem::all_untouched(*output));
+}
+
+TEST(SparseMlaForward, StatisticsAreOptionalAndRanksAreFree) {
+  SparseMlaProblem p, bare;
+  sparse_mla_forward(p.forward());
+  SparseMlaForwardArgs args = bare.forward();
+  args.max_logits = args.lse = nullptr;
+  args.kv = bare.view(bare.kv, {10, 8});
+  args.indices = bare.view(bare.indices, {3, 4});
+  sparse_mla_forward(args);
+  EXPECT_EQ(bare.out, p.out);
+  EXPECT_TRUE(SparseMlaProblem::all_untouched(bare.lse));
+  EXPECT_EQ(sparse_mla_forward_workspace_bytes(args), 0U);
+  EXPECT_EQ(explain(args).rfind("cpu: chosen") != std::string::npos, true) << explain(args);
+}
+
+TEST(SparseMlaForward, ZeroMeansTheDefaultInC) {
+  const std::int64_t d = 512;
+  std::vector<float> q = test::normal(d, 1), kv = test::normal(3 * d, 2), out(512), expected(512);
+  std::vector<std::int32_t> indices = {2, 0};
+  const Tensor q_view(q.data(), {1, 1, d}), kv_view(kv.data(), {3, d}), indices_view(indices.data(), {1, 2}),
+      out_view(out.data(), {1, 1, 512}), expected_view(expected.data(), {1, 1, 512});
+  hopwell_sparse_mla_forward_args args{};
+  args.q = q_view, args.kv = kv_view, args.indices = indices_view, args.sm_scale = 0.1F, args.out = out_view;
+  args.d_v = 0, args.kv_stride = 0;
+  ASSERT_EQ(hopwell_sparse_mla_forward(&args, nullptr), HOPWELL_OK) << hopwell_last_error();
+  sparse_mla_forward({.q = q_view, .kv = kv_view, .indices = indices_view, .sm_scale = 0.1F, .out = expected_view});
+  EXPECT_EQ(out, expected);
+  args.q = nullptr;
+  EXPECT_EQ(hopwell_sparse_mla_forward(&args, nullptr), HOPWELL_INVALID_ARGUMENT);
+  EXPECT_STREQ(hopwell_last_error(), "sparse_mla_forward: q must be bfloat16 or float32 [s_q, h_q, d_qk]; got nothing");
+  std::size_t bytes = 7;
+  args.q = q_view;
+  EXPECT_EQ(hopwell_sparse_mla_forward_workspace_bytes(&args, &bytes), HOPWELL_OK);
+  EXPECT_EQ(bytes, 0U);
+}
+
+TEST(SparseMlaForward, StridesMayBeNegativeOrZero) {
+  SparseMlaProblem p, strided;
+  std::copy_n(p.q.begin(), 16, p.q.begin() + 16);  // all queries alike
+  std::copy_n(p.q.begin(), 16, p.q.begin() + 32);
+  sparse_mla_forward(p.forward());
+  std::vector<float> reversed(p.kv.size());
+  for (std::size_t t = 0; t < 10; ++t)
+    std::copy_n(p.kv.begin() + static_cast<std::ptrdiff_t>(t * 8), 8,
+                reversed.end() - static_cast<std::ptrdiff_t>((t + 1) * 8));
+  SparseMlaForwardArgs args = strided.forward();
+  const Tensor q(p.q.data(), {3, 2, 8}, {.strides = {0, 8, 1}}),
+      kv(reversed.data() + 9 * 8, {10, 8}, {.strides = {-8, 1}}), lse(strided.lse.data(), {3, 2}, {.strides = {1, 3}});
+  args.q = q, args.kv = kv, args.lse = lse;
+  sparse_mla_forward(args);
+  EXPECT_EQ(strided.out, p.out);
+  for (std::size_t s = 0; s < 3; ++s)
+    for (std::size_t h = 0; h < 2; ++h) EXPECT_EQ(strided.lse[h * 3 + s], p.lse[s * 2 + h]);
+}
+
+// Rows of kv more than 2^31 elements apart: only addresses, since untouched pages take no memory.
+TEST(SparseMlaForward, OffsetsAre64Bit) {
+  const std::int64_t stride = (std::int64_t{1} << 31) + 64;
+  const auto bytes = static_cast<std::size_t>(2 * stride + 8) * sizeof(float);
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) GTEST_SKIP() << "no address space for " << bytes << " bytes";
+  auto* far = static_cast<float*>(memory);
+  SparseMlaProblem p, distant;
+  p.indices = distant.indices = {0, 1, 2, -1, 2, 2, 0, 1, 1, 3, 0, 2};
+  for (std::int64_t t = 0; t < 3; ++t) std::copy_n(p.kv.data() + t * 8, 8, far + t * stride);
+  SparseMlaForwardArgs near_args = p.forward(), far_args = distant.forward();
+  near_args.kv = p.view(p.kv, {3, 8});
+  const Tensor far_kv(far, {3, 8}, {.strides = {stride, 1}});
+  far_args.kv = far_kv;
+  sparse_mla_forward(near_args);
+  sparse_mla_forward(far_args);
+  munmap(memory, bytes);
+  EXPECT_EQ(distant.out, p.out);
+}
+
+TEST(SparseMlaForward, SameBitsForAnyNumberOfThreads) {
+  test::expect_same_bits_for_any_threads(test::suite_of("sparse_mla_forward"), test::cut_into_items);
+}
+
+TEST(SparseMlaForward, SameBitsAHundredTimes) {
+  cases::Random random(5);
+  const auto& all = test::suite_of("sparse_mla_forward").cases;
+  const auto c =
+      std::find_if(all.begin(), all.end(), [](const cases::Case& one) { return one.name == "few_queries_many_keys"; });
+  cases::Instance instance = c->make(random);
+  instance.call("cpu", nullptr);
+  const auto first = instance.outputs[0].array->memory();
+  for (int run = 1; run < 100; ++run) {
+    instance.outputs[0].array->poison();
+    instance.call("cpu", nullptr);
+    ASSERT_EQ(instance.outputs[0].array->memory(), first) << "run " << run;
+  }
+}
+
+// The CPU's bound on the statistics is tighter than the one that the cases hold every backend to:
+// 1e-6 * max(1, |ref|) + 2^-22 * scale * max sum |q||k|.
+TEST(SparseMlaForward, StatisticsAreExactOnTheCpu) {
+  for (const cases::Case& c : test::suite_of("sparse_mla_forward").cases) {
+    if (c.name == "many_queries" || c.name == "production") continue;  // for the test's time
+    cases::Random random(4);
+    cases::Instance instance = c.make(random);
+    instance.reference(instance);
+    instance.call("cpu", nullptr);
+    for (cases::Output& output : instance.outputs) {
+      if (output.array->name() == "out") continue;
+      output.tolerance = {.absolute = 1e-6, .relative = 1e-6};
+      for (double& magnitude : output.magnitude) magnitude /= 2;
+      EXPECT_EQ(cases::compare(output).failure, "") << c.name;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace hopwell
