@@ -75,8 +75,6 @@ def main(arguments: list[str] | None = None) -> int:
         return 0 if run(options, console()) else 1
     except DemoError as error:
         reason = str(error)
-    except OSError as error:
-        reason = f"{error.filename or 'cannot write results'}: {error.strerror}"
     except KeyboardInterrupt:
         reason = "interrupted; --resume goes on from the last checkpoint"
     print(f"train_dsa_lm: {reason}", file=sys.stderr)

@@ -26,7 +26,7 @@ def choose_device(options: argparse.Namespace) -> torch.device:
 
 def choose_settings(options: argparse.Namespace, device: torch.device) -> Settings:
     if options.quick:
-        return Settings(network.QUICK, options.steps or 250, sequences=8, seed=options.seed, learning_rate=8e-3)
+        return Settings(network.QUICK, options.steps or 300, sequences=8, seed=options.seed, learning_rate=8e-3)
     if device.type == "cuda":
         return Settings(network.GPU, options.steps or 1000, sequences=16, seed=options.seed, learning_rate=1e-3)
     return Settings(network.CPU, options.steps or 1000, seed=options.seed)
@@ -66,30 +66,27 @@ def claims(results: Results, topk: int) -> list[Claim]:
     ]
 
 
-def sample(
-    model: network.Decoder, corpus: text.Corpus, options: argparse.Namespace, device: torch.device
-) -> tuple[str, float]:
-    """The prompt and what the model makes of it, and tokens a second."""
-    prompt = corpus.tokenizer.encode(options.prompt).ids
-    room = model.size.context - len(prompt)
-    if not prompt or room < 1:
-        raise DemoError(f"argument --prompt: expected 1 to {model.size.context - 1} tokens; got {len(prompt)}")
-    ids, per_s = network.generate(model, torch.tensor(prompt, device=device), room, options.seed)
-    return options.prompt + corpus.tokenizer.decode(ids.tolist()), per_s
+def encode_prompt(corpus: text.Corpus, prompt: str, context: int) -> torch.Tensor:
+    ids = corpus.tokenizer.encode(prompt).ids
+    if not 1 <= len(ids) < context:
+        raise DemoError(f"argument --prompt: expected 1 to {context - 1} tokens; got {len(ids)}")
+    return torch.tensor(ids)
 
 
-def finish(trainer: Trainer, options: argparse.Namespace, bigram: float, folder: Path) -> tuple[Results, str]:
-    """The trained model to disk, then quantised, measured again and put to writing."""
-    model, device = trainer.model, trainer.device
+def finish(trainer: Trainer, prompt: torch.Tensor, bigram: float, folder: Path) -> tuple[Results, str]:
+    """The trained model to disk, then quantised, measured again and put to writing: also returns what it wrote."""
+    model, tokenizer = trainer.model, trainer.corpus.tokenizer
     dense = trainer.validation[-1]["loss"]
     model.load_state_dict(trainer.trained)
     size = json.dumps(asdict(trainer.settings.size))
     write_atomically(folder / "model.safetensors", safetensors.torch.save(model.state_dict(), {"size": size}))
-    write_atomically(folder / "tokenizer.json", trainer.corpus.tokenizer.to_str(pretty=True).encode())
+    write_atomically(folder / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
     sparse, keys_read = network.evaluate(model, trainer.windows, "sparse")
     layers = network.quantize(model)
     nvfp4, _ = network.evaluate(model, trainer.windows, "sparse")
-    written, per_s = sample(model, trainer.corpus, options, device)
+    room = trainer.settings.size.context - len(prompt)
+    ids, per_s = network.generate(model, prompt.to(trainer.device), room, trainer.settings.seed)
+    written = tokenizer.decode(prompt.tolist() + ids.tolist())
     write_atomically(folder / "sample.txt", written.encode())
     return Results(bigram, dense, sparse, nvfp4, keys_read, layers, per_s), written
 
@@ -105,6 +102,7 @@ def run(options: argparse.Namespace, console: Console) -> bool:
     folder = Path("runs") / options.name
     size = settings.size
     corpus = text.load(options.text, size.vocabulary, size.context, 400_000 if options.quick else None)
+    prompt = encode_prompt(corpus, options.prompt, size.context)
     windows = text.validation_windows(corpus.validation, size.context, VALIDATION_WINDOWS)
     bigram = text.Bigram(corpus.train, size.vocabulary).loss(*windows)
     trainer = Trainer(settings, corpus, tuple(w.to(device) for w in windows), device)
@@ -114,12 +112,11 @@ def run(options: argparse.Namespace, console: Console) -> bool:
     reporter = Reporter(console)
     reporter.say(
         f"{corpus.files} files, {len(corpus.train):,} training and {len(corpus.validation):,} validation tokens; "
-        f"{parameters:,} parameters, context {size.context}, topk {size.topk}, on {device}; bigram {bigram:.3f} nats/token"
+        f"{parameters:,} parameters, context {size.context}, topk {size.topk}, on {device}; "
+        f"the bigram model's loss is {bigram:.3f} nats a token"
     )
-    with torch.autocast(device.type, getattr(torch, size.dtype), enabled=size.dtype != "float32"):
-        trainer.run(folder / "checkpoint.pt", reporter)
-        results, written = finish(trainer, options, bigram, folder)
-
+    trainer.run(folder / "checkpoint.pt", reporter)
+    results, written = finish(trainer, prompt, bigram, folder)
     made = claims(results, size.topk)
     metrics = {"settings": asdict(settings), "device": str(device), "seconds": watch.seconds()} | asdict(results)
     metrics |= {"claims": [asdict(claim) for claim in made], "validation": trainer.validation}

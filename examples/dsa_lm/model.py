@@ -87,17 +87,23 @@ class Decoder(torch_nn.Module):
         """
         x = self.embedding(tokens)
         total = x.new_zeros(())
-        for block in self.blocks:
-            x, indexer_loss = block(x, mode)
-            total = total if indexer_loss is None else total + indexer_loss
-        return self.head(self.norm(x)), total
+        with self.precision(x):
+            for block in self.blocks:
+                x, indexer_loss = block(x, mode)
+                total = total if indexer_loss is None else total + indexer_loss
+            return self.head(self.norm(x)), total
+
+    def precision(self, x: Tensor) -> torch.autocast:
+        """float32 weights and optimizer, products in the size's dtype."""
+        return torch.autocast(x.device.type, getattr(torch, self.size.dtype), enabled=self.size.dtype != "float32")
 
     def extend(self, tokens: Tensor, caches: list[nn.KeyCache]) -> Tensor:
         """Logits [vocabulary] after the tokens [s] that follow those in the caches."""
         x = self.embedding(tokens[None])
-        for block, cache in zip(self.blocks, caches, strict=True):
-            x = block.extend(x, cache)
-        return self.head(self.norm(x[0, -1:]))[0]
+        with self.precision(x):
+            for block, cache in zip(self.blocks, caches, strict=True):
+                x = block.extend(x, cache)
+            return self.head(self.norm(x[0, -1:]))[0]
 
     def indexer_parameters(self) -> list[torch_nn.Parameter]:
         return [p for block in self.blocks for p in block.attention.indexer.parameters()]

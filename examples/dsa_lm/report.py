@@ -21,17 +21,21 @@ class DemoError(Exception):
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Writes the file under another name and renames it then: when the disk is full, what stood there stays whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=path.name, dir=path.parent)
+    name = None
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=path.name, dir=path.parent)
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(name, 0o644)
         os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
+    except BaseException as error:
+        if name:
+            Path(name).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise DemoError(f"cannot write {path}: {error.strerror}") from None
         raise
 
 
@@ -72,7 +76,7 @@ class Reporter:
         if self.progress:
             self.progress.update(self.task, completed=done, figures=figures)
         elif done >= self.line_at or done == self.steps:
-            self.console.print(f"{self.stage:11} {done:5d}/{self.steps}  {figures}", highlight=False)
+            self.console.print(f"{self.stage:11} {done:5d}/{self.steps}  {figures}", highlight=False, soft_wrap=True)
             self.line_at = done + max(1, self.steps // 10)
 
     def end(self) -> None:
@@ -81,7 +85,7 @@ class Reporter:
             self.progress = None
 
     def say(self, text: str) -> None:
-        self.console.print(text, highlight=False)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def console() -> Console:

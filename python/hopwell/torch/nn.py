@@ -262,10 +262,12 @@ class NVFP4Linear(nn.Module):
         return cls(*ops.nvfp4_quantize(linear.weight.detach()), bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] → [..., out_features] in x's dtype."""
-        y = ops.nvfp4_linear(
-            x.reshape(-1, self.in_features), self.weight, self.weight_scale, self.weight_global, bias=self.bias
-        )
+        """x [..., in_features] → [..., out_features] in x's dtype, or in autocast's where that is on."""
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        rows = x.reshape(-1, self.in_features)
+        y = ops.nvfp4_linear(rows, self.weight, self.weight_scale, self.weight_global, bias=bias)
         return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:

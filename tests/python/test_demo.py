@@ -1,0 +1,353 @@
+"""The language-model demo: a shortened run with its claims, resuming, and all that can be wrong with its input."""
+
+import dataclasses
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(autouse=True)
+def _find_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+def demo(folder: Path, *options: str, limit: Callable[[], None] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(EXAMPLES / "train_dsa_lm.py"), *options]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, preexec_fn=limit, check=False)
+
+
+def one_line(result: subprocess.CompletedProcess[str]) -> str:
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.startswith("train_dsa_lm: ")
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def test_shortened_run_keeps_its_claims(tmp_path: Path) -> None:
+    result = demo(tmp_path, "--quick", "--name", "short", "--prompt", "import os")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("PASS") == 4
+    assert "FAIL" not in result.stdout
+    assert "\x1b" not in result.stdout  # no progress bar in a pipe
+
+    run = tmp_path / "runs" / "short"
+    metrics = json.loads((run / "metrics.json").read_text())
+    assert metrics["sparse"] < metrics["bigram"]
+    assert metrics["sparse"] <= 1.03 * metrics["dense"]
+    assert metrics["nvfp4"] < 1.03 * metrics["sparse"]
+    assert metrics["keys_read"] == pytest.approx(sum(min(t, 32) for t in range(1, 129)) / (128 * 129 / 2))
+    stages = [record["stage"] for record in metrics["steps"]]
+    assert stages == ["dense"] * 50 + ["warm-up"] * 15 + ["sparse"] * 250
+    assert [record["step"] for record in metrics["steps"]] == list(range(1, 316))
+    assert all(record["tokens_per_s"] > 0 for record in metrics["steps"])
+    warm_up = [record for record in metrics["steps"] if record["stage"] == "warm-up"]
+    assert {record["update"] for record in warm_up} == {50}  # the main model stands still
+    assert warm_up[-1]["indexer_loss"] < warm_up[0]["indexer_loss"]
+    assert len(metrics["dense_twin"]) == 250
+    ends = {(v["model"], v["update"]): v["loss"] for v in metrics["validation"]}
+    assert ends["sparse", 300] == metrics["sparse"]
+    assert ends["sparse", 0] == pytest.approx(np.log(320), abs=1e-3)  # the head starts at zero
+
+    assert (run / "loss.png").read_bytes().startswith(PNG)
+    assert (run / "sample.txt").read_text().startswith("import os")
+    tensors = safetensors.torch.load_file(run / "model.safetensors")
+    assert sum(t.numel() for t in tensors.values()) > 100_000
+    assert (run / "tokenizer.json").exists()
+
+
+def test_claim_that_fails_fails_the_run(tmp_path: Path) -> None:
+    """Two steps teach too little for the bigram model."""
+    result = demo(tmp_path, "--quick", "--steps", "2")
+    assert result.returncode == 1, result.stderr
+    assert result.stdout.count("FAIL") == 1
+    assert next(line for line in result.stdout.splitlines() if "FAIL" in line).find("bigram") > 0
+    claims = json.loads((tmp_path / "runs" / "dsa_lm" / "metrics.json").read_text())["claims"]
+    assert [claim["holds"] for claim in claims] == [False, True, True, True]
+
+
+# ---- resuming ------------------------------------------------------------------------------------------------------
+
+
+class InterruptedRunError(Exception):
+    pass
+
+
+@pytest.fixture
+def determinism_restored() -> Iterator[None]:
+    """What the demo switches on for a process of its own must not outlive a test."""
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+@pytest.fixture
+def deterministic(determinism_restored: None) -> None:
+    torch.use_deterministic_algorithms(True)
+
+
+def make_trainer(steps: int = 12, size: Any = None) -> Any:
+    from dsa_lm import model, text, training
+
+    size = size or model.Size(vocabulary=300, context=32, layers=2, d_model=32, d_ff=32, d_v=32, topk=8)
+    settings = training.Settings(size, steps, sequences=2, checkpoint_every=3, validate_every=5)
+    corpus = text.load([EXAMPLES / "dsa_lm"], size.vocabulary, size.context)
+    windows = text.validation_windows(corpus.validation, size.context, 4)
+    return training.Trainer(settings, corpus, windows, torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("stage", ["dense", "warm-up", "sparse", "dense twin"])
+def test_resumed_run_equals_uninterrupted_run(stage: str, tmp_path: Path) -> None:
+    from dsa_lm.report import Reporter, console
+
+    def interrupt(trainer: Any) -> None:
+        if trainer.stage == stage and trainer.step == min(5, trainer.settings.lengths()[stage]):
+            raise InterruptedRunError
+
+    whole, broken, resumed = make_trainer(60), make_trainer(60), make_trainer(60)
+    whole.run(tmp_path / "whole.pt", Reporter(console()))
+    with pytest.raises(InterruptedRunError):
+        broken.run(tmp_path / "broken.pt", Reporter(console()), interrupt)
+    resumed.load(tmp_path / "broken.pt")
+    assert len(resumed.steps) + len(resumed.dense_twin) < len(whole.steps) + len(whole.dense_twin)
+    resumed.run(tmp_path / "broken.pt", Reporter(console()))
+
+    def without_times(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{key: value for key, value in record.items() if key != "tokens_per_s"} for record in records]
+
+    for name in ("steps", "dense_twin", "validation"):
+        assert without_times(getattr(resumed, name)) == without_times(getattr(whole, name))
+    for state in ("trained", "fork"):
+        assert str(getattr(resumed, state)) == str(getattr(whole, state))
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], tensor), name
+
+
+def test_stages_train_what_they_should(tmp_path: Path) -> None:
+    """The warm-up moves the indexer alone, and the twin begins where the dense stage ended."""
+    from dsa_lm.report import Reporter, console
+
+    trainer = make_trainer()
+    states: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
+
+    def remember(t: Any) -> None:
+        states[t.stage, t.step] = {name: p.detach().clone() for name, p in t.model.named_parameters()}
+
+    trainer.run(tmp_path / "checkpoint.pt", Reporter(console()), remember)
+    ends = {stage: states[stage, steps] for stage, steps in trainer.settings.lengths().items()}
+    for name, before in ends["dense"].items():
+        moved = not torch.equal(before, ends["warm-up"][name])
+        assert moved == ("indexer" in name), name
+        assert torch.equal(before, trainer.fork["model"][name])
+    assert all(torch.equal(p, trainer.trained[name]) for name, p in ends["sparse"].items())
+    # the indexer's own parameters stand still in dense training, everything else learns
+    for name, p in trainer.model.named_parameters():
+        assert torch.equal(p, trainer.fork["model"][name]) == ("indexer" in name), name
+
+
+def test_sizes_of_the_gpu_run_in_bfloat16(tmp_path: Path) -> None:
+    """d_v 512 with d_rope 64, h_index 16, bfloat16: training, NVFP4 and generation, here on the CPU's operators."""
+    from dsa_lm import model
+    from dsa_lm.report import Reporter, console
+
+    size = dataclasses.replace(model.GPU, vocabulary=300, context=32, layers=1, d_model=64, d_ff=64, topk=8)
+    trainer = make_trainer(12, size)
+    trainer.run(tmp_path / "checkpoint.pt", Reporter(console()))
+    before, _ = model.evaluate(trainer.model, trainer.windows, "sparse")
+    assert model.quantize(trainer.model) == 9
+    after, _ = model.evaluate(trainer.model, trainer.windows, "sparse")
+    model.generate(trainer.model, trainer.windows[0][0, :5], 4, seed=0)
+    assert trainer.steps[-1]["loss"] < 0.95 * trainer.steps[0]["loss"]
+    assert after == pytest.approx(before, rel=0.05)
+
+
+def test_interrupted_by_the_user(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "train_dsa_lm.py"), "--quick", "--steps", "3000"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        while "dense" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert errors == "train_dsa_lm: interrupted; --resume goes on from the last checkpoint\n"
+
+
+# ---- what can be wrong ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("determinism_restored")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--text", "nowhere.txt"], "cannot read text: nowhere.txt: no such file"),
+        (["--text", "small.txt"], "too little text"),
+        (["--text", "empty"], "too little text"),
+        (["--text", "latin1.txt"], "cannot read text: latin1.txt: not UTF-8"),
+        (["--steps", "0"], "argument --steps: expected at least 1; got 0"),
+        (["--steps", "many"], "argument --steps: expected a whole number of at least 0; got 'many'"),
+        (["--seed", "-1"], "argument --seed"),
+        (["--name", "../elsewhere"], "argument --name: expected a plain name"),
+        (["--frobnicate"], "unrecognized arguments: --frobnicate"),
+        (["--quick", "--resume"], "nothing to resume: runs/dsa_lm/checkpoint.pt does not exist"),
+        (["--quick", "--resume", "--name", "broken"], "cannot resume from runs/broken/checkpoint.pt"),
+        (["--quick", "--prompt", ""], "argument --prompt: expected 1 to 127 tokens; got 0"),
+    ],
+)
+def test_bad_input_is_one_line(
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import train_dsa_lm
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.txt").write_text("too small a text\n" * 20)
+    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9 " * 100_000)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "runs" / "broken").mkdir(parents=True)
+    (tmp_path / "runs" / "broken" / "checkpoint.pt").write_bytes(b"no checkpoint")
+    assert train_dsa_lm.main(options) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("train_dsa_lm: ")
+    assert message in errors
+    assert errors.count("\n") == 1
+    assert (tmp_path / "runs" / "broken" / "checkpoint.pt").read_bytes() == b"no checkpoint"
+    assert [p.name for p in (tmp_path / "runs").iterdir()] == ["broken"]
+
+
+def test_unreadable_text(tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("the superuser may read everything")
+    (tmp_path / "secret.txt").write_text("secret " * 100_000)
+    (tmp_path / "secret.txt").chmod(0)
+    assert "cannot read text: secret.txt: Permission denied" in one_line(demo(tmp_path, "--text", "secret.txt"))
+
+
+def test_resume_refuses_another_run(tmp_path: Path) -> None:
+    trainer = make_trainer()
+    trainer.save(tmp_path / "runs" / "dsa_lm" / "checkpoint.pt")
+    assert "it was written with other settings" in one_line(demo(tmp_path, "--quick", "--resume"))
+
+
+def test_full_disk_leaves_earlier_checkpoints_whole(tmp_path: Path) -> None:
+    """A file-size limit stands for the full disk: the write fails half-way."""
+    assert demo(tmp_path, "--quick", "--steps", "2").returncode == 1
+    run = tmp_path / "runs" / "dsa_lm"
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+
+    def no_space() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+
+    message = one_line(demo(tmp_path, "--quick", "--steps", "2", "--seed", "1", limit=no_space))
+    assert "File too large" in message
+    assert "checkpoint.pt" in message
+    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+    torch.load(run / "checkpoint.pt", weights_only=True)
+
+
+# ---- text ----------------------------------------------------------------------------------------------------------
+
+
+def test_bigram_is_a_distribution_and_the_textbook_one() -> None:
+    """Σ_y p(y | x) = 1 for every x, seen or not, and interpolated Kneser–Ney counted by hand on a small text."""
+    from dsa_lm.text import Bigram
+
+    ids = torch.from_numpy(np.random.default_rng().zipf(1.5, 3000).clip(max=30))  # 0 and 31 never occur
+    bigram = Bigram(ids, 32)
+    for x in range(32):
+        losses = [bigram.loss(torch.tensor([x]), torch.tensor([y])) for y in range(32)]
+        assert np.exp(-np.array(losses)).sum() == pytest.approx(1.0, abs=1e-9)
+
+    tiny = Bigram(
+        torch.tensor([1, 2, 1, 2, 1, 3]), 4
+    )  # pairs: 12 twice, 21 twice, 13 once; too few to estimate discounts
+    # p(2 | 1) = (2 − ¾)/3 + ¾·2/3 · continuation(2), which is (1 + ½)/(3 + 4·½)
+    assert tiny.loss(torch.tensor([1]), torch.tensor([2])) == pytest.approx(-np.log(1.25 / 3 + 0.5 * 1.5 / 5))
+    # a context never seen: the continuation distribution alone
+    assert tiny.loss(torch.tensor([0]), torch.tensor([0])) == pytest.approx(-np.log(0.5 / 5))
+
+
+def test_bigram_beats_simpler_smoothing() -> None:
+    """The bar is not a low one: on held-out text it is better than add-λ with the best λ."""
+    from dsa_lm import text
+
+    corpus = text.load([], 400, 64, 300_000)
+    tokens, following = text.validation_windows(corpus.validation, 64, 200)
+    counts = np.zeros((400, 400))
+    np.add.at(counts, (corpus.train[:-1].numpy(), corpus.train[1:].numpy()), 1)
+
+    def add_lambda(value: float) -> float:
+        p = (counts + value) / (counts + value).sum(1, keepdims=True)
+        return float(-np.log(p[tokens.numpy(), following.numpy()]).mean())
+
+    assert text.Bigram(corpus.train, 400).loss(tokens, following) < min(map(add_lambda, (0.001, 0.01, 0.03, 0.1, 0.3)))
+
+
+def test_split_is_by_file_and_single_files_are_cut(tmp_path: Path) -> None:
+    from dsa_lm import text
+
+    names = [f"{i}.txt" for i in range(200)]
+    for name in names:
+        (tmp_path / name).write_text(f"{name} é\n")
+    train, validation = text.read_split([tmp_path])
+    assert sorted(train + validation) == sorted(f"{name} é\n" for name in names)
+    assert 1 <= len(validation) <= 30
+    assert text.read_split([tmp_path]) == (train, validation)
+
+    whole = "0123456789" * 10
+    (tmp_path / "0.txt").write_text(whole)
+    train, validation = text.read_split([tmp_path / "0.txt"])
+    assert train + validation == [whole[:90], whole[90:]]
+
+
+def test_batches_depend_on_seed_and_step_alone() -> None:
+    from dsa_lm.text import batch
+
+    ids = torch.arange(1000)
+    tokens, following = batch(ids, 4, 16, seed=3, step=7)
+    assert torch.equal(tokens[:, 1:], following[:, :-1])
+    assert torch.equal(batch(ids, 4, 16, 3, 7)[0], tokens)
+    assert not torch.equal(batch(ids, 4, 16, 3, 8)[0], tokens)
+    assert not torch.equal(batch(ids, 4, 16, 4, 7)[0], tokens)
+
+
+def test_generation_continues_what_the_model_computes() -> None:
+    """Token by token through the caches: the logits of the whole sequence at once."""
+    trainer = make_trainer()
+    model, tokens = trainer.model, trainer.windows[0][0, :20]
+    torch.nn.init.normal_(model.head.weight, std=0.1)
+    from hopwell.torch import nn
+
+    with torch.no_grad():
+        caches = [nn.KeyCache(32) for _ in model.blocks]
+        one_by_one = [model.extend(tokens[:5], caches)] + [
+            model.extend(tokens[i : i + 1], caches) for i in range(5, 20)
+        ]
+        expected, _ = model(tokens[None])
+    torch.testing.assert_close(torch.stack(one_by_one), expected[0, 4:], rtol=1e-3, atol=1e-4)
+    began = time.perf_counter()
+    from dsa_lm.model import generate
+
+    ids, per_s = generate(model, tokens[:5], 10, seed=0)
+    assert ids.shape == (10,)
+    assert per_s >= 10 / (time.perf_counter() - began)
+    assert torch.equal(generate(model, tokens[:5], 10, seed=0)[0], ids)

@@ -1,0 +1,179 @@
+"""hopwell.torch.nn: the modules against dense attention, who learns from which loss, generation with a cache, NVFP4."""
+
+import numpy as np
+import pytest
+import torch
+from hopwell.torch import nn, nvfp4_dequantize
+from torch import Tensor
+
+D_MODEL = 48
+
+
+@pytest.fixture(autouse=True)
+def _seed(rng: np.random.Generator) -> None:
+    torch.manual_seed(int(rng.integers(2**31)))
+
+
+def make_dsa(topk: int = 6, attn_sink: bool = False) -> nn.DSA:
+    mla = nn.SparseMLA(D_MODEL, 4, d_v=24, d_rope=8, d_nope=12, d_head=10, attn_sink=attn_sink)
+    return nn.DSA(mla, nn.LightningIndexer(D_MODEL, topk=topk, h_index=3, d_index=16, d_rope=8))
+
+
+def gradients(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def test_every_key_selected_is_dense_attention() -> None:
+    dsa, x = make_dsa(topk=40), torch.randn(3, 17, D_MODEL)
+    dense, no_loss = dsa(x, "dense")
+    assert no_loss is None
+    for mode in ("warm-up", "sparse"):
+        torch.testing.assert_close(dsa(x, mode)[0], dense, rtol=1e-4, atol=1e-5)
+        y = dsa.mla(x, dsa.indexer(x) if mode == "sparse" else nn.all_keys(3, 17))
+        torch.testing.assert_close(y, dense, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_every_key_selected_are_those_of_dense_attention() -> None:
+    dsa, x = make_dsa(topk=40), torch.randn(2, 11, D_MODEL)
+    d_y = torch.randn_like(x)
+    results = []
+    for mode in ("dense", "sparse"):
+        dsa.zero_grad()
+        leaf = x.clone().requires_grad_()
+        dsa(leaf, mode)[0].backward(d_y)
+        results.append(gradients(dsa.mla) | {"x": leaf.grad})
+    assert len(results[0]) == len(list(dsa.mla.parameters())) + 1
+    for name, expected in results[0].items():
+        torch.testing.assert_close(results[1][name], expected, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_sequences_of_a_batch_do_not_see_each_other() -> None:
+    dsa, x = make_dsa(), torch.randn(4, 15, D_MODEL)
+    together, _ = dsa(x)
+    alone = torch.cat([dsa(x[i : i + 1])[0] for i in range(4)])
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+    assert dsa.selected is not None
+    assert dsa.selected.shape == (1, 15, 6)
+    assert (dsa.selected <= torch.arange(15)[:, None]).all()
+
+
+def test_who_learns_from_which_loss() -> None:
+    dsa, x = make_dsa(attn_sink=True), torch.randn(2, 15, D_MODEL, requires_grad=True)
+    for mode in ("warm-up", "sparse"):
+        dsa.zero_grad()
+        _, loss = dsa(x, mode)
+        loss.backward()
+        assert set(gradients(dsa)) == {f"indexer.{name}" for name, _ in dsa.indexer.named_parameters()}
+        assert x.grad is None
+        dsa.zero_grad()
+        dsa(x, mode)[0].square().sum().backward()
+        assert set(gradients(dsa)) == {f"mla.{name}" for name, _ in dsa.mla.named_parameters()}
+        assert all(g.abs().sum() > 0 for g in gradients(dsa).values())
+        x.grad = None
+    with torch.no_grad():
+        assert dsa(x)[1] is None
+    with pytest.raises(ValueError, match="attention sink"):
+        dsa(x, "dense")
+
+
+def test_indexer_learns_to_select_what_attention_looks_at() -> None:
+    """From the loss alone, the keys selected come to carry more of the attention than at first."""
+    dsa, x = make_dsa(topk=5), torch.randn(4, 40, D_MODEL)
+    dsa.mla.query.weight.data *= 4  # attention that prefers some keys
+    optimizer = torch.optim.AdamW(dsa.indexer.parameters(), lr=1e-2)
+
+    def carried() -> float:
+        with torch.no_grad():
+            q, kv = (t.flatten(0, 1) for t in dsa.mla.project(x))
+            chosen = nn.pack_indices(dsa.indexer(x), 40)
+            lse_all = dsa.mla.attend(q, kv, nn.pack_indices(nn.all_keys(4, 40), 40))[1]
+            return float((dsa.mla.attend(q, kv, chosen)[1] - lse_all).exp().mean())
+
+    before, losses = carried(), []
+    for _ in range(60):
+        _, loss = dsa(x, "warm-up")
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+    assert carried() > before + 0.05
+
+
+@pytest.mark.parametrize("attn_sink", [False, True])
+def test_token_by_token_equals_all_at_once(attn_sink: bool) -> None:
+    dsa, x = make_dsa(attn_sink=attn_sink), torch.randn(1, 20, D_MODEL)
+    if attn_sink:
+        dsa.mla.attn_sink.data.normal_()
+    with torch.no_grad():
+        expected, _ = dsa(x)
+        cache = nn.KeyCache(20)
+        parts = [dsa.extend(x[:, :7], cache)] + [dsa.extend(x[:, i : i + 1], cache) for i in range(7, 20)]
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-5)
+    assert cache.length == 20
+    with pytest.raises(ValueError, match="holds 20 tokens"):
+        dsa.extend(x[:, :1], cache)
+
+
+def test_rotation_is_relative() -> None:
+    q, k = torch.randn(1, 1, 16), torch.randn(1, 1, 16)
+    products = [(nn.rotate(q, start + 5) * nn.rotate(k, start)).sum() for start in (0, 3, 100)]
+    torch.testing.assert_close(torch.stack(products), products[0].expand(3), rtol=1e-4, atol=1e-4)
+    assert abs(products[0] - (q * k).sum()) > 1e-6
+    heads = torch.randn(1, 9, 4, 16)
+    torch.testing.assert_close(nn.rotate(heads, 2)[:, :, 1], nn.rotate(heads[:, :, 1], 2))
+
+
+def test_bfloat16_and_autocast() -> None:
+    dsa, x = make_dsa(), torch.randn(2, 12, D_MODEL)
+    expected, _ = dsa(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, loss = dsa(x)
+        cache = nn.KeyCache(12)
+        part = dsa.extend(x[:1], cache)
+    (y.float().sum() + loss).backward()
+    assert y.dtype == part.dtype == torch.bfloat16
+    assert cache.kv.dtype == torch.bfloat16
+    assert float((y.float() - expected).detach().norm() / expected.detach().norm()) < 0.1
+    y, loss = make_dsa().bfloat16()(x.bfloat16())
+    (y.float().sum() + loss).backward()
+
+
+def test_compiles_without_graph_breaks() -> None:
+    dsa, x = make_dsa(), torch.randn(2, 12, D_MODEL)
+    results = []
+    for run in (dsa, torch.compile(dsa, fullgraph=True)):
+        dsa.zero_grad()
+        y, loss = run(x)
+        (y.square().sum() + loss).backward()
+        results.append({"y": y.detach(), "loss": loss.detach()} | gradients(dsa))
+    for name, expected in results[0].items():
+        torch.testing.assert_close(results[1][name], expected, rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nvfp4_linear(bias: bool, dtype: torch.dtype) -> None:
+    linear = torch.nn.Linear(64, 21, bias=bias).to(dtype)
+    layer, x = nn.NVFP4Linear.from_linear(linear), torch.randn(2, 3, 64).to(dtype)
+    weight = nvfp4_dequantize(layer.weight, layer.weight_scale, layer.weight_global)
+    expected = x.double() @ weight.double().T + (linear.bias.detach().double() if bias else 0.0)
+    y = layer(x)
+    assert y.dtype == dtype
+    assert y.shape == (2, 3, 21)
+    assert (y.double() - expected).norm() <= 4e-3 * expected.norm()
+    assert not list(layer.parameters())
+    assert sum(b.nbytes for n, b in layer.named_buffers() if n != "bias") == 21 * (64 // 2 + 64 // 16) + 4
+
+    other = nn.NVFP4Linear.from_linear(torch.nn.Linear(64, 21, bias=bias).to(dtype))
+    assert not torch.equal(other(x), y)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), y)
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x), y)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x.float()).dtype == linear(x.float()).dtype == torch.bfloat16
+
+
+def test_nvfp4_linear_needs_whole_blocks() -> None:
+    with pytest.raises(ValueError, match="in_features must be a multiple of 16; got 24"):
+        nn.NVFP4Linear.from_linear(torch.nn.Linear(24, 8))

@@ -1,0 +1,309 @@
+"""hopwell.torch: the operators as custom ops, against float64 autograd and the reference; opcheck and torch.compile."""
+
+from collections.abc import Callable
+from typing import Any
+
+import hopwell
+import numpy as np
+import pytest
+import torch
+from hopwell import reference
+from hopwell import torch as hw
+from torch import Tensor
+
+DTYPES = [torch.float32, torch.bfloat16]
+GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-3}
+
+
+@pytest.fixture(autouse=True)
+def _seed(rng: np.random.Generator) -> None:
+    torch.manual_seed(int(rng.integers(2**31)))
+
+
+def norm_error(actual: Tensor, expected: Tensor) -> float:
+    expected = expected.double()
+    return float((actual.double() - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def sparse_inputs(dtype: torch.dtype = torch.float32, d_qk: int = 20, topk: int = 13) -> dict[str, Any]:
+    """Random rows of 9 queries over 17 keys, with invalid and repeated entries."""
+    return {
+        "q": torch.randn(9, 5, d_qk).to(dtype),
+        "kv": torch.randn(17, d_qk).to(dtype),
+        "indices": torch.randint(-3, 20, (9, topk), dtype=torch.int32),
+        "sm_scale": 0.5,
+        "d_v": 12,
+    }
+
+
+MASKS: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": dict,
+    "sink": lambda: {"attn_sink": torch.randn(5)},
+    "topk_length": lambda: {"topk_length": torch.randint(-1, 16, (9,), dtype=torch.int32)},
+    "q_positions": lambda: {"q_positions": torch.randint(-1, 20, (9,), dtype=torch.int32)},
+    "q_start, kv_stride": lambda: {"q_start": 3, "kv_stride": 2, "attn_sink": torch.randn(5)},
+}
+
+
+def dense_attention(q: Tensor, kv: Tensor, sink: Tensor | None, inputs: dict[str, Any]) -> Tensor:
+    """sparse_mla's out in float64 with plain PyTorch, from the definition: one weight per key, entries counted."""
+    indices = inputs["indices"].long()
+    s_q, topk = indices.shape
+    valid = (indices >= 0) & (indices < len(kv))
+    if (length := inputs.get("topk_length")) is not None:
+        valid &= torch.arange(topk) < length[:, None]
+    positions = inputs.get("q_positions")
+    if (start := inputs.get("q_start")) is not None:
+        positions = start + torch.arange(s_q)
+    if positions is not None:
+        valid &= (indices + 1) * inputs.get("kv_stride", 1) <= positions[:, None].long() + 1
+    count = torch.zeros(s_q, len(kv), dtype=torch.float64)
+    count.scatter_add_(1, torch.where(valid, indices, 0), valid.double())
+    weight = torch.einsum("shd,td->sht", q, kv).mul(inputs["sm_scale"]).exp() * count[:, None]
+    total = weight.sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + sink.exp()[:, None]
+    p = torch.where(count.sum(-1)[:, None, None] > 0, weight / total.clamp_min(1e-300), 0.0)
+    return torch.einsum("sht,tv->shv", p, kv[:, : inputs["d_v"]])
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sparse_mla_and_its_gradients(dtype: torch.dtype, mask: str) -> None:
+    inputs = sparse_inputs(dtype) | MASKS[mask]()
+    leaves = [inputs[name].requires_grad_() for name in ("q", "kv", "attn_sink") if name in inputs]
+    out, max_logits, lse = hw.sparse_mla(**inputs)
+    assert out.dtype == dtype
+    assert not max_logits.requires_grad
+    assert not lse.requires_grad
+    d_out = torch.randn_like(out)
+    gradients = torch.autograd.grad(out, leaves, d_out)
+
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    expected = dense_attention(exact[0], exact[1], exact[2] if len(exact) > 2 else None, inputs)
+    expected_gradients = torch.autograd.grad(expected, exact, d_out.double())
+    assert norm_error(out.detach(), expected.detach()) <= GRADIENT_TOLERANCE[dtype]
+    for leaf, gradient, exact_gradient in zip(leaves, gradients, expected_gradients, strict=True):
+        assert gradient.dtype == leaf.dtype
+        # delta is taken from the rounded out, which shows in gradients that nearly cancel
+        assert norm_error(gradient, exact_gradient) <= 2 * GRADIENT_TOLERANCE[dtype]
+
+
+def test_only_needed_gradients() -> None:
+    inputs = sparse_inputs()
+    for name in ("q", "kv"):
+        leaf = inputs[name].clone().requires_grad_()
+        out, _, _ = hw.sparse_mla(**inputs | {name: leaf})
+        out.sum().backward()  # an expanded gradient: strides of 0
+        assert leaf.grad is not None
+        assert leaf.grad.abs().sum() > 0
+    out, _, lse = hw.sparse_mla(**inputs)
+    assert not out.requires_grad
+    for need_dq, need_dkv in ((True, False), (False, True), (False, False)):
+        dq, dkv, d_sink = hw.sparse_mla_backward(
+            torch.ones_like(out), inputs["q"], inputs["kv"], inputs["indices"], out, lse, 0.5, 12,
+            need_dq=need_dq, need_dkv=need_dkv,
+        )  # fmt: skip
+        assert ((dq is not None), (dkv is not None), d_sink) == (need_dq, need_dkv, None)
+
+
+def test_deterministic_algorithms() -> None:
+    """Under PyTorch's switch a hot key's gradient has the same bits every time."""
+    q, kv = torch.randn(700, 3, 16), torch.randn(5, 16)
+    indices = torch.randint(0, 5, (700, 40), dtype=torch.int32)
+    torch.use_deterministic_algorithms(True)
+    try:
+        results = []
+        for _ in range(5):
+            leaf = kv.clone().requires_grad_()
+            hw.sparse_mla(q, leaf, indices, 0.3, 8)[0].square().sum().backward()
+            results.append(leaf.grad)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def indexer_inputs(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    indices = torch.randint(-2, 24, (11, 7), dtype=torch.int32)
+    target = torch.rand(11, 7) * ((indices >= 0) & (indices < 21))
+    target[3] = 0.0
+    return {
+        "q_index": torch.randn(11, 4, 32).to(dtype),
+        "k_index": torch.randn(21, 32).to(dtype),
+        "weights": torch.randn(11, 4),
+        "indices": indices,
+        "target": target / target.sum(-1, keepdim=True).clamp_min(1e-30),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_indexer_loss_and_its_gradients(dtype: torch.dtype) -> None:
+    inputs = indexer_inputs(dtype)
+    leaves = [inputs[name].requires_grad_() for name in ("q_index", "k_index", "weights")]
+    loss = hw.indexer_loss(**inputs)
+    gradients = torch.autograd.grad(3.0 * loss, leaves)
+
+    q, k, w = exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    indices, target = inputs["indices"].long(), inputs["target"].double()
+    valid = (indices >= 0) & (indices < len(k))
+    dots = torch.einsum("sjd,sid->sji", q, k[indices.clamp(0, len(k) - 1)]).relu()
+    scores = torch.einsum("sji,sj->si", dots, w).masked_fill(~valid, -torch.inf)
+    log_p = torch.where(valid, scores, -1e300).log_softmax(-1)
+    live = valid & (target.sum(-1, keepdim=True) > 0)
+    expected = torch.where(live, torch.xlogy(target, target) - target * log_p, 0.0).sum()
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-4, atol=1e-6)
+    for gradient, other, leaf in zip(gradients, torch.autograd.grad(3.0 * expected, exact), leaves, strict=True):
+        assert gradient.dtype == leaf.dtype
+        assert norm_error(gradient, other) <= GRADIENT_TOLERANCE[dtype]
+
+
+def test_target_and_selection_carry_no_gradient() -> None:
+    q, kv = torch.randn(6, 3, 16, requires_grad=True), torch.randn(6, 16, requires_grad=True)
+    k_index = torch.randn(6, 16, requires_grad=True)
+    indices, scores = hw.lightning_indexer(q, k_index, torch.rand(6, 3, requires_grad=True), 4, q_start=0)
+    _, _, lse = hw.sparse_mla(q, kv, indices, 0.5, 8)
+    target = hw.attention_distribution(q, kv, indices, lse, 0.5, normalize="l1")
+    assert not scores.requires_grad
+    assert not target.requires_grad
+    torch.testing.assert_close(target.sum(-1), torch.ones(6))
+
+
+def test_selection_equals_the_reference() -> None:
+    q, k, w = torch.randn(30, 4, 32), torch.randn(30, 32), torch.rand(30, 4)
+    indices, scores = hw.lightning_indexer(q, k, w, 9, q_start=0)
+    expected_indices, expected_scores = reference.lightning_indexer(q.numpy(), k.numpy(), w.numpy(), 9, q_start=0)
+    np.testing.assert_array_equal(indices.numpy(), expected_indices)
+    np.testing.assert_allclose(scores.numpy(), expected_scores, rtol=1e-4, atol=1e-4)
+
+
+# ---- NVFP4 and paged attention -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["plain", "blocked"])
+def test_nvfp4_round_trip_and_linear(layout: str) -> None:
+    weight, x, bias = torch.randn(33, 96), torch.randn(3, 96), torch.randn(33)
+    codes, scales, scale = hw.nvfp4_quantize(weight, scale_layout=layout)
+    rounded = hw.nvfp4_dequantize(codes, scales, scale, scale_layout=layout)
+    assert 0 < norm_error(rounded, weight) < 0.15
+    y = hw.nvfp4_linear(x, codes, scales, scale, bias=bias, scale_layout=layout)
+    assert norm_error(y, x.double() @ rounded.double().T + bias) <= 1e-4
+    floats = codes.view(torch.float4_e2m1fn_x2), scales.view(torch.float8_e4m3fn)
+    torch.testing.assert_close(hw.nvfp4_linear(x, *floats, float(scale), bias=bias, scale_layout=layout), y)
+    again, same_scales, given = hw.nvfp4_quantize(rounded, scale_layout=layout, global_scale=scale)
+    assert torch.equal(hw.nvfp4_dequantize(again, same_scales, given, scale_layout=layout), rounded)
+
+
+def test_nvfp4_gemv() -> None:
+    m, k, batch = 20, 64, 3
+    a, b = (torch.randint(0, 256, (batch, rows, k // 2), dtype=torch.uint8).permute(1, 2, 0) for rows in (m, 1))
+    sfa, sfb = (torch.randint(40, 70, (batch, rows, k // 16), dtype=torch.uint8).permute(1, 2, 0) for rows in (m, 1))
+    c = hw.nvfp4_gemv(a, b, sfa, sfb, alpha=0.5, out_dtype="float32")
+    expected = reference.nvfp4_gemv(*(x.numpy() for x in (a, b, sfa, sfb)), alpha=0.5)
+    assert c.shape == (m, 1, batch)
+    assert norm_error(c, torch.as_tensor(np.asarray(expected, np.float64))) <= 1e-3
+
+
+def paged_inputs(dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+    q = torch.randn(2, 3, 4, 32).to(dtype)
+    k_cache, v_cache = (torch.randn(6, 8, 2, 32).to(dtype) for _ in range(2))
+    tables = torch.tensor([[4, 1, 3], [0, 5, 2]], dtype=torch.int32)
+    return q, k_cache, v_cache, tables, torch.tensor([19, 7], dtype=torch.int32), 0.2
+
+
+def test_paged_attention() -> None:
+    inputs = paged_inputs()
+    r, u = torch.randn(4, 24, 32), torch.randn(4, 32)
+    out, lse = hw.paged_attention(*inputs, pos_bias_u=u, r=r, pos_bias_v=u)
+    arrays = [x.numpy() if isinstance(x, Tensor) else x for x in inputs]
+    expected = reference.paged_attention(*arrays, pos_bias_u=u.numpy(), r=r.numpy(), pos_bias_v=u.numpy())
+    assert norm_error(out, torch.as_tensor(expected[0])) <= 1e-5
+    np.testing.assert_allclose(lse.numpy(), expected[1], rtol=1e-5, atol=1e-5)
+
+
+# ---- the ops as PyTorch sees them ----------------------------------------------------------------------------------
+
+
+def op_samples() -> dict[str, tuple[Any, ...]]:
+    """Arguments for every op, by position."""
+    samples: dict[str, tuple[Any, ...]] = {}
+    for dtype in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        inputs = sparse_inputs(dtype)
+        q, kv, sink = (x.requires_grad_() for x in (inputs["q"], inputs["kv"], torch.randn(5)))
+        rest = inputs["indices"], 0.5, 12
+        out, _, lse = hopwell.sparse_mla_forward(q.detach(), kv.detach(), *rest)
+        samples[f"sparse_mla_forward {name}"] = (q, kv, *rest, sink)
+        samples[f"sparse_mla_forward {name}, no sink"] = (q, kv, *rest, None, None, None, 4, 2)
+        backward = (torch.randn_like(out), q.detach(), kv.detach(), inputs["indices"], out, lse, 0.5, 12)
+        samples[f"sparse_mla_backward {name}"] = (*backward, sink.detach(), None, None, None, 1, True, name)
+        samples[f"attention_distribution {name}"] = (q, kv, inputs["indices"], lse, 0.5)
+        index = indexer_inputs(dtype)
+        q_index, k_index, weights = (index[n].requires_grad_() for n in ("q_index", "k_index", "weights"))
+        samples[f"lightning_indexer {name}"] = (q_index, k_index, weights, 5, None, 0)
+        samples[f"lightning_indexer_backward {name}"] = (index["target"], q_index, k_index, weights, index["indices"])
+        samples[f"paged_attention {name}"] = paged_inputs(dtype)
+        x = torch.randn(3, 64).to(dtype)
+        quantized = hw.nvfp4_quantize(torch.randn(10, 64))
+        samples[f"nvfp4_linear {name}"] = (x, *quantized)
+        for layout in ("plain", "blocked"):
+            samples[f"nvfp4_quantize {name}, {layout}"] = (x, layout)
+        samples[f"nvfp4_dequantize {name}"] = (*quantized, "plain", name)
+    codes = torch.randint(0, 256, (1, 4, 16), dtype=torch.uint8).permute(1, 2, 0)
+    scales = torch.randint(40, 70, (1, 4, 2), dtype=torch.uint8).permute(1, 2, 0)
+    samples["nvfp4_gemv"] = (codes, codes[:1], scales, scales[:1])
+    return samples
+
+
+@pytest.mark.parametrize("sample", list(op_samples()))
+def test_opcheck(sample: str) -> None:
+    arguments = op_samples()[sample]
+    torch.library.opcheck(getattr(torch.ops.hopwell, sample.split()[0]).default, arguments)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_without_graph_breaks(dtype: torch.dtype, dynamic: bool) -> None:
+    """Selection, attention, target and loss in one graph: the same numbers as without the compiler."""
+
+    def step(q: Tensor, kv: Tensor, q_index: Tensor, k_index: Tensor, weights: Tensor) -> Tensor:
+        indices, _ = hw.lightning_indexer(q_index, k_index, weights, 6, q_start=0)
+        out, _, lse = hw.sparse_mla(q * 2, kv, indices, 0.3, 12)
+        target = hw.attention_distribution(q * 2, kv, indices, lse, 0.3, normalize="l1")
+        return out.float().square().sum() + hw.indexer_loss(q_index, k_index, weights, indices, target)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic)
+    for s in (15, 18):
+        shapes = (s, 5, 20), (s, 20), (s, 4, 32), (s, 32), (s, 4)
+        leaves = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+        expected, actual = step(*leaves), compiled(*leaves)
+        torch.testing.assert_close(actual, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-4)
+        for a, b in zip(torch.autograd.grad(actual, leaves), torch.autograd.grad(expected, leaves), strict=True):
+            assert norm_error(a, b) <= GRADIENT_TOLERANCE[dtype]
+
+
+def test_compiled_decode() -> None:
+    weights = hw.nvfp4_quantize(torch.randn(10, 32))
+
+    def decode(x: Tensor) -> Tensor:
+        out, _ = hw.paged_attention(*paged)
+        return out.sum() + hw.nvfp4_linear(x + 1, *weights).sum() + hw.nvfp4_dequantize(*weights).sum()
+
+    paged, x = paged_inputs(), torch.randn(4, 32)
+    torch.testing.assert_close(torch.compile(decode, fullgraph=True)(x), decode(x))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"indices": torch.zeros(9, 13, dtype=torch.int64)}, "sparse_mla_forward: indices"),
+        ({"kv": torch.randn(17, 21)}, "sparse_mla_forward: "),
+        ({"d_v": 21}, "sparse_mla_forward: d_v"),
+        ({"sm_scale": float("nan")}, "sparse_mla_forward: sm_scale"),
+        ({"attn_sink": torch.randn(4)}, "sparse_mla_forward: attn_sink"),
+        ({"backend": "abacus"}, "sparse_mla_forward: backend"),
+    ],
+)
+def test_bad_arguments(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hw.sparse_mla(**sparse_inputs() | change)
