@@ -31,22 +31,31 @@ constexpr int kNotSwapped = 0x200, kWriteable = 0x400;
 constexpr std::uint8_t kDlpackBool = 6;  // newer than some installed dlpack.h
 constexpr DLDataType kUnknownType = {kDLOpaqueHandle, 0, 1};
 
+// An attribute, or an invalid object without one. `name` is interned, which makes this several times faster than a C
+// string.
+nb::object attribute(nb::handle object, PyObject* name) {
+  nb::object value = nb::steal(PyObject_GetAttr(object.ptr(), name));
+  if (!value.is_valid()) PyErr_Clear();
+  return value;
+}
+
+// The type's table, or null. Calls mostly have arrays of one type, so the last answer is kept.
 const ExchangeApi* exchange_api(nb::handle array) {
-  static PyTypeObject* last_type = nullptr;  // guarded by the global lock; types of arrays live for ever
+  static PyObject* const name = PyUnicode_InternFromString("__dlpack_c_exchange_api__");
+  static PyTypeObject* last_type = nullptr;  // a strong reference; guarded, like what follows, by the global lock
   static const ExchangeApi* last_api = nullptr;
   PyTypeObject* const type = Py_TYPE(array.ptr());
   if (type == last_type) return last_api;
-  const nb::object capsule = nb::getattr(array.type(), "__dlpack_c_exchange_api__", nb::none());
+  const nb::object capsule = attribute(array.type(), name);
   const ExchangeApi* api = nullptr;
   if (PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api") != 0)
     api = static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
   while (api != nullptr && api->major != 1) api = api->previous;
   if (api != nullptr && api->tensor_from_py_object == nullptr) api = nullptr;
-  if (api != nullptr) {
-    Py_INCREF(reinterpret_cast<PyObject*>(type));
-    last_type = type;
-    last_api = api;
-  }
+  Py_INCREF(reinterpret_cast<PyObject*>(type));
+  Py_XDECREF(reinterpret_cast<PyObject*>(last_type));
+  last_type = type;
+  last_api = api;
   return api;
 }
 
@@ -89,8 +98,10 @@ DLDataType data_type(const ArrayInterface& interface, nb::handle array) {
     case 'f':
       if (interface.item_size > 1) return {kDLFloat, bits, 1};
       [[fallthrough]];
-    default:
-      return ml_dtype(nb::getattr(array, "dtype", nb::none()));
+    default: {
+      static PyObject* const name = PyUnicode_InternFromString("dtype");
+      return ml_dtype(attribute(array, name));
+    }
   }
 }
 
@@ -143,11 +154,12 @@ const DLTensor* Call::output(const char* name, nb::handle array) { return view(n
 
 const DLTensor* Call::view(const char* name, nb::handle array, bool written) {
   if (array.is_none()) return nullptr;
+  static PyObject* const array_struct = PyUnicode_InternFromString("__array_struct__");
   std::optional<Tensor>& slot = tensors_.at(count_);
   const ExchangeApi* api = exchange_api(array);
   if (api != nullptr) {
     slot.emplace(exchanged(name, array, *api, written));
-  } else if (const nb::object interface = nb::getattr(array, "__array_struct__", nb::none()); !interface.is_none()) {
+  } else if (const nb::object interface = attribute(array, array_struct); interface.is_valid()) {
     slot.emplace(numpy_view(name, array, interface, written));
   } else {
     slot.emplace(dlpack_view(name, array, written));
@@ -174,10 +186,8 @@ static Tensor tensor_of(const DLTensor& t) {
 
 Tensor Call::exchanged(const char* name, nb::handle array, const ExchangeApi& api, bool written) {
   static PyObject* const requires_grad = PyUnicode_InternFromString("requires_grad");
-  if (const nb::object flag = nb::steal(PyObject_GetAttr(array.ptr(), requires_grad)); !flag.is_valid()) {
-    PyErr_Clear();  // not torch: no gradients
-  } else if (!written && flag.ptr() == Py_True &&
-             nb::cast<bool>(nb::module_::import_("torch").attr("is_grad_enabled")())) {
+  const nb::object flag = attribute(array, requires_grad);  // torch's; others have none
+  if (!written && flag.ptr() == Py_True && nb::cast<bool>(nb::module_::import_("torch").attr("is_grad_enabled")())) {
     throw Error(HOPWELL_INVALID_ARGUMENT,
                 std::string(operator_) + ": " + name +
                     " requires grad, which this function does not track: use hopwell.torch, detach() it,"
@@ -194,7 +204,10 @@ Tensor Call::exchanged(const char* name, nb::handle array, const ExchangeApi& ap
 
 Tensor Call::numpy_view(const char* name, nb::handle array, nb::handle capsule, bool written) const {
   const auto* interface = static_cast<const ArrayInterface*>(PyCapsule_GetPointer(capsule.ptr(), nullptr));
-  if (interface == nullptr) throw nb::python_error();
+  if (interface == nullptr) {
+    PyErr_Clear();
+    fail(name, "an array", nb::type_name(array.type()).c_str());
+  }
   if (interface->ndim > Tensor::kMaxDims) fail(name, "of at most 8 dimensions", std::to_string(interface->ndim));
   const DLDataType type = data_type(*interface, array);
   if (type.bits == 0)
