@@ -116,43 +116,39 @@ def smooth(values: list[float], weight: float = 0.95) -> list[float]:
 
 
 def loss_picture(metrics: dict[str, Any]) -> bytes:
-    """Training and validation loss, the dense twin's and the bigram model's, over steps of the main model."""
+    """Training and validation loss, the dense twin's and the bigram model's, over updates of the main model.
+
+    Below, over the steps of warm-up and sparse training, the indexer's loss.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    for records, label, colour in (
-        (metrics["steps"], "sparse attention", "tab:blue"),
-        (metrics["dense_twin"], "dense twin", "tab:orange"),
-    ):
-        curve = [r for r in records if r["stage"] != "warm-up"]
-        if curve:
-            axes.plot(
-                [r["update"] for r in curve],
-                smooth([r["loss"] for r in curve]),
-                color=colour,
-                label=f"{label}, training",
-            )
-    for model, label, colour in (
-        ("sparse", "sparse attention", "tab:blue"),
-        ("dense twin", "dense twin", "tab:orange"),
-    ):
+    figure, (axes, below) = pyplot.subplots(2, figsize=(8, 7), height_ratios=(3, 1))
+    steps = metrics["steps"]
+    shared = [record for record in steps if record["stage"] == "dense"]
+    curves = (
+        ("sparse", "sparse attention", "tab:blue", [record for record in steps if record["stage"] != "warm-up"]),
+        ("dense twin", "dense twin", "tab:orange", shared + metrics["dense_twin"]),
+    )
+    for model, label, colour, records in curves:
+        losses, style = smooth([r["loss"] for r in records]), "-" if model == "sparse" else "--"
+        axes.plot([r["update"] for r in records], losses, style, color=colour, label=f"{label}, training")
         points = [v for v in metrics["validation"] if v["model"] == model]
-        axes.plot(
-            [v["update"] for v in points],
-            [v["loss"] for v in points],
-            "o--",
-            color=colour,
-            label=f"{label}, validation",
-        )
+        marks = "o" if model == "sparse" else "x"
+        updates = [v["update"] for v in points]
+        axes.plot(updates, [v["loss"] for v in points], marks, color=colour, label="… validation")
     axes.axhline(metrics["bigram"], color="gray", linestyle=":", label="bigram model, validation")
     axes.set(
         xlabel="updates of the main model", ylabel="loss (nats a token)", title="DeepSeek Sparse Attention on real text"
     )
-    axes.grid(alpha=0.3)
     axes.legend()
+    learning = [record for record in steps if record["stage"] != "dense"]
+    below.plot([r["step"] for r in learning], [r["indexer_loss"] for r in learning], color="tab:green")
+    below.set(xlabel="steps, warm-up and sparse training", ylabel="indexer's loss (nats)", ylim=(0, None))
+    for panel in (axes, below):
+        panel.grid(alpha=0.3)
     figure.tight_layout()
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=120)

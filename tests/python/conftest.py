@@ -1,7 +1,13 @@
 """Fixtures of all Python tests."""
 
+import os
+
 import numpy as np
 import pytest
+
+# PyTorch and Hopwell bring an OpenMP runtime each: threads of the one that spin while they wait keep the other's from
+# working. Read when PyTorch is imported, which is after this.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @pytest.fixture
