@@ -64,31 +64,6 @@ std::vector<std::int64_t> cache_shape(const Config& c, std::int64_t blocks, bool
   return {blocks, c.h_kv, c.d, c.block};
 }
 
-// Block tables whose entries name pages only where a query sees keys; anything else is a number no page has, or a page
-// of NaN.
-void fill_tables(const Config& c, Random& random, Array& tables, std::int64_t blocks) {
-  std::vector<std::int64_t> free(static_cast<std::size_t>(blocks));
-  std::iota(free.begin(), free.end(), 0);
-  for (std::size_t i = free.size(); i > 1; --i)
-    std::swap(free[i - 1], free[static_cast<std::size_t>(random.below(static_cast<std::int64_t>(i)))]);
-  const std::int64_t bad[] = {INT_MIN, -123456, -1, blocks, blocks + 1, INT_MAX};
-  const auto bad_page = [&] { return static_cast<double>(bad[random.below(6)]); };
-  const std::int64_t width = c.table_length();
-  for (std::int64_t n = 0, next = 0; n < c.b(); ++n) {
-    for (std::int64_t i = 0; i < width; ++i) {
-      const bool seen = (i + 1) * c.block > c.first_seen(n) && i * c.block < c.context(n);
-      double page = bad_page();
-      if (seen && c.pages == Pages::kRepeated)
-        page = static_cast<double>(random.below(blocks));
-      else if (seen && c.pages == Pages::kShared && i < 2)
-        page = static_cast<double>(free[static_cast<std::size_t>(blocks - 1 - i)]);
-      else if (seen && !(c.pages == Pages::kBad && random.below(3) == 0))
-        page = static_cast<double>(free[static_cast<std::size_t>(next++)]);
-      tables.set(n * width + i, page);
-    }
-  }
-}
-
 // Random keys and values where a query sees them, NaN everywhere else.
 void fill_caches(const Config& c, Random& random, const Arrays& a, std::int64_t blocks) {
   a.k->fill(kNan);
@@ -229,6 +204,29 @@ struct Reference {
 };
 
 }  // namespace
+
+void fill_tables(const Config& c, Random& random, Array& tables, std::int64_t blocks) {
+  std::vector<std::int64_t> free(static_cast<std::size_t>(blocks));
+  std::iota(free.begin(), free.end(), 0);
+  for (std::size_t i = free.size(); i > 1; --i)
+    std::swap(free[i - 1], free[static_cast<std::size_t>(random.below(static_cast<std::int64_t>(i)))]);
+  const std::int64_t bad[] = {INT_MIN, -123456, -1, blocks, blocks + 1, INT_MAX};
+  const auto bad_page = [&] { return static_cast<double>(bad[random.below(6)]); };
+  const std::int64_t width = c.table_length();
+  for (std::int64_t n = 0, next = 0; n < c.b(); ++n) {
+    for (std::int64_t i = 0; i < width; ++i) {
+      const bool seen = (i + 1) * c.block > c.first_seen(n) && i * c.block < c.context(n);
+      double page = bad_page();
+      if (seen && c.pages == Pages::kRepeated)
+        page = static_cast<double>(random.below(blocks));
+      else if (seen && c.pages == Pages::kShared && i < 2)
+        page = static_cast<double>(free[static_cast<std::size_t>(blocks - 1 - i)]);
+      else if (seen && !(c.pages == Pages::kBad && random.below(3) == 0))
+        page = static_cast<double>(free[static_cast<std::size_t>(next++)]);
+      tables.set(n * width + i, page);
+    }
+  }
+}
 
 void call(const Config& c, const Arrays& a, const char* backend, Stream stream) {
   std::deque<Tensor> views;
