@@ -2,6 +2,10 @@
 enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)
 set(CMAKE_CUDA_STANDARD 20)
+if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake before 3.25.2 does not know that nvcc has had it since 12.0
+  set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
+  set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION -std=c++20)
+endif()
 set(HOPWELL_ARCHITECTURE_sm80 80)
 set(HOPWELL_ARCHITECTURE_sm90 90a)
 set(HOPWELL_ARCHITECTURE_sm100 100a)
@@ -12,7 +16,8 @@ foreach(backend sm80 sm90 sm100)
     continue()
   endif()
   add_library(hopwell_${backend} OBJECT ${kernels})
-  set_target_properties(hopwell_${backend} PROPERTIES CUDA_ARCHITECTURES ${HOPWELL_ARCHITECTURE_${backend}} CUDA_VISIBILITY_PRESET hidden)
+  set_target_properties(hopwell_${backend} PROPERTIES
+    CUDA_ARCHITECTURES ${HOPWELL_ARCHITECTURE_${backend}} CUDA_VISIBILITY_PRESET hidden)
   target_include_directories(hopwell_${backend} PRIVATE include src)
   # ptxas' report of registers, shared memory and spills is kept for the test that reads it.
   target_compile_options(hopwell_${backend} PRIVATE --expt-relaxed-constexpr -Xptxas=-v)
