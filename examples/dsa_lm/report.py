@@ -85,7 +85,9 @@ class Reporter:
             self.progress = None
 
     def say(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        """Prints text as it is; what would steer the terminal (a model may write anything) shows as a replacement."""
+        plain = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+        self.console.print(plain, highlight=False, markup=False, soft_wrap=True)
 
 
 def console() -> Console:

@@ -75,9 +75,10 @@ def read_split(paths: list[Path], max_bytes: int | None = None) -> tuple[list[st
         size += len(text)
         if max_bytes and size >= max_bytes:
             break
-    if not validation and train:
-        cut = len(train[-1]) * 9 // 10 if len(train) == 1 else 0
-        validation, train = [train[-1][cut:]], [*train[:-1], train[-1][:cut]] if cut else train[:-1]
+    if not (train and validation) and train + validation:
+        *train, last = train + validation
+        cut = 0 if train else len(last) * 9 // 10
+        train, validation = train or [last[:cut]], [last[cut:]]
     return train, validation
 
 

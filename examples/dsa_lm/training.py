@@ -84,6 +84,7 @@ class Trainer:
         self, settings: Settings, corpus: Corpus, windows: tuple[Tensor, Tensor], device: torch.device
     ) -> None:
         self.settings, self.corpus, self.windows, self.device = settings, corpus, windows, device
+        self.digest = corpus.digest()
         torch.manual_seed(settings.seed)
         self.model = Decoder(settings.size).to(device)
         self.optimizer = make_optimizer(self.model, settings)
@@ -99,7 +100,7 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         progress = {name: getattr(self, name) for name in ("stage", "step", "update", "fork", "trained")}
         history = {name: getattr(self, name) for name in ("steps", "dense_twin", "validation")}
-        own = {"settings": asdict(self.settings), "corpus": self.corpus.digest()}
+        own = {"settings": asdict(self.settings), "text": self.digest}
         return own | progress | history | {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def save(self, path: Path) -> None:
@@ -114,8 +115,8 @@ class Trainer:
             raise DemoError(f"nothing to resume: {path} does not exist") from None
         except Exception as error:
             raise DemoError(f"cannot resume from {path}: {str(error).splitlines()[0]}") from None
-        for name, mine in (("settings", asdict(self.settings)), ("corpus", self.corpus.digest())):
-            if state[name] != mine:
+        for name, mine in (("settings", asdict(self.settings)), ("text", self.digest)):
+            if not isinstance(state, dict) or state.get(name) != mine:
                 raise DemoError(f"cannot resume from {path}: it was written with other {name}")
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import train_dsa_lm
 from dsa_lm import model, text, training
-from dsa_lm.report import Reporter, console
+from dsa_lm.report import DemoError, Reporter, console
 from hopwell.torch import nn
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -237,9 +237,15 @@ def test_bad_input_is_one_line(
 
 
 def test_resume_refuses_another_run(tmp_path: Path) -> None:
-    trainer = make_trainer()
-    trainer.save(tmp_path / "runs" / "dsa_lm" / "checkpoint.pt")
+    trainer, checkpoint = make_trainer(), tmp_path / "runs" / "dsa_lm" / "checkpoint.pt"
+    trainer.save(checkpoint)
     assert "it was written with other settings" in one_line(demo(tmp_path, "--quick", "--resume"))
+    trainer.digest = "of another text"
+    with pytest.raises(DemoError, match="it was written with other text"):
+        trainer.load(checkpoint)
+    torch.save(["something else"], checkpoint)
+    with pytest.raises(DemoError, match="cannot resume"):
+        trainer.load(checkpoint)
 
 
 def test_full_disk_leaves_earlier_checkpoints_whole(tmp_path: Path) -> None:
@@ -301,9 +307,12 @@ def test_split_is_by_file_and_single_files_are_cut(tmp_path: Path) -> None:
     assert text.read_split([tmp_path]) == (train, validation)
 
     whole = "0123456789" * 10
-    (tmp_path / "0.txt").write_text(whole)
-    train, validation = text.read_split([tmp_path / "0.txt"])
-    assert train + validation == [whole[:90], whole[90:]]
+    for name in names:  # whatever split the hash of the name would send it to
+        (tmp_path / name).write_text(whole)
+        train, validation = text.read_split([tmp_path / name])
+        assert train + validation == [whole[:90], whole[90:]]
+        train, validation = text.read_split([tmp_path / name, tmp_path / "0.txt"])
+        assert train == validation == [whole]
 
 
 def test_batches_depend_on_seed_and_step_alone() -> None:
@@ -343,5 +352,5 @@ def test_progress_bar_on_a_terminal() -> None:
     reporter.end()
     assert "3/3" in screen.getvalue()
     assert "loss 3.210  indexer 0.500  4,321 tokens/s" in screen.getvalue()
-    reporter.say("x[red]y")  # generated text is no markup
-    assert "x[red]y" in screen.getvalue()
+    reporter.say("x[red]y\x1b[2Jz")  # generated text is no markup and does not clear the screen
+    assert "x[red]y\N{REPLACEMENT CHARACTER}[2Jz" in screen.getvalue()
