@@ -118,7 +118,7 @@ def run(options: argparse.Namespace, console: Console) -> bool:
     trainer.run(folder / "checkpoint.pt", reporter)
     results, written = finish(trainer, prompt, bigram, folder)
     made = claims(results, size.topk)
-    metrics = {"settings": asdict(settings), "device": str(device), "seconds": watch.seconds()} | asdict(results)
+    metrics = {"settings": asdict(settings), "device": str(device)} | watch.read() | asdict(results)
     metrics |= {"claims": [asdict(claim) for claim in made], "validation": trainer.validation}
     metrics |= {"steps": trainer.steps, "dense_twin": trainer.dense_twin}
     write_atomically(folder / "metrics.json", report.metrics_json(metrics))
@@ -129,6 +129,6 @@ def run(options: argparse.Namespace, console: Console) -> bool:
     )
     reporter.say(
         f"{results.quantized_layers} linear layers in NVFP4, generated {results.generated_per_s:,.0f} tokens/s; "
-        f"{watch.seconds():.0f} s in all; results in {folder}/"
+        f"{metrics['seconds']:.0f} s in all, {metrics['cpu_seconds']:.0f} s of processor time; results in {folder}/"
     )
     return all(claim.holds for claim in made)
