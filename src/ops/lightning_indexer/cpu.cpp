@@ -8,126 +8,26 @@
 // Backward: queries in waves. Each query of a wave gathers its keys and writes its part of dk, a row an entry, into a
 // slot of its own; then the wave's slots are added into dk in the order of queries and entries, each range of keys by
 // one thread. So the sums do not depend on the number of threads, `deterministic` or not.
-#undef HWY_TARGET_INCLUDE
-#define HWY_TARGET_INCLUDE "ops/lightning_indexer/cpu.cpp"
-#include <hwy/foreach_target.h>
-//
-#include <hwy/highway.h>
-
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <functional>
 #include <limits>
 
 #include "ops/lightning_indexer/op.hpp"
 #include "tile/cpu/gemm.hpp"
+#include "tile/cpu/index_score.hpp"
 #include "tile/cpu/parallel.hpp"
 #include "tile/cpu/vector.hpp"
-
-HWY_BEFORE_NAMESPACE();
-namespace hopwell::ops::lightning_indexer::HWY_NAMESPACE {
-namespace hn = hwy::HWY_NAMESPACE;
-using FloatTag = hn::CappedTag<float, 16>;  // so that kLaneBlock is whole vectors on every target
-constexpr float kNegInf = -std::numeric_limits<float>::infinity();
-
-// max(x, 0), and NaN for NaN.
-template <class V>
-HWY_INLINE V Relu(V x) {
-  const hn::DFromV<V> d;
-  return hn::IfThenZeroElse(hn::Lt(x, hn::Zero(d)), x);
-}
-
-// score[t] += sum_j w[j] * relu(dot[j, t]) in the order of j; count is a multiple of 64.
-void AddReluSum(const float* dot, std::int64_t ld, const float* w, std::int64_t heads, float* score,
-                std::int64_t count) {
-  const FloatTag d;
-  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
-  for (std::int64_t t = 0; t < count; t += 4 * lanes) {
-    float* at = score + t;
-    auto s0 = hn::LoadU(d, at), s1 = hn::LoadU(d, at + lanes);
-    auto s2 = hn::LoadU(d, at + 2 * lanes), s3 = hn::LoadU(d, at + 3 * lanes);
-    for (std::int64_t j = 0; j < heads; ++j) {
-      const float* row = dot + j * ld + t;
-      const auto weight = hn::Set(d, w[j]);
-      s0 = hn::MulAdd(weight, Relu(hn::LoadU(d, row)), s0);
-      s1 = hn::MulAdd(weight, Relu(hn::LoadU(d, row + lanes)), s1);
-      s2 = hn::MulAdd(weight, Relu(hn::LoadU(d, row + 2 * lanes)), s2);
-      s3 = hn::MulAdd(weight, Relu(hn::LoadU(d, row + 3 * lanes)), s3);
-    }
-    hn::StoreU(s0, d, at);
-    hn::StoreU(s1, d, at + lanes);
-    hn::StoreU(s2, d, at + 2 * lanes);
-    hn::StoreU(s3, d, at + 3 * lanes);
-  }
-}
-
-// Appends the scores above `threshold` (all, if that is NaN) and their keys first_key, first_key + 1, ... to a list;
-// NaN scores count as -inf. `score` is readable, the list writable, up to a vector past the end. Returns how many.
-std::int64_t AppendAbove(const float* score, std::int64_t count, float threshold, std::int32_t first_key, float* scores,
-                         std::int32_t* keys) {
-  const FloatTag d;
-  const hn::RebindToSigned<FloatTag> di;
-  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
-  const auto limit = hn::Set(d, threshold);
-  std::int64_t appended = 0;
-  for (std::int64_t t = 0; t < count; t += lanes) {
-    const auto loaded = hn::LoadU(d, score + t);
-    const auto s = hn::IfThenElse(hn::IsNaN(loaded), hn::Set(d, kNegInf), loaded);
-    auto chosen = hn::Not(hn::Le(s, limit));
-    if (count - t < lanes) chosen = hn::And(chosen, hn::FirstN(d, static_cast<std::size_t>(count - t)));
-    if (hn::AllFalse(d, chosen)) continue;
-    const auto key = hn::Iota(di, first_key + static_cast<std::int32_t>(t));
-    hn::CompressStore(key, hn::RebindMask(di, chosen), di, keys + appended);
-    appended += static_cast<std::int64_t>(hn::CompressStore(s, chosen, d, scores + appended));
-  }
-  return appended;
-}
-
-// For one head: returns sum_i g[i] * relu(dot[i]), and makes dot the gradient w * g[i] * 1[dot[i] > 0]; count is a
-// multiple of 64.
-float HeadGradient(const float* g, float w, float* dot, std::int64_t count) {
-  const FloatTag d;
-  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
-  const auto weight = hn::Set(d, w);
-  auto sum0 = hn::Zero(d), sum1 = hn::Zero(d);
-  for (std::int64_t i = 0; i < count; i += 2 * lanes) {
-    const auto g0 = hn::LoadU(d, g + i), g1 = hn::LoadU(d, g + i + lanes);
-    const auto x0 = hn::LoadU(d, dot + i), x1 = hn::LoadU(d, dot + i + lanes);
-    sum0 = hn::MulAdd(g0, Relu(x0), sum0);
-    sum1 = hn::MulAdd(g1, Relu(x1), sum1);
-    hn::StoreU(hn::IfThenElseZero(hn::Gt(x0, hn::Zero(d)), hn::Mul(weight, g0)), d, dot + i);
-    hn::StoreU(hn::IfThenElseZero(hn::Gt(x1, hn::Zero(d)), hn::Mul(weight, g1)), d, dot + i + lanes);
-  }
-  return hn::GetLane(hn::SumOfLanes(d, hn::Add(sum0, sum1)));
-}
-
-}  // namespace hopwell::ops::lightning_indexer::HWY_NAMESPACE
-HWY_AFTER_NAMESPACE();
-
-#if HWY_ONCE
-
-#include <algorithm>
-#include <cmath>
-#include <functional>
 
 namespace hopwell::ops {
 namespace lightning_indexer {
 namespace {
 
-HWY_EXPORT(AddReluSum);
-HWY_EXPORT(AppendAbove);
-HWY_EXPORT(HeadGradient);
-
+using cpu::kLaneBlock;
 using cpu::Scratch;
 
-void add_relu_sum(const float* dot, std::int64_t ld, const float* w, std::int64_t heads, float* score,
-                  std::int64_t count) {
-  HWY_DYNAMIC_DISPATCH(AddReluSum)(dot, ld, w, heads, score, count);
-}
-
-float head_gradient(const float* g, float w, float* dot, std::int64_t count) {
-  return HWY_DYNAMIC_DISPATCH(HeadGradient)(g, w, dot, count);
-}
-
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr std::int64_t kLaneBlock = 64;   // vector code runs over whole multiples of this, products over zeros up to it
 constexpr std::int64_t kKeyTile = 256;    // keys a product
 constexpr std::int64_t kRowTile = 256;    // (query, head) rows a product
 constexpr std::int64_t kMaxQueries = 64;  // queries a block, each with a candidate list
@@ -172,8 +72,8 @@ class Candidates {
   // The scores of the keys from first_key on, at most kKeyTile of them, all after those before.
   void append(const float* score, std::int64_t count, std::int64_t first_key) {
     if (size_ + count > capacity_) keep_best();
-    size_ += HWY_DYNAMIC_DISPATCH(AppendAbove)(score, count, threshold_, static_cast<std::int32_t>(first_key),
-                                               scores() + size_, keys() + size_);
+    size_ += cpu::append_above(score, count, threshold_, static_cast<std::int32_t>(first_key), scores() + size_,
+                               keys() + size_);
   }
 
   // Another list, whose keys come after those before.
@@ -264,7 +164,7 @@ void score_tile(const Problem& p, std::int64_t queries, std::int64_t count, Stat
                  state.dot.get(), kKeyTile);
     while (row < end) {
       const std::int64_t query = row / p.h_index, heads = std::min(end, (query + 1) * p.h_index) - row;
-      add_relu_sum(dot, kKeyTile, state.weights.get() + row, heads, state.score.get() + query * kKeyTile, n);
+      cpu::add_relu_sum(dot, kKeyTile, state.weights.get() + row, heads, state.score.get() + query * kKeyTile, n);
       dot += heads * kKeyTile;
       row += heads;
     }
@@ -358,12 +258,10 @@ const runtime::Registration<Problem> cpu_backend{{.name = "cpu", .launch = launc
 namespace lightning_indexer_backward {
 namespace {
 
+using cpu::kLaneBlock;
 using cpu::Scratch;
-using lightning_indexer::add_relu_sum;
 using lightning_indexer::ceil_div;
-using lightning_indexer::head_gradient;
 using lightning_indexer::kInfinity;
-using lightning_indexer::kLaneBlock;
 using lightning_indexer::load;
 using lightning_indexer::padded;
 using lightning_indexer::store;
@@ -423,7 +321,7 @@ void score_entries(const Problem& p, const std::int32_t* keys, std::int64_t coun
   for (std::int64_t first = 0; first < count; first += state.tile) {
     const std::int64_t n = std::min(state.tile, count - first);
     multiply(p, keys + first, n, state);
-    add_relu_sum(state.dot.get(), state.tile, state.weights.get(), p.h_index, score + first, padded(n));
+    cpu::add_relu_sum(state.dot.get(), state.tile, state.weights.get(), p.h_index, score + first, padded(n));
   }
   std::replace_if(
       score, score + count, [](float x) { return std::isnan(x); }, -kInfinity);
@@ -470,7 +368,8 @@ void input_gradients(const Problem& p, std::int32_t* keys, std::int64_t count, S
       for (std::int64_t j = 0; j < p.h_index; ++j) dot[j * ld + i] = 0;
     }
     for (std::int64_t j = 0; j < p.h_index; ++j)
-      state.d_weights.get()[j] += head_gradient(state.g.get() + first, state.weights.get()[j], dot + j * ld, padded(n));
+      state.d_weights.get()[j] +=
+          cpu::relu_gradient(state.g.get() + first, state.weights.get()[j], dot + j * ld, padded(n));
     cpu::gemm_nn(p.h_index, d, padded(n), 1, dot, ld, k, d, first == 0 ? 0.0F : 1.0F, state.d_q.get(), d);
     cpu::gemm_tn(n, d, p.h_index, 1, dot, ld, state.q.get(), d, 0, part + first * d, d);
   }
@@ -541,5 +440,3 @@ const runtime::Registration<Problem> cpu_backend{{.name = "cpu", .launch = launc
 }  // namespace
 }  // namespace lightning_indexer_backward
 }  // namespace hopwell::ops
-
-#endif  // HWY_ONCE

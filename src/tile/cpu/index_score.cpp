@@ -1,0 +1,108 @@
+#include "tile/cpu/index_score.hpp"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "tile/cpu/index_score.cpp"
+#include <hwy/foreach_target.h>
+//
+#include <hwy/highway.h>
+
+#include <limits>
+
+HWY_BEFORE_NAMESPACE();
+namespace hopwell::cpu::HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+using FloatTag = hn::CappedTag<float, 16>;  // so that kLaneBlock is whole vectors on every target
+constexpr float kNegInf = -std::numeric_limits<float>::infinity();
+
+// max(x, 0), and NaN for NaN.
+template <class V>
+HWY_INLINE V Relu(V x) {
+  const hn::DFromV<V> d;
+  return hn::IfThenZeroElse(hn::Lt(x, hn::Zero(d)), x);
+}
+
+void AddReluSum(const float* dot, std::int64_t ld, const float* w, std::int64_t heads, float* score,
+                std::int64_t count) {
+  const FloatTag d;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  for (std::int64_t t = 0; t < count; t += 4 * lanes) {
+    float* at = score + t;
+    auto s0 = hn::LoadU(d, at), s1 = hn::LoadU(d, at + lanes);
+    auto s2 = hn::LoadU(d, at + 2 * lanes), s3 = hn::LoadU(d, at + 3 * lanes);
+    for (std::int64_t j = 0; j < heads; ++j) {
+      const float* row = dot + j * ld + t;
+      const auto weight = hn::Set(d, w[j]);
+      s0 = hn::MulAdd(weight, Relu(hn::LoadU(d, row)), s0);
+      s1 = hn::MulAdd(weight, Relu(hn::LoadU(d, row + lanes)), s1);
+      s2 = hn::MulAdd(weight, Relu(hn::LoadU(d, row + 2 * lanes)), s2);
+      s3 = hn::MulAdd(weight, Relu(hn::LoadU(d, row + 3 * lanes)), s3);
+    }
+    hn::StoreU(s0, d, at);
+    hn::StoreU(s1, d, at + lanes);
+    hn::StoreU(s2, d, at + 2 * lanes);
+    hn::StoreU(s3, d, at + 3 * lanes);
+  }
+}
+
+std::int64_t AppendAbove(const float* score, std::int64_t count, float threshold, std::int32_t first_key, float* scores,
+                         std::int32_t* keys) {
+  const FloatTag d;
+  const hn::RebindToSigned<FloatTag> di;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  const auto limit = hn::Set(d, threshold);
+  std::int64_t appended = 0;
+  for (std::int64_t t = 0; t < count; t += lanes) {
+    const auto loaded = hn::LoadU(d, score + t);
+    const auto s = hn::IfThenElse(hn::IsNaN(loaded), hn::Set(d, kNegInf), loaded);
+    auto chosen = hn::Not(hn::Le(s, limit));
+    if (count - t < lanes) chosen = hn::And(chosen, hn::FirstN(d, static_cast<std::size_t>(count - t)));
+    if (hn::AllFalse(d, chosen)) continue;
+    const auto key = hn::Iota(di, first_key + static_cast<std::int32_t>(t));
+    hn::CompressStore(key, hn::RebindMask(di, chosen), di, keys + appended);
+    appended += static_cast<std::int64_t>(hn::CompressStore(s, chosen, d, scores + appended));
+  }
+  return appended;
+}
+
+float ReluGradient(const float* g, float w, float* dot, std::int64_t count) {
+  const FloatTag d;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  const auto weight = hn::Set(d, w);
+  auto sum0 = hn::Zero(d), sum1 = hn::Zero(d);
+  for (std::int64_t i = 0; i < count; i += 2 * lanes) {
+    const auto g0 = hn::LoadU(d, g + i), g1 = hn::LoadU(d, g + i + lanes);
+    const auto x0 = hn::LoadU(d, dot + i), x1 = hn::LoadU(d, dot + i + lanes);
+    sum0 = hn::MulAdd(g0, Relu(x0), sum0);
+    sum1 = hn::MulAdd(g1, Relu(x1), sum1);
+    hn::StoreU(hn::IfThenElseZero(hn::Gt(x0, hn::Zero(d)), hn::Mul(weight, g0)), d, dot + i);
+    hn::StoreU(hn::IfThenElseZero(hn::Gt(x1, hn::Zero(d)), hn::Mul(weight, g1)), d, dot + i + lanes);
+  }
+  return hn::GetLane(hn::SumOfLanes(d, hn::Add(sum0, sum1)));
+}
+
+}  // namespace hopwell::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace hopwell::cpu {
+
+HWY_EXPORT(AddReluSum);
+HWY_EXPORT(AppendAbove);
+HWY_EXPORT(ReluGradient);
+
+void add_relu_sum(const float* dot, std::int64_t ld, const float* w, std::int64_t heads, float* score,
+                  std::int64_t count) {
+  HWY_DYNAMIC_DISPATCH(AddReluSum)(dot, ld, w, heads, score, count);
+}
+
+std::int64_t append_above(const float* score, std::int64_t count, float threshold, std::int32_t first_key,
+                          float* scores, std::int32_t* keys) {
+  return HWY_DYNAMIC_DISPATCH(AppendAbove)(score, count, threshold, first_key, scores, keys);
+}
+
+float relu_gradient(const float* g, float w, float* dot, std::int64_t count) {
+  return HWY_DYNAMIC_DISPATCH(ReluGradient)(g, w, dot, count);
+}
+
+}  // namespace hopwell::cpu
+#endif  // HWY_ONCE

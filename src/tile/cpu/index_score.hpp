@@ -1,0 +1,25 @@
+// Vector code of the lightning indexer's scores: sums of weighted relus, choosing among scores, the relus' gradient.
+#pragma once
+
+#include <cstdint>
+
+namespace hopwell::cpu {
+
+// Counts below that must be multiples of this, so that no vector is cut short; padding is the caller's.
+inline constexpr std::int64_t kLaneBlock = 64;
+
+// score[t] += sum_j w[j] * relu(dot[j, t]) in the order of j, so that equal columns give equal scores; relu(NaN) is
+// NaN. dot's rows are ld apart; count is a multiple of kLaneBlock.
+void add_relu_sum(const float* dot, std::int64_t ld, const float* w, std::int64_t heads, float* score,
+                  std::int64_t count);
+
+// Appends the scores above `threshold` (all, if that is NaN) and their keys first_key, first_key + 1, ... to a list;
+// NaN scores count as -inf. `score` is readable, the list writable, up to kLaneBlock past the end. Returns how many.
+std::int64_t append_above(const float* score, std::int64_t count, float threshold, std::int32_t first_key,
+                          float* scores, std::int32_t* keys);
+
+// For one head: returns sum_i g[i] * relu(dot[i]), and makes dot the gradient w * g[i] * 1[dot[i] > 0]; count is a
+// multiple of kLaneBlock.
+float relu_gradient(const float* g, float w, float* dot, std::int64_t count);
+
+}  // namespace hopwell::cpu
