@@ -8,6 +8,10 @@ const std::vector<Suite>& suites() {
       sparse_mla_backward(),
       attention_distribution(),
       paged_attention(),
+      nvfp4_gemv(),
+      nvfp4_linear(),
+      nvfp4_quantize(),
+      nvfp4_dequantize(),
       lightning_indexer(),
       lightning_indexer_backward(),
   };

@@ -9,6 +9,10 @@ Suite sparse_mla_forward();
 Suite sparse_mla_backward();
 Suite attention_distribution();
 Suite paged_attention();
+Suite nvfp4_gemv();
+Suite nvfp4_linear();
+Suite nvfp4_quantize();
+Suite nvfp4_dequantize();
 Suite lightning_indexer();
 Suite lightning_indexer_backward();
 

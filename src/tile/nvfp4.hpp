@@ -1,7 +1,7 @@
 // NVFP4's number formats and the 128x4 blocked order of its scales: plain constexpr functions, for every backend.
 //
-// e2m1: OCP Microscaling Formats v1.0, section 5.3.3. e4m3 (no infinities, NaN 0x7F and 0xFF): OCP 8-bit Floating Point v1.0.
-// The blocked order: cuBLAS documentation, "1D block scaling factors layout".
+// e2m1: OCP Microscaling Formats v1.0, section 5.3.3. e4m3 (no infinities, NaN 0x7F and 0xFF): OCP 8-bit Floating Point
+// v1.0. The blocked order: cuBLAS documentation, "1D block scaling factors layout".
 #pragma once
 
 #include <bit>
@@ -16,8 +16,8 @@ inline constexpr std::uint8_t kScaleMaxBits = 0x7E, kScaleNan = 0x7F;
 // s e e m; the low three bits are the magnitudes 0 0.5 1 1.5 2 3 4 6.
 constexpr float decode_e2m1(unsigned code) {
   const unsigned exponent = (code >> 1) & 3U, mantissa = code & 1U;
-  const float magnitude =
-      exponent == 0 ? 0.5F * static_cast<float>(mantissa) : static_cast<float>((2U + mantissa) << (exponent - 1)) * 0.5F;
+  const float magnitude = exponent == 0 ? 0.5F * static_cast<float>(mantissa)
+                                        : static_cast<float>((2U + mantissa) << (exponent - 1)) * 0.5F;
   return (code & 8U) != 0 ? -magnitude : magnitude;
 }
 
@@ -35,7 +35,9 @@ constexpr float decode_e4m3(std::uint8_t bits) {
 // The e4m3 number nearest to x >= 0, ties to even; 448 for everything above it.
 constexpr std::uint8_t encode_e4m3(float x) {
   if (!(x < kScaleMax)) return kScaleMaxBits;
-  if (x < 0x1p-6F) return static_cast<std::uint8_t>(std::bit_cast<std::uint32_t>(x + 0x1p14F) - 0x46800000U);  // the FPU rounds at 2^-9
+  if (x < 0x1p-6F)
+    return static_cast<std::uint8_t>(std::bit_cast<std::uint32_t>(x + 0x1p14F) -
+                                     0x46800000U);  // the FPU rounds at 2^-9
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(x) - (120U << 23);
   return static_cast<std::uint8_t>((bits + 0x7FFFFU + ((bits >> 20) & 1U)) >> 20);
 }
@@ -46,7 +48,8 @@ constexpr std::int64_t blocked_bytes(std::int64_t rows, std::int64_t scales_a_ro
   return 512 * ((rows + 127) / 128) * blocked_tiles(scales_a_row);
 }
 constexpr std::int64_t blocked_offset(std::int64_t row, std::int64_t scale, std::int64_t scales_a_row) {
-  return 512 * (row / 128 * blocked_tiles(scales_a_row) + scale / 4) + 16 * (row % 32) + 4 * (row % 128 / 32) + scale % 4;
+  return 512 * (row / 128 * blocked_tiles(scales_a_row) + scale / 4) + 16 * (row % 32) + 4 * (row % 128 / 32) +
+         scale % 4;
 }
 
 // Where a matrix's scales lie.
@@ -57,7 +60,8 @@ struct Scales {
   std::int64_t batch_stride = 0;  // bytes
   std::int64_t columns = 0;       // K/16
 
-  // Of scale `column` of row `row`. In the blocked layout four scales of a row that begin at a multiple of 4 are neighbours.
+  // Of scale `column` of row `row`. In the blocked layout four scales of a row that begin at a multiple of 4 are
+  // neighbours.
   [[nodiscard]] constexpr std::int64_t offset(std::int64_t row, std::int64_t column, std::int64_t batch = 0) const {
     return batch * batch_stride + (blocked ? blocked_offset(row, column, columns) : row * row_stride + column);
   }

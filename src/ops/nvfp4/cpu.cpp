@@ -1,8 +1,9 @@
 // NVFP4 on the CPU.
 //
-// nvfp4_linear with few rows of x, and nvfp4_gemv, read the codes once and multiply them with x as they come out of the decoder, block
-// by block: sum_k x * code, times the block's scale, all in fp32. With more rows, tiles of weights are decoded to fp32 and go through
-// BLAS. Items are tiles of weight rows, whatever the number of threads, so that results do not depend on it.
+// nvfp4_linear with few rows of x, and nvfp4_gemv, read the codes once and multiply them with x as they come out of the
+// decoder, block by block: sum_k x * code, times the block's scale, all in fp32. With more rows, tiles of weights are
+// decoded to fp32 and go through BLAS. Items are tiles of weight rows, whatever the number of threads, so that results
+// do not depend on it.
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -22,7 +23,7 @@ namespace simd = cpu::nvfp4;
 using cpu::Scratch;
 using hopwell::nvfp4::kBlock;
 
-constexpr std::int64_t kRowTile = 32;      // rows of weights an item takes
+constexpr std::int64_t kRowTile = 32;        // rows of weights an item takes
 constexpr std::int64_t kGemmColumns = 1024;  // of a tile of weights decoded for BLAS: 128 KiB
 constexpr std::int64_t kGemmRows = 256;      // of x at a time
 
@@ -30,9 +31,12 @@ constexpr std::int64_t kGemmRows = 256;      // of x at a time
 template <class Function>
 void with_type(const View& view, Function function) {
   switch (view.dtype) {
-    case DType::kFloat16: return function(view.as<float16>());
-    case DType::kBFloat16: return function(view.as<bfloat16>());
-    default: return function(view.as<float>());
+    case DType::kFloat16:
+      return function(view.as<float16>());
+    case DType::kBFloat16:
+      return function(view.as<bfloat16>());
+    default:
+      return function(view.as<float>());
   }
 }
 
@@ -46,14 +50,15 @@ struct Matrix {
 
   [[nodiscard]] const std::uint8_t* row(std::int64_t m) const { return codes + m * row_stride; }
 
-  // The scales of columns [first, first + count) of K in row m, decoded, with zeros behind; `first` is a multiple of 64.
-  // `bytes` has room for count / 16 + 3.
+  // The scales of columns [first, first + count) of K in row m, decoded, with zeros behind; `first` is a multiple
+  // of 64. `bytes` has room for count / 16 + 3.
   void decode_scales(std::int64_t m, std::int64_t first, std::int64_t count, std::uint8_t* bytes, float* out) const {
     if (count == 0) return simd::decode_scales(nullptr, 0, out);
     const std::uint8_t* row_scales = scales.data + scales.offset(m, first / kBlock, batch);
     if (!scales.blocked) return simd::decode_scales(row_scales, unsigned_size(count), out);
     constexpr std::int64_t kTileBytes = 512;
-    for (std::int64_t tile = 0; 4 * kBlock * tile < count; ++tile) std::memcpy(bytes + 4 * tile, row_scales + kTileBytes * tile, 4);
+    for (std::int64_t tile = 0; 4 * kBlock * tile < count; ++tile)
+      std::memcpy(bytes + 4 * tile, row_scales + kTileBytes * tile, 4);
     simd::decode_scales(bytes, unsigned_size(count), out);
   }
 };
@@ -67,7 +72,8 @@ struct DotScratch {
   Scratch<float> scales;
   Scratch<std::uint8_t> bytes;
 };
-void dot_rows(const Matrix& matrix, std::int64_t first, std::int64_t count, const float* x, const DotScratch& scratch, float* sums) {
+void dot_rows(const Matrix& matrix, std::int64_t first, std::int64_t count, const float* x, const DotScratch& scratch,
+              float* sums) {
   const std::size_t k = unsigned_size(matrix.k), room = simd::scale_room(k);
   constexpr auto kRows = static_cast<std::int64_t>(simd::kDotRows);
   for (std::int64_t begin = 0; begin < count; begin += kRows) {
@@ -75,13 +81,15 @@ void dot_rows(const Matrix& matrix, std::int64_t first, std::int64_t count, cons
     const std::uint8_t* codes[kRows];
     for (std::int64_t r = 0; r < rows; ++r) {
       codes[r] = matrix.row(first + begin + r);
-      matrix.decode_scales(first + begin + r, 0, matrix.k, scratch.bytes.get(), scratch.scales.get() + unsigned_size(r) * room);
+      matrix.decode_scales(first + begin + r, 0, matrix.k, scratch.bytes.get(),
+                           scratch.scales.get() + unsigned_size(r) * room);
     }
     simd::dot(codes, scratch.scales.get(), unsigned_size(rows), x, k, sums + begin);
   }
 }
 
-// ---- nvfp4_gemv --------------------------------------------------------------------------------------------------------------
+// ---- nvfp4_gemv
+// --------------------------------------------------------------------------------------------------------------
 
 void launch_gemv(const GemvProblem& p, Stream) {
   const std::size_t k = unsigned_size(p.k);
@@ -99,17 +107,22 @@ void launch_gemv(const GemvProblem& p, Stream) {
     }
   }
   const std::int64_t row_tiles = tiles(p.m, kRowTile);
-  cpu::parallel_for(p.l * row_tiles, [&] { return DotScratch(p.k); }, [&](std::int64_t item, const DotScratch& scratch) {
-    const std::int64_t l = item / row_tiles, first = item % row_tiles * kRowTile, count = std::min(kRowTile, p.m - first);
-    float sums[kRowTile];
-    dot_rows({codes(p.a, l), p.a.stride[0], l, p.k, p.sfa}, first, count, x.get() + l * k_padded, scratch, sums);
-    with_type(p.c, [&]<class T>(T* c) {
-      for (std::int64_t r = 0; r < count; ++r) c[(first + r) * p.c.stride[0] + l * p.c.stride[2]] = rounded<T>(p.alpha * sums[r]);
-    });
-  });
+  cpu::parallel_for(
+      p.l * row_tiles, [&] { return DotScratch(p.k); },
+      [&](std::int64_t item, const DotScratch& scratch) {
+        const std::int64_t l = item / row_tiles, first = item % row_tiles * kRowTile,
+                           count = std::min(kRowTile, p.m - first);
+        float sums[kRowTile];
+        dot_rows({codes(p.a, l), p.a.stride[0], l, p.k, p.sfa}, first, count, x.get() + l * k_padded, scratch, sums);
+        with_type(p.c, [&]<class T>(T* c) {
+          for (std::int64_t r = 0; r < count; ++r)
+            c[(first + r) * p.c.stride[0] + l * p.c.stride[2]] = rounded<T>(p.alpha * sums[r]);
+        });
+      });
 }
 
-// ---- nvfp4_linear ------------------------------------------------------------------------------------------------------------
+// ---- nvfp4_linear
+// ------------------------------------------------------------------------------------------------------------
 
 double factor_of(const Global& global, bool is_reciprocal) {
   const auto value = static_cast<double>(global.pointer != nullptr ? *global.pointer : global.value);
@@ -126,7 +139,8 @@ struct Epilogue {
       const T* bias = p.bias.as<const T>();
       for (std::int64_t r = 0; r < count; ++r) {
         const double offset = p.bias ? static_cast<double>(to_float(bias[(first + r) * p.bias.stride[0]])) : 0.0;
-        y[i * p.y.stride[0] + first + r] = rounded<T>(static_cast<float>(factor * static_cast<double>(sums[r]) + offset));
+        y[i * p.y.stride[0] + first + r] =
+            rounded<T>(static_cast<float>(factor * static_cast<double>(sums[r]) + offset));
       }
     });
   }
@@ -136,10 +150,14 @@ struct Epilogue {
 Scratch<float> arranged(const View& x, std::int64_t first, std::int64_t n, std::int64_t k) {
   const auto k_padded = static_cast<std::int64_t>(simd::padded(unsigned_size(k)));
   Scratch<float> out(n * k_padded);
-  cpu::parallel_for(n, [&] { return Scratch<float>(k); }, [&](std::int64_t i, const Scratch<float>& row) {
-    with_type(x, [&]<class T>(const T* from) { cpu::to_float(from + (first + i) * x.stride[0], row.get(), unsigned_size(k)); });
-    simd::arrange(row.get(), unsigned_size(k), out.get() + i * k_padded);
-  });
+  cpu::parallel_for(
+      n, [&] { return Scratch<float>(k); },
+      [&](std::int64_t i, const Scratch<float>& row) {
+        with_type(x, [&]<class T>(const T* from) {
+          cpu::to_float(from + (first + i) * x.stride[0], row.get(), unsigned_size(k));
+        });
+        simd::arrange(row.get(), unsigned_size(k), out.get() + i * k_padded);
+      });
   return out;
 }
 
@@ -150,12 +168,14 @@ void launch_linear(const LinearProblem& p, Stream) {
   const std::int64_t row_tiles = tiles(p.rows, kRowTile);
   if (p.n == 1) {
     const Scratch<float> x = arranged(p.x, 0, 1, p.k);
-    cpu::parallel_for(row_tiles, [&] { return DotScratch(p.k); }, [&](std::int64_t item, const DotScratch& scratch) {
-      const std::int64_t first = item * kRowTile, count = std::min(kRowTile, p.rows - first);
-      float sums[kRowTile];
-      dot_rows(weight, first, count, x.get(), scratch, sums);
-      epilogue(0, first, count, sums);
-    });
+    cpu::parallel_for(
+        row_tiles, [&] { return DotScratch(p.k); },
+        [&](std::int64_t item, const DotScratch& scratch) {
+          const std::int64_t first = item * kRowTile, count = std::min(kRowTile, p.rows - first);
+          float sums[kRowTile];
+          dot_rows(weight, first, count, x.get(), scratch, sums);
+          epilogue(0, first, count, sums);
+        });
     return;
   }
   const auto k_padded = static_cast<std::int64_t>(simd::padded(unsigned_size(p.k)));
@@ -166,43 +186,52 @@ void launch_linear(const LinearProblem& p, Stream) {
   for (std::int64_t x_first = 0; x_first < p.n; x_first += kGemmRows) {
     const std::int64_t n = std::min(kGemmRows, p.n - x_first);
     const Scratch<float> x = arranged(p.x, x_first, n, p.k);
-    cpu::parallel_for(row_tiles, [] { return State(); }, [&](std::int64_t item, const State& state) {
-      const std::int64_t first = item * kRowTile, count = std::min(kRowTile, p.rows - first);
-      std::fill_n(state.sums.get(), n * kRowTile, 0.0F);
-      for (std::int64_t begin = 0; begin < p.k; begin += kGemmColumns) {
-        const std::int64_t columns = std::min(kGemmColumns, p.k - begin);
-        const auto columns_padded = static_cast<std::int64_t>(simd::padded(unsigned_size(columns)));
-        for (std::int64_t r = 0; r < count; ++r) {
-          weight.decode_scales(first + r, begin, columns, state.bytes.get(), state.scales.get());
-          simd::decode_arranged(weight.row(first + r) + begin / 2, state.scales.get(), unsigned_size(columns),
-                                state.tile.get() + r * columns_padded);
-        }
-        cpu::gemm_nt(n, count, columns_padded, 1, x.get() + begin, k_padded, state.tile.get(), columns_padded, 1, state.sums.get(), kRowTile);
-      }
-      for (std::int64_t i = 0; i < n; ++i) epilogue(x_first + i, first, count, state.sums.get() + i * kRowTile);
-    });
+    cpu::parallel_for(
+        row_tiles, [] { return State(); },
+        [&](std::int64_t item, const State& state) {
+          const std::int64_t first = item * kRowTile, count = std::min(kRowTile, p.rows - first);
+          std::fill_n(state.sums.get(), n * kRowTile, 0.0F);
+          for (std::int64_t begin = 0; begin < p.k; begin += kGemmColumns) {
+            const std::int64_t columns = std::min(kGemmColumns, p.k - begin);
+            const auto columns_padded = static_cast<std::int64_t>(simd::padded(unsigned_size(columns)));
+            for (std::int64_t r = 0; r < count; ++r) {
+              weight.decode_scales(first + r, begin, columns, state.bytes.get(), state.scales.get());
+              simd::decode_arranged(weight.row(first + r) + begin / 2, state.scales.get(), unsigned_size(columns),
+                                    state.tile.get() + r * columns_padded);
+            }
+            cpu::gemm_nt(n, count, columns_padded, 1, x.get() + begin, k_padded, state.tile.get(), columns_padded, 1,
+                         state.sums.get(), kRowTile);
+          }
+          for (std::int64_t i = 0; i < n; ++i) epilogue(x_first + i, first, count, state.sums.get() + i * kRowTile);
+        });
   }
 }
 
-// ---- nvfp4_quantize, nvfp4_dequantize ------------------------------------------------------------------------------------------
+// ---- nvfp4_quantize, nvfp4_dequantize
+// ------------------------------------------------------------------------------------------
 
 template <class Body>
 void for_each_row_as_float(const QuantizeProblem& p, Body body) {
   with_type(p.x, [&]<class T>(const T* x) {
-    cpu::parallel_for(p.rows, [&] { return Scratch<float>(p.k); }, [&](std::int64_t row, const Scratch<float>& scratch) {
-      cpu::to_float(x + row * p.x.stride[0], scratch.get(), unsigned_size(p.k));
-      body(row, scratch.get());
-    });
+    cpu::parallel_for(
+        p.rows, [&] { return Scratch<float>(p.k); },
+        [&](std::int64_t row, const Scratch<float>& scratch) {
+          cpu::to_float(x + row * p.x.stride[0], scratch.get(), unsigned_size(p.k));
+          body(row, scratch.get());
+        });
   });
 }
 
 float global_of(const QuantizeProblem& p) {
   if (p.has_global) return p.global.pointer != nullptr ? *p.global.pointer : p.global.value;
   std::vector<float> amax(unsigned_size(p.rows), 0.0F);
-  for_each_row_as_float(p, [&](std::int64_t row, const float* x) { amax[unsigned_size(row)] = simd::finite_amax(x, unsigned_size(p.k)); });
+  for_each_row_as_float(p, [&](std::int64_t row, const float* x) {
+    amax[unsigned_size(row)] = simd::finite_amax(x, unsigned_size(p.k));
+  });
   const float most = amax.empty() ? 0.0F : *std::max_element(amax.begin(), amax.end());
   if (most == 0) return 1;
-  return std::max(most / (hopwell::nvfp4::kCodeMax * hopwell::nvfp4::kScaleMax), std::numeric_limits<float>::denorm_min());
+  return std::max(most / (hopwell::nvfp4::kCodeMax * hopwell::nvfp4::kScaleMax),
+                  std::numeric_limits<float>::denorm_min());
 }
 
 void launch_quantize(const QuantizeProblem& p, Stream) {
@@ -212,7 +241,8 @@ void launch_quantize(const QuantizeProblem& p, Stream) {
   if (p.scales.blocked) std::memset(p.scales.data, 0, unsigned_size(hopwell::nvfp4::blocked_bytes(p.rows, columns)));
   for_each_row_as_float(p, [&](std::int64_t row, const float* x) {
     std::uint8_t* codes = p.codes.as<std::uint8_t>() + row * p.codes.stride[0];
-    if (!p.scales.blocked) return simd::encode(x, global, unsigned_size(p.k), codes, p.scales.data + p.scales.offset(row, 0));
+    if (!p.scales.blocked)
+      return simd::encode(x, global, unsigned_size(p.k), codes, p.scales.data + p.scales.offset(row, 0));
     constexpr std::int64_t kBlocks = 64;
     for (std::int64_t first = 0; first < columns; first += kBlocks) {
       const std::int64_t count = std::min(kBlocks, columns - first);
@@ -232,11 +262,13 @@ void launch_dequantize(const DequantizeProblem& p, Stream) {
     Scratch<float> row;
   };
   with_type(p.x, [&]<class T>(T* x) {
-    cpu::parallel_for(p.rows, [&] { return State(p.k); }, [&](std::int64_t row, const State& state) {
-      matrix.decode_scales(row, 0, p.k, state.scratch.bytes.get(), state.scratch.scales.get());
-      simd::decode(matrix.row(row), state.scratch.scales.get(), global, unsigned_size(p.k), state.row.get());
-      cpu::from_float(state.row.get(), x + row * p.x.stride[0], unsigned_size(p.k));
-    });
+    cpu::parallel_for(
+        p.rows, [&] { return State(p.k); },
+        [&](std::int64_t row, const State& state) {
+          matrix.decode_scales(row, 0, p.k, state.scratch.bytes.get(), state.scratch.scales.get());
+          simd::decode(matrix.row(row), state.scratch.scales.get(), global, unsigned_size(p.k), state.row.get());
+          cpu::from_float(state.row.get(), x + row * p.x.stride[0], unsigned_size(p.k));
+        });
   });
 }
 

@@ -46,7 +46,8 @@ bool is_dense(const DLTensor& tensor) {
 }
 
 // The blocked layout: any shape, any order of dimensions, as long as it is that many bytes in one stretch.
-Scales check_blocked_scales(Checker& check, std::string_view name, const DLTensor* tensor, std::int64_t rows, std::int64_t batch) {
+Scales check_blocked_scales(Checker& check, std::string_view name, const DLTensor* tensor, std::int64_t rows,
+                            std::int64_t batch) {
   const std::int64_t columns = check["K/16"], matrix = hopwell::nvfp4::blocked_bytes(rows, columns);
   std::int64_t bytes = batch * matrix;
   if (tensor == nullptr) return {.data = check.input(name, nullptr, kScaleBytes, {bytes}).as<std::uint8_t>()};
@@ -66,20 +67,25 @@ void check_layout(const Checker& check, hopwell_scale_layout layout) {
 }
 
 // Scales of a matrix whose number of rows is bound to the dimension `rows`.
-Scales check_scales(Checker& check, std::string_view name, const DLTensor* tensor, hopwell_scale_layout layout, const char* rows,
-                    bool written = false) {
+Scales check_scales(Checker& check, std::string_view name, const DLTensor* tensor, hopwell_scale_layout layout,
+                    const char* rows, bool written = false) {
   check_layout(check, layout);
   if (layout == HOPWELL_SCALES_BLOCKED) return check_blocked_scales(check, name, tensor, check[rows], 1);
-  const View view = written ? check.output(name, tensor, kScaleBytes, {rows, "K/16"}) : check.input(name, tensor, kScaleBytes, {rows, "K/16"});
+  const View view = written ? check.output(name, tensor, kScaleBytes, {rows, "K/16"})
+                            : check.input(name, tensor, kScaleBytes, {rows, "K/16"});
   return {.data = view.as<std::uint8_t>(), .row_stride = view.stride[0], .columns = view.shape[1]};
 }
 
-Scales check_batched_scales(Checker& check, std::string_view name, const DLTensor* tensor, hopwell_scale_layout layout, const char* rows) {
+Scales check_batched_scales(Checker& check, std::string_view name, const DLTensor* tensor, hopwell_scale_layout layout,
+                            const char* rows) {
   check_layout(check, layout);
   if (layout == HOPWELL_SCALES_BLOCKED) return check_blocked_scales(check, name, tensor, check[rows], check["L"]);
   const View view = check.input(name, tensor, kScaleBytes, {rows, "K/16", "L"}, Layout::kAny);
   check_contiguous_k(check, name, view);
-  return {.data = view.as<std::uint8_t>(), .row_stride = view.stride[0], .batch_stride = view.stride[2], .columns = view.shape[1]};
+  return {.data = view.as<std::uint8_t>(),
+          .row_stride = view.stride[0],
+          .batch_stride = view.stride[2],
+          .columns = view.shape[1]};
 }
 
 View check_one_float(Checker& check, std::string_view name, const DLTensor* tensor) {
@@ -89,7 +95,8 @@ View check_one_float(Checker& check, std::string_view name, const DLTensor* tens
 }
 
 // A global in device memory is data, read there; as a number it is an argument.
-Global check_global(Checker& check, std::string_view name, const DLTensor* tensor, std::string_view value_name, float value) {
+Global check_global(Checker& check, std::string_view name, const DLTensor* tensor, std::string_view value_name,
+                    float value) {
   if (tensor != nullptr) return {.pointer = check_one_float(check, name, tensor).as<float>()};
   check.finite(value_name, value);
   return {.value = value};
@@ -151,8 +158,8 @@ QuantizeProblem check(const Nvfp4QuantizeArgs& args) {
   // A global on a CUDA device is not read here, for that would wait for the device: there it is data.
   if (p.has_global && (p.global.pointer == nullptr || check.device().device_type == kDLCPU)) {
     const float value = p.global.pointer != nullptr ? *p.global.pointer : p.global.value;
-    check.require(std::isfinite(value) && value > 0, args.global_in != nullptr ? "global_in" : "global_in_value", "positive and finite",
-                  static_cast<double>(value));
+    check.require(std::isfinite(value) && value > 0, args.global_in != nullptr ? "global_in" : "global_in_value",
+                  "positive and finite", static_cast<double>(value));
   }
   p.codes = check.output("codes", args.codes, kCodes, {"rows", "K/2"});
   p.scales = check_scales(check, "scales", args.scales, args.scale_layout, "rows", true);
@@ -180,19 +187,25 @@ DequantizeProblem check(const Nvfp4DequantizeArgs& args) {
 
 namespace op = ops::nvfp4;
 
-void nvfp4_gemv(const Nvfp4GemvArgs& args, Stream stream) { runtime::run(op::kGemv, op::check(args), args.backend, stream); }
+void nvfp4_gemv(const Nvfp4GemvArgs& args, Stream stream) {
+  runtime::run(op::kGemv, op::check(args), args.backend, stream);
+}
 std::size_t nvfp4_gemv_workspace_bytes(const Nvfp4GemvArgs& args) {
   return runtime::workspace_bytes(op::kGemv, op::check(args), args.backend);
 }
 std::string explain(const Nvfp4GemvArgs& args) { return runtime::explain(op::check(args)); }
 
-void nvfp4_linear(const Nvfp4LinearArgs& args, Stream stream) { runtime::run(op::kLinear, op::check(args), args.backend, stream); }
+void nvfp4_linear(const Nvfp4LinearArgs& args, Stream stream) {
+  runtime::run(op::kLinear, op::check(args), args.backend, stream);
+}
 std::size_t nvfp4_linear_workspace_bytes(const Nvfp4LinearArgs& args) {
   return runtime::workspace_bytes(op::kLinear, op::check(args), args.backend);
 }
 std::string explain(const Nvfp4LinearArgs& args) { return runtime::explain(op::check(args)); }
 
-void nvfp4_quantize(const Nvfp4QuantizeArgs& args, Stream stream) { runtime::run(op::kQuantize, op::check(args), args.backend, stream); }
+void nvfp4_quantize(const Nvfp4QuantizeArgs& args, Stream stream) {
+  runtime::run(op::kQuantize, op::check(args), args.backend, stream);
+}
 std::size_t nvfp4_quantize_workspace_bytes(const Nvfp4QuantizeArgs& args) {
   return runtime::workspace_bytes(op::kQuantize, op::check(args), args.backend);
 }
@@ -240,13 +253,15 @@ extern "C" hopwell_status hopwell_nvfp4_linear_workspace_bytes(const hopwell_nvf
 extern "C" hopwell_status hopwell_nvfp4_quantize(const hopwell_nvfp4_quantize_args* args, hopwell_stream stream) {
   return hopwell::runtime::guarded([&] { hopwell::nvfp4_quantize(*args, stream); });
 }
-extern "C" hopwell_status hopwell_nvfp4_quantize_workspace_bytes(const hopwell_nvfp4_quantize_args* args, size_t* bytes) {
+extern "C" hopwell_status hopwell_nvfp4_quantize_workspace_bytes(const hopwell_nvfp4_quantize_args* args,
+                                                                 size_t* bytes) {
   return hopwell::runtime::guarded([&] { *bytes = hopwell::nvfp4_quantize_workspace_bytes(*args); });
 }
 
 extern "C" hopwell_status hopwell_nvfp4_dequantize(const hopwell_nvfp4_dequantize_args* args, hopwell_stream stream) {
   return hopwell::runtime::guarded([&] { hopwell::nvfp4_dequantize(with_defaults(*args), stream); });
 }
-extern "C" hopwell_status hopwell_nvfp4_dequantize_workspace_bytes(const hopwell_nvfp4_dequantize_args* args, size_t* bytes) {
+extern "C" hopwell_status hopwell_nvfp4_dequantize_workspace_bytes(const hopwell_nvfp4_dequantize_args* args,
+                                                                   size_t* bytes) {
   return hopwell::runtime::guarded([&] { *bytes = hopwell::nvfp4_dequantize_workspace_bytes(with_defaults(*args)); });
 }

@@ -39,7 +39,8 @@ HWY_INLINE ByteVec HighNibbles(ByteVec codes) {
   return LowNibbles(hn::BitCast(Bytes(), hn::ShiftRight<4>(hn::BitCast(d16, codes))));
 }
 
-// Codes, one a byte, as pairs of bf16 in 32-bit lanes: those of the lower and those of the upper halves of 128-bit blocks.
+// Codes, one a byte, as pairs of bf16 in 32-bit lanes: those of the lower and those of the upper halves of 128-bit
+// blocks.
 HWY_INLINE void DecodePairs(ByteVec nibbles, hn::Vec<Words>& lower, hn::Vec<Words>& upper) {
   const Bytes d;
   const auto high = hn::TableLookupBytes(hn::LoadDup128(d, kUpperByte), nibbles);
@@ -70,7 +71,8 @@ struct ScaleLanes {
 };
 
 // sum + (codes . x) * scale of one step; 8 vectors of x.
-HWY_INLINE FloatVec DotStep(const std::uint8_t* codes, const float* scales, const ScaleLanes& lanes, const float* x, FloatVec sum) {
+HWY_INLINE FloatVec DotStep(const std::uint8_t* codes, const float* scales, const ScaleLanes& lanes, const float* x,
+                            FloatVec sum) {
   const Floats d;
   const std::size_t n = hn::Lanes(d);
   const auto bytes = hn::LoadU(Bytes(), codes);
@@ -100,7 +102,8 @@ struct Tail {
 };
 
 template <std::size_t kRows>
-HWY_INLINE void DotRows(const std::uint8_t* const* codes, const float* scales, const float* x, std::size_t k, float* out) {
+HWY_INLINE void DotRows(const std::uint8_t* const* codes, const float* scales, const float* x, std::size_t k,
+                        float* out) {
   const Floats d;
   const std::size_t step = 2 * hn::Lanes(Bytes()), room = scale_room(k);
   const ScaleLanes lanes;
@@ -108,14 +111,16 @@ HWY_INLINE void DotRows(const std::uint8_t* const* codes, const float* scales, c
   for (std::size_t r = 0; r < kRows; ++r) sum[r] = hn::Zero(d);
   std::size_t i = 0;
   for (; i + step <= k; i += step)
-    for (std::size_t r = 0; r < kRows; ++r) sum[r] = DotStep(codes[r] + i / 2, scales + r * room + i / 16, lanes, x + i, sum[r]);
+    for (std::size_t r = 0; r < kRows; ++r)
+      sum[r] = DotStep(codes[r] + i / 2, scales + r * room + i / 16, lanes, x + i, sum[r]);
   for (std::size_t r = 0; r < kRows; ++r) {
     if (i < k) sum[r] = DotStep(Tail(codes[r], k, step).bytes, scales + r * room + i / 16, lanes, x + i, sum[r]);
     out[r] = hn::GetLane(hn::SumOfLanes(d, sum[r]));
   }
 }
 
-void Dot(const std::uint8_t* const* codes, const float* scales, std::size_t rows, const float* x, std::size_t k, float* out) {
+void Dot(const std::uint8_t* const* codes, const float* scales, std::size_t rows, const float* x, std::size_t k,
+         float* out) {
   if (rows == kDotRows) return DotRows<kDotRows>(codes, scales, x, k, out);
   for (std::size_t r = 0; r < rows; ++r) DotRows<1>(codes + r, scales + r * scale_room(k), x, k, out + r);
 }
@@ -136,7 +141,9 @@ void DecodeArranged(const std::uint8_t* codes, const float* scales, std::size_t 
   const ScaleLanes lanes;
   const Tail tail(codes, k, step);
   for (std::size_t i = 0; i < padded(k); i += step, out += step) {
-    const auto bytes = i < tail.begin ? hn::LoadU(Bytes(), codes + i / 2) : i < k ? hn::Load(Bytes(), tail.bytes) : hn::Zero(Bytes());
+    const auto bytes = i < tail.begin ? hn::LoadU(Bytes(), codes + i / 2)
+                       : i < k        ? hn::Load(Bytes(), tail.bytes)
+                                      : hn::Zero(Bytes());
     hn::Vec<Words> even_lower, even_upper, odd_lower, odd_upper;
     DecodePairs(LowNibbles(bytes), even_lower, even_upper);
     DecodePairs(HighNibbles(bytes), odd_lower, odd_upper);
@@ -181,9 +188,12 @@ void Arrange(const float* x, std::size_t k, float* out) {
   for (std::size_t i = 0; i < padded(k); ++i) out[i] = i < k ? x[i] : 0.0F;
 }
 
-float DecodeOne(const std::uint8_t* codes, std::size_t i) { return format::decode_e2m1((codes[i / 2] >> (4 * (i % 2))) & 0xFU); }
+float DecodeOne(const std::uint8_t* codes, std::size_t i) {
+  return format::decode_e2m1((codes[i / 2] >> (4 * (i % 2))) & 0xFU);
+}
 
-void Dot(const std::uint8_t* const* codes, const float* scales, std::size_t rows, const float* x, std::size_t k, float* out) {
+void Dot(const std::uint8_t* const* codes, const float* scales, std::size_t rows, const float* x, std::size_t k,
+         float* out) {
   for (std::size_t r = 0; r < rows; ++r, scales += scale_room(k)) {
     out[r] = 0;
     for (std::size_t i = 0; i < k; i += 16) {
@@ -217,7 +227,8 @@ HWY_INLINE hn::Vec<D> DecodeScales(D d, const std::uint8_t* from) {
   const auto subnormal = hn::Sub(hn::BitCast(d, hn::Add(exponent_and_mantissa, hn::Set(d32, 121U << 23))), hidden_bit);
   const auto is_subnormal = hn::RebindMask(d32, hn::Lt(hn::BitCast(d, normal), hidden_bit));
   const auto finite = hn::IfThenElse(is_subnormal, hn::BitCast(d32, subnormal), normal);
-  const auto value = hn::IfThenElse(hn::Eq(magnitude, hn::Set(d32, format::kScaleNan)), hn::Set(d32, 0x7FC00000U), finite);
+  const auto value =
+      hn::IfThenElse(hn::Eq(magnitude, hn::Set(d32, format::kScaleNan)), hn::Set(d32, 0x7FC00000U), finite);
   return hn::BitCast(d, hn::Or(value, sign));
 }
 
@@ -256,14 +267,16 @@ float FiniteAmax(const float* x, std::size_t count) {
   return std::bit_cast<float>(result);
 }
 
-// threshold[i] such that a float magnitude is nearer to code i + 1 than to code i of the grid times `unit`, or as near and i + 1 is
-// even, iff it is greater than threshold[i]. Midpoint times unit is exact in double: 3 + 4 + 24 significant bits.
+// threshold[i] such that a float magnitude is nearer to code i + 1 than to code i of the grid times `unit`, or as near
+// and i + 1 is even, iff it is greater than threshold[i]. Midpoint times unit is exact in double: 3 + 4 + 24
+// significant bits.
 HWY_INLINE void Thresholds(double unit, float* threshold) {
   constexpr double kMidpoints[7] = {0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5};
   for (std::size_t i = 0; i < 7; ++i) {
     const double midpoint = kMidpoints[i] * unit;
     const auto nearest = static_cast<float>(midpoint);
-    const bool one_less = static_cast<double>(nearest) > midpoint || (i % 2 == 1 && static_cast<double>(nearest) == midpoint);
+    const bool one_less =
+        static_cast<double>(nearest) > midpoint || (i % 2 == 1 && static_cast<double>(nearest) == midpoint);
     threshold[i] = std::bit_cast<float>(std::bit_cast<std::int32_t>(nearest) - static_cast<std::int32_t>(one_less));
   }
 }
@@ -277,7 +290,8 @@ void EncodeBlock(const float* x, double unit, std::uint8_t* codes) {
   for (std::size_t i = 0; i < 16; i += hn::Lanes(d)) {
     const auto magnitude = hn::BitCast(d, MagnitudeBits(d, x + i));
     auto sum = hn::Zero(di);
-    for (const float t : threshold) sum = hn::Sub(sum, hn::VecFromMask(di, hn::RebindMask(di, hn::Gt(magnitude, hn::Set(d, t)))));
+    for (const float t : threshold)
+      sum = hn::Sub(sum, hn::VecFromMask(di, hn::RebindMask(di, hn::Gt(magnitude, hn::Set(d, t)))));
     const auto sign = hn::And(hn::ShiftRight<28>(hn::BitCast(di, hn::LoadU(d, x + i))), hn::Set(di, 8));
     hn::Store(hn::Or(sum, sign), di, code + i);
   }
@@ -295,8 +309,10 @@ void Encode(const float* x, float global, std::size_t k, std::uint8_t* codes, st
     const bool finite = amax < std::numeric_limits<float>::infinity();
     const std::uint8_t scale = finite ? format::encode_e4m3(amax / six_globals) : format::kScaleNan;
     scales[i / 16] = scale;
-    if (!finite || scale == 0) std::memset(codes + i / 2, 0, 8);
-    else EncodeBlock(x + i, static_cast<double>(format::decode_e4m3(scale)) * static_cast<double>(global), codes + i / 2);
+    if (!finite || scale == 0)
+      std::memset(codes + i / 2, 0, 8);
+    else
+      EncodeBlock(x + i, static_cast<double>(format::decode_e4m3(scale)) * static_cast<double>(global), codes + i / 2);
   }
 }
 
@@ -314,9 +330,12 @@ HWY_EXPORT(Decode);
 HWY_EXPORT(FiniteAmax);
 HWY_EXPORT(Encode);
 
-void decode_scales(const std::uint8_t* scales, std::size_t k, float* out) { HWY_DYNAMIC_DISPATCH(DecodeScalesOfRow)(scales, k, out); }
+void decode_scales(const std::uint8_t* scales, std::size_t k, float* out) {
+  HWY_DYNAMIC_DISPATCH(DecodeScalesOfRow)(scales, k, out);
+}
 void arrange(const float* x, std::size_t k, float* out) { HWY_DYNAMIC_DISPATCH(Arrange)(x, k, out); }
-void dot(const std::uint8_t* const* codes, const float* scales, std::size_t rows, const float* x, std::size_t k, float* out) {
+void dot(const std::uint8_t* const* codes, const float* scales, std::size_t rows, const float* x, std::size_t k,
+         float* out) {
   HWY_DYNAMIC_DISPATCH(Dot)(codes, scales, rows, x, k, out);
 }
 void decode_arranged(const std::uint8_t* codes, const float* scales, std::size_t k, float* out) {

@@ -1,7 +1,9 @@
-// Vector code for NVFP4 on the CPU, with Highway and run-time dispatch: decoding, dot products with decoded weights, encoding.
+// Vector code for NVFP4 on the CPU, with Highway and run-time dispatch: decoding, dot products with decoded weights,
+// encoding.
 //
-// Dot products take x in the order in which codes come out of the decoder, so that nothing has to be shuffled back: `arrange` puts it
-// into that order, and pads it with zeros to a multiple of kStep. The order is the machine's, the same in every call.
+// Dot products take x in the order in which codes come out of the decoder, so that nothing has to be shuffled back:
+// `arrange` puts it into that order, and pads it with zeros to a multiple of kStep. The order is the machine's, the
+// same in every call.
 #pragma once
 
 #include <cstddef>
@@ -24,9 +26,11 @@ void arrange(const float* x, std::size_t k, float* out);
 // Rows that `dot` takes together: each value of x is read once for all of them.
 inline constexpr std::size_t kDotRows = 4;
 
-// out[r] = sum_k x[k] * code[r, k] * scale[r, k / 16] for r < rows <= kDotRows. Row r's codes are codes[r], its decoded scales begin at
-// scales + r * scale_room(k); x is arranged. Sums run in an order that depends on the machine and k only.
-void dot(const std::uint8_t* const* codes, const float* scales, std::size_t rows, const float* x, std::size_t k, float* out);
+// out[r] = sum_k x[k] * code[r, k] * scale[r, k / 16] for r < rows <= kDotRows. Row r's codes are codes[r], its decoded
+// scales begin at scales + r * scale_room(k); x is arranged. Sums run in an order that depends on the machine and k
+// only.
+void dot(const std::uint8_t* const* codes, const float* scales, std::size_t rows, const float* x, std::size_t k,
+         float* out);
 
 // out[0, padded(k)): code * scale in the order of `arrange`, the rest zero. Exact.
 void decode_arranged(const std::uint8_t* codes, const float* scales, std::size_t k, float* out);

@@ -1,0 +1,303 @@
+// nvfp4_gemv and nvfp4_linear: inputs, float64 reference, tolerance and cost.
+#include <cmath>
+#include <optional>
+
+#include "nvfp4.hpp"
+#include "suites.hpp"
+
+namespace hopwell::cases {
+namespace {
+
+// ---- nvfp4_gemv
+// --------------------------------------------------------------------------------------------------------------
+
+struct Gemv {
+  std::int64_t m = 7, k = 64, l = 1;
+  DType out = DType::kFloat16;
+  bool blocked = false, padded = false, strided = false;
+  float alpha = 1;
+  ScaleBytes scale_bytes = ScaleBytes::kUsual;
+  std::int64_t row_gap = 0;
+  bool one_hot = false;  // b picks one k of each layer: a's decoded values come out exactly
+};
+
+void make_one_hot(const Gemv& p, Matrix& a, Matrix& b) {
+  for (std::int64_t l = 0; l < p.l; ++l) {
+    for (std::int64_t column = 0; column < p.k; ++column) b.set_code(0, column, l, column == l % p.k ? 2 : 0);
+    for (std::int64_t block = 0; block < p.k / 16; ++block) b.scale(0, block, l) = 0x38;  // 1
+    for (std::int64_t row = 0; row < p.m; ++row) {
+      a.set_code(row, l % p.k, l, static_cast<unsigned>(row % 16));
+      for (std::int64_t block = 0; block < p.k / 16; ++block) {
+        const auto byte = static_cast<std::uint8_t>(row / 16);
+        a.scale(row, block, l) = (byte & 0x7F) == 0x7F && block != l % p.k / 16 ? std::uint8_t{0} : byte;
+      }
+    }
+  }
+}
+
+Instance make_gemv(Random& random, const Gemv& p) {
+  Instance instance;
+  Matrix a{
+      .rows = p.m, .k = p.k, .batch = p.l, .blocked = p.blocked, .scale_bytes = p.scale_bytes, .row_gap = p.row_gap};
+  Matrix b{.rows = p.padded ? 128 : 1,
+           .k = p.k,
+           .batch = p.l,
+           .blocked = p.blocked,
+           .scale_bytes = p.scale_bytes,
+           .row_gap = p.row_gap};
+  a.add(instance, random, "a", "sfa");
+  b.add(instance, random, "b", "sfb");
+  for (std::int64_t l = 0; l < p.l; ++l)
+    for (std::int64_t row = 1; row < b.rows; ++row)
+      for (std::int64_t block = 0; block < p.k / 16; ++block) b.scale(row, block, l) = 0x7F;
+  if (p.one_hot) make_one_hot(p, a, b);
+  Array& c =
+      instance.add(p.strided ? Array("c", p.out, {p.m, 1, p.l}, {3 * p.l, 1, 3}) : Array("c", p.out, {p.m, 1, p.l}));
+  instance.expect(c, p.one_hot ? Tolerance{.exact = true} : nvfp4_tolerance(p.out));
+  instance.reference = [p, a, b](Instance& self) {
+    std::vector<double>& expected = self.outputs[0].expected;
+    for (std::int64_t i = 0; i < p.m * p.l; ++i) {
+      const std::int64_t row = i / p.l, l = i % p.l;
+      double sum = 0, magnitude = 0;
+      for (std::int64_t column = 0; column < p.k; ++column) {
+        const double product = a.value(row, column, l) * b.value(0, column, l);
+        sum += product, magnitude += std::abs(product);
+      }
+      expected.push_back(static_cast<double>(p.alpha) * sum);
+      self.outputs[0].magnitude.push_back(std::abs(static_cast<double>(p.alpha)) * magnitude);
+    }
+  };
+  instance.call = [p, a, b, &c](const char* backend, Stream stream) {
+    const auto layout = p.blocked ? HOPWELL_SCALES_BLOCKED : HOPWELL_SCALES_PLAIN;
+    hopwell::nvfp4_gemv({.a = a.codes->view(),
+                         .b = b.codes->view(),
+                         .sfa = a.scales->view(),
+                         .sfb = b.scales->view(),
+                         .alpha = p.alpha,
+                         .scale_layout = layout,
+                         .c = c.view(),
+                         .backend = backend},
+                        stream);
+  };
+  instance.flops = 2.0 * static_cast<double>(p.m * p.k * p.l);
+  instance.bytes = a.bytes() + b.bytes() / static_cast<double>(b.rows) +
+                   static_cast<double>(c.size()) * static_cast<double>(size_of(p.out));
+  return instance;
+}
+
+// ---- nvfp4_linear
+// ------------------------------------------------------------------------------------------------------------
+
+enum class GlobalAs { kNumber, kArray, kReciprocal, kReciprocalArray };
+enum class X {
+  kNormal,
+  kIdentity,   // picks single weights, which come out exactly
+  kOutliers,   // one in sixteen is 2^20 times as large and meets weights of zero
+  kNonFinite,  // +-inf and NaN here and there
+  kWide        // exponents all over the type's range
+};
+
+struct Linear {
+  std::int64_t n = 1, rows = 7, k = 64;
+  DType dtype = DType::kBFloat16;
+  bool blocked = false, bias = false, strided = false;
+  GlobalAs global_as = GlobalAs::kNumber;
+  float global = 0.25F;
+  ScaleBytes scale_bytes = ScaleBytes::kUsual;
+  X x = X::kNormal;
+};
+
+void fill_x(const Linear& p, Random& random, Array& x, Matrix& weight) {
+  x.fill_normal(random);
+  for (std::int64_t i = 0; i < x.size(); ++i) {
+    const std::int64_t row = i / p.k, column = i % p.k;
+    if (p.x == X::kIdentity) x.set(i, row == column % p.n ? 1 : 0);
+    if (p.x == X::kNonFinite && random.below(60) == 0)
+      x.set(i, random.below(2) == 0 ? INFINITY : random.below(2) == 0 ? -INFINITY : NAN);
+    if (p.x == X::kWide)
+      x.set(i, std::ldexp(random.normal(), static_cast<int>(random.below(p.dtype == DType::kFloat16 ? 18 : 100)) -
+                                               (p.dtype == DType::kFloat16 ? 14 : 60)));
+    if (p.x == X::kOutliers && column % 16 == 5)
+      x.set(i, std::ldexp(random.normal(), p.dtype == DType::kFloat16 ? 12 : 20));
+  }
+  if (p.x == X::kOutliers) {
+    for (std::int64_t row = 0; row < p.rows; ++row)
+      for (std::int64_t column = 5; column < p.k; column += 16)
+        weight.set_code(row, column, 0, 8 * static_cast<unsigned>(row % 2));
+  }
+  if (p.x == X::kIdentity) {  // every code with every scale: row r has scale r / 16 and code r % 16
+    for (std::int64_t row = 0; row < p.rows; ++row) {
+      for (std::int64_t column = 0; column < p.k; ++column)
+        weight.set_code(row, column, 0, static_cast<unsigned>(row % 16));
+      weight.scale(row, 0) = static_cast<std::uint8_t>(row / 16);
+    }
+  }
+}
+
+Instance make_linear(Random& random, const Linear& p) {
+  Instance instance;
+  Matrix weight{
+      .rows = p.rows, .k = p.k, .blocked = p.blocked, .scale_bytes = p.scale_bytes, .row_gap = p.strided ? 8 : 0};
+  weight.add(instance, random, "weight", "weight_scale");
+  const std::int64_t gap = p.strided ? 5 : 0;
+  Array& x = instance.add({"x", p.dtype, {p.n, p.k}, {p.k + gap, 1}});
+  fill_x(p, random, x, weight);
+  Array& global = instance.add({"weight_global", DType::kFloat32, {}}).fill(static_cast<double>(p.global));
+  Array* bias = p.bias ? &instance.add({"bias", p.dtype, {p.rows}, {p.strided ? 2 : 1}}).fill_normal(random) : nullptr;
+  Array& y = instance.add({"y", p.dtype, {p.n, p.rows}, {p.rows + gap, 1}});
+  instance.expect(y, p.x == X::kIdentity ? Tolerance{.exact = true} : nvfp4_tolerance(p.dtype));
+  const bool reciprocal = p.global_as == GlobalAs::kReciprocal || p.global_as == GlobalAs::kReciprocalArray;
+  instance.reference = [p, weight, reciprocal, bias, &x](Instance& self) {
+    const double global = static_cast<double>(p.global), factor = reciprocal ? 1 / global : global;
+    std::vector<double> values(static_cast<std::size_t>(p.k));
+    self.outputs[0].expected.resize(static_cast<std::size_t>(p.n * p.rows));
+    self.outputs[0].magnitude.resize(static_cast<std::size_t>(p.n * p.rows));
+    for (std::int64_t row = 0; row < p.rows; ++row) {
+      for (std::int64_t column = 0; column < p.k; ++column)
+        values[static_cast<std::size_t>(column)] = weight.value(row, column);
+      const double offset = bias != nullptr ? bias->get(row) : 0;
+      for (std::int64_t i = 0; i < p.n; ++i) {
+        double sum = 0, magnitude = 0;
+        for (std::int64_t column = 0; column < p.k; ++column) {
+          const double product = x.get(i * p.k + column) * values[static_cast<std::size_t>(column)];
+          sum += product, magnitude += std::abs(product);
+        }
+        const auto at = static_cast<std::size_t>(i * p.rows + row);
+        self.outputs[0].expected[at] = factor * sum + offset;
+        self.outputs[0].magnitude[at] = std::abs(factor) * magnitude + std::abs(offset);
+        if (!std::isfinite(magnitude)) self.outputs[0].magnitude[at] = 0;
+      }
+    }
+  };
+  instance.call = [p, weight, reciprocal, bias, &x, &global, &y](const char* backend, Stream stream) {
+    const Tensor global_view = global.view();
+    const bool as_array = p.global_as == GlobalAs::kArray || p.global_as == GlobalAs::kReciprocalArray;
+    const std::optional<Tensor> bias_view = bias != nullptr ? std::optional(bias->view()) : std::nullopt;
+    hopwell::nvfp4_linear({.x = x.view(),
+                           .weight = weight.codes->view(),
+                           .weight_scale = weight.scales->view(),
+                           .weight_global = as_array ? static_cast<const DLTensor*>(global_view) : nullptr,
+                           .weight_global_value = as_array ? 1 : p.global,
+                           .global_is_reciprocal = reciprocal,
+                           .bias = bias_view ? static_cast<const DLTensor*>(*bias_view) : nullptr,
+                           .scale_layout = p.blocked ? HOPWELL_SCALES_BLOCKED : HOPWELL_SCALES_PLAIN,
+                           .y = y.view(),
+                           .backend = backend},
+                          stream);
+  };
+  instance.flops = 2.0 * static_cast<double>(p.n * p.rows * p.k);
+  instance.bytes = weight.bytes() + static_cast<double>((x.size() + y.size() + (p.bias ? p.rows : 0)) *
+                                                        static_cast<std::int64_t>(size_of(p.dtype)));
+  return instance;
+}
+
+std::vector<std::pair<std::string, Gemv>> gemv_problems() {
+  return {
+      {"basic", {}},
+      {"one_row_one_block", {.m = 1, .k = 16}},
+      {"k_tails", {.m = 5, .k = 272, .l = 2, .out = DType::kFloat32}},
+      {"rows_129_blocked", {.m = 129, .k = 80, .l = 3, .blocked = true}},
+      {"rows_257_padded_b", {.m = 257, .k = 128, .l = 2, .padded = true}},
+      {"blocked_padded_b_bf16", {.m = 130, .k = 192, .l = 2, .out = DType::kBFloat16, .blocked = true, .padded = true}},
+      {"strided_c", {.m = 33, .k = 96, .l = 3, .strided = true, .row_gap = 16}},
+      {"alpha", {.m = 40, .k = 256, .out = DType::kFloat32, .alpha = -0.37F}},
+      {"alpha_zero", {.m = 9, .k = 64, .alpha = 0}},
+      {"all_codes_all_scales", {.m = 4096, .k = 32, .l = 18, .one_hot = true}},
+      {"all_codes_all_scales_bf16_blocked",
+       {.m = 4096, .k = 16, .out = DType::kBFloat16, .blocked = true, .one_hot = true}},
+      {"full_range_fp16", {.m = 96, .k = 1024, .alpha = 0x1p-12F, .scale_bytes = ScaleBytes::kAny}},
+      {"full_range_bf16", {.m = 96, .k = 1024, .out = DType::kBFloat16, .scale_bytes = ScaleBytes::kAny}},
+      {"subnormal_scales", {.m = 64, .k = 512, .out = DType::kFloat32, .scale_bytes = ScaleBytes::kSubnormal}},
+      {"nan_scales", {.m = 70, .k = 64, .l = 2, .scale_bytes = ScaleBytes::kSomeNan}},
+      {"nan_scales_blocked", {.m = 70, .k = 48, .l = 2, .blocked = true, .scale_bytes = ScaleBytes::kSomeNan}},
+      {"long_k", {.m = 24, .k = 16384, .alpha = 0.0625F}},
+      {"reference_data", {.m = 256, .k = 2048, .l = 2, .blocked = true, .padded = true, .alpha = 0.0625F}},
+  };
+}
+
+std::vector<std::pair<std::string, Linear>> linear_problems() {
+  constexpr DType kFp16 = DType::kFloat16, kFp32 = DType::kFloat32;
+  return {
+      {"basic", {}},
+      {"one_of_everything", {.n = 1, .rows = 1, .k = 16, .dtype = kFp16}},
+      {"k_tail_fp16_bias", {.n = 1, .rows = 37, .k = 272, .dtype = kFp16, .bias = true}},
+      {"fp32_blocked_bias", {.n = 1, .rows = 130, .k = 144, .dtype = kFp32, .blocked = true, .bias = true}},
+      {"n_2", {.n = 2, .rows = 33, .k = 1040, .bias = true, .global_as = GlobalAs::kArray}},
+      {"n_3_blocked",
+       {.n = 3,
+        .rows = 129,
+        .k = 208,
+        .dtype = kFp16,
+        .blocked = true,
+        .global_as = GlobalAs::kReciprocal,
+        .global = 3}},
+      {"n_8", {.n = 8, .rows = 64, .k = 512, .dtype = kFp16, .strided = true}},
+      {"n_16_strided",
+       {.n = 16,
+        .rows = 45,
+        .k = 304,
+        .bias = true,
+        .strided = true,
+        .global_as = GlobalAs::kReciprocalArray,
+        .global = 1.7F}},
+      {"n_17_fp32", {.n = 17, .rows = 31, .k = 96, .dtype = kFp32}},
+      {"n_70", {.n = 70, .rows = 65, .k = 1104, .blocked = true, .bias = true}},
+      {"n_300", {.n = 300, .rows = 40, .k = 64, .dtype = kFp16}},
+      {"all_codes_all_scales_n_1_bf16", {.n = 1, .rows = 4096, .k = 16, .global = 1, .x = X::kIdentity}},
+      {"all_codes_all_scales_n_16_fp16",
+       {.n = 16, .rows = 4096, .k = 16, .dtype = kFp16, .global = 1, .x = X::kIdentity}},
+      {"full_range_fp16",
+       {.n = 1, .rows = 96, .k = 2048, .dtype = kFp16, .global = 0x1p-8F, .scale_bytes = ScaleBytes::kAny}},
+      {"full_range_bf16_n_4", {.n = 4, .rows = 96, .k = 2048, .scale_bytes = ScaleBytes::kAny}},
+      {"full_range_fp32", {.n = 1, .rows = 60, .k = 1024, .dtype = kFp32, .scale_bytes = ScaleBytes::kAny}},
+      {"subnormal_scales",
+       {.n = 1, .rows = 50, .k = 256, .dtype = kFp16, .global = 8, .scale_bytes = ScaleBytes::kSubnormal}},
+      {"nan_scales", {.n = 1, .rows = 50, .k = 128, .scale_bytes = ScaleBytes::kSomeNan}},
+      {"nan_scales_blocked_n_5",
+       {.n = 5, .rows = 50, .k = 112, .dtype = kFp16, .blocked = true, .scale_bytes = ScaleBytes::kSomeNan}},
+      {"outliers_bf16", {.n = 1, .rows = 60, .k = 1024, .x = X::kOutliers}},
+      {"outliers_fp16_n_6", {.n = 6, .rows = 60, .k = 1024, .dtype = kFp16, .x = X::kOutliers}},
+      {"wide_range_x_bf16", {.n = 1, .rows = 60, .k = 512, .x = X::kWide}},
+      {"wide_range_x_fp16", {.n = 1, .rows = 60, .k = 512, .dtype = kFp16, .x = X::kWide}},
+      {"non_finite_x", {.n = 1, .rows = 60, .k = 96, .x = X::kNonFinite}},
+      {"non_finite_x_n_7", {.n = 7, .rows = 60, .k = 96, .dtype = kFp16, .x = X::kNonFinite}},
+      {"long_k", {.n = 1, .rows = 40, .k = 16384}},
+      {"long_k_n_9", {.n = 9, .rows = 20, .k = 16384, .dtype = kFp16, .global = 0.0625F}},
+      {"empty_n", {.n = 0, .rows = 5, .k = 32}},
+      {"empty_k", {.n = 2, .rows = 5, .k = 0, .bias = true}},
+  };
+}
+
+}  // namespace
+
+Suite nvfp4_gemv() {
+  Suite suite{"nvfp4_gemv", {}, {}, {}};
+  for (const auto& [name, problem] : gemv_problems())
+    suite.cases.push_back({suite.op, name, [p = problem](Random& random) { return make_gemv(random, p); }});
+  suite.shapes = {{"7168x16384", {{"M", "7168"}, {"K", "16384"}, {"L", "1"}}},
+                  {"4096x7168", {{"M", "4096"}, {"K", "7168"}, {"L", "8"}}},
+                  {"7168x2048", {{"M", "7168"}, {"K", "2048"}, {"L", "4"}}}};
+  suite.bench = [](const Settings& settings, Random& random) {
+    return make_gemv(random, {.m = number(settings, "M"), .k = number(settings, "K"), .l = number(settings, "L")});
+  };
+  return suite;
+}
+
+Suite nvfp4_linear() {
+  Suite suite{"nvfp4_linear", {}, {}, {}};
+  for (const auto& [name, problem] : linear_problems())
+    suite.cases.push_back({suite.op, name, [p = problem](Random& random) { return make_linear(random, p); }});
+  for (const auto& [rows, k] : {std::pair{"7168", "16384"},
+                                {"4096", "7168"},
+                                {"7168", "2048"},
+                                {"8192", "8192"},
+                                {"28672", "4096"},
+                                {"1536", "7168"}})
+    suite.shapes.push_back({std::string(rows) + "x" + k, {{"n", "1"}, {"N", rows}, {"K", k}}});
+  suite.bench = [](const Settings& settings, Random& random) {
+    return make_linear(random, {.n = number(settings, "n"), .rows = number(settings, "N"), .k = number(settings, "K")});
+  };
+  return suite;
+}
+
+}  // namespace hopwell::cases
