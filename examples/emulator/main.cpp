@@ -27,7 +27,8 @@ int main(int argc, char** argv) {
     for (size_t m = 0; m < 128; ++m)
       for (size_t n = 0; n < 64; ++n) {
         double sum = 0;
-        for (size_t k = 0; k < 64; ++k) sum += double(emu::from_bf16(a[m * 64 + k])) * double(emu::from_bf16(b[n * 64 + k]));
+        for (size_t k = 0; k < 64; ++k)
+          sum += double(emu::from_bf16(a[m * 64 + k])) * double(emu::from_bf16(b[n * 64 + k]));
         const double error = std::fabs(sum - double(c[m * 64 + n]));
         if (!(error <= worst)) worst = error;
       }

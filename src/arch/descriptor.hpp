@@ -1,10 +1,9 @@
 // Bit fields of the descriptors that wgmma and tcgen05 take: plain arithmetic, the same for nvcc and the host compiler.
 //
-// Shared-memory matrix descriptors
-//   wgmma    https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-shared-memory-layout-matrix-descriptor
-//   tcgen05  https://docs.nvidia.com/cuda/parallel-thread-execution/#tcgen05-shared-memory-descriptor
-// Instruction descriptors
-//   tcgen05  https://docs.nvidia.com/cuda/parallel-thread-execution/#tcgen05-instruction-descriptor
+// Sections of https://docs.nvidia.com/cuda/parallel-thread-execution/
+//   wgmma operands        #asynchronous-warpgroup-level-matrix-shared-memory-layout-matrix-descriptor
+//   tcgen05 operands      #tcgen05-shared-memory-descriptor
+//   tcgen05 instructions  #tcgen05-instruction-descriptor
 #pragma once
 
 #include "platform.hpp"

@@ -16,21 +16,24 @@ struct GridShape {
   uint32_t x = 1, y = 1, z = 1;
 };
 
-/// Grid in CTAs (a multiple of the cluster), threads of a CTA, CTAs of a cluster along x, dynamic shared memory of a CTA.
+/// Grid in CTAs (a multiple of the cluster), threads of a CTA, CTAs of a cluster along x, dynamic shared memory of a
+/// CTA.
 struct LaunchShape {
   GridShape grid = {};
   uint32_t threads = 1;
   uint32_t cluster = 1;
   size_t shared_bytes = 0;
-  bool programmatic_dependency = false;   // may start before the kernel ahead of it ends: see griddepcontrol_wait
+  bool programmatic_dependency = false;  // may start before the kernel ahead of it ends: see griddepcontrol_wait
 };
 
 #if HOPWELL_ON_DEVICE
 /// Enqueues kernel(arguments...). Returns the CUDA error; cudaSuccess if it was enqueued.
 template <class... Parameters, class... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), const LaunchShape& shape, cudaStream_t stream, Arguments&&... arguments) {
+cudaError_t launch(void (*kernel)(Parameters...), const LaunchShape& shape, cudaStream_t stream,
+                   Arguments&&... arguments) {
   if (shape.shared_bytes > 48 * 1024) {
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shape.shared_bytes));
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shape.shared_bytes));
     if (error != cudaSuccess) return error;
   }
   cudaLaunchAttribute attributes[2] = {};
@@ -54,11 +57,13 @@ cudaError_t launch(void (*kernel)(Parameters...), const LaunchShape& shape, cuda
 }
 #else
 /// Runs kernel(arguments...) to its end on the emulator, with the options of the innermost emu::Session of this host
-/// thread; findings go to that session. Without one, any finding is thrown as emu::CheckFailed.
+/// thread; findings go to that session. Without one, the environment gives the options (HOPWELL_EMULATOR_SEED,
+/// HOPWELL_EMULATOR_CHECKER), and any finding is thrown as emu::CheckFailed.
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), const LaunchShape& shape, const Arguments&... arguments) {
-  emu::launch_in_session({{shape.grid.x, shape.grid.y, shape.grid.z}, {shape.threads, 1, 1}, {shape.cluster, 1, 1}, shape.shared_bytes},
-                         [&] { kernel(arguments...); });
+  emu::launch_in_session(
+      {{shape.grid.x, shape.grid.y, shape.grid.z}, {shape.threads, 1, 1}, {shape.cluster, 1, 1}, shape.shared_bytes},
+      [&] { kernel(arguments...); });
 }
 #endif
 

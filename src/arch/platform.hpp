@@ -1,7 +1,7 @@
 // What every function of the instruction layer needs: which compiler this is, the two storage types, and call sites.
 //
-// One kernel source serves two compilers. nvcc sees PTX. Any other compiler sees calls into the emulator (emu/), so that
-// the same file runs on a CPU. The arch layer is the only place where the difference is visible.
+// One kernel source serves two compilers. nvcc sees PTX. Any other compiler sees calls into the emulator (emu/), so
+// that the same file runs on a CPU. The arch layer is the only place where the difference is visible.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,8 @@
 #else
 #define HOPWELL_HAS_SM90A 0
 #endif
-#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM100_ALL) || (defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH_FAMILY_SPECIFIC__ == 1000)
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM100_ALL) || \
+    (defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH_FAMILY_SPECIFIC__ == 1000)
 #define HOPWELL_HAS_SM100A 1
 #else
 #define HOPWELL_HAS_SM100A 0

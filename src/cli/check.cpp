@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <hopwell/hopwell.hpp>
 #include <nlohmann/json.hpp>
 
@@ -46,6 +47,7 @@ int check(const CheckOptions& options) {
         for (const cases::Case& c : suite.cases) {
           for (std::uint64_t seed = 1; seed <= options.seeds; ++seed) {
             progress.show(suite.op + " on " + backend + ": " + c.name);
+            if (backend.starts_with("emu:")) setenv("HOPWELL_EMULATOR_SEED", std::to_string(seed).c_str(), 1);
             const cases::Report report = cases::run(c, backend, seed);
             ++(report.unsupported ? tally.skipped : report.failures.empty() ? tally.passed : tally.failed);
             for (const cases::Comparison& comparison : report.comparisons) tally.worst = std::max(tally.worst, comparison.worst);

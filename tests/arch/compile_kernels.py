@@ -32,7 +32,15 @@ SM100_PTX = [
     "mbarrier::complete_tx::bytes.cta_group::2 ", "clusterlaunchcontrol.try_cancel.async", "clusterlaunchcontrol.query_cancel.is_canceled",
     "clusterlaunchcontrol.query_cancel.get_first_ctaid", "cvt.rn.satfinite.e2m1x2.f32", "cvt.rn.f16x2.e2m1x2", "cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.f16x2.e4m3x2",
 ]  # fmt: skip
-HEADERS = ["sm80/async_copy.hpp", "sm80/matrix.hpp", "sm90/tma.hpp", "sm90/wgmma.hpp", "sm100/tcgen05.hpp", "sm100/tma.hpp", "sm100/cluster_launch.hpp"]
+HEADERS = [
+    "sm80/async_copy.hpp",
+    "sm80/matrix.hpp",
+    "sm90/tma.hpp",
+    "sm90/wgmma.hpp",
+    "sm100/tcgen05.hpp",
+    "sm100/tma.hpp",
+    "sm100/cluster_launch.hpp",
+]
 
 
 def nvcc(arguments: list[str]) -> subprocess.CompletedProcess[str]:
@@ -56,7 +64,11 @@ def kernels_of(report: str) -> list[tuple[str, int, int, int]]:
 
 def demangled(name: str) -> str:
     """The name as written in the source."""
-    return subprocess.run(["c++filt", "-p", name], capture_output=True, text=True, check=False).stdout.strip().replace("(anonymous namespace)::", "")
+    return (
+        subprocess.run(["c++filt", "-p", name], capture_output=True, text=True, check=False)
+        .stdout.strip()
+        .replace("(anonymous namespace)::", "")
+    )
 
 
 def check_file(path: Path, scratch: Path) -> list[str]:
@@ -66,15 +78,31 @@ def check_file(path: Path, scratch: Path) -> list[str]:
     if "arch/emu/" in dependencies:
         problems.append(f"{path.name}: nvcc reads a header of the emulator")
     for arch, virtual in ARCHITECTURES.items():
-        done = nvcc(["-gencode", f"arch={virtual},code={arch}", "-cubin", "-Xptxas", "-v", str(path), "-o", str(scratch / "kernel.cubin")])
+        done = nvcc(
+            [
+                "-gencode",
+                f"arch={virtual},code={arch}",
+                "-cubin",
+                "-Xptxas",
+                "-v",
+                str(path),
+                "-o",
+                str(scratch / "kernel.cubin"),
+            ]
+        )
         if done.returncode:
             problems.append(f"{path.name} does not compile for {arch}:\n{done.stderr[:2000]}")
             continue
         for name, registers, stack, spill in kernels_of(done.stderr):
             if registers > 8:  # less: the body is for another architecture
-                print(f"{arch:8} {path.name:28} {registers:4} registers {stack:5} B stack {spill:5} B spilled  {demangled(name)}", flush=True)
+                print(
+                    f"{arch:8} {path.name:28} {registers:4} registers {stack:5} B stack {spill:5} B spilled  {demangled(name)}",
+                    flush=True,
+                )
             if stack or spill:
-                problems.append(f"{path.name}, {arch}: {demangled(name)} has {stack} bytes of stack and {spill} bytes of spills")
+                problems.append(
+                    f"{path.name}, {arch}: {demangled(name)} has {stack} bytes of stack and {spill} bytes of spills"
+                )
     return problems
 
 
@@ -91,11 +119,17 @@ def check_headers(scratch: Path) -> list[str]:
         source = scratch / "header.cu"
         source.write_text(f'#include "arch/{header}"\n__global__ void kernel() {{}}\n')
         start = processor_seconds()
-        done = nvcc(["-gencode", "arch=compute_100a,code=sm_100a", "-cubin", str(source), "-o", str(scratch / "header.cubin")])
+        done = nvcc(
+            ["-gencode", "arch=compute_100a,code=sm_100a", "-cubin", str(source), "-o", str(scratch / "header.cubin")]
+        )
         seconds = processor_seconds() - start
         print(f"{header:28} {seconds:5.2f} s of nvcc", flush=True)
         if done.returncode or seconds > HEADER_SECONDS:
-            problems.append(f"{header}: {seconds:.1f} s of nvcc, more than {HEADER_SECONDS}" if not done.returncode else done.stderr[:2000])
+            problems.append(
+                f"{header}: {seconds:.1f} s of nvcc, more than {HEADER_SECONDS}"
+                if not done.returncode
+                else done.stderr[:2000]
+            )
     return problems
 
 
@@ -103,7 +137,9 @@ def check_instructions(scratch: Path) -> list[str]:
     """Every sm_100a instruction assembles and is found in the PTX."""
     source, ptx = ROOT / "tests/arch/compile/sm100_instructions.cu", scratch / "instructions.ptx"
     done = nvcc(["-arch=sm_100a", "-ptx", str(source), "-o", str(ptx)])
-    assembled = nvcc(["-gencode", "arch=compute_100a,code=sm_100a", "-cubin", str(source), "-o", str(scratch / "instructions.cubin")])
+    assembled = nvcc(
+        ["-gencode", "arch=compute_100a,code=sm_100a", "-cubin", str(source), "-o", str(scratch / "instructions.cubin")]
+    )
     if done.returncode or assembled.returncode:
         return [f"{source.name} does not compile:\n{(done.stderr + assembled.stderr)[:2000]}"]
     text = ptx.read_text()
@@ -115,7 +151,9 @@ def check_instructions(scratch: Path) -> list[str]:
 def main() -> int:
     """Runs all checks."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", nargs="*", type=Path, help="kernel files (default: all of src/ops and tests/arch/kernels)")
+    parser.add_argument(
+        "files", nargs="*", type=Path, help="kernel files (default: all of src/ops and tests/arch/kernels)"
+    )
     arguments = parser.parse_args()
     files = arguments.files or sorted([*ROOT.glob("src/ops/*/sm*.cu"), *ROOT.glob("tests/arch/kernels/*.cu")])
     with tempfile.TemporaryDirectory() as directory:

@@ -31,14 +31,17 @@ TEST(Fiber, SwitchesAndKeepsItsState) {
     int steps = 0;
   } state;
   emu::StackPool pool;
-  state.fiber.create(pool.take(), emu::StackPool::kBytes, [](void* p) {
-    State& s = *static_cast<State*>(p);
-    alignas(32) double local[4] = {1, 2, 3, 4};   // needs an aligned stack
-    for (;;) {
-      s.sum += local[s.steps++ % 4];
-      s.fiber.suspend();
-    }
-  }, &state);
+  state.fiber.create(
+      pool.take(), emu::StackPool::kBytes,
+      [](void* p) {
+        State& s = *static_cast<State*>(p);
+        alignas(32) double local[4] = {1, 2, 3, 4};  // needs an aligned stack
+        for (;;) {
+          s.sum += local[s.steps++ % 4];
+          s.fiber.suspend();
+        }
+      },
+      &state);
   for (int i = 0; i < 8; ++i) state.fiber.resume();
   EXPECT_EQ(state.steps, 8);
   EXPECT_EQ(state.sum, 20.0);
@@ -67,14 +70,14 @@ TEST(Shadow, NeighbouringHalvesAreRememberedApart) {
   EXPECT_TRUE(cell.writes[1].empty());
 }
 
-// ---- ordinary accesses and the CTA barrier -------------------------------------------------------------------------------
+// ---- ordinary accesses and the CTA barrier --------------------------------------------------------------------------
 
 void rotate(bool barrier, uint32_t* out) {
   auto& s = dynamic_smem<Buffers>();
   const int t = thread_index();
-  s.words[t] = uint32_t(t) * 3;   // @rotate-write
+  s.words[t] = uint32_t(t) * 3;  // @rotate-write
   if (barrier) syncthreads();
-  out[t] = s.words[(t + 33) % 128];   // @rotate-read
+  out[t] = s.words[(t + 33) % 128];  // @rotate-read
 }
 
 TEST(Races, BarrierOrdersAndItsAbsenceIsFound) {
@@ -94,20 +97,24 @@ TEST(Races, WriteAfterRead) {
     const int t = thread_index();
     s.words[t] = 1;
     syncthreads();
-    volatile uint32_t v = s.words[(t + 1) % 64];   // @war-read
+    volatile uint32_t v = s.words[(t + 1) % 64];  // @war-read
     (void)v;
     if (barrier) syncthreads();
-    s.words[t] = 2;   // @war-write
+    s.words[t] = 2;  // @war-write
   };
   expect_clean(cta(64), [&] { kernel(true); });
-  expect_finding(cta(64), [&] { kernel(false); }, Kind::race, "not ordered after the read by CTA 0 thread", "war-write");
+  expect_finding(
+      cta(64), [&] { kernel(false); }, Kind::race, "not ordered after the read by CTA 0 thread", "war-write");
 }
 
 TEST(Races, UninitialisedReadNamesItsLine) {
-  expect_finding(cta(32), [] {
-    volatile uint32_t v = dynamic_smem<Buffers>().words[700];   // @uninitialised
-    (void)v;
-  }, Kind::uninitialized, "nothing has been written", "uninitialised");
+  expect_finding(
+      cta(32),
+      [] {
+        volatile uint32_t v = dynamic_smem<Buffers>().words[700];  // @uninitialised
+        (void)v;
+      },
+      Kind::uninitialized, "nothing has been written", "uninitialised");
 }
 
 TEST(Races, HalfWordsOfOneWordByTwoThreadsAreNoRace) {
@@ -119,9 +126,12 @@ TEST(Races, HalfWordsOfOneWordByTwoThreadsAreNoRace) {
 }
 
 TEST(Races, OutOfBounds) {
-  expect_finding(cta(32), [] {
-    if (thread_index() == 0) *(&dynamic_smem<Buffers>().words[0] + sizeof(Buffers) / 4) = 1;   // @bounds
-  }, Kind::bounds, "outside of its", "bounds");
+  expect_finding(
+      cta(32),
+      [] {
+        if (thread_index() == 0) *(&dynamic_smem<Buffers>().words[0] + sizeof(Buffers) / 4) = 1;  // @bounds
+      },
+      Kind::bounds, "outside of its", "bounds");
 }
 
 TEST(Warp, SyncOrdersLanesButShuffleDoesNot) {
@@ -129,9 +139,11 @@ TEST(Warp, SyncOrdersLanesButShuffleDoesNot) {
     auto& s = dynamic_smem<Buffers>();
     const int lane = lane_index();
     s.words[lane] = uint32_t(lane);
-    if (sync) syncwarp();
-    else shuffle(lane, 0);
-    volatile uint32_t v = s.words[31 - lane];   // @lanes
+    if (sync)
+      syncwarp();
+    else
+      shuffle(lane, 0);
+    volatile uint32_t v = s.words[31 - lane];  // @lanes
     (void)v;
   };
   expect_clean(cta(32), [&] { kernel(true); });
@@ -139,13 +151,17 @@ TEST(Warp, SyncOrdersLanesButShuffleDoesNot) {
 }
 
 TEST(Warp, ShuffleAndBallot) {
-  expect_clean(cta(64), [] {
-    const int lane = lane_index();
-    if (shuffle_xor(lane, 5) != (lane ^ 5) || shuffle(lane * 2, 7) != 14 || ballot(lane % 3 == 0) != 0x49249249u) __builtin_trap();
-  }, 5);
+  expect_clean(
+      cta(64),
+      [] {
+        const int lane = lane_index();
+        if (shuffle_xor(lane, 5) != (lane ^ 5) || shuffle(lane * 2, 7) != 14 || ballot(lane % 3 == 0) != 0x49249249u)
+          __builtin_trap();
+      },
+      5);
 }
 
-// ---- barriers --------------------------------------------------------------------------------------------------------------
+// ---- barriers -------------------------------------------------------------------------------------------------------
 
 TEST(Barrier, ProducerArrivesConsumerWaits) {
   expect_clean(cta(64), [] {
@@ -161,18 +177,24 @@ TEST(Barrier, ProducerArrivesConsumerWaits) {
 }
 
 TEST(Barrier, MissingPartnersAreADeadlockWithNames) {
-  expect_finding(cta(64), [] {
-    if (warp_index() == 1) barrier_sync(2, 64);   // @lonely
-  }, Kind::deadlock, "bar.sync at core_test.cpp", "lonely");
+  expect_finding(
+      cta(64),
+      [] {
+        if (warp_index() == 1) barrier_sync(2, 64);  // @lonely
+      },
+      Kind::deadlock, "bar.sync at core_test.cpp", "lonely");
 }
 
 TEST(Barrier, DifferentCounts) {
-  expect_finding(cta(96), [] {
-    barrier_sync(1, warp_index() == 0 ? 64 : 96);   // @counts
-  }, Kind::barrier, "used for", "counts");
+  expect_finding(
+      cta(96),
+      [] {
+        barrier_sync(1, warp_index() == 0 ? 64 : 96);  // @counts
+      },
+      Kind::barrier, "used for", "counts");
 }
 
-// ---- mbarriers -------------------------------------------------------------------------------------------------------------
+// ---- mbarriers ------------------------------------------------------------------------------------------------------
 
 void ring(int bug, uint32_t* out) {
   auto& s = dynamic_smem<Buffers>();
@@ -185,12 +207,12 @@ void ring(int bug, uint32_t* out) {
   for (uint32_t i = 0; i < 4; ++i) {
     const uint32_t parity = i & 1;
     if (warp_index() == 0) {
-      if (bug != 1) mbarrier_wait(s.done, parity ^ (bug == 2 ? 0 : 1));   // @ring-empty
-      s.words[t] = i * 100 + uint32_t(t);   // @ring-write
-      mbarrier_arrive(s.ready);   // @ring-arrive
+      if (bug != 1) mbarrier_wait(s.done, parity ^ (bug == 2 ? 0 : 1));  // @ring-empty
+      s.words[t] = i * 100 + uint32_t(t);                                // @ring-write
+      mbarrier_arrive(s.ready);                                          // @ring-arrive
     } else {
-      if (bug != 4) mbarrier_wait(s.ready, parity);   // @ring-full
-      out[i * 32 + uint32_t(lane_index())] = s.words[31 - lane_index()];   // @ring-read
+      if (bug != 4) mbarrier_wait(s.ready, parity);                       // @ring-full
+      out[i * 32 + uint32_t(lane_index())] = s.words[31 - lane_index()];  // @ring-read
       mbarrier_arrive(s.done);
     }
   }
@@ -203,29 +225,40 @@ TEST(Mbarrier, Ring) {
   expect_finding(cta(64), [&] { ring(1, out.data()); }, Kind::race, "not ordered after the read", "ring-write");
   expect_finding(cta(64), [&] { ring(2, out.data()); }, Kind::deadlock, "mbarrier.try_wait parity 0", "ring-empty");
   expect_finding(cta(64), [&] { ring(3, out.data()); }, Kind::deadlock, "1 of 33 arrivals missing", "ring-full");
-  for (uint64_t seed = 0; seed < 6; ++seed) EXPECT_FALSE(emu::launch(cta(64), test::options_for(seed), [&] { ring(4, out.data()); }).clean());
-  for (uint64_t seed = 0; seed < 6; ++seed) EXPECT_TRUE(emu::launch(cta(64), test::options_for(seed), [&] { ring(5, out.data()); }).has(Kind::barrier) ||
-                                                        emu::launch(cta(64), test::options_for(seed), [&] { ring(5, out.data()); }).has(Kind::race));
+  for (uint64_t seed = 0; seed < 6; ++seed)
+    EXPECT_FALSE(emu::launch(cta(64), test::options_for(seed), [&] { ring(4, out.data()); }).clean());
+  for (uint64_t seed = 0; seed < 6; ++seed)
+    EXPECT_TRUE(emu::launch(cta(64), test::options_for(seed), [&] { ring(5, out.data()); }).has(Kind::barrier) ||
+                emu::launch(cta(64), test::options_for(seed), [&] { ring(5, out.data()); }).has(Kind::race));
 }
 
 TEST(Mbarrier, Misuse) {
-  expect_finding(cta(32), [] {
-    mbarrier_arrive(dynamic_smem<Buffers>().ready);   // @no-init
-  }, Kind::barrier, "no mbarrier has been initialised", "no-init");
-  expect_finding(cta(1), [] {
-    auto& s = dynamic_smem<Buffers>();
-    mbarrier_init(s.ready, 1);
-    mbarrier_init(s.ready, 1);   // @init-twice
-  }, Kind::barrier, "mbarrier.inval must come first", "init-twice");
-  expect_finding(cta(1), [] {
-    auto& s = dynamic_smem<Buffers>();
-    mbarrier_init(s.ready, 1);
-    s.ready.opaque = 5;
-    mbarrier_arrive(s.ready);   // @overwritten
-  }, Kind::barrier, "was overwritten", "overwritten");
+  expect_finding(
+      cta(32),
+      [] {
+        mbarrier_arrive(dynamic_smem<Buffers>().ready);  // @no-init
+      },
+      Kind::barrier, "no mbarrier has been initialised", "no-init");
+  expect_finding(
+      cta(1),
+      [] {
+        auto& s = dynamic_smem<Buffers>();
+        mbarrier_init(s.ready, 1);
+        mbarrier_init(s.ready, 1);  // @init-twice
+      },
+      Kind::barrier, "mbarrier.inval must come first", "init-twice");
+  expect_finding(
+      cta(1),
+      [] {
+        auto& s = dynamic_smem<Buffers>();
+        mbarrier_init(s.ready, 1);
+        s.ready.opaque = 5;
+        mbarrier_arrive(s.ready);  // @overwritten
+      },
+      Kind::barrier, "was overwritten", "overwritten");
 }
 
-// ---- determinism -------------------------------------------------------------------------------------------------------------
+// ---- determinism ----------------------------------------------------------------------------------------------------
 
 TEST(Determinism, SameSeedSameScheduleSameReport) {
   std::vector<uint32_t> out(128);

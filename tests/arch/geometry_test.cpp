@@ -1,5 +1,6 @@
-// Geometry against the tables of the PTX manual, exhaustively. The expected values are written in the manual's own terms
-// (figures as tables, canonical layouts as shape:stride lists, fragment formulas by case), not in those of the code.
+// Geometry against the tables of the PTX manual, exhaustively. The expected values are written in the manual's own
+// terms (figures as tables, canonical layouts as shape:stride lists, fragment formulas by case), not in those of the
+// code.
 #include "arch/emu/geometry.hpp"
 
 #include <gtest/gtest.h>
@@ -66,9 +67,14 @@ TEST(Descriptor, LayoutTypesAndReservedBits) {
   EXPECT_EQ(wgmma_descriptor({Swizzle::bytes64, 0, 0}) >> 62, 2u);
   EXPECT_EQ(wgmma_descriptor({Swizzle::bytes32, 0, 0}) >> 62, 3u);
   const uint64_t good = tcgen05_descriptor({Swizzle::bytes128, 16, 1024});
-  for (int bit : {14, 15, 30, 31, 46, 47, 48, 52, 53, 60}) EXPECT_NE(decode_tcgen05_descriptor(good ^ uint64_t{1} << bit).error, nullptr) << bit;
-  for (uint64_t type : {1u, 3u, 5u, 7u}) EXPECT_NE(decode_tcgen05_descriptor((good & ~(uint64_t{7} << 61)) | type << 61).error, nullptr);
-  for (int bit : {14, 30, 46, 47, 48, 52, 61}) EXPECT_NE(decode_wgmma_descriptor(wgmma_descriptor({Swizzle::bytes128, 16, 1024}) ^ uint64_t{1} << bit).error, nullptr) << bit;
+  for (int bit : {14, 15, 30, 31, 46, 47, 48, 52, 53, 60})
+    EXPECT_NE(decode_tcgen05_descriptor(good ^ uint64_t{1} << bit).error, nullptr) << bit;
+  for (uint64_t type : {1u, 3u, 5u, 7u})
+    EXPECT_NE(decode_tcgen05_descriptor((good & ~(uint64_t{7} << 61)) | type << 61).error, nullptr);
+  for (int bit : {14, 30, 46, 47, 48, 52, 61})
+    EXPECT_NE(decode_wgmma_descriptor(wgmma_descriptor({Swizzle::bytes128, 16, 1024}) ^ uint64_t{1} << bit).error,
+              nullptr)
+        << bit;
 }
 
 // A layout in the manual's notation: index → digits by shape (first fastest) → sum of digit × stride.
@@ -91,7 +97,7 @@ TEST(CanonicalLayout, EveryModeMajorAndElementSize) {
   for (int bits : {4, 8, 16, 32})
     for (int mode = 0; mode < 4; ++mode)
       for (Major major : {Major::k, Major::mn}) {
-        if (major == Major::mn && bits == 4) continue;   // packed 4-bit operands are K-major only
+        if (major == Major::mn && bits == 4) continue;  // packed 4-bit operands are K-major only
         const int t = 128 / bits, wide = 1 << mode;
         const uint32_t leading = 8192, stride = 2048, start = 1024;
         const int lbo = int(leading) * 8 / bits, sbo = int(stride) * 8 / bits;
@@ -106,7 +112,8 @@ TEST(CanonicalLayout, EveryModeMajorAndElementSize) {
             else
               element = evaluate(mn, {t, wide, 32}, {1, t, lbo}) + evaluate(k, {8, 8}, {wide * t, sbo});
             const uint32_t byte = swizzled(start + uint32_t(element * bits / 8), Swizzle(mode));
-            ASSERT_EQ(operand_address(d, major, bits, mn, k), byte) << bits << " bits, mode " << mode << ", mn " << mn << ", k " << k;
+            ASSERT_EQ(operand_address(d, major, bits, mn, k), byte)
+                << bits << " bits, mode " << mode << ", mn " << mn << ", k " << k;
           }
       }
 }
@@ -153,8 +160,7 @@ TEST(Fragments, Ldmatrix) {
 
 // "Register Fragments … wgmma.mma_async.m64nNk16": row = 16·warp + lane/4 (+8), columns in pairs of 8-wide blocks.
 TEST(Fragments, Wgmma) {
-  for (int n = 8; n <= 256; n += 8)
-    expect_bijection(128, n / 2, 64, n, wgmma_d_fragment);
+  for (int n = 8; n <= 256; n += 8) expect_bijection(128, n / 2, 64, n, wgmma_d_fragment);
   expect_bijection(128, 8, 64, 16, wgmma_a_fragment);
   EXPECT_EQ(wgmma_d_fragment(0, 0), (Coord{0, 0}));
   EXPECT_EQ(wgmma_d_fragment(0, 2), (Coord{8, 0}));
@@ -165,16 +171,19 @@ TEST(Fragments, Wgmma) {
 
 // "Data Path Layout Organization": layouts A, B, D, E, F, G.
 TEST(TensorMemory, DataPaths) {
-  EXPECT_EQ(data_path(256, 2, false), DataPath::full);    // A
-  EXPECT_EQ(data_path(128, 2, false), DataPath::two);     // B
-  EXPECT_EQ(data_path(128, 1, false), DataPath::full);    // D
+  EXPECT_EQ(data_path(256, 2, false), DataPath::full);  // A
+  EXPECT_EQ(data_path(128, 2, false), DataPath::two);   // B
+  EXPECT_EQ(data_path(128, 1, false), DataPath::full);  // D
   EXPECT_EQ(data_path(128, 1, true), DataPath::full);
-  EXPECT_EQ(data_path(64, 1, true), DataPath::two);       // E
-  EXPECT_EQ(data_path(64, 1, false), DataPath::half);     // F
-  EXPECT_EQ(data_path(32, 1, true), DataPath::four);      // G
+  EXPECT_EQ(data_path(64, 1, true), DataPath::two);    // E
+  EXPECT_EQ(data_path(64, 1, false), DataPath::half);  // F
+  EXPECT_EQ(data_path(32, 1, true), DataPath::four);   // G
   EXPECT_EQ(data_path(64, 2, false), DataPath::invalid);
   EXPECT_EQ(data_path(256, 1, false), DataPath::invalid);
-  const struct { DataPath path; int m; } layouts[] = {{DataPath::full, 128}, {DataPath::half, 64}, {DataPath::two, 64}, {DataPath::four, 32}};
+  const struct {
+    DataPath path;
+    int m;
+  } layouts[] = {{DataPath::full, 128}, {DataPath::half, 64}, {DataPath::two, 64}, {DataPath::four, 32}};
   for (auto [path, m_count] : layouts)
     for (int n_total : {64, 128, 256}) {
       std::set<std::pair<int, int>> seen;
@@ -186,14 +195,16 @@ TEST(TensorMemory, DataPaths) {
           ASSERT_TRUE(seen.insert({c.row, c.col}).second);
         }
     }
-  EXPECT_EQ(accumulator_coord(DataPath::half, 64, 17, 5), (Coord{33, 5}));     // F: row 17 is lane 1 of the second quarter
-  EXPECT_EQ(accumulator_coord(DataPath::two, 128, 3, 64), (Coord{67, 0}));     // E: second half of N from lane 64
-  EXPECT_EQ(accumulator_coord(DataPath::four, 128, 3, 97), (Coord{99, 1}));    // G: last quarter of N from lane 96
+  EXPECT_EQ(accumulator_coord(DataPath::half, 64, 17, 5), (Coord{33, 5}));  // F: row 17 is lane 1 of the second quarter
+  EXPECT_EQ(accumulator_coord(DataPath::two, 128, 3, 64), (Coord{67, 0}));  // E: second half of N from lane 64
+  EXPECT_EQ(accumulator_coord(DataPath::four, 128, 3, 97), (Coord{99, 1}));  // G: last quarter of N from lane 96
 }
 
 TEST(TensorMemory, LoadAndStoreShapesCoverTheirBlockOnce) {
   for (int num : {1, 2, 4, 8, 16, 32, 64, 128}) {
-    const auto map = [](TmemShape s, int split) { return [s, split](int lane, int reg) { return tmem_fragment(s, lane, reg, split); }; };
+    const auto map = [](TmemShape s, int split) {
+      return [s, split](int lane, int reg) { return tmem_fragment(s, lane, reg, split); };
+    };
     expect_bijection(32, num, 32, num, map(TmemShape::b32x32, 0));
     expect_bijection(32, num, 16, 2 * num, map(TmemShape::b16x64, 0));
     expect_bijection(32, num, 16, 2 * num, map(TmemShape::b16x32x2, num));
@@ -205,12 +216,12 @@ TEST(TensorMemory, LoadAndStoreShapesCoverTheirBlockOnce) {
 // Figures of "Data Movement Shape": which thread holds the first words of each shape.
 TEST(TensorMemory, LoadAndStoreShapesMatchTheFigures) {
   EXPECT_EQ(tmem_fragment(TmemShape::b32x32, 17, 3), (Coord{17, 3}));
-  EXPECT_EQ(tmem_fragment(TmemShape::b16x64, 1, 0), (Coord{8, 0}));     // .16x64b: T0 row 0, T1 row 8, T2 row 0 column 1
+  EXPECT_EQ(tmem_fragment(TmemShape::b16x64, 1, 0), (Coord{8, 0}));  // .16x64b: T0 row 0, T1 row 8, T2 row 0 column 1
   EXPECT_EQ(tmem_fragment(TmemShape::b16x64, 2, 0), (Coord{0, 1}));
   EXPECT_EQ(tmem_fragment(TmemShape::b16x64, 4, 1), (Coord{1, 2}));
-  EXPECT_EQ(tmem_fragment(TmemShape::b16x128, 3, 0), (Coord{0, 3}));    // .16x128b: T0-T3 row 0, register 1 is row 8
+  EXPECT_EQ(tmem_fragment(TmemShape::b16x128, 3, 0), (Coord{0, 3}));  // .16x128b: T0-T3 row 0, register 1 is row 8
   EXPECT_EQ(tmem_fragment(TmemShape::b16x128, 3, 1), (Coord{8, 3}));
-  EXPECT_EQ(tmem_fragment(TmemShape::b16x256, 1, 1), (Coord{0, 3}));    // .16x256b: the form of an mma accumulator
+  EXPECT_EQ(tmem_fragment(TmemShape::b16x256, 1, 1), (Coord{0, 3}));  // .16x256b: the form of an mma accumulator
   EXPECT_EQ(tmem_fragment(TmemShape::b16x256, 1, 2), (Coord{8, 2}));
   EXPECT_EQ(tmem_fragment(TmemShape::b16x32x2, 16, 0, 4), (Coord{0, 4}));
   for (int lane = 0; lane < 32; ++lane)
@@ -218,7 +229,8 @@ TEST(TensorMemory, LoadAndStoreShapesMatchTheFigures) {
 }
 
 TEST(TensorMemory, CopyShapes) {
-  for (CopyShape shape : {CopyShape::b128x256, CopyShape::b128x128, CopyShape::b64x128_02_13, CopyShape::b64x128_01_23, CopyShape::b32x128_x4}) {
+  for (CopyShape shape : {CopyShape::b128x256, CopyShape::b128x128, CopyShape::b64x128_02_13, CopyShape::b64x128_01_23,
+                          CopyShape::b32x128_x4}) {
     std::set<int> lanes;
     for (int row = 0; row < copy_rows(shape); ++row)
       for (int lane : copy_lanes(shape, row))
@@ -227,8 +239,8 @@ TEST(TensorMemory, CopyShapes) {
         }
     EXPECT_EQ(lanes.size(), 128u);
   }
-  EXPECT_EQ(copy_lanes(CopyShape::b64x128_02_13, 40), (std::array<int, 4>{40, 104, -1, -1}));   // quarters 1 and 3
-  EXPECT_EQ(copy_lanes(CopyShape::b64x128_01_23, 40), (std::array<int, 4>{72, 104, -1, -1}));   // quarters 2 and 3
+  EXPECT_EQ(copy_lanes(CopyShape::b64x128_02_13, 40), (std::array<int, 4>{40, 104, -1, -1}));  // quarters 1 and 3
+  EXPECT_EQ(copy_lanes(CopyShape::b64x128_01_23, 40), (std::array<int, 4>{72, 104, -1, -1}));  // quarters 2 and 3
 }
 
 // One 32x128b.warpx4 copy of a 512-byte tile brings every scale to the place where the instruction reads it.
@@ -244,19 +256,19 @@ TEST(TensorMemory, ScaleTileAndScaleCoordinatesAgree) {
 // Table "Instruction descriptor": fields of kind::f16 and of kind::mxf4nvf4, each at its bits.
 TEST(InstructionDescriptor, Fields) {
   const uint32_t d = instruction_descriptor({.m = 128, .n = 256, .type = Half::bf16, .b_major = Major::mn});
-  EXPECT_EQ(d >> 4 & 3, 1u);        // accumulator F32
-  EXPECT_EQ(d >> 7 & 7, 1u);        // A BF16
-  EXPECT_EQ(d >> 10 & 7, 1u);       // B BF16
+  EXPECT_EQ(d >> 4 & 3, 1u);   // accumulator F32
+  EXPECT_EQ(d >> 7 & 7, 1u);   // A BF16
+  EXPECT_EQ(d >> 10 & 7, 1u);  // B BF16
   EXPECT_EQ(d >> 15 & 1, 0u);
   EXPECT_EQ(d >> 16 & 1, 1u);
   EXPECT_EQ(d >> 17 & 63, 32u);
   EXPECT_EQ(d >> 24 & 31, 8u);
   const uint32_t f = nvfp4_instruction_descriptor(256, 64);
-  EXPECT_EQ(f >> 7 & 7, 1u);        // E2M1
+  EXPECT_EQ(f >> 7 & 7, 1u);  // E2M1
   EXPECT_EQ(f >> 10 & 3, 1u);
   EXPECT_EQ(f >> 17 & 63, 8u);
-  EXPECT_EQ(f >> 23 & 1, 0u);       // UE4M3
-  EXPECT_EQ(f >> 27 & 3, 2u);       // M >> 7
+  EXPECT_EQ(f >> 23 & 1, 0u);  // UE4M3
+  EXPECT_EQ(f >> 27 & 3, 2u);  // M >> 7
 }
 
 }  // namespace

@@ -38,10 +38,11 @@ inline uint32_t marked_line(const std::string& file, const std::string& name) {
 
 inline std::string base_name(const std::string& path) { return path.substr(path.find_last_of('/') + 1); }
 
-/// Every one of a few seeds gives a finding of this kind whose text has `words`, and that names the marked line, as the place
-/// that noticed, as the earlier access, or (hangs) as where threads wait.
-inline void expect_finding(const emu::LaunchShape& shape, const std::function<void()>& kernel, emu::Kind kind, const std::string& words,
-                           const std::string& mark, std::source_location here = std::source_location::current()) {
+/// Every one of a few seeds gives a finding of this kind whose text has `words`, and that names the marked line, as the
+/// place that noticed, as the earlier access, or (hangs) as where threads wait.
+inline void expect_finding(const emu::LaunchShape& shape, const std::function<void()>& kernel, emu::Kind kind,
+                           const std::string& words, const std::string& mark,
+                           std::source_location here = std::source_location::current()) {
   const uint32_t line = marked_line(here.file_name(), mark);
   ASSERT_NE(line, 0u) << "no line ends with // @" << mark;
   const std::string place = base_name(here.file_name()) + ":" + std::to_string(line);
@@ -51,8 +52,9 @@ inline void expect_finding(const emu::LaunchShape& shape, const std::function<vo
     for (const emu::Finding& f : report.findings)
       found |= f.kind == kind && f.text.find(words) != std::string::npos &&
                (f.where.line == line || f.other.line == line || f.text.find(place) != std::string::npos);
-    EXPECT_TRUE(found) << "line " << here.line() << ", seed " << seed << ": no [" << emu::name(kind) << "] with \"" << words << "\" naming line "
-                       << line << " in:\n" << report.text();
+    EXPECT_TRUE(found) << "line " << here.line() << ", seed " << seed << ": no [" << emu::name(kind) << "] with \""
+                       << words << "\" naming line " << line << " in:\n"
+                       << report.text();
     if (!found) return;
   }
 }

@@ -1,4 +1,5 @@
-// The kernels of tests/arch/kernels: right numbers against fp64, no finding over 50 seeds, and every synchronisation call needed.
+// The kernels of tests/arch/kernels: right numbers against fp64, no finding over 50 seeds, and every synchronisation
+// call needed.
 #include "kernels/kernels.hpp"
 
 #include <gtest/gtest.h>
@@ -37,19 +38,22 @@ Subject wgmma_subject() {
   constexpr int m = 128, n = 128, k = 320;
   std::mt19937 random(1);
   const auto a = random_bf16(random, m * k), b = random_bf16(random, n * k);
-  return {"wgmma_gemm", [a, b] {
+  return {"wgmma_gemm",
+          [a, b] {
             std::vector<float> c(m * n, NAN);
             wgmma_gemm(a.data(), b.data(), c.data(), m, n, k);
             double worst = 0;
             for (int i = 0; i < m; ++i)
               for (int j = 0; j < n; ++j) {
                 double sum = 0;
-                for (int x = 0; x < k; ++x) sum += double(to_float(a[size_t(i * k + x)])) * to_float(b[size_t(j * k + x)]);
+                for (int x = 0; x < k; ++x)
+                  sum += double(to_float(a[size_t(i * k + x)])) * to_float(b[size_t(j * k + x)]);
                 const double error = std::fabs(sum - double(c[size_t(i * n + j)]));
                 worst = worse(worst, error);
               }
             return worst;
-          }, 1e-4};
+          },
+          1e-4};
 }
 
 Subject gather_subject(int cta_group) {
@@ -58,8 +62,9 @@ Subject gather_subject(int cta_group) {
   std::mt19937 random(2);
   const auto a = random_bf16(random, keys * k), b = random_bf16(random, n * k);
   std::vector<int> rows(size_t(m), 0);
-  for (int& r : rows) r = int(random() % 44) - 2;   // some outside: zeros
-  return {"tcgen05_gather_gemm, cta_group " + std::to_string(cta_group), [=] {
+  for (int& r : rows) r = int(random() % 44) - 2;  // some outside: zeros
+  return {"tcgen05_gather_gemm, cta_group " + std::to_string(cta_group),
+          [=] {
             std::vector<float> c(size_t(m * n), NAN);
             tcgen05_gather_gemm(cta_group, a.data(), keys, rows.data(), b.data(), c.data(), k);
             double worst = 0;
@@ -68,24 +73,30 @@ Subject gather_subject(int cta_group) {
                 double sum = 0;
                 const int row = rows[size_t(i)];
                 if (row >= 0 && row < keys)
-                  for (int x = 0; x < k; ++x) sum += double(to_float(a[size_t(row * k + x)])) * to_float(b[size_t(j * k + x)]);
+                  for (int x = 0; x < k; ++x)
+                    sum += double(to_float(a[size_t(row * k + x)])) * to_float(b[size_t(j * k + x)]);
                 const double error = std::fabs(sum - double(c[size_t(i * n + j)]));
                 worst = worse(worst, error);
               }
             return worst;
-          }, 1e-4};
+          },
+          1e-4};
 }
 
 Subject nvfp4_subject() {
   static constexpr int m = 128, n = 64, k = 1024;
   std::mt19937 random(3);
   std::vector<uint8_t> a(m * k / 2), b(n * k / 2), sa(size_t(k / 64 * 512)), sb(size_t(k / 64 * 512));
-  for (auto* v : {&a, &b}) for (uint8_t& x : *v) x = uint8_t(random());
-  for (auto* v : {&sa, &sb}) for (uint8_t& x : *v) x = uint8_t(0x28 + random() % 32);   // scales around one
-  return {"nvfp4_gemm", [=] {
+  for (auto* v : {&a, &b})
+    for (uint8_t& x : *v) x = uint8_t(random());
+  for (auto* v : {&sa, &sb})
+    for (uint8_t& x : *v) x = uint8_t(0x28 + random() % 32);  // scales around one
+  return {"nvfp4_gemm",
+          [=] {
             std::vector<float> c(m * n, NAN);
             nvfp4_gemm(a.data(), sa.data(), b.data(), sb.data(), c.data(), k);
-            const auto value = [](const std::vector<uint8_t>& codes, const std::vector<uint8_t>& scales, int row, int x) {
+            const auto value = [](const std::vector<uint8_t>& codes, const std::vector<uint8_t>& scales, int row,
+                                  int x) {
               const uint8_t byte = codes[size_t(row * k / 2 + x / 2)];
               const size_t scale = size_t(x / 64 * 512 + row % 32 * 16 + row / 32 * 4 + x % 64 / 16);
               return double(emu::from_e2m1(uint8_t(byte >> 4 * (x % 2) & 15))) * double(emu::from_e4m3(scales[scale]));
@@ -103,7 +114,8 @@ Subject nvfp4_subject() {
                 worst = worse(worst, error);
               }
             return worst;
-          }, 1e-5};
+          },
+          1e-5};
 }
 
 struct FlowData {
@@ -112,7 +124,7 @@ struct FlowData {
   std::vector<bf16> q, d_out, kv;
   std::vector<int> indices;
   std::vector<float> lse, delta;
-  std::vector<double> dq, dkv;   // expected
+  std::vector<double> dq, dkv;  // expected
 
   explicit FlowData(int n) : blocks(n) {
     std::mt19937 random(4);
@@ -138,17 +150,20 @@ struct FlowData {
         double s = 0, dp = 0;
         for (int d = 0; d < 576; ++d) s += double(to_float(q[size_t(h * 576 + d)])) * k(d);
         for (int d = 0; d < 512; ++d) dp += double(to_float(d_out[size_t(h * 512 + d)])) * k(d);
-        const double p = std::exp2(s * scale * 1.4426950408889634 - double(lse[size_t(h)])), ds = rounded(p * (dp - double(delta[size_t(h)])) * scale);
+        const double p = std::exp2(s * scale * 1.4426950408889634 - double(lse[size_t(h)])),
+                     ds = rounded(p * (dp - double(delta[size_t(h)])) * scale);
         for (int d = 0; d < 576; ++d) {
           dq[size_t(h * 576 + d)] += ds * k(d);
-          dkv[size_t(key * 576 + d)] += ds * double(to_float(q[size_t(h * 576 + d)])) + (d < 512 ? rounded(p) * double(to_float(d_out[size_t(h * 512 + d)])) : 0);
+          dkv[size_t(key * 576 + d)] += ds * double(to_float(q[size_t(h * 576 + d)])) +
+                                        (d < 512 ? rounded(p) * double(to_float(d_out[size_t(h * 512 + d)])) : 0);
         }
       }
     }
   }
   double run() const {
     std::vector<float> got_dq(dq.size(), NAN), got_dkv(dkv.size(), 0);
-    mla_backward_flow({q.data(), d_out.data(), kv.data(), indices.data(), lse.data(), delta.data(), got_dq.data(), got_dkv.data(), 1.f / 24, blocks, keys});
+    mla_backward_flow({q.data(), d_out.data(), kv.data(), indices.data(), lse.data(), delta.data(), got_dq.data(),
+                       got_dkv.data(), 1.f / 24, blocks, keys});
     double worst = 0;
     const auto compare = [&](const std::vector<double>& expected, const std::vector<float>& got) {
       for (size_t i = 0; i < got.size(); ++i) {
@@ -163,7 +178,8 @@ struct FlowData {
 };
 
 Subject flow_subject(int blocks) {
-  return {"mla_backward_flow", [data = FlowData(blocks)] { return data.run(); }, 1e-2};   // a rounding of P or dS to bf16 may differ
+  return {"mla_backward_flow", [data = FlowData(blocks)] { return data.run(); },
+          1e-2};  // a rounding of P or dS to bf16 may differ
 }
 
 std::vector<Subject> subjects() { return {wgmma_subject(), gather_subject(1), gather_subject(2), nvfp4_subject()}; }
@@ -185,7 +201,7 @@ TEST(Kernels, BackwardFlowIsRightCleanAndFast) {
   double best = 1e9;
   for (uint64_t seed = 0; seed < 12; ++seed) {
     emu::Session session(test::options_for(seed));
-    const std::clock_t start = std::clock();   // of this process only: other load on the machine does not count
+    const std::clock_t start = std::clock();  // of this process only: other load on the machine does not count
     const double error = subject.run();
     best = std::min(best, double(std::clock() - start) * 1e3 / CLOCKS_PER_SEC / kBlocks);
     ASSERT_LE(error, subject.tolerance) << "seed " << seed;
@@ -222,7 +238,9 @@ TEST(Kernels, EverySynchronisationCallIsNeeded) {
         const double error = subject.run();
         noticed += !session.report.clean() || !(error <= subject.tolerance);
       }
-      EXPECT_TRUE(noticed || has_kept_comment(site.where)) << subject.name << ": " << site.instruction << " at " << emu::to_string(site.where) << " can be left out unnoticed";
+      EXPECT_TRUE(noticed || has_kept_comment(site.where))
+          << subject.name << ": " << site.instruction << " at " << emu::to_string(site.where)
+          << " can be left out unnoticed";
     }
   }
 }

@@ -10,7 +10,8 @@ namespace {
 AgentId copy_agent(Thread& t) {
   Machine& m = *machine;
   if (t.copies.agent == kNoAgent) {
-    t.copies.agent = m.new_agent("cp.async of " + m.describe(t), "no cp.async.wait_group (or arrival on an mbarrier that is waited for) in between");
+    t.copies.agent = m.new_agent("cp.async of " + m.describe(t),
+                                 "no cp.async.wait_group (or arrival on an mbarrier that is waited for) in between");
     m.reader_fenced_agents.push_back(t.copies.agent);
   }
   return t.copies.agent;
@@ -26,17 +27,19 @@ void cp_async(uint32_t destination, const void* source, uint32_t bytes, uint32_t
   if (source_bytes > bytes) m.stop(Kind::bounds, format("src-size %u exceeds cp-size %u", source_bytes, bytes));
   m.require_shared(destination, bytes, bytes, "the destination");
   if (rank_of(destination) != t.cta->rank) m.stop(Kind::bounds, "the destination is in another CTA");
-  if (source_bytes && reinterpret_cast<uintptr_t>(source) % bytes) m.stop(Kind::bounds, format("the global address must be %u-byte aligned", bytes));
+  if (source_bytes && reinterpret_cast<uintptr_t>(source) % bytes)
+    m.stop(Kind::bounds, format("the global address must be %u-byte aligned", bytes));
   const Epoch epoch{++t.copies.issued, copy_agent(t), t.site};
   Observer self(t);
   m.async_access(self, epoch, destination, bytes, true, Proxy::cp_async, "it");
   t.copies.last_step_of_group[t.copies.open_group] = t.copies.issued;
   m.poison(destination, bytes);
-  m.submit_group(t, t.copies, {[&m, destination, source, bytes, source_bytes] {
-                                 __builtin_memcpy(m.memory(destination), source, source_bytes);
-                                 __builtin_memset(m.memory(destination) + source_bytes, 0, bytes - source_bytes);
-                               },
-                               t.copies.open_group});
+  m.submit_group(t, t.copies,
+                 {[&m, destination, source, bytes, source_bytes] {
+                    __builtin_memcpy(m.memory(destination), source, source_bytes);
+                    __builtin_memset(m.memory(destination) + source_bytes, 0, bytes - source_bytes);
+                  },
+                  t.copies.open_group});
 }
 
 void cp_async_commit(const Site& site) {
@@ -48,9 +51,11 @@ void cp_async_wait(int pending_groups, const Site& site) {
   if (enter_synchronisation(pending_groups < 0 ? "cp.async.wait_all" : "cp.async.wait_group", site)) return;
   GroupQueue& queue = current->copies;
   if (pending_groups < 0) ++queue.open_group;
-  const uint64_t keep = uint64_t(std::max(pending_groups, 0)), before = queue.open_group > keep ? queue.open_group - keep : 0;
+  const uint64_t keep = uint64_t(std::max(pending_groups, 0)),
+                 before = queue.open_group > keep ? queue.open_group - keep : 0;
   machine->complete_groups(queue, before);
-  if (machine->options.check && queue.agent != kNoAgent) current->knows.ordered.raise(queue.agent, queue.last_step_before(before));
+  if (machine->options.check && queue.agent != kNoAgent)
+    current->knows.ordered.raise(queue.agent, queue.last_step_before(before));
 }
 
 void cp_async_mbarrier_arrive_noinc(uint32_t address, const Site& site) {
@@ -60,15 +65,20 @@ void cp_async_mbarrier_arrive_noinc(uint32_t address, const Site& site) {
   m.mbarrier_at(address, true);
   const AgentId agent = copy_agent(t);
   const uint32_t step = t.copies.issued;
-  m.submit_group(t, t.copies, {[&m, address, agent, step] {
-                                 Mbarrier* b = m.find_mbarrier(address);
-                                 if (!b) return m.find(Kind::barrier, "cp.async.mbarrier.arrive.noinc arrives on the mbarrier at " + m.place(address) + ", which no longer exists");
-                                 if (b->pending == 0) m.stop(Kind::barrier, "cp.async.mbarrier.arrive.noinc arrives more often than the mbarrier at " + m.place(address) + " expects");
-                                 if (m.options.check) b->arriving.ordered.raise(agent, step);
-                                 --b->pending;
-                                 m.finish_phase(*b);
-                               },
-                               t.copies.open_group, true});
+  m.submit_group(t, t.copies,
+                 {[&m, address, agent, step] {
+                    Mbarrier* b = m.find_mbarrier(address);
+                    if (!b)
+                      return m.find(Kind::barrier, "cp.async.mbarrier.arrive.noinc arrives on the mbarrier at " +
+                                                       m.place(address) + ", which no longer exists");
+                    if (b->pending == 0)
+                      m.stop(Kind::barrier, "cp.async.mbarrier.arrive.noinc arrives more often than the mbarrier at " +
+                                                m.place(address) + " expects");
+                    if (m.options.check) b->arriving.ordered.raise(agent, step);
+                    --b->pending;
+                    m.finish_phase(*b);
+                  },
+                  t.copies.open_group, true});
 }
 
 }  // namespace hopwell::arch::emu

@@ -5,7 +5,7 @@
 
 namespace hopwell::arch::emu {
 
-// ---- identity ----------------------------------------------------------------------------------------------------------
+// ---- identity -------------------------------------------------------------------------------------------------------
 
 const Index& thread_index() { return current->index; }
 const Index& block_index() { return current->cta->index; }
@@ -22,7 +22,7 @@ uint32_t shared_address(const void* pointer) {
 
 void yield() { machine->pause(); }
 
-// ---- named barriers ------------------------------------------------------------------------------------------------------
+// ---- named barriers -------------------------------------------------------------------------------------------------
 
 namespace {
 
@@ -33,9 +33,11 @@ void arrive_at(int id, int count, bool wait) {
   NamedBarrier& b = cta.barriers[size_t(id)];
   const int needed = count ? count : int(cta.threads.size());
   if (count % 32 || needed > int(cta.threads.size()))
-    m.stop(Kind::barrier, format("barrier %d for %d threads: must be a multiple of 32, at most the CTA's %zu", id, count, cta.threads.size()));
+    m.stop(Kind::barrier, format("barrier %d for %d threads: must be a multiple of 32, at most the CTA's %zu", id,
+                                 count, cta.threads.size()));
   if (b.arrived > 0 && b.needed != needed)
-    m.stop(Kind::barrier, format("barrier %d is used for %d and for %d threads at the same time", id, b.needed, needed));
+    m.stop(Kind::barrier,
+           format("barrier %d is used for %d and for %d threads at the same time", id, b.needed, needed));
   b.needed = needed;
   m.release(*current, b.arriving);
   if (++b.arrived < b.needed) {
@@ -62,7 +64,7 @@ void barrier_arrive(int id, int threads, const Site& site) {
   arrive_at(id, threads, false);
 }
 
-// ---- the cluster barrier ---------------------------------------------------------------------------------------------------
+// ---- the cluster barrier --------------------------------------------------------------------------------------------
 
 uint32_t cluster_rank() { return current->cta->rank; }
 uint32_t cluster_size() { return machine->shape.cluster.volume(); }
@@ -100,7 +102,7 @@ void cluster_wait(const Site& site) {
   m.acquire(*current, m.cluster_arrived);
 }
 
-// ---- warps -------------------------------------------------------------------------------------------------------------------
+// ---- warps ----------------------------------------------------------------------------------------------------------
 
 void warp_sync(uint32_t mask, const Site& site) {
   if (enter_synchronisation("bar.warp.sync", site)) return;
@@ -127,7 +129,7 @@ uint32_t shuffle(uint32_t mask, uint32_t value, int source_lane, const Site& sit
       if (!(r.mask >> lane & 1)) continue;
       Argument& a = *static_cast<Argument*>(r.argument[lane]);
       const uint32_t source = uint32_t(a.source) & 31;
-      if (r.mask >> source & 1) a.out = static_cast<Argument*>(r.argument[source])->in;   // else undefined: poison
+      if (r.mask >> source & 1) a.out = static_cast<Argument*>(r.argument[source])->in;  // else undefined: poison
     }
   });
   return mine.out;

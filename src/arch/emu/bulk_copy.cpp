@@ -12,23 +12,28 @@ namespace {
 
 void check_bulk(uint32_t bytes, const void* global) {
   if (bytes == 0 || bytes % 16) machine->stop(Kind::bounds, format("%u bytes; must be a multiple of 16", bytes));
-  if (reinterpret_cast<uintptr_t>(global) % 16) machine->stop(Kind::bounds, "the global address must be 16-byte aligned");
+  if (reinterpret_cast<uintptr_t>(global) % 16)
+    machine->stop(Kind::bounds, "the global address must be 16-byte aligned");
 }
 
 void check_same_cta(uint32_t destination, uint32_t mbarrier) {
   if (rank_of(destination) != rank_of(mbarrier))
-    machine->stop(Kind::barrier, format("the destination is in CTA %u and the mbarrier in CTA %u", rank_of(destination), rank_of(mbarrier)));
+    machine->stop(Kind::barrier, format("the destination is in CTA %u and the mbarrier in CTA %u", rank_of(destination),
+                                        rank_of(mbarrier)));
 }
 
 }  // namespace
 
-void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t mbarrier, int cta_mask, const Site& site) {
+void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t mbarrier, int cta_mask,
+               const Site& site) {
   enter("cp.async.bulk (load)", site);
   Machine& m = *machine;
   check_bulk(bytes, source);
   m.require_shared(destination, bytes, 16, "the destination");
-  if (cta_mask < 0) check_same_cta(destination, mbarrier);
-  else if (cta_mask == 0 || uint32_t(cta_mask) >> m.ctas.size()) m.stop(Kind::bounds, format("CTA mask 0x%x in a cluster of %zu", cta_mask, m.ctas.size()));
+  if (cta_mask < 0)
+    check_same_cta(destination, mbarrier);
+  else if (cta_mask == 0 || uint32_t(cta_mask) >> m.ctas.size())
+    m.stop(Kind::bounds, format("CTA mask 0x%x in a cluster of %zu", cta_mask, m.ctas.size()));
   ++m.report.statistics.bulk_copies;
   Observer self(*current);
   for (uint32_t r = 0; r < m.ctas.size(); ++r) {
@@ -70,25 +75,28 @@ void submit_bulk_store(uint32_t source, uint32_t bytes, std::function<void(const
   ++m.report.statistics.bulk_copies;
   if (rank_of(source) != t.cta->rank) m.stop(Kind::bounds, "the source is in another CTA");
   if (t.bulk.agent == kNoAgent)
-    t.bulk.agent = m.new_agent("a bulk copy out of shared memory by " + m.describe(t), "no cp.async.bulk.wait_group followed by a barrier in between");
+    t.bulk.agent = m.new_agent("a bulk copy out of shared memory by " + m.describe(t),
+                               "no cp.async.bulk.wait_group followed by a barrier in between");
   const Epoch epoch{++t.bulk.issued, t.bulk.agent, t.site};
   Observer self(t);
   m.async_access(self, epoch, source, bytes, false, Proxy::async, "it");
   t.bulk.last_step_of_group[t.bulk.open_group] = t.bulk.issued;
   const uint64_t group = t.bulk.open_group;
-  m.submit_group(t, t.bulk, {[&m, &t, source, bytes, group, write = std::move(write)] {
-                               std::vector<std::byte> data(m.memory(source), m.memory(source) + bytes);
-                               if (!m.reading_only) return write(data.data());
-                               t.unfinished_writes.push_back({[write, data] { write(data.data()); }, group});
-                             },
-                             group});
+  m.submit_group(t, t.bulk,
+                 {[&m, &t, source, bytes, group, write = std::move(write)] {
+                    std::vector<std::byte> data(m.memory(source), m.memory(source) + bytes);
+                    if (!m.reading_only) return write(data.data());
+                    t.unfinished_writes.push_back({[write, data] { write(data.data()); }, group});
+                  },
+                  group});
 }
 
 void bulk_store(void* destination, uint32_t source, uint32_t bytes, const Site& site) {
   enter("cp.async.bulk (store)", site);
   check_bulk(bytes, destination);
   machine->require_shared(source, bytes, 16, "the source");
-  submit_bulk_store(source, bytes, [destination, bytes](const std::byte* data) { __builtin_memcpy(destination, data, bytes); });
+  submit_bulk_store(source, bytes,
+                    [destination, bytes](const std::byte* data) { __builtin_memcpy(destination, data, bytes); });
 }
 
 void bulk_reduce(void* destination, uint32_t source, uint32_t bytes, ReduceType type, const Site& site) {
@@ -107,9 +115,12 @@ void bulk_reduce(void* destination, uint32_t source, uint32_t bytes, ReduceType 
       }
     };
     switch (type) {
-      case ReduceType::f32: return add(float{}, [](float a, float b) { return a + b; });
-      case ReduceType::bf16: return add(uint16_t{}, [](uint16_t a, uint16_t b) { return to_bf16_bits(from_bf16(a) + from_bf16(b)); });
-      case ReduceType::s64: return add(uint64_t{}, [](uint64_t a, uint64_t b) { return a + b; });
+      case ReduceType::f32:
+        return add(float{}, [](float a, float b) { return a + b; });
+      case ReduceType::bf16:
+        return add(uint16_t{}, [](uint16_t a, uint16_t b) { return to_bf16_bits(from_bf16(a) + from_bf16(b)); });
+      case ReduceType::s64:
+        return add(uint64_t{}, [](uint64_t a, uint64_t b) { return a + b; });
     }
   });
 }
@@ -157,15 +168,20 @@ void store_async(uint32_t destination, const void* value, uint32_t bytes, uint32
 void setmaxnreg(int registers, bool increase, const Site& site) {
   enter(increase ? "setmaxnreg.inc" : "setmaxnreg.dec", site);
   Machine& m = *machine;
-  if (registers % 8 || registers < 24 || registers > 256) m.stop(Kind::unsupported, format("%d registers; must be a multiple of 8 from 24 to 256", registers));
+  if (registers % 8 || registers < 24 || registers > 256)
+    m.stop(Kind::unsupported, format("%d registers; must be a multiple of 8 from 24 to 256", registers));
   m.warpgroup_collective(current->instruction, nullptr, [&](Rendezvous&) {
     Warpgroup& group = current->cta->warpgroups[size_t(current->linear / 128)];
     if (group.registers && (increase ? registers < group.registers : registers > group.registers))
       m.find(Kind::divergence, format("%d registers after %d: wrong direction", registers, group.registers));
     group.registers = registers;
-    int total = 0;   // of the groups that have set theirs; the register file of an SM has 512 for a thread of each of 128
+    int total =
+        0;  // of the groups that have set theirs; the register file of an SM has 512 for a thread of each of 128
     for (const Warpgroup& g : current->cta->warpgroups) total += g.registers;
-    if (total > 512) m.find(Kind::deadlock, format("the warpgroups ask for %d registers in all; there are 512: setmaxnreg.inc would wait for ever", total));
+    if (total > 512)
+      m.find(Kind::deadlock,
+             format("the warpgroups ask for %d registers in all; there are 512: setmaxnreg.inc would wait for ever",
+                    total));
   });
 }
 

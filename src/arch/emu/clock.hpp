@@ -1,9 +1,9 @@
 // Vector clocks: who knows that what has happened.
 //
-// An agent is anything that touches memory: a thread, and also every asynchronous engine that acts for it (the copies that
-// complete on one mbarrier, the wgmma operations of a warpgroup, the tensor-core operations of one issuing thread, …).
-// Each agent counts its own steps; an access is stamped with (agent, step). Thread t may touch what access (a, c) touched
-// if t's clock has c or more for agent a: some chain of barriers, waits and fences leads from the access to t.
+// An agent is anything that touches memory: a thread, and also every asynchronous engine that acts for it (the copies
+// that complete on one mbarrier, the wgmma operations of a warpgroup, the tensor-core operations of one issuing thread,
+// …). Each agent counts its own steps; an access is stamped with (agent, step). Thread t may touch what access (a, c)
+// touched if t's clock has c or more for agent a: some chain of barriers, waits and fences leads from the access to t.
 #pragma once
 
 #include <algorithm>
@@ -52,8 +52,8 @@ class VectorClock {
 
 /// What synchronisation hands from thread to thread.
 struct Knowledge {
-  VectorClock ordered;   // happened before
-  VectorClock proxied;   // of these, generic-proxy writes that a proxy fence has made visible to the async proxy
+  VectorClock ordered;  // happened before
+  VectorClock proxied;  // of these, generic-proxy writes that a proxy fence has made visible to the async proxy
   void join(const Knowledge& other) {
     ordered.join(other.ordered);
     proxied.join(other.proxied);

@@ -13,7 +13,8 @@ void try_cancel_cluster(uint32_t response, uint32_t mbarrier, const Site& site) 
   m.async_access(self, epoch, response, 16, true, Proxy::async, "it");
   m.poison(response, 16);
   m.submit({[&m, response, mbarrier, step = epoch.step] {
-    // The answer's bits are opaque to kernels: here a flag, then the index of the first CTA. Some requests fail at random.
+    // The answer's bits are opaque to kernels: here a flag, then the index of the first CTA. Some requests fail at
+    // random.
     uint32_t words[4] = {};
     if (!m.clusters_left.empty() && m.random.chance(0.75)) {
       const uint32_t number = m.clusters_left.front();

@@ -10,8 +10,8 @@
 extern "C" void hopwell_emulator_switch(void** save_stack_pointer, void* load_stack_pointer);
 
 #if defined(__x86_64__)
-// System V ABI: rbx, rbp, r12-r15 survive a call; everything else is the caller's. MXCSR and the x87 control word are not
-// switched, since no emulated thread changes them.
+// System V ABI: rbx, rbp, r12-r15 survive a call; everything else is the caller's. MXCSR and the x87 control word are
+// not switched, since no emulated thread changes them.
 asm(R"(
 .text
 .globl hopwell_emulator_switch
@@ -36,7 +36,7 @@ hopwell_emulator_switch:
   ret
 .size hopwell_emulator_switch,.-hopwell_emulator_switch
 )");
-static constexpr size_t kSavedWords = 6;   // below the return address
+static constexpr size_t kSavedWords = 6;  // below the return address
 static constexpr size_t kReturnWord = 6;
 static constexpr bool kAlignAsAfterCall = true;
 #elif defined(__aarch64__)
@@ -77,7 +77,7 @@ hopwell_emulator_switch:
 .size hopwell_emulator_switch,.-hopwell_emulator_switch
 )");
 static constexpr size_t kSavedWords = 20;
-static constexpr size_t kReturnWord = 11;   // x30
+static constexpr size_t kReturnWord = 11;  // x30
 static constexpr bool kAlignAsAfterCall = false;
 #else
 #error "The emulator knows how to switch stacks on x86-64 and AArch64 only."
@@ -87,7 +87,7 @@ namespace hopwell::arch::emu {
 
 namespace {
 constexpr size_t kGuardBytes = 4096;
-thread_local Fiber* starting;   // hands `this` to start(), which the switch can give no argument
+thread_local Fiber* starting;  // hands `this` to start(), which the switch can give no argument
 }  // namespace
 
 StackPool::~StackPool() {
@@ -100,7 +100,8 @@ std::byte* StackPool::take() {
     free_.pop_back();
     return stack;
   }
-  void* memory = mmap(nullptr, kBytes + kGuardBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* memory =
+      mmap(nullptr, kBytes + kGuardBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
   mprotect(memory, kGuardBytes, PROT_NONE);
   std::byte* stack = static_cast<std::byte*>(memory) + kGuardBytes;
@@ -119,7 +120,8 @@ void Fiber::create(std::byte* stack, size_t bytes, Entry entry, void* argument) 
   argument_ = argument;
   const uintptr_t end = (reinterpret_cast<uintptr_t>(stack) + bytes) & ~uintptr_t{15};
   void** top = reinterpret_cast<void**>(end);
-  if (kAlignAsAfterCall) top -= 1;   // x86-64: a function starts with its (here null) return address below a multiple of 16
+  if (kAlignAsAfterCall)
+    top -= 1;  // x86-64: a function starts with its (here null) return address below a multiple of 16
   void** frame = top - (kAlignAsAfterCall ? kSavedWords + 1 : kSavedWords);
   for (void** word = frame; word < reinterpret_cast<void**>(end); ++word) *word = nullptr;
   frame[kReturnWord] = reinterpret_cast<void*>(&Fiber::start);

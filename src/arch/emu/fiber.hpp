@@ -14,7 +14,7 @@ class StackPool {
   StackPool(const StackPool&) = delete;
   StackPool& operator=(const StackPool&) = delete;
   ~StackPool();
-  std::byte* take();   // lowest usable address; throws std::bad_alloc
+  std::byte* take();  // lowest usable address; throws std::bad_alloc
   void give_back(std::byte* stack) { free_.push_back(stack); }
 
  private:

@@ -16,7 +16,8 @@ std::string format(const char* pattern, ...) {
 }
 
 AgentId Machine::new_agent(std::string description, const char* remedy) {
-  if (agents.size() >= kNoAgent) stop(Kind::unsupported, "more than 65534 threads and asynchronous engines in one cluster");
+  if (agents.size() >= kNoAgent)
+    stop(Kind::unsupported, "more than 65534 threads and asynchronous engines in one cluster");
   agents.push_back({std::move(description), remedy, false});
   return AgentId(agents.size() - 1);
 }

@@ -13,9 +13,9 @@
 namespace hopwell::arch::emu {
 
 HOPWELL_VECTOR_CLONES
-void gemm(float* __restrict d, int d_pitch, const float* __restrict a, const float* __restrict b, int b_pitch, int m_count, int n_count,
-          int k_count, bool accumulate) {
-  constexpr int kBlock = 32;   // columns summed together in registers
+void gemm(float* __restrict d, int d_pitch, const float* __restrict a, const float* __restrict b, int b_pitch,
+          int m_count, int n_count, int k_count, bool accumulate) {
+  constexpr int kBlock = 32;  // columns summed together in registers
   for (int j0 = 0; j0 < n_count; j0 += kBlock) {
     const int columns = std::min(kBlock, n_count - j0);
     for (int i = 0; i < m_count; ++i) {

@@ -15,20 +15,20 @@ struct Coord {
   friend bool operator==(const Coord&, const Coord&) = default;
 };
 
-// ---- shared memory -------------------------------------------------------------------------------------------------
+// ---- shared memory --------------------------------------------------------------------------------------------------
 
-/// Address after swizzling ("Swizzling Modes"): address bits [4, 4+s) are xor-ed with bits [7, 7+s), s = 1, 2, 3 for the
-/// 32, 64 and 128-byte mode. An involution; the pattern repeats every 128 << s bytes.
+/// Address after swizzling ("Swizzling Modes"): address bits [4, 4+s) are xor-ed with bits [7, 7+s), s = 1, 2, 3 for
+/// the 32, 64 and 128-byte mode. An involution; the pattern repeats every 128 << s bytes.
 constexpr uint32_t swizzled(uint32_t address, Swizzle mode) {
   return address ^ ((address >> 7 & ((1u << int(mode)) - 1)) << 4);
 }
 
 /// Fields of a shared-memory matrix descriptor ("Matrix Descriptor Format", "Shared Memory Descriptor").
 struct MatrixDescriptor {
-  uint32_t start, leading, stride;   // bytes
-  uint32_t base_offset;              // bits 49-51
+  uint32_t start, leading, stride;  // bytes
+  uint32_t base_offset;             // bits 49-51
   Swizzle swizzle;
-  const char* error;                 // null, or what is wrong with the bits
+  const char* error;  // null, or what is wrong with the bits
 };
 MatrixDescriptor decode_wgmma_descriptor(uint64_t bits);
 MatrixDescriptor decode_tcgen05_descriptor(uint64_t bits);
@@ -40,25 +40,25 @@ uint32_t operand_address(const MatrixDescriptor& d, Major major, int element_bit
 // ---- registers of mma.sync, ldmatrix, stmatrix and wgmma ------------------------------------------------------------
 
 /// mma.m16n8k16, 16-bit inputs ("Matrix Fragments for mma.m16n8k16 with floating point type").
-Coord mma_a_fragment(int lane, int element);   // element 0..7 of the 4 registers → (m, k)
-Coord mma_b_fragment(int lane, int element);   // element 0..3 of the 2 registers → (k, n)
-Coord mma_d_fragment(int lane, int element);   // element 0..3 → (m, n)
+Coord mma_a_fragment(int lane, int element);  // element 0..7 of the 4 registers → (m, k)
+Coord mma_b_fragment(int lane, int element);  // element 0..3 of the 2 registers → (k, n)
+Coord mma_d_fragment(int lane, int element);  // element 0..3 → (m, n)
 
 /// ldmatrix/stmatrix ("ldmatrix"): which (row, column) of its 8×8 matrix half-word `half` of a lane's register holds.
 Coord ldmatrix_fragment(int lane, int half, bool transposed);
 
 /// wgmma D and register A ("Register Fragments and Shared Memory Matrix Layouts"); thread is 0..127 in the warpgroup.
-Coord wgmma_d_fragment(int thread, int element);   // element 0..N/2-1 → (m, n)
-Coord wgmma_a_fragment(int thread, int element);   // element 0..7 of the 4 registers → (m, k)
+Coord wgmma_d_fragment(int thread, int element);  // element 0..N/2-1 → (m, n)
+Coord wgmma_a_fragment(int thread, int element);  // element 0..7 of the 4 registers → (m, k)
 
-// ---- tensor memory ---------------------------------------------------------------------------------------------------
+// ---- tensor memory --------------------------------------------------------------------------------------------------
 
 /// How D [M][N] of a tcgen05.mma lies in the 128 lanes of one CTA ("Data Path Layout Organization"):
 enum class DataPath : uint8_t {
-  full,      // layouts A (cta_group::2, M 256) and D (M 128): lane = m
-  half,      // layout F (M 64): 16 lanes of each 32
-  two,       // layouts B (cta_group::2, M 128) and E (.ws, M 64): the halves of N are stacked in the lanes
-  four,      // layout G (.ws, M 32): the quarters of N are stacked
+  full,  // layouts A (cta_group::2, M 256) and D (M 128): lane = m
+  half,  // layout F (M 64): 16 lanes of each 32
+  two,   // layouts B (cta_group::2, M 128) and E (.ws, M 64): the halves of N are stacked in the lanes
+  four,  // layout G (.ws, M 32): the quarters of N are stacked
   invalid,
 };
 DataPath data_path(int m, int cta_group, bool ws);
@@ -69,7 +69,8 @@ int accumulator_columns(DataPath layout, int n_total);
 
 /// Shapes of tcgen05.ld and tcgen05.st ("Tensor Memory: data movement shape").
 enum class TmemShape : uint8_t { b32x32, b16x64, b16x128, b16x256, b16x32x2 };
-/// (lane, column) that `reg` of thread `lane_id` holds, relative to the address. `split` is immHalfSplitoff of 16x32bx2.
+/// (lane, column) that `reg` of thread `lane_id` holds, relative to the address. `split` is immHalfSplitoff of
+/// 16x32bx2.
 Coord tmem_fragment(TmemShape shape, int lane_id, int reg, int split = 0);
 int tmem_lanes(TmemShape shape);
 /// Columns that `regs` registers a thread span.
@@ -82,15 +83,13 @@ int copy_row_bytes(CopyShape shape);
 /// Lanes that row `row` of the source goes to; unused entries are -1.
 std::array<int, 4> copy_lanes(CopyShape shape, int row);
 
-// ---- block scales ------------------------------------------------------------------------------------------------------
+// ---- block scales ---------------------------------------------------------------------------------------------------
 
-/// Scale factors of kind::mxf4nvf4 block16, K = 64 ("Scale factor layout, scale_vec::4X"): the four one-byte scales of row
-/// `row` of A (or of B, counting N) are the bytes of one 32-bit column. They must be in all four lane quarters.
+/// Scale factors of kind::mxf4nvf4 block16, K = 64 ("Scale factor layout, scale_vec::4X"): the four one-byte scales of
+/// row `row` of A (or of B, counting N) are the bytes of one 32-bit column. They must be in all four lane quarters.
 Coord scale_coord(int row);
-/// Byte offset of scale `block` of row `row` in a 512-byte tile of 128 rows × 4 scales that one tcgen05.cp.32x128b.warpx4
-/// brings into that form.
-constexpr uint32_t scale_tile_offset(int row, int block) {
-  return uint32_t(row % 32 * 16 + row / 32 % 4 * 4 + block);
-}
+/// Byte offset of scale `block` of row `row` in a 512-byte tile of 128 rows × 4 scales that one
+/// tcgen05.cp.32x128b.warpx4 brings into that form.
+constexpr uint32_t scale_tile_offset(int row, int block) { return uint32_t(row % 32 * 16 + row / 32 % 4 * 4 + block); }
 
 }  // namespace hopwell::arch::emu

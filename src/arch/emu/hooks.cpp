@@ -1,5 +1,5 @@
-// What a compiler inserts for -fsanitize=thread. Kernel files are compiled with that flag but not linked with its runtime:
-// these functions take its place, and so the emulator sees every ordinary access to shared memory.
+// What a compiler inserts for -fsanitize=thread. Kernel files are compiled with that flag but not linked with its
+// runtime: these functions take its place, and so the emulator sees every ordinary access to shared memory.
 #include <cstdint>
 
 #include "machine.hpp"
@@ -10,7 +10,7 @@ namespace {
 void access(const void* pointer, size_t bytes, bool write, const void* return_address) {
   if (!current) return;
   const uintptr_t offset = reinterpret_cast<uintptr_t>(pointer) - reinterpret_cast<uintptr_t>(machine->window);
-  if (offset >= machine->ctas.size() * kWindowBytes) return;   // stack or global memory
+  if (offset >= machine->ctas.size() * kWindowBytes) return;  // stack or global memory
   current->instruction = write ? "store" : "load";
   current->site = machine->sites.intern_address(return_address);
   machine->generic_access(*current, uint32_t(offset), uint32_t(bytes), write, current->site);
@@ -22,31 +22,31 @@ void access(const void* pointer, size_t bytes, bool write, const void* return_ad
 using hopwell::arch::emu::access;
 
 // The names are the compiler's interface, one for each size, so a macro spells them out.
-#define HOPWELL_HOOK(bytes)                                                                                           \
-  void __tsan_read##bytes(void* p) { access(p, bytes, false, __builtin_return_address(0)); }                          \
-  void __tsan_write##bytes(void* p) { access(p, bytes, true, __builtin_return_address(0)); }                          \
-  void __tsan_unaligned_read##bytes(void* p) { access(p, bytes, false, __builtin_return_address(0)); }                \
-  void __tsan_unaligned_write##bytes(void* p) { access(p, bytes, true, __builtin_return_address(0)); }                \
-  void __tsan_volatile_read##bytes(void* p) { access(p, bytes, false, __builtin_return_address(0)); }                 \
-  void __tsan_volatile_write##bytes(void* p) { access(p, bytes, true, __builtin_return_address(0)); }                 \
-  void __tsan_unaligned_volatile_read##bytes(void* p) { access(p, bytes, false, __builtin_return_address(0)); }       \
+#define HOPWELL_HOOK(bytes)                                                                                     \
+  void __tsan_read##bytes(void* p) { access(p, bytes, false, __builtin_return_address(0)); }                    \
+  void __tsan_write##bytes(void* p) { access(p, bytes, true, __builtin_return_address(0)); }                    \
+  void __tsan_unaligned_read##bytes(void* p) { access(p, bytes, false, __builtin_return_address(0)); }          \
+  void __tsan_unaligned_write##bytes(void* p) { access(p, bytes, true, __builtin_return_address(0)); }          \
+  void __tsan_volatile_read##bytes(void* p) { access(p, bytes, false, __builtin_return_address(0)); }           \
+  void __tsan_volatile_write##bytes(void* p) { access(p, bytes, true, __builtin_return_address(0)); }           \
+  void __tsan_unaligned_volatile_read##bytes(void* p) { access(p, bytes, false, __builtin_return_address(0)); } \
   void __tsan_unaligned_volatile_write##bytes(void* p) { access(p, bytes, true, __builtin_return_address(0)); }
 
 // Atomics of the host code that kernel files include (guards of local statics): plain atomic operations.
-#define HOPWELL_ATOMIC(bits, type)                                                                                    \
-  type __tsan_atomic##bits##_load(const type* p, int) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); }                \
-  void __tsan_atomic##bits##_store(type* p, type v, int) { __atomic_store_n(p, v, __ATOMIC_SEQ_CST); }                \
-  type __tsan_atomic##bits##_exchange(type* p, type v, int) { return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST); }   \
-  type __tsan_atomic##bits##_fetch_add(type* p, type v, int) { return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }   \
-  type __tsan_atomic##bits##_fetch_sub(type* p, type v, int) { return __atomic_fetch_sub(p, v, __ATOMIC_SEQ_CST); }   \
-  type __tsan_atomic##bits##_fetch_and(type* p, type v, int) { return __atomic_fetch_and(p, v, __ATOMIC_SEQ_CST); }   \
-  type __tsan_atomic##bits##_fetch_or(type* p, type v, int) { return __atomic_fetch_or(p, v, __ATOMIC_SEQ_CST); }     \
-  type __tsan_atomic##bits##_fetch_xor(type* p, type v, int) { return __atomic_fetch_xor(p, v, __ATOMIC_SEQ_CST); }   \
-  int __tsan_atomic##bits##_compare_exchange_strong(type* p, type* e, type v, int, int) {                             \
-    return __atomic_compare_exchange_n(p, e, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);                           \
-  }                                                                                                                   \
-  int __tsan_atomic##bits##_compare_exchange_weak(type* p, type* e, type v, int, int) {                               \
-    return __atomic_compare_exchange_n(p, e, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);                           \
+#define HOPWELL_ATOMIC(bits, type)                                                                                  \
+  type __tsan_atomic##bits##_load(const type* p, int) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); }              \
+  void __tsan_atomic##bits##_store(type* p, type v, int) { __atomic_store_n(p, v, __ATOMIC_SEQ_CST); }              \
+  type __tsan_atomic##bits##_exchange(type* p, type v, int) { return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST); } \
+  type __tsan_atomic##bits##_fetch_add(type* p, type v, int) { return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); } \
+  type __tsan_atomic##bits##_fetch_sub(type* p, type v, int) { return __atomic_fetch_sub(p, v, __ATOMIC_SEQ_CST); } \
+  type __tsan_atomic##bits##_fetch_and(type* p, type v, int) { return __atomic_fetch_and(p, v, __ATOMIC_SEQ_CST); } \
+  type __tsan_atomic##bits##_fetch_or(type* p, type v, int) { return __atomic_fetch_or(p, v, __ATOMIC_SEQ_CST); }   \
+  type __tsan_atomic##bits##_fetch_xor(type* p, type v, int) { return __atomic_fetch_xor(p, v, __ATOMIC_SEQ_CST); } \
+  int __tsan_atomic##bits##_compare_exchange_strong(type* p, type* e, type v, int, int) {                           \
+    return __atomic_compare_exchange_n(p, e, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);                         \
+  }                                                                                                                 \
+  int __tsan_atomic##bits##_compare_exchange_weak(type* p, type* e, type v, int, int) {                             \
+    return __atomic_compare_exchange_n(p, e, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);                         \
   }
 
 extern "C" {

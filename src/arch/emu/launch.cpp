@@ -3,13 +3,14 @@
 
 #include <sys/mman.h>
 
+#include <unistd.h>
 #include <algorithm>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <new>
 #include <stdexcept>
-#include <unistd.h>
+#include <string_view>
 
 #include "machine.hpp"
 #include "wgmma.hpp"
@@ -31,19 +32,27 @@ Warpgroup::Warpgroup() = default;
 Warpgroup::~Warpgroup() = default;
 Warpgroup::Warpgroup(Warpgroup&&) noexcept = default;
 
-Machine::Machine(const LaunchShape& launch_shape, const Options& launch_options, const std::function<void()>& launch_kernel)
-    : shape(launch_shape), options(launch_options), kernel(launch_kernel), random(launch_options.seed), stacks_(stack_pool()) {
+Machine::Machine(const LaunchShape& launch_shape, const Options& launch_options,
+                 const std::function<void()>& launch_kernel)
+    : shape(launch_shape),
+      options(launch_options),
+      kernel(launch_kernel),
+      random(launch_options.seed),
+      stacks_(stack_pool()) {
   const Extent &g = shape.grid, &b = shape.block, &c = shape.cluster;
   require(g.volume() > 0 && b.volume() > 0 && c.volume() > 0, "empty grid, block or cluster");
   require(b.volume() <= 1024, format("%u threads in a block; at most 1024", b.volume()));
   require(c.volume() <= 16, format("%u CTAs in a cluster; at most 16", c.volume()));
   require(g.x % c.x == 0 && g.y % c.y == 0 && g.z % c.z == 0, "the grid is not a multiple of the cluster");
-  require(shape.shared_bytes <= 227 * 1024, format("%zu bytes of shared memory; at most %d", shape.shared_bytes, 227 * 1024));
-  void* memory = mmap(nullptr, size_t{c.volume()} * kWindowBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  require(shape.shared_bytes <= 227 * 1024,
+          format("%zu bytes of shared memory; at most %d", shape.shared_bytes, 227 * 1024));
+  void* memory =
+      mmap(nullptr, size_t{c.volume()} * kWindowBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
   window = static_cast<std::byte*>(memory);
   for (uint32_t rank = 0; rank < c.volume(); ++rank)
-    mprotect(window + size_t{rank} * kWindowBytes, (kReservedBytes + shape.shared_bytes + 4095) & ~size_t{4095}, PROT_READ | PROT_WRITE);
+    mprotect(window + size_t{rank} * kWindowBytes, (kReservedBytes + shape.shared_bytes + 4095) & ~size_t{4095},
+             PROT_READ | PROT_WRITE);
   machine = this;
 }
 
@@ -69,8 +78,11 @@ void Machine::thread_main() {
   t.instruction = "exit";
   if (!t.loads.empty()) find(Kind::pending, "exits with a tcgen05.ld that no tcgen05.wait::ld waited for");
   if (!t.copies.operations.empty()) find(Kind::pending, "exits with a cp.async that no cp.async.wait_group waited for");
-  if (!t.bulk.operations.empty()) find(Kind::pending, "exits with a bulk copy whose shared-memory source may be read after the exit: no cp.async.bulk.wait_group");
-  if (!t.cta->warpgroups.empty() && size_t(t.linear / 128) < t.cta->warpgroups.size() && !t.cta->warpgroups[size_t(t.linear / 128)].operations.empty())
+  if (!t.bulk.operations.empty())
+    find(Kind::pending,
+         "exits with a bulk copy whose shared-memory source may be read after the exit: no cp.async.bulk.wait_group");
+  if (!t.cta->warpgroups.empty() && size_t(t.linear / 128) < t.cta->warpgroups.size() &&
+      !t.cta->warpgroups[size_t(t.linear / 128)].operations.empty())
     find(Kind::pending, "exits with wgmma operations that no wgmma.wait_group waited for");
   if (t.in_cluster_barrier) find(Kind::barrier, "exits between barrier.cluster.arrive and barrier.cluster.wait");
   t.state = Thread::State::done;
@@ -86,7 +98,8 @@ void Machine::thread_main() {
 void Machine::run_cluster(uint32_t number) {
   const uint32_t n_ctas = shape.cluster.volume(), n_threads = shape.block.volume(), n_warps = (n_threads + 31) / 32;
   const uint32_t cx = shape.grid.x / shape.cluster.x, cy = shape.grid.y / shape.cluster.y;
-  const Index first{number % cx * shape.cluster.x, number / cx % cy * shape.cluster.y, number / cx / cy * shape.cluster.z};
+  const Index first{number % cx * shape.cluster.x, number / cx % cy * shape.cluster.y,
+                    number / cx / cy * shape.cluster.z};
   mbarriers.clear();
   agents.clear();
   reader_fenced_agents.clear();
@@ -102,7 +115,8 @@ void Machine::run_cluster(uint32_t number) {
   for (uint32_t rank = 0; rank < n_ctas; ++rank) {
     Cta& cta = ctas[rank];
     cta.rank = rank;
-    cta.index = {first.x + rank % shape.cluster.x, first.y + rank / shape.cluster.x % shape.cluster.y, first.z + rank / shape.cluster.x / shape.cluster.y};
+    cta.index = {first.x + rank % shape.cluster.x, first.y + rank / shape.cluster.x % shape.cluster.y,
+                 first.z + rank / shape.cluster.x / shape.cluster.y};
     cta.shared = window + size_t{rank} * kWindowBytes;
     poison(rank * kWindowBytes, uint32_t(kReservedBytes + shape.shared_bytes));
     if (options.check) cta.shadow.assign((kReservedBytes + shape.shared_bytes + 3) / 4, {});
@@ -139,13 +153,20 @@ void Machine::run_cluster(uint32_t number) {
 void Machine::check_end_of_cluster() {
   for (const auto& [address, b] : mbarriers)
     if (b.transactions != 0)
-      find(Kind::transaction, format("at the end the mbarrier at %s waits for %lld more bytes: %llu expected in all, %llu arrived", place(address).c_str(),
-                                     static_cast<long long>(b.transactions), static_cast<unsigned long long>(b.expected_bytes),
-                                     static_cast<unsigned long long>(b.completed_bytes)), &b.init);
+      find(
+          Kind::transaction,
+          format("at the end the mbarrier at %s waits for %lld more bytes: %llu expected in all, %llu arrived",
+                 place(address).c_str(), static_cast<long long>(b.transactions),
+                 static_cast<unsigned long long>(b.expected_bytes), static_cast<unsigned long long>(b.completed_bytes)),
+          &b.init);
   for (const Cta& cta : ctas)
     if (cta.tmem_used)
-      find(Kind::tensor_memory, format("CTA %u ends with %d columns of tensor memory allocated: no tcgen05.dealloc of what was allocated by ", cta.rank, 32 * __builtin_popcount(cta.tmem_used)) +
-                                    describe(cta.tmem_allocation), &cta.tmem_allocation);
+      find(
+          Kind::tensor_memory,
+          format("CTA %u ends with %d columns of tensor memory allocated: no tcgen05.dealloc of what was allocated by ",
+                 cta.rank, 32 * __builtin_popcount(cta.tmem_used)) +
+              describe(cta.tmem_allocation),
+          &cta.tmem_allocation);
 }
 
 Report launch(const LaunchShape& shape, const Options& options, const std::function<void()>& kernel) {
@@ -159,9 +180,12 @@ thread_local Session* session = nullptr;
 void append(Report& all, Report&& one) {
   for (Finding& f : one.findings) all.findings.push_back(std::move(f));
   for (SynchronisationSite& s : one.synchronisation) {
-    const auto same = std::find_if(all.synchronisation.begin(), all.synchronisation.end(), [&](const auto& a) { return a.where == s.where; });
-    if (same == all.synchronisation.end()) all.synchronisation.push_back(std::move(s));
-    else same->calls += s.calls;
+    const auto same = std::find_if(all.synchronisation.begin(), all.synchronisation.end(),
+                                   [&](const auto& a) { return a.where == s.where; });
+    if (same == all.synchronisation.end())
+      all.synchronisation.push_back(std::move(s));
+    else
+      same->calls += s.calls;
   }
   all.statistics.switches += one.statistics.switches;
   all.statistics.shared_accesses += one.statistics.shared_accesses;
@@ -173,17 +197,33 @@ void append(Report& all, Report&& one) {
 Session::Session(Options session_options) : options(std::move(session_options)), outer_(session) { session = this; }
 Session::~Session() { session = outer_; }
 
+namespace {
+
+// HOPWELL_EMULATOR_SEED: a number, which also picks the schedule. HOPWELL_EMULATOR_CHECKER=off: numbers and hangs only.
+Options options_of_environment() {
+  Options options;
+  if (const char* seed = std::getenv("HOPWELL_EMULATOR_SEED")) {
+    options.seed = std::strtoull(seed, nullptr, 10);
+    options.async = Async(options.seed % 3);
+  }
+  if (const char* checker = std::getenv("HOPWELL_EMULATOR_CHECKER")) options.check = std::string_view(checker) != "off";
+  return options;
+}
+
+}  // namespace
+
 void launch_in_session(const LaunchShape& shape, const std::function<void()>& kernel) {
   if (session) return append(session->report, launch(shape, session->options, kernel));
-  const Report report = launch(shape, {}, kernel);
+  const Report report = launch(shape, options_of_environment(), kernel);
   if (!report.clean()) throw CheckFailed(report.text());
 }
 
 namespace {
 void on_fault(int, siginfo_t* info, void*) {
   char text[256];
-  const int n = snprintf(text, sizeof text, "emulator: memory fault at %p, CTA %u thread %d, last instruction %s\n", info->si_addr,
-                         current ? current->cta->rank : 0, current ? current->linear : -1, current ? current->instruction : "none");
+  const int n = snprintf(text, sizeof text, "emulator: memory fault at %p, CTA %u thread %d, last instruction %s\n",
+                         info->si_addr, current ? current->cta->rank : 0, current ? current->linear : -1,
+                         current ? current->instruction : "none");
   if (write(2, text, size_t(n)) < 0) _exit(138);
   _exit(139);
 }
@@ -195,7 +235,7 @@ void install_fault_handler() {
   stack.ss_sp = alternate_stack;
   stack.ss_size = sizeof alternate_stack;
   sigaltstack(&stack, nullptr);
-  struct sigaction action {};
+  struct sigaction action{};
   action.sa_sigaction = on_fault;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK;
   sigaction(SIGSEGV, &action, nullptr);

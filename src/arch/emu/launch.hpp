@@ -23,8 +23,8 @@ struct LaunchShape {
   size_t shared_bytes = 0;
 };
 
-/// Runs `kernel` once for every thread of the grid and reports what it found. Clusters run one after another, so CTAs of
-/// different clusters cannot wait for each other. Throws std::invalid_argument if the shape is impossible.
+/// Runs `kernel` once for every thread of the grid and reports what it found. Clusters run one after another, so CTAs
+/// of different clusters cannot wait for each other. Throws std::invalid_argument if the shape is impossible.
 Report launch(const LaunchShape& shape, const Options& options, const std::function<void()>& kernel);
 
 /// Options for the launches of this host thread while it lives, and what they found. Sessions nest.
@@ -35,7 +35,7 @@ class Session {
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
   Options options;
-  Report report;   // of all launches so far
+  Report report;  // of all launches so far
 
  private:
   Session* outer_;

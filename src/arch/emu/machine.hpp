@@ -58,15 +58,15 @@ struct Stopped {};
 struct Operation {
   std::function<void()> perform;
   uint64_t group = 0;
-  bool waits_for_earlier = false;   // an mbarrier arrival that tracks the operations queued before it
+  bool waits_for_earlier = false;  // an mbarrier arrival that tracks the operations queued before it
 };
 
 /// Commit groups of one thread (cp.async, or bulk copies).
 struct GroupQueue {
   std::deque<Operation> operations;
-  uint64_t open_group = 1;          // group that the next operation joins
+  uint64_t open_group = 1;  // group that the next operation joins
   AgentId agent = kNoAgent;
-  uint32_t issued = 0;              // steps of the agent
+  uint32_t issued = 0;  // steps of the agent
   std::map<uint64_t, uint32_t> last_step_of_group;
   uint32_t last_step_before(uint64_t group) const {
     auto it = last_step_of_group.lower_bound(group);
@@ -90,9 +90,9 @@ struct Thread {
   AgentId agent = 0;
   State state = State::ready;
 
-  const char* instruction = "";     // what runs now, for findings
+  const char* instruction = "";  // what runs now, for findings
   SiteId site = 0;
-  std::string waits_for;            // what it is blocked on; filled in by the deadlock report
+  std::string waits_for;  // what it is blocked on; filled in by the deadlock report
   uint32_t wait_address = 0;
   int wait_parity = -1;
 
@@ -102,7 +102,7 @@ struct Thread {
   uint64_t cluster_phase = 0;       // phase it arrived in
 
   GroupQueue copies, bulk;
-  std::deque<Operation> unfinished_writes;   // of bulk stores whose source has been read
+  std::deque<Operation> unfinished_writes;  // of bulk stores whose source has been read
   AgentId tensor_agent = kNoAgent, tensor_issued_agent = kNoAgent;
   uint32_t tensor_step = 1;
   std::vector<PendingLoad> loads;
@@ -113,18 +113,18 @@ struct Thread {
 
 struct Mbarrier {
   uint32_t address = 0, count = 0, pending = 0;
-  int64_t transactions = 0;         // bytes expected and not yet complete
+  int64_t transactions = 0;  // bytes expected and not yet complete
   uint64_t phase = 0;
   Epoch init;
-  bool init_fenced = false;         // visible to the async proxy and to the cluster
-  Knowledge arriving, arrived;      // of the running phase; of all completed ones. CTA scope
+  bool init_fenced = false;     // visible to the async proxy and to the cluster
+  Knowledge arriving, arrived;  // of the running phase; of all completed ones. CTA scope
   Knowledge arriving_cluster, arrived_cluster;
   std::vector<Thread*> waiters;
   uint64_t expected_bytes = 0, completed_bytes = 0;
   // Copies that complete here: one agent; a step is known complete when it and all steps before it are.
   AgentId agent = kNoAgent;
   uint32_t issued = 0;
-  bool generic_writes = false;      // some of them are st.async, which writes by the generic proxy
+  bool generic_writes = false;  // some of them are st.async, which writes by the generic proxy
   std::vector<uint32_t> open_steps;
 };
 
@@ -148,10 +148,10 @@ struct Warpgroup {
   Rendezvous rendezvous;
   std::deque<std::unique_ptr<WgmmaOperation>> operations;
   uint64_t open_group = 1;
-  uint32_t fences = 0;                           // wgmma.fence executed so far
-  std::unordered_map<const float*, uint32_t> fences_at_release;   // when accumulators went back to the threads
+  uint32_t fences = 0;                                           // wgmma.fence executed so far
+  std::unordered_map<const float*, uint32_t> fences_at_release;  // when accumulators went back to the threads
   AgentId agent = kNoAgent;
-  int registers = 0;                             // what setmaxnreg gave, 0: as launched
+  int registers = 0;  // what setmaxnreg gave, 0: as launched
   ~Warpgroup();
   Warpgroup();
   Warpgroup(Warpgroup&&) noexcept;
@@ -168,7 +168,7 @@ struct Warp {
 struct Cta {
   uint32_t rank = 0;
   Index index;
-  std::byte* shared = nullptr;      // start of its window
+  std::byte* shared = nullptr;  // start of its window
   std::vector<Thread*> threads;
   std::vector<Warp> warps;
   std::vector<Warpgroup> warpgroups;
@@ -176,16 +176,16 @@ struct Cta {
   std::vector<SharedCell> shadow;
   int live = 0;
 
-  std::vector<uint32_t> tmem;       // [128 lanes][512 columns], once something is allocated
+  std::vector<uint32_t> tmem;  // [128 lanes][512 columns], once something is allocated
   std::vector<TensorCell> tmem_shadow;
-  uint32_t tmem_used = 0;           // bit i: columns [32 i, 32 i + 32)
+  uint32_t tmem_used = 0;  // bit i: columns [32 i, 32 i + 32)
   bool tmem_relinquished = false;
-  Epoch tmem_allocation;            // the last one, for the report of what was not freed
-  int cta_group = 0;                // of its tcgen05 instructions; 0: none so far
+  Epoch tmem_allocation;  // the last one, for the report of what was not freed
+  int cta_group = 0;      // of its tcgen05 instructions; 0: none so far
   std::vector<Thread*> tmem_waiters;
-  int pair_request = -1;            // columns that this CTA's warp wants in a cta_group::2 allocation
+  int pair_request = -1;  // columns that this CTA's warp wants in a cta_group::2 allocation
   uint32_t pair_column = 0;
-  std::deque<Operation> tensor_queue;   // in order; of a CTA pair: kept by the even CTA
+  std::deque<Operation> tensor_queue;  // in order; of a CTA pair: kept by the even CTA
 };
 
 /// Who must be ordered after an earlier access: a thread, or all threads of a warp or warpgroup together.
@@ -193,9 +193,15 @@ class Observer {
  public:
   explicit Observer(Thread& one) : first_(&one), begin_(nullptr), count_(1) {}
   Observer(Thread* const* threads, int count) : first_(threads[0]), begin_(threads), count_(count) {}
-  bool ordered(const Epoch& e) { return known(e, [](const Thread& t) -> const VectorClock& { return t.knows.ordered; }, minimum_[0]); }
-  bool proxied(const Epoch& e) { return known(e, [](const Thread& t) -> const VectorClock& { return t.knows.proxied; }, minimum_[1]); }
-  bool tensor(const Epoch& e) { return known(e, [](const Thread& t) -> const VectorClock& { return t.tensor; }, minimum_[2]); }
+  bool ordered(const Epoch& e) {
+    return known(e, [](const Thread& t) -> const VectorClock& { return t.knows.ordered; }, minimum_[0]);
+  }
+  bool proxied(const Epoch& e) {
+    return known(e, [](const Thread& t) -> const VectorClock& { return t.knows.proxied; }, minimum_[1]);
+  }
+  bool tensor(const Epoch& e) {
+    return known(e, [](const Thread& t) -> const VectorClock& { return t.tensor; }, minimum_[2]);
+  }
   Thread& thread() const { return *first_; }
 
  private:
@@ -233,55 +239,77 @@ class Machine {
 
   // ---- findings (findings.cpp) ----
   void find(Kind kind, const std::string& text, const Epoch* other = nullptr);
-  [[noreturn]] void stop(Kind kind, const std::string& text);   // a misuse after which nothing sensible can follow
-  std::string describe(const Thread& t) const;                  // "CTA 1 thread 37"
-  std::string describe(const Epoch& e);                         // "cp.async of CTA 0 thread 5 at file.cu:12"
-  std::string place(uint32_t address) const;                    // "shared +0x400 of CTA 1"
+  [[noreturn]] void stop(Kind kind, const std::string& text);  // a misuse after which nothing sensible can follow
+  std::string describe(const Thread& t) const;                 // "CTA 1 thread 37"
+  std::string describe(const Epoch& e);                        // "cp.async of CTA 0 thread 5 at file.cu:12"
+  std::string place(uint32_t address) const;                   // "shared +0x400 of CTA 1"
 
   // ---- scheduling (scheduler.cpp) ----
   void block(const char* what, uint32_t address = 0, int parity = -1);
   void pause();
   void wake(Thread* t);
   void wake(std::vector<Thread*>& threads);
-  void submit(Operation op);                                    // in any order
-  void submit_tensor(uint32_t rank, Operation op);              // in order with the other operations of that tensor core
+  void submit(Operation op);                        // in any order
+  void submit_tensor(uint32_t rank, Operation op);  // in order with the other operations of that tensor core
   void submit_group(Thread& t, GroupQueue& queue, Operation op);
-  void complete_groups(GroupQueue& queue, uint64_t before);     // carries out what a wait_group waits for
+  void complete_groups(GroupQueue& queue, uint64_t before);  // carries out what a wait_group waits for
   void schedule();
   [[noreturn]] void thread_main();
-  void finish_cluster_barrier();                                // if every thread that still runs has arrived
+  void finish_cluster_barrier();  // if every thread that still runs has arrived
 
   // ---- agents and clocks ----
   /// `remedy`: what a later access is missing if it is not ordered after one of this agent.
   AgentId new_agent(std::string description, const char* remedy);
-  void release(Thread& t, Knowledge& into) { if (options.check) { into.join(t.knows); t.tick(); } }
-  void acquire(Thread& t, const Knowledge& from) { if (options.check) t.knows.join(from); }
+  void release(Thread& t, Knowledge& into) {
+    if (options.check) {
+      into.join(t.knows);
+      t.tick();
+    }
+  }
+  void acquire(Thread& t, const Knowledge& from) {
+    if (options.check) t.knows.join(from);
+  }
 
   // ---- shared memory (shared_memory.cpp) ----
   bool inside(uint32_t address, uint32_t bytes) const {
-    return rank_of(address) < ctas.size() && offset_of(address) >= kReservedBytes && offset_of(address) + bytes <= kReservedBytes + shape.shared_bytes;
+    return rank_of(address) < ctas.size() && offset_of(address) >= kReservedBytes &&
+           offset_of(address) + bytes <= kReservedBytes + shape.shared_bytes;
   }
   std::byte* memory(uint32_t address) { return window + address; }
-  template <class T> T load(uint32_t address) { T v; __builtin_memcpy(&v, memory(address), sizeof v); return v; }
-  template <class T> void store(uint32_t address, T v) { __builtin_memcpy(memory(address), &v, sizeof v); }
+  template <class T>
+  T load(uint32_t address) {
+    T v;
+    __builtin_memcpy(&v, memory(address), sizeof v);
+    return v;
+  }
+  template <class T>
+  void store(uint32_t address, T v) {
+    __builtin_memcpy(memory(address), &v, sizeof v);
+  }
   /// An access by the generic proxy in program order of thread t.
   void generic_access(Thread& t, uint32_t address, uint32_t bytes, bool write, SiteId site);
   /// An access by an asynchronous engine, checked and remembered when it is issued: from then on it may happen.
-  void async_access(Observer& who, Epoch epoch, uint32_t address, uint32_t bytes, bool write, Proxy proxy, const char* what);
+  void async_access(Observer& who, Epoch epoch, uint32_t address, uint32_t bytes, bool write, Proxy proxy,
+                    const char* what);
   void poison(uint32_t address, uint32_t bytes);
-  void require_shared(uint32_t address, uint32_t bytes, uint32_t alignment, const char* what);   // stops if not
+  void require_shared(uint32_t address, uint32_t bytes, uint32_t alignment, const char* what);  // stops if not
 
   // ---- mbarriers (mbarrier.cpp) ----
   Mbarrier& mbarrier_at(uint32_t address, bool async);
-  Mbarrier* find_mbarrier(uint32_t address) { auto it = mbarriers.find(address); return it == mbarriers.end() ? nullptr : &it->second; }
+  Mbarrier* find_mbarrier(uint32_t address) {
+    auto it = mbarriers.find(address);
+    return it == mbarriers.end() ? nullptr : &it->second;
+  }
   void finish_phase(Mbarrier& b);
   Epoch begin_transaction(Mbarrier& b);
   void complete_transaction(uint32_t address, uint32_t step, uint32_t bytes);
 
   // ---- collectives (warp.cpp) ----
   /// Meets the other lanes of `mask`; the last to arrive runs `action(rendezvous)` for all.
-  template <class Action> void warp_collective(const char* instruction, uint32_t mask, void* argument, Action action);
-  template <class Action> void warpgroup_collective(const char* instruction, void* argument, Action action);
+  template <class Action>
+  void warp_collective(const char* instruction, uint32_t mask, void* argument, Action action);
+  template <class Action>
+  void warpgroup_collective(const char* instruction, void* argument, Action action);
 
   // ---- state ----
   LaunchShape shape;
@@ -304,10 +332,10 @@ class Machine {
   };
   std::vector<Agent> agents;
   bool is_tensor_agent(AgentId agent) const { return agents[agent].tensor_core; }
-  std::vector<AgentId> reader_fenced_agents;                    // their generic-proxy writes can be fenced only by who learns of them
-  std::deque<uint32_t> clusters_left;                           // linear numbers of clusters not yet started
+  std::vector<AgentId> reader_fenced_agents;  // their generic-proxy writes can be fenced only by who learns of them
+  std::deque<uint32_t> clusters_left;         // linear numbers of clusters not yet started
   bool stopped = false;
-  bool reading_only = false;                                    // inside of wait_group.read: writes stay behind
+  bool reading_only = false;  // inside of wait_group.read: writes stay behind
 
  private:
   void run_cluster(uint32_t number);
@@ -315,15 +343,17 @@ class Machine {
   bool step_async();
   bool step_group(GroupQueue& queue);
   void report_deadlock();
-  template <class Action> void meet(Rendezvous& r, const char* instruction, uint32_t mask, int needed, int position, Thread* const* members, int n, void* argument, Action action);
+  template <class Action>
+  void meet(Rendezvous& r, const char* instruction, uint32_t mask, int needed, int position, Thread* const* members,
+            int n, void* argument, Action action);
   std::vector<Thread*> ready_;
   std::vector<Operation> operations_;
-  std::vector<std::pair<Thread*, GroupQueue*>> group_queues_;   // those that hold operations
+  std::vector<std::pair<Thread*, GroupQueue*>> group_queues_;  // those that hold operations
   int live_ = 0;
   StackPool& stacks_;
   friend bool enter_synchronisation(const char*, const Site&);
   struct SynchronisationEntry {
-    size_t index = 0;               // in report.synchronisation, plus one
+    size_t index = 0;  // in report.synchronisation, plus one
     bool left_out = false;
   };
   std::unordered_map<SiteId, SynchronisationEntry> synchronisation_;

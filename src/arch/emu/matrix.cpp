@@ -14,7 +14,8 @@ struct MatrixArgument {
 };
 
 // Each lane touches exactly the half-words that are its own, so each lane answers for these only.
-void move_matrices(const char* instruction, uint32_t* registers, int count, bool transposed, uint32_t row_address, bool write) {
+void move_matrices(const char* instruction, uint32_t* registers, int count, bool transposed, uint32_t row_address,
+                   bool write) {
   MatrixArgument mine{registers, row_address};
   machine->warp_collective(instruction, ~0u, &mine, [&](Rendezvous& r) {
     Machine& m = *machine;
@@ -30,10 +31,14 @@ void move_matrices(const char* instruction, uint32_t* registers, int count, bool
           const uint32_t row = static_cast<MatrixArgument*>(r.argument[size_t(8 * matrix + c.row)])->row_address;
           const uint32_t address = row + uint32_t(2 * c.col);
           uint32_t& word = argument.registers[matrix];
-          if (transposed) m.generic_access(*current, address, 2, write, current->site);
-          else if (half == 0) m.generic_access(*current, address, 4, write, current->site);
-          if (write) m.store(address, uint16_t(word >> 16 * half));
-          else word = (word & ~(0xffffu << 16 * half)) | uint32_t{m.load<uint16_t>(address)} << 16 * half;
+          if (transposed)
+            m.generic_access(*current, address, 2, write, current->site);
+          else if (half == 0)
+            m.generic_access(*current, address, 4, write, current->site);
+          if (write)
+            m.store(address, uint16_t(word >> 16 * half));
+          else
+            word = (word & ~(0xffffu << 16 * half)) | uint32_t{m.load<uint16_t>(address)} << 16 * half;
         }
     }
     current = leader;

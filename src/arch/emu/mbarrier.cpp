@@ -10,22 +10,30 @@ namespace {
 
 // A live mbarrier's word in memory is opaque; a change shows that something was written over it.
 uint64_t opaque_word(uint32_t address) { return 0x6d62617272696572u + address; }
-constexpr int64_t kTransactionLimit = (1 << 20) - 1;   // PTX ISA, "Valid range of tx-count"
+constexpr int64_t kTransactionLimit = (1 << 20) - 1;  // PTX ISA, "Valid range of tx-count"
 
 // An instruction uses an mbarrier from its own thread, so it must be ordered after the init.
 void check_initialised(const Mbarrier& b, bool async) {
   Machine& m = *machine;
   if (!m.options.check) return;
   if (!current->knows.ordered.covers(b.init))
-    m.find(Kind::race, "uses the mbarrier at " + m.place(b.address) + ", not ordered after its init by " + m.describe(b.init) + ": no barrier in between", &b.init);
+    m.find(Kind::race,
+           "uses the mbarrier at " + m.place(b.address) + ", not ordered after its init by " + m.describe(b.init) +
+               ": no barrier in between",
+           &b.init);
   else if (async && !b.init_fenced)
-    m.find(Kind::proxy, "the mbarrier at " + m.place(b.address) + " is used by the async proxy with no fence.mbarrier_init or fence.proxy.async after its init by " + m.describe(b.init), &b.init);
+    m.find(Kind::proxy,
+           "the mbarrier at " + m.place(b.address) +
+               " is used by the async proxy with no fence.mbarrier_init or fence.proxy.async after its init by " +
+               m.describe(b.init),
+           &b.init);
 }
 
 void arrive(Mbarrier& b, uint32_t count, bool cluster_scope) {
   Machine& m = *machine;
   if (count == 0 || count > b.pending)
-    m.stop(Kind::barrier, format("%u arrivals on the mbarrier at %s, which expects %u more in this phase", count, m.place(b.address).c_str(), b.pending));
+    m.stop(Kind::barrier, format("%u arrivals on the mbarrier at %s, which expects %u more in this phase", count,
+                                 m.place(b.address).c_str(), b.pending));
   const bool remote = rank_of(b.address) != current->cta->rank;
   if (remote && !cluster_scope) m.stop(Kind::barrier, "a release at CTA scope on an mbarrier of another CTA");
   m.release(*current, remote && m.options.policy.remote_arrival_needs_cluster_wait ? b.arriving_cluster : b.arriving);
@@ -37,15 +45,19 @@ void expect(Mbarrier& b, uint32_t bytes) {
   b.transactions += bytes;
   b.expected_bytes += bytes;
   if (b.transactions > kTransactionLimit)
-    machine->stop(Kind::transaction, format("the tx-count of the mbarrier at %s exceeds 2^20 - 1", machine->place(b.address).c_str()));
+    machine->stop(Kind::transaction,
+                  format("the tx-count of the mbarrier at %s exceeds 2^20 - 1", machine->place(b.address).c_str()));
 }
 
 }  // namespace
 
 Mbarrier& Machine::mbarrier_at(uint32_t address, bool async) {
   Mbarrier* b = find_mbarrier(address);
-  if (!b) stop(Kind::barrier, "no mbarrier has been initialised at " + (inside(address, 8) ? place(address) : format("address 0x%x", address)));
-  if (load<uint64_t>(address) != opaque_word(address)) stop(Kind::barrier, "the mbarrier at " + place(address) + " was overwritten");
+  if (!b)
+    stop(Kind::barrier, "no mbarrier has been initialised at " +
+                            (inside(address, 8) ? place(address) : format("address 0x%x", address)));
+  if (load<uint64_t>(address) != opaque_word(address))
+    stop(Kind::barrier, "the mbarrier at " + place(address) + " was overwritten");
   if (current) check_initialised(*b, async);
   return *b;
 }
@@ -65,21 +77,24 @@ void Machine::finish_phase(Mbarrier& b) {
 
 Epoch Machine::begin_transaction(Mbarrier& b) {
   if (b.agent == kNoAgent)
-    b.agent = new_agent("a copy that completes on the mbarrier at " + place(b.address) + ", issued", "no wait on that mbarrier in between, or its byte count is too small");
+    b.agent = new_agent("a copy that completes on the mbarrier at " + place(b.address) + ", issued",
+                        "no wait on that mbarrier in between, or its byte count is too small");
   b.open_steps.push_back(++b.issued);
   return {b.issued, b.agent, current->site};
 }
 
 void Machine::complete_transaction(uint32_t address, uint32_t step, uint32_t bytes) {
   Mbarrier* b = find_mbarrier(address);
-  if (!b) return find(Kind::barrier, "a copy completes on the mbarrier at " + place(address) + ", which no longer exists");
+  if (!b)
+    return find(Kind::barrier, "a copy completes on the mbarrier at " + place(address) + ", which no longer exists");
   b->open_steps.erase(std::find(b->open_steps.begin(), b->open_steps.end(), step));
   uint32_t complete = b->issued;
   for (uint32_t open : b->open_steps) complete = std::min(complete, open - 1);
   if (options.check) b->arriving.ordered.raise(b->agent, complete);
   b->transactions -= bytes;
   b->completed_bytes += bytes;
-  if (b->transactions < -kTransactionLimit) stop(Kind::transaction, "the tx-count of the mbarrier at " + place(address) + " fell below -(2^20 - 1)");
+  if (b->transactions < -kTransactionLimit)
+    stop(Kind::transaction, "the tx-count of the mbarrier at " + place(address) + " fell below -(2^20 - 1)");
   finish_phase(*b);
 }
 
@@ -89,7 +104,8 @@ void mbarrier_init(uint32_t address, uint32_t count, const Site& site) {
   m.require_shared(address, 8, 8, "mbarrier.init");
   if (rank_of(address) != current->cta->rank) m.stop(Kind::barrier, "on another CTA's shared memory");
   if (count == 0 || count >= 1u << 20) m.stop(Kind::barrier, format("count %u; must be 1 to 2^20 - 1", count));
-  if (m.find_mbarrier(address)) m.stop(Kind::barrier, "on the live mbarrier at " + m.place(address) + ": mbarrier.inval must come first");
+  if (m.find_mbarrier(address))
+    m.stop(Kind::barrier, "on the live mbarrier at " + m.place(address) + ": mbarrier.inval must come first");
   m.generic_access(*current, address, 8, true, current->site);
   Mbarrier& b = m.mbarriers[address];
   b.address = address;
@@ -138,14 +154,14 @@ bool mbarrier_try_wait(uint32_t address, uint32_t parity, WaitScope scope, bool 
     m.block("mbarrier.try_wait", address, int(parity));
     current->wait_parity = -1;
     b = &m.mbarrier_at(address, false);
-    if ((b->phase & 1) == parity) return false;   // one more phase ended before this thread came to run
+    if ((b->phase & 1) == parity) return false;  // one more phase ended before this thread came to run
   }
   if (scope != WaitScope::relaxed) m.acquire(*current, b->arrived);
   if (scope == WaitScope::cluster) m.acquire(*current, b->arrived_cluster);
   return true;
 }
 
-// ---- fences ------------------------------------------------------------------------------------------------------------
+// ---- fences ---------------------------------------------------------------------------------------------------------
 
 namespace {
 void fence_own_inits() {

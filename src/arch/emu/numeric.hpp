@@ -46,8 +46,8 @@ inline uint16_t to_fp16_bits(float f) {
   const uint32_t u = bit_cast<uint32_t>(f), magnitude = u & 0x7fffffff;
   const uint16_t sign = uint16_t(u >> 16 & 0x8000);
   if (magnitude > 0x7f800000) return 0x7fff;
-  if (magnitude >= 0x477ff000) return uint16_t(sign | 0x7c00);   // 65520 and above
-  if (magnitude < 0x38800000)                                    // below the smallest normal number, 2^-14
+  if (magnitude >= 0x477ff000) return uint16_t(sign | 0x7c00);  // 65520 and above
+  if (magnitude < 0x38800000)                                   // below the smallest normal number, 2^-14
     return uint16_t(sign | uint16_t(std::nearbyint(bit_cast<float>(magnitude) * 0x1p24f)));
   return uint16_t(sign | ((magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13));
 }
@@ -69,7 +69,14 @@ inline uint8_t to_e2m1_bits(float f) {
   if (f != f) return 7;
   const uint8_t sign = std::signbit(f) ? 8 : 0;
   const float m = std::fabs(f);
-  const uint8_t code = m <= 0.25f ? 0 : m < 0.75f ? 1 : m <= 1.25f ? 2 : m < 1.75f ? 3 : m <= 2.5f ? 4 : m < 3.5f ? 5 : m <= 5 ? 6 : 7;
+  const uint8_t code = m <= 0.25f   ? 0
+                       : m < 0.75f  ? 1
+                       : m <= 1.25f ? 2
+                       : m < 1.75f  ? 3
+                       : m <= 2.5f  ? 4
+                       : m < 3.5f   ? 5
+                       : m <= 5     ? 6
+                                    : 7;
   return uint8_t(sign | code);
 }
 

@@ -13,28 +13,32 @@ float element_value(ElementType type, const std::byte* row, int index) {
 
 void SharedOperand::check(const char* which) const {
   const auto fail = [&](Kind kind, const char* what) {
-    machine->stop(kind, format("matrix descriptor of %s: %s (start 0x%x, leading %u, stride %u, swizzle mode %d)", which, what, descriptor.start,
-                               descriptor.leading, descriptor.stride, int(descriptor.swizzle)));
+    machine->stop(
+        kind, format("matrix descriptor of %s: %s (start 0x%x, leading %u, stride %u, swizzle mode %d)", which, what,
+                     descriptor.start, descriptor.leading, descriptor.stride, int(descriptor.swizzle)));
   };
   if (descriptor.error) fail(Kind::descriptor, descriptor.error);
   if (descriptor.base_offset) fail(Kind::unsupported, "a base offset is not modelled");
   const uint32_t pattern = 128u << int(descriptor.swizzle);
-  if (descriptor.swizzle != Swizzle::none && major == Major::k && descriptor.start % pattern >= 16u << int(descriptor.swizzle))
+  if (descriptor.swizzle != Swizzle::none && major == Major::k &&
+      descriptor.start % pattern >= 16u << int(descriptor.swizzle))
     fail(Kind::unsupported, "a start inside of the swizzle pattern, other than in its first row, is not modelled");
   if (descriptor.swizzle != Swizzle::none && major == Major::mn && descriptor.start % pattern)
     fail(Kind::unsupported, "an MN-major start that is not at the beginning of a swizzle pattern is not modelled");
 }
 
 void SharedOperand::record_reads(Observer& who, Epoch epoch, const char* what) const {
-  const int chunk = 128 / element_bits(type);   // elements in 16 bytes
+  const int chunk = 128 / element_bits(type);  // elements in 16 bytes
   if (major == Major::k) {
     for (int i = 0; i < mn; ++i)
       for (int j = 0; j < k; j += chunk)
-        machine->async_access(who, epoch, in_rank(rank, operand_address(descriptor, major, element_bits(type), i, j)), 16, false, Proxy::async, what);
+        machine->async_access(who, epoch, in_rank(rank, operand_address(descriptor, major, element_bits(type), i, j)),
+                              16, false, Proxy::async, what);
   } else {
     for (int j = 0; j < k; ++j)
       for (int i = 0; i < mn; i += chunk)
-        machine->async_access(who, epoch, in_rank(rank, operand_address(descriptor, major, element_bits(type), i, j)), 16, false, Proxy::async, what);
+        machine->async_access(who, epoch, in_rank(rank, operand_address(descriptor, major, element_bits(type), i, j)),
+                              16, false, Proxy::async, what);
   }
 }
 
@@ -46,8 +50,9 @@ void SharedOperand::load(float* out, int pitch, bool transposed) const {
   const int outer = k_major ? mn : k, inner = k_major ? k : mn;
   for (int o = 0; o < outer; ++o)
     for (int i = 0; i < inner; i += chunk) {
-      const std::byte* row = base + operand_address(descriptor, major, element_bits(type), k_major ? o : i, k_major ? i : o);
-      if (type == ElementType::bf16) {   // the common case, without a choice for every element
+      const std::byte* row =
+          base + operand_address(descriptor, major, element_bits(type), k_major ? o : i, k_major ? i : o);
+      if (type == ElementType::bf16) {  // the common case, without a choice for every element
         uint16_t bits[8];
         __builtin_memcpy(bits, row, 16);
         for (int e = 0; e < 8; ++e) k_major ? put(o, i + e, from_bf16(bits[e])) : put(i + e, o, from_bf16(bits[e]));

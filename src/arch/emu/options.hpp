@@ -9,9 +9,9 @@ namespace hopwell::arch::emu {
 
 /// When queued asynchronous operations (copies, tensor-core work) are carried out, relative to the threads.
 enum class Async : uint8_t {
-  eager,    // at once, as if the engine were infinitely fast
-  late,     // only when no thread can go on without them
-  random,   // at any moment in between
+  eager,   // at once, as if the engine were infinitely fast
+  late,    // only when no thread can go on without them
+  random,  // at any moment in between
 };
 
 /// Points on which PTX is silent or which kernels in the field treat differently. The defaults are the strict side.

@@ -9,8 +9,9 @@
 namespace hopwell::arch::emu {
 
 const char* name(Kind kind) {
-  constexpr const char* names[] = {"race", "proxy", "uninitialized", "bounds", "barrier", "transaction",
-                                   "tensor memory", "descriptor", "divergence", "pending", "deadlock", "unsupported"};
+  constexpr const char* names[] = {"race",       "proxy",       "uninitialized", "bounds",
+                                   "barrier",    "transaction", "tensor memory", "descriptor",
+                                   "divergence", "pending",     "deadlock",      "unsupported"};
   return names[size_t(kind)];
 }
 
@@ -42,7 +43,7 @@ SiteId SiteTable::find(const Place& place) {
   if (slot.id && slot.place == place) return slot.id;
   const auto [it, added] = index_.try_emplace(place, SiteId(places_.size()));
   if (added) {
-    if (places_.size() == 0xffff) return it->second = 0;   // more places than numbers: "unknown"
+    if (places_.size() == 0xffff) return it->second = 0;  // more places than numbers: "unknown"
     places_.push_back(place);
   }
   slot = {place, it->second};

@@ -13,26 +13,26 @@
 namespace hopwell::arch::emu {
 
 enum class Kind : uint8_t {
-  race,            // two accesses without an order between them
-  proxy,           // ordered, but a proxy fence is missing
-  uninitialized,   // read of memory that nothing wrote
-  bounds,          // outside of the CTA's shared memory
-  barrier,         // misuse of bar, barrier.cluster or an mbarrier
-  transaction,     // byte counts of an mbarrier do not add up
-  tensor_memory,   // allocation, lanes, columns
-  descriptor,      // matrix, instruction or tensor-map descriptor
-  divergence,      // threads of a warp or warpgroup disagree
-  pending,         // asynchronous work not waited for
+  race,           // two accesses without an order between them
+  proxy,          // ordered, but a proxy fence is missing
+  uninitialized,  // read of memory that nothing wrote
+  bounds,         // outside of the CTA's shared memory
+  barrier,        // misuse of bar, barrier.cluster or an mbarrier
+  transaction,    // byte counts of an mbarrier do not add up
+  tensor_memory,  // allocation, lanes, columns
+  descriptor,     // matrix, instruction or tensor-map descriptor
+  divergence,     // threads of a warp or warpgroup disagree
+  pending,        // asynchronous work not waited for
   deadlock,
-  unsupported,     // an instruction or form of it that this emulator does not model
+  unsupported,  // an instruction or form of it that this emulator does not model
 };
 const char* name(Kind kind);
 
 struct Finding {
   Kind kind;
-  std::string text;    // one sentence: instruction, thread, CTA, and what was missing
-  CallSite where;      // the instruction that noticed
-  CallSite other;      // the earlier access, if there is one
+  std::string text;  // one sentence: instruction, thread, CTA, and what was missing
+  CallSite where;    // the instruction that noticed
+  CallSite other;    // the earlier access, if there is one
   uint64_t count = 1;
 };
 
@@ -62,8 +62,8 @@ class SiteTable {
  public:
   SiteTable();
   SiteId intern(const Site& site);
-  SiteId intern_address(const void* return_address);   // of compiler-inserted memory hooks
-  CallSite resolve(SiteId id);                         // looks debug information up for addresses
+  SiteId intern_address(const void* return_address);  // of compiler-inserted memory hooks
+  CallSite resolve(SiteId id);                        // looks debug information up for addresses
 
  private:
   struct Place {
@@ -80,7 +80,7 @@ class SiteTable {
   SiteId find(const Place& place);
   std::vector<Place> places_;
   std::unordered_map<Place, SiteId, Hash> index_;
-  struct Recent {   // most lookups repeat: a direct-mapped cache in front of the map
+  struct Recent {  // most lookups repeat: a direct-mapped cache in front of the map
     Place place{};
     SiteId id = 0;
   };

@@ -31,7 +31,7 @@ void Machine::wake(std::vector<Thread*>& waiting) {
   waiting.clear();
 }
 
-// ---- asynchronous operations -----------------------------------------------------------------------------------------
+// ---- asynchronous operations ----------------------------------------------------------------------------------------
 
 void Machine::submit(Operation op) {
   if (options.async == Async::eager) return op.perform();
@@ -66,8 +66,10 @@ void Machine::complete_groups(GroupQueue& queue, uint64_t before) {
   while (!queue.operations.empty()) {
     Operation op = std::move(queue.operations.front());
     queue.operations.pop_front();
-    if (op.group < before && (!op.waits_for_earlier || kept.empty())) op.perform();
-    else kept.push_back(std::move(op));
+    if (op.group < before && (!op.waits_for_earlier || kept.empty()))
+      op.perform();
+    else
+      kept.push_back(std::move(op));
   }
   queue.operations = std::move(kept);
   // An emptied queue leaves group_queues_ when it is next looked at.
@@ -98,7 +100,7 @@ bool Machine::step_async() {
   return step_group(*group_queues_[k].second);
 }
 
-// ---- the loop ---------------------------------------------------------------------------------------------------------
+// ---- the loop -------------------------------------------------------------------------------------------------------
 
 void Machine::schedule() {
   uint64_t switches = 0;
@@ -132,10 +134,13 @@ std::string thread_list(std::vector<const Thread*> threads) {
   std::string out;
   for (size_t i = 0; i < threads.size();) {
     size_t end = i + 1;
-    while (end < threads.size() && threads[end]->cta == threads[i]->cta && threads[end]->linear == threads[end - 1]->linear + 1) ++end;
+    while (end < threads.size() && threads[end]->cta == threads[i]->cta &&
+           threads[end]->linear == threads[end - 1]->linear + 1)
+      ++end;
     const bool same_cta = i > 0 && threads[i]->cta == threads[i - 1]->cta;
     out += same_cta ? ", " : format("%sCTA %u thread ", i ? "; " : "", threads[i]->cta->rank);
-    out += end - i == 1 ? format("%d", threads[i]->linear) : format("%d-%d", threads[i]->linear, threads[end - 1]->linear);
+    out +=
+        end - i == 1 ? format("%d", threads[i]->linear) : format("%d-%d", threads[i]->linear, threads[end - 1]->linear);
     i = end;
   }
   return out;
@@ -156,7 +161,8 @@ void Machine::report_deadlock() {
       const Mbarrier* b = find_mbarrier(t.wait_address);
       line += format(" parity %d on ", t.wait_parity) + place(t.wait_address);
       if (b)
-        line += format(" (in phase %llu; %u of %u arrivals missing, %lld bytes outstanding)", static_cast<unsigned long long>(b->phase), b->pending, b->count,
+        line += format(" (in phase %llu; %u of %u arrivals missing, %lld bytes outstanding)",
+                       static_cast<unsigned long long>(b->phase), b->pending, b->count,
                        static_cast<long long>(b->transactions));
       else
         line += " (no mbarrier there)";
@@ -167,8 +173,9 @@ void Machine::report_deadlock() {
     if (groups[line].empty()) order.push_back(line);
     groups[line].push_back(&t);
   }
-  std::string text = livelock ? format("still running after %llu switches:", static_cast<unsigned long long>(options.max_switches))
-                              : std::string("no thread can go on and no asynchronous operation is pending:");
+  std::string text =
+      livelock ? format("still running after %llu switches:", static_cast<unsigned long long>(options.max_switches))
+               : std::string("no thread can go on and no asynchronous operation is pending:");
   for (const std::string& line : order) text += "\n    " + line + ": " + thread_list(groups[line]);
   report.findings.push_back({Kind::deadlock, text, first, {}, 1});
   stopped = true;

@@ -1,4 +1,5 @@
-// Shadow memory: for every 4 bytes of shared memory, and every 16 lanes of a tensor-memory column, who touched them last.
+// Shadow memory: for every 4 bytes of shared memory, and every 16 lanes of a tensor-memory column, who touched them
+// last.
 #pragma once
 
 #include <array>
@@ -16,9 +17,9 @@ enum class Proxy : uint8_t { generic, cp_async, async };
 /// that write neighbouring 16-bit elements are both remembered.
 struct SharedCell {
   std::array<Epoch, 2> writes, reads;
-  std::array<uint8_t, 2> write_bytes{}, read_bytes{};   // bit i: byte i
+  std::array<uint8_t, 2> write_bytes{}, read_bytes{};  // bit i: byte i
   std::array<Proxy, 2> write_proxy{};
-  uint8_t written = 0;   // bytes that hold data
+  uint8_t written = 0;  // bytes that hold data
 };
 
 /// Remembers a write, in the place of what it covers.
@@ -34,7 +35,7 @@ inline void remember_write(SharedCell& cell, Epoch epoch, uint8_t bytes, Proxy p
   cell.writes[slot] = epoch;
   cell.write_bytes[slot] = bytes;
   cell.write_proxy[slot] = proxy;
-  for (int i = 0; i < 2; ++i) {   // whoever writes has been ordered after these reads, or has been reported
+  for (int i = 0; i < 2; ++i) {  // whoever writes has been ordered after these reads, or has been reported
     cell.read_bytes[i] &= uint8_t(~bytes);
     if (!cell.read_bytes[i]) cell.reads[i] = {};
   }

@@ -14,8 +14,10 @@ inline uint8_t bytes_of_cell(uint32_t cell, uint32_t begin, uint32_t end) {
   return mask;
 }
 
-std::string race_text(Machine& m, bool write, const char* what, uint32_t address, const Epoch& other, bool other_writes) {
-  return format("%s %s %s, not ordered after the %s by ", what, write ? "writes" : "reads", m.place(address).c_str(), other_writes ? "write" : "read") +
+std::string race_text(Machine& m, bool write, const char* what, uint32_t address, const Epoch& other,
+                      bool other_writes) {
+  return format("%s %s %s, not ordered after the %s by ", what, write ? "writes" : "reads", m.place(address).c_str(),
+                other_writes ? "write" : "read") +
          m.describe(other) + ": " + m.agents[other.agent].remedy;
 }
 
@@ -23,21 +25,26 @@ std::string race_text(Machine& m, bool write, const char* what, uint32_t address
 
 void Machine::require_shared(uint32_t address, uint32_t bytes, uint32_t alignment, const char* what) {
   if (!inside(address, bytes))
-    stop(Kind::bounds, format("%s of %u bytes at offset %d of CTA %u is outside of its %zu bytes of dynamic shared memory", what, bytes,
-                              int(offset_of(address)) - int(kReservedBytes), rank_of(address), shape.shared_bytes));
-  if (address % alignment) stop(Kind::bounds, format("%s at %s must be %u-byte aligned", what, place(address).c_str(), alignment));
+    stop(Kind::bounds,
+         format("%s of %u bytes at offset %d of CTA %u is outside of its %zu bytes of dynamic shared memory", what,
+                bytes, int(offset_of(address)) - int(kReservedBytes), rank_of(address), shape.shared_bytes));
+  if (address % alignment)
+    stop(Kind::bounds, format("%s at %s must be %u-byte aligned", what, place(address).c_str(), alignment));
 }
 
 void Machine::generic_access(Thread& t, uint32_t address, uint32_t bytes, bool write, SiteId site) {
   ++report.statistics.shared_accesses;
   if (!inside(address, bytes)) {
-    find(Kind::bounds, format("%s of %u bytes at offset %d of CTA %u is outside of its %zu bytes of dynamic shared memory", write ? "write" : "read",
-                              bytes, int(offset_of(address)) - int(kReservedBytes), rank_of(address), shape.shared_bytes));
+    find(Kind::bounds,
+         format("%s of %u bytes at offset %d of CTA %u is outside of its %zu bytes of dynamic shared memory",
+                write ? "write" : "read", bytes, int(offset_of(address)) - int(kReservedBytes), rank_of(address),
+                shape.shared_bytes));
     return;
   }
   if (!options.check) return;
   Cta& cta = ctas[rank_of(address)];
-  if (&cta != t.cta && cta.live == 0) find(Kind::bounds, format("access to shared memory of CTA %u, which has exited", cta.rank));
+  if (&cta != t.cta && cta.live == 0)
+    find(Kind::bounds, format("access to shared memory of CTA %u, which has exited", cta.rank));
   const Epoch epoch{t.step(), t.agent, site};
   const char* what = "it";
   for (uint32_t a = address & ~3u; a < address + bytes; a += 4) {
@@ -45,32 +52,37 @@ void Machine::generic_access(Thread& t, uint32_t address, uint32_t bytes, bool w
     const uint8_t mask = bytes_of_cell(a, address, address + bytes);
     if (!write && (cell.written & mask) != mask) {
       find(Kind::uninitialized, "reads " + place(a) + ", where nothing has been written");
-      cell.written |= mask;   // once is enough
+      cell.written |= mask;  // once is enough
     }
     for (int i = 0; i < 2; ++i) {
       if ((cell.write_bytes[i] & mask) && cell.writes[i].agent != t.agent && !t.knows.ordered.covers(cell.writes[i]))
         find(Kind::race, race_text(*this, write, what, a, cell.writes[i], true), &cell.writes[i]);
-      if (write && (cell.read_bytes[i] & mask) && cell.reads[i].agent != t.agent && !t.knows.ordered.covers(cell.reads[i]))
+      if (write && (cell.read_bytes[i] & mask) && cell.reads[i].agent != t.agent &&
+          !t.knows.ordered.covers(cell.reads[i]))
         find(Kind::race, race_text(*this, write, what, a, cell.reads[i], false), &cell.reads[i]);
     }
     if (write) {
       remember_write(cell, epoch, mask, Proxy::generic);
     } else {
-      const int slot = choose_read_slot(cell.reads, epoch, [&](const Epoch& e) { return t.knows.ordered.covers(e); }, [&] { return random.bit(); });
-      cell.read_bytes[size_t(slot)] = cell.reads[size_t(slot)].agent == t.agent ? cell.read_bytes[size_t(slot)] | mask : mask;
+      const int slot = choose_read_slot(
+          cell.reads, epoch, [&](const Epoch& e) { return t.knows.ordered.covers(e); }, [&] { return random.bit(); });
+      cell.read_bytes[size_t(slot)] =
+          cell.reads[size_t(slot)].agent == t.agent ? cell.read_bytes[size_t(slot)] | mask : mask;
       cell.reads[size_t(slot)] = epoch;
     }
   }
 }
 
-void Machine::async_access(Observer& who, Epoch epoch, uint32_t address, uint32_t bytes, bool write, Proxy proxy, const char* what) {
+void Machine::async_access(Observer& who, Epoch epoch, uint32_t address, uint32_t bytes, bool write, Proxy proxy,
+                           const char* what) {
   if (!inside(address, bytes))
-    stop(Kind::bounds, format("%s of %u bytes at offset %d of CTA %u is outside of its %zu bytes of dynamic shared memory", what, bytes,
-                              int(offset_of(address)) - int(kReservedBytes), rank_of(address), shape.shared_bytes));
+    stop(Kind::bounds,
+         format("%s of %u bytes at offset %d of CTA %u is outside of its %zu bytes of dynamic shared memory", what,
+                bytes, int(offset_of(address)) - int(kReservedBytes), rank_of(address), shape.shared_bytes));
   if (!options.check) return;
   Cta& cta = ctas[rank_of(address)];
   if (cta.live == 0) find(Kind::bounds, format("%s touches shared memory of CTA %u, which has exited", what, cta.rank));
-  Epoch known_write;   // of the cell before: neighbouring cells mostly have the same writer
+  Epoch known_write;  // of the cell before: neighbouring cells mostly have the same writer
   Proxy known_proxy = Proxy::async;
   for (uint32_t a = address & ~3u; a < address + bytes; a += 4) {
     SharedCell& cell = cta.shadow[offset_of(a) / 4];
@@ -81,12 +93,17 @@ void Machine::async_access(Observer& who, Epoch epoch, uint32_t address, uint32_
     }
     for (int i = 0; i < 2; ++i) {
       const Epoch& w = cell.writes[i];
-      if ((cell.write_bytes[i] & mask) && !w.same_step(epoch) && !(w.same_step(known_write) && cell.write_proxy[i] == known_proxy)) {
+      if ((cell.write_bytes[i] & mask) && !w.same_step(epoch) &&
+          !(w.same_step(known_write) && cell.write_proxy[i] == known_proxy)) {
         if (!who.ordered(w))
           find(Kind::race, race_text(*this, write, what, a, w, true), &w);
         else if (proxy == Proxy::async && !who.proxied(w) &&
-                 (cell.write_proxy[i] == Proxy::generic || (cell.write_proxy[i] == Proxy::cp_async && options.policy.cp_async_needs_proxy_fence)))
-          find(Kind::proxy, format("%s %s ", what, write ? "writes" : "reads") + place(a) + " by the async proxy with no fence.proxy.async after the write by " + describe(w), &w);
+                 (cell.write_proxy[i] == Proxy::generic ||
+                  (cell.write_proxy[i] == Proxy::cp_async && options.policy.cp_async_needs_proxy_fence)))
+          find(Kind::proxy,
+               format("%s %s ", what, write ? "writes" : "reads") + place(a) +
+                   " by the async proxy with no fence.proxy.async after the write by " + describe(w),
+               &w);
         else
           known_write = w, known_proxy = cell.write_proxy[i];
       }
@@ -97,8 +114,10 @@ void Machine::async_access(Observer& who, Epoch epoch, uint32_t address, uint32_
     if (write) {
       remember_write(cell, epoch, mask, proxy);
     } else {
-      const int slot = choose_read_slot(cell.reads, epoch, [&](const Epoch& e) { return who.ordered(e); }, [&] { return random.bit(); });
-      cell.read_bytes[size_t(slot)] = cell.reads[size_t(slot)].same_step(epoch) ? cell.read_bytes[size_t(slot)] | mask : mask;
+      const int slot = choose_read_slot(
+          cell.reads, epoch, [&](const Epoch& e) { return who.ordered(e); }, [&] { return random.bit(); });
+      cell.read_bytes[size_t(slot)] =
+          cell.reads[size_t(slot)].same_step(epoch) ? cell.read_bytes[size_t(slot)] | mask : mask;
       cell.reads[size_t(slot)] = epoch;
     }
   }

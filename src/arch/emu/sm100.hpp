@@ -25,10 +25,10 @@ struct TensorProduct {
   MmaKind kind;
   int cta_group;
   bool ws, a_in_tmem, accumulate;
-  uint32_t d, a_tmem;        // tensor-memory addresses
-  uint64_t a, b;             // shared-memory descriptors
+  uint32_t d, a_tmem;  // tensor-memory addresses
+  uint64_t a, b;       // shared-memory descriptors
   uint32_t instruction;
-  uint32_t scale_a, scale_b; // tensor-memory addresses of block scales
+  uint32_t scale_a, scale_b;  // tensor-memory addresses of block scales
 };
 void tcgen05_mma(const TensorProduct& product, const Site&);
 void tcgen05_copy(CopyShape shape, int cta_group, uint32_t address, uint64_t descriptor, const Site&);

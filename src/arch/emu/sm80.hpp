@@ -14,24 +14,24 @@ const Index& block_index();
 const Extent& block_extent();
 const Extent& grid_extent();
 void* dynamic_shared();
-uint32_t shared_address(const void* pointer);   // stops if the pointer is not into shared memory
-void yield();                                   // lets other threads run: for polling loops
+uint32_t shared_address(const void* pointer);  // stops if the pointer is not into shared memory
+void yield();                                  // lets other threads run: for polling loops
 
 // ---- barriers and warps ----
-void barrier_sync(int id, int threads, const Site&);      // id 0 with 0 threads: the whole CTA
+void barrier_sync(int id, int threads, const Site&);  // id 0 with 0 threads: the whole CTA
 void barrier_arrive(int id, int threads, const Site&);
 void warp_sync(uint32_t mask, const Site&);
 uint32_t shuffle(uint32_t mask, uint32_t value, int source_lane, const Site&);
 uint32_t ballot(uint32_t mask, bool predicate, const Site&);
 
 // ---- ordinary accesses that a compiler hook cannot see ----
-void read_shared(uint32_t address, uint32_t bytes, void* value, const Site&);          // any CTA of the cluster
+void read_shared(uint32_t address, uint32_t bytes, void* value, const Site&);  // any CTA of the cluster
 void write_shared(uint32_t address, uint32_t bytes, const void* value, const Site&);
 
 // ---- cp.async ----
 void cp_async(uint32_t destination, const void* source, uint32_t bytes, uint32_t source_bytes, const Site&);
 void cp_async_commit(const Site&);
-void cp_async_wait(int pending_groups, const Site&);      // -1: cp.async.wait_all
+void cp_async_wait(int pending_groups, const Site&);  // -1: cp.async.wait_all
 
 // ---- matrices ----
 void ldmatrix(uint32_t* registers, int count, bool transposed, uint32_t row_address, const Site&);

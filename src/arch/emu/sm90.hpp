@@ -7,7 +7,7 @@
 #include "../platform.hpp"
 
 namespace hopwell::arch {
-struct TensorMap;   // sm90/tensor_map.hpp
+struct TensorMap;  // sm90/tensor_map.hpp
 }
 
 namespace hopwell::arch::emu {
@@ -43,15 +43,15 @@ void store_async(uint32_t destination, const void* value, uint32_t bytes, uint32
 
 // ---- tensor copies (tma.cpp) ----
 enum class TmaMode : uint8_t { tile, gather4 };
-void tma_load(uint32_t destination, const TensorMap& map, const int* coordinates, int rank, uint32_t mbarrier, TmaMode mode,
-              int cta_group, int cta_mask, const Site&);
+void tma_load(uint32_t destination, const TensorMap& map, const int* coordinates, int rank, uint32_t mbarrier,
+              TmaMode mode, int cta_group, int cta_mask, const Site&);
 enum class TmaStore : uint8_t { store, reduce_add, scatter4 };
 void tma_store(const TensorMap& map, const int* coordinates, int rank, uint32_t source, TmaStore mode, const Site&);
 
 // ---- wgmma (wgmma.cpp) ----
 void wgmma_fence(const Site&);
-void wgmma(float* d, int n, Half type, const uint32_t* a_registers, uint64_t a, uint64_t b, Major a_major, Major b_major,
-           bool negate_a, bool negate_b, bool accumulate, const Site&);
+void wgmma(float* d, int n, Half type, const uint32_t* a_registers, uint64_t a, uint64_t b, Major a_major,
+           Major b_major, bool negate_a, bool negate_b, bool accumulate, const Site&);
 void wgmma_commit(const Site&);
 void wgmma_wait(int pending_groups, const Site&);
 

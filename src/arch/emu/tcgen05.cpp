@@ -14,10 +14,10 @@ struct ProductShape {
   int m, n, k;
   ElementType type;
   Major a_major, b_major;
-  bool negate;          // one of A and B, not both
+  bool negate;  // one of A and B, not both
   DataPath path;
-  int rows, columns;    // of D in one CTA: rows of it, columns of tensor memory
-  int b_rows;           // rows of B that one CTA holds
+  int rows, columns;  // of D in one CTA: rows of it, columns of tensor memory
+  int b_rows;         // rows of B that one CTA holds
 };
 
 [[noreturn]] void bad_instruction(const TensorProduct& p, Kind kind, const char* what) {
@@ -26,22 +26,37 @@ struct ProductShape {
 
 ProductShape decode(const TensorProduct& p) {
   const uint32_t i = p.instruction;
-  ProductShape s{int(i >> 24 & 31) * 16, int(i >> 17 & 63) * 8, 16, ElementType::bf16, Major::k, Major::k, false, DataPath::invalid, 0, 0, 0};
+  ProductShape s{int(i >> 24 & 31) * 16,
+                 int(i >> 17 & 63) * 8,
+                 16,
+                 ElementType::bf16,
+                 Major::k,
+                 Major::k,
+                 false,
+                 DataPath::invalid,
+                 0,
+                 0,
+                 0};
   if (i >> 2 & 1) bad_instruction(p, Kind::unsupported, "sparse products are not modelled");
   if (p.kind == MmaKind::f16) {
     if ((i >> 4 & 3) != 1) bad_instruction(p, Kind::unsupported, "an accumulator type other than fp32 is not modelled");
-    if (i & (3u | 1u << 3 | 1u << 6 | 1u << 23 | 1u << 29)) bad_instruction(p, Kind::descriptor, "reserved bits are set");
-    if ((i >> 7 & 7) > 1 || (i >> 7 & 7) != (i >> 10 & 7)) bad_instruction(p, Kind::descriptor, "the types of kind::f16 must both be 0 (fp16) or both 1 (bf16)");
+    if (i & (3u | 1u << 3 | 1u << 6 | 1u << 23 | 1u << 29))
+      bad_instruction(p, Kind::descriptor, "reserved bits are set");
+    if ((i >> 7 & 7) > 1 || (i >> 7 & 7) != (i >> 10 & 7))
+      bad_instruction(p, Kind::descriptor, "the types of kind::f16 must both be 0 (fp16) or both 1 (bf16)");
     s.type = (i >> 7 & 7) == 1 ? ElementType::bf16 : ElementType::fp16;
     s.a_major = Major(i >> 15 & 1);
     s.b_major = Major(i >> 16 & 1);
   } else {
     s.k = 64;
     s.type = ElementType::e2m1;
-    if ((i >> 7 & 7) != 1 || (i >> 10 & 3) != 1) bad_instruction(p, Kind::descriptor, "the types of kind::mxf4nvf4 must be 1 (e2m1)");
+    if ((i >> 7 & 7) != 1 || (i >> 10 & 3) != 1)
+      bad_instruction(p, Kind::descriptor, "the types of kind::mxf4nvf4 must be 1 (e2m1)");
     if (i >> 23 & 1) bad_instruction(p, Kind::unsupported, "ue8m0 scales are not modelled with block16");
-    if (i & (3u << 4 | 3u << 29)) bad_instruction(p, Kind::descriptor, "the scale-factor ids of scale_vec::4X must be 0");
-    if (i & (3u | 1u << 3 | 1u << 6 | 1u << 12 | 3u << 15 | 7u << 24)) bad_instruction(p, Kind::descriptor, "reserved bits are set, or an operand is not K-major");
+    if (i & (3u << 4 | 3u << 29))
+      bad_instruction(p, Kind::descriptor, "the scale-factor ids of scale_vec::4X must be 0");
+    if (i & (3u | 1u << 3 | 1u << 6 | 1u << 12 | 3u << 15 | 7u << 24))
+      bad_instruction(p, Kind::descriptor, "reserved bits are set, or an operand is not K-major");
     if (i >> 31) bad_instruction(p, Kind::unsupported, "K = 96 is not modelled");
     s.m = int(i >> 27 & 3) * 128;
   }
@@ -49,11 +64,14 @@ ProductShape decode(const TensorProduct& p) {
   const bool n_by_16 = p.kind == MmaKind::f16 && s.m == 128 && p.cta_group == 1 && !p.ws;
   const int n_step = p.cta_group == 2 ? (p.kind == MmaKind::f16 ? 32 : 16) : n_by_16 ? 16 : 8;
   s.path = data_path(s.m, p.cta_group, p.ws);
-  if (s.path == DataPath::invalid) bad_instruction(p, Kind::descriptor, format("M = %d is not possible here", s.m).c_str());
+  if (s.path == DataPath::invalid)
+    bad_instruction(p, Kind::descriptor, format("M = %d is not possible here", s.m).c_str());
   if (p.ws ? s.n != 64 && s.n != 128 && s.n != 256 : s.n < n_step || s.n > 256 || s.n % n_step)
     bad_instruction(p, Kind::descriptor, format("N = %d is not possible with M = %d", s.n, s.m).c_str());
-  if (p.kind == MmaKind::mxf4nvf4 && s.path != DataPath::full) bad_instruction(p, Kind::unsupported, "block-scaled products are modelled for M = 128 a CTA");
-  if (p.a_in_tmem && s.path == DataPath::two && p.cta_group == 2) bad_instruction(p, Kind::unsupported, "A in tensor memory is not modelled for M = 128 in a CTA pair");
+  if (p.kind == MmaKind::mxf4nvf4 && s.path != DataPath::full)
+    bad_instruction(p, Kind::unsupported, "block-scaled products are modelled for M = 128 a CTA");
+  if (p.a_in_tmem && s.path == DataPath::two && p.cta_group == 2)
+    bad_instruction(p, Kind::unsupported, "A in tensor memory is not modelled for M = 128 in a CTA pair");
   if (p.a_in_tmem && s.a_major == Major::mn) bad_instruction(p, Kind::descriptor, "A in tensor memory is K-major");
   s.rows = s.m / p.cta_group;
   s.b_rows = s.n / p.cta_group;
@@ -63,8 +81,12 @@ ProductShape decode(const TensorProduct& p) {
 
 uint32_t first_rank(int cta_group, uint32_t rank) { return cta_group == 2 ? rank & ~1u : rank; }
 
-SharedOperand operand_a(const TensorProduct& p, const ProductShape& s, uint32_t rank) { return {decode_tcgen05_descriptor(p.a), s.a_major, s.type, s.rows, s.k, rank}; }
-SharedOperand operand_b(const TensorProduct& p, const ProductShape& s, uint32_t rank) { return {decode_tcgen05_descriptor(p.b), s.b_major, s.type, s.b_rows, s.k, rank}; }
+SharedOperand operand_a(const TensorProduct& p, const ProductShape& s, uint32_t rank) {
+  return {decode_tcgen05_descriptor(p.a), s.a_major, s.type, s.rows, s.k, rank};
+}
+SharedOperand operand_b(const TensorProduct& p, const ProductShape& s, uint32_t rank) {
+  return {decode_tcgen05_descriptor(p.b), s.b_major, s.type, s.b_rows, s.k, rank};
+}
 
 int scale_columns(int rows) { return (rows + 31) / 32; }
 
@@ -89,14 +111,17 @@ void record(const TensorProduct& p, const ProductShape& s, uint32_t rank, Observ
   }
 }
 
-// Scales of `rows` rows, four each, which must be the same in all lane quarters; multiplied into x [rows][64] or its transpose.
+// Scales of `rows` rows, four each, which must be the same in all lane quarters; multiplied into x [rows][64] or its
+// transpose.
 void apply_scales(Cta& cta, uint32_t address, int rows, float* x, int row_pitch, int k_pitch) {
   for (int row = 0; row < rows; ++row) {
     const Coord c = scale_coord(row);
     const uint32_t word = tmem_word(cta, c.row, tmem_column(address) + c.col);
     for (int quarter = 1; quarter < 4; ++quarter)
       if (tmem_word(cta, 32 * quarter + c.row, tmem_column(address) + c.col) != word)
-        return machine->find(Kind::tensor_memory, format("tcgen05.mma kind::mxf4nvf4: the scales in column %d differ between lane quarters; a copy with .warpx4 writes all four", tmem_column(address) + c.col));
+        return machine->find(Kind::tensor_memory, format("tcgen05.mma kind::mxf4nvf4: the scales in column %d differ "
+                                                         "between lane quarters; a copy with .warpx4 writes all four",
+                                                         tmem_column(address) + c.col));
     for (int k = 0; k < 64; ++k) x[row * row_pitch + k * k_pitch] *= from_e4m3(uint8_t(word >> 8 * (k / 16) & 0x7f));
   }
 }
@@ -120,18 +145,21 @@ void perform(const TensorProduct& p, uint32_t rank) {
   for (int q = 0; q < p.cta_group; ++q) {
     Cta& cta = m.ctas[first + uint32_t(q)];
     if (!p.a_in_tmem) operand_a(p, s, cta.rank).load(a.data(), s.k, false);
-    if (!p.a_in_tmem && s.negate) for (float& x : a) x = -x;
+    if (!p.a_in_tmem && s.negate)
+      for (float& x : a) x = -x;
     if (p.kind == MmaKind::mxf4nvf4) apply_scales(cta, p.scale_a, s.rows, a.data(), s.k, 1);
     float* d = reinterpret_cast<float*>(&tmem_word(cta, tmem_lane(p.d), tmem_column(p.d)));
     // Pieces of D whose rows are consecutive lanes: four groups of 16 rows, or segments of N stacked in the lanes.
     const int segments = s.path == DataPath::two ? 2 : s.path == DataPath::four ? 4 : 1, n = s.n / segments;
     for (int segment = 0; segment < segments; ++segment) {
       if (p.a_in_tmem) load_a_from_tmem(cta, p, s, segment, a.data());
-      if (p.a_in_tmem && s.negate) for (float& x : a) x = -x;
+      if (p.a_in_tmem && s.negate)
+        for (float& x : a) x = -x;
       const float* right = b.data() + segment * n;
       if (s.path == DataPath::half)
         for (int part = 0; part < 4; ++part)
-          gemm(d + 32 * part * kTmemColumns, kTmemColumns, a.data() + 16 * part * s.k, right, s.n, 16, n, s.k, p.accumulate);
+          gemm(d + 32 * part * kTmemColumns, kTmemColumns, a.data() + 16 * part * s.k, right, s.n, 16, n, s.k,
+               p.accumulate);
       else
         gemm(d + segment * s.rows * kTmemColumns, kTmemColumns, a.data(), right, s.n, s.rows, n, s.k, p.accumulate);
     }
@@ -147,8 +175,10 @@ void tcgen05_mma(const TensorProduct& p, const Site& site) {
   ++m.report.statistics.tensor_operations;
   const ProductShape s = decode(p);
   const int d_lane = tmem_lane(p.d);
-  if (d_lane != 0 && !(s.path == DataPath::half && d_lane == 16)) m.stop(Kind::tensor_memory, format("the address of D names lane %d", d_lane));
-  if (p.a_in_tmem && tmem_lane(p.a_tmem) != (s.path == DataPath::half ? d_lane : 0)) m.stop(Kind::tensor_memory, format("the address of A names lane %d", tmem_lane(p.a_tmem)));
+  if (d_lane != 0 && !(s.path == DataPath::half && d_lane == 16))
+    m.stop(Kind::tensor_memory, format("the address of D names lane %d", d_lane));
+  if (p.a_in_tmem && tmem_lane(p.a_tmem) != (s.path == DataPath::half ? d_lane : 0))
+    m.stop(Kind::tensor_memory, format("the address of A names lane %d", tmem_lane(p.a_tmem)));
   Observer self(*current);
   const Epoch epoch{current->tensor_step, tensor_agent(*current), current->site};
   const uint32_t rank = current->cta->rank, first = first_rank(p.cta_group, rank);
@@ -173,26 +203,30 @@ void tcgen05_copy(CopyShape shape, int cta_group, uint32_t address, uint64_t des
   for (uint32_t r = first; r < first + uint32_t(cta_group); ++r) {
     for (int row = 0; row < rows; ++row)
       for (int chunk = 0; chunk < bytes; chunk += 16)
-        m.async_access(self, epoch, in_rank(r, operand_address(d, Major::k, 8, row, chunk)), 16, false, Proxy::async, "it");
+        m.async_access(self, epoch, in_rank(r, operand_address(d, Major::k, 8, row, chunk)), 16, false, Proxy::async,
+                       "it");
     access_tmem({self, epoch, "it", true}, r, 0, kTmemLanes, tmem_column(address), bytes / 4, true);
   }
   m.submit_tensor(first, {[&m, shape, cta_group, first, address, d, rows, bytes] {
-    for (uint32_t r = first; r < first + uint32_t(cta_group); ++r)
-      for (int row = 0; row < rows; ++row)
-        for (int byte = 0; byte < bytes; byte += 4) {
-          const uint32_t word = m.load<uint32_t>(in_rank(r, operand_address(d, Major::k, 8, row, byte)));
-          for (int lane : copy_lanes(shape, row))
-            if (lane >= 0) tmem_word(m.ctas[r], lane, tmem_column(address) + byte / 4) = word;
-        }
-  }});
+                    for (uint32_t r = first; r < first + uint32_t(cta_group); ++r)
+                      for (int row = 0; row < rows; ++row)
+                        for (int byte = 0; byte < bytes; byte += 4) {
+                          const uint32_t word =
+                              m.load<uint32_t>(in_rank(r, operand_address(d, Major::k, 8, row, byte)));
+                          for (int lane : copy_lanes(shape, row))
+                            if (lane >= 0) tmem_word(m.ctas[r], lane, tmem_column(address) + byte / 4) = word;
+                        }
+                  }});
 }
 
-// Tracks what this thread has issued: one arrival on the mbarrier (of every CTA of the mask) once all of it is complete.
+// Tracks what this thread has issued: one arrival on the mbarrier (of every CTA of the mask) once all of it is
+// complete.
 void tcgen05_commit(int cta_group, uint32_t mbarrier, int cta_mask, const Site& site) {
   if (enter_synchronisation("tcgen05.commit", site)) return;
   Machine& m = *machine;
   check_cta_group(cta_group);
-  if (current->tensor_agent == kNoAgent) m.find(Kind::barrier, "by a thread that has issued no tensor-core operation; it tracks only its own thread's");
+  if (current->tensor_agent == kNoAgent)
+    m.find(Kind::barrier, "by a thread that has issued no tensor-core operation; it tracks only its own thread's");
   std::vector<uint32_t> targets;
   for (uint32_t r = 0; r < m.ctas.size(); ++r)
     if (cta_mask < 0 ? r == rank_of(mbarrier) : cta_mask >> r & 1) targets.push_back(in_rank(r, mbarrier));
@@ -201,28 +235,34 @@ void tcgen05_commit(int cta_group, uint32_t mbarrier, int cta_mask, const Site& 
   Knowledge released;
   if (m.options.check) {
     ++current->tensor_step;
-    released = current->knows;   // what the operations followed is known to who waits for them, but not the thread's own later steps
+    released = current->knows;  // what the operations followed is known to who waits for them, but not the thread's own
+                                // later steps
     released.ordered.set(current->agent, 0);
     released.proxied.set(current->agent, 0);
     current->tick();
   }
-  m.submit_tensor(first_rank(cta_group, current->cta->rank), {[&m, targets, epoch, released] {
-    for (uint32_t target : targets) {
-      Mbarrier* b = m.find_mbarrier(target);
-      if (!b) {
-        m.find(Kind::barrier, "tcgen05.commit arrives on the mbarrier at " + m.place(target) + ", which no longer exists");
-        continue;
-      }
-      if (m.ctas[rank_of(target)].live == 0) m.find(Kind::pending, format("tcgen05.commit arrives at CTA %u after it has exited", rank_of(target)));
-      if (b->pending == 0) m.stop(Kind::barrier, "tcgen05.commit arrives more often than the mbarrier at " + m.place(target) + " expects");
-      if (m.options.check) {
-        b->arriving.join(released);
-        b->arriving.ordered.raise(epoch.agent, epoch.step);
-      }
-      --b->pending;
-      m.finish_phase(*b);
-    }
-  }});
+  m.submit_tensor(
+      first_rank(cta_group, current->cta->rank), {[&m, targets, epoch, released] {
+        for (uint32_t target : targets) {
+          Mbarrier* b = m.find_mbarrier(target);
+          if (!b) {
+            m.find(Kind::barrier,
+                   "tcgen05.commit arrives on the mbarrier at " + m.place(target) + ", which no longer exists");
+            continue;
+          }
+          if (m.ctas[rank_of(target)].live == 0)
+            m.find(Kind::pending, format("tcgen05.commit arrives at CTA %u after it has exited", rank_of(target)));
+          if (b->pending == 0)
+            m.stop(Kind::barrier,
+                   "tcgen05.commit arrives more often than the mbarrier at " + m.place(target) + " expects");
+          if (m.options.check) {
+            b->arriving.join(released);
+            b->arriving.ordered.raise(epoch.agent, epoch.step);
+          }
+          --b->pending;
+          m.finish_phase(*b);
+        }
+      }});
 }
 
 void unsupported(const char* instruction, const Site& site) {

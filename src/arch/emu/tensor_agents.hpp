@@ -10,14 +10,16 @@ struct TensorAccess {
   Observer& who;
   Epoch epoch;
   const char* what;
-  bool tensor_core;   // an mma or cp; these run in order of issue if a fence::before/after pair hands the order on
-  Epoch own_waited{}; // accesses of this agent up to this step are finished for the warp (its own wait::ld or wait::st)
+  bool tensor_core;  // an mma or cp; these run in order of issue if a fence::before/after pair hands the order on
+  Epoch
+      own_waited{};  // accesses of this agent up to this step are finished for the warp (its own wait::ld or wait::st)
 };
 
 /// Checks and remembers an access to lanes [lane, lane + lanes) and columns [column, column + columns) of CTA `rank`.
 void access_tmem(const TensorAccess& access, uint32_t rank, int lane, int lanes, int column, int columns, bool write);
 
-/// The agent of tensor-core operations that `t` issues; the agent after it counts operations that are issued but may still run.
+/// The agent of tensor-core operations that `t` issues; the agent after it counts operations that are issued but may
+/// still run.
 AgentId tensor_agent(Thread& t);
 
 /// One kernel uses one cta_group in all tcgen05 instructions (PTX ISA, "CTA pair"); stops otherwise.

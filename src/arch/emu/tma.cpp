@@ -1,10 +1,10 @@
 // Tensor copies: boxes of tensors of 1 to 5 dimensions, rows gathered and scattered, to one CTA or to several.
 #include <cmath>
 
+#include "box_walk.hpp"
 #include "machine.hpp"
 #include "numeric.hpp"
 #include "sm90.hpp"
-#include "box_walk.hpp"
 #include "tensor_map.hpp"
 
 namespace hopwell::arch {
@@ -35,32 +35,40 @@ TensorMapContents contents_of(const TensorMap& map, int rank) {
   TensorMapContents c;
   __builtin_memcpy(&c, &map, sizeof c);
   if (c.magic != kTensorMapMagic) machine->stop(Kind::descriptor, "the tensor map was not made by make_tensor_map");
-  if (c.rank != rank) machine->stop(Kind::descriptor, format("%d coordinates for a tensor map of rank %d", rank, c.rank));
+  if (c.rank != rank)
+    machine->stop(Kind::descriptor, format("%d coordinates for a tensor map of rank %d", rank, c.rank));
   if (c.swizzle != Swizzle::none && c.box[0] * c.element_bytes != 16u << int(c.swizzle))
-    machine->stop(Kind::unsupported, format("a box whose rows of %u bytes are narrower than the swizzle is not modelled", c.box[0] * c.element_bytes));
+    machine->stop(Kind::unsupported,
+                  format("a box whose rows of %u bytes are narrower than the swizzle is not modelled",
+                         c.box[0] * c.element_bytes));
   return c;
 }
 
-// With .cta_group::2 the signal goes to the CTA of each destination's pair that has the parity of the mbarrier's own CTA.
+// With .cta_group::2 the signal goes to the CTA of each destination's pair that has the parity of the mbarrier's own
+// CTA.
 uint32_t signalled(uint32_t mbarrier, uint32_t rank, int cta_group) {
   return in_rank(cta_group == 2 ? (rank & ~1u) | (rank_of(mbarrier) & 1) : rank, mbarrier);
 }
 
 }  // namespace
 
-void tma_load(uint32_t destination, const TensorMap& map, const int* coordinates, int rank, uint32_t mbarrier, TmaMode mode, int cta_group,
-              int cta_mask, const Site& site) {
+void tma_load(uint32_t destination, const TensorMap& map, const int* coordinates, int rank, uint32_t mbarrier,
+              TmaMode mode, int cta_group, int cta_mask, const Site& site) {
   enter(mode == TmaMode::gather4 ? "cp.async.bulk.tensor.tile::gather4" : "cp.async.bulk.tensor (load)", site);
   Machine& m = *machine;
   const bool gather = mode == TmaMode::gather4, multicast = cta_mask >= 0;
   BoxWalk walk{contents_of(map, gather ? 2 : rank), {}, gather};
   for (int i = 0; i < (gather ? 5 : rank); ++i) walk.coordinates[size_t(i)] = coordinates[i];
-  if (gather && walk.map.box[1] != 1) m.stop(Kind::descriptor, format("gather4 needs a box of one row, got %u", walk.map.box[1]));
+  if (gather && walk.map.box[1] != 1)
+    m.stop(Kind::descriptor, format("gather4 needs a box of one row, got %u", walk.map.box[1]));
   const uint32_t bytes = box_bytes(walk.map) * (gather ? 4 : 1);
   m.require_shared(destination, bytes, 128, "the destination");
-  if (!multicast && rank_of(destination) != rank_of(mbarrier) && !(cta_group == 2 && (rank_of(destination) ^ rank_of(mbarrier)) == 1))
-    m.stop(Kind::barrier, format("the destination is in CTA %u and the mbarrier in CTA %u", rank_of(destination), rank_of(mbarrier)));
-  if (multicast && (cta_mask == 0 || uint32_t(cta_mask) >> m.ctas.size())) m.stop(Kind::bounds, format("CTA mask 0x%x in a cluster of %zu", cta_mask, m.ctas.size()));
+  if (!multicast && rank_of(destination) != rank_of(mbarrier) &&
+      !(cta_group == 2 && (rank_of(destination) ^ rank_of(mbarrier)) == 1))
+    m.stop(Kind::barrier,
+           format("the destination is in CTA %u and the mbarrier in CTA %u", rank_of(destination), rank_of(mbarrier)));
+  if (multicast && (cta_mask == 0 || uint32_t(cta_mask) >> m.ctas.size()))
+    m.stop(Kind::bounds, format("CTA mask 0x%x in a cluster of %zu", cta_mask, m.ctas.size()));
   ++m.report.statistics.bulk_copies;
   Observer self(*current);
   for (uint32_t r = 0; r < m.ctas.size(); ++r) {
@@ -71,22 +79,30 @@ void tma_load(uint32_t destination, const TensorMap& map, const int* coordinates
     m.poison(target, bytes);
     m.submit({[&m, walk, target, signal, step = epoch.step, bytes] {
       walk.each_element(target, [&](uint32_t shared, std::byte* global) {
-        if (global) __builtin_memcpy(m.memory(shared), global, walk.map.element_bytes);
-        else __builtin_memset(m.memory(shared), 0, walk.map.element_bytes);
+        if (global)
+          __builtin_memcpy(m.memory(shared), global, walk.map.element_bytes);
+        else
+          __builtin_memset(m.memory(shared), 0, walk.map.element_bytes);
       });
       m.complete_transaction(signal, step, bytes);
     }});
   }
 }
 
-void tma_store(const TensorMap& map, const int* coordinates, int rank, uint32_t source, TmaStore mode, const Site& site) {
-  enter(mode == TmaStore::reduce_add ? "cp.reduce.async.bulk.tensor.add" : mode == TmaStore::scatter4 ? "cp.async.bulk.tensor.tile::scatter4" : "cp.async.bulk.tensor (store)", site);
+void tma_store(const TensorMap& map, const int* coordinates, int rank, uint32_t source, TmaStore mode,
+               const Site& site) {
+  enter(mode == TmaStore::reduce_add ? "cp.reduce.async.bulk.tensor.add"
+        : mode == TmaStore::scatter4 ? "cp.async.bulk.tensor.tile::scatter4"
+                                     : "cp.async.bulk.tensor (store)",
+        site);
   Machine& m = *machine;
   const bool scatter = mode == TmaStore::scatter4;
   BoxWalk walk{contents_of(map, scatter ? 2 : rank), {}, scatter};
   for (int i = 0; i < (scatter ? 5 : rank); ++i) walk.coordinates[size_t(i)] = coordinates[i];
-  if (scatter && walk.map.box[1] != 1) m.stop(Kind::descriptor, format("scatter4 needs a box of one row, got %u", walk.map.box[1]));
-  if (mode == TmaStore::reduce_add && walk.map.element_bytes != 4) m.stop(Kind::unsupported, "a tensor reduction of other than 32-bit floats is not modelled");
+  if (scatter && walk.map.box[1] != 1)
+    m.stop(Kind::descriptor, format("scatter4 needs a box of one row, got %u", walk.map.box[1]));
+  if (mode == TmaStore::reduce_add && walk.map.element_bytes != 4)
+    m.stop(Kind::unsupported, "a tensor reduction of other than 32-bit floats is not modelled");
   const uint32_t bytes = box_bytes(walk.map) * (scatter ? 4 : 1);
   m.require_shared(source, bytes, 128, "the source");
   submit_bulk_store(source, bytes, [walk, source, mode](const std::byte* data) {

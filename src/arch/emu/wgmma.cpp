@@ -68,11 +68,13 @@ void issue(Rendezvous& r, WgmmaOperation op) {
   Warpgroup& group = group_of(*current);
   ++m.report.statistics.tensor_operations;
   if (group.agent == kNoAgent)
-    group.agent = m.new_agent(format("wgmma of CTA %u warpgroup %d", cta.rank, current->linear / 128), "no wgmma.wait_group (and barrier) in between");
+    group.agent = m.new_agent(format("wgmma of CTA %u warpgroup %d", cta.rank, current->linear / 128),
+                              "no wgmma.wait_group (and barrier) in between");
   const Argument& first = *static_cast<Argument*>(r.argument[0]);
   for (size_t i = 0; i < 128; ++i) {
     const Argument& argument = *static_cast<Argument*>(r.argument[i]);
-    if (argument.a != first.a || argument.b != first.b) m.stop(Kind::divergence, "the matrix descriptors differ within the warpgroup");
+    if (argument.a != first.a || argument.b != first.b)
+      m.stop(Kind::divergence, "the matrix descriptors differ within the warpgroup");
     op.d[i] = argument.d;
     if (op.a_in_registers) __builtin_memcpy(op.a_registers[i].data(), argument.a_registers, 16);
   }
@@ -107,8 +109,8 @@ void wgmma_fence(const Site& site) {
   machine->warpgroup_collective("wgmma.fence", nullptr, [](Rendezvous&) { ++group_of(*current).fences; });
 }
 
-void wgmma(float* d, int n, Half type, const uint32_t* a_registers, uint64_t a, uint64_t b, Major a_major, Major b_major, bool negate_a,
-           bool negate_b, bool accumulate, const Site& site) {
+void wgmma(float* d, int n, Half type, const uint32_t* a_registers, uint64_t a, uint64_t b, Major a_major,
+           Major b_major, bool negate_a, bool negate_b, bool accumulate, const Site& site) {
   enter("wgmma.mma_async", site);
   Argument mine{d, a_registers, a, b};
   machine->warpgroup_collective("wgmma.mma_async", &mine, [&](Rendezvous& r) {
@@ -138,11 +140,14 @@ void wgmma_wait(int pending_groups, const Site& site) {
   Machine& m = *machine;
   m.warpgroup_collective("wgmma.wait_group", nullptr, [&](Rendezvous&) {
     Warpgroup& group = group_of(*current);
-    const uint64_t before = group.open_group > uint64_t(pending_groups) ? group.open_group - uint64_t(pending_groups) : 0;
-    while (!group.operations.empty() && group.operations.front()->group < before) retire_first(group, current->cta->rank);
+    const uint64_t before =
+        group.open_group > uint64_t(pending_groups) ? group.open_group - uint64_t(pending_groups) : 0;
+    while (!group.operations.empty() && group.operations.front()->group < before)
+      retire_first(group, current->cta->rank);
     if (!m.options.check || group.agent == kNoAgent || before == 0) return;
     const size_t first = size_t(current->linear / 128 * 128);
-    for (size_t i = first; i < first + 128; ++i) current->cta->threads[i]->knows.ordered.raise(group.agent, uint32_t(before - 1));
+    for (size_t i = first; i < first + 128; ++i)
+      current->cta->threads[i]->knows.ordered.raise(group.agent, uint32_t(before - 1));
   });
 }
 

@@ -13,9 +13,13 @@ namespace hopwell::arch {
 
 /// clusterlaunchcontrol.try_cancel.async: 16 bytes of answer arrive in shared memory and are counted on the mbarrier.
 /// PTX: #parallel-synchronization-and-communication-instructions-clusterlaunchcontrol-try-cancel
-HOPWELL_DEVICE void clusterlaunchcontrol_try_cancel(uint32_t response, mbarrier& b, [[maybe_unused]] Site site = Site::current()) {
+HOPWELL_DEVICE void clusterlaunchcontrol_try_cancel(uint32_t response, mbarrier& b,
+                                                    [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
-  asm volatile("clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.b128 [%0], [%1];" ::"r"(response), "r"(shared_address(&b)) : "memory");
+  asm volatile(
+      "clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.b128 [%0], [%1];" ::"r"(response),
+      "r"(shared_address(&b))
+      : "memory");
 #else
   emu::try_cancel_cluster(response, emu::shared_address(&b), site);
 #endif
@@ -27,7 +31,8 @@ struct CancelResponse {
   int x, y, z;
 };
 
-/// clusterlaunchcontrol.query_cancel of the 16 bytes. PTX: #parallel-synchronization-and-communication-instructions-clusterlaunchcontrol-query-cancel
+/// clusterlaunchcontrol.query_cancel of the 16 bytes. PTX:
+/// #parallel-synchronization-and-communication-instructions-clusterlaunchcontrol-query-cancel
 HOPWELL_DEVICE CancelResponse clusterlaunchcontrol_query_cancel(const Words4& response) {
 #if HOPWELL_ON_DEVICE
   uint32_t canceled, x, y, z;

@@ -51,7 +51,13 @@ def specialisation(n: int) -> str:
 
 def name_table() -> str:
     """The strings, by shape and repetition."""
-    shapes = [("b32x32", "32x32b", 1), ("b16x64", "16x64b", 1), ("b16x128", "16x128b", 2), ("b16x256", "16x256b", 4), ("b16x32x2", "16x32bx2", 1)]
+    shapes = [
+        ("b32x32", "32x32b", 1),
+        ("b16x64", "16x64b", 1),
+        ("b16x128", "16x128b", 2),
+        ("b16x256", "16x256b", 4),
+        ("b16x32x2", "16x32bx2", 1),
+    ]
     text = "\ntemplate <TmemShape kShape, int kRegisters>\nstruct TmemName;\n"
     for enum, ptx, per in shapes:
         for n in (1, 2, 4, 8, 16, 32, 64, 128):

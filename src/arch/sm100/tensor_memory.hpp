@@ -1,8 +1,8 @@
 // Tensor memory: 128 lanes × 512 columns of 32 bits in every SM. Addresses: lane in bits 16-31, column in bits 0-15.
 //
-// A kernel uses either kCtaGroup 1 or 2 in all tcgen05 instructions. Warp w of a warpgroup reaches lanes 32 w to 32 w + 31, and names
-// them in the address.
-// "PTX:" anchors are sections of https://docs.nvidia.com/cuda/parallel-thread-execution/
+// A kernel uses either kCtaGroup 1 or 2 in all tcgen05 instructions. Warp w of a warpgroup reaches lanes 32 w to 32 w +
+// 31, and names them in the address. "PTX:" anchors are sections of
+// https://docs.nvidia.com/cuda/parallel-thread-execution/
 #pragma once
 
 #include "../sm90/cluster.hpp"
@@ -25,25 +25,31 @@ using emu::TmemShape;
 #if HOPWELL_HAS_SM100A
 
 /// Address of a lane and column relative to an allocated one.
-HOPWELL_DEVICE uint32_t tmem_address(uint32_t base, int lane, int column) { return base + (uint32_t(lane) << 16) + uint32_t(column); }
+HOPWELL_DEVICE uint32_t tmem_address(uint32_t base, int lane, int column) {
+  return base + (uint32_t(lane) << 16) + uint32_t(column);
+}
 
-/// tcgen05.alloc: `columns` (a power of two from 32 to 512) columns; the address is written to shared memory. By a whole warp; waits until
-/// they are free. With kCtaGroup 2 a warp of each CTA of the pair takes part, and both get the same columns.
-/// PTX: #tcgen05-instructions-tcgen05-alloc-dealloc-relinquish-alloc-permit
+/// tcgen05.alloc: `columns` (a power of two from 32 to 512) columns; the address is written to shared memory. By a
+/// whole warp; waits until they are free. With kCtaGroup 2 a warp of each CTA of the pair takes part, and both get the
+/// same columns. PTX: #tcgen05-instructions-tcgen05-alloc-dealloc-relinquish-alloc-permit
 template <int kCtaGroup>
 HOPWELL_DEVICE void tmem_allocate(uint32_t& address, uint32_t columns, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
   if constexpr (kCtaGroup == 1)
-    asm volatile("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%0], %1;" ::"r"(shared_address(&address)), "r"(columns) : "memory");
+    asm volatile("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%0], %1;" ::"r"(shared_address(&address)),
+                 "r"(columns)
+                 : "memory");
   else
-    asm volatile("tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%0], %1;" ::"r"(shared_address(&address)), "r"(columns) : "memory");
+    asm volatile("tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%0], %1;" ::"r"(shared_address(&address)),
+                 "r"(columns)
+                 : "memory");
 #else
   emu::tmem_allocate(kCtaGroup, emu::shared_address(&address), columns, site);
 #endif
 }
 
-/// tcgen05.dealloc: frees what was allocated; all of it, before the kernel ends. By a whole warp (of each CTA of a pair).
-/// PTX: #tcgen05-instructions-tcgen05-alloc-dealloc-relinquish-alloc-permit
+/// tcgen05.dealloc: frees what was allocated; all of it, before the kernel ends. By a whole warp (of each CTA of a
+/// pair). PTX: #tcgen05-instructions-tcgen05-alloc-dealloc-relinquish-alloc-permit
 template <int kCtaGroup>
 HOPWELL_DEVICE void tmem_deallocate(uint32_t address, uint32_t columns, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
@@ -56,25 +62,31 @@ HOPWELL_DEVICE void tmem_deallocate(uint32_t address, uint32_t columns, [[maybe_
 #endif
 }
 
-/// tcgen05.relinquish_alloc_permit: this CTA allocates no more. PTX: #tcgen05-instructions-tcgen05-alloc-dealloc-relinquish-alloc-permit
+/// tcgen05.relinquish_alloc_permit: this CTA allocates no more. PTX:
+/// #tcgen05-instructions-tcgen05-alloc-dealloc-relinquish-alloc-permit
 template <int kCtaGroup>
 HOPWELL_DEVICE void tmem_relinquish([[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
-  if constexpr (kCtaGroup == 1) asm volatile("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;" ::: "memory");
-  else asm volatile("tcgen05.relinquish_alloc_permit.cta_group::2.sync.aligned;" ::: "memory");
+  if constexpr (kCtaGroup == 1)
+    asm volatile("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;" ::: "memory");
+  else
+    asm volatile("tcgen05.relinquish_alloc_permit.cta_group::2.sync.aligned;" ::: "memory");
 #else
   emu::tmem_relinquish(kCtaGroup, site);
 #endif
 }
 
-/// tcgen05.ld: registers of a warp from tensor memory, valid after tmem_wait_load. kSplit: immHalfSplitoff of 16x32bx2, the columns between
-/// what lanes 0-15 and lanes 16-31 load. PTX: #tcgen05-instructions-tcgen05-ld
+/// tcgen05.ld: registers of a warp from tensor memory, valid after tmem_wait_load. kSplit: immHalfSplitoff of 16x32bx2,
+/// the columns between what lanes 0-15 and lanes 16-31 load. PTX: #tcgen05-instructions-tcgen05-ld
 template <TmemShape kShape, int kSplit = 0, int kRegisters>
-HOPWELL_DEVICE void tmem_load(uint32_t (&r)[kRegisters], uint32_t address, [[maybe_unused]] Site site = Site::current()) {
+HOPWELL_DEVICE void tmem_load(uint32_t (&r)[kRegisters], uint32_t address,
+                              [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
   using Name = detail::TmemName<kShape, kRegisters>;
-  if constexpr (kShape == TmemShape::b16x32x2) detail::TmemRegisters<kRegisters>::template load_split<Name, kSplit>(r, address);
-  else detail::TmemRegisters<kRegisters>::template load<Name>(r, address);
+  if constexpr (kShape == TmemShape::b16x32x2)
+    detail::TmemRegisters<kRegisters>::template load_split<Name, kSplit>(r, address);
+  else
+    detail::TmemRegisters<kRegisters>::template load<Name>(r, address);
 #else
   emu::tmem_load(kShape, r, kRegisters, address, kSplit, site);
 #endif
@@ -82,11 +94,14 @@ HOPWELL_DEVICE void tmem_load(uint32_t (&r)[kRegisters], uint32_t address, [[may
 
 /// tcgen05.st: registers of a warp to tensor memory. PTX: #tcgen05-instructions-tcgen05-st
 template <TmemShape kShape, int kSplit = 0, int kRegisters>
-HOPWELL_DEVICE void tmem_store(uint32_t address, const uint32_t (&r)[kRegisters], [[maybe_unused]] Site site = Site::current()) {
+HOPWELL_DEVICE void tmem_store(uint32_t address, const uint32_t (&r)[kRegisters],
+                               [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
   using Name = detail::TmemName<kShape, kRegisters>;
-  if constexpr (kShape == TmemShape::b16x32x2) detail::TmemRegisters<kRegisters>::template store_split<Name, kSplit>(address, r);
-  else detail::TmemRegisters<kRegisters>::template store<Name>(address, r);
+  if constexpr (kShape == TmemShape::b16x32x2)
+    detail::TmemRegisters<kRegisters>::template store_split<Name, kSplit>(address, r);
+  else
+    detail::TmemRegisters<kRegisters>::template store<Name>(address, r);
 #else
   emu::tmem_store(kShape, r, kRegisters, address, kSplit, site);
 #endif
@@ -101,7 +116,8 @@ HOPWELL_DEVICE void pin_registers([[maybe_unused]] uint32_t (&r)[kSize]) {
 #endif
 }
 
-/// tcgen05.wait::ld: until this warp's loads are complete; `r`: the registers that are valid then. PTX: #tcgen05-instructions-tcgen05-wait
+/// tcgen05.wait::ld: until this warp's loads are complete; `r`: the registers that are valid then. PTX:
+/// #tcgen05-instructions-tcgen05-wait
 HOPWELL_DEVICE void tmem_wait_load([[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
   asm volatile("tcgen05.wait::ld.sync.aligned;" ::: "memory");
@@ -124,8 +140,8 @@ HOPWELL_DEVICE void tmem_wait_store([[maybe_unused]] Site site = Site::current()
 #endif
 }
 
-/// tcgen05.fence::before_thread_sync / after_thread_sync: put tcgen05 operations before a barrier, and after one, in order with the other
-/// threads'. PTX: #tcgen05-special-sync-operations-fence
+/// tcgen05.fence::before_thread_sync / after_thread_sync: put tcgen05 operations before a barrier, and after one, in
+/// order with the other threads'. PTX: #tcgen05-special-sync-operations-fence
 HOPWELL_DEVICE void tcgen05_fence_before_thread_sync([[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
   asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");

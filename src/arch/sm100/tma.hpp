@@ -14,19 +14,26 @@ namespace hopwell::arch {
 /// The mbarrier at the same place in the even CTA of the pair: shared::cluster addresses hold the rank above bit 24.
 HOPWELL_DEVICE uint32_t in_even_cta(uint32_t cluster_address) { return cluster_address & 0xfeffffff; }
 
-/// cp.async.bulk.tensor.2d.tile::gather4: four rows of a tensor, columns from `column` on, one below the other. The tensor map has rank 2 and a box
-/// of one row. Rows outside of the tensor give zeros. With kCtaGroup 2 the mbarrier (a shared::cluster address) may be in the other CTA
-/// of the pair. PTX: #data-movement-and-conversion-instructions-cp-async-bulk-tensor
+/// cp.async.bulk.tensor.2d.tile::gather4: four rows of a tensor, columns from `column` on, one below the other. The
+/// tensor map has rank 2 and a box of one row. Rows outside of the tensor give zeros. With kCtaGroup 2 the mbarrier (a
+/// shared::cluster address) may be in the other CTA of the pair. PTX:
+/// #data-movement-and-conversion-instructions-cp-async-bulk-tensor
 template <int kCtaGroup>
-HOPWELL_DEVICE void tma_gather4(uint32_t destination, const TensorMap& map, int column, const int (&row)[4], uint32_t cluster_mbarrier,
-                                [[maybe_unused]] Site site = Site::current()) {
+HOPWELL_DEVICE void tma_gather4(uint32_t destination, const TensorMap& map, int column, const int (&row)[4],
+                                uint32_t cluster_mbarrier, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
   if constexpr (kCtaGroup == 1)
-    asm volatile("cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes.cta_group::1 [%0], [%1, {%2, %3, %4, %5, %6}], [%7];"
-                 ::"r"(destination), "l"(&map), "r"(column), "r"(row[0]), "r"(row[1]), "r"(row[2]), "r"(row[3]), "r"(cluster_mbarrier) : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes.cta_group::1 [%0], [%1, "
+        "{%2, %3, %4, %5, %6}], [%7];" ::"r"(destination),
+        "l"(&map), "r"(column), "r"(row[0]), "r"(row[1]), "r"(row[2]), "r"(row[3]), "r"(cluster_mbarrier)
+        : "memory");
   else
-    asm volatile("cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes.cta_group::2 [%0], [%1, {%2, %3, %4, %5, %6}], [%7];"
-                 ::"r"(destination), "l"(&map), "r"(column), "r"(row[0]), "r"(row[1]), "r"(row[2]), "r"(row[3]), "r"(cluster_mbarrier) : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes.cta_group::2 [%0], [%1, "
+        "{%2, %3, %4, %5, %6}], [%7];" ::"r"(destination),
+        "l"(&map), "r"(column), "r"(row[0]), "r"(row[1]), "r"(row[2]), "r"(row[3]), "r"(cluster_mbarrier)
+        : "memory");
 #else
   const int coordinates[5] = {column, row[0], row[1], row[2], row[3]};
   emu::tma_load(destination, map, coordinates, 5, cluster_mbarrier, emu::TmaMode::gather4, kCtaGroup, -1, site);
@@ -35,10 +42,14 @@ HOPWELL_DEVICE void tma_gather4(uint32_t destination, const TensorMap& map, int 
 
 /// cp.async.bulk.tensor.2d.tile::scatter4: four rows out of shared memory, in the thread's bulk group.
 /// PTX: #data-movement-and-conversion-instructions-cp-async-bulk-tensor
-HOPWELL_DEVICE void tma_scatter4(const TensorMap& map, int column, const int (&row)[4], uint32_t source, [[maybe_unused]] Site site = Site::current()) {
+HOPWELL_DEVICE void tma_scatter4(const TensorMap& map, int column, const int (&row)[4], uint32_t source,
+                                 [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile::scatter4.bulk_group [%0, {%1, %2, %3, %4, %5}], [%6];"
-               ::"l"(&map), "r"(column), "r"(row[0]), "r"(row[1]), "r"(row[2]), "r"(row[3]), "r"(source) : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.tile::scatter4.bulk_group [%0, {%1, %2, %3, %4, %5}], [%6];" ::"l"(
+          &map),
+      "r"(column), "r"(row[0]), "r"(row[1]), "r"(row[2]), "r"(row[3]), "r"(source)
+      : "memory");
 #else
   const int coordinates[5] = {column, row[0], row[1], row[2], row[3]};
   emu::tma_store(map, coordinates, 5, source, emu::TmaStore::scatter4, site);
@@ -47,11 +58,14 @@ HOPWELL_DEVICE void tma_scatter4(const TensorMap& map, int column, const int (&r
 
 /// cp.async.bulk.tensor.2d with .cta_group::2: a box into this CTA, counted on an mbarrier of either CTA of the pair.
 /// PTX: #data-movement-and-conversion-instructions-cp-async-bulk-tensor
-HOPWELL_DEVICE void tma_load_pair(uint32_t destination, const TensorMap& map, const int (&c)[2], uint32_t cluster_mbarrier,
-                                  [[maybe_unused]] Site site = Site::current()) {
+HOPWELL_DEVICE void tma_load_pair(uint32_t destination, const TensorMap& map, const int (&c)[2],
+                                  uint32_t cluster_mbarrier, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.cta_group::2 [%0], [%1, {%2, %3}], [%4];"
-               ::"r"(destination), "l"(&map), "r"(c[0]), "r"(c[1]), "r"(cluster_mbarrier) : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.cta_group::2 [%0], [%1, {%2, "
+      "%3}], [%4];" ::"r"(destination),
+      "l"(&map), "r"(c[0]), "r"(c[1]), "r"(cluster_mbarrier)
+      : "memory");
 #else
   emu::tma_load(destination, map, c, 2, cluster_mbarrier, emu::TmaMode::tile, 2, -1, site);
 #endif

@@ -9,7 +9,8 @@
 
 namespace hopwell::arch {
 
-/// cvt.rn.bf16x2.f32 / cvt.rn.f16x2.f32: two fp32 rounded to nearest even; `low` in bits 0-15. PTX: #data-movement-and-conversion-instructions-cvt
+/// cvt.rn.bf16x2.f32 / cvt.rn.f16x2.f32: two fp32 rounded to nearest even; `low` in bits 0-15. PTX:
+/// #data-movement-and-conversion-instructions-cvt
 HOPWELL_DEVICE uint32_t pack_bf16(float low, float high) {
 #if HOPWELL_ON_DEVICE
   uint32_t r;

@@ -19,7 +19,8 @@ struct CachePolicy {
   uint64_t bits;
 };
 
-/// createpolicy.fractional.L2::evict_first / evict_last, for all accesses. PTX: #data-movement-and-conversion-instructions-createpolicy
+/// createpolicy.fractional.L2::evict_first / evict_last, for all accesses. PTX:
+/// #data-movement-and-conversion-instructions-createpolicy
 HOPWELL_DEVICE CachePolicy evict_first_policy() {
   CachePolicy policy{0};
 #if HOPWELL_ON_DEVICE
@@ -35,11 +36,14 @@ HOPWELL_DEVICE CachePolicy evict_last_policy() {
   return policy;
 }
 
-/// ld.global.nc.L1::no_allocate: 16 bytes of memory that no one writes during the kernel, streamed. PTX: #data-movement-and-conversion-instructions-ld-global-nc
+/// ld.global.nc.L1::no_allocate: 16 bytes of memory that no one writes during the kernel, streamed. PTX:
+/// #data-movement-and-conversion-instructions-ld-global-nc
 HOPWELL_DEVICE Words4 load_streaming(const void* pointer) {
 #if HOPWELL_ON_DEVICE
   Words4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "l"(pointer));
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
+               : "l"(pointer));
   return v;
 #else
   return *static_cast<const Words4*>(pointer);
@@ -50,7 +54,9 @@ HOPWELL_DEVICE Words4 load_streaming(const void* pointer) {
 HOPWELL_DEVICE Words4 load_streaming(const void* pointer, [[maybe_unused]] CachePolicy policy) {
 #if HOPWELL_ON_DEVICE
   Words4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;" : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "l"(pointer), "l"(policy.bits));
+  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
+               : "l"(pointer), "l"(policy.bits));
   return v;
 #else
   return *static_cast<const Words4*>(pointer);
@@ -60,13 +66,16 @@ HOPWELL_DEVICE Words4 load_streaming(const void* pointer, [[maybe_unused]] Cache
 /// st.global.L1::no_allocate: 16 bytes that are not read again soon. PTX: #data-movement-and-conversion-instructions-st
 HOPWELL_DEVICE void store_streaming(void* pointer, const Words4& v) {
 #if HOPWELL_ON_DEVICE
-  asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
+  asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "r"(v.w[0]), "r"(v.w[1]),
+               "r"(v.w[2]), "r"(v.w[3])
+               : "memory");
 #else
   *static_cast<Words4*>(pointer) = v;
 #endif
 }
 
-/// ld.acquire.gpu / ld.relaxed.gpu: a word that other CTAs write. Polling one lets other threads run. PTX: #data-movement-and-conversion-instructions-ld
+/// ld.acquire.gpu / ld.relaxed.gpu: a word that other CTAs write. Polling one lets other threads run. PTX:
+/// #data-movement-and-conversion-instructions-ld
 HOPWELL_DEVICE uint32_t load_acquire(const uint32_t* pointer) {
 #if HOPWELL_ON_DEVICE
   uint32_t v;
@@ -88,7 +97,8 @@ HOPWELL_DEVICE uint32_t load_relaxed(const uint32_t* pointer) {
 #endif
 }
 
-/// red.global.add: *pointer += value, in any order with other reductions. PTX: #parallel-synchronization-and-communication-instructions-red
+/// red.global.add: *pointer += value, in any order with other reductions. PTX:
+/// #parallel-synchronization-and-communication-instructions-red
 HOPWELL_DEVICE void red_add(float* pointer, float value) {
 #if HOPWELL_ON_DEVICE
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(pointer), "f"(value) : "memory");
@@ -118,8 +128,8 @@ HOPWELL_DEVICE uint32_t atomic_add(uint32_t* pointer, uint32_t value) {
 }
 
 #if HOPWELL_HAS_SM90
-/// red.global.add.v2.f32 / .v4.f32 (from sm_90 on): 2 or 4 sums by one instruction, each atomic on its own; 8- or 16-byte aligned.
-/// PTX: #parallel-synchronization-and-communication-instructions-red
+/// red.global.add.v2.f32 / .v4.f32 (from sm_90 on): 2 or 4 sums by one instruction, each atomic on its own; 8- or
+/// 16-byte aligned. PTX: #parallel-synchronization-and-communication-instructions-red
 HOPWELL_DEVICE void red_add_v2(float* pointer, float x, float y) {
 #if HOPWELL_ON_DEVICE
   asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(pointer), "f"(x), "f"(y) : "memory");
@@ -130,7 +140,9 @@ HOPWELL_DEVICE void red_add_v2(float* pointer, float x, float y) {
 }
 HOPWELL_DEVICE void red_add_v4(float* pointer, float x, float y, float z, float w) {
 #if HOPWELL_ON_DEVICE
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "f"(x), "f"(y), "f"(z),
+               "f"(w)
+               : "memory");
 #else
   pointer[0] += x;
   pointer[1] += y;
@@ -151,7 +163,10 @@ HOPWELL_DEVICE void prefetch_l2([[maybe_unused]] const void* pointer) {
 HOPWELL_DEVICE Words4 load_shared_v4(uint32_t address, [[maybe_unused]] Site site = Site::current()) {
   Words4 v;
 #if HOPWELL_ON_DEVICE
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "r"(address) : "memory");
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
+               : "r"(address)
+               : "memory");
 #else
   emu::read_shared(address, 16, &v, site);
 #endif
@@ -159,7 +174,9 @@ HOPWELL_DEVICE Words4 load_shared_v4(uint32_t address, [[maybe_unused]] Site sit
 }
 HOPWELL_DEVICE void store_shared_v4(uint32_t address, const Words4& v, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]),
+               "r"(v.w[3])
+               : "memory");
 #else
   emu::write_shared(address, 16, &v, site);
 #endif

@@ -23,7 +23,8 @@ HOPWELL_DEVICE Storage& dynamic_smem() {
 #endif
 }
 
-/// Address of a shared-memory object in the shared window, as instructions take it. PTX: #data-movement-and-conversion-instructions-cvta
+/// Address of a shared-memory object in the shared window, as instructions take it. PTX:
+/// #data-movement-and-conversion-instructions-cvta
 HOPWELL_DEVICE uint32_t shared_address(const void* pointer) {
 #if HOPWELL_ON_DEVICE
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
@@ -84,7 +85,8 @@ HOPWELL_DEVICE void syncthreads([[maybe_unused]] Site site = Site::current()) {
 #endif
 }
 
-/// bar.sync: waits until `threads` threads (a multiple of 32) have arrived at barrier `id`, 0 to 15. PTX: #parallel-synchronization-and-communication-instructions-bar
+/// bar.sync: waits until `threads` threads (a multiple of 32) have arrived at barrier `id`, 0 to 15. PTX:
+/// #parallel-synchronization-and-communication-instructions-bar
 HOPWELL_DEVICE void barrier_sync(int id, int threads, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -93,7 +95,8 @@ HOPWELL_DEVICE void barrier_sync(int id, int threads, [[maybe_unused]] Site site
 #endif
 }
 
-/// bar.arrive: counts as one of the `threads`, without waiting. PTX: #parallel-synchronization-and-communication-instructions-bar
+/// bar.arrive: counts as one of the `threads`, without waiting. PTX:
+/// #parallel-synchronization-and-communication-instructions-bar
 HOPWELL_DEVICE void barrier_arrive(int id, int threads, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -102,7 +105,8 @@ HOPWELL_DEVICE void barrier_arrive(int id, int threads, [[maybe_unused]] Site si
 #endif
 }
 
-/// bar.warp.sync: waits for the lanes of `mask` and orders their memory accesses. PTX: #parallel-synchronization-and-communication-instructions-bar-warp-sync
+/// bar.warp.sync: waits for the lanes of `mask` and orders their memory accesses. PTX:
+/// #parallel-synchronization-and-communication-instructions-bar-warp-sync
 HOPWELL_DEVICE void syncwarp(uint32_t mask = 0xffffffff, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
   __syncwarp(mask);
@@ -111,7 +115,8 @@ HOPWELL_DEVICE void syncwarp(uint32_t mask = 0xffffffff, [[maybe_unused]] Site s
 #endif
 }
 
-/// shfl.sync.idx over the whole warp: the value of lane `source` (mod 32), 4 bytes. PTX: #data-movement-and-conversion-instructions-shfl-sync
+/// shfl.sync.idx over the whole warp: the value of lane `source` (mod 32), 4 bytes. PTX:
+/// #data-movement-and-conversion-instructions-shfl-sync
 template <class T>
 HOPWELL_DEVICE T shuffle(T value, int source, [[maybe_unused]] Site site = Site::current()) {
   static_assert(sizeof(T) == 4);
@@ -122,7 +127,8 @@ HOPWELL_DEVICE T shuffle(T value, int source, [[maybe_unused]] Site site = Site:
 #endif
 }
 
-/// shfl.sync.bfly over the whole warp: the value of lane `lane ^ mask`. PTX: #data-movement-and-conversion-instructions-shfl-sync
+/// shfl.sync.bfly over the whole warp: the value of lane `lane ^ mask`. PTX:
+/// #data-movement-and-conversion-instructions-shfl-sync
 template <class T>
 HOPWELL_DEVICE T shuffle_xor(T value, int lane_mask, [[maybe_unused]] Site site = Site::current()) {
   static_assert(sizeof(T) == 4);
@@ -133,7 +139,8 @@ HOPWELL_DEVICE T shuffle_xor(T value, int lane_mask, [[maybe_unused]] Site site 
 #endif
 }
 
-/// vote.sync.ballot over the whole warp: bit i is lane i's predicate. PTX: #parallel-synchronization-and-communication-instructions-vote-sync
+/// vote.sync.ballot over the whole warp: bit i is lane i's predicate. PTX:
+/// #parallel-synchronization-and-communication-instructions-vote-sync
 HOPWELL_DEVICE uint32_t ballot(bool predicate, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
   return __ballot_sync(0xffffffff, predicate);

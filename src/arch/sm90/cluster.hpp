@@ -33,7 +33,8 @@ HOPWELL_DEVICE uint32_t cluster_size() {
 #endif
 }
 
-/// mapa: the shared::cluster address of the same object in another CTA. PTX: #data-movement-and-conversion-instructions-mapa
+/// mapa: the shared::cluster address of the same object in another CTA. PTX:
+/// #data-movement-and-conversion-instructions-mapa
 HOPWELL_DEVICE uint32_t map_to_rank(uint32_t shared_address_here, uint32_t rank) {
 #if HOPWELL_ON_DEVICE
   uint32_t r;
@@ -44,7 +45,8 @@ HOPWELL_DEVICE uint32_t map_to_rank(uint32_t shared_address_here, uint32_t rank)
 #endif
 }
 
-/// ld.shared::cluster / st.shared::cluster: a word of any CTA of the cluster. PTX: #data-movement-and-conversion-instructions-ld
+/// ld.shared::cluster / st.shared::cluster: a word of any CTA of the cluster. PTX:
+/// #data-movement-and-conversion-instructions-ld
 HOPWELL_DEVICE uint32_t load_cluster(uint32_t cluster_address, [[maybe_unused]] Site site = Site::current()) {
   uint32_t v;
 #if HOPWELL_ON_DEVICE
@@ -54,7 +56,8 @@ HOPWELL_DEVICE uint32_t load_cluster(uint32_t cluster_address, [[maybe_unused]] 
 #endif
   return v;
 }
-HOPWELL_DEVICE void store_cluster(uint32_t cluster_address, uint32_t value, [[maybe_unused]] Site site = Site::current()) {
+HOPWELL_DEVICE void store_cluster(uint32_t cluster_address, uint32_t value,
+                                  [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
   asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(cluster_address), "r"(value) : "memory");
 #else
@@ -91,7 +94,8 @@ HOPWELL_DEVICE void cluster_sync(Site site = Site::current()) {
   cluster_wait(site);
 }
 
-/// elect.sync over the whole warp: true in one lane, the same one every time. PTX: #parallel-synchronization-and-communication-instructions-elect-sync
+/// elect.sync over the whole warp: true in one lane, the same one every time. PTX:
+/// #parallel-synchronization-and-communication-instructions-elect-sync
 HOPWELL_DEVICE bool elect_one([[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
   uint32_t chosen;
@@ -125,8 +129,9 @@ HOPWELL_DEVICE void setmaxnreg_dec([[maybe_unused]] Site site = Site::current())
 }
 #endif
 
-/// griddepcontrol: lets the next kernel of the stream start; waits for the one before. The emulator runs launches one after
-/// another, so both do nothing there. PTX: #parallel-synchronization-and-communication-instructions-griddepcontrol
+/// griddepcontrol: lets the next kernel of the stream start; waits for the one before. The emulator runs launches one
+/// after another, so both do nothing there. PTX:
+/// #parallel-synchronization-and-communication-instructions-griddepcontrol
 HOPWELL_DEVICE void griddepcontrol_launch_dependents() {
 #if HOPWELL_ON_DEVICE
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -138,8 +143,9 @@ HOPWELL_DEVICE void griddepcontrol_wait() {
 #endif
 }
 
-/// fence.acq_rel.cluster: orders this thread's generic accesses for the cluster. PTX: #parallel-synchronization-and-communication-instructions-membar
-/// The emulator's threads see each other's writes at once, and a fence alone synchronises nothing, so it does nothing there.
+/// fence.acq_rel.cluster: orders this thread's generic accesses for the cluster. PTX:
+/// #parallel-synchronization-and-communication-instructions-membar The emulator's threads see each other's writes at
+/// once, and a fence alone synchronises nothing, so it does nothing there.
 HOPWELL_DEVICE void fence_acq_rel_cluster() {
 #if HOPWELL_ON_DEVICE
   asm volatile("fence.acq_rel.cluster;" ::: "memory");
@@ -148,23 +154,32 @@ HOPWELL_DEVICE void fence_acq_rel_cluster() {
 
 /// stmatrix.m8n8.x1/.x2/.x4: the inverse of ldmatrix. PTX: #warp-level-matrix-instructions-stmatrix
 template <Transpose kTranspose = Transpose::no, int kCount>
-HOPWELL_DEVICE void stmatrix(uint32_t row_address, const uint32_t (&r)[kCount], [[maybe_unused]] Site site = Site::current()) {
+HOPWELL_DEVICE void stmatrix(uint32_t row_address, const uint32_t (&r)[kCount],
+                             [[maybe_unused]] Site site = Site::current()) {
   static_assert(kCount == 1 || kCount == 2 || kCount == 4);
 #if HOPWELL_ON_DEVICE
   if constexpr (kTranspose == Transpose::no) {
     if constexpr (kCount == 1)
       asm volatile("stmatrix.sync.aligned.m8n8.x1.shared.b16 [%0], {%1};" ::"r"(row_address), "r"(r[0]) : "memory");
     else if constexpr (kCount == 2)
-      asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(row_address), "r"(r[0]), "r"(r[1]) : "memory");
+      asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(row_address), "r"(r[0]), "r"(r[1])
+                   : "memory");
     else
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(r[0]),
+                   "r"(r[1]), "r"(r[2]), "r"(r[3])
+                   : "memory");
   } else {
     if constexpr (kCount == 1)
-      asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(row_address), "r"(r[0]) : "memory");
+      asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(row_address), "r"(r[0])
+                   : "memory");
     else if constexpr (kCount == 2)
-      asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(row_address), "r"(r[0]), "r"(r[1]) : "memory");
+      asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(row_address), "r"(r[0]),
+                   "r"(r[1])
+                   : "memory");
     else
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address),
+                   "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                   : "memory");
   }
 #else
   emu::stmatrix(r, kCount, kTranspose == Transpose::yes, row_address, site);

@@ -60,7 +60,7 @@ def statement(n: int, registers_a: bool) -> str:
         f'{a_in}, "l"(b), "r"(accumulate), "n"(kScaleA), "n"(kScaleB), {trans},\n'
         f'          "C"(WgmmaTypeName<kType>::text)'
     )
-    return f"    asm volatile(\n{text}\n        : {outputs}\n        : {inputs}\n        : \"memory\");\n"
+    return f'    asm volatile(\n{text}\n        : {outputs}\n        : {inputs}\n        : "memory");\n'
 
 
 def shape(n: int) -> str:

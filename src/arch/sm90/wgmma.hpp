@@ -1,8 +1,8 @@
 // wgmma: products of a warpgroup, asynchronous, fp32 accumulators in registers.
 //
-// Order of use: wgmma_fence(), some wgmma_ss / wgmma_rs, wgmma_commit(), wgmma_wait<n>(accumulators…). Between the product and the wait the
-// accumulators and register operands must not be touched.
-// "PTX:" anchors are sections of https://docs.nvidia.com/cuda/parallel-thread-execution/
+// Order of use: wgmma_fence(), some wgmma_ss / wgmma_rs, wgmma_commit(), wgmma_wait<n>(accumulators…). Between the
+// product and the wait the accumulators and register operands must not be touched. "PTX:" anchors are sections of
+// https://docs.nvidia.com/cuda/parallel-thread-execution/
 #pragma once
 
 #include "../descriptor.hpp"
@@ -34,32 +34,38 @@ HOPWELL_DEVICE void wgmma_fence([[maybe_unused]] Site site = Site::current()) {
 #endif
 }
 
-/// wgmma.mma_async.m64nNk16: d (+)= A [64][16] B [16][N], both operands in shared memory by descriptor. N = 2 × size of d, a
-/// multiple of 8 up to 256. PTX: #asynchronous-warpgroup-level-matrix-instructions-wgmma-mma-async
+/// wgmma.mma_async.m64nNk16: d (+)= A [64][16] B [16][N], both operands in shared memory by descriptor. N = 2 × size of
+/// d, a multiple of 8 up to 256. PTX: #asynchronous-warpgroup-level-matrix-instructions-wgmma-mma-async
 template <WgmmaOptions kOptions = WgmmaOptions{}, int kHalfN>
-HOPWELL_DEVICE void wgmma_ss(float (&d)[kHalfN], uint64_t a, uint64_t b, bool accumulate, [[maybe_unused]] Site site = Site::current()) {
+HOPWELL_DEVICE void wgmma_ss(float (&d)[kHalfN], uint64_t a, uint64_t b, bool accumulate,
+                             [[maybe_unused]] Site site = Site::current()) {
   static_assert(kHalfN % 4 == 0 && kHalfN <= 128);
 #if HOPWELL_ON_DEVICE
-  detail::WgmmaShape<2 * kHalfN>::template ss<kOptions.type, kOptions.negate_a ? -1 : 1, kOptions.negate_b ? -1 : 1, int(kOptions.a_major), int(kOptions.b_major)>(
-      d, a, b, accumulate);
+  detail::WgmmaShape<2 * kHalfN>::template ss<kOptions.type, kOptions.negate_a ? -1 : 1, kOptions.negate_b ? -1 : 1,
+                                              int(kOptions.a_major), int(kOptions.b_major)>(d, a, b, accumulate);
 #else
-  emu::wgmma(d, 2 * kHalfN, kOptions.type, nullptr, a, b, kOptions.a_major, kOptions.b_major, kOptions.negate_a, kOptions.negate_b, accumulate, site);
+  emu::wgmma(d, 2 * kHalfN, kOptions.type, nullptr, a, b, kOptions.a_major, kOptions.b_major, kOptions.negate_a,
+             kOptions.negate_b, accumulate, site);
 #endif
 }
 
 /// The same with A [64][16] in registers, as the fragments of mma.m16n8k16 for each warp's 16 rows.
 /// PTX: #asynchronous-warpgroup-level-matrix-instructions-wgmma-mma-async
 template <WgmmaOptions kOptions = WgmmaOptions{}, int kHalfN>
-HOPWELL_DEVICE void wgmma_rs(float (&d)[kHalfN], const uint32_t (&a)[4], uint64_t b, bool accumulate, [[maybe_unused]] Site site = Site::current()) {
+HOPWELL_DEVICE void wgmma_rs(float (&d)[kHalfN], const uint32_t (&a)[4], uint64_t b, bool accumulate,
+                             [[maybe_unused]] Site site = Site::current()) {
   static_assert(kHalfN % 4 == 0 && kHalfN <= 128 && kOptions.a_major == Major::k);
 #if HOPWELL_ON_DEVICE
-  detail::WgmmaShape<2 * kHalfN>::template rs<kOptions.type, kOptions.negate_a ? -1 : 1, kOptions.negate_b ? -1 : 1, int(kOptions.b_major)>(d, a, b, accumulate);
+  detail::WgmmaShape<2 * kHalfN>::template rs<kOptions.type, kOptions.negate_a ? -1 : 1, kOptions.negate_b ? -1 : 1,
+                                              int(kOptions.b_major)>(d, a, b, accumulate);
 #else
-  emu::wgmma(d, 2 * kHalfN, kOptions.type, a, 0, b, Major::k, kOptions.b_major, kOptions.negate_a, kOptions.negate_b, accumulate, site);
+  emu::wgmma(d, 2 * kHalfN, kOptions.type, a, 0, b, Major::k, kOptions.b_major, kOptions.negate_a, kOptions.negate_b,
+             accumulate, site);
 #endif
 }
 
-/// wgmma.commit_group: closes a group of the products since the last one. PTX: #asynchronous-warpgroup-level-matrix-instructions-wgmma-commit-group
+/// wgmma.commit_group: closes a group of the products since the last one. PTX:
+/// #asynchronous-warpgroup-level-matrix-instructions-wgmma-commit-group
 HOPWELL_DEVICE void wgmma_commit([[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
@@ -77,8 +83,8 @@ HOPWELL_DEVICE void pin_registers([[maybe_unused]] float (&d)[kSize]) {
 #endif
 }
 
-/// wgmma.wait_group: until at most the latest kPending groups are incomplete. `d`…: the accumulators that are valid then.
-/// PTX: #asynchronous-warpgroup-level-matrix-instructions-wgmma-wait-group
+/// wgmma.wait_group: until at most the latest kPending groups are incomplete. `d`…: the accumulators that are valid
+/// then. PTX: #asynchronous-warpgroup-level-matrix-instructions-wgmma-wait-group
 template <int kPending>
 HOPWELL_DEVICE void wgmma_wait([[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE

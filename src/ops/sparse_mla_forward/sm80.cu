@@ -1,22 +1,23 @@
 // sparse_mla_forward by mma.sync, for any NVIDIA GPU from Ampere on.
 //
-//     out[s,h,:] = Σ_i exp2(score[s,h,i] − m) · kv[indices[s,i], :512] / Σ_i exp2(…)       running maximum m, scores in units of log 2
+//     out[s,h,:] = Σ_i exp2(score[s,h,i] − m) · kv[indices[s,i], :512] / Σ_i exp2(…)    running maximum m
 //
 // Tile      one query, 16 heads, 32 keys a step; d_qk 576 or 512
-// Roles     four warps. Scores: warp w has keys 8 w to 8 w + 7. Output: warp w has dimensions 128 w to 128 w + 127, in registers.
+// Roles     four warps. Scores, in units of log 2: warp w has keys 8 w to 8 w + 7.
+//           Output: warp w has dimensions 128 w to 128 w + 127, in registers.
 // Timeline  step     0                                      1
 //           copies   keys 1 ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓   keys 2 ▓▓▓▓ …
 //           warps    wait 0 │ S ▓▓▓▓ │ max │ P │ O += P V ▓▓ │ wait 1 │ S …
-// Budget    shared: Q 16 × 1,168 + K 2 × 32 × 1,168 + P 16 × 80 + 768 = 95,488 B (of the 101,376 that the smallest such GPU has)
+// Budget    shared: Q 16 × 1,168 + K 2 × 32 × 1,168 + P 16 × 80 + 512 = 95,232 B (of 101,376 on the smallest GPU)
 //           registers: 64 of the output, ~60 others
-// Bound     every group of 16 heads reads all selected keys through L2: with 128 heads 8 × topk × 1,152 B a query
+// Bound     each 16 heads read all selected keys through L2: with 128 heads 8 × topk × 1,152 B a query
 #include <cmath>
 
-#include "arch/launch.hpp"
 #include "arch/sm80/async_copy.hpp"
 #include "arch/sm80/convert.hpp"
 #include "arch/sm80/matrix.hpp"
 #include "ops/sparse_mla_forward/op.hpp"
+#include "runtime/launch.hpp"
 
 namespace hopwell::ops::sparse_mla_forward {
 namespace {
@@ -26,33 +27,33 @@ using arch::bf16;
 struct Config {
   static constexpr int kHeads = 16, kKeys = 32, kDv = 512, kStages = 2, kWarps = 4, kThreads = 32 * kWarps;
   static constexpr int kDvOfWarp = kDv / kWarps;
-  static constexpr int kPitchP = kKeys + 8;   // elements; 80 bytes: rows of eight matrices fall into different banks
+  static constexpr int kPitchP = kKeys + 8;  // elements; 80 bytes: rows of eight matrices fall into different banks
 };
 
 template <int kDqk>
 struct SharedStorage {
-  static constexpr int kPitch = kDqk + 8;   // an odd number of 16-byte units, for the same reason
+  static constexpr int kPitch = kDqk + 8;  // an odd number of 16-byte units, for the same reason
   alignas(16) bf16 q[Config::kHeads][kPitch];
   alignas(16) bf16 keys[Config::kStages][Config::kKeys][kPitch];
   alignas(16) bf16 p[Config::kHeads][Config::kPitchP];
-  float partial[Config::kWarps][Config::kHeads];      // of each warp's keys: maxima, at the end sums
+  float partial[Config::kWarps][Config::kHeads];  // of each warp's keys: maxima, at the end sums
   int valid[Config::kStages][Config::kKeys];
 };
 static_assert(sizeof(SharedStorage<576>) <= 99 * 1024);
 
 struct Params {
-  const bf16 *q, *kv;                // [s_q, h_q, d_qk], [s_kv, d_qk]
-  const int* indices;                // [s_q, topk]
-  const int *topk_length, *q_positions;   // [s_q], or null
-  const float* attn_sink;            // [h_q], or null
-  bf16* out;                         // [s_q, h_q, 512]
-  float *max_logits, *lse;           // [s_q, h_q], or null
-  int64_t q_stride_s, q_stride_h, kv_stride, indices_stride, length_stride, positions_stride, sink_stride;   // elements
+  const bf16 *q, *kv;                    // [s_q, h_q, d_qk], [s_kv, d_qk]
+  const int* indices;                    // [s_q, topk]
+  const int *topk_length, *q_positions;  // [s_q], or null
+  const float* attn_sink;                // [h_q], or null
+  bf16* out;                             // [s_q, h_q, 512]
+  float *max_logits, *lse;               // [s_q, h_q], or null
+  int64_t q_stride_s, q_stride_h, kv_stride, indices_stride, length_stride, positions_stride, sink_stride;  // elements
   int64_t out_stride_s, out_stride_h, max_stride_s, max_stride_h, lse_stride_s, lse_stride_h;
   int64_t q_start, tokens_per_key, s_kv;
   int h_q, topk;
   bool causal_from_start;
-  float scale_log2;                  // sm_scale · log2(e)
+  float scale_log2;  // sm_scale · log2(e)
 };
 
 // Which entries of this query's row count: the first `length`, with keys in [0, visible).
@@ -85,7 +86,8 @@ HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, const Entrie
   const bool valid = unsigned(key) < entries.visible;
   const bf16* source = valid ? p.kv + key * p.kv_stride : p.kv;
   const uint32_t destination = arch::shared_address(s.keys[stage][row]);
-  for (int chunk = part; chunk < kDqk / 8; chunk += 4) arch::cp_async(destination + uint32_t(16 * chunk), source + 8 * chunk, valid ? 16 : 0);
+  for (int chunk = part; chunk < kDqk / 8; chunk += 4)
+    arch::cp_async(destination + uint32_t(16 * chunk), source + 8 * chunk, valid ? 16 : 0);
   if (part == 0) s.valid[stage][row] = valid;
 }
 
@@ -127,7 +129,8 @@ HOPWELL_DEVICE void score(const Params& p, const SharedStorage<kDqk>& s, int sta
   for (int i = 0; i < 4; ++i) d[i] = s.valid[stage][8 * warp + lane % 4 * 2 + i % 2] ? d[i] * p.scale_log2 : -INFINITY;
 }
 
-// Scores to probabilities, in shared memory; raises the running maxima. `factor`: what earlier sums and outputs shrink by.
+// Scores to probabilities, in shared memory; raises the running maxima. `factor`: what earlier sums and outputs shrink
+// by.
 template <int kDqk>
 HOPWELL_DEVICE void softmax(SharedStorage<kDqk>& s, int stage, float (&d)[4], Rows& rows, float (&factor)[2]) {
   const int lane = arch::lane_index(), warp = arch::warp_index(), column = 8 * warp + lane % 4 * 2;
@@ -142,7 +145,7 @@ HOPWELL_DEVICE void softmax(SharedStorage<kDqk>& s, int stage, float (&d)[4], Ro
     const int row = lane / 4 + 8 * r;
     float m = rows.max[r];
     for (int w = 0; w < Config::kWarps; ++w) m = larger(m, s.partial[w][row]);
-    const float shift = m == -INFINITY ? 0 : m;   // no valid entry so far
+    const float shift = m == -INFINITY ? 0 : m;  // no valid entry so far
     factor[r] = arch::exp2_approx(rows.max[r] - shift);
     float e[2];
     for (int i = 0; i < 2; ++i) e[i] = s.valid[stage][column + i] ? arch::exp2_approx(d[2 * r + i] - shift) : 0;
@@ -164,7 +167,8 @@ HOPWELL_DEVICE void accumulate(const SharedStorage<kDqk>& s, int stage, const fl
   for (int step = 0; step < Config::kKeys / 16; ++step) {
     uint32_t a[4];
     arch::ldmatrix(a, arch::shared_address(&s.p[lane % 16][16 * step + lane / 16 * 8]));
-    const uint32_t v = arch::shared_address(&s.keys[stage][16 * step + lane % 16][warp * Config::kDvOfWarp + lane / 16 * 8]);
+    const uint32_t v =
+        arch::shared_address(&s.keys[stage][16 * step + lane % 16][warp * Config::kDvOfWarp + lane / 16 * 8]);
     HOPWELL_UNROLL
     for (int n = 0; n < 16; n += 2) {
       uint32_t b[4];
@@ -178,7 +182,8 @@ HOPWELL_DEVICE void accumulate(const SharedStorage<kDqk>& s, int stage, const fl
 
 // Sums over all keys, then the outputs of this thread's two rows.
 template <int kDqk>
-HOPWELL_DEVICE void store(const Params& p, SharedStorage<kDqk>& s, int query, int first_head, const Rows& rows, const float (&out)[16][4]) {
+HOPWELL_DEVICE void store(const Params& p, SharedStorage<kDqk>& s, int query, int first_head, const Rows& rows,
+                          const float (&out)[16][4]) {
   constexpr float kLn2 = 0.693147180559945f, kLog2E = 1.44269504088896f;
   const int lane = arch::lane_index(), warp = arch::warp_index();
   for (int r = 0; r < 2; ++r) {
@@ -198,7 +203,9 @@ HOPWELL_DEVICE void store(const Params& p, SharedStorage<kDqk>& s, int query, in
     if (p.attn_sink && sum != 0) scale /= 1 + arch::exp2_approx((p.attn_sink[head * p.sink_stride] - lse) * kLog2E);
     bf16* target = p.out + query * p.out_stride_s + head * p.out_stride_h + warp * Config::kDvOfWarp + lane % 4 * 2;
     HOPWELL_UNROLL
-    for (int n = 0; n < 16; ++n) *reinterpret_cast<uint32_t*>(target + 8 * n) = sum == 0 ? 0 : arch::pack_bf16(out[n][2 * r] * scale, out[n][2 * r + 1] * scale);
+    for (int n = 0; n < 16; ++n)
+      *reinterpret_cast<uint32_t*>(target + 8 * n) =
+          sum == 0 ? 0 : arch::pack_bf16(out[n][2 * r] * scale, out[n][2 * r + 1] * scale);
     if (warp == 0 && lane % 4 == 0) {
       if (p.max_logits) p.max_logits[query * p.max_stride_s + head * p.max_stride_h] = rows.max[r] * kLn2;
       if (p.lse) p.lse[query * p.lse_stride_s + head * p.lse_stride_h] = lse;
@@ -228,7 +235,7 @@ __global__ void __launch_bounds__(Config::kThreads) kernel(const __grid_constant
     score(p, s, stage, d);
     softmax(s, stage, d, rows, factor);
     accumulate(s, stage, factor, out);
-    arch::syncthreads();   // before the next gather overwrites this stage
+    arch::syncthreads();  // before the next gather overwrites this stage
   }
   arch::cp_async_wait_all();
   store(p, s, query, first_head, rows, out);
@@ -240,13 +247,16 @@ runtime::Support supports(const Problem& p) {
   if (p.d_v != 512) return runtime::Support::no("d_v must be 512");
   const auto aligned = [](const View& v, int dims, std::int64_t elements) {
     bool ok = reinterpret_cast<std::uintptr_t>(v.data) % static_cast<std::uintptr_t>(2 * elements) == 0;
-    for (std::size_t i = 0; i < static_cast<std::size_t>(dims); ++i) ok &= v.shape[i] <= 1 || v.stride[i] % elements == 0;
+    for (std::size_t i = 0; i < static_cast<std::size_t>(dims); ++i)
+      ok &= v.shape[i] <= 1 || v.stride[i] % elements == 0;
     return ok;
   };
-  if (!aligned(p.q, 2, 8) || !aligned(p.kv, 1, 8)) return runtime::Support::no("rows of q and kv must be 16-byte aligned");
+  if (!aligned(p.q, 2, 8) || !aligned(p.kv, 1, 8))
+    return runtime::Support::no("rows of q and kv must be 16-byte aligned");
   if (!aligned(p.out, 2, 2)) return runtime::Support::no("rows of out must be 4-byte aligned");
   constexpr std::int64_t kLimit = std::int64_t{1} << 31;
-  if (p.s_q >= kLimit || p.s_kv >= kLimit || p.topk >= kLimit || p.h_q > 16 * 65535) return runtime::Support::no("s_q, s_kv and topk must be below 2^31, h_q at most 1048560");
+  if (p.s_q >= kLimit || p.s_kv >= kLimit || p.topk >= kLimit || p.h_q > 16 * 65535)
+    return runtime::Support::no("s_q, s_kv and topk must be below 2^31, h_q at most 1048560");
   return {};
 }
 
@@ -277,25 +287,25 @@ Params params_of(const Problem& problem) {
 }
 
 template <int kDqk>
-void start(const Problem& problem, [[maybe_unused]] Stream stream) {
-  const arch::LaunchShape shape{.grid = {static_cast<std::uint32_t>(problem.s_q), static_cast<std::uint32_t>((problem.h_q + Config::kHeads - 1) / Config::kHeads)},
-                                .threads = Config::kThreads,
-                                .shared_bytes = sizeof(SharedStorage<kDqk>)};
-#if HOPWELL_ON_DEVICE
-  const cudaError_t error = arch::launch(kernel<kDqk>, shape, static_cast<cudaStream_t>(stream), params_of(problem));
-  if (error != cudaSuccess) throw Error(HOPWELL_DEVICE_ERROR, std::string("sparse_mla_forward: ") + cudaGetErrorString(error));
-#else
-  arch::launch(kernel<kDqk>, shape, params_of(problem));
-#endif
+void start(const Problem& problem, Stream stream) {
+  const arch::LaunchShape shape{
+      .grid = {static_cast<std::uint32_t>(problem.s_q),
+               static_cast<std::uint32_t>((problem.h_q + Config::kHeads - 1) / Config::kHeads)},
+      .threads = Config::kThreads,
+      .shared_bytes = sizeof(SharedStorage<kDqk>)};
+  runtime::launch("sparse_mla_forward", kernel<kDqk>, shape, stream, params_of(problem));
 }
 
 void launch(const Problem& problem, Stream stream) {
   if (problem.s_q == 0 || problem.h_q == 0) return;
-  if (problem.d_qk == 576) start<576>(problem, stream);
-  else start<512>(problem, stream);
+  if (problem.d_qk == 576)
+    start<576>(problem, stream);
+  else
+    start<512>(problem, stream);
 }
 
-const runtime::Registration<Problem> backend{{.name = HOPWELL_ON_DEVICE ? "sm80" : "emu:sm80", .supports = supports, .launch = launch}};
+const runtime::Registration<Problem> backend{
+    {.name = HOPWELL_ON_DEVICE ? "sm80" : "emu:sm80", .supports = supports, .launch = launch}};
 
 }  // namespace
 }  // namespace hopwell::ops::sparse_mla_forward

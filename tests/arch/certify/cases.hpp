@@ -14,17 +14,17 @@ enum class Compare : uint8_t {
   approximate,   // ex2.approx, lg2.approx: equal within their documented error
 };
 enum class Inputs : uint8_t {
-  bits,          // random 32-bit patterns, every eighth one adversarial (zeros, ones, NaN, infinities, subnormals)
-  bf16_unit,     // pairs of bf16 uniform in [-1, 1]
+  bits,       // random 32-bit patterns, every eighth one adversarial (zeros, ones, NaN, infinities, subnormals)
+  bf16_unit,  // pairs of bf16 uniform in [-1, 1]
   fp16_unit,
-  float_wide,    // floats of all exponents, and specials
-  integers,      // floats that are integers from -8 to 8, so that sums are exact in any order
+  float_wide,  // floats of all exponents, and specials
+  integers,    // floats that are integers from -8 to 8, so that sums are exact in any order
 };
 
 /// One kernel. `run` launches it; `in` and `out` are in the memory of whoever runs it. `out` is zeroed before.
 struct Case {
   std::string name;
-  std::string instructions;   // what it certifies
+  std::string instructions;  // what it certifies
   Inputs inputs;
   Compare compare;
   size_t in_words, out_words;

@@ -1,7 +1,8 @@
 // Runs the certification cases in this world (emulator or GPU, by the compiler) and compares or records their outputs.
 //
-//   certify_emulator record  FILE            runs every case on the emulator under several schedules, which must agree, and writes FILE
-//   certify_device   compare FILE JSON       runs every case on the GPU, compares with FILE, writes a report
+//   certify_emulator record  FILE            runs every case on the emulator under several schedules, which must agree,
+//   and writes FILE certify_device   compare FILE JSON       runs every case on the GPU, compares with FILE, writes a
+//   report
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -42,8 +43,12 @@ std::vector<uint32_t> run(const Case& c, std::vector<uint32_t> in) {
 bool agree(Compare compare, uint32_t a, uint32_t b) {
   if (a == b) return true;
   const float x = bit_cast<float>(a), y = bit_cast<float>(b);
-  if (compare == Compare::accumulation) return std::fabs(x - y) <= 64 * 0x1p-22f * 2;   // up to 32 products and a start, each at most 1, aligned to 2^-22 of the largest
-  if (compare == Compare::approximate) return std::fabs(x - y) <= 0x1p-21f * std::max(1.f, std::fabs(x)) || (std::fabs(x) < 0x1p-125f && std::fabs(y) < 0x1p-125f);
+  if (compare == Compare::accumulation)
+    return std::fabs(x - y) <=
+           64 * 0x1p-22f * 2;  // up to 32 products and a start, each at most 1, aligned to 2^-22 of the largest
+  if (compare == Compare::approximate)
+    return std::fabs(x - y) <= 0x1p-21f * std::max(1.f, std::fabs(x)) ||
+           (std::fabs(x) < 0x1p-125f && std::fabs(y) < 0x1p-125f);
   return false;
 }
 
@@ -54,7 +59,8 @@ int compare(const char* recorded, const char* json) {
   int driver = 0;
   check(cudaGetDeviceProperties(&device, 0));
   check(cudaDriverGetVersion(&driver));
-  report << "{\n  \"device\": \"" << device.name << "\",\n  \"driver\": " << driver << ",\n  \"cuda\": " << CUDART_VERSION << ",\n  \"cases\": [\n";
+  report << "{\n  \"device\": \"" << device.name << "\",\n  \"driver\": " << driver
+         << ",\n  \"cuda\": " << CUDART_VERSION << ",\n  \"cases\": [\n";
   size_t failed = 0;
   const std::vector<Case> cases = all_cases();
   for (size_t i = 0; i < cases.size(); ++i) {
@@ -67,12 +73,16 @@ int compare(const char* recorded, const char* json) {
     for (size_t w = got.size(); w-- > 0;)
       if (!agree(c.compare, expected[w], got[w])) ++different, first = w;
     failed += different != 0;
-    report << "    {\"name\": \"" << c.name << "\", \"instructions\": \"" << c.instructions << "\", \"words\": " << got.size() << ", \"different\": " << different << "}"
+    report << "    {\"name\": \"" << c.name << "\", \"instructions\": \"" << c.instructions
+           << "\", \"words\": " << got.size() << ", \"different\": " << different << "}"
            << (i + 1 < cases.size() ? ",\n" : "\n");
-    if (different) std::printf("%-40s %zu of %zu words differ, first %zu: emulator %08x, GPU %08x\n", c.name.c_str(), different, got.size(), first, expected[first], got[first]);
+    if (different)
+      std::printf("%-40s %zu of %zu words differ, first %zu: emulator %08x, GPU %08x\n", c.name.c_str(), different,
+                  got.size(), first, expected[first], got[first]);
   }
   report << "  ],\n  \"passed\": " << cases.size() - failed << ",\n  \"failed\": " << failed << "\n}\n";
-  std::printf("%zu cases on %s: %zu agree with the emulator, %zu do not\n", cases.size(), device.name, cases.size() - failed, failed);
+  std::printf("%zu cases on %s: %zu agree with the emulator, %zu do not\n", cases.size(), device.name,
+              cases.size() - failed, failed);
   return failed != 0;
 }
 #else
@@ -88,8 +98,10 @@ int record(const char* file) {
         std::printf("%s, seed %zu:\n%s", c.name.c_str(), size_t(seed), session.report.text().c_str());
         return 1;
       }
-      if (seed == 0) first = words;
-      else if (words != first) return std::printf("%s: the schedules differ\n", c.name.c_str()), 1;
+      if (seed == 0)
+        first = words;
+      else if (words != first)
+        return std::printf("%s: the schedules differ\n", c.name.c_str()), 1;
     }
     out.write(reinterpret_cast<const char*>(first.data()), std::streamsize(first.size() * 4));
   }

@@ -44,8 +44,10 @@ __global__ void mma(const uint32_t* in, uint32_t* out) {
   for (int i = 0; i < 4; ++i) a[i] = in[t * 8 + i];
   for (int i = 0; i < 2; ++i) b[i] = in[t * 8 + 4 + i];
   for (int i = 0; i < 4; ++i) d[i] = float(int(in[256 + t * 4 + i] & 0xffff) - 32768) * 0x1p-15f;
-  if constexpr (kBf16) mma_m16n8k16_bf16(d, a, b);
-  else mma_m16n8k16_fp16(d, a, b);
+  if constexpr (kBf16)
+    mma_m16n8k16_bf16(d, a, b);
+  else
+    mma_m16n8k16_fp16(d, a, b);
   for (int i = 0; i < 4; ++i) out[t * 4 + i] = bit_cast<uint32_t>(d[i]);
 }
 
@@ -56,7 +58,8 @@ __global__ void cp_async_sizes(const uint32_t* in, uint32_t* out) {
   cp_async<16>(base + uint32_t(t) * 16, in + 4 * (31 - t), t % 17);
   cp_async<8>(base + 512 + uint32_t(t) * 8, in + 128 + 2 * (31 - t), t % 9);
   cp_async<4>(base + 768 + uint32_t(t) * 4, in + 192 + (31 - t), t % 5);
-  cp_async_cached(base + 896 + uint32_t(t) * 16, in + 256 + 4 * t, 16 - t % 3, t % 2 ? evict_first_policy() : evict_last_policy());
+  cp_async_cached(base + 896 + uint32_t(t) * 16, in + 256 + 4 * t, 16 - t % 3,
+                  t % 2 ? evict_first_policy() : evict_last_policy());
   cp_async_wait_all();
   syncthreads();
   for (int i = t; i < 352; i += 32) out[i] = s.words[i];
@@ -147,8 +150,8 @@ __global__ void wide_accesses(const uint32_t* in, uint32_t* out) {
 
 void add_sm80_cases(std::vector<Case>& cases) {
   const size_t shared = sizeof(Shared);
-  const auto add = [&](const char* name, const char* instructions, Inputs inputs, Compare compare, size_t in_words, size_t out_words,
-                       void (*kernel)(const uint32_t*, uint32_t*), uint32_t threads) {
+  const auto add = [&](const char* name, const char* instructions, Inputs inputs, Compare compare, size_t in_words,
+                       size_t out_words, void (*kernel)(const uint32_t*, uint32_t*), uint32_t threads) {
     cases.push_back({name, instructions, inputs, compare, in_words, out_words, [=](uint32_t* in, uint32_t* out) {
                        start(kernel, {.threads = threads, .shared_bytes = shared}, in, out);
                      }});
@@ -156,15 +159,18 @@ void add_sm80_cases(std::vector<Case>& cases) {
   add("ldmatrix", "ldmatrix .x1 .x2 .x4 .trans", Inputs::bits, Compare::bits, 1024, 448, ldmatrix_all, 32);
   add("mma_bf16", "mma.sync.m16n8k16 bf16", Inputs::bf16_unit, Compare::accumulation, 384, 128, mma<true>, 32);
   add("mma_fp16", "mma.sync.m16n8k16 f16", Inputs::fp16_unit, Compare::accumulation, 384, 128, mma<false>, 32);
-  add("cp_async_sizes", "cp.async 4 8 16 zero-fill, cache policy, wait_all, createpolicy", Inputs::bits, Compare::bits, 384, 352, cp_async_sizes, 32);
-  add("cp_async_pipeline", "cp.async commit_group wait_group", Inputs::bits, Compare::bits, 3072, 3072, cp_async_pipeline, 128);
+  add("cp_async_sizes", "cp.async 4 8 16 zero-fill, cache policy, wait_all, createpolicy", Inputs::bits, Compare::bits,
+      384, 352, cp_async_sizes, 32);
+  add("cp_async_pipeline", "cp.async commit_group wait_group", Inputs::bits, Compare::bits, 3072, 3072,
+      cp_async_pipeline, 128);
   add("warp_collectives", "shfl.sync vote.sync", Inputs::bits, Compare::bits, 128, 256, warp_collectives, 64);
   add("named_barriers", "bar.sync bar.arrive", Inputs::bits, Compare::bits, 96, 96, named_barriers, 64);
   add("reductions", "red.add f32 u32, atom.add", Inputs::integers, Compare::bits, 128, 9, reductions, 128);
   add("conversions", "cvt bf16x2 f16x2 f32.f16", Inputs::float_wide, Compare::bits, 512, 1024, conversions, 256);
   add("all_fp16", "cvt.f32.f16, every value", Inputs::bits, Compare::bits, 1, 65536, all_fp16, 256);
   add("transcendental", "ex2.approx lg2.approx", Inputs::bits, Compare::approximate, 512, 512, transcendental, 256);
-  add("wide_accesses", "ld/st v4, streaming, cache hints, acquire, relaxed, prefetch", Inputs::bits, Compare::bits, 256, 576, wide_accesses, 64);
+  add("wide_accesses", "ld/st v4, streaming, cache hints, acquire, relaxed, prefetch", Inputs::bits, Compare::bits, 256,
+      576, wide_accesses, 64);
 }
 
 }  // namespace hopwell::arch::certify

@@ -60,7 +60,8 @@ __global__ void cp_async_on_mbarrier(const uint32_t* in, uint32_t* out) {
   }
   syncthreads();
   if (t < 32) {
-    for (int i = 0; i < 4; ++i) cp_async(shared_address(s.words) + uint32_t(i * 32 + t) * 16, in + 4 * (i * 32 + t), (t + i) % 17);
+    for (int i = 0; i < 4; ++i)
+      cp_async(shared_address(s.words) + uint32_t(i * 32 + t) * 16, in + 4 * (i * 32 + t), (t + i) % 17);
     cp_async_mbarrier_arrive_noinc(s.full[0]);
   } else {
     mbarrier_wait(s.full[0], 0);
@@ -90,13 +91,15 @@ __global__ void bulk_copies(const uint32_t* in, uint32_t* out) {
     mbarrier_arrive(s.full[1]);
   }
   mbarrier_wait(s.full[0], 0);
-  if (t == 0) bulk_copy_to_cta(map_to_rank(base + 4096, peer), base + 256, 256, map_to_rank(shared_address(&s.full[1]), peer));
+  if (t == 0)
+    bulk_copy_to_cta(map_to_rank(base + 4096, peer), base + 256, 256, map_to_rank(shared_address(&s.full[1]), peer));
   const uint32_t peer_bar = map_to_rank(shared_address(&s.full[1]), peer);
   store_async(map_to_rank(base + 4352 + uint32_t(t) * 4, peer), in[t] + rank, peer_bar);
-  store_async_v4(map_to_rank(base + 4480 + uint32_t(t) * 16, peer), Words4{{in[t], in[t + 1], in[t + 2], rank}}, peer_bar);
+  store_async_v4(map_to_rank(base + 4480 + uint32_t(t) * 16, peer), Words4{{in[t], in[t + 1], in[t + 2], rank}},
+                 peer_bar);
   store_cluster(map_to_rank(base + 8192 + uint32_t(t) * 4, peer), in[t + 32] ^ rank);
   mbarrier_wait_cluster(s.full[1], 0);
-  fence_proxy_async();   // st.async wrote by the generic proxy; the bulk stores below read
+  fence_proxy_async();  // st.async wrote by the generic proxy; the bulk stores below read
   cluster_sync();
   const uint32_t from_peer = load_cluster(map_to_rank(base + uint32_t(t) * 4, peer));
   syncwarp();
@@ -133,7 +136,8 @@ __global__ void remote_arrivals(const uint32_t* in, uint32_t* out) {
     mbarrier_arrive_cluster(map_to_rank(shared_address(&s.full[0]), r));
     if (t == 0) {
       mbarrier_arrive_expect_tx_cluster(map_to_rank(shared_address(&s.full[1]), r), 4);
-      store_async(map_to_rank(shared_address(s.words + 128 + rank), r), in[rank] + r, map_to_rank(shared_address(&s.full[1]), r));
+      store_async(map_to_rank(shared_address(s.words + 128 + rank), r), in[rank] + r,
+                  map_to_rank(shared_address(&s.full[1]), r));
     }
   }
   mbarrier_wait_cluster(s.full[0], 0);
@@ -149,13 +153,13 @@ __global__ void bulk_reductions(const uint32_t* in, uint32_t* out) {
   auto& s = dynamic_smem<Shared>();
   const int t = thread_index();
   for (int i = t; i < 128; i += 32) {
-    s.words[i] = in[i];                                                   // floats
+    s.words[i] = in[i];  // floats
     s.words[128 + i] = pack_bf16(bit_cast<float>(in[i]), bit_cast<float>(in[127 - i]));
-    s.words[256 + i] = in[i] * 2654435761u;                               // 64 integers of 64 bits
+    s.words[256 + i] = in[i] * 2654435761u;  // 64 integers of 64 bits
   }
   fence_proxy_async();
   syncthreads();
-  if (t < 2) {   // two adders of the same data
+  if (t < 2) {  // two adders of the same data
     bulk_reduce_add(reinterpret_cast<float*>(out), shared_address(s.words), 512);
     bulk_reduce_add(reinterpret_cast<bf16*>(out + 128), shared_address(s.words + 128), 512);
     bulk_reduce_add(reinterpret_cast<int64_t*>(out + 256), shared_address(s.words + 256), 512);
@@ -163,7 +167,8 @@ __global__ void bulk_reductions(const uint32_t* in, uint32_t* out) {
     bulk_wait<0>();
   }
   red_add_v2(reinterpret_cast<float*>(out + 384) + 2 * (t % 4), bit_cast<float>(in[t]), bit_cast<float>(in[t + 1]));
-  red_add_v4(reinterpret_cast<float*>(out + 392) + 4 * (t % 2), bit_cast<float>(in[t]), bit_cast<float>(in[t + 1]), bit_cast<float>(in[t + 2]), 1.f);
+  red_add_v4(reinterpret_cast<float*>(out + 392) + 4 * (t % 2), bit_cast<float>(in[t]), bit_cast<float>(in[t + 1]),
+             bit_cast<float>(in[t + 2]), 1.f);
   syncthreads();
 #endif
 }
@@ -175,7 +180,8 @@ __global__ void stmatrix_all(const uint32_t* in, uint32_t* out) {
   const uint32_t base = shared_address(s.words), row = base + uint32_t((t * 5 + 9) % 32) * 16;
   for (int i = t; i < 1024; i += 32) s.words[i] = 0;
   syncwarp();
-  const uint32_t r1[1] = {in[t]}, r2[2] = {in[32 + t], in[64 + t]}, r4[4] = {in[96 + t], in[128 + t], in[160 + t], in[192 + t]};
+  const uint32_t r1[1] = {in[t]}, r2[2] = {in[32 + t], in[64 + t]},
+                 r4[4] = {in[96 + t], in[128 + t], in[160 + t], in[192 + t]};
   stmatrix(row, r1);
   stmatrix(row + 512, r2);
   stmatrix(row + 1024, r4);
@@ -193,8 +199,10 @@ __global__ void registers_and_election(const uint32_t* in, uint32_t* out) {
   const int t = thread_index();
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
-  if (warpgroup_index() == 0) setmaxnreg_dec<40>();
-  else setmaxnreg_inc<232>();
+  if (warpgroup_index() == 0)
+    setmaxnreg_dec<40>();
+  else
+    setmaxnreg_inc<232>();
   const bool first = elect_one(), second = elect_one();
   s.words[t] = uint32_t(first == second) + uint32_t(__builtin_popcount(ballot(first))) * 2;
   out[t] = s.words[t] + in[t];
@@ -274,7 +282,8 @@ __global__ void tma_swizzled_multicast(const __grid_constant__ TensorMap map, ui
   cluster_sync();
   if (t == 0) {
     mbarrier_arrive_expect_tx(s.full[0], kTile);
-    tma_load_multicast(shared_address(s.words) + rank * kTile / 4, map, {int(kRowBytes / 2), int(rank * 8) - 2}, s.full[0], 15);
+    tma_load_multicast(shared_address(s.words) + rank * kTile / 4, map, {int(kRowBytes / 2), int(rank * 8) - 2},
+                       s.full[0], 15);
   }
   mbarrier_wait(s.full[0], 0);
   for (uint32_t i = uint32_t(t); i < kTile / 4; i += 32) out[rank * 1024 + i] = s.words[i];
@@ -282,14 +291,23 @@ __global__ void tma_swizzled_multicast(const __grid_constant__ TensorMap map, ui
 #endif
 }
 
-TensorMap map_2d(void* address, TensorElement element, uint64_t columns, uint64_t rows, uint32_t box_columns, uint32_t box_rows, Swizzle swizzle) {
-  return make_tensor_map({.address = address, .element = element, .rank = 2, .extent = {columns, rows}, .stride_bytes = {columns * element_bytes(element)},
-                          .box = {box_columns, box_rows}, .swizzle = swizzle});
+TensorMap map_2d(void* address, TensorElement element, uint64_t columns, uint64_t rows, uint32_t box_columns,
+                 uint32_t box_rows, Swizzle swizzle) {
+  return make_tensor_map({.address = address,
+                          .element = element,
+                          .rank = 2,
+                          .extent = {columns, rows},
+                          .stride_bytes = {columns * element_bytes(element)},
+                          .box = {box_columns, box_rows},
+                          .swizzle = swizzle});
 }
 
 TmaMaps maps_of_every_rank(uint32_t* in, uint32_t* out) {
   TmaMaps maps;
-  const TensorMapRequest base{.element = TensorElement::f32, .extent = {24, 6, 4, 3, 3}, .stride_bytes = {96, 576, 2304, 6912}, .box = {16, 4, 2, 2, 2}};
+  const TensorMapRequest base{.element = TensorElement::f32,
+                              .extent = {24, 6, 4, 3, 3},
+                              .stride_bytes = {96, 576, 2304, 6912},
+                              .box = {16, 4, 2, 2, 2}};
   for (int rank = 1; rank <= 5; ++rank) {
     TensorMapRequest request = base;
     request.rank = rank;
@@ -307,25 +325,37 @@ void add_sm90_cases(std::vector<Case>& cases) {
   const size_t shared = sizeof(Shared);
   const auto add = [&](const char* name, const char* instructions, Inputs inputs, size_t in_words, size_t out_words,
                        void (*kernel)(const uint32_t*, uint32_t*), uint32_t threads, uint32_t cluster) {
-    cases.push_back({name, instructions, inputs, Compare::bits, in_words, out_words, [=](uint32_t* in, uint32_t* out) {
-                       start(kernel, {.grid = {cluster}, .threads = threads, .cluster = cluster, .shared_bytes = shared}, in, out);
-                     }});
+    cases.push_back(
+        {name, instructions, inputs, Compare::bits, in_words, out_words, [=](uint32_t* in, uint32_t* out) {
+           start(kernel, {.grid = {cluster}, .threads = threads, .cluster = cluster, .shared_bytes = shared}, in, out);
+         }});
   };
-  add("mbarrier_ring", "mbarrier init arrive try_wait test_wait inval, fence.mbarrier_init", Inputs::bits, 256, 257, mbarrier_ring, 64, 1);
+  add("mbarrier_ring", "mbarrier init arrive try_wait test_wait inval, fence.mbarrier_init", Inputs::bits, 256, 257,
+      mbarrier_ring, 64, 1);
   add("cp_async_on_mbarrier", "cp.async.mbarrier.arrive.noinc", Inputs::bits, 512, 512, cp_async_on_mbarrier, 64, 1);
-  add("bulk_copies", "cp.async.bulk load store multicast to-CTA, st.async, mapa, ld/st.shared::cluster, barrier.cluster", Inputs::bits, 768, 3072, bulk_copies, 32, 2);
-  add("remote_arrivals", "mbarrier.arrive.cluster, expect_tx.cluster, try_wait.acquire.cluster, 4 CTAs", Inputs::bits, 128, 528, remote_arrivals, 32, 4);
-  add("bulk_reductions", "cp.reduce.async.bulk f32 bf16 u64, red.v2 red.v4", Inputs::integers, 136, 400, bulk_reductions, 32, 1);
+  add("bulk_copies",
+      "cp.async.bulk load store multicast to-CTA, st.async, mapa, ld/st.shared::cluster, barrier.cluster", Inputs::bits,
+      768, 3072, bulk_copies, 32, 2);
+  add("remote_arrivals", "mbarrier.arrive.cluster, expect_tx.cluster, try_wait.acquire.cluster, 4 CTAs", Inputs::bits,
+      128, 528, remote_arrivals, 32, 4);
+  add("bulk_reductions", "cp.reduce.async.bulk f32 bf16 u64, red.v2 red.v4", Inputs::integers, 136, 400,
+      bulk_reductions, 32, 1);
   add("stmatrix", "stmatrix .x1 .x2 .x4 .trans", Inputs::bits, 256, 1024, stmatrix_all, 32, 1);
-  add("registers_and_election", "setmaxnreg elect.sync griddepcontrol", Inputs::bits, 256, 256, registers_and_election, 256, 1);
-  cases.push_back({"tma_ranks", "cp.async.bulk.tensor 1d-5d load store, cache policy", Inputs::bits, Compare::bits, 5184, 12288, [=](uint32_t* in, uint32_t* out) {
+  add("registers_and_election", "setmaxnreg elect.sync griddepcontrol", Inputs::bits, 256, 256, registers_and_election,
+      256, 1);
+  cases.push_back({"tma_ranks", "cp.async.bulk.tensor 1d-5d load store, cache policy", Inputs::bits, Compare::bits,
+                   5184, 12288, [=](uint32_t* in, uint32_t* out) {
                      start(tma_ranks, {.threads = 32, .shared_bytes = shared}, maps_of_every_rank(in, out), out);
                    }});
-  cases.push_back({"tma_reductions", "cp.reduce.async.bulk.tensor add f32", Inputs::integers, Compare::bits, 256, 512, [=](uint32_t* in, uint32_t* out) {
-                     start(tma_reductions, {.threads = 32, .shared_bytes = shared}, map_2d(out, TensorElement::f32, 32, 16, 16, 16, Swizzle::none), in);
+  cases.push_back({"tma_reductions", "cp.reduce.async.bulk.tensor add f32", Inputs::integers, Compare::bits, 256, 512,
+                   [=](uint32_t* in, uint32_t* out) {
+                     start(tma_reductions, {.threads = 32, .shared_bytes = shared},
+                           map_2d(out, TensorElement::f32, 32, 16, 16, 16, Swizzle::none), in);
                    }});
-  const auto swizzled = [&](const char* name, void (*kernel)(TensorMap, uint32_t*), Swizzle mode, uint32_t row_elements) {
-    cases.push_back({name, "cp.async.bulk.tensor multicast to 4 CTAs, swizzle", Inputs::bits, Compare::bits, 4096, 4096, [=](uint32_t* in, uint32_t* out) {
+  const auto swizzled = [&](const char* name, void (*kernel)(TensorMap, uint32_t*), Swizzle mode,
+                            uint32_t row_elements) {
+    cases.push_back({name, "cp.async.bulk.tensor multicast to 4 CTAs, swizzle", Inputs::bits, Compare::bits, 4096, 4096,
+                     [=](uint32_t* in, uint32_t* out) {
                        start(kernel, {.grid = {4}, .threads = 32, .cluster = 4, .shared_bytes = shared},
                              map_2d(in, TensorElement::bf16, 256, 30, row_elements, 8, mode), out);
                      }});

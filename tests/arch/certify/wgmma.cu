@@ -1,4 +1,4 @@
-// Certification of wgmma: shared memory is filled with random numbers, so any difference in which of them an operand reads shows.
+// Certification of wgmma: shared memory is filled with random numbers, so that it shows which of them an operand reads.
 #include "arch/sm90/tma.hpp"
 #include "arch/sm90/wgmma.hpp"
 #include "cases.hpp"
@@ -7,15 +7,17 @@
 namespace hopwell::arch::certify {
 namespace {
 
-constexpr int kWords = 16384;   // 64 KiB of operands
+constexpr int kWords = 16384;  // 64 KiB of operands
 struct Shared {
   alignas(1024) uint32_t words[kWords];
 };
 
 // Strides with which every operand of up to 256 × 16 elements stays inside of the 64 KiB, all different.
 HOPWELL_HOST_DEVICE constexpr OperandLayout layout(Swizzle swizzle, Major major, bool b) {
-  if (major == Major::k) return swizzle == Swizzle::none ? OperandLayout{swizzle, b ? 5120u : 2048u, b ? 144u : 256u}
-                                                         : OperandLayout{swizzle, 16, (128u << int(swizzle)) + (b ? 0u : 128u << int(swizzle))};
+  if (major == Major::k)
+    return swizzle == Swizzle::none
+               ? OperandLayout{swizzle, b ? 5120u : 2048u, b ? 144u : 256u}
+               : OperandLayout{swizzle, 16, (128u << int(swizzle)) + (b ? 0u : 128u << int(swizzle))};
   if (swizzle == Swizzle::none) return {swizzle, b ? 4608u : 2048u, 128};
   return {swizzle, (128u << int(swizzle)) * 2, 128u << int(swizzle)};
 }
@@ -32,7 +34,8 @@ HOPWELL_DEVICE void write_out(const float (&d)[kHalfN], uint32_t* out) {
   for (int i = 0; i < kHalfN; ++i) out[i * 128 + thread_index()] = bit_cast<uint32_t>(d[i]);
 }
 
-// Two chained products into one accumulator, in two commit groups. (nvcc takes no structs as template arguments of kernels.)
+// Two chained products into one accumulator, in two commit groups. (nvcc takes no structs as template arguments of
+// kernels.)
 template <int kN, Half kType, Major kMajorA, Major kMajorB, Swizzle kSwizzleA, Swizzle kSwizzleB, bool kNegateA>
 __global__ void __launch_bounds__(128) products_ss(const uint32_t* in, uint32_t* out) {
 #if HOPWELL_HAS_SM90A
@@ -43,7 +46,8 @@ __global__ void __launch_bounds__(128) products_ss(const uint32_t* in, uint32_t*
   float d[kN / 2];
   HOPWELL_UNROLL
   for (int i = 0; i < kN / 2; ++i) d[i] = 0.5f;
-  const uint64_t a = wgmma_descriptor(layout(kSwizzleA, kOptions.a_major, false)), b = wgmma_descriptor(layout(kSwizzleB, kOptions.b_major, true));
+  const uint64_t a = wgmma_descriptor(layout(kSwizzleA, kOptions.a_major, false)),
+                 b = wgmma_descriptor(layout(kSwizzleB, kOptions.b_major, true));
   wgmma_fence();
   wgmma_ss<kOptions>(d, at_address(a, base), at_address(b, base + 16384), true);
   wgmma_commit();
@@ -66,7 +70,9 @@ __global__ void __launch_bounds__(128) products_rs(const uint32_t* in, uint32_t*
   for (int i = 0; i < 4; ++i) a[i] = in[thread_index() * 4 + i];
   float d[kN / 2];
   wgmma_fence();
-  wgmma_rs<kOptions>(d, a, at_address(wgmma_descriptor(layout(kSwizzle, kOptions.b_major, true)), shared_address(s.words) + 16384), false);
+  wgmma_rs<kOptions>(
+      d, a, at_address(wgmma_descriptor(layout(kSwizzle, kOptions.b_major, true)), shared_address(s.words) + 16384),
+      false);
   wgmma_commit();
   wgmma_wait<0>(d);
   write_out(d, out);
@@ -75,23 +81,30 @@ __global__ void __launch_bounds__(128) products_rs(const uint32_t* in, uint32_t*
 
 using Kernel = void (*)(const uint32_t*, uint32_t*);
 void add(std::vector<Case>& cases, const std::string& name, Half type, int n, Kernel kernel) {
-  cases.push_back({name, "wgmma.mma_async fence commit_group wait_group", type == Half::bf16 ? Inputs::bf16_unit : Inputs::fp16_unit, Compare::accumulation, kWords,
-                   size_t(n / 2 * 128), [kernel](uint32_t* in, uint32_t* out) { start(kernel, {.threads = 128, .shared_bytes = sizeof(Shared)}, in, out); }});
+  cases.push_back({name, "wgmma.mma_async fence commit_group wait_group",
+                   type == Half::bf16 ? Inputs::bf16_unit : Inputs::fp16_unit, Compare::accumulation, kWords,
+                   size_t(n / 2 * 128), [kernel](uint32_t* in, uint32_t* out) {
+                     start(kernel, {.threads = 128, .shared_bytes = sizeof(Shared)}, in, out);
+                   }});
 }
 
 template <int kN>
 void add_every_n(std::vector<Case>& cases) {
   if constexpr (kN > 0) {
     add_every_n<kN - 8>(cases);
-    add(cases, "wgmma_ss_n" + std::to_string(kN), Half::bf16, kN, products_ss<kN, Half::bf16, Major::k, Major::k, Swizzle::bytes128, Swizzle::bytes128, false>);
-    add(cases, "wgmma_rs_n" + std::to_string(kN), Half::bf16, kN, products_rs<kN, Half::bf16, Major::k, Swizzle::bytes128, false>);
+    add(cases, "wgmma_ss_n" + std::to_string(kN), Half::bf16, kN,
+        products_ss<kN, Half::bf16, Major::k, Major::k, Swizzle::bytes128, Swizzle::bytes128, false>);
+    add(cases, "wgmma_rs_n" + std::to_string(kN), Half::bf16, kN,
+        products_rs<kN, Half::bf16, Major::k, Swizzle::bytes128, false>);
   }
 }
 
 template <Half kType, Major kA, Major kB, Swizzle kSwizzle>
 void add_layout(std::vector<Case>& cases) {
   const char* swizzles[] = {"none", "32", "64", "128"};
-  add(cases, std::string("wgmma_") + (kType == Half::bf16 ? "bf16" : "fp16") + (kA == Major::k ? "_ak" : "_amn") + (kB == Major::k ? "_bk" : "_bmn") + "_swizzle_" + swizzles[int(kSwizzle)],
+  add(cases,
+      std::string("wgmma_") + (kType == Half::bf16 ? "bf16" : "fp16") + (kA == Major::k ? "_ak" : "_amn") +
+          (kB == Major::k ? "_bk" : "_bmn") + "_swizzle_" + swizzles[int(kSwizzle)],
       kType, 64, products_ss<64, kType, kA, kB, kSwizzle, kSwizzle, false>);
 }
 template <Half kType, Swizzle kSwizzle>
@@ -115,8 +128,10 @@ void add_wgmma_cases(std::vector<Case>& cases) {
   add_every_n<256>(cases);
   add_swizzles<Half::bf16>(cases);
   add_swizzles<Half::fp16>(cases);
-  add(cases, "wgmma_negate_a", Half::bf16, 32, products_ss<32, Half::bf16, Major::k, Major::k, Swizzle::bytes128, Swizzle::bytes64, true>);
-  add(cases, "wgmma_rs_fp16_bmn_negate_b", Half::fp16, 128, products_rs<128, Half::fp16, Major::mn, Swizzle::bytes64, true>);
+  add(cases, "wgmma_negate_a", Half::bf16, 32,
+      products_ss<32, Half::bf16, Major::k, Major::k, Swizzle::bytes128, Swizzle::bytes64, true>);
+  add(cases, "wgmma_rs_fp16_bmn_negate_b", Half::fp16, 128,
+      products_rs<128, Half::fp16, Major::mn, Swizzle::bytes64, true>);
 }
 
 }  // namespace hopwell::arch::certify

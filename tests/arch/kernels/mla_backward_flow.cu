@@ -1,17 +1,20 @@
-// Blackwell: the data flow of a sparse-MLA backward block, to measure the emulator with a real pipeline. One CTA, one query, 64 heads.
+// Blackwell: the data flow of a sparse-MLA backward block, to measure the emulator with a real pipeline.
+// One CTA, one query, 64 heads.
 //
 //     S = Q Kᵀ   dP = dO Vᵀ (V = K[:, :512])   P = exp2(S·scale·log2e − lse)   dS = P (dP − delta)·scale
 //     dQ += dS K     dK[indices] += dSᵀ Q + Pᵀ dO
 //
-// All products are tcgen05.mma.ws with M 64, whose results fill all 128 lanes: the halves of N are stacked. Q, dO and K are read K-major for
-// S and dP and MN-major for the rest, from the same shared memory. dK of a block is made in two parts of 320 and 256 dimensions.
+// All products are tcgen05.mma.ws with M 64, whose results fill all 128 lanes: the halves of N are stacked. Q, dO and K
+// are read K-major for S and dP and MN-major for the rest, from the same shared memory. dK of a block is made in two
+// parts of 320 and 256 dimensions.
 //
 // Roles     warp 0        producer   Q and dO once, then 64 gathered rows of K a block
 //           warp 1        issuer
 //           warps 4-11    softmax, and adding dK to global memory
 // Timeline  issuer    S dP │            │ dQ, dK 0-319 │        │ dK 320-575 │         │ S dP …
 //           softmax        │ P dS → smem│              │ add dK │            │ add dK
-// Budget    shared: 9 + 8 + 9 + 1 + 1 panels of 8,192 B = 229,376 + barriers; tensor memory: 288 dQ + 160 dK + 32 S + 32 dP = 512 columns
+// Budget    shared: 9 + 8 + 9 + 1 + 1 panels of 8,192 B = 229,376 + barriers
+//           tensor memory: 288 dQ + 160 dK + 32 S + 32 dP = 512 columns
 #include "arch/launch.hpp"
 #include "arch/sm100/tcgen05.hpp"
 #include "arch/sm100/tma.hpp"
@@ -25,14 +28,15 @@ namespace {
 
 struct Config {
   static constexpr int kHeads = 64, kKeys = 64, kD = 576, kDv = 512, kThreads = 384;
-  static constexpr uint32_t kPanel = 64 * 128;   // 64 rows of 64 columns, 128B-swizzled
+  static constexpr uint32_t kPanel = 64 * 128;  // 64 rows of 64 columns, 128B-swizzled
 };
 struct TmemColumns {
   static constexpr uint32_t kDQ = 0, kDK = 288, kS = 448, kDP = 480;
 };
 
 struct SharedStorage {
-  alignas(1024) uint8_t q[9][Config::kPanel], d_out[8][Config::kPanel], keys[9][Config::kPanel], p[Config::kPanel], ds[Config::kPanel];
+  alignas(1024) uint8_t q[9][Config::kPanel], d_out[8][Config::kPanel], keys[9][Config::kPanel], p[Config::kPanel],
+      ds[Config::kPanel];
   mbarrier q_full, keys_full, keys_empty, s_full, p_full, dk_full, dk_empty;
   uint32_t tmem;
 };
@@ -55,27 +59,36 @@ HOPWELL_DEVICE void produce(const Params& p, SharedStorage& s) {
     mbarrier_arrive_expect_tx(s.keys_full, 9 * Config::kPanel);
     for (int r = 0; r < Config::kKeys; r += 4) {
       const int* i = p.flow.indices + block * Config::kKeys + r;
-      for (int c = 0; c < 9; ++c) tma_gather4<1>(shared_address(s.keys[c]) + uint32_t(r) * 128, p.kv, 64 * c, {i[0], i[1], i[2], i[3]}, shared_address(&s.keys_full));
+      for (int c = 0; c < 9; ++c)
+        tma_gather4<1>(shared_address(s.keys[c]) + uint32_t(r) * 128, p.kv, 64 * c, {i[0], i[1], i[2], i[3]},
+                       shared_address(&s.keys_full));
     }
   }
 }
 
-constexpr uint64_t kByK = tcgen05_descriptor({Swizzle::bytes128, 16, 1024}), kByMn = tcgen05_descriptor({Swizzle::bytes128, Config::kPanel, 1024});
+constexpr uint64_t kByK = tcgen05_descriptor({Swizzle::bytes128, 16, 1024}),
+                   kByMn = tcgen05_descriptor({Swizzle::bytes128, Config::kPanel, 1024});
 
 // D [64 heads][64 keys] = A [heads][64 panels] · keysᵀ, both K-major.
-HOPWELL_DEVICE void multiply_panels(uint32_t d, const uint8_t (*a)[Config::kPanel], const uint8_t (*keys)[Config::kPanel], int panels) {
+HOPWELL_DEVICE void multiply_panels(uint32_t d, const uint8_t (*a)[Config::kPanel],
+                                    const uint8_t (*keys)[Config::kPanel], int panels) {
   for (int c = 0; c < panels; ++c)
     for (uint32_t k = 0; k < 4; ++k)
-      tcgen05_mma_ws_f16(d, at_address(kByK, shared_address(a[c]) + 32 * k), at_address(kByK, shared_address(keys[c]) + 32 * k),
-                         instruction_descriptor({.m = 64, .n = 64}), c > 0 || k > 0);
+      tcgen05_mma_ws_f16(d, at_address(kByK, shared_address(a[c]) + 32 * k),
+                         at_address(kByK, shared_address(keys[c]) + 32 * k), instruction_descriptor({.m = 64, .n = 64}),
+                         c > 0 || k > 0);
 }
 
-// D [64][n dimensions] (+)= A · B, reduced over 64 heads or keys; B is MN-major from panel `first` on, A [64][64] K- or MN-major.
-HOPWELL_DEVICE void multiply_rows(uint32_t d, const uint8_t* a, Major a_major, const uint8_t (*b)[Config::kPanel], int first, int n, bool accumulate) {
+// D [64][n dimensions] (+)= A · B, reduced over 64 heads or keys; B is MN-major from panel `first` on, A [64][64] K- or
+// MN-major.
+HOPWELL_DEVICE void multiply_rows(uint32_t d, const uint8_t* a, Major a_major, const uint8_t (*b)[Config::kPanel],
+                                  int first, int n, bool accumulate) {
   for (uint32_t k = 0; k < 4; ++k) {
-    const uint64_t left = a_major == Major::k ? at_address(kByK, shared_address(a) + 32 * k) : at_address(kByMn, shared_address(a) + 2048 * k);
+    const uint64_t left = a_major == Major::k ? at_address(kByK, shared_address(a) + 32 * k)
+                                              : at_address(kByMn, shared_address(a) + 2048 * k);
     tcgen05_mma_ws_f16(d, left, at_address(kByMn, shared_address(b[first]) + 2048 * k),
-                       instruction_descriptor({.m = 64, .n = n, .a_major = a_major, .b_major = Major::mn}), accumulate || k > 0);
+                       instruction_descriptor({.m = 64, .n = n, .a_major = a_major, .b_major = Major::mn}),
+                       accumulate || k > 0);
   }
 }
 
@@ -88,7 +101,7 @@ HOPWELL_DEVICE void issue(const Params& p, SharedStorage& s) {
     multiply_panels(s.tmem + TmemColumns::kS, s.q, s.keys, 9);
     multiply_panels(s.tmem + TmemColumns::kDP, s.d_out, s.keys, 8);
     tcgen05_commit<1>(s.s_full);
-    mbarrier_wait(s.p_full, parity);   // also says that dK of the block before has been read
+    mbarrier_wait(s.p_full, parity);  // also says that dK of the block before has been read
     tcgen05_fence_after_thread_sync();
     multiply_rows(dq, s.ds, Major::k, s.keys, 0, 256, block > 0);
     multiply_rows(dq + 128, s.ds, Major::k, s.keys, 4, 256, block > 0);
@@ -103,7 +116,7 @@ HOPWELL_DEVICE void issue(const Params& p, SharedStorage& s) {
     tcgen05_fence_after_thread_sync();
     multiply_rows(dk, s.ds, Major::mn, s.q, 5, 128, false);
     multiply_rows(dk + 64, s.ds, Major::mn, s.q, 7, 64, false);
-    multiply_rows(dk + 96, s.ds, Major::mn, s.q, 8, 64, false);   // dimensions 512-575 have no value part
+    multiply_rows(dk + 96, s.ds, Major::mn, s.q, 8, 64, false);  // dimensions 512-575 have no value part
     multiply_rows(dk, s.p, Major::mn, s.d_out, 5, 128, true);
     multiply_rows(dk + 64, s.p, Major::mn, s.d_out, 7, 64, true);
     tcgen05_commit<1>(s.dk_full);
@@ -111,7 +124,7 @@ HOPWELL_DEVICE void issue(const Params& p, SharedStorage& s) {
 }
 
 struct Lane {
-  int quarter, half, position;   // of tensor memory; which half of the columns; 0-127
+  int quarter, half, position;  // of tensor memory; which half of the columns; 0-127
 };
 
 // visit(dimension, value) for this thread's part of an accumulator of n dimensions that starts at dimension d0.
@@ -218,15 +231,20 @@ __global__ void __launch_bounds__(Config::kThreads, 1) kernel(const __grid_const
 }
 
 TensorMap map_of(const bf16* address, int columns, int rows, uint32_t box_rows) {
-  return make_tensor_map({.address = const_cast<bf16*>(address), .element = TensorElement::bf16, .rank = 2, .extent = {uint64_t(columns), uint64_t(rows)},
-                          .stride_bytes = {uint64_t(columns) * 2}, .box = {64, box_rows}, .swizzle = Swizzle::bytes128});
+  return make_tensor_map({.address = const_cast<bf16*>(address),
+                          .element = TensorElement::bf16,
+                          .rank = 2,
+                          .extent = {uint64_t(columns), uint64_t(rows)},
+                          .stride_bytes = {uint64_t(columns) * 2},
+                          .box = {64, box_rows},
+                          .swizzle = Swizzle::bytes128});
 }
 
 }  // namespace
 
 void mla_backward_flow(const MlaFlow& flow) {
-  const Params p{map_of(flow.q, Config::kD, 64, 64), map_of(flow.d_out, Config::kDv, 64, 64), map_of(flow.kv, Config::kD, flow.n_keys, 1), flow,
-                 flow.scale * 1.44269504f};
+  const Params p{map_of(flow.q, Config::kD, 64, 64), map_of(flow.d_out, Config::kDv, 64, 64),
+                 map_of(flow.kv, Config::kD, flow.n_keys, 1), flow, flow.scale * 1.44269504f};
   const LaunchShape shape{.grid = {1}, .threads = Config::kThreads, .shared_bytes = sizeof(SharedStorage)};
 #if HOPWELL_ON_DEVICE
   launch(kernel, shape, nullptr, p);

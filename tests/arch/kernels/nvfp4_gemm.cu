@@ -1,13 +1,14 @@
-// Blackwell: an NVFP4 tile. Operands are e2m1, every 16 of K share a ue4m3 scale, and the tensor core applies the scales.
+// Blackwell: an NVFP4 tile. Operands are e2m1, every 16 of K share a ue4m3 scale, the tensor core applies the scales.
 //
 //     c[m][n] = Σ_k a[m][k] sa[m][k/16] · b[n][k] sb[n][k/16]           fp32 out
 //
-// Tile      128 × 64 × 256: rows of 128 bytes; two stages. Scales travel global → shared → tensor memory, 512 bytes for 128 rows × 64 of K.
+// Tile      128 × 64 × 256: rows of 128 bytes; two stages. Scales travel global → shared → tensor memory, 512 bytes for
+//           128 rows × 64 of K.
 // Roles     warp 0      producer   waits for empty[stage]; boxes of A and B, scale tiles
-//           warp 1      issuer     waits for full[stage]; for every 64 of K copies the two scale tiles to tensor memory and multiplies:
-//                                  copies and products of one thread run in order, so no wait between them
+//           warp 1      issuer     waits for full[stage]; for every 64 of K copies two scale tiles to tensor memory and
+//                                  multiplies: copies and products of one thread run in order, without a wait
 //           warps 4-7   epilogue   wait for done, tensor memory → global memory
-// Budget    shared: 2 × (16,384 + 8,192 + 2,048 + 2,048); tensor memory: 64 of D + 16 + 16 of scales, 128 columns allocated
+// Budget    shared: 2 × (16,384 + 8,192 + 2,048 + 2,048); tensor memory: 64 of D + 16 + 16 of scales, of 128 columns
 #include "arch/launch.hpp"
 #include "arch/sm100/tcgen05.hpp"
 #include "arch/sm90/make_tensor_map.hpp"
@@ -19,12 +20,12 @@ namespace {
 
 struct Config {
   static constexpr int kM = 128, kN = 64, kK = 256, kRowBytes = kK / 2, kStages = 2, kThreads = 256;
-  static constexpr uint32_t kScaleBytes = 4 * 512;   // of one operand in one stage
+  static constexpr uint32_t kScaleBytes = 4 * 512;  // of one operand in one stage
   static constexpr uint32_t kStageBytes = (kM + kN) * kRowBytes + 2 * kScaleBytes;
   static constexpr uint32_t kColumns = 128;
 };
 struct TmemColumns {
-  static constexpr uint32_t kD = 0, kScaleA = 64, kScaleB = 80;   // 4 columns of scales for every 64 of K
+  static constexpr uint32_t kD = 0, kScaleA = 64, kScaleB = 80;  // 4 columns of scales for every 64 of K
 };
 
 struct SharedStorage {
@@ -38,8 +39,8 @@ struct SharedStorage {
 
 struct Params {
   TensorMap a, b;
-  const uint8_t *scale_a, *scale_b;   // [k / 64][512]
-  float* c;                           // [128][64]
+  const uint8_t *scale_a, *scale_b;  // [k / 64][512]
+  float* c;                          // [128][64]
   int steps;
 };
 
@@ -52,22 +53,26 @@ HOPWELL_DEVICE void produce(const Params& p, SharedStorage& s) {
     mbarrier_arrive_expect_tx(s.full[stage], Config::kStageBytes);
     tma_load(shared_address(s.a[stage]), p.a, {step * Config::kRowBytes, 0}, s.full[stage]);
     tma_load(shared_address(s.b[stage]), p.b, {step * Config::kRowBytes, 0}, s.full[stage]);
-    bulk_load(shared_address(s.scale_a[stage]), p.scale_a + step * int(Config::kScaleBytes), Config::kScaleBytes, s.full[stage]);
-    bulk_load(shared_address(s.scale_b[stage]), p.scale_b + step * int(Config::kScaleBytes), Config::kScaleBytes, s.full[stage]);
+    bulk_load(shared_address(s.scale_a[stage]), p.scale_a + step * int(Config::kScaleBytes), Config::kScaleBytes,
+              s.full[stage]);
+    bulk_load(shared_address(s.scale_b[stage]), p.scale_b + step * int(Config::kScaleBytes), Config::kScaleBytes,
+              s.full[stage]);
   }
 }
 
 HOPWELL_DEVICE void issue(const Params& p, SharedStorage& s) {
   constexpr uint64_t kOperand = tcgen05_descriptor({Swizzle::bytes128, 16, 1024});
-  constexpr uint64_t kScales = tcgen05_descriptor({Swizzle::none, 16, 128});   // rows of 16 bytes, groups of 8 rows
+  constexpr uint64_t kScales = tcgen05_descriptor({Swizzle::none, 16, 128});  // rows of 16 bytes, groups of 8 rows
   constexpr uint32_t kInstruction = nvfp4_instruction_descriptor(Config::kM, Config::kN);
   const uint32_t d = s.tmem + TmemColumns::kD;
   for (int step = 0; step < p.steps; ++step) {
     const int stage = step % Config::kStages;
     mbarrier_wait(s.full[stage], uint32_t(step / Config::kStages & 1));
-    const uint64_t a = at_address(kOperand, shared_address(s.a[stage])), b = at_address(kOperand, shared_address(s.b[stage]));
+    const uint64_t a = at_address(kOperand, shared_address(s.a[stage])),
+                   b = at_address(kOperand, shared_address(s.b[stage]));
     for (int k = 0; k < 4; ++k) {
-      const uint32_t scale_a = s.tmem + TmemColumns::kScaleA + uint32_t(4 * k), scale_b = s.tmem + TmemColumns::kScaleB + uint32_t(4 * k);
+      const uint32_t scale_a = s.tmem + TmemColumns::kScaleA + uint32_t(4 * k),
+                     scale_b = s.tmem + TmemColumns::kScaleB + uint32_t(4 * k);
       tcgen05_copy<1, CopyShape::b32x128_x4>(scale_a, at_address(kScales, shared_address(s.scale_a[stage] + 512 * k)));
       tcgen05_copy<1, CopyShape::b32x128_x4>(scale_b, at_address(kScales, shared_address(s.scale_b[stage] + 512 * k)));
       tcgen05_mma_nvfp4<1>(d, a + uint64_t(2 * k), b + uint64_t(2 * k), kInstruction, scale_a, scale_b, step + k > 0);
@@ -118,8 +123,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1) kernel(const __grid_const
 }
 
 TensorMap map_of(const uint8_t* address, int row_bytes, uint32_t rows) {
-  return make_tensor_map({.address = const_cast<uint8_t*>(address), .element = TensorElement::u8, .rank = 2, .extent = {uint64_t(row_bytes), rows},
-                          .stride_bytes = {uint64_t(row_bytes)}, .box = {Config::kRowBytes, rows}, .swizzle = Swizzle::bytes128});
+  return make_tensor_map({.address = const_cast<uint8_t*>(address),
+                          .element = TensorElement::u8,
+                          .rank = 2,
+                          .extent = {uint64_t(row_bytes), rows},
+                          .stride_bytes = {uint64_t(row_bytes)},
+                          .box = {Config::kRowBytes, rows},
+                          .swizzle = Swizzle::bytes128});
 }
 
 }  // namespace

@@ -2,9 +2,12 @@
 //
 //     c[i][n] = Σ_k a[rows[i]][k] b[n][k]           bf16 in, fp32 out
 //
-// Tile      128 × 64 × 64 of one CTA; 256 × 64 × 64 of a pair: each CTA gathers its 128 rows of A and loads 32 of the 64 rows of B
-// Roles     warp 0        producer   waits for empty[stage]; gather4 of A, a box of B; bytes of both CTAs count on the even CTA's full[stage]
-//           warp 1        issuer     of the even CTA: waits for full[stage], four tcgen05.mma, commit → empty[stage] of both CTAs
+// Tile      128 × 64 × 64 of one CTA; 256 × 64 × 64 of a pair: each CTA gathers its 128 rows of A and loads 32 of the
+//           64 rows of B
+// Roles     warp 0        producer   waits for empty[stage]; gather4 of A, a box of B; bytes of both CTAs count on
+//                                    the even CTA's full[stage]
+//           warp 1        issuer     of the even CTA: waits for full[stage], four tcgen05.mma, commit → empty[stage] of
+//                                    both CTAs
 //           warps 4-7     epilogue   wait for done, tensor memory → global memory
 // Budget    shared: 2 × (16,384 + 8,192) + barriers; tensor memory: 64 columns
 #include "arch/launch.hpp"
@@ -20,7 +23,7 @@ template <int kCtaGroup>
 struct Config {
   static constexpr int kRows = 128, kN = 64, kK = 64, kStages = 2, kThreads = 256;
   static constexpr int kRowsB = kN / kCtaGroup;
-  static constexpr uint32_t kStageBytes = uint32_t(kRows + kRowsB) * kK * 2 * kCtaGroup;   // of all CTAs of the group
+  static constexpr uint32_t kStageBytes = uint32_t(kRows + kRowsB) * kK * 2 * kCtaGroup;  // of all CTAs of the group
   static constexpr uint32_t kColumns = 64;
 };
 
@@ -35,8 +38,8 @@ struct SharedStorage {
 
 struct Params {
   TensorMap a, b;
-  const int* rows;   // [128 kCtaGroup]
-  float* c;          // [128 kCtaGroup][64]
+  const int* rows;  // [128 kCtaGroup]
+  float* c;         // [128 kCtaGroup][64]
   int steps;
 };
 
@@ -44,8 +47,10 @@ struct Params {
 
 template <int kCtaGroup>
 HOPWELL_DEVICE void meet_everyone() {
-  if constexpr (kCtaGroup == 2) cluster_sync();
-  else syncthreads();
+  if constexpr (kCtaGroup == 2)
+    cluster_sync();
+  else
+    syncthreads();
 }
 
 template <int kCtaGroup>
@@ -58,11 +63,14 @@ HOPWELL_DEVICE void produce(const Params& p, SharedStorage<kCtaGroup>& s, int ra
     const uint32_t full = in_even_cta(shared_address(&s.full[stage]));
     for (int r = 0; r < C::kRows; r += 4) {
       const int* i = p.rows + rank * C::kRows + r;
-      tma_gather4<kCtaGroup>(shared_address(s.a[stage]) + uint32_t(r) * C::kK * 2, p.a, step * C::kK, {i[0], i[1], i[2], i[3]}, full);
+      tma_gather4<kCtaGroup>(shared_address(s.a[stage]) + uint32_t(r) * C::kK * 2, p.a, step * C::kK,
+                             {i[0], i[1], i[2], i[3]}, full);
     }
     const int corner[2] = {step * C::kK, rank * C::kRowsB};
-    if constexpr (kCtaGroup == 2) tma_load_pair(shared_address(s.b[stage]), p.b, corner, full);
-    else tma_load(shared_address(s.b[stage]), p.b, corner, s.full[stage]);
+    if constexpr (kCtaGroup == 2)
+      tma_load_pair(shared_address(s.b[stage]), p.b, corner, full);
+    else
+      tma_load(shared_address(s.b[stage]), p.b, corner, s.full[stage]);
   }
 }
 
@@ -74,13 +82,19 @@ HOPWELL_DEVICE void issue(const Params& p, SharedStorage<kCtaGroup>& s) {
   for (int step = 0; step < p.steps; ++step) {
     const int stage = step % C::kStages;
     mbarrier_wait(s.full[stage], uint32_t(step / C::kStages & 1));
-    const uint64_t a = at_address(kOperand, shared_address(s.a[stage])), b = at_address(kOperand, shared_address(s.b[stage]));
-    for (int k = 0; k < 4; ++k) tcgen05_mma_f16<kCtaGroup>(s.tmem, a + uint64_t(2 * k), b + uint64_t(2 * k), kInstruction, step + k > 0);
-    if constexpr (kCtaGroup == 2) tcgen05_commit_multicast<2>(s.empty[stage], 3);
-    else tcgen05_commit<1>(s.empty[stage]);
+    const uint64_t a = at_address(kOperand, shared_address(s.a[stage])),
+                   b = at_address(kOperand, shared_address(s.b[stage]));
+    for (int k = 0; k < 4; ++k)
+      tcgen05_mma_f16<kCtaGroup>(s.tmem, a + uint64_t(2 * k), b + uint64_t(2 * k), kInstruction, step + k > 0);
+    if constexpr (kCtaGroup == 2)
+      tcgen05_commit_multicast<2>(s.empty[stage], 3);
+    else
+      tcgen05_commit<1>(s.empty[stage]);
   }
-  if constexpr (kCtaGroup == 2) tcgen05_commit_multicast<2>(s.done, 3);
-  else tcgen05_commit<1>(s.done);
+  if constexpr (kCtaGroup == 2)
+    tcgen05_commit_multicast<2>(s.done, 3);
+  else
+    tcgen05_commit<1>(s.done);
 }
 
 template <int kCtaGroup>
@@ -122,19 +136,25 @@ __global__ void __launch_bounds__(256, 1) kernel(const __grid_constant__ Params 
   if (warp == 0 && elect_one()) produce(p, s, rank);
   if (warp == 1 && rank == 0 && elect_one()) issue(p, s);
   if (warp >= 4) write_result(p, s, rank);
-  meet_everyone<kCtaGroup>();   // nobody reads tensor memory any more, and the peer's copies into this CTA are done
+  meet_everyone<kCtaGroup>();  // nobody reads tensor memory any more, and the peer's copies into this CTA are done
   if (warp == 1) tmem_deallocate<kCtaGroup>(s.tmem, C::kColumns);
 #endif
 }
 
 TensorMap map_of(const bf16* address, int columns, int rows, uint32_t box_rows) {
-  return make_tensor_map({.address = const_cast<bf16*>(address), .element = TensorElement::bf16, .rank = 2, .extent = {uint64_t(columns), uint64_t(rows)},
-                          .stride_bytes = {uint64_t(columns) * 2}, .box = {64, box_rows}, .swizzle = Swizzle::bytes128});
+  return make_tensor_map({.address = const_cast<bf16*>(address),
+                          .element = TensorElement::bf16,
+                          .rank = 2,
+                          .extent = {uint64_t(columns), uint64_t(rows)},
+                          .stride_bytes = {uint64_t(columns) * 2},
+                          .box = {64, box_rows},
+                          .swizzle = Swizzle::bytes128});
 }
 
 template <int kCtaGroup>
 void start(const Params& p) {
-  const LaunchShape shape{.grid = {kCtaGroup}, .threads = 256, .cluster = kCtaGroup, .shared_bytes = sizeof(SharedStorage<kCtaGroup>)};
+  const LaunchShape shape{
+      .grid = {kCtaGroup}, .threads = 256, .cluster = kCtaGroup, .shared_bytes = sizeof(SharedStorage<kCtaGroup>)};
 #if HOPWELL_ON_DEVICE
   launch(kernel<kCtaGroup>, shape, nullptr, p);
 #else
@@ -146,8 +166,10 @@ void start(const Params& p) {
 
 void tcgen05_gather_gemm(int cta_group, const bf16* a, int a_rows, const int* rows, const bf16* b, float* c, int k) {
   const Params p{map_of(a, k, a_rows, 1), map_of(b, k, 64, uint32_t(64 / cta_group)), rows, c, k / 64};
-  if (cta_group == 2) start<2>(p);
-  else start<1>(p);
+  if (cta_group == 2)
+    start<2>(p);
+  else
+    start<1>(p);
 }
 
 }  // namespace hopwell::arch::kernels

@@ -24,16 +24,16 @@ struct Config {
 };
 
 struct SharedStorage {
-  alignas(1024) bf16 a[Config::kStages][Config::kM * Config::kK];   // 128B-swizzled rows of 64
+  alignas(1024) bf16 a[Config::kStages][Config::kM * Config::kK];  // 128B-swizzled rows of 64
   alignas(1024) bf16 b[Config::kStages][Config::kN * Config::kK];
-  alignas(1024) float c[4][Config::kM * 32];                        // result: panels of 32 columns, 128B-swizzled
+  alignas(1024) float c[4][Config::kM * 32];  // result: panels of 32 columns, 128B-swizzled
   mbarrier full[Config::kStages], empty[Config::kStages];
 };
 static_assert(sizeof(SharedStorage) <= sm90::kMaxSharedBytes);
 
 struct Params {
   TensorMap a, b, c;
-  int steps;   // K / 64
+  int steps;  // K / 64
 };
 
 #if HOPWELL_HAS_SM90A
@@ -64,7 +64,8 @@ HOPWELL_DEVICE void store_result(const Params& p, SharedStorage& s, const float 
   barrier_sync(1, 128);
   if (t != 0) return;
   const BlockIndex tile = block_index_3d();
-  for (int panel = 0; panel < 4; ++panel) tma_store(p.c, {tile.x * Config::kN + panel * 32, tile.y * Config::kM}, shared_address(s.c[panel]));
+  for (int panel = 0; panel < 4; ++panel)
+    tma_store(p.c, {tile.x * Config::kN + panel * 32, tile.y * Config::kM}, shared_address(s.c[panel]));
   bulk_commit();
   bulk_wait_read<0>();
 }
@@ -76,10 +77,12 @@ HOPWELL_DEVICE void multiply(const Params& p, SharedStorage& s) {
   for (int step = 0; step < p.steps; ++step) {
     const int stage = step % Config::kStages;
     mbarrier_wait(s.full[stage], uint32_t(step / Config::kStages & 1));
-    const uint64_t a = at_address(kOperand, shared_address(s.a[stage])), b = at_address(kOperand, shared_address(s.b[stage]));
+    const uint64_t a = at_address(kOperand, shared_address(s.a[stage])),
+                   b = at_address(kOperand, shared_address(s.b[stage]));
     wgmma_fence();
     HOPWELL_UNROLL
-    for (int k = 0; k < 4; ++k) wgmma_ss(d, a + uint64_t(2 * k), b + uint64_t(2 * k), step + k > 0);   // 32 bytes further
+    for (int k = 0; k < 4; ++k)
+      wgmma_ss(d, a + uint64_t(2 * k), b + uint64_t(2 * k), step + k > 0);  // 32 bytes further
     wgmma_commit();
     if (step == 0) continue;
     wgmma_wait<1>();
@@ -102,22 +105,33 @@ __global__ void __launch_bounds__(Config::kThreads, 1) kernel(const __grid_const
     fence_mbarrier_init();
   }
   syncthreads();
-  if (warpgroup_index() == 0) multiply(p, s);
-  else produce(p, s);
+  if (warpgroup_index() == 0)
+    multiply(p, s);
+  else
+    produce(p, s);
 #endif
 }
 
-TensorMap map_of(const void* address, TensorElement element, int columns, int rows, uint32_t box_columns, uint32_t box_rows) {
-  return make_tensor_map({.address = const_cast<void*>(address), .element = element, .rank = 2, .extent = {uint64_t(columns), uint64_t(rows)},
-                          .stride_bytes = {uint64_t(columns) * element_bytes(element)}, .box = {box_columns, box_rows}, .swizzle = Swizzle::bytes128});
+TensorMap map_of(const void* address, TensorElement element, int columns, int rows, uint32_t box_columns,
+                 uint32_t box_rows) {
+  return make_tensor_map({.address = const_cast<void*>(address),
+                          .element = element,
+                          .rank = 2,
+                          .extent = {uint64_t(columns), uint64_t(rows)},
+                          .stride_bytes = {uint64_t(columns) * element_bytes(element)},
+                          .box = {box_columns, box_rows},
+                          .swizzle = Swizzle::bytes128});
 }
 
 }  // namespace
 
 void wgmma_gemm(const bf16* a, const bf16* b, float* c, int m, int n, int k) {
-  const Params p{map_of(a, TensorElement::bf16, k, m, Config::kK, Config::kM), map_of(b, TensorElement::bf16, k, n, Config::kK, Config::kN),
+  const Params p{map_of(a, TensorElement::bf16, k, m, Config::kK, Config::kM),
+                 map_of(b, TensorElement::bf16, k, n, Config::kK, Config::kN),
                  map_of(c, TensorElement::f32, n, m, 32, Config::kM), k / Config::kK};
-  const LaunchShape shape{.grid = {uint32_t(n / Config::kN), uint32_t(m / Config::kM)}, .threads = Config::kThreads, .shared_bytes = sizeof(SharedStorage)};
+  const LaunchShape shape{.grid = {uint32_t(n / Config::kN), uint32_t(m / Config::kM)},
+                          .threads = Config::kThreads,
+                          .shared_bytes = sizeof(SharedStorage)};
 #if HOPWELL_ON_DEVICE
   launch(kernel, shape, nullptr, p);
 #else

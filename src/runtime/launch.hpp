@@ -1,0 +1,32 @@
+// Starting a kernel from a backend file: on the CUDA device, or by the emulator when a host compiler compiled the file.
+#pragma once
+
+#include <hopwell/error.hpp>
+#include <hopwell/hopwell.hpp>
+
+#include <string>
+#include <string_view>
+
+#include "arch/launch.hpp"
+
+namespace hopwell::runtime {
+
+// Enqueues kernel(arguments...) on the stream; on the emulator, runs it to its end. Throws HOPWELL_DEVICE_ERROR if the
+// launch fails, and HOPWELL_INTERNAL with the report if the emulator finds something.
+template <class... Parameters, class... Arguments>
+void launch(std::string_view operator_name, void (*kernel)(Parameters...), const arch::LaunchShape& shape,
+            [[maybe_unused]] Stream stream, const Arguments&... arguments) {
+#if HOPWELL_ON_DEVICE
+  const cudaError_t error = arch::launch(kernel, shape, static_cast<cudaStream_t>(stream), arguments...);
+  if (error != cudaSuccess)
+    throw Error(HOPWELL_DEVICE_ERROR, std::string(operator_name).append(": ").append(cudaGetErrorString(error)));
+#else
+  try {
+    arch::launch(kernel, shape, arguments...);
+  } catch (const arch::emu::CheckFailed& failed) {
+    throw Error(HOPWELL_INTERNAL, std::string(operator_name).append(", emulated: ").append(failed.what()));
+  }
+#endif
+}
+
+}  // namespace hopwell::runtime
