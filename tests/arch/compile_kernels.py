@@ -1,7 +1,7 @@
-"""Compiles every kernel file for every architecture with nvcc, and prints registers, shared memory and spills of each kernel.
+"""Compiles every kernel file for every architecture with nvcc, and prints registers and spills of each kernel.
 
-Fails if a kernel spills or has a stack frame, if a header of instructions costs more compile time than it may, if an instruction of
-sm_100a is missing from the PTX of the compile test, or if any header of the emulator reaches device code.
+Fails if a kernel spills or has a stack frame, if a header of instructions costs more compile time than it may, if an
+instruction of sm_100a is missing from the PTX of the compile test, or if a header of the emulator reaches device code.
 """
 
 import argparse
@@ -15,23 +15,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURES = {"sm_80": "compute_80", "sm_90a": "compute_90a", "sm_100a": "compute_100a"}
 HEADER_SECONDS = 4.0
-# What tests/arch/compile/sm100_instructions.cu must contain once compiled: every instruction that only sm_100a has.
-SM100_PTX = [
-    "tcgen05.alloc.cta_group::1", "tcgen05.alloc.cta_group::2", "tcgen05.dealloc.cta_group::1", "tcgen05.dealloc.cta_group::2",
-    "tcgen05.relinquish_alloc_permit.cta_group::1", "tcgen05.relinquish_alloc_permit.cta_group::2",
-    "tcgen05.mma.cta_group::1.kind::f16", "tcgen05.mma.cta_group::2.kind::f16", "tcgen05.mma.ws.cta_group::1.kind::f16",
-    "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.block16", "tcgen05.mma.cta_group::2.kind::mxf4nvf4.block_scale.block16",
-    "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64", "tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.b64",
-    "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64",
-    "tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64",
-    *[f"tcgen05.cp.cta_group::{g}.{s}" for g in (1, 2) for s in ("128x256b", "128x128b", "64x128b.warpx2::02_13", "64x128b.warpx2::01_23", "32x128b.warpx4")],
-    "tcgen05.shift.cta_group::1.down", "tcgen05.shift.cta_group::2.down",
-    *[f"tcgen05.{op}.sync.aligned.{s}" for op in ("ld", "st") for s in ("32x32b.x32", "16x64b.x4", "16x128b.x2", "16x256b.x1", "16x32bx2.x4")],
-    "tcgen05.wait::ld", "tcgen05.wait::st", "tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync",
-    "tile::gather4.mbarrier::complete_tx::bytes.cta_group::1", "tile::gather4.mbarrier::complete_tx::bytes.cta_group::2", "tile::scatter4.bulk_group",
-    "mbarrier::complete_tx::bytes.cta_group::2 ", "clusterlaunchcontrol.try_cancel.async", "clusterlaunchcontrol.query_cancel.is_canceled",
-    "clusterlaunchcontrol.query_cancel.get_first_ctaid", "cvt.rn.satfinite.e2m1x2.f32", "cvt.rn.f16x2.e2m1x2", "cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.f16x2.e4m3x2",
-]  # fmt: skip
 HEADERS = [
     "sm80/async_copy.hpp",
     "sm80/matrix.hpp",
@@ -41,12 +24,48 @@ HEADERS = [
     "sm100/tma.hpp",
     "sm100/cluster_launch.hpp",
 ]
+# What compile/sm100_instructions.cu must contain once compiled: every instruction that only sm_100a has.
+GROUPS = ("cta_group::1", "cta_group::2")
+COPIES = ("128x256b", "128x128b", "64x128b.warpx2::02_13", "64x128b.warpx2::01_23", "32x128b.warpx4")
+SHAPES = ("32x32b.x32", "16x64b.x4", "16x128b.x2", "16x256b.x1", "16x32bx2.x4")
+COMMIT = "mbarrier::arrive::one.shared::cluster"
+SM100_PTX = [
+    *[f"tcgen05.{name}.{g}" for name in ("alloc", "dealloc", "relinquish_alloc_permit") for g in GROUPS],
+    *[f"tcgen05.mma.{g}.kind::{kind}" for kind in ("f16", "mxf4nvf4.block_scale.block16") for g in GROUPS],
+    "tcgen05.mma.ws.cta_group::1.kind::f16",
+    *[f"tcgen05.commit.{g}.{COMMIT}{m}.b64" for m in ("", ".multicast::cluster") for g in GROUPS],
+    *[f"tcgen05.cp.{g}.{shape}" for shape in COPIES for g in GROUPS],
+    *[f"tcgen05.shift.{g}.down" for g in GROUPS],
+    *[f"tcgen05.{op}.sync.aligned.{shape}" for op in ("ld", "st") for shape in SHAPES],
+    "tcgen05.wait::ld",
+    "tcgen05.wait::st",
+    "tcgen05.fence::before_thread_sync",
+    "tcgen05.fence::after_thread_sync",
+    *[f"tile::gather4.mbarrier::complete_tx::bytes.{g}" for g in GROUPS],
+    "tile::scatter4.bulk_group",
+    ".tile.mbarrier::complete_tx::bytes.cta_group::2",
+    "clusterlaunchcontrol.try_cancel.async",
+    "clusterlaunchcontrol.query_cancel.is_canceled",
+    "clusterlaunchcontrol.query_cancel.get_first_ctaid",
+    "cvt.rn.satfinite.e2m1x2.f32",
+    "cvt.rn.f16x2.e2m1x2",
+    "cvt.rn.satfinite.e4m3x2.f32",
+    "cvt.rn.f16x2.e4m3x2",
+]
 
 
-def nvcc(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+def nvcc(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs nvcc with the include path of the sources."""
-    return subprocess.run(["nvcc", "-std=c++20", "-O3", f"-I{ROOT}/src", f"-I{ROOT}/include", f"-I{ROOT}", f"-I{ROOT}/tests/arch", *arguments],
-                          capture_output=True, text=True, check=False)  # fmt: skip
+    paths = [f"-I{ROOT / path}" for path in ("src", "include", ".", "tests/arch")]
+    return subprocess.run(
+        ["nvcc", "-std=c++20", "-O3", *paths, *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def cubin(source: Path, arch: str, scratch: Path) -> subprocess.CompletedProcess[str]:
+    """Compiles for one architecture, with ptxas' report."""
+    target = f"arch={ARCHITECTURES[arch]},code={arch}"
+    return nvcc("-gencode", target, "-cubin", "-Xptxas", "-v", str(source), "-o", str(scratch / "kernel.cubin"))
 
 
 def kernels_of(report: str) -> list[tuple[str, int, int, int]]:
@@ -64,45 +83,26 @@ def kernels_of(report: str) -> list[tuple[str, int, int, int]]:
 
 def demangled(name: str) -> str:
     """The name as written in the source."""
-    return (
-        subprocess.run(["c++filt", "-p", name], capture_output=True, text=True, check=False)
-        .stdout.strip()
-        .replace("(anonymous namespace)::", "")
-    )
+    text = subprocess.run(["c++filt", "-p", name], capture_output=True, text=True, check=False).stdout.strip()
+    return text.replace("(anonymous namespace)::", "")
 
 
 def check_file(path: Path, scratch: Path) -> list[str]:
     """Compiles one file for every architecture and prints its kernels; returns what is wrong."""
     problems = []
-    dependencies = nvcc(["-arch=sm_100a", "-M", str(path)]).stdout
-    if "arch/emu/" in dependencies:
+    if "arch/emu/" in nvcc("-arch=sm_100a", "-M", str(path)).stdout:
         problems.append(f"{path.name}: nvcc reads a header of the emulator")
-    for arch, virtual in ARCHITECTURES.items():
-        done = nvcc(
-            [
-                "-gencode",
-                f"arch={virtual},code={arch}",
-                "-cubin",
-                "-Xptxas",
-                "-v",
-                str(path),
-                "-o",
-                str(scratch / "kernel.cubin"),
-            ]
-        )
+    for arch in ARCHITECTURES:
+        done = cubin(path, arch, scratch)
         if done.returncode:
             problems.append(f"{path.name} does not compile for {arch}:\n{done.stderr[:2000]}")
             continue
         for name, registers, stack, spill in kernels_of(done.stderr):
-            if registers > 8:  # less: the body is for another architecture
-                print(
-                    f"{arch:8} {path.name:28} {registers:4} registers {stack:5} B stack {spill:5} B spilled  {demangled(name)}",
-                    flush=True,
-                )
+            kernel = f"{path.parent.name}/{path.name}  {demangled(name)}"
+            if registers > 8:  # fewer: the body is for another architecture
+                print(f"{arch:8} {registers:4} registers {stack:5} B stack {spill:5} B spilled  {kernel}", flush=True)
             if stack or spill:
-                problems.append(
-                    f"{path.name}, {arch}: {demangled(name)} has {stack} bytes of stack and {spill} bytes of spills"
-                )
+                problems.append(f"{arch}: {kernel} has {stack} bytes of stack and {spill} bytes of spills")
     return problems
 
 
@@ -119,27 +119,20 @@ def check_headers(scratch: Path) -> list[str]:
         source = scratch / "header.cu"
         source.write_text(f'#include "arch/{header}"\n__global__ void kernel() {{}}\n')
         start = processor_seconds()
-        done = nvcc(
-            ["-gencode", "arch=compute_100a,code=sm_100a", "-cubin", str(source), "-o", str(scratch / "header.cubin")]
-        )
+        done = cubin(source, "sm_100a", scratch)
         seconds = processor_seconds() - start
         print(f"{header:28} {seconds:5.2f} s of nvcc", flush=True)
-        if done.returncode or seconds > HEADER_SECONDS:
-            problems.append(
-                f"{header}: {seconds:.1f} s of nvcc, more than {HEADER_SECONDS}"
-                if not done.returncode
-                else done.stderr[:2000]
-            )
+        if done.returncode:
+            problems.append(f"{header} does not compile:\n{done.stderr[:2000]}")
+        elif seconds > HEADER_SECONDS:
+            problems.append(f"{header}: {seconds:.1f} s of nvcc, more than {HEADER_SECONDS}")
     return problems
 
 
 def check_instructions(scratch: Path) -> list[str]:
     """Every sm_100a instruction assembles and is found in the PTX."""
     source, ptx = ROOT / "tests/arch/compile/sm100_instructions.cu", scratch / "instructions.ptx"
-    done = nvcc(["-arch=sm_100a", "-ptx", str(source), "-o", str(ptx)])
-    assembled = nvcc(
-        ["-gencode", "arch=compute_100a,code=sm_100a", "-cubin", str(source), "-o", str(scratch / "instructions.cubin")]
-    )
+    done, assembled = nvcc("-arch=sm_100a", "-ptx", str(source), "-o", str(ptx)), cubin(source, "sm_100a", scratch)
     if done.returncode or assembled.returncode:
         return [f"{source.name} does not compile:\n{(done.stderr + assembled.stderr)[:2000]}"]
     text = ptx.read_text()
@@ -151,9 +144,7 @@ def check_instructions(scratch: Path) -> list[str]:
 def main() -> int:
     """Runs all checks."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "files", nargs="*", type=Path, help="kernel files (default: all of src/ops and tests/arch/kernels)"
-    )
+    parser.add_argument("files", nargs="*", type=Path, help="default: all of src/ops and tests/arch/kernels")
     arguments = parser.parse_args()
     files = arguments.files or sorted([*ROOT.glob("src/ops/*/sm*.cu"), *ROOT.glob("tests/arch/kernels/*.cu")])
     with tempfile.TemporaryDirectory() as directory:
