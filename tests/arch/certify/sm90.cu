@@ -1,6 +1,6 @@
 // Certification of the sm90 layer except wgmma. Kernels that need a cluster have 2 or 4 CTAs.
 #include "arch/sm80/async_copy.hpp"
-#include "arch/sm80/convert.hpp"
+#include "arch/sm90/convert.hpp"
 #include "arch/sm90/make_tensor_map.hpp"
 #include "arch/sm90/tma.hpp"
 #include "cases.hpp"
@@ -193,7 +193,7 @@ __global__ void stmatrix_all(const uint32_t* in, uint32_t* out) {
 #endif
 }
 
-__global__ void registers_and_election(const uint32_t* in, uint32_t* out) {
+__global__ void __launch_bounds__(256, 1) registers_and_election(const uint32_t* in, uint32_t* out) {
 #if HOPWELL_HAS_SM90A || HOPWELL_HAS_SM100A
   auto& s = dynamic_smem<Shared>();
   const int t = thread_index();
@@ -206,6 +206,15 @@ __global__ void registers_and_election(const uint32_t* in, uint32_t* out) {
   const bool first = elect_one(), second = elect_one();
   s.words[t] = uint32_t(first == second) + uint32_t(__builtin_popcount(ballot(first))) * 2;
   out[t] = s.words[t] + in[t];
+#endif
+}
+
+__global__ void conversions_e4m3(const uint32_t* in, uint32_t* out) {
+#if HOPWELL_HAS_SM90
+  const int t = thread_index();
+  out[t] = pack_e4m3(bit_cast<float>(in[2 * t]), bit_cast<float>(in[2 * t + 1]));
+  out[256 + t] = unpack_e4m3(uint16_t(t * 257));                            // every value
+  out[512 + t] = pack_e4m3(float(t) * 0x1p-11f, float(t - 128) * 1.0625f);  // subnormals and halfway cases
 #endif
 }
 
@@ -343,6 +352,7 @@ void add_sm90_cases(std::vector<Case>& cases) {
   add("stmatrix", "stmatrix .x1 .x2 .x4 .trans", Inputs::bits, 256, 1024, stmatrix_all, 32, 1);
   add("registers_and_election", "setmaxnreg elect.sync griddepcontrol", Inputs::bits, 256, 256, registers_and_election,
       256, 1);
+  add("conversions_e4m3", "cvt e4m3x2.f32, f16x2.e4m3x2", Inputs::float_wide, 512, 768, conversions_e4m3, 256, 1);
   cases.push_back({"tma_ranks", "cp.async.bulk.tensor 1d-5d load store, cache policy", Inputs::bits, Compare::bits,
                    5184, 12288, [=](uint32_t* in, uint32_t* out) {
                      start(tma_ranks, {.threads = 32, .shared_bytes = shared}, maps_of_every_rank(in, out), out);

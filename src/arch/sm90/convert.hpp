@@ -1,0 +1,35 @@
+// Conversions to and from 8-bit floats.
+// "PTX:" anchors are sections of https://docs.nvidia.com/cuda/parallel-thread-execution/
+#pragma once
+
+#include "../sm80/convert.hpp"
+
+namespace hopwell::arch {
+
+#if HOPWELL_HAS_SM90
+/// cvt.rn.satfinite.e4m3x2.f32 (from sm_89 on): two fp32, `low` in bits 0-7. PTX:
+/// #data-movement-and-conversion-instructions-cvt
+HOPWELL_DEVICE uint16_t pack_e4m3(float low, float high) {
+#if HOPWELL_ON_DEVICE
+  uint16_t r;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
+  return r;
+#else
+  return uint16_t(emu::to_e4m3_bits(high) << 8 | emu::to_e4m3_bits(low));
+#endif
+}
+
+/// cvt.rn.f16x2.e4m3x2: two e4m3 to two fp16, exact. PTX: #data-movement-and-conversion-instructions-cvt
+HOPWELL_DEVICE uint32_t unpack_e4m3(uint16_t pair) {
+#if HOPWELL_ON_DEVICE
+  uint32_t r;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"(pair));
+  return r;
+#else
+  return uint32_t{emu::to_fp16_bits(emu::from_e4m3(uint8_t(pair >> 8)))} << 16 |
+         emu::to_fp16_bits(emu::from_e4m3(uint8_t(pair)));
+#endif
+}
+#endif
+
+}  // namespace hopwell::arch
