@@ -1,6 +1,6 @@
 #include "ops/attention_distribution/op.hpp"
 
-#include <bit>
+#include <cstring>
 
 namespace hopwell {
 namespace ops::attention_distribution {
@@ -16,7 +16,8 @@ Problem check(const AttentionDistributionArgs& args) {
   p.kv = kv;
   p.selection = check_selection(check, args);
   p.lse = check.input("lse", args.lse, {DType::kFloat32}, {"s_q", "h_q"}, Layout::kAny);
-  const auto normalize = std::bit_cast<std::int32_t>(args.normalize);  // C callers can put anything into an enumeration
+  std::int32_t normalize = 0;  // as an integer: C callers can put anything into an enumeration
+  std::memcpy(&normalize, &args.normalize, sizeof normalize);
   check.require(normalize == HOPWELL_NORMALIZE_NONE || normalize == HOPWELL_NORMALIZE_L1, "normalize", "none or l1",
                 normalize);
   p.attn = check.output("attn", args.attn, {DType::kFloat32}, {"s_q", "topk"});
