@@ -222,8 +222,10 @@ __global__ void __launch_bounds__(Config::kThreads) kernel(const __grid_constant
   const int steps = (entries.length + Config::kKeys - 1) / Config::kKeys;
   Rows rows{{-INFINITY, -INFINITY}, {0, 0}};
   float out[16][4] = {};
-  load_q(p, s, query, first_head);
-  if (steps > 0) gather(p, s, entries, 0);
+  if (steps > 0) {
+    load_q(p, s, query, first_head);
+    gather(p, s, entries, 0);
+  }
   arch::cp_async_commit();
   for (int step = 0; step < steps; ++step) {
     const int stage = step % Config::kStages;
@@ -237,7 +239,6 @@ __global__ void __launch_bounds__(Config::kThreads) kernel(const __grid_constant
     accumulate(s, stage, factor, out);
     arch::syncthreads();  // before the next gather overwrites this stage
   }
-  arch::cp_async_wait_all();
   store(p, s, query, first_head, rows, out);
 }
 
