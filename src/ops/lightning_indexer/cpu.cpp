@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <functional>
 #include <limits>
 
 #include "ops/lightning_indexer/op.hpp"
@@ -62,7 +61,7 @@ class Candidates {
         capacity_(std::min(topk + std::max(topk, kKeyTile), keys + kKeyTile)),
         scores_(capacity_ + kLaneBlock),
         keys_(capacity_ + kLaneBlock),
-        order_(capacity_) {}
+        order_(capacity_ + kLaneBlock) {}
 
   void clear() {
     size_ = 0;
@@ -89,15 +88,17 @@ class Candidates {
   // Drops all but the topk of largest score, of equal ones those that came first, which are the smaller keys.
   void keep_best() {
     if (size_ <= topk_) return;
-    float* order = order_.get();
-    std::copy_n(scores(), size_, order);
-    std::nth_element(order, order + topk_ - 1, order + size_, std::greater<>());
-    threshold_ = order[topk_ - 1];  // from now on a key must beat it: an equal one comes too late
-    std::int64_t equal = std::count(order, order + topk_, threshold_), kept = 0;
+    threshold_ =
+        cpu::kth_largest(scores(), size_, topk_, order_.get());  // now a key must beat it: an equal one is too late
+    std::int64_t better = 0, kept = 0;
+    for (std::int64_t i = 0; i < size_; ++i) better += scores()[i] > threshold_;
+    std::int64_t equal = topk_ - better;  // of those equal to the threshold, so many are kept
     for (std::int64_t i = 0; i < size_; ++i) {
-      if (scores()[i] < threshold_ || (scores()[i] == threshold_ && equal-- <= 0)) continue;
-      scores()[kept] = scores()[i];
-      keys()[kept++] = keys()[i];
+      const float score = scores()[i];
+      scores()[kept] = score;
+      keys()[kept] = keys()[i];
+      kept += score > threshold_ || (score == threshold_ && equal > 0);
+      equal -= score == threshold_;
     }
     size_ = kept;
   }
@@ -111,7 +112,7 @@ class Candidates {
   float threshold_ = std::numeric_limits<float>::quiet_NaN();  // NaN: nothing is refused yet
   Scratch<float> scores_;
   Scratch<std::int32_t> keys_;
-  Scratch<float> order_;
+  Scratch<std::int32_t> order_;
 };
 
 // How the work is cut, by the problem alone.

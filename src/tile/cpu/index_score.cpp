@@ -6,6 +6,8 @@
 //
 #include <hwy/highway.h>
 
+#include <algorithm>
+#include <bit>
 #include <limits>
 
 HWY_BEFORE_NAMESPACE();
@@ -53,7 +55,8 @@ std::int64_t AppendAbove(const float* score, std::int64_t count, float threshold
   std::int64_t appended = 0;
   for (std::int64_t t = 0; t < count; t += lanes) {
     const auto loaded = hn::LoadU(d, score + t);
-    const auto s = hn::IfThenElse(hn::IsNaN(loaded), hn::Set(d, kNegInf), loaded);
+    // Adding 0 makes +0 of -0, which order by bits would otherwise tell apart.
+    const auto s = hn::IfThenElse(hn::IsNaN(loaded), hn::Set(d, kNegInf), hn::Add(loaded, hn::Zero(d)));
     auto chosen = hn::Not(hn::Le(s, limit));
     if (count - t < lanes) chosen = hn::And(chosen, hn::FirstN(d, static_cast<std::size_t>(count - t)));
     if (hn::AllFalse(d, chosen)) continue;
@@ -62,6 +65,29 @@ std::int64_t AppendAbove(const float* score, std::int64_t count, float threshold
     appended += static_cast<std::int64_t>(hn::CompressStore(s, chosen, d, scores + appended));
   }
   return appended;
+}
+
+// Floats mapped to integers of the same order; then, bit by bit from the top, the largest integer that k of them
+// reach.
+float KthLargest(const float* x, std::int64_t count, std::int64_t k, std::int32_t* ordered) {
+  const FloatTag d;
+  const hn::RebindToSigned<FloatTag> di;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  for (std::int64_t i = 0; i < count; i += lanes) {
+    const auto bits = hn::BitCast(di, hn::LoadU(d, x + i));
+    hn::StoreU(hn::Xor(bits, hn::And(hn::BroadcastSignBit(bits), hn::Set(di, 0x7FFFFFFF))), di, ordered + i);
+  }
+  std::fill(ordered + count, ordered + count + kLaneBlock, std::numeric_limits<std::int32_t>::min());
+  std::int32_t best = std::numeric_limits<std::int32_t>::min();
+  for (int bit = 31; bit >= 0; --bit) {
+    const auto next = static_cast<std::int32_t>(static_cast<std::uint32_t>(best) + (1U << bit));
+    const auto below = hn::Set(di, next - 1);
+    auto reached = hn::Zero(di);  // minus one for each number that reaches `next`
+    for (std::int64_t i = 0; i < count; i += lanes)
+      reached = hn::Add(reached, hn::VecFromMask(di, hn::Gt(hn::LoadU(di, ordered + i), below)));
+    if (-hn::GetLane(hn::SumOfLanes(di, reached)) >= k) best = next;
+  }
+  return std::bit_cast<float>(best < 0 ? best ^ 0x7FFFFFFF : best);
 }
 
 float ReluGradient(const float* g, float w, float* dot, std::int64_t count) {
@@ -88,6 +114,7 @@ namespace hopwell::cpu {
 
 HWY_EXPORT(AddReluSum);
 HWY_EXPORT(AppendAbove);
+HWY_EXPORT(KthLargest);
 HWY_EXPORT(ReluGradient);
 
 void add_relu_sum(const float* dot, std::int64_t ld, const float* w, std::int64_t heads, float* score,
@@ -98,6 +125,10 @@ void add_relu_sum(const float* dot, std::int64_t ld, const float* w, std::int64_
 std::int64_t append_above(const float* score, std::int64_t count, float threshold, std::int32_t first_key,
                           float* scores, std::int32_t* keys) {
   return HWY_DYNAMIC_DISPATCH(AppendAbove)(score, count, threshold, first_key, scores, keys);
+}
+
+float kth_largest(const float* x, std::int64_t count, std::int64_t k, std::int32_t* ordered) {
+  return HWY_DYNAMIC_DISPATCH(KthLargest)(x, count, k, ordered);
 }
 
 float relu_gradient(const float* g, float w, float* dot, std::int64_t count) {

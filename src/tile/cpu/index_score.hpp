@@ -14,9 +14,14 @@ void add_relu_sum(const float* dot, std::int64_t ld, const float* w, std::int64_
                   std::int64_t count);
 
 // Appends the scores above `threshold` (all, if that is NaN) and their keys first_key, first_key + 1, ... to a list;
-// NaN scores count as -inf. `score` is readable, the list writable, up to kLaneBlock past the end. Returns how many.
+// NaN scores count as -inf, -0 as 0. `score` is readable, the list writable, up to kLaneBlock past the end. Returns how
+// many.
 std::int64_t append_above(const float* score, std::int64_t count, float threshold, std::int32_t first_key,
                           float* scores, std::int32_t* keys);
+
+// The k-th largest of `count` numbers, 1 <= k <= count, none of them NaN or -0. `x` is readable, the scratch `ordered`
+// writable, up to kLaneBlock past the end.
+float kth_largest(const float* x, std::int64_t count, std::int64_t k, std::int32_t* ordered);
 
 // For one head: returns sum_i g[i] * relu(dot[i]), and makes dot the gradient w * g[i] * 1[dot[i] > 0]; count is a
 // multiple of kLaneBlock.
