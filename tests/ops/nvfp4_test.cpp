@@ -113,9 +113,9 @@ TEST(Nvfp4Vectors, EveryInstructionSetDecodesTheSameAndAddsNearlyTheSame) {
         simd::decode(codes.data() + r * k / 2, scales.data() + r * simd::scale_room(k), 0.7F, k,
                      decoded.data() + r * k);
       }
-      simd::arrange(x.data(), k, arranged.data());
+      simd::arrange(x.data(), k, 0, 1, arranged.data());
       const std::uint8_t* rows[4] = {codes.data(), codes.data() + k / 2, codes.data() + k, codes.data() + 3 * k / 2};
-      simd::dot(rows, scales.data(), 4, arranged.data(), k, sums.data());
+      simd::dot(rows, scales.data(), 4, arranged.data(), 1, k, sums.data());
       return std::pair(decoded, sums);
     };
     const auto best = compute();

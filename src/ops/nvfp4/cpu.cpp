@@ -1,10 +1,10 @@
 // NVFP4 on the CPU.
 //
-// nvfp4_linear with few rows of x, and nvfp4_gemv, read the codes once and multiply them with x as they come out of the
-// decoder, block by block: sum_k x * code, times the block's scale, all in fp32. With more rows, tiles of weights are
-// decoded to fp32 and go through BLAS. Items are tiles of weight rows, whatever the number of threads, so that results
-// do not depend on it.
+// nvfp4_linear with few rows of x, and nvfp4_gemv, multiply codes with x as they come out of the decoder, in fp32
+// registers. With more rows, tiles of weights are decoded to fp32 and go through BLAS. Items are tiles of weight rows,
+// whatever the number of threads, so that results do not depend on it.
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <limits>
 #include <vector>
@@ -23,9 +23,13 @@ namespace simd = cpu::nvfp4;
 using cpu::Scratch;
 using hopwell::nvfp4::kBlock;
 
-constexpr std::int64_t kRowTile = 32;        // rows of weights an item takes
-constexpr std::int64_t kGemmColumns = 1024;  // of a tile of weights decoded for BLAS: 128 KiB
-constexpr std::int64_t kGemmRows = 256;      // of x at a time
+constexpr std::int64_t kRowTile = 32;    // rows of weights an item takes
+constexpr std::int64_t kDotX = 6144;     // floats of x that stay in the first-level cache while rows of weights pass
+constexpr std::int64_t kMaxDotN = 8;     // rows of x that share a decoded weight
+constexpr std::int64_t kGemmFrom = 32;   // rows of x from which decoding for BLAS pays
+constexpr std::int64_t kGemmTile = 128;  // rows and columns of weights decoded for BLAS at a time: 256 KiB
+constexpr std::int64_t kGemmColumns = 512;
+constexpr std::int64_t kGemmRows = 256;  // rows of x at a time
 
 // Calls function(T*) with a pointer to the view's element type.
 template <class Function>
@@ -65,26 +69,39 @@ struct Matrix {
 
 std::int64_t tiles(std::int64_t size, std::int64_t tile) { return (size + tile - 1) / tile; }
 
-// sums[m] = x . row m for rows [first, first + count) of the matrix; x is arranged.
+std::int64_t padded(std::int64_t k) { return static_cast<std::int64_t>(simd::padded(unsigned_size(k))); }
+
 struct DotScratch {
   explicit DotScratch(std::int64_t k)
-      : scales(static_cast<std::int64_t>(simd::kDotRows * simd::scale_room(unsigned_size(k)))), bytes(k / kBlock + 4) {}
+      : scales(static_cast<std::int64_t>(simd::dot_rows(1) * simd::scale_room(unsigned_size(k)))),
+        bytes(k / kBlock + 4) {}
   Scratch<float> scales;
   Scratch<std::uint8_t> bytes;
 };
-void dot_rows(const Matrix& matrix, std::int64_t first, std::int64_t count, const float* x, const DotScratch& scratch,
-              float* sums) {
-  const std::size_t k = unsigned_size(matrix.k), room = simd::scale_room(k);
-  constexpr auto kRows = static_cast<std::int64_t>(simd::kDotRows);
-  for (std::int64_t begin = 0; begin < count; begin += kRows) {
-    const std::int64_t rows = std::min(kRows, count - begin);
-    const std::uint8_t* codes[kRows];
-    for (std::int64_t r = 0; r < rows; ++r) {
-      codes[r] = matrix.row(first + begin + r);
-      matrix.decode_scales(first + begin + r, 0, matrix.k, scratch.bytes.get(),
-                           scratch.scales.get() + unsigned_size(r) * room);
+
+// sums[i * kRowTile + r] = x[i] . row first + r, for i < n and r < count <= kRowTile. x is arranged; n is 1, 2, 4 or 8.
+void dot_tile(const Matrix& matrix, std::int64_t first, std::int64_t count, const float* x, std::int64_t n,
+              const DotScratch& scratch, float* sums) {
+  constexpr auto kMaxRows = static_cast<std::int64_t>(simd::dot_rows(1));
+  const auto rows_together = static_cast<std::int64_t>(simd::dot_rows(unsigned_size(n)));
+  const std::int64_t piece = n == 1 ? matrix.k : kDotX / n;
+  std::fill_n(sums, n * kRowTile, 0.0F);
+  for (std::int64_t column = 0; column < matrix.k; column += piece) {
+    const std::int64_t columns = std::min(piece, matrix.k - column);
+    const auto k = unsigned_size(columns);
+    for (std::int64_t begin = 0; begin < count; begin += rows_together) {
+      const std::int64_t rows = std::min(rows_together, count - begin);
+      const std::uint8_t* codes[kMaxRows];
+      float out[kMaxRows * kMaxDotN];
+      for (std::int64_t r = 0; r < rows; ++r) {
+        codes[r] = matrix.row(first + begin + r) + column / 2;
+        matrix.decode_scales(first + begin + r, column, columns, scratch.bytes.get(),
+                             scratch.scales.get() + unsigned_size(r) * simd::scale_room(k));
+      }
+      simd::dot(codes, scratch.scales.get(), unsigned_size(rows), x + column * n, unsigned_size(n), k, out);
+      for (std::int64_t r = 0; r < rows; ++r)
+        for (std::int64_t i = 0; i < n; ++i) sums[i * kRowTile + begin + r] += out[r * n + i];
     }
-    simd::dot(codes, scratch.scales.get(), unsigned_size(rows), x, k, sums + begin);
   }
 }
 
@@ -93,7 +110,7 @@ void dot_rows(const Matrix& matrix, std::int64_t first, std::int64_t count, cons
 
 void launch_gemv(const GemvProblem& p, Stream) {
   const std::size_t k = unsigned_size(p.k);
-  const auto k_padded = static_cast<std::int64_t>(simd::padded(k));
+  const std::int64_t k_padded = padded(p.k);
   const Scratch<float> x(p.l * k_padded);  // b of each batch, arranged
   const auto codes = [](const View& view, std::int64_t l) { return view.as<std::uint8_t>() + l * view.stride[2]; };
   {
@@ -103,7 +120,7 @@ void launch_gemv(const GemvProblem& p, Stream) {
       const Matrix b{codes(p.b, l), 0, l, p.k, p.sfb};
       b.decode_scales(0, 0, p.k, scratch.bytes.get(), scratch.scales.get());
       simd::decode(b.row(0), scratch.scales.get(), 1, k, row.get());
-      simd::arrange(row.get(), k, x.get() + l * k_padded);
+      simd::arrange(row.get(), k, 0, 1, x.get() + l * k_padded);
     }
   }
   const std::int64_t row_tiles = tiles(p.m, kRowTile);
@@ -113,7 +130,7 @@ void launch_gemv(const GemvProblem& p, Stream) {
         const std::int64_t l = item / row_tiles, first = item % row_tiles * kRowTile,
                            count = std::min(kRowTile, p.m - first);
         float sums[kRowTile];
-        dot_rows({codes(p.a, l), p.a.stride[0], l, p.k, p.sfa}, first, count, x.get() + l * k_padded, scratch, sums);
+        dot_tile({codes(p.a, l), p.a.stride[0], l, p.k, p.sfa}, first, count, x.get() + l * k_padded, 1, scratch, sums);
         with_type(p.c, [&]<class T>(T* c) {
           for (std::int64_t r = 0; r < count; ++r)
             c[(first + r) * p.c.stride[0] + l * p.c.stride[2]] = rounded<T>(p.alpha * sums[r]);
@@ -129,7 +146,7 @@ double factor_of(const Global& global, bool is_reciprocal) {
   return is_reciprocal ? 1 / value : value;  // in double, for the reciprocal of a subnormal overflows a float
 }
 
-// y[i, first + r] = factor * sums[i, r] + bias for count rows of weights, sums [n, kRowTile]
+// y[i, first + r] = factor * sums[r] + bias for rows [first, first + count) of weights.
 struct Epilogue {
   const LinearProblem& p;
   double factor;
@@ -146,65 +163,82 @@ struct Epilogue {
   }
 };
 
-// x [n, K] as floats in the decoder's order, K padded.
-Scratch<float> arranged(const View& x, std::int64_t first, std::int64_t n, std::int64_t k) {
-  const auto k_padded = static_cast<std::int64_t>(simd::padded(unsigned_size(k)));
-  Scratch<float> out(n * k_padded);
+// Rows [first, first + n) of x as floats, arranged in groups of `group` rows of which the last is padded with rows of
+// zeros.
+Scratch<float> arranged(const View& x, std::int64_t first, std::int64_t n, std::int64_t group, std::int64_t k) {
+  const std::int64_t rows = tiles(n, group) * group;
+  Scratch<float> out(rows * padded(k));
   cpu::parallel_for(
-      n, [&] { return Scratch<float>(k); },
+      rows, [&] { return Scratch<float>(k); },
       [&](std::int64_t i, const Scratch<float>& row) {
+        float* to = out.get() + i / group * group * padded(k);
+        if (i >= n) return simd::arrange(nullptr, unsigned_size(k), unsigned_size(i % group), unsigned_size(group), to);
         with_type(x, [&]<class T>(const T* from) {
           cpu::to_float(from + (first + i) * x.stride[0], row.get(), unsigned_size(k));
         });
-        simd::arrange(row.get(), unsigned_size(k), out.get() + i * k_padded);
+        simd::arrange(row.get(), unsigned_size(k), unsigned_size(i % group), unsigned_size(group), to);
       });
   return out;
 }
 
-void launch_linear(const LinearProblem& p, Stream) {
-  if (p.n == 0 || p.rows == 0) return;
-  const Matrix weight{p.weight.as<std::uint8_t>(), p.weight.stride[0], 0, p.k, p.weight_scale};
-  const Epilogue epilogue{p, factor_of(p.global, p.global_is_reciprocal)};
-  const std::int64_t row_tiles = tiles(p.rows, kRowTile);
-  if (p.n == 1) {
-    const Scratch<float> x = arranged(p.x, 0, 1, p.k);
-    cpu::parallel_for(
-        row_tiles, [&] { return DotScratch(p.k); },
-        [&](std::int64_t item, const DotScratch& scratch) {
-          const std::int64_t first = item * kRowTile, count = std::min(kRowTile, p.rows - first);
-          float sums[kRowTile];
-          dot_rows(weight, first, count, x.get(), scratch, sums);
-          epilogue(0, first, count, sums);
-        });
-    return;
-  }
-  const auto k_padded = static_cast<std::int64_t>(simd::padded(unsigned_size(p.k)));
+Matrix weight_of(const LinearProblem& p) {
+  return {p.weight.as<std::uint8_t>(), p.weight.stride[0], 0, p.k, p.weight_scale};
+}
+
+void linear_by_dots(const LinearProblem& p, const Epilogue& epilogue) {
+  const Matrix weight = weight_of(p);
+  const std::int64_t group = std::min(kMaxDotN, static_cast<std::int64_t>(std::bit_ceil(unsigned_size(p.n))));
+  const Scratch<float> x = arranged(p.x, 0, p.n, group, p.k);
+  cpu::parallel_for(
+      tiles(p.rows, kRowTile), [&] { return DotScratch(p.k); },
+      [&](std::int64_t item, const DotScratch& scratch) {
+        const std::int64_t first = item * kRowTile, count = std::min(kRowTile, p.rows - first);
+        float sums[kMaxDotN * kRowTile];
+        for (std::int64_t begin = 0; begin < p.n; begin += group) {
+          dot_tile(weight, first, count, x.get() + begin * padded(p.k), group, scratch, sums);
+          for (std::int64_t i = 0; i < std::min(group, p.n - begin); ++i)
+            epilogue(begin + i, first, count, sums + i * kRowTile);
+        }
+      });
+}
+
+void linear_by_gemm(const LinearProblem& p, const Epilogue& epilogue) {
   struct State {
-    Scratch<float> tile{kRowTile * kGemmColumns}, sums{kGemmRows * kRowTile}, scales{kGemmColumns / kBlock + 16};
+    Scratch<float> tile{kGemmTile * kGemmColumns}, sums{kGemmRows * kGemmTile}, scales{kGemmColumns / kBlock + 16};
     Scratch<std::uint8_t> bytes{kGemmColumns / kBlock + 4};
   };
+  const Matrix weight = weight_of(p);
   for (std::int64_t x_first = 0; x_first < p.n; x_first += kGemmRows) {
     const std::int64_t n = std::min(kGemmRows, p.n - x_first);
-    const Scratch<float> x = arranged(p.x, x_first, n, p.k);
+    const Scratch<float> x = arranged(p.x, x_first, n, 1, p.k);
     cpu::parallel_for(
-        row_tiles, [] { return State(); },
+        tiles(p.rows, kGemmTile), [] { return State(); },
         [&](std::int64_t item, const State& state) {
-          const std::int64_t first = item * kRowTile, count = std::min(kRowTile, p.rows - first);
-          std::fill_n(state.sums.get(), n * kRowTile, 0.0F);
+          const std::int64_t first = item * kGemmTile, count = std::min(kGemmTile, p.rows - first);
+          std::fill_n(state.sums.get(), n * kGemmTile, 0.0F);
           for (std::int64_t begin = 0; begin < p.k; begin += kGemmColumns) {
             const std::int64_t columns = std::min(kGemmColumns, p.k - begin);
-            const auto columns_padded = static_cast<std::int64_t>(simd::padded(unsigned_size(columns)));
+            const auto stride = static_cast<std::int64_t>(simd::padded(unsigned_size(columns)));
             for (std::int64_t r = 0; r < count; ++r) {
               weight.decode_scales(first + r, begin, columns, state.bytes.get(), state.scales.get());
               simd::decode_arranged(weight.row(first + r) + begin / 2, state.scales.get(), unsigned_size(columns),
-                                    state.tile.get() + r * columns_padded);
+                                    state.tile.get() + r * stride);
             }
-            cpu::gemm_nt(n, count, columns_padded, 1, x.get() + begin, k_padded, state.tile.get(), columns_padded, 1,
-                         state.sums.get(), kRowTile);
+            cpu::gemm_nt(n, count, stride, 1, x.get() + begin, padded(p.k), state.tile.get(), stride, 1,
+                         state.sums.get(), kGemmTile);
           }
-          for (std::int64_t i = 0; i < n; ++i) epilogue(x_first + i, first, count, state.sums.get() + i * kRowTile);
+          for (std::int64_t i = 0; i < n; ++i) epilogue(x_first + i, first, count, state.sums.get() + i * kGemmTile);
         });
   }
+}
+
+void launch_linear(const LinearProblem& p, Stream) {
+  if (p.n == 0 || p.rows == 0) return;
+  const Epilogue epilogue{p, factor_of(p.global, p.global_is_reciprocal)};
+  if (p.n < kGemmFrom)
+    linear_by_dots(p, epilogue);
+  else
+    linear_by_gemm(p, epilogue);
 }
 
 // ---- nvfp4_quantize, nvfp4_dequantize

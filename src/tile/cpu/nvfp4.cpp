@@ -114,25 +114,89 @@ HWY_INLINE void DotRows(const std::uint8_t* const* codes, const float* scales, c
     for (std::size_t r = 0; r < kRows; ++r)
       sum[r] = DotStep(codes[r] + i / 2, scales + r * room + i / 16, lanes, x + i, sum[r]);
   for (std::size_t r = 0; r < kRows; ++r) {
-    if (i < k) sum[r] = DotStep(Tail(codes[r], k, step).bytes, scales + r * room + i / 16, lanes, x + i, sum[r]);
+    if (i < k) {
+      sum[r] = DotStep(Tail(codes[r], k, step).bytes, scales + r * room + i / 16, lanes, x + i, sum[r]);
+    }
     out[r] = hn::GetLane(hn::SumOfLanes(d, sum[r]));
   }
 }
 
-void Dot(const std::uint8_t* const* codes, const float* scales, std::size_t rows, const float* x, std::size_t k,
-         float* out) {
-  if (rows == kDotRows) return DotRows<kDotRows>(codes, scales, x, k, out);
+// sum[i] += weight * x[i] for kN rows of x, one vector after the other.
+template <std::size_t kN>
+HWY_INLINE void Accumulate(FloatVec weight, const float* x, FloatVec* sum) {
+  const Floats d;
+  for (std::size_t i = 0; i < kN; ++i) sum[i] = hn::MulAdd(weight, hn::LoadU(d, x + i * hn::Lanes(d)), sum[i]);
+}
+
+// With several rows of x it pays to scale each weight once rather than each block's sum of each row.
+template <std::size_t kN>
+HWY_INLINE void MultiDotStep(const std::uint8_t* codes, const float* scales, const ScaleLanes& lanes, const float* x,
+                             FloatVec* sum) {
+  const Floats d;
+  const std::size_t n = kN * hn::Lanes(d);
+  const auto bytes = hn::LoadU(Bytes(), codes);
+  const auto scale = hn::LoadU(d, scales);
+  const auto scale_lower = hn::TableLookupLanes(scale, hn::SetTableIndices(d, lanes.lower));
+  const auto scale_upper = hn::TableLookupLanes(scale, hn::SetTableIndices(d, lanes.upper));
+  hn::Vec<Words> lower, upper;
+  DecodePairs(LowNibbles(bytes), lower, upper);
+  Accumulate<kN>(hn::Mul(First(lower), scale_lower), x, sum);
+  Accumulate<kN>(hn::Mul(Second(lower), scale_lower), x + n, sum);
+  Accumulate<kN>(hn::Mul(First(upper), scale_upper), x + 4 * n, sum);
+  Accumulate<kN>(hn::Mul(Second(upper), scale_upper), x + 5 * n, sum);
+  DecodePairs(HighNibbles(bytes), lower, upper);
+  Accumulate<kN>(hn::Mul(First(lower), scale_lower), x + 2 * n, sum);
+  Accumulate<kN>(hn::Mul(Second(lower), scale_lower), x + 3 * n, sum);
+  Accumulate<kN>(hn::Mul(First(upper), scale_upper), x + 6 * n, sum);
+  Accumulate<kN>(hn::Mul(Second(upper), scale_upper), x + 7 * n, sum);
+}
+
+// out[r * kN + i] for kRows rows of codes and kN rows of x.
+template <std::size_t kRows, std::size_t kN>
+HWY_INLINE void MultiDotRows(const std::uint8_t* const* codes, const float* scales, const float* x, std::size_t k,
+                             float* out) {
+  const Floats d;
+  const std::size_t step = 2 * hn::Lanes(Bytes()), room = scale_room(k);
+  const ScaleLanes lanes;
+  FloatVec sum[kRows * kN];
+  for (FloatVec& s : sum) s = hn::Zero(d);
+  std::size_t i = 0;
+  for (; i + step <= k; i += step)
+    for (std::size_t r = 0; r < kRows; ++r)
+      MultiDotStep<kN>(codes[r] + i / 2, scales + r * room + i / 16, lanes, x + i * kN, sum + r * kN);
+  for (std::size_t r = 0; r < kRows && i < k; ++r)
+    MultiDotStep<kN>(Tail(codes[r], k, step).bytes, scales + r * room + i / 16, lanes, x + i * kN, sum + r * kN);
+  for (std::size_t j = 0; j < kRows * kN; ++j) out[j] = hn::GetLane(hn::SumOfLanes(d, sum[j]));
+}
+
+template <std::size_t kN>
+HWY_NOINLINE void MultiDot(const std::uint8_t* const* codes, const float* scales, std::size_t rows, const float* x,
+                           std::size_t k, float* out) {
+  constexpr std::size_t kRows = dot_rows(kN);
+  if (rows == kRows) return MultiDotRows<kRows, kN>(codes, scales, x, k, out);
+  for (std::size_t r = 0; r < rows; ++r) MultiDotRows<1, kN>(codes + r, scales + r * scale_room(k), x, k, out + r * kN);
+}
+
+void Dot(const std::uint8_t* const* codes, const float* scales, std::size_t rows, const float* x, std::size_t n,
+         std::size_t k, float* out) {
+  if (n == 2) return MultiDot<2>(codes, scales, rows, x, k, out);
+  if (n == 4) return MultiDot<4>(codes, scales, rows, x, k, out);
+  if (n == 8) return MultiDot<8>(codes, scales, rows, x, k, out);
+  if (rows == dot_rows(1)) return DotRows<dot_rows(1)>(codes, scales, x, k, out);
   for (std::size_t r = 0; r < rows; ++r) DotRows<1>(codes + r, scales + r * scale_room(k), x, k, out + r);
 }
 
-void Arrange(const float* x, std::size_t k, float* out) {
-  const std::size_t n = hn::Lanes(Floats()), step = 8 * n;
-  for (std::size_t i = 0; i < padded(k); i += step)
-    for (std::size_t vector = 0; vector < 8; ++vector)
-      for (std::size_t lane = 0; lane < n; ++lane) {
+void Arrange(const float* x, std::size_t k, std::size_t row, std::size_t n, float* out) {
+  const std::size_t lanes = hn::Lanes(Floats()), step = 8 * lanes;
+  out += row * lanes;
+  for (std::size_t i = 0; i < padded(k); i += step) {
+    for (std::size_t vector = 0; vector < 8; ++vector, out += n * lanes) {
+      for (std::size_t lane = 0; lane < lanes; ++lane) {
         const std::size_t place = i + PlaceOfLane(vector, lane);
-        out[i + vector * n + lane] = place < k ? x[place] : 0.0F;
+        out[lane] = x != nullptr && place < k ? x[place] : 0.0F;
       }
+    }
+  }
 }
 
 void DecodeArranged(const std::uint8_t* codes, const float* scales, std::size_t k, float* out) {
@@ -184,22 +248,21 @@ void Decode(const std::uint8_t* codes, const float* scales, float factor, std::s
 
 #else  // HWY_SCALAR: no vectors to decode into
 
-void Arrange(const float* x, std::size_t k, float* out) {
-  for (std::size_t i = 0; i < padded(k); ++i) out[i] = i < k ? x[i] : 0.0F;
+void Arrange(const float* x, std::size_t k, std::size_t row, std::size_t n, float* out) {
+  for (std::size_t i = 0; i < padded(k); ++i) out[i * n + row] = x != nullptr && i < k ? x[i] : 0.0F;
 }
 
 float DecodeOne(const std::uint8_t* codes, std::size_t i) {
   return format::decode_e2m1((codes[i / 2] >> (4 * (i % 2))) & 0xFU);
 }
 
-void Dot(const std::uint8_t* const* codes, const float* scales, std::size_t rows, const float* x, std::size_t k,
-         float* out) {
+void Dot(const std::uint8_t* const* codes, const float* scales, std::size_t rows, const float* x, std::size_t n,
+         std::size_t k, float* out) {
   for (std::size_t r = 0; r < rows; ++r, scales += scale_room(k)) {
-    out[r] = 0;
-    for (std::size_t i = 0; i < k; i += 16) {
-      float block = 0;
-      for (std::size_t j = i; j < i + 16; ++j) block += DecodeOne(codes[r], j) * x[j];
-      out[r] += block * scales[i / 16];
+    for (std::size_t row = 0; row < n; ++row) {
+      float sum = 0;
+      for (std::size_t i = 0; i < k; ++i) sum += DecodeOne(codes[r], i) * scales[i / 16] * x[i * n + row];
+      out[r * n + row] = sum;
     }
   }
 }
@@ -214,22 +277,19 @@ void Decode(const std::uint8_t* codes, const float* scales, float factor, std::s
 
 #endif
 
-// A vector of e4m3 bytes. Nothing here is a subnormal float, so a process that flushes those gets the same values.
+// A vector of e4m3 bytes, by way of fp16: e4m3 shifted into its place there is 2^-8 of the value, subnormals included.
+// No step flushes subnormals, whatever the process's floating-point mode.
 template <class D>
 HWY_INLINE hn::Vec<D> DecodeScales(D d, const std::uint8_t* from) {
-  const hn::RebindToUnsigned<D> d32;
-  const auto bits = hn::PromoteTo(d32, hn::LoadU(hn::Rebind<std::uint8_t, D>(), from));
-  const auto magnitude = hn::And(bits, hn::Set(d32, 0x7F));
-  const auto sign = hn::ShiftLeft<24>(hn::And(bits, hn::Set(d32, 0x80)));
-  const auto exponent_and_mantissa = hn::ShiftLeft<20>(magnitude);
-  const auto normal = hn::Add(exponent_and_mantissa, hn::Set(d32, 120U << 23));
-  const auto hidden_bit = hn::Set(d, 0x1p-6F);  // subnormals are read with a hidden bit, which is then taken away
-  const auto subnormal = hn::Sub(hn::BitCast(d, hn::Add(exponent_and_mantissa, hn::Set(d32, 121U << 23))), hidden_bit);
-  const auto is_subnormal = hn::RebindMask(d32, hn::Lt(hn::BitCast(d, normal), hidden_bit));
-  const auto finite = hn::IfThenElse(is_subnormal, hn::BitCast(d32, subnormal), normal);
-  const auto value =
-      hn::IfThenElse(hn::Eq(magnitude, hn::Set(d32, format::kScaleNan)), hn::Set(d32, 0x7FC00000U), finite);
-  return hn::BitCast(d, hn::Or(value, sign));
+  const hn::Rebind<std::int8_t, D> d8;
+  const hn::Rebind<std::int16_t, D> d16;
+  const hn::Rebind<hwy::float16_t, D> d_half;
+  const auto shifted = hn::ShiftLeft<7>(hn::PromoteTo(d16, hn::LoadU(d8, reinterpret_cast<const std::int8_t*>(from))));
+  const auto half =
+      hn::AndNot(hn::Set(d16, 0x4000), shifted);  // the sign is in bit 15; extension left a copy in bit 14
+  const auto value = hn::Mul(hn::PromoteTo(d, hn::BitCast(d_half, half)), hn::Set(d, 256.0F));
+  const auto is_nan = hn::Eq(hn::Abs(value), hn::Set(d, 480.0F));  // what 0x7F would stand for
+  return hn::IfThenElse(is_nan, hn::Set(d, std::numeric_limits<float>::quiet_NaN()), value);
 }
 
 void DecodeScalesOfRow(const std::uint8_t* scales, std::size_t k, float* out) {
@@ -333,10 +393,12 @@ HWY_EXPORT(Encode);
 void decode_scales(const std::uint8_t* scales, std::size_t k, float* out) {
   HWY_DYNAMIC_DISPATCH(DecodeScalesOfRow)(scales, k, out);
 }
-void arrange(const float* x, std::size_t k, float* out) { HWY_DYNAMIC_DISPATCH(Arrange)(x, k, out); }
-void dot(const std::uint8_t* const* codes, const float* scales, std::size_t rows, const float* x, std::size_t k,
-         float* out) {
-  HWY_DYNAMIC_DISPATCH(Dot)(codes, scales, rows, x, k, out);
+void arrange(const float* x, std::size_t k, std::size_t row, std::size_t n, float* out) {
+  HWY_DYNAMIC_DISPATCH(Arrange)(x, k, row, n, out);
+}
+void dot(const std::uint8_t* const* codes, const float* scales, std::size_t rows, const float* x, std::size_t n,
+         std::size_t k, float* out) {
+  HWY_DYNAMIC_DISPATCH(Dot)(codes, scales, rows, x, n, k, out);
 }
 void decode_arranged(const std::uint8_t* codes, const float* scales, std::size_t k, float* out) {
   HWY_DYNAMIC_DISPATCH(DecodeArranged)(codes, scales, k, out);

@@ -20,19 +20,21 @@ constexpr std::size_t scale_room(std::size_t k) { return padded(k) / 16 + 16; }
 // out[j] = e4m3(scales[j]) for j < k / 16, zeros from there to scale_room(k).
 void decode_scales(const std::uint8_t* scales, std::size_t k, float* out);
 
-// out[0, padded(k)): x[0, k) in the decoder's order, the rest zero.
-void arrange(const float* x, std::size_t k, float* out);
+// Puts x[0, k) as row `row` of n into out[0, n * padded(k)): in the decoder's order, padded with zeros, and the rows'
+// vectors next to one another. x null: a row of zeros.
+void arrange(const float* x, std::size_t k, std::size_t row, std::size_t n, float* out);
 
-// Rows that `dot` takes together: each value of x is read once for all of them.
-inline constexpr std::size_t kDotRows = 4;
+// Rows of codes that `dot` takes together with n rows of x, n being 1, 2, 4 or 8: as many sums as there are registers
+// for.
+constexpr std::size_t dot_rows(std::size_t n) { return n <= 2 ? 4 : 8 / n; }
 
-// out[r] = sum_k x[k] * code[r, k] * scale[r, k / 16] for r < rows <= kDotRows. Row r's codes are codes[r], its decoded
-// scales begin at scales + r * scale_room(k); x is arranged. Sums run in an order that depends on the machine and k
-// only.
-void dot(const std::uint8_t* const* codes, const float* scales, std::size_t rows, const float* x, std::size_t k,
-         float* out);
+// out[r * n + i] = sum_k x[i, k] * code[r, k] * scale[r, k / 16] for r < rows <= dot_rows(n) and i < n, n being 1, 2, 4
+// or 8. Row r's codes are codes[r], its decoded scales begin at scales + r * scale_room(k); x is arranged. Sums run in
+// an order that depends on the machine, n and k only.
+void dot(const std::uint8_t* const* codes, const float* scales, std::size_t rows, const float* x, std::size_t n,
+         std::size_t k, float* out);
 
-// out[0, padded(k)): code * scale in the order of `arrange`, the rest zero. Exact.
+// out[0, padded(k)): code * scale in the order of `arrange` with n = 1, the rest zero. Exact.
 void decode_arranged(const std::uint8_t* codes, const float* scales, std::size_t k, float* out);
 
 // out[i] = code * scale * factor in the order of k. code * scale is exact, the product with factor rounds once.
