@@ -233,6 +233,20 @@ def test_nvfp4_quantize_blocked_and_round_trip(rng: Generator) -> None:
     np.testing.assert_array_equal(repeated.astype(np.float32), back.astype(np.float32))
 
 
+@pytest.mark.parametrize("bad", [INF, -INF, math.nan])
+def test_nvfp4_quantize_non_finite_spoils_its_block_only(rng: Generator, bad: float) -> None:
+    x = rng.standard_normal((3, 48)).astype(np.float32)
+    clean_codes, clean_scales, clean_factor = check_quantized(np.where(np.arange(48) // 16 == 1, np.float32(0), x))
+    x[:, 16:32] = 0.0
+    x[1, 20] = bad
+    codes, scales, factor = reference.nvfp4_quantize(x)
+    clean_scales[1, 1] = 0x7F
+    np.testing.assert_array_equal(codes, clean_codes)
+    np.testing.assert_array_equal(scales, clean_scales)
+    assert factor == clean_factor
+    assert np.isnan(reference.nvfp4_dequantize(codes, scales, factor)[1, 16:32]).all()
+
+
 @pytest.mark.parametrize("factor", [0.0, -1.0, INF, math.nan, 1e-60])
 def test_nvfp4_quantize_bad_global(factor: float) -> None:
     with pytest.raises(ValueError, match="nvfp4_quantize: global_scale must be positive and finite"):

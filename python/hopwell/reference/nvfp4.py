@@ -204,7 +204,8 @@ def nvfp4_quantize(
         code   = nearest e2m1 to x / (scale·global), ties to even, saturating at 6: exact, as if by real numbers
 
     A code keeps x's sign also where it rounds to zero (0x8). A block whose scale is 0, because it is zero or too small
-    for its global, gets codes 0x0. A given `global_scale` (positive, finite) is rounded to fp32 and used as it is.
+    for its global, gets codes 0x0. A block with a NaN or an infinity gets a NaN scale (0x7F) and codes 0x0; such
+    values do not count in amax. A given `global_scale` (positive, finite) is rounded to fp32 and used as it is.
     Returns codes uint8 [rows, K/2], scales uint8 [rows, K/16] or blocked, and the global, a 0-d fp32 array.
     """
     name = "nvfp4_quantize"
@@ -214,14 +215,16 @@ def nvfp4_quantize(
     require(accepted and given.shape[1] % BLOCK == 0, name, "x", expected, describe(given))
     require(scale_layout in ("plain", "blocked"), name, "scale_layout", "plain or blocked", scale_layout)
     magnitude = np.abs(given.astype(np.float32))
-    factor = _global_of(magnitude.max(initial=np.float32(0.0)))
+    finite = np.isfinite(magnitude)
+    factor = _global_of(magnitude.max(initial=np.float32(0.0), where=finite))
     if global_scale is not None:
         wanted = as_array(global_scale)
         require(wanted.ndim == 0, name, "global_scale", "a number or a 0-d array", describe(wanted))
         factor = np.float32(wanted[()])
         require(bool(0.0 < factor < np.inf), name, "global_scale", "positive and finite in fp32", factor)
 
-    blocks = magnitude.reshape(len(given), -1, BLOCK)  # fp32 [rows, K/16, 16]
+    blocks = np.where(finite, magnitude, np.float32(0.0)).reshape(len(given), -1, BLOCK)  # fp32 [rows, K/16, 16]
+    spoilt = ~finite.reshape(blocks.shape).all(axis=2)
     with np.errstate(over="ignore", under="ignore"):
         quotient = blocks.max(axis=2) / (np.float32(CODE_MAX) * factor)
     scales = _nearest_code(quotient.astype(np.float64), 1.0, E4M3[:0x7F])
@@ -229,7 +232,8 @@ def nvfp4_quantize(
     unit = E4M3[scales][:, :, None] * np.float64(factor)
     signs = np.signbit(given.astype(np.float32)).astype(np.uint8).reshape(blocks.shape)
     codes = _nearest_code(blocks.astype(np.float64), unit, E2M1[:8]) | (signs << 3)
-    codes = np.where(scales[:, :, None] == 0, np.uint8(0), codes).reshape(given.shape)
+    codes = np.where((scales == 0)[:, :, None] | spoilt[:, :, None], np.uint8(0), codes).reshape(given.shape)
+    scales = np.where(spoilt, np.uint8(0x7F), scales)
     packed = (codes[:, 0::2] | (codes[:, 1::2] << 4)).astype(np.uint8)
     return packed, pack_blocked_scales(scales) if scale_layout == "blocked" else scales, np.array(factor)
 
