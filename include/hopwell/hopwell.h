@@ -229,7 +229,9 @@ typedef struct hopwell_nvfp4_linear_args {
   const char* backend HOPWELL_ZERO;
 } hopwell_nvfp4_linear_args;
 
-/* global = amax / 2688; scale = e4m3(block amax / (6 * global)); codes nearest (ties to even) to x / (scale * global). */
+/* global = amax / 2688; scale = e4m3(block amax / (6 * global)); codes nearest (ties to even) to x / (scale * global), with x's sign.
+ * A block of zeros, or too small for its global, gets scale 0 and codes 0. A block with a NaN or an infinity gets a NaN scale and codes 0,
+ * and such values do not count in amax. A global on the host must be positive and finite; on a CUDA device it is data. */
 typedef struct hopwell_nvfp4_quantize_args {
   const DLTensor* x HOPWELL_ZERO;                /* fp32, fp16 or bf16 [rows, K]; K a multiple of 16 */
   const DLTensor* global_in HOPWELL_ZERO;        /* fp32, one element: use this global scale; null: global_in_value if that is not 0, else from x */
