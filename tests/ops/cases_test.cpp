@@ -11,6 +11,10 @@ struct Parameter {
   std::string backend;
 };
 
+std::ostream& operator<<(std::ostream& stream, const Parameter& parameter) {
+  return stream << parameter.c->op << "/" << parameter.c->name << " on " << parameter.backend;
+}
+
 class OperatorCase : public testing::TestWithParam<Parameter> {};
 
 TEST_P(OperatorCase, AgreesWithFloat64) {
