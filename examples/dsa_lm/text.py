@@ -66,7 +66,7 @@ def read_split(paths: list[Path], max_bytes: int | None = None) -> tuple[list[st
         try:
             text = path.read_bytes().decode("utf-8")
         except UnicodeDecodeError:
-            if not paths:
+            if path not in paths:  # something else that lies among the texts of a folder
                 continue
             raise DemoError(f"cannot read text: {path}: not UTF-8") from None
         except OSError as error:

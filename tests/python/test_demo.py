@@ -301,6 +301,7 @@ def test_split_is_by_file_and_single_files_are_cut(tmp_path: Path) -> None:
     names = [f"{i}.txt" for i in range(200)]
     for name in names:
         (tmp_path / name).write_text(f"{name} é\n")
+    (tmp_path / "picture.png").write_bytes(PNG)  # no text: left out
     train, validation = text.read_split([tmp_path])
     assert sorted(train + validation) == sorted(f"{name} é\n" for name in names)
     assert 1 <= len(validation) <= 30
