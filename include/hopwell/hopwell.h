@@ -97,7 +97,7 @@ typedef struct hopwell_sparse_mla_backward_args {
   bool has_q_start HOPWELL_ZERO;
   int64_t q_start HOPWELL_ZERO;
   int64_t kv_stride HOPWELL_DEFAULT(1);
-  bool deterministic HOPWELL_ZERO;               /* same bits every time, for any number of threads */
+  bool deterministic HOPWELL_ZERO;               /* same bits every time, for any number of threads; the CPU gives that always */
   bool accumulate HOPWELL_ZERO;                  /* add into the given fp32 dkv instead of overwriting it */
   const DLTensor* dq HOPWELL_ZERO;               /* output, like q [s_q, h_q, d_qk]; null: not needed */
   const DLTensor* dkv HOPWELL_ZERO;              /* output, fp32 or bf16, shape of kv; null: not needed */
