@@ -187,7 +187,7 @@ def test_interrupted_by_the_user(tmp_path: Path) -> None:
         while "dense" not in process.stdout.readline():
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=300)
     assert process.returncode == 2
     assert errors == "train_dsa_lm: interrupted; --resume goes on from the last checkpoint\n"
 

@@ -81,12 +81,24 @@ def test_sparse_mla_and_its_gradients(dtype: torch.dtype, mask: str) -> None:
 
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     expected = dense_attention(exact[0], exact[1], exact[2] if len(exact) > 2 else None, inputs)
-    expected_gradients = torch.autograd.grad(expected, exact, d_out.double())
     assert norm_error(out.detach(), expected.detach()) <= GRADIENT_TOLERANCE[dtype]
+    if dtype == torch.float32:
+        expected_gradients = torch.autograd.grad(expected, exact, d_out.double())
+    else:  # delta is defined from the rounded out: where gradients nearly cancel, autograd of the exact one is no judge
+        given = [x.detach().double().numpy() for x in (d_out, inputs["q"], inputs["kv"])]
+        rest = {
+            name: x.detach().numpy() if isinstance(x, Tensor) else x
+            for name, x in inputs.items()
+            if name not in ("q", "kv", "indices", "sm_scale", "d_v")
+        }
+        forward = out.detach().double().numpy(), lse.detach().double().numpy()
+        gradients_of = reference.sparse_mla_backward(
+            *given, inputs["indices"].numpy(), *forward, inputs["sm_scale"], inputs["d_v"], **rest
+        )
+        expected_gradients = tuple(torch.from_numpy(np.asarray(g)) for g in gradients_of if g is not None)
     for leaf, gradient, exact_gradient in zip(leaves, gradients, expected_gradients, strict=True):
         assert gradient.dtype == leaf.dtype
-        # delta is taken from the rounded out, which shows in gradients that nearly cancel
-        assert norm_error(gradient, exact_gradient) <= 2 * GRADIENT_TOLERANCE[dtype]
+        assert norm_error(gradient, exact_gradient) <= GRADIENT_TOLERANCE[dtype]
 
 
 def test_only_needed_gradients() -> None:
