@@ -54,8 +54,7 @@ std::vector<float> random_floats(std::size_t count, std::uint64_t seed) {
   return x;
 }
 
-// ---- formats
-// -------------------------------------------------------------------------------------------------------------------
+// ---- formats ------------------------------------------------------------------------------------------------------
 
 TEST(Nvfp4Format, DecodesEveryCodeAndEveryScale) {
   for (unsigned code = 0; code < 16; ++code) {
@@ -138,8 +137,7 @@ TEST(Nvfp4Vectors, EveryInstructionSetDecodesTheSameAndAddsNearlyTheSame) {
   }
 }
 
-// ---- bits
-// ----------------------------------------------------------------------------------------------------------------------
+// ---- bits ---------------------------------------------------------------------------------------------------------
 
 TEST(Nvfp4, SignsOfZeroSurvive) {
   const Bytes codes(8, 0x80), scales = {0x38};  // even k: +0, odd k: -0
@@ -267,8 +265,7 @@ TEST(Nvfp4, RoundTripKeepsWhatTheGridHolds) {
   EXPECT_EQ(global, same);
 }
 
-// ---- the C interface
-// -------------------------------------------------------------------------------------------------------------
+// ---- the C interface ----------------------------------------------------------------------------------------------
 
 TEST(Nvfp4, InCZeroMeansOneAndNegativeZeroZero) {
   const Bytes codes(8, 0x22), scales = {0x38};
@@ -292,8 +289,7 @@ TEST(Nvfp4, InCZeroMeansOneAndNegativeZeroZero) {
   EXPECT_EQ(x[5], 1.0F);
 }
 
-// ---- bad input
-// -------------------------------------------------------------------------------------------------------------------
+// ---- bad input ----------------------------------------------------------------------------------------------------
 
 struct LinearInput {
   std::vector<float> x = std::vector<float>(64), y = std::vector<float>(8, 5.0F);

@@ -23,13 +23,12 @@ namespace simd = cpu::nvfp4;
 using cpu::Scratch;
 using hopwell::nvfp4::kBlock;
 
-constexpr std::int64_t kRowTile = 32;    // rows of weights an item takes
-constexpr std::int64_t kDotX = 6144;     // floats of x that stay in the first-level cache while rows of weights pass
-constexpr std::int64_t kMaxDotN = 8;     // rows of x that share a decoded weight
-constexpr std::int64_t kGemmFrom = 32;   // rows of x from which decoding for BLAS pays
-constexpr std::int64_t kGemmTile = 128;  // rows and columns of weights decoded for BLAS at a time: 256 KiB
-constexpr std::int64_t kGemmColumns = 512;
-constexpr std::int64_t kGemmRows = 256;  // rows of x at a time
+constexpr std::int64_t kRowTile = 32;   // rows of weights an item takes
+constexpr std::int64_t kDotX = 6144;    // floats of x that stay in the first-level cache while rows of weights pass
+constexpr std::int64_t kMaxDotN = 8;    // rows of x that share a decoded weight
+constexpr std::int64_t kGemmFrom = 32;  // rows of x from which decoding for BLAS pays
+// Of weights decoded for BLAS at a time, 256 KiB; and of x.
+constexpr std::int64_t kGemmTile = 128, kGemmColumns = 512, kGemmRows = 256;
 
 // Calls function(T*) with a pointer to the view's element type.
 template <class Function>
@@ -71,6 +70,7 @@ std::int64_t tiles(std::int64_t size, std::int64_t tile) { return (size + tile -
 
 std::int64_t padded(std::int64_t k) { return static_cast<std::int64_t>(simd::padded(unsigned_size(k))); }
 
+// A thread's room for the scales of the rows that go together.
 struct DotScratch {
   explicit DotScratch(std::int64_t k)
       : scales(static_cast<std::int64_t>(simd::dot_rows(1) * simd::scale_room(unsigned_size(k)))),
@@ -105,8 +105,7 @@ void dot_tile(const Matrix& matrix, std::int64_t first, std::int64_t count, cons
   }
 }
 
-// ---- nvfp4_gemv
-// --------------------------------------------------------------------------------------------------------------
+// ---- nvfp4_gemv ---------------------------------------------------------------------------------------------------
 
 void launch_gemv(const GemvProblem& p, Stream) {
   const std::size_t k = unsigned_size(p.k);
@@ -138,8 +137,7 @@ void launch_gemv(const GemvProblem& p, Stream) {
       });
 }
 
-// ---- nvfp4_linear
-// ------------------------------------------------------------------------------------------------------------
+// ---- nvfp4_linear -------------------------------------------------------------------------------------------------
 
 double factor_of(const Global& global, bool is_reciprocal) {
   const auto value = static_cast<double>(global.pointer != nullptr ? *global.pointer : global.value);
@@ -241,8 +239,7 @@ void launch_linear(const LinearProblem& p, Stream) {
     linear_by_gemm(p, epilogue);
 }
 
-// ---- nvfp4_quantize, nvfp4_dequantize
-// ------------------------------------------------------------------------------------------
+// ---- nvfp4_quantize, nvfp4_dequantize -----------------------------------------------------------------------------
 
 template <class Body>
 void for_each_row_as_float(const QuantizeProblem& p, Body body) {
