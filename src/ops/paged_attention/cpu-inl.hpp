@@ -64,6 +64,17 @@ class Prefetcher {
   const T *at_, *next_;
 };
 
+// Touches every 4 KiB of the next run, so that its addresses are translated by the time its vectors are asked for: the
+// blocks of a sequence are strangers to each other, and a walk of the page tables takes longer than the read.
+template <class T>
+HWY_INLINE void Translate(const Run<T>& run) {
+  constexpr auto kPage = static_cast<std::int64_t>(4096 / sizeof(T));
+  const CacheStrides& s = run.strides;
+  const std::int64_t span = HWY_MAX(HWY_MAX(run.heads * s.head, run.tokens * s.slot), run.d / s.group * s.group_stride);
+  if (span > 2 * run.heads * run.tokens * run.d) return;  // not one piece of memory
+  for (std::int64_t at = 0; at < span; at += kPage) hwy::Prefetch(run.next + at);
+}
+
 // sums[i] = the sum of the lanes of vi
 template <class D, class V = hn::Vec<D>>
 HWY_INLINE void StoreSums(D d, V v0, V v1, V v2, V v3, float* sums) {
@@ -281,6 +292,7 @@ HWY_INLINE void ForEachPiece(const Run<T>& run, Body body) {
 // logits[head * rows_per_head + row, t] = q[head * rows_per_head + row] . k[head, t]
 template <class T>
 void Score(const Run<T>& run, const Rows& rows, const float* q, float* logits) {
+  Translate(run);
   if (rows.rows_per_head == 1 && run.strides.head < run.strides.slot) return ScoreHeads(run, rows, q, logits);
   ForEachPiece(run, [&](std::int64_t head, std::int64_t t, std::int64_t tokens) {
     const T* k = run.data + head * run.strides.head + t * run.strides.slot;
@@ -297,6 +309,7 @@ void Score(const Run<T>& run, const Rows& rows, const float* q, float* logits) {
 // acc[head * rows_per_head + row] += sum_t p[head * rows_per_head + row, t] * v[head, t]
 template <class T>
 void Accumulate(const Run<T>& run, const Rows& rows, const float* p, float* acc) {
+  Translate(run);
   if (run.strides.group == 1) {
     Prefetcher<T> prefetch(run, run.tokens * run.d * static_cast<std::int64_t>(sizeof(T)));
     for (std::int64_t head = 0; head < run.heads; ++head) {

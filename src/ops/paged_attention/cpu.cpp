@@ -228,12 +228,14 @@ class Worker {
     find_pages(key, keys);
     const Rows rows{std::min(rows_, grouping_.rows_per_head), p_.d, kLdLogits};
     for (std::size_t e = 0; e < extents_.size(); ++e) {
-      score(run_of(p_.k_cache, p_.k, e), rows, q_u_.get(), logits_.get() + extents_[e].at);
+      const T* next = e + 1 < extents_.size() ? first_k(extents_[e + 1]) : first_v(extents_[0]);
+      score(run_of(first_k(extents_[e]), next, p_.k, extents_[e]), rows, q_u_.get(), logits_.get() + extents_[e].at);
     }
     bool all_seen = true;
     for (std::int64_t row = 0; row < rows_; ++row) all_seen &= softmax(row, key, keys);
     for (std::size_t e = 0; e < extents_.size(); ++e) {
-      const Run<T> run = run_of(p_.v_cache, p_.v, e);
+      const T* next = e + 1 < extents_.size() ? first_v(extents_[e + 1]) : first_k(following_);
+      const Run<T> run = run_of(first_v(extents_[e]), next, p_.v, extents_[e]);
       const Rows to{rows.rows_per_head, p_.d * columns_, kLdLogits};
       if (all_seen)
         accumulate(run, to, logits_.get() + extents_[e].at, acc_.get());
@@ -242,27 +244,32 @@ class Worker {
     }
   }
 
+  // The tile's extents, and the one that follows it, as far as it can be told: only a hint.
   void find_pages(std::int64_t key, std::int64_t keys) {
     extents_.clear();
     const std::int32_t* table = p_.block_tables.as<const std::int32_t>() + n_ * p_.block_tables.stride[0];
+    const auto mapped = [&](std::int64_t page) { return page >= 0 && page < p_.blocks; };
     for (std::int64_t at = 0; at < keys;) {
       const std::int64_t slot = (key + at) % p_.block, tokens = std::min(p_.block - slot, keys - at);
       const std::int64_t page = table[(key + at) / p_.block];
-      if (page >= 0 && page < p_.blocks) extents_.push_back({page, slot, at, tokens});
+      if (mapped(page)) extents_.push_back({page, slot, at, tokens});
       at += tokens;
     }
+    const std::int64_t after = key + keys;
+    const std::int64_t page = after < sequence_.last ? table[after / p_.block] : -1;
+    if (!extents_.empty()) following_ = mapped(page) ? Extent{page, after % p_.block, 0, 0} : extents_[0];
   }
 
-  // The first vector of a group's heads in a cache.
+  // The first vector of the group's heads.
+  const T* first_k(const Extent& extent) const { return first(p_.k_cache, p_.k, extent); }
+  const T* first_v(const Extent& extent) const { return first(p_.v_cache, p_.v, extent); }
   const T* first(const View& cache, const CacheStrides& s, const Extent& extent) const {
     const std::int64_t kv_head = row0_ / grouping_.rows_per_head;
     return cache.as<const T>() + extent.page * s.page + kv_head * s.head + extent.slot * s.slot;
   }
-  Run<T> run_of(const View& cache, const CacheStrides& s, std::size_t e) const {
-    const Extent& extent = extents_[e];
-    const T* next = first(cache, s, extents_[std::min(e + 1, extents_.size() - 1)]);
+  Run<T> run_of(const T* data, const T* next, const CacheStrides& s, const Extent& extent) const {
     const std::int64_t heads = (rows_ + grouping_.rows_per_head - 1) / grouping_.rows_per_head;
-    return {first(cache, s, extent), next, s, heads, extent.tokens, p_.d};
+    return {data, next, s, heads, extent.tokens, p_.d};
   }
 
   // Turns a row's dot products into exp(logit - maximum so far), 0 for hidden keys. Returns whether it sees all of the
@@ -400,6 +407,7 @@ class Worker {
   cpu::Scratch<float> q_u_, q_v_, logits_, bias_, acc_, max_;
   cpu::Scratch<double> sum_;
   std::vector<Extent> extents_;
+  Extent following_{};
   Sequence sequence_{};
   std::int64_t n_ = 0, row0_ = 0, rows_ = 0;
 };
