@@ -11,6 +11,8 @@ JOBS ?= $(shell nproc)
 # With a CUDA compiler the CUDA backends are built too; a GPU is only needed to run them.
 PRESET ?= $(if $(shell command -v nvcc),cuda,cpu)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# torch and the library each bring an OpenMP runtime: threads of one that spin while they wait hold up those of the other.
+export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: demo test setup build bench docs format lint clean test-cpp test-python test-install test-asan test-tsan
 .DEFAULT_GOAL := build
@@ -19,7 +21,7 @@ setup:
 	@scripts/setup.sh
 
 build: setup
-	@cmake --preset $(PRESET) --log-level=WARNING
+	@cmake --preset $(PRESET) --log-level=WARNING >/dev/null
 	@cmake --build --preset $(PRESET) --parallel $(JOBS)
 	@$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps .
 
@@ -40,7 +42,7 @@ test-install: build
 
 # The C++ tests once more under the sanitizers: memory and undefined behaviour, and data races.
 test-asan test-tsan: test-%: setup
-	@cmake --preset $* --log-level=WARNING
+	@cmake --preset $* --log-level=WARNING >/dev/null
 	@cmake --build --preset $* --parallel $(JOBS)
 	@ctest --preset $*
 
