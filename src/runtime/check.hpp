@@ -12,6 +12,7 @@
 
 #include <array>
 #include <cstdint>
+#include <cstring>
 #include <initializer_list>
 #include <map>
 #include <string>
@@ -87,6 +88,16 @@ class Checker {
     else fail(argument, expected, to_string(got));
   }
   void finite(std::string_view argument, float value) const;
+  // An enumeration of an argument struct, with values 0 .. last. C callers can put any integer there, and loading one that is none of
+  // its values as an Enum would be undefined.
+  template <class Enum>
+  Enum choice(std::string_view argument, const Enum& given, Enum last, const std::string& expected) const {
+    std::int32_t value = 0;
+    static_assert(sizeof value == sizeof given);
+    std::memcpy(&value, &given, sizeof value);
+    require(value >= 0 && value <= static_cast<std::int32_t>(last), argument, expected, value);
+    return given;
+  }
   [[noreturn]] void fail(std::string_view argument, const std::string& expected, const std::string& got) const;
   // For rules between arguments: `operator: <rule>`.
   void rule(bool holds, const std::string& rule) const;

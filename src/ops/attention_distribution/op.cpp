@@ -1,7 +1,5 @@
 #include "ops/attention_distribution/op.hpp"
 
-#include <cstring>
-
 namespace hopwell {
 namespace ops::attention_distribution {
 namespace {
@@ -16,12 +14,8 @@ Problem check(const AttentionDistributionArgs& args) {
   p.kv = kv;
   p.selection = check_selection(check, args);
   p.lse = check.input("lse", args.lse, {DType::kFloat32}, {"s_q", "h_q"}, Layout::kAny);
-  std::int32_t normalize = 0;  // as an integer: C callers can put anything into an enumeration
-  std::memcpy(&normalize, &args.normalize, sizeof normalize);
-  check.require(normalize == HOPWELL_NORMALIZE_NONE || normalize == HOPWELL_NORMALIZE_L1, "normalize", "none or l1",
-                normalize);
   p.attn = check.output("attn", args.attn, {DType::kFloat32}, {"s_q", "topk"});
-  p.normalize_l1 = normalize == HOPWELL_NORMALIZE_L1;
+  p.normalize_l1 = check.choice("normalize", args.normalize, HOPWELL_NORMALIZE_L1, "none or l1") == HOPWELL_NORMALIZE_L1;
   p.sm_scale = args.sm_scale;
   p.s_q = check["s_q"], p.s_kv = check["s_kv"], p.h_q = check["h_q"], p.d_qk = check["d_qk"], p.topk = check["topk"];
   p.device = check.device();

@@ -64,9 +64,7 @@ CacheStrides strides(const View& cache, hopwell_cache_layout layout) {
 }
 
 void check_caches(Checker& check, const PagedAttentionArgs& args, Problem& p) {
-  check.require(args.layout >= HOPWELL_CACHE_NHD && args.layout <= HOPWELL_CACHE_VLLM, "layout", "nhd, hnd or vllm",
-                static_cast<int>(args.layout));
-  p.layout = args.layout;
+  p.layout = check.choice("layout", args.layout, HOPWELL_CACHE_VLLM, "nhd, hnd or vllm");
   const DTypes dtype = {p.q.dtype};
   if (p.layout == HOPWELL_CACHE_VLLM) {
     const std::int64_t x = 16 / static_cast<std::int64_t>(size_of(p.q.dtype));
@@ -95,12 +93,8 @@ void check_bias(Checker& check, const PagedAttentionArgs& args, Problem& p) {
   if (p.q.dtype != DType::kFloat32) like_q.push_back(p.q.dtype);
   check.rule(args.bias == nullptr || args.r == nullptr, "bias and r exclude each other");
   check.rule(args.pos_bias_v == nullptr || args.r != nullptr, "pos_bias_v needs r");
-  check.require(args.bias_kind == HOPWELL_BIAS_KEY || args.bias_kind == HOPWELL_BIAS_DISTANCE, "bias_kind",
-                "key or distance", static_cast<int>(args.bias_kind));
-  check.require(args.out_of_range >= HOPWELL_OUT_OF_RANGE_ZERO && args.out_of_range <= HOPWELL_OUT_OF_RANGE_NEG_INF,
-                "out_of_range", "zero, clamp or -inf", static_cast<int>(args.out_of_range));
-  p.bias_kind = args.bias_kind;
-  p.out_of_range = args.out_of_range;
+  p.bias_kind = check.choice("bias_kind", args.bias_kind, HOPWELL_BIAS_DISTANCE, "key or distance");
+  p.out_of_range = check.choice("out_of_range", args.out_of_range, HOPWELL_OUT_OF_RANGE_NEG_INF, "zero, clamp or -inf");
   p.post_scale = args.post_scale;
   p.pos_bias_u = check.optional_input("pos_bias_u", args.pos_bias_u, like_q, {"h_q", "d"});
   p.pos_bias_v = check.optional_input("pos_bias_v", args.pos_bias_v, like_q, {"h_q", "d"});
