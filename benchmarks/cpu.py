@@ -36,8 +36,8 @@ SHARES = [
     ("sparse_mla_backward", "production", "share_of_matmul", 0.50),
     ("attention_distribution", "production", "share_of_matmul", 0.60),
     ("nvfp4_linear", "7168x16384", "share_of_read", 0.50),
-    ("paged_attention", "b8_4096_fp32", "share_of_read", 0.50),
-    ("paged_attention", "b8_4096_bf16", "share_of_read", 0.50),
+    ("paged_attention", "b8_ctx4096_h16_d64_fp32", "share_of_read", 0.50),
+    ("paged_attention", "b8_ctx4096_h16_d64_bf16", "share_of_read", 0.50),
 ]
 
 S_Q, S_KV, H_Q, D_QK, D_V, TOPK = 8, 8192, 128, 576, 512, 2048
