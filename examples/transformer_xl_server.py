@@ -207,7 +207,7 @@ def train(plan: Plan, corpus: Corpus, screen: Console) -> TransformerXL:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        shown["figures"] = f"loss {loss.item():.3f}  {target.numel() / watch.read()["seconds"]:,.0f} tokens/s"
+        shown["figures"] = f"loss {loss.item():.3f}  {target.numel() / watch.read()['seconds']:,.0f} tokens/s"
     return model.eval()
 
 
@@ -374,7 +374,7 @@ def serve(plan: Plan, model: TransformerXL, requests: list[Request], screen: Con
                 server.waiting.append(coming.popleft())
             server.step()
         tokens = sum(len(r.generated) for r in requests)
-        shown["figures"] = f"{len(server.running)} running  {tokens / watch.read()["seconds"]:,.0f} tokens/s"
+        shown["figures"] = f"{len(server.running)} running  {tokens / watch.read()['seconds']:,.0f} tokens/s"
     return server, watch.read()["seconds"]
 
 
