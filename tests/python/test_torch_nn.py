@@ -125,7 +125,8 @@ def test_rotation_is_relative() -> None:
 
 
 def test_bfloat16_and_autocast() -> None:
-    dsa, x = make_dsa(), torch.randn(2, 12, D_MODEL)
+    # Every key is selected: rounded scores would choose other keys, and the outputs would differ by whole keys.
+    dsa, x = make_dsa(topk=40), torch.randn(2, 12, D_MODEL)
     expected, _ = dsa(x)
     with torch.autocast("cpu", torch.bfloat16):
         y, loss = dsa(x)
