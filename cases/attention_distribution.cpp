@@ -16,14 +16,18 @@ void normalize_l1(DistributionReference& reference, const SparseMla& p) {
   }
 }
 
-Instance make(Random& random, const SparseMla& p, hopwell_normalize normalize) {
+Instance make(Random& random, const SparseMla& p, hopwell_normalize normalize, bool timed = false) {
   Instance instance;
   const SparseMlaInputs in = add_inputs(instance, random, p);
   Array& lse = add_array(instance, p, "lse", DType::kFloat32, {p.s_q, p.h_q});
   Array& attn = add_array(instance, p, "attn", DType::kFloat32, {p.s_q, p.topk});
-  for_each_query(in, [&](std::int64_t s, const QueryReference& query) {
-    for (std::int64_t h = 0; h < p.h_q; ++h) lse.set(s * p.h_q + h, query.lse[static_cast<std::size_t>(h)]);
-  });
+  if (timed) {
+    fill_typical_lse(lse, random, p);
+  } else {
+    for_each_query(in, [&](std::int64_t s, const QueryReference& query) {
+      for (std::int64_t h = 0; h < p.h_q; ++h) lse.set(s * p.h_q + h, query.lse[static_cast<std::size_t>(h)]);
+    });
+  }
   instance.expect(attn, {.norm = 2e-3});
   instance.reference = [in, normalize, &lse](Instance& self) {
     DistributionReference reference = distribution_reference(in, values_of(lse));
@@ -31,22 +35,24 @@ Instance make(Random& random, const SparseMla& p, hopwell_normalize normalize) {
     self.outputs[0].expected = std::move(reference.attn);
     self.outputs[0].magnitude = std::move(reference.magnitude);
   };
-  instance.call = [in, normalize, &lse, &attn](const char* backend, Stream stream) {
+  instance.call = [in, normalize, &lse, &attn, &workspace = *instance.workspace](const char* backend, Stream stream) {
     const auto length = view_of(in.topk_length), positions = view_of(in.q_positions);
-    hopwell::attention_distribution({.q = in.q->view(),
-                                     .kv = in.kv->view(),
-                                     .indices = in.indices->view(),
-                                     .lse = lse.view(),
-                                     .sm_scale = in.problem.sm_scale,
-                                     .topk_length = pointer(length),
-                                     .q_positions = pointer(positions),
-                                     .has_q_start = in.problem.positions == SparseMla::Positions::kStart,
-                                     .q_start = in.problem.q_start,
-                                     .kv_stride = in.problem.kv_stride,
-                                     .normalize = normalize,
-                                     .attn = attn.view(),
-                                     .backend = backend},
-                                    stream);
+    run_with_workspace<AttentionDistributionArgs>(hopwell::attention_distribution,
+                                                  hopwell::attention_distribution_workspace_bytes, workspace,
+                                                  {.q = in.q->view(),
+                                                   .kv = in.kv->view(),
+                                                   .indices = in.indices->view(),
+                                                   .lse = lse.view(),
+                                                   .sm_scale = in.problem.sm_scale,
+                                                   .topk_length = pointer(length),
+                                                   .q_positions = pointer(positions),
+                                                   .has_q_start = in.problem.positions == SparseMla::Positions::kStart,
+                                                   .q_start = in.problem.q_start,
+                                                   .kv_stride = in.problem.kv_stride,
+                                                   .normalize = normalize,
+                                                   .attn = attn.view(),
+                                                   .backend = backend},
+                                                  stream);
   };
   add_cost(instance, in, p.d_qk);
   return instance;
@@ -55,7 +61,7 @@ Instance make(Random& random, const SparseMla& p, hopwell_normalize normalize) {
 }  // namespace
 
 Suite attention_distribution() {
-  Suite suite{"attention_distribution", {}, sparse_mla_shapes(), {}};
+  Suite suite{"attention_distribution", {}, sparse_mla_shapes(), {}, sparse_mla_device_shapes()};
   for (const auto& [name, problem] : sparse_mla_problems()) {
     suite.cases.push_back(
         {suite.op, name, [p = problem](Random& random) { return make(random, p, HOPWELL_NORMALIZE_NONE); }});
@@ -63,7 +69,7 @@ Suite attention_distribution() {
         {suite.op, name + "_l1", [p = problem](Random& random) { return make(random, p, HOPWELL_NORMALIZE_L1); }});
   }
   suite.bench = [](const Settings& settings, Random& random) {
-    return make(random, sparse_mla_from(settings), HOPWELL_NORMALIZE_NONE);
+    return make(random, sparse_mla_from(settings), HOPWELL_NORMALIZE_NONE, true);
   };
   return suite;
 }

@@ -16,13 +16,20 @@ constexpr auto kGuard = std::byte{0xA5};
 
 DLDataType dlpack_type(DType dtype) {
   switch (dtype) {
-    case DType::kFloat32: return {kDLFloat, 32, 1};
-    case DType::kFloat16: return {kDLFloat, 16, 1};
-    case DType::kBFloat16: return {kDLBfloat, 16, 1};
-    case DType::kInt32: return {kDLInt, 32, 1};
-    case DType::kFloat8E4m3: return {kDlpackFloat8E4m3fn, 8, 1};
-    case DType::kFloat4E2m1x2: return {kDlpackFloat4E2m1fn, 4, 2};
-    default: return {kDLUInt, 8, 1};
+    case DType::kFloat32:
+      return {kDLFloat, 32, 1};
+    case DType::kFloat16:
+      return {kDLFloat, 16, 1};
+    case DType::kBFloat16:
+      return {kDLBfloat, 16, 1};
+    case DType::kInt32:
+      return {kDLInt, 32, 1};
+    case DType::kFloat8E4m3:
+      return {kDlpackFloat8E4m3fn, 8, 1};
+    case DType::kFloat4E2m1x2:
+      return {kDlpackFloat4E2m1fn, 4, 2};
+    default:
+      return {kDLUInt, 8, 1};
   }
 }
 
@@ -56,11 +63,23 @@ Array::Array(std::string name, DType dtype, std::vector<std::int64_t> shape, std
     extent_ = 1;
     for (std::size_t i = 0; i < shape_.size(); ++i) extent_ += (shape_[i] - 1) * strides_[i];
   }
-  memory_.assign(static_cast<std::size_t>(2 * kGuardBytes + extent_ * static_cast<std::int64_t>(size_of(dtype_))), kGuard);
+  memory_.assign(static_cast<std::size_t>(2 * kGuardBytes + extent_ * static_cast<std::int64_t>(size_of(dtype_))),
+                 kGuard);
 }
 
 Tensor Array::view() const {
+  if (device_) return {device_.get() + kGuardBytes, dlpack_type(dtype_), shape_, strides_, {kDLCUDA, 0}};
   return {const_cast<std::byte*>(data()), dlpack_type(dtype_), shape_, strides_};
+}
+
+void Array::to_device() {
+  if (!device_) device_ = cuda::allocate(memory_.size());
+  cuda::copy_to_device(device_.get(), memory_.data(), memory_.size());
+}
+
+void Array::from_device() {
+  cuda::synchronize();
+  cuda::copy_to_host(memory_.data(), device_.get(), memory_.size());
 }
 
 std::byte* Array::data() { return memory_.data() + kGuardBytes; }
@@ -75,27 +94,47 @@ std::int64_t Array::offset(std::int64_t position) const {
 double Array::get(std::int64_t position) const {
   const std::byte* at = data() + offset(position) * static_cast<std::int64_t>(size_of(dtype_));
   switch (dtype_) {
-    case DType::kFloat32: return static_cast<double>(load<float>(at));
-    case DType::kFloat16: return static_cast<double>(to_float(load<float16>(at)));
-    case DType::kBFloat16: return static_cast<double>(to_float(load<bfloat16>(at)));
-    case DType::kInt32: return load<std::int32_t>(at);
-    default: return load<std::uint8_t>(at);
+    case DType::kFloat32:
+      return static_cast<double>(load<float>(at));
+    case DType::kFloat16:
+      return static_cast<double>(to_float(load<float16>(at)));
+    case DType::kBFloat16:
+      return static_cast<double>(to_float(load<bfloat16>(at)));
+    case DType::kInt32:
+      return load<std::int32_t>(at);
+    default:
+      return load<std::uint8_t>(at);
   }
 }
 
 void Array::set(std::int64_t position, double value) {
   std::byte* at = data() + offset(position) * static_cast<std::int64_t>(size_of(dtype_));
   switch (dtype_) {
-    case DType::kFloat32: return store(at, static_cast<float>(value));
-    case DType::kFloat16: return store(at, rounded<float16>(static_cast<float>(value)));
-    case DType::kBFloat16: return store(at, rounded<bfloat16>(static_cast<float>(value)));
-    case DType::kInt32: return store(at, static_cast<std::int32_t>(value));
-    default: return store(at, static_cast<std::uint8_t>(value));
+    case DType::kFloat32:
+      return store(at, static_cast<float>(value));
+    case DType::kFloat16:
+      return store(at, rounded<float16>(static_cast<float>(value)));
+    case DType::kBFloat16:
+      return store(at, rounded<bfloat16>(static_cast<float>(value)));
+    case DType::kInt32:
+      return store(at, static_cast<std::int32_t>(value));
+    default:
+      return store(at, static_cast<std::uint8_t>(value));
   }
 }
 
 Array& Array::fill_normal(Random& random, double scale) {
-  for (std::int64_t i = 0; i < size_; ++i) set(i, scale * random.normal());
+  constexpr std::int64_t kPart = 1 << 20;  // what is larger is filled by all threads, each part from a seed of its own
+  if (size_ <= kPart) {
+    for (std::int64_t i = 0; i < size_; ++i) set(i, scale * random.normal());
+    return *this;
+  }
+  const std::uint64_t seed = random.bits();
+#pragma omp parallel for
+  for (std::int64_t first = 0; first < size_; first += kPart) {
+    Random part(seed + static_cast<std::uint64_t>(first));
+    for (std::int64_t i = first; i < std::min(first + kPart, size_); ++i) set(i, scale * part.normal());
+  }
   return *this;
 }
 
@@ -120,6 +159,28 @@ bool Array::only_elements_differ(const std::vector<std::byte>& memory) const {
   return memory_ == expected;
 }
 
+void* Workspace::of(std::size_t bytes, bool on_device) {
+  const auto size = static_cast<std::int64_t>(bytes);
+  if (memory_ == nullptr || memory_->size() < size || on_device_ != on_device) {
+    memory_ = std::make_unique<Array>("workspace", DType::kUInt8, std::vector{size});
+    std::memset(memory_->data(), 0xFF, bytes);
+    if (on_device) memory_->to_device();
+    on_device_ = on_device;
+  }
+  return memory_->view()->data;
+}
+
+bool Workspace::guards_hold() {
+  if (memory_ == nullptr) return true;
+  if (on_device_) memory_->from_device();
+  const Array untouched("workspace", DType::kUInt8, memory_->shape());
+  return memory_->only_elements_differ(untouched.memory());
+}
+
+void Instance::place_for(const std::string& backend) {
+  for (Array& array : arrays) cuda::runs(backend) ? array.to_device() : array.leave_device();
+}
+
 std::int64_t number(const Settings& settings, const std::string& key) {
   const auto at = settings.find(key);
   if (at == settings.end()) throw std::invalid_argument("shape has no setting '" + key + "'");
@@ -140,7 +201,8 @@ Comparison compare(const Output& output) {
   Comparison result{.output = output.array->name(), .failure = {}};
   const Array& array = *output.array;
   const auto count = array.size();
-  if (static_cast<std::int64_t>(output.expected.size()) != count) throw std::logic_error(array.name() + ": reference has the wrong size");
+  if (static_cast<std::int64_t>(output.expected.size()) != count)
+    throw std::logic_error(array.name() + ": reference has the wrong size");
   double error2 = 0, reference2 = 0, slack2 = 0;
   const auto fail = [&](std::int64_t i, const std::string& what) {
     if (result.failure.empty()) result.failure = array.name() + "[" + std::to_string(i) + "] " + what;
@@ -148,7 +210,8 @@ Comparison compare(const Output& output) {
   for (std::int64_t i = 0; i < count; ++i) {
     const double got = array.get(i), expected = output.expected[static_cast<std::size_t>(i)];
     const std::string pair = std::to_string(got) + ", expected " + std::to_string(expected);
-    if (std::isnan(got) != std::isnan(expected) || std::isinf(got) != std::isinf(expected) || (std::isinf(got) && got != expected)) {
+    if (std::isnan(got) != std::isnan(expected) || std::isinf(got) != std::isinf(expected) ||
+        (std::isinf(got) && got != expected)) {
       fail(i, "is " + pair);
     }
     if (output.tolerance.exact && !std::isnan(expected) && got != expected) fail(i, "is " + pair + " exactly");
@@ -165,7 +228,8 @@ Comparison compare(const Output& output) {
   result.norm_error = reference2 > 0 ? error / std::sqrt(reference2) : std::numeric_limits<double>::infinity();
   result.worst = std::max(result.worst, error / bound);
   if (error > bound && result.failure.empty()) {
-    result.failure = array.name() + ": norm-wise error " + std::to_string(result.norm_error) + ", bound " + std::to_string(bound / std::sqrt(reference2));
+    result.failure = array.name() + ": norm-wise error " + std::to_string(result.norm_error) + ", bound " +
+                     std::to_string(bound / std::sqrt(reference2));
   }
   return result;
 }
@@ -179,14 +243,19 @@ Report run(const Case& c, const std::string& backend, std::uint64_t seed) {
   std::vector<std::vector<std::byte>> before;
   for (const Array& array : instance.arrays) before.push_back(array.memory());
   const auto written = [&](const Array& array) {
-    return std::any_of(instance.outputs.begin(), instance.outputs.end(), [&](const Output& output) { return output.array == &array; });
+    return std::any_of(instance.outputs.begin(), instance.outputs.end(),
+                       [&](const Output& output) { return output.array == &array; });
   };
 
   Report report;
   std::vector<std::vector<std::byte>> first;
   for (const bool again : {false, true}) {
     try {
+      instance.place_for(backend);
       instance.call(backend.c_str(), nullptr);
+      if (cuda::runs(backend))
+        for (Array& array : instance.arrays) array.from_device();
+      if (!instance.workspace->guards_hold()) report.failures.emplace_back("memory outside the workspace was written");
     } catch (const Error& error) {
       report.unsupported = error.status() == HOPWELL_UNSUPPORTED;
       report.failures.emplace_back(error.what());
@@ -198,19 +267,22 @@ Report run(const Case& c, const std::string& backend, std::uint64_t seed) {
         if (array.memory() != before[i]) report.failures.push_back(array.name() + ": an input was changed");
         continue;
       }
-      if (!array.only_elements_differ(before[i])) report.failures.push_back(array.name() + ": memory outside the tensor was written");
+      if (!array.only_elements_differ(before[i]))
+        report.failures.push_back(array.name() + ": memory outside the tensor was written");
       if (again && instance.repeatable && array.memory() != first[i]) {
         report.failures.push_back(array.name() + ": a second call gave other bits");
       }
     }
     if (again) break;
     if (instance.verify) {
-      if (std::string failure = instance.verify(instance); !failure.empty()) report.failures.push_back(std::move(failure));
+      if (std::string failure = instance.verify(instance); !failure.empty())
+        report.failures.push_back(std::move(failure));
     }
     for (const Output& output : instance.outputs) {
       if (instance.verify && output.expected.empty()) continue;
       report.comparisons.push_back(compare(output));
-      if (const std::string& failure = report.comparisons.back().failure; !failure.empty()) report.failures.push_back(failure);
+      if (const std::string& failure = report.comparisons.back().failure; !failure.empty())
+        report.failures.push_back(failure);
     }
     for (std::size_t i = 0; i < instance.arrays.size(); ++i) {
       first.push_back(instance.arrays[i].memory());

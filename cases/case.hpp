@@ -1,5 +1,5 @@
-// Case descriptions: inputs, float64 reference, tolerance, FLOPs and bytes of one operator call. The C++ tests, `hopwell check` and
-// `hopwell bench` all run these, on every backend there is.
+// Case descriptions: inputs, float64 reference, tolerance, FLOPs and bytes of one operator call. The C++ tests,
+// `hopwell check` and `hopwell bench` all run these, on every backend there is.
 #pragma once
 
 #include <hopwell/hopwell.hpp>
@@ -9,10 +9,12 @@
 #include <functional>
 #include <limits>
 #include <map>
+#include <memory>
 #include <random>
 #include <string>
 #include <vector>
 
+#include "cuda.hpp"
 #include "runtime/dtype.hpp"
 
 namespace hopwell::cases {
@@ -22,21 +24,25 @@ class Random {
  public:
   explicit Random(std::uint64_t seed) : engine_(seed) {}
   std::uint64_t bits() { return engine_(); }
-  double uniform() { return static_cast<double>(engine_() >> 11) * 0x1p-53; }                  // [0, 1)
-  double normal();                                                                             // mean 0, variance 1
-  std::int64_t below(std::int64_t n) { return static_cast<std::int64_t>(uniform() * static_cast<double>(n)); }  // [0, n)
+  double uniform() { return static_cast<double>(engine_() >> 11) * 0x1p-53; }  // [0, 1)
+  double normal();                                                             // mean 0, variance 1
+  std::int64_t below(std::int64_t n) {
+    return static_cast<std::int64_t>(uniform() * static_cast<double>(n));
+  }  // [0, n)
 
  private:
   std::mt19937_64 engine_;
 };
 
-// A tensor of a case: memory with guard zones around it, any strides. Elements are read and written as double, rounded to the dtype.
+// A tensor of a case: memory with guard zones around it, any strides. Elements are read and written as double, rounded
+// to the dtype, in host memory; a copy on the device comes and goes with to_device and from_device.
 class Array {
  public:
-  // Row-major unless strides (in elements, non-negative) are given. Gaps between strided elements and the guards hold a pattern.
+  // Row-major unless strides (in elements, non-negative) are given. Gaps between strided elements and the guards hold a
+  // pattern.
   Array(std::string name, DType dtype, std::vector<std::int64_t> shape, std::vector<std::int64_t> strides = {});
 
-  [[nodiscard]] Tensor view() const;
+  [[nodiscard]] Tensor view() const;  // of the copy on the device while there is one
   [[nodiscard]] const std::string& name() const { return name_; }
   [[nodiscard]] DType dtype() const { return dtype_; }
   [[nodiscard]] const std::vector<std::int64_t>& shape() const { return shape_; }
@@ -57,17 +63,43 @@ class Array {
   void restore(const std::vector<std::byte>& memory) { memory_ = memory; }
   [[nodiscard]] bool only_elements_differ(const std::vector<std::byte>& memory) const;
 
+  void to_device();    // copies all of the memory, guards and gaps included, to the device
+  void from_device();  // and back, once all work there is done
+  void leave_device() { device_.reset(); }
+
  private:
   std::string name_;
   DType dtype_;
   std::vector<std::int64_t> shape_, strides_;
   std::int64_t size_ = 1, extent_ = 0;  // elements; span from first to last, in elements
   std::vector<std::byte> memory_;
+  std::shared_ptr<std::byte> device_;
 };
 
-// How far a result may be from its reference. An element passes if |x - ref| <= max(absolute, relative * |ref|) + slack, and the
-// whole if ||x - ref|| <= norm * ||ref|| + ||slack||, where slack = 2^-21 * (the same sum with absolute values), for results that cancel.
-// NaN and +-inf must be at exactly the same places; `exact` compares values only.
+// The scratch that an operator asked for, with guard zones, where its tensors are; it holds NaN, whatever type it is
+// read as.
+class Workspace {
+ public:
+  void* of(std::size_t bytes, bool on_device);
+  [[nodiscard]] bool guards_hold();
+
+ private:
+  std::unique_ptr<Array> memory_;
+  bool on_device_ = false;
+};
+
+// Runs an operator with the workspace it asks for.
+template <class Args>
+void run_with_workspace(void (*op)(const Args&, Stream), std::size_t (*workspace_bytes)(const Args&),
+                        Workspace& workspace, Args args, Stream stream) {
+  args.workspace_bytes = workspace_bytes(args);
+  args.workspace = args.workspace_bytes == 0 ? nullptr : workspace.of(args.workspace_bytes, cuda::runs(args.backend));
+  op(args, stream);
+}
+
+// How far a result may be from its reference. An element passes if |x - ref| <= max(absolute, relative * |ref|) +
+// slack, and the whole if ||x - ref|| <= norm * ||ref|| + ||slack||, where slack = 2^-21 * (the same sum with absolute
+// values), for results that cancel. NaN and +-inf must be at exactly the same places; `exact` compares values only.
 struct Tolerance {
   double norm = std::numeric_limits<double>::infinity();
   double absolute = std::numeric_limits<double>::infinity(), relative = 0;
@@ -77,9 +109,9 @@ struct Tolerance {
 struct Output {
   Array* array = nullptr;
   Tolerance tolerance;
-  std::vector<double> expected;       // row-major; filled by Instance::reference
-  std::vector<double> magnitude;      // the same sums with absolute values; may stay empty
-  bool accumulates = false;           // the operator adds into what is there
+  std::vector<double> expected;   // row-major; filled by Instance::reference
+  std::vector<double> magnitude;  // the same sums with absolute values; may stay empty
+  bool accumulates = false;       // the operator adds into what is there
 };
 
 // One operator call on concrete data.
@@ -89,16 +121,22 @@ struct Instance {
   Instance& operator=(Instance&&) = default;
   std::deque<Array> arrays;  // a deque: outputs and closures point into it
   std::deque<Output> outputs;
+  std::unique_ptr<Workspace> workspace = std::make_unique<Workspace>();
   std::function<void(const char* backend, Stream stream)> call;
   std::function<void(Instance&)> reference;  // fills expected and magnitude of every output
-  // Judges results that have more than one right value, such as a choice among nearly equal scores: "" or what is wrong. Outputs for
-  // which `reference` left no expected values are this function's alone. Optional.
+  // Judges results that have more than one right value, such as a choice among nearly equal scores: "" or what is
+  // wrong. Outputs for which `reference` left no expected values are this function's alone. Optional.
   std::function<std::string(const Instance&)> verify;
-  bool repeatable = true;    // same inputs, same bits
-  double flops = 0, bytes = 0;  // the operator's work, and the least memory traffic: each input read once, each output written once
+  bool repeatable = true;  // same inputs, same bits
+  double flops = 0,
+         bytes =
+             0;  // the operator's work, and the least memory traffic: each input read once, each output written once
 
   Array& add(Array array) { return arrays.emplace_back(std::move(array)); }
-  Output& expect(Array& array, const Tolerance& tolerance) { return outputs.emplace_back(Output{&array, tolerance, {}, {}}); }
+  Output& expect(Array& array, const Tolerance& tolerance) {
+    return outputs.emplace_back(Output{&array, tolerance, {}, {}});
+  }
+  void place_for(const std::string& backend);  // all arrays on the device, or none, as the backend takes them
 };
 
 struct Case {
@@ -110,12 +148,14 @@ struct Case {
 using Settings = std::map<std::string, std::string>;
 std::int64_t number(const Settings& settings, const std::string& key);
 
-// Everything about one operator. `shapes` are named benchmark shapes; `bench` makes an instance from complete settings.
+// Everything about one operator. `shapes` are named benchmark shapes, `device_shapes` those that want a GPU; `bench`
+// makes an instance from complete settings.
 struct Suite {
   std::string op;
   std::vector<Case> cases;
   std::vector<std::pair<std::string, Settings>> shapes;
   std::function<Instance(const Settings& settings, Random& random)> bench;
+  std::vector<std::pair<std::string, Settings>> device_shapes = {};
 };
 
 const std::vector<Suite>& suites();  // all operators, in the order of OPERATORS
@@ -123,19 +163,20 @@ const std::vector<Suite>& suites();  // all operators, in the order of OPERATORS
 // The error of one output against its reference.
 struct Comparison {
   std::string output;
-  double norm_error = 0;   // ||x - ref|| / ||ref||
-  double worst = 0;        // largest |x - ref| as a share of its bound; passes up to 1
-  std::string failure;     // "" or what is wrong
+  double norm_error = 0;  // ||x - ref|| / ||ref||
+  double worst = 0;       // largest |x - ref| as a share of its bound; passes up to 1
+  std::string failure;    // "" or what is wrong
 };
 Comparison compare(const Output& output);
 
 struct Report {
   std::vector<Comparison> comparisons;
-  std::vector<std::string> failures;   // all that is wrong, ready to print; empty: the case holds
-  bool unsupported = false;            // the backend said it does not run this; `failures` then says why
+  std::vector<std::string> failures;  // all that is wrong, ready to print; empty: the case holds
+  bool unsupported = false;           // the backend said it does not run this; `failures` then says why
 };
 
-// Runs a case on a backend: outputs poisoned, canaries checked, inputs unchanged, results against float64, twice with the same bits.
+// Runs a case on a backend: outputs poisoned, canaries checked, inputs unchanged, results against float64, twice with
+// the same bits.
 Report run(const Case& c, const std::string& backend, std::uint64_t seed);
 
 }  // namespace hopwell::cases

@@ -21,6 +21,13 @@ void fill_indices(Array& indices, Random& random, const SparseMla& p) {
   const auto invalid = [&] {
     return pick<std::int64_t>(random, {INT32_MIN, -123456, -1, p.s_kv, p.s_kv + 1, INT32_MAX});
   };
+  std::vector<std::int64_t> keys(static_cast<std::size_t>(p.s_kv));  // some permutation of all
+  std::iota(keys.begin(), keys.end(), 0);
+  const auto another = [&](std::int64_t i) -> std::int64_t {  // one that entries before i do not have
+    if (i >= p.s_kv) return -1;
+    std::swap(keys[static_cast<std::size_t>(i)], keys[static_cast<std::size_t>(i + random.below(p.s_kv - i))]);
+    return keys[static_cast<std::size_t>(i)];
+  };
   for (std::int64_t s = 0; s < p.s_q; ++s) {
     std::vector<std::int64_t> row(static_cast<std::size_t>(p.topk));
     for (std::size_t i = 0; i < row.size(); ++i) {
@@ -41,14 +48,14 @@ void fill_indices(Array& indices, Random& random, const SparseMla& p) {
           row[i] = i % 2 == 1 ? row[i - 1] : any();
           break;
         case SparseMla::Indices::kAscending:
-          row[i] = any();
+        case SparseMla::Indices::kDistinct:
+          row[i] = another(static_cast<std::int64_t>(i));
           break;
       }
     }
     if (p.indices == SparseMla::Indices::kAscending) {
-      std::sort(row.begin(), row.end());
-      row.erase(std::unique(row.begin(), row.end()), row.end());
-      row.resize(static_cast<std::size_t>(p.topk), -1);
+      const auto present = std::find(row.begin(), row.end(), -1);
+      std::sort(row.begin(), present);
     }
     for (std::size_t i = 0; i < row.size(); ++i)
       indices.set(s * p.topk + static_cast<std::int64_t>(i), static_cast<double>(row[i]));
@@ -326,7 +333,7 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_problems() {
 
 std::vector<std::pair<std::string, Settings>> sparse_mla_shapes() {
   const Settings production = {{"dtype", "bf16"}, {"s_q", "16"},   {"s_kv", "8192"}, {"h_q", "128"},
-                               {"topk", "2048"},  {"d_qk", "576"}, {"d_v", "512"}};
+                               {"topk", "2048"},  {"d_qk", "576"}, {"d_v", "512"},   {"ascending", "0"}};
   const auto with = [](Settings settings, const Settings& changes) {
     for (const auto& [key, value] : changes) settings[key] = value;
     return settings;
@@ -344,18 +351,37 @@ std::vector<std::pair<std::string, Settings>> sparse_mla_shapes() {
                                       {"d_v", "48"}})}};
 }
 
+std::vector<std::pair<std::string, Settings>> sparse_mla_device_shapes() {
+  std::vector<std::pair<std::string, Settings>> shapes;
+  for (const char* heads : {"128", "64"}) {
+    for (const int thousands : {8, 32, 64, 128}) {
+      Settings settings = sparse_mla_shapes().front().second;
+      settings["s_q"] = "4096", settings["h_q"] = heads, settings["s_kv"] = std::to_string(1024 * thousands);
+      shapes.emplace_back("h" + std::string(heads) + "-" + std::to_string(thousands) + "k", settings);
+    }
+  }
+  return shapes;
+}
+
+void fill_typical_lse(Array& lse, Random& random, const SparseMla& problem) {
+  const double mean = std::log(static_cast<double>(std::max<std::int64_t>(problem.topk, 1))) + 0.5;
+  for (std::int64_t i = 0; i < lse.size(); ++i) lse.set(i, mean + 0.1 * random.normal());
+}
+
 SparseMla sparse_mla_from(const Settings& settings) {
   const std::string& dtype = settings.at("dtype");
   if (dtype != "bf16" && dtype != "fp32")
     throw std::invalid_argument("setting 'dtype' must be bf16 or fp32; got '" + dtype + "'");
-  SparseMla p{.dtype = dtype == "bf16" ? DType::kBFloat16 : DType::kFloat32,
-              .s_q = number(settings, "s_q"),
-              .s_kv = number(settings, "s_kv"),
-              .h_q = number(settings, "h_q"),
-              .d_qk = number(settings, "d_qk"),
-              .d_v = number(settings, "d_v"),
-              .topk = number(settings, "topk"),
-              .nan_elsewhere = false};
+  SparseMla p{
+      .dtype = dtype == "bf16" ? DType::kBFloat16 : DType::kFloat32,
+      .s_q = number(settings, "s_q"),
+      .s_kv = number(settings, "s_kv"),
+      .h_q = number(settings, "h_q"),
+      .d_qk = number(settings, "d_qk"),
+      .d_v = number(settings, "d_v"),
+      .topk = number(settings, "topk"),
+      .indices = number(settings, "ascending") != 0 ? SparseMla::Indices::kAscending : SparseMla::Indices::kDistinct,
+      .nan_elsewhere = false};
   p.sm_scale = static_cast<float>(1 / std::sqrt(static_cast<double>(std::max<std::int64_t>(p.d_qk, 1))));
   p.q_size = 1;
   return p;

@@ -25,7 +25,8 @@ struct SparseMla {
     kEmptyRows,  // every second row holds nothing valid
     kHot,        // all the same key
     kTwice,      // neighbours are equal
-    kAscending   // as the lightning indexer gives them: ascending, then -1
+    kAscending,  // as the lightning indexer gives them: ascending, then -1
+    kDistinct    // all different, in random order, then -1
   } indices = Indices::kAny;
   enum class Sink { kNone, kAny, kExtreme } sink = Sink::kNone;  // extreme: 0, +-inf, +-1e38 in turn
   bool lengths = false;                                          // topk_length below 0, 0 ... topk, beyond
@@ -39,9 +40,14 @@ struct SparseMla {
 // Names for the cases that all three operators run, and their problems.
 std::vector<std::pair<std::string, SparseMla>> sparse_mla_problems();
 
-// The shapes of OPERATORS' speed bars, and a problem from such settings.
+// Benchmark shapes; those of training steps, named by heads and keys, which want a GPU; and a problem from such
+// settings.
 std::vector<std::pair<std::string, Settings>> sparse_mla_shapes();
+std::vector<std::pair<std::string, Settings>> sparse_mla_device_shapes();
 SparseMla sparse_mla_from(const Settings& settings);
+
+// What a forward gives on average for inputs of variance 1 and sm_scale d_qk^-0.5, with some spread.
+void fill_typical_lse(Array& lse, Random& random, const SparseMla& problem);
 
 // Inputs of one problem, in the instance. Optional ones are null where absent.
 struct SparseMlaInputs {

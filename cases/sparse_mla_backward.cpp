@@ -112,31 +112,43 @@ void set_expected(Instance& instance, const Arrays& a) {
   }
 }
 
-void call(const Arrays& a, const char* backend, Stream stream) {
+void call(const Arrays& a, Workspace& workspace, const char* backend, Stream stream) {
   const auto sink = view_of(a.in.attn_sink), length = view_of(a.in.topk_length), positions = view_of(a.in.q_positions);
   const auto dq = view_of(a.dq), dkv = view_of(a.dkv), d_sink = view_of(a.d_sink), attn = view_of(a.attn);
-  hopwell::sparse_mla_backward({.d_out = a.d_out->view(),
-                                .q = a.in.q->view(),
-                                .kv = a.in.kv->view(),
-                                .indices = a.in.indices->view(),
-                                .out = a.out->view(),
-                                .lse = a.lse->view(),
-                                .sm_scale = a.in.problem.sm_scale,
-                                .d_v = a.in.problem.d_v,
-                                .attn_sink = pointer(sink),
-                                .topk_length = pointer(length),
-                                .q_positions = pointer(positions),
-                                .has_q_start = a.in.problem.positions == SparseMla::Positions::kStart,
-                                .q_start = a.in.problem.q_start,
-                                .kv_stride = a.in.problem.kv_stride,
-                                .deterministic = a.options.deterministic,
-                                .accumulate = a.options.accumulate,
-                                .dq = pointer(dq),
-                                .dkv = pointer(dkv),
-                                .d_sink = pointer(d_sink),
-                                .attn = pointer(attn),
-                                .backend = backend},
-                               stream);
+  run_with_workspace<SparseMlaBackwardArgs>(hopwell::sparse_mla_backward, hopwell::sparse_mla_backward_workspace_bytes,
+                                            workspace,
+                                            {.d_out = a.d_out->view(),
+                                             .q = a.in.q->view(),
+                                             .kv = a.in.kv->view(),
+                                             .indices = a.in.indices->view(),
+                                             .out = a.out->view(),
+                                             .lse = a.lse->view(),
+                                             .sm_scale = a.in.problem.sm_scale,
+                                             .d_v = a.in.problem.d_v,
+                                             .attn_sink = pointer(sink),
+                                             .topk_length = pointer(length),
+                                             .q_positions = pointer(positions),
+                                             .has_q_start = a.in.problem.positions == SparseMla::Positions::kStart,
+                                             .q_start = a.in.problem.q_start,
+                                             .kv_stride = a.in.problem.kv_stride,
+                                             .deterministic = a.options.deterministic,
+                                             .accumulate = a.options.accumulate,
+                                             .dq = pointer(dq),
+                                             .dkv = pointer(dkv),
+                                             .d_sink = pointer(d_sink),
+                                             .attn = pointer(attn),
+                                             .backend = backend},
+                                            stream);
+}
+
+// out and lse of the size that a forward gives for these inputs.
+void add_typical_results(Instance& instance, Random& random, Arrays& a) {
+  const SparseMla& p = a.in.problem;
+  const double size = 1 / std::sqrt(static_cast<double>(std::max<std::int64_t>(p.topk, 1)));
+  a.out = &add_array(instance, p, "out", p.dtype, {p.s_q, p.h_q, p.d_v}).fill_normal(random, size);
+  a.lse = &add_array(instance, p, "lse", DType::kFloat32, {p.s_q, p.h_q});
+  fill_typical_lse(*a.lse, random, p);
+  a.d_out = &add_array(instance, p, "d_out", p.dtype, {p.s_q, p.h_q, p.d_v}).fill_normal(random);
 }
 
 // out and lse as a forward would have given them: rounded to their types.
@@ -155,12 +167,16 @@ void add_forward_results(Instance& instance, Random& random, Arrays& a) {
   }
 }
 
-Instance make(Random& random, const SparseMla& p, const Options& options) {
+// A timed instance is one without a reference: its shapes are too large for float64.
+Instance make(Random& random, const SparseMla& p, const Options& options, bool timed = false) {
   Instance instance;
   Arrays a;
   a.in = add_inputs(instance, random, p);
   a.options = options;
-  add_forward_results(instance, random, a);
+  if (timed)
+    add_typical_results(instance, random, a);
+  else
+    add_forward_results(instance, random, a);
   const Tolerance gradient{.norm = p.dtype == DType::kFloat32 && options.dkv_dtype == DType::kFloat32 ? 1e-4 : 4e-3};
   if (options.dq) instance.expect(*(a.dq = &add_array(instance, p, "dq", p.dtype, {p.s_q, p.h_q, p.d_qk})), gradient);
   if (options.dkv) {
@@ -174,7 +190,9 @@ Instance make(Random& random, const SparseMla& p, const Options& options) {
     instance.expect(*(a.attn = &add_array(instance, p, "attn", DType::kFloat32, {p.s_q, p.topk})), {.norm = 2e-3});
   instance.repeatable = options.deterministic;
   instance.reference = [a](Instance& self) { set_expected(self, a); };
-  instance.call = [a](const char* backend, Stream stream) { call(a, backend, stream); };
+  instance.call = [a, &workspace = *instance.workspace](const char* backend, Stream stream) {
+    call(a, workspace, backend, stream);
+  };
   add_cost(instance, a.in,
            (options.dq || options.dkv ? p.d_qk + p.d_v : p.d_qk) + (options.dq ? p.d_qk : 0) +
                (options.dkv ? p.d_qk + p.d_v : 0));
@@ -184,7 +202,7 @@ Instance make(Random& random, const SparseMla& p, const Options& options) {
 }  // namespace
 
 Suite sparse_mla_backward() {
-  Suite suite{"sparse_mla_backward", {}, sparse_mla_shapes(), {}};
+  Suite suite{"sparse_mla_backward", {}, sparse_mla_shapes(), {}, sparse_mla_device_shapes()};
   const auto add = [&](const std::string& name, const SparseMla& problem, const Options& options) {
     suite.cases.push_back(
         {suite.op, name, [problem, options](Random& random) { return make(random, problem, options); }});
@@ -203,8 +221,11 @@ Suite sparse_mla_backward() {
     add(std::string("accumulate") + name, problem, {.accumulate = true});
     add(std::string("not_deterministic") + name, problem, {.deterministic = false});
   }
+  for (auto* shapes : {&suite.shapes, &suite.device_shapes})
+    for (auto& [name, settings] : *shapes) settings["deterministic"] = "0";
   suite.bench = [](const Settings& settings, Random& random) {
-    return make(random, sparse_mla_from(settings), {.d_sink = false, .attn = false, .deterministic = false});
+    return make(random, sparse_mla_from(settings),
+                {.d_sink = false, .attn = false, .deterministic = number(settings, "deterministic") != 0}, true);
   };
   return suite;
 }

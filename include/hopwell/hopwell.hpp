@@ -17,6 +17,7 @@
 
 #include <cstddef>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace hopwell {
@@ -76,6 +77,8 @@ HOPWELL_API std::string explain(const LightningIndexerBackwardArgs& args);
 
 // Names of the backends that this build has and this machine can run, best first; always ends with the emulated ones, if any.
 HOPWELL_API std::vector<std::string> backends();
+// The same of those that have a kernel for the operator; none for an unknown operator.
+HOPWELL_API std::vector<std::string> backends(std::string_view operator_name);
 
 // One entry a backend the library knows, present or not: {name, what it needs, "" or why it cannot run here}.
 struct BackendInfo {

@@ -27,6 +27,11 @@ std::set<std::string>& built_backends() {
   return names;
 }
 
+std::map<std::string, std::set<std::string> (*)(), std::less<>>& operators() {
+  static std::map<std::string, std::set<std::string> (*)(), std::less<>> all;
+  return all;
+}
+
 const KnownBackend& known_backend(std::string_view operator_name, std::string_view name) {
   std::string names;
   for (const KnownBackend& known : known_backends()) {
@@ -55,7 +60,8 @@ std::string missing_on_device(const KnownBackend& known, const DLDevice& device)
   if (device.device_id < 0 || index >= devices.size()) return "no such device";
   const int capability = devices[index].compute_capability;
   if (capability >= known.min_capability && capability <= known.max_capability) return "";
-  return to_string(device) + " has compute capability " + std::to_string(capability / 10) + "." + std::to_string(capability % 10);
+  return to_string(device) + " has compute capability " + std::to_string(capability / 10) + "." +
+         std::to_string(capability % 10);
 }
 
 std::string explain_rows(const std::vector<std::pair<const KnownBackend*, Support>>& rows) {
@@ -118,6 +124,14 @@ std::vector<std::string> backends() {
   std::vector<std::string> names;
   for (const BackendInfo& info : backend_info())
     if (info.missing.empty()) names.push_back(info.name);
+  return names;
+}
+
+std::vector<std::string> backends(std::string_view operator_name) {
+  const auto found = runtime::operators().find(operator_name);
+  if (found == runtime::operators().end()) return {};
+  std::vector<std::string> names = backends();
+  std::erase_if(names, [built = found->second()](const std::string& name) { return !built.contains(name); });
   return names;
 }
 

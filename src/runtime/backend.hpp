@@ -11,6 +11,8 @@
 #include <hopwell/hopwell.hpp>
 
 #include <cstddef>
+#include <functional>
+#include <map>
 #include <new>
 #include <set>
 #include <string>
@@ -27,7 +29,8 @@ struct Support {
   static Support no(std::string why) { return {false, std::move(why)}; }
 };
 
-// `Problem` is the operator's checked arguments as plain data. Functions may rely on everything that the operator's check() ensures.
+// `Problem` is the operator's checked arguments as plain data. Functions may rely on everything that the operator's
+// check() ensures.
 template <class Problem>
 struct Backend {
   const char* name;
@@ -44,6 +47,21 @@ std::vector<Backend<Problem>>& table() {
 
 std::set<std::string>& built_backends();  // names of all backends registered, for any operator
 
+// Operators by name, each with what lists the names in its table.
+std::map<std::string, std::set<std::string> (*)(), std::less<>>& operators();
+
+// An operator enters by an object at namespace scope: `const runtime::Operator<Problem> entry{"sparse_mla_forward"};`
+template <class Problem>
+struct Operator {
+  explicit Operator(const char* name) {
+    operators()[name] = [] {
+      std::set<std::string> names;
+      for (const Backend<Problem>& backend : table<Problem>()) names.insert(backend.name);
+      return names;
+    };
+  }
+};
+
 template <class Problem>
 struct Registration {
   explicit Registration(const Backend<Problem>& backend) {
@@ -55,18 +73,19 @@ struct Registration {
 // A backend the library knows of, in order of preference.
 struct KnownBackend {
   const char* name;
-  const char* needs;           // "a Hopper GPU (compute capability 9.0)"
-  bool host;                   // runs on host tensors
-  int min_capability;          // of a CUDA device, 0 for the host
+  const char* needs;   // "a Hopper GPU (compute capability 9.0)"
+  bool host;           // runs on host tensors
+  int min_capability;  // of a CUDA device, 0 for the host
   int max_capability;
-  bool automatic;              // may be chosen without being named
+  bool automatic;  // may be chosen without being named
 };
 const std::vector<KnownBackend>& known_backends();
 
 // "" if the machine and the device of the tensors have what the backend needs, else why not: "no such device".
 std::string missing_on_device(const KnownBackend& known, const DLDevice& device);
 std::string missing_on_machine(const KnownBackend& known);
-const KnownBackend& known_backend(std::string_view operator_name, std::string_view name);  // throws naming the good ones
+const KnownBackend& known_backend(std::string_view operator_name,
+                                  std::string_view name);  // throws naming the good ones
 
 // Why each backend would or would not run the problem, in order of preference; ok for those that would.
 template <class Problem>
@@ -76,9 +95,12 @@ std::vector<std::pair<const KnownBackend*, Support>> survey(const Problem& probl
     const auto& backends = table<Problem>();
     auto at = backends.begin();
     while (at != backends.end() && std::string_view(at->name) != known.name) ++at;
-    if (const std::string why = missing_on_device(known, problem.device); !why.empty()) rows.emplace_back(&known, Support::no(why));
-    else if (at == backends.end()) rows.emplace_back(&known, Support::no("no kernel for this operator"));
-    else rows.emplace_back(&known, at->supports(problem));
+    if (const std::string why = missing_on_device(known, problem.device); !why.empty())
+      rows.emplace_back(&known, Support::no(why));
+    else if (at == backends.end())
+      rows.emplace_back(&known, Support::no("no kernel for this operator"));
+    else
+      rows.emplace_back(&known, at->supports(problem));
   }
   return rows;
 }
@@ -86,7 +108,8 @@ std::vector<std::pair<const KnownBackend*, Support>> survey(const Problem& probl
 [[noreturn]] void fail_unsupported(std::string_view operator_name, const std::string& reasons);
 std::string explain_rows(const std::vector<std::pair<const KnownBackend*, Support>>& rows);
 
-// The backend that runs the problem: the one asked for, or the best. Throws HOPWELL_UNSUPPORTED with the reasons if there is none.
+// The backend that runs the problem: the one asked for, or the best. Throws HOPWELL_UNSUPPORTED with the reasons if
+// there is none.
 template <class Problem>
 const Backend<Problem>& choose(std::string_view operator_name, const Problem& problem, const char* requested) {
   if (requested != nullptr) static_cast<void>(known_backend(operator_name, requested));
@@ -105,7 +128,8 @@ const Backend<Problem>& choose(std::string_view operator_name, const Problem& pr
 void check_workspace(std::string_view operator_name, std::size_t needed, const void* workspace, std::size_t given);
 [[noreturn]] void fail_out_of_memory(std::string_view operator_name);
 
-// Runs the problem, which carries `device`, `workspace` and `workspace_bytes`, on the backend asked for or the best one.
+// Runs the problem, which carries `device`, `workspace` and `workspace_bytes`, on the backend asked for or the best
+// one.
 template <class Problem>
 void run(std::string_view operator_name, const Problem& problem, const char* requested, Stream stream) {
   const Backend<Problem>& backend = choose(operator_name, problem, requested);
@@ -127,7 +151,8 @@ std::string explain(const Problem& problem) {
   return explain_rows(survey(problem));
 }
 
-// The C ABI's side of a call: runs `function`, and turns what it throws into a status and this thread's hopwell_last_error().
+// The C ABI's side of a call: runs `function`, and turns what it throws into a status and this thread's
+// hopwell_last_error().
 hopwell_status guard(void (*function)(void* context), void* context) noexcept;
 template <class Function>
 hopwell_status guarded(Function function) noexcept {

@@ -5,6 +5,7 @@ namespace ops::attention_distribution {
 namespace {
 
 constexpr const char* kName = "attention_distribution";
+const runtime::Operator<Problem> entry{kName};
 
 Problem check(const AttentionDistributionArgs& args) {
   Checker check(kName);

@@ -30,6 +30,7 @@ namespace lightning_indexer {
 namespace {
 
 constexpr const char* kName = "lightning_indexer";
+const runtime::Operator<Problem> entry{kName};
 
 Problem check(const LightningIndexerArgs& args) {
   Checker check(kName);
@@ -49,6 +50,7 @@ namespace lightning_indexer_backward {
 namespace {
 
 constexpr const char* kName = "lightning_indexer_backward";
+const runtime::Operator<Problem> entry{kName};
 
 Problem check(const LightningIndexerBackwardArgs& args) {
   Checker check(kName);

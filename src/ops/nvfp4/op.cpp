@@ -12,6 +12,10 @@ constexpr const char* kGemv = "nvfp4_gemv";
 constexpr const char* kLinear = "nvfp4_linear";
 constexpr const char* kQuantize = "nvfp4_quantize";
 constexpr const char* kDequantize = "nvfp4_dequantize";
+const runtime::Operator<GemvProblem> gemv{kGemv};
+const runtime::Operator<LinearProblem> linear{kLinear};
+const runtime::Operator<QuantizeProblem> quantize{kQuantize};
+const runtime::Operator<DequantizeProblem> dequantize{kDequantize};
 
 const DTypes kCodes = {DType::kUInt8, DType::kFloat4E2m1x2};
 const DTypes kScaleBytes = {DType::kUInt8, DType::kFloat8E4m3};

@@ -5,6 +5,7 @@ namespace ops::sparse_mla_backward {
 namespace {
 
 constexpr const char* kName = "sparse_mla_backward";
+const runtime::Operator<Problem> entry{kName};
 
 // dkv has the shape that kv was given in; it comes back as [s_kv, d_qk].
 View check_dkv(Checker& check, const SparseMlaBackwardArgs& args) {

@@ -5,6 +5,7 @@ namespace ops::sparse_mla_forward {
 namespace {
 
 constexpr const char* kName = "sparse_mla_forward";
+const runtime::Operator<Problem> entry{kName};
 
 Problem check(const SparseMlaForwardArgs& args) {
   Checker check(kName);

@@ -1,0 +1,40 @@
+// A CUDA device as cases and benchmarks need it: memory, copies and events, through the driver library, which is looked
+// up at run time. Nothing here links to CUDA. Memory is that of device 0, in the context that the CUDA runtime uses
+// too. Everything throws hopwell::Error with the driver's words.
+#pragma once
+
+#include <hopwell/hopwell.hpp>
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <utility>
+
+namespace hopwell::cases::cuda {
+
+// Whether a backend works on tensors of a CUDA device; the others, the emulated ones among them, take host memory.
+inline bool runs(const std::string& backend) { return backend.starts_with("sm"); }
+
+std::shared_ptr<std::byte> allocate(std::size_t bytes);  // 256-byte aligned; freed with its last owner
+void copy_to_device(void* device, const void* host, std::size_t bytes);
+void copy_to_host(void* host, const void* device, std::size_t bytes);
+void copy(void* to, const void* from, std::size_t bytes, Stream stream);     // on the device, enqueued
+void fill(void* device, std::byte value, std::size_t bytes, Stream stream);  // enqueued
+void synchronize();  // waits for all work; throws what went wrong in it
+
+// A point in a stream's time.
+class Event {
+ public:
+  Event();
+  ~Event();
+  Event(Event&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+  void record(Stream stream);
+  [[nodiscard]] double seconds_since(const Event& start) const;  // once both have been reached
+
+ private:
+  void* handle_ = nullptr;
+};
+
+}  // namespace hopwell::cases::cuda
