@@ -12,6 +12,7 @@
 #define HOPWELL_DEVICE __device__ __forceinline__
 #define HOPWELL_HOST_DEVICE __host__ __device__ __forceinline__
 #define HOPWELL_UNROLL _Pragma("unroll")
+#define HOPWELL_NO_UNROLL _Pragma("unroll 1")
 // nvcc compiles a file once for every architecture, and once more for the host, where device functions are only parsed.
 // Bodies of sm_90a or sm_100a instructions must vanish for other architectures.
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -40,6 +41,7 @@
 #define HOPWELL_DEVICE inline __attribute__((always_inline))
 #define HOPWELL_HOST_DEVICE inline __attribute__((always_inline))
 #define HOPWELL_UNROLL
+#define HOPWELL_NO_UNROLL
 // The words of CUDA that a kernel file itself contains.
 #define __global__
 #define __grid_constant__

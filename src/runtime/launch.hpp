@@ -11,6 +11,19 @@
 
 namespace hopwell::runtime {
 
+// Multiprocessors of a CUDA device: how many persistent CTAs run at a time. The emulator, which runs one after another,
+// is given two, so that a CTA has more than one piece of work.
+inline int multiprocessors([[maybe_unused]] int device) {
+#if HOPWELL_ON_DEVICE
+  int count = 0;
+  const cudaError_t error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) throw Error(HOPWELL_DEVICE_ERROR, cudaGetErrorString(error));
+  return count;
+#else
+  return 2;
+#endif
+}
+
 // Enqueues kernel(arguments...) on the stream; on the emulator, runs it to its end. Throws HOPWELL_DEVICE_ERROR if the
 // launch fails, and HOPWELL_INTERNAL with the report if the emulator finds something.
 template <class... Parameters, class... Arguments>

@@ -1,0 +1,63 @@
+// Which entries of a query's index row count: the device's side of tile/selection.hpp.
+#pragma once
+
+#include "arch/platform.hpp"
+#include "tile/selection.hpp"
+
+namespace hopwell::tile {
+
+/// The index rows with all that masks them, as kernel parameters.
+struct SelectionParams {
+  const int* indices;                                       // [s_q, topk]
+  const int *topk_length, *q_positions;                     // [s_q], or null
+  int64_t indices_stride, length_stride, positions_stride;  // elements
+  int64_t q_start, tokens_per_key;                          // a key stands for so many consecutive tokens
+  int s_kv, topk;
+  bool causal_from_start;
+};
+
+inline SelectionParams params_of(const Selection& selection) {
+  const Causality& causality = selection.causality;
+  return {selection.indices,
+          selection.topk_length,
+          causality.q_positions,
+          selection.indices_stride,
+          selection.topk_length_stride,
+          causality.q_positions_stride,
+          causality.q_start,
+          causality.kv_stride,
+          static_cast<int>(selection.s_kv),
+          static_cast<int>(selection.topk),
+          causality.has_q_start};
+}
+
+/// One query's row: its first `length` entries count, if they name a key in [0, visible).
+struct Entries {
+  const int* row;
+  int length;
+  unsigned visible;
+
+  /// The key of entry i, or -1 if it does not count.
+  HOPWELL_DEVICE int key(int i) const {
+    if (i >= length) return -1;
+    const int key = row[i];
+    return unsigned(key) < visible ? key : -1;
+  }
+};
+
+HOPWELL_DEVICE Entries entries_of(const SelectionParams& p, int64_t query) {
+  int length = p.topk;
+  if (p.topk_length) {
+    length = p.topk_length[query * p.length_stride];
+    length = length < 0 ? 0 : length > p.topk ? p.topk : length;
+  }
+  int64_t visible = p.s_kv;
+  if (p.q_positions || p.causal_from_start) {
+    const int64_t position = p.q_positions ? p.q_positions[query * p.positions_stride] : p.q_start + query;
+    const int64_t keys = position < 0 ? 0 : (position + 1) / p.tokens_per_key;
+    visible = keys < visible ? keys : visible;
+  }
+  return {p.indices + query * p.indices_stride, length, unsigned(visible)};
+}
+
+}  // namespace hopwell::tile

@@ -1,0 +1,57 @@
+// Rows of bf16 into shared memory in the layout that wgmma reads: panels of 64 columns, rows of 128 bytes, 128-byte
+// swizzle.
+#pragma once
+
+#include "arch/sm80/async_copy.hpp"
+#include "arch/sm80/memory.hpp"
+#include "arch/sm80/threads.hpp"
+
+namespace hopwell::tile {
+
+inline constexpr int kTileRows = 64, kPanelColumns = 64;
+inline constexpr uint32_t kPanelBytes = kTileRows * kPanelColumns * 2;
+
+/// Where 16-byte chunk 0 to 7 of a row lies in a panel, in bytes. The panel is 1024-byte aligned.
+HOPWELL_DEVICE uint32_t swizzled(uint32_t row, uint32_t chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
+
+/// The numbers of a tile's 64 rows: lane l of a warp holds those of rows l and l + 32. A negative one gives zeros.
+struct RowNumbers {
+  int low, high;
+};
+
+/// A warp starts copying a tile: row i is data + number · stride (elements), kColumns / 64 panels from `destination`
+/// on. Complete, for the thread that calls, after cp_async_wait_all(). data and stride are multiples of 16 bytes.
+template <int kColumns>
+HOPWELL_DEVICE void gather_rows(uint32_t destination, const arch::bf16* data, int64_t stride, RowNumbers numbers) {
+  const uint32_t lane = uint32_t(arch::lane_index()), chunk = lane % 8;  // unsigned: fewer registers for addresses
+  HOPWELL_NO_UNROLL
+  for (uint32_t i = 0; i < kTileRows / 4; ++i) {
+    const uint32_t row = 4 * i + lane / 8;
+    const int number = arch::shuffle(i < kTileRows / 8 ? numbers.low : numbers.high, int(row));
+    const arch::bf16* source = data + (number < 0 ? 0 : number) * stride + 8 * chunk;
+    const uint32_t to = destination + swizzled(row, chunk);
+    HOPWELL_UNROLL
+    for (int panel = 0; panel < kColumns / kPanelColumns; ++panel)
+      arch::cp_async(to + uint32_t(panel) * kPanelBytes, source + panel * kPanelColumns, number < 0 ? 0 : 16);
+  }
+}
+
+/// The same for rows of any alignment, slowly.
+template <int kColumns>
+HOPWELL_DEVICE void copy_rows(uint32_t destination, const arch::bf16* data, int64_t stride, RowNumbers numbers) {
+  HOPWELL_NO_UNROLL
+  for (int row = 0; row < kTileRows; ++row) {
+    const int number = arch::shuffle(row < 32 ? numbers.low : numbers.high, row);
+    HOPWELL_NO_UNROLL
+    for (int chunk = arch::lane_index(); chunk < kColumns / 8; chunk += 32) {
+      arch::Words4 words{};
+      HOPWELL_UNROLL
+      for (int i = 0; i < 8 && number >= 0; ++i)
+        words.w[i / 2] |= uint32_t{data[number * stride + 8 * chunk + i].bits} << 16 * (i % 2);
+      arch::store_shared_v4(
+          destination + uint32_t(chunk / 8) * kPanelBytes + swizzled(uint32_t(row), uint32_t(chunk % 8)), words);
+    }
+  }
+}
+
+}  // namespace hopwell::tile
