@@ -116,7 +116,7 @@ void bulk_reduce(void* destination, uint32_t source, uint32_t bytes, ReduceType 
     };
     switch (type) {
       case ReduceType::f32:
-        return add(float{}, [](float a, float b) { return a + b; });
+        return add(float{}, [](float a, float b) { return canonical(a + b); });
       case ReduceType::bf16:
         return add(uint16_t{}, [](uint16_t a, uint16_t b) { return to_bf16_bits(from_bf16(a) + from_bf16(b)); });
       case ReduceType::s64:

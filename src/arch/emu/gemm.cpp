@@ -1,6 +1,5 @@
 #include "gemm.hpp"
 
-#include <algorithm>
 #include <cstddef>
 
 // One binary runs on any x86-64, and uses wide vectors where there are some.
@@ -12,30 +11,57 @@
 
 namespace hopwell::arch::emu {
 
+namespace {
+
+// Two registers where there are only narrow ones.
+using Vector = float __attribute__((vector_size(32)));
+using Unaligned = float __attribute__((vector_size(32), aligned(4), may_alias));
+constexpr int kWidth = sizeof(Vector) / sizeof(float);
+
+inline __attribute__((always_inline)) const Unaligned& at(const float* p) {
+  return *reinterpret_cast<const Unaligned*>(p);
+}
+inline __attribute__((always_inline)) Unaligned& at(float* p) { return *reinterpret_cast<Unaligned*>(p); }
+
+// The sums of kRows × kVectors vectors stay in registers, for which the loops over them must be unrolled; k ascends.
+template <int kRows, int kVectors>
+inline __attribute__((always_inline)) void multiply_block(float* __restrict d, ptrdiff_t d_pitch,
+                                                          const float* __restrict a, const float* __restrict b,
+                                                          ptrdiff_t b_pitch, int k_count, bool accumulate) {
+  Vector sum[kRows][kVectors] = {};
+  if (accumulate) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) sum[i][v] = at(d + i * d_pitch + v * kWidth);
+  }
+  for (int k = 0; k < k_count; ++k, b += b_pitch) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) sum[i][v] += a[i * k_count + k] * at(b + v * kWidth);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) at(d + i * d_pitch + v * kWidth) = sum[i][v];
+}
+
+}  // namespace
+
 HOPWELL_VECTOR_CLONES
 void gemm(float* __restrict d, int d_pitch, const float* __restrict a, const float* __restrict b, int b_pitch,
           int m_count, int n_count, int k_count, bool accumulate) {
-  constexpr int kBlock = 32;  // columns summed together in registers
-  for (int j0 = 0; j0 < n_count; j0 += kBlock) {
-    const int columns = std::min(kBlock, n_count - j0);
-    for (int i = 0; i < m_count; ++i) {
-      float* row = d + ptrdiff_t{i} * d_pitch + j0;
+  constexpr int kRows = 4;
+  for (int j = 0; j < n_count; j += 2 * kWidth)
+    for (int i = 0; i < m_count; i += kRows) {
+      float* block = d + ptrdiff_t{i} * d_pitch + j;
       const float* left = a + ptrdiff_t{i} * k_count;
-      float sum[kBlock] = {};
-      if (accumulate)
-        for (int j = 0; j < columns; ++j) sum[j] = row[j];
-      if (columns == kBlock) {
-        for (int k = 0; k < k_count; ++k) {
-          const float* right = b + ptrdiff_t{k} * b_pitch + j0;
-          for (int j = 0; j < kBlock; ++j) sum[j] += left[k] * right[j];
-        }
-      } else {
-        for (int k = 0; k < k_count; ++k)
-          for (int j = 0; j < columns; ++j) sum[j] += left[k] * b[ptrdiff_t{k} * b_pitch + j0 + j];
-      }
-      for (int j = 0; j < columns; ++j) row[j] = sum[j];
+      if (n_count - j >= 2 * kWidth)
+        multiply_block<kRows, 2>(block, d_pitch, left, b + j, b_pitch, k_count, accumulate);
+      else
+        multiply_block<kRows, 1>(block, d_pitch, left, b + j, b_pitch, k_count, accumulate);
     }
-  }
 }
 
 }  // namespace hopwell::arch::emu

@@ -54,23 +54,6 @@ MatrixDescriptor decode_tcgen05_descriptor(uint64_t bits) {
   return d;
 }
 
-uint32_t operand_address(const MatrixDescriptor& d, Major major, int element_bits, int mn, int k) {
-  const uint32_t width = 16u << int(d.swizzle);  // bytes of one row of the swizzle atom
-  const bool swizzle = d.swizzle != Swizzle::none;
-  uint32_t address = d.start;
-  if (major == Major::k) {
-    const uint32_t k_byte = uint32_t(k * element_bits / 8);
-    address += uint32_t(mn / 8) * d.stride + uint32_t(mn % 8) * width;
-    address += swizzle ? k_byte : k_byte / 16 * d.leading + k_byte % 16;
-  } else {
-    const uint32_t mn_byte = uint32_t(mn * element_bits / 8), panel = mn_byte / width;
-    address += mn_byte % width + uint32_t(k % 8) * width;
-    address +=
-        swizzle ? panel * d.leading + uint32_t(k / 8) * d.stride : panel * d.stride + uint32_t(k / 8) * d.leading;
-  }
-  return swizzled(address, d.swizzle);
-}
-
 // ---- registers ------------------------------------------------------------------------------------------------------
 
 Coord mma_a_fragment(int lane, int element) {

@@ -119,7 +119,7 @@ void Machine::run_cluster(uint32_t number) {
                  first.z + rank / shape.cluster.x / shape.cluster.y};
     cta.shared = window + size_t{rank} * kWindowBytes;
     poison(rank * kWindowBytes, uint32_t(kReservedBytes + shape.shared_bytes));
-    if (options.check) cta.shadow.assign((kReservedBytes + shape.shared_bytes + 3) / 4, {});
+    if (options.check) cta.shadow.reset(kReservedBytes + shape.shared_bytes);
     cta.warps.resize(n_warps);
     for (Warp& warp : cta.warps) warp.elected_lane = int(random.below(std::min(32u, n_threads)));
     cta.warpgroups.resize(n_threads / 128);

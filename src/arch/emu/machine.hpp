@@ -77,7 +77,7 @@ struct GroupQueue {
 /// A tcgen05.ld whose registers are poison until tcgen05.wait::ld.
 struct PendingLoad {
   uint32_t* registers;
-  std::vector<uint32_t> data;
+  uint32_t first, count;  // of the thread's loaded words
 };
 
 struct Thread {
@@ -106,6 +106,7 @@ struct Thread {
   AgentId tensor_agent = kNoAgent, tensor_issued_agent = kNoAgent;
   uint32_t tensor_step = 1;
   std::vector<PendingLoad> loads;
+  std::vector<uint32_t> loaded;
 
   uint32_t step() const { return knows.ordered[agent]; }
   void tick() { knows.ordered.set(agent, step() + 1); }
@@ -173,7 +174,7 @@ struct Cta {
   std::vector<Warp> warps;
   std::vector<Warpgroup> warpgroups;
   std::array<NamedBarrier, 16> barriers;
-  std::vector<SharedCell> shadow;
+  SharedShadow shadow;
   int live = 0;
 
   std::vector<uint32_t> tmem;  // [128 lanes][512 columns], once something is allocated

@@ -1,4 +1,4 @@
-// ldmatrix, stmatrix, mma.sync and accesses to shared memory by address.
+// ldmatrix, stmatrix, mma.sync, sums in global memory, and accesses to shared memory by address.
 #include "geometry.hpp"
 #include "machine.hpp"
 #include "numeric.hpp"
@@ -91,6 +91,17 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
         static_cast<Argument*>(r.argument[size_t(lane)])->d[e] = sum;
       }
   });
+}
+
+void misaligned(const char* instruction, uint32_t alignment, const Site& site) {
+  enter(instruction, site);
+  machine->stop(Kind::bounds, format("the global address must be %u-byte aligned", alignment));
+}
+
+void red_add(float* pointer, const float* values, uint32_t count, const Site& site) {
+  require_global("red.global.add.f32", pointer, 4 * count, site);
+  // red flushes subnormals (PTX); the reducing copies do not (seen on an H200).
+  for (uint32_t i = 0; i < count; ++i) pointer[i] = canonical(flushed(flushed(pointer[i]) + flushed(values[i])));
 }
 
 void read_shared(uint32_t address, uint32_t bytes, void* value, const Site& site) {

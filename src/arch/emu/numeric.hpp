@@ -9,11 +9,17 @@
 
 namespace hopwell::arch::emu {
 
+/// What every conversion and sum of the hardware gives for NaN, whatever the sign and payload of the operands.
+inline constexpr uint32_t kCanonicalNan = 0x7fffffff;
+inline float canonical(float x) { return x == x ? x : bit_cast<float>(kCanonicalNan); }
+/// Subnormal numbers to zero of the same sign (.ftz).
+inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.f, x) : x; }
+
 inline float from_bf16(uint16_t x) { return bit_cast<float>(uint32_t{x} << 16); }
 
 inline float from_fp16(uint16_t x) {
   const uint32_t sign = uint32_t{x & 0x8000u} << 16, exponent = x >> 10 & 31, mantissa = x & 1023u;
-  if (exponent == 31) return bit_cast<float>(sign | 0x7f800000u | mantissa << 13);
+  if (exponent == 31) return bit_cast<float>(mantissa ? kCanonicalNan : sign | 0x7f800000u);
   if (exponent) return bit_cast<float>(sign | (exponent + 112) << 23 | mantissa << 13);
   const float subnormal = float(mantissa) * 0x1p-24f;
   return sign ? -subnormal : subnormal;

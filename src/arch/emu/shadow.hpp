@@ -1,7 +1,8 @@
 // Shadow memory: for every 4 bytes of shared memory, and every 16 lanes of a tensor-memory column, who touched them
-// last.
+// last. 16 bytes that are always touched together, as engines do, share one cell.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <vector>
@@ -40,6 +41,69 @@ inline void remember_write(SharedCell& cell, Epoch epoch, uint8_t bytes, Proxy p
     if (!cell.read_bytes[i]) cell.reads[i] = {};
   }
 }
+
+/// The cells of a CTA's shared memory.
+class SharedShadow {
+ public:
+  void reset(size_t bytes) {
+    rows_.assign((bytes + 15) / 16, {});
+    cells_.clear();
+    free_.clear();
+  }
+
+  /// visit(cell, offset of its first byte, mask of the cell's bytes) for all cells of [begin, begin + bytes). Either
+  /// all visits write, in the same step, or all of them read.
+  template <class Visit>
+  void visit(uint32_t begin, uint32_t bytes, bool write, Visit visit_cell) {
+    const uint32_t end = begin + bytes;
+    for (uint32_t at = begin & ~15u; at < end; at += 16) {
+      Row& row = rows_[at / 16];
+      const bool all = at >= begin && at + 16 <= end;
+      if (all && !row.cells) {
+        visit_cell(row.whole, at, uint8_t{15});
+        continue;
+      }
+      if (!row.cells) split(row);
+      std::array<SharedCell, 4>& cells = cells_[row.cells - 1];
+      for (uint32_t i = 0; i < 4; ++i)
+        if (const uint8_t mask = bytes_of(at + 4 * i, begin, end)) visit_cell(cells[i], at + 4 * i, mask);
+      if (all && write) join(row);
+    }
+  }
+
+ private:
+  struct Row {
+    SharedCell whole;
+    uint32_t cells = 0;  // 0, or one more than the number of its four cells
+  };
+
+  // Bytes of the 4-byte cell at `cell` that lie in [begin, end).
+  static uint8_t bytes_of(uint32_t cell, uint32_t begin, uint32_t end) {
+    const uint32_t first = std::max(cell, begin), last = std::min(cell + 4, end);
+    return first < last ? uint8_t((1u << (last - cell)) - (1u << (first - cell))) : uint8_t{0};
+  }
+
+  void split(Row& row) {
+    if (free_.empty()) {
+      cells_.emplace_back();
+      free_.push_back(uint32_t(cells_.size()));
+    }
+    row.cells = free_.back();
+    free_.pop_back();
+    cells_[row.cells - 1].fill(row.whole);
+  }
+
+  // Written as a whole: the four are the same again.
+  void join(Row& row) {
+    row.whole = cells_[row.cells - 1][0];
+    free_.push_back(row.cells);
+    row.cells = 0;
+  }
+
+  std::vector<Row> rows_;
+  std::vector<std::array<SharedCell, 4>> cells_;
+  std::vector<uint32_t> free_;
+};
 
 /// The last accesses to 16 lanes of one 32-bit column of tensor memory.
 struct TensorCell {

@@ -5,15 +5,6 @@ namespace hopwell::arch::emu {
 
 namespace {
 
-// Bytes of the 4-byte cell at `cell` that lie in [begin, end).
-inline uint8_t bytes_of_cell(uint32_t cell, uint32_t begin, uint32_t end) {
-  if (cell >= begin && cell + 4 <= end) return 15;
-  uint8_t mask = 0;
-  for (uint32_t i = 0; i < 4; ++i)
-    if (cell + i >= begin && cell + i < end) mask |= uint8_t(1u << i);
-  return mask;
-}
-
 std::string race_text(Machine& m, bool write, const char* what, uint32_t address, const Epoch& other,
                       bool other_writes) {
   return format("%s %s %s, not ordered after the %s by ", what, write ? "writes" : "reads", m.place(address).c_str(),
@@ -47,9 +38,8 @@ void Machine::generic_access(Thread& t, uint32_t address, uint32_t bytes, bool w
     find(Kind::bounds, format("access to shared memory of CTA %u, which has exited", cta.rank));
   const Epoch epoch{t.step(), t.agent, site};
   const char* what = "it";
-  for (uint32_t a = address & ~3u; a < address + bytes; a += 4) {
-    SharedCell& cell = cta.shadow[offset_of(a) / 4];
-    const uint8_t mask = bytes_of_cell(a, address, address + bytes);
+  cta.shadow.visit(offset_of(address), bytes, write, [&](SharedCell& cell, uint32_t offset, uint8_t mask) {
+    const uint32_t a = in_rank(cta.rank, offset);
     if (!write && (cell.written & mask) != mask) {
       find(Kind::uninitialized, "reads " + place(a) + ", where nothing has been written");
       cell.written |= mask;  // once is enough
@@ -70,7 +60,7 @@ void Machine::generic_access(Thread& t, uint32_t address, uint32_t bytes, bool w
           cell.reads[size_t(slot)].agent == t.agent ? cell.read_bytes[size_t(slot)] | mask : mask;
       cell.reads[size_t(slot)] = epoch;
     }
-  }
+  });
 }
 
 void Machine::async_access(Observer& who, Epoch epoch, uint32_t address, uint32_t bytes, bool write, Proxy proxy,
@@ -84,9 +74,8 @@ void Machine::async_access(Observer& who, Epoch epoch, uint32_t address, uint32_
   if (cta.live == 0) find(Kind::bounds, format("%s touches shared memory of CTA %u, which has exited", what, cta.rank));
   Epoch known_write;  // of the cell before: neighbouring cells mostly have the same writer
   Proxy known_proxy = Proxy::async;
-  for (uint32_t a = address & ~3u; a < address + bytes; a += 4) {
-    SharedCell& cell = cta.shadow[offset_of(a) / 4];
-    const uint8_t mask = bytes_of_cell(a, address, address + bytes);
+  cta.shadow.visit(offset_of(address), bytes, write, [&](SharedCell& cell, uint32_t offset, uint8_t mask) {
+    const uint32_t a = in_rank(cta.rank, offset);
     if (!write && (cell.written & mask) != mask) {
       find(Kind::uninitialized, format("%s reads ", what) + place(a) + ", where nothing has been written");
       cell.written |= mask;
@@ -120,7 +109,7 @@ void Machine::async_access(Observer& who, Epoch epoch, uint32_t address, uint32_
           cell.reads[size_t(slot)].same_step(epoch) ? cell.read_bytes[size_t(slot)] | mask : mask;
       cell.reads[size_t(slot)] = epoch;
     }
-  }
+  });
 }
 
 void Machine::poison(uint32_t address, uint32_t bytes) {

@@ -24,6 +24,13 @@ void warp_sync(uint32_t mask, const Site&);
 uint32_t shuffle(uint32_t mask, uint32_t value, int source_lane, const Site&);
 uint32_t ballot(uint32_t mask, bool predicate, const Site&);
 
+// ---- global memory ----
+[[noreturn]] void misaligned(const char* instruction, uint32_t alignment, const Site&);
+inline void require_global(const char* instruction, const void* pointer, uint32_t alignment, const Site& site) {
+  if (reinterpret_cast<uintptr_t>(pointer) % alignment) misaligned(instruction, alignment, site);
+}
+void red_add(float* pointer, const float* values, uint32_t count, const Site&);
+
 // ---- ordinary accesses that a compiler hook cannot see ----
 void read_shared(uint32_t address, uint32_t bytes, void* value, const Site&);  // any CTA of the cluster
 void write_shared(uint32_t address, uint32_t bytes, const void* value, const Site&);

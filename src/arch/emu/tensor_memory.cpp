@@ -285,12 +285,11 @@ void tmem_load(TmemShape shape, uint32_t* registers, int count, uint32_t address
   enter("tcgen05.ld", site);
   const bool late = machine->options.policy.tmem_load_poisoned_until_wait;
   move_fragments("tcgen05.ld", shape, registers, count, address, split, false, [&](Thread& t, uint32_t* r, auto word) {
-    PendingLoad pending{r, std::vector<uint32_t>(size_t(count))};
+    t.loads.push_back({r, uint32_t(t.loaded.size()), uint32_t(count)});
     for (int i = 0; i < count; ++i) {
-      pending.data[size_t(i)] = word(i);
+      t.loaded.push_back(word(i));
       r[i] = late ? kPoison : word(i);
     }
-    t.loads.push_back(std::move(pending));
   });
 }
 
@@ -304,8 +303,10 @@ void tmem_store(TmemShape shape, const uint32_t* registers, int count, uint32_t 
 
 void tmem_wait_load(const Site& site) {
   if (enter_synchronisation("tcgen05.wait::ld", site)) return;
-  for (PendingLoad& load : current->loads) __builtin_memcpy(load.registers, load.data.data(), load.data.size() * 4);
+  for (const PendingLoad& load : current->loads)
+    __builtin_memcpy(load.registers, &current->loaded[load.first], load.count * 4);
   current->loads.clear();
+  current->loaded.clear();
   Machine& m = *machine;
   m.warp_collective("tcgen05.wait::ld", ~0u, nullptr, [&](Rendezvous&) {
     Warp& warp = warp_of(*current);

@@ -44,6 +44,21 @@ TensorMapContents contents_of(const TensorMap& map, int rank) {
   return c;
 }
 
+// PTX does not say so; an H200 stops with an illegal instruction otherwise (tests/arch/certify/refused.cu).
+void check_coordinates(const BoxWalk& walk, bool store) {
+  if (walk.coordinates[0] * int64_t{walk.map.element_bytes} % 16)
+    machine->stop(Kind::bounds,
+                  format("coordinate %d of the innermost dimension, %u bytes an element: a box must start "
+                         "at a multiple of 16 bytes",
+                         walk.coordinates[0], walk.map.element_bytes));
+  for (int i = 0; store && i < (walk.rows ? 1 : walk.map.rank); ++i)
+    if (walk.coordinates[size_t(i)] < 0)
+      machine->stop(Kind::bounds,
+                    format("coordinate %d of dimension %d: a box that is stored may leave the tensor at its "
+                           "end, not before its beginning",
+                           walk.coordinates[size_t(i)], i));
+}
+
 // With .cta_group::2 the signal goes to the CTA of each destination's pair that has the parity of the mbarrier's own
 // CTA.
 uint32_t signalled(uint32_t mbarrier, uint32_t rank, int cta_group) {
@@ -61,6 +76,7 @@ void tma_load(uint32_t destination, const TensorMap& map, const int* coordinates
   for (int i = 0; i < (gather ? 5 : rank); ++i) walk.coordinates[size_t(i)] = coordinates[i];
   if (gather && walk.map.box[1] != 1)
     m.stop(Kind::descriptor, format("gather4 needs a box of one row, got %u", walk.map.box[1]));
+  check_coordinates(walk, false);
   const uint32_t bytes = box_bytes(walk.map) * (gather ? 4 : 1);
   m.require_shared(destination, bytes, 128, "the destination");
   if (!multicast && rank_of(destination) != rank_of(mbarrier) &&
@@ -103,6 +119,7 @@ void tma_store(const TensorMap& map, const int* coordinates, int rank, uint32_t 
     m.stop(Kind::descriptor, format("scatter4 needs a box of one row, got %u", walk.map.box[1]));
   if (mode == TmaStore::reduce_add && walk.map.element_bytes != 4)
     m.stop(Kind::unsupported, "a tensor reduction of other than 32-bit floats is not modelled");
+  check_coordinates(walk, true);
   const uint32_t bytes = box_bytes(walk.map) * (scatter ? 4 : 1);
   m.require_shared(source, bytes, 128, "the source");
   submit_bulk_store(source, bytes, [walk, source, mode](const std::byte* data) {
@@ -116,7 +133,7 @@ void tma_store(const TensorMap& map, const int* coordinates, int rank, uint32_t 
       float sum, addend;
       __builtin_memcpy(&sum, global, 4);
       __builtin_memcpy(&addend, from, 4);
-      sum += addend;
+      sum = canonical(sum + addend);
       __builtin_memcpy(global, &sum, 4);
     });
   });

@@ -50,8 +50,7 @@ HOPWELL_DEVICE float exp2_approx(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 #else
-  const float y = std::exp2(x);
-  return std::fabs(y) < 0x1p-126f ? 0.f : y;
+  return emu::canonical(emu::flushed(std::exp2(x)));
 #endif
 }
 
@@ -62,7 +61,7 @@ HOPWELL_DEVICE float log2_approx(float x) {
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 #else
-  return std::log2(std::fabs(x) < 0x1p-126f ? 0.f : x);
+  return emu::canonical(std::log2(emu::flushed(x)));
 #endif
 }
 

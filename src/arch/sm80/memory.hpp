@@ -38,7 +38,7 @@ HOPWELL_DEVICE CachePolicy evict_last_policy() {
 
 /// ld.global.nc.L1::no_allocate: 16 bytes of memory that no one writes during the kernel, streamed. PTX:
 /// #data-movement-and-conversion-instructions-ld-global-nc
-HOPWELL_DEVICE Words4 load_streaming(const void* pointer) {
+HOPWELL_DEVICE Words4 load_streaming(const void* pointer, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
   Words4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -46,12 +46,14 @@ HOPWELL_DEVICE Words4 load_streaming(const void* pointer) {
                : "l"(pointer));
   return v;
 #else
+  emu::require_global("ld.global.v4", pointer, 16, site);
   return *static_cast<const Words4*>(pointer);
 #endif
 }
 
 /// The same with an L2 policy.
-HOPWELL_DEVICE Words4 load_streaming(const void* pointer, [[maybe_unused]] CachePolicy policy) {
+HOPWELL_DEVICE Words4 load_streaming(const void* pointer, [[maybe_unused]] CachePolicy policy,
+                                     [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
   Words4 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
@@ -59,17 +61,19 @@ HOPWELL_DEVICE Words4 load_streaming(const void* pointer, [[maybe_unused]] Cache
                : "l"(pointer), "l"(policy.bits));
   return v;
 #else
+  emu::require_global("ld.global.v4", pointer, 16, site);
   return *static_cast<const Words4*>(pointer);
 #endif
 }
 
 /// st.global.L1::no_allocate: 16 bytes that are not read again soon. PTX: #data-movement-and-conversion-instructions-st
-HOPWELL_DEVICE void store_streaming(void* pointer, const Words4& v) {
+HOPWELL_DEVICE void store_streaming(void* pointer, const Words4& v, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
   asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "r"(v.w[0]), "r"(v.w[1]),
                "r"(v.w[2]), "r"(v.w[3])
                : "memory");
 #else
+  emu::require_global("st.global.v4", pointer, 16, site);
   *static_cast<Words4*>(pointer) = v;
 #endif
 }
@@ -99,11 +103,11 @@ HOPWELL_DEVICE uint32_t load_relaxed(const uint32_t* pointer) {
 
 /// red.global.add: *pointer += value, in any order with other reductions. PTX:
 /// #parallel-synchronization-and-communication-instructions-red
-HOPWELL_DEVICE void red_add(float* pointer, float value) {
+HOPWELL_DEVICE void red_add(float* pointer, float value, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(pointer), "f"(value) : "memory");
 #else
-  *pointer += value;
+  emu::red_add(pointer, &value, 1, site);
 #endif
 }
 HOPWELL_DEVICE void red_add(uint32_t* pointer, uint32_t value) {
@@ -130,24 +134,23 @@ HOPWELL_DEVICE uint32_t atomic_add(uint32_t* pointer, uint32_t value) {
 #if HOPWELL_HAS_SM90
 /// red.global.add.v2.f32 / .v4.f32 (from sm_90 on): 2 or 4 sums by one instruction, each atomic on its own; 8- or
 /// 16-byte aligned. PTX: #parallel-synchronization-and-communication-instructions-red
-HOPWELL_DEVICE void red_add_v2(float* pointer, float x, float y) {
+HOPWELL_DEVICE void red_add_v2(float* pointer, float x, float y, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
   asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(pointer), "f"(x), "f"(y) : "memory");
 #else
-  pointer[0] += x;
-  pointer[1] += y;
+  const float values[2] = {x, y};
+  emu::red_add(pointer, values, 2, site);
 #endif
 }
-HOPWELL_DEVICE void red_add_v4(float* pointer, float x, float y, float z, float w) {
+HOPWELL_DEVICE void red_add_v4(float* pointer, float x, float y, float z, float w,
+                               [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "f"(x), "f"(y), "f"(z),
                "f"(w)
                : "memory");
 #else
-  pointer[0] += x;
-  pointer[1] += y;
-  pointer[2] += z;
-  pointer[3] += w;
+  const float values[4] = {x, y, z, w};
+  emu::red_add(pointer, values, 4, site);
 #endif
 }
 #endif

@@ -41,6 +41,16 @@ HOPWELL_DEVICE int thread_index() {
   return int(emu::thread_index().x);
 #endif
 }
+/// The same, read anew each time: what is computed from it need not stay in registers across a loop.
+HOPWELL_DEVICE int thread_index_anew() {
+#if HOPWELL_ON_DEVICE
+  int t;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));
+  return t;
+#else
+  return thread_index();
+#endif
+}
 struct BlockIndex {
   int x, y, z;
 };

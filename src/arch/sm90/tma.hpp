@@ -1,6 +1,7 @@
 // Tensor copies by the copy engine (TMA): boxes of tensors of rank 1 to 5. Coordinates are of the box's first element,
-// innermost dimension first; they may lie outside: loads give zeros there, stores skip it. Shared addresses are
-// 128-byte aligned. "PTX:" anchors are sections of https://docs.nvidia.com/cuda/parallel-thread-execution/
+// innermost dimension first, which must be a multiple of 16 bytes. A box may leave the tensor: loads give zeros there,
+// stores skip it, but may not start at a negative coordinate. Shared addresses are 128-byte aligned. "PTX:" anchors are
+// sections of https://docs.nvidia.com/cuda/parallel-thread-execution/
 #pragma once
 
 #include "bulk_copy.hpp"

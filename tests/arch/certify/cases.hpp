@@ -10,21 +10,32 @@ namespace hopwell::arch::certify {
 
 enum class Compare : uint8_t {
   bits,          // data movement, synchronisation, conversions: equal
-  accumulation,  // sums of products in fp32: equal within the error that the order of summation can make
-  approximate,   // ex2.approx, lg2.approx: equal within their documented error
+  accumulation,  // sums of products in fp32: equal within the error that the order of summation can make; NaN if NaN
+  approximate,   // ex2.approx, lg2.approx: equal within their documented error; specials equal
+  refused,       // misuse: a finding on the emulator, an error of the launch on the GPU
 };
+inline const char* name(Compare compare) {
+  constexpr const char* names[] = {"bits", "accumulation", "approximate", "refused"};
+  return names[size_t(compare)];
+}
+
 enum class Inputs : uint8_t {
   bits,       // random 32-bit patterns, every eighth one adversarial (zeros, ones, NaN, infinities, subnormals)
   bf16_unit,  // pairs of bf16 uniform in [-1, 1]
   fp16_unit,
-  float_wide,  // floats of all exponents, and specials
-  integers,    // floats that are integers from -8 to 8, so that sums are exact in any order
+  bf16_special,  // the same with an infinity, a NaN, a subnormal or a negative zero here and there
+  fp16_special,
+  bf16_subnormal,  // words 0-3 of every 8: subnormals; the others so large that the products are of the order of one
+  fp16_subnormal,
+  float_wide,   // floats of all exponents, and specials
+  float_small,  // around the smallest normal number, and specials
+  integers,     // floats that are integers from -8 to 8, so that sums are exact in any order
 };
 
 /// One kernel. `run` launches it; `in` and `out` are in the memory of whoever runs it. `out` is zeroed before.
 struct Case {
   std::string name;
-  std::string instructions;  // what it certifies
+  std::string functions;  // of the arch layer that it certifies, separated by spaces
   Inputs inputs;
   Compare compare;
   size_t in_words, out_words;
@@ -34,12 +45,14 @@ struct Case {
 void add_sm80_cases(std::vector<Case>& cases);
 void add_sm90_cases(std::vector<Case>& cases);
 void add_wgmma_cases(std::vector<Case>& cases);
+void add_refused_cases(std::vector<Case>& cases);
 
 inline std::vector<Case> all_cases() {
   std::vector<Case> cases;
   add_sm80_cases(cases);
   add_sm90_cases(cases);
   add_wgmma_cases(cases);
+  add_refused_cases(cases);
   return cases;
 }
 

@@ -8,40 +8,82 @@
 
 namespace hopwell::arch::certify {
 
+/// Random words of one kind. Draws are statements of their own: the order of evaluation is the same for every compiler.
+class Words {
+ public:
+  explicit Words(uint32_t seed) : random_(seed) {}
+
+  uint32_t next(Inputs kind, size_t index) {
+    switch (kind) {
+      case Inputs::bits:
+        return below(8) ? any() : any_special();
+      case Inputs::float_wide:
+        return below(3) ? any() : any_special();
+      case Inputs::float_small:
+        return below(8) ? (any() & 0x80ffffff) >> below(4) * 8 | sign() << 16 : any_special();
+      case Inputs::integers:
+        return bit_cast<uint32_t>(float(int(below(17)) - 8));
+      case Inputs::bf16_unit:
+      case Inputs::fp16_unit:
+        return pair([&] { return unit(kind == Inputs::bf16_unit); });
+      case Inputs::bf16_special:
+      case Inputs::fp16_special:
+        return pair(
+            [&] { return below(64) ? unit(kind == Inputs::bf16_special) : special(kind == Inputs::bf16_special); });
+      default:
+        return pair([&] { return factor(kind == Inputs::bf16_subnormal, index % 8 < 4); });
+    }
+  }
+
+ private:
+  uint32_t any() { return uint32_t(random_()); }
+  uint32_t below(uint32_t n) { return any() % n; }
+  uint32_t sign() { return below(2) << 15; }
+
+  template <class Half>
+  static uint32_t pair(Half half) {
+    const uint32_t low = half();
+    return half() << 16 | low;
+  }
+
+  uint32_t any_special() {
+    constexpr uint32_t kSpecial[] = {0,          0x80000000, 0x7f800000, 0xff800000, 0x7fc00000, 0x7f7fffff, 0x00000001,
+                                     0x00800000, 0xffffffff, 0x3f800000, 0x477fefff, 0x477ff000, 0x33000000, 0x33000001,
+                                     0x387fe000, 0x3f7f8000, 0x3f808000, 0x3f818000, 0x43e80000, 0x0000ffff};
+    return kSpecial[below(std::size(kSpecial))];
+  }
+
+  // A multiple of 2^-7 from -1 to 1, exact in both formats.
+  uint32_t unit(bool bf) {
+    const float value = float(int(below(257)) - 128) * 0x1p-7f;
+    const uint32_t u = bit_cast<uint32_t>(value);
+    if (bf) return u >> 16;
+    return value == 0 ? 0u : (u >> 16 & 0x8000) | (((u & 0x7fffffff) - 0x38000000) >> 13);
+  }
+
+  // Infinity, NaN, subnormal or zero, of either sign.
+  uint32_t special(bool bf) {
+    constexpr uint32_t kBf16[] = {0x7f80, 0x7f80, 0x7fc1, 0x7f81, 1, 0x7f, 0},
+                       kFp16[] = {0x7c00, 0x7c00, 0x7e01, 0x7c01, 1, 0x3ff, 0};
+    const uint32_t magnitude = (bf ? kBf16 : kFp16)[below(std::size(kBf16))];
+    return magnitude | sign();
+  }
+
+  // A subnormal number (up to 2^-126 in bf16, 2^-14 in fp16), or the inverse of their limit: products reach one.
+  uint32_t factor(bool bf, bool subnormal) {
+    const uint32_t magnitude = subnormal ? below(bf ? 128 : 1024) : bf ? 0x7e80 : 0x7400;
+    return magnitude | sign();
+  }
+
+  std::mt19937 random_;
+};
+
 inline std::vector<uint32_t> make_inputs(const Case& c) {
   uint32_t seed = 1;
   for (char letter : c.name) seed = seed * 31 + uint32_t(letter);
-  std::mt19937 random(seed);
-  constexpr uint32_t kSpecial[] = {0,          0x80000000, 0x7f800000, 0xff800000, 0x7fc00000, 0x7f7fffff, 0x00000001,
-                                   0x00800000, 0xffffffff, 0x3f800000, 0x477fefff, 0x477ff000, 0x33000000, 0x33000001,
-                                   0x387fe000, 0x3f7f8000, 0x3f808000, 0x3f818000, 0x43e80000, 0x0000ffff};
-  const auto half = [&](bool bf) {  // a multiple of 2^-7 from -1 to 1, exact in both formats
-    const float v = float(int(random() % 257) - 128) * 0x1p-7f;
-    const uint32_t u = bit_cast<uint32_t>(v);
-    if (bf) return u >> 16;
-    return v == 0 ? 0u : (u >> 16 & 0x8000) | (((u & 0x7fffffff) - 0x38000000) >> 13);
-  };
+  Words source(seed);
   std::vector<uint32_t> words(c.in_words);
-  for (size_t i = 0; i < words.size(); ++i) {
-    uint32_t& w = words[i];
-    switch (c.inputs) {
-      case Inputs::bits:
-        w = random() % 8 ? uint32_t(random()) : kSpecial[random() % std::size(kSpecial)];
-        break;
-      case Inputs::float_wide:
-        w = random() % 3 ? uint32_t(random()) : kSpecial[random() % std::size(kSpecial)];
-        break;
-      case Inputs::bf16_unit:
-        w = half(true) << 16 | half(true);
-        break;
-      case Inputs::fp16_unit:
-        w = half(false) << 16 | half(false);
-        break;
-      case Inputs::integers:
-        w = bit_cast<uint32_t>(float(int(random() % 17) - 8));
-        break;
-    }
-  }
+  for (size_t i = 0; i < words.size(); ++i) words[i] = source.next(c.inputs, i);
   return words;
 }
 

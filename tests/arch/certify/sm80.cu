@@ -3,6 +3,7 @@
 #include "arch/sm80/convert.hpp"
 #include "arch/sm80/matrix.hpp"
 #include "arch/sm80/memory.hpp"
+#include "arch/sm80/reduce.hpp"
 #include "cases.hpp"
 #include "start.hpp"
 
@@ -90,7 +91,7 @@ __global__ void warp_collectives(const uint32_t* in, uint32_t* out) {
   out[t] = shuffle(v, int(in[64 + t] & 31));
   out[64 + t] = shuffle_xor(v, 13);
   out[128 + t] = ballot(v & 1);
-  out[192 + t] = uint32_t(lane_index() + 32 * warp_index());
+  out[192 + t] = uint32_t(lane_index() + 32 * warp_index() - thread_index_anew());
 }
 
 __global__ void named_barriers(const uint32_t* in, uint32_t* out) {
@@ -114,6 +115,20 @@ __global__ void reductions(const uint32_t* in, uint32_t* out) {
   red_add(reinterpret_cast<float*>(out) + t % 4, bit_cast<float>(in[t]));
   red_add(out + 4 + t % 4, uint32_t(t) * 0x9e3779b9u);
   atomic_add(out + 8, uint32_t(t));
+  red_max(out + 9, in[t]);
+  red_add(reinterpret_cast<int64_t*>(out + 10), int64_t(uint64_t{in[t]} * 0x9e3779b97f4a7c15u));
+}
+
+// Two numbers into each word, which holds zero before: the order of the two does not matter.
+__global__ void special_sums(const uint32_t* in, uint32_t* out) {
+  const int t = thread_index();
+  for (int i = 0; i < 2; ++i) red_add(reinterpret_cast<float*>(out) + t, bit_cast<float>(in[2 * t + i]));
+}
+
+__global__ void grid_indices(const uint32_t*, uint32_t* out) {
+  const BlockIndex b = block_index_3d();
+  const int cta = (b.z * 2 + b.y) * grid_size() + block_index();
+  out[cta * 32 + thread_index()] = uint32_t(b.x + 10 * b.y + 100 * b.z + 1000 * grid_size());
 }
 
 __global__ void conversions(const uint32_t* in, uint32_t* out) {
@@ -133,6 +148,13 @@ __global__ void transcendental(const uint32_t* in, uint32_t* out) {
   const int t = thread_index();
   out[t] = bit_cast<uint32_t>(exp2_approx(float(int(in[t] & 0xffff) - 32768) * 0x1p-8f));
   out[256 + t] = bit_cast<uint32_t>(log2_approx(bit_cast<float>((in[256 + t] & 0x3fffffff) + 0x10000000)));
+}
+
+// Every float there is a kind of. What ex2 makes of a large number, and lg2 of a negative one.
+__global__ void transcendental_special(const uint32_t* in, uint32_t* out) {
+  const int t = thread_index();
+  out[t] = bit_cast<uint32_t>(exp2_approx(bit_cast<float>(in[t])));
+  out[256 + t] = bit_cast<uint32_t>(log2_approx(bit_cast<float>(in[t])));
 }
 
 __global__ void wide_accesses(const uint32_t* in, uint32_t* out) {
@@ -156,21 +178,40 @@ void add_sm80_cases(std::vector<Case>& cases) {
                        start(kernel, {.threads = threads, .shared_bytes = shared}, in, out);
                      }});
   };
-  add("ldmatrix", "ldmatrix .x1 .x2 .x4 .trans", Inputs::bits, Compare::bits, 1024, 448, ldmatrix_all, 32);
-  add("mma_bf16", "mma.sync.m16n8k16 bf16", Inputs::bf16_unit, Compare::accumulation, 384, 128, mma<true>, 32);
-  add("mma_fp16", "mma.sync.m16n8k16 f16", Inputs::fp16_unit, Compare::accumulation, 384, 128, mma<false>, 32);
-  add("cp_async_sizes", "cp.async 4 8 16 zero-fill, cache policy, wait_all, createpolicy", Inputs::bits, Compare::bits,
-      384, 352, cp_async_sizes, 32);
-  add("cp_async_pipeline", "cp.async commit_group wait_group", Inputs::bits, Compare::bits, 3072, 3072,
+  add("ldmatrix", "ldmatrix dynamic_smem shared_address thread_index syncwarp", Inputs::bits, Compare::bits, 1024, 448,
+      ldmatrix_all, 32);
+  const auto add_mma = [&](const char* name, bool bf16, Inputs inputs) {
+    add(name, bf16 ? "mma_m16n8k16_bf16" : "mma_m16n8k16_fp16", inputs, Compare::accumulation, 384, 128,
+        bf16 ? mma<true> : mma<false>, 32);
+  };
+  add_mma("mma_bf16", true, Inputs::bf16_unit);
+  add_mma("mma_fp16", false, Inputs::fp16_unit);
+  add_mma("mma_bf16_special", true, Inputs::bf16_special);
+  add_mma("mma_fp16_special", false, Inputs::fp16_special);
+  add_mma("mma_bf16_subnormal", true, Inputs::bf16_subnormal);
+  add_mma("mma_fp16_subnormal", false, Inputs::fp16_subnormal);
+  add("cp_async_sizes", "cp_async cp_async_cached cp_async_wait_all evict_first_policy evict_last_policy syncthreads",
+      Inputs::bits, Compare::bits, 384, 352, cp_async_sizes, 32);
+  add("cp_async_pipeline", "cp_async cp_async_commit cp_async_wait", Inputs::bits, Compare::bits, 3072, 3072,
       cp_async_pipeline, 128);
-  add("warp_collectives", "shfl.sync vote.sync", Inputs::bits, Compare::bits, 128, 256, warp_collectives, 64);
-  add("named_barriers", "bar.sync bar.arrive", Inputs::bits, Compare::bits, 96, 96, named_barriers, 64);
-  add("reductions", "red.add f32 u32, atom.add", Inputs::integers, Compare::bits, 128, 9, reductions, 128);
-  add("conversions", "cvt bf16x2 f16x2 f32.f16", Inputs::float_wide, Compare::bits, 512, 1024, conversions, 256);
-  add("all_fp16", "cvt.f32.f16, every value", Inputs::bits, Compare::bits, 1, 65536, all_fp16, 256);
-  add("transcendental", "ex2.approx lg2.approx", Inputs::bits, Compare::approximate, 512, 512, transcendental, 256);
-  add("wide_accesses", "ld/st v4, streaming, cache hints, acquire, relaxed, prefetch", Inputs::bits, Compare::bits, 256,
-      576, wide_accesses, 64);
+  add("warp_collectives", "shuffle shuffle_xor ballot lane_index warp_index thread_index_anew", Inputs::bits,
+      Compare::bits, 128, 256, warp_collectives, 64);
+  add("named_barriers", "barrier_sync barrier_arrive", Inputs::bits, Compare::bits, 96, 96, named_barriers, 64);
+  add("reductions", "red_add red_max atomic_add", Inputs::integers, Compare::bits, 128, 12, reductions, 128);
+  add("special_sums", "red_add", Inputs::float_small, Compare::bits, 512, 256, special_sums, 256);
+  add("conversions", "pack_bf16 pack_fp16 to_float to_bf16", Inputs::float_wide, Compare::bits, 512, 1024, conversions,
+      256);
+  add("all_fp16", "to_float", Inputs::bits, Compare::bits, 1, 65536, all_fp16, 256);
+  add("transcendental", "exp2_approx log2_approx", Inputs::bits, Compare::approximate, 512, 512, transcendental, 256);
+  add("transcendental_special", "exp2_approx log2_approx", Inputs::float_wide, Compare::approximate, 256, 512,
+      transcendental_special, 256);
+  add("wide_accesses",
+      "prefetch_l2 load_streaming store_streaming load_shared_v4 store_shared_v4 load_acquire load_relaxed",
+      Inputs::bits, Compare::bits, 256, 576, wide_accesses, 64);
+  cases.push_back({"grid_indices", "block_index block_index_3d grid_size", Inputs::bits, Compare::bits, 1, 12 * 32,
+                   [=](uint32_t* in, uint32_t* out) {
+                     start(grid_indices, {.grid = {3, 2, 2}, .threads = 32, .shared_bytes = shared}, in, out);
+                   }});
 }
 
 }  // namespace hopwell::arch::certify

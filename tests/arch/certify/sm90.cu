@@ -173,6 +173,38 @@ __global__ void bulk_reductions(const uint32_t* in, uint32_t* out) {
 #endif
 }
 
+// Two numbers into each of 128 words, which hold zero before: the order of the two does not matter.
+enum class Sum : int { bulk_f32, bulk_bf16, tensor, v2, v4 };
+template <Sum kSum>
+__global__ void special_sums(const __grid_constant__ TensorMap map, const uint32_t* in, uint32_t* out) {
+#if HOPWELL_HAS_SM90
+  auto& s = dynamic_smem<Shared>();
+  const int t = thread_index();
+  for (int i = t; i < 256; i += 32) s.words[i] = in[i];
+  fence_proxy_async();
+  syncthreads();
+  float* sums = reinterpret_cast<float*>(out);
+  if (t < 2) {
+    const uint32_t source = shared_address(s.words) + uint32_t(t) * 512;
+    if constexpr (kSum == Sum::bulk_f32) bulk_reduce_add(sums, source, 512);
+    if constexpr (kSum == Sum::bulk_bf16) bulk_reduce_add(reinterpret_cast<bf16*>(out), source, 512);
+    if constexpr (kSum == Sum::tensor) tma_reduce_add(map, {0, 0}, source);
+    bulk_commit();
+    bulk_wait<0>();
+  }
+  for (int i = 0; i < 2; ++i) {
+    const auto value = [&](int at) { return bit_cast<float>(in[i * 128 + at]); };
+    if constexpr (kSum == Sum::v2) {
+      red_add_v2(sums + 4 * t, value(4 * t), value(4 * t + 1));
+      red_add_v2(sums + 4 * t + 2, value(4 * t + 2), value(4 * t + 3));
+    }
+    if constexpr (kSum == Sum::v4)
+      red_add_v4(sums + 4 * t, value(4 * t), value(4 * t + 1), value(4 * t + 2), value(4 * t + 3));
+  }
+  syncthreads();
+#endif
+}
+
 __global__ void stmatrix_all(const uint32_t* in, uint32_t* out) {
 #if HOPWELL_HAS_SM90
   auto& s = dynamic_smem<Shared>();
@@ -222,7 +254,7 @@ struct TmaMaps {
   TensorMap in[5], out[5];
 };
 
-// One box of every rank: load (partly outside), store shifted, reduce.
+// One box of every rank: load and store, partly outside.
 __global__ void tma_ranks(const __grid_constant__ TmaMaps maps, uint32_t* out) {
 #if HOPWELL_HAS_SM90
   auto& s = dynamic_smem<Shared>();
@@ -239,9 +271,9 @@ __global__ void tma_ranks(const __grid_constant__ TmaMaps maps, uint32_t* out) {
   syncthreads();
   if (t == 0) {
     mbarrier_arrive_expect_tx(s.full[0], 64 + 64 * 4 + 64 * 8 + 64 * 16 + 64 * 32);
-    tma_load(base, maps.in[0], {-3}, s.full[0]);
-    tma_load(base + 1024, maps.in[1], {5, -2}, s.full[0]);
-    tma_load(base + 2048, maps.in[2], {1, 3, 2}, s.full[0]);
+    tma_load(base, maps.in[0], {-4}, s.full[0]);
+    tma_load(base + 1024, maps.in[1], {8, -2}, s.full[0]);
+    tma_load(base + 2048, maps.in[2], {4, 3, 2}, s.full[0]);
     tma_load_cached(base + 4096, maps.in[3], {20, 2, 1, 0}, s.full[0], evict_first_policy());
     tma_load(base + 8192, maps.in[4], {0, 1, 1, 1, -1}, s.full[0]);
   }
@@ -249,10 +281,10 @@ __global__ void tma_ranks(const __grid_constant__ TmaMaps maps, uint32_t* out) {
   for (int i = t; i < 4096; i += 32) out[8192 + i] = s.words[i];
   if (t == 0) {
     tma_store(maps.out[0], {4}, base);
-    tma_store(maps.out[1], {-1, 3}, base + 1024);
-    tma_store(maps.out[2], {2, 2, 2}, base + 2048);
+    tma_store(maps.out[1], {20, 3}, base + 1024);
+    tma_store(maps.out[2], {4, 2, 2}, base + 2048);
     tma_store(maps.out[3], {0, 0, 1, 1}, base + 4096);
-    tma_store(maps.out[4], {3, 1, 1, 1, 1}, base + 8192);
+    tma_store(maps.out[4], {8, 1, 1, 1, 1}, base + 8192);
     bulk_commit();
     bulk_wait<0>();
   }
@@ -268,7 +300,7 @@ __global__ void tma_reductions(const __grid_constant__ TensorMap map, const uint
   fence_proxy_async();
   syncthreads();
   if (t == 0) {
-    for (int i = 0; i < 3; ++i) tma_reduce_add(map, {i * 8 - 4, i}, shared_address(s.words));
+    for (int i = 0; i < 3; ++i) tma_reduce_add(map, {i * 8 + 4, i}, shared_address(s.words));
     bulk_commit();
     bulk_wait<0>();
   }
@@ -339,36 +371,56 @@ void add_sm90_cases(std::vector<Case>& cases) {
            start(kernel, {.grid = {cluster}, .threads = threads, .cluster = cluster, .shared_bytes = shared}, in, out);
          }});
   };
-  add("mbarrier_ring", "mbarrier init arrive try_wait test_wait inval, fence.mbarrier_init", Inputs::bits, 256, 257,
-      mbarrier_ring, 64, 1);
-  add("cp_async_on_mbarrier", "cp.async.mbarrier.arrive.noinc", Inputs::bits, 512, 512, cp_async_on_mbarrier, 64, 1);
+  add("mbarrier_ring",
+      "mbarrier_init mbarrier_arrive mbarrier_wait mbarrier_try_wait mbarrier_test_wait mbarrier_invalidate "
+      "fence_mbarrier_init",
+      Inputs::bits, 256, 257, mbarrier_ring, 64, 1);
+  add("cp_async_on_mbarrier", "cp_async_mbarrier_arrive_noinc", Inputs::bits, 512, 512, cp_async_on_mbarrier, 64, 1);
   add("bulk_copies",
-      "cp.async.bulk load store multicast to-CTA, st.async, mapa, ld/st.shared::cluster, barrier.cluster", Inputs::bits,
-      768, 3072, bulk_copies, 32, 2);
-  add("remote_arrivals", "mbarrier.arrive.cluster, expect_tx.cluster, try_wait.acquire.cluster, 4 CTAs", Inputs::bits,
-      128, 528, remote_arrivals, 32, 4);
-  add("bulk_reductions", "cp.reduce.async.bulk f32 bf16 u64, red.v2 red.v4", Inputs::integers, 136, 400,
-      bulk_reductions, 32, 1);
-  add("stmatrix", "stmatrix .x1 .x2 .x4 .trans", Inputs::bits, 256, 1024, stmatrix_all, 32, 1);
-  add("registers_and_election", "setmaxnreg elect.sync griddepcontrol", Inputs::bits, 256, 256, registers_and_election,
-      256, 1);
-  add("conversions_e4m3", "cvt e4m3x2.f32, f16x2.e4m3x2", Inputs::float_wide, 512, 768, conversions_e4m3, 256, 1);
-  cases.push_back({"tma_ranks", "cp.async.bulk.tensor 1d-5d load store, cache policy", Inputs::bits, Compare::bits,
+      "bulk_load bulk_load_multicast bulk_copy_to_cta bulk_store bulk_commit bulk_wait bulk_wait_read store_async "
+      "store_async_v4 load_cluster store_cluster map_to_rank cluster_rank cluster_size cluster_sync cluster_arrive "
+      "cluster_wait mbarrier_arrive_expect_tx mbarrier_expect_tx mbarrier_wait_cluster mbarrier_try_wait_cluster "
+      "fence_proxy_async",
+      Inputs::bits, 768, 3072, bulk_copies, 32, 2);
+  add("remote_arrivals",
+      "mbarrier_arrive_cluster mbarrier_arrive_expect_tx_cluster mbarrier_wait_cluster cluster_arrive_relaxed "
+      "cluster_wait fence_acq_rel_cluster store_async store_cluster map_to_rank",
+      Inputs::bits, 128, 528, remote_arrivals, 32, 4);
+  add("bulk_reductions", "bulk_reduce_add red_add_v2 red_add_v4", Inputs::integers, 136, 400, bulk_reductions, 32, 1);
+  add("stmatrix", "stmatrix", Inputs::bits, 256, 1024, stmatrix_all, 32, 1);
+  add("registers_and_election",
+      "setmaxnreg_inc setmaxnreg_dec elect_one griddepcontrol_wait griddepcontrol_launch_dependents warpgroup_index",
+      Inputs::bits, 256, 256, registers_and_election, 256, 1);
+  add("conversions_e4m3", "pack_e4m3 unpack_e4m3", Inputs::float_wide, 512, 768, conversions_e4m3, 256, 1);
+  cases.push_back({"tma_ranks", "tma_load tma_load_cached tma_store prefetch_tensor_map", Inputs::bits, Compare::bits,
                    5184, 12288, [=](uint32_t* in, uint32_t* out) {
                      start(tma_ranks, {.threads = 32, .shared_bytes = shared}, maps_of_every_rank(in, out), out);
                    }});
-  cases.push_back({"tma_reductions", "cp.reduce.async.bulk.tensor add f32", Inputs::integers, Compare::bits, 256, 512,
-                   [=](uint32_t* in, uint32_t* out) {
-                     start(tma_reductions, {.threads = 32, .shared_bytes = shared},
-                           map_2d(out, TensorElement::f32, 32, 16, 16, 16, Swizzle::none), in);
-                   }});
+  cases.push_back(
+      {"tma_reductions", "tma_reduce_add", Inputs::integers, Compare::bits, 256, 512, [=](uint32_t* in, uint32_t* out) {
+         start(tma_reductions, {.threads = 32, .shared_bytes = shared},
+               map_2d(out, TensorElement::f32, 32, 16, 16, 16, Swizzle::none), in);
+       }});
+  const auto add_sums = [&](const char* name, const char* function,
+                            void (*kernel)(TensorMap, const uint32_t*, uint32_t*)) {
+    cases.push_back({std::string("special_sums_") + name, function, Inputs::float_small, Compare::bits, 256, 128,
+                     [=](uint32_t* in, uint32_t* out) {
+                       start(kernel, {.threads = 32, .shared_bytes = shared},
+                             map_2d(out, TensorElement::f32, 16, 8, 16, 8, Swizzle::none), in, out);
+                     }});
+  };
+  add_sums("bulk_f32", "bulk_reduce_add", special_sums<Sum::bulk_f32>);
+  add_sums("bulk_bf16", "bulk_reduce_add", special_sums<Sum::bulk_bf16>);
+  add_sums("tensor", "tma_reduce_add", special_sums<Sum::tensor>);
+  add_sums("v2", "red_add_v2", special_sums<Sum::v2>);
+  add_sums("v4", "red_add_v4", special_sums<Sum::v4>);
   const auto swizzled = [&](const char* name, void (*kernel)(TensorMap, uint32_t*), Swizzle mode,
                             uint32_t row_elements) {
-    cases.push_back({name, "cp.async.bulk.tensor multicast to 4 CTAs, swizzle", Inputs::bits, Compare::bits, 4096, 4096,
-                     [=](uint32_t* in, uint32_t* out) {
-                       start(kernel, {.grid = {4}, .threads = 32, .cluster = 4, .shared_bytes = shared},
-                             map_2d(in, TensorElement::bf16, 256, 30, row_elements, 8, mode), out);
-                     }});
+    cases.push_back(
+        {name, "tma_load_multicast", Inputs::bits, Compare::bits, 4096, 4096, [=](uint32_t* in, uint32_t* out) {
+           start(kernel, {.grid = {4}, .threads = 32, .cluster = 4, .shared_bytes = shared},
+                 map_2d(in, TensorElement::bf16, 256, 30, row_elements, 8, mode), out);
+         }});
   };
   swizzled("tma_swizzle_none", tma_swizzled_multicast<0>, Swizzle::none, 32);
   swizzled("tma_swizzle_32", tma_swizzled_multicast<1>, Swizzle::bytes32, 16);

@@ -1,8 +1,8 @@
-// Launching a certification kernel in either world; a failure to launch ends the program.
+// Launching a certification kernel in either world.
 #pragma once
 
-#include <cstdio>
-#include <cstdlib>
+#include <stdexcept>
+#include <string>
 
 #include "arch/launch.hpp"
 
@@ -12,10 +12,7 @@ template <class... Parameters, class... Arguments>
 void start(void (*kernel)(Parameters...), const LaunchShape& shape, Arguments... arguments) {
 #if HOPWELL_ON_DEVICE
   const cudaError_t error = launch(kernel, shape, nullptr, arguments...);
-  if (error != cudaSuccess) {
-    std::fprintf(stderr, "launch failed: %s\n", cudaGetErrorString(error));
-    std::exit(1);
-  }
+  if (error != cudaSuccess) throw std::runtime_error(std::string("launch failed: ") + cudaGetErrorString(error));
 #else
   launch(kernel, shape, arguments...);
 #endif

@@ -80,10 +80,11 @@ __global__ void __launch_bounds__(128) products_rs(const uint32_t* in, uint32_t*
 }
 
 using Kernel = void (*)(const uint32_t*, uint32_t*);
-void add(std::vector<Case>& cases, const std::string& name, Half type, int n, Kernel kernel) {
-  cases.push_back({name, "wgmma.mma_async fence commit_group wait_group",
-                   type == Half::bf16 ? Inputs::bf16_unit : Inputs::fp16_unit, Compare::accumulation, kWords,
-                   size_t(n / 2 * 128), [kernel](uint32_t* in, uint32_t* out) {
+void add(std::vector<Case>& cases, const std::string& name, Inputs inputs, int n, Kernel kernel) {
+  const bool rs = name.starts_with("wgmma_rs");
+  cases.push_back({name,
+                   std::string(rs ? "wgmma_rs" : "wgmma_ss") + " wgmma_fence wgmma_commit wgmma_wait pin_registers",
+                   inputs, Compare::accumulation, kWords, size_t(n / 2 * 128), [kernel](uint32_t* in, uint32_t* out) {
                      start(kernel, {.threads = 128, .shared_bytes = sizeof(Shared)}, in, out);
                    }});
 }
@@ -92,9 +93,9 @@ template <int kN>
 void add_every_n(std::vector<Case>& cases) {
   if constexpr (kN > 0) {
     add_every_n<kN - 8>(cases);
-    add(cases, "wgmma_ss_n" + std::to_string(kN), Half::bf16, kN,
+    add(cases, "wgmma_ss_n" + std::to_string(kN), Inputs::bf16_unit, kN,
         products_ss<kN, Half::bf16, Major::k, Major::k, Swizzle::bytes128, Swizzle::bytes128, false>);
-    add(cases, "wgmma_rs_n" + std::to_string(kN), Half::bf16, kN,
+    add(cases, "wgmma_rs_n" + std::to_string(kN), Inputs::bf16_unit, kN,
         products_rs<kN, Half::bf16, Major::k, Swizzle::bytes128, false>);
   }
 }
@@ -105,7 +106,8 @@ void add_layout(std::vector<Case>& cases) {
   add(cases,
       std::string("wgmma_") + (kType == Half::bf16 ? "bf16" : "fp16") + (kA == Major::k ? "_ak" : "_amn") +
           (kB == Major::k ? "_bk" : "_bmn") + "_swizzle_" + swizzles[int(kSwizzle)],
-      kType, 64, products_ss<64, kType, kA, kB, kSwizzle, kSwizzle, false>);
+      kType == Half::bf16 ? Inputs::bf16_unit : Inputs::fp16_unit, 64,
+      products_ss<64, kType, kA, kB, kSwizzle, kSwizzle, false>);
 }
 template <Half kType, Swizzle kSwizzle>
 void add_majors(std::vector<Case>& cases) {
@@ -128,10 +130,14 @@ void add_wgmma_cases(std::vector<Case>& cases) {
   add_every_n<256>(cases);
   add_swizzles<Half::bf16>(cases);
   add_swizzles<Half::fp16>(cases);
-  add(cases, "wgmma_negate_a", Half::bf16, 32,
+  add(cases, "wgmma_negate_a", Inputs::bf16_unit, 32,
       products_ss<32, Half::bf16, Major::k, Major::k, Swizzle::bytes128, Swizzle::bytes64, true>);
-  add(cases, "wgmma_rs_fp16_bmn_negate_b", Half::fp16, 128,
+  add(cases, "wgmma_rs_fp16_bmn_negate_b", Inputs::fp16_unit, 128,
       products_rs<128, Half::fp16, Major::mn, Swizzle::bytes64, true>);
+  add(cases, "wgmma_ss_bf16_special", Inputs::bf16_special, 64,
+      products_ss<64, Half::bf16, Major::k, Major::k, Swizzle::bytes128, Swizzle::bytes128, false>);
+  add(cases, "wgmma_rs_fp16_special", Inputs::fp16_special, 64,
+      products_rs<64, Half::fp16, Major::k, Swizzle::bytes128, false>);
 }
 
 }  // namespace hopwell::arch::certify
