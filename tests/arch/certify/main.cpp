@@ -1,6 +1,7 @@
 // Runs the certification cases in this world (emulator or GPU, by the compiler) and records or compares their outputs.
 //
 //   certify_emulator record  FILE        runs every case on the emulator under three schedules, which must agree
+//   certify_emulator covers  JSON ARCH   whether a report has every case, and the cases every function of src/arch
 //   certify_device   compare FILE JSON   runs every case on the GPU, compares with FILE, writes a report
 #include <cstdio>
 #include <cstring>
@@ -14,6 +15,7 @@
 #include "compare.hpp"
 #else
 #include "arch/emu/launch.hpp"
+#include "coverage.hpp"
 #endif
 
 namespace hopwell::arch::certify {
@@ -54,11 +56,14 @@ int main(int argc, char** argv) {
     if (argc == 4 && !std::strcmp(argv[1], "compare")) return compare(argv[2], argv[3]);
 #else
     if (argc == 3 && !std::strcmp(argv[1], "record")) return record(argv[2]);
+    if (argc == 4 && !std::strcmp(argv[1], "covers")) return check_coverage(argv[2], argv[3]);
 #endif
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());
     return 1;
   }
-  std::fprintf(stderr, "usage: certify_emulator record FILE | certify_device compare FILE JSON\n");
+  std::fprintf(
+      stderr,
+      "usage: certify_emulator record FILE | certify_emulator covers JSON ARCH | certify_device compare FILE JSON\n");
   return 2;
 }
