@@ -13,7 +13,8 @@ struct CheckOptions {
   std::vector<std::string> operators;  // empty: all
   std::string backend;                 // "": every one this machine has
   std::uint64_t seeds = 1;
-  std::string json;                    // "": none
+  bool checker = true;  // on emulated backends: find races, not only wrong numbers and hangs
+  std::string json;     // "": none
 };
 int check(const CheckOptions& options);
 

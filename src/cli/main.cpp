@@ -29,15 +29,24 @@ int main(int argc, char** argv) {
   CheckOptions check_options;
   auto* check_command = app.add_subcommand("check", "every operator and corner case against float64, here and now");
   check_command->add_option("OP", check_options.operators, "operators; all by default")->check(an_operator);
-  check_command->add_option("--backend", check_options.backend, "one backend; by default all this machine has")->check(a_backend);
-  check_command->add_option("--seeds", check_options.seeds, "random inputs a case")->check(CLI::Range(1, 1000000));
+  check_command->add_option("--backend", check_options.backend, "one backend; by default all this machine has")
+      ->check(a_backend);
+  check_command->add_option("--seeds", check_options.seeds, "random inputs a case; on emu: backends also schedules")
+      ->check(CLI::Range(1, 1000000));
+  check_command->add_flag("!--no-checker", check_options.checker,
+                          "emu: backends: numbers and hangs only, no search for races");
   check_command->add_option("--json", check_options.json, "write the results to FILE")->type_name("FILE");
 
   BenchOptions bench_options;
-  auto* bench_command = app.add_subcommand("bench", "time an operator: median, spread, rate, share of this machine's ceiling");
+  auto* bench_command =
+      app.add_subcommand("bench", "time an operator: median, spread, rate, share of this machine's ceiling");
   bench_command->add_option("OP", bench_options.op, "the operator")->required()->check(an_operator);
-  bench_command->add_option("--backend", bench_options.backends, "backends, separated by commas")->delimiter(',')->check(a_backend);
-  bench_command->add_option("--shape", bench_options.shapes, "a named shape, or settings key=value,key=value that change the first one")
+  bench_command->add_option("--backend", bench_options.backends, "backends, separated by commas")
+      ->delimiter(',')
+      ->check(a_backend);
+  bench_command
+      ->add_option("--shape", bench_options.shapes,
+                   "a named shape, or settings key=value,key=value that change the first one")
       ->delimiter(',');
   bench_command->add_option("--json", bench_options.json, "write the results to FILE")->type_name("FILE");
 
