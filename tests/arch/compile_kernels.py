@@ -1,16 +1,22 @@
-"""Compiles every kernel file for every architecture with nvcc, and prints registers and spills of each kernel.
+"""Compiles every kernel file for every architecture with nvcc; prints registers, shared memory and spills of each.
 
 Fails if a kernel spills or has a stack frame, if a header of instructions costs more compile time than it may, if an
-instruction of sm_100a is missing from the PTX of the compile test, or if a header of the emulator reaches device code.
+instruction of sm_100a is missing from the PTX of the compile test, or if the device code of a kernel is another one
+where the emulator's headers are absent. Ends with 77 ("skipped") where there is no nvcc.
 """
 
 import argparse
+import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURES = {"sm_80": "compute_80", "sm_90a": "compute_90a", "sm_100a": "compute_100a"}
@@ -26,7 +32,7 @@ HEADERS = [
 ]
 # What compile/sm100_instructions.cu must contain once compiled: every instruction that only sm_100a has.
 GROUPS = ("cta_group::1", "cta_group::2")
-COPIES = ("128x256b", "128x128b", "64x128b.warpx2::02_13", "64x128b.warpx2::01_23", "32x128b.warpx4")
+COPIES = ("128x256b", "128x128b", "64x128b.warpx2::02_13", "64x128b.warpx2::01_23", "32x128b.warpx4", "4x256b")
 SHAPES = ("32x32b.x32", "16x64b.x4", "16x128b.x2", "16x256b.x1", "16x32bx2.x4")
 COMMIT = "mbarrier::arrive::one.shared::cluster"
 SM100_PTX = [
@@ -54,22 +60,39 @@ SM100_PTX = [
 ]
 
 
-def nvcc(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs nvcc with the include path of the sources."""
-    paths = [f"-I{ROOT / path}" for path in ("src", "include", ".", "tests/arch")]
+SKIPPED = 77
+compiler = "nvcc"
+
+
+def nvcc(*arguments: str, sources: Path = ROOT / "src") -> subprocess.CompletedProcess[str]:
+    """Runs nvcc as the build does, with the include path of the sources."""
+    paths = [f"-I{path}" for path in (sources, ROOT / "include", ROOT, ROOT / "tests/arch")]
     return subprocess.run(
-        ["nvcc", "-std=c++20", "-O3", *paths, *arguments], capture_output=True, text=True, check=False
+        [compiler, "-std=c++20", "-O3", "--expt-relaxed-constexpr", *paths, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
-def cubin(source: Path, arch: str, scratch: Path) -> subprocess.CompletedProcess[str]:
+def cubin(source: Path, arch: str, output: Path, sources: Path = ROOT / "src") -> subprocess.CompletedProcess[str]:
     """Compiles for one architecture, with ptxas' report."""
     target = f"arch={ARCHITECTURES[arch]},code={arch}"
-    return nvcc("-gencode", target, "-cubin", "-Xptxas", "-v", str(source), "-o", str(scratch / "kernel.cubin"))
+    return nvcc("-gencode", target, "-cubin", "-Xptxas", "-v", str(source), "-o", str(output), sources=sources)
 
 
-def kernels_of(report: str) -> list[tuple[str, int, int, int]]:
-    """(name, registers, stack bytes, spilled bytes) of every kernel in ptxas' report."""
+class Kernel(NamedTuple):
+    """What ptxas says of a kernel; shared memory is the static part, bytes."""
+
+    name: str
+    registers: int
+    shared: int
+    stack: int
+    spilled: int
+
+
+def kernels_of(report: str) -> list[Kernel]:
+    """All kernels in ptxas' report."""
     found, name, stack, spill = [], "", 0, 0
     for line in report.splitlines():
         if m := re.search(r"Function properties for (\S+)|Compiling entry function '(\S+)'", line):
@@ -77,7 +100,8 @@ def kernels_of(report: str) -> list[tuple[str, int, int, int]]:
         elif m := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
             stack, spill = int(m.group(1)), int(m.group(2)) + int(m.group(3))
         elif m := re.search(r"Used (\d+) registers", line):
-            found.append((name, int(m.group(1)), stack, spill))
+            shared = re.search(r"(\d+) bytes smem", line)
+            found.append(Kernel(name, int(m.group(1)), int(shared.group(1)) if shared else 0, stack, spill))
     return found
 
 
@@ -87,23 +111,38 @@ def demangled(name: str) -> str:
     return text.replace("(anonymous namespace)::", "")
 
 
-def check_file(path: Path, scratch: Path) -> list[str]:
-    """Compiles one file for every architecture and prints its kernels; returns what is wrong."""
-    problems = []
-    if "arch/emu/" in nvcc("-arch=sm_100a", "-M", str(path)).stdout:
-        problems.append(f"{path.name}: nvcc reads a header of the emulator")
-    for arch in ARCHITECTURES:
-        done = cubin(path, arch, scratch)
-        if done.returncode:
-            problems.append(f"{path.name} does not compile for {arch}:\n{done.stderr[:2000]}")
-            continue
-        for name, registers, stack, spill in kernels_of(done.stderr):
-            kernel = f"{path.parent.name}/{path.name}  {demangled(name)}"
-            if registers > 8:  # fewer: the body is for another architecture
-                print(f"{arch:8} {registers:4} registers {stack:5} B stack {spill:5} B spilled  {kernel}", flush=True)
-            if stack or spill:
-                problems.append(f"{arch}: {kernel} has {stack} bytes of stack and {spill} bytes of spills")
+def check_file(path: Path, arch: str, scratch: Path) -> list[str]:
+    """Compiles one file for one architecture and prints its kernels; returns what is wrong."""
+    done = cubin(path, arch, scratch / f"{path.parent.name}_{path.stem}_{arch}.cubin")
+    if done.returncode:
+        return [f"{path.name} does not compile for {arch}:\n{done.stderr[:2000]}"]
+    lines, problems = [], []
+    for kernel in kernels_of(done.stderr):
+        place = f"{path.parent.name}/{path.name}  {demangled(kernel.name)}"
+        if kernel.registers > 8:  # fewer: the body is for another architecture
+            lines.append(
+                f"{arch:8} {kernel.registers:4} registers {kernel.shared:6} B shared {kernel.stack:5} B stack "
+                f"{kernel.spilled:5} B spilled  {place}"
+            )
+        if kernel.stack or kernel.spilled:
+            problems.append(f"{arch}: {place} has {kernel.stack} bytes of stack and {kernel.spilled} bytes of spills")
+    if lines:
+        print("\n".join(lines), flush=True)
     return problems
+
+
+def check_device_code(path: Path, arch: str, scratch: Path) -> list[str]:
+    """The same device code, byte for byte, from a tree that has no emulator in it."""
+    bare = scratch / f"bare_{arch}"
+    shutil.copytree(ROOT / "src/arch", bare / "arch", ignore=shutil.ignore_patterns("emu"))
+    outputs = [scratch / f"{name}_{arch}.cubin" for name in ("with", "without")]
+    for output, sources in zip(outputs, (ROOT / "src", bare), strict=True):
+        done = cubin(path, arch, output, sources)
+        if done.returncode:
+            return [f"{path.name} does not compile for {arch} in {sources}:\n{done.stderr[:2000]}"]
+    same = outputs[0].read_bytes() == outputs[1].read_bytes()
+    print(f"{arch:8} {path.name}: device code {'the same' if same else 'differs'} without the emulator", flush=True)
+    return [] if same else [f"{path.name}: the emulator's headers change the device code for {arch}"]
 
 
 def processor_seconds() -> float:
@@ -119,7 +158,7 @@ def check_headers(scratch: Path) -> list[str]:
         source = scratch / "header.cu"
         source.write_text(f'#include "arch/{header}"\n__global__ void kernel() {{}}\n')
         start = processor_seconds()
-        done = cubin(source, "sm_100a", scratch)
+        done = cubin(source, "sm_100a", scratch / "header.cubin")
         seconds = processor_seconds() - start
         print(f"{header:28} {seconds:5.2f} s of nvcc", flush=True)
         if done.returncode:
@@ -132,7 +171,8 @@ def check_headers(scratch: Path) -> list[str]:
 def check_instructions(scratch: Path) -> list[str]:
     """Every sm_100a instruction assembles and is found in the PTX."""
     source, ptx = ROOT / "tests/arch/compile/sm100_instructions.cu", scratch / "instructions.ptx"
-    done, assembled = nvcc("-arch=sm_100a", "-ptx", str(source), "-o", str(ptx)), cubin(source, "sm_100a", scratch)
+    done = nvcc("-arch=sm_100a", "-ptx", str(source), "-o", str(ptx))
+    assembled = cubin(source, "sm_100a", scratch / "instructions.cubin")
     if done.returncode or assembled.returncode:
         return [f"{source.name} does not compile:\n{(done.stderr + assembled.stderr)[:2000]}"]
     text = ptx.read_text()
@@ -143,15 +183,27 @@ def check_instructions(scratch: Path) -> list[str]:
 
 def main() -> int:
     """Runs all checks."""
+    global compiler
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", nargs="*", type=Path, help="default: all of src/ops and tests/arch/kernels")
+    parser.add_argument("--nvcc", default="nvcc", help="the compiler")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilations at a time")
     arguments = parser.parse_args()
-    files = arguments.files or sorted([*ROOT.glob("src/ops/*/sm*.cu"), *ROOT.glob("tests/arch/kernels/*.cu")])
-    with tempfile.TemporaryDirectory() as directory:
+    compiler = arguments.nvcc
+    if not shutil.which(compiler):
+        print(f"skipped: no {compiler} here")
+        return SKIPPED
+    kernels = ROOT / "tests/arch/kernels"
+    files = arguments.files or sorted([*ROOT.glob("src/ops/*/sm*.cu"), *kernels.glob("*.cu")])
+    with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(arguments.jobs) as pool:
         scratch = Path(directory)
-        problems = [p for f in files for p in check_file(f, scratch)]
+        found = list(pool.map(lambda job: check_file(job[0], job[1], scratch), product(files, ARCHITECTURES)))
         if not arguments.files:
-            problems += check_instructions(scratch) + check_headers(scratch)
+            found.append(check_instructions(scratch))
+            found.append(check_headers(scratch))
+            found.append(check_device_code(kernels / "wgmma_gemm.cu", "sm_90a", scratch))
+            found.append(check_device_code(kernels / "nvfp4_gemm.cu", "sm_100a", scratch))
+    problems = [problem for of_one in found for problem in of_one]
     for problem in problems:
         print(problem, file=sys.stderr)
     return 1 if problems else 0

@@ -292,10 +292,18 @@ TEST(Products, WhatIsNotModelledSaysSo) {
   });
   ASSERT_TRUE(report.has(Kind::unsupported)) << report.text();
   EXPECT_NE(report.text().find("tcgen05.mma"), std::string::npos);
+  const auto refuses = [](const char* name, auto instruction) {
+    const emu::Report of_one = emu::launch(shape(128), {}, [&] { with_tensor_memory<1>(32, instruction); });
+    EXPECT_TRUE(of_one.has(Kind::unsupported)) << of_one.text();
+    EXPECT_NE(of_one.text().find(name), std::string::npos) << of_one.text();
+  };
+  refuses("tcgen05.shift", [](Shared& s) { tcgen05_shift<1>(s.tmem); });
+  refuses("tcgen05.cp.4x256b",
+          [](Shared& s) { tcgen05_copy<1, CopyShape::b4x256>(s.tmem, tcgen05_descriptor({Swizzle::none, 16, 128})); });
 }
 
 // A pair multiplies e2m1 operands: each CTA has the scales of its rows of A, and those of all of B.
-TEST(Products, Nvfp4InACtaPair) {
+void check_nvfp4(bool a_in_tmem) {
   std::vector<float> d(2 * 65536, NAN);
   const auto code = [](uint32_t i) { return uint8_t(i * 2654435761u >> 24); };
   const auto scale = [](uint32_t i) { return uint8_t(0x30 + (i * 40503u >> 8) % 16); };
@@ -313,15 +321,29 @@ TEST(Products, Nvfp4InACtaPair) {
             s.a[32768 + emu::scale_tile_offset(row, block)] = scale(uint32_t(rank * 512 + i));
             s.b[32768 + emu::scale_tile_offset(row, block)] = scale(uint32_t(5000 + i));
           }
+          if (a_in_tmem) {  // row t: 32 bytes
+            uint32_t words[8] = {};
+            for (int i = 0; i < 32; ++i)
+              words[i / 4] |= uint32_t{code(uint32_t(rank * 4096 + t * 32 + i))} << i % 4 * 8;
+            tmem_store<TmemShape::b32x32>(tmem_address(s.tmem, 32 * warp, 64), words);
+            tmem_wait_store();
+          }
           fence_proxy_async();
+          tcgen05_fence_before_thread_sync();
           cluster_sync();
+          tcgen05_fence_after_thread_sync();
           if (t == 0 && rank == 0) {
             constexpr uint64_t kScales = tcgen05_descriptor({Swizzle::none, 16, 128});
             tcgen05_copy<2, CopyShape::b32x128_x4>(s.tmem + 128, at_address(kScales, shared_address(s.a + 32768)));
             tcgen05_copy<2, CopyShape::b32x128_x4>(s.tmem + 132, at_address(kScales, shared_address(s.b + 32768)));
             const Operand rows{Major::k, 0};
-            tcgen05_mma_nvfp4<2>(s.tmem, rows.descriptor(s.a), rows.descriptor(s.b),
-                                 nvfp4_instruction_descriptor(256, 64), s.tmem + 128, s.tmem + 132, false);
+            constexpr uint32_t kInstruction = nvfp4_instruction_descriptor(256, 64);
+            if (a_in_tmem)
+              tcgen05_mma_nvfp4_ts<2>(s.tmem, s.tmem + 64, rows.descriptor(s.b), kInstruction, s.tmem + 128,
+                                      s.tmem + 132, false);
+            else
+              tcgen05_mma_nvfp4<2>(s.tmem, rows.descriptor(s.a), rows.descriptor(s.b), kInstruction, s.tmem + 128,
+                                   s.tmem + 132, false);
             tcgen05_commit_multicast<2>(s.done, 3);
           }
           mbarrier_wait(s.done, 0);
@@ -345,6 +367,11 @@ TEST(Products, Nvfp4InACtaPair) {
       }
       ASSERT_NEAR(sum, double(d[size_t(m * 64 + n)]), 1e-4 * (1 + std::fabs(sum))) << m << " " << n;
     }
+}
+
+TEST(Products, Nvfp4InACtaPair) {
+  check_nvfp4(false);
+  check_nvfp4(true);
 }
 
 // ---- copies to tensor memory ----------------------------------------------------------------------------------------

@@ -91,8 +91,8 @@ int tmem_lanes(TmemShape shape);
 /// Columns that `regs` registers a thread span.
 int tmem_columns(TmemShape shape, int regs, int split = 0);
 
-/// Shapes of tcgen05.cp that this emulator models. 4x256b is left out: nothing here uses it, and PTX is vague about it.
-enum class CopyShape : uint8_t { b128x256, b128x128, b64x128_02_13, b64x128_01_23, b32x128_x4 };
+/// Shapes of tcgen05.cp. 4x256b is not modelled: PTX does not say which lanes its four rows go to.
+enum class CopyShape : uint8_t { b128x256, b128x128, b64x128_02_13, b64x128_01_23, b32x128_x4, b4x256 };
 int copy_rows(CopyShape shape);
 int copy_row_bytes(CopyShape shape);
 /// Lanes that row `row` of the source goes to; unused entries are -1.

@@ -135,6 +135,18 @@ void load_a_from_tmem(Cta& cta, const TensorProduct& p, const ProductShape& s, i
   }
 }
 
+// A as it is multiplied for one segment of N: with its sign and scales.
+void load_a(Cta& cta, const TensorProduct& p, const ProductShape& s, int segment, std::vector<float>& a) {
+  if (!p.a_in_tmem && segment > 0) return;  // the same for all
+  if (p.a_in_tmem)
+    load_a_from_tmem(cta, p, s, segment, a.data());
+  else
+    operand_a(p, s, cta.rank).load(a.data(), s.k, false);
+  if (s.negate)
+    for (float& x : a) x = -x;
+  if (p.kind == MmaKind::mxf4nvf4) apply_scales(cta, p.scale_a, s.rows, a.data(), s.k, 1);
+}
+
 void perform(const TensorProduct& p, uint32_t rank) {
   Machine& m = *machine;
   const ProductShape s = decode(p);
@@ -144,17 +156,11 @@ void perform(const TensorProduct& p, uint32_t rank) {
   if (p.kind == MmaKind::mxf4nvf4) apply_scales(m.ctas[first], p.scale_b, s.n, b.data(), 1, s.n);
   for (int q = 0; q < p.cta_group; ++q) {
     Cta& cta = m.ctas[first + uint32_t(q)];
-    if (!p.a_in_tmem) operand_a(p, s, cta.rank).load(a.data(), s.k, false);
-    if (!p.a_in_tmem && s.negate)
-      for (float& x : a) x = -x;
-    if (p.kind == MmaKind::mxf4nvf4) apply_scales(cta, p.scale_a, s.rows, a.data(), s.k, 1);
     float* d = reinterpret_cast<float*>(&tmem_word(cta, tmem_lane(p.d), tmem_column(p.d)));
     // Pieces of D whose rows are consecutive lanes: four groups of 16 rows, or segments of N stacked in the lanes.
     const int segments = s.path == DataPath::two ? 2 : s.path == DataPath::four ? 4 : 1, n = s.n / segments;
     for (int segment = 0; segment < segments; ++segment) {
-      if (p.a_in_tmem) load_a_from_tmem(cta, p, s, segment, a.data());
-      if (p.a_in_tmem && s.negate)
-        for (float& x : a) x = -x;
+      load_a(cta, p, s, segment, a);
       const float* right = b.data() + segment * n;
       if (s.path == DataPath::half)
         for (int part = 0; part < 4; ++part)
@@ -191,6 +197,7 @@ void tcgen05_mma(const TensorProduct& p, const Site& site) {
 void tcgen05_copy(CopyShape shape, int cta_group, uint32_t address, uint64_t descriptor, const Site& site) {
   enter("tcgen05.cp", site);
   Machine& m = *machine;
+  if (shape == CopyShape::b4x256) m.stop(Kind::unsupported, "tcgen05.cp.4x256b is not modelled");
   check_cta_group(cta_group);
   const MatrixDescriptor d = decode_tcgen05_descriptor(descriptor);
   if (d.error) m.stop(Kind::descriptor, std::string("matrix descriptor: ") + d.error);

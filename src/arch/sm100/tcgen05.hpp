@@ -104,6 +104,31 @@ HOPWELL_DEVICE void tcgen05_mma_nvfp4(uint32_t d, uint64_t a, uint64_t b, uint32
 #endif
 }
 
+/// The same with A in tensor memory: row m in the lane of row m of D, eight elements a column. PTX:
+/// #tcgen05-mma-instructions-mma
+template <int kCtaGroup>
+HOPWELL_DEVICE void tcgen05_mma_nvfp4_ts(uint32_t d, uint32_t a, uint64_t b, uint32_t instruction, uint32_t scale_a,
+                                         uint32_t scale_b, bool accumulate,
+                                         [[maybe_unused]] Site site = Site::current()) {
+#if HOPWELL_ON_DEVICE
+  if constexpr (kCtaGroup == 1)
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %6, 0; tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.block16 [%0], "
+        "[%1], %2, %3, [%4], [%5], p; }" ::"r"(d),
+        "r"(a), "l"(b), "r"(instruction), "r"(scale_a), "r"(scale_b), "r"(uint32_t(accumulate))
+        : "memory");
+  else
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %6, 0; tcgen05.mma.cta_group::2.kind::mxf4nvf4.block_scale.block16 [%0], "
+        "[%1], %2, %3, [%4], [%5], p; }" ::"r"(d),
+        "r"(a), "l"(b), "r"(instruction), "r"(scale_a), "r"(scale_b), "r"(uint32_t(accumulate))
+        : "memory");
+#else
+  emu::tcgen05_mma(
+      {emu::MmaKind::mxf4nvf4, kCtaGroup, false, true, accumulate, d, a, 0, b, instruction, scale_a, scale_b}, site);
+#endif
+}
+
 /// tcgen05.commit: one arrival on the mbarrier (a shared::cluster address) once all that this thread has issued is
 /// complete. PTX: #tcgen05-async-sync-operations-commit
 template <int kCtaGroup>
@@ -144,7 +169,7 @@ HOPWELL_DEVICE void tcgen05_commit_multicast(mbarrier& b, uint16_t cta_mask,
 
 #if HOPWELL_ON_DEVICE
 /// Shapes of tcgen05.cp; see emu/geometry.hpp for where rows go.
-enum class CopyShape : uint8_t { b128x256, b128x128, b64x128_02_13, b64x128_01_23, b32x128_x4 };
+enum class CopyShape : uint8_t { b128x256, b128x128, b64x128_02_13, b64x128_01_23, b32x128_x4, b4x256 };
 #else
 using emu::CopyShape;
 #endif
@@ -165,8 +190,10 @@ HOPWELL_DEVICE void tcgen05_copy(uint32_t address, uint64_t descriptor, [[maybe_
     else if constexpr (kShape == CopyShape::b64x128_01_23)
       asm volatile("tcgen05.cp.cta_group::1.64x128b.warpx2::01_23 [%0], %1;" ::"r"(address), "l"(descriptor)
                    : "memory");
-    else
+    else if constexpr (kShape == CopyShape::b32x128_x4)
       asm volatile("tcgen05.cp.cta_group::1.32x128b.warpx4 [%0], %1;" ::"r"(address), "l"(descriptor) : "memory");
+    else
+      asm volatile("tcgen05.cp.cta_group::1.4x256b [%0], %1;" ::"r"(address), "l"(descriptor) : "memory");
   } else {
     if constexpr (kShape == CopyShape::b128x256)
       asm volatile("tcgen05.cp.cta_group::2.128x256b [%0], %1;" ::"r"(address), "l"(descriptor) : "memory");
@@ -178,8 +205,10 @@ HOPWELL_DEVICE void tcgen05_copy(uint32_t address, uint64_t descriptor, [[maybe_
     else if constexpr (kShape == CopyShape::b64x128_01_23)
       asm volatile("tcgen05.cp.cta_group::2.64x128b.warpx2::01_23 [%0], %1;" ::"r"(address), "l"(descriptor)
                    : "memory");
-    else
+    else if constexpr (kShape == CopyShape::b32x128_x4)
       asm volatile("tcgen05.cp.cta_group::2.32x128b.warpx4 [%0], %1;" ::"r"(address), "l"(descriptor) : "memory");
+    else
+      asm volatile("tcgen05.cp.cta_group::2.4x256b [%0], %1;" ::"r"(address), "l"(descriptor) : "memory");
   }
 #else
   emu::tcgen05_copy(kShape, kCtaGroup, address, descriptor, site);

@@ -35,6 +35,7 @@ __global__ void instructions(const __grid_constant__ TensorMap map, uint32_t* ou
       tma_load_pair(a, map, {1, 2}, in_even_cta(shared_address(&s.bar)));
     }
     tcgen05_mma_nvfp4<kCtaGroup>(t, d, d, nvfp4_instruction_descriptor(128, 64), t + 64, t + 68, true);
+    tcgen05_mma_nvfp4_ts<kCtaGroup>(t, t + 64, d, nvfp4_instruction_descriptor(128, 64), t + 72, t + 76, true);
     tcgen05_commit<kCtaGroup>(s.bar);
     tcgen05_commit_multicast<kCtaGroup>(s.bar, 3);
     tcgen05_copy<kCtaGroup, CopyShape::b128x256>(t, d);
@@ -42,6 +43,7 @@ __global__ void instructions(const __grid_constant__ TensorMap map, uint32_t* ou
     tcgen05_copy<kCtaGroup, CopyShape::b64x128_02_13>(t, d);
     tcgen05_copy<kCtaGroup, CopyShape::b64x128_01_23>(t, d);
     tcgen05_copy<kCtaGroup, CopyShape::b32x128_x4>(t, d);
+    tcgen05_copy<kCtaGroup, CopyShape::b4x256>(t, d);
     tcgen05_shift<kCtaGroup>(t);
     tma_gather4<kCtaGroup>(a, map, 0, {1, 2, 3, 4}, in_even_cta(shared_address(&s.bar)));
     tma_scatter4(map, 0, {1, 2, 3, 4}, a);
