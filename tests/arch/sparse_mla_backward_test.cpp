@@ -1,0 +1,53 @@
+// sparse_mla_backward on emu:sm90, through the public interface: right and without findings under many schedules, and
+// no synchronisation call of the kernel can be left out unnoticed.
+#include <gtest/gtest.h>
+
+#include "arch/emu/launch.hpp"
+#include "cases/suites.hpp"
+#include "harness.hpp"
+
+namespace hopwell {
+namespace {
+
+const cases::Case& case_named(const std::string& name) {
+  static const cases::Suite suite = cases::sparse_mla_backward();
+  for (const cases::Case& c : suite.cases)
+    if (c.name == name) return c;
+  throw std::logic_error("no case " + name);
+}
+
+// Two heads blocks and two steps of keys; every output, deterministic.
+constexpr const char* kCase = "topk_127";
+
+TEST(SparseMlaBackwardSm90, RightAndCleanUnderManySchedules) {
+  for (uint64_t seed = 0; seed < 12; ++seed) {
+    arch::emu::Session session(arch::test::options_for(seed));
+    const cases::Report report = cases::run(case_named(kCase), "emu:sm90", seed);
+    ASSERT_FALSE(report.unsupported);
+    ASSERT_TRUE(report.failures.empty()) << "seed " << seed << ": " << report.failures.front();
+    ASSERT_TRUE(session.report.clean()) << "seed " << seed << "\n" << session.report.text();
+  }
+}
+
+TEST(SparseMlaBackwardSm90, EverySynchronisationCallIsNeeded) {
+  std::vector<arch::emu::SynchronisationSite> sites;
+  {
+    arch::emu::Session session(arch::test::options_for(0));
+    cases::run(case_named(kCase), "emu:sm90", 1);
+    sites = session.report.synchronisation;
+  }
+  ASSERT_GE(sites.size(), 20u);
+  for (const auto& site : sites) {
+    bool noticed = false;
+    for (uint64_t seed = 0; seed < 6 && !noticed; ++seed) {
+      arch::emu::Options options = arch::test::options_for(seed);
+      options.leave_out = site.where;
+      arch::emu::Session session(options);
+      noticed = !cases::run(case_named(kCase), "emu:sm90", 1).failures.empty() || !session.report.clean();
+    }
+    EXPECT_TRUE(noticed) << site.instruction << " at " << arch::emu::to_string(site.where);
+  }
+}
+
+}  // namespace
+}  // namespace hopwell
