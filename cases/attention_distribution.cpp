@@ -68,6 +68,10 @@ Suite attention_distribution() {
     suite.cases.push_back(
         {suite.op, name + "_l1", [p = problem](Random& random) { return make(random, p, HOPWELL_NORMALIZE_L1); }});
   }
+  for (const auto& [name, problem] : sparse_mla_device_problems()) {
+    suite.cases.push_back(
+        {suite.op, name, [p = problem](Random& random) { return make(random, p, HOPWELL_NORMALIZE_L1); }, true});
+  }
   suite.bench = [](const Settings& settings, Random& random) {
     return make(random, sparse_mla_from(settings), HOPWELL_NORMALIZE_NONE, true);
   };

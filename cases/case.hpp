@@ -142,6 +142,8 @@ struct Instance {
 struct Case {
   std::string op, name;
   std::function<Instance(Random& random)> make;
+  bool device_only = false;  // so large that only a GPU runs it
+  [[nodiscard]] bool suits(const std::string& backend) const { return !device_only || cuda::runs(backend); }
 };
 
 // `key=value` settings of a benchmark shape.

@@ -194,20 +194,24 @@ void for_each_query(const SparseMlaInputs& in,
     QueryReference query;
     query.entries = valid_entries(in, s);
     for (const std::int64_t entry : query.entries) query.keys.push_back(key_of(in, s, entry));
-    for (std::int64_t h = 0; h < p.h_q; ++h) {
-      const std::int64_t row = (s * p.h_q + h) * p.d_qk;
+    const auto count = static_cast<std::size_t>(query.count()), heads = static_cast<std::size_t>(p.h_q);
+    query.score.resize(heads * count), query.score_magnitude.resize(heads * count);
+    query.max.resize(heads), query.lse.resize(heads);
+#pragma omp parallel for if (heads * count > 1024)
+    for (std::size_t h = 0; h < heads; ++h) {
+      const std::int64_t row = (s * p.h_q + static_cast<std::int64_t>(h)) * p.d_qk;
       double max = -kInfinity, sum = 0;
-      for (const std::int64_t key : query.keys) {
-        const double score = static_cast<double>(p.sm_scale) * dot(q.data() + row, kv.data() + key * p.d_qk, p.d_qk);
-        query.score.push_back(score);
-        query.score_magnitude.push_back(std::abs(static_cast<double>(p.sm_scale)) *
-                                        dot(q_size.data() + row, kv_size.data() + key * p.d_qk, p.d_qk));
+      for (std::size_t i = 0; i < count; ++i) {
+        const std::int64_t key = query.keys[i] * p.d_qk;
+        const double score = static_cast<double>(p.sm_scale) * dot(q.data() + row, kv.data() + key, p.d_qk);
+        query.score[h * count + i] = score;
+        query.score_magnitude[h * count + i] =
+            std::abs(static_cast<double>(p.sm_scale)) * dot(q_size.data() + row, kv_size.data() + key, p.d_qk);
         max = score > max || std::isnan(score) ? score : max;
       }
-      for (auto score = query.score.end() - query.count(); score != query.score.end(); ++score)
-        sum += std::exp(*score - max);
-      query.max.push_back(max);
-      query.lse.push_back(query.count() == 0 ? kInfinity : max + std::log(sum));
+      for (std::size_t i = 0; i < count; ++i) sum += std::exp(query.score[h * count + i] - max);
+      query.max[h] = max;
+      query.lse[h] = count == 0 ? kInfinity : max + std::log(sum);
     }
     visit(s, query);
   }
@@ -304,6 +308,8 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_problems() {
       {"lengths_many_keys", {.dtype = fp32, .s_q = 24, .h_q = 3, .d_qk = 48, .d_v = 32, .topk = 1300, .lengths = true}},
       {"sink", {.sink = Sink::kAny}},
       {"sink_extreme", {.s_q = 3, .sink = Sink::kExtreme}},
+      {"many_tiles", {.s_q = 40, .s_kv = 100, .h_q = 65, .topk = 200}},
+      {"many_tiles_h_q_40", {.s_q = 40, .s_kv = 100, .h_q = 40, .topk = 330}},
       {"hot_row", {.s_q = 40, .h_q = 8, .indices = Indices::kHot}},
       {"duplicates", {.s_q = 3, .indices = Indices::kTwice}},
       {"ascending", {.s_q = 3, .indices = Indices::kAscending}},
@@ -329,6 +335,13 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_problems() {
     all.push_back({"topk_" + std::to_string(topk), {.s_q = 1, .s_kv = 2100, .h_q = 4, .topk = topk}});
   }
   return all;
+}
+
+std::vector<std::pair<std::string, SparseMla>> sparse_mla_device_problems() {
+  return {{"many_queries_576", {.s_q = 70000, .h_q = 1, .topk = 2}},
+          {"more_tiles", {.s_q = 1000, .h_q = 65, .topk = 200, .indices = SparseMla::Indices::kInvalid}},
+          {"more_tiles_h_q_20", {.s_q = 1000, .h_q = 20, .topk = 330}},
+          {"training_step", {.s_q = 300, .s_kv = 20000, .h_q = 128, .topk = 513, .sm_scale = 0.0417F, .q_size = 1}}};
 }
 
 std::vector<std::pair<std::string, Settings>> sparse_mla_shapes() {

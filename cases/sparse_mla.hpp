@@ -37,8 +37,9 @@ struct SparseMla {
   bool strided = false;       // gaps between the rows of every tensor, dimensions in another order, an expanded d_out
 };
 
-// Names for the cases that all three operators run, and their problems.
+// Names for the cases that all three operators run, and their problems. Those of the second list are for GPUs only.
 std::vector<std::pair<std::string, SparseMla>> sparse_mla_problems();
+std::vector<std::pair<std::string, SparseMla>> sparse_mla_device_problems();
 
 // Benchmark shapes; those of training steps, named by heads and keys, which want a GPU; and a problem from such
 // settings.

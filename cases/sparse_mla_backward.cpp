@@ -221,6 +221,11 @@ Suite sparse_mla_backward() {
     add(std::string("accumulate") + name, problem, {.accumulate = true});
     add(std::string("not_deterministic") + name, problem, {.deterministic = false});
   }
+  for (const auto& [name, problem] : sparse_mla_device_problems()) {
+    suite.cases.push_back(
+        {suite.op, name,
+         [problem = problem](Random& random) { return make(random, problem, {.deterministic = false}); }, true});
+  }
   for (auto* shapes : {&suite.shapes, &suite.device_shapes})
     for (auto& [name, settings] : *shapes) settings["deterministic"] = "0";
   suite.bench = [](const Settings& settings, Random& random) {

@@ -56,6 +56,10 @@ Suite sparse_mla_forward() {
   for (const auto& [name, problem] : sparse_mla_problems()) {
     suite.cases.push_back({suite.op, name, [problem = problem](Random& random) { return make(random, problem); }});
   }
+  for (const auto& [name, problem] : sparse_mla_device_problems()) {
+    suite.cases.push_back(
+        {suite.op, name, [problem = problem](Random& random) { return make(random, problem); }, true});
+  }
   suite.bench = [](const Settings& settings, Random& random) { return make(random, sparse_mla_from(settings), true); };
   return suite;
 }

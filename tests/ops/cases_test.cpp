@@ -37,7 +37,8 @@ std::vector<Parameter> parameters() {
   std::vector<Parameter> all;
   for (const Suite& suite : suites())
     for (const Case& c : suite.cases)
-      for (const std::string& backend : backends(suite.op)) all.push_back({&c, backend});
+      for (const std::string& backend : backends(suite.op))
+        if (c.suits(backend)) all.push_back({&c, backend});
   return all;
 }
 

@@ -140,12 +140,19 @@ HOPWELL_DEVICE uint32_t wait_for_rows(SharedStorage<kDqk>& s, int item) {
   return arch::shared_address(s.rows[item % Config::kStages]);
 }
 
-// A stage is free after eight arrivals: one of each math warp, or two of each warp if one warpgroup was its only
-// reader.
+// A stage is free after one arrival of each math warp.
 template <int kDqk>
-HOPWELL_DEVICE void release_rows(SharedStorage<kDqk>& s, int item, uint32_t arrivals) {
+HOPWELL_DEVICE void release_rows(SharedStorage<kDqk>& s, int item) {
   arch::syncwarp();
-  if (arch::lane_index() == 0) arch::mbarrier_arrive(s.rows_empty[item % Config::kStages], arrivals);
+  if (arch::lane_index() == 0) arch::mbarrier_arrive(s.rows_empty[item % Config::kStages]);
+}
+
+// A tile for the other warpgroup alone. It is waited for all the same: a warp that missed a phase of a stage could take
+// the one before for the one after it, of the same parity.
+template <int kDqk>
+HOPWELL_DEVICE void pass_rows(SharedStorage<kDqk>& s, int item) {
+  wait_for_rows(s, item);
+  release_rows(s, item);
 }
 
 // This warp's 16 heads as A fragments, one for every 16 columns.
@@ -230,10 +237,10 @@ HOPWELL_DEVICE void sum_together(const Params& p, SharedStorage<kDqk>& s, const 
     start_scores(even, q, wait_for_rows(s, ring.item + tile));
     start_scores(odd, q, wait_for_rows(s, ring.item + tile + 1));
     arch::wgmma_wait<1>(even);
-    release_rows(s, ring.item + tile, 1);
+    release_rows(s, ring.item + tile);
     add_heads(p, s, even, lse, ring.key_tile + tile, warp);
     arch::wgmma_wait<0>(odd);
-    release_rows(s, ring.item + tile + 1, 1);
+    release_rows(s, ring.item + tile + 1);
     add_heads(p, s, odd, lse, ring.key_tile + tile + 1, warp);
   }
 }
@@ -243,11 +250,15 @@ template <int kDqk>
 HOPWELL_DEVICE void sum_in_turns(const Params& p, SharedStorage<kDqk>& s, const uint32_t (&q)[kDqk / 16][4], Lse lse,
                                  Ring ring, int tiles, int group) {
   HOPWELL_NO_UNROLL
-  for (int tile = group; tile < tiles; tile += 2) {
+  for (int tile = 0; tile < tiles; ++tile) {
+    if (tile % 2 != group) {
+      pass_rows(s, ring.item + tile);
+      continue;
+    }
     float scores[32];
     start_scores(scores, q, wait_for_rows(s, ring.item + tile));
     arch::wgmma_wait<0>(scores);
-    release_rows(s, ring.item + tile, 2);
+    release_rows(s, ring.item + tile);
     add_heads(p, s, scores, lse, ring.key_tile + tile, arch::warp_index() % 4);
   }
 }
@@ -264,8 +275,10 @@ HOPWELL_DEVICE void math(const Params& p, SharedStorage<kDqk>& s, int group) {
       const int head_tile = kTurns ? 0 : group;
       const Lse lse = load_lse(p, query, 128 * pass + Config::kHeads * head_tile);
       uint32_t q[kDqk / 16][4];
+      if (head_tile == 1) pass_rows(s, ring.item);
       load_q<kDqk>(wait_for_rows(s, ring.item + head_tile), q);
-      release_rows(s, ring.item + head_tile, kTurns ? 1 : 2);
+      release_rows(s, ring.item + head_tile);
+      if (!kTurns && head_tile == 0) pass_rows(s, ring.item + 1);
       ring.item += kHeadTiles;
       if constexpr (kTurns)
         sum_in_turns(p, s, q, lse, ring, tiles, group);
