@@ -7,6 +7,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -25,6 +26,9 @@ struct Epoch {
   bool same_step(const Epoch& other) const { return agent == other.agent && step == other.step; }
 };
 
+/// mine[i] = max(mine[i], theirs[i]): half of what synchronisation costs.
+void join_steps(uint32_t* mine, const uint32_t* theirs, size_t count);
+
 /// Steps known of every agent; agents never heard of are at step 0. Grows when new agents appear.
 class VectorClock {
  public:
@@ -40,9 +44,7 @@ class VectorClock {
   }
   void join(const VectorClock& other) {
     if (other.steps_.size() > steps_.size()) steps_.resize(other.steps_.size());
-    uint32_t* mine = steps_.data();
-    const uint32_t* theirs = other.steps_.data();
-    for (size_t i = 0, n = other.steps_.size(); i < n; ++i) mine[i] = std::max(mine[i], theirs[i]);
+    join_steps(steps_.data(), other.steps_.data(), other.steps_.size());
   }
   void clear() { std::fill(steps_.begin(), steps_.end(), 0u); }
 

@@ -2,12 +2,7 @@
 
 #include <cstddef>
 
-// One binary runs on any x86-64, and uses wide vectors where there are some.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define HOPWELL_VECTOR_CLONES __attribute__((target_clones("avx512f", "avx2,fma", "default")))
-#else
-#define HOPWELL_VECTOR_CLONES
-#endif
+#include "vector_clones.hpp"
 
 namespace hopwell::arch::emu {
 

@@ -362,8 +362,10 @@ class Machine {
 };
 
 /// Of the launch that runs on this host thread, and of its running fiber; null outside.
-extern thread_local Machine* machine;
-extern thread_local Thread* current;
+// Every instruction and every ordinary access of a kernel asks for them, so they are cheap to reach: no initialiser to
+// look for (constinit), no call (the TLS model), also where the emulator is part of a shared library.
+extern constinit thread_local Machine* machine __attribute__((tls_model("initial-exec")));
+extern constinit thread_local Thread* current __attribute__((tls_model("initial-exec")));
 
 /// Enters an instruction: findings name it and its place.
 inline void enter(const char* instruction, const Site& site) {

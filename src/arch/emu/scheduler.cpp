@@ -5,8 +5,8 @@
 
 namespace hopwell::arch::emu {
 
-thread_local Machine* machine = nullptr;
-thread_local Thread* current = nullptr;
+constinit thread_local Machine* machine = nullptr;
+constinit thread_local Thread* current = nullptr;
 
 void Machine::block(const char* what, uint32_t address, int parity) {
   current->state = Thread::State::blocked;

@@ -1,0 +1,12 @@
+#include "clock.hpp"
+
+#include "vector_clones.hpp"
+
+namespace hopwell::arch::emu {
+
+HOPWELL_VECTOR_CLONES
+void join_steps(uint32_t* __restrict mine, const uint32_t* __restrict theirs, size_t count) {
+  for (size_t i = 0; i < count; ++i) mine[i] = mine[i] < theirs[i] ? theirs[i] : mine[i];
+}
+
+}  // namespace hopwell::arch::emu

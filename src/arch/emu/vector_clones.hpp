@@ -1,0 +1,9 @@
+// One binary runs on any x86-64, and uses wide vectors where there are some: before a function whose loops are worth
+// it.
+#pragma once
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define HOPWELL_VECTOR_CLONES __attribute__((target_clones("avx512f", "avx2,fma", "default")))
+#else
+#define HOPWELL_VECTOR_CLONES
+#endif
