@@ -19,13 +19,14 @@ struct RowNumbers {
   int low, high;
 };
 
-/// A warp starts copying a tile: row i is data + number · stride (elements), kColumns / 64 panels from `destination`
-/// on. Complete, for the thread that calls, after cp_async_wait_all(). data and stride are multiples of 16 bytes.
-template <int kColumns>
-HOPWELL_DEVICE void gather_rows(uint32_t destination, const arch::bf16* data, int64_t stride, RowNumbers numbers) {
+/// kWarps warps, of which this is number `part`, start copying a tile: row i is data + number · stride (elements),
+/// kColumns / 64 panels from `destination` on. data and stride are multiples of 16 bytes.
+template <int kColumns, int kWarps>
+HOPWELL_DEVICE void gather_rows(uint32_t destination, const arch::bf16* data, int64_t stride, RowNumbers numbers,
+                                int part) {
   const uint32_t lane = uint32_t(arch::lane_index()), chunk = lane % 8;  // unsigned: fewer registers for addresses
   HOPWELL_NO_UNROLL
-  for (uint32_t i = 0; i < kTileRows / 4; ++i) {
+  for (uint32_t i = uint32_t(part); i < kTileRows / 4; i += kWarps) {
     const uint32_t row = 4 * i + lane / 8;
     const int number = arch::shuffle(i < kTileRows / 8 ? numbers.low : numbers.high, int(row));
     const arch::bf16* source = data + (number < 0 ? 0 : number) * stride + 8 * chunk;
@@ -37,10 +38,11 @@ HOPWELL_DEVICE void gather_rows(uint32_t destination, const arch::bf16* data, in
 }
 
 /// The same for rows of any alignment, slowly.
-template <int kColumns>
-HOPWELL_DEVICE void copy_rows(uint32_t destination, const arch::bf16* data, int64_t stride, RowNumbers numbers) {
+template <int kColumns, int kWarps>
+HOPWELL_DEVICE void copy_rows(uint32_t destination, const arch::bf16* data, int64_t stride, RowNumbers numbers,
+                              int part) {
   HOPWELL_NO_UNROLL
-  for (int row = 0; row < kTileRows; ++row) {
+  for (int row = part; row < kTileRows; row += kWarps) {
     const int number = arch::shuffle(row < 32 ? numbers.low : numbers.high, row);
     HOPWELL_NO_UNROLL
     for (int chunk = arch::lane_index(); chunk < kColumns / 8; chunk += 32) {

@@ -6,7 +6,7 @@
 // tiles
 //           of keys (the warpgroups take turns). More heads: 128 at a time, one after another.
 // Roles     warpgroups 0, 1   math     queries in registers, as A fragments; scores, exp2, sums over their heads
-//           warps 8, 9, 10    gather   one ring stage each: rows of keys, and the queries, by cp.async
+//           warps 8, 9, 10    gather   rows of keys, and the queries, by cp.async into a ring of three stages
 //           warp 11           store    adds the warps' sums in a fixed order, writes, normalises
 //           CTAs are persistent: query blockIdx.x, then every gridDim.x-th.
 // Timeline  gather   Q0 │ Q1 │ K0 │ K1 ▓▓ │ K2 ▓▓ │ K3 ▓▓ │ …                    stages 0 1 2 0 1 2 …
@@ -33,10 +33,11 @@ namespace {
 using arch::bf16;
 
 struct Config {
-  static constexpr int kKeys = 64, kHeads = 64, kStages = 3, kSums = 4, kMathWarps = 8, kThreads = 384;
+  static constexpr int kKeys = 64, kHeads = 64, kStages = 3, kSums = 4, kThreads = 384;
+  static constexpr int kMathWarps = 8, kGatherWarps = 3;
   static constexpr int kMathRegisters = 240, kOtherRegisters = 24;
 };
-enum WarpRole { kGather = Config::kMathWarps, kStore = kGather + Config::kStages };
+enum WarpRole { kGather = Config::kMathWarps, kStore = kGather + Config::kGatherWarps };
 
 template <int kDqk>
 struct SharedStorage {
@@ -75,10 +76,9 @@ struct Schedule {
 
 // ---- gather ---------------------------------------------------------------------------------------------------------
 
-// A tile on its way through one stage of the ring.
+// A tile that goes through the ring.
 struct Item {
   int query, pass, index;  // index in the pass: tiles of heads, then tiles of keys
-  uint32_t parity;         // of the number of tiles that the stage held before
 };
 
 // Goes on to the first item at or after this one that exists, and gives its rows. Past the last query there is none.
@@ -101,29 +101,64 @@ HOPWELL_DEVICE tile::RowNumbers settle(const Params& p, Item& item) {
   return {};
 }
 
-// One warp serves one stage: its rows land, are fenced by the lanes that copied them, and only then announced.
+// Starts the copies of this warp's rows of a tile.
 template <int kDqk, bool kTurns>
-HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, int stage) {
-  Item item{arch::block_index(), 0, stage, 1};
+HOPWELL_DEVICE void copy(const Params& p, const Item& item, tile::RowNumbers numbers, uint32_t to, int part) {
+  constexpr int kWarps = Config::kGatherWarps;
+  const bool heads = item.index < Schedule<kTurns>::kHeadTiles;
+  const bf16* q = p.q + item.query * p.q_stride_s;
+  if (!p.aligned)
+    tile::copy_rows<kDqk, kWarps>(to, heads ? q : p.kv, heads ? p.q_stride_h : p.kv_stride, numbers, part);
+  else if (heads)
+    tile::gather_rows<kDqk, kWarps>(to, q, p.q_stride_h, numbers, part);
+  else
+    tile::gather_rows<kDqk, kWarps>(to, p.kv, p.kv_stride, numbers, part);
+  arch::cp_async_commit();
+}
+
+// Waits for the oldest of `pending` tiles under way. The lanes that copied it fence it, and only then it is announced.
+template <int kDqk>
+HOPWELL_DEVICE void announce(SharedStorage<kDqk>& s, int stage, int pending) {
+  if (pending == 1)
+    arch::cp_async_wait<0>();
+  else if (pending == 2)
+    arch::cp_async_wait<1>();
+  else
+    arch::cp_async_wait<2>();
+  arch::fence_proxy_async();
+  arch::syncwarp();
+  if (arch::lane_index() == 0) arch::mbarrier_arrive(s.rows_full[stage]);
+}
+
+// Whether a stage is free, the same in all lanes. Does not wait if other tiles are `pending`.
+template <int kDqk>
+HOPWELL_DEVICE bool is_free(SharedStorage<kDqk>& s, int stage, uint32_t parity, int pending) {
+  if (pending > 0) {
+    const bool free = arch::lane_index() == 0 && arch::mbarrier_test_wait(s.rows_empty[stage], parity);
+    if (arch::ballot(free) == 0) return false;
+  }
+  arch::mbarrier_wait(s.rows_empty[stage], parity);
+  return true;
+}
+
+// The warps share out the rows of each tile. A stage that is free is filled at once; otherwise the oldest tile is seen
+// to.
+template <int kDqk, bool kTurns>
+HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, int part) {
+  Item item{arch::block_index(), 0, 0};
   tile::RowNumbers numbers = settle<kTurns>(p, item);
-  while (item.query < p.s_q) {
-    arch::mbarrier_wait(s.rows_empty[stage], item.parity);
-    const uint32_t to = arch::shared_address(s.rows[stage]);
-    if (!p.aligned) {
-      const bool heads = item.index < Schedule<kTurns>::kHeadTiles;
-      tile::copy_rows<kDqk>(to, heads ? p.q + item.query * p.q_stride_s : p.kv, heads ? p.q_stride_h : p.kv_stride,
-                            numbers);
-    } else if (item.index < Schedule<kTurns>::kHeadTiles) {
-      tile::gather_rows<kDqk>(to, p.q + item.query * p.q_stride_s, p.q_stride_h, numbers);
+  int stage = 0, pending = 0;  // where the next tile goes; tiles under way
+  uint32_t parity = 1;
+  while (item.query < p.s_q || pending > 0) {
+    if (item.query < p.s_q && is_free(s, stage, parity, pending)) {
+      copy<kDqk, kTurns>(p, item, numbers, arch::shared_address(s.rows[stage]), part);
+      ++item.index, ++pending;
+      if (++stage == Config::kStages) stage = 0, parity ^= 1;
+      numbers = settle<kTurns>(p, item);  // loads the next indices under these copies
     } else {
-      tile::gather_rows<kDqk>(to, p.kv, p.kv_stride, numbers);
+      announce(s, (stage + Config::kStages - pending) % Config::kStages, pending);
+      --pending;
     }
-    item.index += Config::kStages, item.parity ^= 1;
-    numbers = settle<kTurns>(p, item);  // loads the next indices under these copies
-    arch::cp_async_wait_all();
-    arch::fence_proxy_async();
-    arch::syncwarp();
-    if (arch::lane_index() == 0) arch::mbarrier_arrive(s.rows_full[stage]);
   }
 }
 
@@ -340,7 +375,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) kernel(const __grid_const
   auto& s = arch::dynamic_smem<SharedStorage<kDqk>>();
   if (arch::thread_index() == 0) {
     for (int i = 0; i < Config::kStages; ++i) {
-      arch::mbarrier_init(s.rows_full[i], 1);
+      arch::mbarrier_init(s.rows_full[i], Config::kGatherWarps);
       arch::mbarrier_init(s.rows_empty[i], Config::kMathWarps);
     }
     for (int i = 0; i < Config::kSums; ++i) {
