@@ -37,11 +37,14 @@ struct Entries {
   int length;
   unsigned visible;
 
+  /// What entry i names; -1 beyond the length. Whether that is a key is another question, to be asked when the load has
+  /// come.
+  HOPWELL_DEVICE int at(int i) const { return i < length ? row[i] : -1; }
+  HOPWELL_DEVICE bool counts(int key) const { return unsigned(key) < visible; }
   /// The key of entry i, or -1 if it does not count.
   HOPWELL_DEVICE int key(int i) const {
-    if (i >= length) return -1;
-    const int key = row[i];
-    return unsigned(key) < visible ? key : -1;
+    const int key = at(i);
+    return counts(key) ? key : -1;
   }
 };
 
