@@ -19,13 +19,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
 import hopwell
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND = Path(sys.executable).with_name("hopwell")  # the package's own
@@ -41,6 +41,10 @@ SHARES = [
 ]
 
 S_Q, S_KV, H_Q, D_QK, D_V, TOPK = 8, 8192, 128, 576, 512, 2048
+
+
+def output_of(*command: str | Path) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def paired_ratio(ours: Callable[[], object], theirs: Callable[[], object], rounds: int = 5) -> dict[str, float]:
@@ -96,8 +100,8 @@ def torch_step(x: dict[str, torch.Tensor], dtype: torch.dtype) -> tuple[torch.Te
 def attention_against_torch() -> dict[str, Any]:
     x = sparse_inputs(S_Q)
     results = {
-        name: paired_ratio(lambda: hopwell_step(x), lambda: torch_step(x, dtype), rounds=3)
-        for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16))
+        str(dtype): paired_ratio(partial(hopwell_step, x), partial(torch_step, x, dtype), rounds=3)
+        for dtype in (torch.float32, torch.bfloat16)
     }
     best = min(results, key=lambda name: results[name]["theirs_seconds"])
     return {"faster_torch_dtype": best, **results[best], "all": results}
@@ -110,12 +114,14 @@ def linear_against_torch() -> dict[str, float]:
     dense = weight.bfloat16()
     x = torch.randn(1, k).bfloat16()
     return paired_ratio(
-        lambda: hopwell.nvfp4_linear(x, codes, scales, global_scale), lambda: torch.nn.functional.linear(x, dense), rounds=9
+        lambda: hopwell.nvfp4_linear(x, codes, scales, global_scale),
+        lambda: torch.nn.functional.linear(x, dense),
+        rounds=9,
     )
 
 
 def peak_growth(s_q: int) -> int:
-    """Bytes by which a forward and backward of s_q queries raise this process's peak memory, inputs and outputs apart."""
+    """Bytes by which a forward and backward raise this process's peak memory, inputs and outputs apart."""
     x = sparse_inputs(s_q)
     hopwell_step(sparse_inputs(1))  # libraries loaded, threads and pools started
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -128,8 +134,7 @@ def peak_growth(s_q: int) -> int:
 
 def memory_against_queries() -> dict[str, int]:
     def child(s_q: int) -> int:
-        run = subprocess.run([sys.executable, __file__, "--peak-growth", str(s_q)], check=True, capture_output=True, text=True)
-        return int(run.stdout)
+        return int(output_of(sys.executable, __file__, "--peak-growth", str(s_q)))
 
     few, many = 4, 64
     return {
@@ -143,32 +148,32 @@ def shares() -> list[dict[str, Any]]:
     rows = []
     for op, shape, field, bar in SHARES:
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
-            subprocess.run([COMMAND, "bench", op, "--shape", shape, "--json", file.name], check=True, stdout=subprocess.DEVNULL)
+            output_of(COMMAND, "bench", op, "--shape", shape, "--json", file.name)
             result = json.loads(Path(file.name).read_text())["results"][0]
         rows.append({"bar": f"{op} {shape}: {field}", "at_least": bar, "measured": result[field], "details": result})
     return rows
 
 
 def machine() -> dict[str, Any]:
-    model = next((line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").open() if line.startswith("model name")), "unknown")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    build = subprocess.run([COMMAND, "info"], check=True, capture_output=True, text=True).stdout.split("\n\n")[1].splitlines()
+    models = [
+        line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": commit,
-        "processor": model,
+        "commit": output_of("git", "-C", ROOT, "describe", "--always", "--dirty").strip(),
+        "processor": models[0] if models else "unknown",
         "cores": os.cpu_count(),
         "memory_GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "hopwell": hopwell.__version__,
-        "build": build,
+        "build": output_of(COMMAND, "info").split("\n\n")[1].splitlines(),
     }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--record", action="store_true", help="write benchmarks/results/cpu/<date>.json instead of build/benchmarks")
+    parser.add_argument("--record", action="store_true", help="write under benchmarks/results/cpu/ instead of build/")
     parser.add_argument("--peak-growth", type=int, metavar="S_Q", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.peak_growth is not None:
@@ -177,15 +182,15 @@ def main() -> int:
 
     rows = shares()
     linear, attention, memory = linear_against_torch(), attention_against_torch(), memory_against_queries()
-    rows.append(
-        {"bar": "nvfp4_linear 7168x16384, n = 1: times torch bf16", "at_least": 2.5, "measured": linear["ratio"], "details": linear}
-    )
-    rows.append(
-        {"bar": "forward + backward: times torch autograd", "at_least": 3.0, "measured": attention["ratio"], "details": attention}
-    )
+    for bar, at_least, result in (
+        ("nvfp4_linear 7168x16384, n = 1: times torch bf16", 2.5, linear),
+        ("forward + backward: times torch autograd", 3.0, attention),
+    ):
+        rows.append({"bar": bar, "at_least": at_least, "measured": result["ratio"], "details": result})
     grown = memory["scratch_bytes_s_q_64"] - memory["scratch_bytes_s_q_4"]
     share = max(grown, 0) / memory["gathered_keys_bytes_of_the_difference"]
-    rows.append({"bar": "scratch growing with s_q, share of gathered keys", "at_most": 0.05, "measured": share, "details": memory})
+    bar = "scratch growing with s_q, share of gathered keys"
+    rows.append({"bar": bar, "at_most": 0.05, "measured": share, "details": memory})
 
     width = max(len(row["bar"]) for row in rows)
     held = True

@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-
 from hopwell import reference
 from support import assert_close
 

@@ -7,10 +7,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from hopwell import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from hopwell import reference
 from support import assert_close
 
 INF = math.inf

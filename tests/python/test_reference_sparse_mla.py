@@ -8,7 +8,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-
 from hopwell import reference
 from support import assert_close
 

@@ -7,7 +7,10 @@
 #include <bit>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #include <vector>
+
+#include <hwy/cache_control.h>
 
 #include "ops/nvfp4/op.hpp"
 #include "tile/cpu/gemm.hpp"
@@ -53,16 +56,24 @@ struct Matrix {
 
   [[nodiscard]] const std::uint8_t* row(std::int64_t m) const { return codes + m * row_stride; }
 
-  // The scales of columns [first, first + count) of K in row m, decoded, with zeros behind; `first` is a multiple
-  // of 64. `bytes` has room for count / 16 + 3.
-  void decode_scales(std::int64_t m, std::int64_t first, std::int64_t count, std::uint8_t* bytes, float* out) const {
-    if (count == 0) return simd::decode_scales(nullptr, 0, out);
+  // The scales of columns [first, first + count) of K in row m, decoded, times factors if there are any, with zeros
+  // behind; `first` is a multiple of 64. `bytes` has room for count / 16 + 3.
+  void decode_scales(std::int64_t m, std::int64_t first, std::int64_t count, std::uint8_t* bytes, float* out,
+                     const float* factors = nullptr) const {
+    if (count == 0) return simd::decode_scales(nullptr, nullptr, 0, out);
     const std::uint8_t* row_scales = scales.data + scales.offset(m, first / kBlock, batch);
-    if (!scales.blocked) return simd::decode_scales(row_scales, unsigned_size(count), out);
+    if (!scales.blocked) return simd::decode_scales(row_scales, factors, unsigned_size(count), out);
     constexpr std::int64_t kTileBytes = 512;
     for (std::int64_t tile = 0; 4 * kBlock * tile < count; ++tile)
       std::memcpy(bytes + 4 * tile, row_scales + kTileBytes * tile, 4);
-    simd::decode_scales(bytes, unsigned_size(count), out);
+    simd::decode_scales(bytes, factors, unsigned_size(count), out);
+  }
+
+  // Starts to fetch row m's scales into the cache. Blocked ones need no help: rows of a tile share their lines.
+  void prefetch_scales(std::int64_t m) const {
+    constexpr std::int64_t kLine = 64;
+    const std::uint8_t* row_scales = scales.data + scales.offset(m, 0, batch);
+    for (std::int64_t byte = 0; byte < k / kBlock && !scales.blocked; byte += kLine) hwy::Prefetch(row_scales + byte);
   }
 };
 
@@ -70,21 +81,50 @@ std::int64_t tiles(std::int64_t size, std::int64_t tile) { return (size + tile -
 
 std::int64_t padded(std::int64_t k) { return static_cast<std::int64_t>(simd::padded(unsigned_size(k))); }
 
+constexpr std::size_t kMaxRows = simd::dot_rows(2);
+
 // A thread's room for the scales of the rows that go together.
 struct DotScratch {
   explicit DotScratch(std::int64_t k)
-      : scales(static_cast<std::int64_t>(simd::dot_rows(1) * simd::scale_room(unsigned_size(k)))),
-        bytes(k / kBlock + 4) {}
+      : scales(static_cast<std::int64_t>(kMaxRows * simd::scale_room(unsigned_size(k)))), bytes(k / kBlock + 4) {}
   Scratch<float> scales;
   Scratch<std::uint8_t> bytes;
 };
 
-// sums[i * kRowTile + r] = x[i] . row first + r, for i < n and r < count <= kRowTile. x is arranged; n is 1, 2, 4 or 8.
+// The rows of codes that go together from row `first` on, `rows` of them, with their scales decoded in columns [column,
+// column + columns) of K.
+void decode_rows(const Matrix& matrix, std::int64_t first, std::int64_t rows, std::int64_t column, std::int64_t columns,
+                 const float* factors, const DotScratch& scratch, const std::uint8_t** codes) {
+  const std::size_t room = simd::scale_room(unsigned_size(columns));
+  for (std::int64_t r = 0; r < rows; ++r) {
+    codes[r] = matrix.row(first + r) + column / 2;
+    matrix.decode_scales(first + r, column, columns, scratch.bytes.get(),
+                         scratch.scales.get() + unsigned_size(r) * room, factors);
+  }
+}
+
+// sums[r] = x . row first + r for r < count <= kRowTile.
+void dot_tile(const Matrix& matrix, std::int64_t first, std::int64_t count, const simd::Row& x,
+              const DotScratch& scratch, float* sums) {
+  constexpr auto kRows = static_cast<std::int64_t>(simd::dot_rows(1));
+  for (std::int64_t begin = 0; begin < count; begin += kRows) {
+    const std::int64_t rows = std::min(kRows, count - begin);
+    const std::uint8_t *codes[kRows], *next[kRows];
+    decode_rows(matrix, first + begin, rows, 0, matrix.k, x.factors.get(), scratch, codes);
+    for (std::int64_t r = 0; r < rows; ++r) {
+      const std::int64_t next_row = std::min(begin + kRows + r, count - 1);
+      next[r] = matrix.row(first + next_row);
+      matrix.prefetch_scales(first + next_row);
+    }
+    simd::dot_row(codes, scratch.scales.get(), unsigned_size(rows), x, unsigned_size(matrix.k), next, sums + begin);
+  }
+}
+
+// sums[i * kRowTile + r] = x[i] . row first + r, for i < n and r < count <= kRowTile. x is arranged; n is 2, 4 or 8.
 void dot_tile(const Matrix& matrix, std::int64_t first, std::int64_t count, const float* x, std::int64_t n,
               const DotScratch& scratch, float* sums) {
-  constexpr auto kMaxRows = static_cast<std::int64_t>(simd::dot_rows(1));
   const auto rows_together = static_cast<std::int64_t>(simd::dot_rows(unsigned_size(n)));
-  const std::int64_t piece = n == 1 ? matrix.k : kDotX / n;
+  const std::int64_t piece = kDotX / n;
   std::fill_n(sums, n * kRowTile, 0.0F);
   for (std::int64_t column = 0; column < matrix.k; column += piece) {
     const std::int64_t columns = std::min(piece, matrix.k - column);
@@ -93,11 +133,7 @@ void dot_tile(const Matrix& matrix, std::int64_t first, std::int64_t count, cons
       const std::int64_t rows = std::min(rows_together, count - begin);
       const std::uint8_t* codes[kMaxRows];
       float out[kMaxRows * kMaxDotN];
-      for (std::int64_t r = 0; r < rows; ++r) {
-        codes[r] = matrix.row(first + begin + r) + column / 2;
-        matrix.decode_scales(first + begin + r, column, columns, scratch.bytes.get(),
-                             scratch.scales.get() + unsigned_size(r) * simd::scale_room(k));
-      }
+      decode_rows(matrix, first + begin, rows, column, columns, nullptr, scratch, codes);
       simd::dot(codes, scratch.scales.get(), unsigned_size(rows), x + column * n, unsigned_size(n), k, out);
       for (std::int64_t r = 0; r < rows; ++r)
         for (std::int64_t i = 0; i < n; ++i) sums[i * kRowTile + begin + r] += out[r * n + i];
@@ -109,18 +145,15 @@ void dot_tile(const Matrix& matrix, std::int64_t first, std::int64_t count, cons
 
 void launch_gemv(const GemvProblem& p, Stream) {
   const std::size_t k = unsigned_size(p.k);
-  const std::int64_t k_padded = padded(p.k);
-  const Scratch<float> x(p.l * k_padded);  // b of each batch, arranged
   const auto codes = [](const View& view, std::int64_t l) { return view.as<std::uint8_t>() + l * view.stride[2]; };
-  {
-    const DotScratch scratch(p.k);
-    const Scratch<float> row(p.k);
-    for (std::int64_t l = 0; p.m > 0 && l < p.l; ++l) {
-      const Matrix b{codes(p.b, l), 0, l, p.k, p.sfb};
-      b.decode_scales(0, 0, p.k, scratch.bytes.get(), scratch.scales.get());
-      simd::decode(b.row(0), scratch.scales.get(), 1, k, row.get());
-      simd::arrange(row.get(), k, 0, 1, x.get() + l * k_padded);
-    }
+  std::vector<simd::Row> x;  // b of each batch
+  const DotScratch room(p.k);
+  const Scratch<float> row(p.k);
+  for (std::int64_t l = 0; p.m > 0 && l < p.l; ++l) {
+    const Matrix b{codes(p.b, l), 0, l, p.k, p.sfb};
+    b.decode_scales(0, 0, p.k, room.bytes.get(), room.scales.get());
+    simd::decode(b.row(0), room.scales.get(), 1, k, row.get());
+    simd::arrange_row(row.get(), k, true, x.emplace_back(k));
   }
   const std::int64_t row_tiles = tiles(p.m, kRowTile);
   cpu::parallel_for(
@@ -129,7 +162,7 @@ void launch_gemv(const GemvProblem& p, Stream) {
         const std::int64_t l = item / row_tiles, first = item % row_tiles * kRowTile,
                            count = std::min(kRowTile, p.m - first);
         float sums[kRowTile];
-        dot_tile({codes(p.a, l), p.a.stride[0], l, p.k, p.sfa}, first, count, x.get() + l * k_padded, 1, scratch, sums);
+        dot_tile({codes(p.a, l), p.a.stride[0], l, p.k, p.sfa}, first, count, x[unsigned_size(l)], scratch, sums);
         with_type(p.c, [&]<class T>(T* c) {
           for (std::int64_t r = 0; r < count; ++r)
             c[(first + r) * p.c.stride[0] + l * p.c.stride[2]] = rounded<T>(p.alpha * sums[r]);
@@ -183,6 +216,24 @@ Matrix weight_of(const LinearProblem& p) {
   return {p.weight.as<std::uint8_t>(), p.weight.stride[0], 0, p.k, p.weight_scale};
 }
 
+void linear_by_one_dot(const LinearProblem& p, const Epilogue& epilogue) {
+  const Matrix weight = weight_of(p);
+  simd::Row x(unsigned_size(p.k));
+  with_type(p.x, [&]<class T>(const T* from) {
+    const Scratch<float> row(p.k);
+    cpu::to_float(from, row.get(), unsigned_size(p.k));
+    simd::arrange_row(row.get(), unsigned_size(p.k), std::is_same_v<T, float>, x);
+  });
+  cpu::parallel_for(
+      tiles(p.rows, kRowTile), [&] { return DotScratch(p.k); },
+      [&](std::int64_t item, const DotScratch& scratch) {
+        const std::int64_t first = item * kRowTile, count = std::min(kRowTile, p.rows - first);
+        float sums[kRowTile];
+        dot_tile(weight, first, count, x, scratch, sums);
+        epilogue(0, first, count, sums);
+      });
+}
+
 void linear_by_dots(const LinearProblem& p, const Epilogue& epilogue) {
   const Matrix weight = weight_of(p);
   const std::int64_t group = std::min(kMaxDotN, static_cast<std::int64_t>(std::bit_ceil(unsigned_size(p.n))));
@@ -233,7 +284,9 @@ void linear_by_gemm(const LinearProblem& p, const Epilogue& epilogue) {
 void launch_linear(const LinearProblem& p, Stream) {
   if (p.n == 0 || p.rows == 0) return;
   const Epilogue epilogue{p, factor_of(p.global, p.global_is_reciprocal)};
-  if (p.n < kGemmFrom)
+  if (p.n == 1)
+    linear_by_one_dot(p, epilogue);
+  else if (p.n < kGemmFrom)
     linear_by_dots(p, epilogue);
   else
     linear_by_gemm(p, epilogue);

@@ -4,9 +4,12 @@
 #define HWY_TARGET_INCLUDE "tile/cpu/nvfp4.cpp"
 #include <hwy/foreach_target.h>
 //
+#include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
+#include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstring>
 #include <limits>
 
@@ -18,6 +21,13 @@ namespace hopwell::cpu::nvfp4::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 namespace format = hopwell::nvfp4;
 using hopwell::cpu::HWY_NAMESPACE::LoadFloat;
+
+// |x| as integers, which order as the magnitudes do, with inf and then NaN above all finite ones.
+template <class D>
+HWY_INLINE hn::Vec<hn::RebindToSigned<D>> MagnitudeBits(D d, const float* x) {
+  const hn::RebindToSigned<D> di;
+  return hn::And(hn::BitCast(di, hn::LoadU(d, x)), hn::Set(di, 0x7FFFFFFF));
+}
 
 #if HWY_TARGET != HWY_SCALAR
 
@@ -59,18 +69,20 @@ HWY_INLINE std::size_t PlaceOfLane(std::size_t vector, std::size_t lane) {
   return 2 * (16 * (lane / 4) + 8 * half + 2 * (lane % 4) + second) + nibble;
 }
 
-// Lane j of the lower and the upper vectors belongs to scale 2 * (j / 4), plus 1 for the upper ones.
+// Lane j of the lower and the upper vectors belongs to scale 2 * (j / 4), plus 1 for the upper ones; that of a vector
+// of sums of pairs to scale j / 2.
 struct ScaleLanes {
   HWY_INLINE ScaleLanes() {
     for (std::size_t j = 0; j < hn::Lanes(Floats()); ++j) {
       lower[j] = static_cast<std::int32_t>(j / 4 * 2);
       upper[j] = lower[j] + 1;
+      pairs[j] = static_cast<std::int32_t>(j / 2);
     }
   }
-  HWY_ALIGN std::int32_t lower[kStep / 8], upper[kStep / 8];
+  HWY_ALIGN std::int32_t lower[kStep / 8], upper[kStep / 8], pairs[kStep / 8];
 };
 
-// sum + (codes . x) * scale of one step; 8 vectors of x.
+// sum + (codes . x) * scale of one step of 8 vectors of x.
 HWY_INLINE FloatVec DotStep(const std::uint8_t* codes, const float* scales, const ScaleLanes& lanes, const float* x,
                             FloatVec sum) {
   const Floats d;
@@ -92,6 +104,81 @@ HWY_INLINE FloatVec DotStep(const std::uint8_t* codes, const float* scales, cons
   return hn::MulAdd(upper, hn::TableLookupLanes(scale, hn::SetTableIndices(d, lanes.upper)), sum);
 }
 
+// ---- n = 1: x in 16-bit fixed point -------------------------------------------------------------------------------
+
+using Shorts = hn::Repartition<std::int16_t, Bytes>;
+using Ints = hn::Repartition<std::int32_t, Bytes>;
+using ShortVec = hn::Vec<Shorts>;
+
+// e2m1 values times two.
+HWY_ALIGN constexpr std::int8_t kTwice[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+// sum[i] += the product of the pair of lanes 2i and 2i + 1.
+HWY_INLINE hn::Vec<Ints> AddPairs(ShortVec a, ShortVec b, hn::Vec<Ints> sum) {
+#if HWY_ARCH_X86
+  hn::Vec<Ints> unused = hn::Zero(Ints());  // on x86 every pair goes to its own place of the first sum
+  return hn::ReorderWidenMulAccumulate(Ints(), a, b, sum, unused);
+#else
+  const Ints d;
+  const auto a32 = hn::BitCast(d, a), b32 = hn::BitCast(d, b);
+  const auto even = hn::Mul(hn::ShiftRight<16>(hn::ShiftLeft<16>(a32)), hn::ShiftRight<16>(hn::ShiftLeft<16>(b32)));
+  return hn::Add(hn::Add(sum, even), hn::Mul(hn::ShiftRight<16>(a32), hn::ShiftRight<16>(b32)));
+#endif
+}
+
+// Place in k, within a step, of lane `lane` of the `vector`th of the 4 vectors of shorts that a step decodes to: the
+// low nibbles of even and of odd bytes, then the high ones. Four lanes, hence two sums of pairs, share a scale.
+HWY_INLINE std::size_t PlaceOfShort(std::size_t vector, std::size_t lane) {
+  return 4 * lane + 2 * (vector % 2) + vector / 2;
+}
+
+// The same as DotStep: 256 * 2 * code . digits in integers, which are exact, then scales. A sum of pairs has 8 products
+// of at most 256 * 12 * 2^15: less than 2^30.
+HWY_INLINE FloatVec FixedPointStep(const std::uint8_t* codes, const float* scales, const ScaleLanes& lanes,
+                                   const std::int16_t* digits, FloatVec sum) {
+  const Floats d;
+  const Shorts d16;
+  const std::size_t n = hn::Lanes(d16);
+  const auto bytes = hn::LoadU(Bytes(), codes);
+  const auto table = hn::LoadDup128(Bytes(), reinterpret_cast<const std::uint8_t*>(kTwice));
+  const auto low = hn::BitCast(d16, hn::TableLookupBytes(table, LowNibbles(bytes)));
+  const auto high = hn::BitCast(d16, hn::TableLookupBytes(table, HighNibbles(bytes)));
+  const auto upper_byte = hn::Set(d16, static_cast<std::int16_t>(0xFF00));
+  auto dot = AddPairs(hn::ShiftLeft<8>(low), hn::LoadU(d16, digits), hn::Zero(Ints()));
+  dot = AddPairs(hn::And(low, upper_byte), hn::LoadU(d16, digits + n), dot);
+  dot = AddPairs(hn::ShiftLeft<8>(high), hn::LoadU(d16, digits + 2 * n), dot);
+  dot = AddPairs(hn::And(high, upper_byte), hn::LoadU(d16, digits + 3 * n), dot);
+  const auto scale = hn::TableLookupLanes(hn::LoadU(d, scales), hn::SetTableIndices(d, lanes.pairs));
+  return hn::MulAdd(hn::ConvertTo(d, dot), scale, sum);
+}
+
+// A block of x in units of 2^(e - 15), with |x| < 2^e, and the factor that goes with it; false if the block must stay
+// in floating point. Half of what is not zero has to be within a factor 16 of the largest: then it keeps 11 bits, and
+// large values that meet small weights do not drown the rest.
+bool FixedPointOfBlock(const float* x, bool exact, std::int16_t* digits, float* factor) {
+  const hn::CappedTag<float, 16> d;
+  const hn::RebindToSigned<decltype(d)> di;
+  const hn::Rebind<std::int16_t, decltype(d)> d16;
+  auto bits = hn::Zero(di);
+  for (std::size_t i = 0; i < 16; i += hn::Lanes(d)) bits = hn::Max(bits, MagnitudeBits(d, x + i));
+  const float most = std::max(std::bit_cast<float>(hn::GetLane(hn::MaxOfLanes(di, bits))), 0x1p-60F);
+  if (!(most < 0x1p60F)) return false;  // NaN, inf, and what would strain the scale
+  const int exponent = static_cast<int>(std::bit_cast<std::uint32_t>(most) >> 23) - 126;
+  const float unit = std::ldexp(1.0F, exponent - 15);
+  std::size_t large = 0, zeros = 0;
+  bool kept = true;
+  for (std::size_t i = 0; i < 16; i += hn::Lanes(d)) {
+    const auto value = hn::LoadU(d, x + i);
+    const auto digit = hn::NearestInt(hn::Mul(value, hn::Set(d, 1 / unit)));
+    large += hn::CountTrue(d, hn::Ge(hn::Abs(value), hn::Set(d, most / 16)));
+    zeros += hn::CountTrue(d, hn::Eq(value, hn::Zero(d)));
+    kept = kept && hn::AllTrue(d, hn::Eq(hn::Mul(hn::ConvertTo(d, digit), hn::Set(d, unit)), value));
+    hn::StoreU(hn::DemoteTo(d16, digit), d16, digits + i);
+  }
+  *factor = unit / 512;  // weights are decoded 2 * 256 times as large
+  return kept || (!exact && 2 * large >= 16 - zeros);
+}
+
 // The end of a row that is no whole step, padded with codes of zero.
 struct Tail {
   HWY_INLINE Tail(const std::uint8_t* codes, std::size_t k, std::size_t step) : begin(k / step * step) {
@@ -101,24 +188,53 @@ struct Tail {
   HWY_ALIGN std::uint8_t bytes[kStep / 2] = {};
 };
 
+// sum[r] += the products of a run of whole steps; next[r] as in dot_row.
 template <std::size_t kRows>
-HWY_INLINE void DotRows(const std::uint8_t* const* codes, const float* scales, const float* x, std::size_t k,
-                        float* out) {
+HWY_INLINE void AddRun(const std::uint8_t* const* codes, const float* scales, std::size_t room, const ScaleLanes& lanes,
+                       const Row& x, Row::Run run, const std::uint8_t* const* next, FloatVec* sum) {
+  const std::size_t step = 2 * hn::Lanes(Bytes());
+  if (run.is_fixed) {
+    for (std::size_t i = run.begin; i < run.end; i += step) {
+      for (std::size_t r = 0; r < kRows; ++r) {
+        hwy::Prefetch(next[r] + i / 2);
+        sum[r] = FixedPointStep(codes[r] + i / 2, scales + r * room + i / 16, lanes, x.digits.get() + i, sum[r]);
+      }
+    }
+  } else {
+    for (std::size_t i = run.begin; i < run.end; i += step) {
+      for (std::size_t r = 0; r < kRows; ++r) {
+        hwy::Prefetch(next[r] + i / 2);
+        sum[r] = DotStep(codes[r] + i / 2, scales + r * room + i / 16, lanes, x.floats.get() + i, sum[r]);
+      }
+    }
+  }
+}
+
+template <std::size_t kRows>
+HWY_INLINE void DotRowOf(const std::uint8_t* const* codes, const float* scales, const Row& x, std::size_t k,
+                         const std::uint8_t* const* next, float* out) {
   const Floats d;
-  const std::size_t step = 2 * hn::Lanes(Bytes()), room = scale_room(k);
+  const std::size_t step = 2 * hn::Lanes(Bytes()), room = scale_room(k), whole = k / step * step;
   const ScaleLanes lanes;
   FloatVec sum[kRows];
-  for (std::size_t r = 0; r < kRows; ++r) sum[r] = hn::Zero(d);
-  std::size_t i = 0;
-  for (; i + step <= k; i += step)
-    for (std::size_t r = 0; r < kRows; ++r)
-      sum[r] = DotStep(codes[r] + i / 2, scales + r * room + i / 16, lanes, x + i, sum[r]);
+  for (FloatVec& s : sum) s = hn::Zero(d);
+  for (const Row::Run& run : x.runs)
+    AddRun<kRows>(codes, scales, room, lanes, x, {run.begin, std::min(run.end, whole), run.is_fixed}, next, sum);
   for (std::size_t r = 0; r < kRows; ++r) {
-    if (i < k) {
-      sum[r] = DotStep(Tail(codes[r], k, step).bytes, scales + r * room + i / 16, lanes, x + i, sum[r]);
+    if (whole < k) {
+      const Tail tail(codes[r], k, step);
+      const std::uint8_t* begin = tail.bytes - whole / 2;
+      AddRun<1>(&begin, scales + r * room, room, lanes, x, {whole, whole + step, x.runs.back().is_fixed}, &begin,
+                sum + r);
     }
     out[r] = hn::GetLane(hn::SumOfLanes(d, sum[r]));
   }
+}
+
+void DotRow(const std::uint8_t* const* codes, const float* scales, std::size_t rows, const Row& x, std::size_t k,
+            const std::uint8_t* const* next, float* out) {
+  if (rows == dot_rows(1)) return DotRowOf<dot_rows(1)>(codes, scales, x, k, next, out);
+  for (std::size_t r = 0; r < rows; ++r) DotRowOf<1>(codes + r, scales + r * scale_room(k), x, k, next + r, out + r);
 }
 
 // sum[i] += weight * x[i] for kN rows of x, one vector after the other.
@@ -181,9 +297,7 @@ void Dot(const std::uint8_t* const* codes, const float* scales, std::size_t rows
          std::size_t k, float* out) {
   if (n == 2) return MultiDot<2>(codes, scales, rows, x, k, out);
   if (n == 4) return MultiDot<4>(codes, scales, rows, x, k, out);
-  if (n == 8) return MultiDot<8>(codes, scales, rows, x, k, out);
-  if (rows == dot_rows(1)) return DotRows<dot_rows(1)>(codes, scales, x, k, out);
-  for (std::size_t r = 0; r < rows; ++r) DotRows<1>(codes + r, scales + r * scale_room(k), x, k, out + r);
+  return MultiDot<8>(codes, scales, rows, x, k, out);
 }
 
 void Arrange(const float* x, std::size_t k, std::size_t row, std::size_t n, float* out) {
@@ -196,6 +310,28 @@ void Arrange(const float* x, std::size_t k, std::size_t row, std::size_t n, floa
         out[lane] = x != nullptr && place < k ? x[place] : 0.0F;
       }
     }
+  }
+}
+
+void ArrangeRow(const float* x, std::size_t k, bool exact, Row& out) {
+  const std::size_t lanes = hn::Lanes(Shorts()), step = 4 * lanes;
+  Arrange(x, k, 0, 1, out.floats.get());
+  out.runs.clear();
+  for (std::size_t i = 0; i < k; i += step) {
+    float values[kStep] = {};
+    float* factors = out.factors.get() + i / 16;
+    std::int16_t digits[kStep];
+    if (i < k) std::copy_n(x + i, std::min(step, k - i), values);
+    bool is_fixed = true;
+    for (std::size_t j = 0; j < step && is_fixed; j += 16)
+      is_fixed = FixedPointOfBlock(values + j, exact, digits + j, factors + j / 16);
+    if (out.runs.empty() || out.runs.back().is_fixed != is_fixed) out.runs.push_back({i, i, is_fixed});
+    out.runs.back().end = i + step;
+    if (!is_fixed) {
+      std::fill_n(factors, step / 16, 1.0F);
+      continue;
+    }
+    for (std::size_t j = 0; j < step; ++j) out.digits.get()[i + j] = digits[PlaceOfShort(j / lanes, j % lanes)];
   }
 }
 
@@ -267,6 +403,16 @@ void Dot(const std::uint8_t* const* codes, const float* scales, std::size_t rows
   }
 }
 
+void ArrangeRow(const float* x, std::size_t k, bool, Row& out) {
+  Arrange(x, k, 0, 1, out.floats.get());
+  std::fill_n(out.factors.get(), k / 16, 1.0F);
+}
+
+void DotRow(const std::uint8_t* const* codes, const float* scales, std::size_t rows, const Row& x, std::size_t k,
+            const std::uint8_t* const*, float* out) {
+  Dot(codes, scales, rows, x.floats.get(), 1, k, out);
+}
+
 void DecodeArranged(const std::uint8_t* codes, const float* scales, std::size_t k, float* out) {
   for (std::size_t i = 0; i < padded(k); ++i) out[i] = i < k ? DecodeOne(codes, i) * scales[i / 16] : 0.0F;
 }
@@ -277,8 +423,8 @@ void Decode(const std::uint8_t* codes, const float* scales, float factor, std::s
 
 #endif
 
-// A vector of e4m3 bytes, by way of fp16: e4m3 shifted into its place there is 2^-8 of the value, subnormals included.
-// No step flushes subnormals, whatever the process's floating-point mode.
+// A vector of e4m3 bytes times 2^-8, by way of fp16, where shifting puts them. No step flushes subnormals, whatever the
+// process's floating-point mode.
 template <class D>
 HWY_INLINE hn::Vec<D> DecodeScales(D d, const std::uint8_t* from) {
   const hn::Rebind<std::int8_t, D> d8;
@@ -287,25 +433,48 @@ HWY_INLINE hn::Vec<D> DecodeScales(D d, const std::uint8_t* from) {
   const auto shifted = hn::ShiftLeft<7>(hn::PromoteTo(d16, hn::LoadU(d8, reinterpret_cast<const std::int8_t*>(from))));
   const auto half =
       hn::AndNot(hn::Set(d16, 0x4000), shifted);  // the sign is in bit 15; extension left a copy in bit 14
-  const auto value = hn::Mul(hn::PromoteTo(d, hn::BitCast(d_half, half)), hn::Set(d, 256.0F));
-  const auto is_nan = hn::Eq(hn::Abs(value), hn::Set(d, 480.0F));  // what 0x7F would stand for
+  const auto value = hn::PromoteTo(d, hn::BitCast(d_half, half));
+  const auto is_nan = hn::Eq(hn::Abs(value), hn::Set(d, 480.0F / 256));  // 480 is what 0x7F would stand for
   return hn::IfThenElse(is_nan, hn::Set(d, std::numeric_limits<float>::quiet_NaN()), value);
 }
 
-void DecodeScalesOfRow(const std::uint8_t* scales, std::size_t k, float* out) {
+// The same for scales that are neither negative nor NaN, as nearly all are: half the instructions.
+template <class D>
+HWY_INLINE hn::Vec<D> DecodeUsualScales(D d, const std::uint8_t* from) {
+  const hn::Rebind<std::uint8_t, D> d8;
+  const hn::Rebind<std::uint16_t, D> d16;
+  const hn::Rebind<hwy::float16_t, D> d_half;
+  return hn::PromoteTo(d, hn::BitCast(d_half, hn::ShiftLeft<7>(hn::PromoteTo(d16, hn::LoadU(d8, from)))));
+}
+
+bool AreUsual(const std::uint8_t* scales, std::size_t count) {
+  const hn::ScalableTag<std::uint8_t> d;
+  auto most = hn::Zero(d);
+  std::size_t j = 0;
+  for (; j + hn::Lanes(d) <= count; j += hn::Lanes(d)) most = hn::Max(most, hn::LoadU(d, scales + j));
+  bool usual = hn::AllTrue(d, hn::Lt(most, hn::Set(d, 0x7F)));
+  for (; j < count; ++j) usual = usual && scales[j] < 0x7F;
+  return usual;
+}
+
+template <bool kUsual>
+HWY_INLINE void DecodeScalesTimes(const std::uint8_t* scales, const float* factors, std::size_t k, float* out) {
   const hn::ScalableTag<float> d;
   const std::size_t count = k / 16, n = hn::Lanes(d);
+  const auto unit = hn::Set(d, 256.0F);
   std::size_t j = 0;
-  for (; j + n <= count; j += n) hn::StoreU(DecodeScales(d, scales + j), d, out + j);
-  for (; j < count; ++j) out[j] = format::decode_e4m3(scales[j]);
+  for (; j + n <= count; j += n) {
+    const auto value = kUsual ? DecodeUsualScales(d, scales + j) : DecodeScales(d, scales + j);
+    const auto factor = factors == nullptr ? unit : hn::Mul(unit, hn::LoadU(d, factors + j));
+    hn::StoreU(hn::Mul(value, factor), d, out + j);
+  }
+  for (; j < count; ++j) out[j] = format::decode_e4m3(scales[j]) * (factors == nullptr ? 1 : factors[j]);
   for (; j < scale_room(k); ++j) out[j] = 0;
 }
 
-// |x| as integers, which order as the magnitudes do, with inf and then NaN above all finite ones.
-template <class D>
-HWY_INLINE hn::Vec<hn::RebindToSigned<D>> MagnitudeBits(D d, const float* x) {
-  const hn::RebindToSigned<D> di;
-  return hn::And(hn::BitCast(di, hn::LoadU(d, x)), hn::Set(di, 0x7FFFFFFF));
+void DecodeScalesOfRow(const std::uint8_t* scales, const float* factors, std::size_t k, float* out) {
+  if (AreUsual(scales, k / 16)) return DecodeScalesTimes<true>(scales, factors, k, out);
+  DecodeScalesTimes<false>(scales, factors, k, out);
 }
 
 float FiniteAmax(const float* x, std::size_t count) {
@@ -384,14 +553,16 @@ namespace hopwell::cpu::nvfp4 {
 
 HWY_EXPORT(DecodeScalesOfRow);
 HWY_EXPORT(Arrange);
+HWY_EXPORT(ArrangeRow);
 HWY_EXPORT(Dot);
+HWY_EXPORT(DotRow);
 HWY_EXPORT(DecodeArranged);
 HWY_EXPORT(Decode);
 HWY_EXPORT(FiniteAmax);
 HWY_EXPORT(Encode);
 
-void decode_scales(const std::uint8_t* scales, std::size_t k, float* out) {
-  HWY_DYNAMIC_DISPATCH(DecodeScalesOfRow)(scales, k, out);
+void decode_scales(const std::uint8_t* scales, const float* factors, std::size_t k, float* out) {
+  HWY_DYNAMIC_DISPATCH(DecodeScalesOfRow)(scales, factors, k, out);
 }
 void arrange(const float* x, std::size_t k, std::size_t row, std::size_t n, float* out) {
   HWY_DYNAMIC_DISPATCH(Arrange)(x, k, row, n, out);
@@ -399,6 +570,13 @@ void arrange(const float* x, std::size_t k, std::size_t row, std::size_t n, floa
 void dot(const std::uint8_t* const* codes, const float* scales, std::size_t rows, const float* x, std::size_t n,
          std::size_t k, float* out) {
   HWY_DYNAMIC_DISPATCH(Dot)(codes, scales, rows, x, n, k, out);
+}
+void arrange_row(const float* x, std::size_t k, bool exact, Row& out) {
+  HWY_DYNAMIC_DISPATCH(ArrangeRow)(x, k, exact, out);
+}
+void dot_row(const std::uint8_t* const* codes, const float* scales, std::size_t rows, const Row& x, std::size_t k,
+             const std::uint8_t* const* next, float* out) {
+  HWY_DYNAMIC_DISPATCH(DotRow)(codes, scales, rows, x, k, next, out);
 }
 void decode_arranged(const std::uint8_t* codes, const float* scales, std::size_t k, float* out) {
   HWY_DYNAMIC_DISPATCH(DecodeArranged)(codes, scales, k, out);

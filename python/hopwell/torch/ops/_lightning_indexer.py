@@ -1,0 +1,114 @@
+"""The lightning indexer and its loss."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hopwell
+
+from ._register import Gradients, operator, run, stop_gradient
+
+
+def _lightning_indexer_fake(
+    q_index: Tensor, k_index: Tensor, weights: Tensor, topk: int, *_: Any, **__: Any
+) -> tuple[Tensor, Tensor]:
+    shape = (q_index.shape[0], topk)
+    return q_index.new_empty(shape, dtype=torch.int32), q_index.new_empty(shape, dtype=torch.float32)
+
+
+@operator("lightning_indexer", _lightning_indexer_fake)
+def lightning_indexer(
+    q_index: Tensor,
+    k_index: Tensor,
+    weights: Tensor,
+    topk: int,
+    q_positions: Tensor | None = None,
+    q_start: int | None = None,
+    kv_stride: int = 1,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The topk keys of largest index score for every query; carries no gradient.
+
+    q_index [s_q, h_index, d_index], k_index [s_kv, d_index], weights [s_q, h_index]. Returns indices int32 [s_q, topk]
+    in ascending order, padded with −1, and their scores float32 [s_q, topk], −inf where the index is −1.
+    """
+    masks = {"q_positions": q_positions, "q_start": q_start, "kv_stride": kv_stride}
+    return run(hopwell.lightning_indexer, q_index, k_index, weights, topk, backend=backend, **masks)
+
+
+stop_gradient("lightning_indexer")
+
+
+def _lightning_indexer_backward_fake(
+    target: Tensor, q_index: Tensor, k_index: Tensor, weights: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        target.new_empty((), dtype=torch.float32),
+        q_index.new_empty(q_index.shape),
+        k_index.new_empty(k_index.shape, dtype=torch.float32),
+        weights.new_empty(weights.shape),
+    )
+
+
+@operator("lightning_indexer_backward", _lightning_indexer_backward_fake)
+def lightning_indexer_backward(
+    target: Tensor,
+    q_index: Tensor,
+    k_index: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    d_loss: float = 1.0,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Σ_s KL(target ‖ softmax of the selected index scores) and its gradients, which `d_loss` scales, in one pass.
+
+    target float32 [s_q, topk] (`attention_distribution` with normalize="l1"), indices int32 [s_q, topk]. Returns the
+    loss (float32, 0-d), d_q_index and d_weights in their inputs' dtypes and d_k_index in float32.
+    """
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    loss, d_q_index, d_k_index, d_weights = run(
+        hopwell.lightning_indexer_backward,
+        *(target, q_index, k_index, weights, indices),
+        d_loss=d_loss,
+        deterministic=deterministic,
+        backend=backend,
+    )
+    return loss.reshape(()), d_q_index, d_k_index, d_weights
+
+
+def _save_indexer_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, *gradients = output
+    ctx.save_for_backward(*gradients)
+    ctx.mark_non_differentiable(*gradients)
+    ctx.k_dtype, ctx.d_loss = inputs[2].dtype, inputs[5]
+
+
+def _differentiate_indexer_loss(ctx: Any, d_loss: Tensor, *_: Tensor) -> Gradients:
+    """The forward has the gradients already: only the factor is missing."""
+    d_q_index, d_k_index, d_weights = (g * (d_loss / ctx.d_loss).to(g.dtype) for g in ctx.saved_tensors)
+    return None, d_q_index, d_k_index.to(ctx.k_dtype), d_weights, None, None, None, None
+
+
+torch.library.register_autograd(
+    "hopwell::lightning_indexer_backward", _differentiate_indexer_loss, setup_context=_save_indexer_loss
+)
+
+
+def indexer_loss(
+    q_index: Tensor,
+    k_index: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    target: Tensor,
+    *,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """Σ_s KL(target ‖ softmax over the selected entries of the index scores), a float32 scalar.
+
+    Differentiable in q_index, k_index and weights; the gradient stops at the target. Shapes:
+    `lightning_indexer_backward`.
+    """
+    return lightning_indexer_backward(target, q_index, k_index, weights, indices, 1.0, deterministic, backend)[0]

@@ -1,0 +1,159 @@
+"""NVFP4 products, quantisation and back."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hopwell
+
+from ._register import as_bytes, dtype_named, operator, run, scale_shape
+
+
+def _nvfp4_gemv_fake(
+    a: Tensor, b: Tensor, sfa: Tensor, sfb: Tensor, alpha: float = 1.0, out_dtype: str = "float16", *_: Any, **__: Any
+) -> Tensor:
+    return a.new_empty((a.shape[0], 1, a.shape[2]), dtype=dtype_named(out_dtype))
+
+
+@operator("nvfp4_gemv", _nvfp4_gemv_fake)
+def nvfp4_gemv(
+    a: Tensor,
+    b: Tensor,
+    sfa: Tensor,
+    sfb: Tensor,
+    alpha: float = 1.0,
+    out_dtype: str = "float16",
+    scale_layout: str = "plain",
+    backend: str | None = None,
+) -> Tensor:
+    """c[m, 0, l] = alpha · Σ_k a·b with both sides NVFP4: a [M, K/2, L], b [1 or 128, K/2, L]; c [M, 1, L]."""
+    codes = [as_bytes(x) for x in (a, b, sfa, sfb)]
+    c: Tensor = run(
+        hopwell.nvfp4_gemv, *codes, alpha=alpha, out_dtype=out_dtype, scale_layout=scale_layout, backend=backend
+    )
+    return c.contiguous()
+
+
+def _nvfp4_linear_fake(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+@operator("nvfp4_linear", _nvfp4_linear_fake)
+def _nvfp4_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_global: Tensor,
+    bias: Tensor | None = None,
+    scale_layout: str = "plain",
+    global_is_reciprocal: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    result: Tensor = run(
+        hopwell.nvfp4_linear,
+        *(x, as_bytes(weight), as_bytes(weight_scale), weight_global),
+        bias=bias,
+        scale_layout=scale_layout,
+        global_is_reciprocal=global_is_reciprocal,
+        backend=backend,
+    )
+    return result
+
+
+def nvfp4_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_global: Tensor | float,
+    *,
+    bias: Tensor | None = None,
+    scale_layout: str = "plain",
+    global_is_reciprocal: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """y = x · Wᵀ + bias with W in NVFP4 and x in 16 bits (on the CPU float32 too).
+
+    x [n, K], weight [N, K/2] (two codes a byte), weight_scale [N, K/16] or blocked, weight_global a number or a 0-d
+    float32 tensor on x's device. Returns y [n, N] in x's dtype.
+    """
+    if not isinstance(weight_global, Tensor):
+        weight_global = torch.full((), weight_global, dtype=torch.float32, device=x.device)
+    return _nvfp4_linear(x, weight, weight_scale, weight_global, bias, scale_layout, global_is_reciprocal, backend)
+
+
+def _nvfp4_quantize_fake(x: Tensor, scale_layout: str = "plain", *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    rows, k = x.shape
+    codes = x.new_empty((rows, k // 2), dtype=torch.uint8)
+    scales = x.new_empty(scale_shape(rows, k, scale_layout), dtype=torch.uint8)
+    return codes, scales, x.new_empty((), dtype=torch.float32)
+
+
+@operator("nvfp4_quantize", _nvfp4_quantize_fake)
+def _nvfp4_quantize(
+    x: Tensor,
+    scale_layout: str = "plain",
+    global_scale: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    codes, scales, used = run(
+        hopwell.nvfp4_quantize, x, scale_layout=scale_layout, global_scale=global_scale, backend=backend
+    )
+    if global_scale is not None:
+        used = global_scale.clone()  # an op's output must not be its input
+    return as_bytes(codes), as_bytes(scales).reshape(scale_shape(x.shape[0], x.shape[1], scale_layout)), used
+
+
+def nvfp4_quantize(
+    x: Tensor,
+    *,
+    scale_layout: str = "plain",
+    global_scale: Tensor | float | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rounds x [rows, K] to NVFP4. Returns codes uint8 [rows, K/2], scales uint8 [rows, K/16] (padded to whole blocks
+    where blocked) and the global scale, a 0-d float32 tensor.
+    """
+    if global_scale is not None and not isinstance(global_scale, Tensor):
+        global_scale = torch.full((), global_scale, dtype=torch.float32, device=x.device)
+    return _nvfp4_quantize(x, scale_layout=scale_layout, global_scale=global_scale, backend=backend)
+
+
+def _nvfp4_dequantize_fake(
+    codes: Tensor,
+    scales: Tensor,
+    global_scale: Tensor,
+    scale_layout: str = "plain",
+    dtype: str = "float32",
+    backend: str | None = None,
+) -> Tensor:
+    return codes.new_empty((codes.shape[0], codes.shape[1] * 2), dtype=dtype_named(dtype))
+
+
+@operator("nvfp4_dequantize", _nvfp4_dequantize_fake)
+def _nvfp4_dequantize(
+    codes: Tensor,
+    scales: Tensor,
+    global_scale: Tensor,
+    scale_layout: str = "plain",
+    dtype: str = "float32",
+    backend: str | None = None,
+) -> Tensor:
+    options = {"scale_layout": scale_layout, "dtype": dtype, "backend": backend}
+    result: Tensor = run(hopwell.nvfp4_dequantize, as_bytes(codes), as_bytes(scales), global_scale, **options)
+    return result
+
+
+def nvfp4_dequantize(
+    codes: Tensor,
+    scales: Tensor,
+    global_scale: Tensor | float,
+    *,
+    scale_layout: str = "plain",
+    dtype: str = "float32",
+    backend: str | None = None,
+) -> Tensor:
+    """code · scale · global as a [rows, K] tensor of the dtype named."""
+    if not isinstance(global_scale, Tensor):
+        global_scale = torch.full((), global_scale, dtype=torch.float32, device=codes.device)
+    return _nvfp4_dequantize(codes, scales, global_scale, scale_layout=scale_layout, dtype=dtype, backend=backend)

@@ -1,0 +1,57 @@
+"""Decode attention over a paged cache."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hopwell
+
+from ._register import operator, run
+
+
+def _paged_attention_fake(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+@operator("paged_attention", _paged_attention_fake)
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    layout: str = "nhd",
+    pos_bias_u: Tensor | None = None,
+    bias: Tensor | None = None,
+    bias_kind: str = "key",
+    out_of_range: str = "zero",
+    pre_scale: bool = True,
+    pos_bias_v: Tensor | None = None,
+    r: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    window: int | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of one or a few new tokens a sequence over a paged cache, with relative-position bias.
+
+    q [b, q_len, h_q, d] or [b, h_q, d]; the caches' shapes follow `layout` ("nhd": [blocks, block, h_kv, d]);
+    block_tables int32 [b, max_blocks], context_lens int32 [b]. Returns out like q and lse float32 like q without its
+    last dimension.
+    """
+    return run(
+        hopwell.paged_attention,
+        *(q, k_cache, v_cache, block_tables, context_lens, scale),
+        layout=layout,
+        pos_bias_u=pos_bias_u,
+        bias=bias,
+        bias_kind=bias_kind,
+        out_of_range=out_of_range,
+        pre_scale=pre_scale,
+        pos_bias_v=pos_bias_v,
+        r=r,
+        alibi_slopes=alibi_slopes,
+        window=window,
+        backend=backend,
+    )

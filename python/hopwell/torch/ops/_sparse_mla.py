@@ -1,0 +1,241 @@
+"""Sparse MLA, forward and backward, and the attention distribution."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hopwell
+
+from ._register import Gradients, dtype_named, operator, run, stop_gradient
+
+
+def _sparse_mla_forward_fake(
+    q: Tensor, kv: Tensor, indices: Tensor, sm_scale: float, d_v: int = 512, *_: Any, **__: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    s_q, h_q = q.shape[:2]
+    row = q.new_empty((s_q, h_q), dtype=torch.float32)
+    return q.new_empty((s_q, h_q, d_v)), row, torch.empty_like(row)
+
+
+@operator("sparse_mla_forward", _sparse_mla_forward_fake)
+def sparse_mla_forward(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    q_start: int | None = None,
+    kv_stride: int = 1,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The op behind `sparse_mla`, with every argument positional, as custom ops require of tensors."""
+    masks = {"topk_length": topk_length, "q_positions": q_positions, "q_start": q_start, "kv_stride": kv_stride}
+    return run(hopwell.sparse_mla_forward, q, kv, indices, sm_scale, d_v, attn_sink=attn_sink, backend=backend, **masks)
+
+
+def _sparse_mla_backward_fake(
+    d_out: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    q_start: int | None = None,
+    kv_stride: int = 1,
+    deterministic: bool = False,
+    dkv_dtype: str = "float32",
+    need_dq: bool = True,
+    need_dkv: bool = True,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq = q.new_empty(q.shape if need_dq else (0,))
+    dkv = kv.new_empty(kv.shape if need_dkv else (0,), dtype=dtype_named(dkv_dtype))
+    d_sink = q.new_empty((q.shape[1] if attn_sink is not None else 0,), dtype=torch.float32)
+    return dq, dkv, d_sink
+
+
+@operator("sparse_mla_backward", _sparse_mla_backward_fake)
+def _sparse_mla_backward(
+    d_out: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    q_start: int | None = None,
+    kv_stride: int = 1,
+    deterministic: bool = False,
+    dkv_dtype: str = "float32",
+    need_dq: bool = True,
+    need_dkv: bool = True,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """An op cannot return None: a gradient that was not asked for is an empty tensor here."""
+    gradients = run(
+        hopwell.sparse_mla_backward,
+        *(d_out, q, kv, indices, out, lse, sm_scale, d_v),
+        attn_sink=attn_sink,
+        topk_length=topk_length,
+        q_positions=q_positions,
+        q_start=q_start,
+        kv_stride=kv_stride,
+        deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
+        dkv_dtype=dkv_dtype,
+        need_dq=need_dq,
+        need_dkv=need_dkv,
+        backend=backend,
+    )
+    dtypes = (q.dtype, dtype_named(dkv_dtype), torch.float32)
+    dq, dkv, d_sink = (
+        q.new_empty(0, dtype=dtype) if g is None else g for g, dtype in zip(gradients, dtypes, strict=True)
+    )
+    return dq, dkv, d_sink
+
+
+def sparse_mla_backward(
+    d_out: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    *,
+    attn_sink: Tensor | None = None,
+    need_dq: bool = True,
+    need_dkv: bool = True,
+    **options: Any,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of `sparse_mla`: (dq, dkv, d_sink), None where not needed or without a sink.
+
+    d_out is [s_q, h_q, d_v]; `out` and `lse` are the forward's. dq has q's dtype, dkv the `dkv_dtype` named
+    ("float32"), d_sink is float32 [h_q]. Options: the masks of `sparse_mla`, deterministic, dkv_dtype, backend.
+    """
+    options |= {"attn_sink": attn_sink, "need_dq": need_dq, "need_dkv": need_dkv}
+    dq, dkv, d_sink = _sparse_mla_backward(d_out, q, kv, indices, out, lse, sm_scale, d_v, **options)
+    return dq if need_dq else None, dkv if need_dkv else None, None if attn_sink is None else d_sink
+
+
+def _save_sparse_mla(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    (
+        q,
+        kv,
+        indices,
+        ctx.sm_scale,
+        ctx.d_v,
+        attn_sink,
+        topk_length,
+        q_positions,
+        ctx.q_start,
+        ctx.kv_stride,
+        ctx.backend,
+    ) = inputs
+    out, max_logits, lse = output
+    ctx.save_for_backward(q, kv, indices, out, lse, attn_sink, topk_length, q_positions)
+    ctx.mark_non_differentiable(max_logits, lse)
+
+
+def _differentiate_sparse_mla(ctx: Any, d_out: Tensor, _d_max_logits: Tensor, _d_lse: Tensor) -> Gradients:
+    q, kv, indices, out, lse, attn_sink, topk_length, q_positions = ctx.saved_tensors
+    needed = [i for i, need in enumerate(ctx.needs_input_grad) if need]  # PyTorch leaves out trailing defaults
+    if d_out.stride(-1) != 1:  # such as the gradient of a sum, one number expanded
+        d_out = d_out.contiguous()
+    dq, dkv, d_sink = sparse_mla_backward(
+        *(d_out, q, kv, indices, out, lse, ctx.sm_scale, ctx.d_v),
+        attn_sink=attn_sink,
+        topk_length=topk_length,
+        q_positions=q_positions,
+        q_start=ctx.q_start,
+        kv_stride=ctx.kv_stride,
+        dkv_dtype=str(kv.dtype).removeprefix("torch."),
+        need_dq=0 in needed,
+        need_dkv=1 in needed,
+        backend=ctx.backend,
+    )
+    return dq, dkv, None, None, None, d_sink if 5 in needed else None, None, None, None, None, None
+
+
+torch.library.register_autograd(
+    "hopwell::sparse_mla_forward", _differentiate_sparse_mla, setup_context=_save_sparse_mla
+)
+
+
+def sparse_mla(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    *,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    q_start: int | None = None,
+    kv_stride: int = 1,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of every query over the keys that its row of `indices` names: MLA in its multi-query form.
+
+    Args:
+        q: [s_q, h_q, d_qk], bfloat16 (on the CPU float32 too).
+        kv: [s_kv, d_qk] or [s_kv, 1, d_qk], q's dtype; V is its first d_v columns.
+        indices: int32 [s_q, topk] or [s_q, 1, topk]; entries outside 0 … s_kv − 1 are masked.
+        attn_sink: float32 [h_q], a logit without a value.
+        topk_length: int32 [s_q], how many entries of each row count.
+        q_positions: int32 [s_q], or q_start for q_start + s: causal masking.
+        kv_stride: tokens a key stands for.
+
+    Returns:
+        out [s_q, h_q, d_v] in q's dtype, max_logits and lse float32 [s_q, h_q]. Differentiable in q, kv and attn_sink;
+        max_logits and lse carry no gradient.
+
+    Raises:
+        ValueError: an argument has the wrong dtype, shape or device.
+    """
+    return sparse_mla_forward(
+        q, kv, indices, sm_scale, d_v, attn_sink, topk_length, q_positions, q_start, kv_stride, backend
+    )
+
+
+def _attention_distribution_fake(q: Tensor, kv: Tensor, indices: Tensor, *_: Any, **__: Any) -> Tensor:
+    return q.new_empty((q.shape[0], indices.shape[-1]), dtype=torch.float32)
+
+
+@operator("attention_distribution", _attention_distribution_fake)
+def attention_distribution(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    lse: Tensor,
+    sm_scale: float,
+    topk_length: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    q_start: int | None = None,
+    kv_stride: int = 1,
+    normalize: str = "none",
+    backend: str | None = None,
+) -> Tensor:
+    """How much attention each selected key gets, summed over the heads: float32 [s_q, topk]. Carries no gradient."""
+    masks = {"topk_length": topk_length, "q_positions": q_positions, "q_start": q_start, "kv_stride": kv_stride}
+    result: Tensor = run(
+        hopwell.attention_distribution, q, kv, indices, lse, sm_scale, normalize=normalize, backend=backend, **masks
+    )
+    return result
+
+
+stop_gradient("attention_distribution")
