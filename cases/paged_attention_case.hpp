@@ -50,7 +50,7 @@ struct Config {
     return std::clamp<std::int64_t>(lengths[static_cast<std::size_t>(n)], 0, table_length() * block);
   }
   [[nodiscard]] std::int64_t first_seen(std::int64_t n) const {  // by any query
-    const std::int64_t before = context(n) - queries() + 1;  // a window may be as large as an integer can be
+    const std::int64_t before = context(n) - queries() + 1;      // a window may be as large as an integer can be
     return window == 0 || window > before ? 0 : before - window;
   }
 };

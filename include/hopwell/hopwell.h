@@ -1,11 +1,13 @@
 /* Hopwell, the C interface. C99, and the argument structs that C++ uses too.
  *
- * Tensors are DLPack views, `const DLTensor*`: never owned, never copied; null means absent. An output's DLTensor is const as a
- * description; the memory behind it is written. Unless said otherwise the last dimension is contiguous and every other stride is free
- * and 64-bit. Every function checks all of its arguments before it writes anything: on an error the outputs are untouched.
- * Shapes, formulae and corner cases of each operator are documented at its argument struct; `LSE` is natural-log, fp32.
+ * Tensors are DLPack views, `const DLTensor*`: never owned, never copied; null means absent. An output's DLTensor is
+ * const as a description; the memory behind it is written. Unless said otherwise the last dimension is contiguous and
+ * every other stride is free and 64-bit. Every function checks all of its arguments before it writes anything: on an
+ * error the outputs are untouched. Shapes, formulae and corner cases of each operator are documented at its argument
+ * struct; `LSE` is natural-log, fp32.
  *
- * In C a zero field means its default, shown as HOPWELL_DEFAULT(...) where that is not zero. C++ has the defaults themselves.
+ * In C a zero field means its default, shown as HOPWELL_DEFAULT(...) where that is not zero. C++ has the defaults
+ * themselves.
  */
 #ifndef HOPWELL_HOPWELL_H_
 #define HOPWELL_HOPWELL_H_
@@ -38,57 +40,61 @@ typedef enum hopwell_status {
 /* A CUDA stream (cudaStream_t), or null for the default stream; the CPU ignores it. */
 typedef void* hopwell_stream;
 
-/* The message of the last call on this thread that did not return HOPWELL_OK; "" if there was none. Valid until the next call. */
+/* The message of the last call on this thread that did not return HOPWELL_OK; "" if there was none. Valid until the
+ * next call. */
 HOPWELL_API const char* hopwell_last_error(void);
 
 /* "0.1.0" */
 HOPWELL_API const char* hopwell_version(void);
 
-/* ---- sparse_mla_forward ------------------------------------------------------------------------------------------------------
- * Attention of every query over the keys that its index row selects; V is the first d_v columns of kv (DeepSeek-V2's MLA in its
- * multi-query form; sparse selection as in DeepSeek-V3.2).
+/* ---- sparse_mla_forward -----------------------------------------------------------------------------------------
+ * Attention of every query over the keys that its index row selects; V is the first d_v columns of kv (DeepSeek-V2's
+ * MLA in its multi-query form; sparse selection as in DeepSeek-V3.2).
  *
  *     score[s,h,i] = sm_scale * sum_d q[s,h,d] * kv[t,d],  t = indices[s,0,i];  -inf where the entry is invalid
  *     out = softmax(score) . kv[:, :d_v] / (1 + exp(attn_sink - lse))
  *
- * An entry is valid iff 0 <= t < s_kv, i < topk_length[s], and, with positions, (t + 1) * kv_stride <= position(s) + 1. Entries
- * that occur twice count twice. A row without a valid entry gives out 0, max_logits -inf, lse +inf.
+ * An entry is valid iff 0 <= t < s_kv, i < topk_length[s], and, with positions, (t + 1) * kv_stride <= position(s) + 1.
+ * Entries that occur twice count twice. A row without a valid entry gives out 0, max_logits -inf, lse +inf.
  */
 typedef struct hopwell_sparse_mla_forward_args {
-  const DLTensor* q HOPWELL_ZERO;                /* bf16 (CPU: fp32 too) [s_q, h_q, d_qk] */
-  const DLTensor* kv HOPWELL_ZERO;               /* like q [s_kv, 1, d_qk] or [s_kv, d_qk] */
-  const DLTensor* indices HOPWELL_ZERO;          /* int32 [s_q, 1, topk] or [s_q, topk] */
-  float sm_scale HOPWELL_ZERO;                   /* finite */
+  const DLTensor* q HOPWELL_ZERO;       /* bf16 (CPU: fp32 too) [s_q, h_q, d_qk] */
+  const DLTensor* kv HOPWELL_ZERO;      /* like q [s_kv, 1, d_qk] or [s_kv, d_qk] */
+  const DLTensor* indices HOPWELL_ZERO; /* int32 [s_q, 1, topk] or [s_q, topk] */
+  float sm_scale HOPWELL_ZERO;          /* finite */
   int64_t d_v HOPWELL_DEFAULT(512);
-  const DLTensor* attn_sink HOPWELL_ZERO;        /* fp32 [h_q], may be +-inf; optional */
-  const DLTensor* topk_length HOPWELL_ZERO;      /* int32 [s_q]; optional */
-  const DLTensor* q_positions HOPWELL_ZERO;      /* int32 [s_q]; optional, turns on causal masking */
-  bool has_q_start HOPWELL_ZERO;                 /* causal masking with position(s) = q_start + s; excludes q_positions */
+  const DLTensor* attn_sink HOPWELL_ZERO;   /* fp32 [h_q], may be +-inf; optional */
+  const DLTensor* topk_length HOPWELL_ZERO; /* int32 [s_q]; optional */
+  const DLTensor* q_positions HOPWELL_ZERO; /* int32 [s_q]; optional, turns on causal masking */
+  bool has_q_start HOPWELL_ZERO;            /* causal masking with position(s) = q_start + s; excludes q_positions */
   int64_t q_start HOPWELL_ZERO;
-  int64_t kv_stride HOPWELL_DEFAULT(1);          /* a key stands for kv_stride >= 1 consecutive tokens */
-  const DLTensor* out HOPWELL_ZERO;              /* output, like q [s_q, h_q, d_v] */
-  const DLTensor* max_logits HOPWELL_ZERO;       /* output, fp32 [s_q, h_q]; optional */
-  const DLTensor* lse HOPWELL_ZERO;              /* output, fp32 [s_q, h_q]; optional */
-  void* workspace HOPWELL_ZERO;                  /* hopwell_sparse_mla_forward_workspace_bytes() bytes on q's device */
+  int64_t kv_stride HOPWELL_DEFAULT(1);    /* a key stands for kv_stride >= 1 consecutive tokens */
+  const DLTensor* out HOPWELL_ZERO;        /* output, like q [s_q, h_q, d_v] */
+  const DLTensor* max_logits HOPWELL_ZERO; /* output, fp32 [s_q, h_q]; optional */
+  const DLTensor* lse HOPWELL_ZERO;        /* output, fp32 [s_q, h_q]; optional */
+  void* workspace HOPWELL_ZERO;            /* hopwell_sparse_mla_forward_workspace_bytes() bytes on q's device */
   size_t workspace_bytes HOPWELL_ZERO;
-  const char* backend HOPWELL_ZERO;              /* a name such as "cpu"; null: the best one */
+  const char* backend HOPWELL_ZERO; /* a name such as "cpu"; null: the best one */
 } hopwell_sparse_mla_forward_args;
 
-HOPWELL_API hopwell_status hopwell_sparse_mla_forward(const hopwell_sparse_mla_forward_args* args, hopwell_stream stream);
-HOPWELL_API hopwell_status hopwell_sparse_mla_forward_workspace_bytes(const hopwell_sparse_mla_forward_args* args, size_t* bytes);
+HOPWELL_API hopwell_status hopwell_sparse_mla_forward(const hopwell_sparse_mla_forward_args* args,
+                                                      hopwell_stream stream);
+HOPWELL_API hopwell_status hopwell_sparse_mla_forward_workspace_bytes(const hopwell_sparse_mla_forward_args* args,
+                                                                      size_t* bytes);
 
-/* ---- sparse_mla_backward -----------------------------------------------------------------------------------------------------
+/* ---- sparse_mla_backward ----------------------------------------------------------------------------------------
  *     p  = exp(score - lse'),  lse' = log(exp(lse) + exp(attn_sink));   delta = sum_d out * d_out
  *     ds = p * (d_out . v - delta) * sm_scale
- *     dq = ds . kv;   dkv += ds^T . q (+ p^T . d_out in the first d_v columns);   d_sink = -sum_s exp(attn_sink - lse') * delta
+ *     dq = ds . kv;   dkv += ds^T . q (+ p^T . d_out in the first d_v columns);   d_sink = -sum_s exp(attn_sink - lse')
+ * * delta
  */
 typedef struct hopwell_sparse_mla_backward_args {
-  const DLTensor* d_out HOPWELL_ZERO;            /* like q [s_q, h_q, d_v] */
-  const DLTensor* q HOPWELL_ZERO;                /* these as in the forward */
+  const DLTensor* d_out HOPWELL_ZERO; /* like q [s_q, h_q, d_v] */
+  const DLTensor* q HOPWELL_ZERO;     /* these as in the forward */
   const DLTensor* kv HOPWELL_ZERO;
   const DLTensor* indices HOPWELL_ZERO;
-  const DLTensor* out HOPWELL_ZERO;              /* the forward's, like q [s_q, h_q, d_v] */
-  const DLTensor* lse HOPWELL_ZERO;              /* the forward's, fp32 [s_q, h_q] */
+  const DLTensor* out HOPWELL_ZERO; /* the forward's, like q [s_q, h_q, d_v] */
+  const DLTensor* lse HOPWELL_ZERO; /* the forward's, fp32 [s_q, h_q] */
   float sm_scale HOPWELL_ZERO;
   int64_t d_v HOPWELL_DEFAULT(512);
   const DLTensor* attn_sink HOPWELL_ZERO;
@@ -97,31 +103,34 @@ typedef struct hopwell_sparse_mla_backward_args {
   bool has_q_start HOPWELL_ZERO;
   int64_t q_start HOPWELL_ZERO;
   int64_t kv_stride HOPWELL_DEFAULT(1);
-  bool deterministic HOPWELL_ZERO;               /* same bits every time, for any number of threads; the CPU gives that always */
-  bool accumulate HOPWELL_ZERO;                  /* add into the given fp32 dkv instead of overwriting it */
-  const DLTensor* dq HOPWELL_ZERO;               /* output, like q [s_q, h_q, d_qk]; null: not needed */
-  const DLTensor* dkv HOPWELL_ZERO;              /* output, fp32 or bf16, shape of kv; null: not needed */
-  const DLTensor* d_sink HOPWELL_ZERO;           /* output, fp32 [h_q]; only with attn_sink; null: not needed */
-  const DLTensor* attn HOPWELL_ZERO;             /* output, fp32 [s_q, topk]: sum_h exp(score - lse), the attention distribution; optional */
+  bool deterministic HOPWELL_ZERO;     /* same bits every time, for any number of threads; the CPU gives that always */
+  bool accumulate HOPWELL_ZERO;        /* add into the given fp32 dkv instead of overwriting it */
+  const DLTensor* dq HOPWELL_ZERO;     /* output, like q [s_q, h_q, d_qk]; null: not needed */
+  const DLTensor* dkv HOPWELL_ZERO;    /* output, fp32 or bf16, shape of kv; null: not needed */
+  const DLTensor* d_sink HOPWELL_ZERO; /* output, fp32 [h_q]; only with attn_sink; null: not needed */
+  const DLTensor* attn
+      HOPWELL_ZERO; /* output, fp32 [s_q, topk]: sum_h exp(score - lse), the attention distribution; optional */
   void* workspace HOPWELL_ZERO;
   size_t workspace_bytes HOPWELL_ZERO;
   const char* backend HOPWELL_ZERO;
 } hopwell_sparse_mla_backward_args;
 
-HOPWELL_API hopwell_status hopwell_sparse_mla_backward(const hopwell_sparse_mla_backward_args* args, hopwell_stream stream);
-HOPWELL_API hopwell_status hopwell_sparse_mla_backward_workspace_bytes(const hopwell_sparse_mla_backward_args* args, size_t* bytes);
+HOPWELL_API hopwell_status hopwell_sparse_mla_backward(const hopwell_sparse_mla_backward_args* args,
+                                                       hopwell_stream stream);
+HOPWELL_API hopwell_status hopwell_sparse_mla_backward_workspace_bytes(const hopwell_sparse_mla_backward_args* args,
+                                                                       size_t* bytes);
 
-/* ---- attention_distribution --------------------------------------------------------------------------------------------------
+/* ---- attention_distribution -------------------------------------------------------------------------------------
  *     attn[s,i] = sum_h exp(score[s,h,i] - lse[s,h])     0 where the entry is invalid; 0 for rows without a valid entry
  * The target of the lightning indexer's loss (with l1 normalisation). V is not read.
  */
 typedef enum hopwell_normalize { HOPWELL_NORMALIZE_NONE = 0, HOPWELL_NORMALIZE_L1 = 1 } hopwell_normalize;
 
 typedef struct hopwell_attention_distribution_args {
-  const DLTensor* q HOPWELL_ZERO;                /* these as in sparse_mla_forward */
+  const DLTensor* q HOPWELL_ZERO; /* these as in sparse_mla_forward */
   const DLTensor* kv HOPWELL_ZERO;
   const DLTensor* indices HOPWELL_ZERO;
-  const DLTensor* lse HOPWELL_ZERO;              /* the forward's, fp32 [s_q, h_q] */
+  const DLTensor* lse HOPWELL_ZERO; /* the forward's, fp32 [s_q, h_q] */
   float sm_scale HOPWELL_ZERO;
   const DLTensor* topk_length HOPWELL_ZERO;
   const DLTensor* q_positions HOPWELL_ZERO;
@@ -129,26 +138,27 @@ typedef struct hopwell_attention_distribution_args {
   int64_t q_start HOPWELL_ZERO;
   int64_t kv_stride HOPWELL_DEFAULT(1);
   hopwell_normalize normalize HOPWELL_DEFAULT(HOPWELL_NORMALIZE_NONE); /* l1: rows sum to 1; all-zero rows stay zero */
-  const DLTensor* attn HOPWELL_ZERO;             /* output, fp32 [s_q, topk], in the order of indices */
+  const DLTensor* attn HOPWELL_ZERO; /* output, fp32 [s_q, topk], in the order of indices */
   void* workspace HOPWELL_ZERO;
   size_t workspace_bytes HOPWELL_ZERO;
   const char* backend HOPWELL_ZERO;
 } hopwell_attention_distribution_args;
 
-HOPWELL_API hopwell_status hopwell_attention_distribution(const hopwell_attention_distribution_args* args, hopwell_stream stream);
-HOPWELL_API hopwell_status hopwell_attention_distribution_workspace_bytes(const hopwell_attention_distribution_args* args,
-                                                                          size_t* bytes);
+HOPWELL_API hopwell_status hopwell_attention_distribution(const hopwell_attention_distribution_args* args,
+                                                          hopwell_stream stream);
+HOPWELL_API hopwell_status
+hopwell_attention_distribution_workspace_bytes(const hopwell_attention_distribution_args* args, size_t* bytes);
 
-/* ---- paged_attention ---------------------------------------------------------------------------------------------------------
+/* ---- paged_attention --------------------------------------------------------------------------------------------
  * Decode attention of one or a few query tokens a sequence against a paged KV cache, with the relative positions of
  * Transformer-XL (Dai et al. 2019, arXiv:1901.02860).
  *
  *     logit_j = scale * ((q + u) . k_j + bias_j);   out = sum_j softmax(logit)_j * v_j
  *
  * Query i of q_len stands at position = context_len - q_len + i and sees the keys j <= position; delta = position - j.
- * bias_j: key-indexed bias[b, h, i, j]; or distance-indexed bias[b, h, delta]; or fused (q + v) . r[h, delta]. Whatever lies beyond
- * the last column of bias or r follows out_of_range. ALiBi adds -slope * delta after the scale. A query without a visible key, or
- * whose logits are all -inf: out 0, lse -inf.
+ * bias_j: key-indexed bias[b, h, i, j]; or distance-indexed bias[b, h, delta]; or fused (q + v) . r[h, delta]. Whatever
+ * lies beyond the last column of bias or r follows out_of_range. ALiBi adds -slope * delta after the scale. A query
+ * without a visible key, or whose logits are all -inf: out 0, lse -inf.
  */
 typedef enum hopwell_cache_layout {
   HOPWELL_CACHE_NHD = 0, /* k, v [blocks, block, h_kv, d] */
@@ -163,95 +173,103 @@ typedef enum hopwell_out_of_range {
 } hopwell_out_of_range;
 
 typedef struct hopwell_paged_attention_args {
-  const DLTensor* q HOPWELL_ZERO;                /* fp32, fp16 or bf16 [b, q_len, h_q, d] or [b, h_q, d]; q_len 1..16; d 32..256, a multiple of 8 */
-  const DLTensor* k_cache HOPWELL_ZERO;          /* like q; shape by layout; h_q a multiple of h_kv; block 1..256 */
+  const DLTensor* q
+      HOPWELL_ZERO; /* fp32, fp16 or bf16 [b, q_len, h_q, d] or [b, h_q, d]; q_len 1..16; d 32..256, a multiple of 8 */
+  const DLTensor* k_cache HOPWELL_ZERO; /* like q; shape by layout; h_q a multiple of h_kv; block 1..256 */
   const DLTensor* v_cache HOPWELL_ZERO;
-  const DLTensor* block_tables HOPWELL_ZERO;     /* int32 [b, max_blocks]; entries past the context may be anything, bad ones within are masked */
-  const DLTensor* context_lens HOPWELL_ZERO;     /* int32 [b], the q_len query tokens included; clamped to 0 .. max_blocks * block */
+  const DLTensor* block_tables
+      HOPWELL_ZERO; /* int32 [b, max_blocks]; entries past the context may be anything, bad ones within are masked */
+  const DLTensor* context_lens
+      HOPWELL_ZERO; /* int32 [b], the q_len query tokens included; clamped to 0 .. max_blocks * block */
   float scale HOPWELL_ZERO;
   hopwell_cache_layout layout HOPWELL_DEFAULT(HOPWELL_CACHE_NHD);
-  const DLTensor* pos_bias_u HOPWELL_ZERO;       /* q's dtype or fp32 [h_q, d]; optional */
-  const DLTensor* bias HOPWELL_ZERO;             /* fp32, fp16 or bf16; key: [b or 1, h_q, q_len, keys]; distance: [b or 1, h_q, extent]; optional */
+  const DLTensor* pos_bias_u HOPWELL_ZERO; /* q's dtype or fp32 [h_q, d]; optional */
+  const DLTensor* bias
+      HOPWELL_ZERO; /* fp32, fp16 or bf16; key: [b or 1, h_q, q_len, keys]; distance: [b or 1, h_q, extent]; optional */
   hopwell_bias_kind bias_kind HOPWELL_DEFAULT(HOPWELL_BIAS_KEY);
   hopwell_out_of_range out_of_range HOPWELL_DEFAULT(HOPWELL_OUT_OF_RANGE_ZERO);
-  bool post_scale HOPWELL_ZERO;                  /* add bias_j after the scale: scale * (q + u) . k_j + bias_j */
-  const DLTensor* pos_bias_v HOPWELL_ZERO;       /* q's dtype or fp32 [h_q, d]; only with r */
-  const DLTensor* r HOPWELL_ZERO;                /* q's dtype or fp32 [h_q or 1, extent, d]; excludes bias */
-  const DLTensor* alibi_slopes HOPWELL_ZERO;     /* fp32 [h_q]; optional */
-  int64_t window HOPWELL_ZERO;                   /* >= 1: only keys with delta < window; 0: all */
-  const DLTensor* out HOPWELL_ZERO;              /* output, like q */
-  const DLTensor* lse HOPWELL_ZERO;              /* output, fp32 [b, q_len, h_q] ([b, h_q] for a three-dimensional q); optional */
+  bool post_scale HOPWELL_ZERO;              /* add bias_j after the scale: scale * (q + u) . k_j + bias_j */
+  const DLTensor* pos_bias_v HOPWELL_ZERO;   /* q's dtype or fp32 [h_q, d]; only with r */
+  const DLTensor* r HOPWELL_ZERO;            /* q's dtype or fp32 [h_q or 1, extent, d]; excludes bias */
+  const DLTensor* alibi_slopes HOPWELL_ZERO; /* fp32 [h_q]; optional */
+  int64_t window HOPWELL_ZERO;               /* >= 1: only keys with delta < window; 0: all */
+  const DLTensor* out HOPWELL_ZERO;          /* output, like q */
+  const DLTensor* lse HOPWELL_ZERO; /* output, fp32 [b, q_len, h_q] ([b, h_q] for a three-dimensional q); optional */
   void* workspace HOPWELL_ZERO;
   size_t workspace_bytes HOPWELL_ZERO;
   const char* backend HOPWELL_ZERO;
 } hopwell_paged_attention_args;
 
 HOPWELL_API hopwell_status hopwell_paged_attention(const hopwell_paged_attention_args* args, hopwell_stream stream);
-HOPWELL_API hopwell_status hopwell_paged_attention_workspace_bytes(const hopwell_paged_attention_args* args, size_t* bytes);
+HOPWELL_API hopwell_status hopwell_paged_attention_workspace_bytes(const hopwell_paged_attention_args* args,
+                                                                   size_t* bytes);
 
-/* ---- NVFP4 -------------------------------------------------------------------------------------------------------------------
+/* ---- NVFP4 ------------------------------------------------------------------------------------------------------
  * e2m1 codes, two a byte (low nibble = even k), one e4m3 scale per 16 along K, one fp32 global scale a tensor:
  * w = code * scale * global (NVIDIA's NVFP4; element and scale formats: OCP Microscaling Formats v1.0 and OCP FP8).
- * Codes are uint8 or float4_e2m1fn_x2, scales uint8 or float8_e4m3fn. Scales are plain [rows, K/16], or in the 128x4 blocked order
- * of cuBLAS and CUTLASS: byte offset of (row m, scale j) =
- *   512 * ((m/128) * ceil((K/16)/4) + j/4) + 16 * (m mod 32) + 4 * ((m mod 128)/32) + j mod 4,
- * rows padded to 128 and scales to 4; the tensor may then have any shape with that many bytes, contiguous, L slowest.
+ * Codes are uint8 or float4_e2m1fn_x2, scales uint8 or float8_e4m3fn. Scales are plain [rows, K/16], or in the 128x4
+ * blocked order of cuBLAS and CUTLASS: byte offset of (row m, scale j) = 512 * ((m/128) * ceil((K/16)/4) + j/4) + 16 *
+ * (m mod 32) + 4 * ((m mod 128)/32) + j mod 4, rows padded to 128 and scales to 4; the tensor may then have any shape
+ * with that many bytes, contiguous, L slowest.
  */
 typedef enum hopwell_scale_layout { HOPWELL_SCALES_PLAIN = 0, HOPWELL_SCALES_BLOCKED = 1 } hopwell_scale_layout;
 
 /* c[m, n, l] = alpha * sum_k a[m, k, l] * b[n, k, l], both sides NVFP4; fp32 accumulation in a fixed order. */
 typedef struct hopwell_nvfp4_gemv_args {
-  const DLTensor* a HOPWELL_ZERO;                /* [M, K/2, L]; K fastest, then rows, then L; K a multiple of 16 */
-  const DLTensor* b HOPWELL_ZERO;                /* [N, K/2, L], N 1, or 1 padded to 128 rows, of which only the first counts */
-  const DLTensor* sfa HOPWELL_ZERO;              /* plain [M, K/16, L], or blocked */
-  const DLTensor* sfb HOPWELL_ZERO;              /* plain [N, K/16, L], or blocked */
-  float alpha HOPWELL_DEFAULT(1.0F);             /* in C, 0 means 1 and -0.0f means 0 */
+  const DLTensor* a HOPWELL_ZERO;    /* [M, K/2, L]; K fastest, then rows, then L; K a multiple of 16 */
+  const DLTensor* b HOPWELL_ZERO;    /* [N, K/2, L], N 1, or 1 padded to 128 rows, of which only the first counts */
+  const DLTensor* sfa HOPWELL_ZERO;  /* plain [M, K/16, L], or blocked */
+  const DLTensor* sfb HOPWELL_ZERO;  /* plain [N, K/16, L], or blocked */
+  float alpha HOPWELL_DEFAULT(1.0F); /* in C, 0 means 1 and -0.0f means 0 */
   hopwell_scale_layout scale_layout HOPWELL_DEFAULT(HOPWELL_SCALES_PLAIN);
-  const DLTensor* c HOPWELL_ZERO;                /* output, fp16, bf16 or fp32 [M, 1, L], any strides */
+  const DLTensor* c HOPWELL_ZERO; /* output, fp16, bf16 or fp32 [M, 1, L], any strides */
   void* workspace HOPWELL_ZERO;
   size_t workspace_bytes HOPWELL_ZERO;
   const char* backend HOPWELL_ZERO;
 } hopwell_nvfp4_gemv_args;
 
-/* y = x . w^T + bias with 4-bit weights and 16-bit activations (W4A16); the global scale applied in fp32 before the rounding. */
+/* y = x . w^T + bias with 4-bit weights and 16-bit activations (W4A16); the global scale applied in fp32 before the
+ * rounding. */
 typedef struct hopwell_nvfp4_linear_args {
-  const DLTensor* x HOPWELL_ZERO;                /* bf16 or fp16 (CPU: fp32 too) [n, K] */
-  const DLTensor* weight HOPWELL_ZERO;           /* codes [N, K/2] */
-  const DLTensor* weight_scale HOPWELL_ZERO;     /* plain [N, K/16], or blocked */
-  const DLTensor* weight_global HOPWELL_ZERO;    /* fp32, one element, on x's device; null: weight_global_value */
+  const DLTensor* x HOPWELL_ZERO;                  /* bf16 or fp16 (CPU: fp32 too) [n, K] */
+  const DLTensor* weight HOPWELL_ZERO;             /* codes [N, K/2] */
+  const DLTensor* weight_scale HOPWELL_ZERO;       /* plain [N, K/16], or blocked */
+  const DLTensor* weight_global HOPWELL_ZERO;      /* fp32, one element, on x's device; null: weight_global_value */
   float weight_global_value HOPWELL_DEFAULT(1.0F); /* in C, 0 means 1 and -0.0f means 0 */
-  bool global_is_reciprocal HOPWELL_ZERO;        /* the global is 1 / the factor (compressed-tensors) */
-  const DLTensor* bias HOPWELL_ZERO;             /* like x [N]; optional */
+  bool global_is_reciprocal HOPWELL_ZERO;          /* the global is 1 / the factor (compressed-tensors) */
+  const DLTensor* bias HOPWELL_ZERO;               /* like x [N]; optional */
   hopwell_scale_layout scale_layout HOPWELL_DEFAULT(HOPWELL_SCALES_PLAIN);
-  const DLTensor* y HOPWELL_ZERO;                /* output, like x [n, N] */
+  const DLTensor* y HOPWELL_ZERO; /* output, like x [n, N] */
   void* workspace HOPWELL_ZERO;
   size_t workspace_bytes HOPWELL_ZERO;
   const char* backend HOPWELL_ZERO;
 } hopwell_nvfp4_linear_args;
 
-/* global = amax / 2688; scale = e4m3(block amax / (6 * global)); codes nearest (ties to even) to x / (scale * global), with x's sign.
- * A block of zeros, or too small for its global, gets scale 0 and codes 0. A block with a NaN or an infinity gets a NaN scale and codes 0,
- * and such values do not count in amax. A global on the host must be positive and finite; on a CUDA device it is data. */
+/* global = amax / 2688; scale = e4m3(block amax / (6 * global)); codes nearest (ties to even) to x / (scale * global),
+ * with x's sign. A block of zeros, or too small for its global, gets scale 0 and codes 0. A block with a NaN or an
+ * infinity gets a NaN scale and codes 0, and such values do not count in amax. A global on the host must be positive
+ * and finite; on a CUDA device it is data. */
 typedef struct hopwell_nvfp4_quantize_args {
-  const DLTensor* x HOPWELL_ZERO;                /* fp32, fp16 or bf16 [rows, K]; K a multiple of 16 */
-  const DLTensor* global_in HOPWELL_ZERO;        /* fp32, one element: use this global scale; null: global_in_value if that is not 0, else from x */
+  const DLTensor* x HOPWELL_ZERO; /* fp32, fp16 or bf16 [rows, K]; K a multiple of 16 */
+  const DLTensor* global_in
+      HOPWELL_ZERO; /* fp32, one element: use this global scale; null: global_in_value if that is not 0, else from x */
   float global_in_value HOPWELL_ZERO;
   hopwell_scale_layout scale_layout HOPWELL_DEFAULT(HOPWELL_SCALES_PLAIN);
-  const DLTensor* codes HOPWELL_ZERO;            /* output [rows, K/2] */
-  const DLTensor* scales HOPWELL_ZERO;           /* output, plain [rows, K/16], or blocked (the padding is written as 0) */
-  const DLTensor* global_scale HOPWELL_ZERO;     /* output, fp32, one element */
+  const DLTensor* codes HOPWELL_ZERO;        /* output [rows, K/2] */
+  const DLTensor* scales HOPWELL_ZERO;       /* output, plain [rows, K/16], or blocked (the padding is written as 0) */
+  const DLTensor* global_scale HOPWELL_ZERO; /* output, fp32, one element */
   void* workspace HOPWELL_ZERO;
   size_t workspace_bytes HOPWELL_ZERO;
   const char* backend HOPWELL_ZERO;
 } hopwell_nvfp4_quantize_args;
 
 typedef struct hopwell_nvfp4_dequantize_args {
-  const DLTensor* codes HOPWELL_ZERO;            /* [rows, K/2] */
-  const DLTensor* scales HOPWELL_ZERO;           /* plain [rows, K/16], or blocked */
-  const DLTensor* global_scale HOPWELL_ZERO;     /* fp32, one element; null: global_value */
-  float global_value HOPWELL_DEFAULT(1.0F);      /* in C, 0 means 1 and -0.0f means 0 */
+  const DLTensor* codes HOPWELL_ZERO;        /* [rows, K/2] */
+  const DLTensor* scales HOPWELL_ZERO;       /* plain [rows, K/16], or blocked */
+  const DLTensor* global_scale HOPWELL_ZERO; /* fp32, one element; null: global_value */
+  float global_value HOPWELL_DEFAULT(1.0F);  /* in C, 0 means 1 and -0.0f means 0 */
   hopwell_scale_layout scale_layout HOPWELL_DEFAULT(HOPWELL_SCALES_PLAIN);
-  const DLTensor* x HOPWELL_ZERO;                /* output, fp32, fp16 or bf16 [rows, K] */
+  const DLTensor* x HOPWELL_ZERO; /* output, fp32, fp16 or bf16 [rows, K] */
   void* workspace HOPWELL_ZERO;
   size_t workspace_bytes HOPWELL_ZERO;
   const char* backend HOPWELL_ZERO;
@@ -262,55 +280,60 @@ HOPWELL_API hopwell_status hopwell_nvfp4_gemv_workspace_bytes(const hopwell_nvfp
 HOPWELL_API hopwell_status hopwell_nvfp4_linear(const hopwell_nvfp4_linear_args* args, hopwell_stream stream);
 HOPWELL_API hopwell_status hopwell_nvfp4_linear_workspace_bytes(const hopwell_nvfp4_linear_args* args, size_t* bytes);
 HOPWELL_API hopwell_status hopwell_nvfp4_quantize(const hopwell_nvfp4_quantize_args* args, hopwell_stream stream);
-HOPWELL_API hopwell_status hopwell_nvfp4_quantize_workspace_bytes(const hopwell_nvfp4_quantize_args* args, size_t* bytes);
+HOPWELL_API hopwell_status hopwell_nvfp4_quantize_workspace_bytes(const hopwell_nvfp4_quantize_args* args,
+                                                                  size_t* bytes);
 HOPWELL_API hopwell_status hopwell_nvfp4_dequantize(const hopwell_nvfp4_dequantize_args* args, hopwell_stream stream);
-HOPWELL_API hopwell_status hopwell_nvfp4_dequantize_workspace_bytes(const hopwell_nvfp4_dequantize_args* args, size_t* bytes);
+HOPWELL_API hopwell_status hopwell_nvfp4_dequantize_workspace_bytes(const hopwell_nvfp4_dequantize_args* args,
+                                                                    size_t* bytes);
 
-/* ---- lightning_indexer -------------------------------------------------------------------------------------------------------
+/* ---- lightning_indexer ------------------------------------------------------------------------------------------
  *     score[s,t] = sum_j weights[s,j] * relu(q_index[s,j,:] . k_index[t,:])
  *     indices[s,:] = the topk visible keys of largest score (ties: the smaller key) in ascending order; the rest -1
- * The s_q x s_kv matrix of scores is never stored. A NaN score counts as -inf. (DeepSeek-V3.2, "DeepSeek Sparse Attention".)
+ * The s_q x s_kv matrix of scores is never stored. A NaN score counts as -inf. (DeepSeek-V3.2, "DeepSeek Sparse
+ * Attention".)
  */
 typedef struct hopwell_lightning_indexer_args {
-  const DLTensor* q_index HOPWELL_ZERO;          /* bf16 (CPU: fp32 too) [s_q, h_index, d_index] */
-  const DLTensor* k_index HOPWELL_ZERO;          /* like q_index [s_kv, d_index] */
-  const DLTensor* weights HOPWELL_ZERO;          /* fp32 or bf16 [s_q, h_index] */
-  const DLTensor* q_positions HOPWELL_ZERO;      /* int32 [s_q]; optional, turns on causal masking */
+  const DLTensor* q_index HOPWELL_ZERO;     /* bf16 (CPU: fp32 too) [s_q, h_index, d_index] */
+  const DLTensor* k_index HOPWELL_ZERO;     /* like q_index [s_kv, d_index] */
+  const DLTensor* weights HOPWELL_ZERO;     /* fp32 or bf16 [s_q, h_index] */
+  const DLTensor* q_positions HOPWELL_ZERO; /* int32 [s_q]; optional, turns on causal masking */
   bool has_q_start HOPWELL_ZERO;
   int64_t q_start HOPWELL_ZERO;
   int64_t kv_stride HOPWELL_DEFAULT(1);
-  const DLTensor* indices HOPWELL_ZERO;          /* output, int32 [s_q, topk] */
-  const DLTensor* scores HOPWELL_ZERO;           /* output, fp32 [s_q, topk], -inf where the index is -1; optional */
+  const DLTensor* indices HOPWELL_ZERO; /* output, int32 [s_q, topk] */
+  const DLTensor* scores HOPWELL_ZERO;  /* output, fp32 [s_q, topk], -inf where the index is -1; optional */
   void* workspace HOPWELL_ZERO;
   size_t workspace_bytes HOPWELL_ZERO;
   const char* backend HOPWELL_ZERO;
 } hopwell_lightning_indexer_args;
 
 /* loss = sum_s KL(target[s,:] || softmax over the selected entries of score[s,:]); g = softmax - target;
- * d_weights = sum_i g * relu(q.k);  d_q_index = sum_i g * w * 1[q.k > 0] * k;  d_k_index[t] += sum g * w * 1[q.k > 0] * q. */
+ * d_weights = sum_i g * relu(q.k);  d_q_index = sum_i g * w * 1[q.k > 0] * k;  d_k_index[t] += sum g * w * 1[q.k > 0] *
+ * q. */
 typedef struct hopwell_lightning_indexer_backward_args {
-  const DLTensor* target HOPWELL_ZERO;           /* fp32 [s_q, topk]: attention_distribution with l1 normalisation */
-  const DLTensor* q_index HOPWELL_ZERO;          /* as in the forward */
+  const DLTensor* target HOPWELL_ZERO;  /* fp32 [s_q, topk]: attention_distribution with l1 normalisation */
+  const DLTensor* q_index HOPWELL_ZERO; /* as in the forward */
   const DLTensor* k_index HOPWELL_ZERO;
   const DLTensor* weights HOPWELL_ZERO;
-  const DLTensor* indices HOPWELL_ZERO;          /* int32 [s_q, topk]; entries outside [0, s_kv) are invalid */
-  float d_loss HOPWELL_DEFAULT(1.0F);            /* scales the gradients, not the loss; in C, 0 means 1 and -0.0f means 0 */
+  const DLTensor* indices HOPWELL_ZERO; /* int32 [s_q, topk]; entries outside [0, s_kv) are invalid */
+  float d_loss HOPWELL_DEFAULT(1.0F);   /* scales the gradients, not the loss; in C, 0 means 1 and -0.0f means 0 */
   bool deterministic HOPWELL_ZERO;
-  const DLTensor* loss HOPWELL_ZERO;             /* output, fp32, one element */
-  const DLTensor* d_q_index HOPWELL_ZERO;        /* output, like q_index */
-  const DLTensor* d_k_index HOPWELL_ZERO;        /* output, fp32 [s_kv, d_index] */
-  const DLTensor* d_weights HOPWELL_ZERO;        /* output, like weights */
+  const DLTensor* loss HOPWELL_ZERO;      /* output, fp32, one element */
+  const DLTensor* d_q_index HOPWELL_ZERO; /* output, like q_index */
+  const DLTensor* d_k_index HOPWELL_ZERO; /* output, fp32 [s_kv, d_index] */
+  const DLTensor* d_weights HOPWELL_ZERO; /* output, like weights */
   void* workspace HOPWELL_ZERO;
   size_t workspace_bytes HOPWELL_ZERO;
   const char* backend HOPWELL_ZERO;
 } hopwell_lightning_indexer_backward_args;
 
 HOPWELL_API hopwell_status hopwell_lightning_indexer(const hopwell_lightning_indexer_args* args, hopwell_stream stream);
-HOPWELL_API hopwell_status hopwell_lightning_indexer_workspace_bytes(const hopwell_lightning_indexer_args* args, size_t* bytes);
+HOPWELL_API hopwell_status hopwell_lightning_indexer_workspace_bytes(const hopwell_lightning_indexer_args* args,
+                                                                     size_t* bytes);
 HOPWELL_API hopwell_status hopwell_lightning_indexer_backward(const hopwell_lightning_indexer_backward_args* args,
                                                               hopwell_stream stream);
-HOPWELL_API hopwell_status hopwell_lightning_indexer_backward_workspace_bytes(const hopwell_lightning_indexer_backward_args* args,
-                                                                              size_t* bytes);
+HOPWELL_API hopwell_status
+hopwell_lightning_indexer_backward_workspace_bytes(const hopwell_lightning_indexer_backward_args* args, size_t* bytes);
 
 #ifdef __cplusplus
 }

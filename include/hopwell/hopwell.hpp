@@ -1,18 +1,20 @@
 // Hopwell, the C++ interface (C++20).
 //
 //     hopwell::Tensor q(q_data, {s_q, h_q, 576}), ...;
-//     hopwell::sparse_mla_forward({.q = q, .kv = kv, .indices = indices, .sm_scale = scale, .out = out, .lse = lse}, stream);
+//     hopwell::sparse_mla_forward({.q = q, .kv = kv, .indices = indices, .sm_scale = scale, .out = out, .lse = lse},
+//     stream);
 //
 // The argument structs, with the meaning, shape and dtype of every field, are in hopwell.h. Each operator has
-//   operator(args, stream)          checks all arguments, picks a backend, enqueues; throws hopwell::Error with outputs untouched
-//   operator_workspace_bytes(args)  bytes of scratch the chosen backend wants in `workspace` (0 on the CPU)
-//   explain(args)                   one line a backend: `sm90: chosen`, `sm100: no such device`, `cpu: slower than sm90`
+//   operator(args, stream)          checks all arguments, picks a backend, enqueues; throws hopwell::Error with outputs
+//   untouched operator_workspace_bytes(args)  bytes of scratch the chosen backend wants in `workspace` (0 on the CPU)
+//   explain(args)                   one line a backend: `sm90: chosen`, `sm100: no such device`, `cpu: slower than
+//   sm90`
 // All of them may be called from any thread at the same time. Results do not depend on the number of threads.
 #ifndef HOPWELL_HOPWELL_HPP_
 #define HOPWELL_HOPWELL_HPP_
 
-#include <hopwell/error.hpp>
 #include <hopwell/hopwell.h>
+#include <hopwell/error.hpp>
 #include <hopwell/tensor.hpp>
 
 #include <cstddef>
@@ -75,7 +77,8 @@ HOPWELL_API void lightning_indexer_backward(const LightningIndexerBackwardArgs& 
 HOPWELL_API std::size_t lightning_indexer_backward_workspace_bytes(const LightningIndexerBackwardArgs& args);
 HOPWELL_API std::string explain(const LightningIndexerBackwardArgs& args);
 
-// Names of the backends that this build has and this machine can run, best first; always ends with the emulated ones, if any.
+// Names of the backends that this build has and this machine can run, best first; always ends with the emulated ones,
+// if any.
 HOPWELL_API std::vector<std::string> backends();
 // The same of those that have a kernel for the operator; none for an unknown operator.
 HOPWELL_API std::vector<std::string> backends(std::string_view operator_name);
@@ -94,9 +97,9 @@ struct DeviceInfo {
 };
 HOPWELL_API std::vector<DeviceInfo> cuda_devices();
 
-// What this machine's processor can do, timed when called and with as many threads as the operators use: seconds that one fp32
-// matrix product of 2048^3 takes (2 * 2048^3 operations), and that summing `bytes` bytes of memory takes. `hopwell bench` states
-// operators as shares of these.
+// What this machine's processor can do, timed when called and with as many threads as the operators use: seconds that
+// one fp32 matrix product of 2048^3 takes (2 * 2048^3 operations), and that summing `bytes` bytes of memory takes.
+// `hopwell bench` states operators as shares of these.
 HOPWELL_API double time_cpu_matmul();
 HOPWELL_API double time_cpu_read(std::size_t bytes);
 

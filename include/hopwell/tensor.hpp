@@ -40,12 +40,18 @@ template <class T>
 constexpr DLDataType dlpack_dtype() {
   using U = std::remove_cv_t<T>;
   constexpr auto bits = static_cast<std::uint8_t>(8 * sizeof(U));
-  if constexpr (std::is_same_v<U, bfloat16>) return {kDLBfloat, 16, 1};
-  else if constexpr (std::is_same_v<U, float16>) return {kDLFloat, 16, 1};
-  else if constexpr (std::is_same_v<U, float8_e4m3>) return {kDlpackFloat8E4m3fn, 8, 1};
-  else if constexpr (std::is_same_v<U, float4_e2m1x2>) return {kDlpackFloat4E2m1fn, 4, 2};
-  else if constexpr (std::is_floating_point_v<U>) return {kDLFloat, bits, 1};
-  else if constexpr (std::is_unsigned_v<U>) return {kDLUInt, bits, 1};
+  if constexpr (std::is_same_v<U, bfloat16>)
+    return {kDLBfloat, 16, 1};
+  else if constexpr (std::is_same_v<U, float16>)
+    return {kDLFloat, 16, 1};
+  else if constexpr (std::is_same_v<U, float8_e4m3>)
+    return {kDlpackFloat8E4m3fn, 8, 1};
+  else if constexpr (std::is_same_v<U, float4_e2m1x2>)
+    return {kDlpackFloat4E2m1fn, 4, 2};
+  else if constexpr (std::is_floating_point_v<U>)
+    return {kDLFloat, bits, 1};
+  else if constexpr (std::is_unsigned_v<U>)
+    return {kDLUInt, bits, 1};
   else {
     static_assert(std::is_integral_v<U>, "no DLPack type for this element type");
     return {kDLInt, bits, 1};
@@ -64,7 +70,8 @@ class Tensor {
   static constexpr int kMaxDims = 8;
 
   struct Options {
-    std::initializer_list<std::int64_t> strides = {};  // in elements, of any sign and size, one a dimension; empty: row-major
+    std::initializer_list<std::int64_t> strides =
+        {};  // in elements, of any sign and size, one a dimension; empty: row-major
     DLDevice device = {kDLCPU, 0};
   };
 
@@ -73,7 +80,8 @@ class Tensor {
 
   template <class T>
   Tensor(T* data, std::initializer_list<std::int64_t> shape, const Options& options) {
-    init(const_cast<std::remove_cv_t<T>*>(data), detail::dlpack_dtype<T>(), options.device, shape.begin(), shape.size());
+    init(const_cast<std::remove_cv_t<T>*>(data), detail::dlpack_dtype<T>(), options.device, shape.begin(),
+         shape.size());
     if (options.strides.size() == shape.size()) {
       std::copy(options.strides.begin(), options.strides.end(), strides_.begin());
     } else if (options.strides.size() == 0) {
@@ -103,7 +111,9 @@ class Tensor {
   }
   ~Tensor() = default;
 
-  operator const DLTensor*() const noexcept { return &tensor_; }  // NOLINT(google-explicit-constructor): it is its purpose
+  operator const DLTensor*() const noexcept {
+    return &tensor_;
+  }  // NOLINT(google-explicit-constructor): it is its purpose
   const DLTensor* operator->() const noexcept { return &tensor_; }
 
  private:

@@ -12,8 +12,9 @@ int info() {
   const auto devices = cuda_devices();
   if (devices.empty()) std::puts("CUDA devices: none (no NVIDIA driver, libcuda.so.1, or no device behind it)\n");
   for (const DeviceInfo& device : devices) {
-    std::printf("CUDA device: %s, compute capability %d.%d, %.1f GiB\n", device.name.c_str(), device.compute_capability / 10,
-                device.compute_capability % 10, static_cast<double>(device.memory_bytes) / (1 << 30));
+    std::printf("CUDA device: %s, compute capability %d.%d, %.1f GiB\n", device.name.c_str(),
+                device.compute_capability / 10, device.compute_capability % 10,
+                static_cast<double>(device.memory_bytes) / (1 << 30));
   }
 
   Table table({"backend", "state", "needs"});

@@ -14,7 +14,8 @@ std::string join(const std::vector<std::string>& parts, const char* separator) {
   return text;
 }
 
-// Whether two elements of the view share an address: true if, with strides sorted, one steps into the extent of those below.
+// Whether two elements of the view share an address: true if, with strides sorted, one steps into the extent of those
+// below.
 bool overlaps_itself(const View& view) {
   std::vector<int> order;
   for (int i = 0; i < view.ndim; ++i)
@@ -46,9 +47,12 @@ View View::squeezed(int dim) const {
 
 std::string to_string(const DLDevice& device) {
   switch (device.device_type) {
-    case kDLCPU: return "cpu";
-    case kDLCUDA: return "cuda:" + std::to_string(device.device_id);
-    default: return "device type " + std::to_string(device.device_type) + ":" + std::to_string(device.device_id);
+    case kDLCPU:
+      return "cpu";
+    case kDLCUDA:
+      return "cuda:" + std::to_string(device.device_id);
+    default:
+      return "device type " + std::to_string(device.device_type) + ":" + std::to_string(device.device_id);
   }
 }
 
@@ -65,7 +69,8 @@ std::string Checker::to_string(double value) {
 }
 
 void Checker::fail(std::string_view argument, const std::string& expected, const std::string& got) const {
-  throw Error(HOPWELL_INVALID_ARGUMENT, operator_ + ": " + std::string(argument) + " must be " + expected + "; got " + got);
+  throw Error(HOPWELL_INVALID_ARGUMENT,
+              operator_ + ": " + std::string(argument) + " must be " + expected + "; got " + got);
 }
 
 void Checker::rule(bool holds, const std::string& rule) const {
@@ -111,14 +116,17 @@ View Checker::checked(std::string_view name, const DLTensor* tensor, const DType
   view.dtype = dtype_of(tensor->dtype);
   view.ndim = tensor->ndim;
   bool ok = std::find(dtypes.begin(), dtypes.end(), view.dtype) != dtypes.end() && view.dtype != DType::kOther;
-  ok = ok && tensor->ndim <= View::kMaxDims && (shape == nullptr || static_cast<std::size_t>(tensor->ndim) == shape->size());
-  // Names are bound only when the whole shape fits: a half-matched shape must not change what the error says is expected.
+  ok = ok && tensor->ndim <= View::kMaxDims &&
+       (shape == nullptr || static_cast<std::size_t>(tensor->ndim) == shape->size());
+  // Names are bound only when the whole shape fits: a half-matched shape must not change what the error says is
+  // expected.
   auto dims = dims_;
   for (std::size_t i = 0; ok && i < static_cast<std::size_t>(tensor->ndim); ++i) {
     ok = tensor->shape[i] >= 0;
     if (!ok || shape == nullptr) continue;
     const Dim& dim = (*shape)[i];
-    ok = dim.name == nullptr ? tensor->shape[i] == dim.value : dims.emplace(dim.name, tensor->shape[i]).first->second == tensor->shape[i];
+    ok = dim.name == nullptr ? tensor->shape[i] == dim.value
+                             : dims.emplace(dim.name, tensor->shape[i]).first->second == tensor->shape[i];
   }
   if (!ok) fail(name, expected(dtypes, shape), dtype_name(tensor->dtype) + " " + shape_string(*tensor));
   dims_ = std::move(dims);
@@ -134,11 +142,12 @@ View Checker::checked(std::string_view name, const DLTensor* tensor, const DType
   return view;
 }
 
-void Checker::check_memory(std::string_view name, const DLTensor& tensor, const View& view, Layout layout, bool written) const {
+void Checker::check_memory(std::string_view name, const DLTensor& tensor, const View& view, Layout layout,
+                           bool written) const {
   if (view.size() == 0) return;
   require(tensor.data != nullptr, name, "given memory", "a null data pointer");
-  require(reinterpret_cast<std::uintptr_t>(view.data) % size_of(view.dtype) == 0, name,
-          "aligned to its element size", "an address that is not");
+  require(reinterpret_cast<std::uintptr_t>(view.data) % size_of(view.dtype) == 0, name, "aligned to its element size",
+          "an address that is not");
   const auto last = static_cast<std::size_t>(std::max(view.ndim - 1, 0));
   if (layout == Layout::kRows && view.ndim > 0) {
     require(view.stride[last] == 1 || view.shape[last] == 1, name, "contiguous in its last dimension",
@@ -151,26 +160,32 @@ void Checker::check_memory(std::string_view name, const DLTensor& tensor, const 
               "a stride of " + std::to_string(view.stride[i]) + " in dimension " + std::to_string(i));
     }
   }
-  if (written) require(!overlaps_itself(view), name, "an output whose elements do not overlap", "strides that make them share memory");
+  if (written)
+    require(!overlaps_itself(view), name, "an output whose elements do not overlap",
+            "strides that make them share memory");
 }
 
-View Checker::input(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape, Layout layout) {
+View Checker::input(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape,
+                    Layout layout) {
   const View view = checked(name, tensor, dtypes, &shape);
   check_memory(name, *tensor, view, layout, false);
   return view;
 }
 
-View Checker::optional_input(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape, Layout layout) {
+View Checker::optional_input(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape,
+                             Layout layout) {
   return tensor == nullptr ? View{} : input(name, tensor, dtypes, shape, layout);
 }
 
-View Checker::output(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape, Layout layout) {
+View Checker::output(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape,
+                     Layout layout) {
   const View view = checked(name, tensor, dtypes, &shape);
   check_memory(name, *tensor, view, layout, true);
   return view;
 }
 
-View Checker::optional_output(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape, Layout layout) {
+View Checker::optional_output(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape,
+                              Layout layout) {
   return tensor == nullptr ? View{} : output(name, tensor, dtypes, shape, layout);
 }
 

@@ -46,7 +46,7 @@ struct View {
 
 // A dimension of an expected shape: a name, or a number that it must be.
 struct Dim {
-  Dim(const char* dim_name) : name(dim_name) {}                             // NOLINT(google-explicit-constructor)
+  Dim(const char* dim_name) : name(dim_name) {}  // NOLINT(google-explicit-constructor)
   template <class Int, std::enable_if_t<std::is_integral_v<Int>, int> = 0>
   Dim(Int exact) : name(nullptr), value(static_cast<std::int64_t>(exact)) {}  // NOLINT(google-explicit-constructor)
   const char* name;
@@ -56,21 +56,23 @@ using Shape = std::vector<Dim>;
 using DTypes = std::vector<DType>;
 
 enum class Layout {
-  kRows,      // the last dimension is contiguous, the others are free
-  kAny,       // every stride is free
-  kDense      // row-major without gaps
+  kRows,  // the last dimension is contiguous, the others are free
+  kAny,   // every stride is free
+  kDense  // row-major without gaps
 };
 
 class Checker {
  public:
   explicit Checker(std::string_view operator_name) : operator_(operator_name) {}
 
-  // Each of these checks presence, dtype, shape, layout, device (the first tensor's) and alignment, and binds dimension names.
-  // `optional_input` gives an absent View for null. Outputs must also not overlap themselves (no stride of 0).
-  View input(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape, Layout layout = Layout::kRows);
+  // Each of these checks presence, dtype, shape, layout, device (the first tensor's) and alignment, and binds dimension
+  // names. `optional_input` gives an absent View for null. Outputs must also not overlap themselves (no stride of 0).
+  View input(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape,
+             Layout layout = Layout::kRows);
   View optional_input(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape,
                       Layout layout = Layout::kRows);
-  View output(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape, Layout layout = Layout::kRows);
+  View output(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape,
+              Layout layout = Layout::kRows);
   View optional_output(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape,
                        Layout layout = Layout::kRows);
   // Device, dtype, alignment and presence only; for arguments whose shape follows a rule of their own.
@@ -84,12 +86,14 @@ class Checker {
   template <class Got>
   void require(bool condition, std::string_view argument, const std::string& expected, const Got& got) const {
     if (condition) return;
-    if constexpr (std::is_convertible_v<Got, std::string>) fail(argument, expected, got);
-    else fail(argument, expected, to_string(got));
+    if constexpr (std::is_convertible_v<Got, std::string>)
+      fail(argument, expected, got);
+    else
+      fail(argument, expected, to_string(got));
   }
   void finite(std::string_view argument, float value) const;
-  // An enumeration of an argument struct, with values 0 .. last. C callers can put any integer there, and loading one that is none of
-  // its values as an Enum would be undefined.
+  // An enumeration of an argument struct, with values 0 .. last. C callers can put any integer there, and loading one
+  // that is none of its values as an Enum would be undefined.
   template <class Enum>
   Enum choice(std::string_view argument, const Enum& given, Enum last, const std::string& expected) const {
     std::int32_t value = 0;
@@ -119,7 +123,7 @@ class Checker {
   std::string device_owner_;  // the argument that set device_
 };
 
-std::string to_string(const DLDevice& device);  // "cpu", "cuda:0"
+std::string to_string(const DLDevice& device);     // "cpu", "cuda:0"
 std::string shape_string(const DLTensor& tensor);  // "[4, 1, 2048]"
 
 }  // namespace hopwell

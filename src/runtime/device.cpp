@@ -5,7 +5,8 @@
 namespace hopwell::runtime {
 namespace {
 
-// The handful of driver entry points that a device query needs (CUDA Driver API, "Device Management"). CUresult 0 is success.
+// The handful of driver entry points that a device query needs (CUDA Driver API, "Device Management"). CUresult 0 is
+// success.
 struct Driver {
   int (*init)(unsigned flags);
   int (*device_count)(int* count);
@@ -25,7 +26,8 @@ bool look_up(void* library, const char* name, Function& function) {
 std::vector<DeviceInfo> query() {
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);  // stays loaded: other code of the process uses it too
   Driver driver{};
-  if (library == nullptr || !look_up(library, "cuInit", driver.init) || !look_up(library, "cuDeviceGetCount", driver.device_count) ||
+  if (library == nullptr || !look_up(library, "cuInit", driver.init) ||
+      !look_up(library, "cuDeviceGetCount", driver.device_count) ||
       !look_up(library, "cuDeviceGet", driver.device_get) || !look_up(library, "cuDeviceGetName", driver.device_name) ||
       !look_up(library, "cuDeviceGetAttribute", driver.device_attribute) ||
       !look_up(library, "cuDeviceTotalMem_v2", driver.device_memory)) {

@@ -7,7 +7,8 @@
 
 namespace hopwell::runtime {
 
-// The CUDA devices, asked for once from the driver library (looked up at run time, so that a machine without one needs nothing).
+// The CUDA devices, asked for once from the driver library (looked up at run time, so that a machine without one needs
+// nothing).
 const std::vector<DeviceInfo>& cuda_devices();
 
 }  // namespace hopwell::runtime

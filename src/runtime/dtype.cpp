@@ -5,7 +5,9 @@
 namespace hopwell {
 
 DType dtype_of(const DLDataType& type) {
-  const auto is = [&](int code, int bits, int lanes) { return type.code == code && type.bits == bits && type.lanes == lanes; };
+  const auto is = [&](int code, int bits, int lanes) {
+    return type.code == code && type.bits == bits && type.lanes == lanes;
+  };
   if (is(kDLFloat, 32, 1)) return DType::kFloat32;
   if (is(kDLFloat, 16, 1)) return DType::kFloat16;
   if (is(kDLBfloat, 16, 1)) return DType::kBFloat16;
@@ -18,14 +20,22 @@ DType dtype_of(const DLDataType& type) {
 
 std::string dtype_name(DType type) {
   switch (type) {
-    case DType::kFloat32: return "float32";
-    case DType::kFloat16: return "float16";
-    case DType::kBFloat16: return "bfloat16";
-    case DType::kInt32: return "int32";
-    case DType::kUInt8: return "uint8";
-    case DType::kFloat8E4m3: return "float8_e4m3fn";
-    case DType::kFloat4E2m1x2: return "float4_e2m1fn_x2";
-    case DType::kOther: break;
+    case DType::kFloat32:
+      return "float32";
+    case DType::kFloat16:
+      return "float16";
+    case DType::kBFloat16:
+      return "bfloat16";
+    case DType::kInt32:
+      return "int32";
+    case DType::kUInt8:
+      return "uint8";
+    case DType::kFloat8E4m3:
+      return "float8_e4m3fn";
+    case DType::kFloat4E2m1x2:
+      return "float4_e2m1fn_x2";
+    case DType::kOther:
+      break;
   }
   return "other";
 }
@@ -33,7 +43,8 @@ std::string dtype_name(DType type) {
 std::string dtype_name(const DLDataType& type) {
   if (const DType known = dtype_of(type); known != DType::kOther) return dtype_name(known);
   constexpr const char* kFamilies[] = {"int", "uint", "float", "handle", "bfloat", "complex", "bool"};
-  std::string name = type.code < std::size(kFamilies) ? kFamilies[type.code] : "dlpack" + std::to_string(type.code) + "_";
+  std::string name =
+      type.code < std::size(kFamilies) ? kFamilies[type.code] : "dlpack" + std::to_string(type.code) + "_";
   name += std::to_string(type.bits);
   if (type.lanes != 1) name += "x" + std::to_string(type.lanes);
   return name;

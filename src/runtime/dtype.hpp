@@ -20,10 +20,13 @@ std::string dtype_name(DType type);
 constexpr std::size_t size_of(DType type) {
   switch (type) {
     case DType::kFloat32:
-    case DType::kInt32: return 4;
+    case DType::kInt32:
+      return 4;
     case DType::kFloat16:
-    case DType::kBFloat16: return 2;
-    default: return 1;
+    case DType::kBFloat16:
+      return 2;
+    default:
+      return 1;
   }
 }
 

@@ -1,6 +1,6 @@
 // The ceilings of this machine's processor, and what the library was built with.
-#include <hopwell/hopwell.hpp>
 #include <hwy/targets.h>
+#include <hopwell/hopwell.hpp>
 
 #include <array>
 #include <chrono>
@@ -66,8 +66,9 @@ double time_cpu_read(std::size_t bytes) {
 
 std::string build_info() {
   const std::int64_t best = hwy::SupportedTargets() & -hwy::SupportedTargets();  // lower bits are better targets
-  return std::string("compiler ") + __VERSION__ + "\nBLAS     " + openblas_get_config() + " (" + openblas_get_corename() +
-         ")\nvectors  " + hwy::TargetName(static_cast<std::uint32_t>(best)) + "\nthreads  " + std::to_string(omp_get_max_threads());
+  return std::string("compiler ") + __VERSION__ + "\nBLAS     " + openblas_get_config() + " (" +
+         openblas_get_corename() + ")\nvectors  " + hwy::TargetName(static_cast<std::uint32_t>(best)) + "\nthreads  " +
+         std::to_string(omp_get_max_threads());
 }
 
 }  // namespace hopwell

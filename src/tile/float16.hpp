@@ -13,7 +13,8 @@ constexpr float to_float(float x) { return x; }
 constexpr float to_float(bfloat16 x) { return std::bit_cast<float>(std::uint32_t{x.bits} << 16); }
 
 constexpr float to_float(float16 x) {
-  const std::uint32_t sign = std::uint32_t{x.bits & 0x8000U} << 16, exponent = (x.bits >> 10) & 31U, mantissa = x.bits & 0x3FFU;
+  const std::uint32_t sign = std::uint32_t{x.bits & 0x8000U} << 16, exponent = (x.bits >> 10) & 31U,
+                      mantissa = x.bits & 0x3FFU;
   if (exponent == 31) return std::bit_cast<float>(sign | 0x7F800000U | (mantissa << 13));
   if (exponent == 0) {  // zero and subnormals: mantissa * 2^-24
     const float magnitude = static_cast<float>(mantissa) * 0x1p-24F;

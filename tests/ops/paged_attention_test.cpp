@@ -95,32 +95,20 @@ class PagedAttentionBadInput : public testing::Test {
 TEST_F(PagedAttentionBadInput, Queries) {
   Problem& p = p_;
   expect([](auto& a) { a.q = nullptr; }, "q must be float32 or float16 or bfloat16 [b, q_len, h_q, d]; got nothing");
-  expect(
-      [&](auto& a) {
-        a.q = p.view(p.tables, {2, 2, 4, 32});
-      },
-      "q must be float32 or float16 or bfloat16 [b, q_len, h_q, d]; got int32 [2, 2, 4, 32]");
-  expect(
-      [&](auto& a) {
-        a.q = p.view(p.q, {16, 32});
-      },
-      "q must be float32 or float16 or bfloat16 [b, q_len, h_q, d]; got float32 [16, 32]");
+  expect([&](auto& a) { a.q = p.view(p.tables, {2, 2, 4, 32}); },
+         "q must be float32 or float16 or bfloat16 [b, q_len, h_q, d]; got int32 [2, 2, 4, 32]");
+  expect([&](auto& a) { a.q = p.view(p.q, {16, 32}); },
+         "q must be float32 or float16 or bfloat16 [b, q_len, h_q, d]; got float32 [16, 32]");
   expect([&](auto& a) { a.q = p.view(p.q, {1, 17, 1, 30}); }, "q must be [b, q_len 1..16, h_q, d]; got q_len = 17");
   expect([&](auto& a) { a.q = p.view(p.q, {2, 0, 4, 32}); }, "q must be [b, q_len 1..16, h_q, d]; got q_len = 0");
   expect([&](auto& a) { a.q = p.view(p.q, {2, 2, 0, 32}); }, "q must be [b, q_len, h_q >= 1, d]; got h_q = 0");
   for (const std::int64_t d : {24, 36, 264}) {
     std::vector<float> q(static_cast<std::size_t>(d));
-    expect(
-        [&](auto& a) {
-          a.q = p.view(q, {1, 1, 1, d});
-        },
-        "q must be [b, q_len, h_q, d a multiple of 8 from 32 to 256]; got d = " + std::to_string(d));
+    expect([&](auto& a) { a.q = p.view(q, {1, 1, 1, d}); },
+           "q must be [b, q_len, h_q, d a multiple of 8 from 32 to 256]; got d = " + std::to_string(d));
   }
-  expect(
-      [&](auto& a) {
-        a.q = p.view(p.q, {2, 2, 4, 32}, {256, 128, 1, 4});
-      },
-      "q must be contiguous in its last dimension; got a stride of 4");
+  expect([&](auto& a) { a.q = p.view(p.q, {2, 2, 4, 32}, {256, 128, 1, 4}); },
+         "q must be contiguous in its last dimension; got a stride of 4");
   expect([](auto& a) { a.scale = kInf; }, "scale must be finite; got inf");
   expect([](auto& a) { a.window = -1; }, "window must be at least 1, or 0 for all keys; got -1");
 }
@@ -128,11 +116,8 @@ TEST_F(PagedAttentionBadInput, Queries) {
 TEST_F(PagedAttentionBadInput, Caches) {
   Problem& p = p_;
   expect([](auto& a) { a.k_cache = nullptr; }, "k_cache must be float32 [blocks, block, h_kv, d=32]; got nothing");
-  expect(
-      [&](auto& a) {
-        a.v_cache = p.view(p.v, {10, 2, 4, 32});
-      },
-      "v_cache must be float32 [blocks=10, block=4, h_kv=2, d=32]; got float32 [10, 2, 4, 32]");
+  expect([&](auto& a) { a.v_cache = p.view(p.v, {10, 2, 4, 32}); },
+         "v_cache must be float32 [blocks=10, block=4, h_kv=2, d=32]; got float32 [10, 2, 4, 32]");
   expect([&](auto& a) { a.layout = HOPWELL_CACHE_VLLM; },
          "k_cache must be float32 [blocks, h_kv, 8, block, 4]; got float32 [10, 4, 2, 32]");
   expect([](auto& a) { std::memset(&a.layout, 1, sizeof a.layout); }, "layout must be nhd, hnd or vllm; got 16843009");
@@ -142,28 +127,16 @@ TEST_F(PagedAttentionBadInput, Caches) {
         a.q = p.view(p.q, {2, 2, 3, 32});
       },
       "k_cache must be of an h_kv that divides h_q = 3; got h_kv = 4");
-  expect(
-      [&](auto& a) {
-        a.k_cache = a.v_cache = p.view(p.k, {10, 4, 0, 32});
-      },
-      "k_cache must be of an h_kv that divides h_q = 4; got h_kv = 0");
+  expect([&](auto& a) { a.k_cache = a.v_cache = p.view(p.k, {10, 4, 0, 32}); },
+         "k_cache must be of an h_kv that divides h_q = 4; got h_kv = 0");
   std::vector<float> large(257 * 2 * 32);
-  expect(
-      [&](auto& a) {
-        a.k_cache = a.v_cache = p.view(large, {1, 257, 2, 32});
-      },
-      "k_cache must be of block 1..256; got block = 257");
-  expect(
-      [&](auto& a) {
-        a.k_cache = a.v_cache = p.view(large, {1, 0, 2, 32});
-      },
-      "k_cache must be of block 1..256; got block = 0");
+  expect([&](auto& a) { a.k_cache = a.v_cache = p.view(large, {1, 257, 2, 32}); },
+         "k_cache must be of block 1..256; got block = 257");
+  expect([&](auto& a) { a.k_cache = a.v_cache = p.view(large, {1, 0, 2, 32}); },
+         "k_cache must be of block 1..256; got block = 0");
   expect([](auto& a) { a.block_tables = nullptr; }, "block_tables must be int32 [b=2, max_blocks]; got nothing");
-  expect(
-      [&](auto& a) {
-        a.block_tables = p.view(p.q, {2, 5});
-      },
-      "block_tables must be int32 [b=2, max_blocks]; got float32 [2, 5]");
+  expect([&](auto& a) { a.block_tables = p.view(p.q, {2, 5}); },
+         "block_tables must be int32 [b=2, max_blocks]; got float32 [2, 5]");
   expect([&](auto& a) { a.context_lens = p.view(p.lengths, {1}); }, "context_lens must be int32 [b=2]; got int32 [1]");
 }
 
@@ -171,43 +144,22 @@ TEST_F(PagedAttentionBadInput, Biases) {
   Problem& p = p_;
   std::vector<float16> half(4 * 32);
   const auto bias = [&](std::initializer_list<std::int64_t> shape) { return p.view(p.bias, shape); };
-  expect(
-      [&](auto& a) {
-        a.pos_bias_u = p.view(half, {4, 32});
-      },
-      "pos_bias_u must be float32 [h_q=4, d=32]; got float16 [4, 32]");
-  expect(
-      [&](auto& a) {
-        a.pos_bias_u = p.view(p.u, {2, 64});
-      },
-      "pos_bias_u must be float32 [h_q=4, d=32]; got float32 [2, 64]");
-  expect(
-      [&](auto& a) {
-        a.bias = bias({3, 4, 2, 1});
-      },
-      "bias must be float32 or float16 or bfloat16 [b=2, h_q=4, q_len=2, keys]; got float32 [3, 4, 2, 1]");
-  expect(
-      [&](auto& a) {
-        a.bias = bias({1, 4, 7});
-      },
-      "bias must be float32 or float16 or bfloat16 [1, h_q=4, q_len=2, keys]; got float32 [1, 4, 7]");
-  expect(
-      [&](auto& a) {
-        a.bias = bias({1, 2, 7}), a.bias_kind = HOPWELL_BIAS_DISTANCE;
-      },
-      "bias must be float32 or float16 or bfloat16 [1, h_q=4, extent]; got float32 [1, 2, 7]");
+  expect([&](auto& a) { a.pos_bias_u = p.view(half, {4, 32}); },
+         "pos_bias_u must be float32 [h_q=4, d=32]; got float16 [4, 32]");
+  expect([&](auto& a) { a.pos_bias_u = p.view(p.u, {2, 64}); },
+         "pos_bias_u must be float32 [h_q=4, d=32]; got float32 [2, 64]");
+  expect([&](auto& a) { a.bias = bias({3, 4, 2, 1}); },
+         "bias must be float32 or float16 or bfloat16 [b=2, h_q=4, q_len=2, keys]; got float32 [3, 4, 2, 1]");
+  expect([&](auto& a) { a.bias = bias({1, 4, 7}); },
+         "bias must be float32 or float16 or bfloat16 [1, h_q=4, q_len=2, keys]; got float32 [1, 4, 7]");
+  expect([&](auto& a) { a.bias = bias({1, 2, 7}), a.bias_kind = HOPWELL_BIAS_DISTANCE; },
+         "bias must be float32 or float16 or bfloat16 [1, h_q=4, extent]; got float32 [1, 2, 7]");
   expect([&](auto& a) { a.bias = bias({1, 4, 2, 3}), a.r = p.view(p.r, {4, 7, 32}); }, "bias and r exclude each other");
   expect([&](auto& a) { a.pos_bias_v = p.view(p.u, {4, 32}); }, "pos_bias_v needs r");
-  expect(
-      [&](auto& a) {
-        a.r = p.view(p.r, {2, 7, 64});
-      },
-      "r must be float32 [h_q=4, extent, d=32]; got float32 [2, 7, 64]");
-  expect(
-      [&](auto& a) {
-        a.r = p.view(p.r, {1, 0, 32}), a.out_of_range = HOPWELL_OUT_OF_RANGE_CLAMP;
-      },
-      "r must be of extent 1 or more to clamp to; got extent 0");
+  expect([&](auto& a) { a.r = p.view(p.r, {2, 7, 64}); },
+         "r must be float32 [h_q=4, extent, d=32]; got float32 [2, 7, 64]");
+  expect([&](auto& a) { a.r = p.view(p.r, {1, 0, 32}), a.out_of_range = HOPWELL_OUT_OF_RANGE_CLAMP; },
+         "r must be of extent 1 or more to clamp to; got extent 0");
   expect(
       [&](auto& a) {
         a.bias = bias({2, 4, 0}), a.bias_kind = HOPWELL_BIAS_DISTANCE, a.out_of_range = HOPWELL_OUT_OF_RANGE_CLAMP;
@@ -223,21 +175,12 @@ TEST_F(PagedAttentionBadInput, Biases) {
 TEST_F(PagedAttentionBadInput, Outputs) {
   Problem& p = p_;
   expect([](auto& a) { a.out = nullptr; }, "out must be float32 [b=2, q_len=2, h_q=4, d=32]; got nothing");
-  expect(
-      [&](auto& a) {
-        a.out = p.view(p.out, {2, 2, 4, 32}, {256, 0, 32, 1});
-      },
-      "out must be an output whose elements do not overlap; got strides that make them share memory");
-  expect(
-      [&](auto& a) {
-        a.lse = p.view(p.lse, {2, 4, 2});
-      },
-      "lse must be float32 [b=2, q_len=2, h_q=4]; got float32 [2, 4, 2]");
-  expect(
-      [&](auto& a) {
-        a.q = p.view(p.q, {2, 4, 32}), a.out = p.view(p.out, {2, 4, 32});
-      },
-      "lse must be float32 [b=2, h_q=4]; got float32 [2, 2, 4]");
+  expect([&](auto& a) { a.out = p.view(p.out, {2, 2, 4, 32}, {256, 0, 32, 1}); },
+         "out must be an output whose elements do not overlap; got strides that make them share memory");
+  expect([&](auto& a) { a.lse = p.view(p.lse, {2, 4, 2}); },
+         "lse must be float32 [b=2, q_len=2, h_q=4]; got float32 [2, 4, 2]");
+  expect([&](auto& a) { a.q = p.view(p.q, {2, 4, 32}), a.out = p.view(p.out, {2, 4, 32}); },
+         "lse must be float32 [b=2, h_q=4]; got float32 [2, 2, 4]");
   expect([](auto& a) { a.backend = "gpu"; },
          "backend must be one of sm100, sm90, sm80, cpu, emu:sm80, emu:sm90, emu:sm100; got gpu");
 }

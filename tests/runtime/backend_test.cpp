@@ -24,10 +24,11 @@ void launch(const Problem& problem, Stream) {
   if (problem.size == 7) throw std::bad_alloc();
   launched = problem.size;
 }
-const Registration<Problem> cpu{{.name = "cpu",
-                                 .supports = [](const Problem& p) { return p.size < 100 ? Support{} : Support::no("size must be below 100"); },
-                                 .workspace_bytes = [](const Problem& p) { return p.size > 50 ? std::size_t{64} : std::size_t{0}; },
-                                 .launch = launch}};
+const Registration<Problem> cpu{
+    {.name = "cpu",
+     .supports = [](const Problem& p) { return p.size < 100 ? Support{} : Support::no("size must be below 100"); },
+     .workspace_bytes = [](const Problem& p) { return p.size > 50 ? std::size_t{64} : std::size_t{0}; },
+     .launch = launch}};
 
 std::pair<hopwell_status, std::string> failure(const std::function<void()>& call) {
   try {
@@ -76,7 +77,9 @@ TEST(Backend, ChecksTheWorkspace) {
   EXPECT_EQ(status, HOPWELL_INVALID_ARGUMENT);
   EXPECT_EQ(text, "op: workspace must be 64 bytes or more; got 0");
   char scratch[64];
-  EXPECT_EQ(failure([&] { run("op", Problem{.size = 60, .workspace = scratch, .workspace_bytes = 64}, nullptr, nullptr); }).first,
+  EXPECT_EQ(failure([&] {
+              run("op", Problem{.size = 60, .workspace = scratch, .workspace_bytes = 64}, nullptr, nullptr);
+            }).first,
             HOPWELL_OK);
   EXPECT_EQ(workspace_bytes("op", Problem{.size = 60}, nullptr), 64U);
 }

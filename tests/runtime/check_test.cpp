@@ -38,8 +38,10 @@ TEST(Checker, BindsDimensionsAndReportsThem) {
 TEST(Checker, AFailedShapeBindsNothing) {
   Checker check("op");
   const Tensor x(memory.data(), {2, 3});
-  EXPECT_EQ(message([&] { check.input("x", x, {DType::kInt32}, {"n", "d"}); }), "op: x must be int32 [n, d]; got float32 [2, 3]");
-  EXPECT_EQ(message([&] { check.input("x", x, {DType::kFloat32}, {"n", 4}); }), "op: x must be float32 [n, 4]; got float32 [2, 3]");
+  EXPECT_EQ(message([&] { check.input("x", x, {DType::kInt32}, {"n", "d"}); }),
+            "op: x must be int32 [n, d]; got float32 [2, 3]");
+  EXPECT_EQ(message([&] { check.input("x", x, {DType::kFloat32}, {"n", 4}); }),
+            "op: x must be float32 [n, 4]; got float32 [2, 3]");
   EXPECT_EQ(message([&] { check.input("x", nullptr, {DType::kFloat32, DType::kBFloat16}, {"n"}); }),
             "op: x must be float32 or bfloat16 [n]; got nothing");
 }
@@ -70,13 +72,16 @@ TEST(Checker, Layouts) {
 
 TEST(Checker, DevicesAndMemory) {
   Checker check("op");
-  const Tensor host(memory.data(), {4}), device(memory.data(), {4}, {.device = {kDLCUDA, 1}}), vulkan(memory.data(), {4}, {.device = {kDLVulkan, 0}});
+  const Tensor host(memory.data(), {4}), device(memory.data(), {4}, {.device = {kDLCUDA, 1}}),
+      vulkan(memory.data(), {4}, {.device = {kDLVulkan, 0}});
   EXPECT_EQ(message([&] { Checker("op").input("x", vulkan, {DType::kFloat32}, {4}); }),
             "op: x must be on a cpu or cuda device; got device type 7:0");
   check.input("q", host, {DType::kFloat32}, {4});
-  EXPECT_EQ(message([&] { check.input("kv", device, {DType::kFloat32}, {4}); }), "op: kv must be on cpu as q is; got cuda:1");
+  EXPECT_EQ(message([&] { check.input("kv", device, {DType::kFloat32}, {4}); }),
+            "op: kv must be on cpu as q is; got cuda:1");
   const Tensor none(static_cast<float*>(nullptr), {4}), empty(static_cast<float*>(nullptr), {0});
-  EXPECT_EQ(message([&] { check.input("x", none, {DType::kFloat32}, {4}); }), "op: x must be given memory; got a null data pointer");
+  EXPECT_EQ(message([&] { check.input("x", none, {DType::kFloat32}, {4}); }),
+            "op: x must be given memory; got a null data pointer");
   EXPECT_NO_THROW(check.input("x", empty, {DType::kFloat32}, {0}));
   const Tensor crooked(reinterpret_cast<float*>(reinterpret_cast<char*>(memory.data()) + 2), {4});
   EXPECT_EQ(message([&] { check.input("x", crooked, {DType::kFloat32}, {4}); }),
@@ -86,7 +91,8 @@ TEST(Checker, DevicesAndMemory) {
 TEST(Checker, Scalars) {
   const Checker check("op");
   EXPECT_EQ(message([&] { check.finite("scale", std::nanf("")); }), "op: scale must be finite; got nan");
-  EXPECT_EQ(message([&] { check.require(false, "window", "at least 1", std::int64_t{-3}); }), "op: window must be at least 1; got -3");
+  EXPECT_EQ(message([&] { check.require(false, "window", "at least 1", std::int64_t{-3}); }),
+            "op: window must be at least 1; got -3");
   EXPECT_EQ(message([&] { check.rule(false, "bias and r exclude each other"); }), "op: bias and r exclude each other");
 }
 

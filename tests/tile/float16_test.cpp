@@ -52,14 +52,17 @@ TYPED_TEST(Float16, RoundsToNearestTiesToEven) {
   std::vector<float> floats;
   std::vector<std::uint16_t> expected;
   for (unsigned bits = 0; bits + 1 < 0x8000; ++bits) {
-    const double low = value_of<TypeParam>(static_cast<std::uint16_t>(bits)), high = value_of<TypeParam>(static_cast<std::uint16_t>(bits + 1));
+    const double low = value_of<TypeParam>(static_cast<std::uint16_t>(bits)),
+                 high = value_of<TypeParam>(static_cast<std::uint16_t>(bits + 1));
     if (!std::isfinite(low) || !std::isfinite(high)) continue;
     const auto tie = static_cast<float>((low + high) / 2);
     ASSERT_EQ(static_cast<double>(tie), (low + high) / 2);
     for (const float sign : {1.0F, -1.0F}) {
       const std::uint16_t sign_bit = sign < 0 ? 0x8000 : 0;
-      floats.insert(floats.end(), {sign * tie, sign * std::nextafter(tie, 0.0F), sign * std::nextafter(tie, HUGE_VALF)});
-      for (const unsigned up : {bits & 1U, 0U, 1U}) expected.push_back(static_cast<std::uint16_t>(sign_bit | (bits + up)));
+      floats.insert(floats.end(),
+                    {sign * tie, sign * std::nextafter(tie, 0.0F), sign * std::nextafter(tie, HUGE_VALF)});
+      for (const unsigned up : {bits & 1U, 0U, 1U})
+        expected.push_back(static_cast<std::uint16_t>(sign_bit | (bits + up)));
     }
   }
   std::vector<TypeParam> vectorised(floats.size());

@@ -87,7 +87,11 @@ TEST(ParallelFor, DoesEveryItemOnceAndRethrows) {
     std::vector<int> done(1000);
     parallel_for(1000, [&](std::int64_t item) { ++done[static_cast<std::size_t>(item)]; });
     EXPECT_EQ(std::count(done.begin(), done.end(), 1), 1000);
-    EXPECT_THROW(parallel_for(100, [](std::int64_t item) { if (item == 42) throw std::bad_alloc(); }), std::bad_alloc);
+    EXPECT_THROW(parallel_for(100,
+                              [](std::int64_t item) {
+                                if (item == 42) throw std::bad_alloc();
+                              }),
+                 std::bad_alloc);
     EXPECT_EQ(omp_get_max_threads(), threads);  // and leaves the caller's setting alone
   }
   omp_set_num_threads(omp_get_num_procs());

@@ -224,7 +224,7 @@ def nvfp4_quantize(
         require(bool(0.0 < factor < np.inf), name, "global_scale", "positive and finite in fp32", factor)
 
     blocks = np.where(finite, magnitude, np.float32(0.0)).reshape(len(given), -1, BLOCK)  # fp32 [rows, K/16, 16]
-    spoilt = ~finite.reshape(blocks.shape).all(axis=2)
+    spoilt = np.asarray(~finite.reshape(blocks.shape).all(axis=2))
     with np.errstate(over="ignore", under="ignore"):
         quotient = blocks.max(axis=2) / (np.float32(CODE_MAX) * factor)
     scales = _nearest_code(quotient.astype(np.float64), 1.0, E4M3[:0x7F])

@@ -16,7 +16,8 @@ Problem check(const AttentionDistributionArgs& args) {
   p.selection = check_selection(check, args);
   p.lse = check.input("lse", args.lse, {DType::kFloat32}, {"s_q", "h_q"}, Layout::kAny);
   p.attn = check.output("attn", args.attn, {DType::kFloat32}, {"s_q", "topk"});
-  p.normalize_l1 = check.choice("normalize", args.normalize, HOPWELL_NORMALIZE_L1, "none or l1") == HOPWELL_NORMALIZE_L1;
+  p.normalize_l1 =
+      check.choice("normalize", args.normalize, HOPWELL_NORMALIZE_L1, "none or l1") == HOPWELL_NORMALIZE_L1;
   p.sm_scale = args.sm_scale;
   p.s_q = check["s_q"], p.s_kv = check["s_kv"], p.h_q = check["h_q"], p.d_qk = check["d_qk"], p.topk = check["topk"];
   p.device = check.device();

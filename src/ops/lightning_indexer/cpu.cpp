@@ -324,8 +324,7 @@ void score_entries(const Problem& p, const std::int32_t* keys, std::int64_t coun
     multiply(p, keys + first, n, state);
     cpu::add_relu_sum(state.dot.get(), state.tile, state.weights.get(), p.h_index, score + first, padded(n));
   }
-  std::replace_if(
-      score, score + count, [](float x) { return std::isnan(x); }, -kInfinity);
+  std::replace_if(score, score + count, [](float x) { return std::isnan(x); }, -kInfinity);
 }
 
 // state.g = d_loss * (softmax of the scores - target), 0 for entries of score -inf, and the row's loss. False: it has

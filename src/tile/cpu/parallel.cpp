@@ -7,8 +7,8 @@
 namespace hopwell::cpu {
 namespace {
 
-// libgomp is not instrumented, so ThreadSanitizer does not see that the start and the end of a parallel region order what threads
-// do. These say so; without the sanitizer they are nothing.
+// libgomp is not instrumented, so ThreadSanitizer does not see that the start and the end of a parallel region order
+// what threads do. These say so; without the sanitizer they are nothing.
 enum class Edge { kFork, kJoin };
 #ifdef __SANITIZE_THREAD__
 char edges[2];
@@ -26,8 +26,8 @@ struct Work {
 
 void member(const Work& work) {
   acquire(Edge::kFork);
-  // A team of one is not an active parallel region: without this OpenBLAS would start threads of its own in it, and results could
-  // depend on how many. The setting is this region's and ends with it.
+  // A team of one is not an active parallel region: without this OpenBLAS would start threads of its own in it, and
+  // results could depend on how many. The setting is this region's and ends with it.
   omp_set_num_threads(1);
   work.body(work.context);
   release(Edge::kJoin);

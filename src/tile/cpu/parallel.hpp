@@ -30,8 +30,8 @@ class Scratch {
 // Calls body(context) on each of a team of threads and waits for them. In it BLAS runs on the calling thread only.
 void fork_join(int threads, void (*body)(void* context), void* context);
 
-// Calls body(item, state) for every item in [0, items), handed out in ascending order, from as many threads as pay; `make_state()`
-// makes each thread's scratch. What a body throws is rethrown here.
+// Calls body(item, state) for every item in [0, items), handed out in ascending order, from as many threads as pay;
+// `make_state()` makes each thread's scratch. What a body throws is rethrown here.
 template <class MakeState, class Body>
 void parallel_for(std::int64_t items, MakeState make_state, Body body) {
   if (items <= 0) return;
@@ -46,8 +46,9 @@ void parallel_for(std::int64_t items, MakeState make_state, Body body) {
       if (!failed.exchange(true)) error = std::current_exception();
     }
   };
-  fork_join(static_cast<int>(std::min<std::int64_t>(omp_get_max_threads(), items)),
-            [](void* context) { (*static_cast<decltype(work)*>(context))(); }, &work);
+  fork_join(
+      static_cast<int>(std::min<std::int64_t>(omp_get_max_threads(), items)),
+      [](void* context) { (*static_cast<decltype(work)*>(context))(); }, &work);
   if (error) std::rethrow_exception(error);
 }
 
