@@ -362,10 +362,10 @@ class Machine {
 };
 
 /// Of the launch that runs on this host thread, and of its running fiber; null outside.
-// Every instruction and every ordinary access of a kernel asks for them, so they are cheap to reach: no initialiser to
-// look for (constinit), no call (the TLS model), also where the emulator is part of a shared library.
-extern constinit thread_local Machine* machine __attribute__((tls_model("initial-exec")));
-extern constinit thread_local Thread* current __attribute__((tls_model("initial-exec")));
+// Every instruction and every ordinary access of a kernel asks for them, so there is no initialiser to look for
+// (constinit). Not initial-exec: a library that Python loads after others finds no room in the static TLS block.
+extern constinit thread_local Machine* machine;
+extern constinit thread_local Thread* current;
 
 /// Enters an instruction: findings name it and its place.
 inline void enter(const char* instruction, const Site& site) {
