@@ -33,8 +33,9 @@ int main(int argc, char** argv) {
       ->check(a_backend);
   check_command->add_option("--seeds", check_options.seeds, "random inputs a case; on emu: backends also schedules")
       ->check(CLI::Range(1, 1000000));
-  check_command->add_flag("!--no-checker", check_options.checker,
-                          "emu: backends: numbers and hangs only, no search for races");
+  check_command->add_flag_callback(
+      "--no-checker", [&] { check_options.checker = false; },
+      "emu: backends: numbers and hangs only, no search for races");
   check_command->add_option("--json", check_options.json, "write the results to FILE")->type_name("FILE");
 
   BenchOptions bench_options;

@@ -54,29 +54,6 @@ MatrixDescriptor decode_tcgen05_descriptor(uint64_t bits) {
   return d;
 }
 
-// ---- registers ------------------------------------------------------------------------------------------------------
-
-Coord mma_a_fragment(int lane, int element) {
-  const int reg = element / 2;
-  return {lane / 4 + 8 * (reg % 2), 2 * (lane % 4) + 8 * (reg / 2) + element % 2};
-}
-Coord mma_b_fragment(int lane, int element) { return {2 * (lane % 4) + 8 * (element / 2) + element % 2, lane / 4}; }
-Coord mma_d_fragment(int lane, int element) { return {lane / 4 + 8 * (element / 2), 2 * (lane % 4) + element % 2}; }
-
-Coord ldmatrix_fragment(int lane, int half, bool transposed) {
-  const Coord c{lane / 4, 2 * (lane % 4) + half};
-  return transposed ? Coord{c.col, c.row} : c;
-}
-
-Coord wgmma_d_fragment(int thread, int element) {
-  const int warp = thread / 32, lane = thread % 32;
-  return {16 * warp + lane / 4 + 8 * (element / 2 % 2), 8 * (element / 4) + 2 * (lane % 4) + element % 2};
-}
-Coord wgmma_a_fragment(int thread, int element) {
-  const Coord c = mma_a_fragment(thread % 32, element);
-  return {16 * (thread / 32) + c.row, c.col};
-}
-
 // ---- tensor memory --------------------------------------------------------------------------------------------------
 
 DataPath data_path(int m, int cta_group, bool ws) {

@@ -55,16 +55,34 @@ inline uint32_t operand_address(const MatrixDescriptor& d, Major major, int elem
 // ---- registers of mma.sync, ldmatrix, stmatrix and wgmma ------------------------------------------------------------
 
 /// mma.m16n8k16, 16-bit inputs ("Matrix Fragments for mma.m16n8k16 with floating point type").
-Coord mma_a_fragment(int lane, int element);  // element 0..7 of the 4 registers → (m, k)
-Coord mma_b_fragment(int lane, int element);  // element 0..3 of the 2 registers → (k, n)
-Coord mma_d_fragment(int lane, int element);  // element 0..3 → (m, n)
+/// Element 0..7 of the 4 registers of A → (m, k); 0..3 of the 2 registers of B → (k, n); 0..3 of D → (m, n).
+constexpr Coord mma_a_fragment(int lane, int element) {
+  const int reg = element / 2;
+  return {lane / 4 + 8 * (reg % 2), 2 * (lane % 4) + 8 * (reg / 2) + element % 2};
+}
+constexpr Coord mma_b_fragment(int lane, int element) {
+  return {2 * (lane % 4) + 8 * (element / 2) + element % 2, lane / 4};
+}
+constexpr Coord mma_d_fragment(int lane, int element) {
+  return {lane / 4 + 8 * (element / 2), 2 * (lane % 4) + element % 2};
+}
 
 /// ldmatrix/stmatrix ("ldmatrix"): which (row, column) of its 8×8 matrix half-word `half` of a lane's register holds.
-Coord ldmatrix_fragment(int lane, int half, bool transposed);
+constexpr Coord ldmatrix_fragment(int lane, int half, bool transposed) {
+  const Coord c{lane / 4, 2 * (lane % 4) + half};
+  return transposed ? Coord{c.col, c.row} : c;
+}
 
 /// wgmma D and register A ("Register Fragments and Shared Memory Matrix Layouts"); thread is 0..127 in the warpgroup.
-Coord wgmma_d_fragment(int thread, int element);  // element 0..N/2-1 → (m, n)
-Coord wgmma_a_fragment(int thread, int element);  // element 0..7 of the 4 registers → (m, k)
+/// Element 0..N/2-1 of D → (m, n); 0..7 of the 4 registers of A → (m, k).
+constexpr Coord wgmma_d_fragment(int thread, int element) {
+  const int warp = thread / 32, lane = thread % 32;
+  return {16 * warp + lane / 4 + 8 * (element / 2 % 2), 8 * (element / 4) + 2 * (lane % 4) + element % 2};
+}
+constexpr Coord wgmma_a_fragment(int thread, int element) {
+  const Coord c = mma_a_fragment(thread % 32, element);
+  return {16 * (thread / 32) + c.row, c.col};
+}
 
 // ---- tensor memory --------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,5 @@
 // ldmatrix, stmatrix, mma.sync, sums in global memory, and accesses to shared memory by address.
+#include "gemm.hpp"
 #include "geometry.hpp"
 #include "machine.hpp"
 #include "numeric.hpp"
@@ -13,35 +14,35 @@ struct MatrixArgument {
   uint32_t row_address;
 };
 
-// Each lane touches exactly the half-words that are its own, so each lane answers for these only.
+// The lane that names a row reads or writes it, all 16 bytes.
 void move_matrices(const char* instruction, uint32_t* registers, int count, bool transposed, uint32_t row_address,
                    bool write) {
   MatrixArgument mine{registers, row_address};
   machine->warp_collective(instruction, ~0u, &mine, [&](Rendezvous& r) {
     Machine& m = *machine;
     Thread* const leader = current;
-    Cta& cta = *leader->cta;
-    for (int lane = 0; lane < 32; ++lane) {
-      current = cta.threads[size_t(leader->warp * 32 + lane)];
-      MatrixArgument& argument = *static_cast<MatrixArgument*>(r.argument[size_t(lane)]);
-      if (lane < 8 * count) m.require_shared(argument.row_address, 16, 16, "a row");
-      for (int matrix = 0; matrix < count; ++matrix)
+    const auto argument = [&](int lane) -> MatrixArgument& {
+      return *static_cast<MatrixArgument*>(r.argument[size_t(lane)]);
+    };
+    for (int lane = 0; lane < 8 * count; ++lane) {
+      current = leader->cta->threads[size_t(leader->warp * 32 + lane)];
+      const uint32_t row = argument(lane).row_address;
+      m.require_shared(row, 16, 16, "a row");
+      m.generic_access(*current, row, 16, write, current->site);
+    }
+    current = leader;
+    for (int lane = 0; lane < 32; ++lane)
+      for (int matrix = 0; matrix < count; ++matrix) {
+        uint32_t& word = argument(lane).registers[matrix];
         for (int half = 0; half < 2; ++half) {
           const Coord c = ldmatrix_fragment(lane, half, transposed);
-          const uint32_t row = static_cast<MatrixArgument*>(r.argument[size_t(8 * matrix + c.row)])->row_address;
-          const uint32_t address = row + uint32_t(2 * c.col);
-          uint32_t& word = argument.registers[matrix];
-          if (transposed)
-            m.generic_access(*current, address, 2, write, current->site);
-          else if (half == 0)
-            m.generic_access(*current, address, 4, write, current->site);
+          const uint32_t address = argument(8 * matrix + c.row).row_address + uint32_t(2 * c.col);
           if (write)
             m.store(address, uint16_t(word >> 16 * half));
           else
             word = (word & ~(0xffffu << 16 * half)) | uint32_t{m.load<uint16_t>(address)} << 16 * half;
         }
-    }
-    current = leader;
+      }
   });
 }
 
@@ -71,7 +72,7 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
       const uint16_t bits = uint16_t(registers[element / 2] >> 16 * (element % 2));
       return type == MmaType::bf16 ? from_bf16(bits) : from_fp16(bits);
     };
-    float left[16][16], right[16][8];
+    float left[16][16], right[16][8], sums[16][8];
     for (int lane = 0; lane < 32; ++lane) {
       const Argument& t = *static_cast<Argument*>(r.argument[size_t(lane)]);
       for (int e = 0; e < 8; ++e) {
@@ -83,13 +84,16 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
         right[c.row][c.col] = value(t.b, e);
       }
     }
-    for (int lane = 0; lane < 32; ++lane)
-      for (int e = 0; e < 4; ++e) {
-        const Coord c = mma_d_fragment(lane, e);
-        float sum = static_cast<Argument*>(r.argument[size_t(lane)])->d[e];
-        for (int k = 0; k < 16; ++k) sum += left[c.row][k] * right[k][c.col];
-        static_cast<Argument*>(r.argument[size_t(lane)])->d[e] = sum;
-      }
+    const auto each_sum = [&](auto visit) {
+      for (int lane = 0; lane < 32; ++lane)
+        for (int e = 0; e < 4; ++e) {
+          const Coord c = mma_d_fragment(lane, e);
+          visit(static_cast<Argument*>(r.argument[size_t(lane)])->d[e], sums[c.row][c.col]);
+        }
+    };
+    each_sum([](float& d, float& sum) { sum = d; });
+    gemm(sums[0], 8, left[0], right[0], 8, 16, 8, 16, true);
+    each_sum([](float& d, float& sum) { d = sum; });
   });
 }
 
