@@ -9,6 +9,9 @@ Nothing here is differentiable: a tensor that requires grad is refused unless gr
 `hopwell.torch` has the differentiable operators and modules, `hopwell.reference` the executable specification.
 """
 
+import importlib
+from types import ModuleType
+
 from ._hopwell import Error, backends
 from ._hopwell import version as _version
 from ._ops import (
@@ -42,3 +45,9 @@ __all__ = [
     "sparse_mla_backward",
     "sparse_mla_forward",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in ("compat", "reference"):  # imported when first looked at
+        return importlib.import_module(f"hopwell.{name}")
+    raise AttributeError(f"module 'hopwell' has no attribute {name!r}")

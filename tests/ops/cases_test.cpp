@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "cases/case.hpp"
+#include "sanitized.hpp"
 
 namespace hopwell::cases {
 namespace {
@@ -15,12 +16,7 @@ std::ostream& operator<<(std::ostream& stream, const Parameter& parameter) {
   return stream << parameter.c->op << "/" << parameter.c->name << " on " << parameter.backend;
 }
 
-// Sanitizers look at the accesses, which another draw of the numbers does not change.
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr std::uint64_t kSeeds = 1;
-#else
-constexpr std::uint64_t kSeeds = 2;
-#endif
+constexpr std::uint64_t kSeeds = test::kSanitized ? 1 : 2;
 
 class OperatorCase : public testing::TestWithParam<Parameter> {};
 
