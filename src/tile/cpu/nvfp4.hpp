@@ -49,8 +49,8 @@ struct Row {
 void arrange_row(const float* x, std::size_t k, bool exact, Row& out);
 
 // Rows of codes that `dot` takes together with n rows of x, n being 1 (dot_row), 2, 4 or 8: as many sums as there are
-// registers for; at n = 1 memory is in the way, and likes few rows at a time.
-constexpr std::size_t dot_rows(std::size_t n) { return n == 1 ? 2 : 8 / n; }
+// registers for.
+constexpr std::size_t dot_rows(std::size_t n) { return n <= 2 ? 4 : 8 / n; }
 
 // out[r * n + i] = sum_k x[i, k] * code[r, k] * scale[r, k / 16] for r < rows <= dot_rows(n) and i < n, n being 2, 4
 // or 8. Row r's codes are codes[r], its decoded scales begin at scales + r * scale_room(k); x is arranged. Sums run in
