@@ -1,0 +1,819 @@
+// sparse_mla_backward on Hopper: one pass over each query's selected keys, gradients of keys added to global memory.
+//
+//     P  = exp2(Q Kᵀ · sm_scale · log2e − lse'·log2e)      lse' = log(exp(lse) + exp(attn_sink))
+//     dS = P (dO Vᵀ − delta) sm_scale                      V = K[:, :512], delta = Σ_d out · d_out
+//     dQ = dS K        dKV[keys] += dSᵀ Q, and Pᵀ dO to the first 512 columns        d_sink = −Σ_s exp(sink − lse')
+//     delta
+//
+// Tile      one query, 64 heads, 64 keys a step; d_qk 576 or 512. Operands lie in panels of 64 columns, 128B-swizzled.
+// Roles     warpgroup 0  S → P    │ both: half of dQ's columns in registers, the same columns of the next keys by
+//           warpgroup 1  dP → dS  │ cp.async, and two panels of dKV while those keys come
+//           warpgroup 2  the other panels of dKV
+// Timeline  step 0                                                  step 1
+//           0     S ▓▓▓▓▓ │ P │········│ dQ ▓▓▓▓ │ keys 1, dKV 0 1 │ S ▓▓▓▓▓
+//           1     dP ▓▓▓▓ │···│ dS     │ dQ ▓▓▓▓ │ keys 1, dKV 2 3 │ dP ▓▓▓▓
+//           2                          │ dKV 4 ▓▓ add 5 ▓▓ add … 8 ▓▓ add │ …
+// Budget    shared: Q 9 + dO 8 + keys 9 + P 1 + dS 1 panels of 8,192 B = 229,376, vectors 1,856    (of 232,448)
+//           registers: dQ 144 + S or dP 32 + 32 others = 208 in warpgroups 0 and 1, 88 in warpgroup 2 (of 3 · 168)
+// Bound     s_q · h_q / 64 · topk · 2,304 B of additions in L2 while dKV fits there, in DRAM beyond
+//
+// Keys of invalid entries are −1: their rows are zeros, nothing is added for them, and the exponent is clamped, so that
+// 0 · P is 0. Heads beyond h_q have Q = dO = 0 and lse = +inf.
+#include <algorithm>
+#include <cmath>
+
+#include "arch/sm80/async_copy.hpp"
+#include "arch/sm90/cluster.hpp"
+#include "arch/sm90/wgmma.hpp"
+#include "ops/sparse_mla_backward/op.hpp"
+#include "ops/sparse_mla_backward/sm90_passes.hpp"
+
+namespace hopwell::ops::sparse_mla_backward {
+namespace {
+
+using arch::Major;
+
+struct Config {
+  static constexpr int kHeads = 64, kKeys = 64, kDv = 512, kThreads = 384, kWarps = kThreads / 32;
+  static constexpr int kPanelsV = kDv / 64;
+  static constexpr uint32_t kPanel = 64 * 128;  // bytes: 64 rows of 64 columns
+  static constexpr int kScoreRegisters = 208, kScatterRegisters = 88;
+  static constexpr int kPanelsBeside = 2;  // of dKV, that each score warpgroup takes while its keys come
+  static constexpr float kLargestExponent = 64;
+};
+static_assert(2 * Config::kScoreRegisters + Config::kScatterRegisters <= 65536 / 128);
+
+struct Panel {
+  alignas(1024) bf16 x[64][64];
+};
+
+template <int kDqk>
+struct SharedStorage {
+  static constexpr int kPanels = kDqk / 64;
+  Panel q[kPanels], d_out[Config::kPanelsV], keys[kPanels], p, ds;
+  float shift[Config::kHeads];  // log2(e) lse', or log2(e) lse with attn
+  float kept[Config::kHeads];   // exp(lse − lse')
+  float delta[Config::kHeads];  // times sm_scale
+  float head_sums[4][Config::kKeys];
+  int last_valid[Config::kWarps];
+  float units;  // of the fixed point, in 1
+};
+static_assert(sizeof(SharedStorage<576>) <= arch::sm90::kMaxSharedBytes);
+
+enum NamedBarrier : int { kKeysFull = 1, kPFull, kDsFull, kPdsFull, kPdsEmpty, kHeadSums, kHalf0, kHalf1 };
+
+struct Params {
+  tile::SelectionParams selection;
+  const bf16 *q, *kv;       // [s_q, h_q, d_qk], [s_kv, d_qk]
+  const bf16 *out, *d_out;  // [s_q, h_q, 512]
+  const float *lse, *sink;  // [s_q, h_q], [h_q] or null
+  bf16* dq;                 // [s_q, h_q, d_qk], or null
+  float* dkv;               // [s_kv, d_qk], added to; or null
+  int64_t* fixed_dkv;       // the same in fixed point, columns at fixed_position; or null
+  KeyState* state;          // [s_kv], with fixed_dkv
+  const FixedPoint* fixed;
+  float* attn;         // [s_q, topk], added to; or null
+  uint32_t* progress;  // steps that all CTAs have made; or null: they are not kept in step
+  float* sink_parts;   // [s_q, h_q]: what each query adds to d_sink; or null
+  int64_t q_stride_s, q_stride_h, out_stride_s, out_stride_h, d_out_stride_s, d_out_stride_h;  // elements
+  int64_t lse_stride_s, lse_stride_h, sink_stride, dq_stride_s, dq_stride_h, attn_stride;
+  int kv_stride, dkv_stride;
+  int h_q, first_head, head_blocks, log2_sums, wave;  // wave: CTAs that run at the same time
+  float sm_scale, scale_log2;                         // and sm_scale · log2(e)
+};
+
+// Where this CTA is: head blocks of one query are neighbours, so that they share its keys in L2.
+struct Place {
+  int query, first_head;
+};
+HOPWELL_DEVICE Place place_of(const Params& p) {
+  const int block = arch::block_index();
+  return {block / p.head_blocks, p.first_head + block % p.head_blocks * Config::kHeads};
+}
+
+#if HOPWELL_HAS_SM90A
+
+constexpr uint64_t kByK = arch::wgmma_descriptor({arch::Swizzle::bytes128, 16, 1024}),
+                   kByMn = arch::wgmma_descriptor({arch::Swizzle::bytes128, Config::kPanel, 1024}),
+                   kMiddleByK = arch::wgmma_descriptor({arch::Swizzle::bytes64, 16, 512}),
+                   kMiddleByMn = arch::wgmma_descriptor({arch::Swizzle::bytes64, Config::kPanel / 2, 512});
+
+// Byte offset of 16-byte chunk 0 to 7 of a row in a panel, and in the middle panel of the keys: d_qk 576 has nine
+// panels, the halves of dQ four and a half, and an operand must begin where its swizzle does.
+HOPWELL_DEVICE uint32_t swizzled(int row, int chunk) { return uint32_t(row * 128 + ((chunk ^ (row & 7)) << 4)); }
+HOPWELL_DEVICE uint32_t swizzled_middle(int row, int chunk) {
+  return uint32_t(chunk / 4 * 4096 + row * 64 + ((chunk % 4 ^ (row >> 1 & 3)) << 4));
+}
+template <int kDqk>
+constexpr bool has_middle() {
+  return kDqk / 64 % 2 == 1;
+}
+
+// ---- keys
+// ------------------------------------------------------------------------------------------------------------
+
+// The keys of four rows: thread t of a warpgroup copies 16-byte chunk t % 8 of rows t / 8 + 16 m.
+HOPWELL_DEVICE void load_keys(int (&keys)[4], const Entries& entries, int step, int t) {
+  HOPWELL_UNROLL
+  for (int m = 0; m < 4; ++m) keys[m] = entries.key(step * Config::kKeys + t / 8 + 16 * m);
+}
+
+// Starts the copies of one half of the columns of 64 keys: four panels, and half of the one in the middle if there is.
+template <int kDqk, int kHalf>
+HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, const int (&keys)[4], int t) {
+  constexpr int kPanels = kDqk / 64, kFirst = kHalf == 0 ? 0 : kPanels - 4;
+  const int chunk = t & 7;
+  HOPWELL_UNROLL
+  for (int m = 0; m < 4; ++m) {
+    const int bytes = keys[m] < 0 ? 0 : 16;
+    const bf16* source = p.kv + (keys[m] < 0 ? 0 : int64_t{keys[m]} * p.kv_stride) + 8 * chunk;
+    const int row = t / 8 + 16 * m;
+    const uint32_t destination = arch::shared_address(s.keys);
+    HOPWELL_UNROLL
+    for (int panel = kFirst; panel < kFirst + 4; ++panel)
+      arch::cp_async(destination + uint32_t(panel) * Config::kPanel + swizzled(row, chunk), source + 64 * panel, bytes);
+    if (has_middle<kDqk>() && chunk / 4 == kHalf)
+      arch::cp_async(destination + 4 * Config::kPanel + swizzled_middle(row, chunk), source + 64 * 4, bytes);
+  }
+}
+
+// ---- products
+// ----------------------------------------------------------------------------------------------------------
+
+// acc [64 heads][64 keys] = A · keysᵀ over kPanels panels.
+template <int kPanels, bool kMiddle>
+HOPWELL_DEVICE void multiply_scores(float (&acc)[32], const Panel* a, const Panel* keys) {
+  const uint64_t left = arch::at_address(kByK, arch::shared_address(a)),
+                 right = arch::at_address(kByK, arch::shared_address(keys)),
+                 middle = arch::at_address(kMiddleByK, arch::shared_address(&keys[4]));
+  HOPWELL_UNROLL
+  for (int step = 0; step < 4 * kPanels; ++step) {
+    const uint64_t offset = (uint32_t(step / 4) * Config::kPanel + uint32_t(step % 4) * 32) >> 4;
+    if (kMiddle && step / 4 == 4)
+      arch::wgmma_ss(acc, left + offset, middle + uint64_t(step % 4 / 2 * 256 + step % 2 * 2), true);
+    else
+      arch::wgmma_ss(acc, left + offset, right + offset, step > 0);
+  }
+}
+
+// dq [64 heads][half of d_qk] += dS · keys: the columns that `gather` copies for this half.
+template <int kDqk, int kHalf>
+HOPWELL_DEVICE void multiply_dq(float (&dq)[128], float (&middle)[16], const SharedStorage<kDqk>& s) {
+  constexpr int kPanels = kDqk / 64;
+  constexpr arch::WgmmaOptions kOptions{.b_major = Major::mn};
+  const uint64_t ds = arch::at_address(kByK, arch::shared_address(&s.ds)),
+                 keys = arch::at_address(kByMn, arch::shared_address(&s.keys[kHalf == 0 ? 0 : kPanels - 4])),
+                 between = arch::at_address(kMiddleByMn, arch::shared_address(&s.keys[4]) + 4096 * kHalf);
+  HOPWELL_UNROLL
+  for (int step = 0; step < 4; ++step) {
+    arch::wgmma_ss<kOptions>(dq, ds + uint64_t(2 * step), keys + uint64_t(128 * step), true);
+    if constexpr (has_middle<kDqk>())
+      arch::wgmma_ss<kOptions>(middle, ds + uint64_t(2 * step), between + uint64_t(64 * step), true);
+  }
+}
+
+// acc [64 keys][64 columns] (+)= aᵀ · b, a [64 heads][64 keys], b [64 heads][a panel]: by address, so that the panel
+// may be a run-time number.
+HOPWELL_DEVICE void multiply_transposed(float (&acc)[32], uint32_t a, uint32_t b, bool accumulate) {
+  const uint64_t left = arch::at_address(kByMn, a), right = arch::at_address(kByMn, b);
+  HOPWELL_UNROLL
+  for (int step = 0; step < 4; ++step)
+    arch::wgmma_ss<arch::WgmmaOptions{.a_major = Major::mn, .b_major = Major::mn}>(
+        acc, left + uint64_t(128 * step), right + uint64_t(128 * step), accumulate || step > 0);
+}
+
+// ---- adding to dKV
+// -------------------------------------------------------------------------------------------------------
+
+// The keys of the rows that a lane adds to: eight lanes share a row. All -1 if dKV is not wanted.
+template <bool kFixed>
+HOPWELL_DEVICE void load_scatter_keys(const Params& p, int (&keys)[4], const Entries& entries, int step, int t) {
+  const bool wanted = kFixed || p.dkv;
+  const int first = step * Config::kKeys + t / 32 * 16 + (t % 32 / 4 & ~1);
+  HOPWELL_UNROLL
+  for (int i = 0; i < 4; ++i) keys[i] = wanted ? entries.key(first + (i & 1) + 8 * (i >> 1)) : -1;
+}
+
+// Four columns of one key: those from 16 b2 + 8 b0 + 4 b1 on of 32 that start at `column`, for lane bits b.
+template <bool kFixed>
+HOPWELL_DEVICE void add_columns(const Params& p, int key, int column, const float (&v)[4], const float& units) {
+  if (key < 0) return;
+  const int lane = arch::thread_index_anew();
+  if constexpr (kFixed) {
+    int64_t* row = p.fixed_dkv + int64_t{key} * p.dkv_stride + column + (lane & 7);
+    bool finite = true;
+    HOPWELL_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const float x = v[i] * units;
+      finite &= fabsf(x) < 0x1p62F;
+      arch::red_add(row + 8 * i, fabsf(x) < 0x1p62F ? int64_t(x) : 0);
+    }
+    if (!finite) p.state[key] = KeyState::not_finite;
+  } else {
+    float* row = p.dkv + int64_t{key} * p.dkv_stride + column + 4 * (lane & 4) + 8 * (lane & 1) + 2 * (lane & 2);
+    arch::red_add_v4(row, v[0], v[1], v[2], v[3]);
+  }
+}
+
+// Adds a warp's [16 keys][64 columns] of a panel. Neighbouring lanes first trade 8 columns, so that each has four of
+// one row; then neighbouring quads 16, so that eight lanes share a row: an instruction adds full lines of 128 bytes.
+template <bool kFixed>
+HOPWELL_DEVICE void add_panel(const Params& p, const float (&acc)[32], int panel, const int (&keys)[4],
+                              const float& units) {
+  const int lane = arch::thread_index_anew();
+  const bool odd = lane & 1, odd_quad = lane & 4;
+  HOPWELL_UNROLL
+  for (int r = 0; r < 2; ++r) HOPWELL_UNROLL
+  for (int j = 0; j < 8; j += 4) {
+    float v[2][4];
+    HOPWELL_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      const int e = 4 * (j + 2 * h) + 2 * r;
+      const float t0 = arch::shuffle_xor(odd ? acc[e] : acc[e + 4], 1),
+                  t1 = arch::shuffle_xor(odd ? acc[e + 1] : acc[e + 5], 1);
+      v[h][0] = odd ? t0 : acc[e], v[h][1] = odd ? t1 : acc[e + 1];
+      v[h][2] = odd ? acc[e + 4] : t0, v[h][3] = odd ? acc[e + 5] : t1;
+    }
+    HOPWELL_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const float t = arch::shuffle_xor(odd_quad ? v[0][i] : v[1][i], 4);
+      v[0][i] = odd_quad ? t : v[0][i];
+      v[1][i] = odd_quad ? v[1][i] : t;
+    }
+    add_columns<kFixed>(p, keys[2 * r], 64 * panel + 8 * j, v[0], units);
+    add_columns<kFixed>(p, keys[2 * r + 1], 64 * panel + 8 * j, v[1], units);
+  }
+}
+
+// ---- warpgroups 0 and 1
+// ----------------------------------------------------------------------------------------------------
+
+// Chunk offset of the lane's row in P or dS for stmatrix and ldmatrix of 16 × 16 keys from key 8 j on.
+HOPWELL_DEVICE uint32_t matrix_offset(int t, int j) { return swizzled(t / 32 * 16 + (t & 15), j + (t >> 4 & 1)); }
+
+// Scores to P in shared memory; with attn, `acc` keeps exp(score − lse).
+template <bool kAttn>
+HOPWELL_DEVICE void store_p(const Params& p, float (&acc)[32], const float* shift, const float* kept, uint32_t target,
+                            int t) {
+  const int row = t / 32 * 16 + t % 32 / 4;
+  const float shift0 = shift[row], shift1 = shift[row + 8];
+  const float kept0 = kAttn ? kept[row] : 1, kept1 = kAttn ? kept[row + 8] : 1;
+  HOPWELL_UNROLL
+  for (int e = 0; e < 32; ++e) {
+    const float x = acc[e] * p.scale_log2 - (e & 2 ? shift1 : shift0);
+    acc[e] = arch::exp2_approx(x > Config::kLargestExponent ? Config::kLargestExponent : x);  // a NaN stays
+  }
+  HOPWELL_UNROLL
+  for (int j = 0; j < 8; j += 2) {
+    uint32_t packed[4];
+    HOPWELL_UNROLL
+    for (int m = 0; m < 4; ++m) {
+      const float factor = m & 1 ? kept1 : kept0;
+      packed[m] = arch::pack_bf16(kAttn ? acc[4 * j + 2 * m] * factor : acc[4 * j + 2 * m],
+                                  kAttn ? acc[4 * j + 2 * m + 1] * factor : acc[4 * j + 2 * m + 1]);
+    }
+    arch::stmatrix(target + matrix_offset(t, j), packed);
+  }
+}
+
+// dP and P to dS in shared memory.
+HOPWELL_DEVICE void store_ds(const Params& p, const float (&acc)[32], const float* delta, uint32_t source,
+                             uint32_t target, int t) {
+  const int row = t / 32 * 16 + t % 32 / 4;
+  const float delta0 = delta[row], delta1 = delta[row + 8];
+  HOPWELL_UNROLL
+  for (int j = 0; j < 8; j += 2) {
+    uint32_t probability[4], ds[4];
+    arch::ldmatrix(probability, source + matrix_offset(t, j));
+    HOPWELL_UNROLL
+    for (int m = 0; m < 4; ++m) {
+      const float subtract = m & 1 ? delta1 : delta0;
+      const float low = arch::bit_cast<float>(probability[m] << 16),
+                  high = arch::bit_cast<float>(probability[m] & 0xffff0000);
+      ds[m] = arch::pack_bf16(low * (acc[4 * j + 2 * m] * p.sm_scale - subtract),
+                              high * (acc[4 * j + 2 * m + 1] * p.sm_scale - subtract));
+    }
+    arch::stmatrix(target + matrix_offset(t, j), ds);
+  }
+}
+
+// One step of a sum over lanes that halves what each lane holds: lanes whose bit 2 kHalf is set go on with the upper
+// half.
+template <int kHalf>
+HOPWELL_DEVICE void sum_half(float (&sum)[16], int lane) {
+  const bool upper = lane & 2 * kHalf;
+  HOPWELL_UNROLL
+  for (int i = 0; i < kHalf; ++i) {
+    const float theirs = arch::shuffle_xor(upper ? sum[i] : sum[i + kHalf], 2 * kHalf);
+    sum[i] = (upper ? sum[i + kHalf] : sum[i]) + theirs;
+  }
+}
+
+// Sums exp(score − lse) over the 64 heads: within a lane, over the 8 lanes of a column, over the 4 warps. Added to
+// attn, which holds 0 or the sum of other heads.
+HOPWELL_DEVICE void add_attn(const Params& p, float (&acc)[32], float (&head_sums)[4][Config::kKeys],
+                             const Entries& entries, int query, int step, int t) {
+  const int lane = t % 32;
+  float sum[16];
+  HOPWELL_UNROLL
+  for (int i = 0; i < 16; ++i) sum[i] = acc[i / 2 * 4 + i % 2] + acc[i / 2 * 4 + i % 2 + 2];
+  sum_half<8>(sum, lane);
+  sum_half<4>(sum, lane);
+  sum_half<2>(sum, lane);
+  const int column = 32 * (lane >> 4 & 1) + 16 * (lane >> 3 & 1) + 8 * (lane >> 2 & 1) + 2 * (lane & 3);
+  head_sums[t / 32][column] = sum[0];
+  head_sums[t / 32][column + 1] = sum[1];
+  arch::barrier_sync(kHeadSums, 128);
+  if (t >= Config::kKeys) return;
+  const int i = step * Config::kKeys + t;
+  const float total = head_sums[0][t] + head_sums[1][t] + head_sums[2][t] + head_sums[3][t];
+  if (entries.key(i) >= 0) arch::red_add(p.attn + query * p.attn_stride + i, total);
+}
+
+// Through this half's columns of the key buffer, then in whole lines.
+template <int kDqk, int kHalf>
+HOPWELL_DEVICE void store_dq(const Params& p, SharedStorage<kDqk>& s, const float (&dq)[128], const float (&middle)[16],
+                             const Place& place, int t) {
+  constexpr int kPanels = kDqk / 64, kFirst = kHalf == 0 ? 0 : kPanels - 4, kChunks = kDqk / 16;
+  const auto store = [](uint32_t target, const float* x) {
+    const uint32_t packed[4] = {arch::pack_bf16(x[0], x[1]), arch::pack_bf16(x[2], x[3]), arch::pack_bf16(x[4], x[5]),
+                                arch::pack_bf16(x[6], x[7])};
+    arch::stmatrix(target, packed);
+  };
+  const int own_row = t / 32 * 16 + (t & 15), upper = t >> 4 & 1;
+  HOPWELL_UNROLL
+  for (int j = 0; j < 32; j += 2)
+    store(arch::shared_address(&s.keys[kFirst + j / 8]) + swizzled(own_row, j % 8 + upper), &dq[4 * j]);
+  if constexpr (has_middle<kDqk>()) {
+    HOPWELL_UNROLL
+    for (int j = 0; j < 4; j += 2)
+      store(arch::shared_address(&s.keys[4]) + swizzled_middle(own_row, 4 * kHalf + j + upper), &middle[4 * j]);
+  }
+  arch::barrier_sync(kHalf0 + kHalf, 128);
+  for (int e = t; e < Config::kHeads * kChunks; e += 128) {
+    const int row = e / kChunks, chunk = e % kChunks + kHalf * kChunks, head = place.first_head + row;
+    if (head >= p.h_q) break;
+    const bool between = has_middle<kDqk>() && chunk / 8 == 4;
+    const arch::Words4 v = arch::load_shared_v4(arch::shared_address(&s.keys[chunk / 8]) +
+                                                (between ? swizzled_middle(row, chunk % 8) : swizzled(row, chunk % 8)));
+    arch::store_streaming(p.dq + place.query * p.dq_stride_s + head * p.dq_stride_h + 8 * chunk, v);
+  }
+}
+
+// Half 0: S and P, and the sums over heads. Half 1: dP and dS. Both: their columns of dQ and of the next keys, two
+// panels.
+template <int kDqk, int kHalf, bool kFixed, bool kAttn>
+HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const Place& place, const Entries& entries) {
+  const int steps = (entries.length + Config::kKeys - 1) / Config::kKeys;
+  float dq[128] = {}, middle[16] = {};
+  for (int step = 0; step < steps; ++step) {
+    float acc[32];
+    arch::wgmma_fence();  // kept: PTX asks for it before the first product; the emulator sees no earlier use of acc
+    if constexpr (kHalf == 0)
+      multiply_scores<kDqk / 64, has_middle<kDqk>()>(acc, s.q, s.keys);
+    else
+      multiply_scores<Config::kPanelsV, has_middle<kDqk>()>(acc, s.d_out, s.keys);
+    arch::wgmma_commit();
+    const int t = arch::thread_index_anew() % 128;
+    arch::wgmma_wait<0>(acc);
+    if constexpr (kHalf == 0) {
+      if (step > 0) arch::barrier_sync(kPdsEmpty, 256);
+      store_p<kAttn>(p, acc, s.shift, s.kept, arch::shared_address(&s.p), t);
+      arch::fence_proxy_async();
+      arch::barrier_arrive(kPFull, 256);
+      if constexpr (kAttn) add_attn(p, acc, s.head_sums, entries, place.query, step, t);
+    } else {
+      arch::barrier_sync(kPFull, 256);
+      store_ds(p, acc, s.delta, arch::shared_address(&s.p), arch::shared_address(&s.ds), t);
+      arch::fence_proxy_async();
+      arch::barrier_arrive(kPdsFull, 256);
+    }
+    arch::barrier_sync(kDsFull, 256);
+    arch::wgmma_fence();
+    multiply_dq<kDqk, kHalf>(dq, middle, s);
+    arch::wgmma_commit();
+    int keys[4];
+    load_keys(keys, entries, step + 1, t);
+    arch::wgmma_wait<0>(dq, middle);
+    if (step + 1 < steps) {
+      gather<kDqk, kHalf>(p, s, keys, t);
+      arch::cp_async_commit();
+    }
+    load_scatter_keys<kFixed>(p, keys, entries, step, t);
+    HOPWELL_UNROLL
+    for (int panel = kHalf * Config::kPanelsBeside; panel < (kHalf + 1) * Config::kPanelsBeside; ++panel) {
+      arch::wgmma_fence();
+      multiply_transposed(acc, arch::shared_address(&s.ds), arch::shared_address(&s.q[panel]), false);
+      multiply_transposed(acc, arch::shared_address(&s.p), arch::shared_address(&s.d_out[panel]), true);
+      arch::wgmma_commit();
+      arch::wgmma_wait<0>(acc);
+      add_panel<kFixed>(p, acc, panel, keys, s.units);
+    }
+    if (step + 1 < steps) {
+      arch::cp_async_wait<0>();
+      arch::fence_proxy_async();
+      arch::barrier_sync(kKeysFull, 256);
+    }
+  }
+  if (p.dq) store_dq<kDqk, kHalf>(p, s, dq, middle, place, arch::thread_index_anew() % 128);
+}
+
+// ---- warpgroup 2
+// -----------------------------------------------------------------------------------------------------------
+
+// One panel of dKV. dSᵀ comes from registers, which spares shared memory; Pᵀ too would need 16 registers more.
+template <int kDqk, bool kOfV, bool kFixed>
+HOPWELL_DEVICE void scatter_panel(const Params& p, SharedStorage<kDqk>& s, const uint32_t (&ds)[4][4], int panel,
+                                  const int (&keys)[4]) {
+  float acc[32];
+  const uint64_t q = arch::at_address(kByMn, arch::shared_address(&s.q[panel]));
+  arch::wgmma_fence();
+  HOPWELL_UNROLL
+  for (int k = 0; k < 4; ++k)
+    arch::wgmma_rs<arch::WgmmaOptions{.b_major = Major::mn}>(acc, ds[k], q + uint64_t(128 * k), k > 0);
+  if constexpr (kOfV) multiply_transposed(acc, arch::shared_address(&s.p), arch::shared_address(&s.d_out[panel]), true);
+  arch::wgmma_commit();
+  arch::wgmma_wait<0>(acc);
+  add_panel<kFixed>(p, acc, panel, keys, s.units);
+}
+
+// Keeps CTAs in step: none begins a step before the average CTA of its wave is within kSlack steps. With ordered keys
+// all of them then add to the same range of rows, which is still in L2. A hint: the wait is bounded, whatever runs
+// when.
+HOPWELL_DEVICE void keep_step(const Params& p, uint32_t& seen, int step) {
+  constexpr int kSlack = 3, kMostPolls = 16384;
+  const int steps_of_row = (p.selection.topk + Config::kKeys - 1) / Config::kKeys;
+  const int before = arch::block_index() / p.wave * p.wave, rest = arch::grid_size() - before;
+  const int peers = rest < p.wave ? rest : p.wave;
+  const uint32_t target =
+      uint32_t(before) * uint32_t(steps_of_row) + uint32_t(peers * (step > kSlack ? step - kSlack : 0));
+  for (int poll = 0; seen < target && poll < kMostPolls; ++poll) seen = arch::load_relaxed(p.progress);
+  if (arch::thread_index() % 128 == 0) arch::red_add(p.progress, 1u);
+  seen = arch::load_relaxed(p.progress);  // for the next step
+}
+
+// The panels of dKV that the score warpgroups leave.
+template <int kDqk, bool kFixed>
+HOPWELL_DEVICE void scatter(const Params& p, SharedStorage<kDqk>& s, const Entries& entries) {
+  const int t = arch::thread_index() % 128, lane = t % 32;
+  const int steps = (entries.length + Config::kKeys - 1) / Config::kKeys;
+  // ldmatrix.trans: lanes 0-7 give heads 0-7 of the first 8 keys, 8-15 of the next 8 keys, 16-31 the same of heads
+  // 8-15.
+  const uint32_t transposed =
+      arch::shared_address(&s.ds) + swizzled((lane & 7) + 8 * (lane >> 4), t / 32 * 2 + (lane >> 3 & 1));
+  uint32_t seen = 0;
+  for (int step = 0; step < steps; ++step) {
+    if (p.progress) keep_step(p, seen, step);
+    int keys[4];
+    load_scatter_keys<kFixed>(p, keys, entries, step, t);
+    arch::barrier_sync(kPdsFull, 256);
+    uint32_t ds[4][4];
+    HOPWELL_UNROLL
+    for (int k = 0; k < 4; ++k) arch::ldmatrix<arch::Transpose::yes>(ds[k], transposed + uint32_t(2048 * k));
+    // Unrolled, the descriptors of all panels would stay in registers.
+    HOPWELL_NO_UNROLL
+    for (int panel = 2 * Config::kPanelsBeside; panel < Config::kPanelsV; ++panel)
+      scatter_panel<kDqk, true, kFixed>(p, s, ds, panel, keys);
+    if constexpr (has_middle<kDqk>()) scatter_panel<kDqk, false, kFixed>(p, s, ds, Config::kPanelsV, keys);
+    if (step + 1 < steps) arch::barrier_arrive(kPdsEmpty, 256);
+  }
+  // Rows with fewer steps than others count as having made them all.
+  const int missing = (p.selection.topk + Config::kKeys - 1) / Config::kKeys - steps;
+  if (p.progress && t == 0 && missing > 0) arch::red_add(p.progress, uint32_t(missing));
+}
+
+// ---- before the first step
+// -------------------------------------------------------------------------------------------------
+
+// Starts the copies of 64 rows (heads) of kColumns; zeros beyond h_q.
+template <int kColumns>
+HOPWELL_DEVICE void load_heads(Panel* panels, const bf16* source, int64_t stride, int heads) {
+  for (int e = arch::thread_index(); e < Config::kHeads * (kColumns / 8); e += Config::kThreads) {
+    const int row = e / (kColumns / 8), chunk = e % (kColumns / 8);
+    arch::cp_async(arch::shared_address(&panels[chunk / 8]) + swizzled(row, chunk % 8),
+                   source + (row < heads ? row : 0) * stride + 8 * chunk, row < heads ? 16 : 0);
+  }
+}
+
+// The dot product of 512 columns of two rows, by a warp.
+HOPWELL_DEVICE float dot_512(const bf16* x, const bf16* y) {
+  float sum = 0;
+  for (int chunk = arch::lane_index(); chunk < Config::kDv / 8; chunk += 32) {
+    const arch::Words4 a = arch::load_streaming(x + 8 * chunk), b = arch::load_streaming(y + 8 * chunk);
+    HOPWELL_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      sum += arch::bit_cast<float>(a.w[i] << 16) * arch::bit_cast<float>(b.w[i] << 16);
+      sum += arch::bit_cast<float>(a.w[i] & 0xffff0000) * arch::bit_cast<float>(b.w[i] & 0xffff0000);
+    }
+  }
+  HOPWELL_UNROLL
+  for (int mask = 16; mask > 0; mask /= 2) sum += arch::shuffle_xor(sum, mask);
+  return sum;
+}
+
+// What each head needs beside its row of Q and dO. Heads that see no key (lse = +inf) have no delta.
+template <int kDqk, bool kAttn>
+HOPWELL_DEVICE void prepare_heads(const Params& p, SharedStorage<kDqk>& s, const Place& place) {
+  constexpr float kLog2E = 1.44269504088896F;
+  for (int row = arch::warp_index(); row < Config::kHeads; row += Config::kWarps) {
+    const int head = place.first_head + row;
+    float lse = INFINITY, kept = 1, shift = INFINITY, delta = 0;
+    if (head < p.h_q) {
+      lse = p.lse[place.query * p.lse_stride_s + head * p.lse_stride_h] * kLog2E;
+      shift = lse;
+      if (lse != INFINITY)
+        delta = dot_512(p.out + place.query * p.out_stride_s + head * p.out_stride_h,
+                        p.d_out + place.query * p.d_out_stride_s + head * p.d_out_stride_h);
+      const float sink = p.sink ? p.sink[head * p.sink_stride] * kLog2E : -INFINITY;
+      float taken = 0;
+      if (sink != -INFINITY && lse != INFINITY) {
+        const float high = lse > sink ? lse : sink, low = lse > sink ? sink : lse;
+        if (!kAttn) shift = high + arch::log2_approx(1 + arch::exp2_approx(low - high));
+        kept = 1 / (1 + arch::exp2_approx(sink - lse));
+        taken = sink == INFINITY ? 0 : 1 / (1 + arch::exp2_approx(lse - sink));
+      }
+      if (p.sink_parts && arch::lane_index() == 0)
+        p.sink_parts[int64_t{place.query} * p.h_q + head] = taken == 0 ? 0 : -taken * delta;
+    }
+    if (arch::lane_index() != 0) continue;
+    s.shift[row] = shift, s.kept[row] = kept, s.delta[row] = delta * p.sm_scale;
+  }
+}
+
+// The last valid entry of this thread's share; the largest of its warp goes to shared memory.
+HOPWELL_DEVICE void find_last_valid(int (&last_valid)[Config::kWarps], const Entries& entries) {
+  const int warp = arch::warp_index();  // by all lanes: it is a shuffle
+  int last = -1;
+  for (int i = arch::thread_index(); i < entries.length; i += Config::kThreads)
+    if (entries.key(i) >= 0) last = i;
+  for (int mask = 16; mask > 0; mask /= 2) {
+    const int other = arch::shuffle_xor(last, mask);
+    last = other > last ? other : last;
+  }
+  if (arch::lane_index() == 0) last_valid[warp] = last;
+}
+
+// Q, dO, the first keys, and what the heads need. Returns the entries up to the last valid one.
+template <int kDqk, bool kFixed, bool kAttn>
+HOPWELL_DEVICE Entries prepare(const Params& p, SharedStorage<kDqk>& s, const Place& place) {
+  Entries entries = tile::entries_of(p.selection, place.query);
+  const int t = arch::thread_index() % 128, heads = p.h_q - place.first_head;
+  int keys[4];
+  load_keys(keys, entries, 0, t);
+  if (arch::warpgroup_index() == 0) gather<kDqk, 0>(p, s, keys, t);
+  if (arch::warpgroup_index() == 1) gather<kDqk, 1>(p, s, keys, t);
+  load_heads<kDqk>(s.q, p.q + place.query * p.q_stride_s + place.first_head * p.q_stride_h, p.q_stride_h, heads);
+  load_heads<Config::kDv>(s.d_out, p.d_out + place.query * p.d_out_stride_s + place.first_head * p.d_out_stride_h,
+                          p.d_out_stride_h, heads);
+  arch::cp_async_commit();
+  find_last_valid(s.last_valid, entries);
+  if (kFixed && arch::thread_index() == 0) s.units = power_of_2(p.fixed->exponent(p.log2_sums, p.sm_scale));
+  prepare_heads<kDqk, kAttn>(p, s, place);
+  arch::cp_async_wait<0>();
+  arch::fence_proxy_async();
+  arch::syncthreads();
+  int last = -1;
+  for (int warp = 0; warp < Config::kWarps; ++warp) last = s.last_valid[warp] > last ? s.last_valid[warp] : last;
+  entries.length = last + 1;
+  return entries;
+}
+
+#endif
+
+template <int kDqk, bool kFixed, bool kAttn>
+__global__ void __launch_bounds__(Config::kThreads, 1) kernel(const __grid_constant__ Params p) {
+#if HOPWELL_HAS_SM90A
+  auto& s = arch::dynamic_smem<SharedStorage<kDqk>>();
+  const Place place = place_of(p);
+  const Entries entries = prepare<kDqk, kFixed, kAttn>(p, s, place);
+  const int role = arch::warpgroup_index();
+  if (role == 0) {
+    arch::setmaxnreg_inc<Config::kScoreRegisters>();
+    score<kDqk, 0, kFixed, kAttn>(p, s, place, entries);
+  } else if (role == 1) {
+    arch::setmaxnreg_inc<Config::kScoreRegisters>();
+    score<kDqk, 1, kFixed, kAttn>(p, s, place, entries);
+  } else {
+    arch::setmaxnreg_dec<Config::kScatterRegisters>();
+    scatter<kDqk, kFixed>(p, s, entries);
+  }
+#endif
+}
+
+// ---- host
+// --------------------------------------------------------------------------------------------------------------------
+
+// Whether the kernel adds to the output itself; otherwise to scratch memory, from where the sums are then brought.
+bool adds_to_output(const Problem& p) {
+  return !p.deterministic && p.dkv.dtype == DType::kFloat32 && reinterpret_cast<std::uintptr_t>(p.dkv.data) % 16 == 0 &&
+         p.dkv.stride[0] % 4 == 0 && p.dkv.stride[0] < std::int64_t{1} << 31;
+}
+
+// Whether each row of indices is put into ascending order first, which pays where the sums do not fit in L2 and many
+// queries add to them; the emulator, which knows no speed, always does it. attn needs the order of the indices.
+bool orders_rows(const Problem& p) {
+  constexpr std::int64_t kCachedBytes = 40 << 20;
+  const bool pays = p.s_kv * p.d_qk * (p.deterministic ? 8 : 4) > kCachedBytes && p.s_q >= 132 && p.topk >= 256;
+  return p.dkv && !p.attn && p.topk <= kLongestSorted && (pays || !HOPWELL_ON_DEVICE);
+}
+
+// What lies in the workspace, by offsets in bytes.
+struct Workspace {
+  std::size_t dkv = 0, state = 0, fixed = 0, sink_parts = 0, rows = 0, lengths = 0, progress = 0, bytes = 0;
+
+  explicit Workspace(const Problem& p) {
+    const auto place = [this](std::int64_t size) {
+      const std::size_t at = bytes;
+      bytes += (static_cast<std::size_t>(size) + 255) / 256 * 256;
+      return at;
+    };
+    if (p.dkv && !adds_to_output(p)) dkv = place(p.s_kv * p.d_qk * (p.deterministic ? 8 : 4));
+    if (p.dkv && p.deterministic) {
+      state = place(p.s_kv);
+      fixed = place(sizeof(FixedPoint));
+    }
+    if (p.d_sink) sink_parts = place(4 * p.s_q * p.h_q);
+    if (!orders_rows(p)) return;
+    rows = place(4 * p.s_q * p.topk);
+    lengths = place(4 * p.s_q);
+    progress = place(sizeof(uint32_t));
+  }
+  template <class T>
+  static T* at(const Problem& p, std::size_t offset) {
+    return reinterpret_cast<T*>(static_cast<std::byte*>(p.workspace) + offset);
+  }
+};
+
+std::size_t workspace_bytes(const Problem& p) { return Workspace(p).bytes; }
+
+runtime::Support supports(const Problem& p) {
+  using runtime::Support;
+  if (p.q.dtype != DType::kBFloat16) return Support::no("q and kv must be bfloat16");
+  if (p.d_qk != 576 && p.d_qk != 512) return Support::no("d_qk must be 576 or 512");
+  if (p.d_v != Config::kDv) return Support::no("d_v must be 512");
+  const auto aligned = [](const View& v, int dims) {
+    bool ok = reinterpret_cast<std::uintptr_t>(v.data) % 16 == 0;
+    for (std::size_t i = 0; i < static_cast<std::size_t>(dims); ++i) ok &= v.shape[i] <= 1 || v.stride[i] % 8 == 0;
+    return ok;
+  };
+  if (!aligned(p.q, 2) || !aligned(p.kv, 1) || !aligned(p.out, 2) || !aligned(p.d_out, 2) || !aligned(p.dq, 2))
+    return Support::no("rows of q, kv, out, d_out and dq must be 16-byte aligned");
+  constexpr std::int64_t kLimit = std::int64_t{1} << 31;
+  if (p.kv.stride[0] >= kLimit || p.topk >= kLimit - Config::kKeys)
+    return Support::no("the row stride of kv and topk must be below 2^31");
+  if (p.s_q * ((p.h_q + Config::kHeads - 1) / Config::kHeads) >= kLimit)
+    return Support::no("s_q times blocks of 64 heads must be below 2^31");
+  return {};
+}
+
+int log2_above(std::int64_t n) {
+  int bits = 0;
+  while (bits < 62 && (std::int64_t{1} << bits) < n) ++bits;
+  return bits;
+}
+
+Params params_of(const Problem& problem, const Workspace& workspace) {
+  Params p{};
+  p.selection = tile::params_of(problem.selection);
+  p.q = problem.q.as<const bf16>(), p.kv = problem.kv.as<const bf16>();
+  p.out = problem.out.as<const bf16>(), p.d_out = problem.d_out.as<const bf16>();
+  p.lse = problem.lse.as<const float>(), p.sink = problem.attn_sink.as<const float>();
+  p.dq = problem.dq.as<bf16>(), p.attn = problem.attn.as<float>();
+  p.q_stride_s = problem.q.stride[0], p.q_stride_h = problem.q.stride[1];
+  p.out_stride_s = problem.out.stride[0], p.out_stride_h = problem.out.stride[1];
+  p.d_out_stride_s = problem.d_out.stride[0], p.d_out_stride_h = problem.d_out.stride[1];
+  p.lse_stride_s = problem.lse.stride[0], p.lse_stride_h = problem.lse.stride[1];
+  p.sink_stride = problem.attn_sink.stride[0], p.attn_stride = problem.attn.stride[0];
+  p.dq_stride_s = problem.dq.stride[0], p.dq_stride_h = problem.dq.stride[1];
+  p.kv_stride = static_cast<int>(problem.kv.stride[0]);
+  if (orders_rows(problem)) {
+    p.selection.indices = Workspace::at<int>(problem, workspace.rows), p.selection.indices_stride = problem.topk;
+    p.selection.topk_length = Workspace::at<int>(problem, workspace.lengths), p.selection.length_stride = 1;
+    p.selection.q_positions = nullptr, p.selection.causal_from_start = false;
+    if (HOPWELL_ON_DEVICE) p.progress = Workspace::at<uint32_t>(problem, workspace.progress);  // others never run there
+  }
+  p.h_q = static_cast<int>(problem.h_q), p.log2_sums = log2_above(problem.s_q * problem.h_q);
+  p.sm_scale = problem.sm_scale, p.scale_log2 = problem.sm_scale * 1.44269504088896F;
+  if (problem.d_sink) p.sink_parts = Workspace::at<float>(problem, workspace.sink_parts);
+  if (!problem.dkv) return p;
+  p.dkv_stride = static_cast<int>(problem.d_qk);
+  if (problem.deterministic) {
+    p.fixed_dkv = Workspace::at<int64_t>(problem, workspace.dkv);
+    p.state = Workspace::at<KeyState>(problem, workspace.state);
+    p.fixed = Workspace::at<FixedPoint>(problem, workspace.fixed);
+  } else if (adds_to_output(problem)) {
+    p.dkv = problem.dkv.as<float>();
+    p.dkv_stride = static_cast<int>(problem.dkv.stride[0]);
+  } else {
+    p.dkv = Workspace::at<float>(problem, workspace.dkv);
+  }
+  return p;
+}
+
+template <int kDqk>
+auto kernel_for(bool fixed, bool attn) {
+  if (fixed) return attn ? kernel<kDqk, true, true> : kernel<kDqk, true, false>;
+  return attn ? kernel<kDqk, false, true> : kernel<kDqk, false, false>;
+}
+
+constexpr const char* kName = "sparse_mla_backward";
+
+// Zeros where sums are added; the bound of fixed-point sums.
+void prepare_sums(const Problem& problem, const Workspace& workspace, const Params& p, Stream stream) {
+  if (orders_rows(problem)) {
+    const OrderParams order{tile::params_of(problem.selection), Workspace::at<int>(problem, workspace.rows),
+                            Workspace::at<int>(problem, workspace.lengths),
+                            Workspace::at<uint32_t>(problem, workspace.progress)};
+    runtime::launch(kName, order_rows,
+                    {.grid = {static_cast<std::uint32_t>(problem.s_q)},
+                     .threads = kOrderThreads,
+                     .shared_bytes = sizeof(OrderStorage)},
+                    stream, order);
+  }
+  const std::int64_t words = problem.d_qk * (problem.deterministic ? 2 : 1);
+  if (problem.attn) clear(problem.attn.as<uint32_t>(), problem.s_q, problem.topk, problem.attn.stride[0], stream);
+  if (!problem.dkv) return;
+  if (!adds_to_output(problem))
+    clear(Workspace::at<uint32_t>(problem, workspace.dkv), problem.s_kv, words, words, stream);
+  else if (!problem.accumulate)
+    clear(problem.dkv.as<uint32_t>(), problem.s_kv, words, problem.dkv.stride[0], stream);
+  if (!problem.deterministic) return;
+  const auto state_bytes = static_cast<std::int64_t>(workspace.fixed - workspace.state + 256);
+  clear(Workspace::at<uint32_t>(problem, workspace.state), state_bytes / 256, 64, 64, stream);
+  if (problem.s_q == 0 || problem.s_kv == 0) return;
+  const BoundParams bound{p.selection,
+                          p.q,
+                          p.d_out,
+                          p.kv,
+                          p.q_stride_s,
+                          p.q_stride_h,
+                          p.d_out_stride_s,
+                          p.d_out_stride_h,
+                          p.kv_stride,
+                          p.state,
+                          Workspace::at<FixedPoint>(problem, workspace.fixed),
+                          p.h_q,
+                          static_cast<int>(problem.d_qk)};
+  runtime::launch(
+      kName, bound_queries,
+      {.grid = {static_cast<std::uint32_t>(problem.s_q)}, .threads = kPassThreads, .shared_bytes = 4 * kPassWarps},
+      stream, bound);
+  runtime::launch(kName, bound_keys, {.grid = {pass_grid(problem.s_kv)}, .threads = kPassThreads}, stream, bound);
+}
+
+// From scratch memory to the outputs.
+void finish_sums(const Problem& problem, const Workspace& workspace, const Params& p, Stream stream) {
+  if (problem.dkv && problem.s_kv > 0 && !adds_to_output(problem)) {
+    const bool wide = problem.dkv.dtype == DType::kFloat32;
+    const FinishParams finish{p.dkv,
+                              p.fixed_dkv,
+                              p.state,
+                              p.fixed,
+                              wide ? problem.dkv.as<float>() : nullptr,
+                              wide ? nullptr : problem.dkv.as<bf16>(),
+                              problem.dkv.stride[0],
+                              problem.s_kv,
+                              static_cast<int>(problem.d_qk),
+                              p.log2_sums,
+                              p.sm_scale,
+                              problem.accumulate};
+    runtime::launch(kName, finish_dkv, {.grid = {pass_grid(problem.s_kv)}, .threads = kPassThreads}, stream, finish);
+  }
+  if (!problem.d_sink) return;
+  const SinkParams sink{p.sink_parts, problem.d_sink.as<float>(), problem.s_q, problem.d_sink.stride[0], p.h_q};
+  runtime::launch(kName, sum_d_sink,
+                  {.grid = {static_cast<std::uint32_t>((problem.h_q + 31) / 32)},
+                   .threads = 32 * kSinkWarps,
+                   .shared_bytes = 4 * 32 * kSinkWarps},
+                  stream, sink);
+}
+
+void launch(const Problem& problem, Stream stream) {
+  const Workspace workspace(problem);
+  Params p = params_of(problem, workspace);
+  prepare_sums(problem, workspace, p, stream);
+  const auto kernel = problem.d_qk == 576 ? kernel_for<576>(p.fixed_dkv, p.attn) : kernel_for<512>(p.fixed_dkv, p.attn);
+  const auto shared_bytes = problem.d_qk == 576 ? sizeof(SharedStorage<576>) : sizeof(SharedStorage<512>);
+  const auto head_blocks = static_cast<int>((problem.h_q + Config::kHeads - 1) / Config::kHeads);
+  // Two sums in any order give the same bits, more do not: then the kernels of further heads follow one another.
+  p.wave = 132;  // of an H100 or H200
+  const int together = problem.deterministic && problem.attn ? 2 : head_blocks;
+  for (int block = 0; block < head_blocks && problem.s_q > 0; block += together) {
+    p.first_head = block * Config::kHeads;
+    p.head_blocks = std::min(together, head_blocks - block);
+    runtime::launch(kName, kernel,
+                    {.grid = {static_cast<std::uint32_t>(problem.s_q * p.head_blocks)},
+                     .threads = Config::kThreads,
+                     .shared_bytes = shared_bytes},
+                    stream, p);
+  }
+  finish_sums(problem, workspace, p, stream);
+}
+
+const runtime::Registration<Problem> backend{{.name = HOPWELL_ON_DEVICE ? "sm90" : "emu:sm90",
+                                              .supports = supports,
+                                              .workspace_bytes = workspace_bytes,
+                                              .launch = launch}};
+
+}  // namespace
+}  // namespace hopwell::ops::sparse_mla_backward
