@@ -98,8 +98,8 @@ def torch_step(x: dict[str, torch.Tensor], dtype: torch.dtype) -> tuple[torch.Te
 
 
 def attention_against_torch() -> dict[str, Any]:
-    """The same bfloat16 tensors for both. `after_conversion_to_float32` is what PyTorch gains where it may convert first:
-    its products then run at this machine's full rate too, and what is left to win is the gather and its gradient.
+    """The same bfloat16 tensors for both; and PyTorch once more after a conversion to float32, with which its products
+    run at this machine's full rate too, so that what is left to win is the gather and its gradient.
     """
     x = sparse_inputs(S_Q)
     as_given, converted = (
