@@ -20,7 +20,7 @@ Instance make(Random& random, const SparseMla& p, hopwell_normalize normalize, b
   Instance instance;
   const SparseMlaInputs in = add_inputs(instance, random, p);
   Array& lse = add_array(instance, p, "lse", DType::kFloat32, {p.s_q, p.h_q});
-  Array& attn = add_array(instance, p, "attn", DType::kFloat32, {p.s_q, p.topk});
+  Array& attn = add_array(instance, p, "out", DType::kFloat32, {p.s_q, p.topk});
   if (timed) {
     fill_typical_lse(lse, random, p);
   } else {
@@ -50,7 +50,7 @@ Instance make(Random& random, const SparseMla& p, hopwell_normalize normalize, b
                                                    .q_start = in.problem.q_start,
                                                    .kv_stride = in.problem.kv_stride,
                                                    .normalize = normalize,
-                                                   .attn = attn.view(),
+                                                   .out = attn.view(),
                                                    .backend = backend},
                                                   stream);
   };

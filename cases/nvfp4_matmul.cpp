@@ -50,8 +50,8 @@ Instance make_gemv(Random& random, const Gemv& p) {
     for (std::int64_t row = 1; row < b.rows; ++row)
       for (std::int64_t block = 0; block < p.k / 16; ++block) b.scale(row, block, l) = 0x7F;
   if (p.one_hot) make_one_hot(p, a, b);
-  Array& c =
-      instance.add(p.strided ? Array("c", p.out, {p.m, 1, p.l}, {3 * p.l, 1, 3}) : Array("c", p.out, {p.m, 1, p.l}));
+  Array& c = instance.add(p.strided ? Array("out", p.out, {p.m, 1, p.l}, {3 * p.l, 1, 3})
+                                    : Array("out", p.out, {p.m, 1, p.l}));
   instance.expect(c, p.one_hot ? Tolerance{.exact = true} : nvfp4_tolerance(p.out));
   instance.reference = [p, a, b](Instance& self) {
     std::vector<double>& expected = self.outputs[0].expected;
@@ -74,7 +74,7 @@ Instance make_gemv(Random& random, const Gemv& p) {
                          .sfb = b.scales->view(),
                          .alpha = p.alpha,
                          .scale_layout = layout,
-                         .c = c.view(),
+                         .out = c.view(),
                          .backend = backend},
                         stream);
   };
@@ -142,7 +142,7 @@ Instance make_linear(Random& random, const Linear& p) {
   fill_x(p, random, x, weight);
   Array& global = instance.add({"weight_global", DType::kFloat32, {}}).fill(static_cast<double>(p.global));
   Array* bias = p.bias ? &instance.add({"bias", p.dtype, {p.rows}, {p.strided ? 2 : 1}}).fill_normal(random) : nullptr;
-  Array& y = instance.add({"y", p.dtype, {p.n, p.rows}, {p.rows + gap, 1}});
+  Array& y = instance.add({"out", p.dtype, {p.n, p.rows}, {p.rows + gap, 1}});
   instance.expect(y, p.x == X::kIdentity ? Tolerance{.exact = true} : nvfp4_tolerance(p.dtype));
   const bool reciprocal = p.global_as == GlobalAs::kReciprocal || p.global_as == GlobalAs::kReciprocalArray;
   instance.reference = [p, weight, reciprocal, bias, &x](Instance& self) {
@@ -179,7 +179,7 @@ Instance make_linear(Random& random, const Linear& p) {
                            .global_is_reciprocal = reciprocal,
                            .bias = bias_view ? static_cast<const DLTensor*>(*bias_view) : nullptr,
                            .scale_layout = p.blocked ? HOPWELL_SCALES_BLOCKED : HOPWELL_SCALES_PLAIN,
-                           .y = y.view(),
+                           .out = y.view(),
                            .backend = backend},
                           stream);
   };

@@ -73,8 +73,7 @@ void attention_distribution_(handle q, handle kv, handle indices, handle lse, ha
       .kv_stride = call.integer("kv_stride", kv_stride),
       .normalize = call.choice<hopwell_normalize>("normalize", normalize,
                                                   {{"none", HOPWELL_NORMALIZE_NONE}, {"l1", HOPWELL_NORMALIZE_L1}}),
-      .attn = call.output("out", attn)};
-  call.rename("attn", "out");
+      .out = call.output("out", attn)};
   call.run(args, hopwell::attention_distribution, hopwell::attention_distribution_workspace_bytes);
 }
 
@@ -134,8 +133,7 @@ void nvfp4_gemv_(handle a, handle b, handle sfa, handle sfb, handle alpha, handl
                      .sfb = call.input("sfb", sfb),
                      .alpha = call.real("alpha", alpha),
                      .scale_layout = scale_layout_of(call, scale_layout),
-                     .c = call.output("out", out)};
-  call.rename("c", "out");
+                     .out = call.output("out", out)};
   call.run(args, hopwell::nvfp4_gemv, hopwell::nvfp4_gemv_workspace_bytes);
 }
 
@@ -151,9 +149,8 @@ void nvfp4_linear_(handle x, handle weight, handle weight_scale, handle weight_g
                        .global_is_reciprocal = call.flag("global_is_reciprocal", global_is_reciprocal),
                        .bias = call.input("bias", bias),
                        .scale_layout = scale_layout_of(call, scale_layout),
-                       .y = call.output("out", out)};
+                       .out = call.output("out", out)};
   if (!number && args.weight_global == nullptr) call.fail("weight_global", "a number or a 0-d float32 array", "None");
-  call.rename("y", "out");
   call.rename("weight_global_value", "weight_global");
   call.run(args, hopwell::nvfp4_linear, hopwell::nvfp4_linear_workspace_bytes);
 }

@@ -121,7 +121,7 @@ HOPWELL_API hopwell_status hopwell_sparse_mla_backward_workspace_bytes(const hop
                                                                        size_t* bytes);
 
 /* ---- attention_distribution -------------------------------------------------------------------------------------
- *     attn[s,i] = sum_h exp(score[s,h,i] - lse[s,h])     0 where the entry is invalid; 0 for rows without a valid entry
+ *     out[s,i] = sum_h exp(score[s,h,i] - lse[s,h])      0 where the entry is invalid; 0 for rows without a valid entry
  * The target of the lightning indexer's loss (with l1 normalisation). V is not read.
  */
 typedef enum hopwell_normalize { HOPWELL_NORMALIZE_NONE = 0, HOPWELL_NORMALIZE_L1 = 1 } hopwell_normalize;
@@ -138,7 +138,7 @@ typedef struct hopwell_attention_distribution_args {
   int64_t q_start HOPWELL_ZERO;
   int64_t kv_stride HOPWELL_DEFAULT(1);
   hopwell_normalize normalize HOPWELL_DEFAULT(HOPWELL_NORMALIZE_NONE); /* l1: rows sum to 1; all-zero rows stay zero */
-  const DLTensor* attn HOPWELL_ZERO; /* output, fp32 [s_q, topk], in the order of indices */
+  const DLTensor* out HOPWELL_ZERO; /* output, fp32 [s_q, topk], in the order of indices */
   void* workspace HOPWELL_ZERO;
   size_t workspace_bytes HOPWELL_ZERO;
   const char* backend HOPWELL_ZERO;
@@ -214,7 +214,7 @@ HOPWELL_API hopwell_status hopwell_paged_attention_workspace_bytes(const hopwell
  */
 typedef enum hopwell_scale_layout { HOPWELL_SCALES_PLAIN = 0, HOPWELL_SCALES_BLOCKED = 1 } hopwell_scale_layout;
 
-/* c[m, n, l] = alpha * sum_k a[m, k, l] * b[n, k, l], both sides NVFP4; fp32 accumulation in a fixed order. */
+/* out[m, n, l] = alpha * sum_k a[m, k, l] * b[n, k, l], both sides NVFP4; fp32 accumulation in a fixed order. */
 typedef struct hopwell_nvfp4_gemv_args {
   const DLTensor* a HOPWELL_ZERO;    /* [M, K/2, L]; K fastest, then rows, then L; K a multiple of 16 */
   const DLTensor* b HOPWELL_ZERO;    /* [N, K/2, L], N 1, or 1 padded to 128 rows, of which only the first counts */
@@ -222,13 +222,13 @@ typedef struct hopwell_nvfp4_gemv_args {
   const DLTensor* sfb HOPWELL_ZERO;  /* plain [N, K/16, L], or blocked */
   float alpha HOPWELL_DEFAULT(1.0F); /* in C, 0 means 1 and -0.0f means 0 */
   hopwell_scale_layout scale_layout HOPWELL_DEFAULT(HOPWELL_SCALES_PLAIN);
-  const DLTensor* c HOPWELL_ZERO; /* output, fp16, bf16 or fp32 [M, 1, L], any strides */
+  const DLTensor* out HOPWELL_ZERO; /* output, fp16, bf16 or fp32 [M, 1, L], any strides */
   void* workspace HOPWELL_ZERO;
   size_t workspace_bytes HOPWELL_ZERO;
   const char* backend HOPWELL_ZERO;
 } hopwell_nvfp4_gemv_args;
 
-/* y = x . w^T + bias with 4-bit weights and 16-bit activations (W4A16); the global scale applied in fp32 before the
+/* out = x . w^T + bias with 4-bit weights and 16-bit activations (W4A16); the global scale applied in fp32 before the
  * rounding. */
 typedef struct hopwell_nvfp4_linear_args {
   const DLTensor* x HOPWELL_ZERO;                  /* bf16 or fp16 (CPU: fp32 too) [n, K] */
@@ -239,7 +239,7 @@ typedef struct hopwell_nvfp4_linear_args {
   bool global_is_reciprocal HOPWELL_ZERO;          /* the global is 1 / the factor (compressed-tensors) */
   const DLTensor* bias HOPWELL_ZERO;               /* like x [N]; optional */
   hopwell_scale_layout scale_layout HOPWELL_DEFAULT(HOPWELL_SCALES_PLAIN);
-  const DLTensor* y HOPWELL_ZERO; /* output, like x [n, N] */
+  const DLTensor* out HOPWELL_ZERO; /* output, like x [n, N] */
   void* workspace HOPWELL_ZERO;
   size_t workspace_bytes HOPWELL_ZERO;
   const char* backend HOPWELL_ZERO;

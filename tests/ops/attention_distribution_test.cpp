@@ -24,8 +24,8 @@ TEST(AttentionDistribution, BadInputIsRefusedWithOutputsUntouched) {
     EXPECT_EQ(message(p, change), "attention_distribution: " + text);
   };
   expect([](auto& a) { a.lse = nullptr; }, "lse must be float32 [s_q=3, h_q=2]; got nothing");
-  expect([](auto& a) { a.attn = nullptr; }, "attn must be float32 [s_q=3, topk=4]; got nothing");
-  expect([&](auto& a) { a.attn = p.view(p.attn, {4, 3}); }, "attn must be float32 [s_q=3, topk=4]; got float32 [4, 3]");
+  expect([](auto& a) { a.out = nullptr; }, "out must be float32 [s_q=3, topk=4]; got nothing");
+  expect([&](auto& a) { a.out = p.view(p.attn, {4, 3}); }, "out must be float32 [s_q=3, topk=4]; got float32 [4, 3]");
   expect([](auto& a) { std::memset(&a.normalize, 1, sizeof a.normalize); },
          "normalize must be none or l1; got 16843009");
   EXPECT_TRUE(SparseMlaProblem::all_untouched(p.attn));

@@ -183,7 +183,7 @@ TEST(Nvfp4, SameBitsForAnyNumberOfThreads) {
       nvfp4_linear({.x = Tensor(x.data(), {n, kK}),
                     .weight = Tensor(codes.data(), {kRows, kK / 2}),
                     .weight_scale = Tensor(scales.data(), {kRows, kK / 16}),
-                    .y = Tensor(y.data(), {n, kRows})});
+                    .out = Tensor(y.data(), {n, kRows})});
       if (first.empty()) first = y;
       EXPECT_EQ(std::memcmp(first.data(), y.data(), y.size() * sizeof(float)), 0)
           << "n " << n << ", " << threads << " threads";
@@ -215,7 +215,7 @@ TEST(Nvfp4, RowsAreIndependent) {
     nvfp4_linear({.x = Tensor(x.data(), {1, kK}),
                   .weight = Tensor(codes.data() + first * kK / 2, {rows, kK / 2}),
                   .weight_scale = Tensor(scales.data() + first * kK / 16, {rows, kK / 16}),
-                  .y = Tensor(out, {1, rows})});
+                  .out = Tensor(out, {1, rows})});
   };
   run(0, kRows, y.data());
   for (std::int64_t row = 0; row < kRows; ++row) {
@@ -234,14 +234,14 @@ TEST(Nvfp4, GlobalsAtTheEndsOfFloat) {
                 .weight_scale = Tensor(scales.data(), {1, 1}),
                 .weight_global = Tensor(&smallest, {1}),
                 .global_is_reciprocal = true,
-                .y = Tensor(&y, {1, 1})});
+                .out = Tensor(&y, {1, 1})});
   EXPECT_EQ(y, 0.0F);
   const float nan = NAN;
   nvfp4_linear({.x = Tensor(x.data(), {1, 16}),
                 .weight = Tensor(codes.data(), {1, 8}),
                 .weight_scale = Tensor(scales.data(), {1, 1}),
                 .weight_global = Tensor(&nan, {1, 1}),
-                .y = Tensor(&y, {1, 1})});
+                .out = Tensor(&y, {1, 1})});
   EXPECT_TRUE(std::isnan(y));
 }
 
@@ -284,7 +284,7 @@ TEST(Nvfp4, InCZeroMeansOneAndNegativeZeroZero) {
   float c = NAN, x[16] = {};
   const Tensor a(codes.data(), {1, 8, 1}), sfa(scales.data(), {1, 1, 1}), out(&c, {1, 1, 1});
   hopwell_nvfp4_gemv_args args = {};
-  args.a = a, args.b = a, args.sfa = sfa, args.sfb = sfa, args.c = out;
+  args.a = a, args.b = a, args.sfa = sfa, args.sfb = sfa, args.out = out;
   args.alpha = 0;
   EXPECT_EQ(hopwell_nvfp4_gemv(&args, nullptr), HOPWELL_OK);
   EXPECT_EQ(c, 16.0F);
@@ -308,7 +308,7 @@ struct LinearInput {
   Bytes codes = Bytes(64), scales = Bytes(512);
   float global = 1;
   Tensor tx{x.data(), {2, 32}}, tw{codes.data(), {4, 16}}, ts{scales.data(), {4, 2}}, ty{y.data(), {2, 4}};
-  Nvfp4LinearArgs args{.x = tx, .weight = tw, .weight_scale = ts, .y = ty};
+  Nvfp4LinearArgs args{.x = tx, .weight = tw, .weight_scale = ts, .out = ty};
   void expect(const std::string& message) {
     expect_error([&] { nvfp4_linear(args); }, message);
     for (const float value : y) EXPECT_EQ(value, 5.0F);
@@ -361,9 +361,9 @@ TEST(Nvfp4BadInput, Linear) {
   {
     LinearInput in;
     const Tensor overlapping(in.y.data(), {2, 4}, {.strides = {0, 1}});
-    in.args.y = overlapping;
+    in.args.out = overlapping;
     in.expect(
-        "nvfp4_linear: y must be an output whose elements do not overlap; got strides that make them share memory");
+        "nvfp4_linear: out must be an output whose elements do not overlap; got strides that make them share memory");
   }
 }
 
@@ -373,7 +373,7 @@ TEST(Nvfp4BadInput, Gemv) {
   const Tensor a(codes.data(), {4, 8, 1}), b(codes.data(), {1, 8, 1}), sfa(scales.data(), {4, 1, 1}),
       sfb(scales.data(), {1, 1, 1});
   const Tensor out(c, {4, 1, 1});
-  const Nvfp4GemvArgs good{.a = a, .b = b, .sfa = sfa, .sfb = sfb, .c = out};
+  const Nvfp4GemvArgs good{.a = a, .b = b, .sfa = sfa, .sfb = sfb, .out = out};
   auto args = good;
   const Tensor three(codes.data(), {3, 8, 1});
   args.b = three;
@@ -387,9 +387,9 @@ TEST(Nvfp4BadInput, Gemv) {
   expect_error([&] { nvfp4_gemv(args); }, "nvfp4_gemv: a must be contiguous along K; got a stride of 2");
   args = good;
   const Tensor wide(c, {4, 2, 1}, {.strides = {1, 1, 1}});
-  args.c = wide;
+  args.out = wide;
   expect_error([&] { nvfp4_gemv(args); },
-               "nvfp4_gemv: c must be float32 or float16 or bfloat16 [M=4, 1, L=1]; got float32 [4, 2, 1]");
+               "nvfp4_gemv: out must be float32 or float16 or bfloat16 [M=4, 1, L=1]; got float32 [4, 2, 1]");
   for (const float value : c) EXPECT_EQ(value, 5.0F);
 }
 

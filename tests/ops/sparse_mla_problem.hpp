@@ -92,7 +92,7 @@ struct SparseMlaProblem {
             .indices = view(indices, {s_q, 1, topk}),
             .lse = view(lse, {s_q, h_q}),
             .sm_scale = 0.5F,
-            .attn = view(attn, {s_q, topk})};
+            .out = view(attn, {s_q, topk})};
   }
 
   std::deque<Tensor> views;

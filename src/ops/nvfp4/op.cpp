@@ -126,7 +126,7 @@ GemvProblem check(const Nvfp4GemvArgs& args) {
   p.sfb = check_batched_scales(check, "sfb", args.sfb, args.scale_layout, "N");
   check.finite("alpha", args.alpha);
   p.alpha = args.alpha;
-  p.c = check.output("c", args.c, kFloats, {"M", 1, "L"}, Layout::kAny);
+  p.c = check.output("out", args.out, kFloats, {"M", 1, "L"}, Layout::kAny);
   p.m = check["M"], p.l = check["L"];
   take_workspace(p, check, args);
   return p;
@@ -143,7 +143,7 @@ LinearProblem check(const Nvfp4LinearArgs& args) {
   p.global = check_global(check, "weight_global", args.weight_global, "weight_global_value", args.weight_global_value);
   p.global_is_reciprocal = args.global_is_reciprocal;
   p.bias = check.optional_input("bias", args.bias, {p.x.dtype}, {"N"}, Layout::kAny);
-  p.y = check.output("y", args.y, {p.x.dtype}, {"n", "N"});
+  p.y = check.output("out", args.out, {p.x.dtype}, {"n", "N"});
   p.n = check["n"], p.rows = check["N"];
   take_workspace(p, check, args);
   return p;
