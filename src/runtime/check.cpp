@@ -68,13 +68,19 @@ std::string Checker::to_string(double value) {
   return text;
 }
 
-void Checker::fail(std::string_view argument, const std::string& expected, const std::string& got) const {
-  throw Error(HOPWELL_INVALID_ARGUMENT,
-              operator_ + ": " + std::string(argument) + " must be " + expected + "; got " + got);
+void Checker::fail(std::string_view argument, std::string_view expected, std::string_view got) const {
+  std::string message(operator_);
+  message.append(": ").append(argument).append(" must be ").append(expected).append("; got ").append(got);
+  throw Error(HOPWELL_INVALID_ARGUMENT, message);
 }
 
-void Checker::rule(bool holds, const std::string& rule) const {
-  if (!holds) throw Error(HOPWELL_INVALID_ARGUMENT, operator_ + ": " + rule);
+void Checker::rule(bool holds, std::string_view rule) const {
+  if (!holds) throw Error(HOPWELL_INVALID_ARGUMENT, std::string(operator_).append(": ").append(rule));
+}
+
+const std::int64_t* Checker::find(std::string_view dim) const {
+  const auto at = std::find_if(dims_.begin(), dims_.end(), [&](const auto& bound) { return bound.first == dim; });
+  return at == dims_.end() ? nullptr : &at->second;
 }
 
 void Checker::finite(std::string_view argument, float value) const {
@@ -91,8 +97,8 @@ std::string Checker::expected(const DTypes& dtypes, const Shape* shape) const {
     if (dim.name == nullptr) {
       dims.push_back(std::to_string(dim.value));
     } else {
-      const auto bound = dims_.find(dim.name);
-      dims.push_back(bound == dims_.end() ? dim.name : dim.name + ("=" + std::to_string(bound->second)));
+      const std::int64_t* bound = find(dim.name);
+      dims.push_back(bound == nullptr ? dim.name : dim.name + ("=" + std::to_string(*bound)));
     }
   }
   return text + " [" + join(dims, ", ") + "]";
@@ -100,13 +106,16 @@ std::string Checker::expected(const DTypes& dtypes, const Shape* shape) const {
 
 void Checker::check_device(std::string_view name, const DLDevice& device) {
   const bool known = device.device_type == kDLCPU || device.device_type == kDLCUDA;
-  require(known, name, "on a cpu or cuda device", hopwell::to_string(device));
+  if (!known) fail(name, "on a cpu or cuda device", hopwell::to_string(device));
   if (device_owner_.empty()) {
     device_ = device;
     device_owner_ = name;
   }
   const bool same = device.device_type == device_.device_type && device.device_id == device_.device_id;
-  require(same, name, "on " + hopwell::to_string(device_) + " as " + device_owner_ + " is", hopwell::to_string(device));
+  if (!same) {
+    fail(name, "on " + hopwell::to_string(device_) + " as " + std::string(device_owner_) + " is",
+         hopwell::to_string(device));
+  }
 }
 
 View Checker::checked(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape* shape) {
@@ -120,16 +129,19 @@ View Checker::checked(std::string_view name, const DLTensor* tensor, const DType
        (shape == nullptr || static_cast<std::size_t>(tensor->ndim) == shape->size());
   // Names are bound only when the whole shape fits: a half-matched shape must not change what the error says is
   // expected.
-  auto dims = dims_;
+  const std::size_t bound_before = dims_.size();
   for (std::size_t i = 0; ok && i < static_cast<std::size_t>(tensor->ndim); ++i) {
     ok = tensor->shape[i] >= 0;
     if (!ok || shape == nullptr) continue;
     const Dim& dim = (*shape)[i];
-    ok = dim.name == nullptr ? tensor->shape[i] == dim.value
-                             : dims.emplace(dim.name, tensor->shape[i]).first->second == tensor->shape[i];
+    const std::int64_t* bound = dim.name == nullptr ? &dim.value : find(dim.name);
+    if (bound == nullptr)
+      dims_.emplace_back(dim.name, tensor->shape[i]);
+    else
+      ok = tensor->shape[i] == *bound;
   }
+  if (!ok) dims_.resize(bound_before);
   if (!ok) fail(name, expected(dtypes, shape), dtype_name(tensor->dtype) + " " + shape_string(*tensor));
-  dims_ = std::move(dims);
   std::copy(tensor->shape, tensor->shape + tensor->ndim, view.shape.begin());
   if (tensor->strides != nullptr) {
     std::copy(tensor->strides, tensor->strides + tensor->ndim, view.stride.begin());
@@ -150,14 +162,15 @@ void Checker::check_memory(std::string_view name, const DLTensor& tensor, const 
           "an address that is not");
   const auto last = static_cast<std::size_t>(std::max(view.ndim - 1, 0));
   if (layout == Layout::kRows && view.ndim > 0) {
-    require(view.stride[last] == 1 || view.shape[last] == 1, name, "contiguous in its last dimension",
-            "a stride of " + std::to_string(view.stride[last]));
+    if (view.stride[last] != 1 && view.shape[last] != 1)
+      fail(name, "contiguous in its last dimension", "a stride of " + std::to_string(view.stride[last]));
   }
   if (layout == Layout::kDense) {
     std::int64_t stride = 1;
     for (auto i = static_cast<std::size_t>(view.ndim); i-- > 0; stride *= view.shape[i]) {
-      require(view.stride[i] == stride || view.shape[i] == 1, name, "contiguous",
-              "a stride of " + std::to_string(view.stride[i]) + " in dimension " + std::to_string(i));
+      if (view.stride[i] != stride && view.shape[i] != 1)
+        fail(name, "contiguous",
+             "a stride of " + std::to_string(view.stride[i]) + " in dimension " + std::to_string(i));
     }
   }
   if (written)

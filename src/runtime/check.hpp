@@ -14,10 +14,10 @@
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
-#include <map>
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "runtime/dtype.hpp"
@@ -79,14 +79,14 @@ class Checker {
   View any_shape(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, Layout layout);
 
   // The size bound to a dimension name.
-  [[nodiscard]] std::int64_t operator[](const std::string& dim) const { return dims_.at(dim); }
-  void bind(const std::string& dim, std::int64_t size) { dims_.emplace(dim, size); }
+  [[nodiscard]] std::int64_t operator[](std::string_view dim) const { return *find(dim); }
+  void bind(const char* dim, std::int64_t size) { dims_.emplace_back(dim, size); }
 
   // Throws `operator: argument must be <expected>; got <got>` unless the condition holds.
   template <class Got>
-  void require(bool condition, std::string_view argument, const std::string& expected, const Got& got) const {
+  void require(bool condition, std::string_view argument, std::string_view expected, const Got& got) const {
     if (condition) return;
-    if constexpr (std::is_convertible_v<Got, std::string>)
+    if constexpr (std::is_convertible_v<Got, std::string_view>)
       fail(argument, expected, got);
     else
       fail(argument, expected, to_string(got));
@@ -95,16 +95,16 @@ class Checker {
   // An enumeration of an argument struct, with values 0 .. last. C callers can put any integer there, and loading one
   // that is none of its values as an Enum would be undefined.
   template <class Enum>
-  Enum choice(std::string_view argument, const Enum& given, Enum last, const std::string& expected) const {
+  Enum choice(std::string_view argument, const Enum& given, Enum last, std::string_view expected) const {
     std::int32_t value = 0;
     static_assert(sizeof value == sizeof given);
     std::memcpy(&value, &given, sizeof value);
     require(value >= 0 && value <= static_cast<std::int32_t>(last), argument, expected, value);
     return given;
   }
-  [[noreturn]] void fail(std::string_view argument, const std::string& expected, const std::string& got) const;
+  [[noreturn]] void fail(std::string_view argument, std::string_view expected, std::string_view got) const;
   // For rules between arguments: `operator: <rule>`.
-  void rule(bool holds, const std::string& rule) const;
+  void rule(bool holds, std::string_view rule) const;
 
   [[nodiscard]] DLDevice device() const { return device_; }
 
@@ -116,11 +116,13 @@ class Checker {
   View checked(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape* shape);
   void check_memory(std::string_view name, const DLTensor& tensor, const View& view, Layout layout, bool written) const;
   void check_device(std::string_view name, const DLDevice& device);
+  [[nodiscard]] const std::int64_t* find(std::string_view dim) const;  // null: not bound
 
-  std::string operator_;
-  std::map<std::string, std::int64_t> dims_;
+  // All names are literals of the caller's.
+  std::string_view operator_;
+  std::vector<std::pair<std::string_view, std::int64_t>> dims_;
   DLDevice device_{};
-  std::string device_owner_;  // the argument that set device_
+  std::string_view device_owner_;  // the argument that set device_
 };
 
 std::string to_string(const DLDevice& device);     // "cpu", "cuda:0"
