@@ -59,7 +59,7 @@ format: setup
 lint: build
 	@git ls-files '*.cpp' '*.hpp' '*.h' '*.cu' | xargs .venv/bin/clang-format --dry-run --Werror
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
-	@git ls-files 'src/*.cpp' 'cases/*.cpp' | xargs .venv/bin/clang-tidy -p build/cpu --quiet
+	@git ls-files 'src/*.cpp' 'cases/*.cpp' | xargs .venv/bin/clang-tidy -p build/$(PRESET) --quiet
 
 clean:
 	@rm -rf build dist

@@ -117,8 +117,8 @@ struct Output {
 // One operator call on concrete data.
 struct Instance {
   Instance() = default;
-  Instance(Instance&&) = default;  // moving keeps the addresses of the arrays; copying would not
-  Instance& operator=(Instance&&) = default;
+  Instance(Instance&&) noexcept = default;  // moving keeps the addresses of the arrays; copying would not
+  Instance& operator=(Instance&&) noexcept = default;
   std::deque<Array> arrays;  // a deque: outputs and closures point into it
   std::deque<Output> outputs;
   std::unique_ptr<Workspace> workspace = std::make_unique<Workspace>();

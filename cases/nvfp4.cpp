@@ -101,7 +101,9 @@ double Matrix::value(std::int64_t row, std::int64_t column, std::int64_t l) cons
   return e2m1_value(code(row, column, l)) * e4m3_value(scale(row, column / 16, l));
 }
 
-double Matrix::bytes() const { return static_cast<double>(std::max<std::int64_t>(batch, 1) * rows * (k / 2 + k / 16)); }
+double Matrix::bytes() const {
+  return static_cast<double>(std::max<std::int64_t>(batch, 1) * rows * k) * (1.0 / 2 + 1.0 / 16);
+}
 
 Tolerance nvfp4_tolerance(DType out) {
   // One unit in the last place of the exactly rounded result is at most one and a half of the exact one.

@@ -34,7 +34,8 @@ struct CachePosition {
 };
 
 std::vector<double> values(const Array* array) {
-  std::vector<double> all(array == nullptr ? 0 : static_cast<std::size_t>(array->size()));
+  if (array == nullptr) return {};
+  std::vector<double> all(static_cast<std::size_t>(array->size()));
   for (std::size_t i = 0; i < all.size(); ++i) all[i] = array->get(static_cast<std::int64_t>(i));
   return all;
 }
@@ -180,7 +181,7 @@ struct Reference {
     for (std::size_t j = 0; j < keys.size(); ++j) {
       const double p = std::exp(logits[j] - peak) / total;
       for (std::int64_t e = 0; e < c.d; ++e) {
-        const double product = p * at(v, v_at(*page(n, keys[j]), keys[j] % c.block, head, e));
+        const double product = p * at(v, v_at(page(n, keys[j]).value(), keys[j] % c.block, head, e));
         out.expected[static_cast<std::size_t>(to * c.d + e)] += product;
         out.magnitude[static_cast<std::size_t>(to * c.d + e)] += std::abs(product);
       }

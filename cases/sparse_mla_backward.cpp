@@ -107,8 +107,8 @@ void set_expected(Instance& instance, const Arrays& a) {
       continue;
     }
     Gradient& gradient = output.array == a.dq ? reference.dq : output.array == a.dkv ? reference.dkv : reference.d_sink;
-    output.expected = std::move(gradient.value);
-    output.magnitude = std::move(gradient.magnitude);
+    output.expected.swap(gradient.value);
+    output.magnitude.swap(gradient.magnitude);
   }
 }
 
