@@ -14,46 +14,56 @@ inline constexpr uint32_t kPanelBytes = kTileRows * kPanelColumns * 2;
 /// Where 16-byte chunk 0 to 7 of a row lies in a panel, in bytes. The panel is 1024-byte aligned.
 HOPWELL_DEVICE uint32_t swizzled(uint32_t row, uint32_t chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 
-/// The numbers of a tile's 64 rows: lane l of a warp holds those of rows l and l + 32. A negative one gives zeros.
+/// The numbers of a tile's 64 rows: lane l of a warp holds those of rows l and l + 32. One outside of [0, limit) gives
+/// zeros.
 struct RowNumbers {
   int low, high;
+  unsigned limit;
 };
 
-/// kWarps warps, of which this is number `part`, start copying a tile: row i is data + number · stride (elements),
-/// kColumns / 64 panels from `destination` on. data and stride are multiples of 16 bytes.
-template <int kColumns, int kWarps>
-HOPWELL_DEVICE void gather_rows(uint32_t destination, const arch::bf16* data, int64_t stride, RowNumbers numbers,
-                                int part) {
+/// A warp starts copying a tile: row i is data + number · stride (elements), kColumns / 64 panels from `destination`
+/// on. data and stride are multiples of 16 bytes, and all rows lie within 64 GiB.
+template <int kColumns>
+HOPWELL_DEVICE void gather_rows(uint32_t destination, const arch::bf16* data, int64_t stride, RowNumbers numbers) {
+  constexpr uint32_t kNone = 0xffffffff;
   const uint32_t lane = uint32_t(arch::lane_index()), chunk = lane % 8;  // unsigned: fewer registers for addresses
+  const uint32_t chunks = uint32_t(stride / 8);                          // of a row, so that offsets take one register
+  const uint32_t low = unsigned(numbers.low) < numbers.limit ? uint32_t(numbers.low) * chunks : kNone;
+  const uint32_t high = unsigned(numbers.high) < numbers.limit ? uint32_t(numbers.high) * chunks : kNone;
   HOPWELL_NO_UNROLL
-  for (uint32_t i = uint32_t(part); i < kTileRows / 4; i += kWarps) {
-    const uint32_t row = 4 * i + lane / 8;
-    const int number = arch::shuffle(i < kTileRows / 8 ? numbers.low : numbers.high, int(row));
-    const arch::bf16* source = data + (number < 0 ? 0 : number) * stride + 8 * chunk;
+  for (uint32_t i = 0; i < kTileRows / 4; ++i) {
+    const uint32_t row = 4 * i + lane / 8, offset = arch::shuffle(i < kTileRows / 8 ? low : high, int(row));
+    const bool valid = offset != kNone;
+    const arch::bf16* source = data + (valid ? uint64_t{offset} + chunk : 0) * 8;
     const uint32_t to = destination + swizzled(row, chunk);
     HOPWELL_UNROLL
     for (int panel = 0; panel < kColumns / kPanelColumns; ++panel)
-      arch::cp_async(to + uint32_t(panel) * kPanelBytes, source + panel * kPanelColumns, number < 0 ? 0 : 16);
+      arch::cp_async(to + uint32_t(panel) * kPanelBytes, source + panel * kPanelColumns, valid ? 16 : 0);
   }
 }
 
-/// The same for rows of any alignment, slowly.
-template <int kColumns, int kWarps>
-HOPWELL_DEVICE void copy_rows(uint32_t destination, const arch::bf16* data, int64_t stride, RowNumbers numbers,
-                              int part) {
+/// The same for rows of any alignment anywhere, slowly.
+template <int kColumns>
+HOPWELL_DEVICE void copy_rows(uint32_t destination, const arch::bf16* data, int64_t stride, RowNumbers numbers) {
   HOPWELL_NO_UNROLL
-  for (int row = part; row < kTileRows; row += kWarps) {
+  for (int row = 0; row < kTileRows; ++row) {
     const int number = arch::shuffle(row < 32 ? numbers.low : numbers.high, row);
     HOPWELL_NO_UNROLL
     for (int chunk = arch::lane_index(); chunk < kColumns / 8; chunk += 32) {
       arch::Words4 words{};
       HOPWELL_UNROLL
-      for (int i = 0; i < 8 && number >= 0; ++i)
+      for (int i = 0; i < 8 && unsigned(number) < numbers.limit; ++i)
         words.w[i / 2] |= uint32_t{data[number * stride + 8 * chunk + i].bits} << 16 * (i % 2);
       arch::store_shared_v4(
           destination + uint32_t(chunk / 8) * kPanelBytes + swizzled(uint32_t(row), uint32_t(chunk % 8)), words);
     }
   }
+}
+
+/// Whether gather_rows can take `rows` rows that lie `stride` elements apart: aligned, and within 64 GiB.
+inline bool can_gather(const void* data, int64_t rows, int64_t stride) {
+  return reinterpret_cast<uintptr_t>(data) % 16 == 0 &&
+         (rows <= 1 || (stride % 8 == 0 && rows * (stride / 8) < 0xffffffff));
 }
 
 }  // namespace hopwell::tile

@@ -34,10 +34,10 @@ using arch::bf16;
 
 struct Config {
   static constexpr int kKeys = 64, kHeads = 64, kStages = 3, kSums = 4, kThreads = 384;
-  static constexpr int kMathWarps = 8, kGatherWarps = 3;
-  static constexpr int kMathRegisters = 240, kOtherRegisters = 24;
+  static constexpr int kMathWarps = 8;
+  static constexpr int kMathRegisters[2] = {240, 208}, kOtherRegisters[2] = {24, 88};  // pairs of tiles, halves
 };
-enum WarpRole { kGather = Config::kMathWarps, kStore = kGather + Config::kGatherWarps };
+enum WarpRole { kGather = Config::kMathWarps, kStore = kGather + Config::kStages };
 
 template <int kDqk>
 struct SharedStorage {
@@ -62,15 +62,15 @@ struct Params {
 };
 
 // What a CTA does: for each of its queries, passes over the heads; in each, tiles of 64 heads' queries and tiles of
-// keys come through the ring. With kTurns one tile of heads serves both math warpgroups. Rows with nothing to do have
+// keys come through the ring. With kHalves one tile of heads serves both math warpgroups. Rows with nothing to do have
 // no items.
-template <bool kTurns>
+template <bool kHalves>
 struct Schedule {
-  static constexpr int kHeadTiles = kTurns ? 1 : 2;
+  static constexpr int kHeadTiles = kHalves ? 1 : 2;
   static HOPWELL_DEVICE int passes(const Params& p) { return (p.h_q + 127) / 128; }
-  // Even, for the math warpgroups work on pairs.
   static HOPWELL_DEVICE int key_tiles(const tile::Entries& e) {
-    return (e.length + 2 * Config::kKeys - 1) / (2 * Config::kKeys) * 2;
+    constexpr int kTogether = kHalves ? 1 : 2;  // without halves, the math warpgroups work on pairs of tiles
+    return (e.length + kTogether * Config::kKeys - 1) / (kTogether * Config::kKeys) * kTogether;
   }
 };
 
@@ -79,86 +79,51 @@ struct Schedule {
 // A tile that goes through the ring.
 struct Item {
   int query, pass, index;  // index in the pass: tiles of heads, then tiles of keys
+  bool parity;             // of how often its stage was free before
 };
 
 // Goes on to the first item at or after this one that exists, and gives its rows. Past the last query there is none.
-template <bool kTurns>
+template <bool kHalves>
 HOPWELL_DEVICE tile::RowNumbers settle(const Params& p, Item& item) {
   for (; item.query < p.s_q; item.query += arch::grid_size(), item.pass = 0) {
     const tile::Entries entries = tile::entries_of(p.selection, item.query);
-    const int tiles = Schedule<kTurns>::key_tiles(entries);
-    for (; tiles > 0 && item.pass < Schedule<kTurns>::passes(p); ++item.pass) {
-      const int key_tile = item.index - Schedule<kTurns>::kHeadTiles;
+    const int tiles = Schedule<kHalves>::key_tiles(entries);
+    for (; tiles > 0 && item.pass < Schedule<kHalves>::passes(p); ++item.pass) {
+      const int key_tile = item.index - Schedule<kHalves>::kHeadTiles;
       if (key_tile < 0) {
         const int head = 128 * item.pass + Config::kHeads * item.index + arch::lane_index();
-        return {head < p.h_q ? head : -1, head + 32 < p.h_q ? head + 32 : -1};
+        return {head, head + 32, unsigned(p.h_q)};
       }
       const int i = Config::kKeys * key_tile + arch::lane_index();
-      if (key_tile < tiles) return {entries.key(i), entries.key(i + 32)};
+      if (key_tile < tiles) return {entries.at(i), entries.at(i + 32), entries.visible};
       item.index = key_tile - tiles;
     }
   }
   return {};
 }
 
-// Starts the copies of this warp's rows of a tile.
-template <int kDqk, bool kTurns>
-HOPWELL_DEVICE void copy(const Params& p, const Item& item, tile::RowNumbers numbers, uint32_t to, int part) {
-  constexpr int kWarps = Config::kGatherWarps;
-  const bool heads = item.index < Schedule<kTurns>::kHeadTiles;
-  const bf16* q = p.q + item.query * p.q_stride_s;
-  if (!p.aligned)
-    tile::copy_rows<kDqk, kWarps>(to, heads ? q : p.kv, heads ? p.q_stride_h : p.kv_stride, numbers, part);
-  else if (heads)
-    tile::gather_rows<kDqk, kWarps>(to, q, p.q_stride_h, numbers, part);
-  else
-    tile::gather_rows<kDqk, kWarps>(to, p.kv, p.kv_stride, numbers, part);
-  arch::cp_async_commit();
-}
-
-// Waits for the oldest of `pending` tiles under way. The lanes that copied it fence it, and only then it is announced.
-template <int kDqk>
-HOPWELL_DEVICE void announce(SharedStorage<kDqk>& s, int stage, int pending) {
-  if (pending == 1)
-    arch::cp_async_wait<0>();
-  else if (pending == 2)
-    arch::cp_async_wait<1>();
-  else
-    arch::cp_async_wait<2>();
-  arch::fence_proxy_async();
-  arch::syncwarp();
-  if (arch::lane_index() == 0) arch::mbarrier_arrive(s.rows_full[stage]);
-}
-
-// Whether a stage is free, the same in all lanes. Does not wait if other tiles are `pending`.
-template <int kDqk>
-HOPWELL_DEVICE bool is_free(SharedStorage<kDqk>& s, int stage, uint32_t parity, int pending) {
-  if (pending > 0) {
-    const bool free = arch::lane_index() == 0 && arch::mbarrier_test_wait(s.rows_empty[stage], parity);
-    if (arch::ballot(free) == 0) return false;
-  }
-  arch::mbarrier_wait(s.rows_empty[stage], parity);
-  return true;
-}
-
-// The warps share out the rows of each tile. A stage that is free is filled at once; otherwise the oldest tile is seen
-// to.
-template <int kDqk, bool kTurns>
-HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, int part) {
-  Item item{arch::block_index(), 0, 0};
-  tile::RowNumbers numbers = settle<kTurns>(p, item);
-  int stage = 0, pending = 0;  // where the next tile goes; tiles under way
-  uint32_t parity = 1;
-  while (item.query < p.s_q || pending > 0) {
-    if (item.query < p.s_q && is_free(s, stage, parity, pending)) {
-      copy<kDqk, kTurns>(p, item, numbers, arch::shared_address(s.rows[stage]), part);
-      ++item.index, ++pending;
-      if (++stage == Config::kStages) stage = 0, parity ^= 1;
-      numbers = settle<kTurns>(p, item);  // loads the next indices under these copies
-    } else {
-      announce(s, (stage + Config::kStages - pending) % Config::kStages, pending);
-      --pending;
-    }
+// One warp serves one stage: its rows land, are fenced by the lanes that copied them, and only then announced.
+template <int kDqk, bool kHalves>
+HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, int stage) {
+  Item item{arch::block_index(), 0, stage, 1};
+  tile::RowNumbers numbers = settle<kHalves>(p, item);
+  for (; item.query < p.s_q; item.parity = !item.parity) {
+    arch::mbarrier_wait(s.rows_empty[stage], item.parity);
+    const uint32_t to = arch::shared_address(s.rows[stage]);
+    const bool heads = item.index < Schedule<kHalves>::kHeadTiles;
+    const bf16* q = p.q + item.query * p.q_stride_s;
+    if (!p.aligned)
+      tile::copy_rows<kDqk>(to, heads ? q : p.kv, heads ? p.q_stride_h : p.kv_stride, numbers);
+    else if (heads)
+      tile::gather_rows<kDqk>(to, q, p.q_stride_h, numbers);
+    else
+      tile::gather_rows<kDqk>(to, p.kv, p.kv_stride, numbers);
+    item.index += Config::kStages;
+    numbers = settle<kHalves>(p, item);  // loads the next indices under these copies
+    arch::cp_async_wait_all();
+    arch::fence_proxy_async();
+    arch::syncwarp();
+    if (arch::lane_index() == 0) arch::mbarrier_arrive(s.rows_full[stage]);
   }
 }
 
@@ -200,9 +165,9 @@ HOPWELL_DEVICE void load_q(uint32_t tile, uint32_t (&q)[kDqk / 16][4]) {
                                 tile::swizzled(row, uint32_t(step % 4 * 2) + lane / 16));
 }
 
-// Starts the scores of 64 heads and 64 keys.
-template <int kSteps>
-HOPWELL_DEVICE void start_scores(float (&scores)[32], const uint32_t (&q)[kSteps][4], uint32_t keys) {
+// Starts the scores of 64 heads and 64 or 32 keys.
+template <int kSize, int kSteps>
+HOPWELL_DEVICE void start_scores(float (&scores)[kSize], const uint32_t (&q)[kSteps][4], uint32_t keys) {
   constexpr uint64_t kOperand = arch::wgmma_descriptor({arch::Swizzle::bytes128, 16, 1024});
   const uint64_t b = arch::at_address(kOperand, keys);
   arch::wgmma_fence();
@@ -213,14 +178,14 @@ HOPWELL_DEVICE void start_scores(float (&scores)[32], const uint32_t (&q)[kSteps
   arch::wgmma_commit();
 }
 
-// Adds columns c[0 .. kWidth) and c[kWidth .. 2 kWidth) between lanes 2 kWidth apart; each keeps one half.
-template <int kWidth>
-HOPWELL_DEVICE void share_columns(float (&c)[16]) {
-  const bool upper = arch::lane_index() & 2 * kWidth;
+// Lanes `distance` apart add their 2 kWidth columns; each keeps the sums of one half.
+template <int kWidth, int kSize>
+HOPWELL_DEVICE void share_columns(float (&c)[kSize], int distance) {
+  const bool upper = arch::lane_index() & distance;
   HOPWELL_UNROLL
   for (int e = 0; e < kWidth; ++e) {
     const float keep = upper ? c[e + kWidth] : c[e], send = upper ? c[e] : c[e + kWidth];
-    c[e] = keep + arch::shuffle_xor(send, 2 * kWidth);
+    c[e] = keep + arch::shuffle_xor(send, distance);
   }
 }
 
@@ -237,25 +202,28 @@ HOPWELL_DEVICE Lse load_lse(const Params& p, int64_t query, int first_head) {
           head + 8 < p.h_q ? row[(head + 8) * p.lse_stride_h] * kLog2E : INFINITY};
 }
 
-// exp2 of a warp's [16 heads][64 keys], summed over the heads, handed to the store warp.
-template <int kDqk>
-HOPWELL_DEVICE void add_heads(const Params& p, SharedStorage<kDqk>& s, const float (&scores)[32], Lse lse, int key_tile,
-                              int slot_warp) {
+// exp2 of a warp's [16 heads][64 or 32 keys], summed over the heads, handed to the store warp.
+template <int kDqk, int kSize>
+HOPWELL_DEVICE void add_heads(const Params& p, SharedStorage<kDqk>& s, const float (&scores)[kSize], Lse lse,
+                              int key_tile) {
   const int lane = arch::lane_index(), slot = key_tile % Config::kSums;
-  float c[16];
+  float c[kSize / 2];
   HOPWELL_UNROLL
-  for (int i = 0; i < 16; ++i) {
+  for (int i = 0; i < kSize / 2; ++i) {
     const int at = i / 2 * 4 + i % 2;
     c[i] = arch::exp2_approx(scores[at] * p.scale_log2 - lse.low) +
            arch::exp2_approx(scores[at + 2] * p.scale_log2 - lse.high);
   }
-  share_columns<8>(c);
-  share_columns<4>(c);
-  share_columns<2>(c);
+  share_columns<kSize / 4>(c, 16);
+  share_columns<kSize / 8>(c, 8);
+  share_columns<kSize / 16>(c, 4);
   arch::mbarrier_wait(s.sums_empty[slot], uint32_t(key_tile / Config::kSums & 1) ^ 1);
+  constexpr int kOwn = kSize / 16;  // neighbouring keys of a lane
   const int group = lane / 16 * 4 + lane / 8 % 2 * 2 + lane / 4 % 2;
-  float* sums = &s.sums[slot][slot_warp][8 * group + lane % 4 * 2];
-  sums[0] = c[0], sums[1] = c[1];
+  float* sums = s.sums[slot][arch::warp_index()] +
+                (kOwn == 2 ? 8 * group + lane % 4 * 2 : group / 2 * 8 + lane % 4 * 2 + group % 2);
+  HOPWELL_UNROLL
+  for (int i = 0; i < kOwn; ++i) sums[i] = c[i];
   arch::syncwarp();
   if (lane == 0) arch::mbarrier_arrive(s.sums_full[slot]);
 }
@@ -263,9 +231,8 @@ HOPWELL_DEVICE void add_heads(const Params& p, SharedStorage<kDqk>& s, const flo
 // All key tiles of one query by both warpgroups, two at a time: the second product runs under the exponentials of the
 // first, and the other warpgroup's products under those of the second.
 template <int kDqk>
-HOPWELL_DEVICE void sum_together(const Params& p, SharedStorage<kDqk>& s, const uint32_t (&q)[kDqk / 16][4], Lse lse,
-                                 Ring ring, int tiles) {
-  const int warp = arch::warp_index();
+HOPWELL_DEVICE void sum_pairs(const Params& p, SharedStorage<kDqk>& s, const uint32_t (&q)[kDqk / 16][4], Lse lse,
+                              Ring ring, int tiles) {
   HOPWELL_NO_UNROLL
   for (int tile = 0; tile < tiles; tile += 2) {
     float even[32], odd[32];
@@ -273,52 +240,49 @@ HOPWELL_DEVICE void sum_together(const Params& p, SharedStorage<kDqk>& s, const 
     start_scores(odd, q, wait_for_rows(s, ring.item + tile + 1));
     arch::wgmma_wait<1>(even);
     release_rows(s, ring.item + tile);
-    add_heads(p, s, even, lse, ring.key_tile + tile, warp);
+    add_heads(p, s, even, lse, ring.key_tile + tile);
     arch::wgmma_wait<0>(odd);
     release_rows(s, ring.item + tile + 1);
-    add_heads(p, s, odd, lse, ring.key_tile + tile + 1, warp);
+    add_heads(p, s, odd, lse, ring.key_tile + tile + 1);
   }
 }
 
-// The same with every second key tile for either warpgroup, which hold the same heads.
+// All key tiles of one query, half of the keys by either warpgroup; both hold the same heads. A tile is done in half
+// the time, so that its stage is soon free: the gather is what takes longest.
 template <int kDqk>
-HOPWELL_DEVICE void sum_in_turns(const Params& p, SharedStorage<kDqk>& s, const uint32_t (&q)[kDqk / 16][4], Lse lse,
-                                 Ring ring, int tiles, int group) {
+HOPWELL_DEVICE void sum_halves(const Params& p, SharedStorage<kDqk>& s, const uint32_t (&q)[kDqk / 16][4], Lse lse,
+                               Ring ring, int tiles, int group) {
   HOPWELL_NO_UNROLL
   for (int tile = 0; tile < tiles; ++tile) {
-    if (tile % 2 != group) {
-      pass_rows(s, ring.item + tile);
-      continue;
-    }
-    float scores[32];
-    start_scores(scores, q, wait_for_rows(s, ring.item + tile));
+    float scores[16];
+    start_scores(scores, q, wait_for_rows(s, ring.item + tile) + uint32_t(group) * (Config::kKeys / 2) * 128);
     arch::wgmma_wait<0>(scores);
     release_rows(s, ring.item + tile);
-    add_heads(p, s, scores, lse, ring.key_tile + tile, arch::warp_index() % 4);
+    add_heads(p, s, scores, lse, ring.key_tile + tile);
   }
 }
 
-template <int kDqk, bool kTurns>
+template <int kDqk, bool kHalves>
 HOPWELL_DEVICE void math(const Params& p, SharedStorage<kDqk>& s, int group) {
-  constexpr int kHeadTiles = Schedule<kTurns>::kHeadTiles;
+  constexpr int kHeadTiles = Schedule<kHalves>::kHeadTiles;
   Ring ring;
   HOPWELL_NO_UNROLL
   for (int64_t query = arch::block_index(); query < p.s_q; query += arch::grid_size()) {
-    const int tiles = Schedule<kTurns>::key_tiles(tile::entries_of(p.selection, query));
+    const int tiles = Schedule<kHalves>::key_tiles(tile::entries_of(p.selection, query));
     HOPWELL_NO_UNROLL
-    for (int pass = 0; pass < Schedule<kTurns>::passes(p) && tiles > 0; ++pass) {
-      const int head_tile = kTurns ? 0 : group;
+    for (int pass = 0; pass < Schedule<kHalves>::passes(p) && tiles > 0; ++pass) {
+      const int head_tile = kHalves ? 0 : group;
       const Lse lse = load_lse(p, query, 128 * pass + Config::kHeads * head_tile);
       uint32_t q[kDqk / 16][4];
       if (head_tile == 1) pass_rows(s, ring.item);
       load_q<kDqk>(wait_for_rows(s, ring.item + head_tile), q);
       release_rows(s, ring.item + head_tile);
-      if (!kTurns && head_tile == 0) pass_rows(s, ring.item + 1);
+      if (!kHalves && head_tile == 0) pass_rows(s, ring.item + 1);
       ring.item += kHeadTiles;
-      if constexpr (kTurns)
-        sum_in_turns(p, s, q, lse, ring, tiles, group);
+      if constexpr (kHalves)
+        sum_halves(p, s, q, lse, ring, tiles, group);
       else
-        sum_together(p, s, q, lse, ring, tiles);
+        sum_pairs(p, s, q, lse, ring, tiles);
       ring.item += tiles, ring.key_tile += tiles;
     }
   }
@@ -327,39 +291,44 @@ HOPWELL_DEVICE void math(const Params& p, SharedStorage<kDqk>& s, int group) {
 // ---- store ----------------------------------------------------------------------------------------------------------
 
 // The sum over all heads of the pass for key `lane` + 32 · half of a tile.
-template <int kWarps>
+template <bool kHalves>
 HOPWELL_DEVICE float sum_of(const float (&sums)[Config::kMathWarps][Config::kKeys], int half) {
+  constexpr int kWarps = kHalves ? Config::kMathWarps / 2 : Config::kMathWarps;
   float sum = 0;
   HOPWELL_UNROLL
-  for (int warp = 0; warp < kWarps; ++warp) sum += sums[warp][32 * half + arch::lane_index()];
+  for (int warp = 0; warp < kWarps; ++warp)
+    sum += kHalves ? sums[kWarps * half + warp][arch::lane_index()] : sums[warp][32 * half + arch::lane_index()];
   return sum;
 }
 
-template <int kDqk, bool kTurns>
+template <int kDqk, bool kHalves>
 HOPWELL_DEVICE void store(const Params& p, SharedStorage<kDqk>& s) {
-  constexpr int kWarps = kTurns ? Config::kMathWarps / 2 : Config::kMathWarps;
   const int lane = arch::lane_index(), topk = p.selection.topk;
   int count = 0;  // key tiles so far
   HOPWELL_NO_UNROLL
   for (int query = arch::block_index(); query < p.s_q; query += arch::grid_size()) {
     const tile::Entries entries = tile::entries_of(p.selection, query);
-    const int tiles = Schedule<kTurns>::key_tiles(entries);
+    const int tiles = Schedule<kHalves>::key_tiles(entries);
     float* row = p.attn + query * p.attn_stride;
-    for (int i = lane; i < topk; i += 32) row[i] = 0;
     float total = 0;
+    int low = entries.at(lane), high = entries.at(lane + 32);
     HOPWELL_NO_UNROLL
-    for (int tile = 0; tile < tiles * Schedule<kTurns>::passes(p); ++tile, ++count) {
-      const int slot = count % Config::kSums, i = Config::kKeys * (tile % tiles) + lane;
-      const bool low = entries.key(i) >= 0, high = entries.key(i + 32) >= 0;
+    for (int step = 0; step < tiles * Schedule<kHalves>::passes(p); ++step, ++count) {
+      const int slot = count % Config::kSums, i = step % tiles * Config::kKeys + lane;
+      const bool first = entries.counts(low), second = entries.counts(high);
+      const int next = (step + 1) % tiles * Config::kKeys + lane;
+      low = entries.at(next), high = entries.at(next + 32);  // a tile ahead: the load takes as long as a tile
       arch::mbarrier_wait(s.sums_full[slot], uint32_t(count / Config::kSums & 1));
-      const float first = low ? sum_of<kWarps>(s.sums[slot], 0) : 0,
-                  second = high ? sum_of<kWarps>(s.sums[slot], 1) : 0;
+      const float earlier[2] = {step < tiles || !first ? 0 : row[i], step < tiles || !second ? 0 : row[i + 32]};
+      const float sums[2] = {first ? sum_of<kHalves>(s.sums[slot], 0) : 0,
+                             second ? sum_of<kHalves>(s.sums[slot], 1) : 0};
       arch::syncwarp();
       if (lane == 0) arch::mbarrier_arrive(s.sums_empty[slot]);
-      if (low) row[i] += first;
-      if (high) row[i + 32] += second;
-      total += first + second;
+      if (i < topk) row[i] = earlier[0] + sums[0];
+      if (i + 32 < topk) row[i + 32] = earlier[1] + sums[1];
+      total += sums[0] + sums[1];
     }
+    for (int i = tiles * Config::kKeys + lane; i < topk; i += 32) row[i] = 0;
     if (!p.normalize_l1) continue;
     HOPWELL_UNROLL
     for (int distance = 16; distance > 0; distance /= 2) total += arch::shuffle_xor(total, distance);
@@ -369,31 +338,31 @@ HOPWELL_DEVICE void store(const Params& p, SharedStorage<kDqk>& s) {
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
-template <int kDqk, bool kTurns>
+template <int kDqk, bool kHalves>
 __global__ void __launch_bounds__(Config::kThreads, 1) kernel(const __grid_constant__ Params p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<SharedStorage<kDqk>>();
   if (arch::thread_index() == 0) {
     for (int i = 0; i < Config::kStages; ++i) {
-      arch::mbarrier_init(s.rows_full[i], Config::kGatherWarps);
+      arch::mbarrier_init(s.rows_full[i], 1);
       arch::mbarrier_init(s.rows_empty[i], Config::kMathWarps);
     }
     for (int i = 0; i < Config::kSums; ++i) {
-      arch::mbarrier_init(s.sums_full[i], kTurns ? Config::kMathWarps / 2 : Config::kMathWarps);
+      arch::mbarrier_init(s.sums_full[i], Config::kMathWarps);
       arch::mbarrier_init(s.sums_empty[i], 1);
     }
   }
   arch::syncthreads();
   const int group = arch::warpgroup_index(), warp = arch::warp_index();
   if (group < 2) {
-    arch::setmaxnreg_inc<Config::kMathRegisters>();
-    math<kDqk, kTurns>(p, s, group);
+    arch::setmaxnreg_inc<Config::kMathRegisters[kHalves]>();
+    math<kDqk, kHalves>(p, s, group);
   } else {
-    arch::setmaxnreg_dec<Config::kOtherRegisters>();
+    arch::setmaxnreg_dec<Config::kOtherRegisters[kHalves]>();
     if (warp == kStore)
-      store<kDqk, kTurns>(p, s);
+      store<kDqk, kHalves>(p, s);
     else
-      gather<kDqk, kTurns>(p, s, warp - kGather);
+      gather<kDqk, kHalves>(p, s, warp - kGather);
   }
 #endif
 }
@@ -408,11 +377,6 @@ runtime::Support supports(const Problem& p) {
 }
 
 Params params_of(const Problem& problem) {
-  const auto aligned = [](const View& v, std::size_t dims) {
-    bool ok = reinterpret_cast<std::uintptr_t>(v.data) % 16 == 0;
-    for (std::size_t i = 0; i < dims; ++i) ok &= v.shape[i] <= 1 || v.stride[i] % 8 == 0;
-    return ok;
-  };
   Params p{};
   p.selection = tile::params_of(problem.selection);
   p.q = problem.q.as<const bf16>();
@@ -423,28 +387,29 @@ Params params_of(const Problem& problem) {
   p.lse_stride_s = problem.lse.stride[0], p.lse_stride_h = problem.lse.stride[1],
   p.attn_stride = problem.attn.stride[0];
   p.s_q = static_cast<int>(problem.s_q), p.h_q = static_cast<int>(problem.h_q);
-  p.aligned = aligned(problem.q, 2) && aligned(problem.kv, 1);
+  p.aligned = tile::can_gather(p.q, problem.h_q, p.q_stride_h) && tile::can_gather(p.kv, problem.s_kv, p.kv_stride) &&
+              (p.s_q <= 1 || p.q_stride_s % 8 == 0);
   p.normalize_l1 = problem.normalize_l1;
   p.scale_log2 = problem.sm_scale * 1.44269504088896F;
   return p;
 }
 
-template <int kDqk, bool kTurns>
+template <int kDqk, bool kHalves>
 void start(const Problem& problem, Stream stream) {
   const int ctas = runtime::multiprocessors(problem.device.device_id);
   const arch::LaunchShape shape{.grid = {static_cast<std::uint32_t>(std::min<std::int64_t>(problem.s_q, ctas))},
                                 .threads = Config::kThreads,
                                 .shared_bytes = sizeof(SharedStorage<kDqk>)};
-  runtime::launch("attention_distribution", kernel<kDqk, kTurns>, shape, stream, params_of(problem));
+  runtime::launch("attention_distribution", kernel<kDqk, kHalves>, shape, stream, params_of(problem));
 }
 
 void launch(const Problem& problem, Stream stream) {
   if (problem.s_q == 0 || problem.topk == 0) return;
-  const bool turns = problem.h_q <= Config::kHeads;
+  const bool halves = problem.h_q <= Config::kHeads;
   if (problem.d_qk == 576)
-    turns ? start<576, true>(problem, stream) : start<576, false>(problem, stream);
+    halves ? start<576, true>(problem, stream) : start<576, false>(problem, stream);
   else
-    turns ? start<512, true>(problem, stream) : start<512, false>(problem, stream);
+    halves ? start<512, true>(problem, stream) : start<512, false>(problem, stream);
 }
 
 const runtime::Registration<Problem> backend{
