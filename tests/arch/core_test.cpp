@@ -70,6 +70,35 @@ TEST(Shadow, NeighbouringHalvesAreRememberedApart) {
   EXPECT_TRUE(cell.writes[1].empty());
 }
 
+// 16 bytes are one cell until a part of them is touched alone, and again once all of them have been written.
+TEST(Shadow, SixteenBytesSplitAndJoin) {
+  emu::SharedShadow shadow;
+  shadow.reset(64);
+  const auto cells = [&](uint32_t begin, uint32_t bytes, bool write, emu::Epoch epoch) {
+    std::vector<std::pair<uint32_t, int>> visited;
+    shadow.visit(begin, bytes, write, [&](emu::SharedCell& cell, uint32_t offset, uint8_t mask) {
+      visited.emplace_back(offset, mask);
+      if (write) remember_write(cell, epoch, mask, emu::Proxy::generic);
+    });
+    return visited;
+  };
+  const auto writers = [&](uint32_t begin, uint32_t bytes) {
+    std::vector<int> agents;
+    shadow.visit(begin, bytes, false,
+                 [&](emu::SharedCell& cell, uint32_t, uint8_t) { agents.push_back(cell.writes[0].agent); });
+    return agents;
+  };
+  using Visited = std::vector<std::pair<uint32_t, int>>;
+  EXPECT_EQ(cells(16, 32, true, {1, 7, 0}), (Visited{{16, 15}, {32, 15}}));
+  EXPECT_EQ(cells(18, 4, true, {1, 8, 0}), (Visited{{16, 12}, {20, 3}}));
+  EXPECT_EQ(writers(16, 32), (std::vector<int>{7, 7, 7, 7, 7}));  // bytes of 8 are a second write of two cells
+  EXPECT_EQ(cells(20, 4, true, {1, 9, 0}), (Visited{{20, 15}}));
+  EXPECT_EQ(writers(16, 16), (std::vector<int>{7, 9, 7, 7}));
+  EXPECT_EQ(cells(16, 16, true, {2, 5, 0}), (Visited{{16, 15}, {20, 15}, {24, 15}, {28, 15}}));
+  EXPECT_EQ(writers(16, 16), std::vector<int>{5});
+  EXPECT_EQ(cells(3, 10, false, {}), (Visited{{0, 8}, {4, 15}, {8, 15}, {12, 1}}));
+}
+
 // ---- ordinary accesses and the CTA barrier --------------------------------------------------------------------------
 
 void rotate(bool barrier, uint32_t* out) {
