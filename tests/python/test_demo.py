@@ -182,7 +182,12 @@ def test_sizes_of_the_gpu_run_in_bfloat16(tmp_path: Path) -> None:
 
 def test_interrupted_by_the_user(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "train_dsa_lm.py"), "--quick", "--steps", "3000"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+
+    def heed_interrupts() -> None:  # a shell starts background jobs with interrupts ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, preexec_fn=heed_interrupts, **pipes) as process:
         assert process.stdout is not None
         while "dense" not in process.stdout.readline():
             assert process.poll() is None
