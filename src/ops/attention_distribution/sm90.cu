@@ -2,19 +2,18 @@
 //
 //     attn[s,i] = Σ_h exp2(score[s,h,i] · scale_log2 − lse[s,h] · log2 e)          0 where entry i does not count
 //
-// Tile      one query, 64 keys, and 128 heads (two math warpgroups with 64 each) or, up to 64 heads, 64 heads and two
-// tiles
-//           of keys (the warpgroups take turns). More heads: 128 at a time, one after another.
+// Tile      one query, 64 keys, and 128 heads, 64 for each math warpgroup; or up to 64 heads, and 32 keys for each of them.
+//           More heads: 128 at a time, one after another.
 // Roles     warpgroups 0, 1   math     queries in registers, as A fragments; scores, exp2, sums over their heads
-//           warps 8, 9, 10    gather   rows of keys, and the queries, by cp.async into a ring of three stages
+//           warps 8, 9, 10    gather   one stage of the ring each: rows of keys, and the queries, by cp.async
 //           warp 11           store    adds the warps' sums in a fixed order, writes, normalises
 //           CTAs are persistent: query blockIdx.x, then every gridDim.x-th.
 // Timeline  gather   Q0 │ Q1 │ K0 │ K1 ▓▓ │ K2 ▓▓ │ K3 ▓▓ │ …                    stages 0 1 2 0 1 2 …
-//           math 0   ldmatrix Q0 │ S0 ▓▓▓▓▓▓│ S1 ▓▓▓▓▓▓▓▓▓▓│ S2 ▓▓▓▓▓▓▓▓▓▓│ …      always one product in flight …
-//                                           │ exp Σ S0 │   │ exp Σ S1 │   │ …    … under the exponentials of the last
-//           store                                       a0              a1
+//           math 0   ldmatrix Q0 │ S0 ▓▓▓▓│ S1 ▓▓▓▓▓▓▓▓▓▓│          │ S2 ▓▓▓▓│ …   a pair of tiles ends together; the other
+//                                         │ exp Σ S0 │   │ exp Σ S1 │              warpgroup's products fill the gap
+//           store                                    a0              a1
 // Budget    shared: 3 × 64 × 1,152 rows + 4 × 8 × 64 × 4 sums + 112 barriers = 229,488 B
-//           registers: math 144 of Q + 2 × 32 scores + ~30 (240); gather and store 24
+//           registers: math 144 of Q + 2 × 32 scores + ~30 (240), gather and store 24; up to 64 heads 208 and 88
 // Bound     128 heads: tensor pipe; 64: the gather, 73,728 B for every 64 keys
 // Order     Nothing is added in an order that depends on time: same inputs, same bits.
 #include <cmath>
