@@ -2,8 +2,8 @@
 //
 //     P  = exp2(Q Kᵀ · sm_scale · log2e − lse'·log2e)      lse' = log(exp(lse) + exp(attn_sink))
 //     dS = P (dO Vᵀ − delta) sm_scale                      V = K[:, :512], delta = Σ_d out · d_out
-//     dQ = dS K        dKV[keys] += dSᵀ Q, and Pᵀ dO to the first 512 columns        d_sink = −Σ_s exp(sink − lse')
-//     delta
+//     dQ = dS K            dKV[keys] += dSᵀ Q, and Pᵀ dO to the first 512 columns
+//     d_sink = −Σ_s exp(attn_sink − lse') delta
 //
 // Tile      one query, 64 heads, 64 keys a step; d_qk 576 or 512. Operands lie in panels of 64 columns, 128B-swizzled.
 // Roles     warpgroup 0  S → P    │ both: half of dQ's columns in registers, the same columns of the next keys by
@@ -22,280 +22,16 @@
 #include <algorithm>
 #include <cmath>
 
-#include "arch/sm80/async_copy.hpp"
-#include "arch/sm90/cluster.hpp"
-#include "arch/sm90/wgmma.hpp"
 #include "ops/sparse_mla_backward/op.hpp"
 #include "ops/sparse_mla_backward/sm90_passes.hpp"
+#include "ops/sparse_mla_backward/sm90_tile.hpp"
 
 namespace hopwell::ops::sparse_mla_backward {
 namespace {
 
-using arch::Major;
-
-struct Config {
-  static constexpr int kHeads = 64, kKeys = 64, kDv = 512, kThreads = 384, kWarps = kThreads / 32;
-  static constexpr int kPanelsV = kDv / 64;
-  static constexpr uint32_t kPanel = 64 * 128;  // bytes: 64 rows of 64 columns
-  static constexpr int kScoreRegisters = 208, kScatterRegisters = 88;
-  static constexpr int kPanelsBeside = 2;  // of dKV, that each score warpgroup takes while its keys come
-  static constexpr float kLargestExponent = 64;
-};
-static_assert(2 * Config::kScoreRegisters + Config::kScatterRegisters <= 65536 / 128);
-
-struct Panel {
-  alignas(1024) bf16 x[64][64];
-};
-
-template <int kDqk>
-struct SharedStorage {
-  static constexpr int kPanels = kDqk / 64;
-  Panel q[kPanels], d_out[Config::kPanelsV], keys[kPanels], p, ds;
-  float shift[Config::kHeads];  // log2(e) lse', or log2(e) lse with attn
-  float kept[Config::kHeads];   // exp(lse − lse')
-  float delta[Config::kHeads];  // times sm_scale
-  float head_sums[4][Config::kKeys];
-  int last_valid[Config::kWarps];
-  float units;  // of the fixed point, in 1
-};
-static_assert(sizeof(SharedStorage<576>) <= arch::sm90::kMaxSharedBytes);
-
-enum NamedBarrier : int { kKeysFull = 1, kPFull, kDsFull, kPdsFull, kPdsEmpty, kHeadSums, kHalf0, kHalf1 };
-
-struct Params {
-  tile::SelectionParams selection;
-  const bf16 *q, *kv;       // [s_q, h_q, d_qk], [s_kv, d_qk]
-  const bf16 *out, *d_out;  // [s_q, h_q, 512]
-  const float *lse, *sink;  // [s_q, h_q], [h_q] or null
-  bf16* dq;                 // [s_q, h_q, d_qk], or null
-  float* dkv;               // [s_kv, d_qk], added to; or null
-  int64_t* fixed_dkv;       // the same in fixed point, columns at fixed_position; or null
-  KeyState* state;          // [s_kv], with fixed_dkv
-  const FixedPoint* fixed;
-  float* attn;         // [s_q, topk], added to; or null
-  uint32_t* progress;  // steps that all CTAs have made; or null: they are not kept in step
-  float* sink_parts;   // [s_q, h_q]: what each query adds to d_sink; or null
-  int64_t q_stride_s, q_stride_h, out_stride_s, out_stride_h, d_out_stride_s, d_out_stride_h;  // elements
-  int64_t lse_stride_s, lse_stride_h, sink_stride, dq_stride_s, dq_stride_h, attn_stride;
-  int kv_stride, dkv_stride;
-  int h_q, first_head, head_blocks, log2_sums, wave;  // wave: CTAs that run at the same time
-  float sm_scale, scale_log2;                         // and sm_scale · log2(e)
-};
-
-// Where this CTA is: head blocks of one query are neighbours, so that they share its keys in L2.
-struct Place {
-  int query, first_head;
-};
-HOPWELL_DEVICE Place place_of(const Params& p) {
-  const int block = arch::block_index();
-  return {block / p.head_blocks, p.first_head + block % p.head_blocks * Config::kHeads};
-}
-
 #if HOPWELL_HAS_SM90A
 
-constexpr uint64_t kByK = arch::wgmma_descriptor({arch::Swizzle::bytes128, 16, 1024}),
-                   kByMn = arch::wgmma_descriptor({arch::Swizzle::bytes128, Config::kPanel, 1024}),
-                   kMiddleByK = arch::wgmma_descriptor({arch::Swizzle::bytes64, 16, 512}),
-                   kMiddleByMn = arch::wgmma_descriptor({arch::Swizzle::bytes64, Config::kPanel / 2, 512});
-
-// Byte offset of 16-byte chunk 0 to 7 of a row in a panel, and in the middle panel of the keys: d_qk 576 has nine
-// panels, the halves of dQ four and a half, and an operand must begin where its swizzle does.
-HOPWELL_DEVICE uint32_t swizzled(int row, int chunk) { return uint32_t(row * 128 + ((chunk ^ (row & 7)) << 4)); }
-HOPWELL_DEVICE uint32_t swizzled_middle(int row, int chunk) {
-  return uint32_t(chunk / 4 * 4096 + row * 64 + ((chunk % 4 ^ (row >> 1 & 3)) << 4));
-}
-template <int kDqk>
-constexpr bool has_middle() {
-  return kDqk / 64 % 2 == 1;
-}
-
-// ---- keys
-// ------------------------------------------------------------------------------------------------------------
-
-// The keys of four rows: thread t of a warpgroup copies 16-byte chunk t % 8 of rows t / 8 + 16 m.
-HOPWELL_DEVICE void load_keys(int (&keys)[4], const Entries& entries, int step, int t) {
-  HOPWELL_UNROLL
-  for (int m = 0; m < 4; ++m) keys[m] = entries.key(step * Config::kKeys + t / 8 + 16 * m);
-}
-
-// Starts the copies of one half of the columns of 64 keys: four panels, and half of the one in the middle if there is.
-template <int kDqk, int kHalf>
-HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, const int (&keys)[4], int t) {
-  constexpr int kPanels = kDqk / 64, kFirst = kHalf == 0 ? 0 : kPanels - 4;
-  const int chunk = t & 7;
-  HOPWELL_UNROLL
-  for (int m = 0; m < 4; ++m) {
-    const int bytes = keys[m] < 0 ? 0 : 16;
-    const bf16* source = p.kv + (keys[m] < 0 ? 0 : int64_t{keys[m]} * p.kv_stride) + 8 * chunk;
-    const int row = t / 8 + 16 * m;
-    const uint32_t destination = arch::shared_address(s.keys);
-    HOPWELL_UNROLL
-    for (int panel = kFirst; panel < kFirst + 4; ++panel)
-      arch::cp_async(destination + uint32_t(panel) * Config::kPanel + swizzled(row, chunk), source + 64 * panel, bytes);
-    if (has_middle<kDqk>() && chunk / 4 == kHalf)
-      arch::cp_async(destination + 4 * Config::kPanel + swizzled_middle(row, chunk), source + 64 * 4, bytes);
-  }
-}
-
-// ---- products
-// ----------------------------------------------------------------------------------------------------------
-
-// acc [64 heads][64 keys] = A · keysᵀ over kPanels panels.
-template <int kPanels, bool kMiddle>
-HOPWELL_DEVICE void multiply_scores(float (&acc)[32], const Panel* a, const Panel* keys) {
-  const uint64_t left = arch::at_address(kByK, arch::shared_address(a)),
-                 right = arch::at_address(kByK, arch::shared_address(keys)),
-                 middle = arch::at_address(kMiddleByK, arch::shared_address(&keys[4]));
-  HOPWELL_UNROLL
-  for (int step = 0; step < 4 * kPanels; ++step) {
-    const uint64_t offset = (uint32_t(step / 4) * Config::kPanel + uint32_t(step % 4) * 32) >> 4;
-    if (kMiddle && step / 4 == 4)
-      arch::wgmma_ss(acc, left + offset, middle + uint64_t(step % 4 / 2 * 256 + step % 2 * 2), true);
-    else
-      arch::wgmma_ss(acc, left + offset, right + offset, step > 0);
-  }
-}
-
-// dq [64 heads][half of d_qk] += dS · keys: the columns that `gather` copies for this half.
-template <int kDqk, int kHalf>
-HOPWELL_DEVICE void multiply_dq(float (&dq)[128], float (&middle)[16], const SharedStorage<kDqk>& s) {
-  constexpr int kPanels = kDqk / 64;
-  constexpr arch::WgmmaOptions kOptions{.b_major = Major::mn};
-  const uint64_t ds = arch::at_address(kByK, arch::shared_address(&s.ds)),
-                 keys = arch::at_address(kByMn, arch::shared_address(&s.keys[kHalf == 0 ? 0 : kPanels - 4])),
-                 between = arch::at_address(kMiddleByMn, arch::shared_address(&s.keys[4]) + 4096 * kHalf);
-  HOPWELL_UNROLL
-  for (int step = 0; step < 4; ++step) {
-    arch::wgmma_ss<kOptions>(dq, ds + uint64_t(2 * step), keys + uint64_t(128 * step), true);
-    if constexpr (has_middle<kDqk>())
-      arch::wgmma_ss<kOptions>(middle, ds + uint64_t(2 * step), between + uint64_t(64 * step), true);
-  }
-}
-
-// acc [64 keys][64 columns] (+)= aᵀ · b, a [64 heads][64 keys], b [64 heads][a panel]: by address, so that the panel
-// may be a run-time number.
-HOPWELL_DEVICE void multiply_transposed(float (&acc)[32], uint32_t a, uint32_t b, bool accumulate) {
-  const uint64_t left = arch::at_address(kByMn, a), right = arch::at_address(kByMn, b);
-  HOPWELL_UNROLL
-  for (int step = 0; step < 4; ++step)
-    arch::wgmma_ss<arch::WgmmaOptions{.a_major = Major::mn, .b_major = Major::mn}>(
-        acc, left + uint64_t(128 * step), right + uint64_t(128 * step), accumulate || step > 0);
-}
-
-// ---- adding to dKV
-// -------------------------------------------------------------------------------------------------------
-
-// The keys of the rows that a lane adds to: eight lanes share a row. All -1 if dKV is not wanted.
-template <bool kFixed>
-HOPWELL_DEVICE void load_scatter_keys(const Params& p, int (&keys)[4], const Entries& entries, int step, int t) {
-  const bool wanted = kFixed || p.dkv;
-  const int first = step * Config::kKeys + t / 32 * 16 + (t % 32 / 4 & ~1);
-  HOPWELL_UNROLL
-  for (int i = 0; i < 4; ++i) keys[i] = wanted ? entries.key(first + (i & 1) + 8 * (i >> 1)) : -1;
-}
-
-// Four columns of one key: those from 16 b2 + 8 b0 + 4 b1 on of 32 that start at `column`, for lane bits b.
-template <bool kFixed>
-HOPWELL_DEVICE void add_columns(const Params& p, int key, int column, const float (&v)[4], const float& units) {
-  if (key < 0) return;
-  const int lane = arch::thread_index_anew();
-  if constexpr (kFixed) {
-    int64_t* row = p.fixed_dkv + int64_t{key} * p.dkv_stride + column + (lane & 7);
-    bool finite = true;
-    HOPWELL_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const float x = v[i] * units;
-      finite &= fabsf(x) < 0x1p62F;
-      arch::red_add(row + 8 * i, fabsf(x) < 0x1p62F ? int64_t(x) : 0);
-    }
-    if (!finite) p.state[key] = KeyState::not_finite;
-  } else {
-    float* row = p.dkv + int64_t{key} * p.dkv_stride + column + 4 * (lane & 4) + 8 * (lane & 1) + 2 * (lane & 2);
-    arch::red_add_v4(row, v[0], v[1], v[2], v[3]);
-  }
-}
-
-// Adds a warp's [16 keys][64 columns] of a panel. Neighbouring lanes first trade 8 columns, so that each has four of
-// one row; then neighbouring quads 16, so that eight lanes share a row: an instruction adds full lines of 128 bytes.
-template <bool kFixed>
-HOPWELL_DEVICE void add_panel(const Params& p, const float (&acc)[32], int panel, const int (&keys)[4],
-                              const float& units) {
-  const int lane = arch::thread_index_anew();
-  const bool odd = lane & 1, odd_quad = lane & 4;
-  HOPWELL_UNROLL
-  for (int r = 0; r < 2; ++r) HOPWELL_UNROLL
-  for (int j = 0; j < 8; j += 4) {
-    float v[2][4];
-    HOPWELL_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      const int e = 4 * (j + 2 * h) + 2 * r;
-      const float t0 = arch::shuffle_xor(odd ? acc[e] : acc[e + 4], 1),
-                  t1 = arch::shuffle_xor(odd ? acc[e + 1] : acc[e + 5], 1);
-      v[h][0] = odd ? t0 : acc[e], v[h][1] = odd ? t1 : acc[e + 1];
-      v[h][2] = odd ? acc[e + 4] : t0, v[h][3] = odd ? acc[e + 5] : t1;
-    }
-    HOPWELL_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const float t = arch::shuffle_xor(odd_quad ? v[0][i] : v[1][i], 4);
-      v[0][i] = odd_quad ? t : v[0][i];
-      v[1][i] = odd_quad ? v[1][i] : t;
-    }
-    add_columns<kFixed>(p, keys[2 * r], 64 * panel + 8 * j, v[0], units);
-    add_columns<kFixed>(p, keys[2 * r + 1], 64 * panel + 8 * j, v[1], units);
-  }
-}
-
 // ---- warpgroups 0 and 1
-// ----------------------------------------------------------------------------------------------------
-
-// Chunk offset of the lane's row in P or dS for stmatrix and ldmatrix of 16 × 16 keys from key 8 j on.
-HOPWELL_DEVICE uint32_t matrix_offset(int t, int j) { return swizzled(t / 32 * 16 + (t & 15), j + (t >> 4 & 1)); }
-
-// Scores to P in shared memory; with attn, `acc` keeps exp(score − lse).
-template <bool kAttn>
-HOPWELL_DEVICE void store_p(const Params& p, float (&acc)[32], const float* shift, const float* kept, uint32_t target,
-                            int t) {
-  const int row = t / 32 * 16 + t % 32 / 4;
-  const float shift0 = shift[row], shift1 = shift[row + 8];
-  const float kept0 = kAttn ? kept[row] : 1, kept1 = kAttn ? kept[row + 8] : 1;
-  HOPWELL_UNROLL
-  for (int e = 0; e < 32; ++e) {
-    const float x = acc[e] * p.scale_log2 - (e & 2 ? shift1 : shift0);
-    acc[e] = arch::exp2_approx(x > Config::kLargestExponent ? Config::kLargestExponent : x);  // a NaN stays
-  }
-  HOPWELL_UNROLL
-  for (int j = 0; j < 8; j += 2) {
-    uint32_t packed[4];
-    HOPWELL_UNROLL
-    for (int m = 0; m < 4; ++m) {
-      const float factor = m & 1 ? kept1 : kept0;
-      packed[m] = arch::pack_bf16(kAttn ? acc[4 * j + 2 * m] * factor : acc[4 * j + 2 * m],
-                                  kAttn ? acc[4 * j + 2 * m + 1] * factor : acc[4 * j + 2 * m + 1]);
-    }
-    arch::stmatrix(target + matrix_offset(t, j), packed);
-  }
-}
-
-// dP and P to dS in shared memory.
-HOPWELL_DEVICE void store_ds(const Params& p, const float (&acc)[32], const float* delta, uint32_t source,
-                             uint32_t target, int t) {
-  const int row = t / 32 * 16 + t % 32 / 4;
-  const float delta0 = delta[row], delta1 = delta[row + 8];
-  HOPWELL_UNROLL
-  for (int j = 0; j < 8; j += 2) {
-    uint32_t probability[4], ds[4];
-    arch::ldmatrix(probability, source + matrix_offset(t, j));
-    HOPWELL_UNROLL
-    for (int m = 0; m < 4; ++m) {
-      const float subtract = m & 1 ? delta1 : delta0;
-      const float low = arch::bit_cast<float>(probability[m] << 16),
-                  high = arch::bit_cast<float>(probability[m] & 0xffff0000);
-      ds[m] = arch::pack_bf16(low * (acc[4 * j + 2 * m] * p.sm_scale - subtract),
-                              high * (acc[4 * j + 2 * m + 1] * p.sm_scale - subtract));
-    }
-    arch::stmatrix(target + matrix_offset(t, j), ds);
-  }
-}
 
 // One step of a sum over lanes that halves what each lane holds: lanes whose bit 2 kHalf is set go on with the upper
 // half.
@@ -324,10 +60,9 @@ HOPWELL_DEVICE void add_attn(const Params& p, float (&acc)[32], float (&head_sum
   head_sums[t / 32][column] = sum[0];
   head_sums[t / 32][column + 1] = sum[1];
   arch::barrier_sync(kHeadSums, 128);
-  if (t >= Config::kKeys) return;
-  const int i = step * Config::kKeys + t;
-  const float total = head_sums[0][t] + head_sums[1][t] + head_sums[2][t] + head_sums[3][t];
-  if (entries.key(i) >= 0) arch::red_add(p.attn + query * p.attn_stride + i, total);
+  const int own = t % Config::kKeys, i = step * Config::kKeys + own;
+  const float total = head_sums[0][own] + head_sums[1][own] + head_sums[2][own] + head_sums[3][own];
+  if (t < Config::kKeys && entries.key(i) >= 0) arch::red_add(p.attn + query * p.attn_stride + i, total);
 }
 
 // Through this half's columns of the key buffer, then in whole lines.
@@ -344,7 +79,7 @@ HOPWELL_DEVICE void store_dq(const Params& p, SharedStorage<kDqk>& s, const floa
   HOPWELL_UNROLL
   for (int j = 0; j < 32; j += 2)
     store(arch::shared_address(&s.keys[kFirst + j / 8]) + swizzled(own_row, j % 8 + upper), &dq[4 * j]);
-  if constexpr (has_middle<kDqk>()) {
+  if constexpr (kHasMiddle<kDqk>) {
     HOPWELL_UNROLL
     for (int j = 0; j < 4; j += 2)
       store(arch::shared_address(&s.keys[4]) + swizzled_middle(own_row, 4 * kHalf + j + upper), &middle[4 * j]);
@@ -353,7 +88,7 @@ HOPWELL_DEVICE void store_dq(const Params& p, SharedStorage<kDqk>& s, const floa
   for (int e = t; e < Config::kHeads * kChunks; e += 128) {
     const int row = e / kChunks, chunk = e % kChunks + kHalf * kChunks, head = place.first_head + row;
     if (head >= p.h_q) break;
-    const bool between = has_middle<kDqk>() && chunk / 8 == 4;
+    const bool between = kHasMiddle<kDqk> && chunk / 8 == 4;
     const arch::Words4 v = arch::load_shared_v4(arch::shared_address(&s.keys[chunk / 8]) +
                                                 (between ? swizzled_middle(row, chunk % 8) : swizzled(row, chunk % 8)));
     arch::store_streaming(p.dq + place.query * p.dq_stride_s + head * p.dq_stride_h + 8 * chunk, v);
@@ -368,11 +103,11 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const Place& 
   float dq[128] = {}, middle[16] = {};
   for (int step = 0; step < steps; ++step) {
     float acc[32];
-    arch::wgmma_fence();  // kept: PTX asks for it before the first product; the emulator sees no earlier use of acc
+    arch::wgmma_fence();
     if constexpr (kHalf == 0)
-      multiply_scores<kDqk / 64, has_middle<kDqk>()>(acc, s.q, s.keys);
+      multiply_scores<kDqk / 64, kHasMiddle<kDqk>>(acc, s.q, s.keys);
     else
-      multiply_scores<Config::kPanelsV, has_middle<kDqk>()>(acc, s.d_out, s.keys);
+      multiply_scores<Config::kPanelsV, kHasMiddle<kDqk>>(acc, s.d_out, s.keys);
     arch::wgmma_commit();
     const int t = arch::thread_index_anew() % 128;
     arch::wgmma_wait<0>(acc);
@@ -389,7 +124,7 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const Place& 
       arch::barrier_arrive(kPdsFull, 256);
     }
     arch::barrier_sync(kDsFull, 256);
-    arch::wgmma_fence();
+    arch::wgmma_fence();  // kept: nothing has touched dq since the fence above, but each batch of products begins with one
     multiply_dq<kDqk, kHalf>(dq, middle, s);
     arch::wgmma_commit();
     int keys[4];
@@ -399,7 +134,8 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const Place& 
       gather<kDqk, kHalf>(p, s, keys, t);
       arch::cp_async_commit();
     }
-    load_scatter_keys<kFixed>(p, keys, entries, step, t);
+    int rows[4];
+    load_rows<kDqk, kFixed>(p, rows, entries, step, t);
     HOPWELL_UNROLL
     for (int panel = kHalf * Config::kPanelsBeside; panel < (kHalf + 1) * Config::kPanelsBeside; ++panel) {
       arch::wgmma_fence();
@@ -407,7 +143,7 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const Place& 
       multiply_transposed(acc, arch::shared_address(&s.p), arch::shared_address(&s.d_out[panel]), true);
       arch::wgmma_commit();
       arch::wgmma_wait<0>(acc);
-      add_panel<kFixed>(p, acc, panel, keys, s.units);
+      add_panel<kDqk, kFixed>(p, acc, panel, rows, s.units);
     }
     if (step + 1 < steps) {
       arch::cp_async_wait<0>();
@@ -419,12 +155,11 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const Place& 
 }
 
 // ---- warpgroup 2
-// -----------------------------------------------------------------------------------------------------------
 
 // One panel of dKV. dSᵀ comes from registers, which spares shared memory; Pᵀ too would need 16 registers more.
 template <int kDqk, bool kOfV, bool kFixed>
 HOPWELL_DEVICE void scatter_panel(const Params& p, SharedStorage<kDqk>& s, const uint32_t (&ds)[4][4], int panel,
-                                  const int (&keys)[4]) {
+                                  const int (&rows)[4]) {
   float acc[32];
   const uint64_t q = arch::at_address(kByMn, arch::shared_address(&s.q[panel]));
   arch::wgmma_fence();
@@ -434,7 +169,7 @@ HOPWELL_DEVICE void scatter_panel(const Params& p, SharedStorage<kDqk>& s, const
   if constexpr (kOfV) multiply_transposed(acc, arch::shared_address(&s.p), arch::shared_address(&s.d_out[panel]), true);
   arch::wgmma_commit();
   arch::wgmma_wait<0>(acc);
-  add_panel<kFixed>(p, acc, panel, keys, s.units);
+  add_panel<kDqk, kFixed>(p, acc, panel, rows, s.units);
 }
 
 // Keeps CTAs in step: none begins a step before the average CTA of its wave is within kSlack steps. With ordered keys
@@ -464,8 +199,8 @@ HOPWELL_DEVICE void scatter(const Params& p, SharedStorage<kDqk>& s, const Entri
   uint32_t seen = 0;
   for (int step = 0; step < steps; ++step) {
     if (p.progress) keep_step(p, seen, step);
-    int keys[4];
-    load_scatter_keys<kFixed>(p, keys, entries, step, t);
+    int rows[4];
+    load_rows<kDqk, kFixed>(p, rows, entries, step, t);
     arch::barrier_sync(kPdsFull, 256);
     uint32_t ds[4][4];
     HOPWELL_UNROLL
@@ -473,8 +208,8 @@ HOPWELL_DEVICE void scatter(const Params& p, SharedStorage<kDqk>& s, const Entri
     // Unrolled, the descriptors of all panels would stay in registers.
     HOPWELL_NO_UNROLL
     for (int panel = 2 * Config::kPanelsBeside; panel < Config::kPanelsV; ++panel)
-      scatter_panel<kDqk, true, kFixed>(p, s, ds, panel, keys);
-    if constexpr (has_middle<kDqk>()) scatter_panel<kDqk, false, kFixed>(p, s, ds, Config::kPanelsV, keys);
+      scatter_panel<kDqk, true, kFixed>(p, s, ds, panel, rows);
+    if constexpr (kHasMiddle<kDqk>) scatter_panel<kDqk, false, kFixed>(p, s, ds, Config::kPanelsV, rows);
     if (step + 1 < steps) arch::barrier_arrive(kPdsEmpty, 256);
   }
   // Rows with fewer steps than others count as having made them all.
@@ -483,7 +218,6 @@ HOPWELL_DEVICE void scatter(const Params& p, SharedStorage<kDqk>& s, const Entri
 }
 
 // ---- before the first step
-// -------------------------------------------------------------------------------------------------
 
 // Starts the copies of 64 rows (heads) of kColumns; zeros beyond h_q.
 template <int kColumns>
@@ -601,7 +335,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1) kernel(const __grid_const
 }
 
 // ---- host
-// --------------------------------------------------------------------------------------------------------------------
 
 // Whether the kernel adds to the output itself; otherwise to scratch memory, from where the sums are then brought.
 bool adds_to_output(const Problem& p) {
@@ -659,6 +392,8 @@ runtime::Support supports(const Problem& p) {
   if (!aligned(p.q, 2) || !aligned(p.kv, 1) || !aligned(p.out, 2) || !aligned(p.d_out, 2) || !aligned(p.dq, 2))
     return Support::no("rows of q, kv, out, d_out and dq must be 16-byte aligned");
   constexpr std::int64_t kLimit = std::int64_t{1} << 31;
+  if (p.dkv && p.s_kv * (p.deterministic ? p.d_qk : (adds_to_output(p) ? p.dkv.stride[0] : p.d_qk) / 4) >= kLimit)
+    return Support::no("dkv must have fewer than 2^33 elements, 2^31 if deterministic");
   if (p.kv.stride[0] >= kLimit || p.topk >= kLimit - Config::kKeys)
     return Support::no("the row stride of kv and topk must be below 2^31");
   if (p.s_q * ((p.h_q + Config::kHeads - 1) / Config::kHeads) >= kLimit)
@@ -690,7 +425,9 @@ Params params_of(const Problem& problem, const Workspace& workspace) {
     p.selection.indices = Workspace::at<int>(problem, workspace.rows), p.selection.indices_stride = problem.topk;
     p.selection.topk_length = Workspace::at<int>(problem, workspace.lengths), p.selection.length_stride = 1;
     p.selection.q_positions = nullptr, p.selection.causal_from_start = false;
-    if (HOPWELL_ON_DEVICE) p.progress = Workspace::at<uint32_t>(problem, workspace.progress);  // others never run there
+    // The count of steps must fit; and the emulator runs CTAs in turn, where waiting for others is in vain.
+    if (HOPWELL_ON_DEVICE && problem.s_q * (problem.h_q + 63) < std::int64_t{1} << 31)
+      p.progress = Workspace::at<uint32_t>(problem, workspace.progress);
   }
   p.h_q = static_cast<int>(problem.h_q), p.log2_sums = log2_above(problem.s_q * problem.h_q);
   p.sm_scale = problem.sm_scale, p.scale_log2 = problem.sm_scale * 1.44269504088896F;
@@ -762,7 +499,7 @@ void prepare_sums(const Problem& problem, const Workspace& workspace, const Para
 }
 
 // From scratch memory to the outputs.
-void finish_sums(const Problem& problem, const Workspace& workspace, const Params& p, Stream stream) {
+void finish_sums(const Problem& problem, const Params& p, Stream stream) {
   if (problem.dkv && problem.s_kv > 0 && !adds_to_output(problem)) {
     const bool wide = problem.dkv.dtype == DType::kFloat32;
     const FinishParams finish{p.dkv,
@@ -795,19 +532,20 @@ void launch(const Problem& problem, Stream stream) {
   const auto kernel = problem.d_qk == 576 ? kernel_for<576>(p.fixed_dkv, p.attn) : kernel_for<512>(p.fixed_dkv, p.attn);
   const auto shared_bytes = problem.d_qk == 576 ? sizeof(SharedStorage<576>) : sizeof(SharedStorage<512>);
   const auto head_blocks = static_cast<int>((problem.h_q + Config::kHeads - 1) / Config::kHeads);
-  // Two sums in any order give the same bits, more do not: then the kernels of further heads follow one another.
   p.wave = 132;  // of an H100 or H200
-  const int together = problem.deterministic && problem.attn ? 2 : head_blocks;
-  for (int block = 0; block < head_blocks && problem.s_q > 0; block += together) {
+  // 0 + x + y has the same bits in any order, further terms do not: then the kernels of further heads follow one
+  // another.
+  const bool in_turn = problem.deterministic && problem.attn;
+  for (int block = 0; block < head_blocks && problem.s_q > 0; block += p.head_blocks) {
     p.first_head = block * Config::kHeads;
-    p.head_blocks = std::min(together, head_blocks - block);
+    p.head_blocks = std::min(!in_turn ? head_blocks : block == 0 ? 2 : 1, head_blocks - block);
     runtime::launch(kName, kernel,
                     {.grid = {static_cast<std::uint32_t>(problem.s_q * p.head_blocks)},
                      .threads = Config::kThreads,
                      .shared_bytes = shared_bytes},
                     stream, p);
   }
-  finish_sums(problem, workspace, p, stream);
+  finish_sums(problem, p, stream);
 }
 
 const runtime::Registration<Problem> backend{{.name = HOPWELL_ON_DEVICE ? "sm90" : "emu:sm90",

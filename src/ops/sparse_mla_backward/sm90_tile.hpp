@@ -1,0 +1,279 @@
+// sparse_mla_backward on Hopper: the tile of the main kernel. Where things lie in shared memory, the gather of keys,
+// the products, and how a panel of dKV is added to global memory. Roles, timeline and budget: sm90.cu.
+#pragma once
+
+#include "arch/sm80/async_copy.hpp"
+#include "arch/sm90/cluster.hpp"
+#include "arch/sm90/wgmma.hpp"
+#include "ops/sparse_mla_backward/sm90_passes.hpp"
+
+namespace hopwell::ops::sparse_mla_backward {
+namespace {
+
+using arch::Major;
+
+struct Config {
+  static constexpr int kHeads = 64, kKeys = 64, kDv = 512, kThreads = 384, kWarps = kThreads / 32;
+  static constexpr int kPanelsV = kDv / 64;
+  static constexpr uint32_t kPanel = 64 * 128;  // bytes: 64 rows of 64 columns
+  static constexpr int kScoreRegisters = 208, kScatterRegisters = 88;
+  static constexpr int kPanelsBeside = 2;  // of dKV, that each score warpgroup takes while its keys come
+  static constexpr float kLargestExponent = 64;
+};
+static_assert(2 * Config::kScoreRegisters + Config::kScatterRegisters <= 65536 / 128);
+
+struct Panel {
+  alignas(1024) bf16 x[64][64];
+};
+
+template <int kDqk>
+struct SharedStorage {
+  static constexpr int kPanels = kDqk / 64;
+  Panel q[kPanels], d_out[Config::kPanelsV], keys[kPanels], p, ds;
+  float shift[Config::kHeads];  // log2(e) lse', or log2(e) lse with attn
+  float kept[Config::kHeads];   // exp(lse − lse')
+  float delta[Config::kHeads];  // times sm_scale
+  float head_sums[4][Config::kKeys];
+  int last_valid[Config::kWarps];
+  float units;  // of the fixed point, in 1
+};
+static_assert(sizeof(SharedStorage<576>) <= arch::sm90::kMaxSharedBytes);
+
+enum NamedBarrier : int { kKeysFull = 1, kPFull, kDsFull, kPdsFull, kPdsEmpty, kHeadSums, kHalf0, kHalf1 };
+
+struct Params {
+  tile::SelectionParams selection;
+  const bf16 *q, *kv;       // [s_q, h_q, d_qk], [s_kv, d_qk]
+  const bf16 *out, *d_out;  // [s_q, h_q, 512]
+  const float *lse, *sink;  // [s_q, h_q], [h_q] or null
+  bf16* dq;                 // [s_q, h_q, d_qk], or null
+  float* dkv;               // [s_kv, d_qk], added to; or null
+  int64_t* fixed_dkv;       // the same in fixed point, columns at fixed_position; or null
+  KeyState* state;          // [s_kv], with fixed_dkv
+  const FixedPoint* fixed;
+  float* attn;         // [s_q, topk], added to; or null
+  uint32_t* progress;  // steps that all CTAs have made; or null: they are not kept in step
+  float* sink_parts;   // [s_q, h_q]: what each query adds to d_sink; or null
+  int64_t q_stride_s, q_stride_h, out_stride_s, out_stride_h, d_out_stride_s, d_out_stride_h;  // elements
+  int64_t lse_stride_s, lse_stride_h, sink_stride, dq_stride_s, dq_stride_h, attn_stride;
+  int kv_stride, dkv_stride;
+  int h_q, first_head, head_blocks, log2_sums, wave;  // wave: CTAs that run at the same time
+  float sm_scale, scale_log2;                         // and sm_scale · log2(e)
+};
+
+// Where this CTA is: head blocks of one query are neighbours, so that they share its keys in L2.
+struct Place {
+  int query, first_head;
+};
+HOPWELL_DEVICE Place place_of(const Params& p) {
+  const int block = arch::block_index();
+  return {block / p.head_blocks, p.first_head + block % p.head_blocks * Config::kHeads};
+}
+
+#if HOPWELL_HAS_SM90A
+
+constexpr uint64_t kByK = arch::wgmma_descriptor({arch::Swizzle::bytes128, 16, 1024}),
+                   kByMn = arch::wgmma_descriptor({arch::Swizzle::bytes128, Config::kPanel, 1024}),
+                   kMiddleByK = arch::wgmma_descriptor({arch::Swizzle::bytes64, 16, 512}),
+                   kMiddleByMn = arch::wgmma_descriptor({arch::Swizzle::bytes64, Config::kPanel / 2, 512});
+
+// Byte offset of 16-byte chunk 0 to 7 of a row in a panel, and in the middle panel of the keys: d_qk 576 has nine
+// panels, the halves of dQ four and a half, and an operand must begin where its swizzle does.
+HOPWELL_DEVICE uint32_t swizzled(int row, int chunk) { return uint32_t(row * 128 + ((chunk ^ (row & 7)) << 4)); }
+HOPWELL_DEVICE uint32_t swizzled_middle(int row, int chunk) {
+  return uint32_t(chunk / 4 * 4096 + row * 64 + ((chunk % 4 ^ (row >> 1 & 3)) << 4));
+}
+template <int kDqk>
+constexpr bool kHasMiddle = kDqk / 64 % 2 == 1;
+
+// ---- keys
+
+// The keys of four rows: thread t of a warpgroup copies 16-byte chunk t % 8 of rows t / 8 + 16 m.
+HOPWELL_DEVICE void load_keys(int (&keys)[4], const Entries& entries, int step, int t) {
+  HOPWELL_UNROLL
+  for (int m = 0; m < 4; ++m) keys[m] = entries.key(step * Config::kKeys + t / 8 + 16 * m);
+}
+
+// Starts the copies of one half of the columns of 64 keys: four panels, and half of the one in the middle if there is.
+template <int kDqk, int kHalf>
+HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, const int (&keys)[4], int t) {
+  constexpr int kPanels = kDqk / 64, kFirst = kHalf == 0 ? 0 : kPanels - 4;
+  const int chunk = t & 7;
+  HOPWELL_UNROLL
+  for (int m = 0; m < 4; ++m) {
+    const int bytes = keys[m] < 0 ? 0 : 16;
+    const bf16* source = p.kv + (keys[m] < 0 ? 0 : int64_t{keys[m]} * p.kv_stride) + 8 * chunk;
+    const int row = t / 8 + 16 * m;
+    const uint32_t destination = arch::shared_address(s.keys);
+    HOPWELL_UNROLL
+    for (int panel = kFirst; panel < kFirst + 4; ++panel)
+      arch::cp_async(destination + uint32_t(panel) * Config::kPanel + swizzled(row, chunk), source + 64 * panel, bytes);
+    if (kHasMiddle<kDqk> && chunk / 4 == kHalf)
+      arch::cp_async(destination + 4 * Config::kPanel + swizzled_middle(row, chunk), source + 64 * 4, bytes);
+  }
+}
+
+// ---- products
+
+// acc [64 heads][64 keys] = A · keysᵀ over kPanels panels.
+template <int kPanels, bool kMiddle>
+HOPWELL_DEVICE void multiply_scores(float (&acc)[32], const Panel* a, const Panel* keys) {
+  const uint64_t left = arch::at_address(kByK, arch::shared_address(a)),
+                 right = arch::at_address(kByK, arch::shared_address(keys)),
+                 middle = arch::at_address(kMiddleByK, arch::shared_address(&keys[4]));
+  HOPWELL_UNROLL
+  for (int step = 0; step < 4 * kPanels; ++step) {
+    const uint64_t offset = (uint32_t(step / 4) * Config::kPanel + uint32_t(step % 4) * 32) >> 4;
+    if (kMiddle && step / 4 == 4)
+      arch::wgmma_ss(acc, left + offset, middle + uint64_t(step % 4 / 2 * 256 + step % 2 * 2), true);
+    else
+      arch::wgmma_ss(acc, left + offset, right + offset, step > 0);
+  }
+}
+
+// dq [64 heads][half of d_qk] += dS · keys: the columns that `gather` copies for this half.
+template <int kDqk, int kHalf>
+HOPWELL_DEVICE void multiply_dq(float (&dq)[128], float (&middle)[16], const SharedStorage<kDqk>& s) {
+  constexpr int kPanels = kDqk / 64;
+  constexpr arch::WgmmaOptions kOptions{.b_major = Major::mn};
+  const uint64_t ds = arch::at_address(kByK, arch::shared_address(&s.ds)),
+                 keys = arch::at_address(kByMn, arch::shared_address(&s.keys[kHalf == 0 ? 0 : kPanels - 4])),
+                 between = arch::at_address(kMiddleByMn, arch::shared_address(&s.keys[4]) + 4096 * kHalf);
+  HOPWELL_UNROLL
+  for (int step = 0; step < 4; ++step) {
+    arch::wgmma_ss<kOptions>(dq, ds + uint64_t(2 * step), keys + uint64_t(128 * step), true);
+    if constexpr (kHasMiddle<kDqk>)
+      arch::wgmma_ss<kOptions>(middle, ds + uint64_t(2 * step), between + uint64_t(64 * step), true);
+  }
+}
+
+// acc [64 keys][64 columns] (+)= aᵀ · b, a [64 heads][64 keys], b [64 heads][a panel]: by address, so that the panel
+// may be a run-time number.
+HOPWELL_DEVICE void multiply_transposed(float (&acc)[32], uint32_t a, uint32_t b, bool accumulate) {
+  const uint64_t left = arch::at_address(kByMn, a), right = arch::at_address(kByMn, b);
+  HOPWELL_UNROLL
+  for (int step = 0; step < 4; ++step)
+    arch::wgmma_ss<arch::WgmmaOptions{.a_major = Major::mn, .b_major = Major::mn}>(
+        acc, left + uint64_t(128 * step), right + uint64_t(128 * step), accumulate || step > 0);
+}
+
+// ---- P and dS
+
+// Chunk offset of the lane's row in P or dS for stmatrix and ldmatrix of 16 × 16 keys from key 8 j on.
+HOPWELL_DEVICE uint32_t matrix_offset(int t, int j) { return swizzled(t / 32 * 16 + (t & 15), j + (t >> 4 & 1)); }
+
+// Scores to P in shared memory; with attn, `acc` keeps exp(score − lse).
+template <bool kAttn>
+HOPWELL_DEVICE void store_p(const Params& p, float (&acc)[32], const float* shift, const float* kept, uint32_t target,
+                            int t) {
+  const int row = t / 32 * 16 + t % 32 / 4;
+  const float shift0 = shift[row], shift1 = shift[row + 8];
+  const float kept0 = kAttn ? kept[row] : 1, kept1 = kAttn ? kept[row + 8] : 1;
+  HOPWELL_UNROLL
+  for (int e = 0; e < 32; ++e) {
+    const float x = acc[e] * p.scale_log2 - (e & 2 ? shift1 : shift0);
+    acc[e] = arch::exp2_approx(x > Config::kLargestExponent ? Config::kLargestExponent : x);  // a NaN stays
+  }
+  HOPWELL_UNROLL
+  for (int j = 0; j < 8; j += 2) {
+    uint32_t packed[4];
+    HOPWELL_UNROLL
+    for (int m = 0; m < 4; ++m) {
+      const float factor = m & 1 ? kept1 : kept0;
+      packed[m] = arch::pack_bf16(kAttn ? acc[4 * j + 2 * m] * factor : acc[4 * j + 2 * m],
+                                  kAttn ? acc[4 * j + 2 * m + 1] * factor : acc[4 * j + 2 * m + 1]);
+    }
+    arch::stmatrix(target + matrix_offset(t, j), packed);
+  }
+}
+
+// dP and P to dS in shared memory.
+HOPWELL_DEVICE void store_ds(const Params& p, const float (&acc)[32], const float* delta, uint32_t source,
+                             uint32_t target, int t) {
+  const int row = t / 32 * 16 + t % 32 / 4;
+  const float delta0 = delta[row], delta1 = delta[row + 8];
+  HOPWELL_UNROLL
+  for (int j = 0; j < 8; j += 2) {
+    uint32_t probability[4], ds[4];
+    arch::ldmatrix(probability, source + matrix_offset(t, j));
+    HOPWELL_UNROLL
+    for (int m = 0; m < 4; ++m) {
+      const float subtract = m & 1 ? delta1 : delta0;
+      const float low = arch::bit_cast<float>(probability[m] << 16),
+                  high = arch::bit_cast<float>(probability[m] & 0xffff0000);
+      ds[m] = arch::pack_bf16(low * (acc[4 * j + 2 * m] * p.sm_scale - subtract),
+                              high * (acc[4 * j + 2 * m + 1] * p.sm_scale - subtract));
+    }
+    arch::stmatrix(target + matrix_offset(t, j), ds);
+  }
+}
+
+// ---- adding to dKV
+
+// Where a lane adds: four columns of each of four keys, eight lanes to a row. In units of four fp32 or of one int64
+// from the first row's panel on; negative where nothing is added. 32 bits are enough for 2^33 and 2^31 elements: see
+// supports(). With lane bits b, the columns begin at 16 b2 + 8 b0 + 4 b1 of 32; the fixed point has its own order.
+template <int kDqk, bool kFixed>
+HOPWELL_DEVICE void load_rows(const Params& p, int (&rows)[4], const Entries& entries, int step, int t) {
+  const bool wanted = kFixed || p.dkv;
+  const int first = step * Config::kKeys + t / 32 * 16 + (t % 32 / 4 & ~1);
+  const int own = kFixed ? t & 7 : (t & 4) + 2 * (t & 1) + (t & 2) / 2, stride = kFixed ? kDqk : p.dkv_stride / 4;
+  HOPWELL_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const int key = wanted ? entries.key(first + (i & 1) + 8 * (i >> 1)) : -1;
+    rows[i] = key < 0 ? -1 : key * stride + own;
+  }
+}
+
+// Adds four columns of a row, those of the 32 from `column` on that are this lane's.
+template <int kDqk, bool kFixed>
+HOPWELL_DEVICE void add_columns(const Params& p, int row, int column, const float (&v)[4], const float& units) {
+  if constexpr (kFixed) {
+    bool finite = true;
+    HOPWELL_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const float x = v[i] * units;
+      const bool fits = fabsf(x) < 0x1p62F;
+      finite &= fits;
+      if (row >= 0) arch::red_add(p.fixed_dkv + int64_t{row} + column + 8 * i, fits ? int64_t(x) : 0);
+    }
+    if (!finite && row >= 0) p.state[row / kDqk] = KeyState::not_finite;
+  } else {
+    if (row >= 0) arch::red_add_v4(p.dkv + int64_t{row} * 4 + column, v[0], v[1], v[2], v[3]);
+  }
+}
+
+// Adds a warp's [16 keys][64 columns] of a panel. Neighbouring lanes first trade 8 columns, so that each has four of
+// one row; then neighbouring quads 16, so that eight lanes share a row: an instruction adds full lines of 128 bytes.
+template <int kDqk, bool kFixed>
+HOPWELL_DEVICE void add_panel(const Params& p, const float (&acc)[32], int panel, const int (&rows)[4],
+                              const float& units) {
+  const int lane = arch::thread_index_anew();
+  const bool odd = lane & 1, odd_quad = lane & 4;
+  HOPWELL_UNROLL
+  for (int part = 0; part < 4; ++part) {
+    const int r = part / 2, j = part % 2 * 4;
+    float v[2][4];
+    HOPWELL_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      const int e = 4 * (j + 2 * h) + 2 * r;
+      const float t0 = arch::shuffle_xor(odd ? acc[e] : acc[e + 4], 1),
+                  t1 = arch::shuffle_xor(odd ? acc[e + 1] : acc[e + 5], 1);
+      v[h][0] = odd ? t0 : acc[e], v[h][1] = odd ? t1 : acc[e + 1];
+      v[h][2] = odd ? acc[e + 4] : t0, v[h][3] = odd ? acc[e + 5] : t1;
+    }
+    HOPWELL_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const float t = arch::shuffle_xor(odd_quad ? v[0][i] : v[1][i], 4);
+      v[0][i] = odd_quad ? t : v[0][i];
+      v[1][i] = odd_quad ? v[1][i] : t;
+    }
+    add_columns<kDqk, kFixed>(p, rows[2 * r], 64 * panel + 8 * j, v[0], units);
+    add_columns<kDqk, kFixed>(p, rows[2 * r + 1], 64 * panel + 8 * j, v[1], units);
+  }
+}
+
+#endif
+
+}  // namespace
+}  // namespace hopwell::ops::sparse_mla_backward
