@@ -124,7 +124,7 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const Place& 
       arch::barrier_arrive(kPdsFull, 256);
     }
     arch::barrier_sync(kDsFull, 256);
-    arch::wgmma_fence();  // kept: nothing has touched dq since the fence above, but each batch of products begins with one
+    arch::wgmma_fence();  // kept: nothing has touched dq since the fence above; each batch begins with one
     multiply_dq<kDqk, kHalf>(dq, middle, s);
     arch::wgmma_commit();
     int keys[4];
