@@ -77,6 +77,8 @@ HOPWELL_DEVICE Piece piece_of(const Params& p, int64_t number) {
   return {query, int(number % p.head_blocks) * Config::kHeads, tiles > 0 ? tiles : 1, entries};
 }
 
+#if HOPWELL_HAS_SM90A
+
 // ---- gather ---------------------------------------------------------------------------------------------------------
 
 // The lanes that copied fence what they copied, and only then is it announced.
@@ -354,6 +356,8 @@ HOPWELL_DEVICE void initialise(SharedStorage<kDqk>& s) {
   arch::mbarrier_init(s.scale_full, kScoreWarps);
   arch::mbarrier_init(s.scale_empty, kValueWarps);
 }
+
+#endif
 
 template <int kDqk>
 __global__ void __launch_bounds__(Config::kThreads, 1) kernel(const __grid_constant__ Params p) {
