@@ -109,9 +109,10 @@ void misaligned(int bug) {
   if (bug == 5 && t == 0)
     syncwarp();  // @half-warp
   else if (bug == 5)
-    shuffle(t, 0);                                             // @other-half
-  if (bug == 6 && t < 16) syncwarp();                          // @sixteen
-  if (bug == 7) cp_async(base + 4 * 8192 + 1024, &global[0]);  // @beyond
+    shuffle(t, 0);                                              // @other-half
+  if (bug == 6 && t < 16) syncwarp();                           // @sixteen
+  if (bug == 7) cp_async(base + 4 * 8192 + 1024, &global[0]);   // @beyond
+  if (bug == 8 && t == 0) s.words[0] = uint32_t(warp_index());  // @one-lane
 }
 
 TEST(Planted, AlignmentAndConvergence) {
@@ -123,6 +124,7 @@ TEST(Planted, AlignmentAndConvergence) {
             {4, Kind::bounds, "global address must be 16-byte aligned", "cp-aligned"},
             {6, Kind::deadlock, "bar.warp.sync", "sixteen"},
             {7, Kind::bounds, "outside of its", "beyond"},
+            {8, Kind::deadlock, "shfl.sync", "one-lane"},
         });
   for (uint64_t seed = 0; seed < 6; ++seed)
     EXPECT_TRUE(emu::launch(shape(32), test::options_for(seed), [] { misaligned(5); }).has(Kind::divergence));

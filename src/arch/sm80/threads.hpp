@@ -70,22 +70,6 @@ HOPWELL_DEVICE int grid_size() {
 #endif
 }
 HOPWELL_DEVICE int lane_index() { return thread_index() % 32; }
-/// The same in all lanes of a warp, and known to be so by the compiler.
-HOPWELL_DEVICE int warp_index() {
-#if HOPWELL_ON_DEVICE
-  return __shfl_sync(0xffffffff, thread_index() / 32, 0);
-#else
-  return thread_index() / 32;
-#endif
-}
-HOPWELL_DEVICE int warpgroup_index() {
-#if HOPWELL_ON_DEVICE
-  return __shfl_sync(0xffffffff, thread_index() / 128, 0);
-#else
-  return thread_index() / 128;
-#endif
-}
-
 /// bar.sync 0: waits for all threads of the CTA. PTX: #parallel-synchronization-and-communication-instructions-bar
 HOPWELL_DEVICE void syncthreads([[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
@@ -135,6 +119,16 @@ HOPWELL_DEVICE T shuffle(T value, int source, [[maybe_unused]] Site site = Site:
 #else
   return bit_cast<T>(emu::shuffle(0xffffffff, bit_cast<uint32_t>(value), source, site));
 #endif
+}
+
+/// The warp's number in the CTA, known to the compiler to be the same in all lanes. That takes a shuffle: all lanes of the
+/// warp must come here together, so not in a branch that some of them take.
+HOPWELL_DEVICE int warp_index([[maybe_unused]] Site site = Site::current()) {
+  return arch::shuffle(thread_index() / 32, 0, site);
+}
+/// The warpgroup's number, in the same way.
+HOPWELL_DEVICE int warpgroup_index([[maybe_unused]] Site site = Site::current()) {
+  return arch::shuffle(thread_index() / 128, 0, site);
 }
 
 /// shfl.sync.bfly over the whole warp: the value of lane `lane ^ mask`. PTX:
