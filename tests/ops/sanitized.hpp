@@ -1,5 +1,5 @@
-// Sanitizers watch accesses and cost a factor of ten: under them tests draw numbers once and try fewer numbers of
-// threads.
+// Sanitizers watch accesses and cost a factor of ten: under them tests draw numbers once, and try fewer cases and
+// numbers of threads where they repeat what every case does anyway.
 #pragma once
 
 namespace hopwell::test {

@@ -132,8 +132,10 @@ TEST(SparseMlaForward, SameBitsAHundredTimes) {
 // The CPU's bound on the statistics is tighter than the one that the cases hold every backend to:
 // 1e-6 * max(1, |ref|) + 2^-22 * scale * max sum |q||k|.
 TEST(SparseMlaForward, StatisticsAreExactOnTheCpu) {
+  int compared = 0;
   for (const cases::Case& c : test::suite_of("sparse_mla_forward").cases) {
     if (!c.suits("cpu") || c.name == "many_queries" || c.name == "production") continue;  // for the test's time
+    if (test::kSanitized && ++compared > 3) break;
     cases::Random random(4);
     cases::Instance instance = c.make(random);
     instance.reference(instance);

@@ -143,7 +143,7 @@ inline void expect_same_bits_for_any_threads(const cases::Suite& suite,
   const int threads_before = omp_get_max_threads();
   int compared = 0;
   for (const cases::Case& c : suite.cases) {
-    if (!c.suits("cpu") || !wanted(c.name)) continue;
+    if (!c.suits("cpu") || !wanted(c.name) || (kSanitized && compared == 3)) continue;
     ++compared;
     cases::Random random(3);
     cases::Instance instance = c.make(random);
@@ -163,7 +163,7 @@ inline void expect_same_bits_for_any_threads(const cases::Suite& suite,
     }
   }
   omp_set_num_threads(threads_before);
-  EXPECT_GE(compared, 8);
+  EXPECT_GE(compared, kSanitized ? 3 : 8);
 }
 
 inline bool cut_into_items(const std::string& name) {
