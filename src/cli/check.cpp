@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <hopwell/hopwell.hpp>
 #include <nlohmann/json.hpp>
+#include <regex>
 
 #include "cases/case.hpp"
 #include "commands.hpp"
@@ -38,6 +39,7 @@ int check(const CheckOptions& options) {
     return options.operators.empty() ||
            std::find(options.operators.begin(), options.operators.end(), op) != options.operators.end();
   };
+  const std::regex names(options.cases.empty() ? ".*" : options.cases);
   nlohmann::json records = nlohmann::json::array();
   Table table({"operator", "backend", "passed", "failed", "skipped", "largest error / bound"});
   std::vector<std::string> messages;
@@ -50,7 +52,7 @@ int check(const CheckOptions& options) {
         if (!options.backend.empty() && backend != options.backend) continue;
         Tally tally;
         for (const cases::Case& c : suite.cases) {
-          if (!c.suits(backend)) continue;
+          if (!c.suits(backend) || !std::regex_match(c.name, names)) continue;
           for (std::uint64_t seed = 1; seed <= options.seeds; ++seed) {
             progress.show(suite.op + " on " + backend + ": " + c.name);
             if (backend.starts_with("emu:")) setenv("HOPWELL_EMULATOR_SEED", std::to_string(seed).c_str(), 1);

@@ -12,6 +12,7 @@ int info();
 struct CheckOptions {
   std::vector<std::string> operators;  // empty: all
   std::string backend;                 // "": every one this machine has
+  std::string cases;                   // a regular expression that the names of cases match whole; "": all
   std::uint64_t seeds = 1;
   bool checker = true;  // on emulated backends: find races, not only wrong numbers and hangs
   std::string json;     // "": none

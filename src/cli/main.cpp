@@ -31,6 +31,8 @@ int main(int argc, char** argv) {
   check_command->add_option("OP", check_options.operators, "operators; all by default")->check(an_operator);
   check_command->add_option("--backend", check_options.backend, "one backend; by default all this machine has")
       ->check(a_backend);
+  check_command->add_option("--case", check_options.cases,
+                            "only cases whose whole name matches this regular expression");
   check_command->add_option("--seeds", check_options.seeds, "random inputs a case; on emu: backends also schedules")
       ->check(CLI::Range(1, 1000000));
   check_command->add_flag_callback(
