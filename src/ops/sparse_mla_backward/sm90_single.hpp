@@ -1,0 +1,339 @@
+// sparse_mla_backward on Hopper: the kernel for a query and 64 heads. One pass over the selected keys, whose gradients
+// are added to global memory.
+//
+//     P  = exp2(Q Kᵀ · sm_scale · log2e − lse'·log2e)      lse' = log(exp(lse) + exp(attn_sink))
+//     dS = P (dO Vᵀ − delta) sm_scale                      V = K[:, :512], delta = Σ_d out · d_out
+//     dQ = dS K            dKV[keys] += dSᵀ Q, and Pᵀ dO to the first 512 columns
+//     d_sink = −Σ_s exp(attn_sink − lse') delta
+//
+// Tile      one query, 64 heads, 64 keys a step; d_qk 576 or 512. Operands lie in panels of 64 columns, 128B-swizzled.
+// Roles     warpgroup 0  S → P    │ both: half of dQ's columns in registers, the same columns of the next keys by
+//           warpgroup 1  dP → dS  │ cp.async, and two panels of dKV while those keys come
+//           warpgroup 2  the other panels of dKV
+// Timeline  step 0                                                  step 1
+//           0     S ▓▓▓▓▓ │ P │········│ dQ ▓▓▓▓ │ keys 1, dKV 0 1 │ S ▓▓▓▓▓
+//           1     dP ▓▓▓▓ │···│ dS     │ dQ ▓▓▓▓ │ keys 1, dKV 2 3 │ dP ▓▓▓▓
+//           2                          │ dKV 4 ▓▓ add 5 ▓▓ add … 8 ▓▓ add │ …
+// Budget    shared: Q 9 + dO 8 + keys 9 + P 1 + dS 1 panels of 8,192 B = 229,376, vectors 1,856    (of 232,448)
+//           registers: dQ 144 + S or dP 32 + 32 others = 208 in warpgroups 0 and 1, 88 in warpgroup 2 (of 3 · 168)
+// Bound     s_q · h_q / 64 · topk · 2,304 B of additions in L2 while dKV fits there, in DRAM beyond
+//
+// Keys of invalid entries are −1: their rows are zeros, nothing is added for them, and the exponent is clamped, so that
+// 0 · P is 0. Heads beyond h_q have Q = dO = 0 and lse = +inf.
+#pragma once
+
+#include <cmath>
+
+#include "ops/sparse_mla_backward/sm90_passes.hpp"
+#include "ops/sparse_mla_backward/sm90_tile.hpp"
+
+namespace hopwell::ops::sparse_mla_backward {
+namespace {
+
+#if HOPWELL_HAS_SM90A
+
+// ---- warpgroups 0 and 1
+
+// One step of a sum over lanes that halves what each lane holds: lanes whose bit 2 kHalf is set go on with the upper
+// half.
+template <int kHalf>
+HOPWELL_DEVICE void sum_half(float (&sum)[16], int lane) {
+  const bool upper = lane & 2 * kHalf;
+  HOPWELL_UNROLL
+  for (int i = 0; i < kHalf; ++i) {
+    const float theirs = arch::shuffle_xor(upper ? sum[i] : sum[i + kHalf], 2 * kHalf);
+    sum[i] = (upper ? sum[i + kHalf] : sum[i]) + theirs;
+  }
+}
+
+// Sums exp(score − lse) over the 64 heads: within a lane, over the 8 lanes of a column, over the 4 warps. Added to
+// attn, which holds 0 or the sum of other heads.
+HOPWELL_DEVICE void add_attn(const Params& p, float (&acc)[32], float (&head_sums)[4][Config::kKeys],
+                             const Entries& entries, int query, int step, int t) {
+  const int lane = t % 32;
+  float sum[16];
+  HOPWELL_UNROLL
+  for (int i = 0; i < 16; ++i) sum[i] = acc[i / 2 * 4 + i % 2] + acc[i / 2 * 4 + i % 2 + 2];
+  sum_half<8>(sum, lane);
+  sum_half<4>(sum, lane);
+  sum_half<2>(sum, lane);
+  const int column = 32 * (lane >> 4 & 1) + 16 * (lane >> 3 & 1) + 8 * (lane >> 2 & 1) + 2 * (lane & 3);
+  head_sums[t / 32][column] = sum[0];
+  head_sums[t / 32][column + 1] = sum[1];
+  arch::barrier_sync(kHeadSums, 128);
+  const int own = t % Config::kKeys, i = step * Config::kKeys + own;
+  const float total = head_sums[0][own] + head_sums[1][own] + head_sums[2][own] + head_sums[3][own];
+  if (t < Config::kKeys && entries.key(i) >= 0) arch::red_add(p.attn + query * p.attn_stride + i, total);
+}
+
+// Through this half's columns of the key buffer, then in whole lines.
+template <int kDqk, int kHalf>
+HOPWELL_DEVICE void store_dq(const Params& p, SharedStorage<kDqk>& s, const float (&dq)[128], const float (&middle)[16],
+                             const Place& place, int t) {
+  constexpr int kPanels = kDqk / 64, kFirst = kHalf == 0 ? 0 : kPanels - 4, kChunks = kDqk / 16;
+  const auto store = [](uint32_t target, const float* x) {
+    const uint32_t packed[4] = {arch::pack_bf16(x[0], x[1]), arch::pack_bf16(x[2], x[3]), arch::pack_bf16(x[4], x[5]),
+                                arch::pack_bf16(x[6], x[7])};
+    arch::stmatrix(target, packed);
+  };
+  const int own_row = t / 32 * 16 + (t & 15), upper = t >> 4 & 1;
+  HOPWELL_UNROLL
+  for (int j = 0; j < 32; j += 2)
+    store(arch::shared_address(&s.keys[kFirst + j / 8]) + swizzled(own_row, j % 8 + upper), &dq[4 * j]);
+  if constexpr (kHasMiddle<kDqk>) {
+    HOPWELL_UNROLL
+    for (int j = 0; j < 4; j += 2)
+      store(arch::shared_address(&s.keys[4]) + swizzled_middle(own_row, 4 * kHalf + j + upper), &middle[4 * j]);
+  }
+  arch::barrier_sync(kHalf0 + kHalf, 128);
+  for (int e = t; e < Config::kHeads * kChunks; e += 128) {
+    const int row = e / kChunks, chunk = e % kChunks + kHalf * kChunks, head = place.first_head + row;
+    if (head >= p.h_q) break;
+    const bool between = kHasMiddle<kDqk> && chunk / 8 == 4;
+    const arch::Words4 v = arch::load_shared_v4(arch::shared_address(&s.keys[chunk / 8]) +
+                                                (between ? swizzled_middle(row, chunk % 8) : swizzled(row, chunk % 8)));
+    arch::store_streaming(p.dq + place.query * p.dq_stride_s + head * p.dq_stride_h + 8 * chunk, v);
+  }
+}
+
+// Half 0: S and P, and the sums over heads. Half 1: dP and dS. Both: their columns of dQ and of the next keys, two
+// panels.
+template <int kDqk, int kHalf, bool kFixed, bool kAttn>
+HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const Place& place, const Entries& entries) {
+  const int steps = (entries.length + Config::kKeys - 1) / Config::kKeys;
+  float dq[128] = {}, middle[16] = {};
+  for (int step = 0; step < steps; ++step) {
+    float acc[32];
+    arch::wgmma_fence();
+    if constexpr (kHalf == 0)
+      multiply_scores<kDqk / 64, kHasMiddle<kDqk>>(acc, s.q, s.keys);
+    else
+      multiply_scores<Config::kPanelsV, kHasMiddle<kDqk>>(acc, s.d_out, s.keys);
+    arch::wgmma_commit();
+    const int t = arch::thread_index_anew() % 128;
+    arch::wgmma_wait<0>(acc);
+    if constexpr (kHalf == 0) {
+      if (step > 0) arch::barrier_sync(kPdsEmpty, 256);
+      store_p<kAttn>(p, acc, s.shift, s.kept, arch::shared_address(&s.p), t);
+      arch::fence_proxy_async();
+      arch::barrier_arrive(kPFull, 256);
+      if constexpr (kAttn) add_attn(p, acc, s.head_sums, entries, place.query, step, t);
+    } else {
+      arch::barrier_sync(kPFull, 256);
+      store_ds(p, acc, s.delta, arch::shared_address(&s.p), arch::shared_address(&s.ds), t);
+      arch::fence_proxy_async();
+      arch::barrier_arrive(kPdsFull, 256);
+    }
+    arch::barrier_sync(kDsFull, 256);
+    arch::wgmma_fence();  // kept: nothing has touched dq since the fence above; each batch begins with one
+    multiply_dq<kDqk, kHalf>(dq, middle, s);
+    arch::wgmma_commit();
+    int keys[4];
+    load_keys(keys, entries, step + 1, t);
+    arch::wgmma_wait<0>(dq, middle);
+    if (step + 1 < steps) {
+      gather<kDqk, kHalf>(p, s, keys, t);
+      arch::cp_async_commit();
+    }
+    int rows[4];
+    load_rows<kDqk, kFixed>(p, rows, entries, step, t);
+    HOPWELL_UNROLL
+    for (int panel = kHalf * Config::kPanelsBeside; panel < (kHalf + 1) * Config::kPanelsBeside; ++panel) {
+      arch::wgmma_fence();
+      multiply_transposed(acc, arch::shared_address(&s.ds), arch::shared_address(&s.q[panel]), false);
+      multiply_transposed(acc, arch::shared_address(&s.p), arch::shared_address(&s.d_out[panel]), true);
+      arch::wgmma_commit();
+      arch::wgmma_wait<0>(acc);
+      add_panel<kDqk, kFixed>(p, acc, panel, rows, s.units);
+    }
+    if (step + 1 < steps) {
+      arch::cp_async_wait<0>();
+      arch::fence_proxy_async();
+      arch::barrier_sync(kKeysFull, 256);
+    }
+  }
+  if (p.dq) store_dq<kDqk, kHalf>(p, s, dq, middle, place, arch::thread_index_anew() % 128);
+}
+
+// ---- warpgroup 2
+
+// One panel of dKV. dSᵀ comes from registers, which spares shared memory; Pᵀ too would need 16 registers more.
+template <int kDqk, bool kOfV, bool kFixed>
+HOPWELL_DEVICE void scatter_panel(const Params& p, SharedStorage<kDqk>& s, const uint32_t (&ds)[4][4], int panel,
+                                  const int (&rows)[4]) {
+  float acc[32];
+  const uint64_t q = arch::at_address(kByMn, arch::shared_address(&s.q[panel]));
+  arch::wgmma_fence();
+  HOPWELL_UNROLL
+  for (int k = 0; k < 4; ++k)
+    arch::wgmma_rs<arch::WgmmaOptions{.b_major = Major::mn}>(acc, ds[k], q + uint64_t(128 * k), k > 0);
+  if constexpr (kOfV) multiply_transposed(acc, arch::shared_address(&s.p), arch::shared_address(&s.d_out[panel]), true);
+  arch::wgmma_commit();
+  arch::wgmma_wait<0>(acc);
+  add_panel<kDqk, kFixed>(p, acc, panel, rows, s.units);
+}
+
+// Keeps CTAs in step: none begins a step before the average CTA of its wave is within kSlack steps. With ordered keys
+// all of them then add to the same range of rows, which is still in L2. A hint: the wait is bounded, whatever runs
+// when.
+HOPWELL_DEVICE void keep_step(const Params& p, uint32_t& seen, int step) {
+  constexpr int kSlack = 3, kMostPolls = 16384;
+  const int steps_of_row = (p.selection.topk + Config::kKeys - 1) / Config::kKeys;
+  const int before = arch::block_index() / p.wave * p.wave, rest = arch::grid_size() - before;
+  const int peers = rest < p.wave ? rest : p.wave;
+  const uint32_t target =
+      uint32_t(before) * uint32_t(steps_of_row) + uint32_t(peers * (step > kSlack ? step - kSlack : 0));
+  for (int poll = 0; seen < target && poll < kMostPolls; ++poll) seen = arch::load_relaxed(p.progress);
+  if (arch::thread_index() % 128 == 0) arch::red_add(p.progress, 1u);
+  seen = arch::load_relaxed(p.progress);  // for the next step
+}
+
+// The panels of dKV that the score warpgroups leave.
+template <int kDqk, bool kFixed>
+HOPWELL_DEVICE void scatter(const Params& p, SharedStorage<kDqk>& s, const Entries& entries) {
+  const int t = arch::thread_index() % 128, lane = t % 32;
+  const int steps = (entries.length + Config::kKeys - 1) / Config::kKeys;
+  // ldmatrix.trans: lanes 0-7 give heads 0-7 of the first 8 keys, 8-15 of the next 8 keys, 16-31 the same of heads
+  // 8-15.
+  const uint32_t transposed =
+      arch::shared_address(&s.ds) + swizzled((lane & 7) + 8 * (lane >> 4), t / 32 * 2 + (lane >> 3 & 1));
+  uint32_t seen = 0;
+  for (int step = 0; step < steps; ++step) {
+    if (p.progress) keep_step(p, seen, step);
+    int rows[4];
+    load_rows<kDqk, kFixed>(p, rows, entries, step, t);
+    arch::barrier_sync(kPdsFull, 256);
+    uint32_t ds[4][4];
+    HOPWELL_UNROLL
+    for (int k = 0; k < 4; ++k) arch::ldmatrix<arch::Transpose::yes>(ds[k], transposed + uint32_t(2048 * k));
+    // Unrolled, the descriptors of all panels would stay in registers.
+    HOPWELL_NO_UNROLL
+    for (int panel = 2 * Config::kPanelsBeside; panel < Config::kPanelsV; ++panel)
+      scatter_panel<kDqk, true, kFixed>(p, s, ds, panel, rows);
+    if constexpr (kHasMiddle<kDqk>) scatter_panel<kDqk, false, kFixed>(p, s, ds, Config::kPanelsV, rows);
+    if (step + 1 < steps) arch::barrier_arrive(kPdsEmpty, 256);
+  }
+  // Rows with fewer steps than others count as having made them all.
+  const int missing = (p.selection.topk + Config::kKeys - 1) / Config::kKeys - steps;
+  if (p.progress && t == 0 && missing > 0) arch::red_add(p.progress, uint32_t(missing));
+}
+
+// ---- before the first step
+
+// Starts the copies of 64 rows (heads) of kColumns; zeros beyond h_q.
+template <int kColumns>
+HOPWELL_DEVICE void load_heads(Panel* panels, const bf16* source, int64_t stride, int heads) {
+  for (int e = arch::thread_index(); e < Config::kHeads * (kColumns / 8); e += Config::kThreads) {
+    const int row = e / (kColumns / 8), chunk = e % (kColumns / 8);
+    arch::cp_async(arch::shared_address(&panels[chunk / 8]) + swizzled(row, chunk % 8),
+                   source + (row < heads ? row : 0) * stride + 8 * chunk, row < heads ? 16 : 0);
+  }
+}
+
+// The dot product of 512 columns of two rows, by a warp.
+HOPWELL_DEVICE float dot_512(const bf16* x, const bf16* y) {
+  float sum = 0;
+  for (int chunk = arch::lane_index(); chunk < Config::kDv / 8; chunk += 32) {
+    const arch::Words4 a = arch::load_streaming(x + 8 * chunk), b = arch::load_streaming(y + 8 * chunk);
+    HOPWELL_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      sum += arch::bit_cast<float>(a.w[i] << 16) * arch::bit_cast<float>(b.w[i] << 16);
+      sum += arch::bit_cast<float>(a.w[i] & 0xffff0000) * arch::bit_cast<float>(b.w[i] & 0xffff0000);
+    }
+  }
+  HOPWELL_UNROLL
+  for (int mask = 16; mask > 0; mask /= 2) sum += arch::shuffle_xor(sum, mask);
+  return sum;
+}
+
+// What each head needs beside its row of Q and dO. Heads that see no key (lse = +inf) have no delta.
+template <int kDqk, bool kAttn>
+HOPWELL_DEVICE void prepare_heads(const Params& p, SharedStorage<kDqk>& s, const Place& place) {
+  constexpr float kLog2E = 1.44269504088896F;
+  for (int row = arch::warp_index(); row < Config::kHeads; row += Config::kWarps) {
+    const int head = place.first_head + row;
+    float lse = INFINITY, kept = 1, shift = INFINITY, delta = 0;
+    if (head < p.h_q) {
+      lse = p.lse[place.query * p.lse_stride_s + head * p.lse_stride_h] * kLog2E;
+      shift = lse;
+      if (lse != INFINITY)
+        delta = dot_512(p.out + place.query * p.out_stride_s + head * p.out_stride_h,
+                        p.d_out + place.query * p.d_out_stride_s + head * p.d_out_stride_h);
+      const float sink = p.sink ? p.sink[head * p.sink_stride] * kLog2E : -INFINITY;
+      float taken = 0;
+      if (sink != -INFINITY && lse != INFINITY) {
+        const float high = lse > sink ? lse : sink, low = lse > sink ? sink : lse;
+        if (!kAttn) shift = high + arch::log2_approx(1 + arch::exp2_approx(low - high));
+        kept = 1 / (1 + arch::exp2_approx(sink - lse));
+        taken = sink == INFINITY ? 0 : 1 / (1 + arch::exp2_approx(lse - sink));
+      }
+      if (p.sink_parts && arch::lane_index() == 0)
+        p.sink_parts[int64_t{place.query} * p.h_q + head] = taken == 0 ? 0 : -taken * delta;
+    }
+    if (arch::lane_index() != 0) continue;
+    s.shift[row] = shift, s.kept[row] = kept, s.delta[row] = delta * p.sm_scale;
+  }
+}
+
+// The last valid entry of this thread's share; the largest of its warp goes to shared memory.
+HOPWELL_DEVICE void find_last_valid(int (&last_valid)[Config::kWarps], const Entries& entries) {
+  const int warp = arch::warp_index();  // by all lanes: it is a shuffle
+  int last = -1;
+  for (int i = arch::thread_index(); i < entries.length; i += Config::kThreads)
+    if (entries.key(i) >= 0) last = i;
+  for (int mask = 16; mask > 0; mask /= 2) {
+    const int other = arch::shuffle_xor(last, mask);
+    last = other > last ? other : last;
+  }
+  if (arch::lane_index() == 0) last_valid[warp] = last;
+}
+
+// Q, dO, the first keys, and what the heads need. Returns the entries up to the last valid one.
+template <int kDqk, bool kFixed, bool kAttn>
+HOPWELL_DEVICE Entries prepare(const Params& p, SharedStorage<kDqk>& s, const Place& place) {
+  Entries entries = tile::entries_of(p.selection, place.query);
+  const int t = arch::thread_index() % 128, heads = p.h_q - place.first_head;
+  int keys[4];
+  load_keys(keys, entries, 0, t);
+  if (arch::warpgroup_index() == 0) gather<kDqk, 0>(p, s, keys, t);
+  if (arch::warpgroup_index() == 1) gather<kDqk, 1>(p, s, keys, t);
+  load_heads<kDqk>(s.q, p.q + place.query * p.q_stride_s + place.first_head * p.q_stride_h, p.q_stride_h, heads);
+  load_heads<Config::kDv>(s.d_out, p.d_out + place.query * p.d_out_stride_s + place.first_head * p.d_out_stride_h,
+                          p.d_out_stride_h, heads);
+  arch::cp_async_commit();
+  find_last_valid(s.last_valid, entries);
+  if (kFixed && arch::thread_index() == 0) s.units = power_of_2(p.fixed->exponent(p.log2_sums, p.sm_scale));
+  prepare_heads<kDqk, kAttn>(p, s, place);
+  arch::cp_async_wait<0>();
+  arch::fence_proxy_async();
+  arch::syncthreads();
+  int last = -1;
+  for (int warp = 0; warp < Config::kWarps; ++warp) last = s.last_valid[warp] > last ? s.last_valid[warp] : last;
+  entries.length = last + 1;
+  return entries;
+}
+
+#endif
+
+template <int kDqk, bool kFixed, bool kAttn>
+__global__ void __launch_bounds__(Config::kThreads, 1) kernel(const __grid_constant__ Params p) {
+#if HOPWELL_HAS_SM90A
+  auto& s = arch::dynamic_smem<SharedStorage<kDqk>>();
+  const Place place = place_of(p);
+  const Entries entries = prepare<kDqk, kFixed, kAttn>(p, s, place);
+  const int role = arch::warpgroup_index();
+  if (role == 0) {
+    arch::setmaxnreg_inc<Config::kScoreRegisters>();
+    score<kDqk, 0, kFixed, kAttn>(p, s, place, entries);
+  } else if (role == 1) {
+    arch::setmaxnreg_inc<Config::kScoreRegisters>();
+    score<kDqk, 1, kFixed, kAttn>(p, s, place, entries);
+  } else {
+    arch::setmaxnreg_dec<Config::kScatterRegisters>();
+    scatter<kDqk, kFixed>(p, s, entries);
+  }
+#endif
+}
+
+}  // namespace
+}  // namespace hopwell::ops::sparse_mla_backward
