@@ -22,8 +22,9 @@ struct RowNumbers {
 };
 
 /// A warp starts copying a tile: row i is data + number · stride (elements), kColumns / 64 panels from `destination`
-/// on. data and stride are multiples of 16 bytes, and all rows lie within 64 GiB.
-template <int kColumns>
+/// on. data and stride are multiples of 16 bytes, and all rows lie within 64 GiB. `kTogether`, a divisor of 16: so many
+/// times four rows are on their way between two looks at the loop; more is faster and takes registers.
+template <int kColumns, int kTogether = 1>
 HOPWELL_DEVICE void gather_rows(uint32_t destination, const arch::bf16* data, int64_t stride, RowNumbers numbers) {
   constexpr uint32_t kNone = 0xffffffff;
   const uint32_t lane = uint32_t(arch::lane_index()), chunk = lane % 8;  // unsigned: fewer registers for addresses
@@ -31,14 +32,17 @@ HOPWELL_DEVICE void gather_rows(uint32_t destination, const arch::bf16* data, in
   const uint32_t low = unsigned(numbers.low) < numbers.limit ? uint32_t(numbers.low) * chunks : kNone;
   const uint32_t high = unsigned(numbers.high) < numbers.limit ? uint32_t(numbers.high) * chunks : kNone;
   HOPWELL_NO_UNROLL
-  for (uint32_t i = 0; i < kTileRows / 4; ++i) {
-    const uint32_t row = 4 * i + lane / 8, offset = arch::shuffle(i < kTileRows / 8 ? low : high, int(row));
-    const bool valid = offset != kNone;
-    const arch::bf16* source = data + (valid ? uint64_t{offset} + chunk : 0) * 8;
-    const uint32_t to = destination + swizzled(row, chunk);
+  for (uint32_t first = 0; first < kTileRows / 4; first += kTogether) {
     HOPWELL_UNROLL
-    for (int panel = 0; panel < kColumns / kPanelColumns; ++panel)
-      arch::cp_async(to + uint32_t(panel) * kPanelBytes, source + panel * kPanelColumns, valid ? 16 : 0);
+    for (uint32_t i = first; i < first + kTogether; ++i) {
+      const uint32_t row = 4 * i + lane / 8, offset = arch::shuffle(i < kTileRows / 8 ? low : high, int(row));
+      const bool valid = offset != kNone;
+      const arch::bf16* source = data + (valid ? uint64_t{offset} + chunk : 0) * 8;
+      const uint32_t to = destination + swizzled(row, chunk);
+      HOPWELL_UNROLL
+      for (int panel = 0; panel < kColumns / kPanelColumns; ++panel)
+        arch::cp_async(to + uint32_t(panel) * kPanelBytes, source + panel * kPanelColumns, valid ? 16 : 0);
+    }
   }
 }
 

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <fstream>
 
 #include "arch/emu/launch.hpp"
 #include "cases/suites.hpp"
@@ -13,14 +14,23 @@ namespace {
 
 using arch::emu::Session;
 
-// Pairs of tiles over two passes of heads, pairs that go round the ring, many queries a CTA, and halves of tiles round the ring.
-constexpr const char* kCases[] = {"h_q_256", "production_l1", "lengths", "topk_2048"};
+// Two passes of heads, tiles that go round the ring, many queries a CTA, warpgroups that take turns at tiles round the
+// ring, and rows that are not aligned.
+constexpr const char* kCases[] = {"h_q_256", "production_l1", "lengths", "topk_2048", "strided"};
 
 const cases::Case& case_named(const std::string& name) {
   static const cases::Suite suite = cases::attention_distribution();
   for (const cases::Case& c : suite.cases)
     if (c.name == name) return c;
   throw std::logic_error("no case " + name);
+}
+
+// Whether the line says why the call stays although nothing here notices its absence.
+bool kept(const arch::emu::CallSite& where) {
+  std::ifstream file(where.file);
+  std::string line;
+  for (uint32_t number = 0; number < where.line; ++number) std::getline(file, line);
+  return line.find("// kept: ") != std::string::npos;
 }
 
 TEST(AttentionDistributionSm90, RightAndCleanUnderManySchedules) {
@@ -47,7 +57,7 @@ TEST(AttentionDistributionSm90, EverySynchronisationCallIsNeeded) {
   }
   ASSERT_GE(sites.size(), 12u);
   for (const auto& site : sites) {
-    bool noticed = false;
+    bool noticed = kept(site.where);
     for (uint64_t seed = 0; seed < 6 && !noticed; ++seed) {
       for (const char* name : kCases) {
         if (noticed) break;
