@@ -23,8 +23,12 @@ void SharedOperand::check(const char* which) const {
   if (descriptor.swizzle != Swizzle::none && major == Major::k &&
       descriptor.start % pattern >= 16u << int(descriptor.swizzle))
     fail(Kind::unsupported, "a start inside of the swizzle pattern, other than in its first row, is not modelled");
-  if (descriptor.swizzle != Swizzle::none && major == Major::mn && descriptor.start % pattern)
-    fail(Kind::unsupported, "an MN-major start that is not at the beginning of a swizzle pattern is not modelled");
+  // Inside of the pattern's first row an operand may start whose rows end there too: certified on a GPU.
+  const uint32_t width = 16u << int(descriptor.swizzle), offset = descriptor.start % pattern;
+  if (descriptor.swizzle != Swizzle::none && major == Major::mn && offset &&
+      offset + uint32_t(mn * element_bits(type) / 8) > width)
+    fail(Kind::unsupported,
+         "an MN-major operand that leaves the first row of the swizzle pattern it starts in is not modelled");
 }
 
 void SharedOperand::record_reads(Observer& who, Epoch epoch, const char* what) const {

@@ -59,7 +59,8 @@ __global__ void __launch_bounds__(128) products_ss(const uint32_t* in, uint32_t*
 #endif
 }
 
-template <int kN, Half kType, Major kMajorB, Swizzle kSwizzle, bool kNegateB>
+// kOffset: bytes from the beginning of a swizzle pattern to B.
+template <int kN, Half kType, Major kMajorB, Swizzle kSwizzle, bool kNegateB, int kOffset = 0>
 __global__ void __launch_bounds__(128) products_rs(const uint32_t* in, uint32_t* out) {
 #if HOPWELL_HAS_SM90A
   constexpr WgmmaOptions kOptions{.type = kType, .b_major = kMajorB, .negate_b = kNegateB};
@@ -71,7 +72,8 @@ __global__ void __launch_bounds__(128) products_rs(const uint32_t* in, uint32_t*
   float d[kN / 2];
   wgmma_fence();
   wgmma_rs<kOptions>(
-      d, a, at_address(wgmma_descriptor(layout(kSwizzle, kOptions.b_major, true)), shared_address(s.words) + 16384),
+      d, a,
+      at_address(wgmma_descriptor(layout(kSwizzle, kOptions.b_major, true)), shared_address(s.words) + 16384 + kOffset),
       false);
   wgmma_commit();
   wgmma_wait<0>(d);
@@ -134,6 +136,8 @@ void add_wgmma_cases(std::vector<Case>& cases) {
       products_ss<32, Half::bf16, Major::k, Major::k, Swizzle::bytes128, Swizzle::bytes64, true>);
   add(cases, "wgmma_rs_fp16_bmn_negate_b", Inputs::fp16_unit, 128,
       products_rs<128, Half::fp16, Major::mn, Swizzle::bytes64, true>);
+  add(cases, "wgmma_rs_bmn_inside_swizzle", Inputs::bf16_unit, 32,
+      products_rs<32, Half::bf16, Major::mn, Swizzle::bytes128, false, 64>);
   add(cases, "wgmma_ss_bf16_special", Inputs::bf16_special, 64,
       products_ss<64, Half::bf16, Major::k, Major::k, Swizzle::bytes128, Swizzle::bytes128, false>);
   add(cases, "wgmma_rs_fp16_special", Inputs::fp16_special, 64,
