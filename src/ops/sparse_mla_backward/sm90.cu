@@ -1,6 +1,6 @@
 // sparse_mla_backward on Hopper: what runs for a call, in which order, over which scratch memory.
 //
-//     order_rows → clear_rows → bound_queries, bound_keys → the main kernel → finish_dkv, sum_d_sink     sm90_passes.hpp
+//     order_rows → clear_rows → bound_queries, bound_keys → the main kernel → arrange_dkv or finish_dkv, sum_d_sink     sm90_passes.hpp
 //     the main kernel: one query and 64 heads a CTA                                                    sm90_single.hpp
 #include <algorithm>
 
@@ -15,21 +15,22 @@ namespace {
 
 // Whether the kernel adds to the output itself; otherwise to scratch memory, from where the sums are then brought.
 bool adds_to_output(const Problem& p) {
-  return !p.deterministic && p.dkv.dtype == DType::kFloat32 && reinterpret_cast<std::uintptr_t>(p.dkv.data) % 16 == 0 &&
-         p.dkv.stride[0] % 4 == 0 && p.dkv.stride[0] < std::int64_t{1} << 31;
+  return !p.deterministic && !p.accumulate && p.dkv.dtype == DType::kFloat32 &&
+         reinterpret_cast<std::uintptr_t>(p.dkv.data) % 16 == 0 && p.dkv.stride[0] % 4 == 0 &&
+         p.dkv.stride[0] < std::int64_t{1} << 31;
 }
 
 // Whether each row of indices is put into ascending order first, which pays where the sums do not fit in L2 and many
-// queries add to them; the emulator, which knows no speed, always does it. attn needs the order of the indices.
+// queries add to them; the emulator, which knows no speed, always does it.
 bool orders_rows(const Problem& p) {
   constexpr std::int64_t kCachedBytes = 40 << 20;
   const bool pays = p.s_kv * p.d_qk * (p.deterministic ? 8 : 4) > kCachedBytes && p.s_q >= 132 && p.topk >= 256;
-  return p.dkv && !p.attn && p.topk <= kLongestSorted && (pays || !HOPWELL_ON_DEVICE);
+  return p.dkv && p.s_q > 0 && p.topk <= kLongestSorted && (pays || !HOPWELL_ON_DEVICE);
 }
 
 // What lies in the workspace, by offsets in bytes.
 struct Workspace {
-  std::size_t dkv = 0, state = 0, fixed = 0, sink_parts = 0, rows = 0, lengths = 0, progress = 0, bytes = 0;
+  std::size_t dkv = 0, state = 0, fixed = 0, sink_parts = 0, rows = 0, places = 0, lengths = 0, progress = 0, bytes = 0;
 
   explicit Workspace(const Problem& p) {
     const auto place = [this](std::int64_t size) {
@@ -45,6 +46,7 @@ struct Workspace {
     if (p.d_sink) sink_parts = place(4 * p.s_q * p.h_q);
     if (!orders_rows(p)) return;
     rows = place(4 * p.s_q * p.topk);
+    if (p.attn) places = place(2 * p.s_q * p.topk);
     lengths = place(4 * p.s_q);
     progress = place(sizeof(uint32_t));
   }
@@ -102,9 +104,15 @@ Params params_of(const Problem& problem, const Workspace& workspace) {
     p.selection.indices = Workspace::at<int>(problem, workspace.rows), p.selection.indices_stride = problem.topk;
     p.selection.topk_length = Workspace::at<int>(problem, workspace.lengths), p.selection.length_stride = 1;
     p.selection.q_positions = nullptr, p.selection.causal_from_start = false;
+    if (problem.attn) p.places = Workspace::at<uint16_t>(problem, workspace.places);
     // The count of steps must fit; and the emulator runs CTAs in turn, where waiting for others is in vain.
     if (HOPWELL_ON_DEVICE && problem.s_q * (problem.h_q + 63) < std::int64_t{1} << 31)
       p.progress = Workspace::at<uint32_t>(problem, workspace.progress);
+    // What CTAs that are so many steps apart add to should stay in L2.
+    constexpr std::int64_t kWindow = 16 << 20;
+    const std::int64_t steps = std::max<std::int64_t>(problem.topk / Config::kKeys, 1),
+                       step_bytes = problem.s_kv * problem.d_qk * 4 / steps;
+    p.slack = static_cast<int>(std::clamp<std::int64_t>(kWindow / std::max<std::int64_t>(step_bytes, 1), 1, 8));
   }
   p.h_q = static_cast<int>(problem.h_q), p.log2_sums = log2_above(problem.s_q * problem.h_q);
   p.sm_scale = problem.sm_scale, p.scale_log2 = problem.sm_scale * 1.44269504088896F;
@@ -136,6 +144,7 @@ constexpr const char* kName = "sparse_mla_backward";
 void prepare_sums(const Problem& problem, const Workspace& workspace, const Params& p, Stream stream) {
   if (orders_rows(problem)) {
     const OrderParams order{tile::params_of(problem.selection), Workspace::at<int>(problem, workspace.rows),
+                            problem.attn ? Workspace::at<uint16_t>(problem, workspace.places) : nullptr,
                             Workspace::at<int>(problem, workspace.lengths),
                             Workspace::at<uint32_t>(problem, workspace.progress)};
     runtime::launch(kName, order_rows,
@@ -149,7 +158,7 @@ void prepare_sums(const Problem& problem, const Workspace& workspace, const Para
   if (!problem.dkv) return;
   if (!adds_to_output(problem))
     clear(Workspace::at<uint32_t>(problem, workspace.dkv), problem.s_kv, words, words, stream);
-  else if (!problem.accumulate)
+  else
     clear(problem.dkv.as<uint32_t>(), problem.s_kv, words, problem.dkv.stride[0], stream);
   if (!problem.deterministic) return;
   const auto state_bytes = static_cast<std::int64_t>(workspace.fixed - workspace.state + 256);
@@ -175,8 +184,12 @@ void prepare_sums(const Problem& problem, const Workspace& workspace, const Para
   runtime::launch(kName, bound_keys, {.grid = {pass_grid(problem.s_kv)}, .threads = kPassThreads}, stream, bound);
 }
 
-// From scratch memory to the outputs.
+// What was added, to the outputs as they are promised.
 void finish_sums(const Problem& problem, const Params& p, Stream stream) {
+  if (problem.dkv && problem.s_kv > 0 && adds_to_output(problem)) {
+    runtime::launch(kName, arrange_dkv, {.grid = {pass_grid(problem.s_kv)}, .threads = kPassThreads}, stream,
+                    ArrangeParams{p.dkv, problem.dkv.stride[0], problem.s_kv, static_cast<int>(problem.d_qk)});
+  }
   if (problem.dkv && problem.s_kv > 0 && !adds_to_output(problem)) {
     const bool wide = problem.dkv.dtype == DType::kFloat32;
     const FinishParams finish{p.dkv,

@@ -4,6 +4,7 @@
 //     order_rows        each query's valid keys in ascending order, so that CTAs meet in L2
 //     bound_queries,    what no sum of dkv can exceed, for the fixed point of deterministic sums
 //     bound_keys
+//     arrange_dkv       sums in the output: their columns in order
 //     finish_dkv        sums in scratch memory to the output: its dtype, its strides, added to what is there if asked
 //     sum_d_sink        the sum over queries, in a fixed order
 //
@@ -18,6 +19,7 @@
 // h_q 128. Contributions that are not finite cannot be integers: their key is marked, and its row becomes NaN.
 #pragma once
 
+#include <bit>
 #include <cmath>
 
 #include "arch/sm80/convert.hpp"
@@ -50,11 +52,11 @@ struct FixedPoint {
 
 HOPWELL_DEVICE float power_of_2(int e) { return arch::bit_cast<float>(uint32_t(e + 127) << 23); }
 
-// Where the scatter of the main kernel puts column c of a row of fixed-point sums: eight lanes that add to one row,
-// four columns each, add to eight neighbours at a time.
-HOPWELL_DEVICE int fixed_position(int c) {
-  const int lane = (c >> 4 & 1) << 2 | (c >> 2 & 1) << 1 | (c >> 3 & 1);
-  return c / 32 * 32 + 8 * (c & 3) + lane;
+// Where the main kernel adds column c of a row: of each 16 columns, a lane's four side by side. In fixed point the
+// eight lanes that share 32 columns add to eight neighbours at a time.
+HOPWELL_DEVICE int sum_position(int c, bool fixed) {
+  const int pair = c / 2 % 4, own = (c / 8 % 2) * 2 + c % 2;  // the lane of a quad, and which of its four
+  return fixed ? c / 32 * 32 + 8 * own + c / 16 % 2 * 4 + pair : c / 16 * 16 + 4 * pair + own;
 }
 
 constexpr int kPassThreads = 288;  // half a row of 576
@@ -143,80 +145,126 @@ __global__ void __launch_bounds__(kPassThreads) bound_keys(const __grid_constant
 }
 
 constexpr int kOrderThreads = 512, kOrderWarps = kOrderThreads / 32, kLongestSorted = 4096;
+constexpr int kRounds = kLongestSorted / kOrderThreads, kDigitBits = 4, kDigits = 1 << kDigitBits;
 
 struct OrderStorage {
-  int keys[kLongestSorted];
-  int valid_of_warp[kOrderWarps];
+  int keys[2][kLongestSorted];
+  uint16_t places[2][kLongestSorted];
+  int counts[kDigits * kOrderWarps];  // by digit, then warp
+  int of_warp[kOrderWarps];
 };
 
 struct OrderParams {
   tile::SelectionParams selection;
-  int* rows;           // [s_q, topk]: the keys of valid entries, ascending
+  int* rows;           // [s_q, topk]: the keys of valid entries, ascending; equal ones in the order of their entries
+  uint16_t* places;    // [s_q, topk]: the entries that they come from; or null
   int* lengths;        // [s_q]: how many
   uint32_t* progress;  // set to 0
 };
 
-// One merge of a bitonic sort by a warp, for distances below its width: `key` is element i of a run of 2 · k.
-HOPWELL_DEVICE int merge_in_warp(int key, int i, int k) {
-  for (int distance = k / 2 < 16 ? k / 2 : 16; distance > 0; distance /= 2) {
-    const int other = arch::shuffle_xor(key, distance);
-    const bool smaller = ((i & k) == 0) == ((i & distance) == 0);
-    key = (key < other) == smaller ? key : other;
-  }
-  return key;
+// The sum of the CTA's values.
+HOPWELL_DEVICE int sum_of_cta(int (&of_warp)[kOrderWarps], int value) {
+  const int warp = arch::warp_index();
+  for (int mask = 16; mask > 0; mask /= 2) value += arch::shuffle_xor(value, mask);
+  arch::syncthreads();
+  if (arch::lane_index() == 0) of_warp[warp] = value;
+  arch::syncthreads();
+  int sum = 0;
+  for (int w = 0; w < kOrderWarps; ++w) sum += of_warp[w];
+  return sum;
 }
 
-// Sorts `size` keys, a power of two of 32 or more. Equal keys are the same, so the result depends on the set alone.
-HOPWELL_DEVICE void sort(int (&keys)[kLongestSorted], int size) {
-  const int t = arch::thread_index();
-  for (int k = 2; k <= size; k *= 2) {
-    for (int distance = k / 2; distance >= 32; distance /= 2) {
-      for (int pair = t; pair < size / 2; pair += kOrderThreads) {
-        const int i = 2 * pair - pair % distance, low = keys[i], high = keys[i + distance];
-        if ((low > high) == ((i & k) == 0)) keys[i] = high, keys[i + distance] = low;
-      }
-      arch::syncthreads();
+// Replaces counts by the sums of all before.
+HOPWELL_DEVICE void sum_counts(OrderStorage& s) {
+  const int t = arch::thread_index(), lane = arch::lane_index(), warp = arch::warp_index();
+  static_assert(kDigits * kOrderWarps <= kOrderThreads);
+  const int own = t < kDigits * kOrderWarps ? s.counts[t] : 0;
+  int sum = own;
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int before = arch::shuffle(sum, (lane - distance) & 31);
+    if (lane >= distance) sum += before;
+  }
+  if (lane == 31) s.of_warp[warp] = sum;
+  arch::syncthreads();
+  for (int w = 0; w < warp; ++w) sum += s.of_warp[w];
+  if (t < kDigits * kOrderWarps) s.counts[t] = sum - own;
+  arch::syncthreads();
+}
+
+// One pass of a radix sort, by the digit at `shift`: each warp ranks its own stretch of the row, and equal digits stay
+// in order.
+HOPWELL_DEVICE void sort_by_digit(OrderStorage& s, int from, int rounds, int shift) {
+  const int t = arch::thread_index(), lane = arch::lane_index(), warp = arch::warp_index();
+  const int first = warp * rounds * 32 + lane;
+  if (t < kDigits * kOrderWarps) s.counts[t] = 0;
+  arch::syncthreads();
+  int rank[kRounds];
+  HOPWELL_UNROLL
+  for (int r = 0; r < kRounds; ++r) {
+    if (r >= rounds) break;
+    const int digit = s.keys[from][first + 32 * r] >> shift & (kDigits - 1);
+    uint32_t same = 0xffffffff;  // lanes with this digit
+    HOPWELL_UNROLL
+    for (int bit = 0; bit < kDigitBits; ++bit) {
+      const uint32_t set = arch::ballot(digit >> bit & 1);
+      same &= digit >> bit & 1 ? set : ~set;
     }
-    for (int i = t; i < size; i += kOrderThreads) keys[i] = merge_in_warp(keys[i], i, k);
-    arch::syncthreads();
+    int& count = s.counts[digit * kOrderWarps + warp];
+    const int before = count, lower = std::popcount(same & ((1u << lane) - 1));
+    rank[r] = before + lower;
+    arch::syncwarp();
+    if (lower == 0) count = before + std::popcount(same);
+    arch::syncwarp();  // kept: the next round reads the count; rows of up to 512 entries have one round
   }
+  arch::syncthreads();
+  sum_counts(s);
+  HOPWELL_UNROLL
+  for (int r = 0; r < kRounds; ++r) {
+    if (r >= rounds) break;
+    const int key = s.keys[from][first + 32 * r], digit = key >> shift & (kDigits - 1);
+    const int to = s.counts[digit * kOrderWarps + warp] + rank[r];
+    if (unsigned(to) >= kLongestSorted) continue;  // were a barrier lost, numbers would be wrong, but not addresses
+    s.keys[1 - from][to] = key;
+    s.places[1 - from][to] = s.places[from][first + 32 * r];
+  }
+  arch::syncthreads();
 }
 
-// A CTA for one query. Rows that ascend already are only copied.
+// A CTA for one query. Rows that ascend already are only copied. Entries that do not count stand as a key that is larger
+// than all.
 __global__ void __launch_bounds__(kOrderThreads) order_rows(const __grid_constant__ OrderParams p) {
   auto& s = arch::dynamic_smem<OrderStorage>();
-  const int t = arch::thread_index(), query = arch::block_index(), warp = arch::warp_index();
+  const int t = arch::thread_index(), query = arch::block_index();
   const Entries entries = tile::entries_of(p.selection, query);
-  int size = 32, valid = 0;
-  while (size < entries.length) size *= 2;
-  for (int i = t; i < size; i += kOrderThreads) {
+  const int rounds = (entries.length + kOrderThreads - 1) / kOrderThreads;
+  int valid = 0;
+  for (int i = t; i < rounds * kOrderThreads; i += kOrderThreads) {
     const int key = entries.key(i);
-    s.keys[i] = key < 0 ? INT32_MAX : key;
+    s.keys[0][i] = key < 0 ? int(entries.visible) : key;
+    s.places[0][i] = uint16_t(i);
     valid += key >= 0;
   }
-  for (int mask = 16; mask > 0; mask /= 2) valid += arch::shuffle_xor(valid, mask);
-  if (arch::lane_index() == 0) s.valid_of_warp[warp] = valid;
-  arch::syncthreads();
-  bool ascending = true;
-  for (int i = t; i + 1 < size; i += kOrderThreads) ascending &= s.keys[i] <= s.keys[i + 1];
-  int length = 0;
-  for (int w = 0; w < kOrderWarps; ++w) length += s.valid_of_warp[w];
-  const uint32_t descents = arch::ballot(!ascending);
-  arch::syncthreads();
-  if (arch::lane_index() == 0) s.valid_of_warp[warp] = descents != 0;
-  arch::syncthreads();
-  int unsorted = 0;
-  for (int w = 0; w < kOrderWarps; ++w) unsorted |= s.valid_of_warp[w];
-  if (unsorted) sort(s.keys, size);
-  for (int i = t; i < length; i += kOrderThreads) p.rows[int64_t{query} * p.selection.topk + i] = s.keys[i];
+  const int length = sum_of_cta(s.of_warp, valid);
+  int descents = 0;
+  for (int i = t; i + 1 < rounds * kOrderThreads; i += kOrderThreads) descents += s.keys[0][i] > s.keys[0][i + 1];
+  int from = 0;
+  if (sum_of_cta(s.of_warp, descents) > 0) {
+    for (int shift = 0; shift < 32 && entries.visible >> shift != 0; shift += kDigitBits, from = 1 - from)
+      sort_by_digit(s, from, rounds, shift);
+  }
+  for (int i = t; i < rounds * kOrderThreads && i < length; i += kOrderThreads) {
+    p.rows[int64_t{query} * p.selection.topk + i] = s.keys[from][i];
+    const int place = s.places[from][i];
+    if (p.places) p.places[int64_t{query} * p.selection.topk + i] = uint16_t(place < entries.length ? place : 0);
+  }
   if (t != 0) return;
   p.lengths[query] = length;
   if (query == 0) *p.progress = 0;
 }
 
 struct FinishParams {
-  const float* sums;          // [s_kv, d_qk], or null
-  const int64_t* fixed_sums;  // the same in fixed point, columns at fixed_position
+  const float* sums;          // [s_kv, d_qk], columns at sum_position; or null
+  const int64_t* fixed_sums;  // the same in fixed point, or null
   const KeyState* state;      // [s_kv], with fixed_sums
   const FixedPoint* fixed;
   float* dkv;      // [s_kv, d_qk], or null
@@ -234,17 +282,42 @@ __global__ void __launch_bounds__(kPassThreads) finish_dkv(const __grid_constant
     for (int column = arch::thread_index(); column < p.d_qk; column += kPassThreads) {
       float sum;
       if (!p.fixed_sums)
-        sum = p.sums[row * p.d_qk + column];
+        sum = p.sums[row * p.d_qk + sum_position(column, false)];
       else if (p.state[row] == KeyState::not_finite)
         sum = NAN;
       else
-        sum = float(double(p.fixed_sums[row * p.d_qk + fixed_position(column)]) * unit);
+        sum = float(double(p.fixed_sums[row * p.d_qk + sum_position(column, true)]) * unit);
       const int64_t at = row * p.stride + column;
       if (p.dkv_bf16)
         p.dkv_bf16[at] = arch::to_bf16(sum);
       else
         p.dkv[at] = p.accumulate ? p.dkv[at] + sum : sum;
     }
+}
+
+struct ArrangeParams {
+  float* dkv;  // [s_kv, d_qk], rows 16-byte aligned; columns at sum_position before, in order after
+  int64_t stride, s_kv;
+  int d_qk;
+};
+
+// Four lanes put 16 columns in order.
+__global__ void __launch_bounds__(kPassThreads) arrange_dkv(const __grid_constant__ ArrangeParams p) {
+  const int chunks = p.d_qk / 4, quad = arch::lane_index() % 4, lane = arch::lane_index() - quad;
+  const int64_t count = p.s_kv * chunks, step = int64_t{arch::grid_size()} * kPassThreads;
+  for (int64_t i = int64_t{arch::block_index()} * kPassThreads + arch::thread_index(); i - arch::lane_index() < count;
+       i += step) {
+    auto* at = i < count ? reinterpret_cast<arch::Words4*>(p.dkv + i / chunks * p.stride + i % chunks * 4) : nullptr;
+    const arch::Words4 sums = at ? *at : arch::Words4{};
+    arch::Words4 columns;
+    HOPWELL_UNROLL
+    for (int c = 0; c < 4; ++c) {  // column 4 quad + c: the lane of its pair, and which of that lane's four
+      const int from = lane + (2 * quad + c / 2) % 4;
+      const uint32_t low = arch::shuffle(sums.w[c % 2], from), high = arch::shuffle(sums.w[c % 2 + 2], from);
+      columns.w[c] = quad < 2 ? low : high;
+    }
+    if (at) *at = columns;
+  }
 }
 
 struct SinkParams {

@@ -49,7 +49,7 @@ HOPWELL_DEVICE void sum_half(float (&sum)[16], int lane) {
 // Sums exp(score − lse) over the 64 heads: within a lane, over the 8 lanes of a column, over the 4 warps. Added to
 // attn, which holds 0 or the sum of other heads.
 HOPWELL_DEVICE void add_attn(const Params& p, float (&acc)[32], float (&head_sums)[4][Config::kKeys],
-                             const Entries& entries, int query, int step, int t) {
+                             const int (&keys)[Config::kKeys], int query, int step, int t) {
   const int lane = t % 32;
   float sum[16];
   HOPWELL_UNROLL
@@ -63,7 +63,10 @@ HOPWELL_DEVICE void add_attn(const Params& p, float (&acc)[32], float (&head_sum
   arch::barrier_sync(kHeadSums, 128);
   const int own = t % Config::kKeys, i = step * Config::kKeys + own;
   const float total = head_sums[0][own] + head_sums[1][own] + head_sums[2][own] + head_sums[3][own];
-  if (t < Config::kKeys && entries.key(i) >= 0) arch::red_add(p.attn + query * p.attn_stride + i, total);
+  if (t < Config::kKeys && keys[own] >= 0) {
+    const int place = p.places ? p.places[int64_t{query} * p.selection.topk + i] : i;
+    arch::red_add(p.attn + query * p.attn_stride + place, total);
+  }
 }
 
 // Through this half's columns of the key buffer, then in whole lines.
@@ -113,13 +116,14 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const Place& 
     const int t = arch::thread_index_anew() % 128;
     arch::wgmma_wait<0>(acc);
     if constexpr (kHalf == 0) {
-      if (step > 0) arch::barrier_sync(kPdsEmpty, 256);
+      if (step > 0) arch::barrier_sync(kPEmpty, 256);
       store_p<kAttn>(p, acc, s.shift, s.kept, arch::shared_address(&s.p), t);
       arch::fence_proxy_async();
       arch::barrier_arrive(kPFull, 256);
-      if constexpr (kAttn) add_attn(p, acc, s.head_sums, entries, place.query, step, t);
+      if constexpr (kAttn) add_attn(p, acc, s.head_sums, s.key[step % 2], place.query, step, t);
     } else {
       arch::barrier_sync(kPFull, 256);
+      if (step > 0) arch::barrier_sync(kDsEmpty, 256);
       store_ds(p, acc, s.delta, arch::shared_address(&s.p), arch::shared_address(&s.ds), t);
       arch::fence_proxy_async();
       arch::barrier_arrive(kPdsFull, 256);
@@ -132,11 +136,11 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const Place& 
     load_keys(keys, entries, step + 1, t);
     arch::wgmma_wait<0>(dq, middle);
     if (step + 1 < steps) {
-      gather<kDqk, kHalf>(p, s, keys, t);
+      gather<kDqk, kHalf>(p, s, keys, step + 1, t);
       arch::cp_async_commit();
     }
     int rows[4];
-    load_rows<kDqk, kFixed>(p, rows, entries, step, t);
+    load_rows<kDqk, kFixed>(p, rows, s.key[step % 2], t);
     HOPWELL_UNROLL
     for (int panel = kHalf * Config::kPanelsBeside; panel < (kHalf + 1) * Config::kPanelsBeside; ++panel) {
       arch::wgmma_fence();
@@ -144,7 +148,7 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const Place& 
       multiply_transposed(acc, arch::shared_address(&s.p), arch::shared_address(&s.d_out[panel]), true);
       arch::wgmma_commit();
       arch::wgmma_wait<0>(acc);
-      add_panel<kDqk, kFixed>(p, acc, panel, rows, s.units);
+      add_panel<kDqk, kFixed>(p, acc, 64 * panel, rows, s.units);
     }
     if (step + 1 < steps) {
       arch::cp_async_wait<0>();
@@ -157,32 +161,56 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const Place& 
 
 // ---- warpgroup 2
 
-// One panel of dKV. dSᵀ comes from registers, which spares shared memory; Pᵀ too would need 16 registers more.
-template <int kDqk, bool kOfV, bool kFixed>
-HOPWELL_DEVICE void scatter_panel(const Params& p, SharedStorage<kDqk>& s, const uint32_t (&ds)[4][4], int panel,
-                                  const int (&rows)[4]) {
-  float acc[32];
-  const uint64_t q = arch::at_address(kByMn, arch::shared_address(&s.q[panel]));
-  arch::wgmma_fence();
+// P or dS transposed, as A fragments for 64 keys: ldmatrix.trans, where lanes 0-7 give heads 0-7 of the first 8 keys,
+// 8-15 of the next 8 keys, 16-31 the same of heads 8-15.
+HOPWELL_DEVICE void load_transposed(uint32_t (&fragments)[4][4], const Panel& from, int t) {
+  const int lane = t % 32;
+  const uint32_t source =
+      arch::shared_address(&from) + swizzled((lane & 7) + 8 * (lane >> 4), t / 32 * 2 + (lane >> 3 & 1));
   HOPWELL_UNROLL
-  for (int k = 0; k < 4; ++k)
-    arch::wgmma_rs<arch::WgmmaOptions{.b_major = Major::mn}>(acc, ds[k], q + uint64_t(128 * k), k > 0);
-  if constexpr (kOfV) multiply_transposed(acc, arch::shared_address(&s.p), arch::shared_address(&s.d_out[panel]), true);
-  arch::wgmma_commit();
-  arch::wgmma_wait<0>(acc);
-  add_panel<kDqk, kFixed>(p, acc, panel, rows, s.units);
+  for (int k = 0; k < 4; ++k) arch::ldmatrix<arch::Transpose::yes>(fragments[k], source + uint32_t(2048 * k));
 }
 
-// Keeps CTAs in step: none begins a step before the average CTA of its wave is within kSlack steps. With ordered keys
+// acc [64 keys][32 columns] (+)= the transposed P or dS · half of a panel of dO or Q, by its address.
+HOPWELL_DEVICE void multiply_fragments(float (&acc)[16], const uint32_t (&fragments)[4][4], uint32_t half_panel,
+                                       bool accumulate) {
+  const uint64_t right = arch::at_address(kByMn, half_panel);
+  HOPWELL_UNROLL
+  for (int k = 0; k < 4; ++k)
+    arch::wgmma_rs<arch::WgmmaOptions{.b_major = Major::mn}>(acc, fragments[k], right + uint64_t(128 * k),
+                                                             accumulate || k > 0);
+}
+
+// One panel of dKV, in two halves: the second is multiplied while the first is added. P and dS come from registers: that
+// spares shared memory, and the score warpgroups need not wait with the next ones.
+template <int kDqk, bool kOfV, bool kFixed>
+HOPWELL_DEVICE void scatter_panel(const Params& p, SharedStorage<kDqk>& s, const uint32_t (&probabilities)[4][4],
+                                  int panel, const int (&rows)[4]) {
+  const uint32_t q = arch::shared_address(&s.q[panel]), d_out = arch::shared_address(&s.d_out[panel]);
+  float half[2][16];
+  arch::wgmma_fence();
+  HOPWELL_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    multiply_transposed(half[i], arch::shared_address(&s.ds), q + uint32_t(64 * i), false);
+    if constexpr (kOfV) multiply_fragments(half[i], probabilities, d_out + uint32_t(64 * i), true);
+    arch::wgmma_commit();
+  }
+  arch::wgmma_wait<1>(half[0]);
+  add_panel<kDqk, kFixed>(p, half[0], 64 * panel, rows, s.units);
+  arch::wgmma_wait<0>(half[1]);
+  add_panel<kDqk, kFixed>(p, half[1], 64 * panel + 32, rows, s.units);
+}
+
+// Keeps CTAs in step: none begins a step before the average CTA of its wave is within p.slack steps. With ordered keys
 // all of them then add to the same range of rows, which is still in L2. A hint: the wait is bounded, whatever runs
 // when.
 HOPWELL_DEVICE void keep_step(const Params& p, uint32_t& seen, int step) {
-  constexpr int kSlack = 3, kMostPolls = 16384;
+  constexpr int kMostPolls = 16384;
   const int steps_of_row = (p.selection.topk + Config::kKeys - 1) / Config::kKeys;
   const int before = arch::block_index() / p.wave * p.wave, rest = arch::grid_size() - before;
   const int peers = rest < p.wave ? rest : p.wave;
   const uint32_t target =
-      uint32_t(before) * uint32_t(steps_of_row) + uint32_t(peers * (step > kSlack ? step - kSlack : 0));
+      uint32_t(before) * uint32_t(steps_of_row) + uint32_t(peers * (step > p.slack ? step - p.slack : 0));
   for (int poll = 0; seen < target && poll < kMostPolls; ++poll) seen = arch::load_relaxed(p.progress);
   if (arch::thread_index() % 128 == 0) arch::red_add(p.progress, 1u);
   seen = arch::load_relaxed(p.progress);  // for the next step
@@ -191,27 +219,22 @@ HOPWELL_DEVICE void keep_step(const Params& p, uint32_t& seen, int step) {
 // The panels of dKV that the score warpgroups leave.
 template <int kDqk, bool kFixed>
 HOPWELL_DEVICE void scatter(const Params& p, SharedStorage<kDqk>& s, const Entries& entries) {
-  const int t = arch::thread_index() % 128, lane = t % 32;
+  const int t = arch::thread_index() % 128;
   const int steps = (entries.length + Config::kKeys - 1) / Config::kKeys;
-  // ldmatrix.trans: lanes 0-7 give heads 0-7 of the first 8 keys, 8-15 of the next 8 keys, 16-31 the same of heads
-  // 8-15.
-  const uint32_t transposed =
-      arch::shared_address(&s.ds) + swizzled((lane & 7) + 8 * (lane >> 4), t / 32 * 2 + (lane >> 3 & 1));
   uint32_t seen = 0;
   for (int step = 0; step < steps; ++step) {
     if (p.progress) keep_step(p, seen, step);
-    int rows[4];
-    load_rows<kDqk, kFixed>(p, rows, entries, step, t);
     arch::barrier_sync(kPdsFull, 256);
-    uint32_t ds[4][4];
-    HOPWELL_UNROLL
-    for (int k = 0; k < 4; ++k) arch::ldmatrix<arch::Transpose::yes>(ds[k], transposed + uint32_t(2048 * k));
-    // Unrolled, the descriptors of all panels would stay in registers.
+    int rows[4];
+    load_rows<kDqk, kFixed>(p, rows, s.key[step % 2], t);
+    uint32_t probabilities[4][4];
+    load_transposed(probabilities, s.p, t);
+    if (step + 1 < steps) arch::barrier_arrive(kPEmpty, 256);
     HOPWELL_NO_UNROLL
     for (int panel = 2 * Config::kPanelsBeside; panel < Config::kPanelsV; ++panel)
-      scatter_panel<kDqk, true, kFixed>(p, s, ds, panel, rows);
-    if constexpr (kHasMiddle<kDqk>) scatter_panel<kDqk, false, kFixed>(p, s, ds, Config::kPanelsV, rows);
-    if (step + 1 < steps) arch::barrier_arrive(kPdsEmpty, 256);
+      scatter_panel<kDqk, true, kFixed>(p, s, probabilities, panel, rows);
+    if constexpr (kHasMiddle<kDqk>) scatter_panel<kDqk, false, kFixed>(p, s, probabilities, Config::kPanelsV, rows);
+    if (step + 1 < steps) arch::barrier_arrive(kDsEmpty, 256);
   }
   // Rows with fewer steps than others count as having made them all.
   const int missing = (p.selection.topk + Config::kKeys - 1) / Config::kKeys - steps;
@@ -295,8 +318,8 @@ HOPWELL_DEVICE Entries prepare(const Params& p, SharedStorage<kDqk>& s, const Pl
   const int t = arch::thread_index() % 128, heads = p.h_q - place.first_head;
   int keys[4];
   load_keys(keys, entries, 0, t);
-  if (arch::warpgroup_index() == 0) gather<kDqk, 0>(p, s, keys, t);
-  if (arch::warpgroup_index() == 1) gather<kDqk, 1>(p, s, keys, t);
+  if (arch::warpgroup_index() == 0) gather<kDqk, 0>(p, s, keys, 0, t);
+  if (arch::warpgroup_index() == 1) gather<kDqk, 1>(p, s, keys, 0, t);
   load_heads<kDqk>(s.q, p.q + place.query * p.q_stride_s + place.first_head * p.q_stride_h, p.q_stride_h, heads);
   load_heads<Config::kDv>(s.d_out, p.d_out + place.query * p.d_out_stride_s + place.first_head * p.d_out_stride_h,
                           p.d_out_stride_h, heads);

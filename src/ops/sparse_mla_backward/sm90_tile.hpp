@@ -34,12 +34,13 @@ struct SharedStorage {
   float kept[Config::kHeads];   // exp(lse − lse')
   float delta[Config::kHeads];  // times sm_scale
   float head_sums[4][Config::kKeys];
+  int key[2][Config::kKeys];  // of this step and the next; -1 where there is none
   int last_valid[Config::kWarps];
   float units;  // of the fixed point, in 1
 };
 static_assert(sizeof(SharedStorage<576>) <= arch::sm90::kMaxSharedBytes);
 
-enum NamedBarrier : int { kKeysFull = 1, kPFull, kDsFull, kPdsFull, kPdsEmpty, kHeadSums, kHalf0, kHalf1 };
+enum NamedBarrier : int { kKeysFull = 1, kPFull, kDsFull, kPdsFull, kPEmpty, kDsEmpty, kHeadSums, kHalf0, kHalf1 };
 
 struct Params {
   tile::SelectionParams selection;
@@ -47,18 +48,20 @@ struct Params {
   const bf16 *out, *d_out;  // [s_q, h_q, 512]
   const float *lse, *sink;  // [s_q, h_q], [h_q] or null
   bf16* dq;                 // [s_q, h_q, d_qk], or null
-  float* dkv;               // [s_kv, d_qk], added to; or null
-  int64_t* fixed_dkv;       // the same in fixed point, columns at fixed_position; or null
+  float* dkv;               // [s_kv, d_qk], added to, columns at sum_position; or null
+  int64_t* fixed_dkv;       // the same in fixed point; or null
   KeyState* state;          // [s_kv], with fixed_dkv
   const FixedPoint* fixed;
-  float* attn;         // [s_q, topk], added to; or null
-  uint32_t* progress;  // steps that all CTAs have made; or null: they are not kept in step
-  float* sink_parts;   // [s_q, h_q]: what each query adds to d_sink; or null
+  float* attn;             // [s_q, topk], added to; or null
+  const uint16_t* places;  // [s_q, topk]: which entry of attn each of the selection is; or null: the same
+  uint32_t* progress;      // steps that all CTAs have made; or null: they are not kept in step
+  float* sink_parts;       // [s_q, h_q]: what each query adds to d_sink; or null
   int64_t q_stride_s, q_stride_h, out_stride_s, out_stride_h, d_out_stride_s, d_out_stride_h;  // elements
   int64_t lse_stride_s, lse_stride_h, sink_stride, dq_stride_s, dq_stride_h, attn_stride;
   int kv_stride, dkv_stride;
-  int h_q, first_head, head_blocks, log2_sums, wave;  // wave: CTAs that run at the same time
-  float sm_scale, scale_log2;                         // and sm_scale · log2(e)
+  int h_q, first_head, head_blocks, log2_sums;
+  int wave, slack;             // CTAs that run at the same time, and how far they may be apart: see keep_step
+  float sm_scale, scale_log2;  // and sm_scale · log2(e)
 };
 
 // Where this CTA is: head blocks of one query are neighbours, so that they share its keys in L2.
@@ -95,10 +98,14 @@ HOPWELL_DEVICE void load_keys(int (&keys)[4], const Entries& entries, int step, 
 }
 
 // Starts the copies of one half of the columns of 64 keys: four panels, and half of the one in the middle if there is.
+// Half 0 leaves the keys for those who add.
 template <int kDqk, int kHalf>
-HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, const int (&keys)[4], int t) {
+HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, const int (&keys)[4], int step, int t) {
   constexpr int kPanels = kDqk / 64, kFirst = kHalf == 0 ? 0 : kPanels - 4;
   const int chunk = t & 7;
+  HOPWELL_UNROLL
+  for (int m = 0; m < 4 && kHalf == 0; ++m)
+    if (chunk == m) s.key[step % 2][t / 8 + 16 * m] = keys[m];
   HOPWELL_UNROLL
   for (int m = 0; m < 4; ++m) {
     const int bytes = keys[m] < 0 ? 0 : 16;
@@ -149,7 +156,8 @@ HOPWELL_DEVICE void multiply_dq(float (&dq)[128], float (&middle)[16], const Sha
 
 // acc [64 keys][64 columns] (+)= aᵀ · b, a [64 heads][64 keys], b [64 heads][a panel]: by address, so that the panel
 // may be a run-time number.
-HOPWELL_DEVICE void multiply_transposed(float (&acc)[32], uint32_t a, uint32_t b, bool accumulate) {
+template <int kSize>
+HOPWELL_DEVICE void multiply_transposed(float (&acc)[kSize], uint32_t a, uint32_t b, bool accumulate) {
   const uint64_t left = arch::at_address(kByMn, a), right = arch::at_address(kByMn, b);
   HOPWELL_UNROLL
   for (int step = 0; step < 4; ++step)
@@ -210,17 +218,21 @@ HOPWELL_DEVICE void store_ds(const Params& p, const float (&acc)[32], const floa
 
 // ---- adding to dKV
 
-// Where a lane adds: four columns of each of four keys, eight lanes to a row. In units of four fp32 or of one int64
-// from the first row's panel on; negative where nothing is added. 32 bits are enough for 2^33 and 2^31 elements: see
-// supports(). With lane bits b, the columns begin at 16 b2 + 8 b0 + 4 b1 of 32; the fixed point has its own order.
+// The accumulators of a lane are pairs of neighbouring columns, eight apart. Sums therefore lie with their columns
+// permuted (see sum_position), so that what a lane holds of 16 columns goes out by one instruction as it is.
+// Neighbouring quads of lanes only trade 16 columns for 16 first, so that eight lanes share a row: an instruction adds
+// full lines of 128 bytes.
+
+// Where a lane adds: four columns of each of four keys. In units of four fp32 or of one int64 from the first row's
+// panel on; negative where nothing is added. 32 bits are enough for 2^33 and 2^31 elements: see supports().
 template <int kDqk, bool kFixed>
-HOPWELL_DEVICE void load_rows(const Params& p, int (&rows)[4], const Entries& entries, int step, int t) {
+HOPWELL_DEVICE void load_rows(const Params& p, int (&rows)[4], const int (&keys)[Config::kKeys], int t) {
   const bool wanted = kFixed || p.dkv;
-  const int first = step * Config::kKeys + t / 32 * 16 + (t % 32 / 4 & ~1);
-  const int own = kFixed ? t & 7 : (t & 4) + 2 * (t & 1) + (t & 2) / 2, stride = kFixed ? kDqk : p.dkv_stride / 4;
+  const int first = t / 32 * 16 + (t % 32 / 4 & ~1);
+  const int own = t & 7, stride = kFixed ? kDqk : p.dkv_stride / 4;
   HOPWELL_UNROLL
   for (int i = 0; i < 4; ++i) {
-    const int key = wanted ? entries.key(first + (i & 1) + 8 * (i >> 1)) : -1;
+    const int key = wanted ? keys[first + (i & 1) + 8 * (i >> 1)] : -1;
     rows[i] = key < 0 ? -1 : key * stride + own;
   }
 }
@@ -243,33 +255,26 @@ HOPWELL_DEVICE void add_columns(const Params& p, int row, int column, const floa
   }
 }
 
-// Adds a warp's [16 keys][64 columns] of a panel. Neighbouring lanes first trade 8 columns, so that each has four of
-// one row; then neighbouring quads 16, so that eight lanes share a row: an instruction adds full lines of 128 bytes.
-template <int kDqk, bool kFixed>
-HOPWELL_DEVICE void add_panel(const Params& p, const float (&acc)[32], int panel, const int (&rows)[4],
+// Adds a warp's [16 keys][2 kSize columns] from `column` on.
+template <int kDqk, bool kFixed, int kSize>
+HOPWELL_DEVICE void add_panel(const Params& p, const float (&acc)[kSize], int column, const int (&rows)[4],
                               const float& units) {
-  const int lane = arch::thread_index_anew();
-  const bool odd = lane & 1, odd_quad = lane & 4;
+  const bool odd_quad = arch::thread_index_anew() & 4;
   HOPWELL_UNROLL
-  for (int part = 0; part < 4; ++part) {
-    const int r = part / 2, j = part % 2 * 4;
-    float v[2][4];
+  for (int e = 0; e < kSize; e += 16) {  // 32 columns
     HOPWELL_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      const int e = 4 * (j + 2 * h) + 2 * r;
-      const float t0 = arch::shuffle_xor(odd ? acc[e] : acc[e + 4], 1),
-                  t1 = arch::shuffle_xor(odd ? acc[e + 1] : acc[e + 5], 1);
-      v[h][0] = odd ? t0 : acc[e], v[h][1] = odd ? t1 : acc[e + 1];
-      v[h][2] = odd ? acc[e + 4] : t0, v[h][3] = odd ? acc[e + 5] : t1;
+    for (int r = 0; r < 2; ++r) {
+      float v[2][4];
+      HOPWELL_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const float low = acc[e + i / 2 * 4 + 2 * r + i % 2], high = acc[e + 8 + i / 2 * 4 + 2 * r + i % 2];
+        const float theirs = arch::shuffle_xor(odd_quad ? low : high, 4);
+        v[0][i] = odd_quad ? theirs : low;
+        v[1][i] = odd_quad ? high : theirs;
+      }
+      add_columns<kDqk, kFixed>(p, rows[2 * r], column + 2 * e, v[0], units);
+      add_columns<kDqk, kFixed>(p, rows[2 * r + 1], column + 2 * e, v[1], units);
     }
-    HOPWELL_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const float t = arch::shuffle_xor(odd_quad ? v[0][i] : v[1][i], 4);
-      v[0][i] = odd_quad ? t : v[0][i];
-      v[1][i] = odd_quad ? v[1][i] : t;
-    }
-    add_columns<kDqk, kFixed>(p, rows[2 * r], 64 * panel + 8 * j, v[0], units);
-    add_columns<kDqk, kFixed>(p, rows[2 * r + 1], 64 * panel + 8 * j, v[1], units);
   }
 }
 
