@@ -46,6 +46,10 @@ TEST(SparseMlaBackwardSm90, EverySynchronisationCallIsNeeded) {
     cases::run(case_named(kCase), "emu:sm90", 1);
     sites = session.report.synchronisation;
   }
+  // Those of attention_distribution, which a deterministic call makes first, have a test of their own.
+  std::erase_if(sites, [](const auto& site) {
+    return std::string_view(site.where.file).find("ops/sparse_mla_backward/") == std::string_view::npos;
+  });
   ASSERT_GE(sites.size(), 20u);
   for (const auto& site : sites) {
     bool noticed = kept(site.where);

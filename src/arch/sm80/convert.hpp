@@ -43,6 +43,19 @@ HOPWELL_DEVICE float to_float(fp16 x) {
 #endif
 }
 
+/// cvt.rni.s32.f32: the nearest integer, ties to even; the nearest that there is beyond int32, 0 for NaN. PTX:
+/// #data-movement-and-conversion-instructions-cvt
+HOPWELL_DEVICE int round_to_int(float x) {
+#if HOPWELL_ON_DEVICE
+  int i;
+  asm("cvt.rni.s32.f32 %0, %1;" : "=r"(i) : "f"(x));
+  return i;
+#else
+  if (x != x) return 0;
+  return x >= 0x1p31F ? INT32_MAX : x < -0x1p31F ? INT32_MIN : int(std::nearbyint(x));
+#endif
+}
+
 /// ex2.approx.ftz.f32: 2^x, relative error 2^-22; subnormals are zero. PTX: #floating-point-instructions-ex2
 HOPWELL_DEVICE float exp2_approx(float x) {
 #if HOPWELL_ON_DEVICE

@@ -1,9 +1,12 @@
 // sparse_mla_backward on Hopper: what runs for a call, in which order, over which scratch memory.
 //
-//     order_rows → clear_rows → bound_queries, bound_keys → the main kernel → arrange_dkv or finish_dkv, sum_d_sink     sm90_passes.hpp
-//     the main kernel: one query and 64 heads a CTA                                                    sm90_single.hpp
+//     deterministic sums: attention_distribution, measure_keys, bound_entries, choose_units    sm90_fixed.hpp
+//     order_rows, clear_rows                                                                   sm90_passes.hpp
+//     the main kernel: one query and 64 heads a CTA                                            sm90_single.hpp
+//     arrange_dkv, finish_dkv or finish_fixed_dkv; sum_d_sink
 #include <algorithm>
 
+#include "ops/attention_distribution/op.hpp"
 #include "ops/sparse_mla_backward/op.hpp"
 #include "ops/sparse_mla_backward/sm90_passes.hpp"
 #include "ops/sparse_mla_backward/sm90_single.hpp"
@@ -11,11 +14,19 @@
 namespace hopwell::ops::sparse_mla_backward {
 namespace {
 
-// ---- host
+namespace distribution = attention_distribution;
+
+constexpr const char* kName = "sparse_mla_backward";
+constexpr const char* kBackend = HOPWELL_ON_DEVICE ? "sm90" : "emu:sm90";
+
+// Deterministic calls take attn from attention_distribution, which adds nothing in an order that depends on time, and
+// bound the sums of dkv by it.
+bool needs_distribution(const Problem& p) { return p.deterministic && p.s_q > 0 && p.topk > 0 && (p.dkv || p.attn); }
+bool adds_fixed_point(const Problem& p) { return p.dkv && needs_distribution(p); }
 
 // Whether the kernel adds to the output itself; otherwise to scratch memory, from where the sums are then brought.
 bool adds_to_output(const Problem& p) {
-  return !p.deterministic && !p.accumulate && p.dkv.dtype == DType::kFloat32 &&
+  return !adds_fixed_point(p) && !p.accumulate && p.dkv.dtype == DType::kFloat32 &&
          reinterpret_cast<std::uintptr_t>(p.dkv.data) % 16 == 0 && p.dkv.stride[0] % 4 == 0 &&
          p.dkv.stride[0] < std::int64_t{1} << 31;
 }
@@ -24,13 +35,14 @@ bool adds_to_output(const Problem& p) {
 // queries add to them; the emulator, which knows no speed, always does it.
 bool orders_rows(const Problem& p) {
   constexpr std::int64_t kCachedBytes = 40 << 20;
-  const bool pays = p.s_kv * p.d_qk * (p.deterministic ? 8 : 4) > kCachedBytes && p.s_q >= 132 && p.topk >= 256;
+  const bool pays = p.s_kv * p.d_qk * 4 > kCachedBytes && p.s_q >= 132 && p.topk >= 256;
   return p.dkv && p.s_q > 0 && p.topk <= kLongestSorted && (pays || !HOPWELL_ON_DEVICE);
 }
 
-// What lies in the workspace, by offsets in bytes.
+// What lies in the workspace, by offsets in bytes. The distribution is no longer needed when rows are put in order.
 struct Workspace {
-  std::size_t dkv = 0, state = 0, fixed = 0, sink_parts = 0, rows = 0, places = 0, lengths = 0, progress = 0, bytes = 0;
+  std::size_t dkv = 0, scale = 0, most = 0, count = 0, sink_parts = 0, rows = 0, places = 0, lengths = 0, progress = 0,
+              bytes = 0;
 
   explicit Workspace(const Problem& p) {
     const auto place = [this](std::int64_t size) {
@@ -38,15 +50,16 @@ struct Workspace {
       bytes += (static_cast<std::size_t>(size) + 255) / 256 * 256;
       return at;
     };
-    if (p.dkv && !adds_to_output(p)) dkv = place(p.s_kv * p.d_qk * (p.deterministic ? 8 : 4));
-    if (p.dkv && p.deterministic) {
-      state = place(p.s_kv);
-      fixed = place(sizeof(FixedPoint));
+    if (p.dkv && !adds_to_output(p)) dkv = place(4 * p.s_kv * p.d_qk);
+    if (adds_fixed_point(p)) {
+      scale = place(4 * p.s_kv);
+      most = place(4 * p.s_kv);
+      count = place(4 * p.s_kv);
     }
     if (p.d_sink) sink_parts = place(4 * p.s_q * p.h_q);
+    if (orders_rows(p) || (needs_distribution(p) && !p.attn)) rows = place(4 * p.s_q * p.topk);
     if (!orders_rows(p)) return;
-    rows = place(4 * p.s_q * p.topk);
-    if (p.attn) places = place(2 * p.s_q * p.topk);
+    if (p.attn && !needs_distribution(p)) places = place(2 * p.s_q * p.topk);
     lengths = place(4 * p.s_q);
     progress = place(sizeof(uint32_t));
   }
@@ -55,6 +68,20 @@ struct Workspace {
     return reinterpret_cast<T*>(static_cast<std::byte*>(p.workspace) + offset);
   }
 };
+
+// The call of attention_distribution that a deterministic call makes.
+distribution::Problem distribution_of(const Problem& p) {
+  distribution::Problem d;
+  d.q = p.q, d.kv = p.kv, d.lse = p.lse, d.attn = p.attn;
+  if (!p.attn) {
+    d.attn.data = Workspace::at<float>(p, Workspace(p).rows);
+    d.attn.dtype = DType::kFloat32, d.attn.ndim = 2, d.attn.present = true;
+    d.attn.shape = {p.s_q, p.topk}, d.attn.stride = {p.topk, 1};
+  }
+  d.selection = p.selection, d.sm_scale = p.sm_scale;
+  d.s_q = p.s_q, d.s_kv = p.s_kv, d.h_q = p.h_q, d.d_qk = p.d_qk, d.topk = p.topk, d.device = p.device;
+  return d;
+}
 
 std::size_t workspace_bytes(const Problem& p) { return Workspace(p).bytes; }
 
@@ -71,19 +98,14 @@ runtime::Support supports(const Problem& p) {
   if (!aligned(p.q, 2) || !aligned(p.kv, 1) || !aligned(p.out, 2) || !aligned(p.d_out, 2) || !aligned(p.dq, 2))
     return Support::no("rows of q, kv, out, d_out and dq must be 16-byte aligned");
   constexpr std::int64_t kLimit = std::int64_t{1} << 31;
-  if (p.dkv && p.s_kv * (p.deterministic ? p.d_qk : (adds_to_output(p) ? p.dkv.stride[0] : p.d_qk) / 4) >= kLimit)
-    return Support::no("dkv must have fewer than 2^33 elements, 2^31 if deterministic");
+  if (p.dkv &&
+      p.s_kv * (adds_fixed_point(p) ? p.d_qk / 2 : (adds_to_output(p) ? p.dkv.stride[0] : p.d_qk) / 4) >= kLimit)
+    return Support::no("dkv must have fewer than 2^33 elements, 2^32 if deterministic");
   if (p.kv.stride[0] >= kLimit || p.topk >= kLimit - Config::kKeys)
     return Support::no("the row stride of kv and topk must be below 2^31");
   if (p.s_q * ((p.h_q + Config::kHeads - 1) / Config::kHeads) >= kLimit)
     return Support::no("s_q times blocks of 64 heads must be below 2^31");
   return {};
-}
-
-int log2_above(std::int64_t n) {
-  int bits = 0;
-  while (bits < 62 && (std::int64_t{1} << bits) < n) ++bits;
-  return bits;
 }
 
 Params params_of(const Problem& problem, const Workspace& workspace) {
@@ -92,7 +114,7 @@ Params params_of(const Problem& problem, const Workspace& workspace) {
   p.q = problem.q.as<const bf16>(), p.kv = problem.kv.as<const bf16>();
   p.out = problem.out.as<const bf16>(), p.d_out = problem.d_out.as<const bf16>();
   p.lse = problem.lse.as<const float>(), p.sink = problem.attn_sink.as<const float>();
-  p.dq = problem.dq.as<bf16>(), p.attn = problem.attn.as<float>();
+  p.dq = problem.dq.as<bf16>(), p.attn = needs_distribution(problem) ? nullptr : problem.attn.as<float>();
   p.q_stride_s = problem.q.stride[0], p.q_stride_h = problem.q.stride[1];
   p.out_stride_s = problem.out.stride[0], p.out_stride_h = problem.out.stride[1];
   p.d_out_stride_s = problem.d_out.stride[0], p.d_out_stride_h = problem.d_out.stride[1];
@@ -104,7 +126,7 @@ Params params_of(const Problem& problem, const Workspace& workspace) {
     p.selection.indices = Workspace::at<int>(problem, workspace.rows), p.selection.indices_stride = problem.topk;
     p.selection.topk_length = Workspace::at<int>(problem, workspace.lengths), p.selection.length_stride = 1;
     p.selection.q_positions = nullptr, p.selection.causal_from_start = false;
-    if (problem.attn) p.places = Workspace::at<uint16_t>(problem, workspace.places);
+    if (p.attn) p.places = Workspace::at<uint16_t>(problem, workspace.places);
     // The count of steps must fit; and the emulator runs CTAs in turn, where waiting for others is in vain.
     if (HOPWELL_ON_DEVICE && problem.s_q * (problem.h_q + 63) < std::int64_t{1} << 31)
       p.progress = Workspace::at<uint32_t>(problem, workspace.progress);
@@ -114,15 +136,14 @@ Params params_of(const Problem& problem, const Workspace& workspace) {
                        step_bytes = problem.s_kv * problem.d_qk * 4 / steps;
     p.slack = static_cast<int>(std::clamp<std::int64_t>(kWindow / std::max<std::int64_t>(step_bytes, 1), 1, 8));
   }
-  p.h_q = static_cast<int>(problem.h_q), p.log2_sums = log2_above(problem.s_q * problem.h_q);
+  p.h_q = static_cast<int>(problem.h_q);
   p.sm_scale = problem.sm_scale, p.scale_log2 = problem.sm_scale * 1.44269504088896F;
   if (problem.d_sink) p.sink_parts = Workspace::at<float>(problem, workspace.sink_parts);
   if (!problem.dkv) return p;
   p.dkv_stride = static_cast<int>(problem.d_qk);
-  if (problem.deterministic) {
+  if (adds_fixed_point(problem)) {
     p.fixed_dkv = Workspace::at<int64_t>(problem, workspace.dkv);
-    p.state = Workspace::at<KeyState>(problem, workspace.state);
-    p.fixed = Workspace::at<FixedPoint>(problem, workspace.fixed);
+    p.scale = Workspace::at<float>(problem, workspace.scale);
   } else if (adds_to_output(problem)) {
     p.dkv = problem.dkv.as<float>();
     p.dkv_stride = static_cast<int>(problem.dkv.stride[0]);
@@ -134,17 +155,41 @@ Params params_of(const Problem& problem, const Workspace& workspace) {
 
 template <int kDqk>
 auto kernel_for(bool fixed, bool attn) {
-  if (fixed) return attn ? kernel<kDqk, true, true> : kernel<kDqk, true, false>;
-  return attn ? kernel<kDqk, false, true> : kernel<kDqk, false, false>;
+  return fixed ? kernel<kDqk, true, false> : attn ? kernel<kDqk, false, true> : kernel<kDqk, false, false>;
 }
 
-constexpr const char* kName = "sparse_mla_backward";
+// attn, and the units of fixed-point sums.
+void choose_fixed_point(const Problem& problem, const Workspace& workspace, Stream stream) {
+  const distribution::Problem attn = distribution_of(problem);
+  runtime::run("attention_distribution", attn, kBackend, stream);
+  if (!problem.dkv || problem.s_kv == 0) return;
+  BoundParams p{};
+  p.selection = tile::params_of(problem.selection);
+  p.q = problem.q.as<const bf16>(), p.kv = problem.kv.as<const bf16>();
+  p.out = problem.out.as<const bf16>(), p.d_out = problem.d_out.as<const bf16>();
+  p.lse = problem.lse.as<const float>(), p.attn = attn.attn.as<const float>();
+  p.q_stride_s = problem.q.stride[0], p.q_stride_h = problem.q.stride[1], p.kv_stride = problem.kv.stride[0];
+  p.out_stride_s = problem.out.stride[0], p.out_stride_h = problem.out.stride[1];
+  p.d_out_stride_s = problem.d_out.stride[0], p.d_out_stride_h = problem.d_out.stride[1];
+  p.lse_stride_s = problem.lse.stride[0], p.lse_stride_h = problem.lse.stride[1], p.attn_stride = attn.attn.stride[0];
+  p.keys = {Workspace::at<float>(problem, workspace.scale), Workspace::at<uint32_t>(problem, workspace.most),
+            Workspace::at<uint32_t>(problem, workspace.count)};
+  p.h_q = static_cast<int>(problem.h_q), p.d_qk = static_cast<int>(problem.d_qk), p.sm_scale = problem.sm_scale;
+  const arch::LaunchShape over_keys{.grid = {pass_grid(problem.s_kv)}, .threads = kPassThreads};
+  runtime::launch(kName, measure_keys, over_keys, stream, p);
+  runtime::launch(kName, bound_entries,
+                  {.grid = {static_cast<std::uint32_t>(problem.s_q)},
+                   .threads = kPassThreads,
+                   .shared_bytes = kPassWarps * sizeof(QueryBound)},
+                  stream, p);
+  runtime::launch(kName, choose_units, over_keys, stream, UnitParams{p.keys, problem.s_kv});
+}
 
-// Zeros where sums are added; the bound of fixed-point sums.
+// Rows in order, and zeros where sums are added.
 void prepare_sums(const Problem& problem, const Workspace& workspace, const Params& p, Stream stream) {
   if (orders_rows(problem)) {
     const OrderParams order{tile::params_of(problem.selection), Workspace::at<int>(problem, workspace.rows),
-                            problem.attn ? Workspace::at<uint16_t>(problem, workspace.places) : nullptr,
+                            p.attn ? Workspace::at<uint16_t>(problem, workspace.places) : nullptr,
                             Workspace::at<int>(problem, workspace.lengths),
                             Workspace::at<uint32_t>(problem, workspace.progress)};
     runtime::launch(kName, order_rows,
@@ -153,58 +198,33 @@ void prepare_sums(const Problem& problem, const Workspace& workspace, const Para
                      .shared_bytes = sizeof(OrderStorage)},
                     stream, order);
   }
-  const std::int64_t words = problem.d_qk * (problem.deterministic ? 2 : 1);
-  if (problem.attn) clear(problem.attn.as<uint32_t>(), problem.s_q, problem.topk, problem.attn.stride[0], stream);
+  if (p.attn) clear(problem.attn.as<uint32_t>(), problem.s_q, problem.topk, problem.attn.stride[0], stream);
   if (!problem.dkv) return;
-  if (!adds_to_output(problem))
-    clear(Workspace::at<uint32_t>(problem, workspace.dkv), problem.s_kv, words, words, stream);
+  if (adds_to_output(problem))
+    clear(problem.dkv.as<uint32_t>(), problem.s_kv, problem.d_qk, problem.dkv.stride[0], stream);
   else
-    clear(problem.dkv.as<uint32_t>(), problem.s_kv, words, problem.dkv.stride[0], stream);
-  if (!problem.deterministic) return;
-  const auto state_bytes = static_cast<std::int64_t>(workspace.fixed - workspace.state + 256);
-  clear(Workspace::at<uint32_t>(problem, workspace.state), state_bytes / 256, 64, 64, stream);
-  if (problem.s_q == 0 || problem.s_kv == 0) return;
-  const BoundParams bound{p.selection,
-                          p.q,
-                          p.d_out,
-                          p.kv,
-                          p.q_stride_s,
-                          p.q_stride_h,
-                          p.d_out_stride_s,
-                          p.d_out_stride_h,
-                          p.kv_stride,
-                          p.state,
-                          Workspace::at<FixedPoint>(problem, workspace.fixed),
-                          p.h_q,
-                          static_cast<int>(problem.d_qk)};
-  runtime::launch(
-      kName, bound_queries,
-      {.grid = {static_cast<std::uint32_t>(problem.s_q)}, .threads = kPassThreads, .shared_bytes = 4 * kPassWarps},
-      stream, bound);
-  runtime::launch(kName, bound_keys, {.grid = {pass_grid(problem.s_kv)}, .threads = kPassThreads}, stream, bound);
+    clear(Workspace::at<uint32_t>(problem, workspace.dkv), problem.s_kv, problem.d_qk, problem.d_qk, stream);
 }
 
 // What was added, to the outputs as they are promised.
 void finish_sums(const Problem& problem, const Params& p, Stream stream) {
-  if (problem.dkv && problem.s_kv > 0 && adds_to_output(problem)) {
-    runtime::launch(kName, arrange_dkv, {.grid = {pass_grid(problem.s_kv)}, .threads = kPassThreads}, stream,
-                    ArrangeParams{p.dkv, problem.dkv.stride[0], problem.s_kv, static_cast<int>(problem.d_qk)});
-  }
-  if (problem.dkv && problem.s_kv > 0 && !adds_to_output(problem)) {
+  if (problem.dkv && problem.s_kv > 0) {
+    const arch::LaunchShape over_keys{.grid = {pass_grid(problem.s_kv)}, .threads = kPassThreads};
     const bool wide = problem.dkv.dtype == DType::kFloat32;
     const FinishParams finish{p.dkv,
-                              p.fixed_dkv,
-                              p.state,
-                              p.fixed,
                               wide ? problem.dkv.as<float>() : nullptr,
                               wide ? nullptr : problem.dkv.as<bf16>(),
                               problem.dkv.stride[0],
                               problem.s_kv,
                               static_cast<int>(problem.d_qk),
-                              p.log2_sums,
-                              p.sm_scale,
                               problem.accumulate};
-    runtime::launch(kName, finish_dkv, {.grid = {pass_grid(problem.s_kv)}, .threads = kPassThreads}, stream, finish);
+    if (p.fixed_dkv)
+      runtime::launch(kName, finish_fixed_dkv, over_keys, stream, FinishFixedParams{p.fixed_dkv, p.scale, finish});
+    else if (adds_to_output(problem))
+      runtime::launch(kName, arrange_dkv, over_keys, stream,
+                      ArrangeParams{p.dkv, problem.dkv.stride[0], problem.s_kv, static_cast<int>(problem.d_qk)});
+    else
+      runtime::launch(kName, finish_dkv, over_keys, stream, finish);
   }
   if (!problem.d_sink) return;
   const SinkParams sink{p.sink_parts, problem.d_sink.as<float>(), problem.s_q, problem.d_sink.stride[0], p.h_q};
@@ -218,30 +238,23 @@ void finish_sums(const Problem& problem, const Params& p, Stream stream) {
 void launch(const Problem& problem, Stream stream) {
   const Workspace workspace(problem);
   Params p = params_of(problem, workspace);
+  if (needs_distribution(problem)) choose_fixed_point(problem, workspace, stream);
   prepare_sums(problem, workspace, p, stream);
   const auto kernel = problem.d_qk == 576 ? kernel_for<576>(p.fixed_dkv, p.attn) : kernel_for<512>(p.fixed_dkv, p.attn);
-  const auto shared_bytes = problem.d_qk == 576 ? sizeof(SharedStorage<576>) : sizeof(SharedStorage<512>);
-  const auto head_blocks = static_cast<int>((problem.h_q + Config::kHeads - 1) / Config::kHeads);
   p.wave = 132;  // of an H100 or H200
-  // 0 + x + y has the same bits in any order, further terms do not: then the kernels of further heads follow one
-  // another.
-  const bool in_turn = problem.deterministic && problem.attn;
-  for (int block = 0; block < head_blocks && problem.s_q > 0; block += p.head_blocks) {
-    p.first_head = block * Config::kHeads;
-    p.head_blocks = std::min(!in_turn ? head_blocks : block == 0 ? 2 : 1, head_blocks - block);
+  p.head_blocks = static_cast<int>((problem.h_q + Config::kHeads - 1) / Config::kHeads);
+  if (problem.s_q > 0) {
     runtime::launch(kName, kernel,
                     {.grid = {static_cast<std::uint32_t>(problem.s_q * p.head_blocks)},
                      .threads = Config::kThreads,
-                     .shared_bytes = shared_bytes},
+                     .shared_bytes = problem.d_qk == 576 ? sizeof(SharedStorage<576>) : sizeof(SharedStorage<512>)},
                     stream, p);
   }
   finish_sums(problem, p, stream);
 }
 
-const runtime::Registration<Problem> backend{{.name = HOPWELL_ON_DEVICE ? "sm90" : "emu:sm90",
-                                              .supports = supports,
-                                              .workspace_bytes = workspace_bytes,
-                                              .launch = launch}};
+const runtime::Registration<Problem> backend{
+    {.name = kBackend, .supports = supports, .workspace_bytes = workspace_bytes, .launch = launch}};
 
 }  // namespace
 }  // namespace hopwell::ops::sparse_mla_backward

@@ -2,21 +2,9 @@
 //
 //     clear_rows        zeros, before sums are added
 //     order_rows        each query's valid keys in ascending order, so that CTAs meet in L2
-//     bound_queries,    what no sum of dkv can exceed, for the fixed point of deterministic sums
-//     bound_keys
 //     arrange_dkv       sums in the output: their columns in order
 //     finish_dkv        sums in scratch memory to the output: its dtype, its strides, added to what is there if asked
 //     sum_d_sink        the sum over queries, in a fixed order
-//
-// Fixed point. Every contribution to dkv is turned into a 64-bit integer, in units of 2^-e, and integers are added: in
-// any order the same bits. With A = max |d_out|, Q = max |q| and K = max |kv| over what valid entries select, and since
-// the probabilities of a query and head sum to at most 1,
-//
-//     |any sum of contributions to one element| <= s_q h_q A (1 + 2 · 512 K |sm_scale| Q)
-//
-// which gives the exponent e: integer arithmetic on exponents, so that every thread finds the same. A sum of n
-// contributions is off by at most n units, and a unit is at most 2^-58 of the bound: 2^-39 A (1 + …) for s_q 4096 and
-// h_q 128. Contributions that are not finite cannot be integers: their key is marked, and its row becomes NaN.
 #pragma once
 
 #include <bit>
@@ -34,29 +22,26 @@ namespace {
 using arch::bf16;
 using tile::Entries;
 
-enum class KeyState : uint8_t { unselected, selected, not_finite };
+// Where the main kernel adds column c of a row: of each 16 columns, a lane's four side by side.
+HOPWELL_DEVICE int sum_position(int c) { return c / 16 * 16 + c / 2 % 4 * 4 + c / 8 % 2 * 2 + c % 2; }
 
-// What the fixed point depends on, found on the device.
-struct FixedPoint {
-  uint32_t max_d_out, max_q, max_kv;  // bits of the largest finite |x|
-
-  // The exponent e of the unit 2^-e: the largest for which 2^61 exceeds the bound. log2_sums >= log2(s_q h_q).
-  HOPWELL_DEVICE int exponent(int log2_sums, float sm_scale) const {
-    const auto log2_above = [](uint32_t bits) { return int(bits >> 23) - 126; };
-    const int product =
-        10 + log2_above(max_kv) + log2_above(max_q) + log2_above(arch::bit_cast<uint32_t>(fabsf(sm_scale)));
-    const int e = 61 - (log2_sums + log2_above(max_d_out) + (product > 0 ? product : 0) + 2);
-    return e < -126 ? -126 : e > 127 ? 127 : e;
+// A lane's part of the dot product of 512 columns of two rows, and the sum over a warp.
+HOPWELL_DEVICE float part_of_dot(const bf16* x, const bf16* y) {
+  float sum = 0;
+  for (int chunk = arch::lane_index(); chunk < 512 / 8; chunk += 32) {
+    const arch::Words4 a = arch::load_streaming(x + 8 * chunk), b = arch::load_streaming(y + 8 * chunk);
+    HOPWELL_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      sum += arch::bit_cast<float>(a.w[i] << 16) * arch::bit_cast<float>(b.w[i] << 16);
+      sum += arch::bit_cast<float>(a.w[i] & 0xffff0000) * arch::bit_cast<float>(b.w[i] & 0xffff0000);
+    }
   }
-};
-
-HOPWELL_DEVICE float power_of_2(int e) { return arch::bit_cast<float>(uint32_t(e + 127) << 23); }
-
-// Where the main kernel adds column c of a row: of each 16 columns, a lane's four side by side. In fixed point the
-// eight lanes that share 32 columns add to eight neighbours at a time.
-HOPWELL_DEVICE int sum_position(int c, bool fixed) {
-  const int pair = c / 2 % 4, own = (c / 8 % 2) * 2 + c % 2;  // the lane of a quad, and which of its four
-  return fixed ? c / 32 * 32 + 8 * own + c / 16 % 2 * 4 + pair : c / 16 * 16 + 4 * pair + own;
+  return sum;
+}
+HOPWELL_DEVICE float sum_of_warp(float value) {
+  HOPWELL_UNROLL
+  for (int mask = 16; mask > 0; mask /= 2) value += arch::shuffle_xor(value, mask);
+  return value;
 }
 
 constexpr int kPassThreads = 288;  // half a row of 576
@@ -70,78 +55,6 @@ struct ClearParams {
 __global__ void __launch_bounds__(kPassThreads) clear_rows(const __grid_constant__ ClearParams p) {
   for (int64_t row = arch::block_index(); row < p.rows; row += arch::grid_size())
     for (int64_t word = arch::thread_index(); word < p.words; word += kPassThreads) p.data[row * p.stride + word] = 0;
-}
-
-// The larger of `most` and the absolute values of two bf16, as bits of fp32; infinities and NaN do not count.
-HOPWELL_DEVICE uint32_t larger_magnitude(uint32_t most, uint32_t pair) {
-  const uint32_t low = (pair & 0x7fff) << 16, high = pair & 0x7fff0000;
-  if (low < 0x7f800000 && low > most) most = low;
-  return high < 0x7f800000 && high > most ? high : most;
-}
-
-// The largest magnitude among `rows` rows of `width` bf16, by all threads of the CTA; each thread gets that of its
-// part.
-HOPWELL_DEVICE uint32_t largest_magnitude(const bf16* x, int64_t stride, int rows, int width) {
-  uint32_t most = 0;
-  for (int row = arch::warp_index(); row < rows; row += kPassWarps)
-    for (int chunk = arch::lane_index(); chunk < width / 8; chunk += 32) {
-      const arch::Words4 words = arch::load_streaming(x + row * stride + 8 * chunk);
-      for (int i = 0; i < 4; ++i) most = larger_magnitude(most, words.w[i]);
-    }
-  return most;
-}
-
-HOPWELL_DEVICE void raise_to(uint32_t* target, uint32_t most) {
-  for (int mask = 16; mask > 0; mask /= 2) {
-    const uint32_t other = arch::shuffle_xor(most, mask);
-    most = other > most ? other : most;
-  }
-  if (arch::lane_index() == 0) arch::red_max(target, most);
-}
-
-struct BoundParams {
-  tile::SelectionParams selection;
-  const bf16 *q, *d_out, *kv;  // [s_q, h_q, d_qk], [s_q, h_q, 512], [s_kv, d_qk]
-  int64_t q_stride_s, q_stride_h, d_out_stride_s, d_out_stride_h, kv_stride;
-  KeyState* state;  // [s_kv]
-  FixedPoint* fixed;
-  int h_q, d_qk;
-};
-
-// A CTA for one query: marks the keys that it selects; the largest of q and d_out if there is any.
-__global__ void __launch_bounds__(kPassThreads) bound_queries(const __grid_constant__ BoundParams p) {
-  auto& valid_of_warp = arch::dynamic_smem<uint32_t[kPassWarps]>();
-  const int query = arch::block_index(), warp = arch::warp_index();  // by all lanes: it is a shuffle
-  const Entries entries = tile::entries_of(p.selection, query);
-  bool valid = false;
-  for (int i = arch::thread_index(); i < entries.length; i += kPassThreads) {
-    const int key = entries.key(i);
-    if (key < 0) continue;
-    p.state[key] = KeyState::selected;
-    valid = true;
-  }
-  const uint32_t lanes = arch::ballot(valid);
-  if (arch::lane_index() == 0) valid_of_warp[warp] = lanes;
-  arch::syncthreads();
-  uint32_t any = 0;
-  for (int w = 0; w < kPassWarps; ++w) any |= valid_of_warp[w];
-  if (any == 0) return;
-  raise_to(&p.fixed->max_q, largest_magnitude(p.q + query * p.q_stride_s, p.q_stride_h, p.h_q, p.d_qk));
-  raise_to(&p.fixed->max_d_out, largest_magnitude(p.d_out + query * p.d_out_stride_s, p.d_out_stride_h, p.h_q, 512));
-}
-
-// The largest of the selected rows of kv.
-__global__ void __launch_bounds__(kPassThreads) bound_keys(const __grid_constant__ BoundParams p) {
-  uint32_t most = 0;
-  for (int64_t row = arch::block_index() * kPassWarps + arch::warp_index(); row < p.selection.s_kv;
-       row += int64_t{arch::grid_size()} * kPassWarps) {
-    if (p.state[row] == KeyState::unselected) continue;
-    for (int chunk = arch::lane_index(); chunk < p.d_qk / 8; chunk += 32) {
-      const arch::Words4 words = arch::load_streaming(p.kv + row * p.kv_stride + 8 * chunk);
-      for (int i = 0; i < 4; ++i) most = larger_magnitude(most, words.w[i]);
-    }
-  }
-  raise_to(&p.fixed->max_kv, most);
 }
 
 constexpr int kOrderThreads = 512, kOrderWarps = kOrderThreads / 32, kLongestSorted = 4096;
@@ -252,7 +165,7 @@ __global__ void __launch_bounds__(kOrderThreads) order_rows(const __grid_constan
     for (int shift = 0; shift < 32 && entries.visible >> shift != 0; shift += kDigitBits, from = 1 - from)
       sort_by_digit(s, from, rounds, shift);
   }
-  for (int i = t; i < rounds * kOrderThreads && i < length; i += kOrderThreads) {
+  for (int i = t; i < entries.length && i < length; i += kOrderThreads) {
     p.rows[int64_t{query} * p.selection.topk + i] = s.keys[from][i];
     const int place = s.places[from][i];
     if (p.places) p.places[int64_t{query} * p.selection.topk + i] = uint16_t(place < entries.length ? place : 0);
@@ -263,36 +176,26 @@ __global__ void __launch_bounds__(kOrderThreads) order_rows(const __grid_constan
 }
 
 struct FinishParams {
-  const float* sums;          // [s_kv, d_qk], columns at sum_position; or null
-  const int64_t* fixed_sums;  // the same in fixed point, or null
-  const KeyState* state;      // [s_kv], with fixed_sums
-  const FixedPoint* fixed;
-  float* dkv;      // [s_kv, d_qk], or null
-  bf16* dkv_bf16;  // the same, or null
+  const float* sums;  // [s_kv, d_qk], columns at sum_position
+  float* dkv;         // [s_kv, d_qk], or null
+  bf16* dkv_bf16;     // the same, or null
   int64_t stride, s_kv;
-  int d_qk, log2_sums;
-  float sm_scale;
+  int d_qk;
   bool accumulate;
 };
 
+HOPWELL_DEVICE void store_sum(const FinishParams& p, int64_t row, int column, float sum) {
+  const int64_t at = row * p.stride + column;
+  if (p.dkv_bf16)
+    p.dkv_bf16[at] = arch::to_bf16(sum);
+  else
+    p.dkv[at] = p.accumulate ? p.dkv[at] + sum : sum;
+}
+
 __global__ void __launch_bounds__(kPassThreads) finish_dkv(const __grid_constant__ FinishParams p) {
-  double unit = 0;
-  if (p.fixed_sums) unit = arch::bit_cast<double>(uint64_t(1023 - p.fixed->exponent(p.log2_sums, p.sm_scale)) << 52);
   for (int64_t row = arch::block_index(); row < p.s_kv; row += arch::grid_size())
-    for (int column = arch::thread_index(); column < p.d_qk; column += kPassThreads) {
-      float sum;
-      if (!p.fixed_sums)
-        sum = p.sums[row * p.d_qk + sum_position(column, false)];
-      else if (p.state[row] == KeyState::not_finite)
-        sum = NAN;
-      else
-        sum = float(double(p.fixed_sums[row * p.d_qk + sum_position(column, true)]) * unit);
-      const int64_t at = row * p.stride + column;
-      if (p.dkv_bf16)
-        p.dkv_bf16[at] = arch::to_bf16(sum);
-      else
-        p.dkv[at] = p.accumulate ? p.dkv[at] + sum : sum;
-    }
+    for (int column = arch::thread_index(); column < p.d_qk; column += kPassThreads)
+      store_sum(p, row, column, p.sums[row * p.d_qk + sum_position(column)]);
 }
 
 struct ArrangeParams {

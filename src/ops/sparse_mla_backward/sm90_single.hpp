@@ -139,8 +139,7 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const Place& 
       gather<kDqk, kHalf>(p, s, keys, step + 1, t);
       arch::cp_async_commit();
     }
-    int rows[4];
-    load_rows<kDqk, kFixed>(p, rows, s.key[step % 2], t);
+    const Rows<kFixed> rows = load_rows<kDqk, kFixed>(p, s.key[step % 2], t);
     HOPWELL_UNROLL
     for (int panel = kHalf * Config::kPanelsBeside; panel < (kHalf + 1) * Config::kPanelsBeside; ++panel) {
       arch::wgmma_fence();
@@ -148,7 +147,7 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const Place& 
       multiply_transposed(acc, arch::shared_address(&s.p), arch::shared_address(&s.d_out[panel]), true);
       arch::wgmma_commit();
       arch::wgmma_wait<0>(acc);
-      add_panel<kDqk, kFixed>(p, acc, 64 * panel, rows, s.units);
+      add_panel(p, acc, 64 * panel, rows);
     }
     if (step + 1 < steps) {
       arch::cp_async_wait<0>();
@@ -185,7 +184,7 @@ HOPWELL_DEVICE void multiply_fragments(float (&acc)[16], const uint32_t (&fragme
 // spares shared memory, and the score warpgroups need not wait with the next ones.
 template <int kDqk, bool kOfV, bool kFixed>
 HOPWELL_DEVICE void scatter_panel(const Params& p, SharedStorage<kDqk>& s, const uint32_t (&probabilities)[4][4],
-                                  int panel, const int (&rows)[4]) {
+                                  int panel, const Rows<kFixed>& rows) {
   const uint32_t q = arch::shared_address(&s.q[panel]), d_out = arch::shared_address(&s.d_out[panel]);
   float half[2][16];
   arch::wgmma_fence();
@@ -196,9 +195,9 @@ HOPWELL_DEVICE void scatter_panel(const Params& p, SharedStorage<kDqk>& s, const
     arch::wgmma_commit();
   }
   arch::wgmma_wait<1>(half[0]);
-  add_panel<kDqk, kFixed>(p, half[0], 64 * panel, rows, s.units);
+  add_panel(p, half[0], 64 * panel, rows);
   arch::wgmma_wait<0>(half[1]);
-  add_panel<kDqk, kFixed>(p, half[1], 64 * panel + 32, rows, s.units);
+  add_panel(p, half[1], 64 * panel + 32, rows);
 }
 
 // Keeps CTAs in step: none begins a step before the average CTA of its wave is within p.slack steps. With ordered keys
@@ -225,8 +224,7 @@ HOPWELL_DEVICE void scatter(const Params& p, SharedStorage<kDqk>& s, const Entri
   for (int step = 0; step < steps; ++step) {
     if (p.progress) keep_step(p, seen, step);
     arch::barrier_sync(kPdsFull, 256);
-    int rows[4];
-    load_rows<kDqk, kFixed>(p, rows, s.key[step % 2], t);
+    const Rows<kFixed> rows = load_rows<kDqk, kFixed>(p, s.key[step % 2], t);
     uint32_t probabilities[4][4];
     load_transposed(probabilities, s.p, t);
     if (step + 1 < steps) arch::barrier_arrive(kPEmpty, 256);
@@ -253,22 +251,6 @@ HOPWELL_DEVICE void load_heads(Panel* panels, const bf16* source, int64_t stride
   }
 }
 
-// The dot product of 512 columns of two rows, by a warp.
-HOPWELL_DEVICE float dot_512(const bf16* x, const bf16* y) {
-  float sum = 0;
-  for (int chunk = arch::lane_index(); chunk < Config::kDv / 8; chunk += 32) {
-    const arch::Words4 a = arch::load_streaming(x + 8 * chunk), b = arch::load_streaming(y + 8 * chunk);
-    HOPWELL_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      sum += arch::bit_cast<float>(a.w[i] << 16) * arch::bit_cast<float>(b.w[i] << 16);
-      sum += arch::bit_cast<float>(a.w[i] & 0xffff0000) * arch::bit_cast<float>(b.w[i] & 0xffff0000);
-    }
-  }
-  HOPWELL_UNROLL
-  for (int mask = 16; mask > 0; mask /= 2) sum += arch::shuffle_xor(sum, mask);
-  return sum;
-}
-
 // What each head needs beside its row of Q and dO. Heads that see no key (lse = +inf) have no delta.
 template <int kDqk, bool kAttn>
 HOPWELL_DEVICE void prepare_heads(const Params& p, SharedStorage<kDqk>& s, const Place& place) {
@@ -280,8 +262,8 @@ HOPWELL_DEVICE void prepare_heads(const Params& p, SharedStorage<kDqk>& s, const
       lse = p.lse[place.query * p.lse_stride_s + head * p.lse_stride_h] * kLog2E;
       shift = lse;
       if (lse != INFINITY)
-        delta = dot_512(p.out + place.query * p.out_stride_s + head * p.out_stride_h,
-                        p.d_out + place.query * p.d_out_stride_s + head * p.d_out_stride_h);
+        delta = sum_of_warp(part_of_dot(p.out + place.query * p.out_stride_s + head * p.out_stride_h,
+                                        p.d_out + place.query * p.d_out_stride_s + head * p.d_out_stride_h));
       const float sink = p.sink ? p.sink[head * p.sink_stride] * kLog2E : -INFINITY;
       float taken = 0;
       if (sink != -INFINITY && lse != INFINITY) {
@@ -312,7 +294,7 @@ HOPWELL_DEVICE void find_last_valid(int (&last_valid)[Config::kWarps], const Ent
 }
 
 // Q, dO, the first keys, and what the heads need. Returns the entries up to the last valid one.
-template <int kDqk, bool kFixed, bool kAttn>
+template <int kDqk, bool kAttn>
 HOPWELL_DEVICE Entries prepare(const Params& p, SharedStorage<kDqk>& s, const Place& place) {
   Entries entries = tile::entries_of(p.selection, place.query);
   const int t = arch::thread_index() % 128, heads = p.h_q - place.first_head;
@@ -325,7 +307,6 @@ HOPWELL_DEVICE Entries prepare(const Params& p, SharedStorage<kDqk>& s, const Pl
                           p.d_out_stride_h, heads);
   arch::cp_async_commit();
   find_last_valid(s.last_valid, entries);
-  if (kFixed && arch::thread_index() == 0) s.units = power_of_2(p.fixed->exponent(p.log2_sums, p.sm_scale));
   prepare_heads<kDqk, kAttn>(p, s, place);
   arch::cp_async_wait<0>();
   arch::fence_proxy_async();
@@ -343,7 +324,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) kernel(const __grid_const
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<SharedStorage<kDqk>>();
   const Place place = place_of(p);
-  const Entries entries = prepare<kDqk, kFixed, kAttn>(p, s, place);
+  const Entries entries = prepare<kDqk, kAttn>(p, s, place);
   const int role = arch::warpgroup_index();
   if (role == 0) {
     arch::setmaxnreg_inc<Config::kScoreRegisters>();

@@ -5,7 +5,7 @@
 #include "arch/sm80/async_copy.hpp"
 #include "arch/sm90/cluster.hpp"
 #include "arch/sm90/wgmma.hpp"
-#include "ops/sparse_mla_backward/sm90_passes.hpp"
+#include "ops/sparse_mla_backward/sm90_fixed.hpp"
 
 namespace hopwell::ops::sparse_mla_backward {
 namespace {
@@ -36,7 +36,6 @@ struct SharedStorage {
   float head_sums[4][Config::kKeys];
   int key[2][Config::kKeys];  // of this step and the next; -1 where there is none
   int last_valid[Config::kWarps];
-  float units;  // of the fixed point, in 1
 };
 static_assert(sizeof(SharedStorage<576>) <= arch::sm90::kMaxSharedBytes);
 
@@ -49,17 +48,16 @@ struct Params {
   const float *lse, *sink;  // [s_q, h_q], [h_q] or null
   bf16* dq;                 // [s_q, h_q, d_qk], or null
   float* dkv;               // [s_kv, d_qk], added to, columns at sum_position; or null
-  int64_t* fixed_dkv;       // the same in fixed point; or null
-  KeyState* state;          // [s_kv], with fixed_dkv
-  const FixedPoint* fixed;
-  float* attn;             // [s_q, topk], added to; or null
-  const uint16_t* places;  // [s_q, topk]: which entry of attn each of the selection is; or null: the same
-  uint32_t* progress;      // steps that all CTAs have made; or null: they are not kept in step
-  float* sink_parts;       // [s_q, h_q]: what each query adds to d_sink; or null
+  int64_t* fixed_dkv;       // [s_kv, d_qk / 2], the same in pairs of fixed point, columns at word_of; or null
+  const float* scale;       // [s_kv], what is 1 in the fixed point of a row
+  float* attn;              // [s_q, topk], added to; or null
+  const uint16_t* places;   // [s_q, topk]: which entry of attn each of the selection is; or null: the same
+  uint32_t* progress;       // steps that all CTAs have made; or null: they are not kept in step
+  float* sink_parts;        // [s_q, h_q]: what each query adds to d_sink; or null
   int64_t q_stride_s, q_stride_h, out_stride_s, out_stride_h, d_out_stride_s, d_out_stride_h;  // elements
   int64_t lse_stride_s, lse_stride_h, sink_stride, dq_stride_s, dq_stride_h, attn_stride;
   int kv_stride, dkv_stride;
-  int h_q, first_head, head_blocks, log2_sums;
+  int h_q, head_blocks;
   int wave, slack;             // CTAs that run at the same time, and how far they may be apart: see keep_step
   float sm_scale, scale_log2;  // and sm_scale · log2(e)
 };
@@ -70,7 +68,7 @@ struct Place {
 };
 HOPWELL_DEVICE Place place_of(const Params& p) {
   const int block = arch::block_index();
-  return {block / p.head_blocks, p.first_head + block % p.head_blocks * Config::kHeads};
+  return {block / p.head_blocks, block % p.head_blocks * Config::kHeads};
 }
 
 #if HOPWELL_HAS_SM90A
@@ -223,42 +221,47 @@ HOPWELL_DEVICE void store_ds(const Params& p, const float (&acc)[32], const floa
 // Neighbouring quads of lanes only trade 16 columns for 16 first, so that eight lanes share a row: an instruction adds
 // full lines of 128 bytes.
 
-// Where a lane adds: four columns of each of four keys. In units of four fp32 or of one int64 from the first row's
-// panel on; negative where nothing is added. 32 bits are enough for 2^33 and 2^31 elements: see supports().
+// Where a lane adds: four columns of each of four keys. In units of four fp32 or of one 64-bit word from the first row's
+// panel on; negative where nothing is added. 32 bits are enough for 2^33 elements: see supports().
+template <bool kFixed>
+struct Rows {
+  int at[4];
+  float scale[kFixed ? 4 : 1];
+};
+
 template <int kDqk, bool kFixed>
-HOPWELL_DEVICE void load_rows(const Params& p, int (&rows)[4], const int (&keys)[Config::kKeys], int t) {
+HOPWELL_DEVICE Rows<kFixed> load_rows(const Params& p, const int (&keys)[Config::kKeys], int t) {
   const bool wanted = kFixed || p.dkv;
-  const int first = t / 32 * 16 + (t % 32 / 4 & ~1);
-  const int own = t & 7, stride = kFixed ? kDqk : p.dkv_stride / 4;
+  const int first = t / 32 * 16 + (t % 32 / 4 & ~1), own = t & 7, stride = kFixed ? kDqk / 2 : p.dkv_stride / 4;
+  Rows<kFixed> rows;
   HOPWELL_UNROLL
   for (int i = 0; i < 4; ++i) {
     const int key = wanted ? keys[first + (i & 1) + 8 * (i >> 1)] : -1;
-    rows[i] = key < 0 ? -1 : key * stride + own;
+    rows.at[i] = key < 0 ? -1 : key * stride + own;
+    if constexpr (kFixed) rows.scale[i] = key < 0 ? 0 : p.scale[key];
   }
+  return rows;
 }
 
-// Adds four columns of a row, those of the 32 from `column` on that are this lane's.
-template <int kDqk, bool kFixed>
-HOPWELL_DEVICE void add_columns(const Params& p, int row, int column, const float (&v)[4], const float& units) {
+// Adds four columns of row i, those of the 32 from `column` on that are this lane's.
+template <bool kFixed>
+HOPWELL_DEVICE void add_columns(const Params& p, const Rows<kFixed>& rows, int i, int column, const float (&v)[4]) {
+  const int at = rows.at[i];
   if constexpr (kFixed) {
-    bool finite = true;
     HOPWELL_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const float x = v[i] * units;
-      const bool fits = fabsf(x) < 0x1p62F;
-      finite &= fits;
-      if (row >= 0) arch::red_add(p.fixed_dkv + int64_t{row} + column + 8 * i, fits ? int64_t(x) : 0);
+    for (int pair = 0; pair < 2; ++pair) {
+      const int64_t word = word_of_pair(arch::round_to_int(v[2 * pair] * rows.scale[i]),
+                                        arch::round_to_int(v[2 * pair + 1] * rows.scale[i]));
+      if (at >= 0) arch::red_add(p.fixed_dkv + int64_t{at} + column / 2 + 8 * pair, word);
     }
-    if (!finite && row >= 0) p.state[row / kDqk] = KeyState::not_finite;
   } else {
-    if (row >= 0) arch::red_add_v4(p.dkv + int64_t{row} * 4 + column, v[0], v[1], v[2], v[3]);
+    if (at >= 0) arch::red_add_v4(p.dkv + int64_t{at} * 4 + column, v[0], v[1], v[2], v[3]);
   }
 }
 
 // Adds a warp's [16 keys][2 kSize columns] from `column` on.
-template <int kDqk, bool kFixed, int kSize>
-HOPWELL_DEVICE void add_panel(const Params& p, const float (&acc)[kSize], int column, const int (&rows)[4],
-                              const float& units) {
+template <bool kFixed, int kSize>
+HOPWELL_DEVICE void add_panel(const Params& p, const float (&acc)[kSize], int column, const Rows<kFixed>& rows) {
   const bool odd_quad = arch::thread_index_anew() & 4;
   HOPWELL_UNROLL
   for (int e = 0; e < kSize; e += 16) {  // 32 columns
@@ -272,8 +275,8 @@ HOPWELL_DEVICE void add_panel(const Params& p, const float (&acc)[kSize], int co
         v[0][i] = odd_quad ? theirs : low;
         v[1][i] = odd_quad ? high : theirs;
       }
-      add_columns<kDqk, kFixed>(p, rows[2 * r], column + 2 * e, v[0], units);
-      add_columns<kDqk, kFixed>(p, rows[2 * r + 1], column + 2 * e, v[1], units);
+      add_columns(p, rows, 2 * r, column + 2 * e, v[0]);
+      add_columns(p, rows, 2 * r + 1, column + 2 * e, v[1]);
     }
   }
 }
