@@ -6,7 +6,7 @@ if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake before 3.25.2 does not kno
   set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
   set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION -std=c++20)
 endif()
-set(HOPWELL_ARCHITECTURE_sm80 80)
+set(HOPWELL_ARCHITECTURE_sm80 "80;90-real")  # PTX for later chips; not every machine with a Hopper has the compiler for it
 set(HOPWELL_ARCHITECTURE_sm90 90a)
 set(HOPWELL_ARCHITECTURE_sm100 100a)
 foreach(backend sm80 sm90 sm100)
