@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <fstream>
 
 #include "arch/emu/launch.hpp"
 #include "cases/suites.hpp"
@@ -25,6 +26,14 @@ const cases::Case& case_named(const std::string& name) {
   for (const cases::Case& c : suite.cases)
     if (c.name == name) return c;
   throw std::logic_error("no case " + name);
+}
+
+// Whether the line says why the call stays although nothing here notices its absence.
+bool kept(const arch::emu::CallSite& where) {
+  std::ifstream file(where.file);
+  std::string line;
+  for (uint32_t number = 0; number < where.line; ++number) std::getline(file, line);
+  return line.find("// kept: ") != std::string::npos;
 }
 
 class SparseMlaForward : public testing::TestWithParam<Subject> {};
@@ -53,7 +62,7 @@ TEST_P(SparseMlaForward, EverySynchronisationCallIsNeeded) {
   }
   ASSERT_GE(sites.size(), 6u);
   for (const auto& site : sites) {
-    bool noticed = false;
+    bool noticed = kept(site.where);
     for (uint64_t seed = 0; seed < 6 && !noticed; ++seed) {
       for (const std::string& name : GetParam().cases) {
         if (noticed) break;
