@@ -341,7 +341,7 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_device_problems() {
   return {{"many_queries_576", {.s_q = 70000, .h_q = 1, .topk = 2}},
           {"more_tiles", {.s_q = 300, .h_q = 65, .topk = 200, .indices = SparseMla::Indices::kInvalid}},
           {"more_tiles_h_q_20", {.s_q = 300, .h_q = 20, .topk = 330}},
-          {"training_step", {.s_q = 150, .s_kv = 20000, .h_q = 128, .topk = 321, .sm_scale = 0.0417F, .q_size = 1}}};
+          {"training_step", {.s_q = 140, .s_kv = 20000, .h_q = 128, .topk = 129, .sm_scale = 0.0417F, .q_size = 1}}};
 }
 
 std::vector<std::pair<std::string, Settings>> sparse_mla_shapes() {

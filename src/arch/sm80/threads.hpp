@@ -79,21 +79,22 @@ HOPWELL_DEVICE void syncthreads([[maybe_unused]] Site site = Site::current()) {
 #endif
 }
 
-/// bar.sync: waits until `threads` threads (a multiple of 32) have arrived at barrier `id`, 0 to 15. PTX:
-/// #parallel-synchronization-and-communication-instructions-bar
+/// barrier.sync: waits until `threads` threads (a multiple of 32) have arrived at barrier `id`, 0 to 15. Not the aligned
+/// form, bar.sync, which promises that all who wait do so in one and the same instruction: warps with different roles do
+/// not. PTX: #parallel-synchronization-and-communication-instructions-bar
 HOPWELL_DEVICE void barrier_sync(int id, int threads, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+  asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 #else
   emu::barrier_sync(id, threads, site);
 #endif
 }
 
-/// bar.arrive: counts as one of the `threads`, without waiting. PTX:
+/// barrier.arrive: counts as one of the `threads`, without waiting. PTX:
 /// #parallel-synchronization-and-communication-instructions-bar
 HOPWELL_DEVICE void barrier_arrive(int id, int threads, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+  asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 #else
   emu::barrier_arrive(id, threads, site);
 #endif
