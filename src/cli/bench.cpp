@@ -1,7 +1,9 @@
 #include <algorithm>
 #include <cstdio>
+#include <fstream>
 #include <hopwell/hopwell.hpp>
 #include <nlohmann/json.hpp>
+#include <regex>
 #include <stdexcept>
 
 #include "cases/case.hpp"
@@ -64,6 +66,15 @@ std::vector<std::string> device_names() {
   return names;
 }
 
+// Of the NVIDIA driver; "" where there is none.
+std::string driver_version() {
+  std::ifstream file("/proc/driver/nvidia/version");
+  std::string line;
+  std::getline(file, line);
+  std::smatch found;
+  return std::regex_search(line, found, std::regex(R"(\d+\.\d+(\.\d+)?)")) ? found.str() : "";
+}
+
 constexpr const char* kHostCeilings =
     "of matmul: FLOP/s over those of an fp32 matrix product of 2048^3; of read: the time a plain sum over as many "
     "bytes takes,\n"
@@ -118,7 +129,9 @@ int bench(const BenchOptions& options) {
   if (!options.json.empty()) {
     write_file(options.json, nlohmann::json{{"version", version()},
                                             {"date", today()},
+                                            {"commit", HOPWELL_COMMIT},
                                             {"machine", build_info()},
+                                            {"driver", driver_version()},
                                             {"devices", device_names()},
                                             {"results", records}}
                                      .dump(1) +
