@@ -141,6 +141,9 @@ Params params_of(const Problem& problem, const Workspace& workspace) {
   if (problem.d_sink) p.sink_parts = Workspace::at<float>(problem, workspace.sink_parts);
   if (!problem.dkv) return p;
   p.dkv_stride = static_cast<int>(problem.d_qk);
+  // Additions that miss L2 are slow. Where most would, rows are fetched a step ahead; where few do, that costs more.
+  constexpr std::int64_t kMostlyMissed = 200 << 20;
+  p.prefetch = HOPWELL_ON_DEVICE ? problem.s_kv * problem.d_qk * 4 > kMostlyMissed : true;
   if (adds_fixed_point(problem)) {
     p.fixed_dkv = Workspace::at<int64_t>(problem, workspace.dkv);
     p.scale = Workspace::at<float>(problem, workspace.scale);

@@ -58,6 +58,7 @@ struct Params {
   int64_t lse_stride_s, lse_stride_h, sink_stride, dq_stride_s, dq_stride_h, attn_stride;
   int kv_stride, dkv_stride;
   int h_q, head_blocks;
+  bool prefetch;               // rows of sums, to L2
   int wave, slack;             // CTAs that run at the same time, and how far they may be apart: see keep_step
   float sm_scale, scale_log2;  // and sm_scale · log2(e)
 };
@@ -95,6 +96,16 @@ HOPWELL_DEVICE void load_keys(int (&keys)[4], const Entries& entries, int step, 
   for (int m = 0; m < 4; ++m) keys[m] = entries.key(step * Config::kKeys + t / 8 + 16 * m);
 }
 
+// Brings half of a row of sums to L2 before it is added to, by eight threads.
+template <int kDqk, int kHalf>
+HOPWELL_DEVICE void prefetch_sums(const Params& p, int key, int thread) {
+  constexpr int kLines = kDqk / 64;  // of 128 bytes
+  const void* row = p.dkv ? static_cast<const void*>(p.dkv + int64_t{key} * p.dkv_stride)
+                          : static_cast<const void*>(p.fixed_dkv + int64_t{key} * (kDqk / 2));
+  for (int line = thread; line < kLines; line += 8)
+    arch::prefetch_l2(static_cast<const char*>(row) + 128 * (kHalf * kLines + line));
+}
+
 // Starts the copies of one half of the columns of 64 keys: four panels, and half of the one in the middle if there is.
 // Half 0 leaves the keys for those who add.
 template <int kDqk, int kHalf>
@@ -115,6 +126,7 @@ HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, const int (&
       arch::cp_async(destination + uint32_t(panel) * Config::kPanel + swizzled(row, chunk), source + 64 * panel, bytes);
     if (kHasMiddle<kDqk> && chunk / 4 == kHalf)
       arch::cp_async(destination + 4 * Config::kPanel + swizzled_middle(row, chunk), source + 64 * 4, bytes);
+    if (p.prefetch && keys[m] >= 0) prefetch_sums<kDqk, kHalf>(p, keys[m], chunk);
   }
 }
 
