@@ -41,7 +41,7 @@ struct Config {
   static constexpr int kBarriers = 2 * kStages;  // item i uses stage i % 3 and barriers i % 6
 };
 enum WarpRole { kGather = Config::kMathWarps, kStore = kGather + Config::kParts };
-enum NamedBarrier { kTurn = 1 };  // kTurn + w: warpgroup w may start its products
+enum NamedBarrier { kTurn = 1 };  // kTurn + g: warpgroup g may start its products
 
 template <int kDqk>
 struct SharedStorage {
@@ -98,7 +98,10 @@ HOPWELL_DEVICE Piece piece_of(const Params& p, int number) {
 HOPWELL_DEVICE int key_tiles(const tile::Entries& e) { return (e.length + Config::kKeys - 1) / Config::kKeys; }
 HOPWELL_DEVICE int passes(const Params& p) { return (p.h_q + 127) / 128; }
 
-// Of an item: tiles of heads and of keys go through the ring one after another, in parts.
+// An item: tiles of heads and of keys go through the ring one after another, in parts. Item i lies in stage i % 3 and
+// has barriers i % 6: when the warpgroups take turns, a barrier belongs to one of them, and nobody waits for tiles that
+// he does not read. Whoever waits for item i has seen an item that was copied after item i - 6 had been read, so that
+// the barrier is past that phase of the same parity.
 template <int kDqk>
 struct Slot {
   SharedStorage<kDqk>& s;
@@ -157,6 +160,7 @@ HOPWELL_DEVICE tile::RowNumbers keys_of(const tile::Entries& entries, int tile) 
 
 template <int kDqk, bool kTurns>
 HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, int part) {
+  // The gather is what takes longest at up to 64 heads; otherwise bursts of copies delay products and sums.
   constexpr int kTogether = kTurns ? 16 : 2;
   int item = 0;
   HOPWELL_NO_UNROLL
