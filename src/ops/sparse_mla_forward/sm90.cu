@@ -16,9 +16,9 @@
 //           panel, which nobody needs after S.
 // Softmax   The reference m moves only when a row's maximum passes it by more than 8: then O and the sums are scaled by
 //           exp2(m_old − m). P ≤ 2^8, whose bf16 is as exact as that of P ≤ 1. References pass from tile to tile: A, B, A, …
-// Budget    shared: Q 73,728 + K 2 × 73,728 + 1,768 = 222,952 B
+// Budget    shared: Q 73,728 + K 2 × 73,728 + 1,776 = 222,960 B
 //           registers: 128 of O + 32 of S + 2 × 16 of P + ~30 (224); gather 56
-// Bound     64 keys: 2,176 clocks of the tensor cores; 309 KB through shared memory, 2,410 clocks; the gather 1,890 in L2
+// Bound     64 keys: 2,176 clocks of the tensor cores; 301 KB through shared memory, 2,350 clocks; the gather 1,990 in L2
 #include <cmath>
 
 #include "arch/sm80/convert.hpp"
@@ -60,7 +60,7 @@ struct SharedStorage {
   float sum[Config::kStages][Config::kHeads], max[Config::kStages][Config::kHeads];  // in the end
   alignas(16) uint32_t valid[Config::kStages][4];  // a bit for every row of a gather warp
   arch::mbarrier q_empty, keys_full[Config::kStages][kGroups], keys_empty[Config::kStages][kGroups];
-  arch::mbarrier p_full[Config::kStages], reference_full, turn;
+  arch::mbarrier p_full[Config::kStages], reference_full, sums_full, turn;
 };
 static_assert(sizeof(SharedStorage<576>) <= arch::sm90::kMaxSharedBytes);
 
@@ -201,7 +201,7 @@ HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, int warp) {
   arch::cp_async_wait_all();
 }
 
-// ---- score ----------------------------------------------------------------------------------------------------------
+// ---- math -----------------------------------------------------------------------------------------------------------
 
 // A thread's two rows (heads), lane / 4 and lane / 4 + 8 of its warp's 16: reference and maximum in units of log 2, and the part of the
 // sum that its own columns make.
@@ -311,15 +311,16 @@ HOPWELL_DEVICE void receive(SharedStorage<kDqk>& s, int stage, uint32_t parity, 
   arrive_warp(s.keys_empty[stage][kRope]);
 }
 
-// From scores to probabilities. The reference moves where a row's maximum passes it; the high warpgroup starts from the low one's.
-// `factor`, `remote_factor`: what O shrinks by before this tile, and before the other's where that comes first.
-template <int kSelf, int kDqk>
-HOPWELL_DEVICE void softmax(const Params& p, SharedStorage<kDqk>& s, uint32_t parity, float (&scores)[32], Rows& rows,
-                            float (&factor)[2], float (&remote_factor)[2]) {
+// From scores to probabilities. The reference moves where a row's maximum passes it; the high warpgroup starts from the low
+// one's. `factor`: what O shrinks by before this
+// tile; `remote_factor`: before tile A, if that is the other's.
+template <int kDqk>
+HOPWELL_DEVICE void softmax(const Params& p, SharedStorage<kDqk>& s, int self, uint32_t parity, float (&scores)[32],
+                            Rows& rows, float (&remote_factor)[2], float (&factor)[2]) {
   const int lane = arch::lane_index(), row = arch::warp_index() % 4 * 16 + lane / 4;
   float max[2];
-  const float unit = row_max(p.scale_log2, s.valid[kSelf], scores, max);
-  if (kSelf == 1) {
+  const float unit = row_max(p.scale_log2, s.valid[self], scores, max);
+  if (self == 1) {
     arch::mbarrier_wait(s.reference_full, parity);
     HOPWELL_UNROLL
     for (int r = 0; r < 2; ++r) remote_factor[r] = adopt(rows, r, s.reference[0][row + 8 * r]);
@@ -328,16 +329,16 @@ HOPWELL_DEVICE void softmax(const Params& p, SharedStorage<kDqk>& s, uint32_t pa
   for (int r = 0; r < 2; ++r) {
     rows.max[r] = fmaxf(rows.max[r], max[r]);
     factor[r] = adopt(rows, r, max[r] > rows.reference[r] + Config::kSlack ? max[r] : rows.reference[r]);
-    if (lane % 4 == 0) s.reference[kSelf][row + 8 * r] = rows.reference[r];
+    if (lane % 4 == 0) s.reference[self][row + 8 * r] = rows.reference[r];
   }
-  if (kSelf == 0) arrive_warp(s.reference_full);
+  if (self == 0) arrive_warp(s.reference_full);
   exponentiate(unit, scores, rows);
 }
 
 // What both warpgroups need in the end: sums of both. The low one writes max_logits and lse. Returns the scale of O.
-template <int kSelf, int kDqk>
-HOPWELL_DEVICE void finish_rows(const Params& p, SharedStorage<kDqk>& s, const Piece& piece, const Rows& rows,
-                                float (&scale)[2]) {
+template <int kDqk>
+HOPWELL_DEVICE void finish_rows(const Params& p, SharedStorage<kDqk>& s, int self, const Piece& piece, uint32_t parity,
+                                const Rows& rows, float (&scale)[2]) {
   constexpr float kLn2 = 0.693147180559945f, kLog2E = 1.44269504088896f;
   const int lane = arch::lane_index(), first = arch::warp_index() % 4 * 16 + lane / 4;
   float sum[2];
@@ -346,9 +347,10 @@ HOPWELL_DEVICE void finish_rows(const Params& p, SharedStorage<kDqk>& s, const P
     sum[r] = rows.sum[r];
     sum[r] += arch::shuffle_xor(sum[r], 1);
     sum[r] += arch::shuffle_xor(sum[r], 2);
-    if (lane % 4 == 0) s.sum[kSelf][first + 8 * r] = sum[r], s.max[kSelf][first + 8 * r] = rows.max[r];
+    if (lane % 4 == 0) s.sum[self][first + 8 * r] = sum[r], s.max[self][first + 8 * r] = rows.max[r];
   }
-  arch::barrier_sync(1, 256);
+  arrive_warp(s.sums_full);
+  arch::mbarrier_wait(s.sums_full, parity);
   HOPWELL_UNROLL
   for (int r = 0; r < 2; ++r) {
     const int row = first + 8 * r, head = piece.first_head + row;
@@ -358,7 +360,7 @@ HOPWELL_DEVICE void finish_rows(const Params& p, SharedStorage<kDqk>& s, const P
     scale[r] = total == 0 ? 0 : 1 / total;
     if (p.attn_sink && total != 0 && head < p.h_q)
       scale[r] /= 1 + arch::exp2_approx((p.attn_sink[head * p.sink_stride] - lse) * kLog2E);
-    const bool writes = kSelf == 0 && lane % 4 == 0 && head < p.h_q;
+    const bool writes = self == 0 && lane % 4 == 0 && head < p.h_q;
     if (writes && p.max_logits) p.max_logits[piece.query * p.max_stride_s + head * p.max_stride_h] = max * kLn2;
     if (writes && p.lse) p.lse[piece.query * p.lse_stride_s + head * p.lse_stride_h] = lse;
   }
@@ -367,17 +369,18 @@ HOPWELL_DEVICE void finish_rows(const Params& p, SharedStorage<kDqk>& s, const P
 // ---- value ----------------------------------------------------------------------------------------------------------
 
 // O = O · factor + P V: 64 heads, 64 keys, this warpgroup's 256 columns. Each group of panels is freed as it is done with.
-template <int kSelf, int kDqk>
-HOPWELL_DEVICE void multiply_values(SharedStorage<kDqk>& s, int stage, const Probabilities& probabilities,
+template <int kDqk>
+HOPWELL_DEVICE void multiply_values(SharedStorage<kDqk>& s, int self, int stage, const Probabilities& probabilities,
                                     const float (&factor)[2], float (&out)[2][64], bool first) {
   constexpr arch::WgmmaOptions kOptions{.b_major = arch::Major::mn};
   constexpr uint64_t kOperand = arch::wgmma_descriptor({arch::Swizzle::bytes128, tile::kPanelBytes, 1024});
-  const uint64_t v = arch::at_address(kOperand, arch::shared_address(s.keys[stage]) + kSelf * 4 * tile::kPanelBytes);
+  const uint64_t v =
+      arch::at_address(kOperand, arch::shared_address(s.keys[stage]) + uint32_t(self) * 4 * tile::kPanelBytes);
   if (!first && arch::ballot(factor[0] != 1 || factor[1] != 1) != 0) {
     HOPWELL_UNROLL
     for (int i = 0; i < 128; ++i) out[i / 64][i % 64] *= factor[i / 2 % 2];
   }
-  constexpr int kFirstGroup = kSelf == 0 ? 0 : kRope + 1;
+  const int first_group = self == 0 ? 0 : kRope + 1;
   arch::wgmma_fence();
   HOPWELL_UNROLL
   for (int part = 0; part < 2; ++part) {
@@ -389,9 +392,9 @@ HOPWELL_DEVICE void multiply_values(SharedStorage<kDqk>& s, int stage, const Pro
     arch::wgmma_commit();
   }
   arch::wgmma_wait<1>(out[0]);
-  arrive_warp(s.keys_empty[stage][kFirstGroup]);
+  arrive_warp(s.keys_empty[stage][first_group]);
   arch::wgmma_wait<0>(out[1]);
-  arrive_warp(s.keys_empty[stage][kFirstGroup + 1]);
+  arrive_warp(s.keys_empty[stage][first_group + 1]);
 }
 
 // Transposes a quad's 4 × 4 words: lane l gets what was word l of each lane.
@@ -410,68 +413,81 @@ HOPWELL_DEVICE void transpose_quad(uint32_t (&w)[4]) {
   }
 }
 
+// Four blocks of 8 columns of a row, n and up: as bf16 pairs, of which the quad's lane l has the l-th of each block.
+HOPWELL_DEVICE void pack_blocks(const float (&out)[2][64], int n, int r, float scale, uint32_t (&words)[4]) {
+  HOPWELL_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const float* sums = &out[n / 16][(n + i) % 16 * 4 + 2 * r];
+    words[i] = scale == 0 ? 0 : arch::pack_bf16(sums[0] * scale, sums[1] * scale);
+  }
+}
+
+// Rows of any alignment apart, so that the other code is short: it runs once a piece, straight from memory.
 HOPWELL_DEVICE void store_out(const Params& p, const Piece& piece, int column, const float (&out)[2][64],
                               const float (&scale)[2]) {
-  const int lane = arch::lane_index(), first = piece.first_head + arch::warp_index() % 4 * 16;
+  const int lane = arch::lane_index(), first = piece.first_head + arch::warp_index() % 4 * 16 + lane / 4;
+  bf16* const target = p.out + piece.query * p.out_stride_s + first * p.out_stride_h + column;
+  uint32_t words[4];
   HOPWELL_UNROLL
   for (int r = 0; r < 2; ++r) {
-    const int head = first + lane / 4 + 8 * r;
-    bf16* target = p.out + piece.query * p.out_stride_s + head * p.out_stride_h + column + lane % 4 * 8;
-    HOPWELL_UNROLL
-    for (int n = 0; n < 32; n += 4) {  // blocks of 8 columns
-      arch::Words4 words;
+    bf16* row = target + 8 * r * p.out_stride_h;
+    const bool inside = first + 8 * r < p.h_q;
+    if (p.out_aligned) {
       HOPWELL_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        const float* sums = &out[n / 16][(n + i) % 16 * 4 + 2 * r];
-        words.w[i] = scale[r] == 0 ? 0 : arch::pack_bf16(sums[0] * scale[r], sums[1] * scale[r]);
+      for (int n = 0; n < 32; n += 4) {
+        pack_blocks(out, n, r, scale[r], words);
+        transpose_quad(words);
+        if (inside) arch::store_streaming(row + 8 * n + lane % 4 * 8, {words[0], words[1], words[2], words[3]});
       }
-      transpose_quad(words.w);
-      if (head >= p.h_q) continue;
-      if (p.out_aligned) {
-        arch::store_streaming(target + 8 * n, words);
-      } else {
+    } else {
+      HOPWELL_UNROLL
+      for (int n = 0; n < 32; n += 4) {
+        pack_blocks(out, n, r, scale[r], words);
+        if (!inside) continue;
         HOPWELL_UNROLL
-        for (int i = 0; i < 8; ++i) target[8 * n + i].bits = uint16_t(words.w[i / 2] >> 16 * (i % 2));
+        for (int i = 0; i < 8; ++i)
+          row[8 * n + i / 2 * 8 + lane % 4 * 2 + i % 2].bits = uint16_t(words[i / 2] >> 16 * (i % 2));
       }
     }
   }
 }
 
-// Warpgroup kSelf has tile kSelf of every step and columns 256 · kSelf and up. O takes the tiles in order.
-template <int kSelf, int kDqk>
-HOPWELL_DEVICE void math(const Params& p, SharedStorage<kDqk>& s) {
-  uint32_t parity = 0;
+// Warpgroup `self` has tile `self` of every step and columns 256 · self and up. O takes the tiles in order. Both run the same
+// instructions, so that they share the instruction cache.
+template <int kDqk>
+HOPWELL_DEVICE void math(const Params& p, SharedStorage<kDqk>& s, int self) {
+  const int row = arch::warp_index() % 4 * 16 + arch::lane_index() / 4;
+  uint32_t parity = 0, piece_parity = 0;
   HOPWELL_NO_UNROLL
-  for (int64_t number = arch::block_index(); number < p.pieces; number += arch::grid_size()) {
+  for (int64_t number = arch::block_index(); number < p.pieces; number += arch::grid_size(), piece_parity ^= 1) {
     const Piece piece = piece_of(p, number);
     Rows rows{{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}, {0, 0}};
     float out[2][64];
     HOPWELL_NO_UNROLL
     for (int i = 0; i < piece.steps; ++i, parity ^= 1) {
       float scores[32], factor[2], remote_factor[2];
-      Probabilities own, remote;
-      if (kSelf == 1) arch::mbarrier_wait(s.turn, parity);  // kept: order alone, for speed
-      multiply_scores(s, kSelf, parity, scores);
+      Probabilities own;
+      if (self == 1) arch::mbarrier_wait(s.turn, parity);  // kept: order alone, for speed
+      multiply_scores(s, self, parity, scores);
       if (i == piece.steps - 1) arrive_warp(s.q_empty);
-      softmax<kSelf>(p, s, parity, scores, rows, factor, remote_factor);
-      publish(s, kSelf, scores, own);
-      if (kSelf == 0) {
-        multiply_values<kSelf>(s, 0, own, factor, out, i == 0);
-        receive(s, 1, parity, remote);
-        HOPWELL_UNROLL
-        for (int r = 0; r < 2; ++r)
-          remote_factor[r] =
-              adopt(rows, r, s.reference[1][arch::warp_index() % 4 * 16 + arch::lane_index() / 4 + 8 * r]);
-        multiply_values<kSelf>(s, 1, remote, remote_factor, out, false);
-      } else {
-        receive(s, 0, parity, remote);
-        multiply_values<kSelf>(s, 0, remote, remote_factor, out, i == 0);
-        multiply_values<kSelf>(s, 1, own, factor, out, false);
+      softmax(p, s, self, parity, scores, rows, remote_factor, factor);
+      publish(s, self, scores, own);
+      HOPWELL_NO_UNROLL
+      for (int stage = 0; stage < Config::kStages; ++stage) {
+        Probabilities probabilities = own;
+        float shrink[2] = {factor[0], factor[1]};
+        if (stage != self) {
+          receive(s, stage, parity, probabilities);
+          HOPWELL_UNROLL
+          for (int r = 0; r < 2; ++r)
+            shrink[r] = self == 1 ? remote_factor[r] : adopt(rows, r, s.reference[1][row + 8 * r]);
+        }
+        multiply_values(s, self, stage, probabilities, shrink, out, i == 0 && stage == 0);
       }
     }
     float scale[2];
-    finish_rows<kSelf>(p, s, piece, rows, scale);
-    store_out(p, piece, 256 * kSelf, out, scale);
+    finish_rows(p, s, self, piece, piece_parity, rows, scale);
+    store_out(p, piece, 256 * self, out, scale);
   }
 }
 
@@ -489,6 +505,7 @@ HOPWELL_DEVICE void initialise(SharedStorage<kDqk>& s) {
     arch::mbarrier_init(s.p_full[stage], kWarps);
   }
   arch::mbarrier_init(s.reference_full, kWarps);
+  arch::mbarrier_init(s.sums_full, 2 * kWarps);
   arch::mbarrier_init(s.turn, kWarps);
   arch::fence_mbarrier_init();
 }
@@ -505,12 +522,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1) kernel(const __grid_const
   if (role == Warpgroup::gather) {
     arch::setmaxnreg_dec<Config::kGatherRegisters>();
     gather(p, s, arch::warp_index() % 4);
-  } else if (role == Warpgroup::low) {
-    arch::setmaxnreg_inc<Config::kMathRegisters>();
-    math<0>(p, s);
   } else {
     arch::setmaxnreg_inc<Config::kMathRegisters>();
-    math<1>(p, s);
+    math(p, s, role == Warpgroup::low ? 0 : 1);
   }
 #endif
 }
