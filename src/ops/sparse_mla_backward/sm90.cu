@@ -156,9 +156,15 @@ Params params_of(const Problem& problem, const Workspace& workspace) {
   return p;
 }
 
-template <int kDqk>
+template <int kDqk, int kHeadSteps>
 auto kernel_for(bool fixed, bool attn) {
-  return fixed ? kernel<kDqk, true, false> : attn ? kernel<kDqk, false, true> : kernel<kDqk, false, false>;
+  return fixed  ? kernel<kDqk, kHeadSteps, true, false>
+         : attn ? kernel<kDqk, kHeadSteps, false, true>
+                : kernel<kDqk, kHeadSteps, false, false>;
+}
+template <int kDqk>
+auto kernel_for(int h_q, bool fixed, bool attn) {
+  return h_q <= 32 ? kernel_for<kDqk, 2>(fixed, attn) : kernel_for<kDqk, 4>(fixed, attn);
 }
 
 // attn, and the units of fixed-point sums.
@@ -243,7 +249,8 @@ void launch(const Problem& problem, Stream stream) {
   Params p = params_of(problem, workspace);
   if (needs_distribution(problem)) choose_fixed_point(problem, workspace, stream);
   prepare_sums(problem, workspace, p, stream);
-  const auto kernel = problem.d_qk == 576 ? kernel_for<576>(p.fixed_dkv, p.attn) : kernel_for<512>(p.fixed_dkv, p.attn);
+  const auto kernel =
+      problem.d_qk == 576 ? kernel_for<576>(p.h_q, p.fixed_dkv, p.attn) : kernel_for<512>(p.h_q, p.fixed_dkv, p.attn);
   p.wave = 132;  // of an H100 or H200
   p.head_blocks = static_cast<int>((problem.h_q + Config::kHeads - 1) / Config::kHeads);
   if (problem.s_q > 0) {

@@ -101,7 +101,7 @@ HOPWELL_DEVICE void store_dq(const Params& p, SharedStorage<kDqk>& s, const floa
 
 // Half 0: S and P, and the sums over heads. Half 1: dP and dS. Both: their columns of dQ and of the next keys, two
 // panels.
-template <int kDqk, int kHalf, bool kFixed, bool kAttn>
+template <int kDqk, int kHalf, int kHeadSteps, bool kFixed, bool kAttn>
 HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const Place& place, const Entries& entries) {
   const int steps = (entries.length + Config::kKeys - 1) / Config::kKeys;
   float dq[128] = {}, middle[16] = {};
@@ -138,13 +138,14 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const Place& 
     if (step + 1 < steps) {
       gather<kDqk, kHalf>(p, s, keys, step + 1, t);
       arch::cp_async_commit();
+      if (p.prefetch) prefetch_sums<kDqk, kHalf>(p, keys, t);
     }
     const Rows<kFixed> rows = load_rows<kDqk, kFixed>(p, s.key[step % 2], t);
     HOPWELL_UNROLL
     for (int panel = kHalf * Config::kPanelsBeside; panel < (kHalf + 1) * Config::kPanelsBeside; ++panel) {
       arch::wgmma_fence();
-      multiply_transposed(acc, arch::shared_address(&s.ds), arch::shared_address(&s.q[panel]), false);
-      multiply_transposed(acc, arch::shared_address(&s.p), arch::shared_address(&s.d_out[panel]), true);
+      multiply_transposed<kHeadSteps>(acc, arch::shared_address(&s.ds), arch::shared_address(&s.q[panel]), false);
+      multiply_transposed<kHeadSteps>(acc, arch::shared_address(&s.p), arch::shared_address(&s.d_out[panel]), true);
       arch::wgmma_commit();
       arch::wgmma_wait<0>(acc);
       add_panel(p, acc, 64 * panel, rows);
@@ -162,35 +163,37 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const Place& 
 
 // P or dS transposed, as A fragments for 64 keys: ldmatrix.trans, where lanes 0-7 give heads 0-7 of the first 8 keys,
 // 8-15 of the next 8 keys, 16-31 the same of heads 8-15.
-HOPWELL_DEVICE void load_transposed(uint32_t (&fragments)[4][4], const Panel& from, int t) {
+template <int kHeadSteps>
+HOPWELL_DEVICE void load_transposed(uint32_t (&fragments)[kHeadSteps][4], const Panel& from, int t) {
   const int lane = t % 32;
   const uint32_t source =
       arch::shared_address(&from) + swizzled((lane & 7) + 8 * (lane >> 4), t / 32 * 2 + (lane >> 3 & 1));
   HOPWELL_UNROLL
-  for (int k = 0; k < 4; ++k) arch::ldmatrix<arch::Transpose::yes>(fragments[k], source + uint32_t(2048 * k));
+  for (int k = 0; k < kHeadSteps; ++k) arch::ldmatrix<arch::Transpose::yes>(fragments[k], source + uint32_t(2048 * k));
 }
 
 // acc [64 keys][32 columns] (+)= the transposed P or dS · half of a panel of dO or Q, by its address.
-HOPWELL_DEVICE void multiply_fragments(float (&acc)[16], const uint32_t (&fragments)[4][4], uint32_t half_panel,
-                                       bool accumulate) {
+template <int kHeadSteps>
+HOPWELL_DEVICE void multiply_fragments(float (&acc)[16], const uint32_t (&fragments)[kHeadSteps][4],
+                                       uint32_t half_panel, bool accumulate) {
   const uint64_t right = arch::at_address(kByMn, half_panel);
   HOPWELL_UNROLL
-  for (int k = 0; k < 4; ++k)
+  for (int k = 0; k < kHeadSteps; ++k)
     arch::wgmma_rs<arch::WgmmaOptions{.b_major = Major::mn}>(acc, fragments[k], right + uint64_t(128 * k),
                                                              accumulate || k > 0);
 }
 
 // One panel of dKV, in two halves: the second is multiplied while the first is added. P and dS come from registers: that
 // spares shared memory, and the score warpgroups need not wait with the next ones.
-template <int kDqk, bool kOfV, bool kFixed>
-HOPWELL_DEVICE void scatter_panel(const Params& p, SharedStorage<kDqk>& s, const uint32_t (&probabilities)[4][4],
-                                  int panel, const Rows<kFixed>& rows) {
+template <int kDqk, int kHeadSteps, bool kOfV, bool kFixed>
+HOPWELL_DEVICE void scatter_panel(const Params& p, SharedStorage<kDqk>& s,
+                                  const uint32_t (&probabilities)[kHeadSteps][4], int panel, const Rows<kFixed>& rows) {
   const uint32_t q = arch::shared_address(&s.q[panel]), d_out = arch::shared_address(&s.d_out[panel]);
   float half[2][16];
   arch::wgmma_fence();
   HOPWELL_UNROLL
   for (int i = 0; i < 2; ++i) {
-    multiply_transposed(half[i], arch::shared_address(&s.ds), q + uint32_t(64 * i), false);
+    multiply_transposed<kHeadSteps>(half[i], arch::shared_address(&s.ds), q + uint32_t(64 * i), false);
     if constexpr (kOfV) multiply_fragments(half[i], probabilities, d_out + uint32_t(64 * i), true);
     arch::wgmma_commit();
   }
@@ -216,7 +219,7 @@ HOPWELL_DEVICE void keep_step(const Params& p, uint32_t& seen, int step) {
 }
 
 // The panels of dKV that the score warpgroups leave.
-template <int kDqk, bool kFixed>
+template <int kDqk, int kHeadSteps, bool kFixed>
 HOPWELL_DEVICE void scatter(const Params& p, SharedStorage<kDqk>& s, const Entries& entries) {
   const int t = arch::thread_index() % 128;
   const int steps = (entries.length + Config::kKeys - 1) / Config::kKeys;
@@ -225,13 +228,14 @@ HOPWELL_DEVICE void scatter(const Params& p, SharedStorage<kDqk>& s, const Entri
     if (p.progress) keep_step(p, seen, step);
     arch::barrier_sync(kPdsFull, 256);
     const Rows<kFixed> rows = load_rows<kDqk, kFixed>(p, s.key[step % 2], t);
-    uint32_t probabilities[4][4];
+    uint32_t probabilities[kHeadSteps][4];
     load_transposed(probabilities, s.p, t);
     if (step + 1 < steps) arch::barrier_arrive(kPEmpty, 256);
     HOPWELL_NO_UNROLL
     for (int panel = 2 * Config::kPanelsBeside; panel < Config::kPanelsV; ++panel)
-      scatter_panel<kDqk, true, kFixed>(p, s, probabilities, panel, rows);
-    if constexpr (kHasMiddle<kDqk>) scatter_panel<kDqk, false, kFixed>(p, s, probabilities, Config::kPanelsV, rows);
+      scatter_panel<kDqk, kHeadSteps, true, kFixed>(p, s, probabilities, panel, rows);
+    if constexpr (kHasMiddle<kDqk>)
+      scatter_panel<kDqk, kHeadSteps, false, kFixed>(p, s, probabilities, Config::kPanelsV, rows);
     if (step + 1 < steps) arch::barrier_arrive(kDsEmpty, 256);
   }
   // Rows with fewer steps than others count as having made them all.
@@ -319,7 +323,8 @@ HOPWELL_DEVICE Entries prepare(const Params& p, SharedStorage<kDqk>& s, const Pl
 
 #endif
 
-template <int kDqk, bool kFixed, bool kAttn>
+// kHeadSteps: of 16 heads, where h_q may be fewer than 64.
+template <int kDqk, int kHeadSteps, bool kFixed, bool kAttn>
 __global__ void __launch_bounds__(Config::kThreads, 1) kernel(const __grid_constant__ Params p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<SharedStorage<kDqk>>();
@@ -328,13 +333,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1) kernel(const __grid_const
   const int role = arch::warpgroup_index();
   if (role == 0) {
     arch::setmaxnreg_inc<Config::kScoreRegisters>();
-    score<kDqk, 0, kFixed, kAttn>(p, s, place, entries);
+    score<kDqk, 0, kHeadSteps, kFixed, kAttn>(p, s, place, entries);
   } else if (role == 1) {
     arch::setmaxnreg_inc<Config::kScoreRegisters>();
-    score<kDqk, 1, kFixed, kAttn>(p, s, place, entries);
+    score<kDqk, 1, kHeadSteps, kFixed, kAttn>(p, s, place, entries);
   } else {
     arch::setmaxnreg_dec<Config::kScatterRegisters>();
-    scatter<kDqk, kFixed>(p, s, entries);
+    scatter<kDqk, kHeadSteps, kFixed>(p, s, entries);
   }
 #endif
 }

@@ -96,16 +96,6 @@ HOPWELL_DEVICE void load_keys(int (&keys)[4], const Entries& entries, int step, 
   for (int m = 0; m < 4; ++m) keys[m] = entries.key(step * Config::kKeys + t / 8 + 16 * m);
 }
 
-// Brings half of a row of sums to L2 before it is added to, by eight threads.
-template <int kDqk, int kHalf>
-HOPWELL_DEVICE void prefetch_sums(const Params& p, int key, int thread) {
-  constexpr int kLines = kDqk / 64;  // of 128 bytes
-  const void* row = p.dkv ? static_cast<const void*>(p.dkv + int64_t{key} * p.dkv_stride)
-                          : static_cast<const void*>(p.fixed_dkv + int64_t{key} * (kDqk / 2));
-  for (int line = thread; line < kLines; line += 8)
-    arch::prefetch_l2(static_cast<const char*>(row) + 128 * (kHalf * kLines + line));
-}
-
 // Starts the copies of one half of the columns of 64 keys: four panels, and half of the one in the middle if there is.
 // Half 0 leaves the keys for those who add.
 template <int kDqk, int kHalf>
@@ -126,7 +116,21 @@ HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, const int (&
       arch::cp_async(destination + uint32_t(panel) * Config::kPanel + swizzled(row, chunk), source + 64 * panel, bytes);
     if (kHasMiddle<kDqk> && chunk / 4 == kHalf)
       arch::cp_async(destination + 4 * Config::kPanel + swizzled_middle(row, chunk), source + 64 * 4, bytes);
-    if (p.prefetch && keys[m] >= 0) prefetch_sums<kDqk, kHalf>(p, keys[m], chunk);
+  }
+}
+
+// Brings the same half of the rows of sums to L2 before they are added to. Not within `gather`: the test alone costs the
+// copies a few per cent.
+template <int kDqk, int kHalf>
+HOPWELL_DEVICE void prefetch_sums(const Params& p, const int (&keys)[4], int t) {
+  constexpr int kLines = kDqk / 64;  // of 128 bytes
+  HOPWELL_UNROLL
+  for (int m = 0; m < 4; ++m) {
+    if (keys[m] < 0) continue;
+    const void* row = p.dkv ? static_cast<const void*>(p.dkv + int64_t{keys[m]} * p.dkv_stride)
+                            : static_cast<const void*>(p.fixed_dkv + int64_t{keys[m]} * (kDqk / 2));
+    for (int line = t & 7; line < kLines; line += 8)
+      arch::prefetch_l2(static_cast<const char*>(row) + 128 * (kHalf * kLines + line));
   }
 }
 
@@ -165,12 +169,12 @@ HOPWELL_DEVICE void multiply_dq(float (&dq)[128], float (&middle)[16], const Sha
 }
 
 // acc [64 keys][64 columns] (+)= aᵀ · b, a [64 heads][64 keys], b [64 heads][a panel]: by address, so that the panel
-// may be a run-time number.
-template <int kSize>
+// may be a run-time number. kHeadSteps: of 16 heads; the others are zeros.
+template <int kHeadSteps, int kSize>
 HOPWELL_DEVICE void multiply_transposed(float (&acc)[kSize], uint32_t a, uint32_t b, bool accumulate) {
   const uint64_t left = arch::at_address(kByMn, a), right = arch::at_address(kByMn, b);
   HOPWELL_UNROLL
-  for (int step = 0; step < 4; ++step)
+  for (int step = 0; step < kHeadSteps; ++step)
     arch::wgmma_ss<arch::WgmmaOptions{.a_major = Major::mn, .b_major = Major::mn}>(
         acc, left + uint64_t(128 * step), right + uint64_t(128 * step), accumulate || step > 0);
 }
