@@ -284,6 +284,7 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_problems() {
       {"basic", {}},
       {"basic_fp32", {.dtype = fp32}},
       {"d_qk_512", {.h_q = 64, .d_qk = 512}},
+      {"d_qk_512_h_q_100", {.h_q = 100, .d_qk = 512, .topk = 130}},
       {"v_is_k", {.dtype = fp32, .d_qk = 40, .d_v = 40}},
       {"width_1", {.dtype = fp32, .s_q = 3, .h_q = 3, .d_qk = 1, .d_v = 1, .topk = 5}},
       {"odd_widths", {.s_q = 3, .h_q = 5, .d_qk = 37, .d_v = 13, .topk = 19}},

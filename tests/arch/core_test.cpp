@@ -7,7 +7,7 @@
 #include "arch/emu/fiber.hpp"
 #include "arch/emu/shadow.hpp"
 #include "arch/sm80/memory.hpp"
-#include "arch/sm90/mbarrier.hpp"
+#include "arch/sm90/cluster.hpp"
 
 namespace hopwell::arch {
 namespace {
@@ -288,6 +288,36 @@ TEST(Mbarrier, Misuse) {
 }
 
 // ---- determinism ----------------------------------------------------------------------------------------------------
+
+// Two CTAs; the second arrives without a release once it has read or written the buffer of the first.
+void relaxed_arrival(bool peer_writes, bool reads_then) {
+  auto& s = dynamic_smem<Buffers>();
+  const int t = thread_index();
+  if (t == 0) {
+    mbarrier_init(s.ready, 32);
+    fence_mbarrier_init();
+  }
+  s.words[t] = 1;
+  cluster_sync();
+  const uint32_t word = map_to_rank(shared_address(&s.words[t]), 0);
+  if (cluster_rank() == 1) {
+    if (peer_writes) store_cluster(word, 2);
+    if (!peer_writes) load_cluster(word);
+    mbarrier_arrive_cluster_relaxed(map_to_rank(shared_address(&s.ready), 0));
+  } else {
+    mbarrier_wait(s.ready, 0);
+    volatile uint32_t& mine = s.words[31 - t];
+    mine = reads_then ? mine + 1 : 3;  // @relaxed-read
+  }
+  cluster_sync();
+}
+
+TEST(Mbarrier, RelaxedArrivalFreesABufferAndPublishesNothing) {
+  const emu::LaunchShape pair{{2, 1, 1}, {32, 1, 1}, {2, 1, 1}, kShared};
+  expect_clean(pair, [] { relaxed_arrival(false, false); });
+  expect_clean(pair, [] { relaxed_arrival(true, false); });
+  expect_finding(pair, [] { relaxed_arrival(true, true); }, Kind::race, "reads", "relaxed-read");
+}
 
 TEST(Determinism, SameSeedSameScheduleSameReport) {
   std::vector<uint32_t> out(128);

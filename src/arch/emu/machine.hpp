@@ -200,6 +200,9 @@ class Observer {
   bool proxied(const Epoch& e) {
     return known(e, [](const Thread& t) -> const VectorClock& { return t.knows.proxied; }, minimum_[1]);
   }
+  bool freed(const Epoch& e) {
+    return known(e, [](const Thread& t) -> const VectorClock& { return t.knows.freed; }, minimum_[3]);
+  }
   bool tensor(const Epoch& e) {
     return known(e, [](const Thread& t) -> const VectorClock& { return t.tensor; }, minimum_[2]);
   }
@@ -227,7 +230,7 @@ class Observer {
   Thread* first_;
   Thread* const* begin_;
   int count_;
-  std::array<Minimum, 3> minimum_;
+  std::array<Minimum, 4> minimum_;
 };
 
 class Machine {
@@ -264,6 +267,15 @@ class Machine {
   void release(Thread& t, Knowledge& into) {
     if (options.check) {
       into.join(t.knows);
+      t.tick();
+    }
+  }
+  /// Says that what this thread knows of has happened, without publishing it.
+  void release_freed(Thread& t, Knowledge& into) {
+    if (options.check) {
+      into.proxied.join(t.knows.proxied);
+      into.freed.join(t.knows.ordered);
+      into.freed.join(t.knows.freed);
       t.tick();
     }
   }

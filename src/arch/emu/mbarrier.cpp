@@ -29,14 +29,19 @@ void check_initialised(const Mbarrier& b, bool async) {
            &b.init);
 }
 
-void arrive(Mbarrier& b, uint32_t count, bool cluster_scope) {
+enum class Release { cta, cluster, none };
+
+void arrive(Mbarrier& b, uint32_t count, Release scope) {
   Machine& m = *machine;
   if (count == 0 || count > b.pending)
     m.stop(Kind::barrier, format("%u arrivals on the mbarrier at %s, which expects %u more in this phase", count,
                                  m.place(b.address).c_str(), b.pending));
   const bool remote = rank_of(b.address) != current->cta->rank;
-  if (remote && !cluster_scope) m.stop(Kind::barrier, "a release at CTA scope on an mbarrier of another CTA");
-  m.release(*current, remote && m.options.policy.remote_arrival_needs_cluster_wait ? b.arriving_cluster : b.arriving);
+  if (remote && scope == Release::cta) m.stop(Kind::barrier, "a release at CTA scope on an mbarrier of another CTA");
+  if (scope == Release::none)
+    m.release_freed(*current, b.arriving);
+  else
+    m.release(*current, remote && m.options.policy.remote_arrival_needs_cluster_wait ? b.arriving_cluster : b.arriving);
   b.pending -= count;
   m.finish_phase(b);
 }
@@ -123,14 +128,19 @@ void mbarrier_invalidate(uint32_t address, const Site& site) {
 
 void mbarrier_arrive(uint32_t address, uint32_t count, bool cluster_scope, const Site& site) {
   if (enter_synchronisation("mbarrier.arrive", site)) return;
-  arrive(machine->mbarrier_at(address, false), count, cluster_scope);
+  arrive(machine->mbarrier_at(address, false), count, cluster_scope ? Release::cluster : Release::cta);
+}
+
+void mbarrier_arrive_relaxed(uint32_t address, const Site& site) {
+  if (enter_synchronisation("mbarrier.arrive.relaxed", site)) return;
+  arrive(machine->mbarrier_at(address, false), 1, Release::none);
 }
 
 void mbarrier_arrive_expect_tx(uint32_t address, uint32_t bytes, bool cluster_scope, const Site& site) {
   if (enter_synchronisation("mbarrier.arrive.expect_tx", site)) return;
   Mbarrier& b = machine->mbarrier_at(address, false);
   expect(b, bytes);
-  arrive(b, 1, cluster_scope);
+  arrive(b, 1, cluster_scope ? Release::cluster : Release::cta);
 }
 
 void mbarrier_expect_tx(uint32_t address, uint32_t bytes, const Site& site) {

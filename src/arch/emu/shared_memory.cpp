@@ -44,11 +44,12 @@ void Machine::generic_access(Thread& t, uint32_t address, uint32_t bytes, bool w
       find(Kind::uninitialized, "reads " + place(a) + ", where nothing has been written");
       cell.written |= mask;  // once is enough
     }
+    const auto overwritable = [&](const Epoch& e) { return t.knows.ordered.covers(e) || t.knows.freed.covers(e); };
     for (int i = 0; i < 2; ++i) {
-      if ((cell.write_bytes[i] & mask) && cell.writes[i].agent != t.agent && !t.knows.ordered.covers(cell.writes[i]))
+      if ((cell.write_bytes[i] & mask) && cell.writes[i].agent != t.agent &&
+          !(write ? overwritable(cell.writes[i]) : t.knows.ordered.covers(cell.writes[i])))
         find(Kind::race, race_text(*this, write, what, a, cell.writes[i], true), &cell.writes[i]);
-      if (write && (cell.read_bytes[i] & mask) && cell.reads[i].agent != t.agent &&
-          !t.knows.ordered.covers(cell.reads[i]))
+      if (write && (cell.read_bytes[i] & mask) && cell.reads[i].agent != t.agent && !overwritable(cell.reads[i]))
         find(Kind::race, race_text(*this, write, what, a, cell.reads[i], false), &cell.reads[i]);
     }
     if (write) {
@@ -84,7 +85,7 @@ void Machine::async_access(Observer& who, Epoch epoch, uint32_t address, uint32_
       const Epoch& w = cell.writes[i];
       if ((cell.write_bytes[i] & mask) && !w.same_step(epoch) &&
           !(w.same_step(known_write) && cell.write_proxy[i] == known_proxy)) {
-        if (!who.ordered(w))
+        if (!who.ordered(w) && !(write && who.freed(w)))
           find(Kind::race, race_text(*this, write, what, a, w, true), &w);
         else if (proxy == Proxy::async && !who.proxied(w) &&
                  (cell.write_proxy[i] == Proxy::generic ||
@@ -97,7 +98,7 @@ void Machine::async_access(Observer& who, Epoch epoch, uint32_t address, uint32_
           known_write = w, known_proxy = cell.write_proxy[i];
       }
       const Epoch& r = cell.reads[i];
-      if (write && (cell.read_bytes[i] & mask) && !r.same_step(epoch) && !who.ordered(r))
+      if (write && (cell.read_bytes[i] & mask) && !r.same_step(epoch) && !who.ordered(r) && !who.freed(r))
         find(Kind::race, race_text(*this, true, what, a, r, false), &r);
     }
     if (write) {

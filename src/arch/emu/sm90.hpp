@@ -24,6 +24,7 @@ enum class WaitScope : uint8_t { relaxed, cta, cluster };
 void mbarrier_init(uint32_t address, uint32_t count, const Site&);
 void mbarrier_invalidate(uint32_t address, const Site&);
 void mbarrier_arrive(uint32_t address, uint32_t count, bool cluster_scope, const Site&);
+void mbarrier_arrive_relaxed(uint32_t address, const Site&);
 void mbarrier_arrive_expect_tx(uint32_t address, uint32_t bytes, bool cluster_scope, const Site&);
 void mbarrier_expect_tx(uint32_t address, uint32_t bytes, const Site&);
 bool mbarrier_try_wait(uint32_t address, uint32_t parity, WaitScope scope, bool may_block, const Site&);

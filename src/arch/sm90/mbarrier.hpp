@@ -90,6 +90,19 @@ HOPWELL_DEVICE void mbarrier_arrive_cluster(uint32_t cluster_address, [[maybe_un
 #endif
 }
 
+/// mbarrier.arrive.relaxed.cluster: the same without a release. For buffers that this thread has used up: whoever waits
+/// may overwrite them, and learns nothing of what they or others hold. A release at cluster scope waits for all that
+/// the thread has under way, additions to global memory too. PTX:
+/// #parallel-synchronization-and-communication-instructions-mbarrier-arrive
+HOPWELL_DEVICE void mbarrier_arrive_cluster_relaxed(uint32_t cluster_address,
+                                                    [[maybe_unused]] Site site = Site::current()) {
+#if HOPWELL_ON_DEVICE
+  asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(cluster_address) : "memory");
+#else
+  emu::mbarrier_arrive_relaxed(cluster_address, site);
+#endif
+}
+
 /// The same with a byte count. PTX: #parallel-synchronization-and-communication-instructions-mbarrier-arrive
 HOPWELL_DEVICE void mbarrier_arrive_expect_tx_cluster(uint32_t cluster_address, uint32_t bytes,
                                                       [[maybe_unused]] Site site = Site::current()) {

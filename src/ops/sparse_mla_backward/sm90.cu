@@ -8,8 +8,8 @@
 
 #include "ops/attention_distribution/op.hpp"
 #include "ops/sparse_mla_backward/op.hpp"
+#include "ops/sparse_mla_backward/sm90_pair.hpp"
 #include "ops/sparse_mla_backward/sm90_passes.hpp"
-#include "ops/sparse_mla_backward/sm90_single.hpp"
 
 namespace hopwell::ops::sparse_mla_backward {
 namespace {
@@ -167,6 +167,13 @@ auto kernel_for(int h_q, bool fixed, bool attn) {
   return h_q <= 32 ? kernel_for<kDqk, 2>(fixed, attn) : kernel_for<kDqk, 4>(fixed, attn);
 }
 
+template <int kDqk>
+auto pair_kernel_for(bool fixed, bool attn) {
+  return fixed  ? pair_kernel<kDqk, true, false>
+         : attn ? pair_kernel<kDqk, false, true>
+                : pair_kernel<kDqk, false, false>;
+}
+
 // attn, and the units of fixed-point sums.
 void choose_fixed_point(const Problem& problem, const Workspace& workspace, Stream stream) {
   const distribution::Problem attn = distribution_of(problem);
@@ -249,17 +256,25 @@ void launch(const Problem& problem, Stream stream) {
   Params p = params_of(problem, workspace);
   if (needs_distribution(problem)) choose_fixed_point(problem, workspace, stream);
   prepare_sums(problem, workspace, p, stream);
-  const auto kernel =
-      problem.d_qk == 576 ? kernel_for<576>(p.h_q, p.fixed_dkv, p.attn) : kernel_for<512>(p.h_q, p.fixed_dkv, p.attn);
+  const bool wide = problem.d_qk == 576, fixed = p.fixed_dkv, attn = p.attn;
+  const auto tiles = static_cast<int>((problem.h_q + Config::kHeads - 1) / Config::kHeads);
   p.wave = 132;  // of an H100 or H200
-  p.head_blocks = static_cast<int>((problem.h_q + Config::kHeads - 1) / Config::kHeads);
-  if (problem.s_q > 0) {
-    runtime::launch(kName, kernel,
-                    {.grid = {static_cast<std::uint32_t>(problem.s_q * p.head_blocks)},
+  p.head_blocks = tiles / 2;
+  if (problem.s_q > 0 && p.head_blocks > 0)
+    runtime::launch(kName, wide ? pair_kernel_for<576>(fixed, attn) : pair_kernel_for<512>(fixed, attn),
+                    {.grid = {static_cast<std::uint32_t>(2 * problem.s_q * p.head_blocks)},
                      .threads = Config::kThreads,
-                     .shared_bytes = problem.d_qk == 576 ? sizeof(SharedStorage<576>) : sizeof(SharedStorage<512>)},
+                     .cluster = 2,
+                     .shared_bytes = sizeof(PairStorage)},
                     stream, p);
-  }
+  p.first_head = PairConfig::kHeads * p.head_blocks;
+  p.head_blocks = tiles % 2;
+  if (problem.s_q > 0 && p.head_blocks > 0)
+    runtime::launch(kName, wide ? kernel_for<576>(p.h_q, fixed, attn) : kernel_for<512>(p.h_q, fixed, attn),
+                    {.grid = {static_cast<std::uint32_t>(problem.s_q)},
+                     .threads = Config::kThreads,
+                     .shared_bytes = wide ? sizeof(SharedStorage<576>) : sizeof(SharedStorage<512>)},
+                    stream, p);
   finish_sums(problem, p, stream);
 }
 

@@ -57,7 +57,7 @@ struct Params {
   int64_t q_stride_s, q_stride_h, out_stride_s, out_stride_h, d_out_stride_s, d_out_stride_h;  // elements
   int64_t lse_stride_s, lse_stride_h, sink_stride, dq_stride_s, dq_stride_h, attn_stride;
   int kv_stride, dkv_stride;
-  int h_q, head_blocks;
+  int h_q, first_head, head_blocks;  // first_head: of this launch
   bool prefetch;               // rows of sums, to L2
   int wave, slack;             // CTAs that run at the same time, and how far they may be apart: see keep_step
   float sm_scale, scale_log2;  // and sm_scale · log2(e)
@@ -69,7 +69,7 @@ struct Place {
 };
 HOPWELL_DEVICE Place place_of(const Params& p) {
   const int block = arch::block_index();
-  return {block / p.head_blocks, block % p.head_blocks * Config::kHeads};
+  return {block / p.head_blocks, p.first_head + block % p.head_blocks * Config::kHeads};
 }
 
 #if HOPWELL_HAS_SM90A

@@ -126,6 +126,7 @@ __global__ void remote_arrivals(const uint32_t* in, uint32_t* out) {
   if (t == 0) {
     mbarrier_init(s.full[0], 4 * 32);
     mbarrier_init(s.full[1], 4);
+    mbarrier_init(s.empty[0], 4 * 32);
     fence_mbarrier_init();
   }
   cluster_arrive_relaxed();
@@ -142,9 +143,14 @@ __global__ void remote_arrivals(const uint32_t* in, uint32_t* out) {
   }
   mbarrier_wait_cluster(s.full[0], 0);
   mbarrier_wait_cluster(s.full[1], 0);
-  for (int i = t; i < 132; i += 32) out[rank * 132 + uint32_t(i)] = s.words[i];
+  for (int i = t; i < 132; i += 32) out[rank * 264 + uint32_t(i)] = s.words[i];
+  for (uint32_t r = 0; r < 4; ++r) mbarrier_arrive_cluster_relaxed(map_to_rank(shared_address(&s.empty[0]), r));
+  mbarrier_wait(s.empty[0], 0);  // everyone has read: what lies there may be overwritten
+  for (uint32_t r = 0; r < 4; ++r)
+    store_cluster(map_to_rank(shared_address(s.words + rank * 32 + uint32_t(t)), r), in[rank * 32 + uint32_t(t)] + r);
   fence_acq_rel_cluster();
   cluster_sync();
+  for (int i = t; i < 132; i += 32) out[rank * 264 + 132 + uint32_t(i)] = s.words[i];
 #endif
 }
 
@@ -383,9 +389,10 @@ void add_sm90_cases(std::vector<Case>& cases) {
       "fence_proxy_async",
       Inputs::bits, 768, 3072, bulk_copies, 32, 2);
   add("remote_arrivals",
-      "mbarrier_arrive_cluster mbarrier_arrive_expect_tx_cluster mbarrier_wait_cluster cluster_arrive_relaxed "
-      "cluster_wait fence_acq_rel_cluster store_async store_cluster map_to_rank",
-      Inputs::bits, 128, 528, remote_arrivals, 32, 4);
+      "mbarrier_arrive_cluster mbarrier_arrive_cluster_relaxed mbarrier_arrive_expect_tx_cluster "
+      "mbarrier_wait_cluster cluster_arrive_relaxed cluster_wait fence_acq_rel_cluster store_async store_cluster "
+      "map_to_rank",
+      Inputs::bits, 128, 1056, remote_arrivals, 32, 4);
   add("bulk_reductions", "bulk_reduce_add red_add_v2 red_add_v4", Inputs::integers, 136, 400, bulk_reductions, 32, 1);
   add("stmatrix", "stmatrix", Inputs::bits, 256, 1024, stmatrix_all, 32, 1);
   add("registers_and_election",

@@ -1,0 +1,544 @@
+// sparse_mla_backward on Hopper: the kernel for a query and 128 heads, on a cluster of two CTAs that split the head
+// dimension. Formulas, invalid entries and missing heads: sm90_single.hpp.
+//
+// CTA r holds columns [256 r, +256) and [512 + 32 r, +32) of Q, dO and the keys for all 128 heads. So a key is gathered
+// once, and its gradient is summed over all heads before it is added to global memory. The price: S and dP are sums of
+// both CTAs' products. Each CTA finishes one tile of 64 heads; the partial sums of the other tile go to its peer.
+//
+// Tile      one query, 2 tiles of 64 heads, 64 keys a step. Panels of 64 columns, 128B-swizzled; RoPE 32, 64B-swizzled.
+// Roles     warpgroup 0  own tile: S → P, dP → dS; dKV of RoPE   │ both: half of dQ's columns for both tiles, the same
+//           warpgroup 1  peer's tile: partial S and dP           │ columns of the next keys by cp.async
+//           warpgroup 2  the panels of dKV
+// Timeline  0   add R │ S ▓▓ │ + theirs, P │ dP ▓▓ │ + theirs, dS │ dQ own ▓▓ theirs ▓▓ │ keys, dKV R ▓▓ │ add R …
+//           1   S ▓▓ │ send │ dP ▓▓ │ send │······················│ dQ own ▓▓ theirs ▓▓ │ keys           │ S ▓▓ …
+//           2   … dKV of the step before ▓▓ add ▓▓ add ▓▓ add │···················│ dKV 0 ▓▓ add 1 ▓▓ add …
+// Messages  bulk copies within the cluster, whose bytes an mbarrier of the receiver counts:
+//           partial S, partial dP   warpgroup 1 → peer's warpgroup 0, 16,384 B each, into `landing`
+//           P, dS                   warpgroup 0 → all of the peer, 8,192 B each, into p[1] and ds[1]
+//           Arrivals at the peer only say that a buffer may be overwritten, so they are relaxed: a release at cluster
+//           scope would wait for all additions under way (a tenth of the whole time).
+// Budget    shared: Q 65,536 + 8,192, dO 65,536, keys 32,768 + 4,096, P and dS 32,768, landing 16,384, stage 4,096,
+//           others 2,412 = 231,788    (of 232,448)
+//           registers: dQ 144 + S or dP 32 + 32 others = 208 in warpgroups 0 and 1, 88 in warpgroup 2 (of 3 · 168)
+// Bound     a step and CTA: 5,504 clocks of tensor cores, about 7,500 of shared memory, 4,440 of additions (73,728 B at
+//           the 16.6 B a clock that L2 takes from each of 132 CTAs); 49,152 B to the peer, 36,864 B of keys
+#pragma once
+
+#include "arch/sm90/bulk_copy.hpp"
+#include "ops/sparse_mla_backward/sm90_prologue.hpp"
+#include "ops/sparse_mla_backward/sm90_single.hpp"
+
+namespace hopwell::ops::sparse_mla_backward {
+namespace {
+
+#if HOPWELL_HAS_SM90A
+
+struct PairConfig {
+  static constexpr int kHeads = 2 * Config::kHeads, kColumns = Config::kDv / 2, kPanels = kColumns / 64;
+  // Of a lane's 8 vectors of a partial sum, how many are staged, and how many in a tile; the others go by st.async.
+  static constexpr int kStaged = 2, kStagedInTile = 4;
+  static constexpr uint32_t kPartialBytes = 4 * 64 * 64, kPdsBytes = 2 * Config::kPanel;
+};
+
+struct HalfPanel {
+  alignas(1024) bf16 x[64][32];
+};
+
+// Index 0 of two: the heads that this CTA finishes; 1: the peer's.
+struct PairStorage {
+  Panel q[2][PairConfig::kPanels], d_out[2][PairConfig::kPanels], keys[PairConfig::kPanels], p[2], ds[2];
+  HalfPanel q_rope[2], keys_rope;
+  arch::Words4 landing[4][8][32];                  // the peer's partial sums: [warp][vector][lane]
+  arch::Words4 stage[4][PairConfig::kStaged][32];  // ours on their way; more of them in p[1] and ds[1]
+  float shift[Config::kHeads], kept[Config::kHeads], delta[Config::kHeads];  // as in SharedStorage
+  float head_sums[4][Config::kKeys];
+  int key[2][Config::kKeys];
+  int last_valid[Config::kWarps];
+  arch::mbarrier partial_full;     // the peer's partial sums have come
+  arch::mbarrier partial_free;     // the peer has read ours
+  arch::mbarrier pds_full;         // the peer's P and dS have come
+  arch::mbarrier p_free, ds_free;  // the peer has room for ours
+  arch::mbarrier pds_taken;        // the peer has got ours
+};
+static_assert(sizeof(PairStorage) <= arch::sm90::kMaxSharedBytes);
+
+enum PairBarrier : int {
+  kPairKeysFull = 1,
+  kPairRopeFree,  // warpgroup 0 reads these keys no more
+  kPairOwnDsFull,
+  kPairPdsFull,
+  kPairOwnFree,                    // warpgroup 2 reads p[0] and ds[0] no more
+  kPairPeerPFree = kHeadSums + 1,  // … p[1]; kHeadSums is add_attn's
+  kPairPeerDsFree,                 // … ds[1]
+  kPairPeerFirst,                  // the peer's S, which has to travel, is ready: the own may be multiplied
+  kPairHalf0,
+  kPairHalf1
+};
+
+// The same object in the other CTA.
+HOPWELL_DEVICE uint32_t at_peer(const void* object, uint32_t peer) {
+  return arch::map_to_rank(arch::shared_address(object), peer);
+}
+
+template <int kDqk>
+constexpr bool kHasRope = kDqk > Config::kDv;
+
+struct PairPlace {
+  int query, first_head[2];
+  uint32_t rank;
+};
+HOPWELL_DEVICE PairPlace pair_place_of(const Params& p) {
+  const int block = arch::block_index() / 2, rank = int(arch::cluster_rank());
+  const int first_head = block % p.head_blocks * PairConfig::kHeads;
+  return {block / p.head_blocks,
+          {first_head + rank * Config::kHeads, first_head + (1 - rank) * Config::kHeads},
+          uint32_t(rank)};
+}
+
+HOPWELL_DEVICE uint32_t swizzled_rope(int row, int chunk) {
+  return uint32_t(row * 64 + ((chunk ^ (row >> 1 & 3)) << 4));
+}
+
+// ---- keys
+
+// Brings the sums that this half's keys are added to, of this CTA's columns, to L2: 128 bytes a thread.
+template <int kDqk, int kHalf>
+HOPWELL_DEVICE void prefetch_columns(const Params& p, const int (&keys)[4], uint32_t rank, int t) {
+  const int chunk = t & 7;
+  if (chunk >= (kHalf == 0 && kDqk > Config::kDv ? 5 : 4)) return;
+  const int line = chunk == 4 ? 16 + int(rank) : 8 * int(rank) + 4 * kHalf + chunk;
+  HOPWELL_UNROLL
+  for (int m = 0; m < 4; ++m) {
+    if (keys[m] < 0) continue;
+    const void* row = p.dkv ? static_cast<const void*>(p.dkv + int64_t{keys[m]} * p.dkv_stride)
+                            : static_cast<const void*>(p.fixed_dkv + int64_t{keys[m]} * (kDqk / 2));
+    arch::prefetch_l2(static_cast<const char*>(row) + 128 * line);
+  }
+}
+
+// Starts the copies of this half of the CTA's columns of 64 keys.
+template <int kHalf>
+HOPWELL_DEVICE void gather_half(const Params& p, PairStorage& s, const int (&keys)[4], int step, uint32_t rank, int t) {
+  const int chunk = t & 7;
+  HOPWELL_UNROLL
+  for (int m = 0; m < 4 && kHalf == 0; ++m)
+    if (chunk == m) s.key[step % 2][t / 8 + 16 * m] = keys[m];
+  HOPWELL_UNROLL
+  for (int m = 0; m < 4; ++m) {
+    const int bytes = keys[m] < 0 ? 0 : 16;
+    const bf16* source = p.kv + (keys[m] < 0 ? 0 : int64_t{keys[m]} * p.kv_stride) +
+                         (PairConfig::kColumns * int(rank) + 128 * kHalf + 8 * chunk);
+    HOPWELL_UNROLL
+    for (int panel = 0; panel < 2; ++panel)
+      arch::cp_async(arch::shared_address(&s.keys[2 * kHalf + panel]) + swizzled(t / 8 + 16 * m, chunk),
+                     source + 64 * panel, bytes);
+  }
+}
+HOPWELL_DEVICE void gather_rope(const Params& p, PairStorage& s, const int (&keys)[4], uint32_t rank, int t) {
+  const int chunk = t & 7;
+  HOPWELL_UNROLL
+  for (int m = 0; m < 4; ++m) {
+    if (chunk >= 4) continue;
+    const bf16* source =
+        p.kv + (keys[m] < 0 ? 0 : int64_t{keys[m]} * p.kv_stride) + (Config::kDv + 32 * int(rank) + 8 * chunk);
+    arch::cp_async(arch::shared_address(&s.keys_rope) + swizzled_rope(t / 8 + 16 * m, chunk), source,
+                   keys[m] < 0 ? 0 : 16);
+  }
+}
+
+// ---- products
+
+// acc [64 heads][64 keys] = Q · keysᵀ over this CTA's columns.
+template <int kDqk>
+HOPWELL_DEVICE void multiply_s(float (&acc)[32], const PairStorage& s, int tile) {
+  multiply_scores<PairConfig::kPanels, false>(acc, s.q[tile], s.keys);
+  if constexpr (kHasRope<kDqk>) {
+    const uint64_t left = arch::at_address(kMiddleByK, arch::shared_address(&s.q_rope[tile])),
+                   right = arch::at_address(kMiddleByK, arch::shared_address(&s.keys_rope));
+    arch::wgmma_ss(acc, left, right, true);
+    arch::wgmma_ss(acc, left + 2, right + 2, true);
+  }
+}
+
+// dq [64 heads][128 columns] += dS · keys, and the 32 columns of RoPE for one of the tiles.
+template <bool kRope>
+HOPWELL_DEVICE void multiply_dq(float (&dq)[64], float (&rope)[16], const PairStorage& s, int tile, int half) {
+  constexpr arch::WgmmaOptions kOptions{.b_major = Major::mn};
+  const uint64_t ds = arch::at_address(kByK, arch::shared_address(&s.ds[tile])),
+                 keys = arch::at_address(kByMn, arch::shared_address(&s.keys[2 * half])),
+                 keys_rope = arch::at_address(kMiddleByMn, arch::shared_address(&s.keys_rope));
+  HOPWELL_UNROLL
+  for (int step = 0; step < 4; ++step) {
+    arch::wgmma_ss<kOptions>(dq, ds + uint64_t(2 * step), keys + uint64_t(128 * step), true);
+    if constexpr (kRope) arch::wgmma_ss<kOptions>(rope, ds + uint64_t(2 * step), keys_rope + uint64_t(64 * step), true);
+  }
+}
+
+// acc [64 keys][64 columns] = Pᵀ · a panel of dO, Pᵀ as A fragments in registers, which spares shared memory.
+HOPWELL_DEVICE void multiply_p(float (&acc)[32], const uint32_t (&fragments)[4][4], const Panel& d_out) {
+  const uint64_t right = arch::at_address(kByMn, arch::shared_address(&d_out));
+  HOPWELL_UNROLL
+  for (int step = 0; step < 4; ++step)
+    arch::wgmma_rs<arch::WgmmaOptions{.b_major = Major::mn}>(acc, fragments[step], right + uint64_t(128 * step),
+                                                             step > 0);
+}
+
+// acc [64 keys][32 columns] (+)= dSᵀ · Q, the columns of RoPE.
+HOPWELL_DEVICE void multiply_rope(float (&acc)[16], const PairStorage& s, int tile) {
+  const uint64_t left = arch::at_address(kByMn, arch::shared_address(&s.ds[tile])),
+                 right = arch::at_address(kMiddleByMn, arch::shared_address(&s.q_rope[tile]));
+  HOPWELL_UNROLL
+  for (int step = 0; step < 4; ++step)
+    arch::wgmma_ss<arch::WgmmaOptions{.a_major = Major::mn, .b_major = Major::mn}>(
+        acc, left + uint64_t(128 * step), right + uint64_t(64 * step), tile > 0 || step > 0);
+}
+
+// ---- messages
+
+// Warpgroup 1: a partial sum to the peer. Bulk copies are three times as fast as stores of threads; what there is no
+// room for goes by st.async.
+HOPWELL_DEVICE void send_partial(const float (&acc)[32], PairStorage& s, Panel& tile, arch::mbarrier& tile_free,
+                                 uint32_t parity, uint32_t peer, int t) {
+  const int warp = t / 32, lane = t % 32;
+  const auto vector = [&acc](int j) {
+    return arch::Words4{arch::bit_cast<uint32_t>(acc[4 * j]), arch::bit_cast<uint32_t>(acc[4 * j + 1]),
+                        arch::bit_cast<uint32_t>(acc[4 * j + 2]), arch::bit_cast<uint32_t>(acc[4 * j + 3])};
+  };
+  constexpr int kStaged = PairConfig::kStaged, kInTile = PairConfig::kStagedInTile;
+  const uint32_t target = at_peer(s.landing[warp], peer), full = at_peer(&s.partial_full, peer);
+  const uint32_t stage = arch::shared_address(s.stage[warp]),
+                 stage_tile = arch::shared_address(&tile) + 512 * kInTile * uint32_t(warp);
+  arch::mbarrier_wait(s.partial_free, parity);
+  HOPWELL_UNROLL
+  for (int j = 0; j < kStaged + kInTile; ++j)
+    arch::store_shared_v4(
+        (j < kStaged ? stage + uint32_t(512 * j) : stage_tile + uint32_t(512 * (j - kStaged))) + uint32_t(16 * lane),
+        vector(j));
+  arch::fence_proxy_async();
+  arch::syncwarp();
+  if (lane == 0) {
+    arch::bulk_copy_to_cta(target, stage, 512 * kStaged, full);
+    arch::bulk_copy_to_cta(target + 512 * kStaged, stage_tile, 512 * kInTile, full);
+    arch::mbarrier_arrive_cluster_relaxed(at_peer(&tile_free, peer));
+  }
+  HOPWELL_UNROLL
+  for (int j = kStaged + kInTile; j < 8; ++j)
+    arch::store_async_v4(target + uint32_t(512 * j + 16 * lane), vector(j), full);
+}
+
+// Warpgroup 0: acc += the peer's partial sum.
+HOPWELL_DEVICE void add_partial(float (&acc)[32], PairStorage& s, uint32_t parity, uint32_t peer, int t) {
+  if (t == 0) arch::mbarrier_arrive_expect_tx(s.partial_full, PairConfig::kPartialBytes);
+  arch::syncwarp();
+  arch::mbarrier_wait(s.partial_full, parity);
+  const uint32_t source = arch::shared_address(&s.landing[t / 32][0][t % 32]);
+  HOPWELL_UNROLL
+  for (int j = 0; j < 8; ++j) {
+    const arch::Words4 theirs = arch::load_shared_v4(source + uint32_t(512 * j));
+    HOPWELL_UNROLL
+    for (int i = 0; i < 4; ++i) acc[4 * j + i] += arch::bit_cast<float>(theirs.w[i]);
+  }
+  arch::syncwarp();
+  if (t % 32 == 0) arch::mbarrier_arrive_cluster_relaxed(at_peer(&s.partial_free, peer));
+}
+
+// Warpgroup 0: a warp's rows of P or dS to the peer, for which they are those of its other tile.
+HOPWELL_DEVICE void send_rows(PairStorage& s, Panel (&tiles)[2], arch::mbarrier& tile_free, uint32_t parity,
+                              uint32_t peer, int t) {
+  constexpr uint32_t kBytes = Config::kPanel / 4;
+  arch::mbarrier_wait(tile_free, parity);
+  arch::syncwarp();
+  const uint32_t offset = kBytes * uint32_t(t / 32);
+  if (t % 32 == 0)
+    arch::bulk_copy_to_cta(at_peer(&tiles[1], peer) + offset, arch::shared_address(&tiles[0]) + offset, kBytes,
+                           at_peer(&s.pds_full, peer));
+  arch::syncwarp();
+}
+
+// ---- warpgroups 0 and 1
+
+// Through this half's columns of the key buffer (RoPE through `landing`), a tile at a time, then in rows.
+template <int kDqk, int kHalf>
+HOPWELL_DEVICE void store_dq(const Params& p, PairStorage& s, const float (&dq)[2][64], const float (&rope)[16],
+                             const PairPlace& place, int t) {
+  const auto store = [](uint32_t target, const float* x) {
+    const uint32_t packed[4] = {arch::pack_bf16(x[0], x[1]), arch::pack_bf16(x[2], x[3]), arch::pack_bf16(x[4], x[5]),
+                                arch::pack_bf16(x[6], x[7])};
+    arch::stmatrix(target, packed);
+  };
+  const int own_row = t / 32 * 16 + (t & 15), upper = t >> 4 & 1;
+  const uint32_t stage_rope = arch::shared_address(s.landing[2 * kHalf]);
+  HOPWELL_UNROLL
+  for (int tile = 0; tile < 2; ++tile) {
+    if (tile == 1) arch::barrier_sync(kPairHalf0 + kHalf, 128);
+    HOPWELL_UNROLL
+    for (int j = 0; j < 16; j += 2)
+      store(arch::shared_address(&s.keys[2 * kHalf + j / 8]) + swizzled(own_row, j % 8 + upper), &dq[tile][4 * j]);
+    if constexpr (kHasRope<kDqk>) {
+      HOPWELL_UNROLL
+      for (int j = 0; j < 4; j += 2)
+        if (tile == kHalf) store(stage_rope + swizzled_rope(own_row, j + upper), &rope[4 * j]);
+    }
+    arch::barrier_sync(kPairHalf0 + kHalf, 128);
+    const int heads = p.h_q - place.first_head[tile];
+    bf16* target = p.dq + place.query * p.dq_stride_s + place.first_head[tile] * p.dq_stride_h;
+    for (int e = t; e < Config::kHeads * 16 && e / 16 < heads; e += 128) {
+      const int row = e / 16, chunk = e % 16;
+      arch::store_streaming(
+          target + row * p.dq_stride_h + PairConfig::kColumns * int(place.rank) + 128 * kHalf + 8 * chunk,
+          arch::load_shared_v4(arch::shared_address(&s.keys[2 * kHalf + chunk / 8]) + swizzled(row, chunk % 8)));
+    }
+    if constexpr (kHasRope<kDqk>) {
+      for (int e = t; tile == kHalf && e < Config::kHeads * 4 && e / 4 < heads; e += 128)
+        arch::store_streaming(target + e / 4 * p.dq_stride_h + Config::kDv + 32 * int(place.rank) + 8 * (e % 4),
+                              arch::load_shared_v4(stage_rope + swizzled_rope(e / 4, e % 4)));
+    }
+  }
+}
+
+// Warpgroup 0, until dS of its own tile is there and sent.
+template <int kDqk, bool kAttn>
+HOPWELL_DEVICE void finish_own_tile(const Params& p, PairStorage& s, int step) {
+  float acc[32];
+  arch::barrier_sync(kPairPeerFirst, 256);
+  arch::wgmma_fence();
+  multiply_s<kDqk>(acc, s, 0);
+  arch::wgmma_commit();
+  const int t = arch::thread_index_anew() % 128;
+  const uint32_t peer = arch::cluster_rank() ^ 1;
+  arch::wgmma_wait<0>(acc);
+  add_partial(acc, s, 0, peer, t);
+  if (step > 0) arch::barrier_sync(kPairOwnFree, 256);
+  arch::mbarrier_wait(s.pds_taken, (step & 1) ^ 1);
+  store_p<kAttn>(p, acc, s.shift, s.kept, arch::shared_address(&s.p[0]), t);
+  arch::fence_proxy_async();
+  send_rows(s, s.p, s.p_free, step & 1, peer, t);
+  if constexpr (kAttn) add_attn(p, acc, s.head_sums, s.key[step % 2], pair_place_of(p).query, step, t);
+  arch::wgmma_fence();
+  multiply_scores<PairConfig::kPanels, false>(acc, s.d_out[0], s.keys);
+  arch::wgmma_commit();
+  arch::wgmma_wait<0>(acc);
+  add_partial(acc, s, 1, peer, t);
+  store_ds(p, acc, s.delta, arch::shared_address(&s.p[0]), arch::shared_address(&s.ds[0]), t);
+  arch::fence_proxy_async();
+  send_rows(s, s.ds, s.ds_free, step & 1, peer, t);
+  arch::barrier_arrive(kPairPdsFull, 256);
+}
+
+// Warpgroup 1, the same for the peer's tile.
+template <int kDqk>
+HOPWELL_DEVICE void send_peer_tile(PairStorage& s, int step) {
+  float acc[32];
+  arch::wgmma_fence();
+  multiply_s<kDqk>(acc, s, 1);
+  arch::wgmma_commit();
+  const int t = arch::thread_index_anew() % 128;
+  const uint32_t peer = arch::cluster_rank() ^ 1;
+  arch::wgmma_wait<0>(acc);
+  arch::barrier_arrive(kPairPeerFirst, 256);
+  if (step > 0) arch::barrier_sync(kPairPeerPFree, 256);
+  send_partial(acc, s, s.p[1], s.p_free, 1, peer, t);
+  arch::syncwarp();
+  arch::wgmma_fence();
+  multiply_scores<PairConfig::kPanels, false>(acc, s.d_out[1], s.keys);
+  arch::wgmma_commit();
+  arch::wgmma_wait<0>(acc);
+  if (step > 0) arch::barrier_sync(kPairPeerDsFree, 256);
+  send_partial(acc, s, s.ds[1], s.ds_free, 0, peer, t);
+  arch::syncwarp();
+}
+
+// Half 0: the own tile, and dKV of RoPE. Half 1: the peer's. Both: their columns of dQ and of the next keys.
+template <int kDqk, int kHalf, bool kFixed, bool kAttn>
+HOPWELL_DEVICE void score(const Params& p, PairStorage& s, const Entries& entries) {
+  float dq[2][64] = {}, rope[16] = {};
+  for (int step = 0; step * Config::kKeys < entries.length; ++step) {
+    if constexpr (kHalf == 0)
+      finish_own_tile<kDqk, kAttn>(p, s, step);
+    else
+      send_peer_tile<kDqk>(s, step);
+    arch::barrier_sync(kPairOwnDsFull, 256);
+    arch::wgmma_fence();
+    multiply_dq<kHasRope<kDqk> && kHalf == 0>(dq[0], rope, s, 0, kHalf);
+    arch::wgmma_commit();
+    const int t = arch::thread_index_anew() % 128;
+    const uint32_t rank = arch::cluster_rank();
+    int keys[4];
+    load_keys(keys, entries, step + 1, t);
+    if (kHalf == 1 && t == 0) arch::mbarrier_arrive_expect_tx(s.pds_full, PairConfig::kPdsBytes);
+    arch::syncwarp();
+    arch::mbarrier_wait(s.pds_full, step & 1);
+    if (kHalf == 1 && t == 0) arch::mbarrier_arrive_cluster_relaxed(at_peer(&s.pds_taken, rank ^ 1));
+    arch::syncwarp();
+    arch::wgmma_fence();  // kept: nothing has touched dq since the fence above; each batch begins with one
+    multiply_dq<kHasRope<kDqk> && kHalf == 1>(dq[1], rope, s, 1, kHalf);
+    arch::wgmma_commit();
+    arch::wgmma_wait<0>(dq[0], dq[1]);
+    arch::pin_registers(rope);
+    const bool last = (step + 1) * Config::kKeys >= entries.length;
+    if (!last) {
+      gather_half<kHalf>(p, s, keys, step + 1, rank, t);
+      if constexpr (kHasRope<kDqk>) {
+        if constexpr (kHalf == 0) {
+          arch::barrier_arrive(kPairRopeFree, 256);
+        } else {
+          arch::barrier_sync(kPairRopeFree, 256);
+          gather_rope(p, s, keys, rank, t);
+          arch::syncwarp();
+        }
+      }
+      arch::cp_async_commit();
+      if (p.prefetch) prefetch_columns<kDqk, kHalf>(p, keys, rank, t);
+      arch::syncwarp();
+    }
+    float acc[16];
+    if constexpr (kHalf == 0 && kHasRope<kDqk>) {
+      arch::wgmma_fence();
+      multiply_rope(acc, s, 0);
+      multiply_rope(acc, s, 1);
+      arch::wgmma_commit();
+      arch::wgmma_wait<0>(acc);
+    }
+    if (!last) {
+      arch::cp_async_wait<0>();
+      arch::fence_proxy_async();
+      arch::barrier_sync(kPairKeysFull, 256);
+    }
+    if constexpr (kHalf == 0 && kHasRope<kDqk>) {  // while the peer's S, which has to travel, is multiplied
+      add_panel(p, acc, Config::kDv + 32 * int(rank), load_rows<kDqk, kFixed>(p, s.key[step % 2], t));
+      arch::syncwarp();
+    }
+  }
+  if (p.dq) store_dq<kDqk, kHalf>(p, s, dq, rope, pair_place_of(p), arch::thread_index_anew() % 128);
+}
+
+// ---- warpgroup 2
+
+template <int kDqk, bool kFixed>
+HOPWELL_DEVICE void scatter(const Params& p, PairStorage& s, const Entries& entries, uint32_t rank) {
+  const int t = arch::thread_index() % 128;
+  const int steps = (entries.length + Config::kKeys - 1) / Config::kKeys;
+  uint32_t seen = 0;
+  for (int step = 0; step < steps; ++step) {
+    const bool last = step + 1 == steps;
+    if (p.progress) keep_step(p, seen, step);
+    arch::syncwarp();
+    arch::barrier_sync(kPairPdsFull, 256);
+    arch::mbarrier_wait(s.pds_full, step & 1);
+    const Rows<kFixed> rows = load_rows<kDqk, kFixed>(p, s.key[step % 2], t);
+    uint32_t peers[4][4];
+    load_transposed(peers, s.p[1], t);
+    if (!last) arch::barrier_arrive(kPairPeerPFree, 256);
+    // Unrolled, the descriptors of all panels would stay in registers.
+    HOPWELL_NO_UNROLL
+    for (int panel = 0; panel < PairConfig::kPanels; ++panel) {
+      float acc[32];
+      arch::wgmma_fence();
+      multiply_p(acc, peers, s.d_out[1][panel]);
+      multiply_transposed<4>(acc, arch::shared_address(&s.p[0]), arch::shared_address(&s.d_out[0][panel]), true);
+      multiply_transposed<4>(acc, arch::shared_address(&s.ds[0]), arch::shared_address(&s.q[0][panel]), true);
+      multiply_transposed<4>(acc, arch::shared_address(&s.ds[1]), arch::shared_address(&s.q[1][panel]), true);
+      arch::wgmma_commit();
+      arch::wgmma_wait<0>(acc);
+      if (panel + 1 == PairConfig::kPanels && !last) {
+        arch::barrier_arrive(kPairOwnFree, 256);
+        arch::barrier_arrive(kPairPeerDsFree, 256);
+      }
+      add_panel(p, acc, PairConfig::kColumns * int(rank) + 64 * panel, rows);
+      arch::syncwarp();  // each addition was a branch
+    }
+  }
+  // Rows with fewer steps than others count as having made them all.
+  const int missing = (p.selection.topk + Config::kKeys - 1) / Config::kKeys - steps;
+  if (p.progress && t == 0 && missing > 0) arch::red_add(p.progress, uint32_t(missing));
+}
+
+// ---- before the first step
+
+// Starts the copies of kColumns columns of 64 heads; zeros beyond h_q.
+template <int kColumns, class Target>
+HOPWELL_DEVICE void load_columns(Target target, const bf16* source, int64_t stride, int heads) {
+  for (int e = arch::thread_index(); e < Config::kHeads * (kColumns / 8); e += Config::kThreads) {
+    const int row = e / (kColumns / 8), chunk = e % (kColumns / 8);
+    arch::cp_async(target(row, chunk), source + (row < heads ? row : 0) * stride + 8 * chunk, row < heads ? 16 : 0);
+  }
+}
+
+template <int kDqk>
+HOPWELL_DEVICE void load_tile(const Params& p, PairStorage& s, const PairPlace& place, int tile) {
+  constexpr int kColumns = PairConfig::kColumns;
+  const int rank = int(place.rank), heads = p.h_q - place.first_head[tile];
+  const int64_t head = heads > 0 ? place.first_head[tile] : 0;
+  const bf16* q = p.q + place.query * p.q_stride_s + head * p.q_stride_h;
+  const auto panels = [](const Panel* to) {
+    return [to](int row, int chunk) { return arch::shared_address(to + chunk / 8) + swizzled(row, chunk % 8); };
+  };
+  load_columns<kColumns>(panels(s.q[tile]), q + kColumns * rank, p.q_stride_h, heads);
+  load_columns<kColumns>(panels(s.d_out[tile]),
+                         p.d_out + place.query * p.d_out_stride_s + head * p.d_out_stride_h + kColumns * rank,
+                         p.d_out_stride_h, heads);
+  if constexpr (kHasRope<kDqk>)
+    load_columns<32>(
+        [&](int row, int chunk) { return arch::shared_address(&s.q_rope[tile]) + swizzled_rope(row, chunk); },
+        q + Config::kDv + 32 * rank, p.q_stride_h, heads);
+}
+
+// Q, dO, the first keys, what the heads need, and the mbarriers. Returns the entries up to the last valid one.
+template <int kDqk, bool kAttn>
+HOPWELL_DEVICE Entries prepare(const Params& p, PairStorage& s, const PairPlace& place) {
+  Entries entries = tile::entries_of(p.selection, place.query);
+  const int t = arch::thread_index() % 128, role = arch::warpgroup_index();
+  int keys[4], share[kShare];
+  load_keys(keys, entries, 0, t);
+  load_share(share, entries, arch::thread_index());
+  load_tile<kDqk>(p, s, place, 0);
+  load_tile<kDqk>(p, s, place, 1);
+  if (role == 0) gather_half<0>(p, s, keys, 0, place.rank, t);
+  if (role == 1) gather_half<1>(p, s, keys, 0, place.rank, t);
+  if (kHasRope<kDqk> && role == 1) gather_rope(p, s, keys, place.rank, t);
+  arch::cp_async_commit();
+  if (arch::thread_index() == 0) {
+    arch::mbarrier_init(s.partial_full, 1);
+    arch::mbarrier_init(s.partial_free, 4);
+    arch::mbarrier_init(s.pds_full, 1);
+    arch::mbarrier_init(s.p_free, 4);
+    arch::mbarrier_init(s.ds_free, 4);
+    arch::mbarrier_init(s.pds_taken, 1);
+    arch::fence_mbarrier_init();
+  }
+  arch::syncwarp();
+  prepare_heads<kAttn>(p, s, {place.query, place.first_head[0]});
+  find_last_valid(s.last_valid, share, entries);
+  arch::cp_async_wait<0>();
+  arch::fence_proxy_async();
+  arch::cluster_sync();
+  entries.length = length_of(s.last_valid);
+  return entries;
+}
+
+#endif
+
+template <int kDqk, bool kFixed, bool kAttn>
+__global__ void __launch_bounds__(Config::kThreads, 1) pair_kernel(const __grid_constant__ Params p) {
+#if HOPWELL_HAS_SM90A
+  auto& s = arch::dynamic_smem<PairStorage>();
+  const PairPlace place = pair_place_of(p);
+  const Entries entries = prepare<kDqk, kAttn>(p, s, place);
+  const int role = arch::warpgroup_index();
+  if (role == 0) {
+    arch::setmaxnreg_inc<Config::kScoreRegisters>();
+    score<kDqk, 0, kFixed, kAttn>(p, s, entries);
+  } else if (role == 1) {
+    arch::setmaxnreg_inc<Config::kScoreRegisters>();
+    score<kDqk, 1, kFixed, kAttn>(p, s, entries);
+  } else {
+    arch::setmaxnreg_dec<Config::kScatterRegisters>();
+    scatter<kDqk, kFixed>(p, s, entries, place.rank);
+  }
+  arch::cluster_arrive_relaxed();  // the peer may still arrive at this CTA's mbarriers
+  arch::cluster_wait();
+#endif
+}
+
+}  // namespace
+}  // namespace hopwell::ops::sparse_mla_backward
