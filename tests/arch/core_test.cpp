@@ -319,6 +319,21 @@ TEST(Mbarrier, RelaxedArrivalFreesABufferAndPublishesNothing) {
   expect_finding(pair, [] { relaxed_arrival(true, true); }, Kind::race, "reads", "relaxed-read");
 }
 
+template <int kLow, int kHigh>
+void share_registers() {
+  const bool gives = warpgroup_index() == 0;
+  if (gives) setmaxnreg_dec<kLow>();  // @fewer
+  syncthreads();
+  if (!gives) setmaxnreg_inc<kHigh>();  // @more
+}
+
+TEST(Registers, WarpgroupsShareWhatTheyWereLaunchedWith) {
+  const emu::LaunchShape three{{1, 1, 1}, {384, 1, 1}, {1, 1, 1}, kShared};  // 168 a thread
+  expect_clean(three, [] { share_registers<88, 208>(); });
+  expect_finding(three, [] { share_registers<64, 224>(); }, emu::Kind::deadlock, "ask for 512 registers", "more");
+  expect_finding(three, [] { share_registers<176, 160>(); }, emu::Kind::divergence, "176 registers after 168", "fewer");
+}
+
 TEST(Determinism, SameSeedSameScheduleSameReport) {
   std::vector<uint32_t> out(128);
   for (int bug : {0, 1, 2, 4}) {

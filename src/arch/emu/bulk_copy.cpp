@@ -172,16 +172,20 @@ void setmaxnreg(int registers, bool increase, const Site& site) {
     m.stop(Kind::unsupported, format("%d registers; must be a multiple of 8 from 24 to 256", registers));
   m.warpgroup_collective(current->instruction, nullptr, [&](Rendezvous&) {
     Warpgroup& group = current->cta->warpgroups[size_t(current->linear / 128)];
-    if (group.registers && (increase ? registers < group.registers : registers > group.registers))
-      m.find(Kind::divergence, format("%d registers after %d: wrong direction", registers, group.registers));
+    // A thread is launched with at most its share of the register file of 65,536, in units of 8.
+    const int groups = static_cast<int>(current->cta->warpgroups.size()), launched = 65536 / (128 * groups) / 8 * 8;
+    const int before = group.registers ? group.registers : increase ? 0 : launched;
+    if (increase ? registers < before : registers > before)
+      m.find(Kind::divergence, format("%d registers after %d: wrong direction", registers, before));
     group.registers = registers;
-    int total =
-        0;  // of the groups that have set theirs; the register file of an SM has 512 for a thread of each of 128
+    int total = 0;  // of the groups that have set theirs
     for (const Warpgroup& g : current->cta->warpgroups) total += g.registers;
-    if (total > 512)
-      m.find(Kind::deadlock,
-             format("the warpgroups ask for %d registers in all; there are 512: setmaxnreg.inc would wait for ever",
-                    total));
+    if (total > launched * groups)
+      m.find(
+          Kind::deadlock,
+          format("the warpgroups ask for %d registers in all; they were launched with %d at most: setmaxnreg.inc would "
+                 "wait for ever",
+                 total, launched * groups));
   });
 }
 
