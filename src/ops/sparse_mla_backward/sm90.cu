@@ -167,13 +167,6 @@ auto kernel_for(int h_q, bool fixed, bool attn) {
   return h_q <= 32 ? kernel_for<kDqk, 2>(fixed, attn) : kernel_for<kDqk, 4>(fixed, attn);
 }
 
-template <int kDqk>
-auto pair_kernel_for(bool fixed, bool attn) {
-  return fixed  ? pair_kernel<kDqk, true, false>
-         : attn ? pair_kernel<kDqk, false, true>
-                : pair_kernel<kDqk, false, false>;
-}
-
 // attn, and the units of fixed-point sums.
 void choose_fixed_point(const Problem& problem, const Workspace& workspace, Stream stream) {
   const distribution::Problem attn = distribution_of(problem);
@@ -258,20 +251,22 @@ void launch(const Problem& problem, Stream stream) {
   prepare_sums(problem, workspace, p, stream);
   const bool wide = problem.d_qk == 576, fixed = p.fixed_dkv, attn = p.attn;
   const auto tiles = static_cast<int>((problem.h_q + Config::kHeads - 1) / Config::kHeads);
-  p.wave = 132;  // of an H100 or H200
-  p.head_blocks = tiles / 2;
+  p.wave = 132;                           // of an H100 or H200
+  p.head_blocks = fixed ? 0 : tiles / 2;  // the pair has no registers left for fixed point
+  const auto pair = wide ? (attn ? pair_kernel<576, true> : pair_kernel<576, false>)
+                         : (attn ? pair_kernel<512, true> : pair_kernel<512, false>);
   if (problem.s_q > 0 && p.head_blocks > 0)
-    runtime::launch(kName, wide ? pair_kernel_for<576>(fixed, attn) : pair_kernel_for<512>(fixed, attn),
+    runtime::launch(kName, pair,
                     {.grid = {static_cast<std::uint32_t>(2 * problem.s_q * p.head_blocks)},
                      .threads = Config::kThreads,
                      .cluster = 2,
                      .shared_bytes = sizeof(PairStorage)},
                     stream, p);
   p.first_head = PairConfig::kHeads * p.head_blocks;
-  p.head_blocks = tiles % 2;
+  p.head_blocks = tiles - 2 * p.head_blocks;
   if (problem.s_q > 0 && p.head_blocks > 0)
     runtime::launch(kName, wide ? kernel_for<576>(p.h_q, fixed, attn) : kernel_for<512>(p.h_q, fixed, attn),
-                    {.grid = {static_cast<std::uint32_t>(problem.s_q)},
+                    {.grid = {static_cast<std::uint32_t>(problem.s_q * p.head_blocks)},
                      .threads = Config::kThreads,
                      .shared_bytes = wide ? sizeof(SharedStorage<576>) : sizeof(SharedStorage<512>)},
                     stream, p);

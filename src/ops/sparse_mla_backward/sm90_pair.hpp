@@ -349,7 +349,7 @@ HOPWELL_DEVICE void send_peer_tile(PairStorage& s, int step) {
 }
 
 // Half 0: the own tile, and dKV of RoPE. Half 1: the peer's. Both: their columns of dQ and of the next keys.
-template <int kDqk, int kHalf, bool kFixed, bool kAttn>
+template <int kDqk, int kHalf, bool kAttn>
 HOPWELL_DEVICE void score(const Params& p, PairStorage& s, const Entries& entries) {
   float dq[2][64] = {}, rope[16] = {};
   for (int step = 0; step * Config::kKeys < entries.length; ++step) {
@@ -405,7 +405,7 @@ HOPWELL_DEVICE void score(const Params& p, PairStorage& s, const Entries& entrie
       arch::barrier_sync(kPairKeysFull, 256);
     }
     if constexpr (kHalf == 0 && kHasRope<kDqk>) {  // while the peer's S, which has to travel, is multiplied
-      add_panel(p, acc, Config::kDv + 32 * int(rank), load_rows<kDqk, kFixed>(p, s.key[step % 2], t));
+      add_panel(p, acc, Config::kDv + 32 * int(rank), load_rows<kDqk, false>(p, s.key[step % 2], t));
       arch::syncwarp();
     }
   }
@@ -414,7 +414,7 @@ HOPWELL_DEVICE void score(const Params& p, PairStorage& s, const Entries& entrie
 
 // ---- warpgroup 2
 
-template <int kDqk, bool kFixed>
+template <int kDqk>
 HOPWELL_DEVICE void scatter(const Params& p, PairStorage& s, const Entries& entries, uint32_t rank) {
   const int t = arch::thread_index() % 128;
   const int steps = (entries.length + Config::kKeys - 1) / Config::kKeys;
@@ -425,7 +425,7 @@ HOPWELL_DEVICE void scatter(const Params& p, PairStorage& s, const Entries& entr
     arch::syncwarp();
     arch::barrier_sync(kPairPdsFull, 256);
     arch::mbarrier_wait(s.pds_full, step & 1);
-    const Rows<kFixed> rows = load_rows<kDqk, kFixed>(p, s.key[step % 2], t);
+    const Rows<false> rows = load_rows<kDqk, false>(p, s.key[step % 2], t);
     uint32_t peers[4][4];
     load_transposed(peers, s.p[1], t);
     if (!last) arch::barrier_arrive(kPairPeerPFree, 256);
@@ -506,7 +506,7 @@ HOPWELL_DEVICE Entries prepare(const Params& p, PairStorage& s, const PairPlace&
     arch::mbarrier_init(s.pds_taken, 1);
     arch::fence_mbarrier_init();
   }
-  arch::syncwarp();
+  arch::syncwarp();  // kept: the lanes meet again; the shuffles below would make them
   prepare_heads<kAttn>(p, s, {place.query, place.first_head[0]});
   find_last_valid(s.last_valid, share, entries);
   arch::cp_async_wait<0>();
@@ -518,7 +518,7 @@ HOPWELL_DEVICE Entries prepare(const Params& p, PairStorage& s, const PairPlace&
 
 #endif
 
-template <int kDqk, bool kFixed, bool kAttn>
+template <int kDqk, bool kAttn>
 __global__ void __launch_bounds__(Config::kThreads, 1) pair_kernel(const __grid_constant__ Params p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<PairStorage>();
@@ -527,13 +527,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1) pair_kernel(const __grid_
   const int role = arch::warpgroup_index();
   if (role == 0) {
     arch::setmaxnreg_inc<Config::kScoreRegisters>();
-    score<kDqk, 0, kFixed, kAttn>(p, s, entries);
+    score<kDqk, 0, kAttn>(p, s, entries);
   } else if (role == 1) {
     arch::setmaxnreg_inc<Config::kScoreRegisters>();
-    score<kDqk, 1, kFixed, kAttn>(p, s, entries);
+    score<kDqk, 1, kAttn>(p, s, entries);
   } else {
     arch::setmaxnreg_dec<Config::kScatterRegisters>();
-    scatter<kDqk, kFixed>(p, s, entries, place.rank);
+    scatter<kDqk>(p, s, entries, place.rank);
   }
   arch::cluster_arrive_relaxed();  // the peer may still arrive at this CTA's mbarriers
   arch::cluster_wait();

@@ -24,8 +24,7 @@
 
 #include <cmath>
 
-#include "ops/sparse_mla_backward/sm90_passes.hpp"
-#include "ops/sparse_mla_backward/sm90_tile.hpp"
+#include "ops/sparse_mla_backward/sm90_prologue.hpp"
 
 namespace hopwell::ops::sparse_mla_backward {
 namespace {
@@ -255,69 +254,26 @@ HOPWELL_DEVICE void load_heads(Panel* panels, const bf16* source, int64_t stride
   }
 }
 
-// What each head needs beside its row of Q and dO. Heads that see no key (lse = +inf) have no delta.
-template <int kDqk, bool kAttn>
-HOPWELL_DEVICE void prepare_heads(const Params& p, SharedStorage<kDqk>& s, const Place& place) {
-  constexpr float kLog2E = 1.44269504088896F;
-  for (int row = arch::warp_index(); row < Config::kHeads; row += Config::kWarps) {
-    const int head = place.first_head + row;
-    float lse = INFINITY, kept = 1, shift = INFINITY, delta = 0;
-    if (head < p.h_q) {
-      lse = p.lse[place.query * p.lse_stride_s + head * p.lse_stride_h] * kLog2E;
-      shift = lse;
-      if (lse != INFINITY)
-        delta = sum_of_warp(part_of_dot(p.out + place.query * p.out_stride_s + head * p.out_stride_h,
-                                        p.d_out + place.query * p.d_out_stride_s + head * p.d_out_stride_h));
-      const float sink = p.sink ? p.sink[head * p.sink_stride] * kLog2E : -INFINITY;
-      float taken = 0;
-      if (sink != -INFINITY && lse != INFINITY) {
-        const float high = lse > sink ? lse : sink, low = lse > sink ? sink : lse;
-        if (!kAttn) shift = high + arch::log2_approx(1 + arch::exp2_approx(low - high));
-        kept = 1 / (1 + arch::exp2_approx(sink - lse));
-        taken = sink == INFINITY ? 0 : 1 / (1 + arch::exp2_approx(lse - sink));
-      }
-      if (p.sink_parts && arch::lane_index() == 0)
-        p.sink_parts[int64_t{place.query} * p.h_q + head] = taken == 0 ? 0 : -taken * delta;
-    }
-    if (arch::lane_index() != 0) continue;
-    s.shift[row] = shift, s.kept[row] = kept, s.delta[row] = delta * p.sm_scale;
-  }
-}
-
-// The last valid entry of this thread's share; the largest of its warp goes to shared memory.
-HOPWELL_DEVICE void find_last_valid(int (&last_valid)[Config::kWarps], const Entries& entries) {
-  const int warp = arch::warp_index();  // by all lanes: it is a shuffle
-  int last = -1;
-  for (int i = arch::thread_index(); i < entries.length; i += Config::kThreads)
-    if (entries.key(i) >= 0) last = i;
-  for (int mask = 16; mask > 0; mask /= 2) {
-    const int other = arch::shuffle_xor(last, mask);
-    last = other > last ? other : last;
-  }
-  if (arch::lane_index() == 0) last_valid[warp] = last;
-}
-
 // Q, dO, the first keys, and what the heads need. Returns the entries up to the last valid one.
 template <int kDqk, bool kAttn>
 HOPWELL_DEVICE Entries prepare(const Params& p, SharedStorage<kDqk>& s, const Place& place) {
   Entries entries = tile::entries_of(p.selection, place.query);
   const int t = arch::thread_index() % 128, heads = p.h_q - place.first_head;
-  int keys[4];
+  int keys[4], share[kShare];
   load_keys(keys, entries, 0, t);
+  load_share(share, entries, arch::thread_index());
   if (arch::warpgroup_index() == 0) gather<kDqk, 0>(p, s, keys, 0, t);
   if (arch::warpgroup_index() == 1) gather<kDqk, 1>(p, s, keys, 0, t);
   load_heads<kDqk>(s.q, p.q + place.query * p.q_stride_s + place.first_head * p.q_stride_h, p.q_stride_h, heads);
   load_heads<Config::kDv>(s.d_out, p.d_out + place.query * p.d_out_stride_s + place.first_head * p.d_out_stride_h,
                           p.d_out_stride_h, heads);
   arch::cp_async_commit();
-  find_last_valid(s.last_valid, entries);
-  prepare_heads<kDqk, kAttn>(p, s, place);
+  prepare_heads<kAttn>(p, s, place);
+  find_last_valid(s.last_valid, share, entries);
   arch::cp_async_wait<0>();
   arch::fence_proxy_async();
   arch::syncthreads();
-  int last = -1;
-  for (int warp = 0; warp < Config::kWarps; ++warp) last = s.last_valid[warp] > last ? s.last_valid[warp] : last;
-  entries.length = last + 1;
+  entries.length = length_of(s.last_valid);
   return entries;
 }
 

@@ -58,9 +58,9 @@ struct Params {
   int64_t lse_stride_s, lse_stride_h, sink_stride, dq_stride_s, dq_stride_h, attn_stride;
   int kv_stride, dkv_stride;
   int h_q, first_head, head_blocks;  // first_head: of this launch
-  bool prefetch;               // rows of sums, to L2
-  int wave, slack;             // CTAs that run at the same time, and how far they may be apart: see keep_step
-  float sm_scale, scale_log2;  // and sm_scale · log2(e)
+  bool prefetch;                     // rows of sums, to L2
+  int wave, slack;                   // CTAs that run at the same time, and how far they may be apart: see keep_step
+  float sm_scale, scale_log2;        // and sm_scale · log2(e)
 };
 
 // Where this CTA is: head blocks of one query are neighbours, so that they share its keys in L2.
