@@ -200,8 +200,8 @@ void add_sm80_cases(std::vector<Case>& cases) {
   add("named_barriers", "barrier_sync barrier_arrive", Inputs::bits, Compare::bits, 96, 96, named_barriers, 64);
   add("reductions", "red_add red_max atomic_add", Inputs::integers, Compare::bits, 128, 12, reductions, 128);
   add("special_sums", "red_add", Inputs::float_small, Compare::bits, 512, 256, special_sums, 256);
-  add("conversions", "pack_bf16 pack_fp16 to_float to_bf16 round_to_int", Inputs::float_wide, Compare::bits, 512, 1280, conversions,
-      256);
+  add("conversions", "pack_bf16 pack_fp16 to_float to_bf16 round_to_int", Inputs::float_wide, Compare::bits, 512, 1280,
+      conversions, 256);
   add("all_fp16", "to_float", Inputs::bits, Compare::bits, 1, 65536, all_fp16, 256);
   add("transcendental", "exp2_approx log2_approx", Inputs::bits, Compare::approximate, 512, 512, transcendental, 256);
   add("transcendental_special", "exp2_approx log2_approx", Inputs::float_wide, Compare::approximate, 256, 512,
