@@ -2,7 +2,7 @@
 //
 //     deterministic sums: attention_distribution, measure_keys, bound_entries, choose_units    sm90_fixed.hpp
 //     order_rows, clear_rows                                                                   sm90_passes.hpp
-//     the main kernel: one query and 64 heads a CTA                                            sm90_single.hpp
+//     the main kernel: 128 heads of a query on two CTAs, what is left 64 heads a CTA           sm90_pair.hpp, sm90_single.hpp
 //     arrange_dkv, finish_dkv or finish_fixed_dkv; sum_d_sink
 #include <algorithm>
 

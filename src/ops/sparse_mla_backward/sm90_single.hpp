@@ -9,14 +9,15 @@
 // Tile      one query, 64 heads, 64 keys a step; d_qk 576 or 512. Operands lie in panels of 64 columns, 128B-swizzled.
 // Roles     warpgroup 0  S → P    │ both: half of dQ's columns in registers, the same columns of the next keys by
 //           warpgroup 1  dP → dS  │ cp.async, and two panels of dKV while those keys come
-//           warpgroup 2  the other panels of dKV
+//           warpgroup 2  the other panels of dKV, half a panel multiplied while the other is added
 // Timeline  step 0                                                  step 1
 //           0     S ▓▓▓▓▓ │ P │········│ dQ ▓▓▓▓ │ keys 1, dKV 0 1 │ S ▓▓▓▓▓
 //           1     dP ▓▓▓▓ │···│ dS     │ dQ ▓▓▓▓ │ keys 1, dKV 2 3 │ dP ▓▓▓▓
 //           2                          │ dKV 4 ▓▓ add 5 ▓▓ add … 8 ▓▓ add │ …
-// Budget    shared: Q 9 + dO 8 + keys 9 + P 1 + dS 1 panels of 8,192 B = 229,376, vectors 1,856    (of 232,448)
+// Budget    shared: Q 9 + dO 8 + keys 9 + P 1 + dS 1 panels of 8,192 B = 229,376, vectors 2,352    (of 232,448)
 //           registers: dQ 144 + S or dP 32 + 32 others = 208 in warpgroups 0 and 1, 88 in warpgroup 2 (of 3 · 168)
-// Bound     s_q · h_q / 64 · topk · 2,304 B of additions in L2 while dKV fits there, in DRAM beyond
+// Bound     s_q · topk · 2,304 B of additions in L2 while dKV fits there; beyond, rows in ascending order and CTAs in step
+//           keep what is added to in L2
 //
 // Keys of invalid entries are −1: their rows are zeros, nothing is added for them, and the exponent is clamped, so that
 // 0 · P is 0. Heads beyond h_q have Q = dO = 0 and lse = +inf.
