@@ -31,8 +31,6 @@
 namespace hopwell::ops::sparse_mla_backward {
 namespace {
 
-#if HOPWELL_HAS_SM90A
-
 struct PairConfig {
   static constexpr int kHeads = 2 * Config::kHeads, kColumns = Config::kDv / 2, kPanels = kColumns / 64;
   // Of a lane's 8 vectors of a partial sum, how many are staged, and how many in a tile; the others go by st.async.
@@ -61,6 +59,8 @@ struct PairStorage {
   arch::mbarrier pds_taken;        // the peer has got ours
 };
 static_assert(sizeof(PairStorage) <= arch::sm90::kMaxSharedBytes);
+
+#if HOPWELL_HAS_SM90A
 
 enum PairBarrier : int {
   kPairKeysFull = 1,

@@ -103,7 +103,7 @@ HOPWELL_DEVICE void prepare_heads(const Params& p, Storage& s, const Place& plac
       p.sink_parts[int64_t{place.query} * p.h_q + head] = taken == 0 ? 0 : -taken * delta;
     s.shift[row] = shift, s.kept[row] = kept, s.delta[row] = delta * p.sm_scale;
   }
-  arch::syncwarp();
+  arch::syncwarp();  // kept: the lanes meet again; the shuffles that follow would make them
 }
 
 #endif

@@ -290,9 +290,12 @@ HOPWELL_DEVICE uint32_t p_address(const SharedStorage<kDqk>& s, int stage, int s
          tile::swizzled(row, uint32_t(2 * step) + lane / 16);
 }
 
-// Rounds the probabilities, and gives them to the other warpgroup.
+// Rounds the probabilities, and gives them to the other warpgroup. With a RoPE panel the scores have waited for its place to
+// be free; without one nobody has.
 template <int kDqk>
-HOPWELL_DEVICE void publish(SharedStorage<kDqk>& s, int stage, const float (&scores)[32], Probabilities& own) {
+HOPWELL_DEVICE void publish(SharedStorage<kDqk>& s, int stage, uint32_t parity, const float (&scores)[32],
+                            Probabilities& own) {
+  if constexpr (kDqk == 512) arch::mbarrier_wait(s.keys_empty[stage][kRope], parity ^ 1);
   HOPWELL_UNROLL
   for (int step = 0; step < 4; ++step) {
     HOPWELL_UNROLL
@@ -471,7 +474,7 @@ HOPWELL_DEVICE void math(const Params& p, SharedStorage<kDqk>& s, int self) {
       multiply_scores(s, self, parity, scores);
       if (i == piece.steps - 1) arrive_warp(s.q_empty);
       softmax(p, s, self, parity, scores, rows, remote_factor, factor);
-      publish(s, self, scores, own);
+      publish(s, self, parity, scores, own);
       HOPWELL_NO_UNROLL
       for (int stage = 0; stage < Config::kStages; ++stage) {
         Probabilities probabilities = own;
