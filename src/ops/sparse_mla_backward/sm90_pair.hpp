@@ -110,9 +110,7 @@ HOPWELL_DEVICE void prefetch_columns(const Params& p, const int (&keys)[4], uint
   HOPWELL_UNROLL
   for (int m = 0; m < 4; ++m) {
     if (keys[m] < 0) continue;
-    const void* row = p.dkv ? static_cast<const void*>(p.dkv + int64_t{keys[m]} * p.dkv_stride)
-                            : static_cast<const void*>(p.fixed_dkv + int64_t{keys[m]} * (kDqk / 2));
-    arch::prefetch_l2(static_cast<const char*>(row) + 128 * line);
+    arch::prefetch_l2(p.dkv + int64_t{keys[m]} * p.dkv_stride + 32 * line);
   }
 }
 
