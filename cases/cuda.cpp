@@ -28,6 +28,14 @@ struct Driver {
   int (*event_destroy)(void* event);
   int (*event_record)(void* event, void* stream);
   int (*event_elapsed)(float* milliseconds, void* start, void* end);
+  int (*stream_create)(void** stream, unsigned flags);
+  int (*stream_destroy)(void* stream);
+  int (*begin_capture)(void* stream, int mode);
+  int (*end_capture)(void* stream, void** graph);
+  int (*graph_instantiate)(void** executable, void* graph, unsigned long long flags);
+  int (*graph_launch)(void* executable, void* stream);
+  int (*graph_destroy)(void* graph);
+  int (*executable_destroy)(void* executable);
 };
 
 void require(const Driver& driver, int result, const char* what) {
@@ -66,6 +74,14 @@ const Driver& driver() {
     look_up(library, "cuEventDestroy_v2", d.event_destroy);
     look_up(library, "cuEventRecord", d.event_record);
     look_up(library, "cuEventElapsedTime", d.event_elapsed);
+    look_up(library, "cuStreamCreate", d.stream_create);
+    look_up(library, "cuStreamDestroy_v2", d.stream_destroy);
+    look_up(library, "cuStreamBeginCapture_v2", d.begin_capture);
+    look_up(library, "cuStreamEndCapture", d.end_capture);
+    look_up(library, "cuGraphInstantiateWithFlags", d.graph_instantiate);
+    look_up(library, "cuGraphLaunch", d.graph_launch);
+    look_up(library, "cuGraphDestroy", d.graph_destroy);
+    look_up(library, "cuGraphExecDestroy", d.executable_destroy);
     int device = 0;
     require(d, d.init(0), "cuInit");
     require(d, d.device_get(&device, 0), "cuDeviceGet");
@@ -120,6 +136,38 @@ double Event::seconds_since(const Event& start) const {
   float milliseconds = 0;
   require(driver(), driver().event_elapsed(&milliseconds, start.handle_, handle_), "cuEventElapsedTime");
   return static_cast<double>(milliseconds) * 1e-3;
+}
+
+Graph::Graph(const std::function<void(Stream)>& enqueue) {
+  constexpr int kThreadLocal = 1;  // CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+  const Driver& d = driver();
+  struct Capture {
+    const Driver& d;
+    void* stream = nullptr;
+    ~Capture() { static_cast<void>(d.stream_destroy(stream)); }
+  } capture{d};
+  require(d, d.stream_create(&capture.stream, 1), "cuStreamCreate");  // CU_STREAM_NON_BLOCKING
+  require(d, d.begin_capture(capture.stream, kThreadLocal), "cuStreamBeginCapture");
+  try {
+    enqueue(capture.stream);
+  } catch (...) {
+    if (d.end_capture(capture.stream, &graph_) == 0) static_cast<void>(d.graph_destroy(graph_));
+    throw;
+  }
+  require(d, d.end_capture(capture.stream, &graph_), "cuStreamEndCapture");
+  if (const int result = d.graph_instantiate(&executable_, graph_, 0); result != 0) {
+    static_cast<void>(d.graph_destroy(graph_));
+    require(d, result, "cuGraphInstantiateWithFlags");
+  }
+}
+
+Graph::~Graph() {
+  if (executable_ != nullptr) static_cast<void>(driver().executable_destroy(executable_));
+  if (graph_ != nullptr) static_cast<void>(driver().graph_destroy(graph_));
+}
+
+void Graph::launch(Stream stream) const {
+  require(driver(), driver().graph_launch(executable_, stream), "cuGraphLaunch");
 }
 
 }  // namespace hopwell::cases::cuda

@@ -6,6 +6,7 @@
 #include <hopwell/hopwell.hpp>
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -35,6 +36,21 @@ class Event {
 
  private:
   void* handle_ = nullptr;
+};
+
+// Work on a stream, captured once and launched as often as one likes.
+class Graph {
+ public:
+  explicit Graph(const std::function<void(Stream)>& enqueue);
+  ~Graph();
+  Graph(Graph&& other) noexcept
+      : graph_(std::exchange(other.graph_, nullptr)), executable_(std::exchange(other.executable_, nullptr)) {}
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
+  void launch(Stream stream) const;  // enqueued
+
+ private:
+  void *graph_ = nullptr, *executable_ = nullptr;
 };
 
 }  // namespace hopwell::cases::cuda

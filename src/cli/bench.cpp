@@ -80,9 +80,9 @@ constexpr const char* kHostCeilings =
     "bytes takes,\n"
     "over the operator's; both timed in turns with it, on the same threads";
 constexpr const char* kDeviceCeilings =
-    "of matmul: FLOP/s over those of cuBLAS' bf16 matrix product of 8192^3 (- without libcublas); of read: the time a "
-    "copy that reads\n"
-    "and writes as many bytes in all takes, over the operator's; both timed in turns with it, with a cold L2 cache";
+    "of matmul: FLOP/s over those of cuBLAS' bf16 matrix product of 8192^3 (- without libcublas), timed in turns with "
+    "calls that find\na cold L2 cache; of read, for operators bound by their bytes: the time of a kernel that only "
+    "reads as many, over the operator's,\nboth in graphs of dependent calls that go round more memory than L2 holds";
 
 }  // namespace
 
@@ -102,11 +102,14 @@ int bench(const BenchOptions& options) {
   {
     Progress progress;
     for (const Shape& shape : chosen_shapes(suite, options.shapes, on_device)) {
-      cases::Random random(1);
-      cases::Instance instance = suite.bench(shape.settings, random);
+      Subject subject([&] {
+        cases::Random random(1);
+        return suite.bench(shape.settings, random);
+      });
       for (const std::string& backend : on) {
         progress.show(options.op + " " + shape.name + " on " + backend);
-        const Measurement m = measure(instance, backend);
+        const Measurement m = measure(subject, backend);
+        const cases::Instance& instance = *subject.copies(1, backend).front();
         table.add({shape.name, backend, format("%.3f", m.seconds * 1e3), format("%.0f %%", m.spread * 100),
                    format("%.1f", instance.flops / m.seconds * 1e-9), format("%.2f", instance.bytes / m.seconds * 1e-9),
                    share(m.compute_share), share(m.read_share)});
