@@ -147,10 +147,10 @@ Array& add_array(Instance& instance, const SparseMla& problem, const char* name,
   if (!problem.strided || shape.size() < 2) return instance.add({name, dtype, shape});
   // Last dimension contiguous with a gap after it; of the others the first is the fastest.
   std::vector<std::int64_t> strides(shape.size(), 1);
-  std::int64_t stride = shape.back() + 3;
+  std::int64_t stride = shape.back() + problem.gap;
   for (std::size_t i = 0; i + 1 < shape.size(); ++i) {
     strides[i] = stride;
-    stride = stride * std::max<std::int64_t>(shape[i], 1) + 5;
+    stride = stride * std::max<std::int64_t>(shape[i], 1) + problem.gap;
   }
   return instance.add({name, dtype, shape, strides});
 }
@@ -309,12 +309,13 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_problems() {
       {"lengths_many_keys", {.dtype = fp32, .s_q = 24, .h_q = 3, .d_qk = 48, .d_v = 32, .topk = 1300, .lengths = true}},
       {"sink", {.sink = Sink::kAny}},
       {"sink_extreme", {.s_q = 3, .sink = Sink::kExtreme}},
-      {"many_tiles", {.s_q = 24, .s_kv = 100, .h_q = 65, .topk = 200}},
-      {"many_tiles_h_q_40", {.s_q = 24, .s_kv = 100, .h_q = 40, .topk = 330}},
+      {"many_tiles", {.s_q = 7, .s_kv = 100, .h_q = 65, .topk = 200}},
+      {"many_tiles_h_q_40", {.s_q = 7, .s_kv = 100, .h_q = 40, .topk = 330}},
       {"hot_row", {.s_q = 40, .h_q = 8, .indices = Indices::kHot}},
       {"duplicates", {.s_q = 3, .indices = Indices::kTwice}},
       {"ascending", {.s_q = 3, .indices = Indices::kAscending}},
       {"strided", {.s_q = 3, .sink = Sink::kAny, .lengths = true, .strided = true}},
+      {"strided_aligned", {.s_q = 3, .sink = Sink::kAny, .lengths = true, .strided = true, .gap = 8}},
       {"strided_fp32", {.dtype = fp32, .s_q = 3, .h_q = 5, .d_qk = 40, .d_v = 24, .topk = 600, .strided = true}},
       {"large_scores", {.q_size = 200}},
       {"large_scores_fp32", {.dtype = fp32, .q_size = 200, .sink = Sink::kAny}},

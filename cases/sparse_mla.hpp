@@ -35,6 +35,7 @@ struct SparseMla {
   bool nan_elsewhere = true;  // NaN and infinities in the rows of kv that no valid entry selects
   bool nan_selected = false;  // NaN in one row of kv that is selected
   bool strided = false;       // gaps between the rows of every tensor, dimensions in another order, an expanded d_out
+  std::int64_t gap = 3;       // of that many elements
 };
 
 // Names for the cases that all three operators run, and their problems. Those of the second list are for GPUs only.

@@ -199,6 +199,24 @@ Instance make(Random& random, const SparseMla& p, const Options& options, bool t
   return instance;
 }
 
+// What is special about rows, keys and strides once more for more heads than one tile has.
+std::vector<std::pair<std::string, SparseMla>> problems_of_many_heads() {
+  using Indices = SparseMla::Indices;
+  using Sink = SparseMla::Sink;
+  using Positions = SparseMla::Positions;
+  return {
+      {"invalid_indices", {.s_q = 3, .h_q = 70, .topk = 130, .indices = Indices::kInvalid, .sink = Sink::kAny}},
+      {"empty_rows", {.s_q = 4, .h_q = 128, .topk = 65, .indices = Indices::kEmptyRows, .sink = Sink::kExtreme}},
+      {"lengths", {.s_q = 6, .h_q = 128, .topk = 130, .lengths = true}},
+      {"one_key", {.s_kv = 1, .h_q = 80, .topk = 65, .indices = Indices::kInvalid}},
+      {"no_keys", {.s_kv = 0, .h_q = 128, .indices = Indices::kInvalid, .sink = Sink::kAny}},
+      {"strided", {.s_q = 3, .h_q = 100, .sink = Sink::kAny, .lengths = true, .strided = true, .gap = 8}},
+      {"kv_stride_4", {.s_q = 10, .s_kv = 20, .h_q = 72, .positions = Positions::kArray, .q_start = 2, .kv_stride = 4}},
+      {"hot_row", {.s_q = 4, .h_q = 128, .topk = 65, .indices = Indices::kHot}},
+      {"large_scores", {.h_q = 128, .topk = 65, .q_size = 200}},
+      {"d_qk_512_topk_130", {.s_q = 1, .h_q = 192, .d_qk = 512, .topk = 130}}};
+}
+
 }  // namespace
 
 Suite sparse_mla_backward() {
@@ -207,7 +225,11 @@ Suite sparse_mla_backward() {
     suite.cases.push_back(
         {suite.op, name, [problem, options](Random& random) { return make(random, problem, options); }});
   };
-  for (const auto& [name, problem] : sparse_mla_problems()) add(name, problem, {});
+  // Kernels may differ with the number of heads and in how they add: up to 64 heads deterministic, more of them not,
+  // and a few the other way round.
+  for (const auto& [name, problem] : sparse_mla_problems()) add(name, problem, {.deterministic = problem.h_q <= 64});
+  for (const auto& [name, problem] : problems_of_many_heads())
+    add("h_q_" + std::to_string(problem.h_q) + "_" + name, problem, {.deterministic = false});
   const SparseMla few{
       .s_q = 5, .s_kv = 50, .h_q = 8, .indices = SparseMla::Indices::kInvalid, .sink = SparseMla::Sink::kAny};
   SparseMla many = few;
@@ -220,7 +242,16 @@ Suite sparse_mla_backward() {
     add(std::string("dkv_bf16") + name, problem, {.dkv_dtype = DType::kBFloat16});
     add(std::string("accumulate") + name, problem, {.accumulate = true});
     add(std::string("not_deterministic") + name, problem, {.deterministic = false});
+    add(std::string("only_dkv_not_deterministic") + name, problem,
+        {.dq = false, .d_sink = false, .attn = false, .deterministic = false});
   }
+  SparseMla wide = few;
+  wide.s_q = 2, wide.h_q = 128, wide.topk = 130;
+  add("h_q_128_only_dq", wide, {.dkv = false, .d_sink = false, .attn = false, .deterministic = false});
+  add("h_q_128_no_attn", wide, {.attn = false, .deterministic = false});
+  add("h_q_128_dkv_bf16", wide, {.attn = false, .deterministic = false, .dkv_dtype = DType::kBFloat16});
+  add("h_q_128_accumulate", wide, {.accumulate = true, .deterministic = false});
+  add("h_q_128_deterministic", wide, {});
   for (const auto& [name, problem] : sparse_mla_device_problems()) {
     suite.cases.push_back(
         {suite.op, name,
