@@ -131,17 +131,20 @@ Instance make_quantize(Random& random, const Quantize& p) {
     self.outputs[1].expected = std::move(result.scales);
     self.outputs[2].expected = {static_cast<double>(result.global)};
   };
-  instance.call = [p, &x, &given, &codes, &scales, &global](const char* backend, Stream stream) {
+  Workspace& workspace = *instance.workspace;
+  instance.call = [p, &x, &given, &codes, &scales, &global, &workspace](const char* backend, Stream stream) {
     const Tensor given_view = given.view();
-    hopwell::nvfp4_quantize({.x = x.view(),
-                             .global_in = p.global_as_array ? static_cast<const DLTensor*>(given_view) : nullptr,
-                             .global_in_value = p.global_as_array ? 0 : p.global.value_or(0),
-                             .scale_layout = p.blocked ? HOPWELL_SCALES_BLOCKED : HOPWELL_SCALES_PLAIN,
-                             .codes = codes.view(),
-                             .scales = scales.view(),
-                             .global_scale = global.view(),
-                             .backend = backend},
-                            stream);
+    run_with_workspace<Nvfp4QuantizeArgs>(
+        hopwell::nvfp4_quantize, nvfp4_quantize_workspace_bytes, workspace,
+        {.x = x.view(),
+         .global_in = p.global_as_array ? static_cast<const DLTensor*>(given_view) : nullptr,
+         .global_in_value = p.global_as_array ? 0 : p.global.value_or(0),
+         .scale_layout = p.blocked ? HOPWELL_SCALES_BLOCKED : HOPWELL_SCALES_PLAIN,
+         .codes = codes.view(),
+         .scales = scales.view(),
+         .global_scale = global.view(),
+         .backend = backend},
+        stream);
   };
   instance.bytes = static_cast<double>(x.size()) * (static_cast<double>(size_of(p.dtype)) + 9.0 / 16);
   instance.flops = 2 * static_cast<double>(x.size());

@@ -205,7 +205,7 @@ std::vector<std::pair<std::string, SparseMla>> problems_of_many_heads() {
   using Sink = SparseMla::Sink;
   using Positions = SparseMla::Positions;
   return {
-      {"invalid_indices", {.s_q = 3, .h_q = 70, .topk = 130, .indices = Indices::kInvalid, .sink = Sink::kAny}},
+      {"invalid_indices", {.s_q = 1, .h_q = 70, .topk = 130, .indices = Indices::kInvalid, .sink = Sink::kAny}},
       {"empty_rows", {.s_q = 4, .h_q = 128, .topk = 65, .indices = Indices::kEmptyRows, .sink = Sink::kExtreme}},
       {"lengths", {.s_q = 6, .h_q = 128, .topk = 130, .lengths = true}},
       {"one_key", {.s_kv = 1, .h_q = 80, .topk = 65, .indices = Indices::kInvalid}},

@@ -18,8 +18,12 @@ const cases::Case& case_named(const std::string& name) {
   throw std::logic_error("no case " + name);
 }
 
-// Two steps of keys, every output, deterministic sums.
-constexpr const char* kCase = "topk_127";
+// Two steps of keys, every output, deterministic sums; and three for more heads than one tile has, as they come.
+constexpr const char* kCases[] = {"topk_127", "h_q_70_invalid_indices"};
+
+class SparseMlaBackwardSm90 : public testing::TestWithParam<const char*> {};
+INSTANTIATE_TEST_SUITE_P(Kernels, SparseMlaBackwardSm90, testing::ValuesIn(kCases),
+                         [](const auto& info) { return std::string(info.param); });
 
 // Whether the line says why the call stays although nothing here notices its absence.
 bool kept(const arch::emu::CallSite& where) {
@@ -29,21 +33,21 @@ bool kept(const arch::emu::CallSite& where) {
   return line.find("// kept: ") != std::string::npos;
 }
 
-TEST(SparseMlaBackwardSm90, RightAndCleanUnderManySchedules) {
+TEST_P(SparseMlaBackwardSm90, RightAndCleanUnderManySchedules) {
   for (uint64_t seed = 0; seed < 12; ++seed) {
     arch::emu::Session session(arch::test::options_for(seed));
-    const cases::Report report = cases::run(case_named(kCase), "emu:sm90", seed);
+    const cases::Report report = cases::run(case_named(GetParam()), "emu:sm90", seed);
     ASSERT_FALSE(report.unsupported);
     ASSERT_TRUE(report.failures.empty()) << "seed " << seed << ": " << report.failures.front();
     ASSERT_TRUE(session.report.clean()) << "seed " << seed << "\n" << session.report.text();
   }
 }
 
-TEST(SparseMlaBackwardSm90, EverySynchronisationCallIsNeeded) {
+TEST_P(SparseMlaBackwardSm90, EverySynchronisationCallIsNeeded) {
   std::vector<arch::emu::SynchronisationSite> sites;
   {
     arch::emu::Session session(arch::test::options_for(0));
-    cases::run(case_named(kCase), "emu:sm90", 1);
+    cases::run(case_named(GetParam()), "emu:sm90", 1);
     sites = session.report.synchronisation;
   }
   // Those of attention_distribution, which a deterministic call makes first, have a test of their own.
@@ -57,7 +61,7 @@ TEST(SparseMlaBackwardSm90, EverySynchronisationCallIsNeeded) {
       arch::emu::Options options = arch::test::options_for(seed);
       options.leave_out = site.where;
       arch::emu::Session session(options);
-      noticed = !cases::run(case_named(kCase), "emu:sm90", 1).failures.empty() || !session.report.clean();
+      noticed = !cases::run(case_named(GetParam()), "emu:sm90", 1).failures.empty() || !session.report.clean();
     }
     EXPECT_TRUE(noticed) << site.instruction << " at " << arch::emu::to_string(site.where);
   }

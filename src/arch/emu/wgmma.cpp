@@ -1,6 +1,8 @@
 // wgmma: asynchronous products of a warpgroup, whose accumulators are poison until wait_group.
 #include "wgmma.hpp"
 
+#include <algorithm>
+
 #include "gemm.hpp"
 #include "machine.hpp"
 #include "numeric.hpp"
@@ -48,11 +50,18 @@ void retire_first(Warpgroup& group, uint32_t rank) {
       later->sums = std::move(op->sums);
       return;
     }
-  for (int thread = 0; thread < 128; ++thread)
+  for (int thread = 0; thread < 128; ++thread) {
+    float* d = op->d[size_t(thread)];
+    if (!std::all_of(d, d + op->n / 2, [](float x) { return bit_cast<uint32_t>(x) == kPoison; })) {
+      // Nor are they written to: they may have been variables of a function that has returned.
+      machine->find(Kind::race, "the accumulators of a wgmma.mma_async were written while it was in flight");
+      continue;
+    }
     for (int e = 0; e < op->n / 2; ++e) {
       const Coord c = wgmma_d_fragment(thread, e);
-      op->d[size_t(thread)][e] = op->sums[size_t(c.row * op->n + c.col)];
+      d[e] = op->sums[size_t(c.row * op->n + c.col)];
     }
+  }
   group.fences_at_release[op->d[0]] = group.fences;
 }
 
@@ -90,7 +99,11 @@ void issue(Rendezvous& r, WgmmaOperation op) {
     b_operand(op, cta.rank).record_reads(all, epoch, "its operand B");
   }
   bool chained = false;
-  for (const auto& earlier : group.operations) chained |= earlier->d[0] == op.d[0];
+  for (const auto& earlier : group.operations) {
+    if (earlier->d[0] != op.d[0]) continue;
+    chained = true;
+    if (earlier->n != op.n) m.stop(Kind::race, "its accumulators are in flight, with another shape");
+  }
   op.sums.resize(size_t(64 * op.n));
   for (int thread = 0; thread < 128; ++thread)
     for (int e = 0; e < op.n / 2; ++e) {
@@ -140,6 +153,9 @@ void wgmma_wait(int pending_groups, const Site& site) {
   Machine& m = *machine;
   m.warpgroup_collective("wgmma.wait_group", nullptr, [&](Rendezvous&) {
     Warpgroup& group = group_of(*current);
+    // Its accumulators may be gone by the time it would be carried out.
+    if (pending_groups == 0 && !group.operations.empty() && group.operations.back()->group == group.open_group)
+      m.stop(Kind::pending, "a wgmma.mma_async was not committed, so that waiting for all groups does not cover it");
     const uint64_t before =
         group.open_group > uint64_t(pending_groups) ? group.open_group - uint64_t(pending_groups) : 0;
     while (!group.operations.empty() && group.operations.front()->group < before)

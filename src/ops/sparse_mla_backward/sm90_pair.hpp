@@ -66,7 +66,6 @@ enum PairBarrier : int {
   kPairKeysFull = 1,
   kPairRopeFree,  // warpgroup 0 reads these keys no more
   kPairOwnDsFull,
-  kPairPdsFull,
   kPairOwnFree,                    // warpgroup 2 reads p[0] and ds[0] no more
   kPairPeerPFree = kHeadSums + 1,  // … p[1]; kHeadSums is add_attn's
   kPairPeerDsFree,                 // … ds[1]
@@ -227,7 +226,7 @@ HOPWELL_DEVICE void send_partial(const float (&acc)[32], PairStorage& s, Panel& 
 // Warpgroup 0: acc += the peer's partial sum.
 HOPWELL_DEVICE void add_partial(float (&acc)[32], PairStorage& s, uint32_t parity, uint32_t peer, int t) {
   if (t == 0) arch::mbarrier_arrive_expect_tx(s.partial_full, PairConfig::kPartialBytes);
-  arch::syncwarp();
+  arch::syncwarp();  // kept: a lane branched off
   arch::mbarrier_wait(s.partial_full, parity);
   const uint32_t source = arch::shared_address(&s.landing[t / 32][0][t % 32]);
   HOPWELL_UNROLL
@@ -250,7 +249,7 @@ HOPWELL_DEVICE void send_rows(PairStorage& s, Panel (&tiles)[2], arch::mbarrier&
   if (t % 32 == 0)
     arch::bulk_copy_to_cta(at_peer(&tiles[1], peer) + offset, arch::shared_address(&tiles[0]) + offset, kBytes,
                            at_peer(&s.pds_full, peer));
-  arch::syncwarp();
+  arch::syncwarp();  // kept: a lane branched off
 }
 
 // ---- warpgroups 0 and 1
@@ -298,7 +297,7 @@ HOPWELL_DEVICE void store_dq(const Params& p, PairStorage& s, const float (&dq)[
 template <int kDqk, bool kAttn>
 HOPWELL_DEVICE void finish_own_tile(const Params& p, PairStorage& s, int step) {
   float acc[32];
-  arch::barrier_sync(kPairPeerFirst, 256);
+  arch::barrier_sync(kPairPeerFirst, 256);  // kept: only a matter of time
   arch::wgmma_fence();
   multiply_s<kDqk>(acc, s, 0);
   arch::wgmma_commit();
@@ -320,7 +319,6 @@ HOPWELL_DEVICE void finish_own_tile(const Params& p, PairStorage& s, int step) {
   store_ds(p, acc, s.delta, arch::shared_address(&s.p[0]), arch::shared_address(&s.ds[0]), t);
   arch::fence_proxy_async();
   send_rows(s, s.ds, s.ds_free, step & 1, peer, t);
-  arch::barrier_arrive(kPairPdsFull, 256);
 }
 
 // Warpgroup 1, the same for the peer's tile.
@@ -336,14 +334,14 @@ HOPWELL_DEVICE void send_peer_tile(PairStorage& s, int step) {
   arch::barrier_arrive(kPairPeerFirst, 256);
   if (step > 0) arch::barrier_sync(kPairPeerPFree, 256);
   send_partial(acc, s, s.p[1], s.p_free, 1, peer, t);
-  arch::syncwarp();
+  arch::syncwarp();  // kept: a lane branched off
   arch::wgmma_fence();
   multiply_scores<PairConfig::kPanels, false>(acc, s.d_out[1], s.keys);
   arch::wgmma_commit();
   arch::wgmma_wait<0>(acc);
   if (step > 0) arch::barrier_sync(kPairPeerDsFree, 256);
   send_partial(acc, s, s.ds[1], s.ds_free, 0, peer, t);
-  arch::syncwarp();
+  arch::syncwarp();  // kept: a lane branched off
 }
 
 // Half 0: the own tile, and dKV of RoPE. Half 1: the peer's. Both: their columns of dQ and of the next keys.
@@ -356,18 +354,17 @@ HOPWELL_DEVICE void score(const Params& p, PairStorage& s, const Entries& entrie
     else
       send_peer_tile<kDqk>(s, step);
     arch::barrier_sync(kPairOwnDsFull, 256);
-    arch::wgmma_fence();
+    arch::wgmma_fence();  // kept: nothing has touched dq since the fence before S; each batch begins with one
     multiply_dq<kHasRope<kDqk> && kHalf == 0>(dq[0], rope, s, 0, kHalf);
-    arch::wgmma_commit();
     const int t = arch::thread_index_anew() % 128;
     const uint32_t rank = arch::cluster_rank();
     int keys[4];
     load_keys(keys, entries, step + 1, t);
     if (kHalf == 1 && t == 0) arch::mbarrier_arrive_expect_tx(s.pds_full, PairConfig::kPdsBytes);
-    arch::syncwarp();
+    arch::syncwarp();  // kept: a lane branched off
     arch::mbarrier_wait(s.pds_full, step & 1);
     if (kHalf == 1 && t == 0) arch::mbarrier_arrive_cluster_relaxed(at_peer(&s.pds_taken, rank ^ 1));
-    arch::syncwarp();
+    arch::syncwarp();     // kept: a lane branched off
     arch::wgmma_fence();  // kept: nothing has touched dq since the fence above; each batch begins with one
     multiply_dq<kHasRope<kDqk> && kHalf == 1>(dq[1], rope, s, 1, kHalf);
     arch::wgmma_commit();
@@ -382,16 +379,16 @@ HOPWELL_DEVICE void score(const Params& p, PairStorage& s, const Entries& entrie
         } else {
           arch::barrier_sync(kPairRopeFree, 256);
           gather_rope(p, s, keys, rank, t);
-          arch::syncwarp();
+          arch::syncwarp();  // kept: lanes branched off
         }
       }
       arch::cp_async_commit();
       if (p.prefetch) prefetch_columns<kDqk, kHalf>(p, keys, rank, t);
-      arch::syncwarp();
+      arch::syncwarp();  // kept: lanes branched off
     }
     float acc[16];
     if constexpr (kHalf == 0 && kHasRope<kDqk>) {
-      arch::wgmma_fence();
+      arch::wgmma_fence();  // kept: nobody has touched acc; each batch begins with one
       multiply_rope(acc, s, 0);
       multiply_rope(acc, s, 1);
       arch::wgmma_commit();
@@ -404,7 +401,7 @@ HOPWELL_DEVICE void score(const Params& p, PairStorage& s, const Entries& entrie
     }
     if constexpr (kHalf == 0 && kHasRope<kDqk>) {  // while the peer's S, which has to travel, is multiplied
       add_panel(p, acc, Config::kDv + 32 * int(rank), load_rows<kDqk, false>(p, s.key[step % 2], t));
-      arch::syncwarp();
+      arch::syncwarp();  // kept: lanes branched off
     }
   }
   if (p.dq) store_dq<kDqk, kHalf>(p, s, dq, rope, pair_place_of(p), arch::thread_index_anew() % 128);
@@ -420,9 +417,8 @@ HOPWELL_DEVICE void scatter(const Params& p, PairStorage& s, const Entries& entr
   for (int step = 0; step < steps; ++step) {
     const bool last = step + 1 == steps;
     if (p.progress) keep_step(p, seen, step);
-    arch::syncwarp();
-    arch::barrier_sync(kPairPdsFull, 256);
-    arch::mbarrier_wait(s.pds_full, step & 1);
+    arch::syncwarp();                           // kept: keep_step branches
+    arch::mbarrier_wait(s.pds_full, step & 1);  // warpgroup 1 arrives only once the own are full
     const Rows<false> rows = load_rows<kDqk, false>(p, s.key[step % 2], t);
     uint32_t peers[4][4];
     load_transposed(peers, s.p[1], t);
@@ -443,7 +439,7 @@ HOPWELL_DEVICE void scatter(const Params& p, PairStorage& s, const Entries& entr
         arch::barrier_arrive(kPairPeerDsFree, 256);
       }
       add_panel(p, acc, PairConfig::kColumns * int(rank) + 64 * panel, rows);
-      arch::syncwarp();  // each addition was a branch
+      arch::syncwarp();  // kept: each addition was a branch
     }
   }
   // Rows with fewer steps than others count as having made them all.
@@ -502,7 +498,7 @@ HOPWELL_DEVICE Entries prepare(const Params& p, PairStorage& s, const PairPlace&
     arch::mbarrier_init(s.p_free, 4);
     arch::mbarrier_init(s.ds_free, 4);
     arch::mbarrier_init(s.pds_taken, 1);
-    arch::fence_mbarrier_init();
+    arch::fence_mbarrier_init();  // kept: PTX asks for it where another CTA's bulk copies complete on them
   }
   arch::syncwarp();  // kept: the lanes meet again; the shuffles below would make them
   prepare_heads<kAttn>(p, s, {place.query, place.first_head[0]});
