@@ -24,6 +24,18 @@ inline int multiprocessors([[maybe_unused]] int device) {
 #endif
 }
 
+// Whether a kernel may start before the one ahead of it ends: LaunchShape::programmatic_dependency.
+inline bool has_dependent_launches([[maybe_unused]] int device) {
+#if HOPWELL_ON_DEVICE
+  int major = 0;
+  const cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error != cudaSuccess) throw Error(HOPWELL_DEVICE_ERROR, cudaGetErrorString(error));
+  return major >= 9;
+#else
+  return false;
+#endif
+}
+
 // Enqueues kernel(arguments...) on the stream; on the emulator, runs it to its end. Throws HOPWELL_DEVICE_ERROR if the
 // launch fails, and HOPWELL_INTERNAL with the report if the emulator finds something.
 template <class... Parameters, class... Arguments>

@@ -1,0 +1,184 @@
+// NVFP4 for any NVIDIA GPU from Ampere on: which kernel runs what. sm80_any.hpp multiplies anything, sm80_quantize.hpp
+// converts.
+#include <algorithm>
+
+#include "ops/nvfp4/sm80_any.hpp"
+#include "ops/nvfp4/sm80_quantize.hpp"
+#include "runtime/launch.hpp"
+
+namespace hopwell::ops::nvfp4 {
+namespace {
+
+constexpr const char* kBackend = HOPWELL_ON_DEVICE ? "sm80" : "emu:sm80";
+constexpr std::int64_t kMaxGridY = 65535, kMaxGridX = 0x7fffffff;
+
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+bool is_aligned(const View& view, std::size_t bytes, std::size_t element_bytes) {
+  const auto stride = static_cast<std::size_t>(view.stride[0]) * element_bytes;
+  return reinterpret_cast<std::uintptr_t>(view.data) % bytes == 0 && (view.shape[0] <= 1 || stride % bytes == 0);
+}
+
+bool dependent_launches(const DLDevice& device) { return runtime::has_dependent_launches(device.device_id); }
+
+// Calls function(T*) with a pointer to the view's element type, as kernels name it.
+template <class Function>
+void with_type(const View& view, Function function) {
+  if (view.dtype == DType::kFloat16) return function(view.as<fp16>());
+  if (view.dtype == DType::kBFloat16) return function(view.as<bf16>());
+  function(view.as<float>());
+}
+
+// ---- nvfp4_linear, nvfp4_gemv --------------------------------------------------------------------------------------
+
+template <class Rows, class T>
+void launch_any(const char* name, AnyParams<Rows, T> p, std::int64_t batches, const DLDevice& device, Stream stream) {
+  p.lanes = 1;
+  while (p.lanes < 32 && p.lanes < p.blocks) p.lanes *= 2;
+  const std::int64_t rows_of_cta = AnyConfig::kThreads / p.lanes;
+  const arch::LaunchShape shape{.grid = {static_cast<std::uint32_t>(ceil_div(p.rows, rows_of_cta)),
+                                         static_cast<std::uint32_t>(ceil_div(p.columns, AnyConfig::kColumns)),
+                                         static_cast<std::uint32_t>(batches)},
+                                .threads = AnyConfig::kThreads,
+                                .programmatic_dependency = dependent_launches(device)};
+  runtime::launch(name, any_kernel<Rows, T>, shape, stream, p);
+}
+
+Matrix weight_of(const LinearProblem& p) {
+  return {p.weight.as<const std::uint8_t>(), p.weight.stride[0], 0, p.weight_scale};
+}
+
+runtime::Support linear_supports(const LinearProblem& p) {
+  if (p.n > kMaxGridY * AnyConfig::kColumns || p.rows > kMaxGridX)
+    return runtime::Support::no("n must be at most 524280, N below 2^31");
+  return {};
+}
+
+void launch_linear(const LinearProblem& p, Stream stream) {
+  if (p.n == 0 || p.rows == 0) return;
+  with_type(p.x, [&]<class T>(const T* x) {
+    launch_any<FloatRows<T>, T>("nvfp4_linear",
+                                {.weight = weight_of(p),
+                                 .x = {x, p.x.stride[0]},
+                                 .result = {.y = p.y.as<T>(),
+                                            .row_stride = 1,
+                                            .column_stride = p.y.stride[0],
+                                            .batch_stride = 0,
+                                            .bias = p.bias.as<const T>(),
+                                            .bias_stride = p.bias.stride[0]},
+                                 .factor = factor_of(p.global, p.global_is_reciprocal),
+                                 .rows = p.rows,
+                                 .blocks = p.k / kCodesOfBlock,
+                                 .columns = static_cast<int>(p.n),
+                                 .lanes = 1},
+                                1, p.device, stream);
+  });
+}
+
+Matrix batched(const View& codes, const Scales& scales) {
+  return {codes.as<const std::uint8_t>(), codes.stride[0], codes.stride[2], scales};
+}
+
+runtime::Support gemv_supports(const GemvProblem& p) {
+  if (p.l > kMaxGridY || p.m > kMaxGridX) return runtime::Support::no("L must be at most 65535, M below 2^31");
+  return {};
+}
+
+void launch_gemv(const GemvProblem& p, Stream stream) {
+  if (p.m == 0 || p.l == 0) return;
+  with_type(p.c, [&]<class T>(T* c) {
+    launch_any<CodeRow, T>("nvfp4_gemv",
+                           {.weight = batched(p.a, p.sfa),
+                            .x = {batched(p.b, p.sfb)},
+                            .result = {.y = c,
+                                       .row_stride = p.c.stride[0],
+                                       .column_stride = 0,
+                                       .batch_stride = p.c.stride[2],
+                                       .bias = nullptr,
+                                       .bias_stride = 0},
+                            .factor = {nullptr, p.alpha, false},
+                            .rows = p.m,
+                            .blocks = p.k / kCodesOfBlock,
+                            .columns = 1,
+                            .lanes = 1},
+                           p.l, p.device, stream);
+  });
+}
+
+// ---- nvfp4_quantize, nvfp4_dequantize ------------------------------------------------------------------------------
+
+// CTAs for so many blocks of 16 numbers: a thread each, or as many as the device runs at a time.
+std::uint32_t quantize_grid(std::int64_t blocks, const DLDevice& device) {
+  constexpr std::int64_t kCtasOfMultiprocessor = 8;
+  const std::int64_t most = kCtasOfMultiprocessor * runtime::multiprocessors(device.device_id);
+  return static_cast<std::uint32_t>(std::clamp(ceil_div(blocks, QuantizeConfig::kThreads), std::int64_t{1}, most));
+}
+
+bool needs_amax(const QuantizeProblem& p) { return !p.has_global && p.rows * p.k != 0; }
+
+int shares_of(const QuantizeProblem& p) {
+  const std::uint32_t grid = quantize_grid(p.rows * p.k / kCodesOfBlock, p.device);
+  return std::min(static_cast<int>(grid), QuantizeConfig::kMaxShares);
+}
+
+std::size_t quantize_workspace(const QuantizeProblem& p) {
+  return needs_amax(p) ? sizeof(std::uint32_t) * QuantizeConfig::kMaxShares : 0;
+}
+
+void launch_quantize(const QuantizeProblem& p, Stream stream) {
+  with_type(p.x, [&]<class T>(const T* x) {
+    const bool amax = needs_amax(p);
+    const QuantizeParams<T> params{.x = x,
+                                   .codes = p.codes.as<std::uint8_t>(),
+                                   .scales = p.scales,
+                                   .global_scale = p.global_scale.as<float>(),
+                                   .given_pointer = p.has_global ? p.global.pointer : nullptr,
+                                   .given_value = p.has_global ? p.global.value : 0,
+                                   .amax = static_cast<std::uint32_t*>(p.workspace),
+                                   .x_stride = p.x.stride[0],
+                                   .codes_stride = p.codes.stride[0],
+                                   .rows = p.rows,
+                                   .blocks = p.k / kCodesOfBlock,
+                                   .shares = amax ? shares_of(p) : 0,
+                                   .x_aligned = is_aligned(p.x, 16, sizeof(T)),
+                                   .codes_aligned = is_aligned(p.codes, 8, 1)};
+    arch::LaunchShape shape{.threads = QuantizeConfig::kThreads,
+                            .shared_bytes = sizeof(QuantizeStorage),
+                            .programmatic_dependency = dependent_launches(p.device)};
+    if (amax) {
+      shape.grid = {static_cast<std::uint32_t>(params.shares)};
+      runtime::launch("nvfp4_quantize", amax_kernel<T>, shape, stream, params);
+    }
+    const std::int64_t scales =
+        p.scales.blocked ? hopwell::nvfp4::blocked_bytes(p.rows, p.k / kCodesOfBlock) : p.rows * p.k / kCodesOfBlock;
+    shape.grid = {quantize_grid(scales, p.device)};
+    runtime::launch("nvfp4_quantize", quantize_kernel<T>, shape, stream, params);
+  });
+}
+
+void launch_dequantize(const DequantizeProblem& p, Stream stream) {
+  if (p.rows == 0 || p.k == 0) return;
+  with_type(p.x, [&]<class T>(T* x) {
+    const arch::LaunchShape shape{.grid = {quantize_grid(p.rows * p.k / kCodesOfBlock, p.device)},
+                                  .threads = QuantizeConfig::kThreads,
+                                  .programmatic_dependency = dependent_launches(p.device)};
+    const DequantizeParams<T> params{.matrix = {p.codes.as<const std::uint8_t>(), p.codes.stride[0], 0, p.scales},
+                                     .x = x,
+                                     .global = factor_of(p.global),
+                                     .x_stride = p.x.stride[0],
+                                     .rows = p.rows,
+                                     .blocks = p.k / kCodesOfBlock,
+                                     .x_aligned = is_aligned(p.x, 16, sizeof(T))};
+    runtime::launch("nvfp4_dequantize", dequantize_kernel<T>, shape, stream, params);
+  });
+}
+
+const runtime::Registration<LinearProblem> linear{
+    {.name = kBackend, .supports = linear_supports, .launch = launch_linear}};
+const runtime::Registration<GemvProblem> gemv{{.name = kBackend, .supports = gemv_supports, .launch = launch_gemv}};
+const runtime::Registration<QuantizeProblem> quantize{
+    {.name = kBackend, .workspace_bytes = quantize_workspace, .launch = launch_quantize}};
+const runtime::Registration<DequantizeProblem> dequantize{{.name = kBackend, .launch = launch_dequantize}};
+
+}  // namespace
+}  // namespace hopwell::ops::nvfp4

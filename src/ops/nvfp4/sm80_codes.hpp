@@ -1,0 +1,117 @@
+// NVFP4 on GPUs: numbers in registers, and what the kernels of its operators share.
+#pragma once
+
+#include "arch/sm80/convert.hpp"
+#include "arch/sm80/memory.hpp"
+#include "arch/sm90/cluster.hpp"
+#include "arch/sm90/convert.hpp"
+#include "ops/nvfp4/op.hpp"
+
+namespace hopwell::ops::nvfp4 {
+namespace {
+
+using arch::bf16;
+using arch::fp16;
+
+constexpr int kCodesOfBlock = int(hopwell::nvfp4::kBlock);  // codes that share a scale
+
+// Where the device has dependent launches: the next kernel may come; wait for all that came before.
+HOPWELL_DEVICE void let_next_start() {
+#if HOPWELL_HAS_SM90
+  arch::griddepcontrol_launch_dependents();
+#endif
+}
+HOPWELL_DEVICE void wait_for_previous() {
+#if HOPWELL_HAS_SM90
+  arch::griddepcontrol_wait();
+#endif
+}
+
+// ---- 16-bit and 32-bit floats --------------------------------------------------------------------------------------
+
+HOPWELL_DEVICE float to_fp32(float x) { return x; }
+HOPWELL_DEVICE float to_fp32(bf16 x) { return arch::to_float(x); }
+HOPWELL_DEVICE float to_fp32(fp16 x) { return arch::to_float(x); }
+
+HOPWELL_DEVICE void from_fp32(float x, float* to) { *to = x; }
+HOPWELL_DEVICE void from_fp32(float x, bf16* to) { *to = arch::to_bf16(x); }
+HOPWELL_DEVICE void from_fp32(float x, fp16* to) { *to = {uint16_t(arch::pack_fp16(x, 0))}; }
+
+// ---- codes and scales ----------------------------------------------------------------------------------------------
+
+// e2m1, s e e m: the bits lie in a float's as they are, for its exponent 0 is subnormal too; 2^126 undoes the bias.
+HOPWELL_DEVICE float code_value(uint32_t nibble) {
+  return arch::bit_cast<float>((nibble & 8) << 28 | (nibble & 7) << 22) * 0x1p126f;
+}
+
+// e4m3 by the same reasoning; NaN stays NaN.
+HOPWELL_DEVICE float scale_value(uint32_t byte) {
+  const float value = arch::bit_cast<float>((byte & 0x80) << 24 | (byte & 0x7f) << 20) * 0x1p120f;
+  return (byte & 0x7f) == 0x7f ? arch::bit_cast<float>(0x7fc00000u) : value;
+}
+
+// A matrix of codes [rows, K/2] in batches, and its scales.
+struct Matrix {
+  const uint8_t* codes;
+  int64_t row_stride, batch_stride;  // bytes
+  Scales scales;
+
+  HOPWELL_DEVICE const uint8_t* at(int64_t row, int64_t batch) const {
+    return codes + row * row_stride + batch * batch_stride;
+  }
+  HOPWELL_DEVICE float scale(int64_t row, int64_t block, int64_t batch) const {
+    return scale_value(scales.data[scales.offset(row, block, batch)]);
+  }
+};
+
+// The codes of a block as two words, whatever the alignment of their 8 bytes.
+HOPWELL_DEVICE void load_codes(const uint8_t* from, uint32_t (&words)[2]) {
+  const auto address = reinterpret_cast<uintptr_t>(from);
+  if (address % 8 == 0) {
+    const auto v = *reinterpret_cast<const arch::Words2*>(from);
+    words[0] = v.w[0], words[1] = v.w[1];
+    return;
+  }
+  HOPWELL_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    words[i] = 0;
+    HOPWELL_UNROLL
+    for (int byte = 0; byte < 4; ++byte) words[i] |= uint32_t{from[4 * i + byte]} << 8 * byte;
+  }
+}
+
+// A tensor's global scale. In double: the reciprocal of a subnormal overflows a float.
+struct Factor {
+  const float* pointer;
+  float value;
+  bool is_reciprocal;
+
+  HOPWELL_DEVICE double get() const {
+    const double global = double(pointer ? *pointer : value);
+    return is_reciprocal ? 1 / global : global;
+  }
+};
+
+Factor factor_of(const Global& global, bool is_reciprocal = false) {
+  return {global.pointer, global.value, is_reciprocal};
+}
+
+// ---- results -------------------------------------------------------------------------------------------------------
+
+// y[row, column, batch] = factor · sum + bias[row], rounded once from double, but for float's own rounding.
+template <class T>
+struct Result {
+  T* y;
+  int64_t row_stride, column_stride, batch_stride;  // elements
+  const T* bias;                                    // or null
+  int64_t bias_stride;
+
+  HOPWELL_DEVICE void store(int64_t row, int64_t column, int64_t batch, double factor, float sum) const {
+    const double offset = bias ? double(to_fp32(bias[row * bias_stride])) : 0;
+    from_fp32(float(factor * double(sum) + offset),
+              y + row * row_stride + column * column_stride + batch * batch_stride);
+  }
+};
+
+}  // namespace
+}  // namespace hopwell::ops::nvfp4
