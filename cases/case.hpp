@@ -10,6 +10,7 @@
 #include <limits>
 #include <map>
 #include <memory>
+#include <optional>
 #include <random>
 #include <string>
 #include <vector>
@@ -109,9 +110,10 @@ struct Tolerance {
 struct Output {
   Array* array = nullptr;
   Tolerance tolerance;
-  std::vector<double> expected;   // row-major; filled by Instance::reference
-  std::vector<double> magnitude;  // the same sums with absolute values; may stay empty
-  bool accumulates = false;       // the operator adds into what is there
+  std::vector<double> expected;           // row-major; filled by Instance::reference
+  std::vector<double> magnitude;          // the same sums with absolute values; may stay empty
+  bool accumulates = false;               // the operator adds into what is there
+  std::optional<Tolerance> on_gpus = {};  // where GPUs, emulated ones too, are granted another one than the CPU
 };
 
 // One operator call on concrete data.
@@ -143,7 +145,10 @@ struct Case {
   std::string op, name;
   std::function<Instance(Random& random)> make;
   bool device_only = false;  // so large that only a GPU runs it
-  [[nodiscard]] bool suits(const std::string& backend) const { return !device_only || cuda::runs(backend); }
+  bool emulated = true;      // false: so large that the emulator does not
+  [[nodiscard]] bool suits(const std::string& backend) const {
+    return backend.starts_with("emu:") ? emulated && !device_only : !device_only || cuda::runs(backend);
+  }
 };
 
 // `key=value` settings of a benchmark shape.

@@ -38,7 +38,8 @@ void add_layouts(std::vector<Config>& all) {
                      .extent = 250,
                      .u = true,
                      .alibi = true,
-                     .strided = true});
+                     .strided = true,
+                     .emulated = dtype != DType::kFloat16});
       all.push_back({.name = name + "_block_5_bad_pages",
                      .dtype = dtype,
                      .layout = layout,
@@ -76,8 +77,14 @@ void add_shapes(std::vector<Config>& all) {
                    .h_q = 10,
                    .h_kv = 2,
                    .d = 32});
-  all.push_back(
-      {.name = "q_len_16_h_q_16_h_kv_1", .lengths = {3, 290}, .q_len = 16, .h_q = 16, .h_kv = 1, .d = 32, .u = true});
+  all.push_back({.name = "q_len_16_h_q_16_h_kv_1",
+                 .lengths = {3, 290},
+                 .q_len = 16,
+                 .h_q = 16,
+                 .h_kv = 1,
+                 .d = 32,
+                 .u = true,
+                 .emulated = false});
   for (const auto& [type_name, dtype] : kDTypes) {
     const std::string prefix = std::string("decoder_") + type_name;
     all.push_back({.name = prefix + "_h16_d64", .dtype = dtype, .lengths = {1000}, .h_q = 16, .h_kv = 16});
@@ -186,7 +193,8 @@ void add_lengths(std::vector<Config>& all) {
                    .lengths = ragged,
                    .h_q = 2,
                    .d = 32,
-                   .pages = Pages::kRepeated});
+                   .pages = Pages::kRepeated,
+                   .emulated = dtype == DType::kBFloat16});
   all.push_back({.name = "context_2_to_the_20",
                  .dtype = DType::kFloat16,
                  .lengths = {1 << 20},
@@ -194,7 +202,8 @@ void add_lengths(std::vector<Config>& all) {
                  .h_kv = 1,
                  .d = 32,
                  .block = 256,
-                 .pages = Pages::kRepeated});
+                 .pages = Pages::kRepeated,
+                 .emulated = false});
   all.push_back({.name = "context_2_to_the_20_vllm_distance",
                  .layout = HOPWELL_CACHE_VLLM,
                  .lengths = {1 << 20},
@@ -204,10 +213,48 @@ void add_lengths(std::vector<Config>& all) {
                  .block = 256,
                  .pages = Pages::kRepeated,
                  .bias = BiasForm::kDistance,
-                 .extent = 1 << 16});
+                 .extent = 1 << 16,
+                 .emulated = false});
   all.push_back({.name = "large_logits", .lengths = {1, 20, 300}, .scale = 1, .q_spread = 1000});
   all.push_back(
       {.name = "large_logits_bf16", .dtype = DType::kBFloat16, .lengths = {1, 20, 300}, .scale = 1, .q_spread = 1000});
+}
+
+// 16-bit types, for which GPUs have kernels of their own for one query a KV head, and for several.
+void add_groups(std::vector<Config>& all) {
+  const std::pair<const char*, BiasForm> forms[] = {{"none", BiasForm::kNone},
+                                                    {"key", BiasForm::kKey},
+                                                    {"distance", BiasForm::kDistance},
+                                                    {"fused", BiasForm::kFused}};
+  const std::pair<std::int64_t, std::int64_t> heads[] = {{4, 4}, {3, 3}, {8, 2}, {9, 1}};
+  for (const auto& [form_name, form] : forms) {
+    for (const auto& [h_q, h_kv] : heads) {
+      const std::string name =
+          std::string("group_") + form_name + "_h_q_" + std::to_string(h_q) + "_h_kv_" + std::to_string(h_kv);
+      Config c{.name = name + "_bf16",
+               .dtype = DType::kBFloat16,
+               .lengths = {0, 1, 16, 40, 41, 130},
+               .h_q = h_q,
+               .h_kv = h_kv,
+               .bias = form,
+               .extent = 48,
+               .u = true};
+      all.push_back(c);
+      c.name = name + "_fp16_q_len_3_window";
+      c.dtype = DType::kFloat16, c.layout = HOPWELL_CACHE_HND, c.q_len = 3, c.d = 72, c.window = 37, c.block = 32;
+      c.bias_dtype = DType::kFloat32, c.out_of_range = HOPWELL_OUT_OF_RANGE_CLAMP, c.alibi = true;
+      all.push_back(c);
+      c.name = name + "_fp16_strided";
+      c.layout = HOPWELL_CACHE_NHD, c.q_len = 0, c.extent = 33, c.d = 128, c.strided = true, c.window = 0,
+      c.post_scale = true;
+      c.bias_dtype = {}, c.out_of_range = HOPWELL_OUT_OF_RANGE_NEG_INF;
+      all.push_back(c);
+      c.name = name + "_bf16_hidden";
+      if (form != BiasForm::kKey) continue;
+      c.dtype = DType::kBFloat16, c.hidden = true, c.q_len = 2, c.strided = false, c.extent = 40;
+      all.push_back(c);
+    }
+  }
 }
 
 std::string setting(const Settings& settings, const std::string& key, const std::string& allowed) {
@@ -258,7 +305,9 @@ Instance bench(const Settings& settings, Random& random) {
   paged::fill_tables(c, random, *a.tables, blocks);
   fill_fast(*a.k, random);
   fill_fast(*a.v, random);
-  instance.call = [c, a](const char* backend, Stream stream) { paged::call(c, a, backend, stream); };
+  instance.call = [c, a, workspace = instance.workspace.get()](const char* backend, Stream stream) {
+    paged::call(c, a, *workspace, backend, stream);
+  };
   paged::count_work(c, instance);
   return instance;
 }
@@ -297,9 +346,13 @@ Suite paged_attention() {
   add_shapes(all);
   add_biases(all);
   add_lengths(all);
+  add_groups(all);
   Suite suite{"paged_attention", {}, shapes(), bench};
   for (const Config& c : all)
-    suite.cases.push_back({suite.op, c.name, [c](Random& random) { return paged::make(c, random); }});
+    suite.cases.push_back({.op = suite.op,
+                           .name = c.name,
+                           .make = [c](Random& random) { return paged::make(c, random); },
+                           .emulated = c.emulated});
   return suite;
 }
 

@@ -229,33 +229,33 @@ void fill_tables(const Config& c, Random& random, Array& tables, std::int64_t bl
   }
 }
 
-void call(const Config& c, const Arrays& a, const char* backend, Stream stream) {
+void call(const Config& c, const Arrays& a, Workspace& workspace, const char* backend, Stream stream) {
   std::deque<Tensor> views;
   const auto view = [&](const Array* array) -> const DLTensor* {
     if (array == nullptr) return nullptr;
     return views.emplace_back(array->view());
   };
   const bool distance = c.bias == BiasForm::kDistance;
-  hopwell::paged_attention({.q = view(a.q),
-                            .k_cache = view(a.k),
-                            .v_cache = view(a.v),
-                            .block_tables = view(a.tables),
-                            .context_lens = view(a.lengths),
-                            .scale = c.scale,
-                            .layout = c.layout,
-                            .pos_bias_u = view(a.u),
-                            .bias = view(a.bias),
-                            .bias_kind = distance ? HOPWELL_BIAS_DISTANCE : HOPWELL_BIAS_KEY,
-                            .out_of_range = c.out_of_range,
-                            .post_scale = c.post_scale,
-                            .pos_bias_v = view(a.pos_bias_v),
-                            .r = view(a.r),
-                            .alibi_slopes = view(a.slopes),
-                            .window = c.window,
-                            .out = view(a.out),
-                            .lse = view(a.lse),
-                            .backend = backend},
-                           stream);
+  const PagedAttentionArgs args = {.q = view(a.q),
+                                   .k_cache = view(a.k),
+                                   .v_cache = view(a.v),
+                                   .block_tables = view(a.tables),
+                                   .context_lens = view(a.lengths),
+                                   .scale = c.scale,
+                                   .layout = c.layout,
+                                   .pos_bias_u = view(a.u),
+                                   .bias = view(a.bias),
+                                   .bias_kind = distance ? HOPWELL_BIAS_DISTANCE : HOPWELL_BIAS_KEY,
+                                   .out_of_range = c.out_of_range,
+                                   .post_scale = c.post_scale,
+                                   .pos_bias_v = view(a.pos_bias_v),
+                                   .r = view(a.r),
+                                   .alibi_slopes = view(a.slopes),
+                                   .window = c.window,
+                                   .out = view(a.out),
+                                   .lse = view(a.lse),
+                                   .backend = backend};
+  run_with_workspace(hopwell::paged_attention, paged_attention_workspace_bytes, workspace, args, stream);
 }
 
 void count_work(const Config& c, Instance& instance) {
@@ -319,8 +319,10 @@ Instance make(const Config& c, Random& random) {
   if (c.dtype == DType::kFloat16) out = {.norm = 1e-3};
   if (c.dtype == DType::kBFloat16) out = {.norm = 4e-3, .absolute = 8e-3, .relative = 3.0 / 128};
   instance.expect(*a.out, out);
-  instance.expect(*a.lse, {.absolute = 1e-6, .relative = 1e-6});
-  instance.call = [c, a](const char* backend, Stream stream) { call(c, a, backend, stream); };
+  instance.expect(*a.lse, {.absolute = 1e-6, .relative = 1e-6}).on_gpus = {.absolute = 2e-5, .relative = 0x1p-15};
+  instance.call = [c, a, workspace = instance.workspace.get()](const char* backend, Stream stream) {
+    call(c, a, *workspace, backend, stream);
+  };
   instance.reference = [c, a](Instance& to) { Reference{c, a}(to); };
   count_work(c, instance);
   return instance;

@@ -37,7 +37,8 @@ struct Config {
   std::int64_t extent = 40;
   bool shared_bias = false;  // first dimension 1
   bool post_scale = false, u = false, no_v = false, alibi = false, strided = false;
-  bool hidden = false;  // biases of -inf: a row's all, and keys that hold NaN
+  bool hidden = false;   // biases of -inf: a row's all, and keys that hold NaN
+  bool emulated = true;  // not too large for the emulator
 
   [[nodiscard]] std::int64_t b() const { return static_cast<std::int64_t>(lengths.size()); }
   [[nodiscard]] std::int64_t queries() const { return std::max<std::int64_t>(q_len, 1); }
@@ -66,7 +67,7 @@ Arrays add_arrays(const Config& c, Random& random, Instance& instance, std::int6
 // Block tables whose entries name pages only where a query sees keys; anything else is a number that no page has.
 void fill_tables(const Config& c, Random& random, Array& tables, std::int64_t blocks);
 
-void call(const Config& c, const Arrays& a, const char* backend, Stream stream);
+void call(const Config& c, const Arrays& a, Workspace& workspace, const char* backend, Stream stream);
 
 // Sets flops and bytes: the least traffic reads visible keys and values once, and touches the rest once.
 void count_work(const Config& c, Instance& instance);

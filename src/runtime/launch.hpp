@@ -24,6 +24,18 @@ inline int multiprocessors([[maybe_unused]] int device) {
 #endif
 }
 
+// Dynamic shared memory that a CTA may have on a device, bytes.
+inline std::size_t max_shared_bytes([[maybe_unused]] int device) {
+#if HOPWELL_ON_DEVICE
+  int bytes = 0;
+  const cudaError_t error = cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error != cudaSuccess) throw Error(HOPWELL_DEVICE_ERROR, cudaGetErrorString(error));
+  return static_cast<std::size_t>(bytes);
+#else
+  return std::size_t{227} * 1024;
+#endif
+}
+
 // Whether a kernel may start before the one ahead of it ends: LaunchShape::programmatic_dependency.
 inline bool has_dependent_launches([[maybe_unused]] int device) {
 #if HOPWELL_ON_DEVICE

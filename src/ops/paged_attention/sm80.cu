@@ -1,0 +1,194 @@
+// paged_attention for any NVIDIA GPU from Ampere on: what runs where. The kernels are in the headers beside this file.
+//
+//     queries that share a KV head    type           kernel
+//     any                             any            ring: CUDA cores, a strip for each query      sm80_ring.hpp, sm80_lanes.hpp
+//     all                             all            merge: strips that no CTA had the whole of    sm80_merge.hpp
+#include "ops/paged_attention/sm80_fragments.hpp"
+#include "ops/paged_attention/sm80_lanes.hpp"
+#include "runtime/launch.hpp"
+
+namespace hopwell::ops::paged_attention {
+namespace {
+
+constexpr const char* kName = "paged_attention";
+constexpr std::int64_t kMaxKeys = std::int64_t{1} << 30;  // of a sequence: positions stay far from 2^31
+
+Float type_of(const View& view) {
+  return view.dtype == DType::kFloat32 ? Float::fp32 : view.dtype == DType::kFloat16 ? Float::fp16 : Float::bf16;
+}
+int to_int(std::int64_t x) { return static_cast<int>(x); }
+
+bool aligned(const View& view, std::size_t rows) {
+  const auto width = static_cast<std::int64_t>(size_of(view.dtype));
+  bool ok = reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0;
+  for (std::size_t i = 0; i < rows; ++i) ok &= view.shape[i] <= 1 || view.stride[i] * width % 16 == 0;
+  return ok;
+}
+
+enum class Kind { rows, columns, fragments };
+
+bool scattered(const Problem& problem) {
+  const auto elements = 16 / static_cast<std::int64_t>(size_of(problem.q.dtype));
+  return problem.block % elements != 0 || !aligned(problem.k_cache, 3) || !aligned(problem.v_cache, 3);
+}
+
+Kind kind_of(const Problem& problem) {
+  if (problem.layout == HOPWELL_CACHE_VLLM) return Kind::columns;
+  const bool several = problem.h_q / problem.h_kv * problem.q_len > 1;
+  const bool fits = size_of(problem.q.dtype) == 2 && problem.d <= 128 && problem.block % 16 == 0 && !scattered(problem);
+  return several && fits && !problem.r ? Kind::fragments : Kind::rows;
+}
+
+// How the strips lie over the heads, and the lanes over a strip.
+void choose_strips(const Problem& problem, Params& p) {
+  const int elements = 16 / to_int(static_cast<std::int64_t>(size_of(problem.q.dtype)));
+  // Heads whose rows follow one another are read together, up to 512 bytes.
+  const bool together = problem.k.head == p.d && problem.v.head == p.d;
+  const auto join_heads = [&](int limit) {
+    while (together && p.heads < limit && problem.h_kv % (2 * p.heads) == 0) p.heads *= 2;
+  };
+  p.queries = 1, p.heads = 1, p.lanes = 1;
+  switch (kind_of(problem)) {
+    case Kind::columns:
+      while (p.lanes * 8 * elements < p.d) p.lanes *= 2;
+      p.tile = 32 / p.lanes;
+      break;
+    case Kind::rows:
+      p.lanes = 8;
+      while (p.lanes * 8 < p.d) p.lanes *= 2;
+      join_heads(32 / p.lanes);
+      p.tile = 32 / p.lanes / p.heads * elements;
+      break;
+    case Kind::fragments:
+      p.queries = 8;
+      join_heads(2);
+      p.tile = p.d <= 64 ? 32 : 16;
+  }
+  p.passes = to_int((p.group * p.q_len + p.queries - 1) / p.queries);
+  p.strips = to_int(problem.h_kv) / p.heads * p.passes;
+  p.scattered = scattered(problem);
+}
+
+void describe_bias(const Problem& problem, Params& p) {
+  p.window = to_int(std::min(problem.window, kMaxKeys)), p.key_end = to_int(kMaxKeys);
+  p.extent = to_int(std::min(problem.extent, kMaxKeys));
+  p.clamp = problem.out_of_range == HOPWELL_OUT_OF_RANGE_CLAMP;
+  const bool by_key = problem.bias && problem.bias_kind == HOPWELL_BIAS_KEY;
+  if ((problem.bias || problem.r) && problem.out_of_range == HOPWELL_OUT_OF_RANGE_NEG_INF) {
+    // What no column reaches is as invisible as what lies outside of a window.
+    int& limit = by_key ? p.key_end : p.window;
+    limit = std::min(limit, p.extent);
+  }
+  p.bias = problem.bias.as<const void>(), p.r = problem.r.as<const void>();
+  p.bias_type = type_of(problem.bias), p.r_type = type_of(problem.r);
+  p.bias_kind = !problem.bias ? Relative::none : by_key ? Relative::key : Relative::distance;
+  p.bias_stride[0] = problem.bias.stride[0], p.bias_stride[2] = problem.bias.stride[1];
+  p.bias_stride[1] = by_key ? problem.bias.stride[2] : 0;
+  p.bias_in_pieces = by_key && !p.clamp && aligned(problem.bias, 3);
+  p.r_stride_h = problem.r.stride[0], p.r_stride = problem.r.stride[1];
+  p.r_direct = problem.r && (problem.r.dtype != problem.q.dtype || !aligned(problem.r, 2));
+}
+
+Params params_of(const Problem& problem) {
+  Params p{};
+  p.q = problem.q.data, p.k = problem.k_cache.data, p.v = problem.v_cache.data;
+  p.block_tables = problem.block_tables.as<const int>(), p.context_lens = problem.context_lens.as<const int>();
+  p.pos_bias_u = problem.pos_bias_u.as<const void>(), p.pos_bias_v = problem.pos_bias_v.as<const void>();
+  p.alibi_slopes = problem.alibi_slopes.as<const float>();
+  p.out = problem.out.data, p.lse = problem.lse.as<float>();
+  p.k_at = problem.k, p.v_at = problem.v;
+  for (std::size_t i = 0; i < 3; ++i) {
+    p.q_stride[i] = problem.q.stride[i], p.out_stride[i] = problem.out.stride[i];
+    p.lse_stride[i] = problem.lse ? problem.lse.stride[i] : 0;
+  }
+  p.tables_stride = problem.block_tables.stride[0], p.lens_stride = problem.context_lens.stride[0];
+  p.u_stride = problem.pos_bias_u.stride[0], p.v_stride = problem.pos_bias_v.stride[0];
+  p.slopes_stride = problem.alibi_slopes.stride[0];
+  p.u_type = type_of(problem.pos_bias_u), p.v_type = type_of(problem.pos_bias_v);
+  p.b = to_int(problem.b), p.q_len = to_int(problem.q_len), p.h_q = to_int(problem.h_q), p.d = to_int(problem.d);
+  p.group = to_int(problem.h_q / problem.h_kv), p.blocks = to_int(problem.blocks), p.block = to_int(problem.block);
+  p.block_shift = -1;
+  for (int shift = 0; shift <= 8; ++shift)
+    if (p.block == 1 << shift) p.block_shift = shift;
+  p.max_context = to_int(problem.max_blocks * problem.block);
+  p.scale_log2 = problem.scale * kLog2E, p.bias_log2 = problem.post_scale ? kLog2E : p.scale_log2;
+  describe_bias(problem, p);
+  choose_strips(problem, p);
+  return p;
+}
+
+// Vectors of all partial results.
+std::size_t partial_vectors(const Problem& problem, const Params& p) {
+  const int ctas = runtime::multiprocessors(problem.device.device_id);
+  return static_cast<std::size_t>(2 * ctas * p.heads * p.queries);
+}
+
+std::size_t workspace_bytes(const Problem& problem) {
+  const Params p = params_of(problem);
+  return partial_vectors(problem, p) * static_cast<std::size_t>(p.d + 2) * sizeof(float);
+}
+
+runtime::Support supports(const Problem& problem) {
+  constexpr std::int64_t kLimit = std::int64_t{1} << 31;
+  if (problem.max_blocks * problem.block > kMaxKeys)
+    return runtime::Support::no("max_blocks * block must be at most 2^30");
+  if (problem.b >= kLimit || problem.blocks >= kLimit || problem.h_q * problem.q_len * problem.d >= kLimit)
+    return runtime::Support::no("b, blocks and q_len * h_q * d must be below 2^31");
+  const std::int64_t units = problem.max_blocks * problem.block / 8 + 1;  // of a sequence, at most
+  if (units * problem.b >= kLimit || units * problem.h_q * problem.q_len >= kLimit)
+    return runtime::Support::no("max_blocks * block * b (or q_len * h_q) must be below 2^34");
+  return {};
+}
+
+template <class Lanes>
+void start(const Problem& problem, Stream stream) {
+  const int device = problem.device.device_id;
+  Params p = params_of(problem);
+  p.partial_out = static_cast<float*>(problem.workspace);
+  p.partial_stats = p.partial_out + partial_vectors(problem, p) * static_cast<std::size_t>(p.d);
+  p.warps = kMaxWarps;
+  while (ring_bytes<Lanes>(p.warps) > runtime::max_shared_bytes(device)) p.warps /= 2;
+  p.unit = p.warps * p.tile;
+  if (kind_of(problem) == Kind::fragments) p.unit /= p.heads;
+  const auto grid = static_cast<std::uint32_t>(runtime::multiprocessors(device));
+  const bool overlap = runtime::has_dependent_launches(device);
+  runtime::launch(kName, ring_kernel<Lanes>,
+                  {.grid = {grid},
+                   .threads = static_cast<std::uint32_t>(32 * p.warps),
+                   .shared_bytes = ring_bytes<Lanes>(p.warps),
+                   .programmatic_dependency = overlap},
+                  stream, p);
+  runtime::launch(kName, merge_kernel<typename Lanes::Type>,
+                  {.grid = {grid},
+                   .threads = kMaxThreads,
+                   .shared_bytes = sizeof(MergeStorage),
+                   .programmatic_dependency = overlap},
+                  stream, p);
+}
+
+template <class T>
+void launch_as(const Problem& problem, Stream stream) {
+  const Kind kind = kind_of(problem);
+  if (kind == Kind::columns) return start<Columns<T>>(problem, stream);
+  if constexpr (sizeof(T) == 2) {
+    if (kind == Kind::fragments && problem.d <= 64) return start<Fragments<T, 64>>(problem, stream);
+    if (kind == Kind::fragments) return start<Fragments<T, 128>>(problem, stream);
+  }
+  if (problem.r) return start<Rows<T, true>>(problem, stream);
+  start<Rows<T, false>>(problem, stream);
+}
+
+void launch(const Problem& problem, Stream stream) {
+  if (problem.b == 0) return;
+  if (problem.q.dtype == DType::kFloat32) return launch_as<float>(problem, stream);
+  if (problem.q.dtype == DType::kFloat16) return launch_as<fp16>(problem, stream);
+  launch_as<bf16>(problem, stream);
+}
+
+const runtime::Registration<Problem> backend{{.name = HOPWELL_ON_DEVICE ? "sm80" : "emu:sm80",
+                                              .supports = supports,
+                                              .workspace_bytes = workspace_bytes,
+                                              .launch = launch}};
+
+}  // namespace
+}  // namespace hopwell::ops::paged_attention

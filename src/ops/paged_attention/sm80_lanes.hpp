@@ -1,0 +1,390 @@
+// paged_attention on the CUDA cores: how a warp's lanes divide a tile between them, for the two kinds of cache.
+#pragma once
+
+#include "ops/paged_attention/sm80_ring.hpp"
+
+namespace hopwell::ops::paged_attention {
+namespace {
+
+// Layouts nhd and hnd, whose keys and values are rows: a lane has eight dimensions of 8 keys (4 in fp32), `lanes` lanes
+// a key, so that a load of the warp reads 512 bytes: one key of several heads (nhd) or several keys of one (hnd).
+// The dot products are summed over the lanes by halves, 4 + 2 + 1 exchanges for eight keys, after which each lane has
+// the logit of one key. P·V needs no sum at all.
+template <class T, bool kFused>
+struct Rows {
+  using Type = T;
+  using Stage = paged_attention::Stage<kFused>;
+  using Storage = RingStorage;
+  static constexpr int kKeys = kElements<T>, kPiecesOfKey = 8 / kElements<T>;
+
+  static constexpr int row = 0;                         // of the strip's queries
+  int lanes, column, head_of_strip, first_key, copies;  // copies: lanes that end up with the same logit
+  float q[8], qv[kFused ? 8 : 1], out[8];
+  RawQuery raw[8];
+  Softmax softmax;
+
+  HOPWELL_DEVICE explicit Rows(const Params& p) : lanes(p.lanes), copies(p.lanes / kKeys) {
+    const int lane = arch::lane_index(), vector = lane / lanes;
+    column = 8 * (lane - vector * lanes);
+    head_of_strip = vector % p.heads, first_key = vector / p.heads * kKeys;
+  }
+  static HOPWELL_DEVICE int first_key_of_warp(const Params& p) { return arch::warp_index() * p.tile; }
+  HOPWELL_DEVICE int my_key() const { return column / 8 / copies; }  // of the lane's keys
+
+  HOPWELL_DEVICE void copy(const Params& p, const Tile& tile, Stage& to) const {
+    const int lane = arch::lane_index(), key = tile.key + first_key;
+    const Source& from = tile.from;
+    uint32_t seen = first_bits(from.seen.end - key, kKeys) & ~first_bits(from.seen.begin - key, kKeys);
+    if (p.scattered)
+      copy_scattered(p, tile, seen, to);
+    else if (tile.page < 0)
+      seen = 0;
+    if (!p.scattered) {
+      const int64_t page = seen ? tile.page : 0, slot = seen ? slot_of(p, key) : 0;
+      const T* k = static_cast<const T*>(p.k) + page * p.k_at.page + from.kv_head * p.k_at.head + slot * p.k_at.slot;
+      const T* v = static_cast<const T*>(p.v) + page * p.v_at.page + from.kv_head * p.v_at.head + slot * p.v_at.slot;
+      copy_pieces(k + column, p.k_at.slot, column < p.d ? seen : 0, to.k);
+      copy_pieces(v + column, p.v_at.slot, column < p.d ? seen : 0, to.v);
+    }
+    const bool visible = seen >> my_key() & 1;
+    const uint32_t half = copy_bias(p, from, key + my_key(), visible, &to.bias[lane]);
+    to.visible[lane] = (visible ? 1 : 0) | half;
+    if constexpr (kFused)
+      if (!p.r_direct) copy_r(p, from, key, column < p.d ? seen : 0, to);
+  }
+
+  HOPWELL_DEVICE void fetch_query(const Params& p, const Source& from) {
+    HOPWELL_UNROLL
+    for (int e = 0; e < 8; ++e) raw[e] = load_query<T, kFused>(p, from, column + e);
+  }
+  HOPWELL_DEVICE void begin(const Params& p, const Source&) {
+    HOPWELL_UNROLL
+    for (int e = 0; e < 8; ++e) {
+      q[e] = query_plus<T>(raw[e].q, raw[e].u, p.u_type) * p.scale_log2;
+      if constexpr (kFused) qv[e] = query_plus<T>(raw[e].q, raw[e].v, p.v_type) * p.bias_log2;
+      out[e] = 0;
+    }
+    softmax = {};
+  }
+
+  HOPWELL_DEVICE void step(const Params& p, const Source& from, int tile, Stage& stage) {
+    const int lane = arch::lane_index(), first = tile + first_key;
+    float x[kKeys];
+    HOPWELL_UNROLL
+    for (int j = 0; j < kKeys; ++j) x[j] = 0;
+    multiply(stage.k, q, x);
+    if constexpr (kFused) {
+      if (p.r_direct)
+        multiply_r(p, from, first, x);
+      else
+        multiply(stage.r, qv, x);
+    }
+    float logit = sum_over_lanes(x);
+    const uint32_t visible = stage.visible[lane];
+    const float bias = p.bias_kind == Relative::none ? 0 : bias_of(p, stage.bias[lane], visible);
+    if (p.bias_kind != Relative::none) logit += bias * p.bias_log2;
+    if (p.alibi_slopes)
+      logit -= p.alibi_slopes[from.head * p.slopes_stride] * kLog2E * float(from.position - first - my_key());
+    const bool hidden = bias == -INFINITY;
+    if (!(visible & 1) || hidden) logit = -INFINITY;
+    if (p.bias_kind != Relative::none) forget_values(hidden, stage);
+    float maximum = logit;
+    HOPWELL_UNROLL
+    for (int keys = kKeys, mask = lanes / 2; keys > 1; keys /= 2, mask /= 2)
+      maximum = fmaxf(maximum, arch::shuffle_xor(maximum, mask));
+    float factor;
+    const float mine = softmax.update(logit, maximum, factor);
+    HOPWELL_UNROLL
+    for (float& sum : out) sum *= factor;
+    HOPWELL_UNROLL
+    for (int j = 0; j < kKeys; ++j) {
+      const float weight = arch::shuffle(mine, (lane & -lanes) + j * copies);
+      HOPWELL_UNROLL
+      for (int piece = 0; piece < kPiecesOfKey; ++piece) {
+        float v[kElements<T>];
+        unpack<T>(arch::load_shared_v4(arch::shared_address(&stage.v[j * kPiecesOfKey + piece][lane])), v);
+        HOPWELL_UNROLL
+        for (int e = 0; e < kElements<T>; ++e) out[piece * kElements<T> + e] += weight * v[e];
+      }
+    }
+  }
+
+  HOPWELL_DEVICE void leave(RingStorage& s) {
+    const int lane = arch::lane_index(), warp = arch::warp_index();
+    HOPWELL_UNROLL
+    for (int keys = kKeys, mask = lanes / 2; keys > 1; keys /= 2, mask /= 2)
+      softmax.sum += arch::shuffle_xor(softmax.sum, mask);
+    HOPWELL_UNROLL
+    for (int e = 0; e < 8; ++e) s.value[warp][8 * lane + e] = out[e];
+    if (column == 0) s.stats[warp][lane / lanes] = {softmax.maximum, softmax.sum};
+  }
+  static HOPWELL_DEVICE int key_groups(const Params& p) { return 32 / p.lanes / p.heads; }
+  static HOPWELL_DEVICE int states(const Params& p) { return p.warps * key_groups(p); }
+  static HOPWELL_DEVICE Stats stats_of(const Params& p, const RingStorage& s, int v, int i) {
+    return s.stats[i / key_groups(p)][i % key_groups(p) * p.heads + v];
+  }
+  static HOPWELL_DEVICE float value_of(const Params& p, const RingStorage& s, int v, int i, int e) {
+    return s.value[i / key_groups(p)][(i % key_groups(p) * p.heads + v) * p.lanes * 8 + e];
+  }
+
+ private:
+  static HOPWELL_DEVICE void copy_pieces(const T* from, int64_t stride, uint32_t seen,
+                                         arch::Words4 (&to)[kPieces][32]) {
+    HOPWELL_UNROLL
+    for (int i = 0; i < kPieces; ++i) {
+      const int key = i / kPiecesOfKey, part = i % kPiecesOfKey * kElements<T>;
+      arch::cp_async(arch::shared_address(&to[i][arch::lane_index()]), from + key * stride + part,
+                     int(seen >> key & 1) * 16);
+    }
+  }
+  HOPWELL_DEVICE void copy_r(const Params& p, const Source& from, int key, uint32_t seen, Stage& to) const {
+    const T* r = static_cast<const T*>(p.r) + from.head * p.r_stride_h + column;
+    HOPWELL_UNROLL
+    for (int i = 0; i < kPieces; ++i) {
+      const int j = i / kPiecesOfKey, row = row_of_r(p, from.position, key + j);
+      const bool wanted = (seen >> j & 1) && row >= 0;
+      arch::cp_async(arch::shared_address(&to.r[i][arch::lane_index()]),
+                     r + (wanted ? row : 0) * p.r_stride + i % kPiecesOfKey * kElements<T>, wanted ? 16 : 0);
+    }
+  }
+  HOPWELL_DEVICE void copy_scattered(const Params& p, const Tile& tile, uint32_t& seen, Stage& to) const {
+    const int lane = arch::lane_index(), key = tile.key + first_key;
+    HOPWELL_NO_UNROLL
+    for (int i = 0; i < kPieces; ++i) {
+      const int j = i / kPiecesOfKey, first = column + i % kPiecesOfKey * kElements<T>;
+      const int page = seen >> j & 1 ? page_of(p, tile.from.sequence, key + j) : -1;
+      if (page < 0) seen &= ~(1U << j);
+      const auto gather = [&](arch::Words4& piece, const void* cache, const CacheStrides& at) {
+        gather_piece<T>(piece, [&](int e) -> const T* {
+          if (page < 0 || first + e >= p.d) return nullptr;
+          return element_of<T>(cache, at, page, tile.from.kv_head, slot_of(p, key + j), first + e);
+        });
+      };
+      gather(to.k[i][lane], p.k, p.k_at);
+      gather(to.v[i][lane], p.v, p.v_at);
+    }
+  }
+
+  static HOPWELL_DEVICE void multiply(const arch::Words4 (&rows)[kPieces][32], const float (&by)[8],
+                                      float (&x)[kKeys]) {
+    HOPWELL_UNROLL
+    for (int i = 0; i < kPieces; ++i) {
+      float row[kElements<T>];
+      unpack<T>(arch::load_shared_v4(arch::shared_address(&rows[i][arch::lane_index()])), row);
+      HOPWELL_UNROLL
+      for (int e = 0; e < kElements<T>; ++e) x[i / kPiecesOfKey] += by[i % kPiecesOfKey * kElements<T> + e] * row[e];
+    }
+  }
+  HOPWELL_DEVICE void multiply_r(const Params& p, const Source& from, int first, float (&x)[kKeys]) const {
+    HOPWELL_UNROLL
+    for (int j = 0; j < kKeys; ++j) {
+      const int row = row_of_r(p, from.position, first + j);
+      if (row < 0 || first + j > from.position) continue;
+      HOPWELL_UNROLL
+      for (int e = 0; e < 8; ++e)
+        if (column + e < p.d)
+          x[j] += qv[e] *
+                  meaning(load_bits(p.r, p.r_type, from.head * p.r_stride_h + row * p.r_stride + column + e), p.r_type);
+    }
+  }
+  // Half of the keys go to the lane across, whose other half comes here, until one key is left.
+  HOPWELL_DEVICE float sum_over_lanes(float (&x)[kKeys]) const {
+    int mask = lanes / 2;
+    HOPWELL_UNROLL
+    for (int half = kKeys / 2; half >= 1; half /= 2, mask /= 2) {
+      const bool upper = column / 8 & mask;
+      HOPWELL_UNROLL
+      for (int i = 0; i < half; ++i) {
+        const float give = upper ? x[i] : x[i + half], keep = upper ? x[i + half] : x[i];
+        x[i] = keep + arch::shuffle_xor(give, mask);
+      }
+    }
+    for (; mask >= 1; mask /= 2) x[0] += arch::shuffle_xor(x[0], mask);
+    return x[0];
+  }
+  // Values of keys that a bias of −inf hides may be NaN, which a weight of 0 does not remove.
+  HOPWELL_DEVICE void forget_values(bool hidden, Stage& stage) const {
+    const int lane = arch::lane_index();
+    const uint32_t lanes_hidden = arch::ballot(hidden);
+    if (lanes_hidden == 0) return;
+    HOPWELL_NO_UNROLL
+    for (int i = 0; i < kPieces; ++i)
+      if (lanes_hidden >> ((lane & -lanes) + i / kPiecesOfKey * copies) & 1) stage.v[i][lane] = {};
+  }
+};
+
+// Layout vllm, whose keys are split into columns of 16 bytes and whose values are transposed: a lane has 8 columns of
+// one key, and 8 pieces of V, each 8 consecutive tokens (4 in fp32) of one dimension. Most logits are whole in one lane;
+// the outputs are summed over the lanes that have other tokens at the end of the segment.
+template <class T>
+struct Columns {
+  using Type = T;
+  using Stage = paged_attention::Stage<false>;
+  using Storage = RingStorage;
+  static constexpr int kTokens = kElements<T>, kDims = kPieces * kElements<T>;
+
+  static constexpr int head_of_strip = 0, row = 0;
+  int first_key, first_piece, groups;  // groups: of tokens in a tile
+  float q[kDims], out[kPieces];
+  Softmax softmax;
+
+  HOPWELL_DEVICE explicit Columns(const Params& p) : groups(p.tile / kTokens) {
+    first_key = arch::lane_index() % p.tile, first_piece = arch::lane_index() / p.tile * kPieces;
+  }
+  static HOPWELL_DEVICE int first_key_of_warp(const Params& p) { return arch::warp_index() * p.tile; }
+  HOPWELL_DEVICE int token() const { return arch::lane_index() % groups * kTokens; }  // the first of the lane's
+  HOPWELL_DEVICE int dimension(int i) const { return (i * 32 + arch::lane_index()) / groups; }
+
+  HOPWELL_DEVICE void copy(const Params& p, const Tile& tile, Stage& to) const {
+    const int lane = arch::lane_index(), key = tile.key + first_key;
+    const Source& from = tile.from;
+    bool visible = key >= from.seen.begin && key < from.seen.end && tile.page >= 0;
+    const int page_of_values = arch::shuffle(tile.page, token());
+    if (p.scattered) {
+      copy_scattered(p, tile, visible, to);
+    } else {
+      const T* k = static_cast<const T*>(p.k) + (visible ? tile.page : 0) * p.k_at.page + from.kv_head * p.k_at.head +
+                   (visible ? slot_of(p, key) : 0) * p.k_at.slot;
+      HOPWELL_UNROLL
+      for (int i = 0; i < kPieces; ++i) {
+        const bool wanted = visible && (first_piece + i) * kElements<T> < p.d;
+        arch::cp_async(arch::shared_address(&to.k[i][lane]), k + (wanted ? first_piece + i : 0) * p.k_at.group_stride,
+                       wanted ? 16 : 0);
+      }
+      const int first = tile.key + token();
+      int tokens = larger(0, smaller(from.seen.end - first, kTokens));
+      if (page_of_values < 0 || first + kTokens <= from.seen.begin) tokens = 0;
+      const T* v = static_cast<const T*>(p.v) + (tokens ? page_of_values : 0) * p.v_at.page +
+                   from.kv_head * p.v_at.head + (tokens ? slot_of(p, first) : 0) * p.v_at.slot;
+      HOPWELL_UNROLL
+      for (int i = 0; i < kPieces; ++i) {
+        const int wanted = dimension(i) < p.d ? tokens : 0;
+        arch::cp_async(arch::shared_address(&to.v[i][lane]), v + (wanted ? dimension(i) : 0) * p.v_at.group_stride,
+                       wanted * int(sizeof(T)));
+      }
+    }
+    const uint32_t half = copy_bias(p, from, key, visible, &to.bias[lane]);
+    to.visible[lane] = (visible ? 1 : 0) | half;
+  }
+
+  HOPWELL_DEVICE void fetch_query(const Params&, const Source&) {}  // too many to be held
+  HOPWELL_DEVICE void begin(const Params& p, const Source& from) {
+    HOPWELL_UNROLL
+    for (int e = 0; e < kDims; ++e) {
+      const RawQuery raw = load_query<T, false>(p, from, first_piece * kElements<T> + e);
+      q[e] = query_plus<T>(raw.q, raw.u, p.u_type) * p.scale_log2;
+    }
+    HOPWELL_UNROLL
+    for (float& sum : out) sum = 0;
+    softmax = {};
+  }
+
+  HOPWELL_DEVICE void step(const Params& p, const Source& from, int tile, Stage& stage) {
+    const int lane = arch::lane_index(), key = tile + first_key;
+    float logit = multiply(stage.k, q);
+    if (p.r) logit += multiply_r(p, from, key);
+    for (int mask = p.tile; mask < 32; mask *= 2) logit += arch::shuffle_xor(logit, mask);
+    const uint32_t visible = stage.visible[lane];
+    const float bias = p.bias_kind == Relative::none ? 0 : bias_of(p, stage.bias[lane], visible);
+    if (p.bias_kind != Relative::none) logit += bias * p.bias_log2;
+    if (p.alibi_slopes) logit -= p.alibi_slopes[from.head * p.slopes_stride] * kLog2E * float(from.position - key);
+    const bool hidden = bias == -INFINITY;
+    if (!(visible & 1) || hidden) logit = -INFINITY;
+    forget_values(hidden || key < from.seen.begin, stage);
+    float maximum = logit;
+    HOPWELL_UNROLL
+    for (int mask = 1; mask < 32; mask *= 2) maximum = fmaxf(maximum, arch::shuffle_xor(maximum, mask));
+    float factor, weight[kTokens];
+    const float mine = softmax.update(logit, maximum, factor);
+    HOPWELL_UNROLL
+    for (int t = 0; t < kTokens; ++t) weight[t] = arch::shuffle(mine, token() + t);
+    HOPWELL_UNROLL
+    for (int i = 0; i < kPieces; ++i) {
+      float v[kTokens];
+      unpack<T>(arch::load_shared_v4(arch::shared_address(&stage.v[i][lane])), v);
+      out[i] *= factor;
+      HOPWELL_UNROLL
+      for (int t = 0; t < kTokens; ++t) out[i] += weight[t] * v[t];
+    }
+  }
+
+  HOPWELL_DEVICE void leave(RingStorage& s) {
+    const int lane = arch::lane_index(), warp = arch::warp_index();
+    for (int mask = groups * kTokens / 2; mask >= 1; mask /= 2) softmax.sum += arch::shuffle_xor(softmax.sum, mask);
+    HOPWELL_UNROLL
+    for (int i = 0; i < kPieces; ++i) {
+      for (int mask = groups / 2; mask >= 1; mask /= 2) out[i] += arch::shuffle_xor(out[i], mask);
+      if (token() == 0) s.value[warp][dimension(i)] = out[i];
+    }
+    if (lane == 0) s.stats[warp][0] = {softmax.maximum, softmax.sum};
+  }
+  static HOPWELL_DEVICE int states(const Params& p) { return p.warps; }
+  static HOPWELL_DEVICE Stats stats_of(const Params&, const RingStorage& s, int, int i) { return s.stats[i][0]; }
+  static HOPWELL_DEVICE float value_of(const Params&, const RingStorage& s, int, int i, int e) { return s.value[i][e]; }
+
+ private:
+  HOPWELL_DEVICE void copy_scattered(const Params& p, const Tile& tile, bool visible, Stage& to) const {
+    const int lane = arch::lane_index(), key = tile.key + first_key;
+    HOPWELL_NO_UNROLL
+    for (int i = 0; i < kPieces; ++i) {
+      gather_piece<T>(to.k[i][lane], [&](int e) -> const T* {
+        const int element = (first_piece + i) * kElements<T> + e;
+        if (!visible || element >= p.d) return nullptr;
+        return element_of<T>(p.k, p.k_at, tile.page, tile.from.kv_head, slot_of(p, key), element);
+      });
+      gather_piece<T>(to.v[i][lane], [&](int t) -> const T* {
+        const int of = tile.key + token() + t;
+        if (of < tile.from.seen.begin || of >= tile.from.seen.end || dimension(i) >= p.d) return nullptr;
+        const int page = page_of(p, tile.from.sequence, of);
+        return page < 0 ? nullptr : element_of<T>(p.v, p.v_at, page, tile.from.kv_head, slot_of(p, of), dimension(i));
+      });
+    }
+  }
+
+  static HOPWELL_DEVICE float multiply(const arch::Words4 (&rows)[kPieces][32], const float (&by)[kDims]) {
+    float x[kPieces];  // independent sums
+    HOPWELL_UNROLL
+    for (int i = 0; i < kPieces; ++i) {
+      float row[kElements<T>];
+      unpack<T>(arch::load_shared_v4(arch::shared_address(&rows[i][arch::lane_index()])), row);
+      x[i] = 0;
+      HOPWELL_UNROLL
+      for (int e = 0; e < kElements<T>; ++e) x[i] += by[i * kElements<T> + e] * row[e];
+    }
+    return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+  }
+  // (q + v)·r. There are no registers left for q + v; it comes from L1 for each key.
+  HOPWELL_DEVICE float multiply_r(const Params& p, const Source& from, int key) const {
+    const int row = row_of_r(p, from.position, key), first = first_piece * kElements<T>;
+    if (row < 0 || key > from.position) return 0;
+    float x = 0;
+    HOPWELL_NO_UNROLL
+    for (int e = first; e < first + kDims && e < p.d; ++e) {
+      const RawQuery raw = load_query<T, true>(p, from, e);
+      const uint32_t r = load_bits(p.r, p.r_type, from.head * p.r_stride_h + row * p.r_stride + e);
+      x += query_plus<T>(raw.q, raw.v, p.v_type) * meaning(r, p.r_type);
+    }
+    return x * p.bias_log2;
+  }
+  // Values of hidden keys that lie in one piece with values of visible ones: they may be NaN, which a weight of 0 does
+  // not remove.
+  HOPWELL_DEVICE void forget_values(bool hidden, Stage& stage) const {
+    const uint32_t keys_hidden = arch::ballot(hidden);
+    if (keys_hidden == 0) return;
+    const int lane = arch::lane_index();
+    HOPWELL_NO_UNROLL
+    for (int i = 0; i < kPieces; ++i) {
+      HOPWELL_UNROLL
+      for (int t = 0; t < kTokens; ++t) {
+        if (!(keys_hidden >> (token() + t) & 1)) continue;
+        if constexpr (sizeof(T) == 4)
+          stage.v[i][lane].w[t] = 0;
+        else
+          stage.v[i][lane].w[t / 2] &= t % 2 ? 0xffff : 0xffff0000;
+      }
+    }
+  }
+};
+
+}  // namespace
+}  // namespace hopwell::ops::paged_attention

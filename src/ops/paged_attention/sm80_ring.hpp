@@ -1,0 +1,234 @@
+// paged_attention on the CUDA cores, one query vector for each KV head of a strip: any type, layout and d.
+//
+//     logit_j = (q + u)·k_j · scale + bias_j ;  out = Σ_j exp2(logit_j − m) v_j / Σ_j exp2(logit_j − m)
+//
+// Tile      of a warp: 8 pieces of 16 bytes of K and 8 of V for each lane, 8 KiB in all
+// Roles     none: every warp copies and computes its own tiles; the warps of a CTA take turns along the segment
+// Ring      2 stages a warp, private to each lane: a lane reads back only what it copied itself, so that nobody waits
+//           for anybody, and there is no swizzle and no bank conflict
+// Timeline  lane   copies 0, 1 │ wait 0 │ q·k ▓▓▓ softmax ▓ p·v ▓▓▓ │ copy 2 → 0 │ wait 1 │ q·k …
+// Budget    shared: 8 warps × 2 stages × (8,192 + 256 [+ 4,096 of r]) + 10 KiB of sums; registers: < 256, one CTA an SM
+// Bound     memory: 2 tiles × 8 warps × 8 KiB in flight an SM; ~400 instructions a tile are a quarter of the issue slots
+//
+// What is invisible, or on a page that does not exist, is never read: its copies have a length of 0 and leave zeros.
+#pragma once
+
+#include "ops/paged_attention/sm80_merge.hpp"
+
+namespace hopwell::ops::paged_attention {
+namespace {
+
+constexpr int kStages = 2, kPieces = 8, kPieceBytes = 512;  // of a warp's 32 lanes
+
+// One stage of a warp's ring; every lane has its own column.
+template <bool kFused>
+struct Stage {
+  arch::Words4 k[kPieces][32], v[kPieces][32];
+  uint32_t visible[32];  // bit 0: the lane's key is visible; bit 1: its bias is in the upper half of the word
+  uint32_t bias[32];
+  arch::Words4 r[kPieces][32];
+};
+template <>
+struct Stage<false> {
+  arch::Words4 k[kPieces][32], v[kPieces][32];
+  uint32_t visible[32];
+  uint32_t bias[32];
+};
+
+struct RingStorage {
+  PlanStorage plan;
+  alignas(16) float value[kMaxWarps][256];  // of each lane's eight dimensions, at the end of a segment
+  Stats stats[kMaxWarps][4];                // of each group of lanes
+};
+
+// Shared memory of a CTA: the sums, then the rings of its warps.
+template <class Lanes>
+HOPWELL_HOST_DEVICE constexpr size_t ring_bytes(int warps) {
+  return (sizeof(typename Lanes::Storage) + 127) / 128 * 128 + size_t(warps) * kStages * sizeof(typename Lanes::Stage);
+}
+
+// What does not change along a segment, for one of its query vectors.
+struct Source {
+  int sequence, kv_head, head, query, position;
+  Keys seen;  // by this query, in this segment
+  int end;    // of the segment
+};
+HOPWELL_DEVICE Source source_of(const Params& p, const Segment& segment, int head_of_strip, int row) {
+  const int group = segment.strip / p.passes, kv_head = group * p.heads + head_of_strip;
+  const int of_group = (segment.strip - group * p.passes) * p.queries + row, all = p.group * p.q_len;
+  const int at = smaller(of_group, all - 1), g = at / p.q_len, query = at - g * p.q_len;  // the last pass has fewer
+  const int position = segment.context - p.q_len + query;
+  Source source{segment.sequence, kv_head, kv_head * p.group + g, query, position, {0, 0}, segment.keys.end};
+  if (of_group < all) {
+    const Keys keys = keys_of_query(p, segment.context, query);
+    source.seen = {larger(keys.begin, segment.keys.begin), smaller(keys.end, segment.keys.end)};
+  }
+  return source;
+}
+
+struct Tile {
+  Source from;
+  int key, page;  // first key of the warp; page of the lane's own first key, −1 if there is none
+  bool exists;
+};
+
+// The bias of a key: where in the tensor, and whether there is any.
+struct Column {
+  int64_t at;
+  bool inside;
+};
+HOPWELL_DEVICE Column column_of(const Params& p, const Source& from, int key) {
+  int column = p.bias_kind == Relative::key ? key : from.position - key;
+  if (p.clamp) column = smaller(column, p.extent - 1);
+  const bool inside = column >= 0 && column < p.extent;
+  return {from.sequence * p.bias_stride[0] + from.query * p.bias_stride[1] + from.head * p.bias_stride[2] +
+              (inside ? column : 0),
+          inside};
+}
+// 2 if a bias of 16 bits lies in the upper half of its aligned word.
+HOPWELL_DEVICE uint32_t half_of_bias(const Params& p, const Column& column) {
+  return uint32_t(reinterpret_cast<uintptr_t>(p.bias) + uintptr_t(column.at) * 2) & 2;
+}
+// Copies the aligned word that holds the bias of a key; returns half_of_bias.
+HOPWELL_DEVICE uint32_t copy_bias(const Params& p, const Source& from, int key, bool visible, void* word) {
+  if (p.bias_kind == Relative::none) return 0;
+  const Column column = column_of(p, from, key);
+  const auto address =
+      reinterpret_cast<uintptr_t>(p.bias) + uintptr_t(column.at) * (p.bias_type == Float::fp32 ? 4 : 2);
+  arch::cp_async<4>(arch::shared_address(word), reinterpret_cast<const void*>(address & ~uintptr_t{3}),
+                    visible && column.inside ? 4 : 0);
+  return half_of_bias(p, column);
+}
+HOPWELL_DEVICE float bias_of(const Params& p, uint32_t word, uint32_t visible) {
+  if (p.bias_type == Float::fp32) return arch::bit_cast<float>(word);
+  return meaning(visible & 2 ? word >> 16 : word & 0xffff, p.bias_type);
+}
+
+// Which row of r a key has; −1: none, it adds nothing.
+HOPWELL_DEVICE int row_of_r(const Params& p, int position, int key) {
+  int row = position - key;
+  if (p.clamp) row = smaller(row, p.extent - 1);
+  return row < p.extent ? row : -1;
+}
+
+// A piece whose elements lie anywhere, or nowhere, for layouts that have no whole pieces.
+template <class T, class ElementAt>
+HOPWELL_DEVICE void gather_piece(arch::Words4& piece, ElementAt element_at) {
+  piece = {};
+  HOPWELL_NO_UNROLL
+  for (int e = 0; e < kElements<T>; ++e)
+    if (const T* element = element_at(e)) reinterpret_cast<T*>(&piece)[e] = *element;
+}
+
+template <class T>
+HOPWELL_DEVICE const T* element_of(const void* cache, const CacheStrides& at, int page, int head, int slot, int e) {
+  const int groups = e / int(at.group);
+  return static_cast<const T*>(cache) + page * at.page + head * at.head + slot * at.slot + groups * at.group_stride +
+         (e - groups * int(at.group));
+}
+
+// 2^logit of a lane's key, raising the running maximum; earlier sums shrink by `factor`.
+struct Softmax {
+  float maximum = -INFINITY, sum = 0;
+  HOPWELL_DEVICE float update(float logit, float tile_maximum, float& factor) {
+    const float raised = fmaxf(maximum, tile_maximum), base = finite_or_zero(raised);
+    factor = arch::exp2_approx(maximum - base);
+    const float p = arch::exp2_approx(logit - base);
+    maximum = raised, sum = sum * factor + p;
+    return p;
+  }
+};
+
+// A bit for each of the first `n` of `size`.
+HOPWELL_DEVICE uint32_t first_bits(int n, int size) { return (1U << larger(0, smaller(n, size))) - 1; }
+
+// A query vector as fp32, u added, element by element; 0 past d.
+struct RawQuery {
+  uint32_t q, u, v;
+};
+template <class T, bool kFused>
+HOPWELL_DEVICE RawQuery load_query(const Params& p, const Source& from, int e) {
+  constexpr Float kType = sizeof(T) == 4 ? Float::fp32 : std::is_same_v<T, bf16> ? Float::bf16 : Float::fp16;
+  RawQuery raw{};
+  if (e >= p.d) return raw;
+  raw.q =
+      load_bits(p.q, kType, from.sequence * p.q_stride[0] + from.query * p.q_stride[1] + from.head * p.q_stride[2] + e);
+  if (p.pos_bias_u) raw.u = load_bits(p.pos_bias_u, p.u_type, from.head * p.u_stride + e);
+  if (kFused && p.pos_bias_v) raw.v = load_bits(p.pos_bias_v, p.v_type, from.head * p.v_stride + e);
+  return raw;
+}
+template <class T>
+HOPWELL_DEVICE float query_plus(uint32_t q, uint32_t other, Float type) {
+  constexpr Float kType = sizeof(T) == 4 ? Float::fp32 : std::is_same_v<T, bf16> ? Float::bf16 : Float::fp16;
+  return meaning(q, kType) + meaning(other, type);
+}
+
+template <class Lanes>
+__global__ void __launch_bounds__(kMaxThreads, 1) ring_kernel(const __grid_constant__ Params p) {
+  auto& s = arch::dynamic_smem<typename Lanes::Storage>();
+  wait_for_previous();
+  let_next_start();
+  Plan plan;
+  Segment segment;
+  if (!find_share(p, s.plan, p.warps, false, plan, segment)) return;
+  const int64_t share_end = plan.first_unit(arch::block_index() + 1);
+  auto* ring = reinterpret_cast<typename Lanes::Stage*>(reinterpret_cast<char*>(&s) + ring_bytes<Lanes>(0)) +
+               arch::warp_index() * kStages;
+  Lanes lanes(p);
+  const int first_key = lanes.first_key_of_warp(p);  // of a segment
+
+  Segment ahead = segment;  // of the next tile to be asked for
+  Source ahead_source = source_of(p, segment, lanes.head_of_strip, lanes.row);
+  int ahead_key = segment.keys.begin + first_key - p.unit;
+  bool more_tiles = true;
+  const auto next_tile = [&] {
+    ahead_key += p.unit;
+    while (more_tiles && ahead_key >= ahead.keys.end) {
+      more_tiles = ahead.advance(p, share_end);
+      ahead_key = ahead.keys.begin + first_key;
+      if (more_tiles) ahead_source = source_of(p, ahead, lanes.head_of_strip, lanes.row);
+    }
+    const int key = ahead_key + lanes.first_key;
+    const bool exists = more_tiles && key < ahead.keys.end;
+    return Tile{ahead_source, ahead_key, exists ? page_of(p, ahead.sequence, key) : -1, more_tiles};
+  };
+
+  Tile copied{}, asked{};
+  Source source = ahead_source;
+  int key = segment.keys.begin + first_key;
+  bool first_of_share = true;
+  lanes.fetch_query(p, source);
+  lanes.begin(p, source);
+  // Step n computes tile n, copies tile n + 2 and asks for the page of tile n + 4.
+  HOPWELL_NO_UNROLL
+  for (int n = -4;; ++n) {
+    auto& stage = ring[n & 1];
+    if (n >= 0) {
+      HOPWELL_NO_UNROLL
+      while (key >= segment.keys.end) {
+        Segment following = segment;
+        const bool more = following.advance(p, share_end);
+        if (more) source = source_of(p, following, lanes.head_of_strip, lanes.row), lanes.fetch_query(p, source);
+        lanes.leave(s);
+        arch::syncthreads();
+        finish_segment<typename Lanes::Type>(
+            p, segment, first_of_share, lanes.states(p), [&](int v, int i) { return Lanes::stats_of(p, s, v, i); },
+            [&](int v, int i, int e) { return Lanes::value_of(p, s, v, i, e); });
+        if (!more) return;
+        arch::syncthreads();  // before the next segment's states
+        segment = following, first_of_share = false;
+        lanes.begin(p, source);
+        key = segment.keys.begin + first_key;
+      }
+      arch::cp_async_wait<kStages - 1>();
+      lanes.step(p, source, key, stage);
+      key += p.unit;
+    }
+    if (n >= -2 && copied.exists) lanes.copy(p, copied, stage);
+    arch::cp_async_commit();
+    copied = asked, asked = next_tile();
+  }
+}
+
+}  // namespace
+}  // namespace hopwell::ops::paged_attention

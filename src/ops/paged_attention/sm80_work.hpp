@@ -1,0 +1,294 @@
+// paged_attention on GPUs: what its kernels are given, and how the work is shared out.
+//
+// A strip is what a CTA works on at a time: `heads` neighbouring KV heads of a sequence, whose keys lie side by side in
+// memory, and `queries` of the query vectors that share each of them. The strips of a sequence are equally long, and
+// all strips lie end to end on a line of units of `unit` keys:
+//
+//     sequence 0            sequence 1                                          sequence 2
+//     strip 0 │ strip 1     strip 0             │ strip 1                       strip 0 │ strip 1
+//     ▓▓▓▓▓▓▓▓│▓▓▓▓▓▓▓▓     ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓│▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓          ▓▓▓▓    │▓▓▓▓
+//     └── CTA 0 ───┘└── CTA 1 ───┘└── CTA 2 ───┘└── CTA 3 ──┘└── …
+//
+// Each CTA takes an equal share, so one long sequence among short ones is as good as many equal ones. It finds its share
+// from the lengths, inside the kernel: a captured graph follows lengths that change.
+#pragma once
+
+#include <cmath>
+
+#include "arch/sm80/async_copy.hpp"
+#include "arch/sm80/convert.hpp"
+#include "arch/sm90/cluster.hpp"
+#include "ops/paged_attention/op.hpp"
+
+namespace hopwell::ops::paged_attention {
+namespace {
+
+using arch::bf16;
+using arch::fp16;
+
+constexpr int kMaxWarps = 8, kMaxThreads = 32 * kMaxWarps;
+constexpr float kLog2E = 1.44269504088896F, kLn2 = 0.693147180559945F;
+
+enum class Float : int { fp32, fp16, bf16 };
+enum class Relative : int { none, key, distance };  // bias: none, or by key, or by distance
+
+struct Params {
+  const void *q, *k, *v;
+  const int *block_tables, *context_lens;
+  const void *pos_bias_u, *pos_bias_v, *r, *bias;  // or null
+  const float* alibi_slopes;                       // or null
+  void* out;
+  float* lse;            // or null
+  float* partial_out;    // [2 · CTAs, heads · queries, d]: sums of exp2(logit − maximum) · v
+  float* partial_stats;  // [2 · CTAs, heads · queries, 2]: maximum, sum of exp2(logit − maximum)
+  CacheStrides k_at, v_at;
+  // of dimensions sequence, query, head, in elements
+  int64_t q_stride[3], out_stride[3], lse_stride[3], bias_stride[3];
+  int64_t tables_stride, lens_stride, u_stride, v_stride, r_stride_h, r_stride, slopes_stride;
+  Float u_type, v_type, r_type, bias_type;
+  Relative bias_kind;
+  bool clamp;      // columns past the last one are the last one; else they are zero
+  bool scattered;  // pages, or their elements, do not lie in whole 16-byte pieces
+  bool r_direct;   // r is not read through the ring
+  bool bias_in_pieces;
+  int b, q_len, h_q, group, d, blocks, block, block_shift;  // block_shift: −1 if block is not a power of two
+  int max_context, window, key_end, extent;                 // keys ≥ key_end are hidden
+  int heads, queries, passes, strips, unit;                 // passes of `queries`; strips of a sequence
+  int lanes, tile, warps;       // lanes that share a key; keys of a warp's tile; warps of a CTA
+  float scale_log2, bias_log2;  // what q · k and the bias are multiplied by
+};
+
+HOPWELL_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
+HOPWELL_DEVICE int larger(int a, int b) { return a > b ? a : b; }
+HOPWELL_DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Where the device has dependent launches: the next kernel may come; wait for all that came before.
+HOPWELL_DEVICE void let_next_start() {
+#if HOPWELL_HAS_SM90
+  arch::griddepcontrol_launch_dependents();
+#endif
+}
+HOPWELL_DEVICE void wait_for_previous() {
+#if HOPWELL_HAS_SM90
+  arch::griddepcontrol_wait();
+#endif
+}
+
+// ---- numbers of any type --------------------------------------------------------------------------------------------
+
+template <class T>
+constexpr int kElements = 16 / int(sizeof(T));  // of a 16-byte piece
+
+HOPWELL_DEVICE float to_fp32(float x) { return x; }
+HOPWELL_DEVICE float to_fp32(bf16 x) { return arch::to_float(x); }
+HOPWELL_DEVICE float to_fp32(fp16 x) { return arch::to_float(x); }
+
+HOPWELL_DEVICE void from_fp32(float x, float* to) { *to = x; }
+HOPWELL_DEVICE void from_fp32(float x, bf16* to) { *to = arch::to_bf16(x); }
+HOPWELL_DEVICE void from_fp32(float x, fp16* to) { *to = {uint16_t(arch::pack_fp16(x, 0))}; }
+
+// Element `at` as it lies in memory; what it means. Apart, so that loads need not wait for one another.
+HOPWELL_DEVICE uint32_t load_bits(const void* data, Float type, int64_t at) {
+  return type == Float::fp32 ? static_cast<const uint32_t*>(data)[at] : static_cast<const uint16_t*>(data)[at];
+}
+HOPWELL_DEVICE float meaning(uint32_t bits, Float type) {
+  return type == Float::fp32   ? arch::bit_cast<float>(bits)
+         : type == Float::fp16 ? arch::to_float(fp16{uint16_t(bits)})
+                               : arch::bit_cast<float>(bits << 16);
+}
+
+template <class T>
+HOPWELL_DEVICE void unpack(const arch::Words4& piece, float (&x)[kElements<T>]) {
+  HOPWELL_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(T) == 4) {
+      x[i] = arch::bit_cast<float>(piece.w[i]);
+    } else if constexpr (std::is_same_v<T, bf16>) {
+      x[2 * i] = arch::bit_cast<float>(piece.w[i] << 16);
+      x[2 * i + 1] = arch::bit_cast<float>(piece.w[i] & 0xffff0000);
+    } else {
+      x[2 * i] = arch::to_float(fp16{uint16_t(piece.w[i])});
+      x[2 * i + 1] = arch::to_float(fp16{uint16_t(piece.w[i] >> 16)});
+    }
+  }
+}
+
+// ---- what is visible ------------------------------------------------------------------------------------------------
+
+struct Keys {
+  int begin, end;
+};
+
+HOPWELL_DEVICE int context_of(const Params& p, int sequence) {
+  return larger(0, smaller(p.context_lens[sequence * p.lens_stride], p.max_context));
+}
+// The keys that query i sees.
+HOPWELL_DEVICE Keys keys_of_query(const Params& p, int context, int i) {
+  const int position = context - p.q_len + i;
+  return {larger(0, position - p.window + 1), smaller(position + 1, p.key_end)};
+}
+// A range of all keys that any query sees; it begins with a multiple of 16.
+HOPWELL_DEVICE Keys keys_of_sequence(const Params& p, int context) {
+  const int begin = keys_of_query(p, context, 0).begin / 16 * 16, end = smaller(context, p.key_end);
+  return begin < end ? Keys{begin, end} : Keys{0, 0};
+}
+HOPWELL_DEVICE int units_of(const Params& p, const Keys& keys) { return ceil_div(keys.end - keys.begin, p.unit); }
+
+// The page of a key; −1 if there is none of that number.
+HOPWELL_DEVICE int block_of(const Params& p, int key) {
+  return p.block_shift >= 0 ? key >> p.block_shift : key / p.block;
+}
+HOPWELL_DEVICE int slot_of(const Params& p, int key) { return key - block_of(p, key) * p.block; }
+HOPWELL_DEVICE int page_of(const Params& p, int sequence, int key) {
+  const int page = p.block_tables[sequence * p.tables_stride + block_of(p, key)];
+  return unsigned(page) < unsigned(p.blocks) ? page : -1;
+}
+
+// ---- shares ---------------------------------------------------------------------------------------------------------
+
+struct Plan {
+  int64_t share;  // units of a CTA; the first `extra` CTAs have one more
+  int extra;
+  HOPWELL_DEVICE int64_t first_unit(int cta) const { return cta * share + smaller(cta, extra); }
+  HOPWELL_DEVICE int cta_of(int64_t unit) const {
+    const int64_t longer = extra * (share + 1);
+    return int(unit < longer ? unit / (share + 1) : extra + (unit - longer) / share);
+  }
+};
+
+struct PlanStorage {
+  int sum_of_warp[kMaxWarps];
+  int sequence, before;
+};
+
+// What one CTA has of a strip.
+struct Segment {
+  int sequence, before;  // units of a strip in all sequences before it
+  int units, strip;      // units of a strip of this sequence; which of its strips
+  int first, count;      // units of the strip
+  int context;
+  Keys keys;  // of the segment
+  HOPWELL_DEVICE bool whole() const { return count == units; }
+  HOPWELL_DEVICE int64_t strip_begin(const Params& p) const {
+    return int64_t{before} * p.strips + int64_t{strip} * units;
+  }
+  // The rest of the strip from `unit` on, as far as `end`.
+  HOPWELL_DEVICE void place(const Params& p, int64_t unit, int64_t end) {
+    context = context_of(p, sequence);
+    const Keys all = keys_of_sequence(p, context);
+    units = units_of(p, all);
+    const int offset = int(unit - int64_t{before} * p.strips);
+    strip = offset / units, first = offset - strip * units;
+    count = end - unit < units - first ? int(end - unit) : units - first;
+    keys.begin = all.begin + first * p.unit;
+    keys.end = smaller(all.end, keys.begin + count * p.unit);
+  }
+  // The one that follows, if the share goes on until `end`.
+  HOPWELL_DEVICE bool advance(const Params& p, int64_t end) {
+    const int64_t unit = strip_begin(p) + first + count;
+    if (unit >= end) return false;
+    while (unit >= (int64_t{before} + units) * p.strips) {
+      before += units;
+      units = units_of(p, keys_of_sequence(p, context_of(p, ++sequence)));
+    }
+    place(p, unit, end);
+    return true;
+  }
+};
+
+// The plan, and the segment that holds the first unit of this CTA's share (or the last one); false if it has none. All
+// threads of the CTA take part: each adds up its part of the batch.
+HOPWELL_DEVICE bool find_share(const Params& p, PlanStorage& s, int warps, bool last, Plan& plan, Segment& segment) {
+  const int thread = arch::thread_index(), lane = arch::lane_index(), warp = arch::warp_index();
+  const int part = ceil_div(p.b, 32 * warps), first = thread * part, end = smaller(p.b, first + part);
+  int units = 0;
+  for (int n = first; n < end; ++n) units += units_of(p, keys_of_sequence(p, context_of(p, n)));
+  int sum = units;
+  HOPWELL_UNROLL
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = arch::shuffle(sum, (lane - step) & 31);
+    sum += lane >= step ? other : 0;
+  }
+  if (lane == 31) s.sum_of_warp[warp] = sum;
+  arch::syncthreads();
+  int before = sum - units, total = 0;
+  for (int w = 0; w < warps; ++w) {
+    before += w < warp ? s.sum_of_warp[w] : 0;
+    total += s.sum_of_warp[w];
+  }
+  const int64_t all = int64_t{total} * p.strips;
+  plan.share = all / arch::grid_size(), plan.extra = int(all - plan.share * arch::grid_size());
+  const int cta = arch::block_index();
+  const int64_t share_begin = plan.first_unit(cta), share_end = plan.first_unit(cta + 1);
+  if (share_begin == share_end) return false;
+  const int64_t unit = last ? share_end - 1 : share_begin;
+  const int wanted = int(unit / p.strips);
+  if (before <= wanted && wanted < before + units) {
+    int n = first;
+    for (int have; wanted >= before + (have = units_of(p, keys_of_sequence(p, context_of(p, n)))); ++n) before += have;
+    s.sequence = n, s.before = before;
+  }
+  arch::syncthreads();
+  segment.sequence = s.sequence, segment.before = s.before;
+  segment.place(p, unit, share_end);
+  return true;
+}
+
+// ---- results --------------------------------------------------------------------------------------------------------
+
+struct Vector {
+  int head, query;
+  bool exists;  // the last pass may have fewer
+};
+HOPWELL_DEVICE Vector vector_of(const Params& p, int strip, int v) {
+  const int kv_head = strip / p.passes * p.heads + v / p.queries;
+  const int of_group = strip % p.passes * p.queries + v % p.queries, g = of_group / p.q_len;
+  return {kv_head * p.group + g, of_group - g * p.q_len, g < p.group};
+}
+
+HOPWELL_DEVICE float finite_or_zero(float maximum) { return maximum == -INFINITY ? 0 : maximum; }
+
+// Element e of a vector's result, from its sum of exp2 and its sum of exp2 · v.
+template <class T>
+HOPWELL_DEVICE void store_result(const Params& p, int sequence, const Vector& to, int e, float maximum, float sum,
+                                 float value) {
+  if (!to.exists) return;
+  T* out = static_cast<T*>(p.out) + sequence * p.out_stride[0] + to.query * p.out_stride[1];
+  from_fp32(sum == 0 ? 0 : value / sum, out + to.head * p.out_stride[2] + e);
+  if (e == 0 && p.lse)
+    p.lse[sequence * p.lse_stride[0] + to.query * p.lse_stride[1] + to.head * p.lse_stride[2]] =
+        sum == 0 ? -INFINITY : (maximum + arch::log2_approx(sum)) * kLn2;
+}
+
+struct Stats {
+  float maximum, sum;
+};
+
+// The end of a segment: adds up the states that its warps left in shared memory, then writes the result, or the CTA's
+// part of it. `stats_of(v, i)` and `value_of(v, i, e)` are those of vector v in state i.
+template <class T, class StatsOf, class ValueOf>
+HOPWELL_DEVICE void finish_segment(const Params& p, const Segment& segment, bool first_of_share, int states,
+                                   StatsOf stats_of, ValueOf value_of) {
+  const int slot = 2 * arch::block_index() + (first_of_share ? 0 : 1), vectors = p.heads * p.queries;
+  for (int o = arch::thread_index(); o < vectors * p.d; o += 32 * p.warps) {
+    const int v = o / p.d, e = o - v * p.d;
+    float maximum = -INFINITY, sum = 0, value = 0;
+    for (int i = 0; i < states; ++i) maximum = fmaxf(maximum, stats_of(v, i).maximum);
+    const float base = finite_or_zero(maximum);
+    for (int i = 0; i < states; ++i) {
+      const Stats stats = stats_of(v, i);
+      const float weight = arch::exp2_approx(stats.maximum - base);
+      sum += weight * stats.sum, value += weight * value_of(v, i, e);
+    }
+    if (segment.whole()) {
+      store_result<T>(p, segment.sequence, vector_of(p, segment.strip, v), e, maximum, sum, value);
+    } else {
+      p.partial_out[(int64_t{slot} * vectors + v) * p.d + e] = value;
+      float* stats = p.partial_stats + (int64_t{slot} * vectors + v) * 2;
+      if (e == 0) stats[0] = maximum, stats[1] = sum;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace hopwell::ops::paged_attention
