@@ -416,11 +416,23 @@ def compare(model: TransformerXL, requests: list[Request], screen: Console) -> C
 # ---- the run
 
 
+def choose_device(asked: str | None) -> str:
+    """The GPU where PyTorch and Hopwell both have it, else the CPU."""
+    on_gpu = any(name.startswith("sm") for name in hopwell.backends("paged_attention")) and torch.cuda.is_available()
+    if asked == "cuda" and not on_gpu:
+        raise DemoError("argument --device: neither PyTorch nor Hopwell may lack the GPU for cuda; one of them does")
+    return asked or ("cuda" if on_gpu else "cpu")
+
+
 def run(plan: Plan, text: list[Path], seed: int, screen: Console) -> bool:
+    """On PyTorch's default device."""
     torch.manual_seed(seed)
     corpus = load(text, plan.size.vocabulary, plan.segment * plan.streams // 8, plan.text_bytes)
+    device = torch.get_default_device()
+    corpus.train, corpus.validation = corpus.train.to(device), corpus.validation.to(device)
     screen.print(
-        f"{corpus.files} files, {len(corpus.train):,} + {len(corpus.validation):,} tokens of {plan.size.vocabulary}",
+        f"{corpus.files} files, {len(corpus.train):,} + {len(corpus.validation):,} tokens of {plan.size.vocabulary}, "
+        f"on {device}",
         highlight=False,
     )
     model = train(plan, corpus, screen)
@@ -476,6 +488,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=positive, help=f"of training (default: {Plan.steps})")
     parser.add_argument("--requests", type=positive, help=f"to serve (default: {Plan.requests})")
     parser.add_argument("--seed", type=positive, default=1, help="of weights and requests (default: 1)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="(default: cuda where there is a GPU)")
     parser.add_argument("--quick", action="store_true", help="a smaller model on a part of the text, for seconds")
     return parser.parse_args(arguments)
 
@@ -485,7 +498,8 @@ def main(arguments: list[str] | None = None) -> int:
         options = parse(arguments)
         plan = QUICK if options.quick else Plan()
         changes = {name: getattr(options, name) for name in ("steps", "requests") if getattr(options, name)}
-        return 0 if run(Plan(**{**vars(plan), **changes}), options.text, options.seed, console()) else 1
+        with torch.device(choose_device(options.device)):
+            return 0 if run(Plan(**{**vars(plan), **changes}), options.text, options.seed, console()) else 1
     except DemoError as error:
         print(f"transformer_xl_server: {error}", file=sys.stderr)
     except KeyboardInterrupt:

@@ -221,9 +221,10 @@ void lightning_indexer_backward_(handle target, handle q_index, handle k_index, 
   call.run(args, hopwell::lightning_indexer_backward, hopwell::lightning_indexer_backward_workspace_bytes);
 }
 
-nb::list backends_() {
+nb::list backends_(const char* operator_name) {
   nb::list names;
-  for (const std::string& name : hopwell::backends()) names.append(nb::str(name.c_str()));
+  for (const std::string& name : operator_name == nullptr ? hopwell::backends() : hopwell::backends(operator_name))
+    names.append(nb::str(name.c_str()));
   return names;
 }
 
@@ -264,6 +265,6 @@ NB_MODULE(_hopwell, m) {
   hp::define(m, "nvfp4_dequantize", hp::nvfp4_dequantize_);
   hp::define(m, "lightning_indexer", hp::lightning_indexer_);
   hp::define(m, "lightning_indexer_backward", hp::lightning_indexer_backward_);
-  m.def("backends", hp::backends_);
+  m.def("backends", hp::backends_, nb::arg("operator_name").none() = nb::none());
   m.def("version", [] { return nb::str(hopwell::version().c_str()); });
 }

@@ -16,12 +16,24 @@ from dsa_lm.report import Claim, DemoError, Reporter, Stopwatch, write_atomicall
 from dsa_lm.training import Settings, Trainer
 
 VALIDATION_WINDOWS = 96
+# What training, quantising and generating call.
+OPERATORS = (
+    "sparse_mla_forward",
+    "sparse_mla_backward",
+    "attention_distribution",
+    "lightning_indexer",
+    "lightning_indexer_backward",
+    "nvfp4_quantize",
+    "nvfp4_linear",
+)
 
 
 def choose_device(options: argparse.Namespace) -> torch.device:
-    """The GPU where PyTorch and Hopwell both have it, else the CPU; the quick run's sizes are the CPU's."""
-    on_gpu = not options.quick and any(not name.startswith(("cpu", "emu:")) for name in hopwell.backends())
-    return torch.device("cuda" if on_gpu and torch.cuda.is_available() else "cpu")
+    """The GPU where PyTorch has one and Hopwell all it takes, else the CPU; the quick run's sizes are the CPU's."""
+    on_gpu = not options.quick and torch.cuda.is_available()
+    for operator in OPERATORS:
+        on_gpu = on_gpu and any(name.startswith("sm") for name in hopwell.backends(operator))
+    return torch.device("cuda" if on_gpu else "cpu")
 
 
 def choose_settings(options: argparse.Namespace, device: torch.device) -> Settings:

@@ -230,7 +230,8 @@ def test_the_stub_names_what_the_module_has() -> None:
 
 
 def test_backends_and_version() -> None:
-    assert "cpu" in hopwell.backends()
+    assert "cpu" in hopwell.backends() and "cpu" in hopwell.backends("nvfp4_linear")
+    assert hopwell.backends("no such operator") == []
     assert re.fullmatch(r"\d+\.\d+\.\d+", hopwell.__version__)
 
 
