@@ -221,11 +221,10 @@ void lightning_indexer_backward_(handle target, handle q_index, handle k_index, 
   call.run(args, hopwell::lightning_indexer_backward, hopwell::lightning_indexer_backward_workspace_bytes);
 }
 
-nb::list backends_(const char* operator_name) {
-  nb::list names;
-  for (const std::string& name : operator_name == nullptr ? hopwell::backends() : hopwell::backends(operator_name))
-    names.append(nb::str(name.c_str()));
-  return names;
+nb::list names(const std::vector<std::string>& strings) {
+  nb::list list;
+  for (const std::string& string : strings) list.append(nb::str(string.c_str()));
+  return list;
 }
 
 // Arguments are handles to None as well as to arrays: nanobind must let None through.
@@ -265,6 +264,7 @@ NB_MODULE(_hopwell, m) {
   hp::define(m, "nvfp4_dequantize", hp::nvfp4_dequantize_);
   hp::define(m, "lightning_indexer", hp::lightning_indexer_);
   hp::define(m, "lightning_indexer_backward", hp::lightning_indexer_backward_);
-  m.def("backends", hp::backends_, nb::arg("operator_name").none() = nb::none());
+  m.def("backends", [] { return hp::names(hopwell::backends()); });
+  m.def("backends", [](const char* operator_name) { return hp::names(hopwell::backends(operator_name)); });
   m.def("version", [] { return nb::str(hopwell::version().c_str()); });
 }
