@@ -10,7 +10,7 @@ namespace {
 // What is special about the call beside its inputs.
 struct Options {
   bool dq = true, dkv = true, d_sink = true, attn = true;
-  bool accumulate = false, deterministic = true;
+  bool accumulate = false, deterministic = true, ascending = false;
   DType dkv_dtype = DType::kFloat32;
 };
 
@@ -133,6 +133,7 @@ void call(const Arrays& a, Workspace& workspace, const char* backend, Stream str
                                              .kv_stride = a.in.problem.kv_stride,
                                              .deterministic = a.options.deterministic,
                                              .accumulate = a.options.accumulate,
+                                             .indices_ascending = a.options.ascending,
                                              .dq = pointer(dq),
                                              .dkv = pointer(dkv),
                                              .d_sink = pointer(d_sink),
@@ -252,6 +253,11 @@ Suite sparse_mla_backward() {
   add("h_q_128_dkv_bf16", wide, {.attn = false, .deterministic = false, .dkv_dtype = DType::kBFloat16});
   add("h_q_128_accumulate", wide, {.accumulate = true, .deterministic = false});
   add("h_q_128_deterministic", wide, {});
+  add("not_ascending_as_said", few, {.ascending = true});
+  add("h_q_128_not_ascending_as_said", wide, {.deterministic = false, .ascending = true});
+  SparseMla ascending = wide;
+  ascending.indices = SparseMla::Indices::kAscending;
+  add("h_q_128_ascending_as_said", ascending, {.deterministic = false, .ascending = true});
   for (const auto& [name, problem] : sparse_mla_device_problems()) {
     suite.cases.push_back(
         {suite.op, name,
@@ -260,8 +266,13 @@ Suite sparse_mla_backward() {
   for (auto* shapes : {&suite.shapes, &suite.device_shapes})
     for (auto& [name, settings] : *shapes) settings["deterministic"] = "0";
   suite.bench = [](const Settings& settings, Random& random) {
-    return make(random, sparse_mla_from(settings),
-                {.d_sink = false, .attn = false, .deterministic = number(settings, "deterministic") != 0}, true);
+    const SparseMla problem = sparse_mla_from(settings);
+    return make(random, problem,
+                {.d_sink = false,
+                 .attn = false,
+                 .deterministic = number(settings, "deterministic") != 0,
+                 .ascending = problem.indices == SparseMla::Indices::kAscending},
+                true);
   };
   return suite;
 }

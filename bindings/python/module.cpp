@@ -30,8 +30,8 @@ void sparse_mla_forward_(handle q, handle kv, handle indices, handle sm_scale, h
 
 void sparse_mla_backward_(handle d_out, handle q, handle kv, handle indices, handle out, handle lse, handle sm_scale,
                           handle d_v, handle attn_sink, handle topk_length, handle q_positions, handle q_start,
-                          handle kv_stride, handle deterministic, handle accumulate, handle dq, handle dkv,
-                          handle d_sink, handle attn, handle backend, handle stream) {
+                          handle kv_stride, handle deterministic, handle accumulate, handle indices_ascending,
+                          handle dq, handle dkv, handle d_sink, handle attn, handle backend, handle stream) {
   Call call("sparse_mla_backward", backend, stream);
   SparseMlaBackwardArgs args{.d_out = call.input("d_out", d_out),
                              .q = call.input("q", q),
@@ -49,6 +49,7 @@ void sparse_mla_backward_(handle d_out, handle q, handle kv, handle indices, han
                              .kv_stride = call.integer("kv_stride", kv_stride),
                              .deterministic = call.flag("deterministic", deterministic),
                              .accumulate = call.flag("accumulate", accumulate),
+                             .indices_ascending = call.flag("indices_ascending", indices_ascending),
                              .dq = call.output("dq", dq),
                              .dkv = call.output("dkv", dkv),
                              .d_sink = call.output("d_sink", d_sink),

@@ -105,6 +105,8 @@ typedef struct hopwell_sparse_mla_backward_args {
   int64_t kv_stride HOPWELL_DEFAULT(1);
   bool deterministic HOPWELL_ZERO;     /* same bits every time, for any number of threads; the CPU gives that always */
   bool accumulate HOPWELL_ZERO;        /* add into the given fp32 dkv instead of overwriting it */
+  bool indices_ascending HOPWELL_ZERO; /* a hint: rows ascend (as the indexer's), so that no pass needs to order them.
+                                          Rows that do not give the same results, later. */
   const DLTensor* dq HOPWELL_ZERO;     /* output, like q [s_q, h_q, d_qk]; null: not needed */
   const DLTensor* dkv HOPWELL_ZERO;    /* output, fp32 or bf16, shape of kv; null: not needed */
   const DLTensor* d_sink HOPWELL_ZERO; /* output, fp32 [h_q]; only with attn_sink; null: not needed */

@@ -80,6 +80,7 @@ def sparse_mla_backward(
     dq: Array | None = None,
     dkv: Array | None = None,
     accumulate: bool = False,
+    indices_ascending: bool = False,
     need_dq: bool = True,
     need_dkv: bool = True,
     attn: Array | None = None,
@@ -96,6 +97,8 @@ def sparse_mla_backward(
         dkv_dtype: "float32" or "bfloat16", of a dkv that is not given.
         dq: like q, written in place.
         dkv: fp32 or bf16, of kv's shape, written in place; with `accumulate` (fp32 only) added into.
+        indices_ascending: a hint that rows ascend, as the indexer's do, so that no pass needs to order them; rows that
+            do not give the same results, later.
         need_dq, need_dkv: False leaves that gradient out.
         attn: fp32 [s_q, topk]: also written, with Σ_h exp(score − lse), the attention distribution.
         backend, stream: as in the forward.
@@ -119,7 +122,7 @@ def sparse_mla_backward(
     d_sink = None if attn_sink is None else new((shape[1],), "float32")
     _hopwell.sparse_mla_backward(
         d_out, q, kv, indices, out, lse, sm_scale, d_v, attn_sink, topk_length, q_positions, q_start, kv_stride,
-        deterministic, accumulate, dq, dkv, d_sink, attn, backend, stream,
+        deterministic, accumulate, indices_ascending, dq, dkv, d_sink, attn, backend, stream,
     )  # fmt: skip
     return native(d_out, (dq, dkv, d_sink))
 

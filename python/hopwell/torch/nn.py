@@ -101,9 +101,13 @@ class SparseMLA(nn.Module):
         y: Tensor = self.output(heads.flatten(-2))
         return y
 
-    def attend(self, q: Tensor, kv: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """q [s_q, h_q, d_qk], kv [s_kv, d_qk], indices int32 [s_q, topk] → out [s_q, h_q, d_v], lse [s_q, h_q]."""
-        out, _, lse = ops.sparse_mla(q, kv, indices, self.sm_scale, self.d_v, attn_sink=self.attn_sink)
+    def attend(self, q: Tensor, kv: Tensor, indices: Tensor, ascending: bool = False) -> tuple[Tensor, Tensor]:
+        """q [s_q, h_q, d_qk], kv [s_kv, d_qk], indices int32 [s_q, topk], `ascending` or not → out [s_q, h_q, d_v], lse
+        [s_q, h_q].
+        """
+        out, _, lse = ops.sparse_mla(
+            q, kv, indices, self.sm_scale, self.d_v, attn_sink=self.attn_sink, indices_ascending=ascending
+        )
         return out, lse
 
     def attend_dense(self, q: Tensor, kv: Tensor) -> Tensor:
@@ -213,7 +217,7 @@ class DSA(nn.Module):
         q_index, k_index, weights = self.indexer.project(x.detach())
         self.selected = self.indexer.select(q_index, k_index, weights) if mode == "sparse" else all_keys(b, s, x.device)
         indices, q, kv = pack_indices(self.selected, s), q.flatten(0, 1), kv.flatten(0, 1)
-        out, lse = self.mla.attend(q, kv, indices)
+        out, lse = self.mla.attend(q, kv, indices, ascending=True)
         y = self.mla.combine(out.view(b, s, self.mla.h_q, self.mla.d_v))
         if not torch.is_grad_enabled():
             return y, None
@@ -228,7 +232,7 @@ class DSA(nn.Module):
         q_index, k_index, weights = self.indexer.project(x, start)
         keys, index_keys = cache.append(kv[0], k_index[0])
         indices, _ = ops.lightning_indexer(q_index[0], index_keys, weights[0], self.indexer.topk, q_start=start)
-        out, _ = self.mla.attend(q[0], keys, indices)
+        out, _ = self.mla.attend(q[0], keys, indices, ascending=True)
         return self.mla.combine(out[None])
 
 

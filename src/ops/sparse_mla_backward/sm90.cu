@@ -31,13 +31,14 @@ bool adds_to_output(const Problem& p) {
          p.dkv.stride[0] < std::int64_t{1} << 31;
 }
 
-// Whether each row of indices is put into ascending order first, which pays where the sums do not fit in L2 and many
-// queries add to them; the emulator, which knows no speed, always does it.
-bool orders_rows(const Problem& p) {
+// Whether CTAs go through ascending rows in step, which pays where the sums do not fit in L2 and many queries add to
+// them; the emulator, which knows no speed, always has such rows.
+bool keeps_step(const Problem& p) {
   constexpr std::int64_t kCachedBytes = 40 << 20;
   const bool pays = p.s_kv * p.d_qk * 4 > kCachedBytes && p.s_q >= 132 && p.topk >= 256;
-  return p.dkv && p.s_q > 0 && p.topk <= kLongestSorted && (pays || !HOPWELL_ON_DEVICE);
+  return p.dkv && p.s_q > 0 && (pays || !HOPWELL_ON_DEVICE) && (p.topk <= kLongestSorted || p.indices_ascending);
 }
+bool orders_rows(const Problem& p) { return keeps_step(p) && !p.indices_ascending; }
 
 // What lies in the workspace, by offsets in bytes. The distribution is no longer needed when rows are put in order.
 struct Workspace {
@@ -58,10 +59,10 @@ struct Workspace {
     }
     if (p.d_sink) sink_parts = place(4 * p.s_q * p.h_q);
     if (orders_rows(p) || (needs_distribution(p) && !p.attn)) rows = place(4 * p.s_q * p.topk);
+    if (keeps_step(p)) progress = place(sizeof(uint32_t));
     if (!orders_rows(p)) return;
     if (p.attn && !needs_distribution(p)) places = place(2 * p.s_q * p.topk);
     lengths = place(4 * p.s_q);
-    progress = place(sizeof(uint32_t));
   }
   template <class T>
   static T* at(const Problem& p, std::size_t offset) {
@@ -127,6 +128,8 @@ Params params_of(const Problem& problem, const Workspace& workspace) {
     p.selection.topk_length = Workspace::at<int>(problem, workspace.lengths), p.selection.length_stride = 1;
     p.selection.q_positions = nullptr, p.selection.causal_from_start = false;
     if (p.attn) p.places = Workspace::at<uint16_t>(problem, workspace.places);
+  }
+  if (keeps_step(problem)) {
     // The count of steps must fit; and the emulator runs CTAs in turn, where waiting for others is in vain.
     if (HOPWELL_ON_DEVICE && problem.s_q * (problem.h_q + 63) < std::int64_t{1} << 31)
       p.progress = Workspace::at<uint32_t>(problem, workspace.progress);
@@ -199,14 +202,14 @@ void prepare_sums(const Problem& problem, const Workspace& workspace, const Para
   if (orders_rows(problem)) {
     const OrderParams order{tile::params_of(problem.selection), Workspace::at<int>(problem, workspace.rows),
                             p.attn ? Workspace::at<uint16_t>(problem, workspace.places) : nullptr,
-                            Workspace::at<int>(problem, workspace.lengths),
-                            Workspace::at<uint32_t>(problem, workspace.progress)};
+                            Workspace::at<int>(problem, workspace.lengths)};
     runtime::launch(kName, order_rows,
                     {.grid = {static_cast<std::uint32_t>(problem.s_q)},
                      .threads = kOrderThreads,
                      .shared_bytes = sizeof(OrderStorage)},
                     stream, order);
   }
+  if (p.progress) clear(p.progress, 1, 1, 1, stream);
   if (p.attn) clear(problem.attn.as<uint32_t>(), problem.s_q, problem.topk, problem.attn.stride[0], stream);
   if (!problem.dkv) return;
   if (adds_to_output(problem))

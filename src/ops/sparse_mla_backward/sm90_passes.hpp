@@ -69,10 +69,9 @@ struct OrderStorage {
 
 struct OrderParams {
   tile::SelectionParams selection;
-  int* rows;           // [s_q, topk]: the keys of valid entries, ascending; equal ones in the order of their entries
-  uint16_t* places;    // [s_q, topk]: the entries that they come from; or null
-  int* lengths;        // [s_q]: how many
-  uint32_t* progress;  // set to 0
+  int* rows;         // [s_q, topk]: the keys of valid entries, ascending; equal ones in the order of their entries
+  uint16_t* places;  // [s_q, topk]: the entries that they come from; or null
+  int* lengths;      // [s_q]: how many
 };
 
 // The sum of the CTA's values.
@@ -170,9 +169,7 @@ __global__ void __launch_bounds__(kOrderThreads) order_rows(const __grid_constan
     const int place = s.places[from][i];
     if (p.places) p.places[int64_t{query} * p.selection.topk + i] = uint16_t(place < entries.length ? place : 0);
   }
-  if (t != 0) return;
-  p.lengths[query] = length;
-  if (query == 0) *p.progress = 0;
+  if (t == 0) p.lengths[query] = length;
 }
 
 struct FinishParams {

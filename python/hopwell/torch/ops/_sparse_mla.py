@@ -30,6 +30,7 @@ def sparse_mla_forward(
     q_positions: Tensor | None = None,
     q_start: int | None = None,
     kv_stride: int = 1,
+    indices_ascending: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The op behind `sparse_mla`, with every argument positional, as custom ops require of tensors."""
@@ -55,6 +56,7 @@ def _sparse_mla_backward_fake(
     dkv_dtype: str = "float32",
     need_dq: bool = True,
     need_dkv: bool = True,
+    indices_ascending: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq = q.new_empty(q.shape if need_dq else (0,))
@@ -82,6 +84,7 @@ def _sparse_mla_backward(
     dkv_dtype: str = "float32",
     need_dq: bool = True,
     need_dkv: bool = True,
+    indices_ascending: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """An op cannot return None: a gradient that was not asked for is an empty tensor here."""
@@ -97,6 +100,7 @@ def _sparse_mla_backward(
         dkv_dtype=dkv_dtype,
         need_dq=need_dq,
         need_dkv=need_dkv,
+        indices_ascending=indices_ascending,
         backend=backend,
     )
     dtypes = (q.dtype, dtype_named(dkv_dtype), torch.float32)
@@ -124,7 +128,8 @@ def sparse_mla_backward(
     """Gradients of `sparse_mla`: (dq, dkv, d_sink), None where not needed or without a sink.
 
     d_out is [s_q, h_q, d_v]; `out` and `lse` are the forward's. dq has q's dtype, dkv the `dkv_dtype` named
-    ("float32"), d_sink is float32 [h_q]. Options: the masks of `sparse_mla`, deterministic, dkv_dtype, backend.
+    ("float32"), d_sink is float32 [h_q]. Options: the masks of `sparse_mla`, indices_ascending,
+    deterministic, dkv_dtype, backend.
     """
     options |= {"attn_sink": attn_sink, "need_dq": need_dq, "need_dkv": need_dkv}
     dq, dkv, d_sink = _sparse_mla_backward(d_out, q, kv, indices, out, lse, sm_scale, d_v, **options)
@@ -143,6 +148,7 @@ def _save_sparse_mla(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Te
         q_positions,
         ctx.q_start,
         ctx.kv_stride,
+        ctx.indices_ascending,
         ctx.backend,
     ) = inputs
     out, max_logits, lse = output
@@ -165,9 +171,10 @@ def _differentiate_sparse_mla(ctx: Any, d_out: Tensor, _d_max_logits: Tensor, _d
         dkv_dtype=str(kv.dtype).removeprefix("torch."),
         need_dq=0 in needed,
         need_dkv=1 in needed,
+        indices_ascending=ctx.indices_ascending,
         backend=ctx.backend,
     )
-    return dq, dkv, None, None, None, d_sink if 5 in needed else None, None, None, None, None, None
+    return dq, dkv, None, None, None, d_sink if 5 in needed else None, None, None, None, None, None, None
 
 
 torch.library.register_autograd(
@@ -187,6 +194,7 @@ def sparse_mla(
     q_positions: Tensor | None = None,
     q_start: int | None = None,
     kv_stride: int = 1,
+    indices_ascending: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of every query over the keys that its row of `indices` names: MLA in its multi-query form.
@@ -199,6 +207,8 @@ def sparse_mla(
         topk_length: int32 [s_q], how many entries of each row count.
         q_positions: int32 [s_q], or q_start for q_start + s: causal masking.
         kv_stride: tokens a key stands for.
+        indices_ascending: a hint that rows ascend, as the indexer's do, so that the backward needs no pass to order
+            them; rows that do not give the same results, later.
 
     Returns:
         out [s_q, h_q, d_v] in q's dtype, max_logits and lse float32 [s_q, h_q]. Differentiable in q, kv and attn_sink;
@@ -208,8 +218,9 @@ def sparse_mla(
         ValueError: an argument has the wrong dtype, shape or device.
     """
     return sparse_mla_forward(
-        q, kv, indices, sm_scale, d_v, attn_sink, topk_length, q_positions, q_start, kv_stride, backend
-    )
+        q, kv, indices, sm_scale, d_v, attn_sink, topk_length, q_positions, q_start, kv_stride,
+        indices_ascending, backend,
+    )  # fmt: skip
 
 
 def _attention_distribution_fake(q: Tensor, kv: Tensor, indices: Tensor, *_: Any, **__: Any) -> Tensor:
