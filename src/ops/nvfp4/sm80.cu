@@ -1,8 +1,9 @@
-// NVFP4 for any NVIDIA GPU from Ampere on: which kernel runs what. sm80_any.hpp multiplies anything, sm80_quantize.hpp
-// converts.
+// NVFP4 for any NVIDIA GPU from Ampere on: which kernel runs what. sm80_linear.hpp multiplies by one column at the speed
+// of memory, sm80_any.hpp by anything, sm80_quantize.hpp converts.
 #include <algorithm>
 
 #include "ops/nvfp4/sm80_any.hpp"
+#include "ops/nvfp4/sm80_linear.hpp"
 #include "ops/nvfp4/sm80_quantize.hpp"
 #include "runtime/launch.hpp"
 
@@ -44,6 +45,59 @@ void launch_any(const char* name, AnyParams<Rows, T> p, std::int64_t batches, co
   runtime::launch(name, any_kernel<Rows, T>, shape, stream, p);
 }
 
+// Whether the fast kernel can copy a matrix: rows of codes by 16 bytes, plain scales by 4.
+bool fits_ring(const Matrix& m, std::int64_t rows, std::int64_t k) {
+  const auto multiple = [](std::int64_t stride, std::int64_t of) { return stride % of == 0; };
+  const auto aligned = [](const void* data, std::uintptr_t to) {
+    return reinterpret_cast<std::uintptr_t>(data) % to == 0;
+  };
+  constexpr std::int64_t kMaxK = std::int64_t{1} << 16, kMaxRows = std::int64_t{1} << 30,
+                         kMaxStride = std::int64_t{1} << 27;
+  return k > 0 && k <= kMaxK && rows <= kMaxRows && aligned(m.codes, 16) && multiple(m.row_stride, 16) &&
+         multiple(m.batch_stride, 16) && m.row_stride < kMaxStride && aligned(m.scales.data, 4) &&
+         multiple(m.scales.batch_stride, 4) && (m.scales.blocked || multiple(m.scales.row_stride, 4));
+}
+
+// How the fast kernel shares out its work; no warps: it has not the shared memory.
+struct LinearPlan {
+  int warps = 0, slice = 0, ctas = 0, tiles_of_cta = 0, larger_ctas = 0, batch = 0;
+  std::size_t shared_bytes = 0;
+};
+
+LinearPlan linear_plan(std::int64_t rows, std::int64_t k, std::int64_t batches, const DLDevice& device) {
+  constexpr std::int64_t kRowSums = 4 * LinearConfig::kRows, kMaxBatch = 16;
+  constexpr std::int64_t kRingBytes = LinearConfig::kStages * LinearConfig::kStageBytes;
+  const std::int64_t tiles = ceil_div(rows, LinearConfig::kRows);
+  const std::int64_t together = std::max<std::int64_t>(runtime::multiprocessors(device.device_id) / batches, 1);
+  const std::int64_t ctas = std::min(tiles, together), most = ceil_div(tiles, ctas), batch = std::min(most, kMaxBatch);
+  for (std::int64_t warps = LinearConfig::kMaxWarps; warps >= 4; warps /= 2) {
+    const std::int64_t slice = ceil_div(ceil_div(k, warps), LinearConfig::kStageK) * LinearConfig::kStageK;
+    const auto bytes =
+        static_cast<std::size_t>(warps * (kRingBytes + 2 * slice + (batch < most ? 2 : 1) * batch * kRowSums));
+    if (bytes > runtime::max_shared_bytes(device.device_id)) continue;
+    const auto number = [](std::int64_t x) { return static_cast<int>(x); };
+    return {number(warps),        number(slice), number(ctas), number(tiles / ctas),
+            number(tiles % ctas), number(batch), bytes};
+  }
+  return {};
+}
+
+template <class Columns, class T>
+void launch_fast(const char* name, LinearParams<Columns, T> p, const LinearPlan& plan, std::int64_t batches,
+                 const DLDevice& device, Stream stream) {
+  constexpr std::int64_t kWholeScales = 8;  // bytes of scales that a lane copies
+  const Scales& scales = p.weight.scales;
+  p.warps = plan.warps, p.slice = plan.slice, p.batch = plan.batch;
+  p.tiles_of_cta = plan.tiles_of_cta, p.larger_ctas = plan.larger_ctas;
+  p.whole_scales = !scales.blocked && reinterpret_cast<std::uintptr_t>(scales.data) % kWholeScales == 0 &&
+                   scales.row_stride % kWholeScales == 0 && scales.batch_stride % kWholeScales == 0;
+  const arch::LaunchShape shape{.grid = {static_cast<std::uint32_t>(plan.ctas), static_cast<std::uint32_t>(batches)},
+                                .threads = static_cast<std::uint32_t>(32 * plan.warps),
+                                .shared_bytes = plan.shared_bytes,
+                                .programmatic_dependency = dependent_launches(device)};
+  runtime::launch(name, linear_kernel<Columns, T>, shape, stream, p);
+}
+
 Matrix weight_of(const LinearProblem& p) {
   return {p.weight.as<const std::uint8_t>(), p.weight.stride[0], 0, p.weight_scale};
 }
@@ -54,18 +108,42 @@ runtime::Support linear_supports(const LinearProblem& p) {
   return {};
 }
 
+// One column of 16-bit floats: true if the fast kernel took it.
+template <class T>
+bool launch_fast_linear(const LinearProblem& p, const T* x, const Result<T>& result, Stream stream) {
+  if constexpr (std::is_same_v<T, float>) {
+    return false;
+  } else {
+    const Matrix weight = weight_of(p);
+    if (p.n != 1 || !is_aligned(p.x, 16, sizeof(T)) || !fits_ring(weight, p.rows, p.k)) return false;
+    const LinearPlan plan = linear_plan(p.rows, p.k, 1, p.device);
+    if (plan.warps == 0) return false;
+    launch_fast<FloatColumn<T>, T>("nvfp4_linear",
+                                   {.weight = weight,
+                                    .x = {x},
+                                    .result = result,
+                                    .factor = factor_of(p.global, p.global_is_reciprocal),
+                                    .rows = static_cast<int>(p.rows),
+                                    .k = static_cast<int>(p.k)},
+                                   plan, 1, p.device, stream);
+    return true;
+  }
+}
+
 void launch_linear(const LinearProblem& p, Stream stream) {
   if (p.n == 0 || p.rows == 0) return;
   with_type(p.x, [&]<class T>(const T* x) {
+    const Result<T> result{.y = p.y.as<T>(),
+                           .row_stride = 1,
+                           .column_stride = p.y.stride[0],
+                           .batch_stride = 0,
+                           .bias = p.bias.as<const T>(),
+                           .bias_stride = p.bias.stride[0]};
+    if (launch_fast_linear(p, x, result, stream)) return;
     launch_any<FloatRows<T>, T>("nvfp4_linear",
                                 {.weight = weight_of(p),
                                  .x = {x, p.x.stride[0]},
-                                 .result = {.y = p.y.as<T>(),
-                                            .row_stride = 1,
-                                            .column_stride = p.y.stride[0],
-                                            .batch_stride = 0,
-                                            .bias = p.bias.as<const T>(),
-                                            .bias_stride = p.bias.stride[0]},
+                                 .result = result,
                                  .factor = factor_of(p.global, p.global_is_reciprocal),
                                  .rows = p.rows,
                                  .blocks = p.k / kCodesOfBlock,
@@ -86,17 +164,30 @@ runtime::Support gemv_supports(const GemvProblem& p) {
 
 void launch_gemv(const GemvProblem& p, Stream stream) {
   if (p.m == 0 || p.l == 0) return;
+  const Matrix a = batched(p.a, p.sfa), b = batched(p.b, p.sfb);
+  const Factor factor{nullptr, p.alpha, false};
+  const LinearPlan plan = fits_ring(a, p.m, p.k) ? linear_plan(p.m, p.k, p.l, p.device) : LinearPlan{};
   with_type(p.c, [&]<class T>(T* c) {
+    const Result<T> result{.y = c,
+                           .row_stride = p.c.stride[0],
+                           .column_stride = 0,
+                           .batch_stride = p.c.stride[2],
+                           .bias = nullptr,
+                           .bias_stride = 0};
+    if (plan.warps != 0)
+      return launch_fast<CodeColumn, T>("nvfp4_gemv",
+                                        {.weight = a,
+                                         .x = {b},
+                                         .result = result,
+                                         .factor = factor,
+                                         .rows = static_cast<int>(p.m),
+                                         .k = static_cast<int>(p.k)},
+                                        plan, p.l, p.device, stream);
     launch_any<CodeRow, T>("nvfp4_gemv",
-                           {.weight = batched(p.a, p.sfa),
-                            .x = {batched(p.b, p.sfb)},
-                            .result = {.y = c,
-                                       .row_stride = p.c.stride[0],
-                                       .column_stride = 0,
-                                       .batch_stride = p.c.stride[2],
-                                       .bias = nullptr,
-                                       .bias_stride = 0},
-                            .factor = {nullptr, p.alpha, false},
+                           {.weight = a,
+                            .x = {b},
+                            .result = result,
+                            .factor = factor,
                             .rows = p.m,
                             .blocks = p.k / kCodesOfBlock,
                             .columns = 1,

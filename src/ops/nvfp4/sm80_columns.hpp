@@ -1,0 +1,145 @@
+// x of nvfp4_linear's fast kernel: how a warp brings the x of its slice of K into shared memory, as fp16.
+//
+// An item is eight neighbours in k, 16 bytes. Item (stage s, half h, lane's t, word q), k = 256 s + 128 h + 32 t + 8 q,
+// lies at 16 · (16 · (2 s + h) + 4 q + t), its numbers as pairs (k, k + 4): what two mma take after decoding word q.
+#pragma once
+
+#include "arch/sm80/async_copy.hpp"
+#include "ops/nvfp4/sm80_codes.hpp"
+
+namespace hopwell::ops::nvfp4 {
+namespace {
+
+struct LinearConfig {
+  static constexpr int kRows = 16, kStageK = 256, kStages = 4, kMaxWarps = 16;
+  static constexpr int kCodeBytes = kRows * kStageK / 2, kScaleBytes = kRows * kStageK / kCodesOfBlock;
+  static constexpr int kStageBytes = kCodeBytes + kScaleBytes;
+  static constexpr float kCodeUnit = 0x1p14f;  // a decoded code is code / kCodeUnit
+};
+
+// Of K, a warp's: from begin to end, in so many stages, of which `whole` have all their 256 k.
+struct Slice {
+  int begin, end, stages, whole;
+};
+
+HOPWELL_DEVICE Slice slice_of(int warp, int width, int k) {
+  const int begin = warp * width, end = begin + width < k ? begin + width : k;
+  if (end <= begin) return {begin, begin, 0, 0};
+  return {begin, end, (end - begin + LinearConfig::kStageK - 1) / LinearConfig::kStageK,
+          (end - begin) / LinearConfig::kStageK};
+}
+
+constexpr int kItemsOfStage = LinearConfig::kStageK / 8;
+HOPWELL_DEVICE uint32_t item_place(int item) { return uint32_t(item / 16 * 256 + item % 4 * 64 + item / 4 % 4 * 16); }
+
+// Eight neighbours as pairs (k, k + 4).
+HOPWELL_DEVICE arch::Words4 as_pairs(const arch::Words4& v) {
+  const auto low = [](uint32_t a, uint32_t b) { return (a & 0xffff) | b << 16; };
+  const auto high = [](uint32_t a, uint32_t b) { return a >> 16 | (b & 0xffff0000u); };
+  return {{low(v.w[0], v.w[2]), high(v.w[0], v.w[2]), low(v.w[1], v.w[3]), high(v.w[1], v.w[3])}};
+}
+
+// What x was brought in as: the numbers are x / unit. `partial`: some were left for a later pass.
+struct Pass {
+  float unit;
+  bool partial;
+};
+
+// x as a row of floats, 16-byte aligned.
+template <class T>
+struct FloatColumn {
+  const T* x;
+
+  // Starts the copies of a slice, a group.
+  HOPWELL_DEVICE void fetch(const Slice& slice, uint32_t shared, int) const {
+    for (int item = arch::lane_index(); item < slice.stages * kItemsOfStage; item += 32) {
+      const int k = slice.begin + item * 8;
+      const bool exists = k < slice.end;
+      arch::cp_async(shared + item_place(item), exists ? x + k : x, exists ? 16 : 0);
+    }
+    arch::cp_async_commit();
+  }
+
+  // Brings what has arrived, the items that this lane fetched, into shape: of it numbers whose bits without sign are
+  // below `ceiling`, which becomes that of the next pass. To the warp it is there after the next barrier.
+  HOPWELL_DEVICE Pass settle(const Slice& slice, uint32_t shared, int, uint32_t& ceiling) const;
+};
+
+template <>
+HOPWELL_DEVICE Pass FloatColumn<fp16>::settle(const Slice& slice, uint32_t shared, int, uint32_t&) const {
+  for (int item = arch::lane_index(); item < slice.stages * kItemsOfStage; item += 32) {
+    const uint32_t place = shared + item_place(item);
+    arch::store_shared_v4(place, as_pairs(arch::load_shared_v4(place)));
+  }
+  return {1, false};
+}
+
+HOPWELL_DEVICE float power_of_two(int exponent) { return arch::bit_cast<float>(uint32_t(exponent + 127) << 23); }
+
+constexpr uint32_t kEverything = 0x8000, kInfinity = 0x7f80;  // bits of bf16 without sign
+
+template <>
+HOPWELL_DEVICE Pass FloatColumn<bf16>::settle(const Slice& slice, uint32_t shared, int, uint32_t& ceiling) const {
+  const int items = slice.stages * kItemsOfStage, lane = arch::lane_index();
+  uint32_t most = 0;  // of the finite numbers below the ceiling
+  const auto look = [&](uint32_t bits) {
+    const bool counts = bits < kInfinity && bits < ceiling && bits > most;
+    most = counts ? bits : most;
+  };
+  for (int item = lane; item < items; item += 32) {
+    const arch::Words4 v = arch::load_shared_v4(shared + item_place(item));
+    HOPWELL_UNROLL
+    for (uint32_t word : v.w) look(word & 0x7fff), look(word >> 16 & 0x7fff);
+  }
+  for (int distance = 16; distance > 0; distance /= 2) {
+    const uint32_t other = arch::shuffle_xor(most, distance);
+    most = other > most ? other : most;
+  }
+  // The largest number to 2^14 or above, as far as a float's exponent goes; below 2^-17 bf16 has digits that fp16 has not.
+  const int exponent = most >> 7 > 15 ? int(most >> 7) : 15, least = exponent > 31 ? exponent - 31 : 0;
+  const float factor = power_of_two(141 - exponent);
+  const auto floor = uint32_t(least) << 7;
+  bool left = false;
+  const auto scaled = [&](uint32_t bits) {
+    const uint32_t magnitude = bits & 0x7fff;
+    left = left || (magnitude != 0 && magnitude < floor);
+    return magnitude < floor || magnitude >= ceiling ? 0.f : arch::bit_cast<float>(bits << 16) * factor;
+  };
+  for (int item = lane; item < items; item += 32) {
+    const uint32_t place = shared + item_place(item);
+    arch::Words4 v = arch::load_shared_v4(place);
+    HOPWELL_UNROLL
+    for (uint32_t& word : v.w) word = arch::pack_fp16(scaled(word & 0xffff), scaled(word >> 16));
+    arch::store_shared_v4(place, as_pairs(v));
+  }
+  ceiling = floor;
+  return {power_of_two(exponent - 141), arch::ballot(left) != 0};
+}
+
+// x as row 0 of a matrix of codes: code · scale, at most 2,688 and a multiple of 2^-10, as fp16.
+struct CodeColumn {
+  Matrix matrix;
+
+  HOPWELL_DEVICE void fetch(const Slice&, uint32_t, int) const { arch::cp_async_commit(); }
+
+  HOPWELL_DEVICE Pass settle(const Slice& slice, uint32_t shared, int batch, uint32_t&) const {
+    for (int item = arch::lane_index(); item < slice.stages * kItemsOfStage; item += 32) {
+      const int k = slice.begin + item * 8;
+      float values[8] = {};
+      if (k < slice.end) {
+        const uint8_t* codes = matrix.at(0, batch) + k / 2;
+        const float scale = matrix.scale(0, k / kCodesOfBlock, batch);
+        HOPWELL_UNROLL
+        for (int i = 0; i < 8; ++i) values[i] = code_value(uint32_t(codes[i / 2]) >> 4 * (i % 2)) * scale;
+      }
+      arch::Words4 v;
+      HOPWELL_UNROLL
+      for (int i = 0; i < 4; ++i) v.w[i] = arch::pack_fp16(values[i], values[i + 4]);
+      arch::store_shared_v4(shared + item_place(item), v);
+    }
+    return {1, false};
+  }
+};
+
+}  // namespace
+}  // namespace hopwell::ops::nvfp4

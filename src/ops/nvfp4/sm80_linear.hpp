@@ -1,0 +1,338 @@
+// nvfp4_linear and nvfp4_gemv at the speed of memory, for one column of x.
+//
+//     y[row] = factor · Σ_k code · scale · x[k] + bias[row]
+//
+// Tile      16 rows × all of K; a CTA takes neighbouring tiles, one after the other
+// Roles     each warp has a slice of K, the same in every tile, and keeps its x in shared memory: as fp16, in the order in
+//           which codes come out of the decoder, for mma does not mind the order of k
+// Timeline  copies  ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓   a ring of each warp's own, kStages − 1 ahead, across tiles
+//           warp    x │ stage 0 │ stage 1 │ … │ partial │ stage 0 …      a barrier of the CTA where sums are taken
+// Scales    Column 2 t of B holds x for the k of lanes (g, t), and zeros elsewhere; odd columns are zero. So lane (g, t)
+//           finds the sums over its own blocks of rows g and g + 8 in its own accumulators, and scales those in fp32: no
+//           scale ever touches a weight.
+// Range     fp16 x, and NVFP4 x as fp16, are exact. bf16 x is multiplied by a power of two that brings the largest number
+//           of a slice below 2^15. Numbers 2^32 times as small, if there are any, would lose digits: they are left for
+//           another pass over the tile, with a power of their own.
+// Budget    memory leaves a scheduler ~31 cycles for 32 words of 8 codes. Decoding takes 12 instructions, 9 of them at
+//           half rate; mma, scales, copies and loop ~6 more
+//           shared: 16 warps × 4 stages × 2,304 B = 147,456, x 2 K, sums 64 B a warp and tile
+// Bound     the decoder's instructions, with ~3 µs of launch, x, first copies and last sums
+#pragma once
+
+#include "arch/sm80/async_copy.hpp"
+#include "arch/sm80/matrix.hpp"
+#include "ops/nvfp4/sm80_columns.hpp"
+
+namespace hopwell::ops::nvfp4 {
+namespace {
+
+template <class Columns, class T>
+struct LinearParams {
+  Matrix weight;
+  Columns x;
+  Result<T> result;
+  Factor factor;
+  int rows, k;
+  int warps;                      // of a CTA
+  int slice;                      // k of a warp, a multiple of 256
+  int tiles_of_cta, larger_ctas;  // the first larger_ctas have a tile more
+  int batch;                      // tiles between two barriers
+  bool whole_scales;              // a lane's 8 bytes of scales lie together and are aligned
+};
+
+// ---- decoding ------------------------------------------------------------------------------------------------------
+
+// 8 codes to four pairs (k, k + 4) of fp16, each code · 2^-14: s to bit 15, e e m to bits 11 to 9. First four codes at a
+// time in the high halves of bytes, then two by two.
+HOPWELL_DEVICE void decode_word(uint32_t word, uint32_t (&pairs)[4]) {
+  constexpr uint32_t kSign = 0x80808080u, kMagnitude = 0x0e0e0e0eu, kHighBytes = 0xff00ff00u;
+  const uint32_t even = (word << 4 & kSign) | (word << 1 & kMagnitude);
+  const uint32_t odd = (word & kSign) | (word >> 3 & kMagnitude);
+  pairs[0] = even << 8 & kHighBytes;
+  pairs[1] = odd << 8 & kHighBytes;
+  pairs[2] = even & kHighBytes;
+  pairs[3] = odd & kHighBytes;
+}
+
+// Two e4m3 as floats.
+struct ScalePair {
+  float low, high;
+};
+HOPWELL_DEVICE ScalePair scale_pair(uint16_t bytes) {
+#if HOPWELL_HAS_SM90
+  const uint32_t halves = arch::unpack_e4m3(bytes);
+  return {arch::to_float(fp16{uint16_t(halves)}), arch::to_float(fp16{uint16_t(halves >> 16)})};
+#else
+  return {scale_value(bytes & 0xff), scale_value(bytes >> 8)};
+#endif
+}
+
+// ---- weights: a warp's ring ----------------------------------------------------------------------------------------
+
+// Stage: codes [16 rows][256 k], the halves of odd rows exchanged so that lanes of neighbouring rows read from different
+// banks; then scales [16 rows][16].
+class Ring {
+ public:
+  template <class Params>
+  HOPWELL_DEVICE Ring(const Params& p, const Slice& slice, const unsigned char* slots, int batch)
+      : slots_(slots),
+        base_(arch::shared_address(slots)),
+        to_(base_ +
+            uint32_t(arch::lane_index() / 8 * 128 + ((arch::lane_index() ^ arch::lane_index() / 8 * 4) & 7) * 16)),
+        scale_step_(p.weight.scales.blocked ? 512 : 4),
+        batch_(batch),
+        slice_(slice) {}
+
+  // Next comes the first stage of this tile; the tiles up to `end` follow.
+  template <class Params>
+  HOPWELL_DEVICE void aim(const Params& p, int tile, int end) {
+    tile_ = tile, end_ = end, stage_ = 0;
+    if (tile >= end) return;
+    const int lane = arch::lane_index(), first = tile * LinearConfig::kRows, last = p.rows - 1;
+    const auto row = [&](int i) { return first + i < last ? first + i : last; };  // rows beyond: the last one again
+    const int64_t at = row(lane / 8) * p.weight.row_stride;
+    HOPWELL_UNROLL
+    for (int i = 0; i < 3; ++i) ahead_[i] = uint32_t(row(lane / 8 + 4 * (i + 1)) * p.weight.row_stride - at);
+    codes_at_ = p.weight.at(0, batch_) + at + slice_.begin / 2 + lane % 8 * 16;
+    const int scale_row = row(lane / 2), group = slice_.begin / 64 + lane % 2 * 2;
+    const Scales& scales = p.weight.scales;
+    scales_at_ =
+        scales.data + batch_ * scales.batch_stride + group * scale_step_ +
+        (scales.blocked ? hopwell::nvfp4::blocked_offset(scale_row, 0, scales.columns) : scale_row * scales.row_stride);
+  }
+
+  // Asks for the first stages to come to the L2 cache: harmless even while another kernel writes them.
+  HOPWELL_DEVICE void prefetch() const {
+    if (tile_ >= end_) return;
+    for (int i = 0; i < LinearConfig::kStages - 1 && i < slice_.whole; ++i) {
+      arch::prefetch_l2(codes_at_ + 128 * i);
+      HOPWELL_UNROLL
+      for (uint32_t ahead : ahead_) arch::prefetch_l2(codes_at_ + ahead + 128 * i);
+    }
+  }
+
+  // Starts the copies of the next stage, if there is one, and closes a group.
+  template <class Params>
+  HOPWELL_DEVICE void load(const Params& p) {
+    if (tile_ < end_ && slice_.stages > 0) {
+      const uint32_t offset = uint32_t(slot_ * LinearConfig::kStageBytes);
+      if (stage_ < slice_.whole)
+        load_whole(offset, p.whole_scales);
+      else
+        load_part(offset);
+      codes_at_ += LinearConfig::kStageK / 2, scales_at_ += 4 * scale_step_;
+      if (++stage_ == slice_.stages) aim(p, tile_ + 1, end_);
+      slot_ = slot_ + 1 == LinearConfig::kStages ? 0 : slot_ + 1;
+    }
+    arch::cp_async_commit();
+  }
+
+  // The oldest stage, which has arrived.
+  HOPWELL_DEVICE const unsigned char* take() {
+    const unsigned char* stage = slots_ + taken_ * LinearConfig::kStageBytes;
+    taken_ = taken_ + 1 == LinearConfig::kStages ? 0 : taken_ + 1;
+    return stage;
+  }
+
+  // Forgets what is on its way.
+  HOPWELL_DEVICE void stop() {
+    arch::cp_async_wait_all();
+    tile_ = end_, slot_ = taken_ = 0;
+  }
+
+ private:
+  HOPWELL_DEVICE void load_whole(uint32_t offset, bool whole_scales) const {
+    arch::cp_async(to_ + offset, codes_at_);
+    HOPWELL_UNROLL
+    for (int i = 0; i < 3; ++i) arch::cp_async(to_ + offset + uint32_t(512 * (i + 1)), codes_at_ + ahead_[i]);
+    const uint32_t to = base_ + offset + uint32_t(LinearConfig::kCodeBytes + arch::lane_index() * 8);
+    if (whole_scales) return arch::cp_async<8>(to, scales_at_);
+    arch::cp_async<4>(to, scales_at_);
+    arch::cp_async<4>(to + 4, scales_at_ + scale_step_);
+  }
+
+  // The last stage of a slice: zeros where K has ended.
+  HOPWELL_DEVICE void load_part(uint32_t offset) const {
+    const auto within = [](int bytes, int most) { return bytes < 0 ? 0 : bytes > most ? most : bytes; };
+    const int left = slice_.end - slice_.begin - stage_ * LinearConfig::kStageK, lane = arch::lane_index();
+    const int bytes = within(left / 2 - lane % 8 * 16, 16);
+    arch::cp_async(to_ + offset, codes_at_, bytes);
+    HOPWELL_UNROLL
+    for (int i = 0; i < 3; ++i) arch::cp_async(to_ + offset + uint32_t(512 * (i + 1)), codes_at_ + ahead_[i], bytes);
+    const uint32_t to = base_ + offset + uint32_t(LinearConfig::kCodeBytes + lane * 8);
+    HOPWELL_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const int scales = within(left / kCodesOfBlock - lane % 2 * 8 - 4 * i, 4);
+      arch::cp_async<4>(to + uint32_t(4 * i), scales_at_ + i * scale_step_, scales);
+    }
+  }
+
+  const uint8_t *codes_at_ = nullptr, *scales_at_ = nullptr;
+  const unsigned char* slots_;
+  uint32_t base_, to_;      // slot 0; where this lane's first 16 bytes of codes go in it
+  uint32_t ahead_[3] = {};  // from this lane's row of codes to those 4, 8 and 12 below
+  int scale_step_, batch_;
+  int tile_ = 0, end_ = 0, stage_ = 0, slot_ = 0, taken_ = 0;
+  const Slice& slice_;
+};
+
+// ---- products ------------------------------------------------------------------------------------------------------
+
+// Sums of rows g and g + 8 over this lane's blocks of a stage: 32 k at 32 t and at 128 + 32 t.
+HOPWELL_DEVICE void multiply_stage(const unsigned char* stage, uint32_t x, float (&sums)[2]) {
+  const int lane = arch::lane_index(), g = lane / 4, t = lane % 4;
+  const uint32_t codes = arch::shared_address(stage);
+  HOPWELL_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t piece = codes + uint32_t(g * 128 + (4 * (half ^ g % 2) + t) * 16);
+    const arch::Words4 upper = arch::load_shared_v4(piece), lower = arch::load_shared_v4(piece + 1024);
+    const auto* scales =
+        reinterpret_cast<const uint16_t*>(stage + LinearConfig::kCodeBytes + g * 16 + half * 8 + t * 2);
+    const ScalePair upper_scale = scale_pair(scales[0]), lower_scale = scale_pair(scales[64]);
+    float d[2][2][4] = {};  // of a block; even and odd products apart, for shorter chains
+    HOPWELL_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      HOPWELL_UNROLL
+      for (int block = 0; block < 2; ++block) {
+        const int word = 2 * block + i;
+        uint32_t a[4], b[4];
+        decode_word(upper.w[word], a);
+        decode_word(lower.w[word], b);
+        arch::Words4 values{{0, 0, 0, 0}};
+        if (g == 2 * t) values = arch::load_shared_v4(x + uint32_t(((half * 4 + word) * 4 + t) * 16));
+        const uint32_t a0[4] = {a[0], b[0], a[1], b[1]}, a1[4] = {a[2], b[2], a[3], b[3]};
+        const uint32_t x0[2] = {values.w[0], values.w[1]}, x1[2] = {values.w[2], values.w[3]};
+        arch::mma_m16n8k16_fp16(d[block][0], a0, x0);
+        arch::mma_m16n8k16_fp16(d[block][1], a1, x1);
+      }
+    }
+    HOPWELL_UNROLL
+    for (int chain = 0; chain < 2; ++chain) {
+      sums[0] += upper_scale.low * d[0][chain][0];
+      sums[0] += upper_scale.high * d[1][chain][0];
+      sums[1] += lower_scale.low * d[0][chain][2];
+      sums[1] += lower_scale.high * d[1][chain][2];
+    }
+  }
+}
+
+// Sums of rows g and g + 8 of a tile over this lane's blocks of the slice.
+template <class Params>
+HOPWELL_DEVICE void multiply_tile(const Params& p, Ring& ring, const Slice& slice, uint32_t x, float unit,
+                                  float (&sums)[2]) {
+  float scaled[2] = {};
+  for (int stage = 0; stage < slice.stages; ++stage) {
+    arch::cp_async_wait<LinearConfig::kStages - 2>();
+    arch::syncwarp();
+    ring.load(p);
+    multiply_stage(ring.take(), x + uint32_t(stage * kItemsOfStage * 16), scaled);
+  }
+  HOPWELL_UNROLL
+  for (int i = 0; i < 2; ++i) sums[i] += scaled[i] * (unit * LinearConfig::kCodeUnit);
+}
+
+// A pass over part of x, where it has numbers too small for one with the largest: brings x and the tile in anew.
+template <class Params>
+HOPWELL_DEVICE Pass next_pass(const Params& p, Ring& ring, const Slice& slice, uint32_t x, int tile, int batch,
+                              uint32_t& ceiling) {
+  arch::syncwarp();  // x of the pass before is used up
+  p.x.fetch(slice, x, batch);
+  arch::cp_async_wait_all();
+  const Pass pass = p.x.settle(slice, x, batch, ceiling);
+  ring.aim(p, tile, tile + 1);
+  for (int i = 0; i < LinearConfig::kStages - 1; ++i) ring.load(p);
+  return pass;
+}
+
+// ---- the kernel ----------------------------------------------------------------------------------------------------
+
+// Shared memory: rings, x, sums [two batches][tile][warp][16 rows].
+struct Place {
+  unsigned char *ring, *x;
+  float* sums;
+};
+
+template <class Params>
+HOPWELL_DEVICE Place place_of(const Params& p, int warp) {
+  unsigned char* all = &arch::dynamic_smem<unsigned char>();
+  constexpr int kRingBytes = LinearConfig::kStages * LinearConfig::kStageBytes;
+  unsigned char* x = all + p.warps * kRingBytes;
+  return {all + warp * kRingBytes, x + warp * p.slice * 2, reinterpret_cast<float*>(x + p.warps * p.slice * 2)};
+}
+
+// Results of a batch of tiles: the sums of all warps, in their order.
+template <class Params>
+HOPWELL_DEVICE void store_batch(const Params& p, const float* sums, int first_tile, int tiles, int batch) {
+  constexpr int kRows = LinearConfig::kRows;
+  for (int i = arch::thread_index(); i < tiles * kRows; i += 32 * p.warps) {
+    const float* from = sums + i / kRows * p.warps * kRows + i % kRows;
+    float sum = 0;
+    for (int warp = 0; warp < p.warps; warp += 4) {
+      float four[4];
+      HOPWELL_UNROLL
+      for (int j = 0; j < 4; ++j) four[j] = from[(warp + j) * kRows];
+      HOPWELL_UNROLL
+      for (float value : four) sum += value;
+    }
+    const int row = first_tile * kRows + i;
+    if (row < p.rows) p.result.store(row, 0, batch, p.factor.get(), sum);
+  }
+}
+
+// This warp's sums of a tile go to sums[16 rows].
+HOPWELL_DEVICE void store_sums(float* sums, const float (&of_lane)[2]) {
+  const int lane = arch::lane_index();
+  HOPWELL_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    float sum = of_lane[i];
+    sum += arch::shuffle_xor(sum, 1);
+    sum += arch::shuffle_xor(sum, 2);
+    if (lane % 4 == 0) sums[lane / 4 + 8 * i] = sum;
+  }
+}
+
+template <class Columns, class T>
+__global__ void __launch_bounds__(32 * LinearConfig::kMaxWarps, 1)
+    linear_kernel(const __grid_constant__ LinearParams<Columns, T> p) {
+  constexpr int kAhead = LinearConfig::kStages - 1;
+  const arch::BlockIndex cta = arch::block_index_3d();
+  const int warp = arch::warp_index(), batch = cta.y;
+  const Slice slice = slice_of(warp, p.slice, p.k);
+  const Place place = place_of(p, warp);
+  const uint32_t x = arch::shared_address(place.x);
+  const int begin = cta.x * p.tiles_of_cta + (cta.x < p.larger_ctas ? cta.x : p.larger_ctas);
+  const int end = begin + p.tiles_of_cta + (cta.x < p.larger_ctas ? 1 : 0);
+  Ring ring(p, slice, place.ring, batch);
+  ring.aim(p, begin, end);
+  let_next_start();
+  ring.prefetch();
+  wait_for_previous();
+
+  p.x.fetch(slice, x, batch);
+  for (int i = 0; i < kAhead; ++i) ring.load(p);
+  arch::cp_async_wait<kAhead>();
+  uint32_t ceiling = kEverything;
+  const Pass first = p.x.settle(slice, x, batch, ceiling);
+  if (first.partial) ring.stop();
+
+  int parity = 0;
+  for (int at = begin; at < end; at += p.batch, parity ^= 1) {
+    const int tiles = end - at < p.batch ? end - at : p.batch;
+    float* const batch_sums = place.sums + parity * p.batch * p.warps * LinearConfig::kRows;
+    for (int tile = at; tile < at + tiles; ++tile) {
+      float sums[2] = {};
+      Pass pass = first;
+      ceiling = kEverything;
+      do {
+        if (first.partial) pass = next_pass(p, ring, slice, x, tile, batch, ceiling);
+        multiply_tile(p, ring, slice, x, pass.unit, sums);
+      } while (pass.partial);
+      store_sums(batch_sums + ((tile - at) * p.warps + warp) * LinearConfig::kRows, sums);
+    }
+    arch::syncthreads();
+    store_batch(p, batch_sums, at, tiles, batch);
+  }
+}
+
+}  // namespace
+}  // namespace hopwell::ops::nvfp4
