@@ -1,7 +1,7 @@
 // sparse_mla_backward on Hopper: the small kernels around the main one, all of them bound by memory.
 //
 //     clear_rows        zeros, before sums are added
-//     order_rows        each query's valid keys in ascending order, so that CTAs meet in L2
+//     order_rows        each query's valid keys by ranges of keys, ascending, so that CTAs meet in L2
 //     arrange_dkv       sums in the output: their columns in order
 //     finish_dkv        sums in scratch memory to the output: its dtype, its strides, added to what is there if asked
 //     sum_d_sink        the sum over queries, in a fixed order
@@ -59,9 +59,10 @@ __global__ void __launch_bounds__(kPassThreads) clear_rows(const __grid_constant
 
 constexpr int kOrderThreads = 512, kOrderWarps = kOrderThreads / 32, kLongestSorted = 4096;
 constexpr int kRounds = kLongestSorted / kOrderThreads, kDigitBits = 4, kDigits = 1 << kDigitBits;
+constexpr int kSortedBits = 2 * kDigitBits;  // the highest, one of which tells invalid entries: 128 ranges of keys
 
 struct OrderStorage {
-  int keys[2][kLongestSorted];
+  uint32_t keys[2][kLongestSorted];
   uint16_t places[2][kLongestSorted];
   int counts[kDigits * kOrderWarps];  // by digit, then warp
   int of_warp[kOrderWarps];
@@ -69,7 +70,7 @@ struct OrderStorage {
 
 struct OrderParams {
   tile::SelectionParams selection;
-  int* rows;         // [s_q, topk]: the keys of valid entries, ascending; equal ones in the order of their entries
+  int* rows;         // [s_q, topk]: the keys of valid entries by ranges; within one in the order of their entries
   uint16_t* places;  // [s_q, topk]: the entries that they come from; or null
   int* lengths;      // [s_q]: how many
 };
@@ -114,7 +115,7 @@ HOPWELL_DEVICE void sort_by_digit(OrderStorage& s, int from, int rounds, int shi
   HOPWELL_UNROLL
   for (int r = 0; r < kRounds; ++r) {
     if (r >= rounds) break;
-    const int digit = s.keys[from][first + 32 * r] >> shift & (kDigits - 1);
+    const auto digit = int(s.keys[from][first + 32 * r] >> shift & (kDigits - 1));
     uint32_t same = 0xffffffff;  // lanes with this digit
     HOPWELL_UNROLL
     for (int bit = 0; bit < kDigitBits; ++bit) {
@@ -133,8 +134,8 @@ HOPWELL_DEVICE void sort_by_digit(OrderStorage& s, int from, int rounds, int shi
   HOPWELL_UNROLL
   for (int r = 0; r < kRounds; ++r) {
     if (r >= rounds) break;
-    const int key = s.keys[from][first + 32 * r], digit = key >> shift & (kDigits - 1);
-    const int to = s.counts[digit * kOrderWarps + warp] + rank[r];
+    const uint32_t key = s.keys[from][first + 32 * r];
+    const int to = s.counts[int(key >> shift & (kDigits - 1)) * kOrderWarps + warp] + rank[r];
     if (unsigned(to) >= kLongestSorted) continue;  // were a barrier lost, numbers would be wrong, but not addresses
     s.keys[1 - from][to] = key;
     s.places[1 - from][to] = s.places[from][first + 32 * r];
@@ -142,17 +143,17 @@ HOPWELL_DEVICE void sort_by_digit(OrderStorage& s, int from, int rounds, int shi
   arch::syncthreads();
 }
 
-// A CTA for one query. Rows that ascend already are only copied. Entries that do not count stand as a key that is larger
-// than all.
+// A CTA for one query. Rows that ascend already are only copied. Entries that do not count stand as a key with a bit
+// above those of all others.
 __global__ void __launch_bounds__(kOrderThreads) order_rows(const __grid_constant__ OrderParams p) {
   auto& s = arch::dynamic_smem<OrderStorage>();
   const int t = arch::thread_index(), query = arch::block_index();
   const Entries entries = tile::entries_of(p.selection, query);
-  const int rounds = (entries.length + kOrderThreads - 1) / kOrderThreads;
+  const int rounds = (entries.length + kOrderThreads - 1) / kOrderThreads, bits = std::bit_width(entries.visible);
   int valid = 0;
   for (int i = t; i < rounds * kOrderThreads; i += kOrderThreads) {
     const int key = entries.key(i);
-    s.keys[0][i] = key < 0 ? int(entries.visible) : key;
+    s.keys[0][i] = key < 0 ? 1u << bits : uint32_t(key);
     s.places[0][i] = uint16_t(i);
     valid += key >= 0;
   }
@@ -161,11 +162,11 @@ __global__ void __launch_bounds__(kOrderThreads) order_rows(const __grid_constan
   for (int i = t; i + 1 < rounds * kOrderThreads; i += kOrderThreads) descents += s.keys[0][i] > s.keys[0][i + 1];
   int from = 0;
   if (sum_of_cta(s.of_warp, descents) > 0) {
-    for (int shift = 0; shift < 32 && entries.visible >> shift != 0; shift += kDigitBits, from = 1 - from)
-      sort_by_digit(s, from, rounds, shift);
+    const int lowest = bits + 1 > kSortedBits ? bits + 1 - kSortedBits : 0;
+    for (int shift = lowest; shift <= bits; shift += kDigitBits, from = 1 - from) sort_by_digit(s, from, rounds, shift);
   }
   for (int i = t; i < entries.length && i < length; i += kOrderThreads) {
-    p.rows[int64_t{query} * p.selection.topk + i] = s.keys[from][i];
+    p.rows[int64_t{query} * p.selection.topk + i] = int(s.keys[from][i]);
     const int place = s.places[from][i];
     if (p.places) p.places[int64_t{query} * p.selection.topk + i] = uint16_t(place < entries.length ? place : 0);
   }
