@@ -78,42 +78,76 @@ HOPWELL_DEVICE float power_of_two(int exponent) { return arch::bit_cast<float>(u
 
 constexpr uint32_t kEverything = 0x8000, kInfinity = 0x7f80;  // bits of bf16 without sign
 
-template <>
-HOPWELL_DEVICE Pass FloatColumn<bf16>::settle(const Slice& slice, uint32_t shared, int, uint32_t& ceiling) const {
-  const int items = slice.stages * kItemsOfStage, lane = arch::lane_index();
-  uint32_t most = 0;  // of the finite numbers below the ceiling
-  const auto look = [&](uint32_t bits) {
-    const bool counts = bits < kInfinity && bits < ceiling && bits > most;
-    most = counts ? bits : most;
-  };
-  for (int item = lane; item < items; item += 32) {
-    const arch::Words4 v = arch::load_shared_v4(shared + item_place(item));
+// Over a warp, in every lane.
+HOPWELL_DEVICE uint32_t largest(uint32_t x) {
+  for (int distance = 16; distance > 0; distance /= 2) {
+    const uint32_t other = arch::shuffle_xor(x, distance);
+    x = other > x ? other : x;
+  }
+  return x;
+}
+
+// A slice's items that this lane brought: visit(place, words).
+template <class Visit>
+HOPWELL_DEVICE void for_each_item(const Slice& slice, uint32_t shared, Visit visit) {
+  HOPWELL_NO_UNROLL
+  for (int item = arch::lane_index(); item < slice.stages * kItemsOfStage; item += 32)
+    visit(shared + item_place(item), arch::load_shared_v4(shared + item_place(item)));
+}
+
+// The bits without sign of the largest finite number below the ceiling.
+HOPWELL_DEVICE uint32_t largest_finite(const Slice& slice, uint32_t shared, uint32_t ceiling) {
+  uint32_t most = 0;
+  const auto look = [&](uint32_t bits) { most = bits < kInfinity && bits < ceiling && bits > most ? bits : most; };
+  for_each_item(slice, shared, [&](uint32_t, const arch::Words4& v) {
     HOPWELL_UNROLL
     for (uint32_t word : v.w) look(word & 0x7fff), look(word >> 16 & 0x7fff);
-  }
-  for (int distance = 16; distance > 0; distance /= 2) {
-    const uint32_t other = arch::shuffle_xor(most, distance);
-    most = other > most ? other : most;
-  }
-  // The largest number to 2^14 or above, as far as a float's exponent goes; below 2^-17 bf16 has digits that fp16 has not.
+  });
+  return largest(most);
+}
+
+// The largest number goes to 2^14 or above, as far as a float's exponent goes. Below 2^-17 there are digits of bf16 that
+// fp16 has not.
+template <>
+HOPWELL_DEVICE Pass FloatColumn<bf16>::settle(const Slice& slice, uint32_t shared, int, uint32_t& ceiling) const {
+  uint32_t most = 0, below_least = 0xffffffff;  // of all bits; one less than the least that is not zero
+  for_each_item(slice, shared, [&](uint32_t, const arch::Words4& v) {
+    HOPWELL_UNROLL
+    for (uint32_t word : v.w) {
+      const uint32_t low = word & 0x7fff, high = word >> 16 & 0x7fff;
+      most = low > most ? low : most;
+      most = high > most ? high : most;
+      below_least = low - 1 < below_least ? low - 1 : below_least;
+      below_least = high - 1 < below_least ? high - 1 : below_least;
+    }
+  });
+  most = largest(most);
+  if (most >= kInfinity || ceiling != kEverything) most = largest_finite(slice, shared, ceiling);
   const int exponent = most >> 7 > 15 ? int(most >> 7) : 15, least = exponent > 31 ? exponent - 31 : 0;
   const float factor = power_of_two(141 - exponent);
   const auto floor = uint32_t(least) << 7;
-  bool left = false;
-  const auto scaled = [&](uint32_t bits) {
-    const uint32_t magnitude = bits & 0x7fff;
-    left = left || (magnitude != 0 && magnitude < floor);
-    return magnitude < floor || magnitude >= ceiling ? 0.f : arch::bit_cast<float>(bits << 16) * factor;
-  };
-  for (int item = lane; item < items; item += 32) {
-    const uint32_t place = shared + item_place(item);
-    arch::Words4 v = arch::load_shared_v4(place);
-    HOPWELL_UNROLL
-    for (uint32_t& word : v.w) word = arch::pack_fp16(scaled(word & 0xffff), scaled(word >> 16));
-    arch::store_shared_v4(place, as_pairs(v));
+  const bool partial = arch::ballot(below_least != 0xffffffff && below_least + 1 < floor) != 0;
+  if (!partial && ceiling == kEverything) {
+    for_each_item(slice, shared, [&](uint32_t place, arch::Words4 v) {
+      HOPWELL_UNROLL
+      for (uint32_t& word : v.w)
+        word = arch::pack_fp16(arch::bit_cast<float>(word << 16) * factor,
+                               arch::bit_cast<float>(word & 0xffff0000u) * factor);
+      arch::store_shared_v4(place, as_pairs(v));
+    });
+  } else {
+    const auto scaled = [&](uint32_t bits) {
+      const uint32_t magnitude = bits & 0x7fff;
+      return magnitude < floor || magnitude >= ceiling ? 0.f : arch::bit_cast<float>(bits << 16) * factor;
+    };
+    for_each_item(slice, shared, [&](uint32_t place, arch::Words4 v) {
+      HOPWELL_UNROLL
+      for (uint32_t& word : v.w) word = arch::pack_fp16(scaled(word & 0xffff), scaled(word >> 16));
+      arch::store_shared_v4(place, as_pairs(v));
+    });
   }
   ceiling = floor;
-  return {power_of_two(exponent - 141), arch::ballot(left) != 0};
+  return {power_of_two(exponent - 141), partial};
 }
 
 // x as row 0 of a matrix of codes: code · scale, at most 2,688 and a multiple of 2^-10, as fp16.

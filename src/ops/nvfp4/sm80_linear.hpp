@@ -179,16 +179,21 @@ class Ring {
 // ---- products ------------------------------------------------------------------------------------------------------
 
 // Sums of rows g and g + 8 over this lane's blocks of a stage: 32 k at 32 t and at 128 + 32 t.
-HOPWELL_DEVICE void multiply_stage(const unsigned char* stage, uint32_t x, float (&sums)[2]) {
+HOPWELL_DEVICE void multiply_stage(const unsigned char* stage, const unsigned char* x, float (&sums)[2]) {
   const int lane = arch::lane_index(), g = lane / 4, t = lane % 4;
-  const uint32_t codes = arch::shared_address(stage);
+  const auto words = [](const unsigned char* at) { return *reinterpret_cast<const arch::Words4*>(at); };
+  arch::Words4 upper[2], lower[2];
+  ScalePair upper_scale[2], lower_scale[2];
   HOPWELL_UNROLL
   for (int half = 0; half < 2; ++half) {
-    const uint32_t piece = codes + uint32_t(g * 128 + (4 * (half ^ g % 2) + t) * 16);
-    const arch::Words4 upper = arch::load_shared_v4(piece), lower = arch::load_shared_v4(piece + 1024);
+    const unsigned char* piece = stage + g * 128 + (4 * (half ^ g % 2) + t) * 16;
+    upper[half] = words(piece), lower[half] = words(piece + 1024);
     const auto* scales =
         reinterpret_cast<const uint16_t*>(stage + LinearConfig::kCodeBytes + g * 16 + half * 8 + t * 2);
-    const ScalePair upper_scale = scale_pair(scales[0]), lower_scale = scale_pair(scales[64]);
+    upper_scale[half] = scale_pair(scales[0]), lower_scale[half] = scale_pair(scales[64]);
+  }
+  HOPWELL_UNROLL
+  for (int half = 0; half < 2; ++half) {
     float d[2][2][4] = {};  // of a block; even and odd products apart, for shorter chains
     HOPWELL_UNROLL
     for (int i = 0; i < 2; ++i) {
@@ -196,10 +201,10 @@ HOPWELL_DEVICE void multiply_stage(const unsigned char* stage, uint32_t x, float
       for (int block = 0; block < 2; ++block) {
         const int word = 2 * block + i;
         uint32_t a[4], b[4];
-        decode_word(upper.w[word], a);
-        decode_word(lower.w[word], b);
+        decode_word(upper[half].w[word], a);
+        decode_word(lower[half].w[word], b);
         arch::Words4 values{{0, 0, 0, 0}};
-        if (g == 2 * t) values = arch::load_shared_v4(x + uint32_t(((half * 4 + word) * 4 + t) * 16));
+        if (g == 2 * t) values = words(x + ((half * 4 + word) * 4 + t) * 16);
         const uint32_t a0[4] = {a[0], b[0], a[1], b[1]}, a1[4] = {a[2], b[2], a[3], b[3]};
         const uint32_t x0[2] = {values.w[0], values.w[1]}, x1[2] = {values.w[2], values.w[3]};
         arch::mma_m16n8k16_fp16(d[block][0], a0, x0);
@@ -208,24 +213,24 @@ HOPWELL_DEVICE void multiply_stage(const unsigned char* stage, uint32_t x, float
     }
     HOPWELL_UNROLL
     for (int chain = 0; chain < 2; ++chain) {
-      sums[0] += upper_scale.low * d[0][chain][0];
-      sums[0] += upper_scale.high * d[1][chain][0];
-      sums[1] += lower_scale.low * d[0][chain][2];
-      sums[1] += lower_scale.high * d[1][chain][2];
+      sums[0] += upper_scale[half].low * d[0][chain][0];
+      sums[0] += upper_scale[half].high * d[1][chain][0];
+      sums[1] += lower_scale[half].low * d[0][chain][2];
+      sums[1] += lower_scale[half].high * d[1][chain][2];
     }
   }
 }
 
 // Sums of rows g and g + 8 of a tile over this lane's blocks of the slice.
 template <class Params>
-HOPWELL_DEVICE void multiply_tile(const Params& p, Ring& ring, const Slice& slice, uint32_t x, float unit,
+HOPWELL_DEVICE void multiply_tile(const Params& p, Ring& ring, const Slice& slice, const unsigned char* x, float unit,
                                   float (&sums)[2]) {
   float scaled[2] = {};
   for (int stage = 0; stage < slice.stages; ++stage) {
     arch::cp_async_wait<LinearConfig::kStages - 2>();
     arch::syncwarp();
     ring.load(p);
-    multiply_stage(ring.take(), x + uint32_t(stage * kItemsOfStage * 16), scaled);
+    multiply_stage(ring.take(), x + stage * kItemsOfStage * 16, scaled);
   }
   HOPWELL_UNROLL
   for (int i = 0; i < 2; ++i) sums[i] += scaled[i] * (unit * LinearConfig::kCodeUnit);
@@ -240,6 +245,7 @@ HOPWELL_DEVICE Pass next_pass(const Params& p, Ring& ring, const Slice& slice, u
   arch::cp_async_wait_all();
   const Pass pass = p.x.settle(slice, x, batch, ceiling);
   ring.aim(p, tile, tile + 1);
+  HOPWELL_NO_UNROLL
   for (int i = 0; i < LinearConfig::kStages - 1; ++i) ring.load(p);
   return pass;
 }
@@ -309,6 +315,7 @@ __global__ void __launch_bounds__(32 * LinearConfig::kMaxWarps, 1)
   wait_for_previous();
 
   p.x.fetch(slice, x, batch);
+  HOPWELL_NO_UNROLL
   for (int i = 0; i < kAhead; ++i) ring.load(p);
   arch::cp_async_wait<kAhead>();
   uint32_t ceiling = kEverything;
@@ -325,7 +332,7 @@ __global__ void __launch_bounds__(32 * LinearConfig::kMaxWarps, 1)
       ceiling = kEverything;
       do {
         if (first.partial) pass = next_pass(p, ring, slice, x, tile, batch, ceiling);
-        multiply_tile(p, ring, slice, x, pass.unit, sums);
+        multiply_tile(p, ring, slice, place.x, pass.unit, sums);
       } while (pass.partial);
       store_sums(batch_sums + ((tile - at) * p.warps + warp) * LinearConfig::kRows, sums);
     }
