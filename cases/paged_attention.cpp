@@ -76,7 +76,8 @@ void add_shapes(std::vector<Config>& all) {
                    .q_len = q_len,
                    .h_q = 10,
                    .h_kv = 2,
-                   .d = 32});
+                   .d = 32,
+                   .emulated = q_len != 7});
   all.push_back({.name = "q_len_16_h_q_16_h_kv_1",
                  .lengths = {3, 290},
                  .q_len = 16,
@@ -87,16 +88,24 @@ void add_shapes(std::vector<Config>& all) {
                  .emulated = false});
   for (const auto& [type_name, dtype] : kDTypes) {
     const std::string prefix = std::string("decoder_") + type_name;
-    all.push_back({.name = prefix + "_h16_d64", .dtype = dtype, .lengths = {1000}, .h_q = 16, .h_kv = 16});
+    const bool emulated = dtype == DType::kBFloat16;  // one type: the emulator takes long over them
     all.push_back(
-        {.name = prefix + "_h32_d128", .dtype = dtype, .lengths = {130, 257}, .h_q = 32, .h_kv = 32, .d = 128});
+        {.name = prefix + "_h16_d64", .dtype = dtype, .lengths = {1000}, .h_q = 16, .h_kv = 16, .emulated = emulated});
+    all.push_back({.name = prefix + "_h32_d128",
+                   .dtype = dtype,
+                   .lengths = {130, 257},
+                   .h_q = 32,
+                   .h_kv = 32,
+                   .d = 128,
+                   .emulated = emulated});
     all.push_back({.name = prefix + "_h32_h_kv_8_d128_vllm",
                    .dtype = dtype,
                    .layout = HOPWELL_CACHE_VLLM,
                    .lengths = {511, 64},
                    .h_q = 32,
                    .h_kv = 8,
-                   .d = 128});
+                   .d = 128,
+                   .emulated = emulated});
   }
   all.push_back({.name = "no_sequences", .lengths = {}});
   all.push_back({.name = "no_blocks", .lengths = {3, 0, 1}, .max_blocks = 0});
@@ -280,22 +289,26 @@ Instance bench(const Settings& settings, Random& random) {
   Config c;
   const std::string dtype = setting(settings, "dtype", "fp32 fp16 bf16"),
                     layout = setting(settings, "layout", "nhd hnd vllm");
-  const std::string bias = setting(settings, "bias", "none key distance fused");
+  const std::string bias = setting(settings, "bias", "none key key_each distance fused");  // key_each: a row a sequence
   for (const auto& [name, value] : kDTypes)
     if (dtype == name) c.dtype = value;
   for (const auto& [name, value] : kLayouts)
     if (layout == name) c.layout = value;
   c.bias = bias == "key"        ? BiasForm::kKey
+           : bias == "key_each" ? BiasForm::kKey
            : bias == "distance" ? BiasForm::kDistance
            : bias == "fused"    ? BiasForm::kFused
                                 : BiasForm::kNone;
   c.lengths.assign(static_cast<std::size_t>(number(settings, "b")), number(settings, "ctx"));
   if (c.lengths.empty()) throw std::invalid_argument("setting 'b' must be at least 1; got '0'");
+  if (const std::int64_t shortest = number(settings, "shortest"); shortest > 0)
+    for (std::int64_t& length : c.lengths)
+      length = shortest + random.below(std::max<std::int64_t>(1, length - shortest));
   c.lengths[c.lengths.size() / 2] = std::max(c.lengths.front(), number(settings, "longest"));
   c.q_len = number(settings, "q_len"), c.h_q = number(settings, "h_q"), c.h_kv = number(settings, "h_kv");
   c.d = number(settings, "d"), c.block = number(settings, "block"), c.window = number(settings, "window");
   c.u = bias == "fused";
-  c.shared_bias = c.bias == BiasForm::kKey || c.bias == BiasForm::kDistance;
+  c.shared_bias = bias == "key" || bias == "distance";
   c.extent = *std::max_element(c.lengths.begin(), c.lengths.end());
   if (c.block < 1) throw std::invalid_argument("setting 'block' must be at least 1; got '0'");
   Instance instance;
@@ -312,15 +325,16 @@ Instance bench(const Settings& settings, Random& random) {
   return instance;
 }
 
-// The bars of the CPU, then the shapes that were measured on an H200.
+Settings shape(const char* dtype, const char* layout, std::int64_t b, std::int64_t ctx, std::int64_t longest,
+               std::int64_t h_q, std::int64_t h_kv, std::int64_t d, const char* bias) {
+  const auto text = [](std::int64_t n) { return std::to_string(n); };
+  return {{"dtype", dtype},  {"layout", layout}, {"b", text(b)},     {"ctx", text(ctx)},   {"longest", text(longest)},
+          {"shortest", "0"}, {"q_len", "1"},     {"h_q", text(h_q)}, {"h_kv", text(h_kv)}, {"d", text(d)},
+          {"block", "16"},   {"window", "0"},    {"bias", bias}};
+}
+
+// The bars of the CPU, then shapes of other libraries' tables.
 std::vector<std::pair<std::string, Settings>> shapes() {
-  const auto shape = [](const char* dtype, const char* layout, std::int64_t b, std::int64_t ctx, std::int64_t longest,
-                        std::int64_t h_q, std::int64_t h_kv, std::int64_t d, const char* bias) -> Settings {
-    const auto text = [](std::int64_t n) { return std::to_string(n); };
-    return {{"dtype", dtype}, {"layout", layout}, {"b", text(b)},       {"ctx", text(ctx)}, {"longest", text(longest)},
-            {"q_len", "1"},   {"h_q", text(h_q)}, {"h_kv", text(h_kv)}, {"d", text(d)},     {"block", "16"},
-            {"window", "0"},  {"bias", bias}};
-  };
   return {{"b8_ctx4096_h16_d64_fp32", shape("fp32", "nhd", 8, 4096, 0, 16, 16, 64, "none")},
           {"b8_ctx4096_h16_d64_bf16", shape("bf16", "nhd", 8, 4096, 0, 16, 16, 64, "none")},
           {"b8_ctx4096_h16_d64_fp32_hnd", shape("fp32", "hnd", 8, 4096, 0, 16, 16, 64, "none")},
@@ -338,6 +352,32 @@ std::vector<std::pair<std::string, Settings>> shapes() {
           {"b16_ctx8192_h32_h_kv8_d128", shape("bf16", "nhd", 16, 8192, 0, 32, 8, 128, "none")}};
 }
 
+Settings with(Settings settings, const char* key, const char* value) {
+  settings[key] = value;
+  return settings;
+}
+
+// The bars of the H200.
+std::vector<std::pair<std::string, Settings>> device_shapes() {
+  const Settings speech = shape("bf16", "nhd", 32, 4096, 0, 16, 16, 64, "key_each");
+  return {{"h32_d128_b64_ctx4096", shape("bf16", "nhd", 64, 4096, 0, 32, 32, 128, "key_each")},
+          {"h16_d64_b32_ctx4096", speech},
+          {"ragged", with(shape("bf16", "nhd", 64, 6840, 8192, 16, 16, 64, "key_each"), "shortest", "128")},
+          {"one_65536_h16_d64", shape("bf16", "nhd", 64, 512, 65536, 16, 16, 64, "key_each")},
+          {"one_65536_h32_d128", shape("bf16", "nhd", 64, 512, 65536, 32, 32, 128, "key_each")},
+          {"b1_ctx32768", shape("bf16", "nhd", 1, 32768, 0, 16, 16, 64, "key_each")},
+          {"gqa_32_8_b16_ctx8192", shape("bf16", "nhd", 16, 8192, 0, 32, 8, 128, "key_each")},
+          {"b1_ctx1000", shape("bf16", "nhd", 1, 1000, 0, 16, 16, 64, "key_each")},
+          {"no_bias", with(speech, "bias", "none")},
+          {"distance", with(speech, "bias", "distance")},
+          {"fused", with(speech, "bias", "fused")},
+          {"fp16", with(speech, "dtype", "fp16")},
+          {"fp32", with(speech, "dtype", "fp32")},
+          {"block_64", with(speech, "block", "64")},
+          {"hnd", with(speech, "layout", "hnd")},
+          {"vllm", with(speech, "layout", "vllm")}};
+}
+
 }  // namespace
 
 Suite paged_attention() {
@@ -347,7 +387,7 @@ Suite paged_attention() {
   add_biases(all);
   add_lengths(all);
   add_groups(all);
-  Suite suite{"paged_attention", {}, shapes(), bench};
+  Suite suite{"paged_attention", {}, shapes(), bench, device_shapes()};
   for (const Config& c : all)
     suite.cases.push_back({.op = suite.op,
                            .name = c.name,

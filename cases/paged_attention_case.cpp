@@ -259,13 +259,20 @@ void call(const Config& c, const Arrays& a, Workspace& workspace, const char* ba
 }
 
 void count_work(const Config& c, Instance& instance) {
-  double keys = 0;
-  for (std::int64_t n = 0; n < c.b(); ++n) keys += static_cast<double>(c.context(n) - c.first_seen(n));
+  double keys = 0, pages = 0;
+  for (std::int64_t n = 0; n < c.b(); ++n) {
+    keys += static_cast<double>(c.context(n) - c.first_seen(n));
+    pages += static_cast<double>((c.context(n) + c.block - 1) / c.block);
+  }
   const auto d = static_cast<double>(c.d);
-  instance.bytes = 2 * keys * static_cast<double>(c.h_kv) * d * static_cast<double>(size_of(c.dtype));
-  for (const Array& array : instance.arrays)
-    if (array.name() != "k_cache" && array.name() != "v_cache")
-      instance.bytes += static_cast<double>(array.size()) * static_cast<double>(size_of(array.dtype()));
+  instance.bytes = 2 * keys * static_cast<double>(c.h_kv) * d * static_cast<double>(size_of(c.dtype)) + 4 * pages;
+  for (const Array& array : instance.arrays) {
+    if (array.name() == "k_cache" || array.name() == "v_cache" || array.name() == "block_tables") continue;
+    auto elements = static_cast<double>(array.size());
+    if (array.name() == "bias" && c.bias == BiasForm::kKey)  // what lies past a sequence's keys is not needed
+      elements = std::min(elements, keys * static_cast<double>(c.h_q * c.queries()));
+    instance.bytes += elements * static_cast<double>(size_of(array.dtype()));
+  }
   instance.flops = (c.bias == BiasForm::kFused ? 6 : 4) * keys * static_cast<double>(c.h_q * c.queries()) * d;
 }
 

@@ -81,9 +81,9 @@ TEST_P(PagedAttention, EverySynchronisationCallIsNeeded) {
 
 INSTANTIATE_TEST_SUITE_P(
     All, PagedAttention,
-    testing::Values(Subject{"rows", {"group_key_h_q_4_h_kv_4_bf16", "lengths_out_of_range"}, 20},
-                    Subject{"columns", {"decoder_bf16_h32_h_kv_8_d128_vllm", "bias_hides_keys_vllm"}, 6},
-                    Subject{"fragments", {"group_key_h_q_8_h_kv_2_bf16", "group_key_h_q_9_h_kv_1_bf16_hidden"}, 20}),
+    testing::Values(Subject{"rows", {"group_key_h_q_4_h_kv_4_bf16", "lengths_out_of_range"}, 8},
+                    Subject{"columns", {"decoder_bf16_h32_h_kv_8_d128_vllm", "bias_hides_keys_vllm"}, 3},
+                    Subject{"fragments", {"group_key_h_q_8_h_kv_2_bf16", "group_key_h_q_9_h_kv_1_bf16_hidden"}, 8}),
     [](const testing::TestParamInfo<Subject>& info) { return info.param.name; });
 
 }  // namespace

@@ -27,9 +27,12 @@ bool aligned(const View& view, std::size_t rows) {
 
 enum class Kind { rows, columns, fragments };
 
+// Whether pages do not lie in whole pieces of 16 bytes at distances below 2^31 bytes.
 bool scattered(const Problem& problem) {
-  const auto elements = 16 / static_cast<std::int64_t>(size_of(problem.q.dtype));
-  return problem.block % elements != 0 || !aligned(problem.k_cache, 3) || !aligned(problem.v_cache, 3);
+  const auto width = static_cast<std::int64_t>(size_of(problem.q.dtype));
+  const auto near = [&](const CacheStrides& at) { return std::max(at.slot, 32 * at.group_stride) * width < kMaxKeys; };
+  return problem.block % (16 / width) != 0 || !aligned(problem.k_cache, 3) || !aligned(problem.v_cache, 3) ||
+         !near(problem.k) || !near(problem.v);
 }
 
 Kind kind_of(const Problem& problem) {
@@ -45,7 +48,7 @@ void choose_strips(const Problem& problem, Params& p) {
   // Heads whose rows follow one another are read together, up to 512 bytes.
   const bool together = problem.k.head == p.d && problem.v.head == p.d;
   const auto join_heads = [&](int limit) {
-    while (together && p.heads < limit && problem.h_kv % (2 * p.heads) == 0) p.heads *= 2;
+    while (together && p.heads < limit && problem.h_kv % (2 * p.heads) == 0) p.heads = 2 * p.heads;
   };
   p.queries = 1, p.heads = 1, p.lanes = 1;
   switch (kind_of(problem)) {
@@ -86,7 +89,9 @@ void describe_bias(const Problem& problem, Params& p) {
   p.bias_stride[1] = by_key ? problem.bias.stride[2] : 0;
   p.bias_in_pieces = by_key && !p.clamp && aligned(problem.bias, 3);
   p.r_stride_h = problem.r.stride[0], p.r_stride = problem.r.stride[1];
-  p.r_direct = problem.r && (problem.r.dtype != problem.q.dtype || !aligned(problem.r, 2));
+  const std::int64_t row_bytes = problem.r.stride[1] * static_cast<std::int64_t>(size_of(problem.q.dtype));
+  p.r_row = to_int(row_bytes);
+  p.r_direct = problem.r && (problem.r.dtype != problem.q.dtype || !aligned(problem.r, 2) || row_bytes >= kMaxKeys);
 }
 
 Params params_of(const Problem& problem) {
@@ -97,6 +102,10 @@ Params params_of(const Problem& problem) {
   p.alibi_slopes = problem.alibi_slopes.as<const float>();
   p.out = problem.out.data, p.lse = problem.lse.as<float>();
   p.k_at = problem.k, p.v_at = problem.v;
+  const auto width = static_cast<std::int64_t>(size_of(problem.q.dtype));
+  p.k_page = problem.k.page * width, p.v_page = problem.v.page * width;
+  p.k_slot = to_int(problem.k.slot * width), p.v_slot = to_int(problem.v.slot * width);
+  p.k_group = to_int(problem.k.group_stride * width), p.v_group = to_int(problem.v.group_stride * width);
   for (std::size_t i = 0; i < 3; ++i) {
     p.q_stride[i] = problem.q.stride[i], p.out_stride[i] = problem.out.stride[i];
     p.lse_stride[i] = problem.lse ? problem.lse.stride[i] : 0;
@@ -107,9 +116,6 @@ Params params_of(const Problem& problem) {
   p.u_type = type_of(problem.pos_bias_u), p.v_type = type_of(problem.pos_bias_v);
   p.b = to_int(problem.b), p.q_len = to_int(problem.q_len), p.h_q = to_int(problem.h_q), p.d = to_int(problem.d);
   p.group = to_int(problem.h_q / problem.h_kv), p.blocks = to_int(problem.blocks), p.block = to_int(problem.block);
-  p.block_shift = -1;
-  for (int shift = 0; shift <= 8; ++shift)
-    if (p.block == 1 << shift) p.block_shift = shift;
   p.max_context = to_int(problem.max_blocks * problem.block);
   p.scale_log2 = problem.scale * kLog2E, p.bias_log2 = problem.post_scale ? kLog2E : p.scale_log2;
   describe_bias(problem, p);
@@ -149,7 +155,7 @@ void start(const Problem& problem, Stream stream) {
   p.warps = kMaxWarps;
   while (ring_bytes<Lanes>(p.warps) > runtime::max_shared_bytes(device)) p.warps /= 2;
   p.unit = p.warps * p.tile;
-  if (kind_of(problem) == Kind::fragments) p.unit /= p.heads;
+  if (kind_of(problem) == Kind::fragments) p.unit = p.unit / p.heads;
   const auto grid = static_cast<std::uint32_t>(runtime::multiprocessors(device));
   const bool overlap = runtime::has_dependent_launches(device);
   runtime::launch(kName, ring_kernel<Lanes>,

@@ -38,6 +38,7 @@ HOPWELL_DEVICE void split(float x, float y, uint32_t& high, uint32_t& low, fp16)
 template <class T, int kD>
 struct Fragments {
   using Type = T;
+  static constexpr int kLaneBytes = 0;  // tiles are the warp's
   static constexpr int kRows = 8, kKeys = 2048 / kD, kChunks = kD / 8, kPages = kKeys / 16;
   // fp16 has no exponents for small probabilities: they are held 2^14 times as large.
   static constexpr float kShift = std::is_same_v<T, fp16> ? 14 : 0;
@@ -49,8 +50,8 @@ struct Fragments {
   };
   struct Storage {
     PlanStorage plan;
-    alignas(16) float value[kMaxWarps][kRows][kD];
-    Stats stats[kMaxWarps][kRows];
+    alignas(16) float values[kMaxWarps * kRows * kD];
+    Stats stats[kMaxWarps * kRows];
   };
 
   int head_of_strip, first_key, row, quad;
@@ -65,31 +66,33 @@ struct Fragments {
   static HOPWELL_DEVICE int first_key_of_warp(const Params& p) { return arch::warp_index() / p.heads * p.tile; }
   static HOPWELL_DEVICE int place_of(int key, int chunk) { return key * kChunks + (chunk ^ (key & 7)); }
 
-  HOPWELL_DEVICE void copy(const Params& p, const Tile& tile, Stage& to) const {
+  HOPWELL_DEVICE Feed feed(const Params& p, const Source& from) const {
+    const int lane = arch::lane_index(), key = lane / kChunks, chunk = lane % kChunks;
+    return feed_of(p, from, sizeof(T), int64_t{key} * p.k_slot + 16 * chunk, int64_t{key} * p.v_slot + 16 * chunk, 0);
+  }
+  HOPWELL_DEVICE void copy(const Params& p, const Feed& feed, const Tile& tile, Stage& to, uint32_t address) const {
     constexpr int kRowsOfWarp = 32 / kChunks;
     const int lane = arch::lane_index(), key_of_lane = lane / kChunks, chunk = lane % kChunks;
-    const Source& from = tile.from;
+    const Source& from = feed.from;
     const int begin = larger(0, from.position - from.query - p.window + 1);  // what the first query sees
     uint32_t pages = 0;
     HOPWELL_UNROLL
     for (int i = 0; i < kPages; ++i) {
       const int page = arch::shuffle(tile.page, i), key = tile.key + 16 * i;
       pages |= page >= 0 ? 1U << i : 0;
-      const int64_t slot = slot_of(p, key), number = page >= 0 ? page : 0;
-      const T* k = static_cast<const T*>(p.k) + number * p.k_at.page + from.kv_head * p.k_at.head + slot * p.k_at.slot;
-      const T* v = static_cast<const T*>(p.v) + number * p.v_at.page + from.kv_head * p.v_at.head + slot * p.v_at.slot;
+      const int64_t slot = page >= 0 ? key % p.block : 0, number = page >= 0 ? page : 0;
+      const char* k = feed.k + number * p.k_page + slot * p.k_slot;
+      const char* v = feed.v + number * p.v_page + slot * p.v_slot;
+      const int first = begin - key - key_of_lane,
+                end = page >= 0 && 8 * chunk < p.d ? from.end - key - key_of_lane : 0;
       HOPWELL_UNROLL
       for (int r = 0; r < 16; r += kRowsOfWarp) {
-        const int j = r + key_of_lane;
-        const bool wanted = page >= 0 && key + j >= begin && key + j < from.end && 8 * chunk < p.d;
-        const int at = place_of(16 * i + j, chunk);
-        arch::cp_async(arch::shared_address(&to.k[at]), k + (wanted ? j * p.k_at.slot + 8 * chunk : 0),
-                       wanted ? 16 : 0);
-        arch::cp_async(arch::shared_address(&to.v[at]), v + (wanted ? j * p.v_at.slot + 8 * chunk : 0),
-                       wanted ? 16 : 0);
+        const int size = r >= first && r < end ? 16 : 0, at = place_of(16 * i + r + key_of_lane, chunk);
+        arch::cp_async(address + uint32_t(16 * at), k + int64_t{r} * p.k_slot, size);
+        arch::cp_async(address + kOffsetV + uint32_t(16 * at), v + int64_t{r} * p.v_slot, size);
       }
     }
-    if (p.bias_kind != Relative::none) copy_bias_of_row(p, from, tile.key, to);
+    if (p.bias_kind != Relative::none) copy_bias_of_row(p, feed, tile.key, to);
     if (lane == 0) to.pages[0] = pages;
   }
 
@@ -119,32 +122,16 @@ struct Fragments {
     softmax = {};
   }
 
-  HOPWELL_DEVICE void step(const Params& p, const Source& from, int tile, Stage& stage) {
+  HOPWELL_DEVICE void step(const Params& p, const Source& from, int tile, Stage& stage, uint32_t address) {
     arch::syncwarp();  // the other lanes' copies are there
     float s[kKeys / 8][4];
-    multiply(stage, s);
-    uint32_t seen = 0;    // bit 2 t + e for key 8 t + 2 quad + e
-    bool hidden = false;  // any of them, by a bias of −inf
+    multiply(address, s);
+    const bool hidden = add_biases(p, from, tile, stage, s);
+    mask(from, tile, stage.pages[0], s);
+    if (p.bias_kind != Relative::none) forget_values(hidden, s, stage);
     float maximum = -INFINITY;
     HOPWELL_UNROLL
-    for (int t = 0; t < kKeys / 8; ++t) {
-      HOPWELL_UNROLL
-      for (int e = 0; e < 2; ++e) {
-        const int j = 8 * t + 2 * quad + e, key = tile + j;
-        float x = (s[t][e] + s[t][2 + e]) * scale;
-        if (p.bias_kind != Relative::none) {
-          const float bias = bias_at(p, from, stage, key, j);
-          x += bias * p.bias_log2;
-          if (bias == -INFINITY) x = bias, hidden = true;
-        }
-        if (p.alibi_slopes) x -= p.alibi_slopes[from.head * p.slopes_stride] * kLog2E * float(from.position - key);
-        const bool visible = key >= from.seen.begin && key < from.seen.end && (stage.pages[0] >> (t / 2) & 1);
-        s[t][e] = visible ? x : -INFINITY;
-        seen |= s[t][e] != -INFINITY ? 1U << (2 * t + e) : 0;
-        maximum = fmaxf(maximum, s[t][e]);
-      }
-    }
-    if (p.bias_kind != Relative::none) forget_values(hidden, seen, stage);
+    for (int t = 0; t < kKeys / 8; ++t) maximum = fmaxf(maximum, fmaxf(s[t][0], s[t][1]));
     maximum = fmaxf(maximum, arch::shuffle_xor(maximum, 1));
     maximum = fmaxf(maximum, arch::shuffle_xor(maximum, 2));
     const float raised = fmaxf(softmax.maximum, maximum), base = finite_or_zero(raised) - kShift;
@@ -157,57 +144,109 @@ struct Fragments {
       softmax.sum += x + y;
       split(x, y, weights[t / 2][t % 2 * 2], weights[t / 2][t % 2 * 2 + 1], T{});
     }
-    HOPWELL_UNROLL
-    for (int i = 0; i < kChunks; ++i)
-      for (float& sum : out[i]) sum *= factor;
-    accumulate(stage, weights);
+    if (arch::ballot(factor != 1) != 0) {
+      HOPWELL_UNROLL
+      for (int i = 0; i < kChunks; ++i)
+        for (float& sum : out[i]) sum *= factor;
+    }
+    accumulate(address + kOffsetV, weights);
     arch::syncwarp();  // all have read the stage that is copied to next
   }
 
-  HOPWELL_DEVICE void leave(Storage& s) {
-    const int warp = arch::warp_index();
+  HOPWELL_DEVICE void leave(const Params&, Storage& s) {
+    const int vector = arch::warp_index() * kRows + row;
     softmax.sum += arch::shuffle_xor(softmax.sum, 1);
     softmax.sum += arch::shuffle_xor(softmax.sum, 2);
     HOPWELL_UNROLL
     for (int i = 0; i < kChunks; ++i)
-      for (int e = 0; e < 2; ++e) s.value[warp][row][8 * i + 2 * quad + e] = out[i][e] + out[i][2 + e];
-    if (quad == 0) s.stats[warp][row] = {softmax.maximum - kShift, softmax.sum};
+      for (int e = 0; e < 2; ++e) s.values[vector * kD + 8 * i + 2 * quad + e] = out[i][e] + out[i][2 + e];
+    if (quad == 0) s.stats[vector] = {softmax.maximum - kShift, softmax.sum};
   }
-  static HOPWELL_DEVICE int states(const Params& p) { return p.warps / p.heads; }
-  static HOPWELL_DEVICE Stats stats_of(const Params& p, const Storage& s, int v, int i) {
-    return s.stats[i * p.heads + v / kRows][v % kRows];
-  }
-  static HOPWELL_DEVICE float value_of(const Params& p, const Storage& s, int v, int i, int e) {
-    return s.value[i * p.heads + v / kRows][v % kRows][e];
+  static HOPWELL_DEVICE States states(const Params& p, const Storage& s) {
+    return {s.stats, s.values, p.warps / p.heads, kD};
   }
 
  private:
   // Whole pieces where the rows of the bias allow it, else a word for each key.
-  HOPWELL_DEVICE void copy_bias_of_row(const Params& p, const Source& from, int key, Stage& to) const {
+  HOPWELL_DEVICE void copy_bias_of_row(const Params& p, const Feed& feed, int key, Stage& to) const {
+    const Keys& seen = feed.from.seen;
     if (!p.bias_in_pieces) {
       auto* words = reinterpret_cast<uint32_t*>(to.bias[row]);
-      HOPWELL_UNROLL
+      HOPWELL_NO_UNROLL
       for (int j = quad; j < kKeys; j += 4)
-        copy_bias(p, from, key + j, key + j <= from.position && from.seen.begin < from.seen.end, words + j);
+        copy_bias(p, feed, key + j, key + j >= seen.begin && key + j < seen.end, words + j);
       return;
     }
     const int size = p.bias_type == Float::fp32 ? 4 : 2, elements = 16 / size;
-    const int64_t at = from.sequence * p.bias_stride[0] + from.query * p.bias_stride[1] + from.head * p.bias_stride[2];
     for (int piece = quad; piece < kKeys / elements; piece += 4) {
       const int column = key + piece * elements, columns = larger(0, smaller(p.extent - column, elements));
       arch::cp_async(arch::shared_address(&to.bias[row][piece]),
-                     static_cast<const char*>(p.bias) + (at + (columns ? column : 0)) * size, columns * size);
+                     reinterpret_cast<const void*>(feed.bias + uintptr_t(unsigned(columns ? column * size : 0))),
+                     columns * size);
     }
   }
-  HOPWELL_DEVICE float bias_at(const Params& p, const Source& from, const Stage& stage, int key, int j) const {
+  // The biases of keys 8 t + 2 quad + e.
+  HOPWELL_DEVICE void load_biases(const Params& p, const Source& from, int tile, const Stage& stage,
+                                  float (&bias)[kKeys / 8][2]) const {
     const auto* words = reinterpret_cast<const uint32_t*>(stage.bias[row]);
-    if (p.bias_type == Float::fp32) return arch::bit_cast<float>(words[j]);
-    if (p.bias_in_pieces) return meaning(words[j / 2] >> (16 * (j % 2)) & 0xffff, p.bias_type);
-    return bias_of(p, words[j], half_of_bias(p, column_of(p, from, key)));
+    const bool full_words = p.bias_type == Float::fp32, in_pieces = p.bias_in_pieces;
+    const uintptr_t row_begin = full_words || in_pieces ? 0 : row_of_bias(p, from);
+    HOPWELL_UNROLL
+    for (int t = 0; t < kKeys / 8; ++t) {
+      const int j = 8 * t + 2 * quad;
+      if (full_words) {
+        bias[t][0] = arch::bit_cast<float>(words[j]), bias[t][1] = arch::bit_cast<float>(words[j + 1]);
+      } else if (in_pieces) {
+        bias[t][0] = meaning(words[j / 2] & 0xffff, p.bias_type), bias[t][1] = meaning(words[j / 2] >> 16, p.bias_type);
+      } else {
+        for (int e = 0; e < 2; ++e) {
+          const int64_t column = column_of(p, from.position, tile + j + e);
+          bias[t][e] = bias_of(p, words[j + e], uint32_t(row_begin + uintptr_t(column) * 2) & 2);
+        }
+      }
+    }
+  }
+  // Products to logits: s[t][e] of key 8 t + 2 quad + e. True if a bias of −inf hides one of them.
+  HOPWELL_DEVICE bool add_biases(const Params& p, const Source& from, int tile, const Stage& stage,
+                                 float (&s)[kKeys / 8][4]) const {
+    bool hidden = false;
+    HOPWELL_UNROLL
+    for (int t = 0; t < kKeys / 8; ++t)
+      for (int e = 0; e < 2; ++e) s[t][e] = (s[t][e] + s[t][2 + e]) * scale;
+    if (p.bias_kind != Relative::none) {
+      float bias[kKeys / 8][2];
+      load_biases(p, from, tile, stage, bias);
+      HOPWELL_UNROLL
+      for (int t = 0; t < kKeys / 8; ++t) {
+        HOPWELL_UNROLL
+        for (int e = 0; e < 2; ++e) {
+          hidden |= bias[t][e] == -INFINITY;
+          s[t][e] = bias[t][e] == -INFINITY ? -INFINITY : s[t][e] + bias[t][e] * p.bias_log2;
+        }
+      }
+    }
+    if (p.alibi_slopes) {
+      const float slope = p.alibi_slopes[from.head * p.slopes_stride] * kLog2E;
+      HOPWELL_UNROLL
+      for (int t = 0; t < kKeys / 8; ++t)
+        for (int e = 0; e < 2; ++e) s[t][e] -= slope * float(from.position - (tile + 8 * t + 2 * quad + e));
+    }
+    return hidden;
+  }
+  HOPWELL_DEVICE void mask(const Source& from, int tile, uint32_t pages, float (&s)[kKeys / 8][4]) const {
+    if (tile >= from.seen.begin && tile + kKeys <= from.seen.end && pages == (1U << kPages) - 1) return;
+    HOPWELL_UNROLL
+    for (int t = 0; t < kKeys / 8; ++t) {
+      HOPWELL_UNROLL
+      for (int e = 0; e < 2; ++e) {
+        const int key = tile + 8 * t + 2 * quad + e;
+        if (key < from.seen.begin || key >= from.seen.end || !(pages >> (t / 2) & 1)) s[t][e] = -INFINITY;
+      }
+    }
   }
 
   // S = q k^T: s[t] for keys 8 t to 8 t + 7, high parts and low parts.
-  HOPWELL_DEVICE void multiply(const Stage& stage, float (&s)[kKeys / 8][4]) const {
+  HOPWELL_DEVICE void multiply(uint32_t keys, float (&s)[kKeys / 8][4]) const {
     const int lane = arch::lane_index();
     HOPWELL_UNROLL
     for (int t = 0; t < kKeys / 8; ++t) {
@@ -215,29 +254,33 @@ struct Fragments {
       HOPWELL_UNROLL
       for (int i = 0; i < kD / 32; ++i) {
         uint32_t b[4];
-        arch::ldmatrix(b, arch::shared_address(&stage.k[place_of(8 * t + lane % 8, 4 * i + lane / 8)]));
+        arch::ldmatrix(b, keys + uint32_t(16 * place_of(8 * t + lane % 8, 4 * i + lane / 8)));
         mma(s[t], q[2 * i], b[0], b[1], T{});
         mma(s[t], q[2 * i + 1], b[2], b[3], T{});
       }
     }
   }
-  HOPWELL_DEVICE void accumulate(const Stage& stage, const uint32_t (&weights)[kKeys / 16][4]) {
+  HOPWELL_DEVICE void accumulate(uint32_t values, const uint32_t (&weights)[kKeys / 16][4]) {
     const int lane = arch::lane_index();
     HOPWELL_UNROLL
     for (int t = 0; t < kKeys / 16; ++t) {
       HOPWELL_UNROLL
       for (int i = 0; i < kD / 16; ++i) {
         uint32_t b[4];
-        arch::ldmatrix<arch::Transpose::yes>(
-            b, arch::shared_address(&stage.v[place_of(16 * t + lane % 16, 2 * i + lane / 16)]));
+        arch::ldmatrix<arch::Transpose::yes>(b,
+                                             values + uint32_t(16 * place_of(16 * t + lane % 16, 2 * i + lane / 16)));
         mma(out[2 * i], weights[t], b[0], b[1], T{});
         mma(out[2 * i + 1], weights[t], b[2], b[3], T{});
       }
     }
   }
   // Values of keys that a bias of −inf hides from every row may be NaN, which a weight of 0 does not remove.
-  HOPWELL_DEVICE void forget_values(bool hidden, uint32_t seen, Stage& stage) const {
+  HOPWELL_DEVICE void forget_values(bool hidden, const float (&s)[kKeys / 8][4], Stage& stage) const {
     if (arch::ballot(hidden) == 0) return;
+    uint32_t seen = 0;  // bit 2 t + e for key 8 t + 2 quad + e
+    HOPWELL_UNROLL
+    for (int t = 0; t < kKeys / 8; ++t)
+      for (int e = 0; e < 2; ++e) seen |= s[t][e] != -INFINITY ? 1U << (2 * t + e) : 0;
     const int lane = arch::lane_index();
     HOPWELL_NO_UNROLL
     for (int j = 0; j < kKeys; ++j) {

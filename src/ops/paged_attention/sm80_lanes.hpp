@@ -15,10 +15,12 @@ struct Rows {
   using Type = T;
   using Stage = paged_attention::Stage<kFused>;
   using Storage = RingStorage;
+  static constexpr int kLaneBytes = 16;  // from one lane's pieces to the next one's
   static constexpr int kKeys = kElements<T>, kPiecesOfKey = 8 / kElements<T>;
 
-  static constexpr int row = 0;                         // of the strip's queries
-  int lanes, column, head_of_strip, first_key, copies;  // copies: lanes that end up with the same logit
+  static constexpr int row = 0;  // of the strip's queries
+  int lanes, column, head_of_strip, first_key;
+  int copies, my_key;  // lanes that end up with the same logit; of which of the lane's keys
   float q[8], qv[kFused ? 8 : 1], out[8];
   RawQuery raw[8];
   Softmax softmax;
@@ -26,31 +28,32 @@ struct Rows {
   HOPWELL_DEVICE explicit Rows(const Params& p) : lanes(p.lanes), copies(p.lanes / kKeys) {
     const int lane = arch::lane_index(), vector = lane / lanes;
     column = 8 * (lane - vector * lanes);
+    my_key = column / 8 / copies;
     head_of_strip = vector % p.heads, first_key = vector / p.heads * kKeys;
   }
   static HOPWELL_DEVICE int first_key_of_warp(const Params& p) { return arch::warp_index() * p.tile; }
-  HOPWELL_DEVICE int my_key() const { return column / 8 / copies; }  // of the lane's keys
 
-  HOPWELL_DEVICE void copy(const Params& p, const Tile& tile, Stage& to) const {
+  HOPWELL_DEVICE Feed feed(const Params& p, const Source& from) const {
+    return feed_of(p, from, sizeof(T), column * int(sizeof(T)), column * int(sizeof(T)), column);
+  }
+  HOPWELL_DEVICE void copy(const Params& p, const Feed& feed, const Tile& tile, Stage& to, uint32_t address) const {
     const int lane = arch::lane_index(), key = tile.key + first_key;
-    const Source& from = tile.from;
+    const Source& from = feed.from;
     uint32_t seen = first_bits(from.seen.end - key, kKeys) & ~first_bits(from.seen.begin - key, kKeys);
-    if (p.scattered)
-      copy_scattered(p, tile, seen, to);
-    else if (tile.page < 0)
-      seen = 0;
-    if (!p.scattered) {
-      const int64_t page = seen ? tile.page : 0, slot = seen ? slot_of(p, key) : 0;
-      const T* k = static_cast<const T*>(p.k) + page * p.k_at.page + from.kv_head * p.k_at.head + slot * p.k_at.slot;
-      const T* v = static_cast<const T*>(p.v) + page * p.v_at.page + from.kv_head * p.v_at.head + slot * p.v_at.slot;
-      copy_pieces(k + column, p.k_at.slot, column < p.d ? seen : 0, to.k);
-      copy_pieces(v + column, p.v_at.slot, column < p.d ? seen : 0, to.v);
+    if (p.scattered) {
+      copy_scattered(p, from, key, seen, to);
+    } else {
+      if (tile.page < 0) seen = 0;
+      const uint32_t wanted = column < p.d ? seen : 0;
+      const int64_t page = seen ? tile.page : 0, slot = seen ? key % p.block : 0;
+      copy_pieces(feed.k + page * p.k_page + slot * p.k_slot, p.k_slot, wanted, address);
+      copy_pieces(feed.v + page * p.v_page + slot * p.v_slot, p.v_slot, wanted, address + kOffsetV);
     }
-    const bool visible = seen >> my_key() & 1;
-    const uint32_t half = copy_bias(p, from, key + my_key(), visible, &to.bias[lane]);
+    const bool visible = seen >> my_key & 1;
+    const uint32_t half = copy_bias(p, feed, key + my_key, visible, &to.bias[lane]);
     to.visible[lane] = (visible ? 1 : 0) | half;
     if constexpr (kFused)
-      if (!p.r_direct) copy_r(p, from, key, column < p.d ? seen : 0, to);
+      if (!p.r_direct) copy_r(p, feed, key, column < p.d ? seen : 0, address);
   }
 
   HOPWELL_DEVICE void fetch_query(const Params& p, const Source& from) {
@@ -67,24 +70,24 @@ struct Rows {
     softmax = {};
   }
 
-  HOPWELL_DEVICE void step(const Params& p, const Source& from, int tile, Stage& stage) {
+  HOPWELL_DEVICE void step(const Params& p, const Source& from, int tile, Stage& stage, uint32_t address) {
     const int lane = arch::lane_index(), first = tile + first_key;
     float x[kKeys];
     HOPWELL_UNROLL
     for (int j = 0; j < kKeys; ++j) x[j] = 0;
-    multiply(stage.k, q, x);
+    multiply(address, q, x);
     if constexpr (kFused) {
       if (p.r_direct)
         multiply_r(p, from, first, x);
       else
-        multiply(stage.r, qv, x);
+        multiply(address + kOffsetR, qv, x);
     }
     float logit = sum_over_lanes(x);
     const uint32_t visible = stage.visible[lane];
     const float bias = p.bias_kind == Relative::none ? 0 : bias_of(p, stage.bias[lane], visible);
     if (p.bias_kind != Relative::none) logit += bias * p.bias_log2;
     if (p.alibi_slopes)
-      logit -= p.alibi_slopes[from.head * p.slopes_stride] * kLog2E * float(from.position - first - my_key());
+      logit -= p.alibi_slopes[from.head * p.slopes_stride] * kLog2E * float(from.position - first - my_key);
     const bool hidden = bias == -INFINITY;
     if (!(visible & 1) || hidden) logit = -INFINITY;
     if (p.bias_kind != Relative::none) forget_values(hidden, stage);
@@ -102,62 +105,70 @@ struct Rows {
       HOPWELL_UNROLL
       for (int piece = 0; piece < kPiecesOfKey; ++piece) {
         float v[kElements<T>];
-        unpack<T>(arch::load_shared_v4(arch::shared_address(&stage.v[j * kPiecesOfKey + piece][lane])), v);
+        unpack<T>(arch::load_shared_v4(address + kOffsetV + uint32_t((j * kPiecesOfKey + piece) * kPieceBytes)), v);
         HOPWELL_UNROLL
         for (int e = 0; e < kElements<T>; ++e) out[piece * kElements<T> + e] += weight * v[e];
       }
     }
   }
 
-  HOPWELL_DEVICE void leave(RingStorage& s) {
-    const int lane = arch::lane_index(), warp = arch::warp_index();
+  HOPWELL_DEVICE void leave(const Params& p, RingStorage& s) {
     HOPWELL_UNROLL
     for (int keys = kKeys, mask = lanes / 2; keys > 1; keys /= 2, mask /= 2)
       softmax.sum += arch::shuffle_xor(softmax.sum, mask);
+    for (int mask = lanes * p.heads; mask < 32; mask *= 2) {  // lanes that have other keys of the same head
+      const float maximum = fmaxf(softmax.maximum, arch::shuffle_xor(softmax.maximum, mask));
+      const float weight = arch::exp2_approx(softmax.maximum - finite_or_zero(maximum));
+      softmax.maximum = maximum, softmax.sum *= weight;
+      softmax.sum += arch::shuffle_xor(softmax.sum, mask);
+      HOPWELL_UNROLL
+      for (float& sum : out) {
+        sum *= weight;
+        sum += arch::shuffle_xor(sum, mask);
+      }
+    }
+    if (first_key > 0) return;
+    const int vector = arch::thread_index() / 32 * p.heads + head_of_strip;
     HOPWELL_UNROLL
-    for (int e = 0; e < 8; ++e) s.value[warp][8 * lane + e] = out[e];
-    if (column == 0) s.stats[warp][lane / lanes] = {softmax.maximum, softmax.sum};
+    for (int e = 0; e < 8; ++e) s.values[vector * lanes * 8 + column + e] = out[e];
+    if (column == 0) s.stats[vector] = {softmax.maximum, softmax.sum};
   }
-  static HOPWELL_DEVICE int key_groups(const Params& p) { return 32 / p.lanes / p.heads; }
-  static HOPWELL_DEVICE int states(const Params& p) { return p.warps * key_groups(p); }
-  static HOPWELL_DEVICE Stats stats_of(const Params& p, const RingStorage& s, int v, int i) {
-    return s.stats[i / key_groups(p)][i % key_groups(p) * p.heads + v];
-  }
-  static HOPWELL_DEVICE float value_of(const Params& p, const RingStorage& s, int v, int i, int e) {
-    return s.value[i / key_groups(p)][(i % key_groups(p) * p.heads + v) * p.lanes * 8 + e];
+  HOPWELL_DEVICE States states(const Params& p, const RingStorage& s) const {
+    return {s.stats, s.values, p.warps, lanes * 8};
   }
 
  private:
-  static HOPWELL_DEVICE void copy_pieces(const T* from, int64_t stride, uint32_t seen,
-                                         arch::Words4 (&to)[kPieces][32]) {
+  static HOPWELL_DEVICE void copy_pieces(const char* from, int stride, uint32_t seen, uint32_t destination) {
     HOPWELL_UNROLL
     for (int i = 0; i < kPieces; ++i) {
-      const int key = i / kPiecesOfKey, part = i % kPiecesOfKey * kElements<T>;
-      arch::cp_async(arch::shared_address(&to[i][arch::lane_index()]), from + key * stride + part,
+      const int key = i / kPiecesOfKey;
+      arch::cp_async(destination + uint32_t(i * kPieceBytes), from + int64_t{key} * stride + i % kPiecesOfKey * 16,
                      int(seen >> key & 1) * 16);
     }
   }
-  HOPWELL_DEVICE void copy_r(const Params& p, const Source& from, int key, uint32_t seen, Stage& to) const {
-    const T* r = static_cast<const T*>(p.r) + from.head * p.r_stride_h + column;
-    HOPWELL_UNROLL
+  HOPWELL_DEVICE void copy_r(const Params& p, const Feed& feed, int key, uint32_t seen, uint32_t address) const {
+    const int farthest = feed.from.position - key;  // of the first key
+    if (farthest < p.extent)
+      return copy_pieces(feed.r + int64_t{farthest} * p.r_row, -p.r_row, seen, address + kOffsetR);
+    HOPWELL_NO_UNROLL
     for (int i = 0; i < kPieces; ++i) {
-      const int j = i / kPiecesOfKey, row = row_of_r(p, from.position, key + j);
+      const int j = i / kPiecesOfKey, row = row_of_r(p, feed.from.position, key + j);
       const bool wanted = (seen >> j & 1) && row >= 0;
-      arch::cp_async(arch::shared_address(&to.r[i][arch::lane_index()]),
-                     r + (wanted ? row : 0) * p.r_stride + i % kPiecesOfKey * kElements<T>, wanted ? 16 : 0);
+      arch::cp_async(address + kOffsetR + uint32_t(i * kPieceBytes),
+                     feed.r + int64_t{wanted ? row : 0} * p.r_row + i % kPiecesOfKey * 16, wanted ? 16 : 0);
     }
   }
-  HOPWELL_DEVICE void copy_scattered(const Params& p, const Tile& tile, uint32_t& seen, Stage& to) const {
-    const int lane = arch::lane_index(), key = tile.key + first_key;
+  HOPWELL_DEVICE void copy_scattered(const Params& p, const Source& from, int key, uint32_t& seen, Stage& to) const {
+    const int lane = arch::lane_index();
     HOPWELL_NO_UNROLL
     for (int i = 0; i < kPieces; ++i) {
       const int j = i / kPiecesOfKey, first = column + i % kPiecesOfKey * kElements<T>;
-      const int page = seen >> j & 1 ? page_of(p, tile.from.sequence, key + j) : -1;
+      const int page = seen >> j & 1 ? page_of(p, from.sequence, key + j) : -1;
       if (page < 0) seen &= ~(1U << j);
       const auto gather = [&](arch::Words4& piece, const void* cache, const CacheStrides& at) {
         gather_piece<T>(piece, [&](int e) -> const T* {
           if (page < 0 || first + e >= p.d) return nullptr;
-          return element_of<T>(cache, at, page, tile.from.kv_head, slot_of(p, key + j), first + e);
+          return element_of<T>(cache, at, page, from.kv_head, (key + j) % p.block, first + e);
         });
       };
       gather(to.k[i][lane], p.k, p.k_at);
@@ -165,12 +176,11 @@ struct Rows {
     }
   }
 
-  static HOPWELL_DEVICE void multiply(const arch::Words4 (&rows)[kPieces][32], const float (&by)[8],
-                                      float (&x)[kKeys]) {
+  static HOPWELL_DEVICE void multiply(uint32_t rows, const float (&by)[8], float (&x)[kKeys]) {
     HOPWELL_UNROLL
     for (int i = 0; i < kPieces; ++i) {
       float row[kElements<T>];
-      unpack<T>(arch::load_shared_v4(arch::shared_address(&rows[i][arch::lane_index()])), row);
+      unpack<T>(arch::load_shared_v4(rows + uint32_t(i * kPieceBytes)), row);
       HOPWELL_UNROLL
       for (int e = 0; e < kElements<T>; ++e) x[i / kPiecesOfKey] += by[i % kPiecesOfKey * kElements<T> + e] * row[e];
     }
@@ -221,49 +231,50 @@ struct Columns {
   using Type = T;
   using Stage = paged_attention::Stage<false>;
   using Storage = RingStorage;
+  static constexpr int kLaneBytes = 16;  // from one lane's pieces to the next one's
   static constexpr int kTokens = kElements<T>, kDims = kPieces * kElements<T>;
 
   static constexpr int head_of_strip = 0, row = 0;
   int first_key, first_piece, groups;  // groups: of tokens in a tile
+  int first_dim, next_dim;             // of the pieces of V
   float q[kDims], out[kPieces];
   Softmax softmax;
 
   HOPWELL_DEVICE explicit Columns(const Params& p) : groups(p.tile / kTokens) {
     first_key = arch::lane_index() % p.tile, first_piece = arch::lane_index() / p.tile * kPieces;
+    first_dim = arch::lane_index() / groups, next_dim = 32 / groups;
   }
   static HOPWELL_DEVICE int first_key_of_warp(const Params& p) { return arch::warp_index() * p.tile; }
-  HOPWELL_DEVICE int token() const { return arch::lane_index() % groups * kTokens; }  // the first of the lane's
-  HOPWELL_DEVICE int dimension(int i) const { return (i * 32 + arch::lane_index()) / groups; }
+  HOPWELL_DEVICE int token() const { return (arch::lane_index() & (groups - 1)) * kTokens; }  // the first of the lane's
+  HOPWELL_DEVICE int dimension(int i) const { return i * next_dim + first_dim; }
 
-  HOPWELL_DEVICE void copy(const Params& p, const Tile& tile, Stage& to) const {
+  HOPWELL_DEVICE Feed feed(const Params& p, const Source& from) const {
+    return feed_of(p, from, sizeof(T), int64_t{first_piece} * p.k_group, int64_t{first_dim} * p.v_group, 0);
+  }
+  HOPWELL_DEVICE void copy(const Params& p, const Feed& feed, const Tile& tile, Stage& to, uint32_t address) const {
     const int lane = arch::lane_index(), key = tile.key + first_key;
-    const Source& from = tile.from;
-    bool visible = key >= from.seen.begin && key < from.seen.end && tile.page >= 0;
+    const Source& from = feed.from;
+    const bool visible = key >= from.seen.begin && key < from.seen.end && tile.page >= 0;
     const int page_of_values = arch::shuffle(tile.page, token());
     if (p.scattered) {
-      copy_scattered(p, tile, visible, to);
+      copy_scattered(p, from, tile, visible, to);
     } else {
-      const T* k = static_cast<const T*>(p.k) + (visible ? tile.page : 0) * p.k_at.page + from.kv_head * p.k_at.head +
-                   (visible ? slot_of(p, key) : 0) * p.k_at.slot;
-      HOPWELL_UNROLL
-      for (int i = 0; i < kPieces; ++i) {
-        const bool wanted = visible && (first_piece + i) * kElements<T> < p.d;
-        arch::cp_async(arch::shared_address(&to.k[i][lane]), k + (wanted ? first_piece + i : 0) * p.k_at.group_stride,
-                       wanted ? 16 : 0);
-      }
       const int first = tile.key + token();
       int tokens = larger(0, smaller(from.seen.end - first, kTokens));
       if (page_of_values < 0 || first + kTokens <= from.seen.begin) tokens = 0;
-      const T* v = static_cast<const T*>(p.v) + (tokens ? page_of_values : 0) * p.v_at.page +
-                   from.kv_head * p.v_at.head + (tokens ? slot_of(p, first) : 0) * p.v_at.slot;
+      const int64_t k_page = visible ? tile.page : 0, v_page = tokens ? page_of_values : 0;
+      const char* k = feed.k + k_page * p.k_page + int64_t{visible ? key % p.block : 0} * p.k_slot;
+      const char* v = feed.v + v_page * p.v_page + int64_t{tokens ? first % p.block : 0} * p.v_slot;
+      const int pieces = visible ? p.d / kElements<T> - first_piece : 0;  // of this lane, at most
+      const int limit = tokens ? p.d - first_dim : 0, v_step = next_dim * p.v_group;
       HOPWELL_UNROLL
       for (int i = 0; i < kPieces; ++i) {
-        const int wanted = dimension(i) < p.d ? tokens : 0;
-        arch::cp_async(arch::shared_address(&to.v[i][lane]), v + (wanted ? dimension(i) : 0) * p.v_at.group_stride,
-                       wanted * int(sizeof(T)));
+        arch::cp_async(address + uint32_t(i * kPieceBytes), k + int64_t{i} * p.k_group, i < pieces ? 16 : 0);
+        arch::cp_async(address + kOffsetV + uint32_t(i * kPieceBytes), v + int64_t{i} * v_step,
+                       i * next_dim < limit ? tokens * int(sizeof(T)) : 0);
       }
     }
-    const uint32_t half = copy_bias(p, from, key, visible, &to.bias[lane]);
+    const uint32_t half = copy_bias(p, feed, key, visible, &to.bias[lane]);
     to.visible[lane] = (visible ? 1 : 0) | half;
   }
 
@@ -279,9 +290,9 @@ struct Columns {
     softmax = {};
   }
 
-  HOPWELL_DEVICE void step(const Params& p, const Source& from, int tile, Stage& stage) {
+  HOPWELL_DEVICE void step(const Params& p, const Source& from, int tile, Stage& stage, uint32_t address) {
     const int lane = arch::lane_index(), key = tile + first_key;
-    float logit = multiply(stage.k, q);
+    float logit = multiply(address, q);
     if (p.r) logit += multiply_r(p, from, key);
     for (int mask = p.tile; mask < 32; mask *= 2) logit += arch::shuffle_xor(logit, mask);
     const uint32_t visible = stage.visible[lane];
@@ -301,52 +312,53 @@ struct Columns {
     HOPWELL_UNROLL
     for (int i = 0; i < kPieces; ++i) {
       float v[kTokens];
-      unpack<T>(arch::load_shared_v4(arch::shared_address(&stage.v[i][lane])), v);
+      unpack<T>(arch::load_shared_v4(address + kOffsetV + uint32_t(i * kPieceBytes)), v);
       out[i] *= factor;
       HOPWELL_UNROLL
       for (int t = 0; t < kTokens; ++t) out[i] += weight[t] * v[t];
     }
   }
 
-  HOPWELL_DEVICE void leave(RingStorage& s) {
-    const int lane = arch::lane_index(), warp = arch::warp_index();
+  HOPWELL_DEVICE void leave(const Params&, RingStorage& s) {
+    const int warp = arch::warp_index();
     for (int mask = groups * kTokens / 2; mask >= 1; mask /= 2) softmax.sum += arch::shuffle_xor(softmax.sum, mask);
     HOPWELL_UNROLL
     for (int i = 0; i < kPieces; ++i) {
       for (int mask = groups / 2; mask >= 1; mask /= 2) out[i] += arch::shuffle_xor(out[i], mask);
-      if (token() == 0) s.value[warp][dimension(i)] = out[i];
+      if (token() == 0) s.values[warp * 256 + dimension(i)] = out[i];
     }
-    if (lane == 0) s.stats[warp][0] = {softmax.maximum, softmax.sum};
+    if (arch::lane_index() == 0) s.stats[warp] = {softmax.maximum, softmax.sum};
   }
-  static HOPWELL_DEVICE int states(const Params& p) { return p.warps; }
-  static HOPWELL_DEVICE Stats stats_of(const Params&, const RingStorage& s, int, int i) { return s.stats[i][0]; }
-  static HOPWELL_DEVICE float value_of(const Params&, const RingStorage& s, int, int i, int e) { return s.value[i][e]; }
+  static HOPWELL_DEVICE States states(const Params& p, const RingStorage& s) {
+    return {s.stats, s.values, p.warps, 256};
+  }
 
  private:
-  HOPWELL_DEVICE void copy_scattered(const Params& p, const Tile& tile, bool visible, Stage& to) const {
+  HOPWELL_DEVICE void copy_scattered(const Params& p, const Source& from, const Tile& tile, bool visible,
+                                     Stage& to) const {
     const int lane = arch::lane_index(), key = tile.key + first_key;
     HOPWELL_NO_UNROLL
     for (int i = 0; i < kPieces; ++i) {
       gather_piece<T>(to.k[i][lane], [&](int e) -> const T* {
         const int element = (first_piece + i) * kElements<T> + e;
         if (!visible || element >= p.d) return nullptr;
-        return element_of<T>(p.k, p.k_at, tile.page, tile.from.kv_head, slot_of(p, key), element);
+        return element_of<T>(p.k, p.k_at, tile.page, from.kv_head, key % p.block, element);
       });
       gather_piece<T>(to.v[i][lane], [&](int t) -> const T* {
         const int of = tile.key + token() + t;
-        if (of < tile.from.seen.begin || of >= tile.from.seen.end || dimension(i) >= p.d) return nullptr;
-        const int page = page_of(p, tile.from.sequence, of);
-        return page < 0 ? nullptr : element_of<T>(p.v, p.v_at, page, tile.from.kv_head, slot_of(p, of), dimension(i));
+        if (of < from.seen.begin || of >= from.seen.end || dimension(i) >= p.d) return nullptr;
+        const int page = page_of(p, from.sequence, of);
+        return page < 0 ? nullptr : element_of<T>(p.v, p.v_at, page, from.kv_head, of % p.block, dimension(i));
       });
     }
   }
 
-  static HOPWELL_DEVICE float multiply(const arch::Words4 (&rows)[kPieces][32], const float (&by)[kDims]) {
+  static HOPWELL_DEVICE float multiply(uint32_t rows, const float (&by)[kDims]) {
     float x[kPieces];  // independent sums
     HOPWELL_UNROLL
     for (int i = 0; i < kPieces; ++i) {
       float row[kElements<T>];
-      unpack<T>(arch::load_shared_v4(arch::shared_address(&rows[i][arch::lane_index()])), row);
+      unpack<T>(arch::load_shared_v4(rows + uint32_t(i * kPieceBytes)), row);
       x[i] = 0;
       HOPWELL_UNROLL
       for (int e = 0; e < kElements<T>; ++e) x[i] += by[i * kElements<T> + e] * row[e];

@@ -27,25 +27,30 @@ struct Merged {
   }
 };
 
-// Every `step`-th part of a strip from `from` on: four values of one vector.
-HOPWELL_DEVICE Merged merge_parts(const Params& p, const Plan& plan, int64_t begin, int from, int to, int step, int v,
-                                  int e) {
+// The parts of a strip: those of CTAs `first` to `last`; the first one's is its last segment.
+struct Parts {
+  int first, last;
+  bool second_slot;  // of the first CTA: it had begun with another strip
+  HOPWELL_DEVICE int64_t slot(int cta) const { return 2 * cta + (cta == first && second_slot ? 1 : 0); }
+};
+
+// Every `step`-th part from `from` on: four values of one vector.
+HOPWELL_DEVICE Merged merge_parts(const Params& p, const Parts& parts, int from, int step, int v, int e) {
   constexpr int kAhead = 4;  // loads under way
-  const int vectors = p.heads * p.queries, first_cta = plan.cta_of(begin);
+  const int vectors = p.heads * p.queries;
   Merged merged;
-  for (int cta = from; cta <= to; cta += kAhead * step) {
+  for (int cta = from; cta <= parts.last; cta += kAhead * step) {
     float maximum[kAhead], sum[kAhead], value[kAhead][4];
     HOPWELL_UNROLL
     for (int i = 0; i < kAhead; ++i) {
       const int of = cta + i * step;
       maximum[i] = -INFINITY, sum[i] = 0;
       for (float& x : value[i]) x = 0;
-      if (of > to) continue;
-      const int64_t slot = 2 * of + (of == first_cta && plan.first_unit(of) != begin ? 1 : 0);
-      const float* stats = p.partial_stats + (slot * vectors + v) * 2;
-      const float* values = p.partial_out + (slot * vectors + v) * p.d + e;
-      maximum[i] = stats[0], sum[i] = stats[1];
-      const auto four = *reinterpret_cast<const arch::Words4*>(values);
+      if (of > parts.last) continue;
+      const int64_t at = parts.slot(of) * vectors + v;
+      const auto stats = *reinterpret_cast<const arch::Words2*>(p.partial_stats + at * 2);
+      const auto four = *reinterpret_cast<const arch::Words4*>(p.partial_out + at * p.d + e);
+      maximum[i] = arch::bit_cast<float>(stats.w[0]), sum[i] = arch::bit_cast<float>(stats.w[1]);
       HOPWELL_UNROLL
       for (int w = 0; w < 4; ++w) value[i][w] = arch::bit_cast<float>(four.w[w]);
     }
@@ -55,29 +60,32 @@ HOPWELL_DEVICE Merged merge_parts(const Params& p, const Plan& plan, int64_t beg
   return merged;
 }
 
-// Threads that have the same four values of a vector take every `groups`-th part each.
+// Threads that have the same four values of a vector take every `groups`-th part each. All but the parts themselves is
+// found out before they are waited for.
 template <class T>
 HOPWELL_DEVICE void merge_strip(const Params& p, MergeStorage& s, const Plan& plan, const Segment& segment) {
+  const int thread = arch::thread_index(), quads = p.heads * p.queries * p.d / 4;
+  const int groups = larger(1, kMaxThreads / quads), group = groups > 1 ? thread / quads : 0;
   const int64_t begin = segment.strip_begin(p);
-  const int first = arch::block_index(), last = plan.cta_of(begin + segment.units - 1);
-  const int quads = p.heads * p.queries * p.d / 4, groups = larger(1, kMaxThreads / quads);
-  const int group = groups > 1 ? arch::thread_index() / quads : 0;
-  for (int quad = arch::thread_index() - group * quads; quad < quads; quad += kMaxThreads) {
+  const int first = arch::block_index();
+  const Parts parts{first, plan.cta_of(begin + segment.units - 1), plan.first_unit(first) != begin};
+  for (int quad = thread - group * quads; quad < quads; quad += kMaxThreads) {
     const int v = quad * 4 / p.d, e = quad * 4 - v * p.d;
+    const Vector to = vector_of(p, segment.strip, v);
+    wait_for_previous();
     Merged merged;
-    if (group < groups) merged = merge_parts(p, plan, begin, first + group, last, groups, v, e);
+    if (group < groups) merged = merge_parts(p, parts, first + group, groups, v, e);
     if (groups > 1) {
-      float (&mine)[6] = s.part[arch::thread_index()];
+      float (&mine)[6] = s.part[thread];
       mine[0] = merged.maximum, mine[1] = merged.sum;
       for (int i = 0; i < 4; ++i) mine[2 + i] = merged.value[i];
       arch::syncthreads();
       for (int other = 1; other < groups && group == 0; ++other) {
-        const float (&its)[6] = s.part[arch::thread_index() + other * quads];
+        const float (&its)[6] = s.part[thread + other * quads];
         merged.add(its[0], its[1], {its[2], its[3], its[4], its[5]});
       }
     }
     if (group > 0) continue;
-    const Vector to = vector_of(p, segment.strip, v);
     for (int i = 0; i < 4; ++i)
       store_result<T>(p, segment.sequence, to, e + i, merged.maximum, merged.sum, merged.value[i]);
   }
@@ -102,13 +110,13 @@ __global__ void __launch_bounds__(kMaxThreads) merge_kernel(const __grid_constan
   Segment segment;
   let_next_start();
   store_empty<T>(p);
-  const bool any = find_share(p, s.plan, kMaxWarps, true, plan, segment);
+  if (find_share(p, s.plan, kMaxWarps, true, plan, segment)) {
+    const int cta = arch::block_index();
+    const int64_t begin = segment.strip_begin(p);
+    if (begin >= plan.first_unit(cta) && begin + segment.units > plan.first_unit(cta + 1))
+      merge_strip<T>(p, s, plan, segment);
+  }
   wait_for_previous();  // always: who waits for this kernel waits for the one before it
-  if (!any) return;
-  const int cta = arch::block_index();
-  const int64_t begin = segment.strip_begin(p);
-  if (begin >= plan.first_unit(cta) && begin + segment.units > plan.first_unit(cta + 1))
-    merge_strip<T>(p, s, plan, segment);
 }
 
 }  // namespace

@@ -18,7 +18,8 @@
 namespace hopwell::ops::paged_attention {
 namespace {
 
-constexpr int kStages = 2, kPieces = 8, kPieceBytes = 512;  // of a warp's 32 lanes
+constexpr int kStages = 2, kPieces = 8, kPieceBytes = 512;                           // of a warp's 32 lanes
+constexpr uint32_t kOffsetV = kPieces * kPieceBytes, kOffsetR = 2 * kOffsetV + 256;  // in a stage
 
 // One stage of a warp's ring; every lane has its own column.
 template <bool kFused>
@@ -37,8 +38,8 @@ struct Stage<false> {
 
 struct RingStorage {
   PlanStorage plan;
-  alignas(16) float value[kMaxWarps][256];  // of each lane's eight dimensions, at the end of a segment
-  Stats stats[kMaxWarps][4];                // of each group of lanes
+  alignas(16) float values[kMaxWarps * 256];
+  Stats stats[kMaxWarps * 4];
 };
 
 // Shared memory of a CTA: the sums, then the rings of its warps.
@@ -67,37 +68,45 @@ HOPWELL_DEVICE Source source_of(const Params& p, const Segment& segment, int hea
 }
 
 struct Tile {
-  Source from;
   int key, page;  // first key of the warp; page of the lane's own first key, −1 if there is none
   bool exists;
 };
 
-// The bias of a key: where in the tensor, and whether there is any.
-struct Column {
-  int64_t at;
-  bool inside;
-};
-HOPWELL_DEVICE Column column_of(const Params& p, const Source& from, int key) {
-  int column = p.bias_kind == Relative::key ? key : from.position - key;
+// The bias of a key: which element of its row; −1 if there is none.
+HOPWELL_DEVICE int column_of(const Params& p, int position, int key) {
+  int column = p.bias_kind == Relative::key ? key : position - key;
   if (p.clamp) column = smaller(column, p.extent - 1);
-  const bool inside = column >= 0 && column < p.extent;
-  return {from.sequence * p.bias_stride[0] + from.query * p.bias_stride[1] + from.head * p.bias_stride[2] +
-              (inside ? column : 0),
-          inside};
+  return column < p.extent ? column : -1;
 }
-// 2 if a bias of 16 bits lies in the upper half of its aligned word.
-HOPWELL_DEVICE uint32_t half_of_bias(const Params& p, const Column& column) {
-  return uint32_t(reinterpret_cast<uintptr_t>(p.bias) + uintptr_t(column.at) * 2) & 2;
+HOPWELL_DEVICE uintptr_t row_of_bias(const Params& p, const Source& from) {
+  const int64_t at = from.sequence * p.bias_stride[0] + from.query * p.bias_stride[1] + from.head * p.bias_stride[2];
+  return reinterpret_cast<uintptr_t>(p.bias) + uintptr_t(at) * (p.bias_type == Float::fp32 ? 4 : 2);
 }
-// Copies the aligned word that holds the bias of a key; returns half_of_bias.
-HOPWELL_DEVICE uint32_t copy_bias(const Params& p, const Source& from, int key, bool visible, void* word) {
+
+// What a lane copies from, along a segment: where its first pieces of K and V would be in page 0, slot 0.
+struct Feed {
+  Source from;
+  const char *k, *v;
+  const char* r;   // its piece of row 0
+  uintptr_t bias;  // of its row
+};
+// The offsets are those of the lane's first pieces within a head, bytes.
+HOPWELL_DEVICE Feed feed_of(const Params& p, const Source& from, int width, int64_t k_offset, int64_t v_offset,
+                            int element) {
+  return {from, static_cast<const char*>(p.k) + from.kv_head * p.k_at.head * width + k_offset,
+          static_cast<const char*>(p.v) + from.kv_head * p.v_at.head * width + v_offset,
+          static_cast<const char*>(p.r) + (from.head * p.r_stride_h + element) * width,
+          p.bias_kind == Relative::none ? 0 : row_of_bias(p, from)};
+}
+
+// Copies the aligned word that holds the bias of a key, if that is visible; returns 2 if it is the word's upper half.
+HOPWELL_DEVICE uint32_t copy_bias(const Params& p, const Feed& feed, int key, bool visible, void* word) {
   if (p.bias_kind == Relative::none) return 0;
-  const Column column = column_of(p, from, key);
-  const auto address =
-      reinterpret_cast<uintptr_t>(p.bias) + uintptr_t(column.at) * (p.bias_type == Float::fp32 ? 4 : 2);
-  arch::cp_async<4>(arch::shared_address(word), reinterpret_cast<const void*>(address & ~uintptr_t{3}),
-                    visible && column.inside ? 4 : 0);
-  return half_of_bias(p, column);
+  const int column = column_of(p, feed.from.position, key);
+  const bool wanted = visible && column >= 0;
+  const uintptr_t address = feed.bias + unsigned(wanted ? column : 0) * uintptr_t{p.bias_type == Float::fp32 ? 4U : 2U};
+  arch::cp_async<4>(arch::shared_address(word), reinterpret_cast<const void*>(address & ~uintptr_t{3}), wanted ? 4 : 0);
+  return p.bias_type == Float::fp32 ? 0 : uint32_t(address) & 2;
 }
 HOPWELL_DEVICE float bias_of(const Params& p, uint32_t word, uint32_t visible) {
   if (p.bias_type == Float::fp32) return arch::bit_cast<float>(word);
@@ -174,46 +183,48 @@ __global__ void __launch_bounds__(kMaxThreads, 1) ring_kernel(const __grid_const
   const int64_t share_end = plan.first_unit(arch::block_index() + 1);
   auto* ring = reinterpret_cast<typename Lanes::Stage*>(reinterpret_cast<char*>(&s) + ring_bytes<Lanes>(0)) +
                arch::warp_index() * kStages;
+  // The address of this lane's first piece. By a shuffle, lest it be found out anew at every use.
+  const uint32_t own = uint32_t(arch::lane_index() * Lanes::kLaneBytes);
+  const uint32_t ring_address = arch::shuffle(arch::shared_address(ring), 0) + own;
   Lanes lanes(p);
   const int first_key = lanes.first_key_of_warp(p);  // of a segment
 
   Segment ahead = segment;  // of the next tile to be asked for
-  Source ahead_source = source_of(p, segment, lanes.head_of_strip, lanes.row);
+  const int* table = p.block_tables + ahead.sequence * p.tables_stride;
   int ahead_key = segment.keys.begin + first_key - p.unit;
-  bool more_tiles = true;
+  bool more_tiles = true, new_segment = true;
   const auto next_tile = [&] {
     ahead_key += p.unit;
     while (more_tiles && ahead_key >= ahead.keys.end) {
-      more_tiles = ahead.advance(p, share_end);
+      more_tiles = ahead.advance(p, share_end), new_segment = true;
       ahead_key = ahead.keys.begin + first_key;
-      if (more_tiles) ahead_source = source_of(p, ahead, lanes.head_of_strip, lanes.row);
+      table = p.block_tables + ahead.sequence * p.tables_stride;
     }
     const int key = ahead_key + lanes.first_key;
-    const bool exists = more_tiles && key < ahead.keys.end;
-    return Tile{ahead_source, ahead_key, exists ? page_of(p, ahead.sequence, key) : -1, more_tiles};
+    return Tile{ahead_key, more_tiles && key < ahead.keys.end ? table[key / p.block] : -1, more_tiles};
   };
 
   Tile copied{}, asked{};
-  Source source = ahead_source;
+  Feed feed{};  // of the tile to copy
+  Source source = source_of(p, segment, lanes.head_of_strip, lanes.row);
   int key = segment.keys.begin + first_key;
   bool first_of_share = true;
   lanes.fetch_query(p, source);
-  lanes.begin(p, source);
   // Step n computes tile n, copies tile n + 2 and asks for the page of tile n + 4.
   HOPWELL_NO_UNROLL
   for (int n = -4;; ++n) {
     auto& stage = ring[n & 1];
+    const uint32_t address = ring_address + uint32_t(n & 1) * uint32_t(sizeof(stage));
+    if (n == 0) lanes.begin(p, source);
     if (n >= 0) {
       HOPWELL_NO_UNROLL
       while (key >= segment.keys.end) {
         Segment following = segment;
         const bool more = following.advance(p, share_end);
         if (more) source = source_of(p, following, lanes.head_of_strip, lanes.row), lanes.fetch_query(p, source);
-        lanes.leave(s);
+        lanes.leave(p, s);
         arch::syncthreads();
-        finish_segment<typename Lanes::Type>(
-            p, segment, first_of_share, lanes.states(p), [&](int v, int i) { return Lanes::stats_of(p, s, v, i); },
-            [&](int v, int i, int e) { return Lanes::value_of(p, s, v, i, e); });
+        finish_segment<typename Lanes::Type>(p, segment, first_of_share, lanes.states(p, s));
         if (!more) return;
         arch::syncthreads();  // before the next segment's states
         segment = following, first_of_share = false;
@@ -221,12 +232,15 @@ __global__ void __launch_bounds__(kMaxThreads, 1) ring_kernel(const __grid_const
         key = segment.keys.begin + first_key;
       }
       arch::cp_async_wait<kStages - 1>();
-      lanes.step(p, source, key, stage);
+      lanes.step(p, source, key, stage, address);
       key += p.unit;
     }
-    if (n >= -2 && copied.exists) lanes.copy(p, copied, stage);
+    if (n >= -2 && copied.exists) lanes.copy(p, feed, copied, stage, address);
     arch::cp_async_commit();
-    copied = asked, asked = next_tile();
+    copied = asked;
+    if (unsigned(copied.page) >= unsigned(p.blocks)) copied.page = -1;
+    if (new_segment) feed = lanes.feed(p, source_of(p, ahead, lanes.head_of_strip, lanes.row)), new_segment = false;
+    asked = next_tile();
   }
 }
 

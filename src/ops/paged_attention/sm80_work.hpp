@@ -32,6 +32,18 @@ constexpr float kLog2E = 1.44269504088896F, kLn2 = 0.693147180559945F;
 enum class Float : int { fp32, fp16, bf16 };
 enum class Relative : int { none, key, distance };  // bias: none, or by key, or by distance
 
+// A number that is divided by, mostly a power of two: a division takes forty instructions, a shift one.
+struct Divisor {
+  int value = 1, shift = 0;  // −1 if it is no power of two
+  Divisor() = default;
+  Divisor(int of) : value(of), shift(-1) {  // NOLINT(google-explicit-constructor)
+    for (int s = 0; s < 31; ++s) shift = of == 1 << s ? s : shift;
+  }
+  HOPWELL_HOST_DEVICE operator int() const { return value; }  // NOLINT(google-explicit-constructor)
+};
+HOPWELL_HOST_DEVICE int operator/(int a, const Divisor& b) { return b.shift >= 0 ? a >> b.shift : a / b.value; }
+HOPWELL_HOST_DEVICE int operator%(int a, const Divisor& b) { return a - a / b * b.value; }
+
 struct Params {
   const void *q, *k, *v;
   const int *block_tables, *context_lens;
@@ -42,6 +54,8 @@ struct Params {
   float* partial_out;    // [2 · CTAs, heads · queries, d]: sums of exp2(logit − maximum) · v
   float* partial_stats;  // [2 · CTAs, heads · queries, 2]: maximum, sum of exp2(logit − maximum)
   CacheStrides k_at, v_at;
+  int64_t k_page, v_page;  // the same in bytes
+  int k_slot, v_slot, k_group, v_group, r_row;
   // of dimensions sequence, query, head, in elements
   int64_t q_stride[3], out_stride[3], lse_stride[3], bias_stride[3];
   int64_t tables_stride, lens_stride, u_stride, v_stride, r_stride_h, r_stride, slopes_stride;
@@ -51,16 +65,21 @@ struct Params {
   bool scattered;  // pages, or their elements, do not lie in whole 16-byte pieces
   bool r_direct;   // r is not read through the ring
   bool bias_in_pieces;
-  int b, q_len, h_q, group, d, blocks, block, block_shift;  // block_shift: −1 if block is not a power of two
-  int max_context, window, key_end, extent;                 // keys ≥ key_end are hidden
-  int heads, queries, passes, strips, unit;                 // passes of `queries`; strips of a sequence
-  int lanes, tile, warps;       // lanes that share a key; keys of a warp's tile; warps of a CTA
-  float scale_log2, bias_log2;  // what q · k and the bias are multiplied by
+  int b, h_q, group, blocks;
+  Divisor q_len, d, block;
+  int max_context, window, key_end, extent;      // keys ≥ key_end are hidden
+  Divisor heads, queries, passes, strips, unit;  // passes of `queries`; strips of a sequence
+  int lanes, tile, warps;                        // lanes that share a key; keys of a warp's tile; warps of a CTA
+  float scale_log2, bias_log2;                   // what q · k and the bias are multiplied by
 };
 
 HOPWELL_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 HOPWELL_DEVICE int larger(int a, int b) { return a > b ? a : b; }
-HOPWELL_DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
+HOPWELL_DEVICE int ceil_div(int a, const Divisor& b) { return (a + b.value - 1) / b; }
+// a / b of numbers that are not negative; seldom beyond 32 bits, which take four times as long.
+HOPWELL_DEVICE int64_t quotient(int64_t a, int64_t b) {
+  return uint64_t(a | b) >> 32 ? a / b : int64_t{uint32_t(a) / uint32_t(b)};
+}
 
 // Where the device has dependent launches: the next kernel may come; wait for all that came before.
 HOPWELL_DEVICE void let_next_start() {
@@ -135,12 +154,8 @@ HOPWELL_DEVICE Keys keys_of_sequence(const Params& p, int context) {
 HOPWELL_DEVICE int units_of(const Params& p, const Keys& keys) { return ceil_div(keys.end - keys.begin, p.unit); }
 
 // The page of a key; −1 if there is none of that number.
-HOPWELL_DEVICE int block_of(const Params& p, int key) {
-  return p.block_shift >= 0 ? key >> p.block_shift : key / p.block;
-}
-HOPWELL_DEVICE int slot_of(const Params& p, int key) { return key - block_of(p, key) * p.block; }
 HOPWELL_DEVICE int page_of(const Params& p, int sequence, int key) {
-  const int page = p.block_tables[sequence * p.tables_stride + block_of(p, key)];
+  const int page = p.block_tables[sequence * p.tables_stride + key / p.block];
   return unsigned(page) < unsigned(p.blocks) ? page : -1;
 }
 
@@ -152,7 +167,7 @@ struct Plan {
   HOPWELL_DEVICE int64_t first_unit(int cta) const { return cta * share + smaller(cta, extra); }
   HOPWELL_DEVICE int cta_of(int64_t unit) const {
     const int64_t longer = extra * (share + 1);
-    return int(unit < longer ? unit / (share + 1) : extra + (unit - longer) / share);
+    return int(unit < longer ? quotient(unit, share + 1) : extra + quotient(unit - longer, share));
   }
 };
 
@@ -200,7 +215,7 @@ struct Segment {
 // threads of the CTA take part: each adds up its part of the batch.
 HOPWELL_DEVICE bool find_share(const Params& p, PlanStorage& s, int warps, bool last, Plan& plan, Segment& segment) {
   const int thread = arch::thread_index(), lane = arch::lane_index(), warp = arch::warp_index();
-  const int part = ceil_div(p.b, 32 * warps), first = thread * part, end = smaller(p.b, first + part);
+  const int part = (p.b + 32 * warps - 1) / (32 * warps), first = thread * part, end = smaller(p.b, first + part);
   int units = 0;
   for (int n = first; n < end; ++n) units += units_of(p, keys_of_sequence(p, context_of(p, n)));
   int sum = units;
@@ -210,25 +225,25 @@ HOPWELL_DEVICE bool find_share(const Params& p, PlanStorage& s, int warps, bool 
     sum += lane >= step ? other : 0;
   }
   if (lane == 31) s.sum_of_warp[warp] = sum;
-  arch::syncthreads();
+  arch::syncthreads();  // kept: sums that are not there yet make shares outside of the tensors
   int before = sum - units, total = 0;
   for (int w = 0; w < warps; ++w) {
     before += w < warp ? s.sum_of_warp[w] : 0;
     total += s.sum_of_warp[w];
   }
   const int64_t all = int64_t{total} * p.strips;
-  plan.share = all / arch::grid_size(), plan.extra = int(all - plan.share * arch::grid_size());
+  plan.share = quotient(all, arch::grid_size()), plan.extra = int(all - plan.share * arch::grid_size());
   const int cta = arch::block_index();
   const int64_t share_begin = plan.first_unit(cta), share_end = plan.first_unit(cta + 1);
   if (share_begin == share_end) return false;
   const int64_t unit = last ? share_end - 1 : share_begin;
-  const int wanted = int(unit / p.strips);
+  const int wanted = int(p.strips.shift >= 0 ? unit >> p.strips.shift : quotient(unit, p.strips));
   if (before <= wanted && wanted < before + units) {
     int n = first;
     for (int have; wanted >= before + (have = units_of(p, keys_of_sequence(p, context_of(p, n)))); ++n) before += have;
     s.sequence = n, s.before = before;
   }
-  arch::syncthreads();
+  arch::syncthreads();  // kept: a sequence that is not there yet is outside of the tensors
   segment.sequence = s.sequence, segment.before = s.before;
   segment.place(p, unit, share_end);
   return true;
@@ -264,21 +279,26 @@ struct Stats {
   float maximum, sum;
 };
 
-// The end of a segment: adds up the states that its warps left in shared memory, then writes the result, or the CTA's
-// part of it. `stats_of(v, i)` and `value_of(v, i, e)` are those of vector v in state i.
-template <class T, class StatsOf, class ValueOf>
-HOPWELL_DEVICE void finish_segment(const Params& p, const Segment& segment, bool first_of_share, int states,
-                                   StatsOf stats_of, ValueOf value_of) {
+// What the warps of a CTA leave of a segment, in shared memory: `count` states of each vector.
+struct States {
+  const Stats* stats;   // [count][vectors]
+  const float* values;  // [count][vectors][pitch]: sums of exp2(logit − maximum) · v
+  int count, pitch;
+};
+
+// The end of a segment: adds up the states, then writes the result, or the CTA's part of it.
+template <class T>
+HOPWELL_DEVICE void finish_segment(const Params& p, const Segment& segment, bool first_of_share, const States& states) {
   const int slot = 2 * arch::block_index() + (first_of_share ? 0 : 1), vectors = p.heads * p.queries;
   for (int o = arch::thread_index(); o < vectors * p.d; o += 32 * p.warps) {
     const int v = o / p.d, e = o - v * p.d;
     float maximum = -INFINITY, sum = 0, value = 0;
-    for (int i = 0; i < states; ++i) maximum = fmaxf(maximum, stats_of(v, i).maximum);
+    for (int i = 0, at = v; i < states.count; ++i, at += vectors) maximum = fmaxf(maximum, states.stats[at].maximum);
     const float base = finite_or_zero(maximum);
-    for (int i = 0; i < states; ++i) {
-      const Stats stats = stats_of(v, i);
+    for (int i = 0, at = v; i < states.count; ++i, at += vectors) {
+      const Stats stats = states.stats[at];
       const float weight = arch::exp2_approx(stats.maximum - base);
-      sum += weight * stats.sum, value += weight * value_of(v, i, e);
+      sum += weight * stats.sum, value += weight * states.values[at * states.pitch + e];
     }
     if (segment.whole()) {
       store_result<T>(p, segment.sequence, vector_of(p, segment.strip, v), e, maximum, sum, value);
