@@ -285,6 +285,7 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_problems() {
       {"basic_fp32", {.dtype = fp32}},
       {"d_qk_512", {.h_q = 64, .d_qk = 512}},
       {"d_qk_512_h_q_100", {.h_q = 100, .d_qk = 512, .topk = 130}},
+      {"d_qk_512_h_q_20", {.s_q = 3, .h_q = 20, .d_qk = 512, .topk = 330}},
       {"v_is_k", {.dtype = fp32, .d_qk = 40, .d_v = 40}},
       {"width_1", {.dtype = fp32, .s_q = 3, .h_q = 3, .d_qk = 1, .d_v = 1, .topk = 5}},
       {"odd_widths", {.s_q = 3, .h_q = 5, .d_qk = 37, .d_v = 13, .topk = 19}},
@@ -328,6 +329,21 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_problems() {
       {"kv_stride_4_positions",
        {.s_q = 24, .s_kv = 20, .h_q = 8, .lengths = true, .positions = Positions::kArray, .kv_stride = 4}},
       {"nan_selected", {.s_q = 4, .s_kv = 40, .h_q = 3, .topk = 16, .nan_selected = true}},
+      {"large_scores_h_q_20", {.s_q = 3, .h_q = 20, .topk = 330, .q_size = 200}},
+      // What kernels for more than 32 heads do apart from those for fewer.
+      {"empty_rows_sink_h_q_40", {.s_q = 5, .h_q = 40, .indices = Indices::kEmptyRows, .sink = Sink::kExtreme}},
+      {"large_scores_h_q_40", {.h_q = 40, .topk = 130, .q_size = 200}},
+      {"nan_selected_h_q_40", {.s_q = 3, .s_kv = 40, .h_q = 40, .topk = 130, .nan_selected = true}},
+      {"masks_h_q_40",
+       {.s_q = 5,
+        .h_q = 40,
+        .topk = 130,
+        .sm_scale = -0.5F,
+        .indices = Indices::kInvalid,
+        .sink = Sink::kAny,
+        .lengths = true,
+        .positions = Positions::kArray,
+        .strided = true}},
   };
   for (const std::int64_t h_q : {1, 8, 32, 64, 96, 128, 256})
     all.push_back({"h_q_" + std::to_string(h_q), {.h_q = h_q, .topk = 48}});

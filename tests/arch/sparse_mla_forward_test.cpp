@@ -79,8 +79,11 @@ TEST_P(SparseMlaForward, EverySynchronisationCallIsNeeded) {
 
 INSTANTIATE_TEST_SUITE_P(All, SparseMlaForward,
                          testing::Values(Subject{"emu:sm80", {"topk_127"}, 50},
-                                         Subject{"emu:sm90", {"h_q_256", "lengths", "topk_2048"}, 12}),
-                         [](const testing::TestParamInfo<Subject>& info) { return info.param.backend.substr(4); });
+                                         Subject{"emu:sm90", {"d_qk_512_h_q_100", "masks_h_q_40", "many_tiles"}, 3},
+                                         Subject{"emu:sm90", {"d_qk_512_h_q_20", "large_scores_h_q_20", "lengths"}, 3}),
+                         [](const testing::TestParamInfo<Subject>& info) {
+                           return info.param.backend.substr(4) + '_' + info.param.cases.front();
+                         });
 
 }  // namespace
 }  // namespace hopwell

@@ -1,0 +1,388 @@
+// sparse_mla_forward for Hopper, blocks of 64 heads.
+//
+//     out[s,h,:] = Σ_i exp2(score[s,h,i] − m) · kv[indices[s,i], :512] / Σ_i exp2(…)    scores in units of log 2, m: reference
+//
+// Tile      one query, 64 heads; a step is two tiles of 64 keys, A and B; d_qk 576 or 512. CTAs are persistent, one for each
+//           multiprocessor. 128 heads are two pieces of work side by side, which meet in L2.
+// Roles     warpgroup 0  low     S of tile A and its softmax; O += P V for columns 0 to 255 of both tiles
+//           warpgroup 1  high    the same for tile B and columns 256 to 511
+//           warpgroup 2  gather  see sm90_gather.hpp
+// Timeline  low      S_A ▓▓▓▓▓▓│exp│ O += P_A V_A ▓▓▓      ·      O += P_B V_B ▓▓▓│ S_A ▓▓▓▓▓▓│
+//           high     ··········S_B ▓▓▓▓▓▓▓▓▓│exp│ O += P_A V_A ▓▓▓ O += P_B V_B ▓▓▓ ·····│ S_B ▓▓▓
+//           gather   …B ▓▓▓▓▓          A low ▓▓▓▓▓      A rope, high ▓▓▓▓  B low ▓▓▓▓ B high ▓▓▓▓
+// Panels    A tile is freed in groups of panels of 64 columns, so that copies follow the products with V; it is waited for in two
+//           parts, so that S follows the copies as they land. More parts would be more fences, which hold up the products.
+// P         A warpgroup keeps its own P in registers as A fragments; the other's comes by shared memory, in the place of the RoPE
+//           panel, which nobody needs after S.
+// Softmax   The reference m moves only when a row's maximum passes it by more than 8: then O and the sums are scaled by
+//           exp2(m_old − m). P ≤ 2^8, whose bf16 is as exact as that of P ≤ 1. References pass from tile to tile: A, B, A, …
+// Output    O goes through the place of tile B, so that whole rows are stored.
+// Code      All roles share one instruction cache, so it is short: both math warpgroups run the same instructions.
+// Budget    shared: Q 73,728 + K 2 × 73,728 + 2,048 = 223,232 B
+//           registers: 128 of O + 32 of S + 2 × 16 of P + ~30 (224); gather 56
+// Bound     64 keys: 2,176 clocks of the tensor cores; 301 KB through shared memory, 2,350 clocks; the gather 1,450 in L2
+#pragma once
+
+#include <cmath>
+
+#include "arch/sm80/convert.hpp"
+#include "arch/sm90/cluster.hpp"
+#include "arch/sm90/wgmma.hpp"
+#include "ops/sparse_mla_forward/sm90_gather.hpp"
+
+namespace hopwell::ops::sparse_mla_forward {
+namespace {
+namespace many_heads {
+
+constexpr float kSlack = 8;  // log2 of how far a score may pass the reference
+constexpr int kTurn = 2;     // so many groups before the last of S_A S_B may start: together they would both end late
+
+template <int kDqk_>
+struct Shared {
+  static constexpr int kHeads = 64, kDqk = kDqk_;
+  static constexpr int kThreads = 384, kMathRegisters = 224, kGatherRegisters = 56;
+  static constexpr int kGroups = 4 + (kDqk > 512), kParts = 2;  // in which a tile is freed; in which it is waited for
+
+  static constexpr HOPWELL_HOST_DEVICE int first_group(int part) { return part == 0 ? 0 : part == 1 ? 2 : kGroups; }
+  // Panels of the low warpgroup's output columns, RoPE (whose place P takes later), those of the high warpgroup.
+  static constexpr HOPWELL_HOST_DEVICE Group group(int, int i) {
+    return kDqk == 512 || i < 2 ? Group{2 * i, 2} : i == 2 ? Group{8, 1} : Group{2 * i - 2, 2};
+  }
+  // The first group of a warpgroup's output columns.
+  static constexpr HOPWELL_HOST_DEVICE int first_of(int self) { return self == 0 ? 0 : kGroups - 2; }
+
+  alignas(1024) unsigned char q[kHeads * kDqk * 2];
+  alignas(1024) unsigned char keys[kStages][9 * tile::kPanelBytes];  // P takes the last panel
+  float reference[kStages][kHeads];                                  // of this tile's P
+  float sum[kStages][kHeads], max[kStages][kHeads];                  // in the end
+  alignas(16) uint32_t valid[kStages][4];                            // a bit for every row of a gather warp
+  arch::mbarrier q_empty, keys_full[kStages][kParts], keys_empty[kStages][kGroups];
+  arch::mbarrier p_full[kStages], p_empty[kStages], reference_full, sums_full, turn;
+};
+static_assert(sizeof(Shared<576>) <= arch::sm90::kMaxSharedBytes);
+
+#if HOPWELL_HAS_SM90A
+
+// A thread's two rows (heads), lane / 4 and lane / 4 + 8 of its warp's 16: reference and maximum in units of log 2, and the part of the
+// sum that its own columns make.
+struct Rows {
+  float reference[2], max[2], sum[2];
+};
+
+// S = Q Kᵀ: 64 heads, 64 keys, as the keys' panels come.
+template <class Kernel>
+HOPWELL_DEVICE void multiply_scores(Kernel& s, int stage, uint32_t parity, float (&scores)[32]) {
+  constexpr uint64_t kOperand = arch::wgmma_descriptor({arch::Swizzle::bytes128, 16, 1024});
+  const uint64_t a = arch::at_address(kOperand, arch::shared_address(s.q));
+  const uint64_t b = arch::at_address(kOperand, arch::shared_address(s.keys[stage]));
+  HOPWELL_UNROLL
+  for (int i = 0; i < Kernel::kGroups; ++i) {
+    if (i == 0 || i == 2) {
+      arch::mbarrier_wait(s.keys_full[stage][i / 2], parity);
+      arch::fence_proxy_async();
+      arch::wgmma_fence();
+    }
+    HOPWELL_UNROLL
+    for (int n = 0; n < 4 * Kernel::group(0, i).count; ++n) {
+      const int step = 4 * Kernel::group(0, i).first + n;
+      const uint64_t offset = (uint32_t(step / 4) * tile::kPanelBytes + uint32_t(step % 4) * 32) >> 4;
+      arch::wgmma_ss(scores, a + offset, b + offset, step > 0);
+    }
+    if (i == Kernel::kGroups - kTurn && stage == 0) arrive_warp(s.turn);
+  }
+  arch::wgmma_commit();
+  arch::wgmma_wait<0>(scores);
+}
+
+// Masks the scores and finds the greatest of each row, in log 2. Returns a unit of the scores in log 2.
+HOPWELL_DEVICE float row_max(float scale_log2, const uint32_t (&valid)[4], float (&scores)[32], float (&max)[2]) {
+  const int column = arch::lane_index() % 4 * 2;
+  const uint32_t low = valid[0] | valid[1] << 16, high = valid[2] | valid[3] << 16;
+  float unit = scale_log2;
+  if ((low & high) != 0xffffffff || !(scale_log2 > 0)) {
+    unit = 1;
+    HOPWELL_UNROLL
+    for (int i = 0; i < 32; ++i) {
+      const bool counts = ((i < 16 ? low : high) >> (column + i / 4 % 4 * 8 + i % 2)) & 1;
+      scores[i] = counts ? scores[i] * scale_log2 : -INFINITY;
+    }
+  }
+  float part[4] = {scores[0], scores[1], scores[2], scores[3]};
+  HOPWELL_UNROLL
+  for (int i = 4; i < 32; ++i) part[i % 4] = fmaxf(part[i % 4], scores[i]);
+  HOPWELL_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    max[r] = fmaxf(part[2 * r], part[2 * r + 1]);
+    max[r] = fmaxf(max[r], arch::shuffle_xor(max[r], 1));
+    max[r] = fmaxf(max[r], arch::shuffle_xor(max[r], 2)) * unit;
+  }
+  return unit;
+}
+
+// Takes over a reference. Returns what O and sums shrink by.
+HOPWELL_DEVICE float adopt(Rows& rows, int r, float reference) {
+  const float factor = reference == rows.reference[r] ? 1 : arch::exp2_approx(rows.reference[r] - reference);
+  rows.reference[r] = reference;
+  rows.sum[r] *= factor;
+  return factor;
+}
+
+// Replaces scores by probabilities.
+HOPWELL_DEVICE void exponentiate(float unit, float (&scores)[32], Rows& rows) {
+  const float shift[2] = {rows.reference[0] == -INFINITY ? 0 : rows.reference[0],
+                          rows.reference[1] == -INFINITY ? 0 : rows.reference[1]};
+  float part[4] = {rows.sum[0], 0, rows.sum[1], 0};
+  HOPWELL_UNROLL
+  for (int i = 0; i < 32; ++i) {
+    scores[i] = arch::exp2_approx(fmaf(scores[i], unit, -shift[i / 2 % 2]));
+    part[i % 4] += scores[i];
+  }
+  rows.sum[0] = part[0] + part[1];
+  rows.sum[1] = part[2] + part[3];
+}
+
+// P as A fragments of the products with V.
+struct Probabilities {
+  uint32_t fragment[4][4];
+};
+template <class Kernel>
+HOPWELL_DEVICE uint32_t p_address(const Kernel& s, int stage, int step) {
+  const uint32_t lane = uint32_t(arch::lane_index()), row = uint32_t(arch::warp_index() % 4 * 16) + lane % 16;
+  return arch::shared_address(s.keys[stage]) + 8 * tile::kPanelBytes +
+         tile::swizzled(row, uint32_t(2 * step) + lane / 16);
+}
+
+// Rounds the probabilities, and gives them to the other warpgroup. With a RoPE panel the scores have waited for its place to
+// be free; without one nobody has.
+template <class Kernel>
+HOPWELL_DEVICE void publish(Kernel& s, int stage, uint32_t parity, const float (&scores)[32], Probabilities& own) {
+  if constexpr (Kernel::kDqk == 512) arch::mbarrier_wait(s.p_empty[stage], parity ^ 1);
+  HOPWELL_UNROLL
+  for (int step = 0; step < 4; ++step) {
+    HOPWELL_UNROLL
+    for (int i = 0; i < 4; ++i)
+      own.fragment[step][i] = arch::pack_bf16(scores[8 * step + 2 * i], scores[8 * step + 2 * i + 1]);
+    arch::stmatrix(p_address(s, stage, step), own.fragment[step]);
+  }
+  arrive_warp(s.p_full[stage]);
+}
+
+template <class Kernel>
+HOPWELL_DEVICE void receive(Kernel& s, int stage, uint32_t parity, Probabilities& remote) {
+  arch::mbarrier_wait(s.p_full[stage], parity);
+  HOPWELL_UNROLL
+  for (int step = 0; step < 4; ++step) arch::ldmatrix(remote.fragment[step], p_address(s, stage, step));
+  arrive_warp(Kernel::kDqk == 512 ? s.p_empty[stage] : s.keys_empty[stage][2]);
+}
+
+// From scores to probabilities. The reference moves where a row's maximum passes it; the high warpgroup starts from the low
+// one's. `factor`: what O shrinks by before this
+// tile; `remote_factor`: before tile A, if that is the other's.
+template <class Kernel>
+HOPWELL_DEVICE void softmax(const Params& p, Kernel& s, int self, uint32_t parity, float (&scores)[32], Rows& rows,
+                            float (&remote_factor)[2], float (&factor)[2]) {
+  const int lane = arch::lane_index(), row = arch::warp_index() % 4 * 16 + lane / 4;
+  float max[2];
+  const float unit = row_max(p.scale_log2, s.valid[self], scores, max);
+  if (self == 1) {
+    arch::mbarrier_wait(s.reference_full, parity);
+    HOPWELL_UNROLL
+    for (int r = 0; r < 2; ++r) remote_factor[r] = adopt(rows, r, s.reference[0][row + 8 * r]);
+  }
+  HOPWELL_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    rows.max[r] = fmaxf(rows.max[r], max[r]);
+    factor[r] = adopt(rows, r, max[r] > rows.reference[r] + kSlack ? max[r] : rows.reference[r]);
+    if (lane % 4 == 0) s.reference[self][row + 8 * r] = rows.reference[r];
+  }
+  if (self == 0) arrive_warp(s.reference_full);
+  exponentiate(unit, scores, rows);
+}
+
+// What both warpgroups need in the end: sums of both. The low one writes max_logits and lse. Returns the scale of O.
+template <class Kernel>
+HOPWELL_DEVICE void finish_rows(const Params& p, Kernel& s, int self, const Piece& piece, uint32_t parity,
+                                const Rows& rows, float (&scale)[2]) {
+  constexpr float kLn2 = 0.693147180559945f, kLog2E = 1.44269504088896f;
+  const int lane = arch::lane_index(), first = arch::warp_index() % 4 * 16 + lane / 4;
+  float sum[2];
+  HOPWELL_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    sum[r] = rows.sum[r];
+    sum[r] += arch::shuffle_xor(sum[r], 1);
+    sum[r] += arch::shuffle_xor(sum[r], 2);
+    if (lane % 4 == 0) s.sum[self][first + 8 * r] = sum[r], s.max[self][first + 8 * r] = rows.max[r];
+  }
+  arrive_warp(s.sums_full);
+  arch::mbarrier_wait(s.sums_full, parity);
+  HOPWELL_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    const int row = first + 8 * r, head = piece.first_head + row;
+    const float total = s.sum[0][row] + s.sum[1][row], both = fmaxf(s.max[0][row], s.max[1][row]);
+    const float lse = total == 0 ? INFINITY : (rows.reference[r] + arch::log2_approx(total)) * kLn2;
+    const float max = total != total && both != INFINITY ? total : both;  // fmaxf lost the NaN
+    scale[r] = total == 0 ? 0 : 1 / total;
+    if (p.attn_sink && total != 0 && head < p.h_q)
+      scale[r] /= 1 + arch::exp2_approx((p.attn_sink[head * p.sink_stride] - lse) * kLog2E);
+    const bool writes = self == 0 && lane % 4 == 0 && head < p.h_q;
+    if (writes && p.max_logits) p.max_logits[piece.query * p.max_stride_s + head * p.max_stride_h] = max * kLn2;
+    if (writes && p.lse) p.lse[piece.query * p.lse_stride_s + head * p.lse_stride_h] = lse;
+  }
+}
+
+// ---- value ----------------------------------------------------------------------------------------------------------
+
+// O = O · factor + P V: 64 heads, 64 keys, this warpgroup's 256 columns. Each group of panels is freed as it is done with.
+template <class Kernel>
+HOPWELL_DEVICE void multiply_values(Kernel& s, int self, int stage, const Probabilities& probabilities,
+                                    const float (&factor)[2], float (&out)[2][64], bool first, bool free) {
+  constexpr arch::WgmmaOptions kOptions{.b_major = arch::Major::mn};
+  constexpr uint64_t kOperand = arch::wgmma_descriptor({arch::Swizzle::bytes128, tile::kPanelBytes, 1024});
+  const uint64_t v =
+      arch::at_address(kOperand, arch::shared_address(s.keys[stage]) + uint32_t(self) * 4 * tile::kPanelBytes);
+  if (!first && arch::ballot(factor[0] != 1 || factor[1] != 1) != 0) {
+    HOPWELL_UNROLL
+    for (int i = 0; i < 128; ++i) out[i / 64][i % 64] *= factor[i / 2 % 2];
+  }
+  const int first_group = Kernel::first_of(self);
+  arch::wgmma_fence();
+  HOPWELL_UNROLL
+  for (int part = 0; part < 2; ++part) {
+    HOPWELL_UNROLL
+    for (int step = 0; step < 4; ++step) {
+      const uint64_t offset = (uint32_t(step) * 16 * 128 + uint32_t(part) * 2 * tile::kPanelBytes) >> 4;
+      arch::wgmma_rs<kOptions>(out[part], probabilities.fragment[step], v + offset, !first || step > 0);
+    }
+    arch::wgmma_commit();
+  }
+  arch::wgmma_wait<1>(out[0]);
+  if (free) arrive_warp(s.keys_empty[stage][first_group]);
+  arch::wgmma_wait<0>(out[1]);
+  if (free) arrive_warp(s.keys_empty[stage][first_group + 1]);
+}
+
+// Writes this warpgroup's half of the output by way of the place of tile B's half, whole rows at a time; frees it then. A warp
+// has 16 rows to itself.
+template <class Kernel>
+HOPWELL_DEVICE void store_out(const Params& p, Kernel& s, int self, const Piece& piece, const float (&out)[2][64],
+                              const float (&scale)[2]) {
+  const uint32_t lane = uint32_t(arch::lane_index()), first = uint32_t(arch::warp_index() % 4 * 16);
+  const uint32_t place = arch::shared_address(s.keys[1]) + uint32_t(self) * 4 * tile::kPanelBytes;
+  HOPWELL_UNROLL
+  for (int n = 0; n < 16; ++n) {
+    uint32_t words[4];
+    HOPWELL_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const float* sums = &out[n / 8][n % 8 * 8 + 2 * i];
+      words[i] = scale[i % 2] == 0 ? 0 : arch::pack_bf16(sums[0] * scale[i % 2], sums[1] * scale[i % 2]);
+    }
+    arch::stmatrix(place + uint32_t(n / 4) * tile::kPanelBytes +
+                       tile::swizzled(first + lane % 16, uint32_t(n % 4 * 2) + lane / 16),
+                   words);
+  }
+  arch::syncwarp();
+  bf16* const target = p.out + piece.query * p.out_stride_s + 256 * self + lane * 8;
+  HOPWELL_NO_UNROLL
+  for (uint32_t row = first; row < first + 16; row += 4) {
+    HOPWELL_UNROLL
+    for (uint32_t i = row; i < row + 4; ++i) {
+      const int head = piece.first_head + int(i);
+      const arch::Words4 words =
+          arch::load_shared_v4(place + lane / 8 * tile::kPanelBytes + tile::swizzled(i, lane % 8));
+      bf16* to = target + head * p.out_stride_h;
+      if (head >= p.h_q) continue;
+      if (p.out_aligned) {
+        arch::store_streaming(to, words);
+      } else {
+        HOPWELL_UNROLL
+        for (int n = 0; n < 8; ++n) to[n].bits = uint16_t(words.w[n / 2] >> 16 * (n % 2));
+      }
+    }
+  }
+  HOPWELL_UNROLL
+  for (int i = 0; i < 2; ++i) arrive_warp(s.keys_empty[1][Kernel::first_of(self) + i]);
+}
+
+// Warpgroup `self` has tile `self` of every step and columns 256 · self and up. O takes the tiles in order. Both run the same
+// instructions, so that they share the instruction cache.
+template <class Kernel>
+HOPWELL_DEVICE void math(const Params& p, Kernel& s, int self) {
+  const int row = arch::warp_index() % 4 * 16 + arch::lane_index() / 4;
+  uint32_t parity = 0, piece_parity = 0;
+  HOPWELL_NO_UNROLL
+  for (uint32_t number = uint32_t(arch::block_index()); number < p.pieces;
+       number += uint32_t(arch::grid_size()), piece_parity ^= 1) {
+    const Piece piece = piece_of(p, number, Kernel::kHeads);
+    Rows rows{{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}, {0, 0}};
+    float out[2][64];
+    arch::mbarrier_wait(s.keys_full[self][1 - self], parity);  // Q came before
+    HOPWELL_NO_UNROLL
+    for (int i = 0; i < piece.steps; ++i, parity ^= 1) {
+      float scores[32], factor[2], remote_factor[2];
+      Probabilities own;
+      if (self == 1) arch::mbarrier_wait(s.turn, parity);  // kept: order alone, for speed
+      multiply_scores(s, self, parity, scores);
+      if (i == piece.steps - 1) arrive_warp(s.q_empty);
+      softmax(p, s, self, parity, scores, rows, remote_factor, factor);
+      publish(s, self, parity, scores, own);
+      HOPWELL_NO_UNROLL
+      for (int stage = 0; stage < kStages; ++stage) {
+        Probabilities probabilities = own;
+        float shrink[2] = {factor[0], factor[1]};
+        if (stage != self) {
+          receive(s, stage, parity, probabilities);
+          HOPWELL_UNROLL
+          for (int r = 0; r < 2; ++r)
+            shrink[r] = self == 1 ? remote_factor[r] : adopt(rows, r, s.reference[1][row + 8 * r]);
+        }
+        multiply_values(s, self, stage, probabilities, shrink, out, i == 0 && stage == 0,
+                        i < piece.steps - 1 || stage == 0);
+      }
+    }
+    float scale[2];
+    finish_rows(p, s, self, piece, piece_parity, rows, scale);
+    store_out(p, s, self, piece, out, scale);
+  }
+}
+
+// ---- kernel ---------------------------------------------------------------------------------------------------------
+
+template <int kDqk>
+HOPWELL_DEVICE void initialise(Shared<kDqk>& s) {
+  constexpr uint32_t kWarps = 4, kGatherThreads = 128;
+  arch::mbarrier_init(s.q_empty, 2 * kWarps);
+  for (int stage = 0; stage < kStages; ++stage) {
+    for (int part = 0; part < s.kParts; ++part)
+      arch::mbarrier_init(s.keys_full[stage][part], kGatherThreads + (part == 0 ? kWarps : 0));
+    for (int i = 0; i < s.kGroups; ++i) arch::mbarrier_init(s.keys_empty[stage][i], kWarps);
+    arch::mbarrier_init(s.p_full[stage], kWarps);
+    arch::mbarrier_init(s.p_empty[stage], kWarps);
+  }
+  arch::mbarrier_init(s.reference_full, kWarps);
+  arch::mbarrier_init(s.turn, kWarps);
+  arch::mbarrier_init(s.sums_full, 2 * kWarps);
+  arch::fence_mbarrier_init();
+}
+
+#endif
+
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, 1) kernel(const __grid_constant__ Params p) {
+#if HOPWELL_HAS_SM90A
+  auto& s = arch::dynamic_smem<Kernel>();
+  if (arch::thread_index() == 0) initialise(s);
+  arch::syncthreads();
+  const int warpgroup = arch::warpgroup_index();
+  if (warpgroup == 2) {
+    arch::setmaxnreg_dec<Kernel::kGatherRegisters>();
+    gather(p, s);
+  } else {
+    arch::setmaxnreg_inc<Kernel::kMathRegisters>();
+    math(p, s, warpgroup);
+  }
+#endif
+}
+
+}  // namespace many_heads
+}  // namespace
+}  // namespace hopwell::ops::sparse_mla_forward
