@@ -176,7 +176,6 @@ template <class Lanes>
 __global__ void __launch_bounds__(kMaxThreads, 1) ring_kernel(const __grid_constant__ Params p) {
   auto& s = arch::dynamic_smem<typename Lanes::Storage>();
   wait_for_previous();
-  let_next_start();
   Plan plan;
   Segment segment;
   if (!find_share(p, s.plan, p.warps, false, plan, segment)) return;
@@ -210,12 +209,15 @@ __global__ void __launch_bounds__(kMaxThreads, 1) ring_kernel(const __grid_const
   int key = segment.keys.begin + first_key;
   bool first_of_share = true;
   lanes.fetch_query(p, source);
-  // Step n computes tile n, copies tile n + 2 and asks for the page of tile n + 4.
+  // Step n computes tile n, copies tile n + kStages and asks for the page of tile n + kStages + 2.
   HOPWELL_NO_UNROLL
-  for (int n = -4;; ++n) {
-    auto& stage = ring[n & 1];
-    const uint32_t address = ring_address + uint32_t(n & 1) * uint32_t(sizeof(stage));
-    if (n == 0) lanes.begin(p, source);
+  for (int n = -kStages - 2, at = 0;; ++n) {
+    auto& stage = ring[at];
+    const uint32_t address = ring_address + uint32_t(at) * uint32_t(sizeof(stage));
+    if (n == 0) {
+      let_next_start();  // now that everything is under way: it takes time from this one
+      lanes.begin(p, source);
+    }
     if (n >= 0) {
       HOPWELL_NO_UNROLL
       while (key >= segment.keys.end) {
@@ -235,8 +237,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1) ring_kernel(const __grid_const
       lanes.step(p, source, key, stage, address);
       key += p.unit;
     }
-    if (n >= -2 && copied.exists) lanes.copy(p, feed, copied, stage, address);
+    if (n >= -kStages && copied.exists) lanes.copy(p, feed, copied, stage, address);
     arch::cp_async_commit();
+    if (n >= -kStages) at = at + 1 == kStages ? 0 : at + 1;
     copied = asked;
     if (unsigned(copied.page) >= unsigned(p.blocks)) copied.page = -1;
     if (new_segment) feed = lanes.feed(p, source_of(p, ahead, lanes.head_of_strip, lanes.row)), new_segment = false;
