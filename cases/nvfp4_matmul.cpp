@@ -167,21 +167,24 @@ Instance make_linear(Random& random, const Linear& p) {
       }
     }
   };
-  instance.call = [p, weight, reciprocal, bias, &x, &global, &y](const char* backend, Stream stream) {
+  Workspace& workspace = *instance.workspace;
+  instance.call = [p, weight, reciprocal, bias, &x, &global, &y, &workspace](const char* backend, Stream stream) {
     const Tensor global_view = global.view();
     const bool as_array = p.global_as == GlobalAs::kArray || p.global_as == GlobalAs::kReciprocalArray;
     const std::optional<Tensor> bias_view = bias != nullptr ? std::optional(bias->view()) : std::nullopt;
-    hopwell::nvfp4_linear({.x = x.view(),
-                           .weight = weight.codes->view(),
-                           .weight_scale = weight.scales->view(),
-                           .weight_global = as_array ? static_cast<const DLTensor*>(global_view) : nullptr,
-                           .weight_global_value = as_array ? 1 : p.global,
-                           .global_is_reciprocal = reciprocal,
-                           .bias = bias_view ? static_cast<const DLTensor*>(*bias_view) : nullptr,
-                           .scale_layout = p.blocked ? HOPWELL_SCALES_BLOCKED : HOPWELL_SCALES_PLAIN,
-                           .out = y.view(),
-                           .backend = backend},
-                          stream);
+    run_with_workspace<Nvfp4LinearArgs>(
+        hopwell::nvfp4_linear, nvfp4_linear_workspace_bytes, workspace,
+        {.x = x.view(),
+         .weight = weight.codes->view(),
+         .weight_scale = weight.scales->view(),
+         .weight_global = as_array ? static_cast<const DLTensor*>(global_view) : nullptr,
+         .weight_global_value = as_array ? 1 : p.global,
+         .global_is_reciprocal = reciprocal,
+         .bias = bias_view ? static_cast<const DLTensor*>(*bias_view) : nullptr,
+         .scale_layout = p.blocked ? HOPWELL_SCALES_BLOCKED : HOPWELL_SCALES_PLAIN,
+         .out = y.view(),
+         .backend = backend},
+        stream);
   };
   instance.flops = 2.0 * static_cast<double>(p.n * p.rows * p.k);
   instance.bytes = weight.bytes() + static_cast<double>((x.size() + y.size() + (p.bias ? p.rows : 0)) *
@@ -208,6 +211,8 @@ std::vector<std::pair<std::string, Gemv>> gemv_problems() {
       {"subnormal_scales", {.m = 64, .k = 512, .out = DType::kFloat32, .scale_bytes = ScaleBytes::kSubnormal}},
       {"nan_scales", {.m = 70, .k = 64, .l = 2, .scale_bytes = ScaleBytes::kSomeNan}},
       {"nan_scales_blocked", {.m = 70, .k = 48, .l = 2, .blocked = true, .scale_bytes = ScaleBytes::kSomeNan}},
+      {"slices_end_anywhere", {.m = 50, .k = 4800, .l = 3, .out = DType::kBFloat16}},
+      {"many_tiles_blocked", {.m = 300, .k = 192, .l = 2, .out = DType::kFloat32, .blocked = true}},
       {"long_k", {.m = 24, .k = 16384, .alpha = 0.0625F}},
       {"reference_data", {.m = 256, .k = 2048, .l = 2, .blocked = true, .padded = true, .alpha = 0.0625F}},
   };
@@ -220,6 +225,17 @@ std::vector<std::pair<std::string, Linear>> linear_problems() {
       {"one_of_everything", {.n = 1, .rows = 1, .k = 16, .dtype = kFp16}},
       {"k_tail_fp16_bias", {.n = 1, .rows = 37, .k = 272, .dtype = kFp16, .bias = true}},
       {"fp32_blocked_bias", {.n = 1, .rows = 130, .k = 144, .dtype = kFp32, .blocked = true, .bias = true}},
+      {"n_1_slices_end_anywhere", {.n = 1, .rows = 37, .k = 4800, .bias = true}},
+      {"n_1_many_tiles_fp16_blocked", {.n = 1, .rows = 601, .k = 192, .dtype = kFp16, .blocked = true}},
+      {"n_2_two_slabs", {.n = 2, .rows = 70, .k = 4800, .bias = true, .global_as = GlobalAs::kArray}},
+      {"n_16_blocked", {.n = 16, .rows = 100, .k = 576, .dtype = kFp16, .blocked = true}},
+      {"n_20_three_slabs", {.n = 20, .rows = 40, .k = 4224, .bias = true}},
+      {"wide_range_x_n_5", {.n = 5, .rows = 50, .k = 512, .x = X::kWide}},
+      {"outliers_n_9", {.n = 9, .rows = 40, .k = 1024, .x = X::kOutliers}},
+      {"non_finite_x_n_3", {.n = 3, .rows = 60, .k = 128, .x = X::kNonFinite}},
+      {"full_range_n_8_fp16",
+       {.n = 8, .rows = 64, .k = 1024, .dtype = kFp16, .global = 0x1p-8F, .scale_bytes = ScaleBytes::kAny}},
+      {"nan_scales_n_4", {.n = 4, .rows = 50, .k = 192, .scale_bytes = ScaleBytes::kSomeNan}},
       {"n_2", {.n = 2, .rows = 33, .k = 1040, .bias = true, .global_as = GlobalAs::kArray}},
       {"n_3_blocked",
        {.n = 3,
@@ -268,6 +284,11 @@ std::vector<std::pair<std::string, Linear>> linear_problems() {
 
 }  // namespace
 
+namespace {
+constexpr std::pair<const char*, const char*> kBarShapes[] = {{"7168", "16384"}, {"4096", "7168"},  {"7168", "2048"},
+                                                              {"8192", "8192"},  {"28672", "4096"}, {"1536", "7168"}};
+}  // namespace
+
 Suite nvfp4_gemv() {
   Suite suite{"nvfp4_gemv", {}, {}, {}};
   for (const auto& [name, problem] : gemv_problems())
@@ -275,6 +296,9 @@ Suite nvfp4_gemv() {
   suite.shapes = {{"7168x16384", {{"M", "7168"}, {"K", "16384"}, {"L", "1"}}},
                   {"4096x7168", {{"M", "4096"}, {"K", "7168"}, {"L", "8"}}},
                   {"7168x2048", {{"M", "7168"}, {"K", "2048"}, {"L", "4"}}}};
+  for (const auto& [rows, k] : kBarShapes)
+    for (const char* l : {"1", "8"})
+      suite.device_shapes.push_back({std::string(rows) + "x" + k + ", L " + l, {{"M", rows}, {"K", k}, {"L", l}}});
   suite.bench = [](const Settings& settings, Random& random) {
     return make_gemv(random, {.m = number(settings, "M"), .k = number(settings, "K"), .l = number(settings, "L")});
   };
@@ -285,13 +309,11 @@ Suite nvfp4_linear() {
   Suite suite{"nvfp4_linear", {}, {}, {}};
   for (const auto& [name, problem] : linear_problems())
     suite.cases.push_back({suite.op, name, [p = problem](Random& random) { return make_linear(random, p); }});
-  for (const auto& [rows, k] : {std::pair{"7168", "16384"},
-                                {"4096", "7168"},
-                                {"7168", "2048"},
-                                {"8192", "8192"},
-                                {"28672", "4096"},
-                                {"1536", "7168"}})
+  for (const auto& [rows, k] : kBarShapes) {
     suite.shapes.push_back({std::string(rows) + "x" + k, {{"n", "1"}, {"N", rows}, {"K", k}}});
+    for (const char* n : {"1", "8", "16"})
+      suite.device_shapes.push_back({std::string(rows) + "x" + k + ", n " + n, {{"n", n}, {"N", rows}, {"K", k}}});
+  }
   suite.bench = [](const Settings& settings, Random& random) {
     return make_linear(random, {.n = number(settings, "n"), .rows = number(settings, "N"), .k = number(settings, "K")});
   };

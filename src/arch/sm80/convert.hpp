@@ -30,6 +30,21 @@ HOPWELL_DEVICE uint32_t pack_fp16(float low, float high) {
 #endif
 }
 
+/// mul.rn.f16x2: products of two pairs of fp16, rounded to nearest even. PTX:
+/// #half-precision-floating-point-instructions-mul
+HOPWELL_DEVICE uint32_t multiply_fp16(uint32_t a, uint32_t b) {
+#if HOPWELL_ON_DEVICE
+  uint32_t r;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+#else
+  const auto product = [](uint32_t x, uint32_t y) {
+    return uint32_t{emu::to_fp16_bits(emu::from_fp16(uint16_t(x)) * emu::from_fp16(uint16_t(y)))};
+  };
+  return product(a >> 16, b >> 16) << 16 | product(a, b);
+#endif
+}
+
 HOPWELL_DEVICE bf16 to_bf16(float x) { return {uint16_t(pack_bf16(x, 0.f))}; }
 
 /// cvt.f32.f16, exact. PTX: #data-movement-and-conversion-instructions-cvt

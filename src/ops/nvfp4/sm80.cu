@@ -1,9 +1,10 @@
 // NVFP4 for any NVIDIA GPU from Ampere on: which kernel runs what. sm80_linear.hpp multiplies by one column at the speed
-// of memory, sm80_any.hpp by anything, sm80_quantize.hpp converts.
+// of memory, sm80_many.hpp by up to 16 at a time, sm80_any.hpp by anything, sm80_quantize.hpp converts.
 #include <algorithm>
 
 #include "ops/nvfp4/sm80_any.hpp"
 #include "ops/nvfp4/sm80_linear.hpp"
+#include "ops/nvfp4/sm80_many.hpp"
 #include "ops/nvfp4/sm80_quantize.hpp"
 #include "runtime/launch.hpp"
 
@@ -82,15 +83,17 @@ LinearPlan linear_plan(std::int64_t rows, std::int64_t k, std::int64_t batches, 
   return {};
 }
 
+bool whole_scales(const Scales& scales) {  // a lane's 8 bytes lie together and are aligned, if slices are
+  return !scales.blocked && reinterpret_cast<std::uintptr_t>(scales.data) % 8 == 0 && scales.row_stride % 8 == 0 &&
+         scales.batch_stride % 8 == 0;
+}
+
 template <class Columns, class T>
 void launch_fast(const char* name, LinearParams<Columns, T> p, const LinearPlan& plan, std::int64_t batches,
                  const DLDevice& device, Stream stream) {
-  constexpr std::int64_t kWholeScales = 8;  // bytes of scales that a lane copies
-  const Scales& scales = p.weight.scales;
   p.warps = plan.warps, p.slice = plan.slice, p.batch = plan.batch;
   p.tiles_of_cta = plan.tiles_of_cta, p.larger_ctas = plan.larger_ctas;
-  p.whole_scales = !scales.blocked && reinterpret_cast<std::uintptr_t>(scales.data) % kWholeScales == 0 &&
-                   scales.row_stride % kWholeScales == 0 && scales.batch_stride % kWholeScales == 0;
+  p.whole_scales = whole_scales(p.weight.scales);
   const arch::LaunchShape shape{.grid = {static_cast<std::uint32_t>(plan.ctas), static_cast<std::uint32_t>(batches)},
                                 .threads = static_cast<std::uint32_t>(32 * plan.warps),
                                 .shared_bytes = plan.shared_bytes,
@@ -108,24 +111,80 @@ runtime::Support linear_supports(const LinearProblem& p) {
   return {};
 }
 
-// One column of 16-bit floats: true if the fast kernel took it.
+// How the kernel for several columns shares out its work.
+struct ManyPlan {
+  std::int64_t columns = 0, slabs = 0, slab = 0, slice = 0, ctas = 0;  // columns of a CTA; none: not for this kernel
+};
+
+ManyPlan many_plan(const LinearProblem& p) {
+  constexpr std::int64_t kParts = ManyConfig::kParts, kUnit = 64;
+  if (p.x.dtype == DType::kFloat32 || p.n < 2 || !is_aligned(p.x, 16, 2) || !fits_ring(weight_of(p), p.rows, p.k))
+    return {};
+  const std::int64_t columns = p.n <= 8 ? 8 : 16, most_k = ManyConfig::kXBytes / 2 / columns;
+  if ((columns == 8 ? sizeof(ManyStorage<8>) : sizeof(ManyStorage<16>)) > runtime::max_shared_bytes(p.device.device_id))
+    return {};
+  const std::int64_t slabs = ceil_div(p.k, most_k), slice = ceil_div(ceil_div(p.k, slabs * kParts), kUnit) * kUnit;
+  const std::int64_t groups = ceil_div(ceil_div(p.rows, LinearConfig::kRows), ManyConfig::kGroups);
+  const std::int64_t together = runtime::multiprocessors(p.device.device_id) / (slabs * ceil_div(p.n, columns));
+  return {columns, slabs, slice * kParts, slice, std::clamp<std::int64_t>(together, 1, groups)};
+}
+
+std::size_t linear_workspace(const LinearProblem& p) {
+  const ManyPlan plan = many_plan(p);
+  return plan.slabs > 1 ? sizeof(float) * static_cast<std::size_t>(plan.slabs * p.n * p.rows) : 0;
+}
+
+template <int kColumns, class T>
+void launch_many(const LinearProblem& p, const ManyPlan& plan, const T* x, const Result<T>& result, Stream stream) {
+  const auto number = [](std::int64_t value) { return static_cast<int>(value); };
+  const std::int64_t tiles = ceil_div(p.rows, LinearConfig::kRows);
+  const ManyParams<T> params{.weight = weight_of(p),
+                             .x = x,
+                             .x_stride = p.x.stride[0],
+                             .result = result,
+                             .sums = plan.slabs > 1 ? static_cast<float*>(p.workspace) : nullptr,
+                             .factor = factor_of(p.global, p.global_is_reciprocal),
+                             .rows = number(p.rows),
+                             .k = number(p.k),
+                             .columns = number(p.n),
+                             .slab = number(plan.slab),
+                             .slice = number(plan.slice),
+                             .tiles_of_cta = number(tiles / plan.ctas),
+                             .larger_ctas = number(tiles % plan.ctas),
+                             .whole_scales = whole_scales(p.weight_scale) && plan.slice % 128 == 0};
+  arch::LaunchShape shape{.grid = {static_cast<std::uint32_t>(plan.ctas), static_cast<std::uint32_t>(plan.slabs),
+                                   static_cast<std::uint32_t>(ceil_div(p.n, kColumns))},
+                          .threads = 32 * ManyConfig::kWarps,
+                          .shared_bytes = sizeof(ManyStorage<kColumns>),
+                          .programmatic_dependency = dependent_launches(p.device)};
+  runtime::launch("nvfp4_linear", many_kernel<kColumns, T>, shape, stream, params);
+  if (plan.slabs == 1) return;
+  shape.grid = {static_cast<std::uint32_t>(ceil_div(p.rows * p.n, 256))}, shape.threads = 256, shape.shared_bytes = 0;
+  runtime::launch("nvfp4_linear", combine_kernel<T>, shape, stream, params, number(plan.slabs));
+}
+
+// 16-bit floats: true if a fast kernel took them.
 template <class T>
 bool launch_fast_linear(const LinearProblem& p, const T* x, const Result<T>& result, Stream stream) {
   if constexpr (std::is_same_v<T, float>) {
     return false;
   } else {
+    if (const ManyPlan plan = many_plan(p); plan.columns != 0) {
+      plan.columns == 8 ? launch_many<8>(p, plan, x, result, stream) : launch_many<16>(p, plan, x, result, stream);
+      return true;
+    }
     const Matrix weight = weight_of(p);
     if (p.n != 1 || !is_aligned(p.x, 16, sizeof(T)) || !fits_ring(weight, p.rows, p.k)) return false;
     const LinearPlan plan = linear_plan(p.rows, p.k, 1, p.device);
     if (plan.warps == 0) return false;
-    launch_fast<FloatColumn<T>, T>("nvfp4_linear",
-                                   {.weight = weight,
-                                    .x = {x},
-                                    .result = result,
-                                    .factor = factor_of(p.global, p.global_is_reciprocal),
-                                    .rows = static_cast<int>(p.rows),
-                                    .k = static_cast<int>(p.k)},
-                                   plan, 1, p.device, stream);
+    launch_fast<FloatColumn<T, 1>, T>("nvfp4_linear",
+                                      {.weight = weight,
+                                       .x = {x},
+                                       .result = result,
+                                       .factor = factor_of(p.global, p.global_is_reciprocal),
+                                       .rows = static_cast<int>(p.rows),
+                                       .k = static_cast<int>(p.k)},
+                                      plan, 1, p.device, stream);
     return true;
   }
 }
@@ -265,7 +324,7 @@ void launch_dequantize(const DequantizeProblem& p, Stream stream) {
 }
 
 const runtime::Registration<LinearProblem> linear{
-    {.name = kBackend, .supports = linear_supports, .launch = launch_linear}};
+    {.name = kBackend, .supports = linear_supports, .workspace_bytes = linear_workspace, .launch = launch_linear}};
 const runtime::Registration<GemvProblem> gemv{{.name = kBackend, .supports = gemv_supports, .launch = launch_gemv}};
 const runtime::Registration<QuantizeProblem> quantize{
     {.name = kBackend, .workspace_bytes = quantize_workspace, .launch = launch_quantize}};

@@ -22,6 +22,7 @@
 #include "arch/sm80/async_copy.hpp"
 #include "arch/sm80/matrix.hpp"
 #include "ops/nvfp4/sm80_columns.hpp"
+#include "ops/nvfp4/sm80_ring.hpp"
 
 namespace hopwell::ops::nvfp4 {
 namespace {
@@ -38,142 +39,6 @@ struct LinearParams {
   int tiles_of_cta, larger_ctas;  // the first larger_ctas have a tile more
   int batch;                      // tiles between two barriers
   bool whole_scales;              // a lane's 8 bytes of scales lie together and are aligned
-};
-
-// ---- decoding ------------------------------------------------------------------------------------------------------
-
-// 8 codes to four pairs (k, k + 4) of fp16, each code · 2^-14: s to bit 15, e e m to bits 11 to 9. First four codes at a
-// time in the high halves of bytes, then two by two.
-HOPWELL_DEVICE void decode_word(uint32_t word, uint32_t (&pairs)[4]) {
-  constexpr uint32_t kSign = 0x80808080u, kMagnitude = 0x0e0e0e0eu, kHighBytes = 0xff00ff00u;
-  const uint32_t even = (word << 4 & kSign) | (word << 1 & kMagnitude);
-  const uint32_t odd = (word & kSign) | (word >> 3 & kMagnitude);
-  pairs[0] = even << 8 & kHighBytes;
-  pairs[1] = odd << 8 & kHighBytes;
-  pairs[2] = even & kHighBytes;
-  pairs[3] = odd & kHighBytes;
-}
-
-// Two e4m3 as floats.
-struct ScalePair {
-  float low, high;
-};
-HOPWELL_DEVICE ScalePair scale_pair(uint16_t bytes) {
-#if HOPWELL_HAS_SM90
-  const uint32_t halves = arch::unpack_e4m3(bytes);
-  return {arch::to_float(fp16{uint16_t(halves)}), arch::to_float(fp16{uint16_t(halves >> 16)})};
-#else
-  return {scale_value(bytes & 0xff), scale_value(bytes >> 8)};
-#endif
-}
-
-// ---- weights: a warp's ring ----------------------------------------------------------------------------------------
-
-// Stage: codes [16 rows][256 k], the halves of odd rows exchanged so that lanes of neighbouring rows read from different
-// banks; then scales [16 rows][16].
-class Ring {
- public:
-  template <class Params>
-  HOPWELL_DEVICE Ring(const Params& p, const Slice& slice, const unsigned char* slots, int batch)
-      : slots_(slots),
-        base_(arch::shared_address(slots)),
-        to_(base_ +
-            uint32_t(arch::lane_index() / 8 * 128 + ((arch::lane_index() ^ arch::lane_index() / 8 * 4) & 7) * 16)),
-        scale_step_(p.weight.scales.blocked ? 512 : 4),
-        batch_(batch),
-        slice_(slice) {}
-
-  // Next comes the first stage of this tile; the tiles up to `end` follow.
-  template <class Params>
-  HOPWELL_DEVICE void aim(const Params& p, int tile, int end) {
-    tile_ = tile, end_ = end, stage_ = 0;
-    if (tile >= end) return;
-    const int lane = arch::lane_index(), first = tile * LinearConfig::kRows, last = p.rows - 1;
-    const auto row = [&](int i) { return first + i < last ? first + i : last; };  // rows beyond: the last one again
-    const int64_t at = row(lane / 8) * p.weight.row_stride;
-    HOPWELL_UNROLL
-    for (int i = 0; i < 3; ++i) ahead_[i] = uint32_t(row(lane / 8 + 4 * (i + 1)) * p.weight.row_stride - at);
-    codes_at_ = p.weight.at(0, batch_) + at + slice_.begin / 2 + lane % 8 * 16;
-    const int scale_row = row(lane / 2), group = slice_.begin / 64 + lane % 2 * 2;
-    const Scales& scales = p.weight.scales;
-    scales_at_ =
-        scales.data + batch_ * scales.batch_stride + group * scale_step_ +
-        (scales.blocked ? hopwell::nvfp4::blocked_offset(scale_row, 0, scales.columns) : scale_row * scales.row_stride);
-  }
-
-  // Asks for the first stages to come to the L2 cache: harmless even while another kernel writes them.
-  HOPWELL_DEVICE void prefetch() const {
-    if (tile_ >= end_) return;
-    for (int i = 0; i < LinearConfig::kStages - 1 && i < slice_.whole; ++i) {
-      arch::prefetch_l2(codes_at_ + 128 * i);
-      HOPWELL_UNROLL
-      for (uint32_t ahead : ahead_) arch::prefetch_l2(codes_at_ + ahead + 128 * i);
-    }
-  }
-
-  // Starts the copies of the next stage, if there is one, and closes a group.
-  template <class Params>
-  HOPWELL_DEVICE void load(const Params& p) {
-    if (tile_ < end_ && slice_.stages > 0) {
-      const uint32_t offset = uint32_t(slot_ * LinearConfig::kStageBytes);
-      if (stage_ < slice_.whole)
-        load_whole(offset, p.whole_scales);
-      else
-        load_part(offset);
-      codes_at_ += LinearConfig::kStageK / 2, scales_at_ += 4 * scale_step_;
-      if (++stage_ == slice_.stages) aim(p, tile_ + 1, end_);
-      slot_ = slot_ + 1 == LinearConfig::kStages ? 0 : slot_ + 1;
-    }
-    arch::cp_async_commit();
-  }
-
-  // The oldest stage, which has arrived.
-  HOPWELL_DEVICE const unsigned char* take() {
-    const unsigned char* stage = slots_ + taken_ * LinearConfig::kStageBytes;
-    taken_ = taken_ + 1 == LinearConfig::kStages ? 0 : taken_ + 1;
-    return stage;
-  }
-
-  // Forgets what is on its way.
-  HOPWELL_DEVICE void stop() {
-    arch::cp_async_wait_all();
-    tile_ = end_, slot_ = taken_ = 0;
-  }
-
- private:
-  HOPWELL_DEVICE void load_whole(uint32_t offset, bool whole_scales) const {
-    arch::cp_async(to_ + offset, codes_at_);
-    HOPWELL_UNROLL
-    for (int i = 0; i < 3; ++i) arch::cp_async(to_ + offset + uint32_t(512 * (i + 1)), codes_at_ + ahead_[i]);
-    const uint32_t to = base_ + offset + uint32_t(LinearConfig::kCodeBytes + arch::lane_index() * 8);
-    if (whole_scales) return arch::cp_async<8>(to, scales_at_);
-    arch::cp_async<4>(to, scales_at_);
-    arch::cp_async<4>(to + 4, scales_at_ + scale_step_);
-  }
-
-  // The last stage of a slice: zeros where K has ended.
-  HOPWELL_DEVICE void load_part(uint32_t offset) const {
-    const auto within = [](int bytes, int most) { return bytes < 0 ? 0 : bytes > most ? most : bytes; };
-    const int left = slice_.end - slice_.begin - stage_ * LinearConfig::kStageK, lane = arch::lane_index();
-    const int bytes = within(left / 2 - lane % 8 * 16, 16);
-    arch::cp_async(to_ + offset, codes_at_, bytes);
-    HOPWELL_UNROLL
-    for (int i = 0; i < 3; ++i) arch::cp_async(to_ + offset + uint32_t(512 * (i + 1)), codes_at_ + ahead_[i], bytes);
-    const uint32_t to = base_ + offset + uint32_t(LinearConfig::kCodeBytes + lane * 8);
-    HOPWELL_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      const int scales = within(left / kCodesOfBlock - lane % 2 * 8 - 4 * i, 4);
-      arch::cp_async<4>(to + uint32_t(4 * i), scales_at_ + i * scale_step_, scales);
-    }
-  }
-
-  const uint8_t *codes_at_ = nullptr, *scales_at_ = nullptr;
-  const unsigned char* slots_;
-  uint32_t base_, to_;      // slot 0; where this lane's first 16 bytes of codes go in it
-  uint32_t ahead_[3] = {};  // from this lane's row of codes to those 4, 8 and 12 below
-  int scale_step_, batch_;
-  int tile_ = 0, end_ = 0, stage_ = 0, slot_ = 0, taken_ = 0;
-  const Slice& slice_;
 };
 
 // ---- products ------------------------------------------------------------------------------------------------------
@@ -223,8 +88,8 @@ HOPWELL_DEVICE void multiply_stage(const unsigned char* stage, const unsigned ch
 
 // Sums of rows g and g + 8 of a tile over this lane's blocks of the slice.
 template <class Params>
-HOPWELL_DEVICE void multiply_tile(const Params& p, Ring& ring, const Slice& slice, const unsigned char* x, float unit,
-                                  float (&sums)[2]) {
+HOPWELL_DEVICE void multiply_tile(const Params& p, Ring<LinearConfig::kStages>& ring, const Slice& slice,
+                                  const unsigned char* x, float unit, float (&sums)[2]) {
   float scaled[2] = {};
   for (int stage = 0; stage < slice.stages; ++stage) {
     arch::cp_async_wait<LinearConfig::kStages - 2>();
@@ -238,11 +103,10 @@ HOPWELL_DEVICE void multiply_tile(const Params& p, Ring& ring, const Slice& slic
 
 // A pass over part of x, where it has numbers too small for one with the largest: brings x and the tile in anew.
 template <class Params>
-HOPWELL_DEVICE Pass next_pass(const Params& p, Ring& ring, const Slice& slice, uint32_t x, int tile, int batch,
-                              uint32_t& ceiling) {
+HOPWELL_DEVICE Pass next_pass(const Params& p, Ring<LinearConfig::kStages>& ring, const Slice& slice, uint32_t x,
+                              int tile, int batch, uint32_t& ceiling) {
   arch::syncwarp();  // x of the pass before is used up
-  p.x.fetch(slice, x, batch);
-  arch::cp_async_wait_all();
+  p.x.fetch(slice, x, [] {});
   const Pass pass = p.x.settle(slice, x, batch, ceiling);
   ring.aim(p, tile, tile + 1);
   HOPWELL_NO_UNROLL
@@ -300,45 +164,53 @@ HOPWELL_DEVICE void store_sums(float* sums, const float (&of_lane)[2]) {
 template <class Columns, class T>
 __global__ void __launch_bounds__(32 * LinearConfig::kMaxWarps, 1)
     linear_kernel(const __grid_constant__ LinearParams<Columns, T> p) {
-  constexpr int kAhead = LinearConfig::kStages - 1;
   const arch::BlockIndex cta = arch::block_index_3d();
   const int warp = arch::warp_index(), batch = cta.y;
-  const Slice slice = slice_of(warp, p.slice, p.k);
+  const Slice slice = slice_of(warp * p.slice, p.slice, p.k);
   const Place place = place_of(p, warp);
   const uint32_t x = arch::shared_address(place.x);
   const int begin = cta.x * p.tiles_of_cta + (cta.x < p.larger_ctas ? cta.x : p.larger_ctas);
   const int end = begin + p.tiles_of_cta + (cta.x < p.larger_ctas ? 1 : 0);
-  Ring ring(p, slice, place.ring, batch);
+  Ring<LinearConfig::kStages> ring(p, slice, place.ring, batch, 1);
   ring.aim(p, begin, end);
   let_next_start();
   ring.prefetch();
   wait_for_previous();
 
-  p.x.fetch(slice, x, batch);
-  HOPWELL_NO_UNROLL
-  for (int i = 0; i < kAhead; ++i) ring.load(p);
-  arch::cp_async_wait<kAhead>();
+  p.x.fetch(slice, x, [&] {
+    HOPWELL_NO_UNROLL
+    for (int i = 0; i < LinearConfig::kStages - 1; ++i) ring.load(p);
+  });
   uint32_t ceiling = kEverything;
   const Pass first = p.x.settle(slice, x, batch, ceiling);
-  if (first.partial) ring.stop();
 
-  int parity = 0;
-  for (int at = begin; at < end; at += p.batch, parity ^= 1) {
-    const int tiles = end - at < p.batch ? end - at : p.batch;
-    float* const batch_sums = place.sums + parity * p.batch * p.warps * LinearConfig::kRows;
-    for (int tile = at; tile < at + tiles; ++tile) {
-      float sums[2] = {};
-      Pass pass = first;
-      ceiling = kEverything;
-      do {
-        if (first.partial) pass = next_pass(p, ring, slice, x, tile, batch, ceiling);
-        multiply_tile(p, ring, slice, place.x, pass.unit, sums);
-      } while (pass.partial);
-      store_sums(batch_sums + ((tile - at) * p.warps + warp) * LinearConfig::kRows, sums);
+  // All tiles, each by multiply(tile, sums).
+  const auto run = [&](auto multiply) {
+    int parity = 0;
+    for (int at = begin; at < end; at += p.batch, parity ^= 1) {
+      const int tiles = end - at < p.batch ? end - at : p.batch;
+      float* const batch_sums = place.sums + parity * p.batch * p.warps * LinearConfig::kRows;
+      for (int tile = at; tile < at + tiles; ++tile) {
+        float sums[2] = {};
+        multiply(tile, sums);
+        store_sums(batch_sums + ((tile - at) * p.warps + warp) * LinearConfig::kRows, sums);
+      }
+      arch::syncthreads();
+      store_batch(p, batch_sums, at, tiles, batch);
     }
-    arch::syncthreads();
-    store_batch(p, batch_sums, at, tiles, batch);
-  }
+  };
+  // The second way has a loop of its own: one loop for both is slower.
+  if (!first.partial)
+    return run([&](int, float (&sums)[2]) { multiply_tile(p, ring, slice, place.x, first.unit, sums); });
+  ring.stop();
+  run([&](int tile, float (&sums)[2]) {
+    ceiling = kEverything;
+    for (bool partial = true; partial;) {
+      const Pass pass = next_pass(p, ring, slice, x, tile, batch, ceiling);
+      multiply_tile(p, ring, slice, place.x, pass.unit, sums);
+      partial = pass.partial;
+    }
+  });
 }
 
 }  // namespace

@@ -145,6 +145,12 @@ __global__ void all_fp16(const uint32_t*, uint32_t* out) {
   for (int i = thread_index(); i < 65536; i += 256) out[i] = bit_cast<uint32_t>(to_float(fp16{uint16_t(i)}));
 }
 
+__global__ void products_fp16(const uint32_t* in, uint32_t* out) {
+  const int t = thread_index();
+  out[t] = multiply_fp16(in[t], in[256 + t]);
+  out[256 + t] = multiply_fp16(in[t] & 0x83ff87ff, in[256 + t]);  // subnormal and small numbers
+}
+
 __global__ void transcendental(const uint32_t* in, uint32_t* out) {
   const int t = thread_index();
   out[t] = bit_cast<uint32_t>(exp2_approx(float(int(in[t] & 0xffff) - 32768) * 0x1p-8f));
@@ -203,6 +209,7 @@ void add_sm80_cases(std::vector<Case>& cases) {
   add("conversions", "pack_bf16 pack_fp16 to_float to_bf16 round_to_int", Inputs::float_wide, Compare::bits, 512, 1280,
       conversions, 256);
   add("all_fp16", "to_float", Inputs::bits, Compare::bits, 1, 65536, all_fp16, 256);
+  add("products_fp16", "multiply_fp16", Inputs::bits, Compare::bits, 512, 512, products_fp16, 256);
   add("transcendental", "exp2_approx log2_approx", Inputs::bits, Compare::approximate, 512, 512, transcendental, 256);
   add("transcendental_special", "exp2_approx log2_approx", Inputs::float_wide, Compare::approximate, 256, 512,
       transcendental_special, 256);
