@@ -1,7 +1,8 @@
 // x of nvfp4_linear's fast kernel: how a warp brings the x of its slice of K into shared memory, as fp16.
 //
 // An item is eight neighbours in k, 16 bytes. Item (stage s, half h, lane's t, word q), k = 256 s + 128 h + 32 t + 8 q,
-// lies at 16 · (kColumns · (16 · (2 s + h) + 4 q) + 4 · column + t), where kColumns lie together; its numbers as pairs (k, k + 4): what two mma take after decoding word q.
+// lies at 16 · (kColumns · (16 · (2 s + h) + 4 q) + 4 · column + t), where kColumns lie together; its numbers as pairs
+// (k, k + 4): what two mma take after decoding word q.
 #pragma once
 
 #include "ops/nvfp4/sm80_codes.hpp"
