@@ -1,0 +1,157 @@
+// Operators' kernels on the emulator, through the public interface: right and without findings under many schedules, and
+// no synchronisation call of a kernel can be left out unnoticed.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <fstream>
+
+#include "arch/emu/launch.hpp"
+#include "cases/suites.hpp"
+#include "harness.hpp"
+
+namespace hopwell {
+namespace {
+
+using arch::emu::Session;
+
+// A kernel, or a few that belong together, and the cases that reach all of its synchronisation calls again and again.
+struct Subject {
+  std::string name, backend;
+  cases::Suite (*suite)();
+  std::vector<std::string> cases;
+  uint64_t schedules;
+  size_t sites;             // synchronisation calls that there are at least
+  std::string folder = "";  // whose calls count, where a case runs another operator's kernels too
+
+  [[nodiscard]] cases::Case case_named(const std::string& wanted) const {
+    for (const cases::Case& c : suite().cases)
+      if (c.name == wanted) return c;
+    throw std::logic_error("no case " + wanted);
+  }
+};
+
+// Whether the line says why the call stays although nothing here notices its absence.
+bool kept(const arch::emu::CallSite& where) {
+  std::ifstream file(where.file);
+  std::string line;
+  for (uint32_t number = 0; number < where.line; ++number) std::getline(file, line);
+  return line.find("// kept: ") != std::string::npos;
+}
+
+// Every synchronisation call that the cases execute, once.
+std::vector<arch::emu::SynchronisationSite> sites_of(const Subject& subject) {
+  std::vector<arch::emu::SynchronisationSite> sites;
+  for (const std::string& name : subject.cases) {
+    Session session(arch::test::options_for(0));
+    cases::run(subject.case_named(name), subject.backend, 1);
+    for (const auto& site : session.report.synchronisation) {
+      const auto same = [&](const auto& other) { return other.where == site.where; };
+      const bool counts = std::string_view(site.where.file).find(subject.folder) != std::string_view::npos;
+      if (counts && std::none_of(sites.begin(), sites.end(), same)) sites.push_back(site);
+    }
+  }
+  return sites;
+}
+
+// Whether a case fails or gives a finding without this call.
+bool noticed_without(const Subject& subject, const arch::emu::CallSite& site) {
+  for (uint64_t seed = 0; seed < 6; ++seed) {
+    for (const std::string& name : subject.cases) {
+      arch::emu::Options options = arch::test::options_for(seed);
+      options.leave_out = site;
+      options.max_switches = 5'000'000;  // without a wait or an arrival, threads may poll for ever
+      Session session(options);
+      if (!cases::run(subject.case_named(name), subject.backend, 1).failures.empty()) return true;
+      if (!session.report.clean()) return true;
+    }
+  }
+  return false;
+}
+
+class Operators : public testing::TestWithParam<Subject> {};
+
+TEST_P(Operators, RightAndCleanUnderManySchedules) {
+  const Subject& subject = GetParam();
+  for (const std::string& name : subject.cases) {
+    for (uint64_t seed = 0; seed < subject.schedules; ++seed) {
+      Session session(arch::test::options_for(seed));
+      const cases::Report report = cases::run(subject.case_named(name), subject.backend, seed);
+      ASSERT_FALSE(report.unsupported);
+      ASSERT_TRUE(report.failures.empty()) << name << ", seed " << seed << ": " << report.failures.front();
+      ASSERT_TRUE(session.report.clean()) << name << ", seed " << seed << "\n" << session.report.text();
+    }
+  }
+}
+
+TEST_P(Operators, EverySynchronisationCallIsNeeded) {
+  const auto sites = sites_of(GetParam());
+  ASSERT_GE(sites.size(), GetParam().sites);
+  for (const auto& site : sites)
+    EXPECT_TRUE(kept(site.where) || noticed_without(GetParam(), site.where))
+        << site.instruction << " at " << arch::emu::to_string(site.where);
+}
+
+const Subject kSubjects[] = {
+    {"sparse_mla_forward_sm80", "emu:sm80", cases::sparse_mla_forward, {"topk_127"}, 50, 6},
+    {"sparse_mla_forward_sm90",
+     "emu:sm90",
+     cases::sparse_mla_forward,
+     {"d_qk_512_h_q_100", "masks_h_q_40", "many_tiles"},
+     3,
+     6},
+    {"sparse_mla_forward_sm90_few_heads",
+     "emu:sm90",
+     cases::sparse_mla_forward,
+     {"d_qk_512_h_q_20", "large_scores_h_q_20", "lengths"},
+     3,
+     6},
+    // Two steps of keys, every output, deterministic sums; and three for more heads than one tile has, as they come.
+    {"sparse_mla_backward_sm90",
+     "emu:sm90",
+     cases::sparse_mla_backward,
+     {"topk_127"},
+     12,
+     20,
+     "ops/sparse_mla_backward/"},
+    {"sparse_mla_backward_sm90_pair", "emu:sm90", cases::sparse_mla_backward, {"h_q_70_invalid_indices"}, 12, 20},
+    // Two passes of heads, tiles that go round the ring, many queries a CTA, warpgroups that take turns at tiles round
+    // the ring, and rows that are not aligned.
+    {"attention_distribution_sm90",
+     "emu:sm90",
+     cases::attention_distribution,
+     {"h_q_256", "production_l1", "lengths", "topk_2048", "strided"},
+     9,
+     12},
+    {"paged_attention_rows",
+     "emu:sm80",
+     cases::paged_attention,
+     {"group_key_h_q_4_h_kv_4_bf16", "lengths_out_of_range"},
+     8,
+     6},
+    {"paged_attention_columns",
+     "emu:sm80",
+     cases::paged_attention,
+     {"decoder_bf16_h32_h_kv_8_d128_vllm", "bias_hides_keys_vllm"},
+     3,
+     6},
+    {"paged_attention_fragments",
+     "emu:sm80",
+     cases::paged_attention,
+     {"group_key_h_q_8_h_kv_2_bf16", "group_key_h_q_9_h_kv_1_bf16_hidden"},
+     8,
+     6},
+    {"nvfp4_linear",
+     "emu:sm80",
+     cases::nvfp4_linear,
+     {"n_1_slices_end_anywhere", "n_1_many_tiles_fp16_blocked", "wide_range_x_bf16", "n_2_two_slabs",
+      "wide_range_x_n_5", "n_16_blocked"},
+     3,
+     8},
+    {"nvfp4_gemv", "emu:sm80", cases::nvfp4_gemv, {"many_tiles_blocked"}, 8, 4},
+    {"nvfp4_quantize", "emu:sm80", cases::nvfp4_quantize, {"basic", "blocked"}, 8, 1},
+};
+INSTANTIATE_TEST_SUITE_P(All, Operators, testing::ValuesIn(kSubjects),
+                         [](const auto& info) { return info.param.name; });
+
+}  // namespace
+}  // namespace hopwell
