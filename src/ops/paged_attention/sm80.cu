@@ -1,8 +1,13 @@
-// paged_attention for any NVIDIA GPU from Ampere on: what runs where. The kernels are in the headers beside this file.
+// paged_attention for any NVIDIA GPU from Ampere on: what runs where. The kernels are in the headers beside this file; how
+// the work is shared out is told in sm80_work.hpp.
 //
-//     queries that share a KV head    type           kernel
-//     any                             any            ring: CUDA cores, a strip for each query      sm80_ring.hpp, sm80_lanes.hpp
-//     all                             all            merge: strips that no CTA had the whole of    sm80_merge.hpp
+//     layout     type, d           queries a KV head   a warp's lanes have         in
+//     nhd, hnd   16 bit, d ≤ 128   2 and more          fragments of mma            sm80_fragments.hpp
+//     nhd, hnd   any other         any, one a pass     rows of keys and values     sm80_lanes.hpp
+//     vllm       any               any, one a pass     columns of keys and values  sm80_lanes.hpp
+//
+// They share one kernel, which walks along the keys (sm80_ring.hpp); a second one merges what several CTAs have of one
+// result (sm80_merge.hpp).
 #include "ops/paged_attention/sm80_fragments.hpp"
 #include "ops/paged_attention/sm80_lanes.hpp"
 #include "runtime/launch.hpp"
@@ -145,6 +150,12 @@ runtime::Support supports(const Problem& problem) {
     return runtime::Support::no("max_blocks * block * b (or q_len * h_q) must be below 2^34");
   return {};
 }
+
+// Hopper gives a CTA 227 KiB; a GPU that gives less gets fewer warps.
+static_assert(ring_bytes<Rows<bf16, false>>(kMaxWarps) == 143744 && ring_bytes<Columns<bf16>>(kMaxWarps) == 143744);
+static_assert(ring_bytes<Rows<bf16, true>>(kMaxWarps) <= 227 * 1024);
+static_assert(ring_bytes<Fragments<bf16, 128>>(kMaxWarps) <= 227 * 1024);
+static_assert(ring_bytes<Fragments<bf16, 64>>(kMaxWarps) <= 227 * 1024);
 
 template <class Lanes>
 void start(const Problem& problem, Stream stream) {

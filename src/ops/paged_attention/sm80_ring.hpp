@@ -1,14 +1,16 @@
-// paged_attention on the CUDA cores, one query vector for each KV head of a strip: any type, layout and d.
+// paged_attention on GPUs: the kernel that walks along the keys. How the lanes of a warp divide a tile between them is
+// its template argument.
 //
 //     logit_j = (q + u)·k_j · scale + bias_j ;  out = Σ_j exp2(logit_j − m) v_j / Σ_j exp2(logit_j − m)
 //
 // Tile      of a warp: 8 pieces of 16 bytes of K and 8 of V for each lane, 8 KiB in all
 // Roles     none: every warp copies and computes its own tiles; the warps of a CTA take turns along the segment
-// Ring      2 stages a warp, private to each lane: a lane reads back only what it copied itself, so that nobody waits
-//           for anybody, and there is no swizzle and no bank conflict
-// Timeline  lane   copies 0, 1 │ wait 0 │ q·k ▓▓▓ softmax ▓ p·v ▓▓▓ │ copy 2 → 0 │ wait 1 │ q·k …
-// Budget    shared: 8 warps × 2 stages × (8,192 + 256 [+ 4,096 of r]) + 10 KiB of sums; registers: < 256, one CTA an SM
-// Bound     memory: 2 tiles × 8 warps × 8 KiB in flight an SM; ~400 instructions a tile are a quarter of the issue slots
+// Ring      2 stages a warp; in rows and columns private to each lane, which reads back only what it copied itself: nobody
+//           waits for anybody, and there is no swizzle and no bank conflict
+// Timeline  warp   pages 0, 1 │ copy 0, 1 │ wait 0 │ q·k ▓▓▓ softmax ▓ p·v ▓▓▓ │ copy 2 → 0, page 4 │ wait 1 │ q·k …
+// Budget    shared: 8 warps × 2 stages × (8,192 + 256 [+ 4,096 of r]) + 8.4 KiB = 143,744 B [209,280]; registers: < 256,
+//           one CTA an SM
+// Bound     memory: 2 tiles × 8 warps × 8 KiB in flight an SM; 600 to 870 instructions a tile are half of the issue slots
 //
 // What is invisible, or on a page that does not exist, is never read: its copies have a length of 0 and leave zeros.
 #pragma once
