@@ -226,7 +226,7 @@ std::vector<std::pair<std::string, Linear>> linear_problems() {
       {"k_tail_fp16_bias", {.n = 1, .rows = 37, .k = 272, .dtype = kFp16, .bias = true}},
       {"fp32_blocked_bias", {.n = 1, .rows = 130, .k = 144, .dtype = kFp32, .blocked = true, .bias = true}},
       {"n_1_slices_end_anywhere", {.n = 1, .rows = 37, .k = 4800, .bias = true}},
-      {"n_1_many_tiles_fp16_blocked", {.n = 1, .rows = 601, .k = 192, .dtype = kFp16, .blocked = true}},
+      {"n_1_many_tiles_blocked", {.n = 1, .rows = 601, .k = 192, .blocked = true}},
       {"n_2_two_slabs", {.n = 2, .rows = 70, .k = 4800, .bias = true, .global_as = GlobalAs::kArray}},
       {"n_16_blocked", {.n = 16, .rows = 100, .k = 576, .dtype = kFp16, .blocked = true}},
       {"n_20_three_slabs", {.n = 20, .rows = 40, .k = 4224, .bias = true}},
