@@ -13,7 +13,7 @@
 //           only if a score passes it by more than 8 do they meet, find a new one, and make P again. In the end the sums of both
 //           warpgroups are brought to the greater reference; each adds up and writes one half of the columns.
 // Budget    32 heads: shared: Q 36,864 + K 2 × 73,728 + P 2 × 4,096 + exchange 32,768 + 3,072 = 228,352 B
-//           registers: 128 of O + 16 of S + ~50 (224); gather 56
+//           registers: 128 of O + 16 of S + ~50 (216); gather 72
 // Bound     64 keys: the gather, 1,450 clocks in L2; shared memory 139 KB + 70 KB of operands + 74 KB, 2,210 clocks (16 heads: 1,940)
 #pragma once
 
@@ -31,7 +31,7 @@ namespace few_heads {
 template <int kHeads_, int kDqk_>
 struct Shared {
   static constexpr int kHeads = kHeads_, kDqk = kDqk_;
-  static constexpr int kThreads = 384, kMathRegisters = 224, kGatherRegisters = 56;
+  static constexpr int kThreads = 384, kMathRegisters = 216, kGatherRegisters = 72;
   static constexpr int kSlices = 8,
                        kOwnSlices = 4;       // of 64 columns of the output; those that a warpgroup writes come first
   static constexpr int kPairs = kHeads / 8;  // of neighbouring heads in a thread

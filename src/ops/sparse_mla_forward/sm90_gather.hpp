@@ -75,8 +75,10 @@ HOPWELL_DEVICE void copy_panels(uint32_t to, uint32_t panel_bytes, const Rows<kQ
         arch::cp_async(target + uint32_t(panel) * panel_bytes, source + panel * 64, rows.valid[i] ? 16 : 0);
       } else {
         arch::Words4 words{};
-        for (int n = 0; n < 8 && rows.valid[i]; ++n)
-          words.w[n / 2] |= uint32_t{source[panel * 64 + n].bits} << 16 * (n % 2);
+        HOPWELL_UNROLL
+        for (int n = 0; n < 4; ++n)
+          if (rows.valid[i])
+            words.w[n] = source[panel * 64 + 2 * n].bits | uint32_t{source[panel * 64 + 2 * n + 1].bits} << 16;
         arch::store_shared_v4(target + uint32_t(panel) * panel_bytes, words);
       }
     }
