@@ -290,7 +290,7 @@ TEST(Mbarrier, Misuse) {
 // ---- determinism ----------------------------------------------------------------------------------------------------
 
 // Two CTAs; the second arrives without a release once it has read or written the buffer of the first.
-void relaxed_arrival(bool peer_writes, bool reads_then) {
+void relaxed_arrival(bool peer_writes, bool fenced, bool reads_then) {
   auto& s = dynamic_smem<Buffers>();
   const int t = thread_index();
   if (t == 0) {
@@ -303,6 +303,7 @@ void relaxed_arrival(bool peer_writes, bool reads_then) {
   if (cluster_rank() == 1) {
     if (peer_writes) store_cluster(word, 2);
     if (!peer_writes) load_cluster(word);
+    if (fenced) fence_proxy_async();
     mbarrier_arrive_cluster_relaxed(map_to_rank(shared_address(&s.ready), 0));
   } else {
     mbarrier_wait(s.ready, 0);
@@ -314,9 +315,15 @@ void relaxed_arrival(bool peer_writes, bool reads_then) {
 
 TEST(Mbarrier, RelaxedArrivalFreesABufferAndPublishesNothing) {
   const emu::LaunchShape pair{{2, 1, 1}, {32, 1, 1}, {2, 1, 1}, kShared};
-  expect_clean(pair, [] { relaxed_arrival(false, false); });
-  expect_clean(pair, [] { relaxed_arrival(true, false); });
-  expect_finding(pair, [] { relaxed_arrival(true, true); }, Kind::race, "reads", "relaxed-read");
+  expect_clean(pair, [] { relaxed_arrival(false, true, false); });
+  expect_clean(pair, [] { relaxed_arrival(true, true, false); });
+  expect_finding(pair, [] { relaxed_arrival(true, true, true); }, Kind::race, "reads", "relaxed-read");
+}
+
+TEST(Mbarrier, RelaxedArrivalWithoutAFenceOvertakesTheAccessesBeforeIt) {
+  const emu::LaunchShape pair{{2, 1, 1}, {32, 1, 1}, {2, 1, 1}, kShared};
+  expect_finding(pair, [] { relaxed_arrival(false, false, false); }, Kind::race, "writes", "relaxed-read");
+  expect_finding(pair, [] { relaxed_arrival(true, false, false); }, Kind::race, "writes", "relaxed-read");
 }
 
 template <int kLow, int kHigh>

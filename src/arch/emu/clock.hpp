@@ -56,7 +56,7 @@ class VectorClock {
 struct Knowledge {
   VectorClock ordered;  // happened before
   VectorClock proxied;  // of these, generic-proxy writes that a proxy fence has made visible to the async proxy
-  VectorClock freed;    // has happened, but was not released: memory that it touched may be overwritten, not read
+  VectorClock freed;    // is over, but was not released: memory that it touched may be overwritten, not read
   void join(const Knowledge& other) {
     ordered.join(other.ordered);
     proxied.join(other.proxied);

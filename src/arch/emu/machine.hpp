@@ -270,12 +270,16 @@ class Machine {
       t.tick();
     }
   }
-  /// Says that what this thread knows of has happened, without publishing it.
+  /// Says what may be overwritten, and publishes nothing. What threads have read or written only counts once one of their
+  /// fences has waited for it: an arrival without a release overtakes loads that are under way. What asynchronous
+  /// engines have done counts when this thread has waited for it.
   void release_freed(Thread& t, Knowledge& into) {
     if (options.check) {
       into.proxied.join(t.knows.proxied);
-      into.freed.join(t.knows.ordered);
       into.freed.join(t.knows.freed);
+      into.freed.join(t.knows.proxied);
+      for (auto agent = static_cast<AgentId>(threads.size()); agent < agents.size(); ++agent)
+        into.freed.raise(agent, t.knows.ordered[agent]);
       t.tick();
     }
   }

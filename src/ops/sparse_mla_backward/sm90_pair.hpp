@@ -224,7 +224,7 @@ HOPWELL_DEVICE void send_partial(const float (&acc)[32], PairStorage& s, Panel& 
 }
 
 // Warpgroup 0: acc += the peer's partial sum.
-HOPWELL_DEVICE void add_partial(float (&acc)[32], PairStorage& s, uint32_t parity, uint32_t peer, int t) {
+HOPWELL_DEVICE void add_partial(float (&acc)[32], PairStorage& s, uint32_t parity, int t) {
   if (t == 0) arch::mbarrier_arrive_expect_tx(s.partial_full, PairConfig::kPartialBytes);
   arch::syncwarp();  // kept: a lane branched off
   arch::mbarrier_wait(s.partial_full, parity);
@@ -235,16 +235,17 @@ HOPWELL_DEVICE void add_partial(float (&acc)[32], PairStorage& s, uint32_t parit
     HOPWELL_UNROLL
     for (int i = 0; i < 4; ++i) acc[4 * j + i] += arch::bit_cast<float>(theirs.w[i]);
   }
-  arch::syncwarp();
-  if (t % 32 == 0) arch::mbarrier_arrive_cluster_relaxed(at_peer(&s.partial_free, peer));
 }
 
-// Warpgroup 0: a warp's rows of P or dS to the peer, for which they are those of its other tile.
+// Warpgroup 0, once a warp's rows of P or dS are written and fenced: they go to the peer, for which they are those of its
+// other tile. And the peer may send its next partial sum. Not sooner: the arrival waits for nothing, and overtook the
+// reads of the last partial sum when it stood right behind them. The fence has waited for them.
 HOPWELL_DEVICE void send_rows(PairStorage& s, Panel (&tiles)[2], arch::mbarrier& tile_free, uint32_t parity,
                               uint32_t peer, int t) {
   constexpr uint32_t kBytes = Config::kPanel / 4;
-  arch::mbarrier_wait(tile_free, parity);
   arch::syncwarp();
+  if (t % 32 == 0) arch::mbarrier_arrive_cluster_relaxed(at_peer(&s.partial_free, peer));
+  arch::mbarrier_wait(tile_free, parity);
   const uint32_t offset = kBytes * uint32_t(t / 32);
   if (t % 32 == 0)
     arch::bulk_copy_to_cta(at_peer(&tiles[1], peer) + offset, arch::shared_address(&tiles[0]) + offset, kBytes,
@@ -304,7 +305,7 @@ HOPWELL_DEVICE void finish_own_tile(const Params& p, PairStorage& s, int step) {
   const int t = arch::thread_index_anew() % 128;
   const uint32_t peer = arch::cluster_rank() ^ 1;
   arch::wgmma_wait<0>(acc);
-  add_partial(acc, s, 0, peer, t);
+  add_partial(acc, s, 0, t);
   if (step > 0) arch::barrier_sync(kPairOwnFree, 256);
   arch::mbarrier_wait(s.pds_taken, (step & 1) ^ 1);
   store_p<kAttn>(p, acc, s.shift, s.kept, arch::shared_address(&s.p[0]), t);
@@ -315,7 +316,7 @@ HOPWELL_DEVICE void finish_own_tile(const Params& p, PairStorage& s, int step) {
   multiply_scores<PairConfig::kPanels, false>(acc, s.d_out[0], s.keys);
   arch::wgmma_commit();
   arch::wgmma_wait<0>(acc);
-  add_partial(acc, s, 1, peer, t);
+  add_partial(acc, s, 1, t);
   store_ds(p, acc, s.delta, arch::shared_address(&s.p[0]), arch::shared_address(&s.ds[0]), t);
   arch::fence_proxy_async();
   send_rows(s, s.ds, s.ds_free, step & 1, peer, t);
