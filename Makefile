@@ -35,7 +35,7 @@ test-cpp: build
 	@ctest --preset $(PRESET)
 
 test-python: build
-	@$(PYTHON) -m pytest
+	@$(PYTHON) -m pytest --numprocesses 2
 
 test-install: build
 	@tests/install/run.sh build/$(PRESET)
