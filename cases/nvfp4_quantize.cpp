@@ -118,7 +118,8 @@ Instance make_quantize(Random& random, const Quantize& p) {
   Instance instance;
   const std::int64_t gap = p.strided ? 3 : 0;
   Array& x = instance.add({"x", p.dtype, {p.rows, p.k}, {p.k + gap, 1}});
-  for (std::int64_t i = 0; i < x.size(); ++i) x.set(i, random_value(p, random, i));
+  if (p.values == Values::kNormal) x.fill_normal(random);
+  for (std::int64_t i = 0; p.values != Values::kNormal && i < x.size(); ++i) x.set(i, random_value(p, random, i));
   Array& given = instance.add({"global_in", DType::kFloat32, {}}).fill(static_cast<double>(p.global.value_or(1)));
   Array& codes = instance.add({"codes", DType::kUInt8, {p.rows, p.k / 2}, {p.k / 2 + gap, 1}});
   Array& scales = instance.add(p.blocked ? blocked_bytes(p)
@@ -259,10 +260,14 @@ Suite nvfp4_quantize() {
   Suite suite{"nvfp4_quantize", {}, {}, {}};
   for (const auto& [name, problem] : quantize_problems())
     suite.cases.push_back({suite.op, name, [p = problem](Random& random) { return make_quantize(random, p); }});
-  suite.shapes = {{"4096x4096", {{"rows", "4096"}, {"K", "4096"}}}, {"16x16384", {{"rows", "16"}, {"K", "16384"}}}};
+  suite.shapes = {{"4096x4096", {{"rows", "4096"}, {"K", "4096"}, {"given", "0"}}},
+                  {"4096x4096 global given", {{"rows", "4096"}, {"K", "4096"}, {"given", "1"}}},
+                  {"16x16384", {{"rows", "16"}, {"K", "16384"}, {"given", "0"}}}};
   suite.bench = [](const Settings& settings, Random& random) {
-    return make_quantize(random,
-                         {.rows = number(settings, "rows"), .k = number(settings, "K"), .dtype = DType::kBFloat16});
+    return make_quantize(random, {.rows = number(settings, "rows"),
+                                  .k = number(settings, "K"),
+                                  .dtype = DType::kBFloat16,
+                                  .global = number(settings, "given") != 0 ? std::optional(1.9e-3F) : std::nullopt});
   };
   return suite;
 }
