@@ -48,6 +48,15 @@ inline bool has_dependent_launches([[maybe_unused]] int device) {
 #endif
 }
 
+// Whether CTAs can form clusters.
+inline bool has_clusters([[maybe_unused]] int device) {
+#if HOPWELL_ON_DEVICE
+  return has_dependent_launches(device);  // both came with the same generation
+#else
+  return true;
+#endif
+}
+
 // Enqueues kernel(arguments...) on the stream; on the emulator, runs it to its end. Throws HOPWELL_DEVICE_ERROR if the
 // launch fails, and HOPWELL_INTERNAL with the report if the emulator finds something.
 template <class... Parameters, class... Arguments>

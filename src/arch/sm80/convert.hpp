@@ -45,6 +45,21 @@ HOPWELL_DEVICE uint32_t multiply_fp16(uint32_t a, uint32_t b) {
 #endif
 }
 
+/// fma.rn.bf16x2 with -0: products of two pairs of bf16, rounded to nearest even. PTX:
+/// #half-precision-floating-point-instructions-fma
+HOPWELL_DEVICE uint32_t multiply_bf16(uint32_t a, uint32_t b) {
+#if HOPWELL_ON_DEVICE
+  uint32_t r;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u));
+  return r;
+#else
+  const auto product = [](uint32_t x, uint32_t y) {
+    return uint32_t{emu::to_bf16_bits(emu::from_bf16(uint16_t(x)) * emu::from_bf16(uint16_t(y)))};
+  };
+  return product(a >> 16, b >> 16) << 16 | product(a, b);
+#endif
+}
+
 HOPWELL_DEVICE bf16 to_bf16(float x) { return {uint16_t(pack_bf16(x, 0.f))}; }
 
 /// cvt.f32.f16, exact. PTX: #data-movement-and-conversion-instructions-cvt

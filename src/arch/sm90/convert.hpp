@@ -30,6 +30,18 @@ HOPWELL_DEVICE uint32_t unpack_e4m3(uint16_t pair) {
          emu::to_fp16_bits(emu::from_e4m3(uint8_t(pair)));
 #endif
 }
+
+/// max.u16x2: of the halves of two words, each on its own. PTX: #integer-arithmetic-instructions-max
+HOPWELL_DEVICE uint32_t max_u16x2(uint32_t a, uint32_t b) {
+#if HOPWELL_ON_DEVICE
+  uint32_t r;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+#else
+  const auto larger = [](uint32_t x, uint32_t y) { return x > y ? x : y; };
+  return larger(a >> 16, b >> 16) << 16 | larger(a & 0xffff, b & 0xffff);
+#endif
+}
 #endif
 
 }  // namespace hopwell::arch

@@ -1,5 +1,6 @@
 // Certification of the sm80 layer. Every kernel is one CTA.
 #include "arch/sm80/async_copy.hpp"
+#include "arch/sm80/bits.hpp"
 #include "arch/sm80/convert.hpp"
 #include "arch/sm80/matrix.hpp"
 #include "arch/sm80/memory.hpp"
@@ -151,6 +152,19 @@ __global__ void products_fp16(const uint32_t* in, uint32_t* out) {
   out[256 + t] = multiply_fp16(in[t] & 0x83ff87ff, in[256 + t]);  // subnormal and small numbers
 }
 
+__global__ void products_bf16(const uint32_t* in, uint32_t* out) {
+  const int t = thread_index();
+  out[t] = multiply_bf16(in[t], in[256 + t]);
+  out[256 + t] = multiply_bf16(in[t] & 0x81c081c0, (in[256 + t] & 0x83f083f0) | 0x78007800);  // subnormal and large
+}
+
+__global__ void bits_and_bytes(const uint32_t* in, uint32_t* out) {
+  const int t = thread_index();
+  out[t] = select_bits(in[t], in[256 + t], 0x80f0800f) ^ select_bits(in[t], in[256 + t], in[t] >> 3);
+  out[256 + t] = permute_bytes<0x7410>(in[t], in[256 + t]);
+  out[512 + t] = permute_bytes<0x3265>(in[t], in[256 + t]);
+}
+
 __global__ void transcendental(const uint32_t* in, uint32_t* out) {
   const int t = thread_index();
   out[t] = bit_cast<uint32_t>(exp2_approx(float(int(in[t] & 0xffff) - 32768) * 0x1p-8f));
@@ -210,6 +224,8 @@ void add_sm80_cases(std::vector<Case>& cases) {
       conversions, 256);
   add("all_fp16", "to_float", Inputs::bits, Compare::bits, 1, 65536, all_fp16, 256);
   add("products_fp16", "multiply_fp16", Inputs::bits, Compare::bits, 512, 512, products_fp16, 256);
+  add("products_bf16", "multiply_bf16", Inputs::bits, Compare::bits, 512, 512, products_bf16, 256);
+  add("bits_and_bytes", "select_bits permute_bytes", Inputs::bits, Compare::bits, 512, 768, bits_and_bytes, 256);
   add("transcendental", "exp2_approx log2_approx", Inputs::bits, Compare::approximate, 512, 512, transcendental, 256);
   add("transcendental_special", "exp2_approx log2_approx", Inputs::float_wide, Compare::approximate, 256, 512,
       transcendental_special, 256);

@@ -256,6 +256,14 @@ __global__ void conversions_e4m3(const uint32_t* in, uint32_t* out) {
 #endif
 }
 
+__global__ void halves(const uint32_t* in, uint32_t* out) {
+#if HOPWELL_HAS_SM90
+  const int t = thread_index();
+  out[t] = max_u16x2(in[t], in[256 + t]);
+  out[256 + t] = max_u16x2(in[t], in[t] << 16 | in[256 + t] >> 16);
+#endif
+}
+
 struct TmaMaps {
   TensorMap in[5], out[5];
 };
@@ -398,6 +406,7 @@ void add_sm90_cases(std::vector<Case>& cases) {
   add("registers_and_election",
       "setmaxnreg_inc setmaxnreg_dec elect_one griddepcontrol_wait griddepcontrol_launch_dependents warpgroup_index",
       Inputs::bits, 256, 256, registers_and_election, 256, 1);
+  add("halves", "max_u16x2", Inputs::bits, 512, 512, halves, 256, 1);
   add("conversions_e4m3", "pack_e4m3 unpack_e4m3", Inputs::float_wide, 512, 768, conversions_e4m3, 256, 1);
   cases.push_back({"tma_ranks", "tma_load tma_load_cached tma_store prefetch_tensor_map", Inputs::bits, Compare::bits,
                    5184, 12288, [=](uint32_t* in, uint32_t* out) {

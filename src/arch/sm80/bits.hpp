@@ -1,0 +1,39 @@
+// Bits and bytes of words.
+// "PTX:" anchors are sections of https://docs.nvidia.com/cuda/parallel-thread-execution/
+#pragma once
+
+#include "../platform.hpp"
+
+namespace hopwell::arch {
+
+/// lop3.b32: bits of a where the mask has ones, of b elsewhere. One instruction; written with & and |, compilers make two
+/// of it as soon as they find bits of the mask that do not matter. PTX:
+/// #logic-and-shift-instructions-lop3
+HOPWELL_DEVICE uint32_t select_bits(uint32_t a, uint32_t b, uint32_t mask) {
+#if HOPWELL_ON_DEVICE
+  uint32_t r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(r) : "r"(a), "r"(b), "r"(mask));
+  return r;
+#else
+  return (a & mask) | (b & ~mask);
+#endif
+}
+
+/// prmt.b32: four bytes of the eight of a (0 to 3) and b (4 to 7), chosen by the selector's hexadecimal digits, the last
+/// of which chooses the lowest byte. PTX: #data-movement-and-conversion-instructions-prmt
+template <uint32_t kSelector>
+HOPWELL_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b) {
+  static_assert((kSelector & 0xffff8888u) == 0);
+#if HOPWELL_ON_DEVICE
+  uint32_t r;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "n"(kSelector));
+  return r;
+#else
+  const uint64_t bytes = uint64_t{b} << 32 | a;
+  uint32_t r = 0;
+  for (uint32_t i = 0; i < 4; ++i) r |= uint32_t(bytes >> (kSelector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return r;
+#endif
+}
+
+}  // namespace hopwell::arch
