@@ -227,9 +227,13 @@ std::vector<std::pair<std::string, Linear>> linear_problems() {
       {"fp32_blocked_bias", {.n = 1, .rows = 130, .k = 144, .dtype = kFp32, .blocked = true, .bias = true}},
       {"n_1_slices_end_anywhere", {.n = 1, .rows = 37, .k = 4800, .bias = true}},
       {"n_1_many_tiles_blocked", {.n = 1, .rows = 601, .k = 192, .blocked = true}},
-      {"n_2_two_slabs", {.n = 2, .rows = 70, .k = 4800, .bias = true, .global_as = GlobalAs::kArray}},
+      {"n_1_many_tiles_fp16", {.n = 1, .rows = 601, .k = 192, .dtype = kFp16}},
+      {"n_2_pair", {.n = 2, .rows = 70, .k = 4800, .bias = true, .global_as = GlobalAs::kArray}},
+      {"n_3_two_phases", {.n = 3, .rows = 300, .k = 4352}},
+      {"n_3_pair_two_phases", {.n = 3, .rows = 40, .k = 8448}},
+      {"n_8_tiles_beyond_kept", {.n = 8, .rows = 1100, .k = 272, .dtype = kFp16}},
       {"n_16_blocked", {.n = 16, .rows = 100, .k = 576, .dtype = kFp16, .blocked = true}},
-      {"n_20_three_slabs", {.n = 20, .rows = 40, .k = 4224, .bias = true}},
+      {"n_20_pair", {.n = 20, .rows = 40, .k = 4224, .bias = true}},
       {"wide_range_x_n_5", {.n = 5, .rows = 50, .k = 512, .x = X::kWide}},
       {"outliers_n_9", {.n = 9, .rows = 40, .k = 1024, .x = X::kOutliers}},
       {"non_finite_x_n_3", {.n = 3, .rows = 60, .k = 128, .x = X::kNonFinite}},
@@ -298,7 +302,7 @@ Suite nvfp4_gemv() {
                   {"7168x2048", {{"M", "7168"}, {"K", "2048"}, {"L", "4"}}}};
   for (const auto& [rows, k] : kBarShapes)
     for (const char* l : {"1", "8"})
-      suite.device_shapes.push_back({std::string(rows) + "x" + k + ", L " + l, {{"M", rows}, {"K", k}, {"L", l}}});
+      suite.device_shapes.push_back({std::string(rows) + "x" + k + " L " + l, {{"M", rows}, {"K", k}, {"L", l}}});
   suite.bench = [](const Settings& settings, Random& random) {
     return make_gemv(random, {.m = number(settings, "M"), .k = number(settings, "K"), .l = number(settings, "L")});
   };
@@ -312,7 +316,7 @@ Suite nvfp4_linear() {
   for (const auto& [rows, k] : kBarShapes) {
     suite.shapes.push_back({std::string(rows) + "x" + k, {{"n", "1"}, {"N", rows}, {"K", k}}});
     for (const char* n : {"1", "8", "16"})
-      suite.device_shapes.push_back({std::string(rows) + "x" + k + ", n " + n, {{"n", n}, {"N", rows}, {"K", k}}});
+      suite.device_shapes.push_back({std::string(rows) + "x" + k + " n " + n, {{"n", n}, {"N", rows}, {"K", k}}});
   }
   suite.bench = [](const Settings& settings, Random& random) {
     return make_linear(random, {.n = number(settings, "n"), .rows = number(settings, "N"), .k = number(settings, "K")});

@@ -143,7 +143,7 @@ const Subject kSubjects[] = {
     {"nvfp4_linear",
      "emu:sm80",
      cases::nvfp4_linear,
-     {"n_1_slices_end_anywhere", "n_1_many_tiles_blocked", "wide_range_x_bf16", "n_2_two_slabs",
+     {"n_1_slices_end_anywhere", "n_1_many_tiles_blocked", "wide_range_x_bf16", "n_2_pair", "n_3_pair_two_phases",
       "wide_range_x_n_5", "n_16_blocked"},
      3,
      8},

@@ -111,27 +111,36 @@ runtime::Support linear_supports(const LinearProblem& p) {
   return {};
 }
 
-// How the kernel for several columns shares out its work.
+// How the kernel for several columns shares out its work; no parts: it is not for that kernel.
 struct ManyPlan {
-  std::int64_t columns = 0, slabs = 0, slab = 0, slice = 0, ctas = 0;  // columns of a CTA; none: not for this kernel
+  std::int64_t columns = 0, parts = 0, groups = 0, phases = 0, ranks = 0, batch = 0, ctas = 0;
+  std::int64_t cost = 0;  // in stages of a warp, measured on an H200
 };
 
-ManyPlan many_plan(const LinearProblem& p) {
-  constexpr std::int64_t kParts = ManyConfig::kParts, kUnit = 64;
-  if (p.x.dtype == DType::kFloat32 || p.n < 2 || !is_aligned(p.x, 16, 2) || !fits_ring(weight_of(p), p.rows, p.k))
-    return {};
-  const std::int64_t columns = p.n <= 8 ? 8 : 16, most_k = ManyConfig::kXBytes / 2 / columns;
-  if ((columns == 8 ? sizeof(ManyStorage<8>) : sizeof(ManyStorage<16>)) > runtime::max_shared_bytes(p.device.device_id))
-    return {};
-  const std::int64_t slabs = ceil_div(p.k, most_k), slice = ceil_div(ceil_div(p.k, slabs * kParts), kUnit) * kUnit;
-  const std::int64_t groups = ceil_div(ceil_div(p.rows, LinearConfig::kRows), ManyConfig::kGroups);
-  const std::int64_t together = runtime::multiprocessors(p.device.device_id) / (slabs * ceil_div(p.n, columns));
-  return {columns, slabs, slice * kParts, slice, std::clamp<std::int64_t>(together, 1, groups)};
+ManyPlan many_plan_of(const LinearProblem& p, std::int64_t columns, std::int64_t ranks) {
+  constexpr std::int64_t kWarps = ManyConfig::kMaxWarps;
+  const std::int64_t tiles = ceil_div(p.rows, LinearConfig::kRows), slices = ceil_div(p.k, LinearConfig::kStageK);
+  const std::int64_t together = runtime::multiprocessors(p.device.device_id) / (ranks * ceil_div(p.n, columns));
+  const std::int64_t phases = ceil_div(slices, kWarps * ranks), parts = ceil_div(slices, phases * ranks);
+  const std::int64_t ctas = std::clamp<std::int64_t>(together, 1, tiles), most = ceil_div(tiles, ctas);
+  const std::int64_t groups = std::min(kWarps / parts, most);
+  const std::int64_t room = ManyConfig::kSumFloats / (LinearConfig::kRows * columns);  // tiles of a warp
+  const std::int64_t batch = std::min<std::int64_t>(room, ManyConfig::kTiles / groups) * groups;
+  constexpr std::int64_t kBringX = 24, kMeet = 8;
+  const std::int64_t cost = phases * (most * parts + kBringX) + (ranks > 1 ? kMeet : 0);
+  return {columns, parts, groups, phases, ranks, batch, ctas, cost};
 }
 
-std::size_t linear_workspace(const LinearProblem& p) {
-  const ManyPlan plan = many_plan(p);
-  return plan.slabs > 1 ? sizeof(float) * static_cast<std::size_t>(plan.slabs * p.n * p.rows) : 0;
+ManyPlan many_plan(const LinearProblem& p) {
+  if (p.x.dtype == DType::kFloat32 || p.n < 2 || !is_aligned(p.x, 16, 2) || !fits_ring(weight_of(p), p.rows, p.k))
+    return {};
+  const std::int64_t columns = p.n <= 8 ? 8 : 16;
+  if ((columns == 8 ? sizeof(ManyStorage<8>) : sizeof(ManyStorage<16>)) > runtime::max_shared_bytes(p.device.device_id))
+    return {};
+  const ManyPlan alone = many_plan_of(p, columns, 1);
+  if (!runtime::has_clusters(p.device.device_id)) return alone;
+  const ManyPlan pair = many_plan_of(p, columns, 2);
+  return pair.cost < alone.cost ? pair : alone;
 }
 
 template <int kColumns, class T>
@@ -142,25 +151,25 @@ void launch_many(const LinearProblem& p, const ManyPlan& plan, const T* x, const
                              .x = x,
                              .x_stride = p.x.stride[0],
                              .result = result,
-                             .sums = plan.slabs > 1 ? static_cast<float*>(p.workspace) : nullptr,
                              .factor = factor_of(p.global, p.global_is_reciprocal),
                              .rows = number(p.rows),
                              .k = number(p.k),
                              .columns = number(p.n),
-                             .slab = number(plan.slab),
-                             .slice = number(plan.slice),
+                             .parts = number(plan.parts),
+                             .groups = number(plan.groups),
+                             .phases = number(plan.phases),
+                             .ranks = number(plan.ranks),
                              .tiles_of_cta = number(tiles / plan.ctas),
                              .larger_ctas = number(tiles % plan.ctas),
-                             .whole_scales = whole_scales(p.weight_scale) && plan.slice % 128 == 0};
-  arch::LaunchShape shape{.grid = {static_cast<std::uint32_t>(plan.ctas), static_cast<std::uint32_t>(plan.slabs),
-                                   static_cast<std::uint32_t>(ceil_div(p.n, kColumns))},
-                          .threads = 32 * ManyConfig::kWarps,
-                          .shared_bytes = sizeof(ManyStorage<kColumns>),
-                          .programmatic_dependency = dependent_launches(p.device)};
+                             .batch = number(plan.batch),
+                             .whole_scales = whole_scales(p.weight_scale)};
+  const arch::LaunchShape shape{.grid = {static_cast<std::uint32_t>(plan.ctas * plan.ranks), 1,
+                                         static_cast<std::uint32_t>(ceil_div(p.n, kColumns))},
+                                .threads = static_cast<std::uint32_t>(32 * plan.parts * plan.groups),
+                                .cluster = static_cast<std::uint32_t>(plan.ranks),
+                                .shared_bytes = sizeof(ManyStorage<kColumns>),
+                                .programmatic_dependency = dependent_launches(p.device)};
   runtime::launch("nvfp4_linear", many_kernel<kColumns, T>, shape, stream, params);
-  if (plan.slabs == 1) return;
-  shape.grid = {static_cast<std::uint32_t>(ceil_div(p.rows * p.n, 256))}, shape.threads = 256, shape.shared_bytes = 0;
-  runtime::launch("nvfp4_linear", combine_kernel<T>, shape, stream, params, number(plan.slabs));
 }
 
 // 16-bit floats: true if a fast kernel took them.
@@ -169,7 +178,7 @@ bool launch_fast_linear(const LinearProblem& p, const T* x, const Result<T>& res
   if constexpr (std::is_same_v<T, float>) {
     return false;
   } else {
-    if (const ManyPlan plan = many_plan(p); plan.columns != 0) {
+    if (const ManyPlan plan = many_plan(p); plan.parts != 0) {
       plan.columns == 8 ? launch_many<8>(p, plan, x, result, stream) : launch_many<16>(p, plan, x, result, stream);
       return true;
     }
@@ -177,14 +186,14 @@ bool launch_fast_linear(const LinearProblem& p, const T* x, const Result<T>& res
     if (p.n != 1 || !is_aligned(p.x, 16, sizeof(T)) || !fits_ring(weight, p.rows, p.k)) return false;
     const LinearPlan plan = linear_plan(p.rows, p.k, 1, p.device);
     if (plan.warps == 0) return false;
-    launch_fast<FloatColumn<T, 1>, T>("nvfp4_linear",
-                                      {.weight = weight,
-                                       .x = {x},
-                                       .result = result,
-                                       .factor = factor_of(p.global, p.global_is_reciprocal),
-                                       .rows = static_cast<int>(p.rows),
-                                       .k = static_cast<int>(p.k)},
-                                      plan, 1, p.device, stream);
+    launch_fast<FloatColumn<T>, T>("nvfp4_linear",
+                                   {.weight = weight,
+                                    .x = {x},
+                                    .result = result,
+                                    .factor = factor_of(p.global, p.global_is_reciprocal),
+                                    .rows = static_cast<int>(p.rows),
+                                    .k = static_cast<int>(p.k)},
+                                   plan, 1, p.device, stream);
     return true;
   }
 }
@@ -257,17 +266,16 @@ void launch_gemv(const GemvProblem& p, Stream stream) {
 
 // ---- nvfp4_quantize, nvfp4_dequantize ------------------------------------------------------------------------------
 
-// CTAs for so many blocks of 16 numbers: a thread each, or as many as the device runs at a time.
-std::uint32_t quantize_grid(std::int64_t blocks, const DLDevice& device) {
-  constexpr std::int64_t kCtasOfMultiprocessor = 8;
-  const std::int64_t most = kCtasOfMultiprocessor * runtime::multiprocessors(device.device_id);
+// CTAs for so many blocks of 16 numbers: a thread each, or so many CTAs a multiprocessor.
+std::uint32_t quantize_grid(std::int64_t blocks, std::int64_t of_multiprocessor, const DLDevice& device) {
+  const std::int64_t most = of_multiprocessor * runtime::multiprocessors(device.device_id);
   return static_cast<std::uint32_t>(std::clamp(ceil_div(blocks, QuantizeConfig::kThreads), std::int64_t{1}, most));
 }
 
 bool needs_amax(const QuantizeProblem& p) { return !p.has_global && p.rows * p.k != 0; }
 
 int shares_of(const QuantizeProblem& p) {
-  const std::uint32_t grid = quantize_grid(p.rows * p.k / kCodesOfBlock, p.device);
+  const std::uint32_t grid = quantize_grid(p.rows * p.k / kCodesOfBlock, 8, p.device);
   return std::min(static_cast<int>(grid), QuantizeConfig::kMaxShares);
 }
 
@@ -278,6 +286,7 @@ std::size_t quantize_workspace(const QuantizeProblem& p) {
 void launch_quantize(const QuantizeProblem& p, Stream stream) {
   with_type(p.x, [&]<class T>(const T* x) {
     const bool amax = needs_amax(p);
+    const std::int64_t blocks = p.k / kCodesOfBlock;
     const QuantizeParams<T> params{.x = x,
                                    .codes = p.codes.as<std::uint8_t>(),
                                    .scales = p.scales,
@@ -287,8 +296,10 @@ void launch_quantize(const QuantizeProblem& p, Stream stream) {
                                    .amax = static_cast<std::uint32_t*>(p.workspace),
                                    .x_stride = p.x.stride[0],
                                    .codes_stride = p.codes.stride[0],
-                                   .rows = p.rows,
-                                   .blocks = p.k / kCodesOfBlock,
+                                   .blocks = pieces_of(p.rows, blocks),
+                                   .scale_blocks = p.scales.blocked
+                                                       ? pieces_of(ceil_div(p.rows, 128) * 128, ceil_div(blocks, 4) * 4)
+                                                       : pieces_of(p.rows, blocks),
                                    .shares = amax ? shares_of(p) : 0,
                                    .x_aligned = is_aligned(p.x, 16, sizeof(T)),
                                    .codes_aligned = is_aligned(p.codes, 8, 1)};
@@ -299,9 +310,8 @@ void launch_quantize(const QuantizeProblem& p, Stream stream) {
       shape.grid = {static_cast<std::uint32_t>(params.shares)};
       runtime::launch("nvfp4_quantize", amax_kernel<T>, shape, stream, params);
     }
-    const std::int64_t scales =
-        p.scales.blocked ? hopwell::nvfp4::blocked_bytes(p.rows, p.k / kCodesOfBlock) : p.rows * p.k / kCodesOfBlock;
-    shape.grid = {quantize_grid(scales, p.device)};
+    // Six of these fit at a time; where each first waits for memory, a second round pays.
+    shape.grid = {quantize_grid(params.scale_blocks.rows * params.scale_blocks.of_row, amax ? 8 : 6, p.device)};
     runtime::launch("nvfp4_quantize", quantize_kernel<T>, shape, stream, params);
   });
 }
@@ -309,22 +319,24 @@ void launch_quantize(const QuantizeProblem& p, Stream stream) {
 void launch_dequantize(const DequantizeProblem& p, Stream stream) {
   if (p.rows == 0 || p.k == 0) return;
   with_type(p.x, [&]<class T>(T* x) {
-    const arch::LaunchShape shape{.grid = {quantize_grid(p.rows * p.k / kCodesOfBlock, p.device)},
+    constexpr std::int64_t kNumbers = Piece<T>::kNumbers,
+                           kOfCta = std::int64_t{QuantizeConfig::kThreads} * QuantizeConfig::kTogether;
+    const arch::LaunchShape shape{.grid = {static_cast<std::uint32_t>(ceil_div(p.rows * (p.k / kNumbers), kOfCta))},
                                   .threads = QuantizeConfig::kThreads,
                                   .programmatic_dependency = dependent_launches(p.device)};
     const DequantizeParams<T> params{.matrix = {p.codes.as<const std::uint8_t>(), p.codes.stride[0], 0, p.scales},
                                      .x = x,
                                      .global = factor_of(p.global),
                                      .x_stride = p.x.stride[0],
-                                     .rows = p.rows,
-                                     .blocks = p.k / kCodesOfBlock,
-                                     .x_aligned = is_aligned(p.x, 16, sizeof(T))};
+                                     .pieces = pieces_of(p.rows, p.k / kNumbers),
+                                     .x_aligned = is_aligned(p.x, 16, sizeof(T)),
+                                     .codes_aligned = is_aligned(p.codes, 4, 1)};
     runtime::launch("nvfp4_dequantize", dequantize_kernel<T>, shape, stream, params);
   });
 }
 
 const runtime::Registration<LinearProblem> linear{
-    {.name = kBackend, .supports = linear_supports, .workspace_bytes = linear_workspace, .launch = launch_linear}};
+    {.name = kBackend, .supports = linear_supports, .launch = launch_linear}};
 const runtime::Registration<GemvProblem> gemv{{.name = kBackend, .supports = gemv_supports, .launch = launch_gemv}};
 const runtime::Registration<QuantizeProblem> quantize{
     {.name = kBackend, .workspace_bytes = quantize_workspace, .launch = launch_quantize}};

@@ -33,7 +33,8 @@ struct FloatRows {
 HOPWELL_DEVICE void decode_block(const Matrix& matrix, int64_t row, int64_t block, int64_t batch,
                                  float (&values)[kCodesOfBlock]) {
   uint32_t words[2];
-  load_codes(matrix.at(row, batch) + block * (kCodesOfBlock / 2), words);
+  HOPWELL_UNROLL
+  for (int i = 0; i < 2; ++i) words[i] = load_word(matrix.at(row, batch) + block * (kCodesOfBlock / 2) + 4 * i);
   const float scale = matrix.scale(row, block, batch);
   HOPWELL_UNROLL
   for (int i = 0; i < kCodesOfBlock; ++i) values[i] = code_value(words[i / 8] >> 4 * (i % 8)) * scale;

@@ -37,6 +37,16 @@ HOPWELL_DEVICE void from_fp32(float x, float* to) { *to = x; }
 HOPWELL_DEVICE void from_fp32(float x, bf16* to) { *to = arch::to_bf16(x); }
 HOPWELL_DEVICE void from_fp32(float x, fp16* to) { *to = {uint16_t(arch::pack_fp16(x, 0))}; }
 
+// The larger of halves of words, each on its own, unsigned.
+HOPWELL_DEVICE uint32_t larger_halves(uint32_t a, uint32_t b) {
+#if HOPWELL_HAS_SM90
+  return arch::max_u16x2(a, b);
+#else
+  const uint32_t low = (a & 0xffff) > (b & 0xffff) ? a : b, high = a > b ? a : b;
+  return (high & 0xffff0000u) | (low & 0xffff);
+#endif
+}
+
 // ---- codes and scales ----------------------------------------------------------------------------------------------
 
 // e2m1, s e e m: the bits lie in a float's as they are, for its exponent 0 is subnormal too; 2^126 undoes the bias.
@@ -64,20 +74,13 @@ struct Matrix {
   }
 };
 
-// The codes of a block as two words, whatever the alignment of their 8 bytes.
-HOPWELL_DEVICE void load_codes(const uint8_t* from, uint32_t (&words)[2]) {
-  const auto address = reinterpret_cast<uintptr_t>(from);
-  if (address % 8 == 0) {
-    const auto v = *reinterpret_cast<const arch::Words2*>(from);
-    words[0] = v.w[0], words[1] = v.w[1];
-    return;
-  }
+// Eight codes, whatever their alignment.
+HOPWELL_DEVICE uint32_t load_word(const uint8_t* from) {
+  if (reinterpret_cast<uintptr_t>(from) % 4 == 0) return *reinterpret_cast<const uint32_t*>(from);
+  uint32_t word = 0;
   HOPWELL_UNROLL
-  for (int i = 0; i < 2; ++i) {
-    words[i] = 0;
-    HOPWELL_UNROLL
-    for (int byte = 0; byte < 4; ++byte) words[i] |= uint32_t{from[4 * i + byte]} << 8 * byte;
-  }
+  for (int byte = 0; byte < 4; ++byte) word |= uint32_t{from[byte]} << 8 * byte;
+  return word;
 }
 
 // A tensor's global scale. In double: the reciprocal of a subnormal overflows a float.
@@ -107,9 +110,10 @@ struct Result {
   int64_t bias_stride;
 
   HOPWELL_DEVICE void store(int64_t row, int64_t column, int64_t batch, double factor, float sum) const {
+    T* to = y + row * row_stride + column * column_stride + batch * batch_stride;
+    if (!bias && double(float(factor)) == factor) return from_fp32(float(factor) * sum, to);  // the same, in fp32
     const double offset = bias ? double(to_fp32(bias[row * bias_stride])) : 0;
-    from_fp32(float(factor * double(sum) + offset),
-              y + row * row_stride + column * column_stride + batch * batch_stride);
+    from_fp32(float(factor * double(sum) + offset), to);
   }
 };
 

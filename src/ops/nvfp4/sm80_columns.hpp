@@ -1,8 +1,7 @@
 // x of nvfp4_linear's fast kernel: how a warp brings the x of its slice of K into shared memory, as fp16.
 //
 // An item is eight neighbours in k, 16 bytes. Item (stage s, half h, lane's t, word q), k = 256 s + 128 h + 32 t + 8 q,
-// lies at 16 · (kColumns · (16 · (2 s + h) + 4 q) + 4 · column + t), where kColumns lie together; its numbers as pairs
-// (k, k + 4): what two mma take after decoding word q.
+// lies at 16 · (16 · (2 s + h) + 4 q + t); its numbers as pairs (k, k + 4): what two mma take after decoding word q.
 #pragma once
 
 #include "ops/nvfp4/sm80_codes.hpp"
@@ -30,10 +29,7 @@ HOPWELL_DEVICE Slice slice_of(int begin, int width, int k) {
 }
 
 constexpr int kItemsOfStage = LinearConfig::kStageK / 8;
-template <int kColumns>
-HOPWELL_DEVICE uint32_t item_place(int item) {
-  return uint32_t((item / 16 * 256 + item % 4 * 64) * kColumns + item / 4 % 4 * 16);
-}
+HOPWELL_DEVICE uint32_t item_place(int item) { return uint32_t(item / 16 * 256 + item % 4 * 64 + item / 4 % 4 * 16); }
 
 // Eight neighbours as pairs (k, k + 4).
 HOPWELL_DEVICE arch::Words4 as_pairs(const arch::Words4& v) {
@@ -62,19 +58,18 @@ HOPWELL_DEVICE uint32_t largest(uint32_t x) {
 }
 
 // A slice's items that this lane brought: visit(place, words).
-template <int kColumns, class Visit>
+template <class Visit>
 HOPWELL_DEVICE void for_each_item(const Slice& slice, uint32_t shared, Visit visit) {
   HOPWELL_NO_UNROLL
   for (int item = arch::lane_index(); item < slice.stages * kItemsOfStage; item += 32)
-    visit(shared + item_place<kColumns>(item), arch::load_shared_v4(shared + item_place<kColumns>(item)));
+    visit(shared + item_place(item), arch::load_shared_v4(shared + item_place(item)));
 }
 
 // The bits without sign of the largest finite number below the ceiling.
-template <int kColumns>
 HOPWELL_DEVICE uint32_t largest_finite(const Slice& slice, uint32_t shared, uint32_t ceiling) {
   uint32_t most = 0;
   const auto look = [&](uint32_t bits) { most = bits < kInfinity && bits < ceiling && bits > most ? bits : most; };
-  for_each_item<kColumns>(slice, shared, [&](uint32_t, const arch::Words4& v) {
+  for_each_item(slice, shared, [&](uint32_t, const arch::Words4& v) {
     HOPWELL_UNROLL
     for (uint32_t word : v.w) look(word & 0x7fff), look(word >> 16 & 0x7fff);
   });
@@ -83,10 +78,9 @@ HOPWELL_DEVICE uint32_t largest_finite(const Slice& slice, uint32_t shared, uint
 
 // The largest number goes to 2^14 or above, as far as a float's exponent goes. Below 2^-17 there are digits of bf16 that
 // fp16 has not.
-template <int kColumns>
 HOPWELL_DEVICE Pass settle_bf16(const Slice& slice, uint32_t shared, uint32_t& ceiling) {
   uint32_t most = 0, below_least = 0xffffffff;  // of all bits; one less than the least that is not zero
-  for_each_item<kColumns>(slice, shared, [&](uint32_t, const arch::Words4& v) {
+  for_each_item(slice, shared, [&](uint32_t, const arch::Words4& v) {
     HOPWELL_UNROLL
     for (uint32_t word : v.w) {
       const uint32_t low = word & 0x7fff, high = word >> 16 & 0x7fff;
@@ -97,13 +91,13 @@ HOPWELL_DEVICE Pass settle_bf16(const Slice& slice, uint32_t shared, uint32_t& c
     }
   });
   most = largest(most);
-  if (most >= kInfinity || ceiling != kEverything) most = largest_finite<kColumns>(slice, shared, ceiling);
+  if (most >= kInfinity || ceiling != kEverything) most = largest_finite(slice, shared, ceiling);
   const int exponent = most >> 7 > 15 ? int(most >> 7) : 15, least = exponent > 31 ? exponent - 31 : 0;
   const float factor = power_of_two(141 - exponent);
   const auto floor = uint32_t(least) << 7;
   const bool partial = arch::ballot(below_least != 0xffffffff && below_least + 1 < floor) != 0;
   if (!partial && ceiling == kEverything) {
-    for_each_item<kColumns>(slice, shared, [&](uint32_t place, arch::Words4 v) {
+    for_each_item(slice, shared, [&](uint32_t place, arch::Words4 v) {
       HOPWELL_UNROLL
       for (uint32_t& word : v.w)
         word = arch::pack_fp16(arch::bit_cast<float>(word << 16) * factor,
@@ -115,7 +109,7 @@ HOPWELL_DEVICE Pass settle_bf16(const Slice& slice, uint32_t shared, uint32_t& c
       const uint32_t magnitude = bits & 0x7fff;
       return magnitude < floor || magnitude >= ceiling ? 0.f : arch::bit_cast<float>(bits << 16) * factor;
     };
-    for_each_item<kColumns>(slice, shared, [&](uint32_t place, arch::Words4 v) {
+    for_each_item(slice, shared, [&](uint32_t place, arch::Words4 v) {
       HOPWELL_UNROLL
       for (uint32_t& word : v.w) word = arch::pack_fp16(scaled(word & 0xffff), scaled(word >> 16));
       arch::store_shared_v4(place, v);
@@ -126,7 +120,7 @@ HOPWELL_DEVICE Pass settle_bf16(const Slice& slice, uint32_t shared, uint32_t& c
 }
 
 // x as a row of floats, 16-byte aligned.
-template <class T, int kColumns>
+template <class T>
 struct FloatColumn {
   const T* x;
 
@@ -137,10 +131,15 @@ struct FloatColumn {
     return *reinterpret_cast<const arch::Words4*>(x + k);
   }
 
+  // Asks for a slice to come to the L2 cache.
+  HOPWELL_DEVICE void prefetch(const Slice& slice, int) const {
+    for (int k = slice.begin + arch::lane_index() * 64; k < slice.end; k += 32 * 64) arch::prefetch_l2(x + k);
+  }
+
   // Brings a slice into shared memory; does `meanwhile` while the first items are on their way. Not by cp.async: copies
   // to places that are not neighbours are slow, and all other copies wait for them.
   template <class Meanwhile>
-  HOPWELL_DEVICE void fetch(const Slice& slice, uint32_t shared, Meanwhile meanwhile) const {
+  HOPWELL_DEVICE void fetch(const Slice& slice, uint32_t shared, int, Meanwhile meanwhile) const {
     constexpr int kTogether = 4;
     const int items = slice.stages * kItemsOfStage, lane = arch::lane_index();
     HOPWELL_NO_UNROLL
@@ -151,16 +150,15 @@ struct FloatColumn {
       if (first == lane) meanwhile();
       HOPWELL_UNROLL
       for (int i = 0; i < kTogether; ++i)
-        if (first + 32 * i < items)
-          arch::store_shared_v4(shared + item_place<kColumns>(first + 32 * i), as_pairs(v[i]));
+        if (first + 32 * i < items) arch::store_shared_v4(shared + item_place(first + 32 * i), as_pairs(v[i]));
     }
     if (items == 0) meanwhile();
   }
 
   // Brings what this lane fetched into shape: of it numbers whose bits without sign are below `ceiling`, which becomes
   // that of the next pass. To the warp it is there after the next barrier.
-  HOPWELL_DEVICE Pass settle(const Slice& slice, uint32_t shared, int, uint32_t& ceiling) const {
-    if constexpr (std::is_same_v<T, bf16>) return settle_bf16<kColumns>(slice, shared, ceiling);
+  HOPWELL_DEVICE Pass settle(const Slice& slice, uint32_t shared, uint32_t& ceiling) const {
+    if constexpr (std::is_same_v<T, bf16>) return settle_bf16(slice, shared, ceiling);
     return {1, false};
   }
 };
@@ -169,28 +167,50 @@ struct FloatColumn {
 struct CodeColumn {
   Matrix matrix;
 
-  template <class Meanwhile>
-  HOPWELL_DEVICE void fetch(const Slice&, uint32_t, Meanwhile meanwhile) const {
-    meanwhile();
+  // Eight codes and their scale; zeros where the slice has ended.
+  struct Item {
+    uint32_t codes;
+    uint8_t scale;
+  };
+  HOPWELL_DEVICE Item item(const Slice& slice, int number, int batch) const {
+    const int k = slice.begin + number * 8;
+    if (number >= slice.stages * kItemsOfStage || k >= slice.end) return {0, 0};
+    const uint8_t* from = matrix.at(0, batch) + k / 2;
+    return {load_word(from), matrix.scales.data[matrix.scales.offset(0, k / kCodesOfBlock, batch)]};
   }
 
-  HOPWELL_DEVICE Pass settle(const Slice& slice, uint32_t shared, int batch, uint32_t&) const {
-    for (int item = arch::lane_index(); item < slice.stages * kItemsOfStage; item += 32) {
-      const int k = slice.begin + item * 8;
-      float values[8] = {};
-      if (k < slice.end) {
-        const uint8_t* codes = matrix.at(0, batch) + k / 2;
-        const float scale = matrix.scale(0, k / kCodesOfBlock, batch);
-        HOPWELL_UNROLL
-        for (int i = 0; i < 8; ++i) values[i] = code_value(uint32_t(codes[i / 2]) >> 4 * (i % 2)) * scale;
-      }
-      arch::Words4 v;
-      HOPWELL_UNROLL
-      for (int i = 0; i < 4; ++i) v.w[i] = arch::pack_fp16(values[i], values[i + 4]);
-      arch::store_shared_v4(shared + item_place<1>(item), v);
-    }
-    return {1, false};
+  HOPWELL_DEVICE void prefetch(const Slice& slice, int batch) const {
+    for (int k = slice.begin + arch::lane_index() * 256; k < slice.end; k += 32 * 256)
+      arch::prefetch_l2(matrix.at(0, batch) + k / 2);
   }
+
+  // Brings a slice into shared memory; does `meanwhile` while the first items are on their way.
+  template <class Meanwhile>
+  HOPWELL_DEVICE void fetch(const Slice& slice, uint32_t shared, int batch, Meanwhile meanwhile) const {
+    constexpr int kTogether = 4;
+    const int items = slice.stages * kItemsOfStage, lane = arch::lane_index();
+    HOPWELL_NO_UNROLL
+    for (int first = lane; first < items; first += 32 * kTogether) {
+      Item v[kTogether];
+      HOPWELL_UNROLL
+      for (int i = 0; i < kTogether; ++i) v[i] = item(slice, first + 32 * i, batch);
+      if (first == lane) meanwhile();
+      HOPWELL_UNROLL
+      for (int i = 0; i < kTogether; ++i) {
+        const float scale = scale_value(v[i].scale);
+        float values[8];
+        HOPWELL_UNROLL
+        for (int j = 0; j < 8; ++j) values[j] = code_value(v[i].codes >> 4 * j) * scale;
+        arch::Words4 pairs;
+        HOPWELL_UNROLL
+        for (int j = 0; j < 4; ++j) pairs.w[j] = arch::pack_fp16(values[j], values[j + 4]);
+        if (first + 32 * i < items) arch::store_shared_v4(shared + item_place(first + 32 * i), pairs);
+      }
+    }
+    if (items == 0) meanwhile();
+  }
+
+  HOPWELL_DEVICE Pass settle(const Slice&, uint32_t, uint32_t&) const { return {1, false}; }
 };
 
 }  // namespace

@@ -106,9 +106,9 @@ template <class Params>
 HOPWELL_DEVICE Pass next_pass(const Params& p, Ring<LinearConfig::kStages>& ring, const Slice& slice, uint32_t x,
                               int tile, int batch, uint32_t& ceiling) {
   arch::syncwarp();  // x of the pass before is used up
-  p.x.fetch(slice, x, [] {});
-  const Pass pass = p.x.settle(slice, x, batch, ceiling);
-  ring.aim(p, tile, tile + 1);
+  p.x.fetch(slice, x, batch, [] {});
+  const Pass pass = p.x.settle(slice, x, ceiling);
+  ring.aim(p, slice, tile, tile + 1);
   HOPWELL_NO_UNROLL
   for (int i = 0; i < LinearConfig::kStages - 1; ++i) ring.load(p);
   return pass;
@@ -171,18 +171,19 @@ __global__ void __launch_bounds__(32 * LinearConfig::kMaxWarps, 1)
   const uint32_t x = arch::shared_address(place.x);
   const int begin = cta.x * p.tiles_of_cta + (cta.x < p.larger_ctas ? cta.x : p.larger_ctas);
   const int end = begin + p.tiles_of_cta + (cta.x < p.larger_ctas ? 1 : 0);
-  Ring<LinearConfig::kStages> ring(p, slice, place.ring, batch, 1);
-  ring.aim(p, begin, end);
+  Ring<LinearConfig::kStages> ring(place.ring, batch, 1);
+  ring.aim(p, slice, begin, end);
   let_next_start();
   ring.prefetch();
+  p.x.prefetch(slice, batch);
   wait_for_previous();
 
-  p.x.fetch(slice, x, [&] {
+  p.x.fetch(slice, x, batch, [&] {
     HOPWELL_NO_UNROLL
     for (int i = 0; i < LinearConfig::kStages - 1; ++i) ring.load(p);
   });
   uint32_t ceiling = kEverything;
-  const Pass first = p.x.settle(slice, x, batch, ceiling);
+  const Pass first = p.x.settle(slice, x, ceiling);
 
   // All tiles, each by multiply(tile, sums).
   const auto run = [&](auto multiply) {

@@ -1,60 +1,91 @@
-// nvfp4_quantize and nvfp4_dequantize on GPUs: a thread for each block of 16 numbers that share a scale.
+// nvfp4_quantize and nvfp4_dequantize on GPUs.
 //
 //     global = amax / 2688;  scale = e4m3(block's amax / (6 · global));  code = e2m1 nearest to x / (scale · global)
 //
-// Budget    dequantize: 8.5 bytes in, 32 or 64 out, ~45 instructions; quantize: 32 or 64 in, 9 out, ~190 instructions
+// Roles     quantize: a thread for each block of 16 numbers that share a scale. dequantize: a thread for 16 bytes of x,
+//           so that neighbours write whole lines, four at a time
+// Codes     |x| · 1 / (scale · global) · 2^-126 is a float whose upper bits are a code's, for it is subnormal where codes
+//           are: a half is added, the rest cut off. Next to the middle between two codes that may round to the wrong
+//           side: then, and out of usual ranges, exact thresholds decide.
+// Budget    dequantize: 8.5 bytes in, 32 or 64 out, ~6 instructions a number; quantize: 32 or 64 in, 9 out, ~14
 // Bound     memory. Without a given global x is read twice, the second time from L2 as far as it holds it: the largest
 //           |x| of each CTA's share goes to the workspace, and each CTA of the second kernel takes the largest of those.
 #pragma once
 
-#include "ops/nvfp4/sm80_codes.hpp"
+#include "ops/nvfp4/sm80_ring.hpp"
 
 namespace hopwell::ops::nvfp4 {
 namespace {
 
 struct QuantizeConfig {
   static constexpr int kThreads = 256, kWarps = kThreads / 32, kMaxShares = 1024;
+  static constexpr int kTogether = 4;  // pieces of a thread of dequantize
 };
 
-// 16 numbers that lie together; aligned to 16 bytes, or anyhow.
-template <class T>
-HOPWELL_DEVICE void load_block(const T* from, bool aligned, float (&x)[kCodesOfBlock]) {
-  constexpr int kElements = 16 / int(sizeof(T));
-  if (aligned) {
-    struct alignas(16) Piece {
-      T elements[kElements];
-    };
-    Piece pieces[kCodesOfBlock / kElements];
-    HOPWELL_UNROLL
-    for (int i = 0; i < kCodesOfBlock / kElements; ++i)
-      pieces[i] = arch::bit_cast<Piece>(arch::load_streaming(from + i * kElements));
-    HOPWELL_UNROLL
-    for (int i = 0; i < kCodesOfBlock; ++i) x[i] = to_fp32(pieces[i / kElements].elements[i % kElements]);
-  } else {
-    HOPWELL_UNROLL
-    for (int i = 0; i < kCodesOfBlock; ++i) x[i] = to_fp32(from[i]);
+// Rows of so many pieces: of which row and where in it a piece is, for pieces in order.
+struct Pieces {
+  int64_t rows, of_row;
+  uint32_t multiplier, shift;  // piece / of_row = (piece + high half of multiplier · piece) >> shift, below 2^31
+
+  HOPWELL_DEVICE int64_t count() const { return rows * of_row; }
+  HOPWELL_DEVICE int64_t row(int64_t piece) const {
+    if (count() > 0x7fffffff) return piece / of_row;
+    const auto number = uint32_t(piece);
+    return (number + uint32_t(uint64_t{number} * multiplier >> 32)) >> shift;
   }
+};
+
+Pieces pieces_of(int64_t rows, int64_t of_row) {
+  uint32_t shift = 0;
+  while (shift < 31 && int64_t{1} << shift < of_row) ++shift;
+  const auto power = uint64_t{1} << shift, divisor = uint64_t(of_row > 0 ? of_row : 1);
+  return {rows, of_row, of_row > 0 ? uint32_t(((power - divisor) << 32) / divisor + 1) : 0, shift};
 }
 
+// ---- 16 numbers ----------------------------------------------------------------------------------------------------
+
+// As they lie in memory.
 template <class T>
-HOPWELL_DEVICE void store_block(T* to, bool aligned, const float (&x)[kCodesOfBlock]) {
-  constexpr int kElements = 16 / int(sizeof(T));
-  struct alignas(16) Piece {
-    T elements[kElements];
-  };
-  HOPWELL_UNROLL
-  for (int i = 0; i < kCodesOfBlock / kElements; ++i) {
-    Piece piece;
-    HOPWELL_UNROLL
-    for (int j = 0; j < kElements; ++j) from_fp32(x[i * kElements + j], &piece.elements[j]);
+struct Raw {
+  static constexpr int kWords = kCodesOfBlock * int(sizeof(T)) / 4;
+  uint32_t words[kWords];
+
+  HOPWELL_DEVICE void load(const T* from, bool aligned) {
     if (aligned) {
-      *reinterpret_cast<Piece*>(to + i * kElements) = piece;
+      HOPWELL_UNROLL
+      for (int i = 0; i < kWords / 4; ++i) {
+        const auto v = reinterpret_cast<const arch::Words4*>(from)[i];
+        HOPWELL_UNROLL
+        for (int j = 0; j < 4; ++j) words[4 * i + j] = v.w[j];
+      }
+    } else if constexpr (sizeof(T) == 4) {
+      HOPWELL_UNROLL
+      for (int i = 0; i < kWords; ++i) words[i] = arch::bit_cast<uint32_t>(from[i]);
     } else {
       HOPWELL_UNROLL
-      for (int j = 0; j < kElements; ++j) to[i * kElements + j] = piece.elements[j];
+      for (int i = 0; i < kWords; ++i) words[i] = from[2 * i].bits | uint32_t{from[2 * i + 1].bits} << 16;
     }
   }
-}
+  HOPWELL_DEVICE float get(int i) const {
+    if constexpr (sizeof(T) == 4) return arch::bit_cast<float>(words[i]);
+    if constexpr (std::is_same_v<T, bf16>)
+      return arch::bit_cast<float>(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
+    return to_fp32(T{uint16_t(words[i / 2] >> i % 2 * 16)});
+  }
+  // Bits of the largest magnitude, as a float's.
+  HOPWELL_DEVICE uint32_t largest() const {
+    uint32_t most = 0;
+    if constexpr (sizeof(T) == 4) {
+      HOPWELL_UNROLL
+      for (int i = 0; i < kWords; ++i) most = (words[i] & 0x7fffffffu) > most ? words[i] & 0x7fffffffu : most;
+      return most;
+    } else {
+      HOPWELL_UNROLL
+      for (int i = 0; i < kWords; ++i) most = larger_halves(most, words[i] & 0x7fff7fffu);
+      return arch::bit_cast<uint32_t>(to_fp32(T{uint16_t(larger_halves(most, most >> 16))}));
+    }
+  }
+};
 
 // ---- quantize ------------------------------------------------------------------------------------------------------
 
@@ -67,7 +98,8 @@ struct QuantizeParams {
   const float* given_pointer;  // the global, or null
   float given_value;           // the global if there is no pointer; 0: it comes from x
   uint32_t* amax;              // bits of the largest |x| of each CTA's share; without a given global only
-  int64_t x_stride, codes_stride, rows, blocks;  // blocks of a row
+  int64_t x_stride, codes_stride;
+  Pieces blocks, scale_blocks;  // with those that pad scales
   int shares;
   bool x_aligned, codes_aligned;
 };
@@ -104,16 +136,26 @@ __global__ void __launch_bounds__(QuantizeConfig::kThreads) amax_kernel(const __
   auto& s = arch::dynamic_smem<QuantizeStorage>();
   let_next_start();
   wait_for_previous();
+  constexpr int kTogether = 2;
+  const int64_t threads = int64_t{arch::grid_size()} * QuantizeConfig::kThreads, count = p.blocks.count();
   uint32_t most = 0;
-  const int64_t threads = int64_t{arch::grid_size()} * QuantizeConfig::kThreads, count = p.rows * p.blocks;
-  for (int64_t i = int64_t{arch::block_index()} * QuantizeConfig::kThreads + arch::thread_index(); i < count;
-       i += threads) {
-    float x[kCodesOfBlock];
-    load_block(p.x + i / p.blocks * p.x_stride + i % p.blocks * kCodesOfBlock, p.x_aligned, x);
+  const auto consider = [&](uint32_t bits) { most = bits < 0x7f800000u && bits > most ? bits : most; };
+  for (int64_t first = int64_t{arch::block_index()} * QuantizeConfig::kThreads + arch::thread_index(); first < count;
+       first += kTogether * threads) {
+    Raw<T> x[kTogether];
     HOPWELL_UNROLL
-    for (int j = 0; j < kCodesOfBlock; ++j) {
-      const uint32_t bits = magnitude_bits(x[j]);
-      if (bits < 0x7f800000u && bits > most) most = bits;
+    for (int j = 0; j < kTogether; ++j) {
+      const int64_t i = first + j * threads < count ? first + j * threads : first;
+      const int64_t row = p.blocks.row(i), block = i - row * p.blocks.of_row;
+      x[j].load(p.x + row * p.x_stride + block * kCodesOfBlock, p.x_aligned);
+    }
+    HOPWELL_UNROLL
+    for (int j = 0; j < kTogether; ++j) {
+      const uint32_t bits = x[j].largest();
+      consider(bits);
+      if (bits < 0x7f800000u) continue;
+      HOPWELL_UNROLL
+      for (int i = 0; i < kCodesOfBlock; ++i) consider(magnitude_bits(x[j].get(i)));
     }
   }
   most = cta_max(s, most);
@@ -147,18 +189,51 @@ HOPWELL_DEVICE void thresholds(double unit, float (&t)[7]) {
   }
 }
 
-HOPWELL_DEVICE void encode_block(const float (&x)[kCodesOfBlock], double unit, uint32_t (&words)[2]) {
+template <class T>
+HOPWELL_DEVICE void encode_exactly(const Raw<T>& x, float scale, float global, uint32_t (&words)[2]) {
   float t[7];
-  thresholds(unit, t);
+  thresholds(double(scale) * double(global), t);
   words[0] = words[1] = 0;
   HOPWELL_UNROLL
   for (int i = 0; i < kCodesOfBlock; ++i) {
-    const float magnitude = arch::bit_cast<float>(magnitude_bits(x[i]));
-    uint32_t code = arch::bit_cast<uint32_t>(x[i]) >> 28 & 8;
+    const float magnitude = arch::bit_cast<float>(magnitude_bits(x.get(i)));
+    uint32_t code = arch::bit_cast<uint32_t>(x.get(i)) >> 28 & 8;
     HOPWELL_UNROLL
     for (int j = 0; j < 7; ++j) code += magnitude > t[j];
     words[i / 8] |= code << 4 * (i % 8);
   }
+}
+
+// The highest bytes of four words.
+HOPWELL_DEVICE uint32_t highest_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  return arch::permute_bytes<0x5410>(arch::permute_bytes<0x0073>(a, b), arch::permute_bytes<0x0073>(c, d));
+}
+
+// `most`: the largest |x|.
+template <class T>
+HOPWELL_DEVICE void encode_block(const Raw<T>& x, float most, float scale, float global, uint32_t (&words)[2]) {
+  // |x| / unit has three roundings and one where it becomes subnormal: at most 4 of the last place.
+  constexpr uint32_t kDoubt = 16, kHalf = 1u << 21;
+  const float unit = scale * global, factor = 1 / unit;
+  uint32_t nearest = 0xffffffffu;  // distance from a middle
+  HOPWELL_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    uint32_t signs[8], codes[8];  // in the highest bytes: at bit 7; at bits 0 to 2
+    HOPWELL_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      signs[i] = arch::bit_cast<uint32_t>(x.get(8 * half + i) * factor * 0x1p-126f) + kHalf + kDoubt;
+      codes[i] = signs[i] << 2;
+      nearest = signs[i] << 10 < nearest ? signs[i] << 10 : nearest;
+    }
+    uint32_t nibbles[2];  // of even and odd numbers, each in a byte
+    HOPWELL_UNROLL
+    for (int i = 0; i < 2; ++i)
+      nibbles[i] = (highest_bytes(signs[i], signs[i + 2], signs[i + 4], signs[i + 6]) >> 4 & 0x08080808u) |
+                   highest_bytes(codes[i], codes[i + 2], codes[i + 4], codes[i + 6]);
+    words[half] = nibbles[0] + nibbles[1] * 16;
+  }
+  const bool usual = unit >= 0x1p-100f && unit <= 0x1p100f && most * factor < 6.99f;
+  if (!usual || nearest < (2 * kDoubt) << 10) encode_exactly(x, scale, global, words);
 }
 
 HOPWELL_DEVICE void store_codes(uint8_t* to, bool aligned, const uint32_t (&words)[2]) {
@@ -179,29 +254,25 @@ __global__ void __launch_bounds__(QuantizeConfig::kThreads)
   wait_for_previous();
   const float global = global_of(p, s);
   if (arch::block_index() == 0 && arch::thread_index() == 0) *p.global_scale = global;
-  const int64_t rows = p.scales.blocked ? (p.rows + 127) / 128 * 128 : p.rows;
-  const int64_t blocks = p.scales.blocked ? hopwell::nvfp4::blocked_tiles(p.blocks) * 4 : p.blocks;
-  const int64_t threads = int64_t{arch::grid_size()} * QuantizeConfig::kThreads;
-  for (int64_t i = int64_t{arch::block_index()} * QuantizeConfig::kThreads + arch::thread_index(); i < rows * blocks;
+  const int64_t threads = int64_t{arch::grid_size()} * QuantizeConfig::kThreads, count = p.scale_blocks.count();
+  for (int64_t i = int64_t{arch::block_index()} * QuantizeConfig::kThreads + arch::thread_index(); i < count;
        i += threads) {
-    const int64_t row = i / blocks, block = i % blocks;
+    const int64_t row = p.scale_blocks.row(i), block = i - row * p.scale_blocks.of_row;
     uint8_t* scale_at = p.scales.data + p.scales.offset(row, block);
-    if (row >= p.rows || block >= p.blocks) {
+    if (row >= p.blocks.rows || block >= p.blocks.of_row) {
       *scale_at = 0;
       continue;
     }
-    float x[kCodesOfBlock];
-    load_block(p.x + row * p.x_stride + block * kCodesOfBlock, p.x_aligned, x);
-    uint32_t most = 0;
-    HOPWELL_UNROLL
-    for (int j = 0; j < kCodesOfBlock; ++j) most = magnitude_bits(x[j]) > most ? magnitude_bits(x[j]) : most;
-    const bool finite = most < 0x7f800000u;
+    Raw<T> x;
+    x.load(p.x + row * p.x_stride + block * kCodesOfBlock, p.x_aligned);
+    const uint32_t bits = x.largest();
+    const bool finite = bits < 0x7f800000u;
+    const auto most = arch::bit_cast<float>(bits);
     const uint8_t scale =
-        finite ? hopwell::nvfp4::encode_e4m3(arch::bit_cast<float>(most) / (hopwell::nvfp4::kCodeMax * global))
-               : hopwell::nvfp4::kScaleNan;
+        finite ? hopwell::nvfp4::encode_e4m3(most / (hopwell::nvfp4::kCodeMax * global)) : hopwell::nvfp4::kScaleNan;
     *scale_at = scale;
     uint32_t words[2] = {0, 0};
-    if (finite && scale != 0) encode_block(x, double(scale_value(scale)) * double(global), words);
+    if (finite && scale != 0) encode_block(x, most, scale_value(scale), global, words);
     store_codes(p.codes + row * p.codes_stride + block * (kCodesOfBlock / 2), p.codes_aligned, words);
   }
 }
@@ -213,27 +284,78 @@ struct DequantizeParams {
   Matrix matrix;
   T* x;
   Factor global;
-  int64_t x_stride, rows, blocks;
-  bool x_aligned;
+  int64_t x_stride;
+  Pieces pieces;  // of 16 bytes of x
+  bool x_aligned, codes_aligned;
+};
+
+// 16 bytes of x and their codes.
+template <class T>
+struct Piece {
+  static constexpr int kNumbers = 16 / int(sizeof(T));
+  struct alignas(16) Numbers {
+    T x[kNumbers];
+  };
+  uint32_t codes;
+  uint8_t scale;
+
+  HOPWELL_DEVICE void load(const DequantizeParams<T>& p, int64_t row, int64_t k) {
+    const uint8_t* from = p.matrix.at(row, 0) + k / 2;
+    scale = p.matrix.scales.data[p.matrix.scales.offset(row, k / kCodesOfBlock)];
+    if (p.codes_aligned) {
+      codes = kNumbers == 8 ? *reinterpret_cast<const uint32_t*>(from) : *reinterpret_cast<const uint16_t*>(from);
+      return;
+    }
+    codes = 0;
+    HOPWELL_UNROLL
+    for (int i = 0; i < kNumbers / 2; ++i) codes |= uint32_t{from[i]} << 8 * i;
+  }
+  // code · scale is exact in fp16, times 2^-14.
+  HOPWELL_DEVICE Numbers decode(float global) const {
+    uint32_t pairs[4];
+    decode_word(codes, pairs);
+    const uint32_t twice = scales_fp16(uint16_t(scale | scale << 8));
+    Numbers numbers;
+    HOPWELL_UNROLL
+    for (int i = 0; i < kNumbers; ++i) {
+      const uint32_t products = arch::multiply_fp16(pairs[i % 4], twice);
+      const float product = arch::to_float(fp16{uint16_t(products >> i / 4 * 16)});
+      from_fp32(product * LinearConfig::kCodeUnit * global, &numbers.x[i]);
+    }
+    return numbers;
+  }
 };
 
 template <class T>
 __global__ void __launch_bounds__(QuantizeConfig::kThreads)
     dequantize_kernel(const __grid_constant__ DequantizeParams<T> p) {
+  constexpr int kTogether = QuantizeConfig::kTogether, kNumbers = Piece<T>::kNumbers;
   let_next_start();
   wait_for_previous();
   const auto global = float(p.global.get());
-  const int64_t threads = int64_t{arch::grid_size()} * QuantizeConfig::kThreads, count = p.rows * p.blocks;
-  for (int64_t i = int64_t{arch::block_index()} * QuantizeConfig::kThreads + arch::thread_index(); i < count;
-       i += threads) {
-    const int64_t row = i / p.blocks, block = i % p.blocks;
-    uint32_t words[2];
-    load_codes(p.matrix.at(row, 0) + block * (kCodesOfBlock / 2), words);
-    const float scale = p.matrix.scale(row, block, 0);
-    float x[kCodesOfBlock];
-    HOPWELL_UNROLL
-    for (int j = 0; j < kCodesOfBlock; ++j) x[j] = code_value(words[j / 8] >> 4 * (j % 8)) * scale * global;
-    store_block(p.x + row * p.x_stride + block * kCodesOfBlock, p.x_aligned, x);
+  const int64_t count = p.pieces.count();
+  const int64_t first = int64_t{arch::block_index()} * (QuantizeConfig::kThreads * kTogether) + arch::thread_index();
+  Piece<T> pieces[kTogether];
+  T* to[kTogether];
+  HOPWELL_UNROLL
+  for (int j = 0; j < kTogether; ++j) {
+    const int64_t i = first + j * QuantizeConfig::kThreads;
+    to[j] = nullptr;
+    if (i >= count) continue;
+    const int64_t row = p.pieces.row(i), k = (i - row * p.pieces.of_row) * kNumbers;
+    pieces[j].load(p, row, k);
+    to[j] = p.x + row * p.x_stride + k;
+  }
+  HOPWELL_UNROLL
+  for (int j = 0; j < kTogether; ++j) {
+    if (!to[j]) continue;
+    const auto numbers = pieces[j].decode(global);
+    if (p.x_aligned) {
+      *reinterpret_cast<typename Piece<T>::Numbers*>(to[j]) = numbers;
+    } else {
+      HOPWELL_UNROLL
+      for (int i = 0; i < kNumbers; ++i) to[j][i] = numbers.x[i];
+    }
   }
 }
 
