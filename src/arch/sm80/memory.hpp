@@ -101,6 +101,32 @@ HOPWELL_DEVICE uint32_t load_relaxed(const uint32_t* pointer) {
 #endif
 }
 
+/// ld.relaxed.gpu.b128 / st.relaxed.gpu.b128: 16 bytes that other CTAs write or read, as one: never a part of them. PTX:
+/// #data-movement-and-conversion-instructions-ld
+HOPWELL_DEVICE Words4 load_relaxed_v4(const Words4* pointer) {
+#if HOPWELL_ON_DEVICE
+  uint64_t low, high;
+  asm volatile("{ .reg .b128 x; ld.relaxed.gpu.global.b128 x, [%2]; mov.b128 {%0, %1}, x; }"
+               : "=l"(low), "=l"(high)
+               : "l"(pointer)
+               : "memory");
+  return {{uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32)}};
+#else
+  emu::yield();
+  return *pointer;
+#endif
+}
+HOPWELL_DEVICE void store_relaxed_v4(Words4* pointer, const Words4& v) {
+#if HOPWELL_ON_DEVICE
+  const uint64_t low = v.w[0] | uint64_t{v.w[1]} << 32, high = v.w[2] | uint64_t{v.w[3]} << 32;
+  asm volatile("{ .reg .b128 x; mov.b128 x, {%1, %2}; st.relaxed.gpu.global.b128 [%0], x; }" ::"l"(pointer), "l"(low),
+               "l"(high)
+               : "memory");
+#else
+  *pointer = v;
+#endif
+}
+
 /// red.global.add: *pointer += value, in any order with other reductions. PTX:
 /// #parallel-synchronization-and-communication-instructions-red
 HOPWELL_DEVICE void red_add(float* pointer, float value, [[maybe_unused]] Site site = Site::current()) {

@@ -6,8 +6,11 @@
 //     nhd, hnd   any other         any, one a pass     rows of keys and values     sm80_lanes.hpp
 //     vllm       any               any, one a pass     columns of keys and values  sm80_lanes.hpp
 //
-// They share one kernel, which walks along the keys (sm80_ring.hpp); a second one merges what several CTAs have of one
+// They share one kernel, which walks along the keys (sm80_ring.hpp) and joins what several warps and CTAs have of one
 // result (sm80_merge.hpp).
+#include <atomic>
+#include <random>
+
 #include "ops/paged_attention/sm80_fragments.hpp"
 #include "ops/paged_attention/sm80_lanes.hpp"
 #include "runtime/launch.hpp"
@@ -69,9 +72,9 @@ void choose_strips(const Problem& problem, Params& p) {
       break;
     case Kind::fragments:
       p.queries = 8;
-      join_heads(2);
       p.tile = p.d <= 64 ? 32 : 16;
   }
+  p.unit = p.tile;
   p.passes = to_int((p.group * p.q_len + p.queries - 1) / p.queries);
   p.strips = to_int(problem.h_kv) / p.heads * p.passes;
   p.scattered = scattered(problem);
@@ -123,20 +126,37 @@ Params params_of(const Problem& problem) {
   p.group = to_int(problem.h_q / problem.h_kv), p.blocks = to_int(problem.blocks), p.block = to_int(problem.block);
   p.max_context = to_int(problem.max_blocks * problem.block);
   p.scale_log2 = problem.scale * kLog2E, p.bias_log2 = problem.post_scale ? kLog2E : p.scale_log2;
+  p.half = p.d / 2;
   describe_bias(problem, p);
   choose_strips(problem, p);
   return p;
 }
 
-// Vectors of all partial results.
-std::size_t partial_vectors(const Problem& problem, const Params& p) {
-  const int ctas = runtime::multiprocessors(problem.device.device_id);
-  return static_cast<std::size_t>(2 * ctas * p.heads * p.queries);
-}
-
 std::size_t workspace_bytes(const Problem& problem) {
   const Params p = params_of(problem);
-  return partial_vectors(problem, p) * static_cast<std::size_t>(p.d + 2) * sizeof(float);
+  const int ctas = runtime::multiprocessors(problem.device.device_id);
+  return static_cast<std::size_t>(ctas * p.heads * p.queries) * static_cast<std::size_t>(p.half + 1) * sizeof(arch::Words4);
+}
+
+// The mark of a launch's parts: 64 random bits, other ones for each launch.
+void choose_mark(Params& p) {
+  static std::atomic<std::uint64_t> state = std::uint64_t{std::random_device{}()} << 32 | std::random_device{}();
+  std::uint64_t x = state.fetch_add(0x9e3779b97f4a7c15);
+  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
+  x = (x ^ x >> 27) * 0x94d049bb133111eb;
+  x ^= x >> 31;
+  p.mark[0] = static_cast<std::uint32_t>(x) | 1, p.mark[1] = static_cast<std::uint32_t>(x >> 32);  // not zero
+}
+
+// What is asked for at the start, in pieces of 128 bytes.
+void describe_prefetch(const Problem& problem, Params& p) {
+  const auto lines = [](const View& view) {
+    std::int64_t last = 0;
+    for (int i = 0; i < view.ndim; ++i) last += (view.shape[i] - 1) * view.stride[i];
+    const std::int64_t pieces = (last * static_cast<std::int64_t>(size_of(view.dtype)) + 127) / 128;
+    return to_int(std::clamp<std::int64_t>(pieces, 0, kMaxKeys));
+  };
+  p.lens_lines = lines(problem.context_lens), p.table_lines = lines(problem.block_tables), p.q_lines = lines(problem.q);
 }
 
 runtime::Support supports(const Problem& problem) {
@@ -145,14 +165,15 @@ runtime::Support supports(const Problem& problem) {
     return runtime::Support::no("max_blocks * block must be at most 2^30");
   if (problem.b >= kLimit || problem.blocks >= kLimit || problem.h_q * problem.q_len * problem.d >= kLimit)
     return runtime::Support::no("b, blocks and q_len * h_q * d must be below 2^31");
-  const std::int64_t units = problem.max_blocks * problem.block / 8 + 1;  // of a sequence, at most
+  const std::int64_t units = problem.max_blocks * problem.block / 4 + 1;  // of a sequence, at most
   if (units * problem.b >= kLimit || units * problem.h_q * problem.q_len >= kLimit)
-    return runtime::Support::no("max_blocks * block * b (or q_len * h_q) must be below 2^34");
+    return runtime::Support::no("max_blocks * block * b (or q_len * h_q) must be below 2^33");
   return {};
 }
 
 // Hopper gives a CTA 227 KiB; a GPU that gives less gets fewer warps.
-static_assert(ring_bytes<Rows<bf16, false>>(kMaxWarps) == 143744 && ring_bytes<Columns<bf16>>(kMaxWarps) == 143744);
+static_assert(ring_bytes<Rows<bf16, false>>(kMaxWarps) <= 227 * 1024);
+static_assert(ring_bytes<Columns<bf16>>(kMaxWarps) <= 227 * 1024);
 static_assert(ring_bytes<Rows<bf16, true>>(kMaxWarps) <= 227 * 1024);
 static_assert(ring_bytes<Fragments<bf16, 128>>(kMaxWarps) <= 227 * 1024);
 static_assert(ring_bytes<Fragments<bf16, 64>>(kMaxWarps) <= 227 * 1024);
@@ -161,25 +182,17 @@ template <class Lanes>
 void start(const Problem& problem, Stream stream) {
   const int device = problem.device.device_id;
   Params p = params_of(problem);
-  p.partial_out = static_cast<float*>(problem.workspace);
-  p.partial_stats = p.partial_out + partial_vectors(problem, p) * static_cast<std::size_t>(p.d);
+  p.parts = static_cast<arch::Words4*>(problem.workspace);
+  choose_mark(p);
+  describe_prefetch(problem, p);
   p.warps = kMaxWarps;
   while (ring_bytes<Lanes>(p.warps) > runtime::max_shared_bytes(device)) p.warps /= 2;
-  p.unit = p.warps * p.tile;
-  if (kind_of(problem) == Kind::fragments) p.unit = p.unit / p.heads;
-  const auto grid = static_cast<std::uint32_t>(runtime::multiprocessors(device));
-  const bool overlap = runtime::has_dependent_launches(device);
+  p.threads = 32 * p.warps;
   runtime::launch(kName, ring_kernel<Lanes>,
-                  {.grid = {grid},
+                  {.grid = {static_cast<std::uint32_t>(runtime::multiprocessors(device))},
                    .threads = static_cast<std::uint32_t>(32 * p.warps),
                    .shared_bytes = ring_bytes<Lanes>(p.warps),
-                   .programmatic_dependency = overlap},
-                  stream, p);
-  runtime::launch(kName, merge_kernel<typename Lanes::Type>,
-                  {.grid = {grid},
-                   .threads = kMaxThreads,
-                   .shared_bytes = sizeof(MergeStorage),
-                   .programmatic_dependency = overlap},
+                   .programmatic_dependency = runtime::has_dependent_launches(device)},
                   stream, p);
 }
 

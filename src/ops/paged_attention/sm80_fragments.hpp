@@ -48,22 +48,18 @@ struct Fragments {
     arch::Words4 bias[kRows][kKeys / 4];  // of a row: whole pieces as they lie in memory, or a word for each key
     uint32_t pages[4];                    // bit i: the page of keys 16 i and following exists
   };
-  struct Storage {
-    PlanStorage plan;
-    alignas(16) float values[kMaxWarps * kRows * kD];
-    Stats stats[kMaxWarps * kRows];
-  };
+  using State = paged_attention::State<kRows * kD, kRows>;
 
-  int head_of_strip, first_key, row, quad;
+  static constexpr int head_of_strip = 0;
+  int first_key, row, quad;
   uint32_t q[kD / 16][4];
   float out[kChunks][4], scale;  // scale: of the products with q, in units of log 2
   Softmax softmax;
 
-  HOPWELL_DEVICE explicit Fragments(const Params& p) : head_of_strip(arch::warp_index() % p.heads) {
+  HOPWELL_DEVICE explicit Fragments(const Params&) {
     const int lane = arch::lane_index();
     first_key = lane % kPages * 16, row = lane / 4, quad = lane % 4;
   }
-  static HOPWELL_DEVICE int first_key_of_warp(const Params& p) { return arch::warp_index() / p.heads * p.tile; }
   static HOPWELL_DEVICE int place_of(int key, int chunk) { return key * kChunks + (chunk ^ (key & 7)); }
 
   HOPWELL_DEVICE Feed feed(const Params& p, const Source& from) const {
@@ -153,18 +149,16 @@ struct Fragments {
     arch::syncwarp();  // all have read the stage that is copied to next
   }
 
-  HOPWELL_DEVICE void leave(const Params&, Storage& s) {
-    const int vector = arch::warp_index() * kRows + row;
-    softmax.sum += arch::shuffle_xor(softmax.sum, 1);
-    softmax.sum += arch::shuffle_xor(softmax.sum, 2);
+  HOPWELL_DEVICE void leave(const Params&, State& to) const {
+    float sum = softmax.sum;
+    sum += arch::shuffle_xor(sum, 1);
+    sum += arch::shuffle_xor(sum, 2);
     HOPWELL_UNROLL
     for (int i = 0; i < kChunks; ++i)
-      for (int e = 0; e < 2; ++e) s.values[vector * kD + 8 * i + 2 * quad + e] = out[i][e] + out[i][2 + e];
-    if (quad == 0) s.stats[vector] = {softmax.maximum - kShift, softmax.sum};
+      for (int e = 0; e < 2; ++e) to.values[row * kD + 8 * i + 2 * quad + e] = out[i][e] + out[i][2 + e];
+    if (quad == 0) to.stats[row] = {softmax.maximum - kShift, sum};
   }
-  static HOPWELL_DEVICE States states(const Params& p, const Storage& s) {
-    return {s.stats, s.values, p.warps / p.heads, kD};
-  }
+  static HOPWELL_DEVICE int pitch() { return kD; }
 
  private:
   // Whole pieces where the rows of the bias allow it, else a word for each key.

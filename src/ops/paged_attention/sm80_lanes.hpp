@@ -14,7 +14,7 @@ template <class T, bool kFused>
 struct Rows {
   using Type = T;
   using Stage = paged_attention::Stage<kFused>;
-  using Storage = RingStorage;
+  using State = paged_attention::State<256, 4>;
   static constexpr int kLaneBytes = 16;  // from one lane's pieces to the next one's
   static constexpr int kKeys = kElements<T>, kPiecesOfKey = 8 / kElements<T>;
 
@@ -31,7 +31,6 @@ struct Rows {
     my_key = column / 8 / copies;
     head_of_strip = vector % p.heads, first_key = vector / p.heads * kKeys;
   }
-  static HOPWELL_DEVICE int first_key_of_warp(const Params& p) { return arch::warp_index() * p.tile; }
 
   HOPWELL_DEVICE Feed feed(const Params& p, const Source& from) const {
     return feed_of(p, from, sizeof(T), column * int(sizeof(T)), column * int(sizeof(T)), column);
@@ -112,30 +111,31 @@ struct Rows {
     }
   }
 
-  HOPWELL_DEVICE void leave(const Params& p, RingStorage& s) {
+  HOPWELL_DEVICE void leave(const Params& p, State& to) const {
+    Stats stats{softmax.maximum, softmax.sum};
+    float value[8];
+    HOPWELL_UNROLL
+    for (int e = 0; e < 8; ++e) value[e] = out[e];
     HOPWELL_UNROLL
     for (int keys = kKeys, mask = lanes / 2; keys > 1; keys /= 2, mask /= 2)
-      softmax.sum += arch::shuffle_xor(softmax.sum, mask);
+      stats.sum += arch::shuffle_xor(stats.sum, mask);
     for (int mask = lanes * p.heads; mask < 32; mask *= 2) {  // lanes that have other keys of the same head
-      const float maximum = fmaxf(softmax.maximum, arch::shuffle_xor(softmax.maximum, mask));
-      const float weight = arch::exp2_approx(softmax.maximum - finite_or_zero(maximum));
-      softmax.maximum = maximum, softmax.sum *= weight;
-      softmax.sum += arch::shuffle_xor(softmax.sum, mask);
+      const float maximum = fmaxf(stats.maximum, arch::shuffle_xor(stats.maximum, mask));
+      const float weight = arch::exp2_approx(stats.maximum - finite_or_zero(maximum));
+      stats.maximum = maximum, stats.sum *= weight;
+      stats.sum += arch::shuffle_xor(stats.sum, mask);
       HOPWELL_UNROLL
-      for (float& sum : out) {
+      for (float& sum : value) {
         sum *= weight;
         sum += arch::shuffle_xor(sum, mask);
       }
     }
     if (first_key > 0) return;
-    const int vector = arch::thread_index() / 32 * p.heads + head_of_strip;
     HOPWELL_UNROLL
-    for (int e = 0; e < 8; ++e) s.values[vector * lanes * 8 + column + e] = out[e];
-    if (column == 0) s.stats[vector] = {softmax.maximum, softmax.sum};
+    for (int e = 0; e < 8; ++e) to.values[head_of_strip * pitch() + column + e] = value[e];
+    if (column == 0) to.stats[head_of_strip] = stats;
   }
-  HOPWELL_DEVICE States states(const Params& p, const RingStorage& s) const {
-    return {s.stats, s.values, p.warps, lanes * 8};
-  }
+  HOPWELL_DEVICE int pitch() const { return lanes * 8; }
 
  private:
   static HOPWELL_DEVICE void copy_pieces(const char* from, int stride, uint32_t seen, uint32_t destination) {
@@ -230,7 +230,7 @@ template <class T>
 struct Columns {
   using Type = T;
   using Stage = paged_attention::Stage<false>;
-  using Storage = RingStorage;
+  using State = paged_attention::State<256, 1>;
   static constexpr int kLaneBytes = 16;  // from one lane's pieces to the next one's
   static constexpr int kTokens = kElements<T>, kDims = kPieces * kElements<T>;
 
@@ -244,7 +244,6 @@ struct Columns {
     first_key = arch::lane_index() % p.tile, first_piece = arch::lane_index() / p.tile * kPieces;
     first_dim = arch::lane_index() / groups, next_dim = 32 / groups;
   }
-  static HOPWELL_DEVICE int first_key_of_warp(const Params& p) { return arch::warp_index() * p.tile; }
   HOPWELL_DEVICE int token() const { return (arch::lane_index() & (groups - 1)) * kTokens; }  // the first of the lane's
   HOPWELL_DEVICE int dimension(int i) const { return i * next_dim + first_dim; }
 
@@ -319,19 +318,18 @@ struct Columns {
     }
   }
 
-  HOPWELL_DEVICE void leave(const Params&, RingStorage& s) {
-    const int warp = arch::warp_index();
-    for (int mask = groups * kTokens / 2; mask >= 1; mask /= 2) softmax.sum += arch::shuffle_xor(softmax.sum, mask);
+  HOPWELL_DEVICE void leave(const Params&, State& to) const {
+    float sum = softmax.sum;
+    for (int mask = groups * kTokens / 2; mask >= 1; mask /= 2) sum += arch::shuffle_xor(sum, mask);
     HOPWELL_UNROLL
     for (int i = 0; i < kPieces; ++i) {
-      for (int mask = groups / 2; mask >= 1; mask /= 2) out[i] += arch::shuffle_xor(out[i], mask);
-      if (token() == 0) s.values[warp * 256 + dimension(i)] = out[i];
+      float value = out[i];
+      for (int mask = groups / 2; mask >= 1; mask /= 2) value += arch::shuffle_xor(value, mask);
+      if (token() == 0) to.values[dimension(i)] = value;
     }
-    if (arch::lane_index() == 0) s.stats[warp] = {softmax.maximum, softmax.sum};
+    if (arch::lane_index() == 0) to.stats[0] = {softmax.maximum, sum};
   }
-  static HOPWELL_DEVICE States states(const Params& p, const RingStorage& s) {
-    return {s.stats, s.values, p.warps, 256};
-  }
+  static HOPWELL_DEVICE int pitch() { return 256; }
 
  private:
   HOPWELL_DEVICE void copy_scattered(const Params& p, const Source& from, const Tile& tile, bool visible,

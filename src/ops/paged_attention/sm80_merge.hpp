@@ -1,122 +1,234 @@
-// paged_attention on GPUs: what no single CTA had the whole of. The CTA with the number of the one that began a strip
-// and left it unfinished merges all parts of it, in the order of the keys, so that results do not depend on time.
-// Sequences without visible keys get their zeros here too.
+// paged_attention on GPUs: the parts of a strip become one result.
 //
-// A kernel of its own, and not the last CTA to arrive: that one would have to count arrivals in memory that somebody
-// has zeroed. It starts while the first kernel runs, makes the plan, and waits for its end.
+// A warp keeps of each strip that it does not have the whole of (maximum, sum, sum · V) in shared memory: of the strip
+// that it found begun, and of the one that it leaves unfinished. When all warps are done the CTA joins their parts. A
+// strip that goes on in the next CTA is passed on through the workspace, one part a CTA at most; the CTA that has the end
+// of a strip takes the parts of the CTAs before it, always in the order of the keys, so that results do not depend on time.
+//
+//     CTA 3                                        CTA 4
+//     warp 0 │ warp 1 │ warp 2 │ … │ warp 7         warp 0 │ warp 1 │ …
+//     ▓▓▓▓▓▓▓│▓▓▓▒▒▒▒▒│▒▒▒▒▒▒▒▒│▒▒▒│▒▒▒▒▒▒▒▒        ▒▒▒▒▒▒▒│▒▒░░░░░░│░░
+//     └ taken from CTA 2 ┘└ joined, passed on ┘     └ takes ┘
+//
+// The workspace comes with arbitrary contents, so nothing in it can be counted up. Every 16 bytes of a part carry the mark
+// of the launch, 64 random bits, and are written and read as one: what bears the mark is there. The taker wipes the mark out,
+// so that a captured graph, which has the same mark each time, finds none at its next launch. A CTA waits only for CTAs
+// with lower numbers, which start before it.
 #pragma once
 
+#include "arch/sm80/memory.hpp"
 #include "ops/paged_attention/sm80_work.hpp"
 
 namespace hopwell::ops::paged_attention {
 namespace {
 
+struct Stats {
+  float maximum, sum;
+};
+
+// What a warp leaves of a segment.
+template <int kTheValues, int kTheVectors>
+struct State {
+  static constexpr int kValues = kTheValues, kVectors = kTheVectors;
+  alignas(16) float values[kValues];  // [vectors][pitch]: sums of exp2(logit − maximum) · v
+  Stats stats[kVectors];
+};
+enum : int { kBegunBefore, kBegunHere };  // which of a warp's two states
+
+enum class Reach : int { none, on, end };  // a part that goes on in the next warp, or is the last one of its strip
+struct Part {
+  Reach reach;
+  int sequence, strip;
+  int64_t begin;  // of the strip
+};
+
 struct MergeStorage {
-  PlanStorage plan;
-  float part[kMaxThreads][6];  // maximum, sum, four values
+  Part part[kMaxWarps][2];
+  float sums[kMaxThreads][4];
 };
 
-struct Merged {
-  float maximum = -INFINITY, sum = 0, value[4] = {0, 0, 0, 0};
-  HOPWELL_DEVICE void add(float other_maximum, float other_sum, const float (&other)[4]) {
-    const float larger = fmaxf(maximum, other_maximum), base = finite_or_zero(larger);
-    const float mine = arch::exp2_approx(maximum - base), its = arch::exp2_approx(other_maximum - base);
-    maximum = larger, sum = sum * mine + other_sum * its;
-    HOPWELL_UNROLL
-    for (int i = 0; i < 4; ++i) value[i] = value[i] * mine + other[i] * its;
+// Two values of a vector.
+struct Pair {
+  float maximum = -INFINITY, sum = 0, value[2] = {0, 0};
+  HOPWELL_DEVICE void add(const Pair& other) {
+    const float larger = fmaxf(maximum, other.maximum), base = finite_or_zero(larger);
+    const float mine = arch::exp2_approx(maximum - base), its = arch::exp2_approx(other.maximum - base);
+    maximum = larger, sum = sum * mine + other.sum * its;
+    for (int i = 0; i < 2; ++i) value[i] = value[i] * mine + other.value[i] * its;
   }
 };
-
-// The parts of a strip: those of CTAs `first` to `last`; the first one's is its last segment.
-struct Parts {
-  int first, last;
-  bool second_slot;  // of the first CTA: it had begun with another strip
-  HOPWELL_DEVICE int64_t slot(int cta) const { return 2 * cta + (cta == first && second_slot ? 1 : 0); }
+struct Place {
+  int vector, pair;
+  HOPWELL_DEVICE Place(const Params& p, int of_strip) : vector(of_strip / p.half), pair(of_strip - vector * p.half) {}
 };
+HOPWELL_DEVICE int pairs_of_strip(const Params& p) { return p.heads * p.queries * p.half; }
 
-// Every `step`-th part from `from` on: four values of one vector.
-HOPWELL_DEVICE Merged merge_parts(const Params& p, const Parts& parts, int from, int step, int v, int e) {
-  constexpr int kAhead = 4;  // loads under way
-  const int vectors = p.heads * p.queries;
-  Merged merged;
-  for (int cta = from; cta <= parts.last; cta += kAhead * step) {
-    float maximum[kAhead], sum[kAhead], value[kAhead][4];
-    HOPWELL_UNROLL
-    for (int i = 0; i < kAhead; ++i) {
-      const int of = cta + i * step;
-      maximum[i] = -INFINITY, sum[i] = 0;
-      for (float& x : value[i]) x = 0;
-      if (of > parts.last) continue;
-      const int64_t at = parts.slot(of) * vectors + v;
-      const auto stats = *reinterpret_cast<const arch::Words2*>(p.partial_stats + at * 2);
-      const auto four = *reinterpret_cast<const arch::Words4*>(p.partial_out + at * p.d + e);
-      maximum[i] = arch::bit_cast<float>(stats.w[0]), sum[i] = arch::bit_cast<float>(stats.w[1]);
-      HOPWELL_UNROLL
-      for (int w = 0; w < 4; ++w) value[i][w] = arch::bit_cast<float>(four.w[w]);
-    }
-    HOPWELL_UNROLL
-    for (int i = 0; i < kAhead; ++i) merged.add(maximum[i], sum[i], value[i]);
-  }
-  return merged;
+template <class T>
+HOPWELL_DEVICE void store_pair(const Params& p, int sequence, int strip, const Place& at, const Pair& pair) {
+  const Vector to = vector_of(p, strip, at.vector);
+  for (int i = 0; i < 2; ++i)
+    store_result<T>(p, sequence, to, 2 * at.pair + i, pair.maximum, pair.sum, pair.value[i]);
 }
 
-// Threads that have the same four values of a vector take every `groups`-th part each. All but the parts themselves is
-// found out before they are waited for.
-template <class T>
-HOPWELL_DEVICE void merge_strip(const Params& p, MergeStorage& s, const Plan& plan, const Segment& segment) {
-  const int thread = arch::thread_index(), quads = p.heads * p.queries * p.d / 4;
-  const int groups = larger(1, kMaxThreads / quads), group = groups > 1 ? thread / quads : 0;
-  const int64_t begin = segment.strip_begin(p);
-  const int first = arch::block_index();
-  const Parts parts{first, plan.cta_of(begin + segment.units - 1), plan.first_unit(first) != begin};
-  for (int quad = thread - group * quads; quad < quads; quad += kMaxThreads) {
-    const int v = quad * 4 / p.d, e = quad * 4 - v * p.d;
-    const Vector to = vector_of(p, segment.strip, v);
-    wait_for_previous();
-    Merged merged;
-    if (group < groups) merged = merge_parts(p, parts, first + group, groups, v, e);
+// The parts of one strip that successive warps have: the first one's state is `state`, the others' their first.
+struct Chain {
+  int warp, state, count;
+  bool ends;
+};
+
+// Which warps of the CTA have what, a bit each.
+struct Chains {
+  uint32_t begins, on, ends;
+  HOPWELL_DEVICE explicit Chains(const Params& p, const MergeStorage& s) {
+    const int lane = arch::lane_index();
+    const bool exists = lane < p.warps;
+    const Reach before = exists ? s.part[lane][kBegunBefore].reach : Reach::none;
+    begins = arch::ballot(exists && s.part[lane][kBegunHere].reach != Reach::none);
+    on = arch::ballot(before == Reach::on), ends = arch::ballot(before == Reach::end);
+  }
+  HOPWELL_DEVICE Chain from(int warp, int state) const {
+    Chain chain{warp, state, 1, false};
+    int next = warp + 1;
+    if (state == kBegunBefore) next = warp, chain.count = 0;
+    for (; on >> next & 1; ++next) ++chain.count;
+    chain.ends = ends >> next & 1;
+    chain.count += chain.ends ? 1 : 0;
+    return chain;
+  }
+};
+
+// Whose states they are: `state_of(warp, which)`.
+template <class StateOf>
+HOPWELL_DEVICE Pair pair_of_chain(const Chain& chain, const StateOf& state_of, int pitch, const Place& at) {
+  Pair pair;
+  const auto state = [&](int i) -> auto& { return state_of(chain.warp + i, i == 0 ? chain.state : kBegunBefore); };
+  for (int i = 0; i < chain.count; ++i) pair.maximum = fmaxf(pair.maximum, state(i).stats[at.vector].maximum);
+  const float base = finite_or_zero(pair.maximum);
+  for (int i = 0; i < chain.count; ++i) {
+    const auto& from = state(i);
+    const float weight = arch::exp2_approx(from.stats[at.vector].maximum - base);
+    const auto two = *reinterpret_cast<const arch::Words2*>(&from.values[at.vector * pitch + 2 * at.pair]);
+    pair.sum += weight * from.stats[at.vector].sum;
+    for (int e = 0; e < 2; ++e) pair.value[e] += weight * arch::bit_cast<float>(two.w[e]);
+  }
+  return pair;
+}
+
+// ---- from CTA to CTA ------------------------------------------------------------------------------------------------
+
+// The pieces of a vector of a CTA's part: `half` pairs of values, then maximum and sum.
+HOPWELL_DEVICE arch::Words4* part_of(const Params& p, int cta, int vector) {
+  return p.parts + (int64_t{cta} * (p.heads * p.queries) + vector) * (p.half + 1);
+}
+HOPWELL_DEVICE void pass_on(const Params& p, const Place& at, const Pair& pair) {
+  arch::Words4* to = part_of(p, arch::block_index(), at.vector);
+  const auto store = [&](int piece, float x, float y) {
+    arch::store_relaxed_v4(to + piece, {arch::bit_cast<uint32_t>(x), arch::bit_cast<uint32_t>(y), p.mark[0], p.mark[1]});
+  };
+  store(at.pair, pair.value[0], pair.value[1]);
+  if (at.pair == 0) store(p.half, pair.maximum, pair.sum);
+}
+
+// Every `step`-th part from CTA `from` on, and before CTA `end`; waits for them. The pairs' marks are wiped out.
+HOPWELL_DEVICE Pair take_parts(const Params& p, int from, int end, int step, const Place& at) {
+  constexpr int kAhead = 8;  // loads under way
+  Pair pair;
+  for (int cta = from; cta < end; cta += kAhead * step) {
+    arch::Words4 stats[kAhead], two[kAhead];
+    const auto arrived = [&](const arch::Words4& x) { return x.w[2] == p.mark[0] && x.w[3] == p.mark[1]; };
+    HOPWELL_UNROLL
+    for (int i = 0; i < kAhead; ++i) stats[i].w[2] = two[i].w[2] = ~p.mark[0];
+    bool all;
+    do {
+      HOPWELL_UNROLL
+      for (int i = 0; i < kAhead; ++i) {
+        if (cta + i * step >= end) continue;
+        const arch::Words4* part = part_of(p, cta + i * step, at.vector);
+        if (!arrived(stats[i])) stats[i] = arch::load_relaxed_v4(part + p.half);
+        if (!arrived(two[i])) two[i] = arch::load_relaxed_v4(part + at.pair);
+      }
+      all = true;
+      HOPWELL_UNROLL
+      for (int i = 0; i < kAhead; ++i) all &= cta + i * step >= end || (arrived(stats[i]) && arrived(two[i]));
+    } while (!all);
+    HOPWELL_UNROLL
+    for (int i = 0; i < kAhead; ++i) {
+      if (cta + i * step >= end) continue;
+      arch::store_relaxed_v4(part_of(p, cta + i * step, at.vector) + at.pair, {});
+      const auto number = [](uint32_t bits) { return arch::bit_cast<float>(bits); };
+      pair.add({number(stats[i].w[0]), number(stats[i].w[1]), {number(two[i].w[0]), number(two[i].w[1])}});
+    }
+  }
+  return pair;
+}
+
+// The end of a strip that began in an earlier CTA. Threads that have the same pair take every `groups`-th part each.
+template <class T, class StateOf>
+HOPWELL_DEVICE void take_strip(const Params& p, MergeStorage& s, const Plan& plan, const Chain& chain,
+                               const StateOf& state_of, int pitch) {
+  const int thread = arch::thread_index(), pairs = pairs_of_strip(p), here = arch::block_index();
+  const int groups = larger(1, p.threads / pairs), group = groups > 1 ? thread / pairs : 0;
+  const Part& part = s.part[0][kBegunBefore];
+  const int first = plan.cta_of(part.begin);
+  for (int of_strip = thread - group * pairs; of_strip < pairs; of_strip += p.threads) {
+    const Place at(p, of_strip);
+    Pair mine;
+    if (group < groups) mine = take_parts(p, first + group, here, groups, at);
     if (groups > 1) {
-      float (&mine)[6] = s.part[thread];
-      mine[0] = merged.maximum, mine[1] = merged.sum;
-      for (int i = 0; i < 4; ++i) mine[2 + i] = merged.value[i];
+      float (&sums)[4] = s.sums[thread];
+      sums[0] = mine.maximum, sums[1] = mine.sum, sums[2] = mine.value[0], sums[3] = mine.value[1];
       arch::syncthreads();
       for (int other = 1; other < groups && group == 0; ++other) {
-        const float (&its)[6] = s.part[thread + other * quads];
-        merged.add(its[0], its[1], {its[2], its[3], its[4], its[5]});
+        const float (&its)[4] = s.sums[thread + other * pairs];
+        mine.add({its[0], its[1], {its[2], its[3]}});
       }
     }
     if (group > 0) continue;
-    for (int i = 0; i < 4; ++i)
-      store_result<T>(p, segment.sequence, to, e + i, merged.maximum, merged.sum, merged.value[i]);
+    mine.add(pair_of_chain(chain, state_of, pitch, at));
+    store_pair<T>(p, part.sequence, part.strip, at, mine);
   }
+  arch::syncthreads();  // kept: all threads have seen the maxima and sums, whose marks are wiped out only now
+  const int vectors = p.heads * p.queries;
+  for (int i = thread; i < (here - first) * vectors; i += p.threads)
+    arch::store_relaxed_v4(part_of(p, first + i / vectors, i % vectors) + p.half, {});
 }
 
+// What the warps have left when all are done. The last strip first: the next CTA may be waiting for it.
+template <class T, class StateOf>
+HOPWELL_DEVICE void join(const Params& p, MergeStorage& s, const Plan& plan, const StateOf& state_of, int pitch) {
+  const Chains chains(p, s);
+  const Chain before = chains.from(0, kBegunBefore);
+  const int pairs = pairs_of_strip(p);
+  int strips = before.count > 0 && !before.ends ? 1 : 0;
+  for (int w = 0; w < p.warps; ++w) strips += int(chains.begins >> w & 1);
+  for (int o = arch::thread_index(); o < strips * pairs; o += p.threads) {
+    const int number = o / pairs;
+    int warp = p.warps - 1;
+    for (int skip = number; warp >= 0; --warp)
+      if ((chains.begins >> warp & 1) && skip-- == 0) break;
+    const Chain chain = warp >= 0 ? chains.from(warp, kBegunHere) : before;
+    const Place at(p, o - number * pairs);
+    const Pair pair = pair_of_chain(chain, state_of, pitch, at);
+    const Part& part = s.part[chain.warp][chain.state];
+    if (chain.ends)
+      store_pair<T>(p, part.sequence, part.strip, at, pair);
+    else
+      pass_on(p, at, pair);
+  }
+  if (before.ends) take_strip<T>(p, s, plan, before, state_of, pitch);
+}
+
+// Zeros for the sequences of which no query sees a key.
 template <class T>
 HOPWELL_DEVICE void store_empty(const Params& p) {
   for (int n = arch::block_index(); n < p.b; n += arch::grid_size()) {
     const int context = context_of(p, n);
     if (units_of(p, keys_of_sequence(p, context)) > 0) continue;
-    for (int o = arch::thread_index(); o < p.q_len * p.h_q * p.d; o += kMaxThreads) {
+    for (int o = arch::thread_index(); o < p.q_len * p.h_q * p.d; o += p.threads) {
       const int vector = o / p.d, e = o - vector * p.d, i = vector / p.h_q;
       store_result<T>(p, n, {vector - i * p.h_q, i, true}, e, -INFINITY, 0, 0);
     }
   }
-}
-
-template <class T>
-__global__ void __launch_bounds__(kMaxThreads) merge_kernel(const __grid_constant__ Params p) {
-  auto& s = arch::dynamic_smem<MergeStorage>();
-  Plan plan;
-  Segment segment;
-  let_next_start();
-  store_empty<T>(p);
-  if (find_share(p, s.plan, kMaxWarps, true, plan, segment)) {
-    const int cta = arch::block_index();
-    const int64_t begin = segment.strip_begin(p);
-    if (begin >= plan.first_unit(cta) && begin + segment.units > plan.first_unit(cta + 1))
-      merge_strip<T>(p, s, plan, segment);
-  }
-  wait_for_previous();  // always: who waits for this kernel waits for the one before it
 }
 
 }  // namespace

@@ -40,14 +40,23 @@ struct Stage<false> {
 
 struct RingStorage {
   PlanStorage plan;
-  alignas(16) float values[kMaxWarps * 256];
-  Stats stats[kMaxWarps * 4];
+  MergeStorage merge;
 };
 
-// Shared memory of a CTA: the sums, then the rings of its warps.
+// What a warp has of shared memory.
+template <class Lanes>
+struct alignas(128) WarpStorage {
+  typename Lanes::State state[2];
+  alignas(128) typename Lanes::Stage ring[kStages];
+};
+template <class Lanes>
+struct Storage {
+  RingStorage of_cta;
+  WarpStorage<Lanes> of_warp[kMaxWarps];  // as many as there are
+};
 template <class Lanes>
 HOPWELL_HOST_DEVICE constexpr size_t ring_bytes(int warps) {
-  return (sizeof(typename Lanes::Storage) + 127) / 128 * 128 + size_t(warps) * kStages * sizeof(typename Lanes::Stage);
+  return sizeof(Storage<Lanes>) - size_t(kMaxWarps - warps) * sizeof(WarpStorage<Lanes>);
 }
 
 // What does not change along a segment, for one of its query vectors.
@@ -174,31 +183,53 @@ HOPWELL_DEVICE float query_plus(uint32_t q, uint32_t other, Float type) {
   return meaning(q, kType) + meaning(other, type);
 }
 
-template <class Lanes>
-__global__ void __launch_bounds__(kMaxThreads, 1) ring_kernel(const __grid_constant__ Params p) {
-  auto& s = arch::dynamic_smem<typename Lanes::Storage>();
-  wait_for_previous();
-  Plan plan;
-  Segment segment;
-  if (!find_share(p, s.plan, p.warps, false, plan, segment)) return;
-  const int64_t share_end = plan.first_unit(arch::block_index() + 1);
-  auto* ring = reinterpret_cast<typename Lanes::Stage*>(reinterpret_cast<char*>(&s) + ring_bytes<Lanes>(0)) +
-               arch::warp_index() * kStages;
-  // The address of this lane's first piece. By a shuffle, lest it be found out anew at every use.
-  const uint32_t own = uint32_t(arch::lane_index() * Lanes::kLaneBytes);
-  const uint32_t ring_address = arch::shuffle(arch::shared_address(ring), 0) + own;
-  Lanes lanes(p);
-  const int first_key = lanes.first_key_of_warp(p);  // of a segment
+// What will be asked for first, on its way to L2 while the kernel before is still running: nothing of it is used.
+HOPWELL_DEVICE void prefetch(const Params& p) {
+  const auto line_of = [](const void* of, int i) { return static_cast<const char*>(of) + int64_t{i} * 128; };
+  const int i = arch::block_index() * p.threads + arch::thread_index();
+  if (i < p.lens_lines) arch::prefetch_l2(line_of(p.context_lens, i));
+  if (i < p.table_lines) arch::prefetch_l2(line_of(p.block_tables, i));
+  if (i < p.q_lines) arch::prefetch_l2(line_of(p.q, i));
+}
 
+// The end of a warp's segment: the result if it is a whole strip, else a part of it.
+template <class Lanes>
+HOPWELL_DEVICE void finish_segment(const Params& p, MergeStorage& s, WarpStorage<Lanes>& own, const Lanes& lanes,
+                                   const Segment& segment) {
+  const int warp = arch::warp_index(), which = segment.first > 0 ? kBegunBefore : kBegunHere;
+  lanes.leave(p, own.state[which]);
+  if (!segment.whole()) {
+    if (arch::lane_index() > 0) return;
+    Part& part = s.part[warp][which];
+    part = {segment.ends() ? Reach::end : Reach::on, segment.sequence, segment.strip, segment.strip_begin(p)};
+    return;
+  }
+  arch::syncwarp();
+  for (int o = arch::lane_index(); o < pairs_of_strip(p); o += 32) {
+    const Place at(p, o);
+    const auto state_of = [&](int, int) -> auto& { return own.state[kBegunHere]; };
+    store_pair<typename Lanes::Type>(p, segment.sequence, segment.strip, at,
+                                     pair_of_chain({warp, kBegunHere, 1, true}, state_of, lanes.pitch(), at));
+  }
+  arch::syncwarp();  // before the next segment's state
+}
+
+// A warp's way along its share.
+template <class Lanes>
+HOPWELL_DEVICE void walk(const Params& p, MergeStorage& s, WarpStorage<Lanes>& own, Lanes& lanes, const Share& share,
+                         Segment segment) {
+  // The address of this lane's first piece. By a shuffle, lest it be found out anew at every use.
+  const uint32_t lane_begin = uint32_t(arch::lane_index() * Lanes::kLaneBytes);
+  const uint32_t ring_address = arch::shuffle(arch::shared_address(own.ring), 0) + lane_begin;
   Segment ahead = segment;  // of the next tile to be asked for
   const int* table = p.block_tables + ahead.sequence * p.tables_stride;
-  int ahead_key = segment.keys.begin + first_key - p.unit;
+  int ahead_key = segment.keys.begin - p.unit;
   bool more_tiles = true, new_segment = true;
   const auto next_tile = [&] {
     ahead_key += p.unit;
-    while (more_tiles && ahead_key >= ahead.keys.end) {
-      more_tiles = ahead.advance(p, share_end), new_segment = true;
-      ahead_key = ahead.keys.begin + first_key;
+    if (more_tiles && ahead_key >= ahead.keys.end) {
+      more_tiles = ahead.advance(p, share.end), new_segment = true;
+      ahead_key = ahead.keys.begin;
       table = p.block_tables + ahead.sequence * p.tables_stride;
     }
     const int key = ahead_key + lanes.first_key;
@@ -208,32 +239,27 @@ __global__ void __launch_bounds__(kMaxThreads, 1) ring_kernel(const __grid_const
   Tile copied{}, asked{};
   Feed feed{};  // of the tile to copy
   Source source = source_of(p, segment, lanes.head_of_strip, lanes.row);
-  int key = segment.keys.begin + first_key;
-  bool first_of_share = true;
+  int key = segment.keys.begin;
   lanes.fetch_query(p, source);
   // Step n computes tile n, copies tile n + kStages and asks for the page of tile n + kStages + 2.
   HOPWELL_NO_UNROLL
   for (int n = -kStages - 2, at = 0;; ++n) {
-    auto& stage = ring[at];
+    auto& stage = own.ring[at];
     const uint32_t address = ring_address + uint32_t(at) * uint32_t(sizeof(stage));
     if (n == 0) {
       let_next_start();  // now that everything is under way: it takes time from this one
       lanes.begin(p, source);
     }
     if (n >= 0) {
-      HOPWELL_NO_UNROLL
-      while (key >= segment.keys.end) {
+      if (key >= segment.keys.end) {
         Segment following = segment;
-        const bool more = following.advance(p, share_end);
+        const bool more = following.advance(p, share.end);
         if (more) source = source_of(p, following, lanes.head_of_strip, lanes.row), lanes.fetch_query(p, source);
-        lanes.leave(p, s);
-        arch::syncthreads();
-        finish_segment<typename Lanes::Type>(p, segment, first_of_share, lanes.states(p, s));
+        finish_segment(p, s, own, lanes, segment);
         if (!more) return;
-        arch::syncthreads();  // before the next segment's states
-        segment = following, first_of_share = false;
+        segment = following;
         lanes.begin(p, source);
-        key = segment.keys.begin + first_key;
+        key = segment.keys.begin;
       }
       arch::cp_async_wait<kStages - 1>();
       lanes.step(p, source, key, stage, address);
@@ -247,6 +273,25 @@ __global__ void __launch_bounds__(kMaxThreads, 1) ring_kernel(const __grid_const
     if (new_segment) feed = lanes.feed(p, source_of(p, ahead, lanes.head_of_strip, lanes.row)), new_segment = false;
     asked = next_tile();
   }
+}
+
+template <class Lanes>
+__global__ void __launch_bounds__(kMaxThreads, 1) ring_kernel(const __grid_constant__ Params p) {
+  auto& s = arch::dynamic_smem<Storage<Lanes>>();
+  const int warp = arch::warp_index();
+  prefetch(p);
+  if (arch::lane_index() < 2) s.of_cta.merge.part[warp][arch::lane_index()].reach = Reach::none;
+  wait_for_previous();
+  Plan plan;
+  Share share;
+  Segment segment;
+  find_share(p, s.of_cta.plan, plan, share, segment);
+  Lanes lanes(p);
+  if (share.begin < share.end) walk(p, s.of_cta.merge, s.of_warp[warp], lanes, share, segment);
+  arch::syncthreads();
+  const auto state_of = [&](int of_warp, int which) -> auto& { return s.of_warp[of_warp].state[which]; };
+  join<typename Lanes::Type>(p, s.of_cta.merge, plan, state_of, lanes.pitch());
+  store_empty<typename Lanes::Type>(p);
 }
 
 }  // namespace

@@ -9,8 +9,9 @@
 //     ▓▓▓▓▓▓▓▓│▓▓▓▓▓▓▓▓     ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓│▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓          ▓▓▓▓    │▓▓▓▓
 //     └── CTA 0 ───┘└── CTA 1 ───┘└── CTA 2 ───┘└── CTA 3 ──┘└── …
 //
-// Each CTA takes an equal share, so one long sequence among short ones is as good as many equal ones. It finds its share
-// from the lengths, inside the kernel: a captured graph follows lengths that change.
+// Each CTA takes an equal share, and each of its warps an equal part of that, so one long sequence among short ones is as
+// good as many equal ones. They find their shares from the lengths, inside the kernel: a captured graph follows lengths
+// that change.
 #pragma once
 
 #include <cmath>
@@ -51,8 +52,9 @@ struct Params {
   const float* alibi_slopes;                       // or null
   void* out;
   float* lse;            // or null
-  float* partial_out;    // [2 · CTAs, heads · queries, d]: sums of exp2(logit − maximum) · v
-  float* partial_stats;  // [2 · CTAs, heads · queries, 2]: maximum, sum of exp2(logit − maximum)
+  arch::Words4* parts;   // [CTAs, heads · queries, d / 2 + 1]: what a CTA has of a strip that goes on in the next one
+  uint32_t mark[2];      // of this launch's parts: random, so that nothing else looks like one
+  int table_lines, q_lines, lens_lines;  // pieces of 128 bytes of block_tables, q, context_lens
   CacheStrides k_at, v_at;
   int64_t k_page, v_page;  // the same in bytes
   int k_slot, v_slot, k_group, v_group, r_row;
@@ -66,10 +68,11 @@ struct Params {
   bool r_direct;   // r is not read through the ring
   bool bias_in_pieces;
   int b, h_q, group, blocks;
-  Divisor q_len, d, block;
+  Divisor q_len, d, half, block;  // half: d / 2
   int max_context, window, key_end, extent;      // keys ≥ key_end are hidden
   Divisor heads, queries, passes, strips, unit;  // passes of `queries`; strips of a sequence
   int lanes, tile, warps;                        // lanes that share a key; keys of a warp's tile; warps of a CTA
+  Divisor threads;                               // of a CTA
   float scale_log2, bias_log2;                   // what q · k and the bias are multiplied by
 };
 
@@ -162,21 +165,34 @@ HOPWELL_DEVICE int page_of(const Params& p, int sequence, int key) {
 // ---- shares ---------------------------------------------------------------------------------------------------------
 
 struct Plan {
-  int64_t share;  // units of a CTA; the first `extra` CTAs have one more
-  int extra;
-  HOPWELL_DEVICE int64_t first_unit(int cta) const { return cta * share + smaller(cta, extra); }
+  int64_t share;    // units of a CTA; the first `extra` CTAs have one more
+  int extra, ctas;  // CTAs that have a share: fewer than there are if not each warp of theirs would have a unit
+  HOPWELL_DEVICE int64_t first_unit(int cta) const {
+    const int before = smaller(cta, ctas);
+    return before * share + smaller(before, extra);
+  }
   HOPWELL_DEVICE int cta_of(int64_t unit) const {
     const int64_t longer = extra * (share + 1);
     return int(unit < longer ? quotient(unit, share + 1) : extra + quotient(unit - longer, share));
   }
 };
 
-struct PlanStorage {
-  int sum_of_warp[kMaxWarps];
-  int sequence, before;
+// A range of units: of a CTA, of a warp.
+struct Share {
+  int64_t begin, end;
+  HOPWELL_DEVICE Share of_warp(int warp, int warps) const {
+    const int count = int(end - begin), each = count / warps, more = count - each * warps;
+    const int64_t first = begin + warp * each + smaller(warp, more);
+    return {first, first + each + (warp < more ? 1 : 0)};
+  }
 };
 
-// What one CTA has of a strip.
+struct PlanStorage {
+  int sum_of_warp[kMaxWarps];
+  int sequence[kMaxWarps], before[kMaxWarps];  // of a warp's first segment
+};
+
+// What one warp has of a strip.
 struct Segment {
   int sequence, before;  // units of a strip in all sequences before it
   int units, strip;      // units of a strip of this sequence; which of its strips
@@ -184,6 +200,7 @@ struct Segment {
   int context;
   Keys keys;  // of the segment
   HOPWELL_DEVICE bool whole() const { return count == units; }
+  HOPWELL_DEVICE bool ends() const { return first + count == units; }
   HOPWELL_DEVICE int64_t strip_begin(const Params& p) const {
     return int64_t{before} * p.strips + int64_t{strip} * units;
   }
@@ -211,11 +228,11 @@ struct Segment {
   }
 };
 
-// The plan, and the segment that holds the first unit of this CTA's share (or the last one); false if it has none. All
-// threads of the CTA take part: each adds up its part of the batch.
-HOPWELL_DEVICE bool find_share(const Params& p, PlanStorage& s, int warps, bool last, Plan& plan, Segment& segment) {
+// The plan, the share of this warp, and the segment that it begins with if there is one. All threads of the CTA take
+// part: each adds up its part of the batch.
+HOPWELL_DEVICE void find_share(const Params& p, PlanStorage& s, Plan& plan, Share& share, Segment& segment) {
   const int thread = arch::thread_index(), lane = arch::lane_index(), warp = arch::warp_index();
-  const int part = (p.b + 32 * warps - 1) / (32 * warps), first = thread * part, end = smaller(p.b, first + part);
+  const int part = ceil_div(p.b, p.threads), first = thread * part, end = smaller(p.b, first + part);
   int units = 0;
   for (int n = first; n < end; ++n) units += units_of(p, keys_of_sequence(p, context_of(p, n)));
   int sum = units;
@@ -227,26 +244,30 @@ HOPWELL_DEVICE bool find_share(const Params& p, PlanStorage& s, int warps, bool 
   if (lane == 31) s.sum_of_warp[warp] = sum;
   arch::syncthreads();  // kept: sums that are not there yet make shares outside of the tensors
   int before = sum - units, total = 0;
-  for (int w = 0; w < warps; ++w) {
+  for (int w = 0; w < p.warps; ++w) {
     before += w < warp ? s.sum_of_warp[w] : 0;
     total += s.sum_of_warp[w];
   }
-  const int64_t all = int64_t{total} * p.strips;
-  plan.share = quotient(all, arch::grid_size()), plan.extra = int(all - plan.share * arch::grid_size());
+  const int64_t all = int64_t{total} * p.strips, ctas = quotient(all + p.warps - 1, p.warps);
+  plan.ctas = ctas < arch::grid_size() ? larger(1, int(ctas)) : arch::grid_size();
+  plan.share = quotient(all, plan.ctas), plan.extra = int(all - plan.share * plan.ctas);
   const int cta = arch::block_index();
-  const int64_t share_begin = plan.first_unit(cta), share_end = plan.first_unit(cta + 1);
-  if (share_begin == share_end) return false;
-  const int64_t unit = last ? share_end - 1 : share_begin;
-  const int wanted = int(p.strips.shift >= 0 ? unit >> p.strips.shift : quotient(unit, p.strips));
-  if (before <= wanted && wanted < before + units) {
-    int n = first;
-    for (int have; wanted >= before + (have = units_of(p, keys_of_sequence(p, context_of(p, n)))); ++n) before += have;
-    s.sequence = n, s.before = before;
+  const Share of_cta{plan.first_unit(cta), plan.first_unit(cta + 1)};
+  const int64_t from = int64_t{before} * p.strips, to = int64_t{before + units} * p.strips;
+  if (from < of_cta.end && of_cta.begin < to) {
+    for (int w = 0, n = first; w < p.warps; ++w) {
+      const int64_t unit = of_cta.of_warp(w, p.warps).begin;
+      if (unit < from || unit >= to) continue;
+      for (int have; unit >= (int64_t{before} + (have = units_of(p, keys_of_sequence(p, context_of(p, n))))) * p.strips; ++n)
+        before += have;
+      s.sequence[w] = n, s.before[w] = before;
+    }
   }
   arch::syncthreads();  // kept: a sequence that is not there yet is outside of the tensors
-  segment.sequence = s.sequence, segment.before = s.before;
-  segment.place(p, unit, share_end);
-  return true;
+  share = of_cta.of_warp(warp, p.warps);
+  if (share.begin == share.end) return;
+  segment.sequence = s.sequence[warp], segment.before = s.before[warp];
+  segment.place(p, share.begin, share.end);
 }
 
 // ---- results --------------------------------------------------------------------------------------------------------
@@ -273,41 +294,6 @@ HOPWELL_DEVICE void store_result(const Params& p, int sequence, const Vector& to
   if (e == 0 && p.lse)
     p.lse[sequence * p.lse_stride[0] + to.query * p.lse_stride[1] + to.head * p.lse_stride[2]] =
         sum == 0 ? -INFINITY : (maximum + arch::log2_approx(sum)) * kLn2;
-}
-
-struct Stats {
-  float maximum, sum;
-};
-
-// What the warps of a CTA leave of a segment, in shared memory: `count` states of each vector.
-struct States {
-  const Stats* stats;   // [count][vectors]
-  const float* values;  // [count][vectors][pitch]: sums of exp2(logit − maximum) · v
-  int count, pitch;
-};
-
-// The end of a segment: adds up the states, then writes the result, or the CTA's part of it.
-template <class T>
-HOPWELL_DEVICE void finish_segment(const Params& p, const Segment& segment, bool first_of_share, const States& states) {
-  const int slot = 2 * arch::block_index() + (first_of_share ? 0 : 1), vectors = p.heads * p.queries;
-  for (int o = arch::thread_index(); o < vectors * p.d; o += 32 * p.warps) {
-    const int v = o / p.d, e = o - v * p.d;
-    float maximum = -INFINITY, sum = 0, value = 0;
-    for (int i = 0, at = v; i < states.count; ++i, at += vectors) maximum = fmaxf(maximum, states.stats[at].maximum);
-    const float base = finite_or_zero(maximum);
-    for (int i = 0, at = v; i < states.count; ++i, at += vectors) {
-      const Stats stats = states.stats[at];
-      const float weight = arch::exp2_approx(stats.maximum - base);
-      sum += weight * stats.sum, value += weight * states.values[at * states.pitch + e];
-    }
-    if (segment.whole()) {
-      store_result<T>(p, segment.sequence, vector_of(p, segment.strip, v), e, maximum, sum, value);
-    } else {
-      p.partial_out[(int64_t{slot} * vectors + v) * p.d + e] = value;
-      float* stats = p.partial_stats + (int64_t{slot} * vectors + v) * 2;
-      if (e == 0) stats[0] = maximum, stats[1] = sum;
-    }
-  }
 }
 
 }  // namespace
