@@ -125,6 +125,8 @@ Params params_of(const Problem& problem) {
   p.b = to_int(problem.b), p.q_len = to_int(problem.q_len), p.h_q = to_int(problem.h_q), p.d = to_int(problem.d);
   p.group = to_int(problem.h_q / problem.h_kv), p.blocks = to_int(problem.blocks), p.block = to_int(problem.block);
   p.max_context = to_int(problem.max_blocks * problem.block);
+  p.q_in_pieces = aligned(problem.q, 3), p.u_in_pieces = aligned(problem.pos_bias_u, 1);
+  p.v_in_pieces = aligned(problem.pos_bias_v, 1), p.r_in_pieces = aligned(problem.r, 2);
   p.scale_log2 = problem.scale * kLog2E, p.bias_log2 = problem.post_scale ? kLog2E : p.scale_log2;
   p.half = p.d / 2;
   describe_bias(problem, p);
@@ -185,13 +187,13 @@ void start(const Problem& problem, Stream stream) {
   p.parts = static_cast<arch::Words4*>(problem.workspace);
   choose_mark(p);
   describe_prefetch(problem, p);
-  p.warps = kMaxWarps;
-  while (ring_bytes<Lanes>(p.warps) > runtime::max_shared_bytes(device)) p.warps /= 2;
-  p.threads = 32 * p.warps;
+  int warps = kMaxWarps;
+  while (ring_bytes<Lanes>(warps) > runtime::max_shared_bytes(device)) warps /= 2;
+  p.warps = warps, p.threads = 32 * warps;
   runtime::launch(kName, ring_kernel<Lanes>,
                   {.grid = {static_cast<std::uint32_t>(runtime::multiprocessors(device))},
-                   .threads = static_cast<std::uint32_t>(32 * p.warps),
-                   .shared_bytes = ring_bytes<Lanes>(p.warps),
+                   .threads = static_cast<std::uint32_t>(32 * warps),
+                   .shared_bytes = ring_bytes<Lanes>(warps),
                    .programmatic_dependency = runtime::has_dependent_launches(device)},
                   stream, p);
 }

@@ -93,19 +93,33 @@ struct Fragments {
   }
 
   HOPWELL_DEVICE void fetch_query(const Params&, const Source&) {}
-  // The largest |q + u| of a row is scaled to between 1 and 2, so that no type is left.
-  HOPWELL_DEVICE void begin(const Params& p, const Source& from) {
+  // The rows as numbers, by way of the state that will be left. The largest |q + u| of a row is scaled to between 1 and
+  // 2, so that no type is left.
+  HOPWELL_DEVICE void begin(const Params& p, const Source& from, State& state) {
+    const int lane = arch::lane_index(), chunk = lane % kChunks;
+    HOPWELL_UNROLL
+    for (int i = 0; i < kChunks / 4; ++i) {
+      const int of_row = (32 * i + lane) / kChunks;
+      Source other = from;
+      other.query = arch::shuffle(from.query, 4 * of_row), other.head = arch::shuffle(from.head, 4 * of_row);
+      const RawQuery raw = load_query<T, false>(p, other, 8 * chunk);
+      float x[8];
+      query_plus<T>(raw.q, raw.u, p.u_type, x);
+      HOPWELL_UNROLL
+      for (int e = 0; e < 8; ++e) state.values[of_row * kD + 8 * chunk + e] = x[e];
+    }
+    arch::syncwarp();
     float x[kChunks][2], largest = 0;
     HOPWELL_UNROLL
     for (int i = 0; i < kChunks; ++i) {
       HOPWELL_UNROLL
       for (int e = 0; e < 2; ++e) {
-        const RawQuery raw = load_query<T, false>(p, from, 8 * i + 2 * quad + e);
-        x[i][e] = query_plus<T>(raw.q, raw.u, p.u_type);
+        x[i][e] = state.values[row * kD + 8 * i + 2 * quad + e];
         largest = fmaxf(largest, fabsf(x[i][e]));
         out[i][2 * e] = out[i][2 * e + 1] = 0;
       }
     }
+    arch::syncwarp();  // kept: nobody writes the state before many more steps of all lanes
     largest = fmaxf(largest, arch::shuffle_xor(largest, 1));
     largest = fmaxf(largest, arch::shuffle_xor(largest, 2));
     const uint32_t exponent = arch::bit_cast<uint32_t>(largest) >> 23;

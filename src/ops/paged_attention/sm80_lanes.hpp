@@ -22,7 +22,7 @@ struct Rows {
   int lanes, column, head_of_strip, first_key;
   int copies, my_key;  // lanes that end up with the same logit; of which of the lane's keys
   float q[8], qv[kFused ? 8 : 1], out[8];
-  RawQuery raw[8];
+  RawQuery raw;
   Softmax softmax;
 
   HOPWELL_DEVICE explicit Rows(const Params& p) : lanes(p.lanes), copies(p.lanes / kKeys) {
@@ -55,16 +55,14 @@ struct Rows {
       if (!p.r_direct) copy_r(p, feed, key, column < p.d ? seen : 0, address);
   }
 
-  HOPWELL_DEVICE void fetch_query(const Params& p, const Source& from) {
-    HOPWELL_UNROLL
-    for (int e = 0; e < 8; ++e) raw[e] = load_query<T, kFused>(p, from, column + e);
-  }
-  HOPWELL_DEVICE void begin(const Params& p, const Source&) {
+  HOPWELL_DEVICE void fetch_query(const Params& p, const Source& from) { raw = load_query<T, kFused>(p, from, column); }
+  HOPWELL_DEVICE void begin(const Params& p, const Source&, State&) {
+    query_plus<T>(raw.q, raw.u, p.u_type, q);
+    if constexpr (kFused) query_plus<T>(raw.q, raw.v, p.v_type, qv);
     HOPWELL_UNROLL
     for (int e = 0; e < 8; ++e) {
-      q[e] = query_plus<T>(raw[e].q, raw[e].u, p.u_type) * p.scale_log2;
-      if constexpr (kFused) qv[e] = query_plus<T>(raw[e].q, raw[e].v, p.v_type) * p.bias_log2;
-      out[e] = 0;
+      q[e] *= p.scale_log2, out[e] = 0;
+      if constexpr (kFused) qv[e] *= p.bias_log2;
     }
     softmax = {};
   }
@@ -278,11 +276,14 @@ struct Columns {
   }
 
   HOPWELL_DEVICE void fetch_query(const Params&, const Source&) {}  // too many to be held
-  HOPWELL_DEVICE void begin(const Params& p, const Source& from) {
+  HOPWELL_DEVICE void begin(const Params& p, const Source& from, State&) {
     HOPWELL_UNROLL
-    for (int e = 0; e < kDims; ++e) {
-      const RawQuery raw = load_query<T, false>(p, from, first_piece * kElements<T> + e);
-      q[e] = query_plus<T>(raw.q, raw.u, p.u_type) * p.scale_log2;
+    for (int first = 0; first < kDims; first += 8) {
+      const RawQuery raw = load_query<T, false>(p, from, first_piece * kElements<T> + first);
+      float x[8];
+      query_plus<T>(raw.q, raw.u, p.u_type, x);
+      HOPWELL_UNROLL
+      for (int e = 0; e < 8; ++e) q[first + e] = x[e] * p.scale_log2;
     }
     HOPWELL_UNROLL
     for (float& sum : out) sum = 0;
@@ -369,10 +370,13 @@ struct Columns {
     if (row < 0 || key > from.position) return 0;
     float x = 0;
     HOPWELL_NO_UNROLL
-    for (int e = first; e < first + kDims && e < p.d; ++e) {
+    for (int e = first; e < first + kDims && e < p.d; e += 8) {
       const RawQuery raw = load_query<T, true>(p, from, e);
-      const uint32_t r = load_bits(p.r, p.r_type, from.head * p.r_stride_h + row * p.r_stride + e);
-      x += query_plus<T>(raw.q, raw.v, p.v_type) * meaning(r, p.r_type);
+      float query[8], of_r[8] = {};
+      query_plus<T>(raw.q, raw.v, p.v_type, query);
+      add_8(load_8(p.r, p.r_type, from.head * p.r_stride_h + row * p.r_stride + e, p.r_in_pieces), p.r_type, of_r);
+      HOPWELL_UNROLL
+      for (int i = 0; i < 8; ++i) x += query[i] * of_r[i];
     }
     return x * p.bias_log2;
   }

@@ -132,31 +132,40 @@ HOPWELL_DEVICE void pass_on(const Params& p, const Place& at, const Pair& pair) 
 // Every `step`-th part from CTA `from` on, and before CTA `end`; waits for them. The pairs' marks are wiped out.
 HOPWELL_DEVICE Pair take_parts(const Params& p, int from, int end, int step, const Place& at) {
   constexpr int kAhead = 8;  // loads under way
+  const auto missing = [&](const arch::Words4& x) { return x.w[2] != p.mark[0] || x.w[3] != p.mark[1]; };
+  const auto number = [](uint32_t bits) { return arch::bit_cast<float>(bits); };
+  arch::Words4* part = part_of(p, from, at.vector);
+  const int64_t stride = int64_t{step} * (p.heads * p.queries) * (p.half + 1);
   Pair pair;
-  for (int cta = from; cta < end; cta += kAhead * step) {
+  for (int cta = from; cta < end; cta += kAhead * step, part += kAhead * stride) {
+    const int count = smaller(kAhead, (end - cta + step - 1) / step);
     arch::Words4 stats[kAhead], two[kAhead];
-    const auto arrived = [&](const arch::Words4& x) { return x.w[2] == p.mark[0] && x.w[3] == p.mark[1]; };
-    HOPWELL_UNROLL
-    for (int i = 0; i < kAhead; ++i) stats[i].w[2] = two[i].w[2] = ~p.mark[0];
-    bool all;
-    do {
+    bool again = true;
+    HOPWELL_NO_UNROLL
+    while (again) {
       HOPWELL_UNROLL
       for (int i = 0; i < kAhead; ++i) {
-        if (cta + i * step >= end) continue;
-        const arch::Words4* part = part_of(p, cta + i * step, at.vector);
-        if (!arrived(stats[i])) stats[i] = arch::load_relaxed_v4(part + p.half);
-        if (!arrived(two[i])) two[i] = arch::load_relaxed_v4(part + at.pair);
+        if (i >= count) continue;
+        stats[i] = arch::load_relaxed_v4(part + i * stride + p.half);
+        two[i] = arch::load_relaxed_v4(part + i * stride + at.pair);
       }
-      all = true;
+      again = false;
       HOPWELL_UNROLL
-      for (int i = 0; i < kAhead; ++i) all &= cta + i * step >= end || (arrived(stats[i]) && arrived(two[i]));
-    } while (!all);
+      for (int i = 0; i < kAhead; ++i) again |= i < count && (missing(stats[i]) || missing(two[i]));
+    }
+    float maximum = pair.maximum;
+    HOPWELL_UNROLL
+    for (int i = 0; i < kAhead; ++i)
+      if (i < count) maximum = fmaxf(maximum, number(stats[i].w[0]));
+    const float base = finite_or_zero(maximum), shrink = arch::exp2_approx(pair.maximum - base);
+    pair.maximum = maximum, pair.sum *= shrink, pair.value[0] *= shrink, pair.value[1] *= shrink;
     HOPWELL_UNROLL
     for (int i = 0; i < kAhead; ++i) {
-      if (cta + i * step >= end) continue;
-      arch::store_relaxed_v4(part_of(p, cta + i * step, at.vector) + at.pair, {});
-      const auto number = [](uint32_t bits) { return arch::bit_cast<float>(bits); };
-      pair.add({number(stats[i].w[0]), number(stats[i].w[1]), {number(two[i].w[0]), number(two[i].w[1])}});
+      if (i >= count) continue;
+      arch::store_relaxed_v4(part + i * stride + at.pair, {});
+      const float weight = arch::exp2_approx(number(stats[i].w[0]) - base);
+      pair.sum += weight * number(stats[i].w[1]);
+      for (int e = 0; e < 2; ++e) pair.value[e] += weight * number(two[i].w[e]);
     }
   }
   return pair;

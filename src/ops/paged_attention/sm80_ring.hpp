@@ -162,25 +162,27 @@ struct Softmax {
 // A bit for each of the first `n` of `size`.
 HOPWELL_DEVICE uint32_t first_bits(int n, int size) { return (1U << larger(0, smaller(n, size))) - 1; }
 
-// A query vector as fp32, u added, element by element; 0 past d.
+// Eight elements of a query vector as they lie in memory, and those of pos_bias_u or pos_bias_v that are added to them.
 struct RawQuery {
-  uint32_t q, u, v;
+  Raw8 q, u, v;
 };
 template <class T, bool kFused>
 HOPWELL_DEVICE RawQuery load_query(const Params& p, const Source& from, int e) {
-  constexpr Float kType = sizeof(T) == 4 ? Float::fp32 : std::is_same_v<T, bf16> ? Float::bf16 : Float::fp16;
   RawQuery raw{};
   if (e >= p.d) return raw;
-  raw.q =
-      load_bits(p.q, kType, from.sequence * p.q_stride[0] + from.query * p.q_stride[1] + from.head * p.q_stride[2] + e);
-  if (p.pos_bias_u) raw.u = load_bits(p.pos_bias_u, p.u_type, from.head * p.u_stride + e);
-  if (kFused && p.pos_bias_v) raw.v = load_bits(p.pos_bias_v, p.v_type, from.head * p.v_stride + e);
+  const int64_t at = from.sequence * p.q_stride[0] + from.query * p.q_stride[1] + from.head * p.q_stride[2] + e;
+  raw.q = load_8(p.q, kFloat<T>, at, p.q_in_pieces);
+  if (p.pos_bias_u) raw.u = load_8(p.pos_bias_u, p.u_type, from.head * p.u_stride + e, p.u_in_pieces);
+  if (kFused && p.pos_bias_v) raw.v = load_8(p.pos_bias_v, p.v_type, from.head * p.v_stride + e, p.v_in_pieces);
   return raw;
 }
+// Absent u and v are zero bits, which mean 0 in any type.
 template <class T>
-HOPWELL_DEVICE float query_plus(uint32_t q, uint32_t other, Float type) {
-  constexpr Float kType = sizeof(T) == 4 ? Float::fp32 : std::is_same_v<T, bf16> ? Float::bf16 : Float::fp16;
-  return meaning(q, kType) + meaning(other, type);
+HOPWELL_DEVICE void query_plus(const Raw8& q, const Raw8& other, Float type, float (&x)[8]) {
+  HOPWELL_UNROLL
+  for (float& element : x) element = 0;
+  add_8(q, kFloat<T>, x);
+  add_8(other, type, x);
 }
 
 // What will be asked for first, on its way to L2 while the kernel before is still running: nothing of it is used.
@@ -248,7 +250,7 @@ HOPWELL_DEVICE void walk(const Params& p, MergeStorage& s, WarpStorage<Lanes>& o
     const uint32_t address = ring_address + uint32_t(at) * uint32_t(sizeof(stage));
     if (n == 0) {
       let_next_start();  // now that everything is under way: it takes time from this one
-      lanes.begin(p, source);
+      lanes.begin(p, source, own.state[kBegunHere]);
     }
     if (n >= 0) {
       if (key >= segment.keys.end) {
@@ -258,7 +260,7 @@ HOPWELL_DEVICE void walk(const Params& p, MergeStorage& s, WarpStorage<Lanes>& o
         finish_segment(p, s, own, lanes, segment);
         if (!more) return;
         segment = following;
-        lanes.begin(p, source);
+        lanes.begin(p, source, own.state[kBegunHere]);
         key = segment.keys.begin;
       }
       arch::cp_async_wait<kStages - 1>();

@@ -66,13 +66,13 @@ struct Params {
   bool clamp;      // columns past the last one are the last one; else they are zero
   bool scattered;  // pages, or their elements, do not lie in whole 16-byte pieces
   bool r_direct;   // r is not read through the ring
-  bool bias_in_pieces;
+  bool bias_in_pieces, q_in_pieces, u_in_pieces, v_in_pieces, r_in_pieces;
   int b, h_q, group, blocks;
   Divisor q_len, d, half, block;  // half: d / 2
   int max_context, window, key_end, extent;      // keys ≥ key_end are hidden
   Divisor heads, queries, passes, strips, unit;  // passes of `queries`; strips of a sequence
-  int lanes, tile, warps;                        // lanes that share a key; keys of a warp's tile; warps of a CTA
-  Divisor threads;                               // of a CTA
+  int lanes, tile;                               // lanes that share a key; keys of a warp's tile
+  Divisor warps, threads;                        // of a CTA
   float scale_log2, bias_log2;                   // what q · k and the bias are multiplied by
 };
 
@@ -118,6 +118,36 @@ HOPWELL_DEVICE float meaning(uint32_t bits, Float type) {
          : type == Float::fp16 ? arch::to_float(fp16{uint16_t(bits)})
                                : arch::bit_cast<float>(bits << 16);
 }
+
+// Eight elements as they lie in memory, and what they mean. In whole pieces of 16 bytes if they lie so.
+struct Raw8 {
+  arch::Words4 half[2];  // 16-bit types have only the first one
+};
+HOPWELL_DEVICE Raw8 load_8(const void* data, Float type, int64_t at, bool in_pieces) {
+  Raw8 raw{};
+  const char* from = static_cast<const char*>(data) + at * (type == Float::fp32 ? 4 : 2);
+  if (in_pieces) {
+    raw.half[0] = *reinterpret_cast<const arch::Words4*>(from);
+    if (type == Float::fp32) raw.half[1] = *reinterpret_cast<const arch::Words4*>(from + 16);
+    return raw;
+  }
+  HOPWELL_UNROLL
+  for (int e = 0; e < 8; ++e) {
+    if (type == Float::fp32)
+      raw.half[e / 4].w[e % 4] = load_bits(from, type, e);
+    else
+      raw.half[0].w[e / 2] |= load_bits(from, type, e) << 16 * (e % 2);
+  }
+  return raw;
+}
+HOPWELL_DEVICE void add_8(const Raw8& raw, Float type, float (&to)[8]) {
+  HOPWELL_UNROLL
+  for (int e = 0; e < 8; ++e)
+    to[e] += meaning(type == Float::fp32 ? raw.half[e / 4].w[e % 4] : raw.half[0].w[e / 2] >> 16 * (e % 2) & 0xffff, type);
+}
+
+template <class T>
+constexpr Float kFloat = sizeof(T) == 4 ? Float::fp32 : std::is_same_v<T, bf16> ? Float::bf16 : Float::fp16;
 
 template <class T>
 HOPWELL_DEVICE void unpack(const arch::Words4& piece, float (&x)[kElements<T>]) {
@@ -180,7 +210,7 @@ struct Plan {
 // A range of units: of a CTA, of a warp.
 struct Share {
   int64_t begin, end;
-  HOPWELL_DEVICE Share of_warp(int warp, int warps) const {
+  HOPWELL_DEVICE Share of_warp(int warp, const Divisor& warps) const {
     const int count = int(end - begin), each = count / warps, more = count - each * warps;
     const int64_t first = begin + warp * each + smaller(warp, more);
     return {first, first + each + (warp < more ? 1 : 0)};
@@ -248,8 +278,8 @@ HOPWELL_DEVICE void find_share(const Params& p, PlanStorage& s, Plan& plan, Shar
     before += w < warp ? s.sum_of_warp[w] : 0;
     total += s.sum_of_warp[w];
   }
-  const int64_t all = int64_t{total} * p.strips, ctas = quotient(all + p.warps - 1, p.warps);
-  plan.ctas = ctas < arch::grid_size() ? larger(1, int(ctas)) : arch::grid_size();
+  const int64_t all = int64_t{total} * p.strips;
+  plan.ctas = all < int64_t{arch::grid_size()} * p.warps ? larger(1, ceil_div(int(all), p.warps)) : arch::grid_size();
   plan.share = quotient(all, plan.ctas), plan.extra = int(all - plan.share * plan.ctas);
   const int cta = arch::block_index();
   const Share of_cta{plan.first_unit(cta), plan.first_unit(cta + 1)};
