@@ -33,16 +33,18 @@ constexpr float kLog2E = 1.44269504088896F, kLn2 = 0.693147180559945F;
 enum class Float : int { fp32, fp16, bf16 };
 enum class Relative : int { none, key, distance };  // bias: none, or by key, or by distance
 
-// A number that is divided by, mostly a power of two: a division takes forty instructions, a shift one.
+// A number that is divided by, as one to multiply by: a / b = a · ⌈2^shift / b⌉ / 2^shift, exact for 0 ≤ a < 2^31.
 struct Divisor {
-  int value = 1, shift = 0;  // −1 if it is no power of two
+  int value = 1, shift = 31;
+  uint32_t factor = 1U << 31;
   Divisor() = default;
-  Divisor(int of) : value(of), shift(-1) {  // NOLINT(google-explicit-constructor)
-    for (int s = 0; s < 31; ++s) shift = of == 1 << s ? s : shift;
+  Divisor(int of) : value(of) {  // NOLINT(google-explicit-constructor)
+    while (int64_t{1} << (shift - 31) < of) ++shift;
+    factor = uint32_t(((uint64_t{1} << shift) + uint64_t(of) - 1) / uint64_t(of));
   }
   HOPWELL_HOST_DEVICE operator int() const { return value; }  // NOLINT(google-explicit-constructor)
 };
-HOPWELL_HOST_DEVICE int operator/(int a, const Divisor& b) { return b.shift >= 0 ? a >> b.shift : a / b.value; }
+HOPWELL_HOST_DEVICE int operator/(int a, const Divisor& b) { return int(uint64_t(uint32_t(a)) * b.factor >> b.shift); }
 HOPWELL_HOST_DEVICE int operator%(int a, const Divisor& b) { return a - a / b * b.value; }
 
 struct Params {
