@@ -58,23 +58,24 @@ void choose_strips(const Problem& problem, Params& p) {
   const auto join_heads = [&](int limit) {
     while (together && p.heads < limit && problem.h_kv % (2 * p.heads) == 0) p.heads = 2 * p.heads;
   };
-  p.queries = 1, p.heads = 1, p.lanes = 1;
+  p.queries = 1, p.heads = 1;
+  int lanes = 1;
   switch (kind_of(problem)) {
     case Kind::columns:
-      while (p.lanes * 8 * elements < p.d) p.lanes *= 2;
-      p.tile = 32 / p.lanes;
+      while (lanes * 8 * elements < p.d) lanes *= 2;
+      p.tile = 32 / lanes;
       break;
     case Kind::rows:
-      p.lanes = 8;
-      while (p.lanes * 8 < p.d) p.lanes *= 2;
-      join_heads(32 / p.lanes);
-      p.tile = 32 / p.lanes / p.heads * elements;
+      lanes = 8;
+      while (lanes * 8 < p.d) lanes *= 2;
+      join_heads(32 / lanes);
+      p.tile = 32 / lanes / p.heads.value * elements;
       break;
     case Kind::fragments:
       p.queries = 8;
       p.tile = p.d <= 64 ? 32 : 16;
   }
-  p.unit = p.tile;
+  p.lanes = lanes, p.unit = p.tile, p.pairs = p.heads * p.queries * p.half;
   p.passes = to_int((p.group * p.q_len + p.queries - 1) / p.queries);
   p.strips = to_int(problem.h_kv) / p.heads * p.passes;
   p.scattered = scattered(problem);
@@ -134,10 +135,14 @@ Params params_of(const Problem& problem) {
   return p;
 }
 
+// One an SM; so many that what they pass on has room.
+int ctas_of(const Problem& problem, const Params& p) {
+  return std::min(runtime::multiprocessors(problem.device.device_id), kMaxParts / (p.heads * p.queries));
+}
+
 std::size_t workspace_bytes(const Problem& problem) {
   const Params p = params_of(problem);
-  const int ctas = runtime::multiprocessors(problem.device.device_id);
-  return static_cast<std::size_t>(ctas * p.heads * p.queries) * static_cast<std::size_t>(p.half + 1) * sizeof(arch::Words4);
+  return static_cast<std::size_t>(ctas_of(problem, p) * p.heads * p.queries) * static_cast<std::size_t>(p.half + 1) * sizeof(arch::Words4);
 }
 
 // The mark of a launch's parts: 64 random bits, other ones for each launch.
@@ -189,9 +194,11 @@ void start(const Problem& problem, Stream stream) {
   describe_prefetch(problem, p);
   int warps = kMaxWarps;
   while (ring_bytes<Lanes>(warps) > runtime::max_shared_bytes(device)) warps /= 2;
-  p.warps = warps, p.threads = 32 * warps;
+  p.warps = warps, p.threads = 32 * warps, p.ctas = ctas_of(problem, p);
+  p.groups = std::max(1, p.threads / p.pairs.value);
+  p.alone = p.b <= 64, p.part = (p.b + (p.alone ? 31 : p.threads - 1)) / (p.alone ? 32 : p.threads);
   runtime::launch(kName, ring_kernel<Lanes>,
-                  {.grid = {static_cast<std::uint32_t>(runtime::multiprocessors(device))},
+                  {.grid = {static_cast<std::uint32_t>(p.ctas.value)},
                    .threads = static_cast<std::uint32_t>(32 * warps),
                    .shared_bytes = ring_bytes<Lanes>(warps),
                    .programmatic_dependency = runtime::has_dependent_launches(device)},

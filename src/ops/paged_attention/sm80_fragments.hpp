@@ -40,8 +40,9 @@ struct Fragments {
   using Type = T;
   static constexpr int kLaneBytes = 0;  // tiles are the warp's
   static constexpr int kRows = 8, kKeys = 2048 / kD, kChunks = kD / 8, kPages = kKeys / 16;
-  // fp16 has no exponents for small probabilities: they are held 2^14 times as large.
+  // fp16 has no exponents for small probabilities: they are held 2^14 times as large, below 2^15 with the slack.
   static constexpr float kShift = std::is_same_v<T, fp16> ? 14 : 0;
+  static constexpr float kSlack = std::is_same_v<T, fp16> ? 1 : 8;  // how far a logit may lie above the maximum
 
   struct Stage {
     arch::Words4 k[kKeys * kChunks], v[kKeys * kChunks];
@@ -79,11 +80,12 @@ struct Fragments {
       const int64_t slot = page >= 0 ? key % p.block : 0, number = page >= 0 ? page : 0;
       const char* k = feed.k + number * p.k_page + slot * p.k_slot;
       const char* v = feed.v + number * p.v_page + slot * p.v_slot;
-      const int first = begin - key - key_of_lane,
-                end = page >= 0 && 8 * chunk < p.d ? from.end - key - key_of_lane : 0;
+      // A bit for each row from this lane's first one on.
+      const uint32_t seen = (first_bits(from.end - key, 16) & ~first_bits(begin - key, 16)) >> key_of_lane;
+      const uint32_t wanted = page >= 0 && 8 * chunk < p.d ? seen : 0;
       HOPWELL_UNROLL
       for (int r = 0; r < 16; r += kRowsOfWarp) {
-        const int size = r >= first && r < end ? 16 : 0, at = place_of(16 * i + r + key_of_lane, chunk);
+        const int size = int(wanted >> r & 1) * 16, at = place_of(16 * i + r + key_of_lane, chunk);
         arch::cp_async(address + uint32_t(16 * at), k + int64_t{r} * p.k_slot, size);
         arch::cp_async(address + kOffsetV + uint32_t(16 * at), v + int64_t{r} * p.v_slot, size);
       }
@@ -97,16 +99,20 @@ struct Fragments {
   // 2, so that no type is left.
   HOPWELL_DEVICE void begin(const Params& p, const Source& from, State& state) {
     const int lane = arch::lane_index(), chunk = lane % kChunks;
+    RawQuery raw[kChunks / 4];
     HOPWELL_UNROLL
     for (int i = 0; i < kChunks / 4; ++i) {
       const int of_row = (32 * i + lane) / kChunks;
       Source other = from;
       other.query = arch::shuffle(from.query, 4 * of_row), other.head = arch::shuffle(from.head, 4 * of_row);
-      const RawQuery raw = load_query<T, false>(p, other, 8 * chunk);
+      raw[i] = load_query<T, false>(p, other, 8 * chunk);
+    }
+    HOPWELL_UNROLL
+    for (int i = 0; i < kChunks / 4; ++i) {
       float x[8];
-      query_plus<T>(raw.q, raw.u, p.u_type, x);
+      query_plus<T>(raw[i].q, raw[i].u, p.u_type, x);
       HOPWELL_UNROLL
-      for (int e = 0; e < 8; ++e) state.values[of_row * kD + 8 * chunk + e] = x[e];
+      for (int e = 0; e < 8; ++e) state.values[(32 * i + lane) / kChunks * kD + 8 * chunk + e] = x[e];
     }
     arch::syncwarp();
     float x[kChunks][2], largest = 0;
@@ -144,20 +150,23 @@ struct Fragments {
     for (int t = 0; t < kKeys / 8; ++t) maximum = fmaxf(maximum, fmaxf(s[t][0], s[t][1]));
     maximum = fmaxf(maximum, arch::shuffle_xor(maximum, 1));
     maximum = fmaxf(maximum, arch::shuffle_xor(maximum, 2));
-    const float raised = fmaxf(softmax.maximum, maximum), base = finite_or_zero(raised) - kShift;
-    const float factor = arch::exp2_approx(softmax.maximum - finite_or_zero(raised));
-    softmax.maximum = raised, softmax.sum *= factor;
+    // The maximum that is subtracted follows the true one only when that is far above: seldom.
+    const float raised = maximum > softmax.maximum + kSlack ? maximum : softmax.maximum;
+    const bool higher = raised != softmax.maximum;
+    const float base = finite_or_zero(raised) - kShift;
+    if (arch::ballot(higher) != 0) {
+      const float factor = higher ? arch::exp2_approx(softmax.maximum - raised) : 1;
+      softmax.maximum = raised, softmax.sum *= factor;
+      HOPWELL_UNROLL
+      for (int i = 0; i < kChunks; ++i)
+        for (float& sum : out[i]) sum *= factor;
+    }
     uint32_t weights[kKeys / 16][4];
     HOPWELL_UNROLL
     for (int t = 0; t < kKeys / 8; ++t) {
       const float x = arch::exp2_approx(s[t][0] - base), y = arch::exp2_approx(s[t][1] - base);
       softmax.sum += x + y;
       split(x, y, weights[t / 2][t % 2 * 2], weights[t / 2][t % 2 * 2 + 1], T{});
-    }
-    if (arch::ballot(factor != 1) != 0) {
-      HOPWELL_UNROLL
-      for (int i = 0; i < kChunks; ++i)
-        for (float& sum : out[i]) sum *= factor;
     }
     accumulate(address + kOffsetV, weights);
     arch::syncwarp();  // all have read the stage that is copied to next
@@ -185,12 +194,14 @@ struct Fragments {
         copy_bias(p, feed, key + j, key + j >= seen.begin && key + j < seen.end, words + j);
       return;
     }
-    const int size = p.bias_type == Float::fp32 ? 4 : 2, elements = 16 / size;
-    for (int piece = quad; piece < kKeys / elements; piece += 4) {
-      const int column = key + piece * elements, columns = larger(0, smaller(p.extent - column, elements));
-      arch::cp_async(arch::shared_address(&to.bias[row][piece]),
-                     reinterpret_cast<const void*>(feed.bias + uintptr_t(unsigned(columns ? column * size : 0))),
-                     columns * size);
+    const int shift = p.bias_type == Float::fp32 ? 2 : 1;  // of bytes of an element
+    HOPWELL_UNROLL
+    for (int i = 0; i < kKeys / 16; ++i) {
+      const int first = (quad + 4 * i) << (4 - shift), column = key + first;
+      if (first >= kKeys) continue;
+      const int bytes = larger(0, smaller((p.extent - column) << shift, 16));
+      arch::cp_async(arch::shared_address(&to.bias[row][quad + 4 * i]),
+                     reinterpret_cast<const void*>(feed.bias + uintptr_t(unsigned(bytes ? column << shift : 0))), bytes);
     }
   }
   // The biases of keys 8 t + 2 quad + e.
@@ -214,7 +225,7 @@ struct Fragments {
       }
     }
   }
-  // Products to logits: s[t][e] of key 8 t + 2 quad + e. True if a bias of −inf hides one of them.
+  // Products to logits: s[t][e] of key 8 t + 2 quad + e. True if a bias of −inf hides a key from any lane's row.
   HOPWELL_DEVICE bool add_biases(const Params& p, const Source& from, int tile, const Stage& stage,
                                  float (&s)[kKeys / 8][4]) const {
     bool hidden = false;
@@ -224,13 +235,19 @@ struct Fragments {
     if (p.bias_kind != Relative::none) {
       float bias[kKeys / 8][2];
       load_biases(p, from, tile, stage, bias);
+      float lowest = INFINITY;
       HOPWELL_UNROLL
       for (int t = 0; t < kKeys / 8; ++t) {
-        HOPWELL_UNROLL
         for (int e = 0; e < 2; ++e) {
-          hidden |= bias[t][e] == -INFINITY;
-          s[t][e] = bias[t][e] == -INFINITY ? -INFINITY : s[t][e] + bias[t][e] * p.bias_log2;
+          lowest = fminf(lowest, bias[t][e]);
+          s[t][e] += bias[t][e] * p.bias_log2;
         }
+      }
+      hidden = arch::ballot(lowest == -INFINITY) != 0;
+      if (hidden) {
+        HOPWELL_UNROLL
+        for (int t = 0; t < kKeys / 8; ++t)
+          for (int e = 0; e < 2; ++e) s[t][e] = bias[t][e] == -INFINITY ? -INFINITY : s[t][e];
       }
     }
     if (p.alibi_slopes) {
@@ -284,7 +301,7 @@ struct Fragments {
   }
   // Values of keys that a bias of −inf hides from every row may be NaN, which a weight of 0 does not remove.
   HOPWELL_DEVICE void forget_values(bool hidden, const float (&s)[kKeys / 8][4], Stage& stage) const {
-    if (arch::ballot(hidden) == 0) return;
+    if (!hidden) return;
     uint32_t seen = 0;  // bit 2 t + e for key 8 t + 2 quad + e
     HOPWELL_UNROLL
     for (int t = 0; t < kKeys / 8; ++t)

@@ -25,8 +25,8 @@ struct Rows {
   RawQuery raw;
   Softmax softmax;
 
-  HOPWELL_DEVICE explicit Rows(const Params& p) : lanes(p.lanes), copies(p.lanes / kKeys) {
-    const int lane = arch::lane_index(), vector = lane / lanes;
+  HOPWELL_DEVICE explicit Rows(const Params& p) : lanes(p.lanes), copies(lanes / kKeys) {
+    const int lane = arch::lane_index(), vector = lane / p.lanes;
     column = 8 * (lane - vector * lanes);
     my_key = column / 8 / copies;
     head_of_strip = vector % p.heads, first_key = vector / p.heads * kKeys;
@@ -239,8 +239,9 @@ struct Columns {
   Softmax softmax;
 
   HOPWELL_DEVICE explicit Columns(const Params& p) : groups(p.tile / kTokens) {
-    first_key = arch::lane_index() % p.tile, first_piece = arch::lane_index() / p.tile * kPieces;
-    first_dim = arch::lane_index() / groups, next_dim = 32 / groups;
+    const int lane = arch::lane_index();  // p.tile and groups are powers of two, p.lanes · p.tile is 32
+    first_key = lane & (p.tile - 1), first_piece = (lane - first_key) * p.lanes / 32 * kPieces;
+    next_dim = p.lanes * kTokens, first_dim = (lane - (lane & (groups - 1))) * next_dim / 32;
   }
   HOPWELL_DEVICE int token() const { return (arch::lane_index() & (groups - 1)) * kTokens; }  // the first of the lane's
   HOPWELL_DEVICE int dimension(int i) const { return i * next_dim + first_dim; }

@@ -42,6 +42,8 @@ struct Part {
   int64_t begin;  // of the strip
 };
 
+constexpr int kMaxParts = 2048;  // vectors of all CTAs
+
 struct MergeStorage {
   Part part[kMaxWarps][2];
   float sums[kMaxThreads][4];
@@ -61,7 +63,6 @@ struct Place {
   int vector, pair;
   HOPWELL_DEVICE Place(const Params& p, int of_strip) : vector(of_strip / p.half), pair(of_strip - vector * p.half) {}
 };
-HOPWELL_DEVICE int pairs_of_strip(const Params& p) { return p.heads * p.queries * p.half; }
 
 template <class T>
 HOPWELL_DEVICE void store_pair(const Params& p, int sequence, int strip, const Place& at, const Pair& pair) {
@@ -90,6 +91,7 @@ struct Chains {
     Chain chain{warp, state, 1, false};
     int next = warp + 1;
     if (state == kBegunBefore) next = warp, chain.count = 0;
+    HOPWELL_NO_UNROLL
     for (; on >> next & 1; ++next) ++chain.count;
     chain.ends = ends >> next & 1;
     chain.count += chain.ends ? 1 : 0;
@@ -129,43 +131,46 @@ HOPWELL_DEVICE void pass_on(const Params& p, const Place& at, const Pair& pair) 
   if (at.pair == 0) store(p.half, pair.maximum, pair.sum);
 }
 
-// Every `step`-th part from CTA `from` on, and before CTA `end`; waits for them. The pairs' marks are wiped out.
-HOPWELL_DEVICE Pair take_parts(const Params& p, int from, int end, int step, const Place& at) {
+HOPWELL_DEVICE bool arrived(const Params& p, const arch::Words4& piece) {
+  return piece.w[2] == p.mark[0] && piece.w[3] == p.mark[1];
+}
+// Waits for a piece, and wipes out its mark.
+HOPWELL_DEVICE Stats take_stats(const Params& p, arch::Words4* piece) {
+  arch::Words4 x;
+  do x = arch::load_relaxed_v4(piece);
+  while (!arrived(p, x));
+  arch::store_relaxed_v4(piece, {});
+  return {arch::bit_cast<float>(x.w[0]), arch::bit_cast<float>(x.w[1])};
+}
+
+// Every `step`-th part from CTA `from` on, of `count`; their maxima and sums are there, [part][vector]. Waits for the pairs
+// and wipes out their marks.
+HOPWELL_DEVICE Pair take_parts(const Params& p, const Stats* stats, int from, int first, int count, int step,
+                               const Place& at) {
   constexpr int kAhead = 8;  // loads under way
-  const auto missing = [&](const arch::Words4& x) { return x.w[2] != p.mark[0] || x.w[3] != p.mark[1]; };
-  const auto number = [](uint32_t bits) { return arch::bit_cast<float>(bits); };
-  arch::Words4* part = part_of(p, from, at.vector);
-  const int64_t stride = int64_t{step} * (p.heads * p.queries) * (p.half + 1);
+  const int vectors = p.heads * p.queries;
+  arch::Words4* part = part_of(p, from + first, at.vector) + at.pair;
+  const int64_t stride = int64_t{step} * vectors * (p.half + 1);
+  stats += at.vector;
   Pair pair;
-  for (int cta = from; cta < end; cta += kAhead * step, part += kAhead * stride) {
-    const int count = smaller(kAhead, (end - cta + step - 1) / step);
-    arch::Words4 stats[kAhead], two[kAhead];
-    bool again = true;
-    HOPWELL_NO_UNROLL
-    while (again) {
-      HOPWELL_UNROLL
-      for (int i = 0; i < kAhead; ++i) {
-        if (i >= count) continue;
-        stats[i] = arch::load_relaxed_v4(part + i * stride + p.half);
-        two[i] = arch::load_relaxed_v4(part + i * stride + at.pair);
-      }
-      again = false;
-      HOPWELL_UNROLL
-      for (int i = 0; i < kAhead; ++i) again |= i < count && (missing(stats[i]) || missing(two[i]));
-    }
-    float maximum = pair.maximum;
+  HOPWELL_NO_UNROLL
+  for (int n = first; n < count; n += step) pair.maximum = fmaxf(pair.maximum, stats[n * vectors].maximum);
+  const float base = finite_or_zero(pair.maximum);
+  HOPWELL_NO_UNROLL
+  for (int n = first; n < count; n += kAhead * step, part += kAhead * stride) {
+    arch::Words4 two[kAhead];
     HOPWELL_UNROLL
     for (int i = 0; i < kAhead; ++i)
-      if (i < count) maximum = fmaxf(maximum, number(stats[i].w[0]));
-    const float base = finite_or_zero(maximum), shrink = arch::exp2_approx(pair.maximum - base);
-    pair.maximum = maximum, pair.sum *= shrink, pair.value[0] *= shrink, pair.value[1] *= shrink;
+      if (n + i * step < count) two[i] = arch::load_relaxed_v4(part + i * stride);
     HOPWELL_UNROLL
     for (int i = 0; i < kAhead; ++i) {
-      if (i >= count) continue;
-      arch::store_relaxed_v4(part + i * stride + at.pair, {});
-      const float weight = arch::exp2_approx(number(stats[i].w[0]) - base);
-      pair.sum += weight * number(stats[i].w[1]);
-      for (int e = 0; e < 2; ++e) pair.value[e] += weight * number(two[i].w[e]);
+      if (n + i * step >= count) continue;
+      while (!arrived(p, two[i])) two[i] = arch::load_relaxed_v4(part + i * stride);
+      arch::store_relaxed_v4(part + i * stride, {});
+      const Stats& its = stats[(n + i * step) * vectors];
+      const float weight = arch::exp2_approx(its.maximum - base);
+      pair.sum += weight * its.sum;
+      for (int e = 0; e < 2; ++e) pair.value[e] += weight * arch::bit_cast<float>(two[i].w[e]);
     }
   }
   return pair;
@@ -173,22 +178,28 @@ HOPWELL_DEVICE Pair take_parts(const Params& p, int from, int end, int step, con
 
 // The end of a strip that began in an earlier CTA. Threads that have the same pair take every `groups`-th part each.
 template <class T, class StateOf>
-HOPWELL_DEVICE void take_strip(const Params& p, MergeStorage& s, const Plan& plan, const Chain& chain,
+HOPWELL_DEVICE void take_strip(const Params& p, MergeStorage& s, Stats* stats, const Plan& plan, const Chain& chain,
                                const StateOf& state_of, int pitch) {
-  const int thread = arch::thread_index(), pairs = pairs_of_strip(p), here = arch::block_index();
-  const int groups = larger(1, p.threads / pairs), group = groups > 1 ? thread / pairs : 0;
-  const Part& part = s.part[0][kBegunBefore];
-  const int first = plan.cta_of(part.begin);
-  for (int of_strip = thread - group * pairs; of_strip < pairs; of_strip += p.threads) {
+  const int thread = arch::thread_index(), vectors = p.heads * p.queries, groups = p.groups;
+  const Part part = s.part[0][kBegunBefore];
+  const int from = plan.cta_of(part.begin), count = arch::block_index() - from;
+  HOPWELL_NO_UNROLL
+  for (int i = thread; i < count * vectors; i += p.threads)
+    stats[i] = take_stats(p, part_of(p, from, 0) + int64_t{i} * (p.half + 1) + p.half);
+  const int group = groups > 1 ? thread / p.pairs : 0;
+  arch::syncthreads();
+  HOPWELL_NO_UNROLL
+  for (int of_strip = thread - group * p.pairs; of_strip < p.pairs; of_strip += p.threads) {
     const Place at(p, of_strip);
     Pair mine;
-    if (group < groups) mine = take_parts(p, first + group, here, groups, at);
+    if (group < groups) mine = take_parts(p, stats, from, group, count, groups, at);
     if (groups > 1) {
       float (&sums)[4] = s.sums[thread];
       sums[0] = mine.maximum, sums[1] = mine.sum, sums[2] = mine.value[0], sums[3] = mine.value[1];
       arch::syncthreads();
+      HOPWELL_NO_UNROLL
       for (int other = 1; other < groups && group == 0; ++other) {
-        const float (&its)[4] = s.sums[thread + other * pairs];
+        const float (&its)[4] = s.sums[thread + other * p.pairs];
         mine.add({its[0], its[1], {its[2], its[3]}});
       }
     }
@@ -196,27 +207,26 @@ HOPWELL_DEVICE void take_strip(const Params& p, MergeStorage& s, const Plan& pla
     mine.add(pair_of_chain(chain, state_of, pitch, at));
     store_pair<T>(p, part.sequence, part.strip, at, mine);
   }
-  arch::syncthreads();  // kept: all threads have seen the maxima and sums, whose marks are wiped out only now
-  const int vectors = p.heads * p.queries;
-  for (int i = thread; i < (here - first) * vectors; i += p.threads)
-    arch::store_relaxed_v4(part_of(p, first + i / vectors, i % vectors) + p.half, {});
 }
 
-// What the warps have left when all are done. The last strip first: the next CTA may be waiting for it.
+// What the warps have left when all are done. The last strip first: the next CTA may be waiting for it. `stats`: space for
+// those of kMaxParts vectors.
 template <class T, class StateOf>
-HOPWELL_DEVICE void join(const Params& p, MergeStorage& s, const Plan& plan, const StateOf& state_of, int pitch) {
+HOPWELL_DEVICE void join(const Params& p, MergeStorage& s, Stats* stats, const Plan& plan, const StateOf& state_of,
+                         int pitch) {
   const Chains chains(p, s);
   const Chain before = chains.from(0, kBegunBefore);
-  const int pairs = pairs_of_strip(p);
   int strips = before.count > 0 && !before.ends ? 1 : 0;
-  for (int w = 0; w < p.warps; ++w) strips += int(chains.begins >> w & 1);
-  for (int o = arch::thread_index(); o < strips * pairs; o += p.threads) {
-    const int number = o / pairs;
+  for (uint32_t left = chains.begins; left != 0; left &= left - 1) ++strips;
+  HOPWELL_NO_UNROLL
+  for (int o = arch::thread_index(); o < strips * p.pairs; o += p.threads) {
+    const int number = o / p.pairs;
     int warp = p.warps - 1;
+    HOPWELL_NO_UNROLL
     for (int skip = number; warp >= 0; --warp)
       if ((chains.begins >> warp & 1) && skip-- == 0) break;
     const Chain chain = warp >= 0 ? chains.from(warp, kBegunHere) : before;
-    const Place at(p, o - number * pairs);
+    const Place at(p, o - number * p.pairs);
     const Pair pair = pair_of_chain(chain, state_of, pitch, at);
     const Part& part = s.part[chain.warp][chain.state];
     if (chain.ends)
@@ -224,7 +234,7 @@ HOPWELL_DEVICE void join(const Params& p, MergeStorage& s, const Plan& plan, con
     else
       pass_on(p, at, pair);
   }
-  if (before.ends) take_strip<T>(p, s, plan, before, state_of, pitch);
+  if (before.ends) take_strip<T>(p, s, stats, plan, before, state_of, pitch);
 }
 
 // Zeros for the sequences of which no query sees a key.

@@ -68,14 +68,11 @@ struct Source {
 HOPWELL_DEVICE Source source_of(const Params& p, const Segment& segment, int head_of_strip, int row) {
   const int group = segment.strip / p.passes, kv_head = group * p.heads + head_of_strip;
   const int of_group = (segment.strip - group * p.passes) * p.queries + row, all = p.group * p.q_len;
-  const int at = smaller(of_group, all - 1), g = at / p.q_len, query = at - g * p.q_len;  // the last pass has fewer
+  const int at = smaller(of_group, all - 1), g = at / p.q_len, query = at - g * p.q_len;  // the last pass repeats the last one
   const int position = segment.context - p.q_len + query;
-  Source source{segment.sequence, kv_head, kv_head * p.group + g, query, position, {0, 0}, segment.keys.end};
-  if (of_group < all) {
-    const Keys keys = keys_of_query(p, segment.context, query);
-    source.seen = {larger(keys.begin, segment.keys.begin), smaller(keys.end, segment.keys.end)};
-  }
-  return source;
+  const Keys keys = keys_of_query(p, segment.context, query);
+  return {segment.sequence, kv_head, kv_head * p.group + g, query, position,
+          {larger(keys.begin, segment.keys.begin), smaller(keys.end, segment.keys.end)}, segment.keys.end};
 }
 
 struct Tile {
@@ -207,7 +204,7 @@ HOPWELL_DEVICE void finish_segment(const Params& p, MergeStorage& s, WarpStorage
     return;
   }
   arch::syncwarp();
-  for (int o = arch::lane_index(); o < pairs_of_strip(p); o += 32) {
+  for (int o = arch::lane_index(); o < p.pairs; o += 32) {
     const Place at(p, o);
     const auto state_of = [&](int, int) -> auto& { return own.state[kBegunHere]; };
     store_pair<typename Lanes::Type>(p, segment.sequence, segment.strip, at,
@@ -225,8 +222,12 @@ HOPWELL_DEVICE void walk(const Params& p, MergeStorage& s, WarpStorage<Lanes>& o
   const uint32_t ring_address = arch::shuffle(arch::shared_address(own.ring), 0) + lane_begin;
   Segment ahead = segment;  // of the next tile to be asked for
   const int* table = p.block_tables + ahead.sequence * p.tables_stride;
-  int ahead_key = segment.keys.begin - p.unit;
-  bool more_tiles = true, new_segment = true;
+  int ahead_key = segment.keys.begin;
+  bool more_tiles = true, new_segment = false;
+  const auto page_of_lane = [&] {
+    const int key = ahead_key + lanes.first_key;
+    return more_tiles && key < ahead.keys.end ? table[key / p.block] : -1;
+  };
   const auto next_tile = [&] {
     ahead_key += p.unit;
     if (more_tiles && ahead_key >= ahead.keys.end) {
@@ -234,18 +235,17 @@ HOPWELL_DEVICE void walk(const Params& p, MergeStorage& s, WarpStorage<Lanes>& o
       ahead_key = ahead.keys.begin;
       table = p.block_tables + ahead.sequence * p.tables_stride;
     }
-    const int key = ahead_key + lanes.first_key;
-    return Tile{ahead_key, more_tiles && key < ahead.keys.end ? table[key / p.block] : -1, more_tiles};
+    return Tile{ahead_key, page_of_lane(), more_tiles};
   };
 
-  Tile copied{}, asked{};
-  Feed feed{};  // of the tile to copy
+  Tile copied{}, asked{ahead_key, page_of_lane(), true};
   Source source = source_of(p, segment, lanes.head_of_strip, lanes.row);
+  Feed feed = lanes.feed(p, source);  // of the tile to copy
   int key = segment.keys.begin;
   lanes.fetch_query(p, source);
   // Step n computes tile n, copies tile n + kStages and asks for the page of tile n + kStages + 2.
   HOPWELL_NO_UNROLL
-  for (int n = -kStages - 2, at = 0;; ++n) {
+  for (int n = -kStages - 1, at = 0;; ++n) {
     auto& stage = own.ring[at];
     const uint32_t address = ring_address + uint32_t(at) * uint32_t(sizeof(stage));
     if (n == 0) {
@@ -267,11 +267,11 @@ HOPWELL_DEVICE void walk(const Params& p, MergeStorage& s, WarpStorage<Lanes>& o
       lanes.step(p, source, key, stage, address);
       key += p.unit;
     }
+    if (unsigned(copied.page) >= unsigned(p.blocks)) copied.page = -1;
     if (n >= -kStages && copied.exists) lanes.copy(p, feed, copied, stage, address);
     arch::cp_async_commit();
     if (n >= -kStages) at = at + 1 == kStages ? 0 : at + 1;
     copied = asked;
-    if (unsigned(copied.page) >= unsigned(p.blocks)) copied.page = -1;
     if (new_segment) feed = lanes.feed(p, source_of(p, ahead, lanes.head_of_strip, lanes.row)), new_segment = false;
     asked = next_tile();
   }
@@ -292,7 +292,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1) ring_kernel(const __grid_const
   if (share.begin < share.end) walk(p, s.of_cta.merge, s.of_warp[warp], lanes, share, segment);
   arch::syncthreads();
   const auto state_of = [&](int of_warp, int which) -> auto& { return s.of_warp[of_warp].state[which]; };
-  join<typename Lanes::Type>(p, s.of_cta.merge, plan, state_of, lanes.pitch());
+  // The rings are free now.
+  static_assert(sizeof(s.of_warp[0].ring) >= kMaxParts * sizeof(Stats));
+  join<typename Lanes::Type>(p, s.of_cta.merge, reinterpret_cast<Stats*>(s.of_warp[0].ring), plan, state_of, lanes.pitch());
   store_empty<typename Lanes::Type>(p);
 }
 

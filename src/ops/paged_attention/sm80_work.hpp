@@ -73,8 +73,13 @@ struct Params {
   Divisor q_len, d, half, block;  // half: d / 2
   int max_context, window, key_end, extent;      // keys ≥ key_end are hidden
   Divisor heads, queries, passes, strips, unit;  // passes of `queries`; strips of a sequence
-  int lanes, tile;                               // lanes that share a key; keys of a warp's tile
-  Divisor warps, threads;                        // of a CTA
+  Divisor lanes;                                 // that share a key
+  int tile;                                      // keys of a warp's tile
+  Divisor pairs;                                 // of values of a strip
+  int groups;                                    // of threads of a CTA, each as many as there are pairs
+  Divisor warps, ctas;                           // warps of a CTA
+  int threads, part;                             // of a CTA; sequences that a thread adds up for the plan
+  bool alone;                                    // each warp makes the plan for itself
   float scale_log2, bias_log2;                   // what q · k and the bias are multiplied by
 };
 
@@ -197,11 +202,11 @@ HOPWELL_DEVICE int page_of(const Params& p, int sequence, int key) {
 // ---- shares ---------------------------------------------------------------------------------------------------------
 
 struct Plan {
-  int64_t share;    // units of a CTA; the first `extra` CTAs have one more
-  int extra, ctas;  // CTAs that have a share: fewer than there are if not each warp of theirs would have a unit
+  int64_t units, share;  // of all CTAs, of one; the first `extra` CTAs have one more, and some of the last may have none
+  int extra;
   HOPWELL_DEVICE int64_t first_unit(int cta) const {
-    const int before = smaller(cta, ctas);
-    return before * share + smaller(before, extra);
+    const int64_t unit = cta * share + smaller(cta, extra);
+    return unit < units ? unit : units;
   }
   HOPWELL_DEVICE int cta_of(int64_t unit) const {
     const int64_t longer = extra * (share + 1);
@@ -221,7 +226,9 @@ struct Share {
 
 struct PlanStorage {
   int sum_of_warp[kMaxWarps];
-  int sequence[kMaxWarps], before[kMaxWarps];  // of a warp's first segment
+  struct {
+    int sequence, before;
+  } first[kMaxWarps];  // of a warp's first segment
 };
 
 // What one warp has of a strip.
@@ -260,11 +267,20 @@ struct Segment {
   }
 };
 
-// The plan, the share of this warp, and the segment that it begins with if there is one. All threads of the CTA take
-// part: each adds up its part of the batch.
+// Equal shares, but at least a unit for each warp of a CTA as long as there are any.
+HOPWELL_DEVICE Plan plan_of(const Params& p, int64_t units) {
+  Plan plan{units, p.warps, 0};
+  if (units < int64_t{p.ctas} * p.warps) return plan;
+  plan.share = units >> 31 ? units / p.ctas.value : int(units) / p.ctas;
+  plan.extra = int(units - plan.share * p.ctas);
+  return plan;
+}
+
+// The plan, the share of this warp, and the segment that it begins with if there is one. The threads add up `part`
+// sequences each: for a small batch the lanes of each warp for itself, for a large one all threads of the CTA.
 HOPWELL_DEVICE void find_share(const Params& p, PlanStorage& s, Plan& plan, Share& share, Segment& segment) {
-  const int thread = arch::thread_index(), lane = arch::lane_index(), warp = arch::warp_index();
-  const int part = ceil_div(p.b, p.threads), first = thread * part, end = smaller(p.b, first + part);
+  const int lane = arch::lane_index(), warp = arch::warp_index();
+  const int first = (p.alone ? lane : arch::thread_index()) * p.part, end = smaller(p.b, first + p.part);
   int units = 0;
   for (int n = first; n < end; ++n) units += units_of(p, keys_of_sequence(p, context_of(p, n)));
   int sum = units;
@@ -273,32 +289,40 @@ HOPWELL_DEVICE void find_share(const Params& p, PlanStorage& s, Plan& plan, Shar
     const int other = arch::shuffle(sum, (lane - step) & 31);
     sum += lane >= step ? other : 0;
   }
-  if (lane == 31) s.sum_of_warp[warp] = sum;
-  arch::syncthreads();  // kept: sums that are not there yet make shares outside of the tensors
-  int before = sum - units, total = 0;
-  for (int w = 0; w < p.warps; ++w) {
-    before += w < warp ? s.sum_of_warp[w] : 0;
-    total += s.sum_of_warp[w];
-  }
-  const int64_t all = int64_t{total} * p.strips;
-  plan.ctas = all < int64_t{arch::grid_size()} * p.warps ? larger(1, ceil_div(int(all), p.warps)) : arch::grid_size();
-  plan.share = quotient(all, plan.ctas), plan.extra = int(all - plan.share * plan.ctas);
-  const int cta = arch::block_index();
-  const Share of_cta{plan.first_unit(cta), plan.first_unit(cta + 1)};
-  const int64_t from = int64_t{before} * p.strips, to = int64_t{before + units} * p.strips;
-  if (from < of_cta.end && of_cta.begin < to) {
-    for (int w = 0, n = first; w < p.warps; ++w) {
-      const int64_t unit = of_cta.of_warp(w, p.warps).begin;
-      if (unit < from || unit >= to) continue;
-      for (int have; unit >= (int64_t{before} + (have = units_of(p, keys_of_sequence(p, context_of(p, n))))) * p.strips; ++n)
-        before += have;
-      s.sequence[w] = n, s.before[w] = before;
+  int before = sum - units, total = arch::shuffle(sum, 31);
+  if (!p.alone) {
+    if (lane == 31) s.sum_of_warp[warp] = sum;
+    arch::syncthreads();  // kept: sums that are not there yet make shares outside of the tensors
+    total = 0;
+    HOPWELL_NO_UNROLL
+    for (int w = 0; w < p.warps; ++w) {
+      before += w < warp ? s.sum_of_warp[w] : 0;
+      total += s.sum_of_warp[w];
     }
   }
-  arch::syncthreads();  // kept: a sequence that is not there yet is outside of the tensors
+  plan = plan_of(p, int64_t{total} * p.strips);
+  const int cta = arch::block_index();
+  const Share of_cta{plan.first_unit(cta), plan.first_unit(cta + 1)};
+  HOPWELL_NO_UNROLL
+  for (int w = p.alone ? warp : 0; w < (p.alone ? warp + 1 : p.warps.value); ++w) {
+    const int64_t unit = of_cta.of_warp(w, p.warps).begin;
+    if (unit < int64_t{before} * p.strips || unit >= int64_t{before + units} * p.strips) continue;
+    int n = first, to = before;
+    HOPWELL_NO_UNROLL
+    for (;; ++n) {
+      const int have = p.part == 1 ? units : units_of(p, keys_of_sequence(p, context_of(p, n)));
+      if (unit < int64_t{to + have} * p.strips) break;
+      to += have;
+    }
+    s.first[w] = {n, to};
+  }
+  if (p.alone)
+    arch::syncwarp();  // kept: a sequence that is not there yet is outside of the tensors
+  else
+    arch::syncthreads();  // kept: the same
   share = of_cta.of_warp(warp, p.warps);
   if (share.begin == share.end) return;
-  segment.sequence = s.sequence[warp], segment.before = s.before[warp];
+  segment.sequence = s.first[warp].sequence, segment.before = s.first[warp].before;
   segment.place(p, share.begin, share.end);
 }
 
