@@ -3,8 +3,9 @@
 //
 //     layout     type, d           queries a KV head   a warp's lanes have         in
 //     nhd, hnd   16 bit, d ≤ 128   2 and more          fragments of mma            sm80_fragments.hpp
+//     vllm       16 bit, d ≤ 128   any                 fragments of mma            sm80_fragments.hpp
 //     nhd, hnd   any other         any, one a pass     rows of keys and values     sm80_lanes.hpp
-//     vllm       any               any, one a pass     columns of keys and values  sm80_lanes.hpp
+//     vllm       any other, or r   any, one a pass     columns of keys and values  sm80_lanes.hpp
 //
 // They share one kernel, which walks along the keys (sm80_ring.hpp) and joins what several warps and CTAs have of one
 // result (sm80_merge.hpp).
@@ -44,10 +45,10 @@ bool scattered(const Problem& problem) {
 }
 
 Kind kind_of(const Problem& problem) {
-  if (problem.layout == HOPWELL_CACHE_VLLM) return Kind::columns;
-  const bool several = problem.h_q / problem.h_kv * problem.q_len > 1;
+  const bool vllm = problem.layout == HOPWELL_CACHE_VLLM, several = problem.h_q / problem.h_kv * problem.q_len > 1;
   const bool fits = size_of(problem.q.dtype) == 2 && problem.d <= 128 && problem.block % 16 == 0 && !scattered(problem);
-  return several && fits && !problem.r ? Kind::fragments : Kind::rows;
+  if ((several || vllm) && fits && !problem.r) return Kind::fragments;
+  return vllm ? Kind::columns : Kind::rows;
 }
 
 // How the strips lie over the heads, and the lanes over a strip.
@@ -72,7 +73,7 @@ void choose_strips(const Problem& problem, Params& p) {
       p.tile = 32 / lanes / p.heads.value * elements;
       break;
     case Kind::fragments:
-      p.queries = 8;
+      p.queries = std::min(8, p.group * p.q_len);
       p.tile = p.d <= 64 ? 32 : 16;
   }
   p.lanes = lanes, p.unit = p.tile, p.pairs = p.heads * p.queries * p.half;
@@ -182,8 +183,8 @@ runtime::Support supports(const Problem& problem) {
 static_assert(ring_bytes<Rows<bf16, false>>(kMaxWarps) <= 227 * 1024);
 static_assert(ring_bytes<Columns<bf16>>(kMaxWarps) <= 227 * 1024);
 static_assert(ring_bytes<Rows<bf16, true>>(kMaxWarps) <= 227 * 1024);
-static_assert(ring_bytes<Fragments<bf16, 128>>(kMaxWarps) <= 227 * 1024);
-static_assert(ring_bytes<Fragments<bf16, 64>>(kMaxWarps) <= 227 * 1024);
+static_assert(ring_bytes<Fragments<bf16, 128, false>>(kMaxWarps) <= 227 * 1024);
+static_assert(ring_bytes<Fragments<bf16, 64, false>>(kMaxWarps) <= 227 * 1024);
 
 template <class Lanes>
 void start(const Problem& problem, Stream stream) {
@@ -210,8 +211,11 @@ void launch_as(const Problem& problem, Stream stream) {
   const Kind kind = kind_of(problem);
   if (kind == Kind::columns) return start<Columns<T>>(problem, stream);
   if constexpr (sizeof(T) == 2) {
-    if (kind == Kind::fragments && problem.d <= 64) return start<Fragments<T, 64>>(problem, stream);
-    if (kind == Kind::fragments) return start<Fragments<T, 128>>(problem, stream);
+    const bool small = problem.d <= 64, vllm = problem.layout == HOPWELL_CACHE_VLLM;
+    if (kind == Kind::fragments && vllm)
+      return small ? start<Fragments<T, 64, true>>(problem, stream) : start<Fragments<T, 128, true>>(problem, stream);
+    if (kind == Kind::fragments)
+      return small ? start<Fragments<T, 64, false>>(problem, stream) : start<Fragments<T, 128, false>>(problem, stream);
   }
   if (problem.r) return start<Rows<T, true>>(problem, stream);
   start<Rows<T, false>>(problem, stream);

@@ -1,6 +1,7 @@
-// paged_attention on the tensor cores, for up to 8 query vectors that share a KV head: GQA groups, several query tokens.
+// paged_attention on the tensor cores, for up to 8 query vectors that share a KV head: GQA groups, several query tokens, and
+// layout vllm, whose pieces are just what the fragments of mma are made of, for any number.
 //
-// Tile      of a warp: 2,048 / kD keys of one KV head, 4 KiB of K and 4 KiB of V, in rows swizzled for ldmatrix
+// Tile      of a warp: 2,048 / kD keys of one KV head, 4 KiB of K and 4 KiB of V, swizzled for ldmatrix
 // Product   mma m16n8k16. 16 rows hold 8 query vectors twice: rows 0–7 carry the high part of an fp32 value, rows 8–15
 //           what rounding it to 16 bits has lost, of q + u and of P alike; the two results are added. That costs
 //           nothing, since the rows would be empty, and leaves 16 bits of a bf16 product, 22 of an fp16 one.
@@ -35,7 +36,7 @@ HOPWELL_DEVICE void split(float x, float y, uint32_t& high, uint32_t& low, fp16)
   low = arch::pack_fp16(x - arch::to_float(fp16{uint16_t(high)}), y - arch::to_float(fp16{uint16_t(high >> 16)}));
 }
 
-template <class T, int kD>
+template <class T, int kD, bool kVllm>
 struct Fragments {
   using Type = T;
   static constexpr int kLaneBytes = 0;  // tiles are the warp's
@@ -61,15 +62,22 @@ struct Fragments {
     const int lane = arch::lane_index();
     first_key = lane % kPages * 16, row = lane / 4, quad = lane % 4;
   }
+  // Where pieces lie in a stage, so that no eight that ldmatrix reads together meet in a bank. Rows: eight dimensions of a
+  // key. Layout vllm has such pieces of K, key by key, and pieces of V of eight tokens of a dimension, two for 16 tokens.
   static HOPWELL_DEVICE int place_of(int key, int chunk) { return key * kChunks + (chunk ^ (key & 7)); }
+  static HOPWELL_DEVICE int place_of_key(int key, int chunk) { return kVllm ? chunk * kKeys + key : place_of(key, chunk); }
+  static HOPWELL_DEVICE int place_of_tokens(int dimension, int half) {
+    return dimension * 2 + (half ^ (dimension >> 2 & 1));
+  }
 
   HOPWELL_DEVICE Feed feed(const Params& p, const Source& from) const {
     const int lane = arch::lane_index(), key = lane / kChunks, chunk = lane % kChunks;
+    if constexpr (kVllm)
+      return feed_of(p, from, sizeof(T), int64_t{lane / 16} * p.k_group + lane % 16 * p.k_slot,
+                     int64_t{lane / 2} * p.v_group + lane % 2 * 16, 0);
     return feed_of(p, from, sizeof(T), int64_t{key} * p.k_slot + 16 * chunk, int64_t{key} * p.v_slot + 16 * chunk, 0);
   }
   HOPWELL_DEVICE void copy(const Params& p, const Feed& feed, const Tile& tile, Stage& to, uint32_t address) const {
-    constexpr int kRowsOfWarp = 32 / kChunks;
-    const int lane = arch::lane_index(), key_of_lane = lane / kChunks, chunk = lane % kChunks;
     const Source& from = feed.from;
     const int begin = larger(0, from.position - from.query - p.window + 1);  // what the first query sees
     uint32_t pages = 0;
@@ -80,18 +88,14 @@ struct Fragments {
       const int64_t slot = page >= 0 ? key % p.block : 0, number = page >= 0 ? page : 0;
       const char* k = feed.k + number * p.k_page + slot * p.k_slot;
       const char* v = feed.v + number * p.v_page + slot * p.v_slot;
-      // A bit for each row from this lane's first one on.
-      const uint32_t seen = (first_bits(from.end - key, 16) & ~first_bits(begin - key, 16)) >> key_of_lane;
-      const uint32_t wanted = page >= 0 && 8 * chunk < p.d ? seen : 0;
-      HOPWELL_UNROLL
-      for (int r = 0; r < 16; r += kRowsOfWarp) {
-        const int size = int(wanted >> r & 1) * 16, at = place_of(16 * i + r + key_of_lane, chunk);
-        arch::cp_async(address + uint32_t(16 * at), k + int64_t{r} * p.k_slot, size);
-        arch::cp_async(address + kOffsetV + uint32_t(16 * at), v + int64_t{r} * p.v_slot, size);
-      }
+      const uint32_t seen = page >= 0 ? first_bits(from.end - key, 16) & ~first_bits(begin - key, 16) : 0;
+      if constexpr (kVllm)
+        copy_columns(p, k, v, i, seen, address);
+      else
+        copy_rows(p, k, v, i, seen, address);
     }
     if (p.bias_kind != Relative::none) copy_bias_of_row(p, feed, tile.key, to);
-    if (lane == 0) to.pages[0] = pages;
+    if (arch::lane_index() == 0) to.pages[0] = pages;
   }
 
   HOPWELL_DEVICE void fetch_query(const Params&, const Source&) {}
@@ -144,7 +148,8 @@ struct Fragments {
     multiply(address, s);
     const bool hidden = add_biases(p, from, tile, stage, s);
     mask(from, tile, stage.pages[0], s);
-    if (p.bias_kind != Relative::none) forget_values(hidden, s, stage);
+    const bool begins = kVllm && arch::ballot(tile < from.seen.begin) != 0;
+    if (p.bias_kind != Relative::none || kVllm) forget_values(hidden || begins, s, stage);
     float maximum = -INFINITY;
     HOPWELL_UNROLL
     for (int t = 0; t < kKeys / 8; ++t) maximum = fmaxf(maximum, fmaxf(s[t][0], s[t][1]));
@@ -184,6 +189,37 @@ struct Fragments {
   static HOPWELL_DEVICE int pitch() { return kD; }
 
  private:
+  // The 16 keys from 16 i on, those whose bits are set.
+  static HOPWELL_DEVICE void copy_rows(const Params& p, const char* k, const char* v, int i, uint32_t seen,
+                                       uint32_t address) {
+    const int lane = arch::lane_index(), key_of_lane = lane / kChunks, chunk = lane % kChunks;
+    const uint32_t wanted = 8 * chunk < p.d ? seen >> key_of_lane : 0;
+    HOPWELL_UNROLL
+    for (int r = 0; r < 16; r += 32 / kChunks) {
+      const int size = int(wanted >> r & 1) * 16, at = place_of(16 * i + r + key_of_lane, chunk);
+      arch::cp_async(address + uint32_t(16 * at), k + int64_t{r} * p.k_slot, size);
+      arch::cp_async(address + kOffsetV + uint32_t(16 * at), v + int64_t{r} * p.v_slot, size);
+    }
+  }
+  // Two chunks of K by 16 keys at a time, and 16 dimensions of V by two pieces. Of a piece of V that begins with hidden
+  // tokens all is copied; forget_values sees to them.
+  static HOPWELL_DEVICE void copy_columns(const Params& p, const char* k, const char* v, int i, uint32_t seen,
+                                          uint32_t address) {
+    const int lane = arch::lane_index(), half = lane % 2;
+    const uint32_t tokens = seen >> 8 * half & 0xff;
+    const int size = int(seen >> lane % 16 & 1) * 16;
+    int bytes = 0;  // as far as the last visible token
+    HOPWELL_UNROLL
+    for (int t = 0; t < 8; ++t) bytes = tokens >> t & 1 ? 2 * t + 2 : bytes;
+    HOPWELL_UNROLL
+    for (int j = 0; j < kD / 16; ++j) {
+      const int chunk = 2 * j + lane / 16, dimension = 16 * j + lane / 2;
+      arch::cp_async(address + uint32_t(16 * place_of_key(16 * i + lane % 16, chunk)), k + int64_t{2 * j} * p.k_group,
+                     8 * chunk < p.d ? size : 0);
+      arch::cp_async(address + kOffsetV + uint32_t(16 * (i * 2 * kD + place_of_tokens(dimension, half))),
+                     v + int64_t{16 * j} * p.v_group, dimension < p.d ? bytes : 0);
+    }
+  }
   // Whole pieces where the rows of the bias allow it, else a word for each key.
   HOPWELL_DEVICE void copy_bias_of_row(const Params& p, const Feed& feed, int key, Stage& to) const {
     const Keys& seen = feed.from.seen;
@@ -279,7 +315,7 @@ struct Fragments {
       HOPWELL_UNROLL
       for (int i = 0; i < kD / 32; ++i) {
         uint32_t b[4];
-        arch::ldmatrix(b, keys + uint32_t(16 * place_of(8 * t + lane % 8, 4 * i + lane / 8)));
+        arch::ldmatrix(b, keys + uint32_t(16 * place_of_key(8 * t + lane % 8, 4 * i + lane / 8)));
         mma(s[t], q[2 * i], b[0], b[1], T{});
         mma(s[t], q[2 * i + 1], b[2], b[3], T{});
       }
@@ -292,8 +328,12 @@ struct Fragments {
       HOPWELL_UNROLL
       for (int i = 0; i < kD / 16; ++i) {
         uint32_t b[4];
-        arch::ldmatrix<arch::Transpose::yes>(b,
-                                             values + uint32_t(16 * place_of(16 * t + lane % 16, 2 * i + lane / 16)));
+        if constexpr (kVllm)
+          arch::ldmatrix(b, values + uint32_t(16 * (t * 2 * kD + place_of_tokens(16 * i + lane / 16 * 8 + lane % 8,
+                                                                                lane / 8 % 2))));
+        else
+          arch::ldmatrix<arch::Transpose::yes>(
+              b, values + uint32_t(16 * place_of(16 * t + lane % 16, 2 * i + lane / 16)));
         mma(out[2 * i], weights[t], b[0], b[1], T{});
         mma(out[2 * i + 1], weights[t], b[2], b[3], T{});
       }
@@ -310,7 +350,15 @@ struct Fragments {
     HOPWELL_NO_UNROLL
     for (int j = 0; j < kKeys; ++j) {
       const bool sees = quad == j % 8 / 2 && (seen >> (j / 8 * 2 + j % 2) & 1);
-      if (arch::ballot(sees) == 0 && lane < kChunks) stage.v[place_of(j, lane)] = {};
+      if (arch::ballot(sees) != 0) continue;
+      if constexpr (kVllm) {
+        for (int e = lane; e < kD; e += 32) {
+          uint32_t& two = stage.v[j / 16 * 2 * kD + place_of_tokens(e, j / 8 % 2)].w[j % 8 / 2];
+          two &= j % 2 ? 0xffff : 0xffff0000;
+        }
+      } else if (lane < kChunks) {
+        stage.v[place_of(j, lane)] = {};
+      }
     }
     arch::syncwarp();
   }
