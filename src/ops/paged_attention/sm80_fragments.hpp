@@ -99,46 +99,43 @@ struct Fragments {
   }
 
   HOPWELL_DEVICE void fetch_query(const Params&, const Source&) {}
-  // The rows as numbers, by way of the state that will be left. The largest |q + u| of a row is scaled to between 1 and
-  // 2, so that no type is left.
+  // q + u in two parts of 16 bits, by way of the state that will be left: high parts as rows 0 to 7, low parts as rows 8 to
+  // 15. The largest |q + u| of a row is scaled to between 1 and 2, so that no type is left.
   HOPWELL_DEVICE void begin(const Params& p, const Source& from, State& state) {
     const int lane = arch::lane_index(), chunk = lane % kChunks;
-    RawQuery raw[kChunks / 4];
-    HOPWELL_UNROLL
-    for (int i = 0; i < kChunks / 4; ++i) {
-      const int of_row = (32 * i + lane) / kChunks;
+    auto* pieces = reinterpret_cast<arch::Words4*>(state.values);
+    HOPWELL_NO_UNROLL
+    for (int first = 0; first < p.queries; first += 32 / kChunks) {
+      const int of_row = first + lane / kChunks;
       Source other = from;
       other.query = arch::shuffle(from.query, 4 * of_row), other.head = arch::shuffle(from.head, 4 * of_row);
-      raw[i] = load_query<T, false>(p, other, 8 * chunk);
-    }
-    HOPWELL_UNROLL
-    for (int i = 0; i < kChunks / 4; ++i) {
-      float x[8];
-      query_plus<T>(raw[i].q, raw[i].u, p.u_type, x);
+      const RawQuery raw = load_query<T, false>(p, other, 8 * chunk);
+      float x[8], largest = 0;
+      query_plus<T>(raw.q, raw.u, p.u_type, x);
       HOPWELL_UNROLL
-      for (int e = 0; e < 8; ++e) state.values[(32 * i + lane) / kChunks * kD + 8 * chunk + e] = x[e];
+      for (float element : x) largest = fmaxf(largest, fabsf(element));
+      HOPWELL_UNROLL
+      for (int mask = 1; mask < kChunks; mask *= 2) largest = fmaxf(largest, arch::shuffle_xor(largest, mask));
+      const uint32_t exponent = arch::bit_cast<uint32_t>(largest) >> 23;
+      const uint32_t kept = exponent < 1 ? 1 : exponent > 253 ? 253 : exponent;
+      const float down = arch::bit_cast<float>((254 - kept) << 23);
+      if (chunk == 0) state.stats[of_row].maximum = arch::bit_cast<float>(kept << 23) * p.scale_log2;
+      arch::Words4 high, low;
+      HOPWELL_UNROLL
+      for (int i = 0; i < 4; ++i) split(x[2 * i] * down, x[2 * i + 1] * down, high.w[i], low.w[i], T{});
+      pieces[place_of(of_row, chunk)] = high, pieces[place_of(of_row + 8, chunk)] = low;
     }
     arch::syncwarp();
-    float x[kChunks][2], largest = 0;
+    const uint32_t rows = arch::shared_address(pieces);
+    const int last = p.queries - 1;  // of the rows that there are; the others repeat it
     HOPWELL_UNROLL
-    for (int i = 0; i < kChunks; ++i) {
-      HOPWELL_UNROLL
-      for (int e = 0; e < 2; ++e) {
-        x[i][e] = state.values[row * kD + 8 * i + 2 * quad + e];
-        largest = fmaxf(largest, fabsf(x[i][e]));
-        out[i][2 * e] = out[i][2 * e + 1] = 0;
-      }
-    }
+    for (int i = 0; i < kD / 16; ++i)
+      arch::ldmatrix(q[i], rows + uint32_t(16 * place_of(smaller(lane % 8, last) + (lane & 8), 2 * i + lane / 16)));
+    scale = state.stats[smaller(row, last)].maximum;
     arch::syncwarp();  // kept: nobody writes the state before many more steps of all lanes
-    largest = fmaxf(largest, arch::shuffle_xor(largest, 1));
-    largest = fmaxf(largest, arch::shuffle_xor(largest, 2));
-    const uint32_t exponent = arch::bit_cast<uint32_t>(largest) >> 23;
-    const uint32_t kept = exponent < 1 ? 1 : exponent > 253 ? 253 : exponent;
-    const float down = arch::bit_cast<float>((254 - kept) << 23);
-    scale = arch::bit_cast<float>(kept << 23) * p.scale_log2;
     HOPWELL_UNROLL
     for (int i = 0; i < kChunks; ++i)
-      split(x[i][0] * down, x[i][1] * down, q[i / 2][i % 2 * 2], q[i / 2][i % 2 * 2 + 1], T{});
+      for (float& sum : out[i]) sum = 0;
     softmax = {};
   }
 

@@ -191,7 +191,7 @@ HOPWELL_DEVICE void take_strip(const Params& p, MergeStorage& s, Stats* stats, c
   HOPWELL_NO_UNROLL
   for (int of_strip = thread - group * p.pairs; of_strip < p.pairs; of_strip += p.threads) {
     const Place at(p, of_strip);
-    Pair mine;
+    Pair mine, own = pair_of_chain(chain, state_of, pitch, at);
     if (group < groups) mine = take_parts(p, stats, from, group, count, groups, at);
     if (groups > 1) {
       float (&sums)[4] = s.sums[thread];
@@ -204,7 +204,7 @@ HOPWELL_DEVICE void take_strip(const Params& p, MergeStorage& s, Stats* stats, c
       }
     }
     if (group > 0) continue;
-    mine.add(pair_of_chain(chain, state_of, pitch, at));
+    mine.add(own);
     store_pair<T>(p, part.sequence, part.strip, at, mine);
   }
 }

@@ -231,7 +231,7 @@ HOPWELL_DEVICE void walk(const Params& p, MergeStorage& s, WarpStorage<Lanes>& o
   const auto next_tile = [&] {
     ahead_key += p.unit;
     if (more_tiles && ahead_key >= ahead.keys.end) {
-      more_tiles = ahead.advance(p, share.end), new_segment = true;
+      new_segment = more_tiles = ahead.advance(p, share.end);
       ahead_key = ahead.keys.begin;
       table = p.block_tables + ahead.sequence * p.tables_stride;
     }
@@ -267,11 +267,12 @@ HOPWELL_DEVICE void walk(const Params& p, MergeStorage& s, WarpStorage<Lanes>& o
       lanes.step(p, source, key, stage, address);
       key += p.unit;
     }
-    if (unsigned(copied.page) >= unsigned(p.blocks)) copied.page = -1;
     if (n >= -kStages && copied.exists) lanes.copy(p, feed, copied, stage, address);
     arch::cp_async_commit();
     if (n >= -kStages) at = at + 1 == kStages ? 0 : at + 1;
-    copied = asked;
+    // The number asked for a step ago. By a shuffle, lest the compiler wait at the top of the loop for the one asked for now.
+    copied = {asked.key, arch::shuffle(asked.page, arch::lane_index()), asked.exists};
+    if (unsigned(copied.page) >= unsigned(p.blocks)) copied.page = -1;
     if (new_segment) feed = lanes.feed(p, source_of(p, ahead, lanes.head_of_strip, lanes.row)), new_segment = false;
     asked = next_tile();
   }
@@ -283,12 +284,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1) ring_kernel(const __grid_const
   const int warp = arch::warp_index();
   prefetch(p);
   if (arch::lane_index() < 2) s.of_cta.merge.part[warp][arch::lane_index()].reach = Reach::none;
+  Lanes lanes(p);
   wait_for_previous();
   Plan plan;
   Share share;
   Segment segment;
   find_share(p, s.of_cta.plan, plan, share, segment);
-  Lanes lanes(p);
   if (share.begin < share.end) walk(p, s.of_cta.merge, s.of_warp[warp], lanes, share, segment);
   arch::syncthreads();
   const auto state_of = [&](int of_warp, int which) -> auto& { return s.of_warp[of_warp].state[which]; };
