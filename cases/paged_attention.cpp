@@ -165,6 +165,16 @@ void add_biases(std::vector<Config>& all) {
                    .q_len = 2,
                    .bias = BiasForm::kKey,
                    .hidden = true});
+  for (const auto& [layout_name, layout] : kLayouts)
+    for (const auto& [type_name, dtype] : kDTypes)
+      all.push_back({.name = std::string("bias_hides_keys_from_some_") + layout_name + "_" + type_name,
+                     .dtype = dtype,
+                     .layout = layout,
+                     .lengths = {0, 1, 40, 33, 100},
+                     .h_q = 8,
+                     .bias = BiasForm::kKey,
+                     .hidden = true,
+                     .partly = true});
   all.push_back({.name = "bias_hides_keys_scale_negative",
                  .lengths = {40},
                  .scale = -0.5F,

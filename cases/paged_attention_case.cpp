@@ -92,13 +92,13 @@ void hide(const Config& c, Random& random, const Arrays& a) {
   for (std::int64_t row = 0; row < rows; ++row) {
     const bool whole = row % (c.h_q * c.queries()) < c.queries();
     for (std::int64_t j = 0; j < columns; ++j)
-      if (whole || j % 5 == 2 || random.below(7) == 0) a.bias->set(row * columns + j, -kInf);
+      if (whole || (j % 5 == 2 && !(c.partly && row % 2 == 1)) || random.below(7) == 0) a.bias->set(row * columns + j, -kInf);
   }
   const CachePosition k(c, true), v(c, false);
   for (std::int64_t n = 0; n < c.b(); ++n) {
     for (std::int64_t t = 2; t < std::min(c.context(n), columns); t += 5) {
       const auto page = static_cast<std::int64_t>(a.tables->get(n * c.table_length() + t / c.block));
-      a.k->set(k(page, t % c.block, 0, 3), kNan);
+      if (!c.partly) a.k->set(k(page, t % c.block, 0, 3), kNan);
       a.v->set(v(page, t % c.block, 0, 3), kNan);
     }
   }

@@ -38,6 +38,7 @@ struct Config {
   bool shared_bias = false;  // first dimension 1
   bool post_scale = false, u = false, no_v = false, alibi = false, strided = false;
   bool hidden = false;   // biases of -inf: a row's all, and keys that hold NaN
+  bool partly = false;   // with hidden: every second row sees those keys, and their values, which then are NaN, not the keys
   bool emulated = true;  // not too large for the emulator
 
   [[nodiscard]] std::int64_t b() const { return static_cast<std::int64_t>(lengths.size()); }

@@ -147,8 +147,13 @@ struct Fragments {
     multiply(address, s);
     const bool hidden = add_biases(p, from, tile, stage, s);
     mask(from, tile, stage.pages[0], s);
-    const bool begins = kVllm && arch::ballot(tile < from.seen.begin) != 0;
-    if (p.bias_kind != Relative::none || kVllm) forget_values(hidden || begins, s, stage);
+    const bool may_be_nan = hidden || (kVllm && arch::ballot(tile < from.seen.begin) != 0);  // values not to be seen
+    uint32_t seen = 0;  // bit 2 t + e for key 8 t + 2 quad + e
+    if (may_be_nan) {
+      HOPWELL_UNROLL
+      for (int t = 0; t < kKeys / 8; ++t)
+        for (int e = 0; e < 2; ++e) seen |= s[t][e] != -INFINITY ? 1U << (2 * t + e) : 0;
+    }
     float maximum = -INFINITY;
     HOPWELL_UNROLL
     for (int t = 0; t < kKeys / 8; ++t) maximum = fmaxf(maximum, fmaxf(s[t][0], s[t][1]));
@@ -170,8 +175,10 @@ struct Fragments {
     for (int t = 0; t < kKeys / 8; ++t) {
       const float x = arch::exp2_approx(s[t][0] - base), y = arch::exp2_approx(s[t][1] - base);
       softmax.sum += x + y;
+      s[t][0] = x, s[t][1] = y;
       split(x, y, weights[t / 2][t % 2 * 2], weights[t / 2][t % 2 * 2 + 1], T{});
     }
+    if (may_be_nan) forget_values(seen, s, stage);
     accumulate(address + kOffsetV, weights);
     arch::syncwarp();  // all have read the stage that is copied to next
   }
@@ -346,26 +353,43 @@ struct Fragments {
       }
     }
   }
-  // Values of keys that a bias of −inf hides from every row may be NaN, which a weight of 0 does not remove.
-  HOPWELL_DEVICE void forget_values(bool hidden, const float (&s)[kKeys / 8][4], Stage& stage) const {
-    if (!hidden) return;
-    uint32_t seen = 0;  // bit 2 t + e for key 8 t + 2 quad + e
-    HOPWELL_UNROLL
-    for (int t = 0; t < kKeys / 8; ++t)
-      for (int e = 0; e < 2; ++e) seen |= s[t][e] != -INFINITY ? 1U << (2 * t + e) : 0;
+  // What is not finite has all bits of the exponent.
+  static constexpr uint32_t kExponent = std::is_same_v<T, fp16> ? 0x7c00 : 0x7f80;
+  static HOPWELL_DEVICE uint16_t& value_of(Stage& stage, int key, int dimension) {
+    if constexpr (kVllm) {
+      auto& piece = stage.v[key / 16 * 2 * kD + place_of_tokens(dimension, key / 8 % 2)];
+      return reinterpret_cast<uint16_t*>(&piece)[key % 8];
+    }
+    return reinterpret_cast<uint16_t*>(&stage.v[place_of(key, dimension / 8)])[dimension % 8];
+  }
+  // Values of keys that are hidden, by a bias of −inf say, may be NaN, which a weight of 0 does not remove: they are wiped
+  // out. If other rows see them and they are not finite, those get them here.
+  HOPWELL_DEVICE void forget_values(uint32_t seen, const float (&weights)[kKeys / 8][4], Stage& stage) {
     const int lane = arch::lane_index();
     HOPWELL_NO_UNROLL
-    for (int j = 0; j < kKeys; ++j) {
-      const bool sees = quad == j % 8 / 2 && (seen >> (j / 8 * 2 + j % 2) & 1);
-      if (arch::ballot(sees) != 0) continue;
-      if constexpr (kVllm) {
-        for (int e = lane; e < kD; e += 32) {
-          uint32_t& two = stage.v[j / 16 * 2 * kD + place_of_tokens(e, j / 8 % 2)].w[j % 8 / 2];
-          two &= j % 2 ? 0xffff : 0xffff0000;
-        }
-      } else if (lane < kChunks) {
-        stage.v[place_of(j, lane)] = {};
+    for (int key = 0; key < kKeys; ++key) {
+      const int bit = key / 8 * 2 + key % 2, owner = (lane & ~3) + key % 8 / 2;
+      const bool sees = lane == owner && (seen >> bit & 1), hides = lane == owner && !(seen >> bit & 1);
+      const uint32_t rows = arch::ballot(sees);
+      if (arch::ballot(hides) == 0) continue;
+      if (rows != 0) {
+        bool finite = true;
+        HOPWELL_NO_UNROLL
+        for (int e = lane; e < kD; e += 32) finite &= (value_of(stage, key, e) & kExponent) != kExponent;
+        if (arch::ballot(!finite) == 0) continue;
+        float weight = 0;
+        HOPWELL_UNROLL
+        for (int i = 0; i < kKeys / 4; ++i) weight = i == bit ? weights[i / 2][i % 2] : weight;
+        weight = arch::shuffle(weight, owner);
+        HOPWELL_UNROLL
+        for (int i = 0; i < kChunks; ++i)
+          for (int e = 0; e < 2; ++e)
+            if (rows >> owner & 1)
+              out[i][e] += weight * meaning(value_of(stage, key, 8 * i + 2 * quad + e), kFloat<T>);
+        arch::syncwarp();
       }
+      HOPWELL_NO_UNROLL
+      for (int e = lane; e < kD; e += 32) value_of(stage, key, e) = 0;
     }
     arch::syncwarp();
   }
