@@ -234,6 +234,38 @@ void add_lengths(std::vector<Config>& all) {
                  .bias = BiasForm::kDistance,
                  .extent = 1 << 16,
                  .emulated = false});
+  // The plan of a large batch is made by all threads of a CTA together.
+  for (const std::int64_t b : {70, 3000}) {
+    std::vector<std::int64_t> many(static_cast<std::size_t>(b));
+    for (std::size_t n = 0; n < many.size(); ++n) many[n] = static_cast<std::int64_t>(n * 7 % 23);
+    for (const std::int64_t h_kv : {1, 2})
+      all.push_back({.name = "batch_of_" + std::to_string(b) + "_h_kv_" + std::to_string(h_kv),
+                     .dtype = DType::kBFloat16,
+                     .lengths = many,
+                     .h_q = 2,
+                     .h_kv = h_kv,
+                     .d = 32,
+                     .emulated = b == 70});
+  }
+  for (const auto& [layout_name, layout] : kLayouts)
+    for (const std::int64_t h_kv : {2, 8})
+      all.push_back({.name = std::string("cache_above_2_to_the_31_") + layout_name + "_h_kv_" + std::to_string(h_kv),
+                     .dtype = DType::kBFloat16,
+                     .layout = layout,
+                     .lengths = {1000, 17, 300},
+                     .h_q = 8,
+                     .h_kv = h_kv,
+                     .pages = Pages::kRepeated,
+                     .far = true,
+                     .emulated = false});
+  for (const auto& [layout_name, layout] : kLayouts)
+    all.push_back({.name = std::string("window_37_q_len_3_bf16_") + layout_name,
+                   .dtype = DType::kBFloat16,
+                   .layout = layout,
+                   .lengths = {0, 1, 2, 18, 40, 300},
+                   .q_len = 3,
+                   .d = 72,
+                   .window = 37});
   all.push_back({.name = "large_logits", .lengths = {1, 20, 300}, .scale = 1, .q_spread = 1000});
   all.push_back(
       {.name = "large_logits_bf16", .dtype = DType::kBFloat16, .lengths = {1, 20, 300}, .scale = 1, .q_spread = 1000});
@@ -402,6 +434,7 @@ Suite paged_attention() {
     suite.cases.push_back({.op = suite.op,
                            .name = c.name,
                            .make = [c](Random& random) { return paged::make(c, random); },
+                           .device_only = c.far,
                            .emulated = c.emulated});
   return suite;
 }

@@ -229,6 +229,22 @@ void fill_tables(const Config& c, Random& random, Array& tables, std::int64_t bl
   }
 }
 
+Tensor FarCache::of(const Array& cache) {
+  constexpr std::int64_t kApart = std::int64_t{1} << 27;
+  std::vector<std::int64_t> strides(cache.shape().size(), 1);
+  for (std::size_t i = strides.size() - 1; i-- > 0;) strides[i] = strides[i + 1] * cache.shape()[i + 1];
+  const auto width = size_of(cache.dtype()), page = static_cast<std::size_t>(strides[0]) * width;
+  strides[0] = kApart;
+  if (!memory) {
+    const std::size_t apart = static_cast<std::size_t>(kApart) * width;
+    memory = cuda::allocate(static_cast<std::size_t>(cache.shape()[0]) * apart);
+    for (std::int64_t i = 0; i < cache.shape()[0]; ++i)
+      cuda::copy_to_device(memory.get() + static_cast<std::size_t>(i) * apart,
+                           cache.data() + static_cast<std::size_t>(i) * page, page);
+  }
+  return {memory.get(), cache.view()->dtype, cache.shape(), strides, {kDLCUDA, 0}};
+}
+
 void call(const Config& c, const Arrays& a, Workspace& workspace, const char* backend, Stream stream) {
   std::deque<Tensor> views;
   const auto view = [&](const Array* array) -> const DLTensor* {
@@ -237,8 +253,8 @@ void call(const Config& c, const Arrays& a, Workspace& workspace, const char* ba
   };
   const bool distance = c.bias == BiasForm::kDistance;
   const PagedAttentionArgs args = {.q = view(a.q),
-                                   .k_cache = view(a.k),
-                                   .v_cache = view(a.v),
+                                   .k_cache = a.far_k ? views.emplace_back(a.far_k->of(*a.k)) : view(a.k),
+                                   .v_cache = a.far_v ? views.emplace_back(a.far_v->of(*a.v)) : view(a.v),
                                    .block_tables = view(a.tables),
                                    .context_lens = view(a.lengths),
                                    .scale = c.scale,
@@ -318,7 +334,8 @@ Instance make(const Config& c, Random& random) {
   std::int64_t blocks = 4;  // two for kShared, two that stay NaN
   for (std::int64_t n = 0; n < c.b(); ++n) blocks += (c.context(n) + c.block - 1) / c.block;
   if (c.pages == Pages::kRepeated) blocks = 24;
-  const Arrays a = add_arrays(c, random, instance, blocks);
+  Arrays a = add_arrays(c, random, instance, blocks);
+  if (c.far) a.far_k = std::make_shared<FarCache>(), a.far_v = std::make_shared<FarCache>();
   fill_tables(c, random, *a.tables, blocks);
   fill_caches(c, random, a, blocks);
   if (c.hidden) hide(c, random, a);

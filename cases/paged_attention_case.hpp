@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -39,6 +40,7 @@ struct Config {
   bool post_scale = false, u = false, no_v = false, alibi = false, strided = false;
   bool hidden = false;   // biases of -inf: a row's all, and keys that hold NaN
   bool partly = false;   // with hidden: every second row sees those keys, and their values, which then are NaN, not the keys
+  bool far = false;      // on a device, with pages 2^27 elements apart, most of them beyond 2^31
   bool emulated = true;  // not too large for the emulator
 
   [[nodiscard]] std::int64_t b() const { return static_cast<std::int64_t>(lengths.size()); }
@@ -57,9 +59,16 @@ struct Config {
   }
 };
 
+// A copy of a cache on the device whose pages lie far apart.
+struct FarCache {
+  std::shared_ptr<std::byte> memory;
+  Tensor of(const Array& cache);
+};
+
 struct Arrays {
   Array *q = nullptr, *k = nullptr, *v = nullptr, *tables = nullptr, *lengths = nullptr, *u = nullptr, *bias = nullptr,
         *pos_bias_v = nullptr, *r = nullptr, *slopes = nullptr, *out = nullptr, *lse = nullptr;
+  std::shared_ptr<FarCache> far_k = {}, far_v = {};  // with Config::far
 };
 
 // All the arrays for a cache of `blocks` pages, allocated; q and what is added to it filled.

@@ -39,6 +39,19 @@ HOPWELL_DEVICE void cp_async_cached(uint32_t destination, const void* source, in
 #endif
 }
 
+/// The same, 16 bytes, and L2 fetches the whole line of 128 bytes around them, which will be asked for soon. PTX:
+/// #data-movement-and-conversion-instructions-cp-async
+HOPWELL_DEVICE void cp_async_of_line(uint32_t destination, const void* source, int source_bytes,
+                                     [[maybe_unused]] Site site = Site::current()) {
+#if HOPWELL_ON_DEVICE
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
+               "r"(source_bytes)
+               : "memory");
+#else
+  emu::cp_async(destination, source, 16, uint32_t(source_bytes), site);
+#endif
+}
+
 /// cp.async.commit_group: closes a group of the copies started since the last one. PTX:
 /// #data-movement-and-conversion-instructions-cp-async-commit-group
 HOPWELL_DEVICE void cp_async_commit([[maybe_unused]] Site site = Site::current()) {

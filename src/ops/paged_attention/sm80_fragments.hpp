@@ -40,8 +40,7 @@ template <class T, int kD, bool kVllm>
 struct Fragments {
   using Type = T;
   static constexpr int kLaneBytes = 0;  // tiles are the warp's
-  static constexpr int kRows = 8, kKeys = 2048 / kD, kChunks = kD / 8, kPages = kKeys / 16,
-                       kParts = kKeys / 8;
+  static constexpr int kRows = 8, kKeys = 2048 / kD, kChunks = kD / 8, kPages = kKeys / 16;
   // fp16 has no exponents for small probabilities: they are held 2^14 times as large, below 2^15 with the slack.
   static constexpr float kShift = std::is_same_v<T, fp16> ? 14 : 0;
   static constexpr float kSlack = std::is_same_v<T, fp16> ? 1 : 8;  // how far a logit may lie above the maximum
@@ -75,7 +74,7 @@ struct Fragments {
     const int lane = arch::lane_index(), key = lane / kChunks, chunk = lane % kChunks;
     if constexpr (kVllm)
       return feed_of(p, from, sizeof(T), int64_t{lane / 16} * p.k_group + lane % 16 * p.k_slot,
-                     int64_t{lane / kParts} * p.v_group + lane % 2 * 16, 0);
+                     int64_t{lane / 2} * p.v_group + lane % 2 * 16, 0);
     return feed_of(p, from, sizeof(T), int64_t{key} * p.k_slot + 16 * chunk, int64_t{key} * p.v_slot + 16 * chunk, 0);
   }
   HOPWELL_DEVICE void copy(const Params& p, const Feed& feed, const Tile& tile, Stage& to, uint32_t address) const {
@@ -91,11 +90,10 @@ struct Fragments {
       const char* v = feed.v + number * p.v_page + slot * p.v_slot;
       const uint32_t seen = page >= 0 ? first_bits(from.end - key, 16) & ~first_bits(begin - key, 16) : 0;
       if constexpr (kVllm)
-        copy_columns(p, k, i, seen, address);
+        copy_columns(p, k, v, i, seen, address);
       else
         copy_rows(p, k, v, i, seen, address);
     }
-    if constexpr (kVllm) copy_tokens(p, feed, tile, begin, address);
     if (p.bias_kind != Relative::none) copy_bias_of_row(p, feed, tile.key, to);
     if (arch::lane_index() == 0) to.pages[0] = pages;
   }
@@ -207,31 +205,23 @@ struct Fragments {
       arch::cp_async(address + kOffsetV + uint32_t(16 * at), v + int64_t{r} * p.v_slot, size);
     }
   }
-  // Layout vllm: two chunks of K by 16 keys at a time.
-  static HOPWELL_DEVICE void copy_columns(const Params& p, const char* k, int i, uint32_t seen, uint32_t address) {
-    const int lane = arch::lane_index(), size = int(seen >> lane % 16 & 1) * 16;
+  // Layout vllm: two chunks of K by 16 keys at a time, and 16 dimensions of V by two pieces of tokens. Of a piece that
+  // begins with hidden tokens all is copied; forget_values sees to them. In blocks of more than 16 tokens the next tiles
+  // have the rest of the lines.
+  static HOPWELL_DEVICE void copy_columns(const Params& p, const char* k, const char* v, int i, uint32_t seen,
+                                          uint32_t address) {
+    const int lane = arch::lane_index(), half = lane % 2, size = int(seen >> lane % 16 & 1) * 16;
+    const uint32_t tokens = seen >> 8 * half & 0xff;
+    int bytes = 0;  // as far as the last visible token
+    HOPWELL_UNROLL
+    for (int t = 0; t < 8; ++t) bytes = tokens >> t & 1 ? 2 * t + 2 : bytes;
     HOPWELL_UNROLL
     for (int j = 0; j < kD / 16; ++j) {
-      const int chunk = 2 * j + lane / 16;
-      arch::cp_async(address + uint32_t(16 * place_of_key(16 * i + lane % 16, chunk)), k + int64_t{2 * j} * p.k_group,
-                     8 * chunk < p.d ? size : 0);
-    }
-  }
-  // And all tokens of 32 / kParts dimensions of V. Of a piece that begins with hidden tokens all is copied; forget_values
-  // sees to them.
-  static HOPWELL_DEVICE void copy_tokens(const Params& p, const Feed& feed, const Tile& tile, int begin,
-                                         uint32_t address) {
-    const int lane = arch::lane_index(), part = lane % kParts, group = part / 2, first = tile.key + 8 * part;
-    const int page = arch::shuffle(tile.page, group);
-    int tokens = page >= 0 ? larger(0, smaller(feed.from.end - first, 8)) : 0;
-    if (first + 8 <= begin) tokens = 0;
-    const int64_t slot = tokens ? (tile.key + 16 * group) % p.block : 0, number = tokens ? page : 0;
-    const char* v = feed.v + number * p.v_page + slot * p.v_slot;
-    HOPWELL_UNROLL
-    for (int j = 0; j < kD * kParts / 32; ++j) {
-      const int dimension = 32 / kParts * j + lane / kParts;
-      arch::cp_async(address + kOffsetV + uint32_t(16 * (group * 2 * kD + place_of_tokens(dimension, part % 2))),
-                     v + int64_t{32 / kParts * j} * p.v_group, dimension < p.d ? 2 * tokens : 0);
+      const int chunk = 2 * j + lane / 16, dimension = 16 * j + lane / 2;
+      arch::cp_async_of_line(address + uint32_t(16 * place_of_key(16 * i + lane % 16, chunk)),
+                             k + int64_t{2 * j} * p.k_group, 8 * chunk < p.d ? size : 0);
+      arch::cp_async_of_line(address + kOffsetV + uint32_t(16 * (i * 2 * kD + place_of_tokens(dimension, half))),
+                             v + int64_t{16 * j} * p.v_group, dimension < p.d ? bytes : 0);
     }
   }
   // Whole pieces where the rows of the bias allow it, else a word for each key.

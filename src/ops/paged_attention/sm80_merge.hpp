@@ -143,52 +143,38 @@ HOPWELL_DEVICE Stats take_stats(const Params& p, arch::Words4* piece) {
   return {arch::bit_cast<float>(x.w[0]), arch::bit_cast<float>(x.w[1])};
 }
 
-// One pair of every `step`-th part; the first ones are asked for before it is known that they are there.
-struct PairsOfParts {
-  static constexpr int kAhead = 8;  // loads under way
-  arch::Words4* part;
-  int64_t stride;  // pieces
-  int first, count, step;
-  arch::Words4 two[kAhead];
-
-  HOPWELL_DEVICE PairsOfParts(const Params& p, int from, int first_part, int parts, int groups, const Place& at)
-      : part(part_of(p, from + first_part, at.vector) + at.pair),
-        stride(int64_t{groups} * (p.heads * p.queries) * (p.half + 1)),
-        first(first_part),
-        count(parts),
-        step(groups) {
-    load();
-  }
-  HOPWELL_DEVICE void load() {
+// Every `step`-th part from CTA `from` on, of `count`; their maxima and sums are there, [part][vector]. Waits for the pairs
+// and wipes out their marks.
+HOPWELL_DEVICE Pair take_parts(const Params& p, const Stats* stats, int from, int first, int count, int step,
+                               const Place& at) {
+  constexpr int kAhead = 8;  // loads under way
+  const int vectors = p.heads * p.queries;
+  arch::Words4* part = part_of(p, from + first, at.vector) + at.pair;
+  const int64_t stride = int64_t{step} * vectors * (p.half + 1);
+  stats += at.vector;
+  Pair pair;
+  HOPWELL_NO_UNROLL
+  for (int n = first; n < count; n += step) pair.maximum = fmaxf(pair.maximum, stats[n * vectors].maximum);
+  const float base = finite_or_zero(pair.maximum);
+  HOPWELL_NO_UNROLL
+  for (int n = first; n < count; n += kAhead * step, part += kAhead * stride) {
+    arch::Words4 two[kAhead];
     HOPWELL_UNROLL
     for (int i = 0; i < kAhead; ++i)
-      if (first + i * step < count) two[i] = arch::load_relaxed_v4(part + i * stride);
-  }
-  // Waits for all of them, adds them up by their maxima and sums, [part][vector], and wipes out the marks.
-  HOPWELL_DEVICE Pair take(const Params& p, const Stats* stats) {
-    const int vectors = p.heads * p.queries;
-    Pair pair;
-    HOPWELL_NO_UNROLL
-    for (int n = first; n < count; n += step) pair.maximum = fmaxf(pair.maximum, stats[n * vectors].maximum);
-    const float base = finite_or_zero(pair.maximum);
-    HOPWELL_NO_UNROLL
-    while (first < count) {
-      HOPWELL_UNROLL
-      for (int i = 0; i < kAhead; ++i) {
-        if (first + i * step >= count) continue;
-        while (!arrived(p, two[i])) two[i] = arch::load_relaxed_v4(part + i * stride);
-        arch::store_relaxed_v4(part + i * stride, {});
-        const Stats& its = stats[(first + i * step) * vectors];
-        const float weight = arch::exp2_approx(its.maximum - base);
-        pair.sum += weight * its.sum;
-        for (int e = 0; e < 2; ++e) pair.value[e] += weight * arch::bit_cast<float>(two[i].w[e]);
-      }
-      first += kAhead * step, part += kAhead * stride;
-      load();
+      if (n + i * step < count) two[i] = arch::load_relaxed_v4(part + i * stride);
+    HOPWELL_UNROLL
+    for (int i = 0; i < kAhead; ++i) {
+      if (n + i * step >= count) continue;
+      while (!arrived(p, two[i])) two[i] = arch::load_relaxed_v4(part + i * stride);
+      arch::store_relaxed_v4(part + i * stride, {});
+      const Stats& its = stats[(n + i * step) * vectors];
+      const float weight = arch::exp2_approx(its.maximum - base);
+      pair.sum += weight * its.sum;
+      for (int e = 0; e < 2; ++e) pair.value[e] += weight * arch::bit_cast<float>(two[i].w[e]);
     }
-    return pair;
   }
-};
+  return pair;
+}
 
 // The end of a strip that began in an earlier CTA. Threads that have the same pair take every `groups`-th part each.
 template <class T, class StateOf>
@@ -197,37 +183,29 @@ HOPWELL_DEVICE void take_strip(const Params& p, MergeStorage& s, Stats* stats, c
   const int thread = arch::thread_index(), vectors = p.heads * p.queries, groups = p.groups;
   const Part part = s.part[0][kBegunBefore];
   const int from = plan.cta_of(part.begin), count = arch::block_index() - from;
-  const int group = groups > 1 ? thread / p.pairs : 0;
-  int of_strip = thread - group * p.pairs;
-  const bool works = group < groups && of_strip < p.pairs;
-  Place at(p, works ? of_strip : 0);
-  PairsOfParts pairs(p, from, group, works ? count : 0, groups, at);
   HOPWELL_NO_UNROLL
   for (int i = thread; i < count * vectors; i += p.threads)
     stats[i] = take_stats(p, part_of(p, from, 0) + int64_t{i} * (p.half + 1) + p.half);
-  Pair own = pair_of_chain(chain, state_of, pitch, at);
+  const int group = groups > 1 ? thread / p.pairs : 0;
   arch::syncthreads();
-  Pair mine = pairs.take(p, stats + at.vector);
-  if (groups > 1) {
-    float (&sums)[4] = s.sums[thread];
-    sums[0] = mine.maximum, sums[1] = mine.sum, sums[2] = mine.value[0], sums[3] = mine.value[1];
-    arch::syncthreads();
-    HOPWELL_NO_UNROLL
-    for (int other = 1; other < groups && group == 0; ++other) {
-      const float (&its)[4] = s.sums[thread + other * p.pairs];
-      mine.add({its[0], its[1], {its[2], its[3]}});
-    }
-  }
-  if (group > 0 || !works) return;
   HOPWELL_NO_UNROLL
-  for (;;) {
+  for (int of_strip = thread - group * p.pairs; of_strip < p.pairs; of_strip += p.threads) {
+    const Place at(p, of_strip);
+    Pair mine, own = pair_of_chain(chain, state_of, pitch, at);
+    if (group < groups) mine = take_parts(p, stats, from, group, count, groups, at);
+    if (groups > 1) {
+      float (&sums)[4] = s.sums[thread];
+      sums[0] = mine.maximum, sums[1] = mine.sum, sums[2] = mine.value[0], sums[3] = mine.value[1];
+      arch::syncthreads();
+      HOPWELL_NO_UNROLL
+      for (int other = 1; other < groups && group == 0; ++other) {
+        const float (&its)[4] = s.sums[thread + other * p.pairs];
+        mine.add({its[0], its[1], {its[2], its[3]}});
+      }
+    }
+    if (group > 0) continue;
     mine.add(own);
     store_pair<T>(p, part.sequence, part.strip, at, mine);
-    of_strip += p.threads;
-    if (of_strip >= p.pairs) return;  // else there is one group
-    at = Place(p, of_strip);
-    own = pair_of_chain(chain, state_of, pitch, at);
-    mine = PairsOfParts(p, from, 0, count, 1, at).take(p, stats + at.vector);
   }
 }
 

@@ -20,7 +20,6 @@
 namespace hopwell::ops::paged_attention {
 namespace {
 
-constexpr bool kRehearse = true;
 constexpr int kStages = 2, kPieces = 8, kPieceBytes = 512;                           // of a warp's 32 lanes
 constexpr uint32_t kOffsetV = kPieces * kPieceBytes, kOffsetR = 2 * kOffsetV + 256;  // in a stage
 
@@ -286,16 +285,11 @@ __global__ void __launch_bounds__(kMaxThreads, 1) ring_kernel(const __grid_const
   prefetch(p);
   if (arch::lane_index() < 2) s.of_cta.merge.part[warp][arch::lane_index()].reach = Reach::none;
   Lanes lanes(p);
+  wait_for_previous();
   Plan plan;
   Share share;
   Segment segment;
-  HOPWELL_NO_UNROLL
-  for (bool rehearsal = kRehearse;; rehearsal = false) {
-    if (!rehearsal) wait_for_previous();
-    find_share(p, {rehearsal ? nullptr : p.context_lens}, s.of_cta.plan, plan, share, segment);
-    if (!rehearsal) break;
-    arch::syncthreads();  // before the storage is written again
-  }
+  find_share(p, s.of_cta.plan, plan, share, segment);
   if (share.begin < share.end) walk(p, s.of_cta.merge, s.of_warp[warp], lanes, share, segment);
   arch::syncthreads();
   const auto state_of = [&](int of_warp, int which) -> auto& { return s.of_warp[of_warp].state[which]; };

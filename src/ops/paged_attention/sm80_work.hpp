@@ -178,15 +178,9 @@ struct Keys {
   int begin, end;
 };
 
-// Where the lengths are: before they may be read, nowhere, and all are taken for the longest.
-struct Lengths {
-  const int* at;
-};
-HOPWELL_DEVICE int context_of(const Params& p, const Lengths& lengths, int sequence) {
-  const int length = lengths.at ? lengths.at[sequence * p.lens_stride] : p.max_context;
-  return larger(0, smaller(length, p.max_context));
+HOPWELL_DEVICE int context_of(const Params& p, int sequence) {
+  return larger(0, smaller(p.context_lens[sequence * p.lens_stride], p.max_context));
 }
-HOPWELL_DEVICE int context_of(const Params& p, int sequence) { return context_of(p, {p.context_lens}, sequence); }
 // The keys that query i sees.
 HOPWELL_DEVICE Keys keys_of_query(const Params& p, int context, int i) {
   const int position = context - p.q_len + i;
@@ -250,8 +244,8 @@ struct Segment {
     return int64_t{before} * p.strips + int64_t{strip} * units;
   }
   // The rest of the strip from `unit` on, as far as `end`.
-  HOPWELL_DEVICE void place(const Params& p, const Lengths& lengths, int64_t unit, int64_t end) {
-    context = context_of(p, lengths, sequence);
+  HOPWELL_DEVICE void place(const Params& p, int64_t unit, int64_t end) {
+    context = context_of(p, sequence);
     const Keys all = keys_of_sequence(p, context);
     units = units_of(p, all);
     const int offset = int(unit - int64_t{before} * p.strips);
@@ -268,7 +262,7 @@ struct Segment {
       before += units;
       units = units_of(p, keys_of_sequence(p, context_of(p, ++sequence)));
     }
-    place(p, {p.context_lens}, unit, end);
+    place(p, unit, end);
     return true;
   }
 };
@@ -284,11 +278,11 @@ HOPWELL_DEVICE Plan plan_of(const Params& p, int64_t units) {
 
 // The plan, the share of this warp, and the segment that it begins with if there is one. The threads add up `part`
 // sequences each: for a small batch the lanes of each warp for itself, for a large one all threads of the CTA.
-HOPWELL_DEVICE void find_share(const Params& p, const Lengths& lengths, PlanStorage& s, Plan& plan, Share& share, Segment& segment) {
+HOPWELL_DEVICE void find_share(const Params& p, PlanStorage& s, Plan& plan, Share& share, Segment& segment) {
   const int lane = arch::lane_index(), warp = arch::warp_index();
   const int first = (p.alone ? lane : arch::thread_index()) * p.part, end = smaller(p.b, first + p.part);
   int units = 0;
-  for (int n = first; n < end; ++n) units += units_of(p, keys_of_sequence(p, context_of(p, lengths, n)));
+  for (int n = first; n < end; ++n) units += units_of(p, keys_of_sequence(p, context_of(p, n)));
   int sum = units;
   HOPWELL_UNROLL
   for (int step = 1; step < 32; step *= 2) {
@@ -316,7 +310,7 @@ HOPWELL_DEVICE void find_share(const Params& p, const Lengths& lengths, PlanStor
     int n = first, to = before;
     HOPWELL_NO_UNROLL
     for (;; ++n) {
-      const int have = p.part == 1 ? units : units_of(p, keys_of_sequence(p, context_of(p, lengths, n)));
+      const int have = p.part == 1 ? units : units_of(p, keys_of_sequence(p, context_of(p, n)));
       if (unit < int64_t{to + have} * p.strips) break;
       to += have;
     }
@@ -329,7 +323,7 @@ HOPWELL_DEVICE void find_share(const Params& p, const Lengths& lengths, PlanStor
   share = of_cta.of_warp(warp, p.warps);
   if (share.begin == share.end) return;
   segment.sequence = s.first[warp].sequence, segment.before = s.first[warp].before;
-  segment.place(p, lengths, share.begin, share.end);
+  segment.place(p, share.begin, share.end);
 }
 
 // ---- results --------------------------------------------------------------------------------------------------------
