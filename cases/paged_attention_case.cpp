@@ -92,7 +92,8 @@ void hide(const Config& c, Random& random, const Arrays& a) {
   for (std::int64_t row = 0; row < rows; ++row) {
     const bool whole = row % (c.h_q * c.queries()) < c.queries();
     for (std::int64_t j = 0; j < columns; ++j)
-      if (whole || (j % 5 == 2 && !(c.partly && row % 2 == 1)) || random.below(7) == 0) a.bias->set(row * columns + j, -kInf);
+      if (whole || (j % 5 == 2 && !(c.partly && row % 2 == 1)) || random.below(7) == 0)
+        a.bias->set(row * columns + j, -kInf);
   }
   const CachePosition k(c, true), v(c, false);
   for (std::int64_t n = 0; n < c.b(); ++n) {

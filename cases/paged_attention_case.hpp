@@ -38,8 +38,9 @@ struct Config {
   std::int64_t extent = 40;
   bool shared_bias = false;  // first dimension 1
   bool post_scale = false, u = false, no_v = false, alibi = false, strided = false;
-  bool hidden = false;   // biases of -inf: a row's all, and keys that hold NaN
-  bool partly = false;   // with hidden: every second row sees those keys, and their values, which then are NaN, not the keys
+  bool hidden = false;  // biases of -inf: a row's all, and keys that hold NaN
+  bool partly =
+      false;  // with hidden: every second row sees those keys, and their values, which then are NaN, not the keys
   bool far = false;      // on a device, with pages 2^27 elements apart, most of them beyond 2^31
   bool emulated = true;  // not too large for the emulator
 

@@ -143,7 +143,8 @@ int ctas_of(const Problem& problem, const Params& p) {
 
 std::size_t workspace_bytes(const Problem& problem) {
   const Params p = params_of(problem);
-  return static_cast<std::size_t>(ctas_of(problem, p) * p.heads * p.queries) * static_cast<std::size_t>(p.half + 1) * sizeof(arch::Words4);
+  return static_cast<std::size_t>(ctas_of(problem, p) * p.heads * p.queries) * static_cast<std::size_t>(p.half + 1) *
+         sizeof(arch::Words4);
 }
 
 // The mark of a launch's parts: 64 random bits, other ones for each launch.
@@ -180,11 +181,10 @@ runtime::Support supports(const Problem& problem) {
 }
 
 // Hopper gives a CTA 227 KiB; a GPU that gives less gets fewer warps.
-static_assert(ring_bytes<Rows<bf16, false>>(kMaxWarps) <= 227 * 1024);
-static_assert(ring_bytes<Columns<bf16>>(kMaxWarps) <= 227 * 1024);
+static_assert(ring_bytes<Rows<bf16, false>>(kMaxWarps) == 157184 && ring_bytes<Columns<bf16>>(kMaxWarps) == 157184);
 static_assert(ring_bytes<Rows<bf16, true>>(kMaxWarps) <= 227 * 1024);
 static_assert(ring_bytes<Fragments<bf16, 128, false>>(kMaxWarps) <= 227 * 1024);
-static_assert(ring_bytes<Fragments<bf16, 64, false>>(kMaxWarps) <= 227 * 1024);
+static_assert(ring_bytes<Fragments<bf16, 64, true>>(kMaxWarps) <= 227 * 1024);
 
 template <class Lanes>
 void start(const Problem& problem, Stream stream) {

@@ -5,8 +5,8 @@
 // Product   mma m16n8k16. 16 rows hold 8 query vectors twice: rows 0–7 carry the high part of an fp32 value, rows 8–15
 //           what rounding it to 16 bits has lost, of q + u and of P alike; the two results are added. That costs
 //           nothing, since the rows would be empty, and leaves 16 bits of a bf16 product, 22 of an fp16 one.
-// Budget    shared: 8 warps × 2 stages × (8,192 + 4 · 8 · keys + 16) + sums 8 × 8 × kD × 4; registers: kD / 2 of the
-//           output, kD / 4 of q, ~90 others
+// Budget    shared: 8 warps × (2 stages × (8,192 + 4 · 8 · keys + 16) + 2 states of 32 · kD) + 4.5 KiB; registers: kD / 2 of
+//           the output, kD / 4 of q, ~150 others
 // Bound     memory; the tensor cores are 2 % busy
 //
 // A row's own place in memory, position and visible keys are those of lane / 4, as in the fragments.
@@ -65,7 +65,9 @@ struct Fragments {
   // Where pieces lie in a stage, so that no eight that ldmatrix reads together meet in a bank. Rows: eight dimensions of a
   // key. Layout vllm has such pieces of K, key by key, and pieces of V of eight tokens of a dimension, two for 16 tokens.
   static HOPWELL_DEVICE int place_of(int key, int chunk) { return key * kChunks + (chunk ^ (key & 7)); }
-  static HOPWELL_DEVICE int place_of_key(int key, int chunk) { return kVllm ? chunk * kKeys + key : place_of(key, chunk); }
+  static HOPWELL_DEVICE int place_of_key(int key, int chunk) {
+    return kVllm ? chunk * kKeys + key : place_of(key, chunk);
+  }
   static HOPWELL_DEVICE int place_of_tokens(int dimension, int half) {
     return dimension * 2 + (half ^ (dimension >> 2 & 1));
   }
@@ -241,7 +243,8 @@ struct Fragments {
       if (first >= kKeys) continue;
       const int bytes = larger(0, smaller((p.extent - column) << shift, 16));
       arch::cp_async(arch::shared_address(&to.bias[row][quad + 4 * i]),
-                     reinterpret_cast<const void*>(feed.bias + uintptr_t(unsigned(bytes ? column << shift : 0))), bytes);
+                     reinterpret_cast<const void*>(feed.bias + uintptr_t(unsigned(bytes ? column << shift : 0))),
+                     bytes);
     }
   }
   // The biases of keys 8 t + 2 quad + e.
@@ -333,11 +336,11 @@ struct Fragments {
       for (int i = 0; i < kD / 16; ++i) {
         uint32_t b[4];
         if constexpr (kVllm)
-          arch::ldmatrix(b, values + uint32_t(16 * (t * 2 * kD + place_of_tokens(16 * i + lane / 16 * 8 + lane % 8,
-                                                                                lane / 8 % 2))));
+          arch::ldmatrix(b, values + uint32_t(16 * (t * 2 * kD +
+                                                    place_of_tokens(16 * i + lane / 16 * 8 + lane % 8, lane / 8 % 2))));
         else
-          arch::ldmatrix<arch::Transpose::yes>(
-              b, values + uint32_t(16 * place_of(16 * t + lane % 16, 2 * i + lane / 16)));
+          arch::ldmatrix<arch::Transpose::yes>(b,
+                                               values + uint32_t(16 * place_of(16 * t + lane % 16, 2 * i + lane / 16)));
         mma(out[2 * i], weights[t], b[0], b[1], T{});
         mma(out[2 * i + 1], weights[t], b[2], b[3], T{});
       }
@@ -374,8 +377,7 @@ struct Fragments {
         HOPWELL_UNROLL
         for (int i = 0; i < kChunks; ++i)
           for (int e = 0; e < 2; ++e)
-            if (rows >> owner & 1)
-              out[i][e] += weight * meaning(value_of(stage, key, 8 * i + 2 * quad + e), kFloat<T>);
+            if (rows >> owner & 1) out[i][e] += weight * meaning(value_of(stage, key, 8 * i + 2 * quad + e), kFloat<T>);
         arch::syncwarp();
       }
       HOPWELL_NO_UNROLL

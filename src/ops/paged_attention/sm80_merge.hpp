@@ -67,8 +67,7 @@ struct Place {
 template <class T>
 HOPWELL_DEVICE void store_pair(const Params& p, int sequence, int strip, const Place& at, const Pair& pair) {
   const Vector to = vector_of(p, strip, at.vector);
-  for (int i = 0; i < 2; ++i)
-    store_result<T>(p, sequence, to, 2 * at.pair + i, pair.maximum, pair.sum, pair.value[i]);
+  for (int i = 0; i < 2; ++i) store_result<T>(p, sequence, to, 2 * at.pair + i, pair.maximum, pair.sum, pair.value[i]);
 }
 
 // The parts of one strip that successive warps have: the first one's state is `state`, the others' their first.
@@ -125,7 +124,8 @@ HOPWELL_DEVICE arch::Words4* part_of(const Params& p, int cta, int vector) {
 HOPWELL_DEVICE void pass_on(const Params& p, const Place& at, const Pair& pair) {
   arch::Words4* to = part_of(p, arch::block_index(), at.vector);
   const auto store = [&](int piece, float x, float y) {
-    arch::store_relaxed_v4(to + piece, {arch::bit_cast<uint32_t>(x), arch::bit_cast<uint32_t>(y), p.mark[0], p.mark[1]});
+    arch::store_relaxed_v4(to + piece,
+                           {arch::bit_cast<uint32_t>(x), arch::bit_cast<uint32_t>(y), p.mark[0], p.mark[1]});
   };
   store(at.pair, pair.value[0], pair.value[1]);
   if (at.pair == 0) store(p.half, pair.maximum, pair.sum);

@@ -4,13 +4,15 @@
 //     logit_j = (q + u)·k_j · scale + bias_j ;  out = Σ_j exp2(logit_j − m) v_j / Σ_j exp2(logit_j − m)
 //
 // Tile      of a warp: 8 pieces of 16 bytes of K and 8 of V for each lane, 8 KiB in all
-// Roles     none: every warp copies and computes its own tiles; the warps of a CTA take turns along the segment
+// Roles     none: every warp walks along a share of its own, copies its tiles and computes them; the warps of a CTA meet
+//           only at the end, to join what they have of the same strips (sm80_merge.hpp)
 // Ring      2 stages a warp; in rows and columns private to each lane, which reads back only what it copied itself: nobody
 //           waits for anybody, and there is no swizzle and no bank conflict
 // Timeline  warp   pages 0, 1 │ copy 0, 1 │ wait 0 │ q·k ▓▓▓ softmax ▓ p·v ▓▓▓ │ copy 2 → 0, page 4 │ wait 1 │ q·k …
-// Budget    shared: 8 warps × 2 stages × (8,192 + 256 [+ 4,096 of r]) + 8.4 KiB = 143,744 B [209,280]; registers: < 256,
+// Budget    shared: 8 warps × (2 stages × (8,192 + 256 [+ 4,096 of r]) + 2 states of 1 KiB) + 4.5 KiB; registers: < 256,
 //           one CTA an SM
-// Bound     memory: 2 tiles × 8 warps × 8 KiB in flight an SM; 600 to 870 instructions a tile are half of the issue slots
+// Bound     memory: 2 tiles × 8 warps × 8 KiB in flight an SM; 450 to 870 instructions a tile are half of the issue slots.
+//           At the beginning and at the end instructions come from memory for the first time: short code is fast there
 //
 // What is invisible, or on a page that does not exist, is never read: its copies have a length of 0 and leave zeros.
 #pragma once
@@ -68,11 +70,17 @@ struct Source {
 HOPWELL_DEVICE Source source_of(const Params& p, const Segment& segment, int head_of_strip, int row) {
   const int group = segment.strip / p.passes, kv_head = group * p.heads + head_of_strip;
   const int of_group = (segment.strip - group * p.passes) * p.queries + row, all = p.group * p.q_len;
-  const int at = smaller(of_group, all - 1), g = at / p.q_len, query = at - g * p.q_len;  // the last pass repeats the last one
+  const int at = smaller(of_group, all - 1), g = at / p.q_len,
+            query = at - g * p.q_len;  // the last pass repeats the last one
   const int position = segment.context - p.q_len + query;
   const Keys keys = keys_of_query(p, segment.context, query);
-  return {segment.sequence, kv_head, kv_head * p.group + g, query, position,
-          {larger(keys.begin, segment.keys.begin), smaller(keys.end, segment.keys.end)}, segment.keys.end};
+  return {segment.sequence,
+          kv_head,
+          kv_head * p.group + g,
+          query,
+          position,
+          {larger(keys.begin, segment.keys.begin), smaller(keys.end, segment.keys.end)},
+          segment.keys.end};
 }
 
 struct Tile {
@@ -295,7 +303,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1) ring_kernel(const __grid_const
   const auto state_of = [&](int of_warp, int which) -> auto& { return s.of_warp[of_warp].state[which]; };
   // The rings are free now.
   static_assert(sizeof(s.of_warp[0].ring) >= kMaxParts * sizeof(Stats));
-  join<typename Lanes::Type>(p, s.of_cta.merge, reinterpret_cast<Stats*>(s.of_warp[0].ring), plan, state_of, lanes.pitch());
+  join<typename Lanes::Type>(p, s.of_cta.merge, reinterpret_cast<Stats*>(s.of_warp[0].ring), plan, state_of,
+                             lanes.pitch());
   store_empty<typename Lanes::Type>(p);
 }
 

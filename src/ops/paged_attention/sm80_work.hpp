@@ -53,9 +53,9 @@ struct Params {
   const void *pos_bias_u, *pos_bias_v, *r, *bias;  // or null
   const float* alibi_slopes;                       // or null
   void* out;
-  float* lse;            // or null
-  arch::Words4* parts;   // [CTAs, heads · queries, d / 2 + 1]: what a CTA has of a strip that goes on in the next one
-  uint32_t mark[2];      // of this launch's parts: random, so that nothing else looks like one
+  float* lse;           // or null
+  arch::Words4* parts;  // [CTAs, heads · queries, d / 2 + 1]: what a CTA has of a strip that goes on in the next one
+  uint32_t mark[2];     // of this launch's parts: random, so that nothing else looks like one
   int table_lines, q_lines, lens_lines;  // pieces of 128 bytes of block_tables, q, context_lens
   CacheStrides k_at, v_at;
   int64_t k_page, v_page;  // the same in bytes
@@ -70,7 +70,7 @@ struct Params {
   bool r_direct;   // r is not read through the ring
   bool bias_in_pieces, q_in_pieces, u_in_pieces, v_in_pieces, r_in_pieces;
   int b, h_q, group, blocks;
-  Divisor q_len, d, half, block;  // half: d / 2
+  Divisor q_len, d, half, block;                 // half: d / 2
   int max_context, window, key_end, extent;      // keys ≥ key_end are hidden
   Divisor heads, queries, passes, strips, unit;  // passes of `queries`; strips of a sequence
   Divisor lanes;                                 // that share a key
@@ -150,11 +150,14 @@ HOPWELL_DEVICE Raw8 load_8(const void* data, Float type, int64_t at, bool in_pie
 HOPWELL_DEVICE void add_8(const Raw8& raw, Float type, float (&to)[8]) {
   HOPWELL_UNROLL
   for (int e = 0; e < 8; ++e)
-    to[e] += meaning(type == Float::fp32 ? raw.half[e / 4].w[e % 4] : raw.half[0].w[e / 2] >> 16 * (e % 2) & 0xffff, type);
+    to[e] +=
+        meaning(type == Float::fp32 ? raw.half[e / 4].w[e % 4] : raw.half[0].w[e / 2] >> 16 * (e % 2) & 0xffff, type);
 }
 
 template <class T>
-constexpr Float kFloat = sizeof(T) == 4 ? Float::fp32 : std::is_same_v<T, bf16> ? Float::bf16 : Float::fp16;
+constexpr Float kFloat = sizeof(T) == 4            ? Float::fp32
+                         : std::is_same_v<T, bf16> ? Float::bf16
+                                                   : Float::fp16;
 
 template <class T>
 HOPWELL_DEVICE void unpack(const arch::Words4& piece, float (&x)[kElements<T>]) {
@@ -202,7 +205,8 @@ HOPWELL_DEVICE int page_of(const Params& p, int sequence, int key) {
 // ---- shares ---------------------------------------------------------------------------------------------------------
 
 struct Plan {
-  int64_t units, share;  // of all CTAs, of one; the first `extra` CTAs have one more, and some of the last may have none
+  int64_t units,
+      share;  // of all CTAs, of one; the first `extra` CTAs have one more, and some of the last may have none
   int extra;
   HOPWELL_DEVICE int64_t first_unit(int cta) const {
     const int64_t unit = cta * share + smaller(cta, extra);
