@@ -12,7 +12,7 @@
 //           and in bf16 code · 2^-126 · scale · 2^118 has six digits
 // Sums      of the warps meet in shared memory, those of phases are kept there, and those of the pair go through
 //           distributed shared memory; always in the same order
-// Range     x is multiplied as it is, fp16 by fp16 weights, bf16 by bf16 weights: any x is exact
+// Range     x is multiplied as it is, fp16 by fp16 weights, bf16 by bf16 weights: all its digits count
 // Budget    shared: rings 147,456, sums 65,536, kept sums 8,192 or 16,384; registers: x 32 or 64 of 128
 #pragma once
 
@@ -319,6 +319,7 @@ struct ManyWarp {
     load();
     return ring.take();
   }
+
   // All of this warp's tiles of a phase.
   HOPWELL_DEVICE void run_phase(int first, int end, int phase, const HeldX<kColumns>& x, bool has_k, int& turn) {
     for (int batch = first; batch < end; batch += p.batch, ++turn) {
