@@ -311,7 +311,7 @@ HOPWELL_DEVICE void finish_own_tile(const Params& p, PairStorage& s, int step) {
   store_p<kAttn>(p, acc, s.shift, s.kept, arch::shared_address(&s.p[0]), t);
   arch::fence_proxy_async();
   send_rows(s, s.p, s.p_free, step & 1, peer, t);
-  if constexpr (kAttn) add_attn(p, acc, s.head_sums, s.key[step % 2], pair_place_of(p).query, step, t);
+  if constexpr (kAttn) sum_heads(acc, s.head_sums, t);
   arch::wgmma_fence();
   multiply_scores<PairConfig::kPanels, false>(acc, s.d_out[0], s.keys);
   arch::wgmma_commit();
@@ -354,6 +354,9 @@ HOPWELL_DEVICE void score(const Params& p, PairStorage& s, const Entries& entrie
       finish_own_tile<kDqk, kAttn>(p, s, step);
     else
       send_peer_tile<kDqk>(s, step);
+    [[maybe_unused]] float* attn = nullptr;  // warpgroup 1 has time while the own tile is finished
+    if constexpr (kAttn && kHalf == 1)
+      attn = attn_of(p, s.key[step % 2], pair_place_of(p).query, step, arch::thread_index_anew() % 128);
     arch::barrier_sync(kPairOwnDsFull, 256);
     arch::wgmma_fence();  // kept: nothing has touched dq since the fence before S; each batch begins with one
     multiply_dq<kHasRope<kDqk> && kHalf == 0>(dq[0], rope, s, 0, kHalf);
@@ -371,6 +374,7 @@ HOPWELL_DEVICE void score(const Params& p, PairStorage& s, const Entries& entrie
     arch::wgmma_commit();
     arch::wgmma_wait<0>(dq[0], dq[1]);
     arch::pin_registers(rope);
+    if constexpr (kAttn && kHalf == 1) add_attn(attn, s.head_sums, t);
     const bool last = (step + 1) * Config::kKeys >= entries.length;
     if (!last) {
       gather_half<kHalf>(p, s, keys, step + 1, rank, t);

@@ -46,10 +46,9 @@ HOPWELL_DEVICE void sum_half(float (&sum)[16], int lane) {
   }
 }
 
-// Sums exp(score − lse) over the 64 heads: within a lane, over the 8 lanes of a column, over the 4 warps. Added to
-// attn, which holds 0 or the sum of other heads.
-HOPWELL_DEVICE void add_attn(const Params& p, float (&acc)[32], float (&head_sums)[4][Config::kKeys],
-                             const int (&keys)[Config::kKeys], int query, int step, int t) {
+// Sums exp(score − lse) over a warp's 16 heads: within a lane, then over the 8 lanes of a column. The rest can wait until
+// the tensor cores have work.
+HOPWELL_DEVICE void sum_heads(const float (&acc)[32], float (&head_sums)[4][Config::kKeys], int t) {
   const int lane = t % 32;
   float sum[16];
   HOPWELL_UNROLL
@@ -60,13 +59,18 @@ HOPWELL_DEVICE void add_attn(const Params& p, float (&acc)[32], float (&head_sum
   const int column = 32 * (lane >> 4 & 1) + 16 * (lane >> 3 & 1) + 8 * (lane >> 2 & 1) + 2 * (lane & 3);
   head_sums[t / 32][column] = sum[0];
   head_sums[t / 32][column + 1] = sum[1];
-  arch::barrier_sync(kHeadSums, 128);
-  const int own = t % Config::kKeys, i = step * Config::kKeys + own;
-  const float total = head_sums[0][own] + head_sums[1][own] + head_sums[2][own] + head_sums[3][own];
-  if (t < Config::kKeys && keys[own] >= 0) {
-    const int place = p.places ? p.places[int64_t{query} * p.selection.topk + i] : i;
-    arch::red_add(p.attn + query * p.attn_stride + place, total);
-  }
+}
+
+// Where thread t adds a key's sum to attn, which holds 0 or the sum of other heads; null if it does not. Asked for a
+// barrier or two before it is needed: memory answers after a thousand clocks.
+HOPWELL_DEVICE float* attn_of(const Params& p, const int (&keys)[Config::kKeys], int query, int step, int t) {
+  if (t >= Config::kKeys || keys[t] < 0) return nullptr;
+  const int i = step * Config::kKeys + t;
+  return p.attn + query * p.attn_stride + (p.places ? p.places[int64_t{query} * p.selection.topk + i] : i);
+}
+HOPWELL_DEVICE void add_attn(float* attn, const float (&head_sums)[4][Config::kKeys], int t) {
+  if (attn) arch::red_add(attn, head_sums[0][t] + head_sums[1][t] + head_sums[2][t] + head_sums[3][t]);
+  arch::syncwarp();  // kept: lanes branched off
 }
 
 // Through this half's columns of the key buffer, then in whole lines.
@@ -107,6 +111,7 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const Place& 
   float dq[128] = {}, middle[16] = {};
   for (int step = 0; step < steps; ++step) {
     float acc[32];
+    [[maybe_unused]] float* attn = nullptr;
     arch::wgmma_fence();
     if constexpr (kHalf == 0)
       multiply_scores<kDqk / 64, kHasMiddle<kDqk>>(acc, s.q, s.keys);
@@ -120,7 +125,10 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const Place& 
       store_p<kAttn>(p, acc, s.shift, s.kept, arch::shared_address(&s.p), t);
       arch::fence_proxy_async();
       arch::barrier_arrive(kPFull, 256);
-      if constexpr (kAttn) add_attn(p, acc, s.head_sums, s.key[step % 2], place.query, step, t);
+      if constexpr (kAttn) {
+        attn = attn_of(p, s.key[step % 2], place.query, step, t);
+        sum_heads(acc, s.head_sums, t);
+      }
     } else {
       arch::barrier_sync(kPFull, 256);
       if (step > 0) arch::barrier_sync(kDsEmpty, 256);
@@ -140,6 +148,7 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const Place& 
       arch::cp_async_commit();
       if (p.prefetch) prefetch_sums<kDqk, kHalf>(p, keys, t);
     }
+    if constexpr (kAttn && kHalf == 0) add_attn(attn, s.head_sums, t);
     const Rows<kFixed> rows = load_rows<kDqk, kFixed>(p, s.key[step % 2], t);
     HOPWELL_UNROLL
     for (int panel = kHalf * Config::kPanelsBeside; panel < (kHalf + 1) * Config::kPanelsBeside; ++panel) {
