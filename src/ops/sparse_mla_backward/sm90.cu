@@ -3,7 +3,7 @@
 //     deterministic sums: attention_distribution, measure_keys, bound_entries, choose_units    sm90_fixed.hpp
 //     order_rows, clear_rows                                                                   sm90_passes.hpp
 //     the main kernel: 128 heads of a query on two CTAs, what is left 64 heads a CTA           sm90_pair.hpp, sm90_single.hpp
-//     arrange_dkv, finish_dkv or finish_fixed_dkv; sum_d_sink
+//     arrange_dkv, finish_dkv or finish_fixed_dkv; arrange_attn; sum_d_sink
 #include <algorithm>
 
 #include "ops/attention_distribution/op.hpp"
@@ -31,6 +31,10 @@ bool adds_to_output(const Problem& p) {
          p.dkv.stride[0] < std::int64_t{1} << 31;
 }
 
+// CTAs that run at a time on an H100 or H200; the emulator takes fewer, so that small problems have work for several
+// waves.
+constexpr std::int64_t kWave = HOPWELL_ON_DEVICE ? 132 : 4;
+
 // Whether CTAs go through ascending rows in step, which pays where the sums do not fit in L2 and many queries add to
 // them; the emulator, which knows no speed, always has such rows.
 bool keeps_step(const Problem& p) {
@@ -40,10 +44,44 @@ bool keeps_step(const Problem& p) {
 }
 bool orders_rows(const Problem& p) { return keeps_step(p) && !p.indices_ascending; }
 
+// The two main kernels: how many heads one takes of a query, on how many CTAs; and how much there is for it.
+struct Part {
+  int heads, ctas, first_head, head_blocks;
+};
+Part pairs_of(const Problem& p) {
+  // The pair has no registers left for fixed point.
+  return {PairConfig::kHeads, 2, 0, adds_fixed_point(p) ? 0 : static_cast<int>((p.h_q + 63) / PairConfig::kHeads)};
+}
+Part singles_of(const Problem& p) {
+  const Part pairs = pairs_of(p);
+  const int first = pairs.heads * pairs.head_blocks;
+  return {Config::kHeads, 1, first, static_cast<int>((p.h_q - first + Config::kHeads - 1) / Config::kHeads)};
+}
+
+// How the pieces of a part are shared out: whole ones while they fill the device, then, where what is left would leave
+// most of it idle, slices of their keys.
+struct Share {
+  std::int64_t whole = 0, cut = 0, slices = 1;
+};
+Share share_of(const Problem& p, const Part& part) {
+  constexpr std::int64_t kMostSlices = 8;
+  const std::int64_t pieces = p.s_q * part.head_blocks, at_a_time = kWave / part.ctas, rest = pieces % at_a_time;
+  if (rest == 0 || (p.dkv && !adds_to_output(p))) return {pieces};
+  // What they give of dQ takes no more memory than sums of dKV would that are not added to the output; or 2.4 MB.
+  const std::int64_t rows = std::max<std::int64_t>(p.s_kv, 1024), fit = rows / (rest * part.heads),
+                     steps = (p.topk + Config::kKeys - 1) / Config::kKeys,
+                     slices = std::min({kMostSlices, at_a_time / rest, steps, fit});
+  return slices > 1 ? Share{pieces - rest, rest, slices} : Share{pieces};
+}
+std::int64_t bytes_of_slices(const Problem& p, const Part& part) {
+  const Share share = share_of(p, part);
+  return p.dq ? 4 * share.cut * share.slices * part.heads * p.d_qk : 0;
+}
+
 // What lies in the workspace, by offsets in bytes. The distribution is no longer needed when rows are put in order.
 struct Workspace {
   std::size_t dkv = 0, scale = 0, most = 0, count = 0, sink_parts = 0, rows = 0, places = 0, lengths = 0, progress = 0,
-              bytes = 0;
+              dq_slices = 0, bytes = 0;
 
   explicit Workspace(const Problem& p) {
     const auto place = [this](std::int64_t size) {
@@ -60,6 +98,7 @@ struct Workspace {
     if (p.d_sink) sink_parts = place(4 * p.s_q * p.h_q);
     if (orders_rows(p) || (needs_distribution(p) && !p.attn)) rows = place(4 * p.s_q * p.topk);
     if (keeps_step(p)) progress = place(sizeof(uint32_t));
+    dq_slices = place(std::max(bytes_of_slices(p, pairs_of(p)), bytes_of_slices(p, singles_of(p))));
     if (!orders_rows(p)) return;
     if (p.attn && !needs_distribution(p)) places = place(2 * p.s_q * p.topk);
     lengths = place(4 * p.s_q);
@@ -127,7 +166,6 @@ Params params_of(const Problem& problem, const Workspace& workspace) {
     p.selection.indices = Workspace::at<int>(problem, workspace.rows), p.selection.indices_stride = problem.topk;
     p.selection.topk_length = Workspace::at<int>(problem, workspace.lengths), p.selection.length_stride = 1;
     p.selection.q_positions = nullptr, p.selection.causal_from_start = false;
-    if (p.attn) p.places = Workspace::at<uint16_t>(problem, workspace.places);
   }
   if (keeps_step(problem)) {
     // The count of steps must fit; and the emulator runs CTAs in turn, where waiting for others is in vain.
@@ -139,7 +177,7 @@ Params params_of(const Problem& problem, const Workspace& workspace) {
                        step_bytes = problem.s_kv * problem.d_qk * 4 / steps;
     p.slack = static_cast<int>(std::clamp<std::int64_t>(kWindow / std::max<std::int64_t>(step_bytes, 1), 1, 8));
   }
-  p.h_q = static_cast<int>(problem.h_q);
+  p.h_q = static_cast<int>(problem.h_q), p.wave = static_cast<int>(kWave);
   p.sm_scale = problem.sm_scale, p.scale_log2 = problem.sm_scale * 1.44269504088896F;
   if (problem.d_sink) p.sink_parts = Workspace::at<float>(problem, workspace.sink_parts);
   if (!problem.dkv) return p;
@@ -199,27 +237,33 @@ void choose_fixed_point(const Problem& problem, const Workspace& workspace, Stre
 
 // Rows in order, and zeros where sums are added.
 void prepare_sums(const Problem& problem, const Workspace& workspace, const Params& p, Stream stream) {
-  if (orders_rows(problem)) {
-    const OrderParams order{tile::params_of(problem.selection), Workspace::at<int>(problem, workspace.rows),
-                            p.attn ? Workspace::at<uint16_t>(problem, workspace.places) : nullptr,
-                            Workspace::at<int>(problem, workspace.lengths)};
-    runtime::launch(kName, order_rows,
-                    {.grid = {static_cast<std::uint32_t>(problem.s_q)},
-                     .threads = kOrderThreads,
-                     .shared_bytes = sizeof(OrderStorage)},
-                    stream, order);
+  ClearParams sums{}, attn{};
+  if (p.attn) attn = {problem.attn.as<uint32_t>(), problem.s_q, problem.topk, problem.attn.stride[0]};
+  if (problem.dkv && adds_to_output(problem))
+    sums = {problem.dkv.as<uint32_t>(), problem.s_kv, problem.d_qk, problem.dkv.stride[0]};
+  else if (problem.dkv)
+    sums = {Workspace::at<uint32_t>(problem, workspace.dkv), problem.s_kv, problem.d_qk, problem.d_qk};
+  if (p.progress) clear({p.progress, 1, 1, 1}, stream);
+  if (!orders_rows(problem)) {
+    clear(attn, stream);
+    clear(sums, stream);
+    return;
   }
-  if (p.progress) clear(p.progress, 1, 1, 1, stream);
-  if (p.attn) clear(problem.attn.as<uint32_t>(), problem.s_q, problem.topk, problem.attn.stride[0], stream);
-  if (!problem.dkv) return;
-  if (adds_to_output(problem))
-    clear(problem.dkv.as<uint32_t>(), problem.s_kv, problem.d_qk, problem.dkv.stride[0], stream);
-  else
-    clear(Workspace::at<uint32_t>(problem, workspace.dkv), problem.s_kv, problem.d_qk, problem.d_qk, stream);
+  const OrderParams order{tile::params_of(problem.selection),
+                          Workspace::at<int>(problem, workspace.rows),
+                          p.attn ? Workspace::at<uint16_t>(problem, workspace.places) : nullptr,
+                          Workspace::at<int>(problem, workspace.lengths),
+                          sums,
+                          attn};
+  runtime::launch(kName, order_rows,
+                  {.grid = {static_cast<std::uint32_t>(problem.s_q)},
+                   .threads = kOrderThreads,
+                   .shared_bytes = sizeof(OrderStorage)},
+                  stream, order);
 }
 
 // What was added, to the outputs as they are promised.
-void finish_sums(const Problem& problem, const Params& p, Stream stream) {
+void finish_sums(const Problem& problem, const Workspace& workspace, const Params& p, Stream stream) {
   if (problem.dkv && problem.s_kv > 0) {
     const arch::LaunchShape over_keys{.grid = {pass_grid(problem.s_kv)}, .threads = kPassThreads};
     const bool wide = problem.dkv.dtype == DType::kFloat32;
@@ -238,6 +282,15 @@ void finish_sums(const Problem& problem, const Params& p, Stream stream) {
     else
       runtime::launch(kName, finish_dkv, over_keys, stream, finish);
   }
+  if (p.attn && orders_rows(problem) && problem.s_q > 0)
+    runtime::launch(kName, arrange_attn,
+                    {.grid = {static_cast<std::uint32_t>(problem.s_q)},
+                     .threads = kOrderThreads,
+                     .shared_bytes = 4 * kLongestSorted},
+                    stream,
+                    ArrangeAttnParams{p.attn, Workspace::at<uint16_t>(problem, workspace.places),
+                                      Workspace::at<int>(problem, workspace.lengths), p.attn_stride,
+                                      static_cast<int>(problem.topk)});
   if (!problem.d_sink) return;
   const SinkParams sink{p.sink_parts, problem.d_sink.as<float>(), problem.s_q, problem.d_sink.stride[0], p.h_q};
   runtime::launch(kName, sum_d_sink,
@@ -247,33 +300,44 @@ void finish_sums(const Problem& problem, const Params& p, Stream stream) {
                   stream, sink);
 }
 
+// A part's pieces, and dQ of those that are cut.
+void run_part(const Problem& problem, const Workspace& workspace, Params p, const Part& part, void (*kernel)(Params),
+              std::size_t shared_bytes, Stream stream) {
+  const Share share = share_of(problem, part);
+  const std::int64_t steps = (problem.topk + Config::kKeys - 1) / Config::kKeys,
+                     count = share.whole + share.cut * share.slices;
+  if (count == 0) return;
+  p.first_head = part.first_head, p.head_blocks = part.head_blocks;
+  p.whole = static_cast<int>(share.whole), p.slices = static_cast<int>(share.slices);
+  p.slice_entries = static_cast<int>((steps + share.slices - 1) / share.slices * Config::kKeys);
+  p.dq_slices = Workspace::at<float>(problem, workspace.dq_slices);
+  const auto ctas = static_cast<std::uint32_t>(part.ctas);
+  runtime::launch(kName, kernel,
+                  {.grid = {ctas * static_cast<std::uint32_t>(count)},
+                   .threads = Config::kThreads,
+                   .cluster = ctas,
+                   .shared_bytes = shared_bytes},
+                  stream, p);
+  if (!p.dq || share.cut == 0) return;
+  runtime::launch(kName, sum_dq,
+                  {.grid = {static_cast<std::uint32_t>(share.cut * part.heads)}, .threads = kPassThreads}, stream,
+                  SumDqParams{p.dq_slices, p.dq, p.dq_stride_s, p.dq_stride_h, p.whole, part.first_head,
+                              part.head_blocks, part.heads, p.slices, p.h_q, static_cast<int>(problem.d_qk)});
+}
+
 void launch(const Problem& problem, Stream stream) {
   const Workspace workspace(problem);
-  Params p = params_of(problem, workspace);
+  const Params p = params_of(problem, workspace);
   if (needs_distribution(problem)) choose_fixed_point(problem, workspace, stream);
   prepare_sums(problem, workspace, p, stream);
   const bool wide = problem.d_qk == 576, fixed = p.fixed_dkv, attn = p.attn;
-  const auto tiles = static_cast<int>((problem.h_q + Config::kHeads - 1) / Config::kHeads);
-  p.wave = 132;                           // of an H100 or H200
-  p.head_blocks = fixed ? 0 : tiles / 2;  // the pair has no registers left for fixed point
   const auto pair = wide ? (attn ? pair_kernel<576, true> : pair_kernel<576, false>)
                          : (attn ? pair_kernel<512, true> : pair_kernel<512, false>);
-  if (problem.s_q > 0 && p.head_blocks > 0)
-    runtime::launch(kName, pair,
-                    {.grid = {static_cast<std::uint32_t>(2 * problem.s_q * p.head_blocks)},
-                     .threads = Config::kThreads,
-                     .cluster = 2,
-                     .shared_bytes = sizeof(PairStorage)},
-                    stream, p);
-  p.first_head = PairConfig::kHeads * p.head_blocks;
-  p.head_blocks = tiles - 2 * p.head_blocks;
-  if (problem.s_q > 0 && p.head_blocks > 0)
-    runtime::launch(kName, wide ? kernel_for<576>(p.h_q, fixed, attn) : kernel_for<512>(p.h_q, fixed, attn),
-                    {.grid = {static_cast<std::uint32_t>(problem.s_q * p.head_blocks)},
-                     .threads = Config::kThreads,
-                     .shared_bytes = wide ? sizeof(SharedStorage<576>) : sizeof(SharedStorage<512>)},
-                    stream, p);
-  finish_sums(problem, p, stream);
+  run_part(problem, workspace, p, pairs_of(problem), pair, sizeof(PairStorage), stream);
+  run_part(problem, workspace, p, singles_of(problem),
+           wide ? kernel_for<576>(p.h_q, fixed, attn) : kernel_for<512>(p.h_q, fixed, attn),
+           wide ? sizeof(SharedStorage<576>) : sizeof(SharedStorage<512>), stream);
+  finish_sums(problem, workspace, p, stream);
 }
 
 const runtime::Registration<Problem> backend{

@@ -12,11 +12,15 @@
 // Timeline  0   add R │ S ▓▓ │ + theirs, P │ dP ▓▓ │ + theirs, dS │ dQ own ▓▓ theirs ▓▓ │ keys, dKV R ▓▓ │ add R …
 //           1   S ▓▓ │ send │ dP ▓▓ │ send │······················│ dQ own ▓▓ theirs ▓▓ │ keys           │ S ▓▓ …
 //           2   … dKV of the step before ▓▓ add ▓▓ add ▓▓ add │···················│ dKV 0 ▓▓ add 1 ▓▓ add …
-// Messages  bulk copies within the cluster, whose bytes an mbarrier of the receiver counts:
+// Messages  within the cluster; an mbarrier of the receiver counts their bytes:
 //           partial S, partial dP   warpgroup 1 → peer's warpgroup 0, 16,384 B each, into `landing`
 //           P, dS                   warpgroup 0 → all of the peer, 8,192 B each, into p[1] and ds[1]
 //           Arrivals at the peer only say that a buffer may be overwritten, so they are relaxed: a release at cluster
-//           scope would wait for all additions under way (a tenth of the whole time).
+//           scope would wait for all additions under way (a tenth of the whole time). They wait for nothing, not even for
+//           loads: where threads have read the buffer, a fence stands before them.
+// Overlap   the own P(n + 1) is made while warpgroup 2 adds what comes of P and dS(n). So warpgroup 2 takes the own P as
+//           fragments at once, p[0] holds first the partial S on its way, then the next P, and both P and dS go to the peer
+//           when it has room for them. The partial dP finds no tile free and goes mostly by st.async: it has the time.
 // Budget    shared: Q 65,536 + 8,192, dO 65,536, keys 32,768 + 4,096, P and dS 32,768, landing 16,384, stage 4,096,
 //           others 2,412 = 231,788    (of 232,448)
 //           registers: dQ 144 + S or dP 32 + 32 others = 208 in warpgroups 0 and 1, 88 in warpgroup 2 (of 3 · 168)
@@ -33,7 +37,7 @@ namespace {
 
 struct PairConfig {
   static constexpr int kHeads = 2 * Config::kHeads, kColumns = Config::kDv / 2, kPanels = kColumns / 64;
-  // Of a lane's 8 vectors of a partial sum, how many are staged, and how many in a tile; the others go by st.async.
+  // Of a lane's 8 vectors of a partial sum, how many are staged, and how many of S in a tile; the others go by st.async.
   static constexpr int kStaged = 2, kStagedInTile = 4;
   static constexpr uint32_t kPartialBytes = 4 * 64 * 64, kPdsBytes = 2 * Config::kPanel;
 };
@@ -47,16 +51,18 @@ struct PairStorage {
   Panel q[2][PairConfig::kPanels], d_out[2][PairConfig::kPanels], keys[PairConfig::kPanels], p[2], ds[2];
   HalfPanel q_rope[2], keys_rope;
   arch::Words4 landing[4][8][32];                  // the peer's partial sums: [warp][vector][lane]
-  arch::Words4 stage[4][PairConfig::kStaged][32];  // ours on their way; more of them in p[1] and ds[1]
+  arch::Words4 stage[4][PairConfig::kStaged][32];  // ours on their way; of S, more of it in p[0]
   float shift[Config::kHeads], kept[Config::kHeads], delta[Config::kHeads];  // as in SharedStorage
   float head_sums[4][Config::kKeys];
   int key[2][Config::kKeys];
   int last_valid[Config::kWarps];
-  arch::mbarrier partial_full;     // the peer's partial sums have come
-  arch::mbarrier partial_free;     // the peer has read ours
-  arch::mbarrier pds_full;         // the peer's P and dS have come
-  arch::mbarrier p_free, ds_free;  // the peer has room for ours
-  arch::mbarrier pds_taken;        // the peer has got ours
+  Entries entries;              // read anew in every step: registers are the scarcer
+  arch::mbarrier partial_full;  // the peer's partial sums have come
+  arch::mbarrier partial_free;  // the peer has read ours
+  arch::mbarrier staged_taken;  // the peer has got what of ours was staged in p[0]
+  arch::mbarrier pds_full;      // the peer's P and dS have come
+  arch::mbarrier pds_free;      // the peer has room for ours
+  arch::mbarrier pds_taken;     // the peer has got ours
 };
 static_assert(sizeof(PairStorage) <= arch::sm90::kMaxSharedBytes);
 
@@ -66,10 +72,10 @@ enum PairBarrier : int {
   kPairKeysFull = 1,
   kPairRopeFree,  // warpgroup 0 reads these keys no more
   kPairOwnDsFull,
-  kPairOwnFree,                    // warpgroup 2 reads p[0] and ds[0] no more
-  kPairPeerPFree = kHeadSums + 1,  // … p[1]; kHeadSums is add_attn's
-  kPairPeerDsFree,                 // … ds[1]
-  kPairPeerFirst,                  // the peer's S, which has to travel, is ready: the own may be multiplied
+  kPairOwnPRead,   // warpgroup 2 has p[0] in registers
+  kPairOwnDsFree,  // … and reads ds[0] no more
+  kPairPeerFirst,  // the peer's S, which has to travel, is ready: the own may be multiplied
+  kPairStaged,     // … and what of it lies in p[0] is written
   kPairHalf0,
   kPairHalf1
 };
@@ -83,14 +89,15 @@ template <int kDqk>
 constexpr bool kHasRope = kDqk > Config::kDv;
 
 struct PairPlace {
-  int query, first_head[2];
+  Place piece;
+  int first_head[2];
   uint32_t rank;
 };
 HOPWELL_DEVICE PairPlace pair_place_of(const Params& p) {
-  const int block = arch::block_index() / 2, rank = int(arch::cluster_rank());
-  const int first_head = block % p.head_blocks * PairConfig::kHeads;
-  return {block / p.head_blocks,
-          {first_head + rank * Config::kHeads, first_head + (1 - rank) * Config::kHeads},
+  const int rank = int(arch::cluster_rank());
+  const Place place = place_of_block(p, arch::block_index() / 2, PairConfig::kHeads);
+  return {place,
+          {place.first_head + rank * Config::kHeads, place.first_head + (1 - rank) * Config::kHeads},
           uint32_t(rank)};
 }
 
@@ -192,60 +199,68 @@ HOPWELL_DEVICE void multiply_rope(float (&acc)[16], const PairStorage& s, int ti
 
 // ---- messages
 
-// Warpgroup 1: a partial sum to the peer. Bulk copies are three times as fast as stores of threads; what there is no
-// room for goes by st.async.
-HOPWELL_DEVICE void send_partial(const float (&acc)[32], PairStorage& s, Panel& tile, arch::mbarrier& tile_free,
-                                 uint32_t parity, uint32_t peer, int t) {
+// Warpgroup 1: a partial sum to the peer, kInTile vectors of a lane through p[0]. Bulk copies are three times as fast as
+// stores of threads; what there is no room for goes by st.async.
+template <int kInTile>
+HOPWELL_DEVICE void send_partial(const float (&acc)[32], PairStorage& s, uint32_t parity, uint32_t peer, int t) {
   const int warp = t / 32, lane = t % 32;
   const auto vector = [&acc](int j) {
     return arch::Words4{arch::bit_cast<uint32_t>(acc[4 * j]), arch::bit_cast<uint32_t>(acc[4 * j + 1]),
                         arch::bit_cast<uint32_t>(acc[4 * j + 2]), arch::bit_cast<uint32_t>(acc[4 * j + 3])};
   };
-  constexpr int kStaged = PairConfig::kStaged, kInTile = PairConfig::kStagedInTile;
+  constexpr int kStaged = PairConfig::kStaged;
   const uint32_t target = at_peer(s.landing[warp], peer), full = at_peer(&s.partial_full, peer);
   const uint32_t stage = arch::shared_address(s.stage[warp]),
-                 stage_tile = arch::shared_address(&tile) + 512 * kInTile * uint32_t(warp);
+                 tile = arch::shared_address(&s.p[0]) + 512 * kInTile * uint32_t(warp);
   arch::mbarrier_wait(s.partial_free, parity);
   HOPWELL_UNROLL
   for (int j = 0; j < kStaged + kInTile; ++j)
     arch::store_shared_v4(
-        (j < kStaged ? stage + uint32_t(512 * j) : stage_tile + uint32_t(512 * (j - kStaged))) + uint32_t(16 * lane),
+        (j < kStaged ? stage + uint32_t(512 * j) : tile + uint32_t(512 * (j - kStaged))) + uint32_t(16 * lane),
         vector(j));
   arch::fence_proxy_async();
   arch::syncwarp();
   if (lane == 0) {
     arch::bulk_copy_to_cta(target, stage, 512 * kStaged, full);
-    arch::bulk_copy_to_cta(target + 512 * kStaged, stage_tile, 512 * kInTile, full);
-    arch::mbarrier_arrive_cluster_relaxed(at_peer(&tile_free, peer));
+    if (kInTile > 0) arch::bulk_copy_to_cta(target + 512 * kStaged, tile, 512 * kInTile, full);
   }
   HOPWELL_UNROLL
   for (int j = kStaged + kInTile; j < 8; ++j)
     arch::store_async_v4(target + uint32_t(512 * j + 16 * lane), vector(j), full);
+  arch::syncwarp();  // kept: a lane branched off
 }
 
-// Warpgroup 0: acc += the peer's partial sum.
-HOPWELL_DEVICE void add_partial(float (&acc)[32], PairStorage& s, uint32_t parity, int t) {
+// Warpgroup 0: acc += the peer's partial sum. Returns 0, made of all sums: what depends on it is done when they are. Else
+// loaded vectors wait in registers for their turn, of which there are none left.
+HOPWELL_DEVICE uint32_t add_partial(float (&acc)[32], PairStorage& s, uint32_t parity, int t) {
   if (t == 0) arch::mbarrier_arrive_expect_tx(s.partial_full, PairConfig::kPartialBytes);
   arch::syncwarp();  // kept: a lane branched off
   arch::mbarrier_wait(s.partial_full, parity);
   const uint32_t source = arch::shared_address(&s.landing[t / 32][0][t % 32]);
+  uint32_t bits = 0;
   HOPWELL_UNROLL
   for (int j = 0; j < 8; ++j) {
     const arch::Words4 theirs = arch::load_shared_v4(source + uint32_t(512 * j));
     HOPWELL_UNROLL
-    for (int i = 0; i < 4; ++i) acc[4 * j + i] += arch::bit_cast<float>(theirs.w[i]);
+    for (int i = 0; i < 4; ++i) {
+      acc[4 * j + i] += arch::bit_cast<float>(theirs.w[i]);
+      bits |= arch::bit_cast<uint32_t>(acc[4 * j + i]);
+    }
   }
+  return bits & arch::cluster_rank() >> 1;  // of two CTAs, which the compiler does not know
+}
+
+// Warpgroup 0, once a fence has waited for the loads of a partial sum: the peer may send the next one. `nothing` is 0.
+HOPWELL_DEVICE void free_landing(PairStorage& s, uint32_t peer, uint32_t nothing, int t) {
+  arch::syncwarp();
+  if (t % 32 == 0) arch::mbarrier_arrive_cluster_relaxed(at_peer(&s.partial_free, peer) + nothing);
+  arch::syncwarp();  // kept: a lane branched off
 }
 
 // Warpgroup 0, once a warp's rows of P or dS are written and fenced: they go to the peer, for which they are those of its
-// other tile. And the peer may send its next partial sum. Not sooner: the arrival waits for nothing, and overtook the
-// reads of the last partial sum when it stood right behind them. The fence has waited for them.
-HOPWELL_DEVICE void send_rows(PairStorage& s, Panel (&tiles)[2], arch::mbarrier& tile_free, uint32_t parity,
-                              uint32_t peer, int t) {
+// other tile.
+HOPWELL_DEVICE void send_rows(PairStorage& s, Panel (&tiles)[2], uint32_t peer, int t) {
   constexpr uint32_t kBytes = Config::kPanel / 4;
-  arch::syncwarp();
-  if (t % 32 == 0) arch::mbarrier_arrive_cluster_relaxed(at_peer(&s.partial_free, peer));
-  arch::mbarrier_wait(tile_free, parity);
   const uint32_t offset = kBytes * uint32_t(t / 32);
   if (t % 32 == 0)
     arch::bulk_copy_to_cta(at_peer(&tiles[1], peer) + offset, arch::shared_address(&tiles[0]) + offset, kBytes,
@@ -279,7 +294,7 @@ HOPWELL_DEVICE void store_dq(const Params& p, PairStorage& s, const float (&dq)[
     }
     arch::barrier_sync(kPairHalf0 + kHalf, 128);
     const int heads = p.h_q - place.first_head[tile];
-    bf16* target = p.dq + place.query * p.dq_stride_s + place.first_head[tile] * p.dq_stride_h;
+    bf16* target = p.dq + place.piece.query * p.dq_stride_s + place.first_head[tile] * p.dq_stride_h;
     for (int e = t; e < Config::kHeads * 16 && e / 16 < heads; e += 128) {
       const int row = e / 16, chunk = e % 16;
       arch::store_streaming(
@@ -305,21 +320,28 @@ HOPWELL_DEVICE void finish_own_tile(const Params& p, PairStorage& s, int step) {
   const int t = arch::thread_index_anew() % 128;
   const uint32_t peer = arch::cluster_rank() ^ 1;
   arch::wgmma_wait<0>(acc);
-  add_partial(acc, s, 0, t);
-  if (step > 0) arch::barrier_sync(kPairOwnFree, 256);
-  arch::mbarrier_wait(s.pds_taken, (step & 1) ^ 1);
+  const uint32_t nothing = add_partial(acc, s, 0, t);
+  arch::fence_proxy_async();
+  free_landing(s, peer, nothing, t);
+  if (t == 0) arch::mbarrier_arrive_cluster_relaxed(at_peer(&s.staged_taken, peer));
+  arch::syncwarp();  // kept: a lane branched off
+  arch::mbarrier_wait(s.staged_taken, step & 1);
+  arch::barrier_sync(kPairStaged, 256);
   store_p<kAttn>(p, acc, s.shift, s.kept, arch::shared_address(&s.p[0]), t);
   arch::fence_proxy_async();
-  send_rows(s, s.p, s.p_free, step & 1, peer, t);
   if constexpr (kAttn) sum_heads(acc, s.head_sums, t);
   arch::wgmma_fence();
   multiply_scores<PairConfig::kPanels, false>(acc, s.d_out[0], s.keys);
   arch::wgmma_commit();
   arch::wgmma_wait<0>(acc);
   add_partial(acc, s, 1, t);
+  if (step > 0) arch::mbarrier_wait(s.pds_free, (step & 1) ^ 1);
+  send_rows(s, s.p, peer, t);
+  if (step > 0) arch::barrier_sync(kPairOwnDsFree, 256);
   store_ds(p, acc, s.delta, arch::shared_address(&s.p[0]), arch::shared_address(&s.ds[0]), t);
   arch::fence_proxy_async();
-  send_rows(s, s.ds, s.ds_free, step & 1, peer, t);
+  free_landing(s, peer, 0, t);
+  send_rows(s, s.ds, peer, t);
 }
 
 // Warpgroup 1, the same for the peer's tile.
@@ -332,31 +354,30 @@ HOPWELL_DEVICE void send_peer_tile(PairStorage& s, int step) {
   const int t = arch::thread_index_anew() % 128;
   const uint32_t peer = arch::cluster_rank() ^ 1;
   arch::wgmma_wait<0>(acc);
+  if (step > 0) arch::barrier_sync(kPairOwnPRead, 256);
   arch::barrier_arrive(kPairPeerFirst, 256);
-  if (step > 0) arch::barrier_sync(kPairPeerPFree, 256);
-  send_partial(acc, s, s.p[1], s.p_free, 1, peer, t);
-  arch::syncwarp();  // kept: a lane branched off
+  if (t == 0 && step > 0) arch::mbarrier_arrive_cluster_relaxed(at_peer(&s.pds_free, peer));  // no dQ reads ds[1]
+  arch::syncwarp();                                  // kept: a lane branched off
+  arch::mbarrier_wait(s.pds_taken, (step & 1) ^ 1);  // for warpgroup 0 too
+  send_partial<PairConfig::kStagedInTile>(acc, s, 1, peer, t);
+  arch::barrier_arrive(kPairStaged, 256);
   arch::wgmma_fence();
   multiply_scores<PairConfig::kPanels, false>(acc, s.d_out[1], s.keys);
   arch::wgmma_commit();
   arch::wgmma_wait<0>(acc);
-  if (step > 0) arch::barrier_sync(kPairPeerDsFree, 256);
-  send_partial(acc, s, s.ds[1], s.ds_free, 0, peer, t);
-  arch::syncwarp();  // kept: a lane branched off
+  send_partial<0>(acc, s, 0, peer, t);
 }
 
 // Half 0: the own tile, and dKV of RoPE. Half 1: the peer's. Both: their columns of dQ and of the next keys.
 template <int kDqk, int kHalf, bool kAttn>
-HOPWELL_DEVICE void score(const Params& p, PairStorage& s, const Entries& entries) {
+HOPWELL_DEVICE void score(const Params& p, PairStorage& s) {
+  const Entries& entries = s.entries;
   float dq[2][64] = {}, rope[16] = {};
   for (int step = 0; step * Config::kKeys < entries.length; ++step) {
     if constexpr (kHalf == 0)
       finish_own_tile<kDqk, kAttn>(p, s, step);
     else
       send_peer_tile<kDqk>(s, step);
-    [[maybe_unused]] float* attn = nullptr;  // warpgroup 1 has time while the own tile is finished
-    if constexpr (kAttn && kHalf == 1)
-      attn = attn_of(p, s.key[step % 2], pair_place_of(p).query, step, arch::thread_index_anew() % 128);
     arch::barrier_sync(kPairOwnDsFull, 256);
     arch::wgmma_fence();  // kept: nothing has touched dq since the fence before S; each batch begins with one
     multiply_dq<kHasRope<kDqk> && kHalf == 0>(dq[0], rope, s, 0, kHalf);
@@ -374,7 +395,7 @@ HOPWELL_DEVICE void score(const Params& p, PairStorage& s, const Entries& entrie
     arch::wgmma_commit();
     arch::wgmma_wait<0>(dq[0], dq[1]);
     arch::pin_registers(rope);
-    if constexpr (kAttn && kHalf == 1) add_attn(attn, s.head_sums, t);
+    if constexpr (kAttn && kHalf == 1) add_attn(p, s.head_sums, s.key[step % 2], pair_place_of(p).piece, step, t);
     const bool last = (step + 1) * Config::kKeys >= entries.length;
     if (!last) {
       gather_half<kHalf>(p, s, keys, step + 1, rank, t);
@@ -409,39 +430,55 @@ HOPWELL_DEVICE void score(const Params& p, PairStorage& s, const Entries& entrie
       arch::syncwarp();  // kept: lanes branched off
     }
   }
-  if (p.dq) store_dq<kDqk, kHalf>(p, s, dq, rope, pair_place_of(p), arch::thread_index_anew() % 128);
+  const int t = arch::thread_index_anew() % 128;
+  const PairPlace place = pair_place_of(p);
+  if (!p.dq) return;
+  if (place.piece.slice < 0) {
+    store_dq<kDqk, kHalf>(p, s, dq, rope, place, t);
+  } else {
+    const auto tile_of = [&](int tile) {
+      return p.dq_slices + (2 * int64_t{place.piece.slice} + (tile ^ int(place.rank))) * (Config::kHeads * kDqk);
+    };
+    HOPWELL_UNROLL
+    for (int tile = 0; tile < 2; ++tile)
+      store_slice<kDqk>(tile_of(tile), dq[tile], PairConfig::kColumns * int(place.rank) + 128 * kHalf, t);
+    if constexpr (kHasRope<kDqk>) store_slice<kDqk>(tile_of(kHalf), rope, Config::kDv + 32 * int(place.rank), t);
+  }
 }
 
 // ---- warpgroup 2
 
 template <int kDqk>
-HOPWELL_DEVICE void scatter(const Params& p, PairStorage& s, const Entries& entries, uint32_t rank) {
+HOPWELL_DEVICE void scatter(const Params& p, PairStorage& s, uint32_t rank) {
+  const Entries& entries = s.entries;
   const int t = arch::thread_index() % 128;
   const int steps = (entries.length + Config::kKeys - 1) / Config::kKeys;
+  const bool in_step = p.progress && int(arch::block_index()) / 2 < p.whole;
   uint32_t seen = 0;
   for (int step = 0; step < steps; ++step) {
     const bool last = step + 1 == steps;
-    if (p.progress) keep_step(p, seen, step);
+    if (in_step) keep_step(p, seen, step);
     arch::syncwarp();                           // kept: keep_step branches
     arch::mbarrier_wait(s.pds_full, step & 1);  // warpgroup 1 arrives only once the own are full
     const Rows<false> rows = load_rows<kDqk, false>(p, s.key[step % 2], t);
-    uint32_t peers[4][4];
-    load_transposed(peers, s.p[1], t);
-    if (!last) arch::barrier_arrive(kPairPeerPFree, 256);
+    uint32_t own[4][4];
+    load_transposed(own, s.p[0], t);
+    if (!last) arch::barrier_arrive(kPairOwnPRead, 256);
     // Unrolled, the descriptors of all panels would stay in registers.
     HOPWELL_NO_UNROLL
     for (int panel = 0; panel < PairConfig::kPanels; ++panel) {
       float acc[32];
       arch::wgmma_fence();
-      multiply_p(acc, peers, s.d_out[1][panel]);
-      multiply_transposed<4>(acc, arch::shared_address(&s.p[0]), arch::shared_address(&s.d_out[0][panel]), true);
+      multiply_p(acc, own, s.d_out[0][panel]);
+      multiply_transposed<4>(acc, arch::shared_address(&s.p[1]), arch::shared_address(&s.d_out[1][panel]), true);
       multiply_transposed<4>(acc, arch::shared_address(&s.ds[0]), arch::shared_address(&s.q[0][panel]), true);
       multiply_transposed<4>(acc, arch::shared_address(&s.ds[1]), arch::shared_address(&s.q[1][panel]), true);
       arch::wgmma_commit();
       arch::wgmma_wait<0>(acc);
       if (panel + 1 == PairConfig::kPanels && !last) {
-        arch::barrier_arrive(kPairOwnFree, 256);
-        arch::barrier_arrive(kPairPeerDsFree, 256);
+        arch::barrier_arrive(kPairOwnDsFree, 256);
+        if (t % 32 == 0) arch::mbarrier_arrive_cluster_relaxed(at_peer(&s.pds_free, rank ^ 1));
+        arch::syncwarp();  // kept: a lane branched off
       }
       add_panel(p, acc, PairConfig::kColumns * int(rank) + 64 * panel, rows);
       arch::syncwarp();  // kept: each addition was a branch
@@ -449,7 +486,7 @@ HOPWELL_DEVICE void scatter(const Params& p, PairStorage& s, const Entries& entr
   }
   // Rows with fewer steps than others count as having made them all.
   const int missing = (p.selection.topk + Config::kKeys - 1) / Config::kKeys - steps;
-  if (p.progress && t == 0 && missing > 0) arch::red_add(p.progress, uint32_t(missing));
+  if (in_step && t == 0 && missing > 0) arch::red_add(p.progress, uint32_t(missing));
 }
 
 // ---- before the first step
@@ -468,13 +505,13 @@ HOPWELL_DEVICE void load_tile(const Params& p, PairStorage& s, const PairPlace& 
   constexpr int kColumns = PairConfig::kColumns;
   const int rank = int(place.rank), heads = p.h_q - place.first_head[tile];
   const int64_t head = heads > 0 ? place.first_head[tile] : 0;
-  const bf16* q = p.q + place.query * p.q_stride_s + head * p.q_stride_h;
+  const bf16* q = p.q + place.piece.query * p.q_stride_s + head * p.q_stride_h;
   const auto panels = [](const Panel* to) {
     return [to](int row, int chunk) { return arch::shared_address(to + chunk / 8) + swizzled(row, chunk % 8); };
   };
   load_columns<kColumns>(panels(s.q[tile]), q + kColumns * rank, p.q_stride_h, heads);
   load_columns<kColumns>(panels(s.d_out[tile]),
-                         p.d_out + place.query * p.d_out_stride_s + head * p.d_out_stride_h + kColumns * rank,
+                         p.d_out + place.piece.query * p.d_out_stride_s + head * p.d_out_stride_h + kColumns * rank,
                          p.d_out_stride_h, heads);
   if constexpr (kHasRope<kDqk>)
     load_columns<32>(
@@ -482,10 +519,10 @@ HOPWELL_DEVICE void load_tile(const Params& p, PairStorage& s, const PairPlace& 
         q + Config::kDv + 32 * rank, p.q_stride_h, heads);
 }
 
-// Q, dO, the first keys, what the heads need, and the mbarriers. Returns the entries up to the last valid one.
+// Q, dO, the first keys, what the heads need, the mbarriers, and the entries up to the last valid one.
 template <int kDqk, bool kAttn>
-HOPWELL_DEVICE Entries prepare(const Params& p, PairStorage& s, const PairPlace& place) {
-  Entries entries = tile::entries_of(p.selection, place.query);
+HOPWELL_DEVICE void prepare(const Params& p, PairStorage& s, const PairPlace& place) {
+  const Entries entries = entries_of(p, place.piece);
   const int t = arch::thread_index() % 128, role = arch::warpgroup_index();
   int keys[4], share[kShare];
   load_keys(keys, entries, 0, t);
@@ -500,19 +537,21 @@ HOPWELL_DEVICE Entries prepare(const Params& p, PairStorage& s, const PairPlace&
     arch::mbarrier_init(s.partial_full, 1);
     arch::mbarrier_init(s.partial_free, 4);
     arch::mbarrier_init(s.pds_full, 1);
-    arch::mbarrier_init(s.p_free, 4);
-    arch::mbarrier_init(s.ds_free, 4);
+    arch::mbarrier_init(s.staged_taken, 1);
+    arch::mbarrier_init(s.pds_free, 5);  // four warps that add, and a lane that multiplies
     arch::mbarrier_init(s.pds_taken, 1);
     arch::fence_mbarrier_init();  // kept: PTX asks for it where another CTA's bulk copies complete on them
   }
   arch::syncwarp();  // kept: the lanes meet again; the shuffles below would make them
-  prepare_heads<kAttn>(p, s, {place.query, place.first_head[0]});
+  Place own = place.piece;
+  own.first_head = place.first_head[0];
+  prepare_heads<kAttn>(p, s, own);
   find_last_valid(s.last_valid, share, entries);
   arch::cp_async_wait<0>();
   arch::fence_proxy_async();
   arch::cluster_sync();
-  entries.length = length_of(s.last_valid);
-  return entries;
+  if (arch::thread_index() == 0) s.entries = {entries.row, length_of(s.last_valid), entries.visible};
+  arch::syncthreads();
 }
 
 #endif
@@ -522,17 +561,17 @@ __global__ void __launch_bounds__(Config::kThreads, 1) pair_kernel(const __grid_
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<PairStorage>();
   const PairPlace place = pair_place_of(p);
-  const Entries entries = prepare<kDqk, kAttn>(p, s, place);
+  prepare<kDqk, kAttn>(p, s, place);
   const int role = arch::warpgroup_index();
   if (role == 0) {
     arch::setmaxnreg_inc<Config::kScoreRegisters>();
-    score<kDqk, 0, kAttn>(p, s, entries);
+    score<kDqk, 0, kAttn>(p, s);
   } else if (role == 1) {
     arch::setmaxnreg_inc<Config::kScoreRegisters>();
-    score<kDqk, 1, kAttn>(p, s, entries);
+    score<kDqk, 1, kAttn>(p, s);
   } else {
     arch::setmaxnreg_dec<Config::kScatterRegisters>();
-    scatter<kDqk>(p, s, entries, place.rank);
+    scatter<kDqk>(p, s, place.rank);
   }
   arch::cluster_arrive_relaxed();  // the peer may still arrive at this CTA's mbarriers
   arch::cluster_wait();

@@ -1,8 +1,10 @@
 // sparse_mla_backward on Hopper: the small kernels around the main one, all of them bound by memory.
 //
 //     clear_rows        zeros, before sums are added
-//     order_rows        each query's valid keys by ranges of keys, ascending, so that CTAs meet in L2
+//     order_rows        each query's valid keys by ranges of keys, ascending, so that CTAs meet in L2; and those zeros
+//     sum_dq            dQ of queries whose keys were cut into slices
 //     arrange_dkv       sums in the output: their columns in order
+//     arrange_attn      attn in the output: from the order of keys back to that of the entries
 //     finish_dkv        sums in scratch memory to the output: its dtype, its strides, added to what is there if asked
 //     sum_d_sink        the sum over queries, in a fixed order
 #pragma once
@@ -73,7 +75,18 @@ struct OrderParams {
   int* rows;         // [s_q, topk]: the keys of valid entries by ranges; within one in the order of their entries
   uint16_t* places;  // [s_q, topk]: the entries that they come from; or null
   int* lengths;      // [s_q]: how many
+  ClearParams sums;  // zeros, 16 bytes at a time: memory has little to do while rows are put in order
+  ClearParams attn;  // the same; a row for each query; or no rows
 };
+
+// A CTA's share of the rows.
+HOPWELL_DEVICE void clear_share(const ClearParams& p) {
+  const int64_t rows = (p.rows + arch::grid_size() - 1) / arch::grid_size(), first = rows * arch::block_index();
+  const int chunks = int(p.words / 4);
+  for (int i = arch::thread_index(); i < rows * chunks; i += kOrderThreads)
+    if (first + i / chunks < p.rows)
+      *reinterpret_cast<arch::Words4*>(p.data + (first + i / chunks) * p.stride + i % chunks * 4) = {};
+}
 
 // The sum of the CTA's values.
 HOPWELL_DEVICE int sum_of_cta(int (&of_warp)[kOrderWarps], int value) {
@@ -148,6 +161,9 @@ HOPWELL_DEVICE void sort_by_digit(OrderStorage& s, int from, int rounds, int shi
 __global__ void __launch_bounds__(kOrderThreads) order_rows(const __grid_constant__ OrderParams p) {
   auto& s = arch::dynamic_smem<OrderStorage>();
   const int t = arch::thread_index(), query = arch::block_index();
+  clear_share(p.sums);
+  for (int64_t i = t; i < p.attn.words && query < p.attn.rows; i += kOrderThreads)
+    p.attn.data[query * p.attn.stride + i] = 0;
   const Entries entries = tile::entries_of(p.selection, query);
   const int rounds = (entries.length + kOrderThreads - 1) / kOrderThreads, bits = std::bit_width(entries.visible);
   int valid = 0;
@@ -221,6 +237,51 @@ __global__ void __launch_bounds__(kPassThreads) arrange_dkv(const __grid_constan
   }
 }
 
+struct SumDqParams {
+  const float* slices;  // [pieces, slices, heads of a piece, d_qk]
+  bf16* dq;             // [s_q, h_q, d_qk]
+  int64_t stride_s, stride_h;
+  int first_piece, first_head, head_blocks, heads;  // head_blocks: pieces of a query, of so many heads each
+  int count, h_q, d_qk;                             // count: slices of a piece
+};
+
+// A CTA for a piece and a head: the sum over slices, in their order.
+__global__ void __launch_bounds__(kPassThreads) sum_dq(const __grid_constant__ SumDqParams p) {
+  const int at = arch::block_index() / p.heads, row = arch::block_index() % p.heads, piece = p.first_piece + at;
+  const int head = p.first_head + piece % p.head_blocks * p.heads + row;
+  if (head >= p.h_q) return;
+  bf16* target = p.dq + piece / p.head_blocks * p.stride_s + head * p.stride_h;
+  for (int column = arch::thread_index(); column < p.d_qk; column += kPassThreads) {
+    float sum = 0;
+    for (int slice = 0; slice < p.count; ++slice)
+      sum += p.slices[((int64_t{at} * p.count + slice) * p.heads + row) * p.d_qk + column];
+    target[column] = arch::to_bf16(sum);
+  }
+}
+
+struct ArrangeAttnParams {
+  float* attn;             // [s_q, topk]: the sums of a row's keys in their order before, at their entries after
+  const uint16_t* places;  // [s_q, topk], lengths [s_q]: as order_rows gives them
+  const int* lengths;
+  int64_t stride;
+  int topk;
+};
+
+// A CTA for one query.
+__global__ void __launch_bounds__(kOrderThreads) arrange_attn(const __grid_constant__ ArrangeAttnParams p) {
+  auto& row = arch::dynamic_smem<float[kLongestSorted]>();
+  const int t = arch::thread_index(), query = arch::block_index(), length = p.lengths[query];
+  float* attn = p.attn + query * p.stride;
+  for (int i = t; i < p.topk; i += kOrderThreads) row[i] = 0;
+  arch::syncthreads();
+  for (int i = t; i < length && i < p.topk; i += kOrderThreads) {
+    const int place = p.places[int64_t{query} * p.topk + i];
+    if (place < p.topk) row[place] = attn[i];  // always; were a barrier of order_rows lost, addresses would be right
+  }
+  arch::syncthreads();
+  for (int i = t; i < p.topk; i += kOrderThreads) attn[i] = row[i];
+}
+
 struct SinkParams {
   const float* parts;  // [s_q, h_q]
   float* d_sink;       // [h_q]
@@ -247,10 +308,9 @@ std::uint32_t pass_grid(std::int64_t rows) {
   return static_cast<std::uint32_t>(std::clamp<std::int64_t>((rows + 15) / 16, 1, 132 * 8));
 }
 
-void clear(uint32_t* data, std::int64_t rows, std::int64_t words, std::int64_t stride, Stream stream) {
-  if (rows == 0 || words == 0) return;
-  runtime::launch("sparse_mla_backward", clear_rows, {.grid = {pass_grid(rows)}, .threads = kPassThreads}, stream,
-                  ClearParams{data, rows, words, stride});
+void clear(const ClearParams& p, Stream stream) {
+  if (p.rows == 0 || p.words == 0) return;
+  runtime::launch("sparse_mla_backward", clear_rows, {.grid = {pass_grid(p.rows)}, .threads = kPassThreads}, stream, p);
 }
 
 }  // namespace

@@ -99,7 +99,7 @@ HOPWELL_DEVICE void prepare_heads(const Params& p, Storage& s, const Place& plac
       kept = 1 / (1 + arch::exp2_approx(sink - lse));
       taken = sink == INFINITY ? 0 : 1 / (1 + arch::exp2_approx(lse - sink));
     }
-    if (p.sink_parts && row < heads)
+    if (p.sink_parts && row < heads && place.first_entry == 0)
       p.sink_parts[int64_t{place.query} * p.h_q + head] = taken == 0 ? 0 : -taken * delta;
     s.shift[row] = shift, s.kept[row] = kept, s.delta[row] = delta * p.sm_scale;
   }

@@ -61,16 +61,23 @@ HOPWELL_DEVICE void sum_heads(const float (&acc)[32], float (&head_sums)[4][Conf
   head_sums[t / 32][column + 1] = sum[1];
 }
 
-// Where thread t adds a key's sum to attn, which holds 0 or the sum of other heads; null if it does not. Asked for a
-// barrier or two before it is needed: memory answers after a thousand clocks.
-HOPWELL_DEVICE float* attn_of(const Params& p, const int (&keys)[Config::kKeys], int query, int step, int t) {
-  if (t >= Config::kKeys || keys[t] < 0) return nullptr;
-  const int i = step * Config::kKeys + t;
-  return p.attn + query * p.attn_stride + (p.places ? p.places[int64_t{query} * p.selection.topk + i] : i);
-}
-HOPWELL_DEVICE void add_attn(float* attn, const float (&head_sums)[4][Config::kKeys], int t) {
-  if (attn) arch::red_add(attn, head_sums[0][t] + head_sums[1][t] + head_sums[2][t] + head_sums[3][t]);
+// Adds them over the 4 warps to attn, which holds 0 or the sum of other heads. In the order of the selection, ordered or
+// not: arrange_attn brings sums to their entries.
+HOPWELL_DEVICE void add_attn(const Params& p, const float (&head_sums)[4][Config::kKeys],
+                             const int (&keys)[Config::kKeys], const Place& place, int step, int t) {
+  if (t < Config::kKeys && keys[t] >= 0)
+    arch::red_add(p.attn + place.query * p.attn_stride + place.first_entry + step * Config::kKeys + t,
+                  head_sums[0][t] + head_sums[1][t] + head_sums[2][t] + head_sums[3][t]);
   arch::syncwarp();  // kept: lanes branched off
+}
+
+// A slice's share of dQ: columns from `column` on of the rows of `target`, as the accumulators have them.
+template <int kDqk, int kSize>
+HOPWELL_DEVICE void store_slice(float* target, const float (&dq)[kSize], int column, int t) {
+  const int row = t / 32 * 16 + t % 32 / 4;
+  HOPWELL_UNROLL
+  for (int e = 0; e < kSize; ++e)
+    target[(row + (e & 2) * 4) * kDqk + column + e / 4 * 8 + 2 * (t & 3) + (e & 1)] = dq[e];
 }
 
 // Through this half's columns of the key buffer, then in whole lines.
@@ -111,7 +118,6 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const Place& 
   float dq[128] = {}, middle[16] = {};
   for (int step = 0; step < steps; ++step) {
     float acc[32];
-    [[maybe_unused]] float* attn = nullptr;
     arch::wgmma_fence();
     if constexpr (kHalf == 0)
       multiply_scores<kDqk / 64, kHasMiddle<kDqk>>(acc, s.q, s.keys);
@@ -125,10 +131,7 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const Place& 
       store_p<kAttn>(p, acc, s.shift, s.kept, arch::shared_address(&s.p), t);
       arch::fence_proxy_async();
       arch::barrier_arrive(kPFull, 256);
-      if constexpr (kAttn) {
-        attn = attn_of(p, s.key[step % 2], place.query, step, t);
-        sum_heads(acc, s.head_sums, t);
-      }
+      if constexpr (kAttn) sum_heads(acc, s.head_sums, t);
     } else {
       arch::barrier_sync(kPFull, 256);
       if (step > 0) arch::barrier_sync(kDsEmpty, 256);
@@ -148,7 +151,7 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const Place& 
       arch::cp_async_commit();
       if (p.prefetch) prefetch_sums<kDqk, kHalf>(p, keys, t);
     }
-    if constexpr (kAttn && kHalf == 0) add_attn(attn, s.head_sums, t);
+    if constexpr (kAttn && kHalf == 0) add_attn(p, s.head_sums, s.key[step % 2], place, step, t);
     const Rows<kFixed> rows = load_rows<kDqk, kFixed>(p, s.key[step % 2], t);
     HOPWELL_UNROLL
     for (int panel = kHalf * Config::kPanelsBeside; panel < (kHalf + 1) * Config::kPanelsBeside; ++panel) {
@@ -165,7 +168,15 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const Place& 
       arch::barrier_sync(kKeysFull, 256);
     }
   }
-  if (p.dq) store_dq<kDqk, kHalf>(p, s, dq, middle, place, arch::thread_index_anew() % 128);
+  const int t = arch::thread_index_anew() % 128;
+  if (!p.dq) return;
+  if (place.slice < 0) {
+    store_dq<kDqk, kHalf>(p, s, dq, middle, place, t);
+  } else {
+    float* slice = p.dq_slices + int64_t{place.slice} * (Config::kHeads * kDqk);
+    store_slice<kDqk>(slice, dq, kHalf == 0 ? 0 : kDqk - 256, t);
+    if constexpr (kHasMiddle<kDqk>) store_slice<kDqk>(slice, middle, 256 + 32 * kHalf, t);
+  }
 }
 
 // ---- warpgroup 2
@@ -231,10 +242,11 @@ HOPWELL_DEVICE void keep_step(const Params& p, uint32_t& seen, int step) {
 template <int kDqk, int kHeadSteps, bool kFixed>
 HOPWELL_DEVICE void scatter(const Params& p, SharedStorage<kDqk>& s, const Entries& entries) {
   const int t = arch::thread_index() % 128;
+  const bool in_step = p.progress && int(arch::block_index()) < p.whole;
   const int steps = (entries.length + Config::kKeys - 1) / Config::kKeys;
   uint32_t seen = 0;
   for (int step = 0; step < steps; ++step) {
-    if (p.progress) keep_step(p, seen, step);
+    if (in_step) keep_step(p, seen, step);
     arch::barrier_sync(kPdsFull, 256);
     const Rows<kFixed> rows = load_rows<kDqk, kFixed>(p, s.key[step % 2], t);
     uint32_t probabilities[kHeadSteps][4];
@@ -249,7 +261,7 @@ HOPWELL_DEVICE void scatter(const Params& p, SharedStorage<kDqk>& s, const Entri
   }
   // Rows with fewer steps than others count as having made them all.
   const int missing = (p.selection.topk + Config::kKeys - 1) / Config::kKeys - steps;
-  if (p.progress && t == 0 && missing > 0) arch::red_add(p.progress, uint32_t(missing));
+  if (in_step && t == 0 && missing > 0) arch::red_add(p.progress, uint32_t(missing));
 }
 
 // ---- before the first step
@@ -267,7 +279,7 @@ HOPWELL_DEVICE void load_heads(Panel* panels, const bf16* source, int64_t stride
 // Q, dO, the first keys, and what the heads need. Returns the entries up to the last valid one.
 template <int kDqk, bool kAttn>
 HOPWELL_DEVICE Entries prepare(const Params& p, SharedStorage<kDqk>& s, const Place& place) {
-  Entries entries = tile::entries_of(p.selection, place.query);
+  Entries entries = entries_of(p, place);
   const int t = arch::thread_index() % 128, heads = p.h_q - place.first_head;
   int keys[4], share[kShare];
   load_keys(keys, entries, 0, t);

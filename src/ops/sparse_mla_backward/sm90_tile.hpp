@@ -39,7 +39,7 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage<576>) <= arch::sm90::kMaxSharedBytes);
 
-enum NamedBarrier : int { kKeysFull = 1, kPFull, kDsFull, kPdsFull, kPEmpty, kDsEmpty, kHeadSums, kHalf0, kHalf1 };
+enum NamedBarrier : int { kKeysFull = 1, kPFull, kDsFull, kPdsFull, kPEmpty, kDsEmpty, kHalf0, kHalf1 };
 
 struct Params {
   tile::SelectionParams selection;
@@ -50,8 +50,7 @@ struct Params {
   float* dkv;               // [s_kv, d_qk], added to, columns at sum_position; or null
   int64_t* fixed_dkv;       // [s_kv, d_qk / 2], the same in pairs of fixed point, columns at word_of; or null
   const float* scale;       // [s_kv], what is 1 in the fixed point of a row
-  float* attn;              // [s_q, topk], added to; or null
-  const uint16_t* places;   // [s_q, topk]: which entry of attn each of the selection is; or null: the same
+  float* attn;              // [s_q, topk], added to, in the selection's order; or null
   uint32_t* progress;       // steps that all CTAs have made; or null: they are not kept in step
   float* sink_parts;        // [s_q, h_q]: what each query adds to d_sink; or null
   int64_t q_stride_s, q_stride_h, out_stride_s, out_stride_h, d_out_stride_s, d_out_stride_h;  // elements
@@ -60,16 +59,31 @@ struct Params {
   int h_q, first_head, head_blocks;  // first_head: of this launch
   bool prefetch;                     // rows of sums, to L2
   int wave, slack;                   // CTAs that run at the same time, and how far they may be apart: see keep_step
+  int whole, slices, slice_entries;  // see place_of_block
+  float* dq_slices;                  // [pieces in slices, slices, heads of a piece, d_qk]
   float sm_scale, scale_log2;        // and sm_scale · log2(e)
 };
 
-// Where this CTA is: head blocks of one query are neighbours, so that they share its keys in L2.
+// A piece of work is a query and a block of its heads. What is left for the last wave would leave most of the device idle,
+// so each of these pieces is cut into slices of its keys; sum_dq adds up what they give of dQ.
 struct Place {
   int query, first_head;
+  int slice;        // of all that are not whole; -1: a whole piece
+  int first_entry;  // of the selection
 };
-HOPWELL_DEVICE Place place_of(const Params& p) {
-  const int block = arch::block_index();
-  return {block / p.head_blocks, p.first_head + block % p.head_blocks * Config::kHeads};
+// Head blocks of one query are neighbours, so that they share its keys in L2.
+HOPWELL_DEVICE Place place_of_block(const Params& p, int block, int heads) {
+  const int slice = block - p.whole, piece = slice < 0 ? block : p.whole + slice / p.slices;
+  return {piece / p.head_blocks, p.first_head + piece % p.head_blocks * heads, slice < 0 ? -1 : slice,
+          slice < 0 ? 0 : slice % p.slices * p.slice_entries};
+}
+HOPWELL_DEVICE Place place_of(const Params& p) { return place_of_block(p, arch::block_index(), Config::kHeads); }
+
+HOPWELL_DEVICE Entries entries_of(const Params& p, const Place& place) {
+  Entries entries = tile::entries_of(p.selection, place.query);
+  if (place.slice < 0) return entries;
+  const int left = entries.length - place.first_entry, some = left < 0 ? 0 : left;
+  return {entries.row + place.first_entry, some < p.slice_entries ? some : p.slice_entries, entries.visible};
 }
 
 #if HOPWELL_HAS_SM90A
