@@ -67,10 +67,12 @@ struct Raw {
     }
   }
   HOPWELL_DEVICE float get(int i) const {
-    if constexpr (sizeof(T) == 4) return arch::bit_cast<float>(words[i]);
-    if constexpr (std::is_same_v<T, bf16>)
+    if constexpr (sizeof(T) == 4)
+      return arch::bit_cast<float>(words[i]);
+    else if constexpr (std::is_same_v<T, bf16>)
       return arch::bit_cast<float>(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
-    return to_fp32(T{uint16_t(words[i / 2] >> i % 2 * 16)});
+    else
+      return to_fp32(T{uint16_t(words[i / 2] >> i % 2 * 16)});
   }
   // Bits of the largest magnitude, as a float's.
   HOPWELL_DEVICE uint32_t largest() const {
