@@ -62,9 +62,10 @@ __global__ void cp_async_sizes(const uint32_t* in, uint32_t* out) {
   cp_async<4>(base + 768 + uint32_t(t) * 4, in + 192 + (31 - t), t % 5);
   cp_async_cached(base + 896 + uint32_t(t) * 16, in + 256 + 4 * t, 16 - t % 3,
                   t % 2 ? evict_first_policy() : evict_last_policy());
+  cp_async_of_line(base + 1408 + uint32_t(t) * 16, in + 256 + 4 * (31 - t), 16 - t % 5);
   cp_async_wait_all();
   syncthreads();
-  for (int i = t; i < 352; i += 32) out[i] = s.words[i];
+  for (int i = t; i < 480; i += 32) out[i] = s.words[i];
 }
 
 __global__ void cp_async_pipeline(const uint32_t* in, uint32_t* out) {
@@ -187,6 +188,8 @@ __global__ void wide_accesses(const uint32_t* in, uint32_t* out) {
   store_streaming(out + 4 * t, load_shared_v4(shared_address(s.words) + uint32_t(63 - t) * 16));
   store_streaming(out + 256 + 4 * t, load_streaming(in + 4 * t, evict_first_policy()));
   out[512 + t] = load_acquire(in + t) ^ load_relaxed(in + 64 + t);
+  store_relaxed_v4(reinterpret_cast<Words4*>(out + 576) + t,
+                   load_relaxed_v4(reinterpret_cast<const Words4*>(in) + 63 - t));
 }
 
 }  // namespace
@@ -211,8 +214,9 @@ void add_sm80_cases(std::vector<Case>& cases) {
   add_mma("mma_fp16_special", false, Inputs::fp16_special);
   add_mma("mma_bf16_subnormal", true, Inputs::bf16_subnormal);
   add_mma("mma_fp16_subnormal", false, Inputs::fp16_subnormal);
-  add("cp_async_sizes", "cp_async cp_async_cached cp_async_wait_all evict_first_policy evict_last_policy syncthreads",
-      Inputs::bits, Compare::bits, 384, 352, cp_async_sizes, 32);
+  add("cp_async_sizes",
+      "cp_async cp_async_cached cp_async_of_line cp_async_wait_all evict_first_policy evict_last_policy syncthreads",
+      Inputs::bits, Compare::bits, 384, 480, cp_async_sizes, 32);
   add("cp_async_pipeline", "cp_async cp_async_commit cp_async_wait", Inputs::bits, Compare::bits, 3072, 3072,
       cp_async_pipeline, 128);
   add("warp_collectives", "shuffle shuffle_xor ballot lane_index warp_index thread_index_anew", Inputs::bits,
@@ -230,8 +234,9 @@ void add_sm80_cases(std::vector<Case>& cases) {
   add("transcendental_special", "exp2_approx log2_approx", Inputs::float_wide, Compare::approximate, 256, 512,
       transcendental_special, 256);
   add("wide_accesses",
-      "prefetch_l2 load_streaming store_streaming load_shared_v4 store_shared_v4 load_acquire load_relaxed",
-      Inputs::bits, Compare::bits, 256, 576, wide_accesses, 64);
+      "prefetch_l2 load_streaming store_streaming load_shared_v4 store_shared_v4 load_acquire load_relaxed "
+      "load_relaxed_v4 store_relaxed_v4",
+      Inputs::bits, Compare::bits, 256, 832, wide_accesses, 64);
   cases.push_back({"grid_indices", "block_index block_index_3d grid_size", Inputs::bits, Compare::bits, 1, 12 * 32,
                    [=](uint32_t* in, uint32_t* out) {
                      start(grid_indices, {.grid = {3, 2, 2}, .threads = 32, .shared_bytes = shared}, in, out);
