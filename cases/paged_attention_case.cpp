@@ -155,7 +155,10 @@ struct Reference {
 
   void row(std::int64_t n, std::int64_t i, std::int64_t h, Output& out, Output* lse) const {
     const std::int64_t position = c.context(n) - c.queries() + i, head = h / (c.h_q / c.h_kv);
-    std::vector<std::int64_t> keys;
+    struct Key {
+      std::int64_t page, slot;
+    };
+    std::vector<Key> keys;
     std::vector<double> logits;
     double peak = -kInf, largest = 0, total = 0;
     for (std::int64_t key = 0; key <= position; ++key) {
@@ -173,7 +176,7 @@ struct Reference {
       const double scale = static_cast<double>(c.scale),
                    content = c.post_scale ? scale * dot + term : scale * (dot + term);
       logits.push_back(content - (c.alibi ? at(slopes, h) * static_cast<double>(delta) : 0));
-      keys.push_back(key);
+      keys.push_back({*in, key % c.block});
       peak = std::max(peak, logits.back());
       largest = std::max(largest, std::abs(scale) * magnitude);
     }
@@ -182,7 +185,7 @@ struct Reference {
     for (std::size_t j = 0; j < keys.size(); ++j) {
       const double p = std::exp(logits[j] - peak) / total;
       for (std::int64_t e = 0; e < c.d; ++e) {
-        const double product = p * at(v, v_at(page(n, keys[j]).value(), keys[j] % c.block, head, e));
+        const double product = p * at(v, v_at(keys[j].page, keys[j].slot, head, e));
         out.expected[static_cast<std::size_t>(to * c.d + e)] += product;
         out.magnitude[static_cast<std::size_t>(to * c.d + e)] += std::abs(product);
       }
@@ -279,7 +282,8 @@ void count_work(const Config& c, Instance& instance) {
   double keys = 0, pages = 0;
   for (std::int64_t n = 0; n < c.b(); ++n) {
     keys += static_cast<double>(c.context(n) - c.first_seen(n));
-    pages += static_cast<double>((c.context(n) + c.block - 1) / c.block);
+    const std::int64_t pages_of_sequence = (c.context(n) + c.block - 1) / c.block;
+    pages += static_cast<double>(pages_of_sequence);
   }
   const auto d = static_cast<double>(c.d);
   instance.bytes = 2 * keys * static_cast<double>(c.h_kv) * d * static_cast<double>(size_of(c.dtype)) + 4 * pages;
