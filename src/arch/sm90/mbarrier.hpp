@@ -92,7 +92,7 @@ HOPWELL_DEVICE void mbarrier_arrive_cluster(uint32_t cluster_address, [[maybe_un
 
 /// mbarrier.arrive.relaxed.cluster: the same without a release. For buffers that this thread has used up: whoever waits
 /// may overwrite them, and learns nothing of what they or others hold. It waits for nothing, not even for the thread's
-/// own loads, which it was seen to overtake: a fence.proxy.async (or a fence) must come between. A release at cluster
+/// own loads, which it was seen to overtake: a fence.proxy.async, which does, must come between. A release at cluster
 /// scope waits for all that the thread has under way, additions to global memory too. PTX:
 /// #parallel-synchronization-and-communication-instructions-mbarrier-arrive
 HOPWELL_DEVICE void mbarrier_arrive_cluster_relaxed(uint32_t cluster_address,

@@ -12,7 +12,8 @@
 //           and in bf16 code · 2^-126 · scale · 2^118 has six digits
 // Sums      of the warps meet in shared memory, those of phases are kept there, and those of the pair go through
 //           distributed shared memory; always in the same order
-// Range     x is multiplied as it is, fp16 by fp16 weights, bf16 by bf16 weights: all its digits count
+// Range     x is multiplied as it is, fp16 by fp16 weights, bf16 by bf16 weights: all its digits count. Sums have
+//           fp32's range: bf16 x above 2^124 may overflow them, as 2^116 would without kUnit
 // Budget    shared: rings 147,456, sums 65,536, kept sums 8,192 or 16,384; registers: x 32 or 64 of 128
 #pragma once
 
