@@ -34,6 +34,7 @@ struct Indexer {
   enum class Indices { kAny, kInvalid, kHot, kTwice, kAscending } indices = Indices::kAny;
   bool zero_targets = false;  // every second row of target is zero, and every third entry of the others
   float d_loss = 1;
+  bool deterministic = true;
 };
 
 struct Inputs {
@@ -212,19 +213,21 @@ Instance make_forward(Random& random, const Indexer& p) {
     instance.reference = [](Instance&) {};
     instance.verify = [in, &indices, &scores](const Instance&) { return verify_selection(in, indices, scores); };
   }
-  instance.call = [in, &indices, &scores](const char* backend, Stream stream) {
+  instance.call = [in, &indices, &scores, &workspace = *instance.workspace](const char* backend, Stream stream) {
     const auto positions = view_of(in.q_positions);
-    hopwell::lightning_indexer({.q_index = in.q->view(),
-                                .k_index = in.k->view(),
-                                .weights = in.weights->view(),
-                                .q_positions = pointer(positions),
-                                .has_q_start = in.problem.positions == Indexer::Positions::kStart,
-                                .q_start = in.problem.q_start,
-                                .kv_stride = in.problem.kv_stride,
-                                .indices = indices.view(),
-                                .scores = scores.view(),
-                                .backend = backend},
-                               stream);
+    run_with_workspace<LightningIndexerArgs>(hopwell::lightning_indexer, hopwell::lightning_indexer_workspace_bytes,
+                                             workspace,
+                                             {.q_index = in.q->view(),
+                                              .k_index = in.k->view(),
+                                              .weights = in.weights->view(),
+                                              .q_positions = pointer(positions),
+                                              .has_q_start = in.problem.positions == Indexer::Positions::kStart,
+                                              .q_start = in.problem.q_start,
+                                              .kv_stride = in.problem.kv_stride,
+                                              .indices = indices.view(),
+                                              .scores = scores.view(),
+                                              .backend = backend},
+                                             stream);
   };
   double visible = 0;
   for (std::int64_t s = 0; s < p.s_q; ++s) visible += static_cast<double>(visible_keys(in, s));
@@ -422,20 +425,24 @@ Instance make_backward(Random& random, const Indexer& p) {
   instance.expect(loss, {.norm = 1e-4});
   for (Array* array : {&d_q, &d_k, &d_weights}) instance.expect(*array, tolerance(array->dtype()));
   instance.reference = [in](Instance& self) { backward_reference(in, self); };
-  instance.call = [in, &loss, &d_q, &d_k, &d_weights](const char* backend, Stream stream) {
-    hopwell::lightning_indexer_backward({.target = in.target->view(),
-                                         .q_index = in.q->view(),
-                                         .k_index = in.k->view(),
-                                         .weights = in.weights->view(),
-                                         .indices = in.indices->view(),
-                                         .d_loss = in.problem.d_loss,
-                                         .deterministic = true,
-                                         .loss = loss.view(),
-                                         .d_q_index = d_q.view(),
-                                         .d_k_index = d_k.view(),
-                                         .d_weights = d_weights.view(),
-                                         .backend = backend},
-                                        stream);
+  instance.repeatable = p.deterministic;
+  instance.call = [in, &loss, &d_q, &d_k, &d_weights, &workspace = *instance.workspace](const char* backend,
+                                                                                        Stream stream) {
+    run_with_workspace<LightningIndexerBackwardArgs>(hopwell::lightning_indexer_backward,
+                                                     hopwell::lightning_indexer_backward_workspace_bytes, workspace,
+                                                     {.target = in.target->view(),
+                                                      .q_index = in.q->view(),
+                                                      .k_index = in.k->view(),
+                                                      .weights = in.weights->view(),
+                                                      .indices = in.indices->view(),
+                                                      .d_loss = in.problem.d_loss,
+                                                      .deterministic = in.problem.deterministic,
+                                                      .loss = loss.view(),
+                                                      .d_q_index = d_q.view(),
+                                                      .d_k_index = d_k.view(),
+                                                      .d_weights = d_weights.view(),
+                                                      .backend = backend},
+                                                     stream);
   };
   instance.flops = 6 * static_cast<double>(p.s_q * p.topk) * static_cast<double>(p.h_index * p.d_index);
   const auto element = static_cast<std::int64_t>(size_of(p.dtype));
@@ -451,6 +458,11 @@ std::vector<std::pair<std::string, Indexer>> backward_problems() {
   std::vector<std::pair<std::string, Indexer>> all = {
       {"basic", {}},
       {"basic_fp32", {.dtype = kFloat}},
+      {"any_order", {.deterministic = false}},
+      {"any_order_fp32", {.dtype = kFloat, .deterministic = false}},
+      {"any_order_strided", {.s_q = 6, .d_index = 33, .strided = true, .deterministic = false}},
+      {"any_order_hot_key",
+       {.s_q = 50, .h_index = 70, .d_index = 32, .indices = Indices::kHot, .deterministic = false}},
       {"production", {.s_q = 2, .s_kv = 3000, .h_index = 64, .topk = 2048, .indices = Indices::kAscending}},
       {"many_heads", {.s_q = 2, .s_kv = 900, .h_index = 600, .d_index = 8, .topk = 500}},
       {"two_waves", {.s_q = 40, .s_kv = 2500, .h_index = 1, .topk = 2048, .indices = Indices::kAscending}},
@@ -494,13 +506,14 @@ Indexer indexer_from(const Settings& settings) {
   Indexer p{.dtype = dtype == "bf16" ? DType::kBFloat16 : DType::kFloat32};
   p.s_q = number(settings, "s_q"), p.s_kv = number(settings, "s_kv"), p.topk = number(settings, "topk");
   p.h_index = number(settings, "h_index"), p.d_index = number(settings, "d_index");
+  p.deterministic = number(settings, "deterministic") != 0;
   return p;
 }
 
 std::vector<std::pair<std::string, Settings>> shapes() {
   const auto shape = [](const char* s_q, const char* s_kv, const char* dtype) {
-    return Settings{{"s_q", s_q},       {"s_kv", s_kv},   {"h_index", "64"},
-                    {"d_index", "128"}, {"topk", "2048"}, {"dtype", dtype}};
+    return Settings{{"s_q", s_q},     {"s_kv", s_kv},   {"h_index", "64"},     {"d_index", "128"},
+                    {"topk", "2048"}, {"dtype", dtype}, {"deterministic", "0"}};
   };
   return {{"prefill", shape("512", "8192", "bf16")},
           {"prefill_fp32", shape("512", "8192", "fp32")},
