@@ -79,7 +79,7 @@ void score(const Problem& problem, std::int64_t first, std::int64_t count, Strea
   const std::int64_t wanted = 8 * std::int64_t{runtime::multiprocessors(problem.device.device_id)};
   const std::int64_t slices = std::clamp<std::int64_t>(wanted / blocks, 1, std::min(p.items / p.parts, 65535));
   p.items_of_slice = to_int(ceil_div(p.items / p.parts, slices)) * p.parts;
-  runtime::launch(kName, score_keys<T>,
+  runtime::launch(kName, p.chunks == kChunks ? score_keys<true, T> : score_keys<false, T>,
                   {.grid = {to_count(blocks), to_count(ceil_div(p.items, p.items_of_slice))},
                    .threads = ScoreConfig::kThreads,
                    .shared_bytes = sizeof(ScoreStorage<T>)},

@@ -141,14 +141,14 @@ HOPWELL_DEVICE void add_scores(const Params<T>& p, const WeighStorage<T>& s, int
   gather(p, keys, rows[0]);
   float sums[2] = {0, 0};
   const int heads = p.heads - first_head < kHeads ? p.heads - first_head : kHeads;
-  for (int head = 0; head < heads; head += 8) {
-    float d[1][4] = {};
-    multiply(d, rows, s.q, head + g, p.chunks);
+  for (int head = 0; head < heads; head += 16) {
+    float d[2][1][4] = {};
+    multiply<false>(d, rows, s.q, head, p.chunks);
     HOPWELL_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const int column = head + 2 * t + i % 2;
-      const float term = s.weights[column] * relu(d[0][i]);
-      sums[i / 2] += column < heads ? term : 0;
+    for (int i = 0; i < 8; ++i) {
+      const int column = head + i / 4 * 8 + 2 * t + i % 2;
+      const float term = s.weights[column] * relu(d[i / 4][0][i % 4]);
+      sums[i / 2 % 2] += column < heads ? term : 0;
     }
   }
   HOPWELL_UNROLL
@@ -306,33 +306,40 @@ HOPWELL_DEVICE void find_positive(const Params<T>& p, GradientStorage<T>& s, con
     }
   }
   HOPWELL_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    const int head = 32 * side + 8 * i;
-    if (head / 16 * 16 >= heads) break;
-    float d[1][4] = {};
-    multiply(d, rows, s.q, head + g, p.chunks);
+  for (int pair = 0; pair < 2; ++pair) {
+    const int head = 32 * side + 16 * pair;
+    if (head >= heads) break;
+    float d[2][1][4] = {};
+    multiply<false>(d, rows, s.q, head, p.chunks);
     HOPWELL_UNROLL
-    for (int half = 0; half < 2; ++half) {
+    for (int i = 0; i < 4; ++i) {
       constexpr uint32_t kOne = 0x3f80;
-      const float low = d[0][2 * half], high = d[0][2 * half + 1];
-      *reinterpret_cast<uint32_t*>(s.positive + positive_at(first_entry + 8 * half + g, head / 8) + 4 * t) =
+      const int block = i / 2, half = i % 2;
+      const float low = d[block][0][2 * half], high = d[block][0][2 * half + 1];
+      *reinterpret_cast<uint32_t*>(s.positive + positive_at(first_entry + 8 * half + g, head / 8 + block) + 4 * t) =
           (low > 0 ? kOne : 0) | (high > 0 ? kOne << 16 : 0);
       if (entries.keys[half] < 0) continue;  // q may be NaN
-      d_weights[i][0] += entries.g[half] * relu(low), d_weights[i][1] += entries.g[half] * relu(high);
+      d_weights[2 * pair + block][0] += entries.g[half] * relu(low);
+      d_weights[2 * pair + block][1] += entries.g[half] * relu(high);
     }
   }
 }
 
-// d += a · 16 rows of the tile from `row` on, 16 columns.
+// This lane's place in 16 rows of a tile, 16 columns, as ldmatrix reads them transposed.
+HOPWELL_DEVICE uint32_t place_of_lane() {
+  const auto lane = uint32_t(arch::lane_index());
+  return piece_at(lane % 16, lane / 16);
+}
+// d += a · 16 rows of the tile from 16 · `block` on, columns 16 · `column` to 16 · `column` + 15.
 template <int kRows>
 HOPWELL_DEVICE void multiply_by_columns(float (&d)[2][4], const uint32_t (&a)[4],
-                                        const Tile<kGradientLimbs, kRows>& tile, int row, int column) {
-  const int lane = arch::lane_index();
+                                        const Tile<kGradientLimbs, kRows>& tile, uint32_t place, int block,
+                                        int column) {
   HOPWELL_UNROLL
   for (int limb = 0; limb < kGradientLimbs; ++limb) {
     uint32_t b[4];
-    arch::ldmatrix<arch::Transpose::yes>(
-        b, arch::shared_address(tile.limbs[limb]) + piece_at(row + lane % 16, column / 8 + lane / 16));
+    arch::ldmatrix<arch::Transpose::yes>(b,
+                                         tile.address(limb) + uint32_t(block) * 4096 + (place ^ uint32_t(column) << 5));
     const uint32_t left[2] = {b[0], b[1]}, right[2] = {b[2], b[3]};
     arch::mma_m16n8k16_bf16(d[0], a, left);
     arch::mma_m16n8k16_bf16(d[1], a, right);
@@ -381,18 +388,21 @@ HOPWELL_DEVICE void add_d_k(const Params<T>& p, const GradientStorage<T>& s, con
     if (16 * step < heads)
       arch::ldmatrix(a[step],
                      arch::shared_address(s.positive) + positive_at(first_entry + lane % 16, 2 * step + lane / 16));
-  for (int column = 16 * side; column < 32 * p.chunks; column += 32) {
+  const uint32_t place = place_of_lane();
+  HOPWELL_UNROLL
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    if (chunk >= p.chunks) break;
     float d[2][4] = {};
     HOPWELL_UNROLL
     for (int step = 0; step < 4; ++step)
-      if (16 * step < heads) multiply_by_columns(d, a[step], s.weighted_q, 16 * step, column);
+      if (16 * step < heads) multiply_by_columns(d, a[step], s.weighted_q, place, step, 2 * chunk + side);
     HOPWELL_UNROLL
     for (int half = 0; half < 2; ++half) {
       if (entries.keys[half] < 0) continue;
       const float g = entries.g[half];
       HOPWELL_UNROLL
       for (int i = 0; i < 2; ++i) {
-        const int at = column + 8 * i + 2 * t;
+        const int at = 32 * chunk + 16 * side + 8 * i + 2 * t;
         if (at < p.columns) add_to_key(p, entries.keys[half], at, g * d[i][2 * half], g * d[i][2 * half + 1]);
       }
     }
@@ -403,6 +413,7 @@ HOPWELL_DEVICE void add_d_k(const Params<T>& p, const GradientStorage<T>& s, con
 template <class T>
 HOPWELL_DEVICE void add_d_q(const Params<T>& p, const GradientStorage<T>& s, float (&d_q)[kChunks * 2][2][4]) {
   const int lane = arch::lane_index(), warp = arch::warp_index();
+  const uint32_t place = place_of_lane();
   HOPWELL_UNROLL
   for (int step = 0; step < GradientConfig::kEntries / 16; ++step) {
     uint32_t a[4];  // heads × entries: of [entry][head] the transpose
@@ -411,7 +422,7 @@ HOPWELL_DEVICE void add_d_q(const Params<T>& p, const GradientStorage<T>& s, flo
         arch::shared_address(s.positive) + positive_at(16 * step + lane % 8 + lane / 16 * 8, 2 * warp + lane / 8 % 2));
     HOPWELL_UNROLL
     for (int i = 0; i < kChunks * 2; ++i)
-      if (i < 2 * p.chunks) multiply_by_columns(d_q[i], a, s.weighted_keys, 16 * step, 16 * i);
+      if (i < 2 * p.chunks) multiply_by_columns(d_q[i], a, s.weighted_keys, place, step, i);
   }
 }
 

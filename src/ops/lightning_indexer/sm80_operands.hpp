@@ -47,15 +47,11 @@ struct Piece {
 
 // Takes the leading eight digits from a number: bits of bf16, in the upper half.
 HOPWELL_DEVICE uint32_t take_limb(float& x) {
-  if (!(fabsf(x) < INFINITY)) {
-    const uint32_t bits = x != x ? 0x7fc00000U : arch::bit_cast<uint32_t>(x);
-    x = 0;
-    return bits;
-  }
   const uint32_t bits = arch::bit_cast<uint32_t>(x) & 0xffff0000U;
   x -= arch::bit_cast<float>(bits);
   return bits;
 }
+// Finite numbers in limbs.
 template <int kTheLimbs>
 HOPWELL_DEVICE Piece<kTheLimbs> split(const float (&x)[8]) {
   Piece<kTheLimbs> piece;
@@ -66,6 +62,22 @@ HOPWELL_DEVICE Piece<kTheLimbs> split(const float (&x)[8]) {
     for (int limb = 0; limb < kTheLimbs - 1; ++limb) piece.limb[limb].w[i] = take_limb(low) >> 16 | take_limb(high);
     piece.limb[kTheLimbs - 1].w[i] = arch::pack_bf16(low, high);
   }
+  return piece;
+}
+// Any numbers: infinities and NaN go to the first limb.
+template <int kTheLimbs>
+HOPWELL_DEVICE Piece<kTheLimbs> split_any(const float (&x)[8]) {
+  float finite[8];
+  uint32_t special[8];
+  HOPWELL_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    const bool is_finite = fabsf(x[i]) < INFINITY;
+    finite[i] = is_finite ? x[i] : 0;
+    special[i] = is_finite ? 0 : x[i] != x[i] ? 0x7fc0 : arch::bit_cast<uint32_t>(x[i]) >> 16;
+  }
+  Piece<kTheLimbs> piece = split<kTheLimbs>(finite);
+  HOPWELL_UNROLL
+  for (int i = 0; i < 8; ++i) piece.limb[0].w[i / 2] |= special[i] << 16 * (i % 2);
   return piece;
 }
 
@@ -103,7 +115,7 @@ struct Rows {
       float x[8];
       HOPWELL_UNROLL
       for (int i = 0; i < 8; ++i) x[i] = column + i < columns ? row[column + i] : 0;
-      return split<kLimbs<T>>(x);
+      return split_any<kLimbs<T>>(x);
     }
   }
 };
@@ -120,8 +132,8 @@ Rows<T> rows_of(const View& view, std::size_t dims) {
 
 // Where a piece of a row of 128 columns lies, bytes: eight neighbouring rows have a column's in different banks, and so
 // have two neighbours those of a quad.
-HOPWELL_DEVICE uint32_t piece_at(int row, int piece) {
-  return uint32_t(row * 256 + ((piece ^ (row % 2 * 4) ^ (row / 2 % 4)) << 4));
+HOPWELL_DEVICE uint32_t piece_at(uint32_t row, uint32_t piece) {
+  return row * 256 + ((piece ^ (row % 2 * 4) ^ (row / 2 % 4)) << 4);
 }
 
 template <int kTheLimbs, int kRows>
@@ -129,16 +141,17 @@ struct Tile {
   static constexpr uint32_t kLimbBytes = kRows * 256;
   alignas(128) unsigned char limbs[kTheLimbs][kLimbBytes];
 
+  HOPWELL_DEVICE uint32_t address(int limb) const { return arch::shared_address(limbs[limb]); }
   HOPWELL_DEVICE void store(int row, int number, const Piece<kTheLimbs>& piece) {
     HOPWELL_UNROLL
     for (int limb = 0; limb < kTheLimbs; ++limb)
-      arch::store_shared_v4(arch::shared_address(limbs[limb]) + piece_at(row, number), piece.limb[limb]);
+      arch::store_shared_v4(address(limb) + piece_at(uint32_t(row), uint32_t(number)), piece.limb[limb]);
   }
   HOPWELL_DEVICE Piece<kTheLimbs> load(int row, int number) const {
     Piece<kTheLimbs> piece;
     HOPWELL_UNROLL
     for (int limb = 0; limb < kTheLimbs; ++limb)
-      piece.limb[limb] = arch::load_shared_v4(arch::shared_address(limbs[limb]) + piece_at(row, number));
+      piece.limb[limb] = arch::load_shared_v4(address(limb) + piece_at(uint32_t(row), uint32_t(number)));
     return piece;
   }
 };
@@ -151,28 +164,35 @@ struct Operand {
   Piece<kTheLimbs> piece[kChunks][2];
 };
 
-// d += 16 rows · 8 rows, this lane's column being row `row` of the tile.
-template <int kTheLimbs, int kTiles, int kRows>
-HOPWELL_DEVICE void multiply(float (&d)[kTiles][4], const Operand<kTheLimbs> (&a)[kTiles],
-                             const Tile<kTheLimbs, kRows>& tile, int row, int chunks) {
+// d += 16 rows · 8 rows of the tile, for each of kTiles times 16 rows and kBlocks times 8 from `first` on, a multiple of 8.
+// kWhole: there are kChunks chunks.
+template <bool kWhole, int kTheLimbs, int kTiles, int kBlocks, int kRows>
+HOPWELL_DEVICE void multiply(float (&d)[kBlocks][kTiles][4], const Operand<kTheLimbs> (&a)[kTiles],
+                             const Tile<kTheLimbs, kRows>& tile, int first, int chunks) {
+  const uint32_t g = uint32_t(arch::lane_index()) / 4, t = uint32_t(arch::lane_index()) % 4;
   HOPWELL_UNROLL
   for (int chunk = 0; chunk < kChunks; ++chunk) {
-    if (chunk >= chunks) break;
-    const Piece<kTheLimbs> b = tile.load(row, 4 * chunk + arch::lane_index() % 4);
+    if (!kWhole && chunk >= chunks) break;
+    Piece<kTheLimbs> b[kBlocks];
+    HOPWELL_UNROLL
+    for (int i = 0; i < kBlocks * kTheLimbs; ++i)
+      b[i / kTheLimbs].limb[i % kTheLimbs] =
+          arch::load_shared_v4(tile.address(i % kTheLimbs) + uint32_t(first + i / kTheLimbs * 8) * 256 +
+                               piece_at(g, uint32_t(4 * chunk) + t));
     HOPWELL_UNROLL
     for (int step = 0; step < 2; ++step) {
       HOPWELL_UNROLL
       for (int of_a = 0; of_a < kTheLimbs; ++of_a) {
         HOPWELL_UNROLL
         for (int of_b = 0; of_b < kTheLimbs - of_a; ++of_b) {
-          const uint32_t* words = b.limb[of_b].w + 2 * step;
-          const uint32_t right[2] = {words[0], words[1]};
           HOPWELL_UNROLL
-          for (int i = 0; i < kTiles; ++i) {
-            const uint32_t *low = a[i].piece[chunk][0].limb[of_a].w + 2 * step,
-                           *high = a[i].piece[chunk][1].limb[of_a].w + 2 * step;
-            const uint32_t left[4] = {low[0], high[0], low[1], high[1]};
-            arch::mma_m16n8k16_bf16(d[i], left, right);
+          for (int i = 0; i < kBlocks * kTiles; ++i) {
+            const int block = i / kTiles, of_tile = i % kTiles;
+            const uint32_t *words = b[block].limb[of_b].w + 2 * step,
+                           *low = a[of_tile].piece[chunk][0].limb[of_a].w + 2 * step,
+                           *high = a[of_tile].piece[chunk][1].limb[of_a].w + 2 * step;
+            const uint32_t left[4] = {low[0], high[0], low[1], high[1]}, right[2] = {words[0], words[1]};
+            arch::mma_m16n8k16_bf16(d[block][of_tile], left, right);
           }
         }
       }

@@ -92,7 +92,7 @@ struct Supplier {
       if (chunk >= p.chunks) break;
       if (sizeof(T) == 2 && p.q.in_pieces) {
         const bool wanted = exists && 8 * number < p.q.columns;
-        arch::cp_async(arch::shared_address(s.q[stage].limbs[0]) + piece_at(row, number),
+        arch::cp_async(s.q[stage].address(0) + piece_at(uint32_t(row), uint32_t(number)),
                        from + (wanted ? 8 * number : 0), wanted ? 16 : 0);
       } else {
         s.q[stage].store(row, number, exists ? p.q.piece(from, 8 * number) : Piece<kLimbs<T>>{});
@@ -132,22 +132,23 @@ HOPWELL_DEVICE void load_keys(const ScoreParams<T>& p, int first, Operand<kLimbs
   }
 }
 
-// Adds eight rows of an item, heads of one query, to the scores of this lane's keys; of them `heads` exist.
-template <class T>
+// Adds rows of an item from `row` on, kBlocks times 8 heads of one query, to the scores of this lane's keys; of them `heads`
+// exist.
+template <bool kWhole, int kBlocks, class T>
 HOPWELL_DEVICE void add_heads(const ScoreParams<T>& p, const ScoreStorage<T>& s, int stage, int row, int heads,
                               const Operand<kLimbs<T>> (&keys)[kTilesOfWarp<T>], float (&sums)[kTilesOfWarp<T>][2]) {
-  const int g = arch::lane_index() / 4, t = arch::lane_index() % 4;
-  float d[kTilesOfWarp<T>][4] = {};
-  multiply(d, keys, s.q[stage], row + g, p.chunks);
-  const float *weights = s.weights[stage] + row + 2 * t, weight[2] = {weights[0], weights[1]};
-  const auto add = [&](int column) {
+  const int t = arch::lane_index() % 4;
+  float d[kBlocks][kTilesOfWarp<T>][4] = {};
+  multiply<kWhole>(d, keys, s.q[stage], row, p.chunks);
+  HOPWELL_UNROLL
+  for (int i = 0; i < 2 * kBlocks; ++i) {
+    const int column = i / 2 * 8 + 2 * t + i % 2;
+    const float weight = s.weights[stage][row + column];
+    if (heads < 8 * kBlocks && column >= heads) continue;  // the product of a head that does not exist may be NaN
     HOPWELL_UNROLL
-    for (int i = 0; i < 2 * kTilesOfWarp<T>; ++i)
-      sums[i / 2][i % 2] += weight[column] * relu(d[i / 2][i % 2 * 2 + column]);
-  };
-  if (heads >= 8) return add(0), add(1);
-  if (2 * t < heads) add(0);  // the product of one that does not exist may be NaN
-  if (2 * t + 1 < heads) add(1);
+    for (int j = 0; j < 2 * kTilesOfWarp<T>; ++j)
+      sums[j / 2][j % 2] += weight * relu(d[i / 2][j / 2][j % 2 * 2 + i % 2]);
+  }
 }
 
 // Lane t of a quad stores one of its keys' scores.
@@ -163,7 +164,8 @@ HOPWELL_DEVICE void store_scores(const ScoreParams<T>& p, int query, int first_k
   }
 }
 
-template <class T>
+// kWhole: d_index is above 96.
+template <bool kWhole, class T>
 __global__ void __launch_bounds__(ScoreConfig::kThreads, sizeof(T) == 2 ? 2 : 1)
     score_keys(const __grid_constant__ ScoreParams<T> p) {
   auto& s = arch::dynamic_smem<ScoreStorage<T>>();
@@ -189,8 +191,10 @@ __global__ void __launch_bounds__(ScoreConfig::kThreads, sizeof(T) == 2 ? 2 : 1)
     const int heads = p.heads - part * kHeads < kHeads ? p.heads - part * kHeads : kHeads;
     for (int i = 0; i < p.queries_of_item && query + i < p.queries; ++i) {
       if (first_key >= s.visible[stage][i]) continue;
-      for (int head = 0; head < heads; head += 8)
-        add_heads(p, s, stage, i * p.padded_heads + head, heads - head, keys, sums);
+      int head = 0;
+      for (; heads - head > 8; head += 16)
+        add_heads<kWhole, 2>(p, s, stage, i * p.padded_heads + head, heads - head, keys, sums);
+      if (head < heads) add_heads<kWhole, 1>(p, s, stage, i * p.padded_heads + head, heads - head, keys, sums);
       if (part + 1 < p.parts) continue;
       store_scores(p, query + i, first_key, sums);
       HOPWELL_UNROLL
