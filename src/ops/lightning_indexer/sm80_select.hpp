@@ -47,32 +47,39 @@ HOPWELL_DEVICE int bits_set(uint32_t x) {
 #endif
 }
 
-// How often digit lane % 16 at `shift` comes among this warp's scores that begin with `prefix`.
-HOPWELL_DEVICE int count_digit(const SelectParams& p, const float* row, int n, uint32_t prefix, int shift) {
-  constexpr int kTogether = 4;  // loads
-  const uint32_t lane = uint32_t(arch::lane_index());
-  int count = 0;
-  for (int first = 32 * arch::warp_index(); first < n; first += kTogether * 32 * p.warps) {
+// The scores of 32 keys from `begin` on, a lane a key, then `step` further …: visit(key, score, whether it exists). Eight
+// loads at a time.
+template <class Visit>
+HOPWELL_DEVICE void for_each_score(const float* row, int begin, int end, int step, Visit visit) {
+  constexpr int kTogether = 8;
+  for (int first = begin; first < end; first += kTogether * step) {
+    const int key = first + arch::lane_index();
     float score[kTogether];
     HOPWELL_UNROLL
-    for (int i = 0; i < kTogether; ++i) {
-      const int key = first + 32 * i * p.warps + int(lane);
-      score[i] = key < n ? row[key] : 0;
-    }
+    for (int i = 0; i < kTogether; ++i) score[i] = key + i * step < end ? row[key + i * step] : 0;
     HOPWELL_UNROLL
     for (int i = 0; i < kTogether; ++i) {
-      const uint32_t order = order_of(score[i]), digit = order >> shift;
-      const bool exists = first + 32 * i * p.warps + int(lane) < n;
-      uint32_t same = arch::ballot(exists && (uint64_t{order} >> (shift + SelectConfig::kDigitBits)) == prefix);
-      if (same == 0) continue;
-      HOPWELL_UNROLL
-      for (int bit = 0; bit < SelectConfig::kDigitBits; ++bit) {
-        const uint32_t have = arch::ballot(digit >> bit & 1);
-        same &= lane >> bit & 1 ? have : ~have;
-      }
-      count += bits_set(same);
+      if (first + i * step >= end) break;
+      visit(key + i * step, score[i], key + i * step < end);
     }
   }
+}
+
+// How often digit lane % 16 at `shift` comes among this warp's scores that begin with `prefix`.
+HOPWELL_DEVICE int count_digit(const SelectParams& p, const float* row, int n, uint32_t prefix, int shift) {
+  const uint32_t lane = uint32_t(arch::lane_index());
+  int count = 0;
+  for_each_score(row, 32 * arch::warp_index(), n, 32 * p.warps, [&](int, float score, bool exists) {
+    const uint32_t order = order_of(score), digit = order >> shift;
+    uint32_t same = arch::ballot(exists && (uint64_t{order} >> (shift + SelectConfig::kDigitBits)) == prefix);
+    if (same == 0) return;
+    HOPWELL_UNROLL
+    for (int bit = 0; bit < SelectConfig::kDigitBits; ++bit) {
+      const uint32_t have = arch::ballot(digit >> bit & 1);
+      same &= lane >> bit & 1 ? have : ~have;
+    }
+    count += bits_set(same);
+  });
   return count;
 }
 
@@ -116,22 +123,19 @@ HOPWELL_DEVICE void write_kept(const SelectParams& p, SelectStorage& s, const fl
   const int each = (n + 32 * p.warps - 1) / (32 * p.warps) * 32;
   const int begin = warp * each, end = begin + each < n ? begin + each : n;
   int better = 0, equal = 0;
-  for (int first = begin; first < end; first += 32) {
-    const int key = first + lane;
-    const uint32_t order = key < end ? order_of(row[key]) : 0;
-    better += bits_set(arch::ballot(order > threshold.order));
-    equal += bits_set(arch::ballot(key < end && order == threshold.order));
-  }
+  for_each_score(row, begin, end, 32, [&](int, float score, bool exists) {
+    const uint32_t order = order_of(score);
+    better += bits_set(arch::ballot(exists && order > threshold.order));
+    equal += bits_set(arch::ballot(exists && order == threshold.order));
+  });
   if (lane == 0) s.of_warp[warp] = {better, equal};
   arch::syncthreads();
   better = equal = 0;
   for (int w = 0; w < warp; ++w) better += s.of_warp[w].better, equal += s.of_warp[w].equal;
-  for (int first = begin; first < end; first += 32) {
-    const int key = first + lane;
-    const float score = key < end ? row[key] : -INFINITY;
-    const uint32_t order = key < end ? order_of(score) : 0, before = (1U << lane) - 1;
-    const uint32_t are_better = arch::ballot(order > threshold.order),
-                   are_equal = arch::ballot(key < end && order == threshold.order);
+  for_each_score(row, begin, end, 32, [&](int key, float score, bool exists) {
+    const uint32_t order = order_of(score), before = (1U << lane) - 1;
+    const uint32_t are_better = arch::ballot(exists && order > threshold.order),
+                   are_equal = arch::ballot(exists && order == threshold.order);
     const int equal_before = equal + bits_set(are_equal & before);
     const bool taken = (are_better >> lane & 1) || ((are_equal >> lane & 1) && equal_before < threshold.equal);
     const int at =
@@ -141,7 +145,7 @@ HOPWELL_DEVICE void write_kept(const SelectParams& p, SelectStorage& s, const fl
       if (scores) scores[at] = score;
     }
     better += bits_set(are_better), equal += bits_set(are_equal);
-  }
+  });
 }
 
 __global__ void __launch_bounds__(32 * SelectConfig::kMaxWarps) select_keys(const __grid_constant__ SelectParams p) {
