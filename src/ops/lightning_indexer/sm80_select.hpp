@@ -68,16 +68,16 @@ HOPWELL_DEVICE void for_each_score(const float* row, int begin, int end, int ste
 // How often digit lane % 16 at `shift` comes among this warp's scores that begin with `prefix`.
 HOPWELL_DEVICE int count_digit(const SelectParams& p, const float* row, int n, uint32_t prefix, int shift) {
   const uint32_t lane = uint32_t(arch::lane_index());
+  uint32_t unlike[SelectConfig::kDigitBits];  // all ones where this lane's digit has a zero
+  HOPWELL_UNROLL
+  for (int bit = 0; bit < SelectConfig::kDigitBits; ++bit) unlike[bit] = lane >> bit & 1 ? 0 : 0xffffffff;
   int count = 0;
   for_each_score(row, 32 * arch::warp_index(), n, 32 * p.warps, [&](int, float score, bool exists) {
     const uint32_t order = order_of(score), digit = order >> shift;
-    uint32_t same = arch::ballot(exists && (uint64_t{order} >> (shift + SelectConfig::kDigitBits)) == prefix);
+    uint32_t same = arch::ballot(exists && digit >> SelectConfig::kDigitBits == prefix);
     if (same == 0) return;
     HOPWELL_UNROLL
-    for (int bit = 0; bit < SelectConfig::kDigitBits; ++bit) {
-      const uint32_t have = arch::ballot(digit >> bit & 1);
-      same &= lane >> bit & 1 ? have : ~have;
-    }
+    for (int bit = 0; bit < SelectConfig::kDigitBits; ++bit) same &= arch::ballot(digit >> bit & 1) ^ unlike[bit];
     count += bits_set(same);
   });
   return count;
