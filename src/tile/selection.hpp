@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "arch/platform.hpp"
 #include "runtime/check.hpp"
 
 namespace hopwell {
@@ -17,12 +18,13 @@ struct Causality {
   std::int64_t q_start = 0;
   std::int64_t kv_stride = 1;
 
-  // Number of leading keys that query s may see, 0 .. s_kv.
-  [[nodiscard]] std::int64_t visible_keys(std::int64_t s, std::int64_t s_kv) const {
+  // Number of leading keys that query s may see, 0 .. s_kv. Also what kernels ask.
+  [[nodiscard]] HOPWELL_HOST_DEVICE std::int64_t visible_keys(std::int64_t s, std::int64_t s_kv) const {
     if (q_positions == nullptr && !has_q_start) return s_kv;
     const std::int64_t position =
         q_positions != nullptr ? std::int64_t{q_positions[s * q_positions_stride]} : q_start + s;
-    return position < 0 ? 0 : std::min(s_kv, (position + 1) / kv_stride);
+    const std::int64_t keys = position < 0 ? 0 : (position + 1) / kv_stride;
+    return keys < s_kv ? keys : s_kv;
   }
 };
 

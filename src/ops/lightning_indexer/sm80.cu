@@ -46,12 +46,6 @@ std::size_t workspace_bytes(const Problem& p) {
 
 runtime::Support supports(const Problem& p) { return check_sizes(p); }
 
-Visibility visibility_of(const Problem& p) {
-  const Causality& c = p.causality;
-  return {c.q_positions, c.q_positions_stride, c.q_start,
-          c.kv_stride,   to_int(p.s_kv),       c.q_positions != nullptr || c.has_q_start};
-}
-
 template <class T>
 ScoreParams<T> score_params_of(const Problem& problem) {
   ScoreParams<T> p{};
@@ -59,7 +53,7 @@ ScoreParams<T> score_params_of(const Problem& problem) {
   p.q_stride = problem.q.stride[0];
   p.weights = problem.weights.data, p.weights_stride = problem.weights.stride[0];
   p.weights_bf16 = problem.weights.dtype == DType::kBFloat16;
-  p.visibility = visibility_of(problem);
+  p.causality = problem.causality;
   p.scores = static_cast<float*>(problem.workspace), p.pitch = problem.s_kv;
   p.heads = to_int(problem.h_index), p.s_kv = to_int(problem.s_kv);
   p.padded_heads = to_int(std::min<std::int64_t>(ceil_div(problem.h_index, 8) * 8, kHeads));
@@ -88,11 +82,11 @@ void score(const Problem& problem, std::int64_t first, std::int64_t count, Strea
 
 void select(const Problem& problem, std::int64_t first, std::int64_t count, Stream stream) {
   SelectParams p{};
-  p.visibility = visibility_of(problem);
+  p.causality = problem.causality;
   p.scores = static_cast<const float*>(problem.workspace), p.first_query = first, p.pitch = problem.s_kv;
   p.indices = problem.indices.as<int>(), p.indices_stride = problem.indices.stride[0];
   p.kept_scores = problem.scores.as<float>(), p.kept_stride = problem.scores.stride[0];
-  p.topk = to_int(problem.topk);
+  p.s_kv = to_int(problem.s_kv), p.topk = to_int(problem.topk);
   // Few queries: as many warps as there can be. Many: several CTAs a multiprocessor hide each other's barriers.
   const bool few = count <= 2 * std::int64_t{runtime::multiprocessors(problem.device.device_id)};
   p.warps = to_int(std::clamp<std::int64_t>(problem.s_kv / 256, 1, few ? SelectConfig::kMaxWarps : 8));

@@ -27,21 +27,6 @@ constexpr int kTilesOfWarp = sizeof(T) == 2 ? 2 : 1;  // of 16 keys
 template <class T>
 constexpr int kKeysOfCta = 16 * kTilesOfWarp<T> * ScoreConfig::kWarps;
 
-// How many leading keys a query sees: the device's side of Causality.
-struct Visibility {
-  const int* positions;  // or null
-  int64_t stride, q_start, tokens_per_key;
-  int s_kv;
-  bool causal;
-
-  HOPWELL_DEVICE int keys(int64_t query) const {
-    if (!causal) return s_kv;
-    const int64_t position = positions ? positions[query * stride] : q_start + query;
-    const int64_t keys = position < 0 ? 0 : (position + 1) / tokens_per_key;
-    return keys < s_kv ? int(keys) : s_kv;
-  }
-};
-
 template <class T>
 struct ScoreParams {
   Rows<T> q, k;
@@ -49,7 +34,7 @@ struct ScoreParams {
   const void* weights;
   int64_t weights_stride;
   bool weights_bf16;
-  Visibility visibility;
+  Causality causality;
   float* scores;  // [queries, pitch]
   int64_t first_query, pitch;
   int queries, heads, s_kv;
@@ -101,7 +86,7 @@ struct Supplier {
     if (quarter == 0)
       s.weights[stage][row] = exists ? load_weight(p.weights, p.weights_bf16, at * p.weights_stride + head) : 0;
     if (quarter == 1 && row % p.padded_heads == 0 && of_item < p.queries_of_item)
-      s.visible[stage][of_item] = has_query ? p.visibility.keys(at) : 0;
+      s.visible[stage][of_item] = has_query ? int(p.causality.visible_keys(at, p.s_kv)) : 0;
     advance(p);
   }
 

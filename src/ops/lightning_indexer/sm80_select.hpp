@@ -16,13 +16,13 @@ struct SelectConfig {
 };
 
 struct SelectParams {
-  Visibility visibility;
+  Causality causality;
   const float* scores;  // [queries, pitch]
   int64_t first_query, pitch;
   int* indices;        // [s_q, topk]
   float* kept_scores;  // [s_q, topk], or null
   int64_t indices_stride, kept_stride;
-  int topk;
+  int s_kv, topk;
   int warps;  // of a CTA
 };
 
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(32 * SelectConfig::kMaxWarps) select_keys(cons
   const float* row = p.scores + query * p.pitch;
   int* indices = p.indices + (p.first_query + query) * p.indices_stride;
   float* scores = p.kept_scores ? p.kept_scores + (p.first_query + query) * p.kept_stride : nullptr;
-  const int n = p.visibility.keys(p.first_query + query);
+  const int n = int(p.causality.visible_keys(p.first_query + query, p.s_kv));
   if (n > p.topk) return write_kept(p, s, row, n, find_threshold(p, s, row, n), indices, scores);
   for (int i = arch::thread_index(); i < p.topk; i += 32 * p.warps) {
     indices[i] = i < n ? i : -1;

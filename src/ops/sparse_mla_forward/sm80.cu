@@ -18,11 +18,13 @@
 #include "arch/sm80/matrix.hpp"
 #include "ops/sparse_mla_forward/op.hpp"
 #include "runtime/launch.hpp"
+#include "tile/entries.hpp"
 
 namespace hopwell::ops::sparse_mla_forward {
 namespace {
 
 using arch::bf16;
+using tile::Entries;
 
 struct Config {
   static constexpr int kHeads = 16, kKeys = 32, kDv = 512, kStages = 2, kWarps = 4, kThreads = 32 * kWarps;
@@ -42,48 +44,23 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage<576>) <= 99 * 1024);
 
 struct Params {
-  const bf16 *q, *kv;                    // [s_q, h_q, d_qk], [s_kv, d_qk]
-  const int* indices;                    // [s_q, topk]
-  const int *topk_length, *q_positions;  // [s_q], or null
-  const float* attn_sink;                // [h_q], or null
-  bf16* out;                             // [s_q, h_q, 512]
-  float *max_logits, *lse;               // [s_q, h_q], or null
-  int64_t q_stride_s, q_stride_h, kv_stride, indices_stride, length_stride, positions_stride, sink_stride;  // elements
+  const bf16 *q, *kv;  // [s_q, h_q, d_qk], [s_kv, d_qk]
+  tile::SelectionParams selection;
+  const float* attn_sink;                                  // [h_q], or null
+  bf16* out;                                               // [s_q, h_q, 512]
+  float *max_logits, *lse;                                 // [s_q, h_q], or null
+  int64_t q_stride_s, q_stride_h, kv_stride, sink_stride;  // elements
   int64_t out_stride_s, out_stride_h, max_stride_s, max_stride_h, lse_stride_s, lse_stride_h;
-  int64_t q_start, tokens_per_key, s_kv;
-  int h_q, topk;
-  bool causal_from_start;
+  int h_q;
   float scale_log2;  // sm_scale · log2(e)
 };
-
-// Which entries of this query's row count: the first `length`, with keys in [0, visible).
-struct Entries {
-  const int* row;
-  int length;
-  unsigned visible;
-};
-
-HOPWELL_DEVICE Entries entries_of(const Params& p, int query) {
-  int length = p.topk;
-  if (p.topk_length) {
-    length = p.topk_length[query * p.length_stride];
-    length = length < 0 ? 0 : length > p.topk ? p.topk : length;
-  }
-  int64_t visible = p.s_kv;
-  if (p.q_positions || p.causal_from_start) {
-    const int64_t position = p.q_positions ? p.q_positions[query * p.positions_stride] : p.q_start + query;
-    const int64_t keys = position < 0 ? 0 : (position + 1) / p.tokens_per_key;
-    visible = keys < visible ? keys : visible;
-  }
-  return {p.indices + query * p.indices_stride, length, unsigned(visible)};
-}
 
 // Starts the copies of 32 keys: four threads a row. Rows of invalid entries become zeros and are never read.
 template <int kDqk>
 HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, const Entries& entries, int step) {
   const int row = arch::thread_index() / 4, part = arch::thread_index() % 4, stage = step % Config::kStages;
-  const int i = step * Config::kKeys + row, key = i < entries.length ? entries.row[i] : -1;
-  const bool valid = unsigned(key) < entries.visible;
+  const int key = entries.key(step * Config::kKeys + row);
+  const bool valid = key >= 0;
   const bf16* source = valid ? p.kv + key * p.kv_stride : p.kv;
   const uint32_t destination = arch::shared_address(s.keys[stage][row]);
   for (int chunk = part; chunk < kDqk / 8; chunk += 4)
@@ -218,7 +195,7 @@ __global__ void __launch_bounds__(Config::kThreads) kernel(const __grid_constant
   auto& s = arch::dynamic_smem<SharedStorage<kDqk>>();
   const arch::BlockIndex block = arch::block_index_3d();
   const int query = block.x, first_head = block.y * Config::kHeads;
-  const Entries entries = entries_of(p, query);
+  const Entries entries = tile::entries_of(p.selection, query);
   const int steps = (entries.length + Config::kKeys - 1) / Config::kKeys;
   Rows rows{{-INFINITY, -INFINITY}, {0, 0}};
   float out[16][4] = {};
@@ -262,27 +239,20 @@ runtime::Support supports(const Problem& p) {
 }
 
 Params params_of(const Problem& problem) {
-  const Selection& selection = problem.selection;
-  const Causality& causality = selection.causality;
   Params p{};
+  p.selection = tile::params_of(problem.selection);
   p.q = problem.q.as<const bf16>();
   p.kv = problem.kv.as<const bf16>();
-  p.indices = selection.indices;
-  p.topk_length = selection.topk_length;
-  p.q_positions = causality.q_positions;
   p.attn_sink = problem.attn_sink.as<const float>();
   p.out = problem.out.as<bf16>();
   p.max_logits = problem.max_logits.as<float>();
   p.lse = problem.lse.as<float>();
   p.q_stride_s = problem.q.stride[0], p.q_stride_h = problem.q.stride[1], p.kv_stride = problem.kv.stride[0];
-  p.indices_stride = selection.indices_stride, p.length_stride = selection.topk_length_stride;
-  p.positions_stride = causality.q_positions_stride, p.sink_stride = problem.attn_sink.stride[0];
+  p.sink_stride = problem.attn_sink.stride[0];
   p.out_stride_s = problem.out.stride[0], p.out_stride_h = problem.out.stride[1];
   p.max_stride_s = problem.max_logits.stride[0], p.max_stride_h = problem.max_logits.stride[1];
   p.lse_stride_s = problem.lse.stride[0], p.lse_stride_h = problem.lse.stride[1];
-  p.q_start = causality.q_start, p.tokens_per_key = causality.kv_stride, p.s_kv = problem.s_kv;
-  p.h_q = static_cast<int>(problem.h_q), p.topk = static_cast<int>(problem.topk);
-  p.causal_from_start = causality.has_q_start;
+  p.h_q = static_cast<int>(problem.h_q);
   p.scale_log2 = problem.sm_scale * 1.44269504088896F;
   return p;
 }
