@@ -152,7 +152,12 @@ const Subject kSubjects[] = {
     {"nvfp4_quantize", "emu:sm80", cases::nvfp4_quantize, {"basic", "blocked"}, 8, 1},
     // Parts of many heads, which go round the ring; two warps that select.
     {"lightning_indexer", "emu:sm80", cases::lightning_indexer, {"many_heads", "topk_64_exact"}, 6, 5},
-    {"lightning_indexer_backward", "emu:sm80", cases::lightning_indexer_backward, {"basic", "many_heads", "any_order"}, 3, 7},
+    {"lightning_indexer_backward",
+     "emu:sm80",
+     cases::lightning_indexer_backward,
+     {"basic", "many_heads", "any_order"},
+     3,
+     7},
 };
 INSTANTIATE_TEST_SUITE_P(All, Operators, testing::ValuesIn(kSubjects),
                          [](const auto& info) { return info.param.name; });
