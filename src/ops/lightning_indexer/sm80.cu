@@ -2,9 +2,11 @@
 //
 //     lightning_indexer            score_keys     scores of some queries against all keys, to the workspace   sm80_score.hpp
 //                                  select_keys    the best of each query; then the next queries               sm80_select.hpp
-//     lightning_indexer_backward   clear_d_k, weigh_entries, add_gradients, finish_d_k, sum_losses            sm80_backward.hpp
-#include "ops/lightning_indexer/sm80_backward.hpp"
+//     lightning_indexer_backward   what its five kernels do                                                   sm80_backward.hpp
+#include "ops/lightning_indexer/sm80_gradients.hpp"
+#include "ops/lightning_indexer/sm80_score.hpp"
 #include "ops/lightning_indexer/sm80_select.hpp"
+#include "ops/lightning_indexer/sm80_weigh.hpp"
 #include "runtime/launch.hpp"
 
 namespace hopwell::ops {

@@ -6,7 +6,10 @@
 // Budget    shared 4,352 B; reads a row up to ten times, from L1 or L2
 #pragma once
 
-#include "ops/lightning_indexer/sm80_score.hpp"
+#include <cmath>
+
+#include "arch/sm80/threads.hpp"
+#include "ops/lightning_indexer/op.hpp"
 
 namespace hopwell::ops::lightning_indexer {
 namespace {
