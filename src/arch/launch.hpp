@@ -27,6 +27,23 @@ struct LaunchShape {
 };
 
 #if HOPWELL_ON_DEVICE
+/// How many clusters of this shape run at a time on the device; −1 if it does not say.
+template <class... Parameters>
+int clusters_at_a_time(void (*kernel)(Parameters...), const LaunchShape& shape) {
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shape.shared_bytes));
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {shape.cluster, 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(shape.cluster);
+  config.blockDim = dim3(shape.threads);
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  int clusters = -1;
+  return cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess ? clusters : -1;
+}
+
 /// Enqueues kernel(arguments...). Returns the CUDA error; cudaSuccess if it was enqueued.
 template <class... Parameters, class... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), const LaunchShape& shape, cudaStream_t stream,

@@ -57,6 +57,19 @@ inline bool has_clusters([[maybe_unused]] int device) {
 #endif
 }
 
+// How many clusters of `shape.cluster` CTAs of a kernel run at a time. The emulator, which runs one after another, names
+// numbers that make kernels choose clusters of all sizes.
+template <class... Parameters>
+int clusters_at_a_time([[maybe_unused]] void (*kernel)(Parameters...), const arch::LaunchShape& shape) {
+#if HOPWELL_ON_DEVICE
+  const int clusters = arch::clusters_at_a_time(kernel, shape);
+  if (clusters < 0) throw Error(HOPWELL_DEVICE_ERROR, "the device does not say how many clusters it holds");
+  return clusters;
+#else
+  return static_cast<int>(264 / (shape.cluster * shape.cluster));
+#endif
+}
+
 // Enqueues kernel(arguments...) on the stream; on the emulator, runs it to its end. Throws HOPWELL_DEVICE_ERROR if the
 // launch fails, and HOPWELL_INTERNAL with the report if the emulator finds something.
 template <class... Parameters, class... Arguments>
