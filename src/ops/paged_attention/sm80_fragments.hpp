@@ -41,6 +41,7 @@ struct Fragments {
   using Type = T;
   static constexpr int kLaneBytes = 0;  // tiles are the warp's
   static constexpr int kRows = 8, kKeys = 2048 / kD, kChunks = kD / 8, kPages = kKeys / 16;
+  static constexpr int kKeysOfLookup = 16;  // that share a page
   // fp16 has no exponents for small probabilities: they are held 2^14 times as large, below 2^15 with the slack.
   static constexpr float kShift = std::is_same_v<T, fp16> ? 14 : 0;
   static constexpr float kSlack = std::is_same_v<T, fp16> ? 1 : 8;  // how far a logit may lie above the maximum

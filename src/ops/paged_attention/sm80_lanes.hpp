@@ -17,6 +17,7 @@ struct Rows {
   using State = paged_attention::State<256, 4>;
   static constexpr int kLaneBytes = 16;  // from one lane's pieces to the next one's
   static constexpr int kKeys = kElements<T>, kPiecesOfKey = 8 / kElements<T>;
+  static constexpr int kKeysOfLookup = kKeys;  // a lane's first key is a multiple of that, and they share a page
 
   static constexpr int row = 0;  // of the strip's queries
   int lanes, column, head_of_strip, first_key;
@@ -231,6 +232,7 @@ struct Columns {
   using State = paged_attention::State<256, 1>;
   static constexpr int kLaneBytes = 16;  // from one lane's pieces to the next one's
   static constexpr int kTokens = kElements<T>, kDims = kPieces * kElements<T>;
+  static constexpr int kKeysOfLookup = 1;
 
   static constexpr int head_of_strip = 0, row = 0;
   int first_key, first_piece, groups;  // groups: of tokens in a tile
