@@ -3,6 +3,7 @@
 #include <fstream>
 #include <hopwell/hopwell.hpp>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <regex>
 #include <stdexcept>
 
@@ -75,6 +76,16 @@ std::string driver_version() {
   return std::regex_search(line, found, std::regex(R"(\d+\.\d+(\.\d+)?)")) ? found.str() : "";
 }
 
+// Nothing if the backend does not run this and was not asked for by name.
+std::optional<Measurement> measure_if_supported(Subject& subject, const std::string& backend, bool asked_for) {
+  try {
+    return measure(subject, backend);
+  } catch (const Error& error) {
+    if (asked_for || error.status() != HOPWELL_UNSUPPORTED) throw;
+    return std::nullopt;
+  }
+}
+
 constexpr const char* kHostCeilings =
     "of matmul: FLOP/s over those of an fp32 matrix product of 2048^3; of read: the time a plain sum over as many "
     "bytes takes,\n"
@@ -108,7 +119,9 @@ int bench(const BenchOptions& options) {
       });
       for (const std::string& backend : on) {
         progress.show(options.op + " " + shape.name + " on " + backend);
-        const Measurement m = measure(subject, backend);
+        const auto measured = measure_if_supported(subject, backend, !options.backends.empty());
+        if (!measured) continue;
+        const Measurement& m = *measured;
         const cases::Instance& instance = *subject.copies(1, backend).front();
         table.add({shape.name, backend, format("%.3f", m.seconds * 1e3), format("%.0f %%", m.spread * 100),
                    format("%.1f", instance.flops / m.seconds * 1e-9), format("%.2f", instance.bytes / m.seconds * 1e-9),
