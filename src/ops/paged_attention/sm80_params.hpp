@@ -39,15 +39,15 @@ Kind kind_of(const Problem& problem) {
   return vllm ? Kind::columns : Kind::rows;
 }
 
+// Whether rows of `heads` neighbouring KV heads follow one another, so that `lanes` lanes for each read them together.
+bool can_join(const Problem& problem, int lanes, int heads) {
+  return kind_of(problem) == Kind::rows && lanes * heads <= 32 && problem.h_kv % heads == 0 &&
+         problem.k.head == problem.d && problem.v.head == problem.d;
+}
+
 // How the strips lie over the heads, at most `most_heads` in one, and the lanes over a strip.
 void choose_strips(const Problem& problem, int most_heads, Params& p) {
   const int elements = 16 / to_int(static_cast<std::int64_t>(size_of(problem.q.dtype)));
-  // Heads whose rows follow one another are read together, up to 512 bytes.
-  const bool together = problem.k.head == p.d && problem.v.head == p.d;
-  const auto join_heads = [&](int limit) {
-    while (together && 2 * p.heads <= std::min(limit, most_heads) && problem.h_kv % (2 * p.heads) == 0)
-      p.heads = 2 * p.heads;
-  };
   p.queries = 1, p.heads = 1;
   int lanes = 1;
   switch (kind_of(problem)) {
@@ -58,7 +58,7 @@ void choose_strips(const Problem& problem, int most_heads, Params& p) {
     case Kind::rows:
       lanes = 8;
       while (lanes * 8 < p.d) lanes *= 2;
-      join_heads(32 / lanes);
+      while (2 * p.heads <= most_heads && can_join(problem, lanes, 2 * p.heads)) p.heads = 2 * p.heads;
       p.tile = 32 / lanes / p.heads.value * elements;
       break;
     case Kind::fragments:

@@ -14,6 +14,7 @@ constexpr int kMostHeads = 4;  // that are read together
 // Keys of the longest sequence that there can be. Up to kLong it matters little that some SMs have no work, or less of it
 // than others; up to kShort few warps a CTA are enough.
 constexpr int kLong = 4096, kShort = 2048, kShortWarps = 6;
+constexpr std::int64_t kMostBytes = std::int64_t{1} << 28;  // of K and V; for more sm80's equal shares count more
 
 // How many clusters of 2 to kMaxCluster CTAs run at a time, one CTA an SM. The SMs lie in groups of 16 or so, and a cluster
 // lies in one of them: of an H200's 132 SMs 66 clusters of 2 find room, 39 of 3, 30 of 4, 22 of 5, 17 of 6, 15 of 7 or 8.
@@ -30,19 +31,17 @@ int clusters_at_a_time(int size) {
 }
 
 struct Choice {
-  Params p;
-  int clusters = 0, size = 0;  // strips of all sequences; CTAs of a cluster, 0 if not all clusters run at a time
+  int heads = 1, clusters = 0;  // of a strip; strips of all sequences
+  int size = 0;                 // CTAs of a cluster; 0: not all clusters run at a time
   [[nodiscard]] int ctas() const { return clusters * size; }
 };
 
 // The heads of a strip, and the largest clusters that all run at a time: so that most SMs have work, and of equal choices the
-// one that reads more heads together.
-Choice choose(const Problem& problem) {
+// one that reads more heads together. `p`: for strips of one head.
+Choice choose(const Problem& problem, const Params& p) {
   Choice best;
-  for (int heads = 1; heads <= kMostHeads; heads *= 2) {
-    Choice choice{params_of(problem, heads)};
-    if (heads > 1 && choice.p.heads < heads) break;
-    choice.clusters = choice.p.b * choice.p.strips;
+  for (int heads = 1; heads <= kMostHeads && (heads == 1 || can_join(problem, p.lanes, heads)); heads *= 2) {
+    Choice choice{heads, p.b * p.strips / heads};
     for (int size = 2; size <= kMaxCluster; ++size)
       if (clusters_at_a_time(size) >= choice.clusters) choice.size = size;
     if (choice.ctas() >= best.ctas()) best = choice;
@@ -55,7 +54,7 @@ runtime::Support supports_few(const Problem& problem) {
   if (problem.b == 0) return {};
   if (problem.b * problem.h_kv > kMostHeads * clusters_at_a_time(2))
     return runtime::Support::no("too many sequences and heads");
-  const Choice choice = choose(problem);
+  const Choice choice = choose(problem, params_of(problem, 1));
   if (choice.size == 0) return runtime::Support::no("too many sequences and heads");
   const std::int64_t longest = problem.max_blocks * problem.block;
   if (longest <= kLong && longest * problem.b <= 4 * kLong) return {};
@@ -63,6 +62,8 @@ runtime::Support supports_few(const Problem& problem) {
     return runtime::Support::no("max_blocks * block must be at most 4096, and 16384 / b, for b above 1");
   if (problem.q.dtype == DType::kFloat32 || 3 * choice.ctas() < 2 * runtime::multiprocessors(problem.device.device_id))
     return runtime::Support::no("max_blocks * block must be at most 4096 for so few heads, or float32");
+  if (4 * longest * problem.h_kv * problem.d > kMostBytes)
+    return runtime::Support::no("a block table must be for at most 256 MiB of keys and values");
   return {};
 }
 
@@ -76,8 +77,9 @@ static_assert(kTwoFit<Rows<bf16, false>>);
 
 template <class Lanes>
 void start(const Problem& problem, Stream stream) {
-  const Choice choice = choose(problem);
-  StripParams p{choice.p};
+  StripParams p{params_of(problem, 1)};
+  const Choice choice = choose(problem, p);
+  if (choice.heads > 1) static_cast<Params&>(p) = params_of(problem, choice.heads);
   describe_prefetch(problem, p);
   p.cluster = choice.size, p.slice = (p.pairs.value + choice.size - 1) / choice.size;
   p.warps = kTwoFit<Lanes> && p.max_context <= kShort ? kShortWarps : kMaxWarps, p.threads = 32 * p.warps;

@@ -14,10 +14,11 @@
 //           for (to L2). When the kernel ahead has ended, length and pages are read again while the first copies are under
 //           way; if they have changed, the copies are thrown away and all is done once more
 // Timeline  µs; B 1, H 16, d 64, context 1000, calls that follow one another:
-//           −2.5 guess │ 0 kernel ahead has ended, copies │ 1.8 first tile │ 2.4 sums │ 3.1 sent │ 3.4 there │ 3.6 stored
-// Budget    shared: 4 warps × 2 stages × (8,192 + 256 or more), 4 states, 16 B for each pair of values: 72 to 105 KiB, so
-//           that two CTAs fit an SM, this launch's and the next one's; registers: < 256
-// Bound     short contexts: latencies, one after the other; long ones: memory
+//           −2.5 guess │ 0 kernel ahead has ended, copies │ 1.8 first tile │ 2.5 sums │ 3.1 sent │ 3.4 there │ 3.7 stored
+// Budget    shared: for each warp 2 stages × (8,192 + 256 or more) and its state, and 16 B for each pair of values: 8 warps
+//           144 KiB (fragments, d 128: 178, with r: 209); 6 warps 108 KiB, so that two CTAs fit an SM, this launch's and the
+//           next one's. Registers: < 256
+// Bound     short contexts: latencies, one after the other; long ones: memory, by as many SMs as clusters can have
 #pragma once
 
 #include "arch/sm90/bulk_copy.hpp"
@@ -67,7 +68,7 @@ struct Seat {
 // An int that the kernel ahead may be writing, from L2: no copy of it stays in L1.
 HOPWELL_DEVICE int peek(const int* at) { return int(arch::load_relaxed(reinterpret_cast<const uint32_t*>(at))); }
 
-// The length before the kernel ahead has ended. The emulator has none, so that there two CTAs of three are told something else.
+// The length before the kernel ahead has ended. The emulator has none ahead: there two CTAs of three are told something else.
 HOPWELL_DEVICE int guess_length(const int* length, [[maybe_unused]] int rank) {
   const int guess = peek(length);
   if constexpr (HOPWELL_ON_DEVICE) return guess;
@@ -127,13 +128,14 @@ HOPWELL_DEVICE void walk_strip(const StripParams& p, const Seat& seat, StripWarp
     const Tiles<Lanes> tiles(p, table, segment.keys, arch::warp_index() * p.cluster + seat.rank);
     const Source source = source_of(p, segment, lanes.head_of_strip, lanes.row);
     const Feed feed = lanes.feed(p, source);
-    int pages = tiles.pages(p, 0), next_pages = -1;
+    const int first_pages = tiles.pages(p, 0);
+    int pages = first_pages, next_pages = -1;
     if (!certain) {
-      send_for<Lanes>(p, source.kv_head, tiles, pages);
+      send_for<Lanes>(p, source.kv_head, tiles, first_pages);
       wait_for_previous();
     }
     lanes.fetch_query(p, source);
-    const int length_now = peek(length), pages_now = tiles.pages(p, 0);
+    const int length_now = peek(length), first_pages_now = tiles.pages(p, 0);
     int key = tiles.first, ahead = tiles.first;  // of the tile to compute; to copy
     // Step n computes tile n and copies tile n + kStages.
     HOPWELL_NO_UNROLL
@@ -142,7 +144,7 @@ HOPWELL_DEVICE void walk_strip(const StripParams& p, const Seat& seat, StripWarp
       const uint32_t address = ring_address + uint32_t(at) * uint32_t(sizeof(stage));
       if (ahead >= tiles.end) let_next_start();
       if (n == 0) {
-        right = certain || (length_now == length_taken && arch::ballot(pages_now != pages) == 0);
+        right = certain || (length_now == length_taken && arch::ballot(first_pages_now != first_pages) == 0);
         if (!right) break;
         lanes.begin(p, source, own.state);
       }
