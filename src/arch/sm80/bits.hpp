@@ -2,6 +2,8 @@
 // "PTX:" anchors are sections of https://docs.nvidia.com/cuda/parallel-thread-execution/
 #pragma once
 
+#include <bit>
+
 #include "../platform.hpp"
 
 namespace hopwell::arch {
@@ -33,6 +35,17 @@ HOPWELL_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b) {
   uint32_t r = 0;
   for (uint32_t i = 0; i < 4; ++i) r |= uint32_t(bytes >> (kSelector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
   return r;
+#endif
+}
+
+/// bfind.u32: the highest bit that is set, 0xffffffff if none is. PTX: #integer-arithmetic-instructions-bfind
+HOPWELL_DEVICE uint32_t bfind(uint32_t x) {
+#if HOPWELL_ON_DEVICE
+  uint32_t r;
+  asm("bfind.u32 %0, %1;" : "=r"(r) : "r"(x));
+  return r;
+#else
+  return uint32_t(31 - std::countl_zero(x));
 #endif
 }
 
