@@ -12,14 +12,12 @@ namespace {
 
 constexpr int kMostHeads = 32;  // as many as a warp has lanes
 
-// One an SM; so many that what they pass on has room.
-int ctas_of(const Problem& problem, const Params& p) {
-  return std::min(runtime::multiprocessors(problem.device.device_id), kMaxParts / (p.heads * p.queries));
-}
+// One an SM.
+int ctas_of(const Problem& problem) { return runtime::multiprocessors(problem.device.device_id); }
 
 std::size_t workspace_bytes(const Problem& problem) {
   const Params p = params_of(problem, kMostHeads);
-  return static_cast<std::size_t>(ctas_of(problem, p) * p.heads * p.queries) * static_cast<std::size_t>(p.half + 1) *
+  return static_cast<std::size_t>(ctas_of(problem) * p.heads * p.queries) * static_cast<std::size_t>(p.half + 1) *
          sizeof(arch::Words4);
 }
 
@@ -36,8 +34,8 @@ void choose_mark(Params& p) {
 // Hopper gives a CTA 227 KiB; a GPU that gives less gets fewer warps.
 static_assert(ring_bytes<Rows<bf16, false>>(kMaxWarps) == 157184 && ring_bytes<Columns<bf16>>(kMaxWarps) == 157184);
 static_assert(ring_bytes<Rows<bf16, true>>(kMaxWarps) <= 227 * 1024);
-static_assert(ring_bytes<Fragments<bf16, 128, false>>(kMaxWarps) <= 227 * 1024);
-static_assert(ring_bytes<Fragments<bf16, 64, true>>(kMaxWarps) <= 227 * 1024);
+static_assert(ring_bytes<Fragments<bf16, 128, 0>>(kMaxWarps) <= 227 * 1024);
+static_assert(ring_bytes<Fragments<bf16, 64, 8>>(kMaxWarps) <= 227 * 1024);
 
 template <class Lanes>
 void start(const Problem& problem, Stream stream) {
@@ -48,7 +46,7 @@ void start(const Problem& problem, Stream stream) {
   describe_prefetch(problem, p);
   int warps = kMaxWarps;
   while (ring_bytes<Lanes>(warps) > runtime::max_shared_bytes(device)) warps /= 2;
-  p.warps = warps, p.threads = 32 * warps, p.ctas = ctas_of(problem, p);
+  p.warps = warps, p.threads = 32 * warps, p.ctas = ctas_of(problem);
   p.groups = std::max(1, p.threads / p.pairs.value);
   p.alone = p.b <= 64, p.part = (p.b + (p.alone ? 31 : p.threads - 1)) / (p.alone ? 32 : p.threads);
   runtime::launch(kName, ring_kernel<Lanes>,

@@ -15,18 +15,20 @@ namespace hopwell::ops::paged_attention {
 namespace {
 
 // Calls start<Lanes>() with those of the problem.
+template <class T, int kD, class Start>
+void with_fragments(const Problem& problem, const Start& start) {
+  constexpr int kKeys = FragmentTile<T, kD, 0>::kKeys;
+  if (problem.layout != HOPWELL_CACHE_VLLM) return start.template operator()<Fragments<T, kD, 0>>();
+  if (problem.block % kKeys == 0) return start.template operator()<Fragments<T, kD, kKeys / 8>>();
+  start.template operator()<Fragments<T, kD, 2>>();
+}
 template <class T, class Start>
 void with_lanes_of(const Problem& problem, const Start& start) {
   const Kind kind = kind_of(problem);
   if (kind == Kind::columns) return start.template operator()<Columns<T>>();
   if constexpr (sizeof(T) == 2) {
-    const bool small = problem.d <= 64, vllm = problem.layout == HOPWELL_CACHE_VLLM;
-    if (kind == Kind::fragments && vllm)
-      return small ? start.template operator()<Fragments<T, 64, true>>()
-                   : start.template operator()<Fragments<T, 128, true>>();
     if (kind == Kind::fragments)
-      return small ? start.template operator()<Fragments<T, 64, false>>()
-                   : start.template operator()<Fragments<T, 128, false>>();
+      return problem.d <= 64 ? with_fragments<T, 64>(problem, start) : with_fragments<T, 128>(problem, start);
   }
   if (problem.r) return start.template operator()<Rows<T, true>>();
   start.template operator()<Rows<T, false>>();

@@ -15,6 +15,7 @@ struct Rows {
   using Type = T;
   using Stage = paged_attention::Stage<kFused>;
   using State = paged_attention::State<256, 4>;
+  static constexpr int kStages = 2;
   static constexpr int kLaneBytes = 16;  // from one lane's pieces to the next one's
   static constexpr int kKeys = kElements<T>, kPiecesOfKey = 8 / kElements<T>;
   static constexpr int kKeysOfLookup = kKeys;  // a lane's first key is a multiple of that, and they share a page
@@ -36,7 +37,8 @@ struct Rows {
   HOPWELL_DEVICE Feed feed(const Params& p, const Source& from) const {
     return feed_of(p, from, sizeof(T), column * int(sizeof(T)), column * int(sizeof(T)), column);
   }
-  HOPWELL_DEVICE void copy(const Params& p, const Feed& feed, const Tile& tile, Stage& to, uint32_t address) const {
+  HOPWELL_DEVICE void copy(const Params& p, const Feed& feed, const Tile& tile, Stage& to, uint32_t address,
+                           int) const {
     const int lane = arch::lane_index(), key = tile.key + first_key;
     const Source& from = feed.from;
     uint32_t seen = first_bits(from.seen.end - key, kKeys) & ~first_bits(from.seen.begin - key, kKeys);
@@ -57,7 +59,7 @@ struct Rows {
   }
 
   HOPWELL_DEVICE void fetch_query(const Params& p, const Source& from) { raw = load_query<T, kFused>(p, from, column); }
-  HOPWELL_DEVICE void begin(const Params& p, const Source&, State&) {
+  HOPWELL_DEVICE void begin(const Params& p, const Source&, State&, const Stage&) {
     query_plus<T>(raw.q, raw.u, p.u_type, q);
     if constexpr (kFused) query_plus<T>(raw.q, raw.v, p.v_type, qv);
     HOPWELL_UNROLL
@@ -68,7 +70,14 @@ struct Rows {
     softmax = {};
   }
 
-  HOPWELL_DEVICE void step(const Params& p, const Source& from, int tile, Stage& stage, uint32_t address) {
+  template <class Refill>
+  HOPWELL_DEVICE void step(const Params& p, const Source& from, int tile, Stage& stage, uint32_t address, bool live,
+                           const Refill& refill) {
+    arch::cp_async_wait<kStages - 1>();
+    if (live) compute(p, from, tile, stage, address);
+    refill(0);
+  }
+  HOPWELL_DEVICE void compute(const Params& p, const Source& from, int tile, Stage& stage, uint32_t address) {
     const int lane = arch::lane_index(), first = tile + first_key;
     float x[kKeys];
     HOPWELL_UNROLL
@@ -230,6 +239,7 @@ struct Columns {
   using Type = T;
   using Stage = paged_attention::Stage<false>;
   using State = paged_attention::State<256, 1>;
+  static constexpr int kStages = 2;
   static constexpr int kLaneBytes = 16;  // from one lane's pieces to the next one's
   static constexpr int kTokens = kElements<T>, kDims = kPieces * kElements<T>;
   static constexpr int kKeysOfLookup = 1;
@@ -251,7 +261,8 @@ struct Columns {
   HOPWELL_DEVICE Feed feed(const Params& p, const Source& from) const {
     return feed_of(p, from, sizeof(T), int64_t{first_piece} * p.k_group, int64_t{first_dim} * p.v_group, 0);
   }
-  HOPWELL_DEVICE void copy(const Params& p, const Feed& feed, const Tile& tile, Stage& to, uint32_t address) const {
+  HOPWELL_DEVICE void copy(const Params& p, const Feed& feed, const Tile& tile, Stage& to, uint32_t address,
+                           int) const {
     const int lane = arch::lane_index(), key = tile.key + first_key;
     const Source& from = feed.from;
     const bool visible = key >= from.seen.begin && key < from.seen.end && tile.page >= 0;
@@ -279,7 +290,7 @@ struct Columns {
   }
 
   HOPWELL_DEVICE void fetch_query(const Params&, const Source&) {}  // too many to be held
-  HOPWELL_DEVICE void begin(const Params& p, const Source& from, State&) {
+  HOPWELL_DEVICE void begin(const Params& p, const Source& from, State&, const Stage&) {
     HOPWELL_UNROLL
     for (int first = 0; first < kDims; first += 8) {
       const RawQuery raw = load_query<T, false>(p, from, first_piece * kElements<T> + first);
@@ -293,7 +304,14 @@ struct Columns {
     softmax = {};
   }
 
-  HOPWELL_DEVICE void step(const Params& p, const Source& from, int tile, Stage& stage, uint32_t address) {
+  template <class Refill>
+  HOPWELL_DEVICE void step(const Params& p, const Source& from, int tile, Stage& stage, uint32_t address, bool live,
+                           const Refill& refill) {
+    arch::cp_async_wait<kStages - 1>();
+    if (live) compute(p, from, tile, stage, address);
+    refill(0);
+  }
+  HOPWELL_DEVICE void compute(const Params& p, const Source& from, int tile, Stage& stage, uint32_t address) {
     const int lane = arch::lane_index(), key = tile + first_key;
     float logit = multiply(address, q);
     if (p.r) logit += multiply_r(p, from, key);

@@ -42,8 +42,6 @@ struct Part {
   int64_t begin;  // of the strip
 };
 
-constexpr int kMaxParts = 2048;  // vectors of all CTAs
-
 struct MergeStorage {
   Part part[kMaxWarps][2];
   float sums[kMaxThreads][4];
@@ -134,43 +132,31 @@ HOPWELL_DEVICE void pass_on(const Params& p, const Place& at, const Pair& pair) 
 HOPWELL_DEVICE bool arrived(const Params& p, const arch::Words4& piece) {
   return piece.w[2] == p.mark[0] && piece.w[3] == p.mark[1];
 }
-// Waits for a piece, and wipes out its mark.
-HOPWELL_DEVICE Stats take_stats(const Params& p, arch::Words4* piece) {
-  arch::Words4 x;
-  do x = arch::load_relaxed_v4(piece);
-  while (!arrived(p, x));
-  arch::store_relaxed_v4(piece, {});
-  return {arch::bit_cast<float>(x.w[0]), arch::bit_cast<float>(x.w[1])};
-}
 
-// Every `step`-th part from CTA `from` on, of `count`; their maxima and sums are there, [part][vector]. Waits for the pairs
-// and wipes out their marks.
-HOPWELL_DEVICE Pair take_parts(const Params& p, const Stats* stats, int from, int first, int count, int step,
-                               const Place& at) {
-  constexpr int kAhead = 8;  // loads under way
-  const int vectors = p.heads * p.queries;
-  arch::Words4* part = part_of(p, from + first, at.vector) + at.pair;
-  const int64_t stride = int64_t{step} * vectors * (p.half + 1);
-  stats += at.vector;
+// Every `step`-th part from CTA `from` on, of `count`. Waits for pairs, maxima and sums together, and wipes out the marks of
+// the pairs; several threads need the others.
+HOPWELL_DEVICE Pair take_parts(const Params& p, int from, int first, int count, int step, const Place& at) {
+  constexpr int kAhead = 4;  // loads under way, of values and of maxima and sums
+  arch::Words4* vector = part_of(p, from + first, at.vector);
+  const int64_t stride = int64_t{step} * (p.heads * p.queries) * (p.half + 1);
   Pair pair;
   HOPWELL_NO_UNROLL
-  for (int n = first; n < count; n += step) pair.maximum = fmaxf(pair.maximum, stats[n * vectors].maximum);
-  const float base = finite_or_zero(pair.maximum);
-  HOPWELL_NO_UNROLL
-  for (int n = first; n < count; n += kAhead * step, part += kAhead * stride) {
-    arch::Words4 two[kAhead];
-    HOPWELL_UNROLL
-    for (int i = 0; i < kAhead; ++i)
-      if (n + i * step < count) two[i] = arch::load_relaxed_v4(part + i * stride);
+  for (int n = first; n < count; n += kAhead * step, vector += kAhead * stride) {
+    arch::Words4 value[kAhead], stats[kAhead];
     HOPWELL_UNROLL
     for (int i = 0; i < kAhead; ++i) {
       if (n + i * step >= count) continue;
-      while (!arrived(p, two[i])) two[i] = arch::load_relaxed_v4(part + i * stride);
-      arch::store_relaxed_v4(part + i * stride, {});
-      const Stats& its = stats[(n + i * step) * vectors];
-      const float weight = arch::exp2_approx(its.maximum - base);
-      pair.sum += weight * its.sum;
-      for (int e = 0; e < 2; ++e) pair.value[e] += weight * arch::bit_cast<float>(two[i].w[e]);
+      value[i] = arch::load_relaxed_v4(vector + i * stride + at.pair);
+      stats[i] = arch::load_relaxed_v4(vector + i * stride + p.half);
+    }
+    HOPWELL_UNROLL
+    for (int i = 0; i < kAhead; ++i) {
+      if (n + i * step >= count) continue;
+      while (!arrived(p, value[i])) value[i] = arch::load_relaxed_v4(vector + i * stride + at.pair);
+      while (!arrived(p, stats[i])) stats[i] = arch::load_relaxed_v4(vector + i * stride + p.half);
+      arch::store_relaxed_v4(vector + i * stride + at.pair, {});
+      const auto number = [](uint32_t bits) { return arch::bit_cast<float>(bits); };
+      pair.add({number(stats[i].w[0]), number(stats[i].w[1]), {number(value[i].w[0]), number(value[i].w[1])}});
     }
   }
   return pair;
@@ -178,21 +164,17 @@ HOPWELL_DEVICE Pair take_parts(const Params& p, const Stats* stats, int from, in
 
 // The end of a strip that began in an earlier CTA. Threads that have the same pair take every `groups`-th part each.
 template <class T, class StateOf>
-HOPWELL_DEVICE void take_strip(const Params& p, MergeStorage& s, Stats* stats, const Plan& plan, const Chain& chain,
+HOPWELL_DEVICE void take_strip(const Params& p, MergeStorage& s, const Plan& plan, const Chain& chain,
                                const StateOf& state_of, int pitch) {
-  const int thread = arch::thread_index(), vectors = p.heads * p.queries, groups = p.groups;
+  const int thread = arch::thread_index(), groups = p.groups;
   const Part part = s.part[0][kBegunBefore];
   const int from = plan.cta_of(part.begin), count = arch::block_index() - from;
-  HOPWELL_NO_UNROLL
-  for (int i = thread; i < count * vectors; i += p.threads)
-    stats[i] = take_stats(p, part_of(p, from, 0) + int64_t{i} * (p.half + 1) + p.half);
   const int group = groups > 1 ? thread / p.pairs : 0;
-  arch::syncthreads();
   HOPWELL_NO_UNROLL
   for (int of_strip = thread - group * p.pairs; of_strip < p.pairs; of_strip += p.threads) {
     const Place at(p, of_strip);
     Pair mine, own = pair_of_chain(chain, state_of, pitch, at);
-    if (group < groups) mine = take_parts(p, stats, from, group, count, groups, at);
+    if (group < groups) mine = take_parts(p, from, group, count, groups, at);
     if (groups > 1) {
       float (&sums)[4] = s.sums[thread];
       sums[0] = mine.maximum, sums[1] = mine.sum, sums[2] = mine.value[0], sums[3] = mine.value[1];
@@ -207,13 +189,16 @@ HOPWELL_DEVICE void take_strip(const Params& p, MergeStorage& s, Stats* stats, c
     mine.add(own);
     store_pair<T>(p, part.sequence, part.strip, at, mine);
   }
+  arch::syncthreads();  // kept: who finds the mark of a sum wiped out waits for ever
+  const int vectors = p.heads * p.queries;
+  HOPWELL_NO_UNROLL
+  for (int i = thread; i < count * vectors; i += p.threads)
+    arch::store_relaxed_v4(part_of(p, from, 0) + int64_t{i} * (p.half + 1) + p.half, {});
 }
 
-// What the warps have left when all are done. The last strip first: the next CTA may be waiting for it. `stats`: space for
-// those of kMaxParts vectors.
+// What the warps have left when all are done. The last strip first: the next CTA may be waiting for it.
 template <class T, class StateOf>
-HOPWELL_DEVICE void join(const Params& p, MergeStorage& s, Stats* stats, const Plan& plan, const StateOf& state_of,
-                         int pitch) {
+HOPWELL_DEVICE void join(const Params& p, MergeStorage& s, const Plan& plan, const StateOf& state_of, int pitch) {
   const Chains chains(p, s);
   const Chain before = chains.from(0, kBegunBefore);
   int strips = before.count > 0 && !before.ends ? 1 : 0;
@@ -234,7 +219,7 @@ HOPWELL_DEVICE void join(const Params& p, MergeStorage& s, Stats* stats, const P
     else
       pass_on(p, at, pair);
   }
-  if (before.ends) take_strip<T>(p, s, stats, plan, before, state_of, pitch);
+  if (before.ends) take_strip<T>(p, s, plan, before, state_of, pitch);
 }
 
 // Zeros for the sequences of which no query sees a key.

@@ -63,7 +63,7 @@ void choose_strips(const Problem& problem, int most_heads, Params& p) {
       break;
     case Kind::fragments:
       p.queries = std::min(8, p.group * p.q_len);
-      p.tile = p.d <= 64 ? 32 : 16;
+      p.tile = p.d <= 64 ? 64 : 32;
   }
   p.lanes = lanes, p.unit = p.tile, p.pairs = p.heads * p.queries * p.half;
   p.passes = to_int((p.group * p.q_len + p.queries - 1) / p.queries);

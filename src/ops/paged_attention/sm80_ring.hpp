@@ -3,15 +3,15 @@
 //
 //     logit_j = (q + u)·k_j · scale + bias_j ;  out = Σ_j exp2(logit_j − m) v_j / Σ_j exp2(logit_j − m)
 //
-// Tile      of a warp: 8 pieces of 16 bytes of K and 8 of V for each lane, 8 KiB in all
+// Tile      of a warp: 8 pieces of 16 bytes of K and 8 of V for each lane, 8 KiB in all; fragments take twice as much
 // Roles     none: every warp walks along a share of its own, copies its tiles and computes them; the warps of a CTA meet
 //           only at the end, to join what they have of the same strips (sm80_merge.hpp)
-// Ring      2 stages a warp; in rows and columns private to each lane, which reads back only what it copied itself: nobody
-//           waits for anybody, and there is no swizzle and no bank conflict
+// Ring      2 stages a warp, private to each lane, which reads back only what it copied itself: nobody waits for anybody,
+//           and there is no swizzle and no bank conflict. Fragments have one stage, renewed in four parts
 // Timeline  warp   pages 0, 1 │ copy 0, 1 │ wait 0 │ q·k ▓▓▓ softmax ▓ p·v ▓▓▓ │ copy 2 → 0, page 4 │ wait 1 │ q·k …
 // Budget    shared: 8 warps × (2 stages × (8,192 + 256 [+ 4,096 of r]) + 2 states of 1 KiB) + 4.5 KiB; registers: < 256,
 //           one CTA an SM
-// Bound     memory: 2 tiles × 8 warps × 8 KiB in flight an SM; 450 to 870 instructions a tile are half of the issue slots.
+// Bound     memory: 2 tiles × 8 warps × 8 KiB in flight an SM; 450 to 870 instructions for 8 KiB are half of the issue slots.
 //           At the beginning and at the end instructions come from memory for the first time: short code is fast there
 //
 // What is invisible, or on a page that does not exist, is never read: its copies have a length of 0 and leave zeros.
@@ -22,7 +22,7 @@
 namespace hopwell::ops::paged_attention {
 namespace {
 
-constexpr int kStages = 2, kPieces = 8, kPieceBytes = 512;                           // of a warp's 32 lanes
+constexpr int kPieces = 8, kPieceBytes = 512;                                        // of a warp's 32 lanes
 constexpr uint32_t kOffsetV = kPieces * kPieceBytes, kOffsetR = 2 * kOffsetV + 256;  // in a stage
 
 // One stage of a warp's ring; every lane has its own column.
@@ -49,7 +49,7 @@ struct RingStorage {
 template <class Lanes>
 struct alignas(128) WarpStorage {
   typename Lanes::State state[2];
-  alignas(128) typename Lanes::Stage ring[kStages];
+  alignas(128) typename Lanes::Stage ring[Lanes::kStages];
 };
 template <class Lanes>
 struct Storage {
@@ -84,8 +84,8 @@ HOPWELL_DEVICE Source source_of(const Params& p, const Segment& segment, int hea
 }
 
 struct Tile {
-  int key, page;  // first key of the warp; page of the lane's own first key, −1 if there is none
-  bool exists;
+  int key, page;        // first key of the warp; page of the lane's own first key, −1 if there is none
+  bool exists, begins;  // begins: a segment
 };
 
 // The bias of a key: which element of its row; −1 if there is none.
@@ -172,11 +172,11 @@ struct RawQuery {
   Raw8 q, u, v;
 };
 template <class T, bool kFused>
-HOPWELL_DEVICE RawQuery load_query(const Params& p, const Source& from, int e) {
+HOPWELL_DEVICE RawQuery load_query(const Params& p, const Source& from, int e, bool with_q = true) {
   RawQuery raw{};
   if (e >= p.d) return raw;
   const int64_t at = from.sequence * p.q_stride[0] + from.query * p.q_stride[1] + from.head * p.q_stride[2] + e;
-  raw.q = load_8(p.q, kFloat<T>, at, p.q_in_pieces);
+  if (with_q) raw.q = load_8(p.q, kFloat<T>, at, p.q_in_pieces);
   if (p.pos_bias_u) raw.u = load_8(p.pos_bias_u, p.u_type, from.head * p.u_stride + e, p.u_in_pieces);
   if (kFused && p.pos_bias_v) raw.v = load_8(p.pos_bias_v, p.v_type, from.head * p.v_stride + e, p.v_in_pieces);
   return raw;
@@ -218,13 +218,14 @@ HOPWELL_DEVICE void finish_segment(const Params& p, MergeStorage& s, WarpStorage
     store_pair<typename Lanes::Type>(p, segment.sequence, segment.strip, at,
                                      pair_of_chain({warp, kBegunHere, 1, true}, state_of, lanes.pitch(), at));
   }
-  arch::syncwarp();  // before the next segment's state
+  arch::syncwarp();  // kept: before the next segment's state; in fragments lanes exchange other things before
 }
 
 // A warp's way along its share.
 template <class Lanes>
 HOPWELL_DEVICE void walk(const Params& p, MergeStorage& s, WarpStorage<Lanes>& own, Lanes& lanes, const Share& share,
                          Segment segment) {
+  constexpr int kStages = Lanes::kStages;
   // The address of this lane's first piece. By a shuffle, lest it be found out anew at every use.
   const uint32_t lane_begin = uint32_t(arch::lane_index() * Lanes::kLaneBytes);
   const uint32_t ring_address = arch::shuffle(arch::shared_address(own.ring), 0) + lane_begin;
@@ -237,16 +238,16 @@ HOPWELL_DEVICE void walk(const Params& p, MergeStorage& s, WarpStorage<Lanes>& o
     return more_tiles && key < ahead.keys.end ? table[key / p.block] : -1;
   };
   const auto next_tile = [&] {
-    ahead_key += p.unit;
+    ahead_key += p.tile;
     if (more_tiles && ahead_key >= ahead.keys.end) {
       new_segment = more_tiles = ahead.advance(p, share.end);
       ahead_key = ahead.keys.begin;
       table = p.block_tables + ahead.sequence * p.tables_stride;
     }
-    return Tile{ahead_key, page_of_lane(), more_tiles};
+    return Tile{ahead_key, page_of_lane(), more_tiles, new_segment};
   };
 
-  Tile copied{}, asked{ahead_key, page_of_lane(), true};
+  Tile copied{}, asked{ahead_key, page_of_lane(), true, true};
   Source source = source_of(p, segment, lanes.head_of_strip, lanes.row);
   Feed feed = lanes.feed(p, source);  // of the tile to copy
   int key = segment.keys.begin;
@@ -258,28 +259,26 @@ HOPWELL_DEVICE void walk(const Params& p, MergeStorage& s, WarpStorage<Lanes>& o
     const uint32_t address = ring_address + uint32_t(at) * uint32_t(sizeof(stage));
     if (n == 0) {
       let_next_start();  // now that everything is under way: it takes time from this one
-      lanes.begin(p, source, own.state[kBegunHere]);
+      lanes.begin(p, source, own.state[kBegunHere], stage);
     }
-    if (n >= 0) {
-      if (key >= segment.keys.end) {
-        Segment following = segment;
-        const bool more = following.advance(p, share.end);
-        if (more) source = source_of(p, following, lanes.head_of_strip, lanes.row), lanes.fetch_query(p, source);
-        finish_segment(p, s, own, lanes, segment);
-        if (!more) return;
-        segment = following;
-        lanes.begin(p, source, own.state[kBegunHere]);
-        key = segment.keys.begin;
-      }
-      arch::cp_async_wait<kStages - 1>();
-      lanes.step(p, source, key, stage, address);
-      key += p.unit;
+    if (n >= 0 && key >= segment.keys.end) {
+      Segment following = segment;
+      const bool more = following.advance(p, share.end);
+      if (more) source = source_of(p, following, lanes.head_of_strip, lanes.row), lanes.fetch_query(p, source);
+      finish_segment(p, s, own, lanes, segment);
+      if (!more) return;
+      segment = following;
+      lanes.begin(p, source, own.state[kBegunHere], stage);
+      key = segment.keys.begin;
     }
-    if (n >= -kStages && copied.exists) lanes.copy(p, feed, copied, stage, address);
-    arch::cp_async_commit();
+    lanes.step(p, source, key, stage, address, n >= 0, [&](int part) {
+      if (n >= -kStages && copied.exists) lanes.copy(p, feed, copied, stage, address, part);
+      arch::cp_async_commit();
+    });
+    if (n >= 0) key += p.tile;
     if (n >= -kStages) at = at + 1 == kStages ? 0 : at + 1;
     // The number asked for a step ago. By a shuffle, lest the compiler wait at the top of the loop for the one asked for now.
-    copied = {asked.key, arch::shuffle(asked.page, arch::lane_index()), asked.exists};
+    copied = {asked.key, arch::shuffle(asked.page, arch::lane_index()), asked.exists, asked.begins};
     if (unsigned(copied.page) >= unsigned(p.blocks)) copied.page = -1;
     if (new_segment) feed = lanes.feed(p, source_of(p, ahead, lanes.head_of_strip, lanes.row)), new_segment = false;
     asked = next_tile();
@@ -291,7 +290,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1) ring_kernel(const __grid_const
   auto& s = arch::dynamic_smem<Storage<Lanes>>();
   const int warp = arch::warp_index();
   prefetch(p);
-  if (arch::lane_index() < 2) s.of_cta.merge.part[warp][arch::lane_index()].reach = Reach::none;
+  if (arch::lane_index() == 0)
+    for (Part& part : s.of_cta.merge.part[warp]) part.reach = Reach::none;
   Lanes lanes(p);
   wait_for_previous();
   Plan plan;
@@ -301,10 +301,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) ring_kernel(const __grid_const
   if (share.begin < share.end) walk(p, s.of_cta.merge, s.of_warp[warp], lanes, share, segment);
   arch::syncthreads();
   const auto state_of = [&](int of_warp, int which) -> auto& { return s.of_warp[of_warp].state[which]; };
-  // The rings are free now.
-  static_assert(sizeof(s.of_warp[0].ring) >= kMaxParts * sizeof(Stats));
-  join<typename Lanes::Type>(p, s.of_cta.merge, reinterpret_cast<Stats*>(s.of_warp[0].ring), plan, state_of,
-                             lanes.pitch());
+  join<typename Lanes::Type>(p, s.of_cta.merge, plan, state_of, lanes.pitch());
   store_empty<typename Lanes::Type>(p);
 }
 

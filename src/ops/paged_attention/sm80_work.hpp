@@ -17,6 +17,7 @@
 #include <cmath>
 
 #include "arch/sm80/async_copy.hpp"
+#include "arch/sm80/bits.hpp"
 #include "arch/sm80/convert.hpp"
 #include "arch/sm90/cluster.hpp"
 #include "ops/paged_attention/op.hpp"
@@ -249,9 +250,7 @@ struct Segment {
   }
   // The rest of the strip from `unit` on, as far as `end`.
   HOPWELL_DEVICE void place(const Params& p, int64_t unit, int64_t end) {
-    context = context_of(p, sequence);
     const Keys all = keys_of_sequence(p, context);
-    units = units_of(p, all);
     const int offset = int(unit - int64_t{before} * p.strips);
     strip = offset / units, first = offset - strip * units;
     count = end - unit < units - first ? int(end - unit) : units - first;
@@ -263,8 +262,8 @@ struct Segment {
     const int64_t unit = strip_begin(p) + first + count;
     if (unit >= end) return false;
     while (unit >= (int64_t{before} + units) * p.strips) {
-      before += units;
-      units = units_of(p, keys_of_sequence(p, context_of(p, ++sequence)));
+      before += units, context = context_of(p, ++sequence);
+      units = units_of(p, keys_of_sequence(p, context));
     }
     place(p, unit, end);
     return true;
@@ -280,11 +279,38 @@ HOPWELL_DEVICE Plan plan_of(const Params& p, int64_t units) {
   return plan;
 }
 
-// The plan, the share of this warp, and the segment that it begins with if there is one. The threads add up `part`
-// sequences each: for a small batch the lanes of each warp for itself, for a large one all threads of the CTA.
-HOPWELL_DEVICE void find_share(const Params& p, PlanStorage& s, Plan& plan, Share& share, Segment& segment) {
+// The plan, the share of this warp, and the segment that it begins with if there is one. A small batch, of up to two
+// sequences a lane: each warp finds out for itself, and nothing is read twice.
+HOPWELL_DEVICE void find_share_alone(const Params& p, Plan& plan, Share& share, Segment& segment) {
+  const int lane = arch::lane_index(), first = lane * p.part;
+  int context[2], units[2];
+  HOPWELL_UNROLL
+  for (int i = 0; i < 2; ++i) context[i] = i < p.part && first + i < p.b ? context_of(p, first + i) : 0;
+  HOPWELL_UNROLL
+  for (int i = 0; i < 2; ++i) units[i] = units_of(p, keys_of_sequence(p, context[i]));
+  int end = units[0] + units[1];  // of the lane's sequences, in units of a strip
+  HOPWELL_UNROLL
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = arch::shuffle(end, (lane - step) & 31);
+    end += lane >= step ? other : 0;
+  }
+  plan = plan_of(p, int64_t{arch::shuffle(end, 31)} * p.strips);
+  const int cta = arch::block_index();
+  share = Share{plan.first_unit(cta), plan.first_unit(cta + 1)}.of_warp(arch::warp_index(), p.warps);
+  if (share.begin >= share.end) return;
+  const int owner = int(arch::bfind(arch::ballot(share.begin >= int64_t{end} * p.strips)) + 1);
+  const bool second = share.begin >= int64_t{end - units[1]} * p.strips;
+  segment.sequence = arch::shuffle(first + (second ? 1 : 0), owner);
+  segment.before = arch::shuffle(end - units[1] - (second ? 0 : units[0]), owner);
+  segment.context = arch::shuffle(second ? context[1] : context[0], owner);
+  segment.units = arch::shuffle(second ? units[1] : units[0], owner);
+  segment.place(p, share.begin, share.end);
+}
+
+// The same for a large batch: the threads of the CTA add up `part` sequences each.
+HOPWELL_DEVICE void find_share_together(const Params& p, PlanStorage& s, Plan& plan, Share& share, Segment& segment) {
   const int lane = arch::lane_index(), warp = arch::warp_index();
-  const int first = (p.alone ? lane : arch::thread_index()) * p.part, end = smaller(p.b, first + p.part);
+  const int first = arch::thread_index() * p.part, end = smaller(p.b, first + p.part);
   int units = 0;
   for (int n = first; n < end; ++n) units += units_of(p, keys_of_sequence(p, context_of(p, n)));
   int sum = units;
@@ -293,22 +319,19 @@ HOPWELL_DEVICE void find_share(const Params& p, PlanStorage& s, Plan& plan, Shar
     const int other = arch::shuffle(sum, (lane - step) & 31);
     sum += lane >= step ? other : 0;
   }
-  int before = sum - units, total = arch::shuffle(sum, 31);
-  if (!p.alone) {
-    if (lane == 31) s.sum_of_warp[warp] = sum;
-    arch::syncthreads();  // kept: sums that are not there yet make shares outside of the tensors
-    total = 0;
-    HOPWELL_NO_UNROLL
-    for (int w = 0; w < p.warps; ++w) {
-      before += w < warp ? s.sum_of_warp[w] : 0;
-      total += s.sum_of_warp[w];
-    }
+  int before = sum - units, total = 0;
+  if (lane == 31) s.sum_of_warp[warp] = sum;
+  arch::syncthreads();  // kept: sums that are not there yet make shares outside of the tensors
+  HOPWELL_NO_UNROLL
+  for (int w = 0; w < p.warps; ++w) {
+    before += w < warp ? s.sum_of_warp[w] : 0;
+    total += s.sum_of_warp[w];
   }
   plan = plan_of(p, int64_t{total} * p.strips);
   const int cta = arch::block_index();
   const Share of_cta{plan.first_unit(cta), plan.first_unit(cta + 1)};
   HOPWELL_NO_UNROLL
-  for (int w = p.alone ? warp : 0; w < (p.alone ? warp + 1 : p.warps.value); ++w) {
+  for (int w = 0; w < p.warps; ++w) {
     const int64_t unit = of_cta.of_warp(w, p.warps).begin;
     if (unit < int64_t{before} * p.strips || unit >= int64_t{before + units} * p.strips) continue;
     int n = first, to = before;
@@ -320,14 +343,18 @@ HOPWELL_DEVICE void find_share(const Params& p, PlanStorage& s, Plan& plan, Shar
     }
     s.first[w] = {n, to};
   }
-  if (p.alone)
-    arch::syncwarp();  // kept: a sequence that is not there yet is outside of the tensors
-  else
-    arch::syncthreads();  // kept: the same
+  arch::syncthreads();  // kept: a sequence that is not there yet is outside of the tensors
   share = of_cta.of_warp(warp, p.warps);
   if (share.begin == share.end) return;
   segment.sequence = s.first[warp].sequence, segment.before = s.first[warp].before;
+  segment.context = context_of(p, segment.sequence);
+  segment.units = units_of(p, keys_of_sequence(p, segment.context));
   segment.place(p, share.begin, share.end);
+}
+
+HOPWELL_DEVICE void find_share(const Params& p, PlanStorage& s, Plan& plan, Share& share, Segment& segment) {
+  if (p.alone) return find_share_alone(p, plan, share, segment);
+  find_share_together(p, s, plan, share, segment);
 }
 
 // ---- results --------------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ runtime::Support supports_few(const Problem& problem) {
 }
 
 static_assert(strip_bytes<Rows<bf16, true>>(kMaxWarps) <= 227 * 1024);
-static_assert(strip_bytes<Fragments<bf16, 128, false>>(kMaxWarps) <= 227 * 1024);
+static_assert(strip_bytes<Fragments<bf16, 128, 0>>(kMaxWarps) <= 227 * 1024);
 
 // Two CTAs on an SM: the next launch's can come while this one runs.
 template <class Lanes>

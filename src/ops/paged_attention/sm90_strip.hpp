@@ -37,7 +37,7 @@ struct StripParams : Params {
 
 template <class Lanes>
 struct alignas(128) StripWarp {
-  typename Lanes::Stage ring[kStages];
+  typename Lanes::Stage ring[Lanes::kStages];
   typename Lanes::State state;
 };
 template <class Lanes>
@@ -114,6 +114,7 @@ HOPWELL_DEVICE void send_for(const StripParams& p, int kv_head, const Tiles<Lane
 // A warp's way through its tiles of the strip. What it has of the result is in `lanes`.
 template <class Lanes>
 HOPWELL_DEVICE void walk_strip(const StripParams& p, const Seat& seat, StripWarp<Lanes>& own, Lanes& lanes) {
+  constexpr int kStages = Lanes::kStages;
   const uint32_t ring_address =
       arch::shuffle(arch::shared_address(own.ring), 0) + uint32_t(arch::lane_index() * Lanes::kLaneBytes);
   const int* length = p.context_lens + seat.sequence * p.lens_stride;
@@ -146,14 +147,9 @@ HOPWELL_DEVICE void walk_strip(const StripParams& p, const Seat& seat, StripWarp
       if (n == 0) {
         right = certain || (length_now == length_taken && arch::ballot(first_pages_now != first_pages) == 0);
         if (!right) break;
-        lanes.begin(p, source, own.state);
+        lanes.begin(p, source, own.state, stage);
       }
-      if (n >= 0) {
-        if (key >= tiles.end) break;
-        arch::cp_async_wait<kStages - 1>();
-        lanes.step(p, source, key, stage, address);
-        key += tiles.stride;
-      }
+      if (n >= 0 && key >= tiles.end) break;
       const int m = n + kStages, of_batch = m & (tiles.count - 1);
       if (of_batch == 0) {
         if (m > 0) pages = arch::shuffle(next_pages, arch::lane_index());
@@ -161,13 +157,18 @@ HOPWELL_DEVICE void walk_strip(const StripParams& p, const Seat& seat, StripWarp
       }
       int page = arch::shuffle(pages, (of_batch << p.lookups_log2) + lanes.first_key / Lanes::kKeysOfLookup);
       if (unsigned(page) >= unsigned(p.blocks)) page = -1;
-      if (ahead < tiles.end) lanes.copy(p, feed, {ahead, page, true}, stage, address);
-      arch::cp_async_commit();
+      // The first tile brings the query, even if it has no keys.
+      const bool wanted = ahead < tiles.end || m == 0;
+      lanes.step(p, source, key, stage, address, n >= 0, [&](int part) {
+        if (wanted) lanes.copy(p, feed, {ahead, page, true, m == 0}, stage, address, part);
+        arch::cp_async_commit();
+      });
+      if (n >= 0) key += tiles.stride;
       ahead += tiles.stride;
       at = at + 1 == kStages ? 0 : at + 1;
     }
+    arch::cp_async_wait<0>();  // a first tile without keys; or what a wrong guess has copied
     if (right) return;
-    arch::cp_async_wait<0>();  // nothing lands in the ring after the copies that follow
     length_taken = length_now;
   }
 }
