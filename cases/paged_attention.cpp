@@ -63,6 +63,14 @@ void add_shapes(std::vector<Config>& all) {
                      .layout = layout,
                      .lengths = {0, 1, block - 1, block, block + 1, 70},
                      .block = block});
+  for (const std::int64_t d : {64, 128})  // whole lines of V
+    all.push_back({.name = "vllm_block_64_window_40_d_" + std::to_string(d),
+                   .dtype = DType::kBFloat16,
+                   .layout = HOPWELL_CACHE_VLLM,
+                   .lengths = {1, 63, 64, 65, 200},
+                   .d = d,
+                   .block = 64,
+                   .window = 40});
   const std::pair<std::int64_t, std::int64_t> heads[] = {{1, 1}, {5, 5}, {8, 1}, {12, 4}, {96, 96}, {128, 1}};
   for (const auto& [h_q, h_kv] : heads)
     all.push_back({.name = "h_q_" + std::to_string(h_q) + "_h_kv_" + std::to_string(h_kv),
