@@ -49,4 +49,20 @@ HOPWELL_DEVICE uint32_t bfind(uint32_t x) {
 #endif
 }
 
+/// mov.b32 of a pair: the low or the high half of a word, twice. Instructions on pairs of 16-bit floats can take a half twice
+/// as it lies: then this costs nothing. PTX: #data-movement-and-conversion-instructions-mov
+template <bool kHigh>
+HOPWELL_DEVICE uint32_t half_twice(uint32_t a) {
+#if HOPWELL_ON_DEVICE
+  uint32_t r;
+  if constexpr (kHigh)
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high};}" : "=r"(r) : "r"(a));
+  else
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low};}" : "=r"(r) : "r"(a));
+  return r;
+#else
+  return kHigh ? (a >> 16) | (a & 0xffff0000u) : (a & 0xffff) | a << 16;
+#endif
+}
+
 }  // namespace hopwell::arch

@@ -42,6 +42,19 @@ HOPWELL_DEVICE uint32_t max_u16x2(uint32_t a, uint32_t b) {
   return larger(a >> 16, b >> 16) << 16 | larger(a & 0xffff, b & 0xffff);
 #endif
 }
+
+/// set.gt.u32.bf16x2: of pairs of bf16, ones in each half where a's is greater than b's. PTX:
+/// #half-precision-comparison-instructions-set
+HOPWELL_DEVICE uint32_t greater_bf16(uint32_t a, uint32_t b) {
+#if HOPWELL_ON_DEVICE
+  uint32_t r;
+  asm("set.gt.u32.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+#else
+  const auto greater = [](uint32_t x, uint32_t y) { return emu::from_bf16(uint16_t(x)) > emu::from_bf16(uint16_t(y)); };
+  return (greater(a >> 16, b >> 16) ? 0xffff0000u : 0) | (greater(a, b) ? 0xffffu : 0);
+#endif
+}
 #endif
 
 }  // namespace hopwell::arch

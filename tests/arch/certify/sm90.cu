@@ -262,6 +262,7 @@ __global__ void halves(const uint32_t* in, uint32_t* out) {
   const int t = thread_index();
   out[t] = max_u16x2(in[t], in[256 + t]);
   out[256 + t] = max_u16x2(in[t], in[t] << 16 | in[256 + t] >> 16);
+  out[512 + t] = greater_bf16(in[t], in[256 + t]) ^ greater_bf16(in[t] & 0x7fff7fff, in[t] & 0x7fff0fff);
 #endif
 }
 
@@ -407,7 +408,7 @@ void add_sm90_cases(std::vector<Case>& cases) {
   add("registers_and_election",
       "setmaxnreg_inc setmaxnreg_dec elect_one griddepcontrol_wait griddepcontrol_launch_dependents warpgroup_index",
       Inputs::bits, 256, 256, registers_and_election, 256, 1);
-  add("halves", "max_u16x2", Inputs::bits, 512, 512, halves, 256, 1);
+  add("halves", "max_u16x2 greater_bf16", Inputs::bits, 512, 768, halves, 256, 1);
   add("conversions_e4m3", "pack_e4m3 unpack_e4m3", Inputs::float_wide, 512, 768, conversions_e4m3, 256, 1);
   cases.push_back({"tma_ranks", "tma_load tma_load_cached tma_store prefetch_tensor_map", Inputs::bits, Compare::bits,
                    5184, 12288, [=](uint32_t* in, uint32_t* out) {
