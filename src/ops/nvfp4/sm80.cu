@@ -111,41 +111,86 @@ runtime::Support linear_supports(const LinearProblem& p) {
   return {};
 }
 
-// How the kernel for several columns shares out its work; no parts: it is not for that kernel.
+// How the kernel for several columns shares out its work; no warps: it is not for that kernel.
 struct ManyPlan {
-  std::int64_t columns = 0, parts = 0, groups = 0, phases = 0, ranks = 0, batch = 0, ctas = 0;
+  std::int64_t columns = 0, warps = 0, ranks = 0, phases = 0, slice = 0, ctas = 0, chunk = 0;
   std::int64_t cost = 0;  // in stages of a warp, measured on an H200
+  std::size_t pushed = 0, shared_bytes = 0;
 };
 
-ManyPlan many_plan_of(const LinearProblem& p, std::int64_t columns, std::int64_t ranks) {
-  constexpr std::int64_t kWarps = ManyConfig::kMaxWarps;
-  const std::int64_t tiles = ceil_div(p.rows, LinearConfig::kRows), slices = ceil_div(p.k, LinearConfig::kStageK);
+std::int64_t round_up(std::int64_t x, std::int64_t multiple) { return ceil_div(x, multiple) * multiple; }
+
+// Shared memory for so many tiles at a time, in plan.pushed and plan.shared_bytes. What CTAs give each other goes where x was,
+// if there is no more to do with that.
+void place_shared(ManyPlan& plan, std::int64_t chunk, bool is_last) {
+  const std::int64_t sums = 4 * LinearConfig::kRows * plan.columns, threads = 32 * plan.warps;
+  const std::int64_t x_bytes = plan.slice * 2 * plan.columns,
+                     before_x = plan.warps * (plan.columns == 8 ? kRingBytes<8> : kRingBytes<16>);
+  const std::int64_t pieces = ceil_div(chunk * sums / 16, threads);  // of four sums a thread
+  const std::int64_t push = plan.ranks > 1 ? round_up(pieces, plan.ranks) * 16 * threads : 0;
+  const bool in_x = is_last && push <= x_bytes;
+  const std::int64_t rest = round_up(before_x + x_bytes + (plan.warps + chunk) * sums + 8 * chunk, 16);
+  plan.chunk = chunk;
+  plan.pushed = static_cast<std::size_t>(in_x ? before_x : rest);
+  plan.shared_bytes = static_cast<std::size_t>(in_x ? rest : rest + push);
+}
+
+// In stages of a warp, as an H200 takes them: beside those, x comes in, phases start anew, CTAs meet, tiles beyond a chunk wait,
+// scales want some L1 cache, and fewer warps are slower but sooner done, above all where two CTAs fit at a time.
+std::int64_t cost_of(const ManyPlan& plan, std::int64_t most_tiles) {
+  constexpr std::int64_t kX = 3, kPhase = 35, kMeet = 33, kRound = 20, kSooner = 16;
+  constexpr std::size_t kMuchShared = 195 * 1024, kHalfShared = 113 * 1024;
+  const std::int64_t stages = plan.slice / LinearConfig::kStageK;
+  const std::int64_t share = ceil_div(most_tiles * stages, plan.warps) * plan.warps * plan.phases;
+  std::int64_t cost = share + kX * plan.phases * stages * plan.columns / 8 + kPhase * (plan.phases - 1);
+  cost += ceil_div(most_tiles, plan.chunk) * (kRound + (plan.ranks > 1 ? kMeet : 0));
+  if (plan.shared_bytes > kMuchShared) cost += share / 5;
+  if (plan.warps < ManyConfig::kMaxWarps) {
+    cost += plan.columns > 8 ? share * 3 / 10 - kSooner : share / 6;
+    if (plan.shared_bytes <= kHalfShared) cost -= kSooner;
+  }
+  return cost;
+}
+
+ManyPlan many_plan_of(const LinearProblem& p, std::int64_t columns, std::int64_t warps, std::int64_t ranks) {
+  constexpr std::int64_t kFewTiles = 8;
+  const std::size_t room = runtime::max_shared_bytes(p.device.device_id);
+  const std::int64_t tiles = ceil_div(p.rows, LinearConfig::kRows), stages = ceil_div(p.k, LinearConfig::kStageK);
   const std::int64_t together = runtime::multiprocessors(p.device.device_id) / (ranks * ceil_div(p.n, columns));
-  const std::int64_t phases = ceil_div(slices, kWarps * ranks), parts = ceil_div(slices, phases * ranks);
-  const std::int64_t ctas = std::clamp<std::int64_t>(together, 1, tiles), most = ceil_div(tiles, ctas);
-  const std::int64_t groups = std::min(kWarps / parts, most);
-  const std::int64_t room = ManyConfig::kSumFloats / (LinearConfig::kRows * columns);  // tiles of a warp
-  const std::int64_t batch = std::min<std::int64_t>(room, ManyConfig::kTiles / groups) * groups;
-  constexpr std::int64_t kBringX = 24, kMeet = 8;
-  const std::int64_t cost = phases * (most * parts + kBringX) + (ranks > 1 ? kMeet : 0);
-  return {columns, parts, groups, phases, ranks, batch, ctas, cost};
+  ManyPlan best;
+  ManyPlan plan{.columns = columns, .warps = warps, .ranks = ranks};
+  plan.ctas = std::clamp<std::int64_t>(together, 1, tiles);
+  const std::int64_t most = ceil_div(tiles, plan.ctas);
+  for (plan.phases = 1; plan.phases == 1 || plan.phases * ranks <= stages; ++plan.phases) {
+    plan.slice = ceil_div(stages, ranks * plan.phases) * LinearConfig::kStageK;
+    std::int64_t chunk = most;
+    for (place_shared(plan, chunk, true); plan.shared_bytes > room && chunk > 1;) place_shared(plan, --chunk, false);
+    if (plan.shared_bytes > room || chunk < std::min(most, kFewTiles)) continue;
+    plan.cost = cost_of(plan, most);
+    if (best.warps != 0 && best.cost <= plan.cost) break;
+    best = plan;
+  }
+  return best;
 }
 
 ManyPlan many_plan(const LinearProblem& p) {
   if (p.x.dtype == DType::kFloat32 || p.n < 2 || !is_aligned(p.x, 16, 2) || !fits_ring(weight_of(p), p.rows, p.k))
     return {};
   const std::int64_t columns = p.n <= 8 ? 8 : 16;
-  if ((columns == 8 ? sizeof(ManyStorage<8>) : sizeof(ManyStorage<16>)) > runtime::max_shared_bytes(p.device.device_id))
-    return {};
-  const ManyPlan alone = many_plan_of(p, columns, 1);
-  if (!runtime::has_clusters(p.device.device_id)) return alone;
-  const ManyPlan pair = many_plan_of(p, columns, 2);
-  return pair.cost < alone.cost ? pair : alone;
+  ManyPlan best;
+  for (const std::int64_t ranks : {1, 2}) {
+    if (ranks > 1 && !runtime::has_clusters(p.device.device_id)) continue;
+    for (const std::int64_t warps : {ManyConfig::kMaxWarps, ManyConfig::kMaxWarps / 2}) {
+      const ManyPlan plan = many_plan_of(p, columns, warps, ranks);
+      if (plan.warps != 0 && (best.warps == 0 || plan.cost < best.cost)) best = plan;
+    }
+  }
+  return best;
 }
 
 template <int kColumns, class T>
 void launch_many(const LinearProblem& p, const ManyPlan& plan, const T* x, const Result<T>& result, Stream stream) {
-  const auto number = [](std::int64_t value) { return static_cast<int>(value); };
+  const auto number = [](auto value) { return static_cast<int>(value); };
   const std::int64_t tiles = ceil_div(p.rows, LinearConfig::kRows);
   const ManyParams<T> params{.weight = weight_of(p),
                              .x = x,
@@ -155,19 +200,20 @@ void launch_many(const LinearProblem& p, const ManyPlan& plan, const T* x, const
                              .rows = number(p.rows),
                              .k = number(p.k),
                              .columns = number(p.n),
-                             .parts = number(plan.parts),
-                             .groups = number(plan.groups),
-                             .phases = number(plan.phases),
+                             .slice = number(plan.slice),
                              .ranks = number(plan.ranks),
+                             .phases = number(plan.phases),
                              .tiles_of_cta = number(tiles / plan.ctas),
                              .larger_ctas = number(tiles % plan.ctas),
-                             .batch = number(plan.batch),
+                             .warps = number(plan.warps),
+                             .chunk = number(plan.chunk),
+                             .pushed = number(plan.pushed),
                              .whole_scales = whole_scales(p.weight_scale)};
   const arch::LaunchShape shape{.grid = {static_cast<std::uint32_t>(plan.ctas * plan.ranks), 1,
                                          static_cast<std::uint32_t>(ceil_div(p.n, kColumns))},
-                                .threads = static_cast<std::uint32_t>(32 * plan.parts * plan.groups),
+                                .threads = static_cast<std::uint32_t>(32 * plan.warps),
                                 .cluster = static_cast<std::uint32_t>(plan.ranks),
-                                .shared_bytes = sizeof(ManyStorage<kColumns>),
+                                .shared_bytes = plan.shared_bytes,
                                 .programmatic_dependency = dependent_launches(p.device)};
   runtime::launch("nvfp4_linear", many_kernel<kColumns, T>, shape, stream, params);
 }
@@ -178,7 +224,7 @@ bool launch_fast_linear(const LinearProblem& p, const T* x, const Result<T>& res
   if constexpr (std::is_same_v<T, float>) {
     return false;
   } else {
-    if (const ManyPlan plan = many_plan(p); plan.parts != 0) {
+    if (const ManyPlan plan = many_plan(p); plan.warps != 0) {
       plan.columns == 8 ? launch_many<8>(p, plan, x, result, stream) : launch_many<16>(p, plan, x, result, stream);
       return true;
     }
@@ -312,7 +358,11 @@ void launch_quantize(const QuantizeProblem& p, Stream stream) {
     }
     // Six of these fit at a time; where each first waits for memory, a second round pays.
     shape.grid = {quantize_grid(params.scale_blocks.rows * params.scale_blocks.of_row, amax ? 8 : 6, p.device)};
-    runtime::launch("nvfp4_quantize", quantize_kernel<T>, shape, stream, params);
+    // A global that comes from x makes many ties, which thresholds do not mind.
+    if constexpr (sizeof(T) == 2) {
+      if (amax) return runtime::launch("nvfp4_quantize", quantize_kernel<T, true>, shape, stream, params);
+    }
+    runtime::launch("nvfp4_quantize", quantize_kernel<T, false>, shape, stream, params);
   });
 }
 

@@ -47,6 +47,15 @@ HOPWELL_DEVICE uint32_t larger_halves(uint32_t a, uint32_t b) {
 #endif
 }
 
+// Ones in the halves where a's is larger, as bf16 that are not negative.
+HOPWELL_DEVICE uint32_t where_larger(uint32_t a, uint32_t b) {
+#if HOPWELL_HAS_SM90
+  return arch::greater_bf16(a, b);
+#else
+  return (a >> 16 > b >> 16 ? 0xffff0000u : 0) | ((a & 0xffff) > (b & 0xffff) ? 0xffffu : 0);
+#endif
+}
+
 // ---- codes and scales ----------------------------------------------------------------------------------------------
 
 // e2m1, s e e m: the bits lie in a float's as they are, for its exponent 0 is subnormal too; 2^126 undoes the bias.

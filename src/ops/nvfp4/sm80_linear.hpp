@@ -95,7 +95,7 @@ HOPWELL_DEVICE void multiply_tile(const Params& p, Ring<LinearConfig::kStages>& 
     arch::cp_async_wait<LinearConfig::kStages - 2>();
     arch::syncwarp();
     ring.load(p);
-    multiply_stage(ring.take(), x + stage * kItemsOfStage * 16, scaled);
+    multiply_stage(ring.oldest(), x + stage * kItemsOfStage * 16, scaled);
   }
   HOPWELL_UNROLL
   for (int i = 0; i < 2; ++i) sums[i] += scaled[i] * (unit * LinearConfig::kCodeUnit);
@@ -108,7 +108,7 @@ HOPWELL_DEVICE Pass next_pass(const Params& p, Ring<LinearConfig::kStages>& ring
   arch::syncwarp();  // x of the pass before is used up
   p.x.fetch(slice, x, batch, [] {});
   const Pass pass = p.x.settle(slice, x, ceiling);
-  ring.aim(p, slice, tile, tile + 1);
+  ring.aim(p, slice, tile, 0, slice.stages);
   HOPWELL_NO_UNROLL
   for (int i = 0; i < LinearConfig::kStages - 1; ++i) ring.load(p);
   return pass;
@@ -171,10 +171,10 @@ __global__ void __launch_bounds__(32 * LinearConfig::kMaxWarps, 1)
   const uint32_t x = arch::shared_address(place.x);
   const int begin = cta.x * p.tiles_of_cta + (cta.x < p.larger_ctas ? cta.x : p.larger_ctas);
   const int end = begin + p.tiles_of_cta + (cta.x < p.larger_ctas ? 1 : 0);
-  Ring<LinearConfig::kStages> ring(place.ring, batch, 1);
-  ring.aim(p, slice, begin, end);
+  Ring<LinearConfig::kStages> ring(place.ring, batch);
+  ring.aim(p, slice, begin, 0, (end - begin) * slice.stages);
   let_next_start();
-  ring.prefetch();
+  ring.prefetch(p, slice.whole < LinearConfig::kStages ? slice.whole : LinearConfig::kStages - 1);
   p.x.prefetch(slice, batch);
   wait_for_previous();
 

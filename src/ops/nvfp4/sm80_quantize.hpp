@@ -4,14 +4,14 @@
 //
 // Roles     quantize: a thread for each block of 16 numbers that share a scale. dequantize: a thread for 16 bytes of x,
 //           so that neighbours write whole lines, four at a time
-// Codes     |x| · 1 / (scale · global) · 2^-126 is a float whose upper bits are a code's, for it is subnormal where codes
-//           are: a half is added, the rest cut off. Next to the middle between two codes that may round to the wrong
-//           side: then, and out of usual ranges, exact thresholds decide.
+// Codes     sm80_encode.hpp: in floats where the global is given, by thresholds where it comes from 16-bit x, which makes
+//           many ties
 // Budget    dequantize: 8.5 bytes in, 32 or 64 out, ~6 instructions a number; quantize: 32 or 64 in, 9 out, ~14
 // Bound     memory. Without a given global x is read twice, the second time from L2 as far as it holds it: the largest
 //           |x| of each CTA's share goes to the workspace, and each CTA of the second kernel takes the largest of those.
 #pragma once
 
+#include "ops/nvfp4/sm80_encode.hpp"
 #include "ops/nvfp4/sm80_ring.hpp"
 
 namespace hopwell::ops::nvfp4 {
@@ -42,53 +42,6 @@ Pieces pieces_of(int64_t rows, int64_t of_row) {
   return {rows, of_row, of_row > 0 ? uint32_t(((power - divisor) << 32) / divisor + 1) : 0, shift};
 }
 
-// ---- 16 numbers ----------------------------------------------------------------------------------------------------
-
-// As they lie in memory.
-template <class T>
-struct Raw {
-  static constexpr int kWords = kCodesOfBlock * int(sizeof(T)) / 4;
-  uint32_t words[kWords];
-
-  HOPWELL_DEVICE void load(const T* from, bool aligned) {
-    if (aligned) {
-      HOPWELL_UNROLL
-      for (int i = 0; i < kWords / 4; ++i) {
-        const auto v = reinterpret_cast<const arch::Words4*>(from)[i];
-        HOPWELL_UNROLL
-        for (int j = 0; j < 4; ++j) words[4 * i + j] = v.w[j];
-      }
-    } else if constexpr (sizeof(T) == 4) {
-      HOPWELL_UNROLL
-      for (int i = 0; i < kWords; ++i) words[i] = arch::bit_cast<uint32_t>(from[i]);
-    } else {
-      HOPWELL_UNROLL
-      for (int i = 0; i < kWords; ++i) words[i] = from[2 * i].bits | uint32_t{from[2 * i + 1].bits} << 16;
-    }
-  }
-  HOPWELL_DEVICE float get(int i) const {
-    if constexpr (sizeof(T) == 4)
-      return arch::bit_cast<float>(words[i]);
-    else if constexpr (std::is_same_v<T, bf16>)
-      return arch::bit_cast<float>(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
-    else
-      return to_fp32(T{uint16_t(words[i / 2] >> i % 2 * 16)});
-  }
-  // Bits of the largest magnitude, as a float's.
-  HOPWELL_DEVICE uint32_t largest() const {
-    uint32_t most = 0;
-    if constexpr (sizeof(T) == 4) {
-      HOPWELL_UNROLL
-      for (int i = 0; i < kWords; ++i) most = (words[i] & 0x7fffffffu) > most ? words[i] & 0x7fffffffu : most;
-      return most;
-    } else {
-      HOPWELL_UNROLL
-      for (int i = 0; i < kWords; ++i) most = larger_halves(most, words[i] & 0x7fff7fffu);
-      return arch::bit_cast<uint32_t>(to_fp32(T{uint16_t(larger_halves(most, most >> 16))}));
-    }
-  }
-};
-
 // ---- quantize ------------------------------------------------------------------------------------------------------
 
 template <class T>
@@ -106,8 +59,6 @@ struct QuantizeParams {
   bool x_aligned, codes_aligned;
 };
 
-HOPWELL_DEVICE uint32_t magnitude_bits(float x) { return arch::bit_cast<uint32_t>(x) & 0x7fffffffu; }
-
 // The larger number as an integer, over a warp.
 HOPWELL_DEVICE uint32_t warp_max(uint32_t bits) {
   for (int distance = 16; distance > 0; distance /= 2) {
@@ -118,6 +69,7 @@ HOPWELL_DEVICE uint32_t warp_max(uint32_t bits) {
 }
 
 struct QuantizeStorage {
+  Thresholds16 thresholds[128];  // for each scale byte
   uint32_t max_of_warp[QuantizeConfig::kWarps];
 };
 
@@ -178,66 +130,6 @@ HOPWELL_DEVICE float global_of(const QuantizeParams<T>& p, QuantizeStorage& s) {
   return global == 0 ? 0x1p-149f : global;
 }
 
-// A code's index grows by one above each of these: the largest float that is not above the middle of two neighbours,
-// or, where the tie goes to the upper, even one, that is below it. `unit` times a middle is exact.
-HOPWELL_DEVICE void thresholds(double unit, float (&t)[7]) {
-  constexpr float kMiddles[7] = {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5};
-  HOPWELL_UNROLL
-  for (int i = 0; i < 7; ++i) {
-    const double middle = unit * double(kMiddles[i]);
-    t[i] = float(middle);
-    const bool above = i % 2 == 0 ? double(t[i]) > middle : double(t[i]) >= middle;
-    if (above) t[i] = arch::bit_cast<float>(arch::bit_cast<uint32_t>(t[i]) - 1);
-  }
-}
-
-template <class T>
-HOPWELL_DEVICE void encode_exactly(const Raw<T>& x, float scale, float global, uint32_t (&words)[2]) {
-  float t[7];
-  thresholds(double(scale) * double(global), t);
-  words[0] = words[1] = 0;
-  HOPWELL_UNROLL
-  for (int i = 0; i < kCodesOfBlock; ++i) {
-    const float magnitude = arch::bit_cast<float>(magnitude_bits(x.get(i)));
-    uint32_t code = arch::bit_cast<uint32_t>(x.get(i)) >> 28 & 8;
-    HOPWELL_UNROLL
-    for (int j = 0; j < 7; ++j) code += magnitude > t[j];
-    words[i / 8] |= code << 4 * (i % 8);
-  }
-}
-
-// The highest bytes of four words.
-HOPWELL_DEVICE uint32_t highest_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  return arch::permute_bytes<0x5410>(arch::permute_bytes<0x0073>(a, b), arch::permute_bytes<0x0073>(c, d));
-}
-
-// `most`: the largest |x|.
-template <class T>
-HOPWELL_DEVICE void encode_block(const Raw<T>& x, float most, float scale, float global, uint32_t (&words)[2]) {
-  // |x| / unit has three roundings and one where it becomes subnormal: at most 4 of the last place.
-  constexpr uint32_t kDoubt = 16, kHalf = 1u << 21;
-  const float unit = scale * global, factor = 1 / unit;
-  uint32_t nearest = 0xffffffffu;  // distance from a middle
-  HOPWELL_UNROLL
-  for (int half = 0; half < 2; ++half) {
-    uint32_t signs[8], codes[8];  // in the highest bytes: at bit 7; at bits 0 to 2
-    HOPWELL_UNROLL
-    for (int i = 0; i < 8; ++i) {
-      signs[i] = arch::bit_cast<uint32_t>(x.get(8 * half + i) * factor * 0x1p-126f) + kHalf + kDoubt;
-      codes[i] = signs[i] << 2;
-      nearest = signs[i] << 10 < nearest ? signs[i] << 10 : nearest;
-    }
-    uint32_t nibbles[2];  // of even and odd numbers, each in a byte
-    HOPWELL_UNROLL
-    for (int i = 0; i < 2; ++i)
-      nibbles[i] = (highest_bytes(signs[i], signs[i + 2], signs[i + 4], signs[i + 6]) >> 4 & 0x08080808u) |
-                   highest_bytes(codes[i], codes[i + 2], codes[i + 4], codes[i + 6]);
-    words[half] = nibbles[0] + nibbles[1] * 16;
-  }
-  const bool usual = unit >= 0x1p-100f && unit <= 0x1p100f && most * factor < 6.99f;
-  if (!usual || nearest < (2 * kDoubt) << 10) encode_exactly(x, scale, global, words);
-}
-
 HOPWELL_DEVICE void store_codes(uint8_t* to, bool aligned, const uint32_t (&words)[2]) {
   if (aligned) {
     *reinterpret_cast<arch::Words2*>(to) = {{words[0], words[1]}};
@@ -248,7 +140,7 @@ HOPWELL_DEVICE void store_codes(uint8_t* to, bool aligned, const uint32_t (&word
 }
 
 // Blocks beyond the matrix, of which a blocked layout has some: scale 0.
-template <class T>
+template <class T, bool kByThresholds>
 __global__ void __launch_bounds__(QuantizeConfig::kThreads)
     quantize_kernel(const __grid_constant__ QuantizeParams<T> p) {
   auto& s = arch::dynamic_smem<QuantizeStorage>();
@@ -256,6 +148,11 @@ __global__ void __launch_bounds__(QuantizeConfig::kThreads)
   wait_for_previous();
   const float global = global_of(p, s);
   if (arch::block_index() == 0 && arch::thread_index() == 0) *p.global_scale = global;
+  if constexpr (kByThresholds) {
+    if (const int scale = arch::thread_index(); scale < 128)
+      s.thresholds[scale] = thresholds_for<T>(uint32_t(scale), global);
+    arch::syncthreads();
+  }
   const int64_t threads = int64_t{arch::grid_size()} * QuantizeConfig::kThreads, count = p.scale_blocks.count();
   for (int64_t i = int64_t{arch::block_index()} * QuantizeConfig::kThreads + arch::thread_index(); i < count;
        i += threads) {
@@ -274,7 +171,12 @@ __global__ void __launch_bounds__(QuantizeConfig::kThreads)
         finite ? hopwell::nvfp4::encode_e4m3(most / (hopwell::nvfp4::kCodeMax * global)) : hopwell::nvfp4::kScaleNan;
     *scale_at = scale;
     uint32_t words[2] = {0, 0};
-    if (finite && scale != 0) encode_block(x, most, scale_value(scale), global, words);
+    if (finite && scale != 0) {
+      if constexpr (kByThresholds)
+        encode_by_thresholds(x, s.thresholds[scale], words);
+      else
+        encode_block(x, most, scale_value(scale), global, words);
+    }
     store_codes(p.codes + row * p.codes_stride + block * (kCodesOfBlock / 2), p.codes_aligned, words);
   }
 }

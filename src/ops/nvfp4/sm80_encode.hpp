@@ -1,0 +1,180 @@
+// nvfp4_quantize on GPUs: codes of a block of 16 numbers, for its scale.
+//
+// Two ways, both exact. In floats: |x| · 1 / (scale · global) · 2^-126 is a float whose upper bits are a code's, for it is
+// subnormal where codes are: a half is added, the rest cut off. Next to the middle between two codes that may round to the
+// wrong side: then, and out of usual ranges, exact thresholds decide. 16-bit x can be compared with exact thresholds at once,
+// two numbers at a time: these come from a table for all scales, which is worth while where ties are not rare.
+#pragma once
+
+#include "arch/sm80/bits.hpp"
+#include "ops/nvfp4/sm80_codes.hpp"
+
+namespace hopwell::ops::nvfp4 {
+namespace {
+
+// ---- 16 numbers ----------------------------------------------------------------------------------------------------
+
+// As they lie in memory.
+template <class T>
+struct Raw {
+  static constexpr int kWords = kCodesOfBlock * int(sizeof(T)) / 4;
+  uint32_t words[kWords];
+
+  HOPWELL_DEVICE void load(const T* from, bool aligned) {
+    if (aligned) {
+      HOPWELL_UNROLL
+      for (int i = 0; i < kWords / 4; ++i) {
+        const auto v = reinterpret_cast<const arch::Words4*>(from)[i];
+        HOPWELL_UNROLL
+        for (int j = 0; j < 4; ++j) words[4 * i + j] = v.w[j];
+      }
+    } else if constexpr (sizeof(T) == 4) {
+      HOPWELL_UNROLL
+      for (int i = 0; i < kWords; ++i) words[i] = arch::bit_cast<uint32_t>(from[i]);
+    } else {
+      HOPWELL_UNROLL
+      for (int i = 0; i < kWords; ++i) words[i] = from[2 * i].bits | uint32_t{from[2 * i + 1].bits} << 16;
+    }
+  }
+  HOPWELL_DEVICE float get(int i) const {
+    if constexpr (sizeof(T) == 4)
+      return arch::bit_cast<float>(words[i]);
+    else if constexpr (std::is_same_v<T, bf16>)
+      return arch::bit_cast<float>(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
+    else
+      return to_fp32(T{uint16_t(words[i / 2] >> i % 2 * 16)});
+  }
+  // Bits of the largest magnitude, as a float's.
+  HOPWELL_DEVICE uint32_t largest() const {
+    uint32_t most = 0;
+    if constexpr (sizeof(T) == 4) {
+      HOPWELL_UNROLL
+      for (int i = 0; i < kWords; ++i) most = (words[i] & 0x7fffffffu) > most ? words[i] & 0x7fffffffu : most;
+      return most;
+    } else {
+      HOPWELL_UNROLL
+      for (int i = 0; i < kWords; ++i) most = larger_halves(most, words[i] & 0x7fff7fffu);
+      return arch::bit_cast<uint32_t>(to_fp32(T{uint16_t(larger_halves(most, most >> 16))}));
+    }
+  }
+};
+
+// ---- in floats -----------------------------------------------------------------------------------------------------
+
+HOPWELL_DEVICE uint32_t magnitude_bits(float x) { return arch::bit_cast<uint32_t>(x) & 0x7fffffffu; }
+
+// A code's index grows by one above each of these: the largest float that is not above the middle of two neighbours,
+// or, where the tie goes to the upper, even one, that is below it. `unit` times a middle is exact.
+HOPWELL_DEVICE void thresholds(double unit, float (&t)[7]) {
+  constexpr float kMiddles[7] = {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5};
+  HOPWELL_UNROLL
+  for (int i = 0; i < 7; ++i) {
+    const double middle = unit * double(kMiddles[i]);
+    t[i] = float(middle);
+    const bool above = i % 2 == 0 ? double(t[i]) > middle : double(t[i]) >= middle;
+    if (above) t[i] = arch::bit_cast<float>(arch::bit_cast<uint32_t>(t[i]) - 1);
+  }
+}
+
+template <class T>
+HOPWELL_DEVICE void encode_exactly(const Raw<T>& x, float scale, float global, uint32_t (&words)[2]) {
+  float t[7];
+  thresholds(double(scale) * double(global), t);
+  words[0] = words[1] = 0;
+  HOPWELL_UNROLL
+  for (int i = 0; i < kCodesOfBlock; ++i) {
+    const float magnitude = arch::bit_cast<float>(magnitude_bits(x.get(i)));
+    uint32_t code = arch::bit_cast<uint32_t>(x.get(i)) >> 28 & 8;
+    HOPWELL_UNROLL
+    for (int j = 0; j < 7; ++j) code += magnitude > t[j];
+    words[i / 8] |= code << 4 * (i % 8);
+  }
+}
+
+// The highest bytes of four words.
+HOPWELL_DEVICE uint32_t highest_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  return arch::permute_bytes<0x5410>(arch::permute_bytes<0x0073>(a, b), arch::permute_bytes<0x0073>(c, d));
+}
+
+// `most`: the largest |x|.
+template <class T>
+HOPWELL_DEVICE void encode_block(const Raw<T>& x, float most, float scale, float global, uint32_t (&words)[2]) {
+  // |x| / unit has three roundings and one where it becomes subnormal: at most 4 of the last place.
+  constexpr uint32_t kDoubt = 16, kHalf = 1u << 21;
+  const float unit = scale * global, factor = 1 / unit;
+  uint32_t nearest = 0xffffffffu;  // distance from a middle
+  HOPWELL_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    uint32_t signs[8], codes[8];  // in the highest bytes: at bit 7; at bits 0 to 2
+    HOPWELL_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      signs[i] = arch::bit_cast<uint32_t>(x.get(8 * half + i) * factor * 0x1p-126f) + kHalf + kDoubt;
+      codes[i] = signs[i] << 2;
+      nearest = signs[i] << 10 < nearest ? signs[i] << 10 : nearest;
+    }
+    uint32_t nibbles[2];  // of even and odd numbers, each in a byte
+    HOPWELL_UNROLL
+    for (int i = 0; i < 2; ++i)
+      nibbles[i] = (highest_bytes(signs[i], signs[i + 2], signs[i + 4], signs[i + 6]) >> 4 & 0x08080808u) |
+                   highest_bytes(codes[i], codes[i + 2], codes[i + 4], codes[i + 6]);
+    words[half] = nibbles[0] + nibbles[1] * 16;
+  }
+  const bool usual = unit >= 0x1p-100f && unit <= 0x1p100f && most * factor < 6.99f;
+  if (!usual || nearest < (2 * kDoubt) << 10) encode_exactly(x, scale, global, words);
+}
+
+// ---- codes of 16-bit x ----------------------------------------------------------------------------------------------
+
+// Thresholds of 16-bit x for a scale byte: a code's index grows by one above each.
+struct alignas(16) Thresholds16 {
+  uint16_t bits[8];
+};
+
+// thresholds(), in x's type.
+template <class T>
+HOPWELL_DEVICE Thresholds16 thresholds_for(uint32_t scale, float global) {
+  float t[7];
+  thresholds(double(scale_value(scale)) * double(global), t);
+  Thresholds16 rounded{};
+  HOPWELL_UNROLL
+  for (int i = 0; i < 7; ++i) {  // downwards
+    if constexpr (std::is_same_v<T, bf16>) {
+      rounded.bits[i] = uint16_t(arch::bit_cast<uint32_t>(t[i]) >> 16);
+    } else {
+      constexpr uint16_t kLargest = 0x7bff;
+      const auto nearest = uint16_t(arch::pack_fp16(t[i], 0));
+      const bool above = nearest > kLargest || to_fp32(fp16{nearest}) > t[i];
+      rounded.bits[i] = above ? uint16_t(nearest - 1) : nearest;
+    }
+  }
+  return rounded;
+}
+
+// Three comparisons a number, two numbers at a time. |x| and thresholds are not negative, and the bits of fp16 as a bf16's are
+// in the same order and below its infinity.
+template <class T>
+HOPWELL_DEVICE void encode_by_thresholds(const Raw<T>& x, const Thresholds16& of_scale, uint32_t (&words)[2]) {
+  const auto raw = arch::bit_cast<arch::Words4>(of_scale);
+  uint32_t t[7];
+  HOPWELL_UNROLL
+  for (int i = 0; i < 7; ++i)
+    t[i] = i % 2 ? arch::half_twice<true>(raw.w[i / 2]) : arch::half_twice<false>(raw.w[i / 2]);
+  const auto choose = [](uint32_t mask, uint32_t a, uint32_t b) { return (a & mask) | (b & ~mask); };
+  HOPWELL_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    uint32_t codes[4];  // of two numbers, in the lowest bits of each half
+    HOPWELL_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t pair = x.words[4 * half + i], magnitude = pair & 0x7fff7fffu;
+      const uint32_t four = where_larger(magnitude, t[3]);
+      const uint32_t two = where_larger(magnitude, choose(four, t[5], t[1]));
+      const uint32_t one = where_larger(magnitude, choose(four, choose(two, t[6], t[4]), choose(two, t[2], t[0])));
+      codes[i] = (four & 0x00040004u) | (two & 0x00020002u) | (one & 0x00010001u) | (pair >> 12 & 0x00080008u);
+    }
+    const uint32_t lower = codes[0] | codes[1] << 8, upper = codes[2] | codes[3] << 8;
+    words[half] = arch::permute_bytes<0x5410>(lower, upper) | arch::permute_bytes<0x7632>(lower, upper) << 4;
+  }
+}
+
+}  // namespace
+}  // namespace hopwell::ops::nvfp4
