@@ -92,7 +92,10 @@ enum class X {
   kIdentity,   // picks single weights, which come out exactly
   kOutliers,   // one in sixteen is 2^20 times as large and meets weights of zero
   kNonFinite,  // +-inf and NaN here and there
-  kWide        // exponents all over the type's range
+  kWide,       // exponents all over the type's range
+  kHuge,       // bf16 up to 2^120
+  kTiny,       // bf16 down to 2^-120
+  kCancelling  // half of each block of 16 cancels, what is left is 2^-13 as large and has all its digits
 };
 
 struct Linear {
@@ -115,6 +118,10 @@ void fill_x(const Linear& p, Random& random, Array& x, Matrix& weight) {
     if (p.x == X::kWide)
       x.set(i, std::ldexp(random.normal(), static_cast<int>(random.below(p.dtype == DType::kFloat16 ? 18 : 100)) -
                                                (p.dtype == DType::kFloat16 ? 14 : 60)));
+    if (p.x == X::kHuge || p.x == X::kTiny)
+      x.set(i, std::ldexp(random.normal(), static_cast<int>(random.below(80)) + (p.x == X::kHuge ? 38 : -120)));
+    if (p.x == X::kCancelling)
+      x.set(i, column % 16 < 8 ? 1 : std::ldexp(1 + static_cast<double>(random.below(128)) / 128, -13));
     if (p.x == X::kOutliers && column % 16 == 5)
       x.set(i, std::ldexp(random.normal(), p.dtype == DType::kFloat16 ? 12 : 20));
   }
@@ -122,6 +129,13 @@ void fill_x(const Linear& p, Random& random, Array& x, Matrix& weight) {
     for (std::int64_t row = 0; row < p.rows; ++row)
       for (std::int64_t column = 5; column < p.k; column += 16)
         weight.set_code(row, column, 0, 8 * static_cast<unsigned>(row % 2));
+  }
+  if (p.x == X::kCancelling) {
+    for (std::int64_t row = 0; row < p.rows; ++row)
+      for (std::int64_t column = 0; column < p.k; ++column)
+        weight.set_code(row, column, 0,
+                        static_cast<unsigned>(column % 16 < 8 ? 1 + column % 2 * 8
+                                                              : 7 + static_cast<std::int64_t>(random.below(2)) * 8));
   }
   if (p.x == X::kIdentity) {  // every code with every scale: row r has scale r / 16 and code r % 16
     for (std::int64_t row = 0; row < p.rows; ++row) {
@@ -229,9 +243,11 @@ std::vector<std::pair<std::string, Linear>> linear_problems() {
       {"n_1_many_tiles_blocked", {.n = 1, .rows = 601, .k = 192, .blocked = true}},
       {"n_1_many_tiles_fp16", {.n = 1, .rows = 601, .k = 192, .dtype = kFp16}},
       {"n_2_pair", {.n = 2, .rows = 70, .k = 4800, .bias = true, .global_as = GlobalAs::kArray}},
-      {"n_3_two_phases", {.n = 3, .rows = 300, .k = 4352}},
-      {"n_3_pair_two_phases", {.n = 3, .rows = 40, .k = 8448}},
-      {"n_8_tiles_beyond_kept", {.n = 8, .rows = 1100, .k = 272, .dtype = kFp16}},
+      {"n_3_pair_16_warps", {.n = 3, .rows = 300, .k = 4352}},
+      {"n_3_pair_long", {.n = 3, .rows = 40, .k = 8448}},
+      {"n_8_many_tiles", {.n = 8, .rows = 1100, .k = 288, .dtype = kFp16}},
+      {"n_8_chunks", {.n = 8, .rows = 10400, .k = 64}},
+      {"n_16_pair_chunks", {.n = 16, .rows = 1600, .k = 2304, .bias = true}},
       {"n_16_blocked", {.n = 16, .rows = 100, .k = 576, .dtype = kFp16, .blocked = true}},
       {"n_20_pair", {.n = 20, .rows = 40, .k = 4224, .bias = true}},
       {"wide_range_x_n_5", {.n = 5, .rows = 50, .k = 512, .x = X::kWide}},
@@ -279,6 +295,14 @@ std::vector<std::pair<std::string, Linear>> linear_problems() {
       {"wide_range_x_fp16", {.n = 1, .rows = 60, .k = 512, .dtype = kFp16, .x = X::kWide}},
       {"non_finite_x", {.n = 1, .rows = 60, .k = 96, .x = X::kNonFinite}},
       {"non_finite_x_n_7", {.n = 7, .rows = 60, .k = 96, .dtype = kFp16, .x = X::kNonFinite}},
+      {"huge_x", {.n = 1, .rows = 60, .k = 512, .x = X::kHuge}},
+      {"huge_x_n_6", {.n = 6, .rows = 60, .k = 512, .x = X::kHuge}},
+      {"huge_x_n_12", {.n = 12, .rows = 60, .k = 272, .x = X::kHuge}},
+      {"tiny_x", {.n = 1, .rows = 60, .k = 512, .x = X::kTiny}},
+      {"tiny_x_n_6", {.n = 6, .rows = 60, .k = 512, .x = X::kTiny}},
+      {"tiny_x_n_12", {.n = 12, .rows = 60, .k = 272, .x = X::kTiny}},
+      {"cancelling_x", {.n = 1, .rows = 60, .k = 512, .x = X::kCancelling}},
+      {"cancelling_x_n_4", {.n = 4, .rows = 60, .k = 512, .x = X::kCancelling}},
       {"long_k", {.n = 1, .rows = 40, .k = 16384}},
       {"long_k_n_9", {.n = 9, .rows = 20, .k = 16384, .dtype = kFp16, .global = 0.0625F}},
       {"empty_n", {.n = 0, .rows = 5, .k = 32}},

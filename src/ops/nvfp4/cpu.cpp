@@ -5,6 +5,7 @@
 // whatever the number of threads, so that results do not depend on it.
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <type_traits>
@@ -103,9 +104,9 @@ void decode_rows(const Matrix& matrix, std::int64_t first, std::int64_t rows, st
   }
 }
 
-// sums[r] = x . row first + r for r < count <= kRowTile.
+// sums[r] = x . row first + r for r < count <= kRowTile, each off by at most losses[r], if they are asked for.
 void dot_tile(const Matrix& matrix, std::int64_t first, std::int64_t count, const simd::Row& x,
-              const DotScratch& scratch, float* sums) {
+              const DotScratch& scratch, float* sums, float* losses = nullptr) {
   constexpr auto kRows = static_cast<std::int64_t>(simd::dot_rows(1));
   for (std::int64_t begin = 0; begin < count; begin += kRows) {
     const std::int64_t rows = std::min(kRows, count - begin);
@@ -117,6 +118,9 @@ void dot_tile(const Matrix& matrix, std::int64_t first, std::int64_t count, cons
       matrix.prefetch_scales(first + next_row);
     }
     simd::dot_row(codes, scratch.scales.get(), unsigned_size(rows), x, unsigned_size(matrix.k), next, sums + begin);
+    const std::size_t room = simd::scale_room(unsigned_size(matrix.k));
+    for (std::int64_t r = 0; losses != nullptr && r < rows; ++r)
+      losses[begin + r] = simd::loss_of_row(scratch.scales.get() + unsigned_size(r) * room, x, unsigned_size(matrix.k));
   }
 }
 
@@ -218,19 +222,23 @@ Matrix weight_of(const LinearProblem& p) {
 
 void linear_by_one_dot(const LinearProblem& p, const Epilogue& epilogue) {
   const Matrix weight = weight_of(p);
-  simd::Row x(unsigned_size(p.k));
+  // Digits that fixed point loses do not show in bf16 results, but where a sum cancels: those sums are made once more.
+  simd::Row x(unsigned_size(p.k)), exact(unsigned_size(p.k));
   with_type(p.x, [&]<class T>(const T* from) {
     const Scratch<float> row(p.k);
     cpu::to_float(from, row.get(), unsigned_size(p.k));
-    // Digits that fixed point loses are below what bf16 results show, but not fp16's where a sum cancels.
     simd::arrange_row(row.get(), unsigned_size(p.k), !std::is_same_v<T, bfloat16>, x);
+    if (!x.is_exact) simd::arrange_row(row.get(), unsigned_size(p.k), true, exact);
   });
   cpu::parallel_for(
       tiles(p.rows, kRowTile), [&] { return DotScratch(p.k); },
       [&](std::int64_t item, const DotScratch& scratch) {
+        constexpr float kShows = 0x1p-8F;
         const std::int64_t first = item * kRowTile, count = std::min(kRowTile, p.rows - first);
-        float sums[kRowTile];
-        dot_tile(weight, first, count, x, scratch, sums);
+        float sums[kRowTile], losses[kRowTile];
+        dot_tile(weight, first, count, x, scratch, sums, x.is_exact ? nullptr : losses);
+        for (std::int64_t r = 0; !x.is_exact && r < count; ++r)
+          if (losses[r] > kShows * std::abs(sums[r])) dot_tile(weight, first + r, 1, exact, scratch, sums + r);
         epilogue(0, first, count, sums);
       });
 }

@@ -154,8 +154,8 @@ HWY_INLINE FloatVec FixedPointStep(const std::uint8_t* codes, const float* scale
 
 // A block of x in units of 2^(e - 15), with |x| < 2^e, and the factor that goes with it; false if the block must stay
 // in floating point. Half of what is not zero has to be within a factor 16 of the largest: then it keeps 11 bits, and
-// large values that meet small weights do not drown the rest.
-bool FixedPointOfBlock(const float* x, bool exact, std::int16_t* digits, float* factor) {
+// large values that meet small weights do not drown the rest. `loss` is what all lose, with codes of 6.
+bool FixedPointOfBlock(const float* x, bool exact, std::int16_t* digits, float* factor, float* loss) {
   const hn::CappedTag<float, 16> d;
   const hn::RebindToSigned<decltype(d)> di;
   const hn::Rebind<std::int16_t, decltype(d)> d16;
@@ -166,17 +166,21 @@ bool FixedPointOfBlock(const float* x, bool exact, std::int16_t* digits, float* 
   const int exponent = static_cast<int>(std::bit_cast<std::uint32_t>(most) >> 23) - 126;
   const float unit = std::ldexp(1.0F, exponent - 15);
   std::size_t large = 0, zeros = 0;
-  bool kept = true;
+  auto lost = hn::Zero(d);
   for (std::size_t i = 0; i < 16; i += hn::Lanes(d)) {
     const auto value = hn::LoadU(d, x + i);
     const auto digit = hn::NearestInt(hn::Mul(value, hn::Set(d, 1 / unit)));
     large += hn::CountTrue(d, hn::Ge(hn::Abs(value), hn::Set(d, most / 16)));
     zeros += hn::CountTrue(d, hn::Eq(value, hn::Zero(d)));
-    kept = kept && hn::AllTrue(d, hn::Eq(hn::Mul(hn::ConvertTo(d, digit), hn::Set(d, unit)), value));
-    hn::StoreU(hn::DemoteTo(d16, digit), d16, digits + i);
+    const auto demoted = hn::DemoteTo(d16, digit);
+    const auto taken = hn::ConvertTo(d, hn::PromoteTo(di, demoted));
+    lost = hn::Add(lost, hn::Abs(hn::Sub(value, hn::Mul(taken, hn::Set(d, unit)))));
+    hn::StoreU(demoted, d16, digits + i);
   }
-  *factor = unit / 512;  // weights are decoded 2 * 256 times as large
-  return kept || (!exact && 2 * large >= 16 - zeros);
+  constexpr float kFactor = 512, kLargestCode = 6;  // weights are decoded 2 * 256 times as large
+  *factor = unit / kFactor;
+  *loss = kLargestCode * kFactor * (hn::GetLane(hn::SumOfLanes(d, lost)) / unit);
+  return *loss == 0 || (!exact && 2 * large >= 16 - zeros);
 }
 
 // The end of a row that is no whole step, padded with codes of zero.
@@ -317,22 +321,34 @@ void ArrangeRow(const float* x, std::size_t k, bool exact, Row& out) {
   const std::size_t lanes = hn::Lanes(Shorts()), step = 4 * lanes;
   Arrange(x, k, 0, 1, out.floats.get());
   out.runs.clear();
+  out.is_exact = true;
+  std::fill_n(out.losses.get(), scale_room(k), 0.0F);
   for (std::size_t i = 0; i < k; i += step) {
     float values[kStep] = {};
-    float* factors = out.factors.get() + i / 16;
+    float *factors = out.factors.get() + i / 16, *losses = out.losses.get() + i / 16;
     std::int16_t digits[kStep];
     if (i < k) std::copy_n(x + i, std::min(step, k - i), values);
     bool is_fixed = true;
     for (std::size_t j = 0; j < step && is_fixed; j += 16)
-      is_fixed = FixedPointOfBlock(values + j, exact, digits + j, factors + j / 16);
+      is_fixed = FixedPointOfBlock(values + j, exact, digits + j, factors + j / 16, losses + j / 16);
     if (out.runs.empty() || out.runs.back().is_fixed != is_fixed) out.runs.push_back({i, i, is_fixed});
     out.runs.back().end = i + step;
     if (!is_fixed) {
       std::fill_n(factors, step / 16, 1.0F);
+      std::fill_n(losses, step / 16, 0.0F);
       continue;
     }
+    for (std::size_t j = 0; j < step / 16; ++j) out.is_exact = out.is_exact && losses[j] == 0;
     for (std::size_t j = 0; j < step; ++j) out.digits.get()[i + j] = digits[PlaceOfShort(j / lanes, j % lanes)];
   }
+}
+
+float LossOfRow(const float* scales, const Row& x, std::size_t k) {
+  const Floats d;
+  auto sum = hn::Zero(d);
+  for (std::size_t j = 0; j < k / 16; j += hn::Lanes(d))
+    sum = hn::MulAdd(hn::Abs(hn::LoadU(d, scales + j)), hn::LoadU(d, x.losses.get() + j), sum);
+  return hn::GetLane(hn::SumOfLanes(d, sum));
 }
 
 void DecodeArranged(const std::uint8_t* codes, const float* scales, std::size_t k, float* out) {
@@ -412,6 +428,8 @@ void DotRow(const std::uint8_t* const* codes, const float* scales, std::size_t r
             const std::uint8_t* const*, float* out) {
   Dot(codes, scales, rows, x.floats.get(), 1, k, out);
 }
+
+float LossOfRow(const float*, const Row&, std::size_t) { return 0; }
 
 void DecodeArranged(const std::uint8_t* codes, const float* scales, std::size_t k, float* out) {
   for (std::size_t i = 0; i < padded(k); ++i) out[i] = i < k ? DecodeOne(codes, i) * scales[i / 16] : 0.0F;
@@ -554,6 +572,7 @@ namespace hopwell::cpu::nvfp4 {
 HWY_EXPORT(DecodeScalesOfRow);
 HWY_EXPORT(Arrange);
 HWY_EXPORT(ArrangeRow);
+HWY_EXPORT(LossOfRow);
 HWY_EXPORT(Dot);
 HWY_EXPORT(DotRow);
 HWY_EXPORT(DecodeArranged);
@@ -571,6 +590,10 @@ void dot(const std::uint8_t* const* codes, const float* scales, std::size_t rows
          std::size_t k, float* out) {
   HWY_DYNAMIC_DISPATCH(Dot)(codes, scales, rows, x, n, k, out);
 }
+float loss_of_row(const float* scales, const Row& x, std::size_t k) {
+  return HWY_DYNAMIC_DISPATCH(LossOfRow)(scales, x, k);
+}
+
 void arrange_row(const float* x, std::size_t k, bool exact, Row& out) {
   HWY_DYNAMIC_DISPATCH(ArrangeRow)(x, k, exact, out);
 }

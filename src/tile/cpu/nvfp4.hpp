@@ -33,10 +33,13 @@ struct Row {
   explicit Row(std::size_t k)
       : floats(static_cast<std::int64_t>(padded(k))),
         digits(static_cast<std::int64_t>(padded(k))),
-        factors(static_cast<std::int64_t>(padded(k) / 16)) {}
+        factors(static_cast<std::int64_t>(padded(k) / 16)),
+        losses(static_cast<std::int64_t>(scale_room(k))) {}
   Scratch<float> floats;
   Scratch<std::int16_t> digits;
   Scratch<float> factors;  // of each block, to go into the scales of the weights
+  Scratch<float> losses;   // most that a scale of 1, with its factor, makes of the digits that a block lost
+  bool is_exact = true;    // there are no losses
   struct Run {
     std::size_t begin, end;
     bool is_fixed;
@@ -63,6 +66,9 @@ void dot(const std::uint8_t* const* codes, const float* scales, std::size_t rows
 // for the machine to foresee them in time.
 void dot_row(const std::uint8_t* const* codes, const float* scales, std::size_t rows, const Row& x, std::size_t k,
              const std::uint8_t* const* next, float* out);
+
+// Most that dot_row's result for a row may be off because x lost digits; its scales as dot_row takes them.
+float loss_of_row(const float* scales, const Row& x, std::size_t k);
 
 // out[0, padded(k)): code * scale in the order of `arrange` with n = 1, the rest zero. Exact.
 void decode_arranged(const std::uint8_t* codes, const float* scales, std::size_t k, float* out);
