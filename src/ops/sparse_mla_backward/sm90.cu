@@ -165,7 +165,7 @@ Params params_of(const Problem& problem, const Workspace& workspace) {
   if (orders_rows(problem)) {
     p.selection.indices = Workspace::at<int>(problem, workspace.rows), p.selection.indices_stride = problem.topk;
     p.selection.topk_length = Workspace::at<int>(problem, workspace.lengths), p.selection.length_stride = 1;
-    p.selection.causality = {};
+    p.selection.q_positions = nullptr, p.selection.causal_from_start = false;
   }
   if (keeps_step(problem)) {
     // The count of steps must fit; and the emulator runs CTAs in turn, where waiting for others is in vain.
