@@ -55,6 +55,7 @@ class Results:
     keys_read: float
     quantized_layers: int
     generated_per_s: float
+    generated_per_s_before: float  # by the model that was not quantised
 
 
 def claims(results: Results, topk: int) -> list[Claim]:
@@ -94,13 +95,14 @@ def finish(trainer: Trainer, prompt: torch.Tensor, bigram: float, folder: Path) 
     write_atomically(folder / "model.safetensors", safetensors.torch.save(model.state_dict(), {"size": size}))
     write_atomically(folder / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
     sparse, keys_read = network.evaluate(model, trainer.windows, "sparse")
+    room = trainer.settings.size.context - len(prompt)
+    _, per_s_before = network.generate(model, prompt.to(trainer.device), room, trainer.settings.seed)
     layers = network.quantize(model)
     nvfp4, _ = network.evaluate(model, trainer.windows, "sparse")
-    room = trainer.settings.size.context - len(prompt)
     ids, per_s = network.generate(model, prompt.to(trainer.device), room, trainer.settings.seed)
     written = tokenizer.decode(prompt.tolist() + ids.tolist())
     write_atomically(folder / "sample.txt", written.encode())
-    return Results(bigram, dense, sparse, nvfp4, keys_read, layers, per_s), written
+    return Results(bigram, dense, sparse, nvfp4, keys_read, layers, per_s, per_s_before), written
 
 
 def run(options: argparse.Namespace, console: Console) -> bool:
@@ -140,7 +142,8 @@ def run(options: argparse.Namespace, console: Console) -> bool:
         report.table(f"{options.name}: loss in nats a token on {windows[1].numel():,} validation tokens", made)
     )
     reporter.say(
-        f"{results.quantized_layers} linear layers in NVFP4, generated {results.generated_per_s:,.0f} tokens/s; "
+        f"{results.quantized_layers} linear layers in NVFP4, generated {results.generated_per_s:,.0f} tokens/s "
+        f"({results.generated_per_s_before:,.0f} before); "
         f"{metrics['seconds']:.0f} s in all, {metrics['cpu_seconds']:.0f} s of processor time; results in {folder}/"
     )
     return all(claim.holds for claim in made)
