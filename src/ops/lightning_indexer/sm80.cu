@@ -25,6 +25,7 @@ runtime::Support check_sizes(const Problem& p) {
   using runtime::Support;
   if (p.d_index > lightning_indexer::kColumns) return Support::no("d_index must be at most 128");
   if (p.s_q >= kLimit || p.topk >= kLimit) return Support::no("s_q and topk must be below 2^31");
+  if (p.s_kv >= kLimit / 2) return Support::no("s_kv must be below 2^30");  // so that keys past the last are ints
   if (p.h_index >= kLimit / 64) return Support::no("h_index must be below 2^25");
   return {};
 }
@@ -36,7 +37,7 @@ namespace {
 
 constexpr const char* kName = "lightning_indexer";
 
-// Queries whose scores the workspace holds: 64 MiB of them, so that they stay in L2 for the most part.
+// Queries whose scores the workspace holds: 64 MiB of scores, but at least those of 32 queries.
 std::int64_t queries_at_a_time(const Problem& p) {
   constexpr std::int64_t kFloats = 1 << 24, kLeast = 32;
   return std::min(p.s_q, std::max(kLeast, kFloats / std::max<std::int64_t>(p.s_kv, 1)));

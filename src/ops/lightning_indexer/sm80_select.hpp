@@ -6,6 +6,7 @@
 // Budget    shared 4,352 B; reads a row up to ten times, from L1 or L2
 #pragma once
 
+#include <bit>
 #include <cmath>
 
 #include "arch/sm80/threads.hpp"
@@ -42,14 +43,6 @@ HOPWELL_DEVICE uint32_t order_of(float x) {
   return bits >> 31 ? ~bits : bits | 0x80000000U;
 }
 
-HOPWELL_DEVICE int bits_set(uint32_t x) {
-#if HOPWELL_ON_DEVICE
-  return __popc(x);
-#else
-  return __builtin_popcount(x);
-#endif
-}
-
 // The scores of 32 keys from `begin` on, a lane a key, then `step` further …: visit(key, score, whether it exists). Eight
 // loads at a time.
 template <class Visit>
@@ -81,7 +74,7 @@ HOPWELL_DEVICE int count_digit(const SelectParams& p, const float* row, int n, u
     if (same == 0) return;
     HOPWELL_UNROLL
     for (int bit = 0; bit < SelectConfig::kDigitBits; ++bit) same &= arch::ballot(digit >> bit & 1) ^ unlike[bit];
-    count += bits_set(same);
+    count += std::popcount(same);
   });
   return count;
 }
@@ -128,8 +121,8 @@ HOPWELL_DEVICE void write_kept(const SelectParams& p, SelectStorage& s, const fl
   int better = 0, equal = 0;
   for_each_score(row, begin, end, 32, [&](int, float score, bool exists) {
     const uint32_t order = order_of(score);
-    better += bits_set(arch::ballot(exists && order > threshold.order));
-    equal += bits_set(arch::ballot(exists && order == threshold.order));
+    better += std::popcount(arch::ballot(exists && order > threshold.order));
+    equal += std::popcount(arch::ballot(exists && order == threshold.order));
   });
   if (lane == 0) s.of_warp[warp] = {better, equal};
   arch::syncthreads();
@@ -139,15 +132,15 @@ HOPWELL_DEVICE void write_kept(const SelectParams& p, SelectStorage& s, const fl
     const uint32_t order = order_of(score), before = (1U << lane) - 1;
     const uint32_t are_better = arch::ballot(exists && order > threshold.order),
                    are_equal = arch::ballot(exists && order == threshold.order);
-    const int equal_before = equal + bits_set(are_equal & before);
+    const int equal_before = equal + std::popcount(are_equal & before);
     const bool taken = (are_better >> lane & 1) || ((are_equal >> lane & 1) && equal_before < threshold.equal);
     const int at =
-        better + bits_set(are_better & before) + (equal_before < threshold.equal ? equal_before : threshold.equal);
+        better + std::popcount(are_better & before) + (equal_before < threshold.equal ? equal_before : threshold.equal);
     if (taken && unsigned(at) < unsigned(p.topk)) {  // always; were a barrier lost, places would still be of the row
       indices[at] = key;
       if (scores) scores[at] = score;
     }
-    better += bits_set(are_better), equal += bits_set(are_equal);
+    better += std::popcount(are_better), equal += std::popcount(are_equal);
   });
 }
 
