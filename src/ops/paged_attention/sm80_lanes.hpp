@@ -6,16 +6,29 @@
 namespace hopwell::ops::paged_attention {
 namespace {
 
+// Lanes whose stages hold whole tiles, each renewed when it has been computed.
+template <class Lanes>
+struct WholeTiles {
+  static constexpr int kStages = 2;
+
+  template <class Stage, class Refill>
+  HOPWELL_DEVICE void step(const Params& p, const Source& from, int tile, Stage& stage, uint32_t address, bool live,
+                           const Refill& refill) {
+    arch::cp_async_wait<kStages - 1>();
+    if (live) static_cast<Lanes*>(this)->compute(p, from, tile, stage, address);
+    refill(0);
+  }
+};
+
 // Layouts nhd and hnd, whose keys and values are rows: a lane has eight dimensions of 8 keys (4 in fp32), `lanes` lanes
 // a key, so that a load of the warp reads 512 bytes: one key of several heads (nhd) or several keys of one (hnd).
 // The dot products are summed over the lanes by halves, 4 + 2 + 1 exchanges for eight keys, after which each lane has
 // the logit of one key. P·V needs no sum at all.
 template <class T, bool kFused>
-struct Rows {
+struct Rows : WholeTiles<Rows<T, kFused>> {
   using Type = T;
   using Stage = paged_attention::Stage<kFused>;
   using State = paged_attention::State<256, 4>;
-  static constexpr int kStages = 2;
   static constexpr int kLaneBytes = 16;  // from one lane's pieces to the next one's
   static constexpr int kKeys = kElements<T>, kPiecesOfKey = 8 / kElements<T>;
   static constexpr int kKeysOfLookup = kKeys;  // a lane's first key is a multiple of that, and they share a page
@@ -70,13 +83,6 @@ struct Rows {
     softmax = {};
   }
 
-  template <class Refill>
-  HOPWELL_DEVICE void step(const Params& p, const Source& from, int tile, Stage& stage, uint32_t address, bool live,
-                           const Refill& refill) {
-    arch::cp_async_wait<kStages - 1>();
-    if (live) compute(p, from, tile, stage, address);
-    refill(0);
-  }
   HOPWELL_DEVICE void compute(const Params& p, const Source& from, int tile, Stage& stage, uint32_t address) {
     const int lane = arch::lane_index(), first = tile + first_key;
     float x[kKeys];
@@ -235,11 +241,10 @@ struct Rows {
 // one key, and 8 pieces of V, each 8 consecutive tokens (4 in fp32) of one dimension. Most logits are whole in one lane;
 // the outputs are summed over the lanes that have other tokens at the end of the segment.
 template <class T>
-struct Columns {
+struct Columns : WholeTiles<Columns<T>> {
   using Type = T;
   using Stage = paged_attention::Stage<false>;
   using State = paged_attention::State<256, 1>;
-  static constexpr int kStages = 2;
   static constexpr int kLaneBytes = 16;  // from one lane's pieces to the next one's
   static constexpr int kTokens = kElements<T>, kDims = kPieces * kElements<T>;
   static constexpr int kKeysOfLookup = 1;
@@ -304,13 +309,6 @@ struct Columns {
     softmax = {};
   }
 
-  template <class Refill>
-  HOPWELL_DEVICE void step(const Params& p, const Source& from, int tile, Stage& stage, uint32_t address, bool live,
-                           const Refill& refill) {
-    arch::cp_async_wait<kStages - 1>();
-    if (live) compute(p, from, tile, stage, address);
-    refill(0);
-  }
   HOPWELL_DEVICE void compute(const Params& p, const Source& from, int tile, Stage& stage, uint32_t address) {
     const int lane = arch::lane_index(), key = tile + first_key;
     float logit = multiply(address, q);
