@@ -211,6 +211,8 @@ std::vector<std::pair<std::string, Quantize>> quantize_problems() {
       {"ties", {.rows = 64, .k = 128, .values = Values::kGrid, .global = 1.0F}},
       {"ties_bf16",
        {.rows = 64, .k = 128, .dtype = kBf16, .values = Values::kGrid, .global = 0.5F, .global_as_array = true}},
+      {"near_ties_bf16", {.rows = 64, .k = 256, .dtype = kBf16, .global = 3.0F / 2688}},
+      {"near_ties_fp16", {.rows = 64, .k = 256, .dtype = kFp16, .global = 3.0F / 2688}},
       {"global_too_small", {.rows = 9, .k = 64, .global = 1e-30F}},
       {"global_smallest", {.rows = 9, .k = 64, .global = 0x1p-149F}},
       {"global_too_large", {.rows = 9, .k = 64, .global = 1e30F}},

@@ -356,8 +356,8 @@ void launch_quantize(const QuantizeProblem& p, Stream stream) {
       shape.grid = {static_cast<std::uint32_t>(params.shares)};
       runtime::launch("nvfp4_quantize", amax_kernel<T>, shape, stream, params);
     }
-    // Six of these fit at a time; where each first waits for memory, a second round pays.
-    shape.grid = {quantize_grid(params.scale_blocks.rows * params.scale_blocks.of_row, amax ? 8 : 6, p.device)};
+    // Six of these fit at a time: two rounds. Where each first waits for the largest |x| and makes a table, eight.
+    shape.grid = {quantize_grid(params.scale_blocks.rows * params.scale_blocks.of_row, amax ? 8 : 12, p.device)};
     // A global that comes from x makes many ties, which thresholds do not mind.
     if constexpr (sizeof(T) == 2) {
       if (amax) return runtime::launch("nvfp4_quantize", quantize_kernel<T, true>, shape, stream, params);

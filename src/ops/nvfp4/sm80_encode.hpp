@@ -2,9 +2,11 @@
 //
 // Two ways, both exact. In floats: |x| · 1 / (scale · global) · 2^-126 is a float whose upper bits are a code's, for it is
 // subnormal where codes are: a half is added, the rest cut off. Next to the middle between two codes that may round to the
-// wrong side: then, and out of usual ranges, exact thresholds decide. 16-bit x can be compared with exact thresholds at once,
-// two numbers at a time: these come from a table for all scales, which is worth while where ties are not rare.
+// wrong side: then, and out of usual ranges, exact thresholds decide. 16-bit x is compared with thresholds of its own type,
+// two numbers at a time; where ties are not rare, at once, with thresholds from a table for all scales.
 #pragma once
+
+#include <cmath>
 
 #include "arch/sm80/bits.hpp"
 #include "ops/nvfp4/sm80_codes.hpp"
@@ -59,7 +61,7 @@ struct Raw {
   }
 };
 
-// ---- in floats -----------------------------------------------------------------------------------------------------
+// ---- exact thresholds ----------------------------------------------------------------------------------------------
 
 HOPWELL_DEVICE uint32_t magnitude_bits(float x) { return arch::bit_cast<uint32_t>(x) & 0x7fffffffu; }
 
@@ -76,20 +78,87 @@ HOPWELL_DEVICE void thresholds(double unit, float (&t)[7]) {
   }
 }
 
-template <class T>
-HOPWELL_DEVICE void encode_exactly(const Raw<T>& x, float scale, float global, uint32_t (&words)[2]) {
+HOPWELL_DEVICE void encode_exactly(const Raw<float>& x, float scale, float global, uint32_t (&words)[2]) {
   float t[7];
   thresholds(double(scale) * double(global), t);
   words[0] = words[1] = 0;
   HOPWELL_UNROLL
   for (int i = 0; i < kCodesOfBlock; ++i) {
-    const float magnitude = arch::bit_cast<float>(magnitude_bits(x.get(i)));
-    uint32_t code = arch::bit_cast<uint32_t>(x.get(i)) >> 28 & 8;
+    uint32_t code = x.words[i] >> 28 & 8;
     HOPWELL_UNROLL
-    for (int j = 0; j < 7; ++j) code += magnitude > t[j];
+    for (int j = 0; j < 7; ++j) code += arch::bit_cast<float>(magnitude_bits(x.get(i))) > t[j];
     words[i / 8] |= code << 4 * (i % 8);
   }
 }
+
+// Thresholds of 16-bit x.
+struct alignas(16) Thresholds16 {
+  uint16_t bits[8];
+};
+
+// T's largest number that is not above middle · (high + low), or, where the tie goes to the upper code, that is below it.
+template <class T>
+HOPWELL_DEVICE uint32_t threshold(float middle, bool tie_goes_up, float high, float low) {
+  const float product = middle * high;
+  uint32_t bits;  // of T's nearest number, or of one of the two nearest
+  float nearest;
+  if constexpr (std::is_same_v<T, bf16>) {
+    bits = (arch::bit_cast<uint32_t>(product) + 0x8000) >> 16;
+    nearest = arch::bit_cast<float>(bits << 16);
+  } else {
+    bits = arch::pack_fp16(product, 0);
+    nearest = to_fp32(fp16{uint16_t(bits)});
+  }
+  // Next to a tie both are exact, elsewhere the sign is right.
+  const float above = std::fma(-middle, low, std::fma(-middle, high, nearest));
+  return bits - (tie_goes_up ? above >= 0 : above > 0);
+}
+
+// thresholds(), in x's type.
+template <class T>
+HOPWELL_DEVICE Thresholds16 thresholds_for(float scale, float global) {
+  constexpr float kMiddles[7] = {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5};
+  Thresholds16 t{};
+  const float high = scale * global, low = std::fma(scale, global, -high);
+  if (high >= 0x1p-100f && high <= 0x1p100f) {
+    HOPWELL_UNROLL
+    for (int i = 0; i < 7; ++i) t.bits[i] = uint16_t(threshold<T>(kMiddles[i], i % 2 == 1, high, low));
+    return t;
+  }
+  float exact[7];
+  thresholds(double(scale) * double(global), exact);
+  HOPWELL_UNROLL
+  for (int i = 0; i < 7; ++i) t.bits[i] = uint16_t(threshold<T>(1, false, exact[i], 0));
+  return t;
+}
+
+// Three comparisons a number, two numbers at a time. |x| and thresholds are not negative, and the bits of fp16 as a bf16's are
+// in the same order and below its infinity.
+template <class T>
+HOPWELL_DEVICE void encode_by_thresholds(const Raw<T>& x, const Thresholds16& of_scale, uint32_t (&words)[2]) {
+  const auto raw = arch::bit_cast<arch::Words4>(of_scale);
+  uint32_t t[7];
+  HOPWELL_UNROLL
+  for (int i = 0; i < 7; ++i)
+    t[i] = i % 2 ? arch::half_twice<true>(raw.w[i / 2]) : arch::half_twice<false>(raw.w[i / 2]);
+  const auto choose = [](uint32_t mask, uint32_t a, uint32_t b) { return (a & mask) | (b & ~mask); };
+  HOPWELL_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    uint32_t codes[4];  // of two numbers, in the lowest bits of each half
+    HOPWELL_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t pair = x.words[4 * half + i], magnitude = pair & 0x7fff7fffu;
+      const uint32_t four = where_larger(magnitude, t[3]);
+      const uint32_t two = where_larger(magnitude, choose(four, t[5], t[1]));
+      const uint32_t one = where_larger(magnitude, choose(four, choose(two, t[6], t[4]), choose(two, t[2], t[0])));
+      codes[i] = (four & 0x00040004u) | (two & 0x00020002u) | (one & 0x00010001u) | (pair >> 12 & 0x00080008u);
+    }
+    const uint32_t lower = codes[0] | codes[1] << 8, upper = codes[2] | codes[3] << 8;
+    words[half] = arch::permute_bytes<0x5410>(lower, upper) | arch::permute_bytes<0x7632>(lower, upper) << 4;
+  }
+}
+
+// ---- in floats -----------------------------------------------------------------------------------------------------
 
 // The highest bytes of four words.
 HOPWELL_DEVICE uint32_t highest_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
@@ -120,60 +189,11 @@ HOPWELL_DEVICE void encode_block(const Raw<T>& x, float most, float scale, float
     words[half] = nibbles[0] + nibbles[1] * 16;
   }
   const bool usual = unit >= 0x1p-100f && unit <= 0x1p100f && most * factor < 6.99f;
-  if (!usual || nearest < (2 * kDoubt) << 10) encode_exactly(x, scale, global, words);
-}
-
-// ---- codes of 16-bit x ----------------------------------------------------------------------------------------------
-
-// Thresholds of 16-bit x for a scale byte: a code's index grows by one above each.
-struct alignas(16) Thresholds16 {
-  uint16_t bits[8];
-};
-
-// thresholds(), in x's type.
-template <class T>
-HOPWELL_DEVICE Thresholds16 thresholds_for(uint32_t scale, float global) {
-  float t[7];
-  thresholds(double(scale_value(scale)) * double(global), t);
-  Thresholds16 rounded{};
-  HOPWELL_UNROLL
-  for (int i = 0; i < 7; ++i) {  // downwards
-    if constexpr (std::is_same_v<T, bf16>) {
-      rounded.bits[i] = uint16_t(arch::bit_cast<uint32_t>(t[i]) >> 16);
-    } else {
-      constexpr uint16_t kLargest = 0x7bff;
-      const auto nearest = uint16_t(arch::pack_fp16(t[i], 0));
-      const bool above = nearest > kLargest || to_fp32(fp16{nearest}) > t[i];
-      rounded.bits[i] = above ? uint16_t(nearest - 1) : nearest;
-    }
-  }
-  return rounded;
-}
-
-// Three comparisons a number, two numbers at a time. |x| and thresholds are not negative, and the bits of fp16 as a bf16's are
-// in the same order and below its infinity.
-template <class T>
-HOPWELL_DEVICE void encode_by_thresholds(const Raw<T>& x, const Thresholds16& of_scale, uint32_t (&words)[2]) {
-  const auto raw = arch::bit_cast<arch::Words4>(of_scale);
-  uint32_t t[7];
-  HOPWELL_UNROLL
-  for (int i = 0; i < 7; ++i)
-    t[i] = i % 2 ? arch::half_twice<true>(raw.w[i / 2]) : arch::half_twice<false>(raw.w[i / 2]);
-  const auto choose = [](uint32_t mask, uint32_t a, uint32_t b) { return (a & mask) | (b & ~mask); };
-  HOPWELL_UNROLL
-  for (int half = 0; half < 2; ++half) {
-    uint32_t codes[4];  // of two numbers, in the lowest bits of each half
-    HOPWELL_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t pair = x.words[4 * half + i], magnitude = pair & 0x7fff7fffu;
-      const uint32_t four = where_larger(magnitude, t[3]);
-      const uint32_t two = where_larger(magnitude, choose(four, t[5], t[1]));
-      const uint32_t one = where_larger(magnitude, choose(four, choose(two, t[6], t[4]), choose(two, t[2], t[0])));
-      codes[i] = (four & 0x00040004u) | (two & 0x00020002u) | (one & 0x00010001u) | (pair >> 12 & 0x00080008u);
-    }
-    const uint32_t lower = codes[0] | codes[1] << 8, upper = codes[2] | codes[3] << 8;
-    words[half] = arch::permute_bytes<0x5410>(lower, upper) | arch::permute_bytes<0x7632>(lower, upper) << 4;
-  }
+  if (usual && nearest >= (2 * kDoubt) << 10) return;
+  if constexpr (sizeof(T) == 2)
+    encode_by_thresholds(x, thresholds_for<T>(scale, global), words);
+  else
+    encode_exactly(x, scale, global, words);
 }
 
 }  // namespace

@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(QuantizeConfig::kThreads)
   if (arch::block_index() == 0 && arch::thread_index() == 0) *p.global_scale = global;
   if constexpr (kByThresholds) {
     if (const int scale = arch::thread_index(); scale < 128)
-      s.thresholds[scale] = thresholds_for<T>(uint32_t(scale), global);
+      s.thresholds[scale] = thresholds_for<T>(scale_value(uint32_t(scale)), global);
     arch::syncthreads();
   }
   const int64_t threads = int64_t{arch::grid_size()} * QuantizeConfig::kThreads, count = p.scale_blocks.count();
