@@ -37,6 +37,13 @@ static_assert(ring_bytes<Rows<bf16, true>>(kMaxWarps) <= 227 * 1024);
 static_assert(ring_bytes<Fragments<bf16, 128, 0>>(kMaxWarps) <= 227 * 1024);
 static_assert(ring_bytes<Fragments<bf16, 64, 8>>(kMaxWarps) <= 227 * 1024);
 
+// Where all strips are equally long, whole ones are shared out if that lets at most one CTA in 33 have nothing to do: what
+// CTAs need not tell each other is worth more.
+int whole_strips(const Params& p) {
+  const std::int64_t strips = std::int64_t{p.b} * p.strips, of_cta = (strips + p.ctas - 1) / p.ctas;
+  return 32 * (of_cta * p.ctas - strips) <= strips ? static_cast<int>(of_cta) : 0;
+}
+
 template <class Lanes>
 void start(const Problem& problem, Stream stream) {
   const int device = problem.device.device_id;
@@ -47,7 +54,7 @@ void start(const Problem& problem, Stream stream) {
   int warps = kMaxWarps;
   while (ring_bytes<Lanes>(warps) > runtime::max_shared_bytes(device)) warps /= 2;
   p.warps = warps, p.threads = 32 * warps, p.ctas = ctas_of(problem);
-  p.groups = std::max(1, p.threads / p.pairs.value);
+  p.groups = std::max(1, p.threads / p.pairs.value), p.whole = whole_strips(p);
   p.alone = p.b <= 64, p.part = (p.b + (p.alone ? 31 : p.threads - 1)) / (p.alone ? 32 : p.threads);
   runtime::launch(kName, ring_kernel<Lanes>,
                   {.grid = {static_cast<std::uint32_t>(p.ctas.value)},

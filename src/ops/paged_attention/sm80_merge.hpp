@@ -85,30 +85,46 @@ struct Chains {
     on = arch::ballot(before == Reach::on), ends = arch::ballot(before == Reach::end);
   }
   HOPWELL_DEVICE Chain from(int warp, int state) const {
-    Chain chain{warp, state, 1, false};
-    int next = warp + 1;
-    if (state == kBegunBefore) next = warp, chain.count = 0;
-    HOPWELL_NO_UNROLL
-    for (; on >> next & 1; ++next) ++chain.count;
-    chain.ends = ends >> next & 1;
-    chain.count += chain.ends ? 1 : 0;
-    return chain;
+    const int next = state == kBegunBefore ? warp : warp + 1;  // the first that it may go on in
+    const uint32_t stops = ~(on >> next);
+    const int last = next + int(arch::bfind(stops & (0U - stops)));
+    const bool has_end = ends >> last & 1;
+    return {warp, state, last - warp + (has_end ? 1 : 0), has_end};
   }
 };
 
 // Whose states they are: `state_of(warp, which)`.
 template <class StateOf>
 HOPWELL_DEVICE Pair pair_of_chain(const Chain& chain, const StateOf& state_of, int pitch, const Place& at) {
+  constexpr int kAhead = 4;  // loads under way
   Pair pair;
-  const auto state = [&](int i) -> auto& { return state_of(chain.warp + i, i == 0 ? chain.state : kBegunBefore); };
-  for (int i = 0; i < chain.count; ++i) pair.maximum = fmaxf(pair.maximum, state(i).stats[at.vector].maximum);
+  const auto state = [&](int i) -> auto& {
+    const int part = smaller(i, chain.count - 1);
+    return state_of(chain.warp + part, part == 0 ? chain.state : kBegunBefore);
+  };
+  HOPWELL_NO_UNROLL
+  for (int n = 0; n < chain.count; n += kAhead) {
+    HOPWELL_UNROLL
+    for (int i = n; i < n + kAhead; ++i) pair.maximum = fmaxf(pair.maximum, state(i).stats[at.vector].maximum);
+  }
   const float base = finite_or_zero(pair.maximum);
-  for (int i = 0; i < chain.count; ++i) {
-    const auto& from = state(i);
-    const float weight = arch::exp2_approx(from.stats[at.vector].maximum - base);
-    const auto two = *reinterpret_cast<const arch::Words2*>(&from.values[at.vector * pitch + 2 * at.pair]);
-    pair.sum += weight * from.stats[at.vector].sum;
-    for (int e = 0; e < 2; ++e) pair.value[e] += weight * arch::bit_cast<float>(two.w[e]);
+  HOPWELL_NO_UNROLL
+  for (int n = 0; n < chain.count; n += kAhead) {
+    Stats stats[kAhead];
+    arch::Words2 two[kAhead];
+    HOPWELL_UNROLL
+    for (int i = 0; i < kAhead; ++i) {
+      const auto& from = state(n + i);
+      stats[i] = from.stats[at.vector];
+      two[i] = *reinterpret_cast<const arch::Words2*>(&from.values[at.vector * pitch + 2 * at.pair]);
+    }
+    HOPWELL_UNROLL
+    for (int i = 0; i < kAhead; ++i) {
+      if (n + i >= chain.count) continue;
+      const float weight = arch::exp2_approx(stats[i].maximum - base);
+      pair.sum += weight * stats[i].sum;
+      for (int e = 0; e < 2; ++e) pair.value[e] += weight * arch::bit_cast<float>(two[i].w[e]);
+    }
   }
   return pair;
 }
@@ -206,10 +222,10 @@ HOPWELL_DEVICE void join(const Params& p, MergeStorage& s, const Plan& plan, con
   HOPWELL_NO_UNROLL
   for (int o = arch::thread_index(); o < strips * p.pairs; o += p.threads) {
     const int number = o / p.pairs;
-    int warp = p.warps - 1;
+    uint32_t left = chains.begins;
     HOPWELL_NO_UNROLL
-    for (int skip = number; warp >= 0; --warp)
-      if ((chains.begins >> warp & 1) && skip-- == 0) break;
+    for (int skip = number; skip > 0; --skip) left &= ~(1U << arch::bfind(left));
+    const int warp = int(arch::bfind(left));  // −1: the strip that goes through the whole share
     const Chain chain = warp >= 0 ? chains.from(warp, kBegunHere) : before;
     const Place at(p, o - number * p.pairs);
     const Pair pair = pair_of_chain(chain, state_of, pitch, at);

@@ -79,6 +79,7 @@ struct Params {
   Divisor pairs;                                 // of values of a strip
   int groups;                                    // of threads of a CTA, each as many as there are pairs
   Divisor warps, ctas;                           // warps of a CTA
+  int whole;                                     // strips of a CTA where all are equally long; 0: any part of the line
   int threads, part;                             // of a CTA; sequences that a thread adds up for the plan
   bool alone;                                    // each warp makes the plan for itself
   float scale_log2, bias_log2;                   // what q · k and the bias are multiplied by
@@ -231,6 +232,7 @@ struct Share {
 
 struct PlanStorage {
   int sum_of_warp[kMaxWarps];
+  uint32_t others[kMaxWarps];  // lanes of a warp that have sequences of another length than the first one
   struct {
     int sequence, before;
   } first[kMaxWarps];  // of a warp's first segment
@@ -270,10 +272,12 @@ struct Segment {
   }
 };
 
-// Equal shares, but at least a unit for each warp of a CTA as long as there are any.
-HOPWELL_DEVICE Plan plan_of(const Params& p, int64_t units) {
+// Equal shares, but at least a unit for each warp of a CTA as long as there are any. `units_of_each` strip, if all have as many.
+HOPWELL_DEVICE Plan plan_of(const Params& p, int64_t units, int units_of_each) {
   Plan plan{units, p.warps, 0};
   if (units < int64_t{p.ctas} * p.warps) return plan;
+  plan.share = int64_t{p.whole} * units_of_each;
+  if (plan.share > 0) return plan;
   plan.share = units >> 31 ? units / p.ctas.value : int(units) / p.ctas;
   plan.extra = int(units - plan.share * p.ctas);
   return plan;
@@ -294,7 +298,11 @@ HOPWELL_DEVICE void find_share_alone(const Params& p, Plan& plan, Share& share, 
     const int other = arch::shuffle(end, (lane - step) & 31);
     end += lane >= step ? other : 0;
   }
-  plan = plan_of(p, int64_t{arch::shuffle(end, 31)} * p.strips);
+  const int each = arch::shuffle(units[0], 0);
+  bool other_length = false;
+  HOPWELL_UNROLL
+  for (int i = 0; i < 2; ++i) other_length |= i < p.part && first + i < p.b && units[i] != each;
+  plan = plan_of(p, int64_t{arch::shuffle(end, 31)} * p.strips, arch::ballot(other_length) == 0 ? each : 0);
   const int cta = arch::block_index();
   share = Share{plan.first_unit(cta), plan.first_unit(cta + 1)}.of_warp(arch::warp_index(), p.warps);
   if (share.begin >= share.end) return;
@@ -311,8 +319,14 @@ HOPWELL_DEVICE void find_share_alone(const Params& p, Plan& plan, Share& share, 
 HOPWELL_DEVICE void find_share_together(const Params& p, PlanStorage& s, Plan& plan, Share& share, Segment& segment) {
   const int lane = arch::lane_index(), warp = arch::warp_index();
   const int first = arch::thread_index() * p.part, end = smaller(p.b, first + p.part);
+  const int each = units_of(p, keys_of_sequence(p, context_of(p, 0)));
   int units = 0;
-  for (int n = first; n < end; ++n) units += units_of(p, keys_of_sequence(p, context_of(p, n)));
+  bool other_length = false;
+  for (int n = first; n < end; ++n) {
+    const int its = units_of(p, keys_of_sequence(p, context_of(p, n)));
+    units += its, other_length |= its != each;
+  }
+  const uint32_t others = arch::ballot(other_length);
   int sum = units;
   HOPWELL_UNROLL
   for (int step = 1; step < 32; step *= 2) {
@@ -320,14 +334,16 @@ HOPWELL_DEVICE void find_share_together(const Params& p, PlanStorage& s, Plan& p
     sum += lane >= step ? other : 0;
   }
   int before = sum - units, total = 0;
-  if (lane == 31) s.sum_of_warp[warp] = sum;
+  uint32_t all_others = 0;
+  if (lane == 31) s.sum_of_warp[warp] = sum, s.others[warp] = others;
   arch::syncthreads();  // kept: sums that are not there yet make shares outside of the tensors
   HOPWELL_NO_UNROLL
   for (int w = 0; w < p.warps; ++w) {
     before += w < warp ? s.sum_of_warp[w] : 0;
     total += s.sum_of_warp[w];
+    all_others |= s.others[w];
   }
-  plan = plan_of(p, int64_t{total} * p.strips);
+  plan = plan_of(p, int64_t{total} * p.strips, all_others == 0 ? each : 0);
   const int cta = arch::block_index();
   const Share of_cta{plan.first_unit(cta), plan.first_unit(cta + 1)};
   HOPWELL_NO_UNROLL
