@@ -37,11 +37,12 @@ static_assert(ring_bytes<Rows<bf16, true>>(kMaxWarps) <= 227 * 1024);
 static_assert(ring_bytes<Fragments<bf16, 128, 0>>(kMaxWarps) <= 227 * 1024);
 static_assert(ring_bytes<Fragments<bf16, 64, 8>>(kMaxWarps) <= 227 * 1024);
 
-// Where all strips are equally long, whole ones are shared out if that lets at most one CTA in 33 have nothing to do: what
-// CTAs need not tell each other is worth more.
+// Where all strips are equally long, as many as there are CTAs or twice as many, CTAs take whole ones, though up to one
+// in 33 then has nothing to do: what they need not tell each other is worth more. More of them a CTA are not: warps that all
+// begin with the first key of a strip keep step, and memory does not like that.
 int whole_strips(const Params& p) {
   const std::int64_t strips = std::int64_t{p.b} * p.strips, of_cta = (strips + p.ctas - 1) / p.ctas;
-  return 32 * (of_cta * p.ctas - strips) <= strips ? static_cast<int>(of_cta) : 0;
+  return p.alone && of_cta <= 2 && 32 * (of_cta * p.ctas - strips) <= strips ? static_cast<int>(of_cta) : 0;
 }
 
 template <class Lanes>
@@ -54,8 +55,9 @@ void start(const Problem& problem, Stream stream) {
   int warps = kMaxWarps;
   while (ring_bytes<Lanes>(warps) > runtime::max_shared_bytes(device)) warps /= 2;
   p.warps = warps, p.threads = 32 * warps, p.ctas = ctas_of(problem);
-  p.groups = std::max(1, p.threads / p.pairs.value), p.whole = whole_strips(p);
+  p.groups = std::max(1, p.threads / p.pairs.value);
   p.alone = p.b <= 64, p.part = (p.b + (p.alone ? 31 : p.threads - 1)) / (p.alone ? 32 : p.threads);
+  p.whole = whole_strips(p);
   runtime::launch(kName, ring_kernel<Lanes>,
                   {.grid = {static_cast<std::uint32_t>(p.ctas.value)},
                    .threads = static_cast<std::uint32_t>(32 * warps),

@@ -47,25 +47,30 @@ struct MergeStorage {
   float sums[kMaxThreads][4];
 };
 
-// Two values of a vector.
-struct Pair {
-  float maximum = -INFINITY, sum = 0, value[2] = {0, 0};
-  HOPWELL_DEVICE void add(const Pair& other) {
+// Neighbouring values of a vector.
+template <int kValues>
+struct Sums {
+  float maximum = -INFINITY, sum = 0, value[kValues] = {};
+  HOPWELL_DEVICE void add(const Sums& other) {
     const float larger = fmaxf(maximum, other.maximum), base = finite_or_zero(larger);
     const float mine = arch::exp2_approx(maximum - base), its = arch::exp2_approx(other.maximum - base);
     maximum = larger, sum = sum * mine + other.sum * its;
-    for (int i = 0; i < 2; ++i) value[i] = value[i] * mine + other.value[i] * its;
+    for (int i = 0; i < kValues; ++i) value[i] = value[i] * mine + other.value[i] * its;
   }
 };
+using Pair = Sums<2>;
+using Quad = Sums<4>;
 struct Place {
   int vector, pair;
   HOPWELL_DEVICE Place(const Params& p, int of_strip) : vector(of_strip / p.half), pair(of_strip - vector * p.half) {}
 };
 
-template <class T>
-HOPWELL_DEVICE void store_pair(const Params& p, int sequence, int strip, const Place& at, const Pair& pair) {
+template <class T, int kValues>
+HOPWELL_DEVICE void store_sums(const Params& p, int sequence, int strip, const Place& at, const Sums<kValues>& sums) {
   const Vector to = vector_of(p, strip, at.vector);
-  for (int i = 0; i < 2; ++i) store_result<T>(p, sequence, to, 2 * at.pair + i, pair.maximum, pair.sum, pair.value[i]);
+  HOPWELL_UNROLL
+  for (int i = 0; i < kValues; ++i)
+    store_result<T>(p, sequence, to, 2 * at.pair + i, sums.maximum, sums.sum, sums.value[i]);
 }
 
 // The parts of one strip that successive warps have: the first one's state is `state`, the others' their first.
@@ -94,10 +99,13 @@ struct Chains {
 };
 
 // Whose states they are: `state_of(warp, which)`.
-template <class StateOf>
-HOPWELL_DEVICE Pair pair_of_chain(const Chain& chain, const StateOf& state_of, int pitch, const Place& at) {
+template <int kValues, class StateOf>
+HOPWELL_DEVICE Sums<kValues> sums_of_chain(const Chain& chain, const StateOf& state_of, int pitch, const Place& at) {
   constexpr int kAhead = 4;  // loads under way
-  Pair pair;
+  struct alignas(4 * kValues) Values {
+    float of[kValues];
+  };
+  Sums<kValues> sums;
   const auto state = [&](int i) -> auto& {
     const int part = smaller(i, chain.count - 1);
     return state_of(chain.warp + part, part == 0 ? chain.state : kBegunBefore);
@@ -105,28 +113,28 @@ HOPWELL_DEVICE Pair pair_of_chain(const Chain& chain, const StateOf& state_of, i
   HOPWELL_NO_UNROLL
   for (int n = 0; n < chain.count; n += kAhead) {
     HOPWELL_UNROLL
-    for (int i = n; i < n + kAhead; ++i) pair.maximum = fmaxf(pair.maximum, state(i).stats[at.vector].maximum);
+    for (int i = n; i < n + kAhead; ++i) sums.maximum = fmaxf(sums.maximum, state(i).stats[at.vector].maximum);
   }
-  const float base = finite_or_zero(pair.maximum);
+  const float base = finite_or_zero(sums.maximum);
   HOPWELL_NO_UNROLL
   for (int n = 0; n < chain.count; n += kAhead) {
     Stats stats[kAhead];
-    arch::Words2 two[kAhead];
+    Values values[kAhead];
     HOPWELL_UNROLL
     for (int i = 0; i < kAhead; ++i) {
       const auto& from = state(n + i);
       stats[i] = from.stats[at.vector];
-      two[i] = *reinterpret_cast<const arch::Words2*>(&from.values[at.vector * pitch + 2 * at.pair]);
+      values[i] = *reinterpret_cast<const Values*>(&from.values[at.vector * pitch + 2 * at.pair]);
     }
     HOPWELL_UNROLL
     for (int i = 0; i < kAhead; ++i) {
       if (n + i >= chain.count) continue;
       const float weight = arch::exp2_approx(stats[i].maximum - base);
-      pair.sum += weight * stats[i].sum;
-      for (int e = 0; e < 2; ++e) pair.value[e] += weight * arch::bit_cast<float>(two[i].w[e]);
+      sums.sum += weight * stats[i].sum;
+      for (int e = 0; e < kValues; ++e) sums.value[e] += weight * values[i].of[e];
     }
   }
-  return pair;
+  return sums;
 }
 
 // ---- from CTA to CTA ------------------------------------------------------------------------------------------------
@@ -135,14 +143,14 @@ HOPWELL_DEVICE Pair pair_of_chain(const Chain& chain, const StateOf& state_of, i
 HOPWELL_DEVICE arch::Words4* part_of(const Params& p, int cta, int vector) {
   return p.parts + (int64_t{cta} * (p.heads * p.queries) + vector) * (p.half + 1);
 }
-HOPWELL_DEVICE void pass_on(const Params& p, const Place& at, const Pair& pair) {
+HOPWELL_DEVICE void pass_on(const Params& p, const Place& at, const Quad& quad) {
   arch::Words4* to = part_of(p, arch::block_index(), at.vector);
   const auto store = [&](int piece, float x, float y) {
     arch::store_relaxed_v4(to + piece,
                            {arch::bit_cast<uint32_t>(x), arch::bit_cast<uint32_t>(y), p.mark[0], p.mark[1]});
   };
-  store(at.pair, pair.value[0], pair.value[1]);
-  if (at.pair == 0) store(p.half, pair.maximum, pair.sum);
+  store(at.pair, quad.value[0], quad.value[1]), store(at.pair + 1, quad.value[2], quad.value[3]);
+  if (at.pair == 0) store(p.half, quad.maximum, quad.sum);
 }
 
 HOPWELL_DEVICE bool arrived(const Params& p, const arch::Words4& piece) {
@@ -189,7 +197,7 @@ HOPWELL_DEVICE void take_strip(const Params& p, MergeStorage& s, const Plan& pla
   HOPWELL_NO_UNROLL
   for (int of_strip = thread - group * p.pairs; of_strip < p.pairs; of_strip += p.threads) {
     const Place at(p, of_strip);
-    Pair mine, own = pair_of_chain(chain, state_of, pitch, at);
+    Pair mine, own = sums_of_chain<2>(chain, state_of, pitch, at);
     if (group < groups) mine = take_parts(p, from, group, count, groups, at);
     if (groups > 1) {
       float (&sums)[4] = s.sums[thread];
@@ -203,7 +211,7 @@ HOPWELL_DEVICE void take_strip(const Params& p, MergeStorage& s, const Plan& pla
     }
     if (group > 0) continue;
     mine.add(own);
-    store_pair<T>(p, part.sequence, part.strip, at, mine);
+    store_sums<T>(p, part.sequence, part.strip, at, mine);
   }
   arch::syncthreads();  // kept: who finds the mark of a sum wiped out waits for ever
   const int vectors = p.heads * p.queries;
@@ -220,7 +228,7 @@ HOPWELL_DEVICE void join(const Params& p, MergeStorage& s, const Plan& plan, con
   int strips = before.count > 0 && !before.ends ? 1 : 0;
   for (uint32_t left = chains.begins; left != 0; left &= left - 1) ++strips;
   HOPWELL_NO_UNROLL
-  for (int o = arch::thread_index(); o < strips * p.pairs; o += p.threads) {
+  for (int o = 2 * arch::thread_index(); o < strips * p.pairs; o += 2 * p.threads) {  // four values
     const int number = o / p.pairs;
     uint32_t left = chains.begins;
     HOPWELL_NO_UNROLL
@@ -228,12 +236,12 @@ HOPWELL_DEVICE void join(const Params& p, MergeStorage& s, const Plan& plan, con
     const int warp = int(arch::bfind(left));  // −1: the strip that goes through the whole share
     const Chain chain = warp >= 0 ? chains.from(warp, kBegunHere) : before;
     const Place at(p, o - number * p.pairs);
-    const Pair pair = pair_of_chain(chain, state_of, pitch, at);
+    const Quad quad = sums_of_chain<4>(chain, state_of, pitch, at);
     const Part& part = s.part[chain.warp][chain.state];
     if (chain.ends)
-      store_pair<T>(p, part.sequence, part.strip, at, pair);
+      store_sums<T>(p, part.sequence, part.strip, at, quad);
     else
-      pass_on(p, at, pair);
+      pass_on(p, at, quad);
   }
   if (before.ends) take_strip<T>(p, s, plan, before, state_of, pitch);
 }

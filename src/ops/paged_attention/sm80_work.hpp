@@ -79,7 +79,7 @@ struct Params {
   Divisor pairs;                                 // of values of a strip
   int groups;                                    // of threads of a CTA, each as many as there are pairs
   Divisor warps, ctas;                           // warps of a CTA
-  int whole;                                     // strips of a CTA where all are equally long; 0: any part of the line
+  int whole;                                     // strips of a CTA if all are equally long; 0: no whole number
   int threads, part;                             // of a CTA; sequences that a thread adds up for the plan
   bool alone;                                    // each warp makes the plan for itself
   float scale_log2, bias_log2;                   // what q · k and the bias are multiplied by
@@ -232,7 +232,6 @@ struct Share {
 
 struct PlanStorage {
   int sum_of_warp[kMaxWarps];
-  uint32_t others[kMaxWarps];  // lanes of a warp that have sequences of another length than the first one
   struct {
     int sequence, before;
   } first[kMaxWarps];  // of a warp's first segment
@@ -272,12 +271,10 @@ struct Segment {
   }
 };
 
-// Equal shares, but at least a unit for each warp of a CTA as long as there are any. `units_of_each` strip, if all have as many.
-HOPWELL_DEVICE Plan plan_of(const Params& p, int64_t units, int units_of_each) {
+// Equal shares, but at least a unit for each warp of a CTA as long as there are any.
+HOPWELL_DEVICE Plan plan_of(const Params& p, int64_t units) {
   Plan plan{units, p.warps, 0};
   if (units < int64_t{p.ctas} * p.warps) return plan;
-  plan.share = int64_t{p.whole} * units_of_each;
-  if (plan.share > 0) return plan;
   plan.share = units >> 31 ? units / p.ctas.value : int(units) / p.ctas;
   plan.extra = int(units - plan.share * p.ctas);
   return plan;
@@ -298,11 +295,12 @@ HOPWELL_DEVICE void find_share_alone(const Params& p, Plan& plan, Share& share, 
     const int other = arch::shuffle(end, (lane - step) & 31);
     end += lane >= step ? other : 0;
   }
-  const int each = arch::shuffle(units[0], 0);
-  bool other_length = false;
-  HOPWELL_UNROLL
-  for (int i = 0; i < 2; ++i) other_length |= i < p.part && first + i < p.b && units[i] != each;
-  plan = plan_of(p, int64_t{arch::shuffle(end, 31)} * p.strips, arch::ballot(other_length) == 0 ? each : 0);
+  plan = plan_of(p, int64_t{arch::shuffle(end, 31)} * p.strips);
+  if (p.whole > 0 && plan.share > p.warps) {
+    const int each = arch::shuffle(units[0], 0);  // units of a strip, if all have as many
+    const bool differ = (first < p.b && units[0] != each) || (first + 1 < p.b && p.part > 1 && units[1] != each);
+    if (arch::ballot(differ) == 0) plan.share = p.whole * each, plan.extra = 0;
+  }
   const int cta = arch::block_index();
   share = Share{plan.first_unit(cta), plan.first_unit(cta + 1)}.of_warp(arch::warp_index(), p.warps);
   if (share.begin >= share.end) return;
@@ -319,14 +317,8 @@ HOPWELL_DEVICE void find_share_alone(const Params& p, Plan& plan, Share& share, 
 HOPWELL_DEVICE void find_share_together(const Params& p, PlanStorage& s, Plan& plan, Share& share, Segment& segment) {
   const int lane = arch::lane_index(), warp = arch::warp_index();
   const int first = arch::thread_index() * p.part, end = smaller(p.b, first + p.part);
-  const int each = units_of(p, keys_of_sequence(p, context_of(p, 0)));
   int units = 0;
-  bool other_length = false;
-  for (int n = first; n < end; ++n) {
-    const int its = units_of(p, keys_of_sequence(p, context_of(p, n)));
-    units += its, other_length |= its != each;
-  }
-  const uint32_t others = arch::ballot(other_length);
+  for (int n = first; n < end; ++n) units += units_of(p, keys_of_sequence(p, context_of(p, n)));
   int sum = units;
   HOPWELL_UNROLL
   for (int step = 1; step < 32; step *= 2) {
@@ -334,16 +326,14 @@ HOPWELL_DEVICE void find_share_together(const Params& p, PlanStorage& s, Plan& p
     sum += lane >= step ? other : 0;
   }
   int before = sum - units, total = 0;
-  uint32_t all_others = 0;
-  if (lane == 31) s.sum_of_warp[warp] = sum, s.others[warp] = others;
+  if (lane == 31) s.sum_of_warp[warp] = sum;
   arch::syncthreads();  // kept: sums that are not there yet make shares outside of the tensors
   HOPWELL_NO_UNROLL
   for (int w = 0; w < p.warps; ++w) {
     before += w < warp ? s.sum_of_warp[w] : 0;
     total += s.sum_of_warp[w];
-    all_others |= s.others[w];
   }
-  plan = plan_of(p, int64_t{total} * p.strips, all_others == 0 ? each : 0);
+  plan = plan_of(p, int64_t{total} * p.strips);
   const int cta = arch::block_index();
   const Share of_cta{plan.first_unit(cta), plan.first_unit(cta + 1)};
   HOPWELL_NO_UNROLL
@@ -393,7 +383,7 @@ HOPWELL_DEVICE void store_result(const Params& p, int sequence, const Vector& to
                                  float value) {
   if (!to.exists) return;
   T* out = static_cast<T*>(p.out) + sequence * p.out_stride[0] + to.query * p.out_stride[1];
-  from_fp32(sum == 0 ? 0 : value / sum, out + to.head * p.out_stride[2] + e);
+  from_fp32(sum == 0 ? 0 : value * (1 / sum), out + to.head * p.out_stride[2] + e);
   if (e == 0 && p.lse)
     p.lse[sequence * p.lse_stride[0] + to.query * p.lse_stride[1] + to.head * p.lse_stride[2]] =
         sum == 0 ? -INFINITY : (maximum + arch::log2_approx(sum)) * kLn2;
