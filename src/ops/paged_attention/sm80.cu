@@ -37,12 +37,10 @@ static_assert(ring_bytes<Rows<bf16, true>>(kMaxWarps) <= 227 * 1024);
 static_assert(ring_bytes<Fragments<bf16, 128, 0>>(kMaxWarps) <= 227 * 1024);
 static_assert(ring_bytes<Fragments<bf16, 64, 8>>(kMaxWarps) <= 227 * 1024);
 
-// Where all strips are equally long, as many as there are CTAs or twice as many, CTAs take whole ones, though up to one
-// in 33 then has nothing to do: what they need not tell each other is worth more. More of them a CTA are not: warps that all
-// begin with the first key of a strip keep step, and memory does not like that.
+// Where all strips are equally long, CTAs take whole ones, though up to one in 33 then has nothing to do.
 int whole_strips(const Params& p) {
   const std::int64_t strips = std::int64_t{p.b} * p.strips, of_cta = (strips + p.ctas - 1) / p.ctas;
-  return p.alone && of_cta <= 2 && 32 * (of_cta * p.ctas - strips) <= strips ? static_cast<int>(of_cta) : 0;
+  return p.alone && 32 * (of_cta * p.ctas - strips) <= strips ? static_cast<int>(of_cta) : 0;
 }
 
 template <class Lanes>

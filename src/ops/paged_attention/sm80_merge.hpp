@@ -48,8 +48,9 @@ struct MergeStorage {
 };
 
 // Neighbouring values of a vector.
-template <int kValues>
+template <int kTheValues>
 struct Sums {
+  static constexpr int kValues = kTheValues;
   float maximum = -INFINITY, sum = 0, value[kValues] = {};
   HOPWELL_DEVICE void add(const Sums& other) {
     const float larger = fmaxf(maximum, other.maximum), base = finite_or_zero(larger);
@@ -98,43 +99,45 @@ struct Chains {
   }
 };
 
-// Whose states they are: `state_of(warp, which)`.
-template <int kValues, class StateOf>
-HOPWELL_DEVICE Sums<kValues> sums_of_chain(const Chain& chain, const StateOf& state_of, int pitch, const Place& at) {
-  constexpr int kAhead = 4;  // loads under way
+// One sum out of several, at most kMost. All loads are under way together: the code runs once, so that its length in time is
+// that of what waits for what.
+template <int kMost, class PartOf>
+HOPWELL_DEVICE auto join_parts(int count, const PartOf& part_of) {
+  decltype(part_of(0)) part[kMost], all;
+  HOPWELL_UNROLL
+  for (int i = 0; i < kMost; ++i)
+    if (i < count) part[i] = part_of(i);
+  HOPWELL_UNROLL
+  for (int i = 0; i < kMost; ++i) all.maximum = fmaxf(all.maximum, part[i].maximum);
+  const float base = finite_or_zero(all.maximum);
+  HOPWELL_UNROLL
+  for (int i = 0; i < kMost; ++i) {
+    const float weight = arch::exp2_approx(part[i].maximum - base);
+    all.sum += weight * part[i].sum;
+    for (int e = 0; e < all.kValues; ++e) all.value[e] += weight * part[i].value[e];
+  }
+  return all;
+}
+
+// What a state has of kValues values.
+template <int kValues, class State>
+HOPWELL_DEVICE Sums<kValues> sums_of_state(const State& state, int pitch, const Place& at) {
   struct alignas(4 * kValues) Values {
     float of[kValues];
   };
-  Sums<kValues> sums;
-  const auto state = [&](int i) -> auto& {
-    const int part = smaller(i, chain.count - 1);
-    return state_of(chain.warp + part, part == 0 ? chain.state : kBegunBefore);
-  };
-  HOPWELL_NO_UNROLL
-  for (int n = 0; n < chain.count; n += kAhead) {
-    HOPWELL_UNROLL
-    for (int i = n; i < n + kAhead; ++i) sums.maximum = fmaxf(sums.maximum, state(i).stats[at.vector].maximum);
-  }
-  const float base = finite_or_zero(sums.maximum);
-  HOPWELL_NO_UNROLL
-  for (int n = 0; n < chain.count; n += kAhead) {
-    Stats stats[kAhead];
-    Values values[kAhead];
-    HOPWELL_UNROLL
-    for (int i = 0; i < kAhead; ++i) {
-      const auto& from = state(n + i);
-      stats[i] = from.stats[at.vector];
-      values[i] = *reinterpret_cast<const Values*>(&from.values[at.vector * pitch + 2 * at.pair]);
-    }
-    HOPWELL_UNROLL
-    for (int i = 0; i < kAhead; ++i) {
-      if (n + i >= chain.count) continue;
-      const float weight = arch::exp2_approx(stats[i].maximum - base);
-      sums.sum += weight * stats[i].sum;
-      for (int e = 0; e < kValues; ++e) sums.value[e] += weight * values[i].of[e];
-    }
-  }
+  const Stats stats = state.stats[at.vector];
+  const auto values = *reinterpret_cast<const Values*>(&state.values[at.vector * pitch + 2 * at.pair]);
+  Sums<kValues> sums{stats.maximum, stats.sum};
+  for (int e = 0; e < kValues; ++e) sums.value[e] = values.of[e];
   return sums;
+}
+
+// Whose states they are: `state_of(warp, which)`.
+template <int kValues, class StateOf>
+HOPWELL_DEVICE Sums<kValues> sums_of_chain(const Chain& chain, const StateOf& state_of, int pitch, const Place& at) {
+  return join_parts<kMaxWarps>(chain.count, [&](int i) {
+    return sums_of_state<kValues>(state_of(chain.warp + i, i == 0 ? chain.state : kBegunBefore), pitch, at);
+  });
 }
 
 // ---- from CTA to CTA ------------------------------------------------------------------------------------------------

@@ -214,9 +214,8 @@ HOPWELL_DEVICE void finish_segment(const Params& p, MergeStorage& s, WarpStorage
   arch::syncwarp();
   for (int o = 2 * arch::lane_index(); o < p.pairs; o += 64) {
     const Place at(p, o);
-    const auto state_of = [&](int, int) -> auto& { return own.state[kBegunHere]; };
     store_sums<typename Lanes::Type>(p, segment.sequence, segment.strip, at,
-                                     sums_of_chain<4>({warp, kBegunHere, 1, true}, state_of, lanes.pitch(), at));
+                                     sums_of_state<4>(own.state[kBegunHere], lanes.pitch(), at));
   }
   arch::syncwarp();  // kept: before the next segment's state; in fragments lanes exchange other things before
 }

@@ -29,6 +29,7 @@ using arch::bf16;
 using arch::fp16;
 
 constexpr int kMaxWarps = 8, kMaxThreads = 32 * kMaxWarps;
+constexpr int kMostUnits = 1100;  // of a CTA that takes whole strips: of longer calls their end is not worth as much
 constexpr float kLog2E = 1.44269504088896F, kLn2 = 0.693147180559945F;
 
 enum class Float : int { fp32, fp16, bf16 };
@@ -296,7 +297,7 @@ HOPWELL_DEVICE void find_share_alone(const Params& p, Plan& plan, Share& share, 
     end += lane >= step ? other : 0;
   }
   plan = plan_of(p, int64_t{arch::shuffle(end, 31)} * p.strips);
-  if (p.whole > 0 && plan.share > p.warps) {
+  if (p.whole > 0 && plan.share > p.warps && plan.share <= kMostUnits) {
     const int each = arch::shuffle(units[0], 0);  // units of a strip, if all have as many
     const bool differ = (first < p.b && units[0] != each) || (first + 1 < p.b && p.part > 1 && units[1] != each);
     if (arch::ballot(differ) == 0) plan.share = p.whole * each, plan.extra = 0;

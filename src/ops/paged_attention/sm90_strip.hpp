@@ -173,26 +173,6 @@ HOPWELL_DEVICE void walk_strip(const StripParams& p, const Seat& seat, StripWarp
   }
 }
 
-// One sum out of several. All loads are under way together: the code runs once, so that its length in time is that of what
-// waits for what.
-template <int kCount, class PartOf>
-HOPWELL_DEVICE Pair join_parts(int count, const PartOf& part_of) {
-  Pair part[kCount], all;
-  HOPWELL_UNROLL
-  for (int i = 0; i < kCount; ++i)
-    if (i < count) part[i] = part_of(i);
-  HOPWELL_UNROLL
-  for (int i = 0; i < kCount; ++i) all.maximum = fmaxf(all.maximum, part[i].maximum);
-  const float base = finite_or_zero(all.maximum);
-  HOPWELL_UNROLL
-  for (int i = 0; i < kCount; ++i) {
-    const float weight = arch::exp2_approx(part[i].maximum - base);
-    all.sum += weight * part[i].sum;
-    for (int e = 0; e < 2; ++e) all.value[e] += weight * part[i].value[e];
-  }
-  return all;
-}
-
 // What the warps of this CTA have, two values a thread, to the CTAs that store them.
 template <class Lanes>
 HOPWELL_DEVICE void send_sums(const StripParams& p, const Seat& seat, StripStorage<Lanes>& s, int pitch) {
@@ -201,11 +181,8 @@ HOPWELL_DEVICE void send_sums(const StripParams& p, const Seat& seat, StripStora
   for (int o = arch::thread_index(); o < p.pairs; o += p.threads) {
     const Place at(p, o);
     const int owner = o / p.slice, slot = seat.rank * p.slice + o - owner * p.slice;
-    const Pair sums = join_parts<kMaxWarps>(p.warps, [&](int warp) {
-      const auto& state = s.of_warp[warp].state;
-      const float* two = &state.values[at.vector * pitch + 2 * at.pair];
-      return Pair{state.stats[at.vector].maximum, state.stats[at.vector].sum, {two[0], two[1]}};
-    });
+    const Pair sums =
+        join_parts<kMaxWarps>(p.warps, [&](int warp) { return sums_of_state<2>(s.of_warp[warp].state, pitch, at); });
     arch::store_async_v4(arch::map_to_rank(inbox + uint32_t(16 * slot), uint32_t(owner)),
                          {arch::bit_cast<uint32_t>(sums.value[0]), arch::bit_cast<uint32_t>(sums.value[1]),
                           arch::bit_cast<uint32_t>(sums.maximum), arch::bit_cast<uint32_t>(sums.sum)},
