@@ -11,7 +11,8 @@
 //
 // Each CTA takes an equal share, and each of its warps an equal part of that, so one long sequence among short ones is as
 // good as many equal ones. They find their shares from the lengths, inside the kernel: a captured graph follows lengths
-// that change.
+// that change. If the strips of a small batch are all equally long and nearly a multiple of the CTAs in number, each CTA takes
+// whole ones and need not tell the others anything.
 #pragma once
 
 #include <cmath>
