@@ -251,6 +251,7 @@ std::vector<std::pair<std::string, Indexer>> forward_problems() {
       {"fewer_keys_than_topk", {.s_kv = 50, .topk = 64, .data = Data::kIntegers}},
       {"one_head", {.s_q = 70, .h_index = 1, .d_index = 8, .topk = 33, .data = Data::kIntegers}},
       {"many_heads", {.h_index = 600, .d_index = 16}},
+      {"long_row", {.s_q = 2, .s_kv = 9000, .h_index = 2, .d_index = 8, .topk = 300, .data = Data::kIntegers}},
       {"one_dimension", {.d_index = 1, .data = Data::kIntegers}},
       {"odd_shape", {.dtype = kFloat, .s_q = 7, .s_kv = 259, .h_index = 3, .d_index = 13, .topk = 100}},
       {"weights_bf16", {.weights_dtype = kBFloat, .topk = 65}},

@@ -168,12 +168,20 @@ const Subject kSubjects[] = {
     {"nvfp4_quantize", "emu:sm80", cases::nvfp4_quantize, {"basic", "blocked", "bf16"}, 8, 2},
     // Parts of many heads, which go round the ring; two warps that select.
     {"lightning_indexer", "emu:sm80", cases::lightning_indexer, {"many_heads", "topk_64_exact"}, 6, 5},
+    // Parts of many heads, which go round the ring; clusters that select, and CTAs of several warps.
+    {"lightning_indexer_sm90",
+     "emu:sm90",
+     cases::lightning_indexer,
+     {"many_heads", "long_row", "topk_2048_exact"},
+     6,
+     12},
     {"lightning_indexer_backward",
      "emu:sm80",
      cases::lightning_indexer_backward,
      {"basic", "many_heads", "any_order"},
      3,
      7},
+    {"lightning_indexer_backward_sm90", "emu:sm90", cases::lightning_indexer_backward, {"basic", "many_heads"}, 3, 12},
 };
 INSTANTIATE_TEST_SUITE_P(All, Operators, testing::ValuesIn(kSubjects),
                          [](const auto& info) { return info.param.name; });

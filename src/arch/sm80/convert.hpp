@@ -86,6 +86,17 @@ HOPWELL_DEVICE int round_to_int(float x) {
 #endif
 }
 
+/// max.NaN.f32: the larger; NaN if one of them is. PTX: #floating-point-instructions-max
+HOPWELL_DEVICE float max_nan(float a, float b) {
+#if HOPWELL_ON_DEVICE
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+#else
+  return a != a || b != b ? emu::canonical(a + b) : a > b || (a == b && !std::signbit(a)) ? a : b;
+#endif
+}
+
 /// ex2.approx.ftz.f32: 2^x, relative error 2^-22; subnormals are zero. PTX: #floating-point-instructions-ex2
 HOPWELL_DEVICE float exp2_approx(float x) {
 #if HOPWELL_ON_DEVICE

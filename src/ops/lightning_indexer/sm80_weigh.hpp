@@ -68,8 +68,8 @@ HOPWELL_DEVICE void add_scores(const Params<T>& p, const WeighStorage<T>& s, int
 
 enum class Reduce { sum, max };
 // Over the CTA, always in the same order.
-template <Reduce kReduce, class T>
-HOPWELL_DEVICE float reduce(const Params<T>& p, float (&of_warp)[WeighConfig::kMaxWarps], float x) {
+template <Reduce kReduce, class T, int kWarps>
+HOPWELL_DEVICE float reduce(const Params<T>& p, float (&of_warp)[kWarps], float x) {
   const auto join = [](float a, float b) { return kReduce == Reduce::sum ? a + b : fmaxf(a, b); };
   const int warp = arch::warp_index();
   for (int mask = 16; mask > 0; mask /= 2) x = join(x, arch::shuffle_xor(x, mask));
@@ -82,8 +82,8 @@ HOPWELL_DEVICE float reduce(const Params<T>& p, float (&of_warp)[WeighConfig::kM
 }
 
 // From the scores in p.g: g, and the query's loss.
-template <class T>
-HOPWELL_DEVICE void weigh(const Params<T>& p, float (&of_warp)[WeighConfig::kMaxWarps], int query, float bound) {
+template <class T, int kWarps>
+HOPWELL_DEVICE void weigh(const Params<T>& p, float (&of_warp)[kWarps], int query, float bound) {
   float* g = p.g + int64_t{query} * p.topk;
   const float* target = p.target + query * p.target_stride;
   float highest = -INFINITY, any = 0;

@@ -141,6 +141,7 @@ __global__ void conversions(const uint32_t* in, uint32_t* out) {
   out[512 + t] = bit_cast<uint32_t>(to_float(fp16{uint16_t(in[t] >> 16)}));
   out[768 + t] = bit_cast<uint32_t>(to_float(to_bf16(x)));
   out[1024 + t] = uint32_t(round_to_int(x));
+  out[1280 + t] = bit_cast<uint32_t>(max_nan(x, t % 2 ? y : 0));
 }
 
 __global__ void all_fp16(const uint32_t*, uint32_t* out) {
@@ -226,8 +227,8 @@ void add_sm80_cases(std::vector<Case>& cases) {
   add("named_barriers", "barrier_sync barrier_arrive", Inputs::bits, Compare::bits, 96, 96, named_barriers, 64);
   add("reductions", "red_add red_max atomic_add", Inputs::integers, Compare::bits, 128, 12, reductions, 128);
   add("special_sums", "red_add", Inputs::float_small, Compare::bits, 512, 256, special_sums, 256);
-  add("conversions", "pack_bf16 pack_fp16 to_float to_bf16 round_to_int", Inputs::float_wide, Compare::bits, 512, 1280,
-      conversions, 256);
+  add("conversions", "pack_bf16 pack_fp16 to_float to_bf16 round_to_int max_nan", Inputs::float_wide, Compare::bits,
+      512, 1536, conversions, 256);
   add("all_fp16", "to_float", Inputs::bits, Compare::bits, 1, 65536, all_fp16, 256);
   add("products_fp16", "multiply_fp16", Inputs::bits, Compare::bits, 512, 512, products_fp16, 256);
   add("products_bf16", "multiply_bf16", Inputs::bits, Compare::bits, 512, 512, products_bf16, 256);

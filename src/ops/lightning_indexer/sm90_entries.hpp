@@ -1,0 +1,168 @@
+// lightning_indexer_backward for Hopper: what both of its kernels share. A ring of tiles: the keys of 64 entries of a query, as
+// wgmma reads them, and their numbers; and 64 heads of the query.
+#pragma once
+
+#include "arch/sm90/cluster.hpp"
+#include "arch/sm90/wgmma.hpp"
+#include "ops/lightning_indexer/sm80_backward.hpp"
+#include "tile/gather.hpp"
+
+namespace hopwell::ops::lightning_indexer_backward {
+namespace {
+
+constexpr int kTileEntries = tile::kTileRows, kSteps = 128 / 16;
+constexpr uint32_t kTileBytes = 2 * tile::kPanelBytes;
+
+// Of the 64 entries of a tile.
+struct EntryNumbers {
+  int key[kTileEntries];  // −1: none, or one without a score
+  float g[kTileEntries];
+  uint32_t g_limbs[kGradientLimbs][kTileEntries / 2];  // bf16, of two neighbours
+};
+
+template <int kTheStages>
+struct EntryRing {
+  static constexpr int kStages = kTheStages;
+  alignas(1024) unsigned char keys[kStages][kTileBytes];
+  EntryNumbers numbers[kStages];
+  arch::mbarrier full[kStages], empty[kStages];
+};
+
+// Tile `number` since the CTA began.
+template <class Ring>
+struct EntrySlot {
+  Ring& ring;
+  int number;
+
+  HOPWELL_DEVICE int stage() const { return number % Ring::kStages; }
+  HOPWELL_DEVICE uint32_t parity() const { return uint32_t(number / Ring::kStages & 1); }
+  HOPWELL_DEVICE uint32_t keys() const { return arch::shared_address(ring.keys[stage()]); }
+  HOPWELL_DEVICE EntryNumbers& numbers() const { return ring.numbers[stage()]; }
+  HOPWELL_DEVICE void wait_empty() const { arch::mbarrier_wait(ring.empty[stage()], parity() ^ 1); }
+  HOPWELL_DEVICE void wait_full() const {
+    arch::mbarrier_wait(ring.full[stage()], parity());
+    arch::fence_proxy_async();
+  }
+  // A warp has read it.
+  HOPWELL_DEVICE void release() const {
+    arch::syncwarp();
+    if (arch::lane_index() == 0) arch::mbarrier_arrive(ring.empty[stage()]);
+  }
+};
+
+// By one thread, before a barrier. A stage is free when `readers` warps have read it.
+template <class Ring>
+HOPWELL_DEVICE void init_ring(Ring& ring, uint32_t readers) {
+  for (int i = 0; i < Ring::kStages; ++i) {
+    arch::mbarrier_init(ring.full[i], 33);  // each lane's copies, and the numbers
+    arch::mbarrier_init(ring.empty[i], readers);
+  }
+}
+
+HOPWELL_DEVICE int entry_tiles(const Params<bf16>& p) { return (p.topk + kTileEntries - 1) / kTileEntries; }
+
+// A lane's two entries of a tile, l and l + 32; g is 0 where it is not known yet.
+struct TwoEntries {
+  int key[2];
+  float g[2];
+};
+template <bool kWeighed>
+HOPWELL_DEVICE TwoEntries load_entries(const Params<bf16>& p, int query, int tile) {
+  TwoEntries entries{};
+  HOPWELL_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    const int entry = tile * kTileEntries + arch::lane_index() + 32 * i;
+    entries.key[i] = entry < p.topk ? p.indices[query * p.indices_stride + entry] : -1;
+    entries.g[i] = kWeighed && entry < p.topk ? p.g[int64_t{query} * p.topk + entry] : 0;
+  }
+  return entries;
+}
+
+// A row's pieces of 16 bytes past the last column are zeros.
+HOPWELL_DEVICE void copy_piece(uint32_t to, const bf16* row, int piece, bool exists, int columns) {
+  const bool wanted = exists && 8 * piece < columns;
+  arch::cp_async(to, row + (wanted ? 8 * piece : 0), wanted ? 16 : 0);
+}
+HOPWELL_DEVICE uint32_t piece_in_tile(uint32_t row, uint32_t piece) {
+  return piece / 8 * tile::kPanelBytes + tile::swizzled(row, piece % 8);
+}
+
+// A warp brings tiles in, from slot `number` on.
+template <bool kWeighed, class Ring>
+HOPWELL_DEVICE void gather_tiles(const Params<bf16>& p, Ring& ring, int query, int number) {
+  const int lane = arch::lane_index(), tiles = entry_tiles(p);
+  TwoEntries next = load_entries<kWeighed>(p, query, 0);
+  HOPWELL_NO_UNROLL
+  for (int tile = 0; tile < tiles; ++tile) {
+    const EntrySlot<Ring> slot{ring, number + tile};
+    TwoEntries entries = next;
+    next = load_entries<kWeighed>(p, query, tile + 1);
+    slot.wait_empty();
+    HOPWELL_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const bool counts = unsigned(entries.key[i]) < unsigned(p.s_kv) &&
+                          (!kWeighed || arch::bit_cast<uint32_t>(entries.g[i]) != kNoScore);
+      if (!counts) entries.key[i] = -1, entries.g[i] = 0;
+      slot.numbers().key[lane + 32 * i] = entries.key[i];
+      if constexpr (kWeighed) {
+        slot.numbers().g[lane + 32 * i] = entries.g[i];
+        float rest = entries.g[i];
+        HOPWELL_UNROLL
+        for (auto& limbs : slot.numbers().g_limbs)
+          reinterpret_cast<uint16_t*>(limbs)[lane + 32 * i] = uint16_t(lightning_indexer::take_limb(rest) >> 16);
+      }
+    }
+    HOPWELL_UNROLL
+    for (int i = 0; i < kTileEntries / 4; ++i) {
+      const int row = 4 * i + lane / 8, key = arch::shuffle(entries.key[i / 8], row);
+      const bf16* from = p.k.data + (key < 0 ? 0 : key) * p.k.stride;
+      HOPWELL_UNROLL
+      for (int panel = 0; panel < 2; ++panel) {
+        const int piece = 8 * panel + lane % 8;
+        copy_piece(slot.keys() + piece_in_tile(uint32_t(row), uint32_t(piece)), from, piece, key >= 0, p.columns);
+      }
+    }
+    arch::cp_async_mbarrier_arrive_noinc(ring.full[slot.stage()]);
+    arch::syncwarp();
+    if (lane == 0) arch::mbarrier_arrive(ring.full[slot.stage()]);
+  }
+}
+
+// 64 heads from `first` on, zeros past the last one, and their weights, by all threads of the CTA. A barrier follows; who
+// waits for a tile fences these, too.
+HOPWELL_DEVICE void load_heads(const Params<bf16>& p, unsigned char* q, float* weights, int query, int first,
+                               int threads) {
+  const uint32_t to = arch::shared_address(q);
+  for (int i = arch::thread_index(); i < kHeads * 16; i += threads) {
+    const int row = i / 16, piece = i % 16, head = first + row;
+    copy_piece(to + piece_in_tile(uint32_t(row), uint32_t(piece)),
+               p.q.data + (head < p.heads ? query * p.q_stride + head * p.q.stride : 0), piece, head < p.heads,
+               p.columns);
+    if (piece == 0)
+      weights[row] = head < p.heads
+                         ? lightning_indexer::load_weight(p.weights, p.weights_bf16, query * p.weights_stride + head)
+                         : 0;
+  }
+  arch::cp_async_wait_all();
+}
+
+// Operands of wgmma: rows of a tile along k, or along n.
+constexpr uint64_t kRowsAlongK = arch::wgmma_descriptor({arch::Swizzle::bytes128, 16, 1024});
+constexpr uint64_t kRowsAcrossK = arch::wgmma_descriptor({arch::Swizzle::bytes128, tile::kPanelBytes, 1024});
+
+// What to add to a descriptor, so that it begins 16 · `step` columns on.
+HOPWELL_DEVICE uint64_t columns_on(int step) {
+  return (uint32_t(step / 4) * tile::kPanelBytes + uint32_t(step % 4) * 32) >> 4;
+}
+
+// Starts d = rows of one tile · rows of another, 64 × 64.
+HOPWELL_DEVICE void start_scores(float (&d)[32], uint32_t left, uint32_t right) {
+  const uint64_t a = arch::at_address(kRowsAlongK, left), b = arch::at_address(kRowsAlongK, right);
+  arch::wgmma_fence();
+  HOPWELL_UNROLL
+  for (int step = 0; step < kSteps; ++step) arch::wgmma_ss(d, a + columns_on(step), b + columns_on(step), step > 0);
+  arch::wgmma_commit();
+}
+
+}  // namespace
+}  // namespace hopwell::ops::lightning_indexer_backward
