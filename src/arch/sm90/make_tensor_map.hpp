@@ -56,8 +56,9 @@ inline void check_tensor_map_request(const TensorMapRequest& r) {
 }
 
 #if HOPWELL_ON_DEVICE
-/// By the driver (cuTensorMapEncodeTiled). Throws std::invalid_argument, or std::runtime_error if the driver refuses.
-inline TensorMap make_tensor_map(const TensorMapRequest& r) {
+/// By the driver (cuTensorMapEncodeTiled). Throws std::invalid_argument, or std::runtime_error if the driver refuses. Each
+/// kernel file has its own: a library that holds the emulator too has another function of this name.
+[[maybe_unused]] static TensorMap make_tensor_map(const TensorMapRequest& r) {
   check_tensor_map_request(r);
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode encode = [] {

@@ -20,6 +20,12 @@ struct EntryNumbers {
   uint32_t g_limbs[kGradientLimbs][kTileEntries / 2];  // bf16, of two neighbours
 };
 
+// Number `i` of 64.
+HOPWELL_DEVICE void put_limbs(uint32_t (&limbs)[kGradientLimbs][32], int i, float x) {
+  HOPWELL_UNROLL
+  for (auto& limb : limbs) reinterpret_cast<uint16_t*>(limb)[i] = uint16_t(lightning_indexer::take_limb(x) >> 16);
+}
+
 template <int kTheStages>
 struct EntryRing {
   static constexpr int kStages = kTheStages;
@@ -106,20 +112,21 @@ HOPWELL_DEVICE void gather_tiles(const Params<bf16>& p, Ring& ring, int query, i
       slot.numbers().key[lane + 32 * i] = entries.key[i];
       if constexpr (kWeighed) {
         slot.numbers().g[lane + 32 * i] = entries.g[i];
-        float rest = entries.g[i];
-        HOPWELL_UNROLL
-        for (auto& limbs : slot.numbers().g_limbs)
-          reinterpret_cast<uint16_t*>(limbs)[lane + 32 * i] = uint16_t(lightning_indexer::take_limb(rest) >> 16);
+        put_limbs(slot.numbers().g_limbs, lane + 32 * i, entries.g[i]);
       }
     }
-    HOPWELL_UNROLL
-    for (int i = 0; i < kTileEntries / 4; ++i) {
-      const int row = 4 * i + lane / 8, key = arch::shuffle(entries.key[i / 8], row);
-      const bf16* from = p.k.data + (key < 0 ? 0 : key) * p.k.stride;
+    constexpr int kTogether = 4;  // loads of four rows each; more take registers
+    HOPWELL_NO_UNROLL
+    for (int first = 0; first < kTileEntries / 4; first += kTogether) {
       HOPWELL_UNROLL
-      for (int panel = 0; panel < 2; ++panel) {
-        const int piece = 8 * panel + lane % 8;
-        copy_piece(slot.keys() + piece_in_tile(uint32_t(row), uint32_t(piece)), from, piece, key >= 0, p.columns);
+      for (int i = first; i < first + kTogether; ++i) {
+        const int row = 4 * i + lane / 8, key = arch::shuffle(i < 8 ? entries.key[0] : entries.key[1], row);
+        const bf16* from = p.k.data + (key < 0 ? 0 : key) * p.k.stride;
+        HOPWELL_UNROLL
+        for (int panel = 0; panel < 2; ++panel) {
+          const int piece = 8 * panel + lane % 8;
+          copy_piece(slot.keys() + piece_in_tile(uint32_t(row), uint32_t(piece)), from, piece, key >= 0, p.columns);
+        }
       }
     }
     arch::cp_async_mbarrier_arrive_noinc(ring.full[slot.stage()]);

@@ -17,20 +17,52 @@
 // Bound     tensor cores: 2 × (1 + 3 limbs) × 64 × 64 × 128, 2,048 clocks a tile; adds 32 KB a tile
 #pragma once
 
-#include "ops/lightning_indexer/sm80_gradients.hpp"
+#include "arch/sm90/bulk_copy.hpp"
 #include "ops/lightning_indexer/sm90_entries.hpp"
 
 namespace hopwell::ops::lightning_indexer_backward {
 namespace {
 
 struct HopperGradientConfig {
-  static constexpr int kThreads = 384, kMathRegisters = 208, kOtherRegisters = 88;
+  static constexpr int kThreads = 512, kHeadRegisters = 160, kEntryRegisters = 152, kOtherRegisters = 48;
+};
+
+// What one warp adds to dk: rows of 16 entries, of which the copy engine adds each to its key's.
+struct StagedRows {
+  static constexpr int kPitch = 544;  // 512 and 32: stores of a half warp meet all banks
+  alignas(16) unsigned char rows[16][kPitch];
+
+  // Before it is written again.
+  HOPWELL_DEVICE void wait() const {
+    arch::bulk_wait_read<0>();
+    arch::syncwarp();
+  }
+  // Two neighbouring columns of this lane's rows, g and g + 8.
+  template <class T>
+  HOPWELL_DEVICE void put(int half, int column, T low, T high) {
+    struct alignas(2 * sizeof(T)) Pair {
+      T low, high;
+    };
+    *reinterpret_cast<Pair*>(rows[8 * half + arch::lane_index() / 4] + column * int(sizeof(T))) = {low, high};
+  }
+  // Lane l, whose row has a key, adds row l.
+  template <class T>
+  HOPWELL_DEVICE void add(bool exists, T* to, int columns) const {
+    arch::fence_proxy_async();
+    arch::syncwarp();
+    if (exists)
+      arch::bulk_reduce_add(to, arch::shared_address(rows[arch::lane_index() % 16]),
+                            uint32_t(columns) * uint32_t(sizeof(T)));
+    arch::bulk_commit();
+  }
 };
 
 struct HopperGradientStorage {
   alignas(1024) unsigned char q[kTileBytes];
   EntryRing<6> ring;
+  StagedRows staged[8];
   float weights[kHeads];
+  uint32_t weight_limbs[kGradientLimbs][kHeads / 2];  // bf16, of two neighbours
 };
 
 // A of 64 × 64 in limbs, as fragments: step, register.
@@ -38,15 +70,21 @@ struct MaskedLimbs {
   uint32_t fragment[kGradientLimbs][4][4];
 };
 
-// The numbers of two neighbouring columns where their scores are positive. Accumulators of 16 columns, two blocks of
-// eight, are where a fragment has its halves.
-HOPWELL_DEVICE MaskedLimbs mask_limbs(const float (&scores)[32], const uint32_t (&limbs)[kGradientLimbs][8]) {
+// The numbers of two neighbouring columns where their scores are positive; `limbs` are those of 32 pairs. Accumulators of
+// 16 columns, two blocks of eight, are where a fragment has its halves.
+HOPWELL_DEVICE MaskedLimbs mask_limbs(const float (&scores)[32], const uint32_t (&limbs)[kGradientLimbs][32]) {
   MaskedLimbs a;
+  const int t = arch::lane_index() % 4;
   HOPWELL_UNROLL
-  for (int i = 0; i < 16; ++i) {  // block i / 2, row half i % 2
-    const uint32_t mask = (scores[2 * i] > 0 ? 0xffffU : 0) | (scores[2 * i + 1] > 0 ? 0xffff0000U : 0);
+  for (int block = 0; block < 8; ++block) {
     HOPWELL_UNROLL
-    for (int limb = 0; limb < kGradientLimbs; ++limb) a.fragment[limb][i / 4][i % 4] = mask & limbs[limb][i / 2];
+    for (int half = 0; half < 2; ++half) {
+      const float low = scores[4 * block + 2 * half], high = scores[4 * block + 2 * half + 1];
+      const uint32_t mask = (low > 0 ? 0xffffU : 0) | (high > 0 ? 0xffff0000U : 0);
+      HOPWELL_UNROLL
+      for (int limb = 0; limb < kGradientLimbs; ++limb)
+        a.fragment[limb][block / 2][block % 2 * 2 + half] = mask & limbs[limb][4 * block + t];
+    }
   }
   return a;
 }
@@ -98,17 +136,11 @@ HOPWELL_DEVICE void add_up_heads(const Params<bf16>& p, HopperGradientStorage& s
     float scores[32];
     slot.wait_full();
     start_scores(scores, q, slot.keys());
-    uint32_t limbs[kGradientLimbs][8];
-    float g[16];
-    HOPWELL_UNROLL
-    for (int i = 0; i < kGradientLimbs * 8; ++i) limbs[i / 8][i % 8] = slot.numbers().g_limbs[i / 8][i % 8 * 4 + t];
-    HOPWELL_UNROLL
-    for (int i = 0; i < 16; ++i) g[i] = slot.numbers().g[i / 2 * 8 + 2 * t + i % 2];
     arch::wgmma_wait<0>(scores);
-    const MaskedLimbs a = mask_limbs(scores, limbs);
-    multiply_rows(d_q, a, slot.keys(), true);
     HOPWELL_UNROLL
-    for (int i = 0; i < 32; ++i) d_weights[i / 2 % 2] += scores[i] > 0 ? g[i / 4 * 2 + i % 2] * scores[i] : 0;
+    for (int i = 0; i < 32; ++i)
+      d_weights[i / 2 % 2] += scores[i] > 0 ? slot.numbers().g[i / 4 * 8 + 2 * t + i % 2] * scores[i] : 0;
+    multiply_rows(d_q, mask_limbs(scores, slot.numbers().g_limbs), slot.keys(), true);
     arch::wgmma_wait<0>(d_q);
     slot.release();
   }
@@ -117,77 +149,64 @@ HOPWELL_DEVICE void add_up_heads(const Params<bf16>& p, HopperGradientStorage& s
 
 // ---- entries ----------------------------------------------------------------------------------------------------------
 
-// Adds a key's row of dk, this lane's columns of 128, as multiples of its unit.
-HOPWELL_DEVICE void add_fixed(const Params<bf16>& p, int key, const float (&row)[32], float g) {
-  const Unit unit = unit_of(p.bounds.most[key], p.bounds.count[key]);
-  if (unit.none) return;
-  const double scale = power_of_two(unit.exponent);
-  int64_t* to = p.fixed_d_k + int64_t{key} * p.columns;
+// Deterministic sums: multiples of the keys' units, 64 columns at a time. keys: of this lane's rows; `key`: of the row that
+// it adds, −1: none.
+HOPWELL_DEVICE void add_fixed(const Params<bf16>& p, StagedRows& staged, const int (&keys)[2], int key,
+                              const float (&g)[2], const float (&d_k)[64]) {
+  constexpr int kTogether = 64;
+  const auto unit = [&](int of) { return unit_of(p.bounds.most[of], p.bounds.count[of]); };
+  const bool adds = key >= 0 && !unit(key).none;
+  double scale[2];
   HOPWELL_UNROLL
-  for (int i = 0; i < 32; ++i) {
-    const int column = i / 2 * 8 + arch::lane_index() % 4 * 2 + i % 2;
-    if (column < p.columns) arch::red_add(to + column, int64_t(double(g * row[i]) * scale));
-  }
-}
-
-// Adds this lane's two rows, of four columns at a time: neighbours exchange a pair, so that an even lane has the first row's,
-// an odd one the second's.
-HOPWELL_DEVICE void add_tile(const Params<bf16>& p, const int (&keys)[2], const float (&g)[2], const float (&d_k)[64]) {
-  const int lane = arch::lane_index(), odd = lane & 1;
-  if (p.fixed_d_k) {
+  for (int half = 0; half < 2; ++half) scale[half] = keys[half] < 0 ? 0 : power_of_two(unit(keys[half]).exponent);
+  HOPWELL_UNROLL
+  for (int first = 0; first < 2 * kTogether; first += kTogether) {
+    if (first >= p.columns) break;
+    staged.wait();
     HOPWELL_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      float row[32];
-      HOPWELL_UNROLL
-      for (int i = 0; i < 32; ++i) row[i] = d_k[i / 2 * 4 + 2 * half + i % 2];
-      if (keys[half] >= 0) add_fixed(p, keys[half], row, g[half]);
+    for (int i = 0; i < 16; ++i) {
+      const int half = i % 2, block = first / 8 + i / 2;
+      const auto fixed = [&](float x) { return int64_t(double(g[half] * x) * scale[half]); };
+      staged.put(half, i / 2 * 8 + arch::lane_index() % 4 * 2, fixed(d_k[4 * block + 2 * half]),
+                 fixed(d_k[4 * block + 2 * half + 1]));
     }
-    return;
-  }
-  const int key = odd ? keys[1] : keys[0];
-  float* to = p.d_k + (key < 0 ? 0 : key) * p.d_k_stride + lane % 4 / 2 * 4;
-  HOPWELL_UNROLL
-  for (int block = 0; block < 16; ++block) {
-    const float low[2] = {g[0] * d_k[4 * block], g[0] * d_k[4 * block + 1]},
-                high[2] = {g[1] * d_k[4 * block + 2], g[1] * d_k[4 * block + 3]};
-    const float x = arch::shuffle_xor(odd ? low[0] : high[0], 1), y = arch::shuffle_xor(odd ? low[1] : high[1], 1);
-    if (key < 0 || 8 * block >= p.columns) continue;
-    if (odd)
-      arch::red_add_v4(to + 8 * block, x, y, high[0], high[1]);
-    else
-      arch::red_add_v4(to + 8 * block, low[0], low[1], x, y);
+    staged.add(adds, p.fixed_d_k + int64_t{key} * p.columns + first,
+               p.columns - first < kTogether ? p.columns - first : kTogether);
   }
 }
 
-HOPWELL_DEVICE void add_up_entries(const Params<bf16>& p, HopperGradientStorage& s) {
-  const int lane = arch::lane_index(), t = lane % 4, tiles = entry_tiles(p);
-  const uint32_t q = arch::shared_address(s.q);
-  uint32_t limbs[kGradientLimbs][8];  // of the weights of this lane's heads
+HOPWELL_DEVICE void add_tile(const Params<bf16>& p, StagedRows& staged, const int (&keys)[2], int key,
+                             const float (&g)[2], const float (&d_k)[64]) {
+  if (p.fixed_d_k) return add_fixed(p, staged, keys, key, g, d_k);
+  staged.wait();
   HOPWELL_UNROLL
-  for (int i = 0; i < 8; ++i) {
-    float low = s.weights[8 * i + 2 * t], high = s.weights[8 * i + 2 * t + 1];
-    HOPWELL_UNROLL
-    for (auto& limb : limbs) limb[i] = lightning_indexer::take_limb(low) >> 16 | lightning_indexer::take_limb(high);
-  }
+  for (int i = 0; i < 32; ++i)
+    staged.put(i % 2, i / 2 * 8 + arch::lane_index() % 4 * 2, g[i % 2] * d_k[2 * i], g[i % 2] * d_k[2 * i + 1]);
+  staged.add(key >= 0, p.d_k + key * p.d_k_stride, p.columns);
+}
+
+// Of every second tile, so that a stage always has tiles of one of the two warpgroups.
+HOPWELL_DEVICE void add_up_entries(const Params<bf16>& p, HopperGradientStorage& s, int which) {
+  const int tiles = entry_tiles(p);
+  const uint32_t q = arch::shared_address(s.q);
   HOPWELL_NO_UNROLL
-  for (int tile = 0; tile < tiles; ++tile) {
+  for (int tile = which; tile < tiles; tile += 2) {
     const EntrySlot<decltype(s.ring)> slot{s.ring, tile};
     float scores[32], d_k[64];
     slot.wait_full();
     start_scores(scores, slot.keys(), q);
-    int keys[2];
-    float g[2];
-    HOPWELL_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      const int row = arch::warp_index() % 4 * 16 + 8 * half + lane / 4;
-      keys[half] = slot.numbers().key[row], g[half] = slot.numbers().g[row];
-    }
+    const int lane = arch::lane_index(), first = arch::warp_index() % 4 * 16;
+    const EntryNumbers& numbers = slot.numbers();
+    const int keys[2] = {numbers.key[first + lane / 4], numbers.key[first + 8 + lane / 4]};
+    const float g[2] = {numbers.g[first + lane / 4], numbers.g[first + 8 + lane / 4]};
+    const int key = lane < 16 ? numbers.key[first + lane] : -1;
     arch::wgmma_wait<0>(scores);
     slot.release();
-    multiply_rows(d_k, mask_limbs(scores, limbs), q, false);
+    multiply_rows(d_k, mask_limbs(scores, s.weight_limbs), q, false);
     arch::wgmma_wait<0>(d_k);
-    add_tile(p, keys, g, d_k);
+    add_tile(p, s.staged[arch::warp_index() - 4], keys, key, g, d_k);
   }
+  arch::bulk_wait<0>();  // the rows stay until they have been read
 }
 
 // ---- kernel -----------------------------------------------------------------------------------------------------------
@@ -205,16 +224,18 @@ __global__ void __launch_bounds__(HopperGradientConfig::kThreads, 1)
   }
   load_heads(p, s.q, s.weights, query, first, HopperGradientConfig::kThreads);
   arch::syncthreads();
+  if (arch::thread_index() < kHeads) put_limbs(s.weight_limbs, arch::thread_index(), s.weights[arch::thread_index()]);
+  arch::syncthreads();
   const int group = arch::warpgroup_index(), warp = arch::warp_index();
   if (group == 0) {
-    arch::setmaxnreg_inc<HopperGradientConfig::kMathRegisters>();
+    arch::setmaxnreg_inc<HopperGradientConfig::kHeadRegisters>();
     add_up_heads(p, s, query, first);
-  } else if (group == 1) {
-    arch::setmaxnreg_inc<HopperGradientConfig::kMathRegisters>();
-    add_up_entries(p, s);
+  } else if (group < 3) {
+    arch::setmaxnreg_inc<HopperGradientConfig::kEntryRegisters>();
+    add_up_entries(p, s, group - 1);
   } else {
     arch::setmaxnreg_dec<HopperGradientConfig::kOtherRegisters>();
-    if (warp == 8) gather_tiles<true>(p, s.ring, query, 0);
+    if (warp == 12) gather_tiles<true>(p, s.ring, query, 0);
     arch::cp_async_wait_all();  // no thread leaves before its copies
   }
 #endif
