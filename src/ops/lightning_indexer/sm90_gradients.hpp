@@ -3,17 +3,18 @@
 //     dq_j = w_j Σ_i (positive_ij g_i) k_i        dk_i += g_i Σ_j (positive_ij w_j) q_j        dw_j = Σ_i g_i relu(q_j · k_i)
 //
 // Tile      a CTA has a query and 64 of its heads; 64 entries a step
-// Roles     warpgroup 0   heads     q k^T, 64 heads × 64 entries; dq, 64 × 128, in registers; dw
-//           warpgroup 1   entries   k q^T, 64 entries × 64 heads; dk of the tile, added in global memory
-//           warp 8        gather    keys, g and its limbs of 64 entries, six tiles in turn
+// Roles     warpgroup 0      heads    q k^T, 64 heads × 64 entries; dq, 64 × 128, in registers; dw
+//           warpgroups 1, 2  entries  k q^T, 64 entries × 64 heads, of tiles by turns; dk of the tile
+//           warp 12          gather   keys, g and its limbs of 64 entries, six tiles in turn
 // Products  The factors in brackets are what is in limbs: g_i or w_j where the product is positive, 0 elsewhere, is one
 //           bitwise `and` for each two, from a score's place among accumulators to the same place in an A fragment. k and q are
 //           B as they came. So nothing goes through shared memory between the products.
-// Timeline  gather    K3 ▒▒▒▒│ K4 ▒▒▒▒│ …
-//           heads     S0 ▓▓ and dQ0 ▓▓▓▓▓▓ │ S1 ▓▓ …         products of one warpgroup under what the other does between
-//           entries     S0' ▓▓ and dK0 ▓▓▓▓▓▓ add │ S1' …
-// Budget    shared: q 16,384 + 6 × (16,384 keys + 896 numbers) + 96 of barriers + 256, 121,856 B with gaps
-//           registers: heads 64 of dq + 32 scores + 48 of A + 24 limbs + 16 of g; entries 64 of dk + 32 + 48 + 24 (208); gather 88
+// Timeline  gather     K4 ▒▒▒▒│ K5 ▒▒▒▒│ …
+//           heads      S0 ▓▓ and dQ0 ▓▓▓▓▓▓ │ S1 ▓▓ …            products of one warpgroup under what the others do between
+//           entries 1    S0' ▓▓ and dK0 ▓▓▓▓▓▓ stage │ S2' …     rows of dk to shared memory, added by the copy engine while
+//           entries 2         S1' ▓▓ and dK1 ▓▓▓▓▓▓ stage │ …    the next tile is made
+// Budget    shared: q 16,384 + 6 × (16,384 keys + 896 numbers) + 96 of barriers + 8 × 8,704 rows of dk + 640, 191,488 B with gaps
+//           registers: heads 64 of dq + 32 scores + 48 of A (160); entries 64 of dk + 48 of A, 32 scores before (152); gather 48
 // Bound     tensor cores: 2 × (1 + 3 limbs) × 64 × 64 × 128, 2,048 clocks a tile; adds 32 KB a tile
 #pragma once
 
