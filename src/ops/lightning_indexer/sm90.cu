@@ -65,16 +65,29 @@ HopperScoreParams score_params_of(const Problem& problem) {
   return p;
 }
 
+// How many of `groups`, items of whole queries, a CTA has: so that all CTAs, `blocks` for each slice of the groups, take the
+// fewest rounds of the multiprocessors by their length. Loading the keys takes a CTA as long as about four items.
+std::int64_t groups_of_slice(std::int64_t blocks, std::int64_t groups, std::int64_t parts,
+                             std::int64_t multiprocessors) {
+  constexpr std::int64_t kItemsToBegin = 4, kRounds = 4, kMostSlices = 65535;
+  std::int64_t best = groups, least = INT64_MAX;
+  for (std::int64_t slices = 1; slices <= std::min({groups, kRounds * multiprocessors, kMostSlices}); ++slices) {
+    const std::int64_t each = ceil_div(groups, slices);
+    const std::int64_t time = ceil_div(blocks * slices, multiprocessors) * (each * parts + kItemsToBegin);
+    if (time < least) best = each, least = time;
+  }
+  return best;
+}
+
 // Scores of `count` queries from `first` on.
 void score(const Problem& problem, std::int64_t first, std::int64_t count, Stream stream) {
   HopperScoreParams p = score_params_of(problem);
   p.first_query = first, p.queries = to_int(count);
   p.items = to_int(ceil_div(count, p.queries_of_item) * p.parts);
-  // CTAs for every multiprocessor; each with whole queries.
   const std::int64_t blocks = ceil_div(problem.s_kv, HopperConfig::kKeys);
-  const std::int64_t ctas = runtime::multiprocessors(problem.device.device_id);
-  const std::int64_t slices = std::clamp<std::int64_t>(ctas / blocks, 1, std::min(p.items / p.parts, 65535));
-  p.items_of_slice = to_int(ceil_div(p.items / p.parts, slices)) * p.parts;
+  p.items_of_slice =
+      to_int(groups_of_slice(blocks, p.items / p.parts, p.parts, runtime::multiprocessors(problem.device.device_id))) *
+      p.parts;
   runtime::launch(kName, problem.h_index % kHeads == 0 ? score_keys<true> : score_keys<false>,
                   {.grid = {to_count(blocks), to_count(ceil_div(p.items, p.items_of_slice))},
                    .threads = HopperConfig::kThreads,
