@@ -1,4 +1,5 @@
 // Starting a kernel from a backend file: on the CUDA device, or by the emulator when a host compiler compiled the file.
+// A library holds both, so each file has functions of its own: of two with one name the linker would drop one.
 #pragma once
 
 #include <hopwell/error.hpp>
@@ -10,6 +11,7 @@
 #include "arch/launch.hpp"
 
 namespace hopwell::runtime {
+namespace {
 
 // Multiprocessors of a CUDA device: how many persistent CTAs run at a time. The emulator, which runs one after another,
 // is given two, so that a CTA has more than one piece of work.
@@ -88,4 +90,5 @@ void launch(std::string_view operator_name, void (*kernel)(Parameters...), const
 #endif
 }
 
+}  // namespace
 }  // namespace hopwell::runtime
