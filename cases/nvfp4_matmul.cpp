@@ -305,6 +305,7 @@ std::vector<std::pair<std::string, Linear>> linear_problems() {
       {"cancelling_x_n_4", {.n = 4, .rows = 60, .k = 512, .x = X::kCancelling}},
       {"long_k", {.n = 1, .rows = 40, .k = 16384}},
       {"long_k_n_9", {.n = 9, .rows = 20, .k = 16384, .dtype = kFp16, .global = 0.0625F}},
+      {"longer_k_n_10", {.n = 10, .rows = 20, .k = 18496, .global = 0.0625F}},
       {"empty_n", {.n = 0, .rows = 5, .k = 32}},
       {"empty_k", {.n = 2, .rows = 5, .k = 0, .bias = true}},
   };

@@ -160,10 +160,12 @@ const Subject kSubjects[] = {
     {"nvfp4_linear",
      "emu:sm80",
      cases::nvfp4_linear,
-     {"n_1_slices_end_anywhere", "n_1_many_tiles_blocked", "wide_range_x_bf16", "n_2_pair", "long_k_n_9",
+     {"n_1_slices_end_anywhere", "n_1_many_tiles_blocked", "wide_range_x_bf16", "n_2_pair", "longer_k_n_10",
       "wide_range_x_n_5", "n_16_blocked"},
      3,
      8},
+    // Clusters, slots of x and rings that go round; several warpgroups for a tile in one CTA.
+    {"nvfp4_linear_sm90", "emu:sm90", cases::nvfp4_linear, {"longer_k_n_10", "nan_scales_n_4"}, 4, 8},
     {"nvfp4_gemv", "emu:sm80", cases::nvfp4_gemv, {"many_tiles_blocked"}, 8, 4},
     {"nvfp4_quantize", "emu:sm80", cases::nvfp4_quantize, {"basic", "blocked", "bf16"}, 8, 2},
     // Parts of many heads, which go round the ring; two warps that select.

@@ -3,33 +3,16 @@
 #include <algorithm>
 
 #include "ops/nvfp4/sm80_any.hpp"
+#include "ops/nvfp4/sm80_launch.hpp"
 #include "ops/nvfp4/sm80_linear.hpp"
 #include "ops/nvfp4/sm80_many.hpp"
 #include "ops/nvfp4/sm80_quantize.hpp"
-#include "runtime/launch.hpp"
 
 namespace hopwell::ops::nvfp4 {
 namespace {
 
 constexpr const char* kBackend = HOPWELL_ON_DEVICE ? "sm80" : "emu:sm80";
 constexpr std::int64_t kMaxGridY = 65535, kMaxGridX = 0x7fffffff;
-
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
-bool is_aligned(const View& view, std::size_t bytes, std::size_t element_bytes) {
-  const auto stride = static_cast<std::size_t>(view.stride[0]) * element_bytes;
-  return reinterpret_cast<std::uintptr_t>(view.data) % bytes == 0 && (view.shape[0] <= 1 || stride % bytes == 0);
-}
-
-bool dependent_launches(const DLDevice& device) { return runtime::has_dependent_launches(device.device_id); }
-
-// Calls function(T*) with a pointer to the view's element type, as kernels name it.
-template <class Function>
-void with_type(const View& view, Function function) {
-  if (view.dtype == DType::kFloat16) return function(view.as<fp16>());
-  if (view.dtype == DType::kBFloat16) return function(view.as<bf16>());
-  function(view.as<float>());
-}
 
 // ---- nvfp4_linear, nvfp4_gemv --------------------------------------------------------------------------------------
 
@@ -44,19 +27,6 @@ void launch_any(const char* name, AnyParams<Rows, T> p, std::int64_t batches, co
                                 .threads = AnyConfig::kThreads,
                                 .programmatic_dependency = dependent_launches(device)};
   runtime::launch(name, any_kernel<Rows, T>, shape, stream, p);
-}
-
-// Whether the fast kernel can copy a matrix: rows of codes by 16 bytes, plain scales by 4.
-bool fits_ring(const Matrix& m, std::int64_t rows, std::int64_t k) {
-  const auto multiple = [](std::int64_t stride, std::int64_t of) { return stride % of == 0; };
-  const auto aligned = [](const void* data, std::uintptr_t to) {
-    return reinterpret_cast<std::uintptr_t>(data) % to == 0;
-  };
-  constexpr std::int64_t kMaxK = std::int64_t{1} << 16, kMaxRows = std::int64_t{1} << 30,
-                         kMaxStride = std::int64_t{1} << 27;
-  return k > 0 && k <= kMaxK && rows <= kMaxRows && aligned(m.codes, 16) && multiple(m.row_stride, 16) &&
-         multiple(m.batch_stride, 16) && m.row_stride < kMaxStride && aligned(m.scales.data, 4) &&
-         multiple(m.scales.batch_stride, 4) && (m.scales.blocked || multiple(m.scales.row_stride, 4));
 }
 
 // How the fast kernel shares out its work; no warps: it has not the shared memory.
@@ -83,11 +53,6 @@ LinearPlan linear_plan(std::int64_t rows, std::int64_t k, std::int64_t batches, 
   return {};
 }
 
-bool whole_scales(const Scales& scales) {  // a lane's 8 bytes lie together and are aligned, if slices are
-  return !scales.blocked && reinterpret_cast<std::uintptr_t>(scales.data) % 8 == 0 && scales.row_stride % 8 == 0 &&
-         scales.batch_stride % 8 == 0;
-}
-
 template <class Columns, class T>
 void launch_fast(const char* name, LinearParams<Columns, T> p, const LinearPlan& plan, std::int64_t batches,
                  const DLDevice& device, Stream stream) {
@@ -99,10 +64,6 @@ void launch_fast(const char* name, LinearParams<Columns, T> p, const LinearPlan&
                                 .shared_bytes = plan.shared_bytes,
                                 .programmatic_dependency = dependent_launches(device)};
   runtime::launch(name, linear_kernel<Columns, T>, shape, stream, p);
-}
-
-Matrix weight_of(const LinearProblem& p) {
-  return {p.weight.as<const std::uint8_t>(), p.weight.stride[0], 0, p.weight_scale};
 }
 
 runtime::Support linear_supports(const LinearProblem& p) {
@@ -143,7 +104,7 @@ std::int64_t cost_of(const ManyPlan& plan, std::int64_t most_tiles) {
   const std::int64_t stages = plan.slice / LinearConfig::kStageK;
   const std::int64_t share = ceil_div(most_tiles * stages, plan.warps) * plan.warps * plan.phases;
   std::int64_t cost = share + kX * plan.phases * stages * plan.columns / 8 + kPhase * (plan.phases - 1);
-  cost += ceil_div(most_tiles, plan.chunk) * (kRound + (plan.ranks > 1 ? kMeet : 0));
+  cost += ceil_div(most_tiles, plan.chunk) * (kRound + (plan.ranks > 1 ? kMeet * plan.ranks / 2 : 0));
   if (plan.shared_bytes > kMuchShared) cost += share / 5;
   if (plan.warps < ManyConfig::kMaxWarps) {
     cost += plan.columns > 8 ? share * 3 / 10 - kSooner : share / 6;
@@ -152,15 +113,26 @@ std::int64_t cost_of(const ManyPlan& plan, std::int64_t most_tiles) {
   return cost;
 }
 
+// How many CTAs, or clusters of them, run at a time, one CTA a multiprocessor. Clusters of four do not fill all of those.
+std::int64_t clusters_at_a_time(std::int64_t ranks, const DLDevice& device) {
+  const std::int64_t most = runtime::multiprocessors(device.device_id) / ranks;
+  if (ranks <= 2) return most;
+  static const std::int64_t of_four = runtime::clusters_at_a_time(
+      many_kernel<8, bf16>,
+      {.threads = 32 * ManyConfig::kMaxWarps, .cluster = 4, .shared_bytes = ManyConfig::kMaxWarps * kRingBytes<8>});
+  return std::min(most, of_four);
+}
+
 ManyPlan many_plan_of(const LinearProblem& p, std::int64_t columns, std::int64_t warps, std::int64_t ranks) {
-  constexpr std::int64_t kFewTiles = 8;
+  constexpr std::int64_t kFewTiles = 8, kMostOfFour = 16;  // more have too much to give each other
   const std::size_t room = runtime::max_shared_bytes(p.device.device_id);
   const std::int64_t tiles = ceil_div(p.rows, LinearConfig::kRows), stages = ceil_div(p.k, LinearConfig::kStageK);
-  const std::int64_t together = runtime::multiprocessors(p.device.device_id) / (ranks * ceil_div(p.n, columns));
+  const std::int64_t together = clusters_at_a_time(ranks, p.device) / ceil_div(p.n, columns);
   ManyPlan best;
   ManyPlan plan{.columns = columns, .warps = warps, .ranks = ranks};
   plan.ctas = std::clamp<std::int64_t>(together, 1, tiles);
   const std::int64_t most = ceil_div(tiles, plan.ctas);
+  if (ranks > 2 && most > kMostOfFour) return {};
   for (plan.phases = 1; plan.phases == 1 || plan.phases * ranks <= stages; ++plan.phases) {
     plan.slice = ceil_div(stages, ranks * plan.phases) * LinearConfig::kStageK;
     std::int64_t chunk = most;
@@ -178,7 +150,7 @@ ManyPlan many_plan(const LinearProblem& p) {
     return {};
   const std::int64_t columns = p.n <= 8 ? 8 : 16;
   ManyPlan best;
-  for (const std::int64_t ranks : {1, 2}) {
+  for (const std::int64_t ranks : {1, 2, 4}) {
     if (ranks > 1 && !runtime::has_clusters(p.device.device_id)) continue;
     for (const std::int64_t warps : {ManyConfig::kMaxWarps, ManyConfig::kMaxWarps / 2}) {
       const ManyPlan plan = many_plan_of(p, columns, warps, ranks);
