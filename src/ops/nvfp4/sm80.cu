@@ -117,9 +117,10 @@ std::int64_t cost_of(const ManyPlan& plan, std::int64_t most_tiles) {
 std::int64_t clusters_at_a_time(std::int64_t ranks, const DLDevice& device) {
   const std::int64_t most = runtime::multiprocessors(device.device_id) / ranks;
   if (ranks <= 2) return most;
-  static const std::int64_t of_four = runtime::clusters_at_a_time(
-      many_kernel<8, bf16>,
-      {.threads = 32 * ManyConfig::kMaxWarps, .cluster = 4, .shared_bytes = ManyConfig::kMaxWarps * kRingBytes<8>});
+  static const std::int64_t of_four =
+      runtime::clusters_at_a_time(many_kernel<8, bf16>, {.threads = 32 * ManyConfig::kMaxWarps,
+                                                         .cluster = 4,
+                                                         .shared_bytes = runtime::max_shared_bytes(device.device_id)});
   return std::min(most, of_four);
 }
 

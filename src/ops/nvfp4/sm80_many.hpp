@@ -2,16 +2,16 @@
 //
 //     y[column, row] = factor · Σ_k code · scale · x[column, k] + bias[row]
 //
-// Tile      16 rows × 8 or 16 columns; a CTA takes neighbouring tiles. With two CTAs in a cluster, where that shares the
-//           work out better, both take the same tiles, and each half of K.
+// Tile      16 rows × 8 or 16 columns; a CTA takes neighbouring tiles. With two or four CTAs in a cluster, where that
+//           shares the work out better, all take the same tiles, and each a part of K.
 // Roles     x of the CTA's K lies in shared memory, in mma's order. Tiles × stages of 256 k are a line, and each warp has an
 //           equal share of it: up to the end of one tile, whole tiles, the beginning of another. Its sums stay in registers
 //           from tile to tile. K that does not fit: `phases`, one after the other, each with the same shares.
 // Timeline  copies  ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓   a ring of each warp's own, across tiles and phases
 //           warp    x │ barrier │ tile 3 … │ tile 4 … │ barrier, add up, results
 // Scales    two weights at a time are multiplied by theirs, exactly: sm80_weights.hpp
-// Sums      a warp's part of a tile goes to a slot of its own; parts are added warp by warp, and those of a pair of CTAs, which
-//           give each other half through distributed shared memory, rank by rank: always in the same order
+// Sums      a warp's part of a tile goes to a slot of its own; parts are added warp by warp, and those of a cluster's CTAs, which
+//           give each other shares through distributed shared memory, rank by rank: always in the same order
 // Range     x is multiplied as it is, fp16 by fp16 weights, bf16 by bf16 weights: all its digits count. Sums have
 //           fp32's range: bf16 x above 2^124 may overflow them, as 2^116 would without kUnit
 // Budget    28672 × 4096, n = 8: rings 110,592, x 65,536, sums 15,472. A stage is ~365 instructions, 172 of them logic at half
@@ -376,7 +376,7 @@ __global__ void __launch_bounds__(32 * ManyConfig::kMaxWarps, 1) many_kernel(con
                              begin};
   self.aim();
   let_next_start();
-  self.ring.prefetch(p, ManyConfig::kMaxWarps / p.warps);  // more would hold up x
+  self.ring.prefetch(p, 1);  // more would hold up x
   wait_for_previous();
   self.run(reinterpret_cast<float*>(shared + p.pushed));
 }

@@ -243,7 +243,8 @@ HOPWELL_DEVICE void multiply_stage_wide(const unsigned char* stage, uint64_t x, 
                                x + uint64_t((half * X::kHalfBytes + word * X::kWordBytes + j * X::kProductBytes) >> 4),
                                true);
     arch::wgmma_commit();
-    if (i < 7) arch::wgmma_wait<1>();
+    if (i < 7)
+      arch::wgmma_wait<1>();  // kept: the next word's weights go where the last one's were, which the emulator copied
   }
   arch::wgmma_wait<0>(d);
 }
