@@ -72,7 +72,7 @@ runtime::Support supports(const LinearProblem& p) {
     return runtime::Support::no(
         "rows of x and weight must be 16-byte aligned, those of scales 4-byte, K at most 65536");
   if (p.n <= 8 ? p.rows > kFewRows : p.rows > kManyRows && p.k <= kShortK)
-    return runtime::Support::no("for so many rows that kernel is faster");
+    return runtime::Support::no("for so many rows sm80 is faster");
   return {};
 }
 
