@@ -39,8 +39,8 @@ static_assert(ring_bytes<Fragments<bf16, 64, 8>>(kMaxWarps) <= 227 * 1024);
 
 // Where all strips are equally long, CTAs take whole ones, though up to one in 33 then has nothing to do.
 int whole_strips(const Params& p) {
-  const std::int64_t strips = std::int64_t{p.b} * p.strips, of_cta = (strips + p.ctas - 1) / p.ctas;
-  return p.alone && 32 * (of_cta * p.ctas - strips) <= strips ? static_cast<int>(of_cta) : 0;
+  const std::int64_t ctas = p.ctas.value, strips = std::int64_t{p.b} * p.strips, of_cta = (strips + ctas - 1) / ctas;
+  return p.alone && 32 * (of_cta * ctas - strips) <= strips ? static_cast<int>(of_cta) : 0;
 }
 
 template <class Lanes>
