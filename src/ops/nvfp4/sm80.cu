@@ -133,7 +133,7 @@ ManyPlan many_plan_of(const LinearProblem& p, std::int64_t columns, std::int64_t
   ManyPlan plan{.columns = columns, .warps = warps, .ranks = ranks};
   plan.ctas = std::clamp<std::int64_t>(together, 1, tiles);
   const std::int64_t most = ceil_div(tiles, plan.ctas);
-  if (ranks > 2 && most > kMostOfFour) return {};
+  if (ranks > 2 && (columns > 8 || most > kMostOfFour)) return {};
   for (plan.phases = 1; plan.phases == 1 || plan.phases * ranks <= stages; ++plan.phases) {
     plan.slice = ceil_div(stages, ranks * plan.phases) * LinearConfig::kStageK;
     std::int64_t chunk = most;
