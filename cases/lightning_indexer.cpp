@@ -35,6 +35,7 @@ struct Indexer {
   bool zero_targets = false;  // every second row of target is zero, and every third entry of the others
   float d_loss = 1;
   bool deterministic = true;
+  bool emulated = true;  // not too large for the emulator
 };
 
 struct Inputs {
@@ -486,7 +487,7 @@ std::vector<std::pair<std::string, Indexer>> backward_problems() {
       {"no_queries", {.s_q = 0}},
       {"no_keys", {.s_kv = 0}},
       {"topk_0", {.topk = 0}},
-      {"queries_70000", {.s_q = 70000, .s_kv = 9, .h_index = 1, .d_index = 2, .topk = 3}},
+      {"queries_70000", {.s_q = 70000, .s_kv = 9, .h_index = 1, .d_index = 2, .topk = 3, .emulated = false}},
   };
   for (const std::int64_t topk : {1, 63, 64, 65, 127, 2048, 2049}) {
     all.emplace_back("topk_" + std::to_string(topk),
@@ -525,8 +526,10 @@ Suite suite_of(const char* op, const std::vector<std::pair<std::string, Indexer>
                Instance (*make)(Random&, const Indexer&)) {
   Suite suite{op, {}, shapes(), {}};
   for (const auto& [name, problem] : problems)
-    suite.cases.push_back(
-        {suite.op, name, [problem = problem, make](Random& random) { return make(random, problem); }});
+    suite.cases.push_back({.op = suite.op,
+                           .name = name,
+                           .make = [problem = problem, make](Random& random) { return make(random, problem); },
+                           .emulated = problem.emulated});
   suite.bench = [make](const Settings& settings, Random& random) { return make(random, indexer_from(settings)); };
   return suite;
 }
