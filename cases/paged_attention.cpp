@@ -212,6 +212,21 @@ void add_lengths(std::vector<Config>& all) {
   all.push_back(
       {.name = "shared_pages", .lengths = {33, 40, 50, 16}, .pages = Pages::kShared, .bias = BiasForm::kDistance});
   all.push_back({.name = "repeated_pages", .lengths = {33, 200}, .pages = Pages::kRepeated, .bias = BiasForm::kKey});
+  for (const auto& [layout_name, layout] : kLayouts)
+    all.push_back({.name = std::string("window_37_q_len_3_bf16_") + layout_name,
+                   .dtype = DType::kBFloat16,
+                   .layout = layout,
+                   .lengths = {0, 1, 2, 18, 40, 300},
+                   .q_len = 3,
+                   .d = 72,
+                   .window = 37});
+  all.push_back({.name = "large_logits", .lengths = {1, 20, 300}, .scale = 1, .q_spread = 1000});
+  all.push_back(
+      {.name = "large_logits_bf16", .dtype = DType::kBFloat16, .lengths = {1, 20, 300}, .scale = 1, .q_spread = 1000});
+}
+
+// Long contexts, large batches, caches above 2^31 elements.
+void add_sizes(std::vector<Config>& all) {
   std::vector<std::int64_t> ragged(9, 512);
   ragged[4] = 65536;
   for (const auto& [type_name, dtype] : kDTypes)
@@ -275,17 +290,6 @@ void add_lengths(std::vector<Config>& all) {
                      .pages = Pages::kRepeated,
                      .far = true,
                      .emulated = false});
-  for (const auto& [layout_name, layout] : kLayouts)
-    all.push_back({.name = std::string("window_37_q_len_3_bf16_") + layout_name,
-                   .dtype = DType::kBFloat16,
-                   .layout = layout,
-                   .lengths = {0, 1, 2, 18, 40, 300},
-                   .q_len = 3,
-                   .d = 72,
-                   .window = 37});
-  all.push_back({.name = "large_logits", .lengths = {1, 20, 300}, .scale = 1, .q_spread = 1000});
-  all.push_back(
-      {.name = "large_logits_bf16", .dtype = DType::kBFloat16, .lengths = {1, 20, 300}, .scale = 1, .q_spread = 1000});
 }
 
 // 16-bit types, for which GPUs have kernels of their own for one query a KV head, and for several.
@@ -445,6 +449,7 @@ Suite paged_attention() {
   add_shapes(all);
   add_biases(all);
   add_lengths(all);
+  add_sizes(all);
   add_groups(all);
   Suite suite{"paged_attention", {}, shapes(), bench, device_shapes()};
   for (const Config& c : all)
