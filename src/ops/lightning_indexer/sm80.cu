@@ -54,15 +54,13 @@ void score(const Problem& problem, std::int64_t first, std::int64_t count, Strea
 }
 
 void launch(const Problem& problem, Stream stream) {
-  if (problem.topk == 0) return;
-  const std::int64_t together = queries_at_a_time(problem);
-  for (std::int64_t first = 0; first < problem.s_q; first += together) {
-    const std::int64_t count = std::min(together, problem.s_q - first);
-    if (problem.s_kv > 0)
-      problem.q.dtype == DType::kBFloat16 ? score<bf16>(problem, first, count, stream)
-                                          : score<float>(problem, first, count, stream);
-    select(problem, first, count, stream);
-  }
+  launch_in_turns(
+      problem,
+      [&](std::int64_t first, std::int64_t count) {
+        problem.q.dtype == DType::kBFloat16 ? score<bf16>(problem, first, count, stream)
+                                            : score<float>(problem, first, count, stream);
+      },
+      [&](std::int64_t first, std::int64_t count) { select(problem, first, count, stream); });
 }
 
 const runtime::Registration<Problem> backend{

@@ -43,6 +43,18 @@ std::size_t workspace_bytes(const Problem& p) {
   return p.topk == 0 ? 0 : sizeof(float) * static_cast<std::size_t>(queries_at_a_time(p) * p.s_kv);
 }
 
+// score(first, count), then select(first, count), for as many queries at a time as the workspace has room for.
+template <class Score, class Select>
+void launch_in_turns(const Problem& problem, Score score, Select select) {
+  if (problem.topk == 0) return;
+  const std::int64_t together = queries_at_a_time(problem);
+  for (std::int64_t first = 0; first < problem.s_q; first += together) {
+    const std::int64_t count = std::min(together, problem.s_q - first);
+    if (problem.s_kv > 0) score(first, count);
+    select(first, count);
+  }
+}
+
 SelectParams select_params_of(const Problem& problem, std::int64_t first) {
   SelectParams p{};
   p.causality = problem.causality;

@@ -112,14 +112,12 @@ void select_in_cluster(const Problem& problem, std::int64_t first, std::int64_t 
 }
 
 void launch(const Problem& problem, Stream stream) {
-  if (problem.topk == 0) return;
-  const std::int64_t together = queries_at_a_time(problem);
-  for (std::int64_t first = 0; first < problem.s_q; first += together) {
-    const std::int64_t count = std::min(together, problem.s_q - first);
-    if (problem.s_kv > 0) score(problem, first, count, stream);
-    problem.s_kv <= ClusterSelectConfig::kMaxKeys ? select_in_cluster(problem, first, count, stream)
-                                                  : select(problem, first, count, stream);
-  }
+  launch_in_turns(
+      problem, [&](std::int64_t first, std::int64_t count) { score(problem, first, count, stream); },
+      [&](std::int64_t first, std::int64_t count) {
+        problem.s_kv <= ClusterSelectConfig::kMaxKeys ? select_in_cluster(problem, first, count, stream)
+                                                      : select(problem, first, count, stream);
+      });
 }
 
 const runtime::Registration<Problem> backend{{.name = HOPWELL_ON_DEVICE ? "sm90" : "emu:sm90",
