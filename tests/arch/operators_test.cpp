@@ -166,6 +166,13 @@ const Subject kSubjects[] = {
      8},
     // Clusters, slots of x and rings that go round; several warpgroups for a tile in one CTA.
     {"nvfp4_linear_sm90", "emu:sm90", cases::nvfp4_linear, {"longer_k_n_10", "nan_scales_n_4"}, 3, 10},
+    // Shares of a cluster and of warpgroups, whose ring goes round; shares of warpgroups alone; one CTA's tiles round the ring.
+    {"nvfp4_linear_sm90_matmul",
+     "emu:sm90",
+     cases::nvfp4_linear,
+     {"n_40_cluster", "huge_x_n_33", "non_finite_x_n_1200"},
+     3,
+     14},
     {"nvfp4_gemv", "emu:sm80", cases::nvfp4_gemv, {"many_tiles_blocked"}, 8, 4},
     {"nvfp4_quantize", "emu:sm80", cases::nvfp4_quantize, {"basic", "blocked", "bf16"}, 8, 2},
     // Parts of many heads, which go round the ring; two warps that select.
