@@ -122,7 +122,7 @@ def test_vllm_caches() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("n", [1, 3, 8, 16, 40])
+@pytest.mark.parametrize("n", [1, 3, 8, 16, 40, 150])
 @pytest.mark.parametrize(("rows", "k"), [(512, 1024), (77, 4096), (130, 48)])
 def test_nvfp4_linear_as_on_the_cpu(dtype: torch.dtype, n: int, rows: int, k: int) -> None:
     weight, x, bias = torch.randn(rows, k), torch.randn(n, k).to(dtype), torch.randn(rows).to(dtype)
@@ -142,9 +142,10 @@ def test_nvfp4_quantize_and_dequantize_as_on_the_cpu() -> None:
         assert torch.equal(hopwell.nvfp4_dequantize(*here).cpu(), hopwell.nvfp4_dequantize(*there))
 
 
-def test_nvfp4_layer_in_a_graph_and_repeatable() -> None:
+@pytest.mark.parametrize("n", [4, 40, 200, 300])  # two kernels, one and two tiles of columns; a dequantised weight
+def test_nvfp4_layer_in_a_graph_and_repeatable(n: int) -> None:
     layer = nn.NVFP4Linear.from_linear(torch.nn.Linear(2048, 1536, device="cuda", dtype=torch.bfloat16))
-    x = torch.randn(4, 2048, dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(n, 2048, dtype=torch.bfloat16, device="cuda")
     first = layer(x)
     assert all(torch.equal(layer(x), first) for _ in range(100))
     graph = torch.cuda.CUDAGraph()
