@@ -121,16 +121,16 @@ std::int64_t cost_of(const MatmulPlan& plan, std::int64_t together, std::int64_t
 }
 
 MatmulPlan matmul_plan(const LinearProblem& p) {
-  constexpr std::int64_t kFewestColumnsOfShare = 8;
+  constexpr int kColumnsOfShare = 8;  // a multiple
   const std::int64_t stages = ceil_div(p.k, MatmulConfig::kStageK);
   const int multiprocessors = runtime::multiprocessors(p.device.device_id);
   MatmulPlan best;
-  for (const int columns : {32, 64, 128}) {
+  for (const int columns : {32, 64, 96, 128}) {
     for (const int groups : {MatmulConfig::kGroups, MatmulConfig::kFewestGroups}) {
       for (int ranks = 1; ranks <= kMaxRanks; ranks *= 2) {
         const int together = ranks == 1 ? multiprocessors : clusters_at_a_time(ranks);
         MatmulPlan plan{.columns = columns, .groups = groups, .ranks = ranks};
-        if (together == 0 || ranks > stages || ranks * plan.parts() * kFewestColumnsOfShare > columns) continue;
+        if (together == 0 || ranks > stages || columns % (ranks * plan.parts() * kColumnsOfShare) != 0) continue;
         plan.column_tiles = number(ceil_div(p.n, columns));
         plan.row_tiles = number(ceil_div(p.rows, groups * MatmulConfig::kRows));
         plan.stages_of_rank = number(ceil_div(stages, ranks));
@@ -207,6 +207,7 @@ void launch_matmul(const LinearProblem& p, const T* x, const Result<T>& result, 
   const MatmulPlan plan = matmul_plan(p);
   if (plan.columns == 32) return launch_matmul<32>(p, plan, x, result, stream);
   if (plan.columns == 64) return launch_matmul<64>(p, plan, x, result, stream);
+  if (plan.columns == 96) return launch_matmul<96>(p, plan, x, result, stream);
   launch_matmul<128>(p, plan, x, result, stream);
 }
 

@@ -2,7 +2,7 @@
 //
 //     y[column, row] = factor · Σ_k code · scale · x[column, k] + bias[row]
 //
-// Tile      256 or 128 rows × 32, 64 or 128 columns a CTA, by stages of 128 k
+// Tile      256 or 128 rows × 32, 64, 96 or 128 columns a CTA, by stages of 128 k
 // Roles     warpgroups 0 to 3   multiply   64 rows each: weights from shared memory, decoded into wgmma's A registers; where
 //                                          a tile has fewer rows, warpgroups with the same rows take stages in turn (`parts`)
 //           warp 16             copies     codes (a box of the tensor) and x (as it lies in the workspace), by the copy engine
