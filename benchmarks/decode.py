@@ -119,7 +119,7 @@ def main() -> None:
         raise SystemExit("decode.py: PyTorch sees no GPU")
     torch.manual_seed(0)
     print(f"{'':58} {'tokens/s':>12} {'PyTorch':>12} {'times':>8}")
-    results = [quantised_layers(n) for n in (1, 8, 16)]
+    results = [quantised_layers(n) for n in (1, 8, 16, 32, 64, 128)]
     results += [relative_attention(*shape) for shape in ((1, 4096, 16, 64), (32, 4096, 16, 64), (16, 4096, 32, 128))]
     if options.json:
         record = {

@@ -214,9 +214,9 @@ void launch_matmul(const LinearProblem& p, const T* x, const Result<T>& result, 
 // ---- the backend ---------------------------------------------------------------------------------------------------
 
 runtime::Support supports(const LinearProblem& p) {
-  constexpr std::int64_t kMostColumns = std::int64_t{1} << 20;
-  if (p.x.dtype == DType::kFloat32 || p.n < 2 || p.n > kMostColumns)
-    return runtime::Support::no("n must be 2 to 1048576, x of 16 bits");
+  constexpr std::int64_t kMostColumns = std::int64_t{1} << 19, kMostResults = std::int64_t{1} << 38;
+  if (p.x.dtype == DType::kFloat32 || p.n < 2 || p.n > kMostColumns || p.n * p.rows > kMostResults)
+    return runtime::Support::no("n must be 2 to 524288, n * N at most 2^38, x of 16 bits");
   if (!is_aligned(p.x, 16, 2) || !fits_ring(weight_of(p), p.rows, p.k))
     return runtime::Support::no(
         "rows of x and weight must be 16-byte aligned, those of scales 4-byte, K at most 65536");
