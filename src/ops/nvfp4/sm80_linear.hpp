@@ -130,22 +130,22 @@ HOPWELL_DEVICE Place place_of(const Params& p, int warp) {
   return {all + warp * kRingBytes, x + warp * p.slice * 2, reinterpret_cast<float*>(x + p.warps * p.slice * 2)};
 }
 
-// Results of a batch of tiles: the sums of all warps, in their order.
+// Results of a batch of tiles, each by four lanes: a quarter of the warps' sums, then those quarters, always in one order.
 template <class Params>
 HOPWELL_DEVICE void store_batch(const Params& p, const float* sums, int first_tile, int tiles, int batch) {
   constexpr int kRows = LinearConfig::kRows;
-  for (int i = arch::thread_index(); i < tiles * kRows; i += 32 * p.warps) {
-    const float* from = sums + i / kRows * p.warps * kRows + i % kRows;
-    float sum = 0;
-    for (int warp = 0; warp < p.warps; warp += 4) {
-      float four[4];
-      HOPWELL_UNROLL
-      for (int j = 0; j < 4; ++j) four[j] = from[(warp + j) * kRows];
-      HOPWELL_UNROLL
-      for (float value : four) sum += value;
-    }
-    const int row = first_tile * kRows + i;
-    if (row < p.rows) p.result.store(row, 0, batch, p.factor.get(), sum);
+  for (int i = arch::thread_index(); i < 4 * tiles * kRows; i += 32 * p.warps) {
+    const int place = i / 4, tile = place / kRows, quarter = i % 4;
+    const float* from = sums + (tile * p.warps + quarter) * kRows + place % kRows;
+    float of_warp[LinearConfig::kMaxWarps / 4], sum = 0;
+    HOPWELL_UNROLL
+    for (int j = 0; j < LinearConfig::kMaxWarps / 4; ++j) of_warp[j] = 4 * j < p.warps ? from[4 * j * kRows] : 0;
+    HOPWELL_UNROLL
+    for (float value : of_warp) sum += value;
+    sum += arch::shuffle_xor(sum, 1);
+    sum += arch::shuffle_xor(sum, 2);
+    const int row = first_tile * kRows + place;
+    if (quarter == 0 && row < p.rows) p.result.store(row, 0, batch, p.factor.get(), sum);
   }
 }
 
