@@ -102,6 +102,8 @@ struct Factor {
     const double global = double(pointer ? *pointer : value);
     return is_reciprocal ? 1 / global : global;
   }
+  // With its number in a register: memory is asked for it at the beginning, where nothing waits, not before results are stored.
+  HOPWELL_DEVICE Factor loaded() const { return {nullptr, pointer ? *pointer : value, is_reciprocal}; }
 };
 
 Factor factor_of(const Global& global, bool is_reciprocal = false) {

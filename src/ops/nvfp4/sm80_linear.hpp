@@ -132,7 +132,8 @@ HOPWELL_DEVICE Place place_of(const Params& p, int warp) {
 
 // Results of a batch of tiles, each by four lanes: a quarter of the warps' sums, then those quarters, always in one order.
 template <class Params>
-HOPWELL_DEVICE void store_batch(const Params& p, const float* sums, int first_tile, int tiles, int batch) {
+HOPWELL_DEVICE void store_batch(const Params& p, const Factor& factor, const float* sums, int first_tile, int tiles,
+                                int batch) {
   constexpr int kRows = LinearConfig::kRows;
   for (int i = arch::thread_index(); i < 4 * tiles * kRows; i += 32 * p.warps) {
     const int place = i / 4, tile = place / kRows, quarter = i % 4;
@@ -145,7 +146,7 @@ HOPWELL_DEVICE void store_batch(const Params& p, const float* sums, int first_ti
     sum += arch::shuffle_xor(sum, 1);
     sum += arch::shuffle_xor(sum, 2);
     const int row = first_tile * kRows + place;
-    if (quarter == 0 && row < p.rows) p.result.store(row, 0, batch, p.factor.get(), sum);
+    if (quarter == 0 && row < p.rows) p.result.store(row, 0, batch, factor.get(), sum);
   }
 }
 
@@ -177,6 +178,7 @@ __global__ void __launch_bounds__(32 * LinearConfig::kMaxWarps, 1)
   ring.prefetch(p, slice.whole < LinearConfig::kStages ? slice.whole : LinearConfig::kStages - 1);
   p.x.prefetch(slice, batch);
   wait_for_previous();
+  const Factor factor = p.factor.loaded();
 
   p.x.fetch(slice, x, batch, [&] {
     HOPWELL_NO_UNROLL
@@ -197,7 +199,7 @@ __global__ void __launch_bounds__(32 * LinearConfig::kMaxWarps, 1)
         store_sums(batch_sums + ((tile - at) * p.warps + warp) * LinearConfig::kRows, sums);
       }
       arch::syncthreads();
-      store_batch(p, batch_sums, at, tiles, batch);
+      store_batch(p, factor, batch_sums, at, tiles, batch);
     }
   };
   // The second way has a loop of its own: one loop for both is slower.

@@ -208,11 +208,11 @@ HOPWELL_DEVICE Floats4 sum_of_warps(const Sums& sums, int tile, int place) {
 // Results of the tiles from `first` on, four columns a thread. In a cluster each CTA has a share of them to store: what it
 // has of the others' goes to theirs, in `pushed`, and they add up rank by rank.
 template <int kColumns, class T>
-HOPWELL_DEVICE void store_results(const ManyParams<T>& p, const Sums& sums, float* pushed, const ManyPlace& at,
-                                  int first, int tiles) {
+HOPWELL_DEVICE void store_results(const ManyParams<T>& p, const Factor& global, const Sums& sums, float* pushed,
+                                  const ManyPlace& at, int first, int tiles) {
   constexpr int kRows = LinearConfig::kRows, kFours = kSumsOfTile<kColumns> / 4;
   const int threads = 32 * p.warps;
-  const double factor = p.factor.get() * Weights<T>::kUnit;
+  const double factor = global.get() * Weights<T>::kUnit;
   const auto place_of = [](int i) {
     const int four = i % kFours / kRows;
     return four / 2 * 8 * kRows + i % kRows * 8 + four % 2 * 4;
@@ -276,6 +276,7 @@ struct ManyWarp {
   Sums sums;
   Ring<kManyStages<kColumns>> ring;
   int ring_first, ring_phase = 0;  // where the ring is: tiles from ring_first on
+  Factor global = {};
 
   HOPWELL_DEVICE int tiles(int first) const { return at.end - first < p.chunk ? at.end - first : p.chunk; }
 
@@ -347,7 +348,7 @@ struct ManyWarp {
         multiply(first, phase > 0);
       }
       meet(p);
-      store_results<kColumns>(p, sums, pushed, at, first, tiles(first));
+      store_results<kColumns>(p, global, sums, pushed, at, first, tiles(first));
       if (first + p.chunk < at.end) meet(p);
     }
   }
@@ -378,6 +379,7 @@ __global__ void __launch_bounds__(32 * ManyConfig::kMaxWarps, 1) many_kernel(con
   let_next_start();
   self.ring.prefetch(p, 1);  // more would hold up x
   wait_for_previous();
+  self.global = p.factor.loaded();
   self.run(reinterpret_cast<float*>(shared + p.pushed));
 }
 

@@ -272,17 +272,18 @@ HOPWELL_DEVICE void multiply(const WideParams<T>& p, const WidePlace& at, WideBa
 
 // A result from its place among a tile's sums, [register][lane].
 template <int kColumns, class T>
-HOPWELL_DEVICE void store_result(const WideParams<T>& p, const WidePlace& at, int tile, int place, float sum) {
+HOPWELL_DEVICE void store_result(const WideParams<T>& p, double factor, const WidePlace& at, int tile, int place,
+                                 float sum) {
   const int j = place / 32, lane = place % 32;
   const int row = (at.first + tile) * LinearConfig::kRows + j / 2 % 2 * 8 + lane / 4;
   const int column = j / 4 * 8 + lane % 4 * 2 + j % 2;
-  if (row < p.rows && column < p.columns) p.result.store(row, column, 0, p.factor.get() * Weights<T>::kUnit, sum);
+  if (row < p.rows && column < p.columns) p.result.store(row, column, 0, factor, sum);
 }
 
 // Sums of the warps that share a tile meet in the CTA whose rank is the tile's number modulo the ranks.
 template <int kColumns, class T>
-HOPWELL_DEVICE void store_results(const WideParams<T>& p, const WidePlace& at, float* sums, int tile, int part,
-                                  bool has_tile, const float (&d)[kColumns / 2]) {
+HOPWELL_DEVICE void store_results(const WideParams<T>& p, const Factor& global, const WidePlace& at, float* sums,
+                                  int tile, int part, bool has_tile, const float (&d)[kColumns / 2]) {
   constexpr int kSums = kWideSums<kColumns>;
   const int shares = p.ranks * p.parts;
   float* const place = sums + (tile / p.ranks * shares + at.rank * p.parts + part) * kSums + arch::lane_index();
@@ -303,11 +304,12 @@ HOPWELL_DEVICE void store_results(const WideParams<T>& p, const WidePlace& at, f
     arch::syncthreads();
   }
   const int mine = (at.tiles - at.rank + p.ranks - 1) / p.ranks;
+  const double factor = global.get() * Weights<T>::kUnit;
   for (int i = arch::thread_index(); i < mine * kSums; i += WideConfig::kThreads) {
     const float* share = sums + i / kSums * shares * kSums + i % kSums;
     float sum = 0;
     for (int j = 0; j < shares; ++j, share += kSums) sum += *share;
-    store_result<kColumns>(p, at, i / kSums * p.ranks + at.rank, i % kSums, sum);
+    store_result<kColumns>(p, factor, at, i / kSums * p.ranks + at.rank, i % kSums, sum);
   }
 }
 
@@ -351,12 +353,13 @@ __global__ void __launch_bounds__(WideConfig::kThreads, 1) wide_kernel(const __g
   if (multiplies) ring.prefetch();  // more would hold up x
   arch::syncthreads();
   wait_for_previous();
+  const Factor global = p.factor.loaded();
   float d[kColumns / 2] = {};
   if (warp >= WideConfig::kWarps)
     produce<kColumns>(p, at, barriers, arch::shared_address(x), warp - WideConfig::kWarps);
   else if (multiplies)
     multiply<kColumns>(p, at, barriers, ring, arch::shared_address(x), part, d);
-  store_results<kColumns>(p, at, sums, tile, part, has_tile, d);
+  store_results<kColumns>(p, global, at, sums, tile, part, has_tile, d);
 }
 
 }  // namespace
