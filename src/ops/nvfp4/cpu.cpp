@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <optional>
 #include <type_traits>
 #include <vector>
 
@@ -33,6 +34,10 @@ constexpr std::int64_t kMaxDotN = 8;    // rows of x that share a decoded weight
 constexpr std::int64_t kGemmFrom = 32;  // rows of x from which decoding for BLAS pays
 // Of weights decoded for BLAS at a time, 256 KiB; and of x.
 constexpr std::int64_t kGemmTile = 128, kGemmColumns = 512, kGemmRows = 256;
+
+// Threads that pay for work as long as so many products of codes with x: to wake one takes as long as 2^20 do.
+std::int64_t threads_for(std::int64_t products) { return products >> 20; }
+constexpr std::int64_t kArranged = 32;  // products that take as long as to put a float of x into its place
 
 // Calls function(T*) with a pointer to the view's element type.
 template <class Function>
@@ -161,7 +166,7 @@ void launch_gemv(const GemvProblem& p, Stream) {
   }
   const std::int64_t row_tiles = tiles(p.m, kRowTile);
   cpu::parallel_for(
-      p.l * row_tiles, [&] { return DotScratch(p.k); },
+      p.l * row_tiles, threads_for(p.l * p.m * p.k), [&] { return DotScratch(p.k); },
       [&](std::int64_t item, const DotScratch& scratch) {
         const std::int64_t l = item / row_tiles, first = item % row_tiles * kRowTile,
                            count = std::min(kRowTile, p.m - first);
@@ -204,7 +209,7 @@ Scratch<float> arranged(const View& x, std::int64_t first, std::int64_t n, std::
   const std::int64_t rows = tiles(n, group) * group;
   Scratch<float> out(rows * padded(k));
   cpu::parallel_for(
-      rows, [&] { return Scratch<float>(k); },
+      rows, threads_for(rows * k * kArranged), [&] { return Scratch<float>(k); },
       [&](std::int64_t i, const Scratch<float>& row) {
         float* to = out.get() + i / group * group * padded(k);
         if (i >= n) return simd::arrange(nullptr, unsigned_size(k), unsigned_size(i % group), unsigned_size(group), to);
@@ -223,22 +228,23 @@ Matrix weight_of(const LinearProblem& p) {
 void linear_by_one_dot(const LinearProblem& p, const Epilogue& epilogue) {
   const Matrix weight = weight_of(p);
   // Digits that fixed point loses do not show in bf16 results, but where a sum cancels: those sums are made once more.
-  simd::Row x(unsigned_size(p.k)), exact(unsigned_size(p.k));
+  simd::Row x(unsigned_size(p.k));
+  std::optional<simd::Row> exact;
   with_type(p.x, [&]<class T>(const T* from) {
     const Scratch<float> row(p.k);
     cpu::to_float(from, row.get(), unsigned_size(p.k));
     simd::arrange_row(row.get(), unsigned_size(p.k), !std::is_same_v<T, bfloat16>, x);
-    if (!x.is_exact) simd::arrange_row(row.get(), unsigned_size(p.k), true, exact);
+    if (!x.is_exact) simd::arrange_row(row.get(), unsigned_size(p.k), true, exact.emplace(unsigned_size(p.k)));
   });
   cpu::parallel_for(
-      tiles(p.rows, kRowTile), [&] { return DotScratch(p.k); },
+      tiles(p.rows, kRowTile), threads_for(p.rows * p.k), [&] { return DotScratch(p.k); },
       [&](std::int64_t item, const DotScratch& scratch) {
         constexpr float kShows = 0x1p-8F;
         const std::int64_t first = item * kRowTile, count = std::min(kRowTile, p.rows - first);
         float sums[kRowTile], losses[kRowTile];
         dot_tile(weight, first, count, x, scratch, sums, x.is_exact ? nullptr : losses);
         for (std::int64_t r = 0; !x.is_exact && r < count; ++r)
-          if (losses[r] > kShows * std::abs(sums[r])) dot_tile(weight, first + r, 1, exact, scratch, sums + r);
+          if (losses[r] > kShows * std::abs(sums[r])) dot_tile(weight, first + r, 1, *exact, scratch, sums + r);
         epilogue(0, first, count, sums);
       });
 }
@@ -248,7 +254,7 @@ void linear_by_dots(const LinearProblem& p, const Epilogue& epilogue) {
   const std::int64_t group = std::min(kMaxDotN, static_cast<std::int64_t>(std::bit_ceil(unsigned_size(p.n))));
   const Scratch<float> x = arranged(p.x, 0, p.n, group, p.k);
   cpu::parallel_for(
-      tiles(p.rows, kRowTile), [&] { return DotScratch(p.k); },
+      tiles(p.rows, kRowTile), threads_for(p.n * p.rows * p.k), [&] { return DotScratch(p.k); },
       [&](std::int64_t item, const DotScratch& scratch) {
         const std::int64_t first = item * kRowTile, count = std::min(kRowTile, p.rows - first);
         float sums[kMaxDotN * kRowTile];

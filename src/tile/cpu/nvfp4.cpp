@@ -76,27 +76,42 @@ HWY_INLINE hn::Vec<D> DecodeUsualScales(D d, const std::uint8_t* from) {
   return hn::PromoteTo(d, hn::BitCast(d_half, hn::ShiftLeft<7>(hn::PromoteTo(d16, hn::LoadU(d8, from)))));
 }
 
-bool AreUsual(const std::uint8_t* scales, std::size_t count) {
-  const hn::ScalableTag<std::uint8_t> d;
+// Short rows have less scales than a vector holds: narrower ones follow, and single scales last.
+
+// Whether the scales from `j` on are usual, a vector of D at a time; what is left is none.
+template <class D>
+HWY_INLINE bool AreUsual(D d, const std::uint8_t* scales, std::size_t count, std::size_t& j) {
   auto most = hn::Zero(d);
-  std::size_t j = 0;
   for (; j + hn::Lanes(d) <= count; j += hn::Lanes(d)) most = hn::Max(most, hn::LoadU(d, scales + j));
-  bool usual = hn::AllTrue(d, hn::Lt(most, hn::Set(d, 0x7F)));
+  return hn::AllTrue(d, hn::Lt(most, hn::Set(d, 0x7F)));
+}
+
+bool AreUsual(const std::uint8_t* scales, std::size_t count) {
+  std::size_t j = 0;
+  bool usual = AreUsual(hn::ScalableTag<std::uint8_t>(), scales, count, j) &&
+               AreUsual(hn::CappedTag<std::uint8_t, 8>(), scales, count, j);
   for (; j < count; ++j) usual = usual && scales[j] < 0x7F;
   return usual;
 }
 
-template <bool kUsual>
-HWY_INLINE void DecodeScalesTimes(const std::uint8_t* scales, const float* factors, std::size_t k, float* out) {
-  const hn::ScalableTag<float> d;
-  const std::size_t count = k / 16, n = hn::Lanes(d);
+template <bool kUsual, class D>
+HWY_INLINE void DecodeScalesTimes(D d, const std::uint8_t* scales, const float* factors, std::size_t count,
+                                  std::size_t& j, float* out) {
   const auto unit = hn::Set(d, 256.0F);
-  std::size_t j = 0;
-  for (; j + n <= count; j += n) {
+  for (; j + hn::Lanes(d) <= count; j += hn::Lanes(d)) {
     const auto value = kUsual ? DecodeUsualScales(d, scales + j) : DecodeScales(d, scales + j);
     const auto factor = factors == nullptr ? unit : hn::Mul(unit, hn::LoadU(d, factors + j));
     hn::StoreU(hn::Mul(value, factor), d, out + j);
   }
+}
+
+template <bool kUsual>
+HWY_INLINE void DecodeScalesTimes(const std::uint8_t* scales, const float* factors, std::size_t k, float* out) {
+  const std::size_t count = k / 16;
+  std::size_t j = 0;
+  DecodeScalesTimes<kUsual>(hn::ScalableTag<float>(), scales, factors, count, j, out);
+  DecodeScalesTimes<kUsual>(hn::CappedTag<float, 8>(), scales, factors, count, j, out);
+  DecodeScalesTimes<kUsual>(hn::CappedTag<float, 4>(), scales, factors, count, j, out);
   for (; j < count; ++j) out[j] = format::decode_e4m3(scales[j]) * (factors == nullptr ? 1 : factors[j]);
   for (; j < scale_room(k); ++j) out[j] = 0;
 }

@@ -30,10 +30,10 @@ class Scratch {
 // Calls body(context) on each of a team of threads and waits for them. In it BLAS runs on the calling thread only.
 void fork_join(int threads, void (*body)(void* context), void* context);
 
-// Calls body(item, state) for every item in [0, items), handed out in ascending order, from as many threads as pay;
-// `make_state()` makes each thread's scratch. What a body throws is rethrown here.
+// Calls body(item, state) for every item in [0, items), handed out in ascending order, from at most
+// `most_threads` threads; `make_state()` makes each thread's scratch. What a body throws is rethrown here.
 template <class MakeState, class Body>
-void parallel_for(std::int64_t items, MakeState make_state, Body body) {
+void parallel_for(std::int64_t items, std::int64_t most_threads, MakeState make_state, Body body) {
   if (items <= 0) return;
   std::exception_ptr error;
   std::atomic<bool> failed{false};
@@ -47,9 +47,14 @@ void parallel_for(std::int64_t items, MakeState make_state, Body body) {
     }
   };
   fork_join(
-      static_cast<int>(std::min<std::int64_t>(omp_get_max_threads(), items)),
+      static_cast<int>(std::min<std::int64_t>({omp_get_max_threads(), items, std::max<std::int64_t>(most_threads, 1)})),
       [](void* context) { (*static_cast<decltype(work)*>(context))(); }, &work);
   if (error) std::rethrow_exception(error);
+}
+
+template <class MakeState, class Body>
+void parallel_for(std::int64_t items, MakeState make_state, Body body) {
+  parallel_for(items, items, make_state, body);
 }
 
 template <class Body>
