@@ -4,11 +4,20 @@
 
 namespace hopwell::python {
 
-// DLPack 1.2, dlpack.h: DLPackExchangeAPI. Only what is used here has its type; the Debian header is older than it.
+// DLPack 1.2, dlpack.h: DLManagedTensorVersioned and DLPackExchangeAPI. Only what is used here has its type; the Debian
+// header is older than they.
+struct ManagedTensor {
+  std::uint32_t major, minor;
+  void* context;
+  void (*free)(ManagedTensor* self);  // may be null
+  std::uint64_t flags;
+  DLTensor tensor;
+};
 struct ExchangeApi {
   std::uint32_t major, minor;
   ExchangeApi* previous;
-  void (*managed_tensor_allocator)();
+  int (*allocate)(DLTensor* prototype, ManagedTensor** out, void* error_context,
+                  void (*set_error)(void* error_context, const char* kind, const char* message));
   void (*managed_tensor_from_py_object)();
   void (*managed_tensor_to_py_object)();
   int (*tensor_from_py_object)(PyObject* object, DLTensor* out);  // a view that does not own; may be null
@@ -140,9 +149,9 @@ std::string Call::text_of(nb::handle value) {
   return text.size() <= 60 ? text : nb::type_name(value.type()).c_str();
 }
 
-std::string Call::with_python_names(const std::string& message) const {
+std::string Call::with_python_names(const std::string& message, Renamed renamed) const {
   const std::string head = std::string(operator_) + ": ";
-  for (const auto& [c_name, python_name] : renamed_) {
+  for (const auto& [c_name, python_name] : renamed) {
     const std::string start = head + c_name + " ";
     if (message.rfind(start, 0) == 0) return head + python_name + " " + message.substr(start.size());
   }
@@ -281,8 +290,28 @@ bool Call::may_need_workspace() const {
 }
 
 void* Call::workspace(std::size_t bytes) {
+  if (first_api_ != nullptr && first_api_->allocate != nullptr) return allocated(*first_api_, bytes);
   scratch_ = nb::module_::import_("hopwell._arrays").attr("workspace")(first_, bytes);
   return view("workspace", scratch_, true)->data;
+}
+
+// Scratch of the framework's own allocator, which gives it back to the stream that is current.
+void* Call::allocated(const ExchangeApi& api, std::size_t bytes) {
+  auto size = static_cast<std::int64_t>(bytes);
+  DLTensor prototype{};
+  prototype.device = (*tensors_[0])->device;
+  prototype.ndim = 1;
+  prototype.dtype = {kDLUInt, 8, 1};
+  prototype.shape = &size;
+  std::string reason = "the framework gave no memory";
+  ManagedTensor* made = nullptr;
+  const auto keep = [](void* to, const char*, const char* message) { *static_cast<std::string*>(to) = message; };
+  if (api.allocate(&prototype, &made, &reason, keep) != 0)
+    throw Error(HOPWELL_OUT_OF_MEMORY, std::string(operator_) + ": no workspace: " + reason);
+  own_scratch_ = {made, [](ManagedTensor* tensor) {
+                    if (tensor->free != nullptr) tensor->free(tensor);
+                  }};
+  return static_cast<char*>(made->tensor.data) + made->tensor.byte_offset;
 }
 
 Stream Call::stream() const {

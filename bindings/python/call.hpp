@@ -7,6 +7,7 @@
 
 #include <array>
 #include <initializer_list>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -22,7 +23,8 @@ struct Explanation {
   std::string text;
 };
 
-struct ExchangeApi;  // DLPack's table of C functions that a framework's array type carries
+struct ExchangeApi;    // DLPack's table of C functions that a framework's array type carries
+struct ManagedTensor;  // DLPack's tensor that says how to free it
 
 class Call {
  public:
@@ -51,16 +53,18 @@ class Call {
     fail(name, good, text_of(value));
   }
 
-  // An argument that Python knows by another name than the C struct: errors then use Python's.
-  void rename(const char* c_name, const char* python_name) { renamed_.emplace_back(c_name, python_name); }
+  // Names of the C struct and what Python calls these arguments.
+  using Renamed = std::initializer_list<std::pair<const char*, const char*>>;
 
-  // Runs the operator, without Python's global lock, on the stream given or the framework's current one.
+  // Runs the operator, without Python's global lock, on the stream given or the framework's current one. Errors name
+  // arguments as Python does.
   template <class Args>
-  void run(Args& args, void (*function)(const Args&, Stream), std::size_t (*workspace_bytes)(const Args&)) {
+  void run(Args& args, void (*function)(const Args&, Stream), std::size_t (*workspace_bytes)(const Args&),
+           Renamed renamed = {}) {
     try {
       run_as_named(args, function, workspace_bytes);
     } catch (const Error& error) {
-      throw Error(error.status(), with_python_names(error.what()));
+      throw Error(error.status(), with_python_names(error.what(), renamed));
     }
   }
 
@@ -92,9 +96,10 @@ class Call {
   Tensor numpy_view(const char* name, nb::handle array, nb::handle interface, bool written) const;
   Tensor dlpack_view(const char* name, nb::handle array, bool written);
   static std::string text_of(nb::handle value);
-  [[nodiscard]] std::string with_python_names(const std::string& message) const;
+  [[nodiscard]] std::string with_python_names(const std::string& message, Renamed renamed) const;
   [[nodiscard]] bool may_need_workspace() const;
   void* workspace(std::size_t bytes);
+  void* allocated(const ExchangeApi& api, std::size_t bytes);
   [[nodiscard]] Stream stream() const;
 
   const char* operator_;
@@ -106,8 +111,9 @@ class Call {
   nb::handle first_;  // the first array, which says where outputs and scratch live
   const ExchangeApi* first_api_ = nullptr;
   std::vector<nb::ndarray<nb::ro>> views_;  // what came through __dlpack__, kept until the call is over
+  // The workspace: an array, or what the framework's C function allocated.
   nb::object scratch_;
-  std::vector<std::pair<const char*, const char*>> renamed_;
+  std::unique_ptr<ManagedTensor, void (*)(ManagedTensor*)> own_scratch_{nullptr, nullptr};
 };
 
 }  // namespace hopwell::python

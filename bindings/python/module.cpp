@@ -152,8 +152,8 @@ void nvfp4_linear_(handle x, handle weight, handle weight_scale, handle weight_g
                        .scale_layout = scale_layout_of(call, scale_layout),
                        .out = call.output("out", out)};
   if (!number && args.weight_global == nullptr) call.fail("weight_global", "a number or a 0-d float32 array", "None");
-  call.rename("weight_global_value", "weight_global");
-  call.run(args, hopwell::nvfp4_linear, hopwell::nvfp4_linear_workspace_bytes);
+  call.run(args, hopwell::nvfp4_linear, hopwell::nvfp4_linear_workspace_bytes,
+           {{"weight_global_value", "weight_global"}});
 }
 
 void nvfp4_quantize_(handle x, handle global_in, handle scale_layout, handle codes, handle scales, handle global_scale,
@@ -169,9 +169,8 @@ void nvfp4_quantize_(handle x, handle global_in, handle scale_layout, handle cod
                          .codes = call.output("codes", codes),
                          .scales = call.output("scales", scales),
                          .global_scale = call.output("global_scale", global_scale)};
-  call.rename("global_in", "global_scale");
-  call.rename("global_in_value", "global_scale");
-  call.run(args, hopwell::nvfp4_quantize, hopwell::nvfp4_quantize_workspace_bytes);
+  call.run(args, hopwell::nvfp4_quantize, hopwell::nvfp4_quantize_workspace_bytes,
+           {{"global_in", "global_scale"}, {"global_in_value", "global_scale"}});
 }
 
 void nvfp4_dequantize_(handle codes, handle scales, handle global_scale, handle scale_layout, handle x, handle backend,
@@ -185,8 +184,8 @@ void nvfp4_dequantize_(handle codes, handle scales, handle global_scale, handle 
                            .scale_layout = scale_layout_of(call, scale_layout),
                            .x = call.output("x", x)};
   if (!number && args.global_scale == nullptr) call.fail("global_scale", "a number or a 0-d float32 array", "None");
-  call.rename("global_value", "global_scale");
-  call.run(args, hopwell::nvfp4_dequantize, hopwell::nvfp4_dequantize_workspace_bytes);
+  call.run(args, hopwell::nvfp4_dequantize, hopwell::nvfp4_dequantize_workspace_bytes,
+           {{"global_value", "global_scale"}});
 }
 
 void lightning_indexer_(handle q_index, handle k_index, handle weights, handle q_positions, handle q_start,

@@ -109,19 +109,23 @@ std::vector<std::pair<const KnownBackend*, Support>> survey(const Problem& probl
 std::string explain_rows(const std::vector<std::pair<const KnownBackend*, Support>>& rows);
 
 // The backend that runs the problem: the one asked for, or the best. Throws HOPWELL_UNSUPPORTED with the reasons if
-// there is none.
+// there is none; they are gathered only then.
 template <class Problem>
 const Backend<Problem>& choose(std::string_view operator_name, const Problem& problem, const char* requested) {
   if (requested != nullptr) static_cast<void>(known_backend(operator_name, requested));
-  std::string reasons;
-  for (const auto& [known, support] : survey(problem)) {
-    if (requested != nullptr ? std::string_view(requested) != known->name : !known->automatic) continue;
-    if (support.ok) {
-      for (const auto& backend : table<Problem>())
-        if (std::string_view(backend.name) == known->name) return backend;
+  const auto wanted = [&](const KnownBackend& known) {
+    return requested != nullptr ? std::string_view(requested) == known.name : known.automatic;
+  };
+  for (const KnownBackend& known : known_backends()) {
+    if (!wanted(known)) continue;
+    for (const Backend<Problem>& backend : table<Problem>()) {
+      if (std::string_view(backend.name) != known.name) continue;
+      if (missing_on_device(known, problem.device).empty() && backend.supports(problem).ok) return backend;
     }
-    reasons += std::string(reasons.empty() ? "" : "; ") + known->name + ": " + support.reason;
   }
+  std::string reasons;
+  for (const auto& [known, support] : survey(problem))
+    if (wanted(*known)) reasons += std::string(reasons.empty() ? "" : "; ") + known->name + ": " + support.reason;
   fail_unsupported(operator_name, reasons);
 }
 
