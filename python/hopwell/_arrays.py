@@ -33,8 +33,8 @@ def outputs_like(name: str, argument: str, array: Array) -> Callable[[tuple[int,
     if isinstance(array, np.ndarray):
         return lambda shape, dtype: np.empty(shape, _numpy_dtype(dtype))
     if _is_torch(array):
-        torch, device = sys.modules["torch"], array.device
-        return lambda shape, dtype: torch.empty(shape, dtype=_torch_dtype(torch, dtype), device=device)
+        torch = sys.modules["torch"]
+        return lambda shape, dtype: array.new_empty(shape, dtype=_torch_dtype(torch, dtype))
     if not hasattr(array, "__dlpack__") or not hasattr(array, "dtype"):
         expected = "an array (torch, numpy, or anything with __dlpack__)"
         raise ValueError(f"{name}: {argument} must be {expected}; got {type(array).__name__}")
@@ -55,7 +55,8 @@ def _numpy_dtype(dtype: DType) -> np.dtype[Any]:
 def _torch_dtype(torch: Any, dtype: DType) -> Any:
     if isinstance(dtype, torch.dtype):
         return dtype
-    return getattr(torch, str(dtype) if str(dtype) in _NUMPY_DTYPES else "float32")
+    name = str(dtype)
+    return getattr(torch, name if name in _NUMPY_DTYPES else "float32")
 
 
 def native(like: Array, results: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -273,6 +273,18 @@ def test_opcheck(sample: str) -> None:
     torch.library.opcheck(getattr(torch.ops.hopwell, sample.split()[0]).default, arguments)
 
 
+def test_a_backward_without_a_formula_is_an_error() -> None:
+    """With gradients off such an op runs on tensors that require them, and its result has none."""
+    weight, x = hw.nvfp4_quantize(torch.randn(10, 64)), torch.randn(3, 64, requires_grad=True)
+    y = hw.nvfp4_linear(x, *weight)
+    with pytest.raises(RuntimeError, match="hopwell::nvfp4_linear has no gradient"):
+        y.sum().backward()
+    with torch.no_grad():
+        same = hw.nvfp4_linear(x, *weight)
+    assert not same.requires_grad
+    assert torch.equal(same, y)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_without_graph_breaks(dtype: torch.dtype, dynamic: bool) -> None:
@@ -303,6 +315,8 @@ def test_compiled_decode() -> None:
 
     paged, x = paged_inputs(), torch.randn(4, 32)
     torch.testing.assert_close(torch.compile(decode, fullgraph=True)(x), decode(x))
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(decode, fullgraph=True)(x), decode(x))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import hopwell
 
-from ._register import Gradients, operator, run, stop_gradient
+from ._register import Gradients, differentiable, operator, run, stop_gradient
 
 
 def _lightning_indexer_fake(
@@ -91,9 +91,7 @@ def _differentiate_indexer_loss(ctx: Any, d_loss: Tensor, *_: Tensor) -> Gradien
     return None, d_q_index, d_k_index.to(ctx.k_dtype), d_weights, None, None, None, None
 
 
-torch.library.register_autograd(
-    "hopwell::lightning_indexer_backward", _differentiate_indexer_loss, setup_context=_save_indexer_loss
-)
+differentiable("lightning_indexer_backward", _differentiate_indexer_loss, _save_indexer_loss)
 
 
 def indexer_loss(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import hopwell
 
-from ._register import as_bytes, dtype_named, operator, run, scale_shape
+from ._register import as_bytes, dtype_named, no_gradient, operator, run, scale_shape
 
 
 def _nvfp4_gemv_fake(
@@ -157,3 +157,9 @@ def nvfp4_dequantize(
     if not isinstance(global_scale, Tensor):
         global_scale = torch.full((), global_scale, dtype=torch.float32, device=codes.device)
     return _nvfp4_dequantize(codes, scales, global_scale, scale_layout=scale_layout, dtype=dtype, backend=backend)
+
+
+no_gradient("nvfp4_gemv")
+no_gradient("nvfp4_linear")
+no_gradient("nvfp4_quantize")
+no_gradient("nvfp4_dequantize")

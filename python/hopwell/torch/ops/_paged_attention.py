@@ -7,7 +7,7 @@ from torch import Tensor
 
 import hopwell
 
-from ._register import operator, run
+from ._register import no_gradient, operator, run
 
 
 def _paged_attention_fake(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -55,3 +55,6 @@ def paged_attention(
         window=window,
         backend=backend,
     )
+
+
+no_gradient("paged_attention")

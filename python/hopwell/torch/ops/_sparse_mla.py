@@ -7,7 +7,7 @@ from torch import Tensor
 
 import hopwell
 
-from ._register import Gradients, dtype_named, operator, run, stop_gradient
+from ._register import Gradients, differentiable, dtype_named, operator, run, stop_gradient
 
 
 def _sparse_mla_forward_fake(
@@ -177,9 +177,7 @@ def _differentiate_sparse_mla(ctx: Any, d_out: Tensor, _d_max_logits: Tensor, _d
     return dq, dkv, None, None, None, d_sink if 5 in needed else None, None, None, None, None, None, None
 
 
-torch.library.register_autograd(
-    "hopwell::sparse_mla_forward", _differentiate_sparse_mla, setup_context=_save_sparse_mla
-)
+differentiable("sparse_mla_forward", _differentiate_sparse_mla, _save_sparse_mla)
 
 
 def sparse_mla(
