@@ -135,16 +135,49 @@ def quantize(model: Decoder) -> int:
     return len(linear)
 
 
+class Step:
+    """One token after the other through the model, after a prompt [s]: `logits` [vocabulary] are those of the last.
+
+    On a GPU the step is a CUDA graph, for its kernels take less time than Python takes to start them.
+    """
+
+    def __init__(self, model: Decoder, prompt: Tensor) -> None:
+        self.model, self.token, self.graph = model, prompt[-1:].clone(), None
+        self.caches = [nn.KeyCache(model.size.context) for _ in model.blocks]
+        self.logits = model.extend(prompt, self.caches)
+        if prompt.is_cuda:
+            self.graph = self.capture(torch.tensor(len(prompt), device=prompt.device))
+
+    def capture(self, length: Tensor) -> torch.cuda.CUDAGraph:
+        for cache in self.caches:
+            cache.length = length
+        warm = torch.cuda.Stream()
+        warm.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(warm):  # what it leaves in the caches, the first token writes over
+            self.model.extend(self.token, self.caches)
+        torch.cuda.current_stream().wait_stream(warm)
+        graph, before = torch.cuda.CUDAGraph(), self.logits
+        with torch.cuda.graph(graph):
+            self.logits = self.model.extend(self.token, self.caches)
+            length += 1
+        self.logits.copy_(before)
+        return graph
+
+    def __call__(self, token: Tensor) -> None:
+        self.token.copy_(token)
+        if self.graph is None:
+            self.logits = self.model.extend(self.token, self.caches)
+        else:
+            self.graph.replay()
+
+
 @torch.no_grad()
 def generate(model: Decoder, prompt: Tensor, count: int, seed: int, temperature: float = 0.8) -> tuple[Tensor, float]:
     """`count` tokens that continue the prompt [s], drawn one by one, and how many came a second."""
-    caches = [nn.KeyCache(model.size.context) for _ in model.blocks]
-    generator = torch.Generator().manual_seed(seed)
-    logits = model.extend(prompt, caches)
-    tokens = []
+    step, generator, tokens = Step(model, prompt), torch.Generator().manual_seed(seed), []
     began = time.perf_counter()
     for _ in range(count):
-        probabilities = torch.softmax(logits.float().cpu() / temperature, dim=-1)
+        probabilities = torch.softmax(step.logits.float().cpu() / temperature, dim=-1)
         tokens.append(torch.multinomial(probabilities, 1, generator=generator))
-        logits = model.extend(tokens[-1].to(prompt.device), caches)
+        step(tokens[-1])
     return torch.cat(tokens), count / (time.perf_counter() - began)

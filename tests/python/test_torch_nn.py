@@ -109,6 +109,12 @@ def test_token_by_token_equals_all_at_once(attn_sink: bool) -> None:
         expected, _ = dsa(x)
         cache = nn.KeyCache(20)
         parts = [dsa.extend(x[:, :7], cache)] + [dsa.extend(x[:, i : i + 1], cache) for i in range(7, 20)]
+        counted = nn.KeyCache(20)
+        dsa.extend(x[:, :7], counted)
+        counted.length = torch.tensor(7)
+        for i in range(7, 20):  # every step the same but for the tensor's value
+            torch.testing.assert_close(dsa.extend(x[:, i : i + 1], counted), parts[i - 6], rtol=1e-4, atol=1e-5)
+            counted.length += 1
     torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-5)
     assert cache.length == 20
     with pytest.raises(ValueError, match="holds 20 tokens"):

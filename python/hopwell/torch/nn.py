@@ -20,10 +20,10 @@ from hopwell.torch import ops
 Mode = Literal["dense", "warm-up", "sparse"]
 
 
-def rotate(x: Tensor, start: int = 0, theta: float = 10_000.0) -> Tensor:
+def rotate(x: Tensor, start: int | Tensor = 0, theta: float = 10_000.0) -> Tensor:
     """Rotary position embedding of x [b, s, d] or [b, s, h, d], d even, for the positions start … start + s − 1."""
     s, d = x.shape[1], x.shape[-1]
-    positions = torch.arange(start, start + s, device=x.device, dtype=torch.float32)
+    positions = torch.arange(s, device=x.device, dtype=torch.float32) + start
     frequencies = theta ** (-torch.arange(0, d, 2, device=x.device, dtype=torch.float32) / d)
     angle = positions[:, None] * frequencies
     if x.ndim == 4:
@@ -35,15 +35,25 @@ def rotate(x: Tensor, start: int = 0, theta: float = 10_000.0) -> Tensor:
 
 @dataclass
 class KeyCache:
-    """What generation keeps of one sequence: latent keys [max_tokens, d_qk] and index keys [max_tokens, d_index]."""
+    """What generation keeps of one sequence: latent keys [max_tokens, d_qk] and index keys [max_tokens, d_index].
+
+    `length` counts the tokens. Once there are any it may be made a 0-d int64 tensor, which the caller counts on: then
+    steps differ in nothing but its value, and one that was captured in a CUDA graph serves for all that follow.
+    """
 
     max_tokens: int
-    length: int = 0
+    length: int | Tensor = 0
     kv: Tensor | None = None
     k_index: Tensor | None = None
 
     def append(self, kv: Tensor, k_index: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds the keys of new tokens, [s, d_qk] and [s, d_index]; returns all there are."""
+        """Adds the keys of new tokens, [s, d_qk] and [s, d_index]; returns all; with a counting tensor, all the room
+        there is.
+        """
+        if isinstance(self.length, Tensor):
+            assert self.kv is not None and self.k_index is not None
+            places = self.positions(len(kv))
+            return self.kv.index_copy_(0, places, kv), self.k_index.index_copy_(0, places, k_index)
         end = self.length + len(kv)
         if end > self.max_tokens:
             raise ValueError(f"KeyCache: it holds {self.max_tokens} tokens; got {end}")
@@ -52,6 +62,11 @@ class KeyCache:
         self.kv[self.length : end], self.k_index[self.length : end] = kv, k_index
         self.length = end
         return self.kv[:end], self.k_index[:end]
+
+    def positions(self, s: int) -> Tensor:
+        """Where the next s tokens go, int64 [s], where `length` is a tensor."""
+        assert isinstance(self.length, Tensor)
+        return self.length + torch.arange(s, device=self.length.device)
 
 
 class SparseMLA(nn.Module):
@@ -85,7 +100,7 @@ class SparseMLA(nn.Module):
         self.output = nn.Linear(h_q * d_head, d_model, bias=False)
         self.attn_sink = nn.Parameter(torch.zeros(h_q)) if attn_sink else None
 
-    def project(self, x: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+    def project(self, x: Tensor, start: int | Tensor = 0) -> tuple[Tensor, Tensor]:
         """x [b, s, d_model] at the positions from `start` on → q [b, s, h_q, d_v + d_rope], kv [b, s, d_v + d_rope]."""
         q = self.query(x).unflatten(-1, (self.h_q, -1))
         nope, rope = q.split([self.d_nope, self.d_rope], dim=-1)
@@ -163,7 +178,7 @@ class LightningIndexer(nn.Module):
         self.key_norm = nn.LayerNorm(d_index)
         self.weights = nn.Linear(d_model, h_index, bias=False)
 
-    def project(self, x: Tensor, start: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, start: int | Tensor = 0) -> tuple[Tensor, Tensor, Tensor]:
         """x [b, s, d_model] → q_index [b, s, h_index, d_index], k_index [b, s, d_index], weights float32 [b, s,
         h_index].
         """
@@ -172,7 +187,7 @@ class LightningIndexer(nn.Module):
         weights = self.weights(x).float() / math.sqrt(self.h_index * self.d_index)
         return self._rotate(q, start), self._rotate(k, start), weights
 
-    def _rotate(self, x: Tensor, start: int) -> Tensor:
+    def _rotate(self, x: Tensor, start: int | Tensor) -> Tensor:
         return torch.cat([rotate(x[..., : self.d_rope], start, self.rope_theta), x[..., self.d_rope :]], dim=-1)
 
     def select(self, q_index: Tensor, k_index: Tensor, weights: Tensor) -> Tensor:
@@ -230,8 +245,9 @@ class DSA(nn.Module):
         start = cache.length
         q, kv = self.mla.project(x, start)
         q_index, k_index, weights = self.indexer.project(x, start)
+        mask = {"q_start": start} if isinstance(start, int) else {"q_positions": cache.positions(x.shape[1]).int()}
         keys, index_keys = cache.append(kv[0], k_index[0])
-        indices, _ = ops.lightning_indexer(q_index[0], index_keys, weights[0], self.indexer.topk, q_start=start)
+        indices, _ = ops.lightning_indexer(q_index[0], index_keys, weights[0], self.indexer.topk, **mask)
         out, _ = self.mla.attend(q[0], keys, indices, ascending=True)
         return self.mla.combine(out[None])
 
