@@ -167,3 +167,30 @@ def test_paged_attention_gives_the_same_bits_every_time() -> None:
     for _ in range(100):
         again = hopwell.paged_attention(q, k, v, tables, lengths, 0.125)
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+def test_a_captured_step_follows_its_length() -> None:
+    """Sparse attention one token after the other in one CUDA graph, the cache's length a tensor, as without a graph."""
+    torch.manual_seed(0)
+    mla = nn.SparseMLA(64, 16, d_nope=32, d_head=32)
+    dsa = nn.DSA(mla, nn.LightningIndexer(64, topk=24, h_index=16)).cuda().bfloat16()
+    x = torch.randn(1, 40, 64, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        caches = [nn.KeyCache(40), nn.KeyCache(40)]
+        for cache in caches:
+            dsa.extend(x[:, :10], cache)
+        caches[0].length = length = torch.tensor(10, device="cuda")
+        token, warm = x[:, 10:11].clone(), torch.cuda.Stream()
+        warm.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(warm):
+            dsa.extend(token, caches[0])
+        torch.cuda.current_stream().wait_stream(warm)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = dsa.extend(token, caches[0])
+            length += 1
+        for i in range(10, 40):
+            token.copy_(x[:, i : i + 1])
+            graph.replay()
+            assert relative_error(y, dsa.extend(x[:, i : i + 1], caches[1])) < 4e-3
+    assert int(length) == 40

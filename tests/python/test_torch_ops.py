@@ -10,6 +10,9 @@ import torch
 from hopwell import reference
 from hopwell import torch as hw
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 DTYPES = [torch.float32, torch.bfloat16]
 GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-3}
@@ -283,6 +286,41 @@ def test_a_backward_without_a_formula_is_an_error() -> None:
         same = hw.nvfp4_linear(x, *weight)
     assert not same.requires_grad
     assert torch.equal(same, y)
+
+
+class Listener(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.heard.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_calls_without_gradients_that_others_have_to_see() -> None:
+    """They go through PyTorch's dispatcher: modes, fake and meta tensors, transforms and traces."""
+    weight, x = hw.nvfp4_quantize(torch.randn(10, 64)), torch.randn(3, 64)
+
+    def linear(x: Tensor) -> Tensor:
+        return hw.nvfp4_linear(x, *weight)
+
+    with Listener() as listener:
+        linear(x)
+    assert "hopwell.nvfp4_linear.default" in listener.heard
+    with torch.profiler.profile() as profile:
+        linear(x)
+    assert "hopwell::nvfp4_linear" in [event.key for event in profile.key_averages()]
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = mode.from_tensor(x)
+        assert linear(fake).shape == (3, 10)
+    assert type(linear(fake)) is type(fake)
+    assert hw.nvfp4_linear(*(t.to("meta") for t in (x, *weight))).is_meta
+    assert torch.equal(torch.jit.trace(linear, x)(x + 1), linear(x + 1))
+    assert torch.equal(make_fx(linear)(x)(x + 1), linear(x + 1))
+    batch = torch.stack([x, -x])
+    assert torch.equal(torch.vmap(linear)(batch), torch.stack([linear(x), linear(-x)]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
