@@ -288,21 +288,21 @@ class NVFP4Linear(nn.Module):
         bias = None if self.bias is None else self.bias.to(x.dtype)
         rows = x.reshape(-1, self.in_features)
         quantized = (self.weight, self.weight_scale, self.weight_global)
-        if len(rows) > self._most_columns(x):
+        if self._is_faster_dequantized(rows):
             y = functional.linear(rows, ops.nvfp4_dequantize(*quantized, dtype="bfloat16"), bias)
         else:
             y = ops.nvfp4_linear(rows, *quantized, bias=bias)
         return y.view(*x.shape[:-1], self.out_features)
 
-    def _most_columns(self, x: Tensor) -> float:
-        """Up to so many rows of x the operator is faster than a product with the dequantised weight, as measured on an
-        H200. Not in fp16, whose range a dequantised weight may leave.
+    def _is_faster_dequantized(self, rows: Tensor) -> bool:
+        """Whether so many rows of x are multiplied faster by the dequantised weight, as measured on an H200. Not in
+        fp16, whose range such a weight may leave.
         """
-        if not x.is_cuda or x.dtype != torch.bfloat16:
-            return math.inf
-        if torch.cuda.get_device_capability(x.device)[0] != 9:
-            return 96  # the operator takes 16 at a time
-        return 1024 if self.out_features > 2048 else 256
+        if len(rows) <= 96 or not rows.is_cuda or rows.dtype != torch.bfloat16:
+            return False
+        if torch.cuda.get_device_capability(rows.device)[0] != 9:
+            return True  # there the operator takes 16 at a time
+        return len(rows) > (1024 if self.out_features > 2048 else 256)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
