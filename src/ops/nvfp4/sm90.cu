@@ -48,7 +48,7 @@ struct WidePlan {
 std::int64_t cost_of(const WidePlan& plan, std::int64_t columns, std::int64_t rounds) {
   const std::int64_t of_warp = ceil_div(plan.stages, plan.parts);
   const std::int64_t longest = std::max({10LL * plan.tiles * plan.stages, 100LL * of_warp, 30LL * plan.stages});
-  return rounds * (longest + (columns > 8 ? 12LL : 6LL) * plan.stages + (plan.ranks > 1 ? 55 + 6 * plan.ranks : 0));
+  return rounds * (longest + (columns > 8 ? 12LL : 6LL) * plan.stages + (plan.ranks > 1 ? 80 + 6 * plan.ranks : 0));
 }
 
 WidePlan wide_plan(const LinearProblem& p) {

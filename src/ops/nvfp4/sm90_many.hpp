@@ -286,6 +286,7 @@ HOPWELL_DEVICE void store_results(const WideParams<T>& p, const Factor& global, 
                                   int tile, int part, bool has_tile, const float (&d)[kColumns / 2]) {
   constexpr int kSums = kWideSums<kColumns>;
   const int shares = p.ranks * p.parts;
+  const double factor = global.get() * Weights<T>::kUnit;  // before all wait for each other
   float* const place = sums + (tile / p.ranks * shares + at.rank * p.parts + part) * kSums + arch::lane_index();
   if (p.ranks > 1) {
     arch::cluster_wait();  // all CTAs of the cluster have started
@@ -304,7 +305,6 @@ HOPWELL_DEVICE void store_results(const WideParams<T>& p, const Factor& global, 
     arch::syncthreads();
   }
   const int mine = (at.tiles - at.rank + p.ranks - 1) / p.ranks;
-  const double factor = global.get() * Weights<T>::kUnit;
   for (int i = arch::thread_index(); i < mine * kSums; i += WideConfig::kThreads) {
     const float* share = sums + i / kSums * shares * kSums + i % kSums;
     float sum = 0;
