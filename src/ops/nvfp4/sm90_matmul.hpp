@@ -214,6 +214,7 @@ template <int kColumns, class T, class Function>
 HOPWELL_DEVICE void multiply_stage(const MatmulStage<kColumns>& stage, int first_row, float (&d)[kColumns / 2],
                                    Function done_before) {
   constexpr arch::WgmmaOptions kOptions{.type = std::is_same_v<T, bf16> ? arch::Half::bf16 : arch::Half::fp16};
+  constexpr int kTogether = kColumns > 96 ? 1 : 2;  // products: for more there are not the registers
   const int place = 4 * (first_row + upper_row()) + arch::lane_index() % 4;
   const auto* const codes = reinterpret_cast<const arch::Words4*>(stage.codes) + place;
   const auto* const scales = reinterpret_cast<const uint16_t*>(stage.scales) + place;
@@ -221,31 +222,31 @@ HOPWELL_DEVICE void multiply_stage(const MatmulStage<kColumns>& stage, int first
   const Weights<T> of_upper(scales[0]), of_lower(scales[4 * 2]);
   const uint64_t x =
       arch::at_address(arch::wgmma_descriptor({arch::Swizzle::none, 128, 256}), arch::shared_address(stage.x));
-  uint32_t weights[2][2][4];
+  uint32_t weights[2][kTogether][4];
   HOPWELL_UNROLL
-  for (int word = 0; word < 4; ++word) {
-    uint32_t a[4], b[4];
-    if (word < 2) {
-      of_upper.template decode<false>(upper.w[word], a);
-      of_lower.template decode<false>(lower.w[word], b);
-    } else {
-      of_upper.template decode<true>(upper.w[word], a);
-      of_lower.template decode<true>(lower.w[word], b);
-    }
-    auto& products = weights[word % 2];
+  for (int i = 0; i < MatmulConfig::kProducts; i += kTogether) {
+    auto& products = weights[i / kTogether % 2];
     HOPWELL_UNROLL
-    for (int j = 0; j < 2; ++j) {
-      products[j][0] = a[2 * j], products[j][1] = b[2 * j];
-      products[j][2] = a[2 * j + 1], products[j][3] = b[2 * j + 1];
+    for (int j = 0; j < kTogether; ++j) {
+      const int word = (i + j) / 2, half = (i + j) % 2 * 2;
+      uint32_t a[4], b[4];
+      if (word < 2) {
+        of_upper.template decode<false>(upper.w[word], a);
+        of_lower.template decode<false>(lower.w[word], b);
+      } else {
+        of_upper.template decode<true>(upper.w[word], a);
+        of_lower.template decode<true>(lower.w[word], b);
+      }
+      products[j][0] = a[half], products[j][1] = b[half];
+      products[j][2] = a[half + 1], products[j][3] = b[half + 1];
     }
     arch::wgmma_fence();
     HOPWELL_UNROLL
-    for (int j = 0; j < 2; ++j)
-      arch::wgmma_rs<kOptions>(d, products[j], x + uint64_t((2 * word + j) * MatmulStage<kColumns>::kProductBytes >> 4),
-                               true);
+    for (int j = 0; j < kTogether; ++j)
+      arch::wgmma_rs<kOptions>(d, products[j], x + uint64_t((i + j) * MatmulStage<kColumns>::kProductBytes >> 4), true);
     arch::wgmma_commit();
-    arch::wgmma_wait<1>();  // the next word's weights go where the last one's were
-    if (word == 0) done_before();
+    arch::wgmma_wait<1>();  // the next products' weights go where the last ones' were
+    if (i == 0) done_before();
   }
 }
 
