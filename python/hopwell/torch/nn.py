@@ -254,7 +254,8 @@ class DSA(nn.Module):
 
 class NVFP4Linear(nn.Module):
     """A linear layer whose weight is NVFP4: 4-bit codes, an e4m3 scale per 16 of them, one float32 scale. Not
-    trainable.
+    trainable. Many rows of bf16 x on a GPU are multiplied by the dequantised weight where that is faster; it exists for
+    the time of the call.
     """
 
     weight: Tensor
