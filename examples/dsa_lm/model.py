@@ -174,6 +174,8 @@ class Step:
 @torch.no_grad()
 def generate(model: Decoder, prompt: Tensor, count: int, seed: int, temperature: float = 0.8) -> tuple[Tensor, float]:
     """`count` tokens that continue the prompt [s], drawn one by one, and how many came a second."""
+    if len(prompt) + count > model.size.context:
+        raise ValueError(f"generate: the model has {model.size.context} places; got {len(prompt)} + {count} tokens")
     step, generator, tokens = Step(model, prompt), torch.Generator().manual_seed(seed), []
     began = time.perf_counter()
     for _ in range(count):

@@ -347,6 +347,8 @@ def test_generation_continues_what_the_model_computes() -> None:
     assert ids.shape == (10,)
     assert per_s >= 10 / (time.perf_counter() - began)
     assert torch.equal(model.generate(network, tokens[:5], 10, seed=0)[0], ids)
+    with pytest.raises(ValueError, match=f"{network.size.context} places"):
+        model.generate(network, tokens[:5], network.size.context, seed=0)
 
 
 def test_progress_bar_on_a_terminal() -> None:

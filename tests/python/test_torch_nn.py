@@ -119,6 +119,8 @@ def test_token_by_token_equals_all_at_once(attn_sink: bool) -> None:
     assert cache.length == 20
     with pytest.raises(ValueError, match="holds 20 tokens"):
         dsa.extend(x[:, :1], cache)
+    with pytest.raises(ValueError, match="length must be a number until there are tokens"):
+        dsa.extend(x[:, :1], nn.KeyCache(20, torch.tensor(0)))
 
 
 def test_rotation_is_relative() -> None:

@@ -51,7 +51,8 @@ class KeyCache:
         there is.
         """
         if isinstance(self.length, Tensor):
-            assert self.kv is not None and self.k_index is not None
+            if self.kv is None or self.k_index is None:
+                raise ValueError("KeyCache: length must be a number until there are tokens; got a tensor")
             places = self.positions(len(kv))
             return self.kv.index_copy_(0, places, kv), self.k_index.index_copy_(0, places, k_index)
         end = self.length + len(kv)
