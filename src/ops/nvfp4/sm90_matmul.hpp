@@ -338,12 +338,18 @@ HOPWELL_DEVICE void exchange(const MatmulParams& p, const MatmulWalk& walk, cons
   }
 }
 
+// This warp's first row of a tile. From the thread's number anew: no register holds it while products run.
+HOPWELL_DEVICE int row_of_warp(const MatmulParams& p) {
+  const int warp = arch::thread_index_anew() / 32;
+  return warp / 4 % p.groups * MatmulConfig::kRows + warp % 4 * 16;
+}
+
 template <int kColumns, class T>
 HOPWELL_DEVICE void multiply(const MatmulParams& p, const Result<T>& result, MatmulStorage<kColumns>& s,
                              int warpgroup) {
   const int group = warpgroup % p.groups, part = warpgroup / p.groups;
-  const int row_of_tile = group * MatmulConfig::kRows + arch::warp_index() % 4 * 16;
-  const double factor = p.factor.get() * Weights<T>::kUnit;
+  const int row_of_tile = row_of_warp(p);
+  const Factor global = p.factor.loaded();
   MatmulSlot<kColumns> at{s, part};
   for (MatmulWalk walk(p); walk.more(p); walk.advance(p)) {
     float d[kColumns / 2] = {};
@@ -360,7 +366,7 @@ HOPWELL_DEVICE void multiply(const MatmulParams& p, const Result<T>& result, Mat
     }
     arch::wgmma_wait<0>(d);
     release();
-    const MatmulRows<T> rows(p, result, factor, walk.first_row(p) + row_of_tile);
+    const MatmulRows<T> rows(p, result, global.get() * Weights<T>::kUnit, walk.first_row(p) + row_of_warp(p));
     if (p.ranks * p.parts > 1)
       return exchange<kColumns>(p, walk, rows, reinterpret_cast<float*>(s.stages), group, part, d);
     HOPWELL_UNROLL
