@@ -38,6 +38,9 @@ HOPWELL_DEVICE ScalePair scale_pair(uint16_t bytes) {
   return {arch::to_float(fp16{uint16_t(halves)}), arch::to_float(fp16{uint16_t(halves >> 16)})};
 }
 
+// How much of `most` a copy brings, of what is left where K ends.
+HOPWELL_DEVICE int within(int left, int most) { return left < 0 ? 0 : left > most ? most : left; }
+
 // ---- weights: a warp's ring ----------------------------------------------------------------------------------------
 
 // Stage: codes [16 rows][256 k], the halves of odd rows exchanged so that lanes of neighbouring rows read from different
@@ -167,7 +170,6 @@ class Ring {
   // Any stage: zeros where K has ended, scales by fours.
   template <class Params>
   HOPWELL_DEVICE void load_slowly(const Params& p) {
-    const auto within = [](int bytes, int most) { return bytes < 0 ? 0 : bytes > most ? most : bytes; };
     const int left = slice_.end - slice_.begin - stage_ * LinearConfig::kStageK, lane = arch::lane_index();
     const int bytes = within(left / 2 - lane % 8 * 16, 16);
     arch::cp_async(to_ + fill_, codes_at_, bytes);

@@ -111,8 +111,7 @@ struct MatmulPlan {
 
 // Stages, slower where more multiprocessors take part; what comes before the first product and after the last; shares meet.
 std::int64_t cost_of(const MatmulPlan& plan, std::int64_t together, std::int64_t multiprocessors) {
-  const bool wide = plan.groups == MatmulConfig::kGroups;
-  const std::int64_t of_stage = wide ? 400 + 33 * plan.columns / 5 : 280 + 3 * plan.columns;
+  const std::int64_t of_stage = plan.parts() == 1 ? 400 + 33 * plan.columns / 5 : 280 + 3 * plan.columns;
   const std::int64_t rounds = ceil_div(plan.tiles(), together), ctas = std::min(plan.tiles(), together) * plan.ranks;
   const std::int64_t stages =
       plan.stages_of_rank * of_stage * (100 * multiprocessors + 45 * ctas) / (100 * multiprocessors);

@@ -179,7 +179,6 @@ class WideRing {
  private:
   // Any stage: zeros where K has ended, scales by fours.
   HOPWELL_DEVICE void load_slowly(int scale_step) {
-    const auto within = [](int bytes, int most) { return bytes < 0 ? 0 : bytes > most ? most : bytes; };
     const int left = end_ - k_, lane = arch::lane_index(), bytes = within(left / 2 - lane % 8 * 16, 16);
     arch::cp_async(to_ + fill_, codes_at_, bytes);
     HOPWELL_UNROLL

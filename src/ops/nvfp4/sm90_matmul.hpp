@@ -15,7 +15,7 @@
 //           of a tile are then exchanged through shared memory, and each share's owner adds its columns: always in one order
 // Range     as in sm80_many.hpp
 // Budget    shared: 4 stages × (16,384 codes + 2,048 scales + 256 a column), 8 of 32 columns; at most 204,928 B
-//           registers: 64 sums + 16 weights + 16 codes + ~12 (112), others 32
+//           registers: 128 columns 64 sums + 8 weights + 8 codes + ~25 (112), others 32
 // Bound     128 columns: the tensor cores; 32 and 64: decoding, ~25 instructions for a product of 16 k
 #pragma once
 
@@ -187,13 +187,9 @@ HOPWELL_DEVICE void copy_scales(const MatmulParams& p, MatmulStorage<kColumns>& 
         if (p.whole_scales && left >= kScales)
           arch::cp_async<8>(to + uint32_t(32 * kWarps * kScales * i), from[i]);
         else
-          for (int half = 0; half < 2; ++half) {
-            const int bytes = left - 4 * half;
+          for (int half = 0; half < 2; ++half)
             arch::cp_async<4>(to + uint32_t(32 * kWarps * kScales * i + 4 * half), from[i] + half * step,
-                              bytes < 0   ? 0
-                              : bytes > 4 ? 4
-                                          : bytes);
-          }
+                              within(left - 4 * half, 4));
         from[i] += 2 * step;
       }
       arch::cp_async_mbarrier_arrive_noinc(s.full[at.slot]);
@@ -214,7 +210,8 @@ template <int kColumns, class T, class Function>
 HOPWELL_DEVICE void multiply_stage(const MatmulStage<kColumns>& stage, int first_row, float (&d)[kColumns / 2],
                                    Function done_before) {
   constexpr arch::WgmmaOptions kOptions{.type = std::is_same_v<T, bf16> ? arch::Half::bf16 : arch::Half::fp16};
-  constexpr int kTogether = kColumns > 96 ? 1 : 2;  // products: for more there are not the registers
+  constexpr int kTogether =
+      kColumns > 96 ? 1 : 2;  // products: with two, ptxas has no registers and serialises them (C7512)
   const int place = 4 * (first_row + upper_row()) + arch::lane_index() % 4;
   const auto* const codes = reinterpret_cast<const arch::Words4*>(stage.codes) + place;
   const auto* const scales = reinterpret_cast<const uint16_t*>(stage.scales) + place;
