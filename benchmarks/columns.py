@@ -11,13 +11,12 @@ are larger than the L2 cache.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 import hopwell
+import record
 import torch
 from hopwell.torch import ops
 from torch import Tensor
@@ -94,26 +93,20 @@ def measure(rows: int, k: int, n: int, backends: list[str]) -> dict[str, object]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="also write a record")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="writes a record there")
     parser.add_argument("--backend", action="append", help="default: sm90 and sm80")
     parser.add_argument("--columns", type=int, nargs="*", default=COLUMNS)
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="so many of the shapes")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("columns.py: PyTorch sees no GPU")
+    torch.manual_seed(0)
     results = [
         measure(rows, k, n, arguments.backend or ["sm90", "sm80"])
         for rows, k in SHAPES[: arguments.shapes]
         for n in arguments.columns
     ]
-    if arguments.json:
-        record = {
-            "benchmark": "nvfp4_linear, many columns",
-            "date": datetime.date.today().isoformat(),
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "hopwell": hopwell.__version__,
-            "results": results,
-        }
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+    record.write(arguments.json, results)
 
 
 if __name__ == "__main__":

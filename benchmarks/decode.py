@@ -9,13 +9,12 @@ Both sides are captured in CUDA graphs and replayed in turns; a ratio is the med
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 import hopwell
+import record
 import torch
 from hopwell.torch import nn
 from torch import Tensor
@@ -121,15 +120,7 @@ def main() -> None:
     print(f"{'':58} {'tokens/s':>12} {'PyTorch':>12} {'times':>8}")
     results = [quantised_layers(n) for n in (1, 8, 16, 32, 64, 128)]
     results += [relative_attention(*shape) for shape in ((1, 4096, 16, 64), (32, 4096, 16, 64), (16, 4096, 32, 128))]
-    if options.json:
-        record = {
-            "date": datetime.date.today().isoformat(),
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "hopwell": hopwell.__version__,
-            "results": results,
-        }
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    record.write(options.json, results)
 
 
 if __name__ == "__main__":

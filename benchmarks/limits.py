@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import datetime
-import json
 import shutil
 import subprocess
 import sys
@@ -20,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import hopwell
+import record
 import torch
 
 SHARES = {  # percent of what the hardware could do
@@ -177,14 +176,7 @@ def main() -> None:
         shares = " ".join(f"{share:12.0f}%" for share in percent.values())
         told = ", ".join(f"{stall} {cost:.1f}" for stall, cost in stalls.items())
         print(f"{r['call']:46} {r['kernel']:20} {r['microseconds']:8.1f} {shares}  {told}")
-    if options.json:
-        record = {
-            "date": datetime.date.today().isoformat(),
-            "device": torch.cuda.get_device_name(),
-            "hopwell": hopwell.__version__,
-            "results": results,
-        }
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    record.write(options.json, results)
 
 
 if __name__ == "__main__":
