@@ -302,6 +302,8 @@ class NVFP4Linear(nn.Module):
         """
         if len(rows) <= 96 or not rows.is_cuda or rows.dtype != torch.bfloat16:
             return False
+        if rows.requires_grad and torch.is_grad_enabled():
+            return False  # the operator has no gradient; how many rows there are should not decide whether there is one
         if torch.cuda.get_device_capability(rows.device)[0] != 9:
             return True  # there the operator takes 16 at a time
         return len(rows) > (1024 if self.out_features > 2048 else 256)
