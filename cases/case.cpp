@@ -68,7 +68,8 @@ Array::Array(std::string name, DType dtype, std::vector<std::int64_t> shape, std
 }
 
 Tensor Array::view() const {
-  if (device_) return {device_.get() + kGuardBytes, dlpack_type(dtype_), shape_, strides_, {kDLCUDA, 0}};
+  if (device_)
+    return {device_.get() + kGuardBytes, dlpack_type(dtype_), shape_, strides_, {kDLCUDA, cuda::device_in_use()}};
   return {const_cast<std::byte*>(data()), dlpack_type(dtype_), shape_, strides_};
 }
 
@@ -252,7 +253,11 @@ Report run(const Case& c, const std::string& backend, std::uint64_t seed) {
   for (const bool again : {false, true}) {
     try {
       instance.place_for(backend);
-      instance.call(backend.c_str(), nullptr);
+      // The second time, on a CUDA device, in a graph.
+      if (again && cuda::runs(backend))
+        cuda::Graph([&](Stream stream) { instance.call(backend.c_str(), stream); }).launch(nullptr);
+      else
+        instance.call(backend.c_str(), nullptr);
       if (cuda::runs(backend))
         for (Array& array : instance.arrays) array.from_device();
       if (!instance.workspace->guards_hold()) report.failures.emplace_back("memory outside the workspace was written");

@@ -16,6 +16,8 @@ struct Driver {
   int (*device_get)(int* device, int ordinal);
   int (*primary_context)(void** context, int device);
   int (*set_context)(void* context);
+  int (*push_context)(void* context);
+  int (*pop_context)(void** context);
   int (*synchronize)();
   int (*error_string)(int error, const char** text);
   int (*allocate)(Address* address, std::size_t bytes);
@@ -51,9 +53,25 @@ void look_up(void* library, const char* name, Function& function) {
   if (function == nullptr) throw Error(HOPWELL_DEVICE_ERROR, std::string("the NVIDIA driver has no ") + name);
 }
 
-// The driver with device 0's primary context current in the calling thread.
+void* primary_context(const Driver& d, int ordinal) {
+  int device = 0;
+  void* context = nullptr;
+  require(d, d.device_get(&device, ordinal), "cuDeviceGet");
+  require(d, d.primary_context(&context, device), "cuDevicePrimaryCtxRetain");
+  return context;
+}
+
+struct InUse {
+  int ordinal = 0;
+  void* context = nullptr;
+};
+InUse& in_use() {
+  thread_local InUse device;
+  return device;
+}
+
+// The driver, initialised, with device 0 current in this thread.
 const Driver& driver() {
-  static void* context = nullptr;
   static const Driver loaded = [] {
     void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) throw Error(HOPWELL_DEVICE_ERROR, "no NVIDIA driver (libcuda.so.1)");
@@ -62,6 +80,8 @@ const Driver& driver() {
     look_up(library, "cuDeviceGet", d.device_get);
     look_up(library, "cuDevicePrimaryCtxRetain", d.primary_context);
     look_up(library, "cuCtxSetCurrent", d.set_context);
+    look_up(library, "cuCtxPushCurrent_v2", d.push_context);
+    look_up(library, "cuCtxPopCurrent_v2", d.pop_context);
     look_up(library, "cuCtxSynchronize", d.synchronize);
     look_up(library, "cuGetErrorString", d.error_string);
     look_up(library, "cuMemAlloc_v2", d.allocate);
@@ -82,82 +102,118 @@ const Driver& driver() {
     look_up(library, "cuGraphLaunch", d.graph_launch);
     look_up(library, "cuGraphDestroy", d.graph_destroy);
     look_up(library, "cuGraphExecDestroy", d.executable_destroy);
-    int device = 0;
     require(d, d.init(0), "cuInit");
-    require(d, d.device_get(&device, 0), "cuDeviceGet");
-    require(d, d.primary_context(&context, device), "cuDevicePrimaryCtxRetain");
     return d;
   }();
-  thread_local const bool current = (require(loaded, loaded.set_context(context), "cuCtxSetCurrent"), true);
-  static_cast<void>(current);
+  thread_local const bool ready = [] {
+    void* const context = primary_context(loaded, 0);
+    require(loaded, loaded.set_context(context), "cuCtxSetCurrent");
+    in_use() = {0, context};
+    return true;
+  }();
+  static_cast<void>(ready);
   return loaded;
+}
+
+// The device in use is the current one while this lives.
+class OnDevice {
+ public:
+  explicit OnDevice(const Driver& d) : driver_(d) { require(d, d.push_context(in_use().context), "cuCtxPushCurrent"); }
+  ~OnDevice() {
+    void* popped = nullptr;
+    static_cast<void>(driver_.pop_context(&popped));
+  }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  const Driver& driver_;
+};
+
+// A call of the driver on the device in use.
+template <class Function>
+void call(const char* what, Function function) {
+  const Driver& d = driver();
+  const OnDevice on(d);
+  require(d, function(d), what);
 }
 
 Address address(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer); }
 
 }  // namespace
 
+void use_device(int ordinal) { in_use() = {ordinal, primary_context(driver(), ordinal)}; }
+int device_in_use() { return in_use().ordinal; }
+
 std::shared_ptr<std::byte> allocate(std::size_t bytes) {
-  const Driver& d = driver();
   Address memory = 0;
-  require(d, d.allocate(&memory, bytes == 0 ? 1 : bytes), "cuMemAlloc");
-  const auto release = [&d](std::byte* pointer) { static_cast<void>(d.free(address(pointer))); };
+  call("cuMemAlloc", [&](const Driver& d) { return d.allocate(&memory, bytes == 0 ? 1 : bytes); });
+  const auto release = [](std::byte* pointer) { static_cast<void>(driver().free(address(pointer))); };
   return {reinterpret_cast<std::byte*>(static_cast<std::uintptr_t>(memory)), release};
 }
 
 void copy_to_device(void* device, const void* host, std::size_t bytes) {
-  require(driver(), driver().to_device(address(device), host, bytes), "cuMemcpyHtoD");
+  call("cuMemcpyHtoD", [&](const Driver& d) { return d.to_device(address(device), host, bytes); });
 }
 
 void copy_to_host(void* host, const void* device, std::size_t bytes) {
-  require(driver(), driver().to_host(host, address(device), bytes), "cuMemcpyDtoH");
+  call("cuMemcpyDtoH", [&](const Driver& d) { return d.to_host(host, address(device), bytes); });
 }
 
 void copy(void* to, const void* from, std::size_t bytes, Stream stream) {
-  require(driver(), driver().copy(address(to), address(from), bytes, stream), "cuMemcpyDtoDAsync");
+  call("cuMemcpyDtoDAsync", [&](const Driver& d) { return d.copy(address(to), address(from), bytes, stream); });
 }
 
 void fill(void* device, std::byte value, std::size_t bytes, Stream stream) {
-  require(driver(), driver().fill(address(device), static_cast<unsigned char>(value), bytes, stream),
-          "cuMemsetD8Async");
+  call("cuMemsetD8Async",
+       [&](const Driver& d) { return d.fill(address(device), static_cast<unsigned char>(value), bytes, stream); });
 }
 
-void synchronize() { require(driver(), driver().synchronize(), "cuCtxSynchronize"); }
+void synchronize() {
+  call("cuCtxSynchronize", [](const Driver& d) { return d.synchronize(); });
+}
 
-Event::Event() { require(driver(), driver().event_create(&handle_, 0), "cuEventCreate"); }
+Event::Event() {
+  call("cuEventCreate", [&](const Driver& d) { return d.event_create(&handle_, 0); });
+}
 
 Event::~Event() {
   if (handle_ != nullptr) static_cast<void>(driver().event_destroy(handle_));
 }
 
-void Event::record(Stream stream) { require(driver(), driver().event_record(handle_, stream), "cuEventRecord"); }
+void Event::record(Stream stream) {
+  call("cuEventRecord", [&](const Driver& d) { return d.event_record(handle_, stream); });
+}
 
 double Event::seconds_since(const Event& start) const {
   float milliseconds = 0;
-  require(driver(), driver().event_elapsed(&milliseconds, start.handle_, handle_), "cuEventElapsedTime");
+  call("cuEventElapsedTime", [&](const Driver& d) { return d.event_elapsed(&milliseconds, start.handle_, handle_); });
   return static_cast<double>(milliseconds) * 1e-3;
 }
+
+OwnStream::OwnStream() {
+  call("cuStreamCreate", [&](const Driver& d) { return d.stream_create(&handle_, 1); });  // CU_STREAM_NON_BLOCKING
+}
+
+OwnStream::~OwnStream() { static_cast<void>(driver().stream_destroy(handle_)); }
 
 Graph::Graph(const std::function<void(Stream)>& enqueue) {
   constexpr int kThreadLocal = 1;  // CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
   const Driver& d = driver();
-  struct Capture {
-    const Driver& d;
-    void* stream = nullptr;
-    ~Capture() { static_cast<void>(d.stream_destroy(stream)); }
-  } capture{d};
-  require(d, d.stream_create(&capture.stream, 1), "cuStreamCreate");  // CU_STREAM_NON_BLOCKING
-  require(d, d.begin_capture(capture.stream, kThreadLocal), "cuStreamBeginCapture");
+  const OwnStream stream;
+  call("cuStreamBeginCapture", [&](const Driver&) { return d.begin_capture(stream.get(), kThreadLocal); });
   try {
-    enqueue(capture.stream);
+    enqueue(stream.get());
   } catch (...) {
-    if (d.end_capture(capture.stream, &graph_) == 0) static_cast<void>(d.graph_destroy(graph_));
+    if (d.end_capture(stream.get(), &graph_) == 0) static_cast<void>(d.graph_destroy(graph_));
     throw;
   }
-  require(d, d.end_capture(capture.stream, &graph_), "cuStreamEndCapture");
-  if (const int result = d.graph_instantiate(&executable_, graph_, 0); result != 0) {
+  call("cuStreamEndCapture", [&](const Driver&) { return d.end_capture(stream.get(), &graph_); });
+  try {
+    call("cuGraphInstantiateWithFlags", [&](const Driver&) { return d.graph_instantiate(&executable_, graph_, 0); });
+  } catch (...) {
     static_cast<void>(d.graph_destroy(graph_));
-    require(d, result, "cuGraphInstantiateWithFlags");
+    throw;
   }
 }
 
@@ -167,7 +223,7 @@ Graph::~Graph() {
 }
 
 void Graph::launch(Stream stream) const {
-  require(driver(), driver().graph_launch(executable_, stream), "cuGraphLaunch");
+  call("cuGraphLaunch", [&](const Driver& d) { return d.graph_launch(executable_, stream); });
 }
 
 }  // namespace hopwell::cases::cuda

@@ -1,6 +1,6 @@
 // A CUDA device as cases and benchmarks need it: memory, copies and events, through the driver library, which is looked
-// up at run time. Nothing here links to CUDA. Memory is that of device 0, in the context that the CUDA runtime uses
-// too. Everything throws hopwell::Error with the driver's words.
+// up at run time. Nothing here links to CUDA. Contexts are those that the CUDA runtime uses too. Everything throws
+// hopwell::Error with the driver's words.
 #pragma once
 
 #include <hopwell/hopwell.hpp>
@@ -16,12 +16,17 @@ namespace hopwell::cases::cuda {
 // Whether a backend works on tensors of a CUDA device; the others, the emulated ones among them, take host memory.
 inline bool runs(const std::string& backend) { return backend.starts_with("sm"); }
 
+// The device that this thread's memory, events and graphs are of from now on; 0 at first. Device 0 is the current one of
+// every thread all the same, so that operators on other devices must find theirs.
+void use_device(int ordinal);
+int device_in_use();
+
 std::shared_ptr<std::byte> allocate(std::size_t bytes);  // 256-byte aligned; freed with its last owner
 void copy_to_device(void* device, const void* host, std::size_t bytes);
 void copy_to_host(void* host, const void* device, std::size_t bytes);
 void copy(void* to, const void* from, std::size_t bytes, Stream stream);     // on the device, enqueued
 void fill(void* device, std::byte value, std::size_t bytes, Stream stream);  // enqueued
-void synchronize();  // waits for all work; throws what went wrong in it
+void synchronize();  // waits for all work of the device; throws what went wrong in it
 
 // A point in a stream's time.
 class Event {
@@ -36,6 +41,18 @@ class Event {
 
  private:
   void* handle_ = nullptr;
+};
+
+class OwnStream {
+ public:
+  OwnStream();
+  ~OwnStream();
+  OwnStream(const OwnStream&) = delete;
+  OwnStream& operator=(const OwnStream&) = delete;
+  [[nodiscard]] Stream get() const { return handle_; }
+
+ private:
+  Stream handle_ = nullptr;
 };
 
 // Work on a stream, captured once and launched as often as one likes.

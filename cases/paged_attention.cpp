@@ -271,14 +271,14 @@ void add_sizes(std::vector<Config>& all) {
                      .emulated = b == 70});
   }
   // As many strips as the emulator has multiprocessors, and nearly as many as an H200 has: each CTA takes a whole one.
-  for (const std::size_t b : {2, 64})
+  for (const std::size_t b : {4, 64})
     all.push_back({.name = "equal_lengths_of_" + std::to_string(b),
                    .dtype = DType::kBFloat16,
                    .lengths = std::vector<std::int64_t>(b, 300),
-                   .h_q = b == 2 ? 4 : 8,
-                   .h_kv = b == 2 ? 4 : 8,
+                   .h_q = b == 4 ? 4 : 8,
+                   .h_kv = b == 4 ? 4 : 8,
                    .d = 64,
-                   .emulated = b == 2});
+                   .emulated = b == 4});
   for (const auto& [layout_name, layout] : kLayouts)
     for (const std::int64_t h_kv : {2, 8})
       all.push_back({.name = std::string("cache_above_2_to_the_31_") + layout_name + "_h_kv_" + std::to_string(h_kv),

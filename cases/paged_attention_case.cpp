@@ -246,7 +246,7 @@ Tensor FarCache::of(const Array& cache) {
       cuda::copy_to_device(memory.get() + static_cast<std::size_t>(i) * apart,
                            cache.data() + static_cast<std::size_t>(i) * page, page);
   }
-  return {memory.get(), cache.view()->dtype, cache.shape(), strides, {kDLCUDA, 0}};
+  return {memory.get(), cache.view()->dtype, cache.shape(), strides, {kDLCUDA, cuda::device_in_use()}};
 }
 
 void call(const Config& c, const Arrays& a, Workspace& workspace, const char* backend, Stream stream) {

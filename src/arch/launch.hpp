@@ -27,10 +27,12 @@ struct LaunchShape {
 };
 
 #if HOPWELL_ON_DEVICE
-/// How many clusters of this shape run at a time on the device; −1 if it does not say.
+/// How many clusters of this shape run at a time on the current device.
 template <class... Parameters>
-int clusters_at_a_time(void (*kernel)(Parameters...), const LaunchShape& shape) {
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shape.shared_bytes));
+cudaError_t clusters_that_fit(void (*kernel)(Parameters...), const LaunchShape& shape, int* clusters) {
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shape.shared_bytes));
+  if (error != cudaSuccess) return error;
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {shape.cluster, 1, 1};
@@ -40,8 +42,7 @@ int clusters_at_a_time(void (*kernel)(Parameters...), const LaunchShape& shape) 
   config.dynamicSmemBytes = shape.shared_bytes;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  int clusters = -1;
-  return cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess ? clusters : -1;
+  return cudaOccupancyMaxActiveClusters(clusters, kernel, &config);
 }
 
 /// Enqueues kernel(arguments...). Returns the CUDA error; cudaSuccess if it was enqueued.

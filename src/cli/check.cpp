@@ -34,6 +34,7 @@ nlohmann::json record(const cases::Case& c, const std::string& backend, std::uin
 }  // namespace
 
 int check(const CheckOptions& options) {
+  if (options.device != 0) cases::cuda::use_device(options.device);
   if (!options.checker) setenv("HOPWELL_EMULATOR_CHECKER", "off", 1);
   const auto wanted = [&](const std::string& op) {
     return options.operators.empty() ||

@@ -14,6 +14,7 @@ struct CheckOptions {
   std::string backend;                 // "": every one this machine has
   std::string cases;                   // a regular expression that the names of cases match whole; "": all
   std::uint64_t seeds = 1;
+  int device = 0;       // the CUDA device that the backends for one run on; device 0 stays the current one
   bool checker = true;  // on emulated backends: find races, not only wrong numbers and hangs
   std::string json;     // "": none
 };

@@ -1,5 +1,6 @@
 // hopwell: what is here (info), whether it is right (check), how fast it is (bench).
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdio>
 #include <hopwell/hopwell.hpp>
 
@@ -35,6 +36,9 @@ int main(int argc, char** argv) {
                             "only cases whose whole name matches this regular expression");
   check_command->add_option("--seeds", check_options.seeds, "random inputs a case; on emu: backends also schedules")
       ->check(CLI::Range(1, 1000000));
+  const int last_device = std::max(static_cast<int>(hopwell::cuda_devices().size()) - 1, 0);
+  check_command->add_option("--device", check_options.device, "the CUDA device, where there are several")
+      ->check(CLI::Range(0, last_device));
   check_command->add_flag_callback(
       "--no-checker", [&] { check_options.checker = false; },
       "emu: backends: numbers and hangs only, no search for races");

@@ -45,8 +45,8 @@ const KnownBackend& known_backend(std::string_view operator_name, std::string_vi
 std::string missing_on_machine(const KnownBackend& known) {
   if (known.host) return "";
   const auto& devices = cuda_devices();
-  const bool found = std::any_of(devices.begin(), devices.end(), [&](const DeviceInfo& device) {
-    return device.compute_capability >= known.min_capability && device.compute_capability <= known.max_capability;
+  const bool found = std::any_of(devices.begin(), devices.end(), [&](const CudaDevice& found) {
+    return found.device.capability >= known.min_capability && found.device.capability <= known.max_capability;
   });
   return found ? "" : "no such device";
 }
@@ -58,10 +58,14 @@ std::string missing_on_device(const KnownBackend& known, const DLDevice& device)
   const auto& devices = cuda_devices();
   const auto index = static_cast<std::size_t>(device.device_id);
   if (device.device_id < 0 || index >= devices.size()) return "no such device";
-  const int capability = devices[index].compute_capability;
+  const int capability = devices[index].device.capability;
   if (capability >= known.min_capability && capability <= known.max_capability) return "";
   return to_string(device) + " has compute capability " + std::to_string(capability / 10) + "." +
          std::to_string(capability % 10);
+}
+
+Device device_of(const KnownBackend& known, const DLDevice& location) {
+  return known.host ? host_device(location) : cuda_devices().at(static_cast<std::size_t>(location.device_id)).device;
 }
 
 std::string explain_rows(const std::vector<std::pair<const KnownBackend*, Support>>& rows) {
@@ -144,7 +148,11 @@ std::vector<BackendInfo> backend_info() {
   return infos;
 }
 
-std::vector<DeviceInfo> cuda_devices() { return runtime::cuda_devices(); }
+std::vector<DeviceInfo> cuda_devices() {
+  std::vector<DeviceInfo> infos;
+  for (const runtime::CudaDevice& found : runtime::cuda_devices()) infos.push_back(found.info);
+  return infos;
+}
 
 std::string version() { return HOPWELL_VERSION; }
 

@@ -20,6 +20,8 @@
 #include <utility>
 #include <vector>
 
+#include "runtime/device.hpp"
+
 namespace hopwell::runtime {
 
 // Whether a backend runs a problem; if not, why: "h_q must be a multiple of 8".
@@ -29,8 +31,8 @@ struct Support {
   static Support no(std::string why) { return {false, std::move(why)}; }
 };
 
-// `Problem` is the operator's checked arguments as plain data. Functions may rely on everything that the operator's
-// check() ensures.
+// `Problem` is the operator's checked arguments as plain data, and in `problem.device` what the backend runs on, which is
+// the thread's current device. Functions may rely on everything that the operator's check() ensures.
 template <class Problem>
 struct Backend {
   const char* name;
@@ -86,21 +88,23 @@ std::string missing_on_device(const KnownBackend& known, const DLDevice& device)
 std::string missing_on_machine(const KnownBackend& known);
 const KnownBackend& known_backend(std::string_view operator_name,
                                   std::string_view name);  // throws naming the good ones
+// What a backend that is not missing runs on, for tensors at `location`.
+Device device_of(const KnownBackend& known, const DLDevice& location);
 
 // Why each backend would or would not run the problem, in order of preference; ok for those that would.
 template <class Problem>
-std::vector<std::pair<const KnownBackend*, Support>> survey(const Problem& problem) {
+std::vector<std::pair<const KnownBackend*, Support>> survey(Problem problem) {
   std::vector<std::pair<const KnownBackend*, Support>> rows;
   for (const KnownBackend& known : known_backends()) {
     const auto& backends = table<Problem>();
     auto at = backends.begin();
     while (at != backends.end() && std::string_view(at->name) != known.name) ++at;
-    if (const std::string why = missing_on_device(known, problem.device); !why.empty())
+    if (const std::string why = missing_on_device(known, problem.device.location); !why.empty())
       rows.emplace_back(&known, Support::no(why));
     else if (at == backends.end())
       rows.emplace_back(&known, Support::no("no kernel for this operator"));
     else
-      rows.emplace_back(&known, at->supports(problem));
+      problem.device = device_of(known, problem.device.location), rows.emplace_back(&known, at->supports(problem));
   }
   return rows;
 }
@@ -108,10 +112,10 @@ std::vector<std::pair<const KnownBackend*, Support>> survey(const Problem& probl
 [[noreturn]] void fail_unsupported(std::string_view operator_name, const std::string& reasons);
 std::string explain_rows(const std::vector<std::pair<const KnownBackend*, Support>>& rows);
 
-// The backend that runs the problem: the one asked for, or the best. Throws HOPWELL_UNSUPPORTED with the reasons if
-// there is none; they are gathered only then.
+// The backend that runs the problem: the one asked for, or the best; problem.device becomes what it runs on. Throws
+// HOPWELL_UNSUPPORTED with the reasons if there is none; they are gathered only then.
 template <class Problem>
-const Backend<Problem>& choose(std::string_view operator_name, const Problem& problem, const char* requested) {
+const Backend<Problem>& choose(std::string_view operator_name, Problem& problem, const char* requested) {
   if (requested != nullptr) static_cast<void>(known_backend(operator_name, requested));
   const auto wanted = [&](const KnownBackend& known) {
     return requested != nullptr ? std::string_view(requested) == known.name : known.automatic;
@@ -120,7 +124,9 @@ const Backend<Problem>& choose(std::string_view operator_name, const Problem& pr
     if (!wanted(known)) continue;
     for (const Backend<Problem>& backend : table<Problem>()) {
       if (std::string_view(backend.name) != known.name) continue;
-      if (missing_on_device(known, problem.device).empty() && backend.supports(problem).ok) return backend;
+      if (!missing_on_device(known, problem.device.location).empty()) continue;
+      problem.device = device_of(known, problem.device.location);
+      if (backend.supports(problem).ok) return backend;
     }
   }
   std::string reasons;
@@ -133,11 +139,13 @@ void check_workspace(std::string_view operator_name, std::size_t needed, const v
 [[noreturn]] void fail_out_of_memory(std::string_view operator_name);
 
 // Runs the problem, which carries `device`, `workspace` and `workspace_bytes`, on the backend asked for or the best
-// one.
+// one. Whatever device is current then, it is the same afterwards.
 template <class Problem>
-void run(std::string_view operator_name, const Problem& problem, const char* requested, Stream stream) {
+void run(std::string_view operator_name, Problem problem, const char* requested, Stream stream) {
+  const DeviceGuard guard(problem.device.location);
   const Backend<Problem>& backend = choose(operator_name, problem, requested);
   check_workspace(operator_name, backend.workspace_bytes(problem), problem.workspace, problem.workspace_bytes);
+  check_stream(operator_name, problem.device.location, stream);
   try {
     backend.launch(problem, stream);
   } catch (const std::bad_alloc&) {
@@ -146,12 +154,14 @@ void run(std::string_view operator_name, const Problem& problem, const char* req
 }
 
 template <class Problem>
-std::size_t workspace_bytes(std::string_view operator_name, const Problem& problem, const char* requested) {
+std::size_t workspace_bytes(std::string_view operator_name, Problem problem, const char* requested) {
+  const DeviceGuard guard(problem.device.location);
   return choose(operator_name, problem, requested).workspace_bytes(problem);
 }
 
 template <class Problem>
 std::string explain(const Problem& problem) {
+  const DeviceGuard guard(problem.device.location);
   return explain_rows(survey(problem));
 }
 

@@ -2,11 +2,20 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <deque>
+#include <mutex>
+#include <string>
+
+#include "runtime/check.hpp"
+
 namespace hopwell::runtime {
 namespace {
 
-// The handful of driver entry points that a device query needs (CUDA Driver API, "Device Management"). CUresult 0 is
-// success.
+// The driver entry points that device queries and the current device need (CUDA Driver API, "Device Management",
+// "Primary Context Management", "Context Management", "Stream Management"). CUresult 0 is success.
 struct Driver {
   int (*init)(unsigned flags);
   int (*device_count)(int* count);
@@ -14,8 +23,16 @@ struct Driver {
   int (*device_name)(char* name, int length, int device);
   int (*device_attribute)(int* value, int attribute, int device);
   int (*device_memory)(std::size_t* bytes, int device);
+  int (*retain_primary_context)(void** context, int device);
+  int (*context_device)(int* device);  // of the current context
+  int (*push_context)(void* context);
+  int (*pop_context)(void** context);
+  int (*stream_context)(void* stream, void** context);
+  int (*error_string)(int error, const char** text);
 };
-constexpr int kComputeCapabilityMajor = 75, kComputeCapabilityMinor = 76;  // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
+// CU_DEVICE_ATTRIBUTE_*
+constexpr int kMultiprocessors = 16, kL2Bytes = 38, kComputeCapabilityMajor = 75, kComputeCapabilityMinor = 76,
+              kSharedBytesOptin = 97;
 
 template <class Function>
 bool look_up(void* library, const char* name, Function& function) {
@@ -23,41 +40,131 @@ bool look_up(void* library, const char* name, Function& function) {
   return function != nullptr;
 }
 
-std::vector<DeviceInfo> query() {
-  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);  // stays loaded: other code of the process uses it too
-  Driver driver{};
-  if (library == nullptr || !look_up(library, "cuInit", driver.init) ||
-      !look_up(library, "cuDeviceGetCount", driver.device_count) ||
-      !look_up(library, "cuDeviceGet", driver.device_get) || !look_up(library, "cuDeviceGetName", driver.device_name) ||
-      !look_up(library, "cuDeviceGetAttribute", driver.device_attribute) ||
-      !look_up(library, "cuDeviceTotalMem_v2", driver.device_memory)) {
-    return {};
-  }
+// The driver, initialised; null on a machine without one.
+const Driver* driver() {
+  static const auto load = [](Driver& d) {
+    void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);  // stays loaded: others of the process use it too
+    return library != nullptr && look_up(library, "cuInit", d.init) &&
+           look_up(library, "cuDeviceGetCount", d.device_count) && look_up(library, "cuDeviceGet", d.device_get) &&
+           look_up(library, "cuDeviceGetName", d.device_name) &&
+           look_up(library, "cuDeviceGetAttribute", d.device_attribute) &&
+           look_up(library, "cuDeviceTotalMem_v2", d.device_memory) &&
+           look_up(library, "cuDevicePrimaryCtxRetain", d.retain_primary_context) &&
+           look_up(library, "cuCtxGetDevice", d.context_device) &&
+           look_up(library, "cuCtxPushCurrent_v2", d.push_context) &&
+           look_up(library, "cuCtxPopCurrent_v2", d.pop_context) &&
+           look_up(library, "cuStreamGetCtx", d.stream_context) &&
+           look_up(library, "cuGetErrorString", d.error_string) && d.init(0) == 0;
+  };
+  static Driver loaded{};
+  static const bool there = load(loaded);
+  return there ? &loaded : nullptr;
+}
+
+std::vector<CudaDevice> query() {
+  const Driver* const d = driver();
   int count = 0;
-  if (driver.init(0) != 0 || driver.device_count(&count) != 0) return {};
-  std::vector<DeviceInfo> devices;
+  if (d == nullptr || d->device_count(&count) != 0) return {};
+  std::vector<CudaDevice> devices;
   for (int ordinal = 0; ordinal < count; ++ordinal) {
-    int device = 0, major = 0, minor = 0;
+    int handle = 0, major = 0, minor = 0, shared_bytes = 0, l2_bytes = 0;
     char name[256] = {};
-    DeviceInfo info{};
-    if (driver.device_get(&device, ordinal) != 0 || driver.device_name(name, sizeof name, device) != 0 ||
-        driver.device_attribute(&major, kComputeCapabilityMajor, device) != 0 ||
-        driver.device_attribute(&minor, kComputeCapabilityMinor, device) != 0 ||
-        driver.device_memory(&info.memory_bytes, device) != 0) {
+    CudaDevice found{};
+    if (d->device_get(&handle, ordinal) != 0 || d->device_name(name, sizeof name, handle) != 0 ||
+        d->device_attribute(&major, kComputeCapabilityMajor, handle) != 0 ||
+        d->device_attribute(&minor, kComputeCapabilityMinor, handle) != 0 ||
+        d->device_attribute(&found.device.sms, kMultiprocessors, handle) != 0 ||
+        d->device_attribute(&shared_bytes, kSharedBytesOptin, handle) != 0 ||
+        d->device_attribute(&l2_bytes, kL2Bytes, handle) != 0 ||
+        d->device_memory(&found.info.memory_bytes, handle) != 0) {
       return {};
     }
-    info.name = name;
-    info.compute_capability = 10 * major + minor;
-    devices.push_back(info);
+    found.info.name = name;
+    found.info.compute_capability = found.device.capability = 10 * major + minor;
+    found.device.location = {kDLCUDA, ordinal};
+    found.device.cluster_sms = found.device.sms;
+    found.device.shared_bytes = static_cast<std::size_t>(shared_bytes);
+    found.device.l2_bytes = static_cast<std::size_t>(l2_bytes);
+    devices.push_back(found);
   }
   return devices;
 }
 
+void require(int result, const std::string& what) {
+  if (result == 0) return;
+  const char* text = nullptr;
+  if (driver()->error_string(result, &text) != 0 || text == nullptr) text = "unknown error";
+  throw Error(HOPWELL_DEVICE_ERROR, what + ": " + text);
+}
+
+// The context that the CUDA runtime uses on a device. Kept for the life of the process.
+void* primary_context(int ordinal) {
+  struct Slot {
+    std::once_flag once;
+    void* context = nullptr;
+  };
+  static std::deque<Slot> slots(cuda_devices().size());
+  Slot& slot = slots.at(static_cast<std::size_t>(ordinal));
+  std::call_once(slot.once, [&] {
+    int handle = 0;
+    require(driver()->device_get(&handle, ordinal), "cuDeviceGet");
+    require(driver()->retain_primary_context(&slot.context, handle), "cuDevicePrimaryCtxRetain");
+  });
+  return slot.context;
+}
+
+bool is_cuda_device(const DLDevice& device) {
+  return device.device_type == kDLCUDA && device.device_id >= 0 &&
+         static_cast<std::size_t>(device.device_id) < cuda_devices().size();
+}
+
 }  // namespace
 
-const std::vector<DeviceInfo>& cuda_devices() {
-  static const std::vector<DeviceInfo> devices = query();
+const std::vector<CudaDevice>& cuda_devices() {
+  static const std::vector<CudaDevice> devices = query();
   return devices;
+}
+
+Device host_device(const DLDevice& location) {
+  Device device{.location = location,
+                .sms = 4,
+                .cluster_sms = 132,
+                .shared_bytes = std::size_t{227} * 1024,
+                .l2_bytes = std::size_t{1} << 20};
+  if (const char* sms = std::getenv("HOPWELL_EMULATOR_SMS"))
+    device.sms = device.cluster_sms = std::max(1, std::atoi(sms));
+  return device;
+}
+
+int current_device() {
+  int handle = -1;  // a CUdevice, which is the ordinal
+  return driver() != nullptr && driver()->context_device(&handle) == 0 ? handle : -1;
+}
+
+DeviceGuard::DeviceGuard(const DLDevice& location) {
+  // A device that does not exist has no backend, which is what the caller will be told.
+  if (!is_cuda_device(location) || current_device() == location.device_id) return;
+  require(driver()->push_context(primary_context(location.device_id)), "cuCtxPushCurrent");
+  pushed_ = true;
+}
+
+DeviceGuard::~DeviceGuard() {
+  void* popped = nullptr;
+  if (pushed_) static_cast<void>(driver()->pop_context(&popped));
+}
+
+void check_stream(std::string_view operator_name, const DLDevice& location, Stream stream) {
+  // CU_STREAM_LEGACY and CU_STREAM_PER_THREAD are 1 and 2.
+  if (!is_cuda_device(location) || reinterpret_cast<std::uintptr_t>(stream) <= 2) return;
+  void *context = nullptr, *popped = nullptr;
+  require(driver()->stream_context(stream, &context), std::string(operator_name) + ": stream: cuStreamGetCtx");
+  if (context == primary_context(location.device_id)) return;
+  require(driver()->push_context(context), "cuCtxPushCurrent");
+  const int owner = current_device();
+  require(driver()->pop_context(&popped), "cuCtxPopCurrent");
+  if (owner == location.device_id) return;
+  throw Error(HOPWELL_INVALID_ARGUMENT, std::string(operator_name) + ": stream must be of " + to_string(location) +
+                                            ", where the tensors are; got one of cuda:" + std::to_string(owner));
 }
 
 }  // namespace hopwell::runtime

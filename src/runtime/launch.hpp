@@ -5,70 +5,37 @@
 #include <hopwell/error.hpp>
 #include <hopwell/hopwell.hpp>
 
+#include <array>
+#include <atomic>
+#include <deque>
 #include <string>
 #include <string_view>
 
 #include "arch/launch.hpp"
+#include "runtime/device.hpp"
 
 namespace hopwell::runtime {
 namespace {
 
-// Multiprocessors of a CUDA device: how many persistent CTAs run at a time. The emulator, which runs one after another,
-// is given two, so that a CTA has more than one piece of work.
-inline int multiprocessors([[maybe_unused]] int device) {
+// How many clusters of `shape.cluster` CTAs of a kernel run at a time on the device, which is the current one: fewer
+// than it has multiprocessors for. Asked for once for each device and size: a kernel's other sizes must stay the same.
+template <auto kKernel>
+int clusters_that_fit(const Device& device, const arch::LaunchShape& shape) {
 #if HOPWELL_ON_DEVICE
-  int count = 0;
-  const cudaError_t error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  if (error != cudaSuccess) throw Error(HOPWELL_DEVICE_ERROR, cudaGetErrorString(error));
-  return count;
-#else
-  return 2;
-#endif
-}
-
-// Dynamic shared memory that a CTA may have on a device, bytes.
-inline std::size_t max_shared_bytes([[maybe_unused]] int device) {
-#if HOPWELL_ON_DEVICE
-  int bytes = 0;
-  const cudaError_t error = cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  if (error != cudaSuccess) throw Error(HOPWELL_DEVICE_ERROR, cudaGetErrorString(error));
-  return static_cast<std::size_t>(bytes);
-#else
-  return std::size_t{227} * 1024;
-#endif
-}
-
-// Whether a kernel may start before the one ahead of it ends: LaunchShape::programmatic_dependency.
-inline bool has_dependent_launches([[maybe_unused]] int device) {
-#if HOPWELL_ON_DEVICE
-  int major = 0;
-  const cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (error != cudaSuccess) throw Error(HOPWELL_DEVICE_ERROR, cudaGetErrorString(error));
-  return major >= 9;
-#else
-  return false;
-#endif
-}
-
-// Whether CTAs can form clusters.
-inline bool has_clusters([[maybe_unused]] int device) {
-#if HOPWELL_ON_DEVICE
-  return has_dependent_launches(device);  // both came with the same generation
-#else
-  return true;
-#endif
-}
-
-// How many clusters of `shape.cluster` CTAs of a kernel run at a time. The emulator, which runs one after another, names
-// numbers that make kernels choose clusters of all sizes.
-template <class... Parameters>
-int clusters_at_a_time([[maybe_unused]] void (*kernel)(Parameters...), const arch::LaunchShape& shape) {
-#if HOPWELL_ON_DEVICE
-  const int clusters = arch::clusters_at_a_time(kernel, shape);
-  if (clusters < 0) throw Error(HOPWELL_DEVICE_ERROR, "the device does not say how many clusters it holds");
+  constexpr std::size_t kSizes = 17;                                                   // up to 16 CTAs
+  static std::deque<std::array<std::atomic<int>, kSizes>> fit(cuda_devices().size());  // 0: not asked yet
+  std::atomic<int>& clusters = fit.at(static_cast<std::size_t>(device.location.device_id)).at(shape.cluster);
+  if (clusters == 0) {
+    int answer = 0;
+    const cudaError_t error = arch::clusters_that_fit(kKernel, shape, &answer);
+    if (error != cudaSuccess)
+      throw Error(HOPWELL_DEVICE_ERROR,
+                  std::string("asking how many clusters fit: ").append(cudaGetErrorString(error)));
+    clusters = answer;
+  }
   return clusters;
 #else
-  return static_cast<int>(264 / (shape.cluster * shape.cluster));
+  return 2 * device.cluster_sms / static_cast<int>(shape.cluster * shape.cluster);
 #endif
 }
 

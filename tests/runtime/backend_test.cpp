@@ -14,7 +14,7 @@ namespace {
 
 struct Problem {
   int size = 0;
-  DLDevice device{kDLCPU, 0};
+  runtime::Device device{};
   void* workspace = nullptr;
   std::size_t workspace_bytes = 0;
 };

@@ -15,7 +15,7 @@ struct Problem {
   float sm_scale = 0;
   bool normalize_l1 = false;
   std::int64_t s_q = 0, s_kv = 0, h_q = 0, d_qk = 0, topk = 0;
-  DLDevice device{};
+  runtime::Device device;
   void* workspace = nullptr;
   std::size_t workspace_bytes = 0;
 };

@@ -447,7 +447,7 @@ Params params_of(const Problem& problem) {
 
 template <int kDqk, bool kTurns>
 void start(const Problem& problem, Stream stream) {
-  const int ctas = runtime::multiprocessors(problem.device.device_id);
+  const int ctas = problem.device.sms;
   Params p = params_of(problem);
   p.work = work_of(problem, ctas);
   const arch::LaunchShape shape{.grid = {static_cast<std::uint32_t>(std::min(p.work.pieces, ctas))},

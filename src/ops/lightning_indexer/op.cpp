@@ -19,7 +19,7 @@ void check_inputs(Checker& check, const Args& args, Problem& p) {
 template <class Problem, class Args>
 void finish(const Checker& check, const Args& args, Problem& p) {
   p.topk = check["topk"];
-  p.device = check.device();
+  p.device.location = check.device();
   p.workspace = args.workspace;
   p.workspace_bytes = args.workspace_bytes;
 }

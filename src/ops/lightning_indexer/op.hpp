@@ -16,7 +16,7 @@ struct Problem {
   View scores;   // fp32 [s_q, topk], or absent
   Causality causality;
   std::int64_t s_q = 0, s_kv = 0, h_index = 0, d_index = 0, topk = 0;
-  DLDevice device{};
+  runtime::Device device;
   void* workspace = nullptr;
   std::size_t workspace_bytes = 0;
 };
@@ -38,7 +38,7 @@ struct Problem {
   float d_loss = 1;
   bool deterministic = false;
   std::int64_t s_q = 0, s_kv = 0, h_index = 0, d_index = 0, topk = 0;
-  DLDevice device{};
+  runtime::Device device;
   void* workspace = nullptr;
   std::size_t workspace_bytes = 0;
 };

@@ -43,7 +43,7 @@ void score(const Problem& problem, std::int64_t first, std::int64_t count, Strea
   p.items = to_int(ceil_div(count, p.queries_of_item) * p.parts);
   // About four CTAs for each that can run at a time; each with whole queries.
   const std::int64_t blocks = ceil_div(problem.s_kv, kKeysOfCta<T>);
-  const std::int64_t wanted = 8 * std::int64_t{runtime::multiprocessors(problem.device.device_id)};
+  const std::int64_t wanted = 8 * std::int64_t{problem.device.sms};
   const std::int64_t slices = std::clamp<std::int64_t>(wanted / blocks, 1, std::min(p.items / p.parts, 65535));
   p.items_of_slice = to_int(ceil_div(p.items / p.parts, slices)) * p.parts;
   runtime::launch(kName, p.chunks == kChunks ? score_keys<true, T> : score_keys<false, T>,
@@ -75,7 +75,7 @@ namespace {
 runtime::Support supports(const Problem& p) {
   const std::size_t shared =
       p.q.dtype == DType::kBFloat16 ? sizeof(GradientStorage<arch::bf16>) : sizeof(GradientStorage<float>);
-  if (shared > runtime::max_shared_bytes(p.device.device_id))
+  if (shared > p.device.shared_bytes)
     return runtime::Support::no("q_index in this dtype needs " + std::to_string(shared) +
                                 " bytes of shared memory a CTA");
   return check_sizes(p);

@@ -65,7 +65,7 @@ Params<T> params_of(const Problem& problem) {
 template <class T, class Gradients>
 void launch_passes(const Problem& problem, const Params<T>& p, Stream stream, Gradients gradients) {
   const std::int64_t pieces = ceil_div(problem.s_kv * problem.d_index, kPassThreads);
-  const std::int64_t most = 8 * std::int64_t{runtime::multiprocessors(problem.device.device_id)};
+  const std::int64_t most = 8 * std::int64_t{problem.device.sms};
   const arch::LaunchShape over_keys{.grid = {to_count(std::min(pieces, most))}, .threads = kPassThreads};
   if (pieces > 0) runtime::launch(kName, clear_d_k<T>, over_keys, stream, p);
   if (problem.s_q > 0) gradients();

@@ -69,7 +69,7 @@ SelectParams select_params_of(const Problem& problem, std::int64_t first) {
 void select(const Problem& problem, std::int64_t first, std::int64_t count, Stream stream) {
   SelectParams p = select_params_of(problem, first);
   // Few queries: as many warps as there can be. Many: several CTAs a multiprocessor hide each other's barriers.
-  const bool few = count <= 2 * std::int64_t{runtime::multiprocessors(problem.device.device_id)};
+  const bool few = count <= 2 * std::int64_t{problem.device.sms};
   p.warps = to_int(std::clamp<std::int64_t>(problem.s_kv / 256, 1, few ? SelectConfig::kMaxWarps : 8));
   runtime::launch(kName, select_keys,
                   {.grid = {to_count(count)}, .threads = 32 * to_count(p.warps), .shared_bytes = sizeof(SelectStorage)},

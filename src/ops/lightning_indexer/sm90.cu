@@ -85,9 +85,7 @@ void score(const Problem& problem, std::int64_t first, std::int64_t count, Strea
   p.first_query = first, p.queries = to_int(count);
   p.items = to_int(ceil_div(count, p.queries_of_item) * p.parts);
   const std::int64_t blocks = ceil_div(problem.s_kv, HopperConfig::kKeys);
-  p.items_of_slice =
-      to_int(groups_of_slice(blocks, p.items / p.parts, p.parts, runtime::multiprocessors(problem.device.device_id))) *
-      p.parts;
+  p.items_of_slice = to_int(groups_of_slice(blocks, p.items / p.parts, p.parts, problem.device.sms)) * p.parts;
   runtime::launch(kName, problem.h_index % kHeads == 0 ? score_keys<true> : score_keys<false>,
                   {.grid = {to_count(blocks), to_count(ceil_div(p.items, p.items_of_slice))},
                    .threads = HopperConfig::kThreads,

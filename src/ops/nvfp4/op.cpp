@@ -108,7 +108,7 @@ Global check_global(Checker& check, std::string_view name, const DLTensor* tenso
 
 template <class Problem, class Args>
 void take_workspace(Problem& p, const Checker& check, const Args& args) {
-  p.device = check.device();
+  p.device.location = check.device();
   p.workspace = args.workspace;
   p.workspace_bytes = args.workspace_bytes;
 }

@@ -22,7 +22,7 @@ struct GemvProblem {
   Scales sfa, sfb;
   float alpha = 1;
   std::int64_t m = 0, k = 0, l = 0;
-  DLDevice device{};
+  runtime::Device device;
   void* workspace = nullptr;
   std::size_t workspace_bytes = 0;
 };
@@ -36,7 +36,7 @@ struct LinearProblem {
   Global global;
   bool global_is_reciprocal = false;
   std::int64_t n = 0, rows = 0, k = 0;
-  DLDevice device{};
+  runtime::Device device;
   void* workspace = nullptr;
   std::size_t workspace_bytes = 0;
 };
@@ -49,7 +49,7 @@ struct QuantizeProblem {
   bool has_global = false;  // else it comes from x
   Global global;
   std::int64_t rows = 0, k = 0;
-  DLDevice device{};
+  runtime::Device device;
   void* workspace = nullptr;
   std::size_t workspace_bytes = 0;
 };
@@ -60,7 +60,7 @@ struct DequantizeProblem {
   Scales scales;
   Global global;
   std::int64_t rows = 0, k = 0;
-  DLDevice device{};
+  runtime::Device device;
   void* workspace = nullptr;
   std::size_t workspace_bytes = 0;
 };

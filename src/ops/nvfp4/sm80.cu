@@ -17,7 +17,8 @@ constexpr std::int64_t kMaxGridY = 65535, kMaxGridX = 0x7fffffff;
 // ---- nvfp4_linear, nvfp4_gemv --------------------------------------------------------------------------------------
 
 template <class Rows, class T>
-void launch_any(const char* name, AnyParams<Rows, T> p, std::int64_t batches, const DLDevice& device, Stream stream) {
+void launch_any(const char* name, AnyParams<Rows, T> p, std::int64_t batches, const runtime::Device& device,
+                Stream stream) {
   p.lanes = 1;
   while (p.lanes < 32 && p.lanes < p.blocks) p.lanes *= 2;
   const std::int64_t rows_of_cta = AnyConfig::kThreads / p.lanes;
@@ -25,7 +26,7 @@ void launch_any(const char* name, AnyParams<Rows, T> p, std::int64_t batches, co
                                          static_cast<std::uint32_t>(ceil_div(p.columns, AnyConfig::kColumns)),
                                          static_cast<std::uint32_t>(batches)},
                                 .threads = AnyConfig::kThreads,
-                                .programmatic_dependency = dependent_launches(device)};
+                                .programmatic_dependency = device.has_dependent_launches()};
   runtime::launch(name, any_kernel<Rows, T>, shape, stream, p);
 }
 
@@ -35,17 +36,17 @@ struct LinearPlan {
   std::size_t shared_bytes = 0;
 };
 
-LinearPlan linear_plan(std::int64_t rows, std::int64_t k, std::int64_t batches, const DLDevice& device) {
+LinearPlan linear_plan(std::int64_t rows, std::int64_t k, std::int64_t batches, const runtime::Device& device) {
   constexpr std::int64_t kRowSums = 4 * LinearConfig::kRows, kMaxBatch = 16;
   constexpr std::int64_t kRingBytes = LinearConfig::kStages * LinearConfig::kStageBytes;
   const std::int64_t tiles = ceil_div(rows, LinearConfig::kRows);
-  const std::int64_t together = std::max<std::int64_t>(runtime::multiprocessors(device.device_id) / batches, 1);
+  const std::int64_t together = std::max<std::int64_t>(device.sms / batches, 1);
   const std::int64_t ctas = std::min(tiles, together), most = ceil_div(tiles, ctas), batch = std::min(most, kMaxBatch);
   for (std::int64_t warps = LinearConfig::kMaxWarps; warps >= 4; warps /= 2) {
     const std::int64_t slice = ceil_div(ceil_div(k, warps), LinearConfig::kStageK) * LinearConfig::kStageK;
     const auto bytes =
         static_cast<std::size_t>(warps * (kRingBytes + 2 * slice + (batch < most ? 2 : 1) * batch * kRowSums));
-    if (bytes > runtime::max_shared_bytes(device.device_id)) continue;
+    if (bytes > device.shared_bytes) continue;
     const auto number = [](std::int64_t x) { return static_cast<int>(x); };
     return {number(warps),        number(slice), number(ctas), number(tiles / ctas),
             number(tiles % ctas), number(batch), bytes};
@@ -55,14 +56,14 @@ LinearPlan linear_plan(std::int64_t rows, std::int64_t k, std::int64_t batches, 
 
 template <class Columns, class T>
 void launch_fast(const char* name, LinearParams<Columns, T> p, const LinearPlan& plan, std::int64_t batches,
-                 const DLDevice& device, Stream stream) {
+                 const runtime::Device& device, Stream stream) {
   p.warps = plan.warps, p.slice = plan.slice, p.batch = plan.batch;
   p.tiles_of_cta = plan.tiles_of_cta, p.larger_ctas = plan.larger_ctas;
   p.whole_scales = whole_scales(p.weight.scales);
   const arch::LaunchShape shape{.grid = {static_cast<std::uint32_t>(plan.ctas), static_cast<std::uint32_t>(batches)},
                                 .threads = static_cast<std::uint32_t>(32 * plan.warps),
                                 .shared_bytes = plan.shared_bytes,
-                                .programmatic_dependency = dependent_launches(device)};
+                                .programmatic_dependency = device.has_dependent_launches()};
   runtime::launch(name, linear_kernel<Columns, T>, shape, stream, p);
 }
 
@@ -114,21 +115,20 @@ std::int64_t cost_of(const ManyPlan& plan, std::int64_t most_tiles) {
 }
 
 // How many CTAs, or clusters of them, run at a time, one CTA a multiprocessor. Clusters of four do not fill all of those.
-std::int64_t clusters_at_a_time(std::int64_t ranks, const DLDevice& device) {
-  const std::int64_t most = runtime::multiprocessors(device.device_id) / ranks;
+std::int64_t clusters_that_fit(std::int64_t ranks, const runtime::Device& device) {
+  const std::int64_t most = device.sms / ranks;
   if (ranks <= 2) return most;
-  static const std::int64_t of_four =
-      runtime::clusters_at_a_time(many_kernel<8, bf16>, {.threads = 32 * ManyConfig::kMaxWarps,
-                                                         .cluster = 4,
-                                                         .shared_bytes = runtime::max_shared_bytes(device.device_id)});
-  return std::min(most, of_four);
+  const arch::LaunchShape shape{.threads = 32 * ManyConfig::kMaxWarps,
+                                .cluster = static_cast<std::uint32_t>(ranks),
+                                .shared_bytes = device.shared_bytes};
+  return std::min<std::int64_t>(most, runtime::clusters_that_fit<many_kernel<8, bf16>>(device, shape));
 }
 
 ManyPlan many_plan_of(const LinearProblem& p, std::int64_t columns, std::int64_t warps, std::int64_t ranks) {
   constexpr std::int64_t kFewTiles = 8, kMostOfFour = 16;  // more have too much to give each other
-  const std::size_t room = runtime::max_shared_bytes(p.device.device_id);
+  const std::size_t room = p.device.shared_bytes;
   const std::int64_t tiles = ceil_div(p.rows, LinearConfig::kRows), stages = ceil_div(p.k, LinearConfig::kStageK);
-  const std::int64_t together = clusters_at_a_time(ranks, p.device) / ceil_div(p.n, columns);
+  const std::int64_t together = clusters_that_fit(ranks, p.device) / ceil_div(p.n, columns);
   ManyPlan best;
   ManyPlan plan{.columns = columns, .warps = warps, .ranks = ranks};
   plan.ctas = std::clamp<std::int64_t>(together, 1, tiles);
@@ -152,7 +152,7 @@ ManyPlan many_plan(const LinearProblem& p) {
   const std::int64_t columns = p.n <= 8 ? 8 : 16;
   ManyPlan best;
   for (const std::int64_t ranks : {1, 2, 4}) {
-    if (ranks > 1 && !runtime::has_clusters(p.device.device_id)) continue;
+    if (ranks > 1 && !p.device.has_clusters()) continue;
     for (const std::int64_t warps : {ManyConfig::kMaxWarps, ManyConfig::kMaxWarps / 2}) {
       const ManyPlan plan = many_plan_of(p, columns, warps, ranks);
       if (plan.warps != 0 && (best.warps == 0 || plan.cost < best.cost)) best = plan;
@@ -187,7 +187,7 @@ void launch_many(const LinearProblem& p, const ManyPlan& plan, const T* x, const
                                 .threads = static_cast<std::uint32_t>(32 * plan.warps),
                                 .cluster = static_cast<std::uint32_t>(plan.ranks),
                                 .shared_bytes = plan.shared_bytes,
-                                .programmatic_dependency = dependent_launches(p.device)};
+                                .programmatic_dependency = p.device.has_dependent_launches()};
   runtime::launch("nvfp4_linear", many_kernel<kColumns, T>, shape, stream, params);
 }
 
@@ -286,8 +286,8 @@ void launch_gemv(const GemvProblem& p, Stream stream) {
 // ---- nvfp4_quantize, nvfp4_dequantize ------------------------------------------------------------------------------
 
 // CTAs for so many blocks of 16 numbers: a thread each, or so many CTAs a multiprocessor.
-std::uint32_t quantize_grid(std::int64_t blocks, std::int64_t of_multiprocessor, const DLDevice& device) {
-  const std::int64_t most = of_multiprocessor * runtime::multiprocessors(device.device_id);
+std::uint32_t quantize_grid(std::int64_t blocks, std::int64_t of_multiprocessor, const runtime::Device& device) {
+  const std::int64_t most = of_multiprocessor * device.sms;
   return static_cast<std::uint32_t>(std::clamp(ceil_div(blocks, QuantizeConfig::kThreads), std::int64_t{1}, most));
 }
 
@@ -324,7 +324,7 @@ void launch_quantize(const QuantizeProblem& p, Stream stream) {
                                    .codes_aligned = is_aligned(p.codes, 8, 1)};
     arch::LaunchShape shape{.threads = QuantizeConfig::kThreads,
                             .shared_bytes = sizeof(QuantizeStorage),
-                            .programmatic_dependency = dependent_launches(p.device)};
+                            .programmatic_dependency = p.device.has_dependent_launches()};
     if (amax) {
       shape.grid = {static_cast<std::uint32_t>(params.shares)};
       runtime::launch("nvfp4_quantize", amax_kernel<T>, shape, stream, params);
@@ -346,7 +346,7 @@ void launch_dequantize(const DequantizeProblem& p, Stream stream) {
                            kOfCta = std::int64_t{QuantizeConfig::kThreads} * QuantizeConfig::kTogether;
     const arch::LaunchShape shape{.grid = {static_cast<std::uint32_t>(ceil_div(p.rows * (p.k / kNumbers), kOfCta))},
                                   .threads = QuantizeConfig::kThreads,
-                                  .programmatic_dependency = dependent_launches(p.device)};
+                                  .programmatic_dependency = p.device.has_dependent_launches()};
     const DequantizeParams<T> params{.matrix = {p.codes.as<const std::uint8_t>(), p.codes.stride[0], 0, p.scales},
                                      .x = x,
                                      .global = factor_of(p.global),

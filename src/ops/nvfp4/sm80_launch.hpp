@@ -14,8 +14,6 @@ bool is_aligned(const View& view, std::size_t bytes, std::size_t element_bytes) 
   return reinterpret_cast<std::uintptr_t>(view.data) % bytes == 0 && (view.shape[0] <= 1 || stride % bytes == 0);
 }
 
-bool dependent_launches(const DLDevice& device) { return runtime::has_dependent_launches(device.device_id); }
-
 // Calls function(T*) with a pointer to the view's element type, as kernels name it.
 template <class Function>
 void with_type(const View& view, Function function) {

@@ -2,7 +2,6 @@
 // and all that have more columns (sm90_matmul.hpp). sm80.cu has the rest, and what x lies in shared memory for from beginning
 // to end.
 #include <algorithm>
-#include <array>
 
 #include "arch/sm90/make_tensor_map.hpp"
 #include "ops/nvfp4/sm80_launch.hpp"
@@ -22,17 +21,11 @@ int number(Number value) {
 }
 
 // How many clusters of so many CTAs run at a time, one CTA a multiprocessor: fewer than there are multiprocessors for.
-int clusters_at_a_time(int ranks) {
-  static const std::array<int, kMaxRanks + 1> most = [] {
-    std::array<int, kMaxRanks + 1> table{};
-    for (int of = 2; of <= kMaxRanks; of *= 2)
-      table[static_cast<std::size_t>(of)] = runtime::clusters_at_a_time(
-          wide_kernel<16, bf16>, {.threads = WideConfig::kThreads,
-                                  .cluster = static_cast<std::uint32_t>(of),
-                                  .shared_bytes = static_cast<std::size_t>(wide_shared_bytes<16>(kMaxTiles, 1, 1))});
-    return table;
-  }();
-  return most[static_cast<std::size_t>(ranks)];
+int clusters_that_fit(int ranks, const runtime::Device& device) {
+  const arch::LaunchShape shape{.threads = WideConfig::kThreads,
+                                .cluster = static_cast<std::uint32_t>(ranks),
+                                .shared_bytes = static_cast<std::size_t>(wide_shared_bytes<16>(kMaxTiles, 1, 1))};
+  return ranks == 1 ? device.sms : runtime::clusters_that_fit<wide_kernel<16, bf16>>(device, shape);
 }
 
 // ---- 2 to 16 columns -----------------------------------------------------------------------------------------------
@@ -55,7 +48,7 @@ WidePlan wide_plan(const LinearProblem& p) {
   const std::int64_t tiles = ceil_div(p.rows, LinearConfig::kRows), stages = ceil_div(p.k, LinearConfig::kStageK);
   WidePlan best;
   for (int ranks = 1; ranks <= kMaxRanks; ranks *= 2) {
-    const int together = ranks == 1 ? runtime::multiprocessors(p.device.device_id) : clusters_at_a_time(ranks);
+    const int together = clusters_that_fit(ranks, p.device);
     if (together == 0 || ranks > stages) continue;
     const std::int64_t rounds = ceil_div(tiles, std::int64_t{together} * kMaxTiles);
     WidePlan plan{.ranks = ranks};
@@ -94,7 +87,7 @@ void launch_wide(const LinearProblem& p, const WidePlan& plan, const T* x, const
                    .threads = WideConfig::kThreads,
                    .cluster = static_cast<std::uint32_t>(plan.ranks),
                    .shared_bytes = static_cast<std::size_t>(shared_bytes),
-                   .programmatic_dependency = dependent_launches(p.device)},
+                   .programmatic_dependency = p.device.has_dependent_launches()},
                   stream, params);
 }
 
@@ -122,12 +115,11 @@ std::int64_t cost_of(const MatmulPlan& plan, std::int64_t together, std::int64_t
 MatmulPlan matmul_plan(const LinearProblem& p) {
   constexpr int kColumnsOfShare = 8;  // a multiple
   const std::int64_t stages = ceil_div(p.k, MatmulConfig::kStageK);
-  const int multiprocessors = runtime::multiprocessors(p.device.device_id);
   MatmulPlan best;
   for (const int columns : {32, 64, 96, 128}) {
     for (const int groups : {MatmulConfig::kGroups, MatmulConfig::kFewestGroups}) {
       for (int ranks = 1; ranks <= kMaxRanks; ranks *= 2) {
-        const int together = ranks == 1 ? multiprocessors : clusters_at_a_time(ranks);
+        const int together = clusters_that_fit(ranks, p.device);
         MatmulPlan plan{.columns = columns, .groups = groups, .ranks = ranks};
         if (together == 0 || ranks > stages || columns % (ranks * plan.parts() * kColumnsOfShare) != 0) continue;
         plan.column_tiles = number(ceil_div(p.n, columns));
@@ -135,7 +127,7 @@ MatmulPlan matmul_plan(const LinearProblem& p) {
         plan.stages_of_rank = number(ceil_div(stages, ranks));
         // A CTA goes from tile to tile, but not if its tiles are shared.
         plan.ctas = number(plan.is_shared() ? plan.tiles() * ranks : std::min<std::int64_t>(plan.tiles(), together));
-        plan.cost = cost_of(plan, together, multiprocessors);
+        plan.cost = cost_of(plan, together, p.device.sms);
         if (best.columns == 0 || plan.cost < best.cost) best = plan;
       }
     }
@@ -168,7 +160,7 @@ void launch_matmul(const LinearProblem& p, const MatmulPlan& plan, const T* x, c
   runtime::launch("nvfp4_linear", arrange_kernel<kColumns, T>,
                   {.grid = {static_cast<std::uint32_t>(ceil_div(threads, kArrangeThreads))},
                    .threads = kArrangeThreads,
-                   .programmatic_dependency = dependent_launches(p.device)},
+                   .programmatic_dependency = p.device.has_dependent_launches()},
                   stream,
                   ArrangeParams<T>{.x = x,
                                    .x_stride = p.x.stride[0],
@@ -197,7 +189,7 @@ void launch_matmul(const LinearProblem& p, const MatmulPlan& plan, const T* x, c
                    .threads = MatmulConfig::kThreads,
                    .cluster = static_cast<std::uint32_t>(plan.ranks),
                    .shared_bytes = sizeof(MatmulStorage<kColumns>),
-                   .programmatic_dependency = dependent_launches(p.device)},
+                   .programmatic_dependency = p.device.has_dependent_launches()},
                   stream, params, result);
 }
 

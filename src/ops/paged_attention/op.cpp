@@ -132,7 +132,7 @@ Problem check(const PagedAttentionArgs& args) {
     p.out = unsqueezed(p.out, 1);
     if (p.lse) p.lse = unsqueezed(p.lse, 1);
   }
-  p.device = check.device();
+  p.device.location = check.device();
   p.workspace = args.workspace;
   p.workspace_bytes = args.workspace_bytes;
   return p;

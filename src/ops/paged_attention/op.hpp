@@ -37,7 +37,7 @@ struct Problem {
   std::int64_t window = INT64_MAX;  // keys with delta >= window are hidden
   std::int64_t extent = 0;          // columns of bias or r
   std::int64_t b = 0, q_len = 0, h_q = 0, h_kv = 0, d = 0, blocks = 0, block = 0, max_blocks = 0;
-  DLDevice device{};
+  runtime::Device device;
   void* workspace = nullptr;
   std::size_t workspace_bytes = 0;
 };

@@ -13,7 +13,7 @@ namespace {
 constexpr int kMostHeads = 32;  // as many as a warp has lanes
 
 // One an SM.
-int ctas_of(const Problem& problem) { return runtime::multiprocessors(problem.device.device_id); }
+int ctas_of(const Problem& problem) { return problem.device.sms; }
 
 std::size_t workspace_bytes(const Problem& problem) {
   const Params p = params_of(problem, kMostHeads);
@@ -45,13 +45,12 @@ int whole_strips(const Params& p) {
 
 template <class Lanes>
 void start(const Problem& problem, Stream stream) {
-  const int device = problem.device.device_id;
   Params p = params_of(problem, kMostHeads);
   p.parts = static_cast<arch::Words4*>(problem.workspace);
   choose_mark(p);
   describe_prefetch(problem, p);
   int warps = kMaxWarps;
-  while (ring_bytes<Lanes>(warps) > runtime::max_shared_bytes(device)) warps /= 2;
+  while (ring_bytes<Lanes>(warps) > problem.device.shared_bytes) warps /= 2;
   p.warps = warps, p.threads = 32 * warps, p.ctas = ctas_of(problem);
   p.groups = std::max(1, p.threads / p.pairs.value);
   p.alone = p.b <= 64, p.part = (p.b + (p.alone ? 31 : p.threads - 1)) / (p.alone ? 32 : p.threads);
@@ -60,7 +59,7 @@ void start(const Problem& problem, Stream stream) {
                   {.grid = {static_cast<std::uint32_t>(p.ctas.value)},
                    .threads = static_cast<std::uint32_t>(32 * warps),
                    .shared_bytes = ring_bytes<Lanes>(warps),
-                   .programmatic_dependency = runtime::has_dependent_launches(device)},
+                   .programmatic_dependency = problem.device.has_dependent_launches()},
                   stream, p);
 }
 

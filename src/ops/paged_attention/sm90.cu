@@ -1,8 +1,6 @@
 // paged_attention for Hopper where there are few strips: one kernel, a cluster a strip (sm90_strip.hpp). sm80.cu, which
 // shares out any work equally, has the rest: many strips, several sequences that may be long and of different lengths, and
 // long ones of too few heads to fill the GPU.
-#include <array>
-
 #include "ops/paged_attention/sm80_choice.hpp"
 #include "ops/paged_attention/sm90_strip.hpp"
 #include "runtime/launch.hpp"
@@ -16,18 +14,13 @@ constexpr int kMostHeads = 4;  // that are read together
 constexpr int kLong = 4096, kShort = 2048, kShortWarps = 6;
 constexpr std::int64_t kMostBytes = std::int64_t{1} << 28;  // of K and V; for more sm80's equal shares count more
 
-// How many clusters of 2 to kMaxCluster CTAs run at a time, one CTA an SM. The SMs lie in groups of 16 or so, and a cluster
-// lies in one of them: of an H200's 132 SMs 66 clusters of 2 find room, 39 of 3, 30 of 4, 22 of 5, 17 of 6, 15 of 7 or 8.
-int clusters_at_a_time(int size) {
+// How many clusters of so many CTAs run at a time, one CTA an SM. The SMs lie in groups of 16 or so, and a cluster lies in
+// one of them: of an H200's 132 SMs 66 clusters of 2 find room, 39 of 3, 30 of 4, 22 of 5, 17 of 6, 15 of 7 or 8.
+int clusters_that_fit(int size, const runtime::Device& device) {
   using Lanes = Rows<bf16, false>;
-  static const std::array<int, kMaxCluster + 1> most = [] {
-    std::array<int, kMaxCluster + 1> table{};
-    for (std::uint32_t of = 2; of <= kMaxCluster; ++of)
-      table[of] = runtime::clusters_at_a_time(
-          strip_kernel<Lanes>, {.threads = kMaxThreads, .cluster = of, .shared_bytes = strip_bytes<Lanes>(kMaxWarps)});
-    return table;
-  }();
-  return most[static_cast<std::size_t>(size)];
+  return runtime::clusters_that_fit<strip_kernel<Lanes>>(device, {.threads = kMaxThreads,
+                                                                  .cluster = static_cast<std::uint32_t>(size),
+                                                                  .shared_bytes = strip_bytes<Lanes>(kMaxWarps)});
 }
 
 struct Choice {
@@ -43,7 +36,7 @@ Choice choose(const Problem& problem, const Params& p) {
   for (int heads = 1; heads <= kMostHeads && (heads == 1 || can_join(problem, p.lanes, heads)); heads *= 2) {
     Choice choice{heads, p.b * p.strips / heads};
     for (int size = 2; size <= kMaxCluster; ++size)
-      if (clusters_at_a_time(size) >= choice.clusters) choice.size = size;
+      if (clusters_that_fit(size, problem.device) >= choice.clusters) choice.size = size;
     if (choice.ctas() >= best.ctas()) best = choice;
   }
   return best;
@@ -52,7 +45,7 @@ Choice choose(const Problem& problem, const Params& p) {
 runtime::Support supports_few(const Problem& problem) {
   if (const runtime::Support support = supports(problem); !support.ok) return support;
   if (problem.b == 0) return {};
-  if (problem.b * problem.h_kv > kMostHeads * clusters_at_a_time(2))
+  if (problem.b * problem.h_kv > kMostHeads * clusters_that_fit(2, problem.device))
     return runtime::Support::no("too many sequences and heads");
   const Choice choice = choose(problem, params_of(problem, 1));
   if (choice.size == 0) return runtime::Support::no("too many sequences and heads");
@@ -60,7 +53,7 @@ runtime::Support supports_few(const Problem& problem) {
   if (longest <= kLong && longest * problem.b <= 4 * kLong) return {};
   if (problem.b > 1)
     return runtime::Support::no("max_blocks * block must be at most 4096, and 16384 / b, for b above 1");
-  if (problem.q.dtype == DType::kFloat32 || 3 * choice.ctas() < 2 * runtime::multiprocessors(problem.device.device_id))
+  if (problem.q.dtype == DType::kFloat32 || 3 * choice.ctas() < 2 * problem.device.sms)
     return runtime::Support::no("max_blocks * block must be at most 4096 for so few heads, or float32");
   if (4 * longest * problem.h_kv * problem.d > kMostBytes)
     return runtime::Support::no("a block table must be for at most 256 MiB of keys and values");
@@ -92,7 +85,7 @@ void start(const Problem& problem, Stream stream) {
                    .threads = static_cast<std::uint32_t>(p.threads),
                    .cluster = static_cast<std::uint32_t>(choice.size),
                    .shared_bytes = strip_bytes<Lanes>(p.warps),
-                   .programmatic_dependency = runtime::has_dependent_launches(problem.device.device_id)},
+                   .programmatic_dependency = problem.device.has_dependent_launches()},
                   stream, p);
 }
 

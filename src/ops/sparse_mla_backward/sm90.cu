@@ -31,16 +31,12 @@ bool adds_to_output(const Problem& p) {
          p.dkv.stride[0] < std::int64_t{1} << 31;
 }
 
-// CTAs that run at a time on an H100 or H200; the emulator takes fewer, so that small problems have work for several
-// waves.
-constexpr std::int64_t kWave = HOPWELL_ON_DEVICE ? 132 : 4;
-
 // Whether CTAs go through ascending rows in step, which pays where the sums do not fit in L2 and many queries add to
 // them; the emulator, which knows no speed, always has such rows.
 bool keeps_step(const Problem& p) {
   constexpr std::int64_t kCachedBytes = 40 << 20;
-  const bool pays = p.s_kv * p.d_qk * 4 > kCachedBytes && p.s_q >= 132 && p.topk >= 256;
-  return p.dkv && p.s_q > 0 && (pays || !HOPWELL_ON_DEVICE) && (p.topk <= kLongestSorted || p.indices_ascending);
+  const bool pays = p.s_kv * p.d_qk * 4 > kCachedBytes && p.s_q >= p.device.sms && p.topk >= 256;
+  return p.dkv && p.s_q > 0 && (pays || p.device.emulated()) && (p.topk <= kLongestSorted || p.indices_ascending);
 }
 bool orders_rows(const Problem& p) { return keeps_step(p) && !p.indices_ascending; }
 
@@ -65,7 +61,8 @@ struct Share {
 };
 Share share_of(const Problem& p, const Part& part) {
   constexpr std::int64_t kMostSlices = 8;
-  const std::int64_t pieces = p.s_q * part.head_blocks, at_a_time = kWave / part.ctas, rest = pieces % at_a_time;
+  const std::int64_t pieces = p.s_q * part.head_blocks, at_a_time = std::max(p.device.sms / part.ctas, 1),
+                     rest = pieces % at_a_time;
   if (rest == 0 || (p.dkv && !adds_to_output(p))) return {pieces};
   // What they give of dQ takes no more memory than sums of dKV would that are not added to the output; or 2.4 MB.
   const std::int64_t rows = std::max<std::int64_t>(p.s_kv, 1024), fit = rows / (rest * part.heads),
@@ -169,7 +166,7 @@ Params params_of(const Problem& problem, const Workspace& workspace) {
   }
   if (keeps_step(problem)) {
     // The count of steps must fit; and the emulator runs CTAs in turn, where waiting for others is in vain.
-    if (HOPWELL_ON_DEVICE && problem.s_q * (problem.h_q + 63) < std::int64_t{1} << 31)
+    if (!problem.device.emulated() && problem.s_q * (problem.h_q + 63) < std::int64_t{1} << 31)
       p.progress = Workspace::at<uint32_t>(problem, workspace.progress);
     // What CTAs that are so many steps apart add to should stay in L2.
     constexpr std::int64_t kWindow = 16 << 20;
@@ -177,14 +174,14 @@ Params params_of(const Problem& problem, const Workspace& workspace) {
                        step_bytes = problem.s_kv * problem.d_qk * 4 / steps;
     p.slack = static_cast<int>(std::clamp<std::int64_t>(kWindow / std::max<std::int64_t>(step_bytes, 1), 1, 8));
   }
-  p.h_q = static_cast<int>(problem.h_q), p.wave = static_cast<int>(kWave);
+  p.h_q = static_cast<int>(problem.h_q), p.wave = problem.device.sms;
   p.sm_scale = problem.sm_scale, p.scale_log2 = problem.sm_scale * 1.44269504088896F;
   if (problem.d_sink) p.sink_parts = Workspace::at<float>(problem, workspace.sink_parts);
   if (!problem.dkv) return p;
   p.dkv_stride = static_cast<int>(problem.d_qk);
   // Additions that miss L2 are slow. Where most would, rows are fetched a step ahead; where few do, that costs more.
   constexpr std::int64_t kMostlyMissed = 200 << 20;
-  p.prefetch = HOPWELL_ON_DEVICE ? problem.s_kv * problem.d_qk * 4 > kMostlyMissed : true;
+  p.prefetch = problem.s_kv * problem.d_qk * 4 > kMostlyMissed || problem.device.emulated();
   if (adds_fixed_point(problem)) {
     p.fixed_dkv = Workspace::at<int64_t>(problem, workspace.dkv);
     p.scale = Workspace::at<float>(problem, workspace.scale);
@@ -225,7 +222,7 @@ void choose_fixed_point(const Problem& problem, const Workspace& workspace, Stre
   p.keys = {Workspace::at<float>(problem, workspace.scale), Workspace::at<uint32_t>(problem, workspace.most),
             Workspace::at<uint32_t>(problem, workspace.count)};
   p.h_q = static_cast<int>(problem.h_q), p.d_qk = static_cast<int>(problem.d_qk), p.sm_scale = problem.sm_scale;
-  const arch::LaunchShape over_keys{.grid = {pass_grid(problem.s_kv)}, .threads = kPassThreads};
+  const arch::LaunchShape over_keys{.grid = {pass_grid(problem.s_kv, problem.device)}, .threads = kPassThreads};
   runtime::launch(kName, measure_keys, over_keys, stream, p);
   runtime::launch(kName, bound_entries,
                   {.grid = {static_cast<std::uint32_t>(problem.s_q)},
@@ -243,10 +240,10 @@ void prepare_sums(const Problem& problem, const Workspace& workspace, const Para
     sums = {problem.dkv.as<uint32_t>(), problem.s_kv, problem.d_qk, problem.dkv.stride[0]};
   else if (problem.dkv)
     sums = {Workspace::at<uint32_t>(problem, workspace.dkv), problem.s_kv, problem.d_qk, problem.d_qk};
-  if (p.progress) clear({p.progress, 1, 1, 1}, stream);
+  if (p.progress) clear({p.progress, 1, 1, 1}, problem.device, stream);
   if (!orders_rows(problem)) {
-    clear(attn, stream);
-    clear(sums, stream);
+    clear(attn, problem.device, stream);
+    clear(sums, problem.device, stream);
     return;
   }
   const OrderParams order{tile::params_of(problem.selection),
@@ -265,7 +262,7 @@ void prepare_sums(const Problem& problem, const Workspace& workspace, const Para
 // What was added, to the outputs as they are promised.
 void finish_sums(const Problem& problem, const Workspace& workspace, const Params& p, Stream stream) {
   if (problem.dkv && problem.s_kv > 0) {
-    const arch::LaunchShape over_keys{.grid = {pass_grid(problem.s_kv)}, .threads = kPassThreads};
+    const arch::LaunchShape over_keys{.grid = {pass_grid(problem.s_kv, problem.device)}, .threads = kPassThreads};
     const bool wide = problem.dkv.dtype == DType::kFloat32;
     const FinishParams finish{p.dkv,
                               wide ? problem.dkv.as<float>() : nullptr,

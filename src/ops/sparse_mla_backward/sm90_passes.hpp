@@ -304,13 +304,14 @@ __global__ void __launch_bounds__(32 * kSinkWarps) sum_d_sink(const __grid_const
 }
 
 // CTAs for a pass over rows: enough to fill the device, several rows each.
-std::uint32_t pass_grid(std::int64_t rows) {
-  return static_cast<std::uint32_t>(std::clamp<std::int64_t>((rows + 15) / 16, 1, 132 * 8));
+std::uint32_t pass_grid(std::int64_t rows, const runtime::Device& device) {
+  return static_cast<std::uint32_t>(std::clamp<std::int64_t>((rows + 15) / 16, 1, std::int64_t{8} * device.sms));
 }
 
-void clear(const ClearParams& p, Stream stream) {
+void clear(const ClearParams& p, const runtime::Device& device, Stream stream) {
   if (p.rows == 0 || p.words == 0) return;
-  runtime::launch("sparse_mla_backward", clear_rows, {.grid = {pass_grid(p.rows)}, .threads = kPassThreads}, stream, p);
+  runtime::launch("sparse_mla_backward", clear_rows, {.grid = {pass_grid(p.rows, device)}, .threads = kPassThreads},
+                  stream, p);
 }
 
 }  // namespace

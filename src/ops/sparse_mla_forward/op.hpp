@@ -16,7 +16,7 @@ struct Problem {
   Selection selection;
   float sm_scale = 0;
   std::int64_t s_q = 0, s_kv = 0, h_q = 0, d_qk = 0, d_v = 0, topk = 0;
-  DLDevice device{};
+  runtime::Device device;
   void* workspace = nullptr;
   std::size_t workspace_bytes = 0;
 };

@@ -48,7 +48,7 @@ Params params_of(const Problem& problem, int heads) {
 template <class Shared>
 void start(const Problem& problem, void (*kernel)(Params), Stream stream) {
   const Params params = params_of(problem, Shared::kHeads);
-  const std::int64_t ctas = runtime::multiprocessors(problem.device.device_id);
+  const std::int64_t ctas = problem.device.sms;
   const arch::LaunchShape shape{.grid = {static_cast<std::uint32_t>(std::min<std::int64_t>(params.pieces, ctas))},
                                 .threads = Shared::kThreads,
                                 .shared_bytes = sizeof(Shared)};
