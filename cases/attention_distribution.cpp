@@ -24,13 +24,15 @@ Instance make(Random& random, const SparseMla& p, hopwell_normalize normalize, b
   if (timed) {
     fill_typical_lse(lse, random, p);
   } else {
-    for_each_query(in, [&](std::int64_t s, const QueryReference& query) {
-      for (std::int64_t h = 0; h < p.h_q; ++h) lse.set(s * p.h_q + h, query.lse[static_cast<std::size_t>(h)]);
-    });
+    const std::vector<QueryReference> queries = query_references(in);
+    for (std::int64_t row = 0; row < lse.size(); ++row) {
+      const QueryReference& query = queries[static_cast<std::size_t>(row / p.h_q)];
+      lse.set(row, query.lse[static_cast<std::size_t>(row % p.h_q)]);
+    }
   }
   instance.expect(attn, {.norm = 2e-3});
   instance.reference = [in, normalize, &lse](Instance& self) {
-    DistributionReference reference = distribution_reference(in, values_of(lse));
+    DistributionReference reference = distribution_reference(in, query_references(in), values_of(lse));
     if (normalize == HOPWELL_NORMALIZE_L1) normalize_l1(reference, in.problem);
     self.outputs[0].expected = std::move(reference.attn);
     self.outputs[0].magnitude = std::move(reference.magnitude);

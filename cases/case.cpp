@@ -54,11 +54,11 @@ double Random::normal() {
 Array::Array(std::string name, DType dtype, std::vector<std::int64_t> shape, std::vector<std::int64_t> strides)
     : name_(std::move(name)), dtype_(dtype), shape_(std::move(shape)), strides_(std::move(strides)) {
   for (const std::int64_t n : shape_) size_ *= n;
-  if (strides_.empty()) {
-    strides_.resize(shape_.size());
-    std::int64_t stride = 1;
-    for (std::size_t i = shape_.size(); i-- > 0; stride *= std::max<std::int64_t>(shape_[i], 1)) strides_[i] = stride;
-  }
+  std::vector<std::int64_t> row_major(shape_.size());
+  std::int64_t stride = 1;
+  for (std::size_t i = shape_.size(); i-- > 0; stride *= std::max<std::int64_t>(shape_[i], 1)) row_major[i] = stride;
+  if (strides_.empty()) strides_ = row_major;
+  row_major_ = strides_ == row_major;
   if (size_ > 0) {
     extent_ = 1;
     for (std::size_t i = 0; i < shape_.size(); ++i) extent_ += (shape_[i] - 1) * strides_[i];
@@ -87,6 +87,7 @@ std::byte* Array::data() { return memory_.data() + kGuardBytes; }
 const std::byte* Array::data() const { return memory_.data() + kGuardBytes; }
 
 std::int64_t Array::offset(std::int64_t position) const {
+  if (row_major_) return position;
   std::int64_t offset = 0;
   for (std::size_t i = shape_.size(); i-- > 0; position /= shape_[i]) offset += position % shape_[i] * strides_[i];
   return offset;
@@ -205,22 +206,24 @@ Comparison compare(const Output& output) {
   if (static_cast<std::int64_t>(output.expected.size()) != count)
     throw std::logic_error(array.name() + ": reference has the wrong size");
   double error2 = 0, reference2 = 0, slack2 = 0;
-  const auto fail = [&](std::int64_t i, const std::string& what) {
-    if (result.failure.empty()) result.failure = array.name() + "[" + std::to_string(i) + "] " + what;
+  const auto fail = [&](std::int64_t i, const auto& words) {  // the first one is told
+    if (result.failure.empty()) result.failure = array.name() + "[" + std::to_string(i) + "] is " + words();
   };
   for (std::int64_t i = 0; i < count; ++i) {
     const double got = array.get(i), expected = output.expected[static_cast<std::size_t>(i)];
-    const std::string pair = std::to_string(got) + ", expected " + std::to_string(expected);
+    const auto pair = [&] { return std::to_string(got) + ", expected " + std::to_string(expected); };
     if (std::isnan(got) != std::isnan(expected) || std::isinf(got) != std::isinf(expected) ||
         (std::isinf(got) && got != expected)) {
-      fail(i, "is " + pair);
+      fail(i, pair);
     }
-    if (output.tolerance.exact && !std::isnan(expected) && got != expected) fail(i, "is " + pair + " exactly");
+    if (output.tolerance.exact && !std::isnan(expected) && got != expected)
+      fail(i, [&] { return pair() + " exactly"; });
     if (!std::isfinite(got) || !std::isfinite(expected)) continue;
     const double slack = output.magnitude.empty() ? 0 : 0x1p-21 * output.magnitude[static_cast<std::size_t>(i)];
     const double error = std::abs(got - expected);
     const double bound = std::max(output.tolerance.absolute, output.tolerance.relative * std::abs(expected)) + slack;
-    if (error > bound) fail(i, "is " + pair + ": off by " + std::to_string(error) + ", bound " + std::to_string(bound));
+    if (error > bound)
+      fail(i, [&] { return pair() + ": off by " + std::to_string(error) + ", bound " + std::to_string(bound); });
     if (error > 0) result.worst = std::max(result.worst, error / bound);
     error2 += error * error, reference2 += expected * expected, slack2 += slack * slack;
   }

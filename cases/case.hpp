@@ -73,6 +73,7 @@ class Array {
   DType dtype_;
   std::vector<std::int64_t> shape_, strides_;
   std::int64_t size_ = 1, extent_ = 0;  // elements; span from first to last, in elements
+  bool row_major_ = false;              // without gaps: a position is its offset
   std::vector<std::byte> memory_;
   std::shared_ptr<std::byte> device_;
 };

@@ -161,10 +161,11 @@ Instance make_linear(Random& random, const Linear& p) {
   const bool reciprocal = p.global_as == GlobalAs::kReciprocal || p.global_as == GlobalAs::kReciprocalArray;
   instance.reference = [p, weight, reciprocal, bias, &x](Instance& self) {
     const double global = static_cast<double>(p.global), factor = reciprocal ? 1 / global : global;
-    std::vector<double> values(static_cast<std::size_t>(p.k));
     self.outputs[0].expected.resize(static_cast<std::size_t>(p.n * p.rows));
     self.outputs[0].magnitude.resize(static_cast<std::size_t>(p.n * p.rows));
+#pragma omp parallel for schedule(dynamic)
     for (std::int64_t row = 0; row < p.rows; ++row) {
+      std::vector<double> values(static_cast<std::size_t>(p.k));
       for (std::int64_t column = 0; column < p.k; ++column)
         values[static_cast<std::size_t>(column)] = weight.value(row, column);
       const double offset = bias != nullptr ? bias->get(row) : 0;

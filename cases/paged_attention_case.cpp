@@ -36,6 +36,7 @@ struct CachePosition {
 std::vector<double> values(const Array* array) {
   if (array == nullptr) return {};
   std::vector<double> all(static_cast<std::size_t>(array->size()));
+#pragma omp parallel for
   for (std::size_t i = 0; i < all.size(); ++i) all[i] = array->get(static_cast<std::int64_t>(i));
   return all;
 }
@@ -202,6 +203,7 @@ struct Reference {
     out.expected.assign(rows * static_cast<std::size_t>(c.d), 0);
     out.magnitude = out.expected;
     if (lse != nullptr) lse->expected.assign(rows, 0), lse->magnitude = lse->expected;
+#pragma omp parallel for collapse(3) schedule(dynamic)
     for (std::int64_t n = 0; n < c.b(); ++n)
       for (std::int64_t i = 0; i < c.queries(); ++i)
         for (std::int64_t h = 0; h < c.h_q; ++h) row(n, i, h, out, lse);

@@ -110,6 +110,7 @@ void plant_nan(const SparseMlaInputs& in) {
 
 std::vector<double> values_of(const Array& array) {
   std::vector<double> values(static_cast<std::size_t>(array.size()));
+#pragma omp parallel for
   for (std::int64_t i = 0; i < array.size(); ++i) values[static_cast<std::size_t>(i)] = array.get(i);
   return values;
 }
@@ -122,6 +123,7 @@ double dot(const double* x, const double* y, std::int64_t count) {
 }
 
 std::vector<double> absolute(std::vector<double> x) {
+#pragma omp parallel for
   for (double& value : x) value = std::abs(value);
   return x;
 }
@@ -185,36 +187,41 @@ SparseMlaInputs add_inputs(Instance& instance, Random& random, const SparseMla& 
   return in;
 }
 
-void for_each_query(const SparseMlaInputs& in,
-                    const std::function<void(std::int64_t s, const QueryReference& query)>& visit) {
+std::vector<QueryReference> query_references(const SparseMlaInputs& in) {
   const SparseMla& p = in.problem;
   const std::vector<double> q = values_of(*in.q), kv = values_of(*in.kv);
   const std::vector<double> q_size = absolute(q), kv_size = absolute(kv);
+  const auto scale = static_cast<double>(p.sm_scale);
+  std::vector<QueryReference> queries(static_cast<std::size_t>(p.s_q));
   for (std::int64_t s = 0; s < p.s_q; ++s) {
-    QueryReference query;
+    QueryReference& query = queries[static_cast<std::size_t>(s)];
     query.entries = valid_entries(in, s);
     for (const std::int64_t entry : query.entries) query.keys.push_back(key_of(in, s, entry));
-    const auto count = static_cast<std::size_t>(query.count()), heads = static_cast<std::size_t>(p.h_q);
+    const auto count = query.entries.size(), heads = static_cast<std::size_t>(p.h_q);
     query.score.resize(heads * count), query.score_magnitude.resize(heads * count);
     query.max.resize(heads), query.lse.resize(heads);
-#pragma omp parallel for if (heads * count > 1024)
-    for (std::size_t h = 0; h < heads; ++h) {
-      const std::int64_t row = (s * p.h_q + static_cast<std::int64_t>(h)) * p.d_qk;
+  }
+#pragma omp parallel for collapse(2) schedule(dynamic)
+  for (std::int64_t s = 0; s < p.s_q; ++s) {
+    for (std::int64_t h = 0; h < p.h_q; ++h) {
+      QueryReference& query = queries[static_cast<std::size_t>(s)];
+      const std::size_t head = static_cast<std::size_t>(h), count = query.keys.size();
+      const std::int64_t row = (s * p.h_q + h) * p.d_qk;
       double max = -kInfinity, sum = 0;
       for (std::size_t i = 0; i < count; ++i) {
         const std::int64_t key = query.keys[i] * p.d_qk;
-        const double score = static_cast<double>(p.sm_scale) * dot(q.data() + row, kv.data() + key, p.d_qk);
-        query.score[h * count + i] = score;
-        query.score_magnitude[h * count + i] =
-            std::abs(static_cast<double>(p.sm_scale)) * dot(q_size.data() + row, kv_size.data() + key, p.d_qk);
+        const double score = scale * dot(q.data() + row, kv.data() + key, p.d_qk);
+        query.score[head * count + i] = score;
+        query.score_magnitude[head * count + i] =
+            std::abs(scale) * dot(q_size.data() + row, kv_size.data() + key, p.d_qk);
         max = score > max || std::isnan(score) ? score : max;
       }
-      for (std::size_t i = 0; i < count; ++i) sum += std::exp(query.score[h * count + i] - max);
-      query.max[h] = max;
-      query.lse[h] = count == 0 ? kInfinity : max + std::log(sum);
+      for (std::size_t i = 0; i < count; ++i) sum += std::exp(query.score[head * count + i] - max);
+      query.max[head] = max;
+      query.lse[head] = count == 0 ? kInfinity : max + std::log(sum);
     }
-    visit(s, query);
   }
+  return queries;
 }
 
 void add_cost(Instance& instance, const SparseMlaInputs& in, std::int64_t depth) {
@@ -229,39 +236,49 @@ void add_cost(Instance& instance, const SparseMlaInputs& in, std::int64_t depth)
 ForwardReference forward_reference(const SparseMlaInputs& in) {
   const SparseMla& p = in.problem;
   const std::vector<double> kv = values_of(*in.kv), kv_size = absolute(kv);
-  ForwardReference reference;
-  for_each_query(in, [&](std::int64_t, const QueryReference& query) {
+  const std::vector<QueryReference> queries = query_references(in);
+  const auto rows = static_cast<std::size_t>(p.s_q * p.h_q), elements = rows * static_cast<std::size_t>(p.d_v);
+  ForwardReference reference{.out = std::vector<double>(elements),
+                             .out_magnitude = std::vector<double>(elements),
+                             .max = std::vector<double>(rows),
+                             .lse = std::vector<double>(rows),
+                             .lse_magnitude = std::vector<double>(rows)};
+#pragma omp parallel for collapse(2) schedule(dynamic)
+  for (std::int64_t s = 0; s < p.s_q; ++s) {
     for (std::int64_t h = 0; h < p.h_q; ++h) {
-      const auto head = static_cast<std::size_t>(h);
+      const QueryReference& query = queries[static_cast<std::size_t>(s)];
+      const auto head = static_cast<std::size_t>(h), row = static_cast<std::size_t>(s * p.h_q + h);
       const double* score = query.score.data() + h * query.count();
       const double* score_magnitude = query.score_magnitude.data() + h * query.count();
       const double sink = in.attn_sink == nullptr ? -kInfinity : in.attn_sink->get(h);
       const double factor = query.count() == 0 ? 0 : 1 / (1 + std::exp(sink - query.lse[head]));
-      std::vector<double> out(static_cast<std::size_t>(p.d_v)), magnitude(static_cast<std::size_t>(p.d_v));
+      double* out = reference.out.data() + row * static_cast<std::size_t>(p.d_v);
+      double* magnitude = reference.out_magnitude.data() + row * static_cast<std::size_t>(p.d_v);
       double largest = 0;
       for (std::int64_t i = 0; i < query.count(); ++i) {
         const double weight = factor * std::exp(score[i] - query.lse[head]);
-        const std::int64_t row = query.keys[static_cast<std::size_t>(i)] * p.d_qk;
+        const std::int64_t key = query.keys[static_cast<std::size_t>(i)] * p.d_qk;
         largest = std::max(largest, score_magnitude[i]);
-        add_scaled(weight, kv.data() + row, out.data(), p.d_v);
+        add_scaled(weight, kv.data() + key, out, p.d_v);
         // A score's own error is an error of its weight.
-        add_scaled(weight * (1 + score_magnitude[i]), kv_size.data() + row, magnitude.data(), p.d_v);
+        add_scaled(weight * (1 + score_magnitude[i]), kv_size.data() + key, magnitude, p.d_v);
       }
-      reference.out.insert(reference.out.end(), out.begin(), out.end());
-      reference.out_magnitude.insert(reference.out_magnitude.end(), magnitude.begin(), magnitude.end());
-      reference.max.push_back(query.max[head]);
-      reference.lse.push_back(query.lse[head]);
-      reference.lse_magnitude.push_back(largest);
+      reference.max[row] = query.max[head];
+      reference.lse[row] = query.lse[head];
+      reference.lse_magnitude[row] = largest;
     }
-  });
+  }
   return reference;
 }
 
-DistributionReference distribution_reference(const SparseMlaInputs& in, const std::vector<double>& lse) {
+DistributionReference distribution_reference(const SparseMlaInputs& in, const std::vector<QueryReference>& queries,
+                                             const std::vector<double>& lse) {
   const SparseMla& p = in.problem;
   const auto size = static_cast<std::size_t>(p.s_q * p.topk);
   DistributionReference reference{std::vector<double>(size), std::vector<double>(size)};
-  for_each_query(in, [&](std::int64_t s, const QueryReference& query) {
+#pragma omp parallel for schedule(dynamic)
+  for (std::int64_t s = 0; s < p.s_q; ++s) {
+    const QueryReference& query = queries[static_cast<std::size_t>(s)];
     for (std::int64_t h = 0; h < p.h_q; ++h) {
       for (std::int64_t i = 0; i < query.count(); ++i) {
         const auto from = static_cast<std::size_t>(h * query.count() + i);
@@ -271,7 +288,7 @@ DistributionReference distribution_reference(const SparseMlaInputs& in, const st
         reference.magnitude[to] += weight * (1 + query.score_magnitude[from]);
       }
     }
-  });
+  }
   return reference;
 }
 

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -75,16 +74,15 @@ double dot(const double* x, const double* y, std::int64_t count);
 void add_scaled(double factor, const double* x, double* y, std::int64_t count);  // y += factor * x
 double rms(const std::vector<double>& x);                                        // of the finite ones
 
-// One query in float64: its valid entries and, for every head, their scores.
+// One query in float64: its valid entries and, for every head, their scores. Here and in what follows from them all
+// threads take part; each number is the work of one, so that its bits do not depend on how many there are.
 struct QueryReference {
   std::vector<std::int64_t> entries, keys;     // [n]
   std::vector<double> score, score_magnitude;  // [h_q, n], and the same sums with absolute values
   std::vector<double> max, lse;                // [h_q]; -inf and +inf without a valid entry
   [[nodiscard]] std::int64_t count() const { return static_cast<std::int64_t>(entries.size()); }
 };
-// Calls visit(s, query) for every query in turn.
-void for_each_query(const SparseMlaInputs& inputs,
-                    const std::function<void(std::int64_t s, const QueryReference& query)>& visit);
+std::vector<QueryReference> query_references(const SparseMlaInputs& inputs);  // [s_q]
 
 // Sets the instance's FLOPs, 2 * depth for every head and valid entry, and its bytes.
 void add_cost(Instance& instance, const SparseMlaInputs& inputs, std::int64_t depth);
@@ -100,6 +98,7 @@ ForwardReference forward_reference(const SparseMlaInputs& inputs);
 struct DistributionReference {
   std::vector<double> attn, magnitude;
 };
-DistributionReference distribution_reference(const SparseMlaInputs& inputs, const std::vector<double>& lse);
+DistributionReference distribution_reference(const SparseMlaInputs& inputs, const std::vector<QueryReference>& queries,
+                                             const std::vector<double>& lse);
 
 }  // namespace hopwell::cases

@@ -1,4 +1,5 @@
 // sparse_mla_backward: inputs, float64 reference, tolerance and cost.
+#include <algorithm>
 #include <cmath>
 
 #include "sparse_mla.hpp"
@@ -41,7 +42,7 @@ void add(Gradient& gradient, std::int64_t to, double factor, double size, const 
   add_scaled(size, x.magnitude.data() + from, gradient.magnitude.data() + to, count);
 }
 
-// The formulae of OPERATORS, one head of one query.
+// The formulae of OPERATORS. Rows, a head of a query each, are independent but for dkv and d_sink, which sum over them.
 class Reference {
  public:
   explicit Reference(const Arrays& a)
@@ -51,27 +52,50 @@ class Reference {
         kv_(*a.in.kv),
         d_out_(*a.d_out),
         out_(*a.out),
+        queries(query_references(a.in)),
         dq(p_.s_q * p_.h_q * p_.d_qk),
         dkv(p_.s_kv * p_.d_qk),
         d_sink(p_.h_q) {
-    for_each_query(a.in, [&](std::int64_t s, const QueryReference& query) {
-      for (std::int64_t h = 0; h < p_.h_q && query.count() > 0; ++h) differentiate(s, h, query);
-    });
+    for (const QueryReference& query : queries) {
+      first_.push_back(entries_.size());
+      entries_.resize(entries_.size() + query.score.size());
+    }
+    sinks_.resize(static_cast<std::size_t>(p_.s_q * p_.h_q));
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (std::int64_t s = 0; s < p_.s_q; ++s)
+      for (std::int64_t h = 0; h < p_.h_q; ++h) differentiate(s, h);
+    // Slices of columns, so that every element of dkv is summed by one thread, in the order of rows and entries.
+    constexpr std::int64_t kColumns = 32;
+#pragma omp parallel for schedule(dynamic)
+    for (std::int64_t column = 0; column < p_.d_qk; column += kColumns)
+      add_to_dkv(column, std::min(column + kColumns, p_.d_qk));
+    for (std::size_t row = 0; row < sinks_.size(); ++row) {
+      const std::size_t h = row % static_cast<std::size_t>(p_.h_q);
+      d_sink.value[h] += sinks_[row].value;
+      d_sink.magnitude[h] += sinks_[row].magnitude;
+    }
   }
 
  private:
-  void differentiate(std::int64_t s, std::int64_t h, const QueryReference& query) {
-    const std::int64_t row = s * p_.h_q + h, q = row * p_.d_qk, d_out = row * p_.d_v;
+  // What an entry adds to dkv: ds times its row of q and p times its row of d_out.
+  struct Entry {
+    double ds, ds_size, p, p_size;
+  };
+  struct Sink {
+    double value = 0, magnitude = 0;
+  };
+
+  void differentiate(std::int64_t s, std::int64_t h) {
+    const QueryReference& query = queries[static_cast<std::size_t>(s)];
+    const std::int64_t row = s * p_.h_q + h, d_out = row * p_.d_v;
     const double scale = static_cast<double>(p_.sm_scale), lse = a_.lse->get(row);
     const double sink = a_.in.attn_sink == nullptr ? -std::numeric_limits<double>::infinity() : a_.in.attn_sink->get(h);
     const double kept = 1 / (1 + std::exp(sink - lse)),
                  taken = 1 / (1 + std::exp(lse - sink));  // exp(score - lse') = kept * exp(score - lse)
     const double delta = dot(out_.value.data() + d_out, d_out_.value.data() + d_out, p_.d_v);
     const double delta_size = dot(out_.magnitude.data() + d_out, d_out_.magnitude.data() + d_out, p_.d_v);
-    if (std::isfinite(sink)) {
-      d_sink.value[static_cast<std::size_t>(h)] -= taken * delta;
-      d_sink.magnitude[static_cast<std::size_t>(h)] += taken * delta_size;
-    }
+    if (std::isfinite(sink) && query.count() > 0)
+      sinks_[static_cast<std::size_t>(row)] = {-taken * delta, taken * delta_size};
     for (std::int64_t i = 0; i < query.count(); ++i) {
       const auto at = static_cast<std::size_t>(h * query.count() + i);
       const std::int64_t kv = query.keys[static_cast<std::size_t>(i)] * p_.d_qk;
@@ -79,17 +103,37 @@ class Reference {
       const double dp_size = dot(d_out_.magnitude.data() + d_out, kv_.magnitude.data() + kv, p_.d_v);
       const double p = kept * std::exp(query.score[at] - lse), p_size = p * (1 + query.score_magnitude[at]);
       const double ds = p * (dp - delta) * scale, ds_size = p_size * (dp_size + delta_size) * std::abs(scale);
-      add(dq, q, ds, ds_size, kv_, kv, p_.d_qk);
-      add(dkv, kv, ds, ds_size, q_, q, p_.d_qk);
-      add(dkv, kv, p, p_size, d_out_, d_out, p_.d_v);
+      add(dq, row * p_.d_qk, ds, ds_size, kv_, kv, p_.d_qk);
+      entries_[first_[static_cast<std::size_t>(s)] + at] = {ds, ds_size, p, p_size};
+    }
+  }
+
+  void add_to_dkv(std::int64_t first_column, std::int64_t end_column) {
+    const std::int64_t columns = end_column - first_column,
+                       columns_of_v = std::clamp<std::int64_t>(p_.d_v - first_column, 0, columns);
+    for (std::int64_t s = 0; s < p_.s_q; ++s) {
+      const QueryReference& query = queries[static_cast<std::size_t>(s)];
+      const Entry* entry = entries_.data() + first_[static_cast<std::size_t>(s)];
+      for (std::int64_t row = s * p_.h_q; row < (s + 1) * p_.h_q; ++row) {
+        for (const std::int64_t key : query.keys) {
+          const std::int64_t to = key * p_.d_qk + first_column;
+          add(dkv, to, entry->ds, entry->ds_size, q_, row * p_.d_qk + first_column, columns);
+          add(dkv, to, entry->p, entry->p_size, d_out_, row * p_.d_v + first_column, columns_of_v);
+          ++entry;
+        }
+      }
     }
   }
 
   const Arrays& a_;
   const SparseMla& p_;
   const Values q_, kv_, d_out_, out_;
+  std::vector<Entry> entries_;      // of all rows
+  std::vector<std::size_t> first_;  // of each query, in entries_
+  std::vector<Sink> sinks_;         // of all rows
 
  public:
+  const std::vector<QueryReference> queries;
   Gradient dq, dkv, d_sink;
 };
 
@@ -101,7 +145,7 @@ void set_expected(Instance& instance, const Arrays& a) {
   }
   for (Output& output : instance.outputs) {
     if (output.array == a.attn) {
-      DistributionReference attn = distribution_reference(a.in, values_of(*a.lse));
+      DistributionReference attn = distribution_reference(a.in, reference.queries, values_of(*a.lse));
       output.expected = std::move(attn.attn);
       output.magnitude = std::move(attn.magnitude);
       continue;

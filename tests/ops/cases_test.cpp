@@ -1,5 +1,10 @@
 // Every case of every operator on every backend of this machine.
 #include <gtest/gtest.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <bit>
+#include <ctime>
 
 #include "cases/case.hpp"
 #include "sanitized.hpp"
@@ -44,6 +49,83 @@ std::string test_name(const testing::TestParamInfo<Parameter>& info) {
     if (std::isalnum(static_cast<unsigned char>(letter)) == 0) letter = '_';
   return name;
 }
+
+// ---- references use all threads, and nothing of their results tells how many there were
+
+const Case& case_of(const std::string& op, const std::string& name) {
+  for (const Suite& suite : suites())
+    for (const Case& c : suite.cases)
+      if (c.op == op && c.name == name) return c;
+  throw std::logic_error("no case " + op + "/" + name);
+}
+
+// Calls a function with so many threads.
+template <class Function>
+void with_threads(int threads, Function function) {
+  const int before = omp_get_max_threads();
+  omp_set_num_threads(threads);
+  function();
+  omp_set_num_threads(before);
+}
+
+Instance computed(const Case& c, int threads) {
+  Random random(1);
+  Instance instance;
+  with_threads(threads, [&] {
+    instance = c.make(random);
+    instance.reference(instance);
+  });
+  return instance;
+}
+
+bool same_bits(const std::vector<double>& a, const std::vector<double>& b) {
+  return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin(), [](double x, double y) {
+           return std::bit_cast<std::uint64_t>(x) == std::bit_cast<std::uint64_t>(y);
+         });
+}
+
+double seconds_of(clockid_t clock) {
+  timespec time{};
+  clock_gettime(clock, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
+class References : public testing::TestWithParam<std::pair<const char*, const char*>> {};
+
+TEST_P(References, HaveTheSameBitsForAnyNumberOfThreads) {
+  const Case& c = case_of(GetParam().first, GetParam().second);
+  const Instance one = computed(c, 1);
+  for (const int threads : {2, 5}) {
+    const Instance more = computed(c, threads);
+    for (std::size_t i = 0; i < one.arrays.size(); ++i) EXPECT_EQ(one.arrays[i].memory(), more.arrays[i].memory());
+    for (std::size_t i = 0; i < one.outputs.size(); ++i) {
+      EXPECT_TRUE(same_bits(one.outputs[i].expected, more.outputs[i].expected)) << one.outputs[i].array->name();
+      EXPECT_TRUE(same_bits(one.outputs[i].magnitude, more.outputs[i].magnitude)) << one.outputs[i].array->name();
+    }
+  }
+}
+
+TEST_P(References, ShareTheirWorkAmongThreads) {
+  if (test::kSanitized) GTEST_SKIP() << "a sanitizer's own work is in the times";
+  Random random(1);
+  Instance instance = case_of(GetParam().first, GetParam().second).make(random);
+  double my_share = 1;  // half, and what is not shared; more where the machine has other work for the second thread
+  for (int attempt = 0; attempt < 10 && my_share > 0.75; ++attempt) {
+    const double all = seconds_of(CLOCK_PROCESS_CPUTIME_ID), mine = seconds_of(CLOCK_THREAD_CPUTIME_ID);
+    with_threads(2, [&] { instance.reference(instance); });
+    my_share = (seconds_of(CLOCK_THREAD_CPUTIME_ID) - mine) / (seconds_of(CLOCK_PROCESS_CPUTIME_ID) - all);
+  }
+  EXPECT_LT(my_share, 0.75);
+}
+
+INSTANTIATE_TEST_SUITE_P(Large, References,
+                         testing::Values(std::pair{"sparse_mla_forward", "many_tiles_h_q_40"},
+                                         std::pair{"sparse_mla_backward", "many_tiles_h_q_40"},
+                                         std::pair{"sparse_mla_backward", "accumulate_many_keys"},
+                                         std::pair{"attention_distribution", "many_tiles_h_q_40"},
+                                         std::pair{"paged_attention", "decoder_fp32_h32_d128"},
+                                         std::pair{"nvfp4_linear", "n_17"}),
+                         [](const auto& info) { return info.param.first + std::string("_") + info.param.second; });
 
 INSTANTIATE_TEST_SUITE_P(All, OperatorCase, testing::ValuesIn(parameters()), test_name);
 
