@@ -34,9 +34,9 @@ std::vector<Shape> chosen_shapes(const cases::Suite& suite, const std::vector<st
     }
     const auto named = std::find_if(known.begin(), known.end(), [&](const auto& shape) { return shape.first == word; });
     if (named == known.end()) {
-      std::string names;
-      for (const auto& [name, settings] : known) names += (names.empty() ? "" : ", ") + name;
-      throw std::invalid_argument(suite.op + " has no shape '" + word + "'; shapes: " + names);
+      std::vector<std::string> names;
+      for (const auto& [name, settings] : known) names.push_back(name);
+      throw std::invalid_argument(suite.op + " has no shape '" + word + "'; shapes: " + joined(names));
     }
     shapes.push_back({named->first, named->second});
   }
@@ -50,9 +50,9 @@ std::vector<Shape> chosen_shapes(const cases::Suite& suite, const std::vector<st
     for (const auto& [key, value] : changes) {
       const auto at = shape.settings.find(key);
       if (at == shape.settings.end()) {
-        std::string keys;
-        for (const auto& [known, unused] : shape.settings) keys += (keys.empty() ? "" : ", ") + known;
-        throw std::invalid_argument(suite.op + " has no setting '" + key + "'; settings: " + keys);
+        std::vector<std::string> keys;
+        for (const auto& [known_key, unused] : shape.settings) keys.push_back(known_key);
+        throw std::invalid_argument(suite.op + " has no setting '" + key + "'; settings: " + joined(keys));
       }
       at->second = value;
       shape.name += " " + key + "=" + value;
@@ -76,12 +76,13 @@ std::string driver_version() {
   return std::regex_search(line, found, std::regex(R"(\d+\.\d+(\.\d+)?)")) ? found.str() : "";
 }
 
-// Nothing if the backend does not run this and was not asked for by name.
-std::optional<Measurement> measure_if_supported(Subject& subject, const std::string& backend, bool asked_for) {
+// Nothing if the backend does not run this; `reason` then says why.
+std::optional<Measurement> measure_if_supported(Subject& subject, const std::string& backend, std::string& reason) {
   try {
     return measure(subject, backend);
   } catch (const Error& error) {
-    if (asked_for || error.status() != HOPWELL_UNSUPPORTED) throw;
+    if (error.status() != HOPWELL_UNSUPPORTED) throw;
+    reason = error.what();
     return std::nullopt;
   }
 }
@@ -107,7 +108,7 @@ int bench(const BenchOptions& options) {
     std::erase_if(on, [](const std::string& name) { return name.starts_with("emu:"); });
   }
   Table table({options.op, "backend", "median ms", "spread", "GFLOP/s", "GB/s", "of matmul", "of read"});
-  nlohmann::json records = nlohmann::json::array();
+  nlohmann::json records = nlohmann::json::array(), left_out = nlohmann::json::array();
   const bool on_device = std::all_of(on.begin(), on.end(), cases::cuda::runs);
   const auto share = [](double value) { return value > 0 ? format("%.1f %%", value * 100) : std::string("-"); };
   {
@@ -119,8 +120,12 @@ int bench(const BenchOptions& options) {
       });
       for (const std::string& backend : on) {
         progress.show(options.op + " " + shape.name + " on " + backend);
-        const auto measured = measure_if_supported(subject, backend, !options.backends.empty());
-        if (!measured) continue;
+        std::string reason;
+        const auto measured = measure_if_supported(subject, backend, reason);
+        if (!measured) {
+          left_out.push_back({{"shape", shape.name}, {"backend", backend}, {"reason", reason}});
+          continue;
+        }
         const Measurement& m = *measured;
         const cases::Instance& instance = *subject.copies(1, backend).front();
         table.add({shape.name, backend, format("%.3f", m.seconds * 1e3), format("%.0f %%", m.spread * 100),
@@ -140,7 +145,12 @@ int bench(const BenchOptions& options) {
       }
     }
   }
-  std::fputs(table.text().c_str(), stdout);
+  if (!records.empty()) std::fputs(table.text().c_str(), stdout);
+  for (const nlohmann::json& refused : left_out) {
+    std::printf("left out: %s on %s: %s\n", refused["shape"].get<std::string>().c_str(),
+                refused["backend"].get<std::string>().c_str(), refused["reason"].get<std::string>().c_str());
+  }
+  if (records.empty()) throw std::runtime_error("nothing of " + options.op + " could be timed");
   std::puts(on_device ? kDeviceCeilings : kHostCeilings);
   if (!options.json.empty()) {
     write_file(options.json, nlohmann::json{{"version", version()},
@@ -149,7 +159,8 @@ int bench(const BenchOptions& options) {
                                             {"machine", build_info()},
                                             {"driver", driver_version()},
                                             {"devices", device_names()},
-                                            {"results", records}}
+                                            {"results", records},
+                                            {"left_out", left_out}}
                                      .dump(1) +
                                  "\n");
   }

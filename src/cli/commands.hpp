@@ -12,7 +12,7 @@ int info();
 struct CheckOptions {
   std::vector<std::string> operators;  // empty: all
   std::string backend;                 // "": every one this machine has
-  std::string cases;                   // a regular expression that the names of cases match whole; "": all
+  std::string cases;  // the name of cases, in which * stands for any letters and ? for any one; "": all
   std::uint64_t seeds = 1;
   int device = 0;       // the CUDA device that the backends for one run on; device 0 stays the current one
   bool checker = true;  // on emulated backends: find races, not only wrong numbers and hangs

@@ -1,13 +1,18 @@
 // hopwell: what is here (info), whether it is right (check), how fast it is (bench).
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <hopwell/hopwell.hpp>
 
 #include "cases/case.hpp"
 #include "commands.hpp"
+#include "table.hpp"
 
 namespace {
+
+using namespace hopwell::cli;
 
 std::vector<std::string> operator_names() {
   std::vector<std::string> names;
@@ -15,15 +20,43 @@ std::vector<std::string> operator_names() {
   return names;
 }
 
-}  // namespace
+std::vector<std::string> option_names(const CLI::App& command) {
+  std::vector<std::string> names;
+  for (const CLI::Option* option : command.get_options())
+    if (!option->get_lnames().empty()) names.push_back("--" + option->get_lnames().front());
+  return names;
+}
 
-int main(int argc, char** argv) {
-  using namespace hopwell::cli;
+// What is wrong with a command line, in words that name what would be right.
+std::string complaint(const CLI::App& app, const CLI::ParseError& error) {
+  const auto chosen = app.get_subcommands();
+  const bool at_command = !chosen.empty() && app.remaining().empty();
+  const CLI::App& command = at_command ? *chosen.front() : app;
+  const std::string speaker = at_command ? "hopwell " + command.get_name() : "hopwell";
+  const std::vector<std::string> unknown = command.remaining();
+  if (!unknown.empty() && unknown.front().starts_with("-")) {
+    const std::string option = unknown.front().substr(0, unknown.front().find('='));
+    return speaker + ": no option '" + option + "'; options: " + joined(option_names(command));
+  }
+  if (!unknown.empty() && at_command) return speaker + ": '" + unknown.front() + "' was not expected";
+  if (chosen.empty()) {
+    std::vector<std::string> names;
+    for (const CLI::App* known : app.get_subcommands({})) names.push_back(known->get_name());
+    const std::string what = unknown.empty() ? "a command is needed" : "no command '" + unknown.front() + "'";
+    return speaker + ": " + what + "; commands: " + joined(names);
+  }
+  if (error.get_name() == "RequiredError")
+    return speaker + ": " + error.what() + "; operators: " + joined(operator_names());
+  return speaker + ": " + error.what();
+}
+
+int run(int argc, char** argv) {
   CLI::App app{"Attention-training and low-precision decode kernels: what is here, is it right, how fast is it."};
   app.require_subcommand(1);
   app.set_version_flag("--version", hopwell::version());
   const CLI::IsMember an_operator(operator_names());
   const CLI::IsMember a_backend(hopwell::backends());
+  const CLI::Validator a_writable_file(obstacle_to_writing, "");
 
   app.add_subcommand("info", "devices, backends and versions; what is missing and how to get it");
 
@@ -33,7 +66,7 @@ int main(int argc, char** argv) {
   check_command->add_option("--backend", check_options.backend, "one backend; by default all this machine has")
       ->check(a_backend);
   check_command->add_option("--case", check_options.cases,
-                            "only cases whose whole name matches this regular expression");
+                            "only cases of this name, in which * stands for any letters and ? for any one");
   check_command->add_option("--seeds", check_options.seeds, "random inputs a case; on emu: backends also schedules")
       ->check(CLI::Range(1, 1000000));
   const int last_device = std::max(static_cast<int>(hopwell::cuda_devices().size()) - 1, 0);
@@ -42,7 +75,9 @@ int main(int argc, char** argv) {
   check_command->add_flag_callback(
       "--no-checker", [&] { check_options.checker = false; },
       "emu: backends: numbers and hangs only, no search for races");
-  check_command->add_option("--json", check_options.json, "write the results to FILE")->type_name("FILE");
+  check_command->add_option("--json", check_options.json, "write the results to FILE")
+      ->type_name("")
+      ->check(a_writable_file);
 
   BenchOptions bench_options;
   auto* bench_command =
@@ -55,15 +90,35 @@ int main(int argc, char** argv) {
       ->add_option("--shape", bench_options.shapes,
                    "a named shape, or settings key=value,key=value that change the first one")
       ->delimiter(',');
-  bench_command->add_option("--json", bench_options.json, "write the results to FILE")->type_name("FILE");
+  bench_command->add_option("--json", bench_options.json, "write the results to FILE")
+      ->type_name("")
+      ->check(a_writable_file);
 
-  CLI11_PARSE(app, argc, argv);
   try {
-    if (check_command->parsed()) return check(check_options);
-    if (bench_command->parsed()) return bench(bench_options);
-    return info();
+    app.parse(argc, argv);
+  } catch (const CLI::Success& asked) {  // for help, or for the version
+    return app.exit(asked);
+  } catch (const CLI::ParseError& error) {
+    std::fprintf(stderr, "%s\n", complaint(app, error).c_str());
+    return 2;
+  }
+  if (check_command->parsed()) return check(check_options);
+  if (bench_command->parsed()) return bench(bench_options);
+  return info();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  int code = 1;
+  try {
+    code = run(argc, argv);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "hopwell: %s\n", error.what());
+  }
+  if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
+    std::fprintf(stderr, "hopwell: cannot write to standard output: %s\n", std::strerror(errno));
     return 1;
   }
+  return code;
 }

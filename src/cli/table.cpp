@@ -4,10 +4,11 @@
 
 #include <algorithm>
 #include <cctype>
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <ctime>
 #include <filesystem>
-#include <fstream>
 #include <stdexcept>
 
 namespace hopwell::cli {
@@ -47,18 +48,53 @@ Progress::~Progress() {
   if (shown_) std::fputs("\r\033[K", stderr);
 }
 
-void write_file(const std::string& path, const std::string& content) {
-  const std::string neighbour = path + ".part";
-  std::ofstream file(neighbour, std::ios::binary);
-  file << content << std::flush;
-  file.close();
+std::string joined(const std::vector<std::string>& words) {
+  std::string text;
+  for (const std::string& word : words) text += (text.empty() ? "" : ", ") + word;
+  return text;
+}
+
+namespace {
+
+bool is_special(const std::string& path) {
   std::error_code error;
-  if (file) std::filesystem::rename(neighbour, path, error);
-  if (!file || error) {
-    std::error_code ignored;
-    std::filesystem::remove(neighbour, ignored);
-    throw std::runtime_error("cannot write " + path);
-  }
+  const auto status = std::filesystem::status(path, error);
+  return std::filesystem::exists(status) && !std::filesystem::is_regular_file(status);
+}
+
+std::string neighbour(const std::string& path) { return path + ".part"; }
+
+std::string failed(const std::string& path, int reason) {
+  return "cannot write " + path + ": " + std::strerror(reason);
+}
+
+}  // namespace
+
+std::string obstacle_to_writing(const std::string& path) {
+  std::error_code ignored;
+  if (path.empty()) return failed("a file without a name", ENOENT);
+  if (std::filesystem::is_directory(path, ignored)) return failed(path, EISDIR);
+  if (is_special(path)) return access(path.c_str(), W_OK) == 0 ? "" : failed(path, errno);
+  std::FILE* file = std::fopen(neighbour(path).c_str(), "wb");
+  if (file == nullptr) return failed(path, errno);
+  std::fclose(file);
+  std::filesystem::remove(neighbour(path), ignored);
+  return "";
+}
+
+void write_file(const std::string& path, const std::string& content) {
+  const bool directly = is_special(path);
+  const std::string place = directly ? path : neighbour(path);
+  std::FILE* file = std::fopen(place.c_str(), "wb");
+  bool written = file != nullptr && std::fwrite(content.data(), 1, content.size(), file) == content.size() &&
+                 std::fflush(file) == 0;
+  int reason = errno;
+  if (file != nullptr && std::fclose(file) != 0 && written) written = false, reason = errno;
+  if (written && !directly && std::rename(place.c_str(), path.c_str()) != 0) written = false, reason = errno;
+  if (written) return;
+  std::error_code ignored;
+  if (!directly) std::filesystem::remove(place, ignored);
+  throw std::runtime_error(failed(path, reason));
 }
 
 std::string today() {

@@ -1,4 +1,4 @@
-// A table on the terminal, columns as wide as their cells.
+// What the commands put out: tables, progress, files.
 #pragma once
 
 #include <string>
@@ -6,6 +6,7 @@
 
 namespace hopwell::cli {
 
+// Columns as wide as their cells.
 class Table {
  public:
   explicit Table(std::vector<std::string> header) : rows_{std::move(header)} {}
@@ -28,8 +29,13 @@ class Progress {
   bool shown_ = false;
 };
 
-// Writes a file whole or not at all: to a neighbour first, then renamed. Throws std::runtime_error.
+std::string joined(const std::vector<std::string>& words);  // "a, b, c"
+
+// Writes a file whole or not at all: to a neighbour first, then renamed. What is no file, such as a pipe or a device, is
+// written to directly. Throws std::runtime_error.
 void write_file(const std::string& path, const std::string& content);
+std::string obstacle_to_writing(
+    const std::string& path);  // why write_file would fail, as far as one can know; "" if not
 
 std::string today();  // 2026-01-31
 

@@ -1,0 +1,149 @@
+"""The `hopwell` command: what it says to wrong command lines, what it leaves out, and output that can't be written."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import hopwell
+import pytest
+
+COMMAND = Path(sys.executable).with_name("hopwell")
+OPERATORS = ("sparse_mla_forward", "nvfp4_gemv", "lightning_indexer_backward")  # some
+CASE = ("check", "nvfp4_gemv", "--case", "basic", "--backend", "cpu")  # the quickest work there is
+
+
+def run(*arguments: str, output: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [COMMAND, *arguments], stdout=output, stderr=subprocess.PIPE, text=True, check=False, timeout=60
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ("", ["a command is needed", "info, check, bench"]),
+        ("chek", ["no command 'chek'", "info, check, bench"]),
+        ("--frob", ["no option '--frob'", "--help, --version"]),
+        ("info --frob", ["hopwell info: no option '--frob'", "--help"]),
+        ("info twice", ["'twice' was not expected"]),
+        ("check --frob 3", ["hopwell check: no option '--frob'", "--backend", "--case", "--seeds", "--json"]),
+        ("check nothing", ["nothing", *OPERATORS]),
+        ("check --seeds 0", ["--seeds", "1 to 1000000"]),
+        ("bench", ["hopwell bench: OP is required", *OPERATORS]),
+        ("bench nothing", ["nothing", *OPERATORS]),
+        ("bench nvfp4_gemv --frob=1", ["hopwell bench: no option '--frob'", "--backend", "--shape", "--json"]),
+        ("bench nvfp4_gemv --backend sm1", ["sm1", "cpu"]),
+    ],
+)
+def test_a_wrong_command_line_is_told_what_would_be_right(arguments: str, names: list[str]) -> None:
+    result = run(*arguments.split())
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    for name in names:
+        assert name in result.stderr
+
+
+# ---- check --case --------------------------------------------------------------------------------------------------
+
+
+def cases_named(pattern: str, place: Path) -> set[str]:
+    result = run("check", "nvfp4_gemv", "--backend", "cpu", "--case", pattern, "--json", str(place))
+    if result.returncode != 0:
+        assert result.stderr == f"hopwell: no case '{pattern}' of nvfp4_gemv runs on cpu\n"
+        return set()
+    return {record["case"] for record in json.loads(place.read_text())["results"]}
+
+
+def test_names_of_cases_are_matched_whole_with_stars_and_question_marks(tmp_path: Path) -> None:
+    def named(pattern: str) -> set[str]:
+        return cases_named(pattern, tmp_path / "results.json")
+
+    assert named("basic") == {"basic"}
+    assert named("alpha*") == {"alpha", "alpha_zero"}
+    assert named("alph?") == {"alpha"}
+    assert named("*_1*k*") == {"rows_129_blocked"}
+    assert named("*?blocked") == named("*blocked") > {"rows_129_blocked", "nan_scales_blocked"}
+    for nothing in ("basi", "asic", "basic?", "rows_.*", "b*c*b", "?"):
+        assert named(nothing) == set()
+
+
+@pytest.mark.parametrize("pattern", ["*a" * 1000 + "b", "(" * 100_000, "(a*)*" * 20, "[", "\\"])
+def test_no_pattern_hangs_or_crashes(pattern: str, tmp_path: Path) -> None:
+    """As regular expressions the third takes for ever, and long ones end in a segmentation fault."""
+    assert cases_named(pattern, tmp_path / "results.json") == set()
+
+
+# ---- bench ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif("emu:sm90" not in hopwell.backends("lightning_indexer"), reason="built without the emulator")
+def test_a_shape_that_a_backend_refuses_is_left_out_by_name(tmp_path: Path) -> None:
+    small = "s_q=1,s_kv=64,topk=16,h_index=4"
+    arguments = ("bench", "lightning_indexer", "--backend", "emu:sm90", "--shape")
+    both = run(*arguments, f"prefill_fp32,prefill,{small}", "--json", str(tmp_path / "bench.json"))
+    assert both.returncode == 0, both.stderr
+    assert "left out: prefill_fp32" in both.stdout
+    assert "q_index and k_index must be bfloat16" in both.stdout
+    record = json.loads((tmp_path / "bench.json").read_text())
+    assert [result["shape"].split()[0] for result in record["results"]] == ["prefill"]
+    assert [(left["shape"].split()[0], left["backend"]) for left in record["left_out"]] == [
+        ("prefill_fp32", "emu:sm90")
+    ]
+
+    neither = run(*arguments, f"prefill_fp32,{small}")
+    assert neither.returncode == 1
+    assert "left out: prefill_fp32" in neither.stdout
+    assert neither.stderr == "hopwell: nothing of lightning_indexer could be timed\n"
+
+
+# ---- output that cannot be written ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [("missing/results.json", "No such file or directory"), (".", "Is a directory"), ("", "without a name")],
+)
+@pytest.mark.parametrize("work", [("check",), ("bench", "sparse_mla_forward")])
+def test_results_that_cannot_be_written_are_said_before_the_work(
+    work: tuple[str, ...], place: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    began = time.monotonic()
+    result = run(*work, "--json", place)
+    assert time.monotonic() - began < 10  # the work takes minutes
+    assert result.returncode == 2
+    assert "cannot write" in result.stderr
+    assert reason in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_results_that_could_not_be_written_are_an_error(tmp_path: Path) -> None:
+    place = tmp_path / "full"
+    place.symlink_to("/dev/full")  # written to, not replaced by a file
+    result = run(*CASE, "--json", str(place))
+    assert result.returncode == 1
+    assert f"cannot write {place}: No space left on device" in result.stderr
+    assert place.is_char_device()
+
+
+def test_results_replace_a_file_whole(tmp_path: Path) -> None:
+    place = tmp_path / "results.json"
+    place.write_text("old")
+    assert run(*CASE, "--json", str(place)).returncode == 0
+    assert json.loads(place.read_text())["results"][0]["result"] == "passed"
+    assert list(tmp_path.iterdir()) == [place]
+
+
+@pytest.mark.parametrize("arguments", [("info",), ("--help",), ("--version",), ("check", "--help"), CASE])
+def test_standard_output_that_is_full_is_an_error(arguments: tuple[str, ...]) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        result = run(*arguments, output=full)
+    finally:
+        os.close(full)
+    assert result.returncode == 1
+    assert result.stderr == "hopwell: cannot write to standard output: No space left on device\n"
