@@ -10,9 +10,8 @@ add_library(hopwell_blas INTERFACE)
 target_link_libraries(hopwell_blas INTERFACE ${HOPWELL_OPENBLAS})
 target_include_directories(hopwell_blas SYSTEM INTERFACE ${HOPWELL_OPENBLAS_INCLUDE})
 
-# Highway: its package config names no usable target on Debian 12, so a library and headers.
-find_library(HOPWELL_HWY NAMES hwy REQUIRED)
+# Highway: its headers only. Debian has its library as a shared one, which every user would need; the two functions that the headers
+# call are in src/tile/cpu/targets.cpp.
 find_path(HOPWELL_HWY_INCLUDE hwy/highway.h REQUIRED)
 add_library(hwy INTERFACE)
-target_link_libraries(hwy INTERFACE ${HOPWELL_HWY})
 target_include_directories(hwy SYSTEM INTERFACE ${HOPWELL_HWY_INCLUDE})

@@ -72,7 +72,7 @@ typedef struct hopwell_sparse_mla_forward_args {
   const DLTensor* out HOPWELL_ZERO;        /* output, like q [s_q, h_q, d_v] */
   const DLTensor* max_logits HOPWELL_ZERO; /* output, fp32 [s_q, h_q]; optional */
   const DLTensor* lse HOPWELL_ZERO;        /* output, fp32 [s_q, h_q]; optional */
-  void* workspace HOPWELL_ZERO;            /* hopwell_sparse_mla_forward_workspace_bytes() bytes on q's device */
+  void* workspace HOPWELL_ZERO; /* hopwell_sparse_mla_forward_workspace_bytes() bytes on q's device, aligned to 16 */
   size_t workspace_bytes HOPWELL_ZERO;
   const char* backend HOPWELL_ZERO; /* a name such as "cpu"; null: the best one */
 } hopwell_sparse_mla_forward_args;

@@ -9,7 +9,8 @@
 //   untouched operator_workspace_bytes(args)  bytes of scratch the chosen backend wants in `workspace` (0 on the CPU)
 //   explain(args)                   one line a backend: `sm90: chosen`, `sm100: no such device`, `cpu: slower than
 //   sm90`
-// All of them may be called from any thread at the same time. Results do not depend on the number of threads.
+// All of them may be called from any thread at the same time, and on the CPU in forked processes. Results do not depend
+// on the number of threads.
 #ifndef HOPWELL_HOPWELL_HPP_
 #define HOPWELL_HOPWELL_HPP_
 

@@ -85,8 +85,9 @@ class Tensor {
     if (options.strides.size() == shape.size()) {
       std::copy(options.strides.begin(), options.strides.end(), strides_.begin());
     } else if (options.strides.size() == 0) {
-      std::int64_t stride = 1;
-      for (auto i = shape.size(); i-- > 0; stride *= std::max<std::int64_t>(shape_[i], 1)) strides_[i] = stride;
+      std::uint64_t stride = 1;  // may wrap: whether memory can hold the shape is checked where it is used
+      for (auto i = shape.size(); i-- > 0; stride *= static_cast<std::uint64_t>(std::max<std::int64_t>(shape_[i], 1)))
+        strides_[i] = static_cast<std::int64_t>(stride);
     } else {
       throw std::invalid_argument("Tensor: shape and strides differ in length");
     }

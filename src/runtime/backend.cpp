@@ -1,6 +1,7 @@
 #include "runtime/backend.hpp"
 
 #include <algorithm>
+#include <cstdint>
 #include <new>
 
 #include "runtime/check.hpp"
@@ -92,9 +93,13 @@ void fail_unsupported(std::string_view operator_name, const std::string& reasons
 }
 
 void check_workspace(std::string_view operator_name, std::size_t needed, const void* workspace, std::size_t given) {
-  if (needed == 0 || (workspace != nullptr && given >= needed)) return;
-  throw Error(HOPWELL_INVALID_ARGUMENT, std::string(operator_name) + ": workspace must be " + std::to_string(needed) +
-                                            " bytes or more; got " + std::to_string(workspace == nullptr ? 0 : given));
+  if (needed == 0) return;
+  const Checker check(operator_name);
+  check.require(workspace != nullptr && given >= needed, "workspace", std::to_string(needed) + " bytes or more",
+                std::to_string(workspace == nullptr ? 0 : given));
+  constexpr std::size_t kAlignment = 16;  // what kernels move at once
+  check.require(reinterpret_cast<std::uintptr_t>(workspace) % kAlignment == 0, "workspace", "aligned to 16 bytes",
+                "an address that is not");
 }
 
 void fail_out_of_memory(std::string_view operator_name) {

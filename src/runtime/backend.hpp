@@ -120,8 +120,10 @@ const Backend<Problem>& choose(std::string_view operator_name, Problem& problem,
   const auto wanted = [&](const KnownBackend& known) {
     return requested != nullptr ? std::string_view(requested) == known.name : known.automatic;
   };
+  // Host tensors do not make the driver be asked for devices: a process that has done so can't use CUDA in its forks.
+  const bool on_host = problem.device.location.device_type == kDLCPU;
   for (const KnownBackend& known : known_backends()) {
-    if (!wanted(known)) continue;
+    if (!wanted(known) || known.host != on_host) continue;
     for (const Backend<Problem>& backend : table<Problem>()) {
       if (std::string_view(backend.name) != known.name) continue;
       if (!missing_on_device(known, problem.device.location).empty()) continue;

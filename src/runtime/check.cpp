@@ -1,5 +1,7 @@
 #include "runtime/check.hpp"
 
+#include <hopwell/tensor.hpp>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -12,6 +14,22 @@ std::string join(const std::vector<std::string>& parts, const char* separator) {
   std::string text;
   for (const std::string& part : parts) text += (text.empty() ? "" : separator) + part;
   return text;
+}
+
+// "[4, 1, 2048]"
+std::string list(const std::int64_t* numbers, int count) {
+  std::vector<std::string> parts;
+  for (int i = 0; i < count; ++i) parts.push_back(std::to_string(numbers[i]));
+  return "[" + join(parts, ", ") + "]";
+}
+
+// More than any address space holds, and so much less than 2^63 that what is counted from sizes (bits of codes, padded
+// scales, bytes of scratch) does not wrap.
+constexpr std::int64_t kMaxBytes = std::int64_t{1} << 56;
+
+// x * y, or kMaxBytes where that is less. Neither is negative.
+std::int64_t bounded_product(std::int64_t x, std::int64_t y) {
+  return y != 0 && x > kMaxBytes / y ? kMaxBytes : std::min(x * y, kMaxBytes);
 }
 
 // Whether two elements of the view share an address: true if, with strides sorted, one steps into the extent of those
@@ -56,10 +74,16 @@ std::string to_string(const DLDevice& device) {
   }
 }
 
+bool has_sizes(const DLTensor& tensor) {
+  return tensor.ndim == 0 || (tensor.ndim > 0 && tensor.ndim <= Tensor::kMaxDims && tensor.shape != nullptr);
+}
+
 std::string shape_string(const DLTensor& tensor) {
-  std::vector<std::string> sizes;
-  for (int i = 0; i < tensor.ndim; ++i) sizes.push_back(std::to_string(tensor.shape[i]));
-  return "[" + join(sizes, ", ") + "]";
+  if (!has_sizes(tensor)) {
+    const bool no_shape = tensor.shape == nullptr;
+    return "of " + std::to_string(tensor.ndim) + " dimensions" + (no_shape ? " and no shape" : "");
+  }
+  return list(tensor.shape, tensor.ndim);
 }
 
 std::string Checker::to_string(double value) {
@@ -125,7 +149,7 @@ View Checker::checked(std::string_view name, const DLTensor* tensor, const DType
   view.dtype = dtype_of(tensor->dtype);
   view.ndim = tensor->ndim;
   bool ok = std::find(dtypes.begin(), dtypes.end(), view.dtype) != dtypes.end() && view.dtype != DType::kOther;
-  ok = ok && tensor->ndim <= View::kMaxDims &&
+  ok = ok && has_sizes(*tensor) && tensor->ndim <= View::kMaxDims &&
        (shape == nullptr || static_cast<std::size_t>(tensor->ndim) == shape->size());
   // Names are bound only when the whole shape fits: a half-matched shape must not change what the error says is
   // expected.
@@ -142,16 +166,31 @@ View Checker::checked(std::string_view name, const DLTensor* tensor, const DType
   }
   if (!ok) dims_.resize(bound_before);
   if (!ok) fail(name, expected(dtypes, shape), dtype_name(tensor->dtype) + " " + shape_string(*tensor));
-  std::copy(tensor->shape, tensor->shape + tensor->ndim, view.shape.begin());
-  if (tensor->strides != nullptr) {
-    std::copy(tensor->strides, tensor->strides + tensor->ndim, view.stride.begin());
-  } else {  // DLPack: no strides means row-major
+  if (view.ndim > 0) std::copy(tensor->shape, tensor->shape + tensor->ndim, view.shape.begin());
+  if (tensor->strides != nullptr) std::copy(tensor->strides, tensor->strides + tensor->ndim, view.stride.begin());
+  check_extent(name, *tensor, view);
+  if (tensor->strides == nullptr) {  // DLPack: no strides means row-major
     std::int64_t stride = 1;
     for (auto i = static_cast<std::size_t>(tensor->ndim); i-- > 0; stride *= view.shape[i]) view.stride[i] = stride;
   }
   check_device(name, tensor->device);
   view.data = static_cast<char*>(tensor->data) + (tensor->data == nullptr ? 0 : tensor->byte_offset);
   return view;
+}
+
+void Checker::check_extent(std::string_view name, const DLTensor& tensor, const View& view) const {
+  const auto bytes = static_cast<std::int64_t>(size_of(view.dtype));
+  std::int64_t size = bytes, reach = bytes;  // both over the dimensions that are not empty
+  for (std::size_t i = 0; i < static_cast<std::size_t>(view.ndim); ++i) {
+    if (view.shape[i] <= 1) continue;
+    size = bounded_product(size, view.shape[i]);
+    const std::int64_t stride = view.stride[i] >= 0 ? view.stride[i] : -(view.stride[i] + 1);
+    reach = std::min(reach + bounded_product(bounded_product(stride, bytes), view.shape[i] - 1), kMaxBytes);
+  }
+  if (size < kMaxBytes && reach < kMaxBytes) return;
+  std::string got = dtype_name(view.dtype) + " " + shape_string(tensor);
+  if (tensor.strides != nullptr) got += " with strides " + list(tensor.strides, tensor.ndim);
+  fail(name, "of less than 2^56 bytes, from its first element to its last", got);
 }
 
 void Checker::check_memory(std::string_view name, const DLTensor& tensor, const View& view, Layout layout,

@@ -65,8 +65,9 @@ class Checker {
  public:
   explicit Checker(std::string_view operator_name) : operator_(operator_name) {}
 
-  // Each of these checks presence, dtype, shape, layout, device (the first tensor's) and alignment, and binds dimension
-  // names. `optional_input` gives an absent View for null. Outputs must also not overlap themselves (no stride of 0).
+  // Each of these checks presence, dtype, shape, layout, device (the first tensor's) and alignment, and that sizes and
+  // strides stay within what memory can hold, so that products of sizes do not wrap. They bind dimension names.
+  // `optional_input` gives an absent View for null. Outputs must also not overlap themselves (no stride of 0).
   View input(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape,
              Layout layout = Layout::kRows);
   View optional_input(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape,
@@ -114,6 +115,7 @@ class Checker {
   static std::string to_string(int value) { return std::to_string(value); }
   [[nodiscard]] std::string expected(const DTypes& dtypes, const Shape* shape) const;
   View checked(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape* shape);
+  void check_extent(std::string_view name, const DLTensor& tensor, const View& view) const;
   void check_memory(std::string_view name, const DLTensor& tensor, const View& view, Layout layout, bool written) const;
   void check_device(std::string_view name, const DLDevice& device);
   [[nodiscard]] const std::int64_t* find(std::string_view dim) const;  // null: not bound
@@ -125,7 +127,11 @@ class Checker {
   std::string_view device_owner_;  // the argument that set device_
 };
 
-std::string to_string(const DLDevice& device);     // "cpu", "cuda:0"
-std::string shape_string(const DLTensor& tensor);  // "[4, 1, 2048]"
+std::string to_string(const DLDevice& device);  // "cpu", "cuda:0"
+
+// Whether a tensor says how many dimensions it has, no more than any caller means, and of which sizes. What looks at
+// sizes before a check above has seen the tensor must ask.
+bool has_sizes(const DLTensor& tensor);
+std::string shape_string(const DLTensor& tensor);  // "[4, 1, 2048]"; of any tensor, with sizes or not
 
 }  // namespace hopwell

@@ -76,7 +76,11 @@ TEST(Backend, ChecksTheWorkspace) {
   const auto [status, text] = failure([] { run("op", Problem{.size = 60}, nullptr, nullptr); });
   EXPECT_EQ(status, HOPWELL_INVALID_ARGUMENT);
   EXPECT_EQ(text, "op: workspace must be 64 bytes or more; got 0");
-  char scratch[64];
+  alignas(16) char scratch[65];
+  EXPECT_EQ(failure([&] {
+              run("op", Problem{.size = 60, .workspace = scratch + 1, .workspace_bytes = 64}, nullptr, nullptr);
+            }).second,
+            "op: workspace must be aligned to 16 bytes; got an address that is not");
   EXPECT_EQ(failure([&] {
               run("op", Problem{.size = 60, .workspace = scratch, .workspace_bytes = 64}, nullptr, nullptr);
             }).first,

@@ -105,5 +105,48 @@ TEST(Checker, MissingStridesMeanRowMajor) {
   EXPECT_EQ(view.as<float>(), memory.data() + 2);  // byte_offset
 }
 
+// ---- what a C caller's description of a tensor may say ------------------------------------------------------------
+
+// The shape [2, 3] given as those many dimensions.
+std::string refusal(std::int32_t ndim, std::int64_t* shape, std::int64_t* strides = nullptr) {
+  const DLTensor tensor{memory.data(), {kDLCPU, 0}, ndim, {kDLFloat, 32, 1}, shape, strides, 0};
+  return message([&] { Checker("op").input("x", &tensor, {DType::kFloat32}, {"n", "d"}, Layout::kAny); });
+}
+
+TEST(Checker, DescriptionsWithoutSizes) {
+  std::array<std::int64_t, 2> shape{2, 3};
+  EXPECT_EQ(refusal(2, nullptr), "op: x must be float32 [n, d]; got float32 of 2 dimensions and no shape");
+  EXPECT_EQ(refusal(-1, shape.data()), "op: x must be float32 [n, d]; got float32 of -1 dimensions");
+  EXPECT_EQ(refusal(INT32_MAX, shape.data()), "op: x must be float32 [n, d]; got float32 of 2147483647 dimensions");
+  const DLTensor scalar{memory.data(), {kDLCPU, 0}, 0, {kDLFloat, 32, 1}, nullptr, nullptr, 0};
+  EXPECT_NO_THROW(Checker("op").input("x", &scalar, {DType::kFloat32}, {}));
+}
+
+TEST(Checker, SizesWhoseProductsWouldWrap) {
+  const std::string expected =
+      "op: x must be of less than 2^56 bytes, from its first element to its last; got float32 ";
+  std::array<std::int64_t, 2> shape{std::int64_t{1} << 32, std::int64_t{1} << 32};
+  EXPECT_EQ(refusal(2, shape.data()), expected + "[4294967296, 4294967296]");
+  shape = {std::int64_t{1} << 54, 1};
+  EXPECT_EQ(refusal(2, shape.data()), expected + "[18014398509481984, 1]");
+  shape = {2, INT64_MAX};
+  EXPECT_EQ(refusal(2, shape.data()), expected + "[2, 9223372036854775807]");
+  shape = {0, INT64_MAX};  // an empty tensor too: its other sizes are multiplied as well
+  EXPECT_EQ(refusal(2, shape.data()), expected + "[0, 9223372036854775807]");
+  shape = {0, std::int64_t{1} << 53};
+  EXPECT_EQ(refusal(2, shape.data()), "no error");
+}
+
+TEST(Checker, StridesThatReachTooFar) {
+  const std::string expected =
+      "op: x must be of less than 2^56 bytes, from its first element to its last; got float32 ";
+  std::array<std::int64_t, 2> shape{2, 3}, strides{std::int64_t{1} << 62, 1};
+  EXPECT_EQ(refusal(2, shape.data(), strides.data()), expected + "[2, 3] with strides [4611686018427387904, 1]");
+  strides = {3, INT64_MIN};
+  EXPECT_EQ(refusal(2, shape.data(), strides.data()), expected + "[2, 3] with strides [3, -9223372036854775808]");
+  shape = {1, 3}, strides = {INT64_MIN, 1};  // nobody steps along a dimension of 1
+  EXPECT_EQ(refusal(2, shape.data(), strides.data()), "no error");
+}
+
 }  // namespace
 }  // namespace hopwell

@@ -1,5 +1,7 @@
 #include "ops/attention_distribution/op.hpp"
 
+#include "runtime/c_interface.hpp"
+
 namespace hopwell {
 namespace ops::attention_distribution {
 namespace {
@@ -43,20 +45,11 @@ std::string explain(const AttentionDistributionArgs& args) { return runtime::exp
 
 }  // namespace hopwell
 
-namespace {
-hopwell_attention_distribution_args with_defaults(hopwell_attention_distribution_args args) {
-  hopwell::runtime::default_if_zero(args.kv_stride, std::int64_t{1});
-  return args;
-}
-}  // namespace
-
 extern "C" hopwell_status hopwell_attention_distribution(const hopwell_attention_distribution_args* args,
                                                          hopwell_stream stream) {
-  return hopwell::runtime::guarded([&] { hopwell::attention_distribution(with_defaults(*args), stream); });
+  return hopwell::runtime::call(hopwell::op::kName, hopwell::attention_distribution, args, stream);
 }
-
 extern "C" hopwell_status hopwell_attention_distribution_workspace_bytes(
     const hopwell_attention_distribution_args* args, size_t* bytes) {
-  return hopwell::runtime::guarded(
-      [&] { *bytes = hopwell::attention_distribution_workspace_bytes(with_defaults(*args)); });
+  return hopwell::runtime::call(hopwell::op::kName, hopwell::attention_distribution_workspace_bytes, args, bytes);
 }

@@ -1,5 +1,7 @@
 #include "ops/lightning_indexer/op.hpp"
 
+#include "runtime/c_interface.hpp"
+
 namespace hopwell {
 namespace ops {
 namespace {
@@ -102,33 +104,20 @@ std::string explain(const LightningIndexerBackwardArgs& args) { return runtime::
 
 }  // namespace hopwell
 
-namespace {
-hopwell_lightning_indexer_args with_defaults(hopwell_lightning_indexer_args args) {
-  hopwell::runtime::default_if_zero(args.kv_stride, std::int64_t{1});
-  return args;
-}
-hopwell_lightning_indexer_backward_args with_defaults(hopwell_lightning_indexer_backward_args args) {
-  hopwell::runtime::default_if_zero(args.d_loss, 1.0F);
-  return args;
-}
-}  // namespace
-
 extern "C" hopwell_status hopwell_lightning_indexer(const hopwell_lightning_indexer_args* args, hopwell_stream stream) {
-  return hopwell::runtime::guarded([&] { hopwell::lightning_indexer(with_defaults(*args), stream); });
+  return hopwell::runtime::call(hopwell::forward::kName, hopwell::lightning_indexer, args, stream);
 }
-
 extern "C" hopwell_status hopwell_lightning_indexer_workspace_bytes(const hopwell_lightning_indexer_args* args,
                                                                     size_t* bytes) {
-  return hopwell::runtime::guarded([&] { *bytes = hopwell::lightning_indexer_workspace_bytes(with_defaults(*args)); });
+  return hopwell::runtime::call(hopwell::forward::kName, hopwell::lightning_indexer_workspace_bytes, args, bytes);
 }
 
 extern "C" hopwell_status hopwell_lightning_indexer_backward(const hopwell_lightning_indexer_backward_args* args,
                                                              hopwell_stream stream) {
-  return hopwell::runtime::guarded([&] { hopwell::lightning_indexer_backward(with_defaults(*args), stream); });
+  return hopwell::runtime::call(hopwell::backward::kName, hopwell::lightning_indexer_backward, args, stream);
 }
-
 extern "C" hopwell_status hopwell_lightning_indexer_backward_workspace_bytes(
     const hopwell_lightning_indexer_backward_args* args, size_t* bytes) {
-  return hopwell::runtime::guarded(
-      [&] { *bytes = hopwell::lightning_indexer_backward_workspace_bytes(with_defaults(*args)); });
+  return hopwell::runtime::call(hopwell::backward::kName, hopwell::lightning_indexer_backward_workspace_bytes, args,
+                                bytes);
 }

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <vector>
 
+#include "runtime/c_interface.hpp"
+
 namespace hopwell {
 namespace ops::nvfp4 {
 namespace {
@@ -34,6 +36,15 @@ std::int64_t check_k(Checker& check, std::string_view name, const View& codes, c
   return 2 * codes.shape[1];
 }
 
+// How many elements there are; -1 where the tensor doesn't say, or says what no memory holds.
+std::int64_t elements(const DLTensor& tensor) {
+  if (!has_sizes(tensor)) return -1;
+  std::int64_t count = 1;
+  for (int i = 0; i < tensor.ndim; ++i)
+    if (tensor.shape[i] < 0 || __builtin_mul_overflow(count, tensor.shape[i], &count)) return -1;
+  return count;
+}
+
 // Whether the elements fill one stretch of memory, in whatever order of dimensions.
 bool is_dense(const DLTensor& tensor) {
   if (tensor.strides == nullptr) return true;
@@ -55,9 +66,8 @@ Scales check_blocked_scales(Checker& check, std::string_view name, const DLTenso
   const std::int64_t columns = check["K/16"], matrix = hopwell::nvfp4::blocked_bytes(rows, columns);
   std::int64_t bytes = batch * matrix;
   if (tensor == nullptr) return {.data = check.input(name, nullptr, kScaleBytes, {bytes}).as<std::uint8_t>()};
-  std::int64_t size = 1;
-  for (int i = 0; i < tensor->ndim; ++i) size *= tensor->shape[i];
-  check.require(size == bytes, name, std::to_string(bytes) + " bytes of blocked scales", shape_string(*tensor));
+  check.require(elements(*tensor) == bytes, name, std::to_string(bytes) + " bytes of blocked scales",
+                shape_string(*tensor));
   check.require(bytes == 0 || is_dense(*tensor), name, "contiguous", "strides with gaps, or that overlap");
   DLTensor flat = *tensor;
   flat.ndim = 1, flat.shape = &bytes, flat.strides = nullptr;
@@ -65,15 +75,15 @@ Scales check_blocked_scales(Checker& check, std::string_view name, const DLTenso
   return {.data = view.as<std::uint8_t>(), .blocked = true, .batch_stride = matrix, .columns = columns};
 }
 
-void check_layout(const Checker& check, hopwell_scale_layout layout) {
-  const bool known = layout == HOPWELL_SCALES_PLAIN || layout == HOPWELL_SCALES_BLOCKED;
-  check.require(known, "scale_layout", "HOPWELL_SCALES_PLAIN or HOPWELL_SCALES_BLOCKED", static_cast<int>(layout));
+template <class Args>
+hopwell_scale_layout layout_of(const Checker& check, const Args& args) {
+  return check.choice("scale_layout", args.scale_layout, HOPWELL_SCALES_BLOCKED,
+                      "HOPWELL_SCALES_PLAIN or HOPWELL_SCALES_BLOCKED");
 }
 
 // Scales of a matrix whose number of rows is bound to the dimension `rows`.
 Scales check_scales(Checker& check, std::string_view name, const DLTensor* tensor, hopwell_scale_layout layout,
                     const char* rows, bool written = false) {
-  check_layout(check, layout);
   if (layout == HOPWELL_SCALES_BLOCKED) return check_blocked_scales(check, name, tensor, check[rows], 1);
   const View view = written ? check.output(name, tensor, kScaleBytes, {rows, "K/16"})
                             : check.input(name, tensor, kScaleBytes, {rows, "K/16"});
@@ -82,7 +92,6 @@ Scales check_scales(Checker& check, std::string_view name, const DLTensor* tenso
 
 Scales check_batched_scales(Checker& check, std::string_view name, const DLTensor* tensor, hopwell_scale_layout layout,
                             const char* rows) {
-  check_layout(check, layout);
   if (layout == HOPWELL_SCALES_BLOCKED) return check_blocked_scales(check, name, tensor, check[rows], check["L"]);
   const View view = check.input(name, tensor, kScaleBytes, {rows, "K/16", "L"}, Layout::kAny);
   check_contiguous_k(check, name, view);
@@ -122,8 +131,8 @@ GemvProblem check(const Nvfp4GemvArgs& args) {
   p.b = check.input("b", args.b, kCodes, {"N", "K/2", "L"}, Layout::kAny);
   check_contiguous_k(check, "b", p.b);
   check.require(check["N"] == 1 || check["N"] == 128, "b", "of 1 row, or 1 padded to 128", shape_string(*args.b));
-  p.sfa = check_batched_scales(check, "sfa", args.sfa, args.scale_layout, "M");
-  p.sfb = check_batched_scales(check, "sfb", args.sfb, args.scale_layout, "N");
+  p.sfa = check_batched_scales(check, "sfa", args.sfa, layout_of(check, args), "M");
+  p.sfb = check_batched_scales(check, "sfb", args.sfb, layout_of(check, args), "N");
   check.finite("alpha", args.alpha);
   p.alpha = args.alpha;
   p.c = check.output("out", args.out, kFloats, {"M", 1, "L"}, Layout::kAny);
@@ -139,7 +148,7 @@ LinearProblem check(const Nvfp4LinearArgs& args) {
   p.k = check_k(check, "weight", p.weight, *args.weight);
   check.bind("K", p.k);
   p.x = check.input("x", args.x, kFloats, {"n", "K"});
-  p.weight_scale = check_scales(check, "weight_scale", args.weight_scale, args.scale_layout, "N");
+  p.weight_scale = check_scales(check, "weight_scale", args.weight_scale, layout_of(check, args), "N");
   p.global = check_global(check, "weight_global", args.weight_global, "weight_global_value", args.weight_global_value);
   p.global_is_reciprocal = args.global_is_reciprocal;
   p.bias = check.optional_input("bias", args.bias, {p.x.dtype}, {"N"}, Layout::kAny);
@@ -166,7 +175,7 @@ QuantizeProblem check(const Nvfp4QuantizeArgs& args) {
                   "positive and finite", static_cast<double>(value));
   }
   p.codes = check.output("codes", args.codes, kCodes, {"rows", "K/2"});
-  p.scales = check_scales(check, "scales", args.scales, args.scale_layout, "rows", true);
+  p.scales = check_scales(check, "scales", args.scales, layout_of(check, args), "rows", true);
   p.global_scale = check_one_float(check, "global_scale", args.global_scale);
   take_workspace(p, check, args);
   return p;
@@ -178,7 +187,7 @@ DequantizeProblem check(const Nvfp4DequantizeArgs& args) {
   p.codes = check.input("codes", args.codes, kCodes, {"rows", "K/2"});
   p.k = check_k(check, "codes", p.codes, *args.codes);
   check.bind("K", p.k);
-  p.scales = check_scales(check, "scales", args.scales, args.scale_layout, "rows");
+  p.scales = check_scales(check, "scales", args.scales, layout_of(check, args), "rows");
   p.global = check_global(check, "global_scale", args.global_scale, "global_value", args.global_value);
   p.x = check.output("x", args.x, kFloats, {"rows", "K"});
   p.rows = check["rows"];
@@ -225,47 +234,32 @@ std::string explain(const Nvfp4DequantizeArgs& args) { return runtime::explain(o
 
 }  // namespace hopwell
 
-namespace {
-hopwell_nvfp4_gemv_args with_defaults(hopwell_nvfp4_gemv_args args) {
-  hopwell::runtime::default_if_zero(args.alpha, 1.0F);
-  return args;
-}
-hopwell_nvfp4_linear_args with_defaults(hopwell_nvfp4_linear_args args) {
-  hopwell::runtime::default_if_zero(args.weight_global_value, 1.0F);
-  return args;
-}
-hopwell_nvfp4_dequantize_args with_defaults(hopwell_nvfp4_dequantize_args args) {
-  hopwell::runtime::default_if_zero(args.global_value, 1.0F);
-  return args;
-}
-}  // namespace
-
 extern "C" hopwell_status hopwell_nvfp4_gemv(const hopwell_nvfp4_gemv_args* args, hopwell_stream stream) {
-  return hopwell::runtime::guarded([&] { hopwell::nvfp4_gemv(with_defaults(*args), stream); });
+  return hopwell::runtime::call(hopwell::op::kGemv, hopwell::nvfp4_gemv, args, stream);
 }
 extern "C" hopwell_status hopwell_nvfp4_gemv_workspace_bytes(const hopwell_nvfp4_gemv_args* args, size_t* bytes) {
-  return hopwell::runtime::guarded([&] { *bytes = hopwell::nvfp4_gemv_workspace_bytes(with_defaults(*args)); });
+  return hopwell::runtime::call(hopwell::op::kGemv, hopwell::nvfp4_gemv_workspace_bytes, args, bytes);
 }
 
 extern "C" hopwell_status hopwell_nvfp4_linear(const hopwell_nvfp4_linear_args* args, hopwell_stream stream) {
-  return hopwell::runtime::guarded([&] { hopwell::nvfp4_linear(with_defaults(*args), stream); });
+  return hopwell::runtime::call(hopwell::op::kLinear, hopwell::nvfp4_linear, args, stream);
 }
 extern "C" hopwell_status hopwell_nvfp4_linear_workspace_bytes(const hopwell_nvfp4_linear_args* args, size_t* bytes) {
-  return hopwell::runtime::guarded([&] { *bytes = hopwell::nvfp4_linear_workspace_bytes(with_defaults(*args)); });
+  return hopwell::runtime::call(hopwell::op::kLinear, hopwell::nvfp4_linear_workspace_bytes, args, bytes);
 }
 
 extern "C" hopwell_status hopwell_nvfp4_quantize(const hopwell_nvfp4_quantize_args* args, hopwell_stream stream) {
-  return hopwell::runtime::guarded([&] { hopwell::nvfp4_quantize(*args, stream); });
+  return hopwell::runtime::call(hopwell::op::kQuantize, hopwell::nvfp4_quantize, args, stream);
 }
 extern "C" hopwell_status hopwell_nvfp4_quantize_workspace_bytes(const hopwell_nvfp4_quantize_args* args,
                                                                  size_t* bytes) {
-  return hopwell::runtime::guarded([&] { *bytes = hopwell::nvfp4_quantize_workspace_bytes(*args); });
+  return hopwell::runtime::call(hopwell::op::kQuantize, hopwell::nvfp4_quantize_workspace_bytes, args, bytes);
 }
 
 extern "C" hopwell_status hopwell_nvfp4_dequantize(const hopwell_nvfp4_dequantize_args* args, hopwell_stream stream) {
-  return hopwell::runtime::guarded([&] { hopwell::nvfp4_dequantize(with_defaults(*args), stream); });
+  return hopwell::runtime::call(hopwell::op::kDequantize, hopwell::nvfp4_dequantize, args, stream);
 }
 extern "C" hopwell_status hopwell_nvfp4_dequantize_workspace_bytes(const hopwell_nvfp4_dequantize_args* args,
                                                                    size_t* bytes) {
-  return hopwell::runtime::guarded([&] { *bytes = hopwell::nvfp4_dequantize_workspace_bytes(with_defaults(*args)); });
+  return hopwell::runtime::call(hopwell::op::kDequantize, hopwell::nvfp4_dequantize_workspace_bytes, args, bytes);
 }

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "runtime/c_interface.hpp"
+
 namespace hopwell {
 namespace ops::paged_attention {
 namespace {
@@ -30,7 +32,7 @@ View broadcast(View view, std::int64_t size) {
 
 // "1" where the tensor has a first dimension of 1, which stands for any number, else `name`.
 Dim or_one(const DLTensor* tensor, const char* name) {
-  return tensor != nullptr && tensor->ndim > 0 && tensor->shape[0] == 1 ? Dim(1) : Dim(name);
+  return tensor != nullptr && has_sizes(*tensor) && tensor->ndim > 0 && tensor->shape[0] == 1 ? Dim(1) : Dim(name);
 }
 
 void check_q(Checker& check, const PagedAttentionArgs& args, Problem& p) {
@@ -156,10 +158,9 @@ std::string explain(const PagedAttentionArgs& args) { return runtime::explain(op
 }  // namespace hopwell
 
 extern "C" hopwell_status hopwell_paged_attention(const hopwell_paged_attention_args* args, hopwell_stream stream) {
-  return hopwell::runtime::guarded([&] { hopwell::paged_attention(*args, stream); });
+  return hopwell::runtime::call(hopwell::op::kName, hopwell::paged_attention, args, stream);
 }
-
 extern "C" hopwell_status hopwell_paged_attention_workspace_bytes(const hopwell_paged_attention_args* args,
                                                                   size_t* bytes) {
-  return hopwell::runtime::guarded([&] { *bytes = hopwell::paged_attention_workspace_bytes(*args); });
+  return hopwell::runtime::call(hopwell::op::kName, hopwell::paged_attention_workspace_bytes, args, bytes);
 }

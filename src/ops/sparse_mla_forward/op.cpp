@@ -1,5 +1,7 @@
 #include "ops/sparse_mla_forward/op.hpp"
 
+#include "runtime/c_interface.hpp"
+
 namespace hopwell {
 namespace ops::sparse_mla_forward {
 namespace {
@@ -47,20 +49,11 @@ std::string explain(const SparseMlaForwardArgs& args) { return runtime::explain(
 
 }  // namespace hopwell
 
-namespace {
-hopwell_sparse_mla_forward_args with_defaults(hopwell_sparse_mla_forward_args args) {
-  hopwell::runtime::default_if_zero(args.d_v, std::int64_t{512});
-  hopwell::runtime::default_if_zero(args.kv_stride, std::int64_t{1});
-  return args;
-}
-}  // namespace
-
 extern "C" hopwell_status hopwell_sparse_mla_forward(const hopwell_sparse_mla_forward_args* args,
                                                      hopwell_stream stream) {
-  return hopwell::runtime::guarded([&] { hopwell::sparse_mla_forward(with_defaults(*args), stream); });
+  return hopwell::runtime::call(hopwell::op::kName, hopwell::sparse_mla_forward, args, stream);
 }
-
 extern "C" hopwell_status hopwell_sparse_mla_forward_workspace_bytes(const hopwell_sparse_mla_forward_args* args,
                                                                      size_t* bytes) {
-  return hopwell::runtime::guarded([&] { *bytes = hopwell::sparse_mla_forward_workspace_bytes(with_defaults(*args)); });
+  return hopwell::runtime::call(hopwell::op::kName, hopwell::sparse_mla_forward_workspace_bytes, args, bytes);
 }

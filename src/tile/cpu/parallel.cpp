@@ -1,5 +1,10 @@
 #include "tile/cpu/parallel.hpp"
 
+#include <pthread.h>
+
+#include <functional>
+#include <thread>
+
 #ifdef __SANITIZE_THREAD__
 #include <sanitizer/tsan_interface.h>
 #endif
@@ -39,12 +44,20 @@ __attribute__((no_sanitize("thread"))) void team(int threads, const Work& work) 
   member(work);
 }
 
+// libgomp keeps the threads of a team for the thread that began it. In a forked child the one thread there is remembers
+// a team whose threads stayed behind, and would wait for them for ever. A thread of its own for each region has no past.
+thread_local bool came_through_fork = false;
+const int at_fork = pthread_atfork(nullptr, nullptr, [] { came_through_fork = true; });
+
 }  // namespace
 
 void fork_join(int threads, void (*body)(void* context), void* context) {
   const Work work{body, context};
   release(Edge::kFork);
-  team(threads, work);
+  if (came_through_fork && threads > 1)
+    std::thread(team, threads, std::cref(work)).join();
+  else
+    team(threads, work);
   acquire(Edge::kJoin);
 }
 

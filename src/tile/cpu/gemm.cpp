@@ -1,0 +1,43 @@
+#include "tile/cpu/gemm.hpp"
+
+#include <cblas.h>
+#include <pthread.h>
+
+namespace hopwell::cpu {
+namespace {
+
+// OpenBLAS hands out its buffers under locks. A fork while another thread holds one would leave it locked in the child
+// for ever, so a fork waits until no thread is in BLAS, and products that would begin meanwhile wait for the fork.
+constexpr pthread_rwlock_t kOpen = PTHREAD_RWLOCK_WRITER_NONRECURSIVE_INITIALIZER_NP;
+pthread_rwlock_t gate = kOpen;
+const int at_fork =
+    pthread_atfork([] { pthread_rwlock_wrlock(&gate); }, [] { pthread_rwlock_unlock(&gate); }, [] { gate = kOpen; });
+
+void gemm(CBLAS_TRANSPOSE transpose_a, CBLAS_TRANSPOSE transpose_b, std::int64_t m, std::int64_t n, std::int64_t k,
+          float alpha, const float* a, std::int64_t lda, const float* b, std::int64_t ldb, float beta, float* c,
+          std::int64_t ldc) {
+  const auto as_int = [](std::int64_t x) { return static_cast<blasint>(x); };
+  pthread_rwlock_rdlock(&gate);
+  cblas_sgemm(CblasRowMajor, transpose_a, transpose_b, as_int(m), as_int(n), as_int(k), alpha, a, as_int(lda), b,
+              as_int(ldb), beta, c, as_int(ldc));
+  pthread_rwlock_unlock(&gate);
+}
+
+}  // namespace
+
+void gemm_nt(std::int64_t m, std::int64_t n, std::int64_t k, float alpha, const float* a, std::int64_t lda,
+             const float* b, std::int64_t ldb, float beta, float* c, std::int64_t ldc) {
+  gemm(CblasNoTrans, CblasTrans, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+}
+
+void gemm_nn(std::int64_t m, std::int64_t n, std::int64_t k, float alpha, const float* a, std::int64_t lda,
+             const float* b, std::int64_t ldb, float beta, float* c, std::int64_t ldc) {
+  gemm(CblasNoTrans, CblasNoTrans, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+}
+
+void gemm_tn(std::int64_t m, std::int64_t n, std::int64_t k, float alpha, const float* a, std::int64_t lda,
+             const float* b, std::int64_t ldb, float beta, float* c, std::int64_t ldc) {
+  gemm(CblasTrans, CblasNoTrans, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+}
+
+}  // namespace hopwell::cpu

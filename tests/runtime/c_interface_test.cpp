@@ -1,0 +1,321 @@
+// What C callers can get wrong, for every operator: null pointers, descriptions of tensors that say nothing or too
+// much. Each is a status and a message that names the operator and the argument.
+#include <gtest/gtest.h>
+#include <hopwell/hopwell.hpp>
+
+#include <array>
+#include <climits>
+#include <cstdint>
+#include <deque>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace hopwell {
+namespace {
+
+// A tensor's description as C has it: no constructor checks it, and the sizes lie where an overrun would show.
+struct Described {
+  Described(void* data, DLDataType type, std::vector<std::int64_t> sizes)
+      : shape(std::move(sizes)),
+        tensor{data, {kDLCPU, 0}, static_cast<std::int32_t>(shape.size()), type, shape.data(), nullptr, 0} {}
+  Described(const Described& other) : shape(other.shape), tensor(other.tensor) { tensor.shape = shape.data(); }
+  Described& operator=(const Described&) = delete;
+  ~Described() = default;
+  std::vector<std::int64_t> shape;
+  DLTensor tensor;
+};
+
+alignas(64) std::array<float, 4096> memory{};
+std::deque<Described> described;
+
+const DLTensor* tensor(DLDataType type, std::vector<std::int64_t> shape) {
+  return &described.emplace_back(memory.data(), type, std::move(shape)).tensor;
+}
+const DLTensor* floats(std::vector<std::int64_t> shape) { return tensor({kDLFloat, 32, 1}, std::move(shape)); }
+const DLTensor* ints(std::vector<std::int64_t> shape) { return tensor({kDLInt, 32, 1}, std::move(shape)); }
+const DLTensor* bytes(std::vector<std::int64_t> shape) { return tensor({kDLUInt, 8, 1}, std::move(shape)); }
+
+template <class Args>
+struct Operator {
+  using Member = const DLTensor* Args::*;
+  const char* name;
+  hopwell_status (*call)(const Args*, hopwell_stream);
+  hopwell_status (*workspace_bytes)(const Args*, std::size_t*);
+  Args args;  // that are right
+  std::vector<std::pair<const char*, Member>> members;
+
+  void refuses(const Args& wrong, const std::string& argument) const {
+    const std::string start = std::string(name) + ": " + argument + " ";
+    std::size_t scratch = 77;
+    EXPECT_EQ(call(&wrong, nullptr), HOPWELL_INVALID_ARGUMENT) << start;
+    EXPECT_EQ(std::string(hopwell_last_error()).rfind(start, 0), 0U) << hopwell_last_error() << "\n" << start;
+    EXPECT_EQ(workspace_bytes(&wrong, &scratch), HOPWELL_INVALID_ARGUMENT) << start;
+    EXPECT_EQ(scratch, 77U);
+    EXPECT_THROW(explain(wrong), Error);
+  }
+
+  void check() const {
+    EXPECT_EQ(call(&args, nullptr), HOPWELL_OK) << hopwell_last_error();
+    EXPECT_EQ(call(nullptr, nullptr), HOPWELL_INVALID_ARGUMENT);
+    EXPECT_EQ(hopwell_last_error(), std::string(name) + ": args must be given; got null");
+    std::size_t scratch = 77;
+    EXPECT_EQ(workspace_bytes(nullptr, &scratch), HOPWELL_INVALID_ARGUMENT);
+    EXPECT_EQ(hopwell_last_error(), std::string(name) + ": args must be given; got null");
+    EXPECT_EQ(workspace_bytes(&args, nullptr), HOPWELL_INVALID_ARGUMENT);
+    EXPECT_EQ(hopwell_last_error(), std::string(name) + ": bytes must be given; got null");
+    EXPECT_EQ(workspace_bytes(&args, &scratch), HOPWELL_OK);
+    EXPECT_EQ(scratch, 0U);
+
+    for (const auto& [argument, member] : members) {
+      const DLTensor& right = *(args.*member);
+      Args wrong = args;
+      DLTensor bad = right;
+      wrong.*member = &bad;
+      bad.shape = nullptr;
+      refuses(wrong, argument);
+      bad = right, bad.ndim = INT_MAX;
+      refuses(wrong, argument);
+      bad = right, bad.ndim = -1;
+      refuses(wrong, argument);
+      std::vector<std::int64_t> sizes(static_cast<std::size_t>(right.ndim), std::int64_t{1} << 32);
+      bad = right, bad.shape = sizes.data();  // their product wraps to 0
+      if (right.ndim > 0) refuses(wrong, argument);
+      sizes.assign(sizes.size(), INT64_MIN);
+      if (right.ndim > 0) refuses(wrong, argument);
+      sizes.assign(right.shape, right.shape + right.ndim);
+      std::vector<std::int64_t> strides(sizes.size(), INT64_MIN);
+      bad = right, bad.strides = strides.data();
+      bool steps = false;
+      for (const std::int64_t size : sizes) steps = steps || size > 1;
+      if (steps) refuses(wrong, argument);
+    }
+  }
+};
+
+TEST(CInterface, SparseMlaForward) {
+  using Args = hopwell_sparse_mla_forward_args;
+  Operator<Args>{"sparse_mla_forward",
+                 hopwell_sparse_mla_forward,
+                 hopwell_sparse_mla_forward_workspace_bytes,
+                 {.q = floats({2, 3, 8}),
+                  .kv = floats({5, 1, 8}),
+                  .indices = ints({2, 1, 4}),
+                  .sm_scale = 0.1F,
+                  .d_v = 4,
+                  .attn_sink = floats({3}),
+                  .topk_length = ints({2}),
+                  .q_positions = ints({2}),
+                  .out = floats({2, 3, 4}),
+                  .max_logits = floats({2, 3}),
+                  .lse = floats({2, 3})},
+                 {{"q", &Args::q},
+                  {"kv", &Args::kv},
+                  {"indices", &Args::indices},
+                  {"attn_sink", &Args::attn_sink},
+                  {"topk_length", &Args::topk_length},
+                  {"q_positions", &Args::q_positions},
+                  {"out", &Args::out},
+                  {"max_logits", &Args::max_logits},
+                  {"lse", &Args::lse}}}
+      .check();
+}
+
+TEST(CInterface, SparseMlaBackward) {
+  using Args = hopwell_sparse_mla_backward_args;
+  Operator<Args>{"sparse_mla_backward",
+                 hopwell_sparse_mla_backward,
+                 hopwell_sparse_mla_backward_workspace_bytes,
+                 {.d_out = floats({2, 3, 4}),
+                  .q = floats({2, 3, 8}),
+                  .kv = floats({5, 8}),
+                  .indices = ints({2, 4}),
+                  .out = floats({2, 3, 4}),
+                  .lse = floats({2, 3}),
+                  .sm_scale = 0.1F,
+                  .d_v = 4,
+                  .attn_sink = floats({3}),
+                  .dq = floats({2, 3, 8}),
+                  .dkv = floats({5, 8}),
+                  .d_sink = floats({3}),
+                  .attn = floats({2, 4})},
+                 {{"d_out", &Args::d_out},
+                  {"q", &Args::q},
+                  {"kv", &Args::kv},
+                  {"indices", &Args::indices},
+                  {"out", &Args::out},
+                  {"lse", &Args::lse},
+                  {"attn_sink", &Args::attn_sink},
+                  {"dq", &Args::dq},
+                  {"dkv", &Args::dkv},
+                  {"d_sink", &Args::d_sink},
+                  {"attn", &Args::attn}}}
+      .check();
+}
+
+TEST(CInterface, AttentionDistribution) {
+  using Args = hopwell_attention_distribution_args;
+  Operator<Args>{
+      "attention_distribution",
+      hopwell_attention_distribution,
+      hopwell_attention_distribution_workspace_bytes,
+      {.q = floats({2, 3, 8}),
+       .kv = floats({5, 8}),
+       .indices = ints({2, 4}),
+       .lse = floats({2, 3}),
+       .sm_scale = 0.1F,
+       .out = floats({2, 4})},
+      {{"q", &Args::q}, {"kv", &Args::kv}, {"indices", &Args::indices}, {"lse", &Args::lse}, {"out", &Args::out}}}
+      .check();
+}
+
+TEST(CInterface, PagedAttention) {
+  using Args = hopwell_paged_attention_args;
+  Operator<Args> fused{"paged_attention",
+                       hopwell_paged_attention,
+                       hopwell_paged_attention_workspace_bytes,
+                       {.q = floats({2, 1, 2, 32}),
+                        .k_cache = floats({3, 4, 1, 32}),
+                        .v_cache = floats({3, 4, 1, 32}),
+                        .block_tables = ints({2, 2}),
+                        .context_lens = ints({2}),
+                        .scale = 0.1F,
+                        .pos_bias_u = floats({2, 32}),
+                        .pos_bias_v = floats({2, 32}),
+                        .r = floats({1, 6, 32}),
+                        .alibi_slopes = floats({2}),
+                        .out = floats({2, 1, 2, 32}),
+                        .lse = floats({2, 1, 2})},
+                       {{"q", &Args::q},
+                        {"k_cache", &Args::k_cache},
+                        {"v_cache", &Args::v_cache},
+                        {"block_tables", &Args::block_tables},
+                        {"context_lens", &Args::context_lens},
+                        {"pos_bias_u", &Args::pos_bias_u},
+                        {"pos_bias_v", &Args::pos_bias_v},
+                        {"r", &Args::r},
+                        {"alibi_slopes", &Args::alibi_slopes},
+                        {"out", &Args::out},
+                        {"lse", &Args::lse}}};
+  fused.check();
+  Operator<Args> biased = fused;
+  biased.args.pos_bias_v = biased.args.r = nullptr;
+  biased.args.bias = floats({1, 2, 1, 8});
+  biased.members = {{"bias", &Args::bias}};
+  biased.check();
+}
+
+TEST(CInterface, Nvfp4Gemv) {
+  using Args = hopwell_nvfp4_gemv_args;
+  Operator<Args> plain{
+      "nvfp4_gemv",
+      hopwell_nvfp4_gemv,
+      hopwell_nvfp4_gemv_workspace_bytes,
+      {.a = bytes({3, 8, 1}),
+       .b = bytes({1, 8, 1}),
+       .sfa = bytes({3, 1, 1}),
+       .sfb = bytes({1, 1, 1}),
+       .out = floats({3, 1, 1})},
+      {{"a", &Args::a}, {"b", &Args::b}, {"sfa", &Args::sfa}, {"sfb", &Args::sfb}, {"out", &Args::out}}};
+  const std::int64_t k_fastest[] = {8, 1, 24};
+  for (const DLTensor* codes : {plain.args.a, plain.args.b})
+    const_cast<DLTensor*>(codes)->strides = const_cast<std::int64_t*>(k_fastest);
+  plain.check();
+  Operator<Args> blocked = plain;
+  blocked.args.scale_layout = HOPWELL_SCALES_BLOCKED;
+  blocked.args.sfa = bytes({32, 4, 1, 4, 1, 1});
+  blocked.args.sfb = bytes({512});
+  blocked.members = {{"sfa", &Args::sfa}, {"sfb", &Args::sfb}};
+  blocked.check();
+}
+
+TEST(CInterface, Nvfp4Linear) {
+  using Args = hopwell_nvfp4_linear_args;
+  Operator<Args>{"nvfp4_linear",
+                 hopwell_nvfp4_linear,
+                 hopwell_nvfp4_linear_workspace_bytes,
+                 {.x = floats({2, 16}),
+                  .weight = bytes({3, 8}),
+                  .weight_scale = bytes({3, 1}),
+                  .weight_global = floats({1}),
+                  .bias = floats({3}),
+                  .out = floats({2, 3})},
+                 {{"x", &Args::x},
+                  {"weight", &Args::weight},
+                  {"weight_scale", &Args::weight_scale},
+                  {"weight_global", &Args::weight_global},
+                  {"bias", &Args::bias},
+                  {"out", &Args::out}}}
+      .check();
+}
+
+TEST(CInterface, Nvfp4Quantize) {
+  using Args = hopwell_nvfp4_quantize_args;
+  Operator<Args>{
+      "nvfp4_quantize",
+      hopwell_nvfp4_quantize,
+      hopwell_nvfp4_quantize_workspace_bytes,
+      {.x = floats({2, 16}), .codes = bytes({2, 8}), .scales = bytes({2, 1}), .global_scale = floats({1})},
+      {{"x", &Args::x}, {"codes", &Args::codes}, {"scales", &Args::scales}, {"global_scale", &Args::global_scale}}}
+      .check();
+}
+
+TEST(CInterface, Nvfp4Dequantize) {
+  using Args = hopwell_nvfp4_dequantize_args;
+  Operator<Args>{
+      "nvfp4_dequantize",
+      hopwell_nvfp4_dequantize,
+      hopwell_nvfp4_dequantize_workspace_bytes,
+      {.codes = bytes({2, 8}), .scales = bytes({2, 1}), .global_scale = floats({1}), .x = floats({2, 16})},
+      {{"codes", &Args::codes}, {"scales", &Args::scales}, {"global_scale", &Args::global_scale}, {"x", &Args::x}}}
+      .check();
+}
+
+TEST(CInterface, LightningIndexer) {
+  using Args = hopwell_lightning_indexer_args;
+  Operator<Args>{"lightning_indexer",
+                 hopwell_lightning_indexer,
+                 hopwell_lightning_indexer_workspace_bytes,
+                 {.q_index = floats({2, 3, 8}),
+                  .k_index = floats({5, 8}),
+                  .weights = floats({2, 3}),
+                  .q_positions = ints({2}),
+                  .indices = ints({2, 4}),
+                  .scores = floats({2, 4})},
+                 {{"q_index", &Args::q_index},
+                  {"k_index", &Args::k_index},
+                  {"weights", &Args::weights},
+                  {"q_positions", &Args::q_positions},
+                  {"indices", &Args::indices},
+                  {"scores", &Args::scores}}}
+      .check();
+}
+
+TEST(CInterface, LightningIndexerBackward) {
+  using Args = hopwell_lightning_indexer_backward_args;
+  Operator<Args>{"lightning_indexer_backward",
+                 hopwell_lightning_indexer_backward,
+                 hopwell_lightning_indexer_backward_workspace_bytes,
+                 {.target = floats({2, 4}),
+                  .q_index = floats({2, 3, 8}),
+                  .k_index = floats({5, 8}),
+                  .weights = floats({2, 3}),
+                  .indices = ints({2, 1, 4}),
+                  .loss = floats({1}),
+                  .d_q_index = floats({2, 3, 8}),
+                  .d_k_index = floats({5, 8}),
+                  .d_weights = floats({2, 3})},
+                 {{"target", &Args::target},
+                  {"q_index", &Args::q_index},
+                  {"k_index", &Args::k_index},
+                  {"weights", &Args::weights},
+                  {"indices", &Args::indices},
+                  {"loss", &Args::loss},
+                  {"d_q_index", &Args::d_q_index},
+                  {"d_k_index", &Args::d_k_index},
+                  {"d_weights", &Args::d_weights}}}
+      .check();
+}
+
+}  // namespace
+}  // namespace hopwell

@@ -1,0 +1,83 @@
+// What the CPU kernels stand on, in a forked child: threads that stayed in the parent, locks that somebody held there.
+#include <gtest/gtest.h>
+#include <omp.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <numeric>
+#include <thread>
+#include <vector>
+
+#include "tile/cpu/gemm.hpp"
+#include "tile/cpu/parallel.hpp"
+
+namespace hopwell::cpu {
+namespace {
+
+// Whether work(), in a child of this process, returned true in less than so many seconds.
+template <class Work>
+bool holds_in_a_child(Work work, unsigned seconds = 20) {
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(seconds);
+    _exit(work() ? 0 : 1);
+  }
+  int status = -1;
+  return waitpid(child, &status, 0) == child && status == 0;
+}
+
+bool counts_all_items() {
+  std::vector<int> done(1000);
+  parallel_for(1000, [&](std::int64_t item) { ++done[static_cast<std::size_t>(item)]; });
+  return std::accumulate(done.begin(), done.end(), 0) == 1000;
+}
+
+class Fork : public testing::Test {
+ protected:
+  void SetUp() override {
+#ifdef __SANITIZE_THREAD__
+    GTEST_SKIP() << "ThreadSanitizer ends children that start threads";
+#endif
+    omp_set_num_threads(3);
+  }
+  void TearDown() override { omp_set_num_threads(before_); }
+
+ private:
+  int before_ = omp_get_max_threads();
+};
+
+TEST_F(Fork, LoopsRunInChildrenAndTheirChildren) {
+  ASSERT_TRUE(counts_all_items());
+  const auto child = [] { return counts_all_items() && holds_in_a_child(counts_all_items) && counts_all_items(); };
+  EXPECT_TRUE(holds_in_a_child(child));
+  EXPECT_TRUE(holds_in_a_child(child));
+  EXPECT_TRUE(counts_all_items());
+}
+
+// A lock of BLAS is held for a moment of each small product: without care one fork in fifty copies it locked.
+TEST_F(Fork, WaitsForProductsOfOtherThreads) {
+  std::atomic<bool> done{false};
+  const auto multiply = [] {
+    const float a = 2, b = 3;
+    float c = 0;
+    gemm_nn(1, 1, 1, 1, &a, 1, &b, 1, 0, &c, 1);
+    return c == 6;
+  };
+  std::vector<std::thread> others;
+  for (int i = 0; i < 3; ++i) {
+    others.emplace_back([&] {
+      omp_set_num_threads(1);
+      while (!done) multiply();
+    });
+  }
+  omp_set_num_threads(1);  // what a thread in parallel_for has
+  int held = 0;
+  for (int i = 0; i < 150; ++i) held += holds_in_a_child(multiply, 5) ? 1 : 0;
+  done = true;
+  for (std::thread& other : others) other.join();
+  EXPECT_EQ(held, 150);
+}
+
+}  // namespace
+}  // namespace hopwell::cpu
