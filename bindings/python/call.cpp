@@ -48,24 +48,62 @@ nb::object attribute(nb::handle object, PyObject* name) {
   return value;
 }
 
-// The type's table, or null. Calls mostly have arrays of one type, so the last answer is kept.
-const ExchangeApi* exchange_api(nb::handle array) {
+// What is known of arrays by their type.
+struct ArrayType {
+  nb::handle type;  // a strong reference
+  const ExchangeApi* api;
+  bool is_torch;
+};
+
+ArrayType inspected(nb::handle type) {
   static PyObject* const name = PyUnicode_InternFromString("__dlpack_c_exchange_api__");
-  static PyTypeObject* last_type = nullptr;  // a strong reference; guarded, like what follows, by the global lock
-  static const ExchangeApi* last_api = nullptr;
-  PyTypeObject* const type = Py_TYPE(array.ptr());
-  if (type == last_type) return last_api;
-  const nb::object capsule = attribute(array.type(), name);
+  const nb::object capsule = attribute(type, name);
   const ExchangeApi* api = nullptr;
   if (PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api") != 0)
     api = static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
   while (api != nullptr && api->major != 1) api = api->previous;
   if (api != nullptr && api->tensor_from_py_object == nullptr) api = nullptr;
-  Py_INCREF(reinterpret_cast<PyObject*>(type));
-  Py_XDECREF(reinterpret_cast<PyObject*>(last_type));
-  last_type = type;
-  last_api = api;
-  return api;
+  const nb::object torch = nb::module_::import_("sys").attr("modules").attr("get")("torch");
+  const nb::object tensor = torch.is_none() ? torch : nb::object(torch.attr("Tensor"));
+  return {type.inc_ref(), api, !tensor.is_none() && PyObject_IsSubclass(type.ptr(), tensor.ptr()) == 1};
+}
+
+// Calls have arrays of few types, such as torch's Tensor and Parameter: the last four are remembered.
+ArrayType type_of(nb::handle array) {
+  static std::array<ArrayType, 4> known{};  // guarded, like what follows, by the global lock
+  static std::size_t oldest = 0;
+  for (const ArrayType& one : known)
+    if (one.type.is(array.type())) return one;
+  const ArrayType made = inspected(array.type());
+  const nb::object forgotten = nb::steal(std::exchange(known[oldest], made).type);
+  oldest = (oldest + 1) % known.size();
+  return made;
+}
+
+bool is_true(nb::handle object, PyObject* method) {
+  const nb::object answer = nb::steal(PyObject_CallMethodNoArgs(object.ptr(), method));
+  if (!answer.is_valid()) PyErr_Clear();
+  return answer.ptr() == Py_True;
+}
+
+// Whether torch differentiates what happens here. Not below autograd, as in the kernels of hopwell.torch: what there is
+// to know of derivatives has been seen to.
+bool is_differentiated() {
+  const nb::object is_excluded = nb::module_::import_("torch._C").attr("_dispatch_tls_is_dispatch_key_excluded");
+  return !nb::cast<bool>(is_excluded("AutogradFunctionality"));
+}
+
+// Whether torch's forward mode is on: then tensors may carry tangents. This is the variable that its own functions ask;
+// to ask every tensor would cost more than the rest of a small call.
+bool is_forward_mode() {
+  static PyObject* const current_level = PyUnicode_InternFromString("_current_level");
+  static const nb::handle forward_ad = nb::module_::import_("torch.autograd.forward_ad").release();
+  const nb::object level = attribute(forward_ad, current_level);
+  return level.is_valid() && PyLong_AsLong(level.ptr()) >= 0;
+}
+
+bool has_tangent(nb::handle tensor) {
+  return !nb::module_::import_("torch.autograd.forward_ad").attr("unpack_dual")(tensor).attr("tangent").is_none();
 }
 
 // The types that ml_dtypes adds to numpy. Its float4 keeps one code a byte, which is not what NVFP4 stores: it stays
@@ -121,23 +159,48 @@ DLDevice plain(DLDevice device) {
   return device;
 }
 
+// What `describe`, such as PyObject_Str, says of the object; its type where that fails.
+std::string described(nb::handle object, PyObject* (*describe)(PyObject*)) {
+  const nb::object string = nb::steal(describe(object.ptr()));
+  PyErr_Clear();
+  return std::string(utf8(string).value_or(nb::type_name(object.type()).c_str()));
+}
+
 // The first line: torch appends its stack.
 std::string message_of(const nb::python_error& error) {
-  const std::string text = nb::str(error.value()).c_str();
+  const std::string text = described(error.value(), PyObject_Str);
   return text.substr(0, text.find('\n'));
 }
 
 }  // namespace
 
+std::optional<std::string_view> utf8(nb::handle string) {
+  if (!string.is_valid() || !PyUnicode_Check(string.ptr())) return std::nullopt;
+  Py_ssize_t size = 0;
+  const char* bytes = PyUnicode_AsUTF8AndSize(string.ptr(), &size);
+  if (bytes == nullptr) {
+    PyErr_Clear();
+    return std::nullopt;
+  }
+  return std::string_view(bytes, static_cast<std::size_t>(size));
+}
+
 Call::Call(const char* operator_name, nb::handle backend, nb::handle stream)
     : operator_(operator_name), stream_(stream) {
   if (backend.is_none()) return;
-  if (nb::isinstance<Explanation>(backend))
+  if (nb::isinstance<Explanation>(backend)) {
     explanation_ = &nb::cast<Explanation&>(backend);
-  else if (nb::isinstance<nb::str>(backend))
-    backend_ = PyUnicode_AsUTF8(backend.ptr());
-  else
-    fail("backend", "a name from hopwell.backends() or None", text_of(backend));
+    return;
+  }
+  const std::optional<std::string_view> name = utf8(backend);
+  if (!name || name->find('\0') != std::string_view::npos) {
+    std::string good;
+    for (const BackendInfo& info : backend_info()) good += (good.empty() ? "" : ", ") + info.name;
+    const bool is_string = nb::isinstance<nb::str>(backend);
+    fail("backend", is_string ? "one of " + good : "a name from hopwell.backends() (" + good + ") or None",
+         text_of(backend));
+  }
+  backend_ = name->data();  // ends with a zero, as C strings do
 }
 
 void Call::fail(const char* name, const std::string& expected, const std::string& got) const {
@@ -145,7 +208,7 @@ void Call::fail(const char* name, const std::string& expected, const std::string
 }
 
 std::string Call::text_of(nb::handle value) {
-  const std::string text = nb::repr(value).c_str();
+  const std::string text = described(value, PyObject_ASCII);
   return text.size() <= 60 ? text : nb::type_name(value.type()).c_str();
 }
 
@@ -165,17 +228,22 @@ const DLTensor* Call::view(const char* name, nb::handle array, bool written) {
   if (array.is_none()) return nullptr;
   static PyObject* const array_struct = PyUnicode_InternFromString("__array_struct__");
   std::optional<Tensor>& slot = tensors_.at(count_);
-  const ExchangeApi* api = exchange_api(array);
-  if (api != nullptr) {
-    slot.emplace(exchanged(name, array, *api, written));
-  } else if (const nb::object interface = attribute(array, array_struct); interface.is_valid()) {
-    slot.emplace(numpy_view(name, array, interface, written));
+  const ArrayType type = type_of(array);
+  if (type.api != nullptr) {
+    slot.emplace(exchanged(name, array, *type.api));
+  } else if (nb::object& capsule = capsules_.at(count_) = attribute(array, array_struct); capsule.is_valid()) {
+    slot.emplace(numpy_view(name, array, capsule, written));
   } else {
     slot.emplace(dlpack_view(name, array, written));
   }
+  const bool may_be_lazy = !written && ((*slot)->dtype.code == kDLFloat || (*slot)->dtype.code == kDLBfloat);
+  if (may_be_lazy && type.is_torch)
+    check_torch(name, array,
+                "requires grad, which this function does not track: use hopwell.torch, detach() it, or call under"
+                " torch.no_grad()");
   if (count_++ == 0) {
     first_ = array;
-    first_api_ = api;
+    first_api_ = type.api;
   }
   return *slot;
 }
@@ -193,15 +261,7 @@ static Tensor tensor_of(const DLTensor& t) {
           plain(t.device)};
 }
 
-Tensor Call::exchanged(const char* name, nb::handle array, const ExchangeApi& api, bool written) {
-  static PyObject* const requires_grad = PyUnicode_InternFromString("requires_grad");
-  const nb::object flag = attribute(array, requires_grad);  // torch's; others have none
-  if (!written && flag.ptr() == Py_True && nb::cast<bool>(nb::module_::import_("torch").attr("is_grad_enabled")())) {
-    throw Error(HOPWELL_INVALID_ARGUMENT,
-                std::string(operator_) + ": " + name +
-                    " requires grad, which this function does not track: use hopwell.torch, detach() it,"
-                    " or call under torch.no_grad()");
-  }
+Tensor Call::exchanged(const char* name, nb::handle array, const ExchangeApi& api) const {
   DLTensor t{};
   if (api.tensor_from_py_object(array.ptr(), &t) != 0) {
     const nb::python_error error;
@@ -209,6 +269,39 @@ Tensor Call::exchanged(const char* name, nb::handle array, const ExchangeApi& ap
   }
   if (t.ndim > Tensor::kMaxDims) fail(name, "of at most 8 dimensions", std::to_string(t.ndim));
   return tensor_of(t);
+}
+
+// What a tensor's memory does not show: whether it takes part in a derivative, and whether it stands for the negatives
+// of what is stored.
+void Call::check_torch(const char* name, nb::handle tensor, const char* if_it_requires_grad) {
+  static PyObject* const requires_grad = PyUnicode_InternFromString("requires_grad");
+  static PyObject* const is_neg = PyUnicode_InternFromString("is_neg");
+  const auto refuse = [&](const char* why) {
+    throw Error(HOPWELL_INVALID_ARGUMENT, std::string(operator_) + ": " + name + " " + why);
+  };
+  if (attribute(tensor, requires_grad).ptr() == Py_True &&
+      nb::cast<bool>(nb::module_::import_("torch").attr("is_grad_enabled")()) && is_differentiated())
+    refuse(if_it_requires_grad);
+  if (is_true(tensor, is_neg)) refuse("has the negative bit, which its memory does not show: use resolve_neg()");
+  if (!forward_mode_) forward_mode_ = is_forward_mode();
+  if (*forward_mode_ && is_differentiated() && has_tangent(tensor))
+    refuse("carries a tangent, and no operator has a forward-mode derivative");
+}
+
+void Call::check_given(const char* name, nb::handle array) {
+  if (type_of(array).is_torch)
+    check_torch(name, array,
+                "requires grad, which what is written in place must not: detach() it, or call under torch.no_grad()");
+}
+
+void tell_written(nb::handle arrays) {
+  nb::list tensors;
+  for (const nb::handle array : nb::borrow<nb::tuple>(arrays))
+    if (type_of(array).is_torch) tensors.append(array);
+  if (nb::len(tensors) == 0) return;
+  static const nb::handle increment =
+      nb::object(nb::module_::import_("torch.autograd.graph").attr("increment_version")).release();
+  increment(tensors);
 }
 
 Tensor Call::numpy_view(const char* name, nb::handle array, nb::handle capsule, bool written) const {

@@ -26,6 +26,14 @@ struct Explanation {
 struct ExchangeApi;    // DLPack's table of C functions that a framework's array type carries
 struct ManagedTensor;  // DLPack's tensor that says how to free it
 
+// The UTF-8 of a string, which may have zeros in it; nothing for what is no string and for lone surrogates, which have
+// none.
+std::optional<std::string_view> utf8(nb::handle string);
+
+// Tells torch that those of a tuple's arrays that are its tensors were written in place: their versions go up, so that a
+// backward which needs what they were is an error.
+void tell_written(nb::handle arrays);
+
 class Call {
  public:
   Call(const char* operator_name, nb::handle backend, nb::handle stream);
@@ -36,6 +44,9 @@ class Call {
   const DLTensor* input(const char* name, nb::handle array);
   const DLTensor* output(const char* name, nb::handle array);
 
+  // For an output that the user gave, which may have a past in torch.
+  void check_given(const char* name, nb::handle array);
+
   [[nodiscard]] float real(const char* name, nb::handle value) const;
   [[nodiscard]] std::int64_t integer(const char* name, nb::handle value) const;
   [[nodiscard]] std::int64_t integer(const char* name, nb::handle value, std::int64_t if_none) const;
@@ -45,9 +56,10 @@ class Call {
   using Choices = std::initializer_list<std::pair<const char*, Enum>>;
   template <class Enum>
   [[nodiscard]] Enum choice(const char* name, nb::handle value, Choices<Enum> choices) const {
+    const std::optional<std::string_view> given = utf8(value);
     std::string good;
     for (const auto& [text, result] : choices) {
-      if (nb::isinstance<nb::str>(value) && std::string_view(nb::borrow<nb::str>(value).c_str()) == text) return result;
+      if (given == text) return result;
       good += (good.empty() ? "'" : " or '") + std::string(text) + "'";
     }
     fail(name, good, text_of(value));
@@ -92,9 +104,10 @@ class Call {
   static constexpr std::size_t kMaxArrays = 20;
 
   const DLTensor* view(const char* name, nb::handle array, bool written);
-  Tensor exchanged(const char* name, nb::handle array, const ExchangeApi& api, bool written);
+  Tensor exchanged(const char* name, nb::handle array, const ExchangeApi& api) const;
   Tensor numpy_view(const char* name, nb::handle array, nb::handle interface, bool written) const;
   Tensor dlpack_view(const char* name, nb::handle array, bool written);
+  void check_torch(const char* name, nb::handle tensor, const char* if_it_requires_grad);
   static std::string text_of(nb::handle value);
   [[nodiscard]] std::string with_python_names(const std::string& message, Renamed renamed) const;
   [[nodiscard]] bool may_need_workspace() const;
@@ -110,7 +123,10 @@ class Call {
   std::size_t count_ = 0;
   nb::handle first_;  // the first array, which says where outputs and scratch live
   const ExchangeApi* first_api_ = nullptr;
-  std::vector<nb::ndarray<nb::ro>> views_;  // what came through __dlpack__, kept until the call is over
+  // What may own the memory of arrays that came through __array_struct__ or __dlpack__, kept until the call is over.
+  std::array<nb::object, kMaxArrays> capsules_;
+  std::vector<nb::ndarray<nb::ro>> views_;
+  std::optional<bool> forward_mode_;  // torch's, asked when there is a tensor of its
   // The workspace: an array, or what the framework's C function allocated.
   nb::object scratch_;
   std::unique_ptr<ManagedTensor, void (*)(ManagedTensor*)> own_scratch_{nullptr, nullptr};

@@ -221,6 +221,10 @@ void lightning_indexer_backward_(handle target, handle q_index, handle k_index, 
   call.run(args, hopwell::lightning_indexer_backward, hopwell::lightning_indexer_backward_workspace_bytes);
 }
 
+void check_given(const char* operator_name, const char* argument, handle array) {
+  Call(operator_name, nb::none(), nb::none()).check_given(argument, array);
+}
+
 nb::list names(const std::vector<std::string>& strings) {
   nb::list list;
   for (const std::string& string : strings) list.append(nb::str(string.c_str()));
@@ -264,7 +268,11 @@ NB_MODULE(_hopwell, m) {
   hp::define(m, "nvfp4_dequantize", hp::nvfp4_dequantize_);
   hp::define(m, "lightning_indexer", hp::lightning_indexer_);
   hp::define(m, "lightning_indexer_backward", hp::lightning_indexer_backward_);
+  m.def("check_given", hp::check_given);
+  m.def("tell_written", hp::tell_written);
   m.def("backends", [] { return hp::names(hopwell::backends()); });
-  m.def("backends", [](const char* operator_name) { return hp::names(hopwell::backends(operator_name)); });
+  m.def("backends", [](const nb::str& operator_name) {
+    return hp::names(hopwell::backends(hp::utf8(operator_name).value_or("")));
+  });
   m.def("version", [] { return nb::str(hopwell::version().c_str()); });
 }

@@ -8,6 +8,8 @@ from typing import Any, TypeAlias
 import ml_dtypes
 import numpy as np
 
+from . import _hopwell
+
 Array: TypeAlias = Any  # torch.Tensor, numpy.ndarray, or anything else with __dlpack__
 DType: TypeAlias = Any  # a name ("float32"), or what `array.dtype` is in the array's framework
 
@@ -59,8 +61,20 @@ def _torch_dtype(torch: Any, dtype: DType) -> Any:
     return getattr(torch, name if name in _NUMPY_DTYPES else "float32")
 
 
-def native(like: Array, results: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The results as arrays of the framework of `like`, where `outputs_like` could not make them so."""
+def given(name: str, argument: str, array: Array) -> Array:
+    """An array that is given to be written in place; torch must not hold its present values in a derivative."""
+    _hopwell.check_given(name, argument, array)
+    return array
+
+
+def native(like: Array, results: tuple[Any, ...], written: tuple[Array | None, ...] = ()) -> tuple[Any, ...]:
+    """The results as arrays of the framework of `like`, where `outputs_like` could not make them so. `written` are the
+    arrays that were given to be written, of which torch is told.
+    """
+    for array in written:
+        if array is not None:
+            _hopwell.tell_written(written)
+            break
     if isinstance(like, np.ndarray) or _is_torch(like) or not hasattr(like, "__array_namespace__"):
         return results
     framework = like.__array_namespace__()
@@ -78,19 +92,47 @@ def dims(array: Array, count: int) -> tuple[int, ...]:
     return tuple(shape) if len(shape) == count else (0,) * count
 
 
-def extent(size: Any, limit: int | None = None) -> int:
-    """A size that the argument check will judge, made fit to allocate an output of: not negative, not past `limit`."""
+def extent(size: Any, limit: int) -> int:
+    """A size that the argument check will judge, made fit to allocate an output of: from 0 to `limit`."""
     try:
-        number = max(operator.index(size), 0)
+        return min(max(operator.index(size), 0), limit)
     except TypeError:
         return 0
-    return number if limit is None else min(number, limit)
+
+
+def check_topk(name: str, topk: Any) -> int:
+    """The number of keys a query, which sizes outputs before the argument check sees them; keys are int32."""
+    largest = 2**31 - 1
+    try:
+        size = operator.index(topk)
+    except TypeError:
+        size = -1
+    if not 0 <= size <= largest:
+        bound = f"at most {largest}" if size > 0 else "at least 0"
+        raise ValueError(f"{name}: topk must be an integer of {bound}; got {printable(topk)}")
+    return size
 
 
 def dtype_name(name: str, argument: str, dtype: DType, allowed: tuple[str, ...]) -> str:
     """The name of a dtype given as a name, a numpy type or dtype, or torch's."""
-    text = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", None) or str(dtype).rpartition(".")[2]
+    text = _dtype_text(dtype)
     if text not in allowed:
         choices = " or ".join(", ".join(allowed).rsplit(", ", 1))
-        raise ValueError(f"{name}: {argument} must be {choices}; got {text}")
+        raise ValueError(f"{name}: {argument} must be {choices}; got {printable(text)}")
     return text
+
+
+def _dtype_text(dtype: DType) -> str:
+    return dtype if isinstance(dtype, str) else getattr(dtype, "__name__", None) or str(dtype).rpartition(".")[2]
+
+
+def check_dtype(name: str, argument: str, array: Array, dtype: str, option: str) -> None:
+    """An array given to be written has the dtype that `option` names."""
+    text = _dtype_text(getattr(array, "dtype", dtype))  # what has none is not an array: the argument check complains
+    if text != dtype:
+        raise ValueError(f"{name}: {argument} must be {dtype}, as {option} says; got {text}")
+
+
+def printable(text: object) -> str:
+    """What was given instead of a name, in ASCII: a message with a lone surrogate could not be printed."""
+    return ascii(text)[1:-1] if isinstance(text, str) else ascii(text)

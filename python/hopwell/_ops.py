@@ -3,7 +3,19 @@
 from typing import Any
 
 from . import _hopwell
-from ._arrays import Array, DType, dims, dtype_name, extent, native, outputs_like
+from ._arrays import (
+    Array,
+    DType,
+    check_dtype,
+    check_topk,
+    dims,
+    dtype_name,
+    extent,
+    given,
+    native,
+    outputs_like,
+    printable,
+)
 
 
 def sparse_mla_forward(
@@ -48,16 +60,18 @@ def sparse_mla_forward(
     Returns:
         (out, max_logits, lse), natural-log. A row without a valid entry: out 0, max_logits −inf, lse +inf.
     """
-    new = outputs_like("sparse_mla_forward", "q", q)
+    name = "sparse_mla_forward"
+    new = outputs_like(name, "q", q)
     s_q, h_q, d_qk = dims(q, 3)
-    out = new((s_q, h_q, extent(d_v, d_qk)), q.dtype) if out is None else out
-    max_logits = new((s_q, h_q), "float32") if max_logits is None else max_logits
-    lse = new((s_q, h_q), "float32") if lse is None else lse
+    written = out, max_logits, lse
+    out = new((s_q, h_q, extent(d_v, d_qk)), q.dtype) if out is None else given(name, "out", out)
+    max_logits = new((s_q, h_q), "float32") if max_logits is None else given(name, "max_logits", max_logits)
+    lse = new((s_q, h_q), "float32") if lse is None else given(name, "lse", lse)
     _hopwell.sparse_mla_forward(
         q, kv, indices, sm_scale, d_v, attn_sink, topk_length, q_positions, q_start, kv_stride, out, max_logits, lse,
         backend, stream,
     )  # fmt: skip
-    return native(q, (out, max_logits, lse))
+    return native(q, (out, max_logits, lse), written)
 
 
 def sparse_mla_backward(
@@ -94,9 +108,9 @@ def sparse_mla_backward(
         q, kv, indices, sm_scale, d_v, attn_sink, topk_length, q_positions, q_start, kv_stride: as in the forward.
         out, lse: what the forward returned.
         deterministic: the same bits every time, also where the fastest way would not give them.
-        dkv_dtype: "float32" or "bfloat16", of a dkv that is not given.
+        dkv_dtype: "float32" or "bfloat16".
         dq: like q, written in place.
-        dkv: fp32 or bf16, of kv's shape, written in place; with `accumulate` (fp32 only) added into.
+        dkv: of kv's shape and of dkv_dtype, written in place; with `accumulate` (fp32 only) added into.
         indices_ascending: a hint that rows ascend, as the indexer's do, so that no pass needs to order them; rows that
             do not give the same results, later.
         need_dq, need_dkv: False leaves that gradient out.
@@ -111,20 +125,25 @@ def sparse_mla_backward(
     dkv_type = dtype_name(name, "dkv_dtype", dkv_dtype, ("float32", "bfloat16"))
     if accumulate and dkv is None:
         raise ValueError(f"{name}: dkv must be given to accumulate into; got None")
-    for argument, needed, given in (("dq", need_dq, dq), ("dkv", need_dkv, dkv)):
-        if given is not None and not needed:
-            raise ValueError(f"{name}: {argument} must be None where it is not needed; got an array")
+    written = dq, dkv, attn
+    for argument, needed, array in (("dq", need_dq, dq), ("dkv", need_dkv, dkv), ("attn", True, attn)):
+        if array is not None:
+            if not needed:
+                raise ValueError(f"{name}: {argument} must be None where it is not needed; got an array")
+            given(name, argument, array)
     shape = dims(q, 3)
     if need_dq and dq is None:
         dq = new(shape, q.dtype if hasattr(q, "dtype") else "float32")
-    if need_dkv and dkv is None:
+    if dkv is not None:
+        check_dtype(name, "dkv", dkv, dkv_type, "dkv_dtype")
+    elif need_dkv:
         dkv = new(tuple(getattr(kv, "shape", ())), dkv_type)
     d_sink = None if attn_sink is None else new((shape[1],), "float32")
     _hopwell.sparse_mla_backward(
         d_out, q, kv, indices, out, lse, sm_scale, d_v, attn_sink, topk_length, q_positions, q_start, kv_stride,
         deterministic, accumulate, indices_ascending, dq, dkv, d_sink, attn, backend, stream,
     )  # fmt: skip
-    return native(d_out, (dq, dkv, d_sink))
+    return native(d_out, (dq, dkv, d_sink), written)
 
 
 def attention_distribution(
@@ -157,13 +176,17 @@ def attention_distribution(
     Returns:
         attn fp32 [s_q, topk], in the order of indices.
     """
-    new = outputs_like("attention_distribution", "q", q)
+    name = "attention_distribution"
+    new = outputs_like(name, "q", q)
+    written = (out,)
     if out is None:
         out = new((dims(indices, 2) if len(getattr(indices, "shape", ())) == 2 else dims(indices, 3)[::2]), "float32")
+    else:
+        given(name, "out", out)
     _hopwell.attention_distribution(
         q, kv, indices, lse, sm_scale, topk_length, q_positions, q_start, kv_stride, normalize, out, backend, stream
     )
-    return native(q, (out,))[0]
+    return native(q, (out,), written)[0]
 
 
 def paged_attention(
@@ -215,15 +238,17 @@ def paged_attention(
     Returns:
         (out, lse), natural-log. A query without a visible key: out 0, lse −inf.
     """
-    new = outputs_like("paged_attention", "q", q)
+    name = "paged_attention"
+    new = outputs_like(name, "q", q)
     shape = tuple(q.shape)
-    out = new(shape, q.dtype) if out is None else out
-    lse = new(shape[:-1], "float32") if lse is None else lse
+    written = out, lse
+    out = new(shape, q.dtype) if out is None else given(name, "out", out)
+    lse = new(shape[:-1], "float32") if lse is None else given(name, "lse", lse)
     _hopwell.paged_attention(
         q, k_cache, v_cache, block_tables, context_lens, scale, layout, pos_bias_u, bias, bias_kind, out_of_range,
         pre_scale, pos_bias_v, r, alibi_slopes, window, out, lse, backend, stream,
     )  # fmt: skip
-    return native(q, (out, lse))
+    return native(q, (out, lse), written)
 
 
 def nvfp4_gemv(
@@ -247,8 +272,8 @@ def nvfp4_gemv(
         sfa, sfb: scales, uint8 or float8_e4m3fn. scale_layout "plain": [rows, K/16, L]; "blocked": the 128×4 order of
             cuBLAS and CUTLASS, in any shape of as many bytes, L slowest.
         alpha: factor of the result.
-        out_dtype: "float16", "bfloat16" or "float32", of a result that is not given.
-        out: [M, 1, L] of any of these, any strides; written in place.
+        out_dtype: "float16", "bfloat16" or "float32".
+        out: [M, 1, L] of out_dtype, any strides; written in place.
         backend, stream: as in `sparse_mla_forward`.
 
     Returns:
@@ -258,9 +283,13 @@ def nvfp4_gemv(
     new = outputs_like(name, "a", a)
     out_type = dtype_name(name, "out_dtype", out_dtype, ("float16", "bfloat16", "float32"))
     m, _, batch = dims(a, 3)
-    out = new((m, 1, batch), out_type) if out is None else out
+    written = (out,)
+    if out is None:
+        out = new((m, 1, batch), out_type)
+    else:
+        check_dtype(name, "out", given(name, "out", out), out_type, "out_dtype")
     _hopwell.nvfp4_gemv(a, b, sfa, sfb, alpha, scale_layout, out, backend, stream)
-    return native(a, (out,))[0]
+    return native(a, (out,), written)[0]
 
 
 def nvfp4_linear(
@@ -292,11 +321,12 @@ def nvfp4_linear(
         y [n, N] in the dtype of x.
     """
     new = outputs_like("nvfp4_linear", "x", x)
-    out = new((dims(x, 2)[0], dims(weight, 2)[0]), x.dtype) if out is None else out
+    written = (out,)
+    out = new((dims(x, 2)[0], dims(weight, 2)[0]), x.dtype) if out is None else given("nvfp4_linear", "out", out)
     _hopwell.nvfp4_linear(
         x, weight, weight_scale, weight_global, bias, scale_layout, global_is_reciprocal, out, backend, stream
     )
-    return native(x, (out,))[0]
+    return native(x, (out,), written)[0]
 
 
 def nvfp4_quantize(
@@ -383,7 +413,7 @@ def lightning_indexer(
         q_index: bf16 or fp32 [s_q, h_index, d_index].
         k_index: like q_index, [s_kv, d_index].
         weights: fp32 or bf16 [s_q, h_index], any sign.
-        topk: keys a query, 0 or more.
+        topk: keys a query, 0 … 2³¹ − 1.
         q_positions, q_start, kv_stride: causal masking, as in `sparse_mla_forward`.
         backend, stream: as in `sparse_mla_forward`.
 
@@ -392,10 +422,7 @@ def lightning_indexer(
     """
     name = "lightning_indexer"
     new = outputs_like(name, "q_index", q_index)
-    size = extent(topk)
-    if not hasattr(topk, "__index__") or size != topk:
-        raise ValueError(f"{name}: topk must be an integer of at least 0; got {topk!r}")
-    shape = (dims(q_index, 3)[0], size)
+    shape = (dims(q_index, 3)[0], check_topk(name, topk))
     indices, scores = new(shape, "int32"), new(shape, "float32")
     _hopwell.lightning_indexer(
         q_index, k_index, weights, q_positions, q_start, kv_stride, indices, scores, backend, stream
@@ -468,8 +495,9 @@ def explain(operator: str, /, **arguments: Any) -> str:
     `operator` is the name of a function here, `arguments` are its own, by name; nothing is run. Bad arguments raise
     what the call itself would raise.
     """
-    if operator not in _OPERATORS:
-        raise ValueError(f"explain: operator must be one of {', '.join(_OPERATORS)}; got {operator}")
+    function = _OPERATORS.get(operator) if isinstance(operator, str) else None
+    if function is None:
+        raise ValueError(f"explain: operator must be one of {', '.join(_OPERATORS)}; got {printable(operator)}")
     explanation = _hopwell.Explanation()
-    _OPERATORS[operator](**{**arguments, "backend": explanation})
+    function(**{**arguments, "backend": explanation})
     return explanation.text

@@ -10,6 +10,7 @@ are masked, and a sequence of length 0 gives 0. fp8 caches and block-sparse atte
 
 import torch
 
+from .._arrays import printable
 from .._ops import paged_attention
 
 __all__ = ["paged_attention_v1", "paged_attention_v2", "reshape_and_cache"]
@@ -20,7 +21,7 @@ DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat1
 
 def _require(holds: bool, operator: str, argument: str, expected: str, got: object) -> None:
     if not holds:
-        raise ValueError(f"{operator}: {argument} must be {expected}; got {got}")
+        raise ValueError(f"{operator}: {argument} must be {expected}; got {printable(got)}")
 
 
 def _check_cache_dtype(operator: str, kv_cache_dtype: str, cache: torch.Tensor) -> None:

@@ -8,8 +8,9 @@ training the ones of the DeepSeek-V3.2 report.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -70,13 +71,40 @@ class KeyCache:
         return self.length + torch.arange(s, device=self.length.device)
 
 
-class SparseMLA(nn.Module):
+class KeepsDtypes(nn.Module):
+    """A module of which some tensors have their dtype whatever that of the rest: `bfloat16()` and its like, which cast
+    all that is floating, only move those named in `kept`.
+    """
+
+    kept: ClassVar[tuple[str, ...]]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        tensors = [t for t in (getattr(self, name) for name in self.kept) if t is not None]
+        kept = {id(t) for t in (*tensors, *(t.grad for t in tensors if t.grad is not None))}
+
+        def convert(tensor: Tensor) -> Tensor:
+            if id(tensor) not in kept:
+                return fn(tensor)
+            given = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor  # float4 can't even be cast
+            moved = fn(given)
+            if moved is given:
+                return tensor
+            return (moved if moved.dtype == given.dtype else given.to(moved.device)).view(tensor.dtype)
+
+        module: Self = super()._apply(convert, recurse)  # type: ignore[no-untyped-call]
+        return module
+
+
+class SparseMLA(KeepsDtypes):
     """Multi-head latent attention in its multi-query form, over the keys that `indices` names.
 
     A token's key is its latent, d_v numbers, and a rotary part of d_rope; the value is the latent. Queries come per
     head with d_nope position-free numbers, lifted into the latent space by `up_key`, and d_rope rotary ones; `up_value`
-    takes each head's result out of the latent space to d_head numbers.
+    takes each head's result out of the latent space to d_head numbers. `attn_sink` stays float32 in a module of another
+    dtype.
     """
+
+    kept = ("attn_sink",)
 
     def __init__(
         self,
@@ -99,7 +127,7 @@ class SparseMLA(nn.Module):
         self.up_key = nn.Parameter(torch.randn(h_q, d_nope, d_v) / math.sqrt(d_v))
         self.up_value = nn.Parameter(torch.randn(h_q, d_v, d_head) / math.sqrt(d_v))
         self.output = nn.Linear(h_q * d_head, d_model, bias=False)
-        self.attn_sink = nn.Parameter(torch.zeros(h_q)) if attn_sink else None
+        self.attn_sink = nn.Parameter(torch.zeros(h_q, dtype=torch.float32)) if attn_sink else None
 
     def project(self, x: Tensor, start: int | Tensor = 0) -> tuple[Tensor, Tensor]:
         """x [b, s, d_model] at the positions from `start` on → q [b, s, h_q, d_v + d_rope], kv [b, s, d_v + d_rope]."""
@@ -121,8 +149,9 @@ class SparseMLA(nn.Module):
         """q [s_q, h_q, d_qk], kv [s_kv, d_qk], indices int32 [s_q, topk], `ascending` or not → out [s_q, h_q, d_v], lse
         [s_q, h_q].
         """
+        sink = None if self.attn_sink is None else self.attn_sink.float()  # FSDP's mixed precision casts it on the way
         out, _, lse = ops.sparse_mla(
-            q, kv, indices, self.sm_scale, self.d_v, attn_sink=self.attn_sink, indices_ascending=ascending
+            q, kv, indices, self.sm_scale, self.d_v, attn_sink=sink, indices_ascending=ascending
         )
         return out, lse
 
@@ -139,16 +168,23 @@ class SparseMLA(nn.Module):
         return out.transpose(1, 2)
 
     def forward(self, x: Tensor, indices: Tensor) -> Tensor:
-        """x [b, s, d_model], indices int32 [b, s, topk] within each sequence (−1: none) → [b, s, d_model]."""
+        """x [b, s, d_model], indices int32 [b, s, topk] within each sequence (others: none) → [b, s, d_model]."""
+        if indices.shape[:2] != x.shape[:2]:
+            raise ValueError(
+                f"SparseMLA: indices must be int32 [b, s, topk] with [b, s] = {list(x.shape[:2])} as x has;"
+                f" got {list(indices.shape)}"
+            )
         q, kv = self.project(x)
         out, _ = self.attend(q.flatten(0, 1), kv.flatten(0, 1), pack_indices(indices, x.shape[1]))
         return self.combine(out.view(*x.shape[:2], self.h_q, self.d_v))
 
 
 def pack_indices(indices: Tensor, s_kv: int) -> Tensor:
-    """Key indices within each of b sequences, [b, s, topk], to indices into their pack, [b·s, topk]; −1 stays −1."""
+    """Key indices within each of b sequences of s_kv keys, [b, s, topk], to indices into their pack, [b·s, topk]; those
+    that name no key of their sequence become −1.
+    """
     shift = torch.arange(indices.shape[0], device=indices.device, dtype=indices.dtype)[:, None, None] * s_kv
-    return torch.where(indices < 0, indices, indices + shift).flatten(0, 1)
+    return torch.where((indices < 0) | (indices >= s_kv), -1, indices + shift).flatten(0, 1)
 
 
 def all_keys(b: int, s: int, device: torch.device | None = None) -> Tensor:
@@ -199,7 +235,7 @@ class LightningIndexer(nn.Module):
             ops.lightning_indexer(*sequence, self.topk, q_start=0)[0]
             for sequence in zip(q_index, k_index, weights, strict=True)
         ]
-        return torch.stack(one)
+        return torch.stack(one) if one else q_index.new_empty(0, q_index.shape[1], self.topk, dtype=torch.int32)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [b, s, d_model] → indices int32 [b, s, topk]."""
@@ -211,12 +247,14 @@ class DSA(nn.Module):
 
     Three ways to run it, the stages of the report:
       "dense"    attention over every visible key, by PyTorch; the indexer rests
-      "warm-up"  attention over every visible key and the indexer's loss over all of them; whoever trains keeps the rest
-      fixed "sparse"   attention over the selected keys and the indexer's loss over these
+      "warm-up"  attention over every visible key and the indexer's loss over all of them; the rest is kept fixed by
+                 whoever trains
+      "sparse"   attention over the selected keys and the indexer's loss over these
 
-    The loss is the mean over tokens of KL(attention distribution ‖ softmax of the index scores). The indexer's input is
-    detached and the target carries no gradient, so the indexer learns from this loss only and nothing else learns from
-    it. `selected` holds the last selection, int32 [b, s, topk], for whoever wants to see which keys were read.
+    The loss is the mean over tokens (without any, 0) of KL(attention distribution ‖ softmax of the index scores). The
+    indexer's input is detached and the target carries no gradient, so the indexer learns from this loss only and
+    nothing else learns from it. `selected` holds the last selection, int32 [b, s, topk], for whoever wants to see
+    which keys were read.
     """
 
     def __init__(self, mla: SparseMLA, indexer: LightningIndexer) -> None:
@@ -226,6 +264,8 @@ class DSA(nn.Module):
 
     def forward(self, x: Tensor, mode: Mode = "sparse") -> tuple[Tensor, Tensor | None]:
         """x [b, s, d_model] → y [b, s, d_model] and, where gradients are on and the mode has it, the indexer's loss."""
+        if mode not in get_args(Mode):
+            raise ValueError(f"DSA: mode must be {' or '.join(map(repr, get_args(Mode)))}; got {mode!r}")
         b, s, _ = x.shape
         q, kv = self.mla.project(x)
         if mode == "dense":
@@ -239,10 +279,14 @@ class DSA(nn.Module):
             return y, None
         target = ops.attention_distribution(q, kv, indices, lse, self.mla.sm_scale, normalize="l1")
         q_index, k_index, weights = (t.flatten(0, 1) for t in (q_index, k_index, weights))
-        return y, ops.indexer_loss(q_index, k_index, weights, indices, target) / (b * s)
+        return y, ops.indexer_loss(q_index, k_index, weights, indices, target) / max(b * s, 1)
 
     def extend(self, x: Tensor, cache: KeyCache) -> Tensor:
         """The tokens x [1, s, d_model] that follow those in the cache: adds their keys to it and attends sparsely."""
+        if len(x) != 1:
+            raise ValueError(
+                f"DSA.extend: x must be [1, s, d_model], one sequence as the cache is; got {list(x.shape)}"
+            )
         start = cache.length
         q, kv = self.mla.project(x, start)
         q_index, k_index, weights = self.indexer.project(x, start)
@@ -253,11 +297,13 @@ class DSA(nn.Module):
         return self.mla.combine(out[None])
 
 
-class NVFP4Linear(nn.Module):
-    """A linear layer whose weight is NVFP4: 4-bit codes, an e4m3 scale per 16 of them, one float32 scale. Not
-    trainable. Many rows of bf16 x on a GPU are multiplied by the dequantised weight where that is faster; it exists for
-    the time of the call.
+class NVFP4Linear(KeepsDtypes):
+    """A linear layer whose weight is NVFP4: 4-bit codes, an e4m3 scale per 16 of them, one float32 scale, which all
+    stay as they are in a module of another dtype. Not trainable. Many rows of bf16 x on a GPU are multiplied by the
+    dequantised weight where that is faster; it exists for the time of the call.
     """
+
+    kept = ("weight", "weight_scale", "weight_global")
 
     weight: Tensor
     weight_scale: Tensor

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 import hopwell
+from hopwell._arrays import check_topk
 
 from ._register import Gradients, differentiable, operator, run, stop_gradient
 
@@ -13,6 +14,8 @@ from ._register import Gradients, differentiable, operator, run, stop_gradient
 def _lightning_indexer_fake(
     q_index: Tensor, k_index: Tensor, weights: Tensor, topk: int, *_: Any, **__: Any
 ) -> tuple[Tensor, Tensor]:
+    if isinstance(topk, int):  # and no symbol
+        check_topk("lightning_indexer", topk)
     shape = (q_index.shape[0], topk)
     return q_index.new_empty(shape, dtype=torch.int32), q_index.new_empty(shape, dtype=torch.float32)
 
@@ -79,15 +82,22 @@ def lightning_indexer_backward(
 
 
 def _save_indexer_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """The forward has the loss's gradients already, unless d_loss scaled them."""
+    arguments, (d_loss, ctx.deterministic, ctx.backend) = inputs[:5], inputs[5:]
     _, *gradients = output
-    ctx.save_for_backward(*gradients)
     ctx.mark_non_differentiable(*gradients)
-    ctx.k_dtype, ctx.d_loss = inputs[2].dtype, inputs[5]
+    ctx.k_dtype, ctx.scaled = inputs[2].dtype, d_loss != 1.0
+    ctx.save_for_backward(*(arguments if ctx.scaled else gradients))
 
 
 def _differentiate_indexer_loss(ctx: Any, d_loss: Tensor, *_: Tensor) -> Gradients:
-    """The forward has the gradients already: only the factor is missing."""
-    d_q_index, d_k_index, d_weights = (g * (d_loss / ctx.d_loss).to(g.dtype) for g in ctx.saved_tensors)
+    gradients = ctx.saved_tensors
+    if ctx.scaled:
+        target, q_index, k_index, weights, indices = gradients
+        gradients = lightning_indexer_backward(
+            target, q_index, k_index, weights, indices, 1.0, ctx.deterministic, ctx.backend
+        )[1:]
+    d_q_index, d_k_index, d_weights = (g * d_loss.to(g.dtype) for g in gradients)
     return None, d_q_index, d_k_index.to(ctx.k_dtype), d_weights, None, None, None, None
 
 

@@ -1,19 +1,29 @@
 """NVFP4 products, quantisation and back."""
 
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import hopwell
+from hopwell._arrays import dtype_name
 
-from ._register import as_bytes, dtype_named, no_gradient, operator, run, scale_shape
+from ._register import no_gradient, operator, run, scale_shape
+
+
+def _as_tensor(name: str, argument: str, number: Any, like: Tensor) -> Tensor:
+    """A global given as a number, as the ops take it."""
+    if not isinstance(number, Real) or not abs(float(number)) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"{name}: {argument} must be a finite number or a 0-d float32 tensor; got {number!r}")
+    return torch.full((), float(number), dtype=torch.float32, device=like.device)
 
 
 def _nvfp4_gemv_fake(
     a: Tensor, b: Tensor, sfa: Tensor, sfb: Tensor, alpha: float = 1.0, out_dtype: str = "float16", *_: Any, **__: Any
 ) -> Tensor:
-    return a.new_empty((a.shape[0], 1, a.shape[2]), dtype=dtype_named(out_dtype))
+    dtype_name("nvfp4_gemv", "out_dtype", out_dtype, ("float16", "bfloat16", "float32"))
+    return a.new_empty((a.shape[0], 1, a.shape[2]), dtype=getattr(torch, out_dtype))
 
 
 @operator("nvfp4_gemv", _nvfp4_gemv_fake)
@@ -28,10 +38,8 @@ def nvfp4_gemv(
     backend: str | None = None,
 ) -> Tensor:
     """c[m, 0, l] = alpha · Σ_k a·b with both sides NVFP4: a [M, K/2, L], b [1 or 128, K/2, L]; c [M, 1, L]."""
-    codes = [as_bytes(x) for x in (a, b, sfa, sfb)]
-    c: Tensor = run(
-        hopwell.nvfp4_gemv, *codes, alpha=alpha, out_dtype=out_dtype, scale_layout=scale_layout, backend=backend
-    )
+    options = {"alpha": alpha, "out_dtype": out_dtype, "scale_layout": scale_layout, "backend": backend}
+    c: Tensor = run(hopwell.nvfp4_gemv, a, b, sfa, sfb, **options)
     return c.contiguous()
 
 
@@ -52,7 +60,7 @@ def _nvfp4_linear(
 ) -> Tensor:
     result: Tensor = run(
         hopwell.nvfp4_linear,
-        *(x, as_bytes(weight), as_bytes(weight_scale), weight_global),
+        *(x, weight, weight_scale, weight_global),
         bias=bias,
         scale_layout=scale_layout,
         global_is_reciprocal=global_is_reciprocal,
@@ -78,7 +86,7 @@ def nvfp4_linear(
     float32 tensor on x's device. Returns y [n, N] in x's dtype.
     """
     if not isinstance(weight_global, Tensor):
-        weight_global = torch.full((), weight_global, dtype=torch.float32, device=x.device)
+        weight_global = _as_tensor("nvfp4_linear", "weight_global", weight_global, x)
     return _nvfp4_linear(x, weight, weight_scale, weight_global, bias, scale_layout, global_is_reciprocal, backend)
 
 
@@ -101,7 +109,7 @@ def _nvfp4_quantize(
     )
     if global_scale is not None:
         used = global_scale.clone()  # an op's output must not be its input
-    return as_bytes(codes), as_bytes(scales).reshape(scale_shape(x.shape[0], x.shape[1], scale_layout)), used
+    return codes, scales, used
 
 
 def nvfp4_quantize(
@@ -115,7 +123,7 @@ def nvfp4_quantize(
     where blocked) and the global scale, a 0-d float32 tensor.
     """
     if global_scale is not None and not isinstance(global_scale, Tensor):
-        global_scale = torch.full((), global_scale, dtype=torch.float32, device=x.device)
+        global_scale = _as_tensor("nvfp4_quantize", "global_scale", global_scale, x)
     return _nvfp4_quantize(x, scale_layout=scale_layout, global_scale=global_scale, backend=backend)
 
 
@@ -127,7 +135,8 @@ def _nvfp4_dequantize_fake(
     dtype: str = "float32",
     backend: str | None = None,
 ) -> Tensor:
-    return codes.new_empty((codes.shape[0], codes.shape[1] * 2), dtype=dtype_named(dtype))
+    dtype_name("nvfp4_dequantize", "dtype", dtype, ("float32", "float16", "bfloat16"))
+    return codes.new_empty((codes.shape[0], codes.shape[1] * 2), dtype=getattr(torch, dtype))
 
 
 @operator("nvfp4_dequantize", _nvfp4_dequantize_fake)
@@ -140,7 +149,7 @@ def _nvfp4_dequantize(
     backend: str | None = None,
 ) -> Tensor:
     options = {"scale_layout": scale_layout, "dtype": dtype, "backend": backend}
-    result: Tensor = run(hopwell.nvfp4_dequantize, as_bytes(codes), as_bytes(scales), global_scale, **options)
+    result: Tensor = run(hopwell.nvfp4_dequantize, codes, scales, global_scale, **options)
     return result
 
 
@@ -155,7 +164,7 @@ def nvfp4_dequantize(
 ) -> Tensor:
     """code · scale · global as a [rows, K] tensor of the dtype named."""
     if not isinstance(global_scale, Tensor):
-        global_scale = torch.full((), global_scale, dtype=torch.float32, device=codes.device)
+        global_scale = _as_tensor("nvfp4_dequantize", "global_scale", global_scale, codes)
     return _nvfp4_dequantize(codes, scales, global_scale, scale_layout=scale_layout, dtype=dtype, backend=backend)
 
 

@@ -17,14 +17,15 @@ R = TypeVar("R")
 Gradients = tuple[Tensor | None, ...]
 
 _torch: Any = torch  # what is used of it here has no types
+_forward_ad = _torch.autograd.forward_ad
 _library = _torch.library.Library("hopwell", "DEF")
 _below_autograd = _torch._C._AutoDispatchBelowAutograd
-_views_what_requires_grad = hasattr(Tensor, "__dlpack_c_exchange_api__")
+_views_any_tensor = hasattr(Tensor, "__dlpack_c_exchange_api__")
 
 
 def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Registers a kernel and its fake as hopwell::<name>; the function that remains keeps the kernel's signature and
-    docstring. Its backward says that there is none; `differentiable` and `stop_gradient` say otherwise.
+    docstring. One of `differentiable`, `stop_gradient` and `no_gradient` says what its backward is.
     """
 
     def register(kernel: Callable[P, R]) -> Callable[P, R]:
@@ -33,35 +34,76 @@ def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[P, R]], 
         for device in ("CPU", "CUDA"):
             _library.impl(name, kernel, device)
         torch.library.register_fake(f"hopwell::{name}", fake, lib=_library)
-        op = getattr(torch.ops.hopwell, name).default
+        op = _op(name)
 
         @functools.wraps(kernel)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             result: R
-            if torch.is_grad_enabled() or torch.compiler.is_compiling():
-                result = op(*args, **kwargs)
-            else:
-                with _below_autograd():
+            try:
+                if torch.is_grad_enabled() or _forward_ad._current_level >= 0 or torch.compiler.is_compiling():
                     result = op(*args, **kwargs)
-            return result
+                else:
+                    with _below_autograd():
+                        result = op(*args, **kwargs)
+                return result
+            except RuntimeError as error:
+                if not str(error).startswith(f"hopwell::{name}() "):
+                    raise
+                refused = error  # by the dispatcher
+            raise _as_hopwell_says(op, kernel, args, kwargs, refused)
 
         return call
 
     return register
 
 
+def _as_hopwell_says(
+    op: Any, kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], refused: RuntimeError
+) -> Exception:
+    """The error for arguments that PyTorch's dispatcher does not take, such as an integer of more than 64 bits, which
+    it says is no integer.
+    """
+    names = [argument.name for argument in op._schema.arguments]
+    for argument, value in (*zip(names, args, strict=False), *kwargs.items()):
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            return ValueError(f"{op._opname}: {argument} must be an integer of 64 bits; got {value}")
+    try:
+        with torch.no_grad():
+            kernel(*args, **kwargs)
+    except ValueError as error:
+        return error
+    except Exception:  # an array of another framework, on which the kernel cannot run
+        pass
+    return refused
+
+
 def differentiable(name: str, backward: Callable[..., Gradients], save: Callable[..., None] | None = None) -> None:
-    """Gives hopwell::<name> its gradients; `save` keeps in the context what they need."""
-    torch.library.register_autograd(f"hopwell::{name}", backward, setup_context=save, lib=_library)
+    """Gives hopwell::<name> its gradients; `save` keeps in the context what they need. They have none themselves."""
+
+    def once(ctx: Any, *d_outputs: Tensor) -> Gradients:
+        if torch.is_grad_enabled():  # the gradients would be constants, and second derivatives too small in silence
+            raise RuntimeError(f"hopwell::{name} has no second derivative: it can't run with create_graph=True")
+        return backward(ctx, *d_outputs)
+
+    op = _op(name)
+    kernel = _torch._library.autograd.make_autograd_impl(op, _torch._library.autograd.Info(once, save))
+
+    def autograd(keyset: Any, *args: Any) -> Any:
+        _refuse_transforms(name, args)
+        return kernel(keyset, *args)
+
+    _library.impl(name, autograd, "Autograd", with_keyset=True)
 
 
 def stop_gradient(name: str) -> None:
-    """Declares that no gradient passes through hopwell::<name>."""
+    """Declares that no gradient passes through hopwell::<name>: its results are constants."""
+    op = _op(name)
 
-    def mark(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.mark_non_differentiable(*(output if isinstance(output, tuple) else (output,)))
+    def constant(keyset: Any, *args: Any) -> Any:
+        with _below_autograd():
+            return op.redispatch(keyset & _torch._C._after_autograd_keyset, *args)
 
-    differentiable(name, lambda ctx, *_: (None,) * len(ctx.needs_input_grad), mark)
+    _library.impl(name, constant, "Autograd", with_keyset=True)
 
 
 def no_gradient(name: str) -> None:
@@ -73,25 +115,35 @@ def no_gradient(name: str) -> None:
     differentiable(name, refuse)
 
 
+def _op(name: str) -> Any:
+    return getattr(torch.ops.hopwell, name).default
+
+
+def _refuse_transforms(name: str, args: tuple[Any, ...]) -> None:
+    """Forward mode would take the operator's results for constants; torch.func's reverse mode does not know it."""
+    if _forward_ad._current_level >= 0 and any(
+        isinstance(a, Tensor) and _forward_ad.unpack_dual(a).tangent is not None for a in args
+    ):
+        raise RuntimeError(f"hopwell::{name} has no forward-mode derivative")
+    c = _torch._C
+    if c._are_functorch_transforms_active() and torch.is_grad_enabled() and c._any_requires_grad(*args):
+        raise RuntimeError(f"hopwell::{name} has no gradient in torch.func.grad and its like: use torch.autograd.grad")
+
+
 def run(function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-    """Calls the operator, below autograd. PyTorch before 2.10 exports no tensor that requires gradients."""
-    if _views_what_requires_grad:
+    """Calls the operator, below autograd. PyTorch before 2.10 exports no tensor that requires gradients, nor all
+    dtypes.
+    """
+    if _views_any_tensor:
         return function(*args, **kwargs)
-    plain = [a.detach() if isinstance(a, Tensor) else a for a in args]
-    named = {k: a.detach() if isinstance(a, Tensor) else a for k, a in kwargs.items()}
-    return function(*plain, **named)
+    return function(*(_exportable(a) for a in args), **{name: _exportable(a) for name, a in kwargs.items()})
 
 
-def as_bytes(codes: Tensor) -> Tensor:
-    """float4_e2m1fn_x2 and float8_e4m3fn tensors as the bytes they are."""
-    return codes if codes.dtype == torch.uint8 else codes.view(torch.uint8)
-
-
-def dtype_named(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"expected the name of a dtype such as 'float16'; got {name!r}")
-    return dtype
+def _exportable(argument: Any) -> Any:
+    if not isinstance(argument, Tensor):
+        return argument
+    codes = argument.dtype in (torch.float4_e2m1fn_x2, torch.float8_e4m3fn)
+    return argument.detach().view(torch.uint8) if codes else argument.detach()
 
 
 def scale_shape(rows: int, k: int, scale_layout: str) -> tuple[int, int]:

@@ -6,14 +6,17 @@ import torch
 from torch import Tensor
 
 import hopwell
+from hopwell._arrays import dtype_name
 
-from ._register import Gradients, differentiable, dtype_named, operator, run, stop_gradient
+from ._register import Gradients, differentiable, no_gradient, operator, run, stop_gradient
 
 
 def _sparse_mla_forward_fake(
     q: Tensor, kv: Tensor, indices: Tensor, sm_scale: float, d_v: int = 512, *_: Any, **__: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    s_q, h_q = q.shape[:2]
+    s_q, h_q, d_qk = q.shape
+    if isinstance(d_v, int) and isinstance(d_qk, int) and not 1 <= d_v <= d_qk:
+        raise ValueError(f"sparse_mla_forward: d_v must be between 1 and d_qk = {d_qk}; got {d_v}")
     row = q.new_empty((s_q, h_q), dtype=torch.float32)
     return q.new_empty((s_q, h_q, d_v)), row, torch.empty_like(row)
 
@@ -38,6 +41,11 @@ def sparse_mla_forward(
     return run(hopwell.sparse_mla_forward, q, kv, indices, sm_scale, d_v, attn_sink=attn_sink, backend=backend, **masks)
 
 
+def _dkv_dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, dtype_name("sparse_mla_backward", "dkv_dtype", name, ("float32", "bfloat16")))
+    return dtype
+
+
 def _sparse_mla_backward_fake(
     d_out: Tensor,
     q: Tensor,
@@ -60,7 +68,7 @@ def _sparse_mla_backward_fake(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq = q.new_empty(q.shape if need_dq else (0,))
-    dkv = kv.new_empty(kv.shape if need_dkv else (0,), dtype=dtype_named(dkv_dtype))
+    dkv = kv.new_empty(kv.shape if need_dkv else (0,), dtype=_dkv_dtype(dkv_dtype))
     d_sink = q.new_empty((q.shape[1] if attn_sink is not None else 0,), dtype=torch.float32)
     return dq, dkv, d_sink
 
@@ -103,11 +111,14 @@ def _sparse_mla_backward(
         indices_ascending=indices_ascending,
         backend=backend,
     )
-    dtypes = (q.dtype, dtype_named(dkv_dtype), torch.float32)
+    dtypes = (q.dtype, _dkv_dtype(dkv_dtype), torch.float32)
     dq, dkv, d_sink = (
         q.new_empty(0, dtype=dtype) if g is None else g for g, dtype in zip(gradients, dtypes, strict=True)
     )
     return dq, dkv, d_sink
+
+
+no_gradient("sparse_mla_backward")
 
 
 def sparse_mla_backward(
