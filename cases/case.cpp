@@ -219,7 +219,8 @@ Comparison compare(const Output& output) {
     if (output.tolerance.exact && !std::isnan(expected) && got != expected)
       fail(i, [&] { return pair() + " exactly"; });
     if (!std::isfinite(got) || !std::isfinite(expected)) continue;
-    const double slack = output.magnitude.empty() ? 0 : 0x1p-21 * output.magnitude[static_cast<std::size_t>(i)];
+    const double slack =
+        output.magnitude.empty() ? 0 : output.tolerance.cancelling * output.magnitude[static_cast<std::size_t>(i)];
     const double error = std::abs(got - expected);
     const double bound = std::max(output.tolerance.absolute, output.tolerance.relative * std::abs(expected)) + slack;
     if (error > bound)

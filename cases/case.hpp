@@ -100,13 +100,18 @@ void run_with_workspace(void (*op)(const Args&, Stream), std::size_t (*workspace
 }
 
 // How far a result may be from its reference. An element passes if |x - ref| <= max(absolute, relative * |ref|) +
-// slack, and the whole if ||x - ref|| <= norm * ||ref|| + ||slack||, where slack = 2^-21 * (the same sum with absolute
-// values), for results that cancel. NaN and +-inf must be at exactly the same places; `exact` compares values only.
+// slack, and the whole if ||x - ref|| <= norm * ||ref|| + ||slack||, where slack = cancelling * (the same sum with
+// absolute values), for results that cancel. NaN and +-inf must be at exactly the same places; `exact` compares values
+// only.
 struct Tolerance {
   double norm = std::numeric_limits<double>::infinity();
   double absolute = std::numeric_limits<double>::infinity(), relative = 0;
   bool exact = false;
+  double cancelling = 0x1p-21;
 };
+// Of lse and max_logits on the CPU, and on GPUs.
+inline constexpr Tolerance kLogarithm{.absolute = 1e-6, .relative = 1e-6, .cancelling = 0x1p-22};
+inline constexpr Tolerance kLogarithmOnGpus{.absolute = 2e-5, .relative = 0x1p-15};
 
 struct Output {
   Array* array = nullptr;

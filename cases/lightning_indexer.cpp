@@ -33,6 +33,10 @@ struct Indexer {
   // backward
   enum class Indices { kAny, kInvalid, kHot, kTwice, kAscending } indices = Indices::kAny;
   bool zero_targets = false;  // every second row of target is zero, and every third entry of the others
+  bool nan_targets = false;   // one of every second row
+  // In the first column -inf of some keys, or of all queries of every second row, and positive numbers on the other
+  // side: products of -inf, whose gates are closed.
+  bool infinite_keys = false, infinite_queries = false;
   float d_loss = 1;
   bool deterministic = true;
   bool emulated = true;  // not too large for the emulator
@@ -81,6 +85,10 @@ Inputs add_inputs(Instance& instance, Random& random, const Indexer& p) {
   for (std::int64_t t = 0; t < p.s_kv && p.nan_keys; t += 7)
     in.k->set(t * p.d_index + t % p.d_index, t % 2 == 0 ? kNan : kInfinity);
   for (std::int64_t i = 0; i < p.d_index && p.nan_queries && p.s_q > 0; ++i) in.q->set(i, kNan);
+  for (std::int64_t row = 0; row < p.s_q * p.h_index && (p.infinite_keys || p.infinite_queries); ++row)
+    in.q->set(row * p.d_index, p.infinite_queries && row / p.h_index % 2 == 1 ? -kInfinity : 1);
+  for (std::int64_t t = 0; t < p.s_kv && (p.infinite_keys || p.infinite_queries); ++t)
+    in.k->set(t * p.d_index, p.infinite_keys && t % 5 == 0 ? -kInfinity : 1);
   return in;
 }
 
@@ -336,6 +344,7 @@ void fill_target(Array& target, const Array& indices, Random& random, const Inde
     }
     for (std::int64_t i = 0; i < p.topk; ++i)
       target.set(s * p.topk + i, sum > 0 ? row[static_cast<std::size_t>(i)] / sum : 0);
+    if (p.nan_targets && s % 2 == 1) target.set(s * p.topk + p.topk / 2, kNan);
   }
 }
 
@@ -365,17 +374,16 @@ void add_query(const Inputs& in, const std::vector<double>& q, const std::vector
   const double lse = peak + std::log(total);
   for (std::size_t i = 0; i < keys.size(); ++i) {
     const double log_probability = row.scores[i].value - lse;
-    if (target[i] > 0) {
+    if (target[i] != 0) {
       sum.loss += target[i] * (std::log(target[i]) - log_probability);
       sum.loss_magnitude += target[i] * (std::abs(std::log(target[i])) + row.scores[i].magnitude + std::abs(lse));
     }
     const double g = static_cast<double>(p.d_loss) * (std::exp(log_probability) - target[i]);
     for (std::int64_t j = 0; j < p.h_index; ++j) {
       const double product = row.dots[static_cast<std::size_t>(j) * keys.size() + i];
-      if (!(product > 0)) continue;
       const std::int64_t head = s * p.h_index + j;
-      const double d_dot = g * weights[static_cast<std::size_t>(head)];
-      sum.d_weights.add(head, g * product);
+      const double d_dot = g * weights[static_cast<std::size_t>(head)] * (product > 0 ? 1 : 0);
+      sum.d_weights.add(head, g * std::max(product, 0.0));
       for (std::int64_t d = 0; d < p.d_index; ++d) {
         sum.d_q.add(head * p.d_index + d, d_dot * k[static_cast<std::size_t>(keys[i] * p.d_index + d)]);
         sum.d_k.add(keys[i] * p.d_index + d, d_dot * q[static_cast<std::size_t>(head * p.d_index + d)]);
@@ -479,6 +487,12 @@ std::vector<std::pair<std::string, Indexer>> backward_problems() {
       {"one_key", {.s_kv = 1, .topk = 5}},
       {"nan_keys", {.s_q = 4, .s_kv = 70, .nan_keys = true}},
       {"nan_query", {.nan_queries = true}},
+      {"nan_targets", {.s_q = 4, .s_kv = 70, .topk = 70, .nan_targets = true}},
+      {"nan_targets_fp32", {.dtype = kFloat, .s_q = 4, .nan_targets = true}},
+      {"nan_targets_many_heads", {.s_q = 2, .h_index = 130, .topk = 70, .nan_targets = true, .deterministic = false}},
+      {"infinite_keys", {.infinite_keys = true}},
+      {"infinite_keys_any_order", {.topk = 70, .infinite_keys = true, .deterministic = false}},
+      {"infinite_queries_any_order", {.topk = 70, .infinite_queries = true, .deterministic = false}},
       {"large", {.data = Data::kLarge}},
       {"d_loss", {.d_loss = -0.25F}},
       {"d_loss_0", {.d_loss = 0}},

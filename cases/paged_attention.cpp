@@ -220,9 +220,45 @@ void add_lengths(std::vector<Config>& all) {
                    .q_len = 3,
                    .d = 72,
                    .window = 37});
+  for (const auto& [layout_name, layout] : kLayouts) {
+    const std::string name = std::string("constant_rows_") + layout_name;
+    const float scale = 0.0721687824F;  // 192^-0.5
+    all.push_back({.name = name, .layout = layout, .lengths = {1, 300}, .d = 256, .scale = scale});
+    all.back().constant = true;
+    all.push_back({.name = name + "_bf16", .dtype = DType::kBFloat16, .layout = layout, .lengths = {1, 300}, .d = 128});
+    all.back().scale = scale, all.back().u = true, all.back().constant = true;
+    all.push_back({.name = name + "_context_2_to_the_20", .layout = layout, .lengths = {1 << 20}, .h_q = 1, .h_kv = 1});
+    Config& c = all.back();
+    c.d = 32, c.block = 256, c.pages = Pages::kRepeated, c.constant = true, c.emulated = false;
+  }
   all.push_back({.name = "large_logits", .lengths = {1, 20, 300}, .scale = 1, .q_spread = 1000});
   all.push_back(
       {.name = "large_logits_bf16", .dtype = DType::kBFloat16, .lengths = {1, 20, 300}, .scale = 1, .q_spread = 1000});
+}
+
+// Values that are not finite: what a query sees of them comes out, whatever their weights; what it does not see does
+// not. Lengths that are no multiples of what kernels take together.
+void add_infinite(std::vector<Config>& all) {
+  for (const auto& [layout_name, layout] : kLayouts) {
+    for (const auto& [type_name, dtype] : kDTypes) {
+      const auto add = [&, &layout_name = layout_name, &type_name = type_name](const char* what, Config c) {
+        c.name = std::string("infinite_values_") + what + layout_name + "_" + type_name;
+        c.dtype = dtype, c.layout = layout, c.infinite = true;
+        all.push_back(c);
+      };
+      add("", {.lengths = {1, 2, 3, 4, 5, 15, 16, 17, 33, 67}});
+      add("group_", {.lengths = {1, 6, 31, 33}, .h_q = 3, .h_kv = 1, .d = 32, .block = 5});
+      add("q_len_3_", {.lengths = {2, 3, 5, 35, 66, 130}, .q_len = 3, .d = 72});
+      add("window_", {.lengths = {3, 50, 131}, .q_len = 2, .h_q = 6, .window = 37});
+      add("bad_pages_", {.lengths = {6, 19, 64}, .block = 8, .pages = Pages::kBad});
+      // Weights that round to 0, and keys that a bias hides from some.
+      add("large_logits_", {.lengths = {9, 66}, .scale = 1, .q_spread = 1000});
+      add("hidden_",
+          {.lengths = {3, 40, 67}, .q_len = 2, .h_q = 8, .bias = BiasForm::kKey, .hidden = true, .partly = true});
+    }
+  }
+  all.push_back({.name = "infinite_values_in_many_chunks", .lengths = {5000}, .scale = 1, .q_spread = 1000});
+  all.back().infinite = true;
 }
 
 // Long contexts, large batches, caches above 2^31 elements.
@@ -449,6 +485,7 @@ Suite paged_attention() {
   add_shapes(all);
   add_biases(all);
   add_lengths(all);
+  add_infinite(all);
   add_sizes(all);
   add_groups(all);
   Suite suite{"paged_attention", {}, shapes(), bench, device_shapes()};

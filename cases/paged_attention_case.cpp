@@ -66,11 +66,17 @@ std::vector<std::int64_t> cache_shape(const Config& c, std::int64_t blocks, bool
   return {blocks, c.h_kv, c.d, c.block};
 }
 
-// Random keys and values where a query sees them, NaN everywhere else.
+// Random keys and values where a query sees them, NaN and infinities everywhere else.
 void fill_caches(const Config& c, Random& random, const Arrays& a, std::int64_t blocks) {
-  a.k->fill(kNan);
-  a.v->fill(kNan);
+  const double unseen[] = {kNan, kInf, -kInf};
   const CachePosition k(c, true), v(c, false);
+  for (std::int64_t page = 0; page < blocks; ++page)
+    for (std::int64_t slot = 0; slot < c.block; ++slot)
+      for (std::int64_t head = 0; head < c.h_kv; ++head)
+        for (std::int64_t e = 0; e < c.d; ++e) {
+          a.k->set(k(page, slot, head, e), unseen[e % 3]);
+          a.v->set(v(page, slot, head, e), unseen[e % 3]);
+        }
   const std::int64_t width = c.table_length();
   for (std::int64_t n = 0; n < c.b(); ++n) {
     for (std::int64_t t = c.first_seen(n); t < c.context(n); ++t) {
@@ -78,8 +84,8 @@ void fill_caches(const Config& c, Random& random, const Arrays& a, std::int64_t 
       if (page < 0 || page >= blocks || !std::isnan(a.k->get(k(page, t % c.block, 0, 0)))) continue;
       for (std::int64_t head = 0; head < c.h_kv; ++head) {
         for (std::int64_t e = 0; e < c.d; ++e) {
-          a.k->set(k(page, t % c.block, head, e), random.normal());
-          a.v->set(v(page, t % c.block, head, e), random.normal());
+          a.k->set(k(page, t % c.block, head, e), c.constant ? -8 : random.normal());
+          a.v->set(v(page, t % c.block, head, e), c.constant ? 0.1 : random.normal());
         }
       }
     }
@@ -103,6 +109,25 @@ void hide(const Config& c, Random& random, const Arrays& a) {
       if (!c.partly) a.k->set(k(page, t % c.block, 0, 3), kNan);
       a.v->set(v(page, t % c.block, 0, 3), kNan);
     }
+  }
+}
+
+// Values of +-inf and NaN at the ends of what a sequence's queries see, so that the last query sees all of them and the
+// first one does not.
+void make_infinite(const Config& c, const Arrays& a, std::int64_t blocks) {
+  const CachePosition v(c, false);
+  for (std::int64_t n = 0; n < c.b(); ++n) {
+    const auto set = [&](std::int64_t key, std::int64_t e, double value) {
+      const std::int64_t context = c.context(n);
+      if (key < c.first_seen(n) || key >= context) return;
+      const auto page = static_cast<std::int64_t>(a.tables->get(n * c.table_length() + key / c.block));
+      for (std::int64_t head = 0; page >= 0 && page < blocks && head < c.h_kv; ++head)
+        a.v->set(v(page, key % c.block, head, e + head), value);
+    };
+    const std::int64_t first = c.first_seen(n), last = c.context(n) - 1;
+    set(last, 0, kInf), set(last - 1, 2, -kInf), set(last, 4, kNan), set(last - 2, 6, kInf);
+    set(last, 8, kInf), set(last - 1, 8, -kInf);  // NaN
+    set(first, 10, -kInf), set(first + 1, 12, kNan), set((first + last) / 2, 14, kInf);
   }
 }
 
@@ -186,14 +211,15 @@ struct Reference {
     for (std::size_t j = 0; j < keys.size(); ++j) {
       const double p = std::exp(logits[j] - peak) / total;
       for (std::int64_t e = 0; e < c.d; ++e) {
-        const double product = p * at(v, v_at(keys[j].page, keys[j].slot, head, e));
+        const double value = at(v, v_at(keys[j].page, keys[j].slot, head, e));
+        const double product = std::isfinite(value) ? p * value : value;  // p is positive, if it rounds to 0 or not
         out.expected[static_cast<std::size_t>(to * c.d + e)] += product;
         out.magnitude[static_cast<std::size_t>(to * c.d + e)] += std::abs(product);
       }
     }
     if (lse == nullptr) return;
     lse->expected[static_cast<std::size_t>(to)] = keys.empty() ? -kInf : peak + std::log(total);
-    lse->magnitude[static_cast<std::size_t>(to)] = largest / 2;  // 2^-22 of it
+    lse->magnitude[static_cast<std::size_t>(to)] = largest;
   }
 
   void operator()(Instance& instance) const {
@@ -312,6 +338,7 @@ Arrays add_arrays(const Config& c, Random& random, Instance& instance, std::int6
   std::vector<std::int64_t> vectors = rows;
   vectors.push_back(c.d);
   a.q = &array("q", c.dtype, vectors, vectors.size() - 2, 24)->fill_normal(random, c.q_spread);
+  if (c.constant) a.q->fill(8);
   a.k = array("k_cache", c.dtype, cache_shape(c, blocks, true), 0, 104);
   a.v = array("v_cache", c.dtype, cache_shape(c, blocks, false), 0, 72);
   a.tables = array("block_tables", DType::kInt32, {c.b(), c.table_length()}, 0, 3);
@@ -345,12 +372,13 @@ Instance make(const Config& c, Random& random) {
   if (c.far) a.far_k = std::make_shared<FarCache>(), a.far_v = std::make_shared<FarCache>();
   fill_tables(c, random, *a.tables, blocks);
   fill_caches(c, random, a, blocks);
+  if (c.infinite) make_infinite(c, a, blocks);
   if (c.hidden) hide(c, random, a);
   Tolerance out{.norm = 1e-5};
   if (c.dtype == DType::kFloat16) out = {.norm = 1e-3};
   if (c.dtype == DType::kBFloat16) out = {.norm = 4e-3, .absolute = 8e-3, .relative = 3.0 / 128};
   instance.expect(*a.out, out);
-  instance.expect(*a.lse, {.absolute = 1e-6, .relative = 1e-6}).on_gpus = {.absolute = 2e-5, .relative = 0x1p-15};
+  instance.expect(*a.lse, kLogarithm).on_gpus = kLogarithmOnGpus;
   instance.call = [c, a, workspace = instance.workspace.get()](const char* backend, Stream stream) {
     call(c, a, *workspace, backend, stream);
   };

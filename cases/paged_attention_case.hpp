@@ -41,8 +41,10 @@ struct Config {
   bool hidden = false;  // biases of -inf: a row's all, and keys that hold NaN
   bool partly =
       false;  // with hidden: every second row sees those keys, and their values, which then are NaN, not the keys
-  bool far = false;      // on a device, with pages 2^27 elements apart, most of them beyond 2^31
-  bool emulated = true;  // not too large for the emulator
+  bool constant = false;  // q, k and v are all 8, -8 and 0.1, so that roundings do not cancel
+  bool infinite = false;  // values of +-inf and NaN among those that are seen, by all queries or by some
+  bool far = false;       // on a device, with pages 2^27 elements apart, most of them beyond 2^31
+  bool emulated = true;   // not too large for the emulator
 
   [[nodiscard]] std::int64_t b() const { return static_cast<std::int64_t>(lengths.size()); }
   [[nodiscard]] std::int64_t queries() const { return std::max<std::int64_t>(q_len, 1); }
@@ -83,7 +85,7 @@ void call(const Config& c, const Arrays& a, Workspace& workspace, const char* ba
 // Sets flops and bytes: the least traffic reads visible keys and values once, and touches the rest once.
 void count_work(const Config& c, Instance& instance);
 
-// The whole case: random data where a query sees keys, NaN everywhere else, and the reference.
+// The whole case: random data where a query sees keys, NaN and infinities everywhere else, and the reference.
 Instance make(const Config& c, Random& random);
 
 }  // namespace hopwell::cases::paged

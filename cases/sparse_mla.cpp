@@ -162,6 +162,7 @@ SparseMlaInputs add_inputs(Instance& instance, Random& random, const SparseMla& 
   in.problem = p;
   in.q = &add_array(instance, p, "q", p.dtype, {p.s_q, p.h_q, p.d_qk}).fill_normal(random, p.q_size);
   in.kv = &add_array(instance, p, "kv", p.dtype, {p.s_kv, 1, p.d_qk}).fill_normal(random);
+  if (p.constant) in.q->fill(8), in.kv->fill(-8);
   in.indices = &add_array(instance, p, "indices", DType::kInt32, {p.s_q, 1, p.topk});
   fill_indices(*in.indices, random, p);
   if (p.sink != SparseMla::Sink::kNone) {
@@ -297,6 +298,7 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_problems() {
   using Sink = SparseMla::Sink;
   using Positions = SparseMla::Positions;
   constexpr DType fp32 = DType::kFloat32;
+  constexpr float kRoot192 = 0.0721687824F;  // 192^-0.5
   std::vector<std::pair<std::string, SparseMla>> all = {
       {"basic", {}},
       {"basic_fp32", {.dtype = fp32}},
@@ -346,6 +348,10 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_problems() {
       {"kv_stride_4_positions",
        {.s_q = 24, .s_kv = 20, .h_q = 8, .lengths = true, .positions = Positions::kArray, .kv_stride = 4}},
       {"nan_selected", {.s_q = 4, .s_kv = 40, .h_q = 3, .topk = 16, .nan_selected = true}},
+      {"constant_rows", {.s_q = 3, .h_q = 8, .topk = 130, .sm_scale = kRoot192, .constant = true}},
+      {"constant_rows_fp32", {.dtype = fp32, .s_q = 3, .h_q = 8, .topk = 130, .sm_scale = kRoot192, .constant = true}},
+      {"constant_rows_h_q_40", {.h_q = 40, .topk = 130, .sm_scale = kRoot192, .constant = true, .sink = Sink::kAny}},
+      {"constant_rows_h_q_128", {.s_q = 1, .h_q = 128, .topk = 65, .sm_scale = kRoot192, .constant = true}},
       {"large_scores_h_q_20", {.s_q = 3, .h_q = 20, .topk = 330, .q_size = 200}},
       // What kernels for more than 32 heads do apart from those for fewer.
       {"empty_rows_sink_h_q_40", {.s_q = 5, .h_q = 40, .indices = Indices::kEmptyRows, .sink = Sink::kExtreme}},

@@ -18,6 +18,7 @@ struct SparseMla {
   std::int64_t s_q = 2, s_kv = 300, h_q = 16, d_qk = 576, d_v = 512, topk = 64;
   float sm_scale = 0.5F;  // large, so that dK does not hide behind dV
   double q_size = 0.1;    // standard deviation of q's elements; kv's is 1
+  bool constant = false;  // all elements of q are 8, of kv -8, so that roundings do not cancel
   enum class Indices {
     kAny,        // each any key
     kInvalid,    // a third of them out of range, at the extremes of int32 and next to the limits

@@ -15,7 +15,7 @@ Instance make(Random& random, const SparseMla& p, bool timed = false) {
   instance.expect(out, p.dtype == DType::kFloat32
                            ? Tolerance{.norm = 1e-4, .absolute = 1e-3 * size, .relative = 1e-3}
                            : Tolerance{.norm = 4e-3, .absolute = 8e-3 * size, .relative = 3.0 / 128});
-  for (Array* array : {&max_logits, &lse}) instance.expect(*array, {.absolute = 2e-5, .relative = 0x1p-15});
+  for (Array* array : {&max_logits, &lse}) instance.expect(*array, kLogarithm).on_gpus = kLogarithmOnGpus;
   instance.reference = [in](Instance& self) {
     ForwardReference reference = forward_reference(in);
     self.outputs[0].expected = std::move(reference.out);

@@ -160,7 +160,8 @@ hopwell_attention_distribution_workspace_bytes(const hopwell_attention_distribut
  * Query i of q_len stands at position = context_len - q_len + i and sees the keys j <= position; delta = position - j.
  * bias_j: key-indexed bias[b, h, i, j]; or distance-indexed bias[b, h, delta]; or fused (q + v) . r[h, delta]. Whatever
  * lies beyond the last column of bias or r follows out_of_range. ALiBi adds -slope * delta after the scale. A query
- * without a visible key, or whose logits are all -inf: out 0, lse -inf.
+ * without a visible key, or whose logits are all -inf: out 0, lse -inf. Where a query sees values of +-inf or NaN, out
+ * is what those alone add up to, however small their weights, which are positive also where they round to 0.
  */
 typedef enum hopwell_cache_layout {
   HOPWELL_CACHE_NHD = 0, /* k, v [blocks, block, h_kv, d] */
@@ -311,7 +312,8 @@ typedef struct hopwell_lightning_indexer_args {
 
 /* loss = sum_s KL(target[s,:] || softmax over the selected entries of score[s,:]); g = softmax - target;
  * d_weights = sum_i g * relu(q.k);  d_q_index = sum_i g * w * 1[q.k > 0] * k;  d_k_index[t] += sum g * w * 1[q.k > 0] *
- * q. */
+ * q. relu and 1[q.k > 0] are factors like any other: where g is NaN (a target is, or a score is +inf), so are the loss,
+ * d_weights and d_q_index of the query in every head, and d_k_index of the key, also where q.k <= 0. */
 typedef struct hopwell_lightning_indexer_backward_args {
   const DLTensor* target HOPWELL_ZERO;  /* fp32 [s_q, topk]: attention_distribution with l1 normalisation */
   const DLTensor* q_index HOPWELL_ZERO; /* as in the forward */

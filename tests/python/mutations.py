@@ -81,6 +81,8 @@ BUGS = [
     Bug("paged_attention", "len(table) - 1)", "len(table) - 2)", "clamp off by one"),
     Bug("paged_attention", "logits - slopes", "logits + slopes", "sign of ALiBi"),
     Bug("paged_attention", "(pages < blocks)", "(pages < blocks - 1)", "the last page masked"),
+    Bug("paged_attention", " + np.where(finite, 0.0, values).sum(axis=0)", "", "infinite values dropped"),
+    Bug("paged_attention", "cache.shape[2] * cache.shape[4]", "-1", "no keys in layout vllm"),
     Bug("nvfp4", "E2M1[codes & 0xF], E2M1[codes >> 4]", "E2M1[codes >> 4], E2M1[codes & 0xF]", "wrong nibble first"),
     Bug("nvfp4", "lower % 2 == 1", "lower % 2 == 0", "ties to odd"),
     Bug(
@@ -111,6 +113,7 @@ BUGS = [
         "d_k[keys] += d_dot.T @ q[s]",
         "duplicates merged in dk",
     ),
+    Bug("lightning_indexer", "some = p != 0.0", "some = p > 0.0", "NaN targets without a loss"),
     Bug("lightning_indexer", "if not p.any():", "if False:", "rows without a target counted"),
 ]
 

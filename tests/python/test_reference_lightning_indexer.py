@@ -78,3 +78,39 @@ def test_indexer_backward_ignores_scores_that_are_not_numbers(rng: Generator) ->
     assert loss == expected_loss and all(np.isfinite(g).all() for g in gradients)
     for gradient, wanted in zip(gradients, expected, strict=True):
         np.testing.assert_array_equal(gradient, wanted)
+
+
+def test_indexer_backward_gates_are_factors(rng: Generator) -> None:
+    """Term by term from the formulae, with a NaN target, infinite keys and queries, and gates that are closed."""
+    s_q, s_kv, heads, d = 5, 6, 3, 4
+    q, k, w = rng.standard_normal((s_q, heads, d)), rng.standard_normal((s_kv, d)), rng.random((s_q, heads))
+    q[:, :, 0], k[:, 0] = 1.0, 1.0
+    q[1, 1, 0], k[4, 0] = -INF, -INF
+    q[3], k[5] = np.abs(q[3]), INF  # the scores of query 3 with key 5 are +inf
+    q[4, 0] = -np.abs(q[4, 0])  # a head that no key but the last two opens
+    indices = np.array([[0, 1, 2], [0, 1, 2], [0, 1, 4], [0, 1, 5], [0, 2, 3]], dtype=np.int32)
+    k[:4, 1:] = np.abs(k[:4, 1:])
+    q[4, 0, 0] = -1.0
+    target = np.full((s_q, 3), 1 / 3)
+    target[4, 1] = np.nan
+    loss, d_q, d_k, d_w = reference.lightning_indexer_backward(target, q, k, w, indices)
+    assert np.isnan(loss)
+    wanted_q, wanted_k, wanted_w = np.zeros_like(q), np.zeros_like(k), np.zeros_like(w)
+    with np.errstate(invalid="ignore"):
+        for s in range(s_q):
+            dot = np.array(
+                [[sum(a * b for a, b in zip(q[s, j], k[t], strict=True)) for t in indices[s]] for j in range(heads)]
+            )
+            score = [sum(w[s, j] * max(dot[j, i], 0.0) for j in range(heads)) for i in range(3)]
+            p = np.exp(score - np.max(score)) / np.exp(score - np.max(score)).sum()
+            for i, t in enumerate(indices[s]):
+                for j in range(heads):
+                    g, gate = p[i] - target[s, i], float(dot[j, i] > 0)
+                    wanted_w[s, j] += g * max(dot[j, i], 0.0)
+                    wanted_q[s, j] += g * w[s, j] * gate * k[t]
+                    wanted_k[t] += g * w[s, j] * gate * q[s, j]
+    assert np.isnan(wanted_q[4]).all() and np.isnan(wanted_w[3:]).all() and np.isnan(wanted_k[2]).all()
+    assert np.isnan(wanted_q[2, :, 0]).all() and np.isfinite(wanted_q[2, :, 1:]).all()
+    assert np.isnan(wanted_k[:3, 0]).all() and np.isfinite(wanted_w[:3]).all()
+    for actual, wanted in zip((d_q, d_k, d_w), (wanted_q, wanted_k, wanted_w), strict=True):
+        assert_close(actual, wanted)

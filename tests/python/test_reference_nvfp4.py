@@ -246,6 +246,24 @@ def test_nvfp4_quantize_non_finite_spoils_its_block_only(rng: Generator, bad: fl
     assert np.isnan(reference.nvfp4_dequantize(codes, scales, factor)[1, 16:32]).all()
 
 
+@pytest.mark.parametrize("layout", ["plain", "blocked"])
+@pytest.mark.parametrize(("rows", "k"), [(0, 0), (0, 32), (3, 0)])
+def test_nvfp4_empty_work(rows: int, k: int, layout: str) -> None:
+    codes, scales, factor = reference.nvfp4_quantize(np.zeros((rows, k), np.float32), scale_layout=layout)
+    padded = (0, -(-(k // 16) // 4) * 4) if rows == 0 else (128, 0)
+    assert codes.shape == (rows, k // 2) and factor == 1.0
+    assert scales.shape == ((rows, k // 16) if layout == "plain" else padded)
+    assert reference.nvfp4_dequantize(codes, scales, factor, scale_layout=layout).shape == (rows, k)
+    for n in (0, 2):
+        y = reference.nvfp4_linear(np.ones((n, k)), codes, scales, 1.0, bias=np.arange(rows), scale_layout=layout)
+        np.testing.assert_array_equal(y, np.broadcast_to(np.arange(rows), (n, rows)))
+    if layout == "plain":
+        for batch in (0, 2):
+            a, sfa, b, sfb = (np.zeros((m, width, batch), np.uint8) for m in (rows, 1) for width in (k // 2, k // 16))
+            c = reference.nvfp4_gemv(a, b, sfa, sfb)
+            assert c.shape == (rows, 1, batch) and not c.any()
+
+
 @pytest.mark.parametrize("factor", [0.0, -1.0, INF, math.nan, 1e-60])
 def test_nvfp4_quantize_bad_global(factor: float) -> None:
     with pytest.raises(ValueError, match="nvfp4_quantize: global_scale must be positive and finite"):

@@ -183,6 +183,46 @@ def test_paged_masks_bad_pages_and_clamps_lengths(rng: Generator) -> None:
         assert not out[n].any() and np.all(lse[n] == -INF)
 
 
+@pytest.mark.parametrize("layout", ["nhd", "hnd", "vllm"])
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_paged_without_a_visible_key(rng: Generator, layout: str, q_len: int) -> None:
+    k, v = rng.standard_normal((2, 3, 8, 2, 8))
+    cache = pack_cache(rng, k, v, [8, 8, 8], 4, layout)
+    cache["block_tables"][1] = -1
+    cache["context_lens"] = np.array([0, 8, 8], dtype=np.int32)
+    q = rng.standard_normal((3, q_len, 2, 8))
+    bias = np.full((3, 2, 8), -INF)
+    bias[0] = 0.0
+    for options in ({}, {"bias": bias, "bias_kind": "distance"}):
+        out, lse = reference.paged_attention(q, scale=1.0, **cache, **options)
+        rows = 3 if options else 2
+        assert not out[:rows].any() and np.all(lse[:rows] == -INF)
+        assert options or np.isfinite(lse[2]).all()
+    for shape, max_blocks in (((0, q_len, 2, 8), 2), ((3, q_len, 2, 8), 0)):
+        cache["block_tables"] = np.zeros((shape[0], max_blocks), np.int32)
+        cache["context_lens"] = np.full(shape[0], 5, np.int32)
+        out, lse = reference.paged_attention(np.ones(shape), scale=1.0, **cache)
+        assert out.shape == shape and not out.any() and lse.shape == shape[:3] and np.all(lse == -INF)
+
+
+@pytest.mark.parametrize("layout", ["nhd", "hnd", "vllm"])
+def test_paged_values_that_are_not_finite_count_whole(rng: Generator, layout: str) -> None:
+    k, v = rng.standard_normal((2, 1, 6, 1, 8))
+    v[0, 4, 0, :3] = INF, -INF, np.nan  # seen by both queries
+    v[0, 5, 0, 2:5] = INF, INF, -INF  # by the second one
+    v[0, 1, 0, 5], v[0, 2, 0, 5] = INF, -INF
+    k[0, 1:3] *= 1e4  # weights that round to 0, one way or the other
+    cache = pack_cache(rng, k, v, [6], 4, layout, np.float64)
+    q = np.ones((1, 2, 1, 8))
+    out, _ = reference.paged_attention(q, scale=1.0, **cache)
+    v_finite = np.where(np.isfinite(v), v, 0.0)
+    expected, _ = reference.paged_attention(q, scale=1.0, **pack_cache(rng, k, v_finite, [6], 4, layout, np.float64))
+    expected[0, :, 0, :3] = INF, -INF, np.nan
+    expected[0, 1, 0, 3:5] = INF, -INF
+    expected[0, :, 0, 5] = np.nan
+    assert_close(out, expected)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -25,14 +25,15 @@ std::vector<float> random(std::size_t count, unsigned seed) {
 }
 
 TEST(SparseMlaTile, MaxOrNanFindsNanAnywhere) {
-  EXPECT_EQ(max_or_nan(nullptr, 0), -std::numeric_limits<float>::infinity());
+  EXPECT_EQ(max_or_nan(nullptr, 1, 0), -std::numeric_limits<float>::infinity());
   for (std::size_t count = 1; count < 40; ++count) {
     auto x = random(count, 7);
-    EXPECT_EQ(max_or_nan(x.data(), count), max(x.data(), count));
+    EXPECT_EQ(max_or_nan(x.data(), 1, count), max(x.data(), count));
+    EXPECT_EQ(max_or_nan(x.data(), -0.3F, count), -0.3F * *std::min_element(x.begin(), x.end()));
     for (std::size_t at = 0; at < count; ++at) {
       auto with_nan = x;
       with_nan[at] = std::nanf("");
-      EXPECT_TRUE(std::isnan(max_or_nan(with_nan.data(), count))) << at << " of " << count;
+      EXPECT_TRUE(std::isnan(max_or_nan(with_nan.data(), -0.3F, count))) << at << " of " << count;
     }
   }
 }
@@ -41,10 +42,10 @@ TEST(SparseMlaTile, SoftmaxGradientAtEveryLength) {
   for (std::size_t count = 0; count < 40; ++count) {
     const auto p = random(count, 1), dp = random(count, 2);
     auto p_out = p, ds = dp;
-    softmax_gradient(p_out.data(), ds.data(), 0.5F, 3.0F, count);
+    softmax_gradient(p_out.data(), ds.data(), 0.5F, 3.0F, 0.25F, count);
     for (std::size_t i = 0; i < count; ++i) {
       EXPECT_EQ(p_out[i], p[i] * 0.5F);
-      EXPECT_EQ(ds[i], p[i] * 0.5F * (dp[i] - 3.0F));
+      EXPECT_EQ(ds[i], p[i] * 0.5F * (dp[i] - 3.0F) * 0.25F);
     }
   }
 }

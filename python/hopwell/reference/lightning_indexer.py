@@ -82,7 +82,9 @@ def lightning_indexer_backward(
     d_weights); d_loss scales the gradients, not the loss.
 
     An entry is valid if 0 ≤ t < s_kv and its score is not −inf (nor NaN); what target holds for others is ignored.
-    A row whose valid targets are all zero adds neither loss nor gradient. `deterministic` does not matter here.
+    A row whose valid targets are all zero adds neither loss nor gradient. relu(q·k) and 1[q·k > 0] are factors like any
+    other: where g is NaN (a target is NaN, or a score +inf), so are the loss, every head of the query's d_weights and
+    d_q_index, and the key's d_k_index, heads with q·k ≤ 0 among them. `deterministic` does not matter here.
     """
     name = "lightning_indexer_backward"
     q, k, w = _checked(name, q_index, k_index, weights)
@@ -104,12 +106,13 @@ def lightning_indexer_backward(
         if not p.any():
             continue
         log_prob = score - log_sum_exp(score)[1]
-        some = p > 0.0
-        loss += (p[some] * (np.log(p[some]) - log_prob[some])).sum()
+        some = p != 0.0
+        with np.errstate(invalid="ignore"):  # a NaN target; infinities times the gates' zeros
+            loss += (p[some] * (np.log(p[some]) - log_prob[some])).sum()
 
-        g = float(d_loss) * (np.exp(log_prob) - p)  # [n]
-        d_w[s] = np.maximum(dot, 0.0) @ g
-        d_dot = g * w[s][:, None] * (dot > 0.0)  # [h_index, n]
-        d_q[s] = d_dot @ k[keys]
-        np.add.at(d_k, keys, d_dot.T @ q[s])
+            g = float(d_loss) * (np.exp(log_prob) - p)  # [n]
+            d_w[s] = np.maximum(dot, 0.0) @ g
+            d_dot = g * w[s][:, None] * (dot > 0.0)  # [h_index, n]
+            d_q[s] = d_dot @ k[keys]
+            np.add.at(d_k, keys, d_dot.T @ q[s])
     return loss, d_q, d_k, d_w

@@ -105,7 +105,7 @@ def _scales(
 
 def _decode(codes: Uint8, scales: Float64) -> Float64:
     """code·scale, [rows, K], from codes [rows, K/2] and decoded scales [rows, K/16]."""
-    values = np.stack([E2M1[codes & 0xF], E2M1[codes >> 4]], axis=-1).reshape(len(codes), -1)
+    values = np.stack([E2M1[codes & 0xF], E2M1[codes >> 4]], axis=-1).reshape(len(codes), 2 * codes.shape[1])
     return values * np.repeat(scales, BLOCK, axis=1)
 
 
@@ -223,7 +223,8 @@ def nvfp4_quantize(
         factor = np.float32(wanted[()])
         require(bool(0.0 < factor < np.inf), name, "global_scale", "positive and finite in fp32", factor)
 
-    blocks = np.where(finite, magnitude, np.float32(0.0)).reshape(len(given), -1, BLOCK)  # fp32 [rows, K/16, 16]
+    blocks = np.where(finite, magnitude, np.float32(0.0))  # fp32, as [rows, K/16, 16]
+    blocks = blocks.reshape(len(given), given.shape[1] // BLOCK, BLOCK)
     spoilt = np.asarray(~finite.reshape(blocks.shape).all(axis=2))
     with np.errstate(over="ignore", under="ignore"):
         quotient = blocks.max(axis=2) / (np.float32(CODE_MAX) * factor)

@@ -50,10 +50,17 @@ def _read(cache: Array, layout: str, pages: Int64, slots: Int64, head: int) -> F
     elif layout == "hnd":
         vectors = cache[pages, head, slots]
     elif cache.ndim == 5:  # vllm's K: d is split into d/x groups, so the x of one token lie together
-        vectors = cache[pages, head, :, slots, :].reshape(len(pages), -1)
+        vectors = cache[pages, head, :, slots, :].reshape(len(pages), cache.shape[2] * cache.shape[4])
     else:  # vllm's V
         vectors = cache[pages, head, :, slots]
     return np.asarray(vectors, dtype=np.float64)
+
+
+def _weighted_sum(weights: Float64, values: Float64) -> Float64:
+    """Σ_j weights[j]·values[j]. Values that are not finite count whole: no weight is 0, it may only round to it."""
+    finite = np.isfinite(values)
+    with np.errstate(invalid="ignore"):
+        return np.asarray(weights @ np.where(finite, values, 0.0) + np.where(finite, 0.0, values).sum(axis=0))
 
 
 def _look_up(table: Float64, index: Int64, out_of_range: str) -> Float64:
@@ -154,7 +161,8 @@ def paged_attention(
 
     Query i stands at position context_len − q_len + i, after context_len was clamped to 0..max_blocks·block, and sees
     the keys 0 ≤ δ < window whose page number is in range. A bias of −inf hides the key, whatever the scale's sign;
-    hidden keys are not read. A row that sees nothing gives out = 0, lse = −inf.
+    hidden keys are not read. A row that sees nothing, or whose logits are all −inf, gives out = 0, lse = −inf. Where a
+    row sees values of ±inf or NaN, out is what those alone add up to (±inf or NaN), however small their weights.
     """
     queries = as_float64(q)
     shape = queries.shape
@@ -193,7 +201,8 @@ def paged_attention(
         _, row_lse = log_sum_exp(logits)
         result_lse[n, i, h] = row_lse
         if not np.isneginf(row_lse):
-            result[n, i, h] = np.exp(logits - row_lse) @ _read(values_cache, layout, pages, keys % block, head)
+            values = _read(values_cache, layout, pages, keys % block, head)
+            result[n, i, h] = _weighted_sum(np.exp(logits - row_lse), values)
     return (
         deliver(NAME, "out", result.reshape(shape), out),
         deliver(NAME, "lse", result_lse.reshape(shape[:-1]), lse),

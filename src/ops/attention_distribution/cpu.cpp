@@ -1,7 +1,7 @@
 // attention_distribution on the CPU: one tile of one query's index row at a time.
 //
 //     K = gather(kv)                          [keys, d_qk] fp32, valid entries only
-//     S = (sm_scale q) . K^T                  [h_q, keys]   BLAS
+//     S = sm_scale (q . K^T)                  [h_q, keys]   BLAS
 //     attn[s, entry] = sum_h exp(S - lse)     heads in ascending order
 //
 // Scratch of a thread, in floats: (h_q + tile) * d_qk + h_q * tile with tile = min(topk, 512); 1.7 MB for h_q 128, d_qk
@@ -34,14 +34,13 @@ class Worker {
     std::fill_n(attn, std::min(kTileEntries, p_.topk - tile * kTileEntries), 0.0F);
     if (count == 0) return;
     load_heads(p_.q, s, q_.get(), p_.d_qk);
-    scale(q_.get(), p_.sm_scale, static_cast<std::size_t>(p_.h_q * p_.d_qk));
     gemm_nt(p_.h_q, count, p_.d_qk, 1, q_.get(), p_.d_qk, selected_.rows(), p_.d_qk, 0, scores_.get(), count);
     const float* total = sum_over_heads(s, count);
     for (std::int64_t i = 0; i < count; ++i) attn[selected_.places()[i]] = total[i];
   }
 
  private:
-  // Turns the scores into probabilities, and the first row into the sum of all.
+  // Turns the products into probabilities, and the first row into the sum of all.
   const float* sum_over_heads(std::int64_t s, std::int64_t count) {
     const auto n = static_cast<std::size_t>(count);
     float* total = scores_.get();
@@ -51,7 +50,7 @@ class Worker {
       if (lse == std::numeric_limits<float>::infinity())
         std::fill_n(row, n, 0.0F);
       else
-        exp_sum(row, lse, n);
+        exp_sum(row, p_.sm_scale, lse, n);
       if (h > 0) add(row, total, n);
     }
     return total;
@@ -59,7 +58,7 @@ class Worker {
 
   const Problem& p_;
   SelectedRows selected_;
-  Scratch<float> q_;       // [h_q, d_qk], times sm_scale
+  Scratch<float> q_;       // [h_q, d_qk]
   Scratch<float> scores_;  // [h_q, keys]
 };
 

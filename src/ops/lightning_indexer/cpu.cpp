@@ -337,7 +337,7 @@ bool softmax_gradient(const Problem& p, std::int64_t count, State& state, double
   if (!any) return false;
   const auto n = static_cast<std::size_t>(count);
   std::copy_n(score, count, g);
-  const float peak = cpu::max(score, n), sum = cpu::exp_sum(g, peak, n);
+  const float peak = cpu::max(score, n), sum = cpu::exp_sum(g, 1, peak, n);
   const double lse = static_cast<double>(peak) + std::log(static_cast<double>(sum));
   for (std::int64_t i = 0; i < count; ++i) {
     if (score[i] == -kInfinity) {
@@ -345,7 +345,7 @@ bool softmax_gradient(const Problem& p, std::int64_t count, State& state, double
       continue;
     }
     const auto wanted = static_cast<double>(target[i]);
-    if (wanted > 0) loss += wanted * (std::log(wanted) - (static_cast<double>(score[i]) - lse));
+    if (wanted != 0) loss += wanted * (std::log(wanted) - (static_cast<double>(score[i]) - lse));
     g[i] = p.d_loss * (g[i] / sum - target[i]);
   }
   std::fill(g + count, g + padded(count), 0.0F);

@@ -104,7 +104,7 @@ HOPWELL_DEVICE void weigh(const Params<T>& p, float (&of_warp)[kWarps], int quer
       g[i] = arch::bit_cast<float>(uint32_t{kNoScore});
       continue;
     }
-    if (wanted > 0) loss += wanted * (arch::log2_approx(wanted) * kLn2 - (score - highest) + log_sum);
+    if (wanted != 0) loss += wanted * (arch::log2_approx(wanted) * kLn2 - (score - highest) + log_sum);
     g[i] = p.d_loss * (arch::exp2_approx((score - highest) * kLog2E) / sum - wanted);
     if (!p.bounds.most) continue;
     const int key = p.indices[query * p.indices_stride + i];

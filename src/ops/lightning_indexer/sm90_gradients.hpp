@@ -114,6 +114,7 @@ HOPWELL_DEVICE void store_heads(const Params<bf16>& p, const HopperGradientStora
   for (int half = 0; half < 2; ++half) {
     const int row = arch::warp_index() % 4 * 16 + 8 * half + lane / 4, head = first + row;
     const float d_weight = sum_of_quad(d_weights[half]);
+    const float spoilt = d_weight != d_weight ? d_weight : 0;  // g is NaN, so is its product with a mask of 0
     if (head >= p.heads) continue;
     const int64_t at = query * p.d_weights_stride + head;
     if (t == 0 && p.weights_bf16) static_cast<bf16*>(p.d_weights)[at] = arch::to_bf16(d_weight);
@@ -122,7 +123,7 @@ HOPWELL_DEVICE void store_heads(const Params<bf16>& p, const HopperGradientStora
     HOPWELL_UNROLL
     for (int i = 0; i < 32; ++i) {
       const int column = i / 2 * 8 + 2 * t + i % 2;
-      if (column < p.columns) to[column] = arch::to_bf16(s.weights[row] * d_q[i / 2 * 4 + 2 * half + i % 2]);
+      if (column < p.columns) to[column] = arch::to_bf16(s.weights[row] * d_q[i / 2 * 4 + 2 * half + i % 2] + spoilt);
     }
   }
 }
@@ -139,8 +140,8 @@ HOPWELL_DEVICE void add_up_heads(const Params<bf16>& p, HopperGradientStorage& s
     start_scores(scores, q, slot.keys());
     arch::wgmma_wait<0>(scores);
     HOPWELL_UNROLL
-    for (int i = 0; i < 32; ++i)
-      d_weights[i / 2 % 2] += scores[i] > 0 ? slot.numbers().g[i / 4 * 8 + 2 * t + i % 2] * scores[i] : 0;
+    for (int i = 0; i < 32; ++i)  // of an entry that there is not q may be NaN
+      d_weights[i / 2 % 2] += slot.numbers().g[i / 4 * 8 + 2 * t + i % 2] * fmaxf(scores[i], 0);
     multiply_rows(d_q, mask_limbs(scores, slot.numbers().g_limbs), slot.keys(), true);
     arch::wgmma_wait<0>(d_q);
     slot.release();

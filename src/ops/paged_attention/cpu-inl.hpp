@@ -187,11 +187,12 @@ HWY_INLINE void Add2x4(const float* pa, const float* pb, std::int64_t size, cons
 template <class T>
 HWY_INLINE void AddTokens(const Run<T>& run, const T* v, std::int64_t tokens, const Rows& rows, const float* p,
                           float* acc) {
+  static constexpr T kZeros[kMaxD] = {};  // in place of tokens that there are not
   const std::int64_t slot = run.strides.slot;
-  const T* v1 = v + (tokens > 1 ? slot : 0);
-  const T* v2 = v1 + (tokens > 2 ? slot : 0);
-  const T* v3 = v2 + (tokens > 3 ? slot : 0);
-  const auto weights = [&](std::int64_t row, float* few) {  // 0 for the repeated last token
+  const T* v1 = tokens > 1 ? v + slot : kZeros;
+  const T* v2 = tokens > 2 ? v1 + slot : kZeros;
+  const T* v3 = tokens > 3 ? v2 + slot : kZeros;
+  const auto weights = [&](std::int64_t row, float* few) {
     const float* from = p + row * rows.ld_logits;
     if (tokens == kTokens) return from;
     for (std::int64_t t = 0; t < kTokens; ++t) few[t] = t < tokens ? from[t] : 0.0F;

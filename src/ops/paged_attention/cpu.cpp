@@ -9,7 +9,8 @@
 //   logits = (q + u) . k       all runs, each page's heads together, a KV head's rows sharing every load of k
 //   logits -> p                bias, scale, masks, running maximum and sum, row by row
 //   acc   += p . v             all runs
-// Keys and values are converted to fp32 in registers; q + u, logits and p are fp32 throughout.
+// Keys and values are converted to fp32 in registers; q + u, logits and p are fp32 throughout. Sums of long chunks are
+// taken in parts, lest roundings that all go the same way add up.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/paged_attention/cpu.cpp"
 #include <hwy/foreach_target.h>
@@ -78,9 +79,11 @@ void accumulate(const Run<bfloat16>& run, const Rows& rows, const float* p, floa
 }
 
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
+constexpr float kHidden = -1;            // in place of the weight of a key that a row does not see
 constexpr std::int64_t kTile = 256;      // keys whose logits are held at a time
 constexpr std::int64_t kMaxChunks = 64;  // of a sequence: bounds the memory of partial results
 constexpr std::int64_t kMaxRows = 64;    // of a group: bounds a thread's scratch
+constexpr std::int64_t kMaxTerms = 512;  // that go one by one into an fp32 sum
 constexpr std::int64_t kTokenBytes =
     8192;  // that a group reads of a token, heads permitting: enough for the prefetchers
 constexpr std::int64_t kLdLogits = kTile + 8;  // kernels write up to three logits past the last
@@ -177,6 +180,7 @@ class Worker {
         logits_(grouping.rows * kLdLogits),
         bias_(kLdLogits),
         acc_(grouping.rows * p.d * columns_),
+        totals_(grouping.rows * p.d),
         max_(grouping.rows),
         sum_(grouping.rows) {}
 
@@ -189,11 +193,20 @@ class Worker {
     std::fill_n(acc_.get(), rows_ * p_.d * columns_, 0.0F);
     std::fill_n(max_.get(), rows_, kNegInf);
     std::fill_n(sum_.get(), rows_, 0.0);
+    has_totals_ = false;
     const std::int64_t first = sequence_.first + chunk * sequence_.chunk,
-                       last = std::min(first + sequence_.chunk, sequence_.last);
-    for (std::int64_t key = first; key < last; key += kTile) tile(key, std::min(kTile, last - key));
-    for (std::int64_t row = 0; row < rows_; ++row)
-      store(row, partials.at(partials.first_chunk[static_cast<std::size_t>(n)] + chunk, row0_ + row));
+                       last = std::min(first + sequence_.chunk, sequence_.last), part = kMaxTerms * columns_;
+    for (std::int64_t key = first; key < last; key += kTile) {
+      if (key > first && (key - first) % part == 0) move_to_totals();
+      tile(key, std::min(kTile, last - key));
+    }
+    for (std::int64_t row = 0; row < rows_; ++row) {
+      float* to = partials.at(partials.first_chunk[static_cast<std::size_t>(n)] + chunk, row0_ + row);
+      to[0] = max_.get()[row], to[1] = static_cast<float>(sum_.get()[row]);
+      for (std::int64_t e = 0; e < p_.d; ++e) to[2 + e] = total(row, e);
+      const bool finite = std::all_of(to + 2, to + 2 + p_.d, [](float x) { return std::isfinite(x); });
+      if (!finite && std::isfinite(to[1])) count_whole(row, first, last, to + 2);
+    }
   }
 
  private:
@@ -272,15 +285,23 @@ class Worker {
     return {data, next, s, heads, extent.tokens, p_.d};
   }
 
-  // Turns a row's dot products into exp(logit - maximum so far), 0 for hidden keys. Returns whether it sees all of the
-  // tile's keys.
-  bool softmax(std::int64_t row, std::int64_t key, std::int64_t keys) {
-    float* x = logits_.get() + row * kLdLogits;
+  // A row's query, and which of a tile's keys lie within its reach: [first, last).
+  struct Reach {
+    std::int64_t h, i, position, first, last;
+  };
+  [[nodiscard]] Reach reach(std::int64_t row, std::int64_t key, std::int64_t keys) const {
     const std::int64_t h = (row0_ + row) / p_.q_len, i = (row0_ + row) % p_.q_len;
     const std::int64_t position = sequence_.context - p_.q_len + i;
     const std::int64_t first =
         std::clamp<std::int64_t>(p_.window > position ? 0 : position - p_.window + 1 - key, 0, keys);
-    const std::int64_t last = std::clamp<std::int64_t>(position + 1 - key, first, keys);
+    return {h, i, position, first, std::clamp<std::int64_t>(position + 1 - key, first, keys)};
+  }
+
+  // Turns a row's dot products into exp(logit - maximum so far). Returns whether it sees all of the tile's keys; if not,
+  // those that it does not see become kHidden.
+  bool softmax(std::int64_t row, std::int64_t key, std::int64_t keys) {
+    float* x = logits_.get() + row * kLdLogits;
+    const auto [h, i, position, first, last] = reach(row, key, keys);
     bool all_seen = first == 0 && last == keys;
     if (last > first) all_seen &= finish_logits(row, h, i, position, key + first, last - first, x + first);
     std::fill(x, x + first, kNegInf);
@@ -296,12 +317,18 @@ class Worker {
     if (peak > max_.get()[row]) {
       const float factor = std::exp(max_.get()[row] - peak);
       cpu::scale(acc_.get() + row * p_.d * columns_, factor, static_cast<std::size_t>(p_.d * columns_));
+      if (has_totals_) cpu::scale(totals_.get() + row * p_.d, factor, static_cast<std::size_t>(p_.d));
       sum_.get()[row] *= static_cast<double>(factor);
       max_.get()[row] = peak;
     }
     const float shift = max_.get()[row] == kNegInf ? 0 : max_.get()[row];  // keeps a NaN among nothing but -inf
-    sum_.get()[row] += static_cast<double>(cpu::exp_sum(x, shift, static_cast<std::size_t>(keys)));
-    return all_seen;
+    sum_.get()[row] += static_cast<double>(cpu::exp_sum(x, 1, shift, static_cast<std::size_t>(keys)));
+    if (all_seen) return true;
+    std::fill(x, x + first, kHidden);
+    std::fill(x + last, x + keys, kHidden);
+    for (std::int64_t j = first; j < last && (p_.bias || p_.r); ++j)
+      if (bias_.get()[j - first] == kNegInf) x[j] = kHidden;
+    return false;
   }
 
   // x = scale * (x + bias) - slope * delta, or -inf where the bias is. Returns whether no bias was -inf.
@@ -375,14 +402,14 @@ class Worker {
     });
   }
 
-  // Row by row and without the keys of weight 0, whose values may be anything.
+  // Row by row and without the keys that a row does not see, whose values may be anything.
   void accumulate_seen(const Run<T>& run, const Rows& rows, const float* p) {
     const Rows one{1, rows.ld_vector, rows.ld_logits};
     for (std::int64_t row = 0; row < rows_; ++row, p += rows.ld_logits) {
       const T* v = run.data + row / rows.rows_per_head * run.strides.head;
       for (std::int64_t t = 0; t < run.tokens;) {
         std::int64_t end = t;
-        while (end < run.tokens && p[end] != 0) ++end;
+        while (end < run.tokens && p[end] != kHidden) ++end;
         const T* seen = v + t * run.strides.slot;
         if (end > t)
           accumulate(Run<T>{seen, seen, run.strides, 1, end - t, run.d}, one, p + t, acc_.get() + row * rows.ld_vector);
@@ -391,20 +418,49 @@ class Worker {
     }
   }
 
-  void store(std::int64_t row, float* to) const {
-    to[0] = max_.get()[row];
-    to[1] = static_cast<float>(sum_.get()[row]);
-    const float* acc = acc_.get() + row * p_.d * columns_;
-    for (std::int64_t e = 0; e < p_.d; ++e) {
-      to[2 + e] = 0;
-      for (std::int64_t lane = 0; lane < columns_; ++lane) to[2 + e] += acc[e * columns_ + lane];
+  [[nodiscard]] float total(std::int64_t row, std::int64_t e) const {
+    const float* acc = acc_.get() + (row * p_.d + e) * columns_;
+    float sum = has_totals_ ? totals_.get()[row * p_.d + e] : 0;
+    for (std::int64_t lane = 0; lane < columns_; ++lane) sum += acc[lane];
+    return sum;
+  }
+  void move_to_totals() {
+    for (std::int64_t row = 0; row < rows_; ++row)
+      for (std::int64_t e = 0; e < p_.d; ++e) totals_.get()[row * p_.d + e] = total(row, e);
+    has_totals_ = true;
+    std::fill_n(acc_.get(), rows_ * p_.d * columns_, 0.0F);
+  }
+
+  // Values that a row sees and that are not finite count whole in `sums` [d], as weights that are positive but round to 0
+  // would make NaN of an infinity.
+  void count_whole(std::int64_t row, std::int64_t first_key, std::int64_t last_key, float* sums) {
+    std::vector<float> whole(static_cast<std::size_t>(p_.d));
+    for (std::int64_t key = first_key; key < last_key; key += kTile) {
+      const std::int64_t keys = std::min(kTile, last_key - key);
+      const auto [h, i, position, first, last] = reach(row, key, keys);
+      const bool has_bias = last > first && (p_.bias || p_.r);
+      if (has_bias) load_bias(row, h, i, position, key + first, last - first);
+      find_pages(key, keys);
+      for (const Extent& extent : extents_) {
+        const T* v = first_v(extent) + row / grouping_.rows_per_head * p_.v.head;
+        for (std::int64_t j = extent.at; j < extent.at + extent.tokens; ++j, v += p_.v.slot) {
+          if (j < first || j >= last || (has_bias && bias_.get()[j - first] == kNegInf)) continue;
+          for (std::int64_t e = 0; e < p_.d; ++e) {
+            const float value = to_float(v[e / p_.v.group * p_.v.group_stride + e % p_.v.group]);
+            if (!std::isfinite(value)) whole[static_cast<std::size_t>(e)] += value;
+          }
+        }
+      }
     }
+    for (std::int64_t e = 0; e < p_.d; ++e)
+      if (const float value = whole[static_cast<std::size_t>(e)]; value != 0) sums[e] = value;
   }
 
   const Problem& p_;
   const Grouping& grouping_;
   std::int64_t columns_;  // partial sums an element of acc has
-  cpu::Scratch<float> q_u_, q_v_, logits_, bias_, acc_, max_;
+  bool has_totals_ = false;
+  cpu::Scratch<float> q_u_, q_v_, logits_, bias_, acc_, totals_, max_;
   cpu::Scratch<double> sum_;
   std::vector<Extent> extents_;
   Extent following_{};
@@ -424,12 +480,12 @@ void merge(const Partials& partials, std::int64_t n, std::int64_t row, double* a
   std::fill_n(acc, p.d, 0.0);
   for (std::int64_t chunk = begin; chunk < end; ++chunk) {
     const float* part = partials.at(chunk, row);
-    if (part[1] == 0) continue;  // no visible key; NaN is not 0
-    const double weight = part[0] == peak && std::isfinite(peak)
-                              ? 1.0
-                              : std::exp(static_cast<double>(part[0]) - static_cast<double>(peak));
+    const double weight = part[0] == kNegInf ? 0 : std::exp(static_cast<double>(part[0]) - static_cast<double>(peak));
     sum += weight * static_cast<double>(part[1]);
-    for (std::int64_t e = 0; e < p.d; ++e) acc[e] += weight * static_cast<double>(part[2 + e]);
+    for (std::int64_t e = 0; e < p.d; ++e) {
+      const auto value = static_cast<double>(part[2 + e]);
+      acc[e] += std::isfinite(value) ? weight * value : value;
+    }
   }
   for (std::int64_t e = 0; e < p.d; ++e) rounded[e] = sum == 0 ? 0.0F : static_cast<float>(acc[e] / sum);
   const std::int64_t h = row / p.q_len, i = row % p.q_len;

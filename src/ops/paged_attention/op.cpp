@@ -10,7 +10,7 @@ namespace {
 
 constexpr const char* kName = "paged_attention";
 const runtime::Operator<Problem> entry{kName};
-constexpr std::int64_t kMaxQueries = 16, kMinD = 32, kMaxD = 256, kMaxBlock = 256;
+constexpr std::int64_t kMaxQueries = 16, kMinD = 32, kMaxBlock = 256;
 
 // A view with a dimension of size 1 put in at `dim`: [b, h_q, d] -> [b, 1, h_q, d].
 View unsqueezed(View view, int dim) {

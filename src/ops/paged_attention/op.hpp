@@ -6,6 +6,8 @@
 
 namespace hopwell::ops::paged_attention {
 
+constexpr std::int64_t kMaxD = 256;
+
 // Where the vectors of a cache lie, in elements, whatever its layout: element e of (page, kv head, slot) is at
 //   page * .page + head * .head + slot * .slot + e / group * group_stride + e % group.
 struct CacheStrides {

@@ -1,12 +1,11 @@
 // sparse_mla_backward on the CPU: one tile of one query's index row at a time, its gradients added in a fixed order.
 //
 //     K  = gather(kv)                          [keys, d_qk] fp32, valid entries only
-//     S  = (sm_scale q) . K^T                  [h_q, keys]     BLAS
+//     S  = sm_scale (q . K^T)                  [h_q, keys]     BLAS
 //     dP = d_out . K[:, :d_v]^T                [h_q, keys]     BLAS
-//     P  = exp(S - lse) / (1 + exp(sink - lse)),  dS = P * (dP - delta)
-//     dq           += sm_scale dS . K          [h_q, d_qk]     BLAS
-//     dkv[keys, :] += [dS; P]^T . [sm_scale q; d_out]   [keys, d_qk]   BLAS, the two products of the first d_v columns
-//     as one
+//     P  = exp(S - lse) / (1 + exp(sink - lse)),  dS = sm_scale P * (dP - delta)
+//     dq           += dS . K                   [h_q, d_qk]     BLAS
+//     dkv[keys, :] += [dS; P]^T . [q; d_out]   [keys, d_qk]    BLAS, the two products of the first d_v columns as one
 //
 // The last two sums run over tiles that other threads compute at the same time. Tiles add to them in turn, column
 // stripe by column stripe, in ascending order of query and tile: the results do not depend on the number of threads, at
@@ -117,10 +116,10 @@ class Worker {
     double taken = 0;  // 1 / (1 + exp(lse - sink)), its own
   };
 
-  float* q() const { return queries_.get(); }                                             // [h_q, d_qk], times sm_scale
-  float* d_out() const { return queries_.get() + p_.h_q * p_.d_qk; }                      // [h_q, d_v], rows d_qk apart
-  float* ds() const { return weights_.get(); }                                            // [h_q, count]; before, dP
-  float* probabilities() const { return weights_.get() + p_.h_q * count_; }               // [h_q, count]; before, S
+  float* q() const { return queries_.get(); }                                // [h_q, d_qk]
+  float* d_out() const { return queries_.get() + p_.h_q * p_.d_qk; }         // [h_q, d_v], rows d_qk apart
+  float* ds() const { return weights_.get(); }                               // [h_q, count]; before, dP
+  float* probabilities() const { return weights_.get() + p_.h_q * count_; }  // [h_q, count]; before, q . K^T
   float* k() const { return selected_.rows() + (selected_.count() - count_) * p_.d_qk; }  // [count, d_qk]; later, dkv
 
   void differentiate(std::int64_t s, std::int64_t tile) {
@@ -136,7 +135,6 @@ class Worker {
   // Converts q and d_out, and computes what each head needs beside the scores. A sink only scales P.
   void load_query(std::int64_t s) {
     load_heads(p_.q, s, q(), p_.d_qk);
-    scale(q(), p_.sm_scale, static_cast<std::size_t>(p_.h_q * p_.d_qk));
     load_heads(p_.d_out, s, d_out(), p_.d_qk);
     load_heads(p_.out, s, dq_.get(), p_.d_qk);
     for (std::int64_t h = 0; h < p_.h_q; ++h) {
@@ -169,17 +167,14 @@ class Worker {
     gemm_nt(p_.h_q, count_, p_.d_qk, 1, q(), p_.d_qk, k(), p_.d_qk, 0, probabilities(), count_);
     if (gradients) gemm_nt(p_.h_q, count_, p_.d_v, 1, d_out(), p_.d_qk, k(), p_.d_qk, 0, ds(), count_);
     weigh(gradients);
-    if (p_.dq) {
-      gemm_nn(p_.h_q, p_.d_qk, count_, 1, ds(), count_, k(), p_.d_qk, 0, dq_.get(), p_.d_qk);
-      scale(dq_.get(), p_.sm_scale, static_cast<std::size_t>(p_.h_q * p_.d_qk));
-    }
+    if (p_.dq) gemm_nn(p_.h_q, p_.d_qk, count_, 1, ds(), count_, k(), p_.d_qk, 0, dq_.get(), p_.d_qk);
     if (!p_.dkv) return;
     gemm_tn(count_, p_.d_v, 2 * p_.h_q, 1, ds(), count_, q(), p_.d_qk, 0, k(), p_.d_qk);
     if (p_.d_v == p_.d_qk) return;
     gemm_tn(count_, p_.d_qk - p_.d_v, p_.h_q, 1, ds(), count_, q() + p_.d_v, p_.d_qk, 0, k() + p_.d_v, p_.d_qk);
   }
 
-  // S and dP become P and dS, row by row; their sums over heads the distribution.
+  // q . K^T and dP become P and dS, row by row; their sums over heads the distribution.
   void weigh(bool gradients) {
     const auto n = static_cast<std::size_t>(count_);
     std::fill_n(distribution_.get(), n, 0.0F);
@@ -189,9 +184,9 @@ class Worker {
       if (head.lse == kInfinity)
         std::fill_n(row, n, 0.0F);  // all of its scores are -inf
       else
-        exp_sum(row, head.lse, n);
+        exp_sum(row, p_.sm_scale, head.lse, n);
       if (p_.attn) add(row, distribution_.get(), n);
-      if (gradients) softmax_gradient(row, ds() + h * count_, head.kept, head.delta, n);
+      if (gradients) softmax_gradient(row, ds() + h * count_, head.kept, head.delta, p_.sm_scale, n);
     }
   }
 

@@ -2,7 +2,7 @@
 // Gimelshein 2018, arXiv:1805.02867; its use tile by tile: Dao et al. 2022, arXiv:2205.14135).
 //
 //     for each tile of an index row:   K = gather(kv)                  [keys, d_qk] fp32, valid entries only
-//                                      S = (sm_scale q) . K^T          [h_q, keys]    BLAS
+//                                      S = sm_scale (q . K^T)          [h_q, keys]    BLAS
 //                                      P = exp(S - max), rescale O     where the maximum grew
 //                                      O += P . K[:, :d_v]             [h_q, d_v]     BLAS
 //
@@ -50,14 +50,14 @@ class RunningSoftmax {
     std::fill(sum_.begin(), sum_.end(), 0.0);
   }
 
-  // Scores [heads, count], overwritten, and values [count, width] of a tile.
-  void add(float* scores, std::int64_t score_stride, const float* values, std::int64_t value_stride,
+  // Products [heads, count] of queries and keys, overwritten, and values [count, width] of a tile.
+  void add(float* scores, std::int64_t score_stride, float sm_scale, const float* values, std::int64_t value_stride,
            std::int64_t count) {
     const auto n = static_cast<std::size_t>(count);
     for (std::int64_t h = 0; h < heads_; ++h) {
       float* row = scores + h * score_stride;
-      raise_max(h, max_or_nan(row, n));
-      sum(h) += static_cast<double>(exp_sum(row, max(h) == -kInfinity ? 0 : max(h), n));
+      raise_max(h, max_or_nan(row, sm_scale, n));
+      sum(h) += static_cast<double>(exp_sum(row, sm_scale, max(h) == -kInfinity ? 0 : max(h), n));
     }
     gemm_nn(heads_, width_, count, 1, scores, score_stride, values, value_stride, empty_ ? 0 : 1, out_.get(), width_);
     empty_ = false;
@@ -113,20 +113,19 @@ class Worker {
 
   void attend(std::int64_t s, std::int64_t first_tile, std::int64_t last_tile, RunningSoftmax& softmax) {
     load_heads(p_.q, s, q_.get(), p_.d_qk);
-    scale(q_.get(), p_.sm_scale, static_cast<std::size_t>(p_.h_q * p_.d_qk));
     for (std::int64_t tile = first_tile; tile < last_tile; ++tile) {
       selected_.clear();
       const std::int64_t count = selected_.append(s, tile);
       if (count == 0) continue;
       gemm_nt(p_.h_q, count, p_.d_qk, 1, q_.get(), p_.d_qk, selected_.rows(), p_.d_qk, 0, scores_.get(), score_stride_);
-      softmax.add(scores_.get(), score_stride_, selected_.rows(), p_.d_qk, count);
+      softmax.add(scores_.get(), score_stride_, p_.sm_scale, selected_.rows(), p_.d_qk, count);
     }
   }
 
  private:
   const Problem& p_;
   SelectedRows selected_;
-  Scratch<float> q_;  // [h_q, d_qk], times sm_scale
+  Scratch<float> q_;  // [h_q, d_qk]
   std::int64_t score_stride_;
   Scratch<float> scores_;  // [h_q, tile]
 };

@@ -93,15 +93,16 @@ float KthLargest(const float* x, std::int64_t count, std::int64_t k, std::int32_
 float ReluGradient(const float* g, float w, float* dot, std::int64_t count) {
   const FloatTag d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
-  const auto weight = hn::Set(d, w);
-  auto sum0 = hn::Zero(d), sum1 = hn::Zero(d);
+  const auto weight = hn::Set(d, w), zero = hn::Zero(d), one = hn::Set(d, 1.0F);
+  auto sum0 = zero, sum1 = zero;
   for (std::int64_t i = 0; i < count; i += 2 * lanes) {
     const auto g0 = hn::LoadU(d, g + i), g1 = hn::LoadU(d, g + i + lanes);
     const auto x0 = hn::LoadU(d, dot + i), x1 = hn::LoadU(d, dot + i + lanes);
-    sum0 = hn::MulAdd(g0, Relu(x0), sum0);
-    sum1 = hn::MulAdd(g1, Relu(x1), sum1);
-    hn::StoreU(hn::IfThenElseZero(hn::Gt(x0, hn::Zero(d)), hn::Mul(weight, g0)), d, dot + i);
-    hn::StoreU(hn::IfThenElseZero(hn::Gt(x1, hn::Zero(d)), hn::Mul(weight, g1)), d, dot + i + lanes);
+    const auto open0 = hn::Gt(x0, zero), open1 = hn::Gt(x1, zero);
+    sum0 = hn::MulAdd(g0, hn::IfThenElseZero(open0, x0), sum0);
+    sum1 = hn::MulAdd(g1, hn::IfThenElseZero(open1, x1), sum1);
+    hn::StoreU(hn::Mul(hn::Mul(weight, g0), hn::IfThenElseZero(open0, one)), d, dot + i);
+    hn::StoreU(hn::Mul(hn::Mul(weight, g1), hn::IfThenElseZero(open1, one)), d, dot + i + lanes);
   }
   return hn::GetLane(hn::SumOfLanes(d, hn::Add(sum0, sum1)));
 }

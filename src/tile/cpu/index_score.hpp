@@ -23,8 +23,8 @@ std::int64_t append_above(const float* score, std::int64_t count, float threshol
 // writable, up to kLaneBlock past the end.
 float kth_largest(const float* x, std::int64_t count, std::int64_t k, std::int32_t* ordered);
 
-// For one head: returns sum_i g[i] * relu(dot[i]), and makes dot the gradient w * g[i] * 1[dot[i] > 0]; count is a
-// multiple of kLaneBlock.
+// For one head: returns sum_i g[i] * relu(dot[i]), and makes dot the gradient w * g[i] * 1[dot[i] > 0], NaN where g is,
+// whatever the gate; relu(NaN) is 0 here, for padding. count is a multiple of kLaneBlock.
 float relu_gradient(const float* g, float w, float* dot, std::int64_t count);
 
 }  // namespace hopwell::cpu

@@ -54,21 +54,21 @@ float Max(const float* x, std::size_t count) {
   return result;
 }
 
-float ExpSum(float* x, float shift, std::size_t count) {
+float ExpSum(float* x, float factor, float shift, std::size_t count) {
   const hn::ScalableTag<float> d;
   const std::size_t lanes = hn::Lanes(d);
-  const auto vshift = hn::Set(d, shift);
+  const auto vfactor = hn::Set(d, factor), vshift = hn::Set(d, shift);
   auto sum = hn::Zero(d);
   std::size_t i = 0;
   for (; i + lanes <= count; i += lanes) {
-    const auto e = SafeExp(d, hn::Sub(hn::LoadU(d, x + i), vshift));
+    const auto e = SafeExp(d, hn::MulSub(vfactor, hn::LoadU(d, x + i), vshift));
     hn::StoreU(e, d, x + i);
     sum = hn::Add(sum, e);
   }
   float result = hn::GetLane(hn::SumOfLanes(d, sum));
   const hn::CappedTag<float, 1> one;
   for (; i < count; ++i) {
-    x[i] = hn::GetLane(SafeExp(one, hn::Set(one, x[i] - shift)));
+    x[i] = hn::GetLane(SafeExp(one, hn::MulSub(hn::Set(one, factor), hn::Set(one, x[i]), hn::Set(one, shift))));
     result += x[i];
   }
   return result;
@@ -104,36 +104,40 @@ float Dot(const float* x, const float* y, std::size_t count) {
   return result;
 }
 
-float MaxOrNan(const float* x, std::size_t count) {
+float MaxOrNan(const float* x, float factor, std::size_t count) {
   const hn::ScalableTag<float> d;
+  const auto vfactor = hn::Set(d, factor);
   const std::size_t lanes = hn::Lanes(d);
   auto best = hn::Set(d, -std::numeric_limits<float>::infinity());
   auto nans = hn::Zero(d);  // the last NaN of each lane
   std::size_t i = 0;
   for (; i + lanes <= count; i += lanes) {
-    const auto v = hn::LoadU(d, x + i);
+    const auto v = hn::Mul(vfactor, hn::LoadU(d, x + i));
     best = hn::IfThenElse(hn::Gt(v, best), v, best);
     nans = hn::IfThenElse(hn::IsNaN(v), v, nans);
   }
   const float nan = hn::GetLane(hn::SumOfLanes(d, nans));
   float result = nan != nan ? nan : hn::GetLane(hn::MaxOfLanes(d, best));
-  for (; i < count; ++i) result = x[i] > result || x[i] != x[i] ? x[i] : result;
+  for (; i < count; ++i) {
+    const float v = factor * x[i];
+    result = v > result || v != v ? v : result;
+  }
   return result;
 }
 
-void SoftmaxGradient(float* p, float* dp, float factor, float delta, std::size_t count) {
+void SoftmaxGradient(float* p, float* dp, float factor, float delta, float scale, std::size_t count) {
   const hn::ScalableTag<float> d;
   const std::size_t lanes = hn::Lanes(d);
-  const auto vfactor = hn::Set(d, factor), vdelta = hn::Set(d, delta);
+  const auto vfactor = hn::Set(d, factor), vdelta = hn::Set(d, delta), vscale = hn::Set(d, scale);
   std::size_t i = 0;
   for (; i + lanes <= count; i += lanes) {
     const auto v = hn::Mul(hn::LoadU(d, p + i), vfactor);
     hn::StoreU(v, d, p + i);
-    hn::StoreU(hn::Mul(v, hn::Sub(hn::LoadU(d, dp + i), vdelta)), d, dp + i);
+    hn::StoreU(hn::Mul(hn::Mul(v, hn::Sub(hn::LoadU(d, dp + i), vdelta)), vscale), d, dp + i);
   }
   for (; i < count; ++i) {
     p[i] *= factor;
-    dp[i] = p[i] * (dp[i] - delta);
+    dp[i] = p[i] * (dp[i] - delta) * scale;
   }
 }
 
@@ -207,13 +211,17 @@ void from_float(const float* in, float16* out, std::size_t count) {
   HWY_DYNAMIC_DISPATCH(FromFloatF16)(in, out, count);
 }
 float max(const float* x, std::size_t count) { return HWY_DYNAMIC_DISPATCH(Max)(x, count); }
-float exp_sum(float* x, float shift, std::size_t count) { return HWY_DYNAMIC_DISPATCH(ExpSum)(x, shift, count); }
+float exp_sum(float* x, float factor, float shift, std::size_t count) {
+  return HWY_DYNAMIC_DISPATCH(ExpSum)(x, factor, shift, count);
+}
 void scale(float* x, float factor, std::size_t count) { HWY_DYNAMIC_DISPATCH(Scale)(x, factor, count); }
 void add(const float* x, float* y, std::size_t count) { HWY_DYNAMIC_DISPATCH(Add)(x, y, count); }
 float dot(const float* x, const float* y, std::size_t count) { return HWY_DYNAMIC_DISPATCH(Dot)(x, y, count); }
-float max_or_nan(const float* x, std::size_t count) { return HWY_DYNAMIC_DISPATCH(MaxOrNan)(x, count); }
-void softmax_gradient(float* p, float* dp, float factor, float delta, std::size_t count) {
-  HWY_DYNAMIC_DISPATCH(SoftmaxGradient)(p, dp, factor, delta, count);
+float max_or_nan(const float* x, float factor, std::size_t count) {
+  return HWY_DYNAMIC_DISPATCH(MaxOrNan)(x, factor, count);
+}
+void softmax_gradient(float* p, float* dp, float factor, float delta, float scale, std::size_t count) {
+  HWY_DYNAMIC_DISPATCH(SoftmaxGradient)(p, dp, factor, delta, scale, count);
 }
 void gather_rows(const float* rows, std::int64_t stride, const std::int32_t* keys, std::size_t count, std::size_t width,
                  float* out) {

@@ -22,8 +22,9 @@ void from_float(const float* in, float16* out, std::size_t count);
 // max_i x[i] as if NaN were not there; -inf for count 0.
 float max(const float* x, std::size_t count);
 
-// x[i] = exp(x[i] - shift), within an ulp or so; returns their sum. x[i] = -inf gives 0. shift is finite.
-float exp_sum(float* x, float shift, std::size_t count);
+// x[i] = exp(factor * x[i] - shift), within an ulp or so; returns their sum. factor * x[i] = -inf gives 0. shift is
+// finite.
+float exp_sum(float* x, float factor, float shift, std::size_t count);
 
 // x[i] *= factor
 void scale(float* x, float factor, std::size_t count);
@@ -33,11 +34,11 @@ void add(const float* x, float* y, std::size_t count);
 
 float dot(const float* x, const float* y, std::size_t count);
 
-// max_i x[i], NaN if any x[i] is; -inf for count 0.
-float max_or_nan(const float* x, std::size_t count);
+// max_i factor * x[i], NaN if any of them is; -inf for count 0.
+float max_or_nan(const float* x, float factor, std::size_t count);
 
-// The softmax's gradient at one row: p[i] *= factor, then dp[i] = p[i] * (dp[i] - delta).
-void softmax_gradient(float* p, float* dp, float factor, float delta, std::size_t count);
+// The softmax's gradient at one row: p[i] *= factor, then dp[i] = p[i] * (dp[i] - delta) * scale.
+void softmax_gradient(float* p, float* dp, float factor, float delta, float scale, std::size_t count);
 
 // out[i, :] = float(rows[keys[i], 0:width]) for i in [0, count): `stride` elements from row to row, `out` dense.
 void gather_rows(const float* rows, std::int64_t stride, const std::int32_t* keys, std::size_t count, std::size_t width,
