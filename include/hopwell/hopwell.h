@@ -6,6 +6,9 @@
  * error the outputs are untouched. Shapes, formulae and corner cases of each operator are documented at its argument
  * struct; `LSE` is natural-log, fp32.
  *
+ * A CUDA call runs on its tensors' device, whichever is current, and leaves that as it was; its stream must be of that
+ * device. A workspace belongs to one call at a time: calls that may overlap, on two streams say, need one each.
+ *
  * In C a zero field means its default, shown as HOPWELL_DEFAULT(...) where that is not zero. C++ has the defaults
  * themselves.
  */
@@ -30,24 +33,29 @@ extern "C" {
 
 typedef enum hopwell_status {
   HOPWELL_OK = 0,
-  HOPWELL_INVALID_ARGUMENT = 1, /* dtype, shape, stride, device, scalar range, or a combination no operator defines */
-  HOPWELL_UNSUPPORTED = 2,      /* legal, but no backend present on this machine runs it; the message lists why */
-  HOPWELL_DEVICE_ERROR = 3,     /* the device or its driver reported an error */
+  /** dtype, shape, stride, device, scalar range, or a combination no operator defines */
+  HOPWELL_INVALID_ARGUMENT = 1,
+  /** legal, but no backend present on this machine runs it; the message lists why */
+  HOPWELL_UNSUPPORTED = 2,
+  /** the device or its driver reported an error */
+  HOPWELL_DEVICE_ERROR = 3,
   HOPWELL_OUT_OF_MEMORY = 4,
   HOPWELL_INTERNAL = 5
 } hopwell_status;
 
-/* A CUDA stream (cudaStream_t), or null for the default stream; the CPU ignores it. */
+/** A CUDA stream (cudaStream_t), or null for the default stream; the CPU ignores it. */
 typedef void* hopwell_stream;
 
-/* The message of the last call on this thread that did not return HOPWELL_OK; "" if there was none. Valid until the
+/** The message of the last call on this thread that did not return HOPWELL_OK; "" if there was none. Valid until the
  * next call. */
 HOPWELL_API const char* hopwell_last_error(void);
 
-/* "0.1.0" */
+/** "0.1.0" */
 HOPWELL_API const char* hopwell_version(void);
 
-/* ---- sparse_mla_forward -----------------------------------------------------------------------------------------
+/* ---- sparse_mla_forward ------------------------------------------------------------------------------------------ */
+
+/**
  * Attention of every query over the keys that its index row selects; V is the first d_v columns of kv (DeepSeek-V2's
  * MLA in its multi-query form; sparse selection as in DeepSeek-V3.2).
  *
@@ -58,23 +66,37 @@ HOPWELL_API const char* hopwell_version(void);
  * Entries that occur twice count twice. A row without a valid entry gives out 0, max_logits -inf, lse +inf.
  */
 typedef struct hopwell_sparse_mla_forward_args {
-  const DLTensor* q HOPWELL_ZERO;       /* bf16 (CPU: fp32 too) [s_q, h_q, d_qk] */
-  const DLTensor* kv HOPWELL_ZERO;      /* like q [s_kv, 1, d_qk] or [s_kv, d_qk] */
-  const DLTensor* indices HOPWELL_ZERO; /* int32 [s_q, 1, topk] or [s_q, topk] */
-  float sm_scale HOPWELL_ZERO;          /* finite */
+  /** bf16 (CPU: fp32 too) [s_q, h_q, d_qk] */
+  const DLTensor* q HOPWELL_ZERO;
+  /** like q [s_kv, 1, d_qk] or [s_kv, d_qk] */
+  const DLTensor* kv HOPWELL_ZERO;
+  /** int32 [s_q, 1, topk] or [s_q, topk] */
+  const DLTensor* indices HOPWELL_ZERO;
+  /** finite */
+  float sm_scale HOPWELL_ZERO;
   int64_t d_v HOPWELL_DEFAULT(512);
-  const DLTensor* attn_sink HOPWELL_ZERO;   /* fp32 [h_q], may be +-inf; optional */
-  const DLTensor* topk_length HOPWELL_ZERO; /* int32 [s_q]; optional */
-  const DLTensor* q_positions HOPWELL_ZERO; /* int32 [s_q]; optional, turns on causal masking */
-  bool has_q_start HOPWELL_ZERO;            /* causal masking with position(s) = q_start + s; excludes q_positions */
+  /** fp32 [h_q], may be +-inf; optional */
+  const DLTensor* attn_sink HOPWELL_ZERO;
+  /** int32 [s_q]; optional */
+  const DLTensor* topk_length HOPWELL_ZERO;
+  /** int32 [s_q]; optional, turns on causal masking */
+  const DLTensor* q_positions HOPWELL_ZERO;
+  /** causal masking with position(s) = q_start + s; excludes q_positions */
+  bool has_q_start HOPWELL_ZERO;
   int64_t q_start HOPWELL_ZERO;
-  int64_t kv_stride HOPWELL_DEFAULT(1);    /* a key stands for kv_stride >= 1 consecutive tokens */
-  const DLTensor* out HOPWELL_ZERO;        /* output, like q [s_q, h_q, d_v] */
-  const DLTensor* max_logits HOPWELL_ZERO; /* output, fp32 [s_q, h_q]; optional */
-  const DLTensor* lse HOPWELL_ZERO;        /* output, fp32 [s_q, h_q]; optional */
-  void* workspace HOPWELL_ZERO; /* hopwell_sparse_mla_forward_workspace_bytes() bytes on q's device, aligned to 16 */
+  /** a key stands for kv_stride >= 1 consecutive tokens */
+  int64_t kv_stride HOPWELL_DEFAULT(1);
+  /** output, like q [s_q, h_q, d_v] */
+  const DLTensor* out HOPWELL_ZERO;
+  /** output, fp32 [s_q, h_q]; optional */
+  const DLTensor* max_logits HOPWELL_ZERO;
+  /** output, fp32 [s_q, h_q]; optional */
+  const DLTensor* lse HOPWELL_ZERO;
+  /** hopwell_sparse_mla_forward_workspace_bytes() bytes on q's device, aligned to 16 */
+  void* workspace HOPWELL_ZERO;
   size_t workspace_bytes HOPWELL_ZERO;
-  const char* backend HOPWELL_ZERO; /* a name such as "cpu"; null: the best one */
+  /** a name such as "cpu"; null: the best one */
+  const char* backend HOPWELL_ZERO;
 } hopwell_sparse_mla_forward_args;
 
 HOPWELL_API hopwell_status hopwell_sparse_mla_forward(const hopwell_sparse_mla_forward_args* args,
@@ -82,19 +104,31 @@ HOPWELL_API hopwell_status hopwell_sparse_mla_forward(const hopwell_sparse_mla_f
 HOPWELL_API hopwell_status hopwell_sparse_mla_forward_workspace_bytes(const hopwell_sparse_mla_forward_args* args,
                                                                       size_t* bytes);
 
-/* ---- sparse_mla_backward ----------------------------------------------------------------------------------------
- *     p  = exp(score - lse'),  lse' = log(exp(lse) + exp(attn_sink));   delta = sum_d out * d_out
- *     ds = p * (d_out . v - delta) * sm_scale
- *     dq = ds . kv;   dkv += ds^T . q (+ p^T . d_out in the first d_v columns);   d_sink = -sum_s exp(attn_sink - lse')
- * * delta
+/* ---- sparse_mla_backward ----------------------------------------------------------------------------------------- */
+
+/**
+ * Gradients of sparse_mla_forward, from its out and lse.
+ *
+ *     lse'  = log(exp(lse) + exp(attn_sink))          lse without a sink
+ *     p     = exp(score - lse')
+ *     delta = sum_d out * d_out
+ *     ds    = p * (d_out . v - delta) * sm_scale
+ *
+ *     dq     = ds . kv
+ *     dkv   += ds^T . q, and p^T . d_out in the first d_v columns
+ *     d_sink = -sum_s exp(attn_sink - lse') * delta
  */
 typedef struct hopwell_sparse_mla_backward_args {
-  const DLTensor* d_out HOPWELL_ZERO; /* like q [s_q, h_q, d_v] */
-  const DLTensor* q HOPWELL_ZERO;     /* these as in the forward */
+  /** like q [s_q, h_q, d_v] */
+  const DLTensor* d_out HOPWELL_ZERO;
+  /** these as in the forward */
+  const DLTensor* q HOPWELL_ZERO;
   const DLTensor* kv HOPWELL_ZERO;
   const DLTensor* indices HOPWELL_ZERO;
-  const DLTensor* out HOPWELL_ZERO; /* the forward's, like q [s_q, h_q, d_v] */
-  const DLTensor* lse HOPWELL_ZERO; /* the forward's, fp32 [s_q, h_q] */
+  /** the forward's, like q [s_q, h_q, d_v] */
+  const DLTensor* out HOPWELL_ZERO;
+  /** the forward's, fp32 [s_q, h_q] */
+  const DLTensor* lse HOPWELL_ZERO;
   float sm_scale HOPWELL_ZERO;
   int64_t d_v HOPWELL_DEFAULT(512);
   const DLTensor* attn_sink HOPWELL_ZERO;
@@ -103,15 +137,21 @@ typedef struct hopwell_sparse_mla_backward_args {
   bool has_q_start HOPWELL_ZERO;
   int64_t q_start HOPWELL_ZERO;
   int64_t kv_stride HOPWELL_DEFAULT(1);
-  bool deterministic HOPWELL_ZERO;     /* same bits every time, for any number of threads; the CPU gives that always */
-  bool accumulate HOPWELL_ZERO;        /* add into the given fp32 dkv instead of overwriting it */
-  bool indices_ascending HOPWELL_ZERO; /* a hint: rows ascend (as the indexer's), so that no pass needs to order them.
-                                          Rows that do not give the same results, later. */
-  const DLTensor* dq HOPWELL_ZERO;     /* output, like q [s_q, h_q, d_qk]; null: not needed */
-  const DLTensor* dkv HOPWELL_ZERO;    /* output, fp32 or bf16, shape of kv; null: not needed */
-  const DLTensor* d_sink HOPWELL_ZERO; /* output, fp32 [h_q]; only with attn_sink; null: not needed */
-  const DLTensor* attn
-      HOPWELL_ZERO; /* output, fp32 [s_q, topk]: sum_h exp(score - lse), the attention distribution; optional */
+  /** same bits every time, for any number of threads; the CPU gives that always */
+  bool deterministic HOPWELL_ZERO;
+  /** add into the given fp32 dkv instead of overwriting it */
+  bool accumulate HOPWELL_ZERO;
+  /** a hint: rows ascend (as the indexer's), so that no pass needs to order them. Rows that do not give the same
+   * results, later. */
+  bool indices_ascending HOPWELL_ZERO;
+  /** output, like q [s_q, h_q, d_qk]; null: not needed */
+  const DLTensor* dq HOPWELL_ZERO;
+  /** output, fp32 or bf16, shape of kv; null: not needed */
+  const DLTensor* dkv HOPWELL_ZERO;
+  /** output, fp32 [h_q]; only with attn_sink; null: not needed */
+  const DLTensor* d_sink HOPWELL_ZERO;
+  /** output, fp32 [s_q, topk]: sum_h exp(score - lse), the attention distribution; optional */
+  const DLTensor* attn HOPWELL_ZERO;
   void* workspace HOPWELL_ZERO;
   size_t workspace_bytes HOPWELL_ZERO;
   const char* backend HOPWELL_ZERO;
@@ -122,25 +162,31 @@ HOPWELL_API hopwell_status hopwell_sparse_mla_backward(const hopwell_sparse_mla_
 HOPWELL_API hopwell_status hopwell_sparse_mla_backward_workspace_bytes(const hopwell_sparse_mla_backward_args* args,
                                                                        size_t* bytes);
 
-/* ---- attention_distribution -------------------------------------------------------------------------------------
+/* ---- attention_distribution -------------------------------------------------------------------------------------- */
+
+typedef enum hopwell_normalize { HOPWELL_NORMALIZE_NONE = 0, HOPWELL_NORMALIZE_L1 = 1 } hopwell_normalize;
+
+/**
  *     out[s,i] = sum_h exp(score[s,h,i] - lse[s,h])      0 where the entry is invalid; 0 for rows without a valid entry
  * The target of the lightning indexer's loss (with l1 normalisation). V is not read.
  */
-typedef enum hopwell_normalize { HOPWELL_NORMALIZE_NONE = 0, HOPWELL_NORMALIZE_L1 = 1 } hopwell_normalize;
-
 typedef struct hopwell_attention_distribution_args {
-  const DLTensor* q HOPWELL_ZERO; /* these as in sparse_mla_forward */
+  /** these as in sparse_mla_forward */
+  const DLTensor* q HOPWELL_ZERO;
   const DLTensor* kv HOPWELL_ZERO;
   const DLTensor* indices HOPWELL_ZERO;
-  const DLTensor* lse HOPWELL_ZERO; /* the forward's, fp32 [s_q, h_q] */
+  /** the forward's, fp32 [s_q, h_q] */
+  const DLTensor* lse HOPWELL_ZERO;
   float sm_scale HOPWELL_ZERO;
   const DLTensor* topk_length HOPWELL_ZERO;
   const DLTensor* q_positions HOPWELL_ZERO;
   bool has_q_start HOPWELL_ZERO;
   int64_t q_start HOPWELL_ZERO;
   int64_t kv_stride HOPWELL_DEFAULT(1);
-  hopwell_normalize normalize HOPWELL_DEFAULT(HOPWELL_NORMALIZE_NONE); /* l1: rows sum to 1; all-zero rows stay zero */
-  const DLTensor* out HOPWELL_ZERO; /* output, fp32 [s_q, topk], in the order of indices */
+  /** l1: rows sum to 1; all-zero rows stay zero */
+  hopwell_normalize normalize HOPWELL_DEFAULT(HOPWELL_NORMALIZE_NONE);
+  /** output, fp32 [s_q, topk], in the order of indices */
+  const DLTensor* out HOPWELL_ZERO;
   void* workspace HOPWELL_ZERO;
   size_t workspace_bytes HOPWELL_ZERO;
   const char* backend HOPWELL_ZERO;
@@ -151,7 +197,24 @@ HOPWELL_API hopwell_status hopwell_attention_distribution(const hopwell_attentio
 HOPWELL_API hopwell_status
 hopwell_attention_distribution_workspace_bytes(const hopwell_attention_distribution_args* args, size_t* bytes);
 
-/* ---- paged_attention --------------------------------------------------------------------------------------------
+/* ---- paged_attention --------------------------------------------------------------------------------------------- */
+
+typedef enum hopwell_cache_layout {
+  /** k, v [blocks, block, h_kv, d] */
+  HOPWELL_CACHE_NHD = 0,
+  /** k, v [blocks, h_kv, block, d] */
+  HOPWELL_CACHE_HND = 1,
+  /** k [blocks, h_kv, d/x, block, x], v [blocks, h_kv, d, block]; x = 16 bytes */
+  HOPWELL_CACHE_VLLM = 2
+} hopwell_cache_layout;
+typedef enum hopwell_bias_kind { HOPWELL_BIAS_KEY = 0, HOPWELL_BIAS_DISTANCE = 1 } hopwell_bias_kind;
+typedef enum hopwell_out_of_range {
+  HOPWELL_OUT_OF_RANGE_ZERO = 0,
+  HOPWELL_OUT_OF_RANGE_CLAMP = 1,
+  HOPWELL_OUT_OF_RANGE_NEG_INF = 2
+} hopwell_out_of_range;
+
+/**
  * Decode attention of one or a few query tokens a sequence against a paged KV cache, with the relative positions of
  * Transformer-XL (Dai et al. 2019, arXiv:1901.02860).
  *
@@ -163,41 +226,38 @@ hopwell_attention_distribution_workspace_bytes(const hopwell_attention_distribut
  * without a visible key, or whose logits are all -inf: out 0, lse -inf. Where a query sees values of +-inf or NaN, out
  * is what those alone add up to, however small their weights, which are positive also where they round to 0.
  */
-typedef enum hopwell_cache_layout {
-  HOPWELL_CACHE_NHD = 0, /* k, v [blocks, block, h_kv, d] */
-  HOPWELL_CACHE_HND = 1, /* k, v [blocks, h_kv, block, d] */
-  HOPWELL_CACHE_VLLM = 2 /* k [blocks, h_kv, d/x, block, x], v [blocks, h_kv, d, block]; x = 16 bytes */
-} hopwell_cache_layout;
-typedef enum hopwell_bias_kind { HOPWELL_BIAS_KEY = 0, HOPWELL_BIAS_DISTANCE = 1 } hopwell_bias_kind;
-typedef enum hopwell_out_of_range {
-  HOPWELL_OUT_OF_RANGE_ZERO = 0,
-  HOPWELL_OUT_OF_RANGE_CLAMP = 1,
-  HOPWELL_OUT_OF_RANGE_NEG_INF = 2
-} hopwell_out_of_range;
-
 typedef struct hopwell_paged_attention_args {
-  const DLTensor* q
-      HOPWELL_ZERO; /* fp32, fp16 or bf16 [b, q_len, h_q, d] or [b, h_q, d]; q_len 1..16; d 32..256, a multiple of 8 */
-  const DLTensor* k_cache HOPWELL_ZERO; /* like q; shape by layout; h_q a multiple of h_kv; block 1..256 */
+  /** fp32, fp16 or bf16 [b, q_len, h_q, d] or [b, h_q, d]; q_len 1..16; d 32..256, a multiple of 8 */
+  const DLTensor* q HOPWELL_ZERO;
+  /** like q; shape by layout; h_q a multiple of h_kv; block 1..256 */
+  const DLTensor* k_cache HOPWELL_ZERO;
   const DLTensor* v_cache HOPWELL_ZERO;
-  const DLTensor* block_tables
-      HOPWELL_ZERO; /* int32 [b, max_blocks]; entries past the context may be anything, bad ones within are masked */
-  const DLTensor* context_lens
-      HOPWELL_ZERO; /* int32 [b], the q_len query tokens included; clamped to 0 .. max_blocks * block */
+  /** int32 [b, max_blocks]; entries past the context may be anything, bad ones within are masked */
+  const DLTensor* block_tables HOPWELL_ZERO;
+  /** int32 [b], the q_len query tokens included; clamped to 0 .. max_blocks * block */
+  const DLTensor* context_lens HOPWELL_ZERO;
   float scale HOPWELL_ZERO;
   hopwell_cache_layout layout HOPWELL_DEFAULT(HOPWELL_CACHE_NHD);
-  const DLTensor* pos_bias_u HOPWELL_ZERO; /* q's dtype or fp32 [h_q, d]; optional */
-  const DLTensor* bias
-      HOPWELL_ZERO; /* fp32, fp16 or bf16; key: [b or 1, h_q, q_len, keys]; distance: [b or 1, h_q, extent]; optional */
+  /** q's dtype or fp32 [h_q, d]; optional */
+  const DLTensor* pos_bias_u HOPWELL_ZERO;
+  /** fp32, fp16 or bf16; key: [b or 1, h_q, q_len, keys]; distance: [b or 1, h_q, extent]; optional */
+  const DLTensor* bias HOPWELL_ZERO;
   hopwell_bias_kind bias_kind HOPWELL_DEFAULT(HOPWELL_BIAS_KEY);
   hopwell_out_of_range out_of_range HOPWELL_DEFAULT(HOPWELL_OUT_OF_RANGE_ZERO);
-  bool post_scale HOPWELL_ZERO;              /* add bias_j after the scale: scale * (q + u) . k_j + bias_j */
-  const DLTensor* pos_bias_v HOPWELL_ZERO;   /* q's dtype or fp32 [h_q, d]; only with r */
-  const DLTensor* r HOPWELL_ZERO;            /* q's dtype or fp32 [h_q or 1, extent, d]; excludes bias */
-  const DLTensor* alibi_slopes HOPWELL_ZERO; /* fp32 [h_q]; optional */
-  int64_t window HOPWELL_ZERO;               /* >= 1: only keys with delta < window; 0: all */
-  const DLTensor* out HOPWELL_ZERO;          /* output, like q */
-  const DLTensor* lse HOPWELL_ZERO; /* output, fp32 [b, q_len, h_q] ([b, h_q] for a three-dimensional q); optional */
+  /** add bias_j after the scale: scale * (q + u) . k_j + bias_j */
+  bool post_scale HOPWELL_ZERO;
+  /** q's dtype or fp32 [h_q, d]; only with r */
+  const DLTensor* pos_bias_v HOPWELL_ZERO;
+  /** q's dtype or fp32 [h_q or 1, extent, d]; excludes bias */
+  const DLTensor* r HOPWELL_ZERO;
+  /** fp32 [h_q]; optional */
+  const DLTensor* alibi_slopes HOPWELL_ZERO;
+  /** >= 1: only keys with delta < window; 0: all */
+  int64_t window HOPWELL_ZERO;
+  /** output, like q */
+  const DLTensor* out HOPWELL_ZERO;
+  /** output, fp32 [b, q_len, h_q] ([b, h_q] for a three-dimensional q); optional */
+  const DLTensor* lse HOPWELL_ZERO;
   void* workspace HOPWELL_ZERO;
   size_t workspace_bytes HOPWELL_ZERO;
   const char* backend HOPWELL_ZERO;
@@ -207,72 +267,110 @@ HOPWELL_API hopwell_status hopwell_paged_attention(const hopwell_paged_attention
 HOPWELL_API hopwell_status hopwell_paged_attention_workspace_bytes(const hopwell_paged_attention_args* args,
                                                                    size_t* bytes);
 
-/* ---- NVFP4 ------------------------------------------------------------------------------------------------------
+/* ---- NVFP4 ------------------------------------------------------------------------------------------------------- */
+
+/*
  * e2m1 codes, two a byte (low nibble = even k), one e4m3 scale per 16 along K, one fp32 global scale a tensor:
  * w = code * scale * global (NVIDIA's NVFP4; element and scale formats: OCP Microscaling Formats v1.0 and OCP FP8).
  * Codes are uint8 or float4_e2m1fn_x2, scales uint8 or float8_e4m3fn. Scales are plain [rows, K/16], or in the 128x4
- * blocked order of cuBLAS and CUTLASS: byte offset of (row m, scale j) = 512 * ((m/128) * ceil((K/16)/4) + j/4) + 16 *
- * (m mod 32) + 4 * ((m mod 128)/32) + j mod 4, rows padded to 128 and scales to 4; the tensor may then have any shape
- * with that many bytes, contiguous, L slowest.
+ * blocked order of cuBLAS and CUTLASS, where (row m, scale j) has the byte offset
+ *
+ *     512 * ((m/128) * ceil((K/16)/4) + j/4) + 16 * (m mod 32) + 4 * ((m mod 128)/32) + j mod 4
+ *
+ * with rows padded to 128 and scales to 4; the tensor may then have any shape with that many bytes, contiguous, L
+ * slowest.
  */
 typedef enum hopwell_scale_layout { HOPWELL_SCALES_PLAIN = 0, HOPWELL_SCALES_BLOCKED = 1 } hopwell_scale_layout;
 
-/* out[m, n, l] = alpha * sum_k a[m, k, l] * b[n, k, l], both sides NVFP4; fp32 accumulation in a fixed order. */
+/** out[m, n, l] = alpha * sum_k a[m, k, l] * b[n, k, l], both sides NVFP4; fp32 accumulation in a fixed order. */
 typedef struct hopwell_nvfp4_gemv_args {
-  const DLTensor* a HOPWELL_ZERO;    /* [M, K/2, L]; K fastest, then rows, then L; K a multiple of 16 */
-  const DLTensor* b HOPWELL_ZERO;    /* [N, K/2, L], N 1, or 1 padded to 128 rows, of which only the first counts */
-  const DLTensor* sfa HOPWELL_ZERO;  /* plain [M, K/16, L], or blocked */
-  const DLTensor* sfb HOPWELL_ZERO;  /* plain [N, K/16, L], or blocked */
-  float alpha HOPWELL_DEFAULT(1.0F); /* in C, 0 means 1 and -0.0f means 0 */
+  /** [M, K/2, L]; K fastest, then rows, then L; K a multiple of 16 */
+  const DLTensor* a HOPWELL_ZERO;
+  /** [N, K/2, L], N 1, or 1 padded to 128 rows, of which only the first counts */
+  const DLTensor* b HOPWELL_ZERO;
+  /** plain [M, K/16, L], or blocked */
+  const DLTensor* sfa HOPWELL_ZERO;
+  /** plain [N, K/16, L], or blocked */
+  const DLTensor* sfb HOPWELL_ZERO;
+  /** in C, 0 means 1 and -0.0f means 0 */
+  float alpha HOPWELL_DEFAULT(1.0F);
   hopwell_scale_layout scale_layout HOPWELL_DEFAULT(HOPWELL_SCALES_PLAIN);
-  const DLTensor* out HOPWELL_ZERO; /* output, fp16, bf16 or fp32 [M, 1, L], any strides */
+  /** output, fp16, bf16 or fp32 [M, 1, L], any strides */
+  const DLTensor* out HOPWELL_ZERO;
   void* workspace HOPWELL_ZERO;
   size_t workspace_bytes HOPWELL_ZERO;
   const char* backend HOPWELL_ZERO;
 } hopwell_nvfp4_gemv_args;
 
-/* out = x . w^T + bias with 4-bit weights and 16-bit activations (W4A16); the global scale applied in fp32 before the
- * rounding. */
+/**
+ * out = x . w^T + bias with 4-bit weights and 16-bit activations (W4A16); the global scale is applied in fp32 before the
+ * rounding.
+ */
 typedef struct hopwell_nvfp4_linear_args {
-  const DLTensor* x HOPWELL_ZERO;                  /* bf16 or fp16 (CPU: fp32 too) [n, K] */
-  const DLTensor* weight HOPWELL_ZERO;             /* codes [N, K/2] */
-  const DLTensor* weight_scale HOPWELL_ZERO;       /* plain [N, K/16], or blocked */
-  const DLTensor* weight_global HOPWELL_ZERO;      /* fp32, one element, on x's device; null: weight_global_value */
-  float weight_global_value HOPWELL_DEFAULT(1.0F); /* in C, 0 means 1 and -0.0f means 0 */
-  bool global_is_reciprocal HOPWELL_ZERO;          /* the global is 1 / the factor (compressed-tensors) */
-  const DLTensor* bias HOPWELL_ZERO;               /* like x [N]; optional */
+  /** bf16 or fp16 (CPU: fp32 too) [n, K] */
+  const DLTensor* x HOPWELL_ZERO;
+  /** codes [N, K/2] */
+  const DLTensor* weight HOPWELL_ZERO;
+  /** plain [N, K/16], or blocked */
+  const DLTensor* weight_scale HOPWELL_ZERO;
+  /** fp32, one element, on x's device; null: weight_global_value */
+  const DLTensor* weight_global HOPWELL_ZERO;
+  /** in C, 0 means 1 and -0.0f means 0 */
+  float weight_global_value HOPWELL_DEFAULT(1.0F);
+  /** the global is 1 / the factor (compressed-tensors) */
+  bool global_is_reciprocal HOPWELL_ZERO;
+  /** like x [N]; optional */
+  const DLTensor* bias HOPWELL_ZERO;
   hopwell_scale_layout scale_layout HOPWELL_DEFAULT(HOPWELL_SCALES_PLAIN);
-  const DLTensor* out HOPWELL_ZERO; /* output, like x [n, N] */
+  /** output, like x [n, N] */
+  const DLTensor* out HOPWELL_ZERO;
   void* workspace HOPWELL_ZERO;
   size_t workspace_bytes HOPWELL_ZERO;
   const char* backend HOPWELL_ZERO;
 } hopwell_nvfp4_linear_args;
 
-/* global = amax / 2688; scale = e4m3(block amax / (6 * global)); codes nearest (ties to even) to x / (scale * global),
- * with x's sign. A block of zeros, or too small for its global, gets scale 0 and codes 0. A block with a NaN or an
- * infinity gets a NaN scale and codes 0, and such values do not count in amax. A global on the host must be positive
- * and finite; on a CUDA device it is data. */
+/**
+ * Codes and scales of an array.
+ *
+ *     global = amax / 2688
+ *     scale  = e4m3(block amax / (6 * global))
+ *     code   = nearest (ties to even) to x / (scale * global), with x's sign
+ *
+ * A block of zeros, or too small for its global, gets scale 0 and codes 0. A block with a NaN or an infinity gets a NaN
+ * scale and codes 0, and such values do not count in amax. A global on the host must be positive and finite; on a CUDA
+ * device it is data.
+ */
 typedef struct hopwell_nvfp4_quantize_args {
-  const DLTensor* x HOPWELL_ZERO; /* fp32, fp16 or bf16 [rows, K]; K a multiple of 16 */
-  const DLTensor* global_in
-      HOPWELL_ZERO; /* fp32, one element: use this global scale; null: global_in_value if that is not 0, else from x */
+  /** fp32, fp16 or bf16 [rows, K]; K a multiple of 16 */
+  const DLTensor* x HOPWELL_ZERO;
+  /** fp32, one element: use this global scale; null: global_in_value if that is not 0, else from x */
+  const DLTensor* global_in HOPWELL_ZERO;
   float global_in_value HOPWELL_ZERO;
   hopwell_scale_layout scale_layout HOPWELL_DEFAULT(HOPWELL_SCALES_PLAIN);
-  const DLTensor* codes HOPWELL_ZERO;        /* output [rows, K/2] */
-  const DLTensor* scales HOPWELL_ZERO;       /* output, plain [rows, K/16], or blocked (the padding is written as 0) */
-  const DLTensor* global_scale HOPWELL_ZERO; /* output, fp32, one element */
+  /** output [rows, K/2] */
+  const DLTensor* codes HOPWELL_ZERO;
+  /** output, plain [rows, K/16], or blocked (the padding is written as 0) */
+  const DLTensor* scales HOPWELL_ZERO;
+  /** output, fp32, one element */
+  const DLTensor* global_scale HOPWELL_ZERO;
   void* workspace HOPWELL_ZERO;
   size_t workspace_bytes HOPWELL_ZERO;
   const char* backend HOPWELL_ZERO;
 } hopwell_nvfp4_quantize_args;
 
+/** x = code * scale * global. */
 typedef struct hopwell_nvfp4_dequantize_args {
-  const DLTensor* codes HOPWELL_ZERO;        /* [rows, K/2] */
-  const DLTensor* scales HOPWELL_ZERO;       /* plain [rows, K/16], or blocked */
-  const DLTensor* global_scale HOPWELL_ZERO; /* fp32, one element; null: global_value */
-  float global_value HOPWELL_DEFAULT(1.0F);  /* in C, 0 means 1 and -0.0f means 0 */
+  /** [rows, K/2] */
+  const DLTensor* codes HOPWELL_ZERO;
+  /** plain [rows, K/16], or blocked */
+  const DLTensor* scales HOPWELL_ZERO;
+  /** fp32, one element; null: global_value */
+  const DLTensor* global_scale HOPWELL_ZERO;
+  /** in C, 0 means 1 and -0.0f means 0 */
+  float global_value HOPWELL_DEFAULT(1.0F);
   hopwell_scale_layout scale_layout HOPWELL_DEFAULT(HOPWELL_SCALES_PLAIN);
-  const DLTensor* x HOPWELL_ZERO; /* output, fp32, fp16 or bf16 [rows, K] */
+  /** output, fp32, fp16 or bf16 [rows, K] */
+  const DLTensor* x HOPWELL_ZERO;
   void* workspace HOPWELL_ZERO;
   size_t workspace_bytes HOPWELL_ZERO;
   const char* backend HOPWELL_ZERO;
@@ -289,43 +387,68 @@ HOPWELL_API hopwell_status hopwell_nvfp4_dequantize(const hopwell_nvfp4_dequanti
 HOPWELL_API hopwell_status hopwell_nvfp4_dequantize_workspace_bytes(const hopwell_nvfp4_dequantize_args* args,
                                                                     size_t* bytes);
 
-/* ---- lightning_indexer ------------------------------------------------------------------------------------------
+/* ---- lightning_indexer ------------------------------------------------------------------------------------------- */
+
+/**
  *     score[s,t] = sum_j weights[s,j] * relu(q_index[s,j,:] . k_index[t,:])
  *     indices[s,:] = the topk visible keys of largest score (ties: the smaller key) in ascending order; the rest -1
  * The s_q x s_kv matrix of scores is never stored. A NaN score counts as -inf. (DeepSeek-V3.2, "DeepSeek Sparse
  * Attention".)
  */
 typedef struct hopwell_lightning_indexer_args {
-  const DLTensor* q_index HOPWELL_ZERO;     /* bf16 (CPU: fp32 too) [s_q, h_index, d_index] */
-  const DLTensor* k_index HOPWELL_ZERO;     /* like q_index [s_kv, d_index] */
-  const DLTensor* weights HOPWELL_ZERO;     /* fp32 or bf16 [s_q, h_index] */
-  const DLTensor* q_positions HOPWELL_ZERO; /* int32 [s_q]; optional, turns on causal masking */
+  /** bf16 (CPU: fp32 too) [s_q, h_index, d_index] */
+  const DLTensor* q_index HOPWELL_ZERO;
+  /** like q_index [s_kv, d_index] */
+  const DLTensor* k_index HOPWELL_ZERO;
+  /** fp32 or bf16 [s_q, h_index] */
+  const DLTensor* weights HOPWELL_ZERO;
+  /** int32 [s_q]; optional, turns on causal masking */
+  const DLTensor* q_positions HOPWELL_ZERO;
   bool has_q_start HOPWELL_ZERO;
   int64_t q_start HOPWELL_ZERO;
   int64_t kv_stride HOPWELL_DEFAULT(1);
-  const DLTensor* indices HOPWELL_ZERO; /* output, int32 [s_q, topk] */
-  const DLTensor* scores HOPWELL_ZERO;  /* output, fp32 [s_q, topk], -inf where the index is -1; optional */
+  /** output, int32 [s_q, topk] */
+  const DLTensor* indices HOPWELL_ZERO;
+  /** output, fp32 [s_q, topk], -inf where the index is -1; optional */
+  const DLTensor* scores HOPWELL_ZERO;
   void* workspace HOPWELL_ZERO;
   size_t workspace_bytes HOPWELL_ZERO;
   const char* backend HOPWELL_ZERO;
 } hopwell_lightning_indexer_args;
 
-/* loss = sum_s KL(target[s,:] || softmax over the selected entries of score[s,:]); g = softmax - target;
- * d_weights = sum_i g * relu(q.k);  d_q_index = sum_i g * w * 1[q.k > 0] * k;  d_k_index[t] += sum g * w * 1[q.k > 0] *
- * q. relu and 1[q.k > 0] are factors like any other: where g is NaN (a target is, or a score is +inf), so are the loss,
- * d_weights and d_q_index of the query in every head, and d_k_index of the key, also where q.k <= 0. */
+/**
+ * The indexer's loss and its gradients.
+ *
+ *     loss = sum_s KL(target[s,:] || softmax over the selected entries of score[s,:])
+ *     g    = softmax - target
+ *
+ *     d_weights[s,j]   = sum_i g * relu(q.k)
+ *     d_q_index[s,j,:] = sum_i g * w * 1[q.k > 0] * k
+ *     d_k_index[t,:]  += sum   g * w * 1[q.k > 0] * q
+ *
+ * relu and 1[q.k > 0] are factors like any other: where g is NaN (a target is, or a score is +inf), so are the loss,
+ * d_weights and d_q_index of the query in every head, and d_k_index of the key, also where q.k <= 0.
+ */
 typedef struct hopwell_lightning_indexer_backward_args {
-  const DLTensor* target HOPWELL_ZERO;  /* fp32 [s_q, topk]: attention_distribution with l1 normalisation */
-  const DLTensor* q_index HOPWELL_ZERO; /* as in the forward */
+  /** fp32 [s_q, topk]: attention_distribution with l1 normalisation */
+  const DLTensor* target HOPWELL_ZERO;
+  /** as in the forward */
+  const DLTensor* q_index HOPWELL_ZERO;
   const DLTensor* k_index HOPWELL_ZERO;
   const DLTensor* weights HOPWELL_ZERO;
-  const DLTensor* indices HOPWELL_ZERO; /* int32 [s_q, topk]; entries outside [0, s_kv) are invalid */
-  float d_loss HOPWELL_DEFAULT(1.0F);   /* scales the gradients, not the loss; in C, 0 means 1 and -0.0f means 0 */
+  /** int32 [s_q, topk]; entries outside [0, s_kv) are invalid */
+  const DLTensor* indices HOPWELL_ZERO;
+  /** scales the gradients, not the loss; in C, 0 means 1 and -0.0f means 0 */
+  float d_loss HOPWELL_DEFAULT(1.0F);
   bool deterministic HOPWELL_ZERO;
-  const DLTensor* loss HOPWELL_ZERO;      /* output, fp32, one element */
-  const DLTensor* d_q_index HOPWELL_ZERO; /* output, like q_index */
-  const DLTensor* d_k_index HOPWELL_ZERO; /* output, fp32 [s_kv, d_index] */
-  const DLTensor* d_weights HOPWELL_ZERO; /* output, like weights */
+  /** output, fp32, one element */
+  const DLTensor* loss HOPWELL_ZERO;
+  /** output, like q_index */
+  const DLTensor* d_q_index HOPWELL_ZERO;
+  /** output, fp32 [s_kv, d_index] */
+  const DLTensor* d_k_index HOPWELL_ZERO;
+  /** output, like weights */
+  const DLTensor* d_weights HOPWELL_ZERO;
   void* workspace HOPWELL_ZERO;
   size_t workspace_bytes HOPWELL_ZERO;
   const char* backend HOPWELL_ZERO;
