@@ -14,31 +14,14 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
 
+from dsa_lm.options import Parser, at_least, seed
 from dsa_lm.report import DemoError, console
 
 PROMPT = "def read_lines(path):\n"
 
 
-class Parser(argparse.ArgumentParser):
-    """Errors in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise DemoError(message)
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    def natural(value: str) -> int:
-        if not value.isdecimal():
-            raise argparse.ArgumentTypeError(f"expected a whole number of at least 0; got {value!r}")
-        return int(value)
-
-    def positive(value: str) -> int:
-        if natural(value) < 1:
-            raise argparse.ArgumentTypeError("expected at least 1; got 0")
-        return int(value)
-
     parser = Parser(prog="train_dsa_lm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--text",
@@ -48,10 +31,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="PATH",
         help="files or folders of UTF-8 text (default: the Python standard library's sources)",
     )
-    parser.add_argument("--steps", type=positive, help="updates of the main model (default: 1000)")
-    parser.add_argument(
-        "--seed", type=natural, default=0, help="of initial weights, batches and the sample (default: 0)"
-    )
+    parser.add_argument("--steps", type=at_least(1), help="updates of the main model (default: 1000)")
+    parser.add_argument("--seed", type=seed, default=0, help="of initial weights, batches and the sample (default: 0)")
     parser.add_argument("--name", default="dsa_lm", help="results go to runs/NAME (default: dsa_lm)")
     parser.add_argument("--prompt", default=PROMPT, help="what the sample continues")
     parser.add_argument("--resume", action="store_true", help="go on from runs/NAME/checkpoint.pt")

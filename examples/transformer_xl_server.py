@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
 # PyTorch and Hopwell bring an OpenMP runtime each: threads of the one that spin while they wait keep the other's from
 # working. OpenMP reads this when PyTorch is imported.
@@ -31,6 +30,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import hopwell
 import numpy as np
 import torch
+from dsa_lm.options import Parser, at_least, seed
 from dsa_lm.report import Claim, DemoError, Stopwatch, console, table
 from dsa_lm.text import Corpus, load
 from rich.console import Console
@@ -467,27 +467,15 @@ def run(plan: Plan, text: list[Path], seed: int, screen: Console) -> bool:
     return all(claim.holds for claim in claims)
 
 
-class Parser(argparse.ArgumentParser):
-    """Errors in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise DemoError(message)
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    def positive(value: str) -> int:
-        if not value.isdecimal() or int(value) < 1:
-            raise argparse.ArgumentTypeError(f"expected a whole number of at least 1; got {value!r}")
-        return int(value)
-
     parser = Parser(
         prog="transformer_xl_server", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     text = "files or folders of UTF-8 text (default: the Python standard library's sources)"
     parser.add_argument("--text", nargs="+", type=Path, default=[], metavar="PATH", help=text)
-    parser.add_argument("--steps", type=positive, help=f"of training (default: {Plan.steps})")
-    parser.add_argument("--requests", type=positive, help=f"to serve (default: {Plan.requests})")
-    parser.add_argument("--seed", type=positive, default=1, help="of weights and requests (default: 1)")
+    parser.add_argument("--steps", type=at_least(1), help=f"of training (default: {Plan.steps})")
+    parser.add_argument("--requests", type=at_least(1), help=f"to serve (default: {Plan.requests})")
+    parser.add_argument("--seed", type=seed, default=1, help="of weights and requests (default: 1)")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="(default: cuda where there is a GPU)")
     parser.add_argument("--quick", action="store_true", help="a smaller model on a part of the text, for seconds")
     return parser.parse_args(arguments)

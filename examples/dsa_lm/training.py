@@ -114,9 +114,12 @@ class Trainer:
         except FileNotFoundError:
             raise DemoError(f"nothing to resume: {path} does not exist") from None
         except Exception as error:
-            raise DemoError(f"cannot resume from {path}: {str(error).splitlines()[0]}") from None
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise DemoError(f"cannot resume from {path}: {reason}") from None
+        if not isinstance(state, dict) or state.keys() != self.state().keys():
+            raise DemoError(f"cannot resume from {path}: it is no checkpoint of this demo")
         for name, mine in (("settings", asdict(self.settings)), ("text", self.digest)):
-            if not isinstance(state, dict) or state.get(name) != mine:
+            if state[name] != mine:
                 raise DemoError(f"cannot resume from {path}: it was written with other {name}")
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])

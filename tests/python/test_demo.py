@@ -209,13 +209,15 @@ def test_interrupted_by_the_user(tmp_path: Path) -> None:
         (["--text", "empty"], "too little text"),
         (["--text", "/proc/self/mem"], "cannot read text: /proc/self/mem: Input/output error"),
         (["--text", "latin1.txt"], "cannot read text: latin1.txt: not UTF-8"),
-        (["--steps", "0"], "argument --steps: expected at least 1; got 0"),
-        (["--steps", "many"], "argument --steps: expected a whole number of at least 0; got 'many'"),
+        (["--steps", "0"], "argument --steps: expected a whole number of at least 1; got '0'"),
+        (["--steps", "many"], "argument --steps: expected a whole number of at least 1; got 'many'"),
         (["--seed", "-1"], "argument --seed"),
+        (["--seed", str(2**64)], f"and below {2**64}; got '{2**64}'"),
         (["--name", "../elsewhere"], "argument --name: expected a plain name"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
         (["--quick", "--resume"], "nothing to resume: runs/dsa_lm/checkpoint.pt does not exist"),
         (["--quick", "--resume", "--name", "broken"], "cannot resume from runs/broken/checkpoint.pt"),
+        (["--quick", "--resume", "--name", "empty"], "cannot resume from runs/empty/checkpoint.pt: EOFError"),
         (["--quick", "--prompt", ""], "argument --prompt: expected 1 to 127 tokens; got 0"),
     ],
 )
@@ -230,15 +232,17 @@ def test_bad_input_is_one_line(
     (tmp_path / "small.txt").write_text("too small a text\n" * 20)
     (tmp_path / "latin1.txt").write_bytes(b"caf\xe9 " * 100_000)
     (tmp_path / "empty").mkdir()
-    (tmp_path / "runs" / "broken").mkdir(parents=True)
-    (tmp_path / "runs" / "broken" / "checkpoint.pt").write_bytes(b"no checkpoint")
+    checkpoints = {"broken": b"no checkpoint", "empty": b""}
+    for name, content in checkpoints.items():
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "checkpoint.pt").write_bytes(content)
     assert train_dsa_lm.main(options) == 2
     errors = capsys.readouterr().err
     assert errors.startswith("train_dsa_lm: ")
     assert message in errors
     assert errors.count("\n") == 1
-    assert (tmp_path / "runs" / "broken" / "checkpoint.pt").read_bytes() == b"no checkpoint"
-    assert [p.name for p in (tmp_path / "runs").iterdir()] == ["broken"]
+    left = {path.name: (path / "checkpoint.pt").read_bytes() for path in (tmp_path / "runs").iterdir()}
+    assert left == checkpoints
 
 
 def test_resume_refuses_another_run(tmp_path: Path) -> None:
@@ -248,9 +252,11 @@ def test_resume_refuses_another_run(tmp_path: Path) -> None:
     trainer.digest = "of another text"
     with pytest.raises(DemoError, match="it was written with other text"):
         trainer.load(checkpoint)
-    torch.save(["something else"], checkpoint)
-    with pytest.raises(DemoError, match="cannot resume"):
-        trainer.load(checkpoint)
+    incomplete = {name: value for name, value in trainer.state().items() if name != "optimizer"}
+    for something_else in (["a list"], {}, incomplete):
+        torch.save(something_else, checkpoint)
+        with pytest.raises(DemoError, match=r"cannot resume from .*: it is no checkpoint of this demo"):
+            trainer.load(checkpoint)
 
 
 def test_full_disk_leaves_earlier_checkpoints_whole(tmp_path: Path) -> None:

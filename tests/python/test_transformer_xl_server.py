@@ -71,6 +71,10 @@ def test_a_served_token_that_differs_is_noticed(server: ModuleType) -> None:
         (["--text", "/does/not/exist"], "cannot read text: /does/not/exist: no such file or directory"),
         (["--steps", "0"], "argument --steps: expected a whole number of at least 1; got '0'"),
         (["--requests", "many"], "argument --requests: expected a whole number of at least 1; got 'many'"),
+        (
+            ["--seed", str(2**64)],
+            f"argument --seed: expected a whole number of at least 0 and below {2**64}; got '{2**64}'",
+        ),
         (["--fast"], "unrecognized arguments: --fast"),
     ],
 )
