@@ -246,15 +246,20 @@ void add_infinite(std::vector<Config>& all) {
         c.dtype = dtype, c.layout = layout, c.infinite = true;
         all.push_back(c);
       };
-      add("", {.lengths = {1, 2, 3, 4, 5, 15, 16, 17, 33, 67}});
-      add("group_", {.lengths = {1, 6, 31, 33}, .h_q = 3, .h_kv = 1, .d = 32, .block = 5});
-      add("q_len_3_", {.lengths = {2, 3, 5, 35, 66, 130}, .q_len = 3, .d = 72});
-      add("window_", {.lengths = {3, 50, 131}, .q_len = 2, .h_q = 6, .window = 37});
-      add("bad_pages_", {.lengths = {6, 19, 64}, .block = 8, .pages = Pages::kBad});
+      add("", {.name = {}, .lengths = {1, 2, 3, 4, 5, 15, 16, 17, 33, 67}});
+      add("group_", {.name = {}, .lengths = {1, 6, 31, 33}, .h_q = 3, .h_kv = 1, .d = 32, .block = 5});
+      add("q_len_3_", {.name = {}, .lengths = {2, 3, 5, 35, 66, 130}, .q_len = 3, .d = 72});
+      add("window_", {.name = {}, .lengths = {3, 50, 131}, .q_len = 2, .h_q = 6, .window = 37});
+      add("bad_pages_", {.name = {}, .lengths = {6, 19, 64}, .block = 8, .pages = Pages::kBad});
       // Weights that round to 0, and keys that a bias hides from some.
-      add("large_logits_", {.lengths = {9, 66}, .scale = 1, .q_spread = 1000});
-      add("hidden_",
-          {.lengths = {3, 40, 67}, .q_len = 2, .h_q = 8, .bias = BiasForm::kKey, .hidden = true, .partly = true});
+      add("large_logits_", {.name = {}, .lengths = {9, 66}, .scale = 1, .q_spread = 1000});
+      add("hidden_", {.name = {},
+                      .lengths = {3, 40, 67},
+                      .q_len = 2,
+                      .h_q = 8,
+                      .bias = BiasForm::kKey,
+                      .hidden = true,
+                      .partly = true});
     }
   }
   all.push_back({.name = "infinite_values_in_many_chunks", .lengths = {5000}, .scale = 1, .q_spread = 1000});

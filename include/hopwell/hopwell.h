@@ -1,10 +1,10 @@
 /* Hopwell, the C interface. C99, and the argument structs that C++ uses too.
  *
  * Tensors are DLPack views, `const DLTensor*`: never owned, never copied; null means absent. An output's DLTensor is
- * const as a description; the memory behind it is written. Unless said otherwise the last dimension is contiguous and
- * every other stride is free and 64-bit. Every function checks all of its arguments before it writes anything: on an
- * error the outputs are untouched. Shapes, formulae and corner cases of each operator are documented at its argument
- * struct; `LSE` is natural-log, fp32.
+ * const as a description; the memory behind it is written, and no element of it lies where another argument's does.
+ * Unless said otherwise the last dimension is contiguous and every other stride is free and 64-bit. Every function
+ * checks all of its arguments before it writes anything: on an error the outputs are untouched. Shapes, formulae and
+ * corner cases of each operator are documented at its argument struct; `LSE` is natural-log, fp32.
  *
  * A CUDA call runs on its tensors' device, whichever is current, and leaves that as it was; its stream must be of that
  * device. A workspace belongs to one call at a time: calls that may overlap, on two streams say, need one each.

@@ -2,8 +2,9 @@
 
 Arrays in: torch, numpy (the types of `ml_dtypes` too) or anything with `__dlpack__`, on the host or a CUDA device,
 viewed and never copied. Arrays out: of the framework and on the device of the first array; arrays given as `out=` and
-the like are written in place and returned. Bad arguments raise `ValueError`, with outputs untouched; a device or a
-missing backend raises `hopwell.Error`. Results do not depend on the number of threads.
+the like are written in place and returned; none may lie where another argument does. Bad arguments raise `ValueError`,
+with outputs untouched; a device or a missing backend raises `hopwell.Error`. Results do not depend on the number of
+threads.
 
 Nothing here is differentiable: a tensor that requires grad is refused unless gradients are off (`torch.no_grad()`).
 `hopwell.torch` has the differentiable operators and modules, `hopwell.reference` the executable specification.

@@ -1,5 +1,6 @@
 """Output arrays in the caller's framework, and what has to be read off arrays before the compiled module sees them."""
 
+import math
 import operator
 import sys
 from collections.abc import Callable
@@ -32,6 +33,24 @@ def outputs_like(name: str, argument: str, array: Array) -> Callable[[tuple[int,
 
     Frameworks other than torch and cupy get numpy arrays here, which `native` converts when they have been written.
     """
+    make = _maker(name, argument, array)
+
+    def new(shape: tuple[int, ...], dtype: DType) -> Array:
+        try:
+            return make(shape, dtype)
+        except (MemoryError, RuntimeError, ValueError) as error:  # the last two: what no computer could hold
+            if all(n >= 0 for n in shape) and math.prod(shape) < _ADDRESSES:
+                raise
+            expected = "of sizes whose results fit into memory"
+            raise ValueError(f"{name}: {argument} must be {expected}; got a result of {list(shape)}") from error
+
+    return new
+
+
+_ADDRESSES = 2**47  # bytes that a process can have
+
+
+def _maker(name: str, argument: str, array: Array) -> Callable[[tuple[int, ...], DType], Array]:
     if isinstance(array, np.ndarray):
         return lambda shape, dtype: np.empty(shape, _numpy_dtype(dtype))
     if _is_torch(array):
@@ -86,10 +105,24 @@ def workspace(like: Array, size: int) -> Array:
     return outputs_like("workspace", "array", like)((size,), "uint8")
 
 
+def shape_of(array: Array) -> tuple[int, ...]:
+    """The shape of an array; for anything else (), so that the argument check can complain."""
+    shape = getattr(array, "shape", ())
+    return tuple(shape) if isinstance(shape, tuple) else ()
+
+
 def dims(array: Array, count: int) -> tuple[int, ...]:
     """The shape of an array of `count` dimensions; for anything else zeros, so that the argument check can complain."""
-    shape = getattr(array, "shape", ())
-    return tuple(shape) if len(shape) == count else (0,) * count
+    shape = shape_of(array)
+    return shape if len(shape) == count else (0,) * count
+
+
+def flag(name: str, argument: str, value: Any) -> bool:
+    """What is true or false."""
+    try:
+        return bool(value)
+    except Exception as error:
+        raise ValueError(f"{name}: {argument} must be True or False; got {type(value).__name__}") from error
 
 
 def extent(size: Any, limit: int) -> int:

@@ -11,10 +11,12 @@ from ._arrays import (
     dims,
     dtype_name,
     extent,
+    flag,
     given,
     native,
     outputs_like,
     printable,
+    shape_of,
 )
 
 
@@ -123,6 +125,8 @@ def sparse_mla_backward(
     name = "sparse_mla_backward"
     new = outputs_like(name, "d_out", d_out)
     dkv_type = dtype_name(name, "dkv_dtype", dkv_dtype, ("float32", "bfloat16"))
+    need_dq, need_dkv = flag(name, "need_dq", need_dq), flag(name, "need_dkv", need_dkv)
+    accumulate = flag(name, "accumulate", accumulate)
     if accumulate and dkv is None:
         raise ValueError(f"{name}: dkv must be given to accumulate into; got None")
     written = dq, dkv, attn
@@ -137,7 +141,7 @@ def sparse_mla_backward(
     if dkv is not None:
         check_dtype(name, "dkv", dkv, dkv_type, "dkv_dtype")
     elif need_dkv:
-        dkv = new(tuple(getattr(kv, "shape", ())), dkv_type)
+        dkv = new(shape_of(kv), dkv_type)
     d_sink = None if attn_sink is None else new((shape[1],), "float32")
     _hopwell.sparse_mla_backward(
         d_out, q, kv, indices, out, lse, sm_scale, d_v, attn_sink, topk_length, q_positions, q_start, kv_stride,
@@ -180,7 +184,7 @@ def attention_distribution(
     new = outputs_like(name, "q", q)
     written = (out,)
     if out is None:
-        out = new((dims(indices, 2) if len(getattr(indices, "shape", ())) == 2 else dims(indices, 3)[::2]), "float32")
+        out = new(dims(indices, 2) if len(shape_of(indices)) == 2 else dims(indices, 3)[::2], "float32")
     else:
         given(name, "out", out)
     _hopwell.attention_distribution(
@@ -240,7 +244,7 @@ def paged_attention(
     """
     name = "paged_attention"
     new = outputs_like(name, "q", q)
-    shape = tuple(q.shape)
+    shape = shape_of(q)
     written = out, lse
     out = new(shape, q.dtype) if out is None else given(name, "out", out)
     lse = new(shape[:-1], "float32") if lse is None else given(name, "lse", lse)

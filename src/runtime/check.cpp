@@ -7,6 +7,8 @@
 #include <cstdio>
 #include <numeric>
 
+#include "runtime/overlap.hpp"
+
 namespace hopwell {
 namespace {
 
@@ -30,22 +32,6 @@ constexpr std::int64_t kMaxBytes = std::int64_t{1} << 56;
 // x * y, or kMaxBytes where that is less. Neither is negative.
 std::int64_t bounded_product(std::int64_t x, std::int64_t y) {
   return y != 0 && x > kMaxBytes / y ? kMaxBytes : std::min(x * y, kMaxBytes);
-}
-
-// Whether two elements of the view share an address: true if, with strides sorted, one steps into the extent of those
-// below.
-bool overlaps_itself(const View& view) {
-  std::vector<int> order;
-  for (int i = 0; i < view.ndim; ++i)
-    if (view.shape[static_cast<std::size_t>(i)] > 1) order.push_back(i);
-  const auto stride = [&](int i) { return std::abs(view.stride[static_cast<std::size_t>(i)]); };
-  std::sort(order.begin(), order.end(), [&](int a, int b) { return stride(a) < stride(b); });
-  std::int64_t extent = 1;
-  for (const int i : order) {
-    if (stride(i) < extent) return true;
-    extent = stride(i) * (view.shape[static_cast<std::size_t>(i)] - 1) + extent;
-  }
-  return false;
 }
 
 }  // namespace
@@ -217,11 +203,24 @@ void Checker::check_memory(std::string_view name, const DLTensor& tensor, const 
             "strides that make them share memory");
 }
 
+View Checker::taken(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape* shape,
+                    Layout layout, Access access) {
+  const View view = checked(name, tensor, dtypes, shape);
+  check_memory(name, *tensor, view, layout, access == Access::kWritten);
+  for (const Taken& other : taken_) {
+    if (access == Access::kRead && other.access == Access::kRead) continue;
+    if (!overlap(view, other.view)) continue;
+    const bool is_it = access == Access::kWritten;
+    fail(is_it ? name : other.name, "an output in memory of its own",
+         "memory that " + std::string(is_it ? other.name : name) + " lies in too");
+  }
+  taken_.push_back({name, view, access});
+  return view;
+}
+
 View Checker::input(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape,
                     Layout layout) {
-  const View view = checked(name, tensor, dtypes, &shape);
-  check_memory(name, *tensor, view, layout, false);
-  return view;
+  return taken(name, tensor, dtypes, &shape, layout, Access::kRead);
 }
 
 View Checker::optional_input(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape,
@@ -231,9 +230,7 @@ View Checker::optional_input(std::string_view name, const DLTensor* tensor, cons
 
 View Checker::output(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape,
                      Layout layout) {
-  const View view = checked(name, tensor, dtypes, &shape);
-  check_memory(name, *tensor, view, layout, true);
-  return view;
+  return taken(name, tensor, dtypes, &shape, layout, Access::kWritten);
 }
 
 View Checker::optional_output(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape,
@@ -241,10 +238,9 @@ View Checker::optional_output(std::string_view name, const DLTensor* tensor, con
   return tensor == nullptr ? View{} : output(name, tensor, dtypes, shape, layout);
 }
 
-View Checker::any_shape(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, Layout layout) {
-  const View view = checked(name, tensor, dtypes, nullptr);
-  check_memory(name, *tensor, view, layout, false);
-  return view;
+View Checker::any_shape(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, Layout layout,
+                        Access access) {
+  return taken(name, tensor, dtypes, nullptr, layout, access);
 }
 
 }  // namespace hopwell

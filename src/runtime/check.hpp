@@ -61,13 +61,16 @@ enum class Layout {
   kDense  // row-major without gaps
 };
 
+enum class Access { kRead, kWritten };
+
 class Checker {
  public:
   explicit Checker(std::string_view operator_name) : operator_(operator_name) {}
 
   // Each of these checks presence, dtype, shape, layout, device (the first tensor's) and alignment, and that sizes and
   // strides stay within what memory can hold, so that products of sizes do not wrap. They bind dimension names.
-  // `optional_input` gives an absent View for null. Outputs must also not overlap themselves (no stride of 0).
+  // `optional_input` gives an absent View for null. Outputs must also overlap neither themselves (no stride of 0) nor
+  // anything else that was checked before or is after.
   View input(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape,
              Layout layout = Layout::kRows);
   View optional_input(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape,
@@ -76,8 +79,9 @@ class Checker {
               Layout layout = Layout::kRows);
   View optional_output(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape,
                        Layout layout = Layout::kRows);
-  // Device, dtype, alignment and presence only; for arguments whose shape follows a rule of their own.
-  View any_shape(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, Layout layout);
+  // All but the shape; for arguments whose shape follows a rule of their own.
+  View any_shape(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, Layout layout,
+                 Access access = Access::kRead);
 
   // The size bound to a dimension name.
   [[nodiscard]] std::int64_t operator[](std::string_view dim) const { return *find(dim); }
@@ -114,14 +118,23 @@ class Checker {
   static std::string to_string(std::int64_t value) { return std::to_string(value); }
   static std::string to_string(int value) { return std::to_string(value); }
   [[nodiscard]] std::string expected(const DTypes& dtypes, const Shape* shape) const;
+  View taken(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape* shape, Layout layout,
+             Access access);
   View checked(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape* shape);
   void check_extent(std::string_view name, const DLTensor& tensor, const View& view) const;
   void check_memory(std::string_view name, const DLTensor& tensor, const View& view, Layout layout, bool written) const;
   void check_device(std::string_view name, const DLDevice& device);
   [[nodiscard]] const std::int64_t* find(std::string_view dim) const;  // null: not bound
 
+  struct Taken {
+    std::string_view name;
+    View view;
+    Access access;
+  };
+
   // All names are literals of the caller's.
   std::string_view operator_;
+  std::vector<Taken> taken_;
   std::vector<std::pair<std::string_view, std::int64_t>> dims_;
   DLDevice device_{};
   std::string_view device_owner_;  // the argument that set device_

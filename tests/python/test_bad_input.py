@@ -204,6 +204,71 @@ def test_bad_outputs(operator: str, name: str) -> None:
 
 
 @every_output
+def test_an_output_lies_in_memory_of_its_own(operator: str, name: str) -> None:
+    call = make(operator)
+    good = results(run(call))[call.outputs.index(name)]
+    inputs = [n for n, value in call.arguments.items() if isinstance(value, np.ndarray) and value.nbytes >= 4]
+    size = max(good.nbytes, *(call.arguments[n].nbytes for n in inputs))
+    for other in inputs:
+        value, memory = call.arguments[other], np.zeros(size + 64, np.uint8)
+        shared = np.ndarray(value.shape, value.dtype, memory, 0, value.strides)
+        shared[...] = value
+        for offset in (0, value.nbytes - good.itemsize):
+            if offset % good.itemsize or offset + good.nbytes > memory.nbytes:
+                continue
+            before = memory.copy()
+            with pytest.raises(
+                ValueError, match=f"{operator}: {name} must be an output in memory of its own; got memory"
+            ):
+                run(call, **{other: shared, name: np.ndarray(good.shape, good.dtype, memory, offset)})
+            assert (memory == before).all()
+
+
+def test_outputs_may_share_memory_with_nothing_but_gaps() -> None:
+    """Columns of one array, as of a fused projection and its gradients."""
+    call = make("sparse_mla_forward")
+    q = call.arguments["q"]
+    together = np.concatenate([q, np.zeros((*q.shape[:2], call.arguments["d_v"]), q.dtype)], axis=2)
+    out, *_ = run(call, q=together[..., : q.shape[2]], out=together[..., q.shape[2] :])
+    np.testing.assert_array_equal(out, run(call)[0])
+    np.testing.assert_array_equal(together[..., : q.shape[2]], q)
+
+
+@pytest.mark.parametrize("name", ["need_dq", "need_dkv", "accumulate", "deterministic"])
+def test_flags(name: str) -> None:
+    with pytest.raises(ValueError, match=f"sparse_mla_backward: {name} must be True or False; got "):
+        run(make("sparse_mla_backward"), **{name: np.zeros(2)})
+
+
+@every_operator
+def test_sizes_whose_results_fit_nowhere(operator: str) -> None:
+    """A first dimension of stride 0 costs nothing; results of as many rows would."""
+    call = make(operator)
+    name, value = next((n, v) for n, v in call.arguments.items() if isinstance(v, np.ndarray))
+    shape = (2**48, *value.shape[1:])
+    with pytest.raises(ValueError, match=rf"{operator}: \w+ must be "):
+        run(call, **{name: np.broadcast_to(value[:1], shape)})
+    with pytest.raises(ValueError, match=rf"{operator}: \w+ must be "):
+        run(call, **{n: as_torch(v) for n, v in call.arguments.items()} | {name: as_torch(value[:1]).expand(shape)})
+
+
+def test_a_shape_that_is_none() -> None:
+    class Array:
+        def __init__(self, shape: Any) -> None:
+            self.shape, self.dtype = shape, np.dtype(np.float32)
+
+        def __dlpack__(self, **_: Any) -> Any:
+            raise RuntimeError("no memory to show")
+
+    for shape in (7, "abc", (-1, -1, -1), (2**62, 2**62, 2**62)):
+        with pytest.raises(ValueError, match="sparse_mla_forward: q must be "):
+            run(make("sparse_mla_forward"), q=Array(shape))
+    for kind in (np.ndarray, torch.Tensor, np.float32):
+        with pytest.raises(ValueError, match="attention_distribution: indices must be "):
+            run(make("attention_distribution"), indices=kind)
+
+
+@every_output
 def test_outputs_are_untouched_when_something_else_is_wrong(operator: str, name: str) -> None:
     call = make(operator)
     given = np.full_like(results(run(call))[call.outputs.index(name)], 99)

@@ -156,6 +156,20 @@ def test_two_dimensional_kv_and_indices(rng: np.random.Generator) -> None:
             np.testing.assert_array_equal(got, full.reshape(got.shape))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_kv_head_of_any_stride(dtype: str, rng: np.random.Generator) -> None:
+    """A dimension of one element may have any stride; numpy's new axis has 0, less than a slot's."""
+    d, block, x = 32, 8, 16 // np.dtype(DTYPES[dtype]).itemsize
+    q = rng.standard_normal((2, 1, d)).astype(DTYPES[dtype])
+    k = rng.standard_normal((5, d // x, block, x)).astype(DTYPES[dtype])[:, None]
+    v = rng.standard_normal((5, d, block)).astype(DTYPES[dtype])[:, None]
+    assert k.strides[1] == v.strides[1] == 0
+    tables, lengths = rng.permutation(4).reshape(2, 2).astype(np.int32), np.array([16, 11], np.int32)
+    arguments = {"q": q, "k_cache": k, "v_cache": v, "block_tables": tables, "context_lens": lengths, "scale": 0.3}
+    call = calls.Call("paged_attention", arguments | {"layout": "vllm"}, ({"float32": 1e-5}.get(dtype, 4e-3), 1e-5))
+    assert_results(call, run(call), expected(call))
+
+
 def test_backward_options(rng: np.random.Generator) -> None:
     call = MAKERS["sparse_mla_backward"](rng, "float32")
     _, dkv, d_sink = run(call)

@@ -188,6 +188,13 @@ def test_mla_large_logits(rng: Generator, magnitude: float) -> None:
     assert np.all(np.isfinite(out)) and np.all(np.abs(lse[:-1] - max_logits[:-1]) <= math.log(7) + 1e-9)
 
 
+def test_mla_scores_that_are_all_minus_infinity() -> None:
+    """No kernel can tell such a row from an empty one; its values may be infinite, too."""
+    q, kv, indices = np.array([[[1.0, 0.5]]]), np.array([[-np.inf, 1.0]]), np.zeros((1, 2), np.int32)
+    out, max_logits, lse = reference.sparse_mla_forward(q, kv, indices, 1.0, 2)
+    assert (out == 0).all() and max_logits == -np.inf and lse == np.inf
+
+
 def test_mla_outputs_ranks_and_accumulation(rng: Generator) -> None:
     problem, d_v = mla_problem(rng), 4
     flat = {**problem, "kv": problem["kv"][:, 0], "indices": problem["indices"][:, 0]}

@@ -67,7 +67,24 @@ TEST(Checker, Layouts) {
   EXPECT_NO_THROW(check.input("x", expanded, {DType::kFloat32}, {4, 4}));
   EXPECT_EQ(message([&] { check.output("x", expanded, {DType::kFloat32}, {4, 4}); }),
             "op: x must be an output whose elements do not overlap; got strides that make them share memory");
-  EXPECT_NO_THROW(check.output("x", columns, {DType::kFloat32}, {4, 4}, Layout::kAny));
+  EXPECT_NO_THROW(Checker("op").output("x", columns, {DType::kFloat32}, {4, 4}, Layout::kAny));
+}
+
+TEST(Checker, OutputsLieInMemoryOfTheirOwn) {
+  const Tensor rows(memory.data(), {4, 3}, {.strides = {8, 1}}), beside(memory.data() + 3, {4, 3}, {.strides = {8, 1}}),
+      across(memory.data() + 2, {4, 3}, {.strides = {8, 1}});
+  Checker check("op");
+  check.input("x", rows, {DType::kFloat32}, {4, 3});
+  check.input("y", across, {DType::kFloat32}, {4, 3});  // inputs may overlap
+  EXPECT_EQ(message([&] { check.output("out", rows, {DType::kFloat32}, {4, 3}); }),
+            "op: out must be an output in memory of its own; got memory that x lies in too");
+  EXPECT_EQ(message([&] { check.any_shape("loss", across, {DType::kFloat32}, Layout::kAny, Access::kWritten); }),
+            "op: loss must be an output in memory of its own; got memory that x lies in too");
+  Checker later("op");
+  later.output("out", rows, {DType::kFloat32}, {4, 3});
+  EXPECT_NO_THROW(later.input("x", beside, {DType::kFloat32}, {4, 3}));
+  EXPECT_EQ(message([&] { later.input("y", across, {DType::kFloat32}, {4, 3}); }),
+            "op: out must be an output in memory of its own; got memory that y lies in too");
 }
 
 TEST(Checker, DevicesAndMemory) {

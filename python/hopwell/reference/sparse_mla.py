@@ -130,7 +130,7 @@ def sparse_mla_forward(
         with np.errstate(over="ignore", invalid="ignore"):
             p = np.exp(score - row_lse[s][:, None])
             factor = 1.0 / (1.0 + np.exp(sink - row_lse[s]))
-        result[s] = (p @ kv_rows[:, :d_v]) * np.where(empty, 0.0, factor)[:, None]
+            result[s] = np.where(empty[:, None], 0.0, (p @ kv_rows[:, :d_v]) * factor[:, None])
     return (
         deliver(name, "out", result, out),
         deliver(name, "max_logits", row_max, max_logits),

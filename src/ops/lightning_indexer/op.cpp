@@ -64,7 +64,7 @@ Problem check(const LightningIndexerBackwardArgs& args) {
   if (!flat) p.indices = p.indices.squeezed(1);
   p.target = check.input("target", args.target, {DType::kFloat32}, {"s_q", "topk"});
   check.finite("d_loss", args.d_loss);
-  p.loss = check.any_shape("loss", args.loss, {DType::kFloat32}, Layout::kAny);
+  p.loss = check.any_shape("loss", args.loss, {DType::kFloat32}, Layout::kAny, Access::kWritten);
   check.require(p.loss.size() == 1, "loss", "one element", shape_string(*args.loss));
   p.d_q = check.output("d_q_index", args.d_q_index, {p.q.dtype}, {"s_q", "h_index", "d_index"});
   p.d_k = check.output("d_k_index", args.d_k_index, {DType::kFloat32}, {"s_kv", "d_index"});

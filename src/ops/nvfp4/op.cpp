@@ -62,7 +62,7 @@ bool is_dense(const DLTensor& tensor) {
 
 // The blocked layout: any shape, any order of dimensions, as long as it is that many bytes in one stretch.
 Scales check_blocked_scales(Checker& check, std::string_view name, const DLTensor* tensor, std::int64_t rows,
-                            std::int64_t batch) {
+                            std::int64_t batch, Access access = Access::kRead) {
   const std::int64_t columns = check["K/16"], matrix = hopwell::nvfp4::blocked_bytes(rows, columns);
   std::int64_t bytes = batch * matrix;
   if (tensor == nullptr) return {.data = check.input(name, nullptr, kScaleBytes, {bytes}).as<std::uint8_t>()};
@@ -71,7 +71,8 @@ Scales check_blocked_scales(Checker& check, std::string_view name, const DLTenso
   check.require(bytes == 0 || is_dense(*tensor), name, "contiguous", "strides with gaps, or that overlap");
   DLTensor flat = *tensor;
   flat.ndim = 1, flat.shape = &bytes, flat.strides = nullptr;
-  const View view = check.input(name, &flat, kScaleBytes, {bytes}, Layout::kDense);
+  const View view = access == Access::kWritten ? check.output(name, &flat, kScaleBytes, {bytes}, Layout::kDense)
+                                               : check.input(name, &flat, kScaleBytes, {bytes}, Layout::kDense);
   return {.data = view.as<std::uint8_t>(), .blocked = true, .batch_stride = matrix, .columns = columns};
 }
 
@@ -83,10 +84,10 @@ hopwell_scale_layout layout_of(const Checker& check, const Args& args) {
 
 // Scales of a matrix whose number of rows is bound to the dimension `rows`.
 Scales check_scales(Checker& check, std::string_view name, const DLTensor* tensor, hopwell_scale_layout layout,
-                    const char* rows, bool written = false) {
-  if (layout == HOPWELL_SCALES_BLOCKED) return check_blocked_scales(check, name, tensor, check[rows], 1);
-  const View view = written ? check.output(name, tensor, kScaleBytes, {rows, "K/16"})
-                            : check.input(name, tensor, kScaleBytes, {rows, "K/16"});
+                    const char* rows, Access access = Access::kRead) {
+  if (layout == HOPWELL_SCALES_BLOCKED) return check_blocked_scales(check, name, tensor, check[rows], 1, access);
+  const View view = access == Access::kWritten ? check.output(name, tensor, kScaleBytes, {rows, "K/16"})
+                                               : check.input(name, tensor, kScaleBytes, {rows, "K/16"});
   return {.data = view.as<std::uint8_t>(), .row_stride = view.stride[0], .columns = view.shape[1]};
 }
 
@@ -101,8 +102,8 @@ Scales check_batched_scales(Checker& check, std::string_view name, const DLTenso
           .columns = view.shape[1]};
 }
 
-View check_one_float(Checker& check, std::string_view name, const DLTensor* tensor) {
-  const View view = check.any_shape(name, tensor, {DType::kFloat32}, Layout::kAny);
+View check_one_float(Checker& check, std::string_view name, const DLTensor* tensor, Access access = Access::kRead) {
+  const View view = check.any_shape(name, tensor, {DType::kFloat32}, Layout::kAny, access);
   check.require(view.size() == 1, name, "float32 with one element", shape_string(*tensor));
   return view;
 }
@@ -175,8 +176,8 @@ QuantizeProblem check(const Nvfp4QuantizeArgs& args) {
                   "positive and finite", static_cast<double>(value));
   }
   p.codes = check.output("codes", args.codes, kCodes, {"rows", "K/2"});
-  p.scales = check_scales(check, "scales", args.scales, layout_of(check, args), "rows", true);
-  p.global_scale = check_one_float(check, "global_scale", args.global_scale);
+  p.scales = check_scales(check, "scales", args.scales, layout_of(check, args), "rows", Access::kWritten);
+  p.global_scale = check_one_float(check, "global_scale", args.global_scale, Access::kWritten);
   take_workspace(p, check, args);
   return p;
 }

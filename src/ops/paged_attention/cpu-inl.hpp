@@ -294,13 +294,15 @@ HWY_INLINE void ForEachPiece(const Run<T>& run, Body body) {
 template <class T>
 void Score(const Run<T>& run, const Rows& rows, const float* q, float* logits) {
   Translate(run);
-  if (rows.rows_per_head == 1 && run.strides.head < run.strides.slot) return ScoreHeads(run, rows, q, logits);
+  const bool whole_vectors = run.strides.group % 8 == 0;  // no group of the vllm layout's fp32 fills one
+  if (whole_vectors && rows.rows_per_head == 1 && run.strides.head < run.strides.slot)
+    return ScoreHeads(run, rows, q, logits);
   ForEachPiece(run, [&](std::int64_t head, std::int64_t t, std::int64_t tokens) {
     const T* k = run.data + head * run.strides.head + t * run.strides.slot;
     const std::int64_t row = head * rows.rows_per_head;
     const float* from = q + row * rows.ld_vector;
     float* to = logits + row * rows.ld_logits + t;
-    if (run.strides.group % 8 == 0)
+    if (whole_vectors)
       ScoreTokens(Tag8(), run, k, tokens, rows, from, to);
     else
       ScoreTokens(Tag4(), run, k, tokens, rows, from, to);

@@ -1,0 +1,106 @@
+#include "runtime/overlap.hpp"
+
+#include <algorithm>
+#include <cstdlib>
+#include <numeric>
+
+namespace hopwell {
+namespace {
+
+// From a view's first byte to its last.
+struct Span {
+  std::int64_t begin, end;
+
+  explicit Span(const View& view) : begin(static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(view.data))) {
+    const auto width = static_cast<std::int64_t>(size_of(view.dtype));
+    std::int64_t before = 0, after = width;
+    for (std::size_t i = 0; i < static_cast<std::size_t>(view.ndim); ++i)
+      (view.stride[i] < 0 ? before : after) += std::abs(view.stride[i]) * width * (view.shape[i] - 1);
+    end = begin + after;
+    begin -= before;
+  }
+};
+
+// The bytes of a view: its first one, and the steps between them.
+struct Steps {
+  std::int64_t stride, count;  // a distance in bytes, and how often it can be taken
+};
+struct Bytes : Span {
+  std::vector<Steps> steps;
+
+  explicit Bytes(const View& view) : Span(view) {
+    const auto width = static_cast<std::int64_t>(size_of(view.dtype));
+    steps.push_back({1, width - 1});
+    for (std::size_t i = 0; i < static_cast<std::size_t>(view.ndim); ++i) {
+      const Steps step{std::abs(view.stride[i]) * width, view.shape[i] - 1};
+      if (step.stride != 0 && step.count != 0) steps.push_back(step);
+    }
+  }
+};
+
+// Whether sum_i steps[i].stride * n_i = distance for some 0 <= n_i <= steps[i].count. Strides fall; most[i] is the
+// largest sum of the steps from i on, divisor[i] what divides all of those. A search that takes long, which needs
+// strides that no array has by itself, is given up: then nothing shows that there is no such n.
+class Search {
+ public:
+  explicit Search(std::vector<Steps> steps) : steps_(std::move(steps)), most_(steps_.size() + 1), divisor_(most_) {
+    for (std::size_t i = steps_.size(); i-- > 0;) {
+      most_[i] = most_[i + 1] + steps_[i].stride * steps_[i].count;
+      divisor_[i] = std::gcd(divisor_[i + 1], steps_[i].stride);
+    }
+  }
+
+  bool reaches(std::int64_t distance, std::size_t i = 0) {
+    if (distance < 0 || distance > most_[i]) return false;
+    if (distance == 0 || --patience_ < 0) return true;
+    if (distance % divisor_[i] != 0) return false;
+    const auto [stride, count] = steps_[i];
+    const std::int64_t fewest = std::max<std::int64_t>((distance - most_[i + 1] + stride - 1) / stride, 0);
+    for (std::int64_t n = std::min(distance / stride, count); n >= fewest; --n)
+      if (reaches(distance - n * stride, i + 1)) return true;
+    return false;
+  }
+
+ private:
+  std::vector<Steps> steps_;
+  std::vector<std::int64_t> most_, divisor_;
+  int patience_ = 10'000;
+};
+
+}  // namespace
+
+bool overlaps_itself(const View& view) {
+  std::vector<int> order;
+  for (int i = 0; i < view.ndim; ++i)
+    if (view.shape[static_cast<std::size_t>(i)] > 1) order.push_back(i);
+  const auto stride = [&](int i) { return std::abs(view.stride[static_cast<std::size_t>(i)]); };
+  std::sort(order.begin(), order.end(), [&](int a, int b) { return stride(a) < stride(b); });
+  std::int64_t extent = 1;
+  for (const int i : order) {
+    if (stride(i) < extent) return true;
+    extent = stride(i) * (view.shape[static_cast<std::size_t>(i)] - 1) + extent;
+  }
+  return false;
+}
+
+bool overlap(const View& a, const View& b) {
+  if (a.size() == 0 || b.size() == 0) return false;
+  // Most tensors lie apart. What tells so must cost next to nothing: every call asks for all of its outputs.
+  const Span whole_a(a), whole_b(b);
+  if (whole_a.end <= whole_b.begin || whole_b.end <= whole_a.begin) return false;
+  const Bytes x(a), y(b);
+  // x.begin + steps of x = y.begin + steps of y. With y's counted from its end, all steps are on one side.
+  std::vector<Steps> steps = x.steps;
+  steps.insert(steps.end(), y.steps.begin(), y.steps.end());
+  std::sort(steps.begin(), steps.end(), [](const Steps& s, const Steps& t) { return s.stride > t.stride; });
+  std::vector<Steps> merged;
+  for (const Steps& step : steps) {
+    if (!merged.empty() && merged.back().stride == step.stride)
+      merged.back().count += step.count;
+    else
+      merged.push_back(step);
+  }
+  return Search(std::move(merged)).reaches(y.end - 1 - x.begin);
+}
+
+}  // namespace hopwell

@@ -1,0 +1,142 @@
+"""The same calls with arrays of other kinds than numpy's, and through `hopwell.torch`: the same bits."""
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import hopwell
+import hopwell.torch
+import numpy as np
+import torch
+from calls import as_torch, results
+from hypothesis import strategies as st
+
+from .right import CALLS, FuzzedCall, arguments_of
+from .wrong import Wrong, WrongCall
+
+ONLY_IN_PLACE = ("attn", "accumulate")  # what custom ops, which write nothing, do not have
+WRONG_IN_TORCH = (Wrong.dtype, Wrong.rank, Wrong.size, Wrong.gaps, Wrong.integer, Wrong.real, Wrong.choice)
+
+
+class OnlyDLPack:
+    """An array that has nothing but `__dlpack__` and what says its type and shape."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self.dtype, self.shape = tensor, tensor.dtype, tuple(tensor.shape)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._tensor.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+
+class OnlyInterface:
+    """An array that has `__array_struct__`, of a copy that nothing else keeps alive, as numpy's scalars have."""
+
+    def __init__(self, array: Any) -> None:
+        self._array, self.dtype, self.shape = array, array.dtype, array.shape
+
+    @property
+    def __array_struct__(self) -> Any:
+        a = self._array
+        low, high = np.lib.array_utils.byte_bounds(a) if a.size else (a.ctypes.data, a.ctypes.data)
+        memory = ctypes.string_at(low, high - low)
+        return np.ndarray(a.shape, a.dtype, memory, a.ctypes.data - low, a.strides).__array_struct__
+
+    __dlpack__ = None
+
+
+def tensor_of(array: Any) -> torch.Tensor:
+    """The same elements at the same strides, except that torch has no negative ones."""
+    if all(stride >= 0 for stride in array.strides):
+        return as_torch(array)
+    axis = max((i for i, stride in enumerate(array.strides) if stride == array.itemsize), default=-1)
+    return as_torch(np.moveaxis(np.moveaxis(array, axis, -1).copy(), -1, axis))  # what was contiguous stays so
+
+
+KINDS: tuple[Callable[[Any], Any], ...] = (
+    tensor_of, tensor_of, lambda array: array, OnlyInterface, lambda array: OnlyDLPack(tensor_of(array)),
+)  # fmt: skip
+
+
+@dataclass
+class OtherCall:
+    call: FuzzedCall
+    kinds: dict[str, int]  # of its arrays
+
+    def __repr__(self) -> str:
+        return f"{self.call} with kinds {self.kinds}"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))
+
+
+@st.composite
+def other_call(draw: st.DrawFn, operator: str) -> OtherCall:
+    """A right call without outputs, and its arguments as other kinds of arrays."""
+    call = draw(CALLS[operator]())
+    call = FuzzedCall(operator, arguments_of(call.arguments, *call.outputs, "accumulate"), (), call.memory)
+    arrays = [name for name, value in call.arguments.items() if isinstance(value, np.ndarray)]
+    return OtherCall(call, {name: draw(st.integers(0, len(KINDS) - 1)) for name in arrays})
+
+
+def check_other(other: OtherCall) -> None:
+    call = other.call
+    arguments = call.arguments | {name: KINDS[kind](call.arguments[name]) for name, kind in other.kinds.items()}
+    call.memory.remember()
+    wanted = _bits(results(getattr(hopwell, call.operator)(**call.arguments)))
+    assert _bits(results(getattr(hopwell, call.operator)(**arguments))) == wanted, "other arrays give other bits"
+    tensors = {name: tensor_of(x) if isinstance(x, np.ndarray) else x for name, x in call.arguments.items()}
+    assert _bits(results(getattr(hopwell.torch, call.operator)(**tensors))) == wanted, "hopwell.torch gives other bits"
+    for block in call.memory.blocks:
+        assert block.margin_holds() and block.bytes.tobytes() == block.before, "memory was written"
+
+
+def _bits(values: tuple[Any, ...]) -> list[tuple[tuple[int, ...], bytes] | None]:
+    bits: list[tuple[tuple[int, ...], bytes] | None] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            flat = value.detach().contiguous().reshape(-1)
+            array = flat.view(torch.uint8).numpy() if flat.numel() else np.zeros(0, np.uint8)
+            bits.append((tuple(value.shape), array.tobytes()))
+        else:
+            bits.append(None if value is None else (value.shape, np.ascontiguousarray(value).tobytes()))
+    return bits
+
+
+@st.composite
+def wrong_torch_call(draw: st.DrawFn, operator: str) -> WrongCall | None:
+    call = draw(CALLS[operator]())
+    call = FuzzedCall(operator, arguments_of(call.arguments, *call.outputs, *ONLY_IN_PLACE), (), call.memory)
+    kind = WRONG_IN_TORCH[draw(st.integers(0, len(WRONG_IN_TORCH) - 1))]
+    blamed = kind(Wrong(draw, call))
+    return None if blamed is None else WrongCall(call, f"{kind.__name__} {blamed[0]}", blamed, False)
+
+
+@contextmanager
+def _an_error(operator: str) -> Iterator[None]:
+    try:
+        yield
+    except (
+        ValueError,
+        TypeError,
+        RuntimeError,
+    ) as error:  # the last: from PyTorch, of what an op's schema does not take
+        assert operator in str(error), f"{type(error).__name__}: {error}"
+    else:
+        raise AssertionError("this is no error")
+
+
+def check_wrong_torch(wrong: WrongCall | None) -> None:
+    if wrong is None:
+        return
+    call = wrong.call
+    try:
+        tensors = {name: tensor_of(x) if isinstance(x, np.ndarray) else x for name, x in call.arguments.items()}
+    except (TypeError, ValueError):  # torch has no such type
+        return
+    with _an_error(call.operator):
+        getattr(hopwell.torch, call.operator)(**tensors)

@@ -1,0 +1,404 @@
+"""A right call of each operator: every option, sizes from nothing to a little past a tile, any strides and aliasing."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from calls import DTYPES
+from hopwell import reference
+from hypothesis import strategies as st
+
+from .draw import E4M3, Maker, integers_around, rows_of_indices
+from .memory import Memory
+
+WORK = 300_000  # multiplications a call, for the reference is a loop in Python
+
+
+@dataclass
+class FuzzedCall:
+    operator: str
+    arguments: dict[str, Any]  # arrays are numpy's; those that are written are among them
+    outputs: tuple[str, ...]  # arguments that are written
+    memory: Memory
+
+    def __repr__(self) -> str:
+        return f"{self.operator}({', '.join(f'{name}={_text(value)}' for name, value in self.arguments.items())})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # what hypothesis prints
+        printer.text(repr(self))
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        return {name: value for name, value in self.arguments.items() if name not in self.outputs}
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, np.ndarray):
+        return repr(value)
+    steps = [stride // value.itemsize for stride in value.strides]
+    first = ", ".join(str(x) for x in value.reshape(-1)[:4]) if 0 < value.size < 10**6 else ""
+    return f"<{value.dtype} {list(value.shape)} strides {steps}: {first}{', …' if value.size > 4 else ''}>"
+
+
+def _fit(sizes: list[int], limit: int = WORK) -> list[int]:
+    """The sizes, the first ones cut so that their product keeps to the limit."""
+    sizes = list(sizes)
+    for i in range(len(sizes)):
+        others = int(np.prod([max(n, 1) for j, n in enumerate(sizes) if j != i]))
+        sizes[i] = min(sizes[i], max(limit // others, 1))
+    return sizes
+
+
+def _causality(maker: Maker, s_q: int, s_kv: int) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    stride = maker.choose(1, 2, 5, 1, 2**31, 2**62)
+    if maker.chance():
+        arguments["kv_stride"] = stride
+    match maker.choose("none", "start", "positions"):
+        case "start":
+            near = maker.integer(-3, 2 * s_kv + 3)
+            arguments["q_start"] = maker.choose(near, near, near, 2**62 - 1, 1 - 2**62, 2**31, -(2**31))
+        case "positions":
+            arguments["q_positions"] = maker.values(integers_around(maker, s_q, [0, s_kv, 2 * s_kv]), rows=False)
+    return arguments
+
+
+def _sparse(maker: Maker, limit: int = 600) -> tuple[str, dict[str, Any]]:
+    dtype = maker.choose("float32", "bfloat16")
+    s_q, s_kv, h_q = maker.size(0, 70), maker.size(0, limit), maker.size(1, 33)
+    topk = maker.choose(maker.size(0, 130), maker.size(0, 130), 511, 512, 513, 1025)
+    d_qk = maker.size(1, 130)
+    s_q, h_q, topk, d_qk = _fit([s_q, h_q, topk, d_qk])
+    flat_kv, flat_indices = maker.chance(), maker.chance()
+    wanted = rows_of_indices(maker, s_q, s_kv, topk)
+    arguments: dict[str, Any] = {
+        "q": maker.floats((s_q, h_q, d_qk), dtype),
+        "kv": maker.floats((s_kv, d_qk) if flat_kv else (s_kv, 1, d_qk), dtype),
+        "indices": maker.values(wanted if flat_indices else wanted[:, None]),
+        "sm_scale": _scalar(maker, 0.3),
+    } | _causality(maker, s_q, s_kv)
+    if maker.chance(8):
+        arguments["indices"] = maker.bits(arguments["indices"].shape, np.int32)
+    if maker.chance():
+        arguments["topk_length"] = maker.values(integers_around(maker, s_q, [0, topk // 2, topk]), rows=False)
+    return dtype, arguments
+
+
+def _scalar(maker: Maker, usual: float) -> float:
+    """A finite float of 32 bits, as the operators take it: mostly a usual one."""
+    extreme = maker.choose(0.0, -0.0, 3.4e38, -3.4e38, 1e-45, 1e-30, 1e6)
+    return float(np.float32(maker.choose(usual, -usual, 1.0, usual, extreme)))
+
+
+def _given(
+    maker: Maker, operator: str, arguments: dict[str, Any], results: dict[str, tuple[tuple[int, ...], Any, bool]]
+) -> FuzzedCall:
+    """The call, with some of the results (shape, dtype, contiguous rows) as arrays given to be written."""
+    outputs = tuple(name for name in results if maker.chance(3))
+    for name in outputs:
+        shape, dtype, rows = results[name]
+        arguments[name] = maker.output(shape, dtype, rows)
+    if maker.chance(4):
+        arguments["backend"] = "cpu"
+    return FuzzedCall(operator, arguments, outputs, maker.memory)
+
+
+@st.composite
+def sparse_mla_forward(draw: st.DrawFn) -> FuzzedCall:
+    maker = Maker(draw)
+    dtype, arguments = _sparse(maker)
+    s_q, h_q, d_qk = arguments["q"].shape
+    d_v = arguments["d_v"] = maker.choose(d_qk, maker.integer(1, d_qk))
+    if maker.chance():
+        arguments["attn_sink"] = _sink(maker, h_q)
+    rows = ((s_q, h_q), np.float32, False)
+    results = {"out": ((s_q, h_q, d_v), DTYPES[dtype], True), "max_logits": rows, "lse": rows}
+    return _given(maker, "sparse_mla_forward", arguments, results)
+
+
+def _sink(maker: Maker, h_q: int) -> Any:
+    sinks = maker.rng.choice(np.array([0.0, 1.5, -3.0, np.inf, -np.inf, 1e38, -1e38], np.float32), h_q)
+    return maker.values(sinks, rows=False)
+
+
+@st.composite
+def sparse_mla_backward(draw: st.DrawFn) -> FuzzedCall:
+    maker = Maker(draw)
+    dtype, arguments = _sparse(maker, limit=300)
+    s_q, h_q, d_qk = arguments["q"].shape
+    d_v = arguments["d_v"] = maker.choose(d_qk, maker.integer(1, d_qk))
+    if maker.chance():
+        arguments["attn_sink"] = _sink(maker, h_q)
+    arguments["d_out"] = maker.floats((s_q, h_q, d_v), dtype)
+    if maker.chance(4):  # what no forward has returned
+        arguments["out"] = maker.floats((s_q, h_q, d_v), dtype)
+        arguments["lse"] = maker.floats((s_q, h_q), "float32", rows=False)
+    else:
+        with np.errstate(all="ignore"):
+            out, _, lse = reference.sparse_mla_forward(**arguments_of(arguments, "d_out"))
+            arguments["out"] = maker.values(out.astype(DTYPES[dtype]))
+            arguments["lse"] = maker.values(lse.astype(np.float32), rows=False)
+    for option in ("deterministic", "indices_ascending"):
+        if maker.chance():
+            arguments[option] = maker.chance()
+    dkv_dtype = maker.choose("float32", "bfloat16")
+    if maker.chance():
+        arguments["dkv_dtype"] = dkv_dtype
+    else:
+        dkv_dtype = "float32"
+    needed = {name: maker.choose(True, True, True, False) for name in ("dq", "dkv")}
+    arguments |= {f"need_{name}": False for name, need in needed.items() if not need}
+    results = {
+        "dq": (arguments["q"].shape, DTYPES[dtype], True),
+        "dkv": (arguments["kv"].shape, DTYPES[dkv_dtype], True),
+        "attn": ((s_q, arguments["indices"].shape[-1]), np.float32, True),
+    }
+    call = _given(
+        maker, "sparse_mla_backward", arguments, {name: r for name, r in results.items() if needed.get(name, True)}
+    )
+    if "dkv" in call.outputs and dkv_dtype == "float32" and maker.chance():
+        arguments["accumulate"] = True
+        arguments["dkv"][...] = maker.rng.standard_normal(arguments["dkv"].shape)
+    return call
+
+
+def arguments_of(arguments: dict[str, Any], *left_out: str) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name not in left_out}
+
+
+@st.composite
+def attention_distribution(draw: st.DrawFn) -> FuzzedCall:
+    maker = Maker(draw)
+    _, arguments = _sparse(maker)
+    s_q, h_q, _ = arguments["q"].shape
+    if maker.chance(4):
+        arguments["lse"] = maker.floats((s_q, h_q), "float32", rows=False)
+    else:
+        with np.errstate(all="ignore"):
+            _, _, lse = reference.sparse_mla_forward(**arguments, d_v=1)
+            arguments["lse"] = maker.values(lse.astype(np.float32), rows=False)
+    if maker.chance():
+        arguments["normalize"] = maker.choose("none", "l1")
+    results = {"out": ((s_q, arguments["indices"].shape[-1]), np.float32, True)}
+    return _given(maker, "attention_distribution", arguments, results)
+
+
+@st.composite
+def paged_attention(draw: st.DrawFn) -> FuzzedCall:
+    maker = Maker(draw)
+    dtype = maker.choose("float32", "float16", "bfloat16")
+    b, h_kv, group, d = maker.size(0, 5), maker.size(1, 5), maker.size(1, 4), maker.choose(32, 40, 64, 128, 256)
+    flat = maker.chance(4)
+    q_len = 1 if flat else maker.choose(1, 2, 3, 16)
+    block = maker.choose(1, 2, 3, 4, 7, 8, 16, 17, 32, 256)
+    blocks, pages = maker.size(0, 12), maker.choose(0, 1, 2, 5, 9)
+    b, h_kv, group, q_len = _fit([b, h_kv, group, q_len], max(WORK // max(pages * block * d, 1), 1))
+    (blocks,) = _fit([blocks], max(WORK // (block * h_kv * d), 1))
+    h_q = h_kv * group
+    x = 16 // np.dtype(DTYPES[dtype]).itemsize
+    layout = maker.choose("nhd", "hnd", "vllm")
+    shapes: dict[str, tuple[Any, Any]] = {
+        "nhd": ((blocks, block, h_kv, d),) * 2,
+        "hnd": ((blocks, h_kv, block, d),) * 2,
+        "vllm": ((blocks, h_kv, d // x, block, x), (blocks, h_kv, d, block)),
+    }
+    tables = rows_of_indices(maker, b, blocks, pages)
+    arguments: dict[str, Any] = {
+        "q": maker.floats((b, h_q, d) if flat else (b, q_len, h_q, d), dtype),
+        "k_cache": maker.floats(shapes[layout][0], dtype),
+        "v_cache": maker.floats(shapes[layout][1], dtype),
+        "block_tables": maker.values(tables),
+        "context_lens": maker.values(integers_around(maker, b, [0, pages * block // 2, pages * block]), rows=False),
+        "scale": _scalar(maker, 0.2),
+    }
+    if layout != "nhd" or maker.chance():
+        arguments["layout"] = layout
+    if maker.chance():
+        arguments["window"] = maker.choose(maker.integer(1, 20), 2**31, 2**63 - 1)
+    if maker.chance(3):
+        arguments["pos_bias_u"] = maker.floats((h_q, d), maker.choose("float32", dtype))
+    extent = maker.choose(0, 1, 7, 40, pages * block)
+    rule = maker.choose("zero", "clamp", "-inf")
+    if rule == "clamp":
+        extent = max(extent, 1)
+    bias = maker.choose("none", "key", "distance", "r", "r and v")
+    first = maker.choose(1, b)
+    if bias == "key":
+        shape = (first, h_q, q_len, extent)
+        arguments["bias"] = maker.floats(shape, maker.choose("float32", "float16", "bfloat16"))
+    elif bias == "distance":
+        shape = (first, h_q, extent)
+        arguments["bias"] = maker.floats(shape, maker.choose("float32", "float16", "bfloat16"))
+        arguments["bias_kind"] = "distance"
+    elif bias != "none":
+        arguments["r"] = maker.floats((maker.choose(1, h_q), extent, d), maker.choose("float32", dtype))
+        if bias == "r and v":
+            arguments["pos_bias_v"] = maker.floats((h_q, d), maker.choose("float32", dtype))
+    if bias != "none" or maker.chance(4):
+        arguments |= {"out_of_range": rule, "pre_scale": maker.chance()}
+    if bias == "none" and rule == "clamp":
+        arguments.pop("out_of_range", None)
+    if maker.chance(4):
+        arguments["alibi_slopes"] = maker.floats((h_q,), "float32", rows=False)
+    shape = arguments["q"].shape
+    results = {"out": (shape, DTYPES[dtype], True), "lse": (shape[:-1], np.float32, False)}
+    return _given(maker, "paged_attention", arguments, results)
+
+
+def _k(maker: Maker) -> int:
+    return 16 * maker.choose(1, 2, 3, 4, 5, 8, 9, 16, 17, 40, 65, 0)
+
+
+def _blocked(maker: Maker, rows: int, groups: int, batch: int, dtype: Any) -> Any:
+    """Blocked scales in some of the shapes that they may have; the padding holds whatever it holds."""
+    flat = maker.scales((batch * (-(-rows // 128) * 128) * (-(-groups // 4) * 4),), dtype, dense=True)
+    return maker.choose(flat, flat.reshape(-1, 4), flat.reshape(-1, 4).T, flat.reshape(1, 2, -1))
+
+
+@st.composite
+def nvfp4_gemv(draw: st.DrawFn) -> FuzzedCall:
+    maker = Maker(draw)
+    m, k, batch, rows_b = maker.size(0, 130), _k(maker), maker.size(0, 4), maker.choose(1, 1, 128)
+    scale_type = maker.choose(np.uint8, E4M3)
+    blocked = maker.chance(3)
+
+    def k_fastest(rows: int, columns: int, make: Any) -> Any:
+        return make((batch, rows, columns)).transpose(1, 2, 0)
+
+    def scales(rows: int) -> Any:
+        if blocked:
+            return _blocked(maker, rows, k // 16, batch, scale_type)
+        return k_fastest(rows, k // 16, lambda shape: maker.scales(shape, scale_type))
+
+    arguments: dict[str, Any] = {
+        "a": k_fastest(m, k // 2, maker.codes),
+        "b": k_fastest(rows_b, k // 2, maker.codes),
+        "sfa": scales(m),
+        "sfb": scales(rows_b),
+    }
+    if maker.chance():
+        arguments["alpha"] = _scalar(maker, 0.01)
+    out_dtype = "float16"
+    if maker.chance():
+        out_dtype = arguments["out_dtype"] = maker.choose("float16", "bfloat16", "float32")
+    if blocked or maker.chance():
+        arguments["scale_layout"] = "blocked" if blocked else "plain"
+    return _given(maker, "nvfp4_gemv", arguments, {"out": ((m, 1, batch), DTYPES[out_dtype], False)})
+
+
+def _global(maker: Maker, positive: bool = False) -> Any:
+    """A global scale: a number, or an array of one float32."""
+    value = maker.choose(0.015625, 4.0, 1.0, 2.0**-100, 2.0**100, 2.0**-149) if positive else _scalar(maker, 0.02)
+    if maker.chance():
+        return value
+    given = maker.values(np.array(value, np.float32))
+    if not positive and maker.chance(4):
+        given = maker.bits((), np.float32)
+    return given
+
+
+def _scale_argument(maker: Maker, arguments: dict[str, Any], name: str, rows: int, k: int) -> None:
+    dtype, blocked = maker.choose(np.uint8, E4M3), maker.chance(3)
+    arguments[name] = _blocked(maker, rows, k // 16, 1, dtype) if blocked else maker.scales((rows, k // 16), dtype)
+    if blocked or maker.chance():
+        arguments["scale_layout"] = "blocked" if blocked else "plain"
+
+
+@st.composite
+def nvfp4_linear(draw: st.DrawFn) -> FuzzedCall:
+    maker = Maker(draw)
+    dtype = maker.choose("float32", "float16", "bfloat16")
+    n, rows, k = maker.choose(1, maker.size(0, 130)), maker.size(0, 130), _k(maker)
+    n, rows = _fit([n, rows], max(10 * WORK // max(k, 1), 1))
+    arguments: dict[str, Any] = {"x": maker.floats((n, k), dtype), "weight": maker.codes((rows, k // 2))}
+    _scale_argument(maker, arguments, "weight_scale", rows, k)
+    arguments["weight_global"] = _global(maker)
+    if maker.chance():
+        arguments["bias"] = maker.floats((rows,), dtype)
+    if maker.chance(3):
+        arguments["global_is_reciprocal"] = maker.chance()
+    return _given(maker, "nvfp4_linear", arguments, {"out": ((n, rows), DTYPES[dtype], True)})
+
+
+@st.composite
+def nvfp4_quantize(draw: st.DrawFn) -> FuzzedCall:
+    maker = Maker(draw)
+    dtype = maker.choose("float32", "float16", "bfloat16")
+    arguments: dict[str, Any] = {"x": maker.floats((maker.size(0, 130), _k(maker)), dtype)}
+    if maker.chance():
+        arguments["scale_layout"] = maker.choose("plain", "blocked")
+    if maker.chance():
+        arguments["global_scale"] = _global(maker, positive=True)
+    return _given(maker, "nvfp4_quantize", arguments, {})
+
+
+@st.composite
+def nvfp4_dequantize(draw: st.DrawFn) -> FuzzedCall:
+    maker = Maker(draw)
+    rows, k = maker.size(0, 130), _k(maker)
+    arguments: dict[str, Any] = {"codes": maker.codes((rows, k // 2))}
+    _scale_argument(maker, arguments, "scales", rows, k)
+    arguments["global_scale"] = _global(maker)
+    if maker.chance():
+        arguments["dtype"] = maker.choose("float32", "float16", "bfloat16")
+    return _given(maker, "nvfp4_dequantize", arguments, {})
+
+
+def _index_inputs(maker: Maker, s_kv: int, keys: int) -> tuple[str, dict[str, Any]]:
+    dtype = maker.choose("float32", "bfloat16")
+    s_q, h_index, d_index = maker.size(0, 40), maker.size(1, 33), maker.size(1, 130)
+    s_q, h_index, d_index = _fit([s_q, h_index, d_index], max(10 * WORK // max(keys, 1), 1))
+    return dtype, {
+        "q_index": maker.floats((s_q, h_index, d_index), dtype),
+        "k_index": maker.floats((s_kv, d_index), dtype),
+        "weights": maker.floats((s_q, h_index), maker.choose("float32", "bfloat16")),
+    }
+
+
+@st.composite
+def lightning_indexer(draw: st.DrawFn) -> FuzzedCall:
+    maker = Maker(draw)
+    s_kv = maker.choose(maker.size(0, 300), maker.size(0, 300), 600, 4099, 8200)
+    _, arguments = _index_inputs(maker, s_kv, s_kv)
+    arguments["topk"] = maker.choose(maker.size(0, 300), s_kv, s_kv + 3)
+    arguments |= _causality(maker, len(arguments["q_index"]), s_kv)
+    return _given(maker, "lightning_indexer", arguments, {})
+
+
+@st.composite
+def lightning_indexer_backward(draw: st.DrawFn) -> FuzzedCall:
+    maker = Maker(draw)
+    s_kv, topk = maker.size(0, 300), maker.choose(maker.size(0, 130), maker.size(0, 130), 2049)
+    _, arguments = _index_inputs(maker, s_kv, max(s_kv, topk))
+    s_q = len(arguments["q_index"])
+    wanted = rows_of_indices(maker, s_q, s_kv, topk)
+    arguments["indices"] = maker.values(wanted if maker.chance() else wanted[:, None])
+    if maker.chance(4):
+        arguments["target"] = maker.floats((s_q, topk), "float32")
+    else:
+        target = maker.rng.random((s_q, topk)) * (maker.rng.random((s_q, topk)) < 0.7)
+        target /= np.maximum(target.sum(axis=1, keepdims=True), 1e-9)
+        arguments["target"] = maker.values(target.astype(np.float32))
+    if maker.chance():
+        arguments["d_loss"] = _scalar(maker, 0.5)
+    if maker.chance():
+        arguments["deterministic"] = maker.chance()
+    return _given(maker, "lightning_indexer_backward", arguments, {})
+
+
+CALLS: dict[str, Callable[[], st.SearchStrategy[FuzzedCall]]] = {
+    strategy.__name__: strategy
+    for strategy in (
+        sparse_mla_forward,
+        sparse_mla_backward,
+        attention_distribution,
+        paged_attention,
+        nvfp4_gemv,
+        nvfp4_linear,
+        nvfp4_quantize,
+        nvfp4_dequantize,
+        lightning_indexer,
+        lightning_indexer_backward,
+    )
+}

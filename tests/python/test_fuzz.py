@@ -1,0 +1,31 @@
+"""Fuzzing: right and wrong calls of every operator that hypothesis thinks of. `fuzz/__init__.py` is the way in."""
+
+import os
+
+import pytest
+from fuzz import others, right, run, wrong
+
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "60"))  # for all of the tests here
+SEED = int(os.environ.get("FUZZ_SEED", "0"))
+
+every_operator = pytest.mark.parametrize("operator", right.CALLS)
+
+
+@every_operator
+def test_right_calls(operator: str) -> None:
+    run.rounds(right.CALLS[operator](), run.check_right, 0.7 * SECONDS / len(right.CALLS), SEED)
+
+
+@every_operator
+def test_wrong_calls(operator: str) -> None:
+    run.rounds(wrong.wrong_call(operator), run.check_wrong, 0.2 * SECONDS / len(right.CALLS), SEED)
+
+
+@every_operator
+def test_other_arrays(operator: str) -> None:
+    run.rounds(others.other_call(operator), others.check_other, 0.07 * SECONDS / len(right.CALLS), SEED)
+
+
+@every_operator
+def test_wrong_torch_calls(operator: str) -> None:
+    run.rounds(others.wrong_torch_call(operator), others.check_wrong_torch, 0.03 * SECONDS / len(right.CALLS), SEED)
