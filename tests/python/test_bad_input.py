@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from calls import MAKERS, Call, as_torch, results
+from hopwell import torch as hw
+from torch._subclasses import FakeTensorMode
 
 SEED = 11
 
@@ -18,6 +20,11 @@ def make(operator: str, dtype: str = "float32") -> Call:
 
 def run(call: Call, **changes: Any) -> Any:
     return getattr(hopwell, call.operator)(**{**call.arguments, **changes})
+
+
+def run_in_torch(call: Call, **changes: Any) -> Any:
+    arguments = {name: as_torch(value) for name, value in call.arguments.items()}
+    return getattr(hw, call.operator)(**{**arguments, **changes})
 
 
 def array_arguments() -> Iterator[tuple[str, str]]:
@@ -163,8 +170,26 @@ def test_integer_scalars(operator: str, wrong: Any) -> None:
         ("nvfp4_quantize", {"global_scale": 0.0}, "global_scale must be "),
         ("nvfp4_quantize", {"global_scale": float("nan")}, "global_scale must be "),
         ("nvfp4_quantize", {"scale_layout": None}, "scale_layout must be 'plain' or 'blocked'; got None"),
+        (
+            "sparse_mla_backward",
+            {"dkv": np.zeros((90, 1, 40), np.float32), "dkv_dtype": "bfloat16"},
+            "dkv must be bfloat16, as dkv_dtype says; got float32",
+        ),
+        (
+            "sparse_mla_backward",
+            {"dkv": torch.zeros(90, 1, 40, dtype=torch.bfloat16)},
+            "dkv must be float32, as dkv_dtype says; got bfloat16",
+        ),
+        (
+            "nvfp4_gemv",
+            {"out": np.zeros((20, 1, 3), np.float32), "out_dtype": "float16"},
+            "out must be float16, as out_dtype says; got float32",
+        ),
         ("nvfp4_dequantize", {"dtype": "float64"}, "dtype must be float32, float16 or bfloat16; got float64"),
         ("lightning_indexer", {"topk": -1}, "topk must be an integer of at least 0; got -1"),
+        ("lightning_indexer", {"topk": 2**31}, f"topk must be an integer of at most {2**31 - 1}; got {2**31}"),
+        ("lightning_indexer", {"topk": 2**62}, f"topk must be an integer of at most {2**31 - 1}; got {2**62}"),
+        ("lightning_indexer", {"topk": 2**70}, f"topk must be an integer of at most {2**31 - 1}; got {2**70}"),
         ("lightning_indexer", {"topk": 2.0}, "topk must be an integer of at least 0; got 2.0"),
         ("lightning_indexer", {"kv_stride": -4}, "kv_stride must be at least 1; got -4"),
     ],
@@ -173,6 +198,119 @@ def test_messages(operator: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=operator) as raised:
         run(make(operator), **changes)
     assert str(raised.value).startswith(f"{operator}: {message}")
+
+
+INTEGERS = ("d_v", "kv_stride", "q_start", "window", "topk")
+
+
+@every_operator
+@pytest.mark.parametrize("number", [2**62, 2**63, -(2**70), 2.5])
+def test_integers_in_torch(operator: str, number: Any) -> None:
+    """Those that PyTorch's dispatcher does not take, too."""
+    call = make(operator)
+    for name in INTEGERS:
+        if name in call.arguments and not (number == 2**62 and name in ("kv_stride", "window")):
+            for changes in ({}, {"backend": "cpu"}):
+                with pytest.raises(ValueError, match=rf"{operator}: {name} must be .*; got {number}"):
+                    run_in_torch(call, **{name: number}, **changes)
+
+
+@pytest.mark.parametrize(
+    ("operator", "changes", "message"),
+    [
+        ("sparse_mla_forward", {"d_v": 2**62}, "d_v must be between 1 and d_qk = 40"),
+        ("sparse_mla_forward", {"d_v": 0}, "d_v must be between 1 and d_qk = 40"),
+        ("sparse_mla_forward", {"d_v": 2**70}, "d_v must be an integer of 64 bits"),
+        ("lightning_indexer", {"topk": 2**62}, f"topk must be an integer of at most {2**31 - 1}"),
+        ("lightning_indexer", {"topk": -1}, "topk must be an integer of at least 0"),
+        ("lightning_indexer", {"topk": -(2**64)}, "topk must be an integer of 64 bits"),
+        ("nvfp4_gemv", {"out_dtype": "float64"}, "out_dtype must be float16, bfloat16 or float32; got float64"),
+        ("nvfp4_dequantize", {"dtype": "int32"}, "dtype must be float32, float16 or bfloat16; got int32"),
+        ("sparse_mla_backward", {"dkv_dtype": "half"}, "dkv_dtype must be float32 or bfloat16; got half"),
+    ],
+)
+def test_fake_kernels_say_it_too(operator: str, changes: dict[str, Any], message: str) -> None:
+    call = make(operator)
+    with FakeTensorMode() as mode:
+        for name, value in call.arguments.items():
+            if isinstance(value, np.ndarray):
+                call.arguments[name] = mode.from_tensor(as_torch(value))
+        with pytest.raises(ValueError, match=operator) as raised:
+            run_in_torch(call, **changes)
+    assert str(raised.value).startswith(f"{operator}: {message}")
+
+
+@pytest.mark.parametrize("wrong", [None, "one", float("nan"), 1e300])
+def test_globals_in_torch(wrong: Any) -> None:
+    for operator, name in (
+        ("nvfp4_linear", "weight_global"),
+        ("nvfp4_dequantize", "global_scale"),
+        ("nvfp4_quantize", "global_scale"),
+    ):
+        if (operator, wrong) != ("nvfp4_quantize", None):
+            with pytest.raises(ValueError, match=f"{operator}: {name} must be a finite number or a 0-d float32 tensor"):
+                run_in_torch(make(operator), **{name: wrong})
+
+
+@pytest.mark.parametrize("run_it", [run, run_in_torch])
+def test_floats_are_no_codes(run_it: Any) -> None:
+    """Their bytes are not what was meant."""
+    call = make("nvfp4_linear")
+    for name in ("weight", "weight_scale"):
+        given = call.arguments[name]
+        floats = np.ones((given.shape[0], given.shape[1] // 4), np.float32)
+        with pytest.raises(ValueError, match=f"nvfp4_linear: {name} must be uint8"):
+            run_it(call, **{name: floats if run_it is run else as_torch(floats)})
+
+
+# Arguments that choose, and something they may be.
+CHOICES = {
+    "sparse_mla_backward": {"dkv_dtype": "float32"},
+    "attention_distribution": {"normalize": "none"},
+    "paged_attention": {"layout": "nhd", "bias_kind": "key", "out_of_range": "zero"},
+    "nvfp4_gemv": {"out_dtype": "float32", "scale_layout": "plain"},
+    "nvfp4_linear": {"scale_layout": "plain"},
+    "nvfp4_quantize": {"scale_layout": "plain"},
+    "nvfp4_dequantize": {"dtype": "float32", "scale_layout": "plain"},
+}
+
+
+@every_operator
+@pytest.mark.parametrize("run_it", [run, run_in_torch])
+def test_choices_are_strings_of_unicode(operator: str, run_it: Any) -> None:
+    """A lone surrogate has no UTF-8, and a zero does not end a string. Messages can be printed all the same."""
+    call = make(operator)
+    for name, good in {**CHOICES.get(operator, {}), "backend": "cpu"}.items():
+        run_it(call, **{name: good})
+        for wrong in ("\ud800", good + "\0", good + "\0x", "\0"):
+            with pytest.raises(ValueError, match=rf"^{operator}: {name} must be .*; got ") as raised:
+                run_it(call, **{name: wrong})
+            expected = str(raised.value).encode().decode().partition("; got")[0]
+            assert good in expected
+            assert "\0" not in str(raised.value)
+
+
+def test_names_that_are_no_unicode() -> None:
+    assert hopwell.backends("\ud800") == hopwell.backends("nvfp4_linear\0") == []
+    for wrong in ("\ud800", "nvfp4_linear\0", None, []):
+        with pytest.raises(ValueError, match="explain: operator must be one of sparse_mla_forward, ") as raised:
+            hopwell.explain(wrong)
+        str(raised.value).encode()
+
+
+def test_what_cannot_be_described() -> None:
+    class Mute:
+        def __repr__(self) -> str:
+            raise RuntimeError("no words")
+
+    class Odd:
+        def __repr__(self) -> str:
+            return "\ud800"
+
+    with pytest.raises(ValueError, match=r"paged_attention: layout must be .*; got .*Mute$"):
+        run(make("paged_attention"), layout=Mute())
+    with pytest.raises(ValueError, match=r"paged_attention: layout must be .*; got \\ud800$"):
+        run(make("paged_attention"), layout=Odd())
 
 
 @every_operator
@@ -217,9 +355,13 @@ def test_an_output_lies_in_memory_of_its_own(operator: str, name: str) -> None:
             if offset % good.itemsize or offset + good.nbytes > memory.nbytes:
                 continue
             before = memory.copy()
+<<<<<<< ours
             with pytest.raises(
                 ValueError, match=f"{operator}: {name} must be an output in memory of its own; got memory"
             ):
+=======
+            with pytest.raises(ValueError, match=f"{operator}: {name} must be an output in memory of its own; got "):
+>>>>>>> theirs
                 run(call, **{other: shared, name: np.ndarray(good.shape, good.dtype, memory, offset)})
             assert (memory == before).all()
 

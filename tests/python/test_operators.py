@@ -127,6 +127,42 @@ def test_any_array_with_dlpack(operator: str, rng: np.random.Generator) -> None:
     assert_results(call, run(call, **foreign), expected(call))
 
 
+class Poisoned(np.ndarray):
+    """An array that spoils its memory, which others own, when it goes."""
+
+    def __del__(self) -> None:
+        self.view(np.ndarray).view(np.uint8).fill(0x7F)
+
+
+class Temporary:
+    """What makes an array when it is asked for one, as numpy's scalars do: only the capsule keeps it."""
+
+    def __init__(self, array: Any) -> None:
+        self.memory, self.shape, self.dtype = array.copy(), array.shape, array.dtype
+
+    @property
+    def __array_struct__(self) -> Any:
+        return self.memory.view(Poisoned).__array_struct__
+
+    def __dlpack__(self, **_: Any) -> Any:
+        raise AssertionError("not asked: there is __array_struct__")
+
+
+@every_operator
+def test_arrays_that_only_their_capsule_keeps(operator: str, rng: np.random.Generator) -> None:
+    call = MAKERS[operator](rng, "float32")
+    temporary = {name: Temporary(x) for name, x in call.arguments.items() if isinstance(x, np.ndarray)}
+    assert_results(call, run(call, **temporary), expected(call))
+    for x in temporary.values():
+        assert (x.memory.view(np.uint8) == 0x7F).all()  # it did go, afterwards
+
+
+def test_numpy_scalars_are_arrays(rng: np.random.Generator) -> None:
+    call = MAKERS["nvfp4_linear"](rng, "float32")
+    for _ in range(20):
+        assert_results(call, run(call, weight_global=np.float32(0.02)), expected(call))
+
+
 class Namespace:
     """What an Array API framework offers to turn a numpy array into its own."""
 

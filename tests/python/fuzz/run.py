@@ -101,6 +101,7 @@ def rounds(strategy: st.SearchStrategy[Any], check: Callable[[Any], None], secon
         def one_round(call: Any) -> None:
             check(call)
 
+        print(f"FUZZ_SEED={seed}", flush=True)  # what a call that ends the process was a call of
         faulthandler.dump_traceback_later(HANGS, exit=True)
         try:
             one_round()

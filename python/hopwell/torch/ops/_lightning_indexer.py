@@ -8,7 +8,9 @@ from torch import Tensor
 import hopwell
 from hopwell._arrays import check_topk
 
-from ._register import Gradients, differentiable, operator, run, stop_gradient
+from ._register import Gradients, differentiable, exporting, operator, stop_gradient
+
+_indexer, _backward = exporting(hopwell.lightning_indexer), exporting(hopwell.lightning_indexer_backward)
 
 
 def _lightning_indexer_fake(
@@ -36,8 +38,13 @@ def lightning_indexer(
     q_index [s_q, h_index, d_index], k_index [s_kv, d_index], weights [s_q, h_index]. Returns indices int32 [s_q, topk]
     in ascending order, padded with −1, and their scores float32 [s_q, topk], −inf where the index is −1.
     """
-    masks = {"q_positions": q_positions, "q_start": q_start, "kv_stride": kv_stride}
-    return run(hopwell.lightning_indexer, q_index, k_index, weights, topk, backend=backend, **masks)
+    return _indexer(
+        *(q_index, k_index, weights, topk),
+        q_positions=q_positions,
+        q_start=q_start,
+        kv_stride=kv_stride,
+        backend=backend,
+    )
 
 
 stop_gradient("lightning_indexer")
@@ -71,8 +78,7 @@ def lightning_indexer_backward(
     loss (float32, 0-d), d_q_index and d_weights in their inputs' dtypes and d_k_index in float32.
     """
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    loss, d_q_index, d_k_index, d_weights = run(
-        hopwell.lightning_indexer_backward,
+    loss, d_q_index, d_k_index, d_weights = _backward(
         *(target, q_index, k_index, weights, indices),
         d_loss=d_loss,
         deterministic=deterministic,

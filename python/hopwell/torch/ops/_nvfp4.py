@@ -9,7 +9,10 @@ from torch import Tensor
 import hopwell
 from hopwell._arrays import dtype_name
 
-from ._register import no_gradient, operator, run, scale_shape
+from ._register import exporting, no_gradient, operator, scale_shape
+
+_gemv, _linear = exporting(hopwell.nvfp4_gemv), exporting(hopwell.nvfp4_linear)
+_quantize, _dequantize = exporting(hopwell.nvfp4_quantize), exporting(hopwell.nvfp4_dequantize)
 
 
 def _as_tensor(name: str, argument: str, number: Any, like: Tensor) -> Tensor:
@@ -38,8 +41,7 @@ def nvfp4_gemv(
     backend: str | None = None,
 ) -> Tensor:
     """c[m, 0, l] = alpha · Σ_k a·b with both sides NVFP4: a [M, K/2, L], b [1 or 128, K/2, L]; c [M, 1, L]."""
-    options = {"alpha": alpha, "out_dtype": out_dtype, "scale_layout": scale_layout, "backend": backend}
-    c: Tensor = run(hopwell.nvfp4_gemv, a, b, sfa, sfb, **options)
+    c: Tensor = _gemv(a, b, sfa, sfb, alpha=alpha, out_dtype=out_dtype, scale_layout=scale_layout, backend=backend)
     return c.contiguous()
 
 
@@ -58,8 +60,7 @@ def _nvfp4_linear(
     global_is_reciprocal: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    result: Tensor = run(
-        hopwell.nvfp4_linear,
+    result: Tensor = _linear(
         *(x, weight, weight_scale, weight_global),
         bias=bias,
         scale_layout=scale_layout,
@@ -104,9 +105,7 @@ def _nvfp4_quantize(
     global_scale: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    codes, scales, used = run(
-        hopwell.nvfp4_quantize, x, scale_layout=scale_layout, global_scale=global_scale, backend=backend
-    )
+    codes, scales, used = _quantize(x, scale_layout=scale_layout, global_scale=global_scale, backend=backend)
     if global_scale is not None:
         used = global_scale.clone()  # an op's output must not be its input
     return codes, scales, used
@@ -148,8 +147,7 @@ def _nvfp4_dequantize(
     dtype: str = "float32",
     backend: str | None = None,
 ) -> Tensor:
-    options = {"scale_layout": scale_layout, "dtype": dtype, "backend": backend}
-    result: Tensor = run(hopwell.nvfp4_dequantize, codes, scales, global_scale, **options)
+    result: Tensor = _dequantize(codes, scales, global_scale, scale_layout=scale_layout, dtype=dtype, backend=backend)
     return result
 
 

@@ -7,7 +7,9 @@ from torch import Tensor
 
 import hopwell
 
-from ._register import no_gradient, operator, run
+from ._register import exporting, no_gradient, operator
+
+_attention = exporting(hopwell.paged_attention)
 
 
 def _paged_attention_fake(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -40,8 +42,7 @@ def paged_attention(
     block_tables int32 [b, max_blocks], context_lens int32 [b]. Returns out like q and lse float32 like q without its
     last dimension.
     """
-    return run(
-        hopwell.paged_attention,
+    return _attention(
         *(q, k_cache, v_cache, block_tables, context_lens, scale),
         layout=layout,
         pos_bias_u=pos_bias_u,

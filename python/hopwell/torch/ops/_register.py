@@ -19,8 +19,8 @@ Gradients = tuple[Tensor | None, ...]
 _torch: Any = torch  # what is used of it here has no types
 _forward_ad = _torch.autograd.forward_ad
 _library = _torch.library.Library("hopwell", "DEF")
-_below_autograd = _torch._C._AutoDispatchBelowAutograd
-_views_any_tensor = hasattr(Tensor, "__dlpack_c_exchange_api__")
+_c = _torch._C
+_below_autograd = _c._AutoDispatchBelowAutograd
 
 
 def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -85,12 +85,16 @@ def differentiable(name: str, backward: Callable[..., Gradients], save: Callable
             raise RuntimeError(f"hopwell::{name} has no second derivative: it can't run with create_graph=True")
         return backward(ctx, *d_outputs)
 
-    op = _op(name)
-    kernel = _torch._library.autograd.make_autograd_impl(op, _torch._library.autograd.Info(once, save))
+    op, torch_autograd = _op(name), _torch._library.autograd
+    record = torch_autograd.make_autograd_impl(op, torch_autograd.Info(once, save))
 
     def autograd(keyset: Any, *args: Any) -> Any:
-        _refuse_transforms(name, args)
-        return kernel(keyset, *args)
+        if _forward_ad._current_level >= 0 or _c._are_functorch_transforms_active():
+            _refuse_transforms(name, args)
+        if torch.is_grad_enabled() and _c._any_requires_grad(*args):
+            return record(keyset, *args)
+        with _below_autograd():
+            return op.redispatch(keyset & _c._after_autograd_keyset, *args)
 
     _library.impl(name, autograd, "Autograd", with_keyset=True)
 
@@ -101,7 +105,7 @@ def stop_gradient(name: str) -> None:
 
     def constant(keyset: Any, *args: Any) -> Any:
         with _below_autograd():
-            return op.redispatch(keyset & _torch._C._after_autograd_keyset, *args)
+            return op.redispatch(keyset & _c._after_autograd_keyset, *args)
 
     _library.impl(name, constant, "Autograd", with_keyset=True)
 
@@ -121,29 +125,29 @@ def _op(name: str) -> Any:
 
 def _refuse_transforms(name: str, args: tuple[Any, ...]) -> None:
     """Forward mode would take the operator's results for constants; torch.func's reverse mode does not know it."""
-    if _forward_ad._current_level >= 0 and any(
-        isinstance(a, Tensor) and _forward_ad.unpack_dual(a).tangent is not None for a in args
-    ):
+    if any(isinstance(a, Tensor) and _forward_ad.unpack_dual(a).tangent is not None for a in args):
         raise RuntimeError(f"hopwell::{name} has no forward-mode derivative")
-    c = _torch._C
-    if c._are_functorch_transforms_active() and torch.is_grad_enabled() and c._any_requires_grad(*args):
+    if _c._are_functorch_transforms_active() and torch.is_grad_enabled() and _c._any_requires_grad(*args):
         raise RuntimeError(f"hopwell::{name} has no gradient in torch.func.grad and its like: use torch.autograd.grad")
 
 
-def run(function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-    """Calls the operator, below autograd. PyTorch before 2.10 exports no tensor that requires gradients, nor all
-    dtypes.
+def exporting(function: Callable[P, R]) -> Callable[P, R]:
+    """An operator of `hopwell` for a kernel, below autograd. PyTorch before 2.10 exports no tensor that requires
+    gradients, nor all dtypes.
     """
-    if _views_any_tensor:
-        return function(*args, **kwargs)
-    return function(*(_exportable(a) for a in args), **{name: _exportable(a) for name, a in kwargs.items()})
+    if hasattr(Tensor, "__dlpack_c_exchange_api__"):
+        return function
 
+    def exportable(argument: Any) -> Any:
+        if not isinstance(argument, Tensor):
+            return argument
+        is_codes = argument.dtype in (torch.float4_e2m1fn_x2, torch.float8_e4m3fn)
+        return argument.detach().view(torch.uint8) if is_codes else argument.detach()
 
-def _exportable(argument: Any) -> Any:
-    if not isinstance(argument, Tensor):
-        return argument
-    codes = argument.dtype in (torch.float4_e2m1fn_x2, torch.float8_e4m3fn)
-    return argument.detach().view(torch.uint8) if codes else argument.detach()
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return function(*map(exportable, args), **{name: exportable(value) for name, value in kwargs.items()})  # type: ignore[arg-type]
+
+    return call
 
 
 def scale_shape(rows: int, k: int, scale_layout: str) -> tuple[int, int]:

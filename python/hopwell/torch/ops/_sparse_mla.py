@@ -8,7 +8,10 @@ from torch import Tensor
 import hopwell
 from hopwell._arrays import dtype_name
 
-from ._register import Gradients, differentiable, no_gradient, operator, run, stop_gradient
+from ._register import Gradients, differentiable, exporting, no_gradient, operator, stop_gradient
+
+_forward, _backward = exporting(hopwell.sparse_mla_forward), exporting(hopwell.sparse_mla_backward)
+_distribution = exporting(hopwell.attention_distribution)
 
 
 def _sparse_mla_forward_fake(
@@ -37,8 +40,15 @@ def sparse_mla_forward(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The op behind `sparse_mla`, with every argument positional, as custom ops require of tensors."""
-    masks = {"topk_length": topk_length, "q_positions": q_positions, "q_start": q_start, "kv_stride": kv_stride}
-    return run(hopwell.sparse_mla_forward, q, kv, indices, sm_scale, d_v, attn_sink=attn_sink, backend=backend, **masks)
+    return _forward(
+        *(q, kv, indices, sm_scale, d_v),
+        attn_sink=attn_sink,
+        topk_length=topk_length,
+        q_positions=q_positions,
+        q_start=q_start,
+        kv_stride=kv_stride,
+        backend=backend,
+    )
 
 
 def _dkv_dtype(name: str) -> torch.dtype:
@@ -96,8 +106,7 @@ def _sparse_mla_backward(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """An op cannot return None: a gradient that was not asked for is an empty tensor here."""
-    gradients = run(
-        hopwell.sparse_mla_backward,
+    gradients = _backward(
         *(d_out, q, kv, indices, out, lse, sm_scale, d_v),
         attn_sink=attn_sink,
         topk_length=topk_length,
@@ -251,9 +260,14 @@ def attention_distribution(
     backend: str | None = None,
 ) -> Tensor:
     """How much attention each selected key gets, summed over the heads: float32 [s_q, topk]. Carries no gradient."""
-    masks = {"topk_length": topk_length, "q_positions": q_positions, "q_start": q_start, "kv_stride": kv_stride}
-    result: Tensor = run(
-        hopwell.attention_distribution, q, kv, indices, lse, sm_scale, normalize=normalize, backend=backend, **masks
+    result: Tensor = _distribution(
+        *(q, kv, indices, lse, sm_scale),
+        topk_length=topk_length,
+        q_positions=q_positions,
+        q_start=q_start,
+        kv_stride=kv_stride,
+        normalize=normalize,
+        backend=backend,
     )
     return result
 
