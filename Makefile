@@ -1,5 +1,6 @@
-# make demo     set-up, build, then train a small sparse-attention language model on real text, quantise it, generate with it
+# make demo     set-up, build of what it needs, then train a small sparse-attention language model on real text, quantise it, generate
 # make test     set-up, build, then every test there is for this machine
+# make nightly  the fuzzer of all operators for an hour (FUZZ_SECONDS), under AddressSanitizer
 # make setup    tools and dependencies: Debian packages and .venv; nothing to do the second time
 # make build    the library and the command (build/), the Python package (into .venv)
 # make bench    every operator's benchmark against this machine's ceilings and torch, recorded under build/benchmarks
@@ -14,18 +15,38 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # torch and the library each bring an OpenMP runtime: threads of one that spin while they wait hold up those of the other.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test setup build bench docs format lint clean test-cpp test-python test-install test-asan test-tsan
+# What `make demo` leaves out of a first build, and any `make build` then adds in the same folder: the command, the tests, the
+# emulated GPUs and, where there is no NVIDIA device, kernels for one.
+GPU ?= $(wildcard /dev/nvidia[0-9]*)
+LEAN := -DHOPWELL_BUILD_CLI=OFF -DHOPWELL_BUILD_TESTS=OFF -DHOPWELL_EMULATOR=OFF $(if $(GPU),,-DHOPWELL_CUDA=OFF)
+# pip packages what CMake has built: its folder is CMake's, and nothing but the module is left to compile there.
+INSTALL_PACKAGE := $(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --config-settings build-dir=build/$(PRESET) .
+
+.PHONY: demo test setup packages environment build library bench docs format lint clean
+.PHONY: nightly test-cpp test-python test-install test-asan test-tsan
 .DEFAULT_GOAL := build
 
-setup:
-	@scripts/setup.sh
+setup: packages environment
+
+packages:
+	@scripts/setup.sh packages
+
+environment: packages
+	@scripts/setup.sh environment
 
 build: setup
 	@cmake --preset $(PRESET) --log-level=WARNING >/dev/null
 	@cmake --build --preset $(PRESET) --parallel $(JOBS)
-	@$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps .
+	@$(INSTALL_PACKAGE)
 
-demo: build
+library: packages
+	@[ -e build/$(PRESET)/CMakeCache.txt ] || cmake --preset $(PRESET) $(LEAN) --log-level=WARNING >/dev/null
+	@cmake --build --preset $(PRESET) --parallel $(JOBS) --target hopwell
+
+# The library is compiled while pip fetches and unpacks torch.
+demo:
+	@$(MAKE) --no-print-directory --jobs 2 environment library
+	@$(INSTALL_PACKAGE)
 	@$(PYTHON) examples/train_dsa_lm.py --name demo
 
 test: test-cpp test-python test-install test-asan test-tsan
@@ -44,8 +65,19 @@ test-install: build
 # as ctest has it, spends most of its time on ThreadSanitizer's start.
 test-asan test-tsan: test-%: setup
 	@cmake --preset $* --log-level=WARNING >/dev/null
-	@cmake --build --preset $* --parallel $(JOBS)
+	@cmake --build --preset $* --parallel $(JOBS) --target hopwell_tests
 	@build/$*/tests/hopwell_tests --gtest_brief=1
+
+# The fuzzer for an hour, with the library and the module under AddressSanitizer. It must be loaded before Python.
+FUZZ_SECONDS ?= 3600
+FUZZ_SEED ?= $(shell date +%s)
+nightly: build
+	@cmake --preset asan --log-level=WARNING >/dev/null
+	@cmake --build --preset asan --parallel $(JOBS) --target hopwell_python
+	@rm -rf build/asan/package && mkdir -p build/asan/package && cp -r python/hopwell build/asan/package
+	@cp build/asan/bindings/python/_hopwell.*.so build/asan/package/hopwell
+	@LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
+	  PYTHONPATH=build/asan/package FUZZ_SECONDS=$(FUZZ_SECONDS) FUZZ_SEED=$(FUZZ_SEED) $(PYTHON) -m pytest -p no:cacheprovider tests/python/test_fuzz.py
 
 bench: build
 	@$(PYTHON) benchmarks/cpu.py

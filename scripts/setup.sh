@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs what the project builds with: Debian packages (packages.txt) and a Python environment, .venv (requirements.txt).
-# Does nothing where all of it is there. Called by every make target that needs it.
+# Installs what the project builds with. setup.sh packages: Debian packages (packages.txt); setup.sh environment: a Python
+# environment, .venv (requirements.txt), which needs them. Does nothing where all of it is there. make calls it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -11,7 +11,7 @@ missing_packages() {
   done
 }
 
-install_packages() {
+packages() {
   local missing as_root=()
   if ! command -v dpkg-query >/dev/null; then
     echo "setup: this is no Debian system; install the equivalents of: $(grep -v '^#' packages.txt | tr '\n' ' ')" >&2
@@ -35,7 +35,7 @@ install_packages() {
   "${as_root[@]}" apt-get install -y -qq --no-install-recommends $missing >/dev/null
 }
 
-make_environment() {
+environment() {
   local wanted stamp=.venv/.installed
   wanted=$(sha256sum requirements.txt | cut -d' ' -f1)
   [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && return
@@ -45,9 +45,12 @@ make_environment() {
     exit 1
   }
   python3 -m venv .venv
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements.txt
+  # Python compiles a module when it is first imported. To compile all of them now is half of pip's time.
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --requirement requirements.txt
   echo "$wanted" >"$stamp"
 }
 
-install_packages
-make_environment
+case ${1:-} in
+  packages | environment) "$1" ;;
+  *) echo "usage: $0 packages | environment" >&2 && exit 2 ;;
+esac

@@ -11,5 +11,5 @@ def main() -> None:
     """Becomes the program, with the same arguments."""
     program = Path(_hopwell.__file__).parent / "bin" / "hopwell"
     if not program.exists():
-        sys.exit("hopwell: this installation was built without the command (HOPWELL_BUILD_CLI=OFF)")
+        sys.exit("hopwell: built without the command (HOPWELL_BUILD_CLI=OFF), as make demo does; make build builds it")
     os.execv(program, [str(program), *sys.argv[1:]])

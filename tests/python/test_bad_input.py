@@ -355,13 +355,7 @@ def test_an_output_lies_in_memory_of_its_own(operator: str, name: str) -> None:
             if offset % good.itemsize or offset + good.nbytes > memory.nbytes:
                 continue
             before = memory.copy()
-<<<<<<< ours
-            with pytest.raises(
-                ValueError, match=f"{operator}: {name} must be an output in memory of its own; got memory"
-            ):
-=======
             with pytest.raises(ValueError, match=f"{operator}: {name} must be an output in memory of its own; got "):
->>>>>>> theirs
                 run(call, **{other: shared, name: np.ndarray(good.shape, good.dtype, memory, offset)})
             assert (memory == before).all()
 

@@ -26,11 +26,15 @@ struct Described {
   DLTensor tensor;
 };
 
-alignas(64) std::array<float, 4096> memory{};
+// Outputs need memory of their own: each tensor has a page.
+struct alignas(64) Page {
+  std::array<float, 512> numbers{};
+};
+std::deque<Page> pages;
 std::deque<Described> described;
 
 const DLTensor* tensor(DLDataType type, std::vector<std::int64_t> shape) {
-  return &described.emplace_back(memory.data(), type, std::move(shape)).tensor;
+  return &described.emplace_back(pages.emplace_back().numbers.data(), type, std::move(shape)).tensor;
 }
 const DLTensor* floats(std::vector<std::int64_t> shape) { return tensor({kDLFloat, 32, 1}, std::move(shape)); }
 const DLTensor* ints(std::vector<std::int64_t> shape) { return tensor({kDLInt, 32, 1}, std::move(shape)); }
