@@ -179,7 +179,8 @@ def floats(rng: np.random.Generator, palette: str, dtype: Any, count: int) -> An
 
 def rows_of_indices(maker: Maker, s_q: int, s_kv: int, topk: int) -> Any:
     """Index rows, int32 [s_q, topk]: keys and extremes, few keys over and over, ascending with −1 at the end, nothing
-    valid."""
+    valid.
+    """
     rng = maker.rng
     extremes = np.array([-(2**31), -123456, -1, s_kv, s_kv + 1, 2**31 - 1])
     kind = maker.choose("any", "few", "ascending", "valid", "none")

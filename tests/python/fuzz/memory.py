@@ -6,7 +6,7 @@ One call lives at a time: a new `Memory` takes over the pages of the one before.
 
 import ctypes
 import mmap
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -44,7 +44,7 @@ class Block:
 class Memory:
     """The blocks of one call."""
 
-    _arenas: list[Any] = []
+    _arenas: ClassVar[list[Any]] = []
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []

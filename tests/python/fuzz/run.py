@@ -25,8 +25,9 @@ _openmp = ctypes.CDLL("libgomp.so.1")  # the library's own
 
 
 def check_right(call: FuzzedCall) -> None:
-    """The results are the reference's, nothing else was written, and the call repeats bit for bit with another number of
-    threads."""
+    """The results are the reference's, nothing else was written, and the call repeats bit for bit with another number
+    of threads.
+    """
     call.memory.remember()
     judged = judge.expect(call)
     first = _results(call, threads=2)
@@ -77,7 +78,8 @@ def check_wrong(wrong: WrongCall | None) -> None:
             _results(call, threads=1)
     except (ValueError, TypeError) as error:
         named = re.match(rf"{call.operator}: (\w+)", str(error))
-        assert named is not None and named[1] in wrong.blamed, f"{type(error).__name__}: {error}"
+        if named is None or named[1] not in wrong.blamed:
+            raise AssertionError(f"{type(error).__name__}: {error}") from error
     else:
         raise AssertionError("this is no error")
     for block in call.memory.blocks:

@@ -1,5 +1,5 @@
-"""A right call with one thing wrong: what is no array, another dtype, shape, stride or memory, a scalar out of its range,
-an output that cannot be written or that lies where something else does.
+"""A right call with one thing wrong: what is no array, another dtype, shape, stride or memory, a scalar out of its
+range, an output that cannot be written or that lies where something else does.
 """
 
 from collections.abc import Callable
@@ -87,9 +87,11 @@ class NoTruth:
 
 def _no_arrays() -> tuple[Any, ...]:
     return (
-        "array", 7, 1.5, [1.0, 2.0], {}, object(), b"bytes", np.float32, np.ndarray, torch.Tensor, np.array(["a"]), np.zeros((1,) * 9, np.float32),
-        torch.zeros(2, 2, device="meta"), torch.eye(2).to_sparse(), torch.zeros(2, 2, dtype=torch.complex64),
-        torch.zeros((1,) * 9), Broken(), Broken((-1, -1)), Broken((-1, 1, 1)), Broken((2**62, 2, 2)), Broken("shape"), BrokenCapsule(), memoryview(b"ab"),
+        "array", 7, 1.5, [1.0, 2.0], {}, object(), b"bytes", np.float32, np.ndarray, torch.Tensor, np.array(["a"]),
+        np.zeros((1,) * 9, np.float32), torch.zeros(2, 2, device="meta"), torch.eye(2).to_sparse(),
+        torch.zeros(2, 2, dtype=torch.complex64),
+        torch.zeros((1,) * 9), Broken(), Broken((-1, -1)), Broken((-1, 1, 1)), Broken((2**62, 2, 2)), Broken("shape"),
+        BrokenCapsule(), memoryview(b"ab"),
         torch.quantize_per_tensor(torch.zeros(2, 2), 1.0, 0, torch.quint8),
     )  # fmt: skip
 
@@ -277,7 +279,8 @@ class Wrong:
 
 KINDS: tuple[Callable[[Wrong], tuple[str, ...] | None], ...] = (
     Wrong.no_array, Wrong.nothing, Wrong.dtype, Wrong.rank, Wrong.size, Wrong.gaps, Wrong.crooked, Wrong.integer,
-    Wrong.real, Wrong.choice, Wrong.flag, Wrong.read_only, Wrong.overlapping_itself, Wrong.on_top_of_another, Wrong.vast,
+    Wrong.real, Wrong.choice, Wrong.flag, Wrong.read_only, Wrong.overlapping_itself, Wrong.on_top_of_another,
+    Wrong.vast,
 )  # fmt: skip
 
 _SPARSE = {"q": "s_q h_q d_qk", "attn_sink": "h_q", "topk_length": "s_q", "q_positions": "s_q"}
@@ -288,16 +291,20 @@ _DIMENSIONS: dict[str, dict[str, str]] = {
     | {"out": "s_q h_q d_v!", "d_out": "s_q h_q d_v!", "lse": "s_q h_q", "dq": "s_q h_q d_qk", "attn": "s_q topk"},
     "attention_distribution": _SPARSE | {"lse": "s_q h_q", "out": "s_q topk"},
     "paged_attention": {
-        "block_tables": "b max_blocks", "context_lens": "b", "pos_bias_u": "h_q d", "pos_bias_v": "h_q d",
-        "alibi_slopes": "h_q", "r": " extent d",
-    },  # fmt: skip
+        "block_tables": "b max_blocks",
+        "context_lens": "b",
+        "pos_bias_u": "h_q d",
+        "pos_bias_v": "h_q d",
+        "alibi_slopes": "h_q",
+        "r": " extent d",
+    },
     "nvfp4_gemv": {"a": "M K! L", "b": "N! K! L", "sfa": "M K! L", "sfb": "N! K! L", "out": "M 1! L"},
     "nvfp4_linear": {"x": "n K!", "weight": "N K!", "weight_scale": "N K!", "bias": "N", "out": "n N"},
     "nvfp4_quantize": {"x": "rows K!"},
     "nvfp4_dequantize": {"codes": "rows K!", "scales": "rows K!"},
     "lightning_indexer": _INDEXER,
     "lightning_indexer_backward": _INDEXER,
-}  # fmt: skip
+}
 _CACHES = {
     "nhd": ("blocks block h_kv d!",) * 2,
     "hnd": ("blocks h_kv block d!",) * 2,
@@ -307,7 +314,8 @@ _CACHES = {
 
 def dimensions(call: FuzzedCall) -> dict[str, tuple[str, ...]]:
     """The dimensions' names of each array that is there. A name that ends in ! has one right size; one that occurs in
-    several arguments has the same size in all; "" may be several."""
+    several arguments has the same size in all; "" may be several.
+    """
     a = call.arguments
     names = dict(_DIMENSIONS[call.operator])
     for name, flat in (("kv", "s_kv d_qk"), ("dkv", "s_kv d_qk"), ("indices", "s_q topk")):
