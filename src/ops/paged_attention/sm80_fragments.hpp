@@ -314,11 +314,12 @@ struct Fragments : FragmentTile<T, kD, kTokens> {
         const int bit = int(arch::bfind(left & (0U - left))), key = bit / 2 * 8 + 2 * owner + bit % 2;
         const uint32_t rows = arch::ballot(quad == owner && !(hidden >> bit & 1));  // that see it
         const auto is_infinite = [&](int e) { return (value_of(stage, key, e) & kExponent) == kExponent; };
+        uint32_t wiped = ~0U;  // bit i: this lane's dimension lane + 32 i
         if (rows != 0) {
-          bool finite = true;
+          wiped = 0;
           HOPWELL_NO_UNROLL
-          for (int e = lane; e < kD; e += 32) finite &= !is_infinite(e);
-          if (arch::ballot(!finite) == 0) continue;
+          for (int i = 0; lane + 32 * i < kD; ++i) wiped |= is_infinite(lane + 32 * i) ? 1U << i : 0;
+          if (arch::ballot(wiped != 0) == 0) continue;
           HOPWELL_UNROLL
           for (int e = 0; e < 2; ++e) {
             if (!(rows >> (4 * (2 * quad + e) + owner) & 1)) continue;
@@ -327,11 +328,11 @@ struct Fragments : FragmentTile<T, kD, kTokens> {
               if (is_infinite(8 * i + lane / 4))
                 out[i / 2][i % 2 * 2 + e] += meaning(value_of(stage, key, 8 * i + lane / 4), kFloat<T>);
           }
-          arch::syncwarp();
         }
+        arch::syncwarp();  // nobody reads what the others wipe out
         HOPWELL_NO_UNROLL
-        for (int e = lane; e < kD; e += 32)
-          if (rows == 0 || is_infinite(e)) value_of(stage, key, e) = 0;
+        for (int i = 0; lane + 32 * i < kD; ++i)
+          if (wiped >> i & 1) value_of(stage, key, lane + 32 * i) = 0;
       }
     }
   }
