@@ -499,6 +499,7 @@ Suite paged_attention() {
                            .name = c.name,
                            .make = [c](Random& random) { return paged::make(c, random); },
                            .device_only = c.far,
+                           .host_only = c.infinite,
                            .emulated = c.emulated});
   return suite;
 }

@@ -148,7 +148,9 @@ class Temporary:
         raise AssertionError("not asked: there is __array_struct__")
 
 
-@every_operator
+@pytest.mark.parametrize(
+    "operator", sorted(set(MAKERS) - {"nvfp4_gemv", "nvfp4_linear"})
+)  # whose arrays it can't imitate
 def test_arrays_that_only_their_capsule_keeps(operator: str, rng: np.random.Generator) -> None:
     call = MAKERS[operator](rng, "float32")
     temporary = {name: Temporary(x) for name, x in call.arguments.items() if isinstance(x, np.ndarray)}

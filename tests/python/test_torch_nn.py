@@ -57,6 +57,38 @@ def test_sequences_of_a_batch_do_not_see_each_other() -> None:
     assert (dsa.selected <= torch.arange(15)[:, None]).all()
 
 
+def test_indices_stay_within_their_sequence() -> None:
+    """Those beyond it name no key, rather than one of the next sequence."""
+    indices = torch.tensor([[[-7, 0, 14], [15, 16, -1]], [[1, 29, 2**31 - 1], [14, 15, -(2**31)]]], dtype=torch.int32)
+    packed = [[-1, 0, 14], [-1, -1, -1], [16, -1, -1], [29, -1, -1]]
+    assert nn.pack_indices(indices, 15).tolist() == packed
+    mla, x = make_dsa().mla, torch.randn(2, 15, D_MODEL)
+    own = torch.randint(0, 15, (2, 15, 4), dtype=torch.int32)
+    beyond = torch.full((2, 15, 3), 15, dtype=torch.int32)
+    torch.testing.assert_close(mla(x, torch.cat([own, beyond], -1)), mla(x, own), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"SparseMLA: indices must be int32 \[b, s, topk\] .* got \[1, 30, 4\]"):
+        mla(x, own.reshape(1, 30, 4))
+    with pytest.raises(ValueError, match=r"DSA.extend: x must be \[1, s, d_model\]"):
+        make_dsa().extend(x, nn.KeyCache(20))
+    with pytest.raises(ValueError, match="DSA: mode must be 'dense' or 'warm-up' or 'sparse'; got 'spares'"):
+        make_dsa()(x, "spares")
+
+
+@pytest.mark.parametrize("attn_sink", [False, True])
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0), (0, 0)])
+def test_nothing_gives_nothing(shape: tuple[int, int], attn_sink: bool) -> None:
+    for mode in ("sparse", "warm-up") if attn_sink else ("sparse", "warm-up", "dense"):
+        dsa, x = make_dsa(attn_sink=attn_sink), torch.randn(*shape, D_MODEL, requires_grad=True)
+        y, loss = dsa(x, mode)
+        assert y.shape == x.shape
+        assert loss is None if mode == "dense" else loss == 0
+        (y.sum() if loss is None else y.sum() + loss).backward()
+        assert all(not gradient.any() for gradient in gradients(dsa).values())
+        with torch.no_grad():
+            assert dsa(x, mode)[0].shape == x.shape
+    assert make_dsa().indexer(torch.randn(*shape, D_MODEL)).shape == (*shape, 6)
+
+
 def test_who_learns_from_which_loss() -> None:
     dsa, x = make_dsa(attn_sink=True), torch.randn(2, 15, D_MODEL, requires_grad=True)
     for mode in ("warm-up", "sparse"):
@@ -146,6 +178,57 @@ def test_bfloat16_and_autocast() -> None:
     assert float((y.float() - expected).detach().norm() / expected.detach().norm()) < 0.1
     y, loss = make_dsa().bfloat16()(x.bfloat16())
     (y.float().sum() + loss).backward()
+
+
+CASTS = ["bfloat16", "half", "double", "float"]
+
+
+def test_the_sink_stays_float32() -> None:
+    dsa = make_dsa(attn_sink=True)
+    sink = dsa.mla.attn_sink
+    sink.data.normal_()
+    exact, sink.grad = sink.detach().clone(), torch.ones_like(sink)
+    for cast in CASTS:
+        getattr(dsa, cast)()
+        assert dsa.mla.up_key.dtype == dsa.mla.latent.weight.dtype != torch.float32 or cast == "float"
+        assert dsa.mla.attn_sink.dtype == dsa.mla.attn_sink.grad.dtype == torch.float32
+        assert torch.equal(dsa.mla.attn_sink, exact)
+    y, loss = dsa.type(torch.bfloat16)(torch.randn(2, 12, D_MODEL).bfloat16())
+    (y.float().sum() + loss).backward()
+    assert torch.equal(dsa.mla.attn_sink, exact)
+    assert dsa.to("meta").to_empty(device="cpu").mla.attn_sink.dtype == torch.float32
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert make_dsa(attn_sink=True).mla.attn_sink.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_sink_that_a_wrapper_casts() -> None:
+    """As FSDP's mixed precision does, on the way into forward."""
+    mla, x = make_dsa(attn_sink=True).mla, torch.randn(2, 12, D_MODEL).bfloat16()
+    cast = {name: p.bfloat16() for name, p in mla.named_parameters()}
+    y = torch.func.functional_call(mla, cast, (x, nn.all_keys(2, 12)))
+    assert y.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("floats", [False, True])
+def test_nvfp4_keeps_its_numbers(floats: bool) -> None:
+    """Codes and scales may be of PyTorch's types, which its casts would take for numbers."""
+    layer, x = nn.NVFP4Linear.from_linear(torch.nn.Linear(64, 21)), torch.randn(3, 64)
+    if floats:
+        codes, scales = layer.weight.view(torch.float4_e2m1fn_x2), layer.weight_scale.view(torch.float8_e4m3fn)
+        layer = nn.NVFP4Linear(codes, scales, layer.weight_global, layer.bias)
+    before = [layer.weight.view(torch.uint8), layer.weight_scale.view(torch.uint8), layer.weight_global.clone()]
+    dtypes = [layer.weight.dtype, layer.weight_scale.dtype, torch.float32]
+    for cast in CASTS:
+        getattr(layer, cast)()
+        now = [layer.weight, layer.weight_scale, layer.weight_global]
+        assert [t.dtype for t in now] == dtypes
+        for old, new in zip(before, now, strict=True):
+            assert torch.equal(old, new if new.dtype == old.dtype else new.view(old.dtype))
+        assert layer(x if cast == "double" else x.to(layer.bias.dtype)).isfinite().all()
+    assert layer(x[:0]).shape == (0, 21)
 
 
 def test_compiles_without_graph_breaks() -> None:

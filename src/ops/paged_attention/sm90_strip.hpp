@@ -216,7 +216,6 @@ HOPWELL_DEVICE void store_slice(const StripParams& p, const Seat& seat, StripSto
     const float factor = all.sum == 0 ? 0 : 1 / all.sum;
     from_fp32(all.value[0] * factor, out), from_fp32(all.value[1] * factor, out + 1);
     if (lse) *lse = all.sum == 0 ? -INFINITY : (all.maximum + arch::log2_approx(all.sum)) * kLn2;
-    store_if_infinite<T>(p, seat.sequence, to, 2 * at.pair, all);
   }
 }
 

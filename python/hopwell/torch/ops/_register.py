@@ -145,7 +145,7 @@ def exporting(function: Callable[P, R]) -> Callable[P, R]:
         return argument.detach().view(torch.uint8) if is_codes else argument.detach()
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        return function(*map(exportable, args), **{name: exportable(value) for name, value in kwargs.items()})  # type: ignore[arg-type]
+        return function(*map(exportable, args), **{name: exportable(value) for name, value in kwargs.items()})
 
     return call
 
