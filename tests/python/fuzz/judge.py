@@ -129,8 +129,8 @@ def sparse_mla_forward(a: dict[str, Any]) -> list[Expected]:
     row_slack, out_slack = np.zeros(lse.shape), np.zeros(out.shape)
     for s, row in _rows(a, "sparse_mla_forward"):
         reach = row.reach.max(axis=1, initial=0.0)  # [h]
-        # Left out until it is mended: the CPU's exp(scale * product - maximum) overflows where the rounding of so large a
-        # maximum is more than 88.
+        # Left out until it is mended: the CPU's exp(scale * product - maximum) overflows where the rounding of so large
+        # a maximum is more than 88.
         over = np.abs(row.score).max(axis=1, initial=0.0) > 1e7
         row_slack[s] = np.where(over, np.inf, 1e-6 + reach)
         v = row.kv[:, : out.shape[2]]
