@@ -151,10 +151,8 @@ struct Case {
   std::string op, name;
   std::function<Instance(Random& random)> make;
   bool device_only = false;  // so large that only a GPU runs it
-  bool host_only = false;    // GPUs are not right there yet
   bool emulated = true;      // false: so large that the emulator does not
   [[nodiscard]] bool suits(const std::string& backend) const {
-    if (host_only) return backend == "cpu";
     return backend.starts_with("emu:") ? emulated && !device_only : !device_only || cuda::runs(backend);
   }
 };

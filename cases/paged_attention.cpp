@@ -270,6 +270,14 @@ void add_infinite(std::vector<Config>& all) {
 void add_sizes(std::vector<Config>& all) {
   std::vector<std::int64_t> ragged(9, 512);
   ragged[4] = 65536;
+  // On a GPU of a few SMs, so many tiles that each warp has several.
+  all.push_back({.name = "many_tiles_bf16",
+                 .dtype = DType::kBFloat16,
+                 .lengths = {500, 190, 300, 65},
+                 .h_q = 16,
+                 .h_kv = 8,
+                 .bias = BiasForm::kKey,
+                 .extent = 300});
   for (const auto& [type_name, dtype] : kDTypes)
     all.push_back({.name = std::string("one_65536_among_512_") + type_name,
                    .dtype = dtype,
@@ -499,7 +507,6 @@ Suite paged_attention() {
                            .name = c.name,
                            .make = [c](Random& random) { return paged::make(c, random); },
                            .device_only = c.far,
-                           .host_only = c.infinite,
                            .emulated = c.emulated});
   return suite;
 }

@@ -10,6 +10,7 @@
 #if defined(__CUDACC__)
 #define HOPWELL_ON_DEVICE 1
 #define HOPWELL_DEVICE __device__ __forceinline__
+#define HOPWELL_NO_INLINE __device__ __noinline__
 #define HOPWELL_HOST_DEVICE __host__ __device__ __forceinline__
 #define HOPWELL_UNROLL _Pragma("unroll")
 #define HOPWELL_NO_UNROLL _Pragma("unroll 1")
@@ -39,6 +40,7 @@
 #define HOPWELL_HAS_SM90A 1
 #define HOPWELL_HAS_SM100A 1
 #define HOPWELL_DEVICE inline __attribute__((always_inline))
+#define HOPWELL_NO_INLINE inline __attribute__((noinline))
 #define HOPWELL_HOST_DEVICE inline __attribute__((always_inline))
 #define HOPWELL_UNROLL
 #define HOPWELL_NO_UNROLL

@@ -132,7 +132,7 @@ const Subject kSubjects[] = {
     {"paged_attention_fragments",
      "emu:sm80",
      cases::paged_attention,
-     {"group_key_h_q_8_h_kv_2_bf16", "group_key_h_q_9_h_kv_1_bf16_hidden", "bias_hides_keys_from_some_nhd_bf16"},
+     {"group_key_h_q_9_h_kv_1_bf16_hidden", "bias_hides_keys_from_some_nhd_bf16", "many_tiles_bf16"},
      8,
      6},
     {"paged_attention_fragments_vllm",

@@ -114,6 +114,7 @@ BUGS = [
         "d_k[keys] += d_dot.T @ q[s]",
         "duplicates merged in dk",
     ),
+    Bug("lightning_indexer", "some = p != 0.0", "some = p > 0.0", "NaN targets without a loss"),
     Bug("lightning_indexer", "if not p.any():", "if False:", "rows without a target counted"),
 ]
 

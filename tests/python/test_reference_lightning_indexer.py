@@ -114,3 +114,9 @@ def test_indexer_backward_gates_are_factors(rng: Generator) -> None:
     assert np.isnan(wanted_k[:3, 0]).all() and np.isfinite(wanted_w[:3]).all()
     for actual, wanted in zip((d_q, d_k, d_w), (wanted_q, wanted_k, wanted_w), strict=True):
         assert_close(actual, wanted)
+
+
+def test_indexer_backward_loss_of_a_nan_target_is_nan(rng: Generator) -> None:
+    q, k, w = rng.standard_normal((1, 2, 4)), rng.standard_normal((3, 4)), rng.random((1, 2))
+    indices, target = np.array([[0, 1, 2]], dtype=np.int32), np.array([[0.5, np.nan, 0.5]])
+    assert np.isnan(reference.lightning_indexer_backward(target, q, k, w, indices)[0])

@@ -29,7 +29,7 @@ TEST(SparseMlaTile, MaxOrNanFindsNanAnywhere) {
   for (std::size_t count = 1; count < 40; ++count) {
     auto x = random(count, 7);
     EXPECT_EQ(max_or_nan(x.data(), 1, count), max(x.data(), count));
-    EXPECT_EQ(max_or_nan(x.data(), -0.3F, count), -0.3F * *std::min_element(x.begin(), x.end()));
+    EXPECT_EQ(max_or_nan(x.data(), -0.3F, count), double{-0.3F} * double{*std::min_element(x.begin(), x.end())});
     for (std::size_t at = 0; at < count; ++at) {
       auto with_nan = x;
       with_nan[at] = std::nanf("");

@@ -81,6 +81,41 @@ TEST(Vector, ExponentialsOfTheExtremes) {
   EXPECT_EQ(x[8], kInf);
 }
 
+// The largest exponent is 0 and the others follow it, however large the scores are.
+TEST(Vector, ExponentsAreDifferencesOfExactProducts) {
+  for (const float factor : {0.0721F, -0.0721F, 1.3F}) {
+    for (const float size : {1.0F, 1e4F, 1e9F, 1e30F}) {
+      std::vector<float> x;
+      for (int i = 0; i < 37; ++i) x.push_back(size * (1 + 0x1p-23F * static_cast<float>(i * 7 % 37)));
+      const double largest = max_or_nan(x.data(), factor, x.size());
+      auto e = x;
+      exp_sum(e.data(), factor, largest, e.size());
+      double expected_largest = -kInf;
+      for (const float v : x) {
+        const double product = static_cast<double>(factor) * static_cast<double>(v);
+        expected_largest = std::max(expected_largest, product);
+      }
+      EXPECT_EQ(largest, expected_largest);
+      for (std::size_t i = 0; i < x.size(); ++i) {
+        const double expected = std::exp(static_cast<double>(factor) * static_cast<double>(x[i]) - largest);
+        EXPECT_NEAR(static_cast<double>(e[i]), expected, expected * 0x1p-18 + 1e-37) << factor << " " << x[i];
+      }
+    }
+  }
+}
+
+TEST(Vector, LargestProductOfTheExtremes) {
+  const std::vector<float> none, infinite{1, kInf, 2}, negative{-kInf, -kInf}, large{1e30F, 2e30F};
+  EXPECT_EQ(max_or_nan(none.data(), 1, 0), -kInf);
+  EXPECT_EQ(max_or_nan(none.data(), 0, 0), -kInf);
+  EXPECT_EQ(max_or_nan(infinite.data(), 2, infinite.size()), kInf);
+  EXPECT_EQ(max_or_nan(infinite.data(), -2, infinite.size()), -2);
+  EXPECT_TRUE(std::isnan(max_or_nan(infinite.data(), 0, infinite.size())));
+  EXPECT_EQ(max_or_nan(negative.data(), 1, negative.size()), -kInf);
+  EXPECT_EQ(max_or_nan(large.data(), 1e10F, large.size()), kInf);  // beyond float
+  EXPECT_EQ(max_or_nan(large.data(), -1e10F, large.size()), -kInf);
+}
+
 TEST(ParallelFor, DoesEveryItemOnceAndRethrows) {
   for (const int threads : {1, 2, 5}) {
     omp_set_num_threads(threads);

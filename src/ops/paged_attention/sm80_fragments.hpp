@@ -227,6 +227,10 @@ struct Fragments : FragmentTile<T, kD, kTokens> {
       for (int e = 0; e < 4; ++e) s[t][e] += other[e];
     }
   }
+  // Whether this lane's row does not see keys of the tile whose values have been copied, for other rows or in whole pieces.
+  static HOPWELL_DEVICE bool shares_values(const Source& from, int tile) {
+    return tile < from.seen.begin || from.seen.end < smaller(from.end, tile + kKeys);
+  }
   // Products to weights of the values, in high parts and low parts; the values that a weight of 0 does not remove are
   // wiped out.
   HOPWELL_DEVICE void weigh(const Params& p, const Source& from, int tile, Stage& stage, uint32_t pages,
@@ -234,13 +238,8 @@ struct Fragments : FragmentTile<T, kD, kTokens> {
                             uint32_t (&weights)[kKeys / 16][4]) {
     const bool hidden = add_biases(p, from, tile, bias, s);
     mask(from, tile, pages, s);
-    const bool may_be_nan = hidden || (kVllm && arch::ballot(tile < from.seen.begin) != 0);  // values not to be seen
-    uint32_t seen = 0;  // bit 2 t + e for key 8 t + 2 quad + e
-    if (may_be_nan) {
-      HOPWELL_UNROLL
-      for (int t = 0; t < kKeys / 8; ++t)
-        for (int e = 0; e < 2; ++e) seen |= s[t][e] != -INFINITY ? 1U << (2 * t + e) : 0;
-    }
+    if (hidden || ((kVllm || p.q_len > 1) && arch::ballot(shares_values(from, tile)) != 0))
+      forget_values(from, tile, s, stage);
     float maximum = -INFINITY;
     HOPWELL_UNROLL
     for (int t = 0; t < kKeys / 8; ++t) maximum = fmaxf(maximum, fmaxf(s[t][0], s[t][1]));
@@ -265,7 +264,6 @@ struct Fragments : FragmentTile<T, kD, kTokens> {
       s[t][0] = x, s[t][1] = y;
       split(x, y, weights[t / 2][t % 2], weights[t / 2][2 + t % 2], T{});
     }
-    if (may_be_nan) forget_values(seen, s, stage);
   }
   // V^T P^T of a half: of the keys, in layout vllm of the dimensions.
   HOPWELL_DEVICE void accumulate(int half, uint32_t values, const uint32_t (&weights)[kKeys / 16][4]) {
@@ -295,39 +293,47 @@ struct Fragments : FragmentTile<T, kD, kTokens> {
     }
     return reinterpret_cast<uint16_t*>(&stage.v[place_of(key, dimension / 8)])[dimension % 8];
   }
-  // Values of keys that are hidden, by a bias of −inf say, may be NaN, which a weight of 0 does not remove: they are wiped
-  // out. If other rows see them and they are not finite, those get them here.
-  HOPWELL_DEVICE void forget_values(uint32_t seen, const float (&weights)[kKeys / 8][4], Stage& stage) {
+  // Values of keys that a row does not see may be infinite or NaN, which a weight of 0 does not remove: they are wiped out.
+  // Rows that do see them get them here, whole: that their results are not finite is what counts.
+  HOPWELL_DEVICE void forget_values(const Source& from, int tile, const float (&s)[kKeys / 8][4], Stage& stage) {
     const int lane = arch::lane_index();
+    uint32_t hidden = 0;  // bit 2 t + e for key 8 t + 2 quad + e, if its values have been copied
+    HOPWELL_UNROLL
+    for (int t = 0; t < kKeys / 8; ++t)
+      for (int e = 0; e < 2; ++e)
+        hidden |= s[t][e] == -INFINITY && tile + 8 * t + 2 * quad + e < from.end ? 1U << (2 * t + e) : 0;
+    uint32_t from_any = hidden;  // row
+    HOPWELL_UNROLL
+    for (int mask = 4; mask < 32; mask *= 2) from_any |= arch::shuffle_xor(from_any, mask);
     arch::cp_async_wait<kParts / 2>();
     arch::syncwarp();  // all values are there
     HOPWELL_NO_UNROLL
-    for (int key = 0; key < kKeys; ++key) {
-      const int bit = key / 8 * 2 + key % 2, owner = (lane & ~3) + key % 8 / 2;
-      const bool sees = lane == owner && (seen >> bit & 1), hides = lane == owner && !(seen >> bit & 1);
-      const uint32_t rows = arch::ballot(sees);
-      if (arch::ballot(hides) == 0) continue;
-      if (rows != 0) {
-        bool finite = true;
-        HOPWELL_NO_UNROLL
-        for (int e = lane; e < kD; e += 32) finite &= (value_of(stage, key, e) & kExponent) != kExponent;
-        if (arch::ballot(!finite) == 0) continue;
-        float weight = 0;
-        HOPWELL_UNROLL
-        for (int i = 0; i < kKeys / 4; ++i) weight = i == bit ? weights[i / 2][i % 2] : weight;
-        HOPWELL_UNROLL
-        for (int e = 0; e < 2; ++e) {
-          const int of_query = 4 * (2 * quad + e) + key % 8 / 2;  // the lane that has its weight
-          const float its = arch::shuffle(weight, of_query);
-          if (!(rows >> of_query & 1)) continue;
-          HOPWELL_UNROLL
-          for (int i = 0; i < kD / 8; ++i)
-            out[i / 2][i % 2 * 2 + e] += its * meaning(value_of(stage, key, 8 * i + lane / 4), kFloat<T>);
-        }
-        arch::syncwarp();
-      }
+    for (int owner = 0; owner < 4; ++owner) {
       HOPWELL_NO_UNROLL
-      for (int e = lane; e < kD; e += 32) value_of(stage, key, e) = 0;
+      for (uint32_t left = arch::shuffle(from_any, owner); left != 0; left &= left - 1) {
+        const int bit = int(arch::bfind(left & (0U - left))), key = bit / 2 * 8 + 2 * owner + bit % 2;
+        const uint32_t rows = arch::ballot(quad == owner && !(hidden >> bit & 1));  // that see it
+        const auto is_infinite = [&](int e) { return (value_of(stage, key, e) & kExponent) == kExponent; };
+        uint32_t wiped = ~0U;  // bit i: this lane's dimension lane + 32 i
+        if (rows != 0) {
+          wiped = 0;
+          HOPWELL_NO_UNROLL
+          for (int i = 0; lane + 32 * i < kD; ++i) wiped |= is_infinite(lane + 32 * i) ? 1U << i : 0;
+          if (arch::ballot(wiped != 0) == 0) continue;
+          HOPWELL_UNROLL
+          for (int e = 0; e < 2; ++e) {
+            if (!(rows >> (4 * (2 * quad + e) + owner) & 1)) continue;
+            HOPWELL_UNROLL
+            for (int i = 0; i < kD / 8; ++i)
+              if (is_infinite(8 * i + lane / 4))
+                out[i / 2][i % 2 * 2 + e] += meaning(value_of(stage, key, 8 * i + lane / 4), kFloat<T>);
+          }
+        }
+        arch::syncwarp();  // nobody reads what the others wipe out
+        HOPWELL_NO_UNROLL
+        for (int i = 0; lane + 32 * i < kD; ++i)
+          if (wiped >> i & 1) value_of(stage, key, lane + 32 * i) = 0;
+      }
     }
   }
 };

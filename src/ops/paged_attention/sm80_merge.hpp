@@ -66,12 +66,49 @@ struct Place {
   HOPWELL_DEVICE Place(const Params& p, int of_strip) : vector(of_strip / p.half), pair(of_strip - vector * p.half) {}
 };
 
+// Elements [e, end) of a result once more, if values that the query sees are not finite: those count whole, while times a
+// weight that has rounded to 0, or times the low part of one in fragments, infinities become NaN.
+template <class T>
+HOPWELL_DEVICE void store_infinite(const Params& p, int sequence, Vector to, int e, int end) {
+  const int context = context_of(p, sequence), position = context - p.q_len + to.query;
+  const Keys seen = keys_of_query(p, context, to.query);
+  const int64_t bias = sequence * p.bias_stride[0] + to.query * p.bias_stride[1] + to.head * p.bias_stride[2];
+  T* out = static_cast<T*>(p.out) + sequence * p.out_stride[0] + to.query * p.out_stride[1] + to.head * p.out_stride[2];
+  HOPWELL_NO_UNROLL
+  for (; e < end; ++e) {
+    float sum = 0;
+    HOPWELL_NO_UNROLL
+    for (int key = seen.begin; key < seen.end; ++key) {
+      const int page = page_of(p, sequence, key);
+      const int column = p.bias_kind == Relative::none ? -1 : column_of(p, position, key);
+      if (page < 0 || (column >= 0 && meaning(load_bits(p.bias, p.bias_type, bias + column), p.bias_type) == -INFINITY))
+        continue;
+      const float value = to_fp32(*element_of<T>(p.v, p.v_at, page, to.head / p.group, key % p.block, e));
+      if (!(fabsf(value) < INFINITY)) sum += value;
+    }
+    if (sum != 0) from_fp32(sum, out + e);
+  }
+}
+// A call, for kernels that have no registers left to inline it.
+template <class T>
+HOPWELL_NO_INLINE void call_store_infinite(const Params& p, int sequence, Vector to, int e, int end) {
+  store_infinite<T>(p, sequence, to, e, end);
+}
+template <int kValues>
+HOPWELL_DEVICE bool may_be_infinite(const Sums<kValues>& sums) {
+  float all = 0;
+  for (int i = 0; i < kValues; ++i) all += sums.value[i];
+  return all * 0 != 0 && sums.sum > 0 && sums.sum < INFINITY;
+}
+
 template <class T, int kValues>
 HOPWELL_DEVICE void store_sums(const Params& p, int sequence, int strip, const Place& at, const Sums<kValues>& sums) {
   const Vector to = vector_of(p, strip, at.vector);
   HOPWELL_UNROLL
   for (int i = 0; i < kValues; ++i)
     store_result<T>(p, sequence, to, 2 * at.pair + i, sums.maximum, sums.sum, sums.value[i]);
+  if (to.exists && may_be_infinite(sums))
+    call_store_infinite<T>(p, sequence, to, 2 * at.pair, 2 * at.pair + kValues);
 }
 
 // The parts of one strip that successive warps have: the first one's state is `state`, the others' their first.

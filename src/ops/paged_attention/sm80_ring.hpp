@@ -88,12 +88,6 @@ struct Tile {
   bool exists, begins;  // begins: a segment
 };
 
-// The bias of a key: which element of its row; −1 if there is none.
-HOPWELL_DEVICE int column_of(const Params& p, int position, int key) {
-  int column = p.bias_kind == Relative::key ? key : position - key;
-  if (p.clamp) column = smaller(column, p.extent - 1);
-  return column < p.extent ? column : -1;
-}
 HOPWELL_DEVICE uintptr_t row_of_bias(const Params& p, const Source& from) {
   const int64_t at = from.sequence * p.bias_stride[0] + from.query * p.bias_stride[1] + from.head * p.bias_stride[2];
   return reinterpret_cast<uintptr_t>(p.bias) + uintptr_t(at) * (p.bias_type == Float::fp32 ? 4 : 2);
@@ -143,13 +137,6 @@ HOPWELL_DEVICE void gather_piece(arch::Words4& piece, ElementAt element_at) {
   HOPWELL_NO_UNROLL
   for (int e = 0; e < kElements<T>; ++e)
     if (const T* element = element_at(e)) reinterpret_cast<T*>(&piece)[e] = *element;
-}
-
-template <class T>
-HOPWELL_DEVICE const T* element_of(const void* cache, const CacheStrides& at, int page, int head, int slot, int e) {
-  const int groups = e / int(at.group);
-  return static_cast<const T*>(cache) + page * at.page + head * at.head + slot * at.slot + groups * at.group_stride +
-         (e - groups * int(at.group));
 }
 
 // 2^logit of a lane's key, raising the running maximum; earlier sums shrink by `factor`.

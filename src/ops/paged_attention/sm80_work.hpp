@@ -206,6 +206,20 @@ HOPWELL_DEVICE int page_of(const Params& p, int sequence, int key) {
   return unsigned(page) < unsigned(p.blocks) ? page : -1;
 }
 
+// The bias of a key: which element of its row; −1 if there is none.
+HOPWELL_DEVICE int column_of(const Params& p, int position, int key) {
+  int column = p.bias_kind == Relative::key ? key : position - key;
+  if (p.clamp) column = smaller(column, p.extent - 1);
+  return column < p.extent ? column : -1;
+}
+
+template <class T>
+HOPWELL_DEVICE const T* element_of(const void* cache, const CacheStrides& at, int page, int head, int slot, int e) {
+  const int groups = e / int(at.group);
+  return static_cast<const T*>(cache) + page * at.page + head * at.head + slot * at.slot + groups * at.group_stride +
+         (e - groups * int(at.group));
+}
+
 // ---- shares ---------------------------------------------------------------------------------------------------------
 
 struct Plan {

@@ -216,6 +216,7 @@ HOPWELL_DEVICE void store_slice(const StripParams& p, const Seat& seat, StripSto
     const float factor = all.sum == 0 ? 0 : 1 / all.sum;
     from_fp32(all.value[0] * factor, out), from_fp32(all.value[1] * factor, out + 1);
     if (lse) *lse = all.sum == 0 ? -INFINITY : (all.maximum + arch::log2_approx(all.sum)) * kLn2;
+    if (may_be_infinite(all)) store_infinite<T>(p, seat.sequence, to, 2 * at.pair, 2 * at.pair + 2);
   }
 }
 

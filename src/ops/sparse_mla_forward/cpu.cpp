@@ -24,12 +24,10 @@ namespace {
 
 using namespace hopwell::cpu;
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // exp(x - shift) where x may be -inf; a shift of -inf means that all there is is -inf.
-double weight(float x, float shift) {
-  return shift == -kInfinity ? 0 : std::exp(static_cast<double>(x) - static_cast<double>(shift));
-}
+double weight(double x, double shift) { return shift == -kInfinity ? 0 : std::exp(x - shift); }
 
 // softmax(scores) . V over the tiles seen so far, not yet divided by the sum. NaN scores make everything of their head
 // NaN.
@@ -79,14 +77,14 @@ class RunningSoftmax {
   }
 
   [[nodiscard]] double lse(std::int64_t h) {
-    return sum(h) == 0 ? kInfinity : static_cast<double>(max(h)) + std::log(sum(h));
+    return sum(h) == 0 ? kInfinity : max(h) + std::log(sum(h));
   }
-  float& max(std::int64_t h) { return max_[static_cast<std::size_t>(h)]; }
+  double& max(std::int64_t h) { return max_[static_cast<std::size_t>(h)]; }
   double& sum(std::int64_t h) { return sum_[static_cast<std::size_t>(h)]; }
   float* out(std::int64_t h) { return out_.get() + h * width_; }
 
  private:
-  void raise_max(std::int64_t h, float other) {
+  void raise_max(std::int64_t h, double other) {
     if (!(other > max(h)) && !std::isnan(other)) return;
     const double factor = weight(max(h), other);
     max(h) = other;
@@ -97,7 +95,7 @@ class RunningSoftmax {
 
   std::int64_t heads_, width_;
   Scratch<float> out_;       // [heads, width]; not set while empty
-  std::vector<float> max_;   // [heads]
+  std::vector<double> max_;  // [heads], not rounded
   std::vector<double> sum_;  // [heads], of exp(score - max)
   bool empty_ = true;
 };
@@ -143,7 +141,8 @@ void store(const Problem& p, std::int64_t s, RunningSoftmax& softmax) {
             static_cast<std::size_t>(p.d_v));
     }
     if (p.max_logits)
-      p.max_logits.as<float>()[s * p.max_logits.stride[0] + h * p.max_logits.stride[1]] = softmax.max(h);
+      p.max_logits.as<float>()[s * p.max_logits.stride[0] + h * p.max_logits.stride[1]] =
+          static_cast<float>(softmax.max(h));
     if (p.lse) p.lse.as<float>()[s * p.lse.stride[0] + h * p.lse.stride[1]] = static_cast<float>(lse);
   }
   store_heads(softmax.out(0), p.d_v, p.out, s, 0, p.d_v);

@@ -10,6 +10,7 @@
 
 #include "tile/cpu/vector-inl.hpp"
 
+#include <cmath>
 #include <limits>
 
 HWY_BEFORE_NAMESPACE();
@@ -54,21 +55,28 @@ float Max(const float* x, std::size_t count) {
   return result;
 }
 
-float ExpSum(float* x, float factor, float shift, std::size_t count) {
+// exp(factor * x - (shift + rest)), where `shift` has been rounded to float and `rest` is what that has left.
+template <class D>
+hn::Vec<D> ScaledExp(D d, hn::Vec<D> x, float factor, float shift, float rest) {
+  return SafeExp(d, hn::Sub(hn::MulSub(hn::Set(d, factor), x, hn::Set(d, shift)), hn::Set(d, rest)));
+}
+
+float ExpSum(float* x, float factor, double whole_shift, std::size_t count) {
   const hn::ScalableTag<float> d;
   const std::size_t lanes = hn::Lanes(d);
-  const auto vfactor = hn::Set(d, factor), vshift = hn::Set(d, shift);
+  const auto shift = static_cast<float>(whole_shift);
+  const auto rest = std::isinf(shift) ? 0.0F : static_cast<float>(whole_shift - static_cast<double>(shift));
   auto sum = hn::Zero(d);
   std::size_t i = 0;
   for (; i + lanes <= count; i += lanes) {
-    const auto e = SafeExp(d, hn::MulSub(vfactor, hn::LoadU(d, x + i), vshift));
+    const auto e = ScaledExp(d, hn::LoadU(d, x + i), factor, shift, rest);
     hn::StoreU(e, d, x + i);
     sum = hn::Add(sum, e);
   }
   float result = hn::GetLane(hn::SumOfLanes(d, sum));
   const hn::CappedTag<float, 1> one;
   for (; i < count; ++i) {
-    x[i] = hn::GetLane(SafeExp(one, hn::MulSub(hn::Set(one, factor), hn::Set(one, x[i]), hn::Set(one, shift))));
+    x[i] = hn::GetLane(ScaledExp(one, hn::Set(one, x[i]), factor, shift, rest));
     result += x[i];
   }
   return result;
@@ -104,25 +112,30 @@ float Dot(const float* x, const float* y, std::size_t count) {
   return result;
 }
 
-float MaxOrNan(const float* x, float factor, std::size_t count) {
+double MaxOrNan(const float* x, float factor, std::size_t count) {
   const hn::ScalableTag<float> d;
-  const auto vfactor = hn::Set(d, factor);
+  const float sign = factor < 0 ? -1.0F : 1.0F;  // the largest product is that of the largest sign * x, without rounding
+  const auto vfactor = hn::Set(d, factor), vsign = hn::Set(d, sign);
   const std::size_t lanes = hn::Lanes(d);
   auto best = hn::Set(d, -std::numeric_limits<float>::infinity());
   auto nans = hn::Zero(d);  // the last NaN of each lane
   std::size_t i = 0;
   for (; i + lanes <= count; i += lanes) {
-    const auto v = hn::Mul(vfactor, hn::LoadU(d, x + i));
-    best = hn::IfThenElse(hn::Gt(v, best), v, best);
-    nans = hn::IfThenElse(hn::IsNaN(v), v, nans);
+    const auto v = hn::LoadU(d, x + i), signed_v = hn::Mul(vsign, v), product = hn::Mul(vfactor, v);
+    best = hn::IfThenElse(hn::Gt(signed_v, best), signed_v, best);
+    nans = hn::IfThenElse(hn::IsNaN(product), product, nans);
   }
-  const float nan = hn::GetLane(hn::SumOfLanes(d, nans));
-  float result = nan != nan ? nan : hn::GetLane(hn::MaxOfLanes(d, best));
+  float nan = hn::GetLane(hn::SumOfLanes(d, nans)), largest = hn::GetLane(hn::MaxOfLanes(d, best));
   for (; i < count; ++i) {
-    const float v = factor * x[i];
-    result = v > result || v != v ? v : result;
+    const float product = factor * x[i];
+    if (sign * x[i] > largest) largest = sign * x[i];
+    if (std::isnan(product)) nan = product;
   }
-  return result;
+  if (std::isnan(nan)) return static_cast<double>(nan);
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  if (factor == 0) return count == 0 ? -kInfinity : 0.0;
+  const double product = static_cast<double>(factor) * static_cast<double>(sign * largest);
+  return std::abs(product) > std::numeric_limits<float>::max() ? std::copysign(kInfinity, product) : product;
 }
 
 void SoftmaxGradient(float* p, float* dp, float factor, float delta, float scale, std::size_t count) {
@@ -211,13 +224,13 @@ void from_float(const float* in, float16* out, std::size_t count) {
   HWY_DYNAMIC_DISPATCH(FromFloatF16)(in, out, count);
 }
 float max(const float* x, std::size_t count) { return HWY_DYNAMIC_DISPATCH(Max)(x, count); }
-float exp_sum(float* x, float factor, float shift, std::size_t count) {
+float exp_sum(float* x, float factor, double shift, std::size_t count) {
   return HWY_DYNAMIC_DISPATCH(ExpSum)(x, factor, shift, count);
 }
 void scale(float* x, float factor, std::size_t count) { HWY_DYNAMIC_DISPATCH(Scale)(x, factor, count); }
 void add(const float* x, float* y, std::size_t count) { HWY_DYNAMIC_DISPATCH(Add)(x, y, count); }
 float dot(const float* x, const float* y, std::size_t count) { return HWY_DYNAMIC_DISPATCH(Dot)(x, y, count); }
-float max_or_nan(const float* x, float factor, std::size_t count) {
+double max_or_nan(const float* x, float factor, std::size_t count) {
   return HWY_DYNAMIC_DISPATCH(MaxOrNan)(x, factor, count);
 }
 void softmax_gradient(float* p, float* dp, float factor, float delta, float scale, std::size_t count) {

@@ -22,9 +22,9 @@ void from_float(const float* in, float16* out, std::size_t count);
 // max_i x[i] as if NaN were not there; -inf for count 0.
 float max(const float* x, std::size_t count);
 
-// x[i] = exp(factor * x[i] - shift), within an ulp or so; returns their sum. factor * x[i] = -inf gives 0. shift is
-// finite.
-float exp_sum(float* x, float factor, float shift, std::size_t count);
+// x[i] = exp(factor * x[i] - shift), within an ulp or so; returns their sum. factor * x[i] = -inf gives 0. Neither product
+// nor shift is rounded before the subtraction. shift is finite.
+float exp_sum(float* x, float factor, double shift, std::size_t count);
 
 // x[i] *= factor
 void scale(float* x, float factor, std::size_t count);
@@ -34,8 +34,8 @@ void add(const float* x, float* y, std::size_t count);
 
 float dot(const float* x, const float* y, std::size_t count);
 
-// max_i factor * x[i], NaN if any of them is; -inf for count 0.
-float max_or_nan(const float* x, float factor, std::size_t count);
+// max_i factor * x[i], not rounded; NaN if any of them is; -inf for count 0.
+double max_or_nan(const float* x, float factor, std::size_t count);
 
 // The softmax's gradient at one row: p[i] *= factor, then dp[i] = p[i] * (dp[i] - delta) * scale.
 void softmax_gradient(float* p, float* dp, float factor, float delta, float scale, std::size_t count);
