@@ -5,7 +5,7 @@ import os
 import pytest
 from fuzz import others, right, run, wrong
 
-SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))  # for all of the tests here; 0: one round of calls each
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "60"))  # for all of the tests here, one round of calls each at least
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 
 every_operator = pytest.mark.parametrize("operator", right.CALLS)

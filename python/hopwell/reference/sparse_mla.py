@@ -204,7 +204,7 @@ def sparse_mla_backward(
             continue
         with np.errstate(invalid="ignore"):  # a sink of +inf; its d_sink is set to 0 below
             lse_with_sink = np.logaddexp(forward_lse[s], sink)
-            sink_share = np.exp(sink - lse_with_sink)
+            sink_share = np.exp(-np.logaddexp(0.0, forward_lse[s] - sink))  # exp(sink − lse'), however large both are
         p = np.exp(score - lse_with_sink[:, None])
         delta = (forward_out[s] * gradient[s]).sum(axis=1)
         dp = gradient[s] @ kv_rows[:, :d_v].T

@@ -107,8 +107,7 @@ HOPWELL_DEVICE void store_sums(const Params& p, int sequence, int strip, const P
   HOPWELL_UNROLL
   for (int i = 0; i < kValues; ++i)
     store_result<T>(p, sequence, to, 2 * at.pair + i, sums.maximum, sums.sum, sums.value[i]);
-  if (to.exists && may_be_infinite(sums))
-    call_store_infinite<T>(p, sequence, to, 2 * at.pair, 2 * at.pair + kValues);
+  if (to.exists && may_be_infinite(sums)) call_store_infinite<T>(p, sequence, to, 2 * at.pair, 2 * at.pair + kValues);
 }
 
 // The parts of one strip that successive warps have: the first one's state is `state`, the others' their first.

@@ -76,9 +76,7 @@ class RunningSoftmax {
     }
   }
 
-  [[nodiscard]] double lse(std::int64_t h) {
-    return sum(h) == 0 ? kInfinity : max(h) + std::log(sum(h));
-  }
+  [[nodiscard]] double lse(std::int64_t h) { return sum(h) == 0 ? kInfinity : max(h) + std::log(sum(h)); }
   double& max(std::int64_t h) { return max_[static_cast<std::size_t>(h)]; }
   double& sum(std::int64_t h) { return sum_[static_cast<std::size_t>(h)]; }
   float* out(std::int64_t h) { return out_.get() + h * width_; }

@@ -114,7 +114,8 @@ float Dot(const float* x, const float* y, std::size_t count) {
 
 double MaxOrNan(const float* x, float factor, std::size_t count) {
   const hn::ScalableTag<float> d;
-  const float sign = factor < 0 ? -1.0F : 1.0F;  // the largest product is that of the largest sign * x, without rounding
+  const float sign =
+      factor < 0 ? -1.0F : 1.0F;  // the largest product is that of the largest sign * x, without rounding
   const auto vfactor = hn::Set(d, factor), vsign = hn::Set(d, sign);
   const std::size_t lanes = hn::Lanes(d);
   auto best = hn::Set(d, -std::numeric_limits<float>::infinity());

@@ -82,10 +82,14 @@ def _unless(condition: Any, slack: Any) -> Any:
 
 
 def _weights(score: Any, lse: Any, reach: Any) -> tuple[Any, Any]:
-    """exp(score − lse), and how far off it may be where the exponent may be off by `reach`."""
+    """exp(score − lse), and how far off it may be where the exponent may be off by `reach`.
+
+    Of an lse of +inf, which says that there are no keys, beside a score of +inf or NaN nothing is known: no forward
+    returns both.
+    """
     p = np.exp(score - lse)
     surely_0 = score - lse + reach < -110.0
-    unknown = (reach > 0.1) | (p > LARGE)
+    unknown = (reach > 0.1) | (p > LARGE) | (np.isposinf(lse) & ~(score < np.inf))
     p = finite(p)
     return p, np.where(surely_0, TINY, np.where(unknown, np.inf, p * (2 * reach + EXP) + TINY))
 
@@ -192,7 +196,7 @@ def sparse_mla_backward(a: dict[str, Any]) -> list[Expected]:
         v = row.kv[:, :d_v]
         dp = d_out[s] @ v.T + (d_out[s] * out[s]).sum(axis=1)[:, None]  # and delta
         ds = scale * p * dp
-        ds_off = ROUNDING * ds + scale * (p_off * dp + TINY)
+        ds_off = ROUNDING * ds + scale * p_off * dp + TINY
         odd = row.odd | ~np.isfinite([a[name][s].astype(np.float64).sum() for name in ("q", "out", "d_out")]).all()
         unscaled = np.exp(row.score - lse[:, None])  # P before the sink's share is taken off
         bad = (_vanishes(p) & odd) | (unscaled > LARGE) | (dp > LARGE) | (p * dp > LARGE) | (ds > LARGE)
@@ -206,7 +210,7 @@ def sparse_mla_backward(a: dict[str, Any]) -> list[Expected]:
         np.add.at(dkv_slack, row.keys, _unless(bad.any(axis=0)[:, None], part))
         np.add.at(dkv_size, row.keys, total)
         delta = (d_out[s] * out[s]).sum(axis=1)
-        share = finite(np.exp(sink - below))
+        share = finite(np.exp(-np.logaddexp(0.0, lse - sink)))
         sink_slack += _unless(delta > LARGE, share * delta * (4 * ROUNDING) + TINY)
         attn_slack[s, row.entries] = _distribution_slack(row, a["lse"][s])
     q_type = str(a["q"].dtype)
@@ -257,8 +261,8 @@ def paged_attention(a: dict[str, Any]) -> list[Expected]:
         keys, raw = finite(k[pages, at % block]), v[pages, at % block]
         values, odd = finite(raw), ~np.isfinite(raw.astype(np.float64)).all(axis=(1, 2))
         size = np.einsum("ihd,thd->iht", finite(q[n]) + u, keys[:, heads])
-        bias = bias_size[n] / (1.0 if a.get("pre_scale", True) else max(scale, TINY))
-        everything = scale * (size + bias[:, :, None]) + slopes[:, None] * length
+        bias = bias_size[n] * (scale if a.get("pre_scale", True) else 1.0)
+        everything = scale * size + bias[:, :, None] + slopes[:, None] * length
         reach = (ROUNDING / 2 * everything + scale * TINY * d).max(axis=2)
         reach = _unless((size.max(axis=2) > LARGE) | (everything.max(axis=2) > LARGE) | (bias_size[n] > LARGE), reach)
         lse_slack[n] = 1e-6 + reach

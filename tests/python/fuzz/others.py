@@ -96,14 +96,22 @@ def check_other(other: OtherCall) -> None:
 
 
 def _bits(values: tuple[Any, ...]) -> list[tuple[tuple[int, ...], bytes] | None]:
+    """Shapes and bits, of NaN always the same: which one comes of several depends on the order of sums."""
     bits: list[tuple[tuple[int, ...], bytes] | None] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            flat = value.detach().contiguous().reshape(-1)
+            flat = value.detach().reshape(-1).clone()
+            if flat.element_size() > 1 and flat.is_floating_point():
+                flat[flat.isnan()] = torch.nan
             array = flat.view(torch.uint8).numpy() if flat.numel() else np.zeros(0, np.uint8)
             bits.append((tuple(value.shape), array.tobytes()))
+        elif value is None:
+            bits.append(None)
         else:
-            bits.append(None if value is None else (value.shape, np.ascontiguousarray(value).tobytes()))
+            copy = np.array(value)
+            if copy.itemsize > 1 and copy.dtype.kind not in "iu":
+                copy[np.isnan(copy)] = np.nan
+            bits.append((copy.shape, np.ascontiguousarray(copy).tobytes()))
     return bits
 
 

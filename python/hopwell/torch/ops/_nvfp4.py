@@ -17,7 +17,7 @@ _quantize, _dequantize = exporting(hopwell.nvfp4_quantize), exporting(hopwell.nv
 
 def _as_tensor(name: str, argument: str, number: Any, like: Tensor) -> Tensor:
     """A global given as a number, as the ops take it."""
-    if not isinstance(number, Real) or not abs(float(number)) <= torch.finfo(torch.float32).max:
+    if not isinstance(number, Real) or not abs(number) <= torch.finfo(torch.float32).max:
         raise ValueError(f"{name}: {argument} must be a finite number or a 0-d float32 tensor; got {number!r}")
     return torch.full((), float(number), dtype=torch.float32, device=like.device)
 
