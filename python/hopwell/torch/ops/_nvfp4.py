@@ -1,5 +1,6 @@
 """NVFP4 products, quantisation and back."""
 
+import math
 from numbers import Real
 from typing import Any
 
@@ -17,9 +18,13 @@ _quantize, _dequantize = exporting(hopwell.nvfp4_quantize), exporting(hopwell.nv
 
 def _as_tensor(name: str, argument: str, number: Any, like: Tensor) -> Tensor:
     """A global given as a number, as the ops take it."""
-    if not isinstance(number, Real) or not abs(number) <= torch.finfo(torch.float32).max:
+    try:
+        value = float(number) if isinstance(number, Real) else math.nan
+    except OverflowError:  # a large int
+        value = math.inf
+    if not abs(value) <= torch.finfo(torch.float32).max:
         raise ValueError(f"{name}: {argument} must be a finite number or a 0-d float32 tensor; got {number!r}")
-    return torch.full((), float(number), dtype=torch.float32, device=like.device)
+    return torch.full((), value, dtype=torch.float32, device=like.device)
 
 
 def _nvfp4_gemv_fake(
