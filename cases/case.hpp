@@ -4,6 +4,7 @@
 
 #include <hopwell/hopwell.hpp>
 
+#include <cmath>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -102,12 +103,15 @@ void run_with_workspace(void (*op)(const Args&, Stream), std::size_t (*workspace
 // How far a result may be from its reference. An element passes if |x - ref| <= max(absolute, relative * |ref|) +
 // slack, and the whole if ||x - ref|| <= norm * ||ref|| + ||slack||, where slack = cancelling * (the same sum with
 // absolute values), for results that cancel. NaN and +-inf must be at exactly the same places; `exact` compares values
-// only.
+// only. One of norm, absolute and exact must be given; the default is none, which no comparison takes.
 struct Tolerance {
   double norm = std::numeric_limits<double>::infinity();
   double absolute = std::numeric_limits<double>::infinity(), relative = 0;
   bool exact = false;
   double cancelling = 0x1p-21;
+  [[nodiscard]] bool is_given() const {
+    return exact || std::isfinite(absolute) || (std::isfinite(norm) && relative == 0);
+  }
 };
 // Of lse and max_logits on the CPU, and on GPUs.
 inline constexpr Tolerance kLogarithm{.absolute = 1e-6, .relative = 1e-6, .cancelling = 0x1p-22};
@@ -185,7 +189,7 @@ Comparison compare(const Output& output);
 struct Report {
   std::vector<Comparison> comparisons;
   std::vector<std::string> failures;  // all that is wrong, ready to print; empty: the case holds
-  bool unsupported = false;           // the backend said it does not run this; `failures` then says why
+  bool unsupported = false;           // the backend refused it, and may (refused.hpp); `failures` then says why
 };
 
 // Runs a case on a backend: outputs poisoned, canaries checked, inputs unchanged, results against float64, twice with

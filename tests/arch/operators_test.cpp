@@ -91,6 +91,20 @@ TEST_P(Operators, EverySynchronisationCallIsNeeded) {
         << site.instruction << " at " << arch::emu::to_string(site.where);
 }
 
+// A backend that refuses what it took before, or takes what it refused, fails the cases.
+TEST(Refusals, AreThoseThatAreRecorded) {
+  const Subject forward{"", "emu:sm80", cases::sparse_mla_forward, {}, 1, 0};
+  cases::Case refused = forward.case_named("odd_widths"), taken = forward.case_named("topk_127");
+  EXPECT_TRUE(cases::run(refused, forward.backend, 1).unsupported);
+  EXPECT_TRUE(cases::run(taken, forward.backend, 1).failures.empty());
+  std::swap(refused.name, taken.name);
+  const cases::Report narrower = cases::run(refused, forward.backend, 1), wider = cases::run(taken, forward.backend, 1);
+  EXPECT_FALSE(narrower.unsupported || wider.unsupported);
+  EXPECT_EQ(narrower.failures.size(), 1U);
+  ASSERT_FALSE(wider.failures.empty());
+  EXPECT_NE(wider.failures.front().find("runs, although cases/refused.cpp"), std::string::npos);
+}
+
 const Subject kSubjects[] = {
     {"sparse_mla_forward_sm80", "emu:sm80", cases::sparse_mla_forward, {"topk_127"}, 50, 6},
     {"sparse_mla_forward_sm90",
@@ -181,7 +195,7 @@ const Subject kSubjects[] = {
     {"lightning_indexer_sm90",
      "emu:sm90",
      cases::lightning_indexer,
-     {"many_heads", "long_row", "topk_2048_exact"},
+     {"many_heads", "long_row", "topk_2048_exact", "causal_many_heads"},
      6,
      12},
     {"lightning_indexer_backward",

@@ -50,6 +50,19 @@ std::string test_name(const testing::TestParamInfo<Parameter>& info) {
   return name;
 }
 
+TEST(Comparison, TakesNoToleranceThatAllowsEverything) {
+  Array array("x", DType::kFloat32, {2});
+  array.set(0, 1), array.set(1, 2);
+  const auto with = [&](const Tolerance& tolerance) { return compare({&array, tolerance, {1, 3}, {}}).failure; };
+  EXPECT_THROW(with({}), std::logic_error);
+  EXPECT_THROW(with({.relative = 1e-3}), std::logic_error);
+  EXPECT_THROW(with({.norm = 1e-3, .relative = 1e-3}), std::logic_error);
+  EXPECT_NE(with({.norm = 1e-3}), "");
+  EXPECT_NE(with({.absolute = 1e-3}), "");
+  EXPECT_NE(with({.exact = true}), "");
+  EXPECT_EQ(with({.absolute = 2}), "");
+}
+
 // ---- references use all threads, and nothing of their results tells how many there were
 
 const Case& case_of(const std::string& op, const std::string& name) {

@@ -26,8 +26,10 @@
 #include "arch/sm90/wgmma.hpp"
 #include "ops/attention_distribution/op.hpp"
 #include "runtime/launch.hpp"
-#include "tile/entries.hpp"
-#include "tile/gather.hpp"
+#include "tile/gpu/entries.hpp"
+#include "tile/gpu/gather.hpp"
+#include "tile/gpu/numbers.hpp"
+#include "tile/gpu/warp.hpp"
 
 namespace hopwell::ops::attention_distribution {
 namespace {
@@ -193,26 +195,21 @@ HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, int part) {
 // This warp's 16 heads as A fragments, one for every 16 columns.
 template <int kDqk>
 HOPWELL_DEVICE void load_q(Slot<kDqk> slot, uint32_t readers, uint32_t (&q)[kDqk / 16][4]) {
-  const uint32_t lane = uint32_t(arch::lane_index()), row = uint32_t(arch::warp_index() % 4 * 16) + lane % 16;
+  const tile::FragmentLane at;
   for (int part = 0; part < Config::kParts; ++part) slot.wait_full(part);
-  HOPWELL_UNROLL
-  for (int step = 0; step < kDqk / 16; ++step)
-    arch::ldmatrix(q[step], slot.rows() + uint32_t(step / 4) * tile::kPanelBytes +
-                                tile::swizzled(row, uint32_t(step % 4 * 2) + lane / 16));
+  tile::load_fragments(at, slot.rows(), q);
   for (int part = 0; part < Config::kParts; ++part) slot.release(part, readers);
 }
 
 // Starts the part of the scores of 64 heads and 64 keys that comes from one part of the columns.
 template <int kSteps>
 HOPWELL_DEVICE void start_part(float (&scores)[32], const uint32_t (&q)[kSteps][4], uint32_t rows, int part) {
-  constexpr uint64_t kOperand = arch::wgmma_descriptor({arch::Swizzle::bytes128, 16, 1024});
   constexpr int kPartSteps = Config::kPartColumns / 16;
-  const uint64_t b = arch::at_address(kOperand, rows);
+  const uint64_t b = arch::at_address(tile::kRowsAlongK, rows);
   arch::wgmma_fence();
   HOPWELL_UNROLL
   for (int step = part * kPartSteps; step < (part + 1) * kPartSteps && step < kSteps; ++step)
-    arch::wgmma_rs(scores, q[step], b + ((uint32_t(step / 4) * tile::kPanelBytes + uint32_t(step % 4) * 32) >> 4),
-                   step > 0);
+    arch::wgmma_rs(scores, q[step], b + tile::columns_on(step), step > 0);
   arch::wgmma_commit();
 }
 
@@ -236,17 +233,6 @@ HOPWELL_DEVICE void multiply(float (&scores)[32], const uint32_t (&q)[kDqk / 16]
   slot.release(2, readers);
 }
 
-// Lanes `distance` apart add their 2 kWidth columns; each keeps the sums of one half.
-template <int kWidth>
-HOPWELL_DEVICE void share_columns(float (&c)[16], int distance) {
-  const bool upper = arch::lane_index() & distance;
-  HOPWELL_UNROLL
-  for (int e = 0; e < kWidth; ++e) {
-    const float keep = upper ? c[e + kWidth] : c[e], send = upper ? c[e] : c[e + kWidth];
-    c[e] = keep + arch::shuffle_xor(send, distance);
-  }
-}
-
 // A thread's two heads, rows lane / 4 and lane / 4 + 8 of its warp's 16: their lse in units of log 2.
 struct Lse {
   float low, high;
@@ -255,9 +241,8 @@ struct Lse {
 HOPWELL_DEVICE Lse load_lse(const Params& p, int64_t query, int first_head) {
   const int head = first_head + arch::warp_index() % 4 * 16 + arch::lane_index() / 4;
   const float* row = p.lse + query * p.lse_stride_s;
-  constexpr float kLog2E = 1.44269504088896f;
-  return {head < p.h_q ? row[head * p.lse_stride_h] * kLog2E : INFINITY,
-          head + 8 < p.h_q ? row[(head + 8) * p.lse_stride_h] * kLog2E : INFINITY};
+  return {head < p.h_q ? row[head * p.lse_stride_h] * tile::kLog2E : INFINITY,
+          head + 8 < p.h_q ? row[(head + 8) * p.lse_stride_h] * tile::kLog2E : INFINITY};
 }
 
 // exp2 of a warp's [16 heads][64 keys], summed over the heads, handed to the store warp.
@@ -272,9 +257,9 @@ HOPWELL_DEVICE void add_heads(const Params& p, SharedStorage<kDqk>& s, const flo
     c[i] = arch::exp2_approx(scores[at] * p.scale_log2 - lse.low) +
            arch::exp2_approx(scores[at + 2] * p.scale_log2 - lse.high);
   }
-  share_columns<8>(c, 16);
-  share_columns<4>(c, 8);
-  share_columns<2>(c, 4);
+  tile::share_sums(c, 8, 16, arch::lane_index() & 16);
+  tile::share_sums(c, 4, 8, arch::lane_index() & 8);
+  tile::share_sums(c, 2, 4, arch::lane_index() & 4);
   arch::mbarrier_wait(s.sums_empty[slot], uint32_t(key_tile / Config::kSums & 1) ^ 1);
   const int group = lane / 16 * 4 + lane / 8 % 2 * 2 + lane / 4 % 2;
   float* sums = s.sums[slot][warp] + 8 * group + lane % 4 * 2;
@@ -322,8 +307,7 @@ HOPWELL_DEVICE void math(const Params& p, SharedStorage<kDqk>& s, int group) {
 // Divides a row by its sum. Each lane reads what it wrote, many values at a time.
 HOPWELL_DEVICE void normalize(float* row, int size, float total) {
   constexpr int kTogether = 16;
-  HOPWELL_UNROLL
-  for (int distance = 16; distance > 0; distance /= 2) total += arch::shuffle_xor(total, distance);
+  total = tile::sum_of_warp(total);
   HOPWELL_NO_UNROLL
   for (int first = arch::lane_index(); first < size && total != 0; first += 32 * kTogether) {
     float values[kTogether];

@@ -35,7 +35,6 @@ using lightning_indexer::piece_at;
 using lightning_indexer::relu;
 using lightning_indexer::Rows;
 using lightning_indexer::split;
-using lightning_indexer::sum_of_quad;
 using lightning_indexer::Tile;
 
 // g of an entry that has no score: no key, or a score of −inf. No sum or product gives these bits.

@@ -216,8 +216,7 @@ HOPWELL_DEVICE void store_d_weights(const Params<T>& p, GradientStorage<T>& s, i
   HOPWELL_UNROLL
   for (int i = 0; i < 8; ++i) {
     if (first + warp / 2 * 32 + i / 2 * 8 >= p.heads) break;
-    float sum = d_weights[i / 2][i % 2];
-    for (int mask = 4; mask < 32; mask *= 2) sum += arch::shuffle_xor(sum, mask);
+    const float sum = tile::sum_of_column(d_weights[i / 2][i % 2]);
     if (lane < 4) s.d_weights[warp % 2][warp / 2 * 32 + i / 2 * 8 + 2 * lane + i % 2] = sum;
   }
   arch::syncthreads();

@@ -16,21 +16,22 @@
 #include "arch/sm80/memory.hpp"
 #include "arch/sm80/reduce.hpp"
 #include "ops/lightning_indexer/op.hpp"
+#include "tile/gpu/numbers.hpp"
+#include "tile/gpu/warp.hpp"
 
 namespace hopwell::ops::lightning_indexer {
 namespace {
 
 using arch::bf16;
+using tile::kLn2, tile::kLog2E;
+using tile::to_fp32;
 
 constexpr int kColumns = 128, kChunks = kColumns / 32;  // of d_index, at most
 constexpr int kHeads = 64;                              // rows of q in shared memory
-constexpr float kLog2E = 1.44269504088896F, kLn2 = 0.693147180559945F;
 
 template <class T>
 constexpr int kLimbs = sizeof(T) == 2 ? 1 : 3;
 
-HOPWELL_DEVICE float to_fp32(float x) { return x; }
-HOPWELL_DEVICE float to_fp32(bf16 x) { return arch::to_float(x); }
 HOPWELL_DEVICE float load_weight(const void* data, bool is_bf16, int64_t at) {
   return is_bf16 ? arch::to_float(static_cast<const bf16*>(data)[at]) : static_cast<const float*>(data)[at];
 }
@@ -198,12 +199,6 @@ HOPWELL_DEVICE void multiply(float (&d)[kBlocks][kTiles][4], const Operand<kTheL
       }
     }
   }
-}
-
-// Over the lanes of a quad.
-HOPWELL_DEVICE float sum_of_quad(float x) {
-  x += arch::shuffle_xor(x, 1);
-  return x + arch::shuffle_xor(x, 2);
 }
 
 }  // namespace

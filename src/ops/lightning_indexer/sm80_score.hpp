@@ -143,7 +143,7 @@ HOPWELL_DEVICE void store_scores(const ScoreParams<T>& p, int query, int first_k
   const int g = arch::lane_index() / 4, t = arch::lane_index() % 4;
   HOPWELL_UNROLL
   for (int i = 0; i < 2 * kTilesOfWarp<T>; ++i) {
-    const float sum = sum_of_quad(sums[i / 2][i % 2]);
+    const float sum = tile::sum_of_quad(sums[i / 2][i % 2]);
     const int key = first_key + 8 * i + g;
     if (i == t && key < p.s_kv) p.scores[query * p.pitch + key] = sum == sum ? sum + 0.F : -INFINITY;  // −0 is 0
   }

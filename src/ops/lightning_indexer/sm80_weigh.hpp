@@ -56,7 +56,7 @@ HOPWELL_DEVICE void add_scores(const Params<T>& p, const WeighStorage<T>& s, int
   }
   HOPWELL_UNROLL
   for (int half = 0; half < 2; ++half) {
-    const float sum = sum_of_quad(sums[half]);
+    const float sum = tile::sum_of_quad(sums[half]);
     const int entry = first_entry + 8 * half + g;
     if (t != half || entry >= p.topk) continue;
     float* score = p.g + int64_t{query} * p.topk + entry;
@@ -72,7 +72,7 @@ template <Reduce kReduce, class T, int kWarps>
 HOPWELL_DEVICE float reduce(const Params<T>& p, float (&of_warp)[kWarps], float x) {
   const auto join = [](float a, float b) { return kReduce == Reduce::sum ? a + b : fmaxf(a, b); };
   const int warp = arch::warp_index();
-  for (int mask = 16; mask > 0; mask /= 2) x = join(x, arch::shuffle_xor(x, mask));
+  x = tile::reduce<16, 1>(x, join);
   arch::syncthreads();
   if (arch::lane_index() == 0) of_warp[warp] = x;
   arch::syncthreads();
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(32 * WeighConfig::kMaxWarps) weigh_entries(con
         join(s.q.load(row, number), x);
         for (float value : x) largest = fmaxf(largest, fabsf(value));
       }
-      for (int mask = 16; mask > 0; mask /= 2) largest = fmaxf(largest, arch::shuffle_xor(largest, mask));
+      largest = tile::max_of_warp(largest);
       if (lane == 0) bound += fabsf(s.weights[row]) * largest;
     }
   }

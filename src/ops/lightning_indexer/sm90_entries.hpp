@@ -5,7 +5,8 @@
 #include "arch/sm90/cluster.hpp"
 #include "arch/sm90/wgmma.hpp"
 #include "ops/lightning_indexer/sm80_backward.hpp"
-#include "tile/gather.hpp"
+#include "tile/gpu/gather.hpp"
+#include "tile/gpu/ring.hpp"
 
 namespace hopwell::ops::lightning_indexer_backward {
 namespace {
@@ -31,39 +32,19 @@ struct EntryRing {
   static constexpr int kStages = kTheStages;
   alignas(1024) unsigned char keys[kStages][kTileBytes];
   EntryNumbers numbers[kStages];
-  arch::mbarrier full[kStages], empty[kStages];
+  tile::RingBarriers<kStages> barriers;
 };
 
 // Tile `number` since the CTA began.
 template <class Ring>
-struct EntrySlot {
+struct EntrySlot : tile::RingSlot<Ring::kStages> {
   Ring& ring;
-  int number;
 
-  HOPWELL_DEVICE int stage() const { return number % Ring::kStages; }
-  HOPWELL_DEVICE uint32_t parity() const { return uint32_t(number / Ring::kStages & 1); }
-  HOPWELL_DEVICE uint32_t keys() const { return arch::shared_address(ring.keys[stage()]); }
-  HOPWELL_DEVICE EntryNumbers& numbers() const { return ring.numbers[stage()]; }
-  HOPWELL_DEVICE void wait_empty() const { arch::mbarrier_wait(ring.empty[stage()], parity() ^ 1); }
-  HOPWELL_DEVICE void wait_full() const {
-    arch::mbarrier_wait(ring.full[stage()], parity());
-    arch::fence_proxy_async();
-  }
-  // A warp has read it.
-  HOPWELL_DEVICE void release() const {
-    arch::syncwarp();
-    if (arch::lane_index() == 0) arch::mbarrier_arrive(ring.empty[stage()]);
-  }
+  HOPWELL_DEVICE EntrySlot(Ring& ring, int number) : tile::RingSlot<Ring::kStages>{ring.barriers, number}, ring(ring) {}
+  HOPWELL_DEVICE uint32_t keys() const { return arch::shared_address(ring.keys[this->stage()]); }
+  HOPWELL_DEVICE EntryNumbers& numbers() const { return ring.numbers[this->stage()]; }
 };
-
-// By one thread, before a barrier. A stage is free when `readers` warps have read it.
-template <class Ring>
-HOPWELL_DEVICE void init_ring(Ring& ring, uint32_t readers) {
-  for (int i = 0; i < Ring::kStages; ++i) {
-    arch::mbarrier_init(ring.full[i], 33);  // each lane's copies, and the numbers
-    arch::mbarrier_init(ring.empty[i], readers);
-  }
-}
+constexpr uint32_t kEntryArrivals = 33;  // each lane's copies, and the numbers
 
 HOPWELL_DEVICE int entry_tiles(const Params<bf16>& p) { return (p.topk + kTileEntries - 1) / kTileEntries; }
 
@@ -129,9 +110,9 @@ HOPWELL_DEVICE void gather_tiles(const Params<bf16>& p, Ring& ring, int query, i
         }
       }
     }
-    arch::cp_async_mbarrier_arrive_noinc(ring.full[slot.stage()]);
+    arch::cp_async_mbarrier_arrive_noinc(slot.full());
     arch::syncwarp();
-    if (lane == 0) arch::mbarrier_arrive(ring.full[slot.stage()]);
+    if (lane == 0) arch::mbarrier_arrive(slot.full());
   }
 }
 
@@ -153,21 +134,13 @@ HOPWELL_DEVICE void load_heads(const Params<bf16>& p, unsigned char* q, float* w
   arch::cp_async_wait_all();
 }
 
-// Operands of wgmma: rows of a tile along k, or along n.
-constexpr uint64_t kRowsAlongK = arch::wgmma_descriptor({arch::Swizzle::bytes128, 16, 1024});
-constexpr uint64_t kRowsAcrossK = arch::wgmma_descriptor({arch::Swizzle::bytes128, tile::kPanelBytes, 1024});
-
-// What to add to a descriptor, so that it begins 16 · `step` columns on.
-HOPWELL_DEVICE uint64_t columns_on(int step) {
-  return (uint32_t(step / 4) * tile::kPanelBytes + uint32_t(step % 4) * 32) >> 4;
-}
-
 // Starts d = rows of one tile · rows of another, 64 × 64.
 HOPWELL_DEVICE void start_scores(float (&d)[32], uint32_t left, uint32_t right) {
-  const uint64_t a = arch::at_address(kRowsAlongK, left), b = arch::at_address(kRowsAlongK, right);
+  const uint64_t a = arch::at_address(tile::kRowsAlongK, left), b = arch::at_address(tile::kRowsAlongK, right);
   arch::wgmma_fence();
   HOPWELL_UNROLL
-  for (int step = 0; step < kSteps; ++step) arch::wgmma_ss(d, a + columns_on(step), b + columns_on(step), step > 0);
+  for (int step = 0; step < kSteps; ++step)
+    arch::wgmma_ss(d, a + tile::columns_on(step), b + tile::columns_on(step), step > 0);
   arch::wgmma_commit();
 }
 

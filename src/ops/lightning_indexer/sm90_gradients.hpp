@@ -93,7 +93,7 @@ HOPWELL_DEVICE MaskedLimbs mask_limbs(const float (&scores)[32], const uint32_t 
 // d (+)= A · the rows of a tile, 64 × 128. Small limbs first.
 HOPWELL_DEVICE void multiply_rows(float (&d)[64], const MaskedLimbs& a, uint32_t rows, bool accumulate) {
   constexpr arch::WgmmaOptions kOptions{.b_major = arch::Major::mn};
-  const uint64_t b = arch::at_address(kRowsAcrossK, rows);
+  const uint64_t b = arch::at_address(tile::kRowsAcrossK, rows);
   arch::wgmma_fence();  // kept: A and the sums are registers that the thread itself wrote
   HOPWELL_UNROLL
   for (int limb = kGradientLimbs - 1; limb >= 0; --limb) {
@@ -113,7 +113,7 @@ HOPWELL_DEVICE void store_heads(const Params<bf16>& p, const HopperGradientStora
   HOPWELL_UNROLL
   for (int half = 0; half < 2; ++half) {
     const int row = arch::warp_index() % 4 * 16 + 8 * half + lane / 4, head = first + row;
-    const float d_weight = sum_of_quad(d_weights[half]);
+    const float d_weight = tile::sum_of_quad(d_weights[half]);
     const float spoilt = d_weight != d_weight ? d_weight : 0;  // g is NaN, so is its product with a mask of 0
     if (head >= p.heads) continue;
     const int64_t at = query * p.d_weights_stride + head;
@@ -137,6 +137,7 @@ HOPWELL_DEVICE void add_up_heads(const Params<bf16>& p, HopperGradientStorage& s
     const EntrySlot<decltype(s.ring)> slot{s.ring, tile};
     float scores[32];
     slot.wait_full();
+    arch::fence_proxy_async();
     start_scores(scores, q, slot.keys());
     arch::wgmma_wait<0>(scores);
     HOPWELL_UNROLL
@@ -196,6 +197,7 @@ HOPWELL_DEVICE void add_up_entries(const Params<bf16>& p, HopperGradientStorage&
     const EntrySlot<decltype(s.ring)> slot{s.ring, tile};
     float scores[32], d_k[64];
     slot.wait_full();
+    arch::fence_proxy_async();
     start_scores(scores, slot.keys(), q);
     const int lane = arch::lane_index(), first = arch::warp_index() % 4 * 16;
     const EntryNumbers& numbers = slot.numbers();
@@ -221,7 +223,7 @@ __global__ void __launch_bounds__(HopperGradientConfig::kThreads, 1)
   const int parts = (p.heads + kHeads - 1) / kHeads;
   const int query = arch::block_index() / parts, first = arch::block_index() % parts * kHeads;
   if (arch::thread_index() == 0) {
-    init_ring(s.ring, 8);
+    s.ring.barriers.init(kEntryArrivals, 8);
     arch::fence_mbarrier_init();
   }
   load_heads(p, s.q, s.weights, query, first, HopperGradientConfig::kThreads);

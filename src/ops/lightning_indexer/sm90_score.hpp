@@ -24,7 +24,8 @@
 #include "arch/sm90/wgmma.hpp"
 #include "ops/lightning_indexer/op.hpp"
 #include "ops/lightning_indexer/sm80_operands.hpp"
-#include "tile/gather.hpp"
+#include "tile/gpu/gather.hpp"
+#include "tile/gpu/ring.hpp"
 
 namespace hopwell::ops::lightning_indexer {
 namespace {
@@ -54,7 +55,7 @@ struct HopperScoreStorage {
   alignas(1024) unsigned char rows[HopperConfig::kStages][HopperConfig::kStageBytes];
   float weights[HopperConfig::kStages][HopperConfig::kRows];
   int visible[HopperConfig::kStages];  // keys that any of the item's queries sees
-  arch::mbarrier full[HopperConfig::kStages], empty[HopperConfig::kStages];
+  tile::RingBarriers<HopperConfig::kStages> ring;
 };
 
 // The CTA's items: from the first part of a query on.
@@ -67,20 +68,11 @@ HOPWELL_DEVICE Slice slice_of(const HopperScoreParams& p) {
 }
 
 // Tiles of keys and of q go through the ring one after another.
-struct RingSlot {
+struct ScoreSlot : tile::RingSlot<HopperConfig::kStages> {
   HopperScoreStorage& s;
-  int number;
 
-  HOPWELL_DEVICE int stage() const { return number % HopperConfig::kStages; }
-  HOPWELL_DEVICE uint32_t parity() const { return uint32_t(number / HopperConfig::kStages & 1); }
+  HOPWELL_DEVICE ScoreSlot(HopperScoreStorage& s, int item) : RingSlot{s.ring, item}, s(s) {}
   HOPWELL_DEVICE uint32_t rows() const { return arch::shared_address(s.rows[stage()]); }
-  HOPWELL_DEVICE void wait_full() const { arch::mbarrier_wait(s.full[stage()], parity()); }
-  HOPWELL_DEVICE void wait_empty() const { arch::mbarrier_wait(s.empty[stage()], parity() ^ 1); }
-  // A stage is free when all math warps have read it.
-  HOPWELL_DEVICE void release() const {
-    arch::syncwarp();
-    if (arch::lane_index() == 0) arch::mbarrier_arrive(s.empty[stage()]);
-  }
 };
 
 // Items one after another.
@@ -90,7 +82,7 @@ struct Walk {
   // From the first part of a query on.
   HOPWELL_DEVICE Walk(const HopperScoreParams& p, int first)
       : item(first), query(first / p.parts * p.queries_of_item) {}
-  HOPWELL_DEVICE RingSlot slot(HopperScoreStorage& s, const Slice& slice) const {
+  HOPWELL_DEVICE ScoreSlot slot(HopperScoreStorage& s, const Slice& slice) const {
     return {s, HopperConfig::kKeyItems + item - slice.first};
   }
   HOPWELL_DEVICE void advance(const HopperScoreParams& p) {
@@ -127,11 +119,7 @@ HOPWELL_DEVICE ItemNumbers numbers_of(const HopperScoreParams& p, const Walk& at
     const int visible = int(p.causality.visible_keys(number, p.s_kv));
     numbers.visible = visible > numbers.visible ? visible : numbers.visible;
   }
-  HOPWELL_UNROLL
-  for (int mask = 16; mask > 0; mask /= 2) {
-    const int other = arch::shuffle_xor(numbers.visible, mask);
-    numbers.visible = other > numbers.visible ? other : numbers.visible;
-  }
+  numbers.visible = tile::max_of_warp(numbers.visible);
   return numbers;
 }
 
@@ -141,18 +129,18 @@ HOPWELL_DEVICE void supply_rows(const HopperScoreParams& p, HopperScoreStorage& 
   const Slice slice = slice_of(p);
   const int first_key = arch::block_index() * HopperConfig::kKeys;
   for (int i = 0; i < HopperConfig::kKeyItems; ++i) {
-    arch::mbarrier_arrive_expect_tx(s.full[i], HopperConfig::kStageBytes);
+    arch::mbarrier_arrive_expect_tx(s.ring.full[i], HopperConfig::kStageBytes);
     for (int panel = 0; panel < 2; ++panel)
       arch::tma_load<2>(arch::shared_address(s.rows[i]) + uint32_t(panel) * tile::kPanelBytes, p.k,
-                        {64 * panel, first_key + HopperConfig::kRows * i}, s.full[i]);
-    arch::mbarrier_arrive(s.full[i]);  // for the weights, which keys have not
+                        {64 * panel, first_key + HopperConfig::kRows * i}, s.ring.full[i]);
+    arch::mbarrier_arrive(s.ring.full[i]);  // for the weights, which keys have not
   }
   Walk at(p, slice.first);
   HOPWELL_NO_UNROLL
   for (; at.item < slice.end; at.advance(p)) {
-    const RingSlot slot = at.slot(s, slice);
+    const ScoreSlot slot = at.slot(s, slice);
     slot.wait_empty();
-    arch::mbarrier& full = s.full[slot.stage()];
+    arch::mbarrier& full = slot.full();
     arch::mbarrier_arrive_expect_tx(full, HopperConfig::kStageBytes);
     for (int panel = 0; panel < 2; ++panel)
       arch::tma_load<3>(slot.rows() + uint32_t(panel) * tile::kPanelBytes, p.q,
@@ -172,7 +160,7 @@ HOPWELL_DEVICE void supply_numbers(const HopperScoreParams& p, HopperScoreStorag
   ItemNumbers next = numbers_of(p, at);
   HOPWELL_NO_UNROLL
   while (at.item < slice.end) {
-    const RingSlot slot = at.slot(s, slice);
+    const ScoreSlot slot = at.slot(s, slice);
     const ItemNumbers numbers = next;
     advance(HopperConfig::kNumberWarps);
     next = numbers_of(p, at);
@@ -181,30 +169,25 @@ HOPWELL_DEVICE void supply_numbers(const HopperScoreParams& p, HopperScoreStorag
     s.weights[slot.stage()][lane + 32] = numbers.weights[1];
     if (lane == 0) s.visible[slot.stage()] = numbers.visible;
     arch::syncwarp();
-    if (lane == 0) arch::mbarrier_arrive(s.full[slot.stage()]);
+    if (lane == 0) arch::mbarrier_arrive(slot.full());
   }
 }
 
 // ---- math -------------------------------------------------------------------------------------------------------------
 
 // 64 keys, 16 of this warp, as A fragments.
-HOPWELL_DEVICE void load_keys(RingSlot slot, uint32_t (&keys)[HopperConfig::kSteps][4]) {
-  const uint32_t lane = uint32_t(arch::lane_index()), row = uint32_t(arch::warp_index() % 4 * 16) + lane % 16;
-  HOPWELL_UNROLL
-  for (int step = 0; step < HopperConfig::kSteps; ++step)
-    arch::ldmatrix(keys[step], slot.rows() + uint32_t(step / 4) * tile::kPanelBytes +
-                                   tile::swizzled(row, uint32_t(step % 4 * 2) + lane / 16));
+HOPWELL_DEVICE void load_keys(ScoreSlot slot, uint32_t (&keys)[HopperConfig::kSteps][4]) {
+  const tile::FragmentLane at;
+  tile::load_fragments(at, slot.rows(), keys);
 }
 
 // Starts the products of 64 keys and an item.
 HOPWELL_DEVICE void start_products(float (&d)[32], const uint32_t (&keys)[HopperConfig::kSteps][4], uint32_t rows) {
-  constexpr uint64_t kOperand = arch::wgmma_descriptor({arch::Swizzle::bytes128, 16, 1024});
-  const uint64_t b = arch::at_address(kOperand, rows);
+  const uint64_t b = arch::at_address(tile::kRowsAlongK, rows);
   arch::wgmma_fence();
   HOPWELL_UNROLL
   for (int step = 0; step < HopperConfig::kSteps; ++step)
-    arch::wgmma_rs(d, keys[step], b + ((uint32_t(step / 4) * tile::kPanelBytes + uint32_t(step % 4) * 32) >> 4),
-                   step > 0);
+    arch::wgmma_rs(d, keys[step], b + tile::columns_on(step), step > 0);
   arch::wgmma_commit();
 }
 
@@ -216,10 +199,9 @@ struct Sums {
 // Of a quad, lanes 0 and 1 store one key's score each.
 HOPWELL_DEVICE void store_scores(const HopperScoreParams& p, int query, int first_key, const Sums& sums) {
   const int lane = arch::lane_index();
-  const bool odd = lane & 1;
-  const float low = sums.of[0][0] + sums.of[0][1], high = sums.of[1][0] + sums.of[1][1];
-  float sum = (odd ? high : low) + arch::shuffle_xor(odd ? low : high, 1);
-  sum += arch::shuffle_xor(sum, 2);
+  float of_key[2] = {sums.of[0][0] + sums.of[0][1], sums.of[1][0] + sums.of[1][1]};
+  tile::share_sums(of_key, 1, 1, lane & 1);
+  const float sum = of_key[0] + arch::shuffle_xor(of_key[0], 2);
   const int key = first_key + lane / 4 + 8 * (lane & 1);
   if ((lane & 2) == 0 && key < p.s_kv) p.scores[query * p.pitch + key] = sum == sum ? sum + 0.F : -INFINITY;  // −0 is 0
 }
@@ -256,13 +238,13 @@ HOPWELL_DEVICE void math(const HopperScoreParams& p, HopperScoreStorage& s, int 
   uint32_t keys[2][HopperConfig::kSteps][4];
   // Every warp waits for all of the CTA's keys, of which it reads a few, before it frees any: a stage that is two phases on
   // looks as if it had not been filled yet.
-  for (int i = 0; i < HopperConfig::kKeyItems; ++i) RingSlot{s, i}.wait_full();
+  for (int i = 0; i < HopperConfig::kKeyItems; ++i) ScoreSlot{s, i}.wait_full();
   load_keys({s, 2 * group}, keys[0]);
   load_keys({s, 2 * group + 1}, keys[1]);
-  for (int i = 0; i < HopperConfig::kKeyItems; ++i) RingSlot{s, i}.release();
+  for (int i = 0; i < HopperConfig::kKeyItems; ++i) ScoreSlot{s, i}.release();
   Sums sums[2] = {};
   for (Walk at(p, slice.first); at.find(p, s, slice, first_of_group); at.advance(p)) {
-    const RingSlot slot = at.slot(s, slice);
+    const ScoreSlot slot = at.slot(s, slice);
     const float* weights = s.weights[slot.stage()];
     float d[2][32];
     start_products(d[0], keys[0], slot.rows());
@@ -283,10 +265,7 @@ __global__ void __launch_bounds__(HopperConfig::kThreads, 1) score_keys(const __
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<HopperScoreStorage>();
   if (arch::thread_index() == 0) {
-    for (int i = 0; i < HopperConfig::kStages; ++i) {
-      arch::mbarrier_init(s.full[i], 2);  // rows and numbers
-      arch::mbarrier_init(s.empty[i], 4 * HopperConfig::kGroups);
-    }
+    s.ring.init(2, 4 * HopperConfig::kGroups);  // rows and numbers
     arch::fence_mbarrier_init();
   }
   arch::syncthreads();

@@ -38,12 +38,6 @@ struct Counts3 {
   int of[3];
 };
 
-HOPWELL_DEVICE int sum_of_warp(int x) {
-  HOPWELL_UNROLL
-  for (int mask = 16; mask > 0; mask /= 2) x += arch::shuffle_xor(x, mask);
-  return x;
-}
-
 // Waits for all warps that have this query.
 HOPWELL_DEVICE void meet(int warps_of_cta, int warps) {
   if (warps == warps_of_cta)
@@ -70,7 +64,7 @@ HOPWELL_DEVICE Counts3 heard(const ClusterSelectStorage& s, int turn, int warps)
     sums.of[2] += int(counts.high);
   }
   HOPWELL_UNROLL
-  for (int& sum : sums.of) sum = sum_of_warp(sum);
+  for (int& sum : sums.of) sum = tile::sum_of_warp(sum);
   return sums;
 }
 
@@ -89,8 +83,8 @@ HOPWELL_DEVICE Threshold find_threshold(const SelectParams& p, ClusterSelectStor
       HOPWELL_UNROLL
       for (int j = 0; j < 3; ++j) own.of[j] += row.order[i] >= bound[j];
     }
-    const int packed = sum_of_warp(own.of[0] | own.of[1] << 16);
-    own = {packed & 0xffff, packed >> 16, sum_of_warp(own.of[2])};
+    const int packed = tile::sum_of_warp(own.of[0] | own.of[1] << 16);
+    own = {packed & 0xffff, packed >> 16, tile::sum_of_warp(own.of[2])};
     tell(s, turn, row, own);
     meet(p.warps, row.warps);
     const Counts3 counts = heard(s, turn, row.warps);
@@ -119,7 +113,7 @@ HOPWELL_DEVICE void write_kept(const SelectParams& p, ClusterSelectStorage& s, c
     kept.of[0] += order > threshold.order;
     kept.of[1] += order == threshold.order;
   }
-  const int packed = sum_of_warp(kept.of[0] | kept.of[1] << 16);
+  const int packed = tile::sum_of_warp(kept.of[0] | kept.of[1] << 16);
   tell(s, 2, row, {packed & 0xffff, packed >> 16, 0});
   meet(p.warps, row.warps);
   const Counts3 before = heard(s, 2, row.warp);

@@ -38,8 +38,8 @@ HOPWELL_DEVICE void add_scores(const Params<bf16>& p, const HopperWeighStorage& 
     const float term = s.weights[column] * arch::max_nan(d[i], 0);
     sums[i / 2 % 2] += column < heads ? term : 0;  // the product of a head that does not exist may be NaN
   }
-  float sum = (odd ? sums[1] : sums[0]) + arch::shuffle_xor(odd ? sums[0] : sums[1], 1);
-  sum += arch::shuffle_xor(sum, 2);
+  tile::share_sums(sums, 1, 1, odd);
+  const float sum = sums[0] + arch::shuffle_xor(sums[0], 2);
   const int entry = tile * kTileEntries + arch::warp_index() % 4 * 16 + 8 * odd + lane / 4;
   if (t >= 2 || entry >= p.topk) return;
   float* score = p.g + int64_t{query} * p.topk + entry;
@@ -56,6 +56,7 @@ HOPWELL_DEVICE void score_tiles(const Params<bf16>& p, HopperWeighStorage& s, in
   for (int tile = (number ^ group) & 1; tile < tiles; tile += 2) {
     const EntrySlot<decltype(s.ring)> slot{s.ring, number + tile};
     slot.wait_full();
+    arch::fence_proxy_async();
     float d[32];
     start_scores(d, slot.keys(), arch::shared_address(s.q));
     const int keys[2] = {slot.numbers().key[row], slot.numbers().key[row + 8]};
@@ -75,7 +76,7 @@ HOPWELL_DEVICE float bound_of_heads(const Params<bf16>& p, int query) {
       join(p.q.piece(p.q.data + query * p.q_stride + head * p.q.stride, column), x);
       for (const float value : x) largest = fmaxf(largest, fabsf(value));
     }
-    for (int mask = 8; mask > 0; mask /= 2) largest = fmaxf(largest, arch::shuffle_xor(largest, mask));
+    largest = tile::reduce<8, 1>(largest, tile::Larger{});
     const float weight = lightning_indexer::load_weight(p.weights, p.weights_bf16, query * p.weights_stride + head);
     if (arch::lane_index() == 0) bound += fabsf(weight) * largest;
   }
@@ -88,7 +89,7 @@ __global__ void __launch_bounds__(HopperWeighConfig::kThreads, 2)
   auto& s = arch::dynamic_smem<HopperWeighStorage>();
   const int query = arch::block_index(), group = arch::warpgroup_index(), warp = arch::warp_index();
   if (arch::thread_index() == 0) {
-    init_ring(s.ring, 4);
+    s.ring.barriers.init(kEntryArrivals, 4);
     arch::fence_mbarrier_init();
   }
   for (int first = 0, number = 0; first < p.heads; first += kHeads, number += entry_tiles(p)) {

@@ -62,8 +62,8 @@ struct AnyParams {
 
 template <class Rows, class T>
 __global__ void __launch_bounds__(AnyConfig::kThreads) any_kernel(const __grid_constant__ AnyParams<Rows, T> p) {
-  let_next_start();
-  wait_for_previous();
+  tile::launch_dependents();
+  tile::wait_for_prior_kernels();
   const arch::BlockIndex at = arch::block_index_3d();
   const int64_t row = int64_t{at.x} * (AnyConfig::kThreads / p.lanes) + arch::thread_index() / p.lanes;
   const int lane = arch::thread_index() % p.lanes, first_column = at.y * AnyConfig::kColumns;

@@ -3,39 +3,22 @@
 
 #include "arch/sm80/convert.hpp"
 #include "arch/sm80/memory.hpp"
-#include "arch/sm90/cluster.hpp"
 #include "arch/sm90/convert.hpp"
 #include "ops/nvfp4/op.hpp"
+#include "tile/gpu/dependency.hpp"
+#include "tile/gpu/numbers.hpp"
+#include "tile/gpu/warp.hpp"
 
 namespace hopwell::ops::nvfp4 {
 namespace {
 
 using arch::bf16;
 using arch::fp16;
+using tile::from_fp32, tile::to_fp32;
 
 constexpr int kCodesOfBlock = int(hopwell::nvfp4::kBlock);  // codes that share a scale
 
-// Where the device has dependent launches: the next kernel may come; wait for all that came before.
-HOPWELL_DEVICE void let_next_start() {
-#if HOPWELL_HAS_SM90
-  arch::griddepcontrol_launch_dependents();
-#endif
-}
-HOPWELL_DEVICE void wait_for_previous() {
-#if HOPWELL_HAS_SM90
-  arch::griddepcontrol_wait();
-#endif
-}
-
 // ---- 16-bit and 32-bit floats --------------------------------------------------------------------------------------
-
-HOPWELL_DEVICE float to_fp32(float x) { return x; }
-HOPWELL_DEVICE float to_fp32(bf16 x) { return arch::to_float(x); }
-HOPWELL_DEVICE float to_fp32(fp16 x) { return arch::to_float(x); }
-
-HOPWELL_DEVICE void from_fp32(float x, float* to) { *to = x; }
-HOPWELL_DEVICE void from_fp32(float x, bf16* to) { *to = arch::to_bf16(x); }
-HOPWELL_DEVICE void from_fp32(float x, fp16* to) { *to = {uint16_t(arch::pack_fp16(x, 0))}; }
 
 // The larger of halves of words, each on its own, unsigned.
 HOPWELL_DEVICE uint32_t larger_halves(uint32_t a, uint32_t b) {

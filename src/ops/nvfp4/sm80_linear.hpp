@@ -143,8 +143,7 @@ HOPWELL_DEVICE void store_batch(const Params& p, const Factor& factor, const flo
     for (int j = 0; j < LinearConfig::kMaxWarps / 4; ++j) of_warp[j] = 4 * j < p.warps ? from[4 * j * kRows] : 0;
     HOPWELL_UNROLL
     for (float value : of_warp) sum += value;
-    sum += arch::shuffle_xor(sum, 1);
-    sum += arch::shuffle_xor(sum, 2);
+    sum = tile::sum_of_quad(sum);
     const int row = first_tile * kRows + place;
     if (quarter == 0 && row < p.rows) p.result.store(row, 0, batch, factor.get(), sum);
   }
@@ -155,9 +154,7 @@ HOPWELL_DEVICE void store_sums(float* sums, const float (&of_lane)[2]) {
   const int lane = arch::lane_index();
   HOPWELL_UNROLL
   for (int i = 0; i < 2; ++i) {
-    float sum = of_lane[i];
-    sum += arch::shuffle_xor(sum, 1);
-    sum += arch::shuffle_xor(sum, 2);
+    const float sum = tile::sum_of_quad(of_lane[i]);
     if (lane % 4 == 0) sums[lane / 4 + 8 * i] = sum;
   }
 }
@@ -174,10 +171,10 @@ __global__ void __launch_bounds__(32 * LinearConfig::kMaxWarps, 1)
   const int end = begin + p.tiles_of_cta + (cta.x < p.larger_ctas ? 1 : 0);
   Ring<LinearConfig::kStages> ring(place.ring, batch);
   ring.aim(p, slice, begin, 0, (end - begin) * slice.stages);
-  let_next_start();
+  tile::launch_dependents();
   ring.prefetch(p, slice.whole < LinearConfig::kStages ? slice.whole : LinearConfig::kStages - 1);
   p.x.prefetch(slice, batch);
-  wait_for_previous();
+  tile::wait_for_prior_kernels();
   const Factor factor = p.factor.loaded();
 
   p.x.fetch(slice, x, batch, [&] {

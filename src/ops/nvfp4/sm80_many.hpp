@@ -376,9 +376,9 @@ __global__ void __launch_bounds__(32 * ManyConfig::kMaxWarps, 1) many_kernel(con
                              Ring<kManyStages<kColumns>>(shared + warp * kRingBytes<kColumns>, 0),
                              begin};
   self.aim();
-  let_next_start();
+  tile::launch_dependents();
   self.ring.prefetch(p, 1);  // more would hold up x
-  wait_for_previous();
+  tile::wait_for_prior_kernels();
   self.global = p.factor.loaded();
   self.run(reinterpret_cast<float*>(shared + p.pushed));
 }

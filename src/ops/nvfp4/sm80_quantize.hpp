@@ -88,8 +88,8 @@ HOPWELL_DEVICE uint32_t cta_max(QuantizeStorage& s, uint32_t bits) {
 template <class T>
 __global__ void __launch_bounds__(QuantizeConfig::kThreads) amax_kernel(const __grid_constant__ QuantizeParams<T> p) {
   auto& s = arch::dynamic_smem<QuantizeStorage>();
-  let_next_start();
-  wait_for_previous();
+  tile::launch_dependents();
+  tile::wait_for_prior_kernels();
   constexpr int kTogether = 2;
   const int64_t threads = int64_t{arch::grid_size()} * QuantizeConfig::kThreads, count = p.blocks.count();
   uint32_t most = 0;
@@ -144,8 +144,8 @@ template <class T, bool kByThresholds>
 __global__ void __launch_bounds__(QuantizeConfig::kThreads)
     quantize_kernel(const __grid_constant__ QuantizeParams<T> p) {
   auto& s = arch::dynamic_smem<QuantizeStorage>();
-  let_next_start();
-  wait_for_previous();
+  tile::launch_dependents();
+  tile::wait_for_prior_kernels();
   const float global = global_of(p, s);
   if (arch::block_index() == 0 && arch::thread_index() == 0) *p.global_scale = global;
   if constexpr (kByThresholds) {
@@ -234,8 +234,8 @@ template <class T>
 __global__ void __launch_bounds__(QuantizeConfig::kThreads)
     dequantize_kernel(const __grid_constant__ DequantizeParams<T> p) {
   constexpr int kTogether = QuantizeConfig::kTogether, kNumbers = Piece<T>::kNumbers;
-  let_next_start();
-  wait_for_previous();
+  tile::launch_dependents();
+  tile::wait_for_prior_kernels();
   const auto global = float(p.global.get());
   const int64_t count = p.pieces.count();
   const int64_t first = int64_t{arch::block_index()} * (QuantizeConfig::kThreads * kTogether) + arch::thread_index();

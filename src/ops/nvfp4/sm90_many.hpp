@@ -347,11 +347,11 @@ __global__ void __launch_bounds__(WideConfig::kThreads, 1) wide_kernel(const __g
       arch::mbarrier_init(barriers.empty[i], uint32_t(4 * p.groups));
     }
   }
-  let_next_start();
+  tile::launch_dependents();
   WideRing ring(p, at, rings + warp * WideConfig::kRingBytes, at.first + tile, has_tile, part, p.parts);
   if (multiplies) ring.prefetch();  // more would hold up x
   arch::syncthreads();
-  wait_for_previous();
+  tile::wait_for_prior_kernels();
   const Factor global = p.factor.loaded();
   float d[kColumns / 2] = {};
   if (warp >= WideConfig::kWarps)

@@ -81,12 +81,12 @@ struct ArrangeParams {
 template <int kColumns, class T>
 __global__ void __launch_bounds__(256) arrange_kernel(const __grid_constant__ ArrangeParams<T> p) {
   using Stage = MatmulStage<kColumns>;
-  let_next_start();
+  tile::launch_dependents();
   const int thread = arch::block_index() * 256 + arch::thread_index(), word = thread / 8 % 4;
   const int column_of_tile = thread / 32 % (kColumns / 8) * 8 + thread % 8, place = thread / (4 * kColumns);
   const int stage = place % p.stages, tile = place / p.stages;
   if (tile >= p.column_tiles) return;
-  wait_for_previous();
+  tile::wait_for_prior_kernels();
   const int column = tile * kColumns + column_of_tile, k = stage * MatmulConfig::kStageK + 8 * word;
   uint32_t pieces[4][4];
   HOPWELL_UNROLL
@@ -386,9 +386,9 @@ __global__ void __launch_bounds__(MatmulConfig::kThreads, 1)
     }
     arch::fence_mbarrier_init();
   }
-  let_next_start();
+  tile::launch_dependents();
   arch::syncthreads();
-  wait_for_previous();
+  tile::wait_for_prior_kernels();
   if (warpgroup < MatmulConfig::kGroups) {
     arch::setmaxnreg_inc<MatmulConfig::kMathRegisters>();
     multiply<kColumns>(p, result, s, warpgroup);

@@ -134,9 +134,7 @@ struct Fragments : FragmentTile<T, kD, kTokens> {
 
   HOPWELL_DEVICE void leave(const Params&, State& to) const {
     const int lane = arch::lane_index();
-    float sum = softmax.sum;
-    sum += arch::shuffle_xor(sum, 1);
-    sum += arch::shuffle_xor(sum, 2);
+    const float sum = tile::sum_of_quad(softmax.sum);
     HOPWELL_UNROLL
     for (int i = 0; i < kD / 16; ++i)
       for (int e = 0; e < 4; ++e) to.values[(2 * quad + e % 2) * kD + 16 * i + e / 2 * 8 + lane / 4] = out[i][e];
@@ -243,8 +241,7 @@ struct Fragments : FragmentTile<T, kD, kTokens> {
     float maximum = -INFINITY;
     HOPWELL_UNROLL
     for (int t = 0; t < kKeys / 8; ++t) maximum = fmaxf(maximum, fmaxf(s[t][0], s[t][1]));
-    maximum = fmaxf(maximum, arch::shuffle_xor(maximum, 1));
-    maximum = fmaxf(maximum, arch::shuffle_xor(maximum, 2));
+    maximum = tile::max_of_quad(maximum);
     // The maximum that is subtracted follows the true one only when that is far above: seldom.
     const float raised = maximum > softmax.maximum + kSlack ? maximum : softmax.maximum;
     const bool higher = raised != softmax.maximum;

@@ -217,11 +217,7 @@ struct Rows : WholeTiles<Rows<T, kFused>> {
     HOPWELL_UNROLL
     for (int half = kKeys / 2; half >= 1; half /= 2, mask /= 2) {
       const bool upper = column / 8 & mask;
-      HOPWELL_UNROLL
-      for (int i = 0; i < half; ++i) {
-        const float give = upper ? x[i] : x[i + half], keep = upper ? x[i + half] : x[i];
-        x[i] = keep + arch::shuffle_xor(give, mask);
-      }
+      tile::share_sums(x, half, mask, upper);
     }
     for (; mask >= 1; mask /= 2) x[0] += arch::shuffle_xor(x[0], mask);
     return x[0];
@@ -321,9 +317,7 @@ struct Columns : WholeTiles<Columns<T>> {
     const bool hidden = bias == -INFINITY;
     if (!(visible & 1) || hidden) logit = -INFINITY;
     forget_values(hidden || key < from.seen.begin, stage);
-    float maximum = logit;
-    HOPWELL_UNROLL
-    for (int mask = 1; mask < 32; mask *= 2) maximum = fmaxf(maximum, arch::shuffle_xor(maximum, mask));
+    const float maximum = tile::reduce<1, 16>(logit, tile::Larger{});
     float factor, weight[kTokens];
     const float mine = softmax.update(logit, maximum, factor);
     HOPWELL_UNROLL

@@ -244,7 +244,7 @@ HOPWELL_DEVICE void walk(const Params& p, MergeStorage& s, WarpStorage<Lanes>& o
     auto& stage = own.ring[at];
     const uint32_t address = ring_address + uint32_t(at) * uint32_t(sizeof(stage));
     if (n == 0) {
-      let_next_start();  // now that everything is under way: it takes time from this one
+      tile::launch_dependents();  // now that everything is under way: it takes time from this one
       lanes.begin(p, source, own.state[kBegunHere], stage);
     }
     if (n >= 0 && key >= segment.keys.end) {
@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) ring_kernel(const __grid_const
   if (arch::lane_index() == 0)
     for (Part& part : s.of_cta.merge.part[warp]) part.reach = Reach::none;
   Lanes lanes(p);
-  wait_for_previous();
+  tile::wait_for_prior_kernels();
   Plan plan;
   Share share;
   Segment segment;

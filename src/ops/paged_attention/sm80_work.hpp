@@ -20,18 +20,21 @@
 #include "arch/sm80/async_copy.hpp"
 #include "arch/sm80/bits.hpp"
 #include "arch/sm80/convert.hpp"
-#include "arch/sm90/cluster.hpp"
 #include "ops/paged_attention/op.hpp"
+#include "tile/gpu/dependency.hpp"
+#include "tile/gpu/numbers.hpp"
+#include "tile/gpu/warp.hpp"
 
 namespace hopwell::ops::paged_attention {
 namespace {
 
 using arch::bf16;
 using arch::fp16;
+using tile::from_fp32, tile::to_fp32;
+using tile::kLn2, tile::kLog2E;
 
 constexpr int kMaxWarps = 8, kMaxThreads = 32 * kMaxWarps;
 constexpr int kMostUnits = 1100;  // of a CTA that takes whole strips: of longer calls their end is not worth as much
-constexpr float kLog2E = 1.44269504088896F, kLn2 = 0.693147180559945F;
 
 enum class Float : int { fp32, fp16, bf16 };
 enum class Relative : int { none, key, distance };  // bias: none, or by key, or by distance
@@ -95,30 +98,10 @@ HOPWELL_DEVICE int64_t quotient(int64_t a, int64_t b) {
   return uint64_t(a | b) >> 32 ? a / b : int64_t{uint32_t(a) / uint32_t(b)};
 }
 
-// Where the device has dependent launches: the next kernel may come; wait for all that came before.
-HOPWELL_DEVICE void let_next_start() {
-#if HOPWELL_HAS_SM90
-  arch::griddepcontrol_launch_dependents();
-#endif
-}
-HOPWELL_DEVICE void wait_for_previous() {
-#if HOPWELL_HAS_SM90
-  arch::griddepcontrol_wait();
-#endif
-}
-
 // ---- numbers of any type --------------------------------------------------------------------------------------------
 
 template <class T>
 constexpr int kElements = 16 / int(sizeof(T));  // of a 16-byte piece
-
-HOPWELL_DEVICE float to_fp32(float x) { return x; }
-HOPWELL_DEVICE float to_fp32(bf16 x) { return arch::to_float(x); }
-HOPWELL_DEVICE float to_fp32(fp16 x) { return arch::to_float(x); }
-
-HOPWELL_DEVICE void from_fp32(float x, float* to) { *to = x; }
-HOPWELL_DEVICE void from_fp32(float x, bf16* to) { *to = arch::to_bf16(x); }
-HOPWELL_DEVICE void from_fp32(float x, fp16* to) { *to = {uint16_t(arch::pack_fp16(x, 0))}; }
 
 // Element `at` as it lies in memory; what it means. Apart, so that loads need not wait for one another.
 HOPWELL_DEVICE uint32_t load_bits(const void* data, Float type, int64_t at) {

@@ -133,7 +133,7 @@ HOPWELL_DEVICE void walk_strip(const StripParams& p, const Seat& seat, StripWarp
     int pages = first_pages, next_pages = -1;
     if (!certain) {
       send_for<Lanes>(p, source.kv_head, tiles, first_pages);
-      wait_for_previous();
+      tile::wait_for_prior_kernels();
     }
     lanes.fetch_query(p, source);
     const int length_now = peek(length), first_pages_now = tiles.pages(p, 0);
@@ -143,7 +143,7 @@ HOPWELL_DEVICE void walk_strip(const StripParams& p, const Seat& seat, StripWarp
     for (int n = -kStages, at = 0;; ++n) {
       auto& stage = own.ring[at];
       const uint32_t address = ring_address + uint32_t(at) * uint32_t(sizeof(stage));
-      if (ahead >= tiles.end) let_next_start();
+      if (ahead >= tiles.end) tile::launch_dependents();
       if (n == 0) {
         right = certain || (length_now == length_taken && arch::ballot(first_pages_now != first_pages) == 0);
         if (!right) break;

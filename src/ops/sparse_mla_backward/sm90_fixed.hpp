@@ -117,7 +117,7 @@ HOPWELL_DEVICE QueryBound bound_of(const BoundParams& p, int64_t query, int head
   float delta = part_of_dot(p.out + query * p.out_stride_s + head * p.out_stride_h, d_out);
   of_d_out.whole();  // after all loads have been started
   of_q.whole();
-  delta = sum_of_warp(delta);
+  delta = tile::sum_of_warp(delta);
   const float scale = fabsf(p.sm_scale) * of_q.largest();
   const float a = of_d_out.largest() + scale * fabsf(delta), b = scale * of_d_out.norm();
   return {arch::bit_cast<uint32_t>(a) & 0x7fffffff, arch::bit_cast<uint32_t>(b) & 0x7fffffff};

@@ -47,10 +47,6 @@ HOPWELL_DEVICE PairPlace pair_place_of(const Params& p) {
           uint32_t(rank)};
 }
 
-HOPWELL_DEVICE uint32_t swizzled_rope(int row, int chunk) {
-  return uint32_t(row * 64 + ((chunk ^ (row >> 1 & 3)) << 4));
-}
-
 // ---- keys
 
 // Brings the sums that this half's keys are added to, of this CTA's columns, to L2: 128 bytes a thread.
@@ -80,7 +76,7 @@ HOPWELL_DEVICE void gather_half(const Params& p, PairStorage& s, const int (&key
                          (PairConfig::kColumns * int(rank) + 128 * kHalf + 8 * chunk);
     HOPWELL_UNROLL
     for (int panel = 0; panel < 2; ++panel)
-      arch::cp_async(arch::shared_address(&s.keys[2 * kHalf + panel]) + swizzled(t / 8 + 16 * m, chunk),
+      arch::cp_async(arch::shared_address(&s.keys[2 * kHalf + panel]) + tile::swizzled(t / 8 + 16 * m, chunk),
                      source + 64 * panel, bytes);
   }
 }
@@ -91,7 +87,7 @@ HOPWELL_DEVICE void gather_rope(const Params& p, PairStorage& s, const int (&key
     if (chunk >= 4) continue;
     const bf16* source =
         p.kv + (keys[m] < 0 ? 0 : int64_t{keys[m]} * p.kv_stride) + (Config::kDv + 32 * int(rank) + 8 * chunk);
-    arch::cp_async(arch::shared_address(&s.keys_rope) + swizzled_rope(t / 8 + 16 * m, chunk), source,
+    arch::cp_async(arch::shared_address(&s.keys_rope) + tile::swizzled_narrow(t / 8 + 16 * m, chunk), source,
                    keys[m] < 0 ? 0 : 16);
   }
 }
@@ -103,8 +99,8 @@ template <int kDqk>
 HOPWELL_DEVICE void multiply_s(float (&acc)[32], const PairStorage& s, int tile) {
   multiply_scores<PairConfig::kPanels, false>(acc, s.q[tile], s.keys);
   if constexpr (kHasRope<kDqk>) {
-    const uint64_t left = arch::at_address(kMiddleByK, arch::shared_address(&s.q_rope[tile])),
-                   right = arch::at_address(kMiddleByK, arch::shared_address(&s.keys_rope));
+    const uint64_t left = arch::at_address(tile::kNarrowRowsAlongK, arch::shared_address(&s.q_rope[tile])),
+                   right = arch::at_address(tile::kNarrowRowsAlongK, arch::shared_address(&s.keys_rope));
     arch::wgmma_ss(acc, left, right, true);
     arch::wgmma_ss(acc, left + 2, right + 2, true);
   }
@@ -114,9 +110,9 @@ HOPWELL_DEVICE void multiply_s(float (&acc)[32], const PairStorage& s, int tile)
 template <bool kRope>
 HOPWELL_DEVICE void multiply_dq(float (&dq)[64], float (&rope)[16], const PairStorage& s, int tile, int half) {
   constexpr arch::WgmmaOptions kOptions{.b_major = Major::mn};
-  const uint64_t ds = arch::at_address(kByK, arch::shared_address(&s.ds[tile])),
-                 keys = arch::at_address(kByMn, arch::shared_address(&s.keys[2 * half])),
-                 keys_rope = arch::at_address(kMiddleByMn, arch::shared_address(&s.keys_rope));
+  const uint64_t ds = arch::at_address(tile::kRowsAlongK, arch::shared_address(&s.ds[tile])),
+                 keys = arch::at_address(tile::kRowsAcrossK, arch::shared_address(&s.keys[2 * half])),
+                 keys_rope = arch::at_address(tile::kNarrowRowsAcrossK, arch::shared_address(&s.keys_rope));
   HOPWELL_UNROLL
   for (int step = 0; step < 4; ++step) {
     arch::wgmma_ss<kOptions>(dq, ds + uint64_t(2 * step), keys + uint64_t(128 * step), true);
@@ -126,7 +122,7 @@ HOPWELL_DEVICE void multiply_dq(float (&dq)[64], float (&rope)[16], const PairSt
 
 // acc [64 keys][64 columns] = Pᵀ · a panel of dO, Pᵀ as A fragments in registers, which spares shared memory.
 HOPWELL_DEVICE void multiply_p(float (&acc)[32], const uint32_t (&fragments)[4][4], const Panel& d_out) {
-  const uint64_t right = arch::at_address(kByMn, arch::shared_address(&d_out));
+  const uint64_t right = arch::at_address(tile::kRowsAcrossK, arch::shared_address(&d_out));
   HOPWELL_UNROLL
   for (int step = 0; step < 4; ++step)
     arch::wgmma_rs<arch::WgmmaOptions{.b_major = Major::mn}>(acc, fragments[step], right + uint64_t(128 * step),
@@ -135,8 +131,8 @@ HOPWELL_DEVICE void multiply_p(float (&acc)[32], const uint32_t (&fragments)[4][
 
 // acc [64 keys][32 columns] (+)= dSᵀ · Q, the columns of RoPE.
 HOPWELL_DEVICE void multiply_rope(float (&acc)[16], const PairStorage& s, int tile) {
-  const uint64_t left = arch::at_address(kByMn, arch::shared_address(&s.ds[tile])),
-                 right = arch::at_address(kMiddleByMn, arch::shared_address(&s.q_rope[tile]));
+  const uint64_t left = arch::at_address(tile::kRowsAcrossK, arch::shared_address(&s.ds[tile])),
+                 right = arch::at_address(tile::kNarrowRowsAcrossK, arch::shared_address(&s.q_rope[tile]));
   HOPWELL_UNROLL
   for (int step = 0; step < 4; ++step)
     arch::wgmma_ss<arch::WgmmaOptions{.a_major = Major::mn, .b_major = Major::mn}>(
@@ -161,11 +157,12 @@ HOPWELL_DEVICE void store_dq(const Params& p, PairStorage& s, const float (&dq)[
     if (tile == 1) arch::barrier_sync(kPairHalf0 + kHalf, 128);
     HOPWELL_UNROLL
     for (int j = 0; j < 16; j += 2)
-      store(arch::shared_address(&s.keys[2 * kHalf + j / 8]) + swizzled(own_row, j % 8 + upper), &dq[tile][4 * j]);
+      store(arch::shared_address(&s.keys[2 * kHalf + j / 8]) + tile::swizzled(own_row, j % 8 + upper),
+            &dq[tile][4 * j]);
     if constexpr (kHasRope<kDqk>) {
       HOPWELL_UNROLL
       for (int j = 0; j < 4; j += 2)
-        if (tile == kHalf) store(stage_rope + swizzled_rope(own_row, j + upper), &rope[4 * j]);
+        if (tile == kHalf) store(stage_rope + tile::swizzled_narrow(own_row, j + upper), &rope[4 * j]);
     }
     arch::barrier_sync(kPairHalf0 + kHalf, 128);
     const int heads = p.h_q - place.first_head[tile];
@@ -174,12 +171,12 @@ HOPWELL_DEVICE void store_dq(const Params& p, PairStorage& s, const float (&dq)[
       const int row = e / 16, chunk = e % 16;
       arch::store_streaming(
           target + row * p.dq_stride_h + PairConfig::kColumns * int(place.rank) + 128 * kHalf + 8 * chunk,
-          arch::load_shared_v4(arch::shared_address(&s.keys[2 * kHalf + chunk / 8]) + swizzled(row, chunk % 8)));
+          arch::load_shared_v4(arch::shared_address(&s.keys[2 * kHalf + chunk / 8]) + tile::swizzled(row, chunk % 8)));
     }
     if constexpr (kHasRope<kDqk>) {
       for (int e = t; tile == kHalf && e < Config::kHeads * 4 && e / 4 < heads; e += 128)
         arch::store_streaming(target + e / 4 * p.dq_stride_h + Config::kDv + 32 * int(place.rank) + 8 * (e % 4),
-                              arch::load_shared_v4(stage_rope + swizzled_rope(e / 4, e % 4)));
+                              arch::load_shared_v4(stage_rope + tile::swizzled_narrow(e / 4, e % 4)));
     }
   }
 }
@@ -382,7 +379,7 @@ HOPWELL_DEVICE void load_tile(const Params& p, PairStorage& s, const PairPlace& 
   const int64_t head = heads > 0 ? place.first_head[tile] : 0;
   const bf16* q = p.q + place.piece.query * p.q_stride_s + head * p.q_stride_h;
   const auto panels = [](const Panel* to) {
-    return [to](int row, int chunk) { return arch::shared_address(to + chunk / 8) + swizzled(row, chunk % 8); };
+    return [to](int row, int chunk) { return arch::shared_address(to + chunk / 8) + tile::swizzled(row, chunk % 8); };
   };
   load_columns<kColumns>(panels(s.q[tile]), q + kColumns * rank, p.q_stride_h, heads);
   load_columns<kColumns>(panels(s.d_out[tile]),
@@ -390,7 +387,7 @@ HOPWELL_DEVICE void load_tile(const Params& p, PairStorage& s, const PairPlace& 
                          p.d_out_stride_h, heads);
   if constexpr (kHasRope<kDqk>)
     load_columns<32>(
-        [&](int row, int chunk) { return arch::shared_address(&s.q_rope[tile]) + swizzled_rope(row, chunk); },
+        [&](int row, int chunk) { return arch::shared_address(&s.q_rope[tile]) + tile::swizzled_narrow(row, chunk); },
         q + Config::kDv + 32 * rank, p.q_stride_h, heads);
 }
 

@@ -19,7 +19,7 @@ struct PairConfig {
   static constexpr int kHeads = 2 * Config::kHeads, kColumns = Config::kDv / 2, kPanels = kColumns / 64;
   // Of a lane's 8 vectors of a partial sum, how many are staged, and how many of S in a tile; the others go by st.async.
   static constexpr int kStaged = 2, kStagedInTile = 4;
-  static constexpr uint32_t kPartialBytes = 4 * 64 * 64, kPdsBytes = 2 * Config::kPanel;
+  static constexpr uint32_t kPartialBytes = 4 * 64 * 64, kPdsBytes = 2 * tile::kPanelBytes;
 };
 
 struct HalfPanel {
@@ -126,7 +126,7 @@ HOPWELL_DEVICE void free_landing(PairStorage& s, uint32_t peer, uint32_t nothing
 // Warpgroup 0, once a warp's rows of P or dS are written and fenced: they go to the peer, for which they are those of its
 // other tile.
 HOPWELL_DEVICE void send_rows(PairStorage& s, Panel (&tiles)[2], uint32_t peer, int t) {
-  constexpr uint32_t kBytes = Config::kPanel / 4;
+  constexpr uint32_t kBytes = tile::kPanelBytes / 4;
   const uint32_t offset = kBytes * uint32_t(t / 32);
   if (t % 32 == 0)
     arch::bulk_copy_to_cta(at_peer(&tiles[1], peer) + offset, arch::shared_address(&tiles[0]) + offset, kBytes,

@@ -16,7 +16,8 @@
 #include "arch/sm80/memory.hpp"
 #include "arch/sm80/reduce.hpp"
 #include "runtime/launch.hpp"
-#include "tile/entries.hpp"
+#include "tile/gpu/entries.hpp"
+#include "tile/gpu/warp.hpp"
 
 namespace hopwell::ops::sparse_mla_backward {
 namespace {
@@ -39,11 +40,6 @@ HOPWELL_DEVICE float part_of_dot(const bf16* x, const bf16* y) {
     }
   }
   return sum;
-}
-HOPWELL_DEVICE float sum_of_warp(float value) {
-  HOPWELL_UNROLL
-  for (int mask = 16; mask > 0; mask /= 2) value += arch::shuffle_xor(value, mask);
-  return value;
 }
 
 constexpr int kPassThreads = 288;  // half a row of 576
@@ -91,7 +87,7 @@ HOPWELL_DEVICE void clear_share(const ClearParams& p) {
 // The sum of the CTA's values.
 HOPWELL_DEVICE int sum_of_cta(int (&of_warp)[kOrderWarps], int value) {
   const int warp = arch::warp_index();
-  for (int mask = 16; mask > 0; mask /= 2) value += arch::shuffle_xor(value, mask);
+  value = tile::sum_of_warp(value);
   arch::syncthreads();
   if (arch::lane_index() == 0) of_warp[warp] = value;
   arch::syncthreads();

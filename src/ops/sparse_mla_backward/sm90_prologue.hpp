@@ -6,6 +6,8 @@
 #include <cmath>
 
 #include "ops/sparse_mla_backward/sm90_tile.hpp"
+#include "tile/gpu/numbers.hpp"
+#include "tile/gpu/warp.hpp"
 
 namespace hopwell::ops::sparse_mla_backward {
 namespace {
@@ -29,10 +31,7 @@ HOPWELL_DEVICE void find_last_valid(int (&last_valid)[Config::kWarps], int (&sha
     HOPWELL_UNROLL
     for (int i = 0; i < kShare; ++i) last = entries.counts(share[i]) ? first + i * Config::kThreads : last;
   }
-  for (int mask = 16; mask > 0; mask /= 2) {
-    const int other = arch::shuffle_xor(last, mask);
-    last = other > last ? other : last;
-  }
+  last = tile::max_of_warp(last);
   if (arch::lane_index() == 0) last_valid[warp] = last;
 }
 // After a barrier: how many entries there are up to the last valid one.
@@ -72,9 +71,7 @@ HOPWELL_DEVICE float delta_of_rows(const Params& p, const Place& place, int head
   float delta = 0;
   HOPWELL_UNROLL
   for (int i = 0; i < kRows; ++i) {
-    float sum = warp + Config::kWarps * i < heads ? dot(x[i], y[i]) : 0;
-    HOPWELL_UNROLL
-    for (int mask = 16; mask > 0; mask /= 2) sum += arch::shuffle_xor(sum, mask);
+    const float sum = tile::sum_of_warp(warp + Config::kWarps * i < heads ? dot(x[i], y[i]) : 0.F);
     delta = lane == i ? sum : delta;
   }
   return delta;
@@ -83,12 +80,11 @@ HOPWELL_DEVICE float delta_of_rows(const Params& p, const Place& place, int head
 // What each head needs beside its row of Q and dO. Heads that see no key (lse = +inf) have no delta.
 template <bool kAttn, class Storage>
 HOPWELL_DEVICE void prepare_heads(const Params& p, Storage& s, const Place& place) {
-  constexpr float kLog2E = 1.44269504088896F;
   const int lane = arch::lane_index(), warp = arch::warp_index(), row = warp + Config::kWarps * lane;
   const int heads = p.h_q - place.first_head < Config::kHeads ? p.h_q - place.first_head : Config::kHeads;
   const int head = place.first_head + row;
-  const float lse = row < heads ? p.lse[place.query * p.lse_stride_s + head * p.lse_stride_h] * kLog2E : INFINITY;
-  const float sink = row < heads && p.sink ? p.sink[head * p.sink_stride] * kLog2E : -INFINITY;
+  const float lse = row < heads ? p.lse[place.query * p.lse_stride_s + head * p.lse_stride_h] * tile::kLog2E : INFINITY;
+  const float sink = row < heads && p.sink ? p.sink[head * p.sink_stride] * tile::kLog2E : -INFINITY;
   float delta = delta_of_rows(p, place, heads, warp, lane);
   if (row < Config::kHeads) {
     float kept = 1, shift = lse, taken = 0;

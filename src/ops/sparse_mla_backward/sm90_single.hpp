@@ -34,18 +34,6 @@ namespace {
 
 // ---- warpgroups 0 and 1
 
-// One step of a sum over lanes that halves what each lane holds: lanes whose bit 2 kHalf is set go on with the upper
-// half.
-template <int kHalf>
-HOPWELL_DEVICE void sum_half(float (&sum)[16], int lane) {
-  const bool upper = lane & 2 * kHalf;
-  HOPWELL_UNROLL
-  for (int i = 0; i < kHalf; ++i) {
-    const float theirs = arch::shuffle_xor(upper ? sum[i] : sum[i + kHalf], 2 * kHalf);
-    sum[i] = (upper ? sum[i + kHalf] : sum[i]) + theirs;
-  }
-}
-
 // Sums exp(score − lse) over a warp's 16 heads: within a lane, then over the 8 lanes of a column. The rest can wait until
 // the tensor cores have work.
 HOPWELL_DEVICE void sum_heads(const float (&acc)[32], float (&head_sums)[4][Config::kKeys], int t) {
@@ -53,9 +41,9 @@ HOPWELL_DEVICE void sum_heads(const float (&acc)[32], float (&head_sums)[4][Conf
   float sum[16];
   HOPWELL_UNROLL
   for (int i = 0; i < 16; ++i) sum[i] = acc[i / 2 * 4 + i % 2] + acc[i / 2 * 4 + i % 2 + 2];
-  sum_half<8>(sum, lane);
-  sum_half<4>(sum, lane);
-  sum_half<2>(sum, lane);
+  tile::share_sums(sum, 8, 16, lane & 16);
+  tile::share_sums(sum, 4, 8, lane & 8);
+  tile::share_sums(sum, 2, 4, lane & 4);
   const int column = 32 * (lane >> 4 & 1) + 16 * (lane >> 3 & 1) + 8 * (lane >> 2 & 1) + 2 * (lane & 3);
   head_sums[t / 32][column] = sum[0];
   head_sums[t / 32][column + 1] = sum[1];
@@ -93,7 +81,7 @@ HOPWELL_DEVICE void store_dq(const Params& p, SharedStorage<kDqk>& s, const floa
   const int own_row = t / 32 * 16 + (t & 15), upper = t >> 4 & 1;
   HOPWELL_UNROLL
   for (int j = 0; j < 32; j += 2)
-    store(arch::shared_address(&s.keys[kFirst + j / 8]) + swizzled(own_row, j % 8 + upper), &dq[4 * j]);
+    store(arch::shared_address(&s.keys[kFirst + j / 8]) + tile::swizzled(own_row, j % 8 + upper), &dq[4 * j]);
   if constexpr (kHasMiddle<kDqk>) {
     HOPWELL_UNROLL
     for (int j = 0; j < 4; j += 2)
@@ -104,8 +92,9 @@ HOPWELL_DEVICE void store_dq(const Params& p, SharedStorage<kDqk>& s, const floa
     const int row = e / kChunks, chunk = e % kChunks + kHalf * kChunks, head = place.first_head + row;
     if (head >= p.h_q) break;
     const bool between = kHasMiddle<kDqk> && chunk / 8 == 4;
-    const arch::Words4 v = arch::load_shared_v4(arch::shared_address(&s.keys[chunk / 8]) +
-                                                (between ? swizzled_middle(row, chunk % 8) : swizzled(row, chunk % 8)));
+    const arch::Words4 v =
+        arch::load_shared_v4(arch::shared_address(&s.keys[chunk / 8]) +
+                             (between ? swizzled_middle(row, chunk % 8) : tile::swizzled(row, chunk % 8)));
     arch::store_streaming(p.dq + place.query * p.dq_stride_s + head * p.dq_stride_h + 8 * chunk, v);
   }
 }
@@ -187,7 +176,7 @@ template <int kHeadSteps>
 HOPWELL_DEVICE void load_transposed(uint32_t (&fragments)[kHeadSteps][4], const Panel& from, int t) {
   const int lane = t % 32;
   const uint32_t source =
-      arch::shared_address(&from) + swizzled((lane & 7) + 8 * (lane >> 4), t / 32 * 2 + (lane >> 3 & 1));
+      arch::shared_address(&from) + tile::swizzled((lane & 7) + 8 * (lane >> 4), t / 32 * 2 + (lane >> 3 & 1));
   HOPWELL_UNROLL
   for (int k = 0; k < kHeadSteps; ++k) arch::ldmatrix<arch::Transpose::yes>(fragments[k], source + uint32_t(2048 * k));
 }
@@ -196,7 +185,7 @@ HOPWELL_DEVICE void load_transposed(uint32_t (&fragments)[kHeadSteps][4], const 
 template <int kHeadSteps>
 HOPWELL_DEVICE void multiply_fragments(float (&acc)[16], const uint32_t (&fragments)[kHeadSteps][4],
                                        uint32_t half_panel, bool accumulate) {
-  const uint64_t right = arch::at_address(kByMn, half_panel);
+  const uint64_t right = arch::at_address(tile::kRowsAcrossK, half_panel);
   HOPWELL_UNROLL
   for (int k = 0; k < kHeadSteps; ++k)
     arch::wgmma_rs<arch::WgmmaOptions{.b_major = Major::mn}>(acc, fragments[k], right + uint64_t(128 * k),
@@ -271,7 +260,7 @@ template <int kColumns>
 HOPWELL_DEVICE void load_heads(Panel* panels, const bf16* source, int64_t stride, int heads) {
   for (int e = arch::thread_index(); e < Config::kHeads * (kColumns / 8); e += Config::kThreads) {
     const int row = e / (kColumns / 8), chunk = e % (kColumns / 8);
-    arch::cp_async(arch::shared_address(&panels[chunk / 8]) + swizzled(row, chunk % 8),
+    arch::cp_async(arch::shared_address(&panels[chunk / 8]) + tile::swizzled(row, chunk % 8),
                    source + (row < heads ? row : 0) * stride + 8 * chunk, row < heads ? 16 : 0);
   }
 }

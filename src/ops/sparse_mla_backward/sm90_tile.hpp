@@ -6,6 +6,7 @@
 #include "arch/sm90/cluster.hpp"
 #include "arch/sm90/wgmma.hpp"
 #include "ops/sparse_mla_backward/sm90_fixed.hpp"
+#include "tile/gpu/panel.hpp"
 
 namespace hopwell::ops::sparse_mla_backward {
 namespace {
@@ -15,7 +16,6 @@ using arch::Major;
 struct Config {
   static constexpr int kHeads = 64, kKeys = 64, kDv = 512, kThreads = 384, kWarps = kThreads / 32;
   static constexpr int kPanelsV = kDv / 64;
-  static constexpr uint32_t kPanel = 64 * 128;  // bytes: 64 rows of 64 columns
   static constexpr int kScoreRegisters = 208, kScatterRegisters = 88;
   static constexpr int kPanelsBeside = 2;  // of dKV, that each score warpgroup takes while its keys come
   static constexpr float kLargestExponent = 64;
@@ -88,14 +88,8 @@ HOPWELL_DEVICE Entries entries_of(const Params& p, const Place& place) {
 
 #if HOPWELL_HAS_SM90A
 
-constexpr uint64_t kByK = arch::wgmma_descriptor({arch::Swizzle::bytes128, 16, 1024}),
-                   kByMn = arch::wgmma_descriptor({arch::Swizzle::bytes128, Config::kPanel, 1024}),
-                   kMiddleByK = arch::wgmma_descriptor({arch::Swizzle::bytes64, 16, 512}),
-                   kMiddleByMn = arch::wgmma_descriptor({arch::Swizzle::bytes64, Config::kPanel / 2, 512});
-
 // Byte offset of 16-byte chunk 0 to 7 of a row in a panel, and in the middle panel of the keys: d_qk 576 has nine
 // panels, the halves of dQ four and a half, and an operand must begin where its swizzle does.
-HOPWELL_DEVICE uint32_t swizzled(int row, int chunk) { return uint32_t(row * 128 + ((chunk ^ (row & 7)) << 4)); }
 HOPWELL_DEVICE uint32_t swizzled_middle(int row, int chunk) {
   return uint32_t(chunk / 4 * 4096 + row * 64 + ((chunk % 4 ^ (row >> 1 & 3)) << 4));
 }
@@ -127,9 +121,10 @@ HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, const int (&
     const uint32_t destination = arch::shared_address(s.keys);
     HOPWELL_UNROLL
     for (int panel = kFirst; panel < kFirst + 4; ++panel)
-      arch::cp_async(destination + uint32_t(panel) * Config::kPanel + swizzled(row, chunk), source + 64 * panel, bytes);
+      arch::cp_async(destination + uint32_t(panel) * tile::kPanelBytes + tile::swizzled(row, chunk),
+                     source + 64 * panel, bytes);
     if (kHasMiddle<kDqk> && chunk / 4 == kHalf)
-      arch::cp_async(destination + 4 * Config::kPanel + swizzled_middle(row, chunk), source + 64 * 4, bytes);
+      arch::cp_async(destination + 4 * tile::kPanelBytes + swizzled_middle(row, chunk), source + 64 * 4, bytes);
   }
 }
 
@@ -153,12 +148,12 @@ HOPWELL_DEVICE void prefetch_sums(const Params& p, const int (&keys)[4], int t) 
 // acc [64 heads][64 keys] = A · keysᵀ over kPanels panels.
 template <int kPanels, bool kMiddle>
 HOPWELL_DEVICE void multiply_scores(float (&acc)[32], const Panel* a, const Panel* keys) {
-  const uint64_t left = arch::at_address(kByK, arch::shared_address(a)),
-                 right = arch::at_address(kByK, arch::shared_address(keys)),
-                 middle = arch::at_address(kMiddleByK, arch::shared_address(&keys[4]));
+  const uint64_t left = arch::at_address(tile::kRowsAlongK, arch::shared_address(a)),
+                 right = arch::at_address(tile::kRowsAlongK, arch::shared_address(keys)),
+                 middle = arch::at_address(tile::kNarrowRowsAlongK, arch::shared_address(&keys[4]));
   HOPWELL_UNROLL
   for (int step = 0; step < 4 * kPanels; ++step) {
-    const uint64_t offset = (uint32_t(step / 4) * Config::kPanel + uint32_t(step % 4) * 32) >> 4;
+    const uint64_t offset = tile::columns_on(step);
     if (kMiddle && step / 4 == 4)
       arch::wgmma_ss(acc, left + offset, middle + uint64_t(step % 4 / 2 * 256 + step % 2 * 2), true);
     else
@@ -171,9 +166,10 @@ template <int kDqk, int kHalf>
 HOPWELL_DEVICE void multiply_dq(float (&dq)[128], float (&middle)[16], const SharedStorage<kDqk>& s) {
   constexpr int kPanels = kDqk / 64;
   constexpr arch::WgmmaOptions kOptions{.b_major = Major::mn};
-  const uint64_t ds = arch::at_address(kByK, arch::shared_address(&s.ds)),
-                 keys = arch::at_address(kByMn, arch::shared_address(&s.keys[kHalf == 0 ? 0 : kPanels - 4])),
-                 between = arch::at_address(kMiddleByMn, arch::shared_address(&s.keys[4]) + 4096 * kHalf);
+  const uint64_t ds = arch::at_address(tile::kRowsAlongK, arch::shared_address(&s.ds)),
+                 keys =
+                     arch::at_address(tile::kRowsAcrossK, arch::shared_address(&s.keys[kHalf == 0 ? 0 : kPanels - 4])),
+                 between = arch::at_address(tile::kNarrowRowsAcrossK, arch::shared_address(&s.keys[4]) + 4096 * kHalf);
   HOPWELL_UNROLL
   for (int step = 0; step < 4; ++step) {
     arch::wgmma_ss<kOptions>(dq, ds + uint64_t(2 * step), keys + uint64_t(128 * step), true);
@@ -186,7 +182,7 @@ HOPWELL_DEVICE void multiply_dq(float (&dq)[128], float (&middle)[16], const Sha
 // may be a run-time number. kHeadSteps: of 16 heads; the others are zeros.
 template <int kHeadSteps, int kSize>
 HOPWELL_DEVICE void multiply_transposed(float (&acc)[kSize], uint32_t a, uint32_t b, bool accumulate) {
-  const uint64_t left = arch::at_address(kByMn, a), right = arch::at_address(kByMn, b);
+  const uint64_t left = arch::at_address(tile::kRowsAcrossK, a), right = arch::at_address(tile::kRowsAcrossK, b);
   HOPWELL_UNROLL
   for (int step = 0; step < kHeadSteps; ++step)
     arch::wgmma_ss<arch::WgmmaOptions{.a_major = Major::mn, .b_major = Major::mn}>(
@@ -196,7 +192,7 @@ HOPWELL_DEVICE void multiply_transposed(float (&acc)[kSize], uint32_t a, uint32_
 // ---- P and dS
 
 // Chunk offset of the lane's row in P or dS for stmatrix and ldmatrix of 16 × 16 keys from key 8 j on.
-HOPWELL_DEVICE uint32_t matrix_offset(int t, int j) { return swizzled(t / 32 * 16 + (t & 15), j + (t >> 4 & 1)); }
+HOPWELL_DEVICE uint32_t matrix_offset(int t, int j) { return tile::swizzled(t / 32 * 16 + (t & 15), j + (t >> 4 & 1)); }
 
 // Scores to P in shared memory; with attn, `acc` keeps exp(score − lse).
 template <bool kAttn>

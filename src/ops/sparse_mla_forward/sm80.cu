@@ -18,7 +18,9 @@
 #include "arch/sm80/matrix.hpp"
 #include "ops/sparse_mla_forward/op.hpp"
 #include "runtime/launch.hpp"
-#include "tile/entries.hpp"
+#include "tile/gpu/entries.hpp"
+#include "tile/gpu/softmax.hpp"
+#include "tile/gpu/warp.hpp"
 
 namespace hopwell::ops::sparse_mla_forward {
 namespace {
@@ -113,8 +115,7 @@ HOPWELL_DEVICE void softmax(SharedStorage<kDqk>& s, int stage, float (&d)[4], Ro
   const int lane = arch::lane_index(), warp = arch::warp_index(), column = 8 * warp + lane % 4 * 2;
   for (int r = 0; r < 2; ++r) {
     float m = larger(d[2 * r], d[2 * r + 1]);
-    m = larger(m, arch::shuffle_xor(m, 1));
-    m = larger(m, arch::shuffle_xor(m, 2));
+    m = tile::reduce<1, 2>(m, larger);
     if (lane % 4 == 0) s.partial[warp][lane / 4 + 8 * r] = m;
   }
   arch::syncthreads();
@@ -161,12 +162,9 @@ HOPWELL_DEVICE void accumulate(const SharedStorage<kDqk>& s, int stage, const fl
 template <int kDqk>
 HOPWELL_DEVICE void store(const Params& p, SharedStorage<kDqk>& s, int query, int first_head, const Rows& rows,
                           const float (&out)[16][4]) {
-  constexpr float kLn2 = 0.693147180559945f, kLog2E = 1.44269504088896f;
   const int lane = arch::lane_index(), warp = arch::warp_index();
   for (int r = 0; r < 2; ++r) {
-    float sum = rows.sum[r];
-    sum += arch::shuffle_xor(sum, 1);
-    sum += arch::shuffle_xor(sum, 2);
+    const float sum = tile::sum_of_quad(rows.sum[r]);
     if (lane % 4 == 0) s.partial[warp][lane / 4 + 8 * r] = sum;
   }
   arch::syncthreads();
@@ -175,16 +173,16 @@ HOPWELL_DEVICE void store(const Params& p, SharedStorage<kDqk>& s, int query, in
     if (head >= p.h_q) continue;
     float sum = 0;
     for (int w = 0; w < Config::kWarps; ++w) sum += s.partial[w][row];
-    const float lse = sum == 0 ? INFINITY : (rows.max[r] + arch::log2_approx(sum)) * kLn2;
+    const float lse = tile::lse_of(rows.max[r], sum);
     float scale = sum == 0 ? 0 : 1 / sum;
-    if (p.attn_sink && sum != 0) scale /= 1 + arch::exp2_approx((p.attn_sink[head * p.sink_stride] - lse) * kLog2E);
+    if (p.attn_sink && sum != 0) scale /= tile::sink_divisor(p.attn_sink[head * p.sink_stride], lse);
     bf16* target = p.out + query * p.out_stride_s + head * p.out_stride_h + warp * Config::kDvOfWarp + lane % 4 * 2;
     HOPWELL_UNROLL
     for (int n = 0; n < 16; ++n)
       *reinterpret_cast<uint32_t*>(target + 8 * n) =
           sum == 0 ? 0 : arch::pack_bf16(out[n][2 * r] * scale, out[n][2 * r + 1] * scale);
     if (warp == 0 && lane % 4 == 0) {
-      if (p.max_logits) p.max_logits[query * p.max_stride_s + head * p.max_stride_h] = rows.max[r] * kLn2;
+      if (p.max_logits) p.max_logits[query * p.max_stride_s + head * p.max_stride_h] = rows.max[r] * tile::kLn2;
       if (p.lse) p.lse[query * p.lse_stride_s + head * p.lse_stride_h] = lse;
     }
   }

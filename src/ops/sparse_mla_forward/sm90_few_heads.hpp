@@ -77,9 +77,8 @@ template <class Kernel>
 HOPWELL_DEVICE uint32_t multiply_keys(Kernel& s, uint32_t parity, float (&scores)[Kernel::kHeads / 2]) {
   // Asked anew in every step, since else the compiler would keep all descriptors in registers that it does not have.
   const int self = arch::warpgroup_index();
-  constexpr uint64_t kOperand = arch::wgmma_descriptor({arch::Swizzle::bytes128, 16, 1024});
-  const uint64_t a = arch::at_address(kOperand, arch::shared_address(s.keys[self]));
-  const uint64_t b = arch::at_address(kOperand, arch::shared_address(s.q));
+  const uint64_t a = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.keys[self]));
+  const uint64_t b = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.q));
   HOPWELL_UNROLL
   for (int i = 0; i < Kernel::kGroups; ++i) {
     if (i == 0 || i == Kernel::first_group(1)) {
@@ -102,18 +101,11 @@ HOPWELL_DEVICE uint32_t multiply_keys(Kernel& s, uint32_t parity, float (&scores
 }
 
 // A thread's values of its heads become its warp's, in all lanes.
-template <class Kernel, class Combine>
-HOPWELL_DEVICE void across_lanes(float (&value)[Kernel::kPairs][2], Combine combine) {
+template <class Kernel, class Join>
+HOPWELL_DEVICE void across_lanes(float (&value)[Kernel::kPairs][2], Join join) {
   HOPWELL_UNROLL
-  for (int i = 0; i < 2 * Kernel::kPairs; ++i) {
-    HOPWELL_UNROLL
-    for (int bit = 4; bit < 32; bit *= 2)
-      value[i / 2][i % 2] = combine(value[i / 2][i % 2], arch::shuffle_xor(value[i / 2][i % 2], bit));
-  }
+  for (int i = 0; i < 2 * Kernel::kPairs; ++i) value[i / 2][i % 2] = tile::reduce<4, 16>(value[i / 2][i % 2], join);
 }
-
-constexpr auto greater = [](float x, float y) { return fmaxf(x, y); };
-constexpr auto plus = [](float x, float y) { return x + y; };
 
 // Brings the scores to log 2, masks them, and says whether one of the thread's passes its head's reference too far.
 template <class Kernel>
@@ -138,7 +130,7 @@ template <class Kernel>
 HOPWELL_DEVICE void move_references(Kernel& s, int self, float (&max)[Kernel::kPairs][2], HeadState<Kernel>& heads,
                                     float (&out)[Kernel::kSlices][Kernel::kHeads / 2]) {
   float factor[Kernel::kPairs][2];
-  across_lanes<Kernel>(max, greater);
+  across_lanes<Kernel>(max, tile::Larger{});
   const int lane = arch::lane_index(), warp = arch::warp_index() % 4;
   HOPWELL_UNROLL
   for (int i = 0; i < 2 * Kernel::kPairs; ++i)
@@ -215,10 +207,8 @@ template <class Kernel>
 HOPWELL_DEVICE void multiply_values(Kernel& s, Output<Kernel>& out, bool first) {
   constexpr arch::WgmmaOptions kOptions{.a_major = arch::Major::mn};
   const int self = arch::warpgroup_index();  // anew: see multiply_keys
-  const uint64_t a = arch::at_address(arch::wgmma_descriptor({arch::Swizzle::bytes128, tile::kPanelBytes, 1024}),
-                                      arch::shared_address(s.keys[self]));
-  const uint64_t b =
-      arch::at_address(arch::wgmma_descriptor({arch::Swizzle::bytes128, 16, 1024}), arch::shared_address(s.p[self]));
+  const uint64_t a = arch::at_address(tile::kRowsAcrossK, arch::shared_address(s.keys[self]));
+  const uint64_t b = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.p[self]));
   arch::wgmma_fence();  // kept: O may have shrunk since the fence in multiply_keys, which the emulator does not see
   HOPWELL_UNROLL
   for (int slice = 0; slice < Kernel::kSlices; ++slice) {
@@ -242,10 +232,9 @@ HOPWELL_DEVICE void multiply_values(Kernel& s, Output<Kernel>& out, bool first) 
 template <class Kernel>
 HOPWELL_DEVICE void finish_heads(const Params& p, Kernel& s, int self, const Piece& piece, HeadState<Kernel>& heads,
                                  float (&scale)[Kernel::kPairs][2]) {
-  constexpr float kLn2 = 0.693147180559945f, kLog2E = 1.44269504088896f;
   const int lane = arch::lane_index(), warp = arch::warp_index() % 4;
-  across_lanes<Kernel>(heads.sum, plus);
-  across_lanes<Kernel>(heads.max, greater);
+  across_lanes<Kernel>(heads.sum, tile::Plus{});
+  across_lanes<Kernel>(heads.max, tile::Larger{});
   HOPWELL_UNROLL
   for (int i = 0; i < 2 * Kernel::kPairs; ++i) {
     if (lane >= 4) continue;
@@ -265,14 +254,12 @@ HOPWELL_DEVICE void finish_heads(const Params& p, Kernel& s, int self, const Pie
       total += s.sum[n / 4][n % 4][head] * arch::exp2_approx(s.reference[n / 4][head] - shift);
       both = fmaxf(both, s.max[n / 4][n % 4][head]);
     }
-    const float lse = total == 0 ? INFINITY : (reference + arch::log2_approx(total)) * kLn2;
-    const float max = total != total && both != INFINITY ? total : both;  // fmaxf lost the NaN
+    const float lse = tile::lse_of(reference, total), max = tile::max_or_nan(both, total);
     float factor = total == 0 ? 0 : arch::exp2_approx(heads.reference[i / 2][i % 2] - shift) / total;
-    if (p.attn_sink && total != 0 && head < p.h_q)
-      factor /= 1 + arch::exp2_approx((p.attn_sink[head * p.sink_stride] - lse) * kLog2E);
+    if (p.attn_sink && total != 0 && head < p.h_q) factor /= tile::sink_divisor(p.attn_sink[head * p.sink_stride], lse);
     scale[i / 2][i % 2] = factor;
     const bool writes = self == 0 && warp == 0 && lane < 4 && head < p.h_q;
-    if (writes && p.max_logits) p.max_logits[piece.query * p.max_stride_s + head * p.max_stride_h] = max * kLn2;
+    if (writes && p.max_logits) p.max_logits[piece.query * p.max_stride_s + head * p.max_stride_h] = max * tile::kLn2;
     if (writes && p.lse) p.lse[piece.query * p.lse_stride_s + head * p.lse_stride_h] = lse;
   }
 }

@@ -3,8 +3,10 @@
 
 #include "arch/sm90/mbarrier.hpp"
 #include "ops/sparse_mla_forward/op.hpp"
-#include "tile/entries.hpp"
-#include "tile/gather.hpp"
+#include "tile/gpu/entries.hpp"
+#include "tile/gpu/gather.hpp"
+#include "tile/gpu/softmax.hpp"
+#include "tile/gpu/warp.hpp"
 
 namespace hopwell::ops::sparse_mla_forward {
 namespace {

@@ -72,9 +72,8 @@ struct Rows {
 // S = Q Kᵀ: 64 heads, 64 keys, as the keys' panels come.
 template <class Kernel>
 HOPWELL_DEVICE void multiply_scores(Kernel& s, int stage, uint32_t parity, float (&scores)[32]) {
-  constexpr uint64_t kOperand = arch::wgmma_descriptor({arch::Swizzle::bytes128, 16, 1024});
-  const uint64_t a = arch::at_address(kOperand, arch::shared_address(s.q));
-  const uint64_t b = arch::at_address(kOperand, arch::shared_address(s.keys[stage]));
+  const uint64_t a = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.q));
+  const uint64_t b = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.keys[stage]));
   HOPWELL_UNROLL
   for (int i = 0; i < Kernel::kGroups; ++i) {
     if (i == 0 || i == 2) {
@@ -85,7 +84,7 @@ HOPWELL_DEVICE void multiply_scores(Kernel& s, int stage, uint32_t parity, float
     HOPWELL_UNROLL
     for (int n = 0; n < 4 * Kernel::group(0, i).count; ++n) {
       const int step = 4 * Kernel::group(0, i).first + n;
-      const uint64_t offset = (uint32_t(step / 4) * tile::kPanelBytes + uint32_t(step % 4) * 32) >> 4;
+      const uint64_t offset = tile::columns_on(step);
       arch::wgmma_ss(scores, a + offset, b + offset, step > 0);
     }
     if (i == Kernel::kGroups - kTurn && stage == 0) arrive_warp(s.turn);
@@ -113,8 +112,7 @@ HOPWELL_DEVICE float row_max(float scale_log2, const uint32_t (&valid)[4], float
   HOPWELL_UNROLL
   for (int r = 0; r < 2; ++r) {
     max[r] = fmaxf(part[2 * r], part[2 * r + 1]);
-    max[r] = fmaxf(max[r], arch::shuffle_xor(max[r], 1));
-    max[r] = fmaxf(max[r], arch::shuffle_xor(max[r], 2)) * unit;
+    max[r] = tile::max_of_quad(max[r]) * unit;
   }
   return unit;
 }
@@ -203,14 +201,11 @@ HOPWELL_DEVICE void softmax(const Params& p, Kernel& s, int self, uint32_t parit
 template <class Kernel>
 HOPWELL_DEVICE void finish_rows(const Params& p, Kernel& s, int self, const Piece& piece, uint32_t parity,
                                 const Rows& rows, float (&scale)[2]) {
-  constexpr float kLn2 = 0.693147180559945f, kLog2E = 1.44269504088896f;
   const int lane = arch::lane_index(), first = arch::warp_index() % 4 * 16 + lane / 4;
   float sum[2];
   HOPWELL_UNROLL
   for (int r = 0; r < 2; ++r) {
-    sum[r] = rows.sum[r];
-    sum[r] += arch::shuffle_xor(sum[r], 1);
-    sum[r] += arch::shuffle_xor(sum[r], 2);
+    sum[r] = tile::sum_of_quad(rows.sum[r]);
     if (lane % 4 == 0) s.sum[self][first + 8 * r] = sum[r], s.max[self][first + 8 * r] = rows.max[r];
   }
   arrive_warp(s.sums_full);
@@ -219,13 +214,12 @@ HOPWELL_DEVICE void finish_rows(const Params& p, Kernel& s, int self, const Piec
   for (int r = 0; r < 2; ++r) {
     const int row = first + 8 * r, head = piece.first_head + row;
     const float total = s.sum[0][row] + s.sum[1][row], both = fmaxf(s.max[0][row], s.max[1][row]);
-    const float lse = total == 0 ? INFINITY : (rows.reference[r] + arch::log2_approx(total)) * kLn2;
-    const float max = total != total && both != INFINITY ? total : both;  // fmaxf lost the NaN
+    const float lse = tile::lse_of(rows.reference[r], total), max = tile::max_or_nan(both, total);
     scale[r] = total == 0 ? 0 : 1 / total;
     if (p.attn_sink && total != 0 && head < p.h_q)
-      scale[r] /= 1 + arch::exp2_approx((p.attn_sink[head * p.sink_stride] - lse) * kLog2E);
+      scale[r] /= tile::sink_divisor(p.attn_sink[head * p.sink_stride], lse);
     const bool writes = self == 0 && lane % 4 == 0 && head < p.h_q;
-    if (writes && p.max_logits) p.max_logits[piece.query * p.max_stride_s + head * p.max_stride_h] = max * kLn2;
+    if (writes && p.max_logits) p.max_logits[piece.query * p.max_stride_s + head * p.max_stride_h] = max * tile::kLn2;
     if (writes && p.lse) p.lse[piece.query * p.lse_stride_s + head * p.lse_stride_h] = lse;
   }
 }
@@ -237,9 +231,8 @@ template <class Kernel>
 HOPWELL_DEVICE void multiply_values(Kernel& s, int self, int stage, const Probabilities& probabilities,
                                     const float (&factor)[2], float (&out)[2][64], bool first, bool free) {
   constexpr arch::WgmmaOptions kOptions{.b_major = arch::Major::mn};
-  constexpr uint64_t kOperand = arch::wgmma_descriptor({arch::Swizzle::bytes128, tile::kPanelBytes, 1024});
-  const uint64_t v =
-      arch::at_address(kOperand, arch::shared_address(s.keys[stage]) + uint32_t(self) * 4 * tile::kPanelBytes);
+  const uint64_t v = arch::at_address(tile::kRowsAcrossK,
+                                      arch::shared_address(s.keys[stage]) + uint32_t(self) * 4 * tile::kPanelBytes);
   if (!first && arch::ballot(factor[0] != 1 || factor[1] != 1) != 0) {
     HOPWELL_UNROLL
     for (int i = 0; i < 128; ++i) out[i / 64][i % 64] *= factor[i / 2 % 2];

@@ -1,18 +1,12 @@
-// Rows of bf16 into shared memory in the layout that wgmma reads: panels of 64 columns, rows of 128 bytes, 128-byte
-// swizzle.
+// Rows of bf16 from anywhere into the panels of a tile.
 #pragma once
 
 #include "arch/sm80/async_copy.hpp"
 #include "arch/sm80/memory.hpp"
 #include "arch/sm80/threads.hpp"
+#include "tile/gpu/panel.hpp"
 
 namespace hopwell::tile {
-
-inline constexpr int kTileRows = 64, kPanelColumns = 64;
-inline constexpr uint32_t kPanelBytes = kTileRows * kPanelColumns * 2;
-
-/// Where 16-byte chunk 0 to 7 of a row lies in a panel, in bytes. The panel is 1024-byte aligned.
-HOPWELL_DEVICE uint32_t swizzled(uint32_t row, uint32_t chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 
 /// The numbers of a tile's 64 rows: lane l of a warp holds those of rows l and l + 32. One outside of [0, limit) gives
 /// zeros.

@@ -1,0 +1,122 @@
+#include "refused.hpp"
+
+#include <string_view>
+#include <vector>
+
+namespace hopwell::cases {
+namespace {
+
+struct Reason {
+  std::string_view words;  // of the error
+  std::string_view cases;  // their names
+};
+struct Refusals {
+  std::string_view op, target;
+  std::vector<Reason> reasons;
+};
+
+// Of the cases that the emulator runs, by operator and target, in alphabetical order.
+const std::vector<Refusals>& all_refusals() {
+  static const std::vector<Refusals> all{
+      {"attention_distribution",
+       "sm90",
+       {
+           {"q and kv must be bfloat16",
+            "basic_fp32 basic_fp32_l1 constant_rows_fp32 constant_rows_fp32_l1 few_queries_many_keys "
+            "few_queries_many_keys_l1 invalid_indices_fp32 invalid_indices_fp32_l1 large_scores_fp32 "
+            "large_scores_fp32_l1 lengths_many_keys lengths_many_keys_l1 odd_widths_fp32 "
+            "odd_widths_fp32_l1 strided_fp32 strided_fp32_l1 v_is_k v_is_k_l1 width_1 width_1_l1"},
+           {"d_qk must be 576 or 512",
+            "empty_rows_many_keys empty_rows_many_keys_l1 many_queries many_queries_l1 odd_widths "
+            "odd_widths_l1"},
+       }},
+      {"lightning_indexer",
+       "sm90",
+       {
+           {"q_index and k_index must be bfloat16", "normal_fp32 odd_shape strided_exact"},
+           {"q_index must have rows of 16-byte pieces", "one_dimension queries_70000 strided"},
+       }},
+      {"lightning_indexer_backward",
+       "sm90",
+       {
+           {"q_index and k_index must be bfloat16",
+            "any_order_fp32 basic_fp32 nan_targets_fp32 odd_shape strided_fp32"},
+           {"q_index and k_index must have rows of whole 16-byte pieces", "any_order_strided one_dimension strided"},
+       }},
+      {"nvfp4_linear",
+       "sm90",
+       {
+           {"rows of x and weight must be 16-byte aligned, those of scales 4-byte, K at most 65536",
+            "all_codes_all_scales_n_16_fp16 empty_k huge_x_n_12 n_16_strided n_2 n_3_blocked n_70 n_8 "
+            "n_8_many_tiles nan_scales_blocked_n_5 non_finite_x_n_7 tiny_x_n_12"},
+           {"n must be 2 to 524288, n * N at most 2^38, x of 16 bits",
+            "all_codes_all_scales_n_1_bf16 basic cancelling_x empty_n fp32_blocked_bias full_range_fp16 "
+            "full_range_fp32 huge_x k_tail_fp16_bias long_k n_17_fp32 n_1_many_tiles_blocked "
+            "n_1_many_tiles_fp16 n_1_slices_end_anywhere nan_scales non_finite_x one_of_everything "
+            "outliers_bf16 subnormal_scales tiny_x wide_range_x_bf16 wide_range_x_fp16"},
+           {"for so few rows sm80 is faster", "n_20_pair n_24_few_rows"},
+           {"for so many rows sm80 is faster", "n_8_chunks"},
+       }},
+      {"paged_attention",
+       "sm90",
+       {
+           {"too many sequences and heads",
+            "batch_of_70_h_kv_1 batch_of_70_h_kv_2 group_fused_h_q_4_h_kv_4_fp16_q_len_3_window "
+            "group_fused_h_q_8_h_kv_2_fp16_q_len_3_window group_fused_h_q_9_h_kv_1_fp16_q_len_3_window "
+            "hnd_bf16_everything hnd_fp32_everything infinite_values_q_len_3_hnd_fp32 "
+            "infinite_values_q_len_3_vllm_fp32 nhd_bf16_everything nhd_fp32_everything q_len_16 q_len_2 "
+            "vllm_bf16_everything vllm_fp32_everything window_1000_hnd window_1000_vllm window_17_hnd "
+            "window_17_vllm window_1_hnd window_1_vllm window_4_hnd window_4_vllm window_huge"},
+           {"max_blocks * block must be at most 4096 for so few heads, or float32", "infinite_values_in_many_chunks"},
+           {"max_blocks * block must be at most 4096, and 16384 / b, for b above 1", "one_65536_among_512_bf16"},
+       }},
+      {"sparse_mla_backward",
+       "sm90",
+       {
+           {"q and kv must be bfloat16",
+            "basic_fp32 constant_rows_fp32 few_queries_many_keys invalid_indices_fp32 large_scores_fp32 "
+            "lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
+           {"d_qk must be 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
+           {"rows of q, kv, out, d_out and dq must be 16-byte aligned", "masks_h_q_40 strided"},
+       }},
+      {"sparse_mla_forward",
+       "sm80",
+       {
+           {"q and kv must be bfloat16",
+            "basic_fp32 constant_rows_fp32 few_queries_many_keys invalid_indices_fp32 large_scores_fp32 "
+            "lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
+           {"d_qk must be 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
+           {"rows of q and kv must be 16-byte aligned", "masks_h_q_40 strided"},
+       }},
+      {"sparse_mla_forward",
+       "sm90",
+       {
+           {"q and kv must be bfloat16",
+            "basic_fp32 constant_rows_fp32 few_queries_many_keys invalid_indices_fp32 large_scores_fp32 "
+            "lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
+           {"d_qk must be 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
+       }},
+  };
+  return all;
+}
+
+bool has_word(std::string_view words, std::string_view word) {
+  for (std::size_t at = 0; (at = words.find(word, at)) != std::string_view::npos; ++at) {
+    const std::size_t end = at + word.size();
+    if ((at == 0 || words[at - 1] == ' ') && (end == words.size() || words[end] == ' ')) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+std::string refusal(const std::string& op, const std::string& name, const std::string& target) {
+  for (const Refusals& refusals : all_refusals()) {
+    if (refusals.op != op || refusals.target != target) continue;
+    for (const Reason& reason : refusals.reasons)
+      if (has_word(reason.cases, name)) return std::string(reason.words);
+  }
+  return {};
+}
+
+}  // namespace hopwell::cases
