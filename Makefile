@@ -76,7 +76,7 @@ nightly: build
 	@cmake --build --preset asan --parallel $(JOBS) --target hopwell_python
 	@rm -rf build/asan/package && mkdir -p build/asan/package && cp -r python/hopwell build/asan/package
 	@cp build/asan/bindings/python/_hopwell.*.so build/asan/package/hopwell
-	@LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
+	@LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 	  PYTHONPATH=build/asan/package FUZZ_SECONDS=$(FUZZ_SECONDS) FUZZ_SEED=$(FUZZ_SEED) $(PYTHON) -m pytest -p no:cacheprovider tests/python/test_fuzz.py
 
 bench: build
