@@ -7,5 +7,5 @@
     judge.py    what `hopwell.reference` says a call returns, and how far off it may be
     run.py      the checks that a call must pass; rounds of calls until time is up
 
-`test_fuzz.py` runs it: one round of each in `make test`, for an hour under AddressSanitizer in `make nightly`.
+`test_fuzz.py` runs it: about a minute in `make test`, an hour under AddressSanitizer in `make nightly`.
 """
