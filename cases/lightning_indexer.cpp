@@ -277,7 +277,7 @@ std::vector<std::pair<std::string, Indexer>> forward_problems() {
       {"causal_positions",
        {.s_q = 40, .s_kv = 500, .h_index = 4, .topk = 64, .positions = Positions::kArray, .kv_stride = 4}},
       {"causal_before_start", {.topk = 8, .data = Data::kIntegers, .positions = Positions::kStart, .q_start = -5}},
-      // So many queries in a row that see none of the last keys that whoever scores those passes over a whole ring of them.
+      // The last keys are seen by late queries only: the warps that score them skip more queries than the ring has stages.
       {"causal_many_heads",
        {.s_q = 40,
         .s_kv = 420,

@@ -1,5 +1,5 @@
 // The emulated machine: one cluster of CTAs at a time, its threads, barriers and memories, and the scheduler.
-// Internal to the emulator; kernels see only arch functions, which call instructions.hpp.
+// Internal to the emulator; kernels see only arch functions, which call what sm80.hpp, sm90.hpp and sm100.hpp beside this declare.
 #pragma once
 
 #include <array>
@@ -321,7 +321,7 @@ class Machine {
   Epoch begin_transaction(Mbarrier& b);
   void complete_transaction(uint32_t address, uint32_t step, uint32_t bytes);
 
-  // ---- collectives (warp.cpp) ----
+  // ---- collectives (warp.inl) ----
   /// Meets the other lanes of `mask`; the last to arrive runs `action(rendezvous)` for all.
   template <class Action>
   void warp_collective(const char* instruction, uint32_t mask, void* argument, Action action);

@@ -1,5 +1,5 @@
 // sparse_mla_backward on Hopper: the tile of the main kernel. Where things lie in shared memory, the gather of keys,
-// the products, and how a panel of dKV is added to global memory. Roles, timeline and budget: sm90.cu.
+// the products, and how a panel of dKV is added to global memory. Roles, timeline and budget: sm90_single.hpp and sm90_pair.hpp.
 #pragma once
 
 #include "arch/sm80/async_copy.hpp"
@@ -89,7 +89,8 @@ HOPWELL_DEVICE Entries entries_of(const Params& p, const Place& place) {
 #if HOPWELL_HAS_SM90A
 
 // Byte offset of 16-byte chunk 0 to 7 of a row in a panel, and in the middle panel of the keys: d_qk 576 has nine
-// panels, the halves of dQ four and a half, and an operand must begin where its swizzle does.
+// panels, the halves of dQ four and a half, and an operand must begin where its swizzle does. The middle panel is two
+// narrow ones; with tile::swizzled_narrow other machine code comes out, which has not been timed.
 HOPWELL_DEVICE uint32_t swizzled_middle(int row, int chunk) {
   return uint32_t(chunk / 4 * 4096 + row * 64 + ((chunk % 4 ^ (row >> 1 & 3)) << 4));
 }

@@ -31,12 +31,12 @@ inline constexpr uint64_t kNarrowRowsAlongK = arch::wgmma_descriptor({arch::Swiz
 inline constexpr uint64_t kNarrowRowsAcrossK = arch::wgmma_descriptor({arch::Swizzle::bytes64, kPanelBytes / 2, 512});
 
 /// What to add to a descriptor of kRowsAlongK, so that the operand begins 16 · step columns on.
-HOPWELL_DEVICE uint64_t columns_on(int step, uint32_t panel_bytes = kPanelBytes) {
-  return (uint32_t(step / 4) * panel_bytes + uint32_t(step % 4) * 32) >> 4;
+HOPWELL_DEVICE uint64_t columns_on(int step) {
+  return (uint32_t(step / 4) * kPanelBytes + uint32_t(step % 4) * 32) >> 4;
 }
 
 /// Which rows and columns of a tile a lane addresses for ldmatrix, so that it gets A fragments of wgmma or mma: 16 rows for
-/// each warp of a warpgroup.
+/// each warp of a warpgroup. Apart from the loads, so that it can be found out while the tile is still on its way.
 struct FragmentLane {
   uint32_t lane = uint32_t(arch::lane_index()), row = uint32_t(arch::warp_index() % 4 * 16) + lane % 16;
 };
