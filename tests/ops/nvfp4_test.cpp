@@ -313,6 +313,21 @@ struct LinearInput {
   }
 };
 
+// As PyTorch gives empty tensors. Under the sanitizers nothing may be done with such a pointer, not even for 0 bytes.
+TEST(Nvfp4, NoRowsAndNoMemory) {
+  float global = 5;
+  for (const hopwell_scale_layout layout : {HOPWELL_SCALES_PLAIN, HOPWELL_SCALES_BLOCKED}) {
+    const Tensor scales = layout == HOPWELL_SCALES_PLAIN ? Tensor(static_cast<std::uint8_t*>(nullptr), {0, 2})
+                                                         : Tensor(static_cast<std::uint8_t*>(nullptr), {0});
+    nvfp4_quantize({.x = Tensor(static_cast<float*>(nullptr), {0, 32}),
+                    .scale_layout = layout,
+                    .codes = Tensor(static_cast<std::uint8_t*>(nullptr), {0, 16}),
+                    .scales = scales,
+                    .global_scale = Tensor(&global, {})});
+    EXPECT_EQ(global, 1.0F);
+  }
+}
+
 TEST(Nvfp4BadInput, Linear) {
   {
     LinearInput in;

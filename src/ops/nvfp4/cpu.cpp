@@ -337,7 +337,7 @@ void launch_quantize(const QuantizeProblem& p, Stream) {
   const float global = global_of(p);
   *p.global_scale.as<float>() = global;
   const std::int64_t columns = p.k / kBlock;
-  if (p.scales.blocked) std::memset(p.scales.data, 0, unsigned_size(hopwell::nvfp4::blocked_bytes(p.rows, columns)));
+  if (p.scales.blocked) std::fill_n(p.scales.data, hopwell::nvfp4::blocked_bytes(p.rows, columns), std::uint8_t{0});
   for_each_row_as_float(p, [&](std::int64_t row, const float* x) {
     std::uint8_t* codes = p.codes.as<std::uint8_t>() + row * p.codes.stride[0];
     if (!p.scales.blocked)
