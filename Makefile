@@ -1,6 +1,7 @@
 # make demo     set-up, build of what it needs, then train a small sparse-attention language model on real text, quantise it, generate
 # make test     set-up, build, then every test there is for this machine
-# make nightly  the fuzzer of all operators for an hour (FUZZ_SECONDS), under AddressSanitizer
+# make nightly  kernels on the emulator under many schedules (SCHEDULES times those of make test), then the fuzzer of all operators for an
+#               hour (FUZZ_SECONDS), under AddressSanitizer
 # make setup    tools and dependencies: Debian packages and .venv; nothing to do the second time
 # make build    the library and the command (build/), the Python package (into .venv)
 # make bench    every operator's benchmark against this machine's ceilings and torch, recorded under build/benchmarks
@@ -71,7 +72,11 @@ test-asan test-tsan: test-%: setup
 # The fuzzer for an hour, with the library and the module under AddressSanitizer. It must be loaded before Python.
 FUZZ_SECONDS ?= 3600
 FUZZ_SEED ?= $(shell date +%s)
+SCHEDULES ?= 10
 nightly: build
+	@HOPWELL_EMULATOR_SCHEDULES=$(SCHEDULES) ctest --preset $(PRESET) --timeout 36000 \
+	  --tests-regex '(Kernels|Operators).RightAndClean|arch_planted_bugs'
+	@for target in sm80 sm90 sm100; do build/$(PRESET)/hopwell check --backend emu:$$target --seeds $(SCHEDULES) || exit 1; done
 	@cmake --preset asan --log-level=WARNING >/dev/null
 	@cmake --build --preset asan --parallel $(JOBS) --target hopwell_python
 	@rm -rf build/asan/package && mkdir -p build/asan/package && cp -r python/hopwell build/asan/package

@@ -229,6 +229,8 @@ std::vector<std::pair<std::string, Gemv>> gemv_problems() {
       {"slices_end_anywhere", {.m = 50, .k = 4800, .l = 3, .out = DType::kBFloat16}},
       {"many_tiles_blocked", {.m = 300, .k = 192, .l = 2, .out = DType::kFloat32, .blocked = true}},
       {"long_k", {.m = 24, .k = 16384, .alpha = 0.0625F}},
+      {"longer_k", {.m = 130, .k = 32800, .out = DType::kFloat32, .scale_bytes = ScaleBytes::kAny}},
+      {"tail_blocked", {.m = 200, .k = 352, .l = 2, .blocked = true, .scale_bytes = ScaleBytes::kSomeNan}},
       {"reference_data", {.m = 256, .k = 2048, .l = 2, .blocked = true, .padded = true, .alpha = 0.0625F}},
   };
 }

@@ -319,7 +319,7 @@ void add_sizes(std::vector<Config>& all) {
                      .d = 32,
                      .emulated = b == 70});
   }
-  // As many strips as the emulator has multiprocessors, and nearly as many as an H200 has: each CTA takes a whole one.
+  // As many row blocks as the emulator has multiprocessors, and nearly as many as an H200 has: a whole one a CTA.
   for (const std::size_t b : {4, 64})
     all.push_back({.name = "equal_lengths_of_" + std::to_string(b),
                    .dtype = DType::kBFloat16,

@@ -19,6 +19,7 @@ foreach(backend sm80 sm90 sm100)
   set_target_properties(hopwell_${backend} PROPERTIES
     CUDA_ARCHITECTURES "${HOPWELL_ARCHITECTURE_${backend}}" CUDA_VISIBILITY_PRESET hidden)
   target_include_directories(hopwell_${backend} PRIVATE include src)
+  target_compile_definitions(hopwell_${backend} PRIVATE HOPWELL_TARGET=${backend})
   # ptxas' report of registers, shared memory and spills is kept for the test that reads it.
   target_compile_options(hopwell_${backend} PRIVATE --expt-relaxed-constexpr -Xptxas=-v)
   target_link_libraries(hopwell_${backend} PRIVATE dlpack::dlpack)

@@ -24,6 +24,9 @@ struct LaunchShape {
   uint32_t cluster = 1;
   size_t shared_bytes = 0;
   bool programmatic_dependency = false;  // may start before the kernel ahead of it ends: see griddepcontrol_wait
+  // All CTAs run at the same time, so that they may wait for each other, or the launch fails. The emulator runs CTAs
+  // one after another: there one may wait only for those with lower numbers.
+  bool cooperative = false;
 };
 
 #if HOPWELL_ON_DEVICE
@@ -54,7 +57,7 @@ cudaError_t launch(void (*kernel)(Parameters...), const LaunchShape& shape, cuda
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shape.shared_bytes));
     if (error != cudaSuccess) return error;
   }
-  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchAttribute attributes[3] = {};
   unsigned count = 0;
   if (shape.cluster > 1) {
     attributes[count].id = cudaLaunchAttributeClusterDimension;
@@ -63,6 +66,10 @@ cudaError_t launch(void (*kernel)(Parameters...), const LaunchShape& shape, cuda
   if (shape.programmatic_dependency) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (shape.cooperative) {
+    attributes[count].id = cudaLaunchAttributeCooperative;
+    attributes[count++].val.cooperative = 1;
   }
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(shape.grid.x, shape.grid.y, shape.grid.z);

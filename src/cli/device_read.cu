@@ -27,16 +27,16 @@ __global__ void __launch_bounds__(512) read(const uint4* from, size_t count, uin
 }  // namespace
 
 void enqueue_device_read(int variant, const void* from, std::size_t bytes, Stream stream) {
-  static const int multiprocessors = [] {
-    int count = 0;
-    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, 0);
-    return count;
-  }();
+  const auto require = [](cudaError_t error) {
+    if (error != cudaSuccess) throw Error(HOPWELL_DEVICE_ERROR, cudaGetErrorString(error));
+  };
+  int device = 0, multiprocessors = 0;
+  require(cudaGetDevice(&device));
+  require(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
   const int grid = multiprocessors * (1 << variant % 3);
   const auto kernel = variant < 3 ? read<4> : read<8>;
   kernel<<<grid, 512, 0, static_cast<cudaStream_t>(stream)>>>(static_cast<const uint4*>(from), bytes / 16, nullptr);
-  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess)
-    throw Error(HOPWELL_DEVICE_ERROR, cudaGetErrorString(error));
+  require(cudaGetLastError());
 }
 
 }  // namespace hopwell::cli

@@ -1,5 +1,5 @@
-// The C functions of an operator, over its C++ ones: null pointers refused, zeros turned into defaults, exceptions into
-// a status and a message.
+// What every operator's C++ and C functions do, given its name and its check. C's are over C++'s: null pointers refused,
+// zeros turned into defaults, exceptions into a status and a message.
 #pragma once
 
 #include <cstddef>
@@ -23,22 +23,43 @@ Args with_defaults(Args args) {
   return args;
 }
 
-template <class Args>
-hopwell_status call(const char* operator_name, void (*function)(const Args&, Stream), const Args* args, Stream stream) {
-  return guarded([&] {
-    Checker(operator_name).require(args != nullptr, "args", "given", "null");
-    function(with_defaults(*args), stream);
-  });
-}
+// An operator's entry: an object at namespace scope, which also enters it into operators(). `check` makes of the
+// arguments a problem that all backends may rely on, or throws.
+//
+//     const runtime::Entry entry{"sparse_mla_forward", check};
+template <class Args, class Problem>
+class Entry {
+ public:
+  Entry(const char* name, Problem (*check)(const Args&)) : name_(name), check_(check), in_table_(name) {}
 
-template <class Args>
-hopwell_status call(const char* operator_name, std::size_t (*workspace_bytes)(const Args&), const Args* args,
-                    std::size_t* bytes) {
-  return guarded([&] {
-    Checker(operator_name).require(args != nullptr, "args", "given", "null");
-    Checker(operator_name).require(bytes != nullptr, "bytes", "given", "null");
-    *bytes = workspace_bytes(with_defaults(*args));
-  });
-}
+  void run(const Args& args, Stream stream) const { runtime::run(name_, check_(args), args.backend, stream); }
+  [[nodiscard]] std::size_t workspace_bytes(const Args& args) const {
+    return runtime::workspace_bytes(name_, check_(args), args.backend);
+  }
+  [[nodiscard]] std::string explain(const Args& args) const { return runtime::explain(check_(args)); }
+
+  hopwell_status run_from_c(const Args* args, Stream stream) const {
+    return from_c(args, [&](const Args& given) { run(given, stream); });
+  }
+  hopwell_status workspace_bytes_from_c(const Args* args, std::size_t* bytes) const {
+    return from_c(args, [&](const Args& given) {
+      Checker(name_).require(bytes != nullptr, "bytes", "given", "null");
+      *bytes = workspace_bytes(given);
+    });
+  }
+
+ private:
+  template <class Function>
+  hopwell_status from_c(const Args* args, const Function& function) const {
+    return guarded([&] {
+      Checker(name_).require(args != nullptr, "args", "given", "null");
+      function(with_defaults(*args));
+    });
+  }
+
+  const char* name_;
+  Problem (*check_)(const Args&);
+  Operator<Problem> in_table_;
+};
 
 }  // namespace hopwell::runtime

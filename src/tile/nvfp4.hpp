@@ -52,6 +52,12 @@ constexpr std::int64_t blocked_offset(std::int64_t row, std::int64_t scale, std:
          scale % 4;
 }
 
+// A tensor's global scale: a number, or one in memory on the operator's device, which wins.
+struct Global {
+  const float* pointer = nullptr;
+  float value = 1;
+};
+
 // Where a matrix's scales lie.
 struct Scales {
   std::uint8_t* data = nullptr;

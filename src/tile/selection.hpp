@@ -5,7 +5,6 @@
 #include <cstdint>
 
 #include "arch/platform.hpp"
-#include "runtime/check.hpp"
 
 namespace hopwell {
 
@@ -66,61 +65,5 @@ struct Selection {
     return valid;
   }
 };
-
-// Checks q_positions, q_start and kv_stride. Dimensions "s_q" and "s_kv" are bound already.
-template <class Args>
-Causality check_causality(Checker& check, const Args& args) {
-  const View positions = check.optional_input("q_positions", args.q_positions, {DType::kInt32}, {"s_q"}, Layout::kAny);
-  check.rule(!(positions && args.has_q_start), "q_positions and q_start exclude each other");
-  check.require(args.kv_stride >= 1, "kv_stride", "at least 1", args.kv_stride);
-  // Keeps q_start + s within 64 bits for every s_q; no sequence is longer than 2^62 tokens.
-  constexpr std::int64_t kLimit = std::int64_t{1} << 62;
-  check.require(!args.has_q_start || (args.q_start > -kLimit && args.q_start < kLimit), "q_start",
-                "between -2^62 and 2^62", args.q_start);
-  return {positions.as<const std::int32_t>(), positions ? positions.stride[0] : 0, args.has_q_start, args.q_start,
-          args.kv_stride};
-}
-
-// Checks indices and all that masks them. "s_q" and "s_kv" are bound already; binds "topk".
-template <class Args>
-Selection check_selection(Checker& check, const Args& args) {
-  const bool flat = args.indices != nullptr && args.indices->ndim == 2;
-  View indices =
-      check.input("indices", args.indices, {DType::kInt32}, flat ? Shape{"s_q", "topk"} : Shape{"s_q", "h_kv", "topk"});
-  if (!flat) {
-    check.require(check["h_kv"] == 1, "indices", "int32 [s_q, h_kv=1, topk]",
-                  "h_kv = " + std::to_string(check["h_kv"]));
-    indices = indices.squeezed(1);
-  }
-  const View length = check.optional_input("topk_length", args.topk_length, {DType::kInt32}, {"s_q"}, Layout::kAny);
-  return {indices.as<const std::int32_t>(),
-          indices.stride[0],
-          length.as<const std::int32_t>(),
-          length ? length.stride[0] : 0,
-          check_causality(check, args),
-          check["s_q"],
-          check["s_kv"],
-          check["topk"]};
-}
-
-// q [s_q, h_q, d_qk] and kv [s_kv, h_kv = 1, d_qk] or [s_kv, d_qk] of one dtype; kv comes back as [s_kv, d_qk].
-struct QueriesAndKeys {
-  View q, kv;
-};
-template <class Args>
-QueriesAndKeys check_q_kv(Checker& check, const Args& args) {
-  const View q = check.input("q", args.q, {DType::kBFloat16, DType::kFloat32}, {"s_q", "h_q", "d_qk"});
-  const bool flat = args.kv != nullptr && args.kv->ndim == 2;
-  View kv = check.input("kv", args.kv, {q.dtype}, flat ? Shape{"s_kv", "d_qk"} : Shape{"s_kv", "h_kv", "d_qk"});
-  if (!flat) {
-    check.require(check["h_kv"] == 1, "kv", "[s_kv, h_kv=1, d_qk]", "h_kv = " + std::to_string(check["h_kv"]));
-    kv = kv.squeezed(1);
-  }
-  check.require(check["h_q"] >= 1, "q", "[s_q, h_q >= 1, d_qk]", "h_q = " + std::to_string(check["h_q"]));
-  check.require(check["d_qk"] >= 1, "q", "[s_q, h_q, d_qk >= 1]", "d_qk = " + std::to_string(check["d_qk"]));
-  check.require(check["s_kv"] <= INT32_MAX, "kv", "of at most 2^31 - 1 rows (indices are int32)", check["s_kv"]);
-  check.finite("sm_scale", args.sm_scale);
-  return {q, kv};
-}
 
 }  // namespace hopwell

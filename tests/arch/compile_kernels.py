@@ -33,14 +33,20 @@ HEADERS = [
 ]
 # What compile/sm100_instructions.cu must contain once compiled: every instruction that only sm_100a has.
 GROUPS = ("cta_group::1", "cta_group::2")
+KINDS = ("f16", "mxf4nvf4.block_scale.block16")
+COLLECTOR_USES = ("fill", "use", "lastuse", "discard")
 COPIES = ("128x256b", "128x128b", "64x128b.warpx2::02_13", "64x128b.warpx2::01_23", "32x128b.warpx4", "4x256b")
 SHAPES = ("32x32b.x32", "16x64b.x4", "16x128b.x2", "16x256b.x1", "16x32bx2.x4")
+MULTICAST = ("", ".multicast::cluster")
+POLICY = ("", ".L2::cache_hint")
 COMMIT = "mbarrier::arrive::one.shared::cluster"
 SM100_PTX = [
     *[f"tcgen05.{name}.{g}" for name in ("alloc", "dealloc", "relinquish_alloc_permit") for g in GROUPS],
-    *[f"tcgen05.mma.{g}.kind::{kind}" for kind in ("f16", "mxf4nvf4.block_scale.block16") for g in GROUPS],
-    "tcgen05.mma.ws.cta_group::1.kind::f16",
-    *[f"tcgen05.commit.{g}.{COMMIT}{m}.b64" for m in ("", ".multicast::cluster") for g in GROUPS],
+    *[f"tcgen05.mma.{g}.kind::{kind} " for kind in KINDS for g in GROUPS],
+    "tcgen05.mma.ws.cta_group::1.kind::f16 ",
+    *[f"tcgen05.mma.{g}.kind::{k}.collector::a::{use} " for k in KINDS for use in COLLECTOR_USES for g in GROUPS],
+    *[f"tcgen05.mma.ws.cta_group::1.kind::f16.collector::b{b}::{use} " for b in range(4) for use in COLLECTOR_USES],
+    *[f"tcgen05.commit.{g}.{COMMIT}{m}.b64" for m in MULTICAST for g in GROUPS],
     *[f"tcgen05.cp.{g}.{shape}" for shape in COPIES for g in GROUPS],
     *[f"tcgen05.shift.{g}.down" for g in GROUPS],
     *[f"tcgen05.{op}.sync.aligned.{shape}" for op in ("ld", "st") for shape in SHAPES],
@@ -48,7 +54,7 @@ SM100_PTX = [
     "tcgen05.wait::st",
     "tcgen05.fence::before_thread_sync",
     "tcgen05.fence::after_thread_sync",
-    *[f"tile::gather4.mbarrier::complete_tx::bytes.{g}" for g in GROUPS],
+    *[f"tile::gather4.mbarrier::complete_tx::bytes{m}.{g}{p} " for m in MULTICAST for g in GROUPS for p in POLICY],
     "tile::scatter4.bulk_group",
     ".tile.mbarrier::complete_tx::bytes.cta_group::2",
     "clusterlaunchcontrol.try_cancel.async",

@@ -200,6 +200,23 @@ TEST(TensorMemory, DataPaths) {
   EXPECT_EQ(accumulator_coord(DataPath::four, 128, 3, 97), (Coord{99, 1}));  // G: last quarter of N from lane 96
 }
 
+// Row m of A is in the lane of row m of D, in every part of the lanes that has a part of N.
+TEST(TensorMemory, LanesOfA) {
+  const struct {
+    DataPath path;
+    int m, segments;
+  } layouts[] = {{DataPath::full, 128, 1}, {DataPath::half, 64, 1}, {DataPath::two, 64, 2}, {DataPath::four, 32, 4}};
+  for (auto [path, m_count, segments] : layouts)
+    for (int segment = 0; segment < segments; ++segment)
+      for (int m = 0; m < m_count; ++m)
+        for (int n = segment * (128 / segments); n < (segment + 1) * (128 / segments); ++n)
+          ASSERT_EQ(a_lane(path, m_count, segment, m), accumulator_coord(path, 128, m, n).row);
+  // B: what tcgen05.cp.64x128b.warpx2::02_13 writes from row m.
+  for (int m = 0; m < 64; ++m)
+    for (int segment = 0; segment < 2; ++segment)
+      EXPECT_EQ(a_lane(DataPath::two, 64, segment, m), copy_lanes(CopyShape::b64x128_02_13, m)[size_t(segment)]);
+}
+
 TEST(TensorMemory, LoadAndStoreShapesCoverTheirBlockOnce) {
   for (int num : {1, 2, 4, 8, 16, 32, 64, 128}) {
     const auto map = [](TmemShape s, int split) {

@@ -3,12 +3,14 @@
 
 #include <gtest/gtest.h>
 
-#include <fstream>
+#include <algorithm>
+#include <cstdlib>
 #include <functional>
 #include <source_location>
 #include <string>
 
 #include "arch/emu/launch.hpp"
+#include "source.hpp"
 
 namespace hopwell::arch::test {
 
@@ -19,9 +21,15 @@ inline emu::Options options_for(uint64_t seed) {
   return o;
 }
 
+/// How many seeds a test takes that usually takes so many: HOPWELL_EMULATOR_SCHEDULES times as many (make nightly).
+inline uint64_t schedules(uint64_t usual) {
+  const char* times = std::getenv("HOPWELL_EMULATOR_SCHEDULES");
+  return usual * std::max<uint64_t>(1, times ? std::strtoull(times, nullptr, 10) : 1);
+}
+
 /// No finding over `seeds` seeds, which take the three schedules in turn.
 inline void expect_clean(const emu::LaunchShape& shape, const std::function<void()>& kernel, uint64_t seeds = 50) {
-  for (uint64_t seed = 0; seed < seeds; ++seed) {
+  for (uint64_t seed = 0; seed < schedules(seeds); ++seed) {
     const emu::Report report = emu::launch(shape, options_for(seed), kernel);
     ASSERT_TRUE(report.clean()) << "seed " << seed << "\n" << report.text();
   }
@@ -29,10 +37,9 @@ inline void expect_clean(const emu::LaunchShape& shape, const std::function<void
 
 /// Line of `file` that ends with the comment `// @name`; 0 if there is none.
 inline uint32_t marked_line(const std::string& file, const std::string& name) {
-  std::ifstream in(file);
-  std::string line;
-  for (uint32_t number = 1; std::getline(in, line); ++number)
-    if (line.ends_with("// @" + name)) return number;
+  const std::vector<std::string> lines = source_lines(file);
+  for (size_t i = 0; i < lines.size(); ++i)
+    if (lines[i].ends_with("// @" + name)) return uint32_t(i + 1);
   return 0;
 }
 

@@ -6,13 +6,14 @@
 
 #include <cmath>
 #include <ctime>
-#include <fstream>
 #include <random>
 #include <vector>
 
 #include "arch/emu/launch.hpp"
 #include "arch/emu/numeric.hpp"
+#include "arch/emu/work.hpp"
 #include "harness.hpp"
+#include "mutant.hpp"
 
 namespace hopwell::arch::kernels {
 namespace {
@@ -195,7 +196,7 @@ class Kernels : public testing::TestWithParam<size_t> {};
 
 TEST_P(Kernels, RightAndCleanOverFiftySeeds) {
   const Subject subject = subjects()[GetParam()];
-  for (uint64_t seed = 0; seed < 50; ++seed) {
+  for (uint64_t seed = 0; seed < test::schedules(50); ++seed) {
     emu::Session session(test::options_for(seed));
     const double error = subject.run();
     ASSERT_LE(error, subject.tolerance) << subject.name << ", seed " << seed;
@@ -219,11 +220,23 @@ TEST(BackwardFlow, RightCleanAndFast) {
   std::printf("mla_backward_flow: %.2f ms of one core a block of 64 keys, checker on\n", best);
 }
 
-bool has_kept_comment(const emu::CallSite& site) {
-  std::ifstream in(site.file);
-  std::string line;
-  for (uint32_t i = 0; i < site.line; ++i) std::getline(in, line);
-  return line.find("// kept:") != std::string::npos;
+// What a block of 64 keys asks for: the difference that one block more makes.
+TEST(BackwardFlow, AsksForWhatItsShapesSay) {
+  const auto count = [](int blocks) {
+    const emu::WorkCount work(emu::kB200);
+    emu::Session session({});
+    flow_subject(blocks).run();
+    return work.total();
+  };
+  const emu::Work one = count(1), two = count(2);
+  EXPECT_EQ(two.products - one.products, 116U);
+  EXPECT_EQ(two.operand_bytes - one.operand_bytes, 589824U);
+  EXPECT_DOUBLE_EQ(two.tensor_cycles - one.tensor_cycles, 589824.0 / 128);  // operands bind every product here
+  EXPECT_EQ(two.gathers - one.gathers, 16U * 9);                            // of four rows, for each panel of 64
+  EXPECT_EQ(two.copied_bytes - one.copied_bytes, 64U * 576 * 2);
+  EXPECT_EQ(two.tmem_loaded - one.tmem_loaded, (2 * 64 + 576) * 64U * 4);  // S, dP, dK
+  EXPECT_EQ(two.exponentials - one.exponentials, 64U * 64);
+  EXPECT_EQ(two.added_bytes - one.added_bytes + two.added_scalars - one.added_scalars, 576U * 64 * 4);
 }
 
 // Leaves out one synchronisation call of the source at a time: some seed must notice, by a finding or by wrong numbers.
@@ -237,17 +250,42 @@ TEST_P(Kernels, EverySynchronisationCallIsNeeded) {
   }
   ASSERT_GE(sites.size(), 8u) << subject.name;
   for (const emu::SynchronisationSite& site : sites) {
-    bool noticed = false;
-    for (uint64_t seed = 0; seed < 6 && !noticed; ++seed) {
-      emu::Options options = test::options_for(seed);
-      options.leave_out = site.where;
-      emu::Session session(options);
-      const double error = subject.run();
-      noticed = !session.report.clean() || !(error <= subject.tolerance);
-    }
-    EXPECT_TRUE(noticed || has_kept_comment(site.where)) << subject.name << ": " << site.instruction << " at "
-                                                         << emu::to_string(site.where) << " can be left out unnoticed";
+    if (test::is_kept(site.where)) continue;
+    const std::string call = site.instruction + " at " + emu::to_string(site.where);
+    const test::Verdict mutant = test::in_child([&] {
+      bool noticed = false;
+      for (uint64_t seed = 0; seed < 6 && !noticed; ++seed) {
+        emu::Options options = test::options_for(seed);
+        options.leave_out = site.where;
+        emu::Session session(options);
+        const double error = subject.run();
+        noticed = !session.report.clean() || !(error <= subject.tolerance);
+      }
+      return noticed;
+    });
+    EXPECT_TRUE(mutant.noticed) << subject.name << ": " << call << " can be left out unnoticed";
+    if (!mutant.how.empty()) std::printf("%s: noticed by %s\n", call.c_str(), mutant.how.c_str());
   }
+}
+
+TEST(Mutants, EndNothingButThemselves) {
+  EXPECT_FALSE(test::in_child([] { return false; }).noticed);
+  const test::Verdict noticed = test::in_child([] { return true; });
+  EXPECT_TRUE(noticed.noticed && noticed.how.empty());
+  const test::Verdict crash = test::in_child([] { return raise(SIGSEGV) == 0; });
+  EXPECT_TRUE(crash.noticed);
+  EXPECT_EQ(crash.how, "a crash: Segmentation fault");
+  const test::Verdict hang = test::in_child(
+      [] {
+        volatile bool for_ever = true;
+        while (for_ever) {
+        }
+        return false;
+      },
+      1);
+  EXPECT_TRUE(hang.noticed);
+  EXPECT_EQ(hang.how, "a hang");
+  EXPECT_EQ(test::in_child([]() -> bool { throw 1; }).how, "an exception");
 }
 
 INSTANTIATE_TEST_SUITE_P(Each, Kernels, testing::Range(size_t{0}, size_t{5}));

@@ -1,6 +1,6 @@
-// Blackwell instructions on the emulator, one by one, against plain arithmetic. (What Hopper has is certified on
-// hardware; see certify/.)
-#include "harness.hpp"
+// Blackwell's tensor memory and products on the emulator, one by one, against plain arithmetic. (What Hopper has is
+// certified on hardware; see certify/.)
+#include "sm100_harness.hpp"
 
 #include <cmath>
 #include <random>
@@ -8,51 +8,10 @@
 #include <vector>
 
 #include "arch/emu/numeric.hpp"
-#include "arch/sm100/cluster_launch.hpp"
-#include "arch/sm100/convert.hpp"
 #include "arch/sm100/tcgen05.hpp"
-#include "arch/sm100/tma.hpp"
-#include "arch/sm90/make_tensor_map.hpp"
 
 namespace hopwell::arch {
 namespace {
-
-using emu::Kind;
-using test::expect_clean;
-
-struct Shared {
-  alignas(1024) unsigned char a[65536];
-  alignas(1024) unsigned char b[65536];
-  mbarrier full, done;
-  uint32_t tmem;
-};
-emu::LaunchShape shape(uint32_t threads, uint32_t cluster = 1, uint32_t grid = 0) {
-  return {{grid ? grid : cluster, 1, 1}, {threads, 1, 1}, {cluster, 1, 1}, sizeof(Shared)};
-}
-
-/// Allocates tensor memory, runs `body(shared)` in all threads, frees it.
-template <int kCtaGroup, class Body>
-void with_tensor_memory(uint32_t columns, Body body) {
-  auto& s = dynamic_smem<Shared>();
-  const int warp = thread_index() / 32;
-  if (thread_index() == 0) {
-    mbarrier_init(s.full, 1);
-    mbarrier_init(s.done, 1);
-    fence_mbarrier_init();
-  }
-  if (warp == 0) tmem_allocate<kCtaGroup>(s.tmem, columns);
-  if (kCtaGroup == 2)
-    cluster_sync();
-  else
-    syncthreads();
-  body(s);
-  tcgen05_fence_before_thread_sync();
-  if (kCtaGroup == 2)
-    cluster_sync();
-  else
-    syncthreads();
-  if (warp == 0) tmem_deallocate<kCtaGroup>(s.tmem, columns);
-}
 
 // ---- loads and stores -----------------------------------------------------------------------------------------------
 
@@ -154,9 +113,20 @@ struct Operand {
 struct Product {
   int m, n, cta_group = 1;
   bool ws = false, a_in_tmem = false, negate_a = false;
+  bool side_by_side = false;  // every half or quarter of the lanes has an A of its own
   Half type = Half::bf16;
   Major a_major = Major::k, b_major = Major::k;
 };
+
+// How many parts of N lie side by side in the lanes.
+int segments_of(const Product& p) {
+  const emu::DataPath path = emu::data_path(p.m, p.cta_group, p.ws);
+  return path == emu::DataPath::two ? 2 : path == emu::DataPath::four ? 4 : 1;
+}
+// The number of element (m, 0) of the A that is multiplied for part `segment` of N.
+uint32_t a_index(const Product& p, int m, int segment) {
+  return uint32_t(m * 16 + (p.side_by_side ? 40000 * segment : 0));
+}
 
 float element(uint32_t index, Half type) {  // exact in both types
   const float v = float(int(index * 2654435761u >> 24) - 128) * 0x1p-7f;
@@ -179,15 +149,16 @@ void multiply(const Product& p, std::vector<float>& d) {
     for (int i = t; i < b_rows * 16; i += 128)
       *reinterpret_cast<uint16_t*>(s.b + b.offset(i / 16, i % 16)) =
           element_bits(uint32_t(9000 + rank * b_rows * 16 + i), p.type);
-    if (p.a_in_tmem) {  // row m in the lanes of row m of D, for every segment of N
+    if (p.a_in_tmem) {
       const emu::DataPath path = emu::data_path(p.m, kCtaGroup, p.ws);
       uint32_t words[8] = {};
-      for (int m = 0; m < rows; ++m)
-        for (int n = 0; n < p.n; ++n)
-          if (emu::accumulator_coord(path, p.n, m, n).row == t)
-            for (int k = 0; k < 8; ++k)
-              words[k] = uint32_t(element_bits(uint32_t(rank * rows * 16 + m * 16 + 2 * k), p.type)) |
-                         uint32_t(element_bits(uint32_t(rank * rows * 16 + m * 16 + 2 * k + 1), p.type)) << 16;
+      for (int segment = 0; segment < segments_of(p); ++segment)
+        for (int m = 0; m < rows; ++m)
+          if (emu::a_lane(path, rows, segment, m) == t)
+            for (uint32_t k = 0; k < 8; ++k) {
+              const uint32_t index = a_index(p, rank * rows + m, segment) + 2 * k;
+              words[k] = uint32_t(element_bits(index, p.type)) | uint32_t(element_bits(index + 1, p.type)) << 16;
+            }
       tmem_store<TmemShape::b32x32>(tmem_address(s.tmem, 32 * warp, 256), words);
       tmem_wait_store();
     }
@@ -254,7 +225,8 @@ void check_product(const Product& p) {
     for (int n = 0; n < p.n; ++n) {
       double sum = 0;
       for (int k = 0; k < 16; ++k)
-        sum += 2 * double(element(uint32_t(m * 16 + k), p.type)) * double(element(uint32_t(9000 + n * 16 + k), p.type));
+        sum += 2 * double(element(a_index(p, m, n / (p.n / segments_of(p))) + uint32_t(k), p.type)) *
+               double(element(uint32_t(9000 + n * 16 + k), p.type));
       const emu::Coord c = emu::accumulator_coord(emu::data_path(p.m, p.cta_group, p.ws), p.n, m % rows, n);
       const double error =
           std::fabs((p.negate_a ? -sum : sum) - double(d[size_t(m / rows * 65536 + c.row * 512 + c.col)]));
@@ -273,8 +245,18 @@ TEST(Products, EveryDataPathFromSharedAndTensorMemory) {
     check_product({.m = 64, .n = 128, .ws = true, .a_in_tmem = a_in_tmem});
     check_product({.m = 32, .n = 256, .ws = true, .a_in_tmem = a_in_tmem});
     check_product({.m = 256, .n = 64, .cta_group = 2, .a_in_tmem = a_in_tmem});
+    check_product({.m = 128, .n = 96, .cta_group = 2, .a_in_tmem = a_in_tmem});
+    check_product({.m = 128, .n = 256, .cta_group = 2, .a_in_tmem = a_in_tmem});
   }
-  check_product({.m = 128, .n = 96, .cta_group = 2});
+}
+
+// The "dual GEMM" of .ws with A in tensor memory: halves of K in the halves of the lanes, say, to be added afterwards.
+TEST(Products, SideBySideWithAnAInEveryPartOfTheLanes) {
+  for (int n : {64, 128, 256}) {
+    check_product({.m = 64, .n = n, .ws = true, .a_in_tmem = true, .side_by_side = true});
+    check_product({.m = 32, .n = n, .ws = true, .a_in_tmem = true, .side_by_side = true});
+  }
+  check_product({.m = 64, .n = 128, .ws = true, .a_in_tmem = true, .side_by_side = true, .b_major = Major::mn});
 }
 
 TEST(Products, MajorsTypesAndSigns) {
@@ -286,12 +268,6 @@ TEST(Products, MajorsTypesAndSigns) {
 }
 
 TEST(Products, WhatIsNotModelledSaysSo) {
-  const emu::Report report = emu::launch(shape(128, 2), {}, [] {
-    std::vector<float> d(2 * 65536);
-    multiply<2>({.m = 128, .n = 64, .cta_group = 2, .a_in_tmem = true}, d);
-  });
-  ASSERT_TRUE(report.has(Kind::unsupported)) << report.text();
-  EXPECT_NE(report.text().find("tcgen05.mma"), std::string::npos);
   const auto refuses = [](const char* name, auto instruction) {
     const emu::Report of_one = emu::launch(shape(128), {}, [&] { with_tensor_memory<1>(32, instruction); });
     EXPECT_TRUE(of_one.has(Kind::unsupported)) << of_one.text();
@@ -374,148 +350,177 @@ TEST(Products, Nvfp4InACtaPair) {
   check_nvfp4(true);
 }
 
-// ---- copies to tensor memory ----------------------------------------------------------------------------------------
-
-template <CopyShape kShape>
-void check_copy() {
-  std::vector<uint32_t> got(128 * 8);
+// Two steps of K 64 in one CTA, N from 8 on; scales of B in tiles of 128 rows, whatever N is.
+void check_nvfp4_width(int n) {
+  std::vector<float> d(128 * 256, NAN);
+  const int tiles = (n + 127) / 128;
+  const auto code = [](int row, int byte) { return uint8_t(uint32_t(row * 64 + byte) * 2654435761u >> 24); };
+  const auto scale = [](int row, int block) { return uint8_t(0x30 + (uint32_t(row * 8 + block) * 40503u >> 8) % 16); };
   expect_clean(
       shape(128),
       [&] {
-        with_tensor_memory<1>(32, [&](Shared& s) {
+        with_tensor_memory<1>(512, [&](Shared& s) {
           const int t = thread_index(), warp = t / 32;
-          for (int i = t; i < 2048; i += 128) reinterpret_cast<uint32_t*>(s.a)[i] = uint32_t(i);
+          const auto fill = [&](unsigned char* memory, int rows, int first) {
+            for (int i = t; i < rows * 64; i += 128)
+              memory[(i / 64 * 128 + i % 64) ^ (i / 64 % 8 << 4)] = code(first + i / 64, i % 64);
+          };
+          fill(s.a, 128, 0);
+          fill(s.b, n, 1000);
+          const auto fill_scales = [&](unsigned char* memory, int rows, int first) {
+            for (int i = t; i < rows * 8; i += 128)  // row, step, block
+              memory[(i / 1024 * 2 + i % 8 / 4) * 512 + int(emu::scale_tile_offset(i / 8 % 128, i % 4))] =
+                  scale(first + i / 8, i % 8);
+          };
+          fill_scales(s.a + 32768, 128, 0);
+          fill_scales(s.b + 32768, 128 * tiles, 1000);
           fence_proxy_async();
           syncthreads();
-          if (t ==
-              0) {  // core matrices of 8 rows × 16 bytes: 128 bytes each, the second column of them 2,048 bytes further
-            tcgen05_copy<1, kShape>(s.tmem,
-                                    at_address(tcgen05_descriptor({Swizzle::none, 2048, 128}), shared_address(s.a)));
+          if (t == 0) {
+            constexpr uint64_t kScales = tcgen05_descriptor({Swizzle::none, 16, 128});
+            const uint32_t instruction = nvfp4_instruction_descriptor(128, n), a = shared_address(s.a),
+                           b = shared_address(s.b), scale_a = s.tmem + 256, scale_b = s.tmem + 260;
+            for (uint32_t step = 0; step < 2; ++step) {  // the copies and products of one thread run in order
+              tcgen05_copy<1, CopyShape::b32x128_x4>(scale_a, at_address(kScales, a + 32768 + step * 512));
+              for (uint32_t tile = 0; tile < uint32_t(tiles); ++tile)
+                tcgen05_copy<1, CopyShape::b32x128_x4>(scale_b + 4 * tile,
+                                                       at_address(kScales, b + 32768 + (tile * 2 + step) * 512));
+              constexpr uint64_t kOperand = tcgen05_descriptor({Swizzle::bytes128, 16, 1024});
+              tcgen05_mma_nvfp4<1>(s.tmem, at_address(kOperand, a + step * 32), at_address(kOperand, b + step * 32),
+                                   instruction, scale_a, scale_b, step > 0);
+            }
             tcgen05_commit<1>(s.done);
           }
           mbarrier_wait(s.done, 0);
           tcgen05_fence_after_thread_sync();
-          uint32_t r[4], more[4] = {};
-          tmem_load<TmemShape::b32x32>(r, tmem_address(s.tmem, 32 * warp, 0));
-          tmem_wait_load(r);
-          if constexpr (kShape == CopyShape::b128x256) {
-            tmem_load<TmemShape::b32x32>(more, tmem_address(s.tmem, 32 * warp, 4));
-            tmem_wait_load(more);
+          for (int c = 0; c < n; c += 8) {
+            uint32_t r[8];
+            tmem_load<TmemShape::b32x32>(r, tmem_address(s.tmem, 32 * warp, c));
+            tmem_wait_load(r);
+            for (int i = 0; i < 8; ++i) d[size_t(t * 256 + c + i)] = bit_cast<float>(r[i]);
           }
-          for (int i = 0; i < 4; ++i) got[size_t(t * 8 + i)] = r[i], got[size_t(t * 8 + 4 + i)] = more[i];
         });
       },
       3);
-  for (int row = 0; row < emu::copy_rows(kShape); ++row)
-    for (int lane : emu::copy_lanes(kShape, row))
-      for (int column = 0; lane >= 0 && column < emu::copy_row_bytes(kShape) / 4; ++column)
-        EXPECT_EQ(got[size_t(lane * 8 + column)], uint32_t(row * 4 + column % 4 + column / 4 * 512));
-}
-
-TEST(Copies, EveryShapeToTensorMemory) {
-  check_copy<CopyShape::b128x256>();
-  check_copy<CopyShape::b128x128>();
-  check_copy<CopyShape::b64x128_02_13>();
-  check_copy<CopyShape::b64x128_01_23>();
-  check_copy<CopyShape::b32x128_x4>();
-}
-
-TEST(Copies, Gather4AndScatter4) {
-  std::vector<float> from(32 * 16), to(32 * 16, -1);
-  for (size_t i = 0; i < from.size(); ++i) from[i] = float(i);
-  const auto map = [](std::vector<float>& v) {
-    return make_tensor_map({.address = v.data(),
-                            .element = TensorElement::f32,
-                            .rank = 2,
-                            .extent = {16, 32},
-                            .stride_bytes = {64},
-                            .box = {8, 1},
-                            .swizzle = Swizzle::bytes32});
+  const auto value = [&](int row, int k) {
+    return double(emu::from_e2m1(uint8_t(code(row, k / 2) >> 4 * (k % 2) & 15))) *
+           double(emu::from_e4m3(scale(row, k / 16)));
   };
-  const TensorMap in = map(from), out = map(to);
-  expect_clean(shape(32), [&] {
-    auto& s = dynamic_smem<Shared>();
-    if (thread_index() == 0) {
-      mbarrier_init(s.full, 1);
-      fence_mbarrier_init();
-      mbarrier_arrive_expect_tx(s.full, 128);
-      tma_gather4<1>(shared_address(s.a), in, 8, {30, 2, -1, 40}, shared_address(&s.full));
-      mbarrier_wait(s.full, 0);
-      tma_scatter4(out, 0, {5, 6, 7, 99}, shared_address(s.a));
-      bulk_commit();
-      bulk_wait<0>();
+  for (int i = 0; i < 128; ++i)
+    for (int j = 0; j < n; ++j) {
+      double sum = 0, size = 0;
+      for (int k = 0; k < 128; ++k) {
+        const double product = value(i, k) * value(1000 + j, k);
+        sum += product;
+        size += std::fabs(product);
+      }
+      ASSERT_NEAR(sum, double(d[size_t(i * 256 + j)]), 1e-6 * size) << "N " << n << ", " << i << " " << j;
     }
-  });
-  for (int i = 0; i < 8; ++i) {
-    EXPECT_EQ(to[size_t(5 * 16 + i)], from[size_t(30 * 16 + 8 + i)]);
-    EXPECT_EQ(to[size_t(6 * 16 + i)], from[size_t(2 * 16 + 8 + i)]);
-    EXPECT_EQ(to[size_t(7 * 16 + i)], 0.f);  // the row that does not exist
-    EXPECT_EQ(to[size_t(5 * 16 + 8 + i)], -1.f);
-  }
 }
 
-// ---- cluster launch control, conversions ----------------------------------------------------------------------------
+TEST(Products, Nvfp4OfEveryWidth) {
+  for (int n : {8, 16, 24, 40, 64, 72, 128, 136, 200, 248, 256}) check_nvfp4_width(n);
+}
 
-TEST(ClusterLaunchControl, EveryTileIsDoneOnce) {
-  for (uint64_t seed = 0; seed < 20; ++seed) {
-    std::vector<int> done(12);
-    const emu::Report report = emu::launch(shape(32, 2, 12), test::options_for(seed), [&] {
-      auto& s = dynamic_smem<Shared>();
-      if (thread_index() != 0) return;
-      mbarrier_init(s.full, 1);
-      fence_mbarrier_init();
-      if (cluster_rank() != 0) return void(++done[size_t(block_index())]);  // the second CTA keeps its own tile
-      int tile = block_index();
-      for (uint32_t parity = 0;; parity ^= 1) {
-        ++done[size_t(tile)];
-        mbarrier_arrive_expect_tx(s.full, 16);
-        clusterlaunchcontrol_try_cancel(shared_address(s.a), s.full);
-        mbarrier_wait(s.full, parity);
-        const CancelResponse next = clusterlaunchcontrol_query_cancel(load_shared_v4(shared_address(s.a)));
-        if (!next.canceled) break;
-        tile = next.x;
-        ++done[size_t(tile + 1)];
-        fence_proxy_async();
+// ---- collector buffers ----------------------------------------------------------------------------------------------
+
+// Products that share A, or with .ws B, out of a collector buffer. D's first columns: what the second product gives.
+template <int kCtaGroup, bool kWs, bool kTs>
+void check_collectors() {
+  constexpr int kRows = kWs ? 64 : 128;
+  std::vector<float> first(size_t{kCtaGroup * 128 * 64}, NAN), second = first;
+  expect_clean(
+      shape(128, kCtaGroup),
+      [&] {
+        with_tensor_memory<kCtaGroup>(512, [&](Shared& s) {
+          const int t = thread_index(), warp = t / 32, rank = kCtaGroup == 2 ? int(cluster_rank()) : 0;
+          const Operand a{Major::k, kRows}, b{Major::k, 64};
+          for (int i = t; i < kRows * 16; i += 128)
+            *reinterpret_cast<uint16_t*>(s.a + a.offset(i / 16, i % 16)) =
+                element_bits(uint32_t(rank * 2048 + i), Half::bf16);
+          for (int i = t; i < 2 * 64 * 16; i += 128)
+            *reinterpret_cast<uint16_t*>(s.b + i / 1024 * 8192 + b.offset(i / 16 % 64, i % 16)) =
+                element_bits(uint32_t(9000 + rank * 4096 + i), Half::bf16);
+          uint32_t words[8];
+          for (uint32_t k = 0; k < 8; ++k) {
+            const uint32_t index = uint32_t(rank * 2048 + t % kRows * 16) + 2 * k;
+            words[k] = uint32_t(element_bits(index, Half::bf16)) | uint32_t(element_bits(index + 1, Half::bf16)) << 16;
+          }
+          tmem_store<TmemShape::b32x32>(tmem_address(s.tmem, 32 * warp, 256), words);
+          tmem_wait_store();
+          fence_proxy_async();
+          tcgen05_fence_before_thread_sync();
+          if (kCtaGroup == 2)
+            cluster_sync();
+          else
+            syncthreads();
+          tcgen05_fence_after_thread_sync();
+          if (t == 0 && rank == 0) {
+            constexpr uint32_t kInstruction = instruction_descriptor({.m = kRows * kCtaGroup, .n = 64 * kCtaGroup});
+            const uint64_t left = a.descriptor(s.a), right = b.descriptor(s.b), next = b.descriptor(s.b + 8192);
+            const uint32_t d = s.tmem, e = s.tmem + 128, in_tmem = s.tmem + 256;
+            using enum CollectorUsage;
+            if constexpr (kWs && kTs) {
+              tcgen05_mma_ws_f16_ts<fill, 1>(d, in_tmem, right, kInstruction, false);
+              tcgen05_mma_ws_f16_ts<fill, 2>(e, in_tmem, next, kInstruction, false);
+              tcgen05_mma_ws_f16_ts<use, 1>(d, in_tmem, right, kInstruction, true);
+              tcgen05_mma_ws_f16_ts<lastuse, 2>(e, in_tmem, next, kInstruction, true);
+            } else if constexpr (kWs) {
+              tcgen05_mma_ws_f16<fill, 3>(d, left, right, kInstruction, false);
+              tcgen05_mma_ws_f16(e, left, next, kInstruction, false);  // gives b0 up, and leaves b3 alone
+              tcgen05_mma_ws_f16<lastuse, 3>(d, left, right, kInstruction, true);
+              tcgen05_mma_ws_f16<discard, 3>(e, left, next, kInstruction, true);
+            } else if constexpr (kTs) {
+              tcgen05_mma_f16_ts<kCtaGroup, fill>(d, in_tmem, right, kInstruction, false);
+              tcgen05_mma_f16_ts<kCtaGroup, use>(e, in_tmem, next, kInstruction, false);
+              tcgen05_mma_f16_ts<kCtaGroup, use>(d, in_tmem, right, kInstruction, true);
+              tcgen05_mma_f16_ts<kCtaGroup, lastuse>(e, in_tmem, next, kInstruction, true);
+            } else {
+              tcgen05_mma_f16<kCtaGroup, fill>(d, left, right, kInstruction, false);
+              tcgen05_mma_f16<kCtaGroup, lastuse>(e, left, next, kInstruction, false);
+              tcgen05_mma_f16<kCtaGroup, fill>(d, left, right, kInstruction, true);
+              tcgen05_mma_f16<kCtaGroup, use>(e, left, next, kInstruction, true);
+            }
+            if constexpr (kCtaGroup == 2)
+              tcgen05_commit_multicast<2>(s.done, 3);
+            else
+              tcgen05_commit<1>(s.done);
+          }
+          mbarrier_wait(s.done, 0);
+          tcgen05_fence_after_thread_sync();
+          uint32_t r[32], q[32];
+          tmem_load<TmemShape::b32x32>(r, tmem_address(s.tmem, 32 * warp, 0));
+          tmem_load<TmemShape::b32x32>(q, tmem_address(s.tmem, 32 * warp, 128));
+          tmem_wait_load();
+          for (int i = 0; i < 32; ++i) {
+            first[size_t((rank * 128 + t) * 64 + i)] = bit_cast<float>(r[i]);
+            second[size_t((rank * 128 + t) * 64 + i)] = bit_cast<float>(q[i]);
+          }
+        });
+      },
+      6);
+  for (int rank = 0; rank < kCtaGroup; ++rank)
+    for (int lane = 0; lane < 128; ++lane)
+      for (int column = 0; column < 32; ++column) {
+        const int m = lane % kRows, n = kWs ? column + lane / 64 * 32 : column;
+        double sums[2] = {};
+        for (int k = 0; k < 16; ++k)
+          for (int tile = 0; tile < 2; ++tile)
+            sums[tile] += 2 * double(element(uint32_t(rank * 2048 + m * 16 + k), Half::bf16)) *
+                          double(element(uint32_t(9000 + tile * 1024 + n * 16 + k), Half::bf16));
+        const size_t at = size_t((rank * 128 + lane) * 64 + column);
+        ASSERT_NEAR(sums[0], double(first[at]), 1e-5) << lane << " " << column;
+        ASSERT_NEAR(sums[1], double(second[at]), 1e-5) << lane << " " << column;
       }
-    });
-    ASSERT_TRUE(report.clean()) << report.text();
-    EXPECT_EQ(done, std::vector<int>(12, 1)) << seed;
-  }
 }
 
-TEST(Conversions, EveryE4m3AndE2m1ValueRoundTrips) {
-  for (int code = 0; code < 256; ++code) {
-    const float value = emu::from_e4m3(uint8_t(code));
-    if (std::isnan(value)) continue;
-    EXPECT_EQ(pack_e4m3(value, value), code * 257);
-    EXPECT_EQ(emu::from_fp16(uint16_t(unpack_e4m3(uint16_t(code)))), value);
-  }
-  for (int code = 0; code < 16; ++code) {
-    const float value = emu::from_e2m1(uint8_t(code));
-    EXPECT_EQ(pack_e2m1(value, -value), (code ^ 8) << 4 | code);
-    EXPECT_EQ(emu::from_fp16(uint16_t(unpack_e2m1(uint8_t(code)))), value);
-  }
-}
-
-// Rounding to nearest even against the nearest representable value, found by search.
-TEST(Conversions, RoundToNearestEven) {
-  std::mt19937 random(5);
-  for (int i = 0; i < 20000; ++i) {
-    const float x = bit_cast<float>(uint32_t(random() & 0x80ffffff) | uint32_t(120 + random() % 20) << 23);
-    const auto nearest = [&](int codes, auto decode) {
-      int best = 0;
-      for (int c = 0; c < codes; ++c) {
-        if (std::isnan(decode(c))) continue;
-        const double now = std::fabs(double(decode(c)) - double(x)),
-                     before = std::fabs(double(decode(best)) - double(x));
-        if (now < before || (now == before && c % 2 == 0 && std::signbit(decode(c)) == std::signbit(x))) best = c;
-      }
-      return decode(best);
-    };
-    EXPECT_EQ(emu::from_e4m3(emu::to_e4m3_bits(x)), nearest(256, [](int c) { return emu::from_e4m3(uint8_t(c)); }))
-        << x;
-    EXPECT_EQ(emu::from_e2m1(emu::to_e2m1_bits(x)), nearest(16, [](int c) { return emu::from_e2m1(uint8_t(c)); })) << x;
-  }
+TEST(Products, OperandsOutOfCollectorBuffers) {
+  check_collectors<1, false, false>();
+  check_collectors<1, false, true>();
+  check_collectors<1, true, false>();
+  check_collectors<1, true, true>();
+  check_collectors<2, false, false>();
+  check_collectors<2, false, true>();
 }
 
 }  // namespace

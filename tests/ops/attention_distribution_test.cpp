@@ -3,6 +3,7 @@
 #include <cstring>
 #include <limits>
 
+#include "ops/attention_distribution/plan.hpp"
 #include "sparse_mla_problem.hpp"
 
 namespace hopwell {
@@ -93,6 +94,45 @@ TEST(AttentionDistribution, ZeroMeansTheDefaultInC) {
 
 TEST(AttentionDistribution, SameBitsForAnyNumberOfThreads) {
   test::expect_same_bits_for_any_threads(test::suite_of("attention_distribution"), test::cut_into_items);
+}
+
+// Every entry of every row belongs to one work tile, whatever the number of multiprocessors.
+TEST(AttentionDistribution, PlansCoverEveryEntryOnce) {
+  using namespace ops::attention_distribution;
+  for (const int sms : {1, 8, 66, 114, 132, 148}) {
+    for (const auto& [s_q, topk] : {std::pair{1, 1}, {3, 2048}, {131, 64}, {132, 2000}, {133, 65}, {400, 257}}) {
+      for (const bool normalize_l1 : {false, true}) {
+        Problem problem;
+        problem.s_q = s_q, problem.topk = topk, problem.h_q = 64, problem.normalize_l1 = normalize_l1;
+        problem.device.sms = sms;
+        const Plan plan = plan_of(problem);
+        EXPECT_TRUE(plan.alternate);
+        EXPECT_EQ(plan.ctas, std::min(plan.work_tiles, sms));
+        std::vector<int> covered(static_cast<std::size_t>(s_q));  // entries of each row so far
+        for (int number = 0; number < plan.work_tiles; ++number) {
+          const WorkTile work = work_tile_of(plan, topk, number);
+          int& row = covered.at(static_cast<std::size_t>(work.query));
+          EXPECT_EQ(work.first, row);
+          EXPECT_GT(work.size, 0);
+          EXPECT_TRUE(work.size == topk || (work.first % kTileKeys == 0 && !normalize_l1));
+          row += work.size;
+        }
+        EXPECT_EQ(covered, std::vector<int>(static_cast<std::size_t>(s_q), topk));
+      }
+    }
+  }
+}
+
+TEST(AttentionDistribution, PlansSplitRowsOfTheLastRoundOnly) {
+  using namespace ops::attention_distribution;
+  Problem problem;
+  problem.s_q = 4096, problem.topk = 2048, problem.h_q = 128, problem.device.sms = 132;
+  const Plan plan = plan_of(problem);
+  EXPECT_FALSE(plan.alternate);
+  EXPECT_EQ(plan.whole_queries, 31 * 132);
+  EXPECT_EQ(plan.splits, 32);  // four rows, 32 tiles of keys in each, for 132 CTAs
+  EXPECT_EQ(plan.split_entries, 64);
+  EXPECT_EQ(plan.work_tiles, 31 * 132 + 4 * 32);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "ops/sparse_mla_forward/plan.hpp"
 #include "sparse_mla_problem.hpp"
 
 namespace hopwell {
@@ -147,6 +148,28 @@ TEST(SparseMlaForward, StatisticsAreExactOnTheCpu) {
       EXPECT_EQ(cases::compare(output).failure, "") << c.name;
     }
   }
+}
+
+TEST(SparseMlaForward, PlansFillTheDeviceWithTilesOfHeads) {
+  using namespace ops::sparse_mla_forward;
+  Problem problem;
+  problem.s_q = 100, problem.device.sms = 132;
+  const auto expect = [&](std::int64_t h_q, int tile_heads, int head_tiles, std::uint32_t ctas) {
+    problem.h_q = h_q;
+    const Plan plan = plan_of(problem);
+    EXPECT_EQ(plan.tile_heads, tile_heads) << h_q;
+    EXPECT_EQ(plan.head_tiles, head_tiles) << h_q;
+    EXPECT_EQ(plan.work_tiles, 100U * static_cast<std::uint32_t>(head_tiles)) << h_q;
+    EXPECT_EQ(plan.ctas, ctas) << h_q;
+  };
+  expect(1, 16, 1, 100);
+  expect(16, 16, 1, 100);
+  expect(17, 32, 1, 100);
+  expect(33, 64, 1, 100);
+  expect(65, 64, 2, 132);
+  expect(128, 64, 2, 132);
+  problem.device.sms = 8;
+  expect(128, 64, 2, 8);
 }
 
 }  // namespace

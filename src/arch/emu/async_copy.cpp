@@ -33,6 +33,8 @@ void cp_async(uint32_t destination, const void* source, uint32_t bytes, uint32_t
   Observer self(t);
   m.async_access(self, epoch, destination, bytes, true, Proxy::cp_async, "it");
   t.copies.last_step_of_group[t.copies.open_group] = t.copies.issued;
+  if (m.work) m.work->touch(source, source_bytes, false);
+  count_work([&](Work& w) { w.copied_bytes += bytes; });
   m.poison(destination, bytes);
   m.submit_group(t, t.copies,
                  {[&m, destination, source, bytes, source_bytes] {

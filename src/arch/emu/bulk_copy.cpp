@@ -35,6 +35,7 @@ void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_
   else if (cta_mask == 0 || uint32_t(cta_mask) >> m.ctas.size())
     m.stop(Kind::bounds, format("CTA mask 0x%x in a cluster of %zu", cta_mask, m.ctas.size()));
   ++m.report.statistics.bulk_copies;
+  if (m.work) m.work->touch(source, bytes, false);
   Observer self(*current);
   for (uint32_t r = 0; r < m.ctas.size(); ++r) {
     if (cta_mask < 0 ? r != rank_of(destination) : !(cta_mask >> r & 1)) continue;
@@ -42,6 +43,7 @@ void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_
     const Epoch epoch = m.begin_transaction(m.mbarrier_at(signal, true));
     m.async_access(self, epoch, target, bytes, true, Proxy::async, "it");
     m.poison(target, bytes);
+    if (m.work) m.work->of(r, r == current->cta->rank ? current->warp : 0).copied_bytes += bytes;
     m.submit({[&m, source, target, signal, step = epoch.step, bytes] {
       __builtin_memcpy(m.memory(target), source, bytes);
       m.complete_transaction(signal, step, bytes);
@@ -58,6 +60,7 @@ void bulk_copy_to_cta(uint32_t destination, uint32_t source, uint32_t bytes, uin
   if (rank_of(source) != current->cta->rank) m.stop(Kind::bounds, "the source is in another CTA");
   check_same_cta(destination, mbarrier);
   ++m.report.statistics.bulk_copies;
+  count_work([&](Work& w) { w.shared_bytes += 2 * bytes; });
   Observer self(*current);
   const Epoch epoch = m.begin_transaction(m.mbarrier_at(mbarrier, true));
   m.async_access(self, epoch, source, bytes, false, Proxy::async, "it");
@@ -73,6 +76,7 @@ void submit_bulk_store(uint32_t source, uint32_t bytes, std::function<void(const
   Machine& m = *machine;
   Thread& t = *current;
   ++m.report.statistics.bulk_copies;
+  count_work([&](Work& w) { w.shared_bytes += bytes; });
   if (rank_of(source) != t.cta->rank) m.stop(Kind::bounds, "the source is in another CTA");
   if (t.bulk.agent == kNoAgent)
     t.bulk.agent = m.new_agent("a bulk copy out of shared memory by " + m.describe(t),
@@ -95,6 +99,7 @@ void bulk_store(void* destination, uint32_t source, uint32_t bytes, const Site& 
   enter("cp.async.bulk (store)", site);
   check_bulk(bytes, destination);
   machine->require_shared(source, bytes, 16, "the source");
+  if (machine->work) machine->work->touch(destination, bytes, true);
   submit_bulk_store(source, bytes,
                     [destination, bytes](const std::byte* data) { __builtin_memcpy(destination, data, bytes); });
 }
@@ -103,6 +108,8 @@ void bulk_reduce(void* destination, uint32_t source, uint32_t bytes, ReduceType 
   enter("cp.reduce.async.bulk.add", site);
   check_bulk(bytes, destination);
   machine->require_shared(source, bytes, 16, "the source");
+  if (machine->work) machine->work->touch(destination, bytes, true);
+  count_work([&](Work& w) { w.added_bytes += bytes; });
   submit_bulk_store(source, bytes, [destination, bytes, type](const std::byte* data) {
     const auto add = [&](auto zero, auto sum) {
       using T = decltype(zero);
@@ -149,6 +156,7 @@ void bulk_wait(int pending_groups, bool read_only, const Site& site) {
 void store_async(uint32_t destination, const void* value, uint32_t bytes, uint32_t mbarrier, const Site& site) {
   enter("st.async", site);
   Machine& m = *machine;
+  count_work([&](Work& w) { w.shared_bytes += bytes; });
   m.require_shared(destination, bytes, bytes, "the destination");
   check_same_cta(destination, mbarrier);
   Mbarrier& b = m.mbarrier_at(mbarrier, true);

@@ -77,6 +77,10 @@ Coord accumulator_coord(DataPath layout, int n_total, int m, int n) {
   }
 }
 
+int a_lane(DataPath layout, int rows, int segment, int m) {
+  return layout == DataPath::half ? m % 16 + 32 * (m / 16) : rows * segment + m;
+}
+
 int accumulator_columns(DataPath layout, int n_total) {
   return layout == DataPath::two ? n_total / 2 : layout == DataPath::four ? n_total / 4 : n_total;
 }

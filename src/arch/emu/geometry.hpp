@@ -97,6 +97,9 @@ enum class DataPath : uint8_t {
 DataPath data_path(int m, int cta_group, bool ws);
 /// (lane, column) of element (m, n) of the CTA's own part of D, relative to the address of D; `n_total` is N.
 Coord accumulator_coord(DataPath layout, int n_total, int m, int n);
+/// Lane of row m of A in tensor memory, for part `segment` of N: of the halves that layouts B and E stack in the lanes,
+/// or the quarters of layout G. `rows`: of A in this CTA. Relative to the address of D in layout F.
+int a_lane(DataPath layout, int rows, int segment, int m);
 /// Columns that D takes in tensor memory.
 int accumulator_columns(DataPath layout, int n_total);
 

@@ -7,10 +7,27 @@
 namespace hopwell::arch::emu {
 namespace {
 
+void count_global(const void* pointer, size_t bytes, bool write) {
+  const auto within = [at = reinterpret_cast<uintptr_t>(pointer)](const void* begin, size_t size) {
+    return at - reinterpret_cast<uintptr_t>(begin) < size;
+  };
+  if (within(current->stack, StackPool::kBytes)) return;
+  // The indices of a thread and of its CTA are special registers.
+  if (within(machine->threads.data(), machine->threads.size() * sizeof(Thread))) return;
+  if (within(machine->ctas.data(), machine->ctas.size() * sizeof(Cta))) return;
+  ++current->instructions;
+  machine->work->touch(pointer, bytes, write);
+  count_work([&](Work& w) { w.global_bytes += bytes; });
+}
+
 void access(const void* pointer, size_t bytes, bool write, const void* return_address) {
   if (!current) return;
   const uintptr_t offset = reinterpret_cast<uintptr_t>(pointer) - reinterpret_cast<uintptr_t>(machine->window);
-  if (offset >= machine->ctas.size() * kWindowBytes) return;  // stack or global memory
+  if (offset >= machine->ctas.size() * kWindowBytes) {  // stack or global memory
+    if (machine->work) count_global(pointer, bytes, write);
+    return;
+  }
+  ++current->instructions;
   current->instruction = write ? "store" : "load";
   current->site = machine->sites.intern_address(return_address);
   machine->generic_access(*current, uint32_t(offset), uint32_t(bytes), write, current->site);

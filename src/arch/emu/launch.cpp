@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <new>
+#include <optional>
 #include <stdexcept>
 #include <string_view>
 
@@ -37,6 +38,7 @@ Machine::Machine(const LaunchShape& launch_shape, const Options& launch_options,
     : shape(launch_shape),
       options(launch_options),
       kernel(launch_kernel),
+      work(current_work_count()),
       random(launch_options.seed),
       stacks_(stack_pool()) {
   const Extent &g = shape.grid, &b = shape.block, &c = shape.cluster;
@@ -76,7 +78,10 @@ void Machine::thread_main() {
   kernel();
   Thread& t = *current;
   t.instruction = "exit";
-  if (!t.loads.empty()) find(Kind::pending, "exits with a tcgen05.ld that no tcgen05.wait::ld waited for");
+  if (!t.loads.empty()) {
+    const Epoch issue{0, t.agent, t.loads.front().site};
+    find(Kind::pending, "exits with a tcgen05.ld that no tcgen05.wait::ld waited for", &issue);
+  }
   if (!t.copies.operations.empty()) find(Kind::pending, "exits with a cp.async that no cp.async.wait_group waited for");
   if (!t.bulk.operations.empty())
     find(Kind::pending,
@@ -111,6 +116,7 @@ void Machine::run_cluster(uint32_t number) {
   cluster_arrived.clear();
   threads = std::vector<Thread>(size_t{n_ctas} * n_threads);
   ctas = std::vector<Cta>(n_ctas);
+  if (work) work->start_cluster(n_ctas, n_warps);
   live_ = int(threads.size());
   for (uint32_t rank = 0; rank < n_ctas; ++rank) {
     Cta& cta = ctas[rank];
@@ -147,6 +153,12 @@ void Machine::run_cluster(uint32_t number) {
   for (Thread& t : threads)
     for (Operation& write : t.unfinished_writes) write.perform();
   if (!stopped) check_end_of_cluster();
+  for (size_t first = 0; work && first < threads.size(); first += 32) {
+    const size_t end = std::min(first + 32, threads.size());
+    uint64_t slots = 0;
+    for (size_t i = first; i < end; ++i) slots = std::max(slots, threads[i].instructions);
+    work->of(threads[first].cta->rank, threads[first].warp).slots += slots;
+  }
   for (Thread& t : threads) stacks_.give_back(t.stack);
 }
 
@@ -214,7 +226,11 @@ Options options_of_environment() {
 
 void launch_in_session(const LaunchShape& shape, const std::function<void()>& kernel) {
   if (session) return append(session->report, launch(shape, session->options, kernel));
+  const char* model = std::getenv("HOPWELL_EMULATOR_MODEL");
+  std::optional<WorkCount> count;
+  if (model) count.emplace(std::string_view(model) == "h200" ? kH200 : kB200);
   const Report report = launch(shape, options_of_environment(), kernel);
+  if (count) std::fputs(count->text().c_str(), stderr);
   if (!report.clean()) throw CheckFailed(report.text());
 }
 

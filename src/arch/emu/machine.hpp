@@ -17,6 +17,7 @@
 #include "options.hpp"
 #include "report.hpp"
 #include "shadow.hpp"
+#include "work.hpp"
 
 namespace hopwell::arch::emu {
 
@@ -78,6 +79,13 @@ struct GroupQueue {
 struct PendingLoad {
   uint32_t* registers;
   uint32_t first, count;  // of the thread's loaded words
+  SiteId site;
+};
+
+/// The first phase of an mbarrier whose end a thread has not seen yet.
+struct NextPhase {
+  uint32_t address;
+  uint64_t phase;
 };
 
 struct Thread {
@@ -87,6 +95,7 @@ struct Thread {
   Cta* cta = nullptr;
   Index index;
   int linear = 0, warp = 0, lane = 0;
+  uint64_t instructions = 0;
   AgentId agent = 0;
   State state = State::ready;
 
@@ -95,6 +104,7 @@ struct Thread {
   std::string waits_for;  // what it is blocked on; filled in by the deadlock report
   uint32_t wait_address = 0;
   int wait_parity = -1;
+  std::vector<NextPhase> next_phases;
 
   Knowledge knows;
   VectorClock tensor;               // the part of knows.ordered that tcgen05 operations may rely on
@@ -158,6 +168,15 @@ struct Warpgroup {
   Warpgroup(Warpgroup&&) noexcept;
 };
 
+/// What a collector buffer of a tensor core holds: an operand that a product has left there.
+struct Collector {
+  uint64_t operand = 0;  // its matrix descriptor, or its address in tensor memory
+  uint32_t form = 0;     // whether it is in tensor memory, its rows, its type and major-ness
+  bool valid = false;
+  Epoch filled, ended;        // the product that filled it, and the one that gave it up or replaced it
+  std::vector<float> values;  // once the fill has been carried out
+};
+
 struct Warp {
   Rendezvous rendezvous;
   int elected_lane = 0;
@@ -186,7 +205,8 @@ struct Cta {
   std::vector<Thread*> tmem_waiters;
   int pair_request = -1;  // columns that this CTA's warp wants in a cta_group::2 allocation
   uint32_t pair_column = 0;
-  std::deque<Operation> tensor_queue;  // in order; of a CTA pair: kept by the even CTA
+  std::deque<Operation> tensor_queue;   // in order; of a CTA pair: kept by the even CTA
+  std::array<Collector, 5> collectors;  // for A, and b0 to b3 of .ws; likewise
 };
 
 /// Who must be ordered after an earlier access: a thread, or all threads of a warp or warpgroup together.
@@ -333,6 +353,7 @@ class Machine {
   Options options;
   const std::function<void()>& kernel;
   Report report;
+  WorkCount* work = nullptr;  // if somebody counts
   SiteTable sites;
   Random random;
   std::byte* window = nullptr;
@@ -385,11 +406,18 @@ extern constinit thread_local Thread* current;
 
 /// Enters an instruction: findings name it and its place.
 inline void enter(const char* instruction, const Site& site) {
+  ++current->instructions;
   current->instruction = instruction;
   current->site = machine->sites.intern(site);
 }
 /// Enters a synchronisation instruction; true if mutation testing leaves it out.
 bool enter_synchronisation(const char* instruction, const Site& site);
+
+/// Adds to what the current thread's warp has asked for, if somebody counts.
+template <class Add>
+void count_work(Add add) {
+  if (machine->work) add(machine->work->of(current->cta->rank, current->warp));
+}
 
 std::string format(const char* pattern, ...) __attribute__((format(printf, 1, 2)));
 

@@ -68,6 +68,10 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
   } mine{d, a, b};
   machine->warp_collective("mma.sync.m16n8k16", ~0u, &mine, [&](Rendezvous& r) {
     ++machine->report.statistics.tensor_operations;
+    count_work([](Work& w) {
+      ++w.products;
+      w.tensor_cycles += 2 * 16 * 8 * 16 / machine->work->rates.flops;
+    });
     const auto value = [type](const uint32_t* registers, int element) {
       const uint16_t bits = uint16_t(registers[element / 2] >> 16 * (element % 2));
       return type == MmaType::bf16 ? from_bf16(bits) : from_fp16(bits);
@@ -104,6 +108,9 @@ void misaligned(const char* instruction, uint32_t alignment, const Site& site) {
 
 void red_add(float* pointer, const float* values, uint32_t count, const Site& site) {
   require_global("red.global.add.f32", pointer, 4 * count, site);
+  if (machine->work) machine->work->touch(pointer, 4 * count, true);
+  ++current->instructions;
+  count_work([&](Work& w) { (count == 1 ? w.added_scalars : w.added_bytes) += 4 * count; });
   // red flushes subnormals (PTX); the reducing copies do not (seen on an H200).
   for (uint32_t i = 0; i < count; ++i) pointer[i] = canonical(flushed(flushed(pointer[i]) + flushed(values[i])));
 }

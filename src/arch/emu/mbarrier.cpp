@@ -46,6 +46,13 @@ void arrive(Mbarrier& b, uint32_t count, Release scope) {
   m.finish_phase(b);
 }
 
+// A wait that succeeds has seen the end of every phase before the one that runs.
+void remember_phase(Thread& t, const Mbarrier& b) {
+  for (NextPhase& next : t.next_phases)
+    if (next.address == b.address) return void(next.phase = b.phase);
+  t.next_phases.push_back({b.address, b.phase});
+}
+
 void expect(Mbarrier& b, uint32_t bytes) {
   b.transactions += bytes;
   b.expected_bytes += bytes;
@@ -124,6 +131,8 @@ void mbarrier_invalidate(uint32_t address, const Site& site) {
   Mbarrier& b = machine->mbarrier_at(address, false);
   if (!b.waiters.empty()) machine->stop(Kind::barrier, "while threads wait on it");
   machine->mbarriers.erase(address);
+  for (Thread& t : machine->threads)
+    std::erase_if(t.next_phases, [&](const NextPhase& next) { return next.address == address; });
 }
 
 void mbarrier_arrive(uint32_t address, uint32_t count, bool cluster_scope, const Site& site) {
@@ -166,6 +175,7 @@ bool mbarrier_try_wait(uint32_t address, uint32_t parity, WaitScope scope, bool 
     b = &m.mbarrier_at(address, false);
     if ((b->phase & 1) == parity) return false;  // one more phase ended before this thread came to run
   }
+  remember_phase(*current, *b);
   if (scope != WaitScope::relaxed) m.acquire(*current, b->arrived);
   if (scope == WaitScope::cluster) m.acquire(*current, b->arrived_cluster);
   return true;

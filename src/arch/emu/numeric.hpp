@@ -15,6 +15,10 @@ inline float canonical(float x) { return x == x ? x : bit_cast<float>(kCanonical
 /// Subnormal numbers to zero of the same sign (.ftz).
 inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.f, x) : x; }
 
+/// The host's, counted by the model of time.
+float exp2(float x);
+float log2(float x);
+
 inline float from_bf16(uint16_t x) { return bit_cast<float>(uint32_t{x} << 16); }
 
 inline float from_fp16(uint16_t x) {

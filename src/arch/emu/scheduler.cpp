@@ -146,6 +146,18 @@ std::string thread_list(std::vector<const Thread*> threads) {
   return out;
 }
 
+// What is said of a thread that waits for the end of a phase with its parity although that phase is over: it was lapped by
+// two phases or more, and now waits for a later one.
+std::string lapped(const Thread& t, const Mbarrier& b) {
+  uint64_t wanted = 0;
+  for (const NextPhase& next : t.next_phases)
+    if (next.address == b.address) wanted = next.phase;
+  if ((wanted & 1) != uint64_t(t.wait_parity)) ++wanted;
+  if (wanted >= b.phase) return "";
+  return format(", lapped: it has not seen the end of phase %llu, and phases up to %llu are over,",
+                static_cast<unsigned long long>(wanted), static_cast<unsigned long long>(b.phase - 1));
+}
+
 }  // namespace
 
 // Who waits for what: threads that wait at the same place for the same thing share a line.
@@ -163,7 +175,8 @@ void Machine::report_deadlock() {
       if (b)
         line += format(" (in phase %llu; %u of %u arrivals missing, %lld bytes outstanding)",
                        static_cast<unsigned long long>(b->phase), b->pending, b->count,
-                       static_cast<long long>(b->transactions));
+                       static_cast<long long>(b->transactions)) +
+                lapped(t, *b);
       else
         line += " (no mbarrier there)";
     }

@@ -25,6 +25,7 @@ void Machine::require_shared(uint32_t address, uint32_t bytes, uint32_t alignmen
 
 void Machine::generic_access(Thread& t, uint32_t address, uint32_t bytes, bool write, SiteId site) {
   ++report.statistics.shared_accesses;
+  count_work([&](Work& w) { w.shared_bytes += bytes; });
   if (!inside(address, bytes)) {
     find(Kind::bounds,
          format("%s of %u bytes at offset %d of CTA %u is outside of its %zu bytes of dynamic shared memory",

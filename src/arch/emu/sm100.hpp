@@ -21,6 +21,7 @@ void tcgen05_fence_after(const Site&);
 
 // ---- products and copies (tcgen05.cpp) ----
 enum class MmaKind : uint8_t { f16, mxf4nvf4 };
+enum class CollectorUsage : uint8_t { none, fill, use, lastuse, discard };
 struct TensorProduct {
   MmaKind kind;
   int cta_group;
@@ -29,6 +30,8 @@ struct TensorProduct {
   uint64_t a, b;       // shared-memory descriptors
   uint32_t instruction;
   uint32_t scale_a, scale_b;  // tensor-memory addresses of block scales
+  CollectorUsage collector = CollectorUsage::none;
+  int collector_buffer = 0;  // with ws: of the four for B
 };
 void tcgen05_mma(const TensorProduct& product, const Site&);
 void tcgen05_copy(CopyShape shape, int cta_group, uint32_t address, uint64_t descriptor, const Site&);

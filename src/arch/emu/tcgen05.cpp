@@ -1,4 +1,6 @@
 // tcgen05.mma, .cp and .commit: operations of the tensor core of a CTA or of a CTA pair, in order of issue.
+#include <algorithm>
+
 #include "gemm.hpp"
 #include "numeric.hpp"
 #include "operand.hpp"
@@ -70,8 +72,6 @@ ProductShape decode(const TensorProduct& p) {
     bad_instruction(p, Kind::descriptor, format("N = %d is not possible with M = %d", s.n, s.m).c_str());
   if (p.kind == MmaKind::mxf4nvf4 && s.path != DataPath::full)
     bad_instruction(p, Kind::unsupported, "block-scaled products are modelled for M = 128 a CTA");
-  if (p.a_in_tmem && s.path == DataPath::two && p.cta_group == 2)
-    bad_instruction(p, Kind::unsupported, "A in tensor memory is not modelled for M = 128 in a CTA pair");
   if (p.a_in_tmem && s.a_major == Major::mn) bad_instruction(p, Kind::descriptor, "A in tensor memory is K-major");
   s.rows = s.m / p.cta_group;
   s.b_rows = s.n / p.cta_group;
@@ -128,10 +128,25 @@ void apply_scales(Cta& cta, uint32_t address, int rows, float* x, int row_pitch,
 
 void load_a_from_tmem(Cta& cta, const TensorProduct& p, const ProductShape& s, int segment, float* a) {
   for (int m = 0; m < s.rows; ++m) {
-    const int n = segment * (s.n / (s.path == DataPath::two ? 2 : s.path == DataPath::four ? 4 : 1));
-    const int lane = accumulator_coord(s.path, s.n, m, n).row + (s.path == DataPath::half ? tmem_lane(p.d) : 0);
+    const int lane = a_lane(s.path, s.rows, segment, m) + (s.path == DataPath::half ? tmem_lane(p.d) : 0);
     const std::byte* row = reinterpret_cast<const std::byte*>(&tmem_word(cta, lane, tmem_column(p.a_tmem)));
     for (int k = 0; k < s.k; ++k) a[m * s.k + k] = element_value(s.type, row, k);
+  }
+}
+
+// M 128 of a pair: A's 64 rows stand in both halves of the lanes (tcgen05.cp.64x128b.warpx2::02_13 puts them there).
+void check_both_halves(Cta& cta, const TensorProduct& p, const ProductShape& s, Epoch epoch) {
+  const int words = s.k * element_bits(s.type) / 32;
+  for (int lane = 0; lane < 64; ++lane) {
+    const uint32_t* row = &tmem_word(cta, lane, tmem_column(p.a_tmem));
+    if (!std::equal(row, row + words, &tmem_word(cta, lane + 64, tmem_column(p.a_tmem))))
+      return machine->find(
+          Kind::tensor_memory,
+          format("operand A in column %d of tensor memory of CTA %u differs between lane %d and lane %d, "
+                 "and with M = 128 in a CTA pair it must stand in both halves of the lanes: read by ",
+                 tmem_column(p.a_tmem), cta.rank, lane, lane + 64) +
+              machine->describe(epoch),
+          &epoch);
   }
 }
 
@@ -147,15 +162,92 @@ void load_a(Cta& cta, const TensorProduct& p, const ProductShape& s, int segment
   if (p.kind == MmaKind::mxf4nvf4) apply_scales(cta, p.scale_a, s.rows, a.data(), s.k, 1);
 }
 
-void perform(const TensorProduct& p, uint32_t rank) {
+// ---- collector buffers ----
+
+Collector& collector_of(Cta& first, const TensorProduct& p) {
+  return first.collectors[size_t(p.ws ? 1 + p.collector_buffer : 0)];
+}
+std::string collector_name(const TensorProduct& p) {
+  return p.ws ? format("b%d", p.collector_buffer) : std::string("a");
+}
+
+// At the issue of a product: whether what it takes from its buffer is there, and what the buffer holds from then on. Buffers
+// are kept by the order of issue. PTX does not say that .ws and other products leave each other's alone.
+void use_collectors(const TensorProduct& p, const ProductShape& s, Cta& first, Observer& who, Epoch epoch) {
+  Machine& m = *machine;
+  const bool in_tmem = !p.ws && p.a_in_tmem;
+  const uint64_t operand = p.ws ? p.b : p.a_in_tmem ? p.a_tmem : p.a;
+  const uint32_t form = uint32_t(in_tmem) | uint32_t(s.type) << 1 | uint32_t(p.ws ? s.b_major : s.a_major) << 3 |
+                        uint32_t(p.ws ? s.n : s.m) << 4;
+  Collector& c = collector_of(first, p);
+  if (p.collector == CollectorUsage::use || p.collector == CollectorUsage::lastuse) {
+    const std::string what = format("it uses %s of collector buffer ", p.ws ? "B" : "A") + collector_name(p);
+    if (c.filled.empty())
+      m.find(Kind::uninitialized, what + ", which no product has filled");
+    else if (!c.valid)
+      m.find(Kind::uninitialized,
+             what + ", which no longer holds what was filled by " + m.describe(c.filled) +
+                 ": it was given up or replaced by " + m.describe(c.ended),
+             &c.ended);
+    else if (c.operand != operand || c.form != form)
+      m.find(Kind::descriptor, what + ", which holds another operand, filled by " + m.describe(c.filled), &c.filled);
+    else if (c.filled.agent != epoch.agent && !who.tensor({c.filled.step, AgentId(c.filled.agent + 1), 0}))
+      m.find(Kind::race, what + ", not ordered after the fill by " + m.describe(c.filled), &c.filled);
+  }
+  for (size_t i = 0; i < first.collectors.size(); ++i)
+    if ((i == 0) == p.ws && first.collectors[i].valid)
+      first.collectors[i].valid = false, first.collectors[i].ended = epoch;
+  if (p.collector == CollectorUsage::fill) {
+    c.operand = operand;
+    c.form = form;
+    c.valid = true;
+    c.filled = epoch;
+  } else if (p.collector != CollectorUsage::use && c.valid) {
+    c.valid = false;
+    c.ended = epoch;
+  }
+}
+
+// When a product is carried out: what it finds in its buffer is what its operand still is.
+void compare_collected(const TensorProduct& p, const ProductShape& s, uint32_t first, Epoch epoch) {
+  Machine& m = *machine;
+  if (p.collector == CollectorUsage::none || p.collector == CollectorUsage::discard) return;
+  std::vector<float> values;
+  if (p.ws) {
+    values.resize(size_t(s.n * s.k));
+    operand_b(p, s, first).load(values.data(), s.k, false);
+  } else {
+    values.resize(size_t(s.m * s.k));
+    for (int q = 0; q < p.cta_group; ++q) {
+      float* a = values.data() + q * s.rows * s.k;
+      if (p.a_in_tmem)
+        load_a_from_tmem(m.ctas[first + uint32_t(q)], p, s, 0, a);
+      else
+        operand_a(p, s, first + uint32_t(q)).load(a, s.k, false);
+    }
+  }
+  Collector& c = collector_of(m.ctas[first], p);
+  if (p.collector == CollectorUsage::fill)
+    c.values = std::move(values);
+  else if (c.values.size() == values.size() &&
+           __builtin_memcmp(c.values.data(), values.data(), values.size() * sizeof(float)) != 0)
+    m.find(Kind::race,
+           "tcgen05.mma uses collector buffer " + collector_name(p) +
+               ", and its operand in memory is no longer what was filled in: used by " + m.describe(epoch),
+           &epoch);
+}
+
+void perform(const TensorProduct& p, uint32_t rank, Epoch epoch) {
   Machine& m = *machine;
   const ProductShape s = decode(p);
   const uint32_t first = first_rank(p.cta_group, rank);
+  if (m.options.check) compare_collected(p, s, first, epoch);
   std::vector<float> a(size_t(128 * 64)), b(size_t(64 * 256));
   for (int q = 0; q < p.cta_group; ++q) operand_b(p, s, first + uint32_t(q)).load(b.data() + q * s.b_rows, s.n, true);
   if (p.kind == MmaKind::mxf4nvf4) apply_scales(m.ctas[first], p.scale_b, s.n, b.data(), 1, s.n);
   for (int q = 0; q < p.cta_group; ++q) {
     Cta& cta = m.ctas[first + uint32_t(q)];
+    if (p.a_in_tmem && p.cta_group == 2 && s.path == DataPath::two) check_both_halves(cta, p, s, epoch);
     float* d = reinterpret_cast<float*>(&tmem_word(cta, tmem_lane(p.d), tmem_column(p.d)));
     // Pieces of D whose rows are consecutive lanes: four groups of 16 rows, or segments of N stacked in the lanes.
     const int segments = s.path == DataPath::two ? 2 : s.path == DataPath::four ? 4 : 1, n = s.n / segments;
@@ -191,7 +283,16 @@ void tcgen05_mma(const TensorProduct& p, const Site& site) {
   if (!p.a_in_tmem) operand_a(p, s, rank).check("A");
   operand_b(p, s, rank).check("B");
   for (uint32_t r = first; r < first + uint32_t(p.cta_group); ++r) record(p, s, r, self, epoch);
-  m.submit_tensor(first, {[p, rank] { perform(p, rank); }});
+  count_work([&](Work& w) {
+    const uint64_t a = p.a_in_tmem ? 0 : uint64_t(32 * s.rows), b = uint64_t(32 * s.b_rows);
+    ++w.products;
+    w.operand_bytes += uint64_t(p.cta_group) * (a + b);
+    if (p.collector == CollectorUsage::use || p.collector == CollectorUsage::lastuse)
+      w.collected_bytes += uint64_t(p.cta_group) * (p.ws ? b : a);
+    w.tensor_cycles += p.cta_group * product_cycles(m.work->rates, s.m, s.n, p.cta_group, p.ws, p.a_in_tmem);
+  });
+  if (m.options.check) use_collectors(p, s, m.ctas[first], self, epoch);
+  m.submit_tensor(first, {[p, rank, epoch] { perform(p, rank, epoch); }});
 }
 
 void tcgen05_copy(CopyShape shape, int cta_group, uint32_t address, uint64_t descriptor, const Site& site) {
@@ -207,6 +308,10 @@ void tcgen05_copy(CopyShape shape, int cta_group, uint32_t address, uint64_t des
   Observer self(*current);
   const Epoch epoch{current->tensor_step, tensor_agent(*current), current->site};
   const uint32_t rank = current->cta->rank, first = first_rank(cta_group, rank);
+  count_work([&](Work& w) {
+    w.tmem_copied += uint64_t(cta_group * rows * bytes);
+    w.shared_bytes += uint64_t(cta_group * rows * bytes);
+  });
   for (uint32_t r = first; r < first + uint32_t(cta_group); ++r) {
     for (int row = 0; row < rows; ++row)
       for (int chunk = 0; chunk < bytes; chunk += 16)

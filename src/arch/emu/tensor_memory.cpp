@@ -1,4 +1,6 @@
 // Tensor memory: allocation, loads and stores by warps, waits and fences.
+#include <algorithm>
+
 #include "sm100.hpp"
 #include "tensor_agents.hpp"
 
@@ -252,6 +254,7 @@ void move_fragments(const char* instruction, TmemShape shape, uint32_t* register
     Warp& warp = warp_of(*current);
     create_agents(warp);
     const uint32_t at = mine.address;
+    count_work([&](Work& w) { (write ? w.tmem_stored : w.tmem_loaded) += uint64_t(count) * 128; });
     for (size_t lane = 0; lane < 32; ++lane)
       if (static_cast<MoveArgument*>(r.argument[lane])->address != at)
         m.stop(Kind::divergence, "the addresses differ within the warp");
@@ -279,13 +282,43 @@ void move_fragments(const char* instruction, TmemShape shape, uint32_t* register
   });
 }
 
+// A load that nobody waited for, and whose registers have been used for something else or are gone.
+void report_lost(const Thread& t, const PendingLoad& load) {
+  const Epoch issue{0, t.agent, load.site};
+  machine->find(Kind::pending,
+                "the registers of the tcgen05.ld at " + to_string(machine->sites.resolve(load.site)) +
+                    " were given up or used for something else before they were loaded: no tcgen05.wait::ld after it",
+                &issue);
+}
+
+// Two loads into the same registers: the first is lost.
+void give_up_loads_into(Thread& t, const uint32_t* registers, int count) {
+  std::erase_if(t.loads, [&](const PendingLoad& load) {
+    const bool overlap = load.registers < registers + count && registers < load.registers + load.count;
+    if (overlap) report_lost(t, load);
+    return overlap;
+  });
+  if (t.loads.empty()) t.loaded.clear();
+}
+
+// The values arrive in the registers, if these still hold the poison. Otherwise they may be variables of another
+// function by now, and nothing is written; nor is anything below `frame`, the stack frame that runs, where nothing lives.
+void arrive(const Thread& t, const PendingLoad& load, const void* frame) {
+  const auto at = reinterpret_cast<uintptr_t>(load.registers), stack = reinterpret_cast<uintptr_t>(t.stack);
+  const bool gone = at >= stack && at < reinterpret_cast<uintptr_t>(frame);
+  if (gone || std::any_of(load.registers, load.registers + load.count, [](uint32_t w) { return w != kPoison; }))
+    return report_lost(t, load);
+  std::copy_n(t.loaded.begin() + load.first, load.count, load.registers);
+}
+
 }  // namespace
 
 void tmem_load(TmemShape shape, uint32_t* registers, int count, uint32_t address, int split, const Site& site) {
   enter("tcgen05.ld", site);
   const bool late = machine->options.policy.tmem_load_poisoned_until_wait;
+  give_up_loads_into(*current, registers, count);
   move_fragments("tcgen05.ld", shape, registers, count, address, split, false, [&](Thread& t, uint32_t* r, auto word) {
-    t.loads.push_back({r, uint32_t(t.loaded.size()), uint32_t(count)});
+    t.loads.push_back({r, uint32_t(t.loaded.size()), uint32_t(count), current->site});
     for (int i = 0; i < count; ++i) {
       t.loaded.push_back(word(i));
       r[i] = late ? kPoison : word(i);
@@ -303,11 +336,11 @@ void tmem_store(TmemShape shape, const uint32_t* registers, int count, uint32_t 
 
 void tmem_wait_load(const Site& site) {
   if (enter_synchronisation("tcgen05.wait::ld", site)) return;
-  for (const PendingLoad& load : current->loads)
-    __builtin_memcpy(load.registers, &current->loaded[load.first], load.count * 4);
+  Machine& m = *machine;
+  if (m.options.policy.tmem_load_poisoned_until_wait)
+    for (const PendingLoad& load : current->loads) arrive(*current, load, __builtin_frame_address(0));
   current->loads.clear();
   current->loaded.clear();
-  Machine& m = *machine;
   m.warp_collective("tcgen05.wait::ld", ~0u, nullptr, [&](Rendezvous&) {
     Warp& warp = warp_of(*current);
     warp.loads_waited = warp.load_step++;

@@ -59,6 +59,13 @@ void check_coordinates(const BoxWalk& walk, bool store) {
                            walk.coordinates[size_t(i)], i));
 }
 
+void touch(const BoxWalk& walk, uint32_t shared, bool write) {
+  if (!machine->work) return;
+  walk.each_element(shared, [&](uint32_t, const std::byte* global) {
+    if (global) machine->work->touch(global, walk.map.element_bytes, write);
+  });
+}
+
 // With .cta_group::2 the signal goes to the CTA of each destination's pair that has the parity of the mbarrier's own
 // CTA.
 uint32_t signalled(uint32_t mbarrier, uint32_t rank, int cta_group) {
@@ -86,13 +93,16 @@ void tma_load(uint32_t destination, const TensorMap& map, const int* coordinates
   if (multicast && (cta_mask == 0 || uint32_t(cta_mask) >> m.ctas.size()))
     m.stop(Kind::bounds, format("CTA mask 0x%x in a cluster of %zu", cta_mask, m.ctas.size()));
   ++m.report.statistics.bulk_copies;
+  touch(walk, destination, false);
   Observer self(*current);
+  count_work([&](Work& w) { w.gathers += gather; });
   for (uint32_t r = 0; r < m.ctas.size(); ++r) {
     if (multicast ? !(cta_mask >> r & 1) : r != rank_of(destination)) continue;
     const uint32_t target = in_rank(r, destination), signal = multicast ? signalled(mbarrier, r, cta_group) : mbarrier;
     const Epoch epoch = m.begin_transaction(m.mbarrier_at(signal, true));
     m.async_access(self, epoch, target, bytes, true, Proxy::async, "it");
     m.poison(target, bytes);
+    if (m.work) m.work->of(r, r == current->cta->rank ? current->warp : 0).copied_bytes += bytes;
     m.submit({[&m, walk, target, signal, step = epoch.step, bytes] {
       walk.each_element(target, [&](uint32_t shared, std::byte* global) {
         if (global)
@@ -122,6 +132,8 @@ void tma_store(const TensorMap& map, const int* coordinates, int rank, uint32_t 
   check_coordinates(walk, true);
   const uint32_t bytes = box_bytes(walk.map) * (scatter ? 4 : 1);
   m.require_shared(source, bytes, 128, "the source");
+  touch(walk, source, true);
+  if (mode == TmaStore::reduce_add) count_work([&](Work& w) { w.added_bytes += bytes; });
   submit_bulk_store(source, bytes, [walk, source, mode](const std::byte* data) {
     walk.each_element(source, [&](uint32_t shared, std::byte* global) {
       if (!global) return;

@@ -76,6 +76,11 @@ void issue(Rendezvous& r, WgmmaOperation op) {
   Cta& cta = *current->cta;
   Warpgroup& group = group_of(*current);
   ++m.report.statistics.tensor_operations;
+  count_work([&](Work& w) {
+    ++w.products;
+    w.operand_bytes += uint64_t(32 * ((op.a_in_registers ? 0 : 64) + op.n));
+    w.tensor_cycles += product_cycles(m.work->rates, 64, op.n, 1, false, op.a_in_registers);
+  });
   if (group.agent == kNoAgent)
     group.agent = m.new_agent(format("wgmma of CTA %u warpgroup %d", cta.rank, current->linear / 128),
                               "no wgmma.wait_group (and barrier) in between");

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../sm90/tma.hpp"
+#include "cta_group.hpp"
 #if !HOPWELL_ON_DEVICE
 #include "../emu/sm100.hpp"
 #endif
@@ -16,27 +17,74 @@ HOPWELL_DEVICE uint32_t in_even_cta(uint32_t cluster_address) { return cluster_a
 
 /// cp.async.bulk.tensor.2d.tile::gather4: four rows of a tensor, columns from `column` on, one below the other. The
 /// tensor map has rank 2 and a box of one row. Rows outside of the tensor give zeros. With kCtaGroup 2 the mbarrier (a
-/// shared::cluster address) may be in the other CTA of the pair. PTX:
+/// shared::cluster address) may be in the other CTA of the pair. `policy`: what L2 keeps of it. PTX:
 /// #data-movement-and-conversion-instructions-cp-async-bulk-tensor
 template <int kCtaGroup>
 HOPWELL_DEVICE void tma_gather4(uint32_t destination, const TensorMap& map, int column, const int (&row)[4],
                                 uint32_t cluster_mbarrier, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
-  if constexpr (kCtaGroup == 1)
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes.cta_group::1 [%0], [%1, "
-        "{%2, %3, %4, %5, %6}], [%7];" ::"r"(destination),
-        "l"(&map), "r"(column), "r"(row[0]), "r"(row[1]), "r"(row[2]), "r"(row[3]), "r"(cluster_mbarrier)
-        : "memory");
-  else
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes.cta_group::2 [%0], [%1, "
-        "{%2, %3, %4, %5, %6}], [%7];" ::"r"(destination),
-        "l"(&map), "r"(column), "r"(row[0]), "r"(row[1]), "r"(row[2]), "r"(row[3]), "r"(cluster_mbarrier)
-        : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes.%8 [%0], [%1, {%2, %3, "
+      "%4, "
+      "%5, %6}], [%7];" ::"r"(destination),
+      "l"(&map), "r"(column), "r"(row[0]), "r"(row[1]), "r"(row[2]), "r"(row[3]), "r"(cluster_mbarrier),
+      "C"(detail::CtaGroupName<kCtaGroup>::text)
+      : "memory");
 #else
   const int coordinates[5] = {column, row[0], row[1], row[2], row[3]};
   emu::tma_load(destination, map, coordinates, 5, cluster_mbarrier, emu::TmaMode::gather4, kCtaGroup, -1, site);
+#endif
+}
+template <int kCtaGroup>
+HOPWELL_DEVICE void tma_gather4(uint32_t destination, const TensorMap& map, int column, const int (&row)[4],
+                                uint32_t cluster_mbarrier, [[maybe_unused]] CachePolicy policy,
+                                [[maybe_unused]] Site site = Site::current()) {
+#if HOPWELL_ON_DEVICE
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes.%9.L2::cache_hint [%0], "
+      "[%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(destination),
+      "l"(&map), "r"(column), "r"(row[0]), "r"(row[1]), "r"(row[2]), "r"(row[3]), "r"(cluster_mbarrier),
+      "l"(policy.bits), "C"(detail::CtaGroupName<kCtaGroup>::text)
+      : "memory");
+#else
+  tma_gather4<kCtaGroup>(destination, map, column, row, cluster_mbarrier, site);
+#endif
+}
+
+/// .multicast::cluster: to the same place in every CTA of `cta_mask`, each counting on the mbarrier at the same place; with
+/// kCtaGroup 2 on that of its pair's CTA with the parity of the given one. PTX:
+/// #data-movement-and-conversion-instructions-cp-async-bulk-tensor
+template <int kCtaGroup>
+HOPWELL_DEVICE void tma_gather4_multicast(uint32_t destination, const TensorMap& map, int column, const int (&row)[4],
+                                          uint32_t cluster_mbarrier, uint16_t cta_mask,
+                                          [[maybe_unused]] Site site = Site::current()) {
+#if HOPWELL_ON_DEVICE
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile::gather4.mbarrier::complete_tx::bytes.multicast::cluster.%9 "
+      "[%0], [%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(destination),
+      "l"(&map), "r"(column), "r"(row[0]), "r"(row[1]), "r"(row[2]), "r"(row[3]), "r"(cluster_mbarrier), "h"(cta_mask),
+      "C"(detail::CtaGroupName<kCtaGroup>::text)
+      : "memory");
+#else
+  const int coordinates[5] = {column, row[0], row[1], row[2], row[3]};
+  emu::tma_load(destination, map, coordinates, 5, cluster_mbarrier, emu::TmaMode::gather4, kCtaGroup, cta_mask, site);
+#endif
+}
+template <int kCtaGroup>
+HOPWELL_DEVICE void tma_gather4_multicast(uint32_t destination, const TensorMap& map, int column, const int (&row)[4],
+                                          uint32_t cluster_mbarrier, uint16_t cta_mask,
+                                          [[maybe_unused]] CachePolicy policy,
+                                          [[maybe_unused]] Site site = Site::current()) {
+#if HOPWELL_ON_DEVICE
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile::gather4.mbarrier::complete_tx::bytes.multicast::cluster.%"
+      "10."
+      "L2::cache_hint [%0], [%1, {%2, %3, %4, %5, %6}], [%7], %8, %9;" ::"r"(destination),
+      "l"(&map), "r"(column), "r"(row[0]), "r"(row[1]), "r"(row[2]), "r"(row[3]), "r"(cluster_mbarrier), "h"(cta_mask),
+      "l"(policy.bits), "C"(detail::CtaGroupName<kCtaGroup>::text)
+      : "memory");
+#else
+  tma_gather4_multicast<kCtaGroup>(destination, map, column, row, cluster_mbarrier, cta_mask, site);
 #endif
 }
 

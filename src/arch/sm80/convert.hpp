@@ -104,7 +104,7 @@ HOPWELL_DEVICE float exp2_approx(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 #else
-  return emu::canonical(emu::flushed(std::exp2(x)));
+  return emu::canonical(emu::flushed(emu::exp2(x)));
 #endif
 }
 
@@ -115,7 +115,7 @@ HOPWELL_DEVICE float log2_approx(float x) {
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 #else
-  return emu::canonical(std::log2(emu::flushed(x)));
+  return emu::canonical(emu::log2(emu::flushed(x)));
 #endif
 }
 

@@ -41,7 +41,7 @@ HOPWELL_DEVICE int thread_index() {
   return int(emu::thread_index().x);
 #endif
 }
-/// The same, read anew each time: what is computed from it need not stay in registers across a loop.
+/// The same, read each time it is asked for: what is computed from it need not stay in registers across a loop.
 HOPWELL_DEVICE int thread_index_anew() {
 #if HOPWELL_ON_DEVICE
   int t;

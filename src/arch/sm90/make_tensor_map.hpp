@@ -64,8 +64,10 @@ inline void check_tensor_map_request(const TensorMapRequest& r) {
   static const Encode encode = [] {
     void* entry = nullptr;
     cudaDriverEntryPointQueryResult found{};
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
-    return found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(entry) : nullptr;
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+    const bool there = error == cudaSuccess && found == cudaDriverEntryPointSuccess;
+    return there ? reinterpret_cast<Encode>(entry) : nullptr;
   }();
   if (!encode) throw std::runtime_error("tensor map: the CUDA driver has no cuTensorMapEncodeTiled");
   constexpr CUtensorMapDataType type[] = {CU_TENSOR_MAP_DATA_TYPE_UINT8,    CU_TENSOR_MAP_DATA_TYPE_FLOAT16,

@@ -10,8 +10,8 @@
 #include <numeric>
 
 #include "ops/attention_distribution/op.hpp"
+#include "ops/common/selected_rows.hpp"
 #include "tile/cpu/gemm.hpp"
-#include "tile/cpu/sparse_mla.hpp"
 #include "tile/cpu/vector.hpp"
 
 namespace hopwell::ops::attention_distribution {

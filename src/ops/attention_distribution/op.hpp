@@ -2,6 +2,7 @@
 #pragma once
 
 #include "runtime/backend.hpp"
+#include "runtime/check.hpp"
 #include "tile/selection.hpp"
 
 namespace hopwell::ops::attention_distribution {

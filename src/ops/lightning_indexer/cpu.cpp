@@ -1,13 +1,7 @@
-// The lightning indexer and its backward on the CPU.
-//
-// Forward: a block of queries walks over the keys in tiles of kKeyTile. One product gives q.k for all its (query, head)
-// rows, a relu-weighted sum over the heads makes scores of it, and each query's candidate list takes the scores that
-// may still be among its topk. Candidates stay in ascending order of key, so that the result needs no sorting. With few
-// queries the keys are split, too.
-//
-// Backward: queries in waves. Each query of a wave gathers its keys and writes its part of dk, a row an entry, into a
-// slot of its own; then the wave's slots are added into dk in the order of queries and entries, each range of keys by
-// one thread. So the sums do not depend on the number of threads, `deterministic` or not.
+// lightning_indexer on the CPU. A block of queries goes over the keys in tiles of kKeyTile. One product gives q.k for all
+// its (query, head) rows, a relu-weighted sum over the heads makes scores of it, and each query's candidate list takes
+// the scores that may still be among its topk. Candidates stay in ascending order of key, so that the result needs no
+// sorting. With few queries the keys are split, too.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -19,11 +13,10 @@
 #include "tile/cpu/parallel.hpp"
 #include "tile/cpu/vector.hpp"
 
-namespace hopwell::ops {
-namespace lightning_indexer {
+namespace hopwell::ops::lightning_indexer {
 namespace {
 
-using cpu::kLaneBlock;
+using cpu::kLaneBlock, cpu::load, cpu::padded;
 using cpu::Scratch;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -34,24 +27,6 @@ constexpr std::int64_t kMinItems = 16;    // fewer blocks of queries than this: 
 constexpr std::int64_t kMinSplit = 4096;  // into no fewer keys than this
 
 constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-constexpr std::int64_t padded(std::int64_t n) { return ceil_div(n, kLaneBlock) * kLaneBlock; }
-
-// `count` contiguous elements from `offset` on, as float.
-void load(const View& from, std::int64_t offset, float* to, std::int64_t count) {
-  const auto n = static_cast<std::size_t>(count);
-  if (from.dtype == DType::kFloat32)
-    cpu::to_float(from.as<const float>() + offset, to, n);
-  else
-    cpu::to_float(from.as<const bfloat16>() + offset, to, n);
-}
-
-void store(const float* from, const View& to, std::int64_t offset, std::int64_t count) {
-  const auto n = static_cast<std::size_t>(count);
-  if (to.dtype == DType::kFloat32)
-    cpu::from_float(from, to.as<float>() + offset, n);
-  else
-    cpu::from_float(from, to.as<bfloat16>() + offset, n);
-}
 
 // A list of candidates in ascending order of key that never holds more than its topk best and a tile or topk more.
 class Candidates {
@@ -254,189 +229,4 @@ void launch(const Problem& p, Stream /*stream*/) {
 const runtime::Registration<Problem> cpu_backend{{.name = "cpu", .launch = launch}};
 
 }  // namespace
-}  // namespace lightning_indexer
-
-namespace lightning_indexer_backward {
-namespace {
-
-using cpu::kLaneBlock;
-using cpu::Scratch;
-using lightning_indexer::ceil_div;
-using lightning_indexer::kInfinity;
-using lightning_indexer::load;
-using lightning_indexer::padded;
-using lightning_indexer::store;
-
-constexpr std::int64_t kMaxEntryTile = 2048;   // gathered keys a product; a row of more entries computes q.k twice
-constexpr std::int64_t kDotFloats = 1 << 18;   // of q.k a tile
-constexpr std::int64_t kWaveFloats = 8 << 20;  // of dk parts a wave
-constexpr std::int64_t kMinWave = 4, kMaxWave = 4096;  // queries
-constexpr std::int64_t kKeyRanges = 16;                // that add up a wave's parts side by side
-
-// A thread's scratch: one query and a tile of its keys.
-struct State {
-  explicit State(const Problem& p)
-      : tile(std::clamp(kDotFloats / p.h_index / kLaneBlock * kLaneBlock, kLaneBlock,
-                        std::min(kMaxEntryTile, padded(p.topk)))),
-        q(p.h_index * p.d_index),
-        weights(p.h_index),
-        target(p.topk),
-        score(padded(p.topk)),
-        g(padded(p.topk)),
-        k(tile * p.d_index),
-        dot(p.h_index * tile),
-        d_q(p.h_index * p.d_index),
-        d_weights(p.h_index) {}
-  std::int64_t tile;  // entries, a multiple of kLaneBlock
-  Scratch<float> q, weights, target, score, g, k, dot, d_q, d_weights;
-};
-
-// Into `keys` and state.target the entries of row s that name a key; returns how many, or 0 if their targets are all
-// zero.
-std::int64_t load_entries(const Problem& p, std::int64_t s, std::int32_t* keys, State& state) {
-  const auto* indices = p.indices.as<const std::int32_t>() + s * p.indices.stride[0];
-  const auto* target = p.target.as<const float>() + s * p.target.stride[0];
-  std::int64_t count = 0;
-  bool any = false;
-  for (std::int64_t i = 0; i < p.topk; ++i) {
-    if (indices[i] < 0 || indices[i] >= p.s_kv) continue;
-    any = any || target[i] != 0;
-    state.target.get()[count] = target[i];
-    keys[count++] = indices[i];
-  }
-  return any ? count : 0;
-}
-
-// state.k: the keys as float rows, zeros up to a multiple of kLaneBlock. state.dot[j, i] = q_j . k_i.
-void multiply(const Problem& p, const std::int32_t* keys, std::int64_t count, State& state) {
-  for (std::int64_t i = 0; i < count; ++i) load(p.k, keys[i] * p.k.stride[0], state.k.get() + i * p.d_index, p.d_index);
-  std::fill(state.k.get() + count * p.d_index, state.k.get() + padded(count) * p.d_index, 0.0F);
-  cpu::gemm_nt(p.h_index, padded(count), p.d_index, 1, state.q.get(), p.d_index, state.k.get(), p.d_index, 0,
-               state.dot.get(), state.tile);
-}
-
-// state.score of all entries; NaN counts as -inf.
-void score_entries(const Problem& p, const std::int32_t* keys, std::int64_t count, State& state) {
-  float* score = state.score.get();
-  std::fill_n(score, padded(count), 0.0F);
-  for (std::int64_t first = 0; first < count; first += state.tile) {
-    const std::int64_t n = std::min(state.tile, count - first);
-    multiply(p, keys + first, n, state);
-    cpu::add_relu_sum(state.dot.get(), state.tile, state.weights.get(), p.h_index, score + first, padded(n));
-  }
-  std::replace_if(score, score + count, [](float x) { return std::isnan(x); }, -kInfinity);
-}
-
-// state.g = d_loss * (softmax of the scores - target), 0 for entries of score -inf, and the row's loss. False: it has
-// no entry with a score and a target, so no loss and no gradient.
-bool softmax_gradient(const Problem& p, std::int64_t count, State& state, double& loss) {
-  const float *score = state.score.get(), *target = state.target.get();
-  float* g = state.g.get();
-  bool any = false;
-  for (std::int64_t i = 0; i < count; ++i) any = any || (target[i] != 0 && score[i] != -kInfinity);
-  if (!any) return false;
-  const auto n = static_cast<std::size_t>(count);
-  std::copy_n(score, count, g);
-  const float peak = cpu::max(score, n), sum = cpu::exp_sum(g, 1, peak, n);
-  const double lse = static_cast<double>(peak) + std::log(static_cast<double>(sum));
-  for (std::int64_t i = 0; i < count; ++i) {
-    if (score[i] == -kInfinity) {
-      g[i] = 0;
-      continue;
-    }
-    const auto wanted = static_cast<double>(target[i]);
-    if (wanted != 0) loss += wanted * (std::log(wanted) - (static_cast<double>(score[i]) - lse));
-    g[i] = p.d_loss * (g[i] / sum - target[i]);
-  }
-  std::fill(g + count, g + padded(count), 0.0F);
-  return true;
-}
-
-// From state.g: state.d_q, state.d_weights and part[i, :], what entry i adds to dk; the key of an entry without a score
-// becomes -1.
-void input_gradients(const Problem& p, std::int32_t* keys, std::int64_t count, State& state, float* part) {
-  const std::int64_t d = p.d_index, ld = state.tile;
-  std::fill_n(state.d_weights.get(), p.h_index, 0.0F);
-  for (std::int64_t first = 0; first < count; first += state.tile) {
-    const std::int64_t n = std::min(state.tile, count - first);
-    float *dot = state.dot.get(), *k = state.k.get();
-    if (count > state.tile) multiply(p, keys + first, n, state);
-    for (std::int64_t i = 0; i < n; ++i) {  // keys without a score may hold NaN
-      if (state.score.get()[first + i] != -kInfinity) continue;
-      keys[first + i] = -1;
-      std::fill_n(k + i * d, d, 0.0F);
-      for (std::int64_t j = 0; j < p.h_index; ++j) dot[j * ld + i] = 0;
-    }
-    for (std::int64_t j = 0; j < p.h_index; ++j)
-      state.d_weights.get()[j] +=
-          cpu::relu_gradient(state.g.get() + first, state.weights.get()[j], dot + j * ld, padded(n));
-    cpu::gemm_nn(p.h_index, d, padded(n), 1, dot, ld, k, d, first == 0 ? 0.0F : 1.0F, state.d_q.get(), d);
-    cpu::gemm_tn(n, d, p.h_index, 1, dot, ld, state.q.get(), d, 0, part + first * d, d);
-  }
-}
-
-// Query s: its rows of d_q and d_weights, its loss, and keys[i], part[i, :] for the entries that add to dk. Returns how
-// many.
-std::int64_t query_gradients(const Problem& p, std::int64_t s, State& state, std::int32_t* keys, float* part,
-                             double& loss) {
-  loss = 0;
-  std::int64_t count = load_entries(p, s, keys, state);
-  if (count > 0) {
-    load(p.weights, s * p.weights.stride[0], state.weights.get(), p.h_index);
-    for (std::int64_t j = 0; j < p.h_index; ++j)
-      load(p.q, s * p.q.stride[0] + j * p.q.stride[1], state.q.get() + j * p.d_index, p.d_index);
-    score_entries(p, keys, count, state);
-    if (!softmax_gradient(p, count, state, loss)) count = 0;
-  }
-  if (count > 0) {
-    input_gradients(p, keys, count, state, part);
-  } else {
-    std::fill_n(state.d_q.get(), p.h_index * p.d_index, 0.0F);
-    std::fill_n(state.d_weights.get(), p.h_index, 0.0F);
-  }
-  store(state.d_weights.get(), p.d_weights, s * p.d_weights.stride[0], p.h_index);
-  for (std::int64_t j = 0; j < p.h_index; ++j)
-    store(state.d_q.get() + j * p.d_index, p.d_q, s * p.d_q.stride[0] + j * p.d_q.stride[1], p.d_index);
-  return count;
-}
-
-void launch(const Problem& p, Stream /*stream*/) {
-  const std::int64_t part_floats = std::max(p.topk, std::int64_t{1}) * p.d_index;
-  const std::int64_t wave = std::min(std::clamp(kWaveFloats / part_floats, kMinWave, kMaxWave), p.s_q);
-  const Scratch<float> parts(wave * part_floats);
-  const Scratch<std::int32_t> keys(wave * p.topk);
-  const Scratch<std::int64_t> counts(wave);
-  const Scratch<double> losses(p.s_q);
-  auto* d_k = p.d_k.as<float>();
-  for (std::int64_t t = 0; t < p.s_kv; ++t) std::fill_n(d_k + t * p.d_k.stride[0], p.d_index, 0.0F);
-
-  for (std::int64_t s0 = 0; s0 < p.s_q; s0 += wave) {
-    const std::int64_t queries = std::min(wave, p.s_q - s0);
-    cpu::parallel_for(
-        queries, [&] { return State(p); },
-        [&](std::int64_t i, State& state) {
-          counts.get()[i] = query_gradients(p, s0 + i, state, keys.get() + i * p.topk, parts.get() + i * part_floats,
-                                            losses.get()[s0 + i]);
-        });
-    const std::int64_t range = ceil_div(p.s_kv, kKeyRanges);
-    cpu::parallel_for(kKeyRanges, [&](std::int64_t item) {
-      const std::int64_t first = item * range, last = first + range;
-      for (std::int64_t i = 0; i < queries; ++i) {
-        const std::int32_t* key = keys.get() + i * p.topk;
-        const float* part = parts.get() + i * part_floats;
-        for (std::int64_t e = 0; e < counts.get()[i]; ++e)
-          if (key[e] >= first && key[e] < last)
-            cpu::add(part + e * p.d_index, d_k + key[e] * p.d_k.stride[0], static_cast<std::size_t>(p.d_index));
-      }
-    });
-  }
-  double loss = 0;
-  for (std::int64_t s = 0; s < p.s_q; ++s) loss += losses.get()[s];
-  *p.loss.as<float>() = static_cast<float>(loss);
-}
-
-const runtime::Registration<Problem> cpu_backend{{.name = "cpu", .launch = launch}};
-
-}  // namespace
-}  // namespace lightning_indexer_backward
-}  // namespace hopwell::ops
+}  // namespace hopwell::ops::lightning_indexer

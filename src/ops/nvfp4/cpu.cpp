@@ -1,4 +1,4 @@
-// NVFP4 on the CPU.
+// nvfp4_gemv and nvfp4_linear on the CPU.
 //
 // nvfp4_linear with few rows of x, and nvfp4_gemv, multiply codes with x as they come out of the decoder, in fp32
 // registers. With more rows, tiles of weights are decoded to fp32 and go through BLAS. Items are tiles of weight rows,
@@ -6,27 +6,25 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <cstring>
-#include <limits>
 #include <optional>
 #include <type_traits>
 #include <vector>
-
-#include <hwy/cache_control.h>
 
 #include "ops/nvfp4/op.hpp"
 #include "tile/cpu/gemm.hpp"
 #include "tile/cpu/nvfp4.hpp"
 #include "tile/cpu/parallel.hpp"
 #include "tile/cpu/vector.hpp"
+#include "tile/cpu/views.hpp"
 #include "tile/float16.hpp"
 
 namespace hopwell::ops::nvfp4 {
 namespace {
 
 namespace simd = cpu::nvfp4;
-using cpu::Scratch;
+using cpu::Scratch, cpu::unsigned_size, cpu::with_type;
 using hopwell::nvfp4::kBlock;
+using simd::Matrix;
 
 constexpr std::int64_t kRowTile = 32;   // rows of weights an item takes
 constexpr std::int64_t kDotX = 6144;    // floats of x that stay in the first-level cache while rows of weights pass
@@ -38,50 +36,6 @@ constexpr std::int64_t kGemmTile = 128, kGemmColumns = 512, kGemmRows = 256;
 // Threads that pay for work as long as so many products of codes with x: to wake one takes as long as 2^20 do.
 std::int64_t threads_for(std::int64_t products) { return products >> 20; }
 constexpr std::int64_t kArranged = 32;  // products that take as long as to put a float of x into its place
-
-// Calls function(T*) with a pointer to the view's element type.
-template <class Function>
-void with_type(const View& view, Function function) {
-  switch (view.dtype) {
-    case DType::kFloat16:
-      return function(view.as<float16>());
-    case DType::kBFloat16:
-      return function(view.as<bfloat16>());
-    default:
-      return function(view.as<float>());
-  }
-}
-
-std::size_t unsigned_size(std::int64_t size) { return static_cast<std::size_t>(size); }
-
-// A matrix of codes and its scales.
-struct Matrix {
-  const std::uint8_t* codes;  // of the batch
-  std::int64_t row_stride, batch, k;
-  Scales scales;
-
-  [[nodiscard]] const std::uint8_t* row(std::int64_t m) const { return codes + m * row_stride; }
-
-  // The scales of columns [first, first + count) of K in row m, decoded, times factors if there are any, with zeros
-  // behind; `first` is a multiple of 64. `bytes` has room for count / 16 + 3.
-  void decode_scales(std::int64_t m, std::int64_t first, std::int64_t count, std::uint8_t* bytes, float* out,
-                     const float* factors = nullptr) const {
-    if (count == 0) return simd::decode_scales(nullptr, nullptr, 0, out);
-    const std::uint8_t* row_scales = scales.data + scales.offset(m, first / kBlock, batch);
-    if (!scales.blocked) return simd::decode_scales(row_scales, factors, unsigned_size(count), out);
-    constexpr std::int64_t kTileBytes = 512;
-    for (std::int64_t tile = 0; 4 * kBlock * tile < count; ++tile)
-      std::memcpy(bytes + 4 * tile, row_scales + kTileBytes * tile, 4);
-    simd::decode_scales(bytes, factors, unsigned_size(count), out);
-  }
-
-  // Starts to fetch row m's scales into the cache. Blocked ones need no help: rows of a tile share their lines.
-  void prefetch_scales(std::int64_t m) const {
-    constexpr std::int64_t kLine = 64;
-    const std::uint8_t* row_scales = scales.data + scales.offset(m, 0, batch);
-    for (std::int64_t byte = 0; byte < k / kBlock && !scales.blocked; byte += kLine) hwy::Prefetch(row_scales + byte);
-  }
-};
 
 std::int64_t tiles(std::int64_t size, std::int64_t tile) { return (size + tile - 1) / tile; }
 
@@ -307,74 +261,8 @@ void launch_linear(const LinearProblem& p, Stream) {
     linear_by_gemm(p, epilogue);
 }
 
-// ---- nvfp4_quantize, nvfp4_dequantize -----------------------------------------------------------------------------
-
-template <class Body>
-void for_each_row_as_float(const QuantizeProblem& p, Body body) {
-  with_type(p.x, [&]<class T>(const T* x) {
-    cpu::parallel_for(
-        p.rows, [&] { return Scratch<float>(p.k); },
-        [&](std::int64_t row, const Scratch<float>& scratch) {
-          cpu::to_float(x + row * p.x.stride[0], scratch.get(), unsigned_size(p.k));
-          body(row, scratch.get());
-        });
-  });
-}
-
-float global_of(const QuantizeProblem& p) {
-  if (p.has_global) return p.global.pointer != nullptr ? *p.global.pointer : p.global.value;
-  std::vector<float> amax(unsigned_size(p.rows), 0.0F);
-  for_each_row_as_float(p, [&](std::int64_t row, const float* x) {
-    amax[unsigned_size(row)] = simd::finite_amax(x, unsigned_size(p.k));
-  });
-  const float most = amax.empty() ? 0.0F : *std::max_element(amax.begin(), amax.end());
-  if (most == 0) return 1;
-  return std::max(most / (hopwell::nvfp4::kCodeMax * hopwell::nvfp4::kScaleMax),
-                  std::numeric_limits<float>::denorm_min());
-}
-
-void launch_quantize(const QuantizeProblem& p, Stream) {
-  const float global = global_of(p);
-  *p.global_scale.as<float>() = global;
-  const std::int64_t columns = p.k / kBlock;
-  if (p.scales.blocked) std::fill_n(p.scales.data, hopwell::nvfp4::blocked_bytes(p.rows, columns), std::uint8_t{0});
-  for_each_row_as_float(p, [&](std::int64_t row, const float* x) {
-    std::uint8_t* codes = p.codes.as<std::uint8_t>() + row * p.codes.stride[0];
-    if (!p.scales.blocked)
-      return simd::encode(x, global, unsigned_size(p.k), codes, p.scales.data + p.scales.offset(row, 0));
-    constexpr std::int64_t kBlocks = 64;
-    for (std::int64_t first = 0; first < columns; first += kBlocks) {
-      const std::int64_t count = std::min(kBlocks, columns - first);
-      std::uint8_t scales[kBlocks];
-      simd::encode(x + first * kBlock, global, unsigned_size(count * kBlock), codes + first * kBlock / 2, scales);
-      for (std::int64_t j = 0; j < count; ++j) p.scales.data[p.scales.offset(row, first + j)] = scales[j];
-    }
-  });
-}
-
-void launch_dequantize(const DequantizeProblem& p, Stream) {
-  const float global = p.global.pointer != nullptr ? *p.global.pointer : p.global.value;
-  const Matrix matrix{p.codes.as<std::uint8_t>(), p.codes.stride[0], 0, p.k, p.scales};
-  struct State {
-    explicit State(std::int64_t k) : scratch(k), row(k) {}
-    DotScratch scratch;
-    Scratch<float> row;
-  };
-  with_type(p.x, [&]<class T>(T* x) {
-    cpu::parallel_for(
-        p.rows, [&] { return State(p.k); },
-        [&](std::int64_t row, const State& state) {
-          matrix.decode_scales(row, 0, p.k, state.scratch.bytes.get(), state.scratch.scales.get());
-          simd::decode(matrix.row(row), state.scratch.scales.get(), global, unsigned_size(p.k), state.row.get());
-          cpu::from_float(state.row.get(), x + row * p.x.stride[0], unsigned_size(p.k));
-        });
-  });
-}
-
 const runtime::Registration<GemvProblem> gemv{{.name = "cpu", .launch = launch_gemv}};
 const runtime::Registration<LinearProblem> linear{{.name = "cpu", .launch = launch_linear}};
-const runtime::Registration<QuantizeProblem> quantize{{.name = "cpu", .launch = launch_quantize}};
-const runtime::Registration<DequantizeProblem> dequantize{{.name = "cpu", .launch = launch_dequantize}};
 
 }  // namespace
 }  // namespace hopwell::ops::nvfp4

@@ -1,4 +1,4 @@
-// NVFP4: what the backends of its four operators are given. Meaning and shapes: hopwell.h.
+// nvfp4_gemv and nvfp4_linear: what their backends are given. Meaning and shapes: hopwell.h.
 #pragma once
 
 #include "runtime/backend.hpp"
@@ -7,13 +7,7 @@
 
 namespace hopwell::ops::nvfp4 {
 
-using hopwell::nvfp4::Scales;
-
-// A tensor's global scale: a number, or one in memory on the operator's device, which wins.
-struct Global {
-  const float* pointer = nullptr;
-  float value = 1;
-};
+using hopwell::nvfp4::Global, hopwell::nvfp4::Scales;
 
 struct GemvProblem {
   View a;  // codes [M, K/2, L], contiguous along K
@@ -36,30 +30,6 @@ struct LinearProblem {
   Global global;
   bool global_is_reciprocal = false;
   std::int64_t n = 0, rows = 0, k = 0;
-  runtime::Device device;
-  void* workspace = nullptr;
-  std::size_t workspace_bytes = 0;
-};
-
-struct QuantizeProblem {
-  View x;             // fp32, fp16 or bf16 [rows, K]
-  View codes;         // [rows, K/2]
-  View global_scale;  // fp32, one element
-  Scales scales;
-  bool has_global = false;  // else it comes from x
-  Global global;
-  std::int64_t rows = 0, k = 0;
-  runtime::Device device;
-  void* workspace = nullptr;
-  std::size_t workspace_bytes = 0;
-};
-
-struct DequantizeProblem {
-  View codes;  // [rows, K/2]
-  View x;      // fp32, fp16 or bf16 [rows, K]
-  Scales scales;
-  Global global;
-  std::int64_t rows = 0, k = 0;
   runtime::Device device;
   void* workspace = nullptr;
   std::size_t workspace_bytes = 0;

@@ -27,19 +27,19 @@ constexpr std::int64_t kTokens = 4;  // that share each load of q, or of acc
 constexpr std::int64_t kAheadBytes = 4096;
 
 // Asks for the vectors that lie `bytes` after those that are read, in the order of memory, and past the run's end for
-// the next run's. Reads that alternate with arithmetic keep too few lines in flight without.
+// the next run's. Without it, reads that alternate with arithmetic keep too few lines in flight.
 template <class T>
 class Prefetcher {
  public:
   HWY_INLINE Prefetcher(const Run<T>& run, std::int64_t bytes) : d_(run.d), at_(run.next), next_(run.next) {
-    const std::int64_t slot = run.strides.group < d_ ? d_ : run.strides.slot;  // vllm: a page's head is one piece
+    const std::int64_t slot = run.strides.group < d_ ? d_ : run.strides.slot;  // vllm: a head of a page is contiguous
     const bool heads_inside = run.strides.head < slot;
     inner_ = heads_inside ? run.strides.head : slot;
     inner_count_ = heads_inside ? run.heads : run.tokens;
     outer_ = heads_inside ? slot : run.strides.head;
     const std::int64_t ahead = bytes / (d_ * static_cast<std::int64_t>(sizeof(T))), all = run.heads * run.tokens;
     if (ahead >= all) return;
-    left_ = all - ahead;
+    remaining_ = all - ahead;
     inner_at_ = ahead % inner_count_;
     at_ = run.data + ahead / inner_count_ * outer_ + inner_at_ * inner_;
   }
@@ -51,7 +51,7 @@ class Prefetcher {
         inner_at_ = 0;
         at_ += outer_ - inner_count_ * inner_;
       }
-      if (--left_ == 0) {
+      if (--remaining_ == 0) {
         inner_at_ = 0;
         at_ = next_;
       }
@@ -60,7 +60,7 @@ class Prefetcher {
 
  private:
   static constexpr auto kLine = static_cast<std::int64_t>(64 / sizeof(T));
-  std::int64_t d_, inner_, inner_count_, outer_, inner_at_ = 0, left_ = 0;  // left_: of the run's own vectors
+  std::int64_t d_, inner_, inner_count_, outer_, inner_at_ = 0, remaining_ = 0;  // remaining_: of the run's own vectors
   const T *at_, *next_;
 };
 
@@ -71,7 +71,7 @@ HWY_INLINE void Translate(const Run<T>& run) {
   constexpr auto kPage = static_cast<std::int64_t>(4096 / sizeof(T));
   const CacheStrides& s = run.strides;
   const std::int64_t span = HWY_MAX(HWY_MAX(run.heads * s.head, run.tokens * s.slot), run.d / s.group * s.group_stride);
-  if (span > 2 * run.heads * run.tokens * run.d) return;  // not one piece of memory
+  if (span > 2 * run.heads * run.tokens * run.d) return;  // not contiguous
   for (std::int64_t at = 0; at < span; at += kPage) hwy::Prefetch(run.next + at);
 }
 
@@ -133,8 +133,8 @@ HWY_INLINE void Dot2x4(D d, const float* qa, const float* qb, std::int64_t size,
 
 // logits[row, t] = q[row] . k[t] for one head and at most kTokens tokens. `logits` is writable for kTokens.
 template <class D, class T>
-HWY_INLINE void ScoreTokens(D d, const Run<T>& run, const T* k, std::int64_t tokens, const Rows& rows, const float* q,
-                            float* logits) {
+HWY_INLINE void ScoreTokens(D d, const Run<T>& run, const T* k, std::int64_t tokens, const RowGroup& rows,
+                            const float* q, float* logits) {
   const CacheStrides& s = run.strides;
   const T* k1 = k + (tokens > 1 ? s.slot : 0);  // the last token again where there are fewer than four
   const T* k2 = k1 + (tokens > 2 ? s.slot : 0);
@@ -185,7 +185,7 @@ HWY_INLINE void Add2x4(const float* pa, const float* pb, std::int64_t size, cons
 
 // acc[row] += sum_t p[row, t] * v[t] for one head and at most kTokens tokens whose elements lie together.
 template <class T>
-HWY_INLINE void AddTokens(const Run<T>& run, const T* v, std::int64_t tokens, const Rows& rows, const float* p,
+HWY_INLINE void AddTokens(const Run<T>& run, const T* v, std::int64_t tokens, const RowGroup& rows, const float* p,
                           float* acc) {
   static constexpr T kZeros[kMaxD] = {};  // in place of tokens that there are not
   const std::int64_t slot = run.strides.slot;
@@ -210,7 +210,7 @@ HWY_INLINE void AddTokens(const Run<T>& run, const T* v, std::int64_t tokens, co
 // acc[row, e, lane] += p[row, t] * v[e, t] for one head, with the tokens of an element lying together and t = lane mod
 // kLanes.
 template <class T>
-HWY_INLINE void AddColumns(const Run<T>& run, const T* v, const Rows& rows, const float* p, float* acc) {
+HWY_INLINE void AddColumns(const Run<T>& run, const T* v, const RowGroup& rows, const float* p, float* acc) {
   const Tag8 d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   const std::int64_t stride = run.strides.group_stride;
@@ -234,7 +234,7 @@ HWY_INLINE void AddColumns(const Run<T>& run, const T* v, const Rows& rows, cons
 // logits[head, t] = q[head] . k[head, t] where a token's heads lie together and each has one row: token by token, so
 // that memory is read front to back.
 template <class T>
-HWY_INLINE void ScoreHeads(const Run<T>& run, const Rows& rows, const float* q, float* logits) {
+HWY_INLINE void ScoreHeads(const Run<T>& run, const RowGroup& rows, const float* q, float* logits) {
   const CacheStrides& s = run.strides;
   Prefetcher<T> prefetch(run, kAheadBytes);
   for (std::int64_t t = 0; t < run.tokens; ++t) {
@@ -255,7 +255,7 @@ HWY_INLINE void ScoreHeads(const Run<T>& run, const Rows& rows, const float* q, 
 
 // acc[head] += sum_t p[head, t] * v[head, t] in the same order.
 template <class T>
-HWY_INLINE void AddHeads(const Run<T>& run, const Rows& rows, const float* p, float* acc) {
+HWY_INLINE void AddHeads(const Run<T>& run, const RowGroup& rows, const float* p, float* acc) {
   const Tag8 d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   const std::int64_t size = run.d;
@@ -272,13 +272,14 @@ HWY_INLINE void AddHeads(const Run<T>& run, const Rows& rows, const float* p, fl
   }
 }
 
-// Calls body(head, first token, tokens) over a run in pieces of kTokens, in the order of its memory.
+// Calls body(head, first token, tokens) over a run in blocks of kTokens, in the order of its memory.
 template <class T, class Body>
-HWY_INLINE void ForEachPiece(const Run<T>& run, Body body) {
+HWY_INLINE void ForEachTokenBlock(const Run<T>& run, Body body) {
   const bool heads_inside = run.strides.head < run.strides.slot;
   const std::int64_t block = heads_inside ? kTokens : run.tokens;
-  const std::int64_t piece = heads_inside ? kTokens * run.heads * run.d * static_cast<std::int64_t>(sizeof(T)) : 0;
-  Prefetcher<T> prefetch(run, HWY_MAX(piece, kAheadBytes));
+  const std::int64_t block_bytes =
+      heads_inside ? kTokens * run.heads * run.d * static_cast<std::int64_t>(sizeof(T)) : 0;
+  Prefetcher<T> prefetch(run, HWY_MAX(block_bytes, kAheadBytes));
   for (std::int64_t first = 0; first < run.tokens; first += block) {
     for (std::int64_t head = 0; head < run.heads; ++head) {
       for (std::int64_t t = first; t < HWY_MIN(first + block, run.tokens); t += kTokens) {
@@ -292,12 +293,12 @@ HWY_INLINE void ForEachPiece(const Run<T>& run, Body body) {
 
 // logits[head * rows_per_head + row, t] = q[head * rows_per_head + row] . k[head, t]
 template <class T>
-void Score(const Run<T>& run, const Rows& rows, const float* q, float* logits) {
+void Score(const Run<T>& run, const RowGroup& rows, const float* q, float* logits) {
   Translate(run);
   const bool whole_vectors = run.strides.group % 8 == 0;  // no group of the vllm layout's fp32 fills one
   if (whole_vectors && rows.rows_per_head == 1 && run.strides.head < run.strides.slot)
     return ScoreHeads(run, rows, q, logits);
-  ForEachPiece(run, [&](std::int64_t head, std::int64_t t, std::int64_t tokens) {
+  ForEachTokenBlock(run, [&](std::int64_t head, std::int64_t t, std::int64_t tokens) {
     const T* k = run.data + head * run.strides.head + t * run.strides.slot;
     const std::int64_t row = head * rows.rows_per_head;
     const float* from = q + row * rows.ld_vector;
@@ -311,7 +312,7 @@ void Score(const Run<T>& run, const Rows& rows, const float* q, float* logits) {
 
 // acc[head * rows_per_head + row] += sum_t p[head * rows_per_head + row, t] * v[head, t]
 template <class T>
-void Accumulate(const Run<T>& run, const Rows& rows, const float* p, float* acc) {
+void Accumulate(const Run<T>& run, const RowGroup& rows, const float* p, float* acc) {
   Translate(run);
   if (run.strides.group == 1) {
     Prefetcher<T> prefetch(run, run.tokens * run.d * static_cast<std::int64_t>(sizeof(T)));
@@ -323,7 +324,7 @@ void Accumulate(const Run<T>& run, const Rows& rows, const float* p, float* acc)
     return;
   }
   if (rows.rows_per_head == 1 && run.strides.head < run.strides.slot) return AddHeads(run, rows, p, acc);
-  ForEachPiece(run, [&](std::int64_t head, std::int64_t t, std::int64_t tokens) {
+  ForEachTokenBlock(run, [&](std::int64_t head, std::int64_t t, std::int64_t tokens) {
     const T* v = run.data + head * run.strides.head + t * run.strides.slot;
     const std::int64_t row = head * rows.rows_per_head;
     AddTokens(run, v, tokens, rows, p + row * rows.ld_logits + t, acc + row * rows.ld_vector);

@@ -10,7 +10,7 @@
 //   logits -> p                bias, scale, masks, running maximum and sum, row by row
 //   acc   += p . v             all runs
 // Keys and values are converted to fp32 in registers; q + u, logits and p are fp32 throughout. Sums of long chunks are
-// taken in parts, lest roundings that all go the same way add up.
+// taken in parts, so that roundings that all go the same way do not add up.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/paged_attention/cpu.cpp"
 #include <hwy/foreach_target.h>
@@ -22,18 +22,22 @@
 HWY_BEFORE_NAMESPACE();
 namespace hopwell::ops::paged_attention::HWY_NAMESPACE {
 
-void ScoreF32(const Run<float>& run, const Rows& rows, const float* q, float* logits) { Score(run, rows, q, logits); }
-void ScoreF16(const Run<float16>& run, const Rows& rows, const float* q, float* logits) { Score(run, rows, q, logits); }
-void ScoreBF16(const Run<bfloat16>& run, const Rows& rows, const float* q, float* logits) {
+void ScoreF32(const Run<float>& run, const RowGroup& rows, const float* q, float* logits) {
   Score(run, rows, q, logits);
 }
-void AccumulateF32(const Run<float>& run, const Rows& rows, const float* p, float* acc) {
+void ScoreF16(const Run<float16>& run, const RowGroup& rows, const float* q, float* logits) {
+  Score(run, rows, q, logits);
+}
+void ScoreBF16(const Run<bfloat16>& run, const RowGroup& rows, const float* q, float* logits) {
+  Score(run, rows, q, logits);
+}
+void AccumulateF32(const Run<float>& run, const RowGroup& rows, const float* p, float* acc) {
   Accumulate(run, rows, p, acc);
 }
-void AccumulateF16(const Run<float16>& run, const Rows& rows, const float* p, float* acc) {
+void AccumulateF16(const Run<float16>& run, const RowGroup& rows, const float* p, float* acc) {
   Accumulate(run, rows, p, acc);
 }
-void AccumulateBF16(const Run<bfloat16>& run, const Rows& rows, const float* p, float* acc) {
+void AccumulateBF16(const Run<bfloat16>& run, const RowGroup& rows, const float* p, float* acc) {
   Accumulate(run, rows, p, acc);
 }
 
@@ -59,22 +63,22 @@ HWY_EXPORT(AccumulateF32);
 HWY_EXPORT(AccumulateF16);
 HWY_EXPORT(AccumulateBF16);
 
-void score(const Run<float>& run, const Rows& rows, const float* q, float* logits) {
+void score(const Run<float>& run, const RowGroup& rows, const float* q, float* logits) {
   HWY_DYNAMIC_DISPATCH(ScoreF32)(run, rows, q, logits);
 }
-void score(const Run<float16>& run, const Rows& rows, const float* q, float* logits) {
+void score(const Run<float16>& run, const RowGroup& rows, const float* q, float* logits) {
   HWY_DYNAMIC_DISPATCH(ScoreF16)(run, rows, q, logits);
 }
-void score(const Run<bfloat16>& run, const Rows& rows, const float* q, float* logits) {
+void score(const Run<bfloat16>& run, const RowGroup& rows, const float* q, float* logits) {
   HWY_DYNAMIC_DISPATCH(ScoreBF16)(run, rows, q, logits);
 }
-void accumulate(const Run<float>& run, const Rows& rows, const float* p, float* acc) {
+void accumulate(const Run<float>& run, const RowGroup& rows, const float* p, float* acc) {
   HWY_DYNAMIC_DISPATCH(AccumulateF32)(run, rows, p, acc);
 }
-void accumulate(const Run<float16>& run, const Rows& rows, const float* p, float* acc) {
+void accumulate(const Run<float16>& run, const RowGroup& rows, const float* p, float* acc) {
   HWY_DYNAMIC_DISPATCH(AccumulateF16)(run, rows, p, acc);
 }
-void accumulate(const Run<bfloat16>& run, const Rows& rows, const float* p, float* acc) {
+void accumulate(const Run<bfloat16>& run, const RowGroup& rows, const float* p, float* acc) {
   HWY_DYNAMIC_DISPATCH(AccumulateBF16)(run, rows, p, acc);
 }
 
@@ -239,7 +243,7 @@ class Worker {
 
   void tile(std::int64_t key, std::int64_t keys) {
     find_pages(key, keys);
-    const Rows rows{std::min(rows_, grouping_.rows_per_head), p_.d, kLdLogits};
+    const RowGroup rows{std::min(rows_, grouping_.rows_per_head), p_.d, kLdLogits};
     for (std::size_t e = 0; e < extents_.size(); ++e) {
       const T* next = e + 1 < extents_.size() ? first_k(extents_[e + 1]) : first_v(extents_[0]);
       score(run_of(first_k(extents_[e]), next, p_.k, extents_[e]), rows, q_u_.get(), logits_.get() + extents_[e].at);
@@ -249,7 +253,7 @@ class Worker {
     for (std::size_t e = 0; e < extents_.size(); ++e) {
       const T* next = e + 1 < extents_.size() ? first_v(extents_[e + 1]) : first_k(following_);
       const Run<T> run = run_of(first_v(extents_[e]), next, p_.v, extents_[e]);
-      const Rows to{rows.rows_per_head, p_.d * columns_, kLdLogits};
+      const RowGroup to{rows.rows_per_head, p_.d * columns_, kLdLogits};
       if (all_seen)
         accumulate(run, to, logits_.get() + extents_[e].at, acc_.get());
       else
@@ -397,14 +401,14 @@ class Worker {
   void score_r(std::int64_t row, std::int64_t h, std::int64_t delta, std::int64_t count, float* to) {
     with_type(p_.r, h * p_.r.stride[0] + delta * p_.r.stride[1], [&](const auto* r) {
       const CacheStrides back{.slot = -p_.r.stride[1], .group = p_.d, .group_stride = p_.d};
-      score(Run<std::remove_cvref_t<decltype(*r)>>{r, r, back, 1, count, p_.d}, Rows{1, p_.d, kLdLogits},
+      score(Run<std::remove_cvref_t<decltype(*r)>>{r, r, back, 1, count, p_.d}, RowGroup{1, p_.d, kLdLogits},
             q_v_.get() + row * p_.d, to);
     });
   }
 
   // Row by row and without the keys that a row does not see, whose values may be anything.
-  void accumulate_seen(const Run<T>& run, const Rows& rows, const float* p) {
-    const Rows one{1, rows.ld_vector, rows.ld_logits};
+  void accumulate_seen(const Run<T>& run, const RowGroup& rows, const float* p) {
+    const RowGroup one{1, rows.ld_vector, rows.ld_logits};
     for (std::int64_t row = 0; row < rows_; ++row, p += rows.ld_logits) {
       const T* v = run.data + row / rows.rows_per_head * run.strides.head;
       for (std::int64_t t = 0; t < run.tokens;) {

@@ -15,9 +15,9 @@ struct Run {
   std::int64_t heads, tokens, d;
 };
 
-// Rows of a group, `rows_per_head` to a KV head: matrices [heads * rows_per_head, ...] with these distances between
+// RowGroup of a group, `rows_per_head` to a KV head: matrices [heads * rows_per_head, ...] with these distances between
 // rows.
-struct Rows {
+struct RowGroup {
   std::int64_t rows_per_head, ld_vector, ld_logits;
 };
 

@@ -9,7 +9,6 @@ namespace ops::paged_attention {
 namespace {
 
 constexpr const char* kName = "paged_attention";
-const runtime::Operator<Problem> entry{kName};
 constexpr std::int64_t kMaxQueries = 16, kMinD = 32, kMaxBlock = 256;
 
 // A view with a dimension of size 1 put in at `dim`: [b, h_q, d] -> [b, 1, h_q, d].
@@ -140,27 +139,23 @@ Problem check(const PagedAttentionArgs& args) {
   return p;
 }
 
+const runtime::Entry entry{kName, check};
+
 }  // namespace
 }  // namespace ops::paged_attention
 
-namespace op = ops::paged_attention;
+using ops::paged_attention::entry;
 
-void paged_attention(const PagedAttentionArgs& args, Stream stream) {
-  runtime::run(op::kName, op::check(args), args.backend, stream);
-}
-
-std::size_t paged_attention_workspace_bytes(const PagedAttentionArgs& args) {
-  return runtime::workspace_bytes(op::kName, op::check(args), args.backend);
-}
-
-std::string explain(const PagedAttentionArgs& args) { return runtime::explain(op::check(args)); }
+void paged_attention(const PagedAttentionArgs& args, Stream stream) { entry.run(args, stream); }
+std::size_t paged_attention_workspace_bytes(const PagedAttentionArgs& args) { return entry.workspace_bytes(args); }
+std::string explain(const PagedAttentionArgs& args) { return entry.explain(args); }
 
 }  // namespace hopwell
 
 extern "C" hopwell_status hopwell_paged_attention(const hopwell_paged_attention_args* args, hopwell_stream stream) {
-  return hopwell::runtime::call(hopwell::op::kName, hopwell::paged_attention, args, stream);
+  return hopwell::entry.run_from_c(args, stream);
 }
 extern "C" hopwell_status hopwell_paged_attention_workspace_bytes(const hopwell_paged_attention_args* args,
                                                                   size_t* bytes) {
-  return hopwell::runtime::call(hopwell::op::kName, hopwell::paged_attention_workspace_bytes, args, bytes);
+  return hopwell::entry.workspace_bytes_from_c(args, bytes);
 }

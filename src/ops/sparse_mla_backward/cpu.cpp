@@ -19,9 +19,9 @@
 #include <optional>
 #include <vector>
 
+#include "ops/common/selected_rows.hpp"
 #include "ops/sparse_mla_backward/op.hpp"
 #include "tile/cpu/gemm.hpp"
-#include "tile/cpu/sparse_mla.hpp"
 #include "tile/cpu/turns.hpp"
 #include "tile/cpu/vector.hpp"
 

@@ -1,5 +1,6 @@
 #include "ops/sparse_mla_backward/op.hpp"
 
+#include "ops/common/arguments.hpp"
 #include "runtime/c_interface.hpp"
 
 namespace hopwell {
@@ -7,7 +8,6 @@ namespace ops::sparse_mla_backward {
 namespace {
 
 constexpr const char* kName = "sparse_mla_backward";
-const runtime::Operator<Problem> entry{kName};
 
 // dkv has the shape that kv was given in; it comes back as [s_kv, d_qk].
 View check_dkv(Checker& check, const SparseMlaBackwardArgs& args) {
@@ -50,28 +50,26 @@ Problem check(const SparseMlaBackwardArgs& args) {
   return p;
 }
 
+const runtime::Entry entry{kName, check};
+
 }  // namespace
 }  // namespace ops::sparse_mla_backward
 
-namespace op = ops::sparse_mla_backward;
+using ops::sparse_mla_backward::entry;
 
-void sparse_mla_backward(const SparseMlaBackwardArgs& args, Stream stream) {
-  runtime::run(op::kName, op::check(args), args.backend, stream);
-}
-
+void sparse_mla_backward(const SparseMlaBackwardArgs& args, Stream stream) { entry.run(args, stream); }
 std::size_t sparse_mla_backward_workspace_bytes(const SparseMlaBackwardArgs& args) {
-  return runtime::workspace_bytes(op::kName, op::check(args), args.backend);
+  return entry.workspace_bytes(args);
 }
-
-std::string explain(const SparseMlaBackwardArgs& args) { return runtime::explain(op::check(args)); }
+std::string explain(const SparseMlaBackwardArgs& args) { return entry.explain(args); }
 
 }  // namespace hopwell
 
 extern "C" hopwell_status hopwell_sparse_mla_backward(const hopwell_sparse_mla_backward_args* args,
                                                       hopwell_stream stream) {
-  return hopwell::runtime::call(hopwell::op::kName, hopwell::sparse_mla_backward, args, stream);
+  return hopwell::entry.run_from_c(args, stream);
 }
 extern "C" hopwell_status hopwell_sparse_mla_backward_workspace_bytes(const hopwell_sparse_mla_backward_args* args,
                                                                       size_t* bytes) {
-  return hopwell::runtime::call(hopwell::op::kName, hopwell::sparse_mla_backward_workspace_bytes, args, bytes);
+  return hopwell::entry.workspace_bytes_from_c(args, bytes);
 }

@@ -14,9 +14,9 @@
 #include <optional>
 #include <vector>
 
+#include "ops/common/selected_rows.hpp"
 #include "ops/sparse_mla_forward/op.hpp"
 #include "tile/cpu/gemm.hpp"
-#include "tile/cpu/sparse_mla.hpp"
 #include "tile/cpu/vector.hpp"
 
 namespace hopwell::ops::sparse_mla_forward {

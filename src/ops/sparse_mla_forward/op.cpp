@@ -1,5 +1,6 @@
 #include "ops/sparse_mla_forward/op.hpp"
 
+#include "ops/common/arguments.hpp"
 #include "runtime/c_interface.hpp"
 
 namespace hopwell {
@@ -7,7 +8,6 @@ namespace ops::sparse_mla_forward {
 namespace {
 
 constexpr const char* kName = "sparse_mla_forward";
-const runtime::Operator<Problem> entry{kName};
 
 Problem check(const SparseMlaForwardArgs& args) {
   Checker check(kName);
@@ -32,28 +32,24 @@ Problem check(const SparseMlaForwardArgs& args) {
   return p;
 }
 
+const runtime::Entry entry{kName, check};
+
 }  // namespace
 }  // namespace ops::sparse_mla_forward
 
-namespace op = ops::sparse_mla_forward;
+using ops::sparse_mla_forward::entry;
 
-void sparse_mla_forward(const SparseMlaForwardArgs& args, Stream stream) {
-  runtime::run(op::kName, op::check(args), args.backend, stream);
-}
-
-std::size_t sparse_mla_forward_workspace_bytes(const SparseMlaForwardArgs& args) {
-  return runtime::workspace_bytes(op::kName, op::check(args), args.backend);
-}
-
-std::string explain(const SparseMlaForwardArgs& args) { return runtime::explain(op::check(args)); }
+void sparse_mla_forward(const SparseMlaForwardArgs& args, Stream stream) { entry.run(args, stream); }
+std::size_t sparse_mla_forward_workspace_bytes(const SparseMlaForwardArgs& args) { return entry.workspace_bytes(args); }
+std::string explain(const SparseMlaForwardArgs& args) { return entry.explain(args); }
 
 }  // namespace hopwell
 
 extern "C" hopwell_status hopwell_sparse_mla_forward(const hopwell_sparse_mla_forward_args* args,
                                                      hopwell_stream stream) {
-  return hopwell::runtime::call(hopwell::op::kName, hopwell::sparse_mla_forward, args, stream);
+  return hopwell::entry.run_from_c(args, stream);
 }
 extern "C" hopwell_status hopwell_sparse_mla_forward_workspace_bytes(const hopwell_sparse_mla_forward_args* args,
                                                                      size_t* bytes) {
-  return hopwell::runtime::call(hopwell::op::kName, hopwell::sparse_mla_forward_workspace_bytes, args, bytes);
+  return hopwell::entry.workspace_bytes_from_c(args, bytes);
 }

@@ -1,12 +1,10 @@
-// sparse_mla_forward for Hopper: which kernel runs what.
-#include <algorithm>
-
-#include "ops/sparse_mla_forward/op.hpp"
-#include "ops/sparse_mla_forward/sm90_few_heads.hpp"
-#include "ops/sparse_mla_forward/sm90_many_heads.hpp"
+// sparse_mla_forward for Hopper: what it takes, and the kernels' launch.
+#include "ops/sparse_mla_forward/plan.hpp"
+#include "ops/sparse_mla_forward/sm90/few_heads.hpp"
+#include "ops/sparse_mla_forward/sm90/many_heads.hpp"
 #include "runtime/launch.hpp"
 
-namespace hopwell::ops::sparse_mla_forward {
+namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 namespace {
 
 runtime::Support supports(const Problem& p) {
@@ -20,58 +18,52 @@ runtime::Support supports(const Problem& p) {
   return {};
 }
 
-Params params_of(const Problem& problem, int heads) {
-  Params p{};
-  p.selection = tile::params_of(problem.selection);
-  p.q = problem.q.as<const bf16>();
-  p.kv = problem.kv.as<const bf16>();
-  p.attn_sink = problem.attn_sink.as<const float>();
-  p.out = problem.out.as<bf16>();
-  p.max_logits = problem.max_logits.as<float>();
-  p.lse = problem.lse.as<float>();
-  p.q_stride_s = problem.q.stride[0], p.q_stride_h = problem.q.stride[1], p.kv_stride = problem.kv.stride[0];
-  p.sink_stride = problem.attn_sink.stride[0];
-  p.out_stride_s = problem.out.stride[0], p.out_stride_h = problem.out.stride[1];
-  p.max_stride_s = problem.max_logits.stride[0], p.max_stride_h = problem.max_logits.stride[1];
-  p.lse_stride_s = problem.lse.stride[0], p.lse_stride_h = problem.lse.stride[1];
-  p.h_q = static_cast<int>(problem.h_q);
-  p.head_blocks = (p.h_q + heads - 1) / heads;
-  p.pieces = static_cast<std::uint32_t>(problem.s_q * p.head_blocks);
-  p.aligned = tile::can_gather(p.q, problem.h_q, p.q_stride_h) && tile::can_gather(p.kv, problem.s_kv, p.kv_stride) &&
-              (problem.s_q <= 1 || p.q_stride_s % 8 == 0);
-  p.out_aligned = reinterpret_cast<std::uintptr_t>(p.out) % 16 == 0 && (problem.s_q <= 1 || p.out_stride_s % 8 == 0) &&
-                  (problem.h_q <= 1 || p.out_stride_h % 8 == 0);
-  p.scale_log2 = problem.sm_scale * 1.44269504088896F;
-  return p;
+// A warpgroup's role. The two that compute run the same instructions.
+enum class Role { math_0, math_1, gather };
+
+template <class Storage>
+__global__ void __launch_bounds__(Storage::kThreads, 1) kernel(const __grid_constant__ Params p) {
+#if HOPWELL_HAS_SM90A
+  auto& s = arch::dynamic_smem<Storage>();
+  if (arch::thread_index() == 0) initialise(s);
+  arch::syncthreads();
+  const int warpgroup = arch::warpgroup_index();
+  if (Role{warpgroup} == Role::gather) {
+    arch::setmaxnreg_dec<Storage::kGatherRegisters>();
+    gather(p, s);
+  } else {
+    arch::setmaxnreg_inc<Storage::kMathRegisters>();
+    math(p, s, warpgroup);
+  }
+#endif
 }
 
-template <class Shared>
-void start(const Problem& problem, void (*kernel)(Params), Stream stream) {
-  const Params params = params_of(problem, Shared::kHeads);
-  const std::int64_t ctas = problem.device.sms;
-  const arch::LaunchShape shape{.grid = {static_cast<std::uint32_t>(std::min<std::int64_t>(params.pieces, ctas))},
-                                .threads = Shared::kThreads,
-                                .shared_bytes = sizeof(Shared)};
-  runtime::launch("sparse_mla_forward", kernel, shape, stream, params);
+template <class Storage>
+void launch_kernel(const Problem& problem, const Plan& plan, Stream stream) {
+  Params p = params_of(problem);
+  p.work_tiles = plan.work_tiles, p.head_tiles = plan.head_tiles;
+  const arch::LaunchShape shape{.grid = {plan.ctas}, .threads = Storage::kThreads, .shared_bytes = sizeof(Storage)};
+  runtime::launch("sparse_mla_forward", kernel<Storage>, shape, stream, p);
 }
 
 template <int kDqk>
-void start_for_heads(const Problem& problem, Stream stream) {
-  if (problem.h_q <= 16)
-    start<few_heads::Shared<16, kDqk>>(problem, few_heads::kernel<few_heads::Shared<16, kDqk>>, stream);
-  else if (problem.h_q <= 32)
-    start<few_heads::Shared<32, kDqk>>(problem, few_heads::kernel<few_heads::Shared<32, kDqk>>, stream);
+void launch_with_width(const Problem& problem, Stream stream) {
+  const Plan plan = plan_of(problem);
+  if (plan.tile_heads == 16)
+    launch_kernel<few_heads::SharedStorage<16, kDqk>>(problem, plan, stream);
+  else if (plan.tile_heads == 32)
+    launch_kernel<few_heads::SharedStorage<32, kDqk>>(problem, plan, stream);
   else
-    start<many_heads::Shared<kDqk>>(problem, many_heads::kernel<many_heads::Shared<kDqk>>, stream);
+    launch_kernel<many_heads::SharedStorage<kDqk>>(problem, plan, stream);
 }
 
 void launch(const Problem& problem, Stream stream) {
   if (problem.s_q == 0) return;
-  problem.d_qk == 576 ? start_for_heads<576>(problem, stream) : start_for_heads<512>(problem, stream);
+  problem.d_qk == 576 ? launch_with_width<576>(problem, stream) : launch_with_width<512>(problem, stream);
 }
 
 const runtime::Registration<Problem> backend{
     {.name = HOPWELL_ON_DEVICE ? "sm90" : "emu:sm90", .supports = supports, .launch = launch}};
 
 }  // namespace
-}  // namespace hopwell::ops::sparse_mla_forward
+}  // namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET

@@ -10,6 +10,8 @@
 #include <bit>
 #include <limits>
 
+#include "tile/cpu/vector.hpp"
+
 HWY_BEFORE_NAMESPACE();
 namespace hopwell::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
@@ -117,6 +119,22 @@ HWY_EXPORT(AddReluSum);
 HWY_EXPORT(AppendAbove);
 HWY_EXPORT(KthLargest);
 HWY_EXPORT(ReluGradient);
+
+void load(const View& from, std::int64_t offset, float* to, std::int64_t count) {
+  const auto n = static_cast<std::size_t>(count);
+  if (from.dtype == DType::kFloat32)
+    to_float(from.as<const float>() + offset, to, n);
+  else
+    to_float(from.as<const bfloat16>() + offset, to, n);
+}
+
+void store(const float* from, const View& to, std::int64_t offset, std::int64_t count) {
+  const auto n = static_cast<std::size_t>(count);
+  if (to.dtype == DType::kFloat32)
+    from_float(from, to.as<float>() + offset, n);
+  else
+    from_float(from, to.as<bfloat16>() + offset, n);
+}
 
 void add_relu_sum(const float* dot, std::int64_t ld, const float* w, std::int64_t heads, float* score,
                   std::int64_t count) {

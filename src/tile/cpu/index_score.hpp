@@ -1,12 +1,20 @@
-// Vector code of the lightning indexer's scores: sums of weighted relus, choosing among scores, the relus' gradient.
+// What the CPU backends of the lightning indexer and of its backward share: rows as fp32; and vector code of the scores,
+// sums of weighted relus, choosing among scores, the relus' gradient.
 #pragma once
 
 #include <cstdint>
+
+#include "runtime/check.hpp"
 
 namespace hopwell::cpu {
 
 // Counts below that must be multiples of this, so that no vector is cut short; padding is the caller's.
 inline constexpr std::int64_t kLaneBlock = 64;
+constexpr std::int64_t padded(std::int64_t n) { return (n + kLaneBlock - 1) / kLaneBlock * kLaneBlock; }
+
+// `count` contiguous elements of a bf16 or fp32 tensor from element `offset` on, as fp32; and such numbers back.
+void load(const View& from, std::int64_t offset, float* to, std::int64_t count);
+void store(const float* from, const View& to, std::int64_t offset, std::int64_t count);
 
 // score[t] += sum_j w[j] * relu(dot[j, t]) in the order of j, so that equal columns give equal scores; relu(NaN) is
 // NaN. dot's rows are ld apart; count is a multiple of kLaneBlock.

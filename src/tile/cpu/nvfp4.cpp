@@ -5,6 +5,7 @@
 #define HWY_TARGET_INCLUDE "tile/cpu/nvfp4.cpp"
 #include <hwy/foreach_target.h>
 //
+#include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
 #include <bit>
@@ -209,6 +210,25 @@ void decode(const std::uint8_t* codes, const float* scales, float factor, std::s
 float finite_amax(const float* x, std::size_t count) { return HWY_DYNAMIC_DISPATCH(FiniteAmax)(x, count); }
 void encode(const float* x, float global, std::size_t k, std::uint8_t* codes, std::uint8_t* scales) {
   HWY_DYNAMIC_DISPATCH(Encode)(x, global, k, codes, scales);
+}
+
+void Matrix::decode_scales(std::int64_t m, std::int64_t first, std::int64_t count, std::uint8_t* bytes, float* out,
+                           const float* factors) const {
+  if (count == 0) return nvfp4::decode_scales(nullptr, nullptr, 0, out);
+  constexpr std::int64_t kBlock = hopwell::nvfp4::kBlock, kTileBytes = 512;
+  const auto k_count = static_cast<std::size_t>(count);
+  const std::uint8_t* row_scales = scales.data + scales.offset(m, first / kBlock, batch);
+  if (!scales.blocked) return nvfp4::decode_scales(row_scales, factors, k_count, out);
+  for (std::int64_t tile = 0; 4 * kBlock * tile < count; ++tile)
+    std::memcpy(bytes + 4 * tile, row_scales + kTileBytes * tile, 4);
+  nvfp4::decode_scales(bytes, factors, k_count, out);
+}
+
+void Matrix::prefetch_scales(std::int64_t m) const {
+  constexpr std::int64_t kLine = 64;
+  const std::uint8_t* row_scales = scales.data + scales.offset(m, 0, batch);
+  for (std::int64_t byte = 0; byte < k / hopwell::nvfp4::kBlock && !scales.blocked; byte += kLine)
+    hwy::Prefetch(row_scales + byte);
 }
 
 }  // namespace hopwell::cpu::nvfp4

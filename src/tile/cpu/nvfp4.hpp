@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "tile/cpu/parallel.hpp"
+#include "tile/nvfp4.hpp"
 
 namespace hopwell::cpu::nvfp4 {
 
@@ -81,5 +82,22 @@ float finite_amax(const float* x, std::size_t count);
 
 // Codes [k / 2] and scale bytes [k / 16] of one row for a global scale, as hopwell.h defines them.
 void encode(const float* x, float global, std::size_t k, std::uint8_t* codes, std::uint8_t* scales);
+
+// A matrix of codes and its scales.
+struct Matrix {
+  const std::uint8_t* codes;  // of the batch
+  std::int64_t row_stride, batch, k;
+  hopwell::nvfp4::Scales scales;
+
+  [[nodiscard]] const std::uint8_t* row(std::int64_t m) const { return codes + m * row_stride; }
+
+  // The scales of columns [first, first + count) of K in row m, decoded, times factors if there are any, with zeros
+  // behind; `first` is a multiple of 64. `bytes` has room for count / 16 + 3.
+  void decode_scales(std::int64_t m, std::int64_t first, std::int64_t count, std::uint8_t* bytes, float* out,
+                     const float* factors = nullptr) const;
+
+  // Starts to fetch row m's scales into the cache. Blocked ones need no help: rows of a tile share their lines.
+  void prefetch_scales(std::int64_t m) const;
+};
 
 }  // namespace hopwell::cpu::nvfp4

@@ -112,31 +112,42 @@ float Dot(const float* x, const float* y, std::size_t count) {
   return result;
 }
 
+// What MaxOrNan finds, element by element.
+double MaxOrNanOfFew(const float* x, float factor, std::size_t count) {
+  double best = -std::numeric_limits<double>::infinity();
+  for (std::size_t i = 0; i < count; ++i) {
+    const double product = static_cast<double>(factor) * static_cast<double>(x[i]);
+    if (std::isnan(product)) return product;
+    if (product > best) best = product;
+  }
+  return best;
+}
+
 double MaxOrNan(const float* x, float factor, std::size_t count) {
   const hn::ScalableTag<float> d;
-  const float sign =
-      factor < 0 ? -1.0F : 1.0F;  // the largest product is that of the largest sign * x, without rounding
-  const auto vfactor = hn::Set(d, factor), vsign = hn::Set(d, sign);
   const std::size_t lanes = hn::Lanes(d);
-  auto best = hn::Set(d, -std::numeric_limits<float>::infinity());
-  auto nans = hn::Zero(d);  // the last NaN of each lane
   std::size_t i = 0;
-  for (; i + lanes <= count; i += lanes) {
-    const auto v = hn::LoadU(d, x + i), signed_v = hn::Mul(vsign, v), product = hn::Mul(vfactor, v);
-    best = hn::IfThenElse(hn::Gt(signed_v, best), signed_v, best);
-    nans = hn::IfThenElse(hn::IsNaN(product), product, nans);
+  double best = -std::numeric_limits<double>::infinity();
+  // The largest product is that of the largest x, or of the largest -x, and only a NaN makes NaN; unless the factor is 0 or infinite.
+  if (factor != 0 && std::isfinite(factor) && count >= 2 * lanes) {
+    const auto flip = hn::Set(d, factor < 0 ? -0.0F : 0.0F);
+    auto best0 = hn::Set(d, -std::numeric_limits<float>::infinity()), best1 = best0;
+    auto nan = hn::FirstN(d, 0);
+    for (; i + 2 * lanes <= count; i += 2 * lanes) {
+      const auto v0 = hn::LoadU(d, x + i), v1 = hn::LoadU(d, x + i + lanes);
+      best0 = hn::Max(best0, hn::Xor(v0, flip));
+      best1 = hn::Max(best1, hn::Xor(v1, flip));
+      nan = hn::Or(nan, hn::Or(hn::IsNaN(v0), hn::IsNaN(v1)));
+    }
+    if (!hn::AllFalse(d, nan)) return std::numeric_limits<double>::quiet_NaN();
+    best = static_cast<double>(std::abs(factor)) *
+           static_cast<double>(hn::GetLane(hn::MaxOfLanes(d, hn::Max(best0, best1))));
   }
-  float nan = hn::GetLane(hn::SumOfLanes(d, nans)), largest = hn::GetLane(hn::MaxOfLanes(d, best));
-  for (; i < count; ++i) {
-    const float product = factor * x[i];
-    if (sign * x[i] > largest) largest = sign * x[i];
-    if (std::isnan(product)) nan = product;
-  }
-  if (std::isnan(nan)) return static_cast<double>(nan);
-  constexpr double kInfinity = std::numeric_limits<double>::infinity();
-  if (factor == 0) return count == 0 ? -kInfinity : 0.0;
-  const double product = static_cast<double>(factor) * static_cast<double>(sign * largest);
-  return std::abs(product) > std::numeric_limits<float>::max() ? std::copysign(kInfinity, product) : product;
+  const double rest = MaxOrNanOfFew(x + i, factor, count - i);
+  if (!(rest <= best)) best = rest;
+  return std::abs(best) > std::numeric_limits<float>::max()
+             ? std::copysign(std::numeric_limits<double>::infinity(), best)
+             : best;
 }
 
 void SoftmaxGradient(float* p, float* dp, float factor, float delta, float scale, std::size_t count) {

@@ -41,6 +41,11 @@ struct Entries {
   /// come.
   HOPWELL_DEVICE int at(int i) const { return i < length ? row[i] : -1; }
   HOPWELL_DEVICE bool counts(int key) const { return unsigned(key) < visible; }
+  /// Entries first … first + size − 1 of these, as far as there are any.
+  HOPWELL_DEVICE Entries slice(int first, int size) const {
+    const int left = length - first;
+    return {row + first, left < 0 ? 0 : left < size ? left : size, visible};
+  }
   /// The key of entry i, or -1 if it does not count.
   HOPWELL_DEVICE int key(int i) const {
     const int key = at(i);

@@ -4,27 +4,48 @@
 #include "arch/sm80/async_copy.hpp"
 #include "arch/sm80/memory.hpp"
 #include "arch/sm80/threads.hpp"
+#include "arch/sm90/mbarrier.hpp"
 #include "tile/gpu/panel.hpp"
 
 namespace hopwell::tile {
 
-/// The numbers of a tile's 64 rows: lane l of a warp holds those of rows l and l + 32. One outside of [0, limit) gives
-/// zeros.
-struct RowNumbers {
+/// Starts the copies of a row's chunk, 16 bytes, of `panels` panels that lie panel_bytes apart; zeros where the row is
+/// not valid. Not kAsync: of a row of any alignment, through registers. `to` and `source` are those of the first panel.
+template <bool kAsync>
+HOPWELL_DEVICE void copy_chunk(uint32_t to, uint32_t panel_bytes, const arch::bf16* source, bool valid, int panels) {
+  HOPWELL_UNROLL
+  for (int panel = 0; panel < panels; ++panel) {
+    if constexpr (kAsync) {
+      arch::cp_async(to + uint32_t(panel) * panel_bytes, source + panel * kPanelColumns, valid ? 16 : 0);
+    } else {
+      arch::Words4 words{};
+      HOPWELL_UNROLL
+      for (int i = 0; i < 4; ++i)
+        if (valid)
+          words.w[i] = source[panel * kPanelColumns + 2 * i].bits |
+                       uint32_t{source[panel * kPanelColumns + 2 * i + 1].bits} << 16;
+      arch::store_shared_v4(to + uint32_t(panel) * panel_bytes, words);
+    }
+  }
+}
+
+/// Which rows a tile's 64 rows are copied from: lane l of a warp holds the indices of rows l and l + 32. One outside of
+/// [0, limit) gives zeros.
+struct RowIndices {
   int low, high;
   unsigned limit;
 };
 
-/// A warp starts copying a tile: row i is data + number · stride (elements), kColumns / 64 panels from `destination`
+/// A warp starts copying a tile: row i is data + index · stride (elements), kColumns / 64 panels from `destination`
 /// on. data and stride are multiples of 16 bytes, and all rows lie within 64 GiB. `kTogether`, a divisor of 16: so many
 /// times four rows are on their way between two looks at the loop; more is faster and takes registers.
 template <int kColumns, int kTogether = 1>
-HOPWELL_DEVICE void gather_rows(uint32_t destination, const arch::bf16* data, int64_t stride, RowNumbers numbers) {
+HOPWELL_DEVICE void gather_rows(uint32_t destination, const arch::bf16* data, int64_t stride, RowIndices indices) {
   constexpr uint32_t kNone = 0xffffffff;
   const uint32_t lane = uint32_t(arch::lane_index()), chunk = lane % 8;  // unsigned: fewer registers for addresses
   const uint32_t chunks = uint32_t(stride / 8);                          // of a row, so that offsets take one register
-  const uint32_t low = unsigned(numbers.low) < numbers.limit ? uint32_t(numbers.low) * chunks : kNone;
-  const uint32_t high = unsigned(numbers.high) < numbers.limit ? uint32_t(numbers.high) * chunks : kNone;
+  const uint32_t low = unsigned(indices.low) < indices.limit ? uint32_t(indices.low) * chunks : kNone;
+  const uint32_t high = unsigned(indices.high) < indices.limit ? uint32_t(indices.high) * chunks : kNone;
   HOPWELL_NO_UNROLL
   for (uint32_t first = 0; first < kTileRows / 4; first += kTogether) {
     HOPWELL_UNROLL
@@ -32,29 +53,38 @@ HOPWELL_DEVICE void gather_rows(uint32_t destination, const arch::bf16* data, in
       const uint32_t row = 4 * i + lane / 8, offset = arch::shuffle(i < kTileRows / 8 ? low : high, int(row));
       const bool valid = offset != kNone;
       const arch::bf16* source = data + (valid ? uint64_t{offset} + chunk : 0) * 8;
-      const uint32_t to = destination + swizzled(row, chunk);
-      HOPWELL_UNROLL
-      for (int panel = 0; panel < kColumns / kPanelColumns; ++panel)
-        arch::cp_async(to + uint32_t(panel) * kPanelBytes, source + panel * kPanelColumns, valid ? 16 : 0);
+      copy_chunk<true>(destination + swizzled(row, chunk), kPanelBytes, source, valid, kColumns / kPanelColumns);
     }
   }
 }
 
 /// The same for rows of any alignment anywhere, slowly.
 template <int kColumns>
-HOPWELL_DEVICE void copy_rows(uint32_t destination, const arch::bf16* data, int64_t stride, RowNumbers numbers) {
+HOPWELL_DEVICE void copy_rows(uint32_t destination, const arch::bf16* data, int64_t stride, RowIndices indices) {
   HOPWELL_NO_UNROLL
   for (int row = 0; row < kTileRows; ++row) {
-    const int number = arch::shuffle(row < 32 ? numbers.low : numbers.high, row);
+    const int index = arch::shuffle(row < 32 ? indices.low : indices.high, row);
     HOPWELL_NO_UNROLL
     for (int chunk = arch::lane_index(); chunk < kColumns / 8; chunk += 32) {
       arch::Words4 words{};
       HOPWELL_UNROLL
-      for (int i = 0; i < 8 && unsigned(number) < numbers.limit; ++i)
-        words.w[i / 2] |= uint32_t{data[number * stride + 8 * chunk + i].bits} << 16 * (i % 2);
+      for (int i = 0; i < 8 && unsigned(index) < indices.limit; ++i)
+        words.w[i / 2] |= uint32_t{data[index * stride + 8 * chunk + i].bits} << 16 * (i % 2);
       arch::store_shared_v4(
           destination + uint32_t(chunk / 8) * kPanelBytes + swizzled(uint32_t(row), uint32_t(chunk % 8)), words);
     }
+  }
+}
+
+/// By each thread that has copied: one arrival, when all that it has copied so far has come. The copies of kAsync write
+/// by the generic proxy, and what waits here would hold up the next ones: who reads by wgmma fences after its wait.
+template <bool kAsync>
+HOPWELL_DEVICE void arrive_after_copies(arch::mbarrier& full, arch::Site site = arch::Site::current()) {
+  if constexpr (kAsync) {
+    arch::cp_async_mbarrier_arrive_noinc(full, site);
+  } else {
+    arch::fence_proxy_async();
+    arch::mbarrier_arrive(full, site);
   }
 }
 

@@ -13,6 +13,11 @@ HOPWELL_DEVICE float to_fp32(float x) { return x; }
 HOPWELL_DEVICE float to_fp32(arch::bf16 x) { return arch::to_float(x); }
 HOPWELL_DEVICE float to_fp32(arch::fp16 x) { return arch::to_float(x); }
 
+/// Element i of an array of bf16 or fp32.
+HOPWELL_DEVICE float load_fp32(const void* data, bool is_bf16, int64_t i) {
+  return is_bf16 ? to_fp32(static_cast<const arch::bf16*>(data)[i]) : static_cast<const float*>(data)[i];
+}
+
 /// Stores x, rounded to nearest even.
 HOPWELL_DEVICE void from_fp32(float x, float* to) { *to = x; }
 HOPWELL_DEVICE void from_fp32(float x, arch::bf16* to) { *to = arch::to_bf16(x); }

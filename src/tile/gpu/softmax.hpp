@@ -1,14 +1,34 @@
-// The end of a row's softmax, in units of log 2: what becomes of reference, sum and maximum.
+// A row's softmax as its scores come, in units of log 2: its reference, from which exponentials are counted; and what
+// becomes of reference, sum and maximum in the end.
 #pragma once
+
+#include <cmath>
 
 #include "arch/sm80/convert.hpp"
 #include "tile/gpu/numbers.hpp"
 
 namespace hopwell::tile {
 
-/// log Σ exp(score) of sum = Σ exp2(score · log2 e − reference); +inf where there are no keys, NaN where a score is.
-HOPWELL_DEVICE float lse_of(float reference, float sum) {
-  return sum == 0 ? INFINITY : (reference + arch::log2_approx(sum)) * kLn2;
+/// How far a score may pass its row's reference before the reference moves. P ≤ 2^8 is as exact in bf16 as P ≤ 1, and
+/// outputs are seldom scaled.
+inline constexpr float kReferenceSlack = 8;
+/// The reference for scores up to `maximum`.
+HOPWELL_DEVICE float next_reference(float reference, float maximum) {
+  return maximum > reference + kReferenceSlack ? maximum : reference;
+}
+/// Moves a row's reference. Returns what its output shrinks by, and its sum has.
+HOPWELL_DEVICE float move_reference(float& reference, float& sum, float to) {
+  const float factor = to == reference ? 1 : arch::exp2_approx(reference - to);
+  reference = to;
+  sum *= factor;
+  return factor;
+}
+/// What is subtracted from scores: 0 where the reference is −∞, as all scores are, for −∞ − −∞ is NaN.
+HOPWELL_DEVICE float finite_reference(float reference) { return reference == -INFINITY ? 0 : reference; }
+
+/// log Σ exp(score) of sum = Σ exp2(score · log2 e − reference); `empty` where there are no keys, NaN where a score is.
+HOPWELL_DEVICE float lse_of(float reference, float sum, float empty = INFINITY) {
+  return sum == 0 ? empty : (reference + arch::log2_approx(sum)) * kLn2;
 }
 /// What a sink divides the output of a row by: 1 + exp(sink − lse).
 HOPWELL_DEVICE float sink_divisor(float sink, float lse) { return 1 + arch::exp2_approx((sink - lse) * kLog2E); }

@@ -27,6 +27,7 @@ struct Plus {
 struct Larger {
   HOPWELL_DEVICE float operator()(float a, float b) const { return fmaxf(a, b); }
   HOPWELL_DEVICE int operator()(int a, int b) const { return b > a ? b : a; }
+  HOPWELL_DEVICE uint32_t operator()(uint32_t a, uint32_t b) const { return b > a ? b : a; }
 };
 
 template <class T>

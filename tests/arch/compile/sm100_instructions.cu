@@ -6,6 +6,25 @@
 
 namespace hopwell::arch {
 
+// Every use of a collector buffer: A's, and for .ws one of B's four.
+template <int kCtaGroup, CollectorUsage kUsage>
+HOPWELL_DEVICE void collectors(uint32_t t, uint64_t d) {
+#if HOPWELL_HAS_SM100A
+  constexpr uint32_t kInstruction = instruction_descriptor({.m = 128, .n = 64});
+  constexpr uint32_t kBlockScaled = nvfp4_instruction_descriptor(128 * kCtaGroup, 16);
+  tcgen05_mma_f16<kCtaGroup, kUsage>(t, d, d, kInstruction, true);
+  tcgen05_mma_f16_ts<kCtaGroup, kUsage>(t, t + 64, d, kInstruction, true);
+  tcgen05_mma_nvfp4<kCtaGroup, kUsage>(t, d, d, kBlockScaled, t + 64, t + 68, true);
+  tcgen05_mma_nvfp4_ts<kCtaGroup, kUsage>(t, t + 64, d, kBlockScaled, t + 72, t + 76, true);
+  if constexpr (kCtaGroup == 1) {
+    tcgen05_mma_ws_f16<kUsage, 0>(t, d, d, kInstruction, true);
+    tcgen05_mma_ws_f16<kUsage, 1>(t, d, d, kInstruction, true);
+    tcgen05_mma_ws_f16<kUsage, 2>(t, d, d, kInstruction, true);
+    tcgen05_mma_ws_f16_ts<kUsage, 3>(t, t, d, kInstruction, true);
+  }
+#endif
+}
+
 struct Shared {
   alignas(1024) bf16 a[64 * 64];
   mbarrier bar;
@@ -36,6 +55,10 @@ __global__ void instructions(const __grid_constant__ TensorMap map, uint32_t* ou
     }
     tcgen05_mma_nvfp4<kCtaGroup>(t, d, d, nvfp4_instruction_descriptor(128, 64), t + 64, t + 68, true);
     tcgen05_mma_nvfp4_ts<kCtaGroup>(t, t + 64, d, nvfp4_instruction_descriptor(128, 64), t + 72, t + 76, true);
+    collectors<kCtaGroup, CollectorUsage::fill>(t, d);
+    collectors<kCtaGroup, CollectorUsage::use>(t, d);
+    collectors<kCtaGroup, CollectorUsage::lastuse>(t, d);
+    collectors<kCtaGroup, CollectorUsage::discard>(t, d);
     tcgen05_commit<kCtaGroup>(s.bar);
     tcgen05_commit_multicast<kCtaGroup>(s.bar, 3);
     tcgen05_copy<kCtaGroup, CopyShape::b128x256>(t, d);
@@ -46,6 +69,10 @@ __global__ void instructions(const __grid_constant__ TensorMap map, uint32_t* ou
     tcgen05_copy<kCtaGroup, CopyShape::b4x256>(t, d);
     tcgen05_shift<kCtaGroup>(t);
     tma_gather4<kCtaGroup>(a, map, 0, {1, 2, 3, 4}, in_even_cta(shared_address(&s.bar)));
+    const uint32_t even = in_even_cta(shared_address(&s.bar));
+    tma_gather4<kCtaGroup>(a, map, 0, {1, 2, 3, 4}, even, evict_last_policy());
+    tma_gather4_multicast<kCtaGroup>(a, map, 0, {1, 2, 3, 4}, even, 3);
+    tma_gather4_multicast<kCtaGroup>(a, map, 0, {1, 2, 3, 4}, even, 3, evict_first_policy());
     tma_scatter4(map, 0, {1, 2, 3, 4}, a);
     clusterlaunchcontrol_try_cancel(a, s.bar);
   }

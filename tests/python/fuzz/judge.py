@@ -430,9 +430,9 @@ def lightning_indexer_backward(a: dict[str, Any]) -> list[Expected]:
         dot = a["q_index"][s].astype(np.float64) @ k.astype(np.float64).T
         exact = all((np.round(x) == x).all() and x.max(initial=0) < 100 for x in (q, keys_size))
         turns = (
-            (np.abs(dot) <= 2 * ROUNDING * sizes) & (sizes > 0) & (not exact)
+            (np.abs(dot) <= 2 * ROUNDING * sizes + TINY) & (sizes > 0) & (not exact)
         )  # relu's derivative may be the other one
-        d_dot_off = w[:, None] * np.where(turns, g + g_off, g_off + ROUNDING * g)
+        d_dot_off = w[:, None] * np.where(turns, g + g_off, g_off + ROUNDING * g) + TINY
         odd = ~(
             np.isfinite(k.astype(np.float64)).all()
             and np.isfinite(a["q_index"][s].astype(np.float64)).all()
@@ -444,7 +444,8 @@ def lightning_indexer_backward(a: dict[str, Any]) -> list[Expected]:
         d_q_slack[s] = _unless(sums @ keys_size > LARGE, (d_dot_off + ROUNDING * sums) @ keys_size + TINY * len(g))
         np.add.at(d_k_slack, keys, (d_dot_off + ROUNDING * sums).T @ q + TINY * len(q))
         np.add.at(d_k_size, keys, sums.T @ q)
-        d_w_slack[s] = _unless(sizes @ g > LARGE, sizes @ (g_off + 2 * ROUNDING * g) + TINY)
+        overflows = (sizes @ g > LARGE) | (g > LARGE).any()
+        d_w_slack[s] = _unless(overflows, sizes @ (g_off + 2 * ROUNDING * g) + TINY * (1 + g.sum()))
         if lost:
             d_w_slack[s] = np.inf
     names = ("loss", "d_q_index", "d_k_index", "d_weights")

@@ -1,0 +1,138 @@
+#include "work.hpp"
+
+#include <algorithm>
+
+#include "machine.hpp"
+#include "numeric.hpp"
+
+namespace hopwell::arch::emu {
+
+namespace {
+thread_local WorkCount* innermost = nullptr;
+constexpr uint64_t kSector = 32;
+}  // namespace
+
+WorkCount* current_work_count() { return innermost; }
+
+Work& Work::operator+=(const Work& o) {
+  tensor_cycles += o.tensor_cycles;
+  products += o.products;
+  operand_bytes += o.operand_bytes;
+  collected_bytes += o.collected_bytes;
+  shared_bytes += o.shared_bytes;
+  copied_bytes += o.copied_bytes;
+  gathers += o.gathers;
+  added_bytes += o.added_bytes;
+  added_scalars += o.added_scalars;
+  tmem_loaded += o.tmem_loaded;
+  tmem_stored += o.tmem_stored;
+  tmem_copied += o.tmem_copied;
+  global_bytes += o.global_bytes;
+  exponentials += o.exponentials;
+  slots += o.slots;
+  return *this;
+}
+
+std::vector<Demand> demands(const Work& w, const Rates& r) {
+  const auto cycles = [](double amount, double rate) { return rate > 0 ? amount / rate : 0; };
+  return {
+      {"tensor pipe", w.tensor_cycles},
+      {"shared memory", cycles(double(w.operand_bytes + w.shared_bytes + w.copied_bytes), r.shared_bytes)},
+      {"gather", std::max(cycles(double(w.copied_bytes), r.gather_bytes), double(w.gathers) * r.gather4_cycles)},
+      {"additions", cycles(double(w.added_bytes), r.added_bytes) + cycles(double(w.added_scalars), r.added_scalars)},
+      {"tensor memory",
+       cycles(double(w.tmem_loaded + w.tmem_stored), r.tmem_bytes) + cycles(double(w.tmem_copied), r.tmem_copy_bytes)},
+      {"exponentials", cycles(double(w.exponentials), r.exponentials)},
+      {"issue slots", cycles(double(w.slots), r.issue_slots)},
+  };
+}
+
+double product_cycles(const Rates& r, int m, int n, int cta_group, bool ws, bool a_in_tmem) {
+  if (ws && m == 64 && a_in_tmem) return 12 + n / 4.0;  // measured, and a little more than its arithmetic
+  const double rows = double(m) / cta_group, half_rate = m == 64 && !ws && r.tmem_bytes > 0 ? 2 : 1,
+               arithmetic = half_rate * 2 * rows * n * 16 / r.flops,
+               operands = 32 * ((a_in_tmem ? 0 : rows) + double(n) / cta_group) / r.shared_bytes;
+  return std::max(arithmetic, operands);
+}
+
+namespace {
+void count_exponential() {
+  if (!current) return;  // outside of a launch
+  ++current->instructions;
+  count_work([](Work& w) { ++w.exponentials; });
+}
+}  // namespace
+
+float exp2(float x) {
+  count_exponential();
+  return std::exp2(x);
+}
+float log2(float x) {
+  count_exponential();
+  return std::log2(x);
+}
+
+WorkCount::WorkCount(const Rates& chip) : rates(chip), outer_(innermost) { innermost = this; }
+WorkCount::~WorkCount() { innermost = outer_; }
+
+void WorkCount::start_cluster(uint32_t cluster_ctas, uint32_t cta_warps) {
+  if (cta_warps > warps_a_cta) {  // of launches of several shapes: warps keep their places
+    std::vector<Work> wider(size_t{cta_warps} * std::max<size_t>(cluster_ctas, warps.size()));
+    for (size_t i = 0; i < warps.size(); ++i) wider[i / warps_a_cta * cta_warps + i % warps_a_cta] = warps[i];
+    warps = std::move(wider);
+    warps_a_cta = cta_warps;
+  }
+  warps.resize(std::max(warps.size(), size_t{cluster_ctas} * warps_a_cta));
+  ctas += cluster_ctas;
+}
+
+void WorkCount::touch(const void* global, uint64_t bytes, bool write) {
+  const auto first = reinterpret_cast<uintptr_t>(global);
+  for (uint64_t sector = first / kSector; bytes && sector <= (first + bytes - 1) / kSector; ++sector)
+    sectors_[sector] |= uint8_t(write ? 2 : 1);
+}
+
+Work WorkCount::total() const {
+  Work all;
+  for (const Work& w : warps) all += w;
+  return all;
+}
+
+uint64_t WorkCount::memory_bytes() const {
+  uint64_t count = 0;
+  for (const auto& [sector, how] : sectors_) count += uint64_t(how & 1) + uint64_t(how >> 1);
+  return count * kSector;
+}
+
+std::string WorkCount::text() const {
+  const Work all = total();
+  std::vector<Demand> units = demands(all, rates);
+  units.push_back({"HBM", double(memory_bytes()) / rates.memory_bytes});
+  const double each = double(std::max<uint64_t>(1, ctas));
+  const auto longest = std::max_element(units.begin(), units.end(),
+                                        [](const Demand& a, const Demand& b) { return a.cycles < b.cycles; });
+  std::string out = format("%s, %llu CTAs, cycles a CTA:\n", rates.chip, static_cast<unsigned long long>(ctas));
+  for (const Demand& d : units)
+    if (d.cycles > 0)
+      out += format("  %-18s %12.0f%s\n", d.unit, d.cycles / each, d.unit == longest->unit ? "  binds" : "");
+  const auto kinds = [&](const Work& w) {
+    uint32_t bits = 0;
+    const std::vector<Demand> of_role = demands(w, rates);
+    for (size_t i = 0; i < of_role.size(); ++i) bits |= uint32_t(of_role[i].cycles > 0) << i;
+    return bits;
+  };
+  for (size_t first = 0, end; first < warps.size(); first = end) {
+    Work role = warps[first];
+    for (end = first + 1; end % warps_a_cta && end < warps.size() && kinds(warps[end]) == kinds(warps[first]); ++end)
+      role += warps[end];
+    if (!kinds(role)) continue;
+    out += format("  rank %zu, warps %zu-%zu:", first / warps_a_cta, first % warps_a_cta, (end - 1) % warps_a_cta);
+    const double clusters = each * warps_a_cta / double(warps.size());
+    for (const Demand& d : demands(role, rates))
+      if (d.cycles > 0) out += format(" %s %.0f", d.unit, d.cycles / clusters);
+    out += "\n";
+  }
+  return out;
+}
+
+}  // namespace hopwell::arch::emu

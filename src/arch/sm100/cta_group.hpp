@@ -1,0 +1,17 @@
+// The qualifier that says whether one CTA or a pair takes part, as a part of an instruction's name.
+#pragma once
+
+namespace hopwell::arch::detail {
+
+template <int kCtaGroup>
+struct CtaGroupName;
+template <>
+struct CtaGroupName<1> {
+  static constexpr const char text[] = "cta_group::1";
+};
+template <>
+struct CtaGroupName<2> {
+  static constexpr const char text[] = "cta_group::2";
+};
+
+}  // namespace hopwell::arch::detail

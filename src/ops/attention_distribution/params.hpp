@@ -1,0 +1,52 @@
+// attention_distribution on GPUs: what the kernels of every backend are told.
+#pragma once
+
+#include "arch/sm80/convert.hpp"
+#include "ops/attention_distribution/plan.hpp"
+#include "tile/gpu/entries.hpp"
+#include "tile/gpu/numbers.hpp"
+
+namespace hopwell::ops::attention_distribution::HOPWELL_TARGET {
+
+using arch::bf16;
+using tile::Entries;
+
+struct Params {
+  tile::SelectionParams selection;
+  const bf16 *q, *kv;                         // [s_q, h_q, d_qk], [s_kv, d_qk]
+  const float* lse;                           // [s_q, h_q]
+  float* attn;                                // [s_q, topk]
+  int64_t q_stride_s, q_stride_h, kv_stride;  // elements
+  int64_t lse_stride_s, lse_stride_h, attn_stride;
+  int h_q;
+  bool aligned;  // rows of q and kv, to 16 bytes
+  bool normalize_l1;
+  float scale_log2;  // sm_scale · log2(e)
+  Plan plan;
+};
+
+HOPWELL_DEVICE Entries entries_of(const Params& p, const WorkTile& work) {
+  return tile::entries_of(p.selection, work.query).slice(work.first, work.size);
+}
+HOPWELL_DEVICE int key_tiles(const Entries& e) { return (e.length + kTileKeys - 1) / kTileKeys; }
+// How often all keys are read: once for every 128 heads.
+HOPWELL_DEVICE int head_passes(const Params& p) { return (p.h_q + kHeadsAtATime - 1) / kHeadsAtATime; }
+
+inline Params params_of(const Problem& problem) {
+  Params p{};
+  p.selection = tile::params_of(problem.selection);
+  p.q = problem.q.as<const bf16>();
+  p.kv = problem.kv.as<const bf16>();
+  p.lse = problem.lse.as<const float>();
+  p.attn = problem.attn.as<float>();
+  p.q_stride_s = problem.q.stride[0], p.q_stride_h = problem.q.stride[1], p.kv_stride = problem.kv.stride[0];
+  p.lse_stride_s = problem.lse.stride[0], p.lse_stride_h = problem.lse.stride[1],
+  p.attn_stride = problem.attn.stride[0];
+  p.h_q = static_cast<int>(problem.h_q);
+  p.normalize_l1 = problem.normalize_l1;
+  p.scale_log2 = problem.sm_scale * tile::kLog2E;
+  p.plan = plan_of(problem);
+  return p;
+}
+
+}  // namespace hopwell::ops::attention_distribution::HOPWELL_TARGET

@@ -1,0 +1,254 @@
+// attention_distribution for Blackwell: how much attention each selected key gets from all heads.
+//
+//     attn[s,i] = Σ_h exp2(score[s,h,i] · scale_log2 − lse[s,h] · log2 e)          0 where entry i does not count
+//
+// Tile      one query, 64 keys and 128 heads, whose queries lie in tensor memory: scores [128 lanes][64 columns] by
+//           tcgen05.mma with M 128, N 64. Fewer heads: the rest are zeros. More: 128 at a time, one after another.
+// Roles     warp 0      gather    keys, four rows an instruction; queries, by boxes
+//           warp 1      issue     queries to tensor memory, all products
+//           warp 2      store     adds the warps' sums in a fixed order, writes, normalises
+//           warps 4-7   math      exp2 of scores, sums over a warp's 32 heads
+//           CTAs are persistent; which queries and parts of rows each takes is said in plan.hpp.
+// Timeline  gather   Q0 Q1 Q2 K0 ▒▒▒▒│ K1 ▒▒▒▒│ K2 ▒▒▒▒│ …      three stages in the ring, for parts of Q and for keys
+//           issue             cp ▓▓│ S0 ▓▓▓│ S1 ▓▓▓│ S2 ▓▓▓ …    three tiles of scores in tensor memory
+//           math                            exp Σ 0 │ exp Σ 1 │ …
+//           store                                      a0        a1
+// Budget    shared: 3 × 73,728 rows + 4 × 4 × 64 × 4 sums + barriers = 225,450 B; tensor memory: Q 288 + 3 × 64 = 480 columns
+// Bound     the gather: 73,728 B for every 64 keys, 1,475 cycles at 50 B a cycle; products 1,152, exponentials 512. So 128
+//           heads may reach 0.78 of the matmul rate, 64 heads 0.39. The queries of a tile take 2,590 cycles to get into
+//           tensor memory, as long as two tiles of keys.
+// Order     Nothing is added in an order that depends on time: same inputs, same bits.
+#pragma once
+
+#include <cmath>
+
+#include "arch/sm90/cluster.hpp"
+#include "ops/attention_distribution/params.hpp"
+#include "ops/attention_distribution/store.hpp"
+#include "tile/gpu/ring.hpp"
+#include "tile/gpu/tcgen05_panel.hpp"
+#include "tile/gpu/warp.hpp"
+
+namespace hopwell::ops::attention_distribution::HOPWELL_TARGET {
+
+struct Config {
+  static constexpr int kStages = 3, kScoreStages = 3, kThreads = 256, kMathWarps = 4, kFirstMathWarp = 4;
+  static constexpr int kQPanels = 4;                        // of an item of queries: 64 columns of all heads each
+  static constexpr uint32_t kQPanel = kHeadsAtATime * 128;  // bytes
+};
+enum WarpRole { kGather, kIssue, kStore };  // and the math warps
+struct Tmem {
+  static constexpr int kQ = 0, kScores = 288, kColumns = 512;
+};
+
+template <int kDqk>
+struct SharedStorage {
+  static constexpr int kPanels = kDqk / 64, kQItems = (kPanels + Config::kQPanels - 1) / Config::kQPanels;
+  alignas(1024) unsigned char rows[Config::kStages][kTileKeys * kDqk * 2];
+  float sums[kSumStages][Config::kMathWarps][kTileKeys];  // over a warp's 32 heads
+  tile::RingBarriers<Config::kStages> row_barriers;
+  tile::RingBarriers<Config::kScoreStages> score_barriers;
+  SumBarriers sum_barriers;
+  uint32_t tmem;
+};
+static_assert(sizeof(SharedStorage<576>) <= arch::sm90::kMaxSharedBytes);
+static_assert(Config::kQPanels * Config::kQPanel <= sizeof(SharedStorage<512>::rows[0]));
+
+// The parameters, and rows as the copy engine sees them.
+struct GatherParams : Params {
+  arch::TensorMap keys;     // [s_kv, d_qk]: 64 columns of a row
+  arch::TensorMap queries;  // [s_q, h_q, d_qk]: 64 columns of 128 heads
+};
+
+#if HOPWELL_HAS_SM100A
+
+using RowSlot = tile::RingSlot<Config::kStages>;
+using ScoreSlot = tile::RingSlot<Config::kScoreStages>;
+
+// Whether a CTA's work tile has anything to multiply, and then all that its roles walk through in the same order: passes
+// of heads; of each, items of queries and then of keys.
+template <class Function>
+HOPWELL_DEVICE void for_each_pass(const Params& p, const Function& function) {
+  HOPWELL_NO_UNROLL
+  for (int number = arch::block_index(); number < p.plan.work_tiles; number += arch::grid_size()) {
+    const WorkTile work = work_tile_of(p.plan, p.selection.topk, number);
+    const Entries entries = entries_of(p, work);
+    const int tiles = key_tiles(entries);
+    HOPWELL_NO_UNROLL
+    for (int pass = 0; pass < head_passes(p) && tiles > 0; ++pass) function(work.query, entries, tiles, pass);
+  }
+}
+
+// ---- gather
+
+// By one lane.
+template <int kDqk>
+HOPWELL_DEVICE void load_queries(const GatherParams& p, SharedStorage<kDqk>& s, int64_t query, int pass, int q_item,
+                                 const RowSlot& slot) {
+  constexpr int kPanels = SharedStorage<kDqk>::kPanels;
+  const int first = q_item * Config::kQPanels, left = kPanels - first,
+            panels = left < Config::kQPanels ? left : Config::kQPanels;
+  slot.wait_empty();
+  arch::mbarrier_arrive_expect_tx(slot.full(), uint32_t(panels) * Config::kQPanel);
+  for (int i = 0; i < panels; ++i)
+    arch::tma_load(arch::shared_address(s.rows[slot.stage()]) + uint32_t(i) * Config::kQPanel, p.queries,
+                   {64 * (first + i), kHeadsAtATime * pass, int(query)}, slot.full());
+}
+
+// By a warp; queries by its first lane.
+template <int kDqk>
+HOPWELL_DEVICE void gather(const GatherParams& p, SharedStorage<kDqk>& s) {
+  const int lane = arch::lane_index();
+  int item = 0;
+  for_each_pass(p, [&](int64_t query, const Entries& entries, int tiles, int pass) {
+    int keys[4];
+    tile::load_gathered_keys(keys, entries, 0, lane);
+    for (int i = 0; i < SharedStorage<kDqk>::kQItems; ++i, ++item)
+      if (lane == 0) load_queries(p, s, query, pass, i, {s.row_barriers, item});
+    HOPWELL_NO_UNROLL
+    for (int tile = 0; tile < tiles; ++tile, ++item) {
+      const RowSlot slot{s.row_barriers, item};
+      tile::gather_tile<SharedStorage<kDqk>::kPanels>(slot, s.rows[slot.stage()], p.keys, keys);
+      tile::load_gathered_keys(keys, entries, (tile + 1) * kTileKeys, lane);
+    }
+  });
+}
+
+// ---- issue
+
+// 16 columns of all heads a copy, to eight columns of tensor memory. Copies and products of a thread run in order, so that
+// the queries of the pass before are not lost.
+template <int kDqk>
+HOPWELL_DEVICE void copy_queries(SharedStorage<kDqk>& s, int q_item, const RowSlot& slot) {
+  constexpr int kPanels = SharedStorage<kDqk>::kPanels;
+  const int first = q_item * Config::kQPanels, left = kPanels - first,
+            panels = left < Config::kQPanels ? left : Config::kQPanels;
+  slot.wait_full();
+  for (int i = 0; i < panels; ++i) {
+    const uint32_t panel = arch::shared_address(s.rows[slot.stage()]) + uint32_t(i) * Config::kQPanel;
+    HOPWELL_UNROLL
+    for (int k = 0; k < 4; ++k)
+      arch::tcgen05_copy<1, arch::CopyShape::b128x256>(
+          arch::tmem_address(s.tmem, 0, Tmem::kQ + 32 * (first + i) + 8 * k),
+          arch::at_address(tile::kTcgen05RowsAlongK, panel + uint32_t(32 * k)));
+  }
+  arch::tcgen05_commit<1>(slot.empty());
+}
+
+template <int kDqk>
+HOPWELL_DEVICE void multiply(SharedStorage<kDqk>& s, const RowSlot& rows, const ScoreSlot& scores) {
+  constexpr uint32_t kShape = arch::instruction_descriptor({.m = kHeadsAtATime, .n = kTileKeys});
+  const uint32_t d = arch::tmem_address(s.tmem, 0, Tmem::kScores + kTileKeys * scores.stage());
+  scores.wait_empty();
+  rows.wait_full();
+  arch::tcgen05_fence_after_thread_sync();
+  HOPWELL_NO_UNROLL
+  for (int panel = 0; panel < SharedStorage<kDqk>::kPanels; ++panel) {
+    const uint32_t keys = arch::shared_address(s.rows[rows.stage()]) + uint32_t(panel) * tile::kPanelBytes;
+    HOPWELL_UNROLL
+    for (int k = 0; k < 4; ++k)
+      arch::tcgen05_mma_f16_ts<1>(d, arch::tmem_address(s.tmem, 0, Tmem::kQ + 32 * panel + 8 * k),
+                                  arch::at_address(tile::kTcgen05RowsAlongK, keys + uint32_t(32 * k)), kShape,
+                                  panel + k > 0);
+  }
+  arch::tcgen05_commit<1>(rows.empty());
+  arch::tcgen05_commit<1>(scores.full());
+}
+
+// By one thread. Its last commit is one that math waits for, so that the CTA does not exit before its products end.
+template <int kDqk>
+HOPWELL_DEVICE void issue(const Params& p, SharedStorage<kDqk>& s) {
+  int item = 0, key_tile = 0;
+  for_each_pass(p, [&](int64_t, const Entries&, int tiles, int) {
+    for (int i = 0; i < SharedStorage<kDqk>::kQItems; ++i, ++item) copy_queries(s, i, {s.row_barriers, item});
+    HOPWELL_NO_UNROLL
+    for (int tile = 0; tile < tiles; ++tile, ++item, ++key_tile)
+      multiply(s, {s.row_barriers, item}, {s.score_barriers, key_tile});
+  });
+}
+
+// ---- math
+
+// exp2 of a warp's [32 heads][64 keys], a head a lane, summed over the heads: key l + 32 i ends in lane l.
+HOPWELL_DEVICE void sum_heads(float (&sums)[2], const uint32_t (&scores)[64], float scale_log2, float lse) {
+  const int lane = arch::lane_index();
+  HOPWELL_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    float x[32];
+    HOPWELL_UNROLL
+    for (int i = 0; i < 32; ++i)
+      x[i] = arch::exp2_approx(arch::bit_cast<float>(scores[32 * half + i]) * scale_log2 - lse);
+    tile::share_sums(x, 16, 16, lane & 16);
+    tile::share_sums(x, 8, 8, lane & 8);
+    tile::share_sums(x, 4, 4, lane & 4);
+    tile::share_sums(x, 2, 2, lane & 2);
+    tile::share_sums(x, 1, 1, lane & 1);
+    sums[half] = x[0];
+  }
+}
+
+template <int kDqk>
+HOPWELL_DEVICE void math(const Params& p, SharedStorage<kDqk>& s) {
+  const int warp = arch::warp_index() % 4, lane = arch::lane_index();
+  const uint32_t tmem = arch::tmem_address(s.tmem, 32 * warp, Tmem::kScores);
+  int key_tile = 0;
+  for_each_pass(p, [&](int64_t query, const Entries&, int tiles, int pass) {
+    // Heads that do not exist get +inf: their exponentials are 0.
+    const int head = kHeadsAtATime * pass + 32 * warp + lane;
+    const float lse = head < p.h_q ? p.lse[query * p.lse_stride_s + head * p.lse_stride_h] * tile::kLog2E : INFINITY;
+    HOPWELL_NO_UNROLL
+    for (int tile = 0; tile < tiles; ++tile, ++key_tile) {
+      const ScoreSlot scores{s.score_barriers, key_tile};
+      const SumSlot slot{s.sum_barriers, key_tile};
+      uint32_t loaded[64];
+      float sums[2];
+      scores.wait_full();
+      arch::tcgen05_fence_after_thread_sync();
+      arch::tmem_load<arch::TmemShape::b32x32>(loaded, tmem + uint32_t(kTileKeys * scores.stage()));
+      arch::tmem_wait_load(loaded);
+      arch::tcgen05_fence_before_thread_sync();
+      scores.release();
+      sum_heads(sums, loaded, p.scale_log2, lse);
+      slot.wait_empty();
+      float* to = s.sums[slot.stage()][warp];
+      to[lane] = sums[0], to[lane + 32] = sums[1];
+      slot.commit();
+    }
+  });
+}
+
+#endif
+
+// ---- kernel
+
+template <int kDqk>
+__global__ void __launch_bounds__(Config::kThreads, 1) kernel(const __grid_constant__ GatherParams p) {
+#if HOPWELL_HAS_SM100A
+  auto& s = arch::dynamic_smem<SharedStorage<kDqk>>();
+  const int warp = arch::warp_index();
+  if (arch::thread_index() == 0) {
+    s.row_barriers.init(1, 1);
+    s.score_barriers.init(1, Config::kMathWarps);
+    s.sum_barriers.init(Config::kMathWarps, 1);
+    arch::fence_mbarrier_init();
+  }
+  arch::syncwarp();  // kept: a lane branched off
+  if (warp == kIssue) {
+    arch::tmem_allocate<1>(s.tmem, Tmem::kColumns);
+    arch::tmem_relinquish<1>();
+  }
+  arch::syncthreads();
+  if (warp == kGather) gather(p, s);
+  if (warp == kIssue && arch::elect_one()) issue(p, s);
+  if (warp == kStore) store<Config::kMathWarps>(p, s.sums, s.sum_barriers);
+  if (warp >= Config::kFirstMathWarp) math(p, s);
+  arch::syncwarp();  // kept: lanes branched off
+  arch::syncthreads();
+  if (warp == kIssue) {
+    arch::tcgen05_fence_after_thread_sync();  // kept: PTX's examples do without
+    arch::tmem_deallocate<1>(s.tmem, Tmem::kColumns);
+  }
+#endif
+}
+
+}  // namespace hopwell::ops::attention_distribution::HOPWELL_TARGET

@@ -1,0 +1,277 @@
+// attention_distribution for Hopper: how much attention each selected key gets from all heads.
+//
+//     attn[s,i] = Σ_h exp2(score[s,h,i] · scale_log2 − lse[s,h] · log2 e)          0 where entry i does not count
+//
+// Tile      one query, 64 keys, and 128 heads, 64 for each of two warpgroups that both read every tile; or up to 64
+//           heads, the same in both warpgroups, which take turns at tiles. More heads: 128 at a time.
+// Roles     warpgroups 0, 1   math     queries in registers, as A fragments; scores, exp2, sums over their heads
+//           warps 8, 9, 10    gather   a third of the columns of every tile each, by cp.async, for keys and for queries
+//           warp 11           store    adds the warps' sums in a fixed order, writes, normalises
+//           CTAs are persistent; which queries and parts of rows each takes is said in plan.hpp.
+// Timeline  gather   K3 ▒▒▒▒│ K4 ▒▒▒▒│ K5 …            three tiles in the ring; each third of a stage is filled again
+//           math 0   S0 ▓▓▓ exp Σ    S1 ▓▓▓ exp Σ      as soon as the products have read it
+//           math 1          S0 ▓▓▓ exp Σ    S1 ▓▓▓     products of one warpgroup under exponentials of the other
+//           store           a0              a1
+// Budget    shared: 3 × 64 × 1,152 rows + 4 × 8 × 64 × 4 sums + 352 barriers = 229,728 B
+//           registers: math 144 of Q + 32 scores + ~30 (208), gather and store 88
+// Bound     128 heads: tensor pipe and exponentials; 64: the gather, 73,728 B for every 64 keys
+// Order     Nothing is added in an order that depends on time: same inputs, same bits.
+//
+// Memory order. The copies of a third themselves arrive at its mbarrier, so that no gather warp ever waits for them;
+// who has waited for that arrival fences it (fence.proxy.async) before the products read it.
+#pragma once
+
+#include <cmath>
+
+#include "arch/sm80/convert.hpp"
+#include "arch/sm90/cluster.hpp"
+#include "arch/sm90/wgmma.hpp"
+#include "ops/attention_distribution/params.hpp"
+#include "ops/attention_distribution/store.hpp"
+#include "tile/gpu/gather.hpp"
+#include "tile/gpu/ring.hpp"
+#include "tile/gpu/warp.hpp"
+
+namespace hopwell::ops::attention_distribution::HOPWELL_TARGET {
+
+struct Config {
+  static constexpr int kStages = 3, kParts = 3, kThreads = 384;
+  static constexpr int kMathWarps = 8, kMathRegisters = 208, kOtherRegisters = 88;
+  static constexpr int kPartColumns = 192;       // 3 panels; the last part has what remains of a row
+  static constexpr int kBarriers = 2 * kStages;  // item i uses stage i % 3 and barriers i % 6
+};
+enum WarpRole { kGather = Config::kMathWarps, kStore = kGather + Config::kParts };
+enum NamedBarrier { kTurn = 1 };  // kTurn + g: warpgroup g may start its products
+
+template <int kDqk>
+struct SharedStorage {
+  alignas(1024) unsigned char rows[Config::kStages][kTileKeys * kDqk * 2];
+  float sums[kSumStages][Config::kMathWarps][kTileKeys];  // over a warp's 16 heads
+  tile::RingBarriers<Config::kBarriers, Config::kParts, Config::kParts> row_barriers;
+  SumBarriers sum_barriers;
+};
+static_assert(sizeof(SharedStorage<576>) <= arch::sm90::kMaxSharedBytes);
+
+// Tiles of heads and of keys go through the ring one after another, in parts. Item i lies in stage i % 3 and has
+// barriers i % 6: when the warpgroups take turns, a barrier belongs to one of them, and neither waits for tiles that it
+// does not read. Whoever waits for item i has seen an item that was copied after item i - 6 had been read, so that the
+// barrier is past that phase of the same parity.
+template <int kDqk>
+struct RowSlot : tile::RingSlot<Config::kBarriers, Config::kParts, Config::kParts> {
+  SharedStorage<kDqk>& s;
+  int item;
+
+  HOPWELL_DEVICE RowSlot(SharedStorage<kDqk>& s, int item) : RingSlot(s.row_barriers, item), s(s), item(item) {}
+  HOPWELL_DEVICE uint32_t rows() const { return arch::shared_address(s.rows[item % Config::kStages]); }
+  /// Of the item that was in this stage before, i - 3, which had the barriers of item i + 3, a phase earlier.
+  HOPWELL_DEVICE void wait_empty(int part) const {
+    const RowSlot later{s, item + Config::kStages};
+    later.RingSlot::wait_empty(part);
+  }
+  HOPWELL_DEVICE void wait_full(int part) const {
+    RingSlot::wait_full(part);
+    arch::fence_proxy_async();
+  }
+  /// A part is free after eight arrivals, one for each math warp; a warp arrives for two where only half of them read.
+  HOPWELL_DEVICE void release(int part, uint32_t arrivals) const { tile::arrive_warp(empty(part), arrivals); }
+};
+
+// ---- gather ---------------------------------------------------------------------------------------------------------
+
+// A warp copies its part of the columns of all rows. It never waits for its copies: they themselves arrive.
+template <int kDqk, int kTogether>
+HOPWELL_DEVICE void copy_part(RowSlot<kDqk> slot, int part, bool aligned, const bf16* data, int64_t stride,
+                              tile::RowIndices indices) {
+  constexpr int kColumns = Config::kPartColumns, kLast = kDqk - (Config::kParts - 1) * kColumns;
+  const uint32_t to = slot.rows() + uint32_t(part) * (kColumns / tile::kPanelColumns) * tile::kPanelBytes;
+  data += part * kColumns;
+  slot.wait_empty(part);
+  if (!aligned) {
+    if (part < Config::kParts - 1)
+      tile::copy_rows<kColumns>(to, data, stride, indices);
+    else
+      tile::copy_rows<kLast>(to, data, stride, indices);
+    tile::arrive_after_copies<false>(slot.full(part));
+    return;
+  }
+  if (kLast == kColumns || part < Config::kParts - 1)
+    tile::gather_rows<kColumns, kTogether>(to, data, stride, indices);
+  else
+    tile::gather_rows<kLast, kTogether>(to, data, stride, indices);
+  tile::arrive_after_copies<true>(slot.full(part));
+}
+
+HOPWELL_DEVICE tile::RowIndices keys_of(const Entries& entries, int tile) {
+  const int i = kTileKeys * tile + arch::lane_index();
+  return {entries.at(i), entries.at(i + 32), entries.visible};
+}
+
+template <int kDqk, bool kAlternate>
+HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, int part) {
+  // The gather is what takes longest at up to 64 heads; otherwise bursts of copies delay products and sums.
+  constexpr int kTogether = kAlternate ? 16 : 2;
+  int item = 0;
+  HOPWELL_NO_UNROLL
+  for (int number = arch::block_index(); number < p.plan.work_tiles; number += arch::grid_size()) {
+    const WorkTile work = work_tile_of(p.plan, p.selection.topk, number);
+    const Entries entries = entries_of(p, work);
+    const int tiles = key_tiles(entries);
+    const bf16* q = p.q + work.query * p.q_stride_s;
+    HOPWELL_NO_UNROLL
+    for (int pass = 0; pass < head_passes(p) && tiles > 0; ++pass) {
+      // Indices are loaded two tiles ahead and looked at when they are used: a load takes as long as a tile.
+      tile::RowIndices next = keys_of(entries, 0), second = keys_of(entries, 1);
+      for (int i = 0; i < (kAlternate ? 1 : 2); ++i, ++item) {
+        const int head = kHeadsAtATime * pass + kTileHeads * i + arch::lane_index();
+        copy_part<kDqk, 1>({s, item}, part, p.aligned, q, p.q_stride_h, {head, head + 32, unsigned(p.h_q)});
+      }
+      HOPWELL_NO_UNROLL
+      for (int tile = 0; tile < tiles; ++tile, ++item) {
+        const tile::RowIndices keys = next;
+        next = second;
+        second = keys_of(entries, tile + 2);
+        copy_part<kDqk, kTogether>({s, item}, part, p.aligned, p.kv, p.kv_stride, keys);
+      }
+    }
+  }
+  arch::cp_async_wait_all();  // no thread leaves before its copies
+}
+
+// ---- math -----------------------------------------------------------------------------------------------------------
+
+// This warp's 16 heads as A fragments, one for every 16 columns.
+template <int kDqk>
+HOPWELL_DEVICE void load_q(RowSlot<kDqk> slot, uint32_t arrivals, uint32_t (&q)[kDqk / 16][4]) {
+  const tile::FragmentLane at;
+  for (int part = 0; part < Config::kParts; ++part) slot.wait_full(part);
+  tile::load_fragments(at, slot.rows(), q);
+  for (int part = 0; part < Config::kParts; ++part) slot.release(part, arrivals);
+}
+
+// Starts the part of the scores of 64 heads and 64 keys that comes from one part of the columns.
+template <int kSteps>
+HOPWELL_DEVICE void start_part(float (&scores)[32], const uint32_t (&q)[kSteps][4], uint32_t rows, int part) {
+  constexpr int kPartSteps = Config::kPartColumns / 16;
+  const uint64_t b = arch::at_address(tile::kRowsAlongK, rows);
+  arch::wgmma_fence();
+  HOPWELL_UNROLL
+  for (int step = part * kPartSteps; step < (part + 1) * kPartSteps && step < kSteps; ++step)
+    arch::wgmma_rs(scores, q[step], b + tile::columns_on(step), step > 0);
+  arch::wgmma_commit();
+}
+
+// All scores of 64 heads and 64 keys. The two warpgroups' products follow one another, so that either's exponentials
+// run under the other's products.
+template <int kDqk>
+HOPWELL_DEVICE void multiply(float (&scores)[32], const uint32_t (&q)[kDqk / 16][4], RowSlot<kDqk> slot,
+                             uint32_t arrivals, int group) {
+  arch::barrier_sync(kTurn + group, 256);  // kept: turns are for speed; nothing else depends on them
+  HOPWELL_UNROLL
+  for (int part = 0; part < Config::kParts; ++part) {
+    slot.wait_full(part);
+    start_part(scores, q, slot.rows(), part);
+  }
+  arch::wgmma_wait<2>();
+  slot.release(0, arrivals);
+  arch::wgmma_wait<1>();
+  slot.release(1, arrivals);
+  arch::barrier_arrive(kTurn + (group ^ 1), 256);
+  arch::wgmma_wait<0>(scores);
+  slot.release(2, arrivals);
+}
+
+// lse of a thread's two heads, rows lane / 4 and lane / 4 + 8 of its warp's 16, in units of log 2. Heads that do not
+// exist get +inf: their exponentials are 0.
+HOPWELL_DEVICE void load_lse(const Params& p, int64_t query, int first_head, float (&lse)[2]) {
+  const int head = first_head + arch::warp_index() % 4 * 16 + arch::lane_index() / 4;
+  const float* row = p.lse + query * p.lse_stride_s;
+  HOPWELL_UNROLL
+  for (int r = 0; r < 2; ++r)
+    lse[r] = head + 8 * r < p.h_q ? row[(head + 8 * r) * p.lse_stride_h] * tile::kLog2E : INFINITY;
+}
+
+// exp2 of a warp's [16 heads][64 keys], summed over the heads, handed to the store warp.
+template <int kDqk>
+HOPWELL_DEVICE void sum_heads(const Params& p, SharedStorage<kDqk>& s, const float (&scores)[32], const float (&lse)[2],
+                              int key_tile, int warp) {
+  const int lane = arch::lane_index();
+  const SumSlot slot{s.sum_barriers, key_tile};
+  float c[16];
+  HOPWELL_UNROLL
+  for (int i = 0; i < 16; ++i) {
+    const int at = i / 2 * 4 + i % 2;
+    c[i] = arch::exp2_approx(scores[at] * p.scale_log2 - lse[0]) +
+           arch::exp2_approx(scores[at + 2] * p.scale_log2 - lse[1]);
+  }
+  tile::share_sums(c, 8, 16, arch::lane_index() & 16);
+  tile::share_sums(c, 4, 8, arch::lane_index() & 8);
+  tile::share_sums(c, 2, 4, arch::lane_index() & 4);
+  slot.wait_empty();
+  const int group = lane / 16 * 4 + lane / 8 % 2 * 2 + lane / 4 % 2;
+  float* sums = s.sums[slot.stage()][warp] + 8 * group + lane % 4 * 2;
+  sums[0] = c[0], sums[1] = c[1];
+  slot.commit();
+}
+
+// More than 64 heads: each warpgroup has 64 of them, and both read every tile of keys. Otherwise both have the same,
+// and they take turns at tiles.
+template <int kDqk, bool kAlternate>
+HOPWELL_DEVICE void math(const Params& p, SharedStorage<kDqk>& s, int group) {
+  constexpr int kHeadTiles = kAlternate ? 1 : 2;
+  const int warp = arch::warp_index() % (kAlternate ? 4 : 8);
+  int item = 0, key_tile = 0;
+  if (group == 1) arch::barrier_arrive(kTurn, 256);  // warpgroup 0 starts
+  HOPWELL_NO_UNROLL
+  for (int number = arch::block_index(); number < p.plan.work_tiles; number += arch::grid_size()) {
+    const WorkTile work = work_tile_of(p.plan, p.selection.topk, number);
+    const int tiles = key_tiles(entries_of(p, work));
+    HOPWELL_NO_UNROLL
+    for (int pass = 0; pass < head_passes(p) && tiles > 0; ++pass) {
+      const int head_tile = kAlternate ? 0 : group;
+      float lse[2];
+      load_lse(p, work.query, kHeadsAtATime * pass + kTileHeads * head_tile, lse);
+      uint32_t q[kDqk / 16][4];
+      load_q<kDqk>({s, item + head_tile}, kAlternate ? 1 : 2, q);
+      if (kAlternate && (item & 1) == group) {  // the turn goes with the items
+        arch::barrier_sync(kTurn + group, 256);
+        arch::barrier_arrive(kTurn + (group ^ 1), 256);
+      }
+      item += kHeadTiles;
+      HOPWELL_NO_UNROLL
+      for (int tile = kAlternate ? (item ^ group) & 1 : 0; tile < tiles; tile += kAlternate ? 2 : 1) {
+        float scores[32];
+        multiply<kDqk>(scores, q, {s, item + tile}, kAlternate ? 2 : 1, group);
+        sum_heads(p, s, scores, lse, key_tile + tile, warp);
+      }
+      item += tiles, key_tile += tiles;
+    }
+  }
+}
+
+// ---- kernel ---------------------------------------------------------------------------------------------------------
+
+template <int kDqk, bool kAlternate>
+__global__ void __launch_bounds__(Config::kThreads, 1) kernel(const __grid_constant__ Params p) {
+#if HOPWELL_HAS_SM90A
+  auto& s = arch::dynamic_smem<SharedStorage<kDqk>>();
+  if (arch::thread_index() == 0) {
+    s.row_barriers.init(32, Config::kMathWarps);
+    s.sum_barriers.init(kAlternate ? Config::kMathWarps / 2 : Config::kMathWarps, 1);
+    arch::fence_mbarrier_init();
+  }
+  arch::syncthreads();
+  const int group = arch::warpgroup_index(), warp = arch::warp_index();
+  if (group < 2) {
+    arch::setmaxnreg_inc<Config::kMathRegisters>();
+    math<kDqk, kAlternate>(p, s, group);
+  } else {
+    arch::setmaxnreg_dec<Config::kOtherRegisters>();
+    if (warp == kStore)
+      store<kAlternate ? Config::kMathWarps / 2 : Config::kMathWarps>(p, s.sums, s.sum_barriers);
+    else
+      gather<kDqk, kAlternate>(p, s, warp - kGather);
+  }
+#endif
+}
+
+}  // namespace hopwell::ops::attention_distribution::HOPWELL_TARGET

@@ -1,0 +1,68 @@
+// attention_distribution on GPUs: sums over heads, from the warps that make them to memory. A ring in shared memory holds
+// the sums of each warp's heads for a tile of keys; one warp adds them in a fixed order, writes, and normalises.
+#pragma once
+
+#include "ops/attention_distribution/params.hpp"
+#include "tile/gpu/ring.hpp"
+#include "tile/gpu/warp.hpp"
+
+namespace hopwell::ops::attention_distribution::HOPWELL_TARGET {
+
+inline constexpr int kSumStages = 4;
+using SumBarriers = tile::RingBarriers<kSumStages>;
+using SumSlot = tile::RingSlot<kSumStages>;
+
+// Divides a row by its sum. Each lane reads what it wrote, many values at a time.
+HOPWELL_DEVICE void normalize(float* row, int size, float total) {
+  constexpr int kTogether = 16;
+  total = tile::sum_of_warp(total);
+  HOPWELL_NO_UNROLL
+  for (int first = arch::lane_index(); first < size && total != 0; first += 32 * kTogether) {
+    float values[kTogether];
+    HOPWELL_UNROLL
+    for (int i = 0; i < kTogether; ++i) values[i] = first + 32 * i < size ? row[first + 32 * i] : 0;
+    HOPWELL_UNROLL
+    for (int i = 0; i < kTogether; ++i)
+      if (first + 32 * i < size) row[first + 32 * i] = values[i] / total;
+  }
+}
+
+// By one warp. sums[stage][warp]: of the first kWarps warps' heads.
+template <int kWarps, int kSumWarps>
+HOPWELL_DEVICE void store(const Params& p, const float (&sums_of_stage)[kSumStages][kSumWarps][kTileKeys],
+                          SumBarriers& barriers) {
+  const int lane = arch::lane_index();
+  int key_tile = 0;  // so far
+  HOPWELL_NO_UNROLL
+  for (int number = arch::block_index(); number < p.plan.work_tiles; number += arch::grid_size()) {
+    const WorkTile work = work_tile_of(p.plan, p.selection.topk, number);
+    const Entries entries = entries_of(p, work);
+    const int tiles = key_tiles(entries);
+    float* row = p.attn + work.query * p.attn_stride + work.first;
+    float total = 0;
+    int low = entries.at(lane), high = entries.at(lane + 32);
+    HOPWELL_NO_UNROLL
+    for (int step = 0; step < tiles * head_passes(p); ++step, ++key_tile) {
+      const SumSlot slot{barriers, key_tile};
+      const int i = step % tiles * kTileKeys + lane;
+      const bool first = entries.counts(low), second = entries.counts(high);
+      const int next = (step + 1) % tiles * kTileKeys + lane;
+      low = entries.at(next), high = entries.at(next + 32);  // a tile ahead: the load takes as long as a tile
+      slot.wait_full();
+      float sums[2] = {step < tiles || !first ? 0 : row[i], step < tiles || !second ? 0 : row[i + 32]};
+      HOPWELL_UNROLL
+      for (int warp = 0; warp < kWarps; ++warp) {
+        sums[0] += first ? sums_of_stage[slot.stage()][warp][lane] : 0;
+        sums[1] += second ? sums_of_stage[slot.stage()][warp][lane + 32] : 0;
+      }
+      slot.release();
+      if (i < work.size) row[i] = sums[0];
+      if (i + 32 < work.size) row[i + 32] = sums[1];
+      if (step >= tiles * (head_passes(p) - 1)) total += sums[0] + sums[1];
+    }
+    for (int i = tiles * kTileKeys + lane; i < work.size; i += 32) row[i] = 0;
+    if (p.normalize_l1) normalize(row, work.size, total);
+  }
+}
+
+}  // namespace hopwell::ops::attention_distribution::HOPWELL_TARGET

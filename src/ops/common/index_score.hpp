@@ -1,0 +1,17 @@
+// What GPU kernels of the lightning indexer and of its backward share: score[s,t] = Σ_j w[s,j] · relu(q[s,j,:] · k[t,:]).
+#pragma once
+
+#include "ops/common/index_operands.hpp"
+#include "tile/gpu/numbers.hpp"
+
+namespace hopwell::tile {
+
+inline constexpr int kHeadTile = 64;  // rows of q in shared memory
+
+/// relu; a NaN stays.
+HOPWELL_DEVICE float relu(float x) { return x < 0 ? 0 : x; }
+
+/// A sum over the heads as a score: of NaN −inf, of −0 0.
+HOPWELL_DEVICE float index_score(float sum) { return sum == sum ? sum + 0.F : -INFINITY; }
+
+}  // namespace hopwell::tile

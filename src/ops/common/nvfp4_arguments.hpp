@@ -1,0 +1,109 @@
+// Checks of NVFP4 tensors among an operator's arguments: codes, scales in either layout, and global scales.
+#pragma once
+
+#include <hopwell/hopwell.hpp>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "runtime/check.hpp"
+#include "tile/nvfp4.hpp"
+
+namespace hopwell::nvfp4 {
+
+inline const DTypes kCodes = {DType::kUInt8, DType::kFloat4E2m1x2};
+inline const DTypes kScaleBytes = {DType::kUInt8, DType::kFloat8E4m3};
+inline const DTypes kFloats = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
+
+// [rows, K/2, ...] is contiguous along K, its second dimension.
+inline void check_contiguous_k(const Checker& check, std::string_view name, const View& view) {
+  check.require(view.stride[1] == 1 || view.shape[1] <= 1 || view.size() == 0, name, "contiguous along K",
+                "a stride of " + std::to_string(view.stride[1]));
+}
+
+// Takes K from codes [rows, K/2, ...] and binds "K/16".
+inline std::int64_t check_k(Checker& check, std::string_view name, const View& codes, const DLTensor& tensor) {
+  check.require(codes.shape[1] % 8 == 0, name, "codes [rows, K/2, ...] with K a multiple of 16", shape_string(tensor));
+  check.bind("K/16", codes.shape[1] / 8);
+  return 2 * codes.shape[1];
+}
+
+// How many elements there are; -1 where the tensor doesn't say, or says what no memory holds.
+inline std::int64_t elements(const DLTensor& tensor) {
+  if (!has_sizes(tensor)) return -1;
+  std::int64_t count = 1;
+  for (int i = 0; i < tensor.ndim; ++i)
+    if (tensor.shape[i] < 0 || __builtin_mul_overflow(count, tensor.shape[i], &count)) return -1;
+  return count;
+}
+
+// Whether the elements fill one stretch of memory, in whatever order of dimensions.
+inline bool is_dense(const DLTensor& tensor) {
+  if (tensor.strides == nullptr) return true;
+  std::vector<std::pair<std::int64_t, std::int64_t>> dims;  // stride, size
+  for (int i = 0; i < tensor.ndim; ++i)
+    if (tensor.shape[i] != 1) dims.emplace_back(tensor.strides[i], tensor.shape[i]);
+  std::sort(dims.begin(), dims.end());
+  std::int64_t expected = 1;
+  return std::all_of(dims.begin(), dims.end(), [&](const auto& dim) {
+    const bool fits = dim.first == expected;
+    expected *= dim.second;
+    return fits;
+  });
+}
+
+// The blocked layout: any shape, any order of dimensions, as long as it is that many bytes in one stretch.
+inline Scales check_blocked_scales(Checker& check, std::string_view name, const DLTensor* tensor, std::int64_t rows,
+                                   std::int64_t batch, Access access = Access::kRead) {
+  const std::int64_t columns = check["K/16"], matrix = blocked_bytes(rows, columns);
+  std::int64_t bytes = batch * matrix;
+  if (tensor == nullptr) return {.data = check.input(name, nullptr, kScaleBytes, {bytes}).as<std::uint8_t>()};
+  check.require(elements(*tensor) == bytes, name, std::to_string(bytes) + " bytes of blocked scales",
+                shape_string(*tensor));
+  check.require(bytes == 0 || is_dense(*tensor), name, "contiguous", "strides with gaps, or that overlap");
+  DLTensor flat = *tensor;
+  flat.ndim = 1, flat.shape = &bytes, flat.strides = nullptr;
+  const View view = access == Access::kWritten ? check.output(name, &flat, kScaleBytes, {bytes}, Layout::kDense)
+                                               : check.input(name, &flat, kScaleBytes, {bytes}, Layout::kDense);
+  return {.data = view.as<std::uint8_t>(), .blocked = true, .batch_stride = matrix, .columns = columns};
+}
+
+template <class Args>
+hopwell_scale_layout layout_of(const Checker& check, const Args& args) {
+  return check.choice("scale_layout", args.scale_layout, HOPWELL_SCALES_BLOCKED,
+                      "HOPWELL_SCALES_PLAIN or HOPWELL_SCALES_BLOCKED");
+}
+
+// Scales of a matrix whose number of rows is bound to the dimension `rows`.
+inline Scales check_scales(Checker& check, std::string_view name, const DLTensor* tensor, hopwell_scale_layout layout,
+                           const char* rows, Access access = Access::kRead) {
+  if (layout == HOPWELL_SCALES_BLOCKED) return check_blocked_scales(check, name, tensor, check[rows], 1, access);
+  const View view = access == Access::kWritten ? check.output(name, tensor, kScaleBytes, {rows, "K/16"})
+                                               : check.input(name, tensor, kScaleBytes, {rows, "K/16"});
+  return {.data = view.as<std::uint8_t>(), .row_stride = view.stride[0], .columns = view.shape[1]};
+}
+
+inline View check_one_float(Checker& check, std::string_view name, const DLTensor* tensor,
+                            Access access = Access::kRead) {
+  const View view = check.any_shape(name, tensor, {DType::kFloat32}, Layout::kAny, access);
+  check.require(view.size() == 1, name, "float32 with one element", shape_string(*tensor));
+  return view;
+}
+
+// A global in device memory is data, read there; as a number it is an argument.
+inline Global check_global(Checker& check, std::string_view name, const DLTensor* tensor, std::string_view value_name,
+                           float value) {
+  if (tensor != nullptr) return {.pointer = check_one_float(check, name, tensor).as<float>()};
+  check.finite(value_name, value);
+  return {.value = value};
+}
+
+template <class Problem, class Args>
+inline void take_workspace(Problem& p, const Checker& check, const Args& args) {
+  p.device.location = check.device();
+  p.workspace = args.workspace;
+  p.workspace_bytes = args.workspace_bytes;
+}
+
+}  // namespace hopwell::nvfp4

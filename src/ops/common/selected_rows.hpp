@@ -1,0 +1,62 @@
+// What the CPU backends of the three sparse MLA operators share: rows as fp32, and tiles of the keys that a query
+// selects.
+#pragma once
+
+#include <cstdint>
+
+#include "runtime/check.hpp"
+#include "tile/cpu/parallel.hpp"
+#include "tile/selection.hpp"
+
+namespace hopwell::cpu {
+
+// Entries of an index row that are worked on at once. Their kv rows in fp32 (1.2 MB at d_qk 576) and the scores of all
+// heads should stay within reach of a core's L2 cache, while each matrix product should be large enough to pay for
+// packing its operands.
+inline constexpr std::int64_t kTileEntries = 512;
+
+// x[s, :, :] of a bf16 or fp32 [s_q, heads, width] as fp32 rows `row_stride` apart; and such rows to columns first ..
+// first + width - 1.
+void load_heads(const View& x, std::int64_t s, float* rows, std::int64_t row_stride);
+void store_heads(const float* rows, std::int64_t row_stride, const View& x, std::int64_t s, std::int64_t first,
+                 std::int64_t width);
+
+// The kv rows that the valid entries of tiles of index rows select, gathered and converted: invalid entries cost
+// nothing, and the rows they might name are never read.
+class SelectedRows {
+ public:
+  // Room for `tiles` tiles, which together have at most kTileEntries entries.
+  explicit SelectedRows(const Selection& selection, const View& kv, std::int64_t tiles = 1)
+      : selection_(selection),
+        kv_(kv),
+        tile_(std::clamp<std::int64_t>(selection.topk, 1, kTileEntries)),
+        keys_(tiles * tile_),
+        places_(tile_),
+        rows_(tiles * tile_ * kv.shape[1]) {}
+
+  // Tiles of an index row; at least 1.
+  [[nodiscard]] static std::int64_t tiles(std::int64_t topk) {
+    return std::max<std::int64_t>(1, (topk + kTileEntries - 1) / kTileEntries);
+  }
+
+  void clear() { count_ = 0; }
+  // Appends the rows that the valid entries of a tile of query s select; returns how many.
+  std::int64_t append(std::int64_t s, std::int64_t tile);
+
+  [[nodiscard]] std::int64_t tile_entries() const { return tile_; }  // of a full tile
+  [[nodiscard]] std::int64_t count() const { return count_; }
+  [[nodiscard]] const std::int32_t* keys() const { return keys_.get(); }  // [count]
+  [[nodiscard]] float* rows() const { return rows_.get(); }               // [count, d_qk]
+  [[nodiscard]] const std::int32_t* places() const {
+    return places_.get();
+  }  // of the tile appended last: entry - tile * kTileEntries
+
+ private:
+  const Selection& selection_;
+  const View& kv_;
+  std::int64_t tile_, count_ = 0;
+  Scratch<std::int32_t> keys_, places_;
+  Scratch<float> rows_;
+};
+
+}  // namespace hopwell::cpu

@@ -1,0 +1,223 @@
+// lightning_indexer by mma.sync: the index scores of some queries against all keys.
+//
+//     score[s,t] = Σ_j w[s,j] · relu(q[s,j,:] · k[t,:])        a NaN becomes −inf
+//
+// Tile      256 keys (128 in fp32) a CTA, whose rows stay in registers as mma's A, 32 (16) a warp; against tiles of 64 rows
+//           of q, the heads of one or several queries, or 64 heads of a query that has more
+// Roles     eight warps, each with keys of its own; all of them copy q, into three stages (two in fp32)
+// Timeline  copies  q1 ▓▓▓▓▓▓▓▓▓▓ q2 ▓▓▓▓▓▓▓▓▓▓▓▓ q3 ▓▓▓▓▓▓
+//           warps   k │ q0: mma ▓▓▓ relu, sums ▓ │ q1 …             one barrier a tile of q
+// Sums      over the heads in a lane first, then over the quad: always in the same order
+// Budget    shared: stages of 64 × 256 B a limb + 288 B, 50,048 B (bf16), 98,944 B (fp32); registers: keys 64 of 128 (96 of 255)
+// Bound     tensor cores: 2 · h_index · d_index operations a query and key
+#pragma once
+
+#include "arch/sm80/async_copy.hpp"
+#include "ops/common/index_score.hpp"
+#include "ops/lightning_indexer/plan.hpp"
+#include "runtime/launch.hpp"
+#include "tile/gpu/mma_tile.hpp"
+#include "tile/gpu/row_major.hpp"
+#include "tile/gpu/warp.hpp"
+
+namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET {
+
+using tile::Chunk, tile::kColumnBlocks, tile::kHeadTile, tile::kLimbs, tile::MmaRows;
+
+struct ScoreConfig {
+  static constexpr int kWarps = 8, kThreads = 32 * kWarps;
+};
+template <class T>
+constexpr int kStages = sizeof(T) == 2 ? 3 : 2;
+template <class T>
+constexpr int kTilesM = sizeof(T) == 2 ? 2 : 1;  // of 16 keys, of a warp
+template <class T>
+constexpr int kKeysOfCta = 16 * kTilesM<T> * ScoreConfig::kWarps;
+
+template <class T>
+struct ScoreParams {
+  tile::RowMajor<T> q, k;
+  int64_t q_stride;     // from query to query
+  const void* weights;  // fp32 or bf16 [s_q, h_index]
+  int64_t weights_stride;
+  bool weights_bf16;
+  Causality causality;
+  float* scores;  // [queries, pitch]
+  int64_t first_query, pitch;
+  int queries, heads, s_kv;
+  int padded_heads, queries_per_tile, tiles_per_query, tiles, tiles_per_slice;  // QueryTiles
+  int column_blocks;
+};
+
+template <class T>
+struct ScoreStorage {
+  tile::MmaTile<kLimbs<T>, kHeadTile> q[kStages<T>];
+  alignas(16) float weights[kStages<T>][kHeadTile];
+  int visible[kStages<T>][kHeadTile / 8];
+};
+static_assert(sizeof(ScoreStorage<float>) <= 99 * 1024);
+
+// Copies tiles of q, one after another: a thread every fourth chunk of one row, and there its weight or how many keys its
+// query sees.
+template <class T>
+struct QueryLoader {
+  int row, query_of_tile;
+  int query, head, tile_of_query = 0;  // of the next tile
+
+  // Tiles from the first one of a query on.
+  HOPWELL_DEVICE QueryLoader(const ScoreParams<T>& p, int first_tile) : row(arch::thread_index() / 4) {
+    query_of_tile = row / p.padded_heads;
+    query = first_tile / p.tiles_per_query * p.queries_per_tile + query_of_tile;
+    head = row - query_of_tile * p.padded_heads;
+  }
+
+  HOPWELL_DEVICE void copy(const ScoreParams<T>& p, ScoreStorage<T>& s, int stage) {
+    const int quarter = arch::thread_index() % 4;
+    const bool has_query = query_of_tile < p.queries_per_tile && query < p.queries,
+               exists = has_query && head < p.heads;
+    const int64_t at = p.first_query + query;
+    const T* from = p.q.data + (exists ? at * p.q_stride + head * p.q.stride : 0);
+    HOPWELL_UNROLL
+    for (int block = 0; block < kColumnBlocks; ++block) {
+      const int number = 4 * block + quarter;
+      if (block >= p.column_blocks) break;
+      if (sizeof(T) == 2 && p.q.in_chunks) {
+        const bool wanted = exists && 8 * number < p.q.columns;
+        arch::cp_async(s.q[stage].address(0) + tile::chunk_offset(uint32_t(row), uint32_t(number)),
+                       from + (wanted ? 8 * number : 0), wanted ? 16 : 0);
+      } else {
+        s.q[stage].store(row, number, exists ? p.q.chunk(from, 8 * number) : Chunk<kLimbs<T>>{});
+      }
+    }
+    if (quarter == 0)
+      s.weights[stage][row] = exists ? tile::load_fp32(p.weights, p.weights_bf16, at * p.weights_stride + head) : 0;
+    if (quarter == 1 && row % p.padded_heads == 0 && query_of_tile < p.queries_per_tile)
+      s.visible[stage][query_of_tile] = has_query ? int(p.causality.visible_keys(at, p.s_kv)) : 0;
+    advance(p);
+  }
+
+ private:
+  HOPWELL_DEVICE void advance(const ScoreParams<T>& p) {
+    head += kHeadTile;
+    if (++tile_of_query < p.tiles_per_query) return;
+    head -= p.tiles_per_query * kHeadTile, tile_of_query = 0;
+    query += p.queries_per_tile;
+  }
+};
+
+// This lane's keys.
+template <class T>
+HOPWELL_DEVICE void load_keys(const ScoreParams<T>& p, int first, MmaRows<kLimbs<T>> (&keys)[kTilesM<T>]) {
+  const int g = arch::lane_index() / 4, t = arch::lane_index() % 4;
+  HOPWELL_UNROLL
+  for (int m = 0; m < kTilesM<T>; ++m) {
+    HOPWELL_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const int key = first + 16 * m + 8 * half + g;
+      HOPWELL_UNROLL
+      for (int block = 0; block < kColumnBlocks; ++block)
+        keys[m].chunk[block][half] = key < p.s_kv && block < p.column_blocks
+                                         ? p.k.chunk(p.k.data + key * p.k.stride, 32 * block + 8 * t)
+                                         : Chunk<kLimbs<T>>{};
+    }
+  }
+}
+
+// Adds rows of a tile from `row` on, kN times 8 heads of one query, to the scores of this lane's keys; of them `heads` exist.
+template <bool kWhole, int kN, class T>
+HOPWELL_DEVICE void add_heads(const ScoreParams<T>& p, const ScoreStorage<T>& s, int stage, int row, int heads,
+                              const MmaRows<kLimbs<T>> (&keys)[kTilesM<T>], float (&sums)[kTilesM<T>][2]) {
+  const int t = arch::lane_index() % 4;
+  float d[kN][kTilesM<T>][4] = {};
+  tile::multiply<kWhole>(d, keys, s.q[stage], row, p.column_blocks);
+  HOPWELL_UNROLL
+  for (int i = 0; i < 2 * kN; ++i) {
+    const int column = i / 2 * 8 + 2 * t + i % 2;
+    const float weight = s.weights[stage][row + column];
+    if (heads < 8 * kN && column >= heads) continue;  // the product of a head that does not exist may be NaN
+    HOPWELL_UNROLL
+    for (int j = 0; j < 2 * kTilesM<T>; ++j)
+      sums[j / 2][j % 2] += weight * tile::relu(d[i / 2][j / 2][j % 2 * 2 + i % 2]);
+  }
+}
+
+// Lane t of a quad stores one of its keys' scores.
+template <class T>
+HOPWELL_DEVICE void store_scores(const ScoreParams<T>& p, int query, int first_key,
+                                 const float (&sums)[kTilesM<T>][2]) {
+  const int g = arch::lane_index() / 4, t = arch::lane_index() % 4;
+  HOPWELL_UNROLL
+  for (int i = 0; i < 2 * kTilesM<T>; ++i) {
+    const float sum = tile::sum_of_quad(sums[i / 2][i % 2]);
+    const int key = first_key + 8 * i + g;
+    if (i == t && key < p.s_kv) p.scores[query * p.pitch + key] = tile::index_score(sum);
+  }
+}
+
+// kWhole: d_index is above 96.
+template <bool kWhole, class T>
+__global__ void __launch_bounds__(ScoreConfig::kThreads, sizeof(T) == 2 ? 2 : 1)
+    score_keys(const __grid_constant__ ScoreParams<T> p) {
+  auto& s = arch::dynamic_smem<ScoreStorage<T>>();
+  const arch::BlockIndex cta = arch::block_index_3d();
+  const int first_key = cta.x * kKeysOfCta<T> + arch::warp_index() * 16 * kTilesM<T>;
+  const int first = cta.y * p.tiles_per_slice;
+  const int end = first + p.tiles_per_slice < p.tiles ? first + p.tiles_per_slice : p.tiles;
+  QueryLoader<T> loader(p, first);
+  for (int i = 0; i < kStages<T> - 1; ++i) {
+    if (first + i < end) loader.copy(p, s, i);
+    arch::cp_async_commit();
+  }
+  MmaRows<kLimbs<T>> keys[kTilesM<T>];
+  load_keys(p, first_key, keys);
+  float sums[kTilesM<T>][2] = {};
+  int query = first / p.tiles_per_query * p.queries_per_tile, part = 0;  // of this tile
+  for (int number = first, stage = 0; number < end; ++number) {
+    arch::cp_async_wait<kStages<T> - 2>();
+    arch::syncthreads();
+    const int ahead = (stage + kStages<T> - 1) % kStages<T>;
+    if (number + kStages<T> - 1 < end) loader.copy(p, s, ahead);
+    arch::cp_async_commit();
+    const int heads = p.heads - part * kHeadTile < kHeadTile ? p.heads - part * kHeadTile : kHeadTile;
+    for (int i = 0; i < p.queries_per_tile && query + i < p.queries; ++i) {
+      if (first_key >= s.visible[stage][i]) continue;
+      int head = 0;
+      for (; heads - head > 8; head += 16)
+        add_heads<kWhole, 2>(p, s, stage, i * p.padded_heads + head, heads - head, keys, sums);
+      if (head < heads) add_heads<kWhole, 1>(p, s, stage, i * p.padded_heads + head, heads - head, keys, sums);
+      if (part + 1 < p.tiles_per_query) continue;
+      store_scores(p, query + i, first_key, sums);
+      HOPWELL_UNROLL
+      for (auto& of_keys : sums) of_keys[0] = of_keys[1] = 0;
+    }
+    if (++part == p.tiles_per_query) part = 0, query += p.queries_per_tile;
+    stage = stage + 1 == kStages<T> ? 0 : stage + 1;
+  }
+}
+
+// Scores of `count` queries from `first` on.
+template <class T>
+void launch_score(const Problem& problem, std::int64_t first, std::int64_t count, Stream stream) {
+  const ScorePlan plan = plan_mma_score(problem, count, kKeysOfCta<T>);
+  ScoreParams<T> p{};
+  p.q = tile::row_major<T>(problem.q, 2), p.k = tile::row_major<T>(problem.k, 1);
+  p.q_stride = problem.q.stride[0];
+  p.weights = problem.weights.data, p.weights_stride = problem.weights.stride[0];
+  p.weights_bf16 = problem.weights.dtype == DType::kBFloat16;
+  p.causality = problem.causality;
+  p.scores = static_cast<float*>(problem.workspace);
+  p.first_query = first, p.pitch = problem.s_kv;
+  p.queries = static_cast<int>(count);
+  p.heads = static_cast<int>(problem.h_index), p.s_kv = static_cast<int>(problem.s_kv);
+  p.padded_heads = plan.queries.padded_heads, p.queries_per_tile = plan.queries.queries_per_tile;
+  p.tiles_per_query = plan.queries.tiles_per_query;
+  p.tiles = plan.queries.tiles, p.tiles_per_slice = plan.queries.tiles_per_slice;
+  p.column_blocks = static_cast<int>((problem.d_index + tile::kBlockColumns - 1) / tile::kBlockColumns);
+  runtime::launch(kName, p.column_blocks == kColumnBlocks ? score_keys<true, T> : score_keys<false, T>,
+                  {.grid = {plan.key_blocks, plan.slices},
+                   .threads = ScoreConfig::kThreads,
+                   .shared_bytes = sizeof(ScoreStorage<T>)},
+                  stream, p);
+}
+
+}  // namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET

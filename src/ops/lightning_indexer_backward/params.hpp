@@ -1,0 +1,93 @@
+// lightning_indexer_backward on GPUs. For query s and its entries i, with dot_ij = q[s,j] · k[indices[i]]:
+//
+//     score_i = Σ_j w_j relu(dot_ij)         g_i = d_loss · (softmax(score)_i − target_i)      positive_ij = dot_ij > 0
+//     loss += Σ_i target_i (log target_i − score_i + lse)          dw_j = Σ_i g_i relu(dot_ij)
+//     dq_j = w_j Σ_i positive_ij (g_i k_i)         dk_i += g_i Σ_j positive_ij (w_j q_j)
+//
+// So the products are of zeros and ones, which bf16 has exactly, and of numbers in three limbs.
+//
+//     clear_d_k        or its deterministic sums and their bounds                                       passes.hpp
+//     score_entries    scores, then g of all entries, in the workspace; the query's loss     score.hpp, loss.hpp
+//     add_gradients    dq, dw, and what each query adds to dk                                        gradients.hpp
+//     finish_d_k       of deterministic sums: to fp32                                                   passes.hpp
+//     sum_losses       in the order of the queries                                                      passes.hpp
+//
+// Deterministic sums of dk are wide ones of tile/gpu/fixed_point.hpp, a row a key. None of a key's n entries adds more than
+// |g_i| Σ_j |w_j| max |q_j|, which is at most `largest`: a contribution is off by 2^-60 · n · largest.
+#pragma once
+
+#include "ops/common/index_score.hpp"
+#include "ops/lightning_indexer_backward/plan.hpp"
+#include "runtime/launch.hpp"
+#include "tile/gpu/fixed_point.hpp"
+#include "tile/gpu/row_major.hpp"
+#include "tile/gpu/warp.hpp"
+
+namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET {
+
+using arch::bf16;
+using tile::kHeadTile, tile::kLimbs;
+
+// g of an entry that has no score: no key, or a score of −inf. No sum or product gives these bits.
+constexpr uint32_t kNoScore = 0xffc0deadU;
+constexpr int kGradientLimbs = 3;  // two would do, were it not for sums that cancel
+
+template <class T>
+struct Params {
+  tile::RowMajor<T> q, k;
+  int64_t q_stride;     // from query to query
+  const void* weights;  // fp32 or bf16 [s_q, h_index]
+  int64_t weights_stride;
+  bool weights_bf16;
+  const int* indices;
+  const float* target;
+  int64_t indices_stride, target_stride;
+  float* d_scores;  // g [s_q, topk]
+  double* losses;   // [s_q]
+  float d_loss;
+  T* d_q;
+  void* d_weights;  // like weights
+  float* d_k;
+  int64_t* fixed_d_k;      // [s_kv, columns], or null
+  tile::SumBounds bounds;  // [s_kv]; null: sums are floats
+  int64_t d_q_stride_s, d_q_stride_h, d_k_stride, d_weights_stride;
+  int s_kv, topk, heads, columns, column_blocks;
+  int score_warps;    // of a CTA of score_entries
+  bool d_k_in_pairs;  // rows are 8-byte aligned
+};
+
+// Of a key's deterministic sums; infinite or NaN: there is none.
+HOPWELL_DEVICE float bound_of(uint32_t largest, uint32_t count) {
+  return arch::bit_cast<float>(largest) * float(count);
+}
+
+template <class T>
+Params<T> params_of(const Problem& problem, int score_warps) {
+  const Workspace workspace = workspace_of(problem);
+  auto* const memory = static_cast<std::byte*>(problem.workspace);
+  Params<T> p{};
+  p.q = tile::row_major<T>(problem.q, 2), p.k = tile::row_major<T>(problem.k, 1);
+  p.q_stride = problem.q.stride[0];
+  p.weights = problem.weights.data, p.weights_stride = problem.weights.stride[0];
+  p.weights_bf16 = problem.weights.dtype == DType::kBFloat16;
+  p.indices = problem.indices.as<const int>(), p.target = problem.target.as<const float>();
+  p.indices_stride = problem.indices.stride[0], p.target_stride = problem.target.stride[0];
+  p.d_scores = reinterpret_cast<float*>(memory + workspace.gradients);
+  p.losses = reinterpret_cast<double*>(memory + workspace.losses);
+  p.d_loss = problem.d_loss;
+  p.d_q = problem.d_q.as<T>(), p.d_weights = problem.d_weights.data, p.d_k = problem.d_k.as<float>();
+  if (problem.deterministic) {
+    p.fixed_d_k = reinterpret_cast<std::int64_t*>(memory + workspace.fixed_d_k);
+    p.bounds = {reinterpret_cast<std::uint32_t*>(memory + workspace.largest),
+                reinterpret_cast<std::uint32_t*>(memory + workspace.count)};
+  }
+  p.d_q_stride_s = problem.d_q.stride[0], p.d_q_stride_h = problem.d_q.stride[1];
+  p.d_k_stride = problem.d_k.stride[0], p.d_weights_stride = problem.d_weights.stride[0];
+  p.s_kv = static_cast<int>(problem.s_kv), p.topk = static_cast<int>(problem.topk);
+  p.heads = static_cast<int>(problem.h_index), p.columns = static_cast<int>(problem.d_index);
+  p.column_blocks = plan_of(problem).column_blocks, p.score_warps = score_warps;
+  p.d_k_in_pairs = reinterpret_cast<std::uintptr_t>(p.d_k) % 8 == 0 && (problem.s_kv <= 1 || p.d_k_stride % 2 == 0);
+  return p;
+}
+
+}  // namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET

@@ -1,0 +1,61 @@
+// lightning_indexer_backward on GPUs: what runs before and after the queries. d_k is cleared and finished by a grid that
+// walks over all of its elements; the losses of the queries become one.
+#pragma once
+
+#include "ops/lightning_indexer_backward/params.hpp"
+
+namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET {
+
+// Zeros for dk, or for its deterministic sums and their bounds.
+template <class T>
+__global__ void __launch_bounds__(kPassThreads) clear_d_k(const __grid_constant__ Params<T> p) {
+  const int64_t step = int64_t{arch::grid_size()} * kPassThreads;
+  for (int64_t i = int64_t{arch::block_index()} * kPassThreads + arch::thread_index(); i < int64_t{p.s_kv} * p.columns;
+       i += step) {
+    const int64_t key = i / p.columns, column = i - key * p.columns;
+    if (p.fixed_d_k) {
+      p.fixed_d_k[i] = 0;
+      if (column == 0) p.bounds.largest[key] = p.bounds.count[key] = 0;
+    } else {
+      p.d_k[key * p.d_k_stride + column] = 0;
+    }
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kPassThreads) finish_d_k(const __grid_constant__ Params<T> p) {
+  const int64_t step = int64_t{arch::grid_size()} * kPassThreads;
+  for (int64_t i = int64_t{arch::block_index()} * kPassThreads + arch::thread_index(); i < int64_t{p.s_kv} * p.columns;
+       i += step) {
+    const int64_t key = i / p.columns;
+    const float bound = bound_of(p.bounds.largest[key], p.bounds.count[key]);
+    p.d_k[key * p.d_k_stride + i - key * p.columns] =
+        bound < INFINITY ? tile::from_wide_fixed(p.fixed_d_k[i], tile::unit_exponent<tile::kWideBits>(bound)) : NAN;
+  }
+}
+
+// One warp: lane l adds up every 32nd query's loss from l on, lane 0 those sums.
+__global__ void __launch_bounds__(32) sum_losses(const double* losses, int64_t s_q, float* loss) {
+  auto& of_lane = arch::dynamic_smem<double[32]>();
+  double sum = 0;
+  for (int64_t s = arch::lane_index(); s < s_q; s += 32) sum += losses[s];
+  of_lane[arch::lane_index()] = sum;
+  arch::syncwarp();
+  if (arch::lane_index() != 0) return;
+  for (int lane = 1; lane < 32; ++lane) sum += of_lane[lane];
+  *loss = float(sum);
+}
+
+// The kernels that `launch_queries` launches, between the passes.
+template <class T, class LaunchQueries>
+void launch_passes(const Problem& problem, const Params<T>& p, Stream stream, LaunchQueries launch_queries) {
+  const std::uint32_t ctas = plan_of(problem).pass_ctas;
+  const arch::LaunchShape over_d_k{.grid = {ctas}, .threads = kPassThreads};
+  if (ctas > 0) runtime::launch(kName, clear_d_k<T>, over_d_k, stream, p);
+  if (problem.s_q > 0) launch_queries();
+  if (ctas > 0 && problem.deterministic) runtime::launch(kName, finish_d_k<T>, over_d_k, stream, p);
+  runtime::launch(kName, sum_losses, {.grid = {1}, .threads = 32, .shared_bytes = 32 * sizeof(double)}, stream,
+                  static_cast<const double*>(p.losses), problem.s_q, problem.loss.as<float>());
+}
+
+}  // namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET

@@ -1,0 +1,55 @@
+// lightning_indexer_backward by mma.sync, for any NVIDIA GPU from Ampere on: what runs where.
+//
+//     clear_d_k                  passes.hpp
+//     score_entries              sm80/score.hpp: scores, g and the loss
+//     add_gradients              sm80/gradients.hpp: dq, dw, and what each query adds to dk
+//     finish_d_k, sum_losses     passes.hpp
+#include <algorithm>
+
+#include "ops/lightning_indexer_backward/passes.hpp"
+#include "ops/lightning_indexer_backward/sm80/gradients.hpp"
+#include "ops/lightning_indexer_backward/sm80/score.hpp"
+
+namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET {
+namespace {
+
+runtime::Support supports(const Problem& p) {
+  const std::size_t shared =
+      p.q.dtype == DType::kBFloat16 ? sizeof(GradientStorage<bf16>) : sizeof(GradientStorage<float>);
+  if (shared > p.device.shared_bytes)
+    return runtime::Support::no("q_index in this dtype needs " + std::to_string(shared) +
+                                " bytes of shared memory a CTA");
+  const char* refused = refused_on_gpus(p, p.topk);
+  return refused == nullptr ? runtime::Support{} : runtime::Support::no(refused);
+}
+
+template <class T>
+void launch_as(const Problem& problem, Stream stream) {
+  constexpr std::int64_t kEntries = ScoreConfig::kEntries;
+  const auto warps =
+      std::clamp<std::int64_t>((problem.topk + kEntries - 1) / kEntries, 1, std::int64_t{ScoreConfig::kMaxWarps});
+  const Params<T> p = params_of<T>(problem, static_cast<int>(warps));
+  launch_passes(problem, p, stream, [&] {
+    const auto over_queries = [&](int threads, std::size_t shared_bytes) {
+      return arch::LaunchShape{.grid = {static_cast<std::uint32_t>(problem.s_q)},
+                               .threads = static_cast<std::uint32_t>(threads),
+                               .shared_bytes = shared_bytes};
+    };
+    runtime::launch(kName, score_entries<T>, over_queries(32 * p.score_warps, sizeof(ScoreStorage<T>)), stream, p);
+    runtime::launch(kName, add_gradients<T>, over_queries(GradientConfig::kThreads, sizeof(GradientStorage<T>)), stream,
+                    p);
+  });
+}
+
+void launch(const Problem& problem, Stream stream) {
+  if (problem.q.dtype == DType::kBFloat16) return launch_as<bf16>(problem, stream);
+  launch_as<float>(problem, stream);
+}
+
+const runtime::Registration<Problem> backend{{.name = HOPWELL_ON_DEVICE ? "sm80" : "emu:sm80",
+                                              .supports = supports,
+                                              .workspace_bytes = workspace_bytes,
+                                              .launch = launch}};
+
+}  // namespace
+}  // namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET

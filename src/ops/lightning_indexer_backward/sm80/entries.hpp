@@ -1,0 +1,48 @@
+// lightning_indexer_backward by mma.sync: heads and the keys of entries as operands, for both of its kernels.
+#pragma once
+
+#include "ops/lightning_indexer_backward/params.hpp"
+#include "tile/gpu/mma_tile.hpp"
+
+namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET {
+
+using tile::Chunk, tile::kColumnBlocks, tile::MmaRows, tile::MmaTile;
+
+// 64 heads of a query from `first` on, by all threads of the CTA: visit(row, number of the chunk, chunk, weight).
+template <class T, class Visit>
+HOPWELL_DEVICE void for_each_chunk(const Params<T>& p, int query, int first, int threads, Visit visit) {
+  for (int i = arch::thread_index(); i < kHeadTile * 4 * p.column_blocks; i += threads) {
+    const int row = i / (4 * p.column_blocks), number = i - row * 4 * p.column_blocks, head = first + row;
+    Chunk<kLimbs<T>> chunk{};
+    float weight = 0;
+    if (head < p.heads) {
+      chunk = p.q.chunk(p.q.data + query * p.q_stride + head * p.q.stride, 8 * number);
+      weight = tile::load_fp32(p.weights, p.weights_bf16, query * p.weights_stride + head);
+    }
+    visit(row, number, chunk, weight);
+  }
+}
+
+// The key of an entry, −1: none.
+template <class T>
+HOPWELL_DEVICE int key_of(const Params<T>& p, int query, int entry) {
+  const int key = entry < p.topk ? p.indices[query * p.indices_stride + entry] : -1;
+  return unsigned(key) < unsigned(p.s_kv) ? key : -1;
+}
+
+// Rows g and g + 8 of this lane: the keys of two entries, zeros where there is none.
+template <class T>
+HOPWELL_DEVICE void gather(const Params<T>& p, const int (&keys)[2], MmaRows<kLimbs<T>>& to) {
+  HOPWELL_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const T* row = p.k.data + int64_t{keys[half] < 0 ? 0 : keys[half]} * p.k.stride;
+    HOPWELL_UNROLL
+    for (int block = 0; block < kColumnBlocks; ++block) {
+      to.chunk[block][half] = keys[half] >= 0 && block < p.column_blocks
+                                  ? p.k.chunk(row, 32 * block + arch::lane_index() % 4 * 8)
+                                  : Chunk<kLimbs<T>>{};
+    }
+  }
+}
+
+}  // namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET

@@ -1,0 +1,93 @@
+// lightning_indexer_backward by mma.sync: from scores to g, and the loss.
+//
+// Tile      a CTA has a query: 64 heads of q in shared memory, then 64 more
+// Roles     up to eight warps, each with 16 entries at a time, whose keys it gathers into registers, mma's A
+// Timeline  q │ scores of all entries, to the workspace │ barrier │ maximum │ sum │ g in their place, loss
+// Budget    shared 16,384 B a limb + 288 B
+#pragma once
+
+#include "ops/lightning_indexer_backward/loss.hpp"
+#include "ops/lightning_indexer_backward/sm80/entries.hpp"
+
+namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET {
+
+struct ScoreConfig {
+  static constexpr int kMaxWarps = 8, kEntries = 16;
+};
+
+template <class T>
+struct ScoreStorage {
+  MmaTile<kLimbs<T>, kHeadTile> q;
+  float weights[kHeadTile];
+  float of_warp[ScoreConfig::kMaxWarps];
+};
+
+// Brings 64 heads in.
+template <class T>
+HOPWELL_DEVICE void load_heads(const Params<T>& p, ScoreStorage<T>& s, int query, int first) {
+  arch::syncthreads();  // the heads before are no longer read
+  for_each_chunk(p, query, first, 32 * p.score_warps,
+                 [&](int row, int number, const Chunk<kLimbs<T>>& chunk, float weight) {
+                   s.q.store(row, number, chunk);
+                   if (number == 0) s.weights[row] = weight;
+                 });
+  arch::syncthreads();
+}
+
+// What 64 heads add to the scores of 16 entries of this warp.
+template <class T>
+HOPWELL_DEVICE void add_scores(const Params<T>& p, const ScoreStorage<T>& s, int query, int first_entry,
+                               int first_head) {
+  const int g = arch::lane_index() / 4, t = arch::lane_index() % 4;
+  const int keys[2] = {key_of(p, query, first_entry + g), key_of(p, query, first_entry + 8 + g)};
+  MmaRows<kLimbs<T>> rows[1];
+  gather(p, keys, rows[0]);
+  float sums[2] = {0, 0};
+  const int heads = p.heads - first_head < kHeadTile ? p.heads - first_head : kHeadTile;
+  for (int head = 0; head < heads; head += 16) {
+    float d[2][1][4] = {};
+    tile::multiply<false>(d, rows, s.q, head, p.column_blocks);
+    HOPWELL_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      const int column = head + i / 4 * 8 + 2 * t + i % 2;
+      const float term = s.weights[column] * tile::relu(d[i / 4][0][i % 4]);
+      sums[i / 2 % 2] += column < heads ? term : 0;
+    }
+  }
+  HOPWELL_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const float sum = tile::sum_of_quad(sums[half]);
+    const int entry = first_entry + 8 * half + g;
+    if (t != half || entry >= p.topk) continue;
+    float* score = p.d_scores + int64_t{query} * p.topk + entry;
+    const float whole = (first_head == 0 ? 0 : *score) + sum;
+    const bool last = first_head + kHeadTile >= p.heads;
+    *score = keys[half] < 0 || (last && whole != whole) ? -INFINITY : whole;
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(32 * ScoreConfig::kMaxWarps) score_entries(const __grid_constant__ Params<T> p) {
+  auto& s = arch::dynamic_smem<ScoreStorage<T>>();
+  const int query = arch::block_index(), warp = arch::warp_index(), lane = arch::lane_index();
+  float bound = 0;  // Σ_j |w_j| max |q_j| of this warp's heads, in lane 0
+  for (int first = 0; first < p.heads; first += kHeadTile) {
+    load_heads(p, s, query, first);
+    for (int entry = ScoreConfig::kEntries * warp; entry < p.topk; entry += ScoreConfig::kEntries * p.score_warps)
+      add_scores(p, s, query, entry, first);
+    if (!p.bounds.largest) continue;
+    for (int row = warp; row < kHeadTile && first + row < p.heads; row += p.score_warps) {
+      float largest = 0, x[8];
+      for (int number = lane; number < 4 * p.column_blocks; number += 32) {
+        tile::sum_limbs(s.q.load(row, number), x);
+        for (float value : x) largest = fmaxf(largest, fabsf(value));
+      }
+      largest = tile::max_of_warp(largest);
+      if (lane == 0) bound += fabsf(s.weights[row]) * largest;
+    }
+  }
+  bound = 1.001F * reduce<Reduce::sum>(p, s.of_warp, bound);  // its barriers are for the scores, too
+  softmax_gradient(p, s.of_warp, query, bound);
+}
+
+}  // namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET

@@ -1,0 +1,108 @@
+// lightning_indexer_backward for Hopper: from scores to g, and the loss.
+//
+// Tile      a CTA has a query: 64 heads of q in shared memory, more one part after the other; 64 entries a step
+// Roles     warpgroups 0, 1   score    scores of a tile by turns; then, with the others, g and the loss
+//           warp 8            gather   keys, four tiles in turn
+// Timeline  q │ gather K2 ▒▒▒│ K3 ▒▒▒ … │ barrier │ maximum │ sum │ g in their place, loss
+//               score 0 S0 ▓ Σ │ S2 ▓ Σ     score 1 S1 ▓ Σ │ S3 …
+// Budget    shared: q 16,384 + 4 × (16,384 rows + 896 entries) + 64 of barriers + 304, 87,040 B with gaps: two CTAs an SM
+// Bound     the gather, 16 KB a tile
+#pragma once
+
+#include "ops/lightning_indexer_backward/loss.hpp"
+#include "ops/lightning_indexer_backward/sm90/entries.hpp"
+
+namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET {
+
+struct ScoreConfig {
+  static constexpr int kWarps = 12, kThreads = 32 * kWarps;
+};
+
+struct ScoreStorage {
+  alignas(1024) unsigned char q[kTileBytes];
+  EntryRing<4> ring;
+  float weights[kHeadTile], of_warp[ScoreConfig::kWarps];
+};
+static_assert(decltype(ScoreStorage::ring)::kStages % 2 == 0 &&
+              2 * sizeof(ScoreStorage) <= arch::sm90::kMaxSharedBytes);
+
+// What 64 heads from `first_head` on add to the scores of this warp's 16 entries of a tile.
+HOPWELL_DEVICE void add_scores(const Params<bf16>& p, const ScoreStorage& s, int query, int tile, const int (&keys)[2],
+                               int first_head, const float (&d)[32]) {
+  const int lane = arch::lane_index(), t = lane % 4, odd = lane & 1, heads = p.heads - first_head;
+  float sums[2] = {0, 0};
+  HOPWELL_UNROLL
+  for (int i = 0; i < 32; ++i) {
+    const int column = i / 4 * 8 + 2 * t + i % 2;
+    const float term = s.weights[column] * arch::max_nan(d[i], 0);
+    sums[i / 2 % 2] += column < heads ? term : 0;  // the product of a head that does not exist may be NaN
+  }
+  tile::share_sums(sums, 1, 1, odd);
+  const float sum = sums[0] + arch::shuffle_xor(sums[0], 2);
+  const int entry = tile * kTileEntries + arch::warp_index() % 4 * 16 + 8 * odd + lane / 4;
+  if (t >= 2 || entry >= p.topk) return;
+  float* score = p.d_scores + int64_t{query} * p.topk + entry;
+  const float whole = (first_head == 0 ? 0 : *score) + sum;
+  const bool last = heads <= kHeadTile;
+  *score = (odd ? keys[1] : keys[0]) < 0 || (last && whole != whole) ? -INFINITY : whole;
+}
+
+// Scores of every second tile, so that a stage always has tiles of one warpgroup; from slot `number` on.
+HOPWELL_DEVICE void score_tiles(const Params<bf16>& p, ScoreStorage& s, int query, int first_head, int number,
+                                int group) {
+  const int tiles = entry_tiles(p), row = arch::warp_index() % 4 * 16 + arch::lane_index() / 4;
+  HOPWELL_NO_UNROLL
+  for (int tile = (number ^ group) & 1; tile < tiles; tile += 2) {
+    const EntrySlot<decltype(s.ring)> slot{s.ring, number + tile};
+    slot.wait_full();
+    arch::fence_proxy_async();
+    float d[32];
+    start_scores(d, slot.rows(), arch::shared_address(s.q));
+    const int keys[2] = {slot.entries().key[row], slot.entries().key[row + 8]};
+    arch::wgmma_wait<0>(d);
+    slot.release();
+    add_scores(p, s, query, tile, keys, first_head, d);
+  }
+}
+
+// Σ_j |w_j| max |q_j| of this warp's heads, in lane 0.
+HOPWELL_DEVICE float bound_of_heads(const Params<bf16>& p, int query) {
+  float bound = 0;
+  for (int head = arch::warp_index(); head < p.heads; head += ScoreConfig::kWarps) {
+    const int column = 8 * arch::lane_index();
+    float largest = 0, x[8];
+    if (column < p.columns) {
+      tile::sum_limbs(p.q.chunk(p.q.data + query * p.q_stride + head * p.q.stride, column), x);
+      for (const float value : x) largest = fmaxf(largest, fabsf(value));
+    }
+    largest = tile::reduce<8, 1>(largest, tile::Larger{});
+    const float weight = tile::load_fp32(p.weights, p.weights_bf16, query * p.weights_stride + head);
+    if (arch::lane_index() == 0) bound += fabsf(weight) * largest;
+  }
+  return bound;
+}
+
+__global__ void __launch_bounds__(ScoreConfig::kThreads, 2) score_entries(const __grid_constant__ Params<bf16> p) {
+#if HOPWELL_HAS_SM90A
+  auto& s = arch::dynamic_smem<ScoreStorage>();
+  const int query = arch::block_index(), group = arch::warpgroup_index(), warp = arch::warp_index();
+  if (arch::thread_index() == 0) {
+    s.ring.barriers.init(kEntryArrivals, 4);
+    arch::fence_mbarrier_init();
+  }
+  for (int first = 0, number = 0; first < p.heads; first += kHeadTile, number += entry_tiles(p)) {
+    if (first > 0) arch::syncthreads();  // the heads before are no longer read
+    load_heads(p, s.q, s.weights, query, first, ScoreConfig::kThreads);
+    arch::syncthreads();
+    if (group < 2)
+      score_tiles(p, s, query, first, number, group);
+    else if (warp == 8)
+      gather_tiles<false>(p, s.ring, query, number);
+  }
+  float bound = p.bounds.largest ? bound_of_heads(p, query) : 0;
+  bound = 1.001F * reduce<Reduce::sum>(p, s.of_warp, bound);  // its barriers are for the scores, too
+  softmax_gradient(p, s.of_warp, query, bound);
+#endif
+}
+
+}  // namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET

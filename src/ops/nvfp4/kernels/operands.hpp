@@ -1,0 +1,58 @@
+// What the kernels of nvfp4_gemv and nvfp4_linear share: slices of K, the order of x, and results.
+#pragma once
+
+#include "ops/nvfp4/plan.hpp"
+#include "tile/gpu/dependency.hpp"
+#include "tile/gpu/fp4.hpp"
+#include "tile/gpu/numbers.hpp"
+#include "tile/gpu/warp.hpp"
+
+namespace hopwell::ops::nvfp4::HOPWELL_TARGET {
+
+using arch::bf16, arch::fp16;
+using tile::Fp4Matrix, tile::GlobalScale;
+using tile::kCodesPerBlock, tile::to_fp32;
+
+// A part of K, from begin to end, in so many stages of 256 k, of which `whole` are not cut off by the end.
+struct Slice {
+  int begin, end, stages, whole;
+};
+
+HOPWELL_DEVICE Slice slice_of(int begin, int width, int k) {
+  const int end = begin + width < k ? begin + width : k;
+  if (end <= begin) return {begin, begin, 0, 0};
+  return {begin, end, (end - begin + StageConfig::kStageK - 1) / StageConfig::kStageK,
+          (end - begin) / StageConfig::kStageK};
+}
+
+HOPWELL_DEVICE arch::Words4 load_words(const unsigned char* from) {
+  return *reinterpret_cast<const arch::Words4*>(from);
+}
+
+// Eight neighbours as pairs (k, k + 4), the order in which codes come out of the decoder.
+HOPWELL_DEVICE arch::Words4 as_pairs(const arch::Words4& v) {
+  const auto low = [](uint32_t a, uint32_t b) { return (a & 0xffff) | b << 16; };
+  const auto high = [](uint32_t a, uint32_t b) { return a >> 16 | (b & 0xffff0000u); };
+  return {{low(v.w[0], v.w[2]), high(v.w[0], v.w[2]), low(v.w[1], v.w[3]), high(v.w[1], v.w[3])}};
+}
+
+// How many of a copy's bytes exist, where `left` do before K ends.
+HOPWELL_DEVICE int clamp_bytes(int left, int most) { return left < 0 ? 0 : left > most ? most : left; }
+
+// y[row, column, batch] = factor · sum + bias[row], rounded once from double, but for float's own rounding.
+template <class T>
+struct Result {
+  T* y;
+  int64_t row_stride, column_stride, batch_stride;  // elements
+  const T* bias;                                    // or null
+  int64_t bias_stride;
+
+  HOPWELL_DEVICE void store(int64_t row, int64_t column, int64_t batch, double factor, float sum) const {
+    T* to = y + row * row_stride + column * column_stride + batch * batch_stride;
+    if (!bias && double(float(factor)) == factor) return tile::from_fp32(float(factor) * sum, to);  // the same, in fp32
+    const double offset = bias ? double(to_fp32(bias[row * bias_stride])) : 0;
+    tile::from_fp32(float(factor * double(sum) + offset), to);
+  }
+};
+
+}  // namespace hopwell::ops::nvfp4::HOPWELL_TARGET

@@ -1,0 +1,75 @@
+// Weights of nvfp4_linear for several columns: decoded, and times their scales, as x's type has them.
+//
+// Two at a time are multiplied by their scale, exactly: in fp16 code · 2^-14 · scale is a multiple of 2^-24, and in
+// bf16 code · 2^-126 · scale · 2^118 has six digits.
+// Budget    a word of 8 codes: bf16 9 instructions of logic, 4 products that shift, 4 multiplications; fp16 7, 4 and 4
+#pragma once
+
+#include "arch/sm80/matrix.hpp"
+#include "ops/nvfp4/kernels/weight_ring.hpp"
+
+namespace hopwell::ops::nvfp4::HOPWELL_TARGET {
+
+// Weights as x is: decoded, and times their scales, 1 / kUnit.
+template <class T>
+struct ScaledWeights;
+
+template <>
+struct ScaledWeights<fp16> {
+  static constexpr double kUnit = tile::kDecodedUnit;
+  uint32_t scales;  // of two blocks
+
+  HOPWELL_DEVICE explicit ScaledWeights(uint16_t bytes) { scales = tile::e4m3x2_to_fp16(bytes); }
+  template <bool kSecond>
+  HOPWELL_DEVICE void decode(uint32_t word, uint32_t (&pairs)[4]) const {
+    tile::e2m1x8_to_fp16(word, pairs);
+    HOPWELL_UNROLL
+    for (uint32_t& pair : pairs) pair = arch::multiply_fp16(pair, arch::half_twice<kSecond>(scales));
+  }
+  HOPWELL_DEVICE static void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    arch::mma_m16n8k16_fp16(d, a, b);
+  }
+};
+
+template <>
+struct ScaledWeights<bf16> {
+  static constexpr double kUnit = 0x1p8;
+  uint32_t scales;
+
+  HOPWELL_DEVICE explicit ScaledWeights(uint16_t bytes) {
+    const tile::FloatPair pair = tile::e4m3x2_to_float(bytes);
+    scales = arch::pack_bf16(pair.low * 0x1p118f, pair.high * 0x1p118f);
+  }
+  // Pairs (k, k + 4) as in tile::e2m1x8_to_fp16, s to bit 15, e e m to bits 8 to 6: a product brings both to their
+  // places at once.
+  template <bool kSecond>
+  HOPWELL_DEVICE void decode(uint32_t word, uint32_t (&pairs)[4]) const {
+    constexpr uint32_t kLow = 0x000f000fu, kHigh = 0x00f000f0u, kCodes = 0x81c081c0u;
+    pairs[0] = (word & kLow) * 0x1040 & kCodes;
+    pairs[1] = (word & kHigh) * 0x104 & kCodes;
+    pairs[2] = (word >> 8 & kLow) * 0x1040 & kCodes;
+    pairs[3] = (word >> 8 & kHigh) * 0x104 & kCodes;
+    HOPWELL_UNROLL
+    for (uint32_t& pair : pairs) pair = arch::multiply_bf16(pair, arch::half_twice<kSecond>(scales));
+  }
+  HOPWELL_DEVICE static void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    arch::mma_m16n8k16_bf16(d, a, b);
+  }
+};
+
+// A lane's weights of a half stage, two rows 8 apart: decodes word 0 to 3 of each. The first two words are of the first
+// block.
+template <class T>
+struct RowPair {
+  ScaledWeights<T> upper, lower;
+
+  HOPWELL_DEVICE void decode(int word, uint32_t upper_codes, uint32_t lower_codes, uint32_t (&a)[4],
+                             uint32_t (&b)[4]) const {
+    if (word < 2)
+      upper.template decode<false>(upper_codes, a), lower.template decode<false>(lower_codes, b);
+    else
+      upper.template decode<true>(upper_codes, a), lower.template decode<true>(lower_codes, b);
+  }
+};
+
+}  // namespace hopwell::ops::nvfp4::HOPWELL_TARGET

@@ -1,0 +1,271 @@
+// Weights on their way to mma and wgmma: a ring of stages in shared memory for each warp, which fills it by cp.async, a
+// few stages ahead of the one that it multiplies.
+#pragma once
+
+#include "arch/sm80/async_copy.hpp"
+#include "ops/nvfp4/kernels/operands.hpp"
+
+namespace hopwell::ops::nvfp4::HOPWELL_TARGET {
+
+// ---- a stage -------------------------------------------------------------------------------------------------------
+
+// Codes [16 rows][256 k], the halves of odd rows exchanged so that lanes of neighbouring rows read from different
+// banks; then scales [16 rows][16]. A lane copies 16 bytes of codes of four rows, four rows apart, and 8 scales of one
+// row.
+
+// What lane (g, t) multiplies of a stage's half: 32 codes of row g and 32 of row g + 8, from k = 32 t on, and the
+// scales of their two blocks.
+struct StageFragment {
+  arch::Words4 upper, lower;
+  uint16_t upper_scales, lower_scales;
+};
+
+HOPWELL_DEVICE StageFragment load_fragment(const unsigned char* stage, int half) {
+  const int lane = arch::lane_index(), g = lane / 4, t = lane % 4;
+  const unsigned char* codes = stage + g * 128 + (4 * (half ^ g % 2) + t) * 16;
+  const auto* scales = reinterpret_cast<const uint16_t*>(stage + StageConfig::kCodeBytes + g * 16 + half * 8 + t * 2);
+  return {load_words(codes), load_words(codes + 1024), scales[0], scales[64]};
+}
+
+// ---- rings ---------------------------------------------------------------------------------------------------------
+
+// A warp's ring that goes through tiles, and through all stages of a slice of K in each. Consecutive
+// whole stages of a tile whose scales lie together form a run, which needs no checks.
+template <int kStages>
+class WeightRing {
+ public:
+  HOPWELL_DEVICE WeightRing(const unsigned char* stages, int batch)
+      : stages_(stages),
+        codes_to_(
+            arch::shared_address(stages) +
+            uint32_t(arch::lane_index() / 8 * 128 + ((arch::lane_index() ^ arch::lane_index() / 8 * 4) & 7) * 16)),
+        scales_to_(arch::shared_address(stages) + uint32_t(StageConfig::kCodeBytes + arch::lane_index() * 8)),
+        batch_(batch) {}
+
+  // Next come so many stages, from this one of this slice of this tile on, and through the tiles that follow.
+  template <class Params>
+  HOPWELL_DEVICE void start(const Params& p, const Slice& slice, int tile, int stage, int count) {
+    slice_ = slice, tile_ = tile, stage_ = stage, stages_left_ = count, run_left_ = run_length_ = 0;
+    if (stages_left_ == 0) return;
+    seek(p);
+    begin_run(p);
+  }
+
+  // Asks for codes of the first `count` stages to come to the L2 cache: harmless even while another kernel writes them.
+  // Two stages at a time, a row a lane.
+  template <class Params>
+  HOPWELL_DEVICE void prefetch_l2(const Params& p, int count) const {
+    constexpr int kRows = StageConfig::kRows, kStageK = StageConfig::kStageK;
+    if (count > stages_left_) count = stages_left_;
+    const int lane = arch::lane_index();
+    int stage = stage_ + lane / kRows, tile = tile_;
+    for (int i = lane / kRows; i < count; i += 2, stage += 2) {
+      while (stage >= slice_.stages) stage -= slice_.stages, ++tile;
+      const int64_t row = tile * kRows + lane % kRows;
+      if (row >= p.rows || stage >= slice_.whole) continue;
+      const int k = slice_.begin + stage * kStageK;
+      arch::prefetch_l2(p.weight.row(row, batch_) + k / 2);
+    }
+  }
+
+  // Starts the copies of the next stage, if there is one, and closes a group. After the last one at_end() may start
+  // again.
+  template <class Params, class AtEnd>
+  HOPWELL_DEVICE void copy_next(const Params& p, AtEnd at_end) {
+    if (run_left_ > 0) [[likely]] {
+      arch::cp_async(codes_to_ + fill_, codes_);
+      HOPWELL_UNROLL
+      for (int i = 0; i < 3; ++i) arch::cp_async(codes_to_ + fill_ + uint32_t(512 * (i + 1)), codes_ + row_offsets_[i]);
+      arch::cp_async<8>(scales_to_ + fill_, scales_);
+      codes_ += StageConfig::kStageK / 2, scales_ += StageConfig::kStageK / kCodesPerBlock;
+      if (--run_left_ == 0) [[unlikely]]
+        end_run(p, run_length_, at_end);
+    } else if (stages_left_ > 0) {
+      copy_partial(p);
+      end_run(p, 1, at_end);
+    }
+    advance();
+    arch::cp_async_commit();
+  }
+  template <class Params>
+  HOPWELL_DEVICE void copy_next(const Params& p) {
+    copy_next(p, [] {});
+  }
+
+  // The oldest stage, which has arrived, right after a copy_next(): that has filled the stage before it.
+  HOPWELL_DEVICE const unsigned char* oldest() const { return stages_ + fill_; }
+
+  // Forgets what is on its way.
+  HOPWELL_DEVICE void cancel() {
+    arch::cp_async_wait_all();
+    stages_left_ = run_left_ = 0, fill_ = 0;
+  }
+
+ private:
+  static constexpr uint32_t kEnd = kStages * StageConfig::kStageBytes;
+
+  HOPWELL_DEVICE void advance() {
+    fill_ += StageConfig::kStageBytes;
+    if (fill_ == kEnd) fill_ = 0;
+  }
+
+  template <class Params>
+  HOPWELL_DEVICE void seek(const Params& p) {
+    const int lane = arch::lane_index(), first = tile_ * StageConfig::kRows, last = p.rows - 1;
+    const auto row = [&](int i) { return first + i < last ? first + i : last; };  // rows beyond: the last one again
+    const int64_t offset = row(lane / 8) * p.weight.row_stride;
+    HOPWELL_UNROLL
+    for (int i = 0; i < 3; ++i) row_offsets_[i] = uint32_t(row(lane / 8 + 4 * (i + 1)) * p.weight.row_stride - offset);
+    const int k = slice_.begin + stage_ * StageConfig::kStageK;
+    codes_ = p.weight.row(0, batch_) + offset + k / 2 + lane % 8 * 16;
+    const int scale_row = row(lane / 2), group = k / 64 + lane % 2 * 2;
+    const Scales& scales = p.weight.scales;
+    scales_ =
+        scales.data + batch_ * scales.batch_stride + group * scale_step(p) +
+        (scales.blocked ? hopwell::nvfp4::blocked_offset(scale_row, 0, scales.columns) : scale_row * scales.row_stride);
+  }
+
+  template <class Params>
+  HOPWELL_DEVICE void begin_run(const Params& p) {
+    const int whole = slice_.whole - stage_, most = whole < stages_left_ ? whole : stages_left_;
+    run_length_ = run_left_ = p.whole_scales && most > 0 ? most : 0;
+  }
+
+  template <class Params, class AtEnd>
+  HOPWELL_DEVICE void end_run(const Params& p, int stages, AtEnd at_end) {
+    stage_ += stages, stages_left_ -= stages;
+    if (stages_left_ == 0) return at_end();
+    if (stage_ == slice_.stages) next_tile(p);
+    begin_run(p);
+  }
+
+  template <class Params>
+  HOPWELL_DEVICE void next_tile(const Params& p) {
+    ++tile_, stage_ = 0;
+    if (p.weight.scales.blocked || (tile_ + 1) * StageConfig::kRows > p.rows) [[unlikely]]
+      return seek(p);
+    constexpr int64_t kRows = StageConfig::kRows;  // a whole tile lies as the one before
+    codes_ += kRows * p.weight.row_stride - slice_.stages * (StageConfig::kStageK / 2);
+    scales_ += kRows * p.weight.scales.row_stride - slice_.stages * (StageConfig::kStageK / kCodesPerBlock);
+  }
+
+  template <class Params>
+  HOPWELL_DEVICE static int scale_step(const Params& p) {  // bytes from four scales to the next
+    return p.weight.scales.blocked ? 512 : 4;
+  }
+
+  // Any stage: zeros where K has ended, scales by fours.
+  template <class Params>
+  HOPWELL_DEVICE void copy_partial(const Params& p) {
+    const int left = slice_.end - slice_.begin - stage_ * StageConfig::kStageK, lane = arch::lane_index();
+    const int bytes = clamp_bytes(left / 2 - lane % 8 * 16, 16);
+    arch::cp_async(codes_to_ + fill_, codes_, bytes);
+    HOPWELL_UNROLL
+    for (int i = 0; i < 3; ++i)
+      arch::cp_async(codes_to_ + fill_ + uint32_t(512 * (i + 1)), codes_ + row_offsets_[i], bytes);
+    HOPWELL_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const int scales = clamp_bytes(left / kCodesPerBlock - lane % 2 * 8 - 4 * i, 4);
+      arch::cp_async<4>(scales_to_ + fill_ + uint32_t(4 * i), scales_ + i * scale_step(p), scales);
+    }
+    codes_ += StageConfig::kStageK / 2, scales_ += 4 * scale_step(p);
+  }
+
+  const uint8_t *codes_ = nullptr, *scales_ = nullptr;  // this lane's of the next stage, in global memory
+  const unsigned char* stages_;
+  uint32_t codes_to_, scales_to_;  // where this lane's codes and scales go in the first stage of the ring
+  uint32_t fill_ = 0;              // the next stage to fill, in bytes
+  uint32_t row_offsets_[3] = {};   // from this lane's first row of codes to the other three
+  int batch_;
+  int tile_ = 0, stage_ = 0, stages_left_ = 0;  // where the run begins; stages from there on
+  int run_left_ = 0, run_length_ = 0;           // stages of the run: to come, and in all
+  Slice slice_{};
+};
+
+// A warp's ring of one tile: every `step`-th stage of a slice of K, from `stage` on.
+template <int kStages>
+class TileRing {
+ public:
+  // A tile that does not `exist` brings zeros, and nothing is read.
+  template <class Params>
+  HOPWELL_DEVICE TileRing(const Params& p, const Slice& slice, const unsigned char* stages, int tile, bool exists,
+                          int stage, int step)
+      : stages_(stages), step_(step) {
+    const int lane = arch::lane_index(), last = p.rows - 1;
+    const uint32_t to = arch::shared_address(stages);
+    codes_to_ = to + uint32_t(lane / 8 * 128 + ((lane ^ lane / 8 * 4) & 7) * 16);
+    scales_to_ = to + uint32_t(StageConfig::kCodeBytes + lane * 8);
+    k_ = slice.begin + stage * StageConfig::kStageK, end_ = exists ? slice.end : 0;
+    stages_left_ = stage < slice.stages ? (slice.stages - stage + step - 1) / step : 0;
+    const auto row = [&](int i) {  // rows beyond: the last one again
+      const int of_all = tile * StageConfig::kRows + i;
+      return of_all < last ? of_all : last;
+    };
+    const int64_t first = row(lane / 8) * p.weight.row_stride;
+    HOPWELL_UNROLL
+    for (int i = 0; i < 3; ++i) row_offsets_[i] = uint32_t(row(lane / 8 + 4 * (i + 1)) * p.weight.row_stride - first);
+    codes_ = p.weight.codes + first + k_ / 2 + lane % 8 * 16;
+    const int scale_row = row(lane / 2), group = k_ / 64 + lane % 2 * 2;
+    const Scales& scales = p.weight.scales;
+    scales_ =
+        scales.data + group * (scales.blocked ? 512 : 4) +
+        (scales.blocked ? hopwell::nvfp4::blocked_offset(scale_row, 0, scales.columns) : scale_row * scales.row_stride);
+  }
+
+  // Asks for codes of the first stage to come to the L2 cache: harmless even while another kernel writes them.
+  HOPWELL_DEVICE void prefetch_l2() const {
+    if (arch::lane_index() % 8 != 0 || stages_left_ == 0 || k_ + StageConfig::kStageK > end_) return;
+    arch::prefetch_l2(codes_);
+    HOPWELL_UNROLL
+    for (uint32_t offset : row_offsets_) arch::prefetch_l2(codes_ + offset);
+  }
+
+  // Starts the copies of the next stage, if there is one, and closes a group.
+  template <class Params>
+  HOPWELL_DEVICE void copy_next(const Params& p) {
+    if (stages_left_ > 0) {
+      --stages_left_;
+      const int step = step_ * StageConfig::kStageK, scale_step = p.weight.scales.blocked ? 512 : 4;  // of four scales
+      if (p.whole_scales && k_ + StageConfig::kStageK <= end_) [[likely]] {
+        arch::cp_async(codes_to_ + fill_, codes_);
+        HOPWELL_UNROLL
+        for (int i = 0; i < 3; ++i)
+          arch::cp_async(codes_to_ + fill_ + uint32_t(512 * (i + 1)), codes_ + row_offsets_[i]);
+        arch::cp_async<8>(scales_to_ + fill_, scales_);
+      } else {
+        copy_partial(scale_step);
+      }
+      codes_ += step / 2, scales_ += step_ * 4 * scale_step, k_ += step;
+    }
+    fill_ += StageConfig::kStageBytes;
+    if (fill_ == uint32_t(kStages * StageConfig::kStageBytes)) fill_ = 0;
+    arch::cp_async_commit();
+  }
+
+  // The oldest stage, which has arrived, right after a copy_next(): that has filled the stage before it.
+  HOPWELL_DEVICE const unsigned char* oldest() const { return stages_ + fill_; }
+
+ private:
+  // Any stage: zeros where K has ended, scales by fours.
+  HOPWELL_DEVICE void copy_partial(int scale_step) {
+    const int left = end_ - k_, lane = arch::lane_index(), bytes = clamp_bytes(left / 2 - lane % 8 * 16, 16);
+    arch::cp_async(codes_to_ + fill_, codes_, bytes);
+    HOPWELL_UNROLL
+    for (int i = 0; i < 3; ++i)
+      arch::cp_async(codes_to_ + fill_ + uint32_t(512 * (i + 1)), codes_ + row_offsets_[i], bytes);
+    HOPWELL_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const int scales = clamp_bytes(left / kCodesPerBlock - lane % 2 * 8 - 4 * i, 4);
+      arch::cp_async<4>(scales_to_ + fill_ + uint32_t(4 * i), scales_ + i * scale_step, scales);
+    }
+  }
+
+  const uint8_t *codes_, *scales_;
+  const unsigned char* stages_;
+  uint32_t codes_to_, scales_to_;  // where this lane's codes and scales go in the first stage of the ring
+  uint32_t fill_ = 0;              // the next stage to fill, in bytes
+  uint32_t row_offsets_[3];        // from this lane's first row of codes to the other three
+  int step_, k_, end_, stages_left_;
+};
+
+}  // namespace hopwell::ops::nvfp4::HOPWELL_TARGET

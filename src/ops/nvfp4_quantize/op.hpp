@@ -1,0 +1,36 @@
+// nvfp4_quantize and nvfp4_dequantize: what their backends are given. Meaning and shapes: hopwell.h.
+#pragma once
+
+#include "runtime/backend.hpp"
+#include "runtime/check.hpp"
+#include "tile/nvfp4.hpp"
+
+namespace hopwell::ops::nvfp4_quantize {
+
+using hopwell::nvfp4::Global, hopwell::nvfp4::Scales;
+
+struct QuantizeProblem {
+  View x;             // fp32, fp16 or bf16 [rows, K]
+  View codes;         // [rows, K/2]
+  View global_scale;  // fp32, one element
+  Scales scales;
+  bool has_global = false;  // else it comes from x
+  Global global;
+  std::int64_t rows = 0, k = 0;
+  runtime::Device device;
+  void* workspace = nullptr;
+  std::size_t workspace_bytes = 0;
+};
+
+struct DequantizeProblem {
+  View codes;  // [rows, K/2]
+  View x;      // fp32, fp16 or bf16 [rows, K]
+  Scales scales;
+  Global global;
+  std::int64_t rows = 0, k = 0;
+  runtime::Device device;
+  void* workspace = nullptr;
+  std::size_t workspace_bytes = 0;
+};
+
+}  // namespace hopwell::ops::nvfp4_quantize

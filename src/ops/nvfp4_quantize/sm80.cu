@@ -1,0 +1,97 @@
+// nvfp4_quantize and nvfp4_dequantize for any NVIDIA GPU from Ampere on.
+#include <algorithm>
+
+#include "ops/nvfp4_quantize/dequantize.hpp"
+#include "ops/nvfp4_quantize/op.hpp"
+#include "ops/nvfp4_quantize/quantize.hpp"
+#include "runtime/launch.hpp"
+#include "tile/gpu/views.hpp"
+
+namespace hopwell::ops::nvfp4_quantize {
+namespace {
+
+using namespace HOPWELL_TARGET;
+
+constexpr const char* kBackend = HOPWELL_ON_DEVICE ? "sm80" : "emu:sm80";
+
+// CTAs for so many blocks of 16 numbers: a thread each, or so many CTAs a multiprocessor.
+std::uint32_t quantize_grid(std::int64_t blocks, std::int64_t per_multiprocessor, const runtime::Device& device) {
+  const std::int64_t most = per_multiprocessor * device.sms;
+  return static_cast<std::uint32_t>(
+      std::clamp(tile::ceil_div(blocks, QuantizeConfig::kThreads), std::int64_t{1}, most));
+}
+
+bool needs_amax(const QuantizeProblem& p) { return !p.has_global && p.rows * p.k != 0; }
+
+int partials_of(const QuantizeProblem& p) {
+  const std::uint32_t grid = quantize_grid(p.rows * p.k / tile::kCodesPerBlock, 8, p.device);
+  return std::min(static_cast<int>(grid), QuantizeConfig::kMaxPartials);
+}
+
+std::size_t quantize_workspace_bytes(const QuantizeProblem& p) {
+  return needs_amax(p) ? sizeof(std::uint32_t) * QuantizeConfig::kMaxPartials : 0;
+}
+
+void launch_quantize(const QuantizeProblem& p, Stream stream) {
+  tile::with_type(p.x, [&]<class T>(const T* x) {
+    const bool amax = needs_amax(p);
+    const std::int64_t blocks = p.k / tile::kCodesPerBlock;
+    const QuantizeParams<T> params{
+        .x = x,
+        .codes = p.codes.as<std::uint8_t>(),
+        .scales = p.scales,
+        .global_scale = p.global_scale.as<float>(),
+        .given_pointer = p.has_global ? p.global.pointer : nullptr,
+        .given_value = p.has_global ? p.global.value : 0,
+        .amax = static_cast<std::uint32_t*>(p.workspace),
+        .x_stride = p.x.stride[0],
+        .codes_stride = p.codes.stride[0],
+        .blocks = row_items(p.rows, blocks),
+        .scale_blocks = p.scales.blocked ? row_items(tile::ceil_div(p.rows, 128) * 128, tile::ceil_div(blocks, 4) * 4)
+                                         : row_items(p.rows, blocks),
+        .partials = amax ? partials_of(p) : 0,
+        .x_aligned = tile::has_aligned_rows(p.x, 16, sizeof(T)),
+        .codes_aligned = tile::has_aligned_rows(p.codes, 8, 1)};
+    arch::LaunchShape shape{.threads = QuantizeConfig::kThreads,
+                            .shared_bytes = sizeof(QuantizeStorage),
+                            .programmatic_dependency = p.device.has_dependent_launches()};
+    if (amax) {
+      shape.grid = {static_cast<std::uint32_t>(params.partials)};
+      runtime::launch("nvfp4_quantize", amax_kernel<T>, shape, stream, params);
+    }
+    // Six of these fit at a time: two rounds. Where each first waits for the largest |x| and makes a table, eight.
+    shape.grid = {quantize_grid(params.scale_blocks.rows * params.scale_blocks.per_row, amax ? 8 : 12, p.device)};
+    // A global that comes from x makes many ties, which thresholds do not mind.
+    if constexpr (sizeof(T) == 2) {
+      if (amax) return runtime::launch("nvfp4_quantize", quantize_kernel<T, true>, shape, stream, params);
+    }
+    runtime::launch("nvfp4_quantize", quantize_kernel<T, false>, shape, stream, params);
+  });
+}
+
+void launch_dequantize(const DequantizeProblem& p, Stream stream) {
+  if (p.rows == 0 || p.k == 0) return;
+  tile::with_type(p.x, [&]<class T>(T* x) {
+    constexpr std::int64_t kValues = Chunk<T>::kValues,
+                           kChunksPerCta = std::int64_t{DequantizeConfig::kThreads} * DequantizeConfig::kChunks;
+    const arch::LaunchShape shape{
+        .grid = {static_cast<std::uint32_t>(tile::ceil_div(p.rows * (p.k / kValues), kChunksPerCta))},
+        .threads = DequantizeConfig::kThreads,
+        .programmatic_dependency = p.device.has_dependent_launches()};
+    const DequantizeParams<T> params{.matrix = {p.codes.as<const std::uint8_t>(), p.codes.stride[0], 0, p.scales},
+                                     .x = x,
+                                     .global = tile::global_scale_of(p.global),
+                                     .x_stride = p.x.stride[0],
+                                     .chunks = row_items(p.rows, p.k / kValues),
+                                     .x_aligned = tile::has_aligned_rows(p.x, 16, sizeof(T)),
+                                     .codes_aligned = tile::has_aligned_rows(p.codes, 4, 1)};
+    runtime::launch("nvfp4_dequantize", dequantize_kernel<T>, shape, stream, params);
+  });
+}
+
+const runtime::Registration<QuantizeProblem> quantize{
+    {.name = kBackend, .workspace_bytes = quantize_workspace_bytes, .launch = launch_quantize}};
+const runtime::Registration<DequantizeProblem> dequantize{{.name = kBackend, .launch = launch_dequantize}};
+
+}  // namespace
+}  // namespace hopwell::ops::nvfp4_quantize

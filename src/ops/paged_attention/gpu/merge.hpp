@@ -1,0 +1,230 @@
+// paged_attention on GPUs: the partial results of a row block become one.
+//
+// A warp keeps of each row block that it does not have the whole of (maximum, sum, sum · V) in shared memory: of the
+// one that it found begun, and of the one that it leaves unfinished. When all warps are done the CTA merges them. A row
+// block that goes on in the next CTA is handed over (handover.hpp).
+//
+//     CTA 3                                        CTA 4
+//     warp 0 │ warp 1 │ warp 2 │ … │ warp 7         warp 0 │ warp 1 │ …
+//     ▓▓▓▓▓▓▓│▓▓▓▒▒▒▒▒│▒▒▒▒▒▒▒▒│▒▒▒│▒▒▒▒▒▒▒▒        ▒▒▒▒▒▒▒│▒▒░░░░░░│░░
+//     └ taken from CTA 2 ┘└ merged, handed over ┘   └ takes ┘
+#pragma once
+
+#include "arch/sm80/bits.hpp"
+#include "ops/paged_attention/gpu/params.hpp"
+#include "ops/paged_attention/gpu/values.hpp"
+#include "tile/gpu/softmax.hpp"
+
+namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
+
+// ---- one row ------------------------------------------------------------------------------------------------------
+
+struct OutputRow {
+  int head, query;
+  bool exists;  // the last pass may have fewer
+};
+HOPWELL_DEVICE OutputRow output_row_of(const Params& p, int row_block, int row) {
+  const Schedule& schedule = p.schedule;
+  const int kv_head = row_block / schedule.passes * schedule.heads + row / schedule.queries;
+  const int of_group = row_block % schedule.passes * schedule.queries + row % schedule.queries;
+  const int g = of_group / p.query.q_len;
+  return {kv_head * p.query.group + g, of_group - g * p.query.q_len, g < p.query.group};
+}
+
+// Where elements of a row's result go.
+template <class T>
+HOPWELL_DEVICE T* out_at(const Output& output, int sequence, const OutputRow& row) {
+  T* out = static_cast<T*>(output.out) + sequence * output.strides[0] + row.query * output.strides[1];
+  return out + row.head * output.strides[2];
+}
+HOPWELL_DEVICE float* lse_at(const Output& output, int sequence, const OutputRow& row) {
+  return output.lse + sequence * output.lse_strides[0] + row.query * output.lse_strides[1] +
+         row.head * output.lse_strides[2];
+}
+
+// Neighbouring values of a row: sums of exp2(logit − maximum) · v, and the sum of exp2(logit − maximum).
+template <int kTheValues>
+struct PartialSums {
+  static constexpr int kValues = kTheValues;
+  float maximum = -INFINITY, sum = 0, value[kValues] = {};
+  HOPWELL_DEVICE void add(const PartialSums& other) {
+    const float larger = fmaxf(maximum, other.maximum), base = tile::finite_reference(larger);
+    const float mine = arch::exp2_approx(maximum - base), its = arch::exp2_approx(other.maximum - base);
+    maximum = larger, sum = sum * mine + other.sum * its;
+    for (int i = 0; i < kValues; ++i) value[i] = value[i] * mine + other.value[i] * its;
+  }
+  HOPWELL_DEVICE float lse() const { return tile::lse_of(maximum, sum, -INFINITY); }
+  HOPWELL_DEVICE bool may_be_infinite() const {
+    float all = 0;
+    for (int i = 0; i < kValues; ++i) all += value[i];
+    return all * 0 != 0 && sum > 0 && sum < INFINITY;
+  }
+};
+using PairSums = PartialSums<2>;
+using QuadSums = PartialSums<4>;
+
+// One sum out of several, at most kMost. All loads are under way together: the code runs once, so that its length in
+// time is that of what waits for what.
+template <int kMost, class PartialOf>
+HOPWELL_DEVICE auto merge_partials(int count, const PartialOf& partial_of) {
+  decltype(partial_of(0)) partial[kMost], all;
+  HOPWELL_UNROLL
+  for (int i = 0; i < kMost; ++i)
+    if (i < count) partial[i] = partial_of(i);
+  HOPWELL_UNROLL
+  for (int i = 0; i < kMost; ++i) all.maximum = fmaxf(all.maximum, partial[i].maximum);
+  const float base = tile::finite_reference(all.maximum);
+  HOPWELL_UNROLL
+  for (int i = 0; i < kMost; ++i) {
+    const float weight = arch::exp2_approx(partial[i].maximum - base);
+    all.sum += weight * partial[i].sum;
+    for (int e = 0; e < all.kValues; ++e) all.value[e] += weight * partial[i].value[e];
+  }
+  return all;
+}
+
+// Elements [e, end) of a result once more, if values that the query sees are not finite: those count whole, while times
+// a weight that has rounded to 0, or times the low part of one in mma tiles, infinities become NaN.
+template <class T>
+HOPWELL_DEVICE void store_infinite(const Params& p, int sequence, OutputRow row, int e, int end) {
+  const int context = p.cache.context_of(sequence), position = context - p.query.q_len + row.query;
+  const Keys visible = p.bias.visible_keys(position);
+  const int64_t bias = p.bias.row_offset(sequence, row.query, row.head);
+  T* out = out_at<T>(p.output, sequence, row);
+  HOPWELL_NO_UNROLL
+  for (; e < end; ++e) {
+    float sum = 0;
+    HOPWELL_NO_UNROLL
+    for (int key = visible.begin; key < visible.end; ++key) {
+      const int page = p.cache.page_of(sequence, key);
+      const int column = p.bias.exists() ? p.bias.column_of(position, key) : -1;
+      if (page < 0 ||
+          (column >= 0 && decode(load_bits(p.bias.bias, p.bias.type, bias + column), p.bias.type) == -INFINITY))
+        continue;
+      const float value =
+          to_fp32(*element_of<T>(p.cache.v, p.cache.v_at, page, row.head / p.query.group, key % p.cache.block, e));
+      if (!(fabsf(value) < INFINITY)) sum += value;
+    }
+    if (sum != 0) from_fp32(sum, out + e);
+  }
+}
+// A call, for kernels that have no registers left to inline it.
+template <class T>
+HOPWELL_NO_INLINE void call_store_infinite(const Params& p, int sequence, OutputRow row, int e, int end) {
+  store_infinite<T>(p, sequence, row, e, end);
+}
+
+// Element e of a row's result, from its sum of exp2 and its sum of exp2 · v.
+template <class T>
+HOPWELL_DEVICE void store_value(const Params& p, int sequence, const OutputRow& row, int e, float maximum, float sum,
+                                float value) {
+  if (!row.exists) return;
+  from_fp32(sum == 0 ? 0 : value * (1 / sum), out_at<T>(p.output, sequence, row) + e);
+  if (e == 0 && p.output.lse) *lse_at(p.output, sequence, row) = tile::lse_of(maximum, sum, -INFINITY);
+}
+
+// Which values of a row block: pair 0 to half − 1 of a row.
+struct PairIndex {
+  int row, pair;
+  HOPWELL_DEVICE PairIndex(const Params& p, int of_row_block)
+      : row(of_row_block / p.query.half), pair(of_row_block - row * p.query.half) {}
+};
+
+template <class T, int kValues>
+HOPWELL_DEVICE void store_sums(const Params& p, int sequence, int row_block, const PairIndex& at,
+                               const PartialSums<kValues>& sums) {
+  const OutputRow row = output_row_of(p, row_block, at.row);
+  HOPWELL_UNROLL
+  for (int i = 0; i < kValues; ++i)
+    store_value<T>(p, sequence, row, 2 * at.pair + i, sums.maximum, sums.sum, sums.value[i]);
+  if (row.exists && sums.may_be_infinite())
+    call_store_infinite<T>(p, sequence, row, 2 * at.pair, 2 * at.pair + kValues);
+}
+
+// Zeros for the sequences of which no query sees a key.
+template <class T>
+HOPWELL_DEVICE void store_empty(const Params& p) {
+  const Query& query = p.query;
+  for (int n = arch::block_index(); n < query.b; n += arch::grid_size()) {
+    const int context = p.cache.context_of(n);
+    if (tiles_of(p, keys_of_sequence(p, context)) > 0) continue;
+    for (int o = arch::thread_index(); o < query.q_len * query.h_q * query.d; o += p.schedule.threads) {
+      const int row = o / query.d, e = o - row * query.d, i = row / query.h_q;
+      store_value<T>(p, n, {row - i * query.h_q, i, true}, e, -INFINITY, 0, 0);
+    }
+  }
+}
+
+// ---- what the warps of a CTA have ----------------------------------------------------------------------------------
+
+struct RowStats {
+  float maximum, sum;
+};
+// What a warp has of a segment, in shared memory.
+template <int kTheValues, int kTheRows>
+struct WarpPartial {
+  static constexpr int kValues = kTheValues, kRows = kTheRows;
+  alignas(16) float values[kValues];  // [rows][pitch]: sums of exp2(logit − maximum) · v
+  RowStats stats[kRows];
+};
+enum : int { kBegunBefore, kBegunHere };  // which of a warp's two partial results
+
+enum class Extent : int { none, continues, ends };  // goes on in the next warp, or is the last one of its row block
+struct PartialInfo {
+  Extent extent;
+  int sequence, row_block;
+  int64_t begin;  // of the row block
+};
+
+struct MergeStorage {
+  PartialInfo info[kMaxWarps][2];
+  float sums[kMaxThreads][4];
+};
+
+// The partial results of one row block that successive warps have: the first one's is `which`, the others' their first.
+struct WarpChain {
+  int warp, which, count;
+  bool ends;
+};
+
+// Which warps of the CTA have what, a bit each.
+struct WarpChains {
+  uint32_t begins, continues, ends;
+  HOPWELL_DEVICE explicit WarpChains(const Params& p, const MergeStorage& s) {
+    const int lane = arch::lane_index();
+    const bool exists = lane < p.schedule.warps;
+    const Extent before = exists ? s.info[lane][kBegunBefore].extent : Extent::none;
+    begins = arch::ballot(exists && s.info[lane][kBegunHere].extent != Extent::none);
+    continues = arch::ballot(before == Extent::continues), ends = arch::ballot(before == Extent::ends);
+  }
+  HOPWELL_DEVICE WarpChain from(int warp, int which) const {
+    const int next = which == kBegunBefore ? warp : warp + 1;  // the first that it may go on in
+    const uint32_t stops = ~(continues >> next);
+    const int last = next + int(arch::bfind(stops & (0U - stops)));
+    const bool has_end = ends >> last & 1;
+    return {warp, which, last - warp + (has_end ? 1 : 0), has_end};
+  }
+};
+
+template <int kValues, class Partial>
+HOPWELL_DEVICE PartialSums<kValues> load_sums(const Partial& partial, int pitch, const PairIndex& at) {
+  struct alignas(4 * kValues) Values {
+    float of[kValues];
+  };
+  const RowStats stats = partial.stats[at.row];
+  const auto values = *reinterpret_cast<const Values*>(&partial.values[at.row * pitch + 2 * at.pair]);
+  PartialSums<kValues> sums{stats.maximum, stats.sum};
+  for (int e = 0; e < kValues; ++e) sums.value[e] = values.of[e];
+  return sums;
+}
+
+// `partial_of(warp, which)` is a warp's partial result.
+template <int kValues, class PartialOf>
+HOPWELL_DEVICE PartialSums<kValues> merge_chain(const WarpChain& chain, const PartialOf& partial_of, int pitch,
+                                                const PairIndex& at) {
+  return merge_partials<kMaxWarps>(chain.count, [&](int i) {
+    return load_sums<kValues>(partial_of(chain.warp + i, i == 0 ? chain.which : kBegunBefore), pitch, at);
+  });
+}
+
+}  // namespace hopwell::ops::paged_attention::HOPWELL_TARGET

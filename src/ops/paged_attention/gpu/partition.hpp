@@ -1,0 +1,127 @@
+// paged_attention on GPUs: the warps of a CTA find their shares of the work from the lengths of the sequences.
+#pragma once
+
+#include "arch/sm80/bits.hpp"
+#include "arch/sm80/threads.hpp"
+#include "ops/paged_attention/gpu/segment.hpp"
+
+namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
+
+struct PartitionStorage {
+  int sum_of_warp[kMaxWarps];
+  struct {
+    int sequence, tiles_before;
+  } first[kMaxWarps];  // of a warp's first segment
+};
+
+// How all work is divided, what this warp has of it, and the segment that it begins with if it has any.
+struct WarpWork {
+  Partition partition;
+  TileRange tiles;
+  Segment segment;
+  HOPWELL_DEVICE bool any() const { return tiles.begin < tiles.end; }
+};
+
+// The sum of the x of this lane and of all lanes below.
+HOPWELL_DEVICE int inclusive_sum(int x) {
+  const int lane = arch::lane_index();
+  HOPWELL_UNROLL
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = arch::shuffle(x, (lane - step) & 31);
+    x += lane >= step ? other : 0;
+  }
+  return x;
+}
+
+// A small batch, of up to two sequences a lane: each warp finds its share by itself, and nothing is read twice.
+HOPWELL_DEVICE void partition_by_warp(const Params& p, WarpWork& work) {
+  const Schedule& schedule = p.schedule;
+  const int lane = arch::lane_index(), first = lane * schedule.sequences_per_thread;
+  int context[2], tiles[2];
+  HOPWELL_UNROLL
+  for (int i = 0; i < 2; ++i)
+    context[i] = i < schedule.sequences_per_thread && first + i < p.query.b ? p.cache.context_of(first + i) : 0;
+  HOPWELL_UNROLL
+  for (int i = 0; i < 2; ++i) tiles[i] = tiles_of(p, keys_of_sequence(p, context[i]));
+  const int end = inclusive_sum(tiles[0] + tiles[1]);  // of the lane's sequences, in tiles of a row block
+  Partition& partition = work.partition;
+  partition = partition_of(schedule, int64_t{arch::shuffle(end, 31)} * schedule.row_blocks);
+  if (may_take_whole_blocks(schedule, partition)) {
+    const int each = arch::shuffle(tiles[0], 0);  // tiles of a row block, if all have as many
+    const bool differ = (first < p.query.b && tiles[0] != each) ||
+                        (first + 1 < p.query.b && schedule.sequences_per_thread > 1 && tiles[1] != each);
+    if (arch::ballot(differ) == 0) partition.share = schedule.whole_blocks * each, partition.extra = 0;
+  }
+  const int cta = arch::block_index();
+  work.tiles =
+      TileRange{partition.first_tile(cta), partition.first_tile(cta + 1)}.of_warp(arch::warp_index(), schedule.warps);
+  if (!work.any()) return;
+  const int64_t begin = work.tiles.begin;
+  const int owner = int(arch::bfind(arch::ballot(begin >= int64_t{end} * schedule.row_blocks)) + 1);
+  const bool second = begin >= int64_t{end - tiles[1]} * schedule.row_blocks;
+  Segment& segment = work.segment;
+  segment.sequence = arch::shuffle(first + (second ? 1 : 0), owner);
+  segment.tiles_before = arch::shuffle(end - tiles[1] - (second ? 0 : tiles[0]), owner);
+  segment.context = arch::shuffle(second ? context[1] : context[0], owner);
+  segment.tiles = arch::shuffle(second ? tiles[1] : tiles[0], owner);
+  segment.begin_at(p, begin, work.tiles.end);
+}
+
+// The sequences that the warps of a CTA begin with, by the threads that have added up their lengths: sequences [first,
+// …) with `tiles` tiles of a row block, and `before` in the sequences ahead.
+HOPWELL_DEVICE void find_first_sequences(const Params& p, PartitionStorage& s, const TileRange& of_cta, int first,
+                                         int before, int tiles) {
+  const Schedule& schedule = p.schedule;
+  HOPWELL_NO_UNROLL
+  for (int w = 0; w < schedule.warps; ++w) {
+    const int64_t tile = of_cta.of_warp(w, schedule.warps).begin;
+    if (tile < int64_t{before} * schedule.row_blocks || tile >= int64_t{before + tiles} * schedule.row_blocks) continue;
+    int n = first, to = before;
+    HOPWELL_NO_UNROLL
+    for (;; ++n) {
+      const int have =
+          schedule.sequences_per_thread == 1 ? tiles : tiles_of(p, keys_of_sequence(p, p.cache.context_of(n)));
+      if (tile < int64_t{to + have} * schedule.row_blocks) break;
+      to += have;
+    }
+    s.first[w] = {n, to};
+  }
+}
+
+// A large batch: each thread of the CTA adds up the lengths of some sequences.
+HOPWELL_DEVICE void partition_by_cta(const Params& p, PartitionStorage& s, WarpWork& work) {
+  const Schedule& schedule = p.schedule;
+  const int lane = arch::lane_index(), warp = arch::warp_index();
+  const int first = arch::thread_index() * schedule.sequences_per_thread,
+            end = smaller(p.query.b, first + schedule.sequences_per_thread);
+  int tiles = 0;
+  for (int n = first; n < end; ++n) tiles += tiles_of(p, keys_of_sequence(p, p.cache.context_of(n)));
+  const int sum = inclusive_sum(tiles);
+  int before = sum - tiles, total = 0;
+  if (lane == 31) s.sum_of_warp[warp] = sum;
+  arch::syncthreads();  // kept: sums that are not there yet make shares outside of the tensors
+  HOPWELL_NO_UNROLL
+  for (int w = 0; w < schedule.warps; ++w) {
+    before += w < warp ? s.sum_of_warp[w] : 0;
+    total += s.sum_of_warp[w];
+  }
+  work.partition = partition_of(schedule, int64_t{total} * schedule.row_blocks);
+  const int cta = arch::block_index();
+  const TileRange of_cta{work.partition.first_tile(cta), work.partition.first_tile(cta + 1)};
+  find_first_sequences(p, s, of_cta, first, before, tiles);
+  arch::syncthreads();  // kept: a sequence that is not there yet is outside of the tensors
+  work.tiles = of_cta.of_warp(warp, schedule.warps);
+  if (!work.any()) return;
+  Segment& segment = work.segment;
+  segment.sequence = s.first[warp].sequence, segment.tiles_before = s.first[warp].tiles_before;
+  segment.context = p.cache.context_of(segment.sequence);
+  segment.tiles = tiles_of(p, keys_of_sequence(p, segment.context));
+  segment.begin_at(p, work.tiles.begin, work.tiles.end);
+}
+
+HOPWELL_DEVICE void find_work(const Params& p, PartitionStorage& s, WarpWork& work) {
+  if (p.schedule.partition_by_warp) return partition_by_warp(p, work);
+  partition_by_cta(p, s, work);
+}
+
+}  // namespace hopwell::ops::paged_attention::HOPWELL_TARGET

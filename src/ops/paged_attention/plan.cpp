@@ -1,0 +1,259 @@
+#include "ops/paged_attention/plan.hpp"
+
+#include <algorithm>
+
+namespace hopwell::ops::paged_attention {
+namespace {
+
+constexpr float kLog2E = 1.44269504088896F;
+constexpr std::int64_t kMaxKeys = std::int64_t{1} << 30;  // of a sequence: positions stay far from 2^31
+constexpr int kMaxHeads = 32;                             // of a row block: as many as a warp has lanes
+
+// Keys of the longest sequence that there can be. Up to kLong it matters little that some SMs have no work, or less of
+// it than others; up to kShort few warps a CTA are enough.
+constexpr int kLong = 4096, kShort = 2048, kShortWarps = 6;
+constexpr int kMaxClusterHeads = 4;                             // of a row block of the cluster kernel
+constexpr std::int64_t kMaxBytes = std::int64_t{1} << 28;       // of K and V; for more equal shares count more
+constexpr std::size_t kSmBytes = 228 * 1024, kCtaBytes = 1024;  // of shared memory; of it what a CTA takes for itself
+
+int to_int(std::int64_t x) { return static_cast<int>(x); }
+std::int64_t width_of(const View& view) { return static_cast<std::int64_t>(size_of(view.dtype)); }
+
+Float type_of(const View& view) {
+  return view.dtype == DType::kFloat32 ? Float::fp32 : view.dtype == DType::kFloat16 ? Float::fp16 : Float::bf16;
+}
+
+// Whether rows, of the first dimensions, lie in whole chunks of 16 bytes.
+bool aligned(const View& view, std::size_t dimensions) {
+  bool ok = reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0;
+  for (std::size_t i = 0; i < dimensions; ++i) ok &= view.shape[i] <= 1 || view.stride[i] * width_of(view) % 16 == 0;
+  return ok;
+}
+
+// Whether pages do not lie in whole chunks of 16 bytes at distances below 2^31 bytes.
+bool scattered(const Problem& problem) {
+  const std::int64_t width = width_of(problem.q);
+  const auto near = [&](const CacheStrides& at) { return std::max(at.slot, 32 * at.group_stride) * width < kMaxKeys; };
+  return problem.block % (16 / width) != 0 || !aligned(problem.k_cache, 3) || !aligned(problem.v_cache, 3) ||
+         !near(problem.k) || !near(problem.v);
+}
+
+// Whether rows of `heads` neighbouring KV heads follow one another, so that `lanes` lanes for each read them together.
+bool can_join(const Problem& problem, int lanes, int heads) {
+  return tile_kind(problem) == TileKind::key_major && lanes * heads <= 32 && problem.h_kv % heads == 0 &&
+         problem.k.head == problem.d && problem.v.head == problem.d;
+}
+
+// How the row blocks lie over the heads, at most `max_heads` in one, and the lanes over a row block.
+void plan_row_blocks(const Problem& problem, int max_heads, Params& p) {
+  const int elements = to_int(16 / width_of(problem.q)), rows = p.query.group * p.query.q_len;
+  Schedule& schedule = p.schedule;
+  int lanes = 1, heads = 1, queries = 1, tile = 1;
+  switch (tile_kind(problem)) {
+    case TileKind::dimension_major:
+      while (lanes * 8 * elements < p.query.d) lanes *= 2;
+      tile = 32 / lanes;
+      break;
+    case TileKind::key_major:
+      lanes = 8;
+      while (lanes * 8 < p.query.d) lanes *= 2;
+      while (2 * heads <= max_heads && can_join(problem, lanes, 2 * heads)) heads *= 2;
+      tile = 32 / lanes / heads * elements;
+      break;
+    case TileKind::mma:
+      queries = std::min(8, rows);
+      tile = p.query.d <= 64 ? 64 : 32;
+  }
+  schedule.lanes = lanes, schedule.heads = heads, schedule.queries = queries, schedule.tile = tile;
+  schedule.pairs = heads * queries * p.query.half;
+  schedule.passes = (rows + queries - 1) / queries;
+  schedule.row_blocks = to_int(problem.h_kv) / heads * schedule.passes;
+}
+
+Query query_of(const Problem& problem) {
+  Query query{};
+  query.q = problem.q.data, query.u = problem.pos_bias_u.as<const void>();
+  std::copy_n(problem.q.stride.begin(), 3, query.strides);
+  query.u_stride = problem.pos_bias_u.stride[0], query.u_type = type_of(problem.pos_bias_u);
+  query.aligned = aligned(problem.q, 3), query.u_aligned = aligned(problem.pos_bias_u, 1);
+  query.b = to_int(problem.b), query.h_q = to_int(problem.h_q), query.group = to_int(problem.h_q / problem.h_kv);
+  query.q_len = to_int(problem.q_len), query.d = to_int(problem.d), query.half = to_int(problem.d / 2);
+  query.log2_scale = problem.scale * kLog2E;
+  return query;
+}
+
+Cache cache_of(const Problem& problem) {
+  const std::int64_t width = width_of(problem.q);
+  Cache cache{};
+  cache.k = problem.k_cache.data, cache.v = problem.v_cache.data;
+  cache.block_tables = problem.block_tables.as<const int>(), cache.context_lens = problem.context_lens.as<const int>();
+  cache.k_at = problem.k, cache.v_at = problem.v;
+  cache.k_page = problem.k.page * width, cache.v_page = problem.v.page * width;
+  cache.k_slot = to_int(problem.k.slot * width), cache.v_slot = to_int(problem.v.slot * width);
+  cache.k_group = to_int(problem.k.group_stride * width), cache.v_group = to_int(problem.v.group_stride * width);
+  cache.tables_stride = problem.block_tables.stride[0], cache.lens_stride = problem.context_lens.stride[0];
+  cache.blocks = to_int(problem.blocks), cache.block = to_int(problem.block);
+  cache.max_context = to_int(problem.max_blocks * problem.block);
+  cache.scattered = scattered(problem);
+  return cache;
+}
+
+PositionBias bias_of(const Problem& problem) {
+  PositionBias p{};
+  const bool by_key = problem.bias && problem.bias_kind == HOPWELL_BIAS_KEY;
+  p.bias = problem.bias.as<const void>(), p.r = problem.r.as<const void>();
+  p.v = problem.pos_bias_v.as<const void>(), p.alibi_slopes = problem.alibi_slopes.as<const float>();
+  p.strides[0] = problem.bias.stride[0], p.strides[2] = problem.bias.stride[1];
+  p.strides[1] = by_key ? problem.bias.stride[2] : 0;
+  p.r_head_stride = problem.r.stride[0], p.r_stride = problem.r.stride[1];
+  p.v_stride = problem.pos_bias_v.stride[0], p.slopes_stride = problem.alibi_slopes.stride[0];
+  p.type = type_of(problem.bias), p.r_type = type_of(problem.r), p.v_type = type_of(problem.pos_bias_v);
+  p.index = !problem.bias ? PositionBias::Index::none
+            : by_key      ? PositionBias::Index::key
+                          : PositionBias::Index::distance;
+  p.extent = to_int(std::min(problem.extent, kMaxKeys));
+  p.clamp = problem.out_of_range == HOPWELL_OUT_OF_RANGE_CLAMP;
+  p.aligned = by_key && !p.clamp && aligned(problem.bias, 3);
+  p.r_aligned = aligned(problem.r, 2), p.v_aligned = aligned(problem.pos_bias_v, 1);
+  const std::int64_t row_bytes = problem.r.stride[1] * width_of(problem.q);
+  p.r_row_bytes = to_int(row_bytes);
+  p.r_direct = problem.r && (problem.r.dtype != problem.q.dtype || !aligned(problem.r, 2) || row_bytes >= kMaxKeys);
+  p.log2_scale = problem.post_scale ? kLog2E : problem.scale * kLog2E;
+  p.window = to_int(std::min(problem.window, kMaxKeys)), p.key_end = to_int(kMaxKeys);
+  if ((problem.bias || problem.r) && problem.out_of_range == HOPWELL_OUT_OF_RANGE_NEG_INF) {
+    // What no column reaches is as invisible as what lies outside of a window.
+    int& limit = by_key ? p.key_end : p.window;
+    limit = std::min(limit, p.extent);
+  }
+  return p;
+}
+
+Output output_of(const Problem& problem) {
+  Output output{};
+  output.out = problem.out.data, output.lse = problem.lse.as<float>();
+  std::copy_n(problem.out.stride.begin(), 3, output.strides);
+  if (problem.lse) std::copy_n(problem.lse.stride.begin(), 3, output.lse_strides);
+  return output;
+}
+
+PrefetchLines prefetch_of(const Problem& problem) {
+  const auto lines = [](const View& view) {
+    std::int64_t last = 0;
+    for (int i = 0; i < view.ndim; ++i) {
+      const auto dimension = static_cast<std::size_t>(i);
+      last += (view.shape[dimension] - 1) * view.stride[dimension];
+    }
+    return to_int(std::clamp<std::int64_t>((last * width_of(view) + 127) / 128, 0, kMaxKeys));
+  };
+  return {.tables = lines(problem.block_tables), .q = lines(problem.q), .lens = lines(problem.context_lens)};
+}
+
+// All that both kernels are given, with at most `max_heads` KV heads in a row block.
+Params params_of(const Problem& problem, int max_heads) {
+  Params p{.query = query_of(problem),
+           .cache = cache_of(problem),
+           .bias = bias_of(problem),
+           .schedule = {},
+           .output = output_of(problem),
+           .prefetch = prefetch_of(problem)};
+  plan_row_blocks(problem, max_heads, p);
+  return p;
+}
+
+// Where all row blocks are equally long, CTAs take whole ones, though up to one in 33 then has nothing to do.
+int whole_blocks(const Params& p) {
+  const std::int64_t ctas = p.schedule.ctas.value, row_blocks = std::int64_t{p.query.b} * p.schedule.row_blocks,
+                     of_cta = (row_blocks + ctas - 1) / ctas;
+  return p.schedule.partition_by_warp && 32 * (of_cta * ctas - row_blocks) <= row_blocks ? to_int(of_cta) : 0;
+}
+
+}  // namespace
+
+TileKind tile_kind(const Problem& problem) {
+  const bool vllm = problem.layout == HOPWELL_CACHE_VLLM, several = problem.h_q / problem.h_kv * problem.q_len > 1;
+  const bool fits = width_of(problem.q) == 2 && problem.d <= 128 && problem.block % 16 == 0 && !scattered(problem);
+  if ((several || vllm) && fits && !problem.r) return TileKind::mma;
+  return vllm ? TileKind::dimension_major : TileKind::key_major;
+}
+
+runtime::Support supports(const Problem& problem) {
+  constexpr std::int64_t kLimit = std::int64_t{1} << 31;
+  if (problem.max_blocks * problem.block > kMaxKeys)
+    return runtime::Support::no("max_blocks * block must be at most 2^30");
+  if (problem.b >= kLimit || problem.blocks >= kLimit || problem.h_q * problem.q_len * problem.d >= kLimit)
+    return runtime::Support::no("b, blocks and q_len * h_q * d must be below 2^31");
+  const std::int64_t tiles = problem.max_blocks * problem.block / 4 + 1;  // of a sequence, at most
+  if (tiles * problem.b >= kLimit || tiles * problem.h_q * problem.q_len >= kLimit)
+    return runtime::Support::no("max_blocks * block * b (or q_len * h_q) must be below 2^33");
+  return {};
+}
+
+Params plan_split(const Problem& problem, const SharedBytes& shared) {
+  Params p = params_of(problem, kMaxHeads);
+  Schedule& schedule = p.schedule;
+  int warps = kMaxWarps;
+  while (shared.with(warps) > problem.device.shared_bytes) warps /= 2;
+  schedule.warps = warps, schedule.threads = 32 * warps, schedule.ctas = problem.device.sms;
+  schedule.pair_groups = std::max(1, schedule.threads / schedule.pairs.value);
+  schedule.partition_by_warp = p.query.b <= 64;
+  const int adders = schedule.partition_by_warp ? 32 : schedule.threads;
+  schedule.sequences_per_thread = (p.query.b + adders - 1) / adders;
+  schedule.whole_blocks = whole_blocks(p);
+  return p;
+}
+
+std::size_t split_workspace_bytes(const Problem& problem) {
+  const Params p = params_of(problem, kMaxHeads);
+  return static_cast<std::size_t>(problem.device.sms * p.schedule.heads * p.schedule.queries) *
+         static_cast<std::size_t>(p.query.half + 1) * 16;
+}
+
+// The heads of a row block, and the largest clusters that all run at a time: so that most SMs have work, and of equal
+// plans the one that reads more heads together.
+ClusterPlan plan_clusters(const Problem& problem, ClustersThatFit clusters_that_fit) {
+  const Params single = params_of(problem, 1);
+  ClusterPlan best;
+  for (int heads = 1; heads <= kMaxClusterHeads && (heads == 1 || can_join(problem, single.schedule.lanes, heads));
+       heads *= 2) {
+    ClusterPlan plan{heads, single.query.b * single.schedule.row_blocks / heads};
+    for (int size = 2; size <= kMaxCluster; ++size)
+      if (clusters_that_fit(size, problem.device) >= plan.clusters) plan.size = size;
+    if (plan.ctas() >= best.ctas()) best = plan;
+  }
+  return best;
+}
+
+runtime::Support supports_clusters(const Problem& problem, ClustersThatFit clusters_that_fit) {
+  if (const runtime::Support support = supports(problem); !support.ok) return support;
+  if (problem.b == 0) return {};
+  if (problem.b * problem.h_kv > kMaxClusterHeads * clusters_that_fit(2, problem.device))
+    return runtime::Support::no("too many sequences and heads");
+  const ClusterPlan plan = plan_clusters(problem, clusters_that_fit);
+  if (plan.size == 0) return runtime::Support::no("too many sequences and heads");
+  const std::int64_t longest = problem.max_blocks * problem.block;
+  if (longest <= kLong && longest * problem.b <= 4 * kLong) return {};
+  if (problem.b > 1)
+    return runtime::Support::no("max_blocks * block must be at most 4096, and 16384 / b, for b above 1");
+  if (problem.q.dtype == DType::kFloat32 || 3 * plan.ctas() < 2 * problem.device.sms)
+    return runtime::Support::no("max_blocks * block must be at most 4096 for so few heads, or float32");
+  if (4 * longest * problem.h_kv * problem.d > kMaxBytes)
+    return runtime::Support::no("a block table must be for at most 256 MiB of keys and values");
+  return {};
+}
+
+ClusterParams cluster_params(const Problem& problem, const ClusterPlan& plan, const SharedBytes& shared,
+                             int keys_of_lookup) {
+  ClusterParams p{params_of(problem, plan.heads), {}, {}, 0, 0};
+  p.cluster = plan.size, p.slice = (p.schedule.pairs.value + plan.size - 1) / plan.size;
+  // Where two CTAs fit on an SM the next launch's can come while this one runs.
+  const bool two_fit = 2 * (shared.with(kShortWarps) + kCtaBytes) <= kSmBytes;
+  p.schedule.warps = two_fit && p.cache.max_context <= kShort ? kShortWarps : kMaxWarps;
+  p.schedule.threads = 32 * p.schedule.warps;
+  while (keys_of_lookup << p.lookups_log2 < p.schedule.tile) ++p.lookups_log2;
+  const int row_bytes = p.schedule.heads * p.query.d * to_int(width_of(problem.q));
+  const bool rows = problem.layout != HOPWELL_CACHE_VLLM && !p.cache.scattered;
+  p.row_lines = rows && (row_bytes == 128 || row_bytes == 256) ? row_bytes / 128 : 0;
+  return p;
+}
+
+}  // namespace hopwell::ops::paged_attention

@@ -1,0 +1,54 @@
+// paged_attention on GPUs: which kernel and which tile run a problem, and with what parameters. On the host, once a
+// call, from the shape and the device: what is found out here the kernels need not find out.
+#pragma once
+
+#include <cstddef>
+
+#include "ops/paged_attention/gpu/params.hpp"
+#include "ops/paged_attention/op.hpp"
+#include "runtime/backend.hpp"
+
+namespace hopwell::ops::paged_attention {
+
+// How the lanes of a warp divide a tile of keys: tiles/dispatch.hpp.
+enum class TileKind { key_major, dimension_major, mma };
+TileKind tile_kind(const Problem& problem);
+
+// What the kernels can count.
+runtime::Support supports(const Problem& problem);
+
+// The shared memory of a CTA: its own, and each of its warps'.
+struct SharedBytes {
+  std::size_t of_cta, of_warp;
+  [[nodiscard]] constexpr std::size_t with(int warps) const {
+    return of_cta + static_cast<std::size_t>(warps) * of_warp;
+  }
+};
+
+// ---- split_kernel.hpp: all keys shared out equally, one CTA an SM --------------------------------------------------
+
+// All but where partial results go and their tag.
+Params plan_split(const Problem& problem, const SharedBytes& shared);
+// For a partial result of each CTA.
+std::size_t split_workspace_bytes(const Problem& problem);
+
+// ---- cluster_kernel.hpp: a cluster of CTAs for each row block ------------------------------------------------------
+
+constexpr int kMaxCluster = 8;
+
+// How many clusters of so many CTAs run at a time, one CTA an SM.
+using ClustersThatFit = int (*)(int size, const runtime::Device& device);
+
+struct ClusterPlan {
+  int heads = 1, clusters = 0;  // of a row block; row blocks of all sequences
+  int size = 0;                 // CTAs of a cluster; 0: not all clusters run at a time
+  [[nodiscard]] int ctas() const { return clusters * size; }
+};
+ClusterPlan plan_clusters(const Problem& problem, ClustersThatFit clusters_that_fit);
+// Whether the cluster kernel is the better one, or why not.
+runtime::Support supports_clusters(const Problem& problem, ClustersThatFit clusters_that_fit);
+// `keys_of_lookup`: consecutive keys of a tile whose page is looked up once.
+ClusterParams cluster_params(const Problem& problem, const ClusterPlan& plan, const SharedBytes& shared,
+                             int keys_of_lookup);
+
+}  // namespace hopwell::ops::paged_attention

@@ -1,0 +1,169 @@
+// paged_attention on GPUs: the kernel that shares out all keys of all sequences equally (split KV).
+//
+//     logit_j = (q + u)·k_j · scale + bias_j ;  out = Σ_j exp2(logit_j − m) v_j / Σ_j exp2(logit_j − m)
+//
+// Tile      of a warp (tiles/): 8 chunks of 16 bytes of K and 8 of V for each lane, 8 KiB in all; of mma twice as much
+// Roles     none: every warp walks along a share of its own (schedule.hpp), copies its tiles and computes them; the
+//           warps of a CTA meet only at the end, to merge what they have of the same row blocks (merge.hpp,
+//           handover.hpp)
+// Ring      2 stages a warp, private to each lane, which reads back only what it copied itself. Tiles of mma have one
+//           stage, filled again in four parts
+// Timeline  warp   pages 0, 1 │ copy 0, 1 │ wait 0 │ q·k ▓▓▓ softmax ▓ p·v ▓▓▓ │ copy 2 → 0, page 4 │ wait 1 │ q·k …
+// Budget    shared: 8 warps × (2 stages × (8,192 + 256 [+ 4,096 of r]) + 2 partial results of 1 KiB) + 4.5 KiB;
+//           registers: < 256, one CTA an SM
+// Bound     memory: 2 tiles × 8 warps × 8 KiB in flight an SM; 450 to 870 instructions for 8 KiB are half of the issue
+//           slots. At the beginning and at the end instructions come from memory for the first time: short code is fast
+//           there
+// Launch    cooperative, one CTA an SM: CTAs wait for each other's partial results (handover.hpp)
+//
+// What is invisible, or on a page that does not exist, is never read: its copies have a length of 0 and leave zeros.
+#pragma once
+
+#include "ops/paged_attention/gpu/handover.hpp"
+#include "ops/paged_attention/gpu/partition.hpp"
+#include "ops/paged_attention/gpu/prefetch.hpp"
+#include "ops/paged_attention/plan.hpp"
+#include "ops/paged_attention/tiles/warp_tile.hpp"
+#include "tile/gpu/dependency.hpp"
+
+namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
+
+// What a warp has of shared memory.
+template <class Tile>
+struct alignas(128) WarpStorage {
+  typename Tile::Partial partial[2];
+  alignas(128) typename Tile::Stage ring[Tile::kStages];
+};
+struct CtaStorage {
+  PartitionStorage partition;
+  MergeStorage merge;
+};
+template <class Tile>
+struct SplitStorage {
+  CtaStorage of_cta;
+  WarpStorage<Tile> of_warp[kMaxWarps];  // as many as there are
+};
+template <class Tile>
+constexpr SharedBytes kSplitBytes{sizeof(SplitStorage<Tile>) - kMaxWarps * sizeof(WarpStorage<Tile>),
+                                  sizeof(WarpStorage<Tile>)};
+
+// The end of a warp's segment: the result if it is a whole row block, else a partial one.
+template <WarpTile Tile>
+HOPWELL_DEVICE void finish_segment(const Params& p, MergeStorage& s, WarpStorage<Tile>& storage, const Tile& tile,
+                                   const Segment& segment) {
+  const int warp = arch::warp_index(), which = segment.first > 0 ? kBegunBefore : kBegunHere;
+  tile.store_partial(p, storage.partial[which]);
+  if (!segment.whole()) {
+    if (arch::lane_index() > 0) return;
+    PartialInfo& info = s.info[warp][which];
+    info = {segment.ends() ? Extent::ends : Extent::continues, segment.sequence, segment.row_block,
+            segment.row_block_begin(p)};
+    return;
+  }
+  arch::syncwarp();
+  for (int o = 2 * arch::lane_index(); o < p.schedule.pairs; o += 64) {
+    const PairIndex at(p, o);
+    store_sums<typename Tile::Type>(p, segment.sequence, segment.row_block, at,
+                                    load_sums<4>(storage.partial[kBegunHere], tile.pitch(), at));
+  }
+  arch::syncwarp();  // kept: before the next segment's partial result; in mma tiles lanes exchange other things before
+}
+
+// The tiles of a warp's share, one after the other, each with the page of the lane's first key. Page numbers are
+// requested two tiles before they are needed.
+struct TileCursor {
+  Segment segment;  // of the next tile to be requested
+  const int* table;
+  int key;
+  bool more = true, new_segment = false;
+
+  HOPWELL_DEVICE TileCursor(const Params& p, const Segment& first)
+      : segment(first), table(p.cache.block_tables + segment.sequence * p.cache.tables_stride), key(first.keys.begin) {}
+  HOPWELL_DEVICE int page(const Params& p, int first_key) const {
+    const int of_lane = key + first_key;
+    return more && of_lane < segment.keys.end ? table[of_lane / p.cache.block] : -1;
+  }
+  HOPWELL_DEVICE KeyTile next(const Params& p, int64_t end, int first_key) {
+    key += p.schedule.tile;
+    if (more && key >= segment.keys.end) {
+      new_segment = more = segment.advance(p, end);
+      key = segment.keys.begin;
+      table = p.cache.block_tables + segment.sequence * p.cache.tables_stride;
+    }
+    return {key, page(p, first_key), more, new_segment};
+  }
+};
+
+// A warp's way along its share.
+template <WarpTile Tile>
+HOPWELL_DEVICE void walk_share(const Params& p, MergeStorage& s, WarpStorage<Tile>& storage, Tile& tile,
+                               const WarpWork& work) {
+  constexpr int kStages = Tile::kStages;
+  const int64_t end = work.tiles.end;
+  Segment segment = work.segment;
+  // The address of this lane's first chunk. By a shuffle, so that the compiler does not compute it again at every use.
+  const uint32_t lane_begin = uint32_t(arch::lane_index() * Tile::kLaneBytes);
+  const uint32_t ring_address = arch::shuffle(arch::shared_address(storage.ring), 0) + lane_begin;
+  TileCursor ahead(p, segment);
+  KeyTile copied{}, requested{ahead.key, ahead.page(p, tile.first_key), true, true};
+  QueryVector vector = query_vector_of(p, segment, tile.head, tile.row);
+  CopySource source = tile.copy_source(p, vector);  // of the tile to copy
+  int key = segment.keys.begin;
+  tile.prefetch_query(p, vector);
+  // Step n computes tile n, copies tile n + kStages and requests the page of tile n + kStages + 2.
+  HOPWELL_NO_UNROLL
+  for (int n = -kStages - 1, at = 0;; ++n) {
+    auto& stage = storage.ring[at];
+    const uint32_t address = ring_address + uint32_t(at) * uint32_t(sizeof(stage));
+    if (n == 0) {
+      tile::launch_dependents();  // now that everything is under way: it takes time from this one
+      tile.begin_segment(p, vector, storage.partial[kBegunHere], stage);
+    }
+    if (n >= 0 && key >= segment.keys.end) {
+      Segment following = segment;
+      const bool more = following.advance(p, end);
+      if (more) vector = query_vector_of(p, following, tile.head, tile.row), tile.prefetch_query(p, vector);
+      finish_segment(p, s, storage, tile, segment);
+      if (!more) return;
+      segment = following;
+      tile.begin_segment(p, vector, storage.partial[kBegunHere], stage);
+      key = segment.keys.begin;
+    }
+    tile.step(p, vector, key, stage, address, n >= 0, [&](int part) {
+      if (n >= -kStages && copied.exists) tile.copy(p, source, copied, stage, address, part);
+      arch::cp_async_commit();
+    });
+    if (n >= 0) key += p.schedule.tile;
+    if (n >= -kStages) at = at + 1 == kStages ? 0 : at + 1;
+    // The page number requested a step ago. By a shuffle, so that the compiler does not wait for the one requested now.
+    copied = {requested.key, arch::shuffle(requested.page, arch::lane_index()), requested.exists,
+              requested.begins_segment};
+    if (unsigned(copied.page) >= unsigned(p.cache.blocks)) copied.page = -1;
+    if (ahead.new_segment) {
+      source = tile.copy_source(p, query_vector_of(p, ahead.segment, tile.head, tile.row));
+      ahead.new_segment = false;
+    }
+    requested = ahead.next(p, end, tile.first_key);
+  }
+}
+
+template <class Tile>
+__global__ void __launch_bounds__(kMaxThreads, 1) split_kernel(const __grid_constant__ Params p) {
+  static_assert(WarpTile<Tile>);
+  auto& s = arch::dynamic_smem<SplitStorage<Tile>>();
+  const int warp = arch::warp_index();
+  prefetch_inputs(p);
+  if (arch::lane_index() == 0)
+    for (PartialInfo& info : s.of_cta.merge.info[warp]) info.extent = Extent::none;
+  Tile tile(p);
+  tile::wait_for_prior_kernels();
+  WarpWork work;
+  find_work(p, s.of_cta.partition, work);
+  if (work.any()) walk_share(p, s.of_cta.merge, s.of_warp[warp], tile, work);
+  arch::syncthreads();
+  const auto partial_of = [&](int of_warp, int which) -> auto& { return s.of_warp[of_warp].partial[which]; };
+  merge_cta<typename Tile::Type>(p, s.of_cta.merge, work.partition, partial_of, tile.pitch());
+  store_empty<typename Tile::Type>(p);
+}
+
+}  // namespace hopwell::ops::paged_attention::HOPWELL_TARGET

@@ -1,0 +1,65 @@
+// paged_attention on the CUDA cores: a stage of a warp's ring. Every lane has its own column of chunks and reads back
+// only what it copied itself: nobody waits for anybody, and there is no swizzle and no bank conflict.
+#pragma once
+
+#include "ops/paged_attention/tiles/tile_inputs.hpp"
+
+namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
+
+// Chunks of K that a lane has of a tile, and as many of V; the same chunk of all lanes, in bytes.
+constexpr int kLaneChunks = 8, kWarpChunkBytes = 512;
+constexpr uint32_t kOffsetV = kLaneChunks * kWarpChunkBytes, kOffsetR = 2 * kOffsetV + 256;  // in a stage
+
+template <bool kFused>
+struct CudaCoreStage {
+  arch::Words4 k[kLaneChunks][32], v[kLaneChunks][32];
+  uint32_t visible[32];  // bit 0: the lane's key is visible; bit 1: its bias is in the upper half of the word
+  uint32_t bias[32];
+  arch::Words4 r[kLaneChunks][32];
+};
+template <>
+struct CudaCoreStage<false> {
+  arch::Words4 k[kLaneChunks][32], v[kLaneChunks][32];
+  uint32_t visible[32];
+  uint32_t bias[32];
+};
+
+// The step of tiles whose stages hold whole ones, each filled again when it has been computed.
+template <class Tile>
+struct WholeTileStep {
+  static constexpr int kStages = 2;
+
+  template <class Stage, class Refill>
+  HOPWELL_DEVICE void step(const Params& p, const QueryVector& vector, int key, Stage& stage, uint32_t address,
+                           bool exists, const Refill& refill) {
+    arch::cp_async_wait<kStages - 1>();
+    if (exists) static_cast<Tile*>(this)->compute(p, vector, key, stage, address);
+    refill(0);
+  }
+};
+
+// Makes the logit of the lane's key of q · k, `distance` behind the query: biases, and −inf if the key is not visible.
+// Returns whether a bias of −inf hides it.
+template <class Stage>
+HOPWELL_DEVICE bool finish_logit(const PositionBias& p, const QueryVector& vector, int distance, const Stage& stage,
+                                 float& logit) {
+  const int lane = arch::lane_index();
+  const uint32_t visible = stage.visible[lane];
+  const float bias = !p.exists() ? 0 : decode_bias(p, stage.bias[lane], visible);
+  if (p.exists()) logit += bias * p.log2_scale;
+  if (p.alibi_slopes) logit -= alibi_slope(p, vector.head) * float(distance);
+  const bool hidden = bias == -INFINITY;
+  if (!(visible & 1) || hidden) logit = -INFINITY;
+  return hidden;
+}
+
+// A chunk whose elements lie anywhere, or nowhere, for layouts that have no whole chunks.
+template <class T, class ElementAt>
+HOPWELL_DEVICE void gather_chunk(arch::Words4& chunk, ElementAt element_at) {
+  chunk = {};
+  HOPWELL_NO_UNROLL
+  for (int e = 0; e < kElements<T>; ++e)
+    if (const T* element = element_at(e)) reinterpret_cast<T*>(&chunk)[e] = *element;
+}
+
+}  // namespace hopwell::ops::paged_attention::HOPWELL_TARGET

@@ -1,0 +1,43 @@
+// paged_attention on GPUs: which warp tile runs which problems (plan.cpp decides on the kind).
+//
+//     layout     type, d           queries a KV head   a warp's lanes have         in
+//     nhd, hnd   16 bit, d ≤ 128   2 and more          fragments of mma            mma.hpp
+//     vllm       16 bit, d ≤ 128   any                 fragments of mma            mma.hpp
+//     nhd, hnd   any other         any, one a pass     rows of keys and values     key_major.hpp
+//     vllm       any other, or r   any, one a pass     columns of keys and values  dimension_major.hpp
+#pragma once
+
+#include "ops/paged_attention/plan.hpp"
+#include "ops/paged_attention/tiles/dimension_major.hpp"
+#include "ops/paged_attention/tiles/key_major.hpp"
+#include "ops/paged_attention/tiles/mma.hpp"
+
+namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
+
+// Calls start<Tile>() with the tile of the problem.
+template <class T, int kD, class Start>
+void with_mma_tile(const Problem& problem, const Start& start) {
+  constexpr int kKeys = MmaTileCopy<T, kD, 0>::kKeys;
+  if (problem.layout != HOPWELL_CACHE_VLLM) return start.template operator()<MmaTile<T, kD, 0>>();
+  if (problem.block % kKeys == 0) return start.template operator()<MmaTile<T, kD, kKeys / 8>>();
+  start.template operator()<MmaTile<T, kD, 2>>();
+}
+template <class T, class Start>
+void with_tile_of(const Problem& problem, const Start& start) {
+  const TileKind kind = tile_kind(problem);
+  if (kind == TileKind::dimension_major) return start.template operator()<DimensionMajorTile<T>>();
+  if constexpr (sizeof(T) == 2) {
+    if (kind == TileKind::mma)
+      return problem.d <= 64 ? with_mma_tile<T, 64>(problem, start) : with_mma_tile<T, 128>(problem, start);
+  }
+  if (problem.r) return start.template operator()<KeyMajorTile<T, true>>();
+  start.template operator()<KeyMajorTile<T, false>>();
+}
+template <class Start>
+void with_tile(const Problem& problem, const Start& start) {
+  if (problem.q.dtype == DType::kFloat32) return with_tile_of<float>(problem, start);
+  if (problem.q.dtype == DType::kFloat16) return with_tile_of<fp16>(problem, start);
+  with_tile_of<bf16>(problem, start);
+}
+
+}  // namespace hopwell::ops::paged_attention::HOPWELL_TARGET

@@ -1,0 +1,226 @@
+// paged_attention on the CUDA cores: the tile for caches whose keys and values are rows.
+#pragma once
+
+#include "ops/paged_attention/gpu/merge.hpp"
+#include "ops/paged_attention/tiles/cuda_core_stage.hpp"
+#include "tile/gpu/warp.hpp"
+
+namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
+
+// Layouts nhd and hnd, whose keys and values are rows: a lane has eight dimensions of 8 keys (4 in fp32), `lanes` lanes
+// a key, so that a load of the warp reads 512 bytes: one key of several heads (nhd) or several keys of one (hnd).
+// The dot products are summed over the lanes by halves, 4 + 2 + 1 exchanges for eight keys, after which each lane has
+// the logit of one key. P·V needs no sum at all.
+template <class T, bool kFused>
+struct KeyMajorTile : WholeTileStep<KeyMajorTile<T, kFused>> {
+  using Type = T;
+  using Stage = CudaCoreStage<kFused>;
+  using Partial = WarpPartial<256, 4>;
+  static constexpr int kLaneBytes = 16;  // from one lane's chunks to the next one's
+  static constexpr int kKeys = kElements<T>, kChunksOfKey = 8 / kElements<T>;
+  static constexpr int kKeysOfLookup = kKeys;  // a lane's first key is a multiple of that, and they share a page
+
+  static constexpr int row = 0;  // of the row block's queries
+  int lanes, column, head, first_key;
+  int copies, my_key;  // lanes that end up with the same logit; of which of the lane's keys
+  float q[8], qv[kFused ? 8 : 1], out[8];
+  RawQuery raw;
+  RunningSoftmax softmax;
+
+  HOPWELL_DEVICE explicit KeyMajorTile(const Params& p) : lanes(p.schedule.lanes), copies(lanes / kKeys) {
+    const int lane = arch::lane_index(), head_and_keys = lane / p.schedule.lanes;
+    column = 8 * (lane - head_and_keys * lanes);
+    my_key = column / 8 / copies;
+    head = head_and_keys % p.schedule.heads, first_key = head_and_keys / p.schedule.heads * kKeys;
+  }
+
+  HOPWELL_DEVICE CopySource copy_source(const Params& p, const QueryVector& vector) const {
+    return copy_source_of(p, vector, sizeof(T), column * int(sizeof(T)), column * int(sizeof(T)), column);
+  }
+  HOPWELL_DEVICE void copy(const Params& p, const CopySource& source, const KeyTile& tile, Stage& to, uint32_t address,
+                           int) const {
+    const int lane = arch::lane_index(), key = tile.key + first_key;
+    const QueryVector& vector = source.vector;
+    const Cache& cache = p.cache;
+    uint32_t seen = first_bits(vector.visible.end - key, kKeys) & ~first_bits(vector.visible.begin - key, kKeys);
+    if (cache.scattered) {
+      copy_scattered(p, vector, key, seen, to);
+    } else {
+      if (tile.page < 0) seen = 0;
+      const uint32_t wanted = column < p.query.d ? seen : 0;
+      const int64_t page = seen ? tile.page : 0, slot = seen ? key % cache.block : 0;
+      copy_chunks(source.k + page * cache.k_page + slot * cache.k_slot, cache.k_slot, wanted, address);
+      copy_chunks(source.v + page * cache.v_page + slot * cache.v_slot, cache.v_slot, wanted, address + kOffsetV);
+    }
+    const bool visible = seen >> my_key & 1;
+    const uint32_t half = copy_bias(p.bias, source, key + my_key, visible, &to.bias[lane]);
+    to.visible[lane] = (visible ? 1 : 0) | half;
+    if constexpr (kFused)
+      if (!p.bias.r_direct) copy_r(p, source, key, column < p.query.d ? seen : 0, address);
+  }
+
+  HOPWELL_DEVICE void prefetch_query(const Params& p, const QueryVector& vector) {
+    raw = load_query<T, kFused>(p, vector, column);
+  }
+  HOPWELL_DEVICE void begin_segment(const Params& p, const QueryVector&, Partial&, const Stage&) {
+    query_plus<T>(raw.q, raw.u, p.query.u_type, q);
+    if constexpr (kFused) query_plus<T>(raw.q, raw.v, p.bias.v_type, qv);
+    HOPWELL_UNROLL
+    for (int e = 0; e < 8; ++e) {
+      q[e] *= p.query.log2_scale, out[e] = 0;
+      if constexpr (kFused) qv[e] *= p.bias.log2_scale;
+    }
+    softmax = {};
+  }
+
+  HOPWELL_DEVICE void compute(const Params& p, const QueryVector& vector, int tile_key, Stage& stage,
+                              uint32_t address) {
+    const int lane = arch::lane_index(), first = tile_key + first_key;
+    float x[kKeys];
+    HOPWELL_UNROLL
+    for (int j = 0; j < kKeys; ++j) x[j] = 0;
+    multiply(address, q, x);
+    if constexpr (kFused) {
+      if (p.bias.r_direct)
+        multiply_r(p, vector, first, x);
+      else
+        multiply(address + kOffsetR, qv, x);
+    }
+    float logit = sum_over_lanes(x);
+    const bool hidden = finish_logit(p.bias, vector, vector.position - first - my_key, stage, logit);
+    if (p.bias.exists()) clear_hidden_values(hidden, stage);
+    float maximum = logit;
+    HOPWELL_UNROLL
+    for (int keys = kKeys, mask = lanes / 2; keys > 1; keys /= 2, mask /= 2)
+      maximum = fmaxf(maximum, arch::shuffle_xor(maximum, mask));
+    float factor;
+    const float mine = softmax.update(logit, maximum, factor);
+    HOPWELL_UNROLL
+    for (float& sum : out) sum *= factor;
+    HOPWELL_UNROLL
+    for (int j = 0; j < kKeys; ++j) {
+      const float weight = arch::shuffle(mine, (lane & -lanes) + j * copies);
+      HOPWELL_UNROLL
+      for (int chunk = 0; chunk < kChunksOfKey; ++chunk) {
+        float v[kElements<T>];
+        unpack<T>(arch::load_shared_v4(address + kOffsetV + uint32_t((j * kChunksOfKey + chunk) * kWarpChunkBytes)), v);
+        HOPWELL_UNROLL
+        for (int e = 0; e < kElements<T>; ++e) out[chunk * kElements<T> + e] += weight * v[e];
+      }
+    }
+  }
+
+  HOPWELL_DEVICE void store_partial(const Params& p, Partial& to) const {
+    RowStats stats{softmax.maximum, softmax.sum};
+    float value[8];
+    HOPWELL_UNROLL
+    for (int e = 0; e < 8; ++e) value[e] = out[e];
+    HOPWELL_UNROLL
+    for (int keys = kKeys, mask = lanes / 2; keys > 1; keys /= 2, mask /= 2)
+      stats.sum += arch::shuffle_xor(stats.sum, mask);
+    for (int mask = lanes * p.schedule.heads; mask < 32; mask *= 2) {  // lanes that have other keys of the same head
+      const float maximum = fmaxf(stats.maximum, arch::shuffle_xor(stats.maximum, mask));
+      const float weight = arch::exp2_approx(stats.maximum - tile::finite_reference(maximum));
+      stats.maximum = maximum, stats.sum *= weight;
+      stats.sum += arch::shuffle_xor(stats.sum, mask);
+      HOPWELL_UNROLL
+      for (float& sum : value) {
+        sum *= weight;
+        sum += arch::shuffle_xor(sum, mask);
+      }
+    }
+    if (first_key > 0) return;
+    HOPWELL_UNROLL
+    for (int e = 0; e < 8; ++e) to.values[head * pitch() + column + e] = value[e];
+    if (column == 0) to.stats[head] = stats;
+  }
+  HOPWELL_DEVICE int pitch() const { return lanes * 8; }
+
+ private:
+  static HOPWELL_DEVICE void copy_chunks(const char* from, int stride, uint32_t seen, uint32_t destination) {
+    HOPWELL_UNROLL
+    for (int i = 0; i < kLaneChunks; ++i) {
+      const int key = i / kChunksOfKey;
+      arch::cp_async(destination + uint32_t(i * kWarpChunkBytes), from + int64_t{key} * stride + i % kChunksOfKey * 16,
+                     int(seen >> key & 1) * 16);
+    }
+  }
+  HOPWELL_DEVICE void copy_r(const Params& p, const CopySource& source, int key, uint32_t seen,
+                             uint32_t address) const {
+    const int farthest = source.vector.position - key;  // of the first key
+    if (farthest < p.bias.extent)
+      return copy_chunks(source.r + int64_t{farthest} * p.bias.r_row_bytes, -p.bias.r_row_bytes, seen,
+                         address + kOffsetR);
+    HOPWELL_NO_UNROLL
+    for (int i = 0; i < kLaneChunks; ++i) {
+      const int j = i / kChunksOfKey, row = p.bias.r_row_of(source.vector.position, key + j);
+      const bool wanted = (seen >> j & 1) && row >= 0;
+      arch::cp_async(address + kOffsetR + uint32_t(i * kWarpChunkBytes),
+                     source.r + int64_t{wanted ? row : 0} * p.bias.r_row_bytes + i % kChunksOfKey * 16,
+                     wanted ? 16 : 0);
+    }
+  }
+  HOPWELL_DEVICE void copy_scattered(const Params& p, const QueryVector& vector, int key, uint32_t& seen,
+                                     Stage& to) const {
+    const int lane = arch::lane_index();
+    HOPWELL_NO_UNROLL
+    for (int i = 0; i < kLaneChunks; ++i) {
+      const int j = i / kChunksOfKey, first = column + i % kChunksOfKey * kElements<T>;
+      const int page = seen >> j & 1 ? p.cache.page_of(vector.sequence, key + j) : -1;
+      if (page < 0) seen &= ~(1U << j);
+      const auto gather = [&](arch::Words4& chunk, const void* cache, const CacheStrides& at) {
+        gather_chunk<T>(chunk, [&](int e) -> const T* {
+          if (page < 0 || first + e >= p.query.d) return nullptr;
+          return element_of<T>(cache, at, page, vector.kv_head, (key + j) % p.cache.block, first + e);
+        });
+      };
+      gather(to.k[i][lane], p.cache.k, p.cache.k_at);
+      gather(to.v[i][lane], p.cache.v, p.cache.v_at);
+    }
+  }
+
+  static HOPWELL_DEVICE void multiply(uint32_t rows, const float (&by)[8], float (&x)[kKeys]) {
+    HOPWELL_UNROLL
+    for (int i = 0; i < kLaneChunks; ++i) {
+      float row[kElements<T>];
+      unpack<T>(arch::load_shared_v4(rows + uint32_t(i * kWarpChunkBytes)), row);
+      HOPWELL_UNROLL
+      for (int e = 0; e < kElements<T>; ++e) x[i / kChunksOfKey] += by[i % kChunksOfKey * kElements<T> + e] * row[e];
+    }
+  }
+  HOPWELL_DEVICE void multiply_r(const Params& p, const QueryVector& vector, int first, float (&x)[kKeys]) const {
+    HOPWELL_UNROLL
+    for (int j = 0; j < kKeys; ++j) {
+      const int row = p.bias.r_row_of(vector.position, first + j);
+      if (row < 0 || first + j > vector.position) continue;
+      HOPWELL_UNROLL
+      for (int e = 0; e < 8; ++e)
+        if (column + e < p.query.d)
+          x[j] += qv[e] * decode(load_bits(p.bias.r, p.bias.r_type,
+                                           vector.head * p.bias.r_head_stride + row * p.bias.r_stride + column + e),
+                                 p.bias.r_type);
+    }
+  }
+  // Half of the keys go to the lane across, whose other half comes here, until one key is left.
+  HOPWELL_DEVICE float sum_over_lanes(float (&x)[kKeys]) const {
+    int mask = lanes / 2;
+    HOPWELL_UNROLL
+    for (int half = kKeys / 2; half >= 1; half /= 2, mask /= 2) {
+      const bool upper = column / 8 & mask;
+      tile::share_sums(x, half, mask, upper);
+    }
+    for (; mask >= 1; mask /= 2) x[0] += arch::shuffle_xor(x[0], mask);
+    return x[0];
+  }
+  // Values of keys that a bias of −inf hides may be NaN, which a weight of 0 does not remove.
+  HOPWELL_DEVICE void clear_hidden_values(bool hidden, Stage& stage) const {
+    const int lane = arch::lane_index();
+    const uint32_t lanes_hidden = arch::ballot(hidden);
+    if (lanes_hidden == 0) return;
+    HOPWELL_NO_UNROLL
+    for (int i = 0; i < kLaneChunks; ++i)
+      if (lanes_hidden >> ((lane & -lanes) + i / kChunksOfKey * copies) & 1) stage.v[i][lane] = {};
+  }
+};
+
+}  // namespace hopwell::ops::paged_attention::HOPWELL_TARGET

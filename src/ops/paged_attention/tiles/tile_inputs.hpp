@@ -1,0 +1,72 @@
+// paged_attention on GPUs: query vectors and biases, as all warp tiles load them.
+#pragma once
+
+#include "arch/sm80/async_copy.hpp"
+#include "ops/paged_attention/tiles/warp_tile.hpp"
+
+namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
+
+HOPWELL_DEVICE uintptr_t bias_row_of(const PositionBias& bias, const QueryVector& vector) {
+  const int64_t at = bias.row_offset(vector.sequence, vector.query, vector.head);
+  return reinterpret_cast<uintptr_t>(bias.bias) + uintptr_t(at) * (bias.type == Float::fp32 ? 4 : 2);
+}
+
+// The offsets are those of the lane's first chunks within a head, bytes; `element` is its first of a row of r.
+HOPWELL_DEVICE CopySource copy_source_of(const Params& p, const QueryVector& vector, int width, int64_t k_offset,
+                                         int64_t v_offset, int element) {
+  const Cache& cache = p.cache;
+  return {vector, static_cast<const char*>(cache.k) + vector.kv_head * cache.k_at.head * width + k_offset,
+          static_cast<const char*>(cache.v) + vector.kv_head * cache.v_at.head * width + v_offset,
+          static_cast<const char*>(p.bias.r) + (vector.head * p.bias.r_head_stride + element) * width,
+          p.bias.exists() ? bias_row_of(p.bias, vector) : 0};
+}
+
+// Copies the aligned word that holds the bias of a key, if that is visible; returns 2 if it is the word's upper half.
+HOPWELL_DEVICE uint32_t copy_bias(const PositionBias& bias, const CopySource& source, int key, bool visible,
+                                  void* word) {
+  if (!bias.exists()) return 0;
+  const int column = bias.column_of(source.vector.position, key);
+  const bool wanted = visible && column >= 0;
+  const uintptr_t address = source.bias + unsigned(wanted ? column : 0) * uintptr_t{bias.type == Float::fp32 ? 4U : 2U};
+  arch::cp_async<4>(arch::shared_address(word), reinterpret_cast<const void*>(address & ~uintptr_t{3}), wanted ? 4 : 0);
+  return bias.type == Float::fp32 ? 0 : uint32_t(address) & 2;
+}
+HOPWELL_DEVICE float decode_bias(const PositionBias& bias, uint32_t word, uint32_t half) {
+  if (bias.type == Float::fp32) return arch::bit_cast<float>(word);
+  return decode(half & 2 ? word >> 16 : word & 0xffff, bias.type);
+}
+
+// Of a head, in units of log 2.
+HOPWELL_DEVICE float alibi_slope(const PositionBias& bias, int head) {
+  return bias.alibi_slopes[head * bias.slopes_stride] * kLog2E;
+}
+
+// Eight elements of a query vector as they lie in memory, and those of pos_bias_u or pos_bias_v that are added to them.
+struct RawQuery {
+  Raw8 q, u, v;
+};
+template <class T, bool kFused>
+HOPWELL_DEVICE RawQuery load_query(const Params& p, const QueryVector& vector, int e, bool with_q = true) {
+  const Query& query = p.query;
+  RawQuery raw{};
+  if (e >= query.d) return raw;
+  const int64_t at =
+      vector.sequence * query.strides[0] + vector.query * query.strides[1] + vector.head * query.strides[2] + e;
+  if (with_q) raw.q = load_8(query.q, kFloat<T>, at, query.aligned);
+  if (query.u) raw.u = load_8(query.u, query.u_type, vector.head * query.u_stride + e, query.u_aligned);
+  if (kFused && p.bias.v) raw.v = load_8(p.bias.v, p.bias.v_type, vector.head * p.bias.v_stride + e, p.bias.v_aligned);
+  return raw;
+}
+// Absent u and v are zero bits, which mean 0 in any type.
+template <class T>
+HOPWELL_DEVICE void query_plus(const Raw8& q, const Raw8& other, Float type, float (&x)[8]) {
+  HOPWELL_UNROLL
+  for (float& element : x) element = 0;
+  add_8(q, kFloat<T>, x);
+  add_8(other, type, x);
+}
+
+// A bit for each of the first `n` of `size`.
+HOPWELL_DEVICE uint32_t first_bits(int n, int size) { return (1U << larger(0, smaller(n, size))) - 1; }
+
+}  // namespace hopwell::ops::paged_attention::HOPWELL_TARGET

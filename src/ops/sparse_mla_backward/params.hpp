@@ -1,0 +1,91 @@
+// sparse_mla_backward on GPUs: what the main kernels of every backend are told.
+#pragma once
+
+#include "arch/sm80/convert.hpp"
+#include "ops/sparse_mla_backward/plan.hpp"
+#include "tile/gpu/entries.hpp"
+#include "tile/gpu/numbers.hpp"
+
+namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
+
+using arch::bf16;
+using tile::Entries;
+
+inline constexpr const char* kName = "sparse_mla_backward";
+inline constexpr int kDv = 512;  // columns of keys that are values too
+
+struct Params {
+  tile::SelectionParams selection;
+  const bf16 *q, *kv;       // [s_q, h_q, d_qk], [s_kv, d_qk]
+  const bf16 *out, *d_out;  // [s_q, h_q, 512]
+  const float *lse, *sink;  // [s_q, h_q], [h_q] or null
+  bf16* dq;                 // [s_q, h_q, d_qk], or null
+  float* dkv;               // [s_kv, d_qk], added to, columns at sum_position; or null
+  int64_t* fixed_dkv;       // [s_kv, d_qk / 2], the same in pairs of fixed point, columns at sum_word; or null
+  const float* scale;       // [s_kv], what is 1 in the fixed point of a row
+  float* attn;              // [s_q, topk], added to, in the selection's order; or null
+  uint32_t* progress;       // steps that all CTAs have made; or null: they have no common pace
+  float* sink_parts;        // [s_q, h_q]: what each query adds to d_sink; or null
+  int64_t q_stride_s, q_stride_h, out_stride_s, out_stride_h, d_out_stride_s, d_out_stride_h;  // elements
+  int64_t lse_stride_s, lse_stride_h, sink_stride, dq_stride_s, dq_stride_h, attn_stride;
+  int kv_stride, dkv_stride;
+  int h_q, first_head, head_blocks;        // first_head, head_blocks and what follows: of a MainPass
+  bool prefetches_sums;                    // to L2
+  int wave, pace_slack;                    // CTAs that run at a time, and how far they may be apart: pacing.hpp
+  int whole_tiles, slices, slice_entries;  // see work_tile_of
+  float* dq_slices;                        // [sliced tiles, slices, heads of a tile, d_qk]
+  float sm_scale, scale_log2;              // and sm_scale · log2(e)
+};
+
+// The entries of a tile.
+HOPWELL_DEVICE Entries entries_of(const Params& p, const WorkTile& work) {
+  Entries entries = tile::entries_of(p.selection, work.query);
+  if (work.slice < 0) return entries;
+  const int left = entries.length - work.first_entry, some = left < 0 ? 0 : left;
+  return {entries.row + work.first_entry, some < p.slice_entries ? some : p.slice_entries, entries.visible};
+}
+
+// Everything that is the same for all passes of a call.
+inline Params params_of(const Problem& problem, const Plan& plan) {
+  const Workspace& workspace = plan.workspace;
+  Params p{};
+  p.selection = tile::params_of(problem.selection);
+  if (plan.orders_rows) {
+    p.selection.indices = scratch<int>(problem, workspace.rows), p.selection.indices_stride = problem.topk;
+    p.selection.topk_length = scratch<int>(problem, workspace.lengths), p.selection.length_stride = 1;
+    p.selection.q_positions = nullptr, p.selection.causal_from_start = false;
+  }
+  p.q = problem.q.as<const bf16>(), p.kv = problem.kv.as<const bf16>();
+  p.out = problem.out.as<const bf16>(), p.d_out = problem.d_out.as<const bf16>();
+  p.lse = problem.lse.as<const float>(), p.sink = problem.attn_sink.as<const float>();
+  p.dq = problem.dq.as<bf16>(), p.attn = plan.distribution ? nullptr : problem.attn.as<float>();
+  p.q_stride_s = problem.q.stride[0], p.q_stride_h = problem.q.stride[1];
+  p.out_stride_s = problem.out.stride[0], p.out_stride_h = problem.out.stride[1];
+  p.d_out_stride_s = problem.d_out.stride[0], p.d_out_stride_h = problem.d_out.stride[1];
+  p.lse_stride_s = problem.lse.stride[0], p.lse_stride_h = problem.lse.stride[1];
+  p.sink_stride = problem.attn_sink.stride[0], p.attn_stride = problem.attn.stride[0];
+  p.dq_stride_s = problem.dq.stride[0], p.dq_stride_h = problem.dq.stride[1];
+  p.kv_stride = static_cast<int>(problem.kv.stride[0]), p.h_q = static_cast<int>(problem.h_q);
+  p.sm_scale = problem.sm_scale, p.scale_log2 = problem.sm_scale * tile::kLog2E;
+  if (plan.paces) p.progress = scratch<uint32_t>(problem, workspace.progress), p.pace_slack = plan.pace_slack;
+  if (problem.d_sink) p.sink_parts = scratch<float>(problem, workspace.sink_parts);
+  p.prefetches_sums = plan.prefetches_sums;
+  if (plan.sums == DkvSums::fixed_point) {
+    p.fixed_dkv = scratch<int64_t>(problem, workspace.dkv), p.scale = scratch<float>(problem, workspace.scale);
+  } else if (plan.sums != DkvSums::none) {
+    const bool output = plan.sums == DkvSums::output;
+    p.dkv = output ? problem.dkv.as<float>() : scratch<float>(problem, workspace.dkv);
+    p.dkv_stride = static_cast<int>(output ? problem.dkv.stride[0] : problem.d_qk);
+  }
+  p.dq_slices = scratch<float>(problem, workspace.dq_slices);
+  return p;
+}
+
+// The same for one pass.
+inline Params params_of(Params p, const MainPass& pass) {
+  p.first_head = pass.first_head, p.head_blocks = pass.head_blocks;
+  p.whole_tiles = pass.whole_tiles, p.slices = pass.slices, p.slice_entries = pass.slice_entries;
+  return p;
+}
+
+}  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

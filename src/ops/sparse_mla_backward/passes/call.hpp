@@ -1,0 +1,30 @@
+// sparse_mla_backward on GPUs: what runs for a call, in which order. plan.hpp has the numbers.
+//
+//     attention_distribution, the units of fixed-point sums    of deterministic calls
+//     zeros, rows in order
+//     the main kernels                                         of the backend
+//     dkv, attn and d_sink as they are promised
+#pragma once
+
+#include "ops/sparse_mla_backward/passes/clear_sums.hpp"
+#include "ops/sparse_mla_backward/passes/finish_d_sink.hpp"
+#include "ops/sparse_mla_backward/passes/finish_dkv.hpp"
+#include "ops/sparse_mla_backward/passes/fixed_point_units.hpp"
+#include "ops/sparse_mla_backward/passes/order_rows.hpp"
+
+namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
+
+template <class LaunchMainKernels>
+void run_call(const Problem& problem, const Plan& plan, const char* backend, Stream stream,
+              const LaunchMainKernels& launch_main_kernels) {
+  distribute_attention(problem, plan, backend, stream);
+  choose_fixed_point_units(problem, plan, stream);
+  clear_sums(problem, plan, stream);
+  order_rows(problem, plan, stream);
+  launch_main_kernels();
+  finish_dkv(problem, plan, stream);
+  restore_attn(problem, plan, stream);
+  finish_d_sink(problem, plan, stream);
+}
+
+}  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

@@ -1,0 +1,43 @@
+// sparse_mla_backward on GPUs, a pass: zeros where sums are added.
+#pragma once
+
+#include "ops/sparse_mla_backward/passes/pass.hpp"
+
+namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
+
+struct ClearParams {
+  uint32_t* data;
+  int64_t rows, words, stride;  // in words of 4 bytes
+};
+
+__global__ void __launch_bounds__(kPassThreads) clear_rows(const __grid_constant__ ClearParams p) {
+  for (int64_t row = arch::block_index(); row < p.rows; row += arch::grid_size())
+    for (int64_t word = arch::thread_index(); word < p.words; word += kPassThreads) p.data[row * p.stride + word] = 0;
+}
+
+inline void clear(const ClearParams& p, const runtime::Device& device, Stream stream) {
+  if (p.rows == 0 || p.words == 0) return;
+  runtime::launch(kName, clear_rows, shape_over_rows(p.rows, device), stream, p);
+}
+
+// The sums that a call has: no rows where there are none.
+inline ClearParams dkv_sums_of(const Problem& problem, const Plan& plan) {
+  if (plan.sums == DkvSums::none) return {};
+  if (plan.sums == DkvSums::output)
+    return {problem.dkv.as<uint32_t>(), problem.s_kv, problem.d_qk, problem.dkv.stride[0]};
+  return {scratch<uint32_t>(problem, plan.workspace.dkv), problem.s_kv, problem.d_qk, problem.d_qk};
+}
+inline ClearParams attn_sums_of(const Problem& problem, const Plan& plan) {
+  if (!problem.attn || plan.distribution) return {};
+  return {problem.attn.as<uint32_t>(), problem.s_q, problem.topk, problem.attn.stride[0]};
+}
+
+// Clears all of them but those that order_rows clears on the way.
+inline void clear_sums(const Problem& problem, const Plan& plan, Stream stream) {
+  if (plan.paces) clear({scratch<uint32_t>(problem, plan.workspace.progress), 1, 1, 1}, problem.device, stream);
+  if (plan.orders_rows) return;
+  clear(attn_sums_of(problem, plan), problem.device, stream);
+  clear(dkv_sums_of(problem, plan), problem.device, stream);
+}
+
+}  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

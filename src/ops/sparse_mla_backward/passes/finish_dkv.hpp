@@ -1,0 +1,99 @@
+// sparse_mla_backward on GPUs, a pass: the sums of dkv to the output as it is promised, its columns in order.
+//
+//     order_dkv_columns   of sums that are in the output already
+//     finish_fp32_dkv     of fp32 sums in the workspace: to the dtype and strides of the output, added to what is there
+//                         if asked
+//     finish_fixed_dkv    the same of fixed-point sums
+#pragma once
+
+#include "ops/sparse_mla_backward/add_dkv.hpp"
+#include "ops/sparse_mla_backward/passes/pass.hpp"
+
+namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
+
+struct FinishParams {
+  const float* sums;  // [s_kv, d_qk], columns at sum_position
+  float* dkv;         // [s_kv, d_qk], or null
+  bf16* dkv_bf16;     // the same, or null
+  int64_t stride, s_kv;
+  int d_qk;
+  bool accumulate;
+};
+
+HOPWELL_DEVICE void store_sum(const FinishParams& p, int64_t row, int column, float sum) {
+  const int64_t at = row * p.stride + column;
+  if (p.dkv_bf16)
+    p.dkv_bf16[at] = arch::to_bf16(sum);
+  else
+    p.dkv[at] = p.accumulate ? p.dkv[at] + sum : sum;
+}
+
+__global__ void __launch_bounds__(kPassThreads) finish_fp32_dkv(const __grid_constant__ FinishParams p) {
+  for (int64_t row = arch::block_index(); row < p.s_kv; row += arch::grid_size())
+    for (int column = arch::thread_index(); column < p.d_qk; column += kPassThreads)
+      store_sum(p, row, column, p.sums[row * p.d_qk + sum_position(column)]);
+}
+
+struct OrderColumnsParams {
+  float* dkv;  // [s_kv, d_qk], rows 16-byte aligned; columns at sum_position before, in order after
+  int64_t stride, s_kv;
+  int d_qk;
+};
+
+// Four lanes put 16 columns in order.
+__global__ void __launch_bounds__(kPassThreads) order_dkv_columns(const __grid_constant__ OrderColumnsParams p) {
+  const int chunks = p.d_qk / 4, quad = arch::lane_index() % 4, lane = arch::lane_index() - quad;
+  const int64_t count = p.s_kv * chunks, step = int64_t{arch::grid_size()} * kPassThreads;
+  for (int64_t i = int64_t{arch::block_index()} * kPassThreads + arch::thread_index(); i - arch::lane_index() < count;
+       i += step) {
+    auto* at = i < count ? reinterpret_cast<arch::Words4*>(p.dkv + i / chunks * p.stride + i % chunks * 4) : nullptr;
+    const arch::Words4 sums = at ? *at : arch::Words4{};
+    arch::Words4 columns;
+    HOPWELL_UNROLL
+    for (int c = 0; c < 4; ++c) {  // column 4 quad + c: the lane of its pair, and which of that lane's four
+      const int from = lane + (2 * quad + c / 2) % 4;
+      const uint32_t low = arch::shuffle(sums.w[c % 2], from), high = arch::shuffle(sums.w[c % 2 + 2], from);
+      columns.w[c] = quad < 2 ? low : high;
+    }
+    if (at) *at = columns;
+  }
+}
+
+struct FinishFixedParams {
+  const int64_t* words;  // [s_kv, d_qk / 2], columns at sum_word
+  const float* scale;    // [s_kv]
+  FinishParams output;   // its sums are not used
+};
+
+__global__ void __launch_bounds__(kPassThreads) finish_fixed_dkv(const __grid_constant__ FinishFixedParams p) {
+  const int d_qk = p.output.d_qk;
+  for (int64_t row = arch::block_index(); row < p.output.s_kv; row += arch::grid_size())
+    for (int column = arch::thread_index(); column < d_qk; column += kPassThreads) {
+      const int sum = tile::unpack_pair(p.words[row * (d_qk / 2) + sum_word(column)], column % 2);
+      store_sum(p.output, row, column, tile::from_fixed(sum, p.scale[row]));
+    }
+}
+
+inline void finish_dkv(const Problem& problem, const Plan& plan, Stream stream) {
+  if (plan.sums == DkvSums::none || problem.s_kv == 0) return;
+  const arch::LaunchShape shape = shape_over_rows(problem.s_kv, problem.device);
+  const int d_qk = static_cast<int>(problem.d_qk);
+  const bool fp32 = problem.dkv.dtype == DType::kFloat32;
+  const FinishParams p{scratch<float>(problem, plan.workspace.dkv),
+                       fp32 ? problem.dkv.as<float>() : nullptr,
+                       fp32 ? nullptr : problem.dkv.as<bf16>(),
+                       problem.dkv.stride[0],
+                       problem.s_kv,
+                       d_qk,
+                       problem.accumulate};
+  if (plan.sums == DkvSums::output)
+    runtime::launch(kName, order_dkv_columns, shape, stream, OrderColumnsParams{p.dkv, p.stride, p.s_kv, d_qk});
+  else if (plan.sums == DkvSums::scratch)
+    runtime::launch(kName, finish_fp32_dkv, shape, stream, p);
+  else
+    runtime::launch(kName, finish_fixed_dkv, shape, stream,
+                    FinishFixedParams{scratch<int64_t>(problem, plan.workspace.dkv),
+                                      scratch<float>(problem, plan.workspace.scale), p});
+}
+
+}  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

@@ -1,0 +1,47 @@
+// sparse_mla_backward on GPUs, a pass: dq of tiles whose entries were cut into slices.
+#pragma once
+
+#include "ops/sparse_mla_backward/passes/pass.hpp"
+
+namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
+
+struct DqSlicesParams {
+  const float* slices;  // [tiles, slices, heads of a tile, d_qk]
+  bf16* dq;             // [s_q, h_q, d_qk]
+  int64_t stride_s, stride_h;
+  int first_tile, first_head, head_blocks, heads;  // head_blocks: tiles of a query, of so many heads each
+  int count, h_q, d_qk;                            // count: slices of a tile
+};
+
+// A CTA for a tile and a head: the sum over slices, in their order.
+__global__ void __launch_bounds__(kPassThreads) sum_dq_slices(const __grid_constant__ DqSlicesParams p) {
+  const int at = arch::block_index() / p.heads, row = arch::block_index() % p.heads, tile = p.first_tile + at;
+  const int head = p.first_head + tile % p.head_blocks * p.heads + row;
+  if (head >= p.h_q) return;
+  bf16* target = p.dq + tile / p.head_blocks * p.stride_s + head * p.stride_h;
+  for (int column = arch::thread_index(); column < p.d_qk; column += kPassThreads) {
+    float sum = 0;
+    for (int slice = 0; slice < p.count; ++slice)
+      sum += p.slices[((int64_t{at} * p.count + slice) * p.heads + row) * p.d_qk + column];
+    target[column] = arch::to_bf16(sum);
+  }
+}
+
+inline void finish_dq(const Problem& problem, const Plan& plan, const MainPass& pass, Stream stream) {
+  if (!problem.dq || pass.sliced_tiles == 0) return;
+  const DqSlicesParams p{scratch<float>(problem, plan.workspace.dq_slices),
+                         problem.dq.as<bf16>(),
+                         problem.dq.stride[0],
+                         problem.dq.stride[1],
+                         pass.whole_tiles,
+                         pass.first_head,
+                         pass.head_blocks,
+                         pass.heads,
+                         pass.slices,
+                         static_cast<int>(problem.h_q),
+                         static_cast<int>(problem.d_qk)};
+  runtime::launch(kName, sum_dq_slices, shape_of_ctas(std::int64_t{pass.sliced_tiles} * pass.heads, kPassThreads),
+                  stream, p);
+}
+
+}  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

@@ -1,0 +1,200 @@
+// sparse_mla_backward on GPUs, passes of deterministic calls: the unit of each row's fixed-point sums
+// (tile/gpu/fixed_point.hpp).
+//
+// A contribution to row k of dkv is what one entry adds for all heads of query s. With A[s,k] = Σ_h exp(score − lse),
+// which attention_distribution gives, and over the heads of the query
+//
+//     a = max |d_out| + |scale delta| max |q|,    b = |scale| ‖d_out‖ max |q|,    c[s,k] = A[s,k] (a + b ‖v_k‖)
+//
+// none of its elements exceeds c[s,k] (|dP| <= ‖d_out‖ ‖v_k‖).
+//
+//     measure_keys    ‖v_k‖
+//     bound_entries   c[s,k] of every entry, to the bounds of its row
+//     choose_units    2^e
+#pragma once
+
+#include "ops/attention_distribution/op.hpp"
+#include "ops/sparse_mla_backward/passes/pass.hpp"
+#include "tile/gpu/fixed_point.hpp"
+#include "tile/gpu/warp.hpp"
+
+namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
+
+// This lane's part of the dot product of 512 columns of two rows.
+HOPWELL_DEVICE float dot_of_lane(const bf16* x, const bf16* y) {
+  float sum = 0;
+  for (int chunk = arch::lane_index(); chunk < 512 / 8; chunk += 32) {
+    const arch::Words4 a = arch::load_streaming(x + 8 * chunk), b = arch::load_streaming(y + 8 * chunk);
+    HOPWELL_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      sum += arch::bit_cast<float>(a.w[i] << 16) * arch::bit_cast<float>(b.w[i] << 16);
+      sum += arch::bit_cast<float>(a.w[i] & 0xffff0000) * arch::bit_cast<float>(b.w[i] & 0xffff0000);
+    }
+  }
+  return sum;
+}
+
+// What bounds need of a row of bf16: the largest magnitude and the sum of squares. Each lane of a warp has its part,
+// until `reduce` joins them.
+struct Magnitude {
+  uint32_t largest_bits = 0;  // bits; those of infinities and NaN are larger than all
+  float squares = 0;
+
+  HOPWELL_DEVICE void add(const arch::Words4& words) {
+    HOPWELL_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      const uint32_t bits = (i % 2 ? words.w[i / 2] & 0x7fff0000 : words.w[i / 2] << 16 & 0x7fff0000);
+      largest_bits = bits > largest_bits ? bits : largest_bits;
+      squares += arch::bit_cast<float>(bits) * arch::bit_cast<float>(bits);
+    }
+  }
+  HOPWELL_DEVICE void reduce() {
+    HOPWELL_UNROLL
+    for (int mask = 16; mask > 0; mask /= 2) {
+      const uint32_t other = arch::shuffle_xor(largest_bits, mask);
+      largest_bits = other > largest_bits ? other : largest_bits;
+      squares += arch::shuffle_xor(squares, mask);
+    }
+  }
+  HOPWELL_DEVICE float largest() const { return arch::bit_cast<float>(largest_bits); }
+  // At least the norm of up to 512 elements, also where squares leave the range of fp32.
+  HOPWELL_DEVICE float norm() const {
+    return squares > 1e-30F && squares < 1e38F ? sqrtf(squares) * 1.001F : largest() * 22.7F;
+  }
+};
+
+// This lane's part of a row's.
+HOPWELL_DEVICE Magnitude magnitude_of_lane(const bf16* row, int width) {
+  Magnitude m;
+  for (int chunk = arch::lane_index(); chunk < width / 8; chunk += 32) m.add(arch::load_streaming(row + 8 * chunk));
+  return m;
+}
+
+struct BoundParams {
+  tile::SelectionParams selection;
+  const bf16 *q, *kv, *out, *d_out;  // [s_q, h_q, d_qk], [s_kv, d_qk], [s_q, h_q, 512] twice
+  const float *lse, *attn;           // [s_q, h_q], [s_q, topk]
+  int64_t q_stride_s, q_stride_h, kv_stride, out_stride_s, out_stride_h, d_out_stride_s, d_out_stride_h;  // elements
+  int64_t lse_stride_s, lse_stride_h, attn_stride;
+  float* scale;            // [s_kv]: ‖v_k‖, then 2^e, or NaN
+  tile::SumBounds bounds;  // of the rows of dkv
+  int h_q, d_qk;
+  float sm_scale;
+};
+
+// A warp for a key.
+__global__ void __launch_bounds__(kPassThreads) measure_keys(const __grid_constant__ BoundParams p) {
+  for (int64_t key = int64_t{arch::block_index()} * kPassWarps + arch::warp_index(); key < p.selection.s_kv;
+       key += int64_t{arch::grid_size()} * kPassWarps) {
+    Magnitude v = magnitude_of_lane(p.kv + key * p.kv_stride, 512);
+    v.reduce();
+    if (arch::lane_index() != 0) continue;
+    p.scale[key] = v.norm();
+    p.bounds.largest[key] = 0, p.bounds.count[key] = 0;
+  }
+}
+
+// a and b of a query, as bits: the largest of a warp's heads.
+struct QueryBound {
+  uint32_t a = 0, b = 0;
+
+  HOPWELL_DEVICE void raise(const QueryBound& other) {
+    a = other.a > a ? other.a : a;
+    b = other.b > b ? other.b : b;
+  }
+};
+
+// What one head of a query adds to them. Heads that see no key (lse = +inf) add nothing.
+HOPWELL_DEVICE QueryBound bound_of(const BoundParams& p, int64_t query, int head) {
+  if (p.lse[query * p.lse_stride_s + head * p.lse_stride_h] == INFINITY) return {};
+  const bf16* d_out = p.d_out + query * p.d_out_stride_s + head * p.d_out_stride_h;
+  Magnitude of_d_out = magnitude_of_lane(d_out, 512);
+  Magnitude of_q = magnitude_of_lane(p.q + query * p.q_stride_s + head * p.q_stride_h, p.d_qk);
+  float delta = dot_of_lane(p.out + query * p.out_stride_s + head * p.out_stride_h, d_out);
+  of_d_out.reduce();  // after all loads have been started
+  of_q.reduce();
+  delta = tile::sum_of_warp(delta);
+  const float scale = fabsf(p.sm_scale) * of_q.largest();
+  const float a = of_d_out.largest() + scale * fabsf(delta), b = scale * of_d_out.norm();
+  return {arch::bit_cast<uint32_t>(a) & 0x7fffffff, arch::bit_cast<uint32_t>(b) & 0x7fffffff};
+}
+
+// A CTA for a query.
+__global__ void __launch_bounds__(kPassThreads) bound_entries(const __grid_constant__ BoundParams p) {
+  auto& warp_bounds = arch::dynamic_smem<QueryBound[kPassWarps]>();
+  const int query = arch::block_index(), warp = arch::warp_index();
+  QueryBound bound;
+  for (int head = warp; head < p.h_q; head += kPassWarps) bound.raise(bound_of(p, query, head));
+  if (arch::lane_index() == 0) warp_bounds[warp] = bound;
+  arch::syncthreads();
+  for (int w = 0; w < kPassWarps; ++w) bound.raise(warp_bounds[w]);
+  const Entries entries = tile::entries_of(p.selection, query);
+  for (int i = arch::thread_index(); i < entries.length; i += kPassThreads) {
+    const int key = entries.key(i);
+    if (key < 0) continue;
+    const float c = p.attn[query * p.attn_stride + i] *
+                    (arch::bit_cast<float>(bound.a) + arch::bit_cast<float>(bound.b) * p.scale[key]);
+    p.bounds.note(key, c);
+  }
+}
+
+struct UnitParams {
+  float* scale;
+  tile::SumBounds bounds;
+  int64_t s_kv;
+};
+
+__global__ void __launch_bounds__(kPassThreads) choose_units(const __grid_constant__ UnitParams p) {
+  for (int64_t key = int64_t{arch::block_index()} * kPassThreads + arch::thread_index(); key < p.s_kv;
+       key += int64_t{arch::grid_size()} * kPassThreads) {
+    const float bound = p.bounds.bound(key);
+    p.scale[key] = tile::paired_scale(bound);
+  }
+}
+
+// ---- launch
+
+// attn of the call, or where the workspace has it.
+inline View distribution_of(const Problem& problem, const Plan& plan) {
+  if (problem.attn) return problem.attn;
+  View attn;
+  attn.data = scratch<float>(problem, plan.workspace.rows);
+  attn.dtype = DType::kFloat32, attn.ndim = 2, attn.present = true;
+  attn.shape = {problem.s_q, problem.topk}, attn.stride = {problem.topk, 1};
+  return attn;
+}
+
+// By the backend's own attention_distribution.
+inline void distribute_attention(const Problem& problem, const Plan& plan, const char* backend, Stream stream) {
+  if (!plan.distribution) return;
+  attention_distribution::Problem d;
+  d.q = problem.q, d.kv = problem.kv, d.lse = problem.lse, d.attn = distribution_of(problem, plan);
+  d.selection = problem.selection, d.sm_scale = problem.sm_scale;
+  d.s_q = problem.s_q, d.s_kv = problem.s_kv, d.h_q = problem.h_q, d.d_qk = problem.d_qk, d.topk = problem.topk;
+  d.device = problem.device;
+  runtime::run("attention_distribution", d, backend, stream);
+}
+
+inline void choose_fixed_point_units(const Problem& problem, const Plan& plan, Stream stream) {
+  if (plan.sums != DkvSums::fixed_point || problem.s_kv == 0) return;
+  const View attn = distribution_of(problem, plan);
+  BoundParams p{};
+  p.selection = tile::params_of(problem.selection);
+  p.q = problem.q.as<const bf16>(), p.kv = problem.kv.as<const bf16>();
+  p.out = problem.out.as<const bf16>(), p.d_out = problem.d_out.as<const bf16>();
+  p.lse = problem.lse.as<const float>(), p.attn = attn.as<const float>();
+  p.q_stride_s = problem.q.stride[0], p.q_stride_h = problem.q.stride[1], p.kv_stride = problem.kv.stride[0];
+  p.out_stride_s = problem.out.stride[0], p.out_stride_h = problem.out.stride[1];
+  p.d_out_stride_s = problem.d_out.stride[0], p.d_out_stride_h = problem.d_out.stride[1];
+  p.lse_stride_s = problem.lse.stride[0], p.lse_stride_h = problem.lse.stride[1], p.attn_stride = attn.stride[0];
+  p.scale = scratch<float>(problem, plan.workspace.scale);
+  p.bounds = {scratch<uint32_t>(problem, plan.workspace.largest), scratch<uint32_t>(problem, plan.workspace.count)};
+  p.h_q = static_cast<int>(problem.h_q), p.d_qk = static_cast<int>(problem.d_qk), p.sm_scale = problem.sm_scale;
+  const arch::LaunchShape over_keys = shape_over_rows(problem.s_kv, problem.device);
+  runtime::launch(kName, measure_keys, over_keys, stream, p);
+  runtime::launch(kName, bound_entries, shape_of_ctas(problem.s_q, kPassThreads, sizeof(QueryBound[kPassWarps])),
+                  stream, p);
+  runtime::launch(kName, choose_units, over_keys, stream, UnitParams{p.scale, p.bounds, problem.s_kv});
+}
+
+}  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

@@ -1,0 +1,28 @@
+// sparse_mla_backward on GPUs: the launch of a main kernel.
+#pragma once
+
+#include "ops/sparse_mla_backward/passes/finish_dq.hpp"
+
+namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
+
+// A main kernel on its tiles, then dq of those that are cut into slices. KernelParams: Params, and what else the kernel of
+// a backend is told, which `p` has.
+template <auto kKernel, class KernelParams>
+void launch_main(const Problem& problem, const Plan& plan, const MainPass& pass, KernelParams p, std::uint32_t threads,
+                 std::size_t shared_bytes, Stream stream) {
+  if (pass.clusters() == 0) return;
+  const auto ctas = static_cast<std::uint32_t>(pass.ctas);
+  const arch::LaunchShape shape{.grid = {ctas * static_cast<std::uint32_t>(pass.clusters())},
+                                .threads = threads,
+                                .cluster = ctas,
+                                .shared_bytes = shared_bytes};
+  static_cast<Params&>(p) = params_of(params_of(problem, plan), pass);
+  // A CTA fills an SM; clusters may leave some of them empty.
+  if (plan.paces)
+    p.wave = ctas == 1 ? problem.device.sms : pass.ctas * runtime::clusters_that_fit<kKernel>(problem.device, shape);
+  if (p.wave == 0) p.progress = nullptr;
+  runtime::launch(kName, kKernel, shape, stream, p);
+  finish_dq(problem, plan, pass, stream);
+}
+
+}  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

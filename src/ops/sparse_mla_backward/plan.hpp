@@ -1,0 +1,92 @@
+// sparse_mla_backward on GPUs: what a call does, as numbers. Which main kernel takes which heads, on how many CTAs;
+// where dkv is summed; in which order keys are taken; what lies where in the workspace. Plain data, made on the host
+// for every backend's kernels from the problem and the device.
+#pragma once
+
+#include "ops/sparse_mla_backward/op.hpp"
+
+namespace hopwell::ops::sparse_mla_backward {
+
+// What a backend's main kernels take at a time.
+struct MainKernels {
+  int keys;                    // entries of a row: a step
+  int single_heads;            // heads of a query, on one CTA
+  int pair_heads;              // heads of a query, on a cluster of two CTAs
+  bool pair_adds_fixed_point;  // otherwise deterministic calls take all heads by the single kernel
+};
+
+// Where the main kernels add to dkv.
+enum class DkvSums {
+  none,        // there is no dkv
+  output,      // to the output itself, whose columns are put in order afterwards
+  scratch,     // to fp32 in the workspace
+  fixed_point  // to integers in the workspace: a deterministic call
+};
+
+// What one cluster of a main kernel computes: some heads of a query, against all entries of its row or a slice of them.
+struct WorkTile {
+  int query, first_head;
+  int slice;  // its number among the slices of all tiles; -1: a whole tile
+  int first_entry;
+};
+
+// The tiles of one main kernel: `heads` heads of a query each, from first_head on, numbered query by query. Clusters
+// take the first `whole_tiles` one each. The others would be a last wave that leaves most of the device idle, so each
+// of them is cut into slices of its entries; what slices give of dq is added up afterwards.
+struct MainPass {
+  int heads = 0, ctas = 1;  // of a tile
+  int first_head = 0, head_blocks = 0;
+  int whole_tiles = 0, sliced_tiles = 0, slices = 1, slice_entries = 0;
+
+  [[nodiscard]] int clusters() const { return whole_tiles + sliced_tiles * slices; }
+};
+
+// The tile of a cluster, from a MainPass or from kernel parameters with its numbers. Blocks of heads of one query are
+// neighbours, so that they share its keys in L2.
+template <class Pass>
+HOPWELL_HOST_DEVICE WorkTile work_tile_of(const Pass& pass, int cluster, int heads) {
+  const int slice = cluster - pass.whole_tiles, tile = slice < 0 ? cluster : pass.whole_tiles + slice / pass.slices;
+  return {tile / pass.head_blocks, pass.first_head + tile % pass.head_blocks * heads, slice < 0 ? -1 : slice,
+          slice < 0 ? 0 : slice % pass.slices * pass.slice_entries};
+}
+
+// Offsets in bytes of what lies in the workspace.
+struct Workspace {
+  std::size_t dkv = 0;                             // sums, if not in the output: 4 bytes an element
+  std::size_t scale = 0, largest = 0, count = 0;   // [s_kv]: the bounds of fixed-point sums
+  std::size_t sink_parts = 0;                      // [s_q, h_q]
+  std::size_t rows = 0, sources = 0, lengths = 0;  // of rows in order, see passes/order_rows.hpp
+  std::size_t progress = 0;                        // steps that CTAs have made
+  std::size_t dq_slices = 0;                       // of either kernel, one after the other
+  std::size_t bytes = 0;
+};
+
+inline constexpr std::int64_t kLongestOrderedRow = 4096;  // entries
+
+struct Plan {
+  // attn comes from attention_distribution, which adds nothing in an order that depends on time; fixed-point sums of
+  // dkv are bounded by it. If it is not asked for it lies where the ordered rows will, which are made when it is used
+  // up.
+  bool distribution = false;
+  DkvSums sums = DkvSums::none;
+  bool ascending = false;        // CTAs go through keys in ascending order …
+  bool orders_rows = false;      // … which the rows must be brought into
+  bool paces = false;            // … and at one speed: pacing.hpp
+  int pace_slack = 0;            // steps that a CTA may be ahead
+  bool prefetches_sums = false;  // to L2, a step ahead
+  MainPass pairs, singles;
+  Workspace workspace;
+};
+
+Plan make_plan(const Problem& problem, const MainKernels& kernels);
+
+// Whether the kernels take the problem, as far as backends agree.
+runtime::Support check_plan(const Problem& problem, const Plan& plan);
+
+// Something in the workspace.
+template <class T>
+T* scratch(const Problem& problem, std::size_t offset) {
+  return reinterpret_cast<T*>(static_cast<std::byte*>(problem.workspace) + offset);
+}
+
+}  // namespace hopwell::ops::sparse_mla_backward

@@ -1,0 +1,40 @@
+// sparse_mla_backward on Blackwell: 128 heads of a query on two CTAs, what is left 64 heads a CTA. passes/call.hpp has what else
+// runs for a call, plan.hpp the numbers.
+#include "ops/sparse_mla_backward/passes/call.hpp"
+#include "ops/sparse_mla_backward/sm100/pair.hpp"
+#include "ops/sparse_mla_backward/sm100/single.hpp"
+
+namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
+namespace {
+
+constexpr const char* kBackend = HOPWELL_ON_DEVICE ? "sm100" : "emu:sm100";
+
+Plan plan_of(const Problem& problem) {
+  return make_plan(problem, {.keys = Config::kKeys,
+                             .single_heads = SingleConfig::kHeads,
+                             .pair_heads = PairConfig::kHeads,
+                             .pair_adds_fixed_point = true});
+}
+
+runtime::Support supports(const Problem& problem) {
+  if (problem.s_kv > 1 && problem.kv.stride[0] < 1)
+    return runtime::Support::no("rows of kv must lie in ascending order");
+  return check_plan(problem, plan_of(problem));
+}
+
+void launch(const Problem& problem, Stream stream) {
+  const Plan plan = plan_of(problem);
+  run_call(problem, plan, kBackend, stream, [&] {
+    launch_pairs(problem, plan, stream);
+    launch_singles(problem, plan, stream);
+  });
+}
+
+const runtime::Registration<Problem> backend{
+    {.name = kBackend,
+     .supports = supports,
+     .workspace_bytes = [](const Problem& problem) { return plan_of(problem).workspace.bytes; },
+     .launch = launch}};
+
+}  // namespace
+}  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

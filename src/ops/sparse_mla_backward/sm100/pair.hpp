@@ -1,0 +1,466 @@
+// sparse_mla_backward on Blackwell: the kernel for a query and 128 heads on a cluster of two CTAs. Formulas: single.hpp.
+//
+// Tile      one query, 128 heads, 64 keys a step. CTA r has the columns [256 r, 256 r + 256) and, of 576, half of the last
+//           64, of everything: Q, dO, K, dQ, dKV, for all 128 heads. So dKV is summed over all heads before it is added,
+//           each column by one CTA. S and dP are sums over columns: each CTA has a part, sends that of the other's 32 keys
+//           and finishes that of its own 32; P and dS of those go to the other as bf16.
+// Products  S, dP, dQ: M 128 (a lane is a head). dKV: .ws M 64, N 128; its last columns M 64, N 32. All cta_group::1: a
+//           product of a pair needs each operand by halves of its rows and by halves of its columns, 1.5 times Q and dO.
+// Roles     as in single.hpp, in each CTA
+// Timeline  issue     │ S 1, dP 1 ▓▓▓▓▓▓▓▓ │ dKV 0 ▓▓▓ │ dQ 0 ▓▓ │ dKV 0 ▓▓▓▓ │ S 2, dP 2 ▓▓▓▓▓▓▓▓ │ dKV 1 …
+//           gather    │    (dP frees) keys 0 again ▓▓▓▓▓ │ (dQ frees) keys 2 ▓▓▓▓▓ │ keys 1 again …
+//           softmax   │    S 1 ⇄  dP 1 ⇄   P 1, dS 1 │ (dKV 0 frees) store, send │ S 2 ⇄ …
+//           scatter   │ …                 │ add 0.0 ▓▓▓▓▓▓▓▓▓ add 0.1 ▓▓▓▓▓▓▓▓▓ add 0.last ▓▓
+//           There is no room for two steps' keys. Gathered twice, they let S and dP run ahead of P and dS by a step.
+// Budget    shared: Q 73,728 + dO 65,536 + keys 36,864 + P, dS 32,768 + landing 16,384, values and barriers 1,900 = 227,200
+//           (of 232,448); tensor memory: dQ 288 + S 64 + dP 64 + dKV 64 + 32 = 512 columns
+// Bound     shared memory: 516,096 B of operands a step, 4,032 cycles, and about 1,470 of copies, messages, P and dS; the
+//           additions, 73,728 B merged over 128 heads, take 3,351 cycles at 22 B a cycle. The chain of messages (S ⇄, dP ⇄,
+//           P and dS ⇄) is as long as a step and is hidden by the step ahead.
+#pragma once
+
+#include "arch/sm90/bulk_copy.hpp"
+#include "ops/sparse_mla_backward/sm100/tile.hpp"
+
+namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
+
+struct PairConfig {
+  static constexpr int kHeads = 128, kPanels = 4, kColumns = 64 * kPanels, kOwnKeys = Config::kKeys / 2;
+  static constexpr uint32_t kPanel = kHeads * 128, kKeysPanel = Config::kKeys * 128, kNarrowKeys = Config::kKeys * 64;
+  static constexpr uint32_t kHalf = kHeads * 64, kHalfOfWarp = kHalf / 4;  // P or dS of 32 keys
+  static constexpr uint32_t kPartialOfWarp = 4 * 32 * 32;                  // S or dP of 32 heads and 32 keys
+};
+struct PairTmem {
+  static constexpr int kDq = 0, kS = 288, kDp = 352, kDkv = 416, kLastDkv = 480;
+};
+
+template <int kDqk>
+struct PairStorage {
+  static constexpr bool kNarrow = kDqk == 576;
+  static constexpr int kPanels = PairConfig::kPanels + kNarrow;
+  Panel<128> q[PairConfig::kPanels], d_out[PairConfig::kPanels];
+  alignas(1024) uint8_t narrow_q[kNarrow ? PairConfig::kPanel / 2 : 16];
+  Panel<64> keys[PairConfig::kPanels];
+  alignas(1024) uint8_t narrow_keys[kNarrow ? PairConfig::kNarrowKeys : 16];
+  alignas(1024) uint8_t p[2][PairConfig::kHalf], ds[2][PairConfig::kHalf];  // of each CTA's keys: narrow panels
+  arch::Words4 landing[4][8][32];  // the peer's partial sums: [warp][vector][lane]
+  HeadValues<64> heads[2];         // of heads 0-63, which CTA 0 finds out, and 64-127
+  int last_valid[Config::kWarps];
+  arch::mbarrier keys_full[kPanels], keys_empty[kPanels];
+  arch::mbarrier s_full, s_empty, dp_full, dp_empty;  // in tensor memory, partial
+  arch::mbarrier landing_full[4], landing_empty[4];   // a warp's part here; a warp's part at the peer
+  arch::mbarrier ds_full, ds_empty;                   // P and dS of all keys; both CTAs have used theirs
+  arch::mbarrier dkv_full, last_dkv_full, dkv_empty;  // chunks of 128 columns, and the last 32
+  arch::mbarrier dq_full;
+  uint32_t tmem;
+};
+static_assert(sizeof(PairStorage<576>) <= arch::sm90::kMaxSharedBytes);
+
+#if HOPWELL_HAS_SM100A
+
+// The same object in the other CTA.
+HOPWELL_DEVICE uint32_t at_peer(const void* object) {
+  return arch::map_to_rank(arch::shared_address(object), arch::cluster_rank() ^ 1);
+}
+
+// ---- keys
+
+// Use number `use` of the key buffer.
+template <int kDqk>
+HOPWELL_DEVICE void gather_panels(const GatherParams& p, PairStorage<kDqk>& s, const int (&keys)[4], int use) {
+  const int lane = arch::lane_index(), rank = int(arch::cluster_rank());
+  for (int panel = 0; panel < PairStorage<kDqk>::kPanels; ++panel) {
+    const bool narrow = panel == PairConfig::kPanels;
+    const uint32_t full = arch::shared_address(&s.keys_full[panel]);
+    arch::mbarrier_wait(s.keys_empty[panel], uint32_t(use & 1) ^ 1);
+    if (lane == 0)
+      arch::mbarrier_arrive_expect_tx(s.keys_full[panel], narrow ? PairConfig::kNarrowKeys : PairConfig::kKeysPanel);
+    if (narrow)
+      arch::tma_gather4<1>(arch::shared_address(s.narrow_keys) + uint32_t(lane) * 256, p.narrow_rows, kDv + 32 * rank,
+                           keys, full);
+    else
+      arch::tma_gather4<1>(arch::shared_address(&s.keys[panel]) + uint32_t(lane) * 512, p.rows,
+                           PairConfig::kColumns * rank + 64 * panel, keys, full);
+  }
+}
+
+// The keys of step 0, 1, 0 again, 2, 1 again …: for S and dP, and for dQ of the step before. By 16 lanes: others, whose
+// copies nobody waits for, could fall behind by two phases of keys_empty and wait for ever.
+template <int kDqk>
+HOPWELL_DEVICE void gather(const GatherParams& p, PairStorage<kDqk>& s, const Entries& entries) {
+  const int lane = arch::lane_index(), steps = steps_of(entries);
+  const bool paced = p.progress && arch::block_index() / 2 < p.whole_tiles;
+  uint32_t seen = 0;
+  int keys[4], next[4], use = 0;
+  tile::load_gathered_keys(keys, entries, 0, lane);
+  tile::load_gathered_keys(next, entries, Config::kKeys, lane);
+  if (steps > 0) gather_panels(p, s, keys, use++);
+  for (int step = 0; step < steps; ++step) {
+    if (paced) keep_pace<Config::kKeys>(p, 2 * p.whole_tiles, seen, step);
+    if (step + 1 < steps) gather_panels(p, s, next, use++);
+    if (p.dq) gather_panels(p, s, keys, use++);
+    HOPWELL_UNROLL
+    for (int i = 0; i < 4; ++i) keys[i] = next[i];
+    tile::load_gathered_keys(next, entries, (step + 2) * Config::kKeys, lane);
+  }
+  count_missing_steps<Config::kKeys>(p, paced, steps, lane);
+}
+
+// ---- products
+
+// D [128 heads][64 keys] (+)= A · keysᵀ over 16 kSteps columns.
+template <int kSteps>
+HOPWELL_DEVICE void multiply_partial(uint32_t d, uint64_t by_k, uint32_t a, uint32_t keys, bool accumulate) {
+  constexpr uint32_t kShape = arch::instruction_descriptor({.m = 128, .n = 64});
+  HOPWELL_UNROLL
+  for (uint32_t k = 0; k < kSteps; ++k)
+    arch::tcgen05_mma_f16<1>(d, arch::at_address(by_k, a + 32 * k), arch::at_address(by_k, keys + 32 * k), kShape,
+                             accumulate || k > 0);
+}
+
+template <int kDqk>
+HOPWELL_DEVICE void issue_scores(PairStorage<kDqk>& s, int step, int use) {
+  const uint32_t freed = uint32_t(step & 1) ^ 1, parity = uint32_t(use & 1), keys = arch::shared_address(s.keys);
+  arch::mbarrier_wait(s.s_empty, freed);
+  arch::tcgen05_fence_after_thread_sync();
+  HOPWELL_NO_UNROLL
+  for (uint32_t panel = 0; panel < PairConfig::kPanels; ++panel) {
+    arch::mbarrier_wait(s.keys_full[panel], parity);
+    multiply_partial<4>(s.tmem + PairTmem::kS, tile::kTcgen05RowsAlongK,
+                        arch::shared_address(s.q) + panel * PairConfig::kPanel, keys + panel * PairConfig::kKeysPanel,
+                        panel > 0);
+  }
+  if constexpr (PairStorage<kDqk>::kNarrow) {
+    arch::mbarrier_wait(s.keys_full[PairConfig::kPanels], parity);
+    multiply_partial<2>(s.tmem + PairTmem::kS, tile::kTcgen05NarrowRowsAlongK, arch::shared_address(s.narrow_q),
+                        arch::shared_address(s.narrow_keys), true);
+    arch::tcgen05_commit<1>(s.keys_empty[PairConfig::kPanels]);
+  }
+  arch::tcgen05_commit<1>(s.s_full);
+  arch::mbarrier_wait(s.dp_empty, freed);
+  arch::tcgen05_fence_after_thread_sync();
+  HOPWELL_NO_UNROLL
+  for (uint32_t panel = 0; panel < PairConfig::kPanels; ++panel) {
+    multiply_partial<4>(s.tmem + PairTmem::kDp, tile::kTcgen05RowsAlongK,
+                        arch::shared_address(s.d_out) + panel * PairConfig::kPanel,
+                        keys + panel * PairConfig::kKeysPanel, panel > 0);
+    arch::tcgen05_commit<1>(s.keys_empty[panel]);
+  }
+  arch::tcgen05_commit<1>(s.dp_full);
+}
+
+template <int kDqk>
+HOPWELL_DEVICE void issue_dq(PairStorage<kDqk>& s, int step, int use) {
+  constexpr uint32_t kShape = arch::instruction_descriptor({.m = 128, .n = 128, .b_major = Major::mn}),
+                     kNarrowShape = arch::instruction_descriptor({.m = 128, .n = 32, .b_major = Major::mn});
+  const uint32_t parity = uint32_t(use & 1);
+  const auto ds_at = [ds = arch::shared_address(s.ds)](uint32_t k) {  // 16 keys of 128 heads
+    return arch::at_address(tile::kTcgen05NarrowRowsAlongK, ds + k / 2 * PairConfig::kHalf + k % 2 * 32);
+  };
+  HOPWELL_NO_UNROLL
+  for (uint32_t panel = 0; panel < PairConfig::kPanels; panel += 2) {
+    const uint32_t keys = arch::shared_address(s.keys) + panel * PairConfig::kKeysPanel;
+    arch::mbarrier_wait(s.keys_full[panel], parity);
+    arch::mbarrier_wait(s.keys_full[panel + 1], parity);
+    HOPWELL_UNROLL
+    for (uint32_t k = 0; k < 4; ++k)
+      arch::tcgen05_mma_f16<1>(s.tmem + PairTmem::kDq + 64 * panel, ds_at(k),
+                               arch::at_address(tile::kTcgen05RowsAcrossK<64>, keys + 2048 * k), kShape,
+                               step > 0 || k > 0);
+    arch::tcgen05_commit<1>(s.keys_empty[panel]);
+    arch::tcgen05_commit<1>(s.keys_empty[panel + 1]);
+  }
+  if constexpr (PairStorage<kDqk>::kNarrow) {
+    const uint32_t keys = arch::shared_address(s.narrow_keys);
+    arch::mbarrier_wait(s.keys_full[PairConfig::kPanels], parity);
+    HOPWELL_UNROLL
+    for (uint32_t k = 0; k < 4; ++k)
+      arch::tcgen05_mma_f16<1>(s.tmem + PairTmem::kDq + PairConfig::kColumns, ds_at(k),
+                               arch::at_address(tile::kTcgen05NarrowRowsAcrossK<64>, keys + 1024 * k), kNarrowShape,
+                               step > 0 || k > 0);
+    arch::tcgen05_commit<1>(s.keys_empty[PairConfig::kPanels]);
+  }
+}
+
+// D [64 keys][128 columns] (+)= aᵀ · B over 128 heads; a: P or dS, B two panels.
+HOPWELL_DEVICE void multiply_heads(uint32_t d, uint32_t a, uint32_t b, bool accumulate) {
+  constexpr uint32_t kShape =
+      arch::instruction_descriptor({.m = 64, .n = 128, .a_major = Major::mn, .b_major = Major::mn});
+  HOPWELL_UNROLL
+  for (uint32_t k = 0; k < 8; ++k)
+    arch::tcgen05_mma_ws_f16(d, arch::at_address(tile::kTcgen05NarrowRowsAcrossK<128>, a + 1024 * k),
+                             arch::at_address(tile::kTcgen05RowsAcrossK<128>, b + 2048 * k), kShape,
+                             accumulate || k > 0);
+}
+
+// Columns [128 chunk, 128 chunk + 128) of dKV of a step. `count`: of such chunks so far.
+template <int kDqk>
+HOPWELL_DEVICE void issue_dkv(PairStorage<kDqk>& s, uint32_t chunk, int& count) {
+  const uint32_t d = s.tmem + PairTmem::kDkv, at = 2 * chunk * PairConfig::kPanel;
+  arch::mbarrier_wait(s.dkv_empty, uint32_t(count++ & 1) ^ 1);
+  arch::tcgen05_fence_after_thread_sync();
+  multiply_heads(d, arch::shared_address(s.ds), arch::shared_address(s.q) + at, false);
+  multiply_heads(d, arch::shared_address(s.p), arch::shared_address(s.d_out) + at, true);
+  arch::tcgen05_commit<1>(s.dkv_full);
+}
+
+// The columns of keys that are no values: [64 keys][32], M 64 of 16 lanes in each quarter. Those of the step before were
+// read before this step's first chunk, for which issue_dkv has waited.
+template <int kDqk>
+HOPWELL_DEVICE void issue_last_dkv(PairStorage<kDqk>& s) {
+  constexpr uint32_t kShape =
+      arch::instruction_descriptor({.m = 64, .n = 32, .a_major = Major::mn, .b_major = Major::mn});
+  const uint32_t ds = arch::shared_address(s.ds), q = arch::shared_address(s.narrow_q);
+  HOPWELL_UNROLL
+  for (uint32_t k = 0; k < 8; ++k)
+    arch::tcgen05_mma_f16<1>(s.tmem + PairTmem::kLastDkv,
+                             arch::at_address(tile::kTcgen05NarrowRowsAcrossK<128>, ds + 1024 * k),
+                             arch::at_address(tile::kTcgen05NarrowRowsAcrossK<128>, q + 1024 * k), kShape, k > 0);
+  arch::tcgen05_commit<1>(s.last_dkv_full);
+}
+
+// By one thread.
+template <int kDqk>
+HOPWELL_DEVICE void issue(const Params& p, PairStorage<kDqk>& s, int steps) {
+  int count = 0, use = 0;
+  issue_scores(s, 0, use++);
+  for (int step = 0; step < steps; ++step) {
+    if (step + 1 < steps) issue_scores(s, step + 1, use++);
+    arch::mbarrier_wait(s.ds_full, uint32_t(step & 1));
+    if (has_sums(p)) issue_dkv(s, 0, count);  // while the keys come once more
+    if (p.dq) issue_dq(s, step, use++);
+    if (step + 1 == steps) arch::tcgen05_commit<1>(s.dq_full);
+    if (has_sums(p)) issue_dkv(s, 1, count);  // while the keys after the next come
+    if (PairStorage<kDqk>::kNarrow && has_sums(p)) issue_last_dkv(s);
+    arch::tcgen05_commit_multicast<1>(s.ds_empty, 3);
+  }
+  arch::mbarrier_wait(s.ds_empty, uint32_t(steps - 1) & 1);  // the CTA must not exit before its products end
+}
+
+// ---- P, dS and dQ
+
+// A warp's message number `count`: each lane's head's partial sums of the peer's 32 keys.
+template <int kDqk>
+HOPWELL_DEVICE void send_partial(PairStorage<kDqk>& s, const uint32_t (&theirs)[32], int count, int warp) {
+  const uint32_t target = at_peer(&s.landing[warp][0][arch::lane_index()]), full = at_peer(&s.landing_full[warp]);
+  arch::mbarrier_wait(s.landing_empty[warp], uint32_t(count & 1) ^ 1);
+  HOPWELL_UNROLL
+  for (int v = 0; v < 8; ++v)
+    arch::store_async_v4(target + uint32_t(512 * v),
+                         {{theirs[4 * v], theirs[4 * v + 1], theirs[4 * v + 2], theirs[4 * v + 3]}}, full);
+}
+
+// Adds the peer's partial sums of this CTA's 32 keys.
+template <int kDqk>
+HOPWELL_DEVICE void add_partial(PairStorage<kDqk>& s, uint32_t (&own)[32], int count, int warp) {
+  const int lane = arch::lane_index();
+  if (lane == 0) arch::mbarrier_arrive_expect_tx(s.landing_full[warp], PairConfig::kPartialOfWarp);
+  arch::syncwarp();  // kept: a lane branched off
+  arch::mbarrier_wait(s.landing_full[warp], uint32_t(count & 1));
+  HOPWELL_UNROLL
+  for (int v = 0; v < 8; ++v) {
+    const arch::Words4 came = arch::load_shared_v4(arch::shared_address(&s.landing[warp][v][lane]));
+    HOPWELL_UNROLL
+    for (int i = 0; i < 4; ++i)
+      own[4 * v + i] =
+          arch::bit_cast<uint32_t>(arch::bit_cast<float>(own[4 * v + i]) + arch::bit_cast<float>(came.w[i]));
+  }
+  arch::fence_proxy_async();  // a relaxed arrival waits for no load
+  arch::syncwarp();
+  if (lane == 0) arch::mbarrier_arrive_cluster_relaxed(at_peer(&s.landing_empty[warp]));
+  arch::syncwarp();  // kept: a lane branched off
+}
+
+// A head's 64 keys of a partial accumulator, those of this CTA and of the peer.
+HOPWELL_DEVICE void load_partial(uint32_t (&own)[32], uint32_t (&theirs)[32], uint32_t address, uint32_t own_keys,
+                                 uint32_t parity, arch::mbarrier& full, arch::mbarrier& empty,
+                                 arch::Site site = arch::Site::current()) {
+  arch::mbarrier_wait(full, parity, site);
+  arch::tcgen05_fence_after_thread_sync(site);
+  arch::tmem_load<arch::TmemShape::b32x32>(theirs, address + (PairConfig::kOwnKeys - own_keys), site);
+  arch::tmem_load<arch::TmemShape::b32x32>(own, address + own_keys, site);
+  arch::tmem_wait_load(theirs, site);
+  arch::pin_registers(own);
+  arch::tcgen05_fence_before_thread_sync(site);
+  arch::mbarrier_arrive(empty, site);
+}
+
+// A warp's part of P and dS goes to the other CTA too.
+template <int kDqk>
+HOPWELL_DEVICE void send_p_and_ds(PairStorage<kDqk>& s, int warp) {
+  const uint32_t rank = arch::cluster_rank(), offset = PairConfig::kHalfOfWarp * uint32_t(warp);
+  arch::fence_proxy_async();
+  arch::syncwarp();
+  if (arch::lane_index() == 0) {
+    const uint32_t full = at_peer(&s.ds_full);
+    arch::bulk_copy_to_cta(at_peer(s.p[rank]) + offset, arch::shared_address(s.p[rank]) + offset,
+                           PairConfig::kHalfOfWarp, full);
+    arch::bulk_copy_to_cta(at_peer(s.ds[rank]) + offset, arch::shared_address(s.ds[rank]) + offset,
+                           PairConfig::kHalfOfWarp, full);
+    arch::mbarrier_arrive_expect_tx(s.ds_full, 2 * PairConfig::kHalfOfWarp);
+  }
+  arch::syncwarp();  // kept: a lane branched off
+}
+
+// A thread's head and this CTA's 32 keys.
+template <bool kAttn, int kDqk>
+HOPWELL_DEVICE void softmax(const Params& p, PairStorage<kDqk>& s, const WorkTile& work, const Entries& entries) {
+  const int warp = arch::warp_index() % 4, row = 32 * warp + arch::lane_index(), steps = steps_of(entries);
+  const HeadValues<64>& heads = s.heads[row / 64];
+  const float shift = heads.shift[row % 64], kept = kAttn ? heads.kept[row % 64] : 1, delta = heads.delta[row % 64];
+  const uint32_t tmem = arch::tmem_address(s.tmem, 32 * warp, 0), rank = arch::cluster_rank(),
+                 own_keys = PairConfig::kOwnKeys * rank;
+  const uint32_t shared_p = arch::shared_address(s.p[rank]), shared_ds = arch::shared_address(s.ds[rank]);
+  for (int step = 0; step < steps; ++step) {
+    const uint32_t parity = uint32_t(step & 1);
+    uint32_t own[32], own_dp[32], theirs[32];
+    float probability[32];
+    load_partial(own, theirs, tmem + PairTmem::kS, own_keys, parity, s.s_full, s.s_empty);
+    send_partial(s, theirs, 2 * step, warp);
+    add_partial(s, own, 2 * step, warp);
+    load_partial(own_dp, theirs, tmem + PairTmem::kDp, own_keys, parity, s.dp_full, s.dp_empty);
+    send_partial(s, theirs, 2 * step + 1, warp);
+    exponentiate(probability, own, p.scale_log2, shift);  // while it travels
+    if constexpr (kAttn) add_attn(p, probability, work, entries, step * Config::kKeys + int(own_keys));
+    add_partial(s, own_dp, 2 * step + 1, warp);
+    arch::mbarrier_wait(s.ds_empty, parity ^ 1);
+    HOPWELL_UNROLL
+    for (int v = 0; v < 4; ++v) {
+      const uint32_t at = tile::swizzled_narrow(row, v);
+      store_p_and_ds(probability + 8 * v, own_dp + 8 * v, kept, p.sm_scale, delta, shared_p + at, shared_ds + at);
+    }
+    send_p_and_ds(s, warp);
+  }
+}
+
+template <int kDqk>
+HOPWELL_DEVICE void finish_tile(const Params& p, PairStorage<kDqk>& s, const WorkTile& work, int steps) {
+  if (!p.dq) return;
+  const int quarter = arch::warp_index() % 4, rank = int(arch::cluster_rank());
+  const DqRow row = dq_row<PairConfig::kHeads>(p, work, 32 * quarter + arch::lane_index(), kDqk);
+  if (steps == 0) return store_no_dq(row, rank * (kDqk / 2), (rank + 1) * (kDqk / 2));
+  arch::mbarrier_wait(s.dq_full, 0);
+  arch::tcgen05_fence_after_thread_sync();
+  const uint32_t tmem = arch::tmem_address(s.tmem, 32 * quarter, PairTmem::kDq);
+  store_dq<PairConfig::kColumns>(row, PairConfig::kColumns * rank, tmem);
+  if constexpr (PairStorage<kDqk>::kNarrow) store_dq<32>(row, kDv + 32 * rank, tmem + PairConfig::kColumns);
+  arch::tcgen05_fence_before_thread_sync();
+}
+
+// ---- dKV
+
+template <bool kFixed, int kDqk>
+HOPWELL_DEVICE void scatter(const Params& p, PairStorage<kDqk>& s, const Entries& entries) {
+  const int quarter = arch::warp_index() % 4, half = quarter / 2, steps = steps_of(entries);
+  const int rank = int(arch::cluster_rank());
+  const uint32_t tmem = arch::tmem_address(s.tmem, 32 * quarter, 0);
+  for (int step = 0; step < steps; ++step) {
+    SumRows<kFixed> rows[2];
+    load_group_rows<kDqk>(rows, p, entries, step, 2 * (quarter & 1));
+    HOPWELL_NO_UNROLL
+    for (int chunk = 0; chunk < 2; ++chunk) {
+      arch::mbarrier_wait(s.dkv_full, uint32_t(chunk));
+      arch::tcgen05_fence_after_thread_sync();
+      add_accumulator<kFixed, 64>(p, rows, tmem + PairTmem::kDkv, s.dkv_empty,
+                                  PairConfig::kColumns * rank + 128 * chunk + 64 * half);
+    }
+    if constexpr (PairStorage<kDqk>::kNarrow) {
+      const EntryKeys keys{entries, step * Config::kKeys};
+      const SumRows<kFixed> last = load_sum_rows<kDqk, kFixed>(p, keys, 32 * quarter + arch::lane_index());
+      uint32_t loaded[16];
+      arch::mbarrier_wait(s.last_dkv_full, uint32_t(step & 1));
+      arch::tcgen05_fence_after_thread_sync();
+      arch::tmem_load<arch::TmemShape::b16x256>(loaded, tmem + PairTmem::kLastDkv);
+      arch::tmem_wait_load(loaded);
+      arch::tcgen05_fence_before_thread_sync();
+      add_loaded<kFixed>(p, loaded, kDv + 32 * rank, last);
+    }
+  }
+}
+
+// ---- before the first step
+
+template <int kDqk>
+HOPWELL_DEVICE void init_barriers(PairStorage<kDqk>& s) {
+  for (auto& b : s.keys_full) arch::mbarrier_init(b, 1);
+  for (auto& b : s.keys_empty) arch::mbarrier_init(b, 1);
+  for (auto& b : s.landing_full) arch::mbarrier_init(b, 1);
+  for (auto& b : s.landing_empty) arch::mbarrier_init(b, 1);
+  for (auto* b : {&s.s_full, &s.dp_full, &s.dkv_full, &s.last_dkv_full, &s.dq_full}) arch::mbarrier_init(*b, 1);
+  for (auto* b : {&s.s_empty, &s.dp_empty, &s.dkv_empty}) arch::mbarrier_init(*b, 128);
+  arch::mbarrier_init(s.ds_full, 4);
+  arch::mbarrier_init(s.ds_empty, 2);
+  arch::fence_mbarrier_init();  // kept: the fence that follows the copies of rows stands for it
+}
+
+// What each CTA has found out about its 64 heads goes to the other.
+template <int kDqk>
+HOPWELL_DEVICE void share_heads(PairStorage<kDqk>& s) {
+  const uint32_t rank = arch::cluster_rank();
+  const auto* values = reinterpret_cast<const uint32_t*>(&s.heads[rank]);
+  for (int i = arch::thread_index(); i < int(sizeof(HeadValues<64>) / 4); i += Config::kThreads)
+    arch::store_cluster(at_peer(values + i), values[i]);
+}
+
+// Q, dO, and what the heads need. Returns the entries up to the last valid one.
+template <int kDqk, bool kAttn>
+HOPWELL_DEVICE Entries prepare(const Params& p, PairStorage<kDqk>& s, const WorkTile& work) {
+  constexpr int kPanels = PairConfig::kPanels;
+  Entries entries = entries_of(p, work);
+  const int warp = arch::warp_index(), rank = int(arch::cluster_rank()), heads = p.h_q - work.first_head;
+  arch::cluster_arrive_relaxed();
+  int batch[kEntryBatch];
+  load_entries<Config::kThreads>(batch, entries, arch::thread_index());
+  load_heads<128, kPanels, PairStorage<kDqk>::kNarrow>(
+      arch::shared_address(s.q), p.q + work.query * p.q_stride_s + work.first_head * p.q_stride_h, p.q_stride_h, heads,
+      PairConfig::kColumns * rank, arch::shared_address(s.narrow_q), kDv + 32 * rank);
+  load_heads<128, kPanels>(arch::shared_address(s.d_out),
+                           p.d_out + work.query * p.d_out_stride_s + work.first_head * p.d_out_stride_h,
+                           p.d_out_stride_h, heads, PairConfig::kColumns * rank);
+  arch::cp_async_commit();
+  if (warp == 0 && arch::elect_one()) init_barriers(s);
+  arch::syncwarp();  // kept: a lane branched off
+  if (warp == 1) {
+    arch::tmem_allocate<1>(s.tmem, 512);
+    arch::tmem_relinquish<1>();
+  }
+  WorkTile own = work;
+  own.first_head += 64 * rank;
+  prepare_heads<kAttn, Config::kWarps>(p, s.heads[rank], own);
+  find_last_valid(s.last_valid, batch, entries);
+  arch::syncthreads();
+  arch::cluster_wait();  // the other CTA has begun
+  share_heads(s);
+  arch::cp_async_wait<0>();
+  arch::fence_proxy_async();
+  arch::cluster_sync();
+  entries.length = length_of(s.last_valid);
+  return entries;
+}
+
+#endif
+
+template <int kDqk, bool kFixed, bool kAttn>
+__global__ void __launch_bounds__(Config::kThreads, 1) pair_kernel(const __grid_constant__ GatherParams p) {
+#if HOPWELL_HAS_SM100A
+  auto& s = arch::dynamic_smem<PairStorage<kDqk>>();
+  const WorkTile work = work_tile_of(p, arch::block_index() / 2, PairConfig::kHeads);
+  const Entries entries = prepare<kDqk, kAttn>(p, s, work);
+  run_role<kFixed, kAttn>(p, s, work, entries);
+  arch::cluster_sync();  // and no message is under way any more
+  free_tensor_memory(s.tmem);
+#endif
+}
+
+// ---- launch
+
+template <int kDqk>
+void launch_pair(const Problem& problem, const Plan& plan, Stream stream) {
+  launch_variant<pair_kernel<kDqk, true, false>, pair_kernel<kDqk, false, true>, pair_kernel<kDqk, false, false>>(
+      problem, plan, plan.pairs, sizeof(PairStorage<kDqk>), stream);
+}
+inline void launch_pairs(const Problem& problem, const Plan& plan, Stream stream) {
+  problem.d_qk == 576 ? launch_pair<576>(problem, plan, stream) : launch_pair<512>(problem, plan, stream);
+}
+
+}  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

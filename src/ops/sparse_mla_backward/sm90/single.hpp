@@ -1,0 +1,317 @@
+// sparse_mla_backward on Hopper: the kernel for a query and 64 heads. One pass over the selected keys, whose gradients
+// are added to global memory.
+//
+//     P  = exp2(Q Kᵀ · sm_scale · log2e − lse'·log2e)      lse' = log(exp(lse) + exp(attn_sink))
+//     dS = P (dO Vᵀ − delta) sm_scale                      V = K[:, :512], delta = Σ_d out · d_out
+//     dQ = dS K            dKV[keys] += dSᵀ Q, and Pᵀ dO to the first 512 columns
+//     d_sink = −Σ_s exp(attn_sink − lse') delta
+//
+// Tile      one query, 64 heads, 64 keys a step; d_qk 576 or 512. Operands lie in panels of 64 columns, 128B-swizzled.
+// Roles     warpgroup 0  S → P    │ both: half of dQ's columns in registers, the same columns of the next keys by
+//           warpgroup 1  dP → dS  │ cp.async, and two panels of dKV while those keys come
+//           warpgroup 2  the other panels of dKV, half a panel multiplied while the other is added
+// Timeline  step 0                                                  step 1
+//           0     S ▓▓▓▓▓ │ P │········│ dQ ▓▓▓▓ │ keys 1, dKV 0 1 │ S ▓▓▓▓▓
+//           1     dP ▓▓▓▓ │···│ dS     │ dQ ▓▓▓▓ │ keys 1, dKV 2 3 │ dP ▓▓▓▓
+//           2                          │ dKV 4 ▓▓ add 5 ▓▓ add … 8 ▓▓ add │ …
+// Budget    shared: Q 9 + dO 8 + keys 9 + P 1 + dS 1 panels of 8,192 B = 229,376, vectors 2,352    (of 232,448)
+//           registers: dQ 144 + S or dP 32 + 32 others = 208 in warpgroups 0 and 1, 88 in warpgroup 2 (of 3 · 168)
+// Bound     s_q · topk · 2,304 B of additions in L2 while dKV fits there; beyond, rows in ascending order and CTAs in
+//           step keep what is added to in L2
+//
+// Keys of invalid entries are −1: their rows are zeros, nothing is added for them, and the exponent is clamped, so that
+// 0 · P is 0. Heads beyond h_q have Q = dO = 0 and lse = +inf.
+#pragma once
+
+#include <cmath>
+
+#include "ops/sparse_mla_backward/sm90/tile.hpp"
+
+namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
+
+constexpr int kPanelsBeside = 2;  // of dKV, that each score warpgroup takes while its keys come
+
+template <int kDqk>
+struct SharedStorage {
+  static constexpr int kPanels = kDqk / 64;
+  Panel q[kPanels], d_out[Config::kPanelsV], keys[kPanels], p, ds;
+  HeadValues<Config::kHeads> heads;
+  float head_sums[4][Config::kKeys];  // of attn, by warp
+  int key[2][Config::kKeys];          // of this step and the next; -1 where there is none
+  int last_valid[Config::kWarps];
+};
+static_assert(sizeof(SharedStorage<576>) <= arch::sm90::kMaxSharedBytes);
+
+enum NamedBarrier : int { kKeysFull = 1, kPFull, kDsFull, kPdsFull, kPEmpty, kDsEmpty, kLowStaged, kHighStaged };
+
+#if HOPWELL_HAS_SM90A
+
+// Half 0 or 1 of the columns: four panels, and half of the one in the middle if there is.
+template <int kDqk, int kHalf>
+constexpr int kFirstPanel = kHalf == 0 ? 0 : kDqk / 64 - 4;
+
+// ---- warpgroups 0 and 1
+
+// Starts the copies of half of the columns of 64 keys. Half 0 leaves the keys for those who add.
+template <int kDqk, int kHalf>
+HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, const int (&keys)[4], int step, int t) {
+  if constexpr (kHalf == 0) publish_keys(s.key, keys, step, t);
+  const int chunk = t & 7;
+  HOPWELL_UNROLL
+  for (int m = 0; m < 4; ++m) {
+    const int bytes = keys[m] < 0 ? 0 : 16;
+    const bf16* source = p.kv + (keys[m] < 0 ? 0 : int64_t{keys[m]} * p.kv_stride) + 8 * chunk;
+    const int row = t / 8 + 16 * m;
+    const uint32_t target = arch::shared_address(s.keys);
+    HOPWELL_UNROLL
+    for (int panel = kFirstPanel<kDqk, kHalf>; panel < kFirstPanel<kDqk, kHalf> + 4; ++panel)
+      arch::cp_async(target + uint32_t(panel) * tile::kPanelBytes + tile::swizzled(row, chunk), source + 64 * panel,
+                     bytes);
+    if (kHasMiddle<kDqk> && chunk / 4 == kHalf)
+      arch::cp_async(target + 4 * tile::kPanelBytes + swizzled_middle(row, chunk), source + 64 * 4, bytes);
+  }
+}
+
+// Brings the same half of the rows of sums to L2 before they are added to. Not within `gather`: the test alone costs
+// the copies a few per cent.
+template <int kDqk, int kHalf>
+HOPWELL_DEVICE void prefetch_sums(const Params& p, const int (&keys)[4], int t) {
+  constexpr int kLines = kDqk / 64;  // of 128 bytes
+  HOPWELL_UNROLL
+  for (int m = 0; m < 4; ++m) {
+    if (keys[m] < 0) continue;
+    const void* row = p.dkv ? static_cast<const void*>(p.dkv + int64_t{keys[m]} * p.dkv_stride)
+                            : static_cast<const void*>(p.fixed_dkv + int64_t{keys[m]} * (kDqk / 2));
+    for (int line = t & 7; line < kLines; line += 8)
+      arch::prefetch_l2(static_cast<const char*>(row) + 128 * (kHalf * kLines + line));
+  }
+}
+
+// dQ through this half's columns of the key buffer, then in whole lines.
+template <int kDqk, int kHalf>
+HOPWELL_DEVICE void store_dq(const Params& p, SharedStorage<kDqk>& s, const float (&dq)[128], const float (&middle)[16],
+                             const WorkTile& work, int t) {
+  constexpr int kChunks = kDqk / 16;
+  const MatrixLane lane = matrix_lane(t);
+  stage_panels(&s.keys[kFirstPanel<kDqk, kHalf>], dq, lane);
+  if constexpr (kHasMiddle<kDqk>) {
+    HOPWELL_UNROLL
+    for (int j = 0; j < 4; j += 2)
+      stage_fragment(arch::shared_address(&s.keys[4]) + swizzled_middle(lane.row, 4 * kHalf + j + lane.chunk),
+                     &middle[4 * j]);
+  }
+  arch::barrier_sync(kLowStaged + kHalf, 128);
+  for (int e = t; e < Config::kHeads * kChunks; e += 128) {
+    const int row = e / kChunks, chunk = e % kChunks + kHalf * kChunks, head = work.first_head + row;
+    if (head >= p.h_q) break;
+    const bool between = kHasMiddle<kDqk> && chunk / 8 == 4;
+    const arch::Words4 v =
+        arch::load_shared_v4(arch::shared_address(&s.keys[chunk / 8]) +
+                             (between ? swizzled_middle(row, chunk % 8) : tile::swizzled(row, chunk % 8)));
+    arch::store_streaming(p.dq + work.query * p.dq_stride_s + head * p.dq_stride_h + 8 * chunk, v);
+  }
+}
+
+// The same, or what a slice gives.
+template <int kDqk, int kHalf>
+HOPWELL_DEVICE void finish_tile(const Params& p, SharedStorage<kDqk>& s, const float (&dq)[128],
+                                const float (&middle)[16], const WorkTile& work, int t) {
+  if (!p.dq) return;
+  if (work.slice < 0) {
+    store_dq<kDqk, kHalf>(p, s, dq, middle, work, t);
+  } else {
+    float* slice = p.dq_slices + int64_t{work.slice} * (Config::kHeads * kDqk);
+    store_dq_slice<kDqk>(slice, dq, kHalf == 0 ? 0 : kDqk - 256, t);
+    if constexpr (kHasMiddle<kDqk>) store_dq_slice<kDqk>(slice, middle, 256 + 32 * kHalf, t);
+  }
+}
+
+// Half 0: S, just multiplied, to P, and the sums over heads. Half 1: dP to dS.
+template <int kHalf, bool kAttn, class Storage>
+HOPWELL_DEVICE void finish_scores(const Params& p, Storage& s, float (&acc)[32], int step, int t) {
+  if constexpr (kHalf == 0) {
+    if (step > 0) arch::barrier_sync(kPEmpty, 256);
+    store_p<kAttn>(p, acc, s.heads, s.p, t);
+    arch::fence_proxy_async();
+    arch::barrier_arrive(kPFull, 256);
+    if constexpr (kAttn) sum_heads(acc, s.head_sums, t);
+  } else {
+    arch::barrier_sync(kPFull, 256);
+    if (step > 0) arch::barrier_sync(kDsEmpty, 256);
+    store_ds(p, acc, s.heads, s.p, s.ds, t);
+    arch::fence_proxy_async();
+    arch::barrier_arrive(kPdsFull, 256);
+  }
+}
+
+// Both halves: S or dP; their columns of dQ and of the next keys; two panels of dKV.
+template <int kDqk, int kHalf, int kHeadSteps, bool kFixed, bool kAttn>
+HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const WorkTile& work, const Entries& entries) {
+  const int steps = steps_of(entries);
+  float dq[128] = {}, middle[16] = {};
+  for (int step = 0; step < steps; ++step) {
+    float acc[32];
+    arch::wgmma_fence();
+    if constexpr (kHalf == 0)
+      multiply_scores<kDqk / 64, kHasMiddle<kDqk>>(acc, s.q, s.keys);
+    else
+      multiply_scores<Config::kPanelsV, kHasMiddle<kDqk>>(acc, s.d_out, s.keys);
+    arch::wgmma_commit();
+    const int t = arch::thread_index_anew() % 128;
+    arch::wgmma_wait<0>(acc);
+    finish_scores<kHalf, kAttn>(p, s, acc, step, t);
+    arch::barrier_sync(kDsFull, 256);
+    arch::wgmma_fence();  // kept: nothing has touched dq since the fence above; each batch begins with one
+    multiply_dq<kHasMiddle<kDqk>>(dq, middle, s.ds, s.keys[kFirstPanel<kDqk, kHalf>],
+                                  arch::shared_address(&s.keys[4]) + 4096 * kHalf);
+    arch::wgmma_commit();
+    int keys[4];
+    load_keys(keys, entries, step + 1, t);
+    arch::wgmma_wait<0>(dq, middle);
+    if (step + 1 < steps) {
+      gather<kDqk, kHalf>(p, s, keys, step + 1, t);
+      arch::cp_async_commit();
+      if (p.prefetches_sums) prefetch_sums<kDqk, kHalf>(p, keys, t);
+    }
+    if constexpr (kAttn && kHalf == 0) add_attn(p, s.head_sums, s.key[step % 2], work, step, t);
+    const SumRows<kFixed> rows = load_sum_rows<kDqk, kFixed>(p, s.key[step % 2], t);
+    HOPWELL_UNROLL
+    for (int panel = kHalf * kPanelsBeside; panel < (kHalf + 1) * kPanelsBeside; ++panel) {
+      arch::wgmma_fence();
+      multiply_transposed<kHeadSteps>(acc, arch::shared_address(&s.ds), arch::shared_address(&s.q[panel]), false);
+      multiply_transposed<kHeadSteps>(acc, arch::shared_address(&s.p), arch::shared_address(&s.d_out[panel]), true);
+      arch::wgmma_commit();
+      arch::wgmma_wait<0>(acc);
+      add_panel(p, acc, 64 * panel, rows);
+    }
+    if (step + 1 < steps) {
+      arch::cp_async_wait<0>();
+      arch::fence_proxy_async();
+      arch::barrier_sync(kKeysFull, 256);
+    }
+  }
+  finish_tile<kDqk, kHalf>(p, s, dq, middle, work, arch::thread_index_anew() % 128);
+}
+
+// ---- warpgroup 2
+
+// One panel of dKV, in two halves: the second is multiplied while the first is added. P and dS come from registers:
+// that spares shared memory, and the score warpgroups need not wait with the next ones.
+template <int kDqk, int kHeadSteps, bool kOfV, bool kFixed>
+HOPWELL_DEVICE void scatter_panel(const Params& p, SharedStorage<kDqk>& s,
+                                  const uint32_t (&probabilities)[kHeadSteps][4], int panel,
+                                  const SumRows<kFixed>& rows) {
+  const uint32_t q = arch::shared_address(&s.q[panel]), d_out = arch::shared_address(&s.d_out[panel]);
+  float half[2][16];
+  arch::wgmma_fence();
+  HOPWELL_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    multiply_transposed<kHeadSteps>(half[i], arch::shared_address(&s.ds), q + uint32_t(64 * i), false);
+    if constexpr (kOfV) multiply_fragments(half[i], probabilities, d_out + uint32_t(64 * i), true);
+    arch::wgmma_commit();
+  }
+  arch::wgmma_wait<1>(half[0]);
+  add_panel(p, half[0], 64 * panel, rows);
+  arch::wgmma_wait<0>(half[1]);
+  add_panel(p, half[1], 64 * panel + 32, rows);
+}
+
+// The panels of dKV that the score warpgroups leave.
+template <int kDqk, int kHeadSteps, bool kFixed>
+HOPWELL_DEVICE void scatter(const Params& p, SharedStorage<kDqk>& s, const Entries& entries) {
+  const int t = arch::thread_index() % 128;
+  const bool paced = p.progress && int(arch::block_index()) < p.whole_tiles;
+  const int steps = steps_of(entries);
+  uint32_t seen = 0;
+  for (int step = 0; step < steps; ++step) {
+    if (paced) keep_pace<Config::kKeys>(p, p.whole_tiles, seen, step);
+    arch::barrier_sync(kPdsFull, 256);
+    const SumRows<kFixed> rows = load_sum_rows<kDqk, kFixed>(p, s.key[step % 2], t);
+    uint32_t probabilities[kHeadSteps][4];
+    load_transposed(probabilities, s.p, t);
+    if (step + 1 < steps) arch::barrier_arrive(kPEmpty, 256);
+    HOPWELL_NO_UNROLL
+    for (int panel = 2 * kPanelsBeside; panel < Config::kPanelsV; ++panel)
+      scatter_panel<kDqk, kHeadSteps, true, kFixed>(p, s, probabilities, panel, rows);
+    if constexpr (kHasMiddle<kDqk>)
+      scatter_panel<kDqk, kHeadSteps, false, kFixed>(p, s, probabilities, Config::kPanelsV, rows);
+    if (step + 1 < steps) arch::barrier_arrive(kDsEmpty, 256);
+  }
+  count_missing_steps<Config::kKeys>(p, paced, steps, t);
+}
+
+// ---- before the first step
+
+// Q, dO, the first keys, and what the heads need. Returns the entries up to the last valid one.
+template <int kDqk, bool kAttn>
+HOPWELL_DEVICE Entries prepare(const Params& p, SharedStorage<kDqk>& s, const WorkTile& work) {
+  Entries entries = entries_of(p, work);
+  const int t = arch::thread_index() % 128, heads = p.h_q - work.first_head;
+  int keys[4], batch[kEntryBatch];
+  load_keys(keys, entries, 0, t);
+  load_entries<Config::kThreads>(batch, entries, arch::thread_index());
+  if (arch::warpgroup_index() == 0) gather<kDqk, 0>(p, s, keys, 0, t);
+  if (arch::warpgroup_index() == 1) gather<kDqk, 1>(p, s, keys, 0, t);
+  load_heads<kDqk>(in_panels(s.q), p.q + work.query * p.q_stride_s + work.first_head * p.q_stride_h, p.q_stride_h,
+                   heads);
+  load_heads<kDv>(in_panels(s.d_out), p.d_out + work.query * p.d_out_stride_s + work.first_head * p.d_out_stride_h,
+                  p.d_out_stride_h, heads);
+  arch::cp_async_commit();
+  prepare_heads<kAttn, Config::kWarps>(p, s.heads, work);
+  find_last_valid(s.last_valid, batch, entries);
+  arch::cp_async_wait<0>();
+  arch::fence_proxy_async();
+  arch::syncthreads();
+  entries.length = length_of(s.last_valid);
+  return entries;
+}
+
+#endif
+
+HOPWELL_DEVICE WorkTile work_of(const Params& p) { return work_tile_of(p, arch::block_index(), Config::kHeads); }
+
+// kHeadSteps: of 16 heads, where h_q may be fewer than 64.
+template <int kDqk, int kHeadSteps, bool kFixed, bool kAttn>
+__global__ void __launch_bounds__(Config::kThreads, 1) single_kernel(const __grid_constant__ Params p) {
+#if HOPWELL_HAS_SM90A
+  auto& s = arch::dynamic_smem<SharedStorage<kDqk>>();
+  const WorkTile work = work_of(p);
+  const Entries entries = prepare<kDqk, kAttn>(p, s, work);
+  const auto role = Role(arch::warpgroup_index());
+  if (role == Role::scores_low_columns) {
+    arch::setmaxnreg_inc<Config::kScoreRegisters>();
+    score<kDqk, 0, kHeadSteps, kFixed, kAttn>(p, s, work, entries);
+  } else if (role == Role::scores_high_columns) {
+    arch::setmaxnreg_inc<Config::kScoreRegisters>();
+    score<kDqk, 1, kHeadSteps, kFixed, kAttn>(p, s, work, entries);
+  } else {
+    arch::setmaxnreg_dec<Config::kScatterRegisters>();
+    scatter<kDqk, kHeadSteps, kFixed>(p, s, entries);
+  }
+#endif
+}
+
+// ---- launch
+
+template <int kDqk, int kHeadSteps>
+void launch_single(const Problem& problem, const Plan& plan, Stream stream) {
+  constexpr std::size_t kBytes = sizeof(SharedStorage<kDqk>);
+  if (plan.sums == DkvSums::fixed_point)
+    launch_main<single_kernel<kDqk, kHeadSteps, true, false>>(problem, plan, plan.singles, Params{}, Config::kThreads,
+                                                              kBytes, stream);
+  else if (problem.attn && !plan.distribution)
+    launch_main<single_kernel<kDqk, kHeadSteps, false, true>>(problem, plan, plan.singles, Params{}, Config::kThreads,
+                                                              kBytes, stream);
+  else
+    launch_main<single_kernel<kDqk, kHeadSteps, false, false>>(problem, plan, plan.singles, Params{}, Config::kThreads,
+                                                               kBytes, stream);
+}
+
+inline void launch_singles(const Problem& problem, const Plan& plan, Stream stream) {
+  const bool wide = problem.d_qk == 576, few_heads = problem.h_q <= 32;
+  const auto launch = wide ? (few_heads ? launch_single<576, 2> : launch_single<576, 4>)
+                           : (few_heads ? launch_single<512, 2> : launch_single<512, 4>);
+  launch(problem, plan, stream);
+}
+
+}  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

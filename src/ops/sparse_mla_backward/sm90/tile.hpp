@@ -1,0 +1,263 @@
+// sparse_mla_backward on Hopper: what the kernels for 64 and for 128 heads have in common. Panels in shared memory, the
+// gather of keys, the products, P and dS, and dQ on its way out. Roles, timeline and budget: single.hpp and pair.hpp.
+#pragma once
+
+#include "arch/sm80/async_copy.hpp"
+#include "arch/sm90/cluster.hpp"
+#include "arch/sm90/wgmma.hpp"
+#include "ops/sparse_mla_backward/add_dkv.hpp"
+#include "ops/sparse_mla_backward/pacing.hpp"
+#include "ops/sparse_mla_backward/passes/main_pass.hpp"
+#include "ops/sparse_mla_backward/prologue.hpp"
+#include "tile/gpu/panel.hpp"
+#include "tile/gpu/warp.hpp"
+
+namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
+
+using arch::Major;
+
+struct Config {
+  static constexpr int kHeads = 64, kKeys = 64, kThreads = 384, kWarps = kThreads / 32;
+  static constexpr int kPanelsV = kDv / 64;
+  static constexpr int kScoreRegisters = 208, kScatterRegisters = 88;
+  static constexpr float kLargestExponent = 64;
+};
+static_assert(2 * Config::kScoreRegisters + Config::kScatterRegisters <= 65536 / 128);
+
+// What a warpgroup does: S or dP, and a half of dQ's columns and of the next keys'; or most of dKV.
+enum class Role { scores_low_columns, scores_high_columns, dkv };
+
+struct Panel {
+  alignas(1024) bf16 x[64][64];
+};
+
+HOPWELL_DEVICE int steps_of(const Entries& entries) { return (entries.length + Config::kKeys - 1) / Config::kKeys; }
+
+#if HOPWELL_HAS_SM90A
+
+// Byte offset of 16-byte chunk 0 to 7 of a row in the middle panel of the keys: d_qk 576 has nine panels, the halves of
+// dQ four and a half, and an operand must begin where its swizzle does. The middle panel is two narrow ones; with
+// tile::swizzled_narrow other machine code comes out, which has not been timed.
+HOPWELL_DEVICE uint32_t swizzled_middle(int row, int chunk) {
+  return uint32_t(chunk / 4 * 4096 + row * 64 + ((chunk % 4 ^ (row >> 1 & 3)) << 4));
+}
+template <int kDqk>
+constexpr bool kHasMiddle = kDqk / 64 % 2 == 1;
+
+// ---- Q, dO and keys
+
+// Starts the copies of kColumns columns of 64 heads, by all threads; zeros beyond `heads`. target(row, chunk): where 16
+// bytes go.
+template <int kColumns, class Target>
+HOPWELL_DEVICE void load_heads(Target target, const bf16* source, int64_t stride, int heads) {
+  for (int e = arch::thread_index(); e < Config::kHeads * (kColumns / 8); e += Config::kThreads) {
+    const int row = e / (kColumns / 8), chunk = e % (kColumns / 8);
+    arch::cp_async(target(row, chunk), source + (row < heads ? row : 0) * stride + 8 * chunk, row < heads ? 16 : 0);
+  }
+}
+// A target for it.
+HOPWELL_DEVICE auto in_panels(const Panel* panels) {
+  return [panels](int row, int chunk) {
+    return arch::shared_address(&panels[chunk / 8]) + tile::swizzled(row, chunk % 8);
+  };
+}
+
+// The keys of four rows: thread t of a warpgroup copies 16-byte chunk t % 8 of rows t / 8 + 16 m.
+HOPWELL_DEVICE void load_keys(int (&keys)[4], const Entries& entries, int step, int t) {
+  HOPWELL_UNROLL
+  for (int m = 0; m < 4; ++m) keys[m] = entries.key(step * Config::kKeys + t / 8 + 16 * m);
+}
+
+// Leaves them for those who add.
+HOPWELL_DEVICE void publish_keys(int (&key)[2][Config::kKeys], const int (&keys)[4], int step, int t) {
+  const int chunk = t & 7;
+  HOPWELL_UNROLL
+  for (int m = 0; m < 4; ++m)
+    if (chunk == m) key[step % 2][t / 8 + 16 * m] = keys[m];
+}
+
+// ---- products
+
+constexpr arch::WgmmaOptions kBTransposed{.b_major = Major::mn},
+    kBothTransposed{.a_major = Major::mn, .b_major = Major::mn};
+
+// acc [64 heads][64 keys] = A · keysᵀ over kPanels panels.
+template <int kPanels, bool kMiddle>
+HOPWELL_DEVICE void multiply_scores(float (&acc)[32], const Panel* a, const Panel* keys) {
+  const uint64_t left = arch::at_address(tile::kRowsAlongK, arch::shared_address(a)),
+                 right = arch::at_address(tile::kRowsAlongK, arch::shared_address(keys)),
+                 middle = arch::at_address(tile::kNarrowRowsAlongK, arch::shared_address(&keys[4]));
+  HOPWELL_UNROLL
+  for (int step = 0; step < 4 * kPanels; ++step) {
+    const uint64_t offset = tile::columns_on(step);
+    if (kMiddle && step / 4 == 4)
+      arch::wgmma_ss(acc, left + offset, middle + uint64_t(step % 4 / 2 * 256 + step % 2 * 2), true);
+    else
+      arch::wgmma_ss(acc, left + offset, right + offset, step > 0);
+  }
+}
+
+// dq [64 heads][2 kSize columns] += dS · panels of keys; and narrow [64 heads][32 columns] += dS · a narrow panel of
+// them.
+template <bool kNarrow, int kSize>
+HOPWELL_DEVICE void multiply_dq(float (&dq)[kSize], float (&narrow)[16], const Panel& ds, const Panel& keys,
+                                uint32_t narrow_keys) {
+  const uint64_t left = arch::at_address(tile::kRowsAlongK, arch::shared_address(&ds)),
+                 right = arch::at_address(tile::kRowsAcrossK, arch::shared_address(&keys)),
+                 right_narrow = arch::at_address(tile::kNarrowRowsAcrossK, narrow_keys);
+  HOPWELL_UNROLL
+  for (int step = 0; step < 4; ++step) {
+    arch::wgmma_ss<kBTransposed>(dq, left + uint64_t(2 * step), right + uint64_t(128 * step), true);
+    if constexpr (kNarrow)
+      arch::wgmma_ss<kBTransposed>(narrow, left + uint64_t(2 * step), right_narrow + uint64_t(64 * step), true);
+  }
+}
+
+// acc [64 keys][2 kSize columns] (+)= aᵀ · b, a [64 heads][64 keys], b [64 heads][a panel, or a narrow one]: by
+// address, so that the panel may be a run-time number. kHeadSteps: of 16 heads; the others are zeros.
+template <int kHeadSteps, bool kNarrow = false, int kSize>
+HOPWELL_DEVICE void multiply_transposed(float (&acc)[kSize], uint32_t a, uint32_t b, bool accumulate) {
+  const uint64_t left = arch::at_address(tile::kRowsAcrossK, a),
+                 right = arch::at_address(kNarrow ? tile::kNarrowRowsAcrossK : tile::kRowsAcrossK, b);
+  HOPWELL_UNROLL
+  for (int step = 0; step < kHeadSteps; ++step)
+    arch::wgmma_ss<kBothTransposed>(acc, left + uint64_t(128 * step), right + uint64_t((kNarrow ? 64 : 128) * step),
+                                    accumulate || step > 0);
+}
+
+// P or dS transposed, as A fragments for 64 keys: ldmatrix.trans, where lanes 0-7 give heads 0-7 of the first 8 keys,
+// 8-15 of the next 8 keys, 16-31 the same of heads 8-15.
+template <int kHeadSteps>
+HOPWELL_DEVICE void load_transposed(uint32_t (&fragments)[kHeadSteps][4], const Panel& from, int t) {
+  const int lane = t % 32;
+  const uint32_t source =
+      arch::shared_address(&from) + tile::swizzled((lane & 7) + 8 * (lane >> 4), t / 32 * 2 + (lane >> 3 & 1));
+  HOPWELL_UNROLL
+  for (int k = 0; k < kHeadSteps; ++k) arch::ldmatrix<arch::Transpose::yes>(fragments[k], source + uint32_t(2048 * k));
+}
+
+// acc [64 keys][2 kSize columns] (+)= such fragments · a panel of dO or Q, or half of it, by its address. That spares
+// shared memory.
+template <int kHeadSteps, int kSize>
+HOPWELL_DEVICE void multiply_fragments(float (&acc)[kSize], const uint32_t (&fragments)[kHeadSteps][4], uint32_t panel,
+                                       bool accumulate) {
+  const uint64_t right = arch::at_address(tile::kRowsAcrossK, panel);
+  HOPWELL_UNROLL
+  for (int k = 0; k < kHeadSteps; ++k)
+    arch::wgmma_rs<kBTransposed>(acc, fragments[k], right + uint64_t(128 * k), accumulate || k > 0);
+}
+
+// ---- P and dS
+
+// Which of its warp's 16 rows and two chunks of 8 columns a lane names for stmatrix and ldmatrix.
+struct MatrixLane {
+  int row, chunk;
+};
+HOPWELL_DEVICE MatrixLane matrix_lane(int t) { return {t / 32 * 16 + (t & 15), t >> 4 & 1}; }
+// Where in a panel that is, from chunk j on.
+HOPWELL_DEVICE uint32_t matrix_offset(const MatrixLane& lane, int j) {
+  return tile::swizzled(lane.row, j + lane.chunk);
+}
+
+// Scores to P in shared memory; with attn, `acc` keeps exp(score − lse).
+template <bool kAttn>
+HOPWELL_DEVICE void store_p(const Params& p, float (&acc)[32], const HeadValues<Config::kHeads>& heads,
+                            const Panel& target, int t) {
+  const auto &shift = heads.shift, &kept = heads.kept;
+  const int row = t / 32 * 16 + t % 32 / 4;
+  const float shift0 = shift[row], shift1 = shift[row + 8];
+  const float kept0 = kAttn ? kept[row] : 1, kept1 = kAttn ? kept[row + 8] : 1;
+  HOPWELL_UNROLL
+  for (int e = 0; e < 32; ++e) {
+    const float x = acc[e] * p.scale_log2 - (e & 2 ? shift1 : shift0);
+    acc[e] = arch::exp2_approx(x > Config::kLargestExponent ? Config::kLargestExponent : x);  // a NaN stays
+  }
+  HOPWELL_UNROLL
+  for (int j = 0; j < 8; j += 2) {
+    uint32_t packed[4];
+    HOPWELL_UNROLL
+    for (int m = 0; m < 4; ++m) {
+      const float factor = m & 1 ? kept1 : kept0;
+      packed[m] = arch::pack_bf16(kAttn ? acc[4 * j + 2 * m] * factor : acc[4 * j + 2 * m],
+                                  kAttn ? acc[4 * j + 2 * m + 1] * factor : acc[4 * j + 2 * m + 1]);
+    }
+    arch::stmatrix(arch::shared_address(&target) + matrix_offset(matrix_lane(t), j), packed);
+  }
+}
+
+// dP and P to dS in shared memory.
+HOPWELL_DEVICE void store_ds(const Params& p, const float (&acc)[32], const HeadValues<Config::kHeads>& heads,
+                             const Panel& source, const Panel& target, int t) {
+  const auto& delta = heads.delta;
+  const int row = t / 32 * 16 + t % 32 / 4;
+  const float delta0 = delta[row], delta1 = delta[row + 8];
+  HOPWELL_UNROLL
+  for (int j = 0; j < 8; j += 2) {
+    uint32_t probability[4], ds[4];
+    arch::ldmatrix(probability, arch::shared_address(&source) + matrix_offset(matrix_lane(t), j));
+    HOPWELL_UNROLL
+    for (int m = 0; m < 4; ++m) {
+      const float subtract = m & 1 ? delta1 : delta0;
+      const float low = arch::bit_cast<float>(probability[m] << 16),
+                  high = arch::bit_cast<float>(probability[m] & 0xffff0000);
+      ds[m] = arch::pack_bf16(low * (acc[4 * j + 2 * m] * p.sm_scale - subtract),
+                              high * (acc[4 * j + 2 * m + 1] * p.sm_scale - subtract));
+    }
+    arch::stmatrix(arch::shared_address(&target) + matrix_offset(matrix_lane(t), j), ds);
+  }
+}
+
+// Sums exp(score − lse) over a warp's 16 heads: within a lane, then over the 8 lanes of a column. The rest can wait
+// until the tensor cores have work.
+HOPWELL_DEVICE void sum_heads(const float (&acc)[32], float (&head_sums)[4][Config::kKeys], int t) {
+  const int lane = t % 32;
+  float sum[16];
+  HOPWELL_UNROLL
+  for (int i = 0; i < 16; ++i) sum[i] = acc[i / 2 * 4 + i % 2] + acc[i / 2 * 4 + i % 2 + 2];
+  tile::share_sums(sum, 8, 16, lane & 16);
+  tile::share_sums(sum, 4, 8, lane & 8);
+  tile::share_sums(sum, 2, 4, lane & 4);
+  const int column = 32 * (lane >> 4 & 1) + 16 * (lane >> 3 & 1) + 8 * (lane >> 2 & 1) + 2 * (lane & 3);
+  head_sums[t / 32][column] = sum[0];
+  head_sums[t / 32][column + 1] = sum[1];
+}
+
+// Adds them over the 4 warps to attn, which holds 0 or the sum of other heads. In the order of the selection, ordered
+// or not: restore_attn_order brings sums to their entries.
+HOPWELL_DEVICE void add_attn(const Params& p, const float (&head_sums)[4][Config::kKeys],
+                             const int (&keys)[Config::kKeys], const WorkTile& work, int step, int t) {
+  if (t < Config::kKeys && keys[t] >= 0)
+    arch::red_add(p.attn + work.query * p.attn_stride + work.first_entry + step * Config::kKeys + t,
+                  head_sums[0][t] + head_sums[1][t] + head_sums[2][t] + head_sums[3][t]);
+  arch::syncwarp();  // kept: lanes branched off
+}
+
+// ---- dQ
+
+// 16 columns of a warp's rows, from accumulators to bf16 in shared memory. target: of what this lane names.
+HOPWELL_DEVICE void stage_fragment(uint32_t target, const float* x) {
+  const uint32_t packed[4] = {arch::pack_bf16(x[0], x[1]), arch::pack_bf16(x[2], x[3]), arch::pack_bf16(x[4], x[5]),
+                              arch::pack_bf16(x[6], x[7])};
+  arch::stmatrix(target, packed);
+}
+
+// 2 kSize columns of 64 rows, to panels.
+template <int kSize>
+HOPWELL_DEVICE void stage_panels(const Panel* panels, const float (&x)[kSize], const MatrixLane& lane) {
+  HOPWELL_UNROLL
+  for (int j = 0; j < kSize / 4; j += 2)
+    stage_fragment(arch::shared_address(&panels[j / 8]) + matrix_offset(lane, j % 8), &x[4 * j]);
+}
+
+// What a slice gives of dQ, in fp32: columns from `column` on of the rows of `target`, as the accumulators have them.
+template <int kDqk, int kSize>
+HOPWELL_DEVICE void store_dq_slice(float* target, const float (&dq)[kSize], int column, int t) {
+  const int row = t / 32 * 16 + t % 32 / 4;
+  HOPWELL_UNROLL
+  for (int e = 0; e < kSize; ++e)
+    target[(row + (e & 2) * 4) * kDqk + column + e / 4 * 8 + 2 * (t & 3) + (e & 1)] = dq[e];
+}
+
+#endif
+
+}  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

@@ -1,0 +1,81 @@
+// sparse_mla_forward on GPUs: the kernels' parameters, and what becomes of a head's sum and maximum in the end.
+#pragma once
+
+#include "arch/sm80/memory.hpp"
+#include "ops/sparse_mla_forward/op.hpp"
+#include "tile/gpu/entries.hpp"
+#include "tile/gpu/softmax.hpp"
+
+namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
+
+using arch::bf16;
+
+struct Params {
+  tile::SelectionParams selection;
+  const bf16 *q, *kv;                                      // [s_q, h_q, d_qk], [s_kv, d_qk]
+  const float* attn_sink;                                  // [h_q], or null
+  bf16* out;                                               // [s_q, h_q, 512]
+  float *max_logits, *lse;                                 // [s_q, h_q], or null
+  int64_t q_stride_s, q_stride_h, kv_stride, sink_stride;  // elements
+  int64_t out_stride_s, out_stride_h, max_stride_s, max_stride_h, lse_stride_s, lse_stride_h;
+  uint32_t work_tiles;  // of all queries; where the kernel is persistent
+  int h_q, head_tiles;  // of a query; where the kernel is persistent
+  bool aligned;         // rows of q and kv, to 16 bytes
+  bool out_aligned;     // rows of out, to 16 bytes
+  float scale_log2;     // sm_scale · log2(e)
+};
+
+// Whether the rows of a bf16 tensor, of which `dims` dimensions say where each begins, are aligned to so many bytes.
+inline bool rows_aligned(const View& view, std::size_t dims, std::uintptr_t bytes = 16) {
+  bool aligned = reinterpret_cast<std::uintptr_t>(view.data) % bytes == 0;
+  for (std::size_t i = 0; i < dims; ++i)
+    aligned = aligned && (view.shape[i] <= 1 || view.stride[i] % static_cast<std::int64_t>(bytes / 2) == 0);
+  return aligned;
+}
+
+inline Params params_of(const Problem& problem) {
+  Params p{};
+  p.selection = tile::params_of(problem.selection);
+  p.q = problem.q.as<const bf16>();
+  p.kv = problem.kv.as<const bf16>();
+  p.attn_sink = problem.attn_sink.as<const float>();
+  p.out = problem.out.as<bf16>();
+  p.max_logits = problem.max_logits.as<float>();
+  p.lse = problem.lse.as<float>();
+  p.q_stride_s = problem.q.stride[0], p.q_stride_h = problem.q.stride[1], p.kv_stride = problem.kv.stride[0];
+  p.sink_stride = problem.attn_sink.stride[0];
+  p.out_stride_s = problem.out.stride[0], p.out_stride_h = problem.out.stride[1];
+  p.max_stride_s = problem.max_logits.stride[0], p.max_stride_h = problem.max_logits.stride[1];
+  p.lse_stride_s = problem.lse.stride[0], p.lse_stride_h = problem.lse.stride[1];
+  p.h_q = static_cast<int>(problem.h_q);
+  p.aligned = rows_aligned(problem.q, 2) && rows_aligned(problem.kv, 1);
+  p.out_aligned = rows_aligned(problem.out, 2);
+  p.scale_log2 = problem.sm_scale * tile::kLog2E;
+  return p;
+}
+
+// What a head's output is multiplied by in the end: 1 / sum, less with a sink; 0 if no key counts. `weight`: what the
+// output would have to be multiplied by to have the sum's reference.
+HOPWELL_DEVICE float output_scale(const Params& p, int head, float weight, float sum, float lse) {
+  float scale = sum == 0 ? 0 : weight / sum;
+  if (p.attn_sink && sum != 0 && head < p.h_q) scale /= tile::sink_divisor(p.attn_sink[head * p.sink_stride], lse);
+  return scale;
+}
+
+// Stores eight columns of a row of the output.
+HOPWELL_DEVICE void store_columns(const Params& p, bf16* to, const arch::Words4& words) {
+  if (p.out_aligned) {
+    arch::store_streaming(to, words);
+  } else {
+    HOPWELL_UNROLL
+    for (int i = 0; i < 8; ++i) to[i].bits = uint16_t(words.w[i / 2] >> 16 * (i % 2));
+  }
+}
+
+// `max`: in units of log 2.
+HOPWELL_DEVICE void store_statistics(const Params& p, int query, int head, float max, float lse) {
+  if (p.max_logits) p.max_logits[query * p.max_stride_s + head * p.max_stride_h] = max * tile::kLn2;
+  if (p.lse) p.lse[query * p.lse_stride_s + head * p.lse_stride_h] = lse;
+}
+
+}  // namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET

@@ -1,0 +1,19 @@
+// sparse_mla_forward for Hopper: which kernel runs a problem, and what its CTAs work on.
+#pragma once
+
+#include <cstdint>
+
+#include "ops/sparse_mla_forward/op.hpp"
+
+namespace hopwell::ops::sparse_mla_forward {
+
+// CTA b takes work tiles b, b + ctas, b + 2 ctas, … A work tile is a query and a tile of its heads; those of one query
+// are neighbours, so that they share its keys in L2.
+struct Plan {
+  int tile_heads;  // 16 or 32: all of a query's, in the kernel for few heads; 64: in the one for many
+  int head_tiles;  // of a query
+  std::uint32_t work_tiles, ctas;
+};
+Plan plan_of(const Problem& problem);
+
+}  // namespace hopwell::ops::sparse_mla_forward

@@ -1,0 +1,356 @@
+// sparse_mla_forward for Hopper, tiles of 64 heads.
+//
+//     out[s,h,:] = Σ_i exp2(score[s,h,i] − m) · kv[indices[s,i], :512] / Σ_i exp2(…)
+//                                                                      scores in units of log 2, m: reference
+//
+// Tile      one query, 64 heads; a step is two tiles of 64 keys, A and B; d_qk 576 or 512. CTAs are persistent: see
+//           plan.hpp. 128 heads are two work tiles side by side, which meet in L2.
+// Roles     warpgroup 0  low     S of tile A and its softmax; O += P V for columns 0 to 255 of both tiles
+//           warpgroup 1  high    the same for tile B and columns 256 to 511
+//           warpgroup 2  gather  see sm90/gather.hpp
+// Timeline  low      S_A ▓▓▓▓▓▓│exp│ O += P_A V_A ▓▓▓      ·      O += P_B V_B ▓▓▓│ S_A ▓▓▓▓▓▓│
+//           high     ··········S_B ▓▓▓▓▓▓▓▓▓│exp│ O += P_A V_A ▓▓▓ O += P_B V_B ▓▓▓ ·····│ S_B ▓▓▓
+//           gather   …B ▓▓▓▓▓          A low ▓▓▓▓▓      A rope, high ▓▓▓▓  B low ▓▓▓▓ B high ▓▓▓▓
+// Panels    A tile is freed in groups of panels of 64 columns, so that copies follow the products with V; it is waited
+//           for in two parts, so that S follows the copies as they land. More parts would be more fences, which hold up
+//           the products.
+// P         A warpgroup keeps its own P in registers as A fragments; the other's comes by shared memory, in the place
+//           of the RoPE panel, which nobody needs after S.
+// Softmax   The reference m moves only when a row's maximum passes it by more than 8: then O and the sums are scaled by
+//           exp2(m_old − m). References pass from tile to tile: A, B, A, …
+// Output    O goes through the place of tile B, so that whole rows are stored.
+// Code      All roles share one instruction cache, so it is short: both math warpgroups run the same instructions.
+// Budget    shared: Q 73,728 + K 2 × 73,728 + 2,048 = 223,232 B
+//           registers: 128 of O + 32 of S + 2 × 16 of P + ~30 (224); gather 56
+// Bound     64 keys: 2,176 clocks of the tensor cores; 301 KB through shared memory, 2,350 clocks; the gather 1,450 in
+//           L2
+#pragma once
+
+#include <cmath>
+
+#include "arch/sm80/convert.hpp"
+#include "arch/sm90/cluster.hpp"
+#include "arch/sm90/wgmma.hpp"
+#include "ops/sparse_mla_forward/sm90/gather.hpp"
+
+namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
+namespace many_heads {
+
+// When S_A has so many groups of panels left to multiply, S_B may start: together they would both end late.
+constexpr int kGroupsAfterTurn = 2;
+
+template <int kDqk_>
+struct SharedStorage {
+  static constexpr int kHeads = 64, kDqk = kDqk_;
+  static constexpr int kThreads = 384, kMathRegisters = 224, kGatherRegisters = 56;
+  // A tile is freed in groups of panels, and waited for in two parts.
+  static constexpr int kGroups = 4 + (kDqk > 512), kRopeGroup = 2, kParts = 2;
+
+  static constexpr HOPWELL_HOST_DEVICE int first_group(int part) { return part == 0 ? 0 : part == 1 ? 2 : kGroups; }
+  // Panels of the low warpgroup's output columns, RoPE (whose place P takes later), those of the high warpgroup.
+  static constexpr HOPWELL_HOST_DEVICE PanelGroup panels(int, int group) {
+    if (kDqk == 512 || group < kRopeGroup) return {2 * group, 2};
+    return group == kRopeGroup ? PanelGroup{8, 1} : PanelGroup{2 * group - 2, 2};
+  }
+  // The first group of a warpgroup's output columns.
+  static constexpr HOPWELL_HOST_DEVICE int first_group_of(int self) { return self == 0 ? 0 : kGroups - 2; }
+
+  alignas(1024) unsigned char q[kHeads * kDqk * 2];
+  alignas(1024) unsigned char keys[kStages][9 * tile::kPanelBytes];  // P takes the last panel
+  float reference[kStages][kHeads];                                  // of this tile's P
+  float sum[kStages][kHeads], max[kStages][kHeads];                  // in the end
+  alignas(16) uint32_t valid[kStages][4];                            // a bit for every row of a gather warp
+  arch::mbarrier q_empty;
+  tile::RingBarriers<kStages, kParts, kGroups> key_ring;
+  tile::RingBarriers<kStages> p_ring;
+  arch::mbarrier reference_full, sums_full, turn;
+};
+static_assert(sizeof(SharedStorage<576>) <= arch::sm90::kMaxSharedBytes);
+
+#if HOPWELL_HAS_SM90A
+
+// A thread's two rows (heads), lane / 4 and lane / 4 + 8 of its warp's 16: reference and maximum in units of log 2, and
+// the part of the sum that its own columns make.
+struct SoftmaxState {
+  float reference[2], max[2], sum[2];
+
+  /// Returns what the row's output shrinks by.
+  HOPWELL_DEVICE float move_reference(int r, float to) { return tile::move_reference(reference[r], sum[r], to); }
+};
+
+// S = Q Kᵀ: 64 heads, 64 keys, as the keys' panels come.
+template <class Storage>
+HOPWELL_DEVICE void multiply_scores(Storage& s, int stage, uint32_t parity, float (&scores)[32]) {
+  const uint64_t a = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.q));
+  const uint64_t b = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.keys[stage]));
+  const auto slot = tile::ring_stage(s.key_ring, stage, parity);
+  HOPWELL_UNROLL
+  for (int i = 0; i < Storage::kGroups; ++i) {
+    if (i == 0 || i == 2) {
+      slot.wait_full(i / 2);
+      arch::fence_proxy_async();
+      arch::wgmma_fence();
+    }
+    HOPWELL_UNROLL
+    for (int n = 0; n < 4 * Storage::panels(0, i).count; ++n) {
+      const int step = 4 * Storage::panels(0, i).first + n;
+      const uint64_t offset = tile::columns_on(step);
+      arch::wgmma_ss(scores, a + offset, b + offset, step > 0);
+    }
+    if (i == Storage::kGroups - kGroupsAfterTurn && stage == 0) tile::arrive_warp(s.turn);
+  }
+  arch::wgmma_commit();
+  arch::wgmma_wait<0>(scores);
+}
+
+// Masks the scores and finds the greatest of each row, in log 2. Returns a unit of the scores in log 2.
+HOPWELL_DEVICE float row_max(float scale_log2, const uint32_t (&valid)[4], float (&scores)[32], float (&max)[2]) {
+  const int column = arch::lane_index() % 4 * 2;
+  const uint32_t low = valid[0] | valid[1] << 16, high = valid[2] | valid[3] << 16;
+  float unit = scale_log2;
+  if ((low & high) != 0xffffffff || !(scale_log2 > 0)) {
+    unit = 1;
+    HOPWELL_UNROLL
+    for (int i = 0; i < 32; ++i) {
+      const bool counts = ((i < 16 ? low : high) >> (column + i / 4 % 4 * 8 + i % 2)) & 1;
+      scores[i] = counts ? scores[i] * scale_log2 : -INFINITY;
+    }
+  }
+  float part[4] = {scores[0], scores[1], scores[2], scores[3]};
+  HOPWELL_UNROLL
+  for (int i = 4; i < 32; ++i) part[i % 4] = fmaxf(part[i % 4], scores[i]);
+  HOPWELL_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    max[r] = fmaxf(part[2 * r], part[2 * r + 1]);
+    max[r] = tile::max_of_quad(max[r]) * unit;
+  }
+  return unit;
+}
+
+// Replaces scores by probabilities.
+HOPWELL_DEVICE void exponentiate(float unit, float (&scores)[32], SoftmaxState& state) {
+  const float shift[2] = {tile::finite_reference(state.reference[0]), tile::finite_reference(state.reference[1])};
+  float part[4] = {state.sum[0], 0, state.sum[1], 0};
+  HOPWELL_UNROLL
+  for (int i = 0; i < 32; ++i) {
+    scores[i] = arch::exp2_approx(fmaf(scores[i], unit, -shift[i / 2 % 2]));
+    part[i % 4] += scores[i];
+  }
+  state.sum[0] = part[0] + part[1];
+  state.sum[1] = part[2] + part[3];
+}
+
+// P as A fragments of the products with V.
+struct Probabilities {
+  uint32_t fragment[4][4];
+};
+template <class Storage>
+HOPWELL_DEVICE uint32_t p_address(const Storage& s, int stage, int step) {
+  const uint32_t lane = uint32_t(arch::lane_index()), row = uint32_t(arch::warp_index() % 4 * 16) + lane % 16;
+  return arch::shared_address(s.keys[stage]) + 8 * tile::kPanelBytes +
+         tile::swizzled(row, uint32_t(2 * step) + lane / 16);
+}
+
+// Rounds the probabilities, and stores them for the other warpgroup. With a RoPE panel the scores have waited for its
+// place to be free; without one nobody has.
+template <class Storage>
+HOPWELL_DEVICE void store_p(Storage& s, int stage, uint32_t parity, const float (&scores)[32], Probabilities& own) {
+  const auto slot = tile::ring_stage(s.p_ring, stage, parity);
+  if constexpr (Storage::kDqk == 512) slot.wait_empty();
+  HOPWELL_UNROLL
+  for (int step = 0; step < 4; ++step) {
+    HOPWELL_UNROLL
+    for (int i = 0; i < 4; ++i)
+      own.fragment[step][i] = arch::pack_bf16(scores[8 * step + 2 * i], scores[8 * step + 2 * i + 1]);
+    arch::stmatrix(p_address(s, stage, step), own.fragment[step]);
+  }
+  slot.commit();
+}
+
+template <class Storage>
+HOPWELL_DEVICE void load_p(Storage& s, int stage, uint32_t parity, Probabilities& remote) {
+  const auto slot = tile::ring_stage(s.p_ring, stage, parity);
+  slot.wait_full();
+  HOPWELL_UNROLL
+  for (int step = 0; step < 4; ++step) arch::ldmatrix(remote.fragment[step], p_address(s, stage, step));
+  if constexpr (Storage::kDqk == 512)
+    slot.release();
+  else
+    tile::ring_stage(s.key_ring, stage).release(Storage::kRopeGroup);
+}
+
+// From scores to probabilities. The reference moves where a row's maximum passes it; the high warpgroup starts from the
+// low one's. `factor`: what O shrinks by before this tile; `remote_factor`: before tile A, if that is the other's.
+template <class Storage>
+HOPWELL_DEVICE void softmax(const Params& p, Storage& s, int self, uint32_t parity, float (&scores)[32],
+                            SoftmaxState& state, float (&remote_factor)[2], float (&factor)[2]) {
+  const int lane = arch::lane_index(), row = arch::warp_index() % 4 * 16 + lane / 4;
+  float max[2];
+  const float unit = row_max(p.scale_log2, s.valid[self], scores, max);
+  if (self == 1) {
+    arch::mbarrier_wait(s.reference_full, parity);
+    HOPWELL_UNROLL
+    for (int r = 0; r < 2; ++r) remote_factor[r] = state.move_reference(r, s.reference[0][row + 8 * r]);
+  }
+  HOPWELL_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    state.max[r] = fmaxf(state.max[r], max[r]);
+    factor[r] = state.move_reference(r, tile::next_reference(state.reference[r], max[r]));
+    if (lane % 4 == 0) s.reference[self][row + 8 * r] = state.reference[r];
+  }
+  if (self == 0) tile::arrive_warp(s.reference_full);
+  exponentiate(unit, scores, state);
+}
+
+// What both warpgroups need in the end: sums of both. The low one writes max_logits and lse. Returns the scale of O.
+template <class Storage>
+HOPWELL_DEVICE void finish_softmax(const Params& p, Storage& s, int self, const WorkTile& work, uint32_t parity,
+                                   const SoftmaxState& state, float (&scale)[2]) {
+  const int lane = arch::lane_index(), first = arch::warp_index() % 4 * 16 + lane / 4;
+  float sum[2];
+  HOPWELL_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    sum[r] = tile::sum_of_quad(state.sum[r]);
+    if (lane % 4 == 0) s.sum[self][first + 8 * r] = sum[r], s.max[self][first + 8 * r] = state.max[r];
+  }
+  tile::arrive_warp(s.sums_full);
+  arch::mbarrier_wait(s.sums_full, parity);
+  HOPWELL_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    const int row = first + 8 * r, head = work.first_head + row;
+    const float total = s.sum[0][row] + s.sum[1][row], both = fmaxf(s.max[0][row], s.max[1][row]);
+    const float lse = tile::lse_of(state.reference[r], total), max = tile::max_or_nan(both, total);
+    scale[r] = output_scale(p, head, 1, total, lse);
+    if (self == 0 && lane % 4 == 0 && head < p.h_q) store_statistics(p, work.query, head, max, lse);
+  }
+}
+
+// ---- values ---------------------------------------------------------------------------------------------------------
+
+// O = O · factor + P V: 64 heads, 64 keys, this warpgroup's 256 columns. Each group of panels is freed as it is done
+// with.
+template <class Storage>
+HOPWELL_DEVICE void multiply_values(Storage& s, int self, int stage, const Probabilities& probabilities,
+                                    const float (&factor)[2], float (&out)[2][64], bool first, bool free) {
+  constexpr arch::WgmmaOptions kOptions{.b_major = arch::Major::mn};
+  const uint64_t v = arch::at_address(tile::kRowsAcrossK,
+                                      arch::shared_address(s.keys[stage]) + uint32_t(self) * 4 * tile::kPanelBytes);
+  if (!first && arch::ballot(factor[0] != 1 || factor[1] != 1) != 0) {
+    HOPWELL_UNROLL
+    for (int i = 0; i < 128; ++i) out[i / 64][i % 64] *= factor[i / 2 % 2];
+  }
+  const int first_group = Storage::first_group_of(self);
+  const auto slot = tile::ring_stage(s.key_ring, stage);
+  arch::wgmma_fence();
+  HOPWELL_UNROLL
+  for (int part = 0; part < 2; ++part) {
+    HOPWELL_UNROLL
+    for (int step = 0; step < 4; ++step) {
+      const uint64_t offset = (uint32_t(step) * 16 * 128 + uint32_t(part) * 2 * tile::kPanelBytes) >> 4;
+      arch::wgmma_rs<kOptions>(out[part], probabilities.fragment[step], v + offset, !first || step > 0);
+    }
+    arch::wgmma_commit();
+  }
+  arch::wgmma_wait<1>(out[0]);
+  if (free) slot.release(first_group);
+  arch::wgmma_wait<0>(out[1]);
+  if (free) slot.release(first_group + 1);
+}
+
+// Writes this warpgroup's half of the output by way of the place of tile B's half, whole rows at a time; frees it then.
+// A warp has 16 rows to itself.
+template <class Storage>
+HOPWELL_DEVICE void store_out(const Params& p, Storage& s, int self, const WorkTile& work, const float (&out)[2][64],
+                              const float (&scale)[2]) {
+  const uint32_t lane = uint32_t(arch::lane_index()), first = uint32_t(arch::warp_index() % 4 * 16);
+  const uint32_t place = arch::shared_address(s.keys[1]) + uint32_t(self) * 4 * tile::kPanelBytes;
+  HOPWELL_UNROLL
+  for (int n = 0; n < 16; ++n) {
+    uint32_t words[4];
+    HOPWELL_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const float* sums = &out[n / 8][n % 8 * 8 + 2 * i];
+      words[i] = scale[i % 2] == 0 ? 0 : arch::pack_bf16(sums[0] * scale[i % 2], sums[1] * scale[i % 2]);
+    }
+    arch::stmatrix(place + uint32_t(n / 4) * tile::kPanelBytes +
+                       tile::swizzled(first + lane % 16, uint32_t(n % 4 * 2) + lane / 16),
+                   words);
+  }
+  arch::syncwarp();
+  bf16* const target = p.out + work.query * p.out_stride_s + 256 * self + lane * 8;
+  HOPWELL_NO_UNROLL
+  for (uint32_t row = first; row < first + 16; row += 4) {
+    HOPWELL_UNROLL
+    for (uint32_t i = row; i < row + 4; ++i) {
+      const int head = work.first_head + int(i);
+      const arch::Words4 words =
+          arch::load_shared_v4(place + lane / 8 * tile::kPanelBytes + tile::swizzled(i, lane % 8));
+      bf16* to = target + head * p.out_stride_h;
+      if (head >= p.h_q) continue;
+      store_columns(p, to, words);
+    }
+  }
+  HOPWELL_UNROLL
+  for (int i = 0; i < 2; ++i) tile::ring_stage(s.key_ring, 1).release(Storage::first_group_of(self) + i);
+}
+
+// Warpgroup `self` has tile `self` of every step and columns 256 · self and up. O takes the tiles in order. Both run
+// the same instructions, so that they share the instruction cache.
+template <class Storage>
+HOPWELL_DEVICE void math(const Params& p, Storage& s, int self) {
+  const int row = arch::warp_index() % 4 * 16 + arch::lane_index() / 4;
+  uint32_t parity = 0, work_parity = 0;
+  HOPWELL_NO_UNROLL
+  for (uint32_t number = uint32_t(arch::block_index()); number < p.work_tiles;
+       number += uint32_t(arch::grid_size()), work_parity ^= 1) {
+    const WorkTile work = work_tile_of(p, number, Storage::kHeads);
+    SoftmaxState state{{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}, {0, 0}};
+    float out[2][64];
+    tile::ring_stage(s.key_ring, self, parity).wait_full(1 - self);  // Q came before
+    HOPWELL_NO_UNROLL
+    for (int i = 0; i < work.steps; ++i, parity ^= 1) {
+      float scores[32], factor[2], remote_factor[2];
+      Probabilities own;
+      if (self == 1) arch::mbarrier_wait(s.turn, parity);  // kept: order alone, for speed
+      multiply_scores(s, self, parity, scores);
+      if (i == work.steps - 1) tile::arrive_warp(s.q_empty);
+      softmax(p, s, self, parity, scores, state, remote_factor, factor);
+      store_p(s, self, parity, scores, own);
+      HOPWELL_NO_UNROLL
+      for (int stage = 0; stage < kStages; ++stage) {
+        Probabilities probabilities = own;
+        float shrink[2] = {factor[0], factor[1]};
+        if (stage != self) {
+          load_p(s, stage, parity, probabilities);
+          HOPWELL_UNROLL
+          for (int r = 0; r < 2; ++r)
+            shrink[r] = self == 1 ? remote_factor[r] : state.move_reference(r, s.reference[1][row + 8 * r]);
+        }
+        multiply_values(s, self, stage, probabilities, shrink, out, i == 0 && stage == 0,
+                        i < work.steps - 1 || stage == 0);
+      }
+    }
+    float scale[2];
+    finish_softmax(p, s, self, work, work_parity, state, scale);
+    store_out(p, s, self, work, out, scale);
+  }
+}
+
+// ---- barriers -------------------------------------------------------------------------------------------------------
+
+template <int kDqk>
+HOPWELL_DEVICE void initialise(SharedStorage<kDqk>& s) {
+  constexpr uint32_t kWarps = 4, kGatherThreads = 128;
+  arch::mbarrier_init(s.q_empty, 2 * kWarps);
+  s.key_ring.init(kGatherThreads, kWarps, kWarps);
+  s.p_ring.init(kWarps, kWarps);
+  arch::mbarrier_init(s.reference_full, kWarps);
+  arch::mbarrier_init(s.turn, kWarps);
+  arch::mbarrier_init(s.sums_full, 2 * kWarps);
+  arch::fence_mbarrier_init();
+}
+
+#endif
+
+}  // namespace many_heads
+}  // namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET

@@ -1,0 +1,71 @@
+// Numbers of bf16 or fp32 as sums of bf16, their limbs: each holds the leading eight digits of what the ones before have
+// left. bf16 itself is one limb; three hold all 24 digits of fp32, two hold 16.
+#pragma once
+
+#include <cmath>
+
+#include "arch/sm80/convert.hpp"
+#include "arch/sm80/memory.hpp"
+
+namespace hopwell::tile {
+
+template <class T>
+inline constexpr int kLimbs = sizeof(T) == 2 ? 1 : 3;
+
+/// Eight neighbouring columns of a row: 16 bytes a limb.
+template <int kTheLimbs>
+struct Chunk {
+  arch::Words4 limb[kTheLimbs];
+};
+
+/// Takes the leading eight digits from a number: bits of bf16, in the upper half.
+HOPWELL_DEVICE uint32_t take_limb(float& x) {
+  const uint32_t bits = arch::bit_cast<uint32_t>(x) & 0xffff0000U;
+  x -= arch::bit_cast<float>(bits);
+  return bits;
+}
+
+/// The limbs of finite numbers.
+template <int kTheLimbs>
+HOPWELL_DEVICE Chunk<kTheLimbs> split_finite(const float (&x)[8]) {
+  Chunk<kTheLimbs> chunk;
+  HOPWELL_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    float low = x[2 * i], high = x[2 * i + 1];
+    HOPWELL_UNROLL
+    for (int limb = 0; limb < kTheLimbs - 1; ++limb) chunk.limb[limb].w[i] = take_limb(low) >> 16 | take_limb(high);
+    chunk.limb[kTheLimbs - 1].w[i] = arch::pack_bf16(low, high);
+  }
+  return chunk;
+}
+
+/// The limbs of any numbers: infinities and NaN go to the first limb.
+template <int kTheLimbs>
+HOPWELL_DEVICE Chunk<kTheLimbs> split(const float (&x)[8]) {
+  float finite[8];
+  uint32_t special[8];
+  HOPWELL_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    const bool is_finite = fabsf(x[i]) < INFINITY;
+    finite[i] = is_finite ? x[i] : 0;
+    special[i] = is_finite ? 0 : x[i] != x[i] ? 0x7fc0 : arch::bit_cast<uint32_t>(x[i]) >> 16;
+  }
+  Chunk<kTheLimbs> chunk = split_finite<kTheLimbs>(finite);
+  HOPWELL_UNROLL
+  for (int i = 0; i < 8; ++i) chunk.limb[0].w[i / 2] |= special[i] << 16 * (i % 2);
+  return chunk;
+}
+
+/// The numbers whose limbs these are.
+template <int kTheLimbs>
+HOPWELL_DEVICE void sum_limbs(const Chunk<kTheLimbs>& chunk, float (&x)[8]) {
+  HOPWELL_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    x[i] = 0;
+    HOPWELL_UNROLL
+    for (const arch::Words4& limb : chunk.limb)
+      x[i] += arch::bit_cast<float>(i % 2 ? limb.w[i / 2] & 0xffff0000U : limb.w[i / 2] << 16);
+  }
+}
+
+}  // namespace hopwell::tile

@@ -1,0 +1,45 @@
+// Matrices of bf16 or fp32 in global memory whose rows may begin anywhere.
+#pragma once
+
+#include "runtime/check.hpp"
+#include "tile/gpu/limbs.hpp"
+
+namespace hopwell::tile {
+
+/// A matrix, or rows of one.
+template <class T>
+struct RowMajor {
+  const T* data;
+  int64_t stride;  // elements
+  int columns;
+  bool in_chunks;  // every row is whole chunks of 16 bytes, aligned
+
+  /// Columns `column` to `column` + 7 of a row in limbs, zeros past the last one.
+  HOPWELL_DEVICE Chunk<kLimbs<T>> chunk(const T* row, int column) const {
+    Chunk<kLimbs<T>> chunk{};
+    if (column >= columns) return chunk;
+    if constexpr (sizeof(T) == 2) {
+      if (in_chunks) return {{*reinterpret_cast<const arch::Words4*>(row + column)}};
+      HOPWELL_UNROLL
+      for (int i = 0; i < 8; ++i)
+        if (column + i < columns) chunk.limb[0].w[i / 2] |= uint32_t{row[column + i].bits} << 16 * (i % 2);
+      return chunk;
+    } else {
+      float x[8];
+      HOPWELL_UNROLL
+      for (int i = 0; i < 8; ++i) x[i] = column + i < columns ? row[column + i] : 0;
+      return split<kLimbs<T>>(x);
+    }
+  }
+};
+
+/// The last dimension of a view as columns, the one before, of `dims` others, as rows.
+template <class T>
+RowMajor<T> row_major(const View& view, std::size_t dims) {
+  const auto width = static_cast<std::int64_t>(sizeof(T));
+  bool aligned = reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0 && view.shape[dims] % 8 == 0;
+  for (std::size_t i = 0; i < dims; ++i) aligned &= view.shape[i] <= 1 || view.stride[i] * width % 16 == 0;
+  return {view.as<const T>(), view.stride[dims - 1], static_cast<int>(view.shape[dims]), aligned};
+}
+
+}  // namespace hopwell::tile

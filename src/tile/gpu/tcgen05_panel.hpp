@@ -1,0 +1,70 @@
+// Panels for tcgen05's products, which lie as panel.hpp says, in shared memory: descriptors, and tiles of 64 selected rows that
+// the copy engine gathers, four rows an instruction.
+#pragma once
+
+#include "arch/sm100/tcgen05.hpp"
+#include "arch/sm100/tma.hpp"
+#include "arch/sm90/make_tensor_map.hpp"
+#include "tile/gpu/entries.hpp"
+#include "tile/gpu/panel.hpp"
+#include "tile/gpu/views.hpp"
+
+namespace hopwell::tile {
+
+/// As kRowsAlongK and its like. Rows across K: panels of kRows rows side by side.
+inline constexpr uint64_t kTcgen05RowsAlongK = arch::tcgen05_descriptor({arch::Swizzle::bytes128, 16, 1024}),
+                          kTcgen05NarrowRowsAlongK = arch::tcgen05_descriptor({arch::Swizzle::bytes64, 16, 512});
+template <int kRows>
+inline constexpr uint64_t kTcgen05RowsAcrossK = arch::tcgen05_descriptor({arch::Swizzle::bytes128, kRows * 128, 1024});
+template <int kRows>
+inline constexpr uint64_t kTcgen05NarrowRowsAcrossK =
+    arch::tcgen05_descriptor({arch::Swizzle::bytes64, kRows * 64, 512});
+
+/// A gather copies four rows; so many lanes of a warp copy a tile's.
+inline constexpr int kGatherLanes = kTileRows / 4;
+
+/// The rows that a lane copies of the tile that begins with entry `first`: 4 lane to 4 lane + 3. -1 for entries that do not
+/// count: the copy engine gives zeros.
+HOPWELL_DEVICE void load_gathered_keys(int (&keys)[4], const Entries& entries, int first, int lane) {
+  HOPWELL_UNROLL
+  for (int i = 0; i < 4; ++i) keys[i] = entries.key(first + 4 * lane + i);
+}
+
+#if HOPWELL_HAS_SM100A
+
+/// A warp starts the copies of a tile's kPanels panels to a stage of a ring. Its first lane waits for the stage, since it copies
+/// to all of them: others could fall behind by two phases of the barrier and wait for ever.
+template <int kPanels, class Slot>
+HOPWELL_DEVICE void gather_tile(const Slot& slot, const void* stage, const arch::TensorMap& map, const int (&keys)[4]) {
+  const int lane = arch::lane_index();
+  const uint32_t to = arch::shared_address(stage) + uint32_t(lane) * (kPanelBytes / kGatherLanes);
+  if (lane == 0) {
+    slot.wait_empty();
+    arch::mbarrier_arrive_expect_tx(slot.full(), kPanels * kPanelBytes);
+  }
+  arch::syncwarp();
+  for (int panel = 0; panel < kPanels && lane < kGatherLanes; ++panel)
+    arch::tma_gather4<1>(to + uint32_t(panel) * kPanelBytes, map, kPanelColumns * panel, keys,
+                         arch::shared_address(&slot.full()));
+}
+
+#endif
+
+// Each kernel file has its own: see make_tensor_map.
+namespace {
+
+/// The rows of a bf16 matrix for gathers of `columns` columns. A matrix without rows lends those of `other`: then no entry
+/// counts, and of none more than zeros is asked for.
+[[maybe_unused]] arch::TensorMap map_of_rows(const View& rows, const View& other, int width, int columns,
+                                             arch::Swizzle swizzle) {
+  const std::int64_t count = rows.shape[0] > 0 ? rows.shape[0] : 1, stride = count > 1 ? rows.stride[0] : width;
+  return arch::make_tensor_map({.address = rows.shape[0] > 0 ? rows.data : other.data,
+                                .rank = 2,
+                                .extent = {static_cast<std::uint64_t>(width), static_cast<std::uint64_t>(count)},
+                                .stride_bytes = {2 * static_cast<std::uint64_t>(stride)},
+                                .box = {static_cast<std::uint32_t>(columns), 1},
+                                .swizzle = swizzle});
+}
+
+}  // namespace
+}  // namespace hopwell::tile

@@ -1,0 +1,141 @@
+// How lightning_indexer and its backward cut their work on devices of any size. No GPU is needed.
+#include "ops/lightning_indexer/plan.hpp"
+
+#include <gtest/gtest.h>
+
+#include "ops/lightning_indexer_backward/plan.hpp"
+
+namespace hopwell::ops {
+namespace {
+
+constexpr int kSms[] = {8, 66, 114, 132, 148};
+constexpr std::int64_t kKeysPerCta = 384;
+
+lightning_indexer::Problem forward(std::int64_t s_q, std::int64_t s_kv, std::int64_t h_index, int sms) {
+  lightning_indexer::Problem p;
+  p.s_q = s_q, p.s_kv = s_kv, p.h_index = h_index, p.d_index = 128, p.topk = 2048;
+  p.device.sms = sms;
+  return p;
+}
+
+// Every tile belongs to one slice, and the tiles of a query to the same one.
+void expect_whole(const lightning_indexer::ScorePlan& plan, const lightning_indexer::Problem& p) {
+  const auto& [padded_heads, queries_per_tile, tiles_per_query, tiles, tiles_per_slice] = plan.queries;
+  EXPECT_EQ(queries_per_tile, 64 / padded_heads);
+  EXPECT_GE(std::int64_t{padded_heads} * tiles_per_query, p.h_index);
+  EXPECT_TRUE(queries_per_tile == 1 || tiles_per_query == 1);
+  EXPECT_EQ(tiles % tiles_per_query, 0);
+  EXPECT_GE(std::int64_t{tiles / tiles_per_query} * queries_per_tile, p.s_q);
+  EXPECT_EQ(tiles_per_slice % tiles_per_query, 0);
+  EXPECT_GE(plan.slices * std::int64_t{tiles_per_slice}, tiles);
+  EXPECT_LT((plan.slices - 1) * std::int64_t{tiles_per_slice}, tiles);
+  EXPECT_LE(plan.slices, 65535U);
+  EXPECT_EQ(plan.key_blocks, (p.s_kv + kKeysPerCta - 1) / kKeysPerCta);
+}
+
+TEST(LightningIndexerPlan, ScoresOfAllTilesAreMadeOnce) {
+  for (const int sms : kSms) {
+    for (const std::int64_t h_index : {1, 8, 9, 16, 33, 64, 65, 200}) {
+      for (const std::int64_t s_q : {1, 3, 512, 70'000}) {
+        const auto p = forward(s_q, 5000, h_index, sms);
+        SCOPED_TRACE(testing::Message() << sms << " SMs, " << h_index << " heads, " << s_q << " queries");
+        expect_whole(plan_mma_score(p, s_q, kKeysPerCta), p);
+        expect_whole(plan_wgmma_score(p, s_q, kKeysPerCta), p);
+      }
+    }
+  }
+}
+
+TEST(LightningIndexerPlan, RowsOfAQueryFillATile) {
+  const auto padded = [](std::int64_t h_index) {
+    const auto p = forward(1, 100, h_index, 132);
+    return std::pair{plan_mma_score(p, 1, kKeysPerCta).queries.padded_heads,
+                     plan_wgmma_score(p, 1, kKeysPerCta).queries.padded_heads};
+  };
+  EXPECT_EQ(padded(1), std::pair(8, 8));
+  EXPECT_EQ(padded(17), std::pair(24, 32));
+  EXPECT_EQ(padded(64), std::pair(64, 64));
+  EXPECT_EQ(padded(100), std::pair(64, 64));
+}
+
+// 512 queries of 8,192 keys: 22 blocks of keys.
+TEST(LightningIndexerPlan, SlicesFillRoundsOfTheMultiprocessors) {
+  const auto tiles_per_slice = [](int sms) {
+    return plan_wgmma_score(forward(512, 8192, 64, sms), 512, kKeysPerCta).queries.tiles_per_slice;
+  };
+  EXPECT_EQ(tiles_per_slice(8), 128);
+  EXPECT_EQ(tiles_per_slice(66), 171);
+  EXPECT_EQ(tiles_per_slice(114), 103);
+  EXPECT_EQ(tiles_per_slice(132), 86);
+  EXPECT_EQ(tiles_per_slice(148), 40);
+}
+
+TEST(LightningIndexerPlan, ClustersHaveRoomForARow) {
+  const auto cluster = [](std::int64_t s_kv) {
+    const auto [warps, size] = plan_cluster_select(forward(1, s_kv, 64, 132));
+    return std::pair{warps, int(size)};
+  };
+  EXPECT_EQ(cluster(0), std::pair(1, 1));
+  EXPECT_EQ(cluster(8192), std::pair(8, 1));
+  EXPECT_EQ(cluster(8193), std::pair(5, 2));
+  EXPECT_EQ(cluster(65'536), std::pair(8, 8));
+  EXPECT_EQ(cluster(65'537), std::pair(9, 8));
+  EXPECT_EQ(cluster(262'144), std::pair(32, 8));
+  EXPECT_EQ(cluster(262'145), std::pair(0, 0)) << "no cluster holds it";
+}
+
+TEST(LightningIndexerPlan, FewQueriesHaveMoreWarpsEach) {
+  for (const int sms : kSms) {
+    EXPECT_EQ(plan_select(forward(1, 65'536, 64, sms), 2 * sms).warps, 32);
+    EXPECT_EQ(plan_select(forward(1, 65'536, 64, sms), 2 * sms + 1).warps, 8);
+    EXPECT_EQ(plan_select(forward(1, 100, 64, sms), 1).warps, 1);
+  }
+}
+
+TEST(LightningIndexerPlan, PassesHaveRoomInTheWorkspace) {
+  for (const std::int64_t s_kv : {1, 8192, 1 << 20, 1 << 24}) {
+    const auto p = forward(3000, s_kv, 64, 132);
+    std::int64_t next = 0;
+    for_each_pass(p, [&](std::int64_t first, std::int64_t count) {
+      EXPECT_EQ(first, next);
+      EXPECT_LE(4 * static_cast<std::size_t>(count * s_kv), workspace_bytes(p));
+      next += count;
+    });
+    EXPECT_EQ(next, p.s_q);
+    EXPECT_LE(workspace_bytes(p), std::max<std::size_t>(64 << 20, 32 * 4 * static_cast<std::size_t>(s_kv)));
+  }
+}
+
+lightning_indexer_backward::Problem backward(bool deterministic, int sms) {
+  lightning_indexer_backward::Problem p;
+  p.s_q = 100, p.s_kv = 1000, p.h_index = 65, p.d_index = 100, p.topk = 77, p.deterministic = deterministic;
+  p.device.sms = sms;
+  return p;
+}
+
+TEST(LightningIndexerBackwardPlan, WorkspaceHoldsItsParts) {
+  const auto floats = workspace_of(backward(false, 132));
+  EXPECT_EQ(floats.gradients, 0U);
+  EXPECT_EQ(floats.losses, 30'976U);  // 4 · 100 · 77 bytes, in whole 256
+  EXPECT_EQ(floats.bytes, 30'976U + 1'024U);
+  const auto fixed = workspace_of(backward(true, 132));
+  EXPECT_EQ(fixed.fixed_d_k, floats.bytes);
+  EXPECT_EQ(fixed.largest, fixed.fixed_d_k + 800'000U);
+  EXPECT_EQ(fixed.count, fixed.largest + 4'096U);
+  EXPECT_EQ(fixed.bytes, fixed.count + 4'096U);
+}
+
+TEST(LightningIndexerBackwardPlan, PassesFillTheDevice) {
+  for (const int sms : kSms) {
+    auto p = backward(false, sms);
+    const auto plan = plan_of(p);
+    EXPECT_EQ(plan.pass_ctas, std::min(391U, 8U * static_cast<unsigned>(sms)));  // 100,000 elements
+    EXPECT_EQ(plan.head_tiles, 2);
+    EXPECT_EQ(plan.column_blocks, 4);
+    p.s_kv = 0;
+    EXPECT_EQ(plan_of(p).pass_ctas, 0U);
+  }
+}
+
+}  // namespace
+}  // namespace hopwell::ops

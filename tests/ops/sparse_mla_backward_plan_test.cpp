@@ -1,0 +1,228 @@
+// The plan of sparse_mla_backward on devices of many sizes: all work once, nothing in the workspace twice.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+
+#include "ops/sparse_mla_backward/plan.hpp"
+
+namespace hopwell::ops::sparse_mla_backward {
+namespace {
+
+constexpr std::size_t kMiB = std::size_t{1} << 20;
+constexpr MainKernels kHopper{64, 64, 128, false}, kPairInFixedPoint{64, 64, 128, true};
+constexpr int kSms[] = {8, 66, 114, 132, 148};
+
+View view(DType dtype, std::initializer_list<std::int64_t> shape) {
+  static float somewhere[4];  // aligned; nothing is read or written
+  View v;
+  v.data = somewhere, v.dtype = dtype, v.present = true;
+  for (const std::int64_t size : shape) v.shape.at(static_cast<std::size_t>(v.ndim++)) = size;
+  std::int64_t stride = 1;
+  for (int i = v.ndim - 1; i >= 0; --i)
+    v.stride.at(static_cast<std::size_t>(i)) = stride, stride *= v.shape.at(static_cast<std::size_t>(i));
+  return v;
+}
+
+Problem problem_of(std::int64_t s_q, std::int64_t h_q, std::int64_t s_kv, std::int64_t topk, int sms) {
+  Problem p;
+  p.s_q = s_q, p.h_q = h_q, p.s_kv = s_kv, p.topk = topk, p.d_qk = 576, p.d_v = 512;
+  p.q = p.dq = view(DType::kBFloat16, {s_q, h_q, 576});
+  p.kv = view(DType::kBFloat16, {s_kv, 576});
+  p.out = p.d_out = view(DType::kBFloat16, {s_q, h_q, 512});
+  p.dkv = view(DType::kFloat32, {s_kv, 576});
+  p.device = {.location = {kDLCUDA, 0}, .capability = 90, .sms = sms, .l2_bytes = 60 * kMiB};
+  return p;
+}
+
+// Every head of every query meets every entry of its row once.
+void expect_all_work_once(const Problem& p, const Plan& plan) {
+  std::map<std::pair<int, int>, std::vector<std::pair<int, int>>> ranges;  // of entries, by query and 64 heads
+  for (const MainPass& pass : {plan.pairs, plan.singles}) {
+    int first_slice = 0;
+    for (int cluster = 0; cluster < pass.clusters(); ++cluster) {
+      const WorkTile work = work_tile_of(pass, cluster, pass.heads);
+      ASSERT_TRUE(work.query >= 0 && work.query < p.s_q);
+      ASSERT_TRUE(work.first_head >= 0 && work.first_head < p.h_q);
+      ASSERT_EQ(work.slice, cluster < pass.whole_tiles ? -1 : first_slice++);
+      const int end = work.slice < 0 ? static_cast<int>(p.topk) : work.first_entry + pass.slice_entries;
+      for (int head = work.first_head; head < work.first_head + pass.heads; head += 64)
+        ranges[{work.query, head}].emplace_back(work.first_entry, std::min(end, static_cast<int>(p.topk)));
+    }
+  }
+  for (int query = 0; query < p.s_q; ++query) {
+    for (int head = 0; head < p.h_q; head += 64) {
+      auto& of_head = ranges[{query, head}];
+      std::sort(of_head.begin(), of_head.end());
+      int covered = 0;
+      for (const auto& [first, end] : of_head) {
+        if (end <= first) continue;  // a slice may be empty
+        ASSERT_EQ(first, covered) << query << ' ' << head;
+        covered = end;
+      }
+      ASSERT_EQ(covered, p.topk) << query << ' ' << head;
+    }
+  }
+}
+
+TEST(SparseMlaBackwardPlan, AllWorkOnce) {
+  for (const int sms : kSms)
+    for (const std::int64_t s_q : {1, 3, 65, 133, 300})
+      for (const std::int64_t h_q : {1, 64, 65, 128, 129, 192, 200})
+        for (const std::int64_t topk : {1, 64, 200, 2048})
+          for (const bool deterministic : {false, true})
+            for (const MainKernels& kernels : {kHopper, kPairInFixedPoint}) {
+              Problem p = problem_of(s_q, h_q, 8192, topk, sms);
+              p.deterministic = deterministic;
+              expect_all_work_once(p, make_plan(p, kernels));
+            }
+}
+
+TEST(SparseMlaBackwardPlan, HeadsGoToPairsFirst) {
+  const auto blocks = [](std::int64_t h_q, bool deterministic, const MainKernels& kernels) {
+    Problem p = problem_of(10, h_q, 1000, 64, 132);
+    p.deterministic = deterministic;
+    const Plan plan = make_plan(p, kernels);
+    return std::pair{plan.pairs.head_blocks, plan.singles.head_blocks};
+  };
+  using Blocks = std::pair<int, int>;
+  EXPECT_EQ(blocks(16, false, kHopper), Blocks(0, 1));
+  EXPECT_EQ(blocks(64, false, kHopper), Blocks(0, 1));
+  EXPECT_EQ(blocks(65, false, kHopper), Blocks(1, 0));
+  EXPECT_EQ(blocks(128, false, kHopper), Blocks(1, 0));
+  EXPECT_EQ(blocks(192, false, kHopper), Blocks(1, 1));
+  EXPECT_EQ(blocks(256, false, kHopper), Blocks(2, 0));
+  EXPECT_EQ(blocks(128, true, kHopper), Blocks(0, 2));
+  EXPECT_EQ(blocks(128, true, kPairInFixedPoint), Blocks(1, 0));
+}
+
+TEST(SparseMlaBackwardPlan, SlicesFillTheLastWave) {
+  for (const int sms : kSms) {
+    for (const std::int64_t h_q : {64, 128}) {
+      for (std::int64_t s_q = 1; s_q <= 400; ++s_q) {
+        const Problem p = problem_of(s_q, h_q, 32768, 2048, sms);
+        const Plan plan = make_plan(p, kHopper);
+        const MainPass& pass = h_q == 64 ? plan.singles : plan.pairs;
+        const int at_a_time = sms / pass.ctas;
+        ASSERT_EQ(pass.whole_tiles + pass.sliced_tiles, s_q);
+        ASSERT_LE(pass.slices, 8);
+        if (pass.slices == 1) continue;
+        EXPECT_EQ(pass.whole_tiles % at_a_time, 0);
+        EXPECT_LE(pass.sliced_tiles * pass.slices, at_a_time);
+        EXPECT_EQ(pass.slice_entries % 64, 0);
+        EXPECT_LE(plan.workspace.bytes, 4UL * 32768 * 576 + (4UL * 2048 + 4) * 400 + 2048);
+      }
+    }
+  }
+  // 4,096 queries on a whole H200: 31 waves and 4 tiles, or 62 and 4.
+  const Plan single = make_plan(problem_of(4096, 64, 8192, 2048, 132), kHopper),
+             pair = make_plan(problem_of(4096, 128, 8192, 2048, 132), kHopper);
+  EXPECT_EQ(single.singles.sliced_tiles, 4);
+  EXPECT_EQ(single.singles.slices, 8);
+  EXPECT_EQ(pair.pairs.sliced_tiles, 4);
+  EXPECT_EQ(pair.pairs.slices, 8);
+  EXPECT_EQ(single.workspace.bytes, 4UL * 4 * 8 * 64 * 576);
+}
+
+// Sums that are not in the output must be added to in any case, so slices would add nothing but dq's memory.
+TEST(SparseMlaBackwardPlan, NoSlicesWhereSumsAreInTheWorkspace) {
+  Problem p = problem_of(133, 64, 8192, 2048, 132);
+  EXPECT_GT(make_plan(p, kHopper).singles.slices, 1);
+  p.accumulate = true;
+  EXPECT_EQ(make_plan(p, kHopper).singles.slices, 1);
+  p.accumulate = false, p.deterministic = true;
+  EXPECT_EQ(make_plan(p, kHopper).singles.slices, 1);
+}
+
+TEST(SparseMlaBackwardPlan, WhereDkvIsSummed) {
+  const auto sums = [](const auto& change) {
+    Problem p = problem_of(10, 64, 1000, 64, 132);
+    change(p);
+    return make_plan(p, kHopper).sums;
+  };
+  EXPECT_EQ(sums([](Problem&) {}), DkvSums::output);
+  EXPECT_EQ(sums([](Problem& p) { p.dkv = {}; }), DkvSums::none);
+  EXPECT_EQ(sums([](Problem& p) { p.accumulate = true; }), DkvSums::scratch);
+  EXPECT_EQ(sums([](Problem& p) { p.dkv.dtype = DType::kBFloat16; }), DkvSums::scratch);
+  EXPECT_EQ(sums([](Problem& p) { p.dkv.stride[0] = 577; }), DkvSums::scratch);
+  EXPECT_EQ(sums([](Problem& p) { p.dkv.data = static_cast<char*>(p.dkv.data) + 4; }), DkvSums::scratch);
+  EXPECT_EQ(sums([](Problem& p) { p.deterministic = true; }), DkvSums::fixed_point);
+  EXPECT_EQ(sums([](Problem& p) { p.deterministic = true, p.topk = 0; }), DkvSums::output);
+}
+
+TEST(SparseMlaBackwardPlan, OrderAndPaceFollowL2) {
+  const auto plan = [](std::int64_t s_kv, int sms, std::size_t l2_bytes) {
+    Problem p = problem_of(4096, 64, s_kv, 2048, sms);
+    p.device.l2_bytes = l2_bytes;
+    return make_plan(p, kHopper);
+  };
+  for (const int sms : kSms) {
+    EXPECT_FALSE(plan(8 << 10, sms, 60 * kMiB).ascending);
+    for (const std::int64_t s_kv : {32 << 10, 64 << 10, 128 << 10}) {
+      const Plan large = plan(s_kv, sms, 60 * kMiB);
+      EXPECT_TRUE(large.ascending && large.orders_rows && large.paces);
+      EXPECT_EQ(large.prefetches_sums, s_kv == 128 << 10);
+      EXPECT_EQ(large.pace_slack, s_kv == 32 << 10 ? 7 : s_kv == 64 << 10 ? 3 : 1);
+    }
+    EXPECT_FALSE(plan(32 << 10, sms, 126 * kMiB).ascending);
+    EXPECT_TRUE(plan(8 << 10, sms, 10 * kMiB).ascending);
+  }
+  Problem ascending = problem_of(4096, 64, 32 << 10, 8192, 132);
+  EXPECT_FALSE(make_plan(ascending, kHopper).ascending);  // too long to be put in order
+  ascending.indices_ascending = true;
+  EXPECT_TRUE(make_plan(ascending, kHopper).paces);
+  EXPECT_FALSE(make_plan(ascending, kHopper).orders_rows);
+}
+
+// Adds up what a call needs, and sees that no two things share memory but those that may.
+TEST(SparseMlaBackwardPlan, NothingInTheWorkspaceTwice) {
+  for (const bool deterministic : {false, true}) {
+    for (const bool attn : {false, true}) {
+      for (const bool accumulate : {false, true}) {
+        Problem p = problem_of(300, 192, 32 << 10, 2048, 132);
+        p.deterministic = deterministic, p.accumulate = accumulate;
+        p.attn_sink = p.d_sink = view(DType::kFloat32, {192});
+        if (attn) p.attn = view(DType::kFloat32, {300, 2048});
+        const Plan plan = make_plan(p, kHopper);
+        const Workspace& w = plan.workspace;
+        std::vector<std::pair<std::size_t, std::size_t>> parts = {
+            {w.rows, 4UL * 300 * 2048}, {w.lengths, 4UL * 300}, {w.progress, 4UL}, {w.sink_parts, 4UL * 300 * 192}};
+        if (deterministic || accumulate) parts.emplace_back(w.dkv, 4UL * 576 << 15);
+        if (deterministic)
+          for (const std::size_t offset : {w.scale, w.largest, w.count}) parts.emplace_back(offset, 4UL << 15);
+        if (attn && !deterministic) parts.emplace_back(w.sources, 2UL * 300 * 2048);
+        for (const MainPass& pass : {plan.pairs, plan.singles}) {
+          const auto slices = static_cast<std::size_t>(pass.sliced_tiles * (pass.slices > 1 ? pass.slices : 0));
+          EXPECT_LE(w.dq_slices + 4UL * 576 * slices * static_cast<std::size_t>(pass.heads), w.bytes);
+        }
+        std::sort(parts.begin(), parts.end());
+        for (std::size_t i = 0; i < parts.size(); ++i) {
+          EXPECT_EQ(parts[i].first % 256, 0U);
+          EXPECT_LE(parts[i].first + parts[i].second, i + 1 < parts.size() ? parts[i + 1].first : w.bytes);
+        }
+      }
+    }
+  }
+}
+
+TEST(SparseMlaBackwardPlan, LimitsOfKernelsAreRefusedInWords) {
+  const auto reason = [](const auto& change) {
+    Problem p = problem_of(10, 64, 1000, 64, 132);
+    change(p);
+    return check_plan(p, make_plan(p, kHopper)).reason;
+  };
+  EXPECT_EQ(reason([](Problem&) {}), "");
+  EXPECT_EQ(reason([](Problem& p) { p.d_qk = 128; }), "d_qk must be 576 or 512");
+  EXPECT_EQ(reason([](Problem& p) { p.d_v = 256; }), "d_v must be 512");
+  EXPECT_EQ(reason([](Problem& p) { p.q.stride[1] = 577; }),
+            "rows of q, kv, out, d_out and dq must be 16-byte aligned");
+  EXPECT_EQ(reason([](Problem& p) { p.s_kv = 15 << 20; }),
+            "dkv must have fewer than 2^33 elements, 2^32 if deterministic");
+  EXPECT_EQ(reason([](Problem& p) { p.kv.stride[0] = std::int64_t{1} << 31; }),
+            "the row stride of kv and topk must be below 2^31");
+  EXPECT_EQ(reason([](Problem& p) { p.s_q = std::int64_t{1} << 31; }),
+            "s_q times blocks of 64 heads must be below 2^31");
+}
+
+}  // namespace
+}  // namespace hopwell::ops::sparse_mla_backward
