@@ -38,7 +38,8 @@ Instance make(Random& random, const SparseMla& p, hopwell_normalize normalize, b
     self.outputs[0].magnitude = std::move(reference.magnitude);
   };
   instance.call = [in, normalize, &lse, &attn, &workspace = *instance.workspace](const char* backend, Stream stream) {
-    const auto length = view_of(in.topk_length), positions = view_of(in.q_positions);
+    const auto length = view_of(in.topk_length), positions = view_of(in.q_positions), start = view_of(in.k_start),
+               end = view_of(in.k_end);
     run_with_workspace<AttentionDistributionArgs>(hopwell::attention_distribution,
                                                   hopwell::attention_distribution_workspace_bytes, workspace,
                                                   {.q = in.q->view(),
@@ -51,6 +52,8 @@ Instance make(Random& random, const SparseMla& p, hopwell_normalize normalize, b
                                                    .has_q_start = in.problem.positions == SparseMla::Positions::kStart,
                                                    .q_start = in.problem.q_start,
                                                    .kv_stride = in.problem.kv_stride,
+                                                   .k_start = pointer(start),
+                                                   .k_end = pointer(end),
                                                    .normalize = normalize,
                                                    .out = attn.view(),
                                                    .backend = backend},

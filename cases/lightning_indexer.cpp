@@ -3,6 +3,7 @@
 #include <cmath>
 #include <numeric>
 #include <stdexcept>
+#include <tuple>
 
 #include "sparse_mla.hpp"
 #include "suites.hpp"
@@ -30,6 +31,7 @@ struct Indexer {
   // forward
   enum class Positions { kNone, kStart, kArray } positions = Positions::kNone;
   std::int64_t q_start = 0, kv_stride = 1;
+  bool ranges = false;  // k_start and k_end, as in SparseMla
   // backward
   enum class Indices { kAny, kInvalid, kHot, kTwice, kAscending } indices = Indices::kAny;
   bool zero_targets = false;  // every second row of target is zero, and every third entry of the others
@@ -44,7 +46,8 @@ struct Indexer {
 
 struct Inputs {
   Indexer problem;
-  Array *q = nullptr, *k = nullptr, *weights = nullptr, *q_positions = nullptr, *indices = nullptr, *target = nullptr;
+  Array *q = nullptr, *k = nullptr, *weights = nullptr, *q_positions = nullptr, *k_start = nullptr, *k_end = nullptr,
+        *indices = nullptr, *target = nullptr;
 };
 
 Array& add(Instance& instance, const Indexer& p, const char* name, DType dtype,
@@ -126,24 +129,27 @@ Row row_of(const Indexer& p, const std::vector<double>& q, const std::vector<dou
 // ---- forward
 // ---------------------------------------------------------------------------------------------------------------
 
-std::int64_t visible_keys(const Inputs& in, std::int64_t s) {
+std::vector<std::int64_t> visible_keys(const Inputs& in, std::int64_t s) {
   const Indexer& p = in.problem;
-  if (p.positions == Indexer::Positions::kNone) return p.s_kv;
   const bool array = p.positions == Indexer::Positions::kArray;
+  const std::int64_t start = in.k_start != nullptr ? static_cast<std::int64_t>(in.k_start->get(s)) : 0;
+  const std::int64_t end = in.k_end != nullptr ? static_cast<std::int64_t>(in.k_end->get(s)) : p.s_kv;
   const std::int64_t position = array ? static_cast<std::int64_t>(in.q_positions->get(s)) : p.q_start + s;
-  std::int64_t count = 0;
-  while (count < p.s_kv && (count + 1) * p.kv_stride <= position + 1) ++count;
-  return count;
+  std::vector<std::int64_t> keys;
+  for (std::int64_t t = 0; t < p.s_kv; ++t) {
+    const bool past = p.positions == Indexer::Positions::kNone || (t - start + 1) * p.kv_stride <= position + 1;
+    if (t >= start && t < end && past) keys.push_back(t);
+  }
+  return keys;
 }
 
-// Calls visit(s, scores of the visible keys) for every query.
+// Calls visit(s, the visible keys, their scores) for every query.
 template <class Visit>
 void for_each_row(const Inputs& in, Visit visit) {
   const std::vector<double> q = values_of(*in.q), k = values_of(*in.k), weights = values_of(*in.weights);
   for (std::int64_t s = 0; s < in.problem.s_q; ++s) {
-    std::vector<std::int64_t> keys(static_cast<std::size_t>(visible_keys(in, s)));
-    std::iota(keys.begin(), keys.end(), 0);
-    visit(s, row_of(in.problem, q, k, weights, s, keys).scores);
+    const std::vector<std::int64_t> keys = visible_keys(in, s);
+    visit(s, keys, row_of(in.problem, q, k, weights, s, keys).scores);
   }
 }
 
@@ -151,7 +157,7 @@ void for_each_row(const Inputs& in, Visit visit) {
 void exact_selection(const Inputs& in, Instance& self) {
   const auto topk = static_cast<std::size_t>(in.problem.topk);
   std::vector<double>&indices = self.outputs[0].expected, &scores = self.outputs[1].expected;
-  for_each_row(in, [&](std::int64_t, const std::vector<Score>& row) {
+  for_each_row(in, [&](std::int64_t, const std::vector<std::int64_t>& keys, const std::vector<Score>& row) {
     std::vector<std::size_t> order(row.size());
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(order.begin(), order.end(),
@@ -159,7 +165,7 @@ void exact_selection(const Inputs& in, Instance& self) {
     order.resize(std::min(topk, order.size()));
     std::sort(order.begin(), order.end());
     for (std::size_t i = 0; i < topk; ++i) {
-      indices.push_back(i < order.size() ? static_cast<double>(order[i]) : -1);
+      indices.push_back(i < order.size() ? static_cast<double>(keys[order[i]]) : -1);
       scores.push_back(i < order.size() ? row[order[i]].value : -kInfinity);
     }
   });
@@ -170,7 +176,7 @@ void exact_selection(const Inputs& in, Instance& self) {
 std::string verify_selection(const Inputs& in, const Array& indices, const Array& scores) {
   const std::int64_t topk = in.problem.topk;
   std::string failure;
-  for_each_row(in, [&](std::int64_t s, const std::vector<Score>& row) {
+  for_each_row(in, [&](std::int64_t s, const std::vector<std::int64_t>& keys, const std::vector<Score>& row) {
     const auto fail = [&](std::int64_t i, const std::string& what) {
       if (failure.empty()) failure = "query " + std::to_string(s) + ", entry " + std::to_string(i) + ": " + what;
     };
@@ -187,18 +193,19 @@ std::string verify_selection(const Inputs& in, const Array& indices, const Array
         if (key != -1 || score != -kInfinity) fail(i, "must be -1 with score -inf");
         continue;
       }
-      if (key <= previous || key >= static_cast<double>(row.size())) return fail(i, "key " + std::to_string(key));
+      const auto place = std::find(keys.begin(), keys.end(), static_cast<std::int64_t>(key)) - keys.begin();
+      if (key <= previous || place == std::ssize(keys)) return fail(i, "key " + std::to_string(key));
       previous = key;
-      const Score& reference = row[static_cast<std::size_t>(key)];
+      const Score& reference = row[static_cast<std::size_t>(place)];
       const bool finite = std::isfinite(reference.value);
       if (finite ? !(std::abs(score - reference.value) <= rounding(reference)) : score != reference.value)
         fail(i, "score " + std::to_string(score) + ", expected " + std::to_string(reference.value));
-      taken[static_cast<std::size_t>(key)] = true;
+      taken[static_cast<std::size_t>(place)] = true;
       worst_taken = std::min(worst_taken, finite ? reference.value + rounding(reference) : reference.value);
     }
     for (std::size_t t = 0; t < row.size(); ++t)
       if (!taken[t] && expected > 0 && row[t].value - rounding(row[t]) > worst_taken)
-        fail(-1, "key " + std::to_string(t) + " is better than one that was taken");
+        fail(-1, "key " + std::to_string(keys[t]) + " is better than one that was taken");
   });
   return failure.empty() ? "" : "indices: " + failure;
 }
@@ -212,6 +219,7 @@ Instance make_forward(Random& random, const Indexer& p) {
     for (std::int64_t s = 0; s < p.s_q; ++s)
       in.q_positions->set(s, static_cast<double>(s < 6 ? some[s] : random.below(p.s_kv * p.kv_stride + 2)));
   }
+  if (p.ranges) std::tie(in.k_start, in.k_end) = add_key_ranges(instance, random, p.s_q, p.s_kv, p.strided ? 2 : 1);
   Array& indices = add(instance, p, "indices", DType::kInt32, {p.s_q, p.topk});
   Array& scores = add(instance, p, "scores", DType::kFloat32, {p.s_q, p.topk});
   instance.expect(indices, {.exact = true});
@@ -223,7 +231,7 @@ Instance make_forward(Random& random, const Indexer& p) {
     instance.verify = [in, &indices, &scores](const Instance&) { return verify_selection(in, indices, scores); };
   }
   instance.call = [in, &indices, &scores, &workspace = *instance.workspace](const char* backend, Stream stream) {
-    const auto positions = view_of(in.q_positions);
+    const auto positions = view_of(in.q_positions), start = view_of(in.k_start), end = view_of(in.k_end);
     run_with_workspace<LightningIndexerArgs>(hopwell::lightning_indexer, hopwell::lightning_indexer_workspace_bytes,
                                              workspace,
                                              {.q_index = in.q->view(),
@@ -233,13 +241,15 @@ Instance make_forward(Random& random, const Indexer& p) {
                                               .has_q_start = in.problem.positions == Indexer::Positions::kStart,
                                               .q_start = in.problem.q_start,
                                               .kv_stride = in.problem.kv_stride,
+                                              .k_start = pointer(start),
+                                              .k_end = pointer(end),
                                               .indices = indices.view(),
                                               .scores = scores.view(),
                                               .backend = backend},
                                              stream);
   };
   double visible = 0;
-  for (std::int64_t s = 0; s < p.s_q; ++s) visible += static_cast<double>(visible_keys(in, s));
+  for (std::int64_t s = 0; s < p.s_q; ++s) visible += static_cast<double>(visible_keys(in, s).size());
   instance.flops = 2 * visible * static_cast<double>(p.h_index * p.d_index);
   instance.bytes = static_cast<double>((in.q->size() + in.k->size()) * static_cast<std::int64_t>(size_of(p.dtype)) +
                                        4 * (in.weights->size() + indices.size() + scores.size()));
@@ -287,6 +297,20 @@ std::vector<std::pair<std::string, Indexer>> forward_problems() {
         .data = Data::kIntegers,
         .positions = Positions::kStart,
         .q_start = 370}},
+      {"key_ranges", {.s_q = 24, .s_kv = 900, .h_index = 4, .d_index = 32, .topk = 64, .ranges = true}},
+      {"key_ranges_exact",
+       {.s_q = 24, .s_kv = 900, .h_index = 4, .d_index = 32, .topk = 64, .data = Data::kIntegers, .ranges = true}},
+      {"key_ranges_fp32",
+       {.dtype = kFloat, .s_q = 24, .s_kv = 9000, .h_index = 2, .d_index = 8, .topk = 1000, .ranges = true}},
+      {"key_ranges_many_heads_kv_stride_4",
+       {.s_q = 12,
+        .s_kv = 700,
+        .h_index = 70,
+        .d_index = 16,
+        .data = Data::kIntegers,
+        .positions = Positions::kArray,
+        .kv_stride = 4,
+        .ranges = true}},
       {"nan_keys", {.topk = 280, .data = Data::kIntegers, .nan_keys = true}},
       {"nan_query", {.topk = 65, .data = Data::kIntegers, .nan_queries = true}},
       {"large", {.data = Data::kLarge}},

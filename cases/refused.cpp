@@ -23,9 +23,10 @@ const std::vector<Refusals>& all_refusals() {
        {
            {"q and kv must be bfloat16",
             "basic_fp32 basic_fp32_l1 constant_rows_fp32 constant_rows_fp32_l1 few_queries_many_keys "
-            "few_queries_many_keys_l1 invalid_indices_fp32 invalid_indices_fp32_l1 large_scores_fp32 "
-            "large_scores_fp32_l1 lengths_many_keys lengths_many_keys_l1 odd_widths_fp32 "
-            "odd_widths_fp32_l1 strided_fp32 strided_fp32_l1 v_is_k v_is_k_l1 width_1 width_1_l1"},
+            "few_queries_many_keys_l1 invalid_indices_fp32 invalid_indices_fp32_l1 key_ranges_fp32 "
+            "key_ranges_fp32_l1 large_scores_fp32 large_scores_fp32_l1 lengths_many_keys "
+            "lengths_many_keys_l1 odd_widths_fp32 odd_widths_fp32_l1 strided_fp32 strided_fp32_l1 "
+            "v_is_k v_is_k_l1 width_1 width_1_l1"},
            {"d_qk must be 576 or 512",
             "empty_rows_many_keys empty_rows_many_keys_l1 many_queries many_queries_l1 odd_widths "
             "odd_widths_l1"},
@@ -35,19 +36,20 @@ const std::vector<Refusals>& all_refusals() {
        {
            {"q and kv must be bfloat16",
             "basic_fp32 basic_fp32_l1 constant_rows_fp32 constant_rows_fp32_l1 few_queries_many_keys "
-            "few_queries_many_keys_l1 invalid_indices_fp32 invalid_indices_fp32_l1 large_scores_fp32 "
-            "large_scores_fp32_l1 lengths_many_keys lengths_many_keys_l1 odd_widths_fp32 "
-            "odd_widths_fp32_l1 strided_fp32 strided_fp32_l1 v_is_k v_is_k_l1 width_1 width_1_l1"},
+            "few_queries_many_keys_l1 invalid_indices_fp32 invalid_indices_fp32_l1 key_ranges_fp32 "
+            "key_ranges_fp32_l1 large_scores_fp32 large_scores_fp32_l1 lengths_many_keys "
+            "lengths_many_keys_l1 odd_widths_fp32 odd_widths_fp32_l1 strided_fp32 strided_fp32_l1 "
+            "v_is_k v_is_k_l1 width_1 width_1_l1"},
            {"d_qk must be 576 or 512",
             "empty_rows_many_keys empty_rows_many_keys_l1 many_queries many_queries_l1 odd_widths "
             "odd_widths_l1"},
            {"rows of q and kv must be 16-byte aligned, in ascending order",
-            "masks_h_q_40 masks_h_q_40_l1 strided strided_l1"},
+            "key_ranges_h_q_40 key_ranges_h_q_40_l1 masks_h_q_40 masks_h_q_40_l1 strided strided_l1"},
        }},
       {"lightning_indexer",
        "sm90",
        {
-           {"q_index and k_index must be bfloat16", "normal_fp32 odd_shape strided_exact"},
+           {"q_index and k_index must be bfloat16", "key_ranges_fp32 normal_fp32 odd_shape strided_exact"},
            {"q_index must have rows of 16-byte pieces", "one_dimension queries_70000 strided"},
        }},
       {"lightning_indexer_backward",
@@ -94,44 +96,45 @@ const std::vector<Refusals>& all_refusals() {
        "sm90",
        {
            {"q and kv must be bfloat16",
-            "basic_fp32 constant_rows_fp32 few_queries_many_keys invalid_indices_fp32 large_scores_fp32 "
-            "lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
+            "basic_fp32 constant_rows_fp32 few_queries_many_keys invalid_indices_fp32 key_ranges_fp32 "
+            "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
            {"d_qk must be 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
-           {"rows of q, kv, out, d_out and dq must be 16-byte aligned", "masks_h_q_40 strided"},
+           {"rows of q, kv, out, d_out and dq must be 16-byte aligned", "key_ranges_h_q_40 masks_h_q_40 strided"},
        }},
       {"sparse_mla_backward",
        "sm100",
        {
            {"q and kv must be bfloat16",
-            "basic_fp32 constant_rows_fp32 few_queries_many_keys invalid_indices_fp32 large_scores_fp32 "
-            "lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
+            "basic_fp32 constant_rows_fp32 few_queries_many_keys invalid_indices_fp32 key_ranges_fp32 "
+            "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
            {"d_qk must be 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
-           {"rows of q, kv, out, d_out and dq must be 16-byte aligned", "masks_h_q_40 strided"},
+           {"rows of q, kv, out, d_out and dq must be 16-byte aligned", "key_ranges_h_q_40 masks_h_q_40 strided"},
        }},
       {"sparse_mla_forward",
        "sm80",
        {
            {"q and kv must be bfloat16",
-            "basic_fp32 constant_rows_fp32 few_queries_many_keys invalid_indices_fp32 large_scores_fp32 "
-            "lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
+            "basic_fp32 constant_rows_fp32 few_queries_many_keys invalid_indices_fp32 key_ranges_fp32 "
+            "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
            {"d_qk must be 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
-           {"rows of q and kv must be 16-byte aligned", "masks_h_q_40 strided"},
+           {"rows of q and kv must be 16-byte aligned", "key_ranges_h_q_40 masks_h_q_40 strided"},
        }},
       {"sparse_mla_forward",
        "sm100",
        {
            {"q and kv must be bfloat16",
-            "basic_fp32 constant_rows_fp32 few_queries_many_keys invalid_indices_fp32 large_scores_fp32 "
-            "lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
+            "basic_fp32 constant_rows_fp32 few_queries_many_keys invalid_indices_fp32 key_ranges_fp32 "
+            "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
            {"d_qk must be 576 or 512, d_v 512", "empty_rows_many_keys many_queries odd_widths"},
-           {"rows of q and kv must be 16-byte aligned, those of kv in ascending order", "masks_h_q_40 strided"},
+           {"rows of q and kv must be 16-byte aligned, those of kv in ascending order",
+            "key_ranges_h_q_40 masks_h_q_40 strided"},
        }},
       {"sparse_mla_forward",
        "sm90",
        {
            {"q and kv must be bfloat16",
-            "basic_fp32 constant_rows_fp32 few_queries_many_keys invalid_indices_fp32 large_scores_fp32 "
-            "lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
+            "basic_fp32 constant_rows_fp32 few_queries_many_keys invalid_indices_fp32 key_ranges_fp32 "
+            "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
            {"d_qk must be 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
        }},
   };

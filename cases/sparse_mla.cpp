@@ -4,6 +4,7 @@
 #include <cmath>
 #include <numeric>
 #include <stdexcept>
+#include <tuple>
 
 namespace hopwell::cases {
 namespace {
@@ -74,10 +75,15 @@ std::int64_t key_of(const SparseMlaInputs& in, std::int64_t s, std::int64_t entr
 }
 
 bool visible(const SparseMlaInputs& in, std::int64_t s, std::int64_t key) {
+  std::int64_t start = 0;
+  if (in.k_start != nullptr) {
+    start = static_cast<std::int64_t>(in.k_start->get(s));
+    if (key < start || key >= static_cast<std::int64_t>(in.k_end->get(s))) return false;
+  }
   if (in.problem.positions == SparseMla::Positions::kNone) return true;
   const std::int64_t position =
       in.q_positions != nullptr ? static_cast<std::int64_t>(in.q_positions->get(s)) : in.problem.q_start + s;
-  return (key + 1) * in.problem.kv_stride <= position + 1;
+  return (key - start + 1) * in.problem.kv_stride <= position + 1;
 }
 
 // The valid ones of query s, in ascending order.
@@ -157,6 +163,22 @@ Array& add_array(Instance& instance, const SparseMla& problem, const char* name,
   return instance.add({name, dtype, shape, strides});
 }
 
+std::pair<Array*, Array*> add_key_ranges(Instance& instance, Random& random, std::int64_t s_q, std::int64_t s_kv,
+                                         std::int64_t stride) {
+  Array& start = instance.add({"k_start", DType::kInt32, {s_q}, {stride}});
+  Array& end = instance.add({"k_end", DType::kInt32, {s_q}, {stride}});
+  const std::int64_t special[][2] = {{s_kv / 3, s_kv - 1},  {-5, s_kv / 2},       {INT32_MIN, INT32_MAX},
+                                     {s_kv, INT32_MAX},     {s_kv / 2, s_kv / 2}, {INT32_MAX, INT32_MIN},
+                                     {s_kv / 2, INT32_MAX}, {s_kv - 1, s_kv}};
+  for (std::int64_t s = 0; s < s_q; ++s) {
+    const std::int64_t document = s * 3 / s_q, first = document * s_kv / 3, last = (document + 1) * s_kv / 3;
+    const std::int64_t past = first + 1 + random.below(std::max<std::int64_t>(1, last - first));
+    start.set(s, static_cast<double>(s < 8 ? special[s][0] : first));
+    end.set(s, static_cast<double>(s < 8 ? special[s][1] : past));
+  }
+  return {&start, &end};
+}
+
 SparseMlaInputs add_inputs(Instance& instance, Random& random, const SparseMla& p) {
   SparseMlaInputs in;
   in.problem = p;
@@ -184,6 +206,7 @@ SparseMlaInputs add_inputs(Instance& instance, Random& random, const SparseMla& 
       in.q_positions->set(s, static_cast<double>(s < 6 ? some[s] : random.below(p.s_kv * p.kv_stride + 2)));
     }
   }
+  if (p.ranges) std::tie(in.k_start, in.k_end) = add_key_ranges(instance, random, p.s_q, p.s_kv, p.strided ? 2 : 1);
   plant_nan(in);
   return in;
 }
@@ -347,6 +370,13 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_problems() {
       {"kv_stride_4", {.s_q = 24, .s_kv = 20, .h_q = 8, .positions = Positions::kStart, .kv_stride = 4}},
       {"kv_stride_4_positions",
        {.s_q = 24, .s_kv = 20, .h_q = 8, .lengths = true, .positions = Positions::kArray, .kv_stride = 4}},
+      {"key_ranges", {.s_q = 24, .s_kv = 30, .h_q = 8, .sink = Sink::kAny, .ranges = true}},
+      {"key_ranges_fp32", {.dtype = fp32, .s_q = 24, .h_q = 3, .d_qk = 48, .d_v = 32, .topk = 1300, .ranges = true}},
+      {"key_ranges_start",
+       {.s_q = 24, .s_kv = 30, .h_q = 8, .positions = Positions::kStart, .q_start = 2, .ranges = true}},
+      {"key_ranges_kv_stride_4_positions",
+       {.s_q = 24, .s_kv = 30, .h_q = 8, .positions = Positions::kArray, .kv_stride = 4, .ranges = true}},
+      {"key_ranges_h_q_128", {.s_q = 9, .h_q = 128, .topk = 130, .ranges = true, .strided = true, .gap = 8}},
       {"nan_selected", {.s_q = 4, .s_kv = 40, .h_q = 3, .topk = 16, .nan_selected = true}},
       {"constant_rows", {.s_q = 3, .h_q = 8, .topk = 130, .sm_scale = kRoot192, .constant = true}},
       {"constant_rows_fp32", {.dtype = fp32, .s_q = 3, .h_q = 8, .topk = 130, .sm_scale = kRoot192, .constant = true}},
@@ -366,6 +396,14 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_problems() {
         .sink = Sink::kAny,
         .lengths = true,
         .positions = Positions::kArray,
+        .strided = true}},
+      {"key_ranges_h_q_40",
+       {.s_q = 9,
+        .h_q = 40,
+        .topk = 130,
+        .indices = Indices::kInvalid,
+        .lengths = true,
+        .ranges = true,
         .strided = true}},
   };
   for (const std::int64_t h_q : {1, 8, 32, 64, 96, 128, 256})

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "case.hpp"
@@ -32,6 +33,7 @@ struct SparseMla {
   bool lengths = false;                                          // topk_length below 0, 0 ... topk, beyond
   enum class Positions { kNone, kStart, kArray } positions = Positions::kNone;
   std::int64_t q_start = 0, kv_stride = 1;
+  bool ranges = false;        // k_start and k_end: everything that int32 allows, then packed documents
   bool nan_elsewhere = true;  // NaN and infinities in the rows of kv that no valid entry selects
   bool nan_selected = false;  // NaN in one row of kv that is selected
   bool strided = false;       // gaps between the rows of every tensor, dimensions in another order, an expanded d_out
@@ -55,8 +57,12 @@ void fill_typical_lse(Array& lse, Random& random, const SparseMla& problem);
 struct SparseMlaInputs {
   SparseMla problem;
   Array *q = nullptr, *kv = nullptr, *indices = nullptr;
-  Array *attn_sink = nullptr, *topk_length = nullptr, *q_positions = nullptr;
+  Array *attn_sink = nullptr, *topk_length = nullptr, *q_positions = nullptr, *k_start = nullptr, *k_end = nullptr;
 };
+// k_start and k_end [s_q], elements so far apart: eight queries with what is special, then three documents, of whose keys
+// a query sees those up to some one.
+std::pair<Array*, Array*> add_key_ranges(Instance& instance, Random& random, std::int64_t s_q, std::int64_t s_kv,
+                                         std::int64_t stride);
 SparseMlaInputs add_inputs(Instance& instance, Random& random, const SparseMla& problem);
 
 // A tensor of the problem: dense, or with gaps and in another order of dimensions if the problem is strided.

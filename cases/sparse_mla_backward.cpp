@@ -157,7 +157,8 @@ void set_expected(Instance& instance, const Arrays& a) {
 }
 
 void call(const Arrays& a, Workspace& workspace, const char* backend, Stream stream) {
-  const auto sink = view_of(a.in.attn_sink), length = view_of(a.in.topk_length), positions = view_of(a.in.q_positions);
+  const auto sink = view_of(a.in.attn_sink), length = view_of(a.in.topk_length), positions = view_of(a.in.q_positions),
+             start = view_of(a.in.k_start), end = view_of(a.in.k_end);
   const auto dq = view_of(a.dq), dkv = view_of(a.dkv), d_sink = view_of(a.d_sink), attn = view_of(a.attn);
   run_with_workspace<SparseMlaBackwardArgs>(hopwell::sparse_mla_backward, hopwell::sparse_mla_backward_workspace_bytes,
                                             workspace,
@@ -175,6 +176,8 @@ void call(const Arrays& a, Workspace& workspace, const char* backend, Stream str
                                              .has_q_start = a.in.problem.positions == SparseMla::Positions::kStart,
                                              .q_start = a.in.problem.q_start,
                                              .kv_stride = a.in.problem.kv_stride,
+                                             .k_start = pointer(start),
+                                             .k_end = pointer(end),
                                              .deterministic = a.options.deterministic,
                                              .accumulate = a.options.accumulate,
                                              .indices_ascending = a.options.ascending,

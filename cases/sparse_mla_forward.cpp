@@ -25,7 +25,8 @@ Instance make(Random& random, const SparseMla& p, bool timed = false) {
     self.outputs[1].magnitude = self.outputs[2].magnitude = std::move(reference.lse_magnitude);
   };
   instance.call = [in, &out, &max_logits, &lse, &workspace = *instance.workspace](const char* backend, Stream stream) {
-    const auto sink = view_of(in.attn_sink), length = view_of(in.topk_length), positions = view_of(in.q_positions);
+    const auto sink = view_of(in.attn_sink), length = view_of(in.topk_length), positions = view_of(in.q_positions),
+               start = view_of(in.k_start), end = view_of(in.k_end);
     run_with_workspace<SparseMlaForwardArgs>(hopwell::sparse_mla_forward, hopwell::sparse_mla_forward_workspace_bytes,
                                              workspace,
                                              {.q = in.q->view(),
@@ -39,6 +40,8 @@ Instance make(Random& random, const SparseMla& p, bool timed = false) {
                                               .has_q_start = in.problem.positions == SparseMla::Positions::kStart,
                                               .q_start = in.problem.q_start,
                                               .kv_stride = in.problem.kv_stride,
+                                              .k_start = pointer(start),
+                                              .k_end = pointer(end),
                                               .out = out.view(),
                                               .max_logits = max_logits.view(),
                                               .lse = lse.view(),

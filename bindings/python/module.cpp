@@ -8,8 +8,8 @@ namespace {
 using nb::handle;
 
 void sparse_mla_forward_(handle q, handle kv, handle indices, handle sm_scale, handle d_v, handle attn_sink,
-                         handle topk_length, handle q_positions, handle q_start, handle kv_stride, handle out,
-                         handle max_logits, handle lse, handle backend, handle stream) {
+                         handle topk_length, handle q_positions, handle q_start, handle kv_stride, handle k_start,
+                         handle k_end, handle out, handle max_logits, handle lse, handle backend, handle stream) {
   Call call("sparse_mla_forward", backend, stream);
   SparseMlaForwardArgs args{.q = call.input("q", q),
                             .kv = call.input("kv", kv),
@@ -22,6 +22,8 @@ void sparse_mla_forward_(handle q, handle kv, handle indices, handle sm_scale, h
                             .has_q_start = !q_start.is_none(),
                             .q_start = call.integer("q_start", q_start, 0),
                             .kv_stride = call.integer("kv_stride", kv_stride),
+                            .k_start = call.input("k_start", k_start),
+                            .k_end = call.input("k_end", k_end),
                             .out = call.output("out", out),
                             .max_logits = call.output("max_logits", max_logits),
                             .lse = call.output("lse", lse)};
@@ -30,8 +32,9 @@ void sparse_mla_forward_(handle q, handle kv, handle indices, handle sm_scale, h
 
 void sparse_mla_backward_(handle d_out, handle q, handle kv, handle indices, handle out, handle lse, handle sm_scale,
                           handle d_v, handle attn_sink, handle topk_length, handle q_positions, handle q_start,
-                          handle kv_stride, handle deterministic, handle accumulate, handle indices_ascending,
-                          handle dq, handle dkv, handle d_sink, handle attn, handle backend, handle stream) {
+                          handle kv_stride, handle k_start, handle k_end, handle deterministic, handle accumulate,
+                          handle indices_ascending, handle dq, handle dkv, handle d_sink, handle attn, handle backend,
+                          handle stream) {
   Call call("sparse_mla_backward", backend, stream);
   SparseMlaBackwardArgs args{.d_out = call.input("d_out", d_out),
                              .q = call.input("q", q),
@@ -47,6 +50,8 @@ void sparse_mla_backward_(handle d_out, handle q, handle kv, handle indices, han
                              .has_q_start = !q_start.is_none(),
                              .q_start = call.integer("q_start", q_start, 0),
                              .kv_stride = call.integer("kv_stride", kv_stride),
+                             .k_start = call.input("k_start", k_start),
+                             .k_end = call.input("k_end", k_end),
                              .deterministic = call.flag("deterministic", deterministic),
                              .accumulate = call.flag("accumulate", accumulate),
                              .indices_ascending = call.flag("indices_ascending", indices_ascending),
@@ -58,8 +63,8 @@ void sparse_mla_backward_(handle d_out, handle q, handle kv, handle indices, han
 }
 
 void attention_distribution_(handle q, handle kv, handle indices, handle lse, handle sm_scale, handle topk_length,
-                             handle q_positions, handle q_start, handle kv_stride, handle normalize, handle attn,
-                             handle backend, handle stream) {
+                             handle q_positions, handle q_start, handle kv_stride, handle k_start, handle k_end,
+                             handle normalize, handle attn, handle backend, handle stream) {
   Call call("attention_distribution", backend, stream);
   AttentionDistributionArgs args{
       .q = call.input("q", q),
@@ -72,6 +77,8 @@ void attention_distribution_(handle q, handle kv, handle indices, handle lse, ha
       .has_q_start = !q_start.is_none(),
       .q_start = call.integer("q_start", q_start, 0),
       .kv_stride = call.integer("kv_stride", kv_stride),
+      .k_start = call.input("k_start", k_start),
+      .k_end = call.input("k_end", k_end),
       .normalize = call.choice<hopwell_normalize>("normalize", normalize,
                                                   {{"none", HOPWELL_NORMALIZE_NONE}, {"l1", HOPWELL_NORMALIZE_L1}}),
       .out = call.output("out", attn)};
@@ -189,7 +196,8 @@ void nvfp4_dequantize_(handle codes, handle scales, handle global_scale, handle 
 }
 
 void lightning_indexer_(handle q_index, handle k_index, handle weights, handle q_positions, handle q_start,
-                        handle kv_stride, handle indices, handle scores, handle backend, handle stream) {
+                        handle kv_stride, handle k_start, handle k_end, handle indices, handle scores, handle backend,
+                        handle stream) {
   Call call("lightning_indexer", backend, stream);
   LightningIndexerArgs args{.q_index = call.input("q_index", q_index),
                             .k_index = call.input("k_index", k_index),
@@ -198,6 +206,8 @@ void lightning_indexer_(handle q_index, handle k_index, handle weights, handle q
                             .has_q_start = !q_start.is_none(),
                             .q_start = call.integer("q_start", q_start, 0),
                             .kv_stride = call.integer("kv_stride", kv_stride),
+                            .k_start = call.input("k_start", k_start),
+                            .k_end = call.input("k_end", k_end),
                             .indices = call.output("indices", indices),
                             .scores = call.output("scores", scores)};
   call.run(args, hopwell::lightning_indexer, hopwell::lightning_indexer_workspace_bytes);

@@ -62,8 +62,9 @@ HOPWELL_API const char* hopwell_version(void);
  *     score[s,h,i] = sm_scale * sum_d q[s,h,d] * kv[t,d],  t = indices[s,0,i];  -inf where the entry is invalid
  *     out = softmax(score) . kv[:, :d_v] / (1 + exp(attn_sink - lse))
  *
- * An entry is valid iff 0 <= t < s_kv, i < topk_length[s], and, with positions, (t + 1) * kv_stride <= position(s) + 1.
- * Entries that occur twice count twice. A row without a valid entry gives out 0, max_logits -inf, lse +inf.
+ * An entry is valid iff 0 <= t < s_kv, i < topk_length[s]; with key ranges k_start[s] <= t < k_end[s]; and, with positions,
+ * (t + 1) * kv_stride <= position(s) + 1, where t counts from k_start[s] if there is one. Entries that occur twice count
+ * twice. A row without a valid entry gives out 0, max_logits -inf, lse +inf.
  */
 typedef struct hopwell_sparse_mla_forward_args {
   /** bf16 (CPU: fp32 too) [s_q, h_q, d_qk] */
@@ -86,6 +87,10 @@ typedef struct hopwell_sparse_mla_forward_args {
   int64_t q_start HOPWELL_ZERO;
   /** a key stands for kv_stride >= 1 consecutive tokens */
   int64_t kv_stride HOPWELL_DEFAULT(1);
+  /** int32 [s_q]; optional, both or neither: query s sees keys k_start[s] .. k_end[s] - 1 only, as documents that are packed
+   * one after another need; whatever the values, none is an error */
+  const DLTensor* k_start HOPWELL_ZERO;
+  const DLTensor* k_end HOPWELL_ZERO;
   /** output, like q [s_q, h_q, d_v] */
   const DLTensor* out HOPWELL_ZERO;
   /** output, fp32 [s_q, h_q]; optional */
@@ -137,6 +142,8 @@ typedef struct hopwell_sparse_mla_backward_args {
   bool has_q_start HOPWELL_ZERO;
   int64_t q_start HOPWELL_ZERO;
   int64_t kv_stride HOPWELL_DEFAULT(1);
+  const DLTensor* k_start HOPWELL_ZERO;
+  const DLTensor* k_end HOPWELL_ZERO;
   /** same bits every time, for any number of threads; the CPU gives that always */
   bool deterministic HOPWELL_ZERO;
   /** add into the given fp32 dkv instead of overwriting it */
@@ -183,6 +190,8 @@ typedef struct hopwell_attention_distribution_args {
   bool has_q_start HOPWELL_ZERO;
   int64_t q_start HOPWELL_ZERO;
   int64_t kv_stride HOPWELL_DEFAULT(1);
+  const DLTensor* k_start HOPWELL_ZERO;
+  const DLTensor* k_end HOPWELL_ZERO;
   /** l1: rows sum to 1; all-zero rows stay zero */
   hopwell_normalize normalize HOPWELL_DEFAULT(HOPWELL_NORMALIZE_NONE);
   /** output, fp32 [s_q, topk], in the order of indices */
@@ -392,8 +401,8 @@ HOPWELL_API hopwell_status hopwell_nvfp4_dequantize_workspace_bytes(const hopwel
 /**
  *     score[s,t] = sum_j weights[s,j] * relu(q_index[s,j,:] . k_index[t,:])
  *     indices[s,:] = the topk visible keys of largest score (ties: the smaller key) in ascending order; the rest -1
- * The s_q x s_kv matrix of scores is never stored. A NaN score counts as -inf. (DeepSeek-V3.2, "DeepSeek Sparse
- * Attention".)
+ * The s_q x s_kv matrix of scores is never stored. A NaN score counts as -inf. Visible are keys as in sparse_mla_forward,
+ * by positions and key ranges. (DeepSeek-V3.2, "DeepSeek Sparse Attention".)
  */
 typedef struct hopwell_lightning_indexer_args {
   /** bf16 (CPU: fp32 too) [s_q, h_index, d_index] */
@@ -407,6 +416,9 @@ typedef struct hopwell_lightning_indexer_args {
   bool has_q_start HOPWELL_ZERO;
   int64_t q_start HOPWELL_ZERO;
   int64_t kv_stride HOPWELL_DEFAULT(1);
+  /** as in sparse_mla_forward */
+  const DLTensor* k_start HOPWELL_ZERO;
+  const DLTensor* k_end HOPWELL_ZERO;
   /** output, int32 [s_q, topk] */
   const DLTensor* indices HOPWELL_ZERO;
   /** output, fp32 [s_q, topk], -inf where the index is -1; optional */

@@ -32,6 +32,8 @@ def sparse_mla_forward(
     q_positions: Array | None = None,
     q_start: int | None = None,
     kv_stride: int = 1,
+    k_start: Array | None = None,
+    k_end: Array | None = None,
     out: Array | None = None,
     max_logits: Array | None = None,
     lse: Array | None = None,
@@ -47,7 +49,7 @@ def sparse_mla_forward(
         q: bf16 or fp32 [s_q, h_q, d_qk].
         kv: like q, [s_kv, 1, d_qk] or [s_kv, d_qk]; V is its first d_v columns.
         indices: int32 [s_q, 1, topk] or [s_q, topk]. An entry t counts iff 0 ≤ t < s_kv, it is among the first
-            topk_length[s], and it is not in the future. Entries that occur twice count twice.
+            topk_length[s], in the query's key range and not in the future. Entries that occur twice count twice.
         sm_scale: factor of the scores.
         d_v: columns of V, 1 … d_qk.
         attn_sink: fp32 [h_q], may be ±inf.
@@ -55,6 +57,9 @@ def sparse_mla_forward(
         q_positions: int32 [s_q]; turns on causal masking: (t + 1)·kv_stride ≤ position + 1.
         q_start: the same with position = q_start + s.
         kv_stride: consecutive tokens that one key stands for.
+        k_start, k_end: int32 [s_q], both or neither: query s sees only the keys k_start[s] ≤ t < k_end[s], as documents
+            packed one after another need; with k_end[s] ≤ k_start[s], none. Causal masking then counts keys from
+            k_start[s]: (t − k_start[s] + 1)·kv_stride ≤ position + 1.
         out: like q [s_q, h_q, d_v], written in place; so are max_logits and lse, fp32 [s_q, h_q].
         backend: a name from `backends()`; None picks the best.
         stream: a CUDA stream; None is the framework's current one.
@@ -70,8 +75,8 @@ def sparse_mla_forward(
     max_logits = new((s_q, h_q), "float32") if max_logits is None else given(name, "max_logits", max_logits)
     lse = new((s_q, h_q), "float32") if lse is None else given(name, "lse", lse)
     _hopwell.sparse_mla_forward(
-        q, kv, indices, sm_scale, d_v, attn_sink, topk_length, q_positions, q_start, kv_stride, out, max_logits, lse,
-        backend, stream,
+        q, kv, indices, sm_scale, d_v, attn_sink, topk_length, q_positions, q_start, kv_stride, k_start, k_end, out,
+        max_logits, lse, backend, stream,
     )  # fmt: skip
     return native(q, (out, max_logits, lse), written)
 
@@ -91,6 +96,8 @@ def sparse_mla_backward(
     q_positions: Array | None = None,
     q_start: int | None = None,
     kv_stride: int = 1,
+    k_start: Array | None = None,
+    k_end: Array | None = None,
     deterministic: bool = False,
     dkv_dtype: DType = "float32",
     dq: Array | None = None,
@@ -107,7 +114,8 @@ def sparse_mla_backward(
 
     Args:
         d_out: gradient of out, like q [s_q, h_q, d_v].
-        q, kv, indices, sm_scale, d_v, attn_sink, topk_length, q_positions, q_start, kv_stride: as in the forward.
+        q, kv, indices, sm_scale, d_v, attn_sink, topk_length, q_positions, q_start, kv_stride, k_start, k_end: as in
+            the forward.
         out, lse: what the forward returned.
         deterministic: the same bits every time, also where the fastest way would not give them.
         dkv_dtype: "float32" or "bfloat16".
@@ -145,7 +153,7 @@ def sparse_mla_backward(
     d_sink = None if attn_sink is None else new((shape[1],), "float32")
     _hopwell.sparse_mla_backward(
         d_out, q, kv, indices, out, lse, sm_scale, d_v, attn_sink, topk_length, q_positions, q_start, kv_stride,
-        deterministic, accumulate, indices_ascending, dq, dkv, d_sink, attn, backend, stream,
+        k_start, k_end, deterministic, accumulate, indices_ascending, dq, dkv, d_sink, attn, backend, stream,
     )  # fmt: skip
     return native(d_out, (dq, dkv, d_sink), written)
 
@@ -161,6 +169,8 @@ def attention_distribution(
     q_positions: Array | None = None,
     q_start: int | None = None,
     kv_stride: int = 1,
+    k_start: Array | None = None,
+    k_end: Array | None = None,
     normalize: str = "none",
     out: Array | None = None,
     backend: str | None = None,
@@ -171,7 +181,8 @@ def attention_distribution(
         attn[s,i] = Σ_h exp(score[s,h,i] − lse[s,h])          0 where the entry is invalid, and for empty rows
 
     Args:
-        q, kv, indices, sm_scale, topk_length, q_positions, q_start, kv_stride: as in `sparse_mla_forward`.
+        q, kv, indices, sm_scale, topk_length, q_positions, q_start, kv_stride, k_start, k_end: as in
+            `sparse_mla_forward`.
         lse: the forward's, fp32 [s_q, h_q].
         normalize: "none", or "l1": every row divided by its sum; all-zero rows stay zero.
         out: fp32 [s_q, topk], written in place.
@@ -188,8 +199,9 @@ def attention_distribution(
     else:
         given(name, "out", out)
     _hopwell.attention_distribution(
-        q, kv, indices, lse, sm_scale, topk_length, q_positions, q_start, kv_stride, normalize, out, backend, stream
-    )
+        q, kv, indices, lse, sm_scale, topk_length, q_positions, q_start, kv_stride, k_start, k_end, normalize, out,
+        backend, stream,
+    )  # fmt: skip
     return native(q, (out,), written)[0]
 
 
@@ -403,6 +415,8 @@ def lightning_indexer(
     q_positions: Array | None = None,
     q_start: int | None = None,
     kv_stride: int = 1,
+    k_start: Array | None = None,
+    k_end: Array | None = None,
     backend: str | None = None,
     stream: Any = None,
 ) -> tuple[Array, Array]:
@@ -418,7 +432,7 @@ def lightning_indexer(
         k_index: like q_index, [s_kv, d_index].
         weights: fp32 or bf16 [s_q, h_index], any sign.
         topk: keys a query, 0 … 2³¹ − 1.
-        q_positions, q_start, kv_stride: causal masking, as in `sparse_mla_forward`.
+        q_positions, q_start, kv_stride, k_start, k_end: causal masking and key ranges, as in `sparse_mla_forward`.
         backend, stream: as in `sparse_mla_forward`.
 
     Returns:
@@ -429,7 +443,7 @@ def lightning_indexer(
     shape = (dims(q_index, 3)[0], check_topk(name, topk))
     indices, scores = new(shape, "int32"), new(shape, "float32")
     _hopwell.lightning_indexer(
-        q_index, k_index, weights, q_positions, q_start, kv_stride, indices, scores, backend, stream
+        q_index, k_index, weights, q_positions, q_start, kv_stride, k_start, k_end, indices, scores, backend, stream
     )
     return native(q_index, (indices, scores))
 

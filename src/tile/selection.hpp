@@ -8,22 +8,46 @@
 
 namespace hopwell {
 
-// Causal visibility of a key that stands for `kv_stride` consecutive tokens: all of them must be at or before the
-// query's position. Positions are computed in 64 bits.
-struct Causality {
+// Keys first … first + count − 1; none are {0, 0}.
+struct KeyRange {
+  std::uint32_t first = 0, count = 0;
+
+  [[nodiscard]] HOPWELL_HOST_DEVICE std::uint32_t end() const { return first + count; }
+  [[nodiscard]] HOPWELL_HOST_DEVICE bool overlaps(std::int32_t key, std::int32_t keys) const {
+    return std::uint32_t(key) < end() && std::uint32_t(key + keys) > first;
+  }
+  // Negative keys are large when unsigned, and stay beyond the last: first + count is below 2^31.
+  [[nodiscard]] HOPWELL_HOST_DEVICE bool has(std::int32_t key) const { return std::uint32_t(key) - first < count; }
+};
+
+// Which keys a query may see: those of its key range, and of them those that are not in its future. A key stands for
+// `kv_stride` consecutive tokens, all of which must be at or before the query's position; they count from k_start.
+struct Visibility {
   const std::int32_t* q_positions = nullptr;  // [s_q], or null
   std::int64_t q_positions_stride = 0;
   bool has_q_start = false;
   std::int64_t q_start = 0;
   std::int64_t kv_stride = 1;
+  const std::int32_t *k_start = nullptr, *k_end = nullptr;  // [s_q], or both null
+  std::int64_t k_start_stride = 0, k_end_stride = 0;
 
-  // Number of leading keys that query s may see, 0 .. s_kv. Also what kernels ask.
-  [[nodiscard]] HOPWELL_HOST_DEVICE std::int64_t visible_keys(std::int64_t s, std::int64_t s_kv) const {
-    if (q_positions == nullptr && !has_q_start) return s_kv;
-    const std::int64_t position =
-        q_positions != nullptr ? std::int64_t{q_positions[s * q_positions_stride]} : q_start + s;
-    const std::int64_t keys = position < 0 ? 0 : (position + 1) / kv_stride;
-    return keys < s_kv ? keys : s_kv;
+  // What query s may see of keys 0 … s_kv − 1. Also what kernels ask. In 64 bits: all values of positions and ranges are
+  // allowed.
+  [[nodiscard]] HOPWELL_HOST_DEVICE KeyRange keys(std::int64_t s, std::int64_t s_kv) const {
+    std::int64_t start = 0, end = s_kv;
+    if (k_start != nullptr) {
+      start = k_start[s * k_start_stride];
+      const std::int64_t given = k_end[s * k_end_stride];
+      end = given < end ? given : end;
+    }
+    if (q_positions != nullptr || has_q_start) {
+      const std::int64_t position =
+          q_positions != nullptr ? std::int64_t{q_positions[s * q_positions_stride]} : q_start + s;
+      const std::int64_t past = start + (position < 0 ? 0 : (position + 1) / kv_stride);
+      end = past < end ? past : end;
+    }
+    const std::int64_t first = start < 0 ? 0 : start;
+    return end > first ? KeyRange{std::uint32_t(first), std::uint32_t(end - first)} : KeyRange{};
   }
 };
 
@@ -32,7 +56,7 @@ struct Selection {
   std::int64_t indices_stride = 0;
   const std::int32_t* topk_length = nullptr;  // [s_q], or null: topk
   std::int64_t topk_length_stride = 0;
-  Causality causality;
+  Visibility visibility;
   std::int64_t s_q = 0, s_kv = 0, topk = 0;
 
   // Entries of row s that count at all: topk_length clamped to 0 .. topk.
@@ -43,8 +67,8 @@ struct Selection {
   [[nodiscard]] const std::int32_t* row(std::int64_t s) const { return indices + s * indices_stride; }
 
   [[nodiscard]] bool any_valid(std::int64_t s) const {
-    const auto visible = static_cast<std::uint32_t>(causality.visible_keys(s, s_kv));
-    const auto valid = [visible](std::int32_t key) { return static_cast<std::uint32_t>(key) < visible; };
+    const KeyRange visible = visibility.keys(s, s_kv);
+    const auto valid = [visible](std::int32_t key) { return visible.has(key); };
     return topk > 0 && std::any_of(row(s), row(s) + length(s), valid);
   }
 
@@ -52,7 +76,7 @@ struct Selection {
   // relative to `first`. Room for last - first each; returns how many.
   std::int64_t valid_entries(std::int64_t s, std::int64_t first, std::int64_t last, std::int32_t* keys,
                              std::int32_t* places) const {
-    const auto visible = static_cast<std::uint32_t>(causality.visible_keys(s, s_kv));
+    const KeyRange visible = visibility.keys(s, s_kv);
     const std::int64_t count = std::min(last, length(s)) - first;
     if (count <= 0) return 0;
     const std::int32_t* entries = row(s) + first;
@@ -60,7 +84,7 @@ struct Selection {
     for (std::int64_t i = 0; i < count; ++i) {
       keys[valid] = entries[i];
       places[valid] = static_cast<std::int32_t>(i);
-      valid += static_cast<std::uint32_t>(entries[i]) < visible;  // negative ones are large when unsigned
+      valid += visible.has(entries[i]);
     }
     return valid;
   }

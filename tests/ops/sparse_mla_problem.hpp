@@ -127,6 +127,10 @@ void expect_common_errors(const std::string& op, SparseMlaProblem& p, Message me
   expect([&](auto& a) { a.q_positions = p.view(p.lse, {3}); }, "q_positions must be int32 [s_q=3]; got float32 [3]");
   expect([&](auto& a) { a.q_positions = p.view(p.q_positions, {3}), a.has_q_start = true; },
          "q_positions and q_start exclude each other");
+  expect([&](auto& a) { a.k_start = p.view(p.q_positions, {3}); }, "k_start and k_end are given together");
+  expect([&](auto& a) { a.k_end = p.view(p.q_positions, {3}); }, "k_start and k_end are given together");
+  expect([&](auto& a) { a.k_start = a.k_end = p.view(p.q_positions, {2}); },
+         "k_start must be int32 [s_q=3]; got int32 [2]");
   expect([](auto& a) { a.has_q_start = true, a.q_start = INT64_MIN; },
          "q_start must be between -2^62 and 2^62; got -9223372036854775808");
   expect([](auto& a) { a.kv_stride = 0; }, "kv_stride must be at least 1; got 0");

@@ -45,6 +45,8 @@ def _sparse(rng: Rng, dtype: str) -> dict[str, Any]:
         "topk_length": rng.integers(topk // 2, topk + 3, s_q).astype(np.int32),
         "q_positions": rng.integers(20, 200, s_q).astype(np.int32),
         "kv_stride": 2,
+        "k_start": rng.integers(-2, 20, s_q).astype(np.int32),
+        "k_end": rng.integers(60, s_kv + 5, s_q).astype(np.int32),
     }
 
 
@@ -154,15 +156,17 @@ def lightning_indexer(rng: Rng, dtype: str) -> Call:
         "k_index": integers((s_kv, d_index)),
         "weights": integers((s_q, h_index)),
         "topk": 17,
-        "q_start": 30,
+        "q_start": 60,
         "kv_stride": 2,
+        "k_start": rng.integers(-3, 60, s_q).astype(np.int32),
+        "k_end": rng.integers(40, 99, s_q).astype(np.int32),
     }
     return Call("lightning_indexer", arguments, (0, 0))
 
 
 def lightning_indexer_backward(rng: Rng, dtype: str) -> Call:
     arguments = lightning_indexer(rng, dtype).arguments
-    for name in ("topk", "q_start", "kv_stride"):
+    for name in ("topk", "q_start", "kv_stride", "k_start", "k_end"):
         del arguments[name]
     indices = rng.integers(-2, 92, (5, 17)).astype(np.int32)
     target = rng.random(indices.shape)

@@ -223,7 +223,7 @@ def test_backward_options(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(half.astype(np.float32), dkv, rtol=2**-7, atol=1e-6)
     attn = np.zeros(call.arguments["indices"][:, 0].shape, np.float32)
     run(call, attn=attn)
-    names = ("q", "kv", "indices", "lse", "sm_scale", "topk_length", "q_positions", "kv_stride")
+    names = ("q", "kv", "indices", "lse", "sm_scale", "topk_length", "q_positions", "kv_stride", "k_start", "k_end")
     distribution = reference.attention_distribution(**{name: call.arguments[name] for name in names})
     np.testing.assert_allclose(attn, distribution, rtol=1e-4, atol=1e-6)
 

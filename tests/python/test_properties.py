@@ -61,6 +61,10 @@ def sparse_problems(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
         arguments["q_start"] = draw(st.integers(-3, 40))
     if masking == "positions":
         arguments["q_positions"] = np.array([draw(st.integers(-3, 60)) for _ in range(s_q)], np.int32)
+    if draw(st.booleans()):
+        bounds = st.one_of(st.integers(-3, s_kv + 3), st.sampled_from([-(2**31), 2**31 - 1]))
+        for name in ("k_start", "k_end"):
+            arguments[name] = np.array([draw(bounds) for _ in range(s_q)], np.int32)
     return dtype, arguments
 
 

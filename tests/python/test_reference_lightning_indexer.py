@@ -14,18 +14,24 @@ Generator = np.random.Generator
 
 
 @pytest.mark.parametrize("topk", [0, 1, 4, 9, 20])
-@pytest.mark.parametrize("masks", [{}, {"q_start": -1}, {"q_start": 3, "kv_stride": 4}])
-def test_indexer_selects_what_sorting_selects(rng: Generator, topk: int, masks: dict[str, int]) -> None:
+@pytest.mark.parametrize("ranges", [None, ([0, 3, -2, 5, 7, INT_MIN], [9, 8, 4, 5, 3, INT_MAX])])
+@pytest.mark.parametrize("masks", [{}, {"q_start": -1}, {"q_start": 3, "kv_stride": 4}, {"q_start": 7, "kv_stride": 2}])
+def test_indexer_selects_what_sorting_selects(
+    rng: Generator, topk: int, masks: dict[str, int], ranges: tuple[list[int], list[int]] | None
+) -> None:
     s_q, s_kv, heads, d = 6, 9, 3, 4
     q, k = rng.integers(-2, 3, (s_q, heads, d)).astype(np.float32), rng.integers(-2, 3, (s_kv, d)).astype(np.float32)
     w = rng.integers(-2, 3, (s_q, heads)).astype(np.float32)  # small integers: exact scores, many ties
     q[0], k[5] = 0.0, np.nan
-    indices, scores = reference.lightning_indexer(q, k, w, topk, **masks)
+    k_start, k_end = ([0] * s_q, [s_kv] * s_q) if ranges is None else ranges
+    given = {} if ranges is None else {"k_start": np.array(k_start, np.int32), "k_end": np.array(k_end, np.int32)}
+    indices, scores = reference.lightning_indexer(q, k, w, topk, **masks, **given)
     assert indices.dtype == np.int32 and indices.shape == scores.shape == (s_q, topk)
     for s in range(s_q):
         visible = []
         for t in range(s_kv):
-            if not masks or (t + 1) * masks.get("kv_stride", 1) <= masks["q_start"] + s + 1:
+            past = not masks or (t - k_start[s] + 1) * masks.get("kv_stride", 1) <= masks["q_start"] + s + 1
+            if past and k_start[s] <= t < k_end[s]:
                 score = sum(float(w[s, j]) * max(0.0, float(q[s, j] @ k[t])) for j in range(heads))
                 visible.append((-INF if t == 5 else score, t))
         chosen = sorted(sorted(visible, key=lambda pair: (-pair[0], pair[1]))[:topk], key=lambda pair: pair[1])

@@ -29,15 +29,18 @@ def mla_problem(rng: Generator, s_q: int = 5, h_q: int = 3, s_kv: int = 9, topk:
     return {"q": q, "kv": kv, "indices": indices[:, None], "sm_scale": 0.5}
 
 
-def multiplicity(
-    indices: np.ndarray, s_kv: int, lengths: Any = None, positions: Any = None, kv_stride: int = 1
-) -> torch.Tensor:
+def multiplicity(indices: np.ndarray, s_kv: int, masks: dict[str, Any]) -> torch.Tensor:
     """How often each query selects each key, [s_q, 1, s_kv], entry by entry from the words of the contract."""
     count = np.zeros((len(indices), 1, s_kv))
+    lengths, positions, start, end = (masks.get(name) for name in ("topk_length", "q_positions", "k_start", "k_end"))
+    if "q_start" in masks:
+        positions = masks["q_start"] + np.arange(len(indices))
     for s, row in enumerate(indices.reshape(len(indices), -1).tolist()):
+        first = 0 if start is None else int(start[s])
         for i, t in enumerate(row):
-            in_time = positions is None or (t + 1) * kv_stride <= int(positions[s]) + 1
-            if 0 <= t < s_kv and in_time and (lengths is None or i < int(lengths[s])):
+            in_range = end is None or first <= t < int(end[s])
+            in_time = positions is None or (t - first + 1) * masks.get("kv_stride", 1) <= int(positions[s]) + 1
+            if 0 <= t < s_kv and in_range and in_time and (lengths is None or i < int(lengths[s])):
                 count[s, 0, t] += 1
     return torch.from_numpy(count)
 
@@ -62,6 +65,19 @@ MASKS: list[dict[str, Any]] = [
     {"q_positions": np.array([2, 3, 17, 35, 36], dtype=np.int32), "kv_stride": 4},
     {"q_start": -2, "kv_stride": 1},
     {"q_start": 2**40, "kv_stride": 3},
+    {"k_start": np.array([4, 0, INT_MIN, 5, 0], np.int32), "k_end": np.array([5, 1, INT_MAX, 5, 9], np.int32)},
+    {
+        "k_start": np.array([0, -3, 2, INT_MAX, 0], np.int32),
+        "k_end": np.array([9, 8, 7, INT_MIN, 9], np.int32),
+        "q_start": 4,
+        "topk_length": np.array([7, 6, 7, 7, 7], np.int32),
+    },
+    {
+        "k_start": np.array([INT_MIN, -2, 1, 0, INT_MAX], np.int32),
+        "k_end": np.array([INT_MAX, 3, 9, 6, INT_MAX], np.int32),
+        "q_positions": np.array([INT_MAX, 13, 12, -1, INT_MAX], np.int32),
+        "kv_stride": 2,
+    },
 ]
 
 
@@ -70,8 +86,7 @@ MASKS: list[dict[str, Any]] = [
 def test_mla_forward_and_backward_equal_dense_autograd(rng: Generator, masks: dict[str, Any], with_sink: bool) -> None:
     problem, d_v = mla_problem(rng), 4
     sink = rng.standard_normal(3) if with_sink else None
-    positions = masks.get("q_positions", masks["q_start"] + np.arange(5) if "q_start" in masks else None)
-    count = multiplicity(problem["indices"], 9, masks.get("topk_length"), positions, masks.get("kv_stride", 1))
+    count = multiplicity(problem["indices"], 9, masks)
 
     q, kv = (torch.from_numpy(problem[name]).requires_grad_() for name in ("q", "kv"))
     torch_sink = None if sink is None else torch.from_numpy(sink).requires_grad_()
@@ -105,7 +120,7 @@ def test_mla_forward_and_backward_equal_dense_autograd(rng: Generator, masks: di
     for s, i in itertools.product(range(5), range(7)):
         single = np.full((5, 7), -1, dtype=np.int32)
         single[s, i] = problem["indices"][s, 0, i]
-        if multiplicity(single, 9, masks.get("topk_length"), positions, masks.get("kv_stride", 1)).sum():
+        if multiplicity(single, 9, masks).sum():
             wanted_attn[s, i] = share[s, single[s, i]]
     assert_close(attn, wanted_attn)
     shared = {name: problem[name] for name in ("q", "kv", "indices", "sm_scale")}
@@ -113,6 +128,46 @@ def test_mla_forward_and_backward_equal_dense_autograd(rng: Generator, masks: di
     total = wanted_attn.sum(axis=1, keepdims=True)
     normalised = np.divide(wanted_attn, total, out=np.zeros_like(wanted_attn), where=total > 0)
     assert_close(reference.attention_distribution(**shared, lse=lse, normalize="l1", **masks), normalised)
+
+
+@pytest.mark.parametrize("positions", [False, True])
+def test_mla_of_packed_documents_equals_a_loop_over_them(rng: Generator, positions: bool) -> None:
+    """Whose keys their queries see up to their own, as a range or by a position that counts from the document's start;
+    the documents in the middle are empty, and one of a single token.
+    """
+    cuts, d_v = [0, 4, 4, 4, 5, 11], 4
+    problem = mla_problem(rng, s_q=11, s_kv=11, topk=9)
+    own = np.arange(11, dtype=np.int32)
+    starts = np.repeat(cuts[:-1], np.diff(cuts)).astype(np.int32)
+    ends = np.repeat(cuts[1:], np.diff(cuts)).astype(np.int32)
+    ranges: dict[str, Any] = {"k_start": starts, "k_end": own + 1}
+    if positions:
+        ranges |= {"k_end": ends, "q_positions": own - starts}
+    sink, d_out = rng.standard_normal(3), rng.standard_normal((11, 3, d_v))
+    options: dict[str, Any] = {"sm_scale": problem.pop("sm_scale"), "d_v": d_v, "attn_sink": sink}
+
+    out, max_logits, lse = reference.sparse_mla_forward(**problem, **options, **ranges)
+    gradients = reference.sparse_mla_backward(d_out, **problem, out=out, lse=lse, **options, **ranges)
+    attn = reference.attention_distribution(**problem, lse=lse, sm_scale=options["sm_scale"], **ranges)
+    assert np.count_nonzero(attn) > 0 and np.isposinf(lse[-1]).all()
+    dq, dkv, d_sink = (np.full(g.shape, np.nan) for g in (problem["q"], problem["kv"], sink))
+    d_sink[:] = 0.0
+    for first, past in itertools.pairwise(cuts):
+        here = slice(first, past)
+        one = {"q": problem["q"][here], "kv": problem["kv"][here]}
+        indices = problem["indices"][here].astype(np.int64) - first
+        one["indices"] = np.where((indices < 0) | (indices >= past - first), -1, indices).astype(np.int32)
+        forward = reference.sparse_mla_forward(**one, **options, q_start=0)
+        for packed, alone in zip((out, max_logits, lse), forward, strict=True):
+            assert_close(packed[here], alone)
+        shares = reference.attention_distribution(**one, lse=lse[here], sm_scale=options["sm_scale"], q_start=0)
+        assert_close(attn[here], shares)
+        one_of = reference.sparse_mla_backward(d_out[here], **one, out=out[here], lse=lse[here], **options, q_start=0)
+        assert all(g is not None for g in one_of)
+        dq[here], dkv[here], share = one_of
+        d_sink += share
+    for packed, alone in zip(gradients, (dq, dkv, d_sink), strict=True):
+        assert_close(packed, alone)
 
 
 def test_mla_backward_equals_finite_differences(rng: Generator) -> None:
@@ -162,7 +217,7 @@ def test_mla_never_reads_what_no_valid_index_names(rng: Generator) -> None:
     problem = mla_problem(rng)
     lengths = np.array([7, 7, 2, 7, 7], dtype=np.int32)
     problem["indices"][problem["indices"] == 8] = 7
-    used = multiplicity(problem["indices"], 9, lengths).sum(dim=(0, 1)).numpy() > 0
+    used = multiplicity(problem["indices"], 9, {"topk_length": lengths}).sum(dim=(0, 1)).numpy() > 0
     problem["indices"][2, 0, 2:] = 8  # past topk_length; no valid entry names it
     problem["kv"][~used] = rng.choice([np.nan, INF, -INF], problem["kv"][~used].shape)
     clean = {**problem, "kv": np.nan_to_num(problem["kv"], nan=7.0, posinf=7.0, neginf=7.0)}
@@ -240,6 +295,10 @@ def test_mla_empty_work(rng: Generator, s_q: int, topk: int, s_kv: int) -> None:
         ({"attn_sink": np.zeros(4)}, r"attn_sink must be \[h_q\] = \[3\]; got float64 \[4\]"),
         ({"kv_stride": 0}, "kv_stride must be at least 1; got 0"),
         ({"q_start": 0, "q_positions": np.zeros(5, np.int32)}, "q_start must be absent"),
+        ({"k_start": np.zeros(5, np.int32)}, "k_start must be given together with k_end"),
+        ({"k_end": np.zeros(5, np.int32)}, "k_start must be given together with k_end"),
+        ({"k_start": np.zeros(4, np.int32), "k_end": np.zeros(5, np.int32)}, r"k_start must be \[s_q\] = \[5\]"),
+        ({"k_start": np.zeros(5, np.int32), "k_end": np.zeros(5)}, "k_end must be int32; got float64"),
         ({"out": np.zeros((5, 3, 5))}, "out must be"),
     ],
 )

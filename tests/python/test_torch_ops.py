@@ -1,5 +1,6 @@
 """hopwell.torch: the operators as custom ops, against float64 autograd and the reference; opcheck and torch.compile."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,16 @@ MASKS: dict[str, Callable[[], dict[str, Any]]] = {
     "sink": lambda: {"attn_sink": torch.randn(5)},
     "topk_length": lambda: {"topk_length": torch.randint(-1, 16, (9,), dtype=torch.int32)},
     "q_positions": lambda: {"q_positions": torch.randint(-1, 20, (9,), dtype=torch.int32)},
+    "key ranges": lambda: {
+        "k_start": torch.randint(-2, 6, (9,), dtype=torch.int32),
+        "k_end": torch.randint(3, 20, (9,), dtype=torch.int32),
+    },
+    "key ranges, q_start": lambda: {
+        "k_start": torch.arange(8, -1, -1, dtype=torch.int32),
+        "k_end": torch.full((9,), 14, dtype=torch.int32),
+        "q_start": 7,
+        "kv_stride": 2,
+    },
     "q_start, kv_stride": lambda: {"q_start": 3, "kv_stride": 2, "attn_sink": torch.randn(5)},
 }
 
@@ -56,11 +67,15 @@ def dense_attention(q: Tensor, kv: Tensor, sink: Tensor | None, inputs: dict[str
     valid = (indices >= 0) & (indices < len(kv))
     if (length := inputs.get("topk_length")) is not None:
         valid &= torch.arange(topk) < length[:, None]
+    first = torch.zeros(s_q, 1, dtype=torch.int64)
+    if "k_start" in inputs:
+        first, end = inputs["k_start"][:, None].long(), inputs["k_end"][:, None]
+        valid &= (indices >= first) & (indices < end)
     positions = inputs.get("q_positions")
     if (start := inputs.get("q_start")) is not None:
         positions = start + torch.arange(s_q)
     if positions is not None:
-        valid &= (indices + 1) * inputs.get("kv_stride", 1) <= positions[:, None].long() + 1
+        valid &= (indices - first + 1) * inputs.get("kv_stride", 1) <= positions[:, None].long() + 1
     count = torch.zeros(s_q, len(kv), dtype=torch.float64)
     count.scatter_add_(1, torch.where(valid, indices, 0), valid.double())
     weight = torch.einsum("shd,td->sht", q, kv).mul(inputs["sm_scale"]).exp() * count[:, None]
@@ -103,6 +118,85 @@ def test_sparse_mla_and_its_gradients(dtype: torch.dtype, mask: str) -> None:
     for leaf, gradient, exact_gradient in zip(leaves, gradients, expected_gradients, strict=True):
         assert gradient.dtype == leaf.dtype
         assert norm_error(gradient, exact_gradient) <= GRADIENT_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_training_step_of_packed_documents_equals_a_loop_over_them(dtype: torch.dtype) -> None:
+    """Index rows name keys of any document: the ranges hide those of others and those after the query's own. All that
+    belongs to one query has the same bits; the gradients of kv and the sink are sums, whose order may be another.
+    """
+    lengths = [5, 0, 1, 40, 0, 23]
+    s, cuts = sum(lengths), [0, *itertools.accumulate(lengths)]
+    q, kv, sink = torch.randn(s, 5, 20).to(dtype), torch.randn(s, 20).to(dtype), torch.randn(5)
+    indices, d_out = torch.randint(-3, s + 3, (s, 50), dtype=torch.int32), torch.randn(s, 5, 12).to(dtype)
+
+    def step(here: slice, indices: Tensor, **masks: Any) -> tuple[Tensor, ...]:
+        leaves = [x.clone().requires_grad_() for x in (q[here], kv[here], sink)]
+        forward = hw.sparse_mla(leaves[0], leaves[1], indices, 0.5, 12, attn_sink=leaves[2], **masks)
+        attn = hw.attention_distribution(leaves[0], leaves[1], indices, forward[2], 0.5, **masks)
+        return *(x.detach() for x in forward), attn, *torch.autograd.grad(forward[0], leaves, d_out[here])
+
+    k_start, k_end = hw.key_ranges(torch.tensor(cuts, dtype=torch.int32))
+    packed = step(slice(0, s), indices, k_start=k_start, k_end=k_end)
+    alone = [
+        step(slice(first, past), indices[first:past] - first, q_start=0) for first, past in itertools.pairwise(cuts)
+    ]
+    *of_queries, dkv, d_sink = (torch.cat(parts) for parts in zip(*alone, strict=True))
+    names = ("out", "max_logits", "lse", "attn", "dq")
+    for name, got, wanted in zip(names, packed, of_queries, strict=False):
+        assert torch.equal(got, wanted), name
+    assert packed[3].any(dim=1).sum() > s / 2
+    rounding = 2**-20 if dtype == torch.float32 else 2**-8
+    assert norm_error(packed[5], dkv) <= rounding
+    assert norm_error(packed[6], d_sink.view(len(lengths), 5).sum(0)) <= 2**-20
+    without = step(slice(0, s), indices)
+    assert not torch.equal(packed[0], without[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("of_queries", "of_keys"),
+    [
+        ([3, 1, 4], None),
+        ([0, 0, 3, 0, 2, 0], None),
+        ([0], None),
+        ([], None),
+        ([2, 0, 3, 1], [2, 5, 7, 1]),
+        ([3, 2, 0], [1, 0, 4]),
+    ],
+)
+def test_key_ranges(of_queries: list[int], of_keys: list[int] | None, causal: bool, dtype: torch.dtype) -> None:
+    """The second list has documents of fewer keys than queries, whose first queries see none."""
+    expected: list[tuple[int, int]] = []
+    first = 0
+    for queries, keys in zip(of_queries, of_keys or of_queries, strict=True):
+        expected += [(first, first + (keys - queries + i + 1 if causal else keys)) for i in range(queries)]
+        first += keys
+    offsets = [
+        None if lengths is None else torch.tensor([0, *itertools.accumulate(lengths)], dtype=dtype)
+        for lengths in (of_queries, of_keys)
+    ]
+    for s_q in (None, len(expected), len(expected) + 3, max(len(expected) - 2, 0)):
+        wanted = (expected + 3 * [(0, 0)])[: len(expected) if s_q is None else s_q]
+        for given, column in zip(hw.key_ranges(*offsets, causal=causal, s_q=s_q), (0, 1), strict=True):
+            assert given.dtype == torch.int32
+            assert given.tolist() == [bounds[column] for bounds in wanted]
+
+
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        ([torch.zeros(3)], "cu_seqlens_q must be int32 or int64"),
+        ([torch.zeros(2, 3, dtype=torch.int32)], "cu_seqlens_q must be int32 or int64"),
+        ([torch.zeros(0, dtype=torch.int32)], "cu_seqlens_q must be int32 or int64"),
+        ([torch.zeros(3, dtype=torch.int32), torch.zeros(3)], "cu_seqlens_k must be int32 or int64"),
+        ([torch.zeros(3, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)], r"cu_seqlens_k must be \[3\]"),
+    ],
+)
+def test_key_ranges_of_bad_arguments(offsets: list[Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=f"key_ranges: {message}"):
+        hw.key_ranges(*offsets)
 
 
 def test_only_needed_gradients() -> None:
@@ -328,6 +422,20 @@ def test_selection_equals_the_reference() -> None:
     np.testing.assert_allclose(scores.numpy(), expected_scores, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_selection_from_packed_documents_equals_a_loop_over_them(dtype: torch.dtype) -> None:
+    lengths = [5, 0, 1, 400, 0, 23]
+    s, cuts = sum(lengths), [0, *itertools.accumulate(lengths)]
+    q, k, w = (torch.randint(-2, 3, shape).to(dtype) for shape in ((s, 4, 32), (s, 32), (s, 4)))  # exact scores, ties
+    k_start, k_end = hw.key_ranges(torch.tensor(cuts))
+    indices, scores = hw.lightning_indexer(q, k, w, 9, k_start=k_start, k_end=k_end)
+    for first, past in itertools.pairwise(cuts):
+        here = slice(first, past)
+        alone, alone_scores = hw.lightning_indexer(q[here], k[here], w[here], 9, q_start=0)
+        assert torch.equal(indices[here], torch.where(alone < 0, alone, alone + first))
+        assert torch.equal(scores[here], alone_scores)
+
+
 # ---- NVFP4 and paged attention -------------------------------------------------------------------------------------
 
 
@@ -386,9 +494,11 @@ def op_samples() -> dict[str, tuple[Any, ...]]:
         out, _, lse = hopwell.sparse_mla_forward(q.detach(), kv.detach(), *rest)
         samples[f"sparse_mla_forward {name}"] = (q, kv, *rest, sink)
         samples[f"sparse_mla_forward {name}, no sink"] = (q, kv, *rest, None, None, None, 4, 2)
+        ranges = torch.arange(9, dtype=torch.int32), torch.full((9,), 15, dtype=torch.int32)
+        samples[f"sparse_mla_forward {name}, key ranges"] = (q, kv, *rest, sink, None, None, None, 1, *ranges)
         backward = (torch.randn_like(out), q.detach(), kv.detach(), inputs["indices"], out, lse, 0.5, 12)
-        samples[f"sparse_mla_backward {name}"] = (*backward, sink.detach(), None, None, None, 1, True, name)
-        samples[f"attention_distribution {name}"] = (q, kv, inputs["indices"], lse, 0.5)
+        samples[f"sparse_mla_backward {name}"] = (*backward, sink.detach(), None, None, None, 1, *ranges, True, name)
+        samples[f"attention_distribution {name}"] = (q, kv, inputs["indices"], lse, 0.5, None, None, None, 1, *ranges)
         index = indexer_inputs(dtype)
         q_index, k_index, weights = (index[n].requires_grad_() for n in ("q_index", "k_index", "weights"))
         samples[f"lightning_indexer {name}"] = (q_index, k_index, weights, 5, None, 0)
@@ -462,12 +572,14 @@ def test_calls_without_gradients_that_others_have_to_see() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_without_graph_breaks(dtype: torch.dtype, dynamic: bool) -> None:
-    """Selection, attention, target and loss in one graph: the same numbers as without the compiler."""
+    """Selection, attention of packed documents, target and loss in one graph: the numbers do not change."""
+    cuts = torch.tensor([0, 4, 4, 11], dtype=torch.int32)
 
     def step(q: Tensor, kv: Tensor, q_index: Tensor, k_index: Tensor, weights: Tensor) -> Tensor:
         indices, _ = hw.lightning_indexer(q_index, k_index, weights, 6, q_start=0)
-        out, _, lse = hw.sparse_mla(q * 2, kv, indices, 0.3, 12)
-        target = hw.attention_distribution(q * 2, kv, indices, lse, 0.3, normalize="l1")
+        k_start, k_end = hw.key_ranges(cuts, s_q=len(q))
+        out, _, lse = hw.sparse_mla(q * 2, kv, indices, 0.3, 12, k_start=k_start, k_end=k_end)
+        target = hw.attention_distribution(q * 2, kv, indices, lse, 0.3, k_start=k_start, k_end=k_end, normalize="l1")
         return out.float().square().sum() + hw.indexer_loss(q_index, k_index, weights, indices, target)
 
     compiled = torch.compile(step, fullgraph=True, dynamic=dynamic)
@@ -501,6 +613,7 @@ def test_compiled_decode() -> None:
         ({"d_v": 21}, "sparse_mla_forward: d_v"),
         ({"sm_scale": float("nan")}, "sparse_mla_forward: sm_scale"),
         ({"attn_sink": torch.randn(4)}, "sparse_mla_forward: attn_sink"),
+        ({"k_start": torch.zeros(9, dtype=torch.int32)}, "sparse_mla_forward: k_start and k_end"),
         ({"backend": "abacus"}, "sparse_mla_forward: backend"),
     ],
 )

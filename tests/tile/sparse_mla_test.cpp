@@ -91,13 +91,23 @@ TEST(SparseMlaTile, ValidEntriesOfARow) {
   selection.topk_length = &length;
   EXPECT_EQ(valid(4, 10), (Keys{9, 5, 3, 0, 3, 4}));
   EXPECT_EQ(valid(9, 10), Keys{});
-  selection.causality.q_positions = &position, selection.causality.kv_stride = 2;  // keys 0, 1, 2
+  selection.visibility.q_positions = &position, selection.visibility.kv_stride = 2;  // keys 0, 1, 2
   EXPECT_EQ(valid(0, 10), (Keys{0, 2}));
   EXPECT_TRUE(selection.any_valid(0));
   length = 2;
   EXPECT_FALSE(selection.any_valid(0));
-  selection.causality.kv_stride = 1;  // keys 0 ... 5
+  selection.visibility.kv_stride = 1;  // keys 0 ... 5
   EXPECT_TRUE(selection.any_valid(0));
+  length = 10;
+  std::int32_t start = 3, end = 8;
+  selection.visibility.k_start = &start, selection.visibility.k_end = &end;
+  EXPECT_EQ(valid(0, 10), (Keys{5, 5, 3, 0, 7, 8}));  // 3 ... 7
+  selection.visibility.kv_stride = 3;                 // 3 and 4
+  EXPECT_EQ(valid(0, 10), (Keys{3, 8}));
+  start = INT32_MAX;
+  EXPECT_FALSE(selection.any_valid(0));
+  start = INT32_MIN, end = INT32_MAX, selection.visibility.q_positions = nullptr;
+  EXPECT_EQ(valid(0, 3), (Keys{5, 0, 0, 2}));
 }
 
 TEST(Turns, PassEveryStationInAscendingOrder) {

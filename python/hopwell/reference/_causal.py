@@ -1,4 +1,4 @@
-"""Causal masking over keys that may each stand for several tokens."""
+"""Which keys a query may see: a range of its own, and causal masking over keys that may stand for several tokens."""
 
 import numpy as np
 
@@ -6,20 +6,42 @@ from ._arrays import Int64, Tensor, as_indices, require, require_shape
 
 
 def visible_keys(
-    operator: str, s_q: int, s_kv: int, q_positions: Tensor | None, q_start: int | None, kv_stride: int
-) -> Int64:
-    """How many keys each query sees, int64 [s_q]: always the first ones.
+    operator: str,
+    s_q: int,
+    s_kv: int,
+    q_positions: Tensor | None,
+    q_start: int | None,
+    kv_stride: int,
+    k_start: Tensor | None = None,
+    k_end: Tensor | None = None,
+) -> tuple[Int64, Int64]:
+    """The keys first[s] ≤ t < last[s] that each query sees, two int64 [s_q], within 0 … s_kv unless there are none.
 
-    Key t stands for the tokens t·kv_stride … (t + 1)·kv_stride − 1 and is visible once the last of them is not in the
-    future: (t + 1)·kv_stride ≤ position + 1. Without positions there is no mask, whatever the stride.
+    They are those of the query's key range, k_start[s] ≤ t < k_end[s]; without ranges it is all keys, from 0 on. With
+    positions they have to be in the past as well: key t stands for the kv_stride tokens from (t − k_start[s])·kv_stride
+    on, and is visible once the last of them is not in the future: (t − k_start[s] + 1)·kv_stride ≤ position + 1.
+    Without positions there is no such mask, whatever the stride.
     """
     require(kv_stride >= 1, operator, "kv_stride", "at least 1", kv_stride)
     require(q_positions is None or q_start is None, operator, "q_start", "absent beside q_positions", q_start)
+    first, last = np.zeros(s_q, dtype=np.int64), np.full(s_q, s_kv, dtype=np.int64)
+    if k_start is not None:
+        first = _of_each_query(operator, "k_start", k_start, s_q)
+    if k_end is not None:
+        last = _of_each_query(operator, "k_end", k_end, s_q)
+    require((k_start is None) == (k_end is None), operator, "k_start", "given together with k_end", "one of the two")
+
+    positions = None
     if q_positions is not None:
-        positions = as_indices(operator, "q_positions", q_positions)
-        require_shape(operator, "q_positions", positions, "[s_q]", (s_q,))
+        positions = _of_each_query(operator, "q_positions", q_positions, s_q)
     elif q_start is not None:
         positions = int(q_start) + np.arange(s_q, dtype=np.int64)
-    else:
-        return np.full(s_q, s_kv, dtype=np.int64)
-    return np.clip((positions + 1) // int(kv_stride), 0, s_kv)
+    if positions is not None:
+        last = np.minimum(last, first + (positions + 1) // int(kv_stride))
+    return np.maximum(first, 0), np.clip(last, 0, s_kv)
+
+
+def _of_each_query(operator: str, argument: str, x: Tensor, s_q: int) -> Int64:
+    values = as_indices(operator, argument, x)
+    require_shape(operator, argument, values, "[s_q]", (s_q,))
+    return values

@@ -17,6 +17,8 @@ def attention_distribution(
     q_positions: Tensor | None = None,
     q_start: int | None = None,
     kv_stride: int = 1,
+    k_start: Tensor | None = None,
+    k_end: Tensor | None = None,
     normalize: str = "none",
     out: Array | None = None,
 ) -> Array:
@@ -26,7 +28,7 @@ def attention_distribution(
     rows (lse = +inf). `normalize="l1"` divides each row by its sum and leaves all-zero rows zero.
     """
     name = "attention_distribution"
-    selection = select(name, q, kv, indices, sm_scale, topk_length, q_positions, q_start, kv_stride)
+    selection = select(name, q, kv, indices, sm_scale, topk_length, q_positions, q_start, kv_stride, k_start, k_end)
     s_q, h_q, _ = selection.q.shape
     row_lse = as_float64(lse)
     require_shape(name, "lse", row_lse, "[s_q, h_q]", (s_q, h_q))

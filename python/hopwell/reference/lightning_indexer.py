@@ -32,12 +32,15 @@ def lightning_indexer(
     q_positions: Tensor | None = None,
     q_start: int | None = None,
     kv_stride: int = 1,
+    k_start: Tensor | None = None,
+    k_end: Tensor | None = None,
 ) -> tuple[npt.NDArray[np.int32], Float64]:
     """The topk visible keys of largest index score, in ascending order of key.
 
         score[s,t] = Σ_j weights[s,j]·relu(q_index[s,j,:]·k_index[t,:])
 
-    q_index [s_q, h_index, d_index]; k_index [s_kv, d_index]; weights [s_q, h_index]; q_positions int32 [s_q].
+    q_index [s_q, h_index, d_index]; k_index [s_kv, d_index]; weights [s_q, h_index]; q_positions, k_start and k_end
+    int32 [s_q].
     Returns indices int32 [s_q, topk] and their scores [s_q, topk]. Of equal scores the smaller keys are taken. A key
     of score −inf (or NaN, which counts as −inf) is visible all the same: it is chosen after all others, and its score
     is −inf. Where fewer than topk keys are visible, the row ends in −1 with score −inf.
@@ -45,15 +48,15 @@ def lightning_indexer(
     name = "lightning_indexer"
     q, k, w = _checked(name, q_index, k_index, weights)
     require(topk >= 0, name, "topk", "at least 0", topk)
-    limit = visible_keys(name, len(q), len(k), q_positions, q_start, kv_stride)
+    first, last = visible_keys(name, len(q), len(k), q_positions, q_start, kv_stride, k_start, k_end)
 
     indices = np.full((len(q), topk), -1, dtype=np.int32)
     scores = np.full((len(q), topk), -np.inf)
     for s in range(len(q)):
-        score, _ = _scores(q[s], k[: limit[s]], w[s])
+        score, _ = _scores(q[s], k[first[s] : last[s]], w[s])
         best_first = np.argsort(-score, kind="stable")  # stable: equal scores stay in ascending order of key
         chosen = np.sort(best_first[:topk])
-        indices[s, : len(chosen)] = chosen
+        indices[s, : len(chosen)] = first[s] + chosen
         scores[s, : len(chosen)] = score[chosen]
     return indices, scores
 

@@ -50,10 +50,13 @@ def select(
     q_positions: Tensor | None,
     q_start: int | None,
     kv_stride: int,
+    k_start: Tensor | None,
+    k_end: Tensor | None,
 ) -> Selection:
     """Checks the inputs that all three operators share and finds the valid entries.
 
-    Entry t = indices[s, 0, i] is valid iff 0 ≤ t < s_kv, i < topk_length[s] and, with positions, key t is visible.
+    Entry t = indices[s, 0, i] is valid iff 0 ≤ t < s_kv, i < topk_length[s] and, with key ranges or positions, key t is
+    visible.
     """
     queries, latent, keys = as_float64(q), as_array(kv), as_indices(operator, "indices", indices)
     require(queries.ndim == 3, operator, "q", "[s_q, h_q, d_qk]", describe(queries))
@@ -66,8 +69,8 @@ def select(
     require(keys.ndim == 2 and keys.shape[0] == s_q, operator, "indices", f"[{s_q}, 1, topk]", describe(keys))
     require(bool(np.isfinite(sm_scale)), operator, "sm_scale", "finite", sm_scale)
 
-    limit = visible_keys(operator, s_q, len(latent), q_positions, q_start, kv_stride)
-    valid = (keys >= 0) & (keys < limit[:, None])
+    first, last = visible_keys(operator, s_q, len(latent), q_positions, q_start, kv_stride, k_start, k_end)
+    valid = (keys >= first[:, None]) & (keys < last[:, None])
     if topk_length is not None:
         lengths = as_indices(operator, "topk_length", topk_length)
         require_shape(operator, "topk_length", lengths, "[s_q]", (s_q,))
@@ -96,6 +99,8 @@ def sparse_mla_forward(
     q_positions: Tensor | None = None,
     q_start: int | None = None,
     kv_stride: int = 1,
+    k_start: Tensor | None = None,
+    k_end: Tensor | None = None,
     out: Array | None = None,
     max_logits: Array | None = None,
     lse: Array | None = None,
@@ -107,14 +112,14 @@ def sparse_mla_forward(
         out[s,h,:]   = Σ_i p·kv[t,:d_v] · 1/(1 + exp(attn_sink[h] − lse))
 
     q [s_q, h_q, d_qk]; kv [s_kv, 1, d_qk] or [s_kv, d_qk]; indices int32 [s_q, 1, topk] or [s_q, topk];
-    attn_sink [h_q]; topk_length and q_positions int32 [s_q].
+    attn_sink [h_q]; topk_length, q_positions, k_start and k_end int32 [s_q].
     Returns out [s_q, h_q, d_v], max_logits [s_q, h_q], lse [s_q, h_q].
 
     A row without a valid entry gives out = 0, max_logits = −inf, lse = +inf, whatever the sink; so does a row whose
     scores are all −inf, since no kernel can tell the two apart.
     """
     name = "sparse_mla_forward"
-    selection = select(name, q, kv, indices, sm_scale, topk_length, q_positions, q_start, kv_stride)
+    selection = select(name, q, kv, indices, sm_scale, topk_length, q_positions, q_start, kv_stride, k_start, k_end)
     s_q, h_q, d_qk = selection.q.shape
     require(1 <= d_v <= d_qk, name, "d_v", f"in 1..{d_qk} (d_qk)", d_v)
     sink = _sink(name, attn_sink, h_q)
@@ -165,6 +170,8 @@ def sparse_mla_backward(
     q_positions: Tensor | None = None,
     q_start: int | None = None,
     kv_stride: int = 1,
+    k_start: Tensor | None = None,
+    k_end: Tensor | None = None,
     deterministic: bool = False,
     dkv_dtype: str = "float32",
     dq: Array | None = None,
@@ -188,7 +195,7 @@ def sparse_mla_backward(
     `deterministic`, `dkv_dtype` and `indices_ascending` do not matter here: the order is fixed and nothing is rounded.
     """
     name = "sparse_mla_backward"
-    selection = select(name, q, kv, indices, sm_scale, topk_length, q_positions, q_start, kv_stride)
+    selection = select(name, q, kv, indices, sm_scale, topk_length, q_positions, q_start, kv_stride, k_start, k_end)
     s_q, h_q, _ = selection.q.shape
     forward_out, forward_lse, gradient = _forward_results(name, selection, d_v, out, lse, d_out)
     sink = _sink(name, attn_sink, h_q)

@@ -4,6 +4,7 @@
 """
 
 from hopwell.torch import nn
+from hopwell.torch._packing import key_ranges
 from hopwell.torch.ops import (
     attention_distribution,
     indexer_loss,
@@ -22,6 +23,7 @@ from hopwell.torch.ops import (
 __all__ = [
     "attention_distribution",
     "indexer_loss",
+    "key_ranges",
     "lightning_indexer",
     "lightning_indexer_backward",
     "nn",

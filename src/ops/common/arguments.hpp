@@ -9,9 +9,10 @@
 
 namespace hopwell {
 
-// Checks q_positions, q_start and kv_stride. Dimensions "s_q" and "s_kv" are bound already.
+// Checks what says which keys a query sees: q_positions, q_start and kv_stride, k_start and k_end. Dimensions "s_q" and
+// "s_kv" are bound already.
 template <class Args>
-Causality check_causality(Checker& check, const Args& args) {
+Visibility check_visibility(Checker& check, const Args& args) {
   const View positions = check.optional_input("q_positions", args.q_positions, {DType::kInt32}, {"s_q"}, Layout::kAny);
   check.rule(!(positions && args.has_q_start), "q_positions and q_start exclude each other");
   check.require(args.kv_stride >= 1, "kv_stride", "at least 1", args.kv_stride);
@@ -19,8 +20,18 @@ Causality check_causality(Checker& check, const Args& args) {
   constexpr std::int64_t kLimit = std::int64_t{1} << 62;
   check.require(!args.has_q_start || (args.q_start > -kLimit && args.q_start < kLimit), "q_start",
                 "between -2^62 and 2^62", args.q_start);
-  return {positions.as<const std::int32_t>(), positions ? positions.stride[0] : 0, args.has_q_start, args.q_start,
-          args.kv_stride};
+  const View start = check.optional_input("k_start", args.k_start, {DType::kInt32}, {"s_q"}, Layout::kAny);
+  const View end = check.optional_input("k_end", args.k_end, {DType::kInt32}, {"s_q"}, Layout::kAny);
+  check.rule(bool(start) == bool(end), "k_start and k_end are given together");
+  return {.q_positions = positions.as<const std::int32_t>(),
+          .q_positions_stride = positions ? positions.stride[0] : 0,
+          .has_q_start = args.has_q_start,
+          .q_start = args.q_start,
+          .kv_stride = args.kv_stride,
+          .k_start = start.as<const std::int32_t>(),
+          .k_end = end.as<const std::int32_t>(),
+          .k_start_stride = start ? start.stride[0] : 0,
+          .k_end_stride = end ? end.stride[0] : 0};
 }
 
 // Checks indices and all that masks them. "s_q" and "s_kv" are bound already; binds "topk".
@@ -39,7 +50,7 @@ Selection check_selection(Checker& check, const Args& args) {
           indices.stride[0],
           length.as<const std::int32_t>(),
           length ? length.stride[0] : 0,
-          check_causality(check, args),
+          check_visibility(check, args),
           check["s_q"],
           check["s_kv"],
           check["topk"]};

@@ -130,7 +130,7 @@ HOPWELL_DEVICE void write_topk(const SelectParams& p, ClusterSelectStorage& s, c
     const int at = above + std::popcount(are_above & lanes_before) +
                    (equal_before < threshold.equal ? equal_before : threshold.equal);
     if (taken && unsigned(at) < unsigned(p.topk)) {  // were a barrier lost, it would still be a place in the row
-      row.indices[at] = scores.first + 32 * i + lane;
+      row.indices[at] = row.first_key + scores.first + 32 * i + lane;
       if (row.top_scores) row.top_scores[at] = score_of(order);
     }
     above += std::popcount(are_above), equal += std::popcount(are_equal);
@@ -143,10 +143,8 @@ __global__ void __launch_bounds__(32 * kMaxSelectWarps) select_keys_in_cluster(c
   const int size = int(arch::cluster_size()), rank = int(arch::cluster_rank()), lane = arch::lane_index();
   const QueryRow row = row_of(p, arch::block_index() / size);
   if (row.visible <= p.topk) {
-    for (int i = rank * 32 * p.warps + arch::thread_index(); i < p.topk; i += 32 * p.warps * size) {
-      row.indices[i] = i < row.visible ? i : -1;
-      if (row.top_scores) row.top_scores[i] = i < row.visible ? row.scores[i] : -INFINITY;
-    }
+    for (int i = rank * 32 * p.warps + arch::thread_index(); i < p.topk; i += 32 * p.warps * size)
+      write_visible(row, i);
     return;
   }
   arch::cluster_arrive_relaxed();  // kept: see the wait

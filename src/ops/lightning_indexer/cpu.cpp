@@ -116,7 +116,7 @@ struct State {
         weights(plan.queries * p.h_index),
         k(kKeyTile * p.d_index),
         dot(std::min(kRowTile, plan.queries * p.h_index) * kKeyTile),
-        score(plan.queries * kKeyTile) {
+        score(plan.queries * kKeyTile + kLaneBlock) {
     for (std::int64_t i = 0; i < plan.queries; ++i) candidates.emplace_back(plan.topk, plan.split_keys);
   }
   Scratch<float> q, weights, k, dot, score;
@@ -150,25 +150,28 @@ void score_tile(const Problem& p, std::int64_t queries, std::int64_t count, Stat
 // Fills state.candidates with the topk best of the keys [first_key, last_key) for the queries from s0 on.
 void search(const Problem& p, std::int64_t s0, std::int64_t queries, std::int64_t first_key, std::int64_t last_key,
             State& state) {
-  std::array<std::int64_t, kMaxQueries> visible{};
-  std::int64_t end = first_key;
+  std::array<std::int64_t, kMaxQueries> from{}, to{};  // the keys that a query sees
+  std::int64_t begin = last_key, end = first_key;
   for (std::int64_t i = 0; i < queries; ++i) {
     state.candidates[static_cast<std::size_t>(i)].clear();
-    visible[static_cast<std::size_t>(i)] = std::min(last_key, p.causality.visible_keys(s0 + i, p.s_kv));
-    end = std::max(end, visible[static_cast<std::size_t>(i)]);
+    const KeyRange visible = p.visibility.keys(s0 + i, p.s_kv);
+    const auto at = static_cast<std::size_t>(i);
+    from[at] = std::max<std::int64_t>(first_key, visible.first),
+    to[at] = std::min<std::int64_t>(last_key, visible.end());
+    if (from[at] < to[at]) begin = std::min(begin, from[at]), end = std::max(end, to[at]);
     load(p.weights, (s0 + i) * p.weights.stride[0], state.weights.get() + i * p.h_index, p.h_index);
     for (std::int64_t j = 0; j < p.h_index; ++j)
       load(p.q, (s0 + i) * p.q.stride[0] + j * p.q.stride[1], state.q.get() + (i * p.h_index + j) * p.d_index,
            p.d_index);
   }
-  for (std::int64_t t = first_key; t < end; t += kKeyTile) {
+  for (std::int64_t t = begin; t < end; t += kKeyTile) {
     const std::int64_t count = std::min(kKeyTile, end - t);
     load_keys(p, t, count, state.k.get());
     score_tile(p, queries, count, state);
     for (std::int64_t i = 0; i < queries; ++i) {
       const auto at = static_cast<std::size_t>(i);
-      const std::int64_t seen = std::min(count, visible[at] - t);
-      if (seen > 0) state.candidates[at].append(state.score.get() + i * kKeyTile, seen, t);
+      const std::int64_t first = std::max(t, from[at]), seen = std::min(t + count, to[at]) - first;
+      if (seen > 0) state.candidates[at].append(state.score.get() + i * kKeyTile + first - t, seen, first);
     }
   }
   for (std::int64_t i = 0; i < queries; ++i) state.candidates[static_cast<std::size_t>(i)].keep_best();

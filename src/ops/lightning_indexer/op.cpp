@@ -11,7 +11,7 @@ Problem check(const LightningIndexerArgs& args) {
   Checker check(kName);
   Problem p;
   static_cast<IndexOperands&>(p) = check_index_operands(check, args);
-  p.causality = check_causality(check, args);
+  p.visibility = check_visibility(check, args);
   p.indices = check.output("indices", args.indices, {DType::kInt32}, {"s_q", "topk"});
   p.scores = check.optional_output("scores", args.scores, {DType::kFloat32}, {"s_q", "topk"});
   p.topk = check["topk"];

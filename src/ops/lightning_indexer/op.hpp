@@ -12,7 +12,7 @@ inline constexpr const char* kName = "lightning_indexer";
 struct Problem : IndexOperands {
   View indices;  // int32 [s_q, topk]
   View scores;   // fp32 [s_q, topk], or absent
-  Causality causality;
+  Visibility visibility;
   std::int64_t topk = 0;
   runtime::Device device;
   void* workspace = nullptr;

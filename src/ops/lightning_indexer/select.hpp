@@ -1,6 +1,6 @@
 // lightning_indexer on GPUs: the topk best keys of a query, of equal ones the smaller, in ascending order.
 //
-// Tile      a CTA has a query's row of scores, visible ones only
+// Tile      a CTA has a query's row of scores, visible ones only: places in it count from the first visible key
 // Timeline  up to eight times: count the digits of 4 bits of all scores that begin like the threshold │ barrier │ the next
 //           digit of the threshold; then each warp counts what it selects of its range of keys │ barrier │ writes it
 // Budget    shared 4,352 B; reads a row up to ten times, from L1 or L2
@@ -20,7 +20,7 @@ struct SelectConfig {
 };
 
 struct SelectParams {
-  Causality causality;
+  Visibility visibility;
   const float* scores;  // [queries, pitch]
   int64_t first_query, pitch;
   int* indices;       // [s_q, topk]
@@ -39,15 +39,22 @@ struct SelectStorage {
 
 // A query's scores, and what is written for it.
 struct QueryRow {
-  const float* scores;
+  const float* scores;  // of visible keys
   int* indices;
   float* top_scores;
-  int visible;  // keys
+  int first_key, visible;  // of so many keys
 };
 HOPWELL_DEVICE QueryRow row_of(const SelectParams& p, int query) {
-  return {p.scores + query * p.pitch, p.indices + (p.first_query + query) * p.indices_stride,
-          p.top_scores ? p.top_scores + (p.first_query + query) * p.top_stride : nullptr,
-          int(p.causality.visible_keys(p.first_query + query, p.s_kv))};
+  const KeyRange visible = p.visibility.keys(p.first_query + query, p.s_kv);
+  return {p.scores + query * p.pitch + visible.first, p.indices + (p.first_query + query) * p.indices_stride,
+          p.top_scores ? p.top_scores + (p.first_query + query) * p.top_stride : nullptr, int(visible.first),
+          int(visible.count)};
+}
+
+// Entry i of what is written for a query that sees no more keys than are asked for.
+HOPWELL_DEVICE void write_visible(const QueryRow& row, int i) {
+  row.indices[i] = i < row.visible ? row.first_key + i : -1;
+  if (row.top_scores) row.top_scores[i] = i < row.visible ? row.scores[i] : -INFINITY;
 }
 
 // Numbers in the order of the floats.
@@ -150,7 +157,7 @@ HOPWELL_DEVICE void write_topk(const SelectParams& p, SelectStorage& s, const Qu
     const int at = above + std::popcount(are_above & lanes_before) +
                    (equal_before < threshold.equal ? equal_before : threshold.equal);
     if (taken && unsigned(at) < unsigned(p.topk)) {  // always; were a barrier lost, places would still be of the row
-      row.indices[at] = key;
+      row.indices[at] = row.first_key + key;
       if (row.top_scores) row.top_scores[at] = score;
     }
     above += std::popcount(are_above), equal += std::popcount(are_equal);
@@ -161,15 +168,12 @@ __global__ void __launch_bounds__(32 * kMaxSelectWarps) select_keys(const __grid
   auto& s = arch::dynamic_smem<SelectStorage>();
   const QueryRow row = row_of(p, arch::block_index());
   if (row.visible > p.topk) return write_topk(p, s, row, find_threshold(p, s, row));
-  for (int i = arch::thread_index(); i < p.topk; i += 32 * p.warps) {
-    row.indices[i] = i < row.visible ? i : -1;
-    if (row.top_scores) row.top_scores[i] = i < row.visible ? row.scores[i] : -INFINITY;
-  }
+  for (int i = arch::thread_index(); i < p.topk; i += 32 * p.warps) write_visible(row, i);
 }
 
 SelectParams select_params(const Problem& problem, std::int64_t first_query, int warps) {
   SelectParams p{};
-  p.causality = problem.causality;
+  p.visibility = problem.visibility;
   p.scores = static_cast<const float*>(problem.workspace), p.first_query = first_query, p.pitch = problem.s_kv;
   p.indices = problem.indices.as<int>(), p.indices_stride = problem.indices.stride[0];
   p.top_scores = problem.scores.as<float>(), p.top_stride = problem.scores.stride[0];

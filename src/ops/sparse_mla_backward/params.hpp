@@ -53,7 +53,7 @@ inline Params params_of(const Problem& problem, const Plan& plan) {
   if (plan.orders_rows) {
     p.selection.indices = scratch<int>(problem, workspace.rows), p.selection.indices_stride = problem.topk;
     p.selection.topk_length = scratch<int>(problem, workspace.lengths), p.selection.length_stride = 1;
-    p.selection.q_positions = nullptr, p.selection.causal_from_start = false;
+    p.selection.visibility = {};
   }
   p.q = problem.q.as<const bf16>(), p.kv = problem.kv.as<const bf16>();
   p.out = problem.out.as<const bf16>(), p.d_out = problem.d_out.as<const bf16>();

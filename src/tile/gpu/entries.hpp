@@ -8,39 +8,33 @@ namespace hopwell::tile {
 
 /// The index rows with all that masks them, as kernel parameters.
 struct SelectionParams {
-  const int* indices;                                       // [s_q, topk]
-  const int *topk_length, *q_positions;                     // [s_q], or null
-  int64_t indices_stride, length_stride, positions_stride;  // elements
-  int64_t q_start, tokens_per_key;                          // a key stands for so many consecutive tokens
+  const int* indices;                     // [s_q, topk]
+  const int* topk_length;                 // [s_q], or null
+  int64_t indices_stride, length_stride;  // elements
+  Visibility visibility;
   int s_kv, topk;
-  bool causal_from_start;
 };
 
 inline SelectionParams params_of(const Selection& selection) {
-  const Causality& causality = selection.causality;
   return {selection.indices,
           selection.topk_length,
-          causality.q_positions,
           selection.indices_stride,
           selection.topk_length_stride,
-          causality.q_positions_stride,
-          causality.q_start,
-          causality.kv_stride,
+          selection.visibility,
           static_cast<int>(selection.s_kv),
-          static_cast<int>(selection.topk),
-          causality.has_q_start};
+          static_cast<int>(selection.topk)};
 }
 
-/// One query's row: its first `length` entries count, if they name a key in [0, visible).
+/// One query's row: its first `length` entries count, if they name a visible key.
 struct Entries {
   const int* row;
   int length;
-  unsigned visible;
+  KeyRange visible;
 
   /// What entry i names; -1 beyond the length. Whether that is a key is another question, to be asked when the load has
   /// come.
   HOPWELL_DEVICE int at(int i) const { return i < length ? row[i] : -1; }
-  HOPWELL_DEVICE bool counts(int key) const { return unsigned(key) < visible; }
+  HOPWELL_DEVICE bool counts(int key) const { return visible.has(key); }
   /// Entries first … first + size − 1 of these, as far as there are any.
   HOPWELL_DEVICE Entries slice(int first, int size) const {
     const int left = length - first;
@@ -59,13 +53,7 @@ HOPWELL_DEVICE Entries entries_of(const SelectionParams& p, int64_t query) {
     length = p.topk_length[query * p.length_stride];
     length = length < 0 ? 0 : length > p.topk ? p.topk : length;
   }
-  int64_t visible = p.s_kv;
-  if (p.q_positions || p.causal_from_start) {
-    const int64_t position = p.q_positions ? p.q_positions[query * p.positions_stride] : p.q_start + query;
-    const int64_t keys = position < 0 ? 0 : (position + 1) / p.tokens_per_key;
-    visible = keys < visible ? keys : visible;
-  }
-  return {p.indices + query * p.indices_stride, length, unsigned(visible)};
+  return {p.indices + query * p.indices_stride, length, p.visibility.keys(query, p.s_kv)};
 }
 
 }  // namespace hopwell::tile

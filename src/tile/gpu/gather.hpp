@@ -6,6 +6,7 @@
 #include "arch/sm80/threads.hpp"
 #include "arch/sm90/mbarrier.hpp"
 #include "tile/gpu/panel.hpp"
+#include "tile/selection.hpp"
 
 namespace hopwell::tile {
 
@@ -29,11 +30,11 @@ HOPWELL_DEVICE void copy_chunk(uint32_t to, uint32_t panel_bytes, const arch::bf
   }
 }
 
-/// Which rows a tile's 64 rows are copied from: lane l of a warp holds the indices of rows l and l + 32. One outside of
-/// [0, limit) gives zeros.
+/// Which rows a tile's 64 rows are copied from: lane l of a warp holds the indices of rows l and l + 32. One that is
+/// not among `rows` gives zeros.
 struct RowIndices {
   int low, high;
-  unsigned limit;
+  KeyRange rows;
 };
 
 /// A warp starts copying a tile: row i is data + index · stride (elements), kColumns / 64 panels from `destination`
@@ -44,8 +45,8 @@ HOPWELL_DEVICE void gather_rows(uint32_t destination, const arch::bf16* data, in
   constexpr uint32_t kNone = 0xffffffff;
   const uint32_t lane = uint32_t(arch::lane_index()), chunk = lane % 8;  // unsigned: fewer registers for addresses
   const uint32_t chunks = uint32_t(stride / 8);                          // of a row, so that offsets take one register
-  const uint32_t low = unsigned(indices.low) < indices.limit ? uint32_t(indices.low) * chunks : kNone;
-  const uint32_t high = unsigned(indices.high) < indices.limit ? uint32_t(indices.high) * chunks : kNone;
+  const uint32_t low = indices.rows.has(indices.low) ? uint32_t(indices.low) * chunks : kNone;
+  const uint32_t high = indices.rows.has(indices.high) ? uint32_t(indices.high) * chunks : kNone;
   HOPWELL_NO_UNROLL
   for (uint32_t first = 0; first < kTileRows / 4; first += kTogether) {
     HOPWELL_UNROLL
@@ -68,7 +69,7 @@ HOPWELL_DEVICE void copy_rows(uint32_t destination, const arch::bf16* data, int6
     for (int chunk = arch::lane_index(); chunk < kColumns / 8; chunk += 32) {
       arch::Words4 words{};
       HOPWELL_UNROLL
-      for (int i = 0; i < 8 && unsigned(index) < indices.limit; ++i)
+      for (int i = 0; i < 8 && indices.rows.has(index); ++i)
         words.w[i / 2] |= uint32_t{data[index * stride + 8 * chunk + i].bits} << 16 * (i % 2);
       arch::store_shared_v4(
           destination + uint32_t(chunk / 8) * kPanelBytes + swizzled(uint32_t(row), uint32_t(chunk % 8)), words);

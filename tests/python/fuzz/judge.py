@@ -115,8 +115,9 @@ class _Row:
 
 
 def _rows(a: dict[str, Any], operator: str) -> Any:
-    names = ("q", "kv", "indices", "sm_scale", "topk_length", "q_positions", "q_start")
-    selection = select(operator, *(a.get(name) for name in names), a.get("kv_stride", 1))
+    names = ("q", "kv", "indices", "sm_scale", "topk_length", "q_positions", "q_start", "kv_stride", "k_start", "k_end")
+    given = {"kv_stride": 1} | a
+    selection = select(operator, *(given.get(name) for name in names))
     scale = abs(selection.sm_scale)
     for s in range(len(selection.q)):
         entries, keys, rows, score = selection.row(s)
@@ -369,29 +370,33 @@ def _scores(q: Any, k: Any, w: Any) -> tuple[Any, Any, Any]:
 
 def check_selection(a: dict[str, Any], indices: Any, scores: Any) -> None:
     """What `lightning_indexer` returns where rounding may choose another key than the reference does."""
-    limits = visible_keys(
+    visible = visible_keys(
         "lightning_indexer",
         len(indices),
         len(a["k_index"]),
         a.get("q_positions"),
         a.get("q_start"),
         a.get("kv_stride", 1),
+        a.get("k_start"),
+        a.get("k_end"),
     )
-    for s, seen in enumerate(limits):
+    for s, (first, last) in enumerate(zip(*visible, strict=True)):
+        seen = max(last - first, 0)
         count = min(a["topk"], seen)
         taken = indices[s, :count]
         assert (taken >= 0).all() and (np.diff(taken) > 0).all() and (indices[s, count:] == -1).all(), f"indices[{s}]"
         assert np.isneginf(scores[s, count:]).all(), f"scores[{s}] of no key"
         if count == 0:
             continue
-        assert taken[-1] < seen, f"indices[{s}] names a key that is not visible"
-        score, off, _ = _scores(a["q_index"][s], a["k_index"][:seen], a["weights"][s])
+        assert first <= taken[0] and taken[-1] < last, f"indices[{s}] names a key that is not visible"
+        taken = taken - first
+        score, off, _ = _scores(a["q_index"][s], a["k_index"][first:last], a["weights"][s])
         compare(scores[s, :count], Expected(f"scores[{s}]", score[taken], 0.0, off[taken], elementwise=True))
         left = np.setdiff1d(np.arange(seen), taken)
         if len(left) and np.isfinite(off).all():
             worst, best = taken[np.argmin(score[taken] + off[taken])], left[np.argmax(score[left] - off[left])]
             assert not score[worst] + off[worst] < score[best] - off[best], (
-                f"indices[{s}] has key {worst} of score {score[worst]}, not {best} of {score[best]}"
+                f"indices[{s}] has key {first + worst} of score {score[worst]}, not {first + best} of {score[best]}"
             )
 
 

@@ -17,7 +17,9 @@ from .right import CALLS, FuzzedCall, arguments_of
 from .wrong import Wrong, WrongCall
 
 ONLY_IN_PLACE = ("attn", "accumulate")  # what custom ops, which write nothing, do not have
-WRONG_IN_TORCH = (Wrong.dtype, Wrong.rank, Wrong.size, Wrong.gaps, Wrong.integer, Wrong.real, Wrong.choice)
+WRONG_IN_TORCH = (
+    Wrong.alone, Wrong.dtype, Wrong.rank, Wrong.size, Wrong.gaps, Wrong.integer, Wrong.real, Wrong.choice,
+)  # fmt: skip
 
 
 class OnlyDLPack:

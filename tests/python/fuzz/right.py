@@ -64,6 +64,22 @@ def _causality(maker: Maker, s_q: int, s_kv: int) -> dict[str, Any]:
     return arguments
 
 
+def _key_ranges(maker: Maker, s_q: int, s_kv: int) -> dict[str, Any]:
+    """Half of the calls have them: any two numbers, or documents of whose keys a query sees the first ones."""
+    match maker.choose("none", "none", "any", "documents"):
+        case "any":
+            start, end = (integers_around(maker, s_q, [0, s_kv // 2, s_kv]) for _ in range(2))
+        case "documents":
+            starts = np.sort(maker.rng.integers(0, s_kv + 1, 3))
+            document = np.sort(maker.rng.integers(0, 3, s_q))
+            start, past = starts[document], np.append(starts[1:], s_kv)[document]
+            end = start + (maker.rng.random(s_q) * (past - start + 1)).astype(np.int64)
+        case _:
+            return {}
+    ranges = {"k_start": start, "k_end": end}
+    return {name: maker.values(values.astype(np.int32), rows=False) for name, values in ranges.items()}
+
+
 def _sparse(maker: Maker, limit: int = 600) -> tuple[str, dict[str, Any]]:
     dtype = maker.choose("float32", "bfloat16")
     s_q, s_kv, h_q = maker.size(0, 70), maker.size(0, limit), maker.size(1, 33)
@@ -72,12 +88,16 @@ def _sparse(maker: Maker, limit: int = 600) -> tuple[str, dict[str, Any]]:
     s_q, h_q, topk, d_qk = _fit([s_q, h_q, topk, d_qk])
     flat_kv, flat_indices = maker.chance(), maker.chance()
     wanted = rows_of_indices(maker, s_q, s_kv, topk)
-    arguments: dict[str, Any] = {
-        "q": maker.floats((s_q, h_q, d_qk), dtype),
-        "kv": maker.floats((s_kv, d_qk) if flat_kv else (s_kv, 1, d_qk), dtype),
-        "indices": maker.values(wanted if flat_indices else wanted[:, None]),
-        "sm_scale": _scalar(maker, 0.3),
-    } | _causality(maker, s_q, s_kv)
+    arguments: dict[str, Any] = (
+        {
+            "q": maker.floats((s_q, h_q, d_qk), dtype),
+            "kv": maker.floats((s_kv, d_qk) if flat_kv else (s_kv, 1, d_qk), dtype),
+            "indices": maker.values(wanted if flat_indices else wanted[:, None]),
+            "sm_scale": _scalar(maker, 0.3),
+        }
+        | _causality(maker, s_q, s_kv)
+        | _key_ranges(maker, s_q, s_kv)
+    )
     if maker.chance(8):
         arguments["indices"] = maker.bits(arguments["indices"].shape, np.int32)
     if maker.chance():
@@ -362,7 +382,8 @@ def lightning_indexer(draw: st.DrawFn) -> FuzzedCall:
     s_kv = maker.choose(maker.size(0, 300), maker.size(0, 300), 600, 4099, 8200)
     _, arguments = _index_inputs(maker, s_kv, s_kv)
     arguments["topk"] = maker.choose(maker.size(0, 300), s_kv, s_kv + 3)
-    arguments |= _causality(maker, len(arguments["q_index"]), s_kv)
+    s_q = len(arguments["q_index"])
+    arguments |= _causality(maker, s_q, s_kv) | _key_ranges(maker, s_q, s_kv)
     return _given(maker, "lightning_indexer", arguments, {})
 
 

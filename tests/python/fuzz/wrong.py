@@ -34,10 +34,12 @@ CHOICES = (
 )
 FLAGS = ("deterministic", "accumulate", "indices_ascending", "need_dq", "need_dkv", "pre_scale", "global_is_reciprocal")
 OPTIONAL = (
-    "attn_sink", "topk_length", "q_positions", "q_start", "pos_bias_u", "pos_bias_v", "bias", "r", "alibi_slopes",
-    "window", "out", "max_logits", "lse", "dq", "dkv", "attn", "global_scale", "backend",
+    "attn_sink", "topk_length", "q_positions", "q_start", "k_start", "k_end", "pos_bias_u", "pos_bias_v", "bias", "r",
+    "alibi_slopes", "window", "out", "max_logits", "lse", "dq", "dkv", "attn", "global_scale", "backend",
 )  # fmt: skip
-FREE_STRIDES = ("lse", "max_logits", "attn_sink", "topk_length", "q_positions", "context_lens", "alibi_slopes")
+FREE_STRIDES = (
+    "lse", "max_logits", "attn_sink", "topk_length", "q_positions", "k_start", "k_end", "context_lens", "alibi_slopes",
+)  # fmt: skip
 _ALSO_FREE = {"nvfp4_gemv": ("out",), "nvfp4_linear": ("bias",)}
 NO_STRINGS = ("", "nonsense", "CPU", "\ud800", "cpu\0x", "plain\0", "float32\0", b"cpu", 3, ("nhd",), object())
 NO_INTEGERS = (1.5, "one", [1], 2**63, -(2**70), 10**400, b"1", 1j, np.float64(2.0))
@@ -138,6 +140,12 @@ class Wrong:
             needed += [name for name in ("out", "lse") if name in self.call.inputs]
         name = self.pick(needed)
         return self.put(name, None)
+
+    def alone(self) -> tuple[str, ...] | None:
+        """One end of the key ranges without the other."""
+        ends = ("k_start", "k_end")
+        name = self.pick([name for name in ends if name in self.arrays])
+        return None if name is None else self.put(name, None, *ends)
 
     def dtype(self) -> tuple[str, ...] | None:
         name = self.pick(self.arrays)
@@ -278,13 +286,15 @@ class Wrong:
 
 
 KINDS: tuple[Callable[[Wrong], tuple[str, ...] | None], ...] = (
-    Wrong.no_array, Wrong.nothing, Wrong.dtype, Wrong.rank, Wrong.size, Wrong.gaps, Wrong.crooked, Wrong.integer,
-    Wrong.real, Wrong.choice, Wrong.flag, Wrong.read_only, Wrong.overlapping_itself, Wrong.on_top_of_another,
-    Wrong.vast,
+    Wrong.no_array, Wrong.nothing, Wrong.alone, Wrong.dtype, Wrong.rank, Wrong.size, Wrong.gaps, Wrong.crooked,
+    Wrong.integer, Wrong.real, Wrong.choice, Wrong.flag, Wrong.read_only, Wrong.overlapping_itself,
+    Wrong.on_top_of_another, Wrong.vast,
 )  # fmt: skip
 
-_SPARSE = {"q": "s_q h_q d_qk", "attn_sink": "h_q", "topk_length": "s_q", "q_positions": "s_q"}
-_INDEXER = {"q_index": "s_q h d", "k_index": "s_kv d", "weights": "s_q h", "q_positions": "s_q", "target": "s_q topk"}
+_SPARSE = {"q": "s_q h_q d_qk", "attn_sink": "h_q"}
+_SPARSE |= dict.fromkeys(("topk_length", "q_positions", "k_start", "k_end"), "s_q")
+_INDEXER = {"q_index": "s_q h d", "k_index": "s_kv d", "weights": "s_q h", "target": "s_q topk"}
+_INDEXER |= dict.fromkeys(("q_positions", "k_start", "k_end"), "s_q")
 _DIMENSIONS: dict[str, dict[str, str]] = {
     "sparse_mla_forward": _SPARSE | {"out": "s_q h_q d_v!", "max_logits": "s_q h_q", "lse": "s_q h_q"},
     "sparse_mla_backward": _SPARSE

@@ -31,18 +31,23 @@ def lightning_indexer(
     q_positions: Tensor | None = None,
     q_start: int | None = None,
     kv_stride: int = 1,
+    k_start: Tensor | None = None,
+    k_end: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The topk keys of largest index score for every query; carries no gradient.
 
-    q_index [s_q, h_index, d_index], k_index [s_kv, d_index], weights [s_q, h_index]. Returns indices int32 [s_q, topk]
-    in ascending order, padded with −1, and their scores float32 [s_q, topk], −inf where the index is −1.
+    q_index [s_q, h_index, d_index], k_index [s_kv, d_index], weights [s_q, h_index]; positions and key ranges as in
+    `sparse_mla`. Returns indices int32 [s_q, topk] in ascending order, padded with −1, and their scores float32 [s_q,
+    topk], −inf where the index is −1.
     """
     return _indexer(
         *(q_index, k_index, weights, topk),
         q_positions=q_positions,
         q_start=q_start,
         kv_stride=kv_stride,
+        k_start=k_start,
+        k_end=k_end,
         backend=backend,
     )
 

@@ -36,6 +36,8 @@ def sparse_mla_forward(
     q_positions: Tensor | None = None,
     q_start: int | None = None,
     kv_stride: int = 1,
+    k_start: Tensor | None = None,
+    k_end: Tensor | None = None,
     indices_ascending: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,6 +49,8 @@ def sparse_mla_forward(
         q_positions=q_positions,
         q_start=q_start,
         kv_stride=kv_stride,
+        k_start=k_start,
+        k_end=k_end,
         backend=backend,
     )
 
@@ -70,6 +74,8 @@ def _sparse_mla_backward_fake(
     q_positions: Tensor | None = None,
     q_start: int | None = None,
     kv_stride: int = 1,
+    k_start: Tensor | None = None,
+    k_end: Tensor | None = None,
     deterministic: bool = False,
     dkv_dtype: str = "float32",
     need_dq: bool = True,
@@ -98,6 +104,8 @@ def _sparse_mla_backward(
     q_positions: Tensor | None = None,
     q_start: int | None = None,
     kv_stride: int = 1,
+    k_start: Tensor | None = None,
+    k_end: Tensor | None = None,
     deterministic: bool = False,
     dkv_dtype: str = "float32",
     need_dq: bool = True,
@@ -113,6 +121,8 @@ def _sparse_mla_backward(
         q_positions=q_positions,
         q_start=q_start,
         kv_stride=kv_stride,
+        k_start=k_start,
+        k_end=k_end,
         deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
         dkv_dtype=dkv_dtype,
         need_dq=need_dq,
@@ -168,16 +178,18 @@ def _save_sparse_mla(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Te
         q_positions,
         ctx.q_start,
         ctx.kv_stride,
+        k_start,
+        k_end,
         ctx.indices_ascending,
         ctx.backend,
     ) = inputs
     out, max_logits, lse = output
-    ctx.save_for_backward(q, kv, indices, out, lse, attn_sink, topk_length, q_positions)
+    ctx.save_for_backward(q, kv, indices, out, lse, attn_sink, topk_length, q_positions, k_start, k_end)
     ctx.mark_non_differentiable(max_logits, lse)
 
 
 def _differentiate_sparse_mla(ctx: Any, d_out: Tensor, _d_max_logits: Tensor, _d_lse: Tensor) -> Gradients:
-    q, kv, indices, out, lse, attn_sink, topk_length, q_positions = ctx.saved_tensors
+    q, kv, indices, out, lse, attn_sink, topk_length, q_positions, k_start, k_end = ctx.saved_tensors
     needed = [i for i, need in enumerate(ctx.needs_input_grad) if need]  # PyTorch leaves out trailing defaults
     if d_out.stride(-1) != 1:  # such as the gradient of a sum, one number expanded
         d_out = d_out.contiguous()
@@ -188,13 +200,15 @@ def _differentiate_sparse_mla(ctx: Any, d_out: Tensor, _d_max_logits: Tensor, _d
         q_positions=q_positions,
         q_start=ctx.q_start,
         kv_stride=ctx.kv_stride,
+        k_start=k_start,
+        k_end=k_end,
         dkv_dtype=str(kv.dtype).removeprefix("torch."),
         need_dq=0 in needed,
         need_dkv=1 in needed,
         indices_ascending=ctx.indices_ascending,
         backend=ctx.backend,
     )
-    return dq, dkv, None, None, None, d_sink if 5 in needed else None, None, None, None, None, None, None
+    return dq, dkv, None, None, None, d_sink if 5 in needed else None, *(None,) * 8
 
 
 differentiable("sparse_mla_forward", _differentiate_sparse_mla, _save_sparse_mla)
@@ -212,6 +226,8 @@ def sparse_mla(
     q_positions: Tensor | None = None,
     q_start: int | None = None,
     kv_stride: int = 1,
+    k_start: Tensor | None = None,
+    k_end: Tensor | None = None,
     indices_ascending: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -225,6 +241,8 @@ def sparse_mla(
         topk_length: int32 [s_q], how many entries of each row count.
         q_positions: int32 [s_q], or q_start for q_start + s: causal masking.
         kv_stride: tokens a key stands for.
+        k_start, k_end: int32 [s_q], both or neither: query s sees only the keys k_start[s] … k_end[s] − 1, as documents
+            packed one after another need; `key_ranges` makes them. Causal masking then counts keys from k_start[s].
         indices_ascending: a hint that rows ascend, as the indexer's do, so that the backward needs no pass to order
             them; rows that do not give the same results, later.
 
@@ -236,7 +254,7 @@ def sparse_mla(
         ValueError: an argument has the wrong dtype, shape or device.
     """
     return sparse_mla_forward(
-        q, kv, indices, sm_scale, d_v, attn_sink, topk_length, q_positions, q_start, kv_stride,
+        q, kv, indices, sm_scale, d_v, attn_sink, topk_length, q_positions, q_start, kv_stride, k_start, k_end,
         indices_ascending, backend,
     )  # fmt: skip
 
@@ -256,6 +274,8 @@ def attention_distribution(
     q_positions: Tensor | None = None,
     q_start: int | None = None,
     kv_stride: int = 1,
+    k_start: Tensor | None = None,
+    k_end: Tensor | None = None,
     normalize: str = "none",
     backend: str | None = None,
 ) -> Tensor:
@@ -266,6 +286,8 @@ def attention_distribution(
         q_positions=q_positions,
         q_start=q_start,
         kv_stride=kv_stride,
+        k_start=k_start,
+        k_end=k_end,
         normalize=normalize,
         backend=backend,
     )

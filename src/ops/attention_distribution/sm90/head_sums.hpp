@@ -123,7 +123,7 @@ HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, int part) {
       tile::RowIndices next = keys_of(entries, 0), second = keys_of(entries, 1);
       for (int i = 0; i < (kAlternate ? 1 : 2); ++i, ++item) {
         const int head = kHeadsAtATime * pass + kTileHeads * i + arch::lane_index();
-        copy_part<kDqk, 1>({s, item}, part, p.aligned, q, p.q_stride_h, {head, head + 32, unsigned(p.h_q)});
+        copy_part<kDqk, 1>({s, item}, part, p.aligned, q, p.q_stride_h, {head, head + 32, {0, unsigned(p.h_q)}});
       }
       HOPWELL_NO_UNROLL
       for (int tile = 0; tile < tiles; ++tile, ++item) {

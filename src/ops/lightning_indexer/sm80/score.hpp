@@ -8,7 +8,7 @@
 // Timeline  copies  q1 ▓▓▓▓▓▓▓▓▓▓ q2 ▓▓▓▓▓▓▓▓▓▓▓▓ q3 ▓▓▓▓▓▓
 //           warps   k │ q0: mma ▓▓▓ relu, sums ▓ │ q1 …             one barrier a tile of q
 // Sums      over the heads in a lane first, then over the quad: always in the same order
-// Budget    shared: stages of 64 × 256 B a limb + 288 B, 50,048 B (bf16), 98,944 B (fp32); registers: keys 64 of 128 (96 of 255)
+// Budget    shared: stages of 64 × 256 B a limb + 320 B, 50,112 B (bf16), 98,944 B (fp32); registers: keys 64 of 128 (96 of 255)
 // Bound     tensor cores: 2 · h_index · d_index operations a query and key
 #pragma once
 
@@ -41,7 +41,7 @@ struct ScoreParams {
   const void* weights;  // fp32 or bf16 [s_q, h_index]
   int64_t weights_stride;
   bool weights_bf16;
-  Causality causality;
+  Visibility visibility;
   float* scores;  // [queries, pitch]
   int64_t first_query, pitch;
   int queries, heads, s_kv;
@@ -53,11 +53,11 @@ template <class T>
 struct ScoreStorage {
   tile::MmaTile<kLimbs<T>, kHeadTile> q[kStages<T>];
   alignas(16) float weights[kStages<T>][kHeadTile];
-  int visible[kStages<T>][kHeadTile / 8];
+  KeyRange visible[kStages<T>][kHeadTile / 8];
 };
 static_assert(sizeof(ScoreStorage<float>) <= 99 * 1024);
 
-// Copies tiles of q, one after another: a thread every fourth chunk of one row, and there its weight or how many keys its
+// Copies tiles of q, one after another: a thread every fourth chunk of one row, and there its weight or which keys its
 // query sees.
 template <class T>
 struct QueryLoader {
@@ -92,7 +92,7 @@ struct QueryLoader {
     if (quarter == 0)
       s.weights[stage][row] = exists ? tile::load_fp32(p.weights, p.weights_bf16, at * p.weights_stride + head) : 0;
     if (quarter == 1 && row % p.padded_heads == 0 && query_of_tile < p.queries_per_tile)
-      s.visible[stage][query_of_tile] = has_query ? int(p.causality.visible_keys(at, p.s_kv)) : 0;
+      s.visible[stage][query_of_tile] = has_query ? p.visibility.keys(at, p.s_kv) : KeyRange{};
     advance(p);
   }
 
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(ScoreConfig::kThreads, sizeof(T) == 2 ? 2 : 1)
     arch::cp_async_commit();
     const int heads = p.heads - part * kHeadTile < kHeadTile ? p.heads - part * kHeadTile : kHeadTile;
     for (int i = 0; i < p.queries_per_tile && query + i < p.queries; ++i) {
-      if (first_key >= s.visible[stage][i]) continue;
+      if (!s.visible[stage][i].overlaps(first_key, 16 * kTilesM<T>)) continue;
       int head = 0;
       for (; heads - head > 8; head += 16)
         add_heads<kWhole, 2>(p, s, stage, i * p.padded_heads + head, heads - head, keys, sums);
@@ -204,7 +204,7 @@ void launch_score(const Problem& problem, std::int64_t first, std::int64_t count
   p.q_stride = problem.q.stride[0];
   p.weights = problem.weights.data, p.weights_stride = problem.weights.stride[0];
   p.weights_bf16 = problem.weights.dtype == DType::kBFloat16;
-  p.causality = problem.causality;
+  p.visibility = problem.visibility;
   p.scores = static_cast<float*>(problem.workspace);
   p.first_query = first, p.pitch = problem.s_kv;
   p.queries = static_cast<int>(count);

@@ -6,17 +6,19 @@
 //           has more
 // Roles     warpgroups 0, 1, 2   score    128 keys each, which stay in registers as wgmma's A; sums over the heads
 //           warp 12              tiles    the CTA's keys, then tile after tile of q, by the copy engine
-//           warps 13, 14, 15     weights  of every third tile, and how many keys its queries see, loaded a tile of theirs ahead
+//           warps 13, 14, 15     weights  of every third tile, and which keys its queries see, loaded a tile of theirs ahead
 // Timeline  tiles    k k k k k k │ q0 │ q1 │ q2 …      eight stages of 64 rows, each for keys or q
 //           score 0  P0 ▓▓▓ P0' ▓▓▓ │ P1 ▓▓▓           products of 64 keys each; the relu and the sums of one run under the
 //                           Σ0      Σ0'     Σ1         products of the other, and of the other warpgroups
 //           score 1    P0 ▓▓▓ P0' ▓▓▓ …
 // Sums      over the heads in a lane first, then over the quad: always in the same order
-// Budget    shared: 8 × (16,384 rows + 256 weights + 4) + 128 of barriers, 134,144 B with gaps
+// Budget    shared: 8 × (16,384 rows + 256 weights + 8) + 128 of barriers, 134,144 B with gaps
 //           registers: score 64 of keys + 64 products + 8 sums + ~20 (160), others 32
 // Bound     a tile costs the tensor cores 1,536 clocks, 64 heads × 384 keys × 128 at 2,048 a clock; relu and weighing two
 //           instructions a product, 384 of the 1,536 issue slots that each quarter of the SM has; q 11 B a clock
 #pragma once
+
+#include <climits>
 
 #include "arch/sm80/convert.hpp"
 #include "arch/sm90/cluster.hpp"
@@ -46,7 +48,7 @@ struct ScoreParams {
   const void* weights;   // fp32 or bf16 [s_q, h_index]
   int64_t weights_stride;
   bool weights_bf16;
-  Causality causality;
+  Visibility visibility;
   float* scores;  // [queries, pitch]
   int64_t first_query, pitch;
   int queries, heads, s_kv;
@@ -56,7 +58,7 @@ struct ScoreParams {
 struct ScoreStorage {
   alignas(1024) unsigned char rows[ScoreConfig::kStages][ScoreConfig::kStageBytes];
   float weights[ScoreConfig::kStages][ScoreConfig::kRows];
-  int visible[ScoreConfig::kStages];  // keys that any of the tile's queries sees
+  KeyRange visible[ScoreConfig::kStages];  // from the first to the last key that any of the tile's queries sees
   tile::RingBarriers<ScoreConfig::kStages> ring;
 };
 
@@ -91,11 +93,12 @@ struct TileCursor {
     ++tile;
     if (++head_tile == p.tiles_per_query) head_tile = 0, query += p.queries_per_tile;
   }
-  // Waits for the first tile from here on whose queries see `first_key`; frees those in between. False: there is none.
+  // Waits for the first tile from here on whose queries may see the warpgroup's keys; frees those in between. False: there
+  // is none.
   HOPWELL_DEVICE bool wait_visible(const ScoreParams& p, ScoreStorage& s, const Slice& slice, int first_key) {
     for (; tile < slice.end; advance(p)) {
       slot(s, slice).wait_full();
-      if (first_key < s.visible[slot(s, slice).stage()]) return true;
+      if (s.visible[slot(s, slice).stage()].overlaps(first_key, ScoreConfig::kHalves * ScoreConfig::kRows)) return true;
       slot(s, slice).release();
     }
     return false;
@@ -104,25 +107,28 @@ struct TileCursor {
 
 // ---- producers --------------------------------------------------------------------------------------------------------
 
-// This lane's two rows of a tile: their weights, and how many keys the tile's queries see.
+// This lane's two rows of a tile: their weights, and the keys that the tile's queries see.
 struct TileWeights {
   float weights[2];
-  int visible;  // of any lane's rows
+  KeyRange visible;  // by any of the queries
 };
+HOPWELL_DEVICE KeyRange visible_to_tile(const ScoreParams& p, const TileCursor& at) {
+  const int lane = arch::lane_index(), query = at.query + lane;
+  KeyRange visible;  // to one query
+  if (lane < p.queries_per_tile && query < p.queries) visible = p.visibility.keys(p.first_query + query, p.s_kv);
+  const int first = -tile::max_of_warp(visible.count > 0 ? -int(visible.first) : -INT_MAX);
+  const int end = tile::max_of_warp(int(visible.end()));
+  return end > 0 ? KeyRange{uint32_t(first), uint32_t(end - first)} : KeyRange{};
+}
 HOPWELL_DEVICE TileWeights load_tile_weights(const ScoreParams& p, const TileCursor& at) {
-  TileWeights loaded{{0, 0}, 0};
+  TileWeights loaded{{0, 0}, visible_to_tile(p, at)};
   HOPWELL_UNROLL
   for (int i = 0; i < 2; ++i) {
     const int row = arch::lane_index() + 32 * i, query = at.query + row / p.padded_heads;
     const int head = at.head_tile * kHeadTile + row % p.padded_heads;
-    if (query >= p.queries) continue;
-    const int64_t number = p.first_query + query;
-    if (head < p.heads)
-      loaded.weights[i] = tile::load_fp32(p.weights, p.weights_bf16, number * p.weights_stride + head);
-    const int visible = int(p.causality.visible_keys(number, p.s_kv));
-    loaded.visible = visible > loaded.visible ? visible : loaded.visible;
+    if (query < p.queries && head < p.heads)
+      loaded.weights[i] = tile::load_fp32(p.weights, p.weights_bf16, (p.first_query + query) * p.weights_stride + head);
   }
-  loaded.visible = tile::max_of_warp(loaded.visible);
   return loaded;
 }
 
@@ -151,7 +157,7 @@ HOPWELL_DEVICE void produce_tiles(const ScoreParams& p, ScoreStorage& s) {
   }
 }
 
-// Weights of every third tile from `first` on, and how many keys its queries see: a load takes as long as a tile.
+// Weights of every third tile from `first` on, and which keys its queries see: a load takes as long as a tile.
 HOPWELL_DEVICE void produce_weights(const ScoreParams& p, ScoreStorage& s, int first) {
   const int lane = arch::lane_index();
   const Slice slice = slice_of(p);
@@ -322,7 +328,7 @@ void launch_score(const Problem& problem, std::int64_t first, std::int64_t count
   p.k = map_of(problem.k, 1, {ScoreConfig::kRows, 1});
   p.weights = problem.weights.data, p.weights_stride = problem.weights.stride[0];
   p.weights_bf16 = problem.weights.dtype == DType::kBFloat16;
-  p.causality = problem.causality;
+  p.visibility = problem.visibility;
   p.scores = static_cast<float*>(problem.workspace);
   p.first_query = first, p.pitch = problem.s_kv;
   p.queries = static_cast<int>(count);

@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kOrderThreads) order_row(const __grid_constant
   for (int64_t i = t; i < p.attn.words && query < p.attn.rows; i += kOrderThreads)
     p.attn.data[query * p.attn.stride + i] = 0;
   const Entries entries = tile::entries_of(p.selection, query);
-  const int rounds = (entries.length + kOrderThreads - 1) / kOrderThreads, bits = std::bit_width(entries.visible);
+  const int rounds = (entries.length + kOrderThreads - 1) / kOrderThreads, bits = std::bit_width(entries.visible.end());
   int valid = 0;
   for (int i = t; i < rounds * kOrderThreads; i += kOrderThreads) {
     const int key = entries.key(i);

@@ -69,9 +69,9 @@ HOPWELL_DEVICE void gather(const Params& p, Storage& s, int warp) {
     int next = entry;
     HOPWELL_NO_UNROLL
     for (int left = work.steps; left > 0; --left, empty_parity ^= 1) {
-      const unsigned visible = work.entries.visible;
+      const KeyRange visible = work.entries.visible;
       const int mine = key;
-      const uint32_t valid = arch::ballot(unsigned(mine) < visible);
+      const uint32_t valid = arch::ballot(visible.has(mine));
       next += kStages * kKeys;
       if (left == 1 && number + uint32_t(arch::grid_size()) < p.work_tiles) {
         work = work_tile_of(p, number + uint32_t(arch::grid_size()), Storage::kHeads);
@@ -84,7 +84,7 @@ HOPWELL_DEVICE void gather(const Params& p, Storage& s, int warp) {
         HOPWELL_UNROLL
         for (int i = 0; i < kRows / 4; ++i) {
           const int row = arch::shuffle(mine, kRows * stage + 4 * i + lane / 8);
-          rows.valid[i] = unsigned(row) < visible;
+          rows.valid[i] = visible.has(row);
           rows.source[i] = p.kv + (rows.valid[i] ? row : 0) * p.kv_stride + lane % 8 * 8;
         }
         const auto slot = tile::ring_stage(s.key_ring, stage, empty_parity ^ 1);

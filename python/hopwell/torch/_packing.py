@@ -1,0 +1,48 @@
+"""Documents packed one after another, as trainers pack them."""
+
+import torch
+from torch import Tensor
+
+
+def key_ranges(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, *, causal: bool = True, s_q: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """The keys that each query of a pack sees, those of its own document, as `k_start` and `k_end` of the operators.
+
+    Args:
+        cu_seqlens_q: int32 or int64 [documents + 1], from 0 on: the queries of document d are cu_seqlens_q[d] …
+            cu_seqlens_q[d + 1] − 1. Documents may be empty.
+        cu_seqlens_k: likewise the keys of each document, whose last ones stand for its queries; None where a document
+            has as many keys as queries.
+        causal: a query does not see the keys after its own.
+        s_q: queries of the pack. None takes cu_seqlens_q's last element, which has to be read: on a GPU the host waits
+            for it; with s_q it never waits. Queries after the last document see no key: their range is 0 … 0.
+
+    Returns:
+        (k_start, k_end): int32 [s_q], on the device of cu_seqlens_q.
+
+    Raises:
+        ValueError: an argument has the wrong dtype or shape.
+    """
+    if cu_seqlens_k is None:
+        cu_seqlens_k = cu_seqlens_q
+    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if offsets.dtype not in (torch.int32, torch.int64) or offsets.ndim != 1 or len(offsets) == 0:
+            raise ValueError(
+                f"key_ranges: {name} must be int32 or int64 [documents + 1]; got {offsets.dtype} {list(offsets.shape)}"
+            )
+    if cu_seqlens_k.shape != cu_seqlens_q.shape:
+        raise ValueError(
+            f"key_ranges: cu_seqlens_k must be [{len(cu_seqlens_q)}] as cu_seqlens_q is; got {list(cu_seqlens_k.shape)}"
+        )
+    documents = len(cu_seqlens_q) - 1
+    if s_q is None:
+        s_q = int(cu_seqlens_q[-1])
+    query = torch.arange(s_q, device=cu_seqlens_q.device, dtype=cu_seqlens_q.dtype)
+    document = torch.searchsorted(cu_seqlens_q[1:], query, right=True)  # so many end at or before it
+    following = (document + 1).clamp(max=documents)
+    start, end = cu_seqlens_k[document], cu_seqlens_k[following]
+    if causal:
+        end = end - cu_seqlens_q[following] + query + 1
+    outside = document == documents
+    return start.masked_fill(outside, 0).int(), end.masked_fill(outside, 0).int()
