@@ -364,7 +364,10 @@ def _scores(q: Any, k: Any, w: Any) -> tuple[Any, Any, Any]:
         sizes = finite(q) @ finite(k).T
         size = finite(w) @ sizes
         off = 2 * ROUNDING * size + TINY * (1 + finite(w).sum() * q.shape[1])
-        off = _unless((sizes > LARGE).any(axis=0) | (size > LARGE), off)
+        # A product that may round to 0, or to the other side of it, is a gate in front of an infinite weight.
+        near = (sizes > 0) & (np.abs(dot) <= 2 * ROUNDING * sizes + TINY * q.shape[1])
+        gate = (near & np.isinf(w.astype(np.float64))[:, None]).any(axis=0)
+        off = _unless((sizes > LARGE).any(axis=0) | (size > LARGE) | gate, off)
     return np.where(np.isnan(score), -np.inf, score), off, sizes
 
 
