@@ -8,7 +8,7 @@
 // Timeline  copies  q1 ▓▓▓▓▓▓▓▓▓▓ q2 ▓▓▓▓▓▓▓▓▓▓▓▓ q3 ▓▓▓▓▓▓
 //           warps   k │ q0: mma ▓▓▓ relu, sums ▓ │ q1 …             one barrier a tile of q
 // Sums      over the heads in a lane first, then over the quad: always in the same order
-// Budget    shared: stages of 64 × 256 B a limb + 320 B, 50,112 B (bf16), 98,944 B (fp32); registers: keys 64 of 128 (96 of 255)
+// Budget    shared: stages of 64 × 256 B a limb + 320 B, 50,176 B (bf16), 98,944 B (fp32); registers: keys 64 of 128 (96 of 255)
 // Bound     tensor cores: 2 · h_index · d_index operations a query and key
 #pragma once
 
