@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 
 # The tests that have to notice a bug in a module.
 TESTS = {
-    "_causal": "test_reference_sparse_mla.py",
+    "_visible": "test_reference_sparse_mla.py",
     "sparse_mla": "test_reference_sparse_mla.py",
     "attention_distribution": "test_reference_sparse_mla.py",
     "paged_attention": "test_reference_paged_attention.py",
@@ -38,12 +38,12 @@ class Bug(NamedTuple):
 
 
 BUGS = [
-    Bug("_causal", "(positions + 1) // int(kv_stride)", "positions // int(kv_stride)", "causal limit off by one"),
-    Bug("_causal", "(positions + 1) //", "(positions + int(kv_stride)) //", "keys visible before their last token"),
-    Bug("_causal", "0, s_kv)", "0, s_kv - 1)", "the last key never visible"),
-    Bug("_causal", "first + (positions", "(positions", "keys of a range counted from key 0"),
-    Bug("_causal", "last = np.minimum(last, ", "last = (", "a range's end ignored beside positions"),
-    Bug("_causal", "np.maximum(first, 0)", "np.zeros_like(first)", "a range's start ignored"),
+    Bug("_visible", "(positions + 1) // int(kv_stride)", "positions // int(kv_stride)", "causal limit off by one"),
+    Bug("_visible", "(positions + 1) //", "(positions + int(kv_stride)) //", "keys visible before their last token"),
+    Bug("_visible", "0, s_kv)", "0, s_kv - 1)", "the last key never visible"),
+    Bug("_visible", "first + (positions", "(positions", "keys of a range counted from key 0"),
+    Bug("_visible", "last = np.minimum(last, ", "last = (", "a range's end ignored beside positions"),
+    Bug("_visible", "np.maximum(first, 0)", "np.zeros_like(first)", "a range's start ignored"),
     Bug("sparse_mla", "keys >= first", "keys > first", "the first visible key masked"),
     Bug("sparse_mla", "keys.shape[1]) < lengths", "keys.shape[1]) <= lengths", "topk_length off by one"),
     Bug("sparse_mla", "np.where(empty, np.inf, log_sum)", "log_sum", "lse of an empty row −inf"),

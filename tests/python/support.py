@@ -10,3 +10,9 @@ def assert_close(actual: Any, expected: Any, tolerance: float = 1e-11) -> None:
     actual, expected = np.asarray(actual, dtype=np.float64), np.asarray(expected, dtype=np.float64)
     assert actual.shape == expected.shape
     np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def norm_error(actual: Any, expected: Any) -> float:
+    """How far a tensor is from another, by the norm of the other, in float64."""
+    expected = expected.double()
+    return float((actual.double() - expected).norm() / expected.norm().clamp_min(1e-30))

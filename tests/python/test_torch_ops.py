@@ -1,6 +1,5 @@
 """hopwell.torch: the operators as custom ops, against float64 autograd and the reference; opcheck and torch.compile."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from hopwell import reference
 from hopwell import torch as hw
+from support import norm_error
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
@@ -23,11 +23,6 @@ GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-3}
 @pytest.fixture(autouse=True)
 def _seed(rng: np.random.Generator) -> None:
     torch.manual_seed(int(rng.integers(2**31)))
-
-
-def norm_error(actual: Tensor, expected: Tensor) -> float:
-    expected = expected.double()
-    return float((actual.double() - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
 def sparse_inputs(dtype: torch.dtype = torch.float32, d_qk: int = 20, topk: int = 13) -> dict[str, Any]:
@@ -118,85 +113,6 @@ def test_sparse_mla_and_its_gradients(dtype: torch.dtype, mask: str) -> None:
     for leaf, gradient, exact_gradient in zip(leaves, gradients, expected_gradients, strict=True):
         assert gradient.dtype == leaf.dtype
         assert norm_error(gradient, exact_gradient) <= GRADIENT_TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_training_step_of_packed_documents_equals_a_loop_over_them(dtype: torch.dtype) -> None:
-    """Index rows name keys of any document: the ranges hide those of others and those after the query's own. All that
-    belongs to one query has the same bits; the gradients of kv and the sink are sums, whose order may be another.
-    """
-    lengths = [5, 0, 1, 40, 0, 23]
-    s, cuts = sum(lengths), [0, *itertools.accumulate(lengths)]
-    q, kv, sink = torch.randn(s, 5, 20).to(dtype), torch.randn(s, 20).to(dtype), torch.randn(5)
-    indices, d_out = torch.randint(-3, s + 3, (s, 50), dtype=torch.int32), torch.randn(s, 5, 12).to(dtype)
-
-    def step(here: slice, indices: Tensor, **masks: Any) -> tuple[Tensor, ...]:
-        leaves = [x.clone().requires_grad_() for x in (q[here], kv[here], sink)]
-        forward = hw.sparse_mla(leaves[0], leaves[1], indices, 0.5, 12, attn_sink=leaves[2], **masks)
-        attn = hw.attention_distribution(leaves[0], leaves[1], indices, forward[2], 0.5, **masks)
-        return *(x.detach() for x in forward), attn, *torch.autograd.grad(forward[0], leaves, d_out[here])
-
-    k_start, k_end = hw.key_ranges(torch.tensor(cuts, dtype=torch.int32))
-    packed = step(slice(0, s), indices, k_start=k_start, k_end=k_end)
-    alone = [
-        step(slice(first, past), indices[first:past] - first, q_start=0) for first, past in itertools.pairwise(cuts)
-    ]
-    *of_queries, dkv, d_sink = (torch.cat(parts) for parts in zip(*alone, strict=True))
-    names = ("out", "max_logits", "lse", "attn", "dq")
-    for name, got, wanted in zip(names, packed, of_queries, strict=False):
-        assert torch.equal(got, wanted), name
-    assert packed[3].any(dim=1).sum() > s / 2
-    rounding = 2**-20 if dtype == torch.float32 else 2**-8
-    assert norm_error(packed[5], dkv) <= rounding
-    assert norm_error(packed[6], d_sink.view(len(lengths), 5).sum(0)) <= 2**-20
-    without = step(slice(0, s), indices)
-    assert not torch.equal(packed[0], without[0])
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(
-    ("of_queries", "of_keys"),
-    [
-        ([3, 1, 4], None),
-        ([0, 0, 3, 0, 2, 0], None),
-        ([0], None),
-        ([], None),
-        ([2, 0, 3, 1], [2, 5, 7, 1]),
-        ([3, 2, 0], [1, 0, 4]),
-    ],
-)
-def test_key_ranges(of_queries: list[int], of_keys: list[int] | None, causal: bool, dtype: torch.dtype) -> None:
-    """The second list has documents of fewer keys than queries, whose first queries see none."""
-    expected: list[tuple[int, int]] = []
-    first = 0
-    for queries, keys in zip(of_queries, of_keys or of_queries, strict=True):
-        expected += [(first, first + (keys - queries + i + 1 if causal else keys)) for i in range(queries)]
-        first += keys
-    offsets = [
-        None if lengths is None else torch.tensor([0, *itertools.accumulate(lengths)], dtype=dtype)
-        for lengths in (of_queries, of_keys)
-    ]
-    for s_q in (None, len(expected), len(expected) + 3, max(len(expected) - 2, 0)):
-        wanted = (expected + 3 * [(0, 0)])[: len(expected) if s_q is None else s_q]
-        for given, column in zip(hw.key_ranges(*offsets, causal=causal, s_q=s_q), (0, 1), strict=True):
-            assert given.dtype == torch.int32
-            assert given.tolist() == [bounds[column] for bounds in wanted]
-
-
-@pytest.mark.parametrize(
-    ("offsets", "message"),
-    [
-        ([torch.zeros(3)], "cu_seqlens_q must be int32 or int64"),
-        ([torch.zeros(2, 3, dtype=torch.int32)], "cu_seqlens_q must be int32 or int64"),
-        ([torch.zeros(0, dtype=torch.int32)], "cu_seqlens_q must be int32 or int64"),
-        ([torch.zeros(3, dtype=torch.int32), torch.zeros(3)], "cu_seqlens_k must be int32 or int64"),
-        ([torch.zeros(3, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)], r"cu_seqlens_k must be \[3\]"),
-    ],
-)
-def test_key_ranges_of_bad_arguments(offsets: list[Tensor], message: str) -> None:
-    with pytest.raises(ValueError, match=f"key_ranges: {message}"):
-        hw.key_ranges(*offsets)
 
 
 def test_only_needed_gradients() -> None:
@@ -420,20 +336,6 @@ def test_selection_equals_the_reference() -> None:
     expected_indices, expected_scores = reference.lightning_indexer(q.numpy(), k.numpy(), w.numpy(), 9, q_start=0)
     np.testing.assert_array_equal(indices.numpy(), expected_indices)
     np.testing.assert_allclose(scores.numpy(), expected_scores, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_selection_from_packed_documents_equals_a_loop_over_them(dtype: torch.dtype) -> None:
-    lengths = [5, 0, 1, 400, 0, 23]
-    s, cuts = sum(lengths), [0, *itertools.accumulate(lengths)]
-    q, k, w = (torch.randint(-2, 3, shape).to(dtype) for shape in ((s, 4, 32), (s, 32), (s, 4)))  # exact scores, ties
-    k_start, k_end = hw.key_ranges(torch.tensor(cuts))
-    indices, scores = hw.lightning_indexer(q, k, w, 9, k_start=k_start, k_end=k_end)
-    for first, past in itertools.pairwise(cuts):
-        here = slice(first, past)
-        alone, alone_scores = hw.lightning_indexer(q[here], k[here], w[here], 9, q_start=0)
-        assert torch.equal(indices[here], torch.where(alone < 0, alone, alone + first))
-        assert torch.equal(scores[here], alone_scores)
 
 
 # ---- NVFP4 and paged attention -------------------------------------------------------------------------------------

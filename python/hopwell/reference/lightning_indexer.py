@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ._arrays import Float64, Tensor, as_float64, as_indices, describe, log_sum_exp, require, require_shape
-from ._causal import visible_keys
+from ._visible import visible_keys
 
 
 def _checked(operator: str, q_index: Tensor, k_index: Tensor, weights: Tensor) -> tuple[Float64, Float64, Float64]:

@@ -19,7 +19,7 @@ from ._arrays import (
     require,
     require_shape,
 )
-from ._causal import visible_keys
+from ._visible import visible_keys
 
 
 @dataclass(frozen=True)

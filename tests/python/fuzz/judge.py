@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from hopwell import reference
-from hopwell.reference._causal import visible_keys
+from hopwell.reference._visible import visible_keys
 from hopwell.reference.sparse_mla import select
 
 from .right import FuzzedCall
