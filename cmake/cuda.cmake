@@ -20,8 +20,9 @@ foreach(backend sm80 sm90 sm100)
     CUDA_ARCHITECTURES "${HOPWELL_ARCHITECTURE_${backend}}" CUDA_VISIBILITY_PRESET hidden)
   target_include_directories(hopwell_${backend} PRIVATE include src)
   target_compile_definitions(hopwell_${backend} PRIVATE HOPWELL_TARGET=${backend})
-  # ptxas' report of registers, shared memory and spills is kept for the test that reads it.
-  target_compile_options(hopwell_${backend} PRIVATE --expt-relaxed-constexpr -Xptxas=-v)
+  # A kernel that spills or has a stack frame is an error.
+  target_compile_options(hopwell_${backend} PRIVATE
+    --expt-relaxed-constexpr -Xptxas=--warn-on-spills,--warn-on-local-memory-usage,-Werror)
   target_link_libraries(hopwell_${backend} PRIVATE dlpack::dlpack)
   target_sources(hopwell PRIVATE $<TARGET_OBJECTS:hopwell_${backend}>)
 endforeach()

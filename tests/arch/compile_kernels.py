@@ -1,9 +1,10 @@
-"""Compiles every kernel file with nvcc for what it runs on; prints registers, shared memory and spills of each.
+"""Compiles the tests' kernels with nvcc, or the files it is given; prints registers, shared memory and spills of each.
 
-Fails if a kernel names what only the instruction layer may, if it spills or has a stack frame, if a header of
-instructions costs more compile time than it may, if an instruction of sm_100a is missing from the PTX of the compile
-test, or if the device code of a kernel is another one where the emulator's headers are absent. Ends with 77 ("skipped")
-where there is no nvcc.
+Fails if a kernel file, the operators' included, names what only the instruction layer may, if a kernel spills or has a
+stack frame, if a header of instructions costs more compile time than it may, if an instruction of sm_100a is missing
+from the PTX of the compile test, or if the device code of a kernel is another one where the emulator's headers are
+absent. The build itself refuses spills and stack frames of the operators' kernels. Ends with 77 ("skipped") where there
+is no nvcc.
 """
 
 import argparse
@@ -198,14 +199,15 @@ def main() -> int:
     """Runs all checks."""
     global compiler
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", nargs="*", type=Path, help="default: all of src/ops and tests/arch/kernels")
+    parser.add_argument("files", nargs="*", type=Path, help="default: tests/arch/kernels")
     parser.add_argument("--nvcc", default="nvcc", help="the compiler")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilations at a time")
     arguments = parser.parse_args()
     compiler = arguments.nvcc
     kernels = ROOT / "tests/arch/kernels"
-    files = arguments.files or sorted([*ROOT.glob("src/ops/*/sm*.cu"), *kernels.glob("*.cu")])
-    found = [check_source(file) for file in files]
+    files = arguments.files or sorted(kernels.glob("*.cu"))
+    operators = [] if arguments.files else [*ROOT.glob("src/ops/**/*.cu"), *ROOT.glob("src/ops/**/*.hpp")]
+    found = [check_source(file) for file in [*files, *operators]]
     if not shutil.which(compiler) and not any(found):
         print(f"skipped: no {compiler} here")
         return SKIPPED
