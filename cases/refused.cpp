@@ -79,6 +79,19 @@ const std::vector<Refusals>& all_refusals() {
            {"for so few rows sm80 is faster", "n_20_pair n_24_few_rows"},
            {"for so many rows sm80 is faster", "n_8_chunks"},
        }},
+      {"nvfp4_linear",
+       "sm100",
+       {
+           {"rows of x and weight must be 16-byte aligned, those of scales 4-byte, K at most 65536",
+            "all_codes_all_scales_n_1_bf16 k_tail_fp16_bias non_finite_x one_of_everything"},
+           {"n must be 1, x of 16 bits",
+            "all_codes_all_scales_n_16_fp16 cancelling_x_n_4 empty_k empty_n fp32_blocked_bias full_range_bf16_n_4 "
+            "full_range_fp32 full_range_n_8_fp16 huge_x_n_12 huge_x_n_33 huge_x_n_6 long_k_n_9 longer_k_n_10 "
+            "n_16_blocked n_16_pair_chunks n_16_strided n_17 n_17_fp32 n_2 n_20_pair n_24_few_rows n_2_pair n_300 "
+            "n_3_blocked n_3_pair_16_warps n_3_pair_long n_40_cluster n_70 n_70_nan_scales n_8 n_8_chunks "
+            "n_8_many_tiles nan_scales_blocked_n_5 nan_scales_n_4 non_finite_x_n_1200 non_finite_x_n_3 "
+            "non_finite_x_n_7 outliers_fp16_n_6 outliers_n_9 tiny_x_n_12 tiny_x_n_6 wide_range_x_n_5"},
+       }},
       {"paged_attention",
        "sm90",
        {

@@ -180,7 +180,11 @@ TEST(Conversions, EveryE4m3AndE2m1ValueRoundTrips) {
   for (int code = 0; code < 16; ++code) {
     const float value = emu::from_e2m1(uint8_t(code));
     EXPECT_EQ(pack_e2m1(value, -value), (code ^ 8) << 4 | code);
-    EXPECT_EQ(emu::from_fp16(uint16_t(unpack_e2m1(uint8_t(code)))), value);
+    for (int place = 0; place < 8; ++place) {  // among its neighbours' other bits
+      uint32_t pairs[4];
+      unpack_e2m1((0x89abcdefu & ~(15u << 4 * place)) | uint32_t(code) << 4 * place, pairs);
+      EXPECT_EQ(emu::from_fp16(uint16_t(pairs[place / 2] >> 16 * (place % 2))), value);
+    }
   }
 }
 

@@ -29,19 +29,20 @@ void cp_async(uint32_t destination, const void* source, uint32_t bytes, uint32_t
   if (rank_of(destination) != t.cta->rank) m.stop(Kind::bounds, "the destination is in another CTA");
   if (source_bytes && reinterpret_cast<uintptr_t>(source) % bytes)
     m.stop(Kind::bounds, format("the global address must be %u-byte aligned", bytes));
-  const Epoch epoch{++t.copies.issued, copy_agent(t), t.site};
+  const Epoch epoch{t.copies.issue(), copy_agent(t), t.site};
   Observer self(t);
   m.async_access(self, epoch, destination, bytes, true, Proxy::cp_async, "it");
-  t.copies.last_step_of_group[t.copies.open_group] = t.copies.issued;
   if (m.work) m.work->touch(source, source_bytes, false);
   count_work([&](Work& w) { w.copied_bytes += bytes; });
   m.poison(destination, bytes);
-  m.submit_group(t, t.copies,
-                 {[&m, destination, source, bytes, source_bytes] {
-                    __builtin_memcpy(m.memory(destination), source, source_bytes);
-                    __builtin_memset(m.memory(destination) + source_bytes, 0, bytes - source_bytes);
-                  },
-                  t.copies.open_group});
+  // 16 bytes, which std::function keeps without an allocation.
+  const auto copy = [source, destination, bytes = uint8_t(bytes), source_bytes = uint8_t(source_bytes)] {
+    std::byte* const to = machine->memory(destination);
+    __builtin_memcpy(to, source, source_bytes);
+    __builtin_memset(to + source_bytes, 0, size_t(bytes - source_bytes));
+  };
+  static_assert(sizeof copy <= 16);
+  m.submit_group(t, t.copies, {copy, t.copies.open_group});
 }
 
 void cp_async_commit(const Site& site) {

@@ -81,10 +81,9 @@ void submit_bulk_store(uint32_t source, uint32_t bytes, std::function<void(const
   if (t.bulk.agent == kNoAgent)
     t.bulk.agent = m.new_agent("a bulk copy out of shared memory by " + m.describe(t),
                                "no cp.async.bulk.wait_group followed by a barrier in between");
-  const Epoch epoch{++t.bulk.issued, t.bulk.agent, t.site};
+  const Epoch epoch{t.bulk.issue(), t.bulk.agent, t.site};
   Observer self(t);
   m.async_access(self, epoch, source, bytes, false, Proxy::async, "it");
-  t.bulk.last_step_of_group[t.bulk.open_group] = t.bulk.issued;
   const uint64_t group = t.bulk.open_group;
   m.submit_group(t, t.bulk,
                  {[&m, &t, source, bytes, group, write = std::move(write)] {

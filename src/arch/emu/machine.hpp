@@ -64,15 +64,28 @@ struct Operation {
 
 /// Commit groups of one thread (cp.async, or bulk copies).
 struct GroupQueue {
-  std::deque<Operation> operations;
+  std::vector<Operation> operations;
   uint64_t open_group = 1;  // group that the next operation joins
   AgentId agent = kNoAgent;
   uint32_t issued = 0;  // steps of the agent
-  std::map<uint64_t, uint32_t> last_step_of_group;
-  uint32_t last_step_before(uint64_t group) const {
-    auto it = last_step_of_group.lower_bound(group);
-    return it == last_step_of_group.begin() ? 0 : std::prev(it)->second;
+
+  /// The next step, of the open group.
+  uint32_t issue() {
+    if (last_steps_.empty() || last_steps_.back().group != open_group) last_steps_.push_back({open_group, 0});
+    return last_steps_.back().step = ++issued;
   }
+  uint32_t last_step_before(uint64_t group) const {
+    auto it = last_steps_.rbegin();
+    while (it != last_steps_.rend() && it->group >= group) ++it;
+    return it == last_steps_.rend() ? 0 : it->step;
+  }
+
+ private:
+  struct LastStep {
+    uint64_t group;
+    uint32_t step;
+  };
+  std::vector<LastStep> last_steps_;  // of groups that are not empty, in their order
 };
 
 /// A tcgen05.ld whose registers are poison until tcgen05.wait::ld.
@@ -231,26 +244,25 @@ class Observer {
  private:
   // The least informed thread decides; minima are remembered by agent, since one operation asks for few agents.
   struct Minimum {
-    AgentId last = kNoAgent;
-    uint32_t last_step = 0;
-    std::unordered_map<AgentId, uint32_t> of_agent;
+    AgentId agent = kNoAgent;
+    uint32_t step = 0;
   };
+  using Minima = std::array<Minimum, 64>;
   template <class Clock>
-  bool known(const Epoch& e, Clock clock, Minimum& minimum) {
+  bool known(const Epoch& e, Clock clock, std::unique_ptr<Minima>& minima) {
     if (count_ == 1) return clock(*first_)[e.agent] >= e.step;
-    if (e.agent != minimum.last) {
-      const auto [it, added] = minimum.of_agent.try_emplace(e.agent, ~0u);
-      if (added)
-        for (int i = 0; i < count_; ++i) it->second = std::min(it->second, clock(*begin_[i])[e.agent]);
-      minimum.last = e.agent;
-      minimum.last_step = it->second;
+    if (!minima) minima = std::make_unique<Minima>();
+    Minimum& minimum = (*minima)[e.agent % std::tuple_size_v<Minima>];
+    if (minimum.agent != e.agent) {
+      minimum = {e.agent, ~0u};
+      for (int i = 0; i < count_; ++i) minimum.step = std::min(minimum.step, clock(*begin_[i])[e.agent]);
     }
-    return minimum.last_step >= e.step;
+    return minimum.step >= e.step;
   }
   Thread* first_;
   Thread* const* begin_;
   int count_;
-  std::array<Minimum, 4> minimum_;
+  std::array<std::unique_ptr<Minima>, 4> minimum_;
 };
 
 class Machine {

@@ -62,16 +62,15 @@ bool Machine::step_group(GroupQueue& queue) {
 }
 
 void Machine::complete_groups(GroupQueue& queue, uint64_t before) {
-  std::deque<Operation> kept;
-  while (!queue.operations.empty()) {
-    Operation op = std::move(queue.operations.front());
-    queue.operations.pop_front();
-    if (op.group < before && (!op.waits_for_earlier || kept.empty()))
+  size_t kept = 0;
+  for (size_t i = 0; i < queue.operations.size(); ++i) {
+    Operation op = std::move(queue.operations[i]);
+    if (op.group < before && (!op.waits_for_earlier || kept == 0))
       op.perform();
     else
-      kept.push_back(std::move(op));
+      queue.operations[kept++] = std::move(op);
   }
-  queue.operations = std::move(kept);
+  queue.operations.resize(kept);
   // An emptied queue leaves group_queues_ when it is next looked at.
 }
 

@@ -19,14 +19,17 @@ HOPWELL_DEVICE uint8_t pack_e2m1(float low, float high) {
 #endif
 }
 
-/// cvt.rn.f16x2.e2m1x2: a byte of two e2m1 to two fp16, exact. PTX: #data-movement-and-conversion-instructions-cvt
-HOPWELL_DEVICE uint32_t unpack_e2m1(uint8_t pair) {
+/// cvt.rn.f16x2.e2m1x2, four times: eight e2m1, neighbours in a byte, to four pairs of fp16, exact. PTX:
+/// #data-movement-and-conversion-instructions-cvt
+HOPWELL_DEVICE void unpack_e2m1(uint32_t word, uint32_t (&pairs)[4]) {
 #if HOPWELL_ON_DEVICE
-  uint32_t r;
-  asm("{ .reg .b8 b; cvt.u8.u32 b, %1; cvt.rn.f16x2.e2m1x2 %0, b; }" : "=r"(r) : "r"(uint32_t(pair)));
-  return r;
+  asm("{ .reg .b8 b0, b1, b2, b3; mov.b32 {b0, b1, b2, b3}, %4; cvt.rn.f16x2.e2m1x2 %0, b0; "
+      "cvt.rn.f16x2.e2m1x2 %1, b1; cvt.rn.f16x2.e2m1x2 %2, b2; cvt.rn.f16x2.e2m1x2 %3, b3; }"
+      : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])
+      : "r"(word));
 #else
-  return uint32_t{emu::to_fp16_bits(emu::from_e2m1(pair >> 4))} << 16 | emu::to_fp16_bits(emu::from_e2m1(pair & 15));
+  const auto half = [&](int i) { return uint32_t{emu::to_fp16_bits(emu::from_e2m1(uint8_t(word >> 4 * i & 15)))}; };
+  for (int i = 0; i < 4; ++i) pairs[i] = half(2 * i + 1) << 16 | half(2 * i);
 #endif
 }
 #endif

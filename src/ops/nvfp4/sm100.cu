@@ -1,9 +1,11 @@
-// NVFP4 for Blackwell: nvfp4_gemv on the tensor core, kernels/block_scaled_gemv.hpp. The rest runs by sm80.cu.
+// NVFP4 for Blackwell: nvfp4_gemv on the tensor core, kernels/block_scaled_gemv.hpp; nvfp4_linear of one column by
+// kernels/one_column.hpp, with Blackwell's conversion of codes. The rest runs by sm80.cu.
 #include <algorithm>
 
 #include "arch/launch.hpp"
 #include "arch/sm90/make_tensor_map.hpp"
 #include "ops/nvfp4/kernels/block_scaled_gemv.hpp"
+#include "ops/nvfp4/launch_one_column.hpp"
 #include "ops/nvfp4/op.hpp"
 #include "runtime/launch.hpp"
 
@@ -12,6 +14,7 @@ namespace {
 
 using namespace HOPWELL_TARGET;
 
+constexpr const char* kBackend = HOPWELL_ON_DEVICE ? "sm100" : "emu:sm100";
 constexpr std::int64_t kMaxK = std::int64_t{1} << 30, kMaxRows = std::int64_t{1} << 28, kMaxBatches = 65535;
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
@@ -22,6 +25,34 @@ bool takes_codes(const View& codes, std::int64_t rows, std::int64_t batches) {
   return reinterpret_cast<std::uintptr_t>(codes.data) % 16 == 0 && (rows <= 1 || fits(codes.stride[0])) &&
          (batches <= 1 || (codes.stride[2] >= 0 && codes.stride[2] % 16 == 0));
 }
+
+// ---- nvfp4_linear --------------------------------------------------------------------------------------------------
+
+Plan plan_for(const LinearProblem& p) {
+  return make_plan(shape_of(p), false, p.device, [](int) { return 0; });  // one column has no clusters
+}
+
+runtime::Support linear_supports(const LinearProblem& p) {
+  using runtime::Support;
+  if (p.n != 1 || p.rows < 1 || p.x.dtype == DType::kFloat32) return Support::no("n must be 1, x of 16 bits");
+  if (!shape_of(p).can_copy)
+    return Support::no("rows of x and weight must be 16-byte aligned, those of scales 4-byte, K at most 65536");
+  if (plan_for(p).kernel != Kernel::kOneColumn) return Support::no("too little shared memory for x");
+  return {};
+}
+
+void launch_linear(const LinearProblem& p, Stream stream) {
+  Plan plan = plan_for(p);
+  plan.clusters = static_cast<int>(ceil_div(plan.row_tiles, plan.most_tiles()));  // with as many tiles each: see Bound
+  tile::with_type(p.x, [&]<class T>(const T* x) {
+    if constexpr (!std::is_same_v<T, float>)
+      launch_one_column<FloatColumn<T, DecodeByConversion>, T>(
+          "nvfp4_linear", plan, shape_of(p), p.device, stream,
+          {.weight = weight_of(p), .x = {x}, .result = result_of<T>(p), .factor = factor_of(p)});
+  });
+}
+
+// ---- nvfp4_gemv ----------------------------------------------------------------------------------------------------
 
 runtime::Support supports(const GemvProblem& p) {
   using runtime::Support;
@@ -90,8 +121,9 @@ void launch(const GemvProblem& p, Stream stream) {
   launch_typed<float>(p, stream);
 }
 
-const runtime::Registration<GemvProblem> gemv{
-    {.name = HOPWELL_ON_DEVICE ? "sm100" : "emu:sm100", .supports = supports, .launch = launch}};
+const runtime::Registration<LinearProblem> linear{
+    {.name = kBackend, .supports = linear_supports, .launch = launch_linear}};
+const runtime::Registration<GemvProblem> gemv{{.name = kBackend, .supports = supports, .launch = launch}};
 
 }  // namespace
 }  // namespace hopwell::ops::nvfp4

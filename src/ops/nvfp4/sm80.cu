@@ -2,8 +2,7 @@
 // time (more than 16 read the weights again), and anything else in fp32. plan.hpp chooses.
 #include "ops/nvfp4/kernels/few_columns.hpp"
 #include "ops/nvfp4/kernels/general.hpp"
-#include "ops/nvfp4/kernels/one_column.hpp"
-#include "ops/nvfp4/launch.hpp"
+#include "ops/nvfp4/launch_one_column.hpp"
 
 namespace hopwell::ops::nvfp4 {
 namespace {
@@ -31,16 +30,6 @@ void launch_general(const char* name, const Plan& plan, const ProblemShape& shap
   p.lanes_per_row = plan.lanes_per_row;
   const arch::LaunchShape grid = launch_shape(plan, GeneralConfig::kThreads, device, plan.column_tiles, shape.batches);
   runtime::launch(name, general_kernel<X, T>, grid, stream, p);
-}
-
-template <class X, class T>
-void launch_one_column(const char* name, const Plan& plan, const ProblemShape& shape, const runtime::Device& device,
-                       Stream stream, OneColumnParams<X, T> p) {
-  p.rows = static_cast<int>(shape.rows), p.k = static_cast<int>(shape.k);
-  p.warps = plan.warps, p.slice = plan.slice, p.round_tiles = plan.round_tiles;
-  p.tiles_per_cta = plan.tiles_per_cluster(), p.larger_ctas = plan.larger_clusters();
-  p.whole_scales = has_whole_scales(p.weight.scales);
-  runtime::launch(name, one_column_kernel<X, T>, launch_shape(plan, 32 * plan.warps, device, shape.batches), stream, p);
 }
 
 template <int kColumns, class T>

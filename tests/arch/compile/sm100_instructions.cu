@@ -85,9 +85,11 @@ __global__ void instructions(const __grid_constant__ TensorMap map, uint32_t* ou
   const auto round_trip = [&](auto load, auto store) {
     load();
     tmem_wait_load(q);
+    uint32_t pairs[4];
+    unpack_e2m1(q[0], pairs);
     for (int i = 0; i < 4; ++i)
-      out[i] += q[i] + pack_e2m1(float(q[i]), 1.f) + unpack_e2m1(uint8_t(q[i])) + pack_e4m3(float(q[i]), 1.f) +
-                unpack_e4m3(uint16_t(q[i]));
+      out[i] +=
+          q[i] + pairs[i] + pack_e2m1(float(q[i]), 1.f) + pack_e4m3(float(q[i]), 1.f) + unpack_e4m3(uint16_t(q[i]));
     store();
     tmem_wait_store();
   };

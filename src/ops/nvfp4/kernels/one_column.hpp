@@ -16,7 +16,9 @@
 // Budget    memory leaves a scheduler ~31 cycles for 32 words of 8 codes. Decoding takes 12 instructions, 9 of them at
 //           half rate; mma, scales, copies and loop ~6 more
 //           shared: 16 warps × 4 stages × 2,304 B = 147,456, x 2 K, sums 64 B a warp and tile
-// Bound     the decoder's instructions, with ~3 µs of launch, x, first copies and last sums
+//           Blackwell converts in 8 instructions, at half rate: a stage takes a scheduler ~200 issue slots, and memory 346
+// Bound     the decoder's instructions, with ~3 µs of launch, x, first copies and last sums; on Blackwell memory, so that
+//           fewer CTAs with as many tiles each end sooner than one for every multiprocessor
 #pragma once
 
 #include "arch/sm80/async_copy.hpp"
@@ -45,6 +47,7 @@ using OneColumnRing = WeightRing<OneColumnConfig::kStages>;
 // ---- products ------------------------------------------------------------------------------------------------------
 
 // Sums of rows g and g + 8 over this lane's blocks of a stage: 32 k at 32 t and at 128 + 32 t.
+template <class Decoder>
 HOPWELL_DEVICE void multiply_stage(const unsigned char* stage, const unsigned char* x, float (&sums)[2]) {
   const int lane = arch::lane_index(), g = lane / 4, t = lane % 4;
   arch::Words4 upper[2], lower[2];
@@ -65,8 +68,8 @@ HOPWELL_DEVICE void multiply_stage(const unsigned char* stage, const unsigned ch
       for (int block = 0; block < 2; ++block) {
         const int word = 2 * block + i;
         uint32_t a[4], b[4];
-        tile::e2m1x8_to_fp16(upper[half].w[word], a);
-        tile::e2m1x8_to_fp16(lower[half].w[word], b);
+        Decoder::decode(upper[half].w[word], a);
+        Decoder::decode(lower[half].w[word], b);
         arch::Words4 values{{0, 0, 0, 0}};
         if (g == 2 * t) values = load_words(x + ((half * 4 + word) * 4 + t) * 16);
         const uint32_t a0[4] = {a[0], b[0], a[1], b[1]}, a1[4] = {a[2], b[2], a[3], b[3]};
@@ -89,15 +92,16 @@ HOPWELL_DEVICE void multiply_stage(const unsigned char* stage, const unsigned ch
 template <class Params>
 HOPWELL_DEVICE void multiply_tile(const Params& p, OneColumnRing& ring, const Slice& slice, const unsigned char* x,
                                   float unit, float (&sums)[2]) {
+  using Decoder = typename decltype(p.x)::Decoder;
   float scaled[2] = {};
   for (int stage = 0; stage < slice.stages; ++stage) {
     arch::cp_async_wait<OneColumnConfig::kStages - 2>();
     arch::syncwarp();
     ring.copy_next(p);
-    multiply_stage(ring.oldest(), x + stage * kItemsPerStage * 16, scaled);
+    multiply_stage<Decoder>(ring.oldest(), x + stage * kItemsPerStage * 16, scaled);
   }
   HOPWELL_UNROLL
-  for (int i = 0; i < 2; ++i) sums[i] += scaled[i] * (unit * tile::kDecodedUnit);
+  for (int i = 0; i < 2; ++i) sums[i] += scaled[i] * (unit * Decoder::kUnit);
 }
 
 // A pass over part of x, where it has numbers too small for one with the largest: loads x and the tile again.

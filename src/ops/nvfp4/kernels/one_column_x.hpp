@@ -108,8 +108,9 @@ HOPWELL_DEVICE void load_items(const X& x, const Slice& slice, uint32_t shared, 
 }
 
 // x as a row of floats, 16-byte aligned.
-template <class T>
+template <class T, class TheDecoder = DecodeByBits>
 struct FloatColumn {
+  using Decoder = TheDecoder;
   using Item = arch::Words4;
   const T* x;
 
@@ -126,7 +127,7 @@ struct FloatColumn {
   }
 
   HOPWELL_DEVICE static const arch::Words4& convert(const arch::Words4& v) { return v; }
-  HOPWELL_DEVICE static arch::Words4 pairs(const arch::Words4& v) { return as_pairs(v); }
+  HOPWELL_DEVICE static arch::Words4 pairs(const arch::Words4& v) { return Decoder::in_order(v); }
 
   // Scales what this lane has loaded to the range of fp16: of it numbers whose bits without sign are below `ceiling`,
   // which becomes that of the next pass. The warp can read it after the next barrier.
@@ -138,6 +139,7 @@ struct FloatColumn {
 
 // x as row 0 of a matrix of codes: code · scale, at most 2,688 and a multiple of 2^-10, as fp16.
 struct CodeColumn {
+  using Decoder = DecodeByBits;
   Fp4Matrix matrix;
 
   // Eight codes and their scale; zeros where the slice has ended.

@@ -1,6 +1,7 @@
 // What the kernels of nvfp4_gemv and nvfp4_linear share: slices of K, the order of x, and results.
 #pragma once
 
+#include "arch/sm100/convert.hpp"
 #include "ops/nvfp4/plan.hpp"
 #include "tile/gpu/dependency.hpp"
 #include "tile/gpu/fp4.hpp"
@@ -35,6 +36,23 @@ HOPWELL_DEVICE arch::Words4 as_pairs(const arch::Words4& v) {
   const auto high = [](uint32_t a, uint32_t b) { return a >> 16 | (b & 0xffff0000u); };
   return {{low(v.w[0], v.w[2]), high(v.w[0], v.w[2]), low(v.w[1], v.w[3]), high(v.w[1], v.w[3])}};
 }
+
+// How eight codes of a word become four pairs of fp16, code / kUnit, and how eight numbers of x get into the same order.
+struct DecodeByBits {
+  static constexpr float kUnit = tile::kDecodedUnit;
+  HOPWELL_DEVICE static void decode(uint32_t word, uint32_t (&pairs)[4]) { tile::e2m1x8_to_fp16(word, pairs); }
+  HOPWELL_DEVICE static arch::Words4 in_order(const arch::Words4& v) { return as_pairs(v); }
+};
+// By Blackwell's conversion: neighbours stay neighbours.
+struct DecodeByConversion {
+  static constexpr float kUnit = 1;
+  HOPWELL_DEVICE static void decode([[maybe_unused]] uint32_t word, [[maybe_unused]] uint32_t (&pairs)[4]) {
+#if HOPWELL_HAS_SM100A
+    arch::unpack_e2m1(word, pairs);
+#endif
+  }
+  HOPWELL_DEVICE static const arch::Words4& in_order(const arch::Words4& v) { return v; }
+};
 
 // How many of a copy's bytes exist, where `left` do before K ends.
 HOPWELL_DEVICE int clamp_bytes(int left, int most) { return left < 0 ? 0 : left > most ? most : left; }
