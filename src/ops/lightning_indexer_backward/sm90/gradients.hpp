@@ -14,8 +14,7 @@
 //           entries 1    S0' ▓▓ and dK0 ▓▓▓▓▓▓ stage │ S2' …     rows of dk to shared memory, added by the copy engine while
 //           entries 2         S1' ▓▓ and dK1 ▓▓▓▓▓▓ stage │ …    the next tile is made
 // Budget    shared: q 16,384 + 6 × (16,384 rows + 896 entries) + 96 of barriers + 8 × 8,704 rows of dk + 640, 191,488 B with gaps
-//           registers: heads 64 of dq + 32 scores + 48 of A (176; with 160 ptxas waits for each product); entries 64 of dk +
-//           48 of A, 32 scores before (144); gather 48
+//           registers: heads 64 of dq + 32 scores + 48 of A (160); entries 64 of dk + 48 of A, 32 scores before (152); gather 48
 // Bound     tensor cores: 2 × (1 + 3 limbs) × 64 × 64 × 128, 2,048 clocks a tile; adds 32 KB a tile
 #pragma once
 
@@ -25,7 +24,7 @@
 namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET {
 
 struct GradientConfig {
-  static constexpr int kThreads = 512, kHeadRegisters = 176, kEntryRegisters = 144, kOtherRegisters = 48;
+  static constexpr int kThreads = 512, kHeadRegisters = 160, kEntryRegisters = 152, kOtherRegisters = 48;
 };
 
 // What one warp adds to dk: rows of 16 entries, of which the copy engine adds each to its key's.
