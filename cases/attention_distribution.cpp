@@ -73,6 +73,10 @@ Suite attention_distribution() {
     suite.cases.push_back(
         {suite.op, name + "_l1", [p = problem](Random& random) { return make(random, p, HOPWELL_NORMALIZE_L1); }});
   }
+  for (const auto& [name, problem] : sparse_mla_query_problems({64, 128})) {
+    suite.cases.push_back(
+        {suite.op, name, [p = problem](Random& random) { return make(random, p, HOPWELL_NORMALIZE_NONE); }});
+  }
   for (const auto& [name, problem] : sparse_mla_device_problems()) {
     suite.cases.push_back(
         {suite.op, name, [p = problem](Random& random) { return make(random, p, HOPWELL_NORMALIZE_L1); }, true});

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <utility>
@@ -43,6 +44,9 @@ struct SparseMla {
 // Names for the cases that all three operators run, and their problems. Those of the second list are for GPUs only.
 std::vector<std::pair<std::string, SparseMla>> sparse_mla_problems();
 std::vector<std::pair<std::string, SparseMla>> sparse_mla_device_problems();
+// One query of production's shape, with two lengths of its row: their difference is what the model of time (docs/emulator.md)
+// says of a step. For each of the numbers of heads.
+std::vector<std::pair<std::string, SparseMla>> sparse_mla_query_problems(std::initializer_list<std::int64_t> heads);
 
 // Benchmark shapes; those of training steps, named by heads and keys, which want a GPU; and a problem from such
 // settings.

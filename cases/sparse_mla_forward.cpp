@@ -56,9 +56,9 @@ Instance make(Random& random, const SparseMla& p, bool timed = false) {
 
 Suite sparse_mla_forward() {
   Suite suite{"sparse_mla_forward", {}, sparse_mla_shapes(), {}, sparse_mla_device_shapes()};
-  for (const auto& [name, problem] : sparse_mla_problems()) {
-    suite.cases.push_back({suite.op, name, [problem = problem](Random& random) { return make(random, problem); }});
-  }
+  for (const auto& problems : {sparse_mla_problems(), sparse_mla_query_problems({16, 32, 64, 128})})
+    for (const auto& [name, problem] : problems)
+      suite.cases.push_back({suite.op, name, [problem = problem](Random& random) { return make(random, problem); }});
   for (const auto& [name, problem] : sparse_mla_device_problems()) {
     suite.cases.push_back(
         {suite.op, name, [problem = problem](Random& random) { return make(random, problem); }, true});

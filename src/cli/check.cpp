@@ -4,11 +4,13 @@
 #include <cstdlib>
 #include <hopwell/hopwell.hpp>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <stdexcept>
 #include <string_view>
 
 #include "cases/case.hpp"
 #include "commands.hpp"
+#include "model.hpp"
 #include "table.hpp"
 
 namespace hopwell::cli {
@@ -18,6 +20,10 @@ namespace {
 struct Tally {
   int passed = 0, failed = 0, skipped = 0;
   double worst = 0;  // the largest error as a share of its bound
+  void add(const cases::Report& report) {
+    ++(report.unsupported ? skipped : report.failures.empty() ? passed : failed);
+    for (const cases::Comparison& comparison : report.comparisons) worst = std::max(worst, comparison.worst);
+  }
 };
 
 nlohmann::json record(const cases::Case& c, const std::string& backend, std::uint64_t seed,
@@ -56,6 +62,25 @@ std::string nothing_to_run(const CheckOptions& options) {
          (options.backend.empty() ? "" : " runs on " + options.backend);
 }
 
+std::string message(const cases::Case& c, const std::string& backend, std::uint64_t seed, bool unsupported,
+                    const std::string& failure) {
+  return std::string(unsupported ? "skipped " : "FAILED  ") + c.op + "/" + c.name + " on " + backend + ", seed " +
+         std::to_string(seed) + ": " + failure;
+}
+
+// What one call of a case that has passed asked for: it was called twice, for equal bits.
+nlohmann::json model_of(const cases::Case& c, std::uint64_t seed, nlohmann::json launches) {
+  launches.erase(launches.begin() + static_cast<std::ptrdiff_t>(launches.size() / 2), launches.end());
+  cases::Random random(seed);
+  judge(launches, c.make(random).flops);
+  return launches;
+}
+
+constexpr const char* kModelUnits =
+    "model of time: cycles a CTA by unit of an SM; full rate: its products at the tensor pipe's full rate; cap: the "
+    "share of the matmul\nrate that the unit which binds allows the operator. HBM: every sector once, of this call "
+    "alone from a cold L2 cache; it does not bind here";
+
 }  // namespace
 
 int check(const CheckOptions& options) {
@@ -69,6 +94,8 @@ int check(const CheckOptions& options) {
   Table table({"operator", "backend", "passed", "failed", "skipped", "largest error / bound"});
   std::vector<std::string> messages;
   Tally total;
+  std::optional<LaunchCounts> counts;
+  if (options.model) counts.emplace(options.backend);
   {
     Progress progress;
     for (const cases::Suite& suite : cases::suites()) {
@@ -82,14 +109,13 @@ int check(const CheckOptions& options) {
             progress.show(suite.op + " on " + backend + ": " + c.name);
             if (backend.starts_with("emu:")) setenv("HOPWELL_EMULATOR_SEED", std::to_string(seed).c_str(), 1);
             const cases::Report report = cases::run(c, backend, seed);
-            ++(report.unsupported ? tally.skipped : report.failures.empty() ? tally.passed : tally.failed);
-            for (const cases::Comparison& comparison : report.comparisons)
-              tally.worst = std::max(tally.worst, comparison.worst);
-            for (const std::string& failure : report.failures) {
-              messages.push_back(std::string(report.unsupported ? "skipped " : "FAILED  ") + c.op + "/" + c.name +
-                                 " on " + backend + ", seed " + std::to_string(seed) + ": " + failure);
-            }
+            tally.add(report);
+            for (const std::string& failure : report.failures)
+              messages.push_back(message(c, backend, seed, report.unsupported, failure));
             records.push_back(record(c, backend, seed, report));
+            if (!counts) continue;
+            nlohmann::json launches = counts->take();
+            if (report.failures.empty()) records.back()["model"] = model_of(c, seed, std::move(launches));
           }
         }
         table.add({suite.op, backend, std::to_string(tally.passed), std::to_string(tally.failed),
@@ -101,6 +127,7 @@ int check(const CheckOptions& options) {
   if (records.empty()) throw std::invalid_argument(nothing_to_run(options));
   for (const std::string& message : messages) std::puts(message.c_str());
   std::fputs(table.text().c_str(), stdout);
+  if (counts) std::printf("%s%s\n", model_table(records).text().c_str(), kModelUnits);
   std::printf("%d passed, %d failed, %d skipped\n", total.passed, total.failed, total.skipped);
   if (!options.json.empty()) {
     write_file(options.json,

@@ -16,6 +16,7 @@ struct CheckOptions {
   std::uint64_t seeds = 1;
   int device = 0;       // the CUDA device that the backends for one run on; device 0 stays the current one
   bool checker = true;  // on emulated backends: find races, not only wrong numbers and hangs
+  bool model = false;   // on emu:sm90 and emu:sm100: what each launch asks of the units of an SM
   std::string json;     // "": none
 };
 int check(const CheckOptions& options);

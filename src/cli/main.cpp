@@ -75,6 +75,9 @@ int run(int argc, char** argv) {
   check_command->add_flag_callback(
       "--no-checker", [&] { check_options.checker = false; },
       "emu: backends: numbers and hangs only, no search for races");
+  check_command->add_flag("--model", check_options.model,
+                          "emu:sm90, emu:sm100: cycles by unit of an H200 or B200, what binds, and the share of the "
+                          "matmul rate that it allows");
   check_command->add_option("--json", check_options.json, "write the results to FILE")
       ->type_name("")
       ->check(a_writable_file);

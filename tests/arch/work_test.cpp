@@ -2,6 +2,7 @@
 #include "arch/emu/work.hpp"
 
 #include <array>
+#include <string_view>
 #include <vector>
 
 #include "arch/sm100/tcgen05.hpp"
@@ -107,6 +108,8 @@ TEST(WorkCount, CountsWhatAKernelAsksFor) {
   EXPECT_EQ(all.operand_bytes, 2 * n * (128 + 64) * 32);
   EXPECT_EQ(all.collected_bytes, n * 128 * 32);
   EXPECT_DOUBLE_EQ(all.tensor_cycles, double(2 * n * 48));
+  EXPECT_DOUBLE_EQ(all.full_rate_cycles, double(2 * n * 32));
+  EXPECT_DOUBLE_EQ(all.flops, double(2 * n) * 2 * 128 * 64 * 16);
   EXPECT_EQ(all.copied_bytes, n * (2048 + 512));
   EXPECT_EQ(all.gathers, n);
   EXPECT_EQ(all.tmem_loaded, n * 128 * 8 * 4);
@@ -120,6 +123,21 @@ TEST(WorkCount, CountsWhatAKernelAsksFor) {
   EXPECT_EQ(count.of(0, 2).products, 0U);
   EXPECT_GT(count.of(0, 2).slots, 0U);
   EXPECT_NE(count.text().find("binds"), std::string::npos) << count.text();
+}
+
+TEST(Demands, AreBytesOverRates) {
+  emu::Work work;
+  work.copied_bytes = 12800;
+  work.added_bytes = 2560;
+  const auto cycles = [&](const emu::Rates& rates, const char* unit) {
+    for (const emu::Demand& demand : emu::demands(work, rates))
+      if (demand.unit == std::string_view(unit)) return demand.cycles;
+    return 0.0;
+  };
+  EXPECT_DOUBLE_EQ(cycles(kB200, "shared memory"), 100);
+  EXPECT_DOUBLE_EQ(cycles(emu::kH200, "shared memory"), 140);  // added bytes pass through its banks twice
+  EXPECT_DOUBLE_EQ(cycles(kB200, "additions"), 2560 / 22.0);
+  EXPECT_DOUBLE_EQ(cycles(kB200, "gather"), 256);
 }
 
 TEST(WorkCount, CountsNothingOnceItIsGone) {

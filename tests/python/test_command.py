@@ -77,6 +77,43 @@ def test_no_pattern_hangs_or_crashes(pattern: str, tmp_path: Path) -> None:
     assert cases_named(pattern, tmp_path / "results.json") == set()
 
 
+# ---- check --model -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif("emu:sm100" not in hopwell.backends("nvfp4_gemv"), reason="built without the emulator")
+def test_the_model_of_time_is_printed_and_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    place = tmp_path / "results.json"
+    arguments = ("check", "nvfp4_gemv", "--backend", "emu:sm100", "--case", "basic", "--seeds", "2", "--model")
+    result = run(*arguments, "--json", str(place))
+    assert result.returncode == 0, result.stderr
+    (header,) = (line.split() for line in result.stdout.splitlines() if line.startswith("case"))
+    assert header[-3:] == ["full", "rate", "cap"]
+    records = json.loads(place.read_text())["results"]
+    assert len(records) == 2
+    for record in records:
+        (launch,) = record["model"]  # of the two calls of a case, one
+        assert (launch["chip"], launch["kernel"], launch["ctas"]) == ("B200", "block_scaled_gemv.hpp", 1)
+        # Four products of M 128, N 8 and K 64: 136 bytes of operands a row of K read, 16 rows of K at the full rate.
+        assert launch["cycles"]["tensor pipe"] == 4 * (128 + 8) * 32 / 128
+        assert launch["full_rate_cycles"] == 4 * 2 * 128 * 8 * 16 / 8192
+        assert launch["flops"] == 4 * 2 * 128 * 8 * 64
+        longest = max((unit for unit in launch["cycles"] if unit != "HBM"), key=launch["cycles"].__getitem__)
+        assert launch["binds"] == longest
+        assert 0 < launch["cap"] < launch["full_rate_cycles"] / launch["cycles"][longest]  # it multiplies padding
+    assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.parametrize("backend", [(), ("--backend", "cpu")])
+def test_the_model_of_time_needs_a_chip(backend: tuple[str, ...]) -> None:
+    result = run("check", "nvfp4_gemv", "--case", "basic", "--model", *backend)
+    assert result.returncode == 1
+    got = backend[-1] if backend else "none"
+    assert result.stderr == f"hopwell: check: --model needs --backend emu:sm90 or emu:sm100; got {got}\n"
+
+
 # ---- bench ---------------------------------------------------------------------------------------------------------
 
 

@@ -159,6 +159,10 @@ void Machine::run_cluster(uint32_t number) {
     for (size_t i = first; i < end; ++i) slots = std::max(slots, threads[i].instructions);
     work->of(threads[first].cta->rank, threads[first].warp).slots += slots;
   }
+  if (work && work->kernel.empty()) {
+    const std::string path = sites.resolve(threads.front().site).file;
+    work->kernel = path.substr(path.find_last_of('/') + 1);
+  }
   for (Thread& t : threads) stacks_.give_back(t.stack);
 }
 
@@ -224,13 +228,37 @@ Options options_of_environment() {
 
 }  // namespace
 
+namespace {
+
+// HOPWELL_EMULATOR_MODEL=CHIP:FILE, the chip b200 or h200: adds what each launch asks for to the file, a line of JSON.
+struct ModelOfEnvironment {
+  Rates rates;
+  std::string file;
+};
+std::optional<ModelOfEnvironment> model_of_environment() {
+  const char* value = std::getenv("HOPWELL_EMULATOR_MODEL");
+  if (!value) return std::nullopt;
+  const std::string_view text = value, chip = text.substr(0, text.find(':'));
+  require(chip.size() + 1 < text.size() && (chip == "b200" || chip == "h200"),
+          format("HOPWELL_EMULATOR_MODEL must be b200:FILE or h200:FILE; got %s", value));
+  return ModelOfEnvironment{chip == "h200" ? kH200 : kB200, std::string(text.substr(chip.size() + 1))};
+}
+
+void append_line(const std::string& path, const std::string& line) {
+  std::FILE* file = std::fopen(path.c_str(), "ab");
+  const bool written = file && std::fputs((line + "\n").c_str(), file) >= 0;
+  require((!file || std::fclose(file) == 0) && written, "cannot write " + path);
+}
+
+}  // namespace
+
 void launch_in_session(const LaunchShape& shape, const std::function<void()>& kernel) {
   if (session) return append(session->report, launch(shape, session->options, kernel));
-  const char* model = std::getenv("HOPWELL_EMULATOR_MODEL");
+  const std::optional<ModelOfEnvironment> model = model_of_environment();
   std::optional<WorkCount> count;
-  if (model) count.emplace(std::string_view(model) == "h200" ? kH200 : kB200);
+  if (model) count.emplace(model->rates);
   const Report report = launch(shape, options_of_environment(), kernel);
-  if (count) std::fputs(count->text().c_str(), stderr);
+  if (count) append_line(model->file, count->json());
   if (!report.clean()) throw CheckFailed(report.text());
 }
 

@@ -69,8 +69,11 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
   machine->warp_collective("mma.sync.m16n8k16", ~0u, &mine, [&](Rendezvous& r) {
     ++machine->report.statistics.tensor_operations;
     count_work([](Work& w) {
+      constexpr double kFlops = 2 * 16 * 8 * 16;
       ++w.products;
-      w.tensor_cycles += 2 * 16 * 8 * 16 / machine->work->rates.flops;
+      w.flops += kFlops;
+      w.full_rate_cycles += kFlops / machine->work->rates.flops;
+      w.tensor_cycles += kFlops / machine->work->rates.flops;
     });
     const auto value = [type](const uint32_t* registers, int element) {
       const uint16_t bits = uint16_t(registers[element / 2] >> 16 * (element % 2));

@@ -286,6 +286,8 @@ void tcgen05_mma(const TensorProduct& p, const Site& site) {
   count_work([&](Work& w) {
     const uint64_t a = p.a_in_tmem ? 0 : uint64_t(32 * s.rows), b = uint64_t(32 * s.b_rows);
     ++w.products;
+    w.flops += 2.0 * s.m * s.n * s.k;
+    w.full_rate_cycles += 2.0 * s.m * s.n * 16 / m.work->rates.flops;
     w.operand_bytes += uint64_t(p.cta_group) * (a + b);
     if (p.collector == CollectorUsage::use || p.collector == CollectorUsage::lastuse)
       w.collected_bytes += uint64_t(p.cta_group) * (p.ws ? b : a);

@@ -77,7 +77,10 @@ void issue(Rendezvous& r, WgmmaOperation op) {
   Warpgroup& group = group_of(*current);
   ++m.report.statistics.tensor_operations;
   count_work([&](Work& w) {
+    const double flops = 2 * 64 * op.n * 16;
     ++w.products;
+    w.flops += flops;
+    w.full_rate_cycles += flops / m.work->rates.flops;
     w.operand_bytes += uint64_t(32 * ((op.a_in_registers ? 0 : 64) + op.n));
     w.tensor_cycles += product_cycles(m.work->rates, 64, op.n, 1, false, op.a_in_registers);
   });

@@ -16,6 +16,8 @@ WorkCount* current_work_count() { return innermost; }
 
 Work& Work::operator+=(const Work& o) {
   tensor_cycles += o.tensor_cycles;
+  full_rate_cycles += o.full_rate_cycles;
+  flops += o.flops;
   products += o.products;
   operand_bytes += o.operand_bytes;
   collected_bytes += o.collected_bytes;
@@ -35,9 +37,10 @@ Work& Work::operator+=(const Work& o) {
 
 std::vector<Demand> demands(const Work& w, const Rates& r) {
   const auto cycles = [](double amount, double rate) { return rate > 0 ? amount / rate : 0; };
+  const double added = double(w.added_bytes + w.added_scalars) * r.added_passes;
   return {
       {"tensor pipe", w.tensor_cycles},
-      {"shared memory", cycles(double(w.operand_bytes + w.shared_bytes + w.copied_bytes), r.shared_bytes)},
+      {"shared memory", cycles(double(w.operand_bytes + w.shared_bytes + w.copied_bytes) + added, r.shared_bytes)},
       {"gather", std::max(cycles(double(w.copied_bytes), r.gather_bytes), double(w.gathers) * r.gather4_cycles)},
       {"additions", cycles(double(w.added_bytes), r.added_bytes) + cycles(double(w.added_scalars), r.added_scalars)},
       {"tensor memory",
@@ -104,35 +107,70 @@ uint64_t WorkCount::memory_bytes() const {
   return count * kSector;
 }
 
-std::string WorkCount::text() const {
-  const Work all = total();
-  std::vector<Demand> units = demands(all, rates);
+std::vector<Demand> WorkCount::units() const {
+  std::vector<Demand> units = demands(total(), rates);
   units.push_back({"HBM", double(memory_bytes()) / rates.memory_bytes});
-  const double each = double(std::max<uint64_t>(1, ctas));
-  const auto longest = std::max_element(units.begin(), units.end(),
-                                        [](const Demand& a, const Demand& b) { return a.cycles < b.cycles; });
-  std::string out = format("%s, %llu CTAs, cycles a CTA:\n", rates.chip, static_cast<unsigned long long>(ctas));
-  for (const Demand& d : units)
-    if (d.cycles > 0)
-      out += format("  %-18s %12.0f%s\n", d.unit, d.cycles / each, d.unit == longest->unit ? "  binds" : "");
+  for (Demand& unit : units) unit.cycles /= double(std::max<uint64_t>(1, ctas));
+  return units;
+}
+
+std::vector<Role> WorkCount::roles() const {
   const auto kinds = [&](const Work& w) {
     uint32_t bits = 0;
     const std::vector<Demand> of_role = demands(w, rates);
     for (size_t i = 0; i < of_role.size(); ++i) bits |= uint32_t(of_role[i].cycles > 0) << i;
     return bits;
   };
+  std::vector<Role> all;
   for (size_t first = 0, end; first < warps.size(); first = end) {
-    Work role = warps[first];
+    Work work = warps[first];
     for (end = first + 1; end % warps_a_cta && end < warps.size() && kinds(warps[end]) == kinds(warps[first]); ++end)
-      role += warps[end];
-    if (!kinds(role)) continue;
-    out += format("  rank %zu, warps %zu-%zu:", first / warps_a_cta, first % warps_a_cta, (end - 1) % warps_a_cta);
-    const double clusters = each * warps_a_cta / double(warps.size());
-    for (const Demand& d : demands(role, rates))
-      if (d.cycles > 0) out += format(" %s %.0f", d.unit, d.cycles / clusters);
+      work += warps[end];
+    if (!kinds(work)) continue;
+    Role role{first / warps_a_cta, first % warps_a_cta, (end - 1) % warps_a_cta, demands(work, rates)};
+    const double clusters = double(ctas) * warps_a_cta / double(warps.size());
+    for (Demand& unit : role.demands) unit.cycles /= clusters;
+    all.push_back(std::move(role));
+  }
+  return all;
+}
+
+std::string WorkCount::text() const {
+  const std::vector<Demand> all = units();
+  const auto longest =
+      std::max_element(all.begin(), all.end(), [](const Demand& a, const Demand& b) { return a.cycles < b.cycles; });
+  std::string out = format("%s, %llu CTAs, cycles a CTA:\n", rates.chip, static_cast<unsigned long long>(ctas));
+  for (const Demand& d : all)
+    if (d.cycles > 0) out += format("  %-18s %12.0f%s\n", d.unit, d.cycles, d.unit == longest->unit ? "  binds" : "");
+  for (const Role& role : roles()) {
+    out += format("  rank %zu, warps %zu-%zu:", role.rank, role.first_warp, role.last_warp);
+    for (const Demand& d : role.demands)
+      if (d.cycles > 0) out += format(" %s %.0f", d.unit, d.cycles);
     out += "\n";
   }
   return out;
+}
+
+namespace {
+std::string json_of(const std::vector<Demand>& demands) {
+  std::string out;
+  for (const Demand& d : demands) out += format("%s\"%s\": %.17g", out.empty() ? "{" : ", ", d.unit, d.cycles);
+  return out + "}";
+}
+}  // namespace
+
+std::string WorkCount::json() const {
+  const Work all = total();
+  std::string roles_text;
+  for (const Role& role : roles())
+    roles_text += format("%s{\"rank\": %zu, \"first_warp\": %zu, \"last_warp\": %zu, \"cycles\": ",
+                         roles_text.empty() ? "" : ", ", role.rank, role.first_warp, role.last_warp) +
+                  json_of(role.demands) + "}";
+  return format("{\"chip\": \"%s\", \"kernel\": \"%s\", \"ctas\": %llu, \"warps\": %u, \"flops\": %.17g, ", rates.chip,
+                kernel.c_str(), static_cast<unsigned long long>(ctas), warps_a_cta, all.flops) +
+         format("\"full_rate_cycles\": %.17g, \"cycles\": ",
+                all.full_rate_cycles / double(std::max<uint64_t>(1, ctas))) +
+         json_of(units()) + ", \"roles\": [" + roles_text + "]}";
 }
 
 }  // namespace hopwell::arch::emu

@@ -15,7 +15,9 @@ namespace hopwell::arch::emu {
 
 /// What one or several warps have asked for. Asynchronous operations count for the warp that issues them.
 struct Work {
-  double tensor_cycles = 0;  // of each product the longer of its arithmetic and of its operands' reads
+  double tensor_cycles = 0;     // of each product the longer of its arithmetic and of its operands' reads
+  double full_rate_cycles = 0;  // what the same products take at the full rate of the tensor pipe
+  double flops = 0;             // of products, as they are executed: of padding too
   uint64_t products = 0;
   uint64_t operand_bytes = 0;    // read from shared memory by products
   uint64_t collected_bytes = 0;  // of these: what a collector buffer could spare
@@ -37,6 +39,12 @@ struct Demand {
 };
 std::vector<Demand> demands(const Work& work, const Rates& rates);
 
+/// Neighbouring warps that ask for the same kinds of work, and cycles a CTA of that.
+struct Role {
+  size_t rank, first_warp, last_warp;
+  std::vector<Demand> demands;
+};
+
 /// Cycles of one product of K 32 bytes in one CTA. `rows`, `columns_of_b`: of A and B that this CTA reads.
 double product_cycles(const Rates& rates, int m, int n, int cta_group, bool ws, bool a_in_tmem);
 
@@ -49,6 +57,7 @@ class WorkCount {
   WorkCount& operator=(const WorkCount&) = delete;
 
   Rates rates;
+  std::string kernel;  // the file of the last instruction of the first thread
   uint64_t ctas = 0;
   std::vector<Work> warps;  // by the CTA's rank in its cluster, and the warp's place in it; summed over clusters
   uint32_t warps_a_cta = 0;
@@ -56,8 +65,12 @@ class WorkCount {
   [[nodiscard]] Work total() const;
   /// Bytes of HBM traffic if L2 keeps everything: every 32-byte sector that is read, and every one that is written.
   [[nodiscard]] uint64_t memory_bytes() const;
-  /// Cycles a CTA, by unit and by role: neighbouring warps that ask for the same kinds of work.
+  /// Cycles a CTA by unit, the last HBM.
+  [[nodiscard]] std::vector<Demand> units() const;
+  [[nodiscard]] std::vector<Role> roles() const;
+  /// Units and roles: for readers, and as one JSON object without line breaks.
   [[nodiscard]] std::string text() const;
+  [[nodiscard]] std::string json() const;
 
   // ---- called by the emulator ----
   void start_cluster(uint32_t cluster_ctas, uint32_t cta_warps);
