@@ -1,0 +1,201 @@
+"""The emulator's model of time: what it says of the kernels for Blackwell, and how right it is about those for Hopper.
+
+    python benchmarks/model.py blackwell                  the table of docs/performance/blackwell.md
+    python benchmarks/model.py hopper                     the tables of docs/performance/model.md, against the record
+    python benchmarks/model.py counters --json FILE       that record; needs a Hopper GPU, `ncu`, leave to read counters
+
+A query of two lengths is counted, one CTA (or cluster) doing all of it. What more keys cost, for each 64 of them, is
+the cost of a step; what is left is a query's cost whatever its length. `counters` profiles one launch of the same
+kernels with 4,096 queries of 2,048 keys out of 8,192, clocks as found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = ROOT / "benchmarks/results/h200/model.json"
+SHORT, LONG, STEP = 1024, 2048, 64  # keys
+QUERIES, SMS = 4096, 132  # of the record
+BYTES_A_CYCLE = 128  # of shared memory's banks
+
+UNITS = ["tensor pipe", "shared memory", "gather", "additions"]
+
+
+@dataclass
+class Kernel:
+    name: str
+    operator: str
+    h_q: int
+    ctas: int = 1  # that work on a query together
+
+    def case(self, topk: int) -> str:
+        return f"query_h_q_{self.h_q}_topk_{topk}"
+
+    def shape(self) -> str:
+        return "h128-8k" if self.h_q == 128 else "h64-8k" if self.h_q == 64 else f"h64-8k,h_q={self.h_q}"
+
+
+BLACKWELL = [
+    Kernel("backward, 64 heads", "sparse_mla_backward", 64),
+    Kernel("backward, 128 heads (each of two CTAs)", "sparse_mla_backward", 128, ctas=2),
+    Kernel("forward, 64 heads", "sparse_mla_forward", 64),
+    Kernel("distribution, 128 heads", "attention_distribution", 128),
+    Kernel("distribution, 64 heads", "attention_distribution", 64),
+]
+HOPPER = [
+    Kernel("forward, 128 heads", "sparse_mla_forward", 128),
+    Kernel("forward, 64 heads", "sparse_mla_forward", 64),
+    Kernel("forward, 32 heads", "sparse_mla_forward", 32),
+    Kernel("forward, 16 heads", "sparse_mla_forward", 16),
+    Kernel("backward, 64 heads", "sparse_mla_backward", 64),
+    Kernel("backward, 128 heads", "sparse_mla_backward", 128, ctas=2),
+    Kernel("distribution, 128 heads", "attention_distribution", 128),
+    Kernel("distribution, 64 heads", "attention_distribution", 64),
+]
+
+METRICS = {
+    "elapsed": "sm__cycles_elapsed.max",
+    "active": "sm__cycles_active.avg",
+    "tensor pipe": "sm__pipe_tensor_cycles_active.avg",  # summed over the four parts of an SM
+    "bank reads": "l1tex__data_bank_reads.avg",  # of 4 bytes
+    "bank writes": "l1tex__data_bank_writes.avg",
+    "nanoseconds": "gpu__time_duration.sum",
+}
+KERNELS = "^(kernel|single_kernel|pair_kernel)$"  # the operators' own, not the passes before and behind
+
+
+def counted(command: Path, kernel: Kernel, backend: str) -> dict[int, dict[str, Any]]:
+    """By keys of the query: the model of the launch that multiplies most."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        arguments = ["check", kernel.operator, "--backend", backend, "--case", kernel.case(0)[:-1] + "*"]
+        subprocess.run(
+            [command, *arguments, "--model", "--no-checker", "--json", file.name],
+            env=os.environ | {"HOPWELL_EMULATOR_SMS": str(kernel.ctas)},
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        results = json.loads(Path(file.name).read_text())["results"]
+    models = {result["case"]: max(result["model"], key=lambda m: m["full_rate_cycles"]) for result in results}
+    for model in models.values():
+        if model["ctas"] != kernel.ctas:
+            raise SystemExit(f"model.py: {kernel.name}: {model['ctas']} CTAs for a query, not {kernel.ctas}")
+    return {topk: models[kernel.case(topk)] for topk in (SHORT, LONG)}
+
+
+def step_and_rest(models: dict[int, dict[str, Any]], unit: str | None) -> tuple[float, float]:
+    """Cycles a CTA of 64 keys, and of a query beside its keys."""
+    short, long = (m["cycles"][unit] if unit else m["full_rate_cycles"] for m in (models[SHORT], models[LONG]))
+    step = (long - short) * STEP / (LONG - SHORT)
+    return step, long - step * LONG / STEP
+
+
+def cell(step: float, rest: float, binds: bool) -> str:
+    text = f"**{step:,.0f}**" if binds else f"{step:,.0f}"
+    return "–" if step == 0 else text + (f" + {rest:,.0f}" if rest >= 0.5 else "")
+
+
+def compared(ours: float, theirs: float) -> str:
+    """In millions, and how far the first is from the second."""
+    return f"{ours / 1e6:.3f} | {theirs / 1e6:.3f} | {100 * (ours / theirs - 1):+.1f} %"
+
+
+def blackwell(command: Path) -> None:
+    print("| | full rate | " + " | ".join(UNITS) + " | tensor memory | exponentials | cap |")
+    print("| --- " * (len(UNITS) + 5) + "|")
+    for kernel in BLACKWELL:
+        models = counted(command, kernel, "emu:sm100")
+        binds = models[LONG]["binds"]
+        units = [*UNITS, "tensor memory", "exponentials"]
+        cells = [cell(*step_and_rest(models, unit), unit == binds) for unit in units]
+        full_rate, _ = step_and_rest(models, None)
+        print(f"| {kernel.name} | {full_rate:,.0f} | " + " | ".join(cells) + f" | {models[LONG]['cap']:.2f} |")
+
+
+def hopper(command: Path, record: Path) -> None:
+    measured = {(r["operator"], r["shape"]): r for r in json.loads(record.read_text())["results"]}
+    predictions, counts = [], []
+    for kernel in HOPPER:
+        models = counted(command, kernel, "emu:sm90")
+        found, model = measured[kernel.operator, kernel.shape()], models[LONG]
+        per_sm = QUERIES * kernel.ctas / SMS
+        predicted = model["cycles"][model["binds"]] * per_sm
+        cells = [cell(*step_and_rest(models, unit), unit == model["binds"]) for unit in UNITS]
+        predictions.append(f"| {kernel.name} | " + " | ".join(cells) + f" | {compared(predicted, found['active'])} |")
+        banks = (found["bank reads"] + found["bank writes"]) * 4 / BYTES_A_CYCLE
+        pairs = [(model["full_rate_cycles"], found["tensor pipe"] / 4), (model["cycles"]["shared memory"], banks)]
+        cells = [compared(ours * per_sm, theirs) for ours, theirs in pairs]
+        counts.append(f"| {kernel.name} | " + " | ".join(cells) + " |")
+    print("| | " + " | ".join(UNITS) + " | predicted | measured | |")
+    print("| --- " * (len(UNITS) + 4) + "|")
+    print("\n".join(predictions))
+    print("\n| | products at the full rate | tensor pipe active | | shared memory | its banks | |")
+    print("| --- " * 7 + "|")
+    print("\n".join(counts))
+
+
+def profiled(command: Path, ncu: str, kernel: Kernel) -> dict[str, Any]:
+    arguments = ["--clock-control", "none", "--csv", "--page", "raw", "--print-kernel-base", "function"]
+    arguments += ["--kernel-name", f"regex:{KERNELS}", "--launch-count", "1", "--metrics", ",".join(METRICS.values())]
+    arguments += [str(command), "bench", kernel.operator, "--backend", "sm90", "--shape", kernel.shape()]
+    run = subprocess.run([ncu, *arguments], capture_output=True, text=True, check=False)
+    rows = list(csv.reader(line for line in run.stdout.splitlines() if line.startswith('"')))
+    if run.returncode or len(rows) < 3:
+        raise SystemExit(f"model.py: ncu failed\n{run.stdout[-2000:]}{run.stderr[-2000:]}")
+    cells = dict(zip(rows[0], rows[2], strict=True))
+    counters = {name: float(cells[metric].replace(",", "")) for name, metric in METRICS.items()}
+    return {"operator": kernel.operator, "shape": kernel.shape(), "kernel": cells["Kernel Name"], **counters}
+
+
+def counters(command: Path, path: Path | None) -> None:
+    ncu = shutil.which("ncu")
+    if ncu is None:
+        raise SystemExit("model.py: there is no ncu here")
+    info = subprocess.run([command, "info"], check=True, capture_output=True, text=True).stdout
+    if "H200" not in info and "H100" not in info:
+        raise SystemExit("model.py: counters need a Hopper GPU; hopwell info sees none")
+    driver = re.search(r"\d+\.\d+(\.\d+)?", Path("/proc/driver/nvidia/version").read_text())
+    results = [profiled(command, ncu, kernel) for kernel in HOPPER]
+    text = json.dumps(
+        {
+            "date": datetime.date.today().isoformat(),
+            "device": "H200" if "H200" in info else "H100",
+            "driver": driver[0] if driver else "",
+            "results": results,
+        },
+        indent=1,
+    )
+    print(text)
+    if path:
+        path.write_text(text + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=["blackwell", "hopper", "counters"])
+    parser.add_argument("--command", type=Path, default=Path(sys.executable).with_name("hopwell"), help="hopwell")
+    parser.add_argument("--record", type=Path, default=RECORD, help="of hopper: the counters to compare with")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="of counters: writes the record there")
+    options = parser.parse_args()
+    if options.table == "blackwell":
+        blackwell(options.command)
+    elif options.table == "hopper":
+        hopper(options.command, options.record)
+    else:
+        counters(options.command, options.json)
+
+
+if __name__ == "__main__":
+    main()
