@@ -159,8 +159,8 @@ void Machine::run_cluster(uint32_t number) {
     for (size_t i = first; i < end; ++i) slots = std::max(slots, threads[i].instructions);
     work->of(threads[first].cta->rank, threads[first].warp).slots += slots;
   }
-  if (work && work->kernel.empty()) {
-    const std::string path = sites.resolve(threads.front().site).file;
+  for (size_t i = 0; work && work->kernel.empty() && i < threads.size(); ++i) {
+    const std::string path = sites.resolve(threads[i].site).file;
     work->kernel = path.substr(path.find_last_of('/') + 1);
   }
   for (Thread& t : threads) stacks_.give_back(t.stack);

@@ -166,9 +166,10 @@ std::string WorkCount::json() const {
     roles_text += format("%s{\"rank\": %zu, \"first_warp\": %zu, \"last_warp\": %zu, \"cycles\": ",
                          roles_text.empty() ? "" : ", ", role.rank, role.first_warp, role.last_warp) +
                   json_of(role.demands) + "}";
-  return format("{\"chip\": \"%s\", \"kernel\": \"%s\", \"ctas\": %llu, \"warps\": %u, \"flops\": %.17g, ", rates.chip,
-                kernel.c_str(), static_cast<unsigned long long>(ctas), warps_a_cta, all.flops) +
-         format("\"full_rate_cycles\": %.17g, \"cycles\": ",
+  return format("{\"chip\": \"%s\", \"kernel\": \"%s\", \"ctas\": %llu, \"warps\": %u, ", rates.chip, kernel.c_str(),
+                static_cast<unsigned long long>(ctas), warps_a_cta) +
+         format("\"products\": %llu, \"flops\": %.17g, \"full_rate_cycles\": %.17g, \"cycles\": ",
+                static_cast<unsigned long long>(all.products), all.flops,
                 all.full_rate_cycles / double(std::max<uint64_t>(1, ctas))) +
          json_of(units()) + ", \"roles\": [" + roles_text + "]}";
 }

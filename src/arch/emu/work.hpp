@@ -57,7 +57,7 @@ class WorkCount {
   WorkCount& operator=(const WorkCount&) = delete;
 
   Rates rates;
-  std::string kernel;  // the file of the last instruction of the first thread
+  std::string kernel;  // the file of the last instruction of the first thread of which it is known
   uint64_t ctas = 0;
   std::vector<Work> warps;  // by the CTA's rank in its cluster, and the warp's place in it; summed over clusters
   uint32_t warps_a_cta = 0;
