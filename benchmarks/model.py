@@ -109,7 +109,8 @@ def cell(step: float, rest: float, binds: bool) -> str:
 
 def compared(ours: float, theirs: float) -> str:
     """In millions, and how far the first is from the second."""
-    return f"{ours / 1e6:.3f} | {theirs / 1e6:.3f} | {100 * (ours / theirs - 1):+.1f} %"
+    percent = round(100 * (ours / theirs - 1), 1) + 0.0  # no negative zero
+    return f"{ours / 1e6:.3f} | {theirs / 1e6:.3f} | {percent:+.1f} %"
 
 
 def blackwell(command: Path) -> None:
@@ -166,7 +167,8 @@ def counters(command: Path, path: Path | None) -> None:
     info = subprocess.run([command, "info"], check=True, capture_output=True, text=True).stdout
     if "H200" not in info and "H100" not in info:
         raise SystemExit("model.py: counters need a Hopper GPU; hopwell info sees none")
-    driver = re.search(r"\d+\.\d+(\.\d+)?", Path("/proc/driver/nvidia/version").read_text())
+    version = Path("/proc/driver/nvidia/version")
+    driver = re.search(r"\d+\.\d+(\.\d+)?", version.read_text() if version.exists() else "")
     results = [profiled(command, ncu, kernel) for kernel in HOPPER]
     text = json.dumps(
         {

@@ -68,7 +68,7 @@ void judge(nlohmann::json& launches, double flops) {
 }
 
 Table model_table(const nlohmann::json& records) {
-  std::vector<std::string> header = {"case", "kernel", "CTAs"};
+  std::vector<std::string> header = {"operator", "case", "kernel", "CTAs"};
   header.insert(header.end(), kUnits.begin(), kUnits.end());
   header.insert(header.end(), {"binds", "full rate", "cap"});
   Table table(header);
@@ -76,7 +76,7 @@ Table model_table(const nlohmann::json& records) {
     if (!record.contains("model")) continue;
     for (const nlohmann::json& launch : record["model"]) {
       const auto kernel = launch["kernel"].get<std::string>();
-      std::vector<std::string> row = {record["case"], kernel.empty() ? "unknown" : kernel,
+      std::vector<std::string> row = {record["operator"], record["case"], kernel.empty() ? "unknown" : kernel,
                                       std::to_string(launch["ctas"].get<std::uint64_t>())};
       for (const char* unit : kUnits) row.push_back(format("%.0f", launch["cycles"][unit].get<double>()));
       row.push_back(launch["binds"]);
