@@ -1,11 +1,14 @@
-// sparse_mla_forward for Blackwell: what it takes, and its kernel's launch.
-#include "ops/sparse_mla_forward/sm100/attention.hpp"
+// sparse_mla_forward for Blackwell: 128 heads of a query on two CTAs, what is left 64 heads a CTA. What it takes, and the
+// launches.
+#include "ops/sparse_mla_forward/sm100/pair.hpp"
+#include "ops/sparse_mla_forward/sm100/single.hpp"
 #include "runtime/launch.hpp"
 
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 namespace {
 
-std::int64_t head_tiles(const Problem& p) { return (p.h_q + Config::kHeads - 1) / Config::kHeads; }
+// Pairs for the heads of a query, each for 65 to 128 of them. Up to 64 heads more have a CTA of their own.
+std::int64_t pairs_of(const Problem& p) { return (p.h_q + Config::kHeads - 1) / PairConfig::kHeads; }
 
 runtime::Support supports(const Problem& p) {
   using runtime::Support;
@@ -14,20 +17,30 @@ runtime::Support supports(const Problem& p) {
   if (!rows_aligned(p.q, 2) || !rows_aligned(p.kv, 1) || (p.s_kv > 1 && p.kv.stride[0] < 1))
     return Support::no("rows of q and kv must be 16-byte aligned, those of kv in ascending order");
   constexpr std::int64_t kLimit = (std::int64_t{1} << 31) - 1024;
-  if (p.s_q * head_tiles(p) >= kLimit || p.s_kv >= kLimit || p.topk >= kLimit)
+  if (p.s_q * (2 * pairs_of(p) + 1) >= kLimit || p.s_kv >= kLimit || p.topk >= kLimit)
     return Support::no("s_q times blocks of 64 heads, s_kv and topk must be below 2^31 - 1024");
   return {};
 }
 
 template <int kDqk>
 void launch_with_width(const Problem& problem, Stream stream) {
+  const std::int64_t pairs = pairs_of(problem);
   GatherParams p{params_of(problem), tile::map_of_rows(problem.kv, problem.q, kDqk, 64, arch::Swizzle::bytes128)};
-  p.head_tiles = static_cast<int>(head_tiles(problem));
-  runtime::launch("sparse_mla_forward", attention_kernel<kDqk>,
-                  {.grid = {static_cast<std::uint32_t>(problem.s_q * head_tiles(problem))},
-                   .threads = Config::kThreads,
-                   .shared_bytes = sizeof(SharedStorage<kDqk>)},
-                  stream, p);
+  p.head_tiles = static_cast<int>(pairs);
+  if (pairs > 0)
+    runtime::launch("sparse_mla_forward", pair_kernel<kDqk>,
+                    {.grid = {static_cast<std::uint32_t>(2 * problem.s_q * pairs)},
+                     .threads = PairConfig::kThreads,
+                     .cluster = 2,
+                     .shared_bytes = sizeof(PairStorage<kDqk>)},
+                    stream, p);
+  p.first_head = static_cast<int>(PairConfig::kHeads * pairs);
+  if (p.first_head < problem.h_q)
+    runtime::launch("sparse_mla_forward", single_kernel<kDqk>,
+                    {.grid = {static_cast<std::uint32_t>(problem.s_q)},
+                     .threads = SingleConfig::kThreads,
+                     .shared_bytes = sizeof(SingleStorage<kDqk>)},
+                    stream, p);
 }
 
 void launch(const Problem& problem, Stream stream) {

@@ -1,0 +1,227 @@
+// sparse_mla_forward on Blackwell: the kernel for a query and 128 heads on a cluster of two CTAs. Formula: single.hpp.
+//
+// Tile      one query, 128 heads, 128 keys a step; d_qk 576 or 512. Products are tcgen05.mma.cta_group::2 with M 128, issued
+//           by CTA 0 for both: CTA r has the heads [64 r, 64 r + 64), half of the rows of each B, and P of its heads.
+// Keys      S takes K by keys: CTA r has all columns of the keys [64 r, 64 r + 64). O takes V by columns: of each 256, CTA r has
+//           [128 r, 128 r + 128) of all keys. So of the keys that CTA r has for S, half of the columns stay for O; when S has
+//           been made, those columns of the other CTA's keys which r lacks take the place of the others, at the place where
+//           the other CTA has these keys. 1,664 B a key and pair are gathered, not 2,176.
+// Ring      A stage: 256 columns of 64 keys; its barrier `full` ends two phases for each use, keys and values. The last 64 of
+//           576 columns have a place of their own.
+// Roles     warp 0       issue     all products, in CTA 0
+//           warps 2-3    values    what takes the place of keys
+//           warps 4-7    math      as in single.hpp
+//           warps 8-11   keys      as S takes them
+// Timeline  keys    │ (O 0 frees) keys 2.1 ▒▒▒│ keys 3.0 ▒▒▒     │ keys 3.1 ▒▒▒│ keys 4.0 ▒▒▒
+//           values            │ values 1 ▒▒▒▒           │ values 2 ▒▒▒▒
+//           issue   │ S 1 ▓▓▓▓▓▓▓│ O 0 ▓▓▓▓▓▓│ S 2 ▓▓▓▓▓▓▓│ O 1 ▓▓▓▓▓▓│ S 3 …
+//           math                 │ P 1 ░░░░░             │ P 2 ░░░░░
+// Budget    shared: Q 3 + keys 5 × 4 + 1 + P 2 × 2 panels of 8,192 B = 229,376, values and barriers 1,800 (of 232,448); tensor
+//           memory: O 256 + Q 192 + S 64 = 512 columns
+// Bound     shared memory: S 98,304 + O 98,304 B of operands, 106,496 of keys and values that come and 16,384 of P that is
+//           stored: 2,496 cycles a step; as many of the gather, 12 for each of 208 instructions; products 2,176, which is the
+//           full rate. So it may reach 0.87 of the matmul rate.
+#pragma once
+
+#include "ops/sparse_mla_forward/sm100/tile.hpp"
+
+namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
+
+struct PairConfig {
+  static constexpr int kHeads = 128, kStages = 5, kStagePanels = 4, kThreads = 384, kIssueWarp = 0;
+  static constexpr int kKeyWarps = 4, kValueWarps = 2;
+  static constexpr uint16_t kBoth = 3;  // the CTAs
+};
+
+template <int kDqk>
+struct PairStorage : MathStorage<kDqk, 2> {
+  static constexpr bool kHasTail = kDqk > Config::kDv;
+  alignas(1024) unsigned char keys[PairConfig::kStages][PairConfig::kStagePanels][tile::kPanelBytes];
+  alignas(1024) unsigned char tail[kHasTail ? tile::kPanelBytes : 16];  // columns that are no values
+  tile::RingBarriers<PairConfig::kStages> key_barriers;
+  tile::RingBarriers<1> tail_barriers;
+};
+static_assert(sizeof(PairStorage<576>) <= arch::sm90::kMaxSharedBytes);
+
+#if HOPWELL_HAS_SM100A
+
+// Items of the ring: the halves of a step's first 512 columns.
+using HalfSlot = tile::RingSlot<PairConfig::kStages>;
+using TailSlot = tile::RingSlot<1>;
+enum HalfPhase : uint32_t { kKeysCame, kValuesCame };  // parities of a stage's `full`
+
+// ---- gather
+
+// Starts the copies of four rows of kPanels panels, as `lane` of the 16 that copy the panels' rows. The first lane of CTA 0
+// announces what comes to both CTAs.
+template <int kPanels>
+HOPWELL_DEVICE void gather_panels(unsigned char (*panels)[tile::kPanelBytes], const arch::TensorMap& map, int column,
+                                  const int (&keys)[4], int lane, arch::mbarrier& full,
+                                  arch::Site site = arch::Site::current()) {
+  const uint32_t to = arch::shared_address(panels) + uint32_t(lane) * (tile::kPanelBytes / tile::kGatherLanes);
+  if (arch::cluster_rank() == 0 && lane == 0)
+    arch::mbarrier_arrive_expect_tx(full, 2 * kPanels * tile::kPanelBytes, site);
+  HOPWELL_NO_UNROLL
+  for (int panel = 0; panel < kPanels; ++panel)
+    arch::tma_gather4<2>(to + uint32_t(panel) * tile::kPanelBytes, map, column + tile::kPanelColumns * panel, keys,
+                         arch::map_to_rank(arch::shared_address(&full), 0));
+}
+
+// The keys of this CTA. By four lanes of each of four warps; others, whose copies nobody waits for, could fall behind by two
+// phases of `empty` and wait for ever.
+template <int kDqk>
+HOPWELL_DEVICE void gather_keys(const GatherParams& p, PairStorage<kDqk>& s, const Entries& entries, int lane) {
+  using Storage = PairStorage<kDqk>;
+  const int steps = steps_of<Storage>(entries), first = 64 * int(arch::cluster_rank());
+  int keys[4];
+  tile::load_gathered_keys(keys, entries, first, lane);
+  for (int step = 0; step < steps; ++step) {
+    for (int half = 0; half < 2; ++half) {
+      const HalfSlot slot{s.key_barriers, 2 * step + half};
+      slot.wait_empty();
+      gather_panels<PairConfig::kStagePanels>(s.keys[slot.stage()], p.keys, 256 * half, keys, lane, slot.full());
+    }
+    if constexpr (Storage::kHasTail) {
+      const TailSlot slot{s.tail_barriers, step};
+      slot.wait_empty();
+      gather_panels<1>(&s.tail, p.keys, Config::kDv, keys, lane, slot.full());
+    }
+    tile::load_gathered_keys(keys, entries, (step + 1) * Storage::kKeys + first, lane);
+  }
+}
+
+// This CTA's columns of the other's keys, as soon as S has been made. By eight lanes of each of two warps.
+template <int kDqk>
+HOPWELL_DEVICE void gather_values(const GatherParams& p, PairStorage<kDqk>& s, const Entries& entries, int lane) {
+  using Storage = PairStorage<kDqk>;
+  const int steps = steps_of<Storage>(entries), rank = int(arch::cluster_rank()), other = rank ^ 1;
+  int keys[4];
+  tile::load_gathered_keys(keys, entries, 64 * other, lane);
+  for (int step = 0; step < steps; ++step) {
+    arch::mbarrier_wait(s.s_full[step % 2], uint32_t(step / 2 & 1));
+    for (int half = 0; half < 2; ++half) {
+      const HalfSlot slot{s.key_barriers, 2 * step + half};
+      gather_panels<2>(s.keys[slot.stage()] + 2 * other, p.keys, 256 * half + 128 * rank, keys, lane, slot.full());
+    }
+    tile::load_gathered_keys(keys, entries, (step + 1) * Storage::kKeys + 64 * other, lane);
+  }
+}
+
+// ---- issue
+
+// S [128 heads][128 keys] = Q Kᵀ, where that of the step before was.
+template <int kDqk>
+HOPWELL_DEVICE void multiply_scores(PairStorage<kDqk>& s, int step) {
+  const uint32_t d = scores_address(s, step);
+  arch::mbarrier_wait_cluster(s.s_empty, uint32_t(step & 1) ^ 1);
+  arch::tcgen05_fence_after_thread_sync();
+  HOPWELL_NO_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const HalfSlot slot{s.key_barriers, 2 * step + half};
+    arch::mbarrier_wait(slot.full(), kKeysCame);
+    HOPWELL_NO_UNROLL
+    for (int panel = 0; panel < PairConfig::kStagePanels; ++panel)
+      multiply_panel(s, d, PairConfig::kStagePanels * half + panel, s.keys[slot.stage()][panel], half + panel > 0);
+  }
+  if constexpr (PairStorage<kDqk>::kHasTail) {
+    const TailSlot slot{s.tail_barriers, step};
+    slot.wait_full();
+    multiply_panel(s, d, 2 * PairConfig::kStagePanels, s.tail, true);
+    arch::tcgen05_commit_multicast<2>(slot.empty(), PairConfig::kBoth);
+  }
+  arch::tcgen05_commit_multicast<2>(s.s_full[step % 2], PairConfig::kBoth);
+}
+
+// O [128 heads][512 columns] (+)= P V: 256 columns of the keys of CTA 0, then of those of CTA 1; 256 more.
+template <int kDqk>
+HOPWELL_DEVICE void multiply_values(PairStorage<kDqk>& s, int step) {
+  constexpr uint32_t kShape = arch::instruction_descriptor({.m = 128, .n = 256, .b_major = Major::mn});
+  const uint32_t p = arch::shared_address(s.p[step % 2]);
+  arch::mbarrier_wait_cluster(s.p_full[step % 2], uint32_t(step / 2 & 1));
+  arch::tcgen05_fence_after_thread_sync();
+  HOPWELL_NO_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const HalfSlot slot{s.key_barriers, 2 * step + half};
+    const uint32_t values = arch::shared_address(s.keys[slot.stage()]);
+    arch::mbarrier_wait(slot.full(), kValuesCame);
+    HOPWELL_UNROLL
+    for (uint32_t k = 0; k < 8; ++k) {
+      const uint32_t owner = k / 4, row = k % 4;  // the CTA that had the keys for S, 16 of its keys
+      arch::tcgen05_mma_f16<2>(
+          arch::tmem_address(s.tmem, 0, Tmem::kOut + 128 * half),
+          arch::at_address(tile::kTcgen05RowsAlongK, p + owner * tile::kPanelBytes + 32 * row),
+          arch::at_address(tile::kTcgen05RowsAcrossK<64>, values + 2 * owner * tile::kPanelBytes + 2048 * row), kShape,
+          step > 0 || k > 0);
+    }
+    arch::tcgen05_commit_multicast<2>(slot.empty(), PairConfig::kBoth);
+  }
+  arch::tcgen05_commit_multicast<2>(s.out_full[step % 2], PairConfig::kBoth);
+}
+
+// By one thread of CTA 0. Its last commit is one that math waits for, so that neither CTA exits before its products end.
+template <int kDqk>
+HOPWELL_DEVICE void issue(PairStorage<kDqk>& s, int steps) {
+  if (steps == 0) return;
+  arch::mbarrier_wait_cluster(s.q_full, 0);
+  multiply_scores(s, 0);
+  for (int step = 0; step < steps; ++step) {
+    if (step + 1 < steps) multiply_scores(s, step + 1);
+    multiply_values(s, step);
+  }
+}
+
+// ---- kernel
+
+// What this warp does.
+template <int kDqk>
+HOPWELL_DEVICE void run_role(const GatherParams& p, PairStorage<kDqk>& s, const WorkTile& work,
+                             const Entries& entries) {
+  constexpr int kKeyLanes = tile::kGatherLanes / PairConfig::kKeyWarps,
+                kValueLanes = tile::kGatherLanes / PairConfig::kValueWarps;
+  const int warp = arch::warp_index(), lane = arch::lane_index();
+  if (warp == PairConfig::kIssueWarp) {
+    if (arch::cluster_rank() == 0 && arch::elect_one()) issue(s, steps_of<PairStorage<kDqk>>(entries));
+  } else if (warp < Config::kFirstMathWarp) {
+    const int place = warp - (Config::kFirstMathWarp - PairConfig::kValueWarps);
+    if (place >= 0 && lane < kValueLanes) gather_values(p, s, entries, kValueLanes * place + lane);
+  } else if (warp < Config::kFirstMathWarp + 4) {
+    math(p, s, work, entries);
+  } else if (lane < kKeyLanes) {
+    gather_keys(p, s, entries, kKeyLanes * (warp % PairConfig::kKeyWarps) + lane);
+  }
+  arch::syncwarp();  // kept: lanes branched off
+}
+
+#endif
+
+template <int kDqk>
+__global__ void __launch_bounds__(PairConfig::kThreads, 1) pair_kernel(const __grid_constant__ GatherParams p) {
+#if HOPWELL_HAS_SM100A
+  auto& s = arch::dynamic_smem<PairStorage<kDqk>>();
+  const int pair = int(arch::block_index()) / 2;
+  const WorkTile work{pair / p.head_tiles,
+                      pair % p.head_tiles * PairConfig::kHeads + Config::kHeads * int(arch::cluster_rank())};
+  const Entries entries = tile::entries_of(p.selection, work.query);
+  const bool issues = arch::warp_index() == PairConfig::kIssueWarp;
+  if (arch::thread_index() == 0) {
+    s.key_barriers.init(1, 1);
+    s.tail_barriers.init(1, 1);
+    init_math_barriers(s);
+    arch::fence_mbarrier_init();
+  }
+  arch::syncwarp();  // kept: a lane branched off
+  if (issues) {
+    arch::tmem_allocate<2>(s.tmem, Tmem::kColumns);
+    arch::tmem_relinquish<2>();
+  }
+  arch::cluster_sync();
+  run_role(p, s, work, entries);
+  arch::cluster_sync();
+  if (issues) {
+    arch::tcgen05_fence_after_thread_sync();  // kept: PTX's examples do without
+    arch::tmem_deallocate<2>(s.tmem, Tmem::kColumns);
+  }
+#endif
+}
+
+}  // namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET

@@ -1,0 +1,321 @@
+// sparse_mla_forward on Blackwell: what the kernels for 64 and for 128 heads have in common. Each CTA has 64 heads: Q in
+// tensor and shared memory, the scores' products, math, the output. Formula: single.hpp; roles, timelines and budgets: there
+// and in pair.hpp.
+//
+// Results of 64 rows fill all 128 lanes, the halves of N one above the other. So a math thread has a head and half of a
+// step's keys, another one the other half.
+//
+// Q         384 columns in tensor memory, once in either half of the lanes, which multiply a half of N each; the others, for
+//           which there is no room beside O, in shared memory.
+// Softmax   The reference m moves only when a row's maximum passes it by more than 8: then O and the sum are scaled by
+//           exp2(m_old − m). P ≤ 2^8, whose bf16 is as exact as that of P ≤ 1.
+//
+// Keys of invalid entries are −1: the copy engine gives zeros for their rows, and their P is 0.
+#pragma once
+
+#include <cmath>
+
+#include "arch/sm80/async_copy.hpp"
+#include "arch/sm90/cluster.hpp"
+#include "ops/sparse_mla_forward/params.hpp"
+#include "tile/gpu/ring.hpp"
+#include "tile/gpu/tcgen05_panel.hpp"
+
+namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
+
+using arch::Major;
+using tile::Entries;
+
+struct Config {
+  static constexpr int kHeads = 64, kDv = 512, kFirstMathWarp = 4, kMathThreads = 128;
+  static constexpr int kTmemPanels = 6;  // of Q, 64 columns each; the rest is in shared memory
+};
+struct Tmem {
+  static constexpr int kOut = 0, kQ = 256, kScores = 448, kScoreColumns = 64, kColumns = 512;
+};
+enum NamedBarrier { kMathBarrier = 1 };  // kMathBarrier + i: math warps i and i + 2, which have the same heads
+
+// The parameters, and keys as the copy engine sees them: 64 columns of a row.
+struct GatherParams : Params {
+  arch::TensorMap keys;
+  int first_head;  // that the launch has
+};
+
+// What math shares with the issue of products. A step's keys: 64 for each of kTheCtas CTAs. S of two steps lies in tensor
+// memory if there is room.
+template <int kDqk, int kTheCtas>
+struct MathStorage {
+  static constexpr int kCtas = kTheCtas, kKeys = 64 * kCtas, kThreadKeys = kKeys / 2;
+  static constexpr bool kTwoScores = 2 * kThreadKeys <= Tmem::kScoreColumns;
+  static constexpr int kPanels = kDqk / 64, kQPanels = kPanels - Config::kTmemPanels;
+  alignas(1024) unsigned char q[kQPanels][tile::kPanelBytes];
+  alignas(1024) unsigned char p[2][kCtas][tile::kPanelBytes];
+  float max[2][2][Config::kHeads];                                    // [step % 2][half of the keys]: of this step
+  float sum[2][Config::kHeads];                                       // in the end
+  arch::mbarrier q_full, s_full[2], s_empty, p_full[2], out_full[2];  // out_full: O has P of the step
+  uint32_t tmem;
+};
+
+// What a CTA works on.
+struct WorkTile {
+  int query, first_head;
+};
+
+#if HOPWELL_HAS_SM100A
+
+template <class Storage>
+HOPWELL_DEVICE int steps_of(const Entries& entries) {
+  return (entries.length + Storage::kKeys - 1) / Storage::kKeys;
+}
+
+// By one thread.
+template <class Storage>
+HOPWELL_DEVICE void init_math_barriers(Storage& s) {
+  constexpr uint32_t kMathWarps = Storage::kCtas * Config::kMathThreads / 32;
+  for (auto* b : {&s.q_full, &s.s_empty, &s.p_full[0], &s.p_full[1]}) arch::mbarrier_init(*b, kMathWarps);
+  for (auto* b : {&s.s_full[0], &s.s_full[1], &s.out_full[0], &s.out_full[1]}) arch::mbarrier_init(*b, 1);
+}
+
+// ---- products
+
+template <class Storage>
+HOPWELL_DEVICE uint32_t scores_address(const Storage& s, int step) {
+  return arch::tmem_address(s.tmem, 0, Tmem::kScores + step * Storage::kThreadKeys % Tmem::kScoreColumns);
+}
+
+// S (+)= Q Kᵀ over the 64 columns of a panel: 64 heads a CTA, 64 keys of each CTA.
+template <class Storage>
+HOPWELL_DEVICE void multiply_panel(Storage& s, uint32_t d, int panel, const unsigned char* keys, bool accumulate) {
+  constexpr uint32_t kShape = arch::instruction_descriptor({.m = 64 * Storage::kCtas, .n = 64 * Storage::kCtas});
+  const uint32_t rows = arch::shared_address(keys);
+  HOPWELL_UNROLL
+  for (int k = 0; k < 4; ++k) {
+    const uint64_t b = arch::at_address(tile::kTcgen05RowsAlongK, rows + uint32_t(32 * k));
+    const bool add = accumulate || k > 0;
+    if (panel < Config::kTmemPanels) {
+      const uint32_t a = arch::tmem_address(s.tmem, 0, Tmem::kQ + 32 * panel + 8 * k);
+      if constexpr (Storage::kCtas == 2)
+        arch::tcgen05_mma_f16_ts<2>(d, a, b, kShape, add);
+      else
+        arch::tcgen05_mma_ws_f16_ts(d, a, b, kShape, add);
+    } else {
+      const uint64_t a = arch::at_address(tile::kTcgen05RowsAlongK,
+                                          arch::shared_address(s.q[panel - Config::kTmemPanels]) + uint32_t(32 * k));
+      if constexpr (Storage::kCtas == 2)
+        arch::tcgen05_mma_f16<2>(d, a, b, kShape, add);
+      else
+        arch::tcgen05_mma_ws_f16(d, a, b, kShape, add);
+    }
+  }
+}
+
+// ---- math
+
+// A thread's head, and which half of a step's keys and of O's columns it has.
+struct MathThread {
+  int warp = arch::warp_index() % 4, row = (32 * warp + arch::lane_index()) % 64, half = warp / 2;
+};
+
+// The warps of the two halves meet.
+HOPWELL_DEVICE void meet(const MathThread& at, arch::Site site = arch::Site::current()) {
+  arch::barrier_sync(kMathBarrier + at.warp % 2, 64, site);
+}
+
+// By a math warp: an arrival where products are issued, in the first CTA.
+template <class Storage>
+HOPWELL_DEVICE void tell_issue(arch::mbarrier& barrier, arch::Site site = arch::Site::current()) {
+  if constexpr (Storage::kCtas == 2) {
+    arch::syncwarp();
+    if (arch::lane_index() == 0)
+      arch::mbarrier_arrive_cluster(arch::map_to_rank(arch::shared_address(&barrier), 0), site);
+  } else {
+    tile::arrive_warp(barrier, site);
+  }
+}
+
+HOPWELL_DEVICE const bf16* q_row(const Params& p, const WorkTile& work, int row) {
+  return p.q + work.query * p.q_stride_s + (work.first_head + row) * p.q_stride_h;
+}
+
+// Q: 384 columns of a thread's head to its lane of tensor memory; all threads copy the rest of all heads. Zeros for heads
+// that do not exist.
+template <class Storage>
+HOPWELL_DEVICE void load_q(const Params& p, Storage& s, const WorkTile& work, const MathThread& at) {
+  constexpr int kColumns = 64 * Config::kTmemPanels, kChunks = 8 * Storage::kQPanels;
+  const int thread = arch::thread_index() % Config::kMathThreads, heads = p.h_q - work.first_head;
+  for (int i = thread; i < Config::kHeads * kChunks; i += Config::kMathThreads) {
+    const int row = i / kChunks, chunk = i % kChunks;
+    arch::cp_async(arch::shared_address(s.q[chunk / 8]) + tile::swizzled(row, chunk % 8),
+                   q_row(p, work, row < heads ? row : 0) + kColumns + 8 * chunk, row < heads ? 16 : 0);
+  }
+  arch::cp_async_commit();
+  const bf16* const from = q_row(p, work, at.row < heads ? at.row : 0);
+  HOPWELL_NO_UNROLL
+  for (int column = 0; column < kColumns; column += 64) {
+    uint32_t words[32];
+    HOPWELL_UNROLL
+    for (int i = 0; i < 32; i += 4) {
+      const arch::Words4 loaded = at.row < heads ? arch::load_streaming(from + column + 2 * i) : arch::Words4{};
+      HOPWELL_UNROLL
+      for (int j = 0; j < 4; ++j) words[i + j] = loaded.w[j];
+    }
+    arch::tmem_store<arch::TmemShape::b32x32>(arch::tmem_address(s.tmem, 32 * at.warp, Tmem::kQ + column / 2), words);
+  }
+  arch::tmem_wait_store();
+  arch::tcgen05_fence_before_thread_sync();
+  arch::cp_async_wait<0>();
+  arch::fence_proxy_async();
+  tell_issue<Storage>(s.q_full);
+}
+
+// A bit for each of this thread's keys: whether its entry counts.
+template <int kThreadKeys>
+struct ValidKeys {
+  uint32_t bits[kThreadKeys / 32];
+  HOPWELL_DEVICE void load(const Entries& entries, int step, const MathThread& at) {
+    const int first = (2 * step + at.half) * kThreadKeys + arch::lane_index();
+    HOPWELL_UNROLL
+    for (int i = 0; i < kThreadKeys / 32; ++i) bits[i] = arch::ballot(entries.key(first + 32 * i) >= 0);
+  }
+  HOPWELL_DEVICE bool operator[](int i) const { return bits[i / 32] >> i % 32 & 1; }
+};
+
+// This thread's columns of O times `factor`, once the products so far have ended.
+template <class Storage>
+HOPWELL_DEVICE void scale_out(Storage& s, const MathThread& at, int step, float factor) {
+  arch::mbarrier_wait(s.out_full[(step - 1) % 2], uint32_t((step - 1) / 2 & 1));
+  arch::tcgen05_fence_after_thread_sync();
+  HOPWELL_NO_UNROLL
+  for (int column = 0; column < Config::kDv / 2; column += 32) {
+    const uint32_t address = arch::tmem_address(s.tmem, 32 * at.warp, Tmem::kOut + column);
+    uint32_t out[32];
+    arch::tmem_load<arch::TmemShape::b32x32>(out, address);
+    arch::tmem_wait_load(out);
+    HOPWELL_UNROLL
+    for (int i = 0; i < 32; ++i) out[i] = arch::bit_cast<uint32_t>(arch::bit_cast<float>(out[i]) * factor);
+    arch::tmem_store<arch::TmemShape::b32x32>(address, out);
+  }
+  arch::tmem_wait_store();
+}
+
+// A head's running softmax; both threads of a head have the same reference.
+struct RunningSoftmax {
+  float reference = -INFINITY, max = -INFINITY, sum = 0;
+};
+
+// Scores of a step, in registers, in units of log 2; −inf where the entry does not count.
+template <class Storage, int kKeys>
+HOPWELL_DEVICE void load_scores(float (&x)[kKeys], const Params& p, Storage& s, const MathThread& at, int step,
+                                const ValidKeys<kKeys>& valid) {
+  uint32_t loaded[kKeys];
+  arch::mbarrier_wait(s.s_full[step % 2], uint32_t(step / 2 & 1));
+  arch::tcgen05_fence_after_thread_sync();
+  arch::tmem_load<arch::TmemShape::b32x32>(loaded, arch::tmem_address(scores_address(s, step), 32 * at.warp, 0));
+  arch::tmem_wait_load(loaded);
+  if constexpr (!Storage::kTwoScores) {
+    arch::tcgen05_fence_before_thread_sync();
+    tell_issue<Storage>(s.s_empty);
+  }
+  HOPWELL_UNROLL
+  for (int i = 0; i < kKeys; ++i) x[i] = valid[i] ? arch::bit_cast<float>(loaded[i]) * p.scale_log2 : -INFINITY;
+}
+
+// Moves the reference if this step's maximum passes it by more than the slack, and O and the sum with it.
+template <class Storage>
+HOPWELL_DEVICE void follow_max(RunningSoftmax& softmax, Storage& s, const MathThread& at, int step, float own_max) {
+  s.max[step % 2][at.half][at.row] = own_max;
+  meet(at);
+  const float max = fmaxf(own_max, s.max[step % 2][at.half ^ 1][at.row]);
+  softmax.max = fmaxf(softmax.max, max);
+  const float next = tile::next_reference(softmax.reference, max);
+  const float factor = tile::move_reference(softmax.reference, softmax.sum, next);
+  if (step > 0 && arch::ballot(factor != 1)) scale_out(s, at, step, factor);
+}
+
+// P of this thread's keys to shared memory, where that of two steps ago was: its products were issued before this step's S.
+template <class Storage, int kKeys>
+HOPWELL_DEVICE void store_p(RunningSoftmax& softmax, Storage& s, const MathThread& at, int step, float (&x)[kKeys]) {
+  const float reference = tile::finite_reference(softmax.reference);
+  HOPWELL_UNROLL
+  for (int i = 0; i < kKeys; ++i) x[i] = arch::exp2_approx(x[i] - reference), softmax.sum += x[i];
+  HOPWELL_UNROLL
+  for (int v = 0; v < kKeys / 8; ++v) {
+    const int chunk = kKeys / 8 * at.half + v;
+    arch::Words4 words;
+    HOPWELL_UNROLL
+    for (int i = 0; i < 4; ++i) words.w[i] = arch::pack_bf16(x[8 * v + 2 * i], x[8 * v + 2 * i + 1]);
+    arch::store_shared_v4(arch::shared_address(s.p[step % 2][chunk / 8]) + tile::swizzled(at.row, chunk % 8), words);
+  }
+  arch::fence_proxy_async();
+  arch::tcgen05_fence_before_thread_sync();  // S has been read, O may have been scaled
+  tell_issue<Storage>(s.p_full[step % 2]);
+}
+
+// 32 columns of O at a time, scaled, to global memory; zeros where there was no step.
+template <class Storage>
+HOPWELL_DEVICE void store_out(const Params& p, Storage& s, const WorkTile& work, const MathThread& at, int steps,
+                              float scale) {
+  const int head = work.first_head + at.row;
+  bf16* const out = p.out + work.query * p.out_stride_s + head * p.out_stride_h;
+  HOPWELL_NO_UNROLL
+  for (int column = 0; column < Config::kDv / 2; column += 32) {
+    uint32_t x[32] = {};
+    if (steps > 0) {
+      arch::tmem_load<arch::TmemShape::b32x32>(x, arch::tmem_address(s.tmem, 32 * at.warp, Tmem::kOut + column));
+      arch::tmem_wait_load(x);
+    }
+    const auto value = [&](int i) { return scale == 0 ? 0 : arch::bit_cast<float>(x[i]) * scale; };
+    HOPWELL_UNROLL
+    for (int i = 0; i < 32; i += 8) {
+      arch::Words4 words;
+      HOPWELL_UNROLL
+      for (int j = 0; j < 4; ++j) words.w[j] = arch::pack_bf16(value(i + 2 * j), value(i + 2 * j + 1));
+      // Lanes 0 to 63 have the first 128 of each 256 columns.
+      if (head < p.h_q) store_columns(p, out + column % 128 + column / 128 * 256 + 128 * at.half + i, words);
+    }
+  }
+}
+
+template <class Storage>
+HOPWELL_DEVICE void finish(const Params& p, Storage& s, const WorkTile& work, const MathThread& at,
+                           const RunningSoftmax& softmax, int steps) {
+  const int head = work.first_head + at.row;
+  s.sum[at.half][at.row] = softmax.sum;
+  meet(at);
+  const float sum = s.sum[0][at.row] + s.sum[1][at.row], reference = tile::finite_reference(softmax.reference);
+  const float lse = tile::lse_of(reference, sum);
+  if (steps > 0) {
+    arch::mbarrier_wait(s.out_full[(steps - 1) % 2], uint32_t((steps - 1) / 2 & 1));
+    arch::tcgen05_fence_after_thread_sync();
+  }
+  store_out(p, s, work, at, steps, output_scale(p, head, 1, sum, lse));
+  if (head < p.h_q && at.half == 0) store_statistics(p, work.query, head, tile::max_or_nan(softmax.max, sum), lse);
+  arch::tcgen05_fence_before_thread_sync();
+}
+
+template <class Storage>
+HOPWELL_DEVICE void math(const Params& p, Storage& s, const WorkTile& work, const Entries& entries) {
+  constexpr int kKeys = Storage::kThreadKeys;
+  const MathThread at;
+  const int steps = steps_of<Storage>(entries);
+  RunningSoftmax softmax;
+  ValidKeys<kKeys> valid, next;
+  valid.load(entries, 0, at);
+  if (steps > 0) load_q(p, s, work, at);
+  for (int step = 0; step < steps; ++step) {
+    next.load(entries, step + 1, at);
+    float x[kKeys];
+    load_scores(x, p, s, at, step, valid);
+    float max = x[0];
+    HOPWELL_UNROLL
+    for (int i = 1; i < kKeys; ++i) max = fmaxf(max, x[i]);
+    follow_max(softmax, s, at, step, max);
+    store_p(softmax, s, at, step, x);
+    valid = next;
+  }
+  finish(p, s, work, at, softmax, steps);
+}
+
+#endif
+
+}  // namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET
