@@ -6,17 +6,18 @@
 //           [128 r, 128 r + 128) of all keys. So of the keys that CTA r has for S, half of the columns stay for O; when S has
 //           been made, those columns of the other CTA's keys which r lacks take the place of the others, at the place where
 //           the other CTA has these keys. 1,664 B a key and pair are gathered, not 2,176.
-// Ring      A stage: 256 columns of 64 keys; its barrier `full` ends two phases for each use, keys and values. The last 64 of
-//           576 columns have a place of their own.
+// Ring      A stage: 128 columns of 64 keys. Its barrier `full` ends two phases for each use: keys, values. The last 64 of 576
+//           columns have a place of their own. Keys of a step stay for two; the stages beyond eight are those to which keys
+//           are under way.
 // Roles     warp 0       issue     all products, in CTA 0
 //           warps 2-3    values    what takes the place of keys
 //           warps 4-7    math      as in single.hpp
 //           warps 8-11   keys      as S takes them
-// Timeline  keys    │ (O 0 frees) keys 2.1 ▒▒▒│ keys 3.0 ▒▒▒     │ keys 3.1 ▒▒▒│ keys 4.0 ▒▒▒
-//           values            │ values 1 ▒▒▒▒           │ values 2 ▒▒▒▒
+// Timeline  keys    │ (O 0 frees) keys 2 ▒▒▒▒│▒▒▒│      keys 3 ▒▒▒▒│▒▒▒│
+//           values  │      │ values 1 ▒▒▒│    │ values 2 ▒▒▒│
 //           issue   │ S 1 ▓▓▓▓▓▓▓│ O 0 ▓▓▓▓▓▓│ S 2 ▓▓▓▓▓▓▓│ O 1 ▓▓▓▓▓▓│ S 3 …
-//           math                 │ P 1 ░░░░░             │ P 2 ░░░░░
-// Budget    shared: Q 3 + keys 5 × 4 + 1 + P 2 × 2 panels of 8,192 B = 229,376, values and barriers 1,800 (of 232,448); tensor
+//           math                 │ P 1 ░░░░░ │ store       │ P 2 ░░░░░ │ store
+// Budget    shared: Q 3 + keys 11 × 2 + 1 + P 2 panels of 8,192 B = 229,376, values and barriers 1,800 (of 232,448); tensor
 //           memory: O 256 + Q 192 + S 64 = 512 columns
 // Bound     shared memory: S 98,304 + O 98,304 B of operands, 106,496 of keys and values that come and 16,384 of P that is
 //           stored: 2,496 cycles a step; as many of the gather, 12 for each of 208 instructions; products 2,176, which is the
@@ -28,16 +29,17 @@
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 
 struct PairConfig {
-  static constexpr int kHeads = 128, kStages = 5, kStagePanels = 4, kThreads = 384, kIssueWarp = 0;
-  static constexpr int kKeyWarps = 4, kValueWarps = 2;
-  static constexpr uint16_t kBoth = 3;  // the CTAs
+  static constexpr int kHeads = 128, kStages = 11, kThreads = 384, kIssueWarp = 0, kKeyWarps = 4, kValueWarps = 2;
+  static constexpr int kPartPanels = 2, kPartColumns = 64 * kPartPanels,
+                       kParts = Config::kDv / kPartColumns;  // of a step
+  static constexpr uint16_t kBoth = 3;                       // the CTAs
 };
 
 template <int kDqk>
 struct PairStorage : MathStorage<kDqk, 2> {
   static constexpr bool kHasTail = kDqk > Config::kDv;
-  alignas(1024) unsigned char keys[PairConfig::kStages][PairConfig::kStagePanels][tile::kPanelBytes];
-  alignas(1024) unsigned char tail[kHasTail ? tile::kPanelBytes : 16];  // columns that are no values
+  alignas(1024) unsigned char keys[PairConfig::kStages][PairConfig::kPartPanels][tile::kPanelBytes];
+  alignas(1024) unsigned char tail[1][kHasTail ? tile::kPanelBytes : 16];  // columns that are no values
   tile::RingBarriers<PairConfig::kStages> key_barriers;
   tile::RingBarriers<1> tail_barriers;
 };
@@ -45,29 +47,39 @@ static_assert(sizeof(PairStorage<576>) <= arch::sm90::kMaxSharedBytes);
 
 #if HOPWELL_HAS_SM100A
 
-// Items of the ring: the halves of a step's first 512 columns.
-using HalfSlot = tile::RingSlot<PairConfig::kStages>;
+// The ring's items are parts of a step's keys: 128 columns of 64 keys. For O, part i holds keys of CTA i % 2, and columns of
+// the half i / 2.
+using PartSlot = tile::RingSlot<PairConfig::kStages>;
 using TailSlot = tile::RingSlot<1>;
-enum HalfPhase : uint32_t { kKeysCame, kValuesCame };  // parities of a stage's `full`
+enum FullPhase : uint32_t { kKeys, kValues };  // parities of a stage's `full`
 
 // ---- gather
 
-// Starts the copies of four rows of kPanels panels, as `lane` of the 16 that copy the panels' rows. The first lane of CTA 0
-// announces what comes to both CTAs.
-template <int kPanels>
-HOPWELL_DEVICE void gather_panels(unsigned char (*panels)[tile::kPanelBytes], const arch::TensorMap& map, int column,
-                                  const int (&keys)[4], int lane, arch::mbarrier& full,
-                                  arch::Site site = arch::Site::current()) {
-  const uint32_t to = arch::shared_address(panels) + uint32_t(lane) * (tile::kPanelBytes / tile::kGatherLanes);
-  if (arch::cluster_rank() == 0 && lane == 0)
-    arch::mbarrier_arrive_expect_tx(full, 2 * kPanels * tile::kPanelBytes, site);
-  HOPWELL_NO_UNROLL
-  for (int panel = 0; panel < kPanels; ++panel)
-    arch::tma_gather4<2>(to + uint32_t(panel) * tile::kPanelBytes, map, column + tile::kPanelColumns * panel, keys,
-                         arch::map_to_rank(arch::shared_address(&full), 0));
+HOPWELL_DEVICE uint32_t in_first_cta(arch::mbarrier& barrier) {
+  return arch::map_to_rank(arch::shared_address(&barrier), 0);
 }
 
-// The keys of this CTA. By four lanes of each of four warps; others, whose copies nobody waits for, could fall behind by two
+// Starts the copies of four rows of kPanels panels, as `lane` of the 16 that copy the panels' rows.
+template <int kPanels>
+HOPWELL_DEVICE void gather_panels(const void* panels, const arch::TensorMap& map, int column, const int (&keys)[4],
+                                  int lane, arch::mbarrier& full) {
+  const uint32_t to = arch::shared_address(panels) + uint32_t(lane) * (tile::kPanelBytes / tile::kGatherLanes);
+  HOPWELL_UNROLL
+  for (int panel = 0; panel < kPanels; ++panel)
+    arch::tma_gather4<2>(to + uint32_t(panel) * tile::kPanelBytes, map, column + tile::kPanelColumns * panel, keys,
+                         in_first_cta(full));
+}
+
+// A part of this CTA's keys. CTA 0 announces what comes to both.
+template <int kPanels>
+HOPWELL_DEVICE void gather_part(const void* panels, const arch::TensorMap& map, int column, const int (&keys)[4],
+                                int lane, arch::mbarrier& full, arch::Site site = arch::Site::current()) {
+  if (arch::cluster_rank() == 0 && lane == 0)
+    arch::mbarrier_arrive_expect_tx(full, 2 * kPanels * tile::kPanelBytes, site);
+  gather_panels<kPanels>(panels, map, column, keys, lane, full);
+}
+
+// The keys of this CTA. By four lanes of each of four warps: others, whose copies nobody waits for, could fall behind by two
 // phases of `empty` and wait for ever.
 template <int kDqk>
 HOPWELL_DEVICE void gather_keys(const GatherParams& p, PairStorage<kDqk>& s, const Entries& entries, int lane) {
@@ -76,15 +88,17 @@ HOPWELL_DEVICE void gather_keys(const GatherParams& p, PairStorage<kDqk>& s, con
   int keys[4];
   tile::load_gathered_keys(keys, entries, first, lane);
   for (int step = 0; step < steps; ++step) {
-    for (int half = 0; half < 2; ++half) {
-      const HalfSlot slot{s.key_barriers, 2 * step + half};
+    HOPWELL_NO_UNROLL
+    for (int i = 0; i < PairConfig::kParts; ++i) {
+      const PartSlot slot{s.key_barriers, PairConfig::kParts * step + i};
       slot.wait_empty();
-      gather_panels<PairConfig::kStagePanels>(s.keys[slot.stage()], p.keys, 256 * half, keys, lane, slot.full());
+      gather_part<PairConfig::kPartPanels>(s.keys[slot.stage()], p.keys, PairConfig::kPartColumns * i, keys, lane,
+                                           slot.full());
     }
     if constexpr (Storage::kHasTail) {
       const TailSlot slot{s.tail_barriers, step};
       slot.wait_empty();
-      gather_panels<1>(&s.tail, p.keys, Config::kDv, keys, lane, slot.full());
+      gather_part<1>(s.tail, p.keys, Config::kDv, keys, lane, slot.full());
     }
     tile::load_gathered_keys(keys, entries, (step + 1) * Storage::kKeys + first, lane);
   }
@@ -94,16 +108,20 @@ HOPWELL_DEVICE void gather_keys(const GatherParams& p, PairStorage<kDqk>& s, con
 template <int kDqk>
 HOPWELL_DEVICE void gather_values(const GatherParams& p, PairStorage<kDqk>& s, const Entries& entries, int lane) {
   using Storage = PairStorage<kDqk>;
-  const int steps = steps_of<Storage>(entries), rank = int(arch::cluster_rank()), other = rank ^ 1;
+  const int steps = steps_of<Storage>(entries), rank = int(arch::cluster_rank()), owner = rank ^ 1;
   int keys[4];
-  tile::load_gathered_keys(keys, entries, 64 * other, lane);
+  tile::load_gathered_keys(keys, entries, 64 * owner, lane);
   for (int step = 0; step < steps; ++step) {
     arch::mbarrier_wait(s.s_full[step % 2], uint32_t(step / 2 & 1));
-    for (int half = 0; half < 2; ++half) {
-      const HalfSlot slot{s.key_barriers, 2 * step + half};
-      gather_panels<2>(s.keys[slot.stage()] + 2 * other, p.keys, 256 * half + 128 * rank, keys, lane, slot.full());
+    HOPWELL_NO_UNROLL
+    for (int i = 0; i < PairConfig::kParts; i += 2) {
+      const PartSlot slot{s.key_barriers, PairConfig::kParts * step + i + owner};
+      if (lane == 0)
+        arch::mbarrier_arrive_expect_tx_cluster(in_first_cta(slot.full()), PairConfig::kPartPanels * tile::kPanelBytes);
+      gather_panels<PairConfig::kPartPanels>(s.keys[slot.stage()], p.keys, PairConfig::kPartColumns * (i + rank), keys,
+                                             lane, slot.full());
     }
-    tile::load_gathered_keys(keys, entries, (step + 1) * Storage::kKeys + 64 * other, lane);
+    tile::load_gathered_keys(keys, entries, (step + 1) * Storage::kKeys + 64 * owner, lane);
   }
 }
 
@@ -116,43 +134,40 @@ HOPWELL_DEVICE void multiply_scores(PairStorage<kDqk>& s, int step) {
   arch::mbarrier_wait_cluster(s.s_empty, uint32_t(step & 1) ^ 1);
   arch::tcgen05_fence_after_thread_sync();
   HOPWELL_NO_UNROLL
-  for (int half = 0; half < 2; ++half) {
-    const HalfSlot slot{s.key_barriers, 2 * step + half};
-    arch::mbarrier_wait(slot.full(), kKeysCame);
+  for (int i = 0; i < PairConfig::kParts; ++i) {
+    const PartSlot slot{s.key_barriers, PairConfig::kParts * step + i};
+    arch::mbarrier_wait(slot.full(), kKeys);
     HOPWELL_NO_UNROLL
-    for (int panel = 0; panel < PairConfig::kStagePanels; ++panel)
-      multiply_panel(s, d, PairConfig::kStagePanels * half + panel, s.keys[slot.stage()][panel], half + panel > 0);
+    for (int panel = 0; panel < PairConfig::kPartPanels; ++panel)
+      multiply_panel(s, d, PairConfig::kPartPanels * i + panel, s.keys[slot.stage()][panel], i + panel > 0);
   }
   if constexpr (PairStorage<kDqk>::kHasTail) {
     const TailSlot slot{s.tail_barriers, step};
     slot.wait_full();
-    multiply_panel(s, d, 2 * PairConfig::kStagePanels, s.tail, true);
+    multiply_panel(s, d, Config::kDv / 64, s.tail[0], true);
     arch::tcgen05_commit_multicast<2>(slot.empty(), PairConfig::kBoth);
   }
   arch::tcgen05_commit_multicast<2>(s.s_full[step % 2], PairConfig::kBoth);
 }
 
-// O [128 heads][512 columns] (+)= P V: 256 columns of the keys of CTA 0, then of those of CTA 1; 256 more.
+// O [128 heads][512 columns] (+)= P V: 256 columns of the keys of CTA 0, then of those of CTA 1; the other 256.
 template <int kDqk>
 HOPWELL_DEVICE void multiply_values(PairStorage<kDqk>& s, int step) {
   constexpr uint32_t kShape = arch::instruction_descriptor({.m = 128, .n = 256, .b_major = Major::mn});
-  const uint32_t p = arch::shared_address(s.p[step % 2]);
   arch::mbarrier_wait_cluster(s.p_full[step % 2], uint32_t(step / 2 & 1));
   arch::tcgen05_fence_after_thread_sync();
   HOPWELL_NO_UNROLL
-  for (int half = 0; half < 2; ++half) {
-    const HalfSlot slot{s.key_barriers, 2 * step + half};
-    const uint32_t values = arch::shared_address(s.keys[slot.stage()]);
-    arch::mbarrier_wait(slot.full(), kValuesCame);
+  for (int i = 0; i < PairConfig::kParts; ++i) {
+    const PartSlot slot{s.key_barriers, PairConfig::kParts * step + i};
+    const int owner = i % 2, half = i / 2;
+    const uint32_t p = arch::shared_address(s.p[0][owner]), values = arch::shared_address(s.keys[slot.stage()]);
+    arch::mbarrier_wait(slot.full(), kValues);
     HOPWELL_UNROLL
-    for (uint32_t k = 0; k < 8; ++k) {
-      const uint32_t owner = k / 4, row = k % 4;  // the CTA that had the keys for S, 16 of its keys
-      arch::tcgen05_mma_f16<2>(
-          arch::tmem_address(s.tmem, 0, Tmem::kOut + 128 * half),
-          arch::at_address(tile::kTcgen05RowsAlongK, p + owner * tile::kPanelBytes + 32 * row),
-          arch::at_address(tile::kTcgen05RowsAcrossK<64>, values + 2 * owner * tile::kPanelBytes + 2048 * row), kShape,
-          step > 0 || k > 0);
-    }
+    for (uint32_t k = 0; k < 4; ++k)
+      arch::tcgen05_mma_f16<2>(arch::tmem_address(s.tmem, 0, Tmem::kOut + 128 * half),
+                               arch::at_address(tile::kTcgen05RowsAlongK, p + 32 * k),
+                               arch::at_address(tile::kTcgen05RowsAcrossK<64>, values + 2048 * k), kShape,
+                               step > 0 || owner > 0 || k > 0);
     arch::tcgen05_commit_multicast<2>(slot.empty(), PairConfig::kBoth);
   }
   arch::tcgen05_commit_multicast<2>(s.out_full[step % 2], PairConfig::kBoth);

@@ -31,7 +31,7 @@ struct Config {
   static constexpr int kTmemPanels = 6;  // of Q, 64 columns each; the rest is in shared memory
 };
 struct Tmem {
-  static constexpr int kOut = 0, kQ = 256, kScores = 448, kScoreColumns = 64, kColumns = 512;
+  static constexpr int kOut = 0, kQ = 256, kScores = 448, kColumns = 512;
 };
 enum NamedBarrier { kMathBarrier = 1 };  // kMathBarrier + i: math warps i and i + 2, which have the same heads
 
@@ -41,15 +41,15 @@ struct GatherParams : Params {
   int first_head;  // that the launch has
 };
 
-// What math shares with the issue of products. A step's keys: 64 for each of kTheCtas CTAs. S of two steps lies in tensor
-// memory if there is room.
+// What math shares with the issue of products. A step's keys: 64 for each of kTheCtas CTAs. There is room for S and P of two
+// steps of one CTA, or of one step of two.
 template <int kDqk, int kTheCtas>
 struct MathStorage {
-  static constexpr int kCtas = kTheCtas, kKeys = 64 * kCtas, kThreadKeys = kKeys / 2;
-  static constexpr bool kTwoScores = 2 * kThreadKeys <= Tmem::kScoreColumns;
+  static constexpr int kCtas = kTheCtas, kKeys = 64 * kCtas, kThreadKeys = kKeys / 2, kBuffers = 2 / kCtas;
   static constexpr int kPanels = kDqk / 64, kQPanels = kPanels - Config::kTmemPanels;
+  static_assert(Tmem::kScores + kBuffers * kThreadKeys <= Tmem::kColumns);
   alignas(1024) unsigned char q[kQPanels][tile::kPanelBytes];
-  alignas(1024) unsigned char p[2][kCtas][tile::kPanelBytes];
+  alignas(1024) unsigned char p[kBuffers][kCtas][tile::kPanelBytes];
   float max[2][2][Config::kHeads];                                    // [step % 2][half of the keys]: of this step
   float sum[2][Config::kHeads];                                       // in the end
   arch::mbarrier q_full, s_full[2], s_empty, p_full[2], out_full[2];  // out_full: O has P of the step
@@ -80,7 +80,7 @@ HOPWELL_DEVICE void init_math_barriers(Storage& s) {
 
 template <class Storage>
 HOPWELL_DEVICE uint32_t scores_address(const Storage& s, int step) {
-  return arch::tmem_address(s.tmem, 0, Tmem::kScores + step * Storage::kThreadKeys % Tmem::kScoreColumns);
+  return arch::tmem_address(s.tmem, 0, Tmem::kScores + step % Storage::kBuffers * Storage::kThreadKeys);
 }
 
 // S (+)= Q Kᵀ over the 64 columns of a panel: 64 heads a CTA, 64 keys of each CTA.
@@ -180,10 +180,16 @@ struct ValidKeys {
   HOPWELL_DEVICE bool operator[](int i) const { return bits[i / 32] >> i % 32 & 1; }
 };
 
+// Until the products of P of a step have ended.
+template <class Storage>
+HOPWELL_DEVICE void wait_out(Storage& s, int step, arch::Site site = arch::Site::current()) {
+  arch::mbarrier_wait(s.out_full[step % 2], uint32_t(step / 2 & 1), site);
+}
+
 // This thread's columns of O times `factor`, once the products so far have ended.
 template <class Storage>
 HOPWELL_DEVICE void scale_out(Storage& s, const MathThread& at, int step, float factor) {
-  arch::mbarrier_wait(s.out_full[(step - 1) % 2], uint32_t((step - 1) / 2 & 1));
+  wait_out(s, step - 1);
   arch::tcgen05_fence_after_thread_sync();
   HOPWELL_NO_UNROLL
   for (int column = 0; column < Config::kDv / 2; column += 32) {
@@ -212,7 +218,7 @@ HOPWELL_DEVICE void load_scores(float (&x)[kKeys], const Params& p, Storage& s, 
   arch::tcgen05_fence_after_thread_sync();
   arch::tmem_load<arch::TmemShape::b32x32>(loaded, arch::tmem_address(scores_address(s, step), 32 * at.warp, 0));
   arch::tmem_wait_load(loaded);
-  if constexpr (!Storage::kTwoScores) {
+  if constexpr (Storage::kBuffers == 1) {
     arch::tcgen05_fence_before_thread_sync();
     tell_issue<Storage>(s.s_empty);
   }
@@ -232,19 +238,22 @@ HOPWELL_DEVICE void follow_max(RunningSoftmax& softmax, Storage& s, const MathTh
   if (step > 0 && arch::ballot(factor != 1)) scale_out(s, at, step, factor);
 }
 
-// P of this thread's keys to shared memory, where that of two steps ago was: its products were issued before this step's S.
+// P of this thread's keys to shared memory. Of two buffers the one that was used two steps ago is free: its products were
+// issued before this step's S.
 template <class Storage, int kKeys>
 HOPWELL_DEVICE void store_p(RunningSoftmax& softmax, Storage& s, const MathThread& at, int step, float (&x)[kKeys]) {
   const float reference = tile::finite_reference(softmax.reference);
   HOPWELL_UNROLL
   for (int i = 0; i < kKeys; ++i) x[i] = arch::exp2_approx(x[i] - reference), softmax.sum += x[i];
+  if (Storage::kBuffers == 1 && step > 0) wait_out(s, step - 1);
   HOPWELL_UNROLL
   for (int v = 0; v < kKeys / 8; ++v) {
     const int chunk = kKeys / 8 * at.half + v;
     arch::Words4 words;
     HOPWELL_UNROLL
     for (int i = 0; i < 4; ++i) words.w[i] = arch::pack_bf16(x[8 * v + 2 * i], x[8 * v + 2 * i + 1]);
-    arch::store_shared_v4(arch::shared_address(s.p[step % 2][chunk / 8]) + tile::swizzled(at.row, chunk % 8), words);
+    arch::store_shared_v4(
+        arch::shared_address(s.p[step % Storage::kBuffers][chunk / 8]) + tile::swizzled(at.row, chunk % 8), words);
   }
   arch::fence_proxy_async();
   arch::tcgen05_fence_before_thread_sync();  // S has been read, O may have been scaled
@@ -285,7 +294,7 @@ HOPWELL_DEVICE void finish(const Params& p, Storage& s, const WorkTile& work, co
   const float sum = s.sum[0][at.row] + s.sum[1][at.row], reference = tile::finite_reference(softmax.reference);
   const float lse = tile::lse_of(reference, sum);
   if (steps > 0) {
-    arch::mbarrier_wait(s.out_full[(steps - 1) % 2], uint32_t((steps - 1) / 2 & 1));
+    wait_out(s, steps - 1);
     arch::tcgen05_fence_after_thread_sync();
   }
   store_out(p, s, work, at, steps, output_scale(p, head, 1, sum, lse));
