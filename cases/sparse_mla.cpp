@@ -383,6 +383,15 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_problems() {
       {"constant_rows_h_q_40", {.h_q = 40, .topk = 130, .sm_scale = kRoot192, .constant = true, .sink = Sink::kAny}},
       {"constant_rows_h_q_128", {.s_q = 1, .h_q = 128, .topk = 65, .sm_scale = kRoot192, .constant = true}},
       {"large_scores_h_q_20", {.s_q = 3, .h_q = 20, .topk = 330, .q_size = 200}},
+      // Blackwell's pair of CTAs and 64 heads more: references that move, keys that go round the ring, empty rows.
+      {"large_scores_h_q_192",
+       {.s_q = 7,
+        .h_q = 192,
+        .topk = 330,
+        .q_size = 200,
+        .indices = Indices::kInvalid,
+        .sink = Sink::kAny,
+        .lengths = true}},
       // What kernels for more than 32 heads do apart from those for fewer.
       {"empty_rows_sink_h_q_40", {.s_q = 5, .h_q = 40, .indices = Indices::kEmptyRows, .sink = Sink::kExtreme}},
       {"large_scores_h_q_40", {.h_q = 40, .topk = 130, .q_size = 200}},
