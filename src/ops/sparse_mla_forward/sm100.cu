@@ -1,5 +1,7 @@
 // sparse_mla_forward for Blackwell: 128 heads of a query on two CTAs, what is left 64 heads a CTA. What it takes, and the
 // launches.
+#include <algorithm>
+
 #include "ops/sparse_mla_forward/sm100/pair.hpp"
 #include "ops/sparse_mla_forward/sm100/single.hpp"
 #include "runtime/launch.hpp"
@@ -26,14 +28,15 @@ template <int kDqk>
 void launch_with_width(const Problem& problem, Stream stream) {
   const std::int64_t pairs = pairs_of(problem);
   GatherParams p{params_of(problem), tile::map_of_rows(problem.kv, problem.q, kDqk, 64, arch::Swizzle::bytes128)};
-  p.head_tiles = static_cast<int>(pairs);
+  p.head_tiles = static_cast<int>(pairs), p.work_tiles = static_cast<std::uint32_t>(problem.s_q * pairs);
   if (pairs > 0)
-    runtime::launch("sparse_mla_forward", pair_kernel<kDqk>,
-                    {.grid = {static_cast<std::uint32_t>(2 * problem.s_q * pairs)},
-                     .threads = PairConfig::kThreads,
-                     .cluster = 2,
-                     .shared_bytes = sizeof(PairStorage<kDqk>)},
-                    stream, p);
+    runtime::launch(
+        "sparse_mla_forward", pair_kernel<kDqk>,
+        {.grid = {2 * std::min(p.work_tiles, std::max(1U, static_cast<std::uint32_t>(problem.device.sms) / 2))},
+         .threads = PairConfig::kThreads,
+         .cluster = 2,
+         .shared_bytes = sizeof(PairStorage<kDqk>)},
+        stream, p);
   p.first_head = static_cast<int>(PairConfig::kHeads * pairs);
   if (p.first_head < problem.h_q)
     runtime::launch("sparse_mla_forward", single_kernel<kDqk>,

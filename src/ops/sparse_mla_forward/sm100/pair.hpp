@@ -29,7 +29,8 @@
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 
 struct PairConfig {
-  static constexpr int kHeads = 128, kStages = 11, kThreads = 384, kIssueWarp = 0, kKeyWarps = 4, kValueWarps = 2;
+  static constexpr int kHeads = 128, kStages = 11, kThreads = 384;
+  static constexpr int kIssueWarp = 0, kQueryWarp = 1, kValueWarps = 2, kFirstKeyWarp = 8, kKeyWarps = 4;
   static constexpr int kPartPanels = 2, kPartColumns = 64 * kPartPanels,
                        kParts = Config::kDv / kPartColumns;  // of a step
   static constexpr uint16_t kBoth = 3;                       // the CTAs
@@ -38,10 +39,12 @@ struct PairConfig {
 template <int kDqk>
 struct PairStorage : MathStorage<kDqk, 2> {
   static constexpr bool kHasTail = kDqk > Config::kDv;
+  static constexpr int kQPieces = PairStorage::kPanels / PairStorage::kQPanels;
   alignas(1024) unsigned char keys[PairConfig::kStages][PairConfig::kPartPanels][tile::kPanelBytes];
   alignas(1024) unsigned char tail[1][kHasTail ? tile::kPanelBytes : 16];  // columns that are no values
   tile::RingBarriers<PairConfig::kStages> key_barriers;
   tile::RingBarriers<1> tail_barriers;
+  arch::mbarrier q_full, q_empty;
 };
 static_assert(sizeof(PairStorage<576>) <= arch::sm90::kMaxSharedBytes);
 
@@ -52,6 +55,18 @@ static_assert(sizeof(PairStorage<576>) <= arch::sm90::kMaxSharedBytes);
 using PartSlot = tile::RingSlot<PairConfig::kStages>;
 using TailSlot = tile::RingSlot<1>;
 enum FullPhase : uint32_t { kKeys, kValues };  // parities of a stage's `full`
+
+// Calls function(work, entries, steps) for all that this cluster works on, one after another. Each role does its part of it.
+template <int kDqk, class Function>
+HOPWELL_DEVICE void for_each_tile(const Params& p, const Function& function) {
+  const uint32_t tiles = uint32_t(p.head_tiles), first = arch::cluster_rank() * Config::kHeads;
+  HOPWELL_NO_UNROLL
+  for (uint32_t number = arch::block_index() / 2; number < p.work_tiles; number += arch::grid_size() / 2) {
+    const WorkTile work{int(number / tiles), int(number % tiles * PairConfig::kHeads + first)};
+    const Entries entries = tile::entries_of(p.selection, work.query);
+    function(work, entries, steps_of<PairStorage<kDqk>>(entries));
+  }
+}
 
 // ---- gather
 
@@ -82,83 +97,130 @@ HOPWELL_DEVICE void gather_part(const void* panels, const arch::TensorMap& map, 
 // The keys of this CTA. By four lanes of each of four warps: others, whose copies nobody waits for, could fall behind by two
 // phases of `empty` and wait for ever.
 template <int kDqk>
-HOPWELL_DEVICE void gather_keys(const GatherParams& p, PairStorage<kDqk>& s, const Entries& entries, int lane) {
+HOPWELL_DEVICE void gather_keys(const GatherParams& p, PairStorage<kDqk>& s, int lane) {
   using Storage = PairStorage<kDqk>;
-  const int steps = steps_of<Storage>(entries), first = 64 * int(arch::cluster_rank());
-  int keys[4];
-  tile::load_gathered_keys(keys, entries, first, lane);
-  for (int step = 0; step < steps; ++step) {
+  const int first = 64 * int(arch::cluster_rank());
+  int number = 0;
+  for_each_tile<kDqk>(p, [&](const WorkTile&, const Entries& entries, int steps) {
+    int keys[4];
+    tile::load_gathered_keys(keys, entries, first, lane);
     HOPWELL_NO_UNROLL
-    for (int i = 0; i < PairConfig::kParts; ++i) {
-      const PartSlot slot{s.key_barriers, PairConfig::kParts * step + i};
-      slot.wait_empty();
-      gather_part<PairConfig::kPartPanels>(s.keys[slot.stage()], p.keys, PairConfig::kPartColumns * i, keys, lane,
-                                           slot.full());
+    for (int step = 0; step < steps; ++step, ++number) {
+      HOPWELL_NO_UNROLL
+      for (int i = 0; i < PairConfig::kParts; ++i) {
+        const PartSlot slot{s.key_barriers, PairConfig::kParts * number + i};
+        slot.wait_empty();
+        gather_part<PairConfig::kPartPanels>(s.keys[slot.stage()], p.keys, PairConfig::kPartColumns * i, keys, lane,
+                                             slot.full());
+      }
+      if constexpr (Storage::kHasTail) {
+        const TailSlot slot{s.tail_barriers, number};
+        slot.wait_empty();
+        gather_part<1>(s.tail, p.keys, Config::kDv, keys, lane, slot.full());
+      }
+      tile::load_gathered_keys(keys, entries, (step + 1) * Storage::kKeys + first, lane);
     }
-    if constexpr (Storage::kHasTail) {
-      const TailSlot slot{s.tail_barriers, step};
-      slot.wait_empty();
-      gather_part<1>(s.tail, p.keys, Config::kDv, keys, lane, slot.full());
-    }
-    tile::load_gathered_keys(keys, entries, (step + 1) * Storage::kKeys + first, lane);
-  }
+  });
 }
 
 // This CTA's columns of the other's keys, as soon as S has been made. By eight lanes of each of two warps.
 template <int kDqk>
-HOPWELL_DEVICE void gather_values(const GatherParams& p, PairStorage<kDqk>& s, const Entries& entries, int lane) {
+HOPWELL_DEVICE void gather_values(const GatherParams& p, PairStorage<kDqk>& s, int lane) {
   using Storage = PairStorage<kDqk>;
-  const int steps = steps_of<Storage>(entries), rank = int(arch::cluster_rank()), owner = rank ^ 1;
-  int keys[4];
-  tile::load_gathered_keys(keys, entries, 64 * owner, lane);
-  for (int step = 0; step < steps; ++step) {
-    arch::mbarrier_wait(s.s_full[step % 2], uint32_t(step / 2 & 1));
+  const int rank = int(arch::cluster_rank()), owner = rank ^ 1;
+  int number = 0;
+  for_each_tile<kDqk>(p, [&](const WorkTile&, const Entries& entries, int steps) {
+    int keys[4];
+    tile::load_gathered_keys(keys, entries, 64 * owner, lane);
     HOPWELL_NO_UNROLL
-    for (int i = 0; i < PairConfig::kParts; i += 2) {
-      const PartSlot slot{s.key_barriers, PairConfig::kParts * step + i + owner};
-      if (lane == 0)
-        arch::mbarrier_arrive_expect_tx_cluster(in_first_cta(slot.full()), PairConfig::kPartPanels * tile::kPanelBytes);
-      gather_panels<PairConfig::kPartPanels>(s.keys[slot.stage()], p.keys, PairConfig::kPartColumns * (i + rank), keys,
-                                             lane, slot.full());
+    for (int step = 0; step < steps; ++step, ++number) {
+      arch::mbarrier_wait(s.s_full[number % 2], uint32_t(number / 2 & 1));
+      HOPWELL_NO_UNROLL
+      for (int i = 0; i < PairConfig::kParts; i += 2) {
+        const PartSlot slot{s.key_barriers, PairConfig::kParts * number + i + owner};
+        if (lane == 0)
+          arch::mbarrier_arrive_expect_tx_cluster(in_first_cta(slot.full()),
+                                                  PairConfig::kPartPanels * tile::kPanelBytes);
+        gather_panels<PairConfig::kPartPanels>(s.keys[slot.stage()], p.keys, PairConfig::kPartColumns * (i + rank),
+                                               keys, lane, slot.full());
+      }
+      tile::load_gathered_keys(keys, entries, (step + 1) * Storage::kKeys + 64 * owner, lane);
     }
-    tile::load_gathered_keys(keys, entries, (step + 1) * Storage::kKeys + 64 * owner, lane);
-  }
+  });
+}
+
+// ---- queries
+
+// Pieces of Q, one after the other, to the place in shared memory where the last of them stays. By a warp.
+template <int kDqk>
+HOPWELL_DEVICE void load_queries(const Params& p, PairStorage<kDqk>& s) {
+  using Storage = PairStorage<kDqk>;
+  int use = 0;
+  for_each_tile<kDqk>(p, [&](const WorkTile& work, const Entries&, int steps) {
+    HOPWELL_NO_UNROLL
+    for (int piece = 0; piece < Storage::kQPieces && steps > 0; ++piece, ++use) {
+      arch::mbarrier_wait(s.q_empty, uint32_t(use & 1) ^ 1);
+      copy_queries<Storage::kQPanels, 32>(p, s.q, work, 64 * Storage::kQPanels * piece, arch::lane_index());
+      arch::cp_async_wait<0>();
+      arch::fence_proxy_async();
+      tell_issue<Storage>(s.q_full);
+    }
+  });
 }
 
 // ---- issue
 
+// The queries of a work tile, all but the last piece to tensor memory: eight columns of each head a copy, to both halves of
+// the lanes. Nobody needs those of the tile before any more, for the places in shared memory were free.
+template <int kDqk>
+HOPWELL_DEVICE void take_queries(PairStorage<kDqk>& s, int first_use) {
+  using Storage = PairStorage<kDqk>;
+  HOPWELL_NO_UNROLL
+  for (int piece = 0; piece < Storage::kQPieces; ++piece) {
+    arch::mbarrier_wait_cluster(s.q_full, uint32_t(first_use + piece & 1));
+    if (piece + 1 == Storage::kQPieces) break;
+    HOPWELL_NO_UNROLL
+    for (int chunk = 0; chunk < 8 * Storage::kQPanels; ++chunk)
+      arch::tcgen05_copy<2, arch::CopyShape::b64x128_02_13>(
+          arch::tmem_address(s.tmem, 0, Tmem::kQ + 32 * Storage::kQPanels * piece + 4 * chunk),
+          arch::at_address(tile::kTcgen05RowsAlongK,
+                           arch::shared_address(s.q[chunk / 8]) + uint32_t(16 * (chunk % 8))));
+    arch::tcgen05_commit_multicast<2>(s.q_empty, PairConfig::kBoth);
+  }
+}
+
 // S [128 heads][128 keys] = Q Kᵀ, where that of the step before was.
 template <int kDqk>
-HOPWELL_DEVICE void multiply_scores(PairStorage<kDqk>& s, int step) {
-  const uint32_t d = scores_address(s, step);
-  arch::mbarrier_wait_cluster(s.s_empty, uint32_t(step & 1) ^ 1);
+HOPWELL_DEVICE void multiply_scores(PairStorage<kDqk>& s, int number) {
+  const uint32_t d = scores_address(s, number);
+  arch::mbarrier_wait_cluster(s.s_empty, uint32_t(number & 1) ^ 1);
   arch::tcgen05_fence_after_thread_sync();
   HOPWELL_NO_UNROLL
   for (int i = 0; i < PairConfig::kParts; ++i) {
-    const PartSlot slot{s.key_barriers, PairConfig::kParts * step + i};
+    const PartSlot slot{s.key_barriers, PairConfig::kParts * number + i};
     arch::mbarrier_wait(slot.full(), kKeys);
     HOPWELL_NO_UNROLL
     for (int panel = 0; panel < PairConfig::kPartPanels; ++panel)
       multiply_panel(s, d, PairConfig::kPartPanels * i + panel, s.keys[slot.stage()][panel], i + panel > 0);
   }
   if constexpr (PairStorage<kDqk>::kHasTail) {
-    const TailSlot slot{s.tail_barriers, step};
+    const TailSlot slot{s.tail_barriers, number};
     slot.wait_full();
     multiply_panel(s, d, Config::kDv / 64, s.tail[0], true);
     arch::tcgen05_commit_multicast<2>(slot.empty(), PairConfig::kBoth);
   }
-  arch::tcgen05_commit_multicast<2>(s.s_full[step % 2], PairConfig::kBoth);
+  arch::tcgen05_commit_multicast<2>(s.s_full[number % 2], PairConfig::kBoth);
 }
 
 // O [128 heads][512 columns] (+)= P V: 256 columns of the keys of CTA 0, then of those of CTA 1; the other 256.
 template <int kDqk>
-HOPWELL_DEVICE void multiply_values(PairStorage<kDqk>& s, int step) {
+HOPWELL_DEVICE void multiply_values(PairStorage<kDqk>& s, const Step& step) {
   constexpr uint32_t kShape = arch::instruction_descriptor({.m = 128, .n = 256, .b_major = Major::mn});
-  arch::mbarrier_wait_cluster(s.p_full[step % 2], uint32_t(step / 2 & 1));
+  arch::mbarrier_wait_cluster(s.p_full[step.number % 2], uint32_t(step.number / 2 & 1));
   arch::tcgen05_fence_after_thread_sync();
   HOPWELL_NO_UNROLL
   for (int i = 0; i < PairConfig::kParts; ++i) {
-    const PartSlot slot{s.key_barriers, PairConfig::kParts * step + i};
+    const PartSlot slot{s.key_barriers, PairConfig::kParts * step.number + i};
     const int owner = i % 2, half = i / 2;
     const uint32_t p = arch::shared_address(s.p[0][owner]), values = arch::shared_address(s.keys[slot.stage()]);
     arch::mbarrier_wait(slot.full(), kValues);
@@ -167,42 +229,51 @@ HOPWELL_DEVICE void multiply_values(PairStorage<kDqk>& s, int step) {
       arch::tcgen05_mma_f16<2>(arch::tmem_address(s.tmem, 0, Tmem::kOut + 128 * half),
                                arch::at_address(tile::kTcgen05RowsAlongK, p + 32 * k),
                                arch::at_address(tile::kTcgen05RowsAcrossK<64>, values + 2048 * k), kShape,
-                               step > 0 || owner > 0 || k > 0);
+                               !step.first || owner > 0 || k > 0);
     arch::tcgen05_commit_multicast<2>(slot.empty(), PairConfig::kBoth);
   }
-  arch::tcgen05_commit_multicast<2>(s.out_full[step % 2], PairConfig::kBoth);
+  arch::tcgen05_commit_multicast<2>(s.out_full[step.number % 2], PairConfig::kBoth);
 }
 
 // By one thread of CTA 0. Its last commit is one that math waits for, so that neither CTA exits before its products end.
 template <int kDqk>
-HOPWELL_DEVICE void issue(PairStorage<kDqk>& s, int steps) {
-  if (steps == 0) return;
-  arch::mbarrier_wait_cluster(s.q_full, 0);
-  multiply_scores(s, 0);
-  for (int step = 0; step < steps; ++step) {
-    if (step + 1 < steps) multiply_scores(s, step + 1);
-    multiply_values(s, step);
-  }
+HOPWELL_DEVICE void issue(const Params& p, PairStorage<kDqk>& s) {
+  int done = 0, use = 0;
+  for_each_tile<kDqk>(p, [&](const WorkTile&, const Entries&, int steps) {
+    if (steps == 0) return;
+    take_queries(s, use);
+    HOPWELL_NO_UNROLL
+    for (int i = 0; i <= steps; ++i) {
+      if (i < steps) multiply_scores(s, done + i);
+      if (i + 1 == steps) arch::tcgen05_commit_multicast<2>(s.q_empty, PairConfig::kBoth);
+      if (i > 0) multiply_values(s, {done + i - 1, i == 1});
+    }
+    done += steps, use += PairStorage<kDqk>::kQPieces;
+  });
 }
 
 // ---- kernel
 
 // What this warp does.
 template <int kDqk>
-HOPWELL_DEVICE void run_role(const GatherParams& p, PairStorage<kDqk>& s, const WorkTile& work,
-                             const Entries& entries) {
+HOPWELL_DEVICE void run_role(const GatherParams& p, PairStorage<kDqk>& s) {
   constexpr int kKeyLanes = tile::kGatherLanes / PairConfig::kKeyWarps,
                 kValueLanes = tile::kGatherLanes / PairConfig::kValueWarps;
   const int warp = arch::warp_index(), lane = arch::lane_index();
   if (warp == PairConfig::kIssueWarp) {
-    if (arch::cluster_rank() == 0 && arch::elect_one()) issue(s, steps_of<PairStorage<kDqk>>(entries));
+    if (arch::cluster_rank() == 0 && arch::elect_one()) issue(p, s);
+  } else if (warp == PairConfig::kQueryWarp) {
+    load_queries(p, s);
   } else if (warp < Config::kFirstMathWarp) {
-    const int place = warp - (Config::kFirstMathWarp - PairConfig::kValueWarps);
-    if (place >= 0 && lane < kValueLanes) gather_values(p, s, entries, kValueLanes * place + lane);
-  } else if (warp < Config::kFirstMathWarp + 4) {
-    math(p, s, work, entries);
+    if (lane < kValueLanes) gather_values(p, s, kValueLanes * (warp % PairConfig::kValueWarps) + lane);
+  } else if (warp < PairConfig::kFirstKeyWarp) {
+    int done = 0;
+    for_each_tile<kDqk>(p, [&](const WorkTile& work, const Entries& entries, int steps) {
+      math(p, s, work, entries, done);
+      done += steps;
+    });
   } else if (lane < kKeyLanes) {
-    gather_keys(p, s, entries, kKeyLanes * (warp % PairConfig::kKeyWarps) + lane);
+    gather_keys(p, s, kKeyLanes * (warp % PairConfig::kKeyWarps) + lane);
   }
   arch::syncwarp();  // kept: lanes branched off
 }
@@ -213,14 +284,12 @@ template <int kDqk>
 __global__ void __launch_bounds__(PairConfig::kThreads, 1) pair_kernel(const __grid_constant__ GatherParams p) {
 #if HOPWELL_HAS_SM100A
   auto& s = arch::dynamic_smem<PairStorage<kDqk>>();
-  const int pair = int(arch::block_index()) / 2;
-  const WorkTile work{pair / p.head_tiles,
-                      pair % p.head_tiles * PairConfig::kHeads + Config::kHeads * int(arch::cluster_rank())};
-  const Entries entries = tile::entries_of(p.selection, work.query);
   const bool issues = arch::warp_index() == PairConfig::kIssueWarp;
   if (arch::thread_index() == 0) {
     s.key_barriers.init(1, 1);
     s.tail_barriers.init(1, 1);
+    arch::mbarrier_init(s.q_full, PairStorage<kDqk>::kCtas);
+    arch::mbarrier_init(s.q_empty, 1);
     init_math_barriers(s);
     arch::fence_mbarrier_init();
   }
@@ -230,7 +299,7 @@ __global__ void __launch_bounds__(PairConfig::kThreads, 1) pair_kernel(const __g
     arch::tmem_relinquish<2>();
   }
   arch::cluster_sync();
-  run_role(p, s, work, entries);
+  run_role(p, s);
   arch::cluster_sync();
   if (issues) {
     arch::tcgen05_fence_after_thread_sync();  // kept: PTX's examples do without

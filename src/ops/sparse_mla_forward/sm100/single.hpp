@@ -29,6 +29,7 @@ template <int kDqk>
 struct SingleStorage : MathStorage<kDqk, 1> {
   alignas(1024) unsigned char keys[SingleConfig::kStages][kDqk / 64][tile::kPanelBytes];
   tile::RingBarriers<SingleConfig::kStages> key_barriers;
+  arch::mbarrier q_full;
 };
 static_assert(sizeof(SingleStorage<576>) <= arch::sm90::kMaxSharedBytes);
 
@@ -48,6 +49,33 @@ HOPWELL_DEVICE void gather(const GatherParams& p, SingleStorage<kDqk>& s, const 
     tile::gather_tile<Storage::kPanels>(slot, s.keys[slot.stage()], p.keys, keys);
     tile::load_gathered_keys(keys, entries, (step + 1) * Storage::kKeys, lane);
   }
+}
+
+// Q, by the math warps: 384 columns of a thread's head to its lane of tensor memory; the rest of all heads to shared memory.
+template <int kDqk>
+HOPWELL_DEVICE void load_queries(const Params& p, SingleStorage<kDqk>& s, const WorkTile& work) {
+  constexpr int kColumns = 64 * Config::kTmemPanels;
+  const MathThread at;
+  copy_queries<SingleStorage<kDqk>::kQPanels, Config::kMathThreads>(p, s.q, work, kColumns,
+                                                                    arch::thread_index() % Config::kMathThreads);
+  const bool exists = at.row < p.h_q - work.first_head;
+  const bf16* const from = q_row(p, work, exists ? at.row : 0);
+  HOPWELL_NO_UNROLL
+  for (int column = 0; column < kColumns; column += 64) {
+    uint32_t words[32];
+    HOPWELL_UNROLL
+    for (int i = 0; i < 32; i += 4) {
+      const arch::Words4 loaded = exists ? arch::load_streaming(from + column + 2 * i) : arch::Words4{};
+      HOPWELL_UNROLL
+      for (int j = 0; j < 4; ++j) words[i + j] = loaded.w[j];
+    }
+    arch::tmem_store<arch::TmemShape::b32x32>(arch::tmem_address(s.tmem, 32 * at.warp, Tmem::kQ + column / 2), words);
+  }
+  arch::tmem_wait_store();
+  arch::tcgen05_fence_before_thread_sync();
+  arch::cp_async_wait<0>();
+  arch::fence_proxy_async();
+  tell_issue<SingleStorage<kDqk>>(s.q_full);
 }
 
 // S [64 heads][64 keys] = Q Kᵀ, where that of two steps ago was: P came of it, for which multiply_values has waited.
@@ -107,6 +135,7 @@ __global__ void __launch_bounds__(SingleConfig::kThreads, 1) single_kernel(const
   const int warp = arch::warp_index();
   if (arch::thread_index() == 0) {
     s.key_barriers.init(1, 1);
+    arch::mbarrier_init(s.q_full, Config::kMathThreads / 32);
     init_math_barriers(s);
     arch::fence_mbarrier_init();
   }
@@ -118,7 +147,10 @@ __global__ void __launch_bounds__(SingleConfig::kThreads, 1) single_kernel(const
   arch::syncthreads();
   if (warp == SingleConfig::kGatherWarp) gather(p, s, entries);
   if (warp == SingleConfig::kIssueWarp && arch::elect_one()) issue(s, steps_of<SingleStorage<kDqk>>(entries));
-  if (warp >= Config::kFirstMathWarp) math(p, s, work, entries);
+  if (warp >= Config::kFirstMathWarp) {
+    if (entries.length > 0) load_queries(p, s, work);
+    math(p, s, work, entries, 0);
+  }
   arch::syncwarp();  // kept: lanes branched off
   arch::syncthreads();
   if (warp == SingleConfig::kIssueWarp) {

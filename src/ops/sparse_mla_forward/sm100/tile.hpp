@@ -47,18 +47,23 @@ template <int kDqk, int kTheCtas>
 struct MathStorage {
   static constexpr int kCtas = kTheCtas, kKeys = 64 * kCtas, kThreadKeys = kKeys / 2, kBuffers = 2 / kCtas;
   static constexpr int kPanels = kDqk / 64, kQPanels = kPanels - Config::kTmemPanels;
-  static_assert(Tmem::kScores + kBuffers * kThreadKeys <= Tmem::kColumns);
+  static_assert(kPanels % kQPanels == 0 && Tmem::kScores + kBuffers * kThreadKeys <= Tmem::kColumns);
   alignas(1024) unsigned char q[kQPanels][tile::kPanelBytes];
   alignas(1024) unsigned char p[kBuffers][kCtas][tile::kPanelBytes];
-  float max[2][2][Config::kHeads];                                    // [step % 2][half of the keys]: of this step
-  float sum[2][Config::kHeads];                                       // in the end
-  arch::mbarrier q_full, s_full[2], s_empty, p_full[2], out_full[2];  // out_full: O has P of the step
+  float max[2][2][Config::kHeads];                            // [step % 2][half of the keys]: of this step
+  float sum[2][Config::kHeads];                               // in the end
+  arch::mbarrier s_full[2], s_empty, p_full[2], out_full[2];  // out_full: O has P of the step
   uint32_t tmem;
 };
 
 // What a CTA works on.
 struct WorkTile {
   int query, first_head;
+};
+// A step: its number among all of the CTA's.
+struct Step {
+  int number;
+  bool first;  // of its work tile
 };
 
 #if HOPWELL_HAS_SM100A
@@ -72,15 +77,48 @@ HOPWELL_DEVICE int steps_of(const Entries& entries) {
 template <class Storage>
 HOPWELL_DEVICE void init_math_barriers(Storage& s) {
   constexpr uint32_t kMathWarps = Storage::kCtas * Config::kMathThreads / 32;
-  for (auto* b : {&s.q_full, &s.s_empty, &s.p_full[0], &s.p_full[1]}) arch::mbarrier_init(*b, kMathWarps);
+  for (auto* b : {&s.s_empty, &s.p_full[0], &s.p_full[1]}) arch::mbarrier_init(*b, kMathWarps);
   for (auto* b : {&s.s_full[0], &s.s_full[1], &s.out_full[0], &s.out_full[1]}) arch::mbarrier_init(*b, 1);
+}
+
+// By a warp: an arrival where products are issued, in the first CTA.
+template <class Storage>
+HOPWELL_DEVICE void tell_issue(arch::mbarrier& barrier, arch::Site site = arch::Site::current()) {
+  if constexpr (Storage::kCtas == 2) {
+    arch::syncwarp();
+    if (arch::lane_index() == 0)
+      arch::mbarrier_arrive_cluster(arch::map_to_rank(arch::shared_address(&barrier), 0), site);
+  } else {
+    tile::arrive_warp(barrier, site);
+  }
+}
+
+// ---- queries
+
+HOPWELL_DEVICE const bf16* q_row(const Params& p, const WorkTile& work, int row) {
+  return p.q + work.query * p.q_stride_s + (work.first_head + row) * p.q_stride_h;
+}
+
+// Starts the copies of kPanels panels of Q, from `column` on, to shared memory. By kThreads threads; zeros for heads that do
+// not exist.
+template <int kPanels, int kThreads>
+HOPWELL_DEVICE void copy_queries(const Params& p, unsigned char (*panels)[tile::kPanelBytes], const WorkTile& work,
+                                 int column, int thread) {
+  constexpr int kChunks = 8 * kPanels;
+  const int heads = p.h_q - work.first_head;
+  for (int i = thread; i < Config::kHeads * kChunks; i += kThreads) {
+    const int row = i / kChunks, chunk = i % kChunks;
+    arch::cp_async(arch::shared_address(panels[chunk / 8]) + tile::swizzled(row, chunk % 8),
+                   q_row(p, work, row < heads ? row : 0) + column + 8 * chunk, row < heads ? 16 : 0);
+  }
+  arch::cp_async_commit();
 }
 
 // ---- products
 
 template <class Storage>
-HOPWELL_DEVICE uint32_t scores_address(const Storage& s, int step) {
-  return arch::tmem_address(s.tmem, 0, Tmem::kScores + step % Storage::kBuffers * Storage::kThreadKeys);
+HOPWELL_DEVICE uint32_t scores_address(const Storage& s, int number) {
+  return arch::tmem_address(s.tmem, 0, Tmem::kScores + number % Storage::kBuffers * Storage::kThreadKeys);
 }
 
 // S (+)= Q Kᵀ over the 64 columns of a panel: 64 heads a CTA, 64 keys of each CTA.
@@ -121,53 +159,6 @@ HOPWELL_DEVICE void meet(const MathThread& at, arch::Site site = arch::Site::cur
   arch::barrier_sync(kMathBarrier + at.warp % 2, 64, site);
 }
 
-// By a math warp: an arrival where products are issued, in the first CTA.
-template <class Storage>
-HOPWELL_DEVICE void tell_issue(arch::mbarrier& barrier, arch::Site site = arch::Site::current()) {
-  if constexpr (Storage::kCtas == 2) {
-    arch::syncwarp();
-    if (arch::lane_index() == 0)
-      arch::mbarrier_arrive_cluster(arch::map_to_rank(arch::shared_address(&barrier), 0), site);
-  } else {
-    tile::arrive_warp(barrier, site);
-  }
-}
-
-HOPWELL_DEVICE const bf16* q_row(const Params& p, const WorkTile& work, int row) {
-  return p.q + work.query * p.q_stride_s + (work.first_head + row) * p.q_stride_h;
-}
-
-// Q: 384 columns of a thread's head to its lane of tensor memory; all threads copy the rest of all heads. Zeros for heads
-// that do not exist.
-template <class Storage>
-HOPWELL_DEVICE void load_q(const Params& p, Storage& s, const WorkTile& work, const MathThread& at) {
-  constexpr int kColumns = 64 * Config::kTmemPanels, kChunks = 8 * Storage::kQPanels;
-  const int thread = arch::thread_index() % Config::kMathThreads, heads = p.h_q - work.first_head;
-  for (int i = thread; i < Config::kHeads * kChunks; i += Config::kMathThreads) {
-    const int row = i / kChunks, chunk = i % kChunks;
-    arch::cp_async(arch::shared_address(s.q[chunk / 8]) + tile::swizzled(row, chunk % 8),
-                   q_row(p, work, row < heads ? row : 0) + kColumns + 8 * chunk, row < heads ? 16 : 0);
-  }
-  arch::cp_async_commit();
-  const bf16* const from = q_row(p, work, at.row < heads ? at.row : 0);
-  HOPWELL_NO_UNROLL
-  for (int column = 0; column < kColumns; column += 64) {
-    uint32_t words[32];
-    HOPWELL_UNROLL
-    for (int i = 0; i < 32; i += 4) {
-      const arch::Words4 loaded = at.row < heads ? arch::load_streaming(from + column + 2 * i) : arch::Words4{};
-      HOPWELL_UNROLL
-      for (int j = 0; j < 4; ++j) words[i + j] = loaded.w[j];
-    }
-    arch::tmem_store<arch::TmemShape::b32x32>(arch::tmem_address(s.tmem, 32 * at.warp, Tmem::kQ + column / 2), words);
-  }
-  arch::tmem_wait_store();
-  arch::tcgen05_fence_before_thread_sync();
-  arch::cp_async_wait<0>();
-  arch::fence_proxy_async();
-  tell_issue<Storage>(s.q_full);
-}
-
 // A bit for each of this thread's keys: whether its entry counts.
 template <int kThreadKeys>
 struct ValidKeys {
@@ -182,14 +173,14 @@ struct ValidKeys {
 
 // Until the products of P of a step have ended.
 template <class Storage>
-HOPWELL_DEVICE void wait_out(Storage& s, int step, arch::Site site = arch::Site::current()) {
-  arch::mbarrier_wait(s.out_full[step % 2], uint32_t(step / 2 & 1), site);
+HOPWELL_DEVICE void wait_out(Storage& s, int number, arch::Site site = arch::Site::current()) {
+  arch::mbarrier_wait(s.out_full[number % 2], uint32_t(number / 2 & 1), site);
 }
 
 // This thread's columns of O times `factor`, once the products so far have ended.
 template <class Storage>
-HOPWELL_DEVICE void scale_out(Storage& s, const MathThread& at, int step, float factor) {
-  wait_out(s, step - 1);
+HOPWELL_DEVICE void scale_out(Storage& s, const MathThread& at, int number, float factor) {
+  wait_out(s, number - 1);
   arch::tcgen05_fence_after_thread_sync();
   HOPWELL_NO_UNROLL
   for (int column = 0; column < Config::kDv / 2; column += 32) {
@@ -211,12 +202,12 @@ struct RunningSoftmax {
 
 // Scores of a step, in registers, in units of log 2; −inf where the entry does not count.
 template <class Storage, int kKeys>
-HOPWELL_DEVICE void load_scores(float (&x)[kKeys], const Params& p, Storage& s, const MathThread& at, int step,
+HOPWELL_DEVICE void load_scores(float (&x)[kKeys], const Params& p, Storage& s, const MathThread& at, int number,
                                 const ValidKeys<kKeys>& valid) {
   uint32_t loaded[kKeys];
-  arch::mbarrier_wait(s.s_full[step % 2], uint32_t(step / 2 & 1));
+  arch::mbarrier_wait(s.s_full[number % 2], uint32_t(number / 2 & 1));
   arch::tcgen05_fence_after_thread_sync();
-  arch::tmem_load<arch::TmemShape::b32x32>(loaded, arch::tmem_address(scores_address(s, step), 32 * at.warp, 0));
+  arch::tmem_load<arch::TmemShape::b32x32>(loaded, arch::tmem_address(scores_address(s, number), 32 * at.warp, 0));
   arch::tmem_wait_load(loaded);
   if constexpr (Storage::kBuffers == 1) {
     arch::tcgen05_fence_before_thread_sync();
@@ -228,24 +219,27 @@ HOPWELL_DEVICE void load_scores(float (&x)[kKeys], const Params& p, Storage& s, 
 
 // Moves the reference if this step's maximum passes it by more than the slack, and O and the sum with it.
 template <class Storage>
-HOPWELL_DEVICE void follow_max(RunningSoftmax& softmax, Storage& s, const MathThread& at, int step, float own_max) {
-  s.max[step % 2][at.half][at.row] = own_max;
+HOPWELL_DEVICE void follow_max(RunningSoftmax& softmax, Storage& s, const MathThread& at, const Step& step,
+                               float own_max) {
+  auto& maxima = s.max[step.number % 2];
+  maxima[at.half][at.row] = own_max;
   meet(at);
-  const float max = fmaxf(own_max, s.max[step % 2][at.half ^ 1][at.row]);
+  const float max = fmaxf(own_max, maxima[at.half ^ 1][at.row]);
   softmax.max = fmaxf(softmax.max, max);
   const float next = tile::next_reference(softmax.reference, max);
   const float factor = tile::move_reference(softmax.reference, softmax.sum, next);
-  if (step > 0 && arch::ballot(factor != 1)) scale_out(s, at, step, factor);
+  if (!step.first && arch::ballot(factor != 1)) scale_out(s, at, step.number, factor);
 }
 
 // P of this thread's keys to shared memory. Of two buffers the one that was used two steps ago is free: its products were
 // issued before this step's S.
 template <class Storage, int kKeys>
-HOPWELL_DEVICE void store_p(RunningSoftmax& softmax, Storage& s, const MathThread& at, int step, float (&x)[kKeys]) {
+HOPWELL_DEVICE void store_p(RunningSoftmax& softmax, Storage& s, const MathThread& at, const Step& step,
+                            float (&x)[kKeys]) {
   const float reference = tile::finite_reference(softmax.reference);
   HOPWELL_UNROLL
   for (int i = 0; i < kKeys; ++i) x[i] = arch::exp2_approx(x[i] - reference), softmax.sum += x[i];
-  if (Storage::kBuffers == 1 && step > 0) wait_out(s, step - 1);
+  if (Storage::kBuffers == 1 && !step.first) wait_out(s, step.number - 1);
   HOPWELL_UNROLL
   for (int v = 0; v < kKeys / 8; ++v) {
     const int chunk = kKeys / 8 * at.half + v;
@@ -253,11 +247,12 @@ HOPWELL_DEVICE void store_p(RunningSoftmax& softmax, Storage& s, const MathThrea
     HOPWELL_UNROLL
     for (int i = 0; i < 4; ++i) words.w[i] = arch::pack_bf16(x[8 * v + 2 * i], x[8 * v + 2 * i + 1]);
     arch::store_shared_v4(
-        arch::shared_address(s.p[step % Storage::kBuffers][chunk / 8]) + tile::swizzled(at.row, chunk % 8), words);
+        arch::shared_address(s.p[step.number % Storage::kBuffers][chunk / 8]) + tile::swizzled(at.row, chunk % 8),
+        words);
   }
   arch::fence_proxy_async();
   arch::tcgen05_fence_before_thread_sync();  // S has been read, O may have been scaled
-  tell_issue<Storage>(s.p_full[step % 2]);
+  tell_issue<Storage>(s.p_full[step.number % 2]);
 }
 
 // 32 columns of O at a time, scaled, to global memory; zeros where there was no step.
@@ -285,44 +280,47 @@ HOPWELL_DEVICE void store_out(const Params& p, Storage& s, const WorkTile& work,
   }
 }
 
+// `last`: the number of the last step, if there was any.
 template <class Storage>
 HOPWELL_DEVICE void finish(const Params& p, Storage& s, const WorkTile& work, const MathThread& at,
-                           const RunningSoftmax& softmax, int steps) {
+                           const RunningSoftmax& softmax, int steps, int last) {
   const int head = work.first_head + at.row;
-  s.sum[at.half][at.row] = softmax.sum;
-  meet(at);
-  const float sum = s.sum[0][at.row] + s.sum[1][at.row], reference = tile::finite_reference(softmax.reference);
-  const float lse = tile::lse_of(reference, sum);
+  float sum = 0;
   if (steps > 0) {
-    wait_out(s, steps - 1);
+    s.sum[at.half][at.row] = softmax.sum;
+    meet(at);
+    sum = s.sum[0][at.row] + s.sum[1][at.row];
+    wait_out(s, last);
     arch::tcgen05_fence_after_thread_sync();
   }
+  const float lse = tile::lse_of(tile::finite_reference(softmax.reference), sum);
   store_out(p, s, work, at, steps, output_scale(p, head, 1, sum, lse));
   if (head < p.h_q && at.half == 0) store_statistics(p, work.query, head, tile::max_or_nan(softmax.max, sum), lse);
   arch::tcgen05_fence_before_thread_sync();
 }
 
+// Of a work tile. `done`: how many steps the CTA has had before.
 template <class Storage>
-HOPWELL_DEVICE void math(const Params& p, Storage& s, const WorkTile& work, const Entries& entries) {
+HOPWELL_DEVICE void math(const Params& p, Storage& s, const WorkTile& work, const Entries& entries, int done) {
   constexpr int kKeys = Storage::kThreadKeys;
   const MathThread at;
   const int steps = steps_of<Storage>(entries);
   RunningSoftmax softmax;
   ValidKeys<kKeys> valid, next;
   valid.load(entries, 0, at);
-  if (steps > 0) load_q(p, s, work, at);
-  for (int step = 0; step < steps; ++step) {
-    next.load(entries, step + 1, at);
+  for (int i = 0; i < steps; ++i) {
+    const Step step{done + i, i == 0};
+    next.load(entries, i + 1, at);
     float x[kKeys];
-    load_scores(x, p, s, at, step, valid);
+    load_scores(x, p, s, at, step.number, valid);
     float max = x[0];
     HOPWELL_UNROLL
-    for (int i = 1; i < kKeys; ++i) max = fmaxf(max, x[i]);
+    for (int key = 1; key < kKeys; ++key) max = fmaxf(max, x[key]);
     follow_max(softmax, s, at, step, max);
     store_p(softmax, s, at, step, x);
     valid = next;
   }
-  finish(p, s, work, at, softmax, steps);
+  finish(p, s, work, at, softmax, steps, done + steps - 1);
 }
 
 #endif
