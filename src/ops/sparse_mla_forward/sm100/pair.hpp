@@ -4,20 +4,24 @@
 //           by CTA 0 for both: CTA r has the heads [64 r, 64 r + 64), half of the rows of each B, and P of its heads.
 // Keys      S takes K by keys: CTA r has all columns of the keys [64 r, 64 r + 64). O takes V by columns: of each 256, CTA r has
 //           [128 r, 128 r + 128) of all keys. So of the keys that CTA r has for S, half of the columns stay for O; when S has
-//           been made, those columns of the other CTA's keys which r lacks take the place of the others, at the place where
-//           the other CTA has these keys. 1,664 B a key and pair are gathered, not 2,176.
+//           been made, the columns of the other CTA's keys which r lacks take the place of the others, where the other CTA has
+//           the same keys. 1,664 B a key and pair are gathered, not 2,176.
 // Ring      A stage: 128 columns of 64 keys. Its barrier `full` ends two phases for each use: keys, values. The last 64 of 576
-//           columns have a place of their own. Keys of a step stay for two; the stages beyond eight are those to which keys
-//           are under way.
+//           columns have a place of their own. A step's keys stay until the next step's S has been made and O after it: of
+//           the eleven stages eight, and the other three are there for keys that are under way.
+// Queries   come in thirds (d_qk 512: quarters) to the place in shared memory where the last one stays; the issuing thread
+//           copies the others to tensor memory. Clusters are persistent: while O of a query is finished and stored, the next
+//           one's Q and keys come.
 // Roles     warp 0       issue     all products, in CTA 0
+//           warp 1       queries
 //           warps 2-3    values    what takes the place of keys
-//           warps 4-7    math      as in single.hpp
+//           warps 4-7    math      S → P, a head and half of the keys a thread; in the end O
 //           warps 8-11   keys      as S takes them
-// Timeline  keys    │ (O 0 frees) keys 2 ▒▒▒▒│▒▒▒│      keys 3 ▒▒▒▒│▒▒▒│
-//           values  │      │ values 1 ▒▒▒│    │ values 2 ▒▒▒│
-//           issue   │ S 1 ▓▓▓▓▓▓▓│ O 0 ▓▓▓▓▓▓│ S 2 ▓▓▓▓▓▓▓│ O 1 ▓▓▓▓▓▓│ S 3 …
-//           math                 │ P 1 ░░░░░ │ store       │ P 2 ░░░░░ │ store
-// Budget    shared: Q 3 + keys 11 × 2 + 1 + P 2 panels of 8,192 B = 229,376, values and barriers 1,800 (of 232,448); tensor
+// Timeline  keys    │ (O 0 frees) keys 3 ▒▒▒▒▒▒▒▒▒▒│ (O 1 frees) keys 4 ▒▒▒▒▒▒▒▒▒▒│ …
+//           values  │ values 1 ▒▒▒▒            │ values 2 ▒▒▒▒            │ …
+//           issue   │ O 0 ▓▓▓▓▓▓▓▓│ S 2 ▓▓▓▓▓▓▓▓▓│ O 1 ▓▓▓▓▓▓▓▓│ S 3 ▓▓▓▓▓▓▓▓▓│ …
+//           math    │ P 1 ░░░░░░░░│ store        │ P 2 ░░░░░░░░│ store        │ …
+// Budget    shared: Q 3 + keys 11 × 2 + 1 + P 2 panels of 8,192 B = 229,376, values and barriers 1,804 (of 232,448); tensor
 //           memory: O 256 + Q 192 + S 64 = 512 columns
 // Bound     shared memory: S 98,304 + O 98,304 B of operands, 106,496 of keys and values that come and 16,384 of P that is
 //           stored: 2,496 cycles a step; as many of the gather, 12 for each of 208 instructions; products 2,176, which is the
@@ -54,7 +58,7 @@ static_assert(sizeof(PairStorage<576>) <= arch::sm90::kMaxSharedBytes);
 // the half i / 2.
 using PartSlot = tile::RingSlot<PairConfig::kStages>;
 using TailSlot = tile::RingSlot<1>;
-enum FullPhase : uint32_t { kKeys, kValues };  // parities of a stage's `full`
+enum FullPhase : uint32_t { kKeysCame, kValuesCame };  // parities of a stage's `full`
 
 // Calls function(work, entries, steps) for all that this cluster works on, one after another. Each role does its part of it.
 template <int kDqk, class Function>
@@ -69,10 +73,6 @@ HOPWELL_DEVICE void for_each_tile(const Params& p, const Function& function) {
 }
 
 // ---- gather
-
-HOPWELL_DEVICE uint32_t in_first_cta(arch::mbarrier& barrier) {
-  return arch::map_to_rank(arch::shared_address(&barrier), 0);
-}
 
 // Starts the copies of four rows of kPanels panels, as `lane` of the 16 that copy the panels' rows.
 template <int kPanels>
@@ -151,7 +151,7 @@ HOPWELL_DEVICE void gather_values(const GatherParams& p, PairStorage<kDqk>& s, i
 
 // ---- queries
 
-// Pieces of Q, one after the other, to the place in shared memory where the last of them stays. By a warp.
+// By a warp.
 template <int kDqk>
 HOPWELL_DEVICE void load_queries(const Params& p, PairStorage<kDqk>& s) {
   using Storage = PairStorage<kDqk>;
@@ -170,8 +170,8 @@ HOPWELL_DEVICE void load_queries(const Params& p, PairStorage<kDqk>& s) {
 
 // ---- issue
 
-// The queries of a work tile, all but the last piece to tensor memory: eight columns of each head a copy, to both halves of
-// the lanes. Nobody needs those of the tile before any more, for the places in shared memory were free.
+// All pieces but the last to tensor memory: eight columns of all heads a copy, to both halves of the lanes. What was there
+// nobody needs any more, or the place in shared memory would not have been free.
 template <int kDqk>
 HOPWELL_DEVICE void take_queries(PairStorage<kDqk>& s, int first_use) {
   using Storage = PairStorage<kDqk>;
@@ -198,7 +198,7 @@ HOPWELL_DEVICE void multiply_scores(PairStorage<kDqk>& s, int number) {
   HOPWELL_NO_UNROLL
   for (int i = 0; i < PairConfig::kParts; ++i) {
     const PartSlot slot{s.key_barriers, PairConfig::kParts * number + i};
-    arch::mbarrier_wait(slot.full(), kKeys);
+    arch::mbarrier_wait(slot.full(), kKeysCame);
     HOPWELL_NO_UNROLL
     for (int panel = 0; panel < PairConfig::kPartPanels; ++panel)
       multiply_panel(s, d, PairConfig::kPartPanels * i + panel, s.keys[slot.stage()][panel], i + panel > 0);
@@ -223,7 +223,7 @@ HOPWELL_DEVICE void multiply_values(PairStorage<kDqk>& s, const Step& step) {
     const PartSlot slot{s.key_barriers, PairConfig::kParts * step.number + i};
     const int owner = i % 2, half = i / 2;
     const uint32_t p = arch::shared_address(s.p[0][owner]), values = arch::shared_address(s.keys[slot.stage()]);
-    arch::mbarrier_wait(slot.full(), kValues);
+    arch::mbarrier_wait(slot.full(), kValuesCame);
     HOPWELL_UNROLL
     for (uint32_t k = 0; k < 4; ++k)
       arch::tcgen05_mma_f16<2>(arch::tmem_address(s.tmem, 0, Tmem::kOut + 128 * half),

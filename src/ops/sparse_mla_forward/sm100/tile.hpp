@@ -81,13 +81,15 @@ HOPWELL_DEVICE void init_math_barriers(Storage& s) {
   for (auto* b : {&s.s_full[0], &s.s_full[1], &s.out_full[0], &s.out_full[1]}) arch::mbarrier_init(*b, 1);
 }
 
+HOPWELL_DEVICE uint32_t in_first_cta(arch::mbarrier& barrier) {
+  return arch::map_to_rank(arch::shared_address(&barrier), 0);
+}
 // By a warp: an arrival where products are issued, in the first CTA.
 template <class Storage>
 HOPWELL_DEVICE void tell_issue(arch::mbarrier& barrier, arch::Site site = arch::Site::current()) {
   if constexpr (Storage::kCtas == 2) {
     arch::syncwarp();
-    if (arch::lane_index() == 0)
-      arch::mbarrier_arrive_cluster(arch::map_to_rank(arch::shared_address(&barrier), 0), site);
+    if (arch::lane_index() == 0) arch::mbarrier_arrive_cluster(in_first_cta(barrier), site);
   } else {
     tile::arrive_warp(barrier, site);
   }
