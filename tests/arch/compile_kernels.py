@@ -57,6 +57,7 @@ SM100_PTX = [
     "tcgen05.fence::after_thread_sync",
     *[f"tile::gather4.mbarrier::complete_tx::bytes{m}.{g}{p} " for m in MULTICAST for g in GROUPS for p in POLICY],
     "tile::scatter4.bulk_group",
+    "st.global.L1::no_allocate.v8.b32",
     ".tile.mbarrier::complete_tx::bytes.cta_group::2",
     "clusterlaunchcontrol.try_cancel.async",
     "clusterlaunchcontrol.query_cancel.is_canceled",

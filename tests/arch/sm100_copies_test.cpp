@@ -9,6 +9,7 @@
 #include "arch/emu/numeric.hpp"
 #include "arch/sm100/cluster_launch.hpp"
 #include "arch/sm100/convert.hpp"
+#include "arch/sm100/memory.hpp"
 #include "arch/sm100/tcgen05.hpp"
 #include "arch/sm100/tma.hpp"
 #include "arch/sm90/make_tensor_map.hpp"
@@ -139,6 +140,21 @@ void check_gather_multicast() {
 TEST(Copies, Gather4Multicast) {
   check_gather_multicast<1>();
   check_gather_multicast<2>();
+}
+
+// ---- global memory --------------------------------------------------------------------------------------------------
+
+TEST(Copies, SectorsToGlobalMemory) {
+  alignas(32) uint32_t to[32 * 8 + 1] = {};
+  const auto store_all = [&](uint32_t* first) {
+    Words8 words;
+    for (uint32_t i = 0; i < 8; ++i) words.w[i] = 100 * uint32_t(thread_index()) + i;
+    store_streaming(first + 8 * thread_index(), words);
+  };
+  expect_clean(shape(32), [&] { store_all(to); });
+  for (uint32_t i = 0; i < 256; ++i) EXPECT_EQ(to[i], i / 8 * 100 + i % 8);
+  const emu::Report report = emu::launch(shape(32), test::options_for(0), [&] { store_all(to + 1); });
+  EXPECT_NE(report.text().find("must be 32-byte aligned"), std::string::npos) << report.text();
 }
 
 // ---- cluster launch control, conversions ----------------------------------------------------------------------------

@@ -9,7 +9,8 @@
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 namespace {
 
-// Pairs for the heads of a query, each for 65 to 128 of them. Up to 64 heads more have a CTA of their own.
+// Pairs for the heads of a query, each for 65 to 128 of them. Up to 64 heads more have a CTA of their own, which takes 2,070
+// cycles for 64 keys (single.hpp), and not a pair, which takes 1,250 on each of two multiprocessors (pair.hpp).
 std::int64_t pairs_of(const Problem& p) { return (p.h_q + Config::kHeads - 1) / PairConfig::kHeads; }
 
 runtime::Support supports(const Problem& p) {
@@ -28,6 +29,7 @@ template <int kDqk>
 void launch_with_width(const Problem& problem, Stream stream) {
   const std::int64_t pairs = pairs_of(problem);
   GatherParams p{params_of(problem), tile::map_of_rows(problem.kv, problem.q, kDqk, 64, arch::Swizzle::bytes128)};
+  p.out_sectors = rows_aligned(problem.out, 2, 32);
   p.head_tiles = static_cast<int>(pairs), p.work_tiles = static_cast<std::uint32_t>(problem.s_q * pairs);
   if (pairs > 0)
     runtime::launch(

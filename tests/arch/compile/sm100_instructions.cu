@@ -1,6 +1,7 @@
 // One use of every instruction that only sm_100a has: a compile test (see compile_kernels.py). It is never run.
 #include "arch/sm100/cluster_launch.hpp"
 #include "arch/sm100/convert.hpp"
+#include "arch/sm100/memory.hpp"
 #include "arch/sm100/tcgen05.hpp"
 #include "arch/sm100/tma.hpp"
 
@@ -99,6 +100,7 @@ __global__ void instructions(const __grid_constant__ TensorMap map, uint32_t* ou
   round_trip([&] { tmem_load<TmemShape::b16x32x2, 4>(q, t); }, [&] { tmem_store<TmemShape::b16x32x2, 4>(t, q); });
   tmem_store<TmemShape::b32x32>(t, r);
   tmem_wait_store();
+  store_streaming(out + 32, Words8{{r[0], r[1], r[2], r[3], r[4], r[5], r[6], r[7]}});
   tmem_deallocate<kCtaGroup>(t, 128);
 #endif
 }

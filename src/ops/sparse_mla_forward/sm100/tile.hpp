@@ -15,6 +15,7 @@
 
 #include <cmath>
 
+#include "arch/sm100/memory.hpp"
 #include "arch/sm80/async_copy.hpp"
 #include "arch/sm90/cluster.hpp"
 #include "ops/sparse_mla_forward/params.hpp"
@@ -38,7 +39,8 @@ enum NamedBarrier { kMathBarrier = 1 };  // kMathBarrier + i: math warps i and i
 // The parameters, and keys as the copy engine sees them: 64 columns of a row.
 struct GatherParams : Params {
   arch::TensorMap keys;
-  int first_head;  // that the launch has
+  int first_head;    // that the launch has
+  bool out_sectors;  // rows of out begin at multiples of 32 bytes
 };
 
 // What math shares with the issue of products. A step's keys: 64 for each of kTheCtas CTAs. There is room for S and P of two
@@ -257,9 +259,18 @@ HOPWELL_DEVICE void store_p(RunningSoftmax& softmax, Storage& s, const MathThrea
   tell_issue<Storage>(s.p_full[step.number % 2]);
 }
 
+// Stores 16 columns of a row of the output.
+HOPWELL_DEVICE void store_columns(const GatherParams& p, bf16* to, const arch::Words8& words) {
+  if (p.out_sectors) return arch::store_streaming(to, words);
+  HOPWELL_UNROLL
+  for (int i = 0; i < 2; ++i)
+    store_columns(p, to + 8 * i,
+                  arch::Words4{{words.w[4 * i], words.w[4 * i + 1], words.w[4 * i + 2], words.w[4 * i + 3]}});
+}
+
 // 32 columns of O at a time, scaled, to global memory; zeros where there was no step.
 template <class Storage>
-HOPWELL_DEVICE void store_out(const Params& p, Storage& s, const WorkTile& work, const MathThread& at, int steps,
+HOPWELL_DEVICE void store_out(const GatherParams& p, Storage& s, const WorkTile& work, const MathThread& at, int steps,
                               float scale) {
   const int head = work.first_head + at.row;
   bf16* const out = p.out + work.query * p.out_stride_s + head * p.out_stride_h;
@@ -272,10 +283,10 @@ HOPWELL_DEVICE void store_out(const Params& p, Storage& s, const WorkTile& work,
     }
     const auto value = [&](int i) { return scale == 0 ? 0 : arch::bit_cast<float>(x[i]) * scale; };
     HOPWELL_UNROLL
-    for (int i = 0; i < 32; i += 8) {
-      arch::Words4 words;
+    for (int i = 0; i < 32; i += 16) {
+      arch::Words8 words;
       HOPWELL_UNROLL
-      for (int j = 0; j < 4; ++j) words.w[j] = arch::pack_bf16(value(i + 2 * j), value(i + 2 * j + 1));
+      for (int j = 0; j < 8; ++j) words.w[j] = arch::pack_bf16(value(i + 2 * j), value(i + 2 * j + 1));
       // Lanes 0 to 63 have the first 128 of each 256 columns.
       if (head < p.h_q) store_columns(p, out + column % 128 + column / 128 * 256 + 128 * at.half + i, words);
     }
@@ -284,7 +295,7 @@ HOPWELL_DEVICE void store_out(const Params& p, Storage& s, const WorkTile& work,
 
 // `last`: the number of the last step, if there was any.
 template <class Storage>
-HOPWELL_DEVICE void finish(const Params& p, Storage& s, const WorkTile& work, const MathThread& at,
+HOPWELL_DEVICE void finish(const GatherParams& p, Storage& s, const WorkTile& work, const MathThread& at,
                            const RunningSoftmax& softmax, int steps, int last) {
   const int head = work.first_head + at.row;
   float sum = 0;
@@ -303,7 +314,7 @@ HOPWELL_DEVICE void finish(const Params& p, Storage& s, const WorkTile& work, co
 
 // Of a work tile. `done`: how many steps the CTA has had before.
 template <class Storage>
-HOPWELL_DEVICE void math(const Params& p, Storage& s, const WorkTile& work, const Entries& entries, int done) {
+HOPWELL_DEVICE void math(const GatherParams& p, Storage& s, const WorkTile& work, const Entries& entries, int done) {
   constexpr int kKeys = Storage::kThreadKeys;
   const MathThread at;
   const int steps = steps_of<Storage>(entries);
