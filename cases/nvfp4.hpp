@@ -1,4 +1,4 @@
-// What the cases of the four NVFP4 operators share: matrices of codes and scales, and their values in float64.
+// What the cases of the five NVFP4 operators share: matrices of codes and scales, and their values in float64.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// nvfp4_gemv and nvfp4_linear: inputs, float64 reference, tolerance and cost.
+// nvfp4_gemv, nvfp4_linear and nvfp4_matmul: inputs, float64 reference, tolerance and cost.
 #include <cmath>
 #include <optional>
 
@@ -207,6 +207,86 @@ Instance make_linear(Random& random, const Linear& p) {
   return instance;
 }
 
+// ---- nvfp4_matmul -------------------------------------------------------------------------------------------------
+
+struct Matmul {
+  std::int64_t m = 7, n = 9, k = 64;
+  DType out = DType::kBFloat16;
+  bool blocked = false, bias = false, strided = false;
+  float alpha = 1;
+  ScaleBytes scale_bytes = ScaleBytes::kUsual;
+  bool one_hot = false;  // b's rows pick one k each: a's decoded values come out exactly
+};
+
+void make_one_hot(const Matmul& p, Matrix& a, Matrix& b) {
+  for (std::int64_t row = 0; row < p.n; ++row) {
+    for (std::int64_t column = 0; column < p.k; ++column) b.set_code(row, column, 0, column == row % p.k ? 2 : 0);
+    for (std::int64_t block = 0; block < p.k / 16; ++block) b.scale(row, block) = 0x38;  // 1
+  }
+  for (std::int64_t row = 0; row < p.m; ++row) {
+    for (std::int64_t column = 0; column < p.k; ++column)
+      a.set_code(row, column, 0, static_cast<unsigned>(row + column) % 16);
+    for (std::int64_t block = 0; block < p.k / 16; ++block) a.scale(row, block) = static_cast<std::uint8_t>(row / 16);
+  }
+}
+
+std::vector<double> values_of(const Matrix& matrix) {
+  std::vector<double> values(static_cast<std::size_t>(matrix.rows * matrix.k));
+  for (std::int64_t i = 0; i < matrix.rows * matrix.k; ++i)
+    values[static_cast<std::size_t>(i)] = matrix.value(i / matrix.k, i % matrix.k);
+  return values;
+}
+
+Instance make_matmul(Random& random, const Matmul& p) {
+  Instance instance;
+  const std::int64_t gap = p.strided ? 16 : 0;
+  Matrix a{.rows = p.m, .k = p.k, .blocked = p.blocked, .scale_bytes = p.scale_bytes, .row_gap = gap};
+  Matrix b{.rows = p.n, .k = p.k, .blocked = p.blocked, .scale_bytes = p.scale_bytes, .row_gap = 2 * gap};
+  a.add(instance, random, "a", "sfa");
+  b.add(instance, random, "b", "sfb");
+  if (p.one_hot) make_one_hot(p, a, b);
+  Array* bias = p.bias ? &instance.add({"bias", p.out, {p.n}, {p.strided ? 3 : 1}}).fill_normal(random, 50) : nullptr;
+  Array& c = instance.add({"out", p.out, {p.m, p.n}, {p.n + gap, 1}});
+  instance.expect(c, p.one_hot ? Tolerance{.exact = true} : nvfp4_tolerance(p.out));
+  instance.reference = [p, a, b, bias](Instance& self) {
+    const std::vector<double> values_a = values_of(a), values_b = values_of(b);
+    const auto alpha = static_cast<double>(p.alpha);
+    self.outputs[0].expected.resize(static_cast<std::size_t>(p.m * p.n));
+    self.outputs[0].magnitude.resize(static_cast<std::size_t>(p.m * p.n));
+#pragma omp parallel for schedule(dynamic)
+    for (std::int64_t i = 0; i < p.m * p.n; ++i) {
+      const double *row_a = values_a.data() + i / p.n * p.k, *row_b = values_b.data() + i % p.n * p.k;
+      const double offset = bias != nullptr ? bias->get(i % p.n) : 0;
+      double sum = 0, magnitude = 0;
+      for (std::int64_t column = 0; column < p.k; ++column)
+        sum += row_a[column] * row_b[column], magnitude += std::abs(row_a[column] * row_b[column]);
+      self.outputs[0].expected[static_cast<std::size_t>(i)] = alpha * sum + offset;
+      self.outputs[0].magnitude[static_cast<std::size_t>(i)] = std::abs(alpha) * magnitude + std::abs(offset);
+    }
+  };
+  Workspace& workspace = *instance.workspace;
+  instance.call = [p, a, b, bias, &c, &workspace](const char* backend, Stream stream) {
+    const std::optional<Tensor> bias_view = bias != nullptr ? std::optional(bias->view()) : std::nullopt;
+    run_with_workspace<Nvfp4MatmulArgs>(hopwell::nvfp4_matmul, nvfp4_matmul_workspace_bytes, workspace,
+                                        {.a = a.codes->view(),
+                                         .b = b.codes->view(),
+                                         .sfa = a.scales->view(),
+                                         .sfb = b.scales->view(),
+                                         .alpha = p.alpha,
+                                         .bias = bias_view ? static_cast<const DLTensor*>(*bias_view) : nullptr,
+                                         .scale_layout = p.blocked ? HOPWELL_SCALES_BLOCKED : HOPWELL_SCALES_PLAIN,
+                                         .out = c.view(),
+                                         .backend = backend},
+                                        stream);
+  };
+  instance.flops = 2.0 * static_cast<double>(p.m * p.n * p.k);
+  instance.bytes = a.bytes() + b.bytes() +
+                   static_cast<double>((c.size() + (p.bias ? p.n : 0)) * static_cast<std::int64_t>(size_of(p.out)));
+  return instance;
+}
+
+// ---- problems -----------------------------------------------------------------------------------------------------
+
 std::vector<std::pair<std::string, Gemv>> gemv_problems() {
   return {
       {"basic", {}},
@@ -321,6 +401,47 @@ std::vector<std::pair<std::string, Linear>> linear_problems() {
   };
 }
 
+std::vector<std::pair<std::string, Matmul>> matmul_problems() {
+  constexpr DType kFp16 = DType::kFloat16, kFp32 = DType::kFloat32;
+  constexpr auto kAny = ScaleBytes::kAny, kSomeNan = ScaleBytes::kSomeNan;
+  return {
+      {"basic", {}},
+      {"one_of_everything", {.m = 1, .n = 1, .k = 16, .out = kFp16, .bias = true}},
+      {"m_1_bias", {.m = 1, .n = 301, .k = 1056, .bias = true, .alpha = 0.37F}},
+      {"n_1_bias_blocked", {.m = 301, .n = 1, .k = 1056, .out = kFp16, .blocked = true, .bias = true}},
+      {"m_1_k_tail", {.m = 1, .n = 40, .k = 272, .out = kFp32}},
+      {"k_tail_fp16", {.m = 5, .n = 37, .k = 272, .out = kFp16, .bias = true}},
+      {"k_tail_blocked", {.m = 130, .n = 20, .k = 80, .blocked = true, .bias = true}},
+      {"few_rows_of_a", {.m = 6, .n = 300, .k = 1088, .bias = true}},
+      {"few_rows_of_a_blocked", {.m = 16, .n = 260, .k = 2080, .out = kFp16, .blocked = true, .alpha = -0.25F}},
+      {"few_rows_of_b", {.m = 300, .n = 6, .k = 1088, .bias = true}},
+      {"few_rows_of_b_blocked", {.m = 260, .n = 13, .k = 576, .out = kFp16, .blocked = true, .bias = true}},
+      {"long_k", {.m = 3, .n = 20, .k = 16384, .alpha = 0.0625F}},
+      {"longer_k", {.m = 9, .n = 140, .k = 18496, .out = kFp32, .scale_bytes = kAny}},
+      {"long_k_40_rows_of_a", {.m = 40, .n = 130, .k = 4096, .blocked = true, .alpha = 0.5F}},
+      {"long_k_many_rows_of_both", {.m = 200, .n = 135, .k = 4096, .out = kFp16, .bias = true, .alpha = 0x1p-4F}},
+      {"rows_129_columns_129", {.m = 129, .n = 129, .k = 320, .blocked = true}},
+      {"many_tiles", {.m = 40, .n = 700, .k = 448, .out = kFp16, .bias = true}},
+      {"many_rows_of_both", {.m = 300, .n = 270, .k = 224, .bias = true, .strided = true}},
+      {"more_rows_of_a", {.m = 600, .n = 70, .k = 352, .blocked = true, .alpha = 0.5F}},
+      {"strided_k_tail", {.m = 33, .n = 21, .k = 48, .out = kFp16, .bias = true, .strided = true}},
+      {"fp32_blocked", {.m = 34, .n = 50, .k = 192, .out = kFp32, .blocked = true, .bias = true}},
+      {"alpha_zero", {.m = 20, .n = 24, .k = 64, .bias = true, .alpha = 0}},
+      {"all_codes_all_scales", {.m = 4096, .n = 18, .k = 64, .one_hot = true}},
+      {"all_codes_all_scales_few_rows_of_b", {.m = 4096, .n = 3, .k = 64, .out = kFp16, .one_hot = true}},
+      {"all_codes_all_scales_blocked", {.m = 4096, .n = 20, .k = 16, .out = kFp16, .blocked = true, .one_hot = true}},
+      {"full_range_fp16", {.m = 20, .n = 96, .k = 1024, .out = kFp16, .alpha = 0x1p-12F, .scale_bytes = kAny}},
+      {"full_range_bf16", {.m = 70, .n = 96, .k = 512, .scale_bytes = kAny}},
+      {"subnormal_scales", {.m = 24, .n = 40, .k = 512, .out = kFp32, .scale_bytes = ScaleBytes::kSubnormal}},
+      {"nan_scales", {.m = 40, .n = 50, .k = 64, .bias = true, .scale_bytes = kSomeNan}},
+      {"nan_scales_blocked", {.m = 12, .n = 70, .k = 96, .out = kFp16, .blocked = true, .scale_bytes = kSomeNan}},
+      {"nan_scales_few_rows_of_b", {.m = 70, .n = 2, .k = 352, .blocked = true, .scale_bytes = kSomeNan}},
+      {"empty_m", {.m = 0, .n = 5, .k = 32, .bias = true}},
+      {"empty_n", {.m = 5, .n = 0, .k = 32}},
+      {"empty_k", {.m = 3, .n = 5, .k = 0, .bias = true}},
+  };
+}
+
 }  // namespace
 
 namespace {
@@ -355,6 +476,21 @@ Suite nvfp4_linear() {
   }
   suite.bench = [](const Settings& settings, Random& random) {
     return make_linear(random, {.n = number(settings, "n"), .rows = number(settings, "N"), .k = number(settings, "K")});
+  };
+  return suite;
+}
+
+Suite nvfp4_matmul() {
+  Suite suite{"nvfp4_matmul", {}, {}, {}};
+  for (const auto& [name, problem] : matmul_problems())
+    suite.cases.push_back({suite.op, name, [p = problem](Random& random) { return make_matmul(random, p); }});
+  for (const auto& [rows, k] : kBarShapes) {
+    suite.shapes.push_back({std::string(rows) + "x" + k, {{"M", "1"}, {"N", rows}, {"K", k}}});
+    for (const char* m : {"1", "16", "128", "2048"})
+      suite.device_shapes.push_back({std::string(rows) + "x" + k + " M " + m, {{"M", m}, {"N", rows}, {"K", k}}});
+  }
+  suite.bench = [](const Settings& settings, Random& random) {
+    return make_matmul(random, {.m = number(settings, "M"), .n = number(settings, "N"), .k = number(settings, "K")});
   };
   return suite;
 }

@@ -92,6 +92,25 @@ const std::vector<Refusals>& all_refusals() {
             "n_8_many_tiles nan_scales_blocked_n_5 nan_scales_n_4 non_finite_x_n_1200 non_finite_x_n_3 "
             "non_finite_x_n_7 outliers_fp16_n_6 outliers_n_9 tiny_x_n_12 tiny_x_n_6 wide_range_x_n_5"},
        }},
+      {"nvfp4_matmul",
+       "sm90",
+       {
+           {"sm80 multiplies a row's codes as they are", "m_1_bias m_1_k_tail n_1_bias_blocked one_of_everything"},
+           {"as nvfp4_linear with decoded x: rows of x and weight must be 16-byte aligned, those of scales 4-byte, K "
+            "at "
+            "most 65536",
+            "all_codes_all_scales_blocked empty_k k_tail_blocked k_tail_fp16 many_rows_of_both strided_k_tail"},
+           {"as nvfp4_linear with decoded x: n must be 2 to 524288, n * N at most 2^38, x of 16 bits",
+            "empty_m empty_n fp32_blocked longer_k subnormal_scales"},
+           {"as nvfp4_linear with decoded x: for so few rows sm80 is faster", "alpha_zero full_range_fp16"},
+       }},
+      {"nvfp4_matmul",
+       "sm100",
+       {
+           {"rows and batches of a and b must be 16-byte aligned",
+            "all_codes_all_scales_blocked k_tail_blocked k_tail_fp16 m_1_k_tail strided_k_tail"},
+           {"K must be 16 to 2^30, M at most 2^28, N at most 2^23", "empty_k"},
+       }},
       {"paged_attention",
        "sm90",
        {

@@ -163,6 +163,20 @@ void nvfp4_linear_(handle x, handle weight, handle weight_scale, handle weight_g
            {{"weight_global_value", "weight_global"}});
 }
 
+void nvfp4_matmul_(handle a, handle b, handle sfa, handle sfb, handle alpha, handle bias, handle scale_layout,
+                   handle out, handle backend, handle stream) {
+  Call call("nvfp4_matmul", backend, stream);
+  Nvfp4MatmulArgs args{.a = call.input("a", a),
+                       .b = call.input("b", b),
+                       .sfa = call.input("sfa", sfa),
+                       .sfb = call.input("sfb", sfb),
+                       .alpha = call.real("alpha", alpha),
+                       .bias = call.input("bias", bias),
+                       .scale_layout = scale_layout_of(call, scale_layout),
+                       .out = call.output("out", out)};
+  call.run(args, hopwell::nvfp4_matmul, hopwell::nvfp4_matmul_workspace_bytes);
+}
+
 void nvfp4_quantize_(handle x, handle global_in, handle scale_layout, handle codes, handle scales, handle global_scale,
                      handle backend, handle stream) {
   Call call("nvfp4_quantize", backend, stream);
@@ -274,6 +288,7 @@ NB_MODULE(_hopwell, m) {
   hp::define(m, "paged_attention", hp::paged_attention_);
   hp::define(m, "nvfp4_gemv", hp::nvfp4_gemv_);
   hp::define(m, "nvfp4_linear", hp::nvfp4_linear_);
+  hp::define(m, "nvfp4_matmul", hp::nvfp4_matmul_);
   hp::define(m, "nvfp4_quantize", hp::nvfp4_quantize_);
   hp::define(m, "nvfp4_dequantize", hp::nvfp4_dequantize_);
   hp::define(m, "lightning_indexer", hp::lightning_indexer_);

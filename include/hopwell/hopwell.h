@@ -339,6 +339,31 @@ typedef struct hopwell_nvfp4_linear_args {
 } hopwell_nvfp4_linear_args;
 
 /**
+ * out[m, n] = alpha * sum_k a[m, k] * b[n, k] + bias[n], both sides NVFP4 (W4A4), rounded once; fp32 accumulation in a
+ * fixed order.
+ */
+typedef struct hopwell_nvfp4_matmul_args {
+  /** codes [M, K/2]; K a multiple of 16 */
+  const DLTensor* a HOPWELL_ZERO;
+  /** codes [N, K/2] */
+  const DLTensor* b HOPWELL_ZERO;
+  /** plain [M, K/16], or blocked */
+  const DLTensor* sfa HOPWELL_ZERO;
+  /** plain [N, K/16], or blocked */
+  const DLTensor* sfb HOPWELL_ZERO;
+  /** in C, 0 means 1 and -0.0f means 0 */
+  float alpha HOPWELL_DEFAULT(1.0F);
+  /** like out [N]; optional */
+  const DLTensor* bias HOPWELL_ZERO;
+  hopwell_scale_layout scale_layout HOPWELL_DEFAULT(HOPWELL_SCALES_PLAIN);
+  /** output, fp16, bf16 or fp32 [M, N] */
+  const DLTensor* out HOPWELL_ZERO;
+  void* workspace HOPWELL_ZERO;
+  size_t workspace_bytes HOPWELL_ZERO;
+  const char* backend HOPWELL_ZERO;
+} hopwell_nvfp4_matmul_args;
+
+/**
  * Codes and scales of an array.
  *
  *     global = amax / 2688
@@ -389,6 +414,8 @@ HOPWELL_API hopwell_status hopwell_nvfp4_gemv(const hopwell_nvfp4_gemv_args* arg
 HOPWELL_API hopwell_status hopwell_nvfp4_gemv_workspace_bytes(const hopwell_nvfp4_gemv_args* args, size_t* bytes);
 HOPWELL_API hopwell_status hopwell_nvfp4_linear(const hopwell_nvfp4_linear_args* args, hopwell_stream stream);
 HOPWELL_API hopwell_status hopwell_nvfp4_linear_workspace_bytes(const hopwell_nvfp4_linear_args* args, size_t* bytes);
+HOPWELL_API hopwell_status hopwell_nvfp4_matmul(const hopwell_nvfp4_matmul_args* args, hopwell_stream stream);
+HOPWELL_API hopwell_status hopwell_nvfp4_matmul_workspace_bytes(const hopwell_nvfp4_matmul_args* args, size_t* bytes);
 HOPWELL_API hopwell_status hopwell_nvfp4_quantize(const hopwell_nvfp4_quantize_args* args, hopwell_stream stream);
 HOPWELL_API hopwell_status hopwell_nvfp4_quantize_workspace_bytes(const hopwell_nvfp4_quantize_args* args,
                                                                   size_t* bytes);

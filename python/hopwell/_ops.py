@@ -345,6 +345,46 @@ def nvfp4_linear(
     return native(x, (out,), written)[0]
 
 
+def nvfp4_matmul(
+    a: Array,
+    b: Array,
+    sfa: Array,
+    sfb: Array,
+    *,
+    alpha: float = 1.0,
+    bias: Array | None = None,
+    out_dtype: DType = "bfloat16",
+    scale_layout: str = "plain",
+    out: Array | None = None,
+    backend: str | None = None,
+    stream: Any = None,
+) -> Array:
+    """c[m,n] = alpha·Σ_k a[m,k]·b[n,k] + bias[n], both sides NVFP4 (W4A4).
+
+    Args:
+        a, b: e2m1 codes (low nibble = even k), uint8 or float4_e2m1fn_x2 [M, K/2] and [N, K/2]; K a multiple of 16.
+        sfa, sfb: e4m3 scales, uint8 or float8_e4m3fn; scale_layout "plain": [rows, K/16], or "blocked", as in `nvfp4_gemv`.
+        alpha: factor of the product, such as both sides' global scales.
+        bias: [N], of out_dtype.
+        out_dtype: "bfloat16", "float16" or "float32".
+        out: [M, N] of out_dtype; written in place.
+        backend, stream: as in `sparse_mla_forward`.
+
+    Returns:
+        c [M, N].
+    """
+    name = "nvfp4_matmul"
+    new = outputs_like(name, "a", a)
+    out_type = dtype_name(name, "out_dtype", out_dtype, ("bfloat16", "float16", "float32"))
+    written = (out,)
+    if out is None:
+        out = new((dims(a, 2)[0], dims(b, 2)[0]), out_type)
+    else:
+        check_dtype(name, "out", given(name, "out", out), out_type, "out_dtype")
+    _hopwell.nvfp4_matmul(a, b, sfa, sfb, alpha, bias, scale_layout, out, backend, stream)
+    return native(a, (out,), written)[0]
+
+
 def nvfp4_quantize(
     x: Array,
     *,
@@ -499,6 +539,7 @@ _OPERATORS = {
         paged_attention,
         nvfp4_gemv,
         nvfp4_linear,
+        nvfp4_matmul,
         nvfp4_quantize,
         nvfp4_dequantize,
         lightning_indexer,

@@ -152,6 +152,20 @@ TEST(Nvfp4Plan, ChoosesTheKernelByShape) {
   EXPECT_EQ(choose_kernel({.rows = 4096, .k = 4096, .columns = 8, .can_copy = false}, true), Kernel::kGeneral);
 }
 
+TEST(Nvfp4Plan, MatmulDecodesTheSideOfFewerRowsOrA) {
+  const auto with = [](std::int64_t m, std::int64_t n) {
+    MatmulProblem p;
+    p.m = m, p.n = n;
+    return decodes_b(p);
+  };
+  EXPECT_FALSE(with(1, 1));
+  EXPECT_FALSE(with(16, 16));
+  EXPECT_TRUE(with(17, 16));
+  EXPECT_TRUE(with(7168, 1));
+  EXPECT_FALSE(with(7168, 17));  // many columns: a
+  EXPECT_FALSE(with(4, 7168));
+}
+
 // With too little shared memory for a ring there is still the kernel that needs none.
 TEST(Nvfp4Plan, LittleSharedMemory) {
   const runtime::Device device = device_with(16, 80, std::size_t{32} * 1024);

@@ -187,6 +187,21 @@ TEST(Nvfp4, SameBitsForAnyNumberOfThreads) {
           << "n " << n << ", " << threads << " threads";
     }
   }
+  for (const std::int64_t n : {1, 3, 40}) {  // as b
+    std::vector<float> first;
+    for (const int threads : {1, 2, 3, 5}) {
+      omp_set_num_threads(threads);
+      std::vector<float> c(static_cast<std::size_t>(n * kRows));
+      nvfp4_matmul({.a = Tensor(codes.data(), {kRows, kK / 2}),
+                    .b = Tensor(codes.data(), {n, kK / 2}),
+                    .sfa = Tensor(scales.data(), {kRows, kK / 16}),
+                    .sfb = Tensor(scales.data(), {n, kK / 16}),
+                    .out = Tensor(c.data(), {kRows, n})});
+      if (first.empty()) first = c;
+      EXPECT_EQ(std::memcmp(first.data(), c.data(), c.size() * sizeof(float)), 0)
+          << "N " << n << ", " << threads << " threads";
+    }
+  }
   const std::vector<float> x = random_floats(kRows * kK, 4);
   Bytes first;
   for (const int threads : {1, 2, 3, 5}) {
@@ -403,6 +418,38 @@ TEST(Nvfp4BadInput, Gemv) {
   args.out = wide;
   expect_error([&] { nvfp4_gemv(args); },
                "nvfp4_gemv: out must be float32 or float16 or bfloat16 [M=4, 1, L=1]; got float32 [4, 2, 1]");
+  for (const float value : c) EXPECT_EQ(value, 5.0F);
+}
+
+TEST(Nvfp4BadInput, Matmul) {
+  const Bytes codes(64), scales(1024);
+  std::vector<float> c(8, 5.0F), bias(4);
+  const Tensor a(codes.data(), {2, 16}), b(codes.data(), {4, 16}), sfa(scales.data(), {2, 2}),
+      sfb(scales.data(), {4, 2}), out(c.data(), {2, 4}), with_bias(bias.data(), {4});
+  const Nvfp4MatmulArgs good{.a = a, .b = b, .sfa = sfa, .sfb = sfb, .bias = with_bias, .out = out};
+  auto args = good;
+  const auto expect = [&](const std::string& message) {
+    expect_error([&] { nvfp4_matmul(args); }, "nvfp4_matmul: " + message);
+    args = good;
+  };
+  const Tensor odd(codes.data(), {2, 12}), half(codes.data(), {4, 8}), three(bias.data(), {3}),
+      wrong_scales(scales.data(), {4, 1}), tall(c.data(), {4, 2});
+  args.a = odd;
+  expect("a must be codes [rows, K/2, ...] with K a multiple of 16; got [2, 12]");
+  args.b = half;
+  expect("b must be uint8 or float4_e2m1fn_x2 [N, K/2=16]; got uint8 [4, 8]");
+  args.sfb = wrong_scales;
+  expect("sfb must be uint8 or float8_e4m3fn [N=4, K/16=2]; got uint8 [4, 1]");
+  args.scale_layout = HOPWELL_SCALES_BLOCKED;
+  expect("sfa must be 512 bytes of blocked scales; got [2, 2]");
+  args.alpha = NAN;
+  expect("alpha must be finite; got nan");
+  args.out = tall;
+  expect("out must be float32 or float16 or bfloat16 [M=2, N=4]; got float32 [4, 2]");
+  args.bias = three;
+  expect("bias must be float32 [N=4]; got float32 [3]");
+  args.sfa = nullptr;
+  expect("sfa must be uint8 or float8_e4m3fn; got nothing");
   for (const float value : c) EXPECT_EQ(value, 5.0F);
 }
 

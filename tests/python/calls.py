@@ -131,6 +131,20 @@ def nvfp4_linear(rng: Rng, dtype: str) -> Call:
     return Call("nvfp4_linear", arguments, (_bound(dtype),), ("out",))
 
 
+def nvfp4_matmul(rng: Rng, dtype: str) -> Call:
+    m, n, k = 19, 21, 96
+    arguments = {
+        "a": _codes(rng, (m, k // 2)),
+        "b": _codes(rng, (n, k // 2)),
+        "sfa": _scales(rng, (m, k // 16)),
+        "sfb": _scales(rng, (n, k // 16)),
+        "alpha": 0.01,
+        "bias": _normal(rng, (n,), dtype),
+        "out_dtype": dtype,
+    }
+    return Call("nvfp4_matmul", arguments, (_bound(dtype),), ("out",))
+
+
 def nvfp4_quantize(rng: Rng, dtype: str) -> Call:
     return Call("nvfp4_quantize", {"x": _normal(rng, (7, 64), dtype)}, (0, 0, 0))
 
@@ -188,13 +202,14 @@ MAKERS: dict[str, Callable[[Rng, str], Call]] = {
         paged_attention,
         nvfp4_gemv,
         nvfp4_linear,
+        nvfp4_matmul,
         nvfp4_quantize,
         nvfp4_dequantize,
         lightning_indexer,
         lightning_indexer_backward,
     )
 }
-WITH_FLOAT16 = {"paged_attention", "nvfp4_gemv", "nvfp4_linear", "nvfp4_quantize", "nvfp4_dequantize"}
+WITH_FLOAT16 = {"paged_attention", "nvfp4_gemv", "nvfp4_linear", "nvfp4_matmul", "nvfp4_quantize", "nvfp4_dequantize"}
 OPERATOR_AND_DTYPE = [
     (operator, dtype) for operator in MAKERS for dtype in DTYPES if dtype != "float16" or operator in WITH_FLOAT16
 ]

@@ -115,6 +115,20 @@ def test_nvfp4_linear(rng: Generator, layout: str, reciprocal: bool) -> None:
     assert np.isnan(poisoned[:, 2]).all() and np.isfinite(np.delete(poisoned, 2, axis=1)).all()
 
 
+@pytest.mark.parametrize("layout", ["plain", "blocked"])
+def test_nvfp4_matmul(rng: Generator, layout: str) -> None:
+    (a, sfa), (b, sfb) = random_nvfp4(rng, 5, 64), random_nvfp4(rng, 7, 64)
+    bias = rng.standard_normal(7).astype(ml_dtypes.bfloat16)
+    given = [blocked_by_formula(scales, 0xFF) if layout == "blocked" else scales for scales in (sfa, sfb)]
+    c = reference.nvfp4_matmul(a, b, *given, alpha=0.5, bias=bias, scale_layout=layout)
+    assert_close(
+        c, 0.5 * dequantize_by_casts(a, sfa, 1.0) @ dequantize_by_casts(b, sfb, 1.0).T + bias.astype(np.float64)
+    )
+    sfa[2, 1] = 0xFF
+    poisoned = reference.nvfp4_matmul(a, b, sfa, sfb)
+    assert np.isnan(poisoned[2]).all() and np.isfinite(np.delete(poisoned, 2, axis=0)).all()
+
+
 def test_nvfp4_gemv_of_views_reads_no_copy_of_padding(rng: Generator) -> None:
     codes, scales = random_nvfp4(rng, 4, 32)
     wide = np.full((4, 64), 0xFF, dtype=np.uint8)

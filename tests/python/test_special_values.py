@@ -148,6 +148,22 @@ def empty_calls() -> list[tuple[str, dict[str, Any]]]:
         for n in (0, 2):
             linear = {"x": np.ones((n, k), f32), "weight": codes, "weight_scale": scales, "weight_global": 1.0, **both}
             found.append(("nvfp4_linear", linear | {"bias": np.ones(rows, f32)}))
+            rows_of_a = -(-n // 128) * 128 if layout == "blocked" else n
+            both_codes = {"a": bytes_of(n, k // 2), "b": codes}
+            sfa = bytes_of(rows_of_a, scales.shape[1])
+            found.append(
+                (
+                    "nvfp4_matmul",
+                    {
+                        **both_codes,
+                        "sfa": sfa,
+                        "sfb": scales,
+                        "bias": np.ones(rows, f32),
+                        **both,
+                        "out_dtype": "float32",
+                    },
+                )
+            )
             if layout == "plain":
                 gemv = {"a": (rows, k // 2), "b": (1, k // 2), "sfa": (rows, k // 16), "sfb": (1, k // 16)}
                 found.append(

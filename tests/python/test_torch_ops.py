@@ -365,6 +365,19 @@ def test_nvfp4_gemv() -> None:
     assert norm_error(c, torch.as_tensor(np.asarray(expected, np.float64))) <= 1e-3
 
 
+@pytest.mark.parametrize("layout", ["plain", "blocked"])
+def test_nvfp4_matmul(layout: str) -> None:
+    x, weight = torch.randn(20, 64), torch.randn(30, 64)
+    a, sfa, scale_a = hw.nvfp4_quantize(x, scale_layout=layout)
+    b, sfb, scale_b = hw.nvfp4_quantize(weight, scale_layout=layout)
+    alpha, bias = float(scale_a * scale_b), torch.randn(30)
+    c = hw.nvfp4_matmul(a, b, sfa, sfb, alpha=alpha, bias=bias, out_dtype="float32", scale_layout=layout)
+    rounded_x = hw.nvfp4_dequantize(a, sfa, scale_a, scale_layout=layout)
+    rounded_weight = hw.nvfp4_dequantize(b, sfb, scale_b, scale_layout=layout)
+    torch.testing.assert_close(c, rounded_x @ rounded_weight.T + bias)
+    assert hw.nvfp4_matmul(*(t.to("meta") for t in (a, b, sfa, sfb))).dtype == torch.bfloat16
+
+
 def paged_inputs(dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
     q = torch.randn(2, 3, 4, 32).to(dtype)
     k_cache, v_cache = (torch.randn(6, 8, 2, 32).to(dtype) for _ in range(2))
@@ -415,6 +428,8 @@ def op_samples() -> dict[str, tuple[Any, ...]]:
     codes = torch.randint(0, 256, (1, 4, 16), dtype=torch.uint8).permute(1, 2, 0)
     scales = torch.randint(40, 70, (1, 4, 2), dtype=torch.uint8).permute(1, 2, 0)
     samples["nvfp4_gemv"] = (codes, codes[:1], scales, scales[:1])
+    flat = codes[:, :, 0], codes[:3, :, 0], scales[:, :, 0], scales[:3, :, 0]
+    samples["nvfp4_matmul"] = (*flat, 0.5, torch.randn(3), "float32")
     return samples
 
 

@@ -253,6 +253,26 @@ TEST(CInterface, Nvfp4Linear) {
       .check();
 }
 
+TEST(CInterface, Nvfp4Matmul) {
+  using Args = hopwell_nvfp4_matmul_args;
+  Operator<Args>{"nvfp4_matmul",
+                 hopwell_nvfp4_matmul,
+                 hopwell_nvfp4_matmul_workspace_bytes,
+                 {.a = bytes({2, 8}),
+                  .b = bytes({3, 8}),
+                  .sfa = bytes({2, 1}),
+                  .sfb = bytes({3, 1}),
+                  .bias = floats({3}),
+                  .out = floats({2, 3})},
+                 {{"a", &Args::a},
+                  {"b", &Args::b},
+                  {"sfa", &Args::sfa},
+                  {"sfb", &Args::sfb},
+                  {"bias", &Args::bias},
+                  {"out", &Args::out}}}
+      .check();
+}
+
 TEST(CInterface, Nvfp4Quantize) {
   using Args = hopwell_nvfp4_quantize_args;
   Operator<Args>{

@@ -184,6 +184,38 @@ def nvfp4_linear(
     return deliver(name, "out", scale * (activations @ _decode(codes, scales).T) + offset, out)
 
 
+def nvfp4_matmul(
+    a: Tensor,
+    b: Tensor,
+    sfa: Tensor,
+    sfb: Tensor,
+    *,
+    alpha: float = 1.0,
+    bias: Tensor | None = None,
+    out_dtype: str = "bfloat16",
+    scale_layout: str = "plain",
+    out: Array | None = None,
+) -> Array:
+    """c[m,n] = alpha·Σ_k a[m,k]·b[n,k] + bias[n], both sides NVFP4.
+
+    a uint8 [M, K/2] with sfa [M, K/16]; b uint8 [N, K/2] with sfb [N, K/16]; scales uint8 or float8_e4m3fn, plain or
+    blocked; bias [N]. Returns c [M, N]. `out_dtype` does not matter here: nothing is rounded.
+    """
+    name = "nvfp4_matmul"
+    codes_a, codes_b = _bytes(name, "a", a), _bytes(name, "b", b)
+    _require_whole_blocks(name, "a", codes_a, 2, "uint8 [M, K/2]")
+    (m, half_k), n = codes_a.shape, len(codes_b)
+    require_shape(name, "b", codes_b, "[N, K/2]", (n, half_k))
+    known = ("bfloat16", "float16", "float32")
+    require(out_dtype in known, name, "out_dtype", "bfloat16, float16 or float32", out_dtype)
+    require(bool(np.isfinite(alpha)), name, "alpha", "finite", alpha)
+    scales_a = _scales(name, "sfa", sfa, scale_layout, (m, half_k // 8))
+    scales_b = _scales(name, "sfb", sfb, scale_layout, (n, half_k // 8))
+    offset = np.zeros(n) if bias is None else as_float64(bias)
+    require_shape(name, "bias", offset, "[N]", (n,))
+    return deliver(name, "out", alpha * (_decode(codes_a, scales_a) @ _decode(codes_b, scales_b).T) + offset, out)
+
+
 def _global_of(amax: np.float32) -> np.float32:
     """amax/2688 in fp32, so that the largest block's scale is 448 and its largest code 6."""
     if amax == 0:

@@ -1,13 +1,14 @@
-// nvfp4_gemv and nvfp4_linear on the CPU.
+// nvfp4_gemv, nvfp4_linear and nvfp4_matmul on the CPU.
 //
 // nvfp4_linear with few rows of x, and nvfp4_gemv, multiply codes with x as they come out of the decoder, in fp32
 // registers. With more rows, tiles of weights are decoded to fp32 and go through BLAS. Items are tiles of weight rows,
-// whatever the number of threads, so that results do not depend on it.
+// whatever the number of threads, so that results do not depend on it. nvfp4_matmul is nvfp4_linear whose x, the side of
+// fewer rows, is decoded first.
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <functional>
 #include <optional>
-#include <type_traits>
 #include <vector>
 
 #include "ops/nvfp4/op.hpp"
@@ -147,19 +148,22 @@ struct Epilogue {
 
   void operator()(std::int64_t i, std::int64_t first, std::int64_t count, const float* sums) const {
     with_type(p.y, [&]<class T>(T* y) {
+      const auto at = [i](const View& view, std::int64_t row) { return i * view.stride[0] + row * view.stride[1]; };
       const T* bias = p.bias.as<const T>();
       for (std::int64_t r = 0; r < count; ++r) {
-        const double offset = p.bias ? static_cast<double>(to_float(bias[(first + r) * p.bias.stride[0]])) : 0.0;
-        y[i * p.y.stride[0] + first + r] =
-            rounded<T>(static_cast<float>(factor * static_cast<double>(sums[r]) + offset));
+        const double offset = p.bias ? static_cast<double>(to_float(bias[at(p.bias, first + r)])) : 0.0;
+        y[at(p.y, first + r)] = rounded<T>(static_cast<float>(factor * static_cast<double>(sums[r]) + offset));
       }
     });
   }
 };
 
-// Rows [first, first + n) of x as floats, arranged in groups of `group` rows of which the last is padded with rows of
+// Writes row i of x as floats.
+using RowsOfX = std::function<void(std::int64_t i, float* row)>;
+
+// Rows [first, first + n) of x, arranged in groups of `group` rows of which the last is padded with rows of
 // zeros.
-Scratch<float> arranged(const View& x, std::int64_t first, std::int64_t n, std::int64_t group, std::int64_t k) {
+Scratch<float> arranged(const RowsOfX& x, std::int64_t first, std::int64_t n, std::int64_t group, std::int64_t k) {
   const std::int64_t rows = tiles(n, group) * group;
   Scratch<float> out(rows * padded(k));
   cpu::parallel_for(
@@ -167,9 +171,7 @@ Scratch<float> arranged(const View& x, std::int64_t first, std::int64_t n, std::
       [&](std::int64_t i, const Scratch<float>& row) {
         float* to = out.get() + i / group * group * padded(k);
         if (i >= n) return simd::arrange(nullptr, unsigned_size(k), unsigned_size(i % group), unsigned_size(group), to);
-        with_type(x, [&]<class T>(const T* from) {
-          cpu::to_float(from + (first + i) * x.stride[0], row.get(), unsigned_size(k));
-        });
+        x(first + i, row.get());
         simd::arrange(row.get(), unsigned_size(k), unsigned_size(i % group), unsigned_size(group), to);
       });
   return out;
@@ -179,17 +181,15 @@ Matrix weight_of(const LinearProblem& p) {
   return {p.weight.as<std::uint8_t>(), p.weight.stride[0], 0, p.k, p.weight_scale};
 }
 
-void linear_by_one_dot(const LinearProblem& p, const Epilogue& epilogue) {
+void linear_by_one_dot(const LinearProblem& p, const RowsOfX& rows_of_x, const Epilogue& epilogue) {
   const Matrix weight = weight_of(p);
   // Digits that fixed point loses do not show in bf16 results, but where a sum cancels: those sums are made once more.
   simd::Row x(unsigned_size(p.k));
   std::optional<simd::Row> exact;
-  with_type(p.x, [&]<class T>(const T* from) {
-    const Scratch<float> row(p.k);
-    cpu::to_float(from, row.get(), unsigned_size(p.k));
-    simd::arrange_row(row.get(), unsigned_size(p.k), !std::is_same_v<T, bfloat16>, x);
-    if (!x.is_exact) simd::arrange_row(row.get(), unsigned_size(p.k), true, exact.emplace(unsigned_size(p.k)));
-  });
+  const Scratch<float> row(p.k);
+  rows_of_x(0, row.get());
+  simd::arrange_row(row.get(), unsigned_size(p.k), p.x.dtype != DType::kBFloat16, x);
+  if (!x.is_exact) simd::arrange_row(row.get(), unsigned_size(p.k), true, exact.emplace(unsigned_size(p.k)));
   cpu::parallel_for(
       tiles(p.rows, kRowTile), threads_for(p.rows * p.k), [&] { return DotScratch(p.k); },
       [&](std::int64_t item, const DotScratch& scratch) {
@@ -203,10 +203,10 @@ void linear_by_one_dot(const LinearProblem& p, const Epilogue& epilogue) {
       });
 }
 
-void linear_by_dots(const LinearProblem& p, const Epilogue& epilogue) {
+void linear_by_dots(const LinearProblem& p, const RowsOfX& rows_of_x, const Epilogue& epilogue) {
   const Matrix weight = weight_of(p);
   const std::int64_t group = std::min(kMaxDotN, static_cast<std::int64_t>(std::bit_ceil(unsigned_size(p.n))));
-  const Scratch<float> x = arranged(p.x, 0, p.n, group, p.k);
+  const Scratch<float> x = arranged(rows_of_x, 0, p.n, group, p.k);
   cpu::parallel_for(
       tiles(p.rows, kRowTile), threads_for(p.n * p.rows * p.k), [&] { return DotScratch(p.k); },
       [&](std::int64_t item, const DotScratch& scratch) {
@@ -220,7 +220,7 @@ void linear_by_dots(const LinearProblem& p, const Epilogue& epilogue) {
       });
 }
 
-void linear_by_gemm(const LinearProblem& p, const Epilogue& epilogue) {
+void linear_by_gemm(const LinearProblem& p, const RowsOfX& rows_of_x, const Epilogue& epilogue) {
   struct State {
     Scratch<float> tile{kGemmTile * kGemmColumns}, sums{kGemmRows * kGemmTile}, scales{kGemmColumns / kBlock + 16};
     Scratch<std::uint8_t> bytes{kGemmColumns / kBlock + 4};
@@ -228,7 +228,7 @@ void linear_by_gemm(const LinearProblem& p, const Epilogue& epilogue) {
   const Matrix weight = weight_of(p);
   for (std::int64_t x_first = 0; x_first < p.n; x_first += kGemmRows) {
     const std::int64_t n = std::min(kGemmRows, p.n - x_first);
-    const Scratch<float> x = arranged(p.x, x_first, n, 1, p.k);
+    const Scratch<float> x = arranged(rows_of_x, x_first, n, 1, p.k);
     cpu::parallel_for(
         tiles(p.rows, kGemmTile), [] { return State(); },
         [&](std::int64_t item, const State& state) {
@@ -250,19 +250,38 @@ void linear_by_gemm(const LinearProblem& p, const Epilogue& epilogue) {
   }
 }
 
-void launch_linear(const LinearProblem& p, Stream) {
+void multiply(const LinearProblem& p, const RowsOfX& rows_of_x) {
   if (p.n == 0 || p.rows == 0) return;
   const Epilogue epilogue{p, factor_of(p.global, p.global_is_reciprocal)};
   if (p.n == 1)
-    linear_by_one_dot(p, epilogue);
+    linear_by_one_dot(p, rows_of_x, epilogue);
   else if (p.n < kGemmFrom)
-    linear_by_dots(p, epilogue);
+    linear_by_dots(p, rows_of_x, epilogue);
   else
-    linear_by_gemm(p, epilogue);
+    linear_by_gemm(p, rows_of_x, epilogue);
+}
+
+void launch_linear(const LinearProblem& p, Stream) {
+  multiply(p, [&](std::int64_t i, float* row) {
+    with_type(p.x, [&]<class T>(const T* x) { cpu::to_float(x + i * p.x.stride[0], row, unsigned_size(p.k)); });
+  });
+}
+
+// ---- nvfp4_matmul -------------------------------------------------------------------------------------------------
+
+void launch_matmul(const MatmulProblem& p, Stream) {
+  const auto [codes, scales, linear] = as_linear(p, p.n < p.m);
+  const Matrix x{codes.as<std::uint8_t>(), codes.stride[0], 0, p.k, scales};
+  multiply(linear, [&](std::int64_t i, float* row) {
+    const DotScratch scratch(p.k);
+    x.decode_scales(i, 0, p.k, scratch.bytes.get(), scratch.scales.get());
+    simd::decode(x.row(i), scratch.scales.get(), 1, unsigned_size(p.k), row);
+  });
 }
 
 const runtime::Registration<GemvProblem> gemv{{.name = "cpu", .launch = launch_gemv}};
 const runtime::Registration<LinearProblem> linear{{.name = "cpu", .launch = launch_linear}};
+const runtime::Registration<MatmulProblem> matmul{{.name = "cpu", .launch = launch_matmul}};
 
 }  // namespace
 }  // namespace hopwell::ops::nvfp4

@@ -1,4 +1,4 @@
-// What the backends of nvfp4_gemv and nvfp4_linear pass to their kernels.
+// What the backends of nvfp4_gemv, nvfp4_linear and nvfp4_matmul pass to their kernels.
 #pragma once
 
 #include "ops/nvfp4/kernels/operands.hpp"
@@ -23,11 +23,12 @@ inline GlobalScale factor_of(const LinearProblem& p) { return tile::global_scale
 template <class T>
 Result<T> result_of(const LinearProblem& p) {
   return {.y = p.y.as<T>(),
-          .row_stride = 1,
+          .row_stride = p.y.stride[1],
           .column_stride = p.y.stride[0],
           .batch_stride = 0,
           .bias = p.bias.as<const T>(),
-          .bias_stride = p.bias.stride[0]};
+          .bias_row_stride = p.bias.stride[1],
+          .bias_column_stride = p.bias.stride[0]};
 }
 
 // A grid of the plan's clusters, times y and z.

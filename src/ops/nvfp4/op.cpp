@@ -1,5 +1,7 @@
 #include "ops/nvfp4/op.hpp"
 
+#include <utility>
+
 #include "ops/common/nvfp4_arguments.hpp"
 #include "runtime/c_interface.hpp"
 
@@ -11,6 +13,7 @@ using namespace hopwell::nvfp4;  // NOLINT(google-build-using-namespace): checks
 
 constexpr const char* kGemv = "nvfp4_gemv";
 constexpr const char* kLinear = "nvfp4_linear";
+constexpr const char* kMatmul = "nvfp4_matmul";
 
 Scales check_batched_scales(Checker& check, std::string_view name, const DLTensor* tensor, hopwell_scale_layout layout,
                             const char* rows) {
@@ -21,6 +24,19 @@ Scales check_batched_scales(Checker& check, std::string_view name, const DLTenso
           .row_stride = view.stride[0],
           .batch_stride = view.stride[2],
           .columns = view.shape[1]};
+}
+
+// A vector along dimension `dim` of a matrix, as such a matrix.
+View broadcast(View vector, const View& matrix, std::size_t dim) {
+  const std::int64_t stride = vector.stride[0];
+  vector.ndim = matrix.ndim, vector.shape = matrix.shape, vector.stride = {};
+  vector.stride.at(dim) = stride;
+  return vector;
+}
+
+View transposed(View matrix) {
+  std::swap(matrix.shape[0], matrix.shape[1]), std::swap(matrix.stride[0], matrix.stride[1]);
+  return matrix;
 }
 
 GemvProblem check(const Nvfp4GemvArgs& args) {
@@ -52,21 +68,66 @@ LinearProblem check(const Nvfp4LinearArgs& args) {
   p.weight_scale = check_scales(check, "weight_scale", args.weight_scale, layout_of(check, args), "N");
   p.global = check_global(check, "weight_global", args.weight_global, "weight_global_value", args.weight_global_value);
   p.global_is_reciprocal = args.global_is_reciprocal;
-  p.bias = check.optional_input("bias", args.bias, {p.x.dtype}, {"N"}, Layout::kAny);
+  const View bias = check.optional_input("bias", args.bias, {p.x.dtype}, {"N"}, Layout::kAny);
   p.y = check.output("out", args.out, {p.x.dtype}, {"n", "N"});
   p.n = check["n"], p.rows = check["N"];
+  p.bias = broadcast(bias, p.y, 1);
+  take_workspace(p, check, args);
+  return p;
+}
+
+MatmulProblem check(const Nvfp4MatmulArgs& args) {
+  Checker check(kMatmul);
+  MatmulProblem p;
+  p.a = check.input("a", args.a, kCodes, {"M", "K/2"});
+  p.k = check_k(check, "a", p.a, *args.a);
+  p.b = check.input("b", args.b, kCodes, {"N", "K/2"});
+  p.sfa = check_scales(check, "sfa", args.sfa, layout_of(check, args), "M");
+  p.sfb = check_scales(check, "sfb", args.sfb, layout_of(check, args), "N");
+  check.finite("alpha", args.alpha);
+  p.alpha = args.alpha;
+  p.c = check.output("out", args.out, kFloats, {"M", "N"});
+  p.bias = check.optional_input("bias", args.bias, {p.c.dtype}, {"N"}, Layout::kAny);
+  p.m = check["M"], p.n = check["N"];
   take_workspace(p, check, args);
   return p;
 }
 
 const runtime::Entry<Nvfp4GemvArgs, GemvProblem> gemv{kGemv, check};
 const runtime::Entry<Nvfp4LinearArgs, LinearProblem> linear{kLinear, check};
+const runtime::Entry<Nvfp4MatmulArgs, MatmulProblem> matmul{kMatmul, check};
 
 }  // namespace
+
+DecodedProduct as_linear(const MatmulProblem& p, bool b_is_x) {
+  struct Side {
+    View codes;
+    Scales scales;
+  };
+  Side x{p.a, p.sfa}, weight{p.b, p.sfb};
+  View c = p.c;
+  if (b_is_x) std::swap(x, weight), c = transposed(c);
+  const std::int64_t n = x.codes.shape[0], rows = weight.codes.shape[0];
+  return {.codes = x.codes,
+          .scales = x.scales,
+          .linear = {.op = kMatmul,
+                     .x = {.dtype = c.dtype, .ndim = 2, .shape = {n, p.k}, .stride = {p.k, 1}, .present = true},
+                     .weight = weight.codes,
+                     .bias = broadcast(p.bias, c, b_is_x ? 0 : 1),
+                     .y = c,
+                     .weight_scale = weight.scales,
+                     .global = {.value = p.alpha},
+                     .n = n,
+                     .rows = rows,
+                     .k = p.k,
+                     .device = p.device}};
+}
+
 }  // namespace ops::nvfp4
 
 using ops::nvfp4::gemv;
 using ops::nvfp4::linear;
+using ops::nvfp4::matmul;
 
 void nvfp4_gemv(const Nvfp4GemvArgs& args, Stream stream) { gemv.run(args, stream); }
 std::size_t nvfp4_gemv_workspace_bytes(const Nvfp4GemvArgs& args) { return gemv.workspace_bytes(args); }
@@ -75,6 +136,10 @@ std::string explain(const Nvfp4GemvArgs& args) { return gemv.explain(args); }
 void nvfp4_linear(const Nvfp4LinearArgs& args, Stream stream) { linear.run(args, stream); }
 std::size_t nvfp4_linear_workspace_bytes(const Nvfp4LinearArgs& args) { return linear.workspace_bytes(args); }
 std::string explain(const Nvfp4LinearArgs& args) { return linear.explain(args); }
+
+void nvfp4_matmul(const Nvfp4MatmulArgs& args, Stream stream) { matmul.run(args, stream); }
+std::size_t nvfp4_matmul_workspace_bytes(const Nvfp4MatmulArgs& args) { return matmul.workspace_bytes(args); }
+std::string explain(const Nvfp4MatmulArgs& args) { return matmul.explain(args); }
 
 }  // namespace hopwell
 
@@ -90,4 +155,11 @@ extern "C" hopwell_status hopwell_nvfp4_linear(const hopwell_nvfp4_linear_args* 
 }
 extern "C" hopwell_status hopwell_nvfp4_linear_workspace_bytes(const hopwell_nvfp4_linear_args* args, size_t* bytes) {
   return hopwell::linear.workspace_bytes_from_c(args, bytes);
+}
+
+extern "C" hopwell_status hopwell_nvfp4_matmul(const hopwell_nvfp4_matmul_args* args, hopwell_stream stream) {
+  return hopwell::matmul.run_from_c(args, stream);
+}
+extern "C" hopwell_status hopwell_nvfp4_matmul_workspace_bytes(const hopwell_nvfp4_matmul_args* args, size_t* bytes) {
+  return hopwell::matmul.workspace_bytes_from_c(args, bytes);
 }

@@ -1,4 +1,4 @@
-// nvfp4_gemv and nvfp4_linear: what their backends are given. Meaning and shapes: hopwell.h.
+// nvfp4_gemv, nvfp4_linear and nvfp4_matmul: what their backends are given. Meaning and shapes: hopwell.h.
 #pragma once
 
 #include "runtime/backend.hpp"
@@ -22,10 +22,11 @@ struct GemvProblem {
 };
 
 struct LinearProblem {
-  View x;       // bf16, fp16 or fp32 [n, K]
-  View weight;  // codes [rows, K/2]
-  View bias;    // like x [rows], or absent
-  View y;       // like x [n, rows]
+  const char* op = "nvfp4_linear";  // or the one that this is part of
+  View x;                           // bf16, fp16 or fp32 [n, K]
+  View weight;                      // codes [rows, K/2]
+  View bias;                        // like x [n, rows], the same for each n (or, of nvfp4_matmul, row), or absent
+  View y;                           // like x [n, rows]
   Scales weight_scale;
   Global global;
   bool global_is_reciprocal = false;
@@ -34,5 +35,27 @@ struct LinearProblem {
   void* workspace = nullptr;
   std::size_t workspace_bytes = 0;
 };
+
+struct MatmulProblem {
+  View a;     // codes [M, K/2]
+  View b;     // codes [N, K/2]
+  View bias;  // like c [N], or absent
+  View c;     // fp16, bf16 or fp32 [M, N]
+  Scales sfa, sfb;
+  float alpha = 1;
+  std::int64_t m = 0, n = 0, k = 0;
+  runtime::Device device;
+  void* workspace = nullptr;
+  std::size_t workspace_bytes = 0;
+};
+
+// nvfp4_matmul as nvfp4_linear: one side's codes, decoded, are x; the other side is the weights. Codes times scales are
+// exact in any of c's types.
+struct DecodedProduct {
+  View codes;  // of x
+  Scales scales;
+  LinearProblem linear;  // x has no memory yet
+};
+DecodedProduct as_linear(const MatmulProblem& p, bool b_is_x);
 
 }  // namespace hopwell::ops::nvfp4

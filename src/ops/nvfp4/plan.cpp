@@ -240,6 +240,11 @@ Kernel choose_kernel(const ProblemShape& shape, bool has_wgmma) {
   return shape.columns <= 32 && shape.rows <= 2048 ? Kernel::kFewColumns : Kernel::kManyColumns;
 }
 
+bool decodes_b(const MatmulProblem& p) {
+  constexpr std::int64_t kMostColumns = 16;
+  return p.n < p.m && p.n <= kMostColumns;
+}
+
 Plan make_plan(const ProblemShape& shape, bool has_wgmma, const runtime::Device& device, const ClustersThatFit& fit) {
   Plan plan;
   switch (choose_kernel(shape, has_wgmma)) {

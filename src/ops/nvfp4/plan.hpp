@@ -1,4 +1,4 @@
-// How nvfp4_gemv and nvfp4_linear share out their work on a GPU: which kernel runs, and what its CTAs take. Plain data
+// How nvfp4_gemv, nvfp4_linear and nvfp4_matmul share out their work on a GPU: which kernel runs, and what its CTAs take. Plain data
 // from a shape and a device, found on the host.
 //
 // tile      rows of weights × columns of x whose sums lie in registers together
@@ -101,6 +101,13 @@ enum class Kernel { kGeneral, kOneColumn, kFewColumns, kFewColumnsWgmma, kManyCo
 //
 // x in fp32 and what cannot be copied go to kGeneral.
 Kernel choose_kernel(const ProblemShape& shape, bool has_wgmma);
+
+// Which side of nvfp4_matmul is decoded, as x, where no kernel multiplies codes by codes: b if it has fewer rows than a,
+// and at most 16; else a. A row's codes are K / 2 bytes, decoded they are written and read again as 2 K each, so the side
+// of fewer rows costs less; the other side's codes are read where they lie, once for all columns of a tile. With more
+// than 16 columns products bound, not bytes, and results of neighbouring rows of b lie together, as Hopper's kernel for
+// many columns stores them.
+bool decodes_b(const MatmulProblem& p);
 
 struct Plan {
   Kernel kernel = Kernel::kGeneral;

@@ -1,5 +1,6 @@
-// nvfp4_gemv and nvfp4_linear for any NVIDIA GPU from Ampere on: one column of x at the speed of memory, up to 16 at a
+// nvfp4_gemv, nvfp4_linear and nvfp4_matmul for any NVIDIA GPU from Ampere on: one column of x at the speed of memory, up to 16 at a
 // time (more than 16 read the weights again), and anything else in fp32. plan.hpp chooses.
+#include "ops/nvfp4/decode.hpp"
 #include "ops/nvfp4/kernels/few_columns.hpp"
 #include "ops/nvfp4/kernels/general.hpp"
 #include "ops/nvfp4/launch_one_column.hpp"
@@ -51,7 +52,7 @@ void launch_few_columns(const LinearProblem& p, const Plan& plan, const T* x, St
                                    .round_tiles = plan.round_tiles,
                                    .exchange_offset = static_cast<int>(plan.exchange_offset),
                                    .whole_scales = has_whole_scales(p.weight_scale)};
-  runtime::launch("nvfp4_linear", few_columns_kernel<kColumns, T>,
+  runtime::launch(p.op, few_columns_kernel<kColumns, T>,
                   launch_shape(plan, 32 * plan.warps, p.device, 1, plan.column_tiles), stream, params);
 }
 
@@ -73,11 +74,11 @@ void launch_linear(const LinearProblem& p, Stream stream) {
       if (plan.kernel == Kernel::kFewColumns) return launch_few_columns<16>(p, plan, x, stream);
       if (plan.kernel == Kernel::kOneColumn)
         return launch_one_column<FloatColumn<T>, T>(
-            "nvfp4_linear", plan, shape, p.device, stream,
+            p.op, plan, shape, p.device, stream,
             {.weight = weight_of(p), .x = {x}, .result = result_of<T>(p), .factor = factor_of(p)});
     }
     launch_general<FloatRows<T>, T>(
-        "nvfp4_linear", plan, shape, p.device, stream,
+        p.op, plan, shape, p.device, stream,
         {.weight = weight_of(p), .x = {x, p.x.stride[0]}, .result = result_of<T>(p), .factor = factor_of(p)});
   });
 }
@@ -89,33 +90,69 @@ runtime::Support gemv_supports(const GemvProblem& p) {
   return {};
 }
 
+// A row of codes times weights.
+template <class T>
+void launch_codes(const char* op, const ProblemShape& shape, const runtime::Device& device, Stream stream,
+                  const Fp4Matrix& weight, const Fp4Matrix& x, const Result<T>& result, const GlobalScale& factor) {
+  const Plan plan = plan_for(shape, device);
+  if (plan.kernel == Kernel::kOneColumn)
+    return launch_one_column<CodeColumn, T>(op, plan, shape, device, stream,
+                                            {.weight = weight, .x = {x}, .result = result, .factor = factor});
+  launch_general<CodeRow, T>(op, plan, shape, device, stream,
+                             {.weight = weight, .x = {x}, .result = result, .factor = factor});
+}
+
 void launch_gemv(const GemvProblem& p, Stream stream) {
   if (p.m == 0 || p.l == 0) return;
   const auto batched = [](const View& codes, const Scales& scales) {
     return Fp4Matrix{codes.as<const std::uint8_t>(), codes.stride[0], codes.stride[2], scales};
   };
-  const Fp4Matrix a = batched(p.a, p.sfa), b = batched(p.b, p.sfb);
   const GlobalScale alpha{nullptr, p.alpha, false};
-  const ProblemShape shape = shape_of(p);
-  const Plan plan = plan_for(shape, p.device);
   tile::with_type(p.c, [&]<class T>(T* c) {
     const Result<T> result{.y = c,
                            .row_stride = p.c.stride[0],
                            .column_stride = 0,
                            .batch_stride = p.c.stride[2],
                            .bias = nullptr,
-                           .bias_stride = 0};
-    if (plan.kernel == Kernel::kOneColumn)
-      return launch_one_column<CodeColumn, T>("nvfp4_gemv", plan, shape, p.device, stream,
-                                              {.weight = a, .x = {b}, .result = result, .factor = alpha});
-    launch_general<CodeRow, T>("nvfp4_gemv", plan, shape, p.device, stream,
-                               {.weight = a, .x = {b}, .result = result, .factor = alpha});
+                           .bias_row_stride = 0,
+                           .bias_column_stride = 0};
+    launch_codes<T>("nvfp4_gemv", shape_of(p), p.device, stream, batched(p.a, p.sfa), batched(p.b, p.sfb), result,
+                    alpha);
+  });
+}
+
+// ---- nvfp4_matmul --------------------------------------------------------------------------------------------------
+
+runtime::Support matmul_supports(const MatmulProblem& p) {
+  if (linear_supports(as_linear(p, decodes_b(p)).linear).ok) return {};
+  return runtime::Support::no("M must be at most 524280, N below 2^31");
+}
+
+// One row's codes are multiplied as they are.
+bool takes_codes(const MatmulProblem& p) { return p.m == 1 || p.n == 1; }
+
+std::size_t matmul_workspace_bytes(const MatmulProblem& p) { return takes_codes(p) ? 0 : decoded_bytes(p); }
+
+void launch_matmul(const MatmulProblem& p, Stream stream) {
+  if (p.m == 0 || p.n == 0) return;
+  if (!takes_codes(p)) return launch_linear(decode(p, stream), stream);
+  const DecodedProduct product = as_linear(p, decodes_b(p));
+  const LinearProblem& linear = product.linear;
+  const Fp4Matrix x{product.codes.as<const std::uint8_t>(), product.codes.stride[0], 0, product.scales};
+  ProblemShape shape = shape_of(linear);
+  shape.x_is_16_bit = true;
+  tile::with_type(p.c, [&]<class T>(T*) {
+    launch_codes<T>(linear.op, shape, p.device, stream, weight_of(linear), x, result_of<T>(linear), factor_of(linear));
   });
 }
 
 const runtime::Registration<LinearProblem> linear{
     {.name = kBackend, .supports = linear_supports, .launch = launch_linear}};
 const runtime::Registration<GemvProblem> gemv{{.name = kBackend, .supports = gemv_supports, .launch = launch_gemv}};
+const runtime::Registration<MatmulProblem> matmul{{.name = kBackend,
+                                                   .supports = matmul_supports,
+                                                   .workspace_bytes = matmul_workspace_bytes,
+                                                   .launch = launch_matmul}};
 
 }  // namespace
 }  // namespace hopwell::ops::nvfp4

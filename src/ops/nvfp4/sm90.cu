@@ -1,6 +1,7 @@
-// nvfp4_linear for Hopper, by wgmma: more than 16 columns of x, and few where x is much of what a CTA reads. plan.hpp
-// chooses; sm80.cu has the rest.
+// nvfp4_linear, and nvfp4_matmul after its x is decoded, for Hopper, by wgmma: more than 16 columns of x, and few where x
+// is much of what a CTA reads. plan.hpp chooses; sm80.cu has the rest.
 #include "arch/sm90/make_tensor_map.hpp"
+#include "ops/nvfp4/decode.hpp"
 #include "ops/nvfp4/kernels/few_columns_wgmma.hpp"
 #include "ops/nvfp4/kernels/many_columns.hpp"
 #include "ops/nvfp4/launch.hpp"
@@ -42,8 +43,8 @@ void launch_few_columns(const LinearProblem& p, const Plan& plan, const T* x, St
                                         .row_groups = plan.row_groups,
                                         .splits = plan.splits,
                                         .whole_scales = has_whole_scales(p.weight_scale)};
-  runtime::launch("nvfp4_linear", few_columns_wgmma_kernel<kColumns, T>, launch_shape(plan, Config::kThreads, p.device),
-                  stream, params);
+  runtime::launch(p.op, few_columns_wgmma_kernel<kColumns, T>, launch_shape(plan, Config::kThreads, p.device), stream,
+                  params);
 }
 
 // ---- many columns --------------------------------------------------------------------------------------------------
@@ -61,7 +62,7 @@ template <int kColumns, class T>
 void launch_arrange(const LinearProblem& p, const Plan& plan, const T* x, int stages, Stream stream) {
   constexpr std::int64_t kThreads = ManyColumnsConfig::kArrangeThreads;
   const std::int64_t threads = std::int64_t{plan.column_tiles} * stages * 4 * kColumns;
-  runtime::launch("nvfp4_linear", arrange_kernel<kColumns, T>,
+  runtime::launch(p.op, arrange_kernel<kColumns, T>,
                   {.grid = {static_cast<std::uint32_t>(tile::ceil_div(threads, kThreads))},
                    .threads = kThreads,
                    .programmatic_dependency = p.device.has_dependent_launches()},
@@ -95,8 +96,8 @@ void launch_many_columns(const LinearProblem& p, const Plan& plan, const T* x, S
                                  .splits = plan.splits,
                                  .cluster = plan.cluster,
                                  .whole_scales = has_whole_scales(p.weight_scale)};
-  runtime::launch("nvfp4_linear", many_columns_kernel<kColumns, T>, launch_shape(plan, Config::kThreads, p.device),
-                  stream, params, result_of<T>(p));
+  runtime::launch(p.op, many_columns_kernel<kColumns, T>, launch_shape(plan, Config::kThreads, p.device), stream,
+                  params, result_of<T>(p));
 }
 
 // ---- the backend ---------------------------------------------------------------------------------------------------
@@ -142,10 +143,29 @@ void launch(const LinearProblem& p, Stream stream) {
   });
 }
 
-const runtime::Registration<LinearProblem> backend{{.name = HOPWELL_ON_DEVICE ? "sm90" : "emu:sm90",
-                                                    .supports = supports,
-                                                    .workspace_bytes = workspace_bytes,
-                                                    .launch = launch}};
+// ---- nvfp4_matmul --------------------------------------------------------------------------------------------------
+
+runtime::Support matmul_supports(const MatmulProblem& p) {
+  if (p.m == 1 || p.n == 1) return runtime::Support::no("sm80 multiplies a row's codes as they are");
+  const runtime::Support support = supports(as_linear(p, decodes_b(p)).linear);
+  return support.ok ? support : runtime::Support::no("as nvfp4_linear with decoded x: " + support.reason);
+}
+
+std::size_t matmul_workspace_bytes(const MatmulProblem& p) {
+  return decoded_bytes(p) + workspace_bytes(as_linear(p, decodes_b(p)).linear);
+}
+
+void launch_matmul(const MatmulProblem& p, Stream stream) {
+  if (p.m > 0 && p.n > 0) launch(decode(p, stream), stream);
+}
+
+constexpr const char* kBackend = HOPWELL_ON_DEVICE ? "sm90" : "emu:sm90";
+const runtime::Registration<LinearProblem> linear{
+    {.name = kBackend, .supports = supports, .workspace_bytes = workspace_bytes, .launch = launch}};
+const runtime::Registration<MatmulProblem> matmul{{.name = kBackend,
+                                                   .supports = matmul_supports,
+                                                   .workspace_bytes = matmul_workspace_bytes,
+                                                   .launch = launch_matmul}};
 
 }  // namespace
 }  // namespace hopwell::ops::nvfp4

@@ -5,10 +5,13 @@
 // Bound     memory
 #pragma once
 
+#include "ops/nvfp4_quantize/op.hpp"
 #include "ops/nvfp4_quantize/row_items.hpp"
+#include "runtime/launch.hpp"
 #include "tile/gpu/dependency.hpp"
 #include "tile/gpu/fp4.hpp"
 #include "tile/gpu/numbers.hpp"
+#include "tile/gpu/views.hpp"
 
 namespace hopwell::ops::nvfp4_quantize::HOPWELL_TARGET {
 
@@ -96,4 +99,29 @@ __global__ void __launch_bounds__(DequantizeConfig::kThreads)
   }
 }
 
+// Each kernel file has its own: see runtime::launch.
+namespace {
+
+// For `op`, which may be another operator that decodes one of its operands.
+[[maybe_unused]] void dequantize(const char* op, const DequantizeProblem& p, Stream stream) {
+  if (p.rows == 0 || p.k == 0) return;
+  tile::with_type(p.x, [&]<class T>(T* x) {
+    constexpr std::int64_t kValues = Chunk<T>::kValues,
+                           kChunksPerCta = std::int64_t{DequantizeConfig::kThreads} * DequantizeConfig::kChunks;
+    const arch::LaunchShape shape{
+        .grid = {static_cast<std::uint32_t>(tile::ceil_div(p.rows * (p.k / kValues), kChunksPerCta))},
+        .threads = DequantizeConfig::kThreads,
+        .programmatic_dependency = p.device.has_dependent_launches()};
+    const DequantizeParams<T> params{.matrix = {p.codes.as<const std::uint8_t>(), p.codes.stride[0], 0, p.scales},
+                                     .x = x,
+                                     .global = tile::global_scale_of(p.global),
+                                     .x_stride = p.x.stride[0],
+                                     .chunks = row_items(p.rows, p.k / kValues),
+                                     .x_aligned = tile::has_aligned_rows(p.x, 16, sizeof(T)),
+                                     .codes_aligned = tile::has_aligned_rows(p.codes, 4, 1)};
+    runtime::launch(op, dequantize_kernel<T>, shape, stream, params);
+  });
+}
+
+}  // namespace
 }  // namespace hopwell::ops::nvfp4_quantize::HOPWELL_TARGET

@@ -69,25 +69,7 @@ void launch_quantize(const QuantizeProblem& p, Stream stream) {
   });
 }
 
-void launch_dequantize(const DequantizeProblem& p, Stream stream) {
-  if (p.rows == 0 || p.k == 0) return;
-  tile::with_type(p.x, [&]<class T>(T* x) {
-    constexpr std::int64_t kValues = Chunk<T>::kValues,
-                           kChunksPerCta = std::int64_t{DequantizeConfig::kThreads} * DequantizeConfig::kChunks;
-    const arch::LaunchShape shape{
-        .grid = {static_cast<std::uint32_t>(tile::ceil_div(p.rows * (p.k / kValues), kChunksPerCta))},
-        .threads = DequantizeConfig::kThreads,
-        .programmatic_dependency = p.device.has_dependent_launches()};
-    const DequantizeParams<T> params{.matrix = {p.codes.as<const std::uint8_t>(), p.codes.stride[0], 0, p.scales},
-                                     .x = x,
-                                     .global = tile::global_scale_of(p.global),
-                                     .x_stride = p.x.stride[0],
-                                     .chunks = row_items(p.rows, p.k / kValues),
-                                     .x_aligned = tile::has_aligned_rows(p.x, 16, sizeof(T)),
-                                     .codes_aligned = tile::has_aligned_rows(p.codes, 4, 1)};
-    runtime::launch("nvfp4_dequantize", dequantize_kernel<T>, shape, stream, params);
-  });
-}
+void launch_dequantize(const DequantizeProblem& p, Stream stream) { dequantize("nvfp4_dequantize", p, stream); }
 
 const runtime::Registration<QuantizeProblem> quantize{
     {.name = kBackend, .workspace_bytes = quantize_workspace_bytes, .launch = launch_quantize}};

@@ -342,6 +342,16 @@ def nvfp4_linear(a: dict[str, Any]) -> list[Expected]:
     return [Expected("y", reference.nvfp4_linear(**a), BOUNDS[str(a["x"].dtype)], slack)]
 
 
+def nvfp4_matmul(a: dict[str, Any]) -> list[Expected]:
+    sizes = {"a": _sizes(a["a"]), "b": _sizes(a["b"]), "sfa": _scale_sizes(a["sfa"]), "sfb": _scale_sizes(a["sfb"])}
+    size = reference.nvfp4_matmul(**sizes, scale_layout=a.get("scale_layout", "plain"))
+    slack = (ROUNDING * size + TINY) * abs(a.get("alpha", 1.0)) + TINY
+    if "bias" in a:
+        slack = slack + ROUNDING * finite(a["bias"])
+    bound = BOUNDS[a.get("out_dtype", "bfloat16")]
+    return [Expected("c", reference.nvfp4_matmul(**a), bound, slack, elementwise=True)]
+
+
 def nvfp4_quantize(a: dict[str, Any]) -> list[Expected]:
     names = ("codes", "scales", "global_scale")
     return [Expected(name, value) for name, value in zip(names, reference.nvfp4_quantize(**a), strict=True)]
@@ -474,6 +484,7 @@ _JUDGES: dict[str, Callable[[dict[str, Any]], list[Expected]]] = {
         paged_attention,
         nvfp4_gemv,
         nvfp4_linear,
+        nvfp4_matmul,
         nvfp4_quantize,
         nvfp4_dequantize,
         lightning_indexer_backward,

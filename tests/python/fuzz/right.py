@@ -342,6 +342,36 @@ def nvfp4_linear(draw: st.DrawFn) -> FuzzedCall:
 
 
 @st.composite
+def nvfp4_matmul(draw: st.DrawFn) -> FuzzedCall:
+    maker = Maker(draw)
+    m, n, k = maker.choose(1, maker.size(0, 130)), maker.choose(1, maker.size(0, 130)), _k(maker)
+    m, n = _fit([m, n], max(10 * WORK // max(k, 1), 1))
+    scale_type, blocked = maker.choose(np.uint8, E4M3), maker.chance(3)
+
+    def scales(rows: int) -> Any:
+        if blocked:
+            return _blocked(maker, rows, k // 16, 1, scale_type)
+        return maker.scales((rows, k // 16), scale_type)
+
+    arguments: dict[str, Any] = {
+        "a": maker.codes((m, k // 2)),
+        "b": maker.codes((n, k // 2)),
+        "sfa": scales(m),
+        "sfb": scales(n),
+    }
+    if maker.chance():
+        arguments["alpha"] = _scalar(maker, 0.01)
+    out_dtype = "bfloat16"
+    if maker.chance():
+        out_dtype = arguments["out_dtype"] = maker.choose("bfloat16", "float16", "float32")
+    if maker.chance():
+        arguments["bias"] = maker.floats((n,), out_dtype)
+    if blocked or maker.chance():
+        arguments["scale_layout"] = "blocked" if blocked else "plain"
+    return _given(maker, "nvfp4_matmul", arguments, {"out": ((m, n), DTYPES[out_dtype], True)})
+
+
+@st.composite
 def nvfp4_quantize(draw: st.DrawFn) -> FuzzedCall:
     maker = Maker(draw)
     dtype = maker.choose("float32", "float16", "bfloat16")
@@ -417,6 +447,7 @@ CALLS: dict[str, Callable[[], st.SearchStrategy[FuzzedCall]]] = {
         paged_attention,
         nvfp4_gemv,
         nvfp4_linear,
+        nvfp4_matmul,
         nvfp4_quantize,
         nvfp4_dequantize,
         lightning_indexer,

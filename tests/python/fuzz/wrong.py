@@ -40,7 +40,7 @@ OPTIONAL = (
 FREE_STRIDES = (
     "lse", "max_logits", "attn_sink", "topk_length", "q_positions", "k_start", "k_end", "context_lens", "alibi_slopes",
 )  # fmt: skip
-_ALSO_FREE = {"nvfp4_gemv": ("out",), "nvfp4_linear": ("bias",)}
+_ALSO_FREE = {"nvfp4_gemv": ("out",), "nvfp4_linear": ("bias",), "nvfp4_matmul": ("bias",)}
 NO_STRINGS = ("", "nonsense", "CPU", "\ud800", "cpu\0x", "plain\0", "float32\0", b"cpu", 3, ("nhd",), object())
 NO_INTEGERS = (1.5, "one", [1], 2**63, -(2**70), 10**400, b"1", 1j, np.float64(2.0))
 NO_REALS = (np.nan, np.inf, -np.inf, 1e300, -1e39, "one", [1.0], b"1", 1j, 10**400, object(), np.zeros(2))
@@ -310,6 +310,7 @@ _DIMENSIONS: dict[str, dict[str, str]] = {
     },
     "nvfp4_gemv": {"a": "M K! L", "b": "N! K! L", "sfa": "M K! L", "sfb": "N! K! L", "out": "M 1! L"},
     "nvfp4_linear": {"x": "n K!", "weight": "N K!", "weight_scale": "N K!", "bias": "N", "out": "n N"},
+    "nvfp4_matmul": {"a": "M K!", "b": "N K!", "sfa": "M K!", "sfb": "N K!", "bias": "N", "out": "M N"},
     "nvfp4_quantize": {"x": "rows K!"},
     "nvfp4_dequantize": {"codes": "rows K!", "scales": "rows K!"},
     "lightning_indexer": _INDEXER,

@@ -9,7 +9,7 @@ keyword-only tensors, so what is keyword-only in `hopwell` may be given by posit
 """
 
 from ._lightning_indexer import indexer_loss, lightning_indexer, lightning_indexer_backward
-from ._nvfp4 import nvfp4_dequantize, nvfp4_gemv, nvfp4_linear, nvfp4_quantize
+from ._nvfp4 import nvfp4_dequantize, nvfp4_gemv, nvfp4_linear, nvfp4_matmul, nvfp4_quantize
 from ._paged_attention import paged_attention
 from ._sparse_mla import attention_distribution, sparse_mla, sparse_mla_backward, sparse_mla_forward
 
@@ -21,6 +21,7 @@ __all__ = [
     "nvfp4_dequantize",
     "nvfp4_gemv",
     "nvfp4_linear",
+    "nvfp4_matmul",
     "nvfp4_quantize",
     "paged_attention",
     "sparse_mla",

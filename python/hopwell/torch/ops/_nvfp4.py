@@ -13,6 +13,7 @@ from hopwell._arrays import dtype_name
 from ._register import exporting, no_gradient, operator, scale_shape
 
 _gemv, _linear = exporting(hopwell.nvfp4_gemv), exporting(hopwell.nvfp4_linear)
+_matmul = exporting(hopwell.nvfp4_matmul)
 _quantize, _dequantize = exporting(hopwell.nvfp4_quantize), exporting(hopwell.nvfp4_dequantize)
 
 
@@ -96,6 +97,45 @@ def nvfp4_linear(
     return _nvfp4_linear(x, weight, weight_scale, weight_global, bias, scale_layout, global_is_reciprocal, backend)
 
 
+def _nvfp4_matmul_fake(
+    a: Tensor,
+    b: Tensor,
+    sfa: Tensor,
+    sfb: Tensor,
+    alpha: float = 1.0,
+    bias: Tensor | None = None,
+    out_dtype: str = "bfloat16",
+    *_: Any,
+    **__: Any,
+) -> Tensor:
+    dtype_name("nvfp4_matmul", "out_dtype", out_dtype, ("bfloat16", "float16", "float32"))
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=getattr(torch, out_dtype))
+
+
+@operator("nvfp4_matmul", _nvfp4_matmul_fake)
+def nvfp4_matmul(
+    a: Tensor,
+    b: Tensor,
+    sfa: Tensor,
+    sfb: Tensor,
+    alpha: float = 1.0,
+    bias: Tensor | None = None,
+    out_dtype: str = "bfloat16",
+    scale_layout: str = "plain",
+    backend: str | None = None,
+) -> Tensor:
+    """c = alpha · a · bᵀ + bias with both sides NVFP4 (W4A4): a [M, K/2], b [N, K/2], bias [N]; c [M, N]."""
+    c: Tensor = _matmul(
+        *(a, b, sfa, sfb),
+        alpha=alpha,
+        bias=bias,
+        out_dtype=out_dtype,
+        scale_layout=scale_layout,
+        backend=backend,
+    )
+    return c
+
+
 def _nvfp4_quantize_fake(x: Tensor, scale_layout: str = "plain", *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
     rows, k = x.shape
     codes = x.new_empty((rows, k // 2), dtype=torch.uint8)
@@ -173,5 +213,6 @@ def nvfp4_dequantize(
 
 no_gradient("nvfp4_gemv")
 no_gradient("nvfp4_linear")
+no_gradient("nvfp4_matmul")
 no_gradient("nvfp4_quantize")
 no_gradient("nvfp4_dequantize")

@@ -254,7 +254,7 @@ struct Epilogue {
     HOPWELL_UNROLL
     for (int i = 0; i < 2; ++i) {
       const int row = first + fragment_row() + 2 * i;
-      offsets[i] = to.bias && row < rows ? double(to_fp32(to.bias[row * to.bias_stride])) : 0;
+      offsets[i] = to.bias && row < rows ? double(to_fp32(to.bias[row * to.bias_row_stride])) : 0;
     }
   }
 

@@ -1,4 +1,4 @@
-// What the kernels of nvfp4_gemv and nvfp4_linear share: slices of K, the order of x, and results.
+// What the kernels of nvfp4_gemv, nvfp4_linear and nvfp4_matmul share: slices of K, the order of x, and results.
 #pragma once
 
 #include "arch/sm100/convert.hpp"
@@ -57,19 +57,29 @@ struct DecodeByConversion {
 // How many of a copy's bytes exist, where `left` do before K ends.
 HOPWELL_DEVICE int clamp_bytes(int left, int most) { return left < 0 ? 0 : left > most ? most : left; }
 
-// y[row, column, batch] = factor · sum + bias[row], rounded once from double, but for float's own rounding.
+// y[row, column, batch] = factor · sum + bias[row, column], rounded once from double, but for float's own rounding.
 template <class T>
 struct Result {
   T* y;
   int64_t row_stride, column_stride, batch_stride;  // elements
   const T* bias;                                    // or null
-  int64_t bias_stride;
+  int64_t bias_row_stride, bias_column_stride;      // one of them 0
 
+  HOPWELL_DEVICE T* at(int64_t row, int64_t column, int64_t batch) const {
+    return y + row * row_stride + column * column_stride + batch * batch_stride;
+  }
+  HOPWELL_DEVICE T value(int64_t row, int64_t column, double factor, float sum) const {
+    T value;
+    if (!bias && double(float(factor)) == factor) {
+      tile::from_fp32(float(factor) * sum, &value);  // the same, in fp32
+    } else {
+      const double offset = bias ? double(to_fp32(bias[row * bias_row_stride + column * bias_column_stride])) : 0;
+      tile::from_fp32(float(factor * double(sum) + offset), &value);
+    }
+    return value;
+  }
   HOPWELL_DEVICE void store(int64_t row, int64_t column, int64_t batch, double factor, float sum) const {
-    T* to = y + row * row_stride + column * column_stride + batch * batch_stride;
-    if (!bias && double(float(factor)) == factor) return tile::from_fp32(float(factor) * sum, to);  // the same, in fp32
-    const double offset = bias ? double(to_fp32(bias[row * bias_stride])) : 0;
-    tile::from_fp32(float(factor * double(sum) + offset), to);
+    *at(row, column, batch) = value(row, column, factor, sum);
   }
 };
 
