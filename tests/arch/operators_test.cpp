@@ -249,6 +249,15 @@ const Subject kSubjects[] = {
     {"nvfp4_gemv", "emu:sm80", cases::nvfp4_gemv, {"many_tiles_blocked"}, 8, 4},
     // Steps that go round the ring, scales with signs and without, clusters; blocked scales that end in NaN.
     {"nvfp4_gemv_sm100", "emu:sm100", cases::nvfp4_gemv, {"longer_k", "tail_blocked", "many_tiles_blocked"}, 8, 15},
+    // Codes decoded to a workspace that the next kernel reads.
+    {"nvfp4_matmul", "emu:sm80", cases::nvfp4_matmul, {"few_rows_of_a", "few_rows_of_b"}, 4, 3},
+    // Tiles of every width, in clusters and alone, with negative scales.
+    {"nvfp4_matmul_sm100",
+     "emu:sm100",
+     cases::nvfp4_matmul,
+     {"few_rows_of_a", "longer_k", "many_rows_of_both", "long_k_40_rows_of_a"},
+     4,
+     15},
     {"nvfp4_quantize", "emu:sm80", cases::nvfp4_quantize, {"basic", "blocked", "bf16"}, 8, 2},
     // Parts of many heads, which go round the ring; two warps that select.
     {"lightning_indexer", "emu:sm80", cases::lightning_indexer, {"many_heads", "topk_64_exact"}, 6, 5},

@@ -449,7 +449,7 @@ TEST(Nvfp4BadInput, Matmul) {
   args.bias = three;
   expect("bias must be float32 [N=4]; got float32 [3]");
   args.sfa = nullptr;
-  expect("sfa must be uint8 or float8_e4m3fn; got nothing");
+  expect("sfa must be uint8 or float8_e4m3fn [M=2, K/16=2]; got nothing");
   for (const float value : c) EXPECT_EQ(value, 5.0F);
 }
 

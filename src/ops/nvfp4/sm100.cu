@@ -1,21 +1,18 @@
-// NVFP4 for Blackwell: nvfp4_gemv on the tensor core, kernels/block_scaled_gemv.hpp; nvfp4_linear of one column by
-// kernels/one_column.hpp, with Blackwell's conversion of codes. The rest runs by sm80.cu.
+// NVFP4 for Blackwell: nvfp4_gemv and nvfp4_matmul on the tensor core, kernels/block_scaled.hpp; nvfp4_linear of one column
+// by kernels/one_column.hpp, with Blackwell's conversion of codes. The rest runs by sm80.cu.
 #include <algorithm>
 
-#include "arch/launch.hpp"
 #include "arch/sm90/make_tensor_map.hpp"
-#include "ops/nvfp4/kernels/block_scaled_gemv.hpp"
+#include "ops/nvfp4/kernels/block_scaled.hpp"
 #include "ops/nvfp4/launch_one_column.hpp"
-#include "ops/nvfp4/op.hpp"
-#include "runtime/launch.hpp"
 
 namespace hopwell::ops::nvfp4 {
 namespace {
 
 using namespace HOPWELL_TARGET;
 
-constexpr const char* kBackend = HOPWELL_ON_DEVICE ? "sm100" : "emu:sm100";
-constexpr std::int64_t kMaxK = std::int64_t{1} << 30, kMaxRows = std::int64_t{1} << 28, kMaxBatches = 65535;
+constexpr std::int64_t kMaxK = std::int64_t{1} << 30, kMaxRows = std::int64_t{1} << 28,
+                       kMaxColumns = std::int64_t{1} << 23, kMaxBatches = 65535;
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
@@ -24,6 +21,137 @@ bool takes_codes(const View& codes, std::int64_t rows, std::int64_t batches) {
   const auto fits = [](std::int64_t stride) { return stride >= 0 && stride % 16 == 0 && stride < kMaxK; };
   return reinterpret_cast<std::uintptr_t>(codes.data) % 16 == 0 && (rows <= 1 || fits(codes.stride[0])) &&
          (batches <= 1 || (codes.stride[2] >= 0 && codes.stride[2] % 16 == 0));
+}
+
+// Weights, a tile's rows, and x, its columns.
+struct Product {
+  const char* op;
+  View w, x;  // codes [rows, K/2, L], [columns, K/2, L]
+  Scales w_scales, x_scales;
+  float factor;
+  std::int64_t rows, columns, k, batches;
+  const runtime::Device& device;
+};
+
+runtime::Support supports(const Product& p, const char* dimensions) {
+  using runtime::Support;
+  if (!takes_codes(p.w, p.rows, p.batches) || !takes_codes(p.x, p.columns, p.batches))
+    return Support::no("rows and batches of a and b must be 16-byte aligned");
+  if (p.k < 1 || p.k > kMaxK || p.rows > kMaxRows || p.columns > kMaxColumns || p.batches > kMaxBatches)
+    return Support::no(dimensions);
+  return {};
+}
+
+// The narrowest tile that has all columns, or the widest.
+int columns_of_tile(std::int64_t columns) { return columns <= 8 ? 8 : columns <= 32 ? 32 : columns <= 128 ? 128 : 256; }
+
+// Over how many CTAs to share out K: the one whose CTAs have least to do. CTAs that share give each other sums, which takes
+// as long as a step for every 32 columns.
+int ranks_of(const Product& p, std::int64_t steps) {
+  constexpr int kMaxRanks = 8;
+  const int columns = columns_of_tile(p.columns);
+  const std::int64_t tiles = ceil_div(p.rows, BlockScaledConfig<8>::kRows) * ceil_div(p.columns, columns) * p.batches,
+                     at_a_time = (columns <= 32 ? 2 : 1) * p.device.cluster_sms;
+  const auto cost = [&](std::int64_t ranks) {
+    return ceil_div(tiles * ranks, at_a_time) * (ceil_div(steps, ranks) + (ranks > 1 ? columns / 32 : 0));
+  };
+  std::int64_t best = 1;
+  for (std::int64_t ranks = 2; ranks <= std::min<std::int64_t>(kMaxRanks, steps); ++ranks)
+    if (cost(ranks) < cost(best)) best = ranks;
+  return static_cast<int>(best);
+}
+
+// A dimension of size 1 may have any stride; the copy engine wants a multiple of 16.
+std::uint64_t stride_of(std::int64_t stride, std::int64_t size) {
+  return size > 1 ? static_cast<std::uint64_t>(stride) : 16;
+}
+
+arch::TensorMap map_of(const View& codes, std::int64_t k, std::int64_t rows, std::int64_t batches, int box) {
+  return arch::make_tensor_map({.address = codes.data,
+                                .element = arch::TensorElement::u8,
+                                .rank = 3,
+                                .extent = {static_cast<std::uint64_t>(k / 2), static_cast<std::uint64_t>(rows),
+                                           static_cast<std::uint64_t>(batches)},
+                                .stride_bytes = {stride_of(codes.stride[0], rows), stride_of(codes.stride[2], batches)},
+                                .box = {BlockScaledConfig<8>::kRowBytes, static_cast<std::uint32_t>(box), 1},
+                                .swizzle = arch::Swizzle::bytes128});
+}
+
+template <int kColumns, class T>
+void launch_tiles(const Product& p, const Result<T>& result, Stream stream) {
+  using Config = BlockScaledConfig<kColumns>;
+  const std::int64_t steps = ceil_div(p.k, Config::kK);
+  const int ranks = ranks_of(p, steps);
+  const BlockScaledParams<T> params{.w = map_of(p.w, p.k, p.rows, p.batches, Config::kRows),
+                                    .x = map_of(p.x, p.k, p.columns, p.batches, kColumns),
+                                    .w_scales = p.w_scales,
+                                    .x_scales = p.x_scales,
+                                    .result = result,
+                                    .rows = static_cast<int>(p.rows),
+                                    .columns = static_cast<int>(p.columns),
+                                    .steps = static_cast<int>(steps),
+                                    .factor = p.factor};
+  runtime::launch(
+      p.op, block_scaled_kernel<kColumns, T>,
+      {.grid = {static_cast<std::uint32_t>(ceil_div(p.rows, Config::kRows) * ranks),
+                static_cast<std::uint32_t>(ceil_div(p.columns, kColumns)), static_cast<std::uint32_t>(p.batches)},
+       .threads = Config::kThreads,
+       .cluster = static_cast<std::uint32_t>(ranks),
+       .shared_bytes = sizeof(BlockScaledStorage<kColumns>),
+       .programmatic_dependency = p.device.has_dependent_launches()},
+      stream, params);
+}
+
+template <class T>
+void launch_product(const Product& p, const Result<T>& result, Stream stream) {
+  switch (columns_of_tile(p.columns)) {
+    case 8:
+      return launch_tiles<8>(p, result, stream);
+    case 32:
+      return launch_tiles<32>(p, result, stream);
+    case 128:
+      return launch_tiles<128>(p, result, stream);
+    default:
+      return launch_tiles<256>(p, result, stream);
+  }
+}
+
+// ---- nvfp4_gemv ----------------------------------------------------------------------------------------------------
+
+Product product_of(const GemvProblem& p) {
+  return {"nvfp4_gemv", p.a, p.b, p.sfa, p.sfb, p.alpha, p.m, 1, p.k, p.l, p.device};
+}
+
+runtime::Support gemv_supports(const GemvProblem& p) {
+  return supports(product_of(p), "K must be 16 to 2^30, M at most 2^28, L at most 65535");
+}
+
+void launch_gemv(const GemvProblem& p, Stream stream) {
+  if (p.m == 0 || p.l == 0) return;
+  tile::with_type(p.c, [&]<class T>(T* c) {
+    launch_tiles<8>(product_of(p), Result<T>{c, p.c.stride[0], 0, p.c.stride[2], nullptr, 0, 0}, stream);
+  });
+}
+
+// ---- nvfp4_matmul --------------------------------------------------------------------------------------------------
+
+// x is the side of fewer rows if they are so few that memory bounds: then the other side's codes are read once. Else it is
+// b, and a thread of the epilogue has neighbouring results.
+DecodedProduct sides_of(const MatmulProblem& p) { return as_linear(p, p.m >= p.n || p.m > 128); }
+
+Product product_of(const MatmulProblem& p) {
+  const auto [codes, scales, linear] = sides_of(p);
+  return {linear.op, linear.weight, codes, linear.weight_scale, scales, p.alpha, linear.rows, linear.n, p.k,
+          1,         p.device};
+}
+
+runtime::Support matmul_supports(const MatmulProblem& p) {
+  return supports(product_of(p), "K must be 16 to 2^30, M at most 2^28, N at most 2^23");
+}
+
+void launch_matmul(const MatmulProblem& p, Stream stream) {
+  if (p.m == 0 || p.n == 0) return;
+  tile::with_type(p.c, [&]<class T>(T*) { launch_product(product_of(p), result_of<T>(sides_of(p).linear), stream); });
 }
 
 // ---- nvfp4_linear --------------------------------------------------------------------------------------------------
@@ -52,78 +180,12 @@ void launch_linear(const LinearProblem& p, Stream stream) {
   });
 }
 
-// ---- nvfp4_gemv ----------------------------------------------------------------------------------------------------
-
-runtime::Support supports(const GemvProblem& p) {
-  using runtime::Support;
-  if (!takes_codes(p.a, p.m, p.l) || !takes_codes(p.b, 1, p.l))
-    return Support::no("rows and batches of a and b must be 16-byte aligned");
-  if (p.k < 1 || p.k > kMaxK || p.m > kMaxRows || p.l > kMaxBatches)
-    return Support::no("K must be 16 to 2^30, M at most 2^28, L at most 65535");
-  return {};
-}
-
-// Over how many CTAs to share out K: the one whose CTAs have least to do, two on a multiprocessor at a time.
-int ranks_of(const GemvProblem& p, std::int64_t steps) {
-  const std::int64_t tiles = ceil_div(p.m, BlockScaledConfig::kRows) * p.l, at_a_time = 2 * p.device.cluster_sms;
-  const auto cost = [&](std::int64_t ranks) { return ceil_div(tiles * ranks, at_a_time) * ceil_div(steps, ranks); };
-  std::int64_t best = 1;
-  for (std::int64_t ranks = 2; ranks <= std::min<std::int64_t>(BlockScaledConfig::kMaxRanks, steps); ++ranks)
-    if (cost(ranks) < cost(best)) best = ranks;
-  return static_cast<int>(best);
-}
-
-// A dimension of size 1 may have any stride; the copy engine wants a multiple of 16.
-std::uint64_t stride_of(std::int64_t stride, std::int64_t size) {
-  return size > 1 ? static_cast<std::uint64_t>(stride) : 16;
-}
-
-arch::TensorMap map_of(const View& codes, std::int64_t k, std::int64_t rows, std::int64_t batches, std::uint32_t box) {
-  return arch::make_tensor_map({.address = codes.data,
-                                .element = arch::TensorElement::u8,
-                                .rank = 3,
-                                .extent = {static_cast<std::uint64_t>(k / 2), static_cast<std::uint64_t>(rows),
-                                           static_cast<std::uint64_t>(batches)},
-                                .stride_bytes = {stride_of(codes.stride[0], rows), stride_of(codes.stride[2], batches)},
-                                .box = {BlockScaledConfig::kRowBytes, box, 1},
-                                .swizzle = arch::Swizzle::bytes128});
-}
-
-template <class T>
-void launch_typed(const GemvProblem& p, Stream stream) {
-  using Config = BlockScaledConfig;
-  const std::int64_t steps = ceil_div(p.k, Config::kK);
-  const int ranks = ranks_of(p, steps);
-  const BlockScaledParams<T> params{.a = map_of(p.a, p.k, p.m, p.l, Config::kRows),
-                                    .b = map_of(p.b, p.k, 1, p.l, Config::kColumns),
-                                    .sfa = p.sfa,
-                                    .sfb = p.sfb,
-                                    .c = p.c.as<T>(),
-                                    .c_stride_m = p.c.stride[0],
-                                    .c_stride_l = p.c.stride[2],
-                                    .m = static_cast<int>(p.m),
-                                    .steps = static_cast<int>(steps),
-                                    .alpha = p.alpha};
-  const std::int64_t ctas = ceil_div(p.m, Config::kRows) * ranks;
-  runtime::launch("nvfp4_gemv", block_scaled_gemv_kernel<T>,
-                  {.grid = {static_cast<std::uint32_t>(ctas), static_cast<std::uint32_t>(p.l)},
-                   .threads = Config::kThreads,
-                   .cluster = static_cast<std::uint32_t>(ranks),
-                   .shared_bytes = sizeof(BlockScaledStorage),
-                   .programmatic_dependency = p.device.has_dependent_launches()},
-                  stream, params);
-}
-
-void launch(const GemvProblem& p, Stream stream) {
-  if (p.m == 0 || p.l == 0) return;
-  if (p.c.dtype == DType::kFloat16) return launch_typed<arch::fp16>(p, stream);
-  if (p.c.dtype == DType::kBFloat16) return launch_typed<arch::bf16>(p, stream);
-  launch_typed<float>(p, stream);
-}
-
+constexpr const char* kBackend = HOPWELL_ON_DEVICE ? "sm100" : "emu:sm100";
 const runtime::Registration<LinearProblem> linear{
     {.name = kBackend, .supports = linear_supports, .launch = launch_linear}};
-const runtime::Registration<GemvProblem> gemv{{.name = kBackend, .supports = supports, .launch = launch}};
+const runtime::Registration<GemvProblem> gemv{{.name = kBackend, .supports = gemv_supports, .launch = launch_gemv}};
+const runtime::Registration<MatmulProblem> matmul{
+    {.name = kBackend, .supports = matmul_supports, .launch = launch_matmul}};
 
 }  // namespace
 }  // namespace hopwell::ops::nvfp4

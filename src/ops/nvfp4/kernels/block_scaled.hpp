@@ -1,0 +1,447 @@
+// nvfp4_matmul and nvfp4_gemv on Blackwell's tensor core, which multiplies e2m1 codes and applies their e4m3 scales by itself:
+//
+//     y[row, column] = factor · Σ_k w[row, k] sw[row, k / 16] · x[column, k] sx[column, k / 16] + bias     in each of L batches
+//
+// Tile      128 rows of weights × 8, 32, 128 or 256 columns of x; nvfp4_gemv has one column. The CTAs of a cluster share out
+//           K of their tile in turn, 256 a step: rows of 128 bytes. Rows and columns that do not exist are zeros.
+// Bound     up to 128 columns memory: a step brings 18,432 B of weights and their scales, for which a multiprocessor's share of
+//           7.2 TB/s takes 690 cycles; its four products take 136 (8 columns) to 256 (128). 256 columns: the tensor core,
+//           512 cycles a step
+// Roles     warps 0-3   scales     a thread a row of weights, and of x words of four scales, kAhead steps ahead in registers,
+//                                  into the order that tcgen05.cp reads. In the end these warps are the epilogue.
+//           warp 4      producer   boxes of codes
+//           warp 5      issuer     for every 64 of K: copies of scales to tensor memory, one product
+// Timeline  producer │ w 0 x 0 │ w 1 x 1 │ … as stages are free
+//           scales   │ load 0 … 3 │ store 0, load 4 │ store 1, load 5 │ …
+//           issuer   │           │ cp cp mma (×4) 0 → empty │ cp cp mma (×4) 1 → empty │ … → done
+//           epilogue │      one CTA: tensor memory → y;  a cluster: barrier │ eight columns to each CTA in turn, where codes
+//                    │      were │ barrier │ each adds up what it has got, rank by rank → y
+// Budget    shared, a stage: 16,384 + 2,048 of weights, 128 a column of x, 2,048 for every 128 columns:
+//           8 columns 5 stages 107,520, 32 columns 4 × 24,576 (two CTAs a multiprocessor); 128 columns 6 × 36,864 = 221,184,
+//           256 columns 4 × 55,296 (one). Tensor memory: a column for each of D, scales 16 + 16 for every 128: 64, 64, 256, 512
+#pragma once
+
+#include "arch/sm90/cluster.hpp"
+#include "arch/sm90/tma.hpp"
+#include "ops/nvfp4/kernels/operands.hpp"
+#include "tile/gpu/ring.hpp"
+#include "tile/gpu/tcgen05_panel.hpp"
+
+namespace hopwell::ops::nvfp4::HOPWELL_TARGET {
+
+template <int kColumnsOfTile>
+struct BlockScaledConfig {
+  static constexpr int kRows = 128, kColumns = kColumnsOfTile, kK = 256, kRowBytes = kK / 2;
+  static constexpr int kStages = kColumns == 8 ? 5 : kColumns == 128 ? 6 : 4, kAhead = 4;
+  static constexpr int kCtas = kColumns <= 32 ? 2 : 1;  // of a multiprocessor
+  static constexpr int kScaleWarps = 4, kScaleThreads = 32 * kScaleWarps;
+  static constexpr int kProducerWarp = 4, kIssuerWarp = 5, kThreads = 192;
+  static constexpr int kWords = kK / 64;                      // of four scales, a row and step
+  static constexpr int kScaleTiles = (kColumns + 127) / 128;  // of columns
+  static constexpr int kWordsOfX = (kColumns * kWords + kScaleThreads - 1) / kScaleThreads;  // of a thread
+  static constexpr int kChunk = 8;                                                           // columns that go together
+  static constexpr uint32_t kCodeBytes = (kRows + kColumns) * kRowBytes;
+};
+
+template <int kColumns>
+struct BlockScaledTmem {  // four columns of scales for every 64 of K and 128 rows
+  static constexpr int kD = 0, kScaleW = kColumns < 16 ? 16 : kColumns, kScaleX = kScaleW + 16;
+  static constexpr int kAllocated = kColumns <= 32 ? 64 : 2 * kColumns;
+  static_assert(kScaleX + 16 * BlockScaledConfig<kColumns>::kScaleTiles <= kAllocated);
+};
+
+/// Scales of 128 rows and 64 of K, as tcgen05.cp.32x128b takes them: those of row r at 16 (r mod 32) + 4 (r / 32).
+struct alignas(128) ScaleTile {
+  uint8_t bytes[512];
+};
+
+HOPWELL_DEVICE uint32_t& scales_of_row(ScaleTile& tile, int row) {
+  return *reinterpret_cast<uint32_t*>(tile.bytes + row % 32 * 16 + row / 32 * 4);
+}
+
+template <int kColumns>
+struct BlockScaledStorage {
+  using Config = BlockScaledConfig<kColumns>;
+  struct alignas(1024) Stage {
+    uint8_t w[Config::kRows * Config::kRowBytes], x[kColumns * Config::kRowBytes];
+  };
+  Stage codes[Config::kStages];  // in the end sums, [chunk of this CTA][CTA of the cluster][column][row]
+  ScaleTile scale_w[Config::kStages][Config::kWords], scale_x[Config::kStages][Config::kWords][Config::kScaleTiles];
+  tile::RingBarriers<Config::kStages> ring;  // full: scales
+  arch::mbarrier codes_full[Config::kStages], done;
+  uint32_t tmem;
+
+  /// Sums that a CTA gives for a chunk, counted among the chunks of the CTA that adds them up.
+  HOPWELL_DEVICE float* sums(int chunk, int from, int ranks) {
+    return reinterpret_cast<float*>(codes) + int64_t{chunk * ranks + from} * Config::kChunk * Config::kRows;
+  }
+};
+template <int kColumns>
+inline constexpr bool kBlockScaledFits =
+    BlockScaledConfig<kColumns>::kCtas * (sizeof(BlockScaledStorage<kColumns>) + 1024) <= 228 * 1024;
+static_assert(kBlockScaledFits<8> && kBlockScaledFits<32> && kBlockScaledFits<128> && kBlockScaledFits<256>);
+
+template <class T>
+struct BlockScaledParams {
+  arch::TensorMap w, x;  // codes [L][rows][K / 2], [L][columns][K / 2] bytes
+  Scales w_scales, x_scales;
+  Result<T> result;
+  int rows, columns, steps;  // of K, over all ranks
+  float factor;
+};
+
+#if HOPWELL_HAS_SM100A
+
+/// A row's scales: words of four, `word_bytes` apart.
+struct ScaleRow {
+  const uint8_t* at;
+  int word_bytes, columns;  // columns: K / 16; 0 for a row that does not exist
+  bool aligned;
+};
+
+HOPWELL_DEVICE ScaleRow scale_row(const Scales& scales, int row, int64_t batch, bool exists) {
+  const uint8_t* at = scales.data + scales.offset(row, 0, batch);
+  const bool aligned = reinterpret_cast<uintptr_t>(at) % 4 == 0;
+  return {at, scales.blocked ? 512 : 4, exists ? int(scales.columns) : 0, aligned};
+}
+
+/// Scales 4 word … 4 word + 3. Those beyond K are zeros, whatever lies there: blocked ones may have NaN.
+HOPWELL_DEVICE uint32_t load_scales(const ScaleRow& row, int word) {
+  const uint8_t* at = row.at + int64_t{word} * row.word_bytes;
+  const int left = row.columns - 4 * word;
+  if (left >= 4 && row.aligned) return *reinterpret_cast<const uint32_t*>(at);
+  uint32_t scales = 0;
+  for (int i = 0; i < 4 && i < left; ++i) scales |= uint32_t{at[i]} << 8 * i;
+  return scales;
+}
+
+/// What a CTA multiplies: its tile, and steps `rank`, rank + ranks, … of K.
+struct BlockScaledWork {
+  int first_row, first_column, batch, columns;  // columns that exist, from the first of this tile
+  int rank, ranks, count;
+  HOPWELL_DEVICE int step(int i) const { return rank + i * ranks; }
+};
+
+// ---- scales --------------------------------------------------------------------------------------------------------
+
+/// A thread of the warps that bring scales has a row of weights, and of x word thread % kWords of every 32nd column.
+template <int kColumns>
+struct ScaleSource {
+  using Config = BlockScaledConfig<kColumns>;
+  ScaleRow w, x[Config::kWordsOfX];
+
+  template <class T>
+  HOPWELL_DEVICE ScaleSource(const BlockScaledParams<T>& p, const BlockScaledWork& work) {
+    const int row = work.first_row + arch::thread_index();
+    w = scale_row(p.w_scales, row, work.batch, row < p.rows);
+    HOPWELL_UNROLL
+    for (int i = 0; i < Config::kWordsOfX; ++i)
+      x[i] = scale_row(p.x_scales, work.first_column + column(i), work.batch, column(i) < work.columns);
+  }
+  HOPWELL_DEVICE static int column(int i) {
+    return arch::thread_index() / Config::kWords + i * (Config::kScaleThreads / Config::kWords);
+  }
+  HOPWELL_DEVICE static int word() { return arch::thread_index() % Config::kWords; }
+  HOPWELL_DEVICE static bool has_x() { return column(0) < kColumns; }
+};
+
+template <int kColumns>
+struct StepScales {
+  uint32_t w[BlockScaledConfig<kColumns>::kWords], x[BlockScaledConfig<kColumns>::kWordsOfX];
+};
+
+template <int kColumns>
+HOPWELL_DEVICE StepScales<kColumns> load_step(const ScaleSource<kColumns>& from, int step) {
+  using Config = BlockScaledConfig<kColumns>;
+  StepScales<kColumns> scales;
+  HOPWELL_UNROLL
+  for (int i = 0; i < Config::kWords; ++i) scales.w[i] = load_scales(from.w, step * Config::kWords + i);
+  HOPWELL_UNROLL
+  for (int i = 0; i < Config::kWordsOfX; ++i)
+    scales.x[i] = load_scales(from.x[i], step * Config::kWords + ScaleSource<kColumns>::word());
+  return scales;
+}
+
+constexpr uint32_t kScaleSigns = 0x80808080, kCodeSigns = 0x88888888;
+
+template <int kColumns>
+HOPWELL_DEVICE void store_step(BlockScaledStorage<kColumns>& s, int stage, const StepScales<kColumns>& scales) {
+  using Config = BlockScaledConfig<kColumns>;
+  using Source = ScaleSource<kColumns>;
+  HOPWELL_UNROLL
+  for (int i = 0; i < Config::kWords; ++i)
+    scales_of_row(s.scale_w[stage][i], arch::thread_index()) = scales.w[i] & ~kScaleSigns;
+  if (!Source::has_x()) return;
+  HOPWELL_UNROLL
+  for (int i = 0; i < Config::kWordsOfX; ++i)
+    scales_of_row(s.scale_x[stage][Source::word()][Source::column(i) / 128], Source::column(i) % 128) =
+        scales.x[i] & ~kScaleSigns;
+}
+
+/// Changes the sign of a row's codes where those of the four scales of word `i` are negative.
+HOPWELL_DEVICE void negate_codes(uint8_t* rows, int row, int i, uint32_t scales) {
+  for (int j = 0; j < 4; ++j) {
+    if (!(scales >> (8 * j + 7) & 1)) continue;
+    auto* const codes = reinterpret_cast<uint32_t*>(rows + tile::swizzled(row, 2 * i + j / 2) + j % 2 * 8);
+    codes[0] ^= kCodeSigns, codes[1] ^= kCodeSigns;
+  }
+}
+
+/// The tensor core takes scales without a sign. Negative ones are rare: their codes are negated once they have come.
+template <int kColumns, class Slot>
+HOPWELL_DEVICE void apply_signs(BlockScaledStorage<kColumns>& s, const Slot& slot, const StepScales<kColumns>& scales) {
+  using Config = BlockScaledConfig<kColumns>;
+  using Source = ScaleSource<kColumns>;
+  auto& codes = s.codes[slot.stage()];
+  uint32_t any = 0;
+  HOPWELL_UNROLL
+  for (const uint32_t word : scales.w) any |= word;
+  HOPWELL_UNROLL
+  for (const uint32_t word : scales.x) any |= word;
+  if (!(any & kScaleSigns)) return;
+  arch::mbarrier_wait(s.codes_full[slot.stage()], slot.parity());
+  HOPWELL_UNROLL
+  for (int i = 0; i < Config::kWords; ++i) negate_codes(codes.w, arch::thread_index(), i, scales.w[i]);
+  HOPWELL_UNROLL
+  for (int i = 0; i < Config::kWordsOfX; ++i) negate_codes(codes.x, Source::column(i), Source::word(), scales.x[i]);
+}
+
+template <int kColumns, class T>
+HOPWELL_DEVICE void supply_scales(const BlockScaledParams<T>& p, BlockScaledStorage<kColumns>& s,
+                                  const BlockScaledWork& work) {
+  constexpr int kAhead = BlockScaledConfig<kColumns>::kAhead;
+  const ScaleSource<kColumns> from(p, work);
+  StepScales<kColumns> ahead[kAhead];
+  HOPWELL_UNROLL
+  for (int i = 0; i < kAhead; ++i) ahead[i] = load_step(from, work.step(i));
+  for (int first = 0; first < work.count; first += kAhead) {
+    HOPWELL_UNROLL
+    for (int i = 0; i < kAhead; ++i) {
+      if (first + i >= work.count) break;
+      const tile::RingSlot slot{s.ring, first + i};
+      slot.wait_empty();
+      store_step(s, slot.stage(), ahead[i]);
+      apply_signs(s, slot, ahead[i]);
+      arch::fence_proxy_async();
+      arch::syncwarp();
+      if (arch::lane_index() == 0) arch::mbarrier_arrive(slot.full());
+      ahead[i] = load_step(from, work.step(first + i + kAhead));
+    }
+  }
+}
+
+// ---- codes and products --------------------------------------------------------------------------------------------
+
+template <int kColumns, class T>
+HOPWELL_DEVICE void load_codes(const BlockScaledParams<T>& p, BlockScaledStorage<kColumns>& s,
+                               const BlockScaledWork& work) {
+  using Config = BlockScaledConfig<kColumns>;
+  for (int i = 0; i < work.count; ++i) {
+    const tile::RingSlot slot{s.ring, i};
+    auto& stage = s.codes[slot.stage()];
+    const int byte = work.step(i) * Config::kRowBytes;
+    arch::mbarrier& full = s.codes_full[slot.stage()];
+    slot.wait_empty();
+    arch::mbarrier_arrive_expect_tx(full, Config::kCodeBytes);
+    arch::tma_load(arch::shared_address(stage.w), p.w, {byte, work.first_row, work.batch}, full);
+    arch::tma_load(arch::shared_address(stage.x), p.x, {byte, work.first_column, work.batch}, full);
+  }
+}
+
+/// Copies the scales of 64 of K to tensor memory, a tile of 128 rows to every four columns.
+HOPWELL_DEVICE void copy_scales(uint32_t to, const ScaleTile& tile) {
+  constexpr uint64_t kScales = arch::tcgen05_descriptor({arch::Swizzle::none, 16, 128});
+  arch::tcgen05_copy<1, arch::CopyShape::b32x128_x4>(to, arch::at_address(kScales, arch::shared_address(&tile)));
+}
+
+template <int kColumns>
+HOPWELL_DEVICE void multiply(BlockScaledStorage<kColumns>& s, const BlockScaledWork& work) {
+  using Config = BlockScaledConfig<kColumns>;
+  using Tmem = BlockScaledTmem<kColumns>;
+  constexpr uint32_t kInstruction = arch::nvfp4_instruction_descriptor(Config::kRows, kColumns);
+  for (int i = 0; i < work.count; ++i) {
+    const tile::RingSlot slot{s.ring, i};
+    const int stage = slot.stage();
+    slot.wait_full();
+    arch::mbarrier_wait(s.codes_full[stage], slot.parity());
+    const uint64_t w = arch::at_address(tile::kTcgen05RowsAlongK, arch::shared_address(s.codes[stage].w)),
+                   x = arch::at_address(tile::kTcgen05RowsAlongK, arch::shared_address(s.codes[stage].x));
+    HOPWELL_UNROLL
+    for (int k = 0; k < Config::kWords; ++k) {
+      const uint32_t scale_w = arch::tmem_address(s.tmem, 0, Tmem::kScaleW + 4 * k),
+                     scale_x = arch::tmem_address(s.tmem, 0, Tmem::kScaleX + 4 * Config::kScaleTiles * k);
+      copy_scales(scale_w, s.scale_w[stage][k]);
+      HOPWELL_UNROLL
+      for (int tile = 0; tile < Config::kScaleTiles; ++tile)
+        copy_scales(scale_x + uint32_t(4 * tile), s.scale_x[stage][k][tile]);
+      arch::tcgen05_mma_nvfp4<1>(arch::tmem_address(s.tmem, 0, Tmem::kD), w + uint64_t(2 * k), x + uint64_t(2 * k),
+                                 kInstruction, scale_w, scale_x, i + k > 0);
+    }
+    arch::tcgen05_commit<1>(slot.empty());
+  }
+  arch::tcgen05_commit<1>(s.done);
+}
+
+// ---- results -------------------------------------------------------------------------------------------------------
+
+/// Sums of this thread's row.
+using SumsOfChunk = float[8];
+
+/// From tensor memory.
+template <int kColumns>
+HOPWELL_DEVICE void load_sums(const BlockScaledStorage<kColumns>& s, int chunk, SumsOfChunk& sums) {
+  uint32_t bits[8];
+  const int quarter = arch::warp_index() % 4;
+  arch::tmem_load<arch::TmemShape::b32x32>(
+      bits, arch::tmem_address(s.tmem, quarter * 32, BlockScaledTmem<kColumns>::kD + 8 * chunk));
+  arch::tmem_wait_load(bits);
+  HOPWELL_UNROLL
+  for (int i = 0; i < 8; ++i) sums[i] = arch::bit_cast<float>(bits[i]);
+}
+
+template <class T>
+HOPWELL_DEVICE void store_chunk(const BlockScaledParams<T>& p, const BlockScaledWork& work, int chunk,
+                                const SumsOfChunk& sums) {
+  struct alignas(16) Values {
+    T of_column[8];
+  };
+  const int row = work.first_row + arch::thread_index(), column = work.first_column + 8 * chunk;
+  const int columns = work.columns - 8 * chunk;
+  if (row >= p.rows) return;
+  Values values;
+  HOPWELL_UNROLL
+  for (int i = 0; i < 8; ++i)
+    if (i < columns) values.of_column[i] = p.result.value(row, column + i, double(p.factor), sums[i]);
+  T* const to = p.result.at(row, column, work.batch);
+  if (columns >= 8 && p.result.column_stride == 1 && reinterpret_cast<uintptr_t>(to) % 16 == 0) {
+    *reinterpret_cast<Values*>(to) = values;
+    return;
+  }
+  HOPWELL_UNROLL
+  for (int i = 0; i < 8; ++i)
+    if (i < columns) to[i * p.result.column_stride] = values.of_column[i];
+}
+
+template <int kColumns, class T>
+HOPWELL_DEVICE void store_tile(const BlockScaledParams<T>& p, const BlockScaledStorage<kColumns>& s,
+                               const BlockScaledWork& work) {
+  for (int chunk = 0; 8 * chunk < work.columns && chunk < kColumns / 8; ++chunk) {
+    SumsOfChunk sums;
+    load_sums(s, chunk, sums);
+    store_chunk(p, work, chunk, sums);
+  }
+}
+
+/// This CTA's sums, to those of the cluster that add them up: chunk by chunk in turn.
+template <int kColumns>
+HOPWELL_DEVICE void give_sums(BlockScaledStorage<kColumns>& s, const BlockScaledWork& work) {
+  using Config = BlockScaledConfig<kColumns>;
+  for (int chunk = 0; 8 * chunk < work.columns && chunk < kColumns / 8; ++chunk) {
+    SumsOfChunk sums;
+    load_sums(s, chunk, sums);
+    const float* slot = s.sums(chunk / work.ranks, work.rank, work.ranks) + arch::thread_index();
+    const uint32_t to = arch::map_to_rank(arch::shared_address(slot), uint32_t(chunk % work.ranks));
+    HOPWELL_UNROLL
+    for (int i = 0; i < 8; ++i)
+      if (8 * chunk + i < work.columns)
+        arch::store_cluster(to + uint32_t(4 * Config::kRows * i), arch::bit_cast<uint32_t>(sums[i]));
+  }
+}
+
+template <int kColumns, class T>
+HOPWELL_DEVICE void add_sums(const BlockScaledParams<T>& p, BlockScaledStorage<kColumns>& s,
+                             const BlockScaledWork& work) {
+  using Config = BlockScaledConfig<kColumns>;
+  for (int chunk = work.rank; 8 * chunk < work.columns && chunk < kColumns / 8; chunk += work.ranks) {
+    SumsOfChunk sums = {};
+    for (int from = 0; from < work.ranks; ++from) {
+      const float* slot = s.sums(chunk / work.ranks, from, work.ranks) + arch::thread_index();
+      HOPWELL_UNROLL
+      for (int i = 0; i < 8; ++i)
+        if (8 * chunk + i < work.columns) sums[i] += slot[Config::kRows * i];
+    }
+    store_chunk(p, work, chunk, sums);
+  }
+}
+
+// ---- the kernel ----------------------------------------------------------------------------------------------------
+
+template <int kColumns>
+HOPWELL_DEVICE void set_up(BlockScaledStorage<kColumns>& s, int warp) {
+  using Config = BlockScaledConfig<kColumns>;
+  if (warp == Config::kProducerWarp && arch::elect_one()) {
+    s.ring.init(Config::kScaleWarps, 1);
+    for (arch::mbarrier& full : s.codes_full) arch::mbarrier_init(full, 1);
+    arch::mbarrier_init(s.done, 1);
+    arch::fence_mbarrier_init();  // kept: what PTX names for barriers; the fence below is for the zeros
+  }
+  if (warp == Config::kIssuerWarp) {
+    arch::tmem_allocate<1>(s.tmem, BlockScaledTmem<kColumns>::kAllocated);
+    arch::tmem_relinquish<1>();
+  }
+  if (kColumns % 128 != 0) {  // scales of columns that a tile does not have are copied too
+    auto* const words = reinterpret_cast<uint32_t*>(s.scale_x);
+    for (int i = arch::thread_index(); i < int(sizeof(s.scale_x) / 4); i += Config::kThreads) words[i] = 0;
+  }
+  arch::fence_proxy_async();
+}
+
+/// Warps 0-3, after the last product.
+template <int kColumns, class T>
+HOPWELL_DEVICE void store_results(const BlockScaledParams<T>& p, BlockScaledStorage<kColumns>& s,
+                                  const BlockScaledWork& work, bool has_sums) {
+  if (has_sums) {
+    arch::mbarrier_wait(s.done, 0);
+    arch::tcgen05_fence_after_thread_sync();
+  }
+  if (work.ranks == 1) {
+    if (has_sums) store_tile(p, s, work);
+  } else {
+    arch::cluster_sync();  // no CTA needs its codes any more
+    if (has_sums) give_sums(s, work);
+    arch::cluster_sync();
+    if (has_sums) add_sums(p, s, work);
+  }
+  arch::tcgen05_fence_before_thread_sync();
+  arch::syncthreads();
+}
+
+#endif
+
+/// Grid [tiles of rows · ranks, tiles of columns, L], clusters of `ranks` CTAs.
+template <int kColumns, class T>
+__global__ void __launch_bounds__(BlockScaledConfig<kColumns>::kThreads, BlockScaledConfig<kColumns>::kCtas)
+    block_scaled_kernel(const __grid_constant__ BlockScaledParams<T> p) {
+#if HOPWELL_HAS_SM100A
+  using Config = BlockScaledConfig<kColumns>;
+  auto& s = arch::dynamic_smem<BlockScaledStorage<kColumns>>();
+  const int warp = arch::warp_index(), rank = int(arch::cluster_rank()), ranks = int(arch::cluster_size());
+  const arch::BlockIndex block = arch::block_index_3d();
+  const BlockScaledWork work{.first_row = block.x / ranks * Config::kRows,
+                             .first_column = block.y * kColumns,
+                             .batch = block.z,
+                             .columns = p.columns - block.y * kColumns,
+                             .rank = rank,
+                             .ranks = ranks,
+                             .count = (p.steps - rank + ranks - 1) / ranks};
+  set_up(s, warp);
+  arch::syncthreads();
+  tile::launch_dependents();
+  tile::wait_for_prior_kernels();
+  if (warp < Config::kScaleWarps) {
+    supply_scales(p, s, work);
+  } else if (warp == Config::kProducerWarp) {
+    if (arch::elect_one()) load_codes(p, s, work);
+  } else if (arch::elect_one()) {
+    multiply(s, work);
+  }
+  arch::syncwarp();  // kept: a lane branched off
+  store_results(p, s, work, warp < Config::kScaleWarps);
+  if (warp == Config::kIssuerWarp) {
+    arch::tcgen05_fence_after_thread_sync();  // kept: PTX's examples do without
+    arch::tmem_deallocate<1>(s.tmem, BlockScaledTmem<kColumns>::kAllocated);
+  }
+#endif
+}
+
+}  // namespace hopwell::ops::nvfp4::HOPWELL_TARGET
