@@ -1,9 +1,10 @@
 // nvfp4_gemv, nvfp4_linear and nvfp4_matmul on the CPU.
 //
 // nvfp4_linear with few rows of x, and nvfp4_gemv, multiply codes with x as they come out of the decoder, in fp32
-// registers. With more rows, tiles of weights are decoded to fp32 and go through BLAS. Items are tiles of weight rows,
-// whatever the number of threads, so that results do not depend on it. nvfp4_matmul is nvfp4_linear whose x, the side of
-// fewer rows, is decoded first.
+// registers. With more rows, tiles of weights are decoded to fp32 and go through BLAS. nvfp4_matmul is nvfp4_linear whose
+// x, the side of fewer rows, is decoded first: a block of it has so few digits that up to kMostRowDots rows are quicker one
+// by one, in fixed point. Items are tiles of weight rows, whatever the number of threads, so that results do not depend on
+// it.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -27,10 +28,11 @@ using cpu::Scratch, cpu::unsigned_size, cpu::with_type;
 using hopwell::nvfp4::kBlock;
 using simd::Matrix;
 
-constexpr std::int64_t kRowTile = 32;   // rows of weights an item takes
-constexpr std::int64_t kDotX = 6144;    // floats of x that stay in the first-level cache while rows of weights pass
-constexpr std::int64_t kMaxDotN = 8;    // rows of x that share a decoded weight
-constexpr std::int64_t kGemmFrom = 32;  // rows of x from which decoding for BLAS pays
+constexpr std::int64_t kRowTile = 32;      // rows of weights an item takes
+constexpr std::int64_t kDotX = 6144;       // floats of x that stay in the first-level cache while rows of weights pass
+constexpr std::int64_t kMaxDotN = 8;       // rows of x that share a decoded weight
+constexpr std::int64_t kMostRowDots = 36;  // rows of decoded x that go one by one: fixed point loses nothing of them
+constexpr std::int64_t kGemmFrom = 32;     // rows of x from which decoding for BLAS pays
 // Of weights decoded for BLAS at a time, 256 KiB; and of x.
 constexpr std::int64_t kGemmTile = 128, kGemmColumns = 512, kGemmRows = 256;
 
@@ -181,25 +183,46 @@ Matrix weight_of(const LinearProblem& p) {
   return {p.weight.as<std::uint8_t>(), p.weight.stride[0], 0, p.k, p.weight_scale};
 }
 
-void linear_by_one_dot(const LinearProblem& p, const RowsOfX& rows_of_x, const Epilogue& epilogue) {
-  const Matrix weight = weight_of(p);
-  // Digits that fixed point loses do not show in bf16 results, but where a sum cancels: those sums are made once more.
-  simd::Row x(unsigned_size(p.k));
+// Row by row in fixed point. Digits that it loses do not show in bf16 results, but where a sum cancels: those sums are
+// made once more.
+struct FixedRow {
+  explicit FixedRow(std::size_t k) : x(k) {}
+  simd::Row x;
   std::optional<simd::Row> exact;
-  const Scratch<float> row(p.k);
-  rows_of_x(0, row.get());
-  simd::arrange_row(row.get(), unsigned_size(p.k), p.x.dtype != DType::kBFloat16, x);
-  if (!x.is_exact) simd::arrange_row(row.get(), unsigned_size(p.k), true, exact.emplace(unsigned_size(p.k)));
+
+  void arrange(const float* row, std::size_t k, bool loses_nothing) {
+    simd::arrange_row(row, k, loses_nothing, x);
+    if (!x.is_exact) simd::arrange_row(row, k, true, exact.emplace(k));
+  }
+  void dot(const Matrix& weight, std::int64_t first, std::int64_t count, const DotScratch& scratch, float* sums) const {
+    constexpr float kShows = 0x1p-8F;
+    float losses[kRowTile];
+    dot_tile(weight, first, count, x, scratch, sums, x.is_exact ? nullptr : losses);
+    for (std::int64_t r = 0; !x.is_exact && r < count; ++r)
+      if (losses[r] > kShows * std::abs(sums[r])) dot_tile(weight, first + r, 1, *exact, scratch, sums + r);
+  }
+};
+
+void linear_by_row_dots(const LinearProblem& p, const RowsOfX& rows_of_x, const Epilogue& epilogue) {
+  const Matrix weight = weight_of(p);
+  const std::size_t k = unsigned_size(p.k);
+  std::vector<FixedRow> x;
+  for (std::int64_t i = 0; i < p.n; ++i) x.emplace_back(k);
   cpu::parallel_for(
-      tiles(p.rows, kRowTile), threads_for(p.rows * p.k), [&] { return DotScratch(p.k); },
+      p.n, threads_for(p.n * p.k * kArranged), [&] { return Scratch<float>(p.k); },
+      [&](std::int64_t i, const Scratch<float>& row) {
+        rows_of_x(i, row.get());
+        x[unsigned_size(i)].arrange(row.get(), k, p.x.dtype != DType::kBFloat16);
+      });
+  cpu::parallel_for(
+      tiles(p.rows, kRowTile), threads_for(p.n * p.rows * p.k), [&] { return DotScratch(p.k); },
       [&](std::int64_t item, const DotScratch& scratch) {
-        constexpr float kShows = 0x1p-8F;
         const std::int64_t first = item * kRowTile, count = std::min(kRowTile, p.rows - first);
-        float sums[kRowTile], losses[kRowTile];
-        dot_tile(weight, first, count, x, scratch, sums, x.is_exact ? nullptr : losses);
-        for (std::int64_t r = 0; !x.is_exact && r < count; ++r)
-          if (losses[r] > kShows * std::abs(sums[r])) dot_tile(weight, first + r, 1, *exact, scratch, sums + r);
-        epilogue(0, first, count, sums);
+        float sums[kRowTile];
+        for (std::int64_t i = 0; i < p.n; ++i) {
+          x[unsigned_size(i)].dot(weight, first, count, scratch, sums);
+          epilogue(i, first, count, sums);
+        }
       });
 }
 
@@ -250,11 +273,12 @@ void linear_by_gemm(const LinearProblem& p, const RowsOfX& rows_of_x, const Epil
   }
 }
 
-void multiply(const LinearProblem& p, const RowsOfX& rows_of_x) {
+// `most_row_dots`: rows of x up to which they are multiplied one by one.
+void multiply(const LinearProblem& p, const RowsOfX& rows_of_x, std::int64_t most_row_dots) {
   if (p.n == 0 || p.rows == 0) return;
   const Epilogue epilogue{p, factor_of(p.global, p.global_is_reciprocal)};
-  if (p.n == 1)
-    linear_by_one_dot(p, rows_of_x, epilogue);
+  if (p.n <= most_row_dots)
+    linear_by_row_dots(p, rows_of_x, epilogue);
   else if (p.n < kGemmFrom)
     linear_by_dots(p, rows_of_x, epilogue);
   else
@@ -262,9 +286,10 @@ void multiply(const LinearProblem& p, const RowsOfX& rows_of_x) {
 }
 
 void launch_linear(const LinearProblem& p, Stream) {
-  multiply(p, [&](std::int64_t i, float* row) {
+  const RowsOfX rows_of_x = [&](std::int64_t i, float* row) {
     with_type(p.x, [&]<class T>(const T* x) { cpu::to_float(x + i * p.x.stride[0], row, unsigned_size(p.k)); });
-  });
+  };
+  multiply(p, rows_of_x, 1);
 }
 
 // ---- nvfp4_matmul -------------------------------------------------------------------------------------------------
@@ -272,11 +297,12 @@ void launch_linear(const LinearProblem& p, Stream) {
 void launch_matmul(const MatmulProblem& p, Stream) {
   const auto [codes, scales, linear] = as_linear(p, p.n < p.m);
   const Matrix x{codes.as<std::uint8_t>(), codes.stride[0], 0, p.k, scales};
-  multiply(linear, [&](std::int64_t i, float* row) {
+  const RowsOfX rows_of_x = [&](std::int64_t i, float* row) {
     const DotScratch scratch(p.k);
     x.decode_scales(i, 0, p.k, scratch.bytes.get(), scratch.scales.get());
     simd::decode(x.row(i), scratch.scales.get(), 1, unsigned_size(p.k), row);
-  });
+  };
+  multiply(linear, rows_of_x, kMostRowDots);
 }
 
 const runtime::Registration<GemvProblem> gemv{{.name = "cpu", .launch = launch_gemv}};
