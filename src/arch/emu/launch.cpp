@@ -226,10 +226,6 @@ Options options_of_environment() {
   return options;
 }
 
-}  // namespace
-
-namespace {
-
 // HOPWELL_EMULATOR_MODEL=CHIP:FILE, the chip b200 or h200: adds what each launch asks for to the file, a line of JSON.
 struct ModelOfEnvironment {
   Rates rates;
@@ -254,11 +250,14 @@ void append_line(const std::string& path, const std::string& line) {
 
 void launch_in_session(const LaunchShape& shape, const std::function<void()>& kernel) {
   if (session) return append(session->report, launch(shape, session->options, kernel));
-  const std::optional<ModelOfEnvironment> model = model_of_environment();
-  std::optional<WorkCount> count;
-  if (model) count.emplace(model->rates);
-  const Report report = launch(shape, options_of_environment(), kernel);
-  if (count) append_line(model->file, count->json());
+  Report report;
+  if (const std::optional<ModelOfEnvironment> model = model_of_environment()) {
+    const WorkCount count(model->rates);
+    report = launch(shape, options_of_environment(), kernel);
+    append_line(model->file, count.json());
+  } else {
+    report = launch(shape, options_of_environment(), kernel);
+  }
   if (!report.clean()) throw CheckFailed(report.text());
 }
 
