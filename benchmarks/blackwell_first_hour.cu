@@ -7,6 +7,7 @@
 
 #include "blackwell/additions.hpp"
 #include "blackwell/copies.hpp"
+#include "blackwell/gather_and_add.hpp"
 #include "blackwell/products.hpp"
 
 namespace hopwell::blackwell {
@@ -43,6 +44,7 @@ int measure() {
   std::vector<Measurement> all;
   measure_additions(sizes, all);
   measure_gathers(sizes, all);
+  measure_gather_and_add(sizes, all);
   measure_products(sizes, all);
   measure_products_beside(sizes, all);
   measure_messages(sizes, all);

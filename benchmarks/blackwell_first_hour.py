@@ -31,7 +31,6 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "benchmarks/blackwell_first_hour.cu"
 EMULATED = ROOT / "build/cuda/tests/arch/blackwell_first_hour_emulated"
 COMMAND = Path(sys.executable).with_name("hopwell")
-OPERATORS = ["sparse_mla_forward", "sparse_mla_backward", "attention_distribution", "nvfp4_gemv"]  # that have sm100.cu
 SECONDS = 10  # of each kernel, while its clock is sampled
 
 # Of the model's units, the one that a kind of measurement is about, by the beginning of its name. Of what is not here,
@@ -144,8 +143,9 @@ class Clock:
 
 
 def times(folder: Path) -> list[Json]:
+    checked = json.loads((folder / "check.json").read_text())["results"]
     results: list[Json] = []
-    for operator in OPERATORS:
+    for operator in sorted({result["operator"] for result in checked}):
         path = folder / "bench.json"
         with Clock() as clock:
             began = time.monotonic()
@@ -167,8 +167,7 @@ def caps(_: Path) -> list[Json]:
 
 def peers(folder: Path) -> list[Json]:
     path = folder / "peers.json"
-    only = [word for operator in OPERATORS for word in ("--only", operator.replace("_gemv", "_linear"))]
-    output_of(sys.executable, ROOT / "benchmarks/peers.py", *only, "--json", path)
+    output_of(sys.executable, ROOT / "benchmarks/peers.py", "--json", path)
     results: list[Json] = json.loads(path.read_text())["results"]
     return results
 

@@ -52,6 +52,7 @@ BLACKWELL = [
     Kernel("backward, 64 heads", "sparse_mla_backward", 64),
     Kernel("backward, 128 heads (each of two CTAs)", "sparse_mla_backward", 128, ctas=2),
     Kernel("forward, 64 heads", "sparse_mla_forward", 64),
+    Kernel("forward, 128 heads (each of two CTAs)", "sparse_mla_forward", 128, ctas=2),
     Kernel("distribution, 128 heads", "attention_distribution", 128),
     Kernel("distribution, 64 heads", "attention_distribution", 64),
 ]

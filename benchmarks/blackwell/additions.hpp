@@ -36,32 +36,32 @@ HOPWELL_HOST_DEVICE uint32_t added_row(int cta, int warp, int repeat, int repeat
   return mixed(uint32_t(((cta * kAddingWarps + warp) * repeats + repeat) * kRowsARepeat + i)) % rows;
 }
 
-HOPWELL_DEVICE float* row_of(const AdditionParams& p, int repeat, int i) {
-  return p.sums + int64_t{kWidth} * added_row(block_index(), warp_index(), repeat, p.repeats, i, p.rows);
+HOPWELL_DEVICE float* row_of(const AdditionParams& p, int warp, int repeat, int i) {
+  return p.sums + int64_t{kWidth} * added_row(block_index(), warp, repeat, p.repeats, i, p.rows);
 }
 
 #if HOPWELL_HAS_SM100A
 
 template <Addition kForm>
-HOPWELL_DEVICE void add_rows(const AdditionParams& p, AdditionStorage& s, int repeat) {
+HOPWELL_DEVICE void add_rows(const AdditionParams& p, const AdditionStorage& s, int warp, int repeat) {
   const int lane = lane_index();
   if constexpr (kForm == Addition::lines) {
     for (int row = 0; row < kRowsARepeat; row += 4) {
-      float* const to = row_of(p, repeat, row + lane / 8) + lane % 8 * 4;
+      float* const to = row_of(p, warp, repeat, row + lane / 8) + lane % 8 * 4;
       HOPWELL_UNROLL
       for (int c = 0; c < kWidth; c += 32) red_add_v4(to + c, 1, 1, 1, 1);
     }
   } else if constexpr (kForm == Addition::keys) {
-    float* const to = row_of(p, repeat, lane);
+    float* const to = row_of(p, warp, repeat, lane);
     for (int c = 0; c < kWidth; c += 4) red_add_v4(to + c, 1, 1, 1, 1);
   } else if constexpr (kForm == Addition::scalar) {
     for (int row = 0; row < kRowsARepeat; ++row) {
-      float* const to = row_of(p, repeat, row) + lane;
+      float* const to = row_of(p, warp, repeat, row) + lane;
       HOPWELL_UNROLL
       for (int c = 0; c < kWidth; c += 32) red_add(to + c, 1);
     }
   } else {
-    bulk_reduce_add(row_of(p, repeat, lane), shared_address(s.ones), kWidth * 4);
+    bulk_reduce_add(row_of(p, warp, repeat, lane), shared_address(s.ones), kWidth * 4);
     bulk_commit();
     bulk_wait_read<0>();
   }
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(32 * kAddingWarps, 1) addition_kernel(const __
   for (int i = thread_index(); i < kWidth; i += 32 * kAddingWarps) s.ones[i] = 1;
   fence_proxy_async();
   timed(p.cycles, [&] {
-    for (int repeat = 0; repeat < p.repeats; ++repeat) add_rows<kForm>(p, s, repeat);
+    for (int repeat = 0; repeat < p.repeats; ++repeat) add_rows<kForm>(p, s, warp_index(), repeat);
     if constexpr (kForm == Addition::bulk) bulk_wait<0>();
   });
 }

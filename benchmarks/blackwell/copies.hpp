@@ -21,6 +21,7 @@ HOPWELL_DEVICE void initialise(mbarrier (&barriers)[kCount]) {
 
 template <int kWords>
 HOPWELL_DEVICE void add_words(uint32_t* sum, const uint32_t (&words)[kWords]) {
+  if (thread_index() >= 256) return;
   uint32_t own = 0;
   for (int i = thread_index(); i < kWords; i += 256) own += words[i];
   red_add(sum, own);
@@ -124,6 +125,23 @@ inline bool tiles_are_right(const GatherParams& p, const std::vector<uint32_t>& 
   return true;
 }
 
+inline GatherParams gather_params(const Memory<uint32_t>& tensor, uint32_t rows, int tiles, int in_flight, int warps,
+                                  const Memory<uint64_t>& cycles, const Memory<uint32_t>& sums) {
+  return {make_tensor_map({.address = tensor.data(),
+                           .element = TensorElement::bf16,
+                           .rank = 2,
+                           .extent = {576, rows},
+                           .stride_bytes = {1152},
+                           .box = {64, 1},
+                           .swizzle = Swizzle::bytes128}),
+          rows,
+          tiles,
+          in_flight,
+          warps,
+          cycles.data(),
+          sums.data()};
+}
+
 inline void measure_gathers(const Sizes& sizes, std::vector<Measurement>& all) {
   for (const uint32_t rows : {sizes.rows.front(), sizes.rows.back()}) {
     const std::vector<uint32_t> words = some_words(size_t{rows} * 288);
@@ -133,19 +151,8 @@ inline void measure_gathers(const Sizes& sizes, std::vector<Measurement>& all) {
         for (const bool multicast : {false, true}) {
           const Memory<uint64_t> cycles(size_t(sizes.ctas));
           const Memory<uint32_t> sums(size_t(sizes.ctas));
-          const GatherParams p{make_tensor_map({.address = tensor.data(),
-                                                .element = TensorElement::bf16,
-                                                .rank = 2,
-                                                .extent = {576, rows},
-                                                .stride_bytes = {1152},
-                                                .box = {64, 1},
-                                                .swizzle = Swizzle::bytes128}),
-                               rows,
-                               in_flight * (1 + sizes.repeats),
-                               in_flight,
-                               warps,
-                               cycles.data(),
-                               sums.data()};
+          const GatherParams p =
+              gather_params(tensor, rows, in_flight * (1 + sizes.repeats), in_flight, warps, cycles, sums);
           run(multicast ? multicast_kernel : gather_kernel,
               {{uint32_t(sizes.ctas)}, 256, multicast ? 2U : 1U, sizeof(GatherStorage)}, p);
           all.push_back({std::string("gather4 ") + (multicast ? "multicast to a pair, " : "") + std::to_string(warps) +
