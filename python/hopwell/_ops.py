@@ -363,7 +363,8 @@ def nvfp4_matmul(
 
     Args:
         a, b: e2m1 codes (low nibble = even k), uint8 or float4_e2m1fn_x2 [M, K/2] and [N, K/2]; K a multiple of 16.
-        sfa, sfb: e4m3 scales, uint8 or float8_e4m3fn; scale_layout "plain": [rows, K/16], or "blocked", as in `nvfp4_gemv`.
+        sfa, sfb: e4m3 scales, uint8 or float8_e4m3fn; scale_layout "plain": [rows, K/16], or "blocked", as in
+            `nvfp4_gemv`.
         alpha: factor of the product, such as both sides' global scales.
         bias: [N], of out_dtype.
         out_dtype: "bfloat16", "float16" or "float32".

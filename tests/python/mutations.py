@@ -100,6 +100,7 @@ BUGS = [
     Bug(
         "nvfp4", "amax / np.float32(CODE_MAX * SCALE_MAX)", "amax / np.float32(CODE_MAX * 256)", "another global scale"
     ),
+    Bug("nvfp4", "alpha * (_decode(codes_a", "1.0 * (_decode(codes_a", "alpha ignored by nvfp4_matmul"),
     Bug("nvfp4", "(signs << 3)", "(signs << 2)", "sign in the wrong bit"),
     Bug("lightning_indexer", "w @ np.maximum(dot, 0.0)", "w @ dot", "relu dropped"),
     Bug("lightning_indexer", "np.sort(best_first[:topk])", "best_first[:topk]", "keys in order of score"),

@@ -133,6 +133,21 @@ def test_nvfp4_linear_as_on_the_cpu(dtype: torch.dtype, n: int, rows: int, k: in
     assert relative_error(here, expected) < {torch.float16: 1e-3, torch.bfloat16: 4e-3}[dtype]
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("m", "n"), [(1, 512), (512, 1), (8, 77), (77, 8), (40, 300), (300, 150)])
+@pytest.mark.parametrize("k", [48, 1024])
+def test_nvfp4_matmul_as_on_the_cpu(dtype: str, m: int, n: int, k: int) -> None:
+    (a, sfa, _), (b, sfb, _) = hopwell.nvfp4_quantize(torch.randn(m, k)), hopwell.nvfp4_quantize(torch.randn(n, k))
+    bias = torch.randn(n).to(getattr(torch, dtype))
+    arguments = a, b, sfa, sfb, bias
+
+    def product(a: Tensor, b: Tensor, sfa: Tensor, sfb: Tensor, bias: Tensor) -> Tensor:
+        return hopwell.nvfp4_matmul(a, b, sfa, sfb, alpha=1e-5, bias=bias, out_dtype=dtype)
+
+    here, expected = product(*(x.cuda() for x in arguments)), product(*arguments)
+    assert relative_error(here, expected) < {"float16": 1e-3, "bfloat16": 4e-3}[dtype]
+
+
 def test_nvfp4_quantize_and_dequantize_as_on_the_cpu() -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         x = (torch.randn(300, 1040) * torch.logspace(-3, 3, 300)[:, None]).to(dtype)

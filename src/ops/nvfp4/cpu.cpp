@@ -188,7 +188,7 @@ Matrix weight_of(const LinearProblem& p) {
 struct FixedRow {
   explicit FixedRow(std::size_t k) : x(k) {}
   simd::Row x;
-  std::optional<simd::Row> exact;
+  std::optional<simd::Row> exact;  // if x is not
 
   void arrange(const float* row, std::size_t k, bool loses_nothing) {
     simd::arrange_row(row, k, loses_nothing, x);
@@ -197,8 +197,8 @@ struct FixedRow {
   void dot(const Matrix& weight, std::int64_t first, std::int64_t count, const DotScratch& scratch, float* sums) const {
     constexpr float kShows = 0x1p-8F;
     float losses[kRowTile];
-    dot_tile(weight, first, count, x, scratch, sums, x.is_exact ? nullptr : losses);
-    for (std::int64_t r = 0; !x.is_exact && r < count; ++r)
+    dot_tile(weight, first, count, x, scratch, sums, exact ? losses : nullptr);
+    for (std::int64_t r = 0; exact && r < count; ++r)
       if (losses[r] > kShows * std::abs(sums[r])) dot_tile(weight, first + r, 1, *exact, scratch, sums + r);
   }
 };

@@ -5,8 +5,8 @@
 // Tile      128 rows of weights × 8, 32, 128 or 256 columns of x; nvfp4_gemv has one column. The CTAs of a cluster share out
 //           K of their tile in turn, 256 a step: rows of 128 bytes. Rows and columns that do not exist are zeros.
 // Bound     up to 128 columns memory: a step brings 18,432 B of weights and their scales, for which a multiprocessor's share of
-//           7.2 TB/s takes 690 cycles; its four products take 136 (8 columns) to 256 (128). 256 columns: the tensor core,
-//           512 cycles a step
+//           7.2 TB/s takes 690 cycles; its four products take 136 (8 columns) to 256 (128). 256 columns: copies from L2,
+//           49,152 B of codes a step, 983 cycles at 50 B each; products take 512
 // Roles     warps 0-3   scales     a thread a row of weights, and of x words of four scales, kAhead steps ahead in registers,
 //                                  into the order that tcgen05.cp reads. In the end these warps are the epilogue.
 //           warp 4      producer   boxes of codes
