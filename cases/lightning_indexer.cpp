@@ -31,7 +31,10 @@ struct Indexer {
   // forward
   enum class Positions { kNone, kStart, kArray } positions = Positions::kNone;
   std::int64_t q_start = 0, kv_stride = 1;
+  // both
   bool ranges = false;  // k_start and k_end, as in SparseMla
+  // Of documents of so many keys, packed one after another, the queries are the tokens from `first_token` on.
+  std::int64_t document = 0, first_token = 0;
   // backward
   enum class Indices { kAny, kInvalid, kHot, kTwice, kAscending } indices = Indices::kAny;
   bool zero_targets = false;  // every second row of target is zero, and every third entry of the others
@@ -74,6 +77,17 @@ void fill(Array& array, Random& random, Indexer::Data data, double size = 1) {
   }
 }
 
+std::pair<Array*, Array*> add_documents(Instance& instance, const Indexer& p) {
+  Array& start = instance.add({"k_start", DType::kInt32, {p.s_q}});
+  Array& end = instance.add({"k_end", DType::kInt32, {p.s_q}});
+  for (std::int64_t s = 0; s < p.s_q; ++s) {
+    const std::int64_t token = p.first_token + s;
+    start.set(s, static_cast<double>(token / p.document * p.document));
+    end.set(s, static_cast<double>(token + 1));
+  }
+  return {&start, &end};
+}
+
 Inputs add_inputs(Instance& instance, Random& random, const Indexer& p) {
   using Data = Indexer::Data;
   Inputs in{.problem = p};
@@ -92,6 +106,8 @@ Inputs add_inputs(Instance& instance, Random& random, const Indexer& p) {
     in.q->set(row * p.d_index, p.infinite_queries && row / p.h_index % 2 == 1 ? -kInfinity : 1);
   for (std::int64_t t = 0; t < p.s_kv && (p.infinite_keys || p.infinite_queries); ++t)
     in.k->set(t * p.d_index, p.infinite_keys && t % 5 == 0 ? -kInfinity : 1);
+  if (p.ranges) std::tie(in.k_start, in.k_end) = add_key_ranges(instance, random, p.s_q, p.s_kv, p.strided ? 2 : 1);
+  if (p.document > 0) std::tie(in.k_start, in.k_end) = add_documents(instance, p);
   return in;
 }
 
@@ -124,6 +140,13 @@ Row row_of(const Indexer& p, const std::vector<double>& q, const std::vector<dou
     if (std::isnan(score.value)) score.value = -kInfinity;
   }
   return row;
+}
+
+// The key range of query s, within the keys that there are.
+std::pair<std::int64_t, std::int64_t> key_range(const Inputs& in, std::int64_t s) {
+  if (in.k_start == nullptr) return {0, in.problem.s_kv};
+  return {std::max<std::int64_t>(0, static_cast<std::int64_t>(in.k_start->get(s))),
+          std::min(in.problem.s_kv, static_cast<std::int64_t>(in.k_end->get(s)))};
 }
 
 // ---- forward
@@ -219,7 +242,6 @@ Instance make_forward(Random& random, const Indexer& p) {
     for (std::int64_t s = 0; s < p.s_q; ++s)
       in.q_positions->set(s, static_cast<double>(s < 6 ? some[s] : random.below(p.s_kv * p.kv_stride + 2)));
   }
-  if (p.ranges) std::tie(in.k_start, in.k_end) = add_key_ranges(instance, random, p.s_q, p.s_kv, p.strided ? 2 : 1);
   Array& indices = add(instance, p, "indices", DType::kInt32, {p.s_q, p.topk});
   Array& scores = add(instance, p, "scores", DType::kFloat32, {p.s_q, p.topk});
   instance.expect(indices, {.exact = true});
@@ -311,6 +333,23 @@ std::vector<std::pair<std::string, Indexer>> forward_problems() {
         .positions = Positions::kArray,
         .kv_stride = 4,
         .ranges = true}},
+      {"documents",
+       {.s_q = 150, .s_kv = 2500, .h_index = 4, .d_index = 32, .topk = 33, .document = 70, .first_token = 1100}},
+      {"documents_exact",
+       {.s_q = 40,
+        .s_kv = 2500,
+        .h_index = 20,
+        .d_index = 16,
+        .topk = 70,
+        .data = Data::kIntegers,
+        .document = 900,
+        .first_token = 1780}},
+      {"documents_many_heads", {.s_q = 9, .s_kv = 1500, .h_index = 130, .document = 400, .first_token = 795}},
+      {"documents_long_row",
+       {.s_q = 3, .s_kv = 20000, .h_index = 2, .d_index = 8, .document = 9000, .first_token = 17998}},
+      {"documents_fp32",
+       {.dtype = kFloat, .s_q = 90, .s_kv = 900, .h_index = 3, .topk = 20, .document = 32, .first_token = 500}},
+      {"nothing_visible", {.s_q = 4, .positions = Positions::kStart, .q_start = -70}},
       {"nan_keys", {.topk = 280, .data = Data::kIntegers, .nan_keys = true}},
       {"nan_query", {.topk = 65, .data = Data::kIntegers, .nan_queries = true}},
       {"large", {.data = Data::kLarge}},
@@ -365,13 +404,16 @@ void fill_indices(Array& indices, Random& random, const Indexer& p) {
 
 // Positive numbers that sum to 1 over the valid entries of a row; something on the invalid ones too, which must not
 // matter.
-void fill_target(Array& target, const Array& indices, Random& random, const Indexer& p) {
+void fill_target(const Inputs& in, Random& random) {
+  const Indexer& p = in.problem;
+  Array& target = *in.target;
   for (std::int64_t s = 0; s < p.s_q; ++s) {
+    const auto [first, last] = key_range(in, s);
     std::vector<double> row(static_cast<std::size_t>(p.topk));
     double sum = 0;
     for (std::int64_t i = 0; i < p.topk; ++i) {
-      const double key = indices.get(s * p.topk + i);
-      const bool valid = key >= 0 && key < static_cast<double>(p.s_kv);
+      const auto key = static_cast<std::int64_t>(in.indices->get(s * p.topk + i));
+      const bool valid = key >= first && key < last;
       double& value = row[static_cast<std::size_t>(i)];
       value = p.zero_targets && (s % 2 == 0 || i % 3 == 0) ? 0 : std::exp(random.normal());
       if (valid) sum += value;
@@ -431,13 +473,13 @@ void backward_reference(const Inputs& in, Instance& self) {
   const std::vector<double> q = values_of(*in.q), k = values_of(*in.k), weights = values_of(*in.weights);
   Gradients sum{0, 0, Gradient(*in.q), Gradient(*in.k), Gradient(*in.weights)};
   for (std::int64_t s = 0; s < p.s_q; ++s) {
+    const auto [first, last] = key_range(in, s);
     std::vector<std::int64_t> keys;
     std::vector<double> target;
     bool any = false;
     for (std::int64_t i = 0; i < p.topk; ++i) {
-      const double key = in.indices->get(s * p.topk + i);
-      if (key < 0 || key >= static_cast<double>(p.s_kv)) continue;
-      const std::vector<std::int64_t> one = {static_cast<std::int64_t>(key)};
+      const std::vector<std::int64_t> one = {static_cast<std::int64_t>(in.indices->get(s * p.topk + i))};
+      if (one[0] < first || one[0] >= last) continue;
       if ((p.nan_keys || p.nan_queries) && row_of(p, q, k, weights, s, one).scores[0].value == -kInfinity) continue;
       keys.push_back(one[0]);
       target.push_back(in.target->get(s * p.topk + i));
@@ -460,7 +502,7 @@ Instance make_backward(Random& random, const Indexer& p) {
   in.indices = &add(instance, p, "indices", DType::kInt32, {p.s_q, p.topk});
   in.target = &add(instance, p, "target", DType::kFloat32, {p.s_q, p.topk});
   fill_indices(*in.indices, random, p);
-  fill_target(*in.target, *in.indices, random, p);
+  fill_target(in, random);
   Array& loss = instance.add({"loss", DType::kFloat32, {}});
   Array& d_q = add(instance, p, "d_q_index", p.dtype, {p.s_q, p.h_index, p.d_index});
   Array& d_k = add(instance, p, "d_k_index", DType::kFloat32, {p.s_kv, p.d_index});
@@ -472,6 +514,7 @@ Instance make_backward(Random& random, const Indexer& p) {
   instance.repeatable = p.deterministic;
   instance.call = [in, &loss, &d_q, &d_k, &d_weights, &workspace = *instance.workspace](const char* backend,
                                                                                         Stream stream) {
+    const auto start = view_of(in.k_start), end = view_of(in.k_end);
     run_with_workspace<LightningIndexerBackwardArgs>(hopwell::lightning_indexer_backward,
                                                      hopwell::lightning_indexer_backward_workspace_bytes, workspace,
                                                      {.target = in.target->view(),
@@ -479,6 +522,8 @@ Instance make_backward(Random& random, const Indexer& p) {
                                                       .k_index = in.k->view(),
                                                       .weights = in.weights->view(),
                                                       .indices = in.indices->view(),
+                                                      .k_start = pointer(start),
+                                                      .k_end = pointer(end),
                                                       .d_loss = in.problem.d_loss,
                                                       .deterministic = in.problem.deterministic,
                                                       .loss = loss.view(),
@@ -528,6 +573,11 @@ std::vector<std::pair<std::string, Indexer>> backward_problems() {
       {"infinite_keys_any_order", {.topk = 70, .infinite_keys = true, .deterministic = false}},
       {"infinite_queries_any_order", {.topk = 70, .infinite_queries = true, .deterministic = false}},
       {"large", {.data = Data::kLarge}},
+      {"key_ranges", {.s_q = 30, .ranges = true, .indices = Indices::kInvalid}},
+      {"key_ranges_fp32", {.dtype = kFloat, .s_q = 30, .strided = true, .ranges = true}},
+      {"key_ranges_any_order",
+       {.s_q = 20, .s_kv = 900, .h_index = 70, .topk = 300, .ranges = true, .deterministic = false}},
+      {"key_ranges_nan_keys", {.s_q = 12, .s_kv = 70, .nan_keys = true, .ranges = true, .zero_targets = true}},
       {"d_loss", {.d_loss = -0.25F}},
       {"d_loss_0", {.d_loss = 0}},
       {"strided", {.s_q = 6, .strided = true, .indices = Indices::kInvalid}},

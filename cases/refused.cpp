@@ -49,14 +49,15 @@ const std::vector<Refusals>& all_refusals() {
       {"lightning_indexer",
        "sm90",
        {
-           {"q_index and k_index must be bfloat16", "key_ranges_fp32 normal_fp32 odd_shape strided_exact"},
+           {"q_index and k_index must be bfloat16",
+            "documents_fp32 key_ranges_fp32 normal_fp32 odd_shape strided_exact"},
            {"q_index must have rows of 16-byte pieces", "one_dimension queries_70000 strided"},
        }},
       {"lightning_indexer_backward",
        "sm90",
        {
            {"q_index and k_index must be bfloat16",
-            "any_order_fp32 basic_fp32 nan_targets_fp32 odd_shape strided_fp32"},
+            "any_order_fp32 basic_fp32 key_ranges_fp32 nan_targets_fp32 odd_shape strided_fp32"},
            {"q_index and k_index must have rows of whole 16-byte pieces", "any_order_strided one_dimension strided"},
        }},
       {"nvfp4_gemv",

@@ -228,14 +228,16 @@ void lightning_indexer_(handle q_index, handle k_index, handle weights, handle q
 }
 
 void lightning_indexer_backward_(handle target, handle q_index, handle k_index, handle weights, handle indices,
-                                 handle d_loss, handle deterministic, handle loss, handle d_q_index, handle d_k_index,
-                                 handle d_weights, handle backend, handle stream) {
+                                 handle k_start, handle k_end, handle d_loss, handle deterministic, handle loss,
+                                 handle d_q_index, handle d_k_index, handle d_weights, handle backend, handle stream) {
   Call call("lightning_indexer_backward", backend, stream);
   LightningIndexerBackwardArgs args{.target = call.input("target", target),
                                     .q_index = call.input("q_index", q_index),
                                     .k_index = call.input("k_index", k_index),
                                     .weights = call.input("weights", weights),
                                     .indices = call.input("indices", indices),
+                                    .k_start = call.input("k_start", k_start),
+                                    .k_end = call.input("k_end", k_end),
                                     .d_loss = call.real("d_loss", d_loss),
                                     .deterministic = call.flag("deterministic", deterministic),
                                     .loss = call.output("loss", loss),

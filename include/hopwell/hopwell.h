@@ -475,8 +475,11 @@ typedef struct hopwell_lightning_indexer_backward_args {
   const DLTensor* q_index HOPWELL_ZERO;
   const DLTensor* k_index HOPWELL_ZERO;
   const DLTensor* weights HOPWELL_ZERO;
-  /** int32 [s_q, topk]; entries outside [0, s_kv) are invalid */
+  /** int32 [s_q, topk]; entries outside [0, s_kv), or outside their query's key range, are invalid */
   const DLTensor* indices HOPWELL_ZERO;
+  /** key ranges as in sparse_mla_forward */
+  const DLTensor* k_start HOPWELL_ZERO;
+  const DLTensor* k_end HOPWELL_ZERO;
   /** scales the gradients, not the loss; in C, 0 means 1 and -0.0f means 0 */
   float d_loss HOPWELL_DEFAULT(1.0F);
   bool deterministic HOPWELL_ZERO;

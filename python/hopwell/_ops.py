@@ -496,6 +496,8 @@ def lightning_indexer_backward(
     weights: Array,
     indices: Array,
     *,
+    k_start: Array | None = None,
+    k_end: Array | None = None,
     d_loss: float = 1.0,
     deterministic: bool = False,
     backend: str | None = None,
@@ -511,6 +513,7 @@ def lightning_indexer_backward(
         target: fp32 [s_q, topk], what `attention_distribution(..., normalize="l1")` returns for these indices.
         q_index, k_index, weights: as in `lightning_indexer`.
         indices: int32 [s_q, topk]; entries outside [0, s_kv) are invalid, those that occur twice count twice.
+        k_start, k_end: int32 [s_q], given together: entries outside k_start[s] … k_end[s] − 1 are invalid, too.
         d_loss: scales the gradients, not the loss.
         deterministic: the same bits every time, also where the fastest way would not give them.
         backend, stream: as in `sparse_mla_forward`.
@@ -525,8 +528,8 @@ def lightning_indexer_backward(
     d_k_index = new(dims(k_index, 2), "float32")
     d_weights = new(dims(weights, 2), getattr(weights, "dtype", "float32"))
     _hopwell.lightning_indexer_backward(
-        target, q_index, k_index, weights, indices, d_loss, deterministic, loss, d_q_index, d_k_index, d_weights,
-        backend, stream,
+        target, q_index, k_index, weights, indices, k_start, k_end, d_loss, deterministic, loss, d_q_index, d_k_index,
+        d_weights, backend, stream,
     )  # fmt: skip
     return native(target, (loss, d_q_index, d_k_index, d_weights))
 

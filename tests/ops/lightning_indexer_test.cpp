@@ -229,6 +229,13 @@ TEST(LightningIndexerBackward, BadArgumentsAreNamedAndWriteNothing) {
   args = good;
   args.indices = target;
   EXPECT_EQ(message(args), "lightning_indexer_backward: indices must be int32 [s_q=3, topk]; got float32 [3, 4]");
+  const std::vector<std::int32_t> range(3);
+  const Tensor start(range.data(), {3}), short_end(range.data(), {2});
+  args = good;
+  args.k_start = start;
+  EXPECT_EQ(message(args), "lightning_indexer_backward: k_start and k_end are given together");
+  args.k_end = short_end;
+  EXPECT_EQ(message(args), "lightning_indexer_backward: k_end must be int32 [s_q=3]; got int32 [2]");
   EXPECT_EQ(p.loss[0], -77);
   EXPECT_EQ(p.d_q, p.q);
   EXPECT_EQ(message(good), "no error");

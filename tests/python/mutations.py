@@ -118,6 +118,8 @@ BUGS = [
         "d_k[keys] += d_dot.T @ q[s]",
         "duplicates merged in dk",
     ),
+    Bug("lightning_indexer", "keys_of[s] >= first[s]", "keys_of[s] >= 0", "keys before the range"),
+    Bug("lightning_indexer", "keys_of[s] < last[s]", "keys_of[s] < len(k)", "keys after the range"),
     Bug("lightning_indexer", "some = p != 0.0", "some = p > 0.0", "NaN targets without a loss"),
     Bug("lightning_indexer", "if not p.any():", "if False:", "rows without a target counted"),
 ]

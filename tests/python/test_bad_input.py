@@ -160,6 +160,8 @@ def test_integer_scalars(operator: str, wrong: Any) -> None:
         ("sparse_mla_backward", {"k_end": None}, "k_start and k_end are given together"),
         ("attention_distribution", {"k_start": None}, "k_start and k_end are given together"),
         ("attention_distribution", {"k_end": None}, "k_start and k_end are given together"),
+        ("lightning_indexer", {"k_start": None}, "k_start and k_end are given together"),
+        ("lightning_indexer_backward", {"k_end": None}, "k_start and k_end are given together"),
         ("sparse_mla_forward", {"backend": "gpu"}, "backend must be one of sm100, "),
         ("sparse_mla_forward", {"backend": 3}, "backend must be a name from hopwell.backends"),
         ("sparse_mla_backward", {"accumulate": True}, "dkv must be given to accumulate into; got None"),

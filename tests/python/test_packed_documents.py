@@ -109,3 +109,28 @@ def test_selection_from_packed_documents_equals_a_loop_over_them(dtype: torch.dt
         alone, alone_scores = hw.lightning_indexer(q[here], k[here], w[here], 9, q_start=0)
         assert torch.equal(indices[here], torch.where(alone < 0, alone, alone + first))
         assert torch.equal(scores[here], alone_scores)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_loss_of_packed_documents_equals_a_loop_over_them(dtype: torch.dtype) -> None:
+    """Index rows name keys of any document. The gradients that belong to one query have the same bits; those of keys
+    too, for deterministic sums over the queries of one document are in their order.
+    """
+    lengths = [5, 0, 1, 40, 0, 23]
+    s, cuts = sum(lengths), [0, *itertools.accumulate(lengths)]
+    tensors = [torch.randn(shape).to(dtype) for shape in ((s, 3, 16), (s, 16))] + [torch.randn(s, 3)]
+    indices, target = torch.randint(-3, s + 3, (s, 50), dtype=torch.int32), torch.rand(s, 50)
+
+    def step(here: slice, indices: Tensor, **ranges: Tensor) -> tuple[Tensor, ...]:
+        leaves = [x[here].clone().requires_grad_() for x in tensors]
+        loss = hw.indexer_loss(*leaves, indices, target[here], deterministic=True, **ranges)
+        return loss.detach()[None], *torch.autograd.grad(loss, leaves)
+
+    k_start, k_end = hw.key_ranges(torch.tensor(cuts, dtype=torch.int32), causal=False)
+    losses, *gradients = step(slice(0, s), indices, k_start=k_start, k_end=k_end)
+    alone = [step(slice(first, past), indices[first:past] - first) for first, past in itertools.pairwise(cuts)]
+    alone_losses, *alone_gradients = (torch.cat(parts) for parts in zip(*alone, strict=True))
+    torch.testing.assert_close(losses[0], alone_losses.sum(), rtol=1e-6, atol=0)
+    for got, wanted in zip(gradients, alone_gradients, strict=True):
+        assert torch.equal(got, wanted)
+    assert gradients[0].any(dim=-1).any(dim=-1).sum() > s / 2

@@ -150,6 +150,8 @@ def test_lightning_indexer_backward(
         "indices": data.draw(selections(s_q, s_kv, topk)),
         "d_loss": data.draw(st.sampled_from([1.0, -0.5, 0.0])),
     }
+    if data.draw(st.booleans()):
+        arguments |= {name: rng.integers(-2, s_kv + 3, s_q).astype(np.int32) for name in ("k_start", "k_end")}
     loss, d_q, d_k, d_weights = hopwell.lightning_indexer_backward(**arguments)
     expected = reference.lightning_indexer_backward(**arguments)
     for got, wanted, limit in zip((loss, d_q, d_k, d_weights), expected, (1e-4, bound(dtype), 1e-4, 1e-4), strict=True):

@@ -86,6 +86,17 @@ def test_indexer_backward_ignores_scores_that_are_not_numbers(rng: Generator) ->
         np.testing.assert_array_equal(gradient, wanted)
 
 
+def test_indexer_backward_ignores_entries_outside_the_key_range(rng: Generator) -> None:
+    q, k, w = rng.random((3, 2, 4)), rng.random((6, 4)), rng.standard_normal((3, 2))  # gates are open
+    indices, target = np.array([[0, 2, 5, 2], [-1, 3, 4, 1], [5, 0, 3, 6]], dtype=np.int32), rng.random((3, 4))
+    ranges = {"k_start": np.array([1, INT_MIN, 3], np.int32), "k_end": np.array([5, 4, 3], np.int32)}
+    within = np.array([[-1, 2, -1, 2], [-1, 3, -1, 1], [-1, -1, -1, -1]], dtype=np.int32)
+    actual = reference.lightning_indexer_backward(target, q, k, w, indices, **ranges)
+    for got, wanted in zip(actual, reference.lightning_indexer_backward(target, q, k, w, within), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    assert actual[1][:2].any(axis=(1, 2)).all() and not actual[1][2].any()
+
+
 def test_indexer_backward_gates_are_factors(rng: Generator) -> None:
     """Term by term from the formulae, with a NaN target, infinite keys and queries, and gates that are closed."""
     s_q, s_kv, heads, d = 5, 6, 3, 4

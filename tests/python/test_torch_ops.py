@@ -162,20 +162,32 @@ def indexer_inputs(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     }
 
 
+def indexer_key_ranges() -> dict[str, Tensor]:
+    """For indexer_inputs: any, one of no key, one of all."""
+    k_start, k_end = torch.randint(-2, 9, (11,)), torch.randint(7, 24, (11,))
+    k_start[4], k_end[4], k_start[5], k_end[5] = 8, 8, 0, 21
+    return {"k_start": k_start.int(), "k_end": k_end.int()}
+
+
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_indexer_loss_and_its_gradients(dtype: torch.dtype) -> None:
-    inputs = indexer_inputs(dtype)
+def test_indexer_loss_and_its_gradients(dtype: torch.dtype, masked: bool) -> None:
+    inputs = indexer_inputs(dtype) | (indexer_key_ranges() if masked else {})
+    indices = inputs["indices"].long()
+    valid = (indices >= 0) & (indices < len(inputs["k_index"]))
+    if masked:
+        valid &= (indices >= inputs["k_start"][:, None]) & (indices < inputs["k_end"][:, None])
+    inputs["target"] /= (inputs["target"] * valid).sum(-1, keepdim=True).clamp_min(1e-30)
     leaves = [inputs[name].requires_grad_() for name in ("q_index", "k_index", "weights")]
     loss = hw.indexer_loss(**inputs)
     gradients = torch.autograd.grad(3.0 * loss, leaves)
 
     q, k, w = exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    indices, target = inputs["indices"].long(), inputs["target"].double()
-    valid = (indices >= 0) & (indices < len(k))
+    target = inputs["target"].double()
     dots = torch.einsum("sjd,sid->sji", q, k[indices.clamp(0, len(k) - 1)]).relu()
     scores = torch.einsum("sji,sj->si", dots, w).masked_fill(~valid, -torch.inf)
     log_p = torch.where(valid, scores, -1e300).log_softmax(-1)
-    live = valid & (target.sum(-1, keepdim=True) > 0)
+    live = valid & ((target * valid).sum(-1, keepdim=True) > 0)
     expected = torch.where(live, torch.xlogy(target, target) - target * log_p, 0.0).sum()
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), expected, rtol=1e-4, atol=1e-6)
@@ -187,10 +199,12 @@ def test_indexer_loss_and_its_gradients(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("d_loss", [0.0, 1e-30, 0.5, 1.0])
 def test_the_gradient_of_the_loss_does_not_depend_on_d_loss(d_loss: float) -> None:
     """It scales the gradients that the op returns, not the loss."""
-    inputs = indexer_inputs()
+    inputs, ranges = indexer_inputs(), indexer_key_ranges()
     leaves = [inputs[name].requires_grad_() for name in ("q_index", "k_index", "weights")]
-    expected = torch.autograd.grad(hw.indexer_loss(**inputs), leaves)
-    loss, *returned = hw.lightning_indexer_backward(inputs["target"], *leaves, inputs["indices"], d_loss)
+    expected = torch.autograd.grad(hw.indexer_loss(**inputs, **ranges), leaves)
+    loss, *returned = hw.lightning_indexer_backward(
+        inputs["target"], *leaves, inputs["indices"], **ranges, d_loss=d_loss
+    )
     for gradient, given, wanted in zip(torch.autograd.grad(loss, leaves), returned, expected, strict=True):
         torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(given, wanted * d_loss, rtol=1e-4, atol=1e-6)
@@ -417,7 +431,9 @@ def op_samples() -> dict[str, tuple[Any, ...]]:
         index = indexer_inputs(dtype)
         q_index, k_index, weights = (index[n].requires_grad_() for n in ("q_index", "k_index", "weights"))
         samples[f"lightning_indexer {name}"] = (q_index, k_index, weights, 5, None, 0)
-        samples[f"lightning_indexer_backward {name}"] = (index["target"], q_index, k_index, weights, index["indices"])
+        loss = index["target"], q_index, k_index, weights, index["indices"]
+        samples[f"lightning_indexer_backward {name}"] = loss
+        samples[f"lightning_indexer_backward {name}, key ranges"] = (*loss, *indexer_key_ranges().values(), 0.5)
         samples[f"paged_attention {name}"] = paged_inputs(dtype)
         x = torch.randn(3, 64).to(dtype)
         quantized = hw.nvfp4_quantize(torch.randn(10, 64))

@@ -68,6 +68,8 @@ def lightning_indexer_backward(
     weights: Tensor,
     indices: Tensor,
     *,
+    k_start: Tensor | None = None,
+    k_end: Tensor | None = None,
     d_loss: float = 1.0,
     deterministic: bool = False,
 ) -> tuple[np.float64, Float64, Float64, Float64]:
@@ -84,7 +86,8 @@ def lightning_indexer_backward(
     [s_q, topk] or [s_q, 1, topk]; an entry counts once for each time it occurs. Returns (loss, d_q_index, d_k_index,
     d_weights); d_loss scales the gradients, not the loss.
 
-    An entry is valid if 0 ≤ t < s_kv and its score is not −inf (nor NaN); what target holds for others is ignored.
+    An entry is valid if 0 ≤ t < s_kv, with key ranges (int32 [s_q]) also k_start[s] ≤ t < k_end[s], and its score is
+    not −inf (nor NaN); what target holds for others is ignored.
     A row whose valid targets are all zero adds neither loss nor gradient. relu(q·k) and 1[q·k > 0] are factors like any
     other: where g is NaN (a target is NaN, or a score +inf), so are the loss, every head of the query's d_weights and
     d_q_index, and the key's d_k_index, heads with q·k ≤ 0 among them. `deterministic` does not matter here.
@@ -96,12 +99,13 @@ def lightning_indexer_backward(
         keys_of = keys_of[:, 0]
     require(keys_of.ndim == 2 and len(keys_of) == len(q), name, "indices", f"[{len(q)}, topk]", describe(keys_of))
     require_shape(name, "target", wanted, "[s_q, topk]", keys_of.shape)
+    first, last = visible_keys(name, len(q), len(k), None, None, 1, k_start, k_end)
     require(bool(np.isfinite(d_loss)), name, "d_loss", "finite", d_loss)
 
     loss = np.float64(0.0)
     d_q, d_k, d_w = np.zeros(q.shape), np.zeros(k.shape), np.zeros(w.shape)
     for s in range(len(q)):
-        entries = np.flatnonzero((keys_of[s] >= 0) & (keys_of[s] < len(k)))
+        entries = np.flatnonzero((keys_of[s] >= first[s]) & (keys_of[s] < last[s]))
         score, dot = _scores(q[s], k[keys_of[s, entries]], w[s])
         counted = ~np.isneginf(score)
         entries, score, dot = entries[counted], score[counted], dot[:, counted]

@@ -9,8 +9,20 @@
 
 namespace hopwell {
 
-// Checks what says which keys a query sees: q_positions, q_start and kv_stride, k_start and k_end. Dimensions "s_q" and
-// "s_kv" are bound already.
+// Checks k_start and k_end. Dimension "s_q" is bound already.
+template <class Args>
+Visibility check_key_ranges(Checker& check, const Args& args) {
+  const View start = check.optional_input("k_start", args.k_start, {DType::kInt32}, {"s_q"}, Layout::kAny);
+  const View end = check.optional_input("k_end", args.k_end, {DType::kInt32}, {"s_q"}, Layout::kAny);
+  check.rule(bool(start) == bool(end), "k_start and k_end are given together");
+  return {.k_start = start.as<const std::int32_t>(),
+          .k_end = end.as<const std::int32_t>(),
+          .k_start_stride = start ? start.stride[0] : 0,
+          .k_end_stride = end ? end.stride[0] : 0};
+}
+
+// Checks what says which keys a query sees: q_positions, q_start and kv_stride, k_start and k_end. Dimension "s_q" is
+// bound already.
 template <class Args>
 Visibility check_visibility(Checker& check, const Args& args) {
   const View positions = check.optional_input("q_positions", args.q_positions, {DType::kInt32}, {"s_q"}, Layout::kAny);
@@ -20,18 +32,12 @@ Visibility check_visibility(Checker& check, const Args& args) {
   constexpr std::int64_t kLimit = std::int64_t{1} << 62;
   check.require(!args.has_q_start || (args.q_start > -kLimit && args.q_start < kLimit), "q_start",
                 "between -2^62 and 2^62", args.q_start);
-  const View start = check.optional_input("k_start", args.k_start, {DType::kInt32}, {"s_q"}, Layout::kAny);
-  const View end = check.optional_input("k_end", args.k_end, {DType::kInt32}, {"s_q"}, Layout::kAny);
-  check.rule(bool(start) == bool(end), "k_start and k_end are given together");
-  return {.q_positions = positions.as<const std::int32_t>(),
-          .q_positions_stride = positions ? positions.stride[0] : 0,
-          .has_q_start = args.has_q_start,
-          .q_start = args.q_start,
-          .kv_stride = args.kv_stride,
-          .k_start = start.as<const std::int32_t>(),
-          .k_end = end.as<const std::int32_t>(),
-          .k_start_stride = start ? start.stride[0] : 0,
-          .k_end_stride = end ? end.stride[0] : 0};
+  Visibility visibility = check_key_ranges(check, args);
+  visibility.q_positions = positions.as<const std::int32_t>();
+  visibility.q_positions_stride = positions ? positions.stride[0] : 0;
+  visibility.has_q_start = args.has_q_start, visibility.q_start = args.q_start;
+  visibility.kv_stride = args.kv_stride;
+  return visibility;
 }
 
 // Checks indices and all that masks them. "s_q" and "s_kv" are bound already; binds "topk".

@@ -42,15 +42,16 @@ struct State {
   Scratch<float> q, weights, target, score, g, k, dot, d_q, d_weights;
 };
 
-// Into `keys` and state.target the entries of row s that name a key; returns how many, or 0 if their targets are all
+// Into `keys` and state.target the entries of row s that name a visible key; returns how many, or 0 if their targets are all
 // zero.
 std::int64_t load_entries(const Problem& p, std::int64_t s, std::int32_t* keys, State& state) {
   const auto* indices = p.indices.as<const std::int32_t>() + s * p.indices.stride[0];
   const auto* target = p.target.as<const float>() + s * p.target.stride[0];
+  const KeyRange visible = p.visibility.keys(s, p.s_kv);
   std::int64_t count = 0;
   bool any = false;
   for (std::int64_t i = 0; i < p.topk; ++i) {
-    if (indices[i] < 0 || indices[i] >= p.s_kv) continue;
+    if (!visible.has(indices[i])) continue;
     any = any || target[i] != 0;
     state.target.get()[count] = target[i];
     keys[count++] = indices[i];

@@ -43,7 +43,7 @@ HOPWELL_DEVICE void softmax_gradient(const Params<T>& p, float (&of_warp)[kWarps
   for (int i = arch::thread_index(); i < p.topk; i += 32 * p.score_warps) {
     const float score = g[i], wanted = target[i];
     if (score == -INFINITY || any == 0) {
-      g[i] = arch::bit_cast<float>(uint32_t{kNoScore});
+      g[i] = no_score();
       continue;
     }
     if (wanted != 0) loss += wanted * (arch::log2_approx(wanted) * kLn2 - (score - highest) + log_sum);

@@ -1,5 +1,6 @@
 #include "ops/lightning_indexer_backward/op.hpp"
 
+#include "ops/common/arguments.hpp"
 #include "runtime/c_interface.hpp"
 
 namespace hopwell {
@@ -15,6 +16,7 @@ Problem check(const LightningIndexerBackwardArgs& args) {
   p.indices = check.input("indices", args.indices, {DType::kInt32}, shape);
   if (!flat) p.indices = p.indices.squeezed(1);
   p.target = check.input("target", args.target, {DType::kFloat32}, {"s_q", "topk"});
+  p.visibility = check_key_ranges(check, args);
   check.finite("d_loss", args.d_loss);
   p.loss = check.any_shape("loss", args.loss, {DType::kFloat32}, Layout::kAny, Access::kWritten);
   check.require(p.loss.size() == 1, "loss", "one element", shape_string(*args.loss));

@@ -28,8 +28,11 @@ namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET {
 using arch::bf16;
 using tile::kHeadTile, tile::kLimbs;
 
-// g of an entry that has no score: no key, or a score of −inf. No sum or product gives these bits.
+// g of an entry that has no score: no visible key, or a score of −inf. No sum or product gives these bits.
 constexpr uint32_t kNoScore = 0xffc0deadU;
+HOPWELL_DEVICE float no_score() { return arch::bit_cast<float>(uint32_t{kNoScore}); }
+HOPWELL_DEVICE bool has_score(float g) { return arch::bit_cast<uint32_t>(g) != kNoScore; }
+
 constexpr int kGradientLimbs = 3;  // two would do, were it not for sums that cancel
 
 template <class T>
@@ -42,6 +45,7 @@ struct Params {
   const int* indices;
   const float* target;
   int64_t indices_stride, target_stride;
+  Visibility visibility;
   float* d_scores;  // g [s_q, topk]
   double* losses;   // [s_q]
   float d_loss;
@@ -72,6 +76,7 @@ Params<T> params_of(const Problem& problem, int score_warps) {
   p.weights_bf16 = problem.weights.dtype == DType::kBFloat16;
   p.indices = problem.indices.as<const int>(), p.target = problem.target.as<const float>();
   p.indices_stride = problem.indices.stride[0], p.target_stride = problem.target.stride[0];
+  p.visibility = problem.visibility;
   p.d_scores = reinterpret_cast<float*>(memory + workspace.gradients);
   p.losses = reinterpret_cast<double*>(memory + workspace.losses);
   p.d_loss = problem.d_loss;

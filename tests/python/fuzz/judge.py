@@ -420,8 +420,10 @@ def lightning_indexer_backward(a: dict[str, Any]) -> list[Expected]:
     loss_slack = 1e-7
     d_q_slack, d_w_slack = np.zeros(d_q.shape), np.zeros(d_w.shape)
     d_k_slack, d_k_size = np.zeros((2, *d_k.shape))
-    for s in range(len(d_q)):
-        entries = np.flatnonzero((indices[s] >= 0) & (indices[s] < len(d_k)))
+    ranges = a.get("k_start"), a.get("k_end")
+    visible = visible_keys("lightning_indexer_backward", len(d_q), len(d_k), None, None, 1, *ranges)
+    for s, (first, last) in enumerate(zip(*visible, strict=True)):
+        entries = np.flatnonzero((indices[s] >= first) & (indices[s] < last))
         k = a["k_index"][indices[s, entries]]
         score, off, sizes = _scores(a["q_index"][s], k, a["weights"][s])
         counted = ~np.isneginf(score)
@@ -430,9 +432,8 @@ def lightning_indexer_backward(a: dict[str, Any]) -> list[Expected]:
         target = a["target"][s, entries].astype(np.float64)
         keys = indices[s, entries]
         if unsure:
-            loss_slack = d_q_slack[s] = d_w_slack[s] = d_k_slack[
-                indices[s][(indices[s] >= 0) & (indices[s] < len(d_k))]
-            ] = np.inf
+            named = indices[s][(indices[s] >= first) & (indices[s] < last)]
+            loss_slack = d_q_slack[s] = d_w_slack[s] = d_k_slack[named] = np.inf
             continue
         if not target.any():
             continue

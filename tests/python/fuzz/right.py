@@ -431,6 +431,7 @@ def lightning_indexer_backward(draw: st.DrawFn) -> FuzzedCall:
         target = maker.rng.random((s_q, topk)) * (maker.rng.random((s_q, topk)) < 0.7)
         target /= np.maximum(target.sum(axis=1, keepdims=True), 1e-9)
         arguments["target"] = maker.values(target.astype(np.float32))
+    arguments |= _key_ranges(maker, s_q, s_kv)
     if maker.chance():
         arguments["d_loss"] = _scalar(maker, 0.5)
     if maker.chance():

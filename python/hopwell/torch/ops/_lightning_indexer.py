@@ -73,18 +73,23 @@ def lightning_indexer_backward(
     k_index: Tensor,
     weights: Tensor,
     indices: Tensor,
+    k_start: Tensor | None = None,
+    k_end: Tensor | None = None,
     d_loss: float = 1.0,
     deterministic: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Σ_s KL(target ‖ softmax of the selected index scores) and its gradients, which `d_loss` scales, in one pass.
 
-    target float32 [s_q, topk] (`attention_distribution` with normalize="l1"), indices int32 [s_q, topk]. Returns the
-    loss (float32, 0-d), d_q_index and d_weights in their inputs' dtypes and d_k_index in float32.
+    target float32 [s_q, topk] (`attention_distribution` with normalize="l1"), indices int32 [s_q, topk]; key ranges as
+    in `sparse_mla`. Returns the loss (float32, 0-d), d_q_index and d_weights in their inputs' dtypes and d_k_index in
+    float32.
     """
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     loss, d_q_index, d_k_index, d_weights = _backward(
         *(target, q_index, k_index, weights, indices),
+        k_start=k_start,
+        k_end=k_end,
         d_loss=d_loss,
         deterministic=deterministic,
         backend=backend,
@@ -94,7 +99,7 @@ def lightning_indexer_backward(
 
 def _save_indexer_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """The forward has the loss's gradients already, unless d_loss scaled them."""
-    arguments, (d_loss, ctx.deterministic, ctx.backend) = inputs[:5], inputs[5:]
+    arguments, (d_loss, ctx.deterministic, ctx.backend) = inputs[:7], inputs[7:]
     _, *gradients = output
     ctx.mark_non_differentiable(*gradients)
     ctx.k_dtype, ctx.scaled = inputs[2].dtype, d_loss != 1.0
@@ -104,12 +109,9 @@ def _save_indexer_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _differentiate_indexer_loss(ctx: Any, d_loss: Tensor, *_: Tensor) -> Gradients:
     gradients = ctx.saved_tensors
     if ctx.scaled:
-        target, q_index, k_index, weights, indices = gradients
-        gradients = lightning_indexer_backward(
-            target, q_index, k_index, weights, indices, 1.0, ctx.deterministic, ctx.backend
-        )[1:]
+        gradients = lightning_indexer_backward(*gradients, 1.0, ctx.deterministic, ctx.backend)[1:]
     d_q_index, d_k_index, d_weights = (g * d_loss.to(g.dtype) for g in gradients)
-    return None, d_q_index, d_k_index.to(ctx.k_dtype), d_weights, None, None, None, None
+    return None, d_q_index, d_k_index.to(ctx.k_dtype), d_weights, *(None,) * 6
 
 
 differentiable("lightning_indexer_backward", _differentiate_indexer_loss, _save_indexer_loss)
@@ -122,6 +124,8 @@ def indexer_loss(
     indices: Tensor,
     target: Tensor,
     *,
+    k_start: Tensor | None = None,
+    k_end: Tensor | None = None,
     deterministic: bool = False,
     backend: str | None = None,
 ) -> Tensor:
@@ -130,4 +134,5 @@ def indexer_loss(
     Differentiable in q_index, k_index and weights; the gradient stops at the target. Shapes:
     `lightning_indexer_backward`.
     """
-    return lightning_indexer_backward(target, q_index, k_index, weights, indices, 1.0, deterministic, backend)[0]
+    arguments = target, q_index, k_index, weights, indices, k_start, k_end
+    return lightning_indexer_backward(*arguments, 1.0, deterministic, backend)[0]

@@ -23,11 +23,11 @@ HOPWELL_DEVICE void for_each_chunk(const Params<T>& p, int query, int first, int
   }
 }
 
-// The key of an entry, −1: none.
+// The key of an entry, −1: none that is visible.
 template <class T>
-HOPWELL_DEVICE int key_of(const Params<T>& p, int query, int entry) {
+HOPWELL_DEVICE int key_of(const Params<T>& p, const KeyRange& visible, int query, int entry) {
   const int key = entry < p.topk ? p.indices[query * p.indices_stride + entry] : -1;
-  return unsigned(key) < unsigned(p.s_kv) ? key : -1;
+  return visible.has(key) ? key : -1;
 }
 
 // Rows g and g + 8 of this lane: the keys of two entries, zeros where there is none.

@@ -29,7 +29,7 @@ HOPWELL_DEVICE uint32_t positive_at(int entry, int chunk) { return uint32_t(entr
 
 // This lane's two entries.
 struct EntryPair {
-  int keys[2];  // −1: none, or one without a score
+  int keys[2];  // −1: there is no g
   float g[2];
 };
 template <class T>
@@ -38,10 +38,9 @@ HOPWELL_DEVICE EntryPair load_entries(const Params<T>& p, int query, int first) 
   HOPWELL_UNROLL
   for (int half = 0; half < 2; ++half) {
     const int entry = first + 8 * half + arch::lane_index() / 4;
-    const int key = key_of(p, query, entry);
-    const float g = key >= 0 ? p.d_scores[int64_t{query} * p.topk + entry] : 0;
-    const bool counts = key >= 0 && arch::bit_cast<uint32_t>(g) != kNoScore;
-    entries.keys[half] = counts ? key : -1, entries.g[half] = counts ? g : 0;
+    const int key = entry < p.topk ? p.indices[query * p.indices_stride + entry] : -1;
+    const float g = entry < p.topk ? p.d_scores[int64_t{query} * p.topk + entry] : no_score();
+    entries.keys[half] = has_score(g) ? key : -1, entries.g[half] = has_score(g) ? g : 0;
   }
   return entries;
 }

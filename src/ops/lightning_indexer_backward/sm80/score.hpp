@@ -36,10 +36,10 @@ HOPWELL_DEVICE void load_heads(const Params<T>& p, ScoreStorage<T>& s, int query
 
 // What 64 heads add to the scores of 16 entries of this warp.
 template <class T>
-HOPWELL_DEVICE void add_scores(const Params<T>& p, const ScoreStorage<T>& s, int query, int first_entry,
-                               int first_head) {
+HOPWELL_DEVICE void add_scores(const Params<T>& p, const ScoreStorage<T>& s, const KeyRange& visible, int query,
+                               int first_entry, int first_head) {
   const int g = arch::lane_index() / 4, t = arch::lane_index() % 4;
-  const int keys[2] = {key_of(p, query, first_entry + g), key_of(p, query, first_entry + 8 + g)};
+  const int keys[2] = {key_of(p, visible, query, first_entry + g), key_of(p, visible, query, first_entry + 8 + g)};
   MmaRows<kLimbs<T>> rows[1];
   gather(p, keys, rows[0]);
   float sums[2] = {0, 0};
@@ -70,11 +70,12 @@ template <class T>
 __global__ void __launch_bounds__(32 * ScoreConfig::kMaxWarps) score_entries(const __grid_constant__ Params<T> p) {
   auto& s = arch::dynamic_smem<ScoreStorage<T>>();
   const int query = arch::block_index(), warp = arch::warp_index(), lane = arch::lane_index();
+  const KeyRange visible = p.visibility.keys(query, p.s_kv);
   float bound = 0;  // Σ_j |w_j| max |q_j| of this warp's heads, in lane 0
   for (int first = 0; first < p.heads; first += kHeadTile) {
     load_heads(p, s, query, first);
     for (int entry = ScoreConfig::kEntries * warp; entry < p.topk; entry += ScoreConfig::kEntries * p.score_warps)
-      add_scores(p, s, query, entry, first);
+      add_scores(p, s, visible, query, entry, first);
     if (!p.bounds.largest) continue;
     for (int row = warp; row < kHeadTile && first + row < p.heads; row += p.score_warps) {
       float largest = 0, x[8];

@@ -60,7 +60,8 @@ HOPWELL_DEVICE EntryPair load_entries(const Params<bf16>& p, int query, int tile
   for (int i = 0; i < 2; ++i) {
     const int entry = tile * kTileEntries + arch::lane_index() + 32 * i;
     entries.key[i] = entry < p.topk ? p.indices[query * p.indices_stride + entry] : -1;
-    entries.g[i] = kWithGradients && entry < p.topk ? p.d_scores[int64_t{query} * p.topk + entry] : 0;
+    if constexpr (kWithGradients)
+      entries.g[i] = entry < p.topk ? p.d_scores[int64_t{query} * p.topk + entry] : no_score();
   }
   return entries;
 }
@@ -78,6 +79,7 @@ HOPWELL_DEVICE uint32_t chunk_in_tile(uint32_t row, uint32_t chunk) {
 template <bool kWithGradients, class Ring>
 HOPWELL_DEVICE void gather_tiles(const Params<bf16>& p, Ring& ring, int query, int number) {
   const int lane = arch::lane_index(), tiles = entry_tiles(p);
+  const KeyRange visible = kWithGradients ? KeyRange{} : p.visibility.keys(query, p.s_kv);
   EntryPair next = load_entries<kWithGradients>(p, query, 0);
   HOPWELL_NO_UNROLL
   for (int tile = 0; tile < tiles; ++tile) {
@@ -87,8 +89,7 @@ HOPWELL_DEVICE void gather_tiles(const Params<bf16>& p, Ring& ring, int query, i
     slot.wait_empty();
     HOPWELL_UNROLL
     for (int i = 0; i < 2; ++i) {
-      const bool counts = unsigned(entries.key[i]) < unsigned(p.s_kv) &&
-                          (!kWithGradients || arch::bit_cast<uint32_t>(entries.g[i]) != kNoScore);
+      const bool counts = kWithGradients ? has_score(entries.g[i]) : visible.has(entries.key[i]);
       if (!counts) entries.key[i] = -1, entries.g[i] = 0;
       slot.entries().key[lane + 32 * i] = entries.key[i];
       if constexpr (kWithGradients) {
