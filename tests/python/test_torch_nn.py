@@ -1,9 +1,11 @@
 """hopwell.torch.nn: the modules against dense attention, who learns from which loss, generation with a cache, NVFP4."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
-from hopwell.torch import nn, nvfp4_dequantize
+from hopwell.torch import lightning_indexer, nn, nvfp4_dequantize
 from torch import Tensor
 
 D_MODEL = 48
@@ -55,6 +57,34 @@ def test_sequences_of_a_batch_do_not_see_each_other() -> None:
     assert dsa.selected is not None
     assert dsa.selected.shape == (1, 15, 6)
     assert (dsa.selected <= torch.arange(15)[:, None]).all()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(("b", "s"), [(4, 15), (1, 300), (70, 3), (3, 1)])
+def test_selection_equals_a_loop_over_the_batch(b: int, s: int, exact: bool) -> None:
+    """The same keys also where many scores are equal."""
+    shapes = ((b, s, 3, 16), (b, s, 16), (b, s, 3))
+    q, k, w = (torch.randint(-1, 2, shape).float() if exact else torch.randn(shape) for shape in shapes)
+    selected = nn.LightningIndexer(D_MODEL, topk=6, h_index=3, d_index=16).select(q, k, w)
+    alone = [lightning_indexer(*sequence, 6, q_start=0)[0] for sequence in zip(q, k, w, strict=True)]
+    assert selected.dtype == torch.int32
+    assert torch.equal(selected, torch.stack(alone))
+
+
+def test_selection_needs_memory_for_the_tokens_alone() -> None:
+    """A pack of 16,384 tokens: 1 GiB of scores, were those of all pairs stored."""
+    q, k, w = torch.randn(4096, 4, 3, 16), torch.randn(4096, 4, 16), torch.randn(4096, 4, 3)
+    indexer = nn.LightningIndexer(D_MODEL, topk=6, h_index=3, d_index=16)
+
+    def peak_bytes() -> int:
+        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+        return 1024 * int(line.split()[1])
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is in use now
+    before = peak_bytes()
+    selected = indexer.select(q, k, w)
+    assert peak_bytes() - before < 2**28
+    assert (selected[:, :, 0] == 0).all()
 
 
 def test_indices_stay_within_their_sequence() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hopwell.torch import ops
+from hopwell.torch._packing import key_ranges
 
 Mode = Literal["dense", "warm-up", "sparse"]
 
@@ -228,14 +229,14 @@ class LightningIndexer(nn.Module):
         return torch.cat([rotate(x[..., : self.d_rope], start, self.rope_theta), x[..., self.d_rope :]], dim=-1)
 
     def select(self, q_index: Tensor, k_index: Tensor, weights: Tensor) -> Tensor:
-        """The visible keys of largest score: int32 [b, s, topk], ascending within each sequence, −1 where there are
-        fewer.
+        """The visible keys of largest score: int32 [b, s, topk], counted from the first of their sequence, ascending,
+        −1 where there are fewer. One call: the sequences are the documents of a pack.
         """
-        one = [
-            ops.lightning_indexer(*sequence, self.topk, q_start=0)[0]
-            for sequence in zip(q_index, k_index, weights, strict=True)
-        ]
-        return torch.stack(one) if one else q_index.new_empty(0, q_index.shape[1], self.topk, dtype=torch.int32)
+        b, s = q_index.shape[:2]
+        k_start, k_end = key_ranges(torch.arange(b + 1, device=q_index.device) * s, s_q=b * s)
+        pack = (t.flatten(0, 1) for t in (q_index, k_index, weights))
+        of_pack, _ = ops.lightning_indexer(*pack, self.topk, k_start=k_start, k_end=k_end)
+        return torch.where(of_pack < 0, of_pack, of_pack - k_start[:, None]).view(b, s, self.topk)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [b, s, d_model] → indices int32 [b, s, topk]."""
