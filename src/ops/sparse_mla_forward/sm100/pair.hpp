@@ -7,8 +7,8 @@
 //           been made, the columns of the other CTA's keys which r lacks take the place of the others, where the other CTA has
 //           the same keys. 1,664 B a key and pair are gathered, not 2,176.
 // Ring      A stage: 128 columns of 64 keys. Its barrier `full` ends two phases for each use: keys, values. The last 64 of 576
-//           columns have a place of their own. A step's keys stay until the next step's S has been made and O after it: of
-//           the eleven stages eight, and the other three are there for keys that are under way.
+//           columns have a place of their own, and go first. A step's keys stay until the next step's S has been made and O
+//           after it: eight of eleven stages (d_qk 512: twelve), and the others are there for keys that are under way.
 // Queries   come in thirds (d_qk 512: quarters) to the place in shared memory where the last one stays; the issuing thread
 //           copies the others to tensor memory. Clusters are persistent: while O of a query is finished and stored, the next
 //           one's Q and keys come.
@@ -33,7 +33,7 @@
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 
 struct PairConfig {
-  static constexpr int kHeads = 128, kStages = 11, kThreads = 384;
+  static constexpr int kHeads = 128, kThreads = 384;
   static constexpr int kIssueWarp = 0, kQueryWarp = 1, kValueWarps = 2, kFirstKeyWarp = 8, kKeyWarps = 4;
   static constexpr int kPartPanels = 2, kPartColumns = 64 * kPartPanels,
                        kParts = Config::kDv / kPartColumns;  // of a step
@@ -43,20 +43,23 @@ struct PairConfig {
 template <int kDqk>
 struct PairStorage : MathStorage<kDqk, 2> {
   static constexpr bool kHasTail = kDqk > Config::kDv;
+  static constexpr int kStages = kHasTail ? 11 : 12;  // as many as there is room for
   static constexpr int kQPieces = PairStorage::kPanels / PairStorage::kQPanels;
-  alignas(1024) unsigned char keys[PairConfig::kStages][PairConfig::kPartPanels][tile::kPanelBytes];
+  alignas(1024) unsigned char keys[kStages][PairConfig::kPartPanels][tile::kPanelBytes];
   alignas(1024) unsigned char tail[1][kHasTail ? tile::kPanelBytes : 16];  // columns that are no values
-  tile::RingBarriers<PairConfig::kStages> key_barriers;
+  tile::RingBarriers<kStages> key_barriers;
   tile::RingBarriers<1> tail_barriers;
   arch::mbarrier q_full, q_empty;
 };
-static_assert(sizeof(PairStorage<576>) <= arch::sm90::kMaxSharedBytes);
+static_assert(sizeof(PairStorage<576>) <= arch::sm90::kMaxSharedBytes &&
+              sizeof(PairStorage<512>) <= arch::sm90::kMaxSharedBytes);
 
 #if HOPWELL_HAS_SM100A
 
 // The ring's items are parts of a step's keys: 128 columns of 64 keys. For O, part i holds keys of CTA i % 2, and columns of
 // the half i / 2.
-using PartSlot = tile::RingSlot<PairConfig::kStages>;
+template <int kDqk>
+using PartSlot = tile::RingSlot<PairStorage<kDqk>::kStages>;
 using TailSlot = tile::RingSlot<1>;
 enum FullPhase : uint32_t { kKeysCame, kValuesCame };  // parities of a stage's `full`
 
@@ -106,17 +109,17 @@ HOPWELL_DEVICE void gather_keys(const GatherParams& p, PairStorage<kDqk>& s, int
     tile::load_gathered_keys(keys, entries, first, lane);
     HOPWELL_NO_UNROLL
     for (int step = 0; step < steps; ++step, ++number) {
-      HOPWELL_NO_UNROLL
-      for (int i = 0; i < PairConfig::kParts; ++i) {
-        const PartSlot slot{s.key_barriers, PairConfig::kParts * number + i};
-        slot.wait_empty();
-        gather_part<PairConfig::kPartPanels>(s.keys[slot.stage()], p.keys, PairConfig::kPartColumns * i, keys, lane,
-                                             slot.full());
-      }
       if constexpr (Storage::kHasTail) {
         const TailSlot slot{s.tail_barriers, number};
         slot.wait_empty();
         gather_part<1>(s.tail, p.keys, Config::kDv, keys, lane, slot.full());
+      }
+      HOPWELL_NO_UNROLL
+      for (int i = 0; i < PairConfig::kParts; ++i) {
+        const PartSlot<kDqk> slot{s.key_barriers, PairConfig::kParts * number + i};
+        slot.wait_empty();
+        gather_part<PairConfig::kPartPanels>(s.keys[slot.stage()], p.keys, PairConfig::kPartColumns * i, keys, lane,
+                                             slot.full());
       }
       tile::load_gathered_keys(keys, entries, (step + 1) * Storage::kKeys + first, lane);
     }
@@ -137,7 +140,7 @@ HOPWELL_DEVICE void gather_values(const GatherParams& p, PairStorage<kDqk>& s, i
       arch::mbarrier_wait(s.s_full[number % 2], uint32_t(number / 2 & 1));
       HOPWELL_NO_UNROLL
       for (int i = 0; i < PairConfig::kParts; i += 2) {
-        const PartSlot slot{s.key_barriers, PairConfig::kParts * number + i + owner};
+        const PartSlot<kDqk> slot{s.key_barriers, PairConfig::kParts * number + i + owner};
         if (lane == 0)
           arch::mbarrier_arrive_expect_tx_cluster(in_first_cta(slot.full()),
                                                   PairConfig::kPartPanels * tile::kPanelBytes);
@@ -189,25 +192,27 @@ HOPWELL_DEVICE void take_queries(PairStorage<kDqk>& s, int first_use) {
   }
 }
 
-// S [128 heads][128 keys] = Q Kᵀ, where that of the step before was.
+// S [128 heads][128 keys] = Q Kᵀ, where that of the step before was. The last columns come first, for their place is wanted
+// by the next step soonest.
 template <int kDqk>
 HOPWELL_DEVICE void multiply_scores(PairStorage<kDqk>& s, int number) {
   const uint32_t d = scores_address(s, number);
   arch::mbarrier_wait_cluster(s.s_empty, uint32_t(number & 1) ^ 1);
   arch::tcgen05_fence_after_thread_sync();
-  HOPWELL_NO_UNROLL
-  for (int i = 0; i < PairConfig::kParts; ++i) {
-    const PartSlot slot{s.key_barriers, PairConfig::kParts * number + i};
-    arch::mbarrier_wait(slot.full(), kKeysCame);
-    HOPWELL_NO_UNROLL
-    for (int panel = 0; panel < PairConfig::kPartPanels; ++panel)
-      multiply_panel(s, d, PairConfig::kPartPanels * i + panel, s.keys[slot.stage()][panel], i + panel > 0);
-  }
   if constexpr (PairStorage<kDqk>::kHasTail) {
     const TailSlot slot{s.tail_barriers, number};
     slot.wait_full();
-    multiply_panel(s, d, Config::kDv / 64, s.tail[0], true);
+    multiply_panel(s, d, Config::kDv / 64, s.tail[0], false);
     arch::tcgen05_commit_multicast<2>(slot.empty(), PairConfig::kBoth);
+  }
+  HOPWELL_NO_UNROLL
+  for (int i = 0; i < PairConfig::kParts; ++i) {
+    const PartSlot<kDqk> slot{s.key_barriers, PairConfig::kParts * number + i};
+    arch::mbarrier_wait(slot.full(), kKeysCame);
+    HOPWELL_NO_UNROLL
+    for (int panel = 0; panel < PairConfig::kPartPanels; ++panel)
+      multiply_panel(s, d, PairConfig::kPartPanels * i + panel, s.keys[slot.stage()][panel],
+                     PairStorage<kDqk>::kHasTail || i + panel > 0);
   }
   arch::tcgen05_commit_multicast<2>(s.s_full[number % 2], PairConfig::kBoth);
 }
@@ -220,7 +225,7 @@ HOPWELL_DEVICE void multiply_values(PairStorage<kDqk>& s, const Step& step) {
   arch::tcgen05_fence_after_thread_sync();
   HOPWELL_NO_UNROLL
   for (int i = 0; i < PairConfig::kParts; ++i) {
-    const PartSlot slot{s.key_barriers, PairConfig::kParts * step.number + i};
+    const PartSlot<kDqk> slot{s.key_barriers, PairConfig::kParts * step.number + i};
     const int owner = i % 2, half = i / 2;
     const uint32_t p = arch::shared_address(s.p[0][owner]), values = arch::shared_address(s.keys[slot.stage()]);
     arch::mbarrier_wait(slot.full(), kValuesCame);
