@@ -96,7 +96,7 @@ def test_the_model_of_time_is_printed_and_recorded(tmp_path: Path, monkeypatch: 
     assert len(records) == 2
     for record in records:
         (launch,) = record["model"]  # of the two calls of a case, one
-        assert (launch["chip"], launch["kernel"], launch["ctas"]) == ("B200", "block_scaled_gemv.hpp", 1)
+        assert (launch["chip"], launch["kernel"], launch["ctas"]) == ("B200", "block_scaled.hpp", 1)
         # Four products of M 128, N 8 and K 64: 136 bytes of operands a row of K read, 16 rows of K at the full rate.
         assert launch["cycles"]["tensor pipe"] == 4 * (128 + 8) * 32 / 128
         assert launch["full_rate_cycles"] == 4 * 2 * 128 * 8 * 16 / 8192
