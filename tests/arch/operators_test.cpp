@@ -30,6 +30,7 @@ struct Subject {
       if (c.name == wanted) return c;
     throw std::logic_error("no case " + wanted);
   }
+  friend std::ostream& operator<<(std::ostream& to, const Subject& subject) { return to << subject.backend; }
 };
 
 // Every synchronisation call that the cases execute, once.
