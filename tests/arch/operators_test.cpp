@@ -260,15 +260,16 @@ const Subject kSubjects[] = {
      4,
      15},
     {"nvfp4_quantize", "emu:sm80", cases::nvfp4_quantize, {"basic", "blocked", "bf16"}, 8, 2},
-    // Parts of many heads, which go round the ring; two warps that select.
-    {"lightning_indexer", "emu:sm80", cases::lightning_indexer, {"many_heads", "topk_64_exact"}, 6, 5},
-    // Parts of many heads, which go round the ring; clusters that select, and CTAs of several warps.
+    // Parts of many heads, which go round the ring; two warps that select; CTAs that share what queries see.
+    {"lightning_indexer", "emu:sm80", cases::lightning_indexer, {"many_heads", "topk_64_exact", "documents"}, 6, 6},
+    // Parts of many heads, which go round the ring; clusters that select, and CTAs of several warps; CTAs that share what
+    // queries see.
     {"lightning_indexer_sm90",
      "emu:sm90",
      cases::lightning_indexer,
-     {"many_heads", "long_row", "topk_2048_exact", "causal_many_heads"},
+     {"many_heads", "long_row", "topk_2048_exact", "causal_many_heads", "documents"},
      6,
-     12},
+     13},
     {"lightning_indexer_backward",
      "emu:sm80",
      cases::lightning_indexer_backward,

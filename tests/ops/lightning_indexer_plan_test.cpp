@@ -29,7 +29,6 @@ void expect_whole(const lightning_indexer::ScorePlan& plan, const lightning_inde
   EXPECT_EQ(tiles_per_slice % tiles_per_query, 0);
   EXPECT_GE(plan.slices * std::int64_t{tiles_per_slice}, tiles);
   EXPECT_LT((plan.slices - 1) * std::int64_t{tiles_per_slice}, tiles);
-  EXPECT_LE(plan.slices, 65535U);
   EXPECT_EQ(plan.key_blocks, (p.s_kv + kKeysPerCta - 1) / kKeysPerCta);
 }
 
@@ -63,11 +62,25 @@ TEST(LightningIndexerPlan, SlicesFillRoundsOfTheMultiprocessors) {
   const auto tiles_per_slice = [](int sms) {
     return plan_wgmma_score(forward(512, 8192, 64, sms), 512, kKeysPerCta).queries.tiles_per_slice;
   };
-  EXPECT_EQ(tiles_per_slice(8), 128);
+  EXPECT_EQ(tiles_per_slice(8), 512);
   EXPECT_EQ(tiles_per_slice(66), 171);
   EXPECT_EQ(tiles_per_slice(114), 103);
   EXPECT_EQ(tiles_per_slice(132), 86);
   EXPECT_EQ(tiles_per_slice(148), 40);
+}
+
+// One document of 512 in 32,768 keys, and as a call of its own: the same slices of its two blocks of keys, and CTAs for them.
+TEST(LightningIndexerPlan, SlicesOfWhatIsSeenAreThoseOfACallOfItsOwn) {
+  const std::int32_t range = 0;
+  for (const int sms : kSms) {
+    auto packed = forward(512, 32'768, 64, sms);
+    packed.visibility.k_start = packed.visibility.k_end = &range;
+    const auto plan = plan_wgmma_score(packed, 512, kKeysPerCta),
+               alone = plan_wgmma_score(forward(512, 512, 64, sms), 512, kKeysPerCta);
+    const int each = lightning_indexer::wgmma_groups_per_slice(2, 512, 1, sms);
+    EXPECT_EQ(each, alone.queries.tiles_per_slice);
+    EXPECT_GE(plan.key_blocks * plan.slices / 2, (512 + each - 1) / each) << sms;
+  }
 }
 
 TEST(LightningIndexerPlan, ClustersHaveRoomForARow) {

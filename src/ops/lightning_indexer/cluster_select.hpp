@@ -1,7 +1,8 @@
 // lightning_indexer where CTAs form clusters: the topk best keys of a query, of equal ones the smaller, in ascending order.
 //
 // Tile      a cluster of 1 to 8 CTAs has a query's row of scores, visible ones only: 32 scores a lane, in registers, as
-//           numbers in their order; a warp a range of 1,024 keys
+//           numbers in their order; a warp a range of 1,024 keys. Where its first CTA has room for them, only the warps that
+//           have keys stay
 // Timeline  load │ bounds of the threshold, a quarter as far apart each time: every warp counts what reaches three numbers in
 //           between, and broadcasts the counts to the cluster │ barrier │ … until as many as are wanted reach the lower bound,
 //           or there is one number left; then each warp broadcasts how many it selects │ barrier │ writes them
@@ -35,28 +36,28 @@ struct ClusterSelectStorage {
 struct WarpScores {
   uint32_t order[ClusterSelectConfig::kScores];  // of keys first + 32 i + lane; 0: no such key
   int first;                                     // key
-  int warp, warps;                               // of the cluster
+  int warp, warps;                               // of the CTAs that have this query
 };
 
-// Waits for all warps that have this query.
+// Waits for all warps that have this query, a few of a CTA or all of a cluster.
 HOPWELL_DEVICE void sync_query(int warps_of_cta, int warps) {
-  if (warps == warps_of_cta)
-    arch::syncthreads();
+  if (warps <= warps_of_cta)
+    arch::barrier_sync(1, 32 * warps);
   else
     arch::cluster_sync();
 }
 
-// Writes this warp's counts to all CTAs of the cluster.
-HOPWELL_DEVICE void broadcast_counts(ClusterSelectStorage& s, int buffer, const WarpScores& scores,
+// Writes this warp's counts to all CTAs that have this query.
+HOPWELL_DEVICE void broadcast_counts(ClusterSelectStorage& s, int buffer, const WarpScores& scores, int warps_of_cta,
                                      const BoundCounts& counts) {
   const uint32_t rank = uint32_t(arch::lane_index());
-  if (rank >= arch::cluster_size()) return;
+  if (rank >= (scores.warps <= warps_of_cta ? 1 : arch::cluster_size())) return;
   const uint32_t to = arch::map_to_rank(arch::shared_address(&s.counts[buffer][scores.warp]), rank);
   arch::store_cluster(to, uint32_t(counts.reach[0] | counts.reach[1] << 16));
   arch::store_cluster(to + 4, uint32_t(counts.reach[2]));
 }
 
-// Sums of the counts that the cluster's first `warps` warps have broadcast.
+// Sums of the counts that the query's first `warps` warps have broadcast.
 HOPWELL_DEVICE BoundCounts sum_counts(const ClusterSelectStorage& s, int buffer, int warps) {
   BoundCounts sums{};
   for (int w = arch::lane_index(); w < warps; w += 32) {
@@ -86,7 +87,7 @@ HOPWELL_DEVICE Threshold find_threshold(const SelectParams& p, ClusterSelectStor
     }
     const int packed = tile::sum_of_warp(own.reach[0] | own.reach[1] << 16);
     own = {packed & 0xffff, packed >> 16, tile::sum_of_warp(own.reach[2])};
-    broadcast_counts(s, turn, scores, own);
+    broadcast_counts(s, turn, scores, p.warps, own);
     sync_query(p.warps, scores.warps);
     const BoundCounts counts = sum_counts(s, turn, scores.warps);
     int at_low = 0;
@@ -115,7 +116,7 @@ HOPWELL_DEVICE void write_topk(const SelectParams& p, ClusterSelectStorage& s, c
     own.reach[1] += order == threshold.order;
   }
   const int packed = tile::sum_of_warp(own.reach[0] | own.reach[1] << 16);
-  broadcast_counts(s, 2, scores, {packed & 0xffff, packed >> 16, 0});
+  broadcast_counts(s, 2, scores, p.warps, {packed & 0xffff, packed >> 16, 0});
   sync_query(p.warps, scores.warps);
   const BoundCounts before = sum_counts(s, 2, scores.warp);
   int above = before.reach[0], equal = before.reach[1];
@@ -147,16 +148,19 @@ __global__ void __launch_bounds__(32 * kMaxSelectWarps) select_keys_in_cluster(c
       write_visible(row, i);
     return;
   }
-  arch::cluster_arrive_relaxed();  // kept: see the wait
+  const bool alone = row.visible <= p.warps * kKeysPerSelectWarp;  // this CTA has room for all
   WarpScores scores;
-  scores.warp = rank * p.warps + arch::warp_index(), scores.warps = size * p.warps;
+  scores.warp = rank * p.warps + arch::warp_index();
+  scores.warps = alone ? (row.visible + kKeysPerSelectWarp - 1) / kKeysPerSelectWarp : size * p.warps;
+  if (scores.warp >= scores.warps) return;
+  if (!alone) arch::cluster_arrive_relaxed();  // kept: see the wait
   scores.first = scores.warp * kKeysPerSelectWarp;
   HOPWELL_UNROLL
   for (int i = 0; i < ClusterSelectConfig::kScores; ++i) {
     const int key = scores.first + 32 * i + lane;
     scores.order[i] = key < row.visible ? order_of(row.scores[key]) : 0;
   }
-  arch::cluster_wait();  // kept: before counts are broadcast, all CTAs of the cluster have started
+  if (!alone) arch::cluster_wait();  // kept: before counts are broadcast, all CTAs of the cluster have started
   write_topk(p, s, row, scores, find_threshold(p, s, scores));
 #endif
 }

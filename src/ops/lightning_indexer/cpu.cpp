@@ -1,4 +1,4 @@
-// lightning_indexer on the CPU. A block of queries goes over the keys in tiles of kKeyTile. One product gives q.k for all
+// lightning_indexer on the CPU. A block of queries goes over the keys that it sees in tiles of kKeyTile. One product gives q.k for all
 // its (query, head) rows, a relu-weighted sum over the heads makes scores of it, and each query's candidate list takes
 // the scores that may still be among its topk. Candidates stay in ascending order of key, so that the result needs no
 // sorting. With few queries the keys are split, too.
@@ -20,8 +20,10 @@ using cpu::kLaneBlock, cpu::load, cpu::padded;
 using cpu::Scratch;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr std::int64_t kKeyTile = 256;    // keys a product
-constexpr std::int64_t kRowTile = 256;    // (query, head) rows a product
+constexpr std::int64_t kKeyTile = 256;  // keys a product
+constexpr std::int64_t kRowTile = 256;  // (query, head) rows a product
+// … and at least so many: of fewer BLAS adds up in another order, and a query's scores must not depend on the others.
+constexpr std::int64_t kMinRows = 32;
 constexpr std::int64_t kMaxQueries = 64;  // queries a block, each with a candidate list
 constexpr std::int64_t kMinItems = 16;    // fewer blocks of queries than this: the keys are split
 constexpr std::int64_t kMinSplit = 4096;  // into no fewer keys than this
@@ -112,11 +114,12 @@ struct Plan {
 // A thread's scratch: one block of queries against one tile of keys.
 struct State {
   State(const Problem& p, const Plan& plan)
-      : q(plan.queries * p.h_index * p.d_index),
+      : q((plan.queries * p.h_index + kMinRows) * p.d_index),
         weights(plan.queries * p.h_index),
         k(kKeyTile * p.d_index),
-        dot(std::min(kRowTile, plan.queries * p.h_index) * kKeyTile),
+        dot(std::clamp(plan.queries * p.h_index, kMinRows, kRowTile) * kKeyTile),
         score(plan.queries * kKeyTile + kLaneBlock) {
+    std::fill_n(q.get() + plan.queries * p.h_index * p.d_index, kMinRows * p.d_index, 0.0F);
     for (std::int64_t i = 0; i < plan.queries; ++i) candidates.emplace_back(plan.topk, plan.split_keys);
   }
   Scratch<float> q, weights, k, dot, score;
@@ -129,15 +132,52 @@ void load_keys(const Problem& p, std::int64_t first, std::int64_t count, float* 
   std::fill(k + count * p.d_index, k + padded(count) * p.d_index, 0.0F);
 }
 
-// state.score[i, 0 .. padded(count)) of the block's `queries` queries against the keys in state.k.
-void score_tile(const Problem& p, std::int64_t queries, std::int64_t count, State& state) {
-  const std::int64_t rows = queries * p.h_index, n = padded(count);
-  std::fill_n(state.score.get(), queries * kKeyTile, 0.0F);
-  for (std::int64_t row = 0; row < rows;) {
+// The keys [from, to) that each query of a block sees, of those that are searched.
+struct Block {
+  std::int64_t queries = 0;
+  std::array<std::int64_t, kMaxQueries> from{}, to{};
+};
+Block block_of(const Problem& p, std::int64_t s0, std::int64_t queries, std::int64_t first_key, std::int64_t last_key) {
+  Block block{.queries = queries};
+  for (std::int64_t i = 0; i < queries; ++i) {
+    const KeyRange visible = p.visibility.keys(s0 + i, p.s_kv);
+    const auto at = static_cast<std::size_t>(i);
+    block.from[at] = std::max<std::int64_t>(first_key, visible.first);
+    block.to[at] = std::min<std::int64_t>(last_key, visible.end());
+  }
+  return block;
+}
+
+// Keys that lie together, and the queries from the first to the last that sees any of them.
+struct Tile {
+  std::int64_t first_key = 0, end_key = 0, first_query = 0, end_query = 0;
+};
+// From the first key on that any query sees, at `key` or after it; without keys if there is none.
+Tile next_tile(const Block& block, std::int64_t key) {
+  Tile tile{.first_key = INT64_MAX};
+  for (std::size_t i = 0; i < block.to.size(); ++i) {
+    const std::int64_t first = std::max(block.from[i], key);
+    if (first < block.to[i]) tile.first_key = std::min(tile.first_key, first);
+  }
+  for (std::int64_t i = 0; i < block.queries && tile.first_key < INT64_MAX; ++i) {
+    const auto at = static_cast<std::size_t>(i);
+    const std::int64_t end = std::min(tile.first_key + kKeyTile, block.to[at]);
+    if (std::max(block.from[at], tile.first_key) >= end) continue;
+    if (tile.end_query == 0) tile.first_query = i;
+    tile.end_query = i + 1, tile.end_key = std::max(tile.end_key, end);
+  }
+  return tile;
+}
+
+// state.score[i, 0 .. padded(keys)) of the tile's queries against its keys, which are in state.k.
+void score_tile(const Problem& p, const Tile& tile, State& state) {
+  const std::int64_t rows = tile.end_query * p.h_index, n = padded(tile.end_key - tile.first_key);
+  std::fill_n(state.score.get() + tile.first_query * kKeyTile, (tile.end_query - tile.first_query) * kKeyTile, 0.0F);
+  for (std::int64_t row = tile.first_query * p.h_index; row < rows;) {
     const std::int64_t end = std::min(rows, row + kRowTile);
     const float* dot = state.dot.get();
-    cpu::gemm_nt(end - row, n, p.d_index, 1, state.q.get() + row * p.d_index, p.d_index, state.k.get(), p.d_index, 0,
-                 state.dot.get(), kKeyTile);
+    cpu::gemm_nt(std::max(end - row, kMinRows), n, p.d_index, 1, state.q.get() + row * p.d_index, p.d_index,
+                 state.k.get(), p.d_index, 0, state.dot.get(), kKeyTile);
     while (row < end) {
       const std::int64_t query = row / p.h_index, heads = std::min(end, (query + 1) * p.h_index) - row;
       cpu::add_relu_sum(dot, kKeyTile, state.weights.get() + row, heads, state.score.get() + query * kKeyTile, n);
@@ -147,31 +187,32 @@ void score_tile(const Problem& p, std::int64_t queries, std::int64_t count, Stat
   }
 }
 
-// Fills state.candidates with the topk best of the keys [first_key, last_key) for the queries from s0 on.
-void search(const Problem& p, std::int64_t s0, std::int64_t queries, std::int64_t first_key, std::int64_t last_key,
-            State& state) {
-  std::array<std::int64_t, kMaxQueries> from{}, to{};  // the keys that a query sees
-  std::int64_t begin = last_key, end = first_key;
+// Begins a block: no candidates, q and weights of its queries.
+void load_queries(const Problem& p, std::int64_t s0, std::int64_t queries, State& state) {
   for (std::int64_t i = 0; i < queries; ++i) {
     state.candidates[static_cast<std::size_t>(i)].clear();
-    const KeyRange visible = p.visibility.keys(s0 + i, p.s_kv);
-    const auto at = static_cast<std::size_t>(i);
-    from[at] = std::max<std::int64_t>(first_key, visible.first),
-    to[at] = std::min<std::int64_t>(last_key, visible.end());
-    if (from[at] < to[at]) begin = std::min(begin, from[at]), end = std::max(end, to[at]);
     load(p.weights, (s0 + i) * p.weights.stride[0], state.weights.get() + i * p.h_index, p.h_index);
     for (std::int64_t j = 0; j < p.h_index; ++j)
       load(p.q, (s0 + i) * p.q.stride[0] + j * p.q.stride[1], state.q.get() + (i * p.h_index + j) * p.d_index,
            p.d_index);
   }
-  for (std::int64_t t = begin; t < end; t += kKeyTile) {
-    const std::int64_t count = std::min(kKeyTile, end - t);
-    load_keys(p, t, count, state.k.get());
-    score_tile(p, queries, count, state);
-    for (std::int64_t i = 0; i < queries; ++i) {
+}
+
+// Fills state.candidates with the topk best of the keys [first_key, last_key) for the queries from s0 on. Keys that none
+// of them sees are not read.
+void search(const Problem& p, std::int64_t s0, std::int64_t queries, std::int64_t first_key, std::int64_t last_key,
+            State& state) {
+  const Block block = block_of(p, s0, queries, first_key, last_key);
+  load_queries(p, s0, queries, state);
+  Tile tile = next_tile(block, first_key);
+  for (; tile.first_key < tile.end_key; tile = next_tile(block, tile.end_key)) {
+    load_keys(p, tile.first_key, tile.end_key - tile.first_key, state.k.get());
+    score_tile(p, tile, state);
+    for (std::int64_t i = tile.first_query; i < tile.end_query; ++i) {
       const auto at = static_cast<std::size_t>(i);
-      const std::int64_t first = std::max(t, from[at]), seen = std::min(t + count, to[at]) - first;
-      if (seen > 0) state.candidates[at].append(state.score.get() + i * kKeyTile + first - t, seen, first);
+      const std::int64_t first = std::max(tile.first_key, block.from[at]);
+      const std::int64_t seen = std::min(tile.end_key, block.to[at]) - first;
+      if (seen > 0) state.candidates[at].append(state.score.get() + i * kKeyTile + first - tile.first_key, seen, first);
     }
   }
   for (std::int64_t i = 0; i < queries; ++i) state.candidates[static_cast<std::size_t>(i)].keep_best();

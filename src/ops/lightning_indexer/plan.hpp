@@ -7,6 +7,11 @@
 
 namespace hopwell::ops::lightning_indexer {
 
+// Whether there may be keys that a query does not see.
+inline bool masked(const Problem& p) {
+  return p.visibility.k_start != nullptr || p.visibility.q_positions != nullptr || p.visibility.has_q_start;
+}
+
 // The workspace holds the scores of so many queries; kernels run for them, then for the next ones.
 std::int64_t queries_at_a_time(const Problem& p);
 std::size_t workspace_bytes(const Problem& p);
@@ -26,12 +31,35 @@ struct QueryTiles {
 };
 struct ScorePlan {
   QueryTiles queries;
-  std::uint32_t key_blocks, slices;  // the grid: CTAs that share a slice have other keys
+  int key_blocks, slices;  // CTAs: one for each pair; those that share a slice have other keys
 };
 // By mma: a query's rows are a multiple of 8.
 ScorePlan plan_mma_score(const Problem& p, std::int64_t queries, std::int64_t keys_per_cta);
 // By wgmma, whose tiles come as boxes of a tensor map: a power of two.
 ScorePlan plan_wgmma_score(const Problem& p, std::int64_t queries, std::int64_t keys_per_cta);
+
+// How many groups of tiles a slice has where so many blocks of keys are scored: a group is the tiles of one query, or the
+// one tile of several. Kernels ask too, once they know which keys are seen.
+// By mma: about four CTAs for each that can run at a time, two a multiprocessor.
+HOPWELL_HOST_DEVICE int mma_groups_per_slice(int key_blocks, int groups, int sms) {
+  const int wanted = 8 * sms / key_blocks, slices = wanted < 1 ? 1 : wanted < groups ? wanted : groups;
+  return (groups + slices - 1) / slices;
+}
+// By wgmma: so that all CTAs, one a multiprocessor, take the fewest rounds by their length. Loading the keys takes a CTA as
+// long as about four tiles.
+HOPWELL_HOST_DEVICE int wgmma_groups_per_slice(int key_blocks, int groups, int tiles_per_group, int sms) {
+  constexpr int kTilesToBegin = 4, kTried = 8;
+  const int fewest = (key_blocks + sms - 1) / sms;
+  std::int64_t least = INT64_MAX;
+  int best = groups;
+  for (int rounds = fewest; rounds < fewest + kTried; ++rounds) {
+    const int room = int(std::int64_t{rounds} * sms / key_blocks), slices = room < groups ? room : groups;
+    const int each = (groups + slices - 1) / slices;
+    const std::int64_t time = rounds * (std::int64_t{each} * tiles_per_group + kTilesToBegin);
+    if (time < least) best = each, least = time;
+  }
+  return best;
+}
 
 // The CTAs that select for a query.
 inline constexpr int kMaxSelectWarps = 32, kMaxSelectCluster = 8, kKeysPerSelectWarp = 1024;

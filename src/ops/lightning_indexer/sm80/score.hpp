@@ -8,17 +8,16 @@
 // Timeline  copies  q1 ▓▓▓▓▓▓▓▓▓▓ q2 ▓▓▓▓▓▓▓▓▓▓▓▓ q3 ▓▓▓▓▓▓
 //           warps   k │ q0: mma ▓▓▓ relu, sums ▓ │ q1 …             one barrier a tile of q
 // Sums      over the heads in a lane first, then over the quad: always in the same order
-// Budget    shared: stages of 64 × 256 B a limb + 320 B, 50,176 B (bf16), 98,944 B (fp32); registers: keys 64 of 128 (96 of 255)
+// Budget    shared: stages of 64 × 256 B a limb + 320 B, and 128 B: 50,304 B (bf16), 99,072 B (fp32)
+//           registers: keys 64 of 128 (96 of 255)
 // Bound     tensor cores: 2 · h_index · d_index operations a query and key
 #pragma once
 
 #include "arch/sm80/async_copy.hpp"
-#include "ops/common/index_score.hpp"
-#include "ops/lightning_indexer/plan.hpp"
+#include "ops/lightning_indexer/score_task.hpp"
 #include "runtime/launch.hpp"
 #include "tile/gpu/mma_tile.hpp"
 #include "tile/gpu/row_major.hpp"
-#include "tile/gpu/warp.hpp"
 
 namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET {
 
@@ -35,17 +34,9 @@ template <class T>
 constexpr int kKeysOfCta = 16 * kTilesM<T> * ScoreConfig::kWarps;
 
 template <class T>
-struct ScoreParams {
+struct ScoreParams : ScoreTask {
   tile::RowMajor<T> q, k;
-  int64_t q_stride;     // from query to query
-  const void* weights;  // fp32 or bf16 [s_q, h_index]
-  int64_t weights_stride;
-  bool weights_bf16;
-  Visibility visibility;
-  float* scores;  // [queries, pitch]
-  int64_t first_query, pitch;
-  int queries, heads, s_kv;
-  int padded_heads, queries_per_tile, tiles_per_query, tiles, tiles_per_slice;  // QueryTiles
+  int64_t q_stride;  // from query to query
   int column_blocks;
 };
 
@@ -53,7 +44,8 @@ template <class T>
 struct ScoreStorage {
   tile::MmaTile<kLimbs<T>, kHeadTile> q[kStages<T>];
   alignas(16) float weights[kStages<T>][kHeadTile];
-  KeyRange visible[kStages<T>][kHeadTile / 8];
+  Span visible[kStages<T>][kHeadTile / 8];  // to each query
+  Span of_warp[2][ScoreConfig::kWarps];
 };
 static_assert(sizeof(ScoreStorage<float>) <= 99 * 1024);
 
@@ -92,7 +84,7 @@ struct QueryLoader {
     if (quarter == 0)
       s.weights[stage][row] = exists ? tile::load_fp32(p.weights, p.weights_bf16, at * p.weights_stride + head) : 0;
     if (quarter == 1 && row % p.padded_heads == 0 && query_of_tile < p.queries_per_tile)
-      s.visible[stage][query_of_tile] = has_query ? p.visibility.keys(at, p.s_kv) : KeyRange{};
+      s.visible[stage][query_of_tile] = has_query ? visible_to(p, query) : Span{};
     advance(p);
   }
 
@@ -159,10 +151,11 @@ template <bool kWhole, class T>
 __global__ void __launch_bounds__(ScoreConfig::kThreads, sizeof(T) == 2 ? 2 : 1)
     score_keys(const __grid_constant__ ScoreParams<T> p) {
   auto& s = arch::dynamic_smem<ScoreStorage<T>>();
-  const arch::BlockIndex cta = arch::block_index_3d();
-  const int first_key = cta.x * kKeysOfCta<T> + arch::warp_index() * 16 * kTilesM<T>;
-  const int first = cta.y * p.tiles_per_slice;
-  const int end = first + p.tiles_per_slice < p.tiles ? first + p.tiles_per_slice : p.tiles;
+  const ScorePart part = part_of_cta<kKeysOfCta<T>>(
+      p, s.of_warp, [&](int blocks, int groups) { return mma_groups_per_slice(blocks, groups, p.sms); });
+  const int first_key = part.first_key + arch::warp_index() * 16 * kTilesM<T>;
+  const auto [first, end] = part.tiles;
+  if (first >= end) return;
   QueryLoader<T> loader(p, first);
   for (int i = 0; i < kStages<T> - 1; ++i) {
     if (first + i < end) loader.copy(p, s, i);
@@ -171,26 +164,26 @@ __global__ void __launch_bounds__(ScoreConfig::kThreads, sizeof(T) == 2 ? 2 : 1)
   MmaRows<kLimbs<T>> keys[kTilesM<T>];
   load_keys(p, first_key, keys);
   float sums[kTilesM<T>][2] = {};
-  int query = first / p.tiles_per_query * p.queries_per_tile, part = 0;  // of this tile
+  int query = first / p.tiles_per_query * p.queries_per_tile, head_tile = 0;  // of this tile
   for (int number = first, stage = 0; number < end; ++number) {
     arch::cp_async_wait<kStages<T> - 2>();
     arch::syncthreads();
     const int ahead = (stage + kStages<T> - 1) % kStages<T>;
     if (number + kStages<T> - 1 < end) loader.copy(p, s, ahead);
     arch::cp_async_commit();
-    const int heads = p.heads - part * kHeadTile < kHeadTile ? p.heads - part * kHeadTile : kHeadTile;
+    const int left = p.heads - head_tile * kHeadTile, heads = left < kHeadTile ? left : kHeadTile;
     for (int i = 0; i < p.queries_per_tile && query + i < p.queries; ++i) {
       if (!s.visible[stage][i].overlaps(first_key, 16 * kTilesM<T>)) continue;
       int head = 0;
       for (; heads - head > 8; head += 16)
         add_heads<kWhole, 2>(p, s, stage, i * p.padded_heads + head, heads - head, keys, sums);
       if (head < heads) add_heads<kWhole, 1>(p, s, stage, i * p.padded_heads + head, heads - head, keys, sums);
-      if (part + 1 < p.tiles_per_query) continue;
+      if (head_tile + 1 < p.tiles_per_query) continue;
       store_scores(p, query + i, first_key, sums);
       HOPWELL_UNROLL
       for (auto& of_keys : sums) of_keys[0] = of_keys[1] = 0;
     }
-    if (++part == p.tiles_per_query) part = 0, query += p.queries_per_tile;
+    if (++head_tile == p.tiles_per_query) head_tile = 0, query += p.queries_per_tile;
     stage = stage + 1 == kStages<T> ? 0 : stage + 1;
   }
 }
@@ -199,22 +192,12 @@ __global__ void __launch_bounds__(ScoreConfig::kThreads, sizeof(T) == 2 ? 2 : 1)
 template <class T>
 void launch_score(const Problem& problem, std::int64_t first, std::int64_t count, Stream stream) {
   const ScorePlan plan = plan_mma_score(problem, count, kKeysOfCta<T>);
-  ScoreParams<T> p{};
+  ScoreParams<T> p{score_task(problem, plan, first, count)};
   p.q = tile::row_major<T>(problem.q, 2), p.k = tile::row_major<T>(problem.k, 1);
   p.q_stride = problem.q.stride[0];
-  p.weights = problem.weights.data, p.weights_stride = problem.weights.stride[0];
-  p.weights_bf16 = problem.weights.dtype == DType::kBFloat16;
-  p.visibility = problem.visibility;
-  p.scores = static_cast<float*>(problem.workspace);
-  p.first_query = first, p.pitch = problem.s_kv;
-  p.queries = static_cast<int>(count);
-  p.heads = static_cast<int>(problem.h_index), p.s_kv = static_cast<int>(problem.s_kv);
-  p.padded_heads = plan.queries.padded_heads, p.queries_per_tile = plan.queries.queries_per_tile;
-  p.tiles_per_query = plan.queries.tiles_per_query;
-  p.tiles = plan.queries.tiles, p.tiles_per_slice = plan.queries.tiles_per_slice;
   p.column_blocks = static_cast<int>((problem.d_index + tile::kBlockColumns - 1) / tile::kBlockColumns);
   runtime::launch(kName, p.column_blocks == kColumnBlocks ? score_keys<true, T> : score_keys<false, T>,
-                  {.grid = {plan.key_blocks, plan.slices},
+                  {.grid = {static_cast<std::uint32_t>(plan.key_blocks * plan.slices)},
                    .threads = ScoreConfig::kThreads,
                    .shared_bytes = sizeof(ScoreStorage<T>)},
                   stream, p);

@@ -18,19 +18,15 @@
 //           instructions a product, 384 of the 1,536 issue slots that each quarter of the SM has; q 11 B a clock
 #pragma once
 
-#include <climits>
-
 #include "arch/sm80/convert.hpp"
 #include "arch/sm90/cluster.hpp"
 #include "arch/sm90/make_tensor_map.hpp"
 #include "arch/sm90/tma.hpp"
 #include "arch/sm90/wgmma.hpp"
-#include "ops/common/index_score.hpp"
-#include "ops/lightning_indexer/plan.hpp"
+#include "ops/lightning_indexer/score_task.hpp"
 #include "runtime/launch.hpp"
 #include "tile/gpu/panel.hpp"
 #include "tile/gpu/ring.hpp"
-#include "tile/gpu/warp.hpp"
 
 namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET {
 
@@ -43,33 +39,18 @@ struct ScoreConfig {
   static constexpr uint32_t kStageBytes = 2 * tile::kPanelBytes;
 };
 
-struct ScoreParams {
+struct ScoreParams : ScoreTask {
   arch::TensorMap q, k;  // boxes of 64 columns and 64 rows
-  const void* weights;   // fp32 or bf16 [s_q, h_index]
-  int64_t weights_stride;
-  bool weights_bf16;
-  Visibility visibility;
-  float* scores;  // [queries, pitch]
-  int64_t first_query, pitch;
-  int queries, heads, s_kv;
-  int padded_heads, queries_per_tile, tiles_per_query, tiles, tiles_per_slice;  // QueryTiles
 };
 
 struct ScoreStorage {
   alignas(1024) unsigned char rows[ScoreConfig::kStages][ScoreConfig::kStageBytes];
   float weights[ScoreConfig::kStages][ScoreConfig::kRows];
-  KeyRange visible[ScoreConfig::kStages];  // from the first to the last key that any of the tile's queries sees
+  Span visible[ScoreConfig::kStages];  // from the first to the last key that any of the tile's queries sees
+  Span of_warp[2][ScoreConfig::kThreads / 32];
+  ScorePart part;  // here for want of registers
   tile::RingBarriers<ScoreConfig::kStages> ring;
 };
-
-// The CTA's tiles: from the first one of a query on.
-struct Slice {
-  int first, end;
-};
-HOPWELL_DEVICE Slice slice_of(const ScoreParams& p) {
-  const int first = arch::block_index_3d().y * p.tiles_per_slice;
-  return {first, first + p.tiles_per_slice < p.tiles ? first + p.tiles_per_slice : p.tiles};
-}
 
 // Tiles of keys and of q go through the ring one after another.
 struct ScoreSlot : tile::RingSlot<ScoreConfig::kStages> {
@@ -86,8 +67,8 @@ struct TileCursor {
   // From the first tile of a query on.
   HOPWELL_DEVICE TileCursor(const ScoreParams& p, int first)
       : tile(first), query(first / p.tiles_per_query * p.queries_per_tile) {}
-  HOPWELL_DEVICE ScoreSlot slot(ScoreStorage& s, const Slice& slice) const {
-    return {s, ScoreConfig::kKeyTiles + tile - slice.first};
+  HOPWELL_DEVICE ScoreSlot slot(ScoreStorage& s) const {
+    return {s, ScoreConfig::kKeyTiles + tile - s.part.tiles.first};
   }
   HOPWELL_DEVICE void advance(const ScoreParams& p) {
     ++tile;
@@ -95,11 +76,11 @@ struct TileCursor {
   }
   // Waits for the first tile from here on whose queries may see the warpgroup's keys; frees those in between. False: there
   // is none.
-  HOPWELL_DEVICE bool wait_visible(const ScoreParams& p, ScoreStorage& s, const Slice& slice, int first_key) {
-    for (; tile < slice.end; advance(p)) {
-      slot(s, slice).wait_full();
-      if (s.visible[slot(s, slice).stage()].overlaps(first_key, ScoreConfig::kHalves * ScoreConfig::kRows)) return true;
-      slot(s, slice).release();
+  HOPWELL_DEVICE bool wait_visible(const ScoreParams& p, ScoreStorage& s, int first_key) {
+    for (; tile < s.part.tiles.end; advance(p)) {
+      slot(s).wait_full();
+      if (s.visible[slot(s).stage()].overlaps(first_key, ScoreConfig::kHalves * ScoreConfig::kRows)) return true;
+      slot(s).release();
     }
     return false;
   }
@@ -110,15 +91,11 @@ struct TileCursor {
 // This lane's two rows of a tile: their weights, and the keys that the tile's queries see.
 struct TileWeights {
   float weights[2];
-  KeyRange visible;  // by any of the queries
+  Span visible;  // to any of the queries
 };
-HOPWELL_DEVICE KeyRange visible_to_tile(const ScoreParams& p, const TileCursor& at) {
+HOPWELL_DEVICE Span visible_to_tile(const ScoreParams& p, const TileCursor& at) {
   const int lane = arch::lane_index(), query = at.query + lane;
-  KeyRange visible;  // to one query
-  if (lane < p.queries_per_tile && query < p.queries) visible = p.visibility.keys(p.first_query + query, p.s_kv);
-  const int first = -tile::max_of_warp(visible.count > 0 ? -int(visible.first) : -INT_MAX);
-  const int end = tile::max_of_warp(int(visible.end()));
-  return end > 0 ? KeyRange{uint32_t(first), uint32_t(end - first)} : KeyRange{};
+  return span_of_warp(lane < p.queries_per_tile && query < p.queries ? visible_to(p, query) : Span{});
 }
 HOPWELL_DEVICE TileWeights load_tile_weights(const ScoreParams& p, const TileCursor& at) {
   TileWeights loaded{{0, 0}, visible_to_tile(p, at)};
@@ -135,19 +112,17 @@ HOPWELL_DEVICE TileWeights load_tile_weights(const ScoreParams& p, const TileCur
 // The CTA's keys, then every tile of q.
 HOPWELL_DEVICE void produce_tiles(const ScoreParams& p, ScoreStorage& s) {
   if (arch::lane_index() != 0) return;
-  const Slice slice = slice_of(p);
-  const int first_key = arch::block_index() * ScoreConfig::kKeys;
   for (int i = 0; i < ScoreConfig::kKeyTiles; ++i) {
     arch::mbarrier_arrive_expect_tx(s.ring.full[i], ScoreConfig::kStageBytes);
     for (int panel = 0; panel < 2; ++panel)
       arch::tma_load<2>(arch::shared_address(s.rows[i]) + uint32_t(panel) * tile::kPanelBytes, p.k,
-                        {64 * panel, first_key + ScoreConfig::kRows * i}, s.ring.full[i]);
+                        {64 * panel, s.part.first_key + ScoreConfig::kRows * i}, s.ring.full[i]);
     arch::mbarrier_arrive(s.ring.full[i]);  // for the weights, which keys have not
   }
-  TileCursor at(p, slice.first);
+  TileCursor at(p, s.part.tiles.first);
   HOPWELL_NO_UNROLL
-  for (; at.tile < slice.end; at.advance(p)) {
-    const ScoreSlot slot = at.slot(s, slice);
+  for (; at.tile < s.part.tiles.end; at.advance(p)) {
+    const ScoreSlot slot = at.slot(s);
     slot.wait_empty();
     arch::mbarrier& full = slot.full();
     arch::mbarrier_arrive_expect_tx(full, ScoreConfig::kStageBytes);
@@ -160,16 +135,15 @@ HOPWELL_DEVICE void produce_tiles(const ScoreParams& p, ScoreStorage& s) {
 // Weights of every third tile from `first` on, and which keys its queries see: a load takes as long as a tile.
 HOPWELL_DEVICE void produce_weights(const ScoreParams& p, ScoreStorage& s, int first) {
   const int lane = arch::lane_index();
-  const Slice slice = slice_of(p);
-  TileCursor at(p, slice.first);
+  TileCursor at(p, s.part.tiles.first);
   const auto advance = [&](int tiles) {
     for (int i = 0; i < tiles; ++i) at.advance(p);
   };
   advance(first);
   TileWeights next = load_tile_weights(p, at);
   HOPWELL_NO_UNROLL
-  while (at.tile < slice.end) {
-    const ScoreSlot slot = at.slot(s, slice);
+  while (at.tile < s.part.tiles.end) {
+    const ScoreSlot slot = at.slot(s);
     const TileWeights loaded = next;
     advance(ScoreConfig::kWeightWarps);
     next = load_tile_weights(p, at);
@@ -240,9 +214,7 @@ HOPWELL_DEVICE void add_heads(const ScoreParams& p, const float (&d)[32], const 
 
 template <bool kWhole>
 HOPWELL_DEVICE void score_tiles(const ScoreParams& p, ScoreStorage& s, int group) {
-  const Slice slice = slice_of(p);
-  const int first_of_group =
-      arch::block_index() * ScoreConfig::kKeys + group * ScoreConfig::kHalves * ScoreConfig::kRows;
+  const int first_of_group = s.part.first_key + group * ScoreConfig::kHalves * ScoreConfig::kRows;
   const int first_key = first_of_group + arch::warp_index() % 4 * 16;
   uint32_t keys[2][ScoreConfig::kSteps][4];
   // Every warp waits for all of the CTA's keys, of which it reads a few, before it frees any: a stage that is two phases on
@@ -252,8 +224,8 @@ HOPWELL_DEVICE void score_tiles(const ScoreParams& p, ScoreStorage& s, int group
   load_keys({s, 2 * group + 1}, keys[1]);
   for (int i = 0; i < ScoreConfig::kKeyTiles; ++i) ScoreSlot{s, i}.release();
   Sums sums[2] = {};
-  for (TileCursor at(p, slice.first); at.wait_visible(p, s, slice, first_of_group); at.advance(p)) {
-    const ScoreSlot slot = at.slot(s, slice);
+  for (TileCursor at(p, s.part.tiles.first); at.wait_visible(p, s, first_of_group); at.advance(p)) {
+    const ScoreSlot slot = at.slot(s);
     const float* weights = s.weights[slot.stage()];
     float d[2][32];
     start_products(d[0], keys[0], slot.rows());
@@ -277,6 +249,11 @@ __global__ void __launch_bounds__(ScoreConfig::kThreads, 1) score_keys(const __g
     s.ring.init(2, 4 * ScoreConfig::kGroups);  // rows and weights
     arch::fence_mbarrier_init();
   }
+  const ScorePart part = part_of_cta<ScoreConfig::kKeys>(p, s.of_warp, [&](int blocks, int groups) {
+    return wgmma_groups_per_slice(blocks, groups, p.tiles_per_query, p.sms);
+  });
+  if (part.tiles.empty()) return;
+  if (arch::thread_index() == 0) s.part = part;
   arch::syncthreads();
   const int group = arch::warpgroup_index(), warp = arch::warp_index();
   if (group < ScoreConfig::kGroups) {
@@ -321,25 +298,16 @@ arch::TensorMap map_of(const View& view, std::size_t dims, const std::uint32_t (
 // Scores of `count` queries from `first` on.
 void launch_score(const Problem& problem, std::int64_t first, std::int64_t count, Stream stream) {
   const ScorePlan plan = plan_wgmma_score(problem, count, ScoreConfig::kKeys);
-  ScoreParams p{};
+  ScoreParams p{score_task(problem, plan, first, count)};
   p.q = map_of(problem.q, 2,
                {static_cast<std::uint32_t>(plan.queries.padded_heads),
                 static_cast<std::uint32_t>(plan.queries.queries_per_tile)});
   p.k = map_of(problem.k, 1, {ScoreConfig::kRows, 1});
-  p.weights = problem.weights.data, p.weights_stride = problem.weights.stride[0];
-  p.weights_bf16 = problem.weights.dtype == DType::kBFloat16;
-  p.visibility = problem.visibility;
-  p.scores = static_cast<float*>(problem.workspace);
-  p.first_query = first, p.pitch = problem.s_kv;
-  p.queries = static_cast<int>(count);
-  p.heads = static_cast<int>(problem.h_index), p.s_kv = static_cast<int>(problem.s_kv);
-  p.padded_heads = plan.queries.padded_heads, p.queries_per_tile = plan.queries.queries_per_tile;
-  p.tiles_per_query = plan.queries.tiles_per_query;
-  p.tiles = plan.queries.tiles, p.tiles_per_slice = plan.queries.tiles_per_slice;
-  runtime::launch(
-      kName, problem.h_index % kHeadTile == 0 ? score_keys<true> : score_keys<false>,
-      {.grid = {plan.key_blocks, plan.slices}, .threads = ScoreConfig::kThreads, .shared_bytes = sizeof(ScoreStorage)},
-      stream, p);
+  runtime::launch(kName, problem.h_index % kHeadTile == 0 ? score_keys<true> : score_keys<false>,
+                  {.grid = {static_cast<std::uint32_t>(plan.key_blocks * plan.slices)},
+                   .threads = ScoreConfig::kThreads,
+                   .shared_bytes = sizeof(ScoreStorage)},
+                  stream, p);
 }
 
 }  // namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET

@@ -1,0 +1,132 @@
+// lightning_indexer on GPUs: what both score kernels are given, and which scores a CTA makes.
+//
+// A CTA has a block of keys and a slice of the tiles of q. Where queries do not see all keys, only the keys from the first to
+// the last that any of the pass's queries sees are shared out, and the slices are of the tiles from the first to the last
+// whose queries see any of the block's keys. So time follows the pairs of a query and a key that it sees.
+#pragma once
+
+#include <climits>
+
+#include "arch/sm80/threads.hpp"
+#include "ops/common/index_score.hpp"
+#include "ops/lightning_indexer/plan.hpp"
+#include "tile/gpu/warp.hpp"
+
+namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET {
+
+struct ScoreTask : QueryTiles {
+  const void* weights;  // fp32 or bf16 [s_q, h_index]
+  int64_t weights_stride;
+  bool weights_bf16;
+  bool masked;  // queries may not see all keys
+  Visibility visibility;
+  float* scores;  // [queries, pitch]
+  int64_t first_query, pitch;
+  int queries, heads, s_kv;
+  int key_blocks, sms;
+};
+
+// Numbers first … end − 1; none where `first` is not below `end`.
+struct Span {
+  int first = INT_MAX, end = 0;
+
+  [[nodiscard]] HOPWELL_DEVICE bool empty() const { return first >= end; }
+  [[nodiscard]] HOPWELL_DEVICE bool overlaps(int from, int count) const { return from < end && from + count > first; }
+  // The smallest that has those of both.
+  [[nodiscard]] HOPWELL_DEVICE Span with(const Span& other) const {
+    return {first < other.first ? first : other.first, end > other.end ? end : other.end};
+  }
+};
+
+// The keys that a query of the pass sees.
+HOPWELL_DEVICE Span visible_to(const ScoreTask& p, int query) {
+  const KeyRange keys = p.visibility.keys(p.first_query + query, p.s_kv);
+  return keys.count > 0 ? Span{int(keys.first), int(keys.end())} : Span{};
+}
+
+// The smallest span that has those of all lanes; of all threads of the CTA.
+HOPWELL_DEVICE Span span_of_warp(const Span& own) {
+  return {-tile::max_of_warp(-own.first), tile::max_of_warp(own.end)};
+}
+template <int kWarps>
+HOPWELL_DEVICE Span span_of_cta(const Span& own, Span (&of_warp)[kWarps]) {
+  const int warp = arch::warp_index();  // by all lanes
+  const Span span = span_of_warp(own);
+  if (arch::lane_index() == 0) of_warp[warp] = span;
+  arch::syncthreads();
+  Span all;
+  HOPWELL_UNROLL
+  for (const Span& other : of_warp) all = all.with(other);
+  return all;
+}
+
+// Keys from first_key on against tiles of q, those of whole queries.
+struct ScorePart {
+  int first_key;
+  Span tiles;
+};
+
+// From the first to the last key that any query of the pass sees. By all threads.
+template <int kWarps>
+HOPWELL_DEVICE Span visible_to_pass(const ScoreTask& p, Span (&of_warp)[kWarps]) {
+  Span keys;
+  for (int query = arch::thread_index(); query < p.queries; query += 32 * kWarps)
+    keys = keys.with(visible_to(p, query));
+  return span_of_cta(keys, of_warp);
+}
+
+// From the first to the last group of tiles that has a query which sees any of the keys. By all threads.
+template <int kKeys, int kWarps>
+HOPWELL_DEVICE Span groups_that_see(const ScoreTask& p, int first_key, Span (&of_warp)[kWarps]) {
+  Span queries;
+  for (int query = arch::thread_index(); query < p.queries; query += 32 * kWarps)
+    if (visible_to(p, query).overlaps(first_key, kKeys)) queries = queries.with({query, query + 1});
+  queries = span_of_cta(queries, of_warp);
+  if (queries.empty()) return {};
+  return {queries.first / p.queries_per_tile, (queries.end - 1) / p.queries_per_tile + 1};
+}
+
+// Keys from first_key on against a slice of the tiles, `each` of them.
+HOPWELL_DEVICE ScorePart part_of(int first_key, const Span& tiles, int slice, int each) {
+  const int first = tiles.first + slice * each, end = first + each;
+  return {first_key, {first, end < tiles.end ? end : tiles.end}};
+}
+
+// By all threads. groups_per_slice(blocks of keys, groups of tiles) is what the plan of the grid asked, too.
+template <int kKeys, int kWarps, class GroupsPerSlice>
+HOPWELL_DEVICE ScorePart part_of_cta(const ScoreTask& p, Span (&of_warp)[2][kWarps], GroupsPerSlice groups_per_slice) {
+  constexpr int kSectorScores = 8;
+  const auto ceil_div = [](int a, int b) { return (a + b - 1) / b; };
+  const int number = arch::block_index(), groups = p.tiles / p.tiles_per_query;
+  if (!p.masked) {
+    const int slice = number / p.key_blocks;
+    return part_of((number - slice * p.key_blocks) * kKeys, {0, p.tiles}, slice, p.tiles_per_slice);
+  }
+  const Span keys = visible_to_pass(p, of_warp[0]);
+  if (keys.empty()) return {};
+  const int first = keys.first & -kSectorScores, blocks = ceil_div(keys.end - first, kKeys);
+  const int room = arch::grid_size() / blocks, wanted = ceil_div(groups, groups_per_slice(blocks, groups));
+  const int slices = wanted < room ? wanted : room, slice = number / blocks;
+  if (slice >= slices) return {};
+  const int first_key = first + (number - slice * blocks) * kKeys;
+  const Span seeing = groups_that_see<kKeys>(p, first_key, of_warp[1]);
+  if (seeing.empty()) return {};
+  return part_of(first_key, {seeing.first * p.tiles_per_query, seeing.end * p.tiles_per_query}, slice,
+                 ceil_div(seeing.end - seeing.first, slices) * p.tiles_per_query);
+}
+
+// Scores of `count` queries from `first` on.
+ScoreTask score_task(const Problem& problem, const ScorePlan& plan, std::int64_t first, std::int64_t count) {
+  ScoreTask p{plan.queries};
+  p.weights = problem.weights.data, p.weights_stride = problem.weights.stride[0];
+  p.weights_bf16 = problem.weights.dtype == DType::kBFloat16;
+  p.masked = masked(problem), p.visibility = problem.visibility;
+  p.scores = static_cast<float*>(problem.workspace);
+  p.first_query = first, p.pitch = problem.s_kv;
+  p.queries = static_cast<int>(count);
+  p.heads = static_cast<int>(problem.h_index), p.s_kv = static_cast<int>(problem.s_kv);
+  p.key_blocks = plan.key_blocks, p.sms = problem.device.sms;
+  return p;
+}
+
+}  // namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET
