@@ -234,8 +234,8 @@ class LightningIndexer(nn.Module):
         """
         b, s = q_index.shape[:2]
         k_start, k_end = key_ranges(torch.arange(b + 1, device=q_index.device) * s, s_q=b * s)
-        pack = (t.flatten(0, 1) for t in (q_index, k_index, weights))
-        of_pack, _ = ops.lightning_indexer(*pack, self.topk, k_start=k_start, k_end=k_end)
+        q_index, k_index, weights = (t.flatten(0, 1) for t in (q_index, k_index, weights))
+        of_pack, _ = ops.lightning_indexer(q_index, k_index, weights, self.topk, k_start=k_start, k_end=k_end)
         return torch.where(of_pack < 0, of_pack, of_pack - k_start[:, None]).view(b, s, self.topk)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -109,7 +109,10 @@ def _save_indexer_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _differentiate_indexer_loss(ctx: Any, d_loss: Tensor, *_: Tensor) -> Gradients:
     gradients = ctx.saved_tensors
     if ctx.scaled:
-        gradients = lightning_indexer_backward(*gradients, 1.0, ctx.deterministic, ctx.backend)[1:]
+        target, q_index, k_index, weights, indices, k_start, k_end = gradients
+        gradients = lightning_indexer_backward(
+            target, q_index, k_index, weights, indices, k_start, k_end, 1.0, ctx.deterministic, ctx.backend
+        )[1:]
     d_q_index, d_k_index, d_weights = (g * d_loss.to(g.dtype) for g in gradients)
     return None, d_q_index, d_k_index.to(ctx.k_dtype), d_weights, *(None,) * 6
 
