@@ -92,16 +92,21 @@ HOPWELL_DEVICE ScorePart part_of(int first_key, const Span& tiles, int slice, in
   return {first_key, {first, end < tiles.end ? end : tiles.end}};
 }
 
-// By all threads. groups_per_slice(blocks of keys, groups of tiles) is what the plan of the grid asked, too.
+// Where every query sees all keys.
+template <int kKeys>
+HOPWELL_DEVICE ScorePart part_of_grid(const ScoreTask& p) {
+  const int number = arch::block_index(), slice = number / p.key_blocks;
+  return part_of((number - slice * p.key_blocks) * kKeys, {0, p.tiles}, slice, p.tiles_per_slice);
+}
+
+// Where queries may not, by all threads. groups_per_slice(blocks of keys, groups of tiles) is what the plan of the grid asked,
+// too.
 template <int kKeys, int kWarps, class GroupsPerSlice>
-HOPWELL_DEVICE ScorePart part_of_cta(const ScoreTask& p, Span (&of_warp)[2][kWarps], GroupsPerSlice groups_per_slice) {
+HOPWELL_DEVICE ScorePart visible_part_of_grid(const ScoreTask& p, Span (&of_warp)[2][kWarps],
+                                              GroupsPerSlice groups_per_slice) {
   constexpr int kSectorScores = 8;
   const auto ceil_div = [](int a, int b) { return (a + b - 1) / b; };
   const int number = arch::block_index(), groups = p.tiles / p.tiles_per_query;
-  if (!p.masked) {
-    const int slice = number / p.key_blocks;
-    return part_of((number - slice * p.key_blocks) * kKeys, {0, p.tiles}, slice, p.tiles_per_slice);
-  }
   const Span keys = visible_to_pass(p, of_warp[0]);
   if (keys.empty()) return {};
   const int first = keys.first & -kSectorScores, blocks = ceil_div(keys.end - first, kKeys);

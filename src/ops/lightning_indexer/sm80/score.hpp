@@ -151,8 +151,9 @@ template <bool kWhole, class T>
 __global__ void __launch_bounds__(ScoreConfig::kThreads, sizeof(T) == 2 ? 2 : 1)
     score_keys(const __grid_constant__ ScoreParams<T> p) {
   auto& s = arch::dynamic_smem<ScoreStorage<T>>();
-  const ScorePart part = part_of_cta<kKeysOfCta<T>>(
-      p, s.of_warp, [&](int blocks, int groups) { return mma_groups_per_slice(blocks, groups, p.sms); });
+  const auto groups_per_slice = [&](int blocks, int groups) { return mma_groups_per_slice(blocks, groups, p.sms); };
+  const ScorePart part =
+      p.masked ? visible_part_of_grid<kKeysOfCta<T>>(p, s.of_warp, groups_per_slice) : part_of_grid<kKeysOfCta<T>>(p);
   const int first_key = part.first_key + arch::warp_index() * 16 * kTilesM<T>;
   const auto [first, end] = part.tiles;
   if (first >= end) return;

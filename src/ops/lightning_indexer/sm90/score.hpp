@@ -67,8 +67,8 @@ struct TileCursor {
   // From the first tile of a query on.
   HOPWELL_DEVICE TileCursor(const ScoreParams& p, int first)
       : tile(first), query(first / p.tiles_per_query * p.queries_per_tile) {}
-  HOPWELL_DEVICE ScoreSlot slot(ScoreStorage& s) const {
-    return {s, ScoreConfig::kKeyTiles + tile - s.part.tiles.first};
+  HOPWELL_DEVICE ScoreSlot slot(ScoreStorage& s, const ScorePart& part) const {
+    return {s, ScoreConfig::kKeyTiles + tile - part.tiles.first};
   }
   HOPWELL_DEVICE void advance(const ScoreParams& p) {
     ++tile;
@@ -76,11 +76,11 @@ struct TileCursor {
   }
   // Waits for the first tile from here on whose queries may see the warpgroup's keys; frees those in between. False: there
   // is none.
-  HOPWELL_DEVICE bool wait_visible(const ScoreParams& p, ScoreStorage& s, int first_key) {
-    for (; tile < s.part.tiles.end; advance(p)) {
-      slot(s).wait_full();
-      if (s.visible[slot(s).stage()].overlaps(first_key, ScoreConfig::kHalves * ScoreConfig::kRows)) return true;
-      slot(s).release();
+  HOPWELL_DEVICE bool wait_visible(const ScoreParams& p, ScoreStorage& s, const ScorePart& part, int first_key) {
+    for (; tile < part.tiles.end; advance(p)) {
+      slot(s, part).wait_full();
+      if (s.visible[slot(s, part).stage()].overlaps(first_key, ScoreConfig::kHalves * ScoreConfig::kRows)) return true;
+      slot(s, part).release();
     }
     return false;
   }
@@ -110,19 +110,19 @@ HOPWELL_DEVICE TileWeights load_tile_weights(const ScoreParams& p, const TileCur
 }
 
 // The CTA's keys, then every tile of q.
-HOPWELL_DEVICE void produce_tiles(const ScoreParams& p, ScoreStorage& s) {
+HOPWELL_DEVICE void produce_tiles(const ScoreParams& p, ScoreStorage& s, const ScorePart& part) {
   if (arch::lane_index() != 0) return;
   for (int i = 0; i < ScoreConfig::kKeyTiles; ++i) {
     arch::mbarrier_arrive_expect_tx(s.ring.full[i], ScoreConfig::kStageBytes);
     for (int panel = 0; panel < 2; ++panel)
       arch::tma_load<2>(arch::shared_address(s.rows[i]) + uint32_t(panel) * tile::kPanelBytes, p.k,
-                        {64 * panel, s.part.first_key + ScoreConfig::kRows * i}, s.ring.full[i]);
+                        {64 * panel, part.first_key + ScoreConfig::kRows * i}, s.ring.full[i]);
     arch::mbarrier_arrive(s.ring.full[i]);  // for the weights, which keys have not
   }
-  TileCursor at(p, s.part.tiles.first);
+  TileCursor at(p, part.tiles.first);
   HOPWELL_NO_UNROLL
-  for (; at.tile < s.part.tiles.end; at.advance(p)) {
-    const ScoreSlot slot = at.slot(s);
+  for (; at.tile < part.tiles.end; at.advance(p)) {
+    const ScoreSlot slot = at.slot(s, part);
     slot.wait_empty();
     arch::mbarrier& full = slot.full();
     arch::mbarrier_arrive_expect_tx(full, ScoreConfig::kStageBytes);
@@ -133,17 +133,17 @@ HOPWELL_DEVICE void produce_tiles(const ScoreParams& p, ScoreStorage& s) {
 }
 
 // Weights of every third tile from `first` on, and which keys its queries see: a load takes as long as a tile.
-HOPWELL_DEVICE void produce_weights(const ScoreParams& p, ScoreStorage& s, int first) {
+HOPWELL_DEVICE void produce_weights(const ScoreParams& p, ScoreStorage& s, const ScorePart& part, int first) {
   const int lane = arch::lane_index();
-  TileCursor at(p, s.part.tiles.first);
+  TileCursor at(p, part.tiles.first);
   const auto advance = [&](int tiles) {
     for (int i = 0; i < tiles; ++i) at.advance(p);
   };
   advance(first);
   TileWeights next = load_tile_weights(p, at);
   HOPWELL_NO_UNROLL
-  while (at.tile < s.part.tiles.end) {
-    const ScoreSlot slot = at.slot(s);
+  while (at.tile < part.tiles.end) {
+    const ScoreSlot slot = at.slot(s, part);
     const TileWeights loaded = next;
     advance(ScoreConfig::kWeightWarps);
     next = load_tile_weights(p, at);
@@ -213,8 +213,8 @@ HOPWELL_DEVICE void add_heads(const ScoreParams& p, const float (&d)[32], const 
 }
 
 template <bool kWhole>
-HOPWELL_DEVICE void score_tiles(const ScoreParams& p, ScoreStorage& s, int group) {
-  const int first_of_group = s.part.first_key + group * ScoreConfig::kHalves * ScoreConfig::kRows;
+HOPWELL_DEVICE void score_tiles(const ScoreParams& p, ScoreStorage& s, const ScorePart& part, int group) {
+  const int first_of_group = part.first_key + group * ScoreConfig::kHalves * ScoreConfig::kRows;
   const int first_key = first_of_group + arch::warp_index() % 4 * 16;
   uint32_t keys[2][ScoreConfig::kSteps][4];
   // Every warp waits for all of the CTA's keys, of which it reads a few, before it frees any: a stage that is two phases on
@@ -224,8 +224,8 @@ HOPWELL_DEVICE void score_tiles(const ScoreParams& p, ScoreStorage& s, int group
   load_keys({s, 2 * group + 1}, keys[1]);
   for (int i = 0; i < ScoreConfig::kKeyTiles; ++i) ScoreSlot{s, i}.release();
   Sums sums[2] = {};
-  for (TileCursor at(p, s.part.tiles.first); at.wait_visible(p, s, first_of_group); at.advance(p)) {
-    const ScoreSlot slot = at.slot(s);
+  for (TileCursor at(p, part.tiles.first); at.wait_visible(p, s, part, first_of_group); at.advance(p)) {
+    const ScoreSlot slot = at.slot(s, part);
     const float* weights = s.weights[slot.stage()];
     float d[2][32];
     start_products(d[0], keys[0], slot.rows());
@@ -240,8 +240,16 @@ HOPWELL_DEVICE void score_tiles(const ScoreParams& p, ScoreStorage& s, int group
 
 // ---- kernel -----------------------------------------------------------------------------------------------------------
 
+// What a CTA does. Where queries may not see all keys its threads find it out together; else each by itself, so that nobody
+// waits for shared memory.
+template <bool kMasked>
+HOPWELL_DEVICE ScorePart part_of_role(const ScoreParams& p, const ScoreStorage& s) {
+  if constexpr (kMasked) return s.part;
+  return part_of_grid<ScoreConfig::kKeys>(p);
+}
+
 // kWhole: h_index is a multiple of 64.
-template <bool kWhole>
+template <bool kWhole, bool kMasked>
 __global__ void __launch_bounds__(ScoreConfig::kThreads, 1) score_keys(const __grid_constant__ ScoreParams p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<ScoreStorage>();
@@ -249,20 +257,23 @@ __global__ void __launch_bounds__(ScoreConfig::kThreads, 1) score_keys(const __g
     s.ring.init(2, 4 * ScoreConfig::kGroups);  // rows and weights
     arch::fence_mbarrier_init();
   }
-  const ScorePart part = part_of_cta<ScoreConfig::kKeys>(p, s.of_warp, [&](int blocks, int groups) {
-    return wgmma_groups_per_slice(blocks, groups, p.tiles_per_query, p.sms);
-  });
-  if (part.tiles.empty()) return;
-  if (arch::thread_index() == 0) s.part = part;
+  if constexpr (kMasked) {
+    const ScorePart part = visible_part_of_grid<ScoreConfig::kKeys>(p, s.of_warp, [&](int blocks, int groups) {
+      return wgmma_groups_per_slice(blocks, groups, p.tiles_per_query, p.sms);
+    });
+    if (part.tiles.empty()) return;
+    if (arch::thread_index() == 0) s.part = part;
+  }
   arch::syncthreads();
   const int group = arch::warpgroup_index(), warp = arch::warp_index();
   if (group < ScoreConfig::kGroups) {
     arch::setmaxnreg_inc<ScoreConfig::kScoreRegisters>();
-    score_tiles<kWhole>(p, s, group);
+    score_tiles<kWhole>(p, s, part_of_role<kMasked>(p, s), group);
   } else {
     arch::setmaxnreg_dec<ScoreConfig::kOtherRegisters>();
-    if (warp == 4 * ScoreConfig::kGroups) produce_tiles(p, s);
-    if (warp > 4 * ScoreConfig::kGroups) produce_weights(p, s, warp - 4 * ScoreConfig::kGroups - 1);
+    const ScorePart part = part_of_role<kMasked>(p, s);
+    if (warp == 4 * ScoreConfig::kGroups) produce_tiles(p, s, part);
+    if (warp > 4 * ScoreConfig::kGroups) produce_weights(p, s, part, warp - 4 * ScoreConfig::kGroups - 1);
   }
 #endif
 }
@@ -303,7 +314,8 @@ void launch_score(const Problem& problem, std::int64_t first, std::int64_t count
                {static_cast<std::uint32_t>(plan.queries.padded_heads),
                 static_cast<std::uint32_t>(plan.queries.queries_per_tile)});
   p.k = map_of(problem.k, 1, {ScoreConfig::kRows, 1});
-  runtime::launch(kName, problem.h_index % kHeadTile == 0 ? score_keys<true> : score_keys<false>,
+  const auto kernel = [&](auto whole) { return p.masked ? score_keys<whole(), true> : score_keys<whole(), false>; };
+  runtime::launch(kName, problem.h_index % kHeadTile == 0 ? kernel(std::true_type{}) : kernel(std::false_type{}),
                   {.grid = {static_cast<std::uint32_t>(plan.key_blocks * plan.slices)},
                    .threads = ScoreConfig::kThreads,
                    .shared_bytes = sizeof(ScoreStorage)},
