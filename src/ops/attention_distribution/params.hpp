@@ -18,7 +18,7 @@ struct Params {
   float* attn;                                // [s_q, topk]
   int64_t q_stride_s, q_stride_h, kv_stride;  // elements
   int64_t lse_stride_s, lse_stride_h, attn_stride;
-  int h_q;
+  int h_q, d_qk;
   bool aligned;  // rows of q and kv, to 16 bytes
   bool normalize_l1;
   float scale_log2;  // sm_scale · log2(e)
@@ -42,7 +42,7 @@ inline Params params_of(const Problem& problem) {
   p.q_stride_s = problem.q.stride[0], p.q_stride_h = problem.q.stride[1], p.kv_stride = problem.kv.stride[0];
   p.lse_stride_s = problem.lse.stride[0], p.lse_stride_h = problem.lse.stride[1],
   p.attn_stride = problem.attn.stride[0];
-  p.h_q = static_cast<int>(problem.h_q);
+  p.h_q = static_cast<int>(problem.h_q), p.d_qk = static_cast<int>(problem.d_qk);
   p.normalize_l1 = problem.normalize_l1;
   p.scale_log2 = problem.sm_scale * tile::kLog2E;
   p.plan = plan_of(problem);

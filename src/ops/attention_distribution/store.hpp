@@ -2,30 +2,14 @@
 // the sums of each warp's heads for a tile of keys; one warp adds them in a fixed order, writes, and normalises.
 #pragma once
 
-#include "ops/attention_distribution/params.hpp"
+#include "ops/attention_distribution/row.hpp"
 #include "tile/gpu/ring.hpp"
-#include "tile/gpu/warp.hpp"
 
 namespace hopwell::ops::attention_distribution::HOPWELL_TARGET {
 
 inline constexpr int kSumStages = 4;
 using SumBarriers = tile::RingBarriers<kSumStages>;
 using SumSlot = tile::RingSlot<kSumStages>;
-
-// Divides a row by its sum. Each lane reads what it wrote, many values at a time.
-HOPWELL_DEVICE void normalize(float* row, int size, float total) {
-  constexpr int kTogether = 16;
-  total = tile::sum_of_warp(total);
-  HOPWELL_NO_UNROLL
-  for (int first = arch::lane_index(); first < size && total != 0; first += 32 * kTogether) {
-    float values[kTogether];
-    HOPWELL_UNROLL
-    for (int i = 0; i < kTogether; ++i) values[i] = first + 32 * i < size ? row[first + 32 * i] : 0;
-    HOPWELL_UNROLL
-    for (int i = 0; i < kTogether; ++i)
-      if (first + 32 * i < size) row[first + 32 * i] = values[i] / total;
-  }
-}
 
 // By one warp. sums[stage][warp]: of the first kWarps warps' heads.
 template <int kWarps, int kSumWarps>
@@ -60,8 +44,7 @@ HOPWELL_DEVICE void store(const Params& p, const float (&sums_of_stage)[kSumStag
       if (i + 32 < work.size) row[i + 32] = sums[1];
       if (step >= tiles * (head_passes(p) - 1)) total += sums[0] + sums[1];
     }
-    for (int i = tiles * kTileKeys + lane; i < work.size; i += 32) row[i] = 0;
-    if (p.normalize_l1) normalize(row, work.size, total);
+    finish_row(p, row, work.size, tiles, total);
   }
 }
 
