@@ -63,11 +63,25 @@ Instance make(Random& random, const SparseMla& p, hopwell_normalize normalize, b
   return instance;
 }
 
+// Rows of other widths than production's.
+std::vector<std::pair<std::string, SparseMla>> widths() {
+  using Indices = SparseMla::Indices;
+  return {
+      {"d_qk_16_h_q_33", {.h_q = 33, .d_qk = 16, .d_v = 16, .topk = 130}},
+      {"d_qk_64_h_q_130", {.s_q = 3, .h_q = 130, .d_qk = 64, .d_v = 64, .topk = 650, .lengths = true}},
+      {"d_qk_128_h_q_40", {.s_q = 3, .h_q = 40, .d_qk = 128, .d_v = 128, .topk = 330, .indices = Indices::kInvalid}},
+      {"d_qk_192_h_q_20", {.s_q = 9, .h_q = 20, .d_qk = 192, .d_v = 128, .topk = 200, .ranges = true}},
+      {"d_qk_320", {.s_q = 3, .d_qk = 320, .d_v = 256, .topk = 330, .strided = true, .gap = 8}},
+      {"d_qk_528_h_q_70", {.s_q = 3, .h_q = 70, .d_qk = 528, .topk = 200, .indices = Indices::kEmptyRows}}};
+}
+
 }  // namespace
 
 Suite attention_distribution() {
   Suite suite{"attention_distribution", {}, sparse_mla_shapes(), {}, sparse_mla_device_shapes()};
-  for (const auto& [name, problem] : sparse_mla_problems()) {
+  std::vector<std::pair<std::string, SparseMla>> problems = sparse_mla_problems();
+  for (auto& width : widths()) problems.push_back(std::move(width));
+  for (const auto& [name, problem] : problems) {
     suite.cases.push_back(
         {suite.op, name, [p = problem](Random& random) { return make(random, p, HOPWELL_NORMALIZE_NONE); }});
     suite.cases.push_back(

@@ -19,6 +19,20 @@ struct Refusals {
 const std::vector<Refusals>& all_refusals() {
   static const std::vector<Refusals> all{
       {"attention_distribution",
+       "sm80",
+       {
+           {"q and kv must be bfloat16",
+            "basic_fp32 basic_fp32_l1 constant_rows_fp32 constant_rows_fp32_l1 few_queries_many_keys "
+            "few_queries_many_keys_l1 invalid_indices_fp32 invalid_indices_fp32_l1 key_ranges_fp32 "
+            "key_ranges_fp32_l1 large_scores_fp32 large_scores_fp32_l1 lengths_many_keys "
+            "lengths_many_keys_l1 odd_widths_fp32 odd_widths_fp32_l1 strided_fp32 strided_fp32_l1 "
+            "v_is_k v_is_k_l1 width_1 width_1_l1"},
+           {"d_qk must be a multiple of 16, at most 576", "many_queries many_queries_l1 odd_widths odd_widths_l1"},
+           {"rows of q and kv must be 16-byte aligned",
+            "key_ranges_h_q_40 key_ranges_h_q_40_l1 masks_h_q_40 masks_h_q_40_l1 strided "
+            "strided_l1"},
+       }},
+      {"attention_distribution",
        "sm90",
        {
            {"q and kv must be bfloat16",
@@ -28,8 +42,10 @@ const std::vector<Refusals>& all_refusals() {
             "lengths_many_keys_l1 odd_widths_fp32 odd_widths_fp32_l1 strided_fp32 strided_fp32_l1 "
             "v_is_k v_is_k_l1 width_1 width_1_l1"},
            {"d_qk must be 576 or 512",
-            "empty_rows_many_keys empty_rows_many_keys_l1 many_queries many_queries_l1 odd_widths "
-            "odd_widths_l1"},
+            "d_qk_128_h_q_40 d_qk_128_h_q_40_l1 d_qk_16_h_q_33 d_qk_16_h_q_33_l1 d_qk_192_h_q_20 "
+            "d_qk_192_h_q_20_l1 d_qk_320 d_qk_320_l1 d_qk_528_h_q_70 d_qk_528_h_q_70_l1 "
+            "d_qk_64_h_q_130 d_qk_64_h_q_130_l1 empty_rows_many_keys empty_rows_many_keys_l1 "
+            "many_queries many_queries_l1 odd_widths odd_widths_l1"},
        }},
       {"attention_distribution",
        "sm100",
@@ -41,8 +57,10 @@ const std::vector<Refusals>& all_refusals() {
             "lengths_many_keys_l1 odd_widths_fp32 odd_widths_fp32_l1 strided_fp32 strided_fp32_l1 "
             "v_is_k v_is_k_l1 width_1 width_1_l1"},
            {"d_qk must be 576 or 512",
-            "empty_rows_many_keys empty_rows_many_keys_l1 many_queries many_queries_l1 odd_widths "
-            "odd_widths_l1"},
+            "d_qk_128_h_q_40 d_qk_128_h_q_40_l1 d_qk_16_h_q_33 d_qk_16_h_q_33_l1 d_qk_192_h_q_20 "
+            "d_qk_192_h_q_20_l1 d_qk_320 d_qk_320_l1 d_qk_528_h_q_70 d_qk_528_h_q_70_l1 "
+            "d_qk_64_h_q_130 d_qk_64_h_q_130_l1 empty_rows_many_keys empty_rows_many_keys_l1 "
+            "many_queries many_queries_l1 odd_widths odd_widths_l1"},
            {"rows of q and kv must be 16-byte aligned, in ascending order",
             "key_ranges_h_q_40 key_ranges_h_q_40_l1 masks_h_q_40 masks_h_q_40_l1 strided strided_l1"},
        }},

@@ -164,6 +164,13 @@ const Subject kSubjects[] = {
     {"sparse_mla_backward_sm90_pair", "emu:sm90", cases::sparse_mla_backward, {"h_q_70_invalid_indices"}, 12, 20},
     // Two passes of heads, tiles that go round the ring, many queries a CTA, warpgroups that take turns at tiles round
     // the ring, and rows that are not aligned.
+    // One pass of heads and two, tiles of one slab and of five, rows that end early.
+    {"attention_distribution_sm80",
+     "emu:sm80",
+     cases::attention_distribution,
+     {"d_qk_64_h_q_130", "h_q_256", "lengths", "topk_2048_l1"},
+     9,
+     4},
     {"attention_distribution_sm90",
      "emu:sm90",
      cases::attention_distribution,
