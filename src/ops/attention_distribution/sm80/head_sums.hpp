@@ -162,6 +162,7 @@ struct SharedSums {
 };
 
 // exp2 of a warp's [16 heads][8 kN keys], summed over the heads, by lanes whose numbers differ by 16, 8 and 4.
+// Heads whose lse is +inf give 0: the scores of those that do not exist are NaN where a key has infinities.
 template <int kN>
 HOPWELL_DEVICE void sum_heads(const Params& p, const Scores<kN>& scores, const float (&lse)[2], float* sums) {
   const int lane = arch::lane_index();
