@@ -4,7 +4,10 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
+#include <hopwell/hopwell.hpp>
+#include <limits>
 
 #include "arch/emu/launch.hpp"
 #include "cases/suites.hpp"
@@ -124,6 +127,35 @@ TEST(Refusals, AreThoseThatAreRecorded) {
   EXPECT_EQ(narrower.failures.size(), 1U);
   ASSERT_FALSE(wider.failures.empty());
   EXPECT_NE(wider.failures.front().find("runs, although cases/refused.cpp"), std::string::npos);
+}
+
+// A key with an infinity has a score of −inf with every head and NaN with the zeros that stand for heads that do not exist.
+// Where the lse is +inf, as without a valid entry, the result is 0 whatever the score.
+TEST(AttentionDistributionSm80, InfiniteKeysCountForTheHeadsThatExist) {
+  constexpr int kHeads = 5, kColumns = 64;
+  constexpr bfloat16 kMinusOne{0xbf80}, kHalf{0x3f00}, kInfinity{0x7f80};
+  std::vector<bfloat16> q(kHeads * kColumns, kHalf), kv(2 * kColumns, kHalf);
+  for (size_t head = 0; head < kHeads; ++head) q[head * kColumns] = kMinusOne;
+  kv[0] = kInfinity;
+  std::vector<int32_t> indices{0, 1};
+  std::vector<float> lse(kHeads), out(2, -1.0F);
+  const auto run = [&](float lse_of_all) {
+    std::fill(lse.begin(), lse.end(), lse_of_all);
+    const Tensor queries(q.data(), {1, kHeads, kColumns}), keys(kv.data(), {2, kColumns}), rows(indices.data(), {1, 2}),
+        sums(lse.data(), {1, kHeads}), attn(out.data(), {1, 2});
+    attention_distribution({.q = queries,
+                            .kv = keys,
+                            .indices = rows,
+                            .lse = sums,
+                            .sm_scale = 0.125F,
+                            .out = attn,
+                            .backend = "emu:sm80"});
+  };
+  run(2);
+  EXPECT_EQ(out[0], 0.0F);
+  EXPECT_NEAR(out[1], kHeads * std::exp(0.125 * (63 * 0.25 - 0.5) - 2), 1e-5);
+  run(std::numeric_limits<float>::infinity());
+  EXPECT_EQ(out, std::vector<float>(2, 0.0F));
 }
 
 const Subject kSubjects[] = {
