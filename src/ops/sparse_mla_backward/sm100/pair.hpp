@@ -6,15 +6,16 @@
 //           and finishes that of its own 32; P and dS of those go to the other as bf16.
 // Products  S, dP, dQ: M 128 (a lane is a head). dKV: .ws M 64, N 128; its last columns M 64, N 32. All cta_group::1: a
 //           product of a pair needs each operand by halves of its rows and by halves of its columns, 1.5 times Q and dO.
+//           dQ takes dS from tensor memory: of the own keys the softmax warps put it there, of the peer's a copy.
 // Roles     as in single.hpp, in each CTA
 // Timeline  issue     │ S 1, dP 1 ▓▓▓▓▓▓▓▓ │ dKV 0 ▓▓▓ │ dQ 0 ▓▓ │ dKV 0 ▓▓▓▓ │ S 2, dP 2 ▓▓▓▓▓▓▓▓ │ dKV 1 …
 //           gather    │    (dP frees) keys 0 again ▓▓▓▓▓ │ (dQ frees) keys 2 ▓▓▓▓▓ │ keys 1 again …
 //           softmax   │    S 1 ⇄  dP 1 ⇄   P 1, dS 1 │ (dKV 0 frees) store, send │ S 2 ⇄ …
-//           scatter   │ …                 │ add 0.0 ▓▓▓▓▓▓▓▓▓ add 0.1 ▓▓▓▓▓▓▓▓▓ add 0.last ▓▓
+//           scatter   │ …                 │ add 0.0 ▓▓▓▓▓▓▓▓▓ add 0.last ▓▓ add 0.1 ▓▓▓▓▓▓▓▓▓
 //           There is no room for two steps' keys. Gathered twice, they let S and dP run ahead of P and dS by a step.
 // Budget    shared: Q 73,728 + dO 65,536 + keys 36,864 + P, dS 32,768 + landing 16,384, values and barriers 1,900 = 227,200
-//           (of 232,448); tensor memory: dQ 288 + S 64 + dP 64 + dKV 64 + 32 = 512 columns
-// Bound     shared memory: 516,096 B of operands a step, 4,032 cycles, and about 1,470 of copies, messages, P and dS; the
+//           (of 232,448); tensor memory: dQ 288 + S 64 + dP 64 + dKV 64 + dS and the last of dKV 32 = 512 columns
+// Bound     shared memory: 466,944 B of operands a step, 3,648 cycles, and 1,536 of copies, messages, P and dS; the
 //           additions, 73,728 B merged over 128 heads, take 3,351 cycles at 22 B a cycle. The chain of messages (S ⇄, dP ⇄,
 //           P and dS ⇄) is as long as a step and is hidden by the step ahead.
 #pragma once
@@ -31,7 +32,7 @@ struct PairConfig {
   static constexpr uint32_t kPartialOfWarp = 4 * 32 * 32;                  // S or dP of 32 heads and 32 keys
 };
 struct PairTmem {
-  static constexpr int kDq = 0, kS = 288, kDp = 352, kDkv = 416, kLastDkv = 480;
+  static constexpr int kDq = 0, kS = 288, kDp = 352, kDkv = 416, kDs = 480, kLastDkv = kDs;  // dS as bf16
 };
 
 template <int kDqk>
@@ -50,7 +51,8 @@ struct PairStorage {
   arch::mbarrier s_full, s_empty, dp_full, dp_empty;  // in tensor memory, partial
   arch::mbarrier landing_full[4], landing_empty[4];   // a warp's part here; a warp's part at the peer
   arch::mbarrier ds_full, ds_empty;                   // P and dS of all keys; both CTAs have used theirs
-  arch::mbarrier dkv_full, last_dkv_full, dkv_empty;  // chunks of 128 columns, and the last 32
+  arch::mbarrier dkv_full, dkv_empty;                 // chunks of 128 columns
+  arch::mbarrier last_dkv_full, last_dkv_empty;       // the last 32
   arch::mbarrier dq_full;
   uint32_t tmem;
 };
@@ -149,14 +151,23 @@ HOPWELL_DEVICE void issue_scores(PairStorage<kDqk>& s, int step, int use) {
   arch::tcgen05_commit<1>(s.dp_full);
 }
 
+// dS of the peer's keys, 16 of 128 heads a copy, to where that of the own keys is already. In order with the products.
+template <int kDqk>
+HOPWELL_DEVICE void copy_peer_ds(PairStorage<kDqk>& s) {
+  const uint32_t peer = arch::cluster_rank() ^ 1, from = arch::shared_address(s.ds[peer]),
+                 to = s.tmem + PairTmem::kDs + 16 * peer;
+  HOPWELL_UNROLL
+  for (uint32_t k = 0; k < 2; ++k)
+    arch::tcgen05_copy<1, arch::CopyShape::b128x256>(to + 8 * k,
+                                                     arch::at_address(tile::kTcgen05NarrowRowsAlongK, from + 32 * k));
+}
+
 template <int kDqk>
 HOPWELL_DEVICE void issue_dq(PairStorage<kDqk>& s, int step, int use) {
   constexpr uint32_t kShape = arch::instruction_descriptor({.m = 128, .n = 128, .b_major = Major::mn}),
                      kNarrowShape = arch::instruction_descriptor({.m = 128, .n = 32, .b_major = Major::mn});
   const uint32_t parity = uint32_t(use & 1);
-  const auto ds_at = [ds = arch::shared_address(s.ds)](uint32_t k) {  // 16 keys of 128 heads
-    return arch::at_address(tile::kTcgen05NarrowRowsAlongK, ds + k / 2 * PairConfig::kHalf + k % 2 * 32);
-  };
+  const uint32_t ds = s.tmem + PairTmem::kDs;
   HOPWELL_NO_UNROLL
   for (uint32_t panel = 0; panel < PairConfig::kPanels; panel += 2) {
     const uint32_t keys = arch::shared_address(s.keys) + panel * PairConfig::kKeysPanel;
@@ -164,9 +175,9 @@ HOPWELL_DEVICE void issue_dq(PairStorage<kDqk>& s, int step, int use) {
     arch::mbarrier_wait(s.keys_full[panel + 1], parity);
     HOPWELL_UNROLL
     for (uint32_t k = 0; k < 4; ++k)
-      arch::tcgen05_mma_f16<1>(s.tmem + PairTmem::kDq + 64 * panel, ds_at(k),
-                               arch::at_address(tile::kTcgen05RowsAcrossK<64>, keys + 2048 * k), kShape,
-                               step > 0 || k > 0);
+      arch::tcgen05_mma_f16_ts<1>(s.tmem + PairTmem::kDq + 64 * panel, ds + 8 * k,
+                                  arch::at_address(tile::kTcgen05RowsAcrossK<64>, keys + 2048 * k), kShape,
+                                  step > 0 || k > 0);
     arch::tcgen05_commit<1>(s.keys_empty[panel]);
     arch::tcgen05_commit<1>(s.keys_empty[panel + 1]);
   }
@@ -175,9 +186,9 @@ HOPWELL_DEVICE void issue_dq(PairStorage<kDqk>& s, int step, int use) {
     arch::mbarrier_wait(s.keys_full[PairConfig::kPanels], parity);
     HOPWELL_UNROLL
     for (uint32_t k = 0; k < 4; ++k)
-      arch::tcgen05_mma_f16<1>(s.tmem + PairTmem::kDq + PairConfig::kColumns, ds_at(k),
-                               arch::at_address(tile::kTcgen05NarrowRowsAcrossK<64>, keys + 1024 * k), kNarrowShape,
-                               step > 0 || k > 0);
+      arch::tcgen05_mma_f16_ts<1>(s.tmem + PairTmem::kDq + PairConfig::kColumns, ds + 8 * k,
+                                  arch::at_address(tile::kTcgen05NarrowRowsAcrossK<64>, keys + 1024 * k), kNarrowShape,
+                                  step > 0 || k > 0);
     arch::tcgen05_commit<1>(s.keys_empty[PairConfig::kPanels]);
   }
 }
@@ -204,8 +215,8 @@ HOPWELL_DEVICE void issue_dkv(PairStorage<kDqk>& s, uint32_t chunk, int& count) 
   arch::tcgen05_commit<1>(s.dkv_full);
 }
 
-// The columns of keys that are no values: [64 keys][32], M 64 of 16 lanes in each quarter. Those of the step before were
-// read before this step's first chunk, for which issue_dkv has waited.
+// The columns of keys that are no values: [64 keys][32], M 64 of 16 lanes in each quarter. In the place of
+// dS, from which dQ has been made.
 template <int kDqk>
 HOPWELL_DEVICE void issue_last_dkv(PairStorage<kDqk>& s) {
   constexpr uint32_t kShape =
@@ -227,11 +238,13 @@ HOPWELL_DEVICE void issue(const Params& p, PairStorage<kDqk>& s, int steps) {
   for (int step = 0; step < steps; ++step) {
     if (step + 1 < steps) issue_scores(s, step + 1, use++);
     arch::mbarrier_wait(s.ds_full, uint32_t(step & 1));
+    arch::tcgen05_fence_after_thread_sync();
+    if (p.dq) copy_peer_ds(s);
     if (has_sums(p)) issue_dkv(s, 0, count);  // while the keys come once more
     if (p.dq) issue_dq(s, step, use++);
     if (step + 1 == steps) arch::tcgen05_commit<1>(s.dq_full);
-    if (has_sums(p)) issue_dkv(s, 1, count);  // while the keys after the next come
-    if (PairStorage<kDqk>::kNarrow && has_sums(p)) issue_last_dkv(s);
+    if (PairStorage<kDqk>::kNarrow && has_sums(p)) issue_last_dkv(s);  // early: their place is the next dS's
+    if (has_sums(p)) issue_dkv(s, 1, count);                           // while the keys after the next come
     arch::tcgen05_commit_multicast<1>(s.ds_empty, 3);
   }
   arch::mbarrier_wait(s.ds_empty, uint32_t(steps - 1) & 1);  // the CTA must not exit before its products end
@@ -309,7 +322,7 @@ HOPWELL_DEVICE void softmax(const Params& p, PairStorage<kDqk>& s, const WorkTil
   const HeadValues<64>& heads = s.heads[row / 64];
   const float shift = heads.shift[row % 64], kept = kAttn ? heads.kept[row % 64] : 1, delta = heads.delta[row % 64];
   const uint32_t tmem = arch::tmem_address(s.tmem, 32 * warp, 0), rank = arch::cluster_rank(),
-                 own_keys = PairConfig::kOwnKeys * rank;
+                 own_keys = PairConfig::kOwnKeys * rank, tmem_ds = tmem + PairTmem::kDs + own_keys / 2;
   const uint32_t shared_p = arch::shared_address(s.p[rank]), shared_ds = arch::shared_address(s.ds[rank]);
   for (int step = 0; step < steps; ++step) {
     const uint32_t parity = uint32_t(step & 1);
@@ -324,11 +337,17 @@ HOPWELL_DEVICE void softmax(const Params& p, PairStorage<kDqk>& s, const WorkTil
     if constexpr (kAttn) add_attn(p, probability, work, entries, step * Config::kKeys + int(own_keys));
     add_partial(s, own_dp, 2 * step + 1, warp);
     arch::mbarrier_wait(s.ds_empty, parity ^ 1);
+    if (PairStorage<kDqk>::kNarrow && has_sums(p)) arch::mbarrier_wait(s.last_dkv_empty, parity ^ 1);
+    arch::tcgen05_fence_after_thread_sync();
     HOPWELL_UNROLL
     for (int v = 0; v < 4; ++v) {
       const uint32_t at = tile::swizzled_narrow(row, v);
-      store_p_and_ds(probability + 8 * v, own_dp + 8 * v, kept, p.sm_scale, delta, shared_p + at, shared_ds + at);
+      const arch::Words4 ds =
+          store_p_and_ds(probability + 8 * v, own_dp + 8 * v, kept, p.sm_scale, delta, shared_p + at, shared_ds + at);
+      arch::tmem_store<arch::TmemShape::b32x32>(tmem_ds + 4 * uint32_t(v), ds.w);
     }
+    arch::tmem_wait_store();
+    arch::tcgen05_fence_before_thread_sync();
     send_p_and_ds(s, warp);
   }
 }
@@ -349,6 +368,22 @@ HOPWELL_DEVICE void finish_tile(const Params& p, PairStorage<kDqk>& s, const Wor
 
 // ---- dKV
 
+// The columns of keys that are no values.
+template <bool kFixed, int kDqk>
+HOPWELL_DEVICE void add_last_columns(const Params& p, PairStorage<kDqk>& s, const Entries& entries, int step,
+                                     uint32_t tmem) {
+  const EntryKeys keys{entries, step * Config::kKeys};
+  const SumRows<kFixed> rows = load_sum_rows<kDqk, kFixed>(p, keys, 32 * (arch::warp_index() % 4) + arch::lane_index());
+  uint32_t loaded[16];
+  arch::mbarrier_wait(s.last_dkv_full, uint32_t(step & 1));
+  arch::tcgen05_fence_after_thread_sync();
+  arch::tmem_load<arch::TmemShape::b16x256>(loaded, tmem + PairTmem::kLastDkv);
+  arch::tmem_wait_load(loaded);
+  arch::tcgen05_fence_before_thread_sync();
+  arch::mbarrier_arrive(s.last_dkv_empty);
+  add_loaded<kFixed>(p, loaded, kDv + 32 * int(arch::cluster_rank()), rows);
+}
+
 template <bool kFixed, int kDqk>
 HOPWELL_DEVICE void scatter(const Params& p, PairStorage<kDqk>& s, const Entries& entries) {
   const int quarter = arch::warp_index() % 4, half = quarter / 2, steps = steps_of(entries);
@@ -363,17 +398,7 @@ HOPWELL_DEVICE void scatter(const Params& p, PairStorage<kDqk>& s, const Entries
       arch::tcgen05_fence_after_thread_sync();
       add_accumulator<kFixed, 64>(p, rows, tmem + PairTmem::kDkv, s.dkv_empty,
                                   PairConfig::kColumns * rank + 128 * chunk + 64 * half);
-    }
-    if constexpr (PairStorage<kDqk>::kNarrow) {
-      const EntryKeys keys{entries, step * Config::kKeys};
-      const SumRows<kFixed> last = load_sum_rows<kDqk, kFixed>(p, keys, 32 * quarter + arch::lane_index());
-      uint32_t loaded[16];
-      arch::mbarrier_wait(s.last_dkv_full, uint32_t(step & 1));
-      arch::tcgen05_fence_after_thread_sync();
-      arch::tmem_load<arch::TmemShape::b16x256>(loaded, tmem + PairTmem::kLastDkv);
-      arch::tmem_wait_load(loaded);
-      arch::tcgen05_fence_before_thread_sync();
-      add_loaded<kFixed>(p, loaded, kDv + 32 * rank, last);
+      if (PairStorage<kDqk>::kNarrow && chunk == 0) add_last_columns<kFixed>(p, s, entries, step, tmem);
     }
   }
 }
@@ -387,7 +412,7 @@ HOPWELL_DEVICE void init_barriers(PairStorage<kDqk>& s) {
   for (auto& b : s.landing_full) arch::mbarrier_init(b, 1);
   for (auto& b : s.landing_empty) arch::mbarrier_init(b, 1);
   for (auto* b : {&s.s_full, &s.dp_full, &s.dkv_full, &s.last_dkv_full, &s.dq_full}) arch::mbarrier_init(*b, 1);
-  for (auto* b : {&s.s_empty, &s.dp_empty, &s.dkv_empty}) arch::mbarrier_init(*b, 128);
+  for (auto* b : {&s.s_empty, &s.dp_empty, &s.dkv_empty, &s.last_dkv_empty}) arch::mbarrier_init(*b, 128);
   arch::mbarrier_init(s.ds_full, 4);
   arch::mbarrier_init(s.ds_empty, 2);
   arch::fence_mbarrier_init();  // kept: the fence that follows the copies of rows stands for it

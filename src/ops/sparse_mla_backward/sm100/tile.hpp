@@ -115,9 +115,9 @@ HOPWELL_DEVICE void add_attn(const Params& p, const float (&probability)[32], co
   arch::syncwarp();  // kept: lanes branched off
 }
 
-// Eight keys of a head, from P (before it was multiplied by `kept`) and dP to P and dS in shared memory.
-HOPWELL_DEVICE void store_p_and_ds(const float* probability, const uint32_t* d_probability, float kept, float sm_scale,
-                                   float delta, uint32_t p, uint32_t ds) {
+// Eight keys of a head, from P (before it was multiplied by `kept`) and dP to P and dS in shared memory. Returns dS.
+HOPWELL_DEVICE arch::Words4 store_p_and_ds(const float* probability, const uint32_t* d_probability, float kept,
+                                           float sm_scale, float delta, uint32_t p, uint32_t ds) {
   float x[8], y[8];
   HOPWELL_UNROLL
   for (int i = 0; i < 8; ++i) {
@@ -125,7 +125,9 @@ HOPWELL_DEVICE void store_p_and_ds(const float* probability, const uint32_t* d_p
     y[i] = x[i] * (arch::bit_cast<float>(d_probability[i]) * sm_scale - delta);
   }
   arch::store_shared_v4(p, pack8(x));
-  arch::store_shared_v4(ds, pack8(y));
+  const arch::Words4 packed = pack8(y);
+  arch::store_shared_v4(ds, packed);
+  return packed;
 }
 
 // ---- dKV
