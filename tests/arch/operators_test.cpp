@@ -216,10 +216,11 @@ const Subject kSubjects[] = {
      6,
      25,
      "ops/sparse_mla_backward/"},
+    // Slices of a query, and three steps one after the other.
     {"sparse_mla_backward_sm100_pair",
      "emu:sm100",
      cases::sparse_mla_backward,
-     {"h_q_70_invalid_indices", "h_q_128_no_attn"},
+     {"h_q_70_invalid_indices", "h_q_128_no_attn", "h_q_128_lengths"},
      6,
      40,
      "ops/sparse_mla_backward/"},

@@ -12,10 +12,11 @@
 //           gather    │    (dP frees) keys 0 again ▓▓▓▓▓ │ (dQ frees) keys 2 ▓▓▓▓▓ │ keys 1 again …
 //           softmax   │    S 1 ⇄  dP 1 ⇄   P 1, dS 1 │ (dKV 0 frees) store, send │ S 2 ⇄ …
 //           scatter   │ …                 │ add 0.0 ▓▓▓▓▓▓▓▓▓ add 0.last ▓▓ add 0.1 ▓▓▓▓▓▓▓▓▓
-//           There is no room for two steps' keys. Gathered twice, they let S and dP run ahead of P and dS by a step.
-// Budget    shared: Q 73,728 + dO 65,536 + keys 36,864 + P, dS 32,768 + landing 16,384, values and barriers 1,900 = 227,200
+//           S and dP run ahead of P and dS by a step. There is room for two steps' last columns of keys; the others
+//           are gathered twice.
+// Budget    shared: Q 73,728 + dO 65,536 + keys 40,960 + P, dS 32,768 + landing 16,384, values and barriers 1,900 = 231,300
 //           (of 232,448); tensor memory: dQ 288 + S 64 + dP 64 + dKV 64 + dS and the last of dKV 32 = 512 columns
-// Bound     shared memory: 466,944 B of operands a step, 3,648 cycles, and 1,536 of copies, messages, P and dS; the
+// Bound     shared memory: 466,944 B of operands a step, 3,648 cycles, and 1,504 of copies, messages, P and dS; the
 //           additions, 73,728 B merged over 128 heads, take 3,351 cycles at 22 B a cycle. The chain of messages (S ⇄, dP ⇄,
 //           P and dS ⇄) is as long as a step and is hidden by the step ahead.
 #pragma once
@@ -38,16 +39,16 @@ struct PairTmem {
 template <int kDqk>
 struct PairStorage {
   static constexpr bool kNarrow = kDqk == 576;
-  static constexpr int kPanels = PairConfig::kPanels + kNarrow;
   Panel<128> q[PairConfig::kPanels], d_out[PairConfig::kPanels];
   alignas(1024) uint8_t narrow_q[kNarrow ? PairConfig::kPanel / 2 : 16];
   Panel<64> keys[PairConfig::kPanels];
-  alignas(1024) uint8_t narrow_keys[kNarrow ? PairConfig::kNarrowKeys : 16];
-  alignas(1024) uint8_t p[2][PairConfig::kHalf], ds[2][PairConfig::kHalf];  // of each CTA's keys: narrow panels
+  alignas(1024) uint8_t narrow_keys[2][kNarrow ? PairConfig::kNarrowKeys : 16];  // of two steps
+  alignas(1024) uint8_t p[2][PairConfig::kHalf], ds[2][PairConfig::kHalf];       // of each CTA's keys: narrow panels
   arch::Words4 landing[4][8][32];  // the peer's partial sums: [warp][vector][lane]
   HeadValues<64> heads[2];         // of heads 0-63, which CTA 0 finds out, and 64-127
   int last_valid[Config::kWarps];
-  arch::mbarrier keys_full[kPanels], keys_empty[kPanels];
+  arch::mbarrier keys_full[PairConfig::kPanels], keys_empty[PairConfig::kPanels];
+  arch::mbarrier narrow_full[2], narrow_empty[2];
   arch::mbarrier s_full, s_empty, dp_full, dp_empty;  // in tensor memory, partial
   arch::mbarrier landing_full[4], landing_empty[4];   // a warp's part here; a warp's part at the peer
   arch::mbarrier ds_full, ds_empty;                   // P and dS of all keys; both CTAs have used theirs
@@ -71,23 +72,33 @@ HOPWELL_DEVICE uint32_t at_peer(const void* object) {
 template <int kDqk>
 HOPWELL_DEVICE void gather_panels(const GatherParams& p, PairStorage<kDqk>& s, const int (&keys)[4], int use) {
   const int lane = arch::lane_index(), rank = int(arch::cluster_rank());
-  for (int panel = 0; panel < PairStorage<kDqk>::kPanels; ++panel) {
-    const bool narrow = panel == PairConfig::kPanels;
-    const uint32_t full = arch::shared_address(&s.keys_full[panel]);
+  for (int panel = 0; panel < PairConfig::kPanels; ++panel) {
     arch::mbarrier_wait(s.keys_empty[panel], uint32_t(use & 1) ^ 1);
-    if (lane == 0)
-      arch::mbarrier_arrive_expect_tx(s.keys_full[panel], narrow ? PairConfig::kNarrowKeys : PairConfig::kKeysPanel);
-    if (narrow)
-      arch::tma_gather4<1>(arch::shared_address(s.narrow_keys) + uint32_t(lane) * 256, p.narrow_rows, kDv + 32 * rank,
-                           keys, full);
-    else
-      arch::tma_gather4<1>(arch::shared_address(&s.keys[panel]) + uint32_t(lane) * 512, p.rows,
-                           PairConfig::kColumns * rank + 64 * panel, keys, full);
+    if (lane == 0) arch::mbarrier_arrive_expect_tx(s.keys_full[panel], PairConfig::kKeysPanel);
+    arch::tma_gather4<1>(arch::shared_address(&s.keys[panel]) + uint32_t(lane) * 512, p.rows,
+                         PairConfig::kColumns * rank + 64 * panel, keys, arch::shared_address(&s.keys_full[panel]));
   }
 }
 
-// The keys of step 0, 1, 0 again, 2, 1 again …: for S and dP, and for dQ of the step before. By 16 lanes: others, whose
-// copies nobody waits for, could fall behind by two phases of keys_empty and wait for ever.
+// The columns of keys that are no values.
+template <int kDqk>
+HOPWELL_DEVICE void gather_narrow(const GatherParams& p, PairStorage<kDqk>& s, const int (&keys)[4], int step) {
+  const int lane = arch::lane_index(), slot = step & 1;
+  arch::mbarrier_wait(s.narrow_empty[slot], uint32_t(step / 2 & 1) ^ 1);
+  if (lane == 0) arch::mbarrier_arrive_expect_tx(s.narrow_full[slot], PairConfig::kNarrowKeys);
+  arch::tma_gather4<1>(arch::shared_address(s.narrow_keys[slot]) + uint32_t(lane) * 256, p.narrow_rows,
+                       kDv + 32 * int(arch::cluster_rank()), keys, arch::shared_address(&s.narrow_full[slot]));
+}
+
+// All columns of a step's keys.
+template <int kDqk>
+HOPWELL_DEVICE void gather_step(const GatherParams& p, PairStorage<kDqk>& s, const int (&keys)[4], int step, int use) {
+  gather_panels(p, s, keys, use);
+  if constexpr (PairStorage<kDqk>::kNarrow) gather_narrow(p, s, keys, step);
+}
+
+// The keys of step 0, 1, 0 again, 2, 1 again …: for S and dP, and their panels for dQ of the step before. By 16 lanes:
+// others, whose copies nobody waits for, could fall behind by two phases of keys_empty and wait for ever.
 template <int kDqk>
 HOPWELL_DEVICE void gather(const GatherParams& p, PairStorage<kDqk>& s, const Entries& entries) {
   const int lane = arch::lane_index(), steps = steps_of(entries);
@@ -96,10 +107,10 @@ HOPWELL_DEVICE void gather(const GatherParams& p, PairStorage<kDqk>& s, const En
   int keys[4], next[4], use = 0;
   tile::load_gathered_keys(keys, entries, 0, lane);
   tile::load_gathered_keys(next, entries, Config::kKeys, lane);
-  if (steps > 0) gather_panels(p, s, keys, use++);
+  if (steps > 0) gather_step(p, s, keys, 0, use++);
   for (int step = 0; step < steps; ++step) {
     if (paced) keep_pace<Config::kKeys>(p, 2 * p.whole_tiles, seen, step);
-    if (step + 1 < steps) gather_panels(p, s, next, use++);
+    if (step + 1 < steps) gather_step(p, s, next, step + 1, use++);
     if (p.dq) gather_panels(p, s, keys, use++);
     HOPWELL_UNROLL
     for (int i = 0; i < 4; ++i) keys[i] = next[i];
@@ -133,10 +144,9 @@ HOPWELL_DEVICE void issue_scores(PairStorage<kDqk>& s, int step, int use) {
                         panel > 0);
   }
   if constexpr (PairStorage<kDqk>::kNarrow) {
-    arch::mbarrier_wait(s.keys_full[PairConfig::kPanels], parity);
+    arch::mbarrier_wait(s.narrow_full[step & 1], uint32_t(step / 2 & 1));
     multiply_partial<2>(s.tmem + PairTmem::kS, tile::kTcgen05NarrowRowsAlongK, arch::shared_address(s.narrow_q),
-                        arch::shared_address(s.narrow_keys), true);
-    arch::tcgen05_commit<1>(s.keys_empty[PairConfig::kPanels]);
+                        arch::shared_address(s.narrow_keys[step & 1]), true);
   }
   arch::tcgen05_commit<1>(s.s_full);
   arch::mbarrier_wait(s.dp_empty, freed);
@@ -182,14 +192,12 @@ HOPWELL_DEVICE void issue_dq(PairStorage<kDqk>& s, int step, int use) {
     arch::tcgen05_commit<1>(s.keys_empty[panel + 1]);
   }
   if constexpr (PairStorage<kDqk>::kNarrow) {
-    const uint32_t keys = arch::shared_address(s.narrow_keys);
-    arch::mbarrier_wait(s.keys_full[PairConfig::kPanels], parity);
+    const uint32_t keys = arch::shared_address(s.narrow_keys[step & 1]);
     HOPWELL_UNROLL
     for (uint32_t k = 0; k < 4; ++k)
       arch::tcgen05_mma_f16_ts<1>(s.tmem + PairTmem::kDq + PairConfig::kColumns, ds + 8 * k,
                                   arch::at_address(tile::kTcgen05NarrowRowsAcrossK<64>, keys + 1024 * k), kNarrowShape,
                                   step > 0 || k > 0);
-    arch::tcgen05_commit<1>(s.keys_empty[PairConfig::kPanels]);
   }
 }
 
@@ -242,6 +250,7 @@ HOPWELL_DEVICE void issue(const Params& p, PairStorage<kDqk>& s, int steps) {
     if (p.dq) copy_peer_ds(s);
     if (has_sums(p)) issue_dkv(s, 0, count);  // while the keys come once more
     if (p.dq) issue_dq(s, step, use++);
+    if constexpr (PairStorage<kDqk>::kNarrow) arch::tcgen05_commit<1>(s.narrow_empty[step & 1]);
     if (step + 1 == steps) arch::tcgen05_commit<1>(s.dq_full);
     if (PairStorage<kDqk>::kNarrow && has_sums(p)) issue_last_dkv(s);  // early: their place is the next dS's
     if (has_sums(p)) issue_dkv(s, 1, count);                           // while the keys after the next come
@@ -409,6 +418,8 @@ template <int kDqk>
 HOPWELL_DEVICE void init_barriers(PairStorage<kDqk>& s) {
   for (auto& b : s.keys_full) arch::mbarrier_init(b, 1);
   for (auto& b : s.keys_empty) arch::mbarrier_init(b, 1);
+  for (auto& b : s.narrow_full) arch::mbarrier_init(b, 1);
+  for (auto& b : s.narrow_empty) arch::mbarrier_init(b, 1);
   for (auto& b : s.landing_full) arch::mbarrier_init(b, 1);
   for (auto& b : s.landing_empty) arch::mbarrier_init(b, 1);
   for (auto* b : {&s.s_full, &s.dp_full, &s.dkv_full, &s.last_dkv_full, &s.dq_full}) arch::mbarrier_init(*b, 1);
