@@ -1,4 +1,5 @@
-# The CUDA backends. A kernel file's name is the architecture it is compiled for; sm_90a and sm_100a code runs on those chips only.
+# The CUDA backends. A kernel file's name is the architecture it is compiled for; sm_90a code runs on that chip only, sm_100f code on
+# B200, GB200 and B300 (compute capability 10.x), sm_100a code, which is all that an older compiler has, not on B300.
 enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)
 set(CMAKE_CUDA_STANDARD 20)
@@ -8,7 +9,10 @@ if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake before 3.25.2 does not kno
 endif()
 set(HOPWELL_ARCHITECTURE_sm80 "80;90-real")  # PTX for later chips; not every machine with a Hopper has the compiler for it
 set(HOPWELL_ARCHITECTURE_sm90 90a)
-set(HOPWELL_ARCHITECTURE_sm100 100a)
+set(HOPWELL_ARCHITECTURE_sm100 100f)
+if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.9)
+  set(HOPWELL_ARCHITECTURE_sm100 100a)
+endif()
 foreach(backend sm80 sm90 sm100)
   set(kernels ${HOPWELL_KERNELS})
   list(FILTER kernels INCLUDE REGEX "/${backend}[.]cu$")

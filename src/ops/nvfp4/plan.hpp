@@ -1,5 +1,5 @@
-// How nvfp4_gemv, nvfp4_linear and nvfp4_matmul share out their work on a GPU: which kernel runs, and what its CTAs take. Plain data
-// from a shape and a device, found on the host.
+// How nvfp4_gemv, nvfp4_linear and nvfp4_matmul share out their work on a GPU: which kernel runs, and what its CTAs take.
+// Plain data from a shape and a device, found on the host.
 //
 // tile      rows of weights × columns of x whose sums lie in registers together
 // stage     the k of weights that are copied at a time
