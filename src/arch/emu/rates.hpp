@@ -1,7 +1,8 @@
 // What the units of a chip do in a cycle: the constants of the model of time (work.hpp), all in one place.
 //
 // None of the B200's was measured by us; every figure is published or measured by others, in a kernel where there is a
-// choice, and what nobody measured, passes of added bytes, is left out. The H200's are ours: what was reached on all 132 SMs at 1.755 GHz.
+// choice, and what nobody measured, passes of added bytes, is left out. The H200's are ours: what was reached on all 132
+// SMs at 1.755 GHz.
 #pragma once
 
 #include <cstdint>

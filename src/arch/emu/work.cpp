@@ -135,22 +135,6 @@ std::vector<Role> WorkCount::roles() const {
   return all;
 }
 
-std::string WorkCount::text() const {
-  const std::vector<Demand> all = units();
-  const auto longest =
-      std::max_element(all.begin(), all.end(), [](const Demand& a, const Demand& b) { return a.cycles < b.cycles; });
-  std::string out = format("%s, %llu CTAs, cycles a CTA:\n", rates.chip, static_cast<unsigned long long>(ctas));
-  for (const Demand& d : all)
-    if (d.cycles > 0) out += format("  %-18s %12.0f%s\n", d.unit, d.cycles, d.unit == longest->unit ? "  binds" : "");
-  for (const Role& role : roles()) {
-    out += format("  rank %zu, warps %zu-%zu:", role.rank, role.first_warp, role.last_warp);
-    for (const Demand& d : role.demands)
-      if (d.cycles > 0) out += format(" %s %.0f", d.unit, d.cycles);
-    out += "\n";
-  }
-  return out;
-}
-
 namespace {
 std::string json_of(const std::vector<Demand>& demands) {
   std::string out;

@@ -68,8 +68,7 @@ class WorkCount {
   /// Cycles a CTA by unit, the last HBM.
   [[nodiscard]] std::vector<Demand> units() const;
   [[nodiscard]] std::vector<Role> roles() const;
-  /// Units and roles: for readers, and as one JSON object without line breaks.
-  [[nodiscard]] std::string text() const;
+  /// Units and roles as one JSON object without line breaks.
   [[nodiscard]] std::string json() const;
 
   // ---- called by the emulator ----
