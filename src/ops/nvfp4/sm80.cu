@@ -1,5 +1,6 @@
-// nvfp4_gemv, nvfp4_linear and nvfp4_matmul for any NVIDIA GPU from Ampere on: one column of x at the speed of memory, up to 16 at a
-// time (more than 16 read the weights again), and anything else in fp32. plan.hpp chooses.
+// nvfp4_gemv, nvfp4_linear and nvfp4_matmul for any NVIDIA GPU from Ampere on: one column of x at the speed of memory, up to
+// 16 at a time (more than 16 read the weights again), and anything else in fp32; nvfp4_matmul decodes one side first, unless
+// that is a single row. plan.hpp chooses.
 #include "ops/nvfp4/decode.hpp"
 #include "ops/nvfp4/kernels/few_columns.hpp"
 #include "ops/nvfp4/kernels/general.hpp"
