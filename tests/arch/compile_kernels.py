@@ -1,4 +1,4 @@
-"""Compiles the tests' kernels with nvcc, or the files it is given; prints registers, shared memory and spills of each.
+"""Compiles the tests' kernels and those of Blackwell's first hour with nvcc, or the files it is given; prints registers, shared memory and spills of each.
 
 Fails if a kernel file, the operators' included, names what only the instruction layer may, if a kernel spills or has a
 stack frame, if a header of instructions costs more compile time than it may, if an instruction of sm_100a is missing
@@ -21,7 +21,13 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURES = {"sm_80": "compute_80", "sm_90a": "compute_90a", "sm_100a": "compute_100a"}
-RUNS_ON = {"sm80": ["sm_80", "sm_90a"], "sm90": ["sm_90a"], "sm100": ["sm_100a"]}  # backend files; others on all
+# Backend files, and what is for Blackwell alone; others on all.
+RUNS_ON = {
+    "sm80": ["sm_80", "sm_90a"],
+    "sm90": ["sm_90a"],
+    "sm100": ["sm_100a"],
+    "blackwell_first_hour": ["sm_100a"],
+}
 HEADER_SECONDS = 4.0
 HEADERS = [
     "sm80/async_copy.hpp",
@@ -200,13 +206,13 @@ def main() -> int:
     """Runs all checks."""
     global compiler
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", nargs="*", type=Path, help="default: tests/arch/kernels")
+    parser.add_argument("files", nargs="*", type=Path, help="default: tests/arch/kernels and benchmarks/blackwell_first_hour.cu")
     parser.add_argument("--nvcc", default="nvcc", help="the compiler")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilations at a time")
     arguments = parser.parse_args()
     compiler = arguments.nvcc
     kernels = ROOT / "tests/arch/kernels"
-    files = arguments.files or sorted(kernels.glob("*.cu"))
+    files = arguments.files or [*sorted(kernels.glob("*.cu")), ROOT / "benchmarks/blackwell_first_hour.cu"]
     operators = [] if arguments.files else [*ROOT.glob("src/ops/**/*.cu"), *ROOT.glob("src/ops/**/*.hpp")]
     found = [check_source(file) for file in [*files, *operators]]
     if not shutil.which(compiler) and not any(found):
