@@ -1,4 +1,6 @@
-"""Compiles the tests' kernels and those of Blackwell's first hour with nvcc, or the files it is given; prints registers, shared memory and spills of each.
+"""Compiles the tests' kernels and those of Blackwell's first hour with nvcc, or the files it is given.
+
+Prints registers, shared memory and spills of each kernel.
 
 Fails if a kernel file, the operators' included, names what only the instruction layer may, if a kernel spills or has a
 stack frame, if a header of instructions costs more compile time than it may, if an instruction of sm_100a is missing
@@ -206,7 +208,9 @@ def main() -> int:
     """Runs all checks."""
     global compiler
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", nargs="*", type=Path, help="default: tests/arch/kernels and benchmarks/blackwell_first_hour.cu")
+    parser.add_argument(
+        "files", nargs="*", type=Path, help="default: tests/arch/kernels and benchmarks/blackwell_first_hour.cu"
+    )
     parser.add_argument("--nvcc", default="nvcc", help="the compiler")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilations at a time")
     arguments = parser.parse_args()
