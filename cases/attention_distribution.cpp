@@ -1,4 +1,5 @@
 // attention_distribution: inputs, float64 reference, tolerance and cost.
+#include <limits>
 #include <numeric>
 
 #include "sparse_mla.hpp"
@@ -63,10 +64,12 @@ Instance make(Random& random, const SparseMla& p, hopwell_normalize normalize, b
   return instance;
 }
 
-// Rows of other widths than production's.
-std::vector<std::pair<std::string, SparseMla>> widths() {
+// Rows of other widths than production's, and a key of infinite elements whose weight is 0: h_q leaves places of every kernel's
+// tile of heads empty, and there 0 times infinity is NaN.
+std::vector<std::pair<std::string, SparseMla>> distribution_problems() {
   using Indices = SparseMla::Indices;
   return {
+      {"infinity_selected_h_q_40", {.h_q = 40, .constant = true, .planted = -std::numeric_limits<double>::infinity()}},
       {"d_qk_16_h_q_33", {.h_q = 33, .d_qk = 16, .d_v = 16, .topk = 130}},
       {"d_qk_64_h_q_130", {.s_q = 3, .h_q = 130, .d_qk = 64, .d_v = 64, .topk = 650, .lengths = true}},
       {"d_qk_128_h_q_40", {.s_q = 3, .h_q = 40, .d_qk = 128, .d_v = 128, .topk = 330, .indices = Indices::kInvalid}},
@@ -80,7 +83,7 @@ std::vector<std::pair<std::string, SparseMla>> widths() {
 Suite attention_distribution() {
   Suite suite{"attention_distribution", {}, sparse_mla_shapes(), {}, sparse_mla_device_shapes()};
   std::vector<std::pair<std::string, SparseMla>> problems = sparse_mla_problems();
-  for (auto& width : widths()) problems.push_back(std::move(width));
+  for (auto& problem : distribution_problems()) problems.push_back(std::move(problem));
   for (const auto& [name, problem] : problems) {
     suite.cases.push_back(
         {suite.op, name, [p = problem](Random& random) { return make(random, p, HOPWELL_NORMALIZE_NONE); }});

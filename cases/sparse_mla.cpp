@@ -109,7 +109,7 @@ void plant_nan(const SparseMlaInputs& in) {
     for (std::int64_t d = 0; d < p.d_qk; ++d) in.kv->set(t * p.d_qk + d, d % 3 == 0 ? kInfinity : kNan);
   }
   const auto first = std::find(selected.begin(), selected.end(), true) - selected.begin();
-  if (p.nan_selected && first < p.s_kv) in.kv->set(first * p.d_qk + p.d_qk / 2, kNan);
+  if (p.planted != 0 && first < p.s_kv) in.kv->set(first * p.d_qk + p.d_qk / 2, p.planted);
 }
 
 }  // namespace
@@ -309,7 +309,7 @@ DistributionReference distribution_reference(const SparseMlaInputs& in, const st
         const auto to = static_cast<std::size_t>(s * p.topk + query.entries[static_cast<std::size_t>(i)]);
         const double weight = std::exp(query.score[from] - lse[static_cast<std::size_t>(s * p.h_q + h)]);
         reference.attn[to] += weight;
-        reference.magnitude[to] += weight * (1 + query.score_magnitude[from]);
+        if (weight != 0) reference.magnitude[to] += weight * (1 + query.score_magnitude[from]);
       }
     }
   }
@@ -377,7 +377,7 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_problems() {
       {"key_ranges_kv_stride_4_positions",
        {.s_q = 24, .s_kv = 30, .h_q = 8, .positions = Positions::kArray, .kv_stride = 4, .ranges = true}},
       {"key_ranges_h_q_128", {.s_q = 9, .h_q = 128, .topk = 130, .ranges = true, .strided = true, .gap = 8}},
-      {"nan_selected", {.s_q = 4, .s_kv = 40, .h_q = 3, .topk = 16, .nan_selected = true}},
+      {"nan_selected", {.s_q = 4, .s_kv = 40, .h_q = 3, .topk = 16, .planted = kNan}},
       {"constant_rows", {.s_q = 3, .h_q = 8, .topk = 130, .sm_scale = kRoot192, .constant = true}},
       {"constant_rows_fp32", {.dtype = fp32, .s_q = 3, .h_q = 8, .topk = 130, .sm_scale = kRoot192, .constant = true}},
       {"constant_rows_h_q_40", {.h_q = 40, .topk = 130, .sm_scale = kRoot192, .constant = true, .sink = Sink::kAny}},
@@ -395,7 +395,7 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_problems() {
       // What kernels for more than 32 heads do apart from those for fewer.
       {"empty_rows_sink_h_q_40", {.s_q = 5, .h_q = 40, .indices = Indices::kEmptyRows, .sink = Sink::kExtreme}},
       {"large_scores_h_q_40", {.h_q = 40, .topk = 130, .q_size = 200}},
-      {"nan_selected_h_q_40", {.s_q = 3, .s_kv = 40, .h_q = 40, .topk = 130, .nan_selected = true}},
+      {"nan_selected_h_q_40", {.s_q = 3, .s_kv = 40, .h_q = 40, .topk = 130, .planted = kNan}},
       {"masks_h_q_40",
        {.s_q = 5,
         .h_q = 40,

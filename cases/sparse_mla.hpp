@@ -36,7 +36,7 @@ struct SparseMla {
   std::int64_t q_start = 0, kv_stride = 1;
   bool ranges = false;        // k_start and k_end: everything that int32 allows, then packed documents
   bool nan_elsewhere = true;  // NaN and infinities in the rows of kv that no valid entry selects
-  bool nan_selected = false;  // NaN in one row of kv that is selected
+  double planted = 0;         // where not 0: NaN or an infinity, an element of one row of kv that is selected
   bool strided = false;       // gaps between the rows of every tensor, dimensions in another order, an expanded d_out
   std::int64_t gap = 3;       // of that many elements
 };

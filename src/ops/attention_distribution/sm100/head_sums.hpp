@@ -176,8 +176,10 @@ HOPWELL_DEVICE void sum_heads(float (&sums)[2], const uint32_t (&scores)[64], fl
   for (int half = 0; half < 2; ++half) {
     float x[32];
     HOPWELL_UNROLL
-    for (int i = 0; i < 32; ++i)
-      x[i] = arch::exp2_approx(arch::bit_cast<float>(scores[32 * half + i]) * scale_log2 - lse);
+    for (int i = 0; i < 32; ++i) {
+      const float e = arch::exp2_approx(arch::bit_cast<float>(scores[32 * half + i]) * scale_log2 - lse);
+      x[i] = lse == INFINITY ? 0 : e;
+    }
     tile::share_sums(x, 16, 16, lane & 16);
     tile::share_sums(x, 8, 8, lane & 8);
     tile::share_sums(x, 4, 4, lane & 4);

@@ -200,8 +200,9 @@ HOPWELL_DEVICE void sum_heads(const Params& p, SharedStorage<kDqk>& s, const flo
   HOPWELL_UNROLL
   for (int i = 0; i < 16; ++i) {
     const int at = i / 2 * 4 + i % 2;
-    c[i] = arch::exp2_approx(scores[at] * p.scale_log2 - lse[0]) +
-           arch::exp2_approx(scores[at + 2] * p.scale_log2 - lse[1]);
+    const float e[2] = {arch::exp2_approx(scores[at] * p.scale_log2 - lse[0]),
+                        arch::exp2_approx(scores[at + 2] * p.scale_log2 - lse[1])};
+    c[i] = (lse[0] == INFINITY ? 0 : e[0]) + (lse[1] == INFINITY ? 0 : e[1]);
   }
   tile::share_sums(c, 8, 16, arch::lane_index() & 16);
   tile::share_sums(c, 4, 8, arch::lane_index() & 8);
