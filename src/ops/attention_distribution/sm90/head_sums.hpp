@@ -190,6 +190,13 @@ HOPWELL_DEVICE void load_lse(const Params& p, int64_t query, int first_head, flo
     lse[r] = head + 8 * r < p.h_q ? row[(head + 8 * r) * p.lse_stride_h] * tile::kLog2E : INFINITY;
 }
 
+// Heads that do not exist, or whose lse is +inf, add 0 beside any score: where a warp has such heads, their scores are cleared.
+HOPWELL_DEVICE void clear_scores(float (&scores)[32], const float (&lse)[2]) {
+  if (arch::ballot(lse[0] == INFINITY || lse[1] == INFINITY) == 0) return;
+  HOPWELL_UNROLL
+  for (int i = 0; i < 32; ++i) scores[i] = lse[i / 2 % 2] == INFINITY ? 0 : scores[i];
+}
+
 // exp2 of a warp's [16 heads][64 keys], summed over the heads, handed to the store warp.
 template <int kDqk>
 HOPWELL_DEVICE void sum_heads(const Params& p, SharedStorage<kDqk>& s, const float (&scores)[32], const float (&lse)[2],
@@ -200,9 +207,8 @@ HOPWELL_DEVICE void sum_heads(const Params& p, SharedStorage<kDqk>& s, const flo
   HOPWELL_UNROLL
   for (int i = 0; i < 16; ++i) {
     const int at = i / 2 * 4 + i % 2;
-    const float e[2] = {arch::exp2_approx(scores[at] * p.scale_log2 - lse[0]),
-                        arch::exp2_approx(scores[at + 2] * p.scale_log2 - lse[1])};
-    c[i] = (lse[0] == INFINITY ? 0 : e[0]) + (lse[1] == INFINITY ? 0 : e[1]);
+    c[i] = arch::exp2_approx(scores[at] * p.scale_log2 - lse[0]) +
+           arch::exp2_approx(scores[at + 2] * p.scale_log2 - lse[1]);
   }
   tile::share_sums(c, 8, 16, arch::lane_index() & 16);
   tile::share_sums(c, 4, 8, arch::lane_index() & 8);
@@ -242,6 +248,7 @@ HOPWELL_DEVICE void math(const Params& p, SharedStorage<kDqk>& s, int group) {
       for (int tile = kAlternate ? (item ^ group) & 1 : 0; tile < tiles; tile += kAlternate ? 2 : 1) {
         float scores[32];
         multiply<kDqk>(scores, q, {s, item + tile}, kAlternate ? 2 : 1, group);
+        clear_scores(scores, lse);
         sum_heads(p, s, scores, lse, key_tile + tile, warp);
       }
       item += tiles, key_tile += tiles;

@@ -93,12 +93,15 @@ struct TileWeights {
   float weights[2];
   Span visible;  // to any of the queries
 };
+template <bool kMasked>
 HOPWELL_DEVICE Span visible_to_tile(const ScoreParams& p, const TileCursor& at) {
+  if constexpr (!kMasked) return {0, p.s_kv};
   const int lane = arch::lane_index(), query = at.query + lane;
   return span_of_warp(lane < p.queries_per_tile && query < p.queries ? visible_to(p, query) : Span{});
 }
+template <bool kMasked>
 HOPWELL_DEVICE TileWeights load_tile_weights(const ScoreParams& p, const TileCursor& at) {
-  TileWeights loaded{{0, 0}, visible_to_tile(p, at)};
+  TileWeights loaded{{0, 0}, visible_to_tile<kMasked>(p, at)};
   HOPWELL_UNROLL
   for (int i = 0; i < 2; ++i) {
     const int row = arch::lane_index() + 32 * i, query = at.query + row / p.padded_heads;
@@ -133,6 +136,7 @@ HOPWELL_DEVICE void produce_tiles(const ScoreParams& p, ScoreStorage& s, const S
 }
 
 // Weights of every third tile from `first` on, and which keys its queries see: a load takes as long as a tile.
+template <bool kMasked>
 HOPWELL_DEVICE void produce_weights(const ScoreParams& p, ScoreStorage& s, const ScorePart& part, int first) {
   const int lane = arch::lane_index();
   TileCursor at(p, part.tiles.first);
@@ -140,13 +144,13 @@ HOPWELL_DEVICE void produce_weights(const ScoreParams& p, ScoreStorage& s, const
     for (int i = 0; i < tiles; ++i) at.advance(p);
   };
   advance(first);
-  TileWeights next = load_tile_weights(p, at);
+  TileWeights next = load_tile_weights<kMasked>(p, at);
   HOPWELL_NO_UNROLL
   while (at.tile < part.tiles.end) {
     const ScoreSlot slot = at.slot(s, part);
     const TileWeights loaded = next;
     advance(ScoreConfig::kWeightWarps);
-    next = load_tile_weights(p, at);
+    next = load_tile_weights<kMasked>(p, at);
     slot.wait_empty();
     s.weights[slot.stage()][lane] = loaded.weights[0];
     s.weights[slot.stage()][lane + 32] = loaded.weights[1];
@@ -273,7 +277,7 @@ __global__ void __launch_bounds__(ScoreConfig::kThreads, 1) score_keys(const __g
     arch::setmaxnreg_dec<ScoreConfig::kOtherRegisters>();
     const ScorePart part = part_of_role<kMasked>(p, s);
     if (warp == 4 * ScoreConfig::kGroups) produce_tiles(p, s, part);
-    if (warp > 4 * ScoreConfig::kGroups) produce_weights(p, s, part, warp - 4 * ScoreConfig::kGroups - 1);
+    if (warp > 4 * ScoreConfig::kGroups) produce_weights<kMasked>(p, s, part, warp - 4 * ScoreConfig::kGroups - 1);
   }
 #endif
 }
