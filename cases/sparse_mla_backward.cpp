@@ -313,12 +313,12 @@ Suite sparse_mla_backward() {
          [problem = problem](Random& random) { return make(random, problem, {.deterministic = false}); }, true});
   }
   for (auto* shapes : {&suite.shapes, &suite.device_shapes})
-    for (auto& [name, settings] : *shapes) settings["deterministic"] = "0";
+    for (auto& [name, settings] : *shapes) settings["deterministic"] = settings["attn"] = "0";
   suite.bench = [](const Settings& settings, Random& random) {
     const SparseMla problem = sparse_mla_from(settings);
     return make(random, problem,
                 {.d_sink = false,
-                 .attn = false,
+                 .attn = number(settings, "attn") != 0,
                  .deterministic = number(settings, "deterministic") != 0,
                  .ascending = problem.indices == SparseMla::Indices::kAscending},
                 true);
