@@ -84,20 +84,17 @@ Suite attention_distribution() {
   Suite suite{"attention_distribution", {}, sparse_mla_shapes(), {}, sparse_mla_device_shapes()};
   std::vector<std::pair<std::string, SparseMla>> problems = sparse_mla_problems();
   for (auto& problem : distribution_problems()) problems.push_back(std::move(problem));
+  const auto add = [&](const std::string& name, const SparseMla& problem, hopwell_normalize normalize) -> Case& {
+    return suite.cases.emplace_back(suite.op, name, [=](Random& random) { return make(random, problem, normalize); });
+  };
   for (const auto& [name, problem] : problems) {
-    suite.cases.push_back(
-        {suite.op, name, [p = problem](Random& random) { return make(random, p, HOPWELL_NORMALIZE_NONE); }});
-    suite.cases.push_back(
-        {suite.op, name + "_l1", [p = problem](Random& random) { return make(random, p, HOPWELL_NORMALIZE_L1); }});
+    add(name, problem, HOPWELL_NORMALIZE_NONE);
+    add(name + "_l1", problem, HOPWELL_NORMALIZE_L1);
   }
-  for (const auto& [name, problem] : sparse_mla_query_problems({64, 128})) {
-    suite.cases.push_back(
-        {suite.op, name, [p = problem](Random& random) { return make(random, p, HOPWELL_NORMALIZE_NONE); }});
-  }
-  for (const auto& [name, problem] : sparse_mla_device_problems()) {
-    suite.cases.push_back(
-        {suite.op, name, [p = problem](Random& random) { return make(random, p, HOPWELL_NORMALIZE_L1); }, true});
-  }
+  for (const auto& [name, problem] : sparse_mla_query_problems({64, 128}))
+    add(name, problem, HOPWELL_NORMALIZE_NONE).for_model = true;
+  for (const auto& [name, problem] : sparse_mla_device_problems())
+    add(name, problem, HOPWELL_NORMALIZE_L1).device_only = true;
   suite.bench = [](const Settings& settings, Random& random) {
     return make(random, sparse_mla_from(settings), HOPWELL_NORMALIZE_NONE, true);
   };

@@ -156,8 +156,10 @@ struct Case {
   std::function<Instance(Random& random)> make;
   bool device_only = false;  // so large that only a GPU runs it
   bool emulated = true;      // false: so large that the emulator does not
-  [[nodiscard]] bool suits(const std::string& backend) const {
-    return backend.starts_with("emu:") ? emulated && !device_only : !device_only || cuda::runs(backend);
+  bool for_model = false;    // emulated only for the model of time
+  [[nodiscard]] bool suits(const std::string& backend, bool modelled = false) const {
+    if (!backend.starts_with("emu:")) return !device_only || cuda::runs(backend);
+    return emulated && !device_only && (modelled || !for_model);
   }
 };
 

@@ -269,9 +269,8 @@ std::vector<std::pair<std::string, SparseMla>> problems_of_many_heads() {
 
 Suite sparse_mla_backward() {
   Suite suite{"sparse_mla_backward", {}, sparse_mla_shapes(), {}, sparse_mla_device_shapes()};
-  const auto add = [&](const std::string& name, const SparseMla& problem, const Options& options) {
-    suite.cases.push_back(
-        {suite.op, name, [problem, options](Random& random) { return make(random, problem, options); }});
+  const auto add = [&](const std::string& name, const SparseMla& problem, const Options& options) -> Case& {
+    return suite.cases.emplace_back(suite.op, name, [=](Random& random) { return make(random, problem, options); });
   };
   // Kernels may differ with the number of heads and in how they add: up to 64 heads deterministic, more of them not,
   // and a few the other way round.
@@ -279,7 +278,7 @@ Suite sparse_mla_backward() {
   for (const auto& [name, problem] : problems_of_many_heads())
     add("h_q_" + std::to_string(problem.h_q) + "_" + name, problem, {.deterministic = false});
   for (const auto& [name, problem] : sparse_mla_query_problems({64, 128}))
-    add(name, problem, {.attn = false, .deterministic = false});
+    add(name, problem, {.attn = false, .deterministic = false}).for_model = true;
   const SparseMla few{
       .s_q = 5, .s_kv = 50, .h_q = 8, .indices = SparseMla::Indices::kInvalid, .sink = SparseMla::Sink::kAny};
   SparseMla many = few;
@@ -307,11 +306,8 @@ Suite sparse_mla_backward() {
   SparseMla ascending = wide;
   ascending.indices = SparseMla::Indices::kAscending;
   add("h_q_128_ascending_as_said", ascending, {.deterministic = false, .ascending = true});
-  for (const auto& [name, problem] : sparse_mla_device_problems()) {
-    suite.cases.push_back(
-        {suite.op, name,
-         [problem = problem](Random& random) { return make(random, problem, {.deterministic = false}); }, true});
-  }
+  for (const auto& [name, problem] : sparse_mla_device_problems())
+    add(name, problem, {.deterministic = false}).device_only = true;
   for (auto* shapes : {&suite.shapes, &suite.device_shapes})
     for (auto& [name, settings] : *shapes) settings["deterministic"] = settings["attn"] = "0";
   suite.bench = [](const Settings& settings, Random& random) {

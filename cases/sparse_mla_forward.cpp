@@ -56,13 +56,12 @@ Instance make(Random& random, const SparseMla& p, bool timed = false) {
 
 Suite sparse_mla_forward() {
   Suite suite{"sparse_mla_forward", {}, sparse_mla_shapes(), {}, sparse_mla_device_shapes()};
-  for (const auto& problems : {sparse_mla_problems(), sparse_mla_query_problems({16, 32, 64, 128})})
-    for (const auto& [name, problem] : problems)
-      suite.cases.push_back({suite.op, name, [problem = problem](Random& random) { return make(random, problem); }});
-  for (const auto& [name, problem] : sparse_mla_device_problems()) {
-    suite.cases.push_back(
-        {suite.op, name, [problem = problem](Random& random) { return make(random, problem); }, true});
-  }
+  const auto add = [&](const std::string& name, const SparseMla& problem) -> Case& {
+    return suite.cases.emplace_back(suite.op, name, [problem](Random& random) { return make(random, problem); });
+  };
+  for (const auto& [name, problem] : sparse_mla_problems()) add(name, problem);
+  for (const auto& [name, problem] : sparse_mla_query_problems({16, 32, 64, 128})) add(name, problem).for_model = true;
+  for (const auto& [name, problem] : sparse_mla_device_problems()) add(name, problem).device_only = true;
   suite.bench = [](const Settings& settings, Random& random) { return make(random, sparse_mla_from(settings), true); };
   return suite;
 }

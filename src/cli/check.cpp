@@ -104,7 +104,8 @@ int check(const CheckOptions& options) {
         if (!options.backend.empty() && backend != options.backend) continue;
         Tally tally;
         for (const cases::Case& c : suite.cases) {
-          if (!c.suits(backend) || !matches(c.name, options.cases.empty() ? "*" : options.cases)) continue;
+          if (!c.suits(backend, options.model) || !matches(c.name, options.cases.empty() ? "*" : options.cases))
+            continue;
           for (std::uint64_t seed = 1; seed <= options.seeds; ++seed) {
             progress.show(suite.op + " on " + backend + ": " + c.name);
             if (backend.starts_with("emu:")) setenv("HOPWELL_EMULATOR_SEED", std::to_string(seed).c_str(), 1);
