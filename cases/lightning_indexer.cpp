@@ -43,6 +43,10 @@ struct Indexer {
   // side: products of -inf, whose gates are closed.
   bool infinite_keys = false, infinite_queries = false;
   float d_loss = 1;
+  bool d_loss_on_device = false;  // d_loss as an array
+  bool given = false;             // d_scores, not target; with nan_targets NaN and infinities among them
+  bool row_weights = false;       // 0 in every third row, where a target may then be NaN; row_loss is wanted, too
+  bool relu = true;
   bool deterministic = true;
   bool emulated = true;  // not too large for the emulator
 };
@@ -50,7 +54,7 @@ struct Indexer {
 struct Inputs {
   Indexer problem;
   Array *q = nullptr, *k = nullptr, *weights = nullptr, *q_positions = nullptr, *k_start = nullptr, *k_end = nullptr,
-        *indices = nullptr, *target = nullptr;
+        *indices = nullptr, *given = nullptr, *row_weights = nullptr, *d_loss = nullptr;
 };
 
 Array& add(Instance& instance, const Indexer& p, const char* name, DType dtype,
@@ -131,10 +135,10 @@ Row row_of(const Indexer& p, const std::vector<double>& q, const std::vector<dou
       const double* query = q.data() + (s * p.h_index + j) * p.d_index;
       const double product = dot(query, key, p.d_index), w = weights[static_cast<std::size_t>(s * p.h_index + j)];
       row.dots[static_cast<std::size_t>(j) * keys.size() + i] = product;
-      const double relu = product < 0 ? 0 : product;  // NaN stays NaN
+      const double gated = p.relu && product < 0 ? 0 : product;  // NaN stays NaN
       double size = 0;
       for (std::int64_t d = 0; d < p.d_index; ++d) size += std::abs(query[d] * key[d]);
-      score.value += w * relu;
+      score.value += w * gated;
       score.magnitude += std::abs(w) * size;
     }
     if (std::isnan(score.value)) score.value = -kInfinity;
@@ -402,11 +406,19 @@ void fill_indices(Array& indices, Random& random, const Indexer& p) {
   }
 }
 
+// The array that d_scores, or target, is given as: gradients of any size, and zeros; what is not finite counts as NaN.
+void fill_d_scores(const Inputs& in, Random& random) {
+  for (std::int64_t i = 0; i < in.given->size(); ++i) in.given->set(i, random.below(5) == 0 ? 0 : random.normal());
+  const Indexer& p = in.problem;
+  for (std::int64_t s = 1; p.nan_targets && s < p.s_q; s += 2)
+    in.given->set(s * p.topk + p.topk / 2, s % 4 == 1 ? kInfinity : kNan);
+}
+
 // Positive numbers that sum to 1 over the valid entries of a row; something on the invalid ones too, which must not
 // matter.
 void fill_target(const Inputs& in, Random& random) {
   const Indexer& p = in.problem;
-  Array& target = *in.target;
+  Array& target = *in.given;
   for (std::int64_t s = 0; s < p.s_q; ++s) {
     const auto [first, last] = key_range(in, s);
     std::vector<double> row(static_cast<std::size_t>(p.topk));
@@ -420,46 +432,52 @@ void fill_target(const Inputs& in, Random& random) {
     }
     for (std::int64_t i = 0; i < p.topk; ++i)
       target.set(s * p.topk + i, sum > 0 ? row[static_cast<std::size_t>(i)] / sum : 0);
-    if (p.nan_targets && s % 2 == 1) target.set(s * p.topk + p.topk / 2, kNan);
+    if ((p.nan_targets && s % 2 == 1) || (p.row_weights && s % 3 == 0)) target.set(s * p.topk + p.topk / 2, kNan);
   }
 }
 
 // A gradient with the same sums over absolute values.
 struct Gradient {
-  explicit Gradient(const Array& like) : value(static_cast<std::size_t>(like.size())), magnitude(value) {}
-  void add(std::int64_t at, double term) {
+  explicit Gradient(std::int64_t size) : value(static_cast<std::size_t>(size)), magnitude(value) {}
+  void add(std::int64_t at, double term) { add(at, term, std::abs(term)); }
+  void add(std::int64_t at, double term, double size) {
     value[static_cast<std::size_t>(at)] += term;
-    magnitude[static_cast<std::size_t>(at)] += std::abs(term);
+    magnitude[static_cast<std::size_t>(at)] += size;
   }
   std::vector<double> value, magnitude;
 };
 
 struct Gradients {
-  double loss = 0, loss_magnitude = 0;
-  Gradient d_q, d_k, d_weights;
+  Gradient loss, row_loss, d_q, d_k, d_weights;
 };
 
 // The gradients that one query adds, given its entries that have a score.
 void add_query(const Inputs& in, const std::vector<double>& q, const std::vector<double>& k,
                const std::vector<double>& weights, std::int64_t s, const std::vector<std::int64_t>& keys,
-               const Row& row, const std::vector<double>& target, Gradients& sum) {
+               const Row& row, const std::vector<double>& given, Gradients& sum) {
   const Indexer& p = in.problem;
+  const double weight = in.row_weights ? in.row_weights->get(s) : 1, factor = static_cast<double>(p.d_loss) * weight;
   double peak = -kInfinity, total = 0;
   for (const Score& score : row.scores) peak = std::max(peak, score.value);
   for (const Score& score : row.scores) total += std::exp(score.value - peak);
   const double lse = peak + std::log(total);
   for (std::size_t i = 0; i < keys.size(); ++i) {
     const double log_probability = row.scores[i].value - lse;
-    if (target[i] != 0) {
-      sum.loss += target[i] * (std::log(target[i]) - log_probability);
-      sum.loss_magnitude += target[i] * (std::abs(std::log(target[i])) + row.scores[i].magnitude + std::abs(lse));
+    if (given[i] != 0 && !p.given) {
+      const double loss = given[i] * (std::log(given[i]) - log_probability);
+      const double size = given[i] * (std::abs(std::log(given[i])) + row.scores[i].magnitude + std::abs(lse));
+      sum.row_loss.add(s, loss, size);
+      if (weight != 0) sum.loss.add(0, weight * loss, std::abs(weight) * size);
     }
-    const double g = static_cast<double>(p.d_loss) * (std::exp(log_probability) - target[i]);
+    if (weight == 0) continue;
+    const double of_score =
+        p.given ? (std::isfinite(given[i]) ? given[i] : kNan) : std::exp(log_probability) - given[i];
+    const double g = factor * of_score;
     for (std::int64_t j = 0; j < p.h_index; ++j) {
       const double product = row.dots[static_cast<std::size_t>(j) * keys.size() + i];
       const std::int64_t head = s * p.h_index + j;
-      const double d_dot = g * weights[static_cast<std::size_t>(head)] * (product > 0 ? 1 : 0);
-      sum.d_weights.add(head, g * std::max(product, 0.0));
+      const double d_dot = g * weights[static_cast<std::size_t>(head)] * (product > 0 || !p.relu ? 1 : 0);
+      sum.d_weights.add(head, g * (p.relu ? std::max(product, 0.0) : product));
       for (std::int64_t d = 0; d < p.d_index; ++d) {
         sum.d_q.add(head * p.d_index + d, d_dot * k[static_cast<std::size_t>(keys[i] * p.d_index + d)]);
         sum.d_k.add(keys[i] * p.d_index + d, d_dot * q[static_cast<std::size_t>(head * p.d_index + d)]);
@@ -471,7 +489,8 @@ void add_query(const Inputs& in, const std::vector<double>& q, const std::vector
 void backward_reference(const Inputs& in, Instance& self) {
   const Indexer& p = in.problem;
   const std::vector<double> q = values_of(*in.q), k = values_of(*in.k), weights = values_of(*in.weights);
-  Gradients sum{0, 0, Gradient(*in.q), Gradient(*in.k), Gradient(*in.weights)};
+  Gradients sum{Gradient(1), Gradient(p.s_q), Gradient(in.q->size()), Gradient(in.k->size()),
+                Gradient(in.weights->size())};
   for (std::int64_t s = 0; s < p.s_q; ++s) {
     const auto [first, last] = key_range(in, s);
     std::vector<std::int64_t> keys;
@@ -482,17 +501,17 @@ void backward_reference(const Inputs& in, Instance& self) {
       if (one[0] < first || one[0] >= last) continue;
       if ((p.nan_keys || p.nan_queries) && row_of(p, q, k, weights, s, one).scores[0].value == -kInfinity) continue;
       keys.push_back(one[0]);
-      target.push_back(in.target->get(s * p.topk + i));
+      target.push_back(in.given->get(s * p.topk + i));
       any = any || target.back() != 0;
     }
     if (any) add_query(in, q, k, weights, s, keys, row_of(p, q, k, weights, s, keys), target, sum);
   }
-  self.outputs[0].expected = {sum.loss};
-  self.outputs[0].magnitude = {sum.loss_magnitude};
-  Gradient* const gradients[] = {&sum.d_q, &sum.d_k, &sum.d_weights};
-  for (std::size_t i = 0; i < 3; ++i) {
-    self.outputs[i + 1].expected = std::move(gradients[i]->value);
-    self.outputs[i + 1].magnitude = std::move(gradients[i]->magnitude);
+  std::vector<Gradient*> results = {&sum.d_q, &sum.d_k, &sum.d_weights};
+  if (!p.given) results.push_back(&sum.loss);
+  if (in.row_weights && !p.given) results.push_back(&sum.row_loss);
+  for (std::size_t i = 0; i < results.size(); ++i) {
+    self.outputs[i].expected = std::move(results[i]->value);
+    self.outputs[i].magnitude = std::move(results[i]->magnitude);
   }
 }
 
@@ -500,38 +519,51 @@ Instance make_backward(Random& random, const Indexer& p) {
   Instance instance;
   Inputs in = add_inputs(instance, random, p);
   in.indices = &add(instance, p, "indices", DType::kInt32, {p.s_q, p.topk});
-  in.target = &add(instance, p, "target", DType::kFloat32, {p.s_q, p.topk});
+  in.given = &add(instance, p, p.given ? "d_scores" : "target", DType::kFloat32, {p.s_q, p.topk});
   fill_indices(*in.indices, random, p);
-  fill_target(in, random);
-  Array& loss = instance.add({"loss", DType::kFloat32, {}});
+  if (p.row_weights) in.row_weights = &add(instance, p, "row_weights", DType::kFloat32, {p.s_q});
+  for (std::int64_t s = 0; s < p.s_q && p.row_weights; ++s) in.row_weights->set(s, s % 3 == 0 ? 0 : random.normal());
+  if (p.d_loss_on_device) (in.d_loss = &instance.add({"d_loss_array", DType::kFloat32, {}}))->set(0, p.d_loss);
+  p.given ? fill_d_scores(in, random) : fill_target(in, random);
+  Array* const loss = p.given ? nullptr : &instance.add({"loss", DType::kFloat32, {}});
+  Array* const row_loss = p.row_weights && !p.given ? &add(instance, p, "row_loss", DType::kFloat32, {p.s_q}) : nullptr;
   Array& d_q = add(instance, p, "d_q_index", p.dtype, {p.s_q, p.h_index, p.d_index});
   Array& d_k = add(instance, p, "d_k_index", DType::kFloat32, {p.s_kv, p.d_index});
   Array& d_weights = add(instance, p, "d_weights", p.weights_dtype, {p.s_q, p.h_index});
   const auto tolerance = [](DType dtype) { return Tolerance{.norm = dtype == DType::kFloat32 ? 1e-4 : 4e-3}; };
-  instance.expect(loss, {.norm = 1e-4});
   for (Array* array : {&d_q, &d_k, &d_weights}) instance.expect(*array, tolerance(array->dtype()));
+  for (Array* array : {loss, row_loss})
+    if (array) instance.expect(*array, {.norm = 1e-4});
   instance.reference = [in](Instance& self) { backward_reference(in, self); };
   instance.repeatable = p.deterministic;
-  instance.call = [in, &loss, &d_q, &d_k, &d_weights, &workspace = *instance.workspace](const char* backend,
-                                                                                        Stream stream) {
-    const auto start = view_of(in.k_start), end = view_of(in.k_end);
-    run_with_workspace<LightningIndexerBackwardArgs>(hopwell::lightning_indexer_backward,
-                                                     hopwell::lightning_indexer_backward_workspace_bytes, workspace,
-                                                     {.target = in.target->view(),
-                                                      .q_index = in.q->view(),
-                                                      .k_index = in.k->view(),
-                                                      .weights = in.weights->view(),
-                                                      .indices = in.indices->view(),
-                                                      .k_start = pointer(start),
-                                                      .k_end = pointer(end),
-                                                      .d_loss = in.problem.d_loss,
-                                                      .deterministic = in.problem.deterministic,
-                                                      .loss = loss.view(),
-                                                      .d_q_index = d_q.view(),
-                                                      .d_k_index = d_k.view(),
-                                                      .d_weights = d_weights.view(),
-                                                      .backend = backend},
-                                                     stream);
+  instance.call = [in, loss, row_loss, &d_q, &d_k, &d_weights, &workspace = *instance.workspace](const char* backend,
+                                                                                                 Stream stream) {
+    const auto start = view_of(in.k_start), end = view_of(in.k_end), row_weights = view_of(in.row_weights),
+               d_loss = view_of(in.d_loss), loss_view = view_of(loss), row_loss_view = view_of(row_loss);
+    const Tensor given = in.given->view();
+    const bool has_target = !in.problem.given;
+    run_with_workspace<LightningIndexerBackwardArgs>(
+        hopwell::lightning_indexer_backward, hopwell::lightning_indexer_backward_workspace_bytes, workspace,
+        {.target = has_target ? static_cast<const DLTensor*>(given) : nullptr,
+         .d_scores = has_target ? nullptr : static_cast<const DLTensor*>(given),
+         .q_index = in.q->view(),
+         .k_index = in.k->view(),
+         .weights = in.weights->view(),
+         .indices = in.indices->view(),
+         .k_start = pointer(start),
+         .k_end = pointer(end),
+         .row_weights = pointer(row_weights),
+         .d_loss = in.d_loss ? 1 : in.problem.d_loss,
+         .d_loss_array = pointer(d_loss),
+         .no_relu = !in.problem.relu,
+         .deterministic = in.problem.deterministic,
+         .loss = pointer(loss_view),
+         .row_loss = pointer(row_loss_view),
+         .d_q_index = d_q.view(),
+         .d_k_index = d_k.view(),
+         .d_weights = d_weights.view(),
+         .backend = backend},
+        stream);
   };
   instance.flops = 6 * static_cast<double>(p.s_q * p.topk) * static_cast<double>(p.h_index * p.d_index);
   const auto element = static_cast<std::int64_t>(size_of(p.dtype));
@@ -580,6 +612,29 @@ std::vector<std::pair<std::string, Indexer>> backward_problems() {
       {"key_ranges_nan_keys", {.s_q = 12, .s_kv = 70, .nan_keys = true, .ranges = true, .zero_targets = true}},
       {"d_loss", {.d_loss = -0.25F}},
       {"d_loss_0", {.d_loss = 0}},
+      {"d_loss_on_device", {.d_loss = -0.25F, .d_loss_on_device = true}},
+      {"row_weights", {.s_q = 7, .indices = Indices::kInvalid, .row_weights = true}},
+      {"row_weights_any_order",
+       {.s_q = 7, .h_index = 70, .d_loss = 3, .row_weights = true, .deterministic = false}},
+      {"d_scores", {.s_q = 6, .indices = Indices::kInvalid, .given = true}},
+      {"d_scores_fp32", {.dtype = kFloat, .s_q = 6, .strided = true, .given = true, .row_weights = true}},
+      {"d_scores_any_order",
+       {.s_q = 7,
+        .h_index = 70,
+        .topk = 300,
+        .ranges = true,
+        .d_loss = 0.5F,
+        .d_loss_on_device = true,
+        .given = true,
+        .row_weights = true,
+        .deterministic = false}},
+      {"d_scores_nan", {.s_q = 4, .s_kv = 70, .topk = 70, .nan_keys = true, .nan_targets = true, .given = true}},
+      {"d_scores_nan_any_order",
+       {.s_q = 4, .s_kv = 70, .topk = 70, .nan_targets = true, .given = true, .deterministic = false}},
+      {"no_relu", {.s_q = 5, .s_kv = 70, .topk = 90, .nan_keys = true, .indices = Indices::kInvalid, .relu = false}},
+      {"no_relu_fp32", {.dtype = kFloat, .s_q = 5, .strided = true, .relu = false}},
+      {"no_relu_d_scores_any_order",
+       {.s_q = 5, .h_index = 70, .topk = 130, .given = true, .relu = false, .deterministic = false}},
       {"strided", {.s_q = 6, .strided = true, .indices = Indices::kInvalid}},
       {"strided_fp32", {.dtype = kFloat, .strided = true}},
       {"no_queries", {.s_q = 0}},

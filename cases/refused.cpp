@@ -75,7 +75,8 @@ const std::vector<Refusals>& all_refusals() {
        "sm90",
        {
            {"q_index and k_index must be bfloat16",
-            "any_order_fp32 basic_fp32 key_ranges_fp32 nan_targets_fp32 odd_shape strided_fp32"},
+            "any_order_fp32 basic_fp32 d_scores_fp32 key_ranges_fp32 nan_targets_fp32 no_relu_fp32 odd_shape "
+            "strided_fp32"},
            {"q_index and k_index must have rows of whole 16-byte pieces", "any_order_strided one_dimension strided"},
        }},
       {"nvfp4_gemv",

@@ -227,20 +227,26 @@ void lightning_indexer_(handle q_index, handle k_index, handle weights, handle q
   call.run(args, hopwell::lightning_indexer, hopwell::lightning_indexer_workspace_bytes);
 }
 
-void lightning_indexer_backward_(handle target, handle q_index, handle k_index, handle weights, handle indices,
-                                 handle k_start, handle k_end, handle d_loss, handle deterministic, handle loss,
+void lightning_indexer_backward_(handle target, handle d_scores, handle q_index, handle k_index, handle weights,
+                                 handle indices, handle k_start, handle k_end, handle row_weights, handle d_loss,
+                                 handle d_loss_array, handle relu, handle deterministic, handle loss, handle row_loss,
                                  handle d_q_index, handle d_k_index, handle d_weights, handle backend, handle stream) {
   Call call("lightning_indexer_backward", backend, stream);
   LightningIndexerBackwardArgs args{.target = call.input("target", target),
+                                    .d_scores = call.input("d_scores", d_scores),
                                     .q_index = call.input("q_index", q_index),
                                     .k_index = call.input("k_index", k_index),
                                     .weights = call.input("weights", weights),
                                     .indices = call.input("indices", indices),
                                     .k_start = call.input("k_start", k_start),
                                     .k_end = call.input("k_end", k_end),
+                                    .row_weights = call.input("row_weights", row_weights),
                                     .d_loss = call.real("d_loss", d_loss),
+                                    .d_loss_array = call.input("d_loss", d_loss_array),
+                                    .no_relu = !call.flag("relu", relu),
                                     .deterministic = call.flag("deterministic", deterministic),
                                     .loss = call.output("loss", loss),
+                                    .row_loss = call.output("row_loss", row_loss),
                                     .d_q_index = call.output("d_q_index", d_q_index),
                                     .d_k_index = call.output("d_k_index", d_k_index),
                                     .d_weights = call.output("d_weights", d_weights)};

@@ -471,6 +471,8 @@ typedef struct hopwell_lightning_indexer_args {
 typedef struct hopwell_lightning_indexer_backward_args {
   /** fp32 [s_q, topk]: attention_distribution with l1 normalisation */
   const DLTensor* target HOPWELL_ZERO;
+  /** fp32 [s_q, topk], instead of target: g itself, of any loss of these scores; infinities count as NaN */
+  const DLTensor* d_scores HOPWELL_ZERO;
   /** as in the forward */
   const DLTensor* q_index HOPWELL_ZERO;
   const DLTensor* k_index HOPWELL_ZERO;
@@ -480,11 +482,19 @@ typedef struct hopwell_lightning_indexer_backward_args {
   /** key ranges as in sparse_mla_forward */
   const DLTensor* k_start HOPWELL_ZERO;
   const DLTensor* k_end HOPWELL_ZERO;
+  /** fp32 [s_q], optional: factors of each row's loss and gradient; a row of weight 0 adds nothing, whatever is in it */
+  const DLTensor* row_weights HOPWELL_ZERO;
   /** scales the gradients, not the loss; in C, 0 means 1 and -0.0f means 0 */
   float d_loss HOPWELL_DEFAULT(1.0F);
+  /** fp32, one element, instead of d_loss: read on the device, so that nobody waits for it */
+  const DLTensor* d_loss_array HOPWELL_ZERO;
+  /** score[s,t] = sum_j weights[s,j] * (q . k), without the relu */
+  bool no_relu HOPWELL_ZERO;
   bool deterministic HOPWELL_ZERO;
-  /** output, fp32, one element */
+  /** output, fp32, one element; with d_scores there is none */
   const DLTensor* loss HOPWELL_ZERO;
+  /** output, fp32 [s_q], optional: each row's loss before row_weights; with d_scores there is none */
+  const DLTensor* row_loss HOPWELL_ZERO;
   /** output, like q_index */
   const DLTensor* d_q_index HOPWELL_ZERO;
   /** output, fp32 [s_kv, d_index] */

@@ -490,48 +490,62 @@ def lightning_indexer(
 
 
 def lightning_indexer_backward(
-    target: Array,
+    target: Array | None,
     q_index: Array,
     k_index: Array,
     weights: Array,
     indices: Array,
     *,
+    d_scores: Array | None = None,
     k_start: Array | None = None,
     k_end: Array | None = None,
-    d_loss: float = 1.0,
+    row_weights: Array | None = None,
+    relu: bool = True,
+    d_loss: float | Array = 1.0,
+    row_loss: Array | None = None,
     deterministic: bool = False,
     backend: str | None = None,
     stream: Any = None,
-) -> tuple[Array, Array, Array, Array]:
-    """The indexer's loss against the attention distribution, and its gradients.
+) -> tuple[Array | None, Array, Array, Array]:
+    """The indexer's loss against the attention distribution, and its gradients; or the gradients of any other loss.
 
-        loss = Σ_s KL(target[s,:] ‖ softmax over the selected entries of score[s,:])
-        g    = d_loss·(softmax − target)
+        row_loss = KL(target[s,:] ‖ softmax over the selected entries of score[s,:]);  loss = Σ_s row_weights·row_loss
+        g        = d_loss·row_weights·(softmax − target), or d_loss·row_weights·d_scores
         d_weights = Σ_i g·relu(q·k);  d_q_index = Σ_i g·w·1[q·k > 0]·k;  d_k_index[t] += Σ g·w·1[q·k > 0]·q
 
     Args:
-        target: fp32 [s_q, topk], what `attention_distribution(..., normalize="l1")` returns for these indices.
+        target: fp32 [s_q, topk], what `attention_distribution(..., normalize="l1")` returns for these indices; None
+            where d_scores is given.
         q_index, k_index, weights: as in `lightning_indexer`.
         indices: int32 [s_q, topk]; entries outside [0, s_kv) are invalid, those that occur twice count twice.
+        d_scores: fp32 [s_q, topk] in place of the target: the gradient of a loss of your own with respect to the
+            entries' scores. Those of entries without a score are ignored; infinities count as NaN.
         k_start, k_end: int32 [s_q], given together: entries outside k_start[s] … k_end[s] − 1 are invalid, too.
-        d_loss: scales the gradients, not the loss.
+        row_weights: fp32 [s_q], factors of each row's loss and gradient. A row of weight 0 adds nothing, whatever is in
+            it.
+        relu: False for score[s,t] = Σ_j weights·(q·k), whose gradients have neither relu nor 1[q·k > 0].
+        d_loss: scales the gradients, not the loss. A number, or an fp32 array of one element on the device of the
+            others, for which nobody waits.
+        row_loss: fp32 [s_q], is written: each row's loss before row_weights.
         deterministic: the same bits every time, also where the fastest way would not give them.
         backend, stream: as in `sparse_mla_forward`.
 
     Returns:
-        (loss fp32 0-d, d_q_index like q_index, d_k_index fp32 [s_kv, d_index], d_weights like weights). A row whose
-        target is all zero adds neither loss nor gradient.
+        (loss fp32 0-d, None with d_scores; d_q_index like q_index, d_k_index fp32 [s_kv, d_index], d_weights like
+        weights). A row whose target is all zero adds neither loss nor gradient.
     """
-    new = outputs_like("lightning_indexer_backward", "target", target)
-    loss = new((), "float32")
+    new = outputs_like("lightning_indexer_backward", "q_index", q_index)
+    loss = new((), "float32") if d_scores is None else None
     d_q_index = new(dims(q_index, 3), getattr(q_index, "dtype", "float32"))
     d_k_index = new(dims(k_index, 2), "float32")
     d_weights = new(dims(weights, 2), getattr(weights, "dtype", "float32"))
+    number, array = (1.0, d_loss) if hasattr(d_loss, "__dlpack__") else (d_loss, None)
     _hopwell.lightning_indexer_backward(
-        target, q_index, k_index, weights, indices, k_start, k_end, d_loss, deterministic, loss, d_q_index, d_k_index,
-        d_weights, backend, stream,
+        target, d_scores, q_index, k_index, weights, indices, k_start, k_end, row_weights, number, array, relu,
+        deterministic, loss, row_loss, d_q_index, d_k_index, d_weights, backend, stream,
     )  # fmt: skip
-    return native(target, (loss, d_q_index, d_k_index, d_weights))
+    gradients = native(q_index, (d_q_index, d_k_index, d_weights), (row_loss,))
+    return (None if loss is None else native(q_index, (loss,))[0], *gradients)
 
 
 _OPERATORS = {

@@ -152,9 +152,21 @@ def test_lightning_indexer_backward(
     }
     if data.draw(st.booleans()):
         arguments |= {name: rng.integers(-2, s_kv + 3, s_q).astype(np.int32) for name in ("k_start", "k_end")}
-    loss, d_q, d_k, d_weights = hopwell.lightning_indexer_backward(**arguments)
-    expected = reference.lightning_indexer_backward(**arguments)
-    for got, wanted, limit in zip((loss, d_q, d_k, d_weights), expected, (1e-4, bound(dtype), 1e-4, 1e-4), strict=True):
+    arguments["relu"] = data.draw(st.booleans())
+    if data.draw(st.booleans()):
+        arguments["row_weights"] = rng.integers(-1, 2, s_q).astype(np.float32)
+    if data.draw(st.booleans()):
+        arguments |= {"d_scores": rng.standard_normal((s_q, topk)).astype(np.float32), "target": None}
+    losses, expected_losses = np.full((2, s_q), np.nan, np.float32)
+    given = {} if arguments["target"] is None else {"row_loss": losses}
+    loss, *gradients = hopwell.lightning_indexer_backward(**arguments, **given)
+    expected_loss, *expected = reference.lightning_indexer_backward(**arguments, row_loss=expected_losses)
+    if given:
+        np.testing.assert_allclose(losses, expected_losses, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(loss, expected_loss, rtol=1e-4, atol=1e-5 * max(1, s_q))
+    else:
+        assert loss is None and expected_loss is None and not expected_losses.any()
+    for got, wanted, limit in zip(gradients, expected, (bound(dtype), 1e-4, 1e-4), strict=True):
         error = np.linalg.norm(np.asarray(got, np.float64) - wanted)
         assert error <= limit * np.linalg.norm(wanted) + 1e-5
 

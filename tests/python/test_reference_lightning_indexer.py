@@ -74,6 +74,39 @@ def test_indexer_backward_equals_autograd(rng: Generator) -> None:
         assert_close(gradient, -2.5 * wanted.numpy())
 
 
+@pytest.mark.parametrize("relu", [True, False])
+def test_indexer_backward_of_given_gradients_and_of_weighted_rows(rng: Generator, relu: bool) -> None:
+    q, k, w = rng.standard_normal((5, 3, 4)), rng.standard_normal((6, 4)), rng.standard_normal((5, 3))
+    indices = np.array([rng.permutation(6)[:4] for _ in range(5)], np.int32)
+    target, weights = rng.dirichlet(np.ones(4), 5), np.array([0.5, -2.0, 0.0, 1.0, 3.0])
+    leaves = [torch.from_numpy(x).requires_grad_() for x in (q, k, w)]
+    dots = torch.einsum("sjd,sid->sji", leaves[0], leaves[1][torch.from_numpy(indices).long()])
+    scores = torch.einsum("sji,sj->si", dots.relu() if relu else dots, leaves[2])
+    row_losses = torch.nn.functional.kl_div(scores.log_softmax(-1), torch.tensor(target), reduction="none").sum(-1)
+    expected = (torch.from_numpy(weights) * row_losses).sum()
+    row_loss = np.empty(5)
+    target[2, 1] = np.nan  # of weight 0
+    options = {"row_weights": weights, "relu": relu}
+    loss, *actual = reference.lightning_indexer_backward(
+        target, q, k, w, indices, row_loss=row_loss, d_loss=np.float32(0.5), **options
+    )
+    assert_close(loss, expected.detach())
+    assert np.isnan(row_loss[2])
+    assert_close(np.delete(row_loss, 2), np.delete(row_losses.detach().numpy(), 2))
+    for gradient, wanted in zip(actual, torch.autograd.grad(expected, leaves, retain_graph=True), strict=True):
+        assert_close(gradient, 0.5 * wanted.numpy())
+
+    d_scores = rng.standard_normal((5, 4))
+    d_scores[2, 0] = np.inf  # of weight 0
+    loss, *actual = reference.lightning_indexer_backward(None, q, k, w, indices, d_scores=d_scores, **options)
+    assert loss is None
+    d_scores[2] = 0
+    wanted_gradients = torch.autograd.grad(scores, leaves, torch.from_numpy(d_scores * weights[:, None]))
+    for gradient, wanted in zip(actual, wanted_gradients, strict=True):
+        assert gradient.any()
+        assert_close(gradient, wanted.numpy())
+
+
 def test_indexer_backward_ignores_scores_that_are_not_numbers(rng: Generator) -> None:
     q, k, w = rng.standard_normal((2, 3, 4)), rng.standard_normal((6, 4)), rng.standard_normal((2, 3))
     indices, target = np.array([[0, 2, 5], [5, 5, -1]], dtype=np.int32), np.full((2, 3), 1 / 3)

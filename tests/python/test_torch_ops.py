@@ -202,12 +202,71 @@ def test_the_gradient_of_the_loss_does_not_depend_on_d_loss(d_loss: float) -> No
     inputs, ranges = indexer_inputs(), indexer_key_ranges()
     leaves = [inputs[name].requires_grad_() for name in ("q_index", "k_index", "weights")]
     expected = torch.autograd.grad(hw.indexer_loss(**inputs, **ranges), leaves)
-    loss, *returned = hw.lightning_indexer_backward(
+    loss, *returned, row_loss = hw.lightning_indexer_backward(
         inputs["target"], *leaves, inputs["indices"], **ranges, d_loss=d_loss
     )
+    torch.testing.assert_close(row_loss.sum(), loss.detach())
     for gradient, given, wanted in zip(torch.autograd.grad(loss, leaves), returned, expected, strict=True):
         torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(given, wanted * d_loss, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_indexer_loss_of_weighted_rows_without_relu(dtype: torch.dtype) -> None:
+    inputs = indexer_inputs(dtype)
+    leaves = [inputs[name].requires_grad_() for name in ("q_index", "k_index", "weights")]
+    row_weights = torch.randn(11).mul(torch.arange(11) % 3)
+    loss = hw.indexer_loss(**inputs, row_weights=row_weights, relu=False)
+    row_loss = hw.lightning_indexer_backward(
+        inputs["target"], *leaves, inputs["indices"], row_weights=row_weights, relu=False
+    )[-1]
+    torch.testing.assert_close(loss, (row_loss * row_weights).sum(), rtol=1e-4, atol=1e-5)
+    each = [hw.indexer_loss(**inputs, row_weights=row_weights * (torch.arange(11) == i), relu=False) for i in range(11)]
+    torch.testing.assert_close(loss, torch.stack(each).sum(), rtol=1e-4, atol=1e-5)
+    expected = torch.autograd.grad(torch.stack(each).sum(), leaves)
+    for gradient, wanted in zip(torch.autograd.grad(loss, leaves), expected, strict=True):
+        assert norm_error(gradient, wanted) <= GRADIENT_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_scores_of_the_indexer_are_differentiable(dtype: torch.dtype) -> None:
+    inputs = indexer_inputs(dtype)
+    leaves = [inputs[name].requires_grad_() for name in ("q_index", "k_index", "weights")]
+    indices, scores = hw.lightning_indexer(*leaves, 9, q_start=0, kv_stride=1)
+    assert not indices.requires_grad
+    factors = torch.randn(11, 9)
+    gradients = torch.autograd.grad((scores.masked_fill(indices < 0, 0) * factors).sum(), leaves)
+    q, k, w = exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    dots = torch.einsum("sjd,sid->sji", q, k[indices.clamp(min=0).long()]).relu()
+    expected = torch.einsum("sji,sj->si", dots, w).masked_fill(indices < 0, 0)
+    torch.testing.assert_close(scores.masked_fill(indices < 0, 0).double(), expected, rtol=1e-3, atol=1e-3)
+    wanted_gradients = torch.autograd.grad((expected * factors).sum(), exact)
+    for gradient, wanted, leaf in zip(gradients, wanted_gradients, leaves, strict=True):
+        assert gradient.dtype == leaf.dtype
+        assert norm_error(gradient, wanted) <= GRADIENT_TOLERANCE[dtype]
+
+
+def test_compiled_gradients_of_the_scores() -> None:
+    inputs = indexer_inputs()
+    leaves = [inputs[name].requires_grad_() for name in ("q_index", "k_index", "weights")]
+
+    def loss(*leaves: Tensor) -> Tensor:
+        indices, scores = hw.lightning_indexer(*leaves, 9, q_start=0)
+        return scores.masked_fill(indices < 0, 0).square().sum()
+
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")(*leaves)
+    for gradient, wanted in zip(torch.autograd.grad(compiled, leaves), expected, strict=True):
+        torch.testing.assert_close(gradient, wanted)
+
+
+def test_d_loss_on_the_device_of_the_others() -> None:
+    inputs = indexer_inputs()
+    target, indices = inputs.pop("target"), inputs.pop("indices")
+    by_number = hopwell.lightning_indexer_backward(target, **inputs, indices=indices, d_loss=-0.5)
+    by_tensor = hopwell.lightning_indexer_backward(target, **inputs, indices=indices, d_loss=torch.tensor(-0.5))
+    for number, tensor in zip(by_number, by_tensor, strict=True):
+        assert torch.equal(number, tensor)
 
 
 def differentiable_calls() -> dict[str, tuple[Tensor, Callable[[Tensor], Tensor]]]:
@@ -262,14 +321,14 @@ def test_torch_func_is_an_error(name: str) -> None:
 
 
 def test_constants_are_constants_in_forward_mode_too() -> None:
-    q, k, w = torch.randn(6, 3, 16), torch.randn(6, 16), torch.rand(6, 3)
+    q, kv, indices = torch.randn(6, 3, 16), torch.randn(6, 16), torch.arange(6, dtype=torch.int32).expand(6, 6)
 
-    def scores(q: Tensor) -> Tensor:
-        return hw.lightning_indexer(q, k, w, 4)[1]
+    def target(q: Tensor) -> Tensor:
+        return hw.attention_distribution(q, kv, indices.contiguous(), torch.zeros(6, 3), 0.1)
 
-    _, tangent = torch.func.jvp(scores, (q,), (q,))
+    _, tangent = torch.func.jvp(target, (q,), (q,))
     assert not tangent.any()
-    assert not torch.func.grad(lambda q: scores(q).sum())(q).any()
+    assert not torch.func.grad(lambda q: target(q).sum())(q).any()
 
 
 def plain(q: Tensor, **outputs: Tensor) -> Any:
@@ -339,7 +398,7 @@ def test_target_and_selection_carry_no_gradient() -> None:
     indices, scores = hw.lightning_indexer(q, k_index, torch.rand(6, 3, requires_grad=True), 4, q_start=0)
     _, _, lse = hw.sparse_mla(q, kv, indices, 0.5, 8)
     target = hw.attention_distribution(q, kv, indices, lse, 0.5, normalize="l1")
-    assert not scores.requires_grad
+    assert not indices.requires_grad and scores.requires_grad
     assert not target.requires_grad
     torch.testing.assert_close(target.sum(-1), torch.ones(6))
 
@@ -430,10 +489,15 @@ def op_samples() -> dict[str, tuple[Any, ...]]:
         samples[f"attention_distribution {name}"] = (q, kv, inputs["indices"], lse, 0.5, None, None, None, 1, *ranges)
         index = indexer_inputs(dtype)
         q_index, k_index, weights = (index[n].requires_grad_() for n in ("q_index", "k_index", "weights"))
-        samples[f"lightning_indexer {name}"] = (q_index, k_index, weights, 5, None, 0)
+        # Without gradients: opcheck cannot add the scores to integers. test_compiled_gradients_of_the_scores has them.
+        plain_index = (x.detach() for x in (q_index, k_index, weights))
+        samples[f"lightning_indexer {name}"] = (*plain_index, 5, None, 0)
         loss = index["target"], q_index, k_index, weights, index["indices"]
         samples[f"lightning_indexer_backward {name}"] = loss
-        samples[f"lightning_indexer_backward {name}, key ranges"] = (*loss, *indexer_key_ranges().values(), 0.5)
+        ranges, row_weights = indexer_key_ranges().values(), torch.rand(11)
+        samples[f"lightning_indexer_backward {name}, key ranges"] = (*loss, *ranges, None, row_weights, False, 0.5)
+        given = None, q_index, k_index, weights, index["indices"], None, None, torch.randn(index["target"].shape)
+        samples[f"lightning_indexer_backward {name}, d_scores"] = given
         samples[f"paged_attention {name}"] = paged_inputs(dtype)
         x = torch.randn(3, 64).to(dtype)
         quantized = hw.nvfp4_quantize(torch.randn(10, 64))

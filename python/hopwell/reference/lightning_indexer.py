@@ -16,10 +16,10 @@ def _checked(operator: str, q_index: Tensor, k_index: Tensor, weights: Tensor) -
 
 
 @np.errstate(invalid="ignore")
-def _scores(q: Float64, k: Float64, w: Float64) -> tuple[Float64, Float64]:
+def _scores(q: Float64, k: Float64, w: Float64, relu: bool = True) -> tuple[Float64, Float64]:
     """One query's (index scores [n], dot products q·k [h_index, n]). A NaN score counts as −inf; relu(NaN) is NaN."""
     dot = q @ k.T
-    score = w @ np.maximum(dot, 0.0)
+    score = w @ (np.maximum(dot, 0.0) if relu else dot)
     return np.where(np.isnan(score), -np.inf, score), dot
 
 
@@ -62,29 +62,37 @@ def lightning_indexer(
 
 
 def lightning_indexer_backward(
-    target: Tensor,
+    target: Tensor | None,
     q_index: Tensor,
     k_index: Tensor,
     weights: Tensor,
     indices: Tensor,
     *,
+    d_scores: Tensor | None = None,
     k_start: Tensor | None = None,
     k_end: Tensor | None = None,
-    d_loss: float = 1.0,
+    row_weights: Tensor | None = None,
+    relu: bool = True,
+    d_loss: float | Tensor = 1.0,
+    row_loss: Float64 | None = None,
     deterministic: bool = False,
-) -> tuple[np.float64, Float64, Float64, Float64]:
-    """KL loss of the indexer against the attention distribution, and its gradients.
+) -> tuple[np.float64 | None, Float64, Float64, Float64]:
+    """KL loss of the indexer against the attention distribution, and its gradients; or those of another loss.
 
         prob = softmax over the valid entries of a row of score[s, indices[s,i]]
-        loss = Σ_s Σ_i target·(log target − log prob)          (0·log 0 = 0)
-        g    = d_loss·(prob − target)
+        row_loss[s] = Σ_i target·(log target − log prob)       (0·log 0 = 0)
+        loss = Σ_s row_weights·row_loss
+        g    = d_loss·row_weights·(prob − target), or d_loss·row_weights·d_scores
         d_weights[s,j]    = Σ_i g·relu(q·k)
         d_q_index[s,j,:]  = Σ_i g·w·1[q·k > 0]·k
         d_k_index[t,:]   += Σ_{s,j} g·w·1[q·k > 0]·q
 
     target [s_q, topk] as `attention_distribution(normalize="l1")` gives it (it is not normalised again); indices int32
-    [s_q, topk] or [s_q, 1, topk]; an entry counts once for each time it occurs. Returns (loss, d_q_index, d_k_index,
-    d_weights); d_loss scales the gradients, not the loss.
+    [s_q, topk] or [s_q, 1, topk]; an entry counts once for each time it occurs. d_scores [s_q, topk], with which target
+    is None and there is no loss; row_weights [s_q], 1 where absent: a row of weight 0 adds nothing, whatever is in it.
+    Without `relu` the scores are Σ_j w·(q·k), and the relu and 1[q·k > 0] below are absent. row_loss [s_q] is written
+    where given. Returns (loss or None, d_q_index, d_k_index, d_weights); d_loss, a number or an array of one, scales
+    the gradients, not the loss.
 
     An entry is valid if 0 ≤ t < s_kv, with key ranges (int32 [s_q]) also k_start[s] ≤ t < k_end[s], and its score is
     not −inf (nor NaN); what target holds for others is ignored.
@@ -94,32 +102,47 @@ def lightning_indexer_backward(
     """
     name = "lightning_indexer_backward"
     q, k, w = _checked(name, q_index, k_index, weights)
-    keys_of, wanted = as_indices(name, "indices", indices), as_float64(target)
+    keys_of = as_indices(name, "indices", indices)
     if keys_of.ndim == 3 and keys_of.shape[1] == 1:
         keys_of = keys_of[:, 0]
     require(keys_of.ndim == 2 and len(keys_of) == len(q), name, "indices", f"[{len(q)}, topk]", describe(keys_of))
-    require_shape(name, "target", wanted, "[s_q, topk]", keys_of.shape)
+    require((target is None) != (d_scores is None), name, "target", "given, or d_scores, and not both", target)
+    given_name, given = ("target", target) if target is not None else ("d_scores", d_scores)
+    wanted = as_float64(given)  # type: ignore[arg-type]  # one of them is there
+    require_shape(name, given_name, wanted, "[s_q, topk]", keys_of.shape)
     first, last = visible_keys(name, len(q), len(k), None, None, 1, k_start, k_end)
-    require(bool(np.isfinite(d_loss)), name, "d_loss", "finite", d_loss)
+    factor = float(np.asarray(d_loss).reshape(()))
+    require(bool(np.isfinite(factor)) or hasattr(d_loss, "__dlpack__"), name, "d_loss", "finite", d_loss)
+    of_row = np.ones(len(q)) if row_weights is None else as_float64(row_weights)
+    require_shape(name, "row_weights", of_row, "[s_q]", (len(q),))
 
-    loss = np.float64(0.0)
+    losses = np.zeros(len(q))
     d_q, d_k, d_w = np.zeros(q.shape), np.zeros(k.shape), np.zeros(w.shape)
     for s in range(len(q)):
         entries = np.flatnonzero((keys_of[s] >= first[s]) & (keys_of[s] < last[s]))
-        score, dot = _scores(q[s], k[keys_of[s, entries]], w[s])
+        score, dot = _scores(q[s], k[keys_of[s, entries]], w[s], relu)
         counted = ~np.isneginf(score)
         entries, score, dot = entries[counted], score[counted], dot[:, counted]
         keys, p = keys_of[s, entries], wanted[s, entries]
         if not p.any():
             continue
-        log_prob = score - log_sum_exp(score)[1]
-        some = p != 0.0
         with np.errstate(invalid="ignore"):  # a NaN target; infinities times the gates' zeros
-            loss += (p[some] * (np.log(p[some]) - log_prob[some])).sum()
-
-            g = float(d_loss) * (np.exp(log_prob) - p)  # [n]
-            d_w[s] = np.maximum(dot, 0.0) @ g
-            d_dot = g * w[s][:, None] * (dot > 0.0)  # [h_index, n]
+            if d_scores is None:
+                log_prob = score - log_sum_exp(score)[1]
+                some = p != 0.0
+                losses[s] = (p[some] * (np.log(p[some]) - log_prob[some])).sum()
+                g = np.exp(log_prob) - p  # [n]
+            else:
+                g = np.where(np.isfinite(p), p, np.nan)
+            if of_row[s] == 0.0:
+                continue
+            g = factor * of_row[s] * g
+            d_w[s] = (np.maximum(dot, 0.0) if relu else dot) @ g
+            d_dot = g * w[s][:, None] * ((dot > 0.0) if relu else 1.0)  # [h_index, n]
             d_q[s] = d_dot @ k[keys]
             np.add.at(d_k, keys, d_dot.T @ q[s])
+    if row_loss is not None:
+        row_loss[:] = losses
+    counts = of_row != 0.0
+    loss = None if d_scores is not None else np.float64((of_row[counts] * losses[counts]).sum())
     return loss, d_q, d_k, d_w

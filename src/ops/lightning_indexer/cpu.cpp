@@ -180,7 +180,8 @@ void score_tile(const Problem& p, const Tile& tile, State& state) {
                  state.k.get(), p.d_index, 0, state.dot.get(), kKeyTile);
     while (row < end) {
       const std::int64_t query = row / p.h_index, heads = std::min(end, (query + 1) * p.h_index) - row;
-      cpu::add_relu_sum(dot, kKeyTile, state.weights.get() + row, heads, state.score.get() + query * kKeyTile, n);
+      cpu::add_head_scores(dot, kKeyTile, state.weights.get() + row, heads, true, state.score.get() + query * kKeyTile,
+                           n);
       dot += heads * kKeyTile;
       row += heads;
     }

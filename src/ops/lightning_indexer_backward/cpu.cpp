@@ -31,7 +31,7 @@ struct State {
                         std::min(kMaxEntryTile, padded(p.topk)))),
         q(p.h_index * p.d_index),
         weights(p.h_index),
-        target(p.topk),
+        given(p.topk),
         score(padded(p.topk)),
         g(padded(p.topk)),
         k(tile * p.d_index),
@@ -39,21 +39,22 @@ struct State {
         d_q(p.h_index * p.d_index),
         d_weights(p.h_index) {}
   std::int64_t tile;  // entries, a multiple of kLaneBlock
-  Scratch<float> q, weights, target, score, g, k, dot, d_q, d_weights;
+  Scratch<float> q, weights, given, score, g, k, dot, d_q, d_weights;
 };
 
-// Into `keys` and state.target the entries of row s that name a visible key; returns how many, or 0 if their targets are all
-// zero.
+// The entries of row s that name a visible key, into `keys`, and their targets or gradients into state.given; returns how
+// many, or 0 if these are all zero.
 std::int64_t load_entries(const Problem& p, std::int64_t s, std::int32_t* keys, State& state) {
   const auto* indices = p.indices.as<const std::int32_t>() + s * p.indices.stride[0];
-  const auto* target = p.target.as<const float>() + s * p.target.stride[0];
+  const View& given = p.d_scores ? p.d_scores : p.target;
+  const auto* row = given.as<const float>() + s * given.stride[0];
   const KeyRange visible = p.visibility.keys(s, p.s_kv);
   std::int64_t count = 0;
   bool any = false;
   for (std::int64_t i = 0; i < p.topk; ++i) {
     if (!visible.has(indices[i])) continue;
-    any = any || target[i] != 0;
-    state.target.get()[count] = target[i];
+    any = any || row[i] != 0;
+    state.given.get()[count] = row[i];
     keys[count++] = indices[i];
   }
   return any ? count : 0;
@@ -74,15 +75,26 @@ void score_entries(const Problem& p, const std::int32_t* keys, std::int64_t coun
   for (std::int64_t first = 0; first < count; first += state.tile) {
     const std::int64_t n = std::min(state.tile, count - first);
     multiply(p, keys + first, n, state);
-    cpu::add_relu_sum(state.dot.get(), state.tile, state.weights.get(), p.h_index, score + first, padded(n));
+    cpu::add_head_scores(state.dot.get(), state.tile, state.weights.get(), p.h_index, p.relu, score + first, padded(n));
   }
-  std::replace_if(score, score + count, [](float x) { return std::isnan(x); }, -kInfinity);
+  std::replace_if(
+      score, score + count, [](float x) { return std::isnan(x); }, -kInfinity);
 }
 
-// state.g = d_loss * (softmax of the scores - target), 0 for entries of score -inf, and the row's loss. False: it has
+float row_weight(const Problem& p, std::int64_t s) {
+  return p.row_weights ? p.row_weights.as<const float>()[s * p.row_weights.stride[0]] : 1.0F;
+}
+
+// What multiplies the gradients of query s.
+float factor_of(const Problem& p, std::int64_t s) {
+  const float d_loss = p.d_loss_array ? *p.d_loss_array.as<const float>() : p.d_loss;
+  return d_loss * row_weight(p, s);
+}
+
+// state.g = factor * (softmax of the scores - target), 0 for entries of score -inf, and the row's loss. False: it has
 // no entry with a score and a target, so no loss and no gradient.
-bool softmax_gradient(const Problem& p, std::int64_t count, State& state, double& loss) {
-  const float *score = state.score.get(), *target = state.target.get();
+bool softmax_gradient(float factor, std::int64_t count, State& state, double& loss) {
+  const float *score = state.score.get(), *target = state.given.get();
   float* g = state.g.get();
   bool any = false;
   for (std::int64_t i = 0; i < count; ++i) any = any || (target[i] != 0 && score[i] != -kInfinity);
@@ -98,10 +110,22 @@ bool softmax_gradient(const Problem& p, std::int64_t count, State& state, double
     }
     const auto wanted = static_cast<double>(target[i]);
     if (wanted != 0) loss += wanted * (std::log(wanted) - (static_cast<double>(score[i]) - lse));
-    g[i] = p.d_loss * (g[i] / sum - target[i]);
+    g[i] = factor * (g[i] / sum - target[i]);
   }
   std::fill(g + count, g + padded(count), 0.0F);
   return true;
+}
+
+// state.g = factor * the gradients given, 0 for entries of score -inf.
+void scale_gradient(float factor, std::int64_t count, State& state) {
+  float* g = state.g.get();
+  for (std::int64_t i = 0; i < count; ++i) {
+    const float given = factor * state.given.get()[i];
+    g[i] = state.score.get()[i] == -kInfinity ? 0
+           : std::isfinite(given)             ? given
+                                              : std::numeric_limits<float>::quiet_NaN();
+  }
+  std::fill(g + count, g + padded(count), 0.0F);
 }
 
 // From state.g: state.d_q, state.d_weights and part[i, :], what entry i adds to dk; the key of an entry without a score
@@ -119,15 +143,17 @@ void input_gradients(const Problem& p, std::int32_t* keys, std::int64_t count, S
       std::fill_n(k + i * d, d, 0.0F);
       for (std::int64_t j = 0; j < p.h_index; ++j) dot[j * ld + i] = 0;
     }
-    for (std::int64_t j = 0; j < p.h_index; ++j)
+    for (std::int64_t j = 0; j < p.h_index; ++j) {
+      if (!p.relu) std::fill(dot + j * ld + n, dot + j * ld + padded(n), 0.0F);  // q may be infinite
       state.d_weights.get()[j] +=
-          cpu::relu_gradient(state.g.get() + first, state.weights.get()[j], dot + j * ld, padded(n));
+          cpu::head_gradient(state.g.get() + first, state.weights.get()[j], dot + j * ld, padded(n), p.relu);
+    }
     cpu::gemm_nn(p.h_index, d, padded(n), 1, dot, ld, k, d, first == 0 ? 0.0F : 1.0F, state.d_q.get(), d);
     cpu::gemm_tn(n, d, p.h_index, 1, dot, ld, state.q.get(), d, 0, part + first * d, d);
   }
 }
 
-// Query s: its rows of d_q and d_weights, its loss, and keys[i], part[i, :] for the entries that add to dk. Returns how
+// Query s: its rows of d_q and d_weights, its loss before its weight, and keys[i], part[i, :] for the entries that add to dk. Returns how
 // many.
 std::int64_t query_gradients(const Problem& p, std::int64_t s, State& state, std::int32_t* keys, float* part,
                              double& loss) {
@@ -138,8 +164,12 @@ std::int64_t query_gradients(const Problem& p, std::int64_t s, State& state, std
     for (std::int64_t j = 0; j < p.h_index; ++j)
       load(p.q, s * p.q.stride[0] + j * p.q.stride[1], state.q.get() + j * p.d_index, p.d_index);
     score_entries(p, keys, count, state);
-    if (!softmax_gradient(p, count, state, loss)) count = 0;
+    if (p.d_scores)
+      scale_gradient(factor_of(p, s), count, state);
+    else if (!softmax_gradient(factor_of(p, s), count, state, loss))
+      count = 0;
   }
+  if (row_weight(p, s) == 0) count = 0;
   if (count > 0) {
     input_gradients(p, keys, count, state, part);
   } else {
@@ -196,8 +226,11 @@ void launch(const Problem& p, Stream /*stream*/) {
     add_wave(p, wave, queries);
   }
   double loss = 0;
-  for (std::int64_t s = 0; s < p.s_q; ++s) loss += losses.get()[s];
-  *p.loss.as<float>() = static_cast<float>(loss);
+  for (std::int64_t s = 0; s < p.s_q; ++s) {
+    if (p.row_loss) p.row_loss.as<float>()[s * p.row_loss.stride[0]] = static_cast<float>(losses.get()[s]);
+    if (const float weight = row_weight(p, s); weight != 0) loss += double{weight} * losses.get()[s];
+  }
+  if (p.loss) *p.loss.as<float>() = static_cast<float>(loss);
 }
 
 const runtime::Registration<Problem> cpu_backend{{.name = "cpu", .launch = launch}};

@@ -7,6 +7,12 @@ namespace hopwell {
 namespace ops::lightning_indexer_backward {
 namespace {
 
+View check_one_number(Checker& check, const char* name, const DLTensor* tensor, Access access) {
+  const View number = check.any_shape(name, tensor, {DType::kFloat32}, Layout::kAny, access);
+  check.require(number.size() == 1, name, "one element", shape_string(*tensor));
+  return number;
+}
+
 Problem check(const LightningIndexerBackwardArgs& args) {
   Checker check(kName);
   Problem p;
@@ -15,15 +21,26 @@ Problem check(const LightningIndexerBackwardArgs& args) {
   const Shape shape = flat ? Shape{"s_q", "topk"} : Shape{"s_q", 1, "topk"};
   p.indices = check.input("indices", args.indices, {DType::kInt32}, shape);
   if (!flat) p.indices = p.indices.squeezed(1);
-  p.target = check.input("target", args.target, {DType::kFloat32}, {"s_q", "topk"});
+  check.rule(args.target == nullptr || args.d_scores == nullptr, "target and d_scores exclude each other");
+  if (args.d_scores == nullptr) p.target = check.input("target", args.target, {DType::kFloat32}, {"s_q", "topk"});
+  p.d_scores = check.optional_input("d_scores", args.d_scores, {DType::kFloat32}, {"s_q", "topk"});
   p.visibility = check_key_ranges(check, args);
+  p.row_weights = check.optional_input("row_weights", args.row_weights, {DType::kFloat32}, {"s_q"}, Layout::kAny);
   check.finite("d_loss", args.d_loss);
-  p.loss = check.any_shape("loss", args.loss, {DType::kFloat32}, Layout::kAny, Access::kWritten);
-  check.require(p.loss.size() == 1, "loss", "one element", shape_string(*args.loss));
+  if (args.d_loss_array != nullptr)
+    p.d_loss_array = check_one_number(check, "d_loss", args.d_loss_array, Access::kRead);
+  check.rule(!p.d_loss_array || args.d_loss == 1.0F, "d_loss and d_loss_array exclude each other");
+  if (p.d_scores) {
+    check.rule(args.loss == nullptr && args.row_loss == nullptr, "there is no loss and no row_loss of d_scores");
+  } else {
+    p.loss = check_one_number(check, "loss", args.loss, Access::kWritten);
+  }
+  p.row_loss = check.optional_output("row_loss", args.row_loss, {DType::kFloat32}, {"s_q"}, Layout::kAny);
   p.d_q = check.output("d_q_index", args.d_q_index, {p.q.dtype}, {"s_q", "h_index", "d_index"});
   p.d_k = check.output("d_k_index", args.d_k_index, {DType::kFloat32}, {"s_kv", "d_index"});
   p.d_weights = check.output("d_weights", args.d_weights, {p.weights.dtype}, {"s_q", "h_index"});
   p.d_loss = args.d_loss;
+  p.relu = !args.no_relu;
   p.deterministic = args.deterministic;
   p.topk = check["topk"];
   p.device.location = check.device();

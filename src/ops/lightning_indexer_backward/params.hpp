@@ -1,10 +1,11 @@
 // lightning_indexer_backward on GPUs. For query s and its entries i, with dot_ij = q[s,j] · k[indices[i]]:
 //
-//     score_i = Σ_j w_j relu(dot_ij)         g_i = d_loss · (softmax(score)_i − target_i)      positive_ij = dot_ij > 0
-//     loss += Σ_i target_i (log target_i − score_i + lse)          dw_j = Σ_i g_i relu(dot_ij)
+//     score_i = Σ_j w_j relu(dot_ij)         g_i = factor · (softmax(score)_i − target_i)      positive_ij = dot_ij > 0
+//     row_loss = Σ_i target_i (log target_i − score_i + lse)       dw_j = Σ_i g_i relu(dot_ij)
 //     dq_j = w_j Σ_i positive_ij (g_i k_i)         dk_i += g_i Σ_j positive_ij (w_j q_j)
 //
-// So the products are of zeros and ones, which bf16 has exactly, and of numbers in three limbs.
+// factor is d_loss times the row's weight; or g_i = factor · d_scores_i, of a loss of the caller's. Without the relu every
+// entry is positive and relu(dot) is dot. The products are of zeros and ones, which bf16 has exactly, and of numbers in three limbs.
 //
 //     clear_d_k        or its deterministic sums and their bounds                                       passes.hpp
 //     score_entries    scores, then g of all entries, in the workspace; the query's loss     score.hpp, loss.hpp
@@ -43,12 +44,18 @@ struct Params {
   int64_t weights_stride;
   bool weights_bf16;
   const int* indices;
-  const float* target;
-  int64_t indices_stride, target_stride;
+  const float* given;  // targets, or gradients of the scores
+  bool given_gradients;
+  int64_t indices_stride, given_stride;
+  const float* row_weights;  // [s_q], or null
+  int64_t row_weights_stride;
   Visibility visibility;
   float* d_scores;  // g [s_q, topk]
-  double* losses;   // [s_q]
+  double* losses;   // [s_q], weighted
+  float* row_loss;  // [s_q], or null
+  int64_t row_loss_stride;
   float d_loss;
+  const float* d_loss_array;  // instead of d_loss; or null
   T* d_q;
   void* d_weights;  // like weights
   float* d_k;
@@ -74,12 +81,15 @@ Params<T> params_of(const Problem& problem, int score_warps) {
   p.q_stride = problem.q.stride[0];
   p.weights = problem.weights.data, p.weights_stride = problem.weights.stride[0];
   p.weights_bf16 = problem.weights.dtype == DType::kBFloat16;
-  p.indices = problem.indices.as<const int>(), p.target = problem.target.as<const float>();
-  p.indices_stride = problem.indices.stride[0], p.target_stride = problem.target.stride[0];
+  p.indices = problem.indices.as<const int>(), p.indices_stride = problem.indices.stride[0];
+  const View& given = problem.d_scores ? problem.d_scores : problem.target;
+  p.given = given.as<const float>(), p.given_stride = given.stride[0], p.given_gradients = bool(problem.d_scores);
+  p.row_weights = problem.row_weights.as<const float>(), p.row_weights_stride = problem.row_weights.stride[0];
   p.visibility = problem.visibility;
   p.d_scores = reinterpret_cast<float*>(memory + workspace.gradients);
   p.losses = reinterpret_cast<double*>(memory + workspace.losses);
-  p.d_loss = problem.d_loss;
+  p.row_loss = problem.row_loss.as<float>(), p.row_loss_stride = problem.row_loss.stride[0];
+  p.d_loss = problem.d_loss, p.d_loss_array = problem.d_loss_array.as<const float>();
   p.d_q = problem.d_q.as<T>(), p.d_weights = problem.d_weights.data, p.d_k = problem.d_k.as<float>();
   if (problem.deterministic) {
     p.fixed_d_k = reinterpret_cast<std::int64_t*>(memory + workspace.fixed_d_k);

@@ -54,6 +54,7 @@ void launch_passes(const Problem& problem, const Params<T>& p, Stream stream, La
   if (ctas > 0) runtime::launch(kName, clear_d_k<T>, over_d_k, stream, p);
   if (problem.s_q > 0) launch_queries();
   if (ctas > 0 && problem.deterministic) runtime::launch(kName, finish_d_k<T>, over_d_k, stream, p);
+  if (!problem.loss) return;
   runtime::launch(kName, sum_losses, {.grid = {1}, .threads = 32, .shared_bytes = 32 * sizeof(double)}, stream,
                   static_cast<const double*>(p.losses), problem.s_q, problem.loss.as<float>());
 }

@@ -23,7 +23,7 @@ runtime::Support supports(const Problem& p) {
   return refused == nullptr ? runtime::Support{} : runtime::Support::no(refused);
 }
 
-template <class T>
+template <class T, bool kRelu>
 void launch_as(const Problem& problem, Stream stream) {
   constexpr std::int64_t kEntries = ScoreConfig::kEntries;
   const auto warps =
@@ -35,15 +35,17 @@ void launch_as(const Problem& problem, Stream stream) {
                                .threads = static_cast<std::uint32_t>(threads),
                                .shared_bytes = shared_bytes};
     };
-    runtime::launch(kName, score_entries<T>, over_queries(32 * p.score_warps, sizeof(ScoreStorage<T>)), stream, p);
-    runtime::launch(kName, add_gradients<T>, over_queries(GradientConfig::kThreads, sizeof(GradientStorage<T>)), stream,
+    runtime::launch(kName, score_entries<T, kRelu>, over_queries(32 * p.score_warps, sizeof(ScoreStorage<T>)), stream,
                     p);
+    runtime::launch(kName, add_gradients<T, kRelu>, over_queries(GradientConfig::kThreads, sizeof(GradientStorage<T>)),
+                    stream, p);
   });
 }
 
 void launch(const Problem& problem, Stream stream) {
-  if (problem.q.dtype == DType::kBFloat16) return launch_as<bf16>(problem, stream);
-  launch_as<float>(problem, stream);
+  const bool is_bf16 = problem.q.dtype == DType::kBFloat16;
+  if (problem.relu) return is_bf16 ? launch_as<bf16, true>(problem, stream) : launch_as<float, true>(problem, stream);
+  return is_bf16 ? launch_as<bf16, false>(problem, stream) : launch_as<float, false>(problem, stream);
 }
 
 const runtime::Registration<Problem> backend{{.name = HOPWELL_ON_DEVICE ? "sm80" : "emu:sm80",

@@ -23,19 +23,25 @@ runtime::Support supports(const Problem& p) {
   return {};
 }
 
-void launch(const Problem& problem, Stream stream) {
+template <bool kRelu>
+void launch_as(const Problem& problem, Stream stream) {
   const Params<bf16> p = params_of<bf16>(problem, ScoreConfig::kWarps);
   const auto queries = static_cast<std::uint32_t>(problem.s_q);
   launch_passes(problem, p, stream, [&] {
-    runtime::launch(kName, score_entries,
+    runtime::launch(kName, score_entries<kRelu>,
                     {.grid = {queries}, .threads = ScoreConfig::kThreads, .shared_bytes = sizeof(ScoreStorage)}, stream,
                     p);
-    runtime::launch(kName, add_gradients,
+    runtime::launch(kName, add_gradients<kRelu>,
                     {.grid = {queries * static_cast<std::uint32_t>(plan_of(problem).head_tiles)},
                      .threads = GradientConfig::kThreads,
                      .shared_bytes = sizeof(GradientStorage)},
                     stream, p);
   });
+}
+
+void launch(const Problem& problem, Stream stream) {
+  if (problem.relu) return launch_as<true>(problem, stream);
+  launch_as<false>(problem, stream);
 }
 
 const runtime::Registration<Problem> backend{{.name = HOPWELL_ON_DEVICE ? "sm90" : "emu:sm90",

@@ -18,15 +18,16 @@ namespace hn = hwy::HWY_NAMESPACE;
 using FloatTag = hn::CappedTag<float, 16>;  // so that kLaneBlock is whole vectors on every target
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 
-// max(x, 0), and NaN for NaN.
-template <class V>
-HWY_INLINE V Relu(V x) {
+// max(x, 0), and NaN for NaN; or x.
+template <bool kRelu, class V>
+HWY_INLINE V Gated(V x) {
   const hn::DFromV<V> d;
-  return hn::IfThenZeroElse(hn::Lt(x, hn::Zero(d)), x);
+  return kRelu ? hn::IfThenZeroElse(hn::Lt(x, hn::Zero(d)), x) : x;
 }
 
-void AddReluSum(const float* dot, std::int64_t ld, const float* w, std::int64_t heads, float* score,
-                std::int64_t count) {
+template <bool kRelu>
+HWY_INLINE void AddHeads(const float* dot, std::int64_t ld, const float* w, std::int64_t heads, float* score,
+                         std::int64_t count) {
   const FloatTag d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   for (std::int64_t t = 0; t < count; t += 4 * lanes) {
@@ -36,16 +37,24 @@ void AddReluSum(const float* dot, std::int64_t ld, const float* w, std::int64_t 
     for (std::int64_t j = 0; j < heads; ++j) {
       const float* row = dot + j * ld + t;
       const auto weight = hn::Set(d, w[j]);
-      s0 = hn::MulAdd(weight, Relu(hn::LoadU(d, row)), s0);
-      s1 = hn::MulAdd(weight, Relu(hn::LoadU(d, row + lanes)), s1);
-      s2 = hn::MulAdd(weight, Relu(hn::LoadU(d, row + 2 * lanes)), s2);
-      s3 = hn::MulAdd(weight, Relu(hn::LoadU(d, row + 3 * lanes)), s3);
+      s0 = hn::MulAdd(weight, Gated<kRelu>(hn::LoadU(d, row)), s0);
+      s1 = hn::MulAdd(weight, Gated<kRelu>(hn::LoadU(d, row + lanes)), s1);
+      s2 = hn::MulAdd(weight, Gated<kRelu>(hn::LoadU(d, row + 2 * lanes)), s2);
+      s3 = hn::MulAdd(weight, Gated<kRelu>(hn::LoadU(d, row + 3 * lanes)), s3);
     }
     hn::StoreU(s0, d, at);
     hn::StoreU(s1, d, at + lanes);
     hn::StoreU(s2, d, at + 2 * lanes);
     hn::StoreU(s3, d, at + 3 * lanes);
   }
+}
+
+void AddHeadScores(const float* dot, std::int64_t ld, const float* w, std::int64_t heads, bool relu, float* score,
+                   std::int64_t count) {
+  if (relu)
+    AddHeads<true>(dot, ld, w, heads, score, count);
+  else
+    AddHeads<false>(dot, ld, w, heads, score, count);
 }
 
 std::int64_t AppendAbove(const float* score, std::int64_t count, float threshold, std::int32_t first_key, float* scores,
@@ -92,7 +101,8 @@ float KthLargest(const float* x, std::int64_t count, std::int64_t k, std::int32_
   return std::bit_cast<float>(best < 0 ? best ^ 0x7FFFFFFF : best);
 }
 
-float ReluGradient(const float* g, float w, float* dot, std::int64_t count) {
+template <bool kRelu>
+HWY_INLINE float Gradient(const float* g, float w, float* dot, std::int64_t count) {
   const FloatTag d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   const auto weight = hn::Set(d, w), zero = hn::Zero(d), one = hn::Set(d, 1.0F);
@@ -100,7 +110,7 @@ float ReluGradient(const float* g, float w, float* dot, std::int64_t count) {
   for (std::int64_t i = 0; i < count; i += 2 * lanes) {
     const auto g0 = hn::LoadU(d, g + i), g1 = hn::LoadU(d, g + i + lanes);
     const auto x0 = hn::LoadU(d, dot + i), x1 = hn::LoadU(d, dot + i + lanes);
-    const auto open0 = hn::Gt(x0, zero), open1 = hn::Gt(x1, zero);
+    const auto open0 = kRelu ? hn::Gt(x0, zero) : hn::Eq(zero, zero), open1 = kRelu ? hn::Gt(x1, zero) : open0;
     sum0 = hn::MulAdd(g0, hn::IfThenElseZero(open0, x0), sum0);
     sum1 = hn::MulAdd(g1, hn::IfThenElseZero(open1, x1), sum1);
     hn::StoreU(hn::Mul(hn::Mul(weight, g0), hn::IfThenElseZero(open0, one)), d, dot + i);
@@ -109,16 +119,20 @@ float ReluGradient(const float* g, float w, float* dot, std::int64_t count) {
   return hn::GetLane(hn::SumOfLanes(d, hn::Add(sum0, sum1)));
 }
 
+float HeadGradient(const float* g, float w, float* dot, std::int64_t count, bool relu) {
+  return relu ? Gradient<true>(g, w, dot, count) : Gradient<false>(g, w, dot, count);
+}
+
 }  // namespace hopwell::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 namespace hopwell::cpu {
 
-HWY_EXPORT(AddReluSum);
+HWY_EXPORT(AddHeadScores);
 HWY_EXPORT(AppendAbove);
 HWY_EXPORT(KthLargest);
-HWY_EXPORT(ReluGradient);
+HWY_EXPORT(HeadGradient);
 
 void load(const View& from, std::int64_t offset, float* to, std::int64_t count) {
   const auto n = static_cast<std::size_t>(count);
@@ -136,9 +150,9 @@ void store(const float* from, const View& to, std::int64_t offset, std::int64_t 
     from_float(from, to.as<bfloat16>() + offset, n);
 }
 
-void add_relu_sum(const float* dot, std::int64_t ld, const float* w, std::int64_t heads, float* score,
-                  std::int64_t count) {
-  HWY_DYNAMIC_DISPATCH(AddReluSum)(dot, ld, w, heads, score, count);
+void add_head_scores(const float* dot, std::int64_t ld, const float* w, std::int64_t heads, bool relu, float* score,
+                     std::int64_t count) {
+  HWY_DYNAMIC_DISPATCH(AddHeadScores)(dot, ld, w, heads, relu, score, count);
 }
 
 std::int64_t append_above(const float* score, std::int64_t count, float threshold, std::int32_t first_key,
@@ -150,8 +164,8 @@ float kth_largest(const float* x, std::int64_t count, std::int64_t k, std::int32
   return HWY_DYNAMIC_DISPATCH(KthLargest)(x, count, k, ordered);
 }
 
-float relu_gradient(const float* g, float w, float* dot, std::int64_t count) {
-  return HWY_DYNAMIC_DISPATCH(ReluGradient)(g, w, dot, count);
+float head_gradient(const float* g, float w, float* dot, std::int64_t count, bool relu) {
+  return HWY_DYNAMIC_DISPATCH(HeadGradient)(g, w, dot, count, relu);
 }
 
 }  // namespace hopwell::cpu

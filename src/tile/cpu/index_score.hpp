@@ -17,9 +17,9 @@ void load(const View& from, std::int64_t offset, float* to, std::int64_t count);
 void store(const float* from, const View& to, std::int64_t offset, std::int64_t count);
 
 // score[t] += sum_j w[j] * relu(dot[j, t]) in the order of j, so that equal columns give equal scores; relu(NaN) is
-// NaN. dot's rows are ld apart; count is a multiple of kLaneBlock.
-void add_relu_sum(const float* dot, std::int64_t ld, const float* w, std::int64_t heads, float* score,
-                  std::int64_t count);
+// NaN. dot's rows are ld apart; count is a multiple of kLaneBlock. Without `relu` of dot itself.
+void add_head_scores(const float* dot, std::int64_t ld, const float* w, std::int64_t heads, bool relu, float* score,
+                     std::int64_t count);
 
 // Appends the scores above `threshold` (all, if that is NaN) and their keys first_key, first_key + 1, ... to a list;
 // NaN scores count as -inf, -0 as 0. `score` is readable, the list writable, up to kLaneBlock past the end. Returns how
@@ -32,7 +32,8 @@ std::int64_t append_above(const float* score, std::int64_t count, float threshol
 float kth_largest(const float* x, std::int64_t count, std::int64_t k, std::int32_t* ordered);
 
 // For one head: returns sum_i g[i] * relu(dot[i]), and makes dot the gradient w * g[i] * 1[dot[i] > 0], NaN where g is,
-// whatever the gate; relu(NaN) is 0 here, for padding. count is a multiple of kLaneBlock.
-float relu_gradient(const float* g, float w, float* dot, std::int64_t count);
+// whatever the gate; relu(NaN) is 0 here, for padding. Without `relu` sum_i g[i] * dot[i] and w * g[i]. count is a multiple of
+// kLaneBlock.
+float head_gradient(const float* g, float w, float* dot, std::int64_t count, bool relu);
 
 }  // namespace hopwell::cpu

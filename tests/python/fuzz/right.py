@@ -431,9 +431,15 @@ def lightning_indexer_backward(draw: st.DrawFn) -> FuzzedCall:
         target = maker.rng.random((s_q, topk)) * (maker.rng.random((s_q, topk)) < 0.7)
         target /= np.maximum(target.sum(axis=1, keepdims=True), 1e-9)
         arguments["target"] = maker.values(target.astype(np.float32))
+    if maker.chance(4):
+        arguments["d_scores"], arguments["target"] = maker.floats((s_q, topk), "float32"), None
     arguments |= _key_ranges(maker, s_q, s_kv)
     if maker.chance():
         arguments["d_loss"] = _scalar(maker, 0.5)
+    if maker.chance(3):
+        arguments["row_weights"] = maker.floats((s_q,), "float32", rows=False)
+    if maker.chance(3):
+        arguments["relu"] = maker.chance()
     if maker.chance():
         arguments["deterministic"] = maker.chance()
     return _given(maker, "lightning_indexer_backward", arguments, {})

@@ -32,7 +32,16 @@ CHOICES = (
     "dtype",
     "backend",
 )
-FLAGS = ("deterministic", "accumulate", "indices_ascending", "need_dq", "need_dkv", "pre_scale", "global_is_reciprocal")
+FLAGS = (
+    "deterministic",
+    "accumulate",
+    "indices_ascending",
+    "need_dq",
+    "need_dkv",
+    "pre_scale",
+    "relu",
+    "global_is_reciprocal",
+)
 OPTIONAL = (
     "attn_sink", "topk_length", "q_positions", "q_start", "k_start", "k_end", "pos_bias_u", "pos_bias_v", "bias", "r",
     "alibi_slopes", "window", "out", "max_logits", "lse", "dq", "dkv", "attn", "global_scale", "backend",
@@ -293,8 +302,8 @@ KINDS: tuple[Callable[[Wrong], tuple[str, ...] | None], ...] = (
 
 _SPARSE = {"q": "s_q h_q d_qk", "attn_sink": "h_q"}
 _SPARSE |= dict.fromkeys(("topk_length", "q_positions", "k_start", "k_end"), "s_q")
-_INDEXER = {"q_index": "s_q h d", "k_index": "s_kv d", "weights": "s_q h", "target": "s_q topk"}
-_INDEXER |= dict.fromkeys(("q_positions", "k_start", "k_end"), "s_q")
+_INDEXER = {"q_index": "s_q h d", "k_index": "s_kv d", "weights": "s_q h", "target": "s_q topk", "d_scores": "s_q topk"}
+_INDEXER |= dict.fromkeys(("q_positions", "k_start", "k_end", "row_weights"), "s_q")
 _DIMENSIONS: dict[str, dict[str, str]] = {
     "sparse_mla_forward": _SPARSE | {"out": "s_q h_q d_v!", "max_logits": "s_q h_q", "lse": "s_q h_q"},
     "sparse_mla_backward": _SPARSE

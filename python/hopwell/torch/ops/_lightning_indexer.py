@@ -8,7 +8,7 @@ from torch import Tensor
 import hopwell
 from hopwell._arrays import check_topk
 
-from ._register import Gradients, differentiable, exporting, operator, stop_gradient
+from ._register import Gradients, differentiable, exporting, operator
 
 _indexer, _backward = exporting(hopwell.lightning_indexer), exporting(hopwell.lightning_indexer_backward)
 
@@ -35,7 +35,8 @@ def lightning_indexer(
     k_end: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The topk keys of largest index score for every query; carries no gradient.
+    """The topk keys of largest index score for every query. The scores, not the choice, are differentiable in q_index,
+    k_index and weights.
 
     q_index [s_q, h_index, d_index], k_index [s_kv, d_index], weights [s_q, h_index]; positions and key ranges as in
     `sparse_mla`. Returns indices int32 [s_q, topk] in ascending order, padded with −1, and their scores float32 [s_q,
@@ -52,56 +53,83 @@ def lightning_indexer(
     )
 
 
-stop_gradient("lightning_indexer")
-
-
 def _lightning_indexer_backward_fake(
-    target: Tensor, q_index: Tensor, k_index: Tensor, weights: Tensor, *_: Any, **__: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    target: Tensor | None, q_index: Tensor, k_index: Tensor, weights: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return (
-        target.new_empty((), dtype=torch.float32),
+        q_index.new_empty((), dtype=torch.float32),
         q_index.new_empty(q_index.shape),
         k_index.new_empty(k_index.shape, dtype=torch.float32),
         weights.new_empty(weights.shape),
+        q_index.new_empty(q_index.shape[:1], dtype=torch.float32),
     )
 
 
 @operator("lightning_indexer_backward", _lightning_indexer_backward_fake)
 def lightning_indexer_backward(
-    target: Tensor,
+    target: Tensor | None,
     q_index: Tensor,
     k_index: Tensor,
     weights: Tensor,
     indices: Tensor,
     k_start: Tensor | None = None,
     k_end: Tensor | None = None,
+    d_scores: Tensor | None = None,
+    row_weights: Tensor | None = None,
+    relu: bool = True,
     d_loss: float = 1.0,
     deterministic: bool = False,
     backend: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Σ_s KL(target ‖ softmax of the selected index scores) and its gradients, which `d_loss` scales, in one pass.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Σ_s row_weights·KL(target ‖ softmax of the selected index scores) and its gradients, which `d_loss` scales, in
+    one pass; or the gradients of another loss of these scores, which `d_scores` gives.
 
-    target float32 [s_q, topk] (`attention_distribution` with normalize="l1"), indices int32 [s_q, topk]; key ranges as
-    in `sparse_mla`. Returns the loss (float32, 0-d), d_q_index and d_weights in their inputs' dtypes and d_k_index in
-    float32.
+    target float32 [s_q, topk] (`attention_distribution` with normalize="l1"), None where d_scores float32 [s_q, topk]
+    is given; indices int32 [s_q, topk]; key ranges as in `sparse_mla`; row_weights float32 [s_q], 1 where absent.
+    Returns the loss (float32, 0-d), d_q_index and d_weights in their inputs' dtypes, d_k_index in float32, and each
+    row's loss before its weight, float32 [s_q]; with d_scores both losses are zeros.
     """
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    row_loss = None if target is None else target.new_empty(target.shape[:1], dtype=torch.float32)
     loss, d_q_index, d_k_index, d_weights = _backward(
         *(target, q_index, k_index, weights, indices),
         k_start=k_start,
         k_end=k_end,
+        d_scores=d_scores,
+        row_weights=row_weights,
+        relu=relu,
         d_loss=d_loss,
+        row_loss=row_loss,
         deterministic=deterministic,
         backend=backend,
     )
-    return loss.reshape(()), d_q_index, d_k_index, d_weights
+    if loss is None or row_loss is None:
+        loss, row_loss = (q_index.new_zeros(shape, dtype=torch.float32) for shape in ((), q_index.shape[:1]))
+    return loss.reshape(()), d_q_index, d_k_index, d_weights, row_loss
+
+
+def _save_scores(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[0])
+    ctx.backend = inputs[9]
+    ctx.save_for_backward(*inputs[:3], output[0])
+
+
+def _differentiate_scores(ctx: Any, _: Tensor, d_scores: Tensor) -> Gradients:
+    q_index, k_index, weights, indices = ctx.saved_tensors
+    _, d_q_index, d_k_index, d_weights, _ = lightning_indexer_backward(
+        None, q_index, k_index, weights, indices, d_scores=d_scores, backend=ctx.backend
+    )
+    return d_q_index, d_k_index.to(k_index.dtype), d_weights, *(None,) * 7
+
+
+differentiable("lightning_indexer", _differentiate_scores, _save_scores)
 
 
 def _save_indexer_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """The forward has the loss's gradients already, unless d_loss scaled them."""
-    arguments, (d_loss, ctx.deterministic, ctx.backend) = inputs[:7], inputs[7:]
-    _, *gradients = output
-    ctx.mark_non_differentiable(*gradients)
+    arguments, (ctx.relu, d_loss, ctx.deterministic, ctx.backend) = inputs[:9], inputs[9:]
+    _, *gradients, row_loss = output
+    ctx.mark_non_differentiable(*gradients, row_loss)
     ctx.k_dtype, ctx.scaled = inputs[2].dtype, d_loss != 1.0
     ctx.save_for_backward(*(arguments if ctx.scaled else gradients))
 
@@ -109,12 +137,10 @@ def _save_indexer_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _differentiate_indexer_loss(ctx: Any, d_loss: Tensor, *_: Tensor) -> Gradients:
     gradients = ctx.saved_tensors
     if ctx.scaled:
-        target, q_index, k_index, weights, indices, k_start, k_end = gradients
-        gradients = lightning_indexer_backward(
-            target, q_index, k_index, weights, indices, k_start, k_end, 1.0, ctx.deterministic, ctx.backend
-        )[1:]
+        arguments: tuple[Any, ...] = (*gradients, ctx.relu, 1.0, ctx.deterministic, ctx.backend)
+        gradients = lightning_indexer_backward(*arguments)[1:4]
     d_q_index, d_k_index, d_weights = (g * d_loss.to(g.dtype) for g in gradients)
-    return None, d_q_index, d_k_index.to(ctx.k_dtype), d_weights, *(None,) * 6
+    return None, d_q_index, d_k_index.to(ctx.k_dtype), d_weights, *(None,) * 9
 
 
 differentiable("lightning_indexer_backward", _differentiate_indexer_loss, _save_indexer_loss)
@@ -129,13 +155,17 @@ def indexer_loss(
     *,
     k_start: Tensor | None = None,
     k_end: Tensor | None = None,
+    row_weights: Tensor | None = None,
+    relu: bool = True,
     deterministic: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    """Σ_s KL(target ‖ softmax over the selected entries of the index scores), a float32 scalar.
+    """Σ_s row_weights·KL(target ‖ softmax over the selected entries of the index scores), a float32 scalar.
 
-    Differentiable in q_index, k_index and weights; the gradient stops at the target. Shapes:
-    `lightning_indexer_backward`.
+    Differentiable in q_index, k_index and weights; the gradient stops at the target and at row_weights (float32 [s_q]:
+    a mask, or the mean over valid rows; a row of weight 0 adds nothing, whatever is in it). Shapes:
+    `lightning_indexer_backward`, which also returns each row's loss. Any other loss of these scores: write it in
+    PyTorch over those that `lightning_indexer` returns.
     """
-    arguments = target, q_index, k_index, weights, indices, k_start, k_end
-    return lightning_indexer_backward(*arguments, 1.0, deterministic, backend)[0]
+    arguments = target, q_index, k_index, weights, indices, k_start, k_end, None, row_weights
+    return lightning_indexer_backward(*arguments, relu, 1.0, deterministic, backend)[0]

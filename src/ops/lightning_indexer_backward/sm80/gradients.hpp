@@ -60,7 +60,7 @@ HOPWELL_DEVICE void load_heads(const Params<T>& p, GradientStorage<T>& s, int qu
 }
 
 // Which of 16 entries and 32 heads have a positive product, to shared memory; dw; and half of g_i k_i.
-template <class T>
+template <bool kRelu, class T>
 HOPWELL_DEVICE void find_positive(const Params<T>& p, GradientStorage<T>& s, const EntryPair& entries, int heads,
                                   float (&d_weights)[4][2]) {
   const int lane = arch::lane_index(), g = lane / 4, t = lane % 4;
@@ -90,10 +90,10 @@ HOPWELL_DEVICE void find_positive(const Params<T>& p, GradientStorage<T>& s, con
       const int block = i / 2, half = i % 2;
       const float low = d[block][0][2 * half], high = d[block][0][2 * half + 1];
       *reinterpret_cast<uint32_t*>(s.positive + positive_at(first_entry + 8 * half + g, head / 8 + block) + 4 * t) =
-          (low > 0 ? kOne : 0) | (high > 0 ? kOne << 16 : 0);
+          (!kRelu || low > 0 ? kOne : 0) | (!kRelu || high > 0 ? kOne << 16 : 0);
       if (entries.keys[half] < 0) continue;  // q may be NaN
-      d_weights[2 * pair + block][0] += entries.g[half] * tile::relu(low);
-      d_weights[2 * pair + block][1] += entries.g[half] * tile::relu(high);
+      d_weights[2 * pair + block][0] += entries.g[half] * (kRelu ? tile::relu(low) : low);
+      d_weights[2 * pair + block][1] += entries.g[half] * (kRelu ? tile::relu(high) : high);
     }
   }
 }
@@ -228,7 +228,7 @@ HOPWELL_DEVICE void store_d_weights(const Params<T>& p, GradientStorage<T>& s, i
     static_cast<float*>(p.d_weights)[at] = sum;
 }
 
-template <class T>
+template <class T, bool kRelu>
 __global__ void __launch_bounds__(GradientConfig::kThreads) add_gradients(const __grid_constant__ Params<T> p) {
   auto& s = arch::dynamic_smem<GradientStorage<T>>();
   const int query = arch::block_index(), own = arch::warp_index() % 2 * 16;
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(GradientConfig::kThreads) add_gradients(const 
     load_heads(p, s, query, first);
     for (int entry = 0; entry < p.topk; entry += GradientConfig::kEntries) {
       const EntryPair entries = load_entries(p, query, entry + own);
-      find_positive(p, s, entries, heads, d_weights);
+      find_positive<kRelu>(p, s, entries, heads, d_weights);
       arch::syncthreads();
       add_d_k(p, s, entries, heads);
       if (has_heads) add_d_q(p, s, d_q);

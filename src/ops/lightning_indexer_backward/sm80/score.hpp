@@ -35,7 +35,7 @@ HOPWELL_DEVICE void load_heads(const Params<T>& p, ScoreStorage<T>& s, int query
 }
 
 // What 64 heads add to the scores of 16 entries of this warp.
-template <class T>
+template <bool kRelu, class T>
 HOPWELL_DEVICE void add_scores(const Params<T>& p, const ScoreStorage<T>& s, const KeyRange& visible, int query,
                                int first_entry, int first_head) {
   const int g = arch::lane_index() / 4, t = arch::lane_index() % 4;
@@ -50,7 +50,7 @@ HOPWELL_DEVICE void add_scores(const Params<T>& p, const ScoreStorage<T>& s, con
     HOPWELL_UNROLL
     for (int i = 0; i < 8; ++i) {
       const int column = head + i / 4 * 8 + 2 * t + i % 2;
-      const float term = s.weights[column] * tile::relu(d[i / 4][0][i % 4]);
+      const float dot = d[i / 4][0][i % 4], term = s.weights[column] * (kRelu ? tile::relu(dot) : dot);
       sums[i / 2 % 2] += column < heads ? term : 0;
     }
   }
@@ -66,7 +66,7 @@ HOPWELL_DEVICE void add_scores(const Params<T>& p, const ScoreStorage<T>& s, con
   }
 }
 
-template <class T>
+template <class T, bool kRelu>
 __global__ void __launch_bounds__(32 * ScoreConfig::kMaxWarps) score_entries(const __grid_constant__ Params<T> p) {
   auto& s = arch::dynamic_smem<ScoreStorage<T>>();
   const int query = arch::block_index(), warp = arch::warp_index(), lane = arch::lane_index();
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(32 * ScoreConfig::kMaxWarps) score_entries(con
   for (int first = 0; first < p.heads; first += kHeadTile) {
     load_heads(p, s, query, first);
     for (int entry = ScoreConfig::kEntries * warp; entry < p.topk; entry += ScoreConfig::kEntries * p.score_warps)
-      add_scores(p, s, visible, query, entry, first);
+      add_scores<kRelu>(p, s, visible, query, entry, first);
     if (!p.bounds.largest) continue;
     for (int row = warp; row < kHeadTile && first + row < p.heads; row += p.score_warps) {
       float largest = 0, x[8];
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(32 * ScoreConfig::kMaxWarps) score_entries(con
     }
   }
   bound = 1.001F * reduce<Reduce::sum>(p, s.of_warp, bound);  // its barriers are for the scores, too
-  softmax_gradient(p, s.of_warp, query, bound);
+  finish_scores(p, s.of_warp, query, bound);
 }
 
 }  // namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET

@@ -70,8 +70,9 @@ struct MaskedLimbs {
   uint32_t fragment[kGradientLimbs][4][4];
 };
 
-// The numbers of two neighbouring columns where their scores are positive; `limbs` are those of 32 pairs. Accumulators of
+// The numbers of two neighbouring columns where their scores are positive, or all of them; `limbs` are those of 32 pairs. Accumulators of
 // 16 columns, two blocks of eight, are where a fragment has its halves.
+template <bool kRelu>
 HOPWELL_DEVICE MaskedLimbs mask_limbs(const float (&scores)[32], const uint32_t (&limbs)[kGradientLimbs][32]) {
   MaskedLimbs a;
   const int t = arch::lane_index() % 4;
@@ -80,7 +81,7 @@ HOPWELL_DEVICE MaskedLimbs mask_limbs(const float (&scores)[32], const uint32_t 
     HOPWELL_UNROLL
     for (int half = 0; half < 2; ++half) {
       const float low = scores[4 * block + 2 * half], high = scores[4 * block + 2 * half + 1];
-      const uint32_t mask = (low > 0 ? 0xffffU : 0) | (high > 0 ? 0xffff0000U : 0);
+      const uint32_t mask = (!kRelu || low > 0 ? 0xffffU : 0) | (!kRelu || high > 0 ? 0xffff0000U : 0);
       HOPWELL_UNROLL
       for (int limb = 0; limb < kGradientLimbs; ++limb)
         a.fragment[limb][block / 2][block % 2 * 2 + half] = mask & limbs[limb][4 * block + t];
@@ -127,6 +128,7 @@ HOPWELL_DEVICE void store_heads(const Params<bf16>& p, const GradientStorage& s,
   }
 }
 
+template <bool kRelu>
 HOPWELL_DEVICE void accumulate_heads(const Params<bf16>& p, GradientStorage& s, int query, int first) {
   const int lane = arch::lane_index(), t = lane % 4, tiles = entry_tiles(p);
   const uint32_t q = arch::shared_address(s.q);
@@ -140,9 +142,12 @@ HOPWELL_DEVICE void accumulate_heads(const Params<bf16>& p, GradientStorage& s, 
     start_scores(scores, q, slot.rows());
     arch::wgmma_wait<0>(scores);
     HOPWELL_UNROLL
-    for (int i = 0; i < 32; ++i)  // of an entry that there is not q may be NaN
-      d_weights[i / 2 % 2] += slot.entries().g[i / 4 * 8 + 2 * t + i % 2] * fmaxf(scores[i], 0);
-    multiply_rows(d_q, mask_limbs(scores, slot.entries().g_limbs), slot.rows(), true);
+    for (int i = 0; i < 32; ++i) {  // of an entry that there is not the product may be NaN
+      const int entry = i / 4 * 8 + 2 * t + i % 2;
+      const float dot = kRelu ? fmaxf(scores[i], 0) : slot.entries().key[entry] < 0 ? 0 : scores[i];
+      d_weights[i / 2 % 2] += slot.entries().g[entry] * dot;
+    }
+    multiply_rows(d_q, mask_limbs<kRelu>(scores, slot.entries().g_limbs), slot.rows(), true);
     arch::wgmma_wait<0>(d_q);
     slot.release();
   }
@@ -189,6 +194,7 @@ HOPWELL_DEVICE void add_tile(const Params<bf16>& p, StagedRows& staged, const in
 }
 
 // Of every second tile, so that a stage always has tiles of one of the two warpgroups.
+template <bool kRelu>
 HOPWELL_DEVICE void accumulate_entries(const Params<bf16>& p, GradientStorage& s, int first_tile) {
   const int tiles = entry_tiles(p);
   const uint32_t q = arch::shared_address(s.q);
@@ -206,7 +212,7 @@ HOPWELL_DEVICE void accumulate_entries(const Params<bf16>& p, GradientStorage& s
     const int key = lane < 16 ? entries.key[first + lane] : -1;
     arch::wgmma_wait<0>(scores);
     slot.release();
-    multiply_rows(d_k, mask_limbs(scores, s.weight_limbs), q, false);
+    multiply_rows(d_k, mask_limbs<kRelu>(scores, s.weight_limbs), q, false);
     arch::wgmma_wait<0>(d_k);
     add_tile(p, s.staged[arch::warp_index() - 4], keys, key, g, d_k);
   }
@@ -216,6 +222,7 @@ HOPWELL_DEVICE void accumulate_entries(const Params<bf16>& p, GradientStorage& s
 // ---- kernel -----------------------------------------------------------------------------------------------------------
 
 // A CTA for each query and 64 of its heads.
+template <bool kRelu>
 __global__ void __launch_bounds__(GradientConfig::kThreads, 1) add_gradients(const __grid_constant__ Params<bf16> p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<GradientStorage>();
@@ -233,10 +240,10 @@ __global__ void __launch_bounds__(GradientConfig::kThreads, 1) add_gradients(con
   const int group = arch::warpgroup_index(), warp = arch::warp_index();
   if (group == 0) {
     arch::setmaxnreg_inc<GradientConfig::kHeadRegisters>();
-    accumulate_heads(p, s, query, first);
+    accumulate_heads<kRelu>(p, s, query, first);
   } else if (group < 3) {
     arch::setmaxnreg_inc<GradientConfig::kEntryRegisters>();
-    accumulate_entries(p, s, group - 1);
+    accumulate_entries<kRelu>(p, s, group - 1);
   } else {
     arch::setmaxnreg_dec<GradientConfig::kOtherRegisters>();
     if (warp == 12) gather_tiles<true>(p, s.ring, query, 0);

@@ -27,6 +27,7 @@ static_assert(decltype(ScoreStorage::ring)::kStages % 2 == 0 &&
               2 * sizeof(ScoreStorage) <= arch::sm90::kMaxSharedBytes);
 
 // What 64 heads from `first_head` on add to the scores of this warp's 16 entries of a tile.
+template <bool kRelu>
 HOPWELL_DEVICE void add_scores(const Params<bf16>& p, const ScoreStorage& s, int query, int tile, const int (&keys)[2],
                                int first_head, const float (&d)[32]) {
   const int lane = arch::lane_index(), t = lane % 4, odd = lane & 1, heads = p.heads - first_head;
@@ -34,7 +35,7 @@ HOPWELL_DEVICE void add_scores(const Params<bf16>& p, const ScoreStorage& s, int
   HOPWELL_UNROLL
   for (int i = 0; i < 32; ++i) {
     const int column = i / 4 * 8 + 2 * t + i % 2;
-    const float term = s.weights[column] * arch::max_nan(d[i], 0);
+    const float term = s.weights[column] * (kRelu ? arch::max_nan(d[i], 0) : d[i]);
     sums[i / 2 % 2] += column < heads ? term : 0;  // the product of a head that does not exist may be NaN
   }
   tile::share_sums(sums, 1, 1, odd);
@@ -48,6 +49,7 @@ HOPWELL_DEVICE void add_scores(const Params<bf16>& p, const ScoreStorage& s, int
 }
 
 // Scores of every second tile, so that a stage always has tiles of one warpgroup; from slot `number` on.
+template <bool kRelu>
 HOPWELL_DEVICE void score_tiles(const Params<bf16>& p, ScoreStorage& s, int query, int first_head, int number,
                                 int group) {
   const int tiles = entry_tiles(p), row = arch::warp_index() % 4 * 16 + arch::lane_index() / 4;
@@ -61,7 +63,7 @@ HOPWELL_DEVICE void score_tiles(const Params<bf16>& p, ScoreStorage& s, int quer
     const int keys[2] = {slot.entries().key[row], slot.entries().key[row + 8]};
     arch::wgmma_wait<0>(d);
     slot.release();
-    add_scores(p, s, query, tile, keys, first_head, d);
+    add_scores<kRelu>(p, s, query, tile, keys, first_head, d);
   }
 }
 
@@ -82,6 +84,7 @@ HOPWELL_DEVICE float bound_of_heads(const Params<bf16>& p, int query) {
   return bound;
 }
 
+template <bool kRelu>
 __global__ void __launch_bounds__(ScoreConfig::kThreads, 2) score_entries(const __grid_constant__ Params<bf16> p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<ScoreStorage>();
@@ -95,13 +98,13 @@ __global__ void __launch_bounds__(ScoreConfig::kThreads, 2) score_entries(const 
     load_heads(p, s.q, s.weights, query, first, ScoreConfig::kThreads);
     arch::syncthreads();
     if (group < 2)
-      score_tiles(p, s, query, first, number, group);
+      score_tiles<kRelu>(p, s, query, first, number, group);
     else if (warp == 8)
       gather_tiles<false>(p, s.ring, query, number);
   }
   float bound = p.bounds.largest ? bound_of_heads(p, query) : 0;
   bound = 1.001F * reduce<Reduce::sum>(p, s.of_warp, bound);  // its barriers are for the scores, too
-  softmax_gradient(p, s.of_warp, query, bound);
+  finish_scores(p, s.of_warp, query, bound);
 #endif
 }
 
