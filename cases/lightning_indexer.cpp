@@ -27,6 +27,7 @@ struct Indexer {
   } data = Data::kNormal;
   bool nan_keys = false;     // NaN in some rows of k_index, infinities in others
   bool nan_queries = false;  // a row of q_index is NaN
+  bool nan_weights = false;  // one of every second query
   bool strided = false;      // gaps between the rows of every tensor, dimensions in another order
   // forward
   enum class Positions { kNone, kStart, kArray } positions = Positions::kNone;
@@ -105,6 +106,7 @@ Inputs add_inputs(Instance& instance, Random& random, const Indexer& p) {
        1 / std::sqrt(static_cast<double>(p.h_index * p.d_index)));
   for (std::int64_t t = 0; t < p.s_kv && p.nan_keys; t += 7)
     in.k->set(t * p.d_index + t % p.d_index, t % 2 == 0 ? kNan : kInfinity);
+  for (std::int64_t s = 0; s < p.s_q && p.nan_weights; s += 2) in.weights->set(s * p.h_index + s % p.h_index, kNan);
   for (std::int64_t i = 0; i < p.d_index && p.nan_queries && p.s_q > 0; ++i) in.q->set(i, kNan);
   for (std::int64_t row = 0; row < p.s_q * p.h_index && (p.infinite_keys || p.infinite_queries); ++row)
     in.q->set(row * p.d_index, p.infinite_queries && row / p.h_index % 2 == 1 ? -kInfinity : 1);
@@ -499,7 +501,9 @@ void backward_reference(const Inputs& in, Instance& self) {
     for (std::int64_t i = 0; i < p.topk; ++i) {
       const std::vector<std::int64_t> one = {static_cast<std::int64_t>(in.indices->get(s * p.topk + i))};
       if (one[0] < first || one[0] >= last) continue;
-      if ((p.nan_keys || p.nan_queries) && row_of(p, q, k, weights, s, one).scores[0].value == -kInfinity) continue;
+      if ((p.nan_keys || p.nan_queries || p.nan_weights) &&
+          row_of(p, q, k, weights, s, one).scores[0].value == -kInfinity)
+        continue;
       keys.push_back(one[0]);
       target.push_back(in.given->get(s * p.topk + i));
       any = any || target.back() != 0;
@@ -614,8 +618,7 @@ std::vector<std::pair<std::string, Indexer>> backward_problems() {
       {"d_loss_0", {.d_loss = 0}},
       {"d_loss_on_device", {.d_loss = -0.25F, .d_loss_on_device = true}},
       {"row_weights", {.s_q = 7, .indices = Indices::kInvalid, .row_weights = true}},
-      {"row_weights_any_order",
-       {.s_q = 7, .h_index = 70, .d_loss = 3, .row_weights = true, .deterministic = false}},
+      {"row_weights_any_order", {.s_q = 7, .h_index = 70, .d_loss = 3, .row_weights = true, .deterministic = false}},
       {"d_scores", {.s_q = 6, .indices = Indices::kInvalid, .given = true}},
       {"d_scores_fp32", {.dtype = kFloat, .s_q = 6, .strided = true, .given = true, .row_weights = true}},
       {"d_scores_any_order",
@@ -629,6 +632,8 @@ std::vector<std::pair<std::string, Indexer>> backward_problems() {
         .row_weights = true,
         .deterministic = false}},
       {"d_scores_nan", {.s_q = 4, .s_kv = 70, .topk = 70, .nan_keys = true, .nan_targets = true, .given = true}},
+      {"d_scores_nan_weights", {.s_q = 4, .nan_weights = true, .given = true}},
+      {"nan_weights_any_order", {.s_q = 4, .nan_weights = true, .deterministic = false}},
       {"d_scores_nan_any_order",
        {.s_q = 4, .s_kv = 70, .topk = 70, .nan_targets = true, .given = true, .deterministic = false}},
       {"no_relu", {.s_q = 5, .s_kv = 70, .topk = 90, .nan_keys = true, .indices = Indices::kInvalid, .relu = false}},

@@ -116,8 +116,8 @@ bool softmax_gradient(float factor, std::int64_t count, State& state, double& lo
   return true;
 }
 
-// state.g = factor * the gradients given, 0 for entries of score -inf.
-void scale_gradient(float factor, std::int64_t count, State& state) {
+// state.g = factor * the gradients given, 0 for entries of score -inf. False: there are no others.
+bool scale_gradient(float factor, std::int64_t count, State& state) {
   float* g = state.g.get();
   for (std::int64_t i = 0; i < count; ++i) {
     const float given = factor * state.given.get()[i];
@@ -126,6 +126,7 @@ void scale_gradient(float factor, std::int64_t count, State& state) {
                                               : std::numeric_limits<float>::quiet_NaN();
   }
   std::fill(g + count, g + padded(count), 0.0F);
+  return std::any_of(state.score.get(), state.score.get() + count, [](float x) { return x != -kInfinity; });
 }
 
 // From state.g: state.d_q, state.d_weights and part[i, :], what entry i adds to dk; the key of an entry without a score
@@ -144,9 +145,12 @@ void input_gradients(const Problem& p, std::int32_t* keys, std::int64_t count, S
       for (std::int64_t j = 0; j < p.h_index; ++j) dot[j * ld + i] = 0;
     }
     for (std::int64_t j = 0; j < p.h_index; ++j) {
-      if (!p.relu) std::fill(dot + j * ld + n, dot + j * ld + padded(n), 0.0F);  // q may be infinite
-      state.d_weights.get()[j] +=
-          cpu::head_gradient(state.g.get() + first, state.weights.get()[j], dot + j * ld, padded(n), p.relu);
+      float *row = dot + j * ld, weight = state.weights.get()[j];
+      if (!p.relu) std::fill(row + n, row + padded(n), 0.0F);  // q may be infinite
+      state.d_weights.get()[j] += cpu::head_gradient(state.g.get() + first, weight, row, padded(n), p.relu);
+      if (!std::isinf(weight)) continue;  // else it has made NaN of the zeros of what does not count
+      std::fill(row + n, row + padded(n), 0.0F);
+      for (std::int64_t i = 0; i < n; ++i) row[i] = keys[first + i] < 0 ? 0 : row[i];
     }
     cpu::gemm_nn(p.h_index, d, padded(n), 1, dot, ld, k, d, first == 0 ? 0.0F : 1.0F, state.d_q.get(), d);
     cpu::gemm_tn(n, d, p.h_index, 1, dot, ld, state.q.get(), d, 0, part + first * d, d);
@@ -164,10 +168,9 @@ std::int64_t query_gradients(const Problem& p, std::int64_t s, State& state, std
     for (std::int64_t j = 0; j < p.h_index; ++j)
       load(p.q, s * p.q.stride[0] + j * p.q.stride[1], state.q.get() + j * p.d_index, p.d_index);
     score_entries(p, keys, count, state);
-    if (p.d_scores)
-      scale_gradient(factor_of(p, s), count, state);
-    else if (!softmax_gradient(factor_of(p, s), count, state, loss))
-      count = 0;
+    const float factor = factor_of(p, s);
+    const bool any = p.d_scores ? scale_gradient(factor, count, state) : softmax_gradient(factor, count, state, loss);
+    if (!any) count = 0;
   }
   if (row_weight(p, s) == 0) count = 0;
   if (count > 0) {

@@ -34,6 +34,9 @@ constexpr uint32_t kNoScore = 0xffc0deadU;
 HOPWELL_DEVICE float no_score() { return arch::bit_cast<float>(uint32_t{kNoScore}); }
 HOPWELL_DEVICE bool has_score(float g) { return arch::bit_cast<uint32_t>(g) != kNoScore; }
 
+// A head's part of dq: 0 where no entry counts, which is so, for one, where the weight is NaN.
+HOPWELL_DEVICE float weighted(float weight, float sum) { return sum != 0 ? weight * sum : 0; }
+
 constexpr int kGradientLimbs = 3;  // two would do, were it not for sums that cancel
 
 template <class T>

@@ -45,9 +45,11 @@ FLAGS = (
 OPTIONAL = (
     "attn_sink", "topk_length", "q_positions", "q_start", "k_start", "k_end", "pos_bias_u", "pos_bias_v", "bias", "r",
     "alibi_slopes", "window", "out", "max_logits", "lse", "dq", "dkv", "attn", "global_scale", "backend",
+    "row_weights",
 )  # fmt: skip
 FREE_STRIDES = (
     "lse", "max_logits", "attn_sink", "topk_length", "q_positions", "k_start", "k_end", "context_lens", "alibi_slopes",
+    "row_weights",
 )  # fmt: skip
 _ALSO_FREE = {"nvfp4_gemv": ("out",), "nvfp4_linear": ("bias",), "nvfp4_matmul": ("bias",)}
 NO_STRINGS = ("", "nonsense", "CPU", "\ud800", "cpu\0x", "plain\0", "float32\0", b"cpu", 3, ("nhd",), object())

@@ -201,7 +201,8 @@ HOPWELL_DEVICE void store_d_q(const Params<T>& p, const GradientStorage<T>& s, i
     HOPWELL_UNROLL
     for (int i = 0; i < kColumnBlocks * 8; ++i) {
       const int column = i / 2 * 8 + 2 * t + i % 2;
-      if (column < p.columns) tile::from_fp32(s.weights[row] * d_q[i / 4][i / 2 % 2][2 * half + i % 2], to + column);
+      const float sum = d_q[i / 4][i / 2 % 2][2 * half + i % 2];
+      if (column < p.columns) tile::from_fp32(weighted(s.weights[row], sum), to + column);
     }
   }
 }

@@ -123,7 +123,8 @@ HOPWELL_DEVICE void store_heads(const Params<bf16>& p, const GradientStorage& s,
     HOPWELL_UNROLL
     for (int i = 0; i < 32; ++i) {
       const int column = i / 2 * 8 + 2 * t + i % 2;
-      if (column < p.columns) to[column] = arch::to_bf16(s.weights[row] * d_q[i / 2 * 4 + 2 * half + i % 2] + nan_or_0);
+      if (column < p.columns)
+        to[column] = arch::to_bf16(weighted(s.weights[row], d_q[i / 2 * 4 + 2 * half + i % 2]) + nan_or_0);
     }
   }
 }
