@@ -150,7 +150,7 @@ class Wrong:
         if self.call.operator in ("sparse_mla_backward", "attention_distribution"):
             needed += [name for name in ("out", "lse") if name in self.call.inputs]
         name = self.pick(needed)
-        return self.put(name, None)
+        return self.put(name, None, *(("target",) if name == "d_scores" else ()))  # one of the two must be there
 
     def alone(self) -> tuple[str, ...] | None:
         """One end of the key ranges without the other."""
