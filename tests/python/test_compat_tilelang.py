@@ -1,0 +1,100 @@
+"""`hopwell.compat.tilelang` against plain PyTorch in float64, as slime's plug-in uses it."""
+
+import math
+
+import pytest
+import torch
+from hopwell.compat.tilelang import SparseMLA, generate_varlen_mask_params, lighting_indexer
+from torch import Tensor
+
+CU_SEQLENS = torch.tensor([0, 1, 9, 9, 24], dtype=torch.int32)
+
+
+def norm_error(x: Tensor, expected: Tensor) -> float:
+    return float(((x.double() - expected).norm() / expected.norm()).detach())
+
+
+def index_inputs(dtype: torch.dtype) -> list[Tensor]:
+    s = int(CU_SEQLENS[-1])
+    q = (torch.randn(s, 3, 16) * 4).round() / 4  # q·k is exact, so that its sign is certain
+    k = (torch.randn(s, 16) * 4).round() / 4
+    return [q.to(dtype).requires_grad_(), k.to(dtype).requires_grad_(), torch.randn(s, 3).requires_grad_()]
+
+
+def all_scores(q: Tensor, k: Tensor, weights: Tensor, start: Tensor, end: Tensor) -> Tensor:
+    scores = torch.einsum("sjt,sj->st", torch.einsum("sjd,td->sjt", q, k).relu(), weights)
+    keys = torch.arange(len(k))
+    return scores.masked_fill((keys < start[:, None]) | (keys >= end[:, None]), -torch.inf)
+
+
+def test_the_key_ranges_of_a_pack() -> None:
+    start, end = generate_varlen_mask_params(CU_SEQLENS)
+    assert start.tolist() == [0] + [1] * 8 + [9] * 15
+    assert end.tolist() == list(range(1, 25))
+
+
+@pytest.mark.parametrize("topk", [4, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("given", [False, True])
+def test_indexer_and_its_gradients(dtype: torch.dtype, topk: int, given: bool) -> None:
+    leaves, (start, end) = index_inputs(dtype), generate_varlen_mask_params(CU_SEQLENS)
+    chosen = torch.randint(-1, 24, (24, topk), dtype=torch.int32) if given else None
+    q, k, weights = leaves
+    scores, indices = lighting_indexer(q, k, weights.unsqueeze(-1), start, end, topk, chosen)
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    expected = all_scores(*exact, start, end)
+    if given:
+        assert indices is chosen
+    else:
+        best = expected.detach().topk(min(topk, 24)).values  # of equal scores either may be chosen
+        for row in range(24):
+            taken = indices[row][indices[row] >= 0].long()
+            assert len(taken) == len(taken.unique()) == int((best[row] > -torch.inf).sum())
+            torch.testing.assert_close(
+                expected[row, taken].sort(descending=True).values.detach(), best[row, : len(taken)]
+            )
+    expected = expected.gather(1, indices.clamp(min=0).long()).masked_fill(indices < 0, -torch.inf)
+    assert torch.equal(scores.isinf(), expected.isinf())
+    finite = ~expected.isinf()
+    torch.testing.assert_close(scores[finite].double(), expected[finite], rtol=1e-4, atol=1e-4)
+
+    factors = torch.randn(24, topk)
+    gradients = torch.autograd.grad((scores[finite] * factors[finite]).sum(), leaves)
+    wanted = torch.autograd.grad((expected[finite] * factors[finite]).sum(), exact)
+    for gradient, other, leaf in zip(gradients, wanted, leaves, strict=True):
+        assert gradient.dtype == leaf.dtype
+        assert norm_error(gradient, other) <= (4e-3 if dtype == torch.bfloat16 else 1e-4)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_and_its_gradients(dtype: torch.dtype, groups: int) -> None:
+    q = torch.randn(9, 4, 20).to(dtype).requires_grad_()
+    kv = torch.randn(11, groups, 20).to(dtype).requires_grad_()
+    indices = torch.randint(-1, 11, (9, groups, 6), dtype=torch.int32)
+    indices[:, :, 0] = 3
+    out, lse = SparseMLA.apply(q, kv, indices, 0.3, d_v=12)
+    exact_q, exact_kv = (x.detach().double().requires_grad_() for x in (q, kv))
+    keys = torch.stack([exact_kv[indices[:, g].clamp(min=0).long(), g] for g in range(groups)], 1)
+    scores = 0.3 * torch.einsum("sghd,sgid->sghi", exact_q.unflatten(1, (groups, -1)), keys)
+    scores = scores.masked_fill((indices < 0)[:, :, None], -torch.inf)
+    expected = torch.einsum("sghi,sgid->sghd", scores.softmax(-1), keys[..., :12]).flatten(1, 2)
+    tolerance = 4e-3 if dtype == torch.bfloat16 else 1e-4
+    assert out.dtype == dtype and not lse.requires_grad
+    assert norm_error(out, expected) <= tolerance
+    torch.testing.assert_close(
+        lse.double(), (scores.logsumexp(-1) / math.log(2)).flatten(1, 2), rtol=1e-5, atol=1e-5, check_dtype=False
+    )
+    d_out = torch.randn(out.shape).to(dtype)
+    wanted = torch.autograd.grad(expected, (exact_q, exact_kv), d_out.double())
+    for gradient, other in zip(torch.autograd.grad(out, (q, kv), d_out), wanted, strict=True):
+        assert gradient.dtype == dtype
+        assert norm_error(gradient, other) <= 2 * tolerance
+
+
+def test_shapes_that_do_not_fit() -> None:
+    q, kv, indices = torch.randn(5, 3, 16), torch.randn(7, 2, 16), torch.zeros(5, 2, 4, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"SparseMLA.apply: kv_group must divide the heads of q"):
+        SparseMLA.apply(q, kv, indices, 1.0, 8)
+    with pytest.raises(ValueError, match=r"SparseMLA.apply: q must be \[s_q, heads, d_qk\]"):
+        SparseMLA.apply(q[None], kv, indices, 1.0, 8)
