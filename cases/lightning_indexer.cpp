@@ -350,6 +350,8 @@ std::vector<std::pair<std::string, Indexer>> forward_problems() {
         .data = Data::kIntegers,
         .document = 900,
         .first_token = 1780}},
+      // Which of a CTA's warps have keys to select from: two of three.
+      {"documents_two_warps", {.s_kv = 3000, .h_index = 2, .d_index = 8, .document = 1500, .first_token = 1480}},
       {"documents_many_heads", {.s_q = 9, .s_kv = 1500, .h_index = 130, .document = 400, .first_token = 795}},
       {"documents_long_row",
        {.s_q = 3, .s_kv = 20000, .h_index = 2, .d_index = 8, .document = 9000, .first_token = 17998}},

@@ -307,7 +307,7 @@ const Subject kSubjects[] = {
     {"lightning_indexer_sm90",
      "emu:sm90",
      cases::lightning_indexer,
-     {"many_heads", "long_row", "topk_2048_exact", "causal_many_heads", "documents"},
+     {"many_heads", "long_row", "topk_2048_exact", "causal_many_heads", "documents", "documents_two_warps"},
      6,
      13},
     {"lightning_indexer_backward",

@@ -39,19 +39,24 @@ struct WarpScores {
   int warp, warps;                               // of the CTAs that have this query
 };
 
-// Waits for all warps that have this query, a few of a CTA or all of a cluster.
+// Waits for all warps that have this query. kFew: some of a CTA, which have a barrier of their own: behind it the compiler takes
+// no warp to be together any more, and every vote and shuffle costs more. Otherwise all warps of the cluster.
+template <bool kFew>
 HOPWELL_DEVICE void sync_query(int warps_of_cta, int warps) {
-  if (warps <= warps_of_cta)
+  if constexpr (kFew)
     arch::barrier_sync(1, 32 * warps);
+  else if (warps == warps_of_cta)
+    arch::syncthreads();
   else
     arch::cluster_sync();
 }
 
 // Writes this warp's counts to all CTAs that have this query.
-HOPWELL_DEVICE void broadcast_counts(ClusterSelectStorage& s, int buffer, const WarpScores& scores, int warps_of_cta,
+template <bool kFew>
+HOPWELL_DEVICE void broadcast_counts(ClusterSelectStorage& s, int buffer, const WarpScores& scores,
                                      const BoundCounts& counts) {
   const uint32_t rank = uint32_t(arch::lane_index());
-  if (rank >= (scores.warps <= warps_of_cta ? 1 : arch::cluster_size())) return;
+  if (rank >= (kFew ? 1 : arch::cluster_size())) return;
   const uint32_t to = arch::map_to_rank(arch::shared_address(&s.counts[buffer][scores.warp]), rank);
   arch::store_cluster(to, uint32_t(counts.reach[0] | counts.reach[1] << 16));
   arch::store_cluster(to + 4, uint32_t(counts.reach[2]));
@@ -70,6 +75,7 @@ HOPWELL_DEVICE BoundCounts sum_counts(const ClusterSelectStorage& s, int buffer,
   return sums;
 }
 
+template <bool kFew>
 HOPWELL_DEVICE Threshold find_threshold(const SelectParams& p, ClusterSelectStorage& s, const WarpScores& scores) {
   uint32_t low = ClusterSelectConfig::kLowest,
            high = ClusterSelectConfig::kAboveAll;  // reached by at least topk; by fewer
@@ -87,8 +93,8 @@ HOPWELL_DEVICE Threshold find_threshold(const SelectParams& p, ClusterSelectStor
     }
     const int packed = tile::sum_of_warp(own.reach[0] | own.reach[1] << 16);
     own = {packed & 0xffff, packed >> 16, tile::sum_of_warp(own.reach[2])};
-    broadcast_counts(s, turn, scores, p.warps, own);
-    sync_query(p.warps, scores.warps);
+    broadcast_counts<kFew>(s, turn, scores, own);
+    sync_query<kFew>(p.warps, scores.warps);
     const BoundCounts counts = sum_counts(s, turn, scores.warps);
     int at_low = 0;
     HOPWELL_UNROLL
@@ -106,6 +112,7 @@ HOPWELL_DEVICE float score_of(uint32_t order) {
   return arch::bit_cast<float>(order >> 31 ? order & 0x7fffffff : ~order);
 }
 
+template <bool kFew>
 HOPWELL_DEVICE void write_topk(const SelectParams& p, ClusterSelectStorage& s, const QueryRow& row,
                                const WarpScores& scores, const Threshold& threshold) {
   const int lane = arch::lane_index();
@@ -116,8 +123,8 @@ HOPWELL_DEVICE void write_topk(const SelectParams& p, ClusterSelectStorage& s, c
     own.reach[1] += order == threshold.order;
   }
   const int packed = tile::sum_of_warp(own.reach[0] | own.reach[1] << 16);
-  broadcast_counts(s, 2, scores, p.warps, {packed & 0xffff, packed >> 16, 0});
-  sync_query(p.warps, scores.warps);
+  broadcast_counts<kFew>(s, 2, scores, {packed & 0xffff, packed >> 16, 0});
+  sync_query<kFew>(p.warps, scores.warps);
   const BoundCounts before = sum_counts(s, 2, scores.warp);
   int above = before.reach[0], equal = before.reach[1];
   HOPWELL_UNROLL
@@ -138,30 +145,39 @@ HOPWELL_DEVICE void write_topk(const SelectParams& p, ClusterSelectStorage& s, c
   }
 }
 
-__global__ void __launch_bounds__(32 * kMaxSelectWarps) select_keys_in_cluster(const __grid_constant__ SelectParams p) {
-#if HOPWELL_HAS_SM90A
-  auto& s = arch::dynamic_smem<ClusterSelectStorage>();
-  const int size = int(arch::cluster_size()), rank = int(arch::cluster_rank()), lane = arch::lane_index();
-  const QueryRow row = row_of(p, arch::block_index() / size);
-  if (row.visible <= p.topk) {
-    for (int i = rank * 32 * p.warps + arch::thread_index(); i < p.topk; i += 32 * p.warps * size)
-      write_visible(row, i);
-    return;
-  }
-  const bool alone = row.visible <= p.warps * kKeysPerSelectWarp;  // this CTA has room for all
+// kFew: the first CTA of the cluster has warps for all keys that the query sees; those that have none leave.
+template <bool kFew>
+HOPWELL_DEVICE void select_topk(const SelectParams& p, ClusterSelectStorage& s, const QueryRow& row, int warps) {
+  const int lane = arch::lane_index();
   WarpScores scores;
-  scores.warp = rank * p.warps + arch::warp_index();
-  scores.warps = alone ? (row.visible + kKeysPerSelectWarp - 1) / kKeysPerSelectWarp : size * p.warps;
-  if (scores.warp >= scores.warps) return;
-  if (!alone) arch::cluster_arrive_relaxed();  // kept: see the wait
+  scores.warp = int(arch::cluster_rank()) * p.warps + arch::warp_index(), scores.warps = warps;
+  if (kFew && scores.warp >= scores.warps) return;
+  if (!kFew) arch::cluster_arrive_relaxed();  // kept: see the wait
   scores.first = scores.warp * kKeysPerSelectWarp;
   HOPWELL_UNROLL
   for (int i = 0; i < ClusterSelectConfig::kScores; ++i) {
     const int key = scores.first + 32 * i + lane;
     scores.order[i] = key < row.visible ? order_of(row.scores[key]) : 0;
   }
-  if (!alone) arch::cluster_wait();  // kept: before counts are broadcast, all CTAs of the cluster have started
-  write_topk(p, s, row, scores, find_threshold(p, s, scores));
+  if (!kFew) arch::cluster_wait();  // kept: before counts are broadcast, all CTAs of the cluster have started
+  write_topk<kFew>(p, s, row, scores, find_threshold<kFew>(p, s, scores));
+}
+
+__global__ void __launch_bounds__(32 * kMaxSelectWarps) select_keys_in_cluster(const __grid_constant__ SelectParams p) {
+#if HOPWELL_HAS_SM90A
+  auto& s = arch::dynamic_smem<ClusterSelectStorage>();
+  const int size = int(arch::cluster_size()), rank = int(arch::cluster_rank());
+  const QueryRow row = row_of(p, arch::block_index() / size);
+  if (row.visible <= p.topk) {
+    for (int i = rank * 32 * p.warps + arch::thread_index(); i < p.topk; i += 32 * p.warps * size)
+      write_visible(row, i);
+    return;
+  }
+  const int needed = (row.visible + kKeysPerSelectWarp - 1) / kKeysPerSelectWarp, all = size * p.warps;
+  if (needed <= p.warps && needed < all)
+    select_topk<true>(p, s, row, needed);
+  else
+    select_topk<false>(p, s, row, all);
 #endif
 }
 
