@@ -102,7 +102,7 @@ BUGS = [
     ),
     Bug("nvfp4", "alpha * (_decode(codes_a", "1.0 * (_decode(codes_a", "alpha ignored by nvfp4_matmul"),
     Bug("nvfp4", "(signs << 3)", "(signs << 2)", "sign in the wrong bit"),
-    Bug("lightning_indexer", "w @ np.maximum(dot, 0.0)", "w @ dot", "relu dropped"),
+    Bug("lightning_indexer", "np.maximum(dot, 0.0) if relu else dot)\n    return", "dot)\n    return", "relu dropped"),
     Bug("lightning_indexer", "np.sort(best_first[:topk])", "best_first[:topk]", "keys in order of score"),
     Bug(
         "lightning_indexer",
@@ -110,8 +110,14 @@ BUGS = [
         'np.argsort(score, kind="stable")',
         "smallest scores chosen",
     ),
-    Bug("lightning_indexer", "(np.exp(log_prob) - p)", "np.exp(log_prob)", "target dropped from the gradient"),
-    Bug("lightning_indexer", "* (dot > 0.0)", "", "relu's derivative dropped"),
+    Bug("lightning_indexer", "g = np.exp(log_prob) - p", "g = np.exp(log_prob)", "target dropped from the gradient"),
+    Bug("lightning_indexer", "((dot > 0.0) if relu else 1.0)", "1.0", "relu's derivative dropped"),
+    Bug("lightning_indexer", "((dot > 0.0) if relu else 1.0)", "(dot > 0.0)", "relu's derivative without a relu"),
+    Bug("lightning_indexer", "g = factor * of_row[s] * g", "g = factor * g", "row_weights dropped from the gradient"),
+    Bug(
+        "lightning_indexer", "(of_row[counts] * losses[counts])", "losses[counts]", "row_weights dropped from the loss"
+    ),
+    Bug("lightning_indexer", "if of_row[s] == 0.0:", "if False:", "rows of weight 0 make NaN"),
     Bug(
         "lightning_indexer",
         "np.add.at(d_k, keys, d_dot.T @ q[s])",

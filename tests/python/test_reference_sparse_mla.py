@@ -62,7 +62,7 @@ MASKS: list[dict[str, Any]] = [
     {"topk_length": np.array([7, 3, 0, 100, 5], dtype=np.int32)},
     {"topk_length": np.array([-4, 1, 6, 7, INT_MAX], dtype=np.int32), "q_start": 2},
     {"q_positions": np.array([8, INT_MAX, 0, -1, 3], dtype=np.int32)},
-    {"q_positions": np.array([2, 3, 17, 35, 36], dtype=np.int32), "kv_stride": 4},
+    {"q_positions": np.array([18, 3, 2, 35, 36], dtype=np.int32), "kv_stride": 4},
     {"q_start": -2, "kv_stride": 1},
     {"q_start": 2**40, "kv_stride": 3},
     {"k_start": np.array([4, 0, INT_MIN, 5, 0], np.int32), "k_end": np.array([5, 1, INT_MAX, 5, 9], np.int32)},
