@@ -1,0 +1,275 @@
+"""Sparse attention over several ranks, of `torch.distributed` collectives and key ranges.
+
+Context parallel: a rank has some tokens of every sequence. Its queries attend over the latent keys of all ranks, which
+are gathered in the order of the sequence, so that what belongs to a query has the bits that it has on one rank; the
+gradients of keys are summed in float32 and go back to the ranks that own them.
+
+Tensor parallel: a rank has some of the heads, every token and the whole indexer. The attention distribution is summed
+over ranks before it is normalised.
+
+>>> shard = ContextShard.zigzag(s, mesh["context"].get_group(), device)
+>>> shard_heads(attention.mla, mesh["heads"].get_group())
+>>> attention = ParallelDSA(attention.mla, attention.indexer, heads=mesh["heads"].get_group())
+>>> y, indexer_loss = attention(shard.split(x), shard)
+
+Losses are this rank's part of a sum over the context's ranks: `sum_gradients` adds the parameters' gradients up, or
+FSDP2 does, with `set_gradient_divide_factor(1.0)`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hopwell.torch import nn, ops
+from hopwell.torch.ops._register import Gradients
+
+Group = dist.ProcessGroup | None  # None: this rank alone
+
+
+def _place(group: Group) -> tuple[int, int]:
+    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+
+def check_agreement(what: str, name: str, value: Iterable[int], group: Group, device: torch.device | None) -> None:
+    """Raises ValueError on every rank where `value`, up to 8 numbers, is not the same on all. A collective."""
+    given = tuple(value)
+    _, ranks = _place(group)
+    if ranks == 1:
+        return
+    mine = torch.tensor([*given, *(-1,) * (8 - len(given))], device=device)
+    every = mine.new_empty(ranks * 8)
+    dist.all_gather_into_tensor(every, mine, group=group)
+    rows = every.view(ranks, 8).tolist()
+    if any(row != rows[0] for row in rows):
+        got = ", ".join(str([n for n in row if n >= 0]) for row in rows)
+        raise ValueError(f"{what}: {name} must be the same on every rank; got {got} on ranks 0 … {ranks - 1}")
+
+
+@dataclass(frozen=True)
+class ContextShard:
+    """Which tokens of sequences of s tokens this rank has. `positions` int64 [s_local] are theirs, ascending.
+
+    Gathered rows are padded to the `rows` of the largest shard; `places` int64 [s] says where each token's row is then.
+    """
+
+    s: int
+    group: Group
+    positions: Tensor
+    places: Tensor
+    rows: int
+
+    @classmethod
+    def zigzag(cls, s: int, group: Group = None, device: torch.device | None = None) -> Self:
+        """Of 2·ranks pieces as equal as can be, rank r has the pieces r and 2·ranks − 1 − r, an early and a late one:
+        under a causal mask every rank has as many pairs of a query and a key. Ranks may be left without tokens. A
+        collective: an s that differs between ranks is a ValueError on each.
+        """
+        check_agreement("ContextShard", "s", (s,), group, device)
+        rank, ranks = _place(group)
+        pieces = torch.arange(s, device=device).tensor_split(2 * ranks)
+        shards = [torch.cat([pieces[r], pieces[-1 - r]]) for r in range(ranks)]
+        rows = max(map(len, shards))
+        places = torch.empty(s, dtype=torch.int64, device=device)
+        for r, shard in enumerate(shards):
+            places[shard] = r * rows + torch.arange(len(shard), device=device)
+        return cls(s, group, shards[rank], places, rows)
+
+    def split(self, x: Tensor) -> Tensor:
+        """x [b, s, ...] → this rank's [b, s_local, ...]. A collective: where ranks have x of several shapes each raises
+        a ValueError, so that none waits for another in a later gather.
+        """
+        check_agreement("ContextShard.split", "x's shape", x.shape, self.group, x.device)
+        if x.ndim < 2 or x.shape[1] != self.s:
+            raise ValueError(f"ContextShard.split: x must be [b, s, ...] with s = {self.s}; got {list(x.shape)}")
+        return x.index_select(1, self.positions)
+
+    def key_ranges(self, b: int) -> tuple[Tensor, Tensor]:
+        """k_start and k_end of this rank's queries among the keys of b sequences, int32 [b·s_local]: causal."""
+        first = torch.arange(b, device=self.positions.device)[:, None] * self.s
+        end = first + self.positions + 1
+        return first.expand_as(end).flatten().int(), end.flatten().int()
+
+    def gather(self, x: Tensor) -> Tensor:
+        """This rank's x [b, s_local, d] → every token's, [b, s, d]. Without gradient."""
+        _, ranks = _place(self.group)
+        if ranks == 1:
+            return x.detach()
+        mine = x.new_zeros(self.rows, x.shape[0], x.shape[2])
+        mine[: x.shape[1]] = x.detach().transpose(0, 1)
+        every = x.new_empty(ranks * self.rows, *mine.shape[1:])
+        dist.all_gather_into_tensor(every, mine, group=self.group)
+        return every[self.places].transpose(0, 1).contiguous()
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """The adjoint of `gather`: x [b, s, d] summed over ranks in its own dtype → this rank's [b, s_local, d]."""
+        _, ranks = _place(self.group)
+        if ranks == 1:
+            return x
+        every = x.new_zeros(ranks * self.rows, x.shape[0], x.shape[2])
+        every[self.places] = x.transpose(0, 1)
+        mine = x.new_empty(self.rows, *every.shape[1:])
+        dist.reduce_scatter_tensor(mine, every, group=self.group)
+        return mine[: len(self.positions)].transpose(0, 1)
+
+
+def _sum(x: Tensor, group: Group) -> Tensor:
+    if _place(group)[1] == 1:
+        return x
+    total = x.contiguous().clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over ranks; every rank goes on with it, so its gradient is each one's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return _sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, d_total: Tensor) -> Gradients:
+        return d_total, None
+
+
+class _SumOfGradients(torch.autograd.Function):
+    """x itself, of which every rank makes a part of what follows: its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, d_x: Tensor) -> Gradients:
+        return _sum(d_x, ctx.group), None
+
+
+class _SparseMLA(torch.autograd.Function):
+    """`sparse_mla` over gathered keys. dKV stays float32 until it has been summed over heads and context."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, kv: Tensor, gathered: Tensor, sink: Tensor | None, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        keys, masks = gathered.flatten(0, 1), options["masks"]
+        out, _, lse = ops.sparse_mla_forward(
+            q, keys, options["indices"], options["sm_scale"], options["d_v"], attn_sink=sink, **masks
+        )
+        ctx.options, ctx.shape, ctx.kv_dtype = options, gathered.shape, kv.dtype
+        ctx.save_for_backward(q, keys, out, lse, sink)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor, _d_lse: Tensor) -> Gradients:
+        q, keys, out, lse, sink = ctx.saved_tensors
+        options, masks = ctx.options, ctx.options["masks"]
+        dq, dkv, d_sink = ops.sparse_mla_backward(
+            *(d_out.contiguous(), q, keys, options["indices"], out, lse, options["sm_scale"], options["d_v"]),
+            attn_sink=sink,
+            **masks,
+        )
+        assert dkv is not None
+        mine = options["shard"].reduce(_sum(dkv, options["heads"]).view(ctx.shape))
+        return dq, mine.to(ctx.kv_dtype), None, d_sink, None
+
+
+class _IndexerLoss(torch.autograd.Function):
+    """`indexer_loss` over gathered keys."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, weights: Tensor, gathered: Tensor, target: Tensor, options: dict[str, Any]
+    ) -> Tensor:
+        loss, *gradients = ops.lightning_indexer_backward(
+            target, q, gathered.flatten(0, 1), weights, options["indices"], **options["masks"]
+        )
+        ctx.shard, ctx.shape, ctx.k_dtype = options["shard"], gathered.shape, k.dtype
+        ctx.save_for_backward(*gradients)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor) -> Gradients:
+        d_q, d_k, d_weights = (g * d_loss.to(g.dtype) for g in ctx.saved_tensors)
+        return d_q, ctx.shard.reduce(d_k.view(ctx.shape)).to(ctx.k_dtype), d_weights, None, None, None
+
+
+class ParallelDSA(nn.DSA):
+    """`nn.DSA` over the tokens of a `ContextShard` and, where `mla` has been through `shard_heads`, some of the heads.
+
+    Its parameters are named as those of `nn.DSA`. "dense" and "warm-up" attend over index lists of every key.
+    """
+
+    def __init__(self, mla: nn.SparseMLA, indexer: nn.LightningIndexer, heads: Group = None) -> None:
+        super().__init__(mla, indexer)
+        self.heads = heads
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, shard: ContextShard, mode: nn.Mode = "sparse"
+    ) -> tuple[Tensor, Tensor | None]:
+        """x [b, s_local, d_model] → y alike and this rank's part of the indexer's loss, the mean over all tokens."""
+        b, s_local, _ = x.shape
+        if s_local != len(shard.positions):
+            raise ValueError(
+                f"ParallelDSA: x must be [b, s_local, d_model] with s_local = {len(shard.positions)};"
+                f" got {list(x.shape)}"
+            )
+        start = shard.positions - torch.arange(s_local, device=x.device)
+        q, kv = self.mla.project(x, start)
+        q_index, k_index, weights = self.indexer.project(x.detach(), start)
+        keys, index_keys = shard.gather(kv), shard.gather(k_index)
+        q, q_index, weights = (t.flatten(0, 1) for t in (q, q_index, weights))
+        k_start, k_end = shard.key_ranges(b)
+        masks: dict[str, Any] = {"k_start": k_start, "k_end": k_end}
+        if mode == "sparse":
+            rows = index_keys.flatten(0, 1)
+            indices, _ = ops.lightning_indexer(q_index, rows, weights, self.indexer.topk, **masks)
+        else:
+            every = torch.arange(shard.s, device=x.device, dtype=torch.int32) + k_start[:, None]
+            indices = torch.where(every < k_end[:, None], every, -1)
+        self.selected = torch.where(indices < 0, -1, indices - k_start[:, None]).view(b, s_local, indices.shape[1])
+        options = {"indices": indices, "masks": masks, "shard": shard, "heads": self.heads}
+        options |= {"sm_scale": self.mla.sm_scale, "d_v": self.mla.d_v}
+        sink = None if self.mla.attn_sink is None else self.mla.attn_sink.float()
+        out, lse = _SparseMLA.apply(q, kv, keys, sink, options)  # type: ignore[no-untyped-call]
+        y = self.mla.combine(out.view(b, s_local, self.mla.h_q, self.mla.d_v))
+        if mode == "dense" or not torch.is_grad_enabled():
+            return y, None
+        attn = ops.attention_distribution(q.detach(), keys.flatten(0, 1), indices, lse, self.mla.sm_scale, **masks)
+        attn = _sum(attn, self.heads)
+        total = attn.sum(-1, keepdim=True)
+        target = torch.where(total > 0, attn / total, 0)
+        loss = _IndexerLoss.apply(q_index, k_index, weights, index_keys, target, options)  # type: ignore[no-untyped-call]
+        return y, loss / max(b * shard.s, 1)
+
+
+def shard_heads(mla: nn.SparseMLA, group: Group) -> None:
+    """Keeps this rank's heads of `mla`, the same number on every rank. The ranks' results are summed behind
+    `output`, the gradients of the input before `query`.
+    """
+    rank, ranks = _place(group)
+    if mla.h_q % ranks:
+        raise ValueError(f"shard_heads: h_q must be a multiple of the {ranks} ranks; got {mla.h_q}")
+
+    def part(tensor: Tensor, dim: int = 0) -> torch.nn.Parameter:
+        return torch.nn.Parameter(tensor.detach().chunk(ranks, dim)[rank].clone())
+
+    mla.query.weight, mla.output.weight = part(mla.query.weight), part(mla.output.weight, 1)
+    mla.up_key, mla.up_value = part(mla.up_key), part(mla.up_value)
+    if mla.attn_sink is not None:
+        mla.attn_sink = part(mla.attn_sink)
+    mla.h_q //= ranks
+    mla.query.register_forward_pre_hook(lambda _, x: (_SumOfGradients.apply(x[0], group),))  # type: ignore[no-untyped-call]
+    mla.output.register_forward_hook(lambda _, x, y: _SumOverRanks.apply(y, group))  # type: ignore[no-untyped-call]
+
+
+def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: Group) -> None:
+    """Adds up the gradients of replicated parameters over the context's ranks, for training without FSDP."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad = _sum(parameter.grad, group)

@@ -1,0 +1,117 @@
+"""What the processes of test_parallel.py run: `parallel_worker.py TASK RANK RANKS FOLDER`."""
+
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hopwell.torch import nn
+from hopwell.torch.parallel import ContextShard, ParallelDSA, shard_heads, sum_gradients
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+B, D_MODEL, STEPS = 2, 32, 6
+TIMEOUT = timedelta(seconds=5)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, heads: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        mla = nn.SparseMLA(D_MODEL, 4, d_v=16, d_rope=8, d_nope=8, d_head=8, attn_sink=True)
+        indexer = nn.LightningIndexer(D_MODEL, topk=5, h_index=2, d_index=16, d_rope=8)
+        shard_heads(mla, heads)
+        self.attention = ParallelDSA(mla, indexer, heads)
+
+    def forward(self, x: torch.Tensor, shard: ContextShard) -> tuple[torch.Tensor, torch.Tensor]:
+        y, loss = self.attention(x, shard)
+        assert loss is not None
+        return x + y, loss
+
+
+def train(scenario: str, folder: Path, s: int, first: int, last: int) -> dict[str, object]:
+    """Steps `first` … `last` − 1 of training; with FSDP from the folder's checkpoint where `first` is not 0, and saved
+    to it where that is not the end. "alone" is this rank by itself.
+    """
+    world = dist.group.WORLD
+    context, heads = {"alone": (None, None), "heads": (None, world)}.get(scenario, (world, None))
+    model, fsdp = Model(heads), scenario == "fsdp"
+    if fsdp:
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        model.set_gradient_divide_factor(1.0)
+        model.set_force_sum_reduction_for_comms(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if first:
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.load(state, checkpoint_id=folder / "checkpoint")
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    shard = ContextShard.zigzag(s, context)
+    losses = []
+    for step in range(first, last):
+        x = torch.randn(B, s, D_MODEL, generator=torch.Generator().manual_seed(step))
+        mine = shard.split(x).requires_grad_()
+        y, indexer_loss = model(mine, shard)
+        loss = (y - shard.split(x.roll(1, 1))).square().sum() / x.numel()
+        optimizer.zero_grad()
+        (loss + indexer_loss).backward()
+        if not fsdp:
+            sum_gradients(model.parameters(), context)
+        optimizer.step()
+        both = torch.stack([loss.detach(), indexer_loss.detach()])
+        if context is not None:
+            dist.all_reduce(both, group=context)
+        losses.append(both.tolist())
+        if step == first:
+            at_first = {"first_y": y.detach(), "first_grad": mine.grad}
+    if fsdp and last < STEPS:
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.save(state, checkpoint_id=folder / "checkpoint")
+    return {"losses": losses, "positions": shard.positions, **at_first}
+
+
+def message(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def compare(rank: int, folder: Path) -> dict[str, object]:
+    world, result = dist.group.WORLD, {}
+    for s in (16, 13, 1):  # with 1 token the other rank has none
+        for scenario in ("alone", "context", "again", "heads", "fsdp"):
+            result[scenario, s] = train(scenario, folder, s, 0, STEPS)
+    result["s"] = message(lambda: ContextShard.zigzag(8 + rank, world))
+    result["shape"] = message(lambda: ContextShard.zigzag(8, world).split(torch.zeros(B + rank, 8, D_MODEL)))
+    return result
+
+
+def main() -> None:
+    task, rank, ranks, path = sys.argv[1:]
+    folder = Path(path)
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / f"store-{task}-{ranks}"), int(ranks))
+    dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(ranks), timeout=TIMEOUT)
+    if task == "compare":
+        torch.save(compare(int(rank), folder), folder / f"compare-{rank}.pt")
+    elif task == "save":
+        train("fsdp", folder, 16, 0, STEPS // 2)
+    elif task == "resume":
+        torch.save(train("fsdp", folder, 16, STEPS // 2, STEPS), folder / f"resume-{rank}.pt")
+    elif task == "die":
+        shard = ContextShard.zigzag(16, dist.group.WORLD)
+        if rank == "1":
+            os._exit(3)
+        Model(None)(shard.split(torch.zeros(B, 16, D_MODEL)), shard)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

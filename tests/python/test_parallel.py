@@ -1,0 +1,113 @@
+"""Training over two processes on gloo: what one process computes, and errors instead of waiting for ever."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hopwell.torch import lightning_indexer, sparse_mla
+
+WORKER = Path(__file__).with_name("parallel_worker.py")
+
+
+def launch(folder: Path, task: str, ranks: int) -> list[tuple[int, str]]:
+    """Each rank's exit code and standard error."""
+    command = [sys.executable, str(WORKER), task]
+    ranked = [[*command, str(rank), str(ranks), str(folder)] for rank in range(ranks)]
+    processes = [subprocess.Popen(c, stderr=subprocess.PIPE, text=True) for c in ranked]
+    try:
+        return [(p.returncode, error) for p in processes for error in [p.communicate(timeout=60)[1]]]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def succeed(folder: Path, task: str, ranks: int) -> None:
+    for code, error in launch(folder, task, ranks):
+        assert code == 0, error
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    folder = tmp_path_factory.mktemp("parallel")
+    succeed(folder, "compare", 2)
+    return [torch.load(folder / f"compare-{rank}.pt") for rank in range(2)]
+
+
+def losses(result: dict[str, Any]) -> torch.Tensor:
+    return torch.tensor(result["losses"])
+
+
+@pytest.mark.parametrize("s", [16, 13, 1])
+@pytest.mark.parametrize("scenario", ["context", "heads", "fsdp"])
+def test_two_ranks_learn_what_one_does(compared: list[dict[Any, Any]], scenario: str, s: int) -> None:
+    """The same losses but for the rounding of float32 sums in another order: 1e-4 of each within six steps."""
+    for results in compared:
+        torch.testing.assert_close(losses(results[scenario, s]), losses(results["alone", s]), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("s", [16, 13, 1])
+def test_same_call_gives_the_same_bits(compared: list[dict[Any, Any]], s: int) -> None:
+    for results in compared:
+        assert results["context", s]["losses"] == results["again", s]["losses"]
+        assert torch.equal(results["context", s]["first_grad"], results["again", s]["first_grad"])
+
+
+@pytest.mark.parametrize("s", [16, 13, 1])
+def test_tokens_come_out_as_on_one_rank(compared: list[dict[Any, Any]], s: int) -> None:
+    for results in compared:
+        mine, alone = results["context", s], results["alone", s]
+        for name in ("first_y", "first_grad"):
+            expected = alone[name][:, mine["positions"]]
+            torch.testing.assert_close(mine[name], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_ranks_that_disagree_all_raise(compared: list[dict[Any, Any]]) -> None:
+    for results in compared:
+        assert results["s"] == "ContextShard: s must be the same on every rank; got [8], [9] on ranks 0 … 1"
+        assert results["shape"] == (
+            "ContextShard.split: x's shape must be the same on every rank; got [2, 8, 32], [3, 8, 32] on ranks 0 … 1"
+        )
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_resumes_on_another_number_of_ranks(
+    compared: list[dict[Any, Any]], tmp_path: Path, before: int, after: int
+) -> None:
+    succeed(tmp_path, "save", before)
+    succeed(tmp_path, "resume", after)
+    resumed, whole = losses(torch.load(tmp_path / "resume-0.pt")), losses(compared[0]["alone", 16])
+    torch.testing.assert_close(resumed, whole[-len(resumed) :], rtol=1e-4, atol=1e-6)
+
+
+def test_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
+    began = time.monotonic()
+    (code, error), (dead, _) = launch(tmp_path, "die", 2)
+    assert dead == 3
+    assert code == 1
+    assert "RuntimeError" in error
+    assert time.monotonic() - began < 30  # the time-out is 5 s; the rest is starting Python on a busy machine
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_query_has_the_same_bits_in_a_shard(dtype: torch.dtype) -> None:
+    """out, lse, dq and the selection, over global keys, of the pieces 0 and 3 of 4 and of the whole."""
+    s, draw = 50, torch.Generator().manual_seed(0)
+    q, kv, d_out = (torch.randn(*n, generator=draw).to(dtype) for n in ((s, 4, 48), (s, 48), (s, 4, 32)))
+    q_index, k_index, weights = (torch.randn(*n, generator=draw) for n in ((s, 2, 16), (s, 16), (s, 2)))
+    pieces = torch.arange(s).tensor_split(4)
+
+    def run(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        masks: dict[str, Any] = {"k_start": torch.zeros(len(rows), dtype=torch.int32), "k_end": rows.int() + 1}
+        indices, scores = lightning_indexer(q_index[rows], k_index, weights[rows], 9, **masks)
+        mine = q[rows].requires_grad_()
+        out, _, lse = sparse_mla(mine, kv, indices, 0.2, 32, **masks)
+        (dq,) = torch.autograd.grad(out, mine, d_out[rows])
+        return indices, scores, out.detach(), lse, dq
+
+    rows = torch.cat([pieces[0], pieces[3]])
+    for whole, shard in zip(run(torch.arange(s)), run(rows), strict=True):
+        assert torch.equal(whole[rows], shard)
