@@ -101,10 +101,14 @@ def main() -> None:
     dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(ranks), timeout=TIMEOUT)
     if task == "compare":
         torch.save(compare(int(rank), folder), folder / f"compare-{rank}.pt")
-    elif task == "save":
-        train("fsdp", folder, 16, 0, STEPS // 2)
-    elif task == "resume":
-        torch.save(train("fsdp", folder, 16, STEPS // 2, STEPS), folder / f"resume-{rank}.pt")
+        train("fsdp", folder / "by-two", 16, 0, STEPS // 2)
+    elif task == "resume-by-one":
+        torch.save(train("fsdp", folder / "by-two", 16, STEPS // 2, STEPS), folder / f"{task}.pt")
+        train("fsdp", folder / "by-one", 16, 0, STEPS // 2)
+    elif task == "resume-by-two":
+        result = train("fsdp", folder / "by-one", 16, STEPS // 2, STEPS)
+        if rank == "0":
+            torch.save(result, folder / f"{task}.pt")
     elif task == "die":
         shard = ContextShard.zigzag(16, dist.group.WORLD)
         if rank == "1":
