@@ -57,7 +57,7 @@ test-cpp: build
 	@ctest --preset $(PRESET)
 
 test-python: build
-	@$(PYTHON) -m pytest --numprocesses 2
+	@$(PYTHON) -m pytest --numprocesses 2 --dist loadfile
 
 test-install: build
 	@tests/install/run.sh build/$(PRESET)

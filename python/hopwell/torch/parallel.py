@@ -186,7 +186,7 @@ class _IndexerLoss(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, weights: Tensor, gathered: Tensor, target: Tensor, options: dict[str, Any]
     ) -> Tensor:
-        loss, *gradients = ops.lightning_indexer_backward(
+        loss, *gradients, _ = ops.lightning_indexer_backward(
             target, q, gathered.flatten(0, 1), weights, options["indices"], **options["masks"]
         )
         ctx.shard, ctx.shape, ctx.k_dtype = options["shard"], gathered.shape, k.dtype
