@@ -145,6 +145,15 @@ const std::vector<Refusals>& all_refusals() {
            {"max_blocks * block must be at most 4096, and 16384 / b, for b above 1", "one_65536_among_512_bf16"},
        }},
       {"sparse_mla_backward",
+       "sm80",
+       {
+           {"q and kv must be bfloat16",
+            "basic_fp32 constant_rows_fp32 few_queries_many_keys invalid_indices_fp32 key_ranges_fp32 "
+            "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
+           {"d_qk must be 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
+           {"rows of q, kv, out, d_out and dq must be 16-byte aligned", "key_ranges_h_q_40 masks_h_q_40 strided"},
+       }},
+      {"sparse_mla_backward",
        "sm90",
        {
            {"q and kv must be bfloat16",

@@ -185,6 +185,14 @@ const Subject kSubjects[] = {
      {"d_qk_512_h_q_100", "production", "large_scores_h_q_192"},
      6,
      35},
+    // Tiles of 32 heads and of 64, deterministic sums and as they come, with attn.
+    {"sparse_mla_backward_sm80",
+     "emu:sm80",
+     cases::sparse_mla_backward,
+     {"topk_127", "h_q_64", "h_q_70_invalid_indices"},
+     9,
+     10,
+     "ops/sparse_mla_backward/"},
     // Two steps of keys, every output, deterministic sums; and three for more heads than one tile has, as they come.
     {"sparse_mla_backward_sm90",
      "emu:sm90",

@@ -221,7 +221,7 @@ TEST(SparseMlaBackwardPlan, LimitsOfKernelsAreRefusedInWords) {
   EXPECT_EQ(reason([](Problem& p) { p.kv.stride[0] = std::int64_t{1} << 31; }),
             "the row stride of kv and topk must be below 2^31");
   EXPECT_EQ(reason([](Problem& p) { p.s_q = std::int64_t{1} << 31; }),
-            "s_q times blocks of 64 heads must be below 2^31");
+            "s_q times blocks of 32 heads must be below 2^31");
 }
 
 }  // namespace

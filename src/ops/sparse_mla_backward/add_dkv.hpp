@@ -53,7 +53,14 @@ HOPWELL_DEVICE void add_columns(const Params& p, const SumRows<kFixed>& rows, in
       if (at >= 0) arch::red_add(p.fixed_dkv + int64_t{at} + column / 2 + 8 * pair, word);
     }
   } else {
-    if (at >= 0) arch::red_add_v4(p.dkv + int64_t{at} * 4 + column, v[0], v[1], v[2], v[3]);
+    float* to = p.dkv + int64_t{at} * 4 + column;
+#if HOPWELL_HAS_SM90
+    if (at >= 0) arch::red_add_v4(to, v[0], v[1], v[2], v[3]);
+#else
+    HOPWELL_UNROLL
+    for (int c = 0; c < 4; ++c)
+      if (at >= 0) arch::red_add(to + c, v[c]);
+#endif
   }
 }
 

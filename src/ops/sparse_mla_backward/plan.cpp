@@ -61,7 +61,7 @@ MainPass schedule(MainPass pass, const Problem& p, const MainKernels& kernels, D
 
 // Pairs take 65 heads or more at a time, single CTAs what is left.
 void plan_heads(Plan& plan, const Problem& p, const MainKernels& kernels) {
-  const bool has_pairs = plan.sums != DkvSums::fixed_point || kernels.pair_adds_fixed_point;
+  const bool has_pairs = kernels.pair_heads > 0 && (plan.sums != DkvSums::fixed_point || kernels.pair_adds_fixed_point);
   const auto h_q = static_cast<int>(p.h_q);
   plan.pairs = {.heads = kernels.pair_heads, .ctas = 2};
   plan.pairs.head_blocks = has_pairs ? (h_q + kernels.pair_heads - kernels.single_heads - 1) / kernels.pair_heads : 0;
@@ -126,7 +126,7 @@ runtime::Support check_plan(const Problem& p, const Plan& plan) {
   if (p.s_kv * row_units >= kLimit) return Support::no("dkv must have fewer than 2^33 elements, 2^32 if deterministic");
   if (p.kv.stride[0] >= kLimit || p.topk >= kLimit - 64)
     return Support::no("the row stride of kv and topk must be below 2^31");
-  if (p.s_q * ceil_div(p.h_q, 64) >= kLimit) return Support::no("s_q times blocks of 64 heads must be below 2^31");
+  if (p.s_q * ceil_div(p.h_q, 32) >= kLimit) return Support::no("s_q times blocks of 32 heads must be below 2^31");
   return {};
 }
 

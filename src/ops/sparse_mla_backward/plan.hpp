@@ -9,10 +9,10 @@ namespace hopwell::ops::sparse_mla_backward {
 
 // What a backend's main kernels take at a time.
 struct MainKernels {
-  int keys;                    // entries of a row: a step
-  int single_heads;            // heads of a query, on one CTA
-  int pair_heads;              // heads of a query, on a cluster of two CTAs
-  bool pair_adds_fixed_point;  // otherwise deterministic calls take all heads by the single kernel
+  int keys;                            // entries of a row: a step
+  int single_heads;                    // heads of a query, on one CTA
+  int pair_heads = 0;                  // heads of a query, on a cluster of two CTAs; 0: there are no such kernels
+  bool pair_adds_fixed_point = false;  // otherwise deterministic calls take all heads by the single kernel
 };
 
 // Where the main kernels add to dkv.
