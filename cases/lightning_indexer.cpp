@@ -328,6 +328,10 @@ std::vector<std::pair<std::string, Indexer>> forward_problems() {
       {"key_ranges", {.s_q = 24, .s_kv = 900, .h_index = 4, .d_index = 32, .topk = 64, .ranges = true}},
       {"key_ranges_exact",
        {.s_q = 24, .s_kv = 900, .h_index = 4, .d_index = 32, .topk = 64, .data = Data::kIntegers, .ranges = true}},
+      // Two queries a tile of sm90; the last has one.
+      {"h_index_32", {.s_q = 9, .s_kv = 900, .h_index = 32}},
+      {"h_index_32_key_ranges_exact",
+       {.s_q = 23, .s_kv = 900, .h_index = 32, .d_index = 16, .data = Data::kIntegers, .ranges = true}},
       {"key_ranges_fp32",
        {.dtype = kFloat, .s_q = 24, .s_kv = 9000, .h_index = 2, .d_index = 8, .topk = 1000, .ranges = true}},
       {"key_ranges_many_heads_kv_stride_4",

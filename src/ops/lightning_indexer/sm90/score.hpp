@@ -194,29 +194,31 @@ HOPWELL_DEVICE void store_scores(const ScoreParams& p, int query, int first_key,
 }
 
 // Adds a tile's products with 16 keys to their sums; stores those that are complete.
-// kWhole: 64 heads exist, all of one query.
-template <bool kWhole>
+// kHeads: 64: h_index is a multiple of 64, and a tile has heads of one query; 32, 16: it is that, and a tile has two or four
+// queries; 0: it is another number, and where a query's rows end is found out product by product, which takes twice as long.
+template <int kHeads>
 HOPWELL_DEVICE void add_heads(const ScoreParams& p, const float (&d)[32], const float* weights, const TileCursor& at,
                               int first_key, Sums& sums) {
   const int heads = p.heads - at.head_tile * kHeadTile, column = arch::lane_index() % 4 * 2;
-  const bool last = at.head_tile + 1 == p.tiles_per_query;
+  const int rows_of_query = kHeads > 0 ? kHeads : p.padded_heads;
+  const bool last = (kHeads > 0 && kHeads < kHeadTile) || at.head_tile + 1 == p.tiles_per_query;
   HOPWELL_UNROLL
   for (int block = 0; block < 8; ++block) {
     HOPWELL_UNROLL
     for (int i = 0; i < 4; ++i) {
       // The product of a head that does not exist may be NaN.
-      if (!kWhole && block * 8 % p.padded_heads + column + i % 2 >= heads) continue;
+      if (kHeads == 0 && block * 8 % rows_of_query + column + i % 2 >= heads) continue;
       float& sum = sums.of[i / 2][i % 2];
       sum += weights[8 * block + column + i % 2] * arch::max_nan(d[4 * block + i], 0);
     }
-    if (kWhole ? block < 7 || !last : !last || (block + 1) * 8 % p.padded_heads != 0) continue;
-    const int query = at.query + (kWhole ? 0 : block * 8 / p.padded_heads);
+    if ((block + 1) * 8 % rows_of_query != 0 || !last) continue;
+    const int query = at.query + (kHeads == kHeadTile ? 0 : block * 8 / rows_of_query);
     if (query < p.queries) store_scores(p, query, first_key, sums);
     sums = {};
   }
 }
 
-template <bool kWhole>
+template <int kHeads>
 HOPWELL_DEVICE void score_tiles(const ScoreParams& p, ScoreStorage& s, const ScorePart& part, int group) {
   const int first_of_group = part.first_key + group * ScoreConfig::kHalves * ScoreConfig::kRows;
   const int first_key = first_of_group + arch::warp_index() % 4 * 16;
@@ -235,9 +237,9 @@ HOPWELL_DEVICE void score_tiles(const ScoreParams& p, ScoreStorage& s, const Sco
     start_products(d[0], keys[0], slot.rows());
     start_products(d[1], keys[1], slot.rows());
     arch::wgmma_wait<1>(d[0]);
-    add_heads<kWhole>(p, d[0], weights, at, first_key, sums[0]);
+    add_heads<kHeads>(p, d[0], weights, at, first_key, sums[0]);
     arch::wgmma_wait<0>(d[1]);
-    add_heads<kWhole>(p, d[1], weights, at, first_key + ScoreConfig::kRows, sums[1]);
+    add_heads<kHeads>(p, d[1], weights, at, first_key + ScoreConfig::kRows, sums[1]);
     slot.release();
   }
 }
@@ -252,8 +254,8 @@ HOPWELL_DEVICE ScorePart part_of_role(const ScoreParams& p, const ScoreStorage& 
   return part_of_grid<ScoreConfig::kKeys>(p);
 }
 
-// kWhole: h_index is a multiple of 64.
-template <bool kWhole, bool kMasked>
+// kHeads: see add_heads.
+template <int kHeads, bool kMasked>
 __global__ void __launch_bounds__(ScoreConfig::kThreads, 1) score_keys(const __grid_constant__ ScoreParams p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<ScoreStorage>();
@@ -272,7 +274,7 @@ __global__ void __launch_bounds__(ScoreConfig::kThreads, 1) score_keys(const __g
   const int group = arch::warpgroup_index(), warp = arch::warp_index();
   if (group < ScoreConfig::kGroups) {
     arch::setmaxnreg_inc<ScoreConfig::kScoreRegisters>();
-    score_tiles<kWhole>(p, s, part_of_role<kMasked>(p, s), group);
+    score_tiles<kHeads>(p, s, part_of_role<kMasked>(p, s), group);
   } else {
     arch::setmaxnreg_dec<ScoreConfig::kOtherRegisters>();
     const ScorePart part = part_of_role<kMasked>(p, s);
@@ -310,6 +312,11 @@ arch::TensorMap map_of(const View& view, std::size_t dims, const std::uint32_t (
   return arch::make_tensor_map(request);
 }
 
+template <int kHeads>
+auto kernel_for(const ScoreParams& p) {
+  return p.masked ? score_keys<kHeads, true> : score_keys<kHeads, false>;
+}
+
 // Scores of `count` queries from `first` on.
 void launch_score(const Problem& problem, std::int64_t first, std::int64_t count, Stream stream) {
   const ScorePlan plan = plan_wgmma_score(problem, count, ScoreConfig::kKeys);
@@ -318,8 +325,11 @@ void launch_score(const Problem& problem, std::int64_t first, std::int64_t count
                {static_cast<std::uint32_t>(plan.queries.padded_heads),
                 static_cast<std::uint32_t>(plan.queries.queries_per_tile)});
   p.k = map_of(problem.k, 1, {ScoreConfig::kRows, 1});
-  const auto kernel = [&](auto whole) { return p.masked ? score_keys<whole(), true> : score_keys<whole(), false>; };
-  runtime::launch(kName, problem.h_index % kHeadTile == 0 ? kernel(std::true_type{}) : kernel(std::false_type{}),
+  const auto kernel = problem.h_index % kHeadTile == 0 ? kernel_for<kHeadTile>(p)
+                      : problem.h_index == 32          ? kernel_for<32>(p)
+                      : problem.h_index == 16          ? kernel_for<16>(p)
+                                                       : kernel_for<0>(p);
+  runtime::launch(kName, kernel,
                   {.grid = {static_cast<std::uint32_t>(plan.key_blocks * plan.slices)},
                    .threads = ScoreConfig::kThreads,
                    .shared_bytes = sizeof(ScoreStorage)},
