@@ -299,6 +299,10 @@ std::vector<std::pair<std::string, Indexer>> forward_problems() {
       {"one_head", {.s_q = 70, .h_index = 1, .d_index = 8, .topk = 33, .data = Data::kIntegers}},
       {"many_heads", {.h_index = 600, .d_index = 16}},
       {"long_row", {.s_q = 2, .s_kv = 9000, .h_index = 2, .d_index = 8, .topk = 300, .data = Data::kIntegers}},
+      // Digits of 14 bits, and two turns of the loop that writes; of few queries, clusters.
+      {"longest_row", {.s_q = 17, .s_kv = 33000, .h_index = 2, .d_index = 8, .topk = 300}},
+      {"longest_row_exact",
+       {.s_q = 2, .s_kv = 33000, .h_index = 2, .d_index = 8, .topk = 300, .data = Data::kIntegers}},
       {"one_dimension", {.d_index = 1, .data = Data::kIntegers}},
       {"odd_shape", {.dtype = kFloat, .s_q = 7, .s_kv = 259, .h_index = 3, .d_index = 13, .topk = 100}},
       {"weights_bf16", {.weights_dtype = kBFloat, .topk = 65}},
@@ -354,8 +358,6 @@ std::vector<std::pair<std::string, Indexer>> forward_problems() {
         .data = Data::kIntegers,
         .document = 900,
         .first_token = 1780}},
-      // Which of a CTA's warps have keys to select from: two of three.
-      {"documents_two_warps", {.s_kv = 3000, .h_index = 2, .d_index = 8, .document = 1500, .first_token = 1480}},
       {"documents_many_heads", {.s_q = 9, .s_kv = 1500, .h_index = 130, .document = 400, .first_token = 795}},
       {"documents_long_row",
        {.s_q = 3, .s_kv = 20000, .h_index = 2, .d_index = 8, .document = 9000, .first_token = 17998}},
@@ -370,7 +372,7 @@ std::vector<std::pair<std::string, Indexer>> forward_problems() {
       {"no_queries", {.s_q = 0}},
       {"no_keys", {.s_kv = 0, .data = Data::kIntegers}},
       {"topk_0", {.topk = 0}},
-      {"queries_70000", {.s_q = 70000, .s_kv = 9, .h_index = 1, .d_index = 2, .topk = 3, .data = Data::kIntegers}},
+      {"queries_70000", {.s_q = 70000, .s_kv = 9, .h_index = 1, .d_index = 2, .topk = 9, .data = Data::kIntegers}},
   };
   for (const std::int64_t topk : {1, 63, 64, 65, 127, 2048, 2049}) {
     const std::string name = "topk_" + std::to_string(topk);

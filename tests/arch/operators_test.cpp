@@ -308,15 +308,20 @@ const Subject kSubjects[] = {
      4,
      15},
     {"nvfp4_quantize", "emu:sm80", cases::nvfp4_quantize, {"basic", "blocked", "bf16"}, 8, 2},
-    // Parts of many heads, which go round the ring; two warps that select; CTAs that share what queries see.
-    {"lightning_indexer", "emu:sm80", cases::lightning_indexer, {"many_heads", "topk_64_exact", "documents"}, 6, 6},
+    // Parts of many heads, which go round the ring; two warps that select, among ties; a row in two parts; CTAs that share
+    // what queries see.
+    {"lightning_indexer",
+     "emu:sm80",
+     cases::lightning_indexer,
+     {"many_heads", "topk_64_exact", "longest_row_exact", "documents"},
+     6,
+     6},
     // Parts of many heads, which go round the ring; clusters that select, and CTAs of several warps; CTAs that share what
     // queries see.
     {"lightning_indexer_sm90",
      "emu:sm90",
      cases::lightning_indexer,
-     {"many_heads", "long_row", "topk_2048_exact", "causal_many_heads", "documents", "documents_two_warps",
-      "h_index_32"},
+     {"many_heads", "long_row", "longest_row_exact", "topk_2048_exact", "causal_many_heads", "documents", "h_index_32"},
      6,
      13},
     {"lightning_indexer_backward",

@@ -7,6 +7,7 @@
 
 #include "arch/sm80/async_copy.hpp"
 #include "arch/sm80/matrix.hpp"
+#include "arch/sm80/reduce.hpp"
 #include "arch/sm90/tma.hpp"
 #include "arch/sm90/wgmma.hpp"
 
@@ -58,6 +59,39 @@ TEST(Planted, CpAsync) {
     options.async = emu::Async::late;
     EXPECT_TRUE(emu::launch(shape(32), options, unwaited).has(Kind::pending));
   }
+}
+
+// Threads count together, then read each other's counts, then count again.
+void shared_counts(int bug) {
+  auto& s = dynamic_smem<Shared>();
+  const int t = thread_index();
+  const uint32_t base = shared_address(s.words.data());
+  const auto count = [&](int i) { red_add_shared(true, base + 4 * uint32_t(i), 1); };  // @count
+  if (bug != 1) s.words[size_t(t)] = 0;                                                // @clear
+  if (bug != 2) syncthreads();
+  count(t % 8);
+  if (bug == 3 && t == 77) s.words[3] = 1;  // @overwrite
+  count((t + 64) % 128 / 16);
+  if (bug != 4) syncthreads();
+  volatile uint32_t v = s.words[size_t(t % 8)];  // @read-count
+  (void)v;
+  if (bug != 5) syncthreads();
+  count(7 - t % 8);
+  if (bug == 6) red_add_shared(true, base + 2, 1);      // @count-aligned
+  red_add_shared(bug == 7, base + 4 * 8192 + 1024, 1);  // @count-beyond
+}
+
+TEST(Planted, SharedCounts) {
+  plant(shape(128), shared_counts,
+        {
+            {1, Kind::uninitialized, "where nothing has been written", "count"},
+            {2, Kind::race, "not ordered after the write by", "clear"},
+            {3, Kind::race, "not ordered after the write by", "overwrite"},
+            {4, Kind::race, "not ordered after the write by", "read-count"},
+            {5, Kind::race, "not ordered after the read by", "count"},
+            {6, Kind::bounds, "must be 4-byte aligned", "count-aligned"},
+            {7, Kind::bounds, "outside of its", "count-beyond"},
+        });
 }
 
 void misaligned(int bug) {

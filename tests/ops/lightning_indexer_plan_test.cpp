@@ -14,7 +14,7 @@ constexpr std::int64_t kKeysPerCta = 384;
 lightning_indexer::Problem forward(std::int64_t s_q, std::int64_t s_kv, std::int64_t h_index, int sms) {
   lightning_indexer::Problem p;
   p.s_q = s_q, p.s_kv = s_kv, p.h_index = h_index, p.d_index = 128, p.topk = 2048;
-  p.device.sms = sms;
+  p.device.sms = p.device.cluster_sms = sms;
   return p;
 }
 
@@ -83,25 +83,30 @@ TEST(LightningIndexerPlan, SlicesOfWhatIsSeenAreThoseOfACallOfItsOwn) {
   }
 }
 
-TEST(LightningIndexerPlan, ClustersHaveRoomForARow) {
-  const auto cluster = [](std::int64_t s_kv) {
-    const auto [warps, size] = plan_cluster_select(forward(1, s_kv, 64, 132));
-    return std::pair{warps, int(size)};
+TEST(LightningIndexerPlan, ClustersOfFewQueriesHaveRoomForARow) {
+  const auto cluster = [](std::int64_t s_kv, std::int64_t queries = 1) {
+    const auto plan = plan_cluster_select(forward(1, s_kv, 64, 132), queries);
+    return std::pair{plan.warps, int(plan.cluster)};
   };
-  EXPECT_EQ(cluster(0), std::pair(1, 1));
-  EXPECT_EQ(cluster(8192), std::pair(8, 1));
-  EXPECT_EQ(cluster(8193), std::pair(5, 2));
+  EXPECT_EQ(cluster(0), std::pair(0, 0)) << "a CTA is enough";
+  EXPECT_EQ(cluster(32'768), std::pair(0, 0));
+  EXPECT_EQ(cluster(32'769), std::pair(5, 8));
   EXPECT_EQ(cluster(65'536), std::pair(8, 8));
   EXPECT_EQ(cluster(65'537), std::pair(9, 8));
   EXPECT_EQ(cluster(262'144), std::pair(32, 8));
   EXPECT_EQ(cluster(262'145), std::pair(0, 0)) << "no cluster holds it";
+  EXPECT_EQ(cluster(65'536, 16), std::pair(8, 8));
+  EXPECT_EQ(cluster(65'536, 17), std::pair(0, 0)) << "more CTAs than one a multiprocessor";
 }
 
 TEST(LightningIndexerPlan, FewQueriesHaveMoreWarpsEach) {
   for (const int sms : kSms) {
     EXPECT_EQ(plan_select(forward(1, 65'536, 64, sms), 2 * sms).warps, 32);
-    EXPECT_EQ(plan_select(forward(1, 65'536, 64, sms), 2 * sms + 1).warps, 8);
+    EXPECT_EQ(plan_select(forward(1, 8192, 64, sms), 2 * sms).warps, 32);
+    EXPECT_EQ(plan_select(forward(1, 8192, 64, sms), 2 * sms + 1).warps, 8);
+    EXPECT_EQ(plan_select(forward(1, 65'536, 64, sms), 2 * sms + 1).warps, 32);
     EXPECT_EQ(plan_select(forward(1, 100, 64, sms), 1).warps, 1);
+    EXPECT_EQ(plan_select(forward(1, 3'000, 64, sms), 1).warps, 8) << "a power of two";
   }
 }
 

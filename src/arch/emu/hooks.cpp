@@ -30,7 +30,8 @@ void access(const void* pointer, size_t bytes, bool write, const void* return_ad
   ++current->instructions;
   current->instruction = write ? "store" : "load";
   current->site = machine->sites.intern_address(return_address);
-  machine->generic_access(*current, uint32_t(offset), uint32_t(bytes), write, current->site);
+  machine->generic_access(*current, uint32_t(offset), uint32_t(bytes), write ? Access::write : Access::read,
+                          current->site);
 }
 
 }  // namespace

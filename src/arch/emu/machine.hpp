@@ -336,7 +336,7 @@ class Machine {
     __builtin_memcpy(memory(address), &v, sizeof v);
   }
   /// An access by the generic proxy in program order of thread t.
-  void generic_access(Thread& t, uint32_t address, uint32_t bytes, bool write, SiteId site);
+  void generic_access(Thread& t, uint32_t address, uint32_t bytes, Access access, SiteId site);
   /// An access by an asynchronous engine, checked and remembered when it is issued: from then on it may happen.
   void async_access(Observer& who, Epoch epoch, uint32_t address, uint32_t bytes, bool write, Proxy proxy,
                     const char* what);

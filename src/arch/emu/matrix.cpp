@@ -28,7 +28,7 @@ void move_matrices(const char* instruction, uint32_t* registers, int count, bool
       current = leader->cta->threads[size_t(leader->warp * 32 + lane)];
       const uint32_t row = argument(lane).row_address;
       m.require_shared(row, 16, 16, "a row");
-      m.generic_access(*current, row, 16, write, current->site);
+      m.generic_access(*current, row, 16, write ? Access::write : Access::read, current->site);
     }
     current = leader;
     for (int lane = 0; lane < 32; ++lane)
@@ -121,14 +121,21 @@ void red_add(float* pointer, const float* values, uint32_t count, const Site& si
 void read_shared(uint32_t address, uint32_t bytes, void* value, const Site& site) {
   enter("ld.shared", site);
   machine->require_shared(address, bytes, bytes, "the access");
-  machine->generic_access(*current, address, bytes, false, current->site);
+  machine->generic_access(*current, address, bytes, Access::read, current->site);
   __builtin_memcpy(value, machine->memory(address), bytes);
+}
+
+void red_add_shared(uint32_t address, uint32_t value, const Site& site) {
+  enter("red.shared", site);
+  machine->require_shared(address, 4, 4, "the addition");
+  machine->generic_access(*current, address, 4, Access::add, current->site);
+  machine->store(address, machine->load<uint32_t>(address) + value);
 }
 
 void write_shared(uint32_t address, uint32_t bytes, const void* value, const Site& site) {
   enter("st.shared", site);
   machine->require_shared(address, bytes, bytes, "the access");
-  machine->generic_access(*current, address, bytes, true, current->site);
+  machine->generic_access(*current, address, bytes, Access::write, current->site);
   __builtin_memcpy(machine->memory(address), value, bytes);
 }
 

@@ -118,7 +118,7 @@ void mbarrier_init(uint32_t address, uint32_t count, const Site& site) {
   if (count == 0 || count >= 1u << 20) m.stop(Kind::barrier, format("count %u; must be 1 to 2^20 - 1", count));
   if (m.find_mbarrier(address))
     m.stop(Kind::barrier, "on the live mbarrier at " + m.place(address) + ": mbarrier.inval must come first");
-  m.generic_access(*current, address, 8, true, current->site);
+  m.generic_access(*current, address, 8, Access::write, current->site);
   Mbarrier& b = m.mbarriers[address];
   b.address = address;
   b.count = b.pending = count;

@@ -14,13 +14,17 @@ namespace hopwell::arch::emu {
 /// How a shared-memory access travels. Generic-proxy data must be fenced before the async proxy looks at it.
 enum class Proxy : uint8_t { generic, cp_async, async };
 
+/// What a thread does. Additions are of whole words and in one piece: none need be ordered among each other.
+enum class Access : uint8_t { read, write, add };
+
 /// The last accesses to 4 bytes. Two writers and two readers are kept, each with the bytes it touched, so that threads
 /// that write neighbouring 16-bit elements are both remembered.
 struct SharedCell {
   std::array<Epoch, 2> writes, reads;
   std::array<uint8_t, 2> write_bytes{}, read_bytes{};  // bit i: byte i
   std::array<Proxy, 2> write_proxy{};
-  uint8_t written = 0;  // bytes that hold data
+  std::array<bool, 2> added{};  // the write is an addition
+  uint8_t written = 0;          // bytes that hold data
 };
 
 /// Remembers a write, in the place of what it covers.
@@ -36,9 +40,38 @@ inline void remember_write(SharedCell& cell, Epoch epoch, uint8_t bytes, Proxy p
   cell.writes[slot] = epoch;
   cell.write_bytes[slot] = bytes;
   cell.write_proxy[slot] = proxy;
+  cell.added[slot] = false;
   for (int i = 0; i < 2; ++i) {  // whoever writes has been ordered after these reads, or has been reported
     cell.read_bytes[i] &= uint8_t(~bytes);
     if (!cell.read_bytes[i]) cell.reads[i] = {};
+  }
+}
+
+/// The slot of an access of a kind of which no two conflict, so that more are alive than are kept: an old one that the
+/// thread knows of is replaced first, else one at random.
+template <class Covered, class RandomBit>
+int choose_slot(const std::array<Epoch, 2>& slots, Epoch epoch, Covered covered, RandomBit random_bit) {
+  for (int i = 0; i < 2; ++i)
+    if (slots[i].empty() || slots[i].agent == epoch.agent) return i;
+  for (int i = 0; i < 2; ++i)
+    if (covered(slots[i])) return i;
+  return random_bit();
+}
+
+/// Remembers an addition beside earlier ones.
+template <class Covered, class RandomBit>
+void remember_add(SharedCell& cell, Epoch epoch, Covered covered, RandomBit random_bit) {
+  const bool only_additions = cell.added[0] && (cell.added[1] || cell.writes[1].empty());
+  const SharedCell before = cell;
+  remember_write(cell, epoch, 15, Proxy::generic);
+  if (only_additions) {
+    const int slot = choose_slot(before.writes, epoch, covered, random_bit);
+    cell.writes = before.writes, cell.write_bytes = before.write_bytes, cell.added = before.added;
+    cell.writes[size_t(slot)] = epoch, cell.write_bytes[size_t(slot)] = 15;
+    cell.write_proxy = {};
+    cell.added[size_t(slot)] = true;
+  } else {
+    cell.added[0] = true;  // nothing else is left
   }
 }
 
@@ -110,15 +143,5 @@ struct TensorCell {
   Epoch write;
   std::array<Epoch, 2> reads;
 };
-
-/// Keeps a read among two: an old one that the reader knows of is replaced first, else one at random.
-template <class Covered, class RandomBit>
-int choose_read_slot(const std::array<Epoch, 2>& reads, Epoch epoch, Covered covered, RandomBit random_bit) {
-  for (int i = 0; i < 2; ++i)
-    if (reads[i].empty() || reads[i].agent == epoch.agent) return i;
-  for (int i = 0; i < 2; ++i)
-    if (covered(reads[i])) return i;
-  return random_bit();
-}
 
 }  // namespace hopwell::arch::emu

@@ -23,7 +23,8 @@ void Machine::require_shared(uint32_t address, uint32_t bytes, uint32_t alignmen
     stop(Kind::bounds, format("%s at %s must be %u-byte aligned", what, place(address).c_str(), alignment));
 }
 
-void Machine::generic_access(Thread& t, uint32_t address, uint32_t bytes, bool write, SiteId site) {
+void Machine::generic_access(Thread& t, uint32_t address, uint32_t bytes, Access access, SiteId site) {
+  const bool write = access != Access::read;
   ++report.statistics.shared_accesses;
   count_work([&](Work& w) { w.shared_bytes += bytes; });
   if (!inside(address, bytes)) {
@@ -41,23 +42,27 @@ void Machine::generic_access(Thread& t, uint32_t address, uint32_t bytes, bool w
   const char* what = "it";
   cta.shadow.visit(offset_of(address), bytes, write, [&](SharedCell& cell, uint32_t offset, uint8_t mask) {
     const uint32_t a = in_rank(cta.rank, offset);
-    if (!write && (cell.written & mask) != mask) {
+    if (access != Access::write && (cell.written & mask) != mask) {
       find(Kind::uninitialized, "reads " + place(a) + ", where nothing has been written");
       cell.written |= mask;  // once is enough
     }
     const auto overwritable = [&](const Epoch& e) { return t.knows.ordered.covers(e) || t.knows.freed.covers(e); };
+    const auto covered = [&](const Epoch& e) { return t.knows.ordered.covers(e); };
     for (int i = 0; i < 2; ++i) {
-      if ((cell.write_bytes[i] & mask) && cell.writes[i].agent != t.agent &&
-          !(write ? overwritable(cell.writes[i]) : t.knows.ordered.covers(cell.writes[i])))
+      const bool both_add = access == Access::add && cell.added[i];
+      if ((cell.write_bytes[i] & mask) && cell.writes[i].agent != t.agent && !both_add &&
+          !(access == Access::write ? overwritable(cell.writes[i]) : covered(cell.writes[i])))
         find(Kind::race, race_text(*this, write, what, a, cell.writes[i], true), &cell.writes[i]);
       if (write && (cell.read_bytes[i] & mask) && cell.reads[i].agent != t.agent && !overwritable(cell.reads[i]))
         find(Kind::race, race_text(*this, write, what, a, cell.reads[i], false), &cell.reads[i]);
     }
-    if (write) {
+    const auto random_bit = [&] { return random.bit(); };
+    if (access == Access::add) {
+      remember_add(cell, epoch, covered, random_bit);
+    } else if (write) {
       remember_write(cell, epoch, mask, Proxy::generic);
     } else {
-      const int slot = choose_read_slot(
-          cell.reads, epoch, [&](const Epoch& e) { return t.knows.ordered.covers(e); }, [&] { return random.bit(); });
+      const int slot = choose_slot(cell.reads, epoch, covered, random_bit);
       cell.read_bytes[size_t(slot)] =
           cell.reads[size_t(slot)].agent == t.agent ? cell.read_bytes[size_t(slot)] | mask : mask;
       cell.reads[size_t(slot)] = epoch;
@@ -105,7 +110,7 @@ void Machine::async_access(Observer& who, Epoch epoch, uint32_t address, uint32_
     if (write) {
       remember_write(cell, epoch, mask, proxy);
     } else {
-      const int slot = choose_read_slot(
+      const int slot = choose_slot(
           cell.reads, epoch, [&](const Epoch& e) { return who.ordered(e); }, [&] { return random.bit(); });
       cell.read_bytes[size_t(slot)] =
           cell.reads[size_t(slot)].same_step(epoch) ? cell.read_bytes[size_t(slot)] | mask : mask;

@@ -67,7 +67,7 @@ void access_tmem(const TensorAccess& access, uint32_t rank, int lane, int lanes,
         }
         cell.write = access.epoch;
       } else {
-        const int slot = choose_read_slot(
+        const int slot = choose_slot(
             cell.reads, access.epoch, [&](const Epoch& e) { return access.who.tensor(e); },
             [&] { return m.random.bit(); });
         cell.reads[size_t(slot)] = access.epoch;
@@ -162,7 +162,7 @@ void tmem_allocate(int cta_group, uint32_t destination, uint32_t columns, const 
         cta_group == 2 ? allocate_pair(*current->cta, columns) : allocate_alone(*current->cta, columns);
     m.store(destination, first);
     current->cta->tmem_allocation = {current->step(), current->agent, current->site};
-    m.generic_access(*current, destination, 4, true, current->site);
+    m.generic_access(*current, destination, 4, Access::write, current->site);
   }
   m.warp_collective(
       "tcgen05.alloc (written)", ~0u, nullptr, [&](Rendezvous&) {  // the whole warp has executed the write

@@ -1,4 +1,4 @@
-// Reductions of integers in global memory, whose results do not depend on the order.
+// Reductions of integers in global and shared memory, whose results do not depend on the order.
 // "PTX:" anchors are sections of https://docs.nvidia.com/cuda/parallel-thread-execution/
 #pragma once
 
@@ -23,6 +23,22 @@ HOPWELL_DEVICE void red_max(uint32_t* pointer, uint32_t value) {
   asm volatile("red.relaxed.gpu.global.max.u32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
 #else
   if (*pointer < value) *pointer = value;
+#endif
+}
+
+/// red.shared.add.u32: where `wanted`, adds `value` to the number at a shared address, in one piece, so that threads need no
+/// barrier between their additions; between these and other accesses they do. The instruction has a predicate; no branch
+/// goes round it. PTX: #parallel-synchronization-and-communication-instructions-red
+HOPWELL_DEVICE void red_add_shared(bool wanted, uint32_t address, uint32_t value,
+                                   [[maybe_unused]] Site site = Site::current()) {
+#if HOPWELL_ON_DEVICE
+  asm volatile(
+      "{ .reg .pred wanted; setp.ne.u32 wanted, %0, 0; @wanted red.relaxed.cta.shared::cta.add.u32 [%1], %2; }" ::"r"(
+          uint32_t(wanted)),
+      "r"(address), "r"(value)
+      : "memory");
+#else
+  if (wanted) emu::red_add_shared(address, value, site);
 #endif
 }
 

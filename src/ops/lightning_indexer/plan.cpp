@@ -1,5 +1,7 @@
 #include "ops/lightning_indexer/plan.hpp"
 
+#include <bit>
+
 namespace hopwell::ops::lightning_indexer {
 namespace {
 
@@ -54,18 +56,21 @@ ScorePlan plan_wgmma_score(const Problem& p, std::int64_t queries, std::int64_t 
 }
 
 SelectPlan plan_select(const Problem& p, std::int64_t queries) {
-  // Few queries: as many warps as there can be. Many: several CTAs a multiprocessor hide each other's barriers.
+  // Few queries: as many warps as there can be. Many: several CTAs a multiprocessor hide each other's barriers, where their
+  // warps still have as much to do between these.
   const bool few = queries <= 2 * std::int64_t{p.device.sms};
-  return {to_int(std::clamp<std::int64_t>(p.s_kv / 256, 1, few ? kMaxSelectWarps : 8)), 1};
+  const std::int64_t most = few ? kMaxSelectWarps : std::clamp<std::int64_t>(p.s_kv / 2048, 8, kMaxSelectWarps);
+  const auto warps = static_cast<std::uint64_t>(std::clamp<std::int64_t>(p.s_kv / 256, 1, most));
+  // A pass over a row costs more than one over the digits if there are more scores than digits.
+  const int digit_bits = p.s_kv >= 32'768 ? kMaxDigitBits : p.s_kv >= 4096 ? 12 : 8;
+  return {to_int(static_cast<std::int64_t>(std::bit_floor(warps))), 1, digit_bits};
 }
 
-SelectPlan plan_cluster_select(const Problem& p) {
-  // CTAs of eight warps; of more where even the largest cluster would not have room.
-  const std::int64_t warps = std::max<std::int64_t>(ceil_div(p.s_kv, kKeysPerSelectWarp), 1);
-  if (warps > kMaxSelectWarps * kMaxSelectCluster) return {0, 0};
-  std::uint32_t cluster = 1;
-  while (cluster < kMaxSelectCluster && 8 * cluster < warps) cluster *= 2;
-  return {to_int(ceil_div(warps, cluster)), cluster};
+SelectPlan plan_cluster_select(const Problem& p, std::int64_t queries) {
+  const std::int64_t warps = ceil_div(ceil_div(p.s_kv, kKeysPerSelectWarp), kSelectCluster);
+  const bool fill_device = queries * kSelectCluster > p.device.cluster_sms;
+  if (p.s_kv <= kMaxSelectWarps * kKeysPerSelectWarp || warps > kMaxSelectWarps || fill_device) return {0, 0, 0};
+  return {to_int(warps), kSelectCluster, 0};
 }
 
 }  // namespace hopwell::ops::lightning_indexer

@@ -62,13 +62,15 @@ HOPWELL_HOST_DEVICE int wgmma_groups_per_slice(int key_blocks, int groups, int t
 }
 
 // The CTAs that select for a query.
-inline constexpr int kMaxSelectWarps = 32, kMaxSelectCluster = 8, kKeysPerSelectWarp = 1024;
+inline constexpr int kMaxSelectWarps = 32, kSelectCluster = 8, kKeysPerSelectWarp = 1024, kMaxDigitBits = 14;
 struct SelectPlan {
   int warps;  // of a CTA
   std::uint32_t cluster;
+  int digit_bits;  // of a score, counted at a time; without clusters only
 };
 SelectPlan plan_select(const Problem& p, std::int64_t queries);
-// A cluster whose warps hold the row in registers; cluster 0: the row is too long.
-SelectPlan plan_cluster_select(const Problem& p);
+// A cluster whose warps hold the row in registers; cluster 0: a CTA is at least as fast, since the row is short or the
+// clusters would take turns, or the row is too long.
+SelectPlan plan_cluster_select(const Problem& p, std::int64_t queries);
 
 }  // namespace hopwell::ops::lightning_indexer

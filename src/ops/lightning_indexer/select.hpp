@@ -1,23 +1,25 @@
 // lightning_indexer on GPUs: the topk best keys of a query, of equal ones the smaller, in ascending order.
 //
-// Tile      a CTA has a query's row of scores, visible ones only: places in it count from the first visible key
-// Timeline  up to eight times: count the digits of 4 bits of all scores that begin like the threshold │ barrier │ the next
-//           digit of the threshold; then each warp counts what it selects of its range of keys │ barrier │ writes it
-// Budget    shared 4,352 B; reads a row up to ten times, from L1 or L2
+// Tile      a CTA has a query's row of scores, visible ones only: places in it count from the first visible key; a warp a
+//           range of them
+// Timeline  until it is known: count the next digit (8 to 14 bits) of the scores that begin like the threshold │
+//           barrier │ each thread sums its digits, warps theirs │ barrier │ the thread that has the threshold's digit says so
+//           │ barrier. Where only some of the scores that equal the threshold are selected: up to which key. Then, up to
+//           32,768 keys at a time, a bit for each key that is selected │ barrier │ the keys of the bits
+// Budget    shared 65,680 B in the longest rows; reads a row three times, seldom four, with ties six, from L1 or L2
+// Order     counts are integers: same inputs, same bits
 #pragma once
 
 #include <bit>
 #include <cmath>
+#include <cstddef>
 
-#include "arch/sm80/threads.hpp"
+#include "arch/sm80/reduce.hpp"
 #include "ops/lightning_indexer/plan.hpp"
 #include "runtime/launch.hpp"
+#include "tile/gpu/warp.hpp"
 
 namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET {
-
-struct SelectConfig {
-  static constexpr int kDigitBits = 4, kDigits = 1 << kDigitBits;
-};
 
 struct SelectParams {
   Visibility visibility;
@@ -27,14 +29,23 @@ struct SelectParams {
   float* top_scores;  // [s_q, topk], or null
   int64_t indices_stride, top_stride;
   int s_kv, topk;
-  int warps;  // of a CTA
+  int warps;       // of a CTA; a power of two
+  int digit_bits;  // at most kMaxDigitBits
 };
 
 struct SelectStorage {
-  int digits[2][kMaxSelectWarps][SelectConfig::kDigits];
+  int of_warp[kMaxSelectWarps];
   struct {
-    int above, equal;  // scores above the threshold, and equal ones
-  } of_warp[kMaxSelectWarps];
+    uint32_t digit;
+    int above, count;  // scores with higher digits, and with this one
+  } found;
+  int end_of_ties;
+  // First, how many scores have each digit; then a bit for each of some keys, whether it is selected.
+  uint32_t words[1 << kMaxDigitBits];  // as many as there are digits
+
+  static uint32_t bytes(int digit_bits) {
+    return uint32_t(offsetof(SelectStorage, words) + (sizeof(uint32_t) << digit_bits));
+  }
 };
 
 // A query's scores, and what is written for it.
@@ -60,108 +71,206 @@ HOPWELL_DEVICE void write_visible(const QueryRow& row, int i) {
 // Numbers in the order of the floats.
 HOPWELL_DEVICE uint32_t order_of(float x) {
   const auto bits = arch::bit_cast<uint32_t>(x);
-  return bits >> 31 ? ~bits : bits | 0x80000000U;
+  return bits ^ (uint32_t(int32_t(bits) >> 31) | 0x80000000U);
 }
 
-// Selected are scores of higher order, and the first `equal` of the same.
+// Selected are scores of higher order, and the same of keys before `end_of_ties`.
 struct Threshold {
   uint32_t order;
-  int equal;
+  int end_of_ties;
 };
 
-// The scores of 32 keys from `begin` on, a lane a key, then `step` further …: visit(key, score, whether it exists). Eight
-// loads at a time.
+// The keys of a row that a warp reads.
+struct WarpKeys {
+  int begin, end;
+};
+// Of those from `first` to `end`.
+HOPWELL_DEVICE WarpKeys keys_of_warp(const SelectParams& p, int first, int end) {
+  const int each = (end - first + 32 * p.warps - 1) / (32 * p.warps) * 32, begin = first + arch::warp_index() * each;
+  return {begin < end ? begin : end, begin + each < end ? begin + each : end};
+}
+
+// 32 keys at a time, a lane a key: visit(key, score, whether it exists). Eight loads at a time.
 template <class Visit>
-HOPWELL_DEVICE void for_each_score(const float* scores, int begin, int end, int step, Visit visit) {
+HOPWELL_DEVICE void for_each_score(const float* scores, const WarpKeys& keys, Visit visit) {
   constexpr int kTogether = 8;
-  for (int first = begin; first < end; first += kTogether * step) {
-    const int key = first + arch::lane_index();
+  const int lane = arch::lane_index();
+  int first = keys.begin;
+  for (; first + 32 * kTogether <= keys.end; first += 32 * kTogether) {
     float score[kTogether];
     HOPWELL_UNROLL
-    for (int i = 0; i < kTogether; ++i) score[i] = key + i * step < end ? scores[key + i * step] : 0;
+    for (int i = 0; i < kTogether; ++i) score[i] = scores[first + lane + 32 * i];
     HOPWELL_UNROLL
-    for (int i = 0; i < kTogether; ++i) {
-      if (first + i * step >= end) break;
-      visit(key + i * step, score[i], key + i * step < end);
-    }
+    for (int i = 0; i < kTogether; ++i) visit(first + lane + 32 * i, score[i], true);
+  }
+  HOPWELL_NO_UNROLL
+  for (; first < keys.end; first += 32) {
+    const bool exists = first + lane < keys.end;
+    visit(first + lane, exists ? scores[first + lane] : 0, exists);
   }
 }
 
-// How often digit lane % 16 at `shift` comes among this warp's scores that begin with `prefix`.
-HOPWELL_DEVICE int count_digit(const SelectParams& p, const QueryRow& row, uint32_t prefix, int shift) {
-  const uint32_t lane = uint32_t(arch::lane_index());
-  uint32_t unlike[SelectConfig::kDigitBits];  // all ones where this lane's digit has a zero
+// What each thread does of the sums over all digits: these many, one after another, the highest by thread 0.
+struct ThreadDigits {
+  int first, count;
+};
+HOPWELL_DEVICE ThreadDigits digits_of_thread(const SelectParams& p, int digits) {
+  const int each = digits > 32 * p.warps ? digits / (32 * p.warps) : 1, end = digits - arch::thread_index() * each;
+  return {end - each, end > 0 ? each : 0};
+}
+
+// The sum of what the first `warps` warps have in `of_warp`.
+HOPWELL_DEVICE int sum_of_warps(const SelectStorage& s, int warps) {
+  return tile::sum_of_warp(arch::lane_index() < warps ? s.of_warp[arch::lane_index()] : 0);
+}
+// The sum of x of the lanes before, and of this one.
+HOPWELL_DEVICE int sum_up_to_lane(int x) {
+  const int lane = arch::lane_index();
   HOPWELL_UNROLL
-  for (int bit = 0; bit < SelectConfig::kDigitBits; ++bit) unlike[bit] = lane >> bit & 1 ? 0 : 0xffffffff;
+  for (int step = 1; step < 32; step *= 2) {
+    const int before = arch::shuffle(x, (lane - step) & 31);
+    x += lane >= step ? before : 0;
+  }
+  return x;
+}
+
+// The digit where the scores, counted from the highest digit down, become `wanted`. Clears the counts.
+HOPWELL_DEVICE void find_digit(const SelectParams& p, SelectStorage& s, int digits, int wanted) {
+  const int lane = arch::lane_index(), warp = arch::warp_index();
+  const ThreadDigits own = digits_of_thread(p, digits);
+  int sum = 0;  // lanes begin at different digits, which are in different banks
+  for (int i = 0; i < own.count; ++i) sum += int(s.words[own.first + ((i + lane) & (own.count - 1))]);
+  int up_to = sum_up_to_lane(sum);
+  if (lane == 31) s.of_warp[warp] = up_to;
+  arch::syncthreads();
+  up_to += sum_of_warps(s, warp);
+  if (up_to >= wanted && up_to - sum < wanted) {
+    int digit = own.first + own.count, above = up_to - sum, count = 0;
+    while (above + count < wanted && digit > own.first) above += count, count = int(s.words[--digit]);
+    s.found = {uint32_t(digit), above, count};
+  }
+  for (int i = 0; i < own.count; ++i) s.words[own.first + ((i + lane) & (own.count - 1))] = 0;
+  arch::syncthreads();
+}
+
+// The key behind the last of the first `count` keys whose scores are of this order.
+HOPWELL_DEVICE int find_end_of_ties(const SelectParams& p, SelectStorage& s, const QueryRow& row, uint32_t order,
+                                    int count) {
+  const int lane = arch::lane_index(), warp = arch::warp_index();
+  const WarpKeys keys = keys_of_warp(p, 0, row.visible);
+  int equal = 0;
+  for_each_score(row.scores, keys, [&](int, float score, bool exists) { equal += exists && order_of(score) == order; });
+  equal = tile::sum_of_warp(equal);
+  if (lane == 0) s.of_warp[warp] = equal;
+  arch::syncthreads();
+  int before = sum_of_warps(s, warp);
+  if (before < count && before + equal >= count) {
+    for_each_score(row.scores, keys, [&](int key, float score, bool exists) {
+      const uint32_t are_equal = arch::ballot(exists && order_of(score) == order);
+      const int up_to_lane = before + std::popcount(are_equal << (31 - lane));
+      if ((are_equal >> lane & 1) && up_to_lane == count) s.end_of_ties = key + 1;
+      before += std::popcount(are_equal);
+    });
+  }
+  arch::syncthreads();
+  return s.end_of_ties;
+}
+
+HOPWELL_DEVICE Threshold find_threshold(const SelectParams& p, SelectStorage& s, const QueryRow& row) {
+  const WarpKeys keys = keys_of_warp(p, 0, row.visible);
+  const uint32_t counts = arch::shared_address(s.words);
+  for (int i = arch::thread_index(); i < 1 << p.digit_bits; i += 32 * p.warps) s.words[i] = 0;
+  arch::syncthreads();
+  uint32_t prefix = 0;  // of the threshold
+  int wanted = p.topk;  // of the scores that begin like it
+  for (int shift = 32; shift > 0;) {
+    const bool first = shift == 32;
+    const int bits = shift < p.digit_bits ? shift : p.digit_bits;
+    shift -= bits, prefix <<= bits;
+    if (first) {
+      for_each_score(row.scores, keys, [&](int, float score, bool exists) {
+        arch::red_add_shared(exists, counts + 4 * (order_of(score) >> shift), 1);
+      });
+    } else {
+      for_each_score(row.scores, keys, [&](int, float score, bool exists) {
+        const uint32_t digit = (order_of(score) >> shift) - prefix;
+        arch::red_add_shared(exists && digit >> bits == 0, counts + 4 * digit, 1);
+      });
+    }
+    arch::syncthreads();
+    find_digit(p, s, 1 << bits, wanted);
+    prefix += s.found.digit, wanted -= s.found.above;
+    if (wanted == s.found.count && prefix > 0) return {(prefix << shift) - 1, 0};  // all that begin like this
+  }
+  return {prefix, find_end_of_ties(p, s, row, prefix, wanted)};
+}
+
+// A bit for each of the warp's keys, whether it is selected; how many are.
+template <bool kTies>
+HOPWELL_DEVICE int make_bits(SelectStorage& s, const QueryRow& row, const WarpKeys& keys, int word,
+                             const Threshold& threshold) {
+  const int lane = arch::lane_index();
   int count = 0;
-  for_each_score(row.scores, 32 * arch::warp_index(), row.visible, 32 * p.warps, [&](int, float score, bool exists) {
-    const uint32_t order = order_of(score), digit = order >> shift;
-    uint32_t same = arch::ballot(exists && digit >> SelectConfig::kDigitBits == prefix);
-    if (same == 0) return;
-    HOPWELL_UNROLL
-    for (int bit = 0; bit < SelectConfig::kDigitBits; ++bit) same &= arch::ballot(digit >> bit & 1) ^ unlike[bit];
-    count += std::popcount(same);
+  for_each_score(row.scores, keys, [&](int key, float score, bool exists) {
+    const uint32_t order = order_of(score);
+    const bool taken = order > threshold.order || (kTies && order == threshold.order && key < threshold.end_of_ties);
+    const uint32_t bits = arch::ballot(exists && taken);
+    if (lane == 0) s.words[word] = bits;
+    ++word, count += std::popcount(bits);
   });
   return count;
 }
 
-HOPWELL_DEVICE Threshold find_threshold(const SelectParams& p, SelectStorage& s, const QueryRow& row) {
-  const int lane = arch::lane_index(), warp = arch::warp_index();
-  Threshold threshold{0, p.topk};
-  for (int shift = 32 - SelectConfig::kDigitBits, turn = 0; shift >= 0; shift -= SelectConfig::kDigitBits, turn ^= 1) {
-    const int own = count_digit(p, row, threshold.order, shift);
-    if (lane < SelectConfig::kDigits) s.digits[turn][warp][lane] = own;
-    arch::syncthreads();
-    // Lane l has digit 15 − l.
-    int count = 0;
-    for (int w = 0; w < p.warps && lane < SelectConfig::kDigits; ++w)
-      count += s.digits[turn][w][SelectConfig::kDigits - 1 - lane];
-    int sum = count;
-    for (int step = 1; step < SelectConfig::kDigits; step *= 2) {
-      const int before = arch::shuffle(sum, (lane - step) & 31);
-      sum += lane >= step ? before : 0;
+// Writes the keys of the bits that the warp has made, and their scores, from place `at` on. Four at a time: a lane's loads of
+// scores need not wait for each other.
+HOPWELL_DEVICE void write_keys(const SelectParams& p, const SelectStorage& s, const QueryRow& row, const WarpKeys& keys,
+                               int first_word, int at) {
+  constexpr int kTogether = 4;
+  const int lane = arch::lane_index(), words = (keys.end - keys.begin + 31) / 32;
+  for (int word = 0; word < words; word += 32) {
+    uint32_t bits = word + lane < words ? s.words[first_word + word + lane] : 0;
+    const int count = std::popcount(bits), up_to_lane = sum_up_to_lane(count);
+    for (int place = at + up_to_lane - count; bits != 0; place += kTogether) {
+      int key[kTogether];
+      float score[kTogether];
+      HOPWELL_UNROLL
+      for (int i = 0; i < kTogether; ++i) {
+        const int trailing_zeros = std::popcount(~bits & (bits - 1));  // nvcc makes a constant of std::countr_zero
+        // Were a barrier lost, places would still be of the row.
+        key[i] = bits != 0 && place + i < p.topk ? keys.begin + 32 * (word + lane) + trailing_zeros : -1;
+        score[i] = key[i] >= 0 && row.top_scores ? row.scores[key[i]] : 0;
+        bits &= bits - 1;
+      }
+      HOPWELL_UNROLL
+      for (int i = 0; i < kTogether; ++i) {
+        if (key[i] < 0) break;
+        row.indices[place + i] = row.first_key + key[i];
+        if (row.top_scores) row.top_scores[place + i] = score[i];
+      }
     }
-    const uint32_t reached = arch::ballot(sum >= threshold.equal && lane < SelectConfig::kDigits);
-    int digit = 0;  // lane of the first that reaches it
-    while (digit + 1 < SelectConfig::kDigits && !(reached >> digit & 1)) ++digit;
-    threshold.equal -= arch::shuffle(sum - count, digit);
-    threshold.order = threshold.order << SelectConfig::kDigitBits | uint32_t(SelectConfig::kDigits - 1 - digit);
-    if (threshold.equal == arch::shuffle(count, digit) && threshold.order > 0)
-      return {(threshold.order << shift) - 1, 0};  // all that begin like this are selected
+    at += arch::shuffle(up_to_lane, 31);
   }
-  return threshold;
 }
 
-// Each warp has a range of the row, 32 keys at a time.
+// Each has a bit in the words that there are in any row so long.
+constexpr int kKeysWrittenTogether = 32 * 1024;
+
 HOPWELL_DEVICE void write_topk(const SelectParams& p, SelectStorage& s, const QueryRow& row,
                                const Threshold& threshold) {
-  const int lane = arch::lane_index(), warp = arch::warp_index(), n = row.visible;
-  const int each = (n + 32 * p.warps - 1) / (32 * p.warps) * 32;
-  const int begin = warp * each, end = begin + each < n ? begin + each : n;
-  int above = 0, equal = 0;
-  for_each_score(row.scores, begin, end, 32, [&](int, float score, bool exists) {
-    const uint32_t order = order_of(score);
-    above += std::popcount(arch::ballot(exists && order > threshold.order));
-    equal += std::popcount(arch::ballot(exists && order == threshold.order));
-  });
-  if (lane == 0) s.of_warp[warp] = {above, equal};
-  arch::syncthreads();
-  above = equal = 0;
-  for (int w = 0; w < warp; ++w) above += s.of_warp[w].above, equal += s.of_warp[w].equal;
-  for_each_score(row.scores, begin, end, 32, [&](int key, float score, bool exists) {
-    const uint32_t order = order_of(score), lanes_before = (1U << lane) - 1;
-    const uint32_t are_above = arch::ballot(exists && order > threshold.order),
-                   are_equal = arch::ballot(exists && order == threshold.order);
-    const int equal_before = equal + std::popcount(are_equal & lanes_before);
-    const bool taken = (are_above >> lane & 1) || ((are_equal >> lane & 1) && equal_before < threshold.equal);
-    const int at = above + std::popcount(are_above & lanes_before) +
-                   (equal_before < threshold.equal ? equal_before : threshold.equal);
-    if (taken && unsigned(at) < unsigned(p.topk)) {  // always; were a barrier lost, places would still be of the row
-      row.indices[at] = row.first_key + key;
-      if (row.top_scores) row.top_scores[at] = score;
-    }
-    above += std::popcount(are_above), equal += std::popcount(are_equal);
-  });
+  const int lane = arch::lane_index(), warp = arch::warp_index();
+  int written = 0;
+  for (int first = 0; first < row.visible; first += kKeysWrittenTogether) {
+    const int end = first + kKeysWrittenTogether;
+    const WarpKeys keys = keys_of_warp(p, first, end < row.visible ? end : row.visible);
+    const int first_word = (keys.begin - first) / 32;
+    if (first > 0) arch::syncthreads();  // the words and sums of the keys before have been read
+    const int count = threshold.end_of_ties > 0 ? make_bits<true>(s, row, keys, first_word, threshold)
+                                                : make_bits<false>(s, row, keys, first_word, threshold);
+    if (lane == 0) s.of_warp[warp] = count;
+    arch::syncthreads();
+    write_keys(p, s, row, keys, first_word, written + sum_of_warps(s, warp));
+    written += sum_of_warps(s, p.warps);
+  }
 }
 
 __global__ void __launch_bounds__(32 * kMaxSelectWarps) select_keys(const __grid_constant__ SelectParams p) {
@@ -171,14 +280,14 @@ __global__ void __launch_bounds__(32 * kMaxSelectWarps) select_keys(const __grid
   for (int i = arch::thread_index(); i < p.topk; i += 32 * p.warps) write_visible(row, i);
 }
 
-SelectParams select_params(const Problem& problem, std::int64_t first_query, int warps) {
+SelectParams select_params(const Problem& problem, std::int64_t first_query, const SelectPlan& plan) {
   SelectParams p{};
   p.visibility = problem.visibility;
   p.scores = static_cast<const float*>(problem.workspace), p.first_query = first_query, p.pitch = problem.s_kv;
   p.indices = problem.indices.as<int>(), p.indices_stride = problem.indices.stride[0];
   p.top_scores = problem.scores.as<float>(), p.top_stride = problem.scores.stride[0];
   p.s_kv = static_cast<int>(problem.s_kv), p.topk = static_cast<int>(problem.topk);
-  p.warps = warps;
+  p.warps = plan.warps, p.digit_bits = plan.digit_bits;
   return p;
 }
 
@@ -188,8 +297,8 @@ void launch_select(const Problem& problem, std::int64_t first, std::int64_t coun
   runtime::launch(kName, select_keys,
                   {.grid = {static_cast<std::uint32_t>(count)},
                    .threads = 32 * static_cast<std::uint32_t>(plan.warps),
-                   .shared_bytes = sizeof(SelectStorage)},
-                  stream, select_params(problem, first, plan.warps));
+                   .shared_bytes = SelectStorage::bytes(plan.digit_bits)},
+                  stream, select_params(problem, first, plan));
 }
 
 }  // namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET

@@ -38,6 +38,19 @@ __global__ void ldmatrix_all(const uint32_t* in, uint32_t* out) {
   for (int i = 0; i < 4; ++i) out[320 + i * 32 + t] = r4[i];
 }
 
+// Many lanes add to one number, ones among them, for which there is an instruction of its own.
+__global__ void shared_sums(const uint32_t* in, uint32_t* out) {
+  auto& s = dynamic_smem<Shared>();
+  const int t = thread_index();
+  if (t < 32) s.words[t] = uint32_t(t);
+  syncthreads();
+  const uint32_t base = shared_address(s.words);
+  red_add_shared(in[t] % 3 != 0, base + 4 * (in[t] / 8 % 16), 1);
+  red_add_shared(in[t] % 5 != 0, base + 64 + 4 * (in[t] / 128 % 16), in[t]);
+  syncthreads();
+  if (t < 32) out[t] = s.words[t];
+}
+
 template <bool kBf16>
 __global__ void mma(const uint32_t* in, uint32_t* out) {
   const int t = thread_index();
@@ -226,6 +239,7 @@ void add_sm80_cases(std::vector<Case>& cases) {
       Compare::bits, 128, 256, warp_collectives, 64);
   add("named_barriers", "barrier_sync barrier_arrive", Inputs::bits, Compare::bits, 96, 96, named_barriers, 64);
   add("reductions", "red_add red_max atomic_add", Inputs::integers, Compare::bits, 128, 12, reductions, 128);
+  add("shared_sums", "red_add_shared", Inputs::bits, Compare::bits, 128, 32, shared_sums, 128);
   add("special_sums", "red_add", Inputs::float_small, Compare::bits, 512, 256, special_sums, 256);
   add("conversions", "pack_bf16 pack_fp16 to_float to_bf16 round_to_int max_nan", Inputs::float_wide, Compare::bits,
       512, 1536, conversions, 256);
