@@ -13,8 +13,6 @@ JOBS ?= $(shell nproc)
 # With a CUDA compiler the CUDA backends are built too; a GPU is only needed to run them.
 PRESET ?= $(if $(shell command -v nvcc),cuda,cpu)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# torch and the library each bring an OpenMP runtime: threads of one that spin while they wait hold up those of the other.
-export OMP_WAIT_POLICY ?= PASSIVE
 
 # What `make demo` leaves out of a first build, and any `make build` then adds in the same folder: the command, the tests, the
 # emulated GPUs and, where there is no NVIDIA device, kernels for one.

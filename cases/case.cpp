@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "refused.hpp"
+#include "tile/cpu/parallel.hpp"
 #include "tile/float16.hpp"
 
 namespace hopwell::cases {
@@ -134,11 +135,11 @@ Array& Array::fill_normal(Random& random, double scale) {
     return *this;
   }
   const std::uint64_t seed = random.bits();
-#pragma omp parallel for
-  for (std::int64_t first = 0; first < size_; first += kPart) {
+  cpu::parallel_for((size_ + kPart - 1) / kPart, [&](std::int64_t item) {
+    const std::int64_t first = item * kPart;
     Random part(seed + static_cast<std::uint64_t>(first));
     for (std::int64_t i = first; i < std::min(first + kPart, size_); ++i) set(i, scale * part.normal());
-  }
+  });
   return *this;
 }
 

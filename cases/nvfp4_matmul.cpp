@@ -4,6 +4,7 @@
 
 #include "nvfp4.hpp"
 #include "suites.hpp"
+#include "tile/cpu/parallel.hpp"
 
 namespace hopwell::cases {
 namespace {
@@ -163,8 +164,7 @@ Instance make_linear(Random& random, const Linear& p) {
     const double global = static_cast<double>(p.global), factor = reciprocal ? 1 / global : global;
     self.outputs[0].expected.resize(static_cast<std::size_t>(p.n * p.rows));
     self.outputs[0].magnitude.resize(static_cast<std::size_t>(p.n * p.rows));
-#pragma omp parallel for schedule(dynamic)
-    for (std::int64_t row = 0; row < p.rows; ++row) {
+    cpu::parallel_for(p.rows, [&](std::int64_t row) {
       std::vector<double> values(static_cast<std::size_t>(p.k));
       for (std::int64_t column = 0; column < p.k; ++column)
         values[static_cast<std::size_t>(column)] = weight.value(row, column);
@@ -180,7 +180,7 @@ Instance make_linear(Random& random, const Linear& p) {
         self.outputs[0].magnitude[at] = std::abs(factor) * magnitude + std::abs(offset);
         if (!std::isfinite(magnitude)) self.outputs[0].magnitude[at] = 0;
       }
-    }
+    });
   };
   Workspace& workspace = *instance.workspace;
   instance.call = [p, weight, reciprocal, bias, &x, &global, &y, &workspace](const char* backend, Stream stream) {
@@ -253,8 +253,7 @@ Instance make_matmul(Random& random, const Matmul& p) {
     const auto alpha = static_cast<double>(p.alpha);
     self.outputs[0].expected.resize(static_cast<std::size_t>(p.m * p.n));
     self.outputs[0].magnitude.resize(static_cast<std::size_t>(p.m * p.n));
-#pragma omp parallel for schedule(dynamic)
-    for (std::int64_t i = 0; i < p.m * p.n; ++i) {
+    cpu::parallel_for(p.m * p.n, [&](std::int64_t i) {
       const double *row_a = values_a.data() + i / p.n * p.k, *row_b = values_b.data() + i % p.n * p.k;
       const double offset = bias != nullptr ? bias->get(i % p.n) : 0;
       double sum = 0, magnitude = 0;
@@ -262,7 +261,7 @@ Instance make_matmul(Random& random, const Matmul& p) {
         sum += row_a[column] * row_b[column], magnitude += std::abs(row_a[column] * row_b[column]);
       self.outputs[0].expected[static_cast<std::size_t>(i)] = alpha * sum + offset;
       self.outputs[0].magnitude[static_cast<std::size_t>(i)] = std::abs(alpha) * magnitude + std::abs(offset);
-    }
+    });
   };
   Workspace& workspace = *instance.workspace;
   instance.call = [p, a, b, bias, &c, &workspace](const char* backend, Stream stream) {

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <numeric>
 
+#include "tile/cpu/parallel.hpp"
+
 namespace hopwell::cases::paged {
 namespace {
 
@@ -36,8 +38,11 @@ struct CachePosition {
 std::vector<double> values(const Array* array) {
   if (array == nullptr) return {};
   std::vector<double> all(static_cast<std::size_t>(array->size()));
-#pragma omp parallel for
-  for (std::size_t i = 0; i < all.size(); ++i) all[i] = array->get(static_cast<std::int64_t>(i));
+  constexpr std::int64_t kPart = 1 << 14;
+  cpu::parallel_for((array->size() + kPart - 1) / kPart, [&](std::int64_t part) {
+    for (std::int64_t i = part * kPart; i < std::min((part + 1) * kPart, array->size()); ++i)
+      all[static_cast<std::size_t>(i)] = array->get(i);
+  });
   return all;
 }
 
@@ -229,10 +234,10 @@ struct Reference {
     out.expected.assign(rows * static_cast<std::size_t>(c.d), 0);
     out.magnitude = out.expected;
     if (lse != nullptr) lse->expected.assign(rows, 0), lse->magnitude = lse->expected;
-#pragma omp parallel for collapse(3) schedule(dynamic)
-    for (std::int64_t n = 0; n < c.b(); ++n)
-      for (std::int64_t i = 0; i < c.queries(); ++i)
-        for (std::int64_t h = 0; h < c.h_q; ++h) row(n, i, h, out, lse);
+    cpu::parallel_for(c.b() * c.queries() * c.h_q, [&](std::int64_t item) {
+      const std::int64_t query = item / c.h_q;
+      row(query / c.queries(), query % c.queries(), item % c.h_q, out, lse);
+    });
   }
 };
 

@@ -6,6 +6,8 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "tile/cpu/parallel.hpp"
+
 namespace hopwell::cases {
 namespace {
 
@@ -112,12 +114,21 @@ void plant_nan(const SparseMlaInputs& in) {
   if (p.planted != 0 && first < p.s_kv) in.kv->set(first * p.d_qk + p.d_qk / 2, p.planted);
 }
 
+// Calls body(i) for every i below `count`, on all threads.
+template <class Body>
+void for_each_element(std::size_t count, Body body) {
+  constexpr std::size_t kPart = 1 << 14;
+  cpu::parallel_for(static_cast<std::int64_t>((count + kPart - 1) / kPart), [&](std::int64_t part) {
+    const std::size_t first = static_cast<std::size_t>(part) * kPart;
+    for (std::size_t i = first; i < std::min(first + kPart, count); ++i) body(i);
+  });
+}
+
 }  // namespace
 
 std::vector<double> values_of(const Array& array) {
   std::vector<double> values(static_cast<std::size_t>(array.size()));
-#pragma omp parallel for
-  for (std::int64_t i = 0; i < array.size(); ++i) values[static_cast<std::size_t>(i)] = array.get(i);
+  for_each_element(values.size(), [&](std::size_t i) { values[i] = array.get(static_cast<std::int64_t>(i)); });
   return values;
 }
 
@@ -129,8 +140,7 @@ double dot(const double* x, const double* y, std::int64_t count) {
 }
 
 std::vector<double> absolute(std::vector<double> x) {
-#pragma omp parallel for
-  for (double& value : x) value = std::abs(value);
+  for_each_element(x.size(), [&](std::size_t i) { x[i] = std::abs(x[i]); });
   return x;
 }
 
@@ -225,26 +235,24 @@ std::vector<QueryReference> query_references(const SparseMlaInputs& in) {
     query.score.resize(heads * count), query.score_magnitude.resize(heads * count);
     query.max.resize(heads), query.lse.resize(heads);
   }
-#pragma omp parallel for collapse(2) schedule(dynamic)
-  for (std::int64_t s = 0; s < p.s_q; ++s) {
-    for (std::int64_t h = 0; h < p.h_q; ++h) {
-      QueryReference& query = queries[static_cast<std::size_t>(s)];
-      const std::size_t head = static_cast<std::size_t>(h), count = query.keys.size();
-      const std::int64_t row = (s * p.h_q + h) * p.d_qk;
-      double max = -kInfinity, sum = 0;
-      for (std::size_t i = 0; i < count; ++i) {
-        const std::int64_t key = query.keys[i] * p.d_qk;
-        const double score = scale * dot(q.data() + row, kv.data() + key, p.d_qk);
-        query.score[head * count + i] = score;
-        query.score_magnitude[head * count + i] =
-            std::abs(scale) * dot(q_size.data() + row, kv_size.data() + key, p.d_qk);
-        max = score > max || std::isnan(score) ? score : max;
-      }
-      for (std::size_t i = 0; i < count; ++i) sum += std::exp(query.score[head * count + i] - max);
-      query.max[head] = max;
-      query.lse[head] = count == 0 ? kInfinity : max + std::log(sum);
+  cpu::parallel_for(p.s_q * p.h_q, [&](std::int64_t item) {
+    const std::int64_t s = item / p.h_q, h = item % p.h_q;
+    QueryReference& query = queries[static_cast<std::size_t>(s)];
+    const std::size_t head = static_cast<std::size_t>(h), count = query.keys.size();
+    const std::int64_t row = (s * p.h_q + h) * p.d_qk;
+    double max = -kInfinity, sum = 0;
+    for (std::size_t i = 0; i < count; ++i) {
+      const std::int64_t key = query.keys[i] * p.d_qk;
+      const double score = scale * dot(q.data() + row, kv.data() + key, p.d_qk);
+      query.score[head * count + i] = score;
+      query.score_magnitude[head * count + i] =
+          std::abs(scale) * dot(q_size.data() + row, kv_size.data() + key, p.d_qk);
+      max = score > max || std::isnan(score) ? score : max;
     }
-  }
+    for (std::size_t i = 0; i < count; ++i) sum += std::exp(query.score[head * count + i] - max);
+    query.max[head] = max;
+    query.lse[head] = count == 0 ? kInfinity : max + std::log(sum);
+  });
   return queries;
 }
 
@@ -267,31 +275,29 @@ ForwardReference forward_reference(const SparseMlaInputs& in) {
                              .max = std::vector<double>(rows),
                              .lse = std::vector<double>(rows),
                              .lse_magnitude = std::vector<double>(rows)};
-#pragma omp parallel for collapse(2) schedule(dynamic)
-  for (std::int64_t s = 0; s < p.s_q; ++s) {
-    for (std::int64_t h = 0; h < p.h_q; ++h) {
-      const QueryReference& query = queries[static_cast<std::size_t>(s)];
-      const auto head = static_cast<std::size_t>(h), row = static_cast<std::size_t>(s * p.h_q + h);
-      const double* score = query.score.data() + h * query.count();
-      const double* score_magnitude = query.score_magnitude.data() + h * query.count();
-      const double sink = in.attn_sink == nullptr ? -kInfinity : in.attn_sink->get(h);
-      const double factor = query.count() == 0 ? 0 : 1 / (1 + std::exp(sink - query.lse[head]));
-      double* out = reference.out.data() + row * static_cast<std::size_t>(p.d_v);
-      double* magnitude = reference.out_magnitude.data() + row * static_cast<std::size_t>(p.d_v);
-      double largest = 0;
-      for (std::int64_t i = 0; i < query.count(); ++i) {
-        const double weight = factor * std::exp(score[i] - query.lse[head]);
-        const std::int64_t key = query.keys[static_cast<std::size_t>(i)] * p.d_qk;
-        largest = std::max(largest, score_magnitude[i]);
-        add_scaled(weight, kv.data() + key, out, p.d_v);
-        // A score's own error is an error of its weight.
-        add_scaled(weight * (1 + score_magnitude[i]), kv_size.data() + key, magnitude, p.d_v);
-      }
-      reference.max[row] = query.max[head];
-      reference.lse[row] = query.lse[head];
-      reference.lse_magnitude[row] = largest;
+  cpu::parallel_for(p.s_q * p.h_q, [&](std::int64_t item) {
+    const std::int64_t s = item / p.h_q, h = item % p.h_q;
+    const QueryReference& query = queries[static_cast<std::size_t>(s)];
+    const auto head = static_cast<std::size_t>(h), row = static_cast<std::size_t>(s * p.h_q + h);
+    const double* score = query.score.data() + h * query.count();
+    const double* score_magnitude = query.score_magnitude.data() + h * query.count();
+    const double sink = in.attn_sink == nullptr ? -kInfinity : in.attn_sink->get(h);
+    const double factor = query.count() == 0 ? 0 : 1 / (1 + std::exp(sink - query.lse[head]));
+    double* out = reference.out.data() + row * static_cast<std::size_t>(p.d_v);
+    double* magnitude = reference.out_magnitude.data() + row * static_cast<std::size_t>(p.d_v);
+    double largest = 0;
+    for (std::int64_t i = 0; i < query.count(); ++i) {
+      const double weight = factor * std::exp(score[i] - query.lse[head]);
+      const std::int64_t key = query.keys[static_cast<std::size_t>(i)] * p.d_qk;
+      largest = std::max(largest, score_magnitude[i]);
+      add_scaled(weight, kv.data() + key, out, p.d_v);
+      // A score's own error is an error of its weight.
+      add_scaled(weight * (1 + score_magnitude[i]), kv_size.data() + key, magnitude, p.d_v);
     }
-  }
+    reference.max[row] = query.max[head];
+    reference.lse[row] = query.lse[head];
+    reference.lse_magnitude[row] = largest;
+  });
   return reference;
 }
 
@@ -300,8 +306,7 @@ DistributionReference distribution_reference(const SparseMlaInputs& in, const st
   const SparseMla& p = in.problem;
   const auto size = static_cast<std::size_t>(p.s_q * p.topk);
   DistributionReference reference{std::vector<double>(size), std::vector<double>(size)};
-#pragma omp parallel for schedule(dynamic)
-  for (std::int64_t s = 0; s < p.s_q; ++s) {
+  cpu::parallel_for(p.s_q, [&](std::int64_t s) {
     const QueryReference& query = queries[static_cast<std::size_t>(s)];
     for (std::int64_t h = 0; h < p.h_q; ++h) {
       for (std::int64_t i = 0; i < query.count(); ++i) {
@@ -312,7 +317,7 @@ DistributionReference distribution_reference(const SparseMlaInputs& in, const st
         if (weight != 0) reference.magnitude[to] += weight * (1 + query.score_magnitude[from]);
       }
     }
-  }
+  });
   return reference;
 }
 

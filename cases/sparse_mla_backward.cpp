@@ -4,6 +4,7 @@
 
 #include "sparse_mla.hpp"
 #include "suites.hpp"
+#include "tile/cpu/parallel.hpp"
 
 namespace hopwell::cases {
 namespace {
@@ -61,14 +62,12 @@ class Reference {
       entries_.resize(entries_.size() + query.score.size());
     }
     sinks_.resize(static_cast<std::size_t>(p_.s_q * p_.h_q));
-#pragma omp parallel for collapse(2) schedule(dynamic)
-    for (std::int64_t s = 0; s < p_.s_q; ++s)
-      for (std::int64_t h = 0; h < p_.h_q; ++h) differentiate(s, h);
+    cpu::parallel_for(p_.s_q * p_.h_q, [&](std::int64_t item) { differentiate(item / p_.h_q, item % p_.h_q); });
     // Slices of columns, so that every element of dkv is summed by one thread, in the order of rows and entries.
     constexpr std::int64_t kColumns = 32;
-#pragma omp parallel for schedule(dynamic)
-    for (std::int64_t column = 0; column < p_.d_qk; column += kColumns)
-      add_to_dkv(column, std::min(column + kColumns, p_.d_qk));
+    cpu::parallel_for((p_.d_qk + kColumns - 1) / kColumns, [&](std::int64_t slice) {
+      add_to_dkv(slice * kColumns, std::min((slice + 1) * kColumns, p_.d_qk));
+    });
     for (std::size_t row = 0; row < sinks_.size(); ++row) {
       const std::size_t h = row % static_cast<std::size_t>(p_.h_q);
       d_sink.value[h] += sinks_[row].value;

@@ -46,8 +46,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    # PyTorch and Hopwell bring an OpenMP runtime each: threads of the one that spin while they wait keep the other's
-    # from working.
+    # PyTorch's threads spin while they wait, and keep the library's, which work meanwhile, from a processor.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         options = parse(arguments)

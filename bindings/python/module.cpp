@@ -307,5 +307,7 @@ NB_MODULE(_hopwell, m) {
   m.def("backends", [](const nb::str& operator_name) {
     return hp::names(hopwell::backends(hp::utf8(operator_name).value_or("")));
   });
+  m.def("num_threads", hopwell::num_threads, "How many threads a CPU operator may use, the calling one included.");
+  m.def("set_num_threads", hopwell::set_num_threads, nb::arg("threads"));
   m.def("version", [] { return nb::str(hopwell::version().c_str()); });
 }

@@ -53,6 +53,14 @@ HOPWELL_API const char* hopwell_last_error(void);
 /** "0.1.0" */
 HOPWELL_API const char* hopwell_version(void);
 
+/**
+ * How many threads a CPU operator may use, the calling one included: as set, else HOPWELL_NUM_THREADS, else OMP_NUM_THREADS,
+ * else as many as the process has processors. Results do not depend on it. The library's threads sleep between calls.
+ */
+HOPWELL_API int hopwell_num_threads(void);
+/** For all calls that start from now on; 0: no longer set. An error if negative. */
+HOPWELL_API hopwell_status hopwell_set_num_threads(int threads);
+
 /* ---- sparse_mla_forward ------------------------------------------------------------------------------------------ */
 
 /**

@@ -110,6 +110,11 @@ HOPWELL_API std::vector<DeviceInfo> cuda_devices();
 HOPWELL_API double time_cpu_matmul();
 HOPWELL_API double time_cpu_read(std::size_t bytes);
 
+// How many threads a CPU operator may use, the calling one included: as set, else HOPWELL_NUM_THREADS, else
+// OMP_NUM_THREADS, else as many as the process has processors. Results do not depend on it. 0: no longer set.
+HOPWELL_API int num_threads();
+HOPWELL_API void set_num_threads(int threads);
+
 // One line a component: the compiler, BLAS, vector instruction set and number of threads in use.
 HOPWELL_API std::string build_info();
 

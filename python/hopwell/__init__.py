@@ -13,7 +13,7 @@ Nothing here is differentiable: a tensor that requires grad is refused unless gr
 import importlib
 from types import ModuleType
 
-from ._hopwell import Error, backends
+from ._hopwell import Error, backends, num_threads, set_num_threads
 from ._hopwell import version as _version
 from ._ops import (
     attention_distribution,
@@ -39,12 +39,14 @@ __all__ = [
     "explain",
     "lightning_indexer",
     "lightning_indexer_backward",
+    "num_threads",
     "nvfp4_dequantize",
     "nvfp4_gemv",
     "nvfp4_linear",
     "nvfp4_matmul",
     "nvfp4_quantize",
     "paged_attention",
+    "set_num_threads",
     "sparse_mla_backward",
     "sparse_mla_forward",
 ]

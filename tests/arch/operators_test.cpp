@@ -1,7 +1,6 @@
 // Operators' kernels on the emulator, through the public interface: right and without findings under many schedules, and
 // no synchronisation call of a kernel can be left out unnoticed.
 #include <gtest/gtest.h>
-#include <omp.h>
 
 #include <algorithm>
 #include <cmath>
@@ -106,10 +105,7 @@ TEST_P(Operators, EverySynchronisationCallIsNeeded) {
   for (const auto& site : sites) {
     if (arch::test::is_kept(site.where)) continue;
     const std::string call = site.instruction + " at " + arch::emu::to_string(site.where);
-    const auto mutant = arch::test::in_child([&] {
-      omp_set_num_threads(1);  // the threads that the cases' references had so far stayed in the parent
-      return noticed_without(GetParam(), site.where);
-    });
+    const auto mutant = arch::test::in_child([&] { return noticed_without(GetParam(), site.where); });
     EXPECT_TRUE(mutant.noticed) << call << " can be left out unnoticed";
     if (!mutant.how.empty()) std::printf("%s: noticed by %s\n", call.c_str(), mutant.how.c_str());
   }

@@ -1,6 +1,5 @@
 // Every case of every operator on every backend of this machine.
 #include <gtest/gtest.h>
-#include <omp.h>
 
 #include <algorithm>
 #include <bit>
@@ -8,6 +7,7 @@
 
 #include "cases/case.hpp"
 #include "sanitized.hpp"
+#include "tile/cpu/parallel.hpp"
 
 namespace hopwell::cases {
 namespace {
@@ -75,10 +75,10 @@ const Case& case_of(const std::string& op, const std::string& name) {
 // Calls a function with so many threads.
 template <class Function>
 void with_threads(int threads, Function function) {
-  const int before = omp_get_max_threads();
-  omp_set_num_threads(threads);
+  const int before = cpu::max_threads();
+  cpu::set_max_threads(threads);
   function();
-  omp_set_num_threads(before);
+  cpu::set_max_threads(before);
 }
 
 Instance computed(const Case& c, int threads) {

@@ -1,6 +1,5 @@
 // lightning_indexer and its backward: bad input, and what case descriptions cannot express.
 #include <gtest/gtest.h>
-#include <omp.h>
 #include <hopwell/hopwell.hpp>
 
 #include <cmath>
@@ -11,6 +10,8 @@
 #include <random>
 #include <string>
 #include <vector>
+
+#include "tile/cpu/parallel.hpp"
 
 namespace hopwell {
 namespace {
@@ -77,22 +78,22 @@ bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
 
 class Threads : public testing::Test {
  protected:
-  void TearDown() override { omp_set_num_threads(before_); }
+  void TearDown() override { cpu::set_max_threads(before_); }
 
  private:
-  int before_ = omp_get_max_threads();
+  int before_ = cpu::max_threads();
 };
 
 TEST_F(Threads, AnyNumberGivesTheSameBits) {
   // Many queries; few queries and many keys, which are then split; more waves than one in the backward.
   for (const Problem& shape :
        {Problem{300, 700, 4, 24, 65}, Problem{2, 30000, 3, 16, 700}, Problem{70, 5000, 2, 128, 2048}}) {
-    omp_set_num_threads(1);
+    cpu::set_max_threads(1);
     Problem one = shape;
     one.forward();
     one.backward();
     for (const int threads : {2, 3, 5}) {
-      omp_set_num_threads(threads);
+      cpu::set_max_threads(threads);
       Problem other = shape;
       other.forward();
       other.backward();

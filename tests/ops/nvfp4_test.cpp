@@ -4,7 +4,6 @@
 
 #include <gtest/gtest.h>
 #include <hwy/targets.h>
-#include <omp.h>
 
 #include <algorithm>
 #include <cmath>
@@ -16,6 +15,7 @@
 
 #include "cases/nvfp4.hpp"
 #include "tile/cpu/nvfp4.hpp"
+#include "tile/cpu/parallel.hpp"
 
 namespace hopwell {
 namespace {
@@ -171,12 +171,12 @@ TEST(Nvfp4, SignsOfZeroSurvive) {
 TEST(Nvfp4, SameBitsForAnyNumberOfThreads) {
   constexpr std::int64_t kRows = 9001, kK = 592;  // so many that five threads pay
   const Bytes codes = random_bytes(kRows * kK / 2, 1), scales = random_bytes(kRows * kK / 16, 2, true);
-  const int before = omp_get_max_threads();
+  const int before = cpu::max_threads();
   for (const std::int64_t n : {1, 3, 40}) {
     const std::vector<float> x = random_floats(static_cast<std::size_t>(n * kK), 3);
     std::vector<float> first;
     for (const int threads : {1, 2, 3, 5}) {
-      omp_set_num_threads(threads);
+      cpu::set_max_threads(threads);
       std::vector<float> y(static_cast<std::size_t>(n * kRows));
       nvfp4_linear({.x = Tensor(x.data(), {n, kK}),
                     .weight = Tensor(codes.data(), {kRows, kK / 2}),
@@ -190,7 +190,7 @@ TEST(Nvfp4, SameBitsForAnyNumberOfThreads) {
   for (const std::int64_t n : {1, 3, 40}) {  // as b
     std::vector<float> first;
     for (const int threads : {1, 2, 3, 5}) {
-      omp_set_num_threads(threads);
+      cpu::set_max_threads(threads);
       std::vector<float> c(static_cast<std::size_t>(n * kRows));
       nvfp4_matmul({.a = Tensor(codes.data(), {kRows, kK / 2}),
                     .b = Tensor(codes.data(), {n, kK / 2}),
@@ -205,7 +205,7 @@ TEST(Nvfp4, SameBitsForAnyNumberOfThreads) {
   const std::vector<float> x = random_floats(kRows * kK, 4);
   Bytes first;
   for (const int threads : {1, 2, 3, 5}) {
-    omp_set_num_threads(threads);
+    cpu::set_max_threads(threads);
     Bytes out(kRows * kK / 2 + kRows * kK / 16);
     float global = 0;
     nvfp4_quantize({.x = Tensor(x.data(), {kRows, kK}),
@@ -215,7 +215,7 @@ TEST(Nvfp4, SameBitsForAnyNumberOfThreads) {
     if (first.empty()) first = out;
     EXPECT_EQ(first, out);
   }
-  omp_set_num_threads(before);
+  cpu::set_max_threads(before);
 }
 
 // A row's result depends on that row and on x only, not on what is beside it.

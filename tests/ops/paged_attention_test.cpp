@@ -1,6 +1,5 @@
 // paged_attention: bad input, and what case descriptions cannot express.
 #include <gtest/gtest.h>
-#include <omp.h>
 
 #include <cmath>
 #include <cstring>
@@ -11,6 +10,8 @@
 #include <numeric>
 #include <random>
 #include <vector>
+
+#include "tile/cpu/parallel.hpp"
 
 namespace hopwell {
 namespace {
@@ -195,15 +196,15 @@ std::vector<float> results(Problem& p, const PagedAttentionArgs& args) {
 // Lengths of several chunks; how a sequence is cut must depend on neither the threads nor the rest of the batch.
 TEST(PagedAttention, SameBitsForAnyNumberOfThreadsAndInAnyBatch) {
   Problem p({0, 1000, 4, 17000, 256, 257, 511, 5}, 17000 / 4);
-  const int threads = omp_get_max_threads();
+  const int threads = cpu::max_threads();
   std::vector<float> first;
   for (const int n : {1, 2, 3, 5}) {
-    omp_set_num_threads(n);
+    cpu::set_max_threads(n);
     const std::vector<float> now = results(p, p.args());
     if (first.empty()) first = now;
     EXPECT_EQ(std::memcmp(now.data(), first.data(), now.size() * sizeof(float)), 0) << n << " threads";
   }
-  omp_set_num_threads(threads);
+  cpu::set_max_threads(threads);
   const std::int64_t row = p.q_len * p.h_q * p.d, blocks = p.b * p.max_blocks;
   for (const std::size_t n : {1U, 3U, 5U}) {
     const auto at = static_cast<std::int64_t>(n);

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <gtest/gtest.h>
-#include <omp.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -16,6 +15,7 @@
 
 #include "cases/case.hpp"
 #include "sanitized.hpp"
+#include "tile/cpu/parallel.hpp"
 
 namespace hopwell::test {
 
@@ -144,7 +144,7 @@ void expect_common_errors(const std::string& op, SparseMlaProblem& p, Message me
 // all arrays.
 inline void expect_same_bits_for_any_threads(const cases::Suite& suite,
                                              const std::function<bool(const std::string&)>& wanted) {
-  const int threads_before = omp_get_max_threads();
+  const int threads_before = cpu::max_threads();
   int compared = 0;
   for (const cases::Case& c : suite.cases) {
     if (!c.suits("cpu") || !wanted(c.name) || (kSanitized && compared == 3)) continue;
@@ -155,7 +155,7 @@ inline void expect_same_bits_for_any_threads(const cases::Suite& suite,
     for (const cases::Array& array : instance.arrays) before.push_back(array.memory());
     for (const int threads : kSanitized ? std::vector{1, 3} : std::vector{1, 2, 3, 5}) {
       for (std::size_t i = 0; i < before.size(); ++i) instance.arrays[i].restore(before[i]);
-      omp_set_num_threads(threads);
+      cpu::set_max_threads(threads);
       instance.call("cpu", nullptr);
       for (std::size_t i = 0; i < before.size(); ++i) {
         if (threads == 1)
@@ -166,7 +166,7 @@ inline void expect_same_bits_for_any_threads(const cases::Suite& suite,
       }
     }
   }
-  omp_set_num_threads(threads_before);
+  cpu::set_max_threads(threads_before);
   EXPECT_GE(compared, kSanitized ? 3 : 8);
 }
 

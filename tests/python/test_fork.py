@@ -79,7 +79,7 @@ assert all(bytes(row[0].numpy()) == expected for row in loader)
 
 def run(body: str, imports: str = "") -> None:
     script = PREAMBLE.format(imports=imports) + body
-    several = {**os.environ, "OMP_NUM_THREADS": "3"}  # one thread has no team that could stay behind
+    several = {**os.environ, "HOPWELL_NUM_THREADS": "3"}  # one thread has no others that could stay behind
     done = subprocess.run(
         [sys.executable, "-c", script], env=several, capture_output=True, text=True, timeout=120, check=False
     )

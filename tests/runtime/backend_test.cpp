@@ -125,5 +125,17 @@ TEST(Library, ListsItsBackends) {
   EXPECT_NE(build_info().find("OpenBLAS"), std::string::npos);
 }
 
+TEST(Library, UsesAsManyThreadsAsItIsTold) {
+  const int unless_set = num_threads();
+  EXPECT_GE(unless_set, 1);
+  set_num_threads(3);
+  EXPECT_EQ(num_threads(), 3);
+  EXPECT_EQ(hopwell_set_num_threads(-1), HOPWELL_INVALID_ARGUMENT);
+  EXPECT_STREQ(hopwell_last_error(), "set_num_threads: threads must be at least 1, or 0 for the default; got -1");
+  EXPECT_EQ(hopwell_num_threads(), 3);
+  EXPECT_EQ(hopwell_set_num_threads(0), HOPWELL_OK);
+  EXPECT_EQ(num_threads(), unless_set);
+}
+
 }  // namespace
 }  // namespace hopwell::runtime

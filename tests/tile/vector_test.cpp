@@ -3,9 +3,11 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cmath>
 #include <limits>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include "tile/cpu/parallel.hpp"
@@ -118,7 +120,7 @@ TEST(Vector, LargestProductOfTheExtremes) {
 
 TEST(ParallelFor, DoesEveryItemOnceAndRethrows) {
   for (const int threads : {1, 2, 5}) {
-    omp_set_num_threads(threads);
+    set_max_threads(threads);
     std::vector<int> done(1000);
     parallel_for(1000, [&](std::int64_t item) { ++done[static_cast<std::size_t>(item)]; });
     EXPECT_EQ(std::count(done.begin(), done.end(), 1), 1000);
@@ -127,9 +129,49 @@ TEST(ParallelFor, DoesEveryItemOnceAndRethrows) {
                                 if (item == 42) throw std::bad_alloc();
                               }),
                  std::bad_alloc);
-    EXPECT_EQ(omp_get_max_threads(), threads);  // and leaves the caller's setting alone
+    EXPECT_EQ(max_threads(), threads);  // and leaves the caller's setting alone
   }
-  omp_set_num_threads(omp_get_num_procs());
+  set_max_threads(0);
+}
+
+// Each item waits for the other one to begin: on one thread neither would end.
+bool run_side_by_side() {
+  std::atomic<int> begun{0};
+  std::atomic<bool> met{true};
+  parallel_for(2, [&](std::int64_t) {
+    ++begun;
+    for (int i = 0; begun < 2 && met; ++i) {
+      if (i == 10'000) met = false;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  });
+  return met;
+}
+
+TEST(ParallelFor, RunsItemsSideBySide) {
+  set_max_threads(2);
+  for (int i = 0; i < 100; ++i) EXPECT_TRUE(run_side_by_side());
+  set_max_threads(0);
+}
+
+TEST(ParallelFor, LoopsOfSeveralThreadsAndLoopsInLoops) {
+  set_max_threads(3);
+  std::vector<std::thread> callers;
+  std::atomic<int> items{0};
+  for (int i = 0; i < 4; ++i) {
+    callers.emplace_back([&items] {
+      for (int repetition = 0; repetition < 200; ++repetition) {
+        parallel_for(7, [&](std::int64_t) {
+          EXPECT_EQ(max_threads(), 1);
+          parallel_for(3, [&](std::int64_t) { ++items; });
+        });
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  EXPECT_EQ(items, 4 * 200 * 7 * 3);
+  EXPECT_EQ(max_threads(), 3);
+  set_max_threads(0);
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "tile/cpu/gemm.hpp"
 
 #include <cblas.h>
+#include <omp.h>
 #include <pthread.h>
 
 namespace hopwell::cpu {
@@ -18,8 +19,11 @@ void gemm(CBLAS_TRANSPOSE transpose_a, CBLAS_TRANSPOSE transpose_b, std::int64_t
           std::int64_t ldc) {
   const auto as_int = [](std::int64_t x) { return static_cast<blasint>(x); };
   pthread_rwlock_rdlock(&gate);
+  const int openmp_threads = omp_get_max_threads();  // of this thread, in a runtime that its program may use too
+  omp_set_num_threads(1);  // the threads of a loop have enough to do
   cblas_sgemm(CblasRowMajor, transpose_a, transpose_b, as_int(m), as_int(n), as_int(k), alpha, a, as_int(lda), b,
               as_int(ldb), beta, c, as_int(ldc));
+  omp_set_num_threads(openmp_threads);
   pthread_rwlock_unlock(&gate);
 }
 

@@ -8,6 +8,8 @@
 #include <numeric>
 #include <vector>
 
+#include "runtime/backend.hpp"
+#include "runtime/check.hpp"
 #include "tile/cpu/gemm.hpp"
 #include "tile/cpu/parallel.hpp"
 
@@ -37,7 +39,7 @@ double time_cpu_matmul() {
   static std::vector<float> c(n * n);
   static std::mutex one_at_a_time;
   const std::scoped_lock lock(one_at_a_time);
-  const std::int64_t parts = omp_get_max_threads(), rows = (n + parts - 1) / parts;
+  const std::int64_t parts = cpu::max_threads(), rows = (n + parts - 1) / parts;
   const auto start = Clock::now();
   cpu::parallel_for(parts, [&](std::int64_t part) {
     const std::int64_t first = part * rows, count = std::min(rows, n - first);
@@ -64,11 +66,23 @@ double time_cpu_read(std::size_t bytes) {
   return seconds;
 }
 
+int num_threads() { return cpu::max_threads(); }
+
+void set_num_threads(int threads) {
+  Checker("set_num_threads").require(threads >= 0, "threads", "at least 1, or 0 for the default", threads);
+  cpu::set_max_threads(threads);
+}
+
 std::string build_info() {
   const std::int64_t best = hwy::SupportedTargets() & -hwy::SupportedTargets();  // lower bits are better targets
   return std::string("compiler ") + __VERSION__ + "\nBLAS     " + openblas_get_config() + " (" +
          openblas_get_corename() + ")\nvectors  " + hwy::TargetName(static_cast<std::uint32_t>(best)) + "\nthreads  " +
-         std::to_string(omp_get_max_threads());
+         std::to_string(cpu::max_threads());
 }
 
 }  // namespace hopwell
+
+extern "C" int hopwell_num_threads(void) { return hopwell::num_threads(); }
+extern "C" hopwell_status hopwell_set_num_threads(int threads) {
+  return hopwell::runtime::guarded([&] { hopwell::set_num_threads(threads); });
+}

@@ -1,64 +1,123 @@
 #include "tile/cpu/parallel.hpp"
 
 #include <pthread.h>
+#include <sched.h>
 
-#include <functional>
+#include <charconv>
+#include <condition_variable>
+#include <csignal>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <system_error>
 #include <thread>
-
-#ifdef __SANITIZE_THREAD__
-#include <sanitizer/tsan_interface.h>
-#endif
+#include <vector>
 
 namespace hopwell::cpu {
 namespace {
 
-// libgomp is not instrumented, so ThreadSanitizer does not see that the start and the end of a parallel region order
-// what threads do. These say so; without the sanitizer they are nothing.
-enum class Edge { kFork, kJoin };
-#ifdef __SANITIZE_THREAD__
-char edges[2];
-void release(Edge edge) { __tsan_release(&edges[static_cast<int>(edge)]); }
-void acquire(Edge edge) { __tsan_acquire(&edges[static_cast<int>(edge)]); }
-#else
-void release(Edge) {}
-void acquire(Edge) {}
-#endif
+thread_local bool in_loop = false;
 
-struct Work {
+// A loop, on the stack of the thread that runs it.
+struct Loop {
   void (*body)(void* context);
   void* context;
+  int wanted;      // helpers that may still come
+  int inside = 0;  // that are at it
 };
 
-void member(const Work& work) {
-  acquire(Edge::kFork);
-  // A team of one is not an active parallel region: without this OpenBLAS would start threads of its own in it, and
-  // results could depend on how many. The setting is this region's and ends with it.
-  omp_set_num_threads(1);
-  work.body(work.context);
-  release(Edge::kJoin);
+// Threads that help others with their loops. They are never joined: they sleep until the process ends.
+class Helpers {
+ public:
+  void run(Loop& loop) {
+    std::unique_lock lock(mutex_);
+    start(loop.wanted);
+    loops_.push_back(&loop);
+    for (int i = std::min(loop.wanted, idle_); i > 0; --i) wanted_.notify_one();
+    lock.unlock();
+    in_loop = true;
+    loop.body(loop.context);
+    in_loop = false;
+    lock.lock();
+    std::erase(loops_, &loop);  // whoever has not come yet finds nothing left to do
+    left_.wait(lock, [&] { return loop.inside == 0; });
+  }
+
+ private:
+  // With the lock held. Fewer than asked for will do, if the system has no more.
+  void start(int count) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the program's own threads
+    try {
+      for (; count_ < count; ++count_) std::thread([this] { help(); }).detach();
+    } catch (const std::system_error&) {
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+
+  [[noreturn]] void help() {
+    in_loop = true;
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      ++idle_;
+      wanted_.wait(lock, [&] { return !loops_.empty(); });
+      --idle_;
+      Loop& loop = *loops_.front();
+      if (--loop.wanted == 0) loops_.erase(loops_.begin());
+      ++loop.inside;
+      lock.unlock();
+      loop.body(loop.context);
+      lock.lock();
+      if (--loop.inside == 0) left_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wanted_, left_;
+  std::vector<Loop*> loops_;  // that want helpers
+  int count_ = 0, idle_ = 0;
+};
+
+// No destructor runs at the end of the process, when helpers may still look at it. A forked child has none of its
+// parent's helpers, and perhaps a lock that one held: it begins with others.
+alignas(Helpers) std::byte memory[sizeof(Helpers)];
+Helpers* helpers = new (memory) Helpers;
+const int at_fork = pthread_atfork(nullptr, nullptr, [] { helpers = new (memory) Helpers; });
+
+// A number from the environment, of which OMP_NUM_THREADS may have several; 0: there is none, or it is no number.
+int threads_from(const char* variable) {
+  const char* text = std::getenv(variable);
+  int threads = 0;
+  if (text != nullptr) std::from_chars(text, text + std::strcspn(text, ","), threads);
+  return std::clamp(threads, 0, 1 << 10);
 }
 
-// Not instrumented, since its threads fetch their arguments before they can acquire.
-__attribute__((no_sanitize("thread"))) void team(int threads, const Work& work) {
-#pragma omp parallel num_threads(threads)
-  member(work);
+int default_threads() {
+  for (const char* variable : {"HOPWELL_NUM_THREADS", "OMP_NUM_THREADS"})
+    if (const int threads = threads_from(variable); threads > 0) return threads;
+  cpu_set_t processors;
+  if (sched_getaffinity(0, sizeof processors, &processors) == 0) return std::max(CPU_COUNT(&processors), 1);
+  return static_cast<int>(std::max(std::thread::hardware_concurrency(), 1U));
 }
 
-// libgomp keeps the threads of a team for the thread that began it. In a forked child the one thread there is remembers
-// a team whose threads stayed behind, and would wait for them for ever. A thread of its own for each region has no past.
-thread_local bool came_through_fork = false;
-const int at_fork = pthread_atfork(nullptr, nullptr, [] { came_through_fork = true; });
+std::atomic<int> threads_set{0};
 
 }  // namespace
 
-void fork_join(int threads, void (*body)(void* context), void* context) {
-  const Work work{body, context};
-  release(Edge::kFork);
-  if (came_through_fork && threads > 1)
-    std::thread(team, threads, std::cref(work)).join();
-  else
-    team(threads, work);
-  acquire(Edge::kJoin);
+int max_threads() {
+  static const int unless_set = default_threads();
+  if (in_loop) return 1;
+  const int threads = threads_set.load(std::memory_order_relaxed);
+  return threads > 0 ? threads : unless_set;
+}
+
+void set_max_threads(int threads) { threads_set.store(threads, std::memory_order_relaxed); }
+
+void run_on_threads(int threads, void (*body)(void* context), void* context) {
+  if (threads <= 1 || in_loop) return body(context);
+  Loop loop{.body = body, .context = context, .wanted = threads - 1};
+  helpers->run(loop);
 }
 
 }  // namespace hopwell::cpu

@@ -1,7 +1,6 @@
-// OpenMP over independent items, as every CPU kernel here uses it.
+// Loops over independent items on threads of the library's own, as every CPU kernel here uses them. Between loops these
+// sleep, so that they hold up nobody else's, such as PyTorch's.
 #pragma once
-
-#include <omp.h>
 
 #include <algorithm>
 #include <atomic>
@@ -27,8 +26,14 @@ class Scratch {
   std::unique_ptr<T, Free> data_;
 };
 
-// Calls body(context) on each of a team of threads and waits for them. In it BLAS runs on the calling thread only.
-void fork_join(int threads, void (*body)(void* context), void* context);
+// How many threads a loop that starts here may have, the calling one included: as set, else HOPWELL_NUM_THREADS, else
+// OMP_NUM_THREADS, else as many as this process has processors. In a loop it is 1.
+int max_threads();
+void set_max_threads(int threads);  // at least 1, or 0: no longer set
+
+// Calls body(context), which must not throw, on this thread and, if they come before it has returned, on up to
+// `threads` - 1 others; returns when all have.
+void run_on_threads(int threads, void (*body)(void* context), void* context);
 
 // Calls body(item, state) for every item in [0, items), handed out in ascending order, from at most
 // `most_threads` threads; `make_state()` makes each thread's scratch. What a body throws is rethrown here.
@@ -46,8 +51,8 @@ void parallel_for(std::int64_t items, std::int64_t most_threads, MakeState make_
       if (!failed.exchange(true)) error = std::current_exception();
     }
   };
-  fork_join(
-      static_cast<int>(std::min<std::int64_t>({omp_get_max_threads(), items, std::max<std::int64_t>(most_threads, 1)})),
+  run_on_threads(
+      static_cast<int>(std::min<std::int64_t>({max_threads(), items, std::max<std::int64_t>(most_threads, 1)})),
       [](void* context) { (*static_cast<decltype(work)*>(context))(); }, &work);
   if (error) std::rethrow_exception(error);
 }

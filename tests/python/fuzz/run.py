@@ -1,6 +1,5 @@
 """The checks that a call must pass, and rounds of calls until time is up."""
 
-import ctypes
 import faulthandler
 import re
 import time
@@ -21,8 +20,6 @@ from .wrong import WrongCall
 CALLS_A_ROUND = 50
 HANGS = 900  # seconds that no round takes, not even where hypothesis looks for a small call that fails too
 
-_openmp = ctypes.CDLL("libgomp.so.1")  # the library's own
-
 
 def check_right(call: FuzzedCall) -> None:
     """The results are the reference's, nothing else was written, and the call repeats bit for bit with another number
@@ -40,7 +37,7 @@ def check_right(call: FuzzedCall) -> None:
 
 
 def _results(call: FuzzedCall, threads: int) -> tuple[Any, ...]:
-    _openmp.omp_set_num_threads(threads)
+    hopwell.set_num_threads(threads)
     made = results(getattr(hopwell, call.operator)(**call.arguments))
     if call.operator == "sparse_mla_backward":
         made = tuple(result for result in made if result is not None)
