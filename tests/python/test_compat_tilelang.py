@@ -1,10 +1,10 @@
-"""`hopwell.compat.tilelang` against plain PyTorch in float64, as slime's plug-in uses it."""
+"""`hopwell.compat.tilelang` against plain PyTorch in float64, as slime's and Miles' plug-ins use it."""
 
 import math
 
 import pytest
 import torch
-from hopwell.compat.tilelang import SparseMLA, generate_varlen_mask_params, lighting_indexer
+from hopwell.compat.tilelang import SparseMLA, generate_varlen_mask_params, lighting_indexer, sparse_attn_tilelang
 from torch import Tensor
 
 CU_SEQLENS = torch.tensor([0, 1, 9, 9, 24], dtype=torch.int32)
@@ -90,6 +90,68 @@ def test_attention_and_its_gradients(dtype: torch.dtype, groups: int) -> None:
     for gradient, other in zip(torch.autograd.grad(out, (q, kv), d_out), wanted, strict=True):
         assert gradient.dtype == dtype
         assert norm_error(gradient, other) <= 2 * tolerance
+
+
+def attention_with_sinks(q: Tensor, kv: Tensor, sink: Tensor, indices: Tensor, scale: float) -> Tensor:
+    """As the reference in Miles' tests says it: the sink is a term of the denominator, −1 is no entry."""
+    keys = torch.stack([rows[entries.clamp(min=0).long()] for rows, entries in zip(kv, indices, strict=True)])
+    scores = scale * torch.einsum("bshd,bsid->bshi", q, keys)
+    scores = scores.masked_fill((indices < 0)[:, :, None], -math.inf)
+    with_sink = torch.cat([scores, sink.view(1, 1, -1, 1).expand(*scores.shape[:3], 1)], -1)
+    return torch.einsum("bshi,bsid->bshd", with_sink.softmax(-1)[..., :-1], keys)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("scale", [None, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_with_sinks_and_its_gradients(dtype: torch.dtype, scale: float | None, batch: int) -> None:
+    q = torch.randn(batch, 7, 4, 16).to(dtype).requires_grad_()
+    kv = torch.randn(batch, 11, 16).to(dtype).requires_grad_()
+    sink = torch.tensor([0.0, 2.0, -3.0, 0.5]).requires_grad_()
+    indices = torch.randint(-1, 11, (batch, 7, 6), dtype=torch.int32)
+    indices[:, 2] = -1  # a query without keys: the sink takes everything
+    out = sparse_attn_tilelang(q, kv, sink, indices, scale)
+    exact = [x.detach().double().requires_grad_() for x in (q, kv, sink)]
+    expected = attention_with_sinks(*exact, indices, 0.25 if scale is None else scale)
+    tolerance = 4e-3 if dtype == torch.bfloat16 else 1e-4
+    assert out.dtype == dtype and out.shape == q.shape and out[:, 2].eq(0).all()
+    assert norm_error(out, expected) <= tolerance
+    d_out = torch.randn(out.shape).to(dtype)
+    wanted = torch.autograd.grad(expected, exact, d_out.double())
+    gradients = torch.autograd.grad(out, (q, kv, sink), d_out)
+    for gradient, other, leaf in zip(gradients, wanted, (q, kv, sink), strict=True):
+        assert gradient.dtype == leaf.dtype
+        assert norm_error(gradient, other) <= 2 * tolerance
+
+
+def test_attention_with_sinks_of_nothing() -> None:
+    q, kv, sink = torch.randn(2, 0, 4, 16), torch.randn(2, 5, 16), torch.zeros(4)
+    assert sparse_attn_tilelang(q, kv, sink, torch.zeros(2, 0, 3, dtype=torch.int32)).shape == q.shape
+    assert sparse_attn_tilelang(q[:0], kv[:0], sink, torch.zeros(0, 0, 3, dtype=torch.int32)).shape == (0, 0, 4, 16)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(7, 4, 16)}, r"q must be \[b, s, heads, d\]; got \[7, 4, 16\]"),
+        ({"kv": torch.zeros(1, 11, 8)}, r"kv must be \[b=1, s_kv, d=16\]; got \[1, 11, 8\]"),
+        ({"attn_sink": torch.zeros(3)}, r"attn_sink must be \[heads=4\]; got \[3\]"),
+        (
+            {"topk_idxs": torch.zeros(1, 6, 2, dtype=torch.int32)},
+            r"topk_idxs must be \[b=1, s=7, topk\]; got \[1, 6, 2\]",
+        ),
+        ({"topk_idxs": torch.zeros(1, 7, 2)}, "indices must be int32"),
+    ],
+)
+def test_wrong_arguments_of_attention_with_sinks(change: dict[str, Tensor], message: str) -> None:
+    call = {
+        "q": torch.zeros(1, 7, 4, 16),
+        "kv": torch.zeros(1, 11, 16),
+        "attn_sink": torch.zeros(4),
+        "topk_idxs": torch.zeros(1, 7, 2, dtype=torch.int32),
+    }
+    with pytest.raises(ValueError, match=message):
+        sparse_attn_tilelang(**{**call, **change})
 
 
 def test_shapes_that_do_not_fit() -> None:

@@ -10,8 +10,8 @@ are masked, and a sequence of length 0 gives 0. fp8 caches and block-sparse atte
 
 import torch
 
-from .._arrays import printable
 from .._ops import paged_attention
+from ._checks import require
 
 __all__ = ["paged_attention_v1", "paged_attention_v2", "reshape_and_cache"]
 
@@ -19,15 +19,10 @@ Scale = torch.Tensor | float
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
-def _require(holds: bool, operator: str, argument: str, expected: str, got: object) -> None:
-    if not holds:
-        raise ValueError(f"{operator}: {argument} must be {expected}; got {printable(got)}")
-
-
 def _check_cache_dtype(operator: str, kv_cache_dtype: str, cache: torch.Tensor) -> None:
     own = DTYPE_NAMES.get(cache.dtype, "auto")
     expected = "auto" if own == "auto" else f"auto or {own}"
-    _require(kv_cache_dtype in ("auto", own), operator, "kv_cache_dtype", f"{expected} (no fp8 caches)", kv_cache_dtype)
+    require(kv_cache_dtype in ("auto", own), operator, "kv_cache_dtype", f"{expected} (no fp8 caches)", kv_cache_dtype)
 
 
 def _attend(
@@ -47,13 +42,13 @@ def _attend(
 ) -> None:
     _check_cache_dtype(operator, kv_cache_dtype, key_cache)
     sparse = blocksparse_vert_stride > 1  # vLLM's own test for it
-    _require(
+    require(
         not sparse, operator, "blocksparse_vert_stride", "0 or 1 (no block-sparse attention)", blocksparse_vert_stride
     )
     shape = list(value_cache.shape)
-    _require(len(shape) == 4, operator, "value_cache", "[blocks, h_kv, d, block]", shape)
-    _require(num_kv_heads == shape[1], operator, "num_kv_heads", f"value_cache's h_kv = {shape[1]}", num_kv_heads)
-    _require(block_size == shape[3], operator, "block_size", f"value_cache's block = {shape[3]}", block_size)
+    require(len(shape) == 4, operator, "value_cache", "[blocks, h_kv, d, block]", shape)
+    require(num_kv_heads == shape[1], operator, "num_kv_heads", f"value_cache's h_kv = {shape[1]}", num_kv_heads)
+    require(block_size == shape[3], operator, "block_size", f"value_cache's block = {shape[3]}", block_size)
     paged_attention(
         query, key_cache, value_cache, block_tables, seq_lens, scale, layout="vllm", alibi_slopes=alibi_slopes, out=out
     )
@@ -160,25 +155,23 @@ def reshape_and_cache(
     """
     name = "reshape_and_cache"
     _check_cache_dtype(name, kv_cache_dtype, key_cache)
-    _require(value_cache.ndim == 4, name, "value_cache", "[blocks, h_kv, d, block]", list(value_cache.shape))
+    require(value_cache.ndim == 4, name, "value_cache", "[blocks, h_kv, d, block]", list(value_cache.shape))
     blocks, h_kv, d, block = value_cache.shape
     x = 16 // key_cache.element_size()
     shape = [blocks, h_kv, d // x, block, x]
-    _require(list(key_cache.shape) == shape, name, "key_cache", str(shape), list(key_cache.shape))
+    require(list(key_cache.shape) == shape, name, "key_cache", str(shape), list(key_cache.shape))
     for argument, new, cache in (("key", key, key_cache), ("value", value, value_cache)):
-        _require(
-            new.ndim == 3 and new.shape[1:] == (h_kv, d), name, argument, f"[tokens, {h_kv}, {d}]", list(new.shape)
-        )
-        _require(new.dtype == cache.dtype, name, argument, f"{cache.dtype} as its cache is", new.dtype)
+        require(new.ndim == 3 and new.shape[1:] == (h_kv, d), name, argument, f"[tokens, {h_kv}, {d}]", list(new.shape))
+        require(new.dtype == cache.dtype, name, argument, f"{cache.dtype} as its cache is", new.dtype)
     tokens = len(slot_mapping)
-    _require(
+    require(
         slot_mapping.ndim == 1 and tokens <= len(key),
         name,
         "slot_mapping",
         f"[up to {len(key)}]",
         list(slot_mapping.shape),
     )
-    _require(
+    require(
         bool((slot_mapping < blocks * block).all()), name, "slot_mapping", f"below {blocks * block}", "a slot beyond"
     )
     kept = slot_mapping >= 0

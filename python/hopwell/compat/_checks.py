@@ -1,0 +1,21 @@
+"""How a module here refuses an argument."""
+
+from torch import Tensor
+
+from .._arrays import printable
+
+
+def require(holds: bool, function: str, argument: str, expected: str, got: object) -> None:
+    """ValueError, which names the function, the argument, what was expected and what came, unless `holds`."""
+    if not holds:
+        raise ValueError(f"{function}: {argument} must be {expected}; got {printable(got)}")
+
+
+def require_shape(function: str, argument: str, tensor: Tensor, **sizes: int | None) -> None:
+    """The tensor must have these dimensions, those of a size that is not None with that size."""
+    expected = ", ".join(name if size is None else f"{name}={size}" for name, size in sizes.items())
+    got = list(tensor.shape)
+    fits = len(got) == len(sizes) and all(
+        size is None or size == n for n, size in zip(got, sizes.values(), strict=True)
+    )
+    require(fits, function, argument, f"[{expected}]", got)

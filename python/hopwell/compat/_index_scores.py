@@ -1,0 +1,66 @@
+"""The index scores of all visible keys, which other projects' kernels write out and Hopwell's never store."""
+
+import torch
+from torch import Tensor
+
+from hopwell.torch import ops
+
+_SCORES_AT_A_TIME = 1 << 24
+
+
+def rows_at_a_time(width: int) -> int:
+    """Rows of `width` numbers that are made in one go: 64 MiB of float32."""
+    return max(1, _SCORES_AT_A_TIME // max(width, 1))
+
+
+def write_index_scores(
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    start: Tensor,
+    end: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    from_start: bool = False,
+) -> None:
+    """out[s, t] = k_scale[t]·Σ_j weights[s, j]·relu(q[s, j]·k[t]) where start[s] ≤ t < end[s], −inf elsewhere.
+
+    out is [s_q, width], in any float dtype. With from_start, column i is key max(start[s], 0) + i, and further keys are
+    left out; without, width is s_kv. q and k may be float8_e4m3fn, whose numbers bf16 holds exactly.
+
+    A selection of as many keys as a query can see returns all of them, in ascending order, with their scores.
+    """
+    if q.dtype == torch.float8_e4m3fn:
+        q, k = q.bfloat16(), k.bfloat16()
+    s_kv, width = len(k), out.shape[1]
+    column = torch.arange(width, device=out.device, dtype=torch.int32)
+    if from_start:
+        end = torch.minimum(end, start.clamp(0, s_kv) + width)
+    for first in range(0, len(q), rows_at_a_time(width)):
+        rows = slice(first, first + rows_at_a_time(width))
+        scores = ops.lightning_indexer(q[rows], k, weights[rows], width, k_start=start[rows], k_end=end[rows])[1]
+        first_key = start[rows, None].clamp(0, s_kv)
+        if width and not from_start:  # the i-th visible key is key start + i
+            scores = scores.gather(1, (column - first_key).clamp(min=0).long())
+            scores.masked_fill_((column < first_key) | (column >= end[rows, None]), -torch.inf)
+        if k_scale is not None and s_kv:
+            key = first_key + column if from_start else column.expand_as(scores)
+            hidden = scores == -torch.inf  # and stays so where the scale is 0
+            scores = (scores * k_scale[key.clamp(max=s_kv - 1)]).masked_fill_(hidden, -torch.inf)
+        out[rows] = scores
+
+
+def without_relu(q: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """(q', weights') whose index scores are Σ_j weights_j·(q_j·k): those of the indexer without its relu.
+
+    They are x = (Σ_j weights_j·q_j)·k, and x = relu(x) − relu(−x). Where q is bf16, the sum is passed on as three terms
+    that hold 24 bits together.
+    """
+    rest = torch.bmm(weights[:, None].float(), q.float())[:, 0]
+    terms = []
+    for _ in range(1 if q.dtype == torch.float32 else 3):
+        terms.append(rest.to(q.dtype))
+        rest = rest - terms[-1].float()
+    signs = torch.tensor([1.0, -1.0], device=q.device).repeat_interleave(len(terms))
+    return torch.stack([*terms, *(-term for term in terms)], 1), signs.expand(len(q), -1)

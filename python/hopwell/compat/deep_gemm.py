@@ -1,0 +1,108 @@
+"""`fp8_mqa_logits` and `fp8_fp4_mqa_logits` with the arguments of DeepSeek's DeepGEMM.
+
+    from hopwell.compat.deep_gemm import fp8_mqa_logits        # instead of: from deep_gemm import ...
+
+After `csrc/apis/attention.hpp` and `tests/test_attention.py` of github.com/deepseek-ai/DeepGEMM at 54e2261, as vLLM and
+SGLang call it. What holds here as there: names, order and defaults of the arguments, e4m3 q without scales (they are
+folded into the weights), one float32 scale a key, the compressed form of max_seqlen_k, float32 or bf16 logits.
+
+What differs: logits outside a query's keys are −inf in every form, also where DeepGEMM leaves them as they are
+(clean_logits=False, the rest of compressed rows); logits are contiguous instead of rows of 1,024 bytes; any number of
+heads, any d (at most 128 on GPUs), bf16 and (on the CPU) float32 keys and queries, host tensors; a NaN logit is −inf.
+FP4 keys and queries are a ValueError, and the paged form is not here.
+
+What it costs: Hopwell has no kernel that stores logits. It selects all keys that a query sees, 64 MiB of logits at a
+time, so beside the logits themselves there are a few hundred MiB at most (indices, the scatter), and the time is that
+of `lightning_indexer` with topk = s_kv on bf16 products (not on e4m3, at half their rate) and of some passes over the
+logits. Where only the best keys are wanted, `hopwell.torch.lightning_indexer` gives them without any of it.
+"""
+
+import torch
+from torch import Tensor
+
+from ._checks import require, require_shape
+from ._index_scores import write_index_scores
+
+_KINDS = (torch.float8_e4m3fn, torch.bfloat16, torch.float32)
+
+
+def _logits(
+    function: str,
+    q: Tensor,
+    kv: tuple[Tensor, Tensor],
+    weights: Tensor,
+    start: Tensor,
+    end: Tensor,
+    clean_logits: bool,
+    max_seqlen_k: int,
+    logits_dtype: torch.dtype,
+) -> Tensor:
+    k, k_scale = kv
+    require(q.dtype in _KINDS, function, "q", "float8_e4m3fn (no FP4)", q.dtype)
+    require(k.dtype == q.dtype, function, "kv[0]", f"{q.dtype} as q is", k.dtype)
+    require_shape(function, "q", q, seq_len=None, heads=None, head_dim=None)
+    seq_len, heads, head_dim = q.shape
+    require_shape(function, "kv[0]", k, seq_len_kv=None, head_dim=head_dim)
+    require(k_scale.dtype == torch.float32, function, "kv[1]", "float32", k_scale.dtype)
+    require_shape(function, "kv[1]", k_scale, seq_len_kv=len(k))
+    require_shape(function, "weights", weights, seq_len=seq_len, heads=heads)
+    for name, bound in (("cu_seq_len_k_start", start), ("cu_seq_len_k_end", end)):
+        require(bound.dtype == torch.int32, function, name, "int32", bound.dtype)
+        require_shape(function, name, bound, seq_len=seq_len)
+    require(
+        logits_dtype in (torch.float32, torch.bfloat16), function, "logits_dtype", "float32 or bfloat16", logits_dtype
+    )
+    require(max_seqlen_k >= 0, function, "max_seqlen_k", "0, or the most keys that a query sees", max_seqlen_k)
+    require(not (clean_logits and max_seqlen_k), function, "clean_logits", "False with max_seqlen_k", clean_logits)
+    logits = q.new_empty((seq_len, max_seqlen_k or len(k)), dtype=logits_dtype)
+    write_index_scores(logits, q, k, weights, start, end, k_scale=k_scale, from_start=max_seqlen_k > 0)
+    return logits
+
+
+@torch.no_grad()
+def fp8_mqa_logits(
+    q: Tensor,
+    kv: tuple[Tensor, Tensor],
+    weights: Tensor,
+    cu_seq_len_k_start: Tensor,
+    cu_seq_len_k_end: Tensor,
+    clean_logits: bool = True,
+    max_seqlen_k: int = 0,
+) -> Tensor:
+    """logits[i, t] = k_scale[t]·Σ_h weights[i, h]·relu(q[i, h]·k[t]) of the keys that each query sees.
+
+    Args:
+        q: float8_e4m3fn [seq_len, heads, head_dim].
+        kv: k float8_e4m3fn [seq_len_kv, head_dim] and its scales float32 [seq_len_kv].
+        weights: float32 [seq_len, heads], q's scales among them.
+        cu_seq_len_k_start, cu_seq_len_k_end: int32 [seq_len]; query i sees the keys from start up to end − 1.
+        clean_logits: logits outside a query's keys are −inf; here they always are.
+        max_seqlen_k: where not 0, logits are [seq_len, max_seqlen_k] and row i begins with key start[i]; clean_logits
+            must be False then.
+
+    Returns:
+        float32 [seq_len, seq_len_kv]. Like the original it is no part of the autograd graph.
+    """
+    return _logits(
+        *("fp8_mqa_logits", q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k),
+        torch.float32,
+    )
+
+
+@torch.no_grad()
+def fp8_fp4_mqa_logits(
+    q: tuple[Tensor, Tensor | None],
+    kv: tuple[Tensor, Tensor],
+    weights: Tensor,
+    cu_seq_len_k_start: Tensor,
+    cu_seq_len_k_end: Tensor,
+    clean_logits: bool = True,
+    max_seqlen_k: int = 0,
+    logits_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """`fp8_mqa_logits` with q a pair whose second is None (scales of FP4 queries), and logits of a dtype to choose."""
+    function = "fp8_fp4_mqa_logits"
+    require(q[1] is None, function, "q[1]", "None (no FP4)", q[1])
+    return _logits(
+        *(function, q[0], kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k, logits_dtype)
+    )

@@ -1,0 +1,166 @@
+"""`hopwell.compat.deep_gemm` against plain PyTorch in float64, called as DeepGEMM's tests and vLLM call it."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hopwell.compat import _index_scores
+from hopwell.compat.deep_gemm import fp8_fp4_mqa_logits, fp8_mqa_logits
+from support import norm_error
+from torch import Tensor
+
+
+def inputs(s_q: int, s_kv: int, heads: int, d: int) -> dict[str, Any]:
+    """e4m3 numbers whose products are exact in bf16's float32 sums, and a scale a key."""
+    q, k = torch.randn(s_q, heads, d), torch.randn(s_kv, d)
+    scales = k.abs().amax(1).clamp(min=1e-4) / 448
+    return {
+        "q": q.to(torch.float8_e4m3fn),
+        "kv": ((k / scales[:, None]).to(torch.float8_e4m3fn), scales),
+        "weights": torch.randn(s_q, heads),
+        "cu_seq_len_k_start": torch.zeros(s_q, dtype=torch.int32),
+        "cu_seq_len_k_end": torch.arange(s_q, dtype=torch.int32) + (s_kv - s_q),
+    }
+
+
+def visible(call: dict[str, Any]) -> Tensor:
+    key = torch.arange(len(call["kv"][0]))
+    return (key >= call["cu_seq_len_k_start"][:, None]) & (key < call["cu_seq_len_k_end"][:, None])
+
+
+def plain(call: dict[str, Any]) -> Tensor:
+    keys = call["kv"][0].double() * call["kv"][1].double()[:, None]
+    dots = torch.einsum("shd,td->sht", call["q"].double(), keys).relu()
+    logits = torch.einsum("sht,sh->st", dots, call["weights"].double())
+    return logits.masked_fill(~visible(call), -math.inf)
+
+
+def assert_logits(actual: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
+    assert actual.shape == expected.shape
+    assert torch.equal(actual.isinf(), expected.isinf()) and not actual.isnan().any()
+    finite = ~expected.isinf()
+    assert norm_error(actual[finite], expected[finite]) <= tolerance
+
+
+@pytest.mark.parametrize(("heads", "d"), [(64, 128), (32, 64), (3, 32)])
+def test_logits_of_a_causal_sequence(heads: int, d: int) -> None:
+    call = inputs(40, 100, heads, d)
+    assert list(call) == ["q", "kv", "weights", "cu_seq_len_k_start", "cu_seq_len_k_end"]
+    logits = fp8_mqa_logits(*call.values())
+    assert logits.dtype == torch.float32
+    assert_logits(logits, plain(call))
+    assert torch.equal(logits, fp8_mqa_logits(*call.values(), True))
+    assert_logits(fp8_mqa_logits(**call, clean_logits=False), plain(call))
+
+
+def test_key_ranges_of_packed_documents_and_wild_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranges are data: empty, reversed, before the first key, beyond the last. Rows are made a few at a time."""
+    monkeypatch.setattr(_index_scores, "_SCORES_AT_A_TIME", 100)
+    call = inputs(30, 57, 4, 16)
+    call["cu_seq_len_k_start"] = torch.randint(-5, 60, (30,), dtype=torch.int32)
+    call["cu_seq_len_k_end"] = torch.randint(-5, 70, (30,), dtype=torch.int32)
+    call["cu_seq_len_k_start"][3:6] = torch.tensor([0, 57, -(2**31)])
+    call["cu_seq_len_k_end"][3:6] = torch.tensor([57, 57, 2**31 - 1])
+    assert_logits(fp8_mqa_logits(**call), plain(call))
+
+
+def test_compressed_logits_begin_with_each_query_s_first_key() -> None:
+    call = inputs(24, 64, 8, 32)
+    call["cu_seq_len_k_start"] = torch.arange(24, dtype=torch.int32)
+    call["cu_seq_len_k_end"] = torch.arange(24, dtype=torch.int32) * 2 + 5
+    most = int((call["cu_seq_len_k_end"] - call["cu_seq_len_k_start"]).max())
+    logits = fp8_mqa_logits(**call, clean_logits=False, max_seqlen_k=most)
+    assert logits.shape == (24, most)
+    full = torch.full((24, 64), -math.inf)
+    for row, (start, end) in enumerate(zip(call["cu_seq_len_k_start"], call["cu_seq_len_k_end"], strict=True)):
+        full[row, start:end] = logits[row, : end - start]
+        assert logits[row, end - start :].eq(-math.inf).all()
+    assert_logits(full, plain(call))
+    cut = fp8_mqa_logits(**call, clean_logits=False, max_seqlen_k=3)  # the first three keys, not the best three
+    assert torch.equal(cut, logits[:, :3])
+
+
+@pytest.mark.parametrize("logits_dtype", [torch.float32, torch.bfloat16])
+def test_the_form_with_a_choice_of_dtypes(logits_dtype: torch.dtype) -> None:
+    call = inputs(16, 48, 8, 64)
+    q = call.pop("q")
+    weights = call.pop("weights").bfloat16()
+    logits = fp8_fp4_mqa_logits((q, None), weights=weights, **call, logits_dtype=logits_dtype)
+    assert logits.dtype == logits_dtype
+    expected = plain({**call, "q": q, "weights": weights})
+    assert_logits(logits, expected, 1e-5 if logits_dtype == torch.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_dtypes_of_queries_and_keys(dtype: torch.dtype) -> None:
+    call = inputs(8, 20, 4, 16)
+    call["q"] = torch.randn(8, 4, 16).to(dtype)
+    call["kv"] = torch.randn(20, 16).to(dtype), torch.rand(20)
+    assert_logits(fp8_mqa_logits(**call), plain(call))
+
+
+def test_nothing_to_do_and_nothing_to_see() -> None:
+    call = inputs(3, 9, 2, 16)
+    none = {**call, "cu_seq_len_k_end": torch.zeros(3, dtype=torch.int32)}
+    assert fp8_mqa_logits(**none).eq(-math.inf).all()
+    assert fp8_mqa_logits(**inputs(0, 9, 2, 16)).shape == (0, 9)
+    empty = {**call, "kv": (call["kv"][0][:0], call["kv"][1][:0])}
+    assert fp8_mqa_logits(**empty).shape == (3, 0)
+    requiring = {**call, "weights": call["weights"].requires_grad_()}
+    assert not fp8_mqa_logits(**requiring).requires_grad
+
+
+def test_keys_that_are_not_seen_and_a_scale_of_zero() -> None:
+    call = inputs(4, 12, 2, 16)
+    call["cu_seq_len_k_end"] = torch.full((4,), 8, dtype=torch.int32)
+    keys, scales = call["kv"]
+    scales[2] = 0.0
+    expected = plain(call)
+    keys[8:] = math.nan
+    scales[8:] = math.nan
+    logits = fp8_mqa_logits(**call)
+    assert_logits(logits, expected)
+    assert logits[:, 2].eq(0).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(4, 2, 8, dtype=torch.uint8)}, r"q must be float8_e4m3fn \(no FP4\); got torch.uint8"),
+        ({"q": torch.zeros(4, 16).to(torch.float8_e4m3fn)}, r"q must be \[seq_len, heads, head_dim\]; got \[4, 16\]"),
+        (
+            {"kv": (torch.zeros(9, 16), torch.ones(9))},
+            r"kv\[0\] must be torch.float8_e4m3fn as q is; got torch.float32",
+        ),
+        (
+            {"kv": (torch.zeros(9, 8).to(torch.float8_e4m3fn), torch.ones(9))},
+            r"kv\[0\] must be \[seq_len_kv, head_dim=16\]; got \[9, 8\]",
+        ),
+        (
+            {"kv": (torch.zeros(9, 16).to(torch.float8_e4m3fn), torch.ones(8))},
+            r"kv\[1\] must be \[seq_len_kv=9\]; got \[8\]",
+        ),
+        (
+            {"kv": (torch.zeros(9, 16).to(torch.float8_e4m3fn), torch.ones(9, dtype=torch.int32))},
+            r"kv\[1\] must be float32; got torch.int32",
+        ),
+        ({"weights": torch.zeros(4, 3)}, r"weights must be \[seq_len=4, heads=2\]; got \[4, 3\]"),
+        ({"cu_seq_len_k_start": torch.zeros(4)}, "cu_seq_len_k_start must be int32; got torch.float32"),
+        ({"cu_seq_len_k_end": torch.zeros(5, dtype=torch.int32)}, r"cu_seq_len_k_end must be \[seq_len=4\]; got \[5\]"),
+        ({"max_seqlen_k": 4}, "clean_logits must be False with max_seqlen_k; got True"),
+        ({"max_seqlen_k": -1}, "max_seqlen_k must be 0, or the most keys that a query sees; got -1"),
+    ],
+)
+def test_wrong_arguments(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match="^fp8_mqa_logits: " + message):
+        fp8_mqa_logits(**{**inputs(4, 9, 2, 16), **change})
+
+
+def test_fp4_is_refused() -> None:
+    call = inputs(4, 9, 2, 16)
+    q = call.pop("q")
+    with pytest.raises(ValueError, match=r"fp8_fp4_mqa_logits: q\[1\] must be None \(no FP4\)"):
+        fp8_fp4_mqa_logits((q, torch.ones(4, 2, dtype=torch.int32)), **call)
+    with pytest.raises(ValueError, match=r"logits_dtype must be float32 or bfloat16; got torch\.float16"):
+        fp8_fp4_mqa_logits((q, None), **call, logits_dtype=torch.float16)
