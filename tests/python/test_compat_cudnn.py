@@ -1,0 +1,575 @@
+"""`hopwell.compat.cudnn` against plain PyTorch in float64, called as the cuDNN front end's users call it."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hopwell.compat import _index_scores
+from hopwell.compat.cudnn import DSA, TupleDict
+from support import norm_error
+from torch import Tensor
+
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 4e-3}
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+Offsets = Sequence[int] | None
+
+
+@pytest.fixture(autouse=True)
+def few_scores_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_index_scores, "_SCORES_AT_A_TIME", 150)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Quarters, so that products are exact and the sign of their sums is certain."""
+    return ((torch.randn(*shape) * 4).round() / 4).to(dtype)
+
+
+def ints(values: Offsets) -> Tensor | None:
+    return None if values is None else torch.tensor(values, dtype=torch.int32)
+
+
+def strided(*shape: int) -> Tensor:
+    return torch.empty(*shape, 2)[..., 0]
+
+
+def visible(s_q: int, s_k: int, ratio: int, offset: int = 0) -> Tensor:
+    return torch.arange(s_k) < (torch.arange(s_q)[:, None] + offset + 1) // ratio
+
+
+def index_scores(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
+    """[…, s_q, h, d], […, s_k, d] and […, s_q, h] in float64, or whatever they are in."""
+    return torch.einsum("...sht,...sh->...st", torch.einsum("...shd,...td->...sht", q, k).relu(), w)
+
+
+def masked_scores(q: Tensor, k: Tensor, w: Tensor, ratio: int, offsets: Offsets = None) -> Tensor:
+    """Of a batch, k without a dimension of heads."""
+    mask = torch.stack([visible(q.shape[1], k.shape[1], ratio, o) for o in offsets or [0] * len(q)])
+    return index_scores(q.double(), k.double(), w.double()).masked_fill(~mask, -math.inf)
+
+
+def assert_scores(actual: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
+    assert actual.shape == expected.shape and not actual.isnan().any()
+    assert torch.equal(actual.isinf(), expected.isinf())
+    finite = ~expected.isinf()
+    assert norm_error(actual[finite], expected[finite]) <= tolerance
+
+
+class Pack:
+    """Sequences of 3, 0, 5 and 1 queries, and one more query that belongs to none; 7, 4, 5 and 2 keys."""
+
+    queries, keys = (3, 0, 5, 1), (7, 4, 5, 2)
+
+    def __init__(self) -> None:
+        self.cu_q, self.cu_k = (torch.tensor([0, *n]).cumsum(0).int() for n in (self.queries, self.keys))
+        self.total_q, self.total_k, self.widest = sum(self.queries) + 1, sum(self.keys), max(self.keys)
+        self.arguments = {"cu_seqlens_q": self.cu_q, "cu_seqlens_k": self.cu_k}
+
+    def parts(self, q: Sequence[Tensor], k: Sequence[Tensor]) -> Any:
+        """The tensors of each sequence: by its queries, and by its keys."""
+        for i in range(len(self.queries)):
+            of_q, of_k = slice(*self.cu_q[i : i + 2]), slice(*self.cu_k[i : i + 2])
+            yield [x[of_q] for x in q], [x[of_k] for x in k], of_q, of_k
+
+    def masked_scores(self, q: Tensor, k: Tensor, w: Tensor, ratio: int, offsets: Offsets = None) -> Tensor:
+        """[total_q, widest], each row from its sequence's first key on."""
+        scores = torch.full((self.total_q, self.widest), -math.inf, dtype=torch.float64)
+        for i, ((q_i, w_i), (k_i,), of_q, _) in enumerate(self.parts((q, w), (k,))):
+            mine = masked_scores(q_i[None], k_i[None], w_i[None], ratio, [offsets[i] if offsets else 0])[0]
+            scores[of_q, : len(k_i)] = mine
+        return scores
+
+
+@pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("ratio", "offsets", "sm_scale"), [(1, None, 1.0), (4, None, 0.3), (1, (9, 2), -0.5), (4, (0, 33), 1.0)]
+)
+@DTYPES
+def test_index_scores(
+    dtype: torch.dtype, ratio: int, offsets: Offsets, sm_scale: float, weights_dtype: torch.dtype
+) -> None:
+    q, k, w = (
+        random(2, 10, 5, 16, dtype=dtype),
+        random(2, 13, 1, 16, dtype=dtype),
+        random(2, 10, 5, dtype=weights_dtype),
+    )
+    expected = masked_scores(q, k[:, :, 0], w.double() * sm_scale, ratio, offsets)
+    options = {"ratio": ratio, "sm_scale": sm_scale, "q_causal_offsets": ints(offsets)}
+    result = DSA.indexer_forward_wrapper(q, k, w, **options)
+    assert list(result.keys()) == ["scores"] and result["scores"].dtype == torch.float32
+    assert_scores(result["scores"], expected)
+
+    for out, lse_out in ((torch.empty(2, 10, 13), torch.empty(2, 10)), (strided(2, 10, 13), strided(2, 10))):
+        given = DSA.indexer_forward_wrapper(q, k, w, **options, out=out, lse_out=lse_out)
+        assert given["scores"] is out and given["lse"] is lse_out
+        assert_scores(out, expected)
+        assert_scores(lse_out, expected.logsumexp(-1))
+    again = DSA.dense_indexer_score_recompute_wrapper(q, k, w, **options, out=strided(2, 10, 13))
+    assert list(again.keys()) == ["out", "denom"]
+    assert_scores(again["out"], expected)
+    assert_scores(again["denom"], expected.logsumexp(-1))
+
+
+def test_index_scores_see_a_fourth_of_the_tokens_by_default() -> None:
+    q, k, w = random(1, 9, 2, 8), random(1, 4, 1, 8), random(1, 9, 2)
+    assert_scores(DSA.indexer_forward_wrapper(q, k, w)["scores"], masked_scores(q, k[:, :, 0], w, 4))
+    assert_scores(DSA.dense_indexer_score_recompute_wrapper(q, k, w)["out"], masked_scores(q, k[:, :, 0], w, 1))
+
+
+@pytest.mark.parametrize("longest_given", [True, False])
+@pytest.mark.parametrize(("ratio", "offsets"), [(1, None), (2, (4, 0, 1, 3))])
+def test_index_scores_of_a_pack(ratio: int, offsets: Offsets, longest_given: bool) -> None:
+    pack = Pack()
+    q, k, w = random(pack.total_q, 3, 16), random(pack.total_k, 1, 16), random(pack.total_q, 3)
+    longest = {"max_seqlen_q": 5, "max_seqlen_k": pack.widest} if longest_given else {}
+    options = {**pack.arguments, **longest, "ratio": ratio, "q_causal_offsets": ints(offsets)}
+    expected = pack.masked_scores(q, k[:, 0], w, ratio, offsets)
+    result = DSA.indexer_forward_wrapper(q, k, w, **options, return_lse=True)
+    assert_scores(result["scores"], expected)
+    assert_scores(result["lse"], expected.logsumexp(-1))
+    scores, denom = DSA.dense_indexer_score_recompute_wrapper(q, k, w, **options)
+    assert torch.equal(scores, result["scores"]) and torch.equal(denom, result["lse"])
+
+
+@pytest.mark.parametrize("prescaled", [False, True])
+def test_index_scores_of_e4m3_with_a_scale_a_row(prescaled: bool) -> None:
+    q, k = (random(2, *shape).to(torch.float8_e4m3fn) for shape in ((6, 4, 16), (7, 1, 16)))
+    w, q_scale, k_scale = random(2, 6, 4), torch.rand(2, 6, 4), torch.rand(2, 7, 1)
+    w = w if prescaled else w.bfloat16()
+    factor = 1.0 if prescaled else 0.5 * q_scale.double()
+    expected = masked_scores(q, k[:, :, 0].double() * k_scale.double(), w.double() * factor, 1)
+    options = {"q_scale": q_scale, "k_scale": k_scale, "sm_scale": 0.5, "ratio": 1, "precision": "fp8"}
+    assert_scores(DSA.indexer_forward_wrapper(q, k, w, **options)["scores"], expected)
+
+
+@pytest.mark.parametrize("top_k", [1, 6, 40])
+@pytest.mark.parametrize("next_n", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("tie_break", "deterministic"), [(0, False), (0, True), (1, True), (2, False)])
+def test_top_k(dtype: torch.dtype, next_n: int, top_k: int, tie_break: int, deterministic: bool) -> None:
+    x = (torch.randn(12, 31) * 2).round().to(dtype)  # many ties; +0 comes before −0
+    x[1, 5], x[2, :9], x[3, 4] = -math.inf, -math.inf, math.inf
+    lengths = torch.randint(0, 32, (12 // next_n,), dtype=torch.int32)
+    lengths[0] = 31
+    options = {"tie_break": tie_break, "deterministic": deterministic, "next_n": next_n}
+    indices, values = DSA.indexer_top_k_wrapper(x, lengths, top_k, **options)
+    assert indices.dtype == torch.int32 and values.dtype == dtype and indices.shape == values.shape == (12, top_k)
+    for row in range(12):
+        n = max(0, int(lengths[row // next_n]) - next_n + row % next_n + 1)
+        sign = -1 if tie_break == 2 else 1
+        numbers = x[row].tolist()
+        best = sorted(range(n), key=lambda t: (-numbers[t], math.copysign(1.0, -numbers[t]), sign * t))[:top_k]
+        assert indices[row].tolist() == sorted(best) + [-1] * (top_k - len(best))
+        assert torch.equal(values[row, : len(best)], x[row, sorted(best)])
+        assert values[row, len(best) :].eq(-math.inf).all()
+    without = DSA.indexer_top_k_wrapper(x, lengths, top_k=top_k, return_val=False, **options)
+    assert without["values"] is None and torch.equal(without["indices"], indices)
+
+
+def test_top_k_of_strided_rows_and_of_no_columns() -> None:
+    x, lengths = torch.randn(5, 9), torch.full((5,), 9, dtype=torch.int32)
+    views = x.t().contiguous().t(), torch.stack([lengths, lengths], 1)[:, 0]
+    assert torch.equal(DSA.indexer_top_k_wrapper(*views, 4)[0], DSA.indexer_top_k_wrapper(x, lengths, 4)[0])
+    indices, values = DSA.indexer_top_k_wrapper(x[:, :0], lengths * 0, 2)
+    assert indices.eq(-1).all() and values.eq(-math.inf).all()
+
+
+def local_and_global(s_k: int, b: int, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Entries of a batch, some of them none, as numbers of keys of their sequence and of all keys."""
+    local = torch.randint(-1, s_k, shape, dtype=torch.int32)
+    local[:, 1], local[:, 2, 1:] = -1, -1  # a query of no entry and one of one
+    local[:, 2, 0] = s_k - 1
+    offsets = torch.arange(b, dtype=torch.int32)[:, None, None] * s_k
+    return local, torch.where(local >= 0, local + offsets, -1)
+
+
+def entries(local: Tensor, lengths: Tensor | None) -> Tensor:
+    if lengths is None:
+        return local >= 0
+    return (local >= 0) & (torch.arange(local.shape[2]) < lengths[:, :, None])
+
+
+@pytest.mark.parametrize("are_global", [False, True])
+@pytest.mark.parametrize("with_lengths", [False, True])
+@pytest.mark.parametrize("b", [1, 3])
+@DTYPES
+def test_recomputed_scores_of_entries(dtype: torch.dtype, b: int, with_lengths: bool, are_global: bool) -> None:
+    s_q, s_k, h, d, topk = 6, 11, 4, 16, 7
+    q, k = random(b, s_q, h, d, dtype=dtype), random(b, s_k, d, dtype=dtype)
+    local, flat = local_and_global(s_k, b, (b, s_q, topk))
+    lengths = torch.randint(1, topk + 1, (b, s_q), dtype=torch.int32) if with_lengths else None
+    valid = entries(local, lengths)
+    gathered = torch.stack([rows[t.clamp(min=0).long()] for rows, t in zip(k.double(), local, strict=True)])
+    dots = torch.einsum("bshd,bsid->bshi", q.double(), gathered)
+    scores = (0.3 * dots).masked_fill(~valid[:, :, None], -math.inf)
+    lse = scores.logsumexp(-1)
+    expected = (scores - lse[..., None]).exp().nan_to_num(0.0).sum(2)
+    expected = expected / expected.sum(-1, keepdim=True).clamp(min=1e-30)
+    options = {"topk_indices_global": are_global, "topk_length": lengths, "qhead_per_kv_head": h}
+    table = flat if are_global else local
+    result = DSA.sparse_attn_score_recompute_wrapper(q, k, lse.float(), table, 0.3, **options)
+    assert list(result.keys()) == ["target"]
+    assert norm_error(result["target"], expected) <= TOLERANCES[dtype]
+    assert result["target"][~valid].eq(0).all()
+    out = strided(b, s_q, topk)
+    assert DSA.sparse_attn_score_recompute_wrapper(q, k, lse.float(), table, 0.3, **options, out=out)[0] is out
+    assert torch.equal(out, result["target"])
+
+    w = random(b, s_q, h, dtype=dtype)
+    index = torch.einsum("bshi,bsh->bsi", dots.relu(), w.double()).masked_fill(~valid, -math.inf)
+    (predict,) = DSA.sparse_indexer_score_recompute_wrapper(q, k, w, table, **options)
+    torch.testing.assert_close(predict.double(), index.softmax(-1).nan_to_num(0.0), rtol=1e-4, atol=1e-6)
+    assert DSA.sparse_indexer_score_recompute_wrapper(q, k, w, table, **options, out=out)[0] is out
+    assert torch.equal(out, predict)
+
+
+def attention_sums(q: Tensor, k: Tensor, lse: Tensor, scale: float, mask: Tensor) -> Tensor:
+    """Of one sequence: q [s_q, h, d], k [s_k, h_kv, d]."""
+    keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
+    scores = scale * torch.einsum("shd,thd->sht", q.double(), keys)
+    return (scores - lse.double()[..., None]).exp().sum(1).masked_fill(~mask, 0.0)
+
+
+@pytest.mark.parametrize("h_kv", [1, 2])
+@pytest.mark.parametrize(("ratio", "offsets"), [(1, None), (3, (4, 21))])
+@DTYPES
+def test_dense_attention_sums(dtype: torch.dtype, ratio: int, offsets: Offsets, h_kv: int) -> None:
+    q, k, lse = random(2, 8, 4, 16, dtype=dtype), random(2, 12, h_kv, 16, dtype=dtype), torch.randn(2, 8, 4) + 2
+    masks = [visible(8, 12, ratio, o) for o in offsets or (0, 0)]
+    expected = torch.stack([attention_sums(*x, 0.2, m) for *x, m in zip(q, k, lse, masks, strict=True)])
+    options = {"qhead_per_kv_head": 4 // h_kv, "ratio": ratio, "q_causal_offsets": ints(offsets)}
+    result = DSA.dense_attn_score_recompute_wrapper(q, k, lse, 0.2, **options)
+    assert list(result.keys()) == ["out", "denom"]
+    assert norm_error(result["out"], expected) <= TOLERANCES[dtype]
+    assert norm_error(result["denom"], expected.sum(-1)) <= TOLERANCES[dtype]
+    for i, mask in enumerate(masks):
+        assert result["out"][i][~mask].eq(0).all()
+    out, denom = strided(2, 8, 12), strided(2, 8)
+    given = DSA.dense_attn_score_recompute_wrapper(q, k, lse, 0.2, **options, out=out, denom_out=denom)
+    assert given["out"] is out and given["denom"] is denom
+    assert torch.equal(out, result["out"]) and torch.equal(denom, result["denom"])
+
+
+def test_dense_attention_sums_of_a_pack() -> None:
+    pack = Pack()
+    q, k, lse = random(pack.total_q, 4, 16), random(pack.total_k, 1, 16), torch.randn(pack.total_q, 4) + 2
+    expected = torch.zeros(pack.total_q, pack.widest, dtype=torch.float64)
+    for (q_i, lse_i), (k_i,), of_q, _ in pack.parts((q, lse), (k,)):
+        expected[of_q, : len(k_i)] = attention_sums(q_i, k_i, lse_i, 0.2, visible(len(q_i), len(k_i), 1))
+    out, denom = DSA.dense_attn_score_recompute_wrapper(q, k, lse, 0.2, **pack.arguments)
+    assert norm_error(out, expected) <= 1e-4 and norm_error(denom, expected.sum(-1)) <= 1e-4
+
+
+def index_leaves(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    leaves = [random(*shape, dtype=dtype) for shape in shapes]
+    return leaves, [x.double().requires_grad_() for x in leaves]
+
+
+def assert_gradients(result: TupleDict, wanted: Sequence[Tensor], dtypes: Sequence[torch.dtype], bound: float) -> None:
+    """Of q, weights and k."""
+    assert list(result.keys()) == ["d_index_q", "d_weights", "d_index_k"]
+    for gradient, other, dtype in zip(result, wanted, dtypes, strict=True):
+        assert gradient.dtype == dtype and gradient.shape == other.shape
+        assert norm_error(gradient, other) <= bound
+
+
+@pytest.mark.parametrize("are_global", [False, True])
+@pytest.mark.parametrize("backend", ["default", "sm100_v2"])
+@pytest.mark.parametrize("b", [1, 2])
+@DTYPES
+def test_gradients_of_the_sparse_loss(dtype: torch.dtype, b: int, backend: str, are_global: bool) -> None:
+    s_q, s_k, h, d, topk = 6, 11, 3, 16, 7
+    (q, w, k), exact = index_leaves([(b, s_q, h, d), (b, s_q, h), (b, s_k, d)], dtype)
+    local, flat = local_and_global(s_k, b, (b, s_q, topk))
+    valid = entries(local, None)
+    target = torch.rand(b, s_q, topk).masked_fill(~valid, 0.0)
+    target /= target.sum(-1, keepdim=True).clamp(min=1e-30)
+    keys = torch.stack([rows[t.clamp(min=0).long()] for rows, t in zip(exact[2], local, strict=True)])
+    dots = torch.einsum("bshd,bsid->bshi", exact[0], keys).relu()
+    scores = (0.25 * torch.einsum("bshi,bsh->bsi", dots, exact[1])).masked_fill(~valid, -1e30)
+    loss = -(target.double() * scores.log_softmax(-1)).sum() / (b * s_q)
+    wanted = torch.autograd.grad(3.0 * 0.5 * loss, (*exact, scores))
+    predict = scores.detach().softmax(-1).masked_fill(~valid, 0.0).float()
+
+    signal, table = target.clone(), flat if are_global else local
+    options = {"sm_scale": 0.25, "loss_coeff": 3.0, "topk_indices_global": are_global, "backend": backend}
+    result = DSA.indexer_backward_wrapper(
+        q, w, k, signal, predict, table, grad_loss=torch.tensor([0.5]), deterministic=True, **options
+    )
+    assert_gradients(result, wanted[:3], [dtype] * 3, 2 * TOLERANCES[dtype])
+    assert norm_error(signal, wanted[3]) <= 1e-5 and signal[~valid].eq(0).all()
+
+    buffers = {"d_index_q": torch.empty_like(q), "d_weights": torch.empty(w.shape), "d_index_k": strided(*k.shape)}
+    signal = target.clone()
+    given = DSA.indexer_backward_wrapper(q, w, k, signal, predict, table, grad_loss=0.5, **options, **buffers)
+    assert all(given[name] is buffer for name, buffer in buffers.items())
+    assert_gradients(given, wanted[:3], [dtype, torch.float32, torch.float32], 2 * TOLERANCES[dtype])
+    assert norm_error(given["d_weights"], wanted[1]) <= 1e-4  # not rounded to 16 bits
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("ratio", [1, 2])
+@DTYPES
+def test_gradients_of_the_dense_loss(dtype: torch.dtype, ratio: int, packed: bool) -> None:
+    """From what the two dense recomputations return, as Megatron calls them, with a target of one head of attention."""
+    pack = Pack()
+    first, second = ((pack.total_q,), (pack.total_k,)) if packed else ((2, 7), (2, 9))
+    (q, w, k), exact = index_leaves([(*first, 3, 16), (*first, 3), (*second, 16)], dtype)
+    if packed:
+        pieces = list(pack.parts((exact[0], exact[1]), (exact[2],)))
+        scores = [(index_scores(a, c, e), visible(len(a), len(c), ratio)) for (a, e), (c,), *_ in pieces]
+    else:
+        scores = [(index_scores(*x), visible(7, 9, ratio)) for x in zip(exact[0], exact[2], exact[1], strict=True)]
+    rows = [s.masked_fill(~m, -1e30).log_softmax(-1).masked_fill(~m, 0.0) for s, m in scores]
+    attention = [torch.rand(m.shape).masked_fill(~m, 0.0) for _, m in scores]
+    loss = sum(
+        -(a.double() / a.double().sum(-1, keepdim=True).clamp(min=1e-9) * r).sum()
+        for a, r in zip(attention, rows, strict=True)
+    )
+    wanted = torch.autograd.grad(3.0 * 0.5 * loss / math.prod(first), exact)
+
+    options = {**(pack.arguments if packed else {}), "ratio": ratio}
+    dense = torch.zeros(pack.total_q, pack.widest) if packed else torch.stack(attention)
+    if packed:
+        for a, (_, _, of_q, _) in zip(attention, pieces, strict=True):
+            dense[of_q, : a.shape[1]] = a
+    index, lse = DSA.dense_indexer_score_recompute_wrapper(q, k.unsqueeze(-2), w, **options)
+    sums, given = dense.sum(-1), {"d_index_k": torch.empty(k.shape)}
+    result = DSA.dense_indexer_backward_wrapper(
+        q, w, k, dense, sums, index, lse, torch.tensor(0.5), loss_coeff=3.0, **options, **given
+    )
+    assert result["d_index_k"] is given["d_index_k"]
+    assert_gradients(result, wanted, [dtype, dtype, torch.float32], 2 * TOLERANCES[dtype])
+
+
+def test_the_scale_of_dense_scores_is_their_gradient_s_too() -> None:
+    q, w, k = random(1, 5, 2, 16), random(1, 5, 2), random(1, 5, 16)
+    dense = torch.rand(1, 5, 5).tril()
+    results = []
+    for sm_scale, weights in ((1.0, 0.5 * w), (0.5, w)):
+        index, lse = DSA.dense_indexer_score_recompute_wrapper(q, k.unsqueeze(2), weights, sm_scale=sm_scale)
+        results.append(
+            DSA.dense_indexer_backward_wrapper(
+                q, weights, k, dense.clone(), dense.sum(-1), index, lse, 1.0, sm_scale=sm_scale
+            )
+        )
+    assert torch.equal(results[0]["d_index_q"], results[1]["d_index_q"])
+    torch.testing.assert_close(0.5 * results[0]["d_weights"], results[1]["d_weights"])
+
+
+def attention(q: Tensor, kv: Tensor, valid: Tensor, indices: Tensor, sink: Tensor, scale: float, d_v: int) -> Any:
+    keys = kv[indices.clamp(0, len(kv) - 1).long()]
+    scores = (scale * torch.einsum("shd,sid->shi", q, keys)).masked_fill(~valid[:, None], -math.inf)
+    with_sink = torch.cat([scores, sink[None, :, None].expand(len(q), -1, 1)], -1)
+    probabilities = with_sink.softmax(-1)[..., :-1].nan_to_num(0.0)  # of nothing and no sink
+    return torch.einsum("shi,sid->shd", probabilities, keys[..., :d_v]), scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("with_lengths", [False, True])
+@pytest.mark.parametrize("scale", [None, 0.4])
+@DTYPES
+def test_gradients_of_sparse_attention(dtype: torch.dtype, scale: float | None, with_lengths: bool) -> None:
+    s_q, s_kv, h, d, d_v, topk = 7, 11, 4, 16, 12, 6
+    q, kv = random(s_q, h, d, dtype=dtype), random(s_kv, d, dtype=dtype)
+    sink = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    indices = torch.randint(-1, s_kv, (s_q, topk), dtype=torch.int32)
+    indices[3] = -1
+    lengths = torch.randint(0, topk + 1, (s_q,), dtype=torch.int32) if with_lengths else None
+    valid = entries(indices[None], None if lengths is None else lengths[None])[0]
+    exact = [x.double().requires_grad_() for x in (q, kv, sink)]
+    expected, lse = attention(exact[0], exact[1], valid, indices, exact[2], scale or 0.25, d_v)
+    d_out = torch.randn(s_q, h, d_v).to(dtype)
+    wanted = torch.autograd.grad(expected, exact, d_out.double())
+    call = (q, kv, expected.detach().to(dtype), d_out, lse.detach().float(), sink, indices)
+    result = DSA.sparse_attention_backward_wrapper(*call, softmax_scale=scale, topk_length=lengths, deterministic=True)
+    assert list(result.keys()) == ["dq", "dkv", "d_sink"]
+    for gradient, other, kind in zip(result, wanted, (dtype, dtype, torch.float32), strict=True):
+        assert gradient.dtype == kind
+        assert norm_error(gradient, other) <= 2 * TOLERANCES[dtype]
+    dq, dkv = strided(s_q, h, d).to(dtype), torch.empty(s_kv, d)
+    given = DSA.sparse_attention_backward_wrapper(*call, scale, lengths, dq, dkv, q_cluster_mode="adaptive_pair")
+    assert given["dq"] is dq and given["dkv"] is dkv
+    assert norm_error(dkv, wanted[1]) <= 2 * TOLERANCES[dtype] and norm_error(dq, wanted[0]) <= 2 * TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_sparse_attention_forward_and_differentiable(with_sink: bool) -> None:
+    q, kv = random(5, 4, 576, dtype=torch.bfloat16), random(9, 576, dtype=torch.bfloat16)
+    indices = torch.randint(-1, 9, (5, 6), dtype=torch.int32)
+    indices[:, 0] = 2
+    sink = torch.randn(4) if with_sink else None
+    logit = torch.full((4,), -math.inf) if sink is None else sink
+    leaves = [q.requires_grad_(), kv.requires_grad_(), *([] if sink is None else [sink.requires_grad_()])]
+    exact = [x.detach().double().requires_grad_() for x in (q, kv, logit)]
+    expected, lse = attention(exact[0], exact[1], indices >= 0, indices, exact[2], 1 / 24, 512)
+    result = DSA.sparse_attention(q, kv, indices, sink)
+    assert list(result.keys()) == ["out", "max_logits", "lse"]
+    assert norm_error(result["out"].detach(), expected.detach()) <= 4e-3
+    assert norm_error(result["lse"], lse.detach()) <= 1e-5
+    d_out = torch.randn(5, 4, 512).bfloat16()
+    wanted = torch.autograd.grad(expected, exact[: len(leaves)], d_out.double())
+    for gradient, other in zip(torch.autograd.grad(result["out"], leaves, d_out), wanted, strict=True):
+        assert norm_error(gradient, other) <= 8e-3
+    forward = DSA.sparse_attention_forward_wrapper(q, kv, indices, attn_sink=sink, softmax_scale=1 / 24)
+    out, max_logits, logs, lse_indexer = forward
+    assert lse_indexer is None and not out.requires_grad and torch.equal(out, result["out"])
+    assert torch.equal(logs, result["lse"]) and torch.equal(max_logits, result["max_logits"])
+
+
+def test_nothing_to_do() -> None:
+    q, k, w = torch.zeros(2, 0, 3, 16), torch.zeros(2, 5, 1, 16), torch.zeros(2, 0, 3)
+    assert DSA.indexer_forward_wrapper(q, k, w)["scores"].shape == (2, 0, 5)
+    assert DSA.indexer_forward_wrapper(q[:0], k[:0], w[:0])["scores"].shape == (0, 0, 5)
+    cu = torch.zeros(3, dtype=torch.int32)
+    empty = DSA.indexer_forward_wrapper(q[0], k[0, :0], w[0], cu_seqlens_q=cu, cu_seqlens_k=cu)
+    assert empty["scores"].shape == (0, 0)
+    assert DSA.dense_attn_score_recompute_wrapper(q, k, w, 1.0)["out"].shape == (2, 0, 5)
+    scores = torch.zeros(2, 0, 4)
+    gradients = DSA.indexer_backward_wrapper(q, w, k[:, :, 0], scores, scores.clone(), scores.int(), 1.0)
+    assert gradients["d_index_k"].eq(0).all()
+
+
+def test_results_are_found_by_name_and_by_number_and_unpack() -> None:
+    result = TupleDict(a=1, b=2)
+    first, second = result
+    assert (first, second) == (1, 2) and result["b"] == result[1] == 2 and result == {"a": 1, "b": 2}
+
+
+Q, K, W, E = torch.zeros(2, 4, 3, 16), torch.zeros(2, 5, 1, 16), torch.zeros(2, 4, 3), torch.zeros(2, 4, 6)
+ENTRIES = torch.zeros(2, 4, 6, dtype=torch.int32)
+CALLS: dict[str, dict[str, Any]] = {
+    "indexer_forward_wrapper": {"q": Q, "k": K, "w": W},
+    "dense_indexer_score_recompute_wrapper": {"q": Q, "k": K, "weights": W},
+    "dense_attn_score_recompute_wrapper": {"q": Q, "k": K, "lse": W, "softmax_scale": 1.0},
+    "indexer_top_k_wrapper": {
+        "input_values": torch.zeros(4, 9),
+        "seq_lens": torch.zeros(4, dtype=torch.int32),
+        "top_k": 2,
+    },
+    "sparse_attn_score_recompute_wrapper": {
+        "q_attn": Q,
+        "k_attn": K[:, :, 0],
+        "lse": W,
+        "topk_indices": ENTRIES,
+        "softmax_scale": 1.0,
+    },
+    "sparse_indexer_score_recompute_wrapper": {
+        "q_indexer": Q,
+        "k_indexer": K[:, :, 0],
+        "weights": W,
+        "topk_indices": ENTRIES,
+    },
+    "indexer_backward_wrapper": {
+        "index_q": Q,
+        "weights": W,
+        "index_k": K[:, :, 0],
+        "attn_score": E,
+        "index_score": E.clone(),
+        "topk_indices": ENTRIES,
+        "grad_loss": 1.0,
+    },
+    "dense_indexer_backward_wrapper": {
+        "index_q": Q,
+        "weights": W,
+        "index_k": K[:, :, 0],
+        "attn_score": torch.zeros(2, 4, 5),
+        "attn_l1norm": torch.zeros(2, 4),
+        "index_score": torch.zeros(2, 4, 5),
+        "index_lse": torch.zeros(2, 4),
+        "grad_loss": 1.0,
+    },
+    "sparse_attention_backward_wrapper": {
+        "q": Q[0],
+        "kv": K[0, :, 0],
+        "out": Q[0],
+        "dout": Q[0],
+        "lse": W[0],
+        "attn_sink": torch.zeros(3),
+        "topk_idxs": ENTRIES[0],
+    },
+    "sparse_attention_forward_wrapper": {"q": Q[0], "kv": K[0, :, 0], "topk_idxs": ENTRIES[0]},
+}
+CU = torch.tensor([0, 4], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "change", "message"),
+    [
+        ("indexer_forward_wrapper", {"q": Q[0]}, r"q must be \[B, S_q, heads, d\]; got \[4, 3, 16\]"),
+        ("indexer_forward_wrapper", {"k": K[:1]}, r"k must be \[B=2, S_k, heads, d\]; got \[1, 5, 1, 16\]"),
+        ("indexer_forward_wrapper", {"k": Q}, r"k must be \[…, S_k, 1, d\]: one head of index keys; got \[2, 4, 3, 16"),
+        ("indexer_forward_wrapper", {"w": W[:, :, :2]}, r"w must be \[2, 4, 3\]; got \[2, 4, 2\]"),
+        ("indexer_forward_wrapper", {"ratio": 0}, "ratio must be at least 1; got 0"),
+        ("indexer_forward_wrapper", {"qhead_per_kv_head": 2}, "qhead_per_kv_head must be 3 or None; got 2"),
+        ("indexer_forward_wrapper", {"precision": "mxfp8"}, r"precision must be bf16 \(no block scales\); got mxfp8"),
+        ("indexer_forward_wrapper", {"k_scale": W}, "q_scale and k_scale must be None with precision bf16"),
+        ("indexer_forward_wrapper", {"precision": "fp8"}, r"q_scale must be float32 \[2, 4, 3\] with precision fp8"),
+        ("indexer_forward_wrapper", {"out": torch.zeros(2, 4, 4)}, r"out must be \[2, 4, 5\]; got \[2, 4, 4\]"),
+        ("indexer_forward_wrapper", {"lse_out": torch.zeros(2, 5)}, r"lse_out must be \[2, 4\]; got \[2, 5\]"),
+        ("indexer_forward_wrapper", {"cu_seqlens_q": CU}, "cu_seqlens_k must be given with cu_seqlens_q; got None"),
+        (
+            "indexer_forward_wrapper",
+            {"q_causal_offsets": torch.zeros(3, dtype=torch.int32)},
+            r"q_causal_offsets must be \[B=2\]; got \[3\]",
+        ),
+        ("indexer_forward_wrapper", {"q_causal_offsets": torch.zeros(2)}, "q_causal_offsets must be int32"),
+        (
+            "indexer_forward_wrapper",
+            {"q": Q[0], "k": K[0], "w": W[0], "cu_seqlens_q": CU, "cu_seqlens_k": CU.long()},
+            "cu_seqlens_k must be int32; got torch.int64",
+        ),
+        (
+            "indexer_forward_wrapper",
+            {"q": Q[0], "k": K[0], "w": W[0], "cu_seqlens_q": CU, "cu_seqlens_k": CU[:1]},
+            r"cu_seqlens_k must be \[offsets=2\]; got \[1\]",
+        ),
+        ("dense_indexer_score_recompute_wrapper", {"precision": "mxfp4"}, "precision must be bf16"),
+        ("dense_indexer_score_recompute_wrapper", {"denom_out": torch.zeros(4)}, r"denom_out must be \[2, 4\]"),
+        ("dense_attn_score_recompute_wrapper", {"precision": "mxfp8"}, "precision must be bf16"),
+        ("dense_attn_score_recompute_wrapper", {"lse": W[:, :3]}, r"lse must be \[2, 4, 3\]; got \[2, 3, 3\]"),
+        ("dense_attn_score_recompute_wrapper", {"k": K[..., :8]}, r"k must be \[…, S_k, H_kv, D\]"),
+        ("dense_attn_score_recompute_wrapper", {"k": K.expand(-1, -1, 2, -1)}, "k must be of heads that divide 3; got"),
+        ("dense_attn_score_recompute_wrapper", {"qhead_per_kv_head": 1}, "qhead_per_kv_head must be 3 or None; got 1"),
+        ("indexer_top_k_wrapper", {"input_values": torch.zeros(4, 9).double()}, "input_values must be float32, bfloat"),
+        ("indexer_top_k_wrapper", {"input_values": torch.zeros(9)}, r"input_values must be \[n_rows, num_cols\]"),
+        ("indexer_top_k_wrapper", {"top_k": 0}, "top_k must be at least 1; got 0"),
+        ("indexer_top_k_wrapper", {"next_n": 0}, "next_n must be at least 1; got 0"),
+        ("indexer_top_k_wrapper", {"next_n": 3}, "input_values must be of a multiple of next_n = 3 rows; got 4"),
+        ("indexer_top_k_wrapper", {"next_n": 2}, r"seq_lens must be \[n_rows_by_next_n=2\]; got \[4\]"),
+        ("indexer_top_k_wrapper", {"seq_lens": torch.zeros(4)}, "seq_lens must be int32; got torch.float32"),
+        ("indexer_top_k_wrapper", {"tie_break": 3}, "tie_break must be 0, 1 or 2; got 3"),
+        ("sparse_attn_score_recompute_wrapper", {"k_attn": K}, r"k must be \[B=2, S_k, D=16\]; got \[2, 5, 1, 16\]"),
+        ("sparse_attn_score_recompute_wrapper", {"lse": W[:1]}, r"lse must be \[2, 4, 3\]; got \[1, 4, 3\]"),
+        (
+            "sparse_attn_score_recompute_wrapper",
+            {"topk_indices": ENTRIES[0]},
+            r"topk_indices must be \[B=2, S_q=4, topk\]; got \[4, 6\]",
+        ),
+        (
+            "sparse_attn_score_recompute_wrapper",
+            {"topk_length": torch.zeros(8, dtype=torch.int32)},
+            r"topk_length must be \[B=2, S_q=4\]; got \[8\]",
+        ),
+        ("sparse_indexer_score_recompute_wrapper", {"weights": W[0]}, r"weights must be \[B=2, S_q=4, H=3\]"),
+        ("indexer_backward_wrapper", {"backend": "sm90"}, "backend must be default or sm100_v2; got sm90"),
+        ("indexer_backward_wrapper", {"weights": W[..., :1]}, r"weights must be \[B=2, S_q=4, H=3\]; got \[2, 4, 1\]"),
+        ("indexer_backward_wrapper", {"attn_score": E.double()}, "attn_score must be float32; got torch.float64"),
+        ("indexer_backward_wrapper", {"index_score": E[..., :5]}, r"index_score must be \[B=2, S_q=4, topk=6\]"),
+        ("dense_indexer_backward_wrapper", {"index_lse": W}, r"index_lse must be float32 \[2, 4\]"),
+        ("dense_indexer_backward_wrapper", {"attn_score": E}, r"attn_score must be float32 \[2, 4, 5\]"),
+        ("dense_indexer_backward_wrapper", {"weights": W[0]}, r"weights must be \[2, 4, 3\]; got \[4, 3\]"),
+        ("sparse_attention_backward_wrapper", {"q_cluster_mode": "on"}, "q_cluster_mode must be off or adaptive_pair"),
+        ("sparse_attention_backward_wrapper", {"out": Q}, r"out must be \[S_q=4, H=3, D_v\]; got \[2, 4, 3, 16\]"),
+        ("sparse_attention_forward_wrapper", {"indexer_topk": 512}, "indexer_topk must be 0; got 512"),
+    ],
+)
+def test_wrong_arguments(wrapper: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{wrapper}: {message}"):
+        getattr(DSA, wrapper)(**{**CALLS[wrapper], **change})
+
+
+@pytest.mark.parametrize("wrapper", sorted(CALLS.keys() - {"sparse_attention_forward_wrapper"}))  # of 512 columns
+def test_what_is_changed_there_is_right_otherwise(wrapper: str) -> None:
+    call = {name: x.clone() if isinstance(x, Tensor) else x for name, x in CALLS[wrapper].items()}
+    assert isinstance(getattr(DSA, wrapper)(**call), TupleDict)
