@@ -40,12 +40,12 @@ Instance make(Random& random, const SparseMla& p, hopwell_normalize normalize, b
   };
   instance.call = [in, normalize, &lse, &attn, &workspace = *instance.workspace](const char* backend, Stream stream) {
     const auto length = view_of(in.topk_length), positions = view_of(in.q_positions), start = view_of(in.k_start),
-               end = view_of(in.k_end);
+               end = view_of(in.k_end), indices = view_of(in.indices);
     run_with_workspace<AttentionDistributionArgs>(hopwell::attention_distribution,
                                                   hopwell::attention_distribution_workspace_bytes, workspace,
                                                   {.q = in.q->view(),
                                                    .kv = in.kv->view(),
-                                                   .indices = in.indices->view(),
+                                                   .indices = pointer(indices),
                                                    .lse = lse.view(),
                                                    .sm_scale = in.problem.sm_scale,
                                                    .topk_length = pointer(length),

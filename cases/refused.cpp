@@ -22,8 +22,9 @@ const std::vector<Refusals>& all_refusals() {
        "sm80",
        {
            {"q and kv must be bfloat16",
-            "basic_fp32 basic_fp32_l1 constant_rows_fp32 constant_rows_fp32_l1 few_queries_many_keys "
-            "few_queries_many_keys_l1 invalid_indices_fp32 invalid_indices_fp32_l1 key_ranges_fp32 "
+            "basic_fp32 basic_fp32_l1 constant_rows_fp32 constant_rows_fp32_l1 dense_fp32 dense_fp32_l1 "
+            "dense_key_ranges_fp32 dense_key_ranges_fp32_l1 few_queries_many_keys few_queries_many_keys_l1 "
+            "invalid_indices_fp32 invalid_indices_fp32_l1 key_ranges_fp32 "
             "key_ranges_fp32_l1 large_scores_fp32 large_scores_fp32_l1 lengths_many_keys "
             "lengths_many_keys_l1 odd_widths_fp32 odd_widths_fp32_l1 strided_fp32 strided_fp32_l1 "
             "v_is_k v_is_k_l1 width_1 width_1_l1"},
@@ -36,8 +37,9 @@ const std::vector<Refusals>& all_refusals() {
        "sm90",
        {
            {"q and kv must be bfloat16",
-            "basic_fp32 basic_fp32_l1 constant_rows_fp32 constant_rows_fp32_l1 few_queries_many_keys "
-            "few_queries_many_keys_l1 invalid_indices_fp32 invalid_indices_fp32_l1 key_ranges_fp32 "
+            "basic_fp32 basic_fp32_l1 constant_rows_fp32 constant_rows_fp32_l1 dense_fp32 dense_fp32_l1 "
+            "dense_key_ranges_fp32 dense_key_ranges_fp32_l1 few_queries_many_keys few_queries_many_keys_l1 "
+            "invalid_indices_fp32 invalid_indices_fp32_l1 key_ranges_fp32 "
             "key_ranges_fp32_l1 large_scores_fp32 large_scores_fp32_l1 lengths_many_keys "
             "lengths_many_keys_l1 odd_widths_fp32 odd_widths_fp32_l1 strided_fp32 strided_fp32_l1 "
             "v_is_k v_is_k_l1 width_1 width_1_l1"},
@@ -51,8 +53,9 @@ const std::vector<Refusals>& all_refusals() {
        "sm100",
        {
            {"q and kv must be bfloat16",
-            "basic_fp32 basic_fp32_l1 constant_rows_fp32 constant_rows_fp32_l1 few_queries_many_keys "
-            "few_queries_many_keys_l1 invalid_indices_fp32 invalid_indices_fp32_l1 key_ranges_fp32 "
+            "basic_fp32 basic_fp32_l1 constant_rows_fp32 constant_rows_fp32_l1 dense_fp32 dense_fp32_l1 "
+            "dense_key_ranges_fp32 dense_key_ranges_fp32_l1 few_queries_many_keys few_queries_many_keys_l1 "
+            "invalid_indices_fp32 invalid_indices_fp32_l1 key_ranges_fp32 "
             "key_ranges_fp32_l1 large_scores_fp32 large_scores_fp32_l1 lengths_many_keys "
             "lengths_many_keys_l1 odd_widths_fp32 odd_widths_fp32_l1 strided_fp32 strided_fp32_l1 "
             "v_is_k v_is_k_l1 width_1 width_1_l1"},
@@ -63,6 +66,17 @@ const std::vector<Refusals>& all_refusals() {
             "many_queries many_queries_l1 odd_widths odd_widths_l1"},
            {"rows of q and kv must be 16-byte aligned, in ascending order",
             "key_ranges_h_q_40 key_ranges_h_q_40_l1 masks_h_q_40 masks_h_q_40_l1 strided strided_l1"},
+       }},
+      {"indexer_dense_loss",
+       "sm80",
+       {
+           {"attention_distribution: q and kv must be bfloat16", "basic_fp32 key_ranges_fp32"},
+       }},
+      {"indexer_dense_loss",
+       "sm90",
+       {
+           {"attention_distribution: q and kv must be bfloat16", "basic_fp32 key_ranges_fp32"},
+           {"attention_distribution: d_qk must be 576 or 512", "d_qk_64"},
        }},
       {"lightning_indexer",
        "sm90",
@@ -148,7 +162,8 @@ const std::vector<Refusals>& all_refusals() {
        "sm80",
        {
            {"q and kv must be bfloat16",
-            "basic_fp32 constant_rows_fp32 few_queries_many_keys invalid_indices_fp32 key_ranges_fp32 "
+            "basic_fp32 constant_rows_fp32 dense_fp32 dense_key_ranges_fp32 few_queries_many_keys "
+            "invalid_indices_fp32 key_ranges_fp32 "
             "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
            {"d_qk must be 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
            {"rows of q, kv, out, d_out and dq must be 16-byte aligned", "key_ranges_h_q_40 masks_h_q_40 strided"},
@@ -157,7 +172,8 @@ const std::vector<Refusals>& all_refusals() {
        "sm90",
        {
            {"q and kv must be bfloat16",
-            "basic_fp32 constant_rows_fp32 few_queries_many_keys invalid_indices_fp32 key_ranges_fp32 "
+            "basic_fp32 constant_rows_fp32 dense_fp32 dense_key_ranges_fp32 few_queries_many_keys "
+            "invalid_indices_fp32 key_ranges_fp32 "
             "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
            {"d_qk must be 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
            {"rows of q, kv, out, d_out and dq must be 16-byte aligned", "key_ranges_h_q_40 masks_h_q_40 strided"},
@@ -166,7 +182,8 @@ const std::vector<Refusals>& all_refusals() {
        "sm100",
        {
            {"q and kv must be bfloat16",
-            "basic_fp32 constant_rows_fp32 few_queries_many_keys invalid_indices_fp32 key_ranges_fp32 "
+            "basic_fp32 constant_rows_fp32 dense_fp32 dense_key_ranges_fp32 few_queries_many_keys "
+            "invalid_indices_fp32 key_ranges_fp32 "
             "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
            {"d_qk must be 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
            {"rows of q, kv, out, d_out and dq must be 16-byte aligned", "key_ranges_h_q_40 masks_h_q_40 strided"},
@@ -175,7 +192,8 @@ const std::vector<Refusals>& all_refusals() {
        "sm80",
        {
            {"q and kv must be bfloat16",
-            "basic_fp32 constant_rows_fp32 few_queries_many_keys invalid_indices_fp32 key_ranges_fp32 "
+            "basic_fp32 constant_rows_fp32 dense_fp32 dense_key_ranges_fp32 few_queries_many_keys "
+            "invalid_indices_fp32 key_ranges_fp32 "
             "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
            {"d_qk must be 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
            {"rows of q and kv must be 16-byte aligned", "key_ranges_h_q_40 masks_h_q_40 strided"},
@@ -184,7 +202,8 @@ const std::vector<Refusals>& all_refusals() {
        "sm100",
        {
            {"q and kv must be bfloat16",
-            "basic_fp32 constant_rows_fp32 few_queries_many_keys invalid_indices_fp32 key_ranges_fp32 "
+            "basic_fp32 constant_rows_fp32 dense_fp32 dense_key_ranges_fp32 few_queries_many_keys "
+            "invalid_indices_fp32 key_ranges_fp32 "
             "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
            {"d_qk must be 576 or 512, d_v 512", "empty_rows_many_keys many_queries odd_widths"},
            {"rows of q and kv must be 16-byte aligned, those of kv in ascending order",
@@ -194,7 +213,8 @@ const std::vector<Refusals>& all_refusals() {
        "sm90",
        {
            {"q and kv must be bfloat16",
-            "basic_fp32 constant_rows_fp32 few_queries_many_keys invalid_indices_fp32 key_ranges_fp32 "
+            "basic_fp32 constant_rows_fp32 dense_fp32 dense_key_ranges_fp32 few_queries_many_keys "
+            "invalid_indices_fp32 key_ranges_fp32 "
             "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
            {"d_qk must be 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
        }},

@@ -52,6 +52,7 @@ void fill_indices(Array& indices, Random& random, const SparseMla& p) {
           break;
         case SparseMla::Indices::kAscending:
         case SparseMla::Indices::kDistinct:
+        case SparseMla::Indices::kAbsent:
           row[i] = another(static_cast<std::int64_t>(i));
           break;
       }
@@ -73,7 +74,7 @@ std::int64_t length(const SparseMlaInputs& in, std::int64_t s) {
 }
 
 std::int64_t key_of(const SparseMlaInputs& in, std::int64_t s, std::int64_t entry) {
-  return static_cast<std::int64_t>(in.indices->get(s * in.problem.topk + entry));
+  return in.indices == nullptr ? entry : static_cast<std::int64_t>(in.indices->get(s * in.problem.topk + entry));
 }
 
 bool visible(const SparseMlaInputs& in, std::int64_t s, std::int64_t key) {
@@ -195,8 +196,10 @@ SparseMlaInputs add_inputs(Instance& instance, Random& random, const SparseMla& 
   in.q = &add_array(instance, p, "q", p.dtype, {p.s_q, p.h_q, p.d_qk}).fill_normal(random, p.q_size);
   in.kv = &add_array(instance, p, "kv", p.dtype, {p.s_kv, 1, p.d_qk}).fill_normal(random);
   if (p.constant) in.q->fill(8), in.kv->fill(-8);
-  in.indices = &add_array(instance, p, "indices", DType::kInt32, {p.s_q, 1, p.topk});
-  fill_indices(*in.indices, random, p);
+  if (p.indices != SparseMla::Indices::kAbsent) {
+    in.indices = &add_array(instance, p, "indices", DType::kInt32, {p.s_q, 1, p.topk});
+    fill_indices(*in.indices, random, p);
+  }
   if (p.sink != SparseMla::Sink::kNone) {
     in.attn_sink = &instance.add({"attn_sink", DType::kFloat32, {p.h_q}});
     const double extreme[] = {0, kInfinity, -kInfinity, 1e38, -1e38};
@@ -321,6 +324,39 @@ DistributionReference distribution_reference(const SparseMlaInputs& in, const st
   return reference;
 }
 
+namespace {
+
+// Without indices: what a query sees begins and ends anywhere, within one tile of keys and over several.
+std::vector<std::pair<std::string, SparseMla>> dense_problems() {
+  using Sink = SparseMla::Sink;
+  using Positions = SparseMla::Positions;
+  constexpr DType fp32 = DType::kFloat32;
+  std::vector<std::pair<std::string, SparseMla>> all = {
+      {"dense", {.s_kv = 200}},
+      {"dense_fp32", {.dtype = fp32, .s_q = 3, .s_kv = 1100, .h_q = 3, .d_qk = 48, .d_v = 32}},
+      {"dense_causal", {.s_q = 9, .s_kv = 150, .h_q = 8, .positions = Positions::kStart, .q_start = 60}},
+      {"dense_causal_before_the_first",
+       {.s_q = 5, .s_kv = 70, .h_q = 8, .positions = Positions::kStart, .q_start = -3}},
+      {"dense_key_ranges", {.s_q = 24, .s_kv = 200, .h_q = 8, .sink = Sink::kAny, .ranges = true}},
+      {"dense_key_ranges_fp32",
+       {.dtype = fp32, .s_q = 24, .s_kv = 2900, .h_q = 3, .d_qk = 48, .d_v = 32, .ranges = true}},
+      {"dense_key_ranges_kv_stride_4_positions",
+       {.s_q = 24, .s_kv = 150, .h_q = 8, .positions = Positions::kArray, .kv_stride = 4, .ranges = true}},
+      {"dense_key_ranges_h_q_40",
+       {.s_q = 9, .s_kv = 200, .h_q = 40, .sink = Sink::kExtreme, .ranges = true, .strided = true, .gap = 8}},
+      {"dense_h_q_128", {.s_q = 9, .s_kv = 160, .h_q = 128, .ranges = true}},
+      {"dense_h_q_200", {.s_q = 3, .s_kv = 260, .h_q = 200, .positions = Positions::kStart, .q_start = 257}},
+      {"dense_large_scores_h_q_64", {.s_q = 3, .s_kv = 140, .h_q = 64, .q_size = 200}},
+      {"dense_one_query", {.s_q = 1, .s_kv = 700, .h_q = 16}},
+      {"dense_one_key", {.s_q = 3, .s_kv = 1}},
+      {"dense_no_keys", {.s_q = 3, .s_kv = 0, .sink = Sink::kAny}},
+      {"dense_no_queries", {.s_q = 0, .s_kv = 70}}};
+  for (auto& [name, problem] : all) problem.topk = problem.s_kv, problem.indices = SparseMla::Indices::kAbsent;
+  return all;
+}
+
+}  // namespace
+
 std::vector<std::pair<std::string, SparseMla>> sparse_mla_problems() {
   using Indices = SparseMla::Indices;
   using Sink = SparseMla::Sink;
@@ -420,6 +456,7 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_problems() {
         .ranges = true,
         .strided = true}},
   };
+  for (const auto& problem : dense_problems()) all.push_back(problem);
   for (const std::int64_t h_q : {1, 8, 32, 64, 96, 128, 256})
     all.push_back({"h_q_" + std::to_string(h_q), {.h_q = h_q, .topk = 48}});
   for (const std::int64_t topk : {1, 63, 65, 127})

@@ -28,7 +28,8 @@ struct SparseMla {
     kHot,        // all the same key
     kTwice,      // neighbours are equal
     kAscending,  // as the lightning indexer gives them: ascending, then -1
-    kDistinct    // all different, in random order, then -1
+    kDistinct,   // all different, in random order, then -1
+    kAbsent      // there are none: every visible key; topk must be s_kv
   } indices = Indices::kAny;
   enum class Sink { kNone, kAny, kExtreme } sink = Sink::kNone;  // extreme: 0, +-inf, +-1e38 in turn
   bool lengths = false;                                          // topk_length below 0, 0 ... topk, beyond

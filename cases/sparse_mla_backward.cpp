@@ -157,14 +157,14 @@ void set_expected(Instance& instance, const Arrays& a) {
 
 void call(const Arrays& a, Workspace& workspace, const char* backend, Stream stream) {
   const auto sink = view_of(a.in.attn_sink), length = view_of(a.in.topk_length), positions = view_of(a.in.q_positions),
-             start = view_of(a.in.k_start), end = view_of(a.in.k_end);
+             start = view_of(a.in.k_start), end = view_of(a.in.k_end), indices = view_of(a.in.indices);
   const auto dq = view_of(a.dq), dkv = view_of(a.dkv), d_sink = view_of(a.d_sink), attn = view_of(a.attn);
   run_with_workspace<SparseMlaBackwardArgs>(hopwell::sparse_mla_backward, hopwell::sparse_mla_backward_workspace_bytes,
                                             workspace,
                                             {.d_out = a.d_out->view(),
                                              .q = a.in.q->view(),
                                              .kv = a.in.kv->view(),
-                                             .indices = a.in.indices->view(),
+                                             .indices = pointer(indices),
                                              .out = a.out->view(),
                                              .lse = a.lse->view(),
                                              .sm_scale = a.in.problem.sm_scale,
@@ -300,6 +300,11 @@ Suite sparse_mla_backward() {
   add("h_q_128_dkv_bf16", wide, {.attn = false, .deterministic = false, .dkv_dtype = DType::kBFloat16});
   add("h_q_128_accumulate", wide, {.accumulate = true, .deterministic = false});
   add("h_q_128_deterministic", wide, {});
+  SparseMla dense{
+      .s_q = 4, .s_kv = 150, .h_q = 128, .topk = 150, .indices = SparseMla::Indices::kAbsent, .ranges = true};
+  add("h_q_128_dense_deterministic", dense, {});
+  dense.h_q = 20, dense.ranges = false;
+  add("dense_not_deterministic", dense, {.deterministic = false});
   add("not_ascending_as_said", few, {.ascending = true});
   add("h_q_128_not_ascending_as_said", wide, {.deterministic = false, .ascending = true});
   SparseMla ascending = wide;

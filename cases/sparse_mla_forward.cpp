@@ -26,12 +26,12 @@ Instance make(Random& random, const SparseMla& p, bool timed = false) {
   };
   instance.call = [in, &out, &max_logits, &lse, &workspace = *instance.workspace](const char* backend, Stream stream) {
     const auto sink = view_of(in.attn_sink), length = view_of(in.topk_length), positions = view_of(in.q_positions),
-               start = view_of(in.k_start), end = view_of(in.k_end);
+               start = view_of(in.k_start), end = view_of(in.k_end), indices = view_of(in.indices);
     run_with_workspace<SparseMlaForwardArgs>(hopwell::sparse_mla_forward, hopwell::sparse_mla_forward_workspace_bytes,
                                              workspace,
                                              {.q = in.q->view(),
                                               .kv = in.kv->view(),
-                                              .indices = in.indices->view(),
+                                              .indices = pointer(indices),
                                               .sm_scale = in.problem.sm_scale,
                                               .d_v = in.problem.d_v,
                                               .attn_sink = pointer(sink),

@@ -15,6 +15,8 @@ const std::vector<Suite>& suites() {
       nvfp4_dequantize(),
       lightning_indexer(),
       lightning_indexer_backward(),
+      indexer_dense_loss(),
+      normalize_l1(),
   };
   return all;
 }

@@ -16,5 +16,7 @@ Suite nvfp4_quantize();
 Suite nvfp4_dequantize();
 Suite lightning_indexer();
 Suite lightning_indexer_backward();
+Suite indexer_dense_loss();
+Suite normalize_l1();
 
 }  // namespace hopwell::cases

@@ -253,6 +253,44 @@ void lightning_indexer_backward_(handle target, handle d_scores, handle q_index,
   call.run(args, hopwell::lightning_indexer_backward, hopwell::lightning_indexer_backward_workspace_bytes);
 }
 
+void indexer_dense_loss_(handle q, handle kv, handle lse, handle q_index, handle k_index, handle weights,
+                         handle sm_scale, handle q_positions, handle q_start, handle kv_stride, handle k_start,
+                         handle k_end, handle row_weights, handle d_loss, handle d_loss_array, handle relu,
+                         handle deterministic, handle loss, handle row_loss, handle d_q_index, handle d_k_index,
+                         handle d_weights, handle backend, handle stream) {
+  Call call("indexer_dense_loss", backend, stream);
+  IndexerDenseLossArgs args{.q = call.input("q", q),
+                            .kv = call.input("kv", kv),
+                            .lse = call.input("lse", lse),
+                            .q_index = call.input("q_index", q_index),
+                            .k_index = call.input("k_index", k_index),
+                            .weights = call.input("weights", weights),
+                            .sm_scale = call.real("sm_scale", sm_scale),
+                            .q_positions = call.input("q_positions", q_positions),
+                            .has_q_start = !q_start.is_none(),
+                            .q_start = call.integer("q_start", q_start, 0),
+                            .kv_stride = call.integer("kv_stride", kv_stride),
+                            .k_start = call.input("k_start", k_start),
+                            .k_end = call.input("k_end", k_end),
+                            .row_weights = call.input("row_weights", row_weights),
+                            .d_loss = call.real("d_loss", d_loss),
+                            .d_loss_array = call.input("d_loss", d_loss_array),
+                            .no_relu = !call.flag("relu", relu),
+                            .deterministic = call.flag("deterministic", deterministic),
+                            .loss = call.output("loss", loss),
+                            .row_loss = call.output("row_loss", row_loss),
+                            .d_q_index = call.output("d_q_index", d_q_index),
+                            .d_k_index = call.output("d_k_index", d_k_index),
+                            .d_weights = call.output("d_weights", d_weights)};
+  call.run(args, hopwell::indexer_dense_loss, hopwell::indexer_dense_loss_workspace_bytes);
+}
+
+void normalize_l1_(handle attn, handle out, handle backend, handle stream) {
+  Call call("normalize_l1", backend, stream);
+  NormalizeL1Args args{.attn = call.input("attn", attn), .out = call.output("out", out)};
+  call.run(args, hopwell::normalize_l1, hopwell::normalize_l1_workspace_bytes);
+}
+
 void check_given(const char* operator_name, const char* argument, handle array) {
   Call(operator_name, nb::none(), nb::none()).check_given(argument, array);
 }
@@ -301,6 +339,8 @@ NB_MODULE(_hopwell, m) {
   hp::define(m, "nvfp4_dequantize", hp::nvfp4_dequantize_);
   hp::define(m, "lightning_indexer", hp::lightning_indexer_);
   hp::define(m, "lightning_indexer_backward", hp::lightning_indexer_backward_);
+  hp::define(m, "indexer_dense_loss", hp::indexer_dense_loss_);
+  hp::define(m, "normalize_l1", hp::normalize_l1_);
   m.def("check_given", hp::check_given);
   m.def("tell_written", hp::tell_written);
   m.def("backends", [] { return hp::names(hopwell::backends()); });

@@ -79,14 +79,14 @@ typedef struct hopwell_sparse_mla_forward_args {
   const DLTensor* q HOPWELL_ZERO;
   /** like q [s_kv, 1, d_qk] or [s_kv, d_qk] */
   const DLTensor* kv HOPWELL_ZERO;
-  /** int32 [s_q, 1, topk] or [s_q, topk] */
+  /** int32 [s_q, 1, topk] or [s_q, topk]; null: every visible key, in order, topk being s_kv */
   const DLTensor* indices HOPWELL_ZERO;
   /** finite */
   float sm_scale HOPWELL_ZERO;
   int64_t d_v HOPWELL_DEFAULT(512);
   /** fp32 [h_q], may be +-inf; optional */
   const DLTensor* attn_sink HOPWELL_ZERO;
-  /** int32 [s_q]; optional */
+  /** int32 [s_q]; optional, with indices only */
   const DLTensor* topk_length HOPWELL_ZERO;
   /** int32 [s_q]; optional, turns on causal masking */
   const DLTensor* q_positions HOPWELL_ZERO;
@@ -514,6 +514,61 @@ typedef struct hopwell_lightning_indexer_backward_args {
   const char* backend HOPWELL_ZERO;
 } hopwell_lightning_indexer_backward_args;
 
+/**
+ * The indexer's loss over all visible keys, as its dense warm-up wants it, and the gradients of lightning_indexer_backward.
+ *
+ *     target[s,t] = sum_h exp(score[s,h,t] - lse[s,h]) / h_q       score of the attention, over visible keys t
+ *     loss        = sum_s row_weights[s] * KL(target[s,:] || softmax over visible keys of the index score[s,:])
+ *     g           = softmax - target
+ *
+ * Nothing of size s_q x s_kv is stored: queries are taken in passes, whose scores and targets the workspace holds.
+ */
+typedef struct hopwell_indexer_dense_loss_args {
+  /** these as in sparse_mla_forward */
+  const DLTensor* q HOPWELL_ZERO;
+  const DLTensor* kv HOPWELL_ZERO;
+  /** the dense forward's (sparse_mla_forward without indices), fp32 [s_q, h_q] */
+  const DLTensor* lse HOPWELL_ZERO;
+  /** these as in lightning_indexer */
+  const DLTensor* q_index HOPWELL_ZERO;
+  const DLTensor* k_index HOPWELL_ZERO;
+  const DLTensor* weights HOPWELL_ZERO;
+  /** of the attention's scores */
+  float sm_scale HOPWELL_ZERO;
+  const DLTensor* q_positions HOPWELL_ZERO;
+  bool has_q_start HOPWELL_ZERO;
+  int64_t q_start HOPWELL_ZERO;
+  int64_t kv_stride HOPWELL_DEFAULT(1);
+  const DLTensor* k_start HOPWELL_ZERO;
+  const DLTensor* k_end HOPWELL_ZERO;
+  /** these and the outputs as in lightning_indexer_backward */
+  const DLTensor* row_weights HOPWELL_ZERO;
+  float d_loss HOPWELL_DEFAULT(1.0F);
+  const DLTensor* d_loss_array HOPWELL_ZERO;
+  bool no_relu HOPWELL_ZERO;
+  bool deterministic HOPWELL_ZERO;
+  const DLTensor* loss HOPWELL_ZERO;
+  const DLTensor* row_loss HOPWELL_ZERO;
+  const DLTensor* d_q_index HOPWELL_ZERO;
+  const DLTensor* d_k_index HOPWELL_ZERO;
+  const DLTensor* d_weights HOPWELL_ZERO;
+  void* workspace HOPWELL_ZERO;
+  size_t workspace_bytes HOPWELL_ZERO;
+  const char* backend HOPWELL_ZERO;
+} hopwell_indexer_dense_loss_args;
+
+/** Rows divided by their sums; all-zero rows stay. So that ranks that hold slices of the heads can add their
+ * distributions first. */
+typedef struct hopwell_normalize_l1_args {
+  /** fp32 [rows, columns] */
+  const DLTensor* attn HOPWELL_ZERO;
+  /** output, like attn, or attn itself */
+  const DLTensor* out HOPWELL_ZERO;
+  void* workspace HOPWELL_ZERO;
+  size_t workspace_bytes HOPWELL_ZERO;
+  const char* backend HOPWELL_ZERO;
+} hopwell_normalize_l1_args;
+
 HOPWELL_API hopwell_status hopwell_lightning_indexer(const hopwell_lightning_indexer_args* args, hopwell_stream stream);
 HOPWELL_API hopwell_status hopwell_lightning_indexer_workspace_bytes(const hopwell_lightning_indexer_args* args,
                                                                      size_t* bytes);
@@ -521,6 +576,12 @@ HOPWELL_API hopwell_status hopwell_lightning_indexer_backward(const hopwell_ligh
                                                               hopwell_stream stream);
 HOPWELL_API hopwell_status
 hopwell_lightning_indexer_backward_workspace_bytes(const hopwell_lightning_indexer_backward_args* args, size_t* bytes);
+HOPWELL_API hopwell_status hopwell_indexer_dense_loss(const hopwell_indexer_dense_loss_args* args,
+                                                      hopwell_stream stream);
+HOPWELL_API hopwell_status hopwell_indexer_dense_loss_workspace_bytes(const hopwell_indexer_dense_loss_args* args,
+                                                                      size_t* bytes);
+HOPWELL_API hopwell_status hopwell_normalize_l1(const hopwell_normalize_l1_args* args, hopwell_stream stream);
+HOPWELL_API hopwell_status hopwell_normalize_l1_workspace_bytes(const hopwell_normalize_l1_args* args, size_t* bytes);
 
 #ifdef __cplusplus
 }

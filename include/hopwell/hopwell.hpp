@@ -39,6 +39,8 @@ using Nvfp4QuantizeArgs = hopwell_nvfp4_quantize_args;
 using Nvfp4DequantizeArgs = hopwell_nvfp4_dequantize_args;
 using LightningIndexerArgs = hopwell_lightning_indexer_args;
 using LightningIndexerBackwardArgs = hopwell_lightning_indexer_backward_args;
+using IndexerDenseLossArgs = hopwell_indexer_dense_loss_args;
+using NormalizeL1Args = hopwell_normalize_l1_args;
 
 HOPWELL_API void sparse_mla_forward(const SparseMlaForwardArgs& args, Stream stream = nullptr);
 HOPWELL_API std::size_t sparse_mla_forward_workspace_bytes(const SparseMlaForwardArgs& args);
@@ -83,6 +85,14 @@ HOPWELL_API std::string explain(const LightningIndexerArgs& args);
 HOPWELL_API void lightning_indexer_backward(const LightningIndexerBackwardArgs& args, Stream stream = nullptr);
 HOPWELL_API std::size_t lightning_indexer_backward_workspace_bytes(const LightningIndexerBackwardArgs& args);
 HOPWELL_API std::string explain(const LightningIndexerBackwardArgs& args);
+
+HOPWELL_API void indexer_dense_loss(const IndexerDenseLossArgs& args, Stream stream = nullptr);
+HOPWELL_API std::size_t indexer_dense_loss_workspace_bytes(const IndexerDenseLossArgs& args);
+HOPWELL_API std::string explain(const IndexerDenseLossArgs& args);
+
+HOPWELL_API void normalize_l1(const NormalizeL1Args& args, Stream stream = nullptr);
+HOPWELL_API std::size_t normalize_l1_workspace_bytes(const NormalizeL1Args& args);
+HOPWELL_API std::string explain(const NormalizeL1Args& args);
 
 // Names of the backends that this build has and this machine can run, best first; always ends with the emulated ones,
 // if any.

@@ -23,7 +23,7 @@ from ._arrays import (
 def sparse_mla_forward(
     q: Array,
     kv: Array,
-    indices: Array,
+    indices: Array | None,
     sm_scale: float,
     d_v: int = 512,
     *,
@@ -50,6 +50,7 @@ def sparse_mla_forward(
         kv: like q, [s_kv, 1, d_qk] or [s_kv, d_qk]; V is its first d_v columns.
         indices: int32 [s_q, 1, topk] or [s_q, topk]. An entry t counts iff 0 ≤ t < s_kv, it is among the first
             topk_length[s], in the query's key range and not in the future. Entries that occur twice count twice.
+            None: every visible key, in order; topk is s_kv then, and there is no topk_length.
         sm_scale: factor of the scores.
         d_v: columns of V, 1 … d_qk.
         attn_sink: fp32 [h_q], may be ±inf.
@@ -85,7 +86,7 @@ def sparse_mla_backward(
     d_out: Array,
     q: Array,
     kv: Array,
-    indices: Array,
+    indices: Array | None,
     out: Array,
     lse: Array,
     sm_scale: float,
@@ -117,7 +118,8 @@ def sparse_mla_backward(
         q, kv, indices, sm_scale, d_v, attn_sink, topk_length, q_positions, q_start, kv_stride, k_start, k_end: as in
             the forward.
         out, lse: what the forward returned.
-        deterministic: the same bits every time, also where the fastest way would not give them.
+        deterministic: the same bits every time, also where the fastest way would not give them. On a GPU that takes
+            4·s_q·topk bytes of scratch; without indices topk is s_kv.
         dkv_dtype: "float32" or "bfloat16".
         dq: like q, written in place.
         dkv: of kv's shape and of dkv_dtype, written in place; with `accumulate` (fp32 only) added into.
@@ -158,10 +160,17 @@ def sparse_mla_backward(
     return native(d_out, (dq, dkv, d_sink), written)
 
 
+def _selection_shape(q: Array, kv: Array, indices: Array | None) -> tuple[int, ...]:
+    """[s_q, topk]."""
+    if indices is None:
+        return dims(q, 3)[0], (shape_of(kv) or (0,))[0]
+    return dims(indices, 2) if len(shape_of(indices)) == 2 else dims(indices, 3)[::2]
+
+
 def attention_distribution(
     q: Array,
     kv: Array,
-    indices: Array,
+    indices: Array | None,
     lse: Array,
     sm_scale: float,
     *,
@@ -189,13 +198,13 @@ def attention_distribution(
         backend, stream: as in `sparse_mla_forward`.
 
     Returns:
-        attn fp32 [s_q, topk], in the order of indices.
+        attn fp32 [s_q, topk], in the order of indices; [s_q, s_kv] without them.
     """
     name = "attention_distribution"
     new = outputs_like(name, "q", q)
     written = (out,)
     if out is None:
-        out = new(dims(indices, 2) if len(shape_of(indices)) == 2 else dims(indices, 3)[::2], "float32")
+        out = new(_selection_shape(q, kv, indices), "float32")
     else:
         given(name, "out", out)
     _hopwell.attention_distribution(
@@ -548,6 +557,82 @@ def lightning_indexer_backward(
     return (None if loss is None else native(q_index, (loss,))[0], *gradients)
 
 
+def indexer_dense_loss(
+    q: Array,
+    kv: Array,
+    lse: Array,
+    q_index: Array,
+    k_index: Array,
+    weights: Array,
+    sm_scale: float,
+    *,
+    k_start: Array | None = None,
+    k_end: Array | None = None,
+    q_positions: Array | None = None,
+    q_start: int | None = None,
+    kv_stride: int = 1,
+    row_weights: Array | None = None,
+    relu: bool = True,
+    d_loss: float | Array = 1.0,
+    row_loss: Array | None = None,
+    deterministic: bool = False,
+    backend: str | None = None,
+    stream: Any = None,
+) -> tuple[Array, Array, Array, Array]:
+    """The indexer's loss over every visible key, as its dense warm-up wants it, and its gradients.
+
+        target   = Σ_h exp(score[s,h,t] − lse[s,h]) / h_q        score of the attention, over the visible keys t
+        row_loss = KL(target[s,:] ‖ softmax over the visible keys of the index score);  loss = Σ_s row_weights·row_loss
+
+    Nothing of size s_q × s_kv is stored: queries are taken in passes, on a GPU of 256 MiB of scores and targets.
+
+    Args:
+        q, kv, sm_scale: as in `sparse_mla_forward`.
+        lse: fp32 [s_q, h_q], what `sparse_mla_forward(q, kv, None, ...)` returned.
+        q_index, k_index, weights: as in `lightning_indexer`.
+        k_start, k_end, q_positions, q_start, kv_stride: which keys are visible, as in `sparse_mla_forward`.
+        row_weights, relu, d_loss, row_loss, deterministic: as in `lightning_indexer_backward`. On a GPU deterministic
+            sums have room for targets up to 256; where one is larger, d_k_index of the key is NaN.
+        backend, stream: as in `sparse_mla_forward`.
+
+    Returns:
+        (loss fp32 0-d, d_q_index like q_index, d_k_index fp32 [s_kv, d_index], d_weights like weights). A query without
+        a visible key adds neither loss nor gradient.
+    """
+    new = outputs_like("indexer_dense_loss", "q", q)
+    loss = new((), "float32")
+    d_q_index = new(dims(q_index, 3), getattr(q_index, "dtype", "float32"))
+    d_k_index = new(dims(k_index, 2), "float32")
+    d_weights = new(dims(weights, 2), getattr(weights, "dtype", "float32"))
+    number, array = (1.0, d_loss) if hasattr(d_loss, "__dlpack__") else (d_loss, None)
+    _hopwell.indexer_dense_loss(
+        q, kv, lse, q_index, k_index, weights, sm_scale, q_positions, q_start, kv_stride, k_start, k_end, row_weights,
+        number, array, relu, deterministic, loss, row_loss, d_q_index, d_k_index, d_weights, backend, stream,
+    )  # fmt: skip
+    gradients = native(q, (d_q_index, d_k_index, d_weights), (row_loss,))
+    return (native(q, (loss,))[0], *gradients)
+
+
+def normalize_l1(attn: Array, *, out: Array | None = None, backend: str | None = None, stream: Any = None) -> Array:
+    """Rows divided by their sums; all-zero rows stay. So that ranks which hold slices of the heads can add their
+    distributions first.
+
+    Args:
+        attn: fp32 [rows, columns].
+        out: like attn, written in place; it may be attn itself.
+        backend, stream: as in `sparse_mla_forward`.
+
+    Returns:
+        The rows, fp32 [rows, columns].
+    """
+    name = "normalize_l1"
+    new = outputs_like(name, "attn", attn)
+    written = (out,)
+    out = new(dims(attn, 2), "float32") if out is None else given(name, "out", out)
+    _hopwell.normalize_l1(attn, out, backend, stream)
+    return native(attn, (out,), written)[0]
+
+
 _OPERATORS = {
     function.__name__: function
     for function in (
@@ -562,6 +647,8 @@ _OPERATORS = {
         nvfp4_dequantize,
         lightning_indexer,
         lightning_indexer_backward,
+        indexer_dense_loss,
+        normalize_l1,
     )
 }
 

@@ -109,6 +109,14 @@ std::vector<std::pair<const KnownBackend*, Support>> survey(Problem problem) {
   return rows;
 }
 
+// Whether a backend, which is not missing, runs the problem of another operator: for operators that are made of others.
+template <class Problem>
+Support support_on(std::string_view backend_name, const Problem& problem) {
+  for (const Backend<Problem>& backend : table<Problem>())
+    if (backend.name == backend_name) return backend.supports(problem);
+  return Support::no("no kernel");
+}
+
 [[noreturn]] void fail_unsupported(std::string_view operator_name, const std::string& reasons);
 std::string explain_rows(const std::vector<std::pair<const KnownBackend*, Support>>& rows);
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 
 #include "arch/platform.hpp"
 
@@ -31,6 +32,15 @@ struct Visibility {
   const std::int32_t *k_start = nullptr, *k_end = nullptr;  // [s_q], or both null
   std::int64_t k_start_stride = 0, k_end_stride = 0;
 
+  // The same of queries from `first` on.
+  [[nodiscard]] Visibility from(std::int64_t first) const {
+    Visibility v = *this;
+    if (q_positions != nullptr) v.q_positions += first * q_positions_stride;
+    if (k_start != nullptr) v.k_start += first * k_start_stride, v.k_end += first * k_end_stride;
+    v.q_start += first;
+    return v;
+  }
+
   // What query s may see of keys 0 … s_kv − 1. Also what kernels ask. In 64 bits: all values of positions and ranges are
   // allowed.
   [[nodiscard]] HOPWELL_HOST_DEVICE KeyRange keys(std::int64_t s, std::int64_t s_kv) const {
@@ -52,22 +62,29 @@ struct Visibility {
 };
 
 struct Selection {
-  const std::int32_t* indices = nullptr;  // [s_q, topk]
+  const std::int32_t* indices = nullptr;  // [s_q, topk], or null: the visible keys in order, and topk is s_kv
   std::int64_t indices_stride = 0;
   const std::int32_t* topk_length = nullptr;  // [s_q], or null: topk
   std::int64_t topk_length_stride = 0;
   Visibility visibility;
   std::int64_t s_q = 0, s_kv = 0, topk = 0;
 
-  // Entries of row s that count at all: topk_length clamped to 0 .. topk.
+  // Entries of row s that count at all: topk_length clamped to 0 .. topk; without indices, the visible keys.
   [[nodiscard]] std::int64_t length(std::int64_t s) const {
+    if (indices == nullptr) return visibility.keys(s, s_kv).count;
     if (topk_length == nullptr) return topk;
     return std::clamp<std::int64_t>(topk_length[s * topk_length_stride], 0, topk);
   }
   [[nodiscard]] const std::int32_t* row(std::int64_t s) const { return indices + s * indices_stride; }
+  // Of a row [topk] of numbers, one for each entry of row s: where that of entry 0 lies. Keys that are not visible have
+  // places, too, and entries only where there are indices.
+  [[nodiscard]] std::int64_t place(std::int64_t s) const {
+    return indices == nullptr ? std::int64_t{visibility.keys(s, s_kv).first} : 0;
+  }
 
   [[nodiscard]] bool any_valid(std::int64_t s) const {
     const KeyRange visible = visibility.keys(s, s_kv);
+    if (indices == nullptr) return visible.count > 0;
     const auto valid = [visible](std::int32_t key) { return visible.has(key); };
     return topk > 0 && std::any_of(row(s), row(s) + length(s), valid);
   }
@@ -79,6 +96,11 @@ struct Selection {
     const KeyRange visible = visibility.keys(s, s_kv);
     const std::int64_t count = std::min(last, length(s)) - first;
     if (count <= 0) return 0;
+    if (indices == nullptr) {
+      std::iota(keys, keys + count, static_cast<std::int32_t>(visible.first + first));
+      std::iota(places, places + count, 0);
+      return count;
+    }
     const std::int32_t* entries = row(s) + first;
     std::int64_t valid = 0;
     for (std::int64_t i = 0; i < count; ++i) {

@@ -21,6 +21,12 @@ def make_dsa(topk: int = 6, attn_sink: bool = False) -> nn.DSA:
     return nn.DSA(mla, nn.LightningIndexer(D_MODEL, topk=topk, h_index=3, d_index=16, d_rope=8))
 
 
+def all_keys(b: int, s: int) -> Tensor:
+    """The index lists of dense causal attention: row t names the keys 0 … t, int32 [b, s, s], −1 beyond."""
+    keys = torch.arange(s, dtype=torch.int32)
+    return torch.where(keys <= keys[:, None], keys, -1).expand(b, s, s)
+
+
 def gradients(module: torch.nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
@@ -31,7 +37,7 @@ def test_every_key_selected_is_dense_attention() -> None:
     assert no_loss is None
     for mode in ("warm-up", "sparse"):
         torch.testing.assert_close(dsa(x, mode)[0], dense, rtol=1e-4, atol=1e-5)
-        y = dsa.mla(x, dsa.indexer(x) if mode == "sparse" else nn.all_keys(3, 17))
+        y = dsa.mla(x, dsa.indexer(x) if mode == "sparse" else all_keys(3, 17))
         torch.testing.assert_close(y, dense, rtol=1e-4, atol=1e-5)
 
 
@@ -148,7 +154,7 @@ def test_indexer_learns_to_select_what_attention_looks_at() -> None:
         with torch.no_grad():
             q, kv = (t.flatten(0, 1) for t in dsa.mla.project(x))
             chosen = nn.pack_indices(dsa.indexer(x), 40)
-            lse_all = dsa.mla.attend(q, kv, nn.pack_indices(nn.all_keys(4, 40), 40))[1]
+            lse_all = dsa.mla.attend(q, kv, nn.pack_indices(all_keys(4, 40), 40))[1]
             return float((dsa.mla.attend(q, kv, chosen)[1] - lse_all).exp().mean())
 
     before, losses = carried(), []
@@ -238,7 +244,7 @@ def test_a_sink_that_a_wrapper_casts() -> None:
     """As FSDP's mixed precision does, on the way into forward."""
     mla, x = make_dsa(attn_sink=True).mla, torch.randn(2, 12, D_MODEL).bfloat16()
     cast = {name: p.bfloat16() for name, p in mla.named_parameters()}
-    y = torch.func.functional_call(mla, cast, (x, nn.all_keys(2, 12)))
+    y = torch.func.functional_call(mla, cast, (x, all_keys(2, 12)))
     assert y.dtype == torch.bfloat16
 
 

@@ -10,7 +10,8 @@ Values that a mask hides are never read here: unused rows and pages may hold NaN
 *is* used follow the formulae in IEEE arithmetic, unless a docstring says otherwise.
 """
 
-from .attention_distribution import attention_distribution
+from .attention_distribution import attention_distribution, normalize_l1
+from .indexer_dense_loss import indexer_dense_loss
 from .lightning_indexer import lightning_indexer, lightning_indexer_backward
 from .nvfp4 import (
     nvfp4_dequantize,
@@ -26,8 +27,10 @@ from .sparse_mla import sparse_mla_backward, sparse_mla_forward
 
 __all__ = [
     "attention_distribution",
+    "indexer_dense_loss",
     "lightning_indexer",
     "lightning_indexer_backward",
+    "normalize_l1",
     "nvfp4_dequantize",
     "nvfp4_gemv",
     "nvfp4_linear",

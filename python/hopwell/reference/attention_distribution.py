@@ -2,14 +2,14 @@
 
 import numpy as np
 
-from ._arrays import Array, Tensor, as_float64, deliver, require, require_shape
+from ._arrays import Array, Tensor, as_float64, deliver, describe, require, require_shape
 from .sparse_mla import select
 
 
 def attention_distribution(
     q: Tensor,
     kv: Tensor,
-    indices: Tensor,
+    indices: Tensor | None,
     lse: Tensor,
     sm_scale: float,
     *,
@@ -22,7 +22,7 @@ def attention_distribution(
     normalize: str = "none",
     out: Array | None = None,
 ) -> Array:
-    """attn[s,i] = Σ_h exp(score[s,h,i] − lse[s,h]), [s_q, topk] in the order of `indices`.
+    """attn[s,i] = Σ_h exp(score[s,h,i] − lse[s,h]), [s_q, topk] in the order of `indices`; [s_q, s_kv] without them.
 
     Arguments as in `sparse_mla_forward`, lse [s_q, h_q] as it returned it. 0 where the entry is invalid, and in empty
     rows (lse = +inf). `normalize="l1"` divides each row by its sum and leaves all-zero rows zero.
@@ -38,7 +38,13 @@ def attention_distribution(
     for s in range(s_q):
         entries, _, _, score = selection.row(s)
         attn[s, entries] = np.exp(score - row_lse[s][:, None]).sum(axis=0)
-    if normalize == "l1":
-        total = attn.sum(axis=1, keepdims=True)
-        attn = attn / np.where(total == 0.0, 1.0, total)
-    return deliver(name, "out", attn, out)
+    return deliver(name, "out", normalize_l1(attn) if normalize == "l1" else attn, out)
+
+
+def normalize_l1(attn: Tensor, *, out: Array | None = None) -> Array:
+    """Rows of attn [rows, columns] divided by their sums; all-zero rows stay. `out` may be `attn`."""
+    name = "normalize_l1"
+    rows = as_float64(attn)
+    require(rows.ndim == 2, name, "attn", "[rows, columns]", describe(rows))
+    total = rows.sum(axis=1, keepdims=True)
+    return deliver(name, "out", rows / np.where(total == 0.0, 1.0, total), out)

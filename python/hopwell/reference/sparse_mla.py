@@ -44,7 +44,7 @@ def select(
     operator: str,
     q: Tensor,
     kv: Tensor,
-    indices: Tensor,
+    indices: Tensor | None,
     sm_scale: float,
     topk_length: Tensor | None,
     q_positions: Tensor | None,
@@ -56,14 +56,19 @@ def select(
     """Checks the inputs that all three operators share and finds the valid entries.
 
     Entry t = indices[s, 0, i] is valid iff 0 ≤ t < s_kv, i < topk_length[s] and, with key ranges or positions, key t is
-    visible.
+    visible. Without indices entry t is key t.
     """
-    queries, latent, keys = as_float64(q), as_array(kv), as_indices(operator, "indices", indices)
+    queries, latent = as_float64(q), as_array(kv)
     require(queries.ndim == 3, operator, "q", "[s_q, h_q, d_qk]", describe(queries))
     s_q, _, d_qk = queries.shape
     if latent.ndim == 3 and latent.shape[1] == 1:
         latent = latent[:, 0]
     require(latent.ndim == 2 and latent.shape[1] == d_qk, operator, "kv", f"[s_kv, 1, {d_qk}]", describe(latent))
+    if indices is None:
+        require(topk_length is None, operator, "topk_length", "absent where indices are", topk_length)
+        keys = np.broadcast_to(np.arange(len(latent)), (s_q, len(latent)))
+    else:
+        keys = as_indices(operator, "indices", indices)
     if keys.ndim == 3 and keys.shape[1] == 1:
         keys = keys[:, 0]
     require(keys.ndim == 2 and keys.shape[0] == s_q, operator, "indices", f"[{s_q}, 1, topk]", describe(keys))
@@ -90,7 +95,7 @@ def _sink(operator: str, attn_sink: Tensor | None, h_q: int) -> Float64:
 def sparse_mla_forward(
     q: Tensor,
     kv: Tensor,
-    indices: Tensor,
+    indices: Tensor | None,
     sm_scale: float,
     d_v: int = 512,
     *,
@@ -111,7 +116,7 @@ def sparse_mla_forward(
         max_logits   = max_i score;  lse = log Σ_i exp(score);  p = exp(score − lse)
         out[s,h,:]   = Σ_i p·kv[t,:d_v] · 1/(1 + exp(attn_sink[h] − lse))
 
-    q [s_q, h_q, d_qk]; kv [s_kv, 1, d_qk] or [s_kv, d_qk]; indices int32 [s_q, 1, topk] or [s_q, topk];
+    q [s_q, h_q, d_qk]; kv [s_kv, 1, d_qk] or [s_kv, d_qk]; indices int32 [s_q, 1, topk] or [s_q, topk], or None: all;
     attn_sink [h_q]; topk_length, q_positions, k_start and k_end int32 [s_q].
     Returns out [s_q, h_q, d_v], max_logits [s_q, h_q], lse [s_q, h_q].
 
@@ -159,7 +164,7 @@ def sparse_mla_backward(
     d_out: Tensor,
     q: Tensor,
     kv: Tensor,
-    indices: Tensor,
+    indices: Tensor | None,
     out: Tensor,
     lse: Tensor,
     sm_scale: float,

@@ -7,9 +7,11 @@ from hopwell.torch import nn
 from hopwell.torch._packing import key_ranges
 from hopwell.torch.ops import (
     attention_distribution,
+    indexer_dense_loss,
     indexer_loss,
     lightning_indexer,
     lightning_indexer_backward,
+    normalize_l1,
     nvfp4_dequantize,
     nvfp4_gemv,
     nvfp4_linear,
@@ -23,11 +25,13 @@ from hopwell.torch.ops import (
 
 __all__ = [
     "attention_distribution",
+    "indexer_dense_loss",
     "indexer_loss",
     "key_ranges",
     "lightning_indexer",
     "lightning_indexer_backward",
     "nn",
+    "normalize_l1",
     "nvfp4_dequantize",
     "nvfp4_gemv",
     "nvfp4_linear",

@@ -10,7 +10,7 @@ training the ones of the DeepSeek-V3.2 report.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -146,13 +146,15 @@ class SparseMLA(KeepsDtypes):
         y: Tensor = self.output(heads.flatten(-2))
         return y
 
-    def attend(self, q: Tensor, kv: Tensor, indices: Tensor, ascending: bool = False) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, q: Tensor, kv: Tensor, indices: Tensor | None, ascending: bool = False, **masks: Any
+    ) -> tuple[Tensor, Tensor]:
         """q [s_q, h_q, d_qk], kv [s_kv, d_qk], indices int32 [s_q, topk], `ascending` or not → out [s_q, h_q, d_v], lse
-        [s_q, h_q].
+        [s_q, h_q]. indices None: every key that `masks`, those of `sparse_mla`, leave visible.
         """
         sink = None if self.attn_sink is None else self.attn_sink.float()  # FSDP's mixed precision casts it on the way
         out, _, lse = ops.sparse_mla(
-            q, kv, indices, self.sm_scale, self.d_v, attn_sink=sink, indices_ascending=ascending
+            q, kv, indices, self.sm_scale, self.d_v, attn_sink=sink, indices_ascending=ascending, **masks
         )
         return out, lse
 
@@ -188,10 +190,9 @@ def pack_indices(indices: Tensor, s_kv: int) -> Tensor:
     return torch.where((indices < 0) | (indices >= s_kv), -1, indices + shift).flatten(0, 1)
 
 
-def all_keys(b: int, s: int, device: torch.device | None = None) -> Tensor:
-    """The index lists of dense causal attention: row t names the keys 0 … t, int32 [b, s, s], −1 beyond."""
-    keys = torch.arange(s, device=device, dtype=torch.int32)
-    return torch.where(keys <= keys[:, None], keys, -1).expand(b, s, s)
+def sequence_ranges(b: int, s: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The keys that each token sees in a pack of b sequences of s tokens: k_start, k_end int32 [b·s]."""
+    return key_ranges(torch.arange(b + 1, device=device) * s, s_q=b * s)
 
 
 class LightningIndexer(nn.Module):
@@ -233,7 +234,7 @@ class LightningIndexer(nn.Module):
         −1 where there are fewer. One call: the sequences are the documents of a pack.
         """
         b, s = q_index.shape[:2]
-        k_start, k_end = key_ranges(torch.arange(b + 1, device=q_index.device) * s, s_q=b * s)
+        k_start, k_end = sequence_ranges(b, s, q_index.device)
         q_index, k_index, weights = (t.flatten(0, 1) for t in (q_index, k_index, weights))
         of_pack, _ = ops.lightning_indexer(q_index, k_index, weights, self.topk, k_start=k_start, k_end=k_end)
         return torch.where(of_pack < 0, of_pack, of_pack - k_start[:, None]).view(b, s, self.topk)
@@ -255,7 +256,7 @@ class DSA(nn.Module):
     The loss is the mean over tokens (without any, 0) of KL(attention distribution ‖ softmax of the index scores). The
     indexer's input is detached and the target carries no gradient, so the indexer learns from this loss only and
     nothing else learns from it. `selected` holds the last selection, int32 [b, s, topk], for whoever wants to see
-    which keys were read.
+    which keys were read; None where they all were.
     """
 
     def __init__(self, mla: SparseMLA, indexer: LightningIndexer) -> None:
@@ -272,15 +273,25 @@ class DSA(nn.Module):
         if mode == "dense":
             return self.mla.combine(self.mla.attend_dense(q, kv)), None
         q_index, k_index, weights = self.indexer.project(x.detach())
-        self.selected = self.indexer.select(q_index, k_index, weights) if mode == "sparse" else all_keys(b, s, x.device)
-        indices, q, kv = pack_indices(self.selected, s), q.flatten(0, 1), kv.flatten(0, 1)
-        out, lse = self.mla.attend(q, kv, indices, ascending=True)
+        q, kv = q.flatten(0, 1), kv.flatten(0, 1)
+        masks: dict[str, Any] = {}
+        if mode == "sparse":
+            self.selected = self.indexer.select(q_index, k_index, weights)
+            indices = pack_indices(self.selected, s)
+        else:
+            self.selected = indices = None
+            masks = dict(zip(("k_start", "k_end"), sequence_ranges(b, s, x.device), strict=True))
+        out, lse = self.mla.attend(q, kv, indices, ascending=True, **masks)
         y = self.mla.combine(out.view(b, s, self.mla.h_q, self.mla.d_v))
         if not torch.is_grad_enabled():
             return y, None
-        target = ops.attention_distribution(q, kv, indices, lse, self.mla.sm_scale, normalize="l1")
         q_index, k_index, weights = (t.flatten(0, 1) for t in (q_index, k_index, weights))
-        return y, ops.indexer_loss(q_index, k_index, weights, indices, target) / max(b * s, 1)
+        if indices is None:
+            loss = ops.indexer_dense_loss(q, kv, lse, q_index, k_index, weights, self.mla.sm_scale, **masks)
+        else:
+            target = ops.attention_distribution(q, kv, indices, lse, self.mla.sm_scale, normalize="l1")
+            loss = ops.indexer_loss(q_index, k_index, weights, indices, target)
+        return y, loss / max(b * s, 1)
 
     def extend(self, x: Tensor, cache: KeyCache) -> Tensor:
         """The tokens x [1, s, d_model] that follow those in the cache: adds their keys to it and attends sparsely."""

@@ -241,9 +241,7 @@ class ParallelDSA(nn.DSA):
         if mode == "dense" or not torch.is_grad_enabled():
             return y, None
         attn = ops.attention_distribution(q.detach(), keys.flatten(0, 1), indices, lse, self.mla.sm_scale, **masks)
-        attn = _sum(attn, self.heads)
-        total = attn.sum(-1, keepdim=True)
-        target = torch.where(total > 0, attn / total, 0)
+        target = ops.normalize_l1(_sum(attn, self.heads))
         loss = _IndexerLoss.apply(q_index, k_index, weights, index_keys, target, options)  # type: ignore[no-untyped-call]
         return y, loss / max(b * shard.s, 1)
 

@@ -7,9 +7,9 @@
 // Scratch of a thread, in floats: (h_q + tile) * d_qk + h_q * tile with tile = min(topk, 512); 1.7 MB for h_q 128, d_qk
 // 576.
 #include <cmath>
-#include <numeric>
 
 #include "ops/attention_distribution/op.hpp"
+#include "ops/common/normalize_row.hpp"
 #include "ops/common/selected_rows.hpp"
 #include "tile/cpu/gemm.hpp"
 #include "tile/cpu/vector.hpp"
@@ -30,18 +30,17 @@ class Worker {
   void distribute(std::int64_t s, std::int64_t tile) {
     selected_.clear();
     const std::int64_t count = selected_.append(s, tile);
-    float* attn = p_.attn.as<float>() + s * p_.attn.stride[0] + tile * kTileEntries;
-    std::fill_n(attn, std::min(kTileEntries, p_.topk - tile * kTileEntries), 0.0F);
-    if (count == 0) return;
-    load_heads(p_.q, s, q_.get(), p_.d_qk);
-    gemm_nt(p_.h_q, count, p_.d_qk, 1, q_.get(), p_.d_qk, selected_.rows(), p_.d_qk, 0, scores_.get(), count);
-    const float* total = sum_over_heads(s, count);
-    for (std::int64_t i = 0; i < count; ++i) attn[selected_.places()[i]] = total[i];
+    if (count > 0) {
+      load_heads(p_.q, s, q_.get(), p_.d_qk);
+      gemm_nt(p_.h_q, count, p_.d_qk, 1, q_.get(), p_.d_qk, selected_.rows(), p_.d_qk, 0, scores_.get(), count);
+      sum_over_heads(s, count);
+    }
+    selected_.spread(s, tile, scores_.get(), p_.attn.as<float>() + s * p_.attn.stride[0]);
   }
 
  private:
   // Turns the products into probabilities, and the first row into the sum of all.
-  const float* sum_over_heads(std::int64_t s, std::int64_t count) {
+  void sum_over_heads(std::int64_t s, std::int64_t count) {
     const auto n = static_cast<std::size_t>(count);
     float* total = scores_.get();
     for (std::int64_t h = 0; h < p_.h_q; ++h) {
@@ -53,7 +52,6 @@ class Worker {
         exp_sum(row, p_.sm_scale, lse, n);
       if (h > 0) add(row, total, n);
     }
-    return total;
   }
 
   const Problem& p_;
@@ -62,12 +60,6 @@ class Worker {
   Scratch<float> scores_;  // [h_q, keys]
 };
 
-void normalize_l1(float* row, std::int64_t count) {
-  const double total = std::accumulate(row, row + count, 0.0);
-  if (total == 0) return;
-  for (std::int64_t i = 0; i < count; ++i) row[i] = static_cast<float>(static_cast<double>(row[i]) / total);
-}
-
 void launch(const Problem& p, Stream) {
   if (p.s_q == 0 || p.topk == 0) return;
   const std::int64_t tiles = SelectedRows::tiles(p.topk);
@@ -75,7 +67,10 @@ void launch(const Problem& p, Stream) {
       p.s_q * tiles, [&] { return Worker(p); },
       [&](std::int64_t item, Worker& worker) { worker.distribute(item / tiles, item % tiles); });
   if (!p.normalize_l1) return;
-  parallel_for(p.s_q, [&](std::int64_t s) { normalize_l1(p.attn.as<float>() + s * p.attn.stride[0], p.topk); });
+  parallel_for(p.s_q, [&](std::int64_t s) {
+    float* const row = p.attn.as<float>() + s * p.attn.stride[0];
+    normalize_row(row, p.topk, row);
+  });
 }
 
 const runtime::Registration<Problem> cpu{{.name = "cpu", .launch = launch}};

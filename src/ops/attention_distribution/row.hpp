@@ -2,29 +2,27 @@
 #pragma once
 
 #include "ops/attention_distribution/params.hpp"
-#include "tile/gpu/warp.hpp"
+#include "tile/gpu/normalize.hpp"
 
 namespace hopwell::ops::attention_distribution::HOPWELL_TARGET {
 
-// Divides a row by its sum. Each lane reads what it wrote, many values at a time.
-HOPWELL_DEVICE void normalize(float* row, int size, float total) {
-  constexpr int kTogether = 16;
-  total = tile::sum_of_warp(total);
-  HOPWELL_NO_UNROLL
-  for (int first = arch::lane_index(); first < size && total != 0; first += 32 * kTogether) {
-    float values[kTogether];
-    HOPWELL_UNROLL
-    for (int i = 0; i < kTogether; ++i) values[i] = first + 32 * i < size ? row[first + 32 * i] : 0;
-    HOPWELL_UNROLL
-    for (int i = 0; i < kTogether; ++i)
-      if (first + 32 * i < size) row[first + 32 * i] = values[i] / total;
-  }
-}
+// What a warp writes of a row: a work tile's places of it.
+struct RowPart {
+  float* sums;  // of the entries
+  int size;     // of what there is from there on; more than the entries where these end earlier
+  int before;   // places before, of keys that the query does not see
+
+  HOPWELL_DEVICE RowPart(const Params& p, const WorkTile& work, const Entries& entries)
+      : sums(p.attn + work.query * p.attn_stride + entries.first),
+        size(work.first + work.size - entries.first),
+        before(entries.first - work.first) {}
+};
 
 // By the warp that has written the sums of `tiles` tiles, of which each lane has its own `total`.
-HOPWELL_DEVICE void finish_row(const Params& p, float* row, int size, int tiles, float total) {
-  for (int i = tiles * kTileKeys + arch::lane_index(); i < size; i += 32) row[i] = 0;
-  if (p.normalize_l1) normalize(row, size, total);
+HOPWELL_DEVICE void finish_row(const Params& p, const RowPart& row, int tiles, float total) {
+  for (int i = arch::lane_index() - row.before; i < 0; i += 32) row.sums[i] = 0;
+  for (int i = tiles * kTileKeys + arch::lane_index(); i < row.size; i += 32) row.sums[i] = 0;
+  if (p.normalize_l1) tile::normalize(row.sums, row.sums, row.size, total);
 }
 
 }  // namespace hopwell::ops::attention_distribution::HOPWELL_TARGET

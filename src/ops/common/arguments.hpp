@@ -40,10 +40,17 @@ Visibility check_visibility(Checker& check, const Args& args) {
   return visibility;
 }
 
-// Checks indices and all that masks them. "s_q" and "s_kv" are bound already; binds "topk".
+// Checks indices and all that masks them. "s_q" and "s_kv" are bound already; binds "topk". Without indices every key is
+// selected, in order.
 template <class Args>
 Selection check_selection(Checker& check, const Args& args) {
-  const bool flat = args.indices != nullptr && args.indices->ndim == 2;
+  if (args.indices == nullptr) {
+    check.rule(args.topk_length == nullptr, "topk_length needs indices; without them every visible key counts");
+    check.bind("topk", check["s_kv"]);
+    return {
+        .visibility = check_visibility(check, args), .s_q = check["s_q"], .s_kv = check["s_kv"], .topk = check["s_kv"]};
+  }
+  const bool flat = args.indices->ndim == 2;
   View indices =
       check.input("indices", args.indices, {DType::kInt32}, flat ? Shape{"s_q", "topk"} : Shape{"s_q", "h_kv", "topk"});
   if (!flat) {

@@ -43,7 +43,23 @@ std::int64_t SelectedRows::append(std::int64_t s, std::int64_t tile) {
                 rows_.get() + count_ * width);
   });
   count_ += valid;
+  appended_ = valid;
   return valid;
+}
+
+void SelectedRows::spread(std::int64_t s, std::int64_t tile, const float* of_valid, float* row) const {
+  const std::int64_t first = tile * kTileEntries;
+  if (selection_.indices == nullptr) {  // entries are the visible keys: the first tile has the places of all others
+    float* const visible = row + selection_.place(s);
+    if (tile == 0) {
+      std::fill(row, visible, 0.0F);
+      std::fill(visible + selection_.length(s), row + selection_.topk, 0.0F);
+    }
+    std::copy_n(of_valid, appended_, visible + first);
+    return;
+  }
+  std::fill_n(row + first, std::min(kTileEntries, selection_.topk - first), 0.0F);
+  for (std::int64_t i = 0; i < appended_; ++i) row[first + places_.get()[i]] = of_valid[i];
 }
 
 }  // namespace hopwell::cpu

@@ -42,20 +42,20 @@ class SelectedRows {
   void clear() { count_ = 0; }
   // Appends the rows that the valid entries of a tile of query s select; returns how many.
   std::int64_t append(std::int64_t s, std::int64_t tile);
+  // What a tile of query s writes of a row [topk] of numbers, one for each entry: those of the valid entries, which were
+  // appended last, and zeros for the others.
+  void spread(std::int64_t s, std::int64_t tile, const float* of_valid, float* row) const;
 
   [[nodiscard]] std::int64_t tile_entries() const { return tile_; }  // of a full tile
   [[nodiscard]] std::int64_t count() const { return count_; }
   [[nodiscard]] const std::int32_t* keys() const { return keys_.get(); }  // [count]
   [[nodiscard]] float* rows() const { return rows_.get(); }               // [count, d_qk]
-  [[nodiscard]] const std::int32_t* places() const {
-    return places_.get();
-  }  // of the tile appended last: entry - tile * kTileEntries
 
  private:
   const Selection& selection_;
   const View& kv_;
-  std::int64_t tile_, count_ = 0;
-  Scratch<std::int32_t> keys_, places_;
+  std::int64_t tile_, count_ = 0, appended_ = 0;  // the last of these: by the tile appended last
+  Scratch<std::int32_t> keys_, places_;           // of the tile appended last: entry - tile * kTileEntries
   Scratch<float> rows_;
 };
 

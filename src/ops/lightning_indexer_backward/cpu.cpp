@@ -45,17 +45,22 @@ struct State {
 // The entries of row s that name a visible key, into `keys`, and their targets or gradients into state.given; returns how
 // many, or 0 if these are all zero.
 std::int64_t load_entries(const Problem& p, std::int64_t s, std::int32_t* keys, State& state) {
-  const auto* indices = p.indices.as<const std::int32_t>() + s * p.indices.stride[0];
   const View& given = p.d_scores ? p.d_scores : p.target;
   const auto* row = given.as<const float>() + s * given.stride[0];
   const KeyRange visible = p.visibility.keys(s, p.s_kv);
   std::int64_t count = 0;
   bool any = false;
-  for (std::int64_t i = 0; i < p.topk; ++i) {
-    if (!visible.has(indices[i])) continue;
-    any = any || row[i] != 0;
-    state.given.get()[count] = row[i];
-    keys[count++] = indices[i];
+  const auto take = [&](std::int32_t key, float of_key) {
+    any = any || of_key != 0;
+    state.given.get()[count] = p.target_scale * of_key;
+    keys[count++] = key;
+  };
+  if (p.indices) {
+    const auto* indices = p.indices.as<const std::int32_t>() + s * p.indices.stride[0];
+    for (std::int64_t i = 0; i < p.topk; ++i)
+      if (visible.has(indices[i])) take(indices[i], row[i]);
+  } else {
+    for (std::uint32_t key = visible.first; key < visible.end(); ++key) take(static_cast<std::int32_t>(key), row[key]);
   }
   return any ? count : 0;
 }
@@ -77,8 +82,7 @@ void score_entries(const Problem& p, const std::int32_t* keys, std::int64_t coun
     multiply(p, keys + first, n, state);
     cpu::add_head_scores(state.dot.get(), state.tile, state.weights.get(), p.h_index, p.relu, score + first, padded(n));
   }
-  std::replace_if(
-      score, score + count, [](float x) { return std::isnan(x); }, -kInfinity);
+  std::replace_if(score, score + count, [](float x) { return std::isnan(x); }, -kInfinity);
 }
 
 float row_weight(const Problem& p, std::int64_t s) {
@@ -214,26 +218,38 @@ void add_wave(const Problem& p, const Wave& wave, std::int64_t queries) {
   });
 }
 
-void launch(const Problem& p, Stream /*stream*/) {
+// The loss of all passes; losses [s_q] are not weighted yet.
+void store_loss(const Problem& p, const double* losses) {
+  double loss = 0;
+  for (std::int64_t s = 0; s < p.s_q; ++s) {
+    if (p.row_loss) p.row_loss.as<float>()[s * p.row_loss.stride[0]] = static_cast<float>(losses[s]);
+    if (const float weight = row_weight(p, s); weight != 0) loss += double{weight} * losses[s];
+  }
+  if (p.loss) *p.loss.as<float>() = static_cast<float>(loss);
+}
+
+// What the queries of a pass, as a problem of their own, add to d_k, with their gradients and losses.
+void add_queries(const Problem& p, double* losses) {
   const Wave wave(p, std::max(p.topk, std::int64_t{1}) * p.d_index);
-  const Scratch<double> losses(p.s_q);
-  for (std::int64_t t = 0; t < p.s_kv; ++t) std::fill_n(p.d_k.as<float>() + t * p.d_k.stride[0], p.d_index, 0.0F);
   for (std::int64_t s0 = 0; s0 < p.s_q; s0 += wave.queries) {
     const std::int64_t queries = std::min(wave.queries, p.s_q - s0);
     cpu::parallel_for(
         queries, [&] { return State(p); },
         [&](std::int64_t i, State& state) {
           wave.counts.get()[i] = query_gradients(p, s0 + i, state, wave.keys.get() + i * p.topk,
-                                                 wave.parts.get() + i * wave.part_floats, losses.get()[s0 + i]);
+                                                 wave.parts.get() + i * wave.part_floats, losses[s0 + i]);
         });
     add_wave(p, wave, queries);
   }
-  double loss = 0;
-  for (std::int64_t s = 0; s < p.s_q; ++s) {
-    if (p.row_loss) p.row_loss.as<float>()[s * p.row_loss.stride[0]] = static_cast<float>(losses.get()[s]);
-    if (const float weight = row_weight(p, s); weight != 0) loss += double{weight} * losses.get()[s];
-  }
-  if (p.loss) *p.loss.as<float>() = static_cast<float>(loss);
+}
+
+void launch(const Problem& p, Stream /*stream*/) {
+  const Scratch<double> own(p.losses ? 0 : p.s_q);
+  double* const losses = p.losses ? p.losses.as<double>() : own.get();
+  for (std::int64_t t = 0; t < p.s_kv && p.first_pass(); ++t)
+    std::fill_n(p.d_k.as<float>() + t * p.d_k.stride[0], p.d_index, 0.0F);
+  add_queries(queries_of_pass(p), losses + p.first_query);
+  if (p.last_pass()) store_loss(p, losses);
 }
 
 const runtime::Registration<Problem> cpu_backend{{.name = "cpu", .launch = launch}};

@@ -23,66 +23,87 @@ HOPWELL_DEVICE float reduce(const Params<T>& p, float (&of_warp)[kWarps], float 
   return x;
 }
 
-// Writes g of an entry that has a score. In what it adds to dk it does not exceed `bound` times its own magnitude.
+// What the entries of a query have in the place of their gradients, and what is given of them.
 template <class T>
-HOPWELL_DEVICE void write_gradient(const Params<T>& p, int query, int i, float g, float bound) {
-  p.d_scores[int64_t{query} * p.topk + i] = g;
+HOPWELL_DEVICE float* gradients_of(const Params<T>& p, int query, const tile::Entries& entries) {
+  return p.d_scores + int64_t{query} * p.topk + entries.first;
+}
+template <class T>
+HOPWELL_DEVICE const float* given_of(const Params<T>& p, int query, const tile::Entries& entries) {
+  return p.given + query * p.given_stride + entries.first;
+}
+
+// Notes what g of entry i, which has a score, may add to dk: no more than `bound` times its magnitude.
+template <class T>
+HOPWELL_DEVICE void note_bound(const Params<T>& p, const tile::Entries& entries, int i, float g, float bound) {
   if (!p.bounds.largest) return;
-  const int key = p.indices[query * p.indices_stride + i];
+  const int key = entries.at(i);
+  if (p.bound_of_all) {
+    const float of_all = arch::bit_cast<float>(*p.bound_of_all);
+    if (!(fabsf(g) * bound <= of_all)) arch::red_max(p.bounds.largest + key, arch::bit_cast<uint32_t>(INFINITY));
+    return;
+  }
   arch::red_max(p.bounds.largest + key, arch::bit_cast<uint32_t>(fabsf(g) * bound));
   arch::red_add(p.bounds.count + key, 1U);
 }
 
+// Of a number that is not 0. The approximation takes what is too small to be normal for 0.
+HOPWELL_DEVICE float log_of_target(float x) {
+  constexpr float kLeast = 0x1p-126F;
+  return arch::log2_approx(x > 0 && x < kLeast ? kLeast : x) * kLn2;
+}
+
 // From the scores in p.d_scores: g, and the query's loss without its weight. Where the row does not count there is no g.
 template <class T, int kWarps>
-HOPWELL_DEVICE float softmax_gradient(const Params<T>& p, float (&of_warp)[kWarps], int query, float bound,
-                                      float factor, bool counts) {
-  float* g = p.d_scores + int64_t{query} * p.topk;
-  const float* target = p.given + query * p.given_stride;
+HOPWELL_DEVICE float softmax_gradient(const Params<T>& p, float (&of_warp)[kWarps], int query,
+                                      const tile::Entries& entries, float bound, float factor, bool counts) {
+  float* g = gradients_of(p, query, entries);
+  const float* target = given_of(p, query, entries);
   float highest = -INFINITY, any = 0;
-  for (int i = arch::thread_index(); i < p.topk; i += 32 * p.score_warps) {
+  for (int i = arch::thread_index(); i < entries.length; i += 32 * p.score_warps) {
     highest = fmaxf(highest, g[i]);
     if (g[i] != -INFINITY && target[i] != 0) any = 1;
   }
   highest = reduce<Reduce::max>(p, of_warp, highest), any = reduce<Reduce::max>(p, of_warp, any);
   float sum = 0;
-  for (int i = arch::thread_index(); i < p.topk && any > 0; i += 32 * p.score_warps)
+  for (int i = arch::thread_index(); i < entries.length && any > 0; i += 32 * p.score_warps)
     if (g[i] != -INFINITY) sum += arch::exp2_approx((g[i] - highest) * kLog2E);
   sum = reduce<Reduce::sum>(p, of_warp, sum);
   const float log_sum = arch::log2_approx(sum) * kLn2;
   float loss = 0;
-  for (int i = arch::thread_index(); i < p.topk; i += 32 * p.score_warps) {
-    const float score = g[i], wanted = target[i];
+  for (int i = arch::thread_index(); i < entries.length; i += 32 * p.score_warps) {
+    const float score = g[i], wanted = p.target_scale * target[i];
     const bool has_gradient = score != -INFINITY && any > 0;
-    if (has_gradient && wanted != 0) loss += wanted * (arch::log2_approx(wanted) * kLn2 - (score - highest) + log_sum);
-    if (has_gradient && counts)
-      write_gradient(p, query, i, factor * (arch::exp2_approx((score - highest) * kLog2E) / sum - wanted), bound);
-    else
-      g[i] = no_score();
+    if (has_gradient && wanted != 0) loss += wanted * (log_of_target(wanted) - (score - highest) + log_sum);
+    g[i] =
+        has_gradient && counts ? factor * (arch::exp2_approx((score - highest) * kLog2E) / sum - wanted) : no_score();
+    if (has_gradient && counts) note_bound(p, entries, i, g[i], bound);
   }
   return reduce<Reduce::sum>(p, of_warp, loss);
 }
 
 // From the scores in p.d_scores, and the gradients that are given: g.
 template <class T>
-HOPWELL_DEVICE void scale_gradient(const Params<T>& p, int query, float bound, float factor, bool counts) {
-  float* g = p.d_scores + int64_t{query} * p.topk;
-  for (int i = arch::thread_index(); i < p.topk; i += 32 * p.score_warps) {
-    const float given = factor * p.given[query * p.given_stride + i];
-    if (g[i] != -INFINITY && counts)
-      write_gradient(p, query, i, fabsf(given) < INFINITY ? given : NAN, bound);
-    else
-      g[i] = no_score();
+HOPWELL_DEVICE void scale_gradient(const Params<T>& p, int query, const tile::Entries& entries, float bound,
+                                   float factor, bool counts) {
+  float* g = gradients_of(p, query, entries);
+  const float* all = given_of(p, query, entries);
+  for (int i = arch::thread_index(); i < entries.length; i += 32 * p.score_warps) {
+    const float given = factor * all[i];
+    const bool has_gradient = g[i] != -INFINITY && counts;
+    g[i] = !has_gradient ? no_score() : fabsf(given) < INFINITY ? given : NAN;
+    if (has_gradient) note_bound(p, entries, i, g[i], bound);
   }
 }
 
 // From the scores in p.d_scores: g of the query's entries, and its loss. A row of weight 0 has no g, whatever is in it.
 template <class T, int kWarps>
-HOPWELL_DEVICE void finish_scores(const Params<T>& p, float (&of_warp)[kWarps], int query, float bound) {
+HOPWELL_DEVICE void finish_scores(const Params<T>& p, float (&of_warp)[kWarps], int query, const tile::Entries& entries,
+                                  float bound) {
   const float weight = p.row_weights ? p.row_weights[query * p.row_weights_stride] : 1;
   const float factor = (p.d_loss_array ? *p.d_loss_array : p.d_loss) * weight;
-  if (p.given_gradients) return scale_gradient(p, query, bound, factor, weight != 0);
-  const float loss = softmax_gradient(p, of_warp, query, bound, factor, weight != 0);
+  if (p.given_gradients) return scale_gradient(p, query, entries, bound, factor, weight != 0);
+  const float loss = softmax_gradient(p, of_warp, query, entries, bound, factor, weight != 0);
   if (arch::thread_index() != 0) return;
   p.losses[query] = weight != 0 ? double(weight) * double(loss) : 0;
   if (p.row_loss) p.row_loss[query * p.row_loss_stride] = loss;

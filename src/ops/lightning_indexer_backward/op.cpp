@@ -7,12 +7,6 @@ namespace hopwell {
 namespace ops::lightning_indexer_backward {
 namespace {
 
-View check_one_number(Checker& check, const char* name, const DLTensor* tensor, Access access) {
-  const View number = check.any_shape(name, tensor, {DType::kFloat32}, Layout::kAny, access);
-  check.require(number.size() == 1, name, "one element", shape_string(*tensor));
-  return number;
-}
-
 Problem check(const LightningIndexerBackwardArgs& args) {
   Checker check(kName);
   Problem p;
@@ -25,24 +19,9 @@ Problem check(const LightningIndexerBackwardArgs& args) {
   if (args.d_scores == nullptr) p.target = check.input("target", args.target, {DType::kFloat32}, {"s_q", "topk"});
   p.d_scores = check.optional_input("d_scores", args.d_scores, {DType::kFloat32}, {"s_q", "topk"});
   p.visibility = check_key_ranges(check, args);
-  p.row_weights = check.optional_input("row_weights", args.row_weights, {DType::kFloat32}, {"s_q"}, Layout::kAny);
-  check.finite("d_loss", args.d_loss);
-  if (args.d_loss_array != nullptr)
-    p.d_loss_array = check_one_number(check, "d_loss", args.d_loss_array, Access::kRead);
-  check.rule(!p.d_loss_array || args.d_loss == 1.0F, "d_loss and d_loss_array exclude each other");
-  if (p.d_scores) {
-    check.rule(args.loss == nullptr && args.row_loss == nullptr, "there is no loss and no row_loss of d_scores");
-  } else {
-    p.loss = check_one_number(check, "loss", args.loss, Access::kWritten);
-  }
-  p.row_loss = check.optional_output("row_loss", args.row_loss, {DType::kFloat32}, {"s_q"}, Layout::kAny);
-  p.d_q = check.output("d_q_index", args.d_q_index, {p.q.dtype}, {"s_q", "h_index", "d_index"});
-  p.d_k = check.output("d_k_index", args.d_k_index, {DType::kFloat32}, {"s_kv", "d_index"});
-  p.d_weights = check.output("d_weights", args.d_weights, {p.weights.dtype}, {"s_q", "h_index"});
-  p.d_loss = args.d_loss;
-  p.relu = !args.no_relu;
-  p.deterministic = args.deterministic;
+  static_cast<IndexGradients&>(p) = check_index_gradients(check, args, p, !p.d_scores);
   p.topk = check["topk"];
+  p.pass_queries = p.s_q;
   p.device.location = check.device();
   p.workspace = args.workspace;
   p.workspace_bytes = args.workspace_bytes;
@@ -52,6 +31,19 @@ Problem check(const LightningIndexerBackwardArgs& args) {
 const runtime::Entry entry{kName, check};
 
 }  // namespace
+
+Problem queries_of_pass(const Problem& problem) {
+  Problem p = problem;
+  const auto skip = [&p](View& view) {
+    if (view) view.data = view.as<std::byte>() + p.first_query * view.stride[0] * size_of(view.dtype);
+  };
+  for (View* view : {&p.q, &p.weights, &p.d_scores, &p.indices, &p.row_weights, &p.row_loss, &p.d_q, &p.d_weights})
+    skip(*view);
+  p.visibility = p.visibility.from(p.first_query);
+  p.s_q = p.queries();
+  return p;
+}
+
 }  // namespace ops::lightning_indexer_backward
 
 using ops::lightning_indexer_backward::entry;

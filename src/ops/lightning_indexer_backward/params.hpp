@@ -14,12 +14,15 @@
 //     sum_losses       in the order of the queries                                                      passes.hpp
 //
 // Deterministic sums of dk are wide ones of tile/gpu/fixed_point.hpp, a row a key. None of a key's n entries adds more than
-// |g_i| Σ_j |w_j| max |q_j|, which is at most `largest`: a contribution is off by 2^-60 · n · largest.
+// |g_i| Σ_j |w_j| max |q_j|, which is at most `largest`: a contribution is off by 2^-60 · n · largest. Where there are no
+// indices, g is not known of all queries before the first is added: |g_i| is taken to be at most 256 times the factor, and n
+// is s_q; a key to which more than that is added, or anything that is not finite, becomes NaN.
 #pragma once
 
 #include "ops/common/index_score.hpp"
 #include "ops/lightning_indexer_backward/plan.hpp"
 #include "runtime/launch.hpp"
+#include "tile/gpu/entries.hpp"
 #include "tile/gpu/fixed_point.hpp"
 #include "tile/gpu/row_major.hpp"
 #include "tile/gpu/warp.hpp"
@@ -46,14 +49,14 @@ struct Params {
   const void* weights;  // fp32 or bf16 [s_q, h_index]
   int64_t weights_stride;
   bool weights_bf16;
-  const int* indices;
+  tile::SelectionParams selection;
   const float* given;  // targets, or gradients of the scores
   bool given_gradients;
-  int64_t indices_stride, given_stride;
+  float target_scale;
+  int64_t given_stride;
   const float* row_weights;  // [s_q], or null
   int64_t row_weights_stride;
-  Visibility visibility;
-  float* d_scores;  // g [s_q, topk]
+  float* d_scores;  // g [s_q, topk], at the entries' places
   double* losses;   // [s_q], weighted
   float* row_loss;  // [s_q], or null
   int64_t row_loss_stride;
@@ -64,6 +67,7 @@ struct Params {
   float* d_k;
   int64_t* fixed_d_k;      // [s_kv, columns], or null
   tile::SumBounds bounds;  // [s_kv]; null: sums are floats
+  uint32_t* bound_of_all;  // the bits of what bounds each of them that is finite; null: entries note their own
   int64_t d_q_stride_s, d_q_stride_h, d_k_stride, d_weights_stride;
   int s_kv, topk, heads, columns, column_blocks;
   int score_warps;    // of a CTA of score_entries
@@ -75,22 +79,35 @@ HOPWELL_DEVICE float bound_of(uint32_t largest, uint32_t count) {
   return arch::bit_cast<float>(largest) * float(count);
 }
 
+// [s_q], of all passes.
+inline double* losses_of(const Problem& problem) {
+  if (problem.losses) return problem.losses.as<double>();
+  return reinterpret_cast<double*>(static_cast<std::byte*>(problem.workspace) + workspace_of(problem).losses);
+}
+
+// Of the queries of a pass.
 template <class T>
-Params<T> params_of(const Problem& problem, int score_warps) {
-  const Workspace workspace = workspace_of(problem);
+Params<T> params_of(const Problem& whole, int score_warps) {
+  const Workspace workspace = workspace_of(whole);
+  const Problem problem = queries_of_pass(whole);
   auto* const memory = static_cast<std::byte*>(problem.workspace);
   Params<T> p{};
   p.q = tile::row_major<T>(problem.q, 2), p.k = tile::row_major<T>(problem.k, 1);
   p.q_stride = problem.q.stride[0];
   p.weights = problem.weights.data, p.weights_stride = problem.weights.stride[0];
   p.weights_bf16 = problem.weights.dtype == DType::kBFloat16;
-  p.indices = problem.indices.as<const int>(), p.indices_stride = problem.indices.stride[0];
+  p.selection = tile::params_of({.indices = problem.indices.as<const int>(),
+                                 .indices_stride = problem.indices.stride[0],
+                                 .visibility = problem.visibility,
+                                 .s_q = problem.s_q,
+                                 .s_kv = problem.s_kv,
+                                 .topk = problem.topk});
   const View& given = problem.d_scores ? problem.d_scores : problem.target;
   p.given = given.as<const float>(), p.given_stride = given.stride[0], p.given_gradients = bool(problem.d_scores);
+  p.target_scale = problem.target_scale;
   p.row_weights = problem.row_weights.as<const float>(), p.row_weights_stride = problem.row_weights.stride[0];
-  p.visibility = problem.visibility;
   p.d_scores = reinterpret_cast<float*>(memory + workspace.gradients);
-  p.losses = reinterpret_cast<double*>(memory + workspace.losses);
+  p.losses = losses_of(whole) + whole.first_query;
   p.row_loss = problem.row_loss.as<float>(), p.row_loss_stride = problem.row_loss.stride[0];
   p.d_loss = problem.d_loss, p.d_loss_array = problem.d_loss_array.as<const float>();
   p.d_q = problem.d_q.as<T>(), p.d_weights = problem.d_weights.data, p.d_k = problem.d_k.as<float>();
@@ -98,6 +115,7 @@ Params<T> params_of(const Problem& problem, int score_warps) {
     p.fixed_d_k = reinterpret_cast<std::int64_t*>(memory + workspace.fixed_d_k);
     p.bounds = {reinterpret_cast<std::uint32_t*>(memory + workspace.largest),
                 reinterpret_cast<std::uint32_t*>(memory + workspace.count)};
+    if (!problem.indices) p.bound_of_all = reinterpret_cast<std::uint32_t*>(memory + workspace.of_all);
   }
   p.d_q_stride_s = problem.d_q.stride[0], p.d_q_stride_h = problem.d_q.stride[1];
   p.d_k_stride = problem.d_k.stride[0], p.d_weights_stride = problem.d_weights.stride[0];

@@ -16,6 +16,7 @@ __global__ void __launch_bounds__(kPassThreads) clear_d_k(const __grid_constant_
     if (p.fixed_d_k) {
       p.fixed_d_k[i] = 0;
       if (column == 0) p.bounds.largest[key] = p.bounds.count[key] = 0;
+      if (i == 0 && p.bound_of_all) *p.bound_of_all = 0;
     } else {
       p.d_k[key * p.d_k_stride + column] = 0;
     }
@@ -34,6 +35,42 @@ __global__ void __launch_bounds__(kPassThreads) finish_d_k(const __grid_constant
   }
 }
 
+// No query adds more to a sum than this: |g| is at most the factor, unless targets are far above 1, for which there is room.
+template <class T>
+HOPWELL_DEVICE float bound_of_query(const Params<T>& p, int64_t query) {
+  constexpr float kRoom = 256;
+  float bound = 0;
+  for (int head = 0; head < p.heads; ++head) {
+    float largest = 0, x[8];
+    for (int column = 8 * arch::lane_index(); column < p.columns; column += 8 * 32) {
+      tile::sum_limbs(p.q.chunk(p.q.data + query * p.q_stride + head * p.q.stride, column), x);
+      for (const float value : x) largest = fmaxf(largest, fabsf(value));
+    }
+    bound +=
+        fabsf(tile::load_fp32(p.weights, p.weights_bf16, query * p.weights_stride + head)) * tile::max_of_warp(largest);
+  }
+  const float weight = p.row_weights ? p.row_weights[query * p.row_weights_stride] : 1;
+  return kRoom * fabsf((p.d_loss_array ? *p.d_loss_array : p.d_loss) * weight) * bound;
+}
+
+// A warp for a query, of all passes. One whose bound is not finite shows when it is added.
+template <class T>
+__global__ void __launch_bounds__(kPassThreads) bound_queries(const __grid_constant__ Params<T> p, int64_t s_q) {
+  constexpr int kWarps = kPassThreads / 32;
+  for (int64_t query = int64_t{arch::block_index()} * kWarps + arch::warp_index(); query < s_q;
+       query += int64_t{arch::grid_size()} * kWarps) {
+    const float bound = bound_of_query(p, query);
+    if (arch::lane_index() == 0 && bound < INFINITY) arch::red_max(p.bound_of_all, arch::bit_cast<uint32_t>(bound));
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kPassThreads) bound_keys(const __grid_constant__ Params<T> p, int64_t s_q) {
+  for (int64_t key = int64_t{arch::block_index()} * kPassThreads + arch::thread_index(); key < p.s_kv;
+       key += int64_t{arch::grid_size()} * kPassThreads)
+    p.bounds.largest[key] = *p.bound_of_all, p.bounds.count[key] = uint32_t(s_q);
+}
+
 // One warp: lane l adds up every 32nd query's loss from l on, lane 0 those sums.
 __global__ void __launch_bounds__(32) sum_losses(const double* losses, int64_t s_q, float* loss) {
   auto& of_lane = arch::dynamic_smem<double[32]>();
@@ -46,17 +83,22 @@ __global__ void __launch_bounds__(32) sum_losses(const double* losses, int64_t s
   *loss = float(sum);
 }
 
-// The kernels that `launch_queries` launches, between the passes.
+// The kernels that `launch_queries` launches for the queries of a pass, between what is done once for all.
 template <class T, class LaunchQueries>
 void launch_passes(const Problem& problem, const Params<T>& p, Stream stream, LaunchQueries launch_queries) {
   const std::uint32_t ctas = plan_of(problem).pass_ctas;
   const arch::LaunchShape over_d_k{.grid = {ctas}, .threads = kPassThreads};
-  if (ctas > 0) runtime::launch(kName, clear_d_k<T>, over_d_k, stream, p);
-  if (problem.s_q > 0) launch_queries();
+  if (ctas > 0 && problem.first_pass()) {
+    runtime::launch(kName, clear_d_k<T>, over_d_k, stream, p);
+    if (p.bound_of_all) runtime::launch(kName, bound_queries<T>, over_d_k, stream, p, problem.s_q);
+    if (p.bound_of_all) runtime::launch(kName, bound_keys<T>, over_d_k, stream, p, problem.s_q);
+  }
+  if (problem.queries() > 0) launch_queries();
+  if (!problem.last_pass()) return;
   if (ctas > 0 && problem.deterministic) runtime::launch(kName, finish_d_k<T>, over_d_k, stream, p);
   if (!problem.loss) return;
   runtime::launch(kName, sum_losses, {.grid = {1}, .threads = 32, .shared_bytes = 32 * sizeof(double)}, stream,
-                  static_cast<const double*>(p.losses), problem.s_q, problem.loss.as<float>());
+                  static_cast<const double*>(losses_of(problem)), problem.s_q, problem.loss.as<float>());
 }
 
 }  // namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET

@@ -16,12 +16,13 @@ Workspace workspace_of(const Problem& p) {
     w.bytes += (static_cast<std::size_t>(size) + 255) / 256 * 256;
     return at;
   };
-  w.gradients = reserve(4 * p.s_q * p.topk);
-  w.losses = reserve(8 * p.s_q);
+  w.gradients = reserve(4 * p.pass_queries * p.topk);
+  if (!p.losses) w.losses = reserve(8 * p.s_q);
   if (!p.deterministic) return w;
   w.fixed_d_k = reserve(8 * p.s_kv * p.d_index);
   w.largest = reserve(4 * p.s_kv);
   w.count = reserve(4 * p.s_kv);
+  w.of_all = reserve(4);
   return w;
 }
 

@@ -6,13 +6,14 @@
 
 namespace hopwell::ops::lightning_indexer_backward {
 
-// Offsets in bytes; the last three are of deterministic sums.
+// Offsets in bytes; those from fixed_d_k on are of deterministic sums.
 struct Workspace {
-  std::size_t gradients = 0;  // fp32 [s_q, topk]: of the scores
+  std::size_t gradients = 0;  // fp32 [pass_queries, topk]: of the scores
   std::size_t losses = 0;     // fp64 [s_q]
   std::size_t fixed_d_k = 0;  // int64 [s_kv, d_index]
   std::size_t largest = 0;    // uint32 [s_kv]
   std::size_t count = 0;      // uint32 [s_kv]
+  std::size_t of_all = 0;     // uint32: of every key, where there are no indices
   std::size_t bytes = 0;      // of all
 };
 Workspace workspace_of(const Problem& p);

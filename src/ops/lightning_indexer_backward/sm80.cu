@@ -31,7 +31,7 @@ void launch_as(const Problem& problem, Stream stream) {
   const Params<T> p = params_of<T>(problem, static_cast<int>(warps));
   launch_passes(problem, p, stream, [&] {
     const auto over_queries = [&](int threads, std::size_t shared_bytes) {
-      return arch::LaunchShape{.grid = {static_cast<std::uint32_t>(problem.s_q)},
+      return arch::LaunchShape{.grid = {static_cast<std::uint32_t>(problem.queries())},
                                .threads = static_cast<std::uint32_t>(threads),
                                .shared_bytes = shared_bytes};
     };

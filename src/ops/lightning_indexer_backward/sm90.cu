@@ -26,7 +26,7 @@ runtime::Support supports(const Problem& p) {
 template <bool kRelu>
 void launch_as(const Problem& problem, Stream stream) {
   const Params<bf16> p = params_of<bf16>(problem, ScoreConfig::kWarps);
-  const auto queries = static_cast<std::uint32_t>(problem.s_q);
+  const auto queries = static_cast<std::uint32_t>(problem.queries());
   launch_passes(problem, p, stream, [&] {
     runtime::launch(kName, score_entries<kRelu>,
                     {.grid = {queries}, .threads = ScoreConfig::kThreads, .shared_bytes = sizeof(ScoreStorage)}, stream,

@@ -191,9 +191,7 @@ class Worker {
   }
 
   void store_attn(std::int64_t s, std::int64_t tile) {
-    float* attn = p_.attn.as<float>() + s * p_.attn.stride[0] + tile * kTileEntries;
-    std::fill_n(attn, std::min(p_.topk - tile * kTileEntries, kTileEntries), 0.0F);
-    for (std::int64_t i = 0; i < count_; ++i) attn[selected_.places()[i]] = distribution_.get()[i];
+    selected_.spread(s, tile, distribution_.get(), p_.attn.as<float>() + s * p_.attn.stride[0]);
   }
 
   void store_dq(std::int64_t s) {

@@ -40,7 +40,7 @@ Problem check(const SparseMlaBackwardArgs& args) {
   p.attn = check.optional_output("attn", args.attn, {DType::kFloat32}, {"s_q", "topk"});
   p.sm_scale = args.sm_scale;
   p.deterministic = args.deterministic;
-  p.indices_ascending = args.indices_ascending;
+  p.indices_ascending = args.indices_ascending || args.indices == nullptr;
   p.accumulate = args.accumulate;
   p.s_q = check["s_q"], p.s_kv = check["s_kv"], p.h_q = check["h_q"];
   p.d_qk = check["d_qk"], p.d_v = args.d_v, p.topk = check["topk"];

@@ -39,10 +39,8 @@ struct Params {
 
 // The entries of a tile.
 HOPWELL_DEVICE Entries entries_of(const Params& p, const WorkTile& work) {
-  Entries entries = tile::entries_of(p.selection, work.query);
-  if (work.slice < 0) return entries;
-  const int left = entries.length - work.first_entry, some = left < 0 ? 0 : left;
-  return {entries.row + work.first_entry, some < p.slice_entries ? some : p.slice_entries, entries.visible};
+  const Entries entries = tile::entries_of(p.selection, work.query);
+  return work.slice < 0 ? entries : entries.slice(work.first_entry, p.slice_entries);
 }
 
 // Everything that is the same for all passes of a call.

@@ -8,7 +8,7 @@ namespace hopwell::tile {
 
 /// The index rows with all that masks them, as kernel parameters.
 struct SelectionParams {
-  const int* indices;                     // [s_q, topk]
+  const int* indices;                     // [s_q, topk], or null: entry t names key t, and topk is s_kv
   const int* topk_length;                 // [s_q], or null
   int64_t indices_stride, length_stride;  // elements
   Visibility visibility;
@@ -25,20 +25,23 @@ inline SelectionParams params_of(const Selection& selection) {
           static_cast<int>(selection.topk)};
 }
 
-/// One query's row: its first `length` entries count, if they name a visible key.
+/// Of one query's row: `length` entries from `first` on, which count if they name a visible key. Without indices they are
+/// just the visible keys, so that work follows what a query sees, and its sums do not depend on where its keys begin.
 struct Entries {
-  const int* row;
-  int length;
+  const int* row;  // null: entry i names key first + i
+  int first, length;
   KeyRange visible;
 
   /// What entry i names; -1 beyond the length. Whether that is a key is another question, to be asked when the load has
   /// come.
-  HOPWELL_DEVICE int at(int i) const { return i < length ? row[i] : -1; }
+  HOPWELL_DEVICE int at(int i) const { return i < length ? row ? row[first + i] : first + i : -1; }
   HOPWELL_DEVICE bool counts(int key) const { return visible.has(key); }
-  /// Entries first … first + size − 1 of these, as far as there are any.
-  HOPWELL_DEVICE Entries slice(int first, int size) const {
-    const int left = length - first;
-    return {row + first, left < 0 ? 0 : left < size ? left : size, visible};
+  /// Those of these that are entries from … from + size − 1 of the whole row.
+  HOPWELL_DEVICE Entries slice(int from, int size) const {
+    const int end = first + length, left = end - from;
+    const int begin = first > from ? first : from, past = left < size ? end : from + size;
+    if (past <= begin) return {row, from, 0, visible};
+    return {row, begin, past - begin, visible};
   }
   /// The key of entry i, or -1 if it does not count.
   HOPWELL_DEVICE int key(int i) const {
@@ -48,12 +51,14 @@ struct Entries {
 };
 
 HOPWELL_DEVICE Entries entries_of(const SelectionParams& p, int64_t query) {
+  const KeyRange visible = p.visibility.keys(query, p.s_kv);
+  if (!p.indices) return {nullptr, int(visible.first), int(visible.count), visible};
   int length = p.topk;
   if (p.topk_length) {
     length = p.topk_length[query * p.length_stride];
     length = length < 0 ? 0 : length > p.topk ? p.topk : length;
   }
-  return {p.indices + query * p.indices_stride, length, p.visibility.keys(query, p.s_kv)};
+  return {p.indices + query * p.indices_stride, 0, length, visible};
 }
 
 }  // namespace hopwell::tile

@@ -1,4 +1,4 @@
-"""Sparse MLA, forward and backward, and the attention distribution."""
+"""Sparse MLA, forward and backward, and the attention distribution, also normalised by itself."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ from hopwell._arrays import dtype_name
 from ._register import Gradients, differentiable, exporting, no_gradient, operator, stop_gradient
 
 _forward, _backward = exporting(hopwell.sparse_mla_forward), exporting(hopwell.sparse_mla_backward)
-_distribution = exporting(hopwell.attention_distribution)
+_distribution, _normalize = exporting(hopwell.attention_distribution), exporting(hopwell.normalize_l1)
 
 
 def _sparse_mla_forward_fake(
-    q: Tensor, kv: Tensor, indices: Tensor, sm_scale: float, d_v: int = 512, *_: Any, **__: Any
+    q: Tensor, kv: Tensor, indices: Tensor | None, sm_scale: float, d_v: int = 512, *_: Any, **__: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     s_q, h_q, d_qk = q.shape
     if isinstance(d_v, int) and isinstance(d_qk, int) and not 1 <= d_v <= d_qk:
@@ -28,7 +28,7 @@ def _sparse_mla_forward_fake(
 def sparse_mla_forward(
     q: Tensor,
     kv: Tensor,
-    indices: Tensor,
+    indices: Tensor | None,
     sm_scale: float,
     d_v: int = 512,
     attn_sink: Tensor | None = None,
@@ -64,7 +64,7 @@ def _sparse_mla_backward_fake(
     d_out: Tensor,
     q: Tensor,
     kv: Tensor,
-    indices: Tensor,
+    indices: Tensor | None,
     out: Tensor,
     lse: Tensor,
     sm_scale: float,
@@ -94,7 +94,7 @@ def _sparse_mla_backward(
     d_out: Tensor,
     q: Tensor,
     kv: Tensor,
-    indices: Tensor,
+    indices: Tensor | None,
     out: Tensor,
     lse: Tensor,
     sm_scale: float,
@@ -144,7 +144,7 @@ def sparse_mla_backward(
     d_out: Tensor,
     q: Tensor,
     kv: Tensor,
-    indices: Tensor,
+    indices: Tensor | None,
     out: Tensor,
     lse: Tensor,
     sm_scale: float,
@@ -217,7 +217,7 @@ differentiable("sparse_mla_forward", _differentiate_sparse_mla, _save_sparse_mla
 def sparse_mla(
     q: Tensor,
     kv: Tensor,
-    indices: Tensor,
+    indices: Tensor | None,
     sm_scale: float,
     d_v: int = 512,
     *,
@@ -236,7 +236,8 @@ def sparse_mla(
     Args:
         q: [s_q, h_q, d_qk], bfloat16 (on the CPU float32 too).
         kv: [s_kv, d_qk] or [s_kv, 1, d_qk], q's dtype; V is its first d_v columns.
-        indices: int32 [s_q, topk] or [s_q, 1, topk]; entries outside 0 … s_kv − 1 are masked.
+        indices: int32 [s_q, topk] or [s_q, 1, topk]; entries outside 0 … s_kv − 1 are masked. None: every
+            visible key.
         attn_sink: float32 [h_q], a logit without a value.
         topk_length: int32 [s_q], how many entries of each row count.
         q_positions: int32 [s_q], or q_start for q_start + s: causal masking.
@@ -259,15 +260,16 @@ def sparse_mla(
     )  # fmt: skip
 
 
-def _attention_distribution_fake(q: Tensor, kv: Tensor, indices: Tensor, *_: Any, **__: Any) -> Tensor:
-    return q.new_empty((q.shape[0], indices.shape[-1]), dtype=torch.float32)
+def _attention_distribution_fake(q: Tensor, kv: Tensor, indices: Tensor | None, *_: Any, **__: Any) -> Tensor:
+    topk = kv.shape[0] if indices is None else indices.shape[-1]
+    return q.new_empty((q.shape[0], topk), dtype=torch.float32)
 
 
 @operator("attention_distribution", _attention_distribution_fake)
 def attention_distribution(
     q: Tensor,
     kv: Tensor,
-    indices: Tensor,
+    indices: Tensor | None,
     lse: Tensor,
     sm_scale: float,
     topk_length: Tensor | None = None,
@@ -279,7 +281,9 @@ def attention_distribution(
     normalize: str = "none",
     backend: str | None = None,
 ) -> Tensor:
-    """How much attention each selected key gets, summed over the heads: float32 [s_q, topk]. Carries no gradient."""
+    """How much attention each selected key gets, summed over the heads: float32 [s_q, topk]; without indices every key,
+    [s_q, s_kv]. Carries no gradient.
+    """
     result: Tensor = _distribution(
         *(q, kv, indices, lse, sm_scale),
         topk_length=topk_length,
@@ -295,3 +299,17 @@ def attention_distribution(
 
 
 stop_gradient("attention_distribution")
+
+
+def _normalize_l1_fake(attn: Tensor, backend: str | None = None) -> Tensor:
+    return attn.new_empty(attn.shape)
+
+
+@operator("normalize_l1", _normalize_l1_fake)
+def normalize_l1(attn: Tensor, backend: str | None = None) -> Tensor:
+    """Rows of attn float32 [rows, columns] divided by their sums; all-zero rows stay. Carries no gradient."""
+    result: Tensor = _normalize(attn, backend=backend)
+    return result
+
+
+stop_gradient("normalize_l1")

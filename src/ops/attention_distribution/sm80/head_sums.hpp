@@ -187,13 +187,12 @@ HOPWELL_DEVICE void sum_heads(const Params& p, const Scores<kN>& scores, const f
 // Warp 0's: adds the sums of the warps' heads in a fixed order, to what earlier heads left, and writes.
 struct RowWriter {
   Entries entries;
-  float* row;
-  int size;
+  RowPart part;
   int keys[2];      // what this lane's entries of the next tile name
   float total = 0;  // of what this lane has written of the last heads
 
   HOPWELL_DEVICE RowWriter(const Params& p, const WorkTile& work)
-      : entries(entries_of(p, work)), row(p.attn + work.query * p.attn_stride + work.first), size(work.size) {
+      : entries(entries_of(p, work)), part(p, work, entries) {
     load_keys(0);
   }
   HOPWELL_DEVICE void load_keys(int tile) {
@@ -206,12 +205,12 @@ struct RowWriter {
     HOPWELL_UNROLL
     for (int i = 0; i < 2; ++i) {
       const int key = 32 * i + arch::lane_index(), entry = tile * kTileKeys + key;
-      if (entry >= size) continue;
+      if (entry >= part.size) continue;
       const bool counts = entries.counts(keys[i]);
-      float sum = counts && !first_heads ? row[entry] : 0;
+      float sum = counts && !first_heads ? part.sums[entry] : 0;
       HOPWELL_UNROLL
       for (int warp = 0; warp < kHeadWarps; ++warp) sum += counts ? sums[warp][key] : 0;
-      row[entry] = sum;
+      part.sums[entry] = sum;
       total += sum;
     }
     load_keys(tile + 1 < key_tiles(entries) ? tile + 1 : 0);
@@ -261,7 +260,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) kernel(const __grid_const
     HOPWELL_NO_UNROLL
     for (int pass = 0; pass < head_passes(p) && tiles > 0; ++pass)
       add_heads<kColumns, kHeadWarps>(p, s, work.query, pass * kHeadsAtATime, writer);
-    if (arch::warp_index() == 0) finish_row(p, writer.row, work.size, tiles, writer.total);
+    if (arch::warp_index() == 0) finish_row(p, writer.part, tiles, writer.total);
   }
 }
 

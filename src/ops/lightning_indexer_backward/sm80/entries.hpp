@@ -23,13 +23,6 @@ HOPWELL_DEVICE void for_each_chunk(const Params<T>& p, int query, int first, int
   }
 }
 
-// The key of an entry, −1: none that is visible.
-template <class T>
-HOPWELL_DEVICE int key_of(const Params<T>& p, const KeyRange& visible, int query, int entry) {
-  const int key = entry < p.topk ? p.indices[query * p.indices_stride + entry] : -1;
-  return visible.has(key) ? key : -1;
-}
-
 // Rows g and g + 8 of this lane: the keys of two entries, zeros where there is none.
 template <class T>
 HOPWELL_DEVICE void gather(const Params<T>& p, const int (&keys)[2], MmaRows<kLimbs<T>>& to) {

@@ -33,13 +33,14 @@ struct EntryPair {
   float g[2];
 };
 template <class T>
-HOPWELL_DEVICE EntryPair load_entries(const Params<T>& p, int query, int first) {
+HOPWELL_DEVICE EntryPair load_entries(const Params<T>& p, const tile::Entries& all, int query, int first) {
+  const float* const gradients = p.d_scores + int64_t{query} * p.topk + all.first;
   EntryPair entries{};
   HOPWELL_UNROLL
   for (int half = 0; half < 2; ++half) {
     const int entry = first + 8 * half + arch::lane_index() / 4;
-    const int key = entry < p.topk ? p.indices[query * p.indices_stride + entry] : -1;
-    const float g = entry < p.topk ? p.d_scores[int64_t{query} * p.topk + entry] : no_score();
+    const int key = all.at(entry);
+    const float g = entry < all.length ? gradients[entry] : no_score();
     entries.keys[half] = has_score(g) ? key : -1, entries.g[half] = has_score(g) ? g : 0;
   }
   return entries;
@@ -233,13 +234,14 @@ template <class T, bool kRelu>
 __global__ void __launch_bounds__(GradientConfig::kThreads) add_gradients(const __grid_constant__ Params<T> p) {
   auto& s = arch::dynamic_smem<GradientStorage<T>>();
   const int query = arch::block_index(), own = arch::warp_index() % 2 * 16;
+  const tile::Entries all = tile::entries_of(p.selection, query);
   for (int first = 0; first < p.heads; first += kHeadTile) {
     const int heads = p.heads - first < kHeadTile ? p.heads - first : kHeadTile;
     const bool has_heads = 16 * arch::warp_index() < heads;
     float d_q[kColumnBlocks * 2][2][4] = {}, d_weights[4][2] = {};
     load_heads(p, s, query, first);
-    for (int entry = 0; entry < p.topk; entry += GradientConfig::kEntries) {
-      const EntryPair entries = load_entries(p, query, entry + own);
+    for (int entry = 0; entry < all.length; entry += GradientConfig::kEntries) {
+      const EntryPair entries = load_entries(p, all, query, entry + own);
       find_positive<kRelu>(p, s, entries, heads, d_weights);
       arch::syncthreads();
       add_d_k(p, s, entries, heads);

@@ -36,10 +36,10 @@ HOPWELL_DEVICE void load_heads(const Params<T>& p, ScoreStorage<T>& s, int query
 
 // What 64 heads add to the scores of 16 entries of this warp.
 template <bool kRelu, class T>
-HOPWELL_DEVICE void add_scores(const Params<T>& p, const ScoreStorage<T>& s, const KeyRange& visible, int query,
+HOPWELL_DEVICE void add_scores(const Params<T>& p, const ScoreStorage<T>& s, const tile::Entries& entries, int query,
                                int first_entry, int first_head) {
   const int g = arch::lane_index() / 4, t = arch::lane_index() % 4;
-  const int keys[2] = {key_of(p, visible, query, first_entry + g), key_of(p, visible, query, first_entry + 8 + g)};
+  const int keys[2] = {entries.key(first_entry + g), entries.key(first_entry + 8 + g)};
   MmaRows<kLimbs<T>> rows[1];
   gather(p, keys, rows[0]);
   float sums[2] = {0, 0};
@@ -58,8 +58,8 @@ HOPWELL_DEVICE void add_scores(const Params<T>& p, const ScoreStorage<T>& s, con
   for (int half = 0; half < 2; ++half) {
     const float sum = tile::sum_of_quad(sums[half]);
     const int entry = first_entry + 8 * half + g;
-    if (t != half || entry >= p.topk) continue;
-    float* score = p.d_scores + int64_t{query} * p.topk + entry;
+    if (t != half || entry >= entries.length) continue;
+    float* score = gradients_of(p, query, entries) + entry;
     const float whole = (first_head == 0 ? 0 : *score) + sum;
     const bool last = first_head + kHeadTile >= p.heads;
     *score = keys[half] < 0 || (last && whole != whole) ? -INFINITY : whole;
@@ -70,12 +70,13 @@ template <class T, bool kRelu>
 __global__ void __launch_bounds__(32 * ScoreConfig::kMaxWarps) score_entries(const __grid_constant__ Params<T> p) {
   auto& s = arch::dynamic_smem<ScoreStorage<T>>();
   const int query = arch::block_index(), warp = arch::warp_index(), lane = arch::lane_index();
-  const KeyRange visible = p.visibility.keys(query, p.s_kv);
+  const tile::Entries entries = tile::entries_of(p.selection, query);
   float bound = 0;  // Σ_j |w_j| max |q_j| of this warp's heads, in lane 0
   for (int first = 0; first < p.heads; first += kHeadTile) {
     load_heads(p, s, query, first);
-    for (int entry = ScoreConfig::kEntries * warp; entry < p.topk; entry += ScoreConfig::kEntries * p.score_warps)
-      add_scores<kRelu>(p, s, visible, query, entry, first);
+    for (int entry = ScoreConfig::kEntries * warp; entry < entries.length;
+         entry += ScoreConfig::kEntries * p.score_warps)
+      add_scores<kRelu>(p, s, entries, query, entry, first);
     if (!p.bounds.largest) continue;
     for (int row = warp; row < kHeadTile && first + row < p.heads; row += p.score_warps) {
       float largest = 0, x[8];
@@ -88,7 +89,7 @@ __global__ void __launch_bounds__(32 * ScoreConfig::kMaxWarps) score_entries(con
     }
   }
   bound = 1.001F * reduce<Reduce::sum>(p, s.of_warp, bound);  // its barriers are for the scores, too
-  finish_scores(p, s.of_warp, query, bound);
+  finish_scores(p, s.of_warp, query, entries, bound);
 }
 
 }  // namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET

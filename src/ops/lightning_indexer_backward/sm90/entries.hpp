@@ -46,7 +46,9 @@ struct EntrySlot : tile::RingSlot<Ring::kStages> {
 };
 constexpr uint32_t kEntryArrivals = 33;  // each lane's copies, and the entries
 
-HOPWELL_DEVICE int entry_tiles(const Params<bf16>& p) { return (p.topk + kTileEntries - 1) / kTileEntries; }
+HOPWELL_DEVICE int entry_tiles(const tile::Entries& entries) {
+  return (entries.length + kTileEntries - 1) / kTileEntries;
+}
 
 // A lane's two entries of a tile, l and l + 32; g is 0 where it is not known yet.
 struct EntryPair {
@@ -54,14 +56,13 @@ struct EntryPair {
   float g[2];
 };
 template <bool kWithGradients>
-HOPWELL_DEVICE EntryPair load_entries(const Params<bf16>& p, int query, int tile) {
+HOPWELL_DEVICE EntryPair load_entries(const tile::Entries& all, const float* gradients, int tile) {
   EntryPair entries{};
   HOPWELL_UNROLL
   for (int i = 0; i < 2; ++i) {
     const int entry = tile * kTileEntries + arch::lane_index() + 32 * i;
-    entries.key[i] = entry < p.topk ? p.indices[query * p.indices_stride + entry] : -1;
-    if constexpr (kWithGradients)
-      entries.g[i] = entry < p.topk ? p.d_scores[int64_t{query} * p.topk + entry] : no_score();
+    entries.key[i] = all.at(entry);
+    if constexpr (kWithGradients) entries.g[i] = entry < all.length ? gradients[entry] : no_score();
   }
   return entries;
 }
@@ -77,19 +78,19 @@ HOPWELL_DEVICE uint32_t chunk_in_tile(uint32_t row, uint32_t chunk) {
 
 // A warp brings tiles in, from slot `number` on.
 template <bool kWithGradients, class Ring>
-HOPWELL_DEVICE void gather_tiles(const Params<bf16>& p, Ring& ring, int query, int number) {
-  const int lane = arch::lane_index(), tiles = entry_tiles(p);
-  const KeyRange visible = kWithGradients ? KeyRange{} : p.visibility.keys(query, p.s_kv);
-  EntryPair next = load_entries<kWithGradients>(p, query, 0);
+HOPWELL_DEVICE void gather_tiles(const Params<bf16>& p, Ring& ring, int query, const tile::Entries& all, int number) {
+  const int lane = arch::lane_index(), tiles = entry_tiles(all);
+  const float* const gradients = p.d_scores + int64_t{query} * p.topk + all.first;
+  EntryPair next = load_entries<kWithGradients>(all, gradients, 0);
   HOPWELL_NO_UNROLL
   for (int tile = 0; tile < tiles; ++tile) {
     const EntrySlot<Ring> slot{ring, number + tile};
     EntryPair entries = next;
-    next = load_entries<kWithGradients>(p, query, tile + 1);
+    next = load_entries<kWithGradients>(all, gradients, tile + 1);
     slot.wait_empty();
     HOPWELL_UNROLL
     for (int i = 0; i < 2; ++i) {
-      const bool counts = kWithGradients ? has_score(entries.g[i]) : visible.has(entries.key[i]);
+      const bool counts = kWithGradients ? has_score(entries.g[i]) : all.counts(entries.key[i]);
       if (!counts) entries.key[i] = -1, entries.g[i] = 0;
       slot.entries().key[lane + 32 * i] = entries.key[i];
       if constexpr (kWithGradients) {

@@ -130,8 +130,8 @@ HOPWELL_DEVICE void store_heads(const Params<bf16>& p, const GradientStorage& s,
 }
 
 template <bool kRelu>
-HOPWELL_DEVICE void accumulate_heads(const Params<bf16>& p, GradientStorage& s, int query, int first) {
-  const int lane = arch::lane_index(), t = lane % 4, tiles = entry_tiles(p);
+HOPWELL_DEVICE void accumulate_heads(const Params<bf16>& p, GradientStorage& s, int query, int first, int tiles) {
+  const int lane = arch::lane_index(), t = lane % 4;
   const uint32_t q = arch::shared_address(s.q);
   float d_q[64] = {}, d_weights[2] = {0, 0};
   HOPWELL_NO_UNROLL
@@ -196,8 +196,7 @@ HOPWELL_DEVICE void add_tile(const Params<bf16>& p, StagedRows& staged, const in
 
 // Of every second tile, so that a stage always has tiles of one of the two warpgroups.
 template <bool kRelu>
-HOPWELL_DEVICE void accumulate_entries(const Params<bf16>& p, GradientStorage& s, int first_tile) {
-  const int tiles = entry_tiles(p);
+HOPWELL_DEVICE void accumulate_entries(const Params<bf16>& p, GradientStorage& s, int first_tile, int tiles) {
   const uint32_t q = arch::shared_address(s.q);
   HOPWELL_NO_UNROLL
   for (int tile = first_tile; tile < tiles; tile += 2) {
@@ -229,6 +228,7 @@ __global__ void __launch_bounds__(GradientConfig::kThreads, 1) add_gradients(con
   auto& s = arch::dynamic_smem<GradientStorage>();
   const int parts = (p.heads + kHeadTile - 1) / kHeadTile;
   const int query = arch::block_index() / parts, first = arch::block_index() % parts * kHeadTile;
+  const tile::Entries entries = tile::entries_of(p.selection, query);
   if (arch::thread_index() == 0) {
     s.ring.barriers.init(kEntryArrivals, 8);
     arch::fence_mbarrier_init();
@@ -241,13 +241,13 @@ __global__ void __launch_bounds__(GradientConfig::kThreads, 1) add_gradients(con
   const int group = arch::warpgroup_index(), warp = arch::warp_index();
   if (group == 0) {
     arch::setmaxnreg_inc<GradientConfig::kHeadRegisters>();
-    accumulate_heads<kRelu>(p, s, query, first);
+    accumulate_heads<kRelu>(p, s, query, first, entry_tiles(entries));
   } else if (group < 3) {
     arch::setmaxnreg_inc<GradientConfig::kEntryRegisters>();
-    accumulate_entries<kRelu>(p, s, group - 1);
+    accumulate_entries<kRelu>(p, s, group - 1, entry_tiles(entries));
   } else {
     arch::setmaxnreg_dec<GradientConfig::kOtherRegisters>();
-    if (warp == 12) gather_tiles<true>(p, s.ring, query, 0);
+    if (warp == 12) gather_tiles<true>(p, s.ring, query, entries, 0);
     arch::cp_async_wait_all();  // no thread leaves before its copies
   }
 #endif

@@ -28,8 +28,8 @@ static_assert(decltype(ScoreStorage::ring)::kStages % 2 == 0 &&
 
 // What 64 heads from `first_head` on add to the scores of this warp's 16 entries of a tile.
 template <bool kRelu>
-HOPWELL_DEVICE void add_scores(const Params<bf16>& p, const ScoreStorage& s, int query, int tile, const int (&keys)[2],
-                               int first_head, const float (&d)[32]) {
+HOPWELL_DEVICE void add_scores(const Params<bf16>& p, const ScoreStorage& s, int query, const tile::Entries& entries,
+                               int tile, const int (&keys)[2], int first_head, const float (&d)[32]) {
   const int lane = arch::lane_index(), t = lane % 4, odd = lane & 1, heads = p.heads - first_head;
   float sums[2] = {0, 0};
   HOPWELL_UNROLL
@@ -41,8 +41,8 @@ HOPWELL_DEVICE void add_scores(const Params<bf16>& p, const ScoreStorage& s, int
   tile::share_sums(sums, 1, 1, odd);
   const float sum = sums[0] + arch::shuffle_xor(sums[0], 2);
   const int entry = tile * kTileEntries + arch::warp_index() % 4 * 16 + 8 * odd + lane / 4;
-  if (t >= 2 || entry >= p.topk) return;
-  float* score = p.d_scores + int64_t{query} * p.topk + entry;
+  if (t >= 2 || entry >= entries.length) return;
+  float* score = gradients_of(p, query, entries) + entry;
   const float whole = (first_head == 0 ? 0 : *score) + sum;
   const bool last = heads <= kHeadTile;
   *score = (odd ? keys[1] : keys[0]) < 0 || (last && whole != whole) ? -INFINITY : whole;
@@ -50,9 +50,9 @@ HOPWELL_DEVICE void add_scores(const Params<bf16>& p, const ScoreStorage& s, int
 
 // Scores of every second tile, so that a stage always has tiles of one warpgroup; from slot `number` on.
 template <bool kRelu>
-HOPWELL_DEVICE void score_tiles(const Params<bf16>& p, ScoreStorage& s, int query, int first_head, int number,
-                                int group) {
-  const int tiles = entry_tiles(p), row = arch::warp_index() % 4 * 16 + arch::lane_index() / 4;
+HOPWELL_DEVICE void score_tiles(const Params<bf16>& p, ScoreStorage& s, int query, const tile::Entries& entries,
+                                int first_head, int number, int group) {
+  const int tiles = entry_tiles(entries), row = arch::warp_index() % 4 * 16 + arch::lane_index() / 4;
   HOPWELL_NO_UNROLL
   for (int tile = (number ^ group) & 1; tile < tiles; tile += 2) {
     const EntrySlot<decltype(s.ring)> slot{s.ring, number + tile};
@@ -63,7 +63,7 @@ HOPWELL_DEVICE void score_tiles(const Params<bf16>& p, ScoreStorage& s, int quer
     const int keys[2] = {slot.entries().key[row], slot.entries().key[row + 8]};
     arch::wgmma_wait<0>(d);
     slot.release();
-    add_scores<kRelu>(p, s, query, tile, keys, first_head, d);
+    add_scores<kRelu>(p, s, query, entries, tile, keys, first_head, d);
   }
 }
 
@@ -89,22 +89,23 @@ __global__ void __launch_bounds__(ScoreConfig::kThreads, 2) score_entries(const 
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<ScoreStorage>();
   const int query = arch::block_index(), group = arch::warpgroup_index(), warp = arch::warp_index();
+  const tile::Entries entries = tile::entries_of(p.selection, query);
   if (arch::thread_index() == 0) {
     s.ring.barriers.init(kEntryArrivals, 4);
     arch::fence_mbarrier_init();
   }
-  for (int first = 0, number = 0; first < p.heads; first += kHeadTile, number += entry_tiles(p)) {
+  for (int first = 0, number = 0; first < p.heads; first += kHeadTile, number += entry_tiles(entries)) {
     if (first > 0) arch::syncthreads();  // the heads before are no longer read
     load_heads(p, s.q, s.weights, query, first, ScoreConfig::kThreads);
     arch::syncthreads();
     if (group < 2)
-      score_tiles<kRelu>(p, s, query, first, number, group);
+      score_tiles<kRelu>(p, s, query, entries, first, number, group);
     else if (warp == 8)
-      gather_tiles<false>(p, s.ring, query, number);
+      gather_tiles<false>(p, s.ring, query, entries, number);
   }
   float bound = p.bounds.largest ? bound_of_heads(p, query) : 0;
   bound = 1.001F * reduce<Reduce::sum>(p, s.of_warp, bound);  // its barriers are for the scores, too
-  finish_scores(p, s.of_warp, query, bound);
+  finish_scores(p, s.of_warp, query, entries, bound);
 #endif
 }
 

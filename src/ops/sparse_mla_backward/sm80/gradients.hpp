@@ -239,13 +239,14 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<T>& s, const ScoreTile<
 // Adds the sums of the head groups to attn, which holds 0 or the sum of other heads. In the order of the selection,
 // ordered or not: restore_attn_order brings sums to their entries.
 template <class T>
-HOPWELL_DEVICE void add_attn(const Params& p, const SharedStorage<T>& s, const WorkTile& work, int step) {
+HOPWELL_DEVICE void add_attn(const Params& p, const SharedStorage<T>& s, const WorkTile& work, const Entries& entries,
+                             int step) {
   const int t = arch::thread_index();
   if (t >= T::kKeys || s.key[step % 2][t] < 0) return;
   float sum = 0;
   HOPWELL_UNROLL
   for (int group = 0; group < T::kHeadGroups; ++group) sum += s.head_sums[group][t];
-  arch::red_add(p.attn + work.query * p.attn_stride + work.first_entry + step * T::kKeys + t, sum);
+  arch::red_add(p.attn + work.query * p.attn_stride + entries.first + step * T::kKeys + t, sum);
 }
 
 // ---- dQ
@@ -340,7 +341,7 @@ HOPWELL_DEVICE void multiply_transposed(float (&acc)[kM][16], const bf16 (&a)[T:
       HOPWELL_UNROLL
       for (int m = 0; m < kM; ++m) HOPWELL_UNROLL
       for (int i = 0; i < 2; ++i) {
-        float(&d)[4] = *reinterpret_cast<float(*)[4]>(&acc[m][4 * (n + i)]);
+        float (&d)[4] = *reinterpret_cast<float (*)[4]>(&acc[m][4 * (n + i)]);
         const uint32_t right[2] = {b[2 * i], b[2 * i + 1]};
         arch::mma_m16n8k16_bf16(d, left[m], right);
       }
@@ -419,7 +420,7 @@ HOPWELL_DEVICE void add_gradients_of_tile(const Params& p) {
       gather<T>(p, s, next_key, step + 1);
       if (p.prefetches_sums) prefetch_sums<T>(p, next_key);
     }
-    if constexpr (kAttn) add_attn<T>(p, s, work, step);
+    if constexpr (kAttn) add_attn<T>(p, s, work, entries, step);
     add_gradients<T, kFixed>(p, s, step, warp);
     arch::cp_async_wait<0>();
     arch::syncthreads();

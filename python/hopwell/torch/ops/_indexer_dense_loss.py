@@ -1,0 +1,110 @@
+"""The indexer's loss over every visible key."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hopwell
+
+from ._register import Gradients, differentiable, exporting, operator
+
+_dense_loss = exporting(hopwell.indexer_dense_loss)
+
+
+def _indexer_dense_loss_fake(
+    q: Tensor, kv: Tensor, lse: Tensor, q_index: Tensor, k_index: Tensor, weights: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return (
+        q.new_empty((), dtype=torch.float32),
+        q_index.new_empty(q_index.shape),
+        k_index.new_empty(k_index.shape, dtype=torch.float32),
+        weights.new_empty(weights.shape),
+        q.new_empty(q.shape[:1], dtype=torch.float32),
+    )
+
+
+@operator("indexer_dense_loss", _indexer_dense_loss_fake)
+def indexer_dense_loss_and_gradients(
+    q: Tensor,
+    kv: Tensor,
+    lse: Tensor,
+    q_index: Tensor,
+    k_index: Tensor,
+    weights: Tensor,
+    sm_scale: float,
+    k_start: Tensor | None = None,
+    k_end: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    q_start: int | None = None,
+    kv_stride: int = 1,
+    row_weights: Tensor | None = None,
+    relu: bool = True,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The op behind `indexer_dense_loss`: the loss, d_q_index, d_k_index in float32, d_weights, and each row's loss
+    before its weight, float32 [s_q].
+    """
+    row_loss = q.new_empty(q.shape[:1], dtype=torch.float32)
+    loss, d_q_index, d_k_index, d_weights = _dense_loss(
+        *(q, kv, lse, q_index, k_index, weights, sm_scale),
+        k_start=k_start,
+        k_end=k_end,
+        q_positions=q_positions,
+        q_start=q_start,
+        kv_stride=kv_stride,
+        row_weights=row_weights,
+        relu=relu,
+        row_loss=row_loss,
+        deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
+        backend=backend,
+    )
+    return loss.reshape(()), d_q_index, d_k_index, d_weights, row_loss
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, *gradients, row_loss = output
+    ctx.mark_non_differentiable(*gradients, row_loss)
+    ctx.k_dtype, ctx.inputs = inputs[4].dtype, len(inputs)
+    ctx.save_for_backward(*gradients)
+
+
+def _differentiate(ctx: Any, d_loss: Tensor, *_: Tensor) -> Gradients:
+    d_q_index, d_k_index, d_weights = (g * d_loss.to(g.dtype) for g in ctx.saved_tensors)
+    return None, None, None, d_q_index, d_k_index.to(ctx.k_dtype), d_weights, *(None,) * (ctx.inputs - 6)
+
+
+differentiable("indexer_dense_loss", _differentiate, _save)
+
+
+def indexer_dense_loss(
+    q: Tensor,
+    kv: Tensor,
+    lse: Tensor,
+    q_index: Tensor,
+    k_index: Tensor,
+    weights: Tensor,
+    sm_scale: float,
+    *,
+    k_start: Tensor | None = None,
+    k_end: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    q_start: int | None = None,
+    kv_stride: int = 1,
+    row_weights: Tensor | None = None,
+    relu: bool = True,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """Σ_s row_weights·KL(target ‖ softmax over the visible keys of the index scores), a float32 scalar: the loss of the
+    indexer's dense warm-up. target is the mean over the heads of the attention to every visible key.
+
+    q, kv and what masks keys as in `sparse_mla`, whose lse (of a call without indices) is wanted too; q_index, k_index
+    and weights as in `lightning_indexer`; row_weights and relu as in `indexer_loss`. Nothing of size s_q × s_kv is
+    stored. Differentiable in q_index, k_index and weights; no gradient reaches q, kv, lse and row_weights.
+    """
+    return indexer_dense_loss_and_gradients(
+        q, kv, lse, q_index, k_index, weights, sm_scale, k_start, k_end, q_positions, q_start, kv_stride, row_weights,
+        relu, deterministic, backend,
+    )[0]  # fmt: skip

@@ -1,0 +1,23 @@
+// indexer_dense_loss: what its backends are given. Meaning and shapes: hopwell.h.
+#pragma once
+
+#include "ops/common/index_gradients.hpp"
+#include "runtime/backend.hpp"
+#include "tile/selection.hpp"
+
+namespace hopwell::ops::indexer_dense_loss {
+
+inline constexpr const char* kName = "indexer_dense_loss";
+
+struct Problem : IndexOperands, IndexGradients {  // of the indexer; s_q and s_kv are those of the attention
+  View attention_q;                               // bf16 or fp32 [s_q, h_q, d_qk]
+  View attention_kv;                              // like attention_q [s_kv, d_qk]
+  View lse;                                       // fp32 [s_q, h_q]
+  float sm_scale = 0;
+  Visibility visibility;
+  runtime::Device device;
+  void* workspace = nullptr;
+  std::size_t workspace_bytes = 0;
+};
+
+}  // namespace hopwell::ops::indexer_dense_loss

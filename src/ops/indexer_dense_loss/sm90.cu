@@ -1,0 +1,17 @@
+// indexer_dense_loss for Hopper.
+#include "arch/platform.hpp"
+#include "ops/indexer_dense_loss/plan.hpp"
+
+namespace hopwell::ops::indexer_dense_loss::HOPWELL_TARGET {
+namespace {
+
+constexpr const char* kBackend = HOPWELL_ON_DEVICE ? "sm90" : "emu:sm90";
+
+const runtime::Registration<Problem> backend{
+    {.name = kBackend,
+     .supports = [](const Problem& p) { return supports_on(kBackend, p); },
+     .workspace_bytes = [](const Problem& p) { return workspace_bytes_on(kBackend, p); },
+     .launch = [](const Problem& p, Stream stream) { launch_on(kBackend, p, stream); }}};
+
+}  // namespace
+}  // namespace hopwell::ops::indexer_dense_loss::HOPWELL_TARGET

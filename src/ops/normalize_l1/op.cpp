@@ -1,0 +1,50 @@
+#include "ops/normalize_l1/op.hpp"
+
+#include "runtime/c_interface.hpp"
+
+namespace hopwell {
+namespace ops::normalize_l1 {
+namespace {
+
+// Whether both are the same matrix of the same memory.
+bool same_matrix(const DLTensor& a, const DLTensor& b) {
+  if (a.ndim != 2 || b.ndim != 2 || !has_sizes(a) || !has_sizes(b)) return false;
+  const auto first = [](const DLTensor& x) { return static_cast<const char*>(x.data) + x.byte_offset; };
+  const auto row_stride = [](const DLTensor& x) { return x.strides != nullptr ? x.strides[0] : x.shape[1]; };
+  return a.data != nullptr && b.data != nullptr && first(a) == first(b) && a.shape[0] == b.shape[0] &&
+         a.shape[1] == b.shape[1] && row_stride(a) == row_stride(b);
+}
+
+Problem check(const NormalizeL1Args& args) {
+  Checker check(kName);
+  Problem p;
+  const Shape shape{"rows", "columns"};
+  const bool in_place = args.attn != nullptr && args.out != nullptr && same_matrix(*args.attn, *args.out);
+  if (!in_place) p.attn = check.input("attn", args.attn, {DType::kFloat32}, shape);
+  p.out = check.output("out", args.out, {DType::kFloat32}, shape);
+  if (in_place) p.attn = p.out;
+  p.device.location = check.device();
+  p.workspace = args.workspace;
+  p.workspace_bytes = args.workspace_bytes;
+  return p;
+}
+
+const runtime::Entry entry{kName, check};
+
+}  // namespace
+}  // namespace ops::normalize_l1
+
+using ops::normalize_l1::entry;
+
+void normalize_l1(const NormalizeL1Args& args, Stream stream) { entry.run(args, stream); }
+std::size_t normalize_l1_workspace_bytes(const NormalizeL1Args& args) { return entry.workspace_bytes(args); }
+std::string explain(const NormalizeL1Args& args) { return entry.explain(args); }
+
+}  // namespace hopwell
+
+extern "C" hopwell_status hopwell_normalize_l1(const hopwell_normalize_l1_args* args, hopwell_stream stream) {
+  return hopwell::entry.run_from_c(args, stream);
+}
+extern "C" hopwell_status hopwell_normalize_l1_workspace_bytes(const hopwell_normalize_l1_args* args, size_t* bytes) {
+  return hopwell::entry.workspace_bytes_from_c(args, bytes);
+}

@@ -1,0 +1,26 @@
+// A row divided by its sum, by a warp; an all-zero row stays.
+#pragma once
+
+#include <cmath>
+
+#include "tile/gpu/warp.hpp"
+
+namespace hopwell::tile {
+
+/// `total`: of the sum, this lane's part. Each lane reads every 32nd number, many at a time; `to` may be `from`.
+HOPWELL_DEVICE void normalize(const float* from, float* to, int size, float total) {
+  constexpr int kTogether = 16;
+  total = sum_of_warp(total);
+  total = total == 0 ? 1 : total;
+  HOPWELL_NO_UNROLL
+  for (int first = arch::lane_index(); first < size; first += 32 * kTogether) {
+    float values[kTogether];
+    HOPWELL_UNROLL
+    for (int i = 0; i < kTogether; ++i) values[i] = first + 32 * i < size ? from[first + 32 * i] : 0;
+    HOPWELL_UNROLL
+    for (int i = 0; i < kTogether; ++i)
+      if (first + 32 * i < size) to[first + 32 * i] = values[i] / total;
+  }
+}
+
+}  // namespace hopwell::tile
