@@ -45,6 +45,8 @@ HOPWELL_HOST_DEVICE constexpr uint64_t at_address(uint64_t descriptor, uint32_t 
 }
 
 enum class Half : uint8_t { fp16 = 0, bf16 = 1 };
+/// Elements of wgmma's operands.
+enum class WgmmaType : uint8_t { fp16, bf16, e4m3 };
 
 /// tcgen05.mma kind::f16: fp16 or bf16 inputs, fp32 accumulators.
 struct InstructionShape {

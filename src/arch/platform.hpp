@@ -1,4 +1,4 @@
-// What every function of the instruction layer needs: which compiler this is, the two storage types, and call sites.
+// What every function of the instruction layer needs: which compiler this is, the storage types, and call sites.
 //
 // One kernel source serves two compilers. nvcc sees PTX. Any other compiler sees calls into the emulator (emu/), so
 // that the same file runs on a CPU. The arch layer is the only place where the difference is visible.
@@ -68,6 +68,10 @@ struct bf16 {
 };
 struct fp16 {
   uint16_t bits;
+};
+/// Storage of an 8-bit float of 4 exponent and 3 mantissa bits, without infinities (float8_e4m3fn).
+struct e4m3 {
+  uint8_t bits;
 };
 
 /// The same bits as another type of the same size.

@@ -3,7 +3,8 @@
 #
 # Records every case on the emulator, runs the same kernels on the GPU, compares, writes the report. Needs g++ and nvcc.
 # Set RECORDED to a file that `certify.sh --record FILE` wrote elsewhere, or DEVICE to a program that --device built, to
-# save building them here, and COMMIT where there is no repository. Builds into $BUILD (default build-certify).
+# save building them here, and COMMIT where there is no repository. CERTIFY_ONLY=text takes the cases whose names have the
+# text, on both sides (their report is no record). Builds into $BUILD (default build-certify).
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 source=$here/../../src

@@ -162,6 +162,10 @@ TEST(Fragments, Ldmatrix) {
 TEST(Fragments, Wgmma) {
   for (int n = 8; n <= 256; n += 8) expect_bijection(128, n / 2, 64, n, wgmma_d_fragment);
   expect_bijection(128, 8, 64, 16, wgmma_a_fragment);
+  expect_bijection(128, 16, 64, 32, wgmma_a_fragment_8bit);
+  EXPECT_EQ(wgmma_a_fragment_8bit(1, 3), (Coord{0, 7}));
+  EXPECT_EQ(wgmma_a_fragment_8bit(0, 4), (Coord{8, 0}));
+  EXPECT_EQ(wgmma_a_fragment_8bit(32, 8), (Coord{16, 16}));
   EXPECT_EQ(wgmma_d_fragment(0, 0), (Coord{0, 0}));
   EXPECT_EQ(wgmma_d_fragment(0, 2), (Coord{8, 0}));
   EXPECT_EQ(wgmma_d_fragment(0, 4), (Coord{0, 8}));

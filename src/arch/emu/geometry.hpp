@@ -84,6 +84,12 @@ constexpr Coord wgmma_a_fragment(int thread, int element) {
   return {16 * (thread / 32) + c.row, c.col};
 }
 
+/// The same of 8-bit elements: 0..15 of the 4 registers of A of m64nNk32, as those of mma.m16n8k32.
+constexpr Coord wgmma_a_fragment_8bit(int thread, int element) {
+  const int lane = thread % 32, reg = element / 4;
+  return {16 * (thread / 32) + lane / 4 + 8 * (reg % 2), 4 * (lane % 4) + 16 * (reg / 2) + element % 4};
+}
+
 // ---- tensor memory --------------------------------------------------------------------------------------------------
 
 /// How D [M][N] of a tcgen05.mma lies in the 128 lanes of one CTA ("Data Path Layout Organization"):

@@ -31,10 +31,10 @@ inline float from_fp16(uint16_t x) {
 
 /// 1 sign, 4 exponent (bias 7), 3 mantissa bits; no infinity, 0x7f and 0xff are NaN.
 inline float from_e4m3(uint8_t x) {
-  const int exponent = x >> 3 & 15, mantissa = x & 7;
-  float value = (x & 0x7f) == 0x7f ? std::numeric_limits<float>::quiet_NaN()
-                : exponent         ? std::ldexp(float(8 + mantissa), exponent - 10)
-                                   : std::ldexp(float(mantissa), -9);
+  // The bits lie in a float's as they are, for its exponent 0 is subnormal too; 2^120 makes up for the bias.
+  const uint32_t magnitude = x & 0x7fu;
+  const float value =
+      magnitude == 0x7f ? std::numeric_limits<float>::quiet_NaN() : bit_cast<float>(magnitude << 20) * 0x1p120f;
   return x & 0x80 ? -value : value;
 }
 

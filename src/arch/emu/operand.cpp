@@ -6,6 +6,7 @@ namespace hopwell::arch::emu {
 
 float element_value(ElementType type, const std::byte* row, int index) {
   if (type == ElementType::e2m1) return from_e2m1(uint8_t(uint8_t(row[index / 2]) >> 4 * (index % 2) & 15));
+  if (type == ElementType::e4m3) return from_e4m3(uint8_t(row[index]));
   uint16_t bits;
   __builtin_memcpy(&bits, row + 2 * index, 2);
   return type == ElementType::bf16 ? from_bf16(bits) : from_fp16(bits);

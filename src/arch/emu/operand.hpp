@@ -6,8 +6,8 @@
 
 namespace hopwell::arch::emu {
 
-enum class ElementType : uint8_t { fp16, bf16, e2m1 };
-constexpr int element_bits(ElementType t) { return t == ElementType::e2m1 ? 4 : 16; }
+enum class ElementType : uint8_t { fp16, bf16, e4m3, e2m1 };
+constexpr int element_bits(ElementType t) { return t == ElementType::e2m1 ? 4 : t == ElementType::e4m3 ? 8 : 16; }
 
 /// A matrix of `mn` × `k` elements in the shared memory of CTA `rank`.
 struct SharedOperand {

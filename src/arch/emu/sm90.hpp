@@ -51,7 +51,7 @@ void tma_store(const TensorMap& map, const int* coordinates, int rank, uint32_t 
 
 // ---- wgmma (wgmma.cpp) ----
 void wgmma_fence(const Site&);
-void wgmma(float* d, int n, Half type, const uint32_t* a_registers, uint64_t a, uint64_t b, Major a_major,
+void wgmma(float* d, int n, WgmmaType type, const uint32_t* a_registers, uint64_t a, uint64_t b, Major a_major,
            Major b_major, bool negate_a, bool negate_b, bool accumulate, const Site&);
 void wgmma_commit(const Site&);
 void wgmma_wait(int pending_groups, const Site&);

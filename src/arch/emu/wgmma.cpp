@@ -15,29 +15,41 @@ namespace {
 
 Warpgroup& group_of(const Thread& t) { return t.cta->warpgroups[size_t(t.linear / 128)]; }
 
+ElementType element(WgmmaType type) {
+  constexpr ElementType of[] = {ElementType::fp16, ElementType::bf16, ElementType::e4m3};
+  return of[int(type)];
+}
+// Of 32 bytes.
+int depth(const WgmmaOperation& op) { return 256 / element_bits(element(op.type)); }
 SharedOperand a_operand(const WgmmaOperation& op, uint32_t rank) {
-  return {op.a, op.a_major, op.type == Half::bf16 ? ElementType::bf16 : ElementType::fp16, 64, 16, rank};
+  return {op.a, op.a_major, element(op.type), 64, depth(op), rank};
 }
 SharedOperand b_operand(const WgmmaOperation& op, uint32_t rank) {
-  return {op.b, op.b_major, op.type == Half::bf16 ? ElementType::bf16 : ElementType::fp16, op.n, 16, rank};
+  return {op.b, op.b_major, element(op.type), op.n, depth(op), rank};
+}
+
+float register_element(WgmmaType type, const std::array<uint32_t, 4>& registers, int e) {
+  if (type == WgmmaType::e4m3) return from_e4m3(uint8_t(registers[size_t(e / 4)] >> 8 * (e % 4)));
+  const uint16_t bits = uint16_t(registers[size_t(e / 2)] >> 16 * (e % 2));
+  return type == WgmmaType::bf16 ? from_bf16(bits) : from_fp16(bits);
 }
 
 void compute(WgmmaOperation& op, uint32_t rank) {
-  float a[64 * 16], b[16 * 256];
+  float a[64 * 32], b[32 * 256];
+  const int k = depth(op);
   b_operand(op, rank).load(b, op.n, true);
   if (!op.a_in_registers) {
-    a_operand(op, rank).load(a, 16, false);
+    a_operand(op, rank).load(a, k, false);
   } else {
     for (int thread = 0; thread < 128; ++thread)
-      for (int e = 0; e < 8; ++e) {
-        const Coord c = wgmma_a_fragment(thread, e);
-        const uint16_t bits = uint16_t(op.a_registers[size_t(thread)][size_t(e / 2)] >> 16 * (e % 2));
-        a[c.row * 16 + c.col] = op.type == Half::bf16 ? from_bf16(bits) : from_fp16(bits);
+      for (int e = 0; e < k / 2; ++e) {
+        const Coord c = k == 16 ? wgmma_a_fragment(thread, e) : wgmma_a_fragment_8bit(thread, e);
+        a[c.row * k + c.col] = register_element(op.type, op.a_registers[size_t(thread)], e);
       }
   }
   if (op.negate_a != op.negate_b)
     for (float& x : a) x = -x;
-  gemm(op.sums.data(), op.n, a, b, op.n, 64, op.n, 16, op.accumulate);
+  gemm(op.sums.data(), op.n, a, b, op.n, 64, op.n, k, op.accumulate);
 }
 
 // Carries the oldest operation out. The sums stay aside if a later operation in flight adds to the same accumulators.
@@ -77,10 +89,10 @@ void issue(Rendezvous& r, WgmmaOperation op) {
   Warpgroup& group = group_of(*current);
   ++m.report.statistics.tensor_operations;
   count_work([&](Work& w) {
-    const double flops = 2 * 64 * op.n * 16;
+    const double flops = 2 * 64 * op.n * depth(op);
     ++w.products;
     w.flops += flops;
-    w.full_rate_cycles += flops / m.work->rates.flops;
+    w.full_rate_cycles += 2 * 64 * op.n * 16 / m.work->rates.flops;  // of 32 bytes of k, whatever they hold
     w.operand_bytes += uint64_t(32 * ((op.a_in_registers ? 0 : 64) + op.n));
     w.tensor_cycles += product_cycles(m.work->rates, 64, op.n, 1, false, op.a_in_registers);
   });
@@ -130,7 +142,7 @@ void wgmma_fence(const Site& site) {
   machine->warpgroup_collective("wgmma.fence", nullptr, [](Rendezvous&) { ++group_of(*current).fences; });
 }
 
-void wgmma(float* d, int n, Half type, const uint32_t* a_registers, uint64_t a, uint64_t b, Major a_major,
+void wgmma(float* d, int n, WgmmaType type, const uint32_t* a_registers, uint64_t a, uint64_t b, Major a_major,
            Major b_major, bool negate_a, bool negate_b, bool accumulate, const Site& site) {
   enter("wgmma.mma_async", site);
   Argument mine{d, a_registers, a, b};

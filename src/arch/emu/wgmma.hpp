@@ -13,7 +13,7 @@ namespace hopwell::arch::emu {
 struct WgmmaOperation {
   uint64_t group;
   int n;
-  Half type;
+  WgmmaType type;
   bool a_in_registers, accumulate, negate_a, negate_b;
   Major a_major, b_major;
   MatrixDescriptor a, b;

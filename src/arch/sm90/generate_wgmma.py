@@ -11,17 +11,20 @@ namespace hopwell::arch::detail {
 template <int kN>
 struct WgmmaShape;
 
-template <Half kType>
+template <WgmmaType kType>
 struct WgmmaTypeName;
 template <>
-struct WgmmaTypeName<Half::bf16> {
+struct WgmmaTypeName<WgmmaType::bf16> {
   static constexpr const char text[] = "bf16";
 };
 template <>
-struct WgmmaTypeName<Half::fp16> {
+struct WgmmaTypeName<WgmmaType::fp16> {
   static constexpr const char text[] = "f16";
 };
 """
+
+
+E4M3_RS = (64,)  # N of the forms with e4m3: those that kernels use
 
 
 def wrapped(items: list[str], indent: str, per_line: int) -> str:
@@ -30,13 +33,16 @@ def wrapped(items: list[str], indent: str, per_line: int) -> str:
     return (",\n" + indent).join(lines)
 
 
-def statement(n: int, registers_a: bool) -> str:
-    """One asm statement: D in registers 0..N/2-1, then A (descriptor or 4 registers), B, and the modifiers."""
+def statement(n: int, registers_a: bool, e4m3: bool = False) -> str:
+    """One asm statement: D in registers 0..N/2-1, then A (descriptor or 4 registers), B, and the modifiers: two scales
+    and, but for e4m3, whose operands are K-major, a transpose of each operand in shared memory.
+    """
     d = n // 2
     a = 4 if registers_a else 1
     b, accumulate = d + a, d + a + 1
     scale_a = accumulate + 1
-    type_name = scale_a + (3 if registers_a else 4)  # after two scales and one or two transposes
+    type_name = scale_a + (2 if e4m3 else 3 if registers_a else 4)
+    types = "k32.f32.e4m3.e4m3" if e4m3 else f"k16.f32.%{type_name}.%{type_name}"
     d_list = ", ".join(f"%{i}" for i in range(d))
     a_text = "{" + ", ".join(f"%{d + i}" for i in range(4)) + "}" if registers_a else f"%{d}"
     modifiers = ", ".join(f"%{i}" for i in range(scale_a, type_name))
@@ -48,32 +54,35 @@ def statement(n: int, registers_a: bool) -> str:
     text = "\n".join(
         [
             f'        "{{ .reg .pred p; setp.ne.b32 p, %{accumulate}, 0; "',
-            f'        "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.%{type_name}.%{type_name} {{"',
+            f'        "wgmma.mma_async.sync.aligned.m64n{n}{types} {{"',
             *d_lines,
             f'        "}}, {a_text}, %{b}, p, {modifiers}; }}"',
         ]
     )
     outputs = wrapped([f'"+f"(d[{i}])' for i in range(d)], "          ", 8)
     a_in = ", ".join(f'"r"(a[{i}])' for i in range(4)) if registers_a else '"l"(a)'
-    trans = '"n"(kTransposeB)' if registers_a else '"n"(kTransposeA), "n"(kTransposeB)'
-    inputs = (
-        f'{a_in}, "l"(b), "r"(accumulate), "n"(kScaleA), "n"(kScaleB), {trans},\n'
-        f'          "C"(WgmmaTypeName<kType>::text)'
-    )
+    inputs = f'{a_in}, "l"(b), "r"(accumulate), "n"(kScaleA), "n"(kScaleB)'
+    if not e4m3:
+        trans = '"n"(kTransposeB)' if registers_a else '"n"(kTransposeA), "n"(kTransposeB)'
+        inputs += f', {trans},\n          "C"(WgmmaTypeName<kType>::text)'
     return f'    asm volatile(\n{text}\n        : {outputs}\n        : {inputs}\n        : "memory");\n'
 
 
 def shape(n: int) -> str:
     """The specialisation for one N."""
-    ss = "template <Half kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>"
-    rs = "template <Half kType, int kScaleA, int kScaleB, int kTransposeB>"
+    ss = "template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>"
+    rs = "template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeB>"
+    rs_arguments = f"(float (&d)[{n // 2}], const uint32_t (&a)[4], uint64_t b, int accumulate)"
+    rs_e4m3 = (
+        f"  template <int kScaleA, int kScaleB>\n  static HOPWELL_DEVICE void rs_e4m3{rs_arguments} {{\n"
+        f"{statement(n, True, e4m3=True)}  }}\n"
+    )
     return (
         f"\ntemplate <>\nstruct WgmmaShape<{n}> {{\n"
         f"  {ss}\n  static HOPWELL_DEVICE void ss(float (&d)[{n // 2}], uint64_t a, uint64_t b, int accumulate) {{\n"
         f"{statement(n, False)}  }}\n"
-        f"  {rs}\n  static HOPWELL_DEVICE void rs(float (&d)[{n // 2}], const uint32_t (&a)[4], uint64_t b, "
-        "int accumulate) {\n"
-        f"{statement(n, True)}  }}\n}};\n"
+        f"  {rs}\n  static HOPWELL_DEVICE void rs{rs_arguments} {{\n"
+        f"{statement(n, True)}  }}\n{rs_e4m3 if n in E4M3_RS else ''}}};\n"
     )
 
 

@@ -19,7 +19,7 @@ namespace hopwell::arch {
 
 /// How a product reads its operands: element type, which index is contiguous, and signs.
 struct WgmmaOptions {
-  Half type = Half::bf16;
+  WgmmaType type = WgmmaType::bf16;
   Major a_major = Major::k, b_major = Major::k;
   bool negate_a = false, negate_b = false;
 };
@@ -39,7 +39,7 @@ HOPWELL_DEVICE void wgmma_fence([[maybe_unused]] Site site = Site::current()) {
 template <WgmmaOptions kOptions = WgmmaOptions{}, int kHalfN>
 HOPWELL_DEVICE void wgmma_ss(float (&d)[kHalfN], uint64_t a, uint64_t b, bool accumulate,
                              [[maybe_unused]] Site site = Site::current()) {
-  static_assert(kHalfN % 4 == 0 && kHalfN <= 128);
+  static_assert(kHalfN % 4 == 0 && kHalfN <= 128 && kOptions.type != WgmmaType::e4m3);
 #if HOPWELL_ON_DEVICE
   detail::WgmmaShape<2 * kHalfN>::template ss<kOptions.type, kOptions.negate_a ? -1 : 1, kOptions.negate_b ? -1 : 1,
                                               int(kOptions.a_major), int(kOptions.b_major)>(d, a, b, accumulate);
@@ -49,15 +49,22 @@ HOPWELL_DEVICE void wgmma_ss(float (&d)[kHalfN], uint64_t a, uint64_t b, bool ac
 #endif
 }
 
-/// The same with A [64][16] in registers, as the fragments of mma.m16n8k16 for each warp's 16 rows.
+/// The same with A [64][16] in registers, as the fragments of mma.m16n8k16 for each warp's 16 rows. Of e4m3 it is m64nNk32, A
+/// [64][32] as the fragments of mma.m16n8k32, both operands K-major; there are the forms that generate_wgmma.py lists.
+/// Hopper adds up e4m3 products with fewer bits than fp32: see docs/emulator.md.
 /// PTX: #asynchronous-warpgroup-level-matrix-instructions-wgmma-mma-async
 template <WgmmaOptions kOptions = WgmmaOptions{}, int kHalfN>
 HOPWELL_DEVICE void wgmma_rs(float (&d)[kHalfN], const uint32_t (&a)[4], uint64_t b, bool accumulate,
                              [[maybe_unused]] Site site = Site::current()) {
   static_assert(kHalfN % 4 == 0 && kHalfN <= 128 && kOptions.a_major == Major::k);
+  static_assert(kOptions.type != WgmmaType::e4m3 || kOptions.b_major == Major::k);
 #if HOPWELL_ON_DEVICE
-  detail::WgmmaShape<2 * kHalfN>::template rs<kOptions.type, kOptions.negate_a ? -1 : 1, kOptions.negate_b ? -1 : 1,
-                                              int(kOptions.b_major)>(d, a, b, accumulate);
+  if constexpr (kOptions.type == WgmmaType::e4m3)
+    detail::WgmmaShape<2 * kHalfN>::template rs_e4m3<kOptions.negate_a ? -1 : 1, kOptions.negate_b ? -1 : 1>(
+        d, a, b, accumulate);
+  else
+    detail::WgmmaShape<2 * kHalfN>::template rs<kOptions.type, kOptions.negate_a ? -1 : 1, kOptions.negate_b ? -1 : 1,
+                                                int(kOptions.b_major)>(d, a, b, accumulate);
 #else
   emu::wgmma(d, 2 * kHalfN, kOptions.type, a, 0, b, Major::k, kOptions.b_major, kOptions.negate_a, kOptions.negate_b,
              accumulate, site);

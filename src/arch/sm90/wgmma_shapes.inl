@@ -7,20 +7,20 @@ namespace hopwell::arch::detail {
 template <int kN>
 struct WgmmaShape;
 
-template <Half kType>
+template <WgmmaType kType>
 struct WgmmaTypeName;
 template <>
-struct WgmmaTypeName<Half::bf16> {
+struct WgmmaTypeName<WgmmaType::bf16> {
   static constexpr const char text[] = "bf16";
 };
 template <>
-struct WgmmaTypeName<Half::fp16> {
+struct WgmmaTypeName<WgmmaType::fp16> {
   static constexpr const char text[] = "f16";
 };
 
 template <>
 struct WgmmaShape<8> {
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
   static HOPWELL_DEVICE void ss(float (&d)[4], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %6, 0; "
@@ -32,7 +32,7 @@ struct WgmmaShape<8> {
           "C"(WgmmaTypeName<kType>::text)
         : "memory");
   }
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeB>
   static HOPWELL_DEVICE void rs(float (&d)[4], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %9, 0; "
@@ -48,7 +48,7 @@ struct WgmmaShape<8> {
 
 template <>
 struct WgmmaShape<16> {
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
   static HOPWELL_DEVICE void ss(float (&d)[8], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %10, 0; "
@@ -60,7 +60,7 @@ struct WgmmaShape<16> {
           "C"(WgmmaTypeName<kType>::text)
         : "memory");
   }
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeB>
   static HOPWELL_DEVICE void rs(float (&d)[8], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %13, 0; "
@@ -76,7 +76,7 @@ struct WgmmaShape<16> {
 
 template <>
 struct WgmmaShape<24> {
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
   static HOPWELL_DEVICE void ss(float (&d)[12], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %14, 0; "
@@ -89,7 +89,7 @@ struct WgmmaShape<24> {
           "C"(WgmmaTypeName<kType>::text)
         : "memory");
   }
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeB>
   static HOPWELL_DEVICE void rs(float (&d)[12], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %17, 0; "
@@ -106,7 +106,7 @@ struct WgmmaShape<24> {
 
 template <>
 struct WgmmaShape<32> {
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
   static HOPWELL_DEVICE void ss(float (&d)[16], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %18, 0; "
@@ -119,7 +119,7 @@ struct WgmmaShape<32> {
           "C"(WgmmaTypeName<kType>::text)
         : "memory");
   }
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeB>
   static HOPWELL_DEVICE void rs(float (&d)[16], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %21, 0; "
@@ -136,7 +136,7 @@ struct WgmmaShape<32> {
 
 template <>
 struct WgmmaShape<40> {
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
   static HOPWELL_DEVICE void ss(float (&d)[20], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %22, 0; "
@@ -150,7 +150,7 @@ struct WgmmaShape<40> {
           "C"(WgmmaTypeName<kType>::text)
         : "memory");
   }
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeB>
   static HOPWELL_DEVICE void rs(float (&d)[20], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %25, 0; "
@@ -168,7 +168,7 @@ struct WgmmaShape<40> {
 
 template <>
 struct WgmmaShape<48> {
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
   static HOPWELL_DEVICE void ss(float (&d)[24], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %26, 0; "
@@ -183,7 +183,7 @@ struct WgmmaShape<48> {
           "C"(WgmmaTypeName<kType>::text)
         : "memory");
   }
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeB>
   static HOPWELL_DEVICE void rs(float (&d)[24], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %29, 0; "
@@ -202,7 +202,7 @@ struct WgmmaShape<48> {
 
 template <>
 struct WgmmaShape<56> {
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
   static HOPWELL_DEVICE void ss(float (&d)[28], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %30, 0; "
@@ -218,7 +218,7 @@ struct WgmmaShape<56> {
           "C"(WgmmaTypeName<kType>::text)
         : "memory");
   }
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeB>
   static HOPWELL_DEVICE void rs(float (&d)[28], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %33, 0; "
@@ -238,7 +238,7 @@ struct WgmmaShape<56> {
 
 template <>
 struct WgmmaShape<64> {
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
   static HOPWELL_DEVICE void ss(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %34, 0; "
@@ -254,7 +254,7 @@ struct WgmmaShape<64> {
           "C"(WgmmaTypeName<kType>::text)
         : "memory");
   }
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeB>
   static HOPWELL_DEVICE void rs(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %37, 0; "
@@ -270,11 +270,26 @@ struct WgmmaShape<64> {
           "C"(WgmmaTypeName<kType>::text)
         : "memory");
   }
+  template <int kScaleA, int kScaleB>
+  static HOPWELL_DEVICE void rs_e4m3(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %37, 0; "
+        "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "
+        "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, {%32, %33, %34, %35}, %36, p, %38, %39; }"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kScaleA), "n"(kScaleB)
+        : "memory");
+  }
 };
 
 template <>
 struct WgmmaShape<72> {
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
   static HOPWELL_DEVICE void ss(float (&d)[36], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %38, 0; "
@@ -291,7 +306,7 @@ struct WgmmaShape<72> {
           "C"(WgmmaTypeName<kType>::text)
         : "memory");
   }
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeB>
   static HOPWELL_DEVICE void rs(float (&d)[36], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %41, 0; "
@@ -312,7 +327,7 @@ struct WgmmaShape<72> {
 
 template <>
 struct WgmmaShape<80> {
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
   static HOPWELL_DEVICE void ss(float (&d)[40], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %42, 0; "
@@ -329,7 +344,7 @@ struct WgmmaShape<80> {
           "C"(WgmmaTypeName<kType>::text)
         : "memory");
   }
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeB>
   static HOPWELL_DEVICE void rs(float (&d)[40], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %45, 0; "
@@ -350,7 +365,7 @@ struct WgmmaShape<80> {
 
 template <>
 struct WgmmaShape<88> {
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
   static HOPWELL_DEVICE void ss(float (&d)[44], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %46, 0; "
@@ -369,7 +384,7 @@ struct WgmmaShape<88> {
           "C"(WgmmaTypeName<kType>::text)
         : "memory");
   }
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeB>
   static HOPWELL_DEVICE void rs(float (&d)[44], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %49, 0; "
@@ -392,7 +407,7 @@ struct WgmmaShape<88> {
 
 template <>
 struct WgmmaShape<96> {
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
   static HOPWELL_DEVICE void ss(float (&d)[48], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %50, 0; "
@@ -411,7 +426,7 @@ struct WgmmaShape<96> {
           "C"(WgmmaTypeName<kType>::text)
         : "memory");
   }
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeB>
   static HOPWELL_DEVICE void rs(float (&d)[48], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %53, 0; "
@@ -434,7 +449,7 @@ struct WgmmaShape<96> {
 
 template <>
 struct WgmmaShape<104> {
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
   static HOPWELL_DEVICE void ss(float (&d)[52], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %54, 0; "
@@ -454,7 +469,7 @@ struct WgmmaShape<104> {
           "C"(WgmmaTypeName<kType>::text)
         : "memory");
   }
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeB>
   static HOPWELL_DEVICE void rs(float (&d)[52], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %57, 0; "
@@ -478,7 +493,7 @@ struct WgmmaShape<104> {
 
 template <>
 struct WgmmaShape<112> {
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
   static HOPWELL_DEVICE void ss(float (&d)[56], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %58, 0; "
@@ -498,7 +513,7 @@ struct WgmmaShape<112> {
           "C"(WgmmaTypeName<kType>::text)
         : "memory");
   }
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeB>
   static HOPWELL_DEVICE void rs(float (&d)[56], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %61, 0; "
@@ -522,7 +537,7 @@ struct WgmmaShape<112> {
 
 template <>
 struct WgmmaShape<120> {
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
   static HOPWELL_DEVICE void ss(float (&d)[60], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %62, 0; "
@@ -543,7 +558,7 @@ struct WgmmaShape<120> {
           "C"(WgmmaTypeName<kType>::text)
         : "memory");
   }
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeB>
   static HOPWELL_DEVICE void rs(float (&d)[60], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %65, 0; "
@@ -568,7 +583,7 @@ struct WgmmaShape<120> {
 
 template <>
 struct WgmmaShape<128> {
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
   static HOPWELL_DEVICE void ss(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %66, 0; "
@@ -590,7 +605,7 @@ struct WgmmaShape<128> {
           "C"(WgmmaTypeName<kType>::text)
         : "memory");
   }
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeB>
   static HOPWELL_DEVICE void rs(float (&d)[64], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %69, 0; "
@@ -616,7 +631,7 @@ struct WgmmaShape<128> {
 
 template <>
 struct WgmmaShape<136> {
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
   static HOPWELL_DEVICE void ss(float (&d)[68], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %70, 0; "
@@ -639,7 +654,7 @@ struct WgmmaShape<136> {
           "C"(WgmmaTypeName<kType>::text)
         : "memory");
   }
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeB>
   static HOPWELL_DEVICE void rs(float (&d)[68], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %73, 0; "
@@ -666,7 +681,7 @@ struct WgmmaShape<136> {
 
 template <>
 struct WgmmaShape<144> {
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
   static HOPWELL_DEVICE void ss(float (&d)[72], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %74, 0; "
@@ -689,7 +704,7 @@ struct WgmmaShape<144> {
           "C"(WgmmaTypeName<kType>::text)
         : "memory");
   }
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeB>
   static HOPWELL_DEVICE void rs(float (&d)[72], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %77, 0; "
@@ -716,7 +731,7 @@ struct WgmmaShape<144> {
 
 template <>
 struct WgmmaShape<152> {
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
   static HOPWELL_DEVICE void ss(float (&d)[76], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %78, 0; "
@@ -740,7 +755,7 @@ struct WgmmaShape<152> {
           "C"(WgmmaTypeName<kType>::text)
         : "memory");
   }
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeB>
   static HOPWELL_DEVICE void rs(float (&d)[76], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %81, 0; "
@@ -768,7 +783,7 @@ struct WgmmaShape<152> {
 
 template <>
 struct WgmmaShape<160> {
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
   static HOPWELL_DEVICE void ss(float (&d)[80], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %82, 0; "
@@ -792,7 +807,7 @@ struct WgmmaShape<160> {
           "C"(WgmmaTypeName<kType>::text)
         : "memory");
   }
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeB>
   static HOPWELL_DEVICE void rs(float (&d)[80], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %85, 0; "
@@ -820,7 +835,7 @@ struct WgmmaShape<160> {
 
 template <>
 struct WgmmaShape<168> {
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
   static HOPWELL_DEVICE void ss(float (&d)[84], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %86, 0; "
@@ -846,7 +861,7 @@ struct WgmmaShape<168> {
           "C"(WgmmaTypeName<kType>::text)
         : "memory");
   }
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeB>
   static HOPWELL_DEVICE void rs(float (&d)[84], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %89, 0; "
@@ -876,7 +891,7 @@ struct WgmmaShape<168> {
 
 template <>
 struct WgmmaShape<176> {
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
   static HOPWELL_DEVICE void ss(float (&d)[88], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %90, 0; "
@@ -902,7 +917,7 @@ struct WgmmaShape<176> {
           "C"(WgmmaTypeName<kType>::text)
         : "memory");
   }
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeB>
   static HOPWELL_DEVICE void rs(float (&d)[88], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %93, 0; "
@@ -932,7 +947,7 @@ struct WgmmaShape<176> {
 
 template <>
 struct WgmmaShape<184> {
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
   static HOPWELL_DEVICE void ss(float (&d)[92], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %94, 0; "
@@ -959,7 +974,7 @@ struct WgmmaShape<184> {
           "C"(WgmmaTypeName<kType>::text)
         : "memory");
   }
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeB>
   static HOPWELL_DEVICE void rs(float (&d)[92], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %97, 0; "
@@ -990,7 +1005,7 @@ struct WgmmaShape<184> {
 
 template <>
 struct WgmmaShape<192> {
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
   static HOPWELL_DEVICE void ss(float (&d)[96], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %98, 0; "
@@ -1017,7 +1032,7 @@ struct WgmmaShape<192> {
           "C"(WgmmaTypeName<kType>::text)
         : "memory");
   }
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeB>
   static HOPWELL_DEVICE void rs(float (&d)[96], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %101, 0; "
@@ -1048,7 +1063,7 @@ struct WgmmaShape<192> {
 
 template <>
 struct WgmmaShape<200> {
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
   static HOPWELL_DEVICE void ss(float (&d)[100], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %102, 0; "
@@ -1076,7 +1091,7 @@ struct WgmmaShape<200> {
           "C"(WgmmaTypeName<kType>::text)
         : "memory");
   }
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeB>
   static HOPWELL_DEVICE void rs(float (&d)[100], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %105, 0; "
@@ -1108,7 +1123,7 @@ struct WgmmaShape<200> {
 
 template <>
 struct WgmmaShape<208> {
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
   static HOPWELL_DEVICE void ss(float (&d)[104], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %106, 0; "
@@ -1137,7 +1152,7 @@ struct WgmmaShape<208> {
           "C"(WgmmaTypeName<kType>::text)
         : "memory");
   }
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeB>
   static HOPWELL_DEVICE void rs(float (&d)[104], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %109, 0; "
@@ -1170,7 +1185,7 @@ struct WgmmaShape<208> {
 
 template <>
 struct WgmmaShape<216> {
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
   static HOPWELL_DEVICE void ss(float (&d)[108], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %110, 0; "
@@ -1200,7 +1215,7 @@ struct WgmmaShape<216> {
           "C"(WgmmaTypeName<kType>::text)
         : "memory");
   }
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeB>
   static HOPWELL_DEVICE void rs(float (&d)[108], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %113, 0; "
@@ -1234,7 +1249,7 @@ struct WgmmaShape<216> {
 
 template <>
 struct WgmmaShape<224> {
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
   static HOPWELL_DEVICE void ss(float (&d)[112], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %114, 0; "
@@ -1264,7 +1279,7 @@ struct WgmmaShape<224> {
           "C"(WgmmaTypeName<kType>::text)
         : "memory");
   }
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeB>
   static HOPWELL_DEVICE void rs(float (&d)[112], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %117, 0; "
@@ -1298,7 +1313,7 @@ struct WgmmaShape<224> {
 
 template <>
 struct WgmmaShape<232> {
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
   static HOPWELL_DEVICE void ss(float (&d)[116], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %118, 0; "
@@ -1329,7 +1344,7 @@ struct WgmmaShape<232> {
           "C"(WgmmaTypeName<kType>::text)
         : "memory");
   }
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeB>
   static HOPWELL_DEVICE void rs(float (&d)[116], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %121, 0; "
@@ -1364,7 +1379,7 @@ struct WgmmaShape<232> {
 
 template <>
 struct WgmmaShape<240> {
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
   static HOPWELL_DEVICE void ss(float (&d)[120], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %122, 0; "
@@ -1395,7 +1410,7 @@ struct WgmmaShape<240> {
           "C"(WgmmaTypeName<kType>::text)
         : "memory");
   }
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeB>
   static HOPWELL_DEVICE void rs(float (&d)[120], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %125, 0; "
@@ -1430,7 +1445,7 @@ struct WgmmaShape<240> {
 
 template <>
 struct WgmmaShape<248> {
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
   static HOPWELL_DEVICE void ss(float (&d)[124], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %126, 0; "
@@ -1463,7 +1478,7 @@ struct WgmmaShape<248> {
           "C"(WgmmaTypeName<kType>::text)
         : "memory");
   }
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeB>
   static HOPWELL_DEVICE void rs(float (&d)[124], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %129, 0; "
@@ -1500,7 +1515,7 @@ struct WgmmaShape<248> {
 
 template <>
 struct WgmmaShape<256> {
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeA, int kTransposeB>
   static HOPWELL_DEVICE void ss(float (&d)[128], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %130, 0; "
@@ -1533,7 +1548,7 @@ struct WgmmaShape<256> {
           "C"(WgmmaTypeName<kType>::text)
         : "memory");
   }
-  template <Half kType, int kScaleA, int kScaleB, int kTransposeB>
+  template <WgmmaType kType, int kScaleA, int kScaleB, int kTransposeB>
   static HOPWELL_DEVICE void rs(float (&d)[128], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %133, 0; "

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 #include <functional>
 #include <string>
 #include <vector>
@@ -11,11 +12,12 @@ namespace hopwell::arch::certify {
 enum class Compare : uint8_t {
   bits,          // data movement, synchronisation, conversions: equal
   accumulation,  // sums of products in fp32: equal within the error that the order of summation can make; NaN if NaN
-  approximate,   // ex2.approx, lg2.approx: equal within their documented error; specials equal
-  refused,       // misuse: a finding on the emulator, an error of the launch on the GPU
+  accumulation_e4m3,  // the same of e4m3, whose products are cut to fewer bits
+  approximate,        // ex2.approx, lg2.approx: equal within their documented error; specials equal
+  refused,            // misuse: a finding on the emulator, an error of the launch on the GPU
 };
 inline const char* name(Compare compare) {
-  constexpr const char* names[] = {"bits", "accumulation", "approximate", "refused"};
+  constexpr const char* names[] = {"bits", "accumulation", "accumulation of e4m3", "approximate", "refused"};
   return names[size_t(compare)];
 }
 
@@ -27,9 +29,11 @@ enum class Inputs : uint8_t {
   fp16_special,
   bf16_subnormal,  // words 0-3 of every 8: subnormals; the others so large that the products are of the order of one
   fp16_subnormal,
-  float_wide,   // floats of all exponents, and specials
-  float_small,  // around the smallest normal number, and specials
-  integers,     // floats that are integers from -8 to 8, so that sums are exact in any order
+  float_wide,    // floats of all exponents, and specials
+  float_small,   // around the smallest normal number, and specials
+  e4m3_unit,     // four e4m3 of [-1, 1]
+  e4m3_special,  // the same with a NaN, a subnormal or a zero of either sign here and there
+  integers,      // floats that are integers from -8 to 8, so that sums are exact in any order
 };
 
 /// One kernel. `run` launches it; `in` and `out` are in the memory of whoever runs it. `out` is zeroed before.
@@ -53,6 +57,8 @@ inline std::vector<Case> all_cases() {
   add_sm90_cases(cases);
   add_wgmma_cases(cases);
   add_refused_cases(cases);
+  if (const char* only = std::getenv("CERTIFY_ONLY"))
+    std::erase_if(cases, [&](const Case& c) { return c.name.find(only) == std::string::npos; });
   return cases;
 }
 

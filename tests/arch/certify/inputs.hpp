@@ -26,6 +26,10 @@ class Words {
       case Inputs::bf16_unit:
       case Inputs::fp16_unit:
         return pair([&] { return unit(kind == Inputs::bf16_unit); });
+      case Inputs::e4m3_unit:
+        return four([&] { return unit_e4m3(); });
+      case Inputs::e4m3_special:
+        return four([&] { return below(64) ? unit_e4m3() : special_e4m3(); });
       case Inputs::bf16_special:
       case Inputs::fp16_special:
         return pair(
@@ -46,6 +50,13 @@ class Words {
     return half() << 16 | low;
   }
 
+  template <class Byte>
+  static uint32_t four(Byte byte) {
+    uint32_t word = 0;
+    for (int i = 0; i < 4; ++i) word = word << 8 | byte();
+    return word;
+  }
+
   uint32_t any_special() {
     constexpr uint32_t kSpecial[] = {0,          0x80000000, 0x7f800000, 0xff800000, 0x7fc00000, 0x7f7fffff, 0x00000001,
                                      0x00800000, 0xffffffff, 0x3f800000, 0x477fefff, 0x477ff000, 0x33000000, 0x33000001,
@@ -59,6 +70,14 @@ class Words {
     const uint32_t u = bit_cast<uint32_t>(value);
     if (bf) return u >> 16;
     return value == 0 ? 0u : (u >> 16 & 0x8000) | (((u & 0x7fffffff) - 0x38000000) >> 13);
+  }
+
+  // Any e4m3 up to 1, subnormals among them; NaN, subnormal or zero.
+  uint32_t unit_e4m3() { return below(0x39) | sign() >> 8; }
+  uint32_t special_e4m3() {
+    constexpr uint32_t kE4m3[] = {0x7f, 0x7f, 1, 7, 0};
+    const uint32_t magnitude = kE4m3[below(std::size(kE4m3))];
+    return magnitude | sign() >> 8;
   }
 
   // Infinity, NaN, subnormal or zero, of either sign.

@@ -108,7 +108,8 @@ HOPWELL_DEVICE void produce_x(const FewColumnsWgmmaParams<T>& p, const FewColumn
 template <int kColumns, class T>
 HOPWELL_DEVICE void multiply_stage(const unsigned char* stage, uint64_t x, float (&d)[kColumns / 2]) {
   using Config = FewColumnsWgmmaConfig<kColumns>;
-  constexpr arch::WgmmaOptions kOptions{.type = std::is_same_v<T, bf16> ? arch::Half::bf16 : arch::Half::fp16};
+  constexpr arch::WgmmaOptions kOptions{.type =
+                                            std::is_same_v<T, bf16> ? arch::WgmmaType::bf16 : arch::WgmmaType::fp16};
   const StageFragment codes[2] = {load_fragment(stage, 0), load_fragment(stage, 1)};
   uint32_t weights[2][2][4];
   HOPWELL_UNROLL

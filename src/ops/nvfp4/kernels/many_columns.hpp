@@ -202,7 +202,8 @@ HOPWELL_DEVICE int fragment_row() { return arch::lane_index() / 8 * 4 + arch::la
 template <int kColumns, class T, class Function>
 HOPWELL_DEVICE void multiply_stage(const ManyColumnsStage<kColumns>& stage, int first_row, float (&d)[kColumns / 2],
                                    Function done_before) {
-  constexpr arch::WgmmaOptions kOptions{.type = std::is_same_v<T, bf16> ? arch::Half::bf16 : arch::Half::fp16};
+  constexpr arch::WgmmaOptions kOptions{.type =
+                                            std::is_same_v<T, bf16> ? arch::WgmmaType::bf16 : arch::WgmmaType::fp16};
   constexpr int kGrouped =
       kColumns > 96 ? 1 : 2;  // products: with two, ptxas has no registers and serialises them (C7512)
   const int offset = 4 * (first_row + fragment_row()) + arch::lane_index() % 4;
