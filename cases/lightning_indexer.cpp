@@ -5,8 +5,10 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "nvfp4.hpp"
 #include "sparse_mla.hpp"
 #include "suites.hpp"
+#include "tile/nvfp4.hpp"
 
 namespace hopwell::cases {
 namespace {
@@ -23,13 +25,18 @@ struct Indexer {
     kIntegers,  // -2 ... 2, so that scores are exact in fp32 and many of them equal
     kQuarters,  // multiples of 1/4: q.k is exact, so that its sign, the relu's gradient, is certain; weights as in
                 // kNormal
-    kLarge      // 64 times that, all exact: scores of 1e4 and more
+    kLarge,     // 64 times that, all exact: scores of 1e4 and more
+    kCodes,     // of e4m3, any number that there is
+    kExtremes   // of e4m3, the largest, the smallest and subnormals, and zeros of both signs
   } data = Data::kNormal;
   bool nan_keys = false;     // NaN in some rows of k_index, infinities in others
   bool nan_queries = false;  // a row of q_index is NaN
   bool nan_weights = false;  // one of every second query
   bool strided = false;      // gaps between the rows of every tensor, dimensions in another order
   // forward
+  // Scales of e4m3: absent; the row's largest over 448; powers of two; these with 0, infinities, NaN and negative ones among
+  // them, of which a row or key has no more than one.
+  enum class Scales { kNone, kRandom, kPowersOfTwo, kSpecial } scales = Scales::kNone;
   enum class Positions { kNone, kStart, kArray } positions = Positions::kNone;
   std::int64_t q_start = 0, kv_stride = 1;
   // both
@@ -54,8 +61,9 @@ struct Indexer {
 
 struct Inputs {
   Indexer problem;
-  Array *q = nullptr, *k = nullptr, *weights = nullptr, *q_positions = nullptr, *k_start = nullptr, *k_end = nullptr,
-        *indices = nullptr, *given = nullptr, *row_weights = nullptr, *d_loss = nullptr;
+  Array *q = nullptr, *k = nullptr, *weights = nullptr, *q_scale = nullptr, *k_scale = nullptr, *q_positions = nullptr,
+        *k_start = nullptr, *k_end = nullptr, *indices = nullptr, *given = nullptr, *row_weights = nullptr,
+        *d_loss = nullptr;
 };
 
 Array& add(Instance& instance, const Indexer& p, const char* name, DType dtype,
@@ -63,22 +71,52 @@ Array& add(Instance& instance, const Indexer& p, const char* name, DType dtype,
   return add_array(instance, SparseMla{.strided = p.strided}, name, dtype, shape);
 }
 
+// Elements of e4m3 are codes to Array. There is no infinity: it is the other NaN.
+void set(Array& array, std::int64_t i, double value) {
+  if (array.dtype() != DType::kFloat8E4m3) return array.set(i, value);
+  if (!std::isfinite(value)) return array.set(i, std::isnan(value) ? 0x7F : 0xFF);
+  array.set(i, (std::signbit(value) ? 0x80U : 0U) | nvfp4::encode_e4m3(static_cast<float>(std::abs(value))));
+}
+std::vector<double> numbers_of(const Array& array) {
+  std::vector<double> values = values_of(array);
+  if (array.dtype() == DType::kFloat8E4m3)
+    for (double& value : values) value = e4m3_value(static_cast<unsigned>(value));
+  return values;
+}
+
+double draw(Random& random, Indexer::Data data) {
+  constexpr double kExtremes[] = {448, 0x1p-9, 7 * 0x1p-9, 0x1p-6, 0};
+  switch (data) {
+    case Indexer::Data::kIntegers:
+      return static_cast<double>(random.below(5) - 2);
+    case Indexer::Data::kQuarters:
+      return std::clamp(std::round(4 * random.normal()), -16.0, 16.0) / 4;
+    case Indexer::Data::kLarge:
+      return 64 * std::clamp(std::round(4 * random.normal()), -16.0, 16.0) / 4;
+    case Indexer::Data::kCodes:
+      return e4m3_value(static_cast<unsigned>(random.below(0x7F) + 0x80 * random.below(2)));
+    case Indexer::Data::kExtremes:
+      return std::copysign(kExtremes[random.below(5)], random.normal());
+    default:
+      return random.normal();
+  }
+}
 void fill(Array& array, Random& random, Indexer::Data data, double size = 1) {
   for (std::int64_t i = 0; i < array.size(); ++i) {
-    switch (data) {
-      case Indexer::Data::kNormal:
-        array.set(i, size * random.normal());
-        break;
-      case Indexer::Data::kIntegers:
-        array.set(i, static_cast<double>(random.below(5) - 2));
-        break;
-      case Indexer::Data::kQuarters:
-        array.set(i, std::clamp(std::round(4 * random.normal()), -16.0, 16.0) / 4);
-        break;
-      case Indexer::Data::kLarge:
-        array.set(i, 64 * std::clamp(std::round(4 * random.normal()), -16.0, 16.0) / 4);
-        break;
-    }
+    const double value = draw(random, data);
+    set(array, i, data == Indexer::Data::kNormal ? size * value : value);
+  }
+}
+
+// `period`: of special ones, how many apart they are.
+void fill_scales(Array& scales, Random& random, Indexer::Scales kind, std::int64_t period) {
+  constexpr double kSpecial[] = {0, -1, kNan, kInfinity, -kInfinity, -0.25};
+  for (std::int64_t i = 0; i < scales.size(); ++i) {
+    const double power = std::ldexp(1, static_cast<int>(random.below(7)) - 3);
+    const bool special = kind == Indexer::Scales::kSpecial && i % period == 0;
+    scales.set(i, special                            ? kSpecial[i / period % 6]
+                  : kind == Indexer::Scales::kRandom ? (2 + random.uniform()) / 448
+                                                     : power);
   }
 }
 
@@ -101,13 +139,19 @@ Inputs add_inputs(Instance& instance, Random& random, const Indexer& p) {
   in.weights = &add(instance, p, "weights", p.weights_dtype, {p.s_q, p.h_index});
   fill(*in.q, random, p.data);
   fill(*in.k, random, p.data == Data::kLarge ? Data::kQuarters : p.data);
+  if (p.scales != Indexer::Scales::kNone) {
+    in.q_scale = &add(instance, p, "q_scale", DType::kFloat32, {p.s_q, p.h_index});
+    in.k_scale = &instance.add({"k_scale", DType::kFloat32, {p.s_kv}, {p.strided ? 3 : 1}});
+    fill_scales(*in.q_scale, random, p.scales, 2 * p.h_index + 1);
+    fill_scales(*in.k_scale, random, p.scales, 5);
+  }
   const bool exact_weights = p.data == Data::kIntegers || p.data == Data::kLarge;
   fill(*in.weights, random, exact_weights ? Data::kIntegers : Data::kNormal,
        1 / std::sqrt(static_cast<double>(p.h_index * p.d_index)));
   for (std::int64_t t = 0; t < p.s_kv && p.nan_keys; t += 7)
-    in.k->set(t * p.d_index + t % p.d_index, t % 2 == 0 ? kNan : kInfinity);
+    set(*in.k, t * p.d_index + t % p.d_index, t % 2 == 0 ? kNan : kInfinity);
   for (std::int64_t s = 0; s < p.s_q && p.nan_weights; s += 2) in.weights->set(s * p.h_index + s % p.h_index, kNan);
-  for (std::int64_t i = 0; i < p.d_index && p.nan_queries && p.s_q > 0; ++i) in.q->set(i, kNan);
+  for (std::int64_t i = 0; i < p.d_index && p.nan_queries && p.s_q > 0; ++i) set(*in.q, i, kNan);
   for (std::int64_t row = 0; row < p.s_q * p.h_index && (p.infinite_keys || p.infinite_queries); ++row)
     in.q->set(row * p.d_index, p.infinite_queries && row / p.h_index % 2 == 1 ? -kInfinity : 1);
   for (std::int64_t t = 0; t < p.s_kv && (p.infinite_keys || p.infinite_queries); ++t)
@@ -128,7 +172,8 @@ struct Row {
   std::vector<Score> scores;
 };
 Row row_of(const Indexer& p, const std::vector<double>& q, const std::vector<double>& k,
-           const std::vector<double>& weights, std::int64_t s, const std::vector<std::int64_t>& keys) {
+           const std::vector<double>& weights, std::int64_t s, const std::vector<std::int64_t>& keys,
+           const Array* k_scale = nullptr) {
   Row row{std::vector<double>(static_cast<std::size_t>(p.h_index) * keys.size()), std::vector<Score>(keys.size())};
   for (std::size_t i = 0; i < keys.size(); ++i) {
     const double* key = k.data() + keys[i] * p.d_index;
@@ -143,6 +188,8 @@ Row row_of(const Indexer& p, const std::vector<double>& q, const std::vector<dou
       score.value += w * gated;
       score.magnitude += std::abs(w) * size;
     }
+    const double scale = k_scale == nullptr ? 1 : k_scale->get(keys[i]);
+    score = {score.value * scale, score.magnitude * std::abs(scale)};
     if (std::isnan(score.value)) score.value = -kInfinity;
   }
   return row;
@@ -175,10 +222,13 @@ std::vector<std::int64_t> visible_keys(const Inputs& in, std::int64_t s) {
 // Calls visit(s, the visible keys, their scores) for every query.
 template <class Visit>
 void for_each_row(const Inputs& in, Visit visit) {
-  const std::vector<double> q = values_of(*in.q), k = values_of(*in.k), weights = values_of(*in.weights);
+  const std::vector<double> q = numbers_of(*in.q), k = numbers_of(*in.k);
+  std::vector<double> weights = values_of(*in.weights);
+  for (std::size_t i = 0; i < weights.size() && in.q_scale; ++i)
+    weights[i] *= in.q_scale->get(static_cast<std::int64_t>(i));
   for (std::int64_t s = 0; s < in.problem.s_q; ++s) {
     const std::vector<std::int64_t> keys = visible_keys(in, s);
-    visit(s, keys, row_of(in.problem, q, k, weights, s, keys).scores);
+    visit(s, keys, row_of(in.problem, q, k, weights, s, keys, in.k_scale).scores);
   }
 }
 
@@ -200,9 +250,21 @@ void exact_selection(const Inputs& in, Instance& self) {
   });
 }
 
+// How far off a score may be, as shares of the scores' root mean square and of the sum with absolute values.
+struct Rounding {
+  double of_norm, of_magnitude;
+};
+// Hopper's tensor cores cut e4m3 products to 13 bits after the point of the largest of 32 and of the sum so far, and the sum
+// to as many (docs/emulator.md): of random numbers 2.5e-4 of the norm in the worst of the data here, of sums of many small
+// products and a few large ones more.
+Rounding rounding_on(const std::string& backend, DType dtype) {
+  if (dtype == DType::kFloat8E4m3 && backend.ends_with("sm90")) return {1e-3, 0x1p-10};
+  return {1e-4, 0x1p-21};
+}
+
 // Where rounding may swap neighbours: the right number of visible keys in ascending order, each with its score, and
 // none left out that is better than one taken by more than rounding.
-std::string verify_selection(const Inputs& in, const Array& indices, const Array& scores) {
+std::string verify_selection(const Inputs& in, const Array& indices, const Array& scores, const Rounding& bound) {
   const std::int64_t topk = in.problem.topk;
   std::string failure;
   for_each_row(in, [&](std::int64_t s, const std::vector<std::int64_t>& keys, const std::vector<Score>& row) {
@@ -212,7 +274,9 @@ std::string verify_selection(const Inputs& in, const Array& indices, const Array
     double size = 0;
     for (const Score& score : row)
       if (std::isfinite(score.value)) size += score.value * score.value / static_cast<double>(row.size());
-    const auto rounding = [&](const Score& score) { return 1e-4 * std::sqrt(size) + 0x1p-21 * score.magnitude; };
+    const auto rounding = [&](const Score& score) {
+      return bound.of_norm * std::sqrt(size) + bound.of_magnitude * score.magnitude;
+    };
     const std::int64_t expected = std::min<std::int64_t>(topk, static_cast<std::int64_t>(row.size()));
     std::vector<bool> taken(row.size());
     double worst_taken = kInfinity, previous = -1;
@@ -252,19 +316,26 @@ Instance make_forward(Random& random, const Indexer& p) {
   Array& scores = add(instance, p, "scores", DType::kFloat32, {p.s_q, p.topk});
   instance.expect(indices, {.exact = true});
   instance.expect(scores, {.exact = true});
+  const auto used = std::make_shared<std::string>();  // the backend of the last call
   if (p.data == Indexer::Data::kIntegers) {
     instance.reference = [in](Instance& self) { exact_selection(in, self); };
   } else {
     instance.reference = [](Instance&) {};
-    instance.verify = [in, &indices, &scores](const Instance&) { return verify_selection(in, indices, scores); };
+    instance.verify = [in, &indices, &scores, backend = used](const Instance&) {
+      return verify_selection(in, indices, scores, rounding_on(*backend, in.problem.dtype));
+    };
   }
-  instance.call = [in, &indices, &scores, &workspace = *instance.workspace](const char* backend, Stream stream) {
-    const auto positions = view_of(in.q_positions), start = view_of(in.k_start), end = view_of(in.k_end);
+  instance.call = [in, &indices, &scores, used, &workspace = *instance.workspace](const char* backend, Stream stream) {
+    *used = backend == nullptr ? "" : backend;
+    const auto positions = view_of(in.q_positions), start = view_of(in.k_start), end = view_of(in.k_end),
+               q_scale = view_of(in.q_scale), k_scale = view_of(in.k_scale);
     run_with_workspace<LightningIndexerArgs>(hopwell::lightning_indexer, hopwell::lightning_indexer_workspace_bytes,
                                              workspace,
                                              {.q_index = in.q->view(),
                                               .k_index = in.k->view(),
                                               .weights = in.weights->view(),
+                                              .q_scale = pointer(q_scale),
+                                              .k_scale = pointer(k_scale),
                                               .q_positions = pointer(positions),
                                               .has_q_start = in.problem.positions == Indexer::Positions::kStart,
                                               .q_start = in.problem.q_start,
@@ -281,13 +352,16 @@ Instance make_forward(Random& random, const Indexer& p) {
   instance.flops = 2 * visible * static_cast<double>(p.h_index * p.d_index);
   instance.bytes = static_cast<double>((in.q->size() + in.k->size()) * static_cast<std::int64_t>(size_of(p.dtype)) +
                                        4 * (in.weights->size() + indices.size() + scores.size()));
+  for (const Array* scales : {in.q_scale, in.k_scale})
+    if (scales) instance.bytes += static_cast<double>(4 * scales->size());
   return instance;
 }
 
 std::vector<std::pair<std::string, Indexer>> forward_problems() {
   using Data = Indexer::Data;
   using Positions = Indexer::Positions;
-  constexpr DType kFloat = DType::kFloat32, kBFloat = DType::kBFloat16;
+  using Scales = Indexer::Scales;
+  constexpr DType kFloat = DType::kFloat32, kBFloat = DType::kBFloat16, kFp8 = DType::kFloat8E4m3;
   std::vector<std::pair<std::string, Indexer>> all = {
       {"normal", {.s_q = 5, .s_kv = 1000, .topk = 128}},
       {"normal_fp32", {.dtype = kFloat, .s_q = 5, .s_kv = 1000, .topk = 128}},
@@ -373,6 +447,83 @@ std::vector<std::pair<std::string, Indexer>> forward_problems() {
       {"no_keys", {.s_kv = 0, .data = Data::kIntegers}},
       {"topk_0", {.topk = 0}},
       {"queries_70000", {.s_q = 70000, .s_kv = 9, .h_index = 1, .d_index = 2, .topk = 9, .data = Data::kIntegers}},
+      {"fp8", {.dtype = kFp8, .s_q = 5, .s_kv = 1000, .topk = 128}},
+      {"fp8_scales", {.dtype = kFp8, .s_q = 5, .s_kv = 1000, .topk = 128, .scales = Scales::kRandom}},
+      {"fp8_production",
+       {.dtype = kFp8, .s_q = 2, .s_kv = 3000, .h_index = 64, .topk = 2048, .scales = Scales::kRandom}},
+      {"fp8_production_exact",
+       {.dtype = kFp8,
+        .s_q = 3,
+        .s_kv = 900,
+        .h_index = 64,
+        .topk = 300,
+        .data = Data::kIntegers,
+        .scales = Scales::kPowersOfTwo}},
+      {"fp8_codes", {.dtype = kFp8, .topk = 127, .data = Data::kCodes, .scales = Scales::kRandom}},
+      {"fp8_codes_one_head", {.dtype = kFp8, .s_q = 20, .h_index = 1, .d_index = 64, .data = Data::kCodes}},
+      {"fp8_extremes", {.dtype = kFp8, .data = Data::kExtremes, .scales = Scales::kPowersOfTwo}},
+      {"fp8_nan_keys",
+       {.dtype = kFp8, .topk = 280, .data = Data::kIntegers, .nan_keys = true, .scales = Scales::kPowersOfTwo}},
+      {"fp8_nan_query", {.dtype = kFp8, .topk = 65, .data = Data::kIntegers, .nan_queries = true}},
+      {"fp8_special_scales",
+       {.dtype = kFp8, .s_q = 7, .topk = 200, .data = Data::kIntegers, .scales = Scales::kSpecial}},
+      {"fp8_special_scales_any_h",
+       {.dtype = kFp8,
+        .s_q = 9,
+        .h_index = 5,
+        .d_index = 32,
+        .topk = 301,
+        .data = Data::kIntegers,
+        .scales = Scales::kSpecial}},
+      {"fp8_fewer_keys_than_topk",
+       {.dtype = kFp8, .s_kv = 50, .topk = 64, .data = Data::kIntegers, .scales = Scales::kPowersOfTwo}},
+      {"fp8_weights_bf16", {.dtype = kFp8, .weights_dtype = kBFloat, .topk = 65, .scales = Scales::kRandom}},
+      {"fp8_causal_kv_stride_4",
+       {.dtype = kFp8,
+        .s_q = 40,
+        .s_kv = 500,
+        .h_index = 4,
+        .scales = Scales::kRandom,
+        .positions = Positions::kArray,
+        .kv_stride = 4}},
+      {"fp8_h_index_32_key_ranges_exact",
+       {.dtype = kFp8,
+        .s_q = 23,
+        .s_kv = 900,
+        .h_index = 32,
+        .d_index = 32,
+        .data = Data::kIntegers,
+        .scales = Scales::kPowersOfTwo,
+        .ranges = true}},
+      {"fp8_documents",
+       {.dtype = kFp8,
+        .s_q = 150,
+        .s_kv = 2500,
+        .h_index = 4,
+        .d_index = 32,
+        .topk = 33,
+        .scales = Scales::kRandom,
+        .document = 70,
+        .first_token = 1100}},
+      {"fp8_documents_many_heads",
+       {.dtype = kFp8,
+        .s_q = 9,
+        .s_kv = 1500,
+        .h_index = 130,
+        .scales = Scales::kRandom,
+        .document = 400,
+        .first_token = 795}},
+      {"fp8_odd_shape",
+       {.dtype = kFp8, .s_q = 7, .s_kv = 259, .h_index = 3, .d_index = 13, .topk = 100, .scales = Scales::kRandom}},
+      {"fp8_strided",
+       {.dtype = kFp8,
+        .s_q = 6,
+        .data = Data::kIntegers,
+        .strided = true,
+        .scales = Scales::kPowersOfTwo,
+        .positions = Positions::kStart,
+        .q_start = 200}},
+      {"fp8_no_keys", {.dtype = kFp8, .s_kv = 0, .data = Data::kIntegers, .scales = Scales::kPowersOfTwo}},
   };
   for (const std::int64_t topk : {1, 63, 64, 65, 127, 2048, 2049}) {
     const std::string name = "topk_" + std::to_string(topk);
@@ -669,20 +820,22 @@ std::vector<std::pair<std::string, Indexer>> backward_problems() {
 
 Indexer indexer_from(const Settings& settings) {
   const std::string& dtype = settings.at("dtype");
-  if (dtype != "bf16" && dtype != "fp32")
-    throw std::invalid_argument("setting 'dtype' must be bf16 or fp32; got '" + dtype + "'");
-  Indexer p{.dtype = dtype == "bf16" ? DType::kBFloat16 : DType::kFloat32};
+  const bool fp8 = dtype == "float8_e4m3fn";
+  if (dtype != "bf16" && dtype != "fp32" && !fp8)
+    throw std::invalid_argument("setting 'dtype' must be bf16, fp32 or float8_e4m3fn; got '" + dtype + "'");
+  Indexer p{.dtype = fp8 ? DType::kFloat8E4m3 : dtype == "bf16" ? DType::kBFloat16 : DType::kFloat32};
+  if (fp8) p.scales = Indexer::Scales::kRandom;
   p.s_q = number(settings, "s_q"), p.s_kv = number(settings, "s_kv"), p.topk = number(settings, "topk");
   p.h_index = number(settings, "h_index"), p.d_index = number(settings, "d_index");
   p.deterministic = number(settings, "deterministic") != 0;
   return p;
 }
 
+Settings shape(const char* s_q, const char* s_kv, const char* dtype) {
+  return {{"s_q", s_q},     {"s_kv", s_kv},   {"h_index", "64"},     {"d_index", "128"},
+          {"topk", "2048"}, {"dtype", dtype}, {"deterministic", "0"}};
+}
 std::vector<std::pair<std::string, Settings>> shapes() {
-  const auto shape = [](const char* s_q, const char* s_kv, const char* dtype) {
-    return Settings{{"s_q", s_q},     {"s_kv", s_kv},   {"h_index", "64"},     {"d_index", "128"},
-                    {"topk", "2048"}, {"dtype", dtype}, {"deterministic", "0"}};
-  };
   return {{"prefill", shape("512", "8192", "bf16")},
           {"prefill_fp32", shape("512", "8192", "fp32")},
           {"decode", shape("1", "65536", "bf16")}};
@@ -702,7 +855,11 @@ Suite suite_of(const char* op, const std::vector<std::pair<std::string, Indexer>
 
 }  // namespace
 
-Suite lightning_indexer() { return suite_of("lightning_indexer", forward_problems(), make_forward); }
+Suite lightning_indexer() {
+  Suite suite = suite_of("lightning_indexer", forward_problems(), make_forward);
+  suite.shapes.emplace_back("prefill_fp8", shape("512", "8192", "float8_e4m3fn"));
+  return suite;
+}
 Suite lightning_indexer_backward() {
   return suite_of("lightning_indexer_backward", backward_problems(), make_backward);
 }

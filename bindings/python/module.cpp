@@ -209,13 +209,15 @@ void nvfp4_dequantize_(handle codes, handle scales, handle global_scale, handle 
            {{"global_value", "global_scale"}});
 }
 
-void lightning_indexer_(handle q_index, handle k_index, handle weights, handle q_positions, handle q_start,
-                        handle kv_stride, handle k_start, handle k_end, handle indices, handle scores, handle backend,
-                        handle stream) {
+void lightning_indexer_(handle q_index, handle k_index, handle weights, handle q_scale, handle k_scale,
+                        handle q_positions, handle q_start, handle kv_stride, handle k_start, handle k_end,
+                        handle indices, handle scores, handle backend, handle stream) {
   Call call("lightning_indexer", backend, stream);
   LightningIndexerArgs args{.q_index = call.input("q_index", q_index),
                             .k_index = call.input("k_index", k_index),
                             .weights = call.input("weights", weights),
+                            .q_scale = call.input("q_scale", q_scale),
+                            .k_scale = call.input("k_scale", k_scale),
                             .q_positions = call.input("q_positions", q_positions),
                             .has_q_start = !q_start.is_none(),
                             .q_start = call.integer("q_start", q_start, 0),

@@ -434,18 +434,25 @@ HOPWELL_API hopwell_status hopwell_nvfp4_dequantize_workspace_bytes(const hopwel
 /* ---- lightning_indexer ------------------------------------------------------------------------------------------- */
 
 /**
- *     score[s,t] = sum_j weights[s,j] * relu(q_index[s,j,:] . k_index[t,:])
+ *     score[s,t] = k_scale[t] * sum_j weights[s,j] * q_scale[s,j] * relu(q_index[s,j,:] . k_index[t,:])
  *     indices[s,:] = the topk visible keys of largest score (ties: the smaller key) in ascending order; the rest -1
  * The s_q x s_kv matrix of scores is never stored. A NaN score counts as -inf. Visible are keys as in sparse_mla_forward,
  * by positions and key ranges. (DeepSeek-V3.2, "DeepSeek Sparse Attention".)
+ *
+ * The scales belong to float8_e4m3fn; one that is absent is 1 (q's may be folded into the weights). They are data of any
+ * value: the relu is of the products of the codes, so that a negative scale changes a head's or a key's sign; of a NaN
+ * scale, or an infinity times 0, the score is NaN.
  */
 typedef struct hopwell_lightning_indexer_args {
-  /** bf16 (CPU: fp32 too) [s_q, h_index, d_index] */
+  /** bf16 or float8_e4m3fn (CPU and sm80: fp32 too) [s_q, h_index, d_index] */
   const DLTensor* q_index HOPWELL_ZERO;
   /** like q_index [s_kv, d_index] */
   const DLTensor* k_index HOPWELL_ZERO;
   /** fp32 or bf16 [s_q, h_index] */
   const DLTensor* weights HOPWELL_ZERO;
+  /** fp32 [s_q, h_index] and fp32 [s_kv]; each optional, and only with float8_e4m3fn */
+  const DLTensor* q_scale HOPWELL_ZERO;
+  const DLTensor* k_scale HOPWELL_ZERO;
   /** int32 [s_q]; optional, turns on causal masking */
   const DLTensor* q_positions HOPWELL_ZERO;
   bool has_q_start HOPWELL_ZERO;
@@ -481,7 +488,7 @@ typedef struct hopwell_lightning_indexer_backward_args {
   const DLTensor* target HOPWELL_ZERO;
   /** fp32 [s_q, topk], instead of target: g itself, of any loss of these scores; infinities count as NaN */
   const DLTensor* d_scores HOPWELL_ZERO;
-  /** as in the forward */
+  /** as in the forward, but not float8_e4m3fn */
   const DLTensor* q_index HOPWELL_ZERO;
   const DLTensor* k_index HOPWELL_ZERO;
   const DLTensor* weights HOPWELL_ZERO;

@@ -462,6 +462,8 @@ def lightning_indexer(
     weights: Array,
     topk: int,
     *,
+    q_scale: Array | None = None,
+    k_scale: Array | None = None,
     q_positions: Array | None = None,
     q_start: int | None = None,
     kv_stride: int = 1,
@@ -472,16 +474,18 @@ def lightning_indexer(
 ) -> tuple[Array, Array]:
     """The topk visible keys of largest index score (DeepSeek Sparse Attention), in ascending order of key.
 
-        score[s,t] = Σ_j weights[s,j]·relu(q_index[s,j,:]·k_index[t,:])
+        score[s,t] = k_scale[t]·Σ_j weights[s,j]·q_scale[s,j]·relu(q_index[s,j,:]·k_index[t,:])
 
     The scores of all keys are never stored. Of equal scores the smaller keys are taken; a NaN score counts as −inf,
     and a key of score −inf is taken only where nothing better is left.
 
     Args:
-        q_index: bf16 or fp32 [s_q, h_index, d_index].
+        q_index: bf16, fp32 or float8_e4m3fn [s_q, h_index, d_index].
         k_index: like q_index, [s_kv, d_index].
         weights: fp32 or bf16 [s_q, h_index], any sign.
         topk: keys a query, 0 … 2³¹ − 1.
+        q_scale, k_scale: fp32 [s_q, h_index] and [s_kv], of float8_e4m3fn only; 1 where None. Any values: the relu is
+            that of the codes' product, so that a negative scale turns a head's or a key's sign.
         q_positions, q_start, kv_stride, k_start, k_end: causal masking and key ranges, as in `sparse_mla_forward`.
         backend, stream: as in `sparse_mla_forward`.
 
@@ -493,8 +497,9 @@ def lightning_indexer(
     shape = (dims(q_index, 3)[0], check_topk(name, topk))
     indices, scores = new(shape, "int32"), new(shape, "float32")
     _hopwell.lightning_indexer(
-        q_index, k_index, weights, q_positions, q_start, kv_stride, k_start, k_end, indices, scores, backend, stream
-    )
+        q_index, k_index, weights, q_scale, k_scale, q_positions, q_start, kv_stride, k_start, k_end, indices, scores,
+        backend, stream,
+    )  # fmt: skip
     return native(q_index, (indices, scores))
 
 
@@ -525,7 +530,7 @@ def lightning_indexer_backward(
     Args:
         target: fp32 [s_q, topk], what `attention_distribution(..., normalize="l1")` returns for these indices; None
             where d_scores is given.
-        q_index, k_index, weights: as in `lightning_indexer`.
+        q_index, k_index, weights: as in `lightning_indexer`, but not float8_e4m3fn.
         indices: int32 [s_q, topk]; entries outside [0, s_kv) are invalid, those that occur twice count twice.
         d_scores: fp32 [s_q, topk] in place of the target: the gradient of a loss of your own with respect to the
             entries' scores. Those of entries without a score are ignored; infinities count as NaN.

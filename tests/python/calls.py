@@ -15,6 +15,7 @@ DTYPES: dict[str, Any] = {
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,
 }
+FLOAT8 = "float8_e4m3fn"  # of lightning_indexer alone
 
 
 @dataclass
@@ -163,18 +164,21 @@ def lightning_indexer(rng: Rng, dtype: str) -> Call:
     s_q, s_kv, h_index, d_index = 5, 90, 3, 16
 
     def integers(shape: tuple[int, ...]) -> Any:  # exact scores, so that the selection has one right answer
-        return rng.integers(-3, 4, shape).astype(DTYPES[dtype])
+        return rng.integers(-3, 4, shape).astype(ml_dtypes.float8_e4m3fn if dtype == FLOAT8 else DTYPES[dtype])
 
     arguments = {
         "q_index": integers((s_q, h_index, d_index)),
         "k_index": integers((s_kv, d_index)),
-        "weights": integers((s_q, h_index)),
+        "weights": integers((s_q, h_index)).astype(np.float32 if dtype == FLOAT8 else DTYPES[dtype]),
         "topk": 17,
         "q_start": 60,
         "kv_stride": 2,
         "k_start": rng.integers(-3, 60, s_q).astype(np.int32),
         "k_end": rng.integers(40, 99, s_q).astype(np.int32),
     }
+    if dtype == FLOAT8:
+        arguments["q_scale"] = np.exp2(rng.integers(-3, 4, (s_q, h_index))).astype(np.float32)
+        arguments["k_scale"] = np.exp2(rng.integers(-3, 4, s_kv)).astype(np.float32)
     return Call("lightning_indexer", arguments, (0, 0))
 
 
@@ -215,7 +219,7 @@ MAKERS: dict[str, Callable[[Rng, str], Call]] = {
 WITH_FLOAT16 = {"paged_attention", "nvfp4_gemv", "nvfp4_linear", "nvfp4_matmul", "nvfp4_quantize", "nvfp4_dequantize"}
 OPERATOR_AND_DTYPE = [
     (operator, dtype) for operator in MAKERS for dtype in DTYPES if dtype != "float16" or operator in WITH_FLOAT16
-]
+] + [("lightning_indexer", FLOAT8)]
 
 
 def as_torch(x: Any) -> Any:

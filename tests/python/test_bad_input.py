@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import hopwell
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -162,6 +163,16 @@ def test_integer_scalars(operator: str, wrong: Any) -> None:
         ("attention_distribution", {"k_end": None}, "k_start and k_end are given together"),
         ("lightning_indexer", {"k_start": None}, "k_start and k_end are given together"),
         ("lightning_indexer_backward", {"k_end": None}, "k_start and k_end are given together"),
+        (
+            "lightning_indexer",
+            {"k_scale": np.ones(90, np.float32)},
+            "q_scale and k_scale are those of float8_e4m3fn q_index and k_index; scales of bfloat16 and float32 belong",
+        ),
+        (
+            "lightning_indexer_backward",
+            {"q_index": np.zeros((5, 3, 16), ml_dtypes.float8_e4m3fn)},
+            "q_index must be bfloat16 or float32 [s_q, h_index, d_index]; got float8_e4m3fn [5, 3, 16]",
+        ),
         ("sparse_mla_forward", {"backend": "gpu"}, "backend must be one of sm100, "),
         ("sparse_mla_forward", {"backend": 3}, "backend must be a name from hopwell.backends"),
         ("sparse_mla_backward", {"accumulate": True}, "dkv must be given to accumulate into; got None"),

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from calls import DTYPES, MAKERS, OPERATOR_AND_DTYPE, as_torch, assert_results, results
+from calls import DTYPES, FLOAT8, MAKERS, OPERATOR_AND_DTYPE, as_torch, assert_results, results
 from hopwell import _hopwell, reference
 
 every_call = pytest.mark.parametrize(("operator", "dtype"), OPERATOR_AND_DTYPE)
@@ -352,4 +352,4 @@ def test_concurrent_calls_from_python_threads(rng: np.random.Generator) -> None:
 
 
 def test_all_dtypes_are_covered() -> None:
-    assert {dtype for _, dtype in OPERATOR_AND_DTYPE} == set(DTYPES)
+    assert {dtype for _, dtype in OPERATOR_AND_DTYPE} == {*DTYPES, FLOAT8}

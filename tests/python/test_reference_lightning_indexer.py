@@ -2,6 +2,7 @@
 
 import math
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -38,6 +39,27 @@ def test_indexer_selects_what_sorting_selects(
         padding = topk - len(chosen)
         assert indices[s].tolist() == [t for _, t in chosen] + [-1] * padding
         assert scores[s].tolist() == [score for score, _ in chosen] + [-INF] * padding
+
+
+def test_indexer_scales_e4m3(rng: Generator) -> None:
+    """The relu is of the codes' product; a scale's sign and its specials are the score's."""
+    s_q, s_kv, heads, d = 4, 7, 3, 5
+    q, k = (rng.integers(-3, 4, shape).astype(ml_dtypes.float8_e4m3fn) for shape in ((s_q, heads, d), (s_kv, d)))
+    w, q_scale = rng.integers(1, 4, (s_q, heads)) * 1.0, np.exp2(rng.integers(-2, 3, (s_q, heads)))
+    q[:, :, 0], k[:, 0] = 3.0, 3.0
+    k_scale = np.array([1.0, -2.0, 0.0, np.inf, -np.inf, np.nan, 0.5])
+    q_scale[1, 2] = -1.0
+    k[6, 2] = np.nan
+    indices, scores = reference.lightning_indexer(q, k, w, s_kv, q_scale=q_scale, k_scale=k_scale)
+    for s in range(s_q):
+        assert indices[s].tolist() == list(range(s_kv))
+        for t in range(s_kv):
+            dots = [sum(float(a) * float(b) for a, b in zip(q[s, j], k[t], strict=True)) for j in range(heads)]
+            plain = sum(w[s, j] * q_scale[s, j] * (0.0 if x < 0 else x) for j, x in enumerate(dots))
+            wanted = float(k_scale[t]) * plain
+            assert scores[s, t] == (-INF if math.isnan(wanted) else wanted)
+    with pytest.raises(ValueError, match="k_scale must be absent without float8_e4m3fn; got float64"):
+        reference.lightning_indexer(q.astype(float), k.astype(float), w, 2, k_scale=k_scale)
 
 
 def test_indexer_backward_equals_autograd(rng: Generator) -> None:

@@ -411,6 +411,23 @@ def test_selection_equals_the_reference() -> None:
     np.testing.assert_allclose(scores.numpy(), expected_scores, rtol=1e-4, atol=1e-4)
 
 
+def test_selection_from_float8() -> None:
+    q, k = (torch.randn(shape).to(torch.float8_e4m3fn) for shape in ((30, 4, 32), (50, 32)))
+    w, q_scale, k_scale = torch.rand(30, 4, requires_grad=True), torch.rand(30, 4), torch.rand(50)
+    indices, scores = hw.lightning_indexer(q, k, w, 9, q_scale=q_scale, k_scale=k_scale)
+    folded = hw.lightning_indexer(q, k, w * q_scale, 9, k_scale=k_scale)
+    assert torch.equal(indices, folded[0]) and torch.equal(scores, folded[1])
+    plain = hw.lightning_indexer(q.float(), k.float(), w * q_scale, 50)[1] * k_scale
+    torch.testing.assert_close(scores, plain.gather(1, indices.long()))
+    torch.testing.assert_close(scores.sort(-1).values, plain.topk(9).values.sort(-1).values)
+    message = "lightning_indexer_backward: q_index must be bfloat16 or float32 .*; got float8_e4m3fn"
+    with pytest.raises(ValueError, match=message):
+        scores.sum().backward()
+    fakes = [x.to("meta") for x in (q, k, w, q_scale, k_scale)]
+    indices, scores = hw.lightning_indexer(*fakes[:3], 9, q_scale=fakes[3], k_scale=fakes[4])
+    assert (indices.dtype, scores.dtype, indices.shape) == (torch.int32, torch.float32, (30, 9))
+
+
 # ---- NVFP4 and paged attention -------------------------------------------------------------------------------------
 
 
@@ -492,6 +509,11 @@ def op_samples() -> dict[str, tuple[Any, ...]]:
         # Without gradients: opcheck cannot add the scores to integers. test_compiled_gradients_of_the_scores has them.
         plain_index = (x.detach() for x in (q_index, k_index, weights))
         samples[f"lightning_indexer {name}"] = (*plain_index, 5, None, 0)
+        codes = (x.detach().to(torch.float8_e4m3fn) for x in (q_index, k_index))
+        samples[f"lightning_indexer float8_e4m3fn, weights {name}"] = (
+            *(*codes, torch.randn(11, 4).to(dtype), 5, None, 0, 1, *indexer_key_ranges().values()),
+            *(torch.rand(11, 4), torch.rand(21)),
+        )
         loss = index["target"], q_index, k_index, weights, index["indices"]
         samples[f"lightning_indexer_backward {name}"] = loss
         ranges, row_weights = indexer_key_ranges().values(), torch.rand(11)

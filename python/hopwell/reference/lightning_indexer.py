@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from ._arrays import Float64, Tensor, as_float64, as_indices, describe, log_sum_exp, require, require_shape
+from ._arrays import Float64, Tensor, as_array, as_float64, as_indices, describe, log_sum_exp, require, require_shape
 from ._visible import visible_keys
 
 
@@ -16,11 +16,13 @@ def _checked(operator: str, q_index: Tensor, k_index: Tensor, weights: Tensor) -
 
 
 @np.errstate(invalid="ignore")
-def _scores(q: Float64, k: Float64, w: Float64, relu: bool = True) -> tuple[Float64, Float64]:
+def _scores(
+    q: Float64, k: Float64, w: Float64, relu: bool = True, of_key: Float64 | float = 1.0
+) -> tuple[Float64, Float64]:
     """One query's (index scores [n], dot products q·k [h_index, n]). A NaN score counts as −inf; relu(NaN) is NaN."""
     dot = q @ k.T
     score = w @ (np.maximum(dot, 0.0) if relu else dot)
-    return np.where(np.isnan(score), -np.inf, score), dot
+    return np.where(np.isnan(of_key * score), -np.inf, of_key * score), dot
 
 
 def lightning_indexer(
@@ -29,6 +31,8 @@ def lightning_indexer(
     weights: Tensor,
     topk: int,
     *,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
     q_positions: Tensor | None = None,
     q_start: int | None = None,
     kv_stride: int = 1,
@@ -37,10 +41,10 @@ def lightning_indexer(
 ) -> tuple[npt.NDArray[np.int32], Float64]:
     """The topk visible keys of largest index score, in ascending order of key.
 
-        score[s,t] = Σ_j weights[s,j]·relu(q_index[s,j,:]·k_index[t,:])
+        score[s,t] = k_scale[t]·Σ_j weights[s,j]·q_scale[s,j]·relu(q_index[s,j,:]·k_index[t,:])
 
     q_index [s_q, h_index, d_index]; k_index [s_kv, d_index]; weights [s_q, h_index]; q_positions, k_start and k_end
-    int32 [s_q].
+    int32 [s_q]; q_scale [s_q, h_index] and k_scale [s_kv], of float8_e4m3fn only, 1 where absent.
     Returns indices int32 [s_q, topk] and their scores [s_q, topk]. Of equal scores the smaller keys are taken. A key
     of score −inf (or NaN, which counts as −inf) is visible all the same: it is chosen after all others, and its score
     is −inf. Where fewer than topk keys are visible, the row ends in −1 with score −inf.
@@ -48,12 +52,22 @@ def lightning_indexer(
     name = "lightning_indexer"
     q, k, w = _checked(name, q_index, k_index, weights)
     require(topk >= 0, name, "topk", "at least 0", topk)
+    dtype = as_array(q_index).dtype.name
+    for argument, scale in (("q_scale", q_scale), ("k_scale", k_scale)):
+        require(scale is None or dtype == "float8_e4m3fn", name, argument, "absent without float8_e4m3fn", dtype)
+    of_head = np.ones(w.shape) if q_scale is None else as_float64(q_scale)
+    of_key = np.ones(len(k)) if k_scale is None else as_float64(k_scale)
+    require_shape(name, "q_scale", of_head, "[s_q, h_index]", w.shape)
+    require_shape(name, "k_scale", of_key, "[s_kv]", (len(k),))
     first, last = visible_keys(name, len(q), len(k), q_positions, q_start, kv_stride, k_start, k_end)
+    with np.errstate(invalid="ignore"):
+        w = w * of_head
 
     indices = np.full((len(q), topk), -1, dtype=np.int32)
     scores = np.full((len(q), topk), -np.inf)
     for s in range(len(q)):
-        score, _ = _scores(q[s], k[first[s] : last[s]], w[s])
+        seen = slice(first[s], last[s])
+        score, _ = _scores(q[s], k[seen], w[s], of_key=of_key[seen])
         best_first = np.argsort(-score, kind="stable")  # stable: equal scores stay in ascending order of key
         chosen = np.sort(best_first[:topk])
         indices[s, : len(chosen)] = first[s] + chosen

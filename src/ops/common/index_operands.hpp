@@ -6,7 +6,7 @@
 namespace hopwell {
 
 struct IndexOperands {
-  View q;        // bf16 or fp32 [s_q, h_index, d_index]
+  View q;        // bf16 or fp32, e4m3 where the operator takes it, [s_q, h_index, d_index]
   View k;        // like q [s_kv, d_index]
   View weights;  // fp32 or bf16 [s_q, h_index]
   std::int64_t s_q = 0, s_kv = 0, h_index = 0, d_index = 0;
@@ -14,9 +14,10 @@ struct IndexOperands {
 
 // Checks q_index, k_index and weights. Binds s_q, h_index, d_index and s_kv.
 template <class Args>
-IndexOperands check_index_operands(Checker& check, const Args& args) {
+IndexOperands check_index_operands(Checker& check, const Args& args,
+                                   const DTypes& dtypes = {DType::kBFloat16, DType::kFloat32}) {
   IndexOperands p;
-  p.q = check.input("q_index", args.q_index, {DType::kBFloat16, DType::kFloat32}, {"s_q", "h_index", "d_index"});
+  p.q = check.input("q_index", args.q_index, dtypes, {"s_q", "h_index", "d_index"});
   p.k = check.input("k_index", args.k_index, {p.q.dtype}, {"s_kv", "d_index"});
   p.weights = check.input("weights", args.weights, {DType::kFloat32, DType::kBFloat16}, {"s_q", "h_index"});
   p.s_q = check["s_q"], p.s_kv = check["s_kv"], p.h_index = check["h_index"], p.d_index = check["d_index"];

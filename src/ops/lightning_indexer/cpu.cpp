@@ -117,19 +117,24 @@ struct State {
       : q((plan.queries * p.h_index + kMinRows) * p.d_index),
         weights(plan.queries * p.h_index),
         k(kKeyTile * p.d_index),
+        k_scale(kKeyTile + kLaneBlock),
         dot(std::clamp(plan.queries * p.h_index, kMinRows, kRowTile) * kKeyTile),
         score(plan.queries * kKeyTile + kLaneBlock) {
     std::fill_n(q.get() + plan.queries * p.h_index * p.d_index, kMinRows * p.d_index, 0.0F);
     for (std::int64_t i = 0; i < plan.queries; ++i) candidates.emplace_back(plan.topk, plan.split_keys);
   }
-  Scratch<float> q, weights, k, dot, score;
+  Scratch<float> q, weights, k, k_scale, dot, score;
   std::vector<Candidates> candidates;
 };
 
-// Keys first .. first + count - 1 as float rows, with zeros up to a multiple of kLaneBlock rows.
-void load_keys(const Problem& p, std::int64_t first, std::int64_t count, float* k) {
+// A tile's keys as float rows, with zeros up to a multiple of kLaneBlock rows, and their scales.
+void load_keys(const Problem& p, std::int64_t first, std::int64_t count, State& state) {
+  float* k = state.k.get();
   for (std::int64_t t = 0; t < count; ++t) load(p.k, (first + t) * p.k.stride[0], k + t * p.d_index, p.d_index);
   std::fill(k + count * p.d_index, k + padded(count) * p.d_index, 0.0F);
+  if (!p.k_scale) return;
+  for (std::int64_t t = 0; t < count; ++t)
+    state.k_scale.get()[t] = p.k_scale.as<const float>()[(first + t) * p.k_scale.stride[0]];
 }
 
 // The keys [from, to) that each query of a block sees, of those that are searched.
@@ -186,13 +191,19 @@ void score_tile(const Problem& p, const Tile& tile, State& state) {
       row += heads;
     }
   }
+  for (std::int64_t query = tile.first_query; query < tile.end_query && p.k_scale; ++query)
+    for (std::int64_t t = 0; t < tile.end_key - tile.first_key; ++t)
+      state.score.get()[query * kKeyTile + t] *= state.k_scale.get()[t];
 }
 
-// Begins a block: no candidates, q and weights of its queries.
+// Begins a block: no candidates, q of its queries, and their weights, which take q's scales along.
 void load_queries(const Problem& p, std::int64_t s0, std::int64_t queries, State& state) {
   for (std::int64_t i = 0; i < queries; ++i) {
     state.candidates[static_cast<std::size_t>(i)].clear();
-    load(p.weights, (s0 + i) * p.weights.stride[0], state.weights.get() + i * p.h_index, p.h_index);
+    float* weights = state.weights.get() + i * p.h_index;
+    load(p.weights, (s0 + i) * p.weights.stride[0], weights, p.h_index);
+    for (std::int64_t j = 0; j < p.h_index && p.q_scale; ++j)
+      weights[j] *= p.q_scale.as<const float>()[(s0 + i) * p.q_scale.stride[0] + j];
     for (std::int64_t j = 0; j < p.h_index; ++j)
       load(p.q, (s0 + i) * p.q.stride[0] + j * p.q.stride[1], state.q.get() + (i * p.h_index + j) * p.d_index,
            p.d_index);
@@ -207,7 +218,7 @@ void search(const Problem& p, std::int64_t s0, std::int64_t queries, std::int64_
   load_queries(p, s0, queries, state);
   Tile tile = next_tile(block, first_key);
   for (; tile.first_key < tile.end_key; tile = next_tile(block, tile.end_key)) {
-    load_keys(p, tile.first_key, tile.end_key - tile.first_key, state.k.get());
+    load_keys(p, tile.first_key, tile.end_key - tile.first_key, state);
     score_tile(p, tile, state);
     for (std::int64_t i = tile.first_query; i < tile.end_query; ++i) {
       const auto at = static_cast<std::size_t>(i);

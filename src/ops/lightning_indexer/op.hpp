@@ -10,6 +10,8 @@ namespace hopwell::ops::lightning_indexer {
 inline constexpr const char* kName = "lightning_indexer";
 
 struct Problem : IndexOperands {
+  View q_scale;  // fp32 [s_q, h_index], or absent; of e4m3, like k_scale
+  View k_scale;  // fp32 [s_kv], any stride, or absent
   View indices;  // int32 [s_q, topk]
   View scores;   // fp32 [s_q, topk], or absent
   Visibility visibility;

@@ -18,6 +18,8 @@ struct ScoreTask : QueryTiles {
   const void* weights;  // fp32 or bf16 [s_q, h_index]
   int64_t weights_stride;
   bool weights_bf16;
+  const float *q_scale, *k_scale;  // [s_q, h_index], [s_kv], or null; of e4m3
+  int64_t q_scale_stride, k_scale_stride;
   bool masked;  // queries may not see all keys
   Visibility visibility;
   float* scores;  // [queries, pitch]
@@ -25,6 +27,19 @@ struct ScoreTask : QueryTiles {
   int queries, heads, s_kv;
   int key_blocks, sms;
 };
+
+// A head's weight, with its scale where rows of type T have scales.
+template <class T>
+HOPWELL_DEVICE float weight_of(const ScoreTask& p, int64_t query, int head) {
+  const float weight = tile::load_fp32(p.weights, p.weights_bf16, query * p.weights_stride + head);
+  if (sizeof(T) > 1 || p.q_scale == nullptr) return weight;
+  return weight * p.q_scale[query * p.q_scale_stride + head];
+}
+template <class T>
+HOPWELL_DEVICE float scale_of_key(const ScoreTask& p, int key) {
+  if (sizeof(T) > 1 || p.k_scale == nullptr || key >= p.s_kv) return 1;
+  return p.k_scale[key * p.k_scale_stride];
+}
 
 // Numbers first … end − 1; none where `first` is not below `end`.
 struct Span {
@@ -125,6 +140,9 @@ ScoreTask score_task(const Problem& problem, const ScorePlan& plan, std::int64_t
   ScoreTask p{plan.queries};
   p.weights = problem.weights.data, p.weights_stride = problem.weights.stride[0];
   p.weights_bf16 = problem.weights.dtype == DType::kBFloat16;
+  p.q_scale = problem.q_scale.as<const float>(), p.k_scale = problem.k_scale.as<const float>();
+  p.q_scale_stride = problem.q_scale ? problem.q_scale.stride[0] : 0;
+  p.k_scale_stride = problem.k_scale ? problem.k_scale.stride[0] : 0;
   p.masked = masked(problem), p.visibility = problem.visibility;
   p.scores = static_cast<float*>(problem.workspace);
   p.first_query = first, p.pitch = problem.s_kv;

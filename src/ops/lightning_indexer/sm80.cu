@@ -16,7 +16,9 @@ runtime::Support supports(const Problem& p) {
 void launch(const Problem& problem, Stream stream) {
   for_each_pass(problem, [&](std::int64_t first, std::int64_t count) {
     if (problem.s_kv > 0) {
-      const auto score = problem.q.dtype == DType::kBFloat16 ? launch_score<arch::bf16> : launch_score<float>;
+      const auto score = problem.q.dtype == DType::kBFloat16     ? launch_score<arch::bf16>
+                         : problem.q.dtype == DType::kFloat8E4m3 ? launch_score<arch::e4m3>
+                                                                 : launch_score<float>;
       score(problem, first, count, stream);
     }
     launch_select(problem, first, count, stream);

@@ -11,7 +11,7 @@ namespace {
 
 runtime::Support supports(const Problem& p) {
   using runtime::Support;
-  if (p.q.dtype != DType::kBFloat16) return Support::no("q_index and k_index must be bfloat16");
+  if (p.q.dtype == DType::kFloat32) return Support::no("q_index and k_index must be bfloat16 or float8_e4m3fn");
   if (!can_copy(p.q, 2)) return Support::no("q_index must have rows of 16-byte pieces");
   if (!can_copy(p.k, 1)) return Support::no("k_index must have rows of 16-byte pieces");
   const char* refused = refused_on_gpus(p, p.topk);
@@ -20,7 +20,8 @@ runtime::Support supports(const Problem& p) {
 
 void launch(const Problem& problem, Stream stream) {
   for_each_pass(problem, [&](std::int64_t first, std::int64_t count) {
-    if (problem.s_kv > 0) launch_score(problem, first, count, stream);
+    const auto score = problem.q.dtype == DType::kBFloat16 ? launch_score<arch::bf16> : launch_score<arch::e4m3>;
+    if (problem.s_kv > 0) score(problem, first, count, stream);
     launch_cluster_select(problem, first, count, stream);
   });
 }

@@ -7,10 +7,12 @@
 #include <hwy/highway.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <limits>
 
 #include "tile/cpu/vector.hpp"
+#include "tile/nvfp4.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace hopwell::cpu::HWY_NAMESPACE {
@@ -134,10 +136,19 @@ HWY_EXPORT(AppendAbove);
 HWY_EXPORT(KthLargest);
 HWY_EXPORT(HeadGradient);
 
+constexpr std::array<float, 256> kE4m3 = [] {
+  std::array<float, 256> values{};
+  for (unsigned code = 0; code < 256; ++code) values[code] = nvfp4::decode_e4m3(static_cast<std::uint8_t>(code));
+  return values;
+}();
+
 void load(const View& from, std::int64_t offset, float* to, std::int64_t count) {
   const auto n = static_cast<std::size_t>(count);
   if (from.dtype == DType::kFloat32)
     to_float(from.as<const float>() + offset, to, n);
+  else if (from.dtype == DType::kFloat8E4m3)
+    std::transform(from.as<const std::uint8_t>() + offset, from.as<const std::uint8_t>() + offset + n, to,
+                   [](std::uint8_t code) { return kE4m3[code]; });
   else
     to_float(from.as<const bfloat16>() + offset, to, n);
 }

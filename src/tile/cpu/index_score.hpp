@@ -12,7 +12,8 @@ namespace hopwell::cpu {
 inline constexpr std::int64_t kLaneBlock = 64;
 constexpr std::int64_t padded(std::int64_t n) { return (n + kLaneBlock - 1) / kLaneBlock * kLaneBlock; }
 
-// `count` contiguous elements of a bf16 or fp32 tensor from element `offset` on, as fp32; and such numbers back.
+// `count` contiguous elements of a bf16, fp32 or e4m3 tensor from element `offset` on, as fp32; and bf16 or
+// fp32 back.
 void load(const View& from, std::int64_t offset, float* to, std::int64_t count);
 void store(const float* from, const View& to, std::int64_t offset, std::int64_t count);
 

@@ -1,22 +1,38 @@
-// Numbers of bf16 or fp32 as sums of bf16, their limbs: each holds the leading eight digits of what the ones before have
-// left. bf16 itself is one limb; three hold all 24 digits of fp32, two hold 16.
+// Numbers of e4m3, bf16 or fp32 as sums of bf16, their limbs: each holds the leading eight digits of what the ones before
+// have left. bf16 itself is one limb, and so is e4m3, which bf16 has exactly; three hold all 24 digits of fp32, two hold 16.
 #pragma once
 
 #include <cmath>
 
+#include "arch/sm80/bits.hpp"
 #include "arch/sm80/convert.hpp"
 #include "arch/sm80/memory.hpp"
 
 namespace hopwell::tile {
 
 template <class T>
-inline constexpr int kLimbs = sizeof(T) == 2 ? 1 : 3;
+inline constexpr int kLimbs = sizeof(T) <= 2 ? 1 : 3;
 
 /// Eight neighbouring columns of a row: 16 bytes a limb.
 template <int kTheLimbs>
 struct Chunk {
   arch::Words4 limb[kTheLimbs];
 };
+
+/// Two e4m3, in bytes 1 and 3, as bf16: s e e e e m m m is moved to where it is one with the exponent's upper bits 0, for
+/// which 2^120 makes up, of subnormals too. NaN stays NaN.
+HOPWELL_DEVICE uint32_t e4m3x2_to_bf16(uint32_t pair) {
+  constexpr uint32_t kMagnitudes = 0x7f007f00, kSigns = 0x80008000, k2To120 = 0x7b807b80;
+  const uint32_t magnitudes = pair & kMagnitudes, nan = (magnitudes + 0x01000100) & kSigns;
+  return arch::multiply_bf16((pair & kSigns) | magnitudes >> 4, k2To120) | (nan - (nan >> 8));
+}
+
+HOPWELL_DEVICE Chunk<1> e4m3x8_to_bf16(uint64_t codes) {
+  const uint32_t low = uint32_t(codes), high = uint32_t(codes >> 32);
+  return {
+      {{e4m3x2_to_bf16(arch::permute_bytes<0x1404>(low, 0)), e4m3x2_to_bf16(arch::permute_bytes<0x3424>(low, 0)),
+        e4m3x2_to_bf16(arch::permute_bytes<0x1404>(high, 0)), e4m3x2_to_bf16(arch::permute_bytes<0x3424>(high, 0))}}};
+}
 
 /// Takes the leading eight digits from a number: bits of bf16, in the upper half.
 HOPWELL_DEVICE uint32_t take_limb(float& x) {

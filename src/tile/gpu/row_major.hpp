@@ -1,4 +1,4 @@
-// Matrices of bf16 or fp32 in global memory whose rows may begin anywhere.
+// Matrices of e4m3, bf16 or fp32 in global memory whose rows may begin anywhere.
 #pragma once
 
 #include "runtime/check.hpp"
@@ -12,13 +12,23 @@ struct RowMajor {
   const T* data;
   int64_t stride;  // elements
   int columns;
-  bool in_chunks;  // every row is whole chunks of 16 bytes, aligned
+  bool in_chunks;  // every row is whole chunks of eight columns, aligned to 16 bytes (e4m3: 8)
 
   /// Columns `column` to `column` + 7 of a row in limbs, zeros past the last one.
   HOPWELL_DEVICE Chunk<kLimbs<T>> chunk(const T* row, int column) const {
     Chunk<kLimbs<T>> chunk{};
     if (column >= columns) return chunk;
-    if constexpr (sizeof(T) == 2) {
+    if constexpr (sizeof(T) == 1) {
+      uint64_t codes = 0;
+      if (in_chunks) {
+        codes = *reinterpret_cast<const uint64_t*>(row + column);
+      } else {
+        HOPWELL_UNROLL
+        for (int i = 0; i < 8; ++i)
+          if (column + i < columns) codes |= uint64_t{row[column + i].bits} << 8 * i;
+      }
+      return e4m3x8_to_bf16(codes);
+    } else if constexpr (sizeof(T) == 2) {
       if (in_chunks) return {{*reinterpret_cast<const arch::Words4*>(row + column)}};
       HOPWELL_UNROLL
       for (int i = 0; i < 8; ++i)
@@ -36,9 +46,9 @@ struct RowMajor {
 /// The last dimension of a view as columns, the one before, of `dims` others, as rows.
 template <class T>
 RowMajor<T> row_major(const View& view, std::size_t dims) {
-  const auto width = static_cast<std::int64_t>(sizeof(T));
-  bool aligned = reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0 && view.shape[dims] % 8 == 0;
-  for (std::size_t i = 0; i < dims; ++i) aligned &= view.shape[i] <= 1 || view.stride[i] * width % 16 == 0;
+  constexpr std::int64_t kWidth = sizeof(T), kChunk = kWidth == 1 ? 8 : 16;
+  bool aligned = reinterpret_cast<std::uintptr_t>(view.data) % kChunk == 0 && view.shape[dims] % 8 == 0;
+  for (std::size_t i = 0; i < dims; ++i) aligned &= view.shape[i] <= 1 || view.stride[i] * kWidth % kChunk == 0;
   return {view.as<const T>(), view.stride[dims - 1], static_cast<int>(view.shape[dims]), aligned};
 }
 

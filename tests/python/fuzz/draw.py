@@ -6,13 +6,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import ml_dtypes
 import numpy as np
-from calls import DTYPES
+from calls import DTYPES as WIDE_DTYPES
+from calls import FLOAT8
 from hypothesis import strategies as st
 
 from .memory import PATTERN, Block, Memory
 
 T = TypeVar("T")
 EDGES = (15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)  # of tiles and vectors
+DTYPES = WIDE_DTYPES | {FLOAT8: ml_dtypes.float8_e4m3fn}
 FAR = 2**40  # a stride of a dimension of one element may be anything
 SPECIAL_FLOATS = (np.nan, np.inf, -np.inf, -0.0, 0.0, 1e38, -1e38, 3.4e38, 1e-38, -1e-40, 1e-45, 65504.0, 6e-8)
 

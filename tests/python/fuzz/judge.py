@@ -366,17 +366,25 @@ def nvfp4_dequantize(a: dict[str, Any]) -> list[Expected]:
 # ---- the indexer
 
 
-def _scores(q: Any, k: Any, w: Any, relu: bool = True) -> tuple[Any, Any, Any]:
+def _scores(q: Any, k: Any, w: Any, relu: bool = True, of_head: Any = None, of_key: Any = None) -> tuple[Any, Any, Any]:
     """One query's scores, how far off each may be, and the sizes of the products q·k, [h, n]."""
     with np.errstate(all="ignore"):
         dot = q.astype(np.float64) @ k.astype(np.float64).T
-        score = w.astype(np.float64) @ (np.maximum(dot, 0.0) if relu else dot)
+        w = w.astype(np.float64) if of_head is None else w.astype(np.float64) * of_head.astype(np.float64)
+        score = w @ (np.maximum(dot, 0.0) if relu else dot)
         sizes = finite(q) @ finite(k).T
         size = finite(w) @ sizes
         off = 2 * ROUNDING * size + TINY * (1 + finite(w).sum() * q.shape[1])
+        if of_head is not None:  # times a weight, below fp32's numbers or above them
+            off = _unless((finite(w) > LARGE).any(), off + TINY * sizes.sum(axis=0))
+        if of_key is not None:
+            scale = of_key.astype(np.float64)
+            unsure = np.isinf(off) | (np.isinf(scale) & (np.abs(score) <= off) & (size > 0))
+            off = _unless(unsure | (size * finite(scale) > LARGE), off * finite(scale) + TINY)
+            score = score * scale
         # A product that may round to 0, or to the other side of it, is a gate in front of an infinite weight.
         near = (sizes > 0) & (np.abs(dot) <= 2 * ROUNDING * sizes + TINY * q.shape[1])
-        gate = (near & np.isinf(w.astype(np.float64))[:, None]).any(axis=0)
+        gate = (near & np.isinf(w)[:, None]).any(axis=0)
         off = _unless((sizes > LARGE).any(axis=0) | (size > LARGE) | gate, off)
     return np.where(np.isnan(score), -np.inf, score), off, sizes
 
@@ -403,7 +411,9 @@ def check_selection(a: dict[str, Any], indices: Any, scores: Any) -> None:
             continue
         assert first <= taken[0] and taken[-1] < last, f"indices[{s}] names a key that is not visible"
         taken = taken - first
-        score, off, _ = _scores(a["q_index"][s], a["k_index"][first:last], a["weights"][s])
+        of_head = a["q_scale"][s] if "q_scale" in a else None
+        of_key = a["k_scale"][first:last] if "k_scale" in a else None
+        score, off, _ = _scores(a["q_index"][s], a["k_index"][first:last], a["weights"][s], True, of_head, of_key)
         compare(scores[s, :count], Expected(f"scores[{s}]", score[taken], 0.0, off[taken], elementwise=True))
         left = np.setdiff1d(np.arange(seen), taken)
         if len(left) and np.isfinite(off).all():

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from calls import DTYPES
+from calls import DTYPES, FLOAT8
 from hopwell import reference
 from hypothesis import strategies as st
 
@@ -395,8 +395,8 @@ def nvfp4_dequantize(draw: st.DrawFn) -> FuzzedCall:
     return _given(maker, "nvfp4_dequantize", arguments, {})
 
 
-def _index_inputs(maker: Maker, s_kv: int, keys: int) -> tuple[str, dict[str, Any]]:
-    dtype = maker.choose("float32", "bfloat16")
+def _index_inputs(maker: Maker, s_kv: int, keys: int, *more_dtypes: str) -> tuple[str, dict[str, Any]]:
+    dtype = maker.choose("float32", "bfloat16", *more_dtypes)
     s_q, h_index, d_index = maker.size(0, 40), maker.size(1, 33), maker.size(1, 130)
     s_q, h_index, d_index = _fit([s_q, h_index, d_index], max(10 * WORK // max(keys, 1), 1))
     return dtype, {
@@ -410,9 +410,13 @@ def _index_inputs(maker: Maker, s_kv: int, keys: int) -> tuple[str, dict[str, An
 def lightning_indexer(draw: st.DrawFn) -> FuzzedCall:
     maker = Maker(draw)
     s_kv = maker.choose(maker.size(0, 300), maker.size(0, 300), 600, 4099, 8200)
-    _, arguments = _index_inputs(maker, s_kv, s_kv)
+    dtype, arguments = _index_inputs(maker, s_kv, s_kv, FLOAT8)
     arguments["topk"] = maker.choose(maker.size(0, 300), s_kv, s_kv + 3)
-    s_q = len(arguments["q_index"])
+    s_q, h_index, _ = arguments["q_index"].shape
+    if dtype == FLOAT8 and maker.chance():
+        arguments["q_scale"] = maker.floats((s_q, h_index), "float32")
+    if dtype == FLOAT8 and maker.chance():
+        arguments["k_scale"] = maker.floats((s_kv,), "float32", rows=False)
     arguments |= _causality(maker, s_q, s_kv) | _key_ranges(maker, s_q, s_kv)
     return _given(maker, "lightning_indexer", arguments, {})
 

@@ -45,11 +45,11 @@ FLAGS = (
 OPTIONAL = (
     "attn_sink", "topk_length", "q_positions", "q_start", "k_start", "k_end", "pos_bias_u", "pos_bias_v", "bias", "r",
     "alibi_slopes", "window", "out", "max_logits", "lse", "dq", "dkv", "attn", "global_scale", "backend",
-    "row_weights",
+    "row_weights", "q_scale", "k_scale",
 )  # fmt: skip
 FREE_STRIDES = (
     "lse", "max_logits", "attn_sink", "topk_length", "q_positions", "k_start", "k_end", "context_lens", "alibi_slopes",
-    "row_weights",
+    "row_weights", "k_scale",
 )  # fmt: skip
 _ALSO_FREE = {"nvfp4_gemv": ("out",), "nvfp4_linear": ("bias",), "nvfp4_matmul": ("bias",)}
 NO_STRINGS = ("", "nonsense", "CPU", "\ud800", "cpu\0x", "plain\0", "float32\0", b"cpu", 3, ("nhd",), object())
@@ -305,6 +305,7 @@ KINDS: tuple[Callable[[Wrong], tuple[str, ...] | None], ...] = (
 _SPARSE = {"q": "s_q h_q d_qk", "attn_sink": "h_q"}
 _SPARSE |= dict.fromkeys(("topk_length", "q_positions", "k_start", "k_end"), "s_q")
 _INDEXER = {"q_index": "s_q h d", "k_index": "s_kv d", "weights": "s_q h", "target": "s_q topk", "d_scores": "s_q topk"}
+_INDEXER |= {"q_scale": "s_q h", "k_scale": "s_kv"}
 _INDEXER |= dict.fromkeys(("q_positions", "k_start", "k_end", "row_weights"), "s_q")
 _DIMENSIONS: dict[str, dict[str, str]] = {
     "sparse_mla_forward": _SPARSE | {"out": "s_q h_q d_v!", "max_logits": "s_q h_q", "lse": "s_q h_q"},

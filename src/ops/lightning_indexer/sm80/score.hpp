@@ -1,6 +1,7 @@
-// lightning_indexer by mma.sync: the index scores of some queries against all keys.
+// lightning_indexer by mma.sync: the index scores of some queries against all keys; bf16, fp32, or e4m3, which becomes bf16
+// as it is loaded.
 //
-//     score[s,t] = Σ_j w[s,j] · relu(q[s,j,:] · k[t,:])        a NaN becomes −inf
+//     score[s,t] = k_scale[t] · Σ_j w[s,j] · q_scale[s,j] · relu(q[s,j,:] · k[t,:])        a NaN becomes −inf
 //
 // Tile      256 keys (128 in fp32) a CTA, whose rows stay in registers as mma's A, 32 (16) a warp; against tiles of 64 rows
 //           of q, the heads of one or several queries, or 64 heads of a query that has more
@@ -27,9 +28,9 @@ struct ScoreConfig {
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
 };
 template <class T>
-constexpr int kStages = sizeof(T) == 2 ? 3 : 2;
+constexpr int kStages = sizeof(T) <= 2 ? 3 : 2;
 template <class T>
-constexpr int kTilesM = sizeof(T) == 2 ? 2 : 1;  // of 16 keys, of a warp
+constexpr int kTilesM = sizeof(T) <= 2 ? 2 : 1;  // of 16 keys, of a warp
 template <class T>
 constexpr int kKeysOfCta = 16 * kTilesM<T> * ScoreConfig::kWarps;
 
@@ -69,10 +70,7 @@ struct QueryLoader {
                exists = has_query && head < p.heads;
     const int64_t at = p.first_query + query;
     const T* from = p.q.data + (exists ? at * p.q_stride + head * p.q.stride : 0);
-    HOPWELL_UNROLL
-    for (int block = 0; block < kColumnBlocks; ++block) {
-      const int number = 4 * block + quarter;
-      if (block >= p.column_blocks) break;
+    const auto copy_chunk = [&](int number) {
       if (sizeof(T) == 2 && p.q.in_chunks) {
         const bool wanted = exists && 8 * number < p.q.columns;
         arch::cp_async(s.q[stage].address(0) + tile::chunk_offset(uint32_t(row), uint32_t(number)),
@@ -80,9 +78,18 @@ struct QueryLoader {
       } else {
         s.q[stage].store(row, number, exists ? p.q.chunk(from, 8 * number) : Chunk<kLimbs<T>>{});
       }
+    };
+    if constexpr (sizeof(T) == 1) {  // unrolled, decoding takes more registers than there are
+      HOPWELL_NO_UNROLL
+      for (int block = 0; block < p.column_blocks; ++block) copy_chunk(4 * block + quarter);
+    } else {
+      HOPWELL_UNROLL
+      for (int block = 0; block < kColumnBlocks; ++block) {
+        if (block >= p.column_blocks) break;
+        copy_chunk(4 * block + quarter);
+      }
     }
-    if (quarter == 0)
-      s.weights[stage][row] = exists ? tile::load_fp32(p.weights, p.weights_bf16, at * p.weights_stride + head) : 0;
+    if (quarter == 0) s.weights[stage][row] = exists ? weight_of<T>(p, at, head) : 0;
     if (quarter == 1 && row % p.padded_heads == 0 && query_of_tile < p.queries_per_tile)
       s.visible[stage][query_of_tile] = has_query ? visible_to(p, query) : Span{};
     advance(p);
@@ -133,22 +140,22 @@ HOPWELL_DEVICE void add_heads(const ScoreParams<T>& p, const ScoreStorage<T>& s,
   }
 }
 
-// Lane t of a quad stores one of its keys' scores.
+// Lane t of a quad stores one of its keys' scores; `scale` is that key's.
 template <class T>
-HOPWELL_DEVICE void store_scores(const ScoreParams<T>& p, int query, int first_key,
+HOPWELL_DEVICE void store_scores(const ScoreParams<T>& p, int query, int first_key, float scale,
                                  const float (&sums)[kTilesM<T>][2]) {
   const int g = arch::lane_index() / 4, t = arch::lane_index() % 4;
   HOPWELL_UNROLL
   for (int i = 0; i < 2 * kTilesM<T>; ++i) {
     const float sum = tile::sum_of_quad(sums[i / 2][i % 2]);
     const int key = first_key + 8 * i + g;
-    if (i == t && key < p.s_kv) p.scores[query * p.pitch + key] = tile::index_score(sum);
+    if (i == t && key < p.s_kv) p.scores[query * p.pitch + key] = tile::index_score(sum * scale);
   }
 }
 
 // kWhole: d_index is above 96.
 template <bool kWhole, class T>
-__global__ void __launch_bounds__(ScoreConfig::kThreads, sizeof(T) == 2 ? 2 : 1)
+__global__ void __launch_bounds__(ScoreConfig::kThreads, sizeof(T) <= 2 ? 2 : 1)
     score_keys(const __grid_constant__ ScoreParams<T> p) {
   auto& s = arch::dynamic_smem<ScoreStorage<T>>();
   const auto groups_per_slice = [&](int blocks, int groups) { return mma_groups_per_slice(blocks, groups, p.sms); };
@@ -164,6 +171,7 @@ __global__ void __launch_bounds__(ScoreConfig::kThreads, sizeof(T) == 2 ? 2 : 1)
   }
   MmaRows<kLimbs<T>> keys[kTilesM<T>];
   load_keys(p, first_key, keys);
+  const float scale = scale_of_key<T>(p, first_key + arch::lane_index() % 4 * 8 + arch::lane_index() / 4);
   float sums[kTilesM<T>][2] = {};
   int query = first / p.tiles_per_query * p.queries_per_tile, head_tile = 0;  // of this tile
   for (int number = first, stage = 0; number < end; ++number) {
@@ -180,7 +188,7 @@ __global__ void __launch_bounds__(ScoreConfig::kThreads, sizeof(T) == 2 ? 2 : 1)
         add_heads<kWhole, 2>(p, s, stage, i * p.padded_heads + head, heads - head, keys, sums);
       if (head < heads) add_heads<kWhole, 1>(p, s, stage, i * p.padded_heads + head, heads - head, keys, sums);
       if (head_tile + 1 < p.tiles_per_query) continue;
-      store_scores(p, query + i, first_key, sums);
+      store_scores(p, query + i, first_key, scale, sums);
       HOPWELL_UNROLL
       for (auto& of_keys : sums) of_keys[0] = of_keys[1] = 0;
     }
