@@ -5,7 +5,8 @@
 # make setup    tools and dependencies: Debian packages and .venv; nothing to do the second time
 # make build    the library and the command (build/), the Python package (into .venv)
 # make bench    every operator's benchmark against this machine's ceilings and torch, recorded under build/benchmarks
-# make docs, make format, make lint, make clean
+# make docs     the site of documents, build/docs/html; make test-docs opens it in a browser
+# make format, make lint, make clean
 
 SHELL := /bin/bash
 PYTHON := .venv/bin/python
@@ -22,7 +23,7 @@ LEAN := -DHOPWELL_BUILD_CLI=OFF -DHOPWELL_BUILD_TESTS=OFF -DHOPWELL_EMULATOR=OFF
 INSTALL_PACKAGE := $(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --config-settings build-dir=build/$(PRESET) .
 
 .PHONY: demo test setup packages environment build library bench docs format lint clean
-.PHONY: nightly test-cpp test-python test-install test-asan test-tsan
+.PHONY: nightly test-cpp test-python test-install test-asan test-tsan test-docs
 .DEFAULT_GOAL := build
 
 setup: packages environment
@@ -85,8 +86,16 @@ nightly: build
 bench: build
 	@$(PYTHON) benchmarks/cpu.py
 
-docs: build
-	@.venv/bin/pdoc --output-directory build/docs hopwell && echo "open build/docs/index.html"
+# Nothing is compiled: the Python reference is made of docstrings, the C++ one of the headers. Any warning is an error.
+docs: environment
+	@scripts/setup.sh packages doxygen
+	@scripts/setup.sh documents
+	@$(PYTHON) -m sphinx -b html -W --keep-going -q -j auto docs build/docs/html
+	@echo "open build/docs/html/index.html"
+
+test-docs: docs
+	@scripts/setup.sh packages chromium fonts-dejavu-core
+	@$(PYTHON) -m pytest -p no:cacheprovider tests/docs
 
 format: setup
 	@git ls-files '*.cpp' '*.hpp' '*.h' '*.cu' | xargs .venv/bin/clang-format -i

@@ -1,23 +1,25 @@
 #!/usr/bin/env bash
-# Installs what the project builds with. setup.sh packages: Debian packages (packages.txt); setup.sh environment: a Python
-# environment, .venv (requirements.txt), which needs them. Does nothing where all of it is there. make calls it.
+# Installs what the project builds with. setup.sh packages: Debian packages (those named, else packages.txt); setup.sh
+# environment: a Python environment, .venv (requirements.txt), which needs them; setup.sh documents: what `make docs` adds to
+# it (requirements-docs.txt). Does nothing where all of it is there. make calls it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 missing_packages() {
   local package
-  grep -v '^#' packages.txt | while read -r package; do
+  for package in "$@"; do
     dpkg-query -W -f '${db:Status-Status}\n' "$package" 2>/dev/null | grep -qx installed || printf '%s\n' "$package"
   done
 }
 
 packages() {
-  local missing as_root=()
+  local missing as_root=() wanted=("$@")
+  [ $# -gt 0 ] || mapfile -t wanted < <(grep -v '^#' packages.txt)
   if ! command -v dpkg-query >/dev/null; then
-    echo "setup: this is no Debian system; install the equivalents of: $(grep -v '^#' packages.txt | tr '\n' ' ')" >&2
+    echo "setup: this is no Debian system; install the equivalents of: ${wanted[*]}" >&2
     return
   fi
-  missing=$(missing_packages | tr '\n' ' ')
+  missing=$(missing_packages "${wanted[@]}" | tr '\n' ' ')
   [ -z "$missing" ] && return
   if [ "$(id -u)" -ne 0 ]; then
     if command -v sudo >/dev/null && sudo -n true 2>/dev/null; then
@@ -50,7 +52,16 @@ environment() {
   echo "$wanted" >"$stamp"
 }
 
+documents() {
+  local wanted stamp=.venv/.installed-docs
+  wanted=$(sha256sum requirements-docs.txt | cut -d' ' -f1)
+  [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && return
+  echo "setup: adding Sphinx to .venv"
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --requirement requirements-docs.txt
+  echo "$wanted" >"$stamp"
+}
+
 case ${1:-} in
-  packages | environment) "$1" ;;
-  *) echo "usage: $0 packages | environment" >&2 && exit 2 ;;
+  packages | environment | documents) "$@" ;;
+  *) echo "usage: $0 packages [NAME…] | environment | documents" >&2 && exit 2 ;;
 esac

@@ -9,8 +9,8 @@
 
 namespace hopwell {
 
-// The message names the operator, the argument, what was expected and what came:
-// `sparse_mla_forward: indices must be int32 [s_q, h_kv, topk]; got int64 [4, 1, 2048]`.
+/// The message names the operator, the argument, what was expected and what came:
+/// `sparse_mla_forward: indices must be int32 [s_q, h_kv, topk]; got int64 [4, 1, 2048]`.
 class HOPWELL_API Error : public std::runtime_error {
  public:
   Error(hopwell_status status, const std::string& message) : std::runtime_error(message), status_(status) {}

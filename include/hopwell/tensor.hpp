@@ -14,7 +14,7 @@
 
 namespace hopwell {
 
-// 16-bit floats as storage: bits only, converted to float to compute.
+/// 16-bit floats as storage: bits only, converted to float to compute.
 struct bfloat16 {
   std::uint16_t bits;
   friend bool operator==(bfloat16, bfloat16) = default;
@@ -23,7 +23,7 @@ struct float16 {
   std::uint16_t bits;
   friend bool operator==(float16, float16) = default;
 };
-// Two e2m1 codes in a byte, the low nibble first; and an e4m3 number. uint8_t serves for both as well.
+/// Two e2m1 codes in a byte, the low nibble first; and an e4m3 number. uint8_t serves for both as well.
 struct float4_e2m1x2 {
   std::uint8_t bits;
 };
@@ -59,12 +59,12 @@ constexpr DLDataType dlpack_dtype() {
 }
 }  // namespace detail
 
-// A view of memory that somebody else owns:
-//
-//     Tensor q(pointer, {s_q, h_q, d_qk});                                    // row-major, on the host
-//     Tensor k(pointer, {s_kv, d_qk}, {.strides = {1024, 1}, .device = {kDLCUDA, 0}});
-//
-// Shape and strides live in the view, so an argument struct filled from a Tensor is valid as long as the Tensor is.
+/// A view of memory that somebody else owns:
+///
+///     Tensor q(pointer, {s_q, h_q, d_qk});                                    // row-major, on the host
+///     Tensor k(pointer, {s_kv, d_qk}, {.strides = {1024, 1}, .device = {kDLCUDA, 0}});
+///
+/// Shape and strides live in the view, so an argument struct filled from a Tensor is valid as long as the Tensor is.
 class Tensor {
  public:
   static constexpr int kMaxDims = 8;
@@ -93,7 +93,7 @@ class Tensor {
     }
   }
 
-  // For element types known only at run time.
+  /// For element types known only at run time.
   Tensor(void* data, DLDataType dtype, std::span<const std::int64_t> shape, std::span<const std::int64_t> strides,
          DLDevice device = {kDLCPU, 0}) {
     if (shape.size() != strides.size()) throw std::invalid_argument("Tensor: shape and strides differ in length");

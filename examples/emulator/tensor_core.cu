@@ -1,9 +1,8 @@
-// A Blackwell kernel of one's own: C = A Bᵀ on the tensor core, with operands that threads write to shared memory.
+// Step 2: C = A Bᵀ on the tensor core of Blackwell, with operands that threads write to shared memory.
 // The same file compiles with nvcc for sm_100a and, in this example, with g++ for the emulator.
-#include "kernel.hpp"
-
 #include "arch/launch.hpp"
 #include "arch/sm100/tcgen05.hpp"
+#include "steps.hpp"
 
 namespace {
 
@@ -19,8 +18,7 @@ struct SharedStorage {
 // Where the tensor core expects element (row, k): 16-byte chunks of a row are xor-ed with the row number.
 HOPWELL_DEVICE int swizzled_index(int row, int k) { return row * 64 + ((k / 8 ^ row % 8) * 8 + k % 8); }
 
-__global__ void __launch_bounds__(128)
-    kernel(const unsigned short* a, const unsigned short* b, float* c, bool forget_fence) {
+__global__ void __launch_bounds__(128) kernel(const unsigned short* a, const unsigned short* b, float* c, bool bug) {
 #if HOPWELL_HAS_SM100A
   auto& s = dynamic_smem<SharedStorage>();
   const int t = thread_index(), warp = warp_index();
@@ -34,8 +32,7 @@ __global__ void __launch_bounds__(128)
   }
   for (int i = t; i < 128 * 64; i += 128) s.a[swizzled_index(i / 64, i % 64)] = a[i];
   for (int i = t; i < 64 * 64; i += 128) s.b[swizzled_index(i / 64, i % 64)] = b[i];
-  if (!forget_fence)
-    fence_proxy_async();  // the tensor core reads shared memory through another path than threads write it
+  if (!bug) fence_proxy_async();  // the tensor core reads shared memory through another path than threads write it
   syncthreads();
 
   if (t == 0) {
@@ -63,11 +60,11 @@ __global__ void __launch_bounds__(128)
 
 }  // namespace
 
-void tcgen05_tile(const unsigned short* a, const unsigned short* b, float* c, bool forget_fence) {
+void tensor_core_tile(const unsigned short* a, const unsigned short* b, float* c, bool bug) {
   const LaunchShape shape{.grid = {1}, .threads = 128, .shared_bytes = sizeof(SharedStorage)};
 #if HOPWELL_ON_DEVICE
-  launch(kernel, shape, nullptr, a, b, c, forget_fence);
+  launch(kernel, shape, nullptr, a, b, c, bug);
 #else
-  launch(kernel, shape, a, b, c, forget_fence);
+  launch(kernel, shape, a, b, c, bug);
 #endif
 }

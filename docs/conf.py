@@ -1,0 +1,74 @@
+"""Sphinx' settings for `make docs`. What is generated, from which files: generated.py and plots.py beside this file."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+BUILD = ROOT / "build" / "docs"
+sys.path[:0] = [str(HERE), str(ROOT / "python")]
+
+import generated  # noqa: E402
+import notebook  # noqa: E402
+import plots  # noqa: E402
+
+project = "Hopwell"
+author = "Hopwell's authors"
+copyright = "2026, Hopwell's authors. Apache-2.0"
+release = re.search(r"project\(hopwell VERSION ([0-9.]+)", (ROOT / "CMakeLists.txt").read_text())[1]
+version = release
+
+extensions = [
+    "breathe",
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
+source_suffix = {".md": "markdown"}
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+
+# The Python reference is made of docstrings. PyTorch is imported, the compiled module is not: no build is needed.
+autodoc_mock_imports = ["hopwell._hopwell"]
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+autodoc_preserve_defaults = True
+add_module_names = False
+napoleon_use_rtype = False
+napoleon_use_param = False
+default_role = "code"
+
+# The C and C++ reference is made of the headers' comments.
+breathe_projects = {"hopwell": str(BUILD / "doxygen" / "xml")}
+breathe_default_project = "hopwell"
+breathe_show_include = False
+breathe_domain_by_extension = {"h": "cpp", "hpp": "cpp"}
+toc_object_entries = False
+cpp_id_attributes = ["HOPWELL_API"]
+
+html_theme = "furo"
+html_title = f"Hopwell {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_sphinx = False
+html_copy_source = False
+copybutton_exclude = ".linenos, .gp, .go"
+
+
+def make_inputs(app: object) -> None:
+    """Runs Doxygen, draws the pictures, makes the notebook: before any page is read."""
+    (BUILD / "doxygen").mkdir(parents=True, exist_ok=True)
+    subprocess.run(["doxygen", "docs/Doxyfile"], cwd=ROOT, check=True)
+    plots.draw_all(HERE / "_generated")
+    notebook.convert(ROOT / "examples" / "swap_one_import.py", HERE / "_generated" / "swap_one_import.ipynb")
+
+
+def setup(app: object) -> None:
+    """Sphinx calls this."""
+    app.connect("builder-inited", make_inputs)
+    app.connect("source-read", generated.fill)
+    app.connect("autodoc-process-docstring", generated.formulas_are_literal, priority=100)

@@ -1,0 +1,293 @@
+"""What the site's pages do not say themselves: made of docstrings, headers, tests and records when they are built.
+
+A page asks by a line `<!-- generated: NAME ARGUMENTS -->`, which forges show as nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import records
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "python" / "hopwell"
+MARKER = re.compile(r"^<!-- generated: (\w+) ?(.*?) -->$", re.MULTILINE)
+BACKENDS = ("cpu", "sm80", "sm90", "sm100")
+
+
+# ---- what there is -------------------------------------------------------------------------------------------------
+
+
+def operators() -> list[str]:
+    """The operators, in the order of the Python package's table of them."""
+    tree = ast.parse((PACKAGE / "_ops.py").read_text())
+    for node in tree.body:
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and node.targets[0].id == "_OPERATORS"
+        ):
+            functions = next(n for n in ast.walk(node) if isinstance(n, ast.Tuple))
+            return [n.id for n in functions.elts if isinstance(n, ast.Name)]
+    raise ValueError("python/hopwell/_ops.py has no table of operators")
+
+
+def docstrings() -> dict[str, str]:
+    """Those of the functions in `hopwell`."""
+    tree = ast.parse((PACKAGE / "_ops.py").read_text())
+    return {node.name: ast.get_docstring(node) or "" for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def registered() -> dict[str, set[str]]:
+    """By operator, the backends that register a kernel for it. A folder of several operators names their problems."""
+    found: dict[str, set[str]] = {}
+    for folder in sorted((ROOT / "src" / "ops").iterdir()):
+        for backend in BACKENDS:
+            for source in (folder / f"{backend}.cpp", folder / f"{backend}.cu"):
+                for problem in re.findall(r"Registration<(\w*)Problem>", source.read_text() if source.exists() else ""):
+                    operator = f"{folder.name.split('_')[0]}_{problem.lower()}" if problem else folder.name
+                    found.setdefault(operator, set()).add(backend)
+    return found
+
+
+def refusals() -> dict[tuple[str, str], list[str]]:
+    """By operator and backend, the words with which it leaves a case of the test suite to another one."""
+    text = (ROOT / "cases" / "refused.cpp").read_text()
+    text = re.sub(r'"\s*\n\s*"', "", text)  # adjacent literals
+    entries = re.findall(r'\{"(\w+)",\s*"(sm\d+)",\s*\{(.*?)\}\},', text, re.DOTALL)
+    return {(op, target): re.findall(r'\{"([^"]*)",\s*"', reasons + "}") for op, target, reasons in entries}
+
+
+def compat_modules() -> list[str]:
+    """The modules of hopwell.compat."""
+    return sorted(path.stem for path in (PACKAGE / "compat").glob("[a-z]*.py"))
+
+
+# ---- pieces of pages -----------------------------------------------------------------------------------------------
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def rst(text: str) -> str:
+    return f"```{{eval-rst}}\n{text}\n```\n"
+
+
+def python(names: str) -> str:
+    """The reference of functions: dotted names, or those of `hopwell`."""
+    return rst("\n".join(f".. autofunction:: {name if '.' in name else 'hopwell.' + name}" for name in names.split()))
+
+
+def module(name: str) -> str:
+    return rst(f".. automodule:: {name}\n   :members:\n   :undoc-members:\n")
+
+
+def docstring(name: str) -> str:
+    """A module's own text, without its members."""
+    return rst(f".. automodule:: {name}\n")
+
+
+def operator_list() -> str:
+    """A line for each operator: its page, and the first line of its docstring."""
+    first = {name: text.split("\n\n")[0].replace("\n", " ") for name, text in docstrings().items()}
+    rows = [[f"[`{name}`](../operators/{name}.md)", first[name]] for name in operators()]
+    return table(["operator", "what it computes"], rows)
+
+
+def compat() -> str:
+    return "\n".join(
+        f"## hopwell.compat.{name}\n\n" + rst(f".. automodule:: hopwell.compat.{name}\n   :members:\n")
+        for name in compat_modules()
+    )
+
+
+def formula(operator: str) -> str:
+    """The header's formula, where the Python docstring has none."""
+    if "=" in docstrings()[operator].partition("Args:")[0]:
+        return ""
+    header = (ROOT / "include" / "hopwell" / "hopwell.h").read_text()
+    comment = header.partition(f"typedef struct hopwell_{operator}_args")[0].rpartition("/**")[2]
+    lines = [re.sub(r"^ \*/? ?", "", line) for line in comment.splitlines()]
+    text = inspect.cleandoc("\n".join(line for line in lines if line.startswith("    ") or not line))
+    return f"```text\n{text}\n```\n"
+
+
+def cpp(operator: str) -> str:
+    """An operator's argument struct, from the header."""
+    return rst(f".. doxygenstruct:: hopwell_{operator}_args\n   :members:\n   :undoc-members:\n")
+
+
+def cpp_structs() -> str:
+    """Where the argument structs are described."""
+    return (
+        "\n".join(f"- [`hopwell_{operator}_args`](../operators/{operator}.md#c-and-c)" for operator in operators())
+        + "\n"
+    )
+
+
+def file(name: str) -> str:
+    """A Markdown file of the repository's root, with its links as they are from here."""
+    text = re.sub(r"\]\(docs/", "](", (ROOT / name).read_text())
+    return re.sub(r"\]\(([A-Z]+)\.md\)", lambda found: f"]({found[1].lower()}.md)", text)
+
+
+def contents(patterns: str) -> str:
+    """A part of the table of contents: all pages that match."""
+    return "```{toctree}\n:hidden:\n:glob:\n\n" + "\n".join(patterns.split()) + "\n```\n"
+
+
+def chips(folder: str = "") -> str:
+    """Operators × chips, from the registrations in src/ops; `folder`: where the operators' pages are from here."""
+    rows = []
+    for operator in operators():
+        own, cells = registered()[operator], []
+        for i, backend in enumerate(BACKENDS):
+            lower = [b for b in BACKENDS[1 : min(i, 2)] if b in own]  # Blackwell runs none of sm90a's
+            if backend in own:
+                cells.append("emulated" if backend == "sm100" else "yes")
+            else:
+                cells.append(f"by {lower[0]}" if lower else "–")
+        rows.append([f"[`{operator}`]({folder}{operator}.md)", *cells])
+    return table(["operator", *BACKENDS], rows)
+
+
+def backends(operator: str) -> str:
+    """Where an operator runs, and what a backend leaves to another: the words that tests have recorded."""
+    rows, own, words = [], registered()[operator], refusals()
+    for backend in BACKENDS:
+        if backend not in own:
+            continue
+        refused = words.get((operator, backend), [])
+        takes = "<br>".join(f"“{reason}”" for reason in refused) or "nothing that the test suite has met"
+        rows.append([f"`{backend}`", takes])
+    text = table(["backend", "leaves to another backend, with these words"], rows)
+    return text + (
+        "\nThe words are those that the test suite has recorded (`cases/refused.cpp`); `hopwell.explain` gives them"
+        " for a call of yours.\n"
+    )
+
+
+def peers(operator: str) -> str:
+    """The picture and the table of what benchmarks/peers.py recorded."""
+    rows = records.peer_rows(operator)
+    if not rows:
+        return "No other package was timed beside it.\n"
+    record = records.read("peers")
+    lines = [
+        [
+            records.short_text(row),
+            row["peer"],
+            f"{row['us']:,.0f}" if row["us"] >= 100 else f"{row['us']:.1f}",
+            f"{row['peer_us']:,.0f}" if row["peer_us"] >= 100 else f"{row['peer_us']:.1f}",
+            f"{row['times_as_fast']:.2f} ({row['middle_half'][0]:.2f}–{row['middle_half'][1]:.2f})",
+            f"{row['share']:.2f} / {row['peer_share']:.2f}" if row.get("share") else "–",
+        ]
+        for row in rows
+    ]
+    shape = ", ".join(
+        f"{name} {records.number(value)}" for name, value in records.default_shapes().get(operator, {}).items() if value
+    )
+    versions = ", ".join(
+        f"{name} {version}" for name, version in record["versions"].items() if version != "not installed"
+    )
+    notes = sorted({f"{row['peer']}: {row['note']}" for row in rows if row.get("note")})
+    notes += [f"{peer} did not run: {reason}" for peer, reason in records.peers_that_failed(operator).items()]
+    text = f"```{{image}} /_generated/{operator}.svg\n:alt: {operator} beside other packages\n:width: 100%\n```\n\n"
+    text += f"Shape where a row names nothing else: {shape}.\n\n" if shape else ""
+    text += table(
+        ["shape", "beside", "µs", "its µs", "its time ÷ Hopwell's (middle half)", "shares of the ceiling"], lines
+    )
+    text += "".join(f"\n- {note}" for note in notes) + "\n"
+    return text + (
+        f"\nTimed in turns by `benchmarks/peers.py` on {records.provenance(record)}, with {versions}."
+        " Record: `benchmarks/results/h200/peers.json`.\n"
+    )
+
+
+def bench(operator: str) -> str:
+    """The table of what `hopwell bench` recorded."""
+    rows = records.bench_rows(operator)
+    if not rows:
+        return "`hopwell bench` has no record of it.\n"
+    lines = [
+        [
+            row["shape"],
+            f"`{row['backend']}`",
+            f"{row['median_seconds'] * 1e6:,.1f}",
+            f"{row['share_of_matmul']:.2f}" if row["share_of_matmul"] else "–",
+            f"{row['share_of_read']:.2f}" if row["share_of_read"] else "–",
+        ]
+        for row, _ in rows
+    ]
+    made = sorted({records.provenance(record) for _, record in rows})
+    text = table(["shape", "backend", "µs", "share of the matrix product", "share of reading the bytes"], lines)
+    return text + f"\nBy `hopwell bench {operator}` on {'; '.join(made)}.\n"
+
+
+def training_step() -> str:
+    """The steps of benchmarks/training_step.py."""
+    record = records.read("training_step")
+    rows = [
+        [
+            row["model"],
+            records.number(row["s"]),
+            f"{row['ms']:.0f}",
+            f"{row['share']:.2f}",
+            f"{row['times_as_fast_as_dense']:.2f}",
+        ]
+        for row in record["results"]
+    ]
+    text = table(["model", "tokens", "ms a layer", "share of the floor", "dense attention's time ÷ Hopwell's"], rows)
+    return text + f"\nBy `benchmarks/training_step.py` on {records.provenance(record)}.\n"
+
+
+GENERATORS: dict[str, Callable[..., str]] = {
+    function.__name__: function
+    for function in (
+        python,
+        docstring,
+        module,
+        operator_list,
+        formula,
+        compat,
+        cpp,
+        cpp_structs,
+        file,
+        contents,
+        chips,
+        backends,
+        peers,
+        bench,
+        training_step,
+    )
+}
+
+
+# ---- hooks of Sphinx -----------------------------------------------------------------------------------------------
+
+
+def fill(app: object, docname: str, source: list[str]) -> None:
+    """Puts the generated pieces where a page asks for them."""
+    source[0] = MARKER.sub(lambda found: GENERATORS[found[1]](*([found[2]] if found[2] else [])), source[0])
+
+
+def formulas_are_literal(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Indented blocks of a docstring's text are formulas or code: literal blocks, as Markdown has them."""
+    result: list[str] = []
+    in_sections = in_block = False
+    for line in lines:
+        in_sections = in_sections or line in ("Args:", "Returns:", "Raises:")
+        indented = line.startswith("  ") and not in_sections
+        if indented and not in_block:
+            result += ["", "::", ""]
+        if in_block and line and not indented:
+            result.append("")
+        in_block = indented or (in_block and not line)
+        result.append(line)
+    lines[:] = result

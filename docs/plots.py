@@ -1,0 +1,216 @@
+"""Draws every picture of the documents from the committed records.
+
+python docs/plots.py                 the README's picture, docs/pictures/peers.svg
+python docs/plots.py --check         fails where that file is not what the records give
+python docs/plots.py --all FOLDER    the pictures of the site, as `make docs` does
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+from pathlib import Path
+from statistics import median
+
+import matplotlib as mpl
+
+mpl.use("svg")
+
+import matplotlib.pyplot as plt
+import records
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+README_PICTURE = Path(__file__).parent / "pictures" / "peers.svg"
+Bar = tuple[str, float, float, float]  # a label, a ratio and the ends of its middle half
+
+OURS, PEER, OTHER = "#0b6e4f", "#9aa5b1", "#d9822b"
+MLA = {
+    "sparse_mla_forward": ("Sparse MLA, forward", "FlashMLA"),
+    "sparse_mla_backward": ("Sparse MLA, backward", "cuDNN front end"),
+    "attention_distribution": ("Attention distribution", "cuDNN front end"),
+}
+
+
+def style() -> None:
+    mpl.rcParams.update(
+        {
+            "font.family": "DejaVu Sans",
+            "font.size": 9,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.titlesize": 10,
+            "axes.titleweight": "bold",
+            "svg.hashsalt": "hopwell",
+            "svg.fonttype": "path",
+            "figure.facecolor": "white",
+        }
+    )
+
+
+def svg(figure: Figure) -> str:
+    """The same text for the same records: without a date, and without spaces at the ends of lines."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None}, bbox_inches="tight")
+    plt.close(figure)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+
+
+def by_keys(axes: Axes, operator: str, peer: str) -> None:
+    """Shares of the matrix product over the number of keys: filled marks for 128 heads, open ones for 64."""
+    rows = [r for r in records.peer_rows(operator) if r["peer"] == peer and {"h_q", "s_kv"} <= r["shape"].keys()]
+    for heads, marker, fill in ((128, "o", "full"), (64, "s", "none")):
+        chosen = sorted((r for r in rows if r["shape"]["h_q"] == heads), key=lambda r: r["shape"]["s_kv"])
+        keys = [r["shape"]["s_kv"] for r in chosen]
+        for name, share, color, line in (("Hopwell", "share", OURS, "-"), (peer, "peer_share", PEER, "--")):
+            values = [r[share] for r in chosen]
+            label = f"{name}, {heads} heads"
+            axes.plot(keys, values, color=color, marker=marker, fillstyle=fill, linestyle=line, label=label)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(sorted({r["shape"]["s_kv"] for r in rows})))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: records.number(int(value))))
+    axes.set_ylim(0, 1)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
+    axes.set_xlabel("keys")
+    axes.grid(axis="y", alpha=0.3)
+
+
+def ratios(axes: Axes, bars: list[Bar]) -> None:
+    """Bars from 1 to the other's time over Hopwell's, with the middle half of the runs; to the left: slower."""
+    for i, (_, ratio, low, high) in enumerate(bars):
+        axes.barh(i, ratio - 1, left=1, color=OURS if ratio >= 1 else OTHER, height=0.65)
+        axes.plot([low, high], [i, i], color="black", linewidth=0.8)
+        x, side = (max(ratio, high) * 1.03, "left") if ratio >= 1 else (min(ratio, low) / 1.03, "right")
+        axes.text(x, i, f"{ratio:.2f}", ha=side, va="center", fontsize=8)
+    axes.set_yticks(range(len(bars)), [label for label, *_ in bars])
+    axes.invert_yaxis()
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_xscale("log")
+    longest = max(ratio for _, ratio, *_ in bars)
+    axes.xaxis.set_major_locator(FixedLocator([tick for tick in (0.5, 1, 2, 5, 10, 20) if tick <= 2 * longest]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set_xlim(0.6, 1.5 * longest)
+    axes.set_xlabel("the other's time ÷ Hopwell's: to the right of 1 Hopwell is the faster")
+
+
+def bar(row: records.Row, label: str) -> Bar:
+    return label, row["times_as_fast"], *row["middle_half"]
+
+
+def readme_bars() -> list[Bar]:
+    """One bar a peer and shape of the operators that are bound by bytes or latencies."""
+    bars = [
+        bar(row, f"paged_attention, {describe_decode(row)} · FlashInfer")
+        for row in records.peer_rows("paged_attention")
+        if row["peer"] == "FlashInfer" and describe_decode(row)
+    ]
+    bars += [
+        bar(row, f"lightning_indexer, {queries(row)} · cuDNN front end")
+        for row in records.peer_rows("lightning_indexer")
+        if row["peer"] == "cuDNN front end"
+    ]
+    bars += [
+        bar(row, "lightning_indexer_backward · cuDNN front end")
+        for row in records.peer_rows("lightning_indexer_backward")
+    ]
+    linear = records.peer_rows("nvfp4_linear")
+    for n in sorted({row["shape"]["n"] for row in linear}):
+        chosen = sorted((row for row in linear if row["shape"]["n"] == n), key=lambda row: row["times_as_fast"])
+        label = f"nvfp4_linear, batch {n} · bf16 in PyTorch"
+        bars.append(
+            (
+                label,
+                median(row["times_as_fast"] for row in chosen),
+                chosen[0]["times_as_fast"],
+                chosen[-1]["times_as_fast"],
+            )
+        )
+    return bars
+
+
+def describe_decode(row: records.Row) -> str:
+    """A name for the shapes of decode that the README shows; "" for the others."""
+    shape = row["shape"]
+    if not shape:
+        return "64 × 4,096 tokens"
+    if "shortest" in shape:
+        return "ragged"
+    if "longest" in shape:
+        return f"one 65,536 among 512s, {shape.get('h_q', 32)} heads"
+    if shape.get("b") == 1:
+        return f"one sequence of {shape['context']:,}"
+    return ""
+
+
+def queries(row: records.Row) -> str:
+    count = row["shape"].get("s_q", records.default_shapes()["lightning_indexer"]["s_q"])
+    return "one query" if count == 1 else f"{count} queries"
+
+
+def readme_picture() -> str:
+    style()
+    figure = plt.figure(figsize=(10, 7), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=[1, 1.3])
+    panels = above.subplots(1, 3, sharey=True)
+    for axes, (operator, (title, peer)) in zip(panels, MLA.items(), strict=True):
+        by_keys(axes, operator, peer)
+        axes.set_title(title, loc="left")
+        axes.legend(frameon=False, fontsize=7, loc="lower left", borderpad=0)
+    panels[0].set_ylabel("share of cuBLAS' bf16 product")
+    axes = below.subplots()
+    ratios(axes, readme_bars())
+    axes.set_title("Decode, indexer and 4-bit weights", loc="left")
+    note = f"Timed in turns on {records.provenance(records.read('peers'))}"
+    axes.set_xlabel(f"{axes.get_xlabel()}\n{note}")
+    return svg(figure)
+
+
+def operator_picture(operator: str) -> str:
+    """The picture on an operator's page; "" where no peer was measured."""
+    rows = records.peer_rows(operator)
+    if not rows:
+        return ""
+    style()
+    if operator in MLA:
+        figure, axes = plt.subplots(figsize=(8, 3.4), layout="constrained")
+        by_keys(axes, operator, MLA[operator][1])
+        axes.set_ylabel("share of cuBLAS' bf16 product")
+        figure.legend(frameon=False, fontsize=8, loc="outside right center")
+        return svg(figure)
+    figure, axes = plt.subplots(figsize=(8, 0.8 + 0.27 * len(rows)), layout="constrained")
+    ratios(axes, [bar(row, f"{records.short_text(row)} · {row['peer']}") for row in rows])
+    return svg(figure)
+
+
+def draw_all(folder: Path) -> None:
+    """Writes each operator's picture to the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for operator in sorted({row["operator"] for row in records.read("peers")["results"]}):
+        (folder / f"{operator}.svg").write_text(operator_picture(operator))
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--all", type=Path, metavar="FOLDER")
+    options = parser.parse_args()
+    if options.all:
+        draw_all(options.all)
+        return 0
+    picture = readme_picture()
+    if options.check:
+        same = README_PICTURE.exists() and README_PICTURE.read_text() == picture
+        if not same:
+            print(f"{README_PICTURE} is out of date: run python docs/plots.py", file=sys.stderr)
+        return 0 if same else 1
+    README_PICTURE.write_text(picture)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

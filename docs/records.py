@@ -1,0 +1,81 @@
+"""The committed records of benchmarks, as the documents need them: the only place that figures come from."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "benchmarks" / "results" / "h200"
+
+Row = dict[str, Any]
+
+
+def read(name: str) -> dict[str, Any]:
+    """The record `name`.json of the H200."""
+    record: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
+    return record
+
+
+def bench_rows(operator: str) -> list[tuple[Row, dict[str, Any]]]:
+    """What `hopwell bench` measured of an operator, each row with the record that it stands in."""
+    records = [read(path.stem) for path in sorted(FOLDER.glob("*.json"))]
+    return [
+        (row, record)
+        for record in records
+        for row in record.get("results", [])
+        if row.get("operator") == operator and "median_seconds" in row
+    ]
+
+
+def peer_rows(operator: str) -> list[Row]:
+    """What benchmarks/peers.py measured of an operator beside other packages; without those that did not run."""
+    return [row for row in read("peers")["results"] if row["operator"] == operator and "times_as_fast" in row]
+
+
+def peers_that_failed(operator: str) -> dict[str, str]:
+    """The packages that did not run beside an operator, with the reason."""
+    return {
+        row["peer"]: row["failed"]
+        for row in read("peers")["results"]
+        if row["operator"] == operator and "failed" in row
+    }
+
+
+def default_shapes() -> dict[str, dict[str, int]]:
+    """The shapes that benchmarks/peers.py takes where a row names none: the defaults of its functions."""
+    tree = ast.parse((ROOT / "benchmarks" / "peer_calls.py").read_text())
+    return {
+        node.name: {
+            argument.arg: ast.literal_eval(value)
+            for argument, value in zip(node.args.args[-len(node.args.defaults) :], node.args.defaults, strict=True)
+        }
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.args.defaults
+    }
+
+
+def number(value: int) -> str:
+    """8192 as 8 K, 512 as it is."""
+    return f"{value // 1024} K" if value >= 1024 and value % 1024 == 0 else f"{value:,}"
+
+
+def shape_text(row: Row) -> str:
+    """A row's whole shape: its defaults, and what it names itself."""
+    shape = {**default_shapes().get(row["operator"], {}), **row["shape"]}
+    return ", ".join(f"{name} {number(value)}" for name, value in shape.items() if value)
+
+
+def short_text(row: Row) -> str:
+    """What tells a row from the others of its operator."""
+    return ", ".join(f"{name} {number(value)}" for name, value in row["shape"].items()) or "default shape"
+
+
+def provenance(record: dict[str, Any]) -> str:
+    """The machine, the day and the commit of a record."""
+    device = record.get("device") or " and ".join(record.get("devices", [])) or "?"
+    parts = [f"one {device}", f"driver {record['driver']}" if record.get("driver") else "", record["date"]]
+    parts.append(f"commit {record['commit']}" if record.get("commit") else "")
+    return ", ".join(part for part in parts if part)

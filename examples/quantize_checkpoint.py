@@ -1,0 +1,285 @@
+#!/usr/bin/env python3
+"""Quantises a Llama-shaped checkpoint in Hugging Face's format to NVFP4, loads the result, and generates with it.
+
+The folder has config.json and model.safetensors, or several files and model.safetensors.index.json, as
+`save_pretrained` writes them. Without --model a tiny checkpoint with random weights is made first. The quantised weights
+go to model-nvfp4.safetensors in the output folder. Generation is greedy, from token numbers: there is no tokenizer.
+
+The exit code is 0 only if both claims held: the file is smaller by what NVFP4 promises, and the quantised model
+computes what its dequantised weights say.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # PyTorch and Hopwell bring an OpenMP runtime each
+
+import torch
+from dsa_lm.options import Parser, at_least
+from dsa_lm.report import DemoError
+from hopwell.torch import nn as hopwell_nn
+from hopwell.torch import nvfp4_dequantize
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+# ---- the model, with the names of Hugging Face's Llama
+
+
+@dataclass(frozen=True)
+class Config:
+    """What config.json says; other entries are ignored."""
+
+    hidden_size: int = 128
+    intermediate_size: int = 384
+    num_hidden_layers: int = 3
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    vocab_size: int = 512
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    tie_word_embeddings: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions; heads of a group share keys and values."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        width, kv_width = config.hidden_size, config.num_key_value_heads * config.head_dim
+        self.q_proj, self.o_proj = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+        self.k_proj, self.v_proj = nn.Linear(width, kv_width, bias=False), nn.Linear(width, kv_width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [s, width] → [s, width]."""
+        q, k, v = (p(x).unflatten(-1, (-1, self.config.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = (hopwell_nn.rotate(t[None], theta=self.config.rope_theta)[0] for t in (q, k))
+        heads = (t.transpose(0, 1) for t in (q, k, v))
+        out = functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        return self.o_proj(out.transpose(0, 1).flatten(1))
+
+
+class Mlp(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [s, width] → [s, width]."""
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """Attention and SwiGLU, each behind a norm and with a residual."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = Attention(config), Mlp(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [s, width] → [s, width]."""
+        x = x + self.self_attn(self.input_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Llama(nn.Module):
+    """Token numbers in, logits of the next token out."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.model.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.model.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens [s] → logits [s, vocabulary]."""
+        x = self.model.embed_tokens(tokens)
+        for layer in self.model.layers:
+            x = layer(x)
+        logits: Tensor = self.lm_head(self.model.norm(x))
+        return logits
+
+    @torch.no_grad()
+    def generate(self, tokens: list[int], count: int) -> list[int]:
+        """The most likely token, `count` times. Without a cache: it is short."""
+        for _ in range(count):
+            tokens = [*tokens, int(self(torch.tensor(tokens))[-1].argmax())]
+        return tokens[-count:]
+
+
+# ---- the checkpoint
+
+
+def make_checkpoint(folder: Path) -> None:
+    """A checkpoint with random weights, in bf16 as most are."""
+    torch.manual_seed(0)
+    config = Config()
+    state = {name: t.to(torch.bfloat16) for name, t in Llama(config).state_dict().items()}
+    save_file(state, folder / "model.safetensors")
+    written = {field.name: getattr(config, field.name) for field in fields(config)}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **written}, indent=1))
+
+
+def read_checkpoint(folder: Path) -> tuple[Config, dict[str, Tensor]]:
+    """The configuration, and all tensors by name."""
+    try:
+        entries: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        index = folder / "model.safetensors.index.json"
+        names = (
+            sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            if index.exists()
+            else ["model.safetensors"]
+        )
+        state: dict[str, Tensor] = {}
+        for name in names:
+            state |= load_file(folder / name)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise DemoError(f"cannot read the checkpoint {folder}: {error}") from None
+    rope = {**(entries.get("rope_scaling") or {}), **(entries.get("rope_parameters") or {})}
+    kind = rope.get("rope_type", "default")
+    for name, value, expected in (
+        ("model_type", entries.get("model_type"), "llama"),
+        ("hidden_act", entries.get("hidden_act", "silu"), "silu"),
+        ("rope_type", kind, "default"),  # others change the frequencies
+    ):
+        if value != expected:
+            raise DemoError(f"config.json: {name} must be {expected}; got {value!r}")
+    entries.update({name: value for name, value in rope.items() if name == "rope_theta"})
+    known = {field.name for field in fields(Config)}
+    return Config(**{name: value for name, value in entries.items() if name in known}), state
+
+
+def fill(model: Llama, state: dict[str, Tensor], config: Config) -> None:
+    """Puts the tensors into the model; any that is missing, unknown or of another shape is an error."""
+    if config.tie_word_embeddings:
+        state = (
+            {"lm_head.weight": state["model.embed_tokens.weight"], **state}
+            if "model.embed_tokens.weight" in state
+            else state
+        )
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise DemoError(f"the checkpoint does not fit its config.json: {' '.join(str(error).split())}") from None
+
+
+def quantize(model: Llama) -> dict[str, Tensor]:
+    """The model's tensors with each linear layer's weight as codes, scales and a factor; the output head as it is."""
+    state = dict(model.state_dict())
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name != "lm_head" and module.in_features % 16 == 0:
+            del state[f"{name}.weight"]
+            layer = hopwell_nn.NVFP4Linear.from_linear(module)
+            state |= {f"{name}.{part}": tensor for part, tensor in layer.state_dict().items()}
+    return {name: t.to(torch.bfloat16) if t.dtype == torch.float32 and t.ndim else t for name, t in state.items()}
+
+
+def load_quantized(config: Config, path: Path) -> Llama:
+    """A model whose linear layers are NVFP4 wherever the file has codes for them."""
+    state = load_file(path)
+    model = Llama(config)
+    for name in [name.removesuffix(".weight_scale") for name in state if name.endswith(".weight_scale")]:
+        parent, _, own = name.rpartition(".")
+        parts = (state[f"{name}.{part}"] for part in ("weight", "weight_scale", "weight_global"))
+        setattr(model.get_submodule(parent), own, hopwell_nn.NVFP4Linear(*parts))
+    fill(model, state, config)
+    return model.eval()
+
+
+def dequantized(model: Llama) -> dict[str, Tensor]:
+    """The tensors of the model that its codes, scales and factors stand for."""
+    state = dict(model.state_dict())
+    for name, module in model.named_modules():
+        if isinstance(module, hopwell_nn.NVFP4Linear):
+            for part in ("weight_scale", "weight_global"):
+                del state[f"{name}.{part}"]
+            state[f"{name}.weight"] = nvfp4_dequantize(module.weight, module.weight_scale, module.weight_global)
+    return state
+
+
+# ---- the run
+
+
+def bytes_of_layers(state: dict[str, Tensor]) -> int:
+    """Of everything but the embedding and the output head."""
+    return sum(t.nbytes for name, t in state.items() if "embed_tokens" not in name and "lm_head" not in name)
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Quantises, writes, loads, generates, compares."""
+    parser = Parser(
+        prog="quantize_checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", type=Path, help="a folder with config.json and model.safetensors (default: make one)"
+    )
+    parser.add_argument("--output", type=Path, help="where model-nvfp4.safetensors goes (default: the model's folder)")
+    parser.add_argument("--tokens", type=at_least(1), default=16, help="to generate (default: 16)")
+    try:
+        options = parser.parse_args(arguments)
+        with tempfile.TemporaryDirectory() as made:
+            folder = options.model or Path(made)
+            if options.model is None:
+                make_checkpoint(folder)
+            config, state = read_checkpoint(folder)
+            model = Llama(config)
+            fill(model, state, config)
+            written = (options.output or folder) / "model-nvfp4.safetensors"
+            save_file({name: t.contiguous() for name, t in quantize(model).items()}, written)
+            small = load_quantized(config, written)
+            before, after = bytes_of_layers(state), bytes_of_layers(load_file(written))
+    except (DemoError, OSError) as error:
+        print(f"quantize_checkpoint: {error}", file=sys.stderr)
+        return 2
+
+    prompt = [token % config.vocab_size for token in (1, 2, 3, 5, 8, 13, 21, 34)]
+    exact = Llama(config)
+    exact.load_state_dict(dequantized(small))
+    with torch.no_grad():
+        whole, rounded, same = (m(torch.tensor(prompt)) for m in (model, small, exact))
+    begin = time.perf_counter()
+    tokens = small.generate(prompt, options.tokens)
+    seconds = time.perf_counter() - begin
+    agreeing = sum(a == b for a, b in zip(tokens, model.generate(prompt, options.tokens), strict=True))
+
+    print(f"layers: {before:,} bytes → {after:,}, {after / before:.2f} of the checkpoint's")
+    print(f"logits: {relative(rounded, whole):.1%} from those of the checkpoint")
+    print(f"generated {tokens} in {seconds:.2f} s; {agreeing} of {options.tokens} tokens as before")
+    claims = {
+        "layers below a third of their bytes": after < before / 3,
+        "logits within 0.1 % of those of the dequantised weights": relative(rounded, same) < 1e-3,
+    }
+    for claim, holds in claims.items():
+        print(f"{'PASS' if holds else 'FAIL'}  {claim}")
+    return 0 if all(claims.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""The documents: every Python block runs and prints what stands below it; what they claim to be complete is."""
+
+import contextlib
+import importlib.util
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import hopwell
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```python( gpu)?\n(.*?)^```\n(?:```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
+WITH_BLOCKS = [page for page in PAGES if BLOCK.search(page.read_text())]
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def first_difference(page: Path) -> str:
+    """Runs the page's blocks one after another, as a reader would; says what is not as the page has it, or ""."""
+    text, names = page.read_text(), {"__name__": "__main__"}
+    for found in BLOCK.finditer(text):
+        on_gpu, code, expected = found.groups()
+        if on_gpu and not torch.cuda.is_available():
+            continue
+        line = text.count("\n", 0, found.start())
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(compile("\n" * (line + 1) + code, str(page), "exec"), names)
+        if expected is not None and printed.getvalue() != expected:
+            return f"{name(page)}:{line + 1} printed\n{printed.getvalue()}"
+    return ""
+
+
+@pytest.mark.parametrize("page", WITH_BLOCKS, ids=name)
+def test_python_blocks_run_and_print_what_the_page_says(
+    page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert first_difference(page) == ""
+
+
+def test_blocks_for_a_gpu_are_few_and_known() -> None:
+    marked = {name(page): len(re.findall("^```python gpu$", page.read_text(), re.MULTILINE)) for page in PAGES}
+    assert {page: count for page, count in marked.items() if count} == {}
+
+
+def test_no_python_block_escapes() -> None:
+    """Blocks that the pattern above would miss: other words after the language, or a fence that is indented."""
+    for page in PAGES:
+        fences = re.findall(
+            r"^[ \t]*[`~:]{3,}\s*\{?(?:code-block\} |code\} )?(?:python|py)\b.*$", page.read_text(), re.MULTILINE
+        )
+        assert set(fences) <= {"```python", "```python gpu"}, name(page)
+
+
+def test_a_wrong_output_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text("```python\nprint(1)\n```\n```text\n2\n```\n")
+    assert first_difference(page) == "page.md:1 printed\n1\n"
+    page.write_text("```python\nassert False\n```\n")
+    with pytest.raises(AssertionError):
+        first_difference(page)
+
+
+# ---- completeness ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def generated(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import generated
+
+    return generated
+
+
+def test_every_operator_has_its_page_and_its_row(generated: ModuleType) -> None:
+    operators = [o for o in hopwell.__all__ if o not in ("Error", "backends", "explain")]
+    assert sorted(generated.operators()) == operators
+    assert sorted(path.stem for path in (ROOT / "docs" / "operators").glob("*.md") if path.stem != "index") == operators
+    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| `")]
+    for operator in operators:
+        assert any(f"`{operator}`" in row for row in rows), operator
+        page = (ROOT / "docs" / "operators" / f"{operator}.md").read_text()
+        for piece in ("formula", "python", "backends", "peers", "bench", "cpp"):
+            assert f"<!-- generated: {piece} {operator} -->" in page
+        assert page.count("```python") >= 2, f"{operator}: an example and an error"
+
+
+def test_every_generated_piece_can_be_made(generated: ModuleType) -> None:
+    made = 0
+    for page in PAGES:
+        source = [page.read_text()]
+        asked = len(generated.MARKER.findall(source[0]))
+        assert asked == source[0].count("<!-- generated:"), name(page)
+        generated.fill(None, name(page), source)
+        made += asked
+    assert made > 5 * len(generated.operators())
+
+
+def test_pages_know_the_refusals_that_tests_have_recorded(generated: ModuleType) -> None:
+    assert "d_qk must be 576 or 512" in generated.refusals()["sparse_mla_forward", "sm90"]
+    assert "emulated" in generated.chips() and "by sm80" in generated.chips()
+
+
+def test_pictures_are_those_of_the_records() -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        pytest.skip("matplotlib is not installed")
+    command = [sys.executable, str(ROOT / "docs" / "plots.py"), "--check"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
