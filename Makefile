@@ -6,6 +6,7 @@
 # make build    the library and the command (build/), the Python package (into .venv)
 # make bench    every operator's benchmark against this machine's ceilings and torch, recorded under build/benchmarks
 # make docs     the site of documents, build/docs/html; make test-docs opens it in a browser
+# make hooks    quick checks before every commit (.pre-commit-config.yaml)
 # make format, make lint, make clean
 
 SHELL := /bin/bash
@@ -22,7 +23,7 @@ LEAN := -DHOPWELL_BUILD_CLI=OFF -DHOPWELL_BUILD_TESTS=OFF -DHOPWELL_EMULATOR=OFF
 # pip packages what CMake has built: its folder is CMake's, and nothing but the module is left to compile there.
 INSTALL_PACKAGE := $(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --config-settings build-dir=build/$(PRESET) .
 
-.PHONY: demo test setup packages environment build library bench docs format lint clean
+.PHONY: demo test setup packages environment build library bench docs hooks format lint clean
 .PHONY: nightly test-cpp test-python test-install test-asan test-tsan test-docs
 .DEFAULT_GOAL := build
 
@@ -101,9 +102,14 @@ format: setup
 	@git ls-files '*.cpp' '*.hpp' '*.h' '*.cu' | xargs .venv/bin/clang-format -i
 	@.venv/bin/ruff format --quiet . && .venv/bin/ruff check --quiet --fix .
 
+hooks: setup
+	@$(PYTHON) -m pip install --quiet pre-commit==4.7.0
+	@.venv/bin/pre-commit install
+
 lint: build
 	@git ls-files '*.cpp' '*.hpp' '*.h' '*.cu' | xargs .venv/bin/clang-format --dry-run --Werror
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
+	@git ls-files -- ':!*.json' ':!*.svg' | xargs .venv/bin/codespell
 	@git ls-files 'src/*.cpp' 'cases/*.cpp' | xargs .venv/bin/clang-tidy -p build/$(PRESET) --quiet
 
 clean:

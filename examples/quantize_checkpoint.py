@@ -2,8 +2,9 @@
 """Quantises a Llama-shaped checkpoint in Hugging Face's format to NVFP4, loads the result, and generates with it.
 
 The folder has config.json and model.safetensors, or several files and model.safetensors.index.json, as
-`save_pretrained` writes them. Without --model a tiny checkpoint with random weights is made first. The quantised weights
-go to model-nvfp4.safetensors in the output folder. Generation is greedy, from token numbers: there is no tokenizer.
+`save_pretrained` writes them. Without --model a tiny checkpoint with random weights is made first. The quantised
+weights go to model-nvfp4.safetensors in the output folder. Generation is greedy, from token numbers: there is no
+tokenizer.
 
 The exit code is 0 only if both claims held: the file is smaller by what NVFP4 promises, and the quantised model
 computes what its dequantised weights say.
