@@ -91,7 +91,7 @@ bench: build
 docs: environment
 	@scripts/setup.sh packages doxygen
 	@scripts/setup.sh documents
-	@$(PYTHON) -m sphinx -b html -W --keep-going -q -j auto docs build/docs/html
+	@$(PYTHON) -m sphinx -b html -E -W --keep-going -q -j auto docs build/docs/html
 	@echo "open build/docs/html/index.html"
 
 test-docs: docs

@@ -79,6 +79,10 @@ def rst(text: str) -> str:
     return f"```{{eval-rst}}\n{text}\n```\n"
 
 
+def folded(title: str, text: str) -> str:
+    return f"::::{{dropdown}} {title}\n{text}\n::::\n"
+
+
 def python(names: str) -> str:
     """The reference of functions: dotted names, or those of `hopwell`."""
     return rst("\n".join(f".. autofunction:: {name if '.' in name else 'hopwell.' + name}" for name in names.split()))
@@ -179,35 +183,30 @@ def peers(operator: str) -> str:
     if not rows:
         return "No other package was timed beside it.\n"
     record = records.read("peers")
-    lines = [
-        [
-            records.short_text(row),
-            row["peer"],
-            f"{row['us']:,.0f}" if row["us"] >= 100 else f"{row['us']:.1f}",
-            f"{row['peer_us']:,.0f}" if row["peer_us"] >= 100 else f"{row['peer_us']:.1f}",
-            f"{row['times_as_fast']:.2f} ({row['middle_half'][0]:.2f}–{row['middle_half'][1]:.2f})",
-            f"{row['share']:.2f} / {row['peer_share']:.2f}" if row.get("share") else "–",
-        ]
-        for row in rows
-    ]
-    shape = ", ".join(
-        f"{name} {records.number(value)}" for name, value in records.default_shapes().get(operator, {}).items() if value
-    )
-    versions = ", ".join(
-        f"{name} {version}" for name, version in record["versions"].items() if version != "not installed"
-    )
+    with_shares = all("share" in row for row in rows)
+    lines = []
+    for row in rows:
+        low, high = row["middle_half"]
+        times = [f"{us:,.0f}" if us >= 100 else f"{us:.1f}" for us in (row["us"], row["peer_us"])]
+        line = [records.short_text(row), row["peer"], *times, f"{row['times_as_fast']:.2f} ({low:.2f}–{high:.2f})"]
+        if with_shares:
+            line.append(f"{row['share']:.2f} / {row['peer_share']:.2f}")
+        lines.append(line)
+    head = ["shape", "beside", "µs", "its µs", "its time ÷ Hopwell's (middle half)"]
+    head += ["shares of the ceiling"] * with_shares
+    defaults = records.default_shapes().get(operator, {}).items()
+    shape = ", ".join(f"{name} {records.number(value)}" for name, value in defaults if value)
+    installed = [f"{name} {version}" for name, version in record["versions"].items() if version != "not installed"]
     notes = sorted({f"{row['peer']}: {row['note']}" for row in rows if row.get("note")})
     notes += [f"{peer} did not run: {reason}" for peer, reason in records.peers_that_failed(operator).items()]
     text = f"```{{image}} /_generated/{operator}.svg\n:alt: {operator} beside other packages\n:width: 100%\n```\n\n"
     text += f"Shape where a row names nothing else: {shape}.\n\n" if shape else ""
-    text += table(
-        ["shape", "beside", "µs", "its µs", "its time ÷ Hopwell's (middle half)", "shares of the ceiling"], lines
+    text += "".join(f"- {note}\n" for note in notes)
+    text += (
+        f"\nTimed in turns by `benchmarks/peers.py` on {records.provenance(record)}, with {', '.join(installed)}."
+        " Record: `benchmarks/results/h200/peers.json`.\n\n"
     )
-    text += "".join(f"\n- {note}" for note in notes) + "\n"
-    return text + (
-        f"\nTimed in turns by `benchmarks/peers.py` on {records.provenance(record)}, with {versions}."
-        " Record: `benchmarks/results/h200/peers.json`.\n"
-    )
+    return text + folded("Beside other packages, in figures", table(head, lines))
 
 
 def bench(operator: str) -> str:
@@ -227,7 +226,8 @@ def bench(operator: str) -> str:
     ]
     made = sorted({records.provenance(record) for _, record in rows})
     text = table(["shape", "backend", "µs", "share of the matrix product", "share of reading the bytes"], lines)
-    return text + f"\nBy `hopwell bench {operator}` on {'; '.join(made)}.\n"
+    text += f"\nBy `hopwell bench {operator}` on {'; '.join(made)}."
+    return folded("Against the hardware, in figures", text)
 
 
 def training_step() -> str:
@@ -278,16 +278,20 @@ def fill(app: object, docname: str, source: list[str]) -> None:
 
 
 def formulas_are_literal(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """Indented blocks of a docstring's text are formulas or code: literal blocks, as Markdown has them."""
+    """What the house's docstrings mean: indented blocks of the text are formulas or code, and Returns is prose."""
     result: list[str] = []
-    in_sections = in_block = False
+    section, in_block = "", False
     for line in lines:
-        in_sections = in_sections or line in ("Args:", "Returns:", "Raises:")
-        indented = line.startswith("  ") and not in_sections
+        if line in ("Args:", "Returns:", "Raises:"):
+            section = line
+        indented = line.startswith("  ") and not section
         if indented and not in_block:
             result += ["", "::", ""]
         if in_block and line and not indented:
             result.append("")
         in_block = indented or (in_block and not line)
-        result.append(line)
+        if section == "Returns:":  # napoleon would take what is before a colon for a type
+            result += ["", "**Returns**", ""] if line == section else [line.removeprefix("    ")]
+        else:
+            result.append(line)
     lines[:] = result
