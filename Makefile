@@ -2,6 +2,7 @@
 # make test     set-up, build, then every test there is for this machine
 # make nightly  kernels on the emulator under many schedules (SCHEDULES times those of make test), then the fuzzer of all operators for an
 #               hour (FUZZ_SECONDS), under AddressSanitizer
+# make wheel    dist/: a wheel that needs no compiler and the source archive; make test-wheel tries it, make release adds checksums
 # make setup    tools and dependencies: Debian packages and .venv; nothing to do the second time
 # make build    the library and the command (build/), the Python package (into .venv)
 # make bench    every operator's benchmark against this machine's ceilings and torch, recorded under build/benchmarks
@@ -23,7 +24,7 @@ LEAN := -DHOPWELL_BUILD_CLI=OFF -DHOPWELL_BUILD_TESTS=OFF -DHOPWELL_EMULATOR=OFF
 # pip packages what CMake has built: its folder is CMake's, and nothing but the module is left to compile there.
 INSTALL_PACKAGE := $(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --config-settings build-dir=build/$(PRESET) .
 
-.PHONY: demo test setup packages environment build library bench docs hooks format lint clean
+.PHONY: demo test setup packages environment build library bench docs hooks format lint clean wheel test-wheel release
 .PHONY: nightly test-cpp test-python test-install test-asan test-tsan test-docs
 .DEFAULT_GOAL := build
 
@@ -83,6 +84,17 @@ nightly: build
 	@cp build/asan/bindings/python/_hopwell.*.so build/asan/package/hopwell
 	@LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 	  PYTHONPATH=build/asan/package FUZZ_SECONDS=$(FUZZ_SECONDS) FUZZ_SEED=$(FUZZ_SEED) $(PYTHON) -m pytest -p no:cacheprovider tests/python/test_fuzz.py
+
+# WHEEL_PYTHON: the wheel of Python 3.12 or later serves all of these.
+WHEEL_PYTHON ?= python3
+wheel: packages
+	@scripts/wheel.sh $(WHEEL_PYTHON)
+
+test-wheel: wheel
+	@tests/wheel/run.sh dist/*.whl $(WHEEL_PYTHON)
+
+release: test-wheel
+	@scripts/release.sh
 
 bench: build
 	@$(PYTHON) benchmarks/cpu.py

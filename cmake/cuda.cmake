@@ -8,6 +8,9 @@ if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake before 3.25.2 does not kno
   set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION -std=c++20)
 endif()
 set(HOPWELL_ARCHITECTURE_sm80 "80;90-real")  # PTX for later chips; not every machine with a Hopper has the compiler for it
+if(HOPWELL_EVERY_GPU)  # 8.6 and 8.9 run the code of 8.0, and 10.3 that of 10.0
+  set(HOPWELL_ARCHITECTURE_sm80 "80;90-real;100-real;120-real")
+endif()
 set(HOPWELL_ARCHITECTURE_sm90 90a)
 set(HOPWELL_ARCHITECTURE_sm100 100f)
 if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.9)
@@ -30,4 +33,5 @@ foreach(backend sm80 sm90 sm100)
   target_link_libraries(hopwell_${backend} PRIVATE dlpack::dlpack)
   target_sources(hopwell PRIVATE $<TARGET_OBJECTS:hopwell_${backend}>)
 endforeach()
+set_source_files_properties(src/runtime/device.cpp PROPERTIES COMPILE_DEFINITIONS HOPWELL_CUDA_MAJOR=${CUDAToolkit_VERSION_MAJOR})
 target_link_libraries(hopwell PRIVATE CUDA::cudart_static)  # static, so that a machine without a driver can load the library

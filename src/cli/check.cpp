@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <hopwell/hopwell.hpp>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <stdexcept>
@@ -15,6 +16,9 @@
 
 namespace hopwell::cli {
 namespace {
+
+// Of each operator and backend with --quick: the plain ones, which come first.
+constexpr int kQuickCases = 2;
 
 // What the runs of one operator on one backend came to.
 struct Tally {
@@ -103,9 +107,11 @@ int check(const CheckOptions& options) {
       for (const std::string& backend : backends(suite.op)) {  // those with a kernel for it
         if (!options.backend.empty() && backend != options.backend) continue;
         Tally tally;
+        int quick_cases = options.quick ? kQuickCases : std::numeric_limits<int>::max();
         for (const cases::Case& c : suite.cases) {
           if (!c.suits(backend, options.model) || !matches(c.name, options.cases.empty() ? "*" : options.cases))
             continue;
+          if (quick_cases-- == 0) break;
           for (std::uint64_t seed = 1; seed <= options.seeds; ++seed) {
             progress.show(suite.op + " on " + backend + ": " + c.name);
             if (backend.starts_with("emu:")) setenv("HOPWELL_EMULATOR_SEED", std::to_string(seed).c_str(), 1);

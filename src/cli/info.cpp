@@ -10,12 +10,12 @@ int info() {
   std::printf("hopwell %s\n\n%s\n\n", version().c_str(), build_info().c_str());
 
   const auto devices = cuda_devices();
-  if (devices.empty()) std::puts("CUDA devices: none (no NVIDIA driver, libcuda.so.1, or no device behind it)\n");
   for (const DeviceInfo& device : devices) {
     std::printf("CUDA device: %s, compute capability %d.%d, %.1f GiB\n", device.name.c_str(),
                 device.compute_capability / 10, device.compute_capability % 10,
                 static_cast<double>(device.memory_bytes) / (1 << 30));
   }
+  if (!devices.empty()) std::puts("");
 
   Table table({"backend", "state", "needs"});
   for (const BackendInfo& backend : backend_info())

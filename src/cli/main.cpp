@@ -63,6 +63,7 @@ int run(int argc, char** argv) {
   CheckOptions check_options;
   auto* check_command = app.add_subcommand("check", "every operator and corner case against float64, here and now");
   check_command->add_option("OP", check_options.operators, "operators; all by default")->check(an_operator);
+  check_command->add_flag("--quick", check_options.quick, "a few cases of each operator and backend: seconds");
   check_command->add_option("--backend", check_options.backend, "one backend; by default all this machine has")
       ->check(a_backend);
   check_command->add_option("--case", check_options.cases,

@@ -144,11 +144,18 @@ std::vector<std::string> backends(std::string_view operator_name) {
   return names;
 }
 
+namespace {
+std::string not_in_this_build(const runtime::KnownBackend& known) {
+  return std::string("not in this build (cmake ") + (known.host ? "-DHOPWELL_EMULATOR=ON" : "-DHOPWELL_CUDA=ON, with nvcc") +
+         ")";
+}
+}  // namespace
+
 std::vector<BackendInfo> backend_info() {
   std::vector<BackendInfo> infos;
   for (const runtime::KnownBackend& known : runtime::known_backends()) {
     const bool built = runtime::built_backends().contains(known.name);
-    infos.push_back({known.name, known.needs, built ? runtime::missing_on_machine(known) : "not in this build"});
+    infos.push_back({known.name, known.needs, built ? runtime::missing_on_machine(known) : not_in_this_build(known)});
   }
   return infos;
 }

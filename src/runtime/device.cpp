@@ -10,6 +10,7 @@
 #include <string>
 
 #include "runtime/check.hpp"
+#include "runtime/driver_status.hpp"
 
 namespace hopwell::runtime {
 namespace {
@@ -18,6 +19,7 @@ namespace {
 // "Primary Context Management", "Context Management", "Stream Management"). CUresult 0 is success.
 struct Driver {
   int (*init)(unsigned flags);
+  int (*version)(int* version);  // of CUDA, 1000 major + 10 minor
   int (*device_count)(int* count);
   int (*device_get)(int* device, int ordinal);
   int (*device_name)(char* name, int length, int device);
@@ -40,26 +42,60 @@ bool look_up(void* library, const char* name, Function& function) {
   return function != nullptr;
 }
 
-// The driver, initialised; null on a machine without one.
-const Driver* driver() {
-  static const auto load = [](Driver& d) {
-    void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);  // stays loaded: others of the process use it too
-    return library != nullptr && look_up(library, "cuInit", d.init) &&
-           look_up(library, "cuDeviceGetCount", d.device_count) && look_up(library, "cuDeviceGet", d.device_get) &&
-           look_up(library, "cuDeviceGetName", d.device_name) &&
-           look_up(library, "cuDeviceGetAttribute", d.device_attribute) &&
-           look_up(library, "cuDeviceTotalMem_v2", d.device_memory) &&
-           look_up(library, "cuDevicePrimaryCtxRetain", d.retain_primary_context) &&
-           look_up(library, "cuCtxGetDevice", d.context_device) &&
-           look_up(library, "cuCtxPushCurrent_v2", d.push_context) &&
-           look_up(library, "cuCtxPopCurrent_v2", d.pop_context) &&
-           look_up(library, "cuStreamGetCtx", d.stream_context) &&
-           look_up(library, "cuGetErrorString", d.error_string) && d.init(0) == 0;
-  };
-  static Driver loaded{};
-  static const bool there = load(loaded);
-  return there ? &loaded : nullptr;
+bool look_up_all(void* library, Driver& d) {
+  return look_up(library, "cuInit", d.init) && look_up(library, "cuDriverGetVersion", d.version) &&
+         look_up(library, "cuDeviceGetCount", d.device_count) && look_up(library, "cuDeviceGet", d.device_get) &&
+         look_up(library, "cuDeviceGetName", d.device_name) &&
+         look_up(library, "cuDeviceGetAttribute", d.device_attribute) &&
+         look_up(library, "cuDeviceTotalMem_v2", d.device_memory) &&
+         look_up(library, "cuDevicePrimaryCtxRetain", d.retain_primary_context) &&
+         look_up(library, "cuCtxGetDevice", d.context_device) &&
+         look_up(library, "cuCtxPushCurrent_v2", d.push_context) &&
+         look_up(library, "cuCtxPopCurrent_v2", d.pop_context) &&
+         look_up(library, "cuStreamGetCtx", d.stream_context) &&
+         look_up(library, "cuGetErrorString", d.error_string);
 }
+
+std::string error_text(const Driver& d, int error) {
+  const char* text = nullptr;
+  return d.error_string(error, &text) == 0 && text != nullptr ? text : "unknown error " + std::to_string(error);
+}
+
+std::string cuda_version(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+#ifdef HOPWELL_CUDA_MAJOR
+constexpr int kBuiltWith = HOPWELL_CUDA_MAJOR;
+#else
+constexpr int kBuiltWith = 0;  // for no GPU
+#endif
+
+// Loads and initialises the driver. "", or why it cannot be used.
+std::string load(Driver& d) {
+  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);  // stays loaded: others of the process use it too
+  if (library == nullptr) return "no NVIDIA driver (libcuda.so.1 is not found)";
+  if (!look_up_all(library, d)) return "the NVIDIA driver is too old for any CUDA build of Hopwell";
+  if (const int error = d.init(0); error != 0) return "the NVIDIA driver does not start: " + error_text(d, error);
+  int version = 0;
+  if (d.version(&version) != 0 || version / 1000 < kBuiltWith)
+    return "the NVIDIA driver is of CUDA " + cuda_version(version) + ", and this build needs one of CUDA " +
+           std::to_string(kBuiltWith) + ".0 or later";
+  return "";
+}
+
+struct LoadedDriver {
+  Driver driver{};
+  std::string problem = load(driver);
+};
+
+const LoadedDriver& loaded_driver() {
+  static const LoadedDriver loaded;
+  return loaded;
+}
+
+// The driver, initialised; null on a machine without one that can be used.
+const Driver* driver() { return loaded_driver().problem.empty() ? &loaded_driver().driver : nullptr; }
 
 std::vector<CudaDevice> query() {
   const Driver* const d = driver();
@@ -92,9 +128,7 @@ std::vector<CudaDevice> query() {
 
 void require(int result, const std::string& what) {
   if (result == 0) return;
-  const char* text = nullptr;
-  if (driver()->error_string(result, &text) != 0 || text == nullptr) text = "unknown error";
-  throw Error(HOPWELL_DEVICE_ERROR, what + ": " + text);
+  throw Error(HOPWELL_DEVICE_ERROR, what + ": " + error_text(*driver(), result));
 }
 
 // The context that the CUDA runtime uses on a device. Kept for the life of the process.
@@ -123,6 +157,15 @@ bool is_cuda_device(const DLDevice& device) {
 const std::vector<CudaDevice>& cuda_devices() {
   static const std::vector<CudaDevice> devices = query();
   return devices;
+}
+
+std::string cuda_status() {
+  if (!loaded_driver().problem.empty()) return loaded_driver().problem;
+  int version = 0;
+  driver()->version(&version);
+  const auto count = cuda_devices().size();
+  return "driver of CUDA " + cuda_version(version) + ", " +
+         (count == 0 ? "which reports no device" : std::to_string(count) + (count == 1 ? " device" : " devices"));
 }
 
 Device host_device(const DLDevice& location) {

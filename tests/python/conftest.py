@@ -5,8 +5,8 @@ import os
 import numpy as np
 import pytest
 
-# Several processes test at the same time: PyTorch's threads that spin while they wait would keep the others' from working.
-# Read when PyTorch is imported, which is after this.
+# Several processes test at the same time: PyTorch's threads that spin while they wait would keep the others' from
+# working. Read when PyTorch is imported, which is after this.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 

@@ -185,3 +185,55 @@ def test_standard_output_that_is_full_is_an_error(arguments: tuple[str, ...]) ->
         os.close(full)
     assert result.returncode == 1
     assert result.stderr == "hopwell: cannot write to standard output: No space left on device\n"
+
+
+# ---- check --quick -------------------------------------------------------------------------------------------------
+
+
+def test_a_quick_check_takes_the_first_cases(tmp_path: Path) -> None:
+    def cases(*options: str) -> list[str]:
+        place = tmp_path / "results.json"
+        assert run("check", "nvfp4_gemv", "--backend", "cpu", *options, "--json", str(place)).returncode == 0
+        return [record["case"] for record in json.loads(place.read_text())["results"]]
+
+    few, all_cases = cases("--quick"), cases()
+    assert few == all_cases[: len(few)]
+    assert 2 <= len(few) < len(all_cases)
+
+
+# ---- info: what keeps a machine from its GPUs ----------------------------------------------------------------------
+
+ENTRIES = (
+    "cuDeviceGetCount cuDeviceGet cuDeviceGetName cuDeviceGetAttribute cuDeviceTotalMem_v2 cuDevicePrimaryCtxRetain "
+    "cuCtxGetDevice cuCtxPushCurrent_v2 cuCtxPopCurrent_v2 cuStreamGetCtx"
+)
+DRIVER = """
+int cuInit(unsigned flags) {{ return {init}; }}
+int cuDriverGetVersion(int* version) {{ *version = {version}; return 0; }}
+int cuGetErrorString(int error, const char** text) {{ *text = "no CUDA-capable device is detected"; return 0; }}
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("int cuInit(unsigned flags) { return 0; }", "the NVIDIA driver is too old for any CUDA build of Hopwell"),
+        (
+            DRIVER.format(init=100, version=13000),
+            "the NVIDIA driver does not start: no CUDA-capable device is detected",
+        ),
+        (DRIVER.format(init=0, version=99999), "driver of CUDA 99.99, which reports no device"),
+    ],
+)
+def test_info_says_what_is_wrong_with_the_driver(source: str, sentence: str, tmp_path: Path) -> None:
+    if "cuDriverGetVersion" in source:
+        source += "".join(f"int {name}() {{ return 999; }}\n" for name in ENTRIES.split())
+    (tmp_path / "driver.c").write_text(source)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", tmp_path / "driver.c"], check=True)
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    info = subprocess.run(
+        [COMMAND, "info"], env=environment, capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    assert f"CUDA     {sentence}\n" in info
+    cpu = subprocess.run([COMMAND, *CASE], env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert cpu.returncode == 0

@@ -10,6 +10,7 @@
 
 #include "runtime/backend.hpp"
 #include "runtime/check.hpp"
+#include "runtime/driver_status.hpp"
 #include "tile/cpu/gemm.hpp"
 #include "tile/cpu/parallel.hpp"
 
@@ -77,7 +78,7 @@ std::string build_info() {
   const std::int64_t best = hwy::SupportedTargets() & -hwy::SupportedTargets();  // lower bits are better targets
   return std::string("compiler ") + __VERSION__ + "\nBLAS     " + openblas_get_config() + " (" +
          openblas_get_corename() + ")\nvectors  " + hwy::TargetName(static_cast<std::uint32_t>(best)) + "\nthreads  " +
-         std::to_string(cpu::max_threads());
+         std::to_string(cpu::max_threads()) + "\nCUDA     " + runtime::cuda_status();
 }
 
 }  // namespace hopwell

@@ -1,0 +1,140 @@
+"""What belongs to one query has the same bits whatever else is in the call: other queries, padding, other heads.
+
+Random parts of a problem are computed in calls of their own, on every backend that runs here, and compared with one
+call for all of it. ZERO_DIFFERENCE_SPLITS is the number of parts a backend (a few in `make test`; 10,000 by hand).
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import hopwell
+import numpy as np
+import pytest
+import torch
+
+SCALE = 576**-0.5
+# A part has a multiple of so many heads: kernels for fewer have an order of additions of their own (docs/bits.md).
+HEADS = {"cpu": 8, "sm80": 1, "sm90": 64, "sm100": 64}
+
+
+def splits(backend: str) -> int:
+    """How many parts are compared."""
+    few = 40 if backend == "cpu" else 3 if backend.startswith("emu:") else 200
+    return int(os.environ.get("ZERO_DIFFERENCE_SPLITS", few))
+
+
+def random(rng: np.random.Generator, *shape: int) -> torch.Tensor:
+    return torch.from_numpy(rng.standard_normal(shape).astype(np.float32)).bfloat16()
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def padded(rng: np.random.Generator, entries: torch.Tensor, value: float) -> torch.Tensor:
+    """The same rows with places behind their entries that name none."""
+    return torch.nn.functional.pad(entries, (0, PADDING), value=value) if rng.random() < 0.5 else entries
+
+
+PADDING = 70
+
+
+class SparseMla:
+    """A problem of sparse MLA, and calls for some of its queries and heads."""
+
+    s_q, s_kv, h_q, topk = 4, 150, 128, 80
+
+    def __init__(self, rng: np.random.Generator, backend: str) -> None:
+        self.backend, self.device = backend, "cuda" if backend.startswith("sm") else "cpu"
+        self.q, self.kv = random(rng, self.s_q, self.h_q, 576), random(rng, self.s_kv, 576)
+        self.d_out = random(rng, self.s_q, self.h_q, 512)
+        chosen = [rng.permutation(self.s_kv)[: self.topk] for _ in range(self.s_q)]
+        self.indices = torch.from_numpy(np.stack(chosen).astype(np.int32))
+        self.sink = random(rng, self.h_q).float()
+        self.whole = self.run(slice(None), slice(None), self.indices)
+
+    def run(self, queries: slice, heads: slice, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Out, max_logits, lse and dq of these queries and heads, and the distribution over these heads."""
+        q, d_out, sink = (
+            x.to(self.device) for x in (self.q[queries, heads], self.d_out[queries, heads], self.sink[heads])
+        )
+        kv, indices = self.kv.to(self.device), indices.to(self.device)
+        given = {"attn_sink": sink, "backend": self.backend}
+        out, max_logits, lse = hopwell.sparse_mla_forward(q, kv, indices, SCALE, **given)
+        dq, _, _ = hopwell.sparse_mla_backward(d_out, q, kv, indices, out, lse, SCALE, deterministic=True, **given)
+        attn = hopwell.attention_distribution(q, kv, indices, lse, SCALE, backend=self.backend)
+        return out, max_logits, lse, dq, attn
+
+    def check_part(self, rng: np.random.Generator) -> None:
+        """Compares one random part."""
+        first = int(rng.integers(self.s_q))
+        queries = slice(first, int(rng.integers(first, self.s_q)) + 1)
+        unit = HEADS[self.backend.removeprefix("emu:")]
+        first = int(rng.integers(self.h_q // unit)) * unit
+        heads = slice(first, first + unit * int(rng.integers(1, (self.h_q - first) // unit + 1)))
+        part = self.run(queries, heads, padded(rng, self.indices[queries], -1))
+        for name, whole, mine in zip(("out", "max_logits", "lse", "dq"), self.whole, part, strict=False):
+            assert same_bits(whole[queries, heads], mine), f"{name} of queries {queries}, heads {heads}"
+        if heads == slice(0, self.h_q):
+            assert same_bits(self.whole[4][queries], part[4][:, : self.topk]), f"attn of queries {queries}"
+
+
+class Indexer:
+    """A problem of the lightning indexer, and calls for some of its queries."""
+
+    s_q, s_kv, heads, topk = 5, 700, 8, 90
+
+    def __init__(self, rng: np.random.Generator, backend: str) -> None:
+        self.backend, self.device = backend, "cuda" if backend.startswith("sm") else "cpu"
+        self.q, self.k = random(rng, self.s_q, self.heads, 128), random(rng, self.s_kv, 128)
+        self.weights, self.target = (
+            random(rng, self.s_q, self.heads).float(),
+            random(rng, self.s_q, self.topk).float().abs(),
+        )
+        self.whole = self.run(slice(None), rng, pad=False)
+
+    def run(self, queries: slice, rng: np.random.Generator, pad: bool = True) -> tuple[torch.Tensor, ...]:
+        """Indices, scores, d_q_index, d_weights and row losses of these queries."""
+        q, weights, target = (x[queries].to(self.device) for x in (self.q, self.weights, self.target))
+        k = self.k.to(self.device)
+        indices, scores = hopwell.lightning_indexer(q, k, weights, self.topk, backend=self.backend)
+        row_loss = torch.empty(len(q), device=self.device)
+        wide = pad and rng.random() < 0.5
+        fill = (0, PADDING if wide else 0)
+        _, d_q, _, d_weights = hopwell.lightning_indexer_backward(
+            torch.nn.functional.pad(target, fill), q, k, weights, torch.nn.functional.pad(indices, fill, value=-1),
+            deterministic=True, row_loss=row_loss, backend=self.backend,
+        )  # fmt: skip
+        return indices, scores, d_q, d_weights, row_loss
+
+    def check_part(self, rng: np.random.Generator) -> None:
+        """Compares one random part."""
+        first = int(rng.integers(self.s_q))
+        queries = slice(first, int(rng.integers(first, self.s_q)) + 1)
+        names = ("indices", "scores", "d_q_index", "d_weights", "row_loss")
+        for name, whole, mine in zip(names, self.whole, self.run(queries, rng), strict=True):
+            assert same_bits(whole[queries], mine), f"{name} of queries {queries}"
+
+
+BACKENDS = [name for name in hopwell.backends("sparse_mla_backward") if name in hopwell.backends("sparse_mla_forward")]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sparse_mla(backend: str, rng: np.random.Generator) -> None:
+    check_parts(SparseMla, backend, rng)
+
+
+@pytest.mark.parametrize("backend", hopwell.backends("lightning_indexer_backward"))
+def test_lightning_indexer(backend: str, rng: np.random.Generator) -> None:
+    check_parts(Indexer, backend, rng)
+
+
+def check_parts(problem: Callable[[np.random.Generator, str], Any], backend: str, rng: np.random.Generator) -> None:
+    """Compares parts of one problem, of a few where there are many."""
+    left = splits(backend)
+    while left > 0:
+        made = problem(rng, backend)
+        for _ in range(min(left, 200)):
+            made.check_part(rng)
+        left -= 200
