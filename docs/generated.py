@@ -54,6 +54,12 @@ def registered() -> dict[str, set[str]]:
     return found
 
 
+def readme_chips() -> dict[str, list[str]]:
+    """What the README's table says of each operator, by backend: people know what has run on which card."""
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    return {name: cells.split(" | ") for names, cells in rows for name in re.findall(r"\w+", names)}
+
+
 def refusals() -> dict[tuple[str, str], list[str]]:
     """By operator and backend, the words with which it leaves a case of the test suite to another one."""
     text = (ROOT / "cases" / "refused.cpp").read_text()
@@ -147,17 +153,8 @@ def contents(patterns: str) -> str:
 
 
 def chips(folder: str = "") -> str:
-    """Operators × chips, from the registrations in src/ops; `folder`: where the operators' pages are from here."""
-    rows = []
-    for operator in operators():
-        own, cells = registered()[operator], []
-        for i, backend in enumerate(BACKENDS):
-            lower = [b for b in BACKENDS[1 : min(i, 2)] if b in own]  # Blackwell runs none of sm90a's
-            if backend in own:
-                cells.append("emulated" if backend == "sm100" else "yes")
-            else:
-                cells.append(f"by {lower[0]}" if lower else "–")
-        rows.append([f"[`{operator}`]({folder}{operator}.md)", *cells])
+    """The README's table of operators × chips, with a row and a link for each; `folder`: where their pages are."""
+    rows = [[f"[`{operator}`]({folder}{operator}.md)", *readme_chips()[operator]] for operator in operators()]
     return table(["operator", *BACKENDS], rows)
 
 

@@ -20,7 +20,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # PyTorch and Hopwell bring an OpenMP runtime each
+# PyTorch's threads spin while they wait, and keep the library's, which work meanwhile, from a processor. Its OpenMP
+# reads this when PyTorch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from dsa_lm.options import Parser, at_least

@@ -23,8 +23,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# PyTorch's threads spin while they wait, and keep the library's, which work meanwhile, from a processor. Its OpenMP reads
-# this when PyTorch is imported.
+# PyTorch's threads spin while they wait, and keep the library's, which work meanwhile, from a processor. Its OpenMP
+# reads this when PyTorch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import hopwell
