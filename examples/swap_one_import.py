@@ -10,12 +10,17 @@
 # %%
 import argparse
 import math
+import os
 import sys
 import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+
+# PyTorch's threads spin while they wait, and keep the library's, which work meanwhile, from a processor. Its OpenMP
+# reads this when PyTorch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from hopwell.compat import tilelang
