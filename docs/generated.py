@@ -133,6 +133,22 @@ def cpp(operator: str) -> str:
     return rst(f".. doxygenstruct:: hopwell_{operator}_args\n   :members:\n   :undoc-members:\n")
 
 
+def command() -> str:
+    """The options of the `hopwell` command, as its source declares them."""
+    source = (ROOT / "src" / "cli" / "main.cpp").read_text()
+    pattern = r'add_(subcommand|option|flag|flag_callback)\(\s*"([^"]+)",[^"]*((?:"[^"]*"\s*)+)\)'
+    text, rows = "", []
+    for kind, name, words in [*re.findall(pattern, source), ("subcommand", "", "")]:
+        words = "".join(re.findall(r'"([^"]*)"', words))
+        if kind == "subcommand":
+            text += table(["option", "meaning"], rows) + "\n" if rows else ""
+            rows = []
+            text += f"## hopwell {name}\n\n{words[:1].upper()}{words[1:]}.\n\n" if name else ""
+        else:
+            rows.append([f"`{name}`", words])
+    return text
+
+
 def cpp_structs() -> str:
     """Where the argument structs are described."""
     return (
@@ -252,6 +268,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
         module,
         operator_list,
         formula,
+        command,
         compat,
         cpp,
         cpp_structs,

@@ -114,6 +114,14 @@ def test_every_generated_piece_can_be_made(generated: ModuleType) -> None:
     assert made > 5 * len(generated.operators())
 
 
+def test_the_command_is_described_as_it_is_declared(generated: ModuleType) -> None:
+    declared = (ROOT / "src" / "cli" / "main.cpp").read_text()
+    described = generated.command()
+    for kind, mark in (("subcommand", "## hopwell "), ("(?:option|flag|flag_callback)", "| `")):
+        assert described.count(mark) == len(re.findall(rf"add_{kind}\(", declared)) > 0
+    assert "one backend; by default all this machine has" in described
+
+
 def test_pages_know_the_refusals_that_tests_have_recorded(generated: ModuleType) -> None:
     assert "d_qk must be 576 or 512" in generated.refusals()["sparse_mla_forward", "sm90"]
 
