@@ -205,4 +205,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 # %%
 if __name__ == "__main__":
-    sys.exit(main([] if "ipykernel" in sys.modules else None))
+    if "ipykernel" in sys.modules:  # as a notebook
+        from IPython.display import Image, display
+
+        main([])
+        display(Image("swap_one_import.png"))
+    else:
+        sys.exit(main())

@@ -110,8 +110,8 @@ void Machine::async_access(Observer& who, Epoch epoch, uint32_t address, uint32_
     if (write) {
       remember_write(cell, epoch, mask, proxy);
     } else {
-      const int slot = choose_slot(
-          cell.reads, epoch, [&](const Epoch& e) { return who.ordered(e); }, [&] { return random.bit(); });
+      const int slot =
+          choose_slot(cell.reads, epoch, [&](const Epoch& e) { return who.ordered(e); }, [&] { return random.bit(); });
       cell.read_bytes[size_t(slot)] =
           cell.reads[size_t(slot)].same_step(epoch) ? cell.read_bytes[size_t(slot)] | mask : mask;
       cell.reads[size_t(slot)] = epoch;

@@ -20,7 +20,7 @@ void gemm(CBLAS_TRANSPOSE transpose_a, CBLAS_TRANSPOSE transpose_b, std::int64_t
   const auto as_int = [](std::int64_t x) { return static_cast<blasint>(x); };
   pthread_rwlock_rdlock(&gate);
   const int openmp_threads = omp_get_max_threads();  // of this thread, in a runtime that its program may use too
-  omp_set_num_threads(1);  // the threads of a loop have enough to do
+  omp_set_num_threads(1);                            // the threads of a loop have enough to do
   cblas_sgemm(CblasRowMajor, transpose_a, transpose_b, as_int(m), as_int(n), as_int(k), alpha, a, as_int(lda), b,
               as_int(ldb), beta, c, as_int(ldc));
   omp_set_num_threads(openmp_threads);
