@@ -68,6 +68,14 @@ def refusals() -> dict[tuple[str, str], list[str]]:
     return {(op, target): re.findall(r'\{"([^"]*)",\s*"', reasons + "}") for op, target, reasons in entries}
 
 
+def limits(operator: str) -> list[str]:
+    """Words of refusal in an operator's own folder that no case of the test suite has met: sizes, mostly."""
+    text = "".join(path.read_text() for path in sorted((ROOT / "src" / "ops" / operator).glob("*.c*")))
+    words = re.findall(r'Support::no\(\s*((?:"[^"]*"\s*)+)\)', text)
+    met = {word for (name, _), reasons in refusals().items() if name == operator for word in reasons}
+    return [word for word in dict.fromkeys("".join(re.findall(r'"([^"]*)"', w)) for w in words) if word not in met]
+
+
 def compat_modules() -> list[str]:
     """The modules of hopwell.compat."""
     return sorted(path.stem for path in (PACKAGE / "compat").glob("[a-z]*.py"))
@@ -184,9 +192,11 @@ def backends(operator: str) -> str:
         takes = "<br>".join(f"“{reason}”" for reason in refused) or "nothing that the test suite has met"
         rows.append([f"`{backend}`", takes])
     text = table(["backend", "leaves to another backend, with these words"], rows)
+    if limits(operator):
+        text += "\nGPU backends may also refuse, with: " + "; ".join(f"“{word}”" for word in limits(operator)) + ".\n"
     return text + (
-        "\nThe words are those that the test suite has recorded (`cases/refused.cpp`); `hopwell.explain` gives them"
-        " for a call of yours.\n"
+        "\nThe words in the table are those that the test suite has recorded (`cases/refused.cpp`). `hopwell.explain`"
+        " gives them for a call of yours.\n"
     )
 
 
