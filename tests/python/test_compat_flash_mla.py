@@ -61,3 +61,10 @@ def test_takes_tensors_that_require_grad_and_tracks_nothing() -> None:
     kv = torch.randn(9, 1, 64).bfloat16()
     indices = torch.randint(0, 9, (2, 1, 5), dtype=torch.int32)
     assert not any(x.requires_grad for x in flash_mla_sparse_fwd(q, kv, indices, sm_scale=0.1, d_v=32))
+
+
+def test_megatron_s_call_and_what_it_does_not_ask_for() -> None:
+    q, kv, indices = torch.zeros(2, 4, 64), torch.zeros(9, 1, 64), torch.zeros(2, 1, 5, dtype=torch.int32)
+    assert flash_mla_sparse_fwd(q, kv, indices, 0.1, d_v=32, indexer_topk=0)[0].shape == (2, 4, 32)
+    with pytest.raises(ValueError, match="flash_mla_sparse_fwd: indexer_topk must be 0; got 512"):
+        flash_mla_sparse_fwd(q, kv, indices, 0.1, d_v=32, indexer_topk=512)

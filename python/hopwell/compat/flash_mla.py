@@ -11,6 +11,7 @@ NaN in keys past topk_length; h_kv is 1 in both. Like the original it is no part
 import torch
 
 from .._ops import sparse_mla_forward
+from ._checks import require
 
 
 @torch.no_grad()
@@ -22,6 +23,7 @@ def flash_mla_sparse_fwd(
     d_v: int = 512,
     attn_sink: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
+    indexer_topk: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sparse attention in the multi-query form of MLA, for prefill.
 
@@ -33,8 +35,10 @@ def flash_mla_sparse_fwd(
         d_v: columns of V.
         attn_sink: fp32 [h_q]; multiplies out by exp(lse) / (exp(lse) + exp(attn_sink)), nothing else.
         topk_length: int32 [s_q]; only the first topk_length[s] entries count.
+        indexer_topk: of FlashMLA's branch nv_dev, as Megatron-LM calls it: 0, or a ValueError.
 
     Returns:
         (out bf16 [s_q, h_q, d_v], max_logits fp32 [s_q, h_q], lse fp32 [s_q, h_q]).
     """
+    require(indexer_topk == 0, "flash_mla_sparse_fwd", "indexer_topk", "0", indexer_topk)
     return sparse_mla_forward(q, kv, indices, sm_scale, d_v, attn_sink=attn_sink, topk_length=topk_length)
