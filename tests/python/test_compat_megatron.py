@@ -162,12 +162,12 @@ def test_selection(dtype: torch.dtype, use_relu: bool, topk: int) -> None:
 
 
 def test_a_selection_without_the_relu_has_all_the_digits() -> None:
-    """Scores of bf16 inputs that differ by less than bf16 can tell are put into the right order."""
-    q, weights = torch.ones(1, 1, 64, 2).bfloat16(), torch.full((1, 1, 64), 1 / 3).bfloat16()
-    k = torch.tensor([[1.0, 2**-12], [1.0, 0.0], [1.0, 2**-11], [-1.0, 0.0]]).bfloat16()[:, None]
-    bounds = torch.tensor([0], dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
-    indices, _ = megatron.run_fused_qk_topk(q, k, weights, 2, *bounds, 1, use_relu=False)
-    assert indices.tolist() == [[[0, 2]]]
+    """Sums over heads that no bf16, nor two of them, can tell apart are put into the right order."""
+    q = torch.tensor([[1.0, 1.0], [2**-9, 2**-9], [2**-20, 0.0]]).bfloat16()[None, None]
+    weights, k = torch.ones(1, 1, 3).bfloat16(), torch.eye(2).flip(0).bfloat16()[:, None]
+    bounds = torch.tensor([0], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+    indices, _ = megatron.run_fused_qk_topk(q, k, weights, 1, *bounds, 1, use_relu=False)
+    assert indices.tolist() == [[[1]]]
 
 
 def test_keys_of_score_minus_infinity_are_none() -> None:

@@ -338,7 +338,7 @@ def run_fused_dsa_attention(
     s_q, b = query.shape[:2]
     row_weights = _row_weights(query_valid_rows, b, s_q, loss_coeff, calculate_per_token_loss, query.device)
     tp_group = getattr(pg_collection, "tp", None)
-    loss = _Loss(*index, query.detach(), key.detach(), softmax_scale, row_weights, tp_group, use_relu)
+    loss = _Loss(*index, query, key, softmax_scale, row_weights, tp_group, use_relu)
     if sparse_loss:
         return output, loss.over(indices, lse)
     return output, loss.over_all_keys(varlen_starts, varlen_ends)
