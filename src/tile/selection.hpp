@@ -61,6 +61,12 @@ struct Visibility {
   }
 };
 
+// Indices that are given may have no memory, being empty; null means that there are none.
+inline const std::int32_t* given_indices(const std::int32_t* data) {
+  static constexpr std::int32_t kNone = -1;
+  return data != nullptr ? data : &kNone;
+}
+
 struct Selection {
   const std::int32_t* indices = nullptr;  // [s_q, topk], or null: the visible keys in order, and topk is s_kv
   std::int64_t indices_stride = 0;

@@ -127,6 +127,7 @@ TEST(LightningIndexerPlan, PassesHaveRoomInTheWorkspace) {
 lightning_indexer_backward::Problem backward(bool deterministic, int sms) {
   lightning_indexer_backward::Problem p;
   p.s_q = 100, p.s_kv = 1000, p.h_index = 65, p.d_index = 100, p.topk = 77, p.deterministic = deterministic;
+  p.pass_queries = p.s_q;
   p.device.sms = sms;
   return p;
 }
@@ -140,7 +141,8 @@ TEST(LightningIndexerBackwardPlan, WorkspaceHoldsItsParts) {
   EXPECT_EQ(fixed.fixed_d_k, floats.bytes);
   EXPECT_EQ(fixed.largest, fixed.fixed_d_k + 800'000U);
   EXPECT_EQ(fixed.count, fixed.largest + 4'096U);
-  EXPECT_EQ(fixed.bytes, fixed.count + 4'096U);
+  EXPECT_EQ(fixed.of_all, fixed.count + 4'096U);
+  EXPECT_EQ(fixed.bytes, fixed.of_all + 256U);
 }
 
 TEST(LightningIndexerBackwardPlan, PassesFillTheDevice) {

@@ -4,10 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import hopwell.torch
 import ml_dtypes
 import numpy as np
 import torch
 from hopwell import reference
+from hopwell.torch.ops._indexer_dense_loss import indexer_dense_loss_and_gradients
 
 Rng = np.random.Generator
 DTYPES: dict[str, Any] = {
@@ -200,6 +202,27 @@ def lightning_indexer_backward(rng: Rng, dtype: str) -> Call:
     return Call("lightning_indexer_backward", arguments, (1e-4, _bound(dtype), 1e-4, 1e-4))
 
 
+def indexer_dense_loss(rng: Rng, dtype: str) -> Call:
+    arguments = _sparse(rng, dtype) | {"indices": None}
+    del arguments["topk_length"]
+    _, _, lse = reference.sparse_mla_forward(**arguments, d_v=1)
+    del arguments["indices"]
+    arguments |= {
+        "lse": lse.astype(np.float32),
+        "q_index": rng.integers(-3, 4, (5, 3, 16)).astype(DTYPES[dtype]),  # whose products have a certain sign
+        "k_index": rng.integers(-3, 4, (90, 16)).astype(DTYPES[dtype]),
+        "weights": _normal(rng, (5, 3), "float32", 0.1),
+        "row_weights": rng.uniform(0.5, 2, 5).astype(np.float32),
+        "d_loss": 0.5,
+    }
+    return Call("indexer_dense_loss", arguments, (1e-4, _bound(dtype), 1e-4, 1e-4))
+
+
+def normalize_l1(rng: Rng, dtype: str) -> Call:
+    attn = rng.random((5, 33)) * (np.arange(5) != 2)[:, None]
+    return Call("normalize_l1", {"attn": attn.astype(np.float32)}, (1e-6,), ("out",))
+
+
 MAKERS: dict[str, Callable[[Rng, str], Call]] = {
     maker.__name__: maker
     for maker in (
@@ -214,6 +237,8 @@ MAKERS: dict[str, Callable[[Rng, str], Call]] = {
         nvfp4_dequantize,
         lightning_indexer,
         lightning_indexer_backward,
+        indexer_dense_loss,
+        normalize_l1,
     )
 }
 WITH_FLOAT16 = {"paged_attention", "nvfp4_gemv", "nvfp4_linear", "nvfp4_matmul", "nvfp4_quantize", "nvfp4_dequantize"}
@@ -230,6 +255,14 @@ def as_torch(x: Any) -> Any:
     if special is None:
         return torch.from_numpy(x)
     return torch.from_numpy(x.view(np.int16 if x.itemsize == 2 else np.uint8)).view(special)
+
+
+def in_torch(operator: str) -> Callable[..., Any]:
+    """PyTorch's op of an operator. `hopwell.torch.indexer_dense_loss` returns the loss alone."""
+    if operator == "indexer_dense_loss":
+        return indexer_dense_loss_and_gradients
+    function: Callable[..., Any] = getattr(hopwell.torch, operator)
+    return function
 
 
 def as_numpy(x: Any) -> Any:

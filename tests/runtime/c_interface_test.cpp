@@ -349,5 +349,52 @@ TEST(CInterface, LightningIndexerBackward) {
       .check();
 }
 
+TEST(CInterface, IndexerDenseLoss) {
+  using Args = hopwell_indexer_dense_loss_args;
+  Operator<Args>{"indexer_dense_loss",
+                 hopwell_indexer_dense_loss,
+                 hopwell_indexer_dense_loss_workspace_bytes,
+                 {.q = floats({2, 3, 8}),
+                  .kv = floats({5, 1, 8}),
+                  .lse = floats({2, 3}),
+                  .q_index = floats({2, 2, 4}),
+                  .k_index = floats({5, 4}),
+                  .weights = floats({2, 2}),
+                  .sm_scale = 0.1F,
+                  .k_start = ints({2}),
+                  .k_end = ints({2}),
+                  .row_weights = floats({2}),
+                  .loss = floats({1}),
+                  .row_loss = floats({2}),
+                  .d_q_index = floats({2, 2, 4}),
+                  .d_k_index = floats({5, 4}),
+                  .d_weights = floats({2, 2})},
+                 {{"q", &Args::q},
+                  {"kv", &Args::kv},
+                  {"lse", &Args::lse},
+                  {"q_index", &Args::q_index},
+                  {"k_index", &Args::k_index},
+                  {"weights", &Args::weights},
+                  {"k_start", &Args::k_start},
+                  {"k_end", &Args::k_end},
+                  {"row_weights", &Args::row_weights},
+                  {"loss", &Args::loss},
+                  {"row_loss", &Args::row_loss},
+                  {"d_q_index", &Args::d_q_index},
+                  {"d_k_index", &Args::d_k_index},
+                  {"d_weights", &Args::d_weights}}}
+      .check();
+}
+
+TEST(CInterface, NormalizeL1) {
+  using Args = hopwell_normalize_l1_args;
+  Operator<Args>{"normalize_l1",
+                 hopwell_normalize_l1,
+                 hopwell_normalize_l1_workspace_bytes,
+                 {.attn = floats({2, 4}), .out = floats({2, 4})},
+                 {{"attn", &Args::attn}, {"out", &Args::out}}}
+      .check();
+}
+
 }  // namespace
 }  // namespace hopwell

@@ -22,8 +22,7 @@ HOPWELL_DEVICE void store(const Params& p, const float (&sums_of_stage)[kSumStag
     const WorkTile work = work_tile_of(p.plan, p.selection.topk, number);
     const Entries entries = entries_of(p, work);
     const int tiles = key_tiles(entries);
-    const RowPart part(p, work, entries);
-    float* const row = part.sums;
+    float* const row = sums_of(p, work, entries);
     float total = 0;
     int low = entries.at(lane), high = entries.at(lane + 32);
     HOPWELL_NO_UNROLL
@@ -41,11 +40,11 @@ HOPWELL_DEVICE void store(const Params& p, const float (&sums_of_stage)[kSumStag
         sums[1] += second ? sums_of_stage[slot.stage()][warp][lane + 32] : 0;
       }
       slot.release();
-      if (i < part.size) row[i] = sums[0];
-      if (i + 32 < part.size) row[i + 32] = sums[1];
+      if (i < entries.length) row[i] = sums[0];
+      if (i + 32 < entries.length) row[i + 32] = sums[1];
       if (step >= tiles * (head_passes(p) - 1)) total += sums[0] + sums[1];
     }
-    finish_row(p, part, tiles, total);
+    finish_row(p, work, entries, total);
   }
 }
 

@@ -26,11 +26,11 @@ HOPWELL_DEVICE float reduce(const Params<T>& p, float (&of_warp)[kWarps], float 
 // What the entries of a query have in the place of their gradients, and what is given of them.
 template <class T>
 HOPWELL_DEVICE float* gradients_of(const Params<T>& p, int query, const tile::Entries& entries) {
-  return p.d_scores + int64_t{query} * p.topk + entries.first;
+  return p.d_scores + int64_t{query} * p.topk + entries.place();
 }
 template <class T>
 HOPWELL_DEVICE const float* given_of(const Params<T>& p, int query, const tile::Entries& entries) {
-  return p.given + query * p.given_stride + entries.first;
+  return p.given + query * p.given_stride + entries.place();
 }
 
 // Notes what g of entry i, which has a score, may add to dk: no more than `bound` times its magnitude.

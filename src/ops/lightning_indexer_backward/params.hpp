@@ -96,7 +96,7 @@ Params<T> params_of(const Problem& whole, int score_warps) {
   p.q_stride = problem.q.stride[0];
   p.weights = problem.weights.data, p.weights_stride = problem.weights.stride[0];
   p.weights_bf16 = problem.weights.dtype == DType::kBFloat16;
-  p.selection = tile::params_of({.indices = problem.indices.as<const int>(),
+  p.selection = tile::params_of({.indices = problem.indices ? given_indices(problem.indices.as<const int>()) : nullptr,
                                  .indices_stride = problem.indices.stride[0],
                                  .visibility = problem.visibility,
                                  .s_q = problem.s_q,

@@ -171,7 +171,8 @@ def _distribution_slack(row: _Row, lse: Any) -> Any:
 
 
 def sparse_mla_backward(a: dict[str, Any]) -> list[Expected]:
-    attn = np.zeros((len(a["q"]), a["indices"].shape[-1])) if "attn" in a else None
+    rows = len(a["q"]), len(a["kv"]) if a["indices"] is None else a["indices"].shape[-1]
+    attn = np.zeros(rows) if "attn" in a else None
     before = a["dkv"].copy() if a.get("accumulate") else None
     given = {name: value for name, value in a.items() if name not in ("dq", "dkv", "attn")}
     dq, dkv, d_sink = reference.sparse_mla_backward(**given, **{"dkv": before} if before is not None else {}, attn=attn)
@@ -183,7 +184,7 @@ def sparse_mla_backward(a: dict[str, Any]) -> list[Expected]:
     q, d_out, out = finite(a["q"]), finite(a["d_out"]), finite(a["out"])
     dq_slack, attn_slack, sink_slack = (
         np.zeros(a["q"].shape),
-        np.zeros(a["indices"].shape[:: len(a["indices"].shape) - 1]),
+        np.zeros(rows),
         np.zeros(h_q),
     )
     dkv_slack, dkv_size = np.zeros((2, len(a["kv"]), d_qk))
@@ -494,6 +495,21 @@ def lightning_indexer_backward(a: dict[str, Any]) -> list[Expected]:
     ]
 
 
+def indexer_dense_loss(a: dict[str, Any]) -> list[Expected]:
+    names, dtypes = ("loss", "d_q_index", "d_k_index", "d_weights"), ("float32", str(a["q_index"].dtype), "float32")
+    values = reference.indexer_dense_loss(**a)
+    # softmax and target are each of size 1 and may cancel; a query adds its errors to what each key gets
+    products = 4.0 * a["q_index"].shape[2] * (1 + len(a["q_index"]))
+    return [
+        Expected(name, value, BOUNDS[dtype], 4e-6 * products, elementwise=name == "loss")
+        for name, value, dtype in zip(names, values, (*dtypes, str(a["weights"].dtype)), strict=True)
+    ]
+
+
+def normalize_l1(a: dict[str, Any]) -> list[Expected]:
+    return [Expected("out", reference.normalize_l1(**a), 1e-6, 1e-7)]
+
+
 _JUDGES: dict[str, Callable[[dict[str, Any]], list[Expected]]] = {
     judge.__name__: judge
     for judge in (
@@ -507,6 +523,8 @@ _JUDGES: dict[str, Callable[[dict[str, Any]], list[Expected]]] = {
         nvfp4_quantize,
         nvfp4_dequantize,
         lightning_indexer_backward,
+        indexer_dense_loss,
+        normalize_l1,
     )
 }
 

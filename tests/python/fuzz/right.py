@@ -85,24 +85,35 @@ def _sparse(maker: Maker, limit: int = 600) -> tuple[str, dict[str, Any]]:
     s_q, s_kv, h_q = maker.size(0, 70), maker.size(0, limit), maker.size(1, 33)
     topk = maker.choose(maker.size(0, 130), maker.size(0, 130), 511, 512, 513, 1025)
     d_qk = maker.size(1, 130)
+    dense = maker.chance(4)
+    if dense:
+        s_kv = topk = min(s_kv, 130)
     s_q, h_q, topk, d_qk = _fit([s_q, h_q, topk, d_qk])
+    s_kv = topk if dense else s_kv
     flat_kv, flat_indices = maker.chance(), maker.chance()
     wanted = rows_of_indices(maker, s_q, s_kv, topk)
     arguments: dict[str, Any] = (
         {
             "q": maker.floats((s_q, h_q, d_qk), dtype),
             "kv": maker.floats((s_kv, d_qk) if flat_kv else (s_kv, 1, d_qk), dtype),
-            "indices": maker.values(wanted if flat_indices else wanted[:, None]),
+            "indices": None if dense else maker.values(wanted if flat_indices else wanted[:, None]),
             "sm_scale": _scalar(maker, 0.3),
         }
         | _causality(maker, s_q, s_kv)
         | _key_ranges(maker, s_q, s_kv)
     )
+    if dense:
+        return dtype, arguments
     if maker.chance(8):
         arguments["indices"] = maker.bits(arguments["indices"].shape, np.int32)
     if maker.chance():
         arguments["topk_length"] = maker.values(integers_around(maker, s_q, [0, topk // 2, topk]), rows=False)
     return dtype, arguments
+
+
+def _topk(arguments: dict[str, Any]) -> int:
+    indices = arguments["indices"]
+    return len(arguments["kv"]) if indices is None else int(indices.shape[-1])
 
 
 def _scalar(maker: Maker, usual: float) -> float:
@@ -172,7 +183,7 @@ def sparse_mla_backward(draw: st.DrawFn) -> FuzzedCall:
     results = {
         "dq": (arguments["q"].shape, DTYPES[dtype], True),
         "dkv": (arguments["kv"].shape, DTYPES[dkv_dtype], True),
-        "attn": ((s_q, arguments["indices"].shape[-1]), np.float32, True),
+        "attn": ((s_q, _topk(arguments)), np.float32, True),
     }
     call = _given(
         maker, "sparse_mla_backward", arguments, {name: r for name, r in results.items() if needed.get(name, True)}
@@ -200,7 +211,7 @@ def attention_distribution(draw: st.DrawFn) -> FuzzedCall:
             arguments["lse"] = maker.values(lse.astype(np.float32), rows=False)
     if maker.chance():
         arguments["normalize"] = maker.choose("none", "l1")
-    results = {"out": ((s_q, arguments["indices"].shape[-1]), np.float32, True)}
+    results = {"out": ((s_q, _topk(arguments)), np.float32, True)}
     return _given(maker, "attention_distribution", arguments, results)
 
 
@@ -449,6 +460,54 @@ def lightning_indexer_backward(draw: st.DrawFn) -> FuzzedCall:
     return _given(maker, "lightning_indexer_backward", arguments, {})
 
 
+@st.composite
+def indexer_dense_loss(draw: st.DrawFn) -> FuzzedCall:
+    """Of usual numbers, and of index vectors whose products have a certain sign: shapes, masks and memory matter."""
+    maker = Maker(draw)
+    dtype = maker.choose("float32", "bfloat16")
+    s_q, s_kv, h_q, h_index = maker.size(0, 40), maker.size(0, 130), maker.size(1, 9), maker.size(1, 9)
+    s_q, s_kv, h_q, d_qk = _fit([s_q, s_kv, h_q, maker.size(1, 70)])
+    d_index = maker.size(1, 40)
+
+    def normal(*shape: int) -> Any:
+        return maker.values(maker.rng.standard_normal(shape).astype(DTYPES[dtype]))
+
+    def whole(*shape: int) -> Any:
+        return maker.values(maker.rng.integers(-2, 3, shape).astype(DTYPES[dtype]))
+
+    masks = _causality(maker, s_q, s_kv) | _key_ranges(maker, s_q, s_kv)
+    arguments: dict[str, Any] = {
+        "q": normal(s_q, h_q, d_qk),
+        "kv": normal(s_kv, d_qk) if maker.chance() else normal(s_kv, 1, d_qk),
+        "sm_scale": 0.25,
+    } | masks
+    _, _, lse = reference.sparse_mla_forward(**arguments, indices=None, d_v=1)
+    weights = 0.1 * maker.rng.standard_normal((s_q, h_index))
+    arguments |= {
+        "lse": maker.values(lse.astype(np.float32), rows=False),
+        "q_index": whole(s_q, h_index, d_index),
+        "k_index": whole(s_kv, d_index),
+        "weights": maker.values(weights.astype(DTYPES[maker.choose("float32", "bfloat16")])),
+    }
+    if maker.chance():
+        arguments["d_loss"] = maker.choose(0.5, -1.0, 0.0)
+    if maker.chance(3):
+        arguments["row_weights"] = maker.values(maker.rng.integers(0, 3, s_q).astype(np.float32), rows=False)
+    for name in ("relu", "deterministic"):
+        if maker.chance(3):
+            arguments[name] = maker.chance()
+    return _given(maker, "indexer_dense_loss", arguments, {})
+
+
+@st.composite
+def normalize_l1(draw: st.DrawFn) -> FuzzedCall:
+    maker = Maker(draw)
+    shape = maker.size(0, 70), maker.size(0, 300)
+    rows = maker.rng.random(shape) * (maker.rng.random((shape[0], 1)) < 0.7)
+    arguments = {"attn": maker.values(rows.astype(np.float32))}
+    return _given(maker, "normalize_l1", arguments, {"out": (shape, np.float32, True)})
+
+
 CALLS: dict[str, Callable[[], st.SearchStrategy[FuzzedCall]]] = {
     strategy.__name__: strategy
     for strategy in (
@@ -463,5 +522,7 @@ CALLS: dict[str, Callable[[], st.SearchStrategy[FuzzedCall]]] = {
         nvfp4_dequantize,
         lightning_indexer,
         lightning_indexer_backward,
+        indexer_dense_loss,
+        normalize_l1,
     )
 }

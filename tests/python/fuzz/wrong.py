@@ -147,7 +147,8 @@ class Wrong:
 
     def nothing(self) -> tuple[str, ...] | None:
         needed = [name for name in self.arrays if name not in OPTIONAL]
-        if self.call.operator in ("sparse_mla_backward", "attention_distribution"):
+        needed = [name for name in needed if name != "indices" or self.call.operator.startswith("lightning")]
+        if self.call.operator in ("sparse_mla_backward", "attention_distribution", "indexer_dense_loss"):
             needed += [name for name in ("out", "lse") if name in self.call.inputs]
         name = self.pick(needed)
         return self.put(name, None, *(("target",) if name == "d_scores" else ()))  # one of the two must be there
@@ -281,11 +282,13 @@ class Wrong:
         if offset < 0 or (block.bytes.ctypes.data + offset) % wanted.itemsize:
             return None
         value = np.ndarray(wanted.shape, wanted.dtype, block.bytes, offset)
+        if self.call.operator == "normalize_l1" and value.ctypes.data == address:
+            return None  # in place
         return self.put(name, value, under) if np.shares_memory(value, self.arguments[under]) else None
 
     def vast(self) -> tuple[str, ...] | None:
         """A first dimension that costs no memory, for its stride is 0; the results would not fit anywhere."""
-        able = {"q", "x", "a", "q_index", "codes", "d_out"}
+        able = {"q", "x", "a", "q_index", "codes", "d_out", "attn"}
         name = self.pick([name for name in self.arrays if name in able and self.arguments[name].size])
         if name is None or self.call.outputs or any(self.arguments[name].size == 0 for name in self.arrays):
             return None  # results without elements fit
@@ -327,6 +330,8 @@ _DIMENSIONS: dict[str, dict[str, str]] = {
     "nvfp4_dequantize": {"codes": "rows K!", "scales": "rows K!"},
     "lightning_indexer": _INDEXER,
     "lightning_indexer_backward": _INDEXER,
+    "indexer_dense_loss": _INDEXER | {"q": "s_q h_q d_qk", "lse": "s_q h_q"},
+    "normalize_l1": {"attn": "rows columns", "out": "rows columns"},
 }
 _CACHES = {
     "nhd": ("blocks block h_kv d!",) * 2,
@@ -342,7 +347,7 @@ def dimensions(call: FuzzedCall) -> dict[str, tuple[str, ...]]:
     a = call.arguments
     names = dict(_DIMENSIONS[call.operator])
     for name, flat in (("kv", "s_kv d_qk"), ("dkv", "s_kv d_qk"), ("indices", "s_q topk")):
-        if name in a:
+        if isinstance(a.get(name), np.ndarray):
             first, last = flat.split()
             names[name] = flat if a[name].ndim == 2 else f"{first} 1! {last}"
     if call.operator == "paged_attention":

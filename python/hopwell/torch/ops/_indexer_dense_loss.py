@@ -40,11 +40,12 @@ def indexer_dense_loss_and_gradients(
     kv_stride: int = 1,
     row_weights: Tensor | None = None,
     relu: bool = True,
+    d_loss: float = 1.0,
     deterministic: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The op behind `indexer_dense_loss`: the loss, d_q_index, d_k_index in float32, d_weights, and each row's loss
-    before its weight, float32 [s_q].
+    """The op behind `indexer_dense_loss`: the loss; d_q_index, d_k_index in float32 and d_weights, which `d_loss`
+    scales; and each row's loss before its weight, float32 [s_q].
     """
     row_loss = q.new_empty(q.shape[:1], dtype=torch.float32)
     loss, d_q_index, d_k_index, d_weights = _dense_loss(
@@ -56,6 +57,7 @@ def indexer_dense_loss_and_gradients(
         kv_stride=kv_stride,
         row_weights=row_weights,
         relu=relu,
+        d_loss=d_loss,
         row_loss=row_loss,
         deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
         backend=backend,
@@ -64,15 +66,23 @@ def indexer_dense_loss_and_gradients(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """The forward has the loss's gradients already, unless d_loss scaled them."""
     _, *gradients, row_loss = output
     ctx.mark_non_differentiable(*gradients, row_loss)
-    ctx.k_dtype, ctx.inputs = inputs[4].dtype, len(inputs)
-    ctx.save_for_backward(*gradients)
+    ctx.k_dtype, ctx.scaled = inputs[4].dtype, inputs[14] != 1.0
+    ctx.rest = inputs[6], *inputs[10:12], inputs[13], 1.0, *inputs[15:]
+    ctx.save_for_backward(*((*inputs[:6], *inputs[7:10], inputs[12]) if ctx.scaled else gradients))
 
 
 def _differentiate(ctx: Any, d_loss: Tensor, *_: Tensor) -> Gradients:
-    d_q_index, d_k_index, d_weights = (g * d_loss.to(g.dtype) for g in ctx.saved_tensors)
-    return None, None, None, d_q_index, d_k_index.to(ctx.k_dtype), d_weights, *(None,) * (ctx.inputs - 6)
+    gradients = ctx.saved_tensors
+    if ctx.scaled:
+        *operands, k_start, k_end, q_positions, row_weights = gradients
+        sm_scale, q_start, kv_stride, *options = ctx.rest
+        arguments = *operands, sm_scale, k_start, k_end, q_positions, q_start, kv_stride, row_weights, *options
+        gradients = indexer_dense_loss_and_gradients(*arguments)[1:4]
+    d_q_index, d_k_index, d_weights = (g * d_loss.to(g.dtype) for g in gradients)
+    return None, None, None, d_q_index, d_k_index.to(ctx.k_dtype), d_weights, *(None,) * 11
 
 
 differentiable("indexer_dense_loss", _differentiate, _save)
@@ -106,5 +116,5 @@ def indexer_dense_loss(
     """
     return indexer_dense_loss_and_gradients(
         q, kv, lse, q_index, k_index, weights, sm_scale, k_start, k_end, q_positions, q_start, kv_stride, row_weights,
-        relu, deterministic, backend,
+        relu, 1.0, deterministic, backend,
     )[0]  # fmt: skip

@@ -187,30 +187,28 @@ HOPWELL_DEVICE void sum_heads(const Params& p, const Scores<kN>& scores, const f
 // Warp 0's: adds the sums of the warps' heads in a fixed order, to what earlier heads left, and writes.
 struct RowWriter {
   Entries entries;
-  RowPart part;
   int keys[2];      // what this lane's entries of the next tile name
   float total = 0;  // of what this lane has written of the last heads
 
-  HOPWELL_DEVICE RowWriter(const Params& p, const WorkTile& work)
-      : entries(entries_of(p, work)), part(p, work, entries) {
-    load_keys(0);
-  }
+  HOPWELL_DEVICE RowWriter(const Params& p, const WorkTile& work) : entries(entries_of(p, work)) { load_keys(0); }
   HOPWELL_DEVICE void load_keys(int tile) {
     HOPWELL_UNROLL
     for (int i = 0; i < 2; ++i) keys[i] = entries.at(tile * kTileKeys + 32 * i + arch::lane_index());
   }
   template <int kHeadWarps>
-  HOPWELL_DEVICE void write(const float (&sums)[Config::kWarps][kTileKeys], int tile, bool first_heads) {
+  HOPWELL_DEVICE void write(const Params& p, const WorkTile& work, const float (&sums)[Config::kWarps][kTileKeys],
+                            int tile, bool first_heads) {
+    float* const row = sums_of(p, work, entries);
     if (tile == 0) total = 0;
     HOPWELL_UNROLL
     for (int i = 0; i < 2; ++i) {
       const int key = 32 * i + arch::lane_index(), entry = tile * kTileKeys + key;
-      if (entry >= part.size) continue;
+      if (entry >= entries.length) continue;
       const bool counts = entries.counts(keys[i]);
-      float sum = counts && !first_heads ? part.sums[entry] : 0;
+      float sum = counts && !first_heads ? row[entry] : 0;
       HOPWELL_UNROLL
       for (int warp = 0; warp < kHeadWarps; ++warp) sum += counts ? sums[warp][key] : 0;
-      part.sums[entry] = sum;
+      row[entry] = sum;
       total += sum;
     }
     load_keys(tile + 1 < key_tiles(entries) ? tile + 1 : 0);
@@ -219,13 +217,14 @@ struct RowWriter {
 
 // All entries of a work tile, and 16 heads for each of kHeadWarps warps.
 template <int kColumns, int kHeadWarps>
-HOPWELL_DEVICE void add_heads(const Params& p, SharedStorage& s, int query, int first_head, RowWriter& writer) {
+HOPWELL_DEVICE void add_heads(const Params& p, SharedStorage& s, const WorkTile& work, int first_head,
+                              RowWriter& writer) {
   constexpr int kKeysOfWarp = kTileKeys * kHeadWarps / Config::kWarps;
   const int warp = arch::warp_index(), head_warp = warp % kHeadWarps, first_key = warp / kHeadWarps * kKeysOfWarp;
   KeyLoader<kColumns> loader(writer.entries);
   for (int stage = 0; stage < Config::kStages - 1; ++stage) loader.copy(p, s, stage);
   Heads<kColumns> heads;
-  heads.load(p, query, first_head + 16 * head_warp);
+  heads.load(p, work.query, first_head + 16 * head_warp);
   int stage = 0;
   HOPWELL_NO_UNROLL
   for (int tile = 0; tile < loader.tiles; ++tile) {
@@ -238,7 +237,7 @@ HOPWELL_DEVICE void add_heads(const Params& p, SharedStorage& s, int query, int 
       arch::syncthreads();
       loader.copy(p, s, (stage + Config::kStages - 1) % Config::kStages);
       if (slab == 0 && tile > 0 && warp == 0)
-        writer.write<kHeadWarps>(s.sums[(tile - 1) % 2], tile - 1, first_head == 0);
+        writer.write<kHeadWarps>(p, work, s.sums[(tile - 1) % 2], tile - 1, first_head == 0);
       scores.add_slab(heads.q[slab], s.keys[stage], first_key, blocks);
       stage = stage + 1 == Config::kStages ? 0 : stage + 1;
     }
@@ -246,7 +245,7 @@ HOPWELL_DEVICE void add_heads(const Params& p, SharedStorage& s, int query, int 
   }
   arch::syncthreads();
   const int last = loader.tiles - 1;
-  if (warp == 0) writer.write<kHeadWarps>(s.sums[last % 2], last, first_head == 0);
+  if (warp == 0) writer.write<kHeadWarps>(p, work, s.sums[last % 2], last, first_head == 0);
 }
 
 template <int kColumns, int kHeadWarps>
@@ -259,8 +258,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) kernel(const __grid_const
     const int tiles = key_tiles(writer.entries);
     HOPWELL_NO_UNROLL
     for (int pass = 0; pass < head_passes(p) && tiles > 0; ++pass)
-      add_heads<kColumns, kHeadWarps>(p, s, work.query, pass * kHeadsAtATime, writer);
-    if (arch::warp_index() == 0) finish_row(p, writer.part, tiles, writer.total);
+      add_heads<kColumns, kHeadWarps>(p, s, work, pass * kHeadsAtATime, writer);
+    if (arch::warp_index() == 0) finish_row(p, work, writer.entries, writer.total);
   }
 }
 

@@ -34,7 +34,7 @@ struct EntryPair {
 };
 template <class T>
 HOPWELL_DEVICE EntryPair load_entries(const Params<T>& p, const tile::Entries& all, int query, int first) {
-  const float* const gradients = p.d_scores + int64_t{query} * p.topk + all.first;
+  const float* const gradients = p.d_scores + int64_t{query} * p.topk + all.place();
   EntryPair entries{};
   HOPWELL_UNROLL
   for (int half = 0; half < 2; ++half) {

@@ -80,7 +80,7 @@ HOPWELL_DEVICE uint32_t chunk_in_tile(uint32_t row, uint32_t chunk) {
 template <bool kWithGradients, class Ring>
 HOPWELL_DEVICE void gather_tiles(const Params<bf16>& p, Ring& ring, int query, const tile::Entries& all, int number) {
   const int lane = arch::lane_index(), tiles = entry_tiles(all);
-  const float* const gradients = p.d_scores + int64_t{query} * p.topk + all.first;
+  const float* const gradients = p.d_scores + int64_t{query} * p.topk + all.place();
   EntryPair next = load_entries<kWithGradients>(all, gradients, 0);
   HOPWELL_NO_UNROLL
   for (int tile = 0; tile < tiles; ++tile) {

@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kPassThreads) bound_entries(const __grid_const
   for (int i = arch::thread_index(); i < entries.length; i += kPassThreads) {
     const int key = entries.key(i);
     if (key < 0) continue;
-    const float c = p.attn[query * p.attn_stride + entries.first + i] *
+    const float c = p.attn[query * p.attn_stride + entries.place() + i] *
                     (arch::bit_cast<float>(bound.a) + arch::bit_cast<float>(bound.b) * p.scale[key]);
     p.bounds.note(key, c);
   }

@@ -111,7 +111,7 @@ HOPWELL_DEVICE void add_attn(const Params& p, const float (&probability)[32], co
   tile::share_sums(sums, 2, 2, lane & 2);
   tile::share_sums(sums, 1, 1, lane & 1);
   if (entries.key(entry + lane) >= 0)
-    arch::red_add(p.attn + work.query * p.attn_stride + entries.first + entry + lane, sums[0]);
+    arch::red_add(p.attn + work.query * p.attn_stride + entries.place(work.first_entry) + entry + lane, sums[0]);
   arch::syncwarp();  // kept: lanes branched off
 }
 

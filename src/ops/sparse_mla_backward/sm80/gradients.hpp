@@ -246,7 +246,7 @@ HOPWELL_DEVICE void add_attn(const Params& p, const SharedStorage<T>& s, const W
   float sum = 0;
   HOPWELL_UNROLL
   for (int group = 0; group < T::kHeadGroups; ++group) sum += s.head_sums[group][t];
-  arch::red_add(p.attn + work.query * p.attn_stride + entries.first + step * T::kKeys + t, sum);
+  arch::red_add(p.attn + work.query * p.attn_stride + entries.place(work.first_entry) + step * T::kKeys + t, sum);
 }
 
 // ---- dQ

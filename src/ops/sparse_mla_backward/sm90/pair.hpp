@@ -242,7 +242,7 @@ HOPWELL_DEVICE void score(const Params& p, PairStorage& s) {
     arch::wgmma_wait<0>(dq[0], dq[1]);
     arch::pin_registers(rope);
     if constexpr (kAttn && kHalf == 1)
-      add_attn(p, s.head_sums, s.key[step % 2], pair_work_of(p).work, entries.first, step, t);
+      add_attn(p, s.head_sums, s.key[step % 2], pair_work_of(p).work, entries, step, t);
     const bool last = (step + 1) * Config::kKeys >= entries.length;
     if (!last) {
       gather_half<kHalf>(p, s, keys, step + 1, rank, t);
@@ -377,7 +377,7 @@ HOPWELL_DEVICE void prepare(const Params& p, PairStorage& s, const PairWork& pai
   arch::cp_async_wait<0>();
   arch::fence_proxy_async();
   arch::cluster_sync();
-  if (arch::thread_index() == 0) s.entries = {entries.row, entries.first, length_of(s.last_valid), entries.visible};
+  if (arch::thread_index() == 0) s.entries = {entries.row, length_of(s.last_valid), entries.visible};
   arch::syncthreads();
 }
 

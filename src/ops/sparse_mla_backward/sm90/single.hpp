@@ -173,7 +173,7 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const WorkTil
       arch::cp_async_commit();
       if (p.prefetches_sums) prefetch_sums<kDqk, kHalf>(p, keys, t);
     }
-    if constexpr (kAttn && kHalf == 0) add_attn(p, s.head_sums, s.key[step % 2], work, entries.first, step, t);
+    if constexpr (kAttn && kHalf == 0) add_attn(p, s.head_sums, s.key[step % 2], work, entries, step, t);
     const SumRows<kFixed> rows = load_sum_rows<kDqk, kFixed>(p, s.key[step % 2], t);
     HOPWELL_UNROLL
     for (int panel = kHalf * kPanelsBeside; panel < (kHalf + 1) * kPanelsBeside; ++panel) {

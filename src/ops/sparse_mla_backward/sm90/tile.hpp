@@ -225,9 +225,10 @@ HOPWELL_DEVICE void sum_heads(const float (&acc)[32], float (&head_sums)[4][Conf
 // Adds them over the 4 warps to attn, which holds 0 or the sum of other heads. In the order of the selection, ordered
 // or not: restore_attn_order brings sums to their entries.
 HOPWELL_DEVICE void add_attn(const Params& p, const float (&head_sums)[4][Config::kKeys],
-                             const int (&keys)[Config::kKeys], const WorkTile& work, int first_entry, int step, int t) {
+                             const int (&keys)[Config::kKeys], const WorkTile& work, const Entries& entries, int step,
+                             int t) {
   if (t < Config::kKeys && keys[t] >= 0)
-    arch::red_add(p.attn + work.query * p.attn_stride + first_entry + step * Config::kKeys + t,
+    arch::red_add(p.attn + work.query * p.attn_stride + entries.place(work.first_entry) + step * Config::kKeys + t,
                   head_sums[0][t] + head_sums[1][t] + head_sums[2][t] + head_sums[3][t]);
   arch::syncwarp();  // kept: lanes branched off
 }
