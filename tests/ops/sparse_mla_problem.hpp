@@ -116,7 +116,8 @@ void expect_common_errors(const std::string& op, SparseMlaProblem& p, Message me
   expect([&](auto& a) { a.kv = p.view(p.kv, {16, 5}); }, "kv must be float32 [s_kv, d_qk=8]; got float32 [16, 5]");
   expect([&](auto& a) { a.kv = p.view(p.kv, {10, 1, 8}, {.device = {kDLCUDA, 0}}); },
          "kv must be on cpu as q is; got cuda:0");
-  expect([&](auto& a) { a.indices = nullptr; }, "indices must be int32 [s_q=3, h_kv=1, topk]; got nothing");
+  expect([&](auto& a) { a.indices = nullptr, a.topk_length = p.view(p.topk_length, {3}); },
+         "topk_length needs indices; without them every visible key counts");
   expect([&](auto& a) { a.indices = p.view(wide, {3, 1, 4}); },
          "indices must be int32 [s_q=3, h_kv=1, topk]; got int64 [3, 1, 4]");
   expect([&](auto& a) { a.indices = p.view(p.indices, {2, 6}); },

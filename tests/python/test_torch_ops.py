@@ -269,12 +269,20 @@ def test_d_loss_on_the_device_of_the_others() -> None:
         assert torch.equal(number, tensor)
 
 
+def dense_loss_inputs(dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+    """Of `indexer_dense_loss`, by position."""
+    q, kv, lse = torch.randn(6, 3, 24), torch.randn(15, 24), torch.full((6, 3), 3.0)
+    index = torch.randn(6, 2, 8), torch.randn(15, 8)
+    return (q.to(dtype), kv.to(dtype), lse, *(x.to(dtype) for x in index), torch.randn(6, 2), 0.3)
+
+
 def differentiable_calls() -> dict[str, tuple[Tensor, Callable[[Tensor], Tensor]]]:
     """An input of each differentiable operator and a scalar of it."""
-    sparse, index = sparse_inputs(), indexer_inputs()
+    sparse, index, dense = sparse_inputs(), indexer_inputs(), dense_loss_inputs()
     return {
         "sparse_mla_forward": (sparse.pop("q"), lambda q: hw.sparse_mla(q, **sparse)[0].sum()),
         "lightning_indexer_backward": (index.pop("q_index"), lambda q: hw.indexer_loss(q, **index)),
+        "indexer_dense_loss": (dense[3], lambda q: hw.indexer_dense_loss(*dense[:3], q, *dense[4:])),
     }
 
 
@@ -520,6 +528,9 @@ def op_samples() -> dict[str, tuple[Any, ...]]:
         samples[f"lightning_indexer_backward {name}, key ranges"] = (*loss, *ranges, None, row_weights, False, 0.5)
         given = None, q_index, k_index, weights, index["indices"], None, None, torch.randn(index["target"].shape)
         samples[f"lightning_indexer_backward {name}, d_scores"] = given
+        dense = dense_loss_inputs(dtype)
+        samples[f"indexer_dense_loss {name}"] = (*dense[:3], *(x.requires_grad_() for x in dense[3:6]), dense[6])
+        samples[f"sparse_mla_forward {name}, every key"] = (q, kv, None, 0.5, 12, sink)
         samples[f"paged_attention {name}"] = paged_inputs(dtype)
         x = torch.randn(3, 64).to(dtype)
         quantized = hw.nvfp4_quantize(torch.randn(10, 64))
@@ -531,6 +542,7 @@ def op_samples() -> dict[str, tuple[Any, ...]]:
     scales = torch.randint(40, 70, (1, 4, 2), dtype=torch.uint8).permute(1, 2, 0)
     samples["nvfp4_gemv"] = (codes, codes[:1], scales, scales[:1])
     flat = codes[:, :, 0], codes[:3, :, 0], scales[:, :, 0], scales[:3, :, 0]
+    samples["normalize_l1"] = (torch.rand(3, 5),)
     samples["nvfp4_matmul"] = (*flat, 0.5, torch.randn(3), "float32")
     return samples
 

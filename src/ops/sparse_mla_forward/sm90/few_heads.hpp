@@ -56,6 +56,7 @@ struct SharedStorage {
   // The last of the even and odd steps in which a score of a warp exceeded its reference.
   uint32_t exceeded[kStages][2][4];
   alignas(16) uint32_t valid[kStages][4];  // a bit for every row of a gather warp
+  int steps[kStages][4];  // that are left of the query, from the stage's tile on, says each gather warp
   arch::mbarrier q_empty;
   tile::RingBarriers<kStages, kParts, kGroups> key_ring;
 };
@@ -234,8 +235,8 @@ HOPWELL_DEVICE void multiply_values(Storage& s, Output<Storage>& out, bool first
 // Brings both warpgroups' sums together. Warpgroup 0 writes max_logits and lse. `scale`: what this one's O counts in the
 // result.
 template <class Storage>
-HOPWELL_DEVICE void finish_softmax(const Params& p, Storage& s, int self, const WorkTile& work,
-                                   SoftmaxState<Storage>& heads, float (&scale)[Storage::kPairs][2]) {
+HOPWELL_DEVICE void finish_softmax(const Params& p, Storage& s, int self, int query, SoftmaxState<Storage>& heads,
+                                   float (&scale)[Storage::kPairs][2]) {
   const int lane = arch::lane_index(), warp = arch::warp_index() % 4;
   reduce_over_lanes<Storage>(heads.sum, tile::Plus{});
   reduce_over_lanes<Storage>(heads.max, tile::Larger{});
@@ -261,7 +262,7 @@ HOPWELL_DEVICE void finish_softmax(const Params& p, Storage& s, int self, const 
     const float lse = tile::lse_of(reference, total), max = tile::max_or_nan(both, total);
     const float weight = arch::exp2_approx(heads.reference[i / 2][i % 2] - shift);
     scale[i / 2][i % 2] = output_scale(p, head, weight, total, lse);
-    if (self == 0 && warp == 0 && lane < 4 && head < p.h_q) store_statistics(p, work.query, head, max, lse);
+    if (self == 0 && warp == 0 && lane < 4 && head < p.h_q) store_statistics(p, query, head, max, lse);
   }
 }
 
@@ -290,8 +291,7 @@ HOPWELL_DEVICE void add_partial(const Storage& s, Output<Storage>& out) {
 
 // Writes this warpgroup's slices. A warp's 16 columns of each go through its own part of P's place.
 template <class Storage>
-HOPWELL_DEVICE void store_slices(const Params& p, Storage& s, int self, const WorkTile& work,
-                                 const Output<Storage>& out) {
+HOPWELL_DEVICE void store_slices(const Params& p, Storage& s, int self, int query, const Output<Storage>& out) {
   const int lane = arch::lane_index(), warp = arch::warp_index() % 4;
   HOPWELL_UNROLL
   for (int slice = 0; slice < Storage::kOwnSlices; ++slice) {
@@ -302,7 +302,7 @@ HOPWELL_DEVICE void store_slices(const Params& p, Storage& s, int self, const Wo
       const int head = 16 * i + lane / 2, chunk = 2 * warp + lane % 2;
       const arch::Words4 words =
           arch::load_shared_v4(arch::shared_address(s.p[self]) + tile::swizzled(uint32_t(head), uint32_t(chunk)));
-      bf16* target = p.out + work.query * p.out_stride_s + head * p.out_stride_h + 256 * self + slice * 64 + chunk * 8;
+      bf16* target = p.out + query * p.out_stride_s + head * p.out_stride_h + 256 * self + slice * 64 + chunk * 8;
       if (head >= p.h_q) continue;
       store_columns(p, target, words);
     }
@@ -312,10 +312,10 @@ HOPWELL_DEVICE void store_slices(const Params& p, Storage& s, int self, const Wo
 
 // Puts both warpgroups' O together: each scales its own, and writes the half of the columns that it receives.
 template <class Storage>
-HOPWELL_DEVICE void finish_work(const Params& p, Storage& s, int self, const WorkTile& work,
-                                SoftmaxState<Storage>& heads, Output<Storage>& out) {
+HOPWELL_DEVICE void finish_work(const Params& p, Storage& s, int self, int query, SoftmaxState<Storage>& heads,
+                                Output<Storage>& out) {
   float scale[Storage::kPairs][2];
-  finish_softmax(p, s, self, work, heads, scale);
+  finish_softmax(p, s, self, query, heads, scale);
   HOPWELL_UNROLL
   for (int i = 0; i < Storage::kSlices * Storage::kHeads / 2; ++i) {
     const int n = i % (Storage::kHeads / 2);
@@ -328,7 +328,7 @@ HOPWELL_DEVICE void finish_work(const Params& p, Storage& s, int self, const Wor
     arch::barrier_sync(kAllMath, 256);
     if (self == receiver) add_partial(s, out);
   }
-  store_slices(p, s, self, work, out);
+  store_slices(p, s, self, query, out);
 }
 
 template <class Storage>
@@ -336,22 +336,24 @@ HOPWELL_DEVICE void math(const Params& p, Storage& s, int self) {
   uint32_t parity = 0, step = 0;
   HOPWELL_NO_UNROLL
   for (uint32_t number = uint32_t(arch::block_index()); number < p.work_tiles; number += uint32_t(arch::grid_size())) {
-    const WorkTile work = work_tile_of(p, number, Storage::kHeads);
     SoftmaxState<Storage> heads;
     HOPWELL_UNROLL
     for (int i = 0; i < 2 * Storage::kPairs; ++i)
       heads.reference[i / 2][i % 2] = heads.max[i / 2][i % 2] = -INFINITY, heads.sum[i / 2][i % 2] = 0;
     Output<Storage> out{};
-    tile::ring_stage(s.key_ring, self, parity).wait_full(1 - self);  // Q came before
+    const auto slot = tile::ring_stage(s.key_ring, self, parity);
+    slot.wait_full(1 - self);  // Q came before
+    slot.wait_full(0);
+    const int steps = s.steps[self][arch::warp_index() % 4];  // to find it out here would take registers
     HOPWELL_NO_UNROLL
-    for (int i = 0; i < work.steps; ++i, parity ^= 1) {
+    for (int i = 0; i < steps; ++i, parity ^= 1) {
       float scores[Storage::kHeads / 2];
       const uint32_t valid = multiply_keys(s, parity, scores);
-      if (i == work.steps - 1) tile::arrive_warp(s.q_empty);
+      if (i == steps - 1) tile::arrive_warp(s.q_empty);
       softmax(p, s, self, ++step, valid, scores, heads, out);
       multiply_values(s, out, i == 0);
     }
-    finish_work(p, s, self, work, heads, out);
+    finish_work(p, s, self, int(number), heads, out);  // a query has one tile
   }
 }
 

@@ -96,6 +96,7 @@ HOPWELL_DEVICE void gather(const Params& p, Storage& s, int warp) {
             slot.wait_empty(i);
             if (i == 0 && lane == 0) {
               s.valid[stage][warp] = valid >> kRows * stage & 0xffff;
+              if constexpr (requires { s.steps; }) s.steps[stage][warp] = left;
               arch::mbarrier_arrive(slot.full(0));
             }
             copy_panels<kAligned>(to, tile::kPanelBytes, rows, Storage::panels(stage, i));

@@ -1,0 +1,154 @@
+"""Attention without indices, and the indexer's loss over every visible key, beyond what the cases have: the same bits
+wherever a query stands, the same as with a list of all keys, empty indices, PyTorch's gradients.
+"""
+
+import itertools
+from typing import Any
+
+import hopwell
+import hopwell.torch as hw
+import numpy as np
+import pytest
+import torch
+from support import norm_error
+from torch import Tensor
+
+BACKENDS = [name for name in ("cpu", "emu:sm80", "emu:sm90") if name in hopwell.backends("indexer_dense_loss")]
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def problem(
+    rng: np.random.Generator, s_q: int = 12, s_kv: int = 130, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Tensor]:
+    """Queries that stand in three documents; d_qk as GPUs want it."""
+    normal = {"q": (s_q, 3, 576), "kv": (s_kv, 576), "q_index": (s_q, 2, 16), "k_index": (s_kv, 16)}
+    tensors = {name: torch.tensor(rng.standard_normal(shape), dtype=dtype) for name, shape in normal.items()}
+    tensors["weights"] = torch.tensor(rng.standard_normal((s_q, 2)), dtype=torch.float32)
+    document = np.sort(rng.integers(0, 3, s_q))
+    start, past = np.array([0, 41, 47])[document], np.array([41, 47, s_kv])[document]
+    end = start + 1 + (rng.random(s_q) * (past - start)).astype(int)
+    masks = {"k_start": start, "k_end": end}
+    return tensors | {name: torch.tensor(values, dtype=torch.int32) for name, values in masks.items()}
+
+
+def results_of(p: dict[str, Tensor], backend: str) -> dict[str, Tensor]:
+    """Everything that belongs to one query."""
+    masks: dict[str, Any] = {"k_start": p["k_start"], "k_end": p["k_end"], "backend": backend}
+    out, peak, lse = hopwell.sparse_mla_forward(p["q"], p["kv"], None, 0.05, **masks)
+    attn = hopwell.attention_distribution(p["q"], p["kv"], None, lse, 0.05, **masks)
+    row_loss = torch.empty(len(lse))
+    index = p["q_index"], p["k_index"], p["weights"]
+    _, d_q, _, d_w = hopwell.indexer_dense_loss(p["q"], p["kv"], lse, *index, 0.05, row_loss=row_loss, **masks)
+    return {"out": out, "max": peak, "lse": lse, "attn": attn, "row_loss": row_loss, "d_q_index": d_q, "d_weights": d_w}
+
+
+QUERIES = ("q", "q_index", "weights", "k_start", "k_end")
+
+
+@every_backend
+def test_the_bits_of_a_query_do_not_depend_on_the_others(rng: np.random.Generator, backend: str) -> None:
+    p = problem(rng)
+    together = results_of(p, backend)
+    cuts = [0, *np.sort(rng.choice(np.arange(1, 12), 2, replace=False)), 12]
+    parts = [
+        results_of(p | {name: p[name][first:past] for name in QUERIES}, backend)
+        for first, past in itertools.pairwise(cuts)
+    ]
+    for name, whole in together.items():
+        assert torch.equal(torch.cat([part[name] for part in parts]), whole), name
+
+
+@every_backend
+def test_the_bits_of_a_query_do_not_depend_on_where_its_keys_lie(rng: np.random.Generator, backend: str) -> None:
+    p = problem(rng)
+    here = results_of(p, backend)
+    keys = {
+        name: torch.cat([torch.full((37, p[name].shape[1]), torch.nan, dtype=p[name].dtype), p[name]])
+        for name in ("kv", "k_index")
+    }
+    there = results_of(p | keys | {name: p[name] + 37 for name in ("k_start", "k_end")}, backend)
+    there["attn"] = there["attn"][:, 37:]
+    for name, expected in here.items():
+        assert torch.equal(there[name], expected), name
+
+
+@every_backend
+def test_a_list_of_every_key_gives_as_much(rng: np.random.Generator, backend: str) -> None:
+    p = problem(rng, s_q=5)
+    masks: dict[str, Any] = {"k_start": p["k_start"], "k_end": p["k_end"], "backend": backend}
+    all_keys = torch.arange(130, dtype=torch.int32).expand(5, 130).contiguous()
+    out, _, lse = hopwell.sparse_mla_forward(p["q"], p["kv"], all_keys, 0.05, **masks)
+    here = results_of(p, backend)
+    torch.testing.assert_close(here["out"].float(), out.float(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(here["lse"], lse, rtol=1e-5, atol=1e-5)
+    target = hopwell.attention_distribution(p["q"], p["kv"], all_keys, lse, 0.05, normalize="l1", **masks)
+    index = p["q_index"], p["k_index"], p["weights"]
+    loss, d_q, d_k, d_w = hopwell.lightning_indexer_backward(target, *index, all_keys, **masks)
+    dense, *gradients = hopwell.indexer_dense_loss(p["q"], p["kv"], here["lse"], *index, 0.05, **masks)
+    torch.testing.assert_close(dense, loss, rtol=1e-4, atol=1e-5)
+    for got, wanted in zip(gradients, (d_q, d_k, d_w), strict=True):
+        assert norm_error(got, wanted) <= (4e-3 if got.dtype == torch.bfloat16 else 1e-4)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "emu:sm80", "emu:sm90", "emu:sm100"])
+def test_indices_without_entries_are_not_absent(rng: np.random.Generator, backend: str) -> None:
+    """A tensor without elements has no memory."""
+    if backend not in hopwell.backends("sparse_mla_forward"):
+        pytest.skip("no such backend")
+    p = problem(rng, s_q=3)
+    none = torch.empty(3, 0, dtype=torch.int32)
+    out, _, lse = hopwell.sparse_mla_forward(p["q"], p["kv"], none, 0.05, backend=backend)
+    assert not out.any() and torch.isposinf(lse).all()
+    assert hopwell.attention_distribution(p["q"], p["kv"], none, lse, 0.05, backend=backend).shape == (3, 0)
+    dq, dkv, _ = hopwell.sparse_mla_backward(out, p["q"], p["kv"], none, out, lse, 0.05, backend=backend)
+    assert not dq.any() and not dkv.any()
+    if backend in hopwell.backends("lightning_indexer_backward"):
+        index = p["q_index"], p["k_index"], p["weights"]
+        target = torch.empty(3, 0)
+        for result in hopwell.lightning_indexer_backward(target, *index, none, deterministic=True, backend=backend):
+            assert not result.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_dense_attention_and_of_the_loss(rng: np.random.Generator, dtype: torch.dtype) -> None:
+    p = problem(rng, dtype=dtype)
+    masks: dict[str, Any] = {"k_start": p["k_start"], "k_end": p["k_end"]}
+    q, kv, *index = (p[name].requires_grad_() for name in ("q", "kv", "q_index", "k_index", "weights"))
+    out, _, lse = hw.sparse_mla(q, kv, None, 0.05, **masks)
+    row_weights = torch.rand(12) * (torch.arange(12) % 3)
+    loss = hw.indexer_dense_loss(q, kv, lse, *index, 0.05, **masks, row_weights=row_weights)
+    gradients = torch.autograd.grad(out.float().square().sum() + 3.0 * loss, [q, kv, *index])
+
+    exact = [x.detach().double().requires_grad_() for x in (q, kv, *index)]
+    keys = torch.arange(130)
+    seen = (keys >= p["k_start"][:, None]) & (keys < p["k_end"][:, None])
+    attention = (
+        (torch.einsum("shd,td->sht", exact[0], exact[1]) * 0.05).masked_fill(~seen[:, None], -torch.inf).softmax(-1)
+    )
+    expected_out = torch.einsum("sht,tv->shv", attention, exact[1][:, :512])
+    scores = (torch.einsum("sjd,td->sjt", exact[2], exact[3]).relu() * exact[4][:, :, None]).sum(1)
+    log_p = scores.masked_fill(~seen, -torch.inf).log_softmax(-1)
+    target = attention.detach().mean(1)
+    rows = torch.where(seen, torch.xlogy(target, target) - target * log_p, 0.0).sum(1)
+    expected = (row_weights * rows).sum()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-4, atol=1e-6)
+    wanted = torch.autograd.grad(expected_out.square().sum() + 3.0 * expected, exact)
+    for gradient, other, leaf in zip(gradients, wanted, (q, kv, *index), strict=True):
+        assert gradient.dtype == leaf.dtype
+        assert norm_error(gradient, other) <= (1e-3 if dtype == torch.float32 else 1e-2)
+
+
+def test_compiled_in_one_graph(rng: np.random.Generator) -> None:
+    p = problem(rng, dtype=torch.float32)
+    masks: dict[str, Any] = {"k_start": p["k_start"], "k_end": p["k_end"]}
+    leaves = [p[name].requires_grad_() for name in ("q_index", "k_index", "weights")]
+
+    def loss(*leaves: Tensor) -> Tensor:
+        _, _, lse = hw.sparse_mla(p["q"], p["kv"], None, 0.05, **masks)
+        attn = hw.normalize_l1(hw.attention_distribution(p["q"], p["kv"], None, lse, 0.05, **masks))
+        return hw.indexer_dense_loss(p["q"], p["kv"], lse, *leaves, 0.05, **masks) + 0.0 * attn.sum()
+
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")(*leaves)
+    for gradient, wanted in zip(torch.autograd.grad(compiled, leaves), expected, strict=True):
+        torch.testing.assert_close(gradient, wanted)
