@@ -2,7 +2,6 @@
 #include <gtest/gtest.h>
 #include <hopwell/hopwell.hpp>
 
-#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -126,71 +125,6 @@ TEST(LightningIndexer, EqualKeysTieWhereverTheyStand) {
     }
   }
 }
-
-// Whatever a backend's sums are (Hopper's of e4m3 have 13 bits): with topk = s_kv it returns all scores, and with less, what a
-// stable sort of these puts first.
-class OfFp8 : public testing::TestWithParam<std::string> {};
-
-TEST_P(OfFp8, SelectionIsAStableSortOfTheBackendsOwnScores) {
-  constexpr std::int64_t kQueries = 3, kKeys = 700, kHeads = 64, kDims = 128, kTopk = 100;
-  std::mt19937 engine(5);
-  const auto codes = [&](std::size_t count) {  // of size 1, and few of them, so that scores tie
-    std::vector<float8_e4m3> values(count);
-    for (float8_e4m3& value : values)
-      value.bits = static_cast<std::uint8_t>((engine() & 0x80U) | (0x30 + engine() % 12));
-    return values;
-  };
-  const std::vector<float8_e4m3> q = codes(kQueries * kHeads * kDims);
-  std::vector<float8_e4m3> k = codes(kKeys * kDims);
-  std::copy_n(k.begin(), kKeys / 2 * kDims, k.begin() + kKeys / 2 * kDims);  // each key twice
-  std::vector<float> weights = normal(kQueries * kHeads, 3), k_scale(kKeys);
-  for (std::size_t t = 0; t < k_scale.size(); ++t) k_scale[t] = static_cast<float>(1 + t % (kKeys / 2) % 5);
-  const auto select = [&](std::int64_t topk) {
-    std::pair<std::vector<std::int32_t>, std::vector<float>> result(kQueries * topk, kQueries * topk);
-    const Tensor q_view(q.data(), {kQueries, kHeads, kDims}), k_view(k.data(), {kKeys, kDims}),
-        weights_view(weights.data(), {kQueries, kHeads}), k_scale_view(k_scale.data(), {kKeys}),
-        indices(result.first.data(), {kQueries, topk}), scores(result.second.data(), {kQueries, topk});
-    LightningIndexerArgs args{.q_index = q_view,
-                              .k_index = k_view,
-                              .weights = weights_view,
-                              .k_scale = k_scale_view,
-                              .indices = indices,
-                              .scores = scores,
-                              .backend = GetParam().c_str()};
-    args.workspace_bytes = lightning_indexer_workspace_bytes(args);
-    std::vector<float> workspace(args.workspace_bytes / sizeof(float));
-    args.workspace = workspace.data();
-    lightning_indexer(args);
-    return result;
-  };
-  const auto [all, score] = select(kKeys);
-  const auto [chosen, score_of_chosen] = select(kTopk);
-  for (std::int64_t s = 0; s < kQueries; ++s) {
-    const float* const row = score.data() + s * kKeys;
-    std::vector<std::int32_t> order(kKeys);
-    std::iota(order.begin(), order.end(), 0);
-    EXPECT_TRUE(std::equal(order.begin(), order.end(), all.begin() + s * kKeys));
-    std::stable_sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) { return row[a] > row[b]; });
-    EXPECT_EQ(row[order[kTopk - 1]], row[order[kTopk - 1] % (kKeys / 2)]);
-    std::sort(order.begin(), order.begin() + kTopk);
-    for (std::int64_t i = 0; i < kTopk; ++i) {
-      const auto at = static_cast<std::size_t>(s * kTopk + i), key = static_cast<std::size_t>(order[i]);
-      EXPECT_EQ(chosen[at], order[static_cast<std::size_t>(i)]) << "query " << s << ", entry " << i;
-      EXPECT_EQ(score_of_chosen[at], row[key]);
-    }
-  }
-}
-
-std::vector<std::string> host_backends() {
-  std::vector<std::string> names = backends("lightning_indexer");
-  std::erase_if(names, [](const std::string& name) { return name.starts_with("sm"); });
-  return names;
-}
-INSTANTIATE_TEST_SUITE_P(LightningIndexer, OfFp8, testing::ValuesIn(host_backends()), [](const auto& info) {
-  std::string name = info.param;
-  std::replace(name.begin(), name.end(), ':', '_');
-  return name;
-});
 
 TEST(LightningIndexer, ScoresAreOptional) {
   Problem with{5, 100, 4, 16, 10}, without = with;

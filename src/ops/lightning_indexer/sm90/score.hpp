@@ -57,7 +57,12 @@ struct HeadWeights {
     float of[4];
   } of_lane[4][5];
 
-  HOPWELL_DEVICE float& of_row(int row) { return of_lane[row / 2 % 4][row / 16].of[row / 8 % 2 * 2 + row % 2]; }
+  // Those of rows `lane` and lane + 32.
+  HOPWELL_DEVICE void store(uint32_t lane, const float (&of_rows)[2]) {
+    HOPWELL_UNROLL
+    for (uint32_t i = 0; i < 2; ++i)
+      of_lane[lane / 2 % 4][lane / 16 + 2 * i].of[lane / 8 % 2 * 2 + lane % 2] = of_rows[i];
+  }
 };
 
 template <class T>
@@ -179,8 +184,7 @@ HOPWELL_DEVICE void produce_weights(const ScoreParams<T>& p, ScoreStorage<T>& s,
     advance(ScoreConfig<T>::kWeightWarps);
     next = load_tile_weights<kMasked>(p, at);
     slot.wait_empty();
-    s.weights[slot.stage()].of_row(lane) = loaded.weights[0];
-    s.weights[slot.stage()].of_row(lane + 32) = loaded.weights[1];
+    s.weights[slot.stage()].store(uint32_t(lane), loaded.weights);
     if (kMasked && lane == 0) s.visible[slot.stage()] = loaded.visible;
     arch::syncwarp();
     if (lane == 0) arch::mbarrier_arrive(slot.full());
