@@ -66,8 +66,8 @@ BUGS = [
     Bug("sparse_mla", "d_kv = d_kv + dkv", "pass", "accumulate ignored"),
     Bug(
         "attention_distribution",
-        "attn.sum(axis=1, keepdims=True)",
-        "attn.max(axis=1, keepdims=True)",
+        "rows.sum(axis=1, keepdims=True)",
+        "rows.max(axis=1, keepdims=True)",
         "l1 over the largest",
     ),
     Bug("attention_distribution", ".sum(axis=0)\n", ".mean(axis=0)\n", "mean over heads for the sum"),

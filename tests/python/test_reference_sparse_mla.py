@@ -170,6 +170,19 @@ def test_mla_of_packed_documents_equals_a_loop_over_them(rng: Generator, positio
         assert_close(packed, alone)
 
 
+def test_mla_without_indices_attends_every_visible_key_in_order(rng: Generator) -> None:
+    problem, masks = mla_problem(rng), {"q_start": 2}
+    problem["indices"] = np.broadcast_to(np.arange(9, dtype=np.int32), (5, 9))
+    absent = problem | {"indices": None}
+    results = reference.sparse_mla_forward(**problem, d_v=4, **masks)
+    for got, wanted in zip(reference.sparse_mla_forward(**absent, d_v=4, **masks), results, strict=True):
+        assert_close(got, wanted)
+    shared = {"lse": results[2], **masks}
+    attn = reference.attention_distribution(**absent, **shared)
+    assert_close(attn, reference.attention_distribution(**problem, **shared))
+    assert np.count_nonzero(attn[0]) == 3
+
+
 def test_mla_backward_equals_finite_differences(rng: Generator) -> None:
     problem, d_v, sink = mla_problem(rng, s_q=3, h_q=2, s_kv=5, topk=4, d=4), 3, rng.standard_normal(2)
     d_out = rng.standard_normal((3, 2, d_v))

@@ -150,6 +150,8 @@ class Wrong:
         needed = [name for name in needed if name != "indices" or self.call.operator.startswith("lightning")]
         if self.call.operator in ("sparse_mla_backward", "attention_distribution", "indexer_dense_loss"):
             needed += [name for name in ("out", "lse") if name in self.call.inputs]
+        if self.call.operator == "normalize_l1":
+            needed += ["attn"]
         name = self.pick(needed)
         return self.put(name, None, *(("target",) if name == "d_scores" else ()))  # one of the two must be there
 
