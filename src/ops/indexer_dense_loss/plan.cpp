@@ -8,6 +8,8 @@
 namespace hopwell::ops::indexer_dense_loss {
 namespace {
 
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
 // Offsets in bytes.
 struct Workspace {
   std::size_t targets = 0;    // fp32 [queries at a time, s_kv]
@@ -75,7 +77,9 @@ std::int64_t queries_at_a_time(const Problem& p) {
   const std::int64_t fitting = (p.device.emulated() ? 1 << 16 : 1 << 25) / std::max<std::int64_t>(p.s_kv, 1);
   // Kernels have a CTA for a query: whole rounds of them. The threads of a CPU share out a pass, too.
   const std::int64_t round = p.device.emulated() ? 16 : p.device.sms;
-  return std::min(p.s_q, std::max<std::int64_t>(1, (fitting + round / 2) / round) * round);
+  const std::int64_t most = std::max<std::int64_t>(1, (fitting + round / 2) / round) * round;
+  const std::int64_t passes = std::max<std::int64_t>(ceil_div(p.s_q, most), 1);  // about equally long
+  return std::min(p.s_q, ceil_div(ceil_div(p.s_q, passes), round) * round);
 }
 
 runtime::Support supports_on(const char* backend, const Problem& p) {
