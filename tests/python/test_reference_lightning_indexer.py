@@ -56,7 +56,7 @@ def test_indexer_scales_e4m3(rng: Generator) -> None:
         for t in range(s_kv):
             dots = [sum(float(a) * float(b) for a, b in zip(q[s, j], k[t], strict=True)) for j in range(heads)]
             plain = sum(w[s, j] * q_scale[s, j] * (0.0 if x < 0 else x) for j, x in enumerate(dots))
-            wanted = float(k_scale[t]) * plain
+            wanted = float(k_scale[t]) * float(plain)
             assert scores[s, t] == (-INF if math.isnan(wanted) else wanted)
     with pytest.raises(ValueError, match="k_scale must be absent without float8_e4m3fn; got float64"):
         reference.lightning_indexer(q.astype(float), k.astype(float), w, 2, k_scale=k_scale)
