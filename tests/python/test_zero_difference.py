@@ -15,7 +15,7 @@ import torch
 
 SCALE = 576**-0.5
 # A part has a multiple of so many heads: kernels for fewer have an order of additions of their own (docs/bits.md).
-HEADS = {"cpu": 8, "sm80": 1, "sm90": 64, "sm100": 64}
+HEADS = {"cpu": 128, "sm80": 1, "sm90": 64, "sm100": 128}
 
 
 def splits(backend: str) -> int:
