@@ -7,7 +7,10 @@ against a dense twin (same initial weights, batches and updates) and a smoothed 
 whether each claim held; the exit code is 0 only if all did.
 
 runs/NAME/ gets metrics.json, loss.png, model.safetensors, tokenizer.json, sample.txt and checkpoint.pt. On a machine
-with a CUDA backend of Hopwell a larger model is trained there.
+with a CUDA backend of Hopwell a larger model is trained there. Under torchrun its ranks share the tokens of every
+sequence and, by FSDP2, the weights; the checkpoint is a folder then, and any number of ranks goes on from it:
+
+  torchrun --nproc-per-node 2 examples/train_dsa_lm.py
 """
 
 import argparse
@@ -35,7 +38,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=seed, default=0, help="of initial weights, batches and the sample (default: 0)")
     parser.add_argument("--name", default="dsa_lm", help="results go to runs/NAME (default: dsa_lm)")
     parser.add_argument("--prompt", default=PROMPT, help="what the sample continues")
-    parser.add_argument("--resume", action="store_true", help="go on from runs/NAME/checkpoint.pt")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in runs/NAME")
+    parser.add_argument(
+        "--timeout",
+        type=at_least(1),
+        default=600,
+        metavar="SECONDS",
+        help="under torchrun: how long a rank waits for the others before it ends with an error (default: 600)",
+    )
     parser.add_argument(
         "--quick", action="store_true", help="a smaller model on a part of the text: seconds instead of minutes"
     )

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from rich.console import Console
 
 from dsa_lm import model as network
-from dsa_lm import report, text
+from dsa_lm import parallel, report, text
 from dsa_lm.report import Claim, DemoError, Reporter, Stopwatch, write_atomically
 from dsa_lm.training import Settings, Trainer
 
@@ -33,6 +34,8 @@ def choose_device(options: argparse.Namespace) -> torch.device:
     on_gpu = not options.quick and torch.cuda.is_available()
     for operator in OPERATORS:
         on_gpu = on_gpu and any(name.startswith("sm") for name in hopwell.backends(operator))
+    if on_gpu and parallel.launched():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     return torch.device("cuda" if on_gpu else "cpu")
 
 
@@ -88,7 +91,7 @@ def encode_prompt(corpus: text.Corpus, prompt: str, context: int) -> torch.Tenso
 
 def finish(trainer: Trainer, prompt: torch.Tensor, bigram: float, folder: Path) -> tuple[Results, str]:
     """The trained model to disk, then quantised, measured again and put to writing: also returns what it wrote."""
-    model, tokenizer = trainer.model, trainer.corpus.tokenizer
+    model, tokenizer = network.Decoder(trainer.settings.size).to(trainer.device), trainer.corpus.tokenizer
     dense = trainer.validation[-1]["loss"]
     model.load_state_dict(trainer.trained)
     size = json.dumps(asdict(trainer.settings.size))
@@ -119,7 +122,10 @@ def run(options: argparse.Namespace, console: Console) -> bool:
     prompt = encode_prompt(corpus, options.prompt, size.context)
     windows = text.validation_windows(corpus.validation, size.context, VALIDATION_WINDOWS)
     bigram = text.Bigram(corpus.train, size.vocabulary).loss(*windows)
-    trainer = Trainer(settings, corpus, tuple(w.to(device) for w in windows), device)
+    mine = parallel.Ranks.join(size.context, device, options.timeout) if parallel.launched() else network.ALONE
+    if mine.rank > 0:
+        console.quiet = True
+    trainer = Trainer(settings, corpus, tuple(w.to(device) for w in windows), device, mine)
     if options.resume:
         trainer.load(folder / "checkpoint.pt")
     parameters = sum(p.numel() for p in trainer.model.parameters())
@@ -130,6 +136,9 @@ def run(options: argparse.Namespace, console: Console) -> bool:
         f"the bigram model's loss is {bigram:.3f} nats a token"
     )
     trainer.run(folder / "checkpoint.pt", reporter)
+    trainer.leave()
+    if mine.rank > 0:
+        return True  # the first rank has the weights, and says what they are good for
     results, written = finish(trainer, prompt, bigram, folder)
     made = claims(results, size.topk)
     metrics = {"settings": asdict(settings), "device": str(device)} | watch.read() | asdict(results)

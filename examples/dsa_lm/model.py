@@ -5,9 +5,12 @@ from dataclasses import dataclass
 
 import torch
 from hopwell.torch import nn
+from hopwell.torch.parallel import ContextShard
 from torch import Tensor
 from torch import nn as torch_nn
 from torch.nn import functional
+
+from dsa_lm.parallel import Ranks
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,9 @@ class Block(torch_nn.Module):
         gate, value = self.up(self.mlp_norm(x)).chunk(2, dim=-1)
         return self.down(functional.silu(gate) * value)
 
-    def forward(self, x: Tensor, mode: nn.Mode) -> tuple[Tensor, Tensor | None]:
-        y, indexer_loss = self.attention(self.attention_norm(x), mode)
+    def forward(self, x: Tensor, mode: nn.Mode, shard: ContextShard | None) -> tuple[Tensor, Tensor | None]:
+        given = (mode,) if shard is None else (shard, mode)
+        y, indexer_loss = self.attention(self.attention_norm(x), *given)
         x = x + y
         return x + self.mlp(x), indexer_loss
 
@@ -81,15 +85,17 @@ class Decoder(torch_nn.Module):
             for linear in (block.attention.mla.output, block.down):
                 linear.weight.data *= (2 * size.layers) ** -0.5
 
-    def forward(self, tokens: Tensor, mode: nn.Mode = "sparse") -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens: Tensor, mode: nn.Mode = "sparse", shard: ContextShard | None = None
+    ) -> tuple[Tensor, Tensor]:
         """tokens int64 [b, s] → logits [b, s, vocabulary] and the indexers' loss, summed over layers (0 where there is
-        none).
+        none). With a shard, of its tokens, and this rank's part of the loss.
         """
         x = self.embedding(tokens)
         total = x.new_zeros(())
         with self.precision(x):
             for block in self.blocks:
-                x, indexer_loss = block(x, mode)
+                x, indexer_loss = block(x, mode, shard)
                 total = total if indexer_loss is None else total + indexer_loss
             return self.head(self.norm(x)), total
 
@@ -108,23 +114,28 @@ class Decoder(torch_nn.Module):
     def indexer_parameters(self) -> list[torch_nn.Parameter]:
         return [p for block in self.blocks for p in block.attention.indexer.parameters()]
 
-    def keys_read(self) -> tuple[int, int]:
-        """Keys the last sparse forward read and keys a dense one would have, over layers and queries."""
-        chosen = [block.attention.selected for block in self.blocks]
-        b, s, _ = chosen[0].shape
-        return sum(int((c >= 0).sum()) for c in chosen), len(chosen) * b * s * (s + 1) // 2
+    def keys_read(self) -> int:
+        """Keys the last sparse forward read, over layers and queries."""
+        return sum(int((block.attention.selected >= 0).sum()) for block in self.blocks)
+
+
+ALONE = Ranks()
 
 
 @torch.no_grad()
-def evaluate(model: Decoder, windows: tuple[Tensor, Tensor], mode: nn.Mode, size: int = 8) -> tuple[float, float]:
+def evaluate(
+    model: Decoder, windows: tuple[Tensor, Tensor], mode: nn.Mode, ranks: Ranks = ALONE, size: int = 8
+) -> tuple[float, float]:
     """Mean loss in nats a token over the windows, and the fraction of the visible keys that attention read."""
-    total, read, visible = 0.0, 0, 0
-    for tokens, following in zip(*(part.split(size) for part in windows), strict=True):
-        logits, _ = model(tokens, mode)
+    total, read = 0.0, 0
+    for tokens, following in zip(*(ranks.part(part).split(size) for part in windows), strict=True):
+        logits, _ = model(tokens, mode, ranks.shard)
         total += functional.cross_entropy(logits.flatten(0, 1).float(), following.flatten(), reduction="sum").item()
-        if mode == "sparse":
-            read, visible = (a + b for a, b in zip((read, visible), model.keys_read(), strict=True))
-    return total / windows[1].numel(), read / visible if visible else 1.0
+        read += model.keys_read() if mode == "sparse" else 0
+    total, read = ranks.sum(total, read)
+    count, s = windows[1].shape
+    visible = len(model.blocks) * count * s * (s + 1) // 2
+    return total / windows[1].numel(), read / visible if mode == "sparse" else 1.0
 
 
 def quantize(model: Decoder) -> int:

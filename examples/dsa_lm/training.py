@@ -23,7 +23,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
-from dsa_lm.model import Decoder, Size, evaluate
+from dsa_lm import parallel
+from dsa_lm.model import ALONE, Decoder, Size, evaluate
+from dsa_lm.parallel import Ranks
 from dsa_lm.report import DemoError, Reporter, write_atomically
 from dsa_lm.text import Corpus, batch
 
@@ -81,12 +83,18 @@ class Trainer:
     """
 
     def __init__(
-        self, settings: Settings, corpus: Corpus, windows: tuple[Tensor, Tensor], device: torch.device
+        self,
+        settings: Settings,
+        corpus: Corpus,
+        windows: tuple[Tensor, Tensor],
+        device: torch.device,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.settings, self.corpus, self.windows, self.device = settings, corpus, windows, device
+        self.settings, self.corpus, self.windows, self.device, self.ranks = settings, corpus, windows, device, ranks
         self.digest = corpus.digest()
         torch.manual_seed(settings.seed)
         self.model = Decoder(settings.size).to(device)
+        ranks.distribute(self.model)
         self.optimizer = make_optimizer(self.model, settings)
         self.stage, self.step, self.update = "dense", 0, 0
         self.fork: dict[str, Any] = {}
@@ -104,11 +112,15 @@ class Trainer:
         return own | progress | history | {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def save(self, path: Path) -> None:
+        if self.ranks.shard is not None:
+            return self.save_parts(path.with_suffix(""))
         data = io.BytesIO()
         torch.save(self.state(), data)
         write_atomically(path, data.getvalue())
 
     def load(self, path: Path) -> None:
+        if self.ranks.shard is not None:
+            return self.load_parts(path.with_suffix(""))
         try:
             state = torch.load(path, map_location=self.device, weights_only=True)
         except FileNotFoundError:
@@ -118,13 +130,62 @@ class Trainer:
             raise DemoError(f"cannot resume from {path}: {reason}") from None
         if not isinstance(state, dict) or state.keys() != self.state().keys():
             raise DemoError(f"cannot resume from {path}: it is no checkpoint of this demo")
+        self.refuse_another_run(path, state)
+        self.set_weights(state)
+        for name in ("stage", "step", "update", "fork", "trained", "steps", "dense_twin", "validation"):
+            setattr(self, name, state[name])
+
+    def refuse_another_run(self, path: Path, state: dict[str, Any]) -> None:
         for name, mine in (("settings", asdict(self.settings)), ("text", self.digest)):
             if state[name] != mine:
                 raise DemoError(f"cannot resume from {path}: it was written with other {name}")
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        for name in ("stage", "step", "update", "fork", "trained", "steps", "dense_twin", "validation"):
-            setattr(self, name, state[name])
+
+    def weights(self) -> dict[str, Any]:
+        """Of the model and the optimizer; on several ranks this one's parts, which a checkpoint puts together."""
+        if self.ranks.shard is None:
+            return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return parallel.parts(self.model, self.optimizer)
+
+    def set_weights(self, state: dict[str, Any]) -> None:
+        if self.ranks.shard is None:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(_copy(state["optimizer"]))
+        else:
+            parallel.set_parts(self.model, self.optimizer, state["model"], _copy(state["optimizer"]))
+
+    def save_parts(self, folder: Path) -> None:
+        names = ("stage", "step", "update", "steps", "dense_twin", "validation")
+        progress = {"settings": asdict(self.settings), "text": self.digest} | {n: getattr(self, n) for n in names}
+        tensors = self.weights()
+        if self.fork:
+            progress["update of the fork"] = self.fork["update"]
+            tensors["fork"] = {name: self.fork[name] for name in ("model", "optimizer")}
+        if self.trained:
+            tensors["trained"] = self.trained
+        parallel.save(folder, tensors, progress | {"parts": list(tensors)}, self.ranks.rank)
+
+    def load_parts(self, folder: Path) -> None:
+        progress = parallel.load_progress(folder)
+        self.refuse_another_run(folder, progress)
+        parts = progress.pop("parts")
+        tensors = self.weights()
+        if "fork" in parts:
+            tensors["fork"] = _copy(self.weights())
+        if "trained" in parts:
+            tensors["trained"] = _copy(tensors["model"])
+        parallel.load(folder, tensors)
+        self.set_weights(tensors)
+        if "fork" in parts:
+            self.fork = tensors["fork"] | {"update": progress.pop("update of the fork")}
+        self.trained = tensors.get("trained", {})
+        for name in ("stage", "step", "update", "steps", "dense_twin", "validation"):
+            setattr(self, name, progress[name])
+
+    def leave(self) -> None:
+        """Ends what several ranks do together: each has the trained weights, whole."""
+        if self.ranks.shard is not None:
+            self.trained = parallel.whole(self.model, self.trained)
+            self.ranks.leave()
 
     # ---- stages
 
@@ -155,13 +216,10 @@ class Trainer:
         """Begins a stage: what `dense` left is kept for the twin, and the twin begins from it."""
         if self.stage == "dense":
             self.validate("dense twin", "dense")
-            self.fork = _copy(
-                {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "update": self.update}
-            )
+            self.fork = _copy(self.weights() | {"update": self.update})
         if stage == "dense twin":
-            self.trained = _copy(self.model.state_dict())
-            self.model.load_state_dict(self.fork["model"])
-            self.optimizer.load_state_dict(_copy(self.fork["optimizer"]))
+            self.trained = _copy(self.weights()["model"])
+            self.set_weights(self.fork)
             self.update = self.fork["update"]
         self.stage, self.step = stage, 0
 
@@ -177,8 +235,10 @@ class Trainer:
         # The warm-up sees batches of its own, numbered after all the others.
         number = settings.steps + self.step if warm_up else self.update
         tokens, following = batch(self.corpus.train, settings.sequences, settings.size.context, settings.seed, number)
-        logits, indexer_loss = self.model(tokens.to(self.device), MODES[self.stage])
-        loss = functional.cross_entropy(logits.flatten(0, 1).float(), following.flatten().to(self.device))
+        mine, following = self.ranks.part(tokens.to(self.device)), self.ranks.part(following.to(self.device))
+        logits, indexer_loss = self.model(mine, MODES[self.stage], self.ranks.shard)
+        loss = functional.cross_entropy(logits.flatten(0, 1).float(), following.flatten(), reduction="sum")
+        loss = loss / tokens.numel()  # this rank's part of the mean
         self.optimizer.zero_grad()
         (indexer_loss if warm_up else loss + indexer_loss).backward()
         clip_grad_norm_(main, 1.0)
@@ -187,12 +247,13 @@ class Trainer:
 
         self.step += 1
         self.update += not warm_up
+        losses = self.ranks.sum(loss.item(), indexer_loss.item())
         record = {
             "step": len(self.dense_twin if self.stage == "dense twin" else self.steps) + 1,
             "stage": self.stage,
             "update": self.update,
-            "loss": loss.item(),
-            "indexer_loss": indexer_loss.item(),
+            "loss": losses[0],
+            "indexer_loss": losses[1],
         }
         record["tokens_per_s"] = tokens.numel() / (time.perf_counter() - began)
         (self.dense_twin if self.stage == "dense twin" else self.steps).append(record)
@@ -204,7 +265,7 @@ class Trainer:
         return record
 
     def validate(self, model: str, mode: nn.Mode) -> float:
-        loss, read = evaluate(self.model, self.windows, mode)
+        loss, read = evaluate(self.model, self.windows, mode, self.ranks)
         self.validation.append({"model": model, "update": self.update, "loss": loss, "keys_read": read})
         return loss
 
