@@ -81,7 +81,8 @@ ArrayType type_of(nb::handle array) {
 }
 
 bool is_true(nb::handle object, PyObject* method) {
-  const nb::object answer = nb::steal(PyObject_CallMethodNoArgs(object.ptr(), method));
+  PyObject* const self = object.ptr();  // PyObject_CallMethodNoArgs, which is not in Python's stable interface
+  const nb::object answer = nb::steal(PyObject_VectorcallMethod(method, &self, 1, nullptr));
   if (!answer.is_valid()) PyErr_Clear();
   return answer.ptr() == Py_True;
 }
