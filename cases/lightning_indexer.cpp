@@ -115,9 +115,8 @@ void fill_scales(Array& scales, Random& random, Indexer::Scales kind, std::int64
   for (std::int64_t i = 0; i < scales.size(); ++i) {
     const double power = std::ldexp(1, static_cast<int>(random.below(7)) - 3);
     const bool special = kind == Indexer::Scales::kSpecial && i % period == 0;
-    scales.set(i, special                            ? kSpecial[i / period % 6]
-                  : kind == Indexer::Scales::kRandom ? (2 + random.uniform()) / 448
-                                                     : power);
+    const double plain = kind == Indexer::Scales::kRandom ? (2 + random.uniform()) / 448 : power;
+    scales.set(i, special ? kSpecial[static_cast<std::size_t>(i / period) % std::size(kSpecial)] : plain);
   }
 }
 
@@ -125,8 +124,8 @@ std::pair<Array*, Array*> add_documents(Instance& instance, const Indexer& p) {
   Array& start = instance.add({"k_start", DType::kInt32, {p.s_q}});
   Array& end = instance.add({"k_end", DType::kInt32, {p.s_q}});
   for (std::int64_t s = 0; s < p.s_q; ++s) {
-    const std::int64_t token = p.first_token + s;
-    start.set(s, static_cast<double>(token / p.document * p.document));
+    const std::int64_t token = p.first_token + s, first = token / p.document * p.document;
+    start.set(s, static_cast<double>(first));
     end.set(s, static_cast<double>(token + 1));
   }
   return {&start, &end};
@@ -373,13 +372,13 @@ Instance make_forward(Random& random, const Indexer& p) {
   } else {
     instance.reference = [](Instance&) {};
     instance.verify = [in, &indices, &scores, backend = used, &workspace = *instance.workspace](const Instance&) {
-      const std::string failure = verify_selection(in, indices, scores, rounding_on(*backend, in.problem.dtype));
+      std::string failure = verify_selection(in, indices, scores, rounding_on(*backend, in.problem.dtype));
       if (!failure.empty() || !in.problem.stable_sort) return failure;
       return verify_stable_sort(in, indices, scores, workspace, *backend);
     };
   }
   instance.call = [in, &indices, &scores, used, &workspace = *instance.workspace](const char* backend, Stream stream) {
-    *used = backend == nullptr ? "" : backend;
+    *used = backend;
     select(in, indices, scores, workspace, backend, stream);
   };
   double visible = 0;
