@@ -107,16 +107,18 @@ int check(const CheckOptions& options) {
       for (const std::string& backend : backends(suite.op)) {  // those with a kernel for it
         if (!options.backend.empty() && backend != options.backend) continue;
         Tally tally;
-        int quick_cases = options.quick ? kQuickCases : std::numeric_limits<int>::max();
+        int cases_left = options.quick ? kQuickCases : std::numeric_limits<int>::max();
         for (const cases::Case& c : suite.cases) {
           if (!c.suits(backend, options.model) || !matches(c.name, options.cases.empty() ? "*" : options.cases))
             continue;
-          if (quick_cases-- == 0) break;
+          if (cases_left == 0) break;
+          bool taken = true;
           for (std::uint64_t seed = 1; seed <= options.seeds; ++seed) {
             progress.show(suite.op + " on " + backend + ": " + c.name);
             if (backend.starts_with("emu:")) setenv("HOPWELL_EMULATOR_SEED", std::to_string(seed).c_str(), 1);
             const cases::Report report = cases::run(c, backend, seed);
             tally.add(report);
+            taken = !report.unsupported;
             for (const std::string& failure : report.failures)
               messages.push_back(message(c, backend, seed, report.unsupported, failure));
             records.push_back(record(c, backend, seed, report));
@@ -124,6 +126,7 @@ int check(const CheckOptions& options) {
             nlohmann::json launches = counts->take();
             if (report.failures.empty()) records.back()["model"] = model_of(c, seed, std::move(launches));
           }
+          cases_left -= taken ? 1 : 0;
         }
         table.add({suite.op, backend, std::to_string(tally.passed), std::to_string(tally.failed),
                    std::to_string(tally.skipped), format("%.3f", tally.worst)});

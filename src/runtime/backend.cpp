@@ -146,8 +146,8 @@ std::vector<std::string> backends(std::string_view operator_name) {
 
 namespace {
 std::string not_in_this_build(const runtime::KnownBackend& known) {
-  return std::string("not in this build (cmake ") + (known.host ? "-DHOPWELL_EMULATOR=ON" : "-DHOPWELL_CUDA=ON, with nvcc") +
-         ")";
+  return std::string("not in this build (cmake ") +
+         (known.host ? "-DHOPWELL_EMULATOR=ON" : "-DHOPWELL_CUDA=ON, with nvcc") + ")";
 }
 }  // namespace
 

@@ -52,8 +52,7 @@ bool look_up_all(void* library, Driver& d) {
          look_up(library, "cuCtxGetDevice", d.context_device) &&
          look_up(library, "cuCtxPushCurrent_v2", d.push_context) &&
          look_up(library, "cuCtxPopCurrent_v2", d.pop_context) &&
-         look_up(library, "cuStreamGetCtx", d.stream_context) &&
-         look_up(library, "cuGetErrorString", d.error_string);
+         look_up(library, "cuStreamGetCtx", d.stream_context) && look_up(library, "cuGetErrorString", d.error_string);
 }
 
 std::string error_text(const Driver& d, int error) {

@@ -187,14 +187,9 @@ HOPWELL_DEVICE void sum_heads(const Params& p, const Scores<kN>& scores, const f
 // Warp 0's: adds the sums of the warps' heads in a fixed order, to what earlier heads left, and writes.
 struct RowWriter {
   Entries entries;
-  int keys[2];      // what this lane's entries of the next tile name
   float total = 0;  // of what this lane has written of the last heads
 
-  HOPWELL_DEVICE RowWriter(const Params& p, const WorkTile& work) : entries(entries_of(p, work)) { load_keys(0); }
-  HOPWELL_DEVICE void load_keys(int tile) {
-    HOPWELL_UNROLL
-    for (int i = 0; i < 2; ++i) keys[i] = entries.at(tile * kTileKeys + 32 * i + arch::lane_index());
-  }
+  HOPWELL_DEVICE RowWriter(const Params& p, const WorkTile& work) : entries(entries_of(p, work)) {}
   template <int kHeadWarps>
   HOPWELL_DEVICE void write(const Params& p, const WorkTile& work, const float (&sums)[Config::kWarps][kTileKeys],
                             int tile, bool first_heads) {
@@ -204,14 +199,13 @@ struct RowWriter {
     for (int i = 0; i < 2; ++i) {
       const int key = 32 * i + arch::lane_index(), entry = tile * kTileKeys + key;
       if (entry >= entries.length) continue;
-      const bool counts = entries.counts(keys[i]);
+      const bool counts = entries.key(entry) >= 0;
       float sum = counts && !first_heads ? row[entry] : 0;
       HOPWELL_UNROLL
       for (int warp = 0; warp < kHeadWarps; ++warp) sum += counts ? sums[warp][key] : 0;
       row[entry] = sum;
       total += sum;
     }
-    load_keys(tile + 1 < key_tiles(entries) ? tile + 1 : 0);
   }
 };
 

@@ -377,7 +377,7 @@ HOPWELL_DEVICE void prepare(const Params& p, PairStorage& s, const PairWork& pai
   arch::cp_async_wait<0>();
   arch::fence_proxy_async();
   arch::cluster_sync();
-  if (arch::thread_index() == 0) s.entries = {entries.row, length_of(s.last_valid), entries.visible};
+  if (arch::thread_index() == 0) s.entries = {entries.row, length_of(s.last_valid), entries.visible, entries.given};
   arch::syncthreads();
 }
 
