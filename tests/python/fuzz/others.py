@@ -128,7 +128,8 @@ def _bits(values: tuple[Any, ...]) -> list[tuple[tuple[int, ...], bytes] | None]
 @st.composite
 def wrong_torch_call(draw: st.DrawFn, operator: str) -> WrongCall | None:
     call = draw(CALLS[operator]())
-    call = FuzzedCall(operator, arguments_of(call.arguments, *call.outputs, *ONLY_IN_PLACE), (), call.memory)
+    left_out = () if operator == "normalize_l1" else ONLY_IN_PLACE  # its attn is the input
+    call = FuzzedCall(operator, arguments_of(call.arguments, *call.outputs, *left_out), (), call.memory)
     kind = WRONG_IN_TORCH[draw(st.integers(0, len(WRONG_IN_TORCH) - 1))]
     blamed = kind(Wrong(draw, call))
     return None if blamed is None else WrongCall(call, f"{kind.__name__} {blamed[0]}", blamed, False)
