@@ -15,7 +15,7 @@ struct CheckOptions {
   std::string cases;  // the name of cases, in which * stands for any letters and ? for any one; "": all
   std::uint64_t seeds = 1;
   int device = 0;       // the CUDA device that the backends for one run on; device 0 stays the current one
-  bool quick = false;  // a few cases of each operator and backend
+  bool quick = false;   // a few cases of each operator and backend
   bool checker = true;  // on emulated backends: find races, not only wrong numbers and hangs
   bool model = false;   // on emu:sm90 and emu:sm100: what each launch asks of the units of an SM
   std::string json;     // "": none
