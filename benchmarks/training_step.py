@@ -1,15 +1,17 @@
 """One layer's sparse attention in a training step, on a GPU: its parts, their floors, and dense attention beside it.
 
     python benchmarks/training_step.py                         DeepSeek-V3.2's and GLM-5's shapes, s 32 K … 128 K
-    python benchmarks/training_step.py --model glm --s 32768   one of them
+    python benchmarks/training_step.py --model glm-5 --s 32768 one of them
+    python benchmarks/training_step.py --warm-up               the dense warm-up of the indexer instead
     python benchmarks/training_step.py --json FILE             and a record
 
 The step is what a layer adds to a transformer's projections: the indexer's scores and selection, the forward, the
 distribution that the indexer learns from, the indexer's gradients, the attention's gradients. All s tokens are one
-causal sequence. A part's floor is the larger of its matrix products at the rate of a bf16 product of 8192³ timed in the
-same rounds, and of its inputs and outputs at the rate of a copy. Dense attention is PyTorch's, causal, in the form with
-keys and values of every head (192 and 128 numbers), forward and backward; it is given its heads a part at a time where
-all of them do not fit.
+causal sequence. In the warm-up every query attends all the keys that it sees, and only the indexer learns. A part's
+floor is the larger of its matrix products at the rate of a bf16 product of 8192³ timed in the same rounds, and of its
+inputs and outputs at the rate of a copy. Dense attention is PyTorch's, causal, in the form with keys and values of
+every head (192 and 128 numbers), forward and backward; it is given its heads a part at a time where all of them do not
+fit.
 """
 
 from __future__ import annotations
@@ -104,6 +106,35 @@ def step_parts(model: Model, s: int, device: str) -> list[Part]:
     ]
 
 
+def warm_up_parts(model: Model, s: int, device: str) -> list[Part]:
+    """The calls of a step of the indexer's dense warm-up: attention, then the indexer's loss and gradients."""
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.bfloat16, device=device)
+
+    h, scale = model.h_q, 192**-0.5
+    q, kv = randn(s, h, D_QK).mul_(0.2), randn(s, D_QK)
+    q_index, k_index = randn(s, model.h_index, D_INDEX), randn(s, D_INDEX)
+    weights = torch.randn(s, model.h_index, device=device) * (model.h_index * D_INDEX) ** -0.5
+    out, _, lse = ops.sparse_mla(q, kv, None, scale, D_V, q_start=0)
+    pairs = s * (s + 1) // 2
+    index_inputs = size(q_index, k_index, weights)
+    return [
+        Part(
+            "attention, forward",
+            lambda: ops.sparse_mla(q, kv, None, scale, D_V, q_start=0),
+            2 * pairs * h * (D_QK + D_V),
+            size(q, kv, out, lse),
+        ),
+        Part(
+            "indexer, dense loss and gradients",
+            lambda: ops.indexer_dense_loss(q, kv, lse, q_index, k_index, weights, scale, q_start=0),
+            2 * pairs * (h * D_QK + model.h_index * D_INDEX * 3),
+            size(q, kv, lse) + 2 * index_inputs,
+        ),
+    ]
+
+
 def seconds(call: Callable[[], object], rounds: int) -> float:
     """The median of some calls."""
     call()
@@ -146,17 +177,28 @@ def dense_seconds(h: int, s: int, rounds: int, heads_at_once: int = 16) -> tuple
     raise SystemExit("training_step.py: PyTorch has no attention kernel for heads of 192 and 128 numbers here")
 
 
-def measure(name: str, s: int, rounds: int, dense: bool) -> dict[str, object]:
+def measure(
+    name: str, s: int, rounds: int, dense: bool, make: Callable[[Model, int, str], list[Part]]
+) -> dict[str, object]:
     model, (operations_rate, bytes_rate) = MODELS[name], rates()
-    parts, results = step_parts(model, s, "cuda"), []
+    parts, results = make(model, s, "cuda"), []
     torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    inputs = torch.cuda.memory_allocated()
+    inputs, peaks = torch.cuda.memory_allocated(), []
     for part in parts:
+        torch.cuda.reset_peak_memory_stats()
         taken = seconds(part.call, rounds)
+        peaks.append(torch.cuda.max_memory_allocated() - inputs)
         by_operations, by_bytes = part.operations / operations_rate, part.bytes / bytes_rate
         floor = max(by_operations, by_bytes)
-        results.append({"part": part.name, "ms": 1e3 * taken, "floor_ms": 1e3 * floor, "share": floor / taken})
+        results.append(
+            {
+                "part": part.name,
+                "ms": 1e3 * taken,
+                "floor_ms": 1e3 * floor,
+                "share": floor / taken,
+                "peak_bytes_beside_inputs": peaks[-1],
+            }
+        )
         print(f"{name:14} {s:7} {part.name:32} {1e3 * taken:9.2f} {1e3 * floor:9.2f} {floor / taken:7.3f}", flush=True)
     total = sum(float(str(r["ms"])) for r in results)
     floors = sum(float(str(r["floor_ms"])) for r in results)
@@ -166,7 +208,7 @@ def measure(name: str, s: int, rounds: int, dense: bool) -> dict[str, object]:
         "parts": results,
         "ms": total,
         "share": floors / total,
-        "peak_bytes_beside_inputs": torch.cuda.max_memory_allocated() - inputs,
+        "peak_bytes_beside_inputs": max(peaks),
     }
     print(f"{name:14} {s:7} {'the step':32} {total:9.2f} {floors:9.2f} {floors / total:7.3f}", flush=True)
     del parts, part
@@ -184,6 +226,7 @@ def main() -> None:
     parser.add_argument("--model", action="append", choices=MODELS, help="may be repeated")
     parser.add_argument("--s", action="append", type=int, metavar="TOKENS", help="may be repeated")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--warm-up", action="store_true", help="the indexer's dense warm-up, not the sparse step")
     parser.add_argument("--no-dense", action="store_true", help="without dense attention")
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes a record there")
     options = parser.parse_args()
@@ -194,8 +237,9 @@ def main() -> None:
     results: list[dict[str, object]] = []
     for name in options.model or MODELS:
         for s in options.s or [32768, 65536, 131072]:
-            results.append(measure(name, s, options.rounds, not options.no_dense))
-            record.write(options.json, results, rounds=options.rounds)
+            parts = warm_up_parts if options.warm_up else step_parts
+            results.append(measure(name, s, options.rounds, not (options.no_dense or options.warm_up), parts))
+            record.write(options.json, results, rounds=options.rounds, stage="warm-up" if options.warm_up else "sparse")
 
 
 if __name__ == "__main__":
