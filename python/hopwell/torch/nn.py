@@ -158,17 +158,24 @@ class SparseMLA(KeepsDtypes):
         )
         return out, lse
 
-    def attend_dense(self, q: Tensor, kv: Tensor) -> Tensor:
-        """Causal attention over every key, by PyTorch: q [b, s, h_q, d_qk], kv [b, s, d_qk] → [b, s, h_q, d_v]."""
+    def dense(self, x: Tensor) -> Tensor:
+        """Causal attention over every key, by PyTorch: x [b, s, d_model] → [b, s, d_model]. The latents are lifted to
+        keys and values of every head, which over all keys is less work than queries in the latent space.
+        """
         if self.attn_sink is not None:
-            raise ValueError(
-                "SparseMLA.attend_dense: expected no attention sink, which PyTorch's attention does not have"
-            )
-        q, keys = q.transpose(1, 2), kv[:, None].expand(-1, self.h_q, -1, -1)
-        out = functional.scaled_dot_product_attention(
-            q, keys, keys[..., : self.d_v], is_causal=True, scale=self.sm_scale
+            raise ValueError("SparseMLA.dense: expected no attention sink, which PyTorch's attention does not have")
+        nope, rope = self.query(x).unflatten(-1, (self.h_q, -1)).split([self.d_nope, self.d_rope], dim=-1)
+        latent, k_rope = self.latent(x).split([self.d_v, self.d_rope], dim=-1)
+        latent, k_rope = self.latent_norm(latent).to(nope.dtype), rotate(k_rope, 0, self.rope_theta).to(nope.dtype)
+        k_nope = torch.einsum("bsv,hnv->bshn", latent, self.up_key.to(nope.dtype))
+        v = torch.einsum("bsv,hvd->bshd", latent, self.up_value.to(nope.dtype))
+        q = torch.cat([nope, rotate(rope, 0, self.rope_theta)], dim=-1)
+        k = torch.cat([k_nope, k_rope[:, :, None].expand(-1, -1, self.h_q, -1)], dim=-1)
+        heads = functional.scaled_dot_product_attention(
+            *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, scale=self.sm_scale
         )
-        return out.transpose(1, 2)
+        y: Tensor = self.output(heads.transpose(1, 2).flatten(-2))
+        return y
 
     def forward(self, x: Tensor, indices: Tensor) -> Tensor:
         """x [b, s, d_model], indices int32 [b, s, topk] within each sequence (others: none) → [b, s, d_model]."""
@@ -268,10 +275,10 @@ class DSA(nn.Module):
         """x [b, s, d_model] → y [b, s, d_model] and, where gradients are on and the mode has it, the indexer's loss."""
         if mode not in get_args(Mode):
             raise ValueError(f"DSA: mode must be {' or '.join(map(repr, get_args(Mode)))}; got {mode!r}")
+        if mode == "dense":
+            return self.mla.dense(x), None
         b, s, _ = x.shape
         q, kv = self.mla.project(x)
-        if mode == "dense":
-            return self.mla.combine(self.mla.attend_dense(q, kv)), None
         q_index, k_index, weights = self.indexer.project(x.detach())
         q, kv = q.flatten(0, 1), kv.flatten(0, 1)
         masks: dict[str, Any] = {}
