@@ -93,7 +93,8 @@ def test_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
     assert dead == 3
     assert code == 1
     assert "RuntimeError" in error
-    assert time.monotonic() - began < 30  # the time-out is 5 s; the rest is starting Python on a busy machine
+    # The time-out is 5 s, PyTorch's own half an hour; the rest is starting Python on a busy machine.
+    assert time.monotonic() - began < 150
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
