@@ -34,7 +34,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="PATH",
         help="files or folders of UTF-8 text (default: the Python standard library's sources)",
     )
-    parser.add_argument("--steps", type=at_least(1), help="updates of the main model (default: 1000)")
+    parser.add_argument("--steps", type=at_least(1), help="updates of the main model (default: 1000; 300 with --large)")
     parser.add_argument("--seed", type=seed, default=0, help="of initial weights, batches and the sample (default: 0)")
     parser.add_argument("--name", default="dsa_lm", help="results go to runs/NAME (default: dsa_lm)")
     parser.add_argument("--prompt", default=PROMPT, help="what the sample continues")
@@ -46,8 +46,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="SECONDS",
         help="under torchrun: how long a rank waits for the others before it ends with an error (default: 600)",
     )
-    parser.add_argument(
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument(
         "--quick", action="store_true", help="a smaller model on a part of the text: seconds instead of minutes"
+    )
+    sizes.add_argument(
+        "--large",
+        action="store_true",
+        help="about 100 million parameters and a context of 8192, on a GPU: minutes on an H200",
     )
     options = parser.parse_args(arguments)
     if Path(options.name).name != options.name:

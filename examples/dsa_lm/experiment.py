@@ -17,6 +17,7 @@ from dsa_lm.report import Claim, DemoError, Reporter, Stopwatch, write_atomicall
 from dsa_lm.training import Settings, Trainer
 
 VALIDATION_WINDOWS = 96
+SAMPLE_TOKENS = 1024  # of the prompt and what continues it, at most
 # What training, quantising and generating call.
 OPERATORS = (
     "sparse_mla_forward",
@@ -42,6 +43,12 @@ def choose_device(options: argparse.Namespace) -> torch.device:
 def choose_settings(options: argparse.Namespace, device: torch.device) -> Settings:
     if options.quick:
         return Settings(network.QUICK, options.steps or 300, sequences=8, seed=options.seed, learning_rate=8e-3)
+    if options.large and device.type != "cuda":
+        raise DemoError("argument --large: expected a GPU that runs all of Hopwell's operators here; got none")
+    if options.large:
+        return Settings(
+            network.LARGE, options.steps or 300, sequences=8, seed=options.seed, learning_rate=1e-3, validate_every=50
+        )
     if device.type == "cuda":
         return Settings(network.GPU, options.steps or 1000, sequences=16, seed=options.seed, learning_rate=1e-3)
     return Settings(network.CPU, options.steps or 1000, seed=options.seed)
@@ -98,7 +105,7 @@ def finish(trainer: Trainer, prompt: torch.Tensor, bigram: float, folder: Path) 
     write_atomically(folder / "model.safetensors", safetensors.torch.save(model.state_dict(), {"size": size}))
     write_atomically(folder / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
     sparse, keys_read = network.evaluate(model, trainer.windows, "sparse")
-    room = trainer.settings.size.context - len(prompt)
+    room = min(trainer.settings.size.context, SAMPLE_TOKENS) - len(prompt)
     _, per_s_before = network.generate(model, prompt.to(trainer.device), room, trainer.settings.seed)
     layers = network.quantize(model)
     nvfp4, _ = network.evaluate(model, trainer.windows, "sparse")
@@ -119,7 +126,7 @@ def run(options: argparse.Namespace, console: Console) -> bool:
     folder = Path("runs") / options.name
     size = settings.size
     corpus = text.load(options.text, size.vocabulary, size.context, 400_000 if options.quick else None)
-    prompt = encode_prompt(corpus, options.prompt, size.context)
+    prompt = encode_prompt(corpus, options.prompt, min(size.context, SAMPLE_TOKENS))
     windows = text.validation_windows(corpus.validation, size.context, VALIDATION_WINDOWS)
     bigram = text.Bigram(corpus.train, size.vocabulary).loss(*windows)
     mine = parallel.Ranks.join(size.context, device, options.timeout) if parallel.launched() else network.ALONE

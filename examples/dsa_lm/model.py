@@ -39,6 +39,10 @@ GPU = Size(
     context=1024, layers=6, d_model=512, d_ff=1408, h_q=16, d_v=512, d_rope=64, d_nope=64, d_head=64, topk=256,
     h_index=16, d_index=128, dtype="bfloat16",
 )  # fmt: skip
+LARGE = Size(
+    vocabulary=8192, context=8192, layers=6, d_model=768, d_ff=2048, h_q=32, d_v=512, d_rope=64, d_nope=64, d_head=128,
+    topk=1024, h_index=16, d_index=128, dtype="bfloat16",
+)  # fmt: skip
 
 
 class Block(torch_nn.Module):

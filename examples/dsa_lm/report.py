@@ -118,16 +118,15 @@ def smooth(values: list[float], weight: float = 0.95) -> list[float]:
 
 
 def loss_picture(metrics: dict[str, Any]) -> bytes:
-    """Training and validation loss, the dense twin's and the bigram model's, over updates of the main model.
-
-    Below, over the steps of warm-up and sparse training, the indexer's loss.
+    """Training and validation loss, the dense twin's and the bigram model's, over updates of the main model; below, the
+    tokens a second of both, and over the steps of warm-up and sparse training the indexer's loss.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (axes, below) = pyplot.subplots(2, figsize=(8, 7), height_ratios=(3, 1))
+    figure, (axes, speed, below) = pyplot.subplots(3, figsize=(8, 9), height_ratios=(3, 1, 1))
     steps = metrics["steps"]
     shared = [record for record in steps if record["stage"] == "dense"]
     curves = (
@@ -137,6 +136,9 @@ def loss_picture(metrics: dict[str, Any]) -> bytes:
     for model, label, colour, records in curves:
         losses, style = smooth([r["loss"] for r in records]), "-" if model == "sparse" else "--"
         axes.plot([r["update"] for r in records], losses, style, color=colour, label=f"{label}, training")
+        apart = [r for r in records if r["stage"] != "dense"]  # the first updates are the same for both
+        speeds = smooth([r["tokens_per_s"] for r in apart])
+        speed.plot([r["update"] for r in apart], speeds, style, color=colour, label=label)
         points = [v for v in metrics["validation"] if v["model"] == model]
         marks = "o" if model == "sparse" else "x"
         updates = [v["update"] for v in points]
@@ -149,7 +151,8 @@ def loss_picture(metrics: dict[str, Any]) -> bytes:
     learning = [record for record in steps if record["stage"] != "dense"]
     below.plot([r["step"] for r in learning], [r["indexer_loss"] for r in learning], color="tab:green")
     below.set(xlabel="steps, warm-up and sparse training", ylabel="indexer's loss (nats)", ylim=(0, None))
-    for panel in (axes, below):
+    speed.set(xlabel="updates of the main model", ylabel="tokens/s", ylim=(0, None))
+    for panel in (axes, speed, below):
         panel.grid(alpha=0.3)
     figure.tight_layout()
     picture = io.BytesIO()
