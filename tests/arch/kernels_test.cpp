@@ -11,6 +11,7 @@
 
 #include "arch/emu/launch.hpp"
 #include "arch/emu/numeric.hpp"
+#include "arch/emu/recording.hpp"
 #include "arch/emu/work.hpp"
 #include "harness.hpp"
 #include "mutant.hpp"
@@ -240,6 +241,22 @@ TEST(BackwardFlow, AsksForWhatItsShapesSay) {
 }
 
 // Leaves out one synchronisation call of the source at a time: some seed must notice, by a finding or by wrong numbers.
+// The times of a recording follow from the kernel's barriers, not from the order in which the emulator took its threads.
+TEST_P(Kernels, HaveTheSameTimelineUnderEverySchedule) {
+  const Subject subject = subjects()[GetParam()];
+  std::vector<double> ends;
+  for (uint64_t seed = 0; seed < 6; ++seed) {
+    emu::Options options = test::options_for(seed);
+    options.spurious_wakeups = 0;
+    emu::Session session(options);
+    emu::Recording recording;
+    subject.run();
+    ends.push_back(recording.launches.at(0).end);
+    EXPECT_EQ(ends.back(), ends.front()) << subject.name << ", seed " << seed;
+    EXPECT_GT(ends.back(), 100);
+  }
+}
+
 TEST_P(Kernels, EverySynchronisationCallIsNeeded) {
   const Subject subject = subjects()[GetParam()];
   std::vector<emu::SynchronisationSite> sites;

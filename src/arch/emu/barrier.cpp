@@ -40,6 +40,7 @@ void arrive_at(int id, int count, bool wait) {
            format("barrier %d is used for %d and for %d threads at the same time", id, b.needed, needed));
   b.needed = needed;
   m.release(*current, b.arriving);
+  if (m.recorder) m.recorder->arrived(Recorder::named_barrier(cta.rank, id));
   if (++b.arrived < b.needed) {
     if (!wait) return;
     b.waiting.push_back(current);
@@ -49,6 +50,7 @@ void arrive_at(int id, int count, bool wait) {
   b.arrived = 0;
   if (wait) m.acquire(*current, b.arriving);
   for (Thread* t : b.waiting) m.acquire(*t, b.arriving);
+  if (m.recorder) m.recorder->phase_ended(Recorder::named_barrier(cta.rank, id), b.waiting, wait ? current : nullptr);
   m.wake(b.waiting);
   b.arriving.clear();
 }
@@ -76,6 +78,7 @@ void cluster_arrive(bool release, const Site& site) {
   current->in_cluster_barrier = true;
   current->cluster_phase = m.cluster_phase;
   if (release) m.release(*current, m.cluster_barrier.arriving);
+  if (m.recorder) m.recorder->arrived(Recorder::kClusterBarrier);
   ++m.cluster_barrier.arrived;
   m.finish_cluster_barrier();
 }
@@ -85,6 +88,7 @@ void Machine::finish_cluster_barrier() {
   if (b.arrived == 0 || b.arrived < b.needed) return;
   b.arrived = 0;
   ++cluster_phase;
+  if (recorder) recorder->phase_ended(Recorder::kClusterBarrier);
   cluster_arrived.join(b.arriving);
   b.arriving.clear();
   wake(b.waiting);
@@ -99,6 +103,7 @@ void cluster_wait(const Site& site) {
     m.block("barrier.cluster.wait");
   }
   current->in_cluster_barrier = false;
+  if (m.recorder) m.recorder->passed(*current, Recorder::kClusterBarrier);
   m.acquire(*current, m.cluster_arrived);
 }
 

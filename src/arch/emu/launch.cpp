@@ -8,6 +8,7 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <mutex>
 #include <new>
 #include <optional>
 #include <stdexcept>
@@ -145,11 +146,13 @@ void Machine::run_cluster(uint32_t number) {
       ready_.push_back(&t);
     }
   }
+  if (recorder) recorder->start_cluster();
   try {
     schedule();
   } catch (const Stopped&) {
   }
   current = nullptr;
+  if (recorder) recorder->end_cluster();
   for (Thread& t : threads)
     for (Operation& write : t.unfinished_writes) write.perform();
   if (!stopped) check_end_of_cluster();
@@ -187,7 +190,15 @@ void Machine::check_end_of_cluster() {
 
 Report launch(const LaunchShape& shape, const Options& options, const std::function<void()>& kernel) {
   if (machine) throw std::logic_error("emulated launch: inside of an emulated kernel");
-  return Machine(shape, options, kernel).run();
+  Recording* const recording = current_recording();
+  if (!recording) return Machine(shape, options, kernel).run();
+  const WorkCount count(recording->rates);
+  Machine recorded(shape, options, kernel);
+  Recorder recorder(recorded, count);
+  recorded.recorder = &recorder;
+  Report report = recorded.run();
+  recording->launches.push_back(recorder.finish(report));
+  return report;
 }
 
 namespace {
@@ -226,18 +237,19 @@ Options options_of_environment() {
   return options;
 }
 
-// HOPWELL_EMULATOR_MODEL=CHIP:FILE, the chip b200 or h200: adds what each launch asks for to the file, a line of JSON.
-struct ModelOfEnvironment {
+// CHIP:FILE, the chip b200 or h200. HOPWELL_EMULATOR_MODEL: adds what each launch asks for to the file, a line of JSON.
+// HOPWELL_EMULATOR_REPORT: makes the file a page about all launches so far.
+struct FileOfEnvironment {
   Rates rates;
   std::string file;
 };
-std::optional<ModelOfEnvironment> model_of_environment() {
-  const char* value = std::getenv("HOPWELL_EMULATOR_MODEL");
+std::optional<FileOfEnvironment> file_of_environment(const char* variable) {
+  const char* value = std::getenv(variable);
   if (!value) return std::nullopt;
   const std::string_view text = value, chip = text.substr(0, text.find(':'));
   require(chip.size() + 1 < text.size() && (chip == "b200" || chip == "h200"),
-          format("HOPWELL_EMULATOR_MODEL must be b200:FILE or h200:FILE; got %s", value));
-  return ModelOfEnvironment{chip == "h200" ? kH200 : kB200, std::string(text.substr(chip.size() + 1))};
+          format("%s must be b200:FILE or h200:FILE; got %s", variable, value));
+  return FileOfEnvironment{chip == "h200" ? kH200 : kB200, std::string(text.substr(chip.size() + 1))};
 }
 
 void append_line(const std::string& path, const std::string& line) {
@@ -246,12 +258,35 @@ void append_line(const std::string& path, const std::string& line) {
   require((!file || std::fclose(file) == 0) && written, "cannot write " + path);
 }
 
+// Of all host threads. The page stays of a size that a browser opens: later launches only run.
+Report launch_for_page(const FileOfEnvironment& page, const LaunchShape& shape, const std::function<void()>& kernel) {
+  constexpr size_t kMostLaunches = 32;
+  static std::mutex mutex;
+  static std::vector<LaunchRecord> launches;
+  static size_t left_out = 0;
+  const std::lock_guard lock(mutex);
+  std::optional<Recording> recording;
+  if (launches.size() < kMostLaunches) recording.emplace(page.rates);
+  Report report = launch(shape, options_of_environment(), kernel);
+  if (recording)
+    launches.push_back(std::move(recording->launches.front()));
+  else
+    ++left_out;
+  write_launch_page(page.file, launches, page.rates, left_out);
+  return report;
+}
+
 }  // namespace
 
 void launch_in_session(const LaunchShape& shape, const std::function<void()>& kernel) {
   if (session) return append(session->report, launch(shape, session->options, kernel));
   Report report;
-  if (const std::optional<ModelOfEnvironment> model = model_of_environment()) {
+  const std::optional<FileOfEnvironment> model = file_of_environment("HOPWELL_EMULATOR_MODEL"),
+                                         page = file_of_environment("HOPWELL_EMULATOR_REPORT");
+  require(!model || !page, "HOPWELL_EMULATOR_MODEL and HOPWELL_EMULATOR_REPORT are set; only one at a time can be");
+  if (page) {
+    report = launch_for_page(*page, shape, kernel);
+  } else if (model) {
     const WorkCount count(model->rates);
     report = launch(shape, options_of_environment(), kernel);
     append_line(model->file, count.json());

@@ -15,6 +15,7 @@
 #include "fiber.hpp"
 #include "launch.hpp"
 #include "options.hpp"
+#include "recorder.hpp"
 #include "report.hpp"
 #include "shadow.hpp"
 #include "work.hpp"
@@ -365,7 +366,8 @@ class Machine {
   Options options;
   const std::function<void()>& kernel;
   Report report;
-  WorkCount* work = nullptr;  // if somebody counts
+  WorkCount* work = nullptr;     // if somebody counts
+  Recorder* recorder = nullptr;  // if somebody records
   SiteTable sites;
   Random random;
   std::byte* window = nullptr;
@@ -421,6 +423,8 @@ inline void enter(const char* instruction, const Site& site) {
   ++current->instructions;
   current->instruction = instruction;
   current->site = machine->sites.intern(site);
+  if (machine->recorder) [[unlikely]]
+    machine->recorder->executed(*current);
 }
 /// Enters a synchronisation instruction; true if mutation testing leaves it out.
 bool enter_synchronisation(const char* instruction, const Site& site);

@@ -75,7 +75,9 @@ Mbarrier& Machine::mbarrier_at(uint32_t address, bool async) {
 }
 
 void Machine::finish_phase(Mbarrier& b) {
+  if (recorder) recorder->arrived(b.address);
   if (b.pending || b.transactions) return;
+  if (recorder) recorder->phase_ended(b.address);
   ++b.phase;
   b.pending = b.count;
   if (options.check) {
@@ -176,6 +178,7 @@ bool mbarrier_try_wait(uint32_t address, uint32_t parity, WaitScope scope, bool 
     if ((b->phase & 1) == parity) return false;  // one more phase ended before this thread came to run
   }
   remember_phase(*current, *b);
+  if (m.recorder) m.recorder->passed(*current, address);
   if (scope != WaitScope::relaxed) m.acquire(*current, b->arrived);
   if (scope == WaitScope::cluster) m.acquire(*current, b->arrived_cluster);
   return true;

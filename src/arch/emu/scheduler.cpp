@@ -34,17 +34,20 @@ void Machine::wake(std::vector<Thread*>& waiting) {
 // ---- asynchronous operations ----------------------------------------------------------------------------------------
 
 void Machine::submit(Operation op) {
+  if (recorder) recorder->submitted(op, Recorder::Engine::copies);
   if (options.async == Async::eager) return op.perform();
   operations_.push_back(std::move(op));
 }
 
 void Machine::submit_tensor(uint32_t rank, Operation op) {
   std::deque<Operation>& queue = ctas[rank].tensor_queue;
+  if (recorder) recorder->submitted(op, Recorder::Engine::tensor);
   if (options.async == Async::eager) return op.perform();
   queue.push_back(std::move(op));
 }
 
 void Machine::submit_group(Thread& t, GroupQueue& queue, Operation op) {
+  if (recorder) recorder->submitted(op, Recorder::Engine::copies, &queue);
   if (options.async == Async::eager) return op.perform();
   if (queue.operations.empty()) group_queues_.emplace_back(&t, &queue);
   queue.operations.push_back(std::move(op));
@@ -71,6 +74,7 @@ void Machine::complete_groups(GroupQueue& queue, uint64_t before) {
       queue.operations[kept++] = std::move(op);
   }
   queue.operations.resize(kept);
+  if (recorder) recorder->waited(&queue, before);
   // An emptied queue leaves group_queues_ when it is next looked at.
 }
 

@@ -27,6 +27,7 @@ void Machine::generic_access(Thread& t, uint32_t address, uint32_t bytes, Access
   const bool write = access != Access::read;
   ++report.statistics.shared_accesses;
   count_work([&](Work& w) { w.shared_bytes += bytes; });
+  if (recorder) recorder->shared_access(t, address, bytes, site);
   if (!inside(address, bytes)) {
     find(Kind::bounds,
          format("%s of %u bytes at offset %d of CTA %u is outside of its %zu bytes of dynamic shared memory",

@@ -36,6 +36,7 @@ void access_tmem(const TensorAccess& access, uint32_t rank, int lane, int lanes,
     if (c < 0 || c >= kTmemColumns || !(cta.tmem_used >> (c / 32) & 1))
       m.stop(Kind::tensor_memory,
              format("%s touches column %d of tensor memory of CTA %u, which is not allocated", access.what, c, rank));
+  if (m.recorder) m.recorder->tensor_memory_access(rank, column, columns, access.tensor_core, write);
   if (!m.options.check) return;
   const auto finished = [&](const Epoch& e) {
     if (e.empty() || e.agent == access.epoch.agent || access.who.tensor(e)) return true;
@@ -85,6 +86,7 @@ uint32_t column_mask(uint32_t columns, uint32_t first) {
 
 void take_columns(Cta& cta, uint32_t columns, uint32_t first) {
   cta.tmem_used |= column_mask(columns, first);
+  if (machine->recorder) machine->recorder->tensor_memory_allocated(cta.rank, first, columns);
   if (cta.tmem.empty()) {
     cta.tmem.assign(size_t(kTmemLanes * kTmemColumns), kPoison);
     cta.tmem_shadow.assign(size_t(kTmemLanes / 16 * kTmemColumns), {});
@@ -199,6 +201,7 @@ void tmem_deallocate(int cta_group, uint32_t address, uint32_t columns, const Si
                    format("column %u is still in use by ", c) + m.describe(e) + ": " + m.agents[e.agent].remedy, &e);
       }
     cta.tmem_used &= ~mask;
+    if (m.recorder) m.recorder->tensor_memory_freed(cta.rank, first, columns);
     m.wake(cta.tmem_waiters);
   });
 }

@@ -18,6 +18,7 @@ void Machine::meet(Rendezvous& r, const char* instruction, uint32_t mask, int ne
   if (++r.arrived < r.needed) return block(instruction);
   r.arrived = 0;
   action(r);
+  if (recorder) recorder->met(members, n, mask);
   for (int i = 0; i < n; ++i)
     if (members[i] != current && (n > 32 || mask >> i & 1)) wake(members[i]);
 }

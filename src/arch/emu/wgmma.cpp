@@ -132,6 +132,7 @@ void issue(Rendezvous& r, WgmmaOperation op) {
       if (!chained) op.sums[size_t(c.row * op.n + c.col)] = accumulator;
       accumulator = bit_cast<float>(kPoison);
     }
+  if (m.recorder) m.recorder->issued(Recorder::Engine::tensor, &group, op.group);
   group.operations.push_back(std::make_unique<WgmmaOperation>(std::move(op)));
 }
 
@@ -180,6 +181,7 @@ void wgmma_wait(int pending_groups, const Site& site) {
         group.open_group > uint64_t(pending_groups) ? group.open_group - uint64_t(pending_groups) : 0;
     while (!group.operations.empty() && group.operations.front()->group < before)
       retire_first(group, current->cta->rank);
+    if (m.recorder) m.recorder->waited(&group, before);
     if (!m.options.check || group.agent == kNoAgent || before == 0) return;
     const size_t first = size_t(current->linear / 128 * 128);
     for (size_t i = first; i < first + 128; ++i)
