@@ -1,4 +1,4 @@
-"""The `hopwell` command of an installed wheel: the compiled program that lies beside the compiled module."""
+"""The commands of an installed wheel: the compiled program that lies beside the compiled module."""
 
 import os
 import sys
@@ -7,9 +7,14 @@ from pathlib import Path
 from . import _hopwell
 
 
-def main() -> None:
-    """Becomes the program, with the same arguments."""
+def main(*words: str) -> None:
+    """Becomes the program, with these words before the arguments."""
     program = Path(_hopwell.__file__).parent / "bin" / "hopwell"
     if not program.exists():
         sys.exit("hopwell: built without the command (HOPWELL_BUILD_CLI=OFF), as make demo does; make build builds it")
-    os.execv(program, [str(program), *sys.argv[1:]])
+    os.execv(program, [str(program), *words, *sys.argv[1:]])
+
+
+def emulate() -> None:
+    """`hopwell-emulate` is `hopwell emulate`."""
+    main("emulate")

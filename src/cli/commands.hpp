@@ -30,4 +30,11 @@ struct BenchOptions {
 };
 int bench(const BenchOptions& options);
 
+struct EmulateOptions {
+  std::string op, backend, name;  // of the case
+  std::uint64_t seed = 1;         // of its inputs and of the schedule
+  std::string report;             // the file
+};
+int emulate(const EmulateOptions& options);
+
 }  // namespace hopwell::cli

@@ -1,10 +1,12 @@
-// hopwell: what is here (info), whether it is right (check), how fast it is (bench).
+// hopwell: what is here (info), whether it is right (check), how fast it is (bench), what its kernels do (emulate).
+// As `hopwell-emulate` it is `hopwell emulate`.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <hopwell/hopwell.hpp>
+#include <string_view>
 
 #include "cases/case.hpp"
 #include "commands.hpp"
@@ -50,7 +52,15 @@ std::string complaint(const CLI::App& app, const CLI::ParseError& error) {
   return speaker + ": " + error.what();
 }
 
-int run(int argc, char** argv) {
+// The words after the program's name, in the order that CLI11 takes them from a vector: the last one first.
+std::vector<std::string> words_of(int argc, char** argv) {
+  std::vector<std::string> words(argv + std::min(argc, 1), argv + argc);
+  if (argc > 0 && std::string_view(argv[0]).ends_with("hopwell-emulate")) words.insert(words.begin(), "emulate");
+  std::reverse(words.begin(), words.end());
+  return words;
+}
+
+int run(std::vector<std::string> words) {
   CLI::App app{"Attention-training and low-precision decode kernels: what is here, is it right, how fast is it."};
   app.require_subcommand(1);
   app.set_version_flag("--version", hopwell::version());
@@ -98,8 +108,25 @@ int run(int argc, char** argv) {
       ->type_name("")
       ->check(a_writable_file);
 
+  EmulateOptions emulate_options;
+  auto* emulate_command = app.add_subcommand(
+      "emulate",
+      "run a case's kernels on the emulator and write a page about them: who waited for whom, what was counted");
+  std::vector<std::string> emulated = hopwell::backends();
+  std::erase_if(emulated, [](const std::string& backend) { return !backend.starts_with("emu:"); });
+  emulate_command->add_option("OP", emulate_options.op, "the operator")->required()->check(an_operator);
+  emulate_command->add_option("--backend", emulate_options.backend, "an emulated backend")
+      ->required()
+      ->check(CLI::IsMember(emulated));
+  emulate_command->add_option("--case", emulate_options.name, "the name of a case")->required();
+  emulate_command->add_option("--seed", emulate_options.seed, "of the inputs and of the schedule");
+  emulate_command->add_option("--report", emulate_options.report, "write the page, HTML, to FILE")
+      ->type_name("")
+      ->required()
+      ->check(a_writable_file);
+
   try {
-    app.parse(argc, argv);
+    app.parse(words);
   } catch (const CLI::Success& asked) {  // for help, or for the version
     return app.exit(asked);
   } catch (const CLI::ParseError& error) {
@@ -108,6 +135,7 @@ int run(int argc, char** argv) {
   }
   if (check_command->parsed()) return check(check_options);
   if (bench_command->parsed()) return bench(bench_options);
+  if (emulate_command->parsed()) return emulate(emulate_options);
   return info();
 }
 
@@ -116,7 +144,7 @@ int run(int argc, char** argv) {
 int main(int argc, char** argv) {
   int code = 1;
   try {
-    code = run(argc, argv);
+    code = run(words_of(argc, argv));
   } catch (const std::exception& error) {
     std::fprintf(stderr, "hopwell: %s\n", error.what());
   }

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+import xml.etree.ElementTree
 from pathlib import Path
 
 import hopwell
@@ -24,7 +25,7 @@ def run(*arguments: str, output: int = subprocess.PIPE) -> subprocess.CompletedP
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
-        ("", ["a command is needed", "info, check, bench"]),
+        ("", ["a command is needed", "info, check, bench, emulate"]),
         ("chek", ["no command 'chek'", "info, check, bench"]),
         ("--frob", ["no option '--frob'", "--help, --version"]),
         ("info --frob", ["hopwell info: no option '--frob'", "--help"]),
@@ -36,6 +37,8 @@ def run(*arguments: str, output: int = subprocess.PIPE) -> subprocess.CompletedP
         ("bench nothing", ["nothing", *OPERATORS]),
         ("bench nvfp4_gemv --frob=1", ["hopwell bench: no option '--frob'", "--backend", "--shape", "--json"]),
         ("bench nvfp4_gemv --backend sm1", ["sm1", "cpu"]),
+        ("emulate", ["hopwell emulate: OP is required", *OPERATORS]),
+        ("emulate nvfp4_gemv", ["hopwell emulate", "--backend is required"]),
     ],
 )
 def test_a_wrong_command_line_is_told_what_would_be_right(arguments: str, names: list[str]) -> None:
@@ -113,6 +116,109 @@ def test_the_model_of_time_needs_a_chip(backend: tuple[str, ...]) -> None:
     assert result.returncode == 1
     got = backend[-1] if backend else "none"
     assert result.stderr == f"hopwell: check: --model needs --backend emu:sm90 or emu:sm100; got {got}\n"
+
+
+# ---- emulate -------------------------------------------------------------------------------------------------------
+
+EMULATED = pytest.mark.skipif("emu:sm100" not in hopwell.backends("nvfp4_gemv"), reason="built without the emulator")
+
+
+def emulate(operator: str, backend: str, case: str, page: Path) -> subprocess.CompletedProcess[str]:
+    return run("emulate", operator, "--backend", backend, "--case", case, "--report", str(page))
+
+
+def cells(page: xml.etree.ElementTree.Element) -> dict[str, list[str]]:
+    """Rows of the page's tables by their first cell."""
+    rows = page.iter("{http://www.w3.org/1999/xhtml}tr")
+    return {row[0].text or "": [cell.text or "" for cell in row[1:]] for row in rows}
+
+
+@EMULATED
+def test_a_case_on_the_emulator_becomes_a_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    result = emulate("nvfp4_gemv", "emu:sm100", "basic", page)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == f"nvfp4_gemv basic on emu:sm100: {page}\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+    root = xml.etree.ElementTree.parse(page).getroot()
+    text = "".join(root.itertext())
+    assert "1. block_scaled.hpp" in text  # of the one call
+    assert "2. " not in text
+    assert "4 products" in text  # as the model of time has it, above
+    table = cells(root)
+    assert table["tcgen05.mma"][0] == "4"
+    assert table["tensor pipe"] == [str(4 * (128 + 8) * 32 // 128)]
+    assert table["shared memory: read by products"][0] == f"{4 * (128 + 8) * 32:,}"
+    assert any("phase 0: " in (title.text or "") for title in root.iter("{http://www.w3.org/2000/svg}title"))
+
+
+@EMULATED
+def test_a_page_shows_every_launch_of_a_case(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert emulate("sparse_mla_backward", "emu:sm90", "h_q_128", page).returncode == 0
+    headings = xml.etree.ElementTree.parse(page).getroot().iter("{http://www.w3.org/1999/xhtml}h2")
+    names = [heading.text or "" for heading in headings]
+    assert [name.split(".")[0] for name in names] == [str(i + 1) for i in range(len(names))]
+    assert len(names) > 1
+
+
+@EMULATED
+@pytest.mark.parametrize(
+    ("operator", "backend", "case", "code", "words"),
+    [
+        (
+            "nvfp4_gemv",
+            "emu:sm100",
+            "nothing",
+            1,
+            "emulate: no case 'nothing' of nvfp4_gemv runs on emu:sm100; cases: basic",
+        ),
+        (
+            "paged_attention",
+            "emu:sm100",
+            "basic",
+            1,
+            "emulate: paged_attention has no kernel for emu:sm100; backends: cpu",
+        ),
+        ("sparse_mla_forward", "emu:sm100", "no_queries", 1, "emulate: case 'no_queries' launches no kernel"),
+        ("nvfp4_gemv", "cpu", "basic", 2, "hopwell emulate: --backend: cpu not in {emu:sm80,emu:sm90,emu:sm100}"),
+        ("nothing", "emu:sm100", "basic", 2, "hopwell emulate: OP: nothing not in {sparse_mla_forward"),
+    ],
+)
+def test_what_cannot_be_emulated_is_said_and_nothing_written(
+    operator: str, backend: str, case: str, code: int, words: str, tmp_path: Path
+) -> None:
+    result = emulate(operator, backend, case, tmp_path / "page.html")
+    assert result.returncode == code
+    assert words in result.stderr
+    assert result.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@EMULATED
+def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    result = emulate("nvfp4_gemv", "emu:sm100", "basic", tmp_path / "missing" / "page.html")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert f"--report: cannot write {tmp_path / 'missing' / 'page.html'}: No such file or directory" in result.stderr
+    place = tmp_path / "full"
+    place.symlink_to("/dev/full")  # written to, not replaced by a file
+    result = emulate("nvfp4_gemv", "emu:sm100", "basic", place)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert f"cannot write {place}: No space left on device" in result.stderr
+    assert place.is_symlink()
+
+
+@EMULATED
+@pytest.mark.parametrize("value", ["page.html", "b300:page.html", "b200:"])
+def test_a_report_in_the_environment_names_chip_and_file(
+    value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOPWELL_EMULATOR_REPORT", value)
+    result = run("check", "nvfp4_gemv", "--backend", "emu:sm100", "--case", "basic")
+    assert result.returncode == 1
+    assert f"HOPWELL_EMULATOR_REPORT must be b200:FILE or h200:FILE; got {value}\n" in result.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---- bench ---------------------------------------------------------------------------------------------------------
