@@ -1,6 +1,6 @@
 // Step 1: the copy engine brings 1,024 numbers to shared memory, and threads write them out the other way round.
-#include "arch/launch.hpp"
-#include "arch/sm90/bulk_copy.hpp"
+#include <hopwell/arch/launch.hpp>
+#include <hopwell/arch/sm90/bulk_copy.hpp>
 #include "steps.hpp"
 
 namespace {

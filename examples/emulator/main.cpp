@@ -1,12 +1,13 @@
-// Runs the tutorial's kernels on the emulator under many schedules: emulator_example [copy_engine | tensor_core | pipeline] [--bug]
+// Runs the tutorial's kernels on the emulator under many schedules: emulator_example [copy_engine | tensor_core | pipeline] [--bug | --report FILE]
 #include <cmath>
 #include <cstdio>
 #include <random>
 #include <string>
 #include <vector>
 
-#include "arch/emu/launch.hpp"
-#include "arch/emu/numeric.hpp"
+#include <hopwell/arch/emu/launch.hpp>
+#include <hopwell/arch/emu/numeric.hpp>
+#include <hopwell/arch/emu/recording.hpp>
 #include "steps.hpp"
 
 namespace emu = hopwell::arch::emu;
@@ -81,18 +82,34 @@ bool clean(const Step& step, bool bug) {
   return true;
 }
 
+// One run, recorded: who waited for whom, what was counted.
+bool report(const Step& step, const std::string& file) {
+  emu::Session session({.seed = 0});
+  emu::Recording recording(emu::kB200);
+  step.run(false);
+  recording.write_html(file);
+  std::printf("%s: %s\n", step.name, file.c_str());
+  return session.report.clean();
+}
+
 }  // namespace
 
-int main(int argc, char** argv) {
-  const std::string last = argc > 1 ? argv[argc - 1] : "", first = argc > 1 ? argv[1] : "";
-  const bool bug = last == "--bug";
-  bool known = first.empty() || first == "--bug", right = true;
-  for (const Step& step : kSteps)
-    if (first == step.name || first.empty() || first == "--bug") {
+int main(int argc, char** argv) try {
+  const std::vector<std::string> words(argv + 1, argv + argc);
+  const bool named = !words.empty() && !words[0].starts_with("--");
+  const std::string option = words.size() > size_t(named) ? words[named] : "";
+  const bool reports = option == "--report" && named && words.size() == 3;
+  bool known = false, right = true;
+  if (option.empty() || reports || (option == "--bug" && words.size() == 1 + size_t(named)))
+    for (const Step& step : kSteps) {
+      if (named && words[0] != step.name) continue;
       known = true;
-      right = clean(step, bug) && right;
+      right = (reports ? report(step, words[2]) : clean(step, option == "--bug")) && right;
     }
   if (!known)
-    std::printf("emulator_example: expected copy_engine, tensor_core, pipeline or --bug; got %s\n", first.c_str());
+    std::puts("emulator_example: expected [copy_engine | tensor_core | pipeline] [--bug], or STEP --report FILE");
   return known ? !right : 2;
+} catch (const std::exception& error) {
+  std::printf("emulator_example: %s\n", error.what());
+  return 2;
 }

@@ -1,9 +1,9 @@
 // Step 3: the same product for a long K. One thread feeds the copy engine, one the tensor core; four warps take the result.
 // Between the first two is a ring of two stages.
-#include "arch/launch.hpp"
-#include "arch/sm100/tcgen05.hpp"
-#include "arch/sm90/make_tensor_map.hpp"
-#include "arch/sm90/tma.hpp"
+#include <hopwell/arch/launch.hpp>
+#include <hopwell/arch/sm100/tcgen05.hpp>
+#include <hopwell/arch/sm90/make_tensor_map.hpp>
+#include <hopwell/arch/sm90/tma.hpp>
 #include "steps.hpp"
 
 namespace {

@@ -1,7 +1,7 @@
 // Step 2: C = A Bᵀ on the tensor core of Blackwell, with operands that threads write to shared memory.
 // The same file compiles with nvcc for sm_100a and, in this example, with g++ for the emulator.
-#include "arch/launch.hpp"
-#include "arch/sm100/tcgen05.hpp"
+#include <hopwell/arch/launch.hpp>
+#include <hopwell/arch/sm100/tcgen05.hpp>
 #include "steps.hpp"
 
 namespace {

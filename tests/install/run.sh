@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs the library built in the folder given into an empty one, builds the consumers against that alone, and runs them and the
-# installed command.
+# Installs what was built in the folder given into an empty one, builds against that alone: users of the library, a kernel of somebody
+# else's and the tutorial's for the emulator; and runs them and the installed commands.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 build=${1:?the build folder, such as build/cpu}
@@ -16,6 +16,41 @@ for program in "$place/build/consumer_cpp" "$place/build/consumer_c" "$place/pre
   $program >"$place/log" || { cat "$place/log"; echo "install test failed: ${program##*/}" >&2; exit 1; }
   passed=$((passed + 1))
 done
+
+# ---- kernels on the installed emulator: of this build, and of a build of the emulator alone ----
+fail() { echo "install test failed: $*" >&2; exit 1; }
+quietly() { "$@" >"$place/log" 2>&1 || { cat "$place/log"; fail "$*"; }; }
+project() {  # FOLDER PREFIX OPTION...
+  quietly cmake -S "$1" -B "$place/build-$(basename "$1")" -G Ninja -DCMAKE_PREFIX_PATH="$2" "${@:3}"
+  quietly cmake --build "$place/build-$(basename "$1")"
+}
+is_a_page() { quietly python3 -c 'import sys, xml.dom.minidom as xml; xml.parse(sys.argv[1])' "$1"; }
+
+project src/arch "" $(command -v ccache >/dev/null && echo -DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
+quietly cmake --install "$place/build-arch" --prefix "$place/alone"
+cp -r tests/install/kernel examples/emulator "$place"
+project "$place/kernel" "$place/alone"
+quietly "$place/build-kernel/kernel" "$place/kernel.html"
+is_a_page "$place/kernel.html"
+project "$place/emulator" "$place/prefix"
+example=$place/build-emulator/emulator_example
+quietly "$example"
+for step in copy_engine tensor_core pipeline; do
+  diff "examples/emulator/reports/$step.txt" <("$example" $step --bug) || fail "what the emulator says of $step without a line"
+done
+quietly "$place/prefix/bin/hopwell-emulate" sparse_mla_forward --backend emu:sm100 --case h_q_64 --report "$place/case.html"
+is_a_page "$place/case.html"
+passed=$((passed + 6))
+
+# What is not there is an error in words.
+refused() {  # COMPONENT WORDS
+  cmake -S "$place/kernel" -B "$place/refused" -DCMAKE_PREFIX_PATH="$place/alone" -DCOMPONENT="$1" >"$place/log" 2>&1 &&
+    fail "component '$1' was found"
+  tr -s ' \n' ' ' <"$place/log" | grep -qF "$2" || { cat "$place/log"; fail "component '$1' is not refused with: $2"; }
+  passed=$((passed + 1))
+}
+refused emulatr "hopwell: there is no component 'emulatr'; components: library, emulator"
+refused library "hopwell: component 'library' is not part of this installation"
 
 library=$(find "$place/prefix/lib" -name libhopwell.so)
 # Nothing but the interface is visible: no symbol of BLAS or the standard library leaks out to meet another copy.
