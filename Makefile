@@ -99,7 +99,8 @@ release: test-wheel
 bench: build
 	@$(PYTHON) benchmarks/cpu.py
 
-# Nothing is compiled: the Python reference is made of docstrings, the C++ one of the headers. Any warning is an error.
+# Of the library nothing is compiled: the Python reference is made of docstrings, the C++ one of the headers. The tutorial's kernels are,
+# with the emulator, for a minute the first time: a page shows what they do. Any warning is an error.
 docs: environment
 	@scripts/setup.sh packages doxygen
 	@scripts/setup.sh documents

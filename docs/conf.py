@@ -1,4 +1,4 @@
-"""Sphinx' settings for `make docs`. What is generated, from which files: generated.py and plots.py beside this file."""
+"""Sphinx' settings for `make docs`. What is generated, from which files: generated.py, plots.py, emulated.py here."""
 
 import re
 import subprocess
@@ -10,6 +10,7 @@ ROOT = HERE.parent
 BUILD = ROOT / "build" / "docs"
 sys.path[:0] = [str(HERE), str(ROOT / "python")]
 
+import emulated  # noqa: E402
 import generated  # noqa: E402
 import notebook  # noqa: E402
 import plots  # noqa: E402
@@ -60,10 +61,11 @@ copybutton_exclude = ".linenos, .gp, .go"
 
 
 def make_inputs(app: object) -> None:
-    """Runs Doxygen, draws the pictures, makes the notebook: before any page is read."""
+    """Runs Doxygen and the tutorial's kernel, draws the pictures, makes the notebook: before any page is read."""
     (BUILD / "doxygen").mkdir(parents=True, exist_ok=True)
     subprocess.run(["doxygen", "docs/Doxyfile"], cwd=ROOT, check=True)
     plots.draw_all(HERE / "_generated")
+    emulated.draw(HERE / "_generated")
     notebook.convert(ROOT / "examples" / "swap_one_import.py", HERE / "_generated" / "swap_one_import.ipynb")
 
 
