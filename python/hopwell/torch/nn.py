@@ -169,11 +169,9 @@ class SparseMLA(KeepsDtypes):
         latent, k_rope = self.latent_norm(latent).to(nope.dtype), rotate(k_rope, 0, self.rope_theta).to(nope.dtype)
         k_nope = torch.einsum("bsv,hnv->bshn", latent, self.up_key.to(nope.dtype))
         v = torch.einsum("bsv,hvd->bshd", latent, self.up_value.to(nope.dtype))
-        q = torch.cat([nope, rotate(rope, 0, self.rope_theta)], dim=-1)
-        k = torch.cat([k_nope, k_rope[:, :, None].expand(-1, -1, self.h_q, -1)], dim=-1)
-        heads = functional.scaled_dot_product_attention(
-            *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, scale=self.sm_scale
-        )
+        q = torch.cat([nope, rotate(rope, 0, self.rope_theta)], dim=-1).transpose(1, 2)
+        k = torch.cat([k_nope, k_rope[:, :, None].expand(-1, -1, self.h_q, -1)], dim=-1).transpose(1, 2)
+        heads = functional.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True, scale=self.sm_scale)
         y: Tensor = self.output(heads.transpose(1, 2).flatten(-2))
         return y
 
