@@ -20,6 +20,7 @@ struct Params {
   int64_t out_stride_s, out_stride_h, max_stride_s, max_stride_h, lse_stride_s, lse_stride_h;
   uint32_t work_tiles;  // of all queries; where the kernel is persistent
   int h_q, head_tiles;  // of a query; where the kernel is persistent
+  int queries_at_once;  // of a CTA; in the kernel for few heads on Hopper
   bool aligned;         // rows of q and kv, to 16 bytes
   bool out_aligned;     // rows of out, to 16 bytes
   float scale_log2;     // sm_scale · log2(e)

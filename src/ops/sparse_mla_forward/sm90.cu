@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(Storage::kThreads, 1) kernel(const __grid_cons
 template <class Storage>
 void launch_kernel(const Problem& problem, const Plan& plan, Stream stream) {
   Params p = params_of(problem);
-  p.work_tiles = plan.work_tiles, p.head_tiles = plan.head_tiles;
+  p.work_tiles = plan.work_tiles, p.head_tiles = plan.head_tiles, p.queries_at_once = plan.queries_at_once;
   const arch::LaunchShape shape{.grid = {plan.ctas}, .threads = Storage::kThreads, .shared_bytes = sizeof(Storage)};
   runtime::launch("sparse_mla_forward", kernel<Storage>, shape, stream, p);
 }

@@ -16,11 +16,19 @@ inline constexpr float kReferenceSlack = 8;
 HOPWELL_DEVICE float next_reference(float reference, float maximum) {
   return maximum > reference + kReferenceSlack ? maximum : reference;
 }
-/// Moves a row's reference. Returns what its output shrinks by, and its sum has.
-HOPWELL_DEVICE float move_reference(float& reference, float& sum, float to) {
+/// Moves a row's reference. Returns what its output and its sum shrink by.
+HOPWELL_DEVICE float move_reference(float& reference, float to) {
   const float factor = to == reference ? 1 : arch::exp2_approx(reference - to);
   reference = to;
-  sum *= factor;
+  return factor;
+}
+/// A sum that shrinks, rounded before anything is added to it: of a product and a sum the compiler would make one
+/// operation, with one rounding, in one kernel and not in another, which then has other bits.
+HOPWELL_DEVICE float shrunk(float sum, float factor) { return fmaf(sum, factor, 0.0F); }
+/// The same as above, and its sum has shrunk.
+HOPWELL_DEVICE float move_reference(float& reference, float& sum, float to) {
+  const float factor = move_reference(reference, to);
+  sum = shrunk(sum, factor);
   return factor;
 }
 /// What is subtracted from scores: 0 where the reference is −∞, as all scores are, for −∞ − −∞ is NaN.

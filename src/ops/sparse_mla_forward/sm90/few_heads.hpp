@@ -3,17 +3,18 @@
 //
 //     Sᵀ = K Qᵀ        Oᵀ = Vᵀ Pᵀ
 //
-// Tile      one query, all of its heads; a step is two tiles of 64 keys. CTAs are persistent: see plan.hpp.
-// Roles     warpgroups 0 and 1  math    one tile of every step each, S to O: they meet at the end of a query only
-//           warpgroup 2         gather  see sm90/gather.hpp
-// Timeline  math 0   Sᵀ ▓▓▓▓│exp│ Oᵀ ▓▓▓▓        Sᵀ ▓▓▓▓│exp│ Oᵀ ▓▓▓▓
-//           math 1          Sᵀ ▓▓▓▓│exp│ Oᵀ ▓▓▓▓        Sᵀ ▓▓▓▓│exp│ Oᵀ
-//           gather   1 ▓▓▓▓▓▓▓▓ 0 ▓▓▓▓▓▓▓▓ 1 ▓▓▓▓▓▓▓▓ 0 ▓▓▓▓▓▓▓▓
+// Tile      one query, all of its heads; 64 keys at a time. CTAs are persistent: see plan.hpp.
+// Roles     warpgroups 0 and 1  math    a query each, all of its tiles, with a stage each; where there are fewer queries
+//                                       than SMs, warpgroup 0 has both stages in turn and 1 has nothing to do
+//           warpgroup 2         gather  two warps a stage, see sm90/gather.hpp
+// Timeline  math 0    Sᵀ ▓▓▓▓│exp│ Oᵀ ▓▓▓▓        Sᵀ ▓▓▓▓│exp│ Oᵀ ▓▓▓▓
+//           math 1          Sᵀ ▓▓▓▓│exp│ Oᵀ ▓▓▓▓        Sᵀ ▓▓▓▓│exp│ Oᵀ      they know nothing of each other
+//           gather 0  ▓▓▓▓        rope, columns of V ▓▓▓▓▓▓▓▓       ▓▓▓▓▓▓▓▓
 // Softmax   A head's keys are spread over the warps of a warpgroup, so none knows the maximum. They take the reference
-//           they have, and only if a score exceeds it by more than 8 do they meet, find a new one, and make P again. In
-//           the end the sums of both warpgroups are brought to the greater reference; each adds up and writes one half
-//           of the columns.
-// Budget    32 heads: shared: Q 36,864 + K 2 × 73,728 + P 2 × 4,096 + exchange 32,768 + 3,072 = 228,352 B
+//           they have, and only if a score exceeds it by more than 8 do they meet, find a new one, and make P again.
+// Sums      of exponentials go through the RoPE panel, which nobody needs after S: afterwards a thread has the sum of
+//           one head over keys 2 c and 2 c + 1 of every eight, added as in many_heads.hpp.
+// Budget    32 heads: shared: Q 2 × 36,864 + K 2 × 73,728 + P 2 × 4,096 + 1,600 = 230,976 B
 //           registers: 128 of O + 16 of S + ~50 (216); gather 72
 // Bound     64 keys: the gather, 1,450 clocks in L2; shared memory 139 KB + 70 KB of operands + 74 KB, 2,210 clocks
 //           (16 heads: 1,940)
@@ -33,8 +34,8 @@ template <int kHeads_, int kDqk_>
 struct SharedStorage {
   static constexpr int kHeads = kHeads_, kDqk = kDqk_;
   static constexpr int kThreads = 384, kMathRegisters = 216, kGatherRegisters = 72;
-  // Slices of the output have 64 columns; those that a warpgroup writes come first.
-  static constexpr int kSlices = 8, kOwnSlices = 4;
+  static constexpr int kStagesOfWarp = 1;                                       // that a gather warp copies to
+  static constexpr int kSlices = 8;                                             // of the output: 64 columns each
   static constexpr int kPairs = kHeads / 8;                                     // of neighbouring heads in a thread
   static constexpr int kGroups = 4 + (kDqk > 512), kValueGroups = kGroups - 4;  // RoPE first: it is done with first
   static constexpr int kParts = 2;  // in which a tile is copied and waited for
@@ -42,113 +43,153 @@ struct SharedStorage {
   static constexpr HOPWELL_HOST_DEVICE int first_group(int part) {
     return part == 0 ? 0 : part == 1 ? kGroups - 2 : kGroups;
   }
-  static constexpr HOPWELL_HOST_DEVICE PanelGroup panels(int stage, int group) {
-    return group < kValueGroups ? PanelGroup{8, 1} : PanelGroup{2 * ((group - kValueGroups) ^ 2 * stage), 2};
+  static constexpr HOPWELL_HOST_DEVICE PanelGroup panels(int group) {
+    return group < kValueGroups ? PanelGroup{8, 1} : PanelGroup{2 * (group - kValueGroups), 2};
   }
+  static HOPWELL_DEVICE int queries_at_once(const Params& p) { return p.queries_at_once; }
 
-  alignas(1024) unsigned char q[kHeads * kDqk * 2];
-  alignas(1024) unsigned char keys[kStages][kDqk / 64 * tile::kPanelBytes];
-  // Pᵀ: a row for each head. In the end 64 columns of the output.
-  alignas(1024) unsigned char p[kStages][kHeads * kKeys * 2];
-  alignas(16) float exchange[kOwnSlices * kHeads / 8][128][4];
-  float max[kStages][4][kHeads], sum[kStages][4][kHeads];  // of a warp's keys
-  float reference[kStages][kHeads];                        // in the end
-  // The last of the even and odd steps in which a score of a warp exceeded its reference.
-  uint32_t exceeded[kStages][2][4];
-  alignas(16) uint32_t valid[kStages][4];  // a bit for every row of a gather warp
-  int steps[kStages][4];  // that are left of the query, from the stage's tile on, says each gather warp
-  arch::mbarrier q_empty;
+  // Of a warpgroup: its query, Pᵀ with a row for each head, in the end 64 columns of the output.
+  alignas(1024) unsigned char q[2][kHeads * kDqk * 2];
+  alignas(1024) unsigned char p[2][kHeads * kKeys * 2];
+  alignas(1024) unsigned char keys[kStages][9 * tile::kPanelBytes];  // sums go through the last panel
+  float max[2][4][kHeads];                                           // of a warp's keys
+  float scale[2][kHeads];                                            // of the output
+  uint32_t exceeded[2][2][4];  // the last of the even and odd tiles in which a score of a warp exceeded its reference
+  alignas(16) uint32_t valid[kStages][2];  // a bit for every row of a gather warp
+  int steps[kStages][2];  // that are left of the query, from the stage's tile on, says each gather warp
   tile::RingBarriers<kStages, kParts, kGroups> key_ring;
 };
 static_assert(sizeof(SharedStorage<32, 576>) <= arch::sm90::kMaxSharedBytes);
 
 #if HOPWELL_HAS_SM90A
 
-enum NamedBarrier { kAllMath = 1, kWarpgroup = 2 };  // and the next: one for each warpgroup
+enum NamedBarrier { kWarpgroup = 1 };  // and the next: one for each warpgroup
 
-// What a thread knows of its heads, 8 i + 2 (lane % 4) and the next, in units of log 2; max and sum: of its own keys.
-template <class Storage>
-struct SoftmaxState {
-  float reference[Storage::kPairs][2], max[Storage::kPairs][2], sum[Storage::kPairs][2];
+// A tile of a warpgroup: counted from 0 for as long as the CTA lives, and where its keys lie.
+struct Tile {
+  uint32_t number;
+  int stage;
+  uint32_t parity;
 };
+HOPWELL_DEVICE Tile tile_of(const Params& p, int self, uint32_t number) {
+  const bool both_stages = p.queries_at_once == 1;
+  return {number, both_stages ? int(number % 2) : self, (both_stages ? number / 2 : number) & 1};
+}
 
 // Head i of a thread.
 HOPWELL_DEVICE int head_of(int i) { return i / 2 * 8 + arch::lane_index() % 4 * 2 + i % 2; }
 
-// Sᵀ = K Qᵀ: 64 keys, all heads, as the keys come. Returns which of the warp's 16 keys count.
+// What a thread knows of its heads, in units of log 2; max: of its own keys.
 template <class Storage>
-HOPWELL_DEVICE uint32_t multiply_keys(Storage& s, uint32_t parity, float (&scores)[Storage::kHeads / 2]) {
-  // Asked for in every step: otherwise the compiler would keep all descriptors in registers that it does not have.
-  const int self = arch::warpgroup_index();
-  const uint64_t a = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.keys[self]));
-  const uint64_t b = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.q));
-  const auto slot = tile::ring_stage(s.key_ring, self, parity);
+struct SoftmaxState {
+  float reference[Storage::kPairs][2], max[Storage::kPairs][2];
+};
+
+// A thread has the sums of one of its heads over a share of the keys: 2 c and 2 c + 1 of every eight, c = lane / 8, even
+// and odd tiles apart. All threads of a warpgroup together have every head and c; with 16 heads, twice.
+using PartialSums = float[2];
+template <class Storage>
+HOPWELL_DEVICE int place_of_sums() {
+  return arch::lane_index() / 4 % 2 * Storage::kPairs + arch::warp_index() % Storage::kPairs;
+}
+// What belongs to the head of the sums, of what a thread has for each of its heads.
+template <class Storage>
+HOPWELL_DEVICE float of_sums(const float (&values)[Storage::kPairs][2]) {
+  const int place = place_of_sums<Storage>();
+  float value = values[0][0];
   HOPWELL_UNROLL
-  for (int i = 0; i < Storage::kGroups; ++i) {
-    if (i == 0 || i == Storage::first_group(1)) {
+  for (int i = 1; i < 2 * Storage::kPairs; ++i) value = place == i ? values[i / 2][i % 2] : value;
+  return value;
+}
+
+// Sᵀ = K Qᵀ: 64 keys, all heads, as the keys come. Returns which of the tile's keys count, 32 a word.
+template <class Storage>
+HOPWELL_DEVICE void multiply_keys(Storage& s, const Tile& at, float (&scores)[Storage::kHeads / 2],
+                                  uint32_t (&valid)[2]) {
+  // Asked for in every tile: otherwise the compiler would keep all descriptors in registers that it does not have.
+  const int self = arch::warpgroup_index();
+  const uint64_t a = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.keys[at.stage]));
+  const uint64_t b = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.q[self]));
+  const auto slot = tile::ring_stage(s.key_ring, at.stage, at.parity);
+  constexpr int kPanels = Storage::kDqk / 64;
+  HOPWELL_UNROLL
+  for (int i = 0; i < kPanels; ++i) {
+    if (i == 0 || i == kPanels - 4) {
       slot.wait_full(i > 0);
       arch::fence_proxy_async();
       arch::wgmma_fence();
     }
     HOPWELL_UNROLL
-    for (int step = 0; step < 4 * Storage::panels(0, i).count; ++step) {
-      const uint32_t panel = uint32_t(Storage::panels(self, i).first + step / 4), inside = uint32_t(step % 4) * 32;
+    for (uint32_t step = 0; step < 4; ++step) {
+      const uint32_t panel = uint32_t(score_panel<Storage::kDqk>(i)), inside = step * 32;
       arch::wgmma_ss(scores, a + ((panel * tile::kPanelBytes + inside) >> 4),
                      b + ((panel * Storage::kHeads * 128 + inside) >> 4), i > 0 || step > 0);
     }
   }
   arch::wgmma_commit();
   arch::wgmma_wait<0>(scores);
-  const uint32_t valid = s.valid[self][arch::warp_index() % 4];
-  if constexpr (Storage::kDqk > 512) slot.release(0);
-  return valid;
+  valid[0] = s.valid[at.stage][0], valid[1] = s.valid[at.stage][1];
 }
 
-// A thread's values of its heads become its warp's, in all lanes.
-template <class Storage, class Join>
-HOPWELL_DEVICE void reduce_over_lanes(float (&value)[Storage::kPairs][2], Join join) {
-  HOPWELL_UNROLL
-  for (int i = 0; i < 2 * Storage::kPairs; ++i) value[i / 2][i % 2] = tile::reduce<4, 16>(value[i / 2][i % 2], join);
-}
-
-// Brings the scores to log 2, masks them, and says whether one of the thread's exceeds its head's reference too far.
+// Masks the scores, finds the greatest of the thread's own of each head, in log 2, and says whether one exceeds its
+// reference too far. Returns a unit of the scores in log 2.
 template <class Storage>
-HOPWELL_DEVICE bool mask_scores(float scale_log2, uint32_t valid, float (&scores)[Storage::kHeads / 2],
-                                float (&max)[Storage::kPairs][2], SoftmaxState<Storage>& heads) {
-  bool exceeds = false;
-  valid >>= arch::lane_index() / 4;
-  HOPWELL_UNROLL
-  for (int i = 0; i < Storage::kHeads / 2; ++i)
-    scores[i] = valid >> i / 2 % 2 * 8 & 1 ? scores[i] * scale_log2 : -INFINITY;
+HOPWELL_DEVICE float mask_scores(float scale_log2, const uint32_t (&valid)[2], float (&scores)[Storage::kHeads / 2],
+                                 float (&max)[Storage::kPairs][2], SoftmaxState<Storage>& heads, bool& exceeds) {
+  float unit = scale_log2;
+  if ((valid[0] & valid[1]) != 0xffffffff || !(scale_log2 > 0)) {
+    unit = 1;
+    const int warp = arch::warp_index() % 4;
+    const uint32_t mine = (warp < 2 ? valid[0] : valid[1]) >> (warp % 2 * 16 + arch::lane_index() / 4);
+    HOPWELL_UNROLL
+    for (int i = 0; i < Storage::kHeads / 2; ++i)
+      scores[i] = mine >> i / 2 % 2 * 8 & 1 ? scores[i] * scale_log2 : -INFINITY;
+  }
+  exceeds = false;
   HOPWELL_UNROLL
   for (int i = 0; i < 2 * Storage::kPairs; ++i) {
-    max[i / 2][i % 2] = fmaxf(scores[i / 2 * 4 + i % 2], scores[i / 2 * 4 + 2 + i % 2]);
+    max[i / 2][i % 2] = fmaxf(scores[i / 2 * 4 + i % 2], scores[i / 2 * 4 + 2 + i % 2]) * unit;
     heads.max[i / 2][i % 2] = fmaxf(heads.max[i / 2][i % 2], max[i / 2][i % 2]);
     exceeds = exceeds || max[i / 2][i % 2] > heads.reference[i / 2][i % 2] + tile::kReferenceSlack;
   }
-  return exceeds;
+  return unit;
+}
+
+// Writes the maximum of a warp's keys for every head.
+template <class Storage>
+HOPWELL_DEVICE void store_max(Storage& s, int self, const float (&max)[Storage::kPairs][2]) {
+  const int warp = arch::warp_index() % 4;
+  HOPWELL_UNROLL
+  for (int i = 0; i < 2 * Storage::kPairs; ++i) {
+    const float of_warp = tile::reduce<4, 16>(max[i / 2][i % 2], tile::Larger{});
+    if (arch::lane_index() < 4) s.max[self][warp][head_of(i)] = of_warp;
+  }
+}
+template <class Storage>
+HOPWELL_DEVICE float max_of(const Storage& s, int self, int head) {
+  float greatest = -INFINITY;
+  HOPWELL_UNROLL
+  for (int n = 0; n < 4; ++n) greatest = fmaxf(greatest, s.max[self][n][head]);
+  return greatest;
 }
 
 // Moves the references to the maxima of all 64 keys where those pass them. O and the sums shrink by as much.
 template <class Storage>
-HOPWELL_DEVICE void move_references(Storage& s, int self, float (&max)[Storage::kPairs][2],
-                                    SoftmaxState<Storage>& heads, float (&out)[Storage::kSlices][Storage::kHeads / 2]) {
+HOPWELL_DEVICE void move_references(Storage& s, int self, const float (&max)[Storage::kPairs][2],
+                                    SoftmaxState<Storage>& heads, PartialSums& partial,
+                                    float (&out)[Storage::kSlices][Storage::kHeads / 2]) {
   float factor[Storage::kPairs][2];
-  reduce_over_lanes<Storage>(max, tile::Larger{});
-  const int lane = arch::lane_index(), warp = arch::warp_index() % 4;
-  HOPWELL_UNROLL
-  for (int i = 0; i < 2 * Storage::kPairs; ++i)
-    if (lane < 4) s.max[self][warp][head_of(i)] = max[i / 2][i % 2];
+  store_max(s, self, max);
   arch::barrier_sync(kWarpgroup + self, 128);
   HOPWELL_UNROLL
   for (int i = 0; i < 2 * Storage::kPairs; ++i) {
-    float greatest = -INFINITY;
-    HOPWELL_UNROLL
-    for (int n = 0; n < 4; ++n) greatest = fmaxf(greatest, s.max[self][n][head_of(i)]);
     float& reference = heads.reference[i / 2][i % 2];
     factor[i / 2][i % 2] =
-        tile::move_reference(reference, heads.sum[i / 2][i % 2], tile::next_reference(reference, greatest));
+        tile::move_reference(reference, tile::next_reference(reference, max_of(s, self, head_of(i))));
   }
+  const float factor_of_sums = of_sums<Storage>(factor);
+  HOPWELL_UNROLL
+  for (int i = 0; i < 2; ++i) partial[i] = tile::shrunk(partial[i], factor_of_sums);
   HOPWELL_UNROLL
   for (int i = 0; i < Storage::kSlices * Storage::kHeads / 2; ++i) {
     const int n = i % (Storage::kHeads / 2);
@@ -176,52 +217,86 @@ HOPWELL_DEVICE void store_transposed(Storage& s, int self, const float (&values)
   }
 }
 
-// Makes P from scores, and again if a reference has to move. `step` counts from 1.
+// Sums of a tile over keys that lanes of two eighths have, on their way to the threads that add those of the warps. Of
+// even and odd tiles apart, since without a RoPE panel nobody waits until they have been read.
 template <class Storage>
-HOPWELL_DEVICE void softmax(const Params& p, Storage& s, int self, uint32_t step, uint32_t valid,
-                            float (&scores)[Storage::kHeads / 2], SoftmaxState<Storage>& heads,
+HOPWELL_DEVICE float* shared_sums(Storage& s, const Tile& at) {
+  return reinterpret_cast<float*>(s.keys[at.stage] + 8 * tile::kPanelBytes) +
+         at.number % 2 * (4 * 32 * Storage::kPairs);
+}
+template <class Storage>
+HOPWELL_DEVICE void store_sums(Storage& s, const Tile& at, const float (&probabilities)[Storage::kHeads / 2]) {
+  float sums[2 * Storage::kPairs];
+  HOPWELL_UNROLL
+  for (int i = 0; i < 2 * Storage::kPairs; ++i)
+    sums[i] = probabilities[i / 2 * 4 + i % 2] + probabilities[i / 2 * 4 + i % 2 + 2];
+  tile::share_sums(sums, Storage::kPairs, 4, arch::lane_index() / 4 % 2 != 0);
+  float* const to = shared_sums(s, at) + arch::thread_index() % 128;
+  HOPWELL_UNROLL
+  for (int i = 0; i < Storage::kPairs; ++i) to[128 * i] = sums[i];
+}
+template <class Storage>
+HOPWELL_DEVICE void add_sums(Storage& s, const Tile& at, bool odd, PartialSums& partial) {
+  const float* const from = shared_sums(s, at) + arch::warp_index() % Storage::kPairs * 128 + arch::lane_index();
+  float sums[4];
+  HOPWELL_UNROLL
+  for (int warp = 0; warp < 4; ++warp) sums[warp] = from[32 * warp];
+  const float sum = sum_of_tile(sums);
+  partial[0] = odd ? partial[0] : partial[0] + sum;
+  partial[1] = odd ? partial[1] + sum : partial[1];
+}
+
+// Makes P from scores, and again if a reference has to move.
+template <class Storage>
+HOPWELL_DEVICE void softmax(const Params& p, Storage& s, int self, const Tile& at, const uint32_t (&valid)[2],
+                            float (&scores)[Storage::kHeads / 2], SoftmaxState<Storage>& heads, PartialSums& partial,
                             float (&out)[Storage::kSlices][Storage::kHeads / 2]) {
-  float max[Storage::kPairs][2], probabilities[Storage::kHeads / 2];
-  const bool exceeds = arch::ballot(mask_scores<Storage>(p.scale_log2, valid, scores, max, heads)) != 0;
-  uint32_t (&exceeded)[4] = s.exceeded[self][step % 2];
+  float max[Storage::kPairs][2];
+  bool exceeds;
+  const float unit = mask_scores<Storage>(p.scale_log2, valid, scores, max, heads, exceeds);
+  uint32_t (&exceeded)[4] = s.exceeded[self][at.number % 2];
+  const uint32_t mark = at.number + 1;
   const int warp = arch::warp_index() % 4;
-  if (exceeds && arch::lane_index() == 0) exceeded[warp] = step;
+  if (arch::ballot(exceeds) != 0 && arch::lane_index() == 0) exceeded[warp] = mark;
   HOPWELL_NO_UNROLL
   for (bool settled = false;; settled = true) {
+    float probabilities[Storage::kHeads / 2];
     HOPWELL_UNROLL
-    for (int i = 0; i < Storage::kHeads / 2; ++i) {
-      probabilities[i] = arch::exp2_approx(scores[i] - tile::finite_reference(heads.reference[i / 4][i % 2]));
-    }
+    for (int i = 0; i < Storage::kHeads / 2; ++i)
+      probabilities[i] =
+          arch::exp2_approx(fmaf(scores[i], unit, -tile::finite_reference(heads.reference[i / 4][i % 2])));
     store_transposed(s, self, probabilities);
     arch::fence_proxy_async();
+    store_sums(s, at, probabilities);
     arch::barrier_sync(kWarpgroup + self, 128);
-    if (settled || (exceeded[0] != step && exceeded[1] != step && exceeded[2] != step && exceeded[3] != step)) break;
-    move_references(s, self, max, heads, out);
+    if (settled || (exceeded[0] != mark && exceeded[1] != mark && exceeded[2] != mark && exceeded[3] != mark)) break;
+    move_references(s, self, max, heads, partial, out);
   }
-  HOPWELL_UNROLL
-  for (int i = 0; i < Storage::kHeads / 2; ++i) heads.sum[i / 4][i % 2] += probabilities[i];
 }
 
 template <class Storage>
 using Output = float[Storage::kSlices][Storage::kHeads / 2];
 
-// Oᵀ += Vᵀ Pᵀ: all 512 columns, this warpgroup's own first. Each pair of panels is freed as it is done with.
+// Oᵀ += Vᵀ Pᵀ: all 512 columns. Each pair of panels is freed as it is done with. Meanwhile the sums are added.
 template <class Storage>
-HOPWELL_DEVICE void multiply_values(Storage& s, Output<Storage>& out, bool first) {
+HOPWELL_DEVICE void multiply_values(Storage& s, const Tile& at, int tile_of_query, PartialSums& partial,
+                                    Output<Storage>& out) {
   constexpr arch::WgmmaOptions kOptions{.a_major = arch::Major::mn};
   const int self = arch::warpgroup_index();  // asked for again: see multiply_keys
-  const uint64_t a = arch::at_address(tile::kRowsAcrossK, arch::shared_address(s.keys[self]));
+  const uint64_t a = arch::at_address(tile::kRowsAcrossK, arch::shared_address(s.keys[at.stage]));
   const uint64_t b = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.p[self]));
-  const auto slot = tile::ring_stage(s.key_ring, self);
+  const auto slot = tile::ring_stage(s.key_ring, at.stage);
   arch::wgmma_fence();  // kept: O may have shrunk since the fence in multiply_keys, which the emulator does not see
   HOPWELL_UNROLL
   for (int slice = 0; slice < Storage::kSlices; ++slice) {
     HOPWELL_UNROLL
     for (uint32_t step = 0; step < 4; ++step)
-      arch::wgmma_ss<kOptions>(out[slice], a + ((uint32_t(slice ^ 4 * self) * tile::kPanelBytes + step * 2048) >> 4),
-                               b + (step * 32 >> 4), !first || step > 0);
+      arch::wgmma_ss<kOptions>(out[slice], a + ((uint32_t(slice) * tile::kPanelBytes + step * 2048) >> 4),
+                               b + (step * 32 >> 4), tile_of_query > 0 || step > 0);
     if (slice % 2 == 1) arch::wgmma_commit();
   }
+  add_sums(s, at, tile_of_query % 2 != 0, partial);
+  if constexpr (Storage::kDqk > 512) slot.release(0);
   arch::wgmma_wait<3>(out[0], out[1]);
   slot.release(Storage::kValueGroups);
   arch::wgmma_wait<2>(out[2], out[3]);
@@ -232,69 +307,41 @@ HOPWELL_DEVICE void multiply_values(Storage& s, Output<Storage>& out, bool first
   slot.release(Storage::kValueGroups + 3);
 }
 
-// Brings both warpgroups' sums together. Warpgroup 0 writes max_logits and lse. `scale`: what this one's O counts in the
-// result.
+// Writes max_logits and lse. `scale`: what O counts in the result. P's place has been read.
 template <class Storage>
-HOPWELL_DEVICE void finish_softmax(const Params& p, Storage& s, int self, int query, SoftmaxState<Storage>& heads,
-                                   float (&scale)[Storage::kPairs][2]) {
-  const int lane = arch::lane_index(), warp = arch::warp_index() % 4;
-  reduce_over_lanes<Storage>(heads.sum, tile::Plus{});
-  reduce_over_lanes<Storage>(heads.max, tile::Larger{});
+HOPWELL_DEVICE void finish_softmax(const Params& p, Storage& s, int self, int query, const SoftmaxState<Storage>& heads,
+                                   const PartialSums& partial, float (&scale)[Storage::kPairs][2]) {
+  const int head = head_of(place_of_sums<Storage>()), warp = arch::warp_index() % 4;
+  auto& sums = reinterpret_cast<float (&)[2][4][Storage::kHeads]>(s.p[self]);
+  store_max(s, self, heads.max);
   HOPWELL_UNROLL
-  for (int i = 0; i < 2 * Storage::kPairs; ++i) {
-    if (lane >= 4) continue;
-    s.sum[self][warp][head_of(i)] = heads.sum[i / 2][i % 2];
-    s.max[self][warp][head_of(i)] = heads.max[i / 2][i % 2];
-    if (warp == 0) s.reference[self][head_of(i)] = heads.reference[i / 2][i % 2];
-  }
-  arch::barrier_sync(kAllMath, 256);
+  for (int i = 0; i < 2; ++i)
+    if (warp < Storage::kPairs) sums[i][arch::lane_index() / 8][head] = partial[i];
+  arch::barrier_sync(kWarpgroup + self, 128);
+  float total[2];
   HOPWELL_UNROLL
-  for (int i = 0; i < 2 * Storage::kPairs; ++i) {
-    const int head = head_of(i);
-    const float reference = fmaxf(s.reference[0][head], s.reference[1][head]);
-    const float shift = tile::finite_reference(reference);
-    float total = 0, both = -INFINITY;
-    HOPWELL_UNROLL
-    for (int n = 0; n < 8; ++n) {
-      total += s.sum[n / 4][n % 4][head] * arch::exp2_approx(s.reference[n / 4][head] - shift);
-      both = fmaxf(both, s.max[n / 4][n % 4][head]);
-    }
-    const float lse = tile::lse_of(reference, total), max = tile::max_or_nan(both, total);
-    const float weight = arch::exp2_approx(heads.reference[i / 2][i % 2] - shift);
-    scale[i / 2][i % 2] = output_scale(p, head, weight, total, lse);
-    if (self == 0 && warp == 0 && lane < 4 && head < p.h_q) store_statistics(p, query, head, max, lse);
+  for (int i = 0; i < 2; ++i) total[i] = (sums[i][0][head] + sums[i][1][head]) + (sums[i][2][head] + sums[i][3][head]);
+  const float sum = total[0] + total[1], lse = tile::lse_of(of_sums<Storage>(heads.reference), sum);
+  const float max = tile::max_or_nan(max_of(s, self, head), sum);
+  if (arch::lane_index() < 8 && warp < Storage::kPairs) {
+    s.scale[self][head] = output_scale(p, head, 1, sum, lse);
+    if (head < p.h_q) store_statistics(p, query, head, max, lse);
   }
+  arch::barrier_sync(kWarpgroup + self, 128);
+  HOPWELL_UNROLL
+  for (int i = 0; i < 2 * Storage::kPairs; ++i) scale[i / 2][i % 2] = s.scale[self][head_of(i)];
 }
 
-// Sends the other warpgroup its slices, or adds those that it sent: a thread's to the same thread of the other.
+// Writes the output. A warp's 16 columns of each slice go through its own part of P's place.
 template <class Storage>
-HOPWELL_DEVICE void send_partial(Storage& s, const Output<Storage>& out) {
-  constexpr int kQuads = Storage::kHeads / 8;
-  HOPWELL_UNROLL
-  for (int i = 0; i < Storage::kOwnSlices * kQuads; ++i) {
-    const float* from = &out[Storage::kOwnSlices + i / kQuads][i % kQuads * 4];
-    arch::store_shared_v4(arch::shared_address(s.exchange[i][arch::thread_index() % 128]),
-                          {arch::bit_cast<uint32_t>(from[0]), arch::bit_cast<uint32_t>(from[1]),
-                           arch::bit_cast<uint32_t>(from[2]), arch::bit_cast<uint32_t>(from[3])});
-  }
-}
-template <class Storage>
-HOPWELL_DEVICE void add_partial(const Storage& s, Output<Storage>& out) {
-  constexpr int kQuads = Storage::kHeads / 8;
-  HOPWELL_UNROLL
-  for (int i = 0; i < Storage::kOwnSlices * kQuads; ++i) {
-    const arch::Words4 words = arch::load_shared_v4(arch::shared_address(s.exchange[i][arch::thread_index() % 128]));
-    HOPWELL_UNROLL
-    for (int n = 0; n < 4; ++n) out[i / kQuads][i % kQuads * 4 + n] += arch::bit_cast<float>(words.w[n]);
-  }
-}
-
-// Writes this warpgroup's slices. A warp's 16 columns of each go through its own part of P's place.
-template <class Storage>
-HOPWELL_DEVICE void store_slices(const Params& p, Storage& s, int self, int query, const Output<Storage>& out) {
+HOPWELL_DEVICE void store_out(const Params& p, Storage& s, int self, int query,
+                              const float (&scale)[Storage::kPairs][2], Output<Storage>& out) {
   const int lane = arch::lane_index(), warp = arch::warp_index() % 4;
   HOPWELL_UNROLL
-  for (int slice = 0; slice < Storage::kOwnSlices; ++slice) {
+  for (int slice = 0; slice < Storage::kSlices; ++slice) {
+    HOPWELL_UNROLL
+    for (int n = 0; n < Storage::kHeads / 2; ++n)
+      out[slice][n] = scale[n / 4][n % 2] == 0 ? 0 : out[slice][n] * scale[n / 4][n % 2];
     store_transposed(s, self, out[slice]);
     arch::syncwarp();
     HOPWELL_UNROLL
@@ -302,7 +349,7 @@ HOPWELL_DEVICE void store_slices(const Params& p, Storage& s, int self, int quer
       const int head = 16 * i + lane / 2, chunk = 2 * warp + lane % 2;
       const arch::Words4 words =
           arch::load_shared_v4(arch::shared_address(s.p[self]) + tile::swizzled(uint32_t(head), uint32_t(chunk)));
-      bf16* target = p.out + query * p.out_stride_s + head * p.out_stride_h + 256 * self + slice * 64 + chunk * 8;
+      bf16* target = p.out + query * p.out_stride_s + head * p.out_stride_h + slice * 64 + chunk * 8;
       if (head >= p.h_q) continue;
       store_columns(p, target, words);
     }
@@ -310,59 +357,44 @@ HOPWELL_DEVICE void store_slices(const Params& p, Storage& s, int self, int quer
   }
 }
 
-// Puts both warpgroups' O together: each scales its own, and writes the half of the columns that it receives.
-template <class Storage>
-HOPWELL_DEVICE void finish_work(const Params& p, Storage& s, int self, int query, SoftmaxState<Storage>& heads,
-                                Output<Storage>& out) {
-  float scale[Storage::kPairs][2];
-  finish_softmax(p, s, self, query, heads, scale);
-  HOPWELL_UNROLL
-  for (int i = 0; i < Storage::kSlices * Storage::kHeads / 2; ++i) {
-    const int n = i % (Storage::kHeads / 2);
-    float& value = out[i / (Storage::kHeads / 2)][n];
-    value = scale[n / 4][n % 2] == 0 ? 0 : value * scale[n / 4][n % 2];
-  }
-  HOPWELL_NO_UNROLL
-  for (int receiver = 0; receiver < 2; ++receiver) {
-    if (self != receiver) send_partial(s, out);
-    arch::barrier_sync(kAllMath, 256);
-    if (self == receiver) add_partial(s, out);
-  }
-  store_slices(p, s, self, query, out);
-}
-
 template <class Storage>
 HOPWELL_DEVICE void math(const Params& p, Storage& s, int self) {
-  uint32_t parity = 0, step = 0;
+  if (self >= p.queries_at_once) return;
+  const uint32_t stride = uint32_t(p.queries_at_once * arch::grid_size());
+  uint32_t number_of_tile = 0;
   HOPWELL_NO_UNROLL
-  for (uint32_t number = uint32_t(arch::block_index()); number < p.work_tiles; number += uint32_t(arch::grid_size())) {
+  for (uint32_t number = uint32_t(arch::block_index() + self * arch::grid_size()); number < p.work_tiles;
+       number += stride) {
     SoftmaxState<Storage> heads;
     HOPWELL_UNROLL
-    for (int i = 0; i < 2 * Storage::kPairs; ++i)
-      heads.reference[i / 2][i % 2] = heads.max[i / 2][i % 2] = -INFINITY, heads.sum[i / 2][i % 2] = 0;
+    for (int i = 0; i < 2 * Storage::kPairs; ++i) heads.reference[i / 2][i % 2] = heads.max[i / 2][i % 2] = -INFINITY;
+    PartialSums partial = {0, 0};
     Output<Storage> out{};
-    const auto slot = tile::ring_stage(s.key_ring, self, parity);
-    slot.wait_full(1 - self);  // Q came before
+    const Tile first = tile_of(p, self, number_of_tile);
+    const auto slot = tile::ring_stage(s.key_ring, first.stage, first.parity);
+    slot.wait_full(1);  // Q came before
     slot.wait_full(0);
-    const int steps = s.steps[self][arch::warp_index() % 4];  // to find it out here would take registers
+    const int tiles = s.steps[first.stage][0] * (3 - p.queries_at_once);  // to find it out here would take registers
     HOPWELL_NO_UNROLL
-    for (int i = 0; i < steps; ++i, parity ^= 1) {
+    for (int i = 0; i < tiles; ++i) {
+      const Tile at = tile_of(p, self, number_of_tile++);
       float scores[Storage::kHeads / 2];
-      const uint32_t valid = multiply_keys(s, parity, scores);
-      if (i == steps - 1) tile::arrive_warp(s.q_empty);
-      softmax(p, s, self, ++step, valid, scores, heads, out);
-      multiply_values(s, out, i == 0);
+      uint32_t valid[2];
+      multiply_keys(s, at, scores, valid);
+      softmax(p, s, self, at, valid, scores, heads, partial, out);
+      multiply_values(s, at, i, partial, out);
     }
-    finish_work(p, s, self, int(number), heads, out);  // a query has one tile
+    float scale[Storage::kPairs][2];
+    finish_softmax(p, s, self, int(number), heads, partial, scale);  // a query has one tile
+    store_out(p, s, self, int(number), scale, out);
   }
 }
 
 template <class Storage>
 HOPWELL_DEVICE void initialise(Storage& s) {
-  constexpr uint32_t kWarps = 4, kGatherThreads = 128;
-  arch::mbarrier_init(s.q_empty, 2 * kWarps);
-  s.key_ring.init(kGatherThreads, kWarps, kWarps);
-  for (int i = 0; i < 8 * kStages; ++i) s.exceeded[i / 8][i / 4 % 2][i % 4] = 0;
+  constexpr uint32_t kWarps = 4, kGatherWarps = 2;
+  s.key_ring.init(32 * kGatherWarps, kWarps, kGatherWarps);
+  for (int i = 0; i < 16; ++i) s.exceeded[i / 8][i / 4 % 2][i % 4] = 0;
   arch::fence_mbarrier_init();
 }
 

@@ -1,4 +1,12 @@
-// What the kernels for Hopper share: work tiles, and the gathering warpgroup, by cp.async.
+// What the kernels for Hopper share: work tiles, the order of a query's additions, and the gathering warpgroup, by
+// cp.async.
+//
+// A head has the same bits in both kernels, so that ranks may share the heads in any way. Both add
+//   a score     16 columns at a time, panel by panel as score_panel says
+//   O           16 keys at a time, tile by tile in one accumulator; a product with operands swapped has the same bits
+//   a sum       of a tile: Σ over keys 16 w + 8 j + 2 c + b of j, then b, then w in pairs, for each c. These are added
+//               tile by tile, even and odd tiles apart; in the end those of c in pairs, then even and odd
+// and move a head's reference after the same tiles.
 #pragma once
 
 #include "arch/sm90/mbarrier.hpp"
@@ -17,10 +25,10 @@ struct WorkTile {
   tile::Entries entries;
 };
 
-HOPWELL_DEVICE WorkTile work_tile_of(const Params& p, uint32_t number, int heads) {
+HOPWELL_DEVICE WorkTile work_tile_of(const Params& p, uint32_t number, int heads, int keys_of_step) {
   const int query = int(number / uint32_t(p.head_tiles));
   const tile::Entries entries = tile::entries_of(p.selection, query);
-  const int steps = (entries.length + kStages * kKeys - 1) / (kStages * kKeys);
+  const int steps = (entries.length + keys_of_step - 1) / keys_of_step;
   return {query, int(number % uint32_t(p.head_tiles)) * heads, steps > 0 ? steps : 1, entries};
 }
 
@@ -28,6 +36,12 @@ HOPWELL_DEVICE WorkTile work_tile_of(const Params& p, uint32_t number, int heads
 struct PanelGroup {
   int first, count;
 };
+
+// The panel that is multiplied as number n for a score: RoPE in the middle, where it holds up no other.
+template <int kDqk>
+HOPWELL_HOST_DEVICE constexpr int score_panel(int n) {
+  return kDqk == 512 || n < 4 ? n : n == 4 ? 8 : n - 1;
+}
 
 #if HOPWELL_HAS_SM90A
 
@@ -38,81 +52,113 @@ struct RowSources {
   bool valid[kQuads];
 };
 
-// Starts the copies of some panels. `to`: the first row's place in panel 0.
-template <bool kAligned, int kQuads>
+// Starts the copies of some panels. `to`: the first row's place in panel 0, that of a row whose number is a multiple of 8.
+template <bool kAligned, bool kPanelByPanel, int kQuads>
 HOPWELL_DEVICE void copy_panels(uint32_t to, uint32_t panel_bytes, const RowSources<kQuads>& rows, PanelGroup panels) {
   const uint32_t lane = uint32_t(arch::lane_index());
+  const uint32_t places[2] = {to + tile::swizzled(lane / 8, lane % 8), to + tile::swizzled(lane / 8 + 4, lane % 8)};
   HOPWELL_UNROLL
   for (uint32_t i = 0; i < kQuads; ++i) {
-    const uint32_t row = to / 128 + 4 * i + lane / 8;
-    tile::copy_chunk<kAligned>(tile::swizzled(row, lane % 8) + uint32_t(panels.first) * panel_bytes, panel_bytes,
-                               rows.source[i] + panels.first * tile::kPanelColumns, rows.valid[i], panels.count);
+    const uint32_t place = places[i % 2] + i / 2 * 1024;
+    const int together = kPanelByPanel ? 1 : panels.count;
+    HOPWELL_NO_UNROLL
+    for (int panel = panels.first; panel < panels.first + panels.count; panel += together)
+      tile::copy_chunk<kAligned>(place + uint32_t(panel) * panel_bytes, panel_bytes,
+                                 rows.source[i] + panel * tile::kPanelColumns, rows.valid[i], together);
   }
 }
 
-// A warp serves a quarter of the rows of Q and of every tile, 16. Its lanes hold the keys of both tiles of a step. Q
-// follows the first part of the first tile, whose place is free before Q's; whoever has what was copied after it has Q.
-// Groups are waited for as they are freed, so copies never overtake. The code is short, since all roles share one
-// instruction cache.
+// Sums of exponentials of 16 keys, of which a lane has those with the same c: see above. `value(j, b)`: of 8 j + 2 c + b.
+template <class Value>
+HOPWELL_DEVICE float sum_of_16(const Value& value) {
+  return (value(0, 0) + value(1, 0)) + (value(0, 1) + value(1, 1));
+}
+HOPWELL_DEVICE float sum_of_tile(const float (&sums)[4]) { return (sums[0] + sums[1]) + (sums[2] + sums[3]); }
+
+// A warp serves 16 rows of both stages (kStagesOfWarp 2), or 32 of one. Its lanes hold the keys of its tiles of a step.
+// A CTA has one query at a time, whose tiles go to the stages in turn, or two, each with a stage of its own. Q follows
+// the first part of the first tile; whoever has what was copied after it has Q. With a stage for each query that part's
+// place is free when the last scores are done, and so is Q's; else it is free before. Groups are waited for as they are
+// freed, so copies never overtake. The code is short, since all roles share one instruction cache.
 template <bool kAligned, class Storage>
 HOPWELL_DEVICE void gather(const Params& p, Storage& s, int warp) {
-  constexpr int kRows = kKeys / 4, kHeadRows = Storage::kHeads / 4;
-  const int lane = arch::lane_index(), entry = lane / kRows * kKeys + warp * kRows + lane % kRows;
+  constexpr int kStagesOfWarp = Storage::kStagesOfWarp, kWarps = 2 * kStagesOfWarp;  // of a stage
+  constexpr int kRows = kKeys / kWarps, kHeadRows = Storage::kHeads / kWarps;
+  // Rows that are not aligned go through registers, and those of a stage's warp would not fit.
+  constexpr int kQuads = kAligned ? kRows / 4 : 4;
+  constexpr bool kPanelByPanel = !kAligned && kQuads < kRows / 4;
+  const int lane = arch::lane_index(), part_of_rows = warp % kWarps, first_stage = warp / kWarps;
+  const int at_once = Storage::queries_at_once(p), self = at_once == 1 ? 0 : first_stage;
+  const int keys_of_step = kStages * kKeys / at_once;
+  const int entry = (first_stage - self + lane / kRows) * kKeys + part_of_rows * kRows + lane % kRows;
+  const uint32_t stride = uint32_t(at_once * arch::grid_size());
+  uint32_t number = uint32_t(arch::block_index() + self * arch::grid_size());
+  if (number >= p.work_tiles) return;
   uint32_t empty_parity = 1, q_empty_parity = 1;  // of the phases that free what is copied to next
-  WorkTile work = work_tile_of(p, uint32_t(arch::block_index()), Storage::kHeads);
+  WorkTile work = work_tile_of(p, number, Storage::kHeads, keys_of_step);
   int key = work.entries.at(entry);
   HOPWELL_NO_UNROLL
-  for (uint32_t number = uint32_t(arch::block_index()); number < p.work_tiles; number += uint32_t(arch::grid_size())) {
-    const int first_head = work.first_head + warp * kHeadRows + lane / 8;
+  for (; number < p.work_tiles; number += stride) {
+    const int first_head = work.first_head + part_of_rows * kHeadRows + lane / 8;
     const bf16* const q = p.q + work.query * p.q_stride_s + lane % 8 * 8;
-    bool first = true;
+    bool first = first_stage == self;
     int next = entry;
     HOPWELL_NO_UNROLL
     for (int left = work.steps; left > 0; --left, empty_parity ^= 1) {
       const KeyRange visible = work.entries.visible;
       const int mine = key;
       const uint32_t valid = arch::ballot(visible.has(mine));
-      next += kStages * kKeys;
-      if (left == 1 && number + uint32_t(arch::grid_size()) < p.work_tiles) {
-        work = work_tile_of(p, number + uint32_t(arch::grid_size()), Storage::kHeads);
+      next += keys_of_step;
+      if (left == 1 && number + stride < p.work_tiles) {
+        work = work_tile_of(p, number + stride, Storage::kHeads, keys_of_step);
         next = entry;
       }
       key = work.entries.at(next);  // under the waits
       HOPWELL_NO_UNROLL
-      for (int stage = 0; stage < kStages; ++stage) {
-        RowSources<kRows / 4> rows;
-        HOPWELL_UNROLL
-        for (int i = 0; i < kRows / 4; ++i) {
-          const int row = arch::shuffle(mine, kRows * stage + 4 * i + lane / 8);
-          rows.valid[i] = visible.has(row);
-          rows.source[i] = p.kv + (rows.valid[i] ? row : 0) * p.kv_stride + lane % 8 * 8;
-        }
+      for (int n = 0; n < kStagesOfWarp; ++n) {
+        const int stage = first_stage + n;
+        RowSources<kQuads> rows;
+        const auto find = [&](int first_quad) {
+          HOPWELL_UNROLL
+          for (int i = 0; i < kQuads; ++i) {
+            const int row = arch::shuffle(mine, kRows * n + 4 * (first_quad + i) + lane / 8);
+            rows.valid[i] = visible.has(row);
+            rows.source[i] = p.kv + (rows.valid[i] ? row : 0) * p.kv_stride + lane % 8 * 8;
+          }
+        };
+        if (!kPanelByPanel) find(0);
         const auto slot = tile::ring_stage(s.key_ring, stage, empty_parity ^ 1);
-        const uint32_t to = arch::shared_address(s.keys[stage]) + uint32_t(warp) * kRows * 128;
+        const uint32_t to = arch::shared_address(s.keys[stage]) + uint32_t(part_of_rows) * kRows * 128;
         HOPWELL_UNROLL
         for (int part = 0; part < Storage::kParts; ++part) {
           HOPWELL_UNROLL
           for (int i = Storage::first_group(part); i < Storage::first_group(part + 1); ++i) {
             slot.wait_empty(i);
             if (i == 0 && lane == 0) {
-              s.valid[stage][warp] = valid >> kRows * stage & 0xffff;
-              if constexpr (requires { s.steps; }) s.steps[stage][warp] = left;
+              s.valid[stage][part_of_rows] = kStagesOfWarp == 1 ? valid : valid >> kRows * n & 0xffff;
+              if constexpr (requires { s.steps; }) s.steps[stage][part_of_rows] = left;
               arch::mbarrier_arrive(slot.full(0));
             }
-            copy_panels<kAligned>(to, tile::kPanelBytes, rows, Storage::panels(stage, i));
+            HOPWELL_NO_UNROLL
+            for (int quad = 0; quad < kRows / 4; quad += kQuads) {
+              if (kPanelByPanel) find(quad);
+              copy_panels<kAligned, kPanelByPanel>(to + uint32_t(quad) * 512, tile::kPanelBytes, rows,
+                                                   Storage::panels(i));
+            }
           }
           tile::arrive_after_copies<kAligned>(slot.full(part));
           if (part > 0 || !first) continue;
           first = false;
           RowSources<kHeadRows / 4> heads;
           HOPWELL_UNROLL
-          for (int n = 0; n < kHeadRows / 4; ++n) {
-            heads.valid[n] = first_head + 4 * n < p.h_q;
-            heads.source[n] = q + (heads.valid[n] ? first_head + 4 * n : 0) * p.q_stride_h;
+          for (int row = 0; row < kHeadRows / 4; ++row) {
+            heads.valid[row] = first_head + 4 * row < p.h_q;
+            heads.source[row] = q + (heads.valid[row] ? first_head + 4 * row : 0) * p.q_stride_h;
           }
-          arch::mbarrier_wait(s.q_empty, q_empty_parity);
-          copy_panels<kAligned>(arch::shared_address(s.q) + uint32_t(warp) * kHeadRows * 128, Storage::kHeads * 128,
-                                heads, {0, Storage::kDqk / 64});
+          if constexpr (requires { s.q_empty; }) arch::mbarrier_wait(s.q_empty, q_empty_parity);
+          copy_panels<kAligned, kPanelByPanel>(
+              arch::shared_address(s.q[self]) + uint32_t(part_of_rows) * kHeadRows * 128, Storage::kHeads * 128, heads,
+              {0, Storage::kDqk / 64});
         }
       }
     }

@@ -36,26 +36,28 @@
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 namespace many_heads {
 
-// When S_A has so many groups of panels left to multiply, S_B may start: together they would both end late.
-constexpr int kGroupsAfterTurn = 2;
+// When S_A has so many panels left to multiply, S_B may start: together they would both end late.
+constexpr int kPanelsAfterTurn = 2;
 
 template <int kDqk_>
 struct SharedStorage {
   static constexpr int kHeads = 64, kDqk = kDqk_;
   static constexpr int kThreads = 384, kMathRegisters = 224, kGatherRegisters = 56;
+  static constexpr int kStagesOfWarp = 2;  // that a gather warp copies to
   // A tile is freed in groups of panels, and waited for in two parts.
   static constexpr int kGroups = 4 + (kDqk > 512), kRopeGroup = 2, kParts = 2;
 
   static constexpr HOPWELL_HOST_DEVICE int first_group(int part) { return part == 0 ? 0 : part == 1 ? 2 : kGroups; }
   // Panels of the low warpgroup's output columns, RoPE (whose place P takes later), those of the high warpgroup.
-  static constexpr HOPWELL_HOST_DEVICE PanelGroup panels(int, int group) {
+  static constexpr HOPWELL_HOST_DEVICE PanelGroup panels(int group) {
     if (kDqk == 512 || group < kRopeGroup) return {2 * group, 2};
     return group == kRopeGroup ? PanelGroup{8, 1} : PanelGroup{2 * group - 2, 2};
   }
+  static HOPWELL_DEVICE int queries_at_once(const Params&) { return 1; }
   // The first group of a warpgroup's output columns.
   static constexpr HOPWELL_HOST_DEVICE int first_group_of(int self) { return self == 0 ? 0 : kGroups - 2; }
 
-  alignas(1024) unsigned char q[kHeads * kDqk * 2];
+  alignas(1024) unsigned char q[1][kHeads * kDqk * 2];
   alignas(1024) unsigned char keys[kStages][9 * tile::kPanelBytes];  // P takes the last panel
   float reference[kStages][kHeads];                                  // of this tile's P
   float sum[kStages][kHeads], max[kStages][kHeads];                  // in the end
@@ -81,23 +83,22 @@ struct SoftmaxState {
 // S = Q Kᵀ: 64 heads, 64 keys, as the keys' panels come.
 template <class Storage>
 HOPWELL_DEVICE void multiply_scores(Storage& s, int stage, uint32_t parity, float (&scores)[32]) {
-  const uint64_t a = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.q));
+  const uint64_t a = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.q[0]));
   const uint64_t b = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.keys[stage]));
   const auto slot = tile::ring_stage(s.key_ring, stage, parity);
   HOPWELL_UNROLL
-  for (int i = 0; i < Storage::kGroups; ++i) {
-    if (i == 0 || i == 2) {
-      slot.wait_full(i / 2);
+  for (int i = 0; i < Storage::kDqk / 64; ++i) {
+    if (i == 0 || i == 4) {
+      slot.wait_full(i / 4);
       arch::fence_proxy_async();
       arch::wgmma_fence();
     }
     HOPWELL_UNROLL
-    for (int n = 0; n < 4 * Storage::panels(0, i).count; ++n) {
-      const int step = 4 * Storage::panels(0, i).first + n;
-      const uint64_t offset = tile::columns_on(step);
-      arch::wgmma_ss(scores, a + offset, b + offset, step > 0);
+    for (int step = 0; step < 4; ++step) {
+      const uint64_t offset = tile::columns_on(4 * score_panel<Storage::kDqk>(i) + step);
+      arch::wgmma_ss(scores, a + offset, b + offset, i > 0 || step > 0);
     }
-    if (i == Storage::kGroups - kGroupsAfterTurn && stage == 0) tile::arrive_warp(s.turn);
+    if (i == Storage::kDqk / 64 - 1 - kPanelsAfterTurn && stage == 0) tile::arrive_warp(s.turn);
   }
   arch::wgmma_commit();
   arch::wgmma_wait<0>(scores);
@@ -130,14 +131,14 @@ HOPWELL_DEVICE float row_max(float scale_log2, const uint32_t (&valid)[4], float
 // Replaces scores by probabilities.
 HOPWELL_DEVICE void exponentiate(float unit, float (&scores)[32], SoftmaxState& state) {
   const float shift[2] = {tile::finite_reference(state.reference[0]), tile::finite_reference(state.reference[1])};
-  float part[4] = {state.sum[0], 0, state.sum[1], 0};
+  float sums[2][4];
   HOPWELL_UNROLL
-  for (int i = 0; i < 32; ++i) {
-    scores[i] = arch::exp2_approx(fmaf(scores[i], unit, -shift[i / 2 % 2]));
-    part[i % 4] += scores[i];
-  }
-  state.sum[0] = part[0] + part[1];
-  state.sum[1] = part[2] + part[3];
+  for (int i = 0; i < 32; ++i) scores[i] = arch::exp2_approx(fmaf(scores[i], unit, -shift[i / 2 % 2]));
+  HOPWELL_UNROLL
+  for (int i = 0; i < 8; ++i)
+    sums[i % 2][i / 2] = sum_of_16([&](int j, int b) { return scores[i / 2 * 8 + 4 * j + i % 2 * 2 + b]; });
+  HOPWELL_UNROLL
+  for (int r = 0; r < 2; ++r) state.sum[r] += sum_of_tile(sums[r]);
 }
 
 // P as A fragments of the products with V.
@@ -303,7 +304,7 @@ HOPWELL_DEVICE void math(const Params& p, Storage& s, int self) {
   HOPWELL_NO_UNROLL
   for (uint32_t number = uint32_t(arch::block_index()); number < p.work_tiles;
        number += uint32_t(arch::grid_size()), work_parity ^= 1) {
-    const WorkTile work = work_tile_of(p, number, Storage::kHeads);
+    const WorkTile work = work_tile_of(p, number, Storage::kHeads, kStages * kKeys);
     SoftmaxState state{{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}, {0, 0}};
     float out[2][64];
     tile::ring_stage(s.key_ring, self, parity).wait_full(1 - self);  // Q came before
