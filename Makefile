@@ -6,6 +6,7 @@
 # make setup    tools and dependencies: Debian packages and .venv; nothing to do the second time
 # make build    the library and the command (build/), the Python package (into .venv)
 # make bench    every operator's benchmark against this machine's ceilings and torch, recorded under build/benchmarks
+# make bench-check   a fresh run against the committed records of this device, by shares of the ceiling (docs/comparisons.md)
 # make docs     the site of documents, build/docs/html; make test-docs opens it in a browser
 # make hooks    quick checks before every commit (.pre-commit-config.yaml)
 # make format, make lint, make clean
@@ -24,7 +25,7 @@ LEAN := -DHOPWELL_BUILD_CLI=OFF -DHOPWELL_BUILD_TESTS=OFF -DHOPWELL_EMULATOR=OFF
 # pip packages what CMake has built: its folder is CMake's, and nothing but the module is left to compile there.
 INSTALL_PACKAGE := $(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --config-settings build-dir=build/$(PRESET) .
 
-.PHONY: demo test setup packages environment build library bench docs hooks format lint clean wheel test-wheel release
+.PHONY: demo test setup packages environment build library bench bench-check docs hooks format lint clean wheel test-wheel release
 .PHONY: nightly test-cpp test-python test-install test-asan test-tsan test-docs
 .DEFAULT_GOAL := build
 
@@ -98,6 +99,10 @@ release: test-wheel
 
 bench: build
 	@$(PYTHON) benchmarks/cpu.py
+
+# OPERATORS: some of them. On a device that no record is of nothing is compared, and it fails with status 3.
+bench-check: build
+	@$(PYTHON) -m hopwell.bench $(OPERATORS) --check benchmarks/results/*/peers.json
 
 # Of the library nothing is compiled: the Python reference is made of docstrings, the C++ one of the headers. The tutorial's kernels are,
 # with the emulator, for a minute the first time: a page shows what they do. Any warning is an error.

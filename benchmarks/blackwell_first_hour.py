@@ -167,7 +167,7 @@ def caps(_: Path) -> list[Json]:
 
 def peers(folder: Path) -> list[Json]:
     path = folder / "peers.json"
-    output_of(sys.executable, ROOT / "benchmarks/peers.py", "--json", path)
+    output_of(sys.executable, "-m", "hopwell.bench", "--peers", "--json", path)
     results: list[Json] = json.loads(path.read_text())["results"]
     return results
 
@@ -241,7 +241,7 @@ def markdown(report: Json) -> str:
             "shape": lambda r: " ".join(f"{key} {value}" for key, value in r.get("shape", {}).items()),
             "peer": lambda r: r.get("peer", ""),
             "times as fast": lambda r: number(r.get("times_as_fast")),
-            "why not": lambda r: str(r.get("failed", "")).splitlines()[0] if r.get("failed") else "",
+            "why not": lambda r: str(r.get("failed") or r.get("missing") or "").partition("\n")[0],
         }
         lines += ["## Beside other packages", *table(report["peers"], columns), ""]
     return "\n".join(lines)

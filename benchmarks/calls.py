@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import median
 
 import hopwell
-import record
 import torch
+from hopwell.bench import record
 from hopwell.torch import lightning_indexer, nn, nvfp4_linear, nvfp4_quantize, paged_attention, sparse_mla
 
 ROUNDS, CALLS = 31, 200

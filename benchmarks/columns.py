@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import median
 
 import hopwell
-import record
 import torch
+from hopwell.bench import record
 from hopwell.torch import ops
 from torch import Tensor
 

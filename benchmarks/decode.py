@@ -14,8 +14,8 @@ from pathlib import Path
 from statistics import median
 
 import hopwell
-import record
 import torch
+from hopwell.bench import record
 from hopwell.torch import nn
 from torch import Tensor
 

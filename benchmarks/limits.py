@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import hopwell
-import record
 import torch
+from hopwell.bench import record
 
 SHARES = {  # percent of what the hardware could do
     "memory": "dram__throughput.avg.pct_of_peak_sustained_elapsed",

@@ -201,7 +201,7 @@ def backends(operator: str) -> str:
 
 
 def peers(operator: str) -> str:
-    """The picture and the table of what benchmarks/peers.py recorded."""
+    """The picture and the table of what `python -m hopwell.bench --peers` recorded."""
     rows = records.peer_rows(operator)
     if not rows:
         return "No other package was timed beside it.\n"
@@ -226,8 +226,10 @@ def peers(operator: str) -> str:
     text += f"Shape where a row names nothing else: {shape}.\n\n" if shape else ""
     text += "".join(f"- {note}\n" for note in notes)
     text += (
-        f"\nTimed in turns by `benchmarks/peers.py` on {records.provenance(record)}, with {', '.join(installed)}."
-        " Record: `benchmarks/results/h200/peers.json`.\n\n"
+        f"\nTimed in turns on {records.provenance(record)}, with {', '.join(installed)}"
+        + (f", by `{record['command']}`" if "command" in record else "")
+        + ". Record: `benchmarks/results/h200/peers.json`.\n"
+        f"[To repeat it](../comparisons.md): `python -m hopwell.bench {operator} --peers`.\n\n"
     )
     return text + folded("Beside other packages, in figures", table(head, lines))
 

@@ -8,54 +8,24 @@ python docs/plots.py --all FOLDER    the pictures of the site, as `make docs` do
 from __future__ import annotations
 
 import argparse
-import io
 import sys
 from pathlib import Path
 from statistics import median
 
-import matplotlib as mpl
-
-mpl.use("svg")
-
-import matplotlib.pyplot as plt
 import records
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-README_PICTURE = Path(__file__).parent / "pictures" / "peers.svg"
-Bar = tuple[str, float, float, float]  # a label, a ratio and the ends of its middle half
+plot = records.module("plot")
+plt = plot.plt
 
-OURS, PEER, OTHER = "#0b6e4f", "#9aa5b1", "#d9822b"
+README_PICTURE = Path(__file__).parent / "pictures" / "peers.svg"
+
 MLA = {
     "sparse_mla_forward": ("Sparse MLA, forward", "FlashMLA"),
     "sparse_mla_backward": ("Sparse MLA, backward", "cuDNN front end"),
     "attention_distribution": ("Attention distribution", "cuDNN front end"),
 }
-
-
-def style() -> None:
-    mpl.rcParams.update(
-        {
-            "font.family": "DejaVu Sans",
-            "font.size": 9,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.titlesize": 10,
-            "axes.titleweight": "bold",
-            "svg.hashsalt": "hopwell",
-            "svg.fonttype": "path",
-            "figure.facecolor": "white",
-        }
-    )
-
-
-def svg(figure: Figure) -> str:
-    """The same text for the same records: without a date, and without spaces at the ends of lines."""
-    text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None}, bbox_inches="tight")
-    plt.close(figure)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
 
 
 def by_keys(axes: Axes, operator: str, peer: str) -> None:
@@ -64,7 +34,7 @@ def by_keys(axes: Axes, operator: str, peer: str) -> None:
     for heads, marker, fill in ((128, "o", "full"), (64, "s", "none")):
         chosen = sorted((r for r in rows if r["shape"]["h_q"] == heads), key=lambda r: r["shape"]["s_kv"])
         keys = [r["shape"]["s_kv"] for r in chosen]
-        for name, share, color, line in (("Hopwell", "share", OURS, "-"), (peer, "peer_share", PEER, "--")):
+        for name, share, color, line in (("Hopwell", "share", plot.OURS, "-"), (peer, "peer_share", plot.PEER, "--")):
             values = [r[share] for r in chosen]
             label = f"{name}, {heads} heads"
             axes.plot(keys, values, color=color, marker=marker, fillstyle=fill, linestyle=line, label=label)
@@ -78,46 +48,24 @@ def by_keys(axes: Axes, operator: str, peer: str) -> None:
     axes.grid(axis="y", alpha=0.3)
 
 
-def ratios(axes: Axes, bars: list[Bar]) -> None:
-    """Bars from 1 to the other's time over Hopwell's, with the middle half of the runs; to the left: slower."""
-    for i, (_, ratio, low, high) in enumerate(bars):
-        axes.barh(i, ratio - 1, left=1, color=OURS if ratio >= 1 else OTHER, height=0.65)
-        axes.plot([low, high], [i, i], color="black", linewidth=0.8)
-        x, side = (max(ratio, high) * 1.03, "left") if ratio >= 1 else (min(ratio, low) / 1.03, "right")
-        axes.text(x, i, f"{ratio:.2f}", ha=side, va="center", fontsize=8)
-    axes.set_yticks(range(len(bars)), [label for label, *_ in bars])
-    axes.invert_yaxis()
-    axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_xscale("log")
-    longest = max(ratio for _, ratio, *_ in bars)
-    axes.xaxis.set_major_locator(FixedLocator([tick for tick in (0.5, 1, 2, 5, 10, 20) if tick <= 2 * longest]))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.set_xlim(0.6, 1.5 * longest)
-    axes.set_xlabel("the other's time ÷ Hopwell's: to the right of 1 Hopwell is the faster")
-
-
-def bar(row: records.Row, label: str) -> Bar:
-    return label, row["times_as_fast"], *row["middle_half"]
-
-
-def readme_bars() -> list[Bar]:
+def readme_bars() -> list[tuple[str, float, float, float]]:
     """One bar a peer and shape of the operators that are bound by bytes or latencies."""
     bars = [
-        bar(row, f"paged_attention, {describe_decode(row)} · FlashInfer")
+        plot.bar(row, f"paged_attention, {describe_decode(row)} · FlashInfer")
         for row in records.peer_rows("paged_attention")
         if row["peer"] == "FlashInfer" and describe_decode(row)
     ]
     bars += [
-        bar(row, f"lightning_indexer, {queries(row)} · cuDNN front end")
+        plot.bar(row, f"lightning_indexer, {queries(row)} · cuDNN front end")
         for row in records.peer_rows("lightning_indexer")
         if row["peer"] == "cuDNN front end"
     ]
     bars += [
-        bar(row, "lightning_indexer_backward · cuDNN front end")
+        plot.bar(row, "lightning_indexer_backward · cuDNN front end")
         for row in records.peer_rows("lightning_indexer_backward")
+        if row["peer"] == "cuDNN front end"
     ]
-    linear = records.peer_rows("nvfp4_linear")
+    linear = [row for row in records.peer_rows("nvfp4_linear") if row["peer"].startswith("torch")]
     for n in sorted({row["shape"]["n"] for row in linear}):
         chosen = sorted((row for row in linear if row["shape"]["n"] == n), key=lambda row: row["times_as_fast"])
         label = f"nvfp4_linear, batch {n} · bf16 in PyTorch"
@@ -152,7 +100,7 @@ def queries(row: records.Row) -> str:
 
 
 def readme_picture() -> str:
-    style()
+    plot.style()
     figure = plt.figure(figsize=(10, 7), layout="constrained")
     above, below = figure.subfigures(2, 1, height_ratios=[1, 1.3])
     panels = above.subplots(1, 3, sharey=True)
@@ -162,11 +110,11 @@ def readme_picture() -> str:
         axes.legend(frameon=False, fontsize=7, loc="lower left", borderpad=0)
     panels[0].set_ylabel("share of cuBLAS' bf16 product")
     axes = below.subplots()
-    ratios(axes, readme_bars())
+    plot.ratios(axes, readme_bars())
     axes.set_title("Decode, indexer and 4-bit weights", loc="left")
     note = f"Timed in turns on {records.provenance(records.read('peers'))}"
     axes.set_xlabel(f"{axes.get_xlabel()}\n{note}")
-    return svg(figure)
+    return plot.svg(figure)
 
 
 def operator_picture(operator: str) -> str:
@@ -174,16 +122,16 @@ def operator_picture(operator: str) -> str:
     rows = records.peer_rows(operator)
     if not rows:
         return ""
-    style()
+    plot.style()
     if operator in MLA:
         figure, axes = plt.subplots(figsize=(8, 3.4), layout="constrained")
         by_keys(axes, operator, MLA[operator][1])
         axes.set_ylabel("share of cuBLAS' bf16 product")
         figure.legend(frameon=False, fontsize=8, loc="outside right center")
-        return svg(figure)
+        return plot.svg(figure)
     figure, axes = plt.subplots(figsize=(8, 0.8 + 0.27 * len(rows)), layout="constrained")
-    ratios(axes, [bar(row, f"{records.short_text(row)} · {row['peer']}") for row in rows])
-    return svg(figure)
+    plot.ratios(axes, [plot.bar(row, f"{records.short_text(row)} · {row['peer']}") for row in rows])
+    return plot.svg(figure)
 
 
 def draw_all(folder: Path) -> None:

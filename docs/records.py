@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks" / "results" / "h200"
+BENCH = ROOT / "python" / "hopwell" / "bench"
 
 Row = dict[str, Any]
+
+
+def module(name: str) -> ModuleType:
+    """One of hopwell.bench, by its file: the package would want its compiled half, which the documents do not need."""
+    spec = importlib.util.spec_from_file_location(f"hopwell_bench_{name}", BENCH / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+provenance = module("provenance").provenance
 
 
 def read(name: str) -> dict[str, Any]:
@@ -31,22 +46,23 @@ def bench_rows(operator: str) -> list[tuple[Row, dict[str, Any]]]:
 
 
 def peer_rows(operator: str) -> list[Row]:
-    """What benchmarks/peers.py measured of an operator beside other packages; without those that did not run."""
+    """What was measured of an operator beside other packages; without those that did not run."""
     return [row for row in read("peers")["results"] if row["operator"] == operator and "times_as_fast" in row]
 
 
 def peers_that_failed(operator: str) -> dict[str, str]:
     """The packages that did not run beside an operator, with the reason."""
     return {
-        row["peer"]: row["failed"]
+        row["peer"]: row[verdict]
         for row in read("peers")["results"]
-        if row["operator"] == operator and "failed" in row
+        for verdict in ("missing", "failed", "disagrees")
+        if row["operator"] == operator and verdict in row
     }
 
 
 def default_shapes() -> dict[str, dict[str, int]]:
-    """The shapes that benchmarks/peers.py takes where a row names none: the defaults of its functions."""
-    tree = ast.parse((ROOT / "benchmarks" / "peer_calls.py").read_text())
+    """The shapes that hopwell.bench takes where a row names none: the defaults of its functions."""
+    tree = ast.parse((BENCH / "operators.py").read_text())
     return {
         node.name: {
             argument.arg: ast.literal_eval(value)
@@ -71,11 +87,3 @@ def shape_text(row: Row) -> str:
 def short_text(row: Row) -> str:
     """What tells a row from the others of its operator."""
     return ", ".join(f"{name} {number(value)}" for name, value in row["shape"].items()) or "default shape"
-
-
-def provenance(record: dict[str, Any]) -> str:
-    """The machine, the day and the commit of a record."""
-    device = record.get("device") or " and ".join(record.get("devices", [])) or "?"
-    parts = [f"one {device}", f"driver {record['driver']}" if record.get("driver") else "", record["date"]]
-    parts.append(f"commit {record['commit']}" if record.get("commit") else "")
-    return ", ".join(part for part in parts if part)

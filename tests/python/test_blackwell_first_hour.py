@@ -52,7 +52,7 @@ def test_the_report_has_every_part(program: ModuleType) -> None:
     report = {
         "card": "NVIDIA B200",
         "date": "2026-01-31",
-        "failed": {"peers": "RuntimeError: peers.py ended with 1"},
+        "failed": {"peers": "RuntimeError: python ended with 1"},
         "cases": [{"operator": "nvfp4_gemv", "passed": 18, "failed": ["basic"]}],
         "measurements": [
             {"name": "additions lines", "unit": "B", "per_cycle": 11.0, "model": 22.0, "right": True},
@@ -74,7 +74,7 @@ def test_the_report_has_every_part(program: ModuleType) -> None:
         ],
     }
     text = program.markdown(report)
-    assert "**peers failed**: RuntimeError: peers.py ended with 1" in text
+    assert "**peers failed**: RuntimeError: python ended with 1" in text
     assert "| nvfp4_gemv | 18 | basic |" in text
     assert "| additions lines | 11.0 B | – | 22.0 | 0.50 | yes |" in text
     assert "| M 128 N 64 SS | 0.0200 products | 50.0 | 0.0208 | 0.96 | **no** |" in text

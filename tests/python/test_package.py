@@ -17,6 +17,7 @@ def test_what_the_package_holds() -> None:
     assert package.version == hopwell.__version__
     files = {str(file) for file in package.files or ()}
     assert files >= {"hopwell/py.typed", "hopwell/_hopwell.pyi", "hopwell/bin/hopwell", "hopwell/torch/nn.py"}
+    assert files >= {"hopwell/commit.txt", "hopwell/bench/__main__.py"}
     libraries = [file for file in files if "libhopwell" in file]
     assert len(libraries) == 1, libraries  # a wheel has no links: a second name would be a second copy
     assert [file for file in files if file.startswith("hopwell/_hopwell.") and file.endswith(".so")]

@@ -1,0 +1,12 @@
+"""The command line of `python -m hopwell.bench`."""
+
+import sys
+
+try:
+    import torch  # noqa: F401  # every comparison is of tensors
+except ImportError as error:
+    sys.exit(f"hopwell.bench needs PyTorch ({error}): pip install 'hopwell[bench]'")
+
+from .command import main
+
+sys.exit(main())

@@ -1,0 +1,109 @@
+"""A fresh run against committed records: `python -m hopwell.bench --check RECORD…`, as `make bench-check` does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from . import BadArgument
+from .operators import OPERATORS, Shape
+
+SLOWER, OTHER_DEVICE = 1, 3  # exit statuses; 0: as recorded, 2: bad arguments
+Recorded = dict[str, dict[str, tuple[Shape, float]]]  # by operator and shape: the whole shape, its share
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A record of `--json`; BadArgument names what is wrong with the file."""
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise BadArgument(f"--check: expected a record of hopwell.bench; {path}: {error}") from None
+    if not isinstance(record, dict) or not {"device", "results"} <= record.keys():
+        raise BadArgument(f"--check: expected a record of hopwell.bench; {path} has no device or no results")
+    return record
+
+
+def shares(records: list[dict[str, Any]], only: list[str]) -> tuple[Recorded, list[str]]:
+    """The share of the ceiling of each shape, the median over its peers; and the shapes that have none."""
+    found: dict[str, dict[str, list[float]]] = {}
+    shapes: dict[tuple[str, str], Shape] = {}
+    without = []
+    for row in (row for record in records for row in record["results"]):
+        name = row["operator"]
+        if name not in OPERATORS:
+            raise BadArgument(f"--check: expected one of {', '.join(OPERATORS)}; the record has {name!r}")
+        if (only and name not in only) or "shape" not in row:
+            continue
+        shape = row.get("settings") or OPERATORS[name].settings(row["shape"])
+        text = ",".join(f"{key}={value}" for key, value in shape.items())
+        if "share" in row:
+            shapes[name, text] = shape
+            found.setdefault(name, {}).setdefault(text, []).append(row["share"])
+        elif "us" in row:
+            without.append(f"{name} {text}")
+    recorded = {name: {t: (shapes[name, t], median(v)) for t, v in by.items()} for name, by in found.items()}
+    return recorded, sorted(set(without))
+
+
+def verdicts(recorded: Recorded, fresh: list[dict[str, Any]], noise: float) -> tuple[list[str], bool]:
+    """A line for each recorded shape; whether none is slower than the noise allows, and none is missing."""
+    got = {}
+    for row in fresh:
+        if "share" in row:
+            text = ",".join(f"{key}={value}" for key, value in row["settings"].items())
+            got[row["operator"], text] = row["share"]
+    lines, held = [], True
+    for name, by_shape in recorded.items():
+        for text, (_, share) in by_shape.items():
+            now = got.get((name, text))
+            if now is None:
+                verdict = "NOT MEASURED"
+            elif now < share * (1 - noise):
+                verdict = "SLOWER"
+            elif now * (1 - noise) > share:
+                verdict = "faster: record it again"
+            else:
+                verdict = "as recorded"
+            held &= verdict not in ("SLOWER", "NOT MEASURED")
+            figures = f"{share:9.3f} {now:9.3f} {now / share:8.3f}" if now is not None else f"{share:9.3f} {'':18}"
+            lines.append(f"{name:26} {text:60} {figures}  {verdict}")
+    return lines, held
+
+
+def check(
+    paths: list[Path],
+    only: list[str],
+    device: str,
+    noise: float,
+    measure: Callable[[str, list[Shape]], list[dict[str, Any]]],
+) -> int:
+    """The exit status; prints why.
+
+    Args:
+        paths: records. Only those of this device are compared with: a share is of one device's ceiling.
+        only: operators; none: all of the records.
+        device: this machine's, as records name it.
+        noise: a share may be this part of the recorded one smaller.
+        measure: rows of an operator's shapes, beside the ceiling.
+    """
+    records = [read(path) for path in paths]
+    of_this = [record for record in records if record["device"] == device]
+    if not of_this:
+        known = ", ".join(sorted({str(record["device"]) for record in records}))
+        print(f"nothing was compared: the records are of {known}; this is {device}")
+        return OTHER_DEVICE
+    recorded, without = shares(of_this, only)
+    for text in without:
+        print(f"not compared, for it was recorded without a share of a ceiling: {text}")
+    if not recorded:
+        print(f"nothing was compared: the records of {device} have no share of {', '.join(only) or 'any operator'}")
+        return OTHER_DEVICE
+    fresh = [row for name, by in recorded.items() for row in measure(name, [shape for shape, _ in by.values()])]
+    lines, held = verdicts(recorded, fresh, noise)
+    print(f"\n{'operator':26} {'shape':60} {'recorded':>9} {'now':>9} {'now/then':>8}")
+    print("\n".join(lines))
+    print(f"{len(lines)} shapes, a share of the ceiling may be {noise:.0%} smaller: {'held' if held else 'NOT HELD'}")
+    return 0 if held else SLOWER

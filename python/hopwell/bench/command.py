@@ -1,0 +1,215 @@
+"""The command line: what to run, each operator in a process of its own, and what becomes of the results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import BadArgument, check, operators, record
+from .compare import HEAD, Row, dump, measure, problems_of
+from .operators import DEVICE, OPERATORS, Operator, Shape
+from .provenance import provenance
+
+NOISE = {"cuda": 0.15, "cpu": 0.3}  # docs/comparisons.md says where they are from
+PICTURES = (".svg", ".png", ".pdf")
+DESCRIPTION = """Every operator beside the same operation of other packages, in one process, in turns.
+
+  python -m hopwell.bench                                  beside plain PyTorch
+  python -m hopwell.bench paged_attention --peers          one operator, beside every package that is installed
+  python -m hopwell.bench paged_attention --shape b=64,context=4096,h_q=32,h_kv=32,d=128
+  python -m hopwell.bench --peers --json FILE --plot FILE.svg
+  python -m hopwell.bench --check RECORD                   against a record of --json, as make bench-check does
+
+"times" is the peer's time over Hopwell's: above 1, Hopwell is the faster. "share" and "peer's" are of the ceiling that
+was measured in the same turns: a matrix product, or reading as many bytes. A package that is missing, refuses a shape
+or gives another result is a line with the reason. Every operator has a process of its own, so that a peer that crashes
+or hangs takes nothing else with it. Exit status: 0; 1 where results disagree, Hopwell fails, a process dies or --check
+finds a share smaller than the noise allows; 2 for bad arguments; 3 where --check has no record of this device."""
+
+
+def shape_of(name: str, operator: Operator, text: str) -> Shape:
+    """`a=1,b=2` as a shape; BadArgument names the operator, what was expected and what came."""
+    known = operator.settings({})
+    shape: Shape = {}
+    for word in text.split(","):
+        key, equals, value = word.partition("=")
+        if not equals or key not in known:
+            raise BadArgument(f"{name}: --shape: expected NAME=N with NAME one of {', '.join(known)}; got {word!r}")
+        if not value.isascii() or not value.isdigit() or len(value) > 12:
+            raise BadArgument(f"{name}: --shape: expected a number for {key}; got {value!r}")
+        shape[key] = int(value)
+    return shape
+
+
+def parser() -> argparse.ArgumentParser:
+    """All options."""
+    options = argparse.ArgumentParser(
+        prog="python -m hopwell.bench",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    options.add_argument("operator", nargs="*", help=f"default: all: {', '.join(OPERATORS)}")
+    options.add_argument("--peers", action="store_true", help="beside every package that is installed, not only torch")
+    options.add_argument(
+        "--shape", action="append", default=[], metavar="NAME=N,…", help="this one instead; may be repeated"
+    )
+    options.add_argument("--json", type=Path, metavar="FILE", help="writes a record there")
+    options.add_argument("--plot", type=Path, metavar="FILE", help=f"draws it there: {', '.join(PICTURES)}")
+    options.add_argument("--check", type=Path, nargs="+", metavar="RECORD", help="against these records, without peers")
+    options.add_argument(
+        "--noise", type=float, help="of --check: how much smaller a share may be, 0 … 1 (0.15 on GPUs, 0.3 on CPUs)"
+    )
+    options.add_argument("--rounds", type=int, default=15, help="turns (15)")
+    options.add_argument("--limit", type=float, default=300, metavar="SECONDS", help="of an operator (300)")
+    options.add_argument("--commit", default="", help="for the record, where the package does not know its own")
+    options.add_argument("--dry-run", action="store_true", help="tiny shapes: tries the program, measures nothing")
+    # A process of one operator: the shapes to run and the file for its rows; --alone: only beside the ceiling.
+    options.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    options.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
+    return options
+
+
+def checked(options: argparse.Namespace) -> None:
+    """BadArgument for what argparse does not see."""
+    for name in options.operator:
+        if name not in OPERATORS:
+            raise BadArgument(f"operator: expected one of {', '.join(OPERATORS)}; got {name!r}")
+    if options.rounds < 1:
+        raise BadArgument(f"--rounds: expected at least 1; got {options.rounds}")
+    if not options.limit > 0:
+        raise BadArgument(f"--limit: expected more than 0 seconds; got {options.limit:g}")
+    if options.noise is not None and not 0 < options.noise < 1:
+        raise BadArgument(f"--noise: expected between 0 and 1; got {options.noise:g}")
+    if options.noise is not None and not options.check:
+        raise BadArgument("--noise: expected with --check only")
+    if options.check and (options.shape or options.peers or options.dry_run or options.plot):
+        raise BadArgument("--check: expected without --peers, --shape, --plot and --dry-run; the records name shapes")
+    for option, path in (("--json", options.json), ("--plot", options.plot)):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise BadArgument(f"{option}: expected a file in a folder that exists; got {path}")
+    if options.plot is not None:
+        if options.plot.suffix not in PICTURES:
+            raise BadArgument(f"--plot: expected a name that ends in {', '.join(PICTURES)}; got {options.plot}")
+        try:
+            from . import plot  # noqa: F401
+        except ImportError as error:
+            raise BadArgument(f"--plot: expected matplotlib; {error}: pip install 'hopwell[bench]'") from None
+
+
+def chosen_shapes(name: str, options: argparse.Namespace) -> list[Shape]:
+    """What the options ask of an operator."""
+    operator = OPERATORS[name]
+    if options.shape:
+        base = operator.tiny if options.dry_run else {}
+        return [{**base, **shape_of(name, operator, text)} for text in options.shape]
+    if options.dry_run:
+        return [operator.tiny]
+    return operator.shapes if DEVICE == "cuda" else operator.on_cpu
+
+
+def in_its_own_process(name: str, shapes: list[Shape], options: argparse.Namespace) -> list[Row]:
+    """The rows of an operator."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.json"
+        program = [sys.executable, "-m", "hopwell.bench", name, "--rounds", str(options.rounds)]
+        program += ["--peers"] * options.peers + ["--alone"] * bool(options.check)
+        program += ["--dry-run"] * options.dry_run
+        ended = ""
+        try:
+            code = subprocess.run(
+                [*program, "--one", json.dumps(shapes), str(path)], timeout=options.limit, check=False
+            ).returncode
+            ended = f"the process ended with {code}" if code else ""
+        except subprocess.TimeoutExpired:
+            ended = f"stopped after {options.limit:g} s"
+        rows: list[Row] = json.loads(path.read_text()) if path.exists() else []
+    if ended:
+        print(f"{name:26} {ended}; later shapes and peers are missing", flush=True)
+        rows.append({"operator": name, "failed": ended})
+    return rows
+
+
+def one_operator(name: str, shapes: list[Shape], path: Path, options: argparse.Namespace) -> None:
+    """This process is one operator's."""
+    torch.manual_seed(0)
+    if options.dry_run:
+        operators.shrink()
+    packages: Callable[[str], bool] | None = lambda package: options.peers or package == "torch"  # noqa: E731
+    measure(name, shapes, options.rounds, None if options.alone else packages, lambda rows: keep(path, rows))
+
+
+def keep(path: Path, rows: list[Row]) -> None:
+    """Writes the rows whole: a process that dies leaves those before."""
+    part = path.with_suffix(".part")
+    part.write_text(dump(rows))
+    part.replace(path)
+
+
+def tell(rows: list[Row], missing: list[str], peers: bool) -> None:
+    """What the table does not say by itself."""
+    if peers and missing:
+        print(f"not installed: {', '.join(missing)}")
+    if peers:
+        print("tilelang: its kernels of these operators are examples that its wheel does not hold; no call to compare")
+    timed = sum("times_as_fast" in row for row in rows)
+    counts = {verdict: sum(verdict in row for row in rows) for verdict in ("missing", "failed", "disagrees")}
+    print(f"{timed} compared" + "".join(f", {count} {verdict}" for verdict, count in counts.items() if count))
+
+
+def run(options: argparse.Namespace) -> int:
+    """The exit status."""
+    checked(options)
+    names = list(dict.fromkeys(options.operator)) or list(OPERATORS)
+    if options.check:
+        noise = NOISE[DEVICE] if options.noise is None else options.noise
+        rows: list[dict[str, Any]] = []
+
+        def fresh(name: str, shapes: list[Shape]) -> list[Row]:
+            found = in_its_own_process(name, shapes, options)
+            rows.extend(found)
+            return found
+
+        status = check.check(options.check, options.operator, record.device(), noise, fresh)
+        record.write(options.json, rows, commit=options.commit, rounds=options.rounds)
+        return status
+    shapes = {name: chosen_shapes(name, options) for name in names}
+    print(HEAD)
+    versions, missing = record.versions()
+    results: list[Row] = []
+    for name in names:
+        results += in_its_own_process(name, shapes[name], options)
+        more = {"versions": versions, "missing": missing if options.peers else None}
+        record.write(options.json, results, rounds=options.rounds, commit=options.commit, **more)
+    tell(results, missing, options.peers)
+    if options.plot and any("times_as_fast" in row for row in results):
+        from . import plot
+
+        made = record.of(results, commit=options.commit)
+        figure = plot.draw(made, provenance(made))
+        if options.plot.suffix == ".svg":
+            options.plot.write_text(plot.svg(figure))
+        else:
+            figure.savefig(options.plot, dpi=150)
+    return 1 if problems_of(results) else 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status."""
+    options = parser().parse_args(arguments)
+    try:
+        if options.one:
+            one_operator(options.operator[0], json.loads(options.one[0]), Path(options.one[1]), options)
+            return 0
+        return run(options)
+    except BadArgument as error:
+        print(f"hopwell.bench: {error}", file=sys.stderr)
+        return 2
