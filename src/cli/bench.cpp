@@ -76,6 +76,17 @@ std::string driver_version() {
   return std::regex_search(line, found, std::regex(R"(\d+\.\d+(\.\d+)?)")) ? found.str() : "";
 }
 
+// What repeats a record.
+std::string command(const BenchOptions& options) {
+  std::string text = "hopwell bench " + options.op;
+  const auto add = [&text](const char* option, const std::vector<std::string>& words) {
+    for (const std::string& word : words) text += (&word == words.data() ? option : ",") + word;
+  };
+  add(" --backend ", options.backends);
+  add(" --shape ", options.shapes);
+  return text;
+}
+
 // Nothing if the backend does not run this; `reason` then says why.
 std::optional<Measurement> measure_if_supported(Subject& subject, const std::string& backend, std::string& reason) {
   try {
@@ -156,6 +167,7 @@ int bench(const BenchOptions& options) {
     write_file(options.json, nlohmann::json{{"version", version()},
                                             {"date", today()},
                                             {"commit", HOPWELL_COMMIT},
+                                            {"command", command(options)},
                                             {"machine", build_info()},
                                             {"driver", driver_version()},
                                             {"devices", device_names()},

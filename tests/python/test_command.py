@@ -233,6 +233,8 @@ def test_a_shape_that_a_backend_refuses_is_left_out_by_name(tmp_path: Path) -> N
     assert "left out: prefill_fp32" in both.stdout
     assert "q_index and k_index must be bfloat16" in both.stdout
     record = json.loads((tmp_path / "bench.json").read_text())
+    shapes = f"--shape prefill_fp32,prefill,{small}"
+    assert record["command"] == f"hopwell bench lightning_indexer --backend emu:sm90 {shapes}"
     assert [result["shape"].split()[0] for result in record["results"]] == ["prefill"]
     assert [(left["shape"].split()[0], left["backend"]) for left in record["left_out"]] == [
         ("prefill_fp32", "emu:sm90")

@@ -182,7 +182,7 @@ def run(options: argparse.Namespace) -> int:
         record.write(options.json, rows, commit=options.commit, rounds=options.rounds)
         return status
     shapes = {name: chosen_shapes(name, options) for name in names}
-    print(HEAD)
+    print(HEAD, flush=True)
     versions, missing = record.versions()
     results: list[Row] = []
     for name in names:
