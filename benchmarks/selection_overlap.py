@@ -15,9 +15,9 @@ import json
 import sys
 from pathlib import Path
 
-import record
 import safetensors.torch
 import torch
+from hopwell.bench import record
 from tokenizers import Tokenizer
 from torch import Tensor
 

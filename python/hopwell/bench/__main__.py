@@ -5,7 +5,7 @@ import sys
 try:
     import torch  # noqa: F401  # every comparison is of tensors
 except ImportError as error:
-    sys.exit(f"hopwell.bench needs PyTorch ({error}): pip install 'hopwell[bench]'")
+    sys.exit(f"hopwell.bench needs PyTorch ({error}): pip install torch, which is in hopwell's extra [bench]")
 
 from .command import main
 

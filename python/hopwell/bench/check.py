@@ -26,11 +26,11 @@ def read(path: Path) -> dict[str, Any]:
     return record
 
 
-def shares(records: list[dict[str, Any]], only: list[str]) -> tuple[Recorded, list[str]]:
-    """The share of the ceiling of each shape, the median over its peers; and the shapes that have none."""
+def shares(records: list[dict[str, Any]], only: list[str]) -> tuple[Recorded, dict[str, int]]:
+    """The share of the ceiling of each shape, the median over its peers; and how many of each operator have none."""
     found: dict[str, dict[str, list[float]]] = {}
     shapes: dict[tuple[str, str], Shape] = {}
-    without = []
+    without: dict[str, set[str]] = {}
     for row in (row for record in records for row in record["results"]):
         name = row["operator"]
         if name not in OPERATORS:
@@ -43,9 +43,9 @@ def shares(records: list[dict[str, Any]], only: list[str]) -> tuple[Recorded, li
             shapes[name, text] = shape
             found.setdefault(name, {}).setdefault(text, []).append(row["share"])
         elif "us" in row:
-            without.append(f"{name} {text}")
+            without.setdefault(name, set()).add(text)
     recorded = {name: {t: (shapes[name, t], median(v)) for t, v in by.items()} for name, by in found.items()}
-    return recorded, sorted(set(without))
+    return recorded, {name: len(texts) for name, texts in without.items()}
 
 
 def verdicts(recorded: Recorded, fresh: list[dict[str, Any]], noise: float) -> tuple[list[str], bool]:
@@ -96,8 +96,8 @@ def check(
         print(f"nothing was compared: the records are of {known}; this is {device}")
         return OTHER_DEVICE
     recorded, without = shares(of_this, only)
-    for text in without:
-        print(f"not compared, for it was recorded without a share of a ceiling: {text}")
+    for name, count in without.items():
+        print(f"not compared, for they were recorded without a share of a ceiling: {count} of {name}")
     if not recorded:
         print(f"nothing was compared: the records of {device} have no share of {', '.join(only) or 'any operator'}")
         return OTHER_DEVICE

@@ -102,7 +102,8 @@ def checked(options: argparse.Namespace) -> None:
         try:
             from . import plot  # noqa: F401
         except ImportError as error:
-            raise BadArgument(f"--plot: expected matplotlib; {error}: pip install 'hopwell[bench]'") from None
+            words = f"--plot: expected matplotlib, of hopwell's extra [bench]; {error}: pip install matplotlib"
+            raise BadArgument(words) from None
 
 
 def chosen_shapes(name: str, options: argparse.Namespace) -> list[Shape]:
