@@ -262,6 +262,7 @@ def test_a_share_that_fell_fails(recorded: Callable[..., Path], capsys: pytest.C
     assert command.main(["--check", str(recorded(times=1e4)), "--rounds", "3"]) == check.SLOWER == 1
     said = capsys.readouterr().out
     assert said.count("SLOWER") == 2 and "NOT HELD" in said
+    assert said.count("measured again") == 2 * check.AGAIN
 
 
 def test_a_share_that_rose_passes_and_is_told(
@@ -294,6 +295,17 @@ def test_a_record_of_another_operator_is_an_error(
 ) -> None:
     assert command.main(["--check", str(recorded(results=[{"operator": "dense", "shape": {}}]))]) == 2
     assert "the record has 'dense'" in capsys.readouterr().err
+
+
+def test_a_share_that_was_small_once_is_not_held_against_it(
+    recorded: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, shares = recorded(), iter([0.1, 1.0])
+    row = json.loads(path.read_text())["results"][0]
+    path.write_text(json.dumps({**record.of([{**row, "share": 1.0}])}))
+    monkeypatch.setattr(command, "in_its_own_process", lambda *_: [{**row, "share": next(shares)}])
+    assert command.main(["--check", str(path)]) == 0
+    assert capsys.readouterr().out.count("measured again") == 1
 
 
 def test_noise_is_a_part_of_the_recorded_share() -> None:
