@@ -24,7 +24,7 @@ BACKENDS = ("cpu", "sm80", "sm90", "sm100")
 
 def operators() -> list[str]:
     """The operators, in the order of the Python package's table of them."""
-    tree = ast.parse((PACKAGE / "_ops.py").read_text())
+    tree = ast.parse((PACKAGE / "_ops" / "__init__.py").read_text())
     for node in tree.body:
         if (
             isinstance(node, ast.Assign)
@@ -33,13 +33,14 @@ def operators() -> list[str]:
         ):
             functions = next(n for n in ast.walk(node) if isinstance(n, ast.Tuple))
             return [n.id for n in functions.elts if isinstance(n, ast.Name)]
-    raise ValueError("python/hopwell/_ops.py has no table of operators")
+    raise ValueError("python/hopwell/_ops/__init__.py has no table of operators")
 
 
 def docstrings() -> dict[str, str]:
     """Those of the functions in `hopwell`."""
-    tree = ast.parse((PACKAGE / "_ops.py").read_text())
-    return {node.name: ast.get_docstring(node) or "" for node in tree.body if isinstance(node, ast.FunctionDef)}
+    trees = [ast.parse(path.read_text()) for path in (PACKAGE / "_ops").glob("*.py")]
+    functions = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return {node.name: ast.get_docstring(node) or "" for node in functions}
 
 
 def registered() -> dict[str, set[str]]:
@@ -78,7 +79,7 @@ def limits(operator: str) -> list[str]:
 
 def compat_modules() -> list[str]:
     """The modules of hopwell.compat."""
-    return sorted(path.stem for path in (PACKAGE / "compat").glob("[a-z]*.py"))
+    return sorted(path.stem for path in (PACKAGE / "compat").glob("[a-z]*"))
 
 
 # ---- pieces of pages -----------------------------------------------------------------------------------------------
