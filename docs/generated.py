@@ -69,7 +69,7 @@ def refusals() -> dict[tuple[str, str], list[str]]:
     return {(op, target): re.findall(r'\{"([^"]*)",\s*"', reasons + "}") for op, target, reasons in entries}
 
 
-def limits(operator: str) -> list[str]:
+def other_refusals(operator: str) -> list[str]:
     """Words of refusal in an operator's own folder that no case of the test suite has met: sizes, mostly."""
     text = "".join(path.read_text() for path in sorted((ROOT / "src" / "ops" / operator).glob("*.c*")))
     words = re.findall(r'Support::no\(\s*((?:"[^"]*"\s*)+)\)', text)
@@ -193,8 +193,8 @@ def backends(operator: str) -> str:
         takes = "<br>".join(f"“{reason}”" for reason in refused) or "nothing that the test suite has met"
         rows.append([f"`{backend}`", takes])
     text = table(["backend", "leaves to another backend, with these words"], rows)
-    if limits(operator):
-        text += "\nGPU backends may also refuse, with: " + "; ".join(f"“{word}”" for word in limits(operator)) + ".\n"
+    if others := other_refusals(operator):
+        text += "\nGPU backends may also refuse, with: " + "; ".join(f"“{word}”" for word in others) + ".\n"
     return text + (
         "\nThe words in the table are those that the test suite has recorded (`cases/refused.cpp`). `hopwell.explain`"
         " gives them for a call of yours.\n"
@@ -271,6 +271,66 @@ def training_step() -> str:
     return text + f"\nBy `benchmarks/training_step.py` on {records.provenance(record)}.\n"
 
 
+def training_step_parts() -> str:
+    """The same by part: milliseconds, and the share of the floor."""
+    record = records.read("training_step")
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in record["results"]):
+        steps = [row for row in record["results"] if row["model"] == model]
+        for parts in zip(*(step["parts"] for step in steps), strict=True):
+            cells = [f"{part['ms']:.1f} ({part['share']:.2f})" for part in parts]
+            lines.append([f"{model}: {parts[0]['part']}", *cells])
+        lines += [
+            [f"**{model}: the step**", *(f"**{step['ms']:.0f} ({step['share']:.2f})**" for step in steps)],
+            [
+                "… dense attention, cuDNN by PyTorch, of the step",
+                *(f"{s['times_as_fast_as_dense']:.2f} ×" for s in steps),
+            ],
+            ["… memory beside inputs, GiB", *(f"{step['peak_bytes_beside_inputs'] / 2**30:.1f}" for step in steps)],
+        ]
+    tokens = [f"s {records.number(step['s'])}" for step in steps]
+    text = table(["ms (share of the floor)", *tokens], lines)
+    return text + f"\nBy `benchmarks/training_step.py` on {records.provenance(record)}.\n"
+
+
+def calls() -> str:
+    """What benchmarks/calls.py measured on a CPU and on the host of an H200."""
+    gpu = records.read("calls")
+    cpu = records.read("../cpu/calls")
+    of_linear = {row["name"]: row["of_linear"] for row in gpu["results"]}
+    rows = [[f"`{row['name']}`", f"{row['of_linear']:.1f}", f"{of_linear[row['name']]:.2f}"] for row in cpu["results"]]
+    made = f"\nBy `benchmarks/calls.py` on {records.provenance(cpu)}; {records.provenance(gpu)}.\n"
+    return table(["call", "CPU", "H200"], rows) + made
+
+
+def decode() -> str:
+    """What benchmarks/decode.py measured."""
+    record = records.read("decode")
+    rows = [
+        [
+            row["name"].replace(" | ", " against "),
+            *(f"{row[rate]:,.0f}" for rate in ("tokens_per_s", "pytorch_tokens_per_s")),
+            f"{row['times_as_fast']:.2f}",
+        ]
+        for row in record["results"]
+    ]
+    made = f"\nBy `benchmarks/decode.py` on {records.provenance(record)}, torch {record['torch']}.\n"
+    return table(["", "tokens/s", "PyTorch", "times"], rows) + made
+
+
+def limits() -> str:
+    """What Nsight Compute said through benchmarks/limits.py."""
+    record = records.read("limits")
+    units = ["memory", "L2", "shared memory", "issue", "logic", "tensor cores"]
+    rows = []
+    for row in record["results"]:
+        stalls = (f"{name.replace('_', ' ')} {warps:.1f}" for name, warps in row["stalls_per_issue"].items())
+        percents = [f"{row['percent'][unit]:.0f}" for unit in units]
+        rows.append([f"{row['call']}, `{row['kernel']}`", *percents, ", ".join(stalls)])
+    made = f"\nBy `benchmarks/limits.py` on {records.provenance(record)}; kernels have the names of that day.\n"
+    return table(["call, kernel", *units, "stalls"], rows) + made
+
+
 GENERATORS: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
@@ -290,6 +350,10 @@ GENERATORS: dict[str, Callable[..., str]] = {
         peers,
         bench,
         training_step,
+        training_step_parts,
+        calls,
+        decode,
+        limits,
     )
 }
 
