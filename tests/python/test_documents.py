@@ -140,11 +140,10 @@ def test_the_readmes_figure_is_that_of_the_record(generated: ModuleType) -> None
     text = " ".join((ROOT / "README.md").read_text().split())
     found = re.search(r"`deterministic`, the backward of 128 heads runs at ([\d.]+) to ([\d.]+) of its speed", text)
     assert found is not None
-    seconds = {
-        row["shape"]: row["median_seconds"]
-        for row in generated.records.read("sparse_mla_backward")["results"]
-        if row["shape"].startswith("h128") and "ascending" not in row["shape"]
-    }
+    seconds: dict[str, float] = {}
+    for row in generated.records.read("sparse_mla_backward")["results"]:
+        if row["shape"].startswith("h128"):
+            seconds.setdefault(row["shape"], row["median_seconds"])  # of the run that timed both; others come after it
     name = " deterministic=1"
     pairs = [(shape, shape + name) for shape in seconds if shape + name in seconds]
     ratios = [f"{seconds[default] / seconds[deterministic]:.2f}" for default, deterministic in pairs]

@@ -1,6 +1,7 @@
 """hopwell.torch: a derivative that there is none of is an error, and never left out in silence."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import hopwell
@@ -148,3 +149,23 @@ def test_a_tensor_that_requires_grad_is_not_written() -> None:
     with torch.no_grad():  # as PyTorch's own out=
         plain(q, out=given)
     assert given.any()
+
+
+def test_a_row_loss_that_requires_grad_is_not_written() -> None:
+    index, dense = indexer_inputs(), dense_loss_inputs()
+    target, indices = index.pop("target"), index.pop("indices")
+    for name, rows, call in (
+        (
+            "lightning_indexer_backward",
+            11,
+            partial(hopwell.lightning_indexer_backward, target, **index, indices=indices),
+        ),
+        ("indexer_dense_loss", 6, partial(hopwell.indexer_dense_loss, *dense)),
+    ):
+        given = torch.zeros(rows, requires_grad=True)
+        with pytest.raises(ValueError, match=f"{name}: row_loss requires grad"):
+            call(row_loss=given)
+        assert not given.any()
+        before = (free := torch.zeros(rows))._version
+        call(row_loss=free)
+        assert free.any() and free._version > before
