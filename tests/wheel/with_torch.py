@@ -46,8 +46,8 @@ def milliseconds(*functions: Callable[[], object]) -> float:
 
 
 def step(seed: int) -> tuple[bytes, list[float]]:
-    """The operator's bits, and the milliseconds of it, of a product of PyTorch's, and of both in turns. On a busy machine
-    threads that spin keep others waiting: what is usual there, numpy's product in the operator's place says.
+    """The operator's bits, and the milliseconds of it, of a product of PyTorch's, and of both in turns. On a busy
+    machine threads that spin keep others waiting: what is usual there, numpy's product in its place says.
     """
     arguments, x, y = inputs(seed), torch.ones(256, 256), np.ones((256, 256), np.float32)
 
