@@ -162,16 +162,17 @@ std::string zsh_action(const Argument& argument) {
 std::string zsh_arguments(const Command& command) {
   Strings specs;
   for (const Argument& argument : command.arguments) {
-    const std::string value = ":" + zsh_escaped(argument.value) + ":" + zsh_action(argument);
     const std::string count = argument.many ? "*" : "";
     if (argument.positional) {
       specs.push_back(zsh_quoted(count + ":" + argument.names.front() + ":" + zsh_action(argument)));
       continue;
     }
     for (const std::string& name : argument.names) {
-      const std::string takes = argument.value.empty() ? "" : name.starts_with("--") ? "=" : "+";
-      specs.push_back(zsh_quoted(count + name + takes + "[" + zsh_escaped(argument.meaning) + "]" +
-                                 (argument.value.empty() ? "" : value)));
+      std::string spec = count + name;
+      if (!argument.value.empty()) spec += name.starts_with("--") ? "=" : "+";
+      spec += "[" + zsh_escaped(argument.meaning) + "]";
+      if (!argument.value.empty()) spec += ":" + zsh_escaped(argument.value) + ":" + zsh_action(argument);
+      specs.push_back(zsh_quoted(spec));
     }
   }
   return spaced(specs);
