@@ -2,9 +2,9 @@
 # Tries a wheel as strangers would; each proof is a script here that also runs alone. run.sh WHEEL [PYTHON]
 # Those with PyTorch fetch gigabytes: torch_versions.sh is left to be called by itself (make test-wheel-torch).
 set -euo pipefail
-cd "$(dirname "$0")"
 wheel=$(realpath "${1:?the wheel, such as dist/hopwell-0.1.0-….whl}")
 python=${2:-python3}
+cd "$(dirname "$0")"
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 
