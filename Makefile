@@ -2,7 +2,9 @@
 # make test     set-up, build, then every test there is for this machine
 # make nightly  kernels on the emulator under many schedules (SCHEDULES times those of make test), then the fuzzer of all operators for an
 #               hour (FUZZ_SECONDS), under AddressSanitizer
-# make wheel    dist/: a wheel that needs no compiler and the source archive; make test-wheel tries it, make release adds checksums
+# make wheel    dist/: a wheel that needs no compiler and the source archive; make release adds checksums
+# make test-wheel   tries the wheel in an empty environment, a clean Debian and on emulated old processors; test-wheel-torch beside two
+#               PyTorch versions (gigabytes), test-sdist builds the source archive as pip does, without nvcc and with it
 # make setup    tools and dependencies: Debian packages and .venv; nothing to do the second time
 # make build    the library and the command (build/), the Python package (into .venv)
 # make bench    every operator's benchmark against this machine's ceilings and torch, recorded under build/benchmarks
@@ -25,7 +27,8 @@ LEAN := -DHOPWELL_BUILD_CLI=OFF -DHOPWELL_BUILD_TESTS=OFF -DHOPWELL_EMULATOR=OFF
 # pip packages what CMake has built: its folder is CMake's, and nothing but the module is left to compile there.
 INSTALL_PACKAGE := $(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --config-settings build-dir=build/$(PRESET) .
 
-.PHONY: demo test setup packages environment build library bench bench-check docs hooks format lint clean wheel test-wheel release
+.PHONY: demo test setup packages environment build library bench bench-check docs hooks format lint clean
+.PHONY: wheel test-wheel test-wheel-torch test-sdist release
 .PHONY: nightly test-cpp test-python test-install test-asan test-tsan test-docs
 .DEFAULT_GOAL := build
 
@@ -92,9 +95,16 @@ wheel: packages
 	@scripts/wheel.sh $(WHEEL_PYTHON)
 
 test-wheel: wheel
+	@scripts/setup.sh packages debootstrap qemu-user-static
 	@tests/wheel/run.sh dist/*.whl $(WHEEL_PYTHON)
 
-release: test-wheel
+test-wheel-torch: wheel
+	@tests/wheel/torch_versions.sh dist/*.whl $(WHEEL_PYTHON)
+
+test-sdist: wheel
+	@tests/wheel/source_archive.sh dist/*.tar.gz $(WHEEL_PYTHON)
+
+release: test-wheel test-sdist
 	@scripts/release.sh
 
 bench: build
@@ -109,7 +119,7 @@ bench-check: build
 docs: environment
 	@scripts/setup.sh packages doxygen
 	@scripts/setup.sh documents
-	@$(PYTHON) -m sphinx -b html -E -W --keep-going -q -j auto docs build/docs/html
+	@$(PYTHON) -m sphinx -b html -E -W --keep-going -j auto docs build/docs/html
 	@echo "open build/docs/html/index.html"
 
 test-docs: docs

@@ -24,7 +24,7 @@ BACKENDS = ("cpu", "sm80", "sm90", "sm100")
 
 def operators() -> list[str]:
     """The operators, in the order of the Python package's table of them."""
-    tree = ast.parse((PACKAGE / "_ops.py").read_text())
+    tree = ast.parse((PACKAGE / "_ops" / "__init__.py").read_text())
     for node in tree.body:
         if (
             isinstance(node, ast.Assign)
@@ -33,13 +33,14 @@ def operators() -> list[str]:
         ):
             functions = next(n for n in ast.walk(node) if isinstance(n, ast.Tuple))
             return [n.id for n in functions.elts if isinstance(n, ast.Name)]
-    raise ValueError("python/hopwell/_ops.py has no table of operators")
+    raise ValueError("python/hopwell/_ops/__init__.py has no table of operators")
 
 
 def docstrings() -> dict[str, str]:
     """Those of the functions in `hopwell`."""
-    tree = ast.parse((PACKAGE / "_ops.py").read_text())
-    return {node.name: ast.get_docstring(node) or "" for node in tree.body if isinstance(node, ast.FunctionDef)}
+    trees = [ast.parse(path.read_text()) for path in (PACKAGE / "_ops").glob("*.py")]
+    functions = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return {node.name: ast.get_docstring(node) or "" for node in functions}
 
 
 def registered() -> dict[str, set[str]]:
@@ -68,7 +69,7 @@ def refusals() -> dict[tuple[str, str], list[str]]:
     return {(op, target): re.findall(r'\{"([^"]*)",\s*"', reasons + "}") for op, target, reasons in entries}
 
 
-def limits(operator: str) -> list[str]:
+def other_refusals(operator: str) -> list[str]:
     """Words of refusal in an operator's own folder that no case of the test suite has met: sizes, mostly."""
     text = "".join(path.read_text() for path in sorted((ROOT / "src" / "ops" / operator).glob("*.c*")))
     words = re.findall(r'Support::no\(\s*((?:"[^"]*"\s*)+)\)', text)
@@ -78,7 +79,7 @@ def limits(operator: str) -> list[str]:
 
 def compat_modules() -> list[str]:
     """The modules of hopwell.compat."""
-    return sorted(path.stem for path in (PACKAGE / "compat").glob("[a-z]*.py"))
+    return sorted(path.stem for path in (PACKAGE / "compat").glob("[a-z]*"))
 
 
 # ---- pieces of pages -----------------------------------------------------------------------------------------------
@@ -192,8 +193,8 @@ def backends(operator: str) -> str:
         takes = "<br>".join(f"“{reason}”" for reason in refused) or "nothing that the test suite has met"
         rows.append([f"`{backend}`", takes])
     text = table(["backend", "leaves to another backend, with these words"], rows)
-    if limits(operator):
-        text += "\nGPU backends may also refuse, with: " + "; ".join(f"“{word}”" for word in limits(operator)) + ".\n"
+    if others := other_refusals(operator):
+        text += "\nGPU backends may also refuse, with: " + "; ".join(f"“{word}”" for word in others) + ".\n"
     return text + (
         "\nThe words in the table are those that the test suite has recorded (`cases/refused.cpp`). `hopwell.explain`"
         " gives them for a call of yours.\n"
@@ -272,6 +273,66 @@ def training_step() -> str:
     return text + f"\nBy `benchmarks/training_step.py` on {records.provenance(record)}.\n"
 
 
+def training_step_parts() -> str:
+    """The same by part: milliseconds, and the share of the floor."""
+    record = records.read("training_step")
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in record["results"]):
+        steps = [row for row in record["results"] if row["model"] == model]
+        for parts in zip(*(step["parts"] for step in steps), strict=True):
+            cells = [f"{part['ms']:.1f} ({part['share']:.2f})" for part in parts]
+            lines.append([f"{model}: {parts[0]['part']}", *cells])
+        lines += [
+            [f"**{model}: the step**", *(f"**{step['ms']:.0f} ({step['share']:.2f})**" for step in steps)],
+            [
+                "… dense attention, cuDNN by PyTorch, of the step",
+                *(f"{s['times_as_fast_as_dense']:.2f} ×" for s in steps),
+            ],
+            ["… memory beside inputs, GiB", *(f"{step['peak_bytes_beside_inputs'] / 2**30:.1f}" for step in steps)],
+        ]
+    tokens = [f"s {records.number(step['s'])}" for step in steps]
+    text = table(["ms (share of the floor)", *tokens], lines)
+    return text + f"\nBy `benchmarks/training_step.py` on {records.provenance(record)}.\n"
+
+
+def calls() -> str:
+    """What benchmarks/calls.py measured on a CPU and on the host of an H200."""
+    gpu = records.read("calls")
+    cpu = records.read("../cpu/calls")
+    of_linear = {row["name"]: row["of_linear"] for row in gpu["results"]}
+    rows = [[f"`{row['name']}`", f"{row['of_linear']:.1f}", f"{of_linear[row['name']]:.2f}"] for row in cpu["results"]]
+    made = f"\nBy `benchmarks/calls.py` on {records.provenance(cpu)}; {records.provenance(gpu)}.\n"
+    return table(["call", "CPU", "H200"], rows) + made
+
+
+def decode() -> str:
+    """What benchmarks/decode.py measured."""
+    record = records.read("decode")
+    rows = [
+        [
+            row["name"].replace(" | ", " against "),
+            *(f"{row[rate]:,.0f}" for rate in ("tokens_per_s", "pytorch_tokens_per_s")),
+            f"{row['times_as_fast']:.2f}",
+        ]
+        for row in record["results"]
+    ]
+    made = f"\nBy `benchmarks/decode.py` on {records.provenance(record)}, torch {record['torch']}.\n"
+    return table(["", "tokens/s", "PyTorch", "times"], rows) + made
+
+
+def limits() -> str:
+    """What Nsight Compute said through benchmarks/limits.py."""
+    record = records.read("limits")
+    units = ["memory", "L2", "shared memory", "issue", "logic", "tensor cores"]
+    rows = []
+    for row in record["results"]:
+        stalls = (f"{name.replace('_', ' ')} {warps:.1f}" for name, warps in row["stalls_per_issue"].items())
+        percents = [f"{row['percent'][unit]:.0f}" for unit in units]
+        rows.append([f"{row['call']}, `{row['kernel']}`", *percents, ", ".join(stalls)])
+    made = f"\nBy `benchmarks/limits.py` on {records.provenance(record)}; kernels have the names of that day.\n"
+    return table(["call, kernel", *units, "stalls"], rows) + made
+
+
 GENERATORS: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
@@ -291,6 +352,10 @@ GENERATORS: dict[str, Callable[..., str]] = {
         peers,
         bench,
         training_step,
+        training_step_parts,
+        calls,
+        decode,
+        limits,
     )
 }
 

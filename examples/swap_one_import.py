@@ -25,6 +25,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from hopwell.compat import tilelang
 from hopwell.torch import key_ranges
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -148,7 +150,8 @@ def train(kernels: SimpleNamespace, data: Tensor, steps: int, documents: int = 4
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     cu_seqlens = torch.arange(documents + 1, dtype=torch.int32) * length
     chances, losses = torch.Generator().manual_seed(1), []
-    for _ in range(steps):
+    shown = {"console": Console(stderr=True), "transient": True, "disable": not sys.stderr.isatty()}
+    for _ in track(range(steps), "plain PyTorch" if kernels is PLAIN else "Hopwell", **shown):
         starts = torch.randint(len(data) - length - 1, (documents,), generator=chances)
         rows = torch.stack([data[i : i + length + 1] for i in starts.tolist()])
         logits, indexer_loss = model(rows[:, :-1].flatten(), cu_seqlens)

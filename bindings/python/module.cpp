@@ -1,4 +1,4 @@
-// hopwell._hopwell: the operators on arrays that the caller has allocated. hopwell/_ops.py allocates outputs and has
+// hopwell._hopwell: the operators on arrays that the caller has allocated. hopwell/_ops/ allocates outputs and has
 // the documentation.
 #include "call.hpp"
 

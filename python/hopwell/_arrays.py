@@ -28,23 +28,51 @@ def _is_torch(array: Array) -> bool:
     return torch is not None and isinstance(array, torch.Tensor)
 
 
-def outputs_like(name: str, argument: str, array: Array) -> Callable[[tuple[int, ...], DType], Array]:
-    """A function (shape, dtype) → uninitialised array of the framework and on the device of `array`.
+class Outputs:
+    """The arrays that a call writes: new ones of the framework and on the device of `like`, its argument of that name,
+    and those that the caller has given.
 
     Frameworks other than torch and cupy get numpy arrays here, which `native` converts when they have been written.
     """
-    make = _maker(name, argument, array)
 
-    def new(shape: tuple[int, ...], dtype: DType) -> Array:
+    def __init__(self, operator: str, argument: str, like: Array) -> None:
+        self.operator = operator
+        self._argument, self._like = argument, like
+        self._make = _maker(operator, argument, like)
+        self._given: tuple[Array, ...] = ()
+
+    def new(self, shape: tuple[int, ...], dtype: DType) -> Array:
+        """An uninitialised array."""
         try:
-            return make(shape, dtype)
+            return self._make(shape, dtype)
         except (MemoryError, RuntimeError, ValueError) as error:  # the last two: what no computer could hold
             if all(n >= 0 for n in shape) and math.prod(shape) < _ADDRESSES:
                 raise
             expected = "of sizes whose results fit into memory"
-            raise ValueError(f"{name}: {argument} must be {expected}; got a result of {list(shape)}") from error
+            message = f"{self.operator}: {self._argument} must be {expected}; got a result of {list(shape)}"
+            raise ValueError(message) from error
 
-    return new
+    def given(self, argument: str, array: Array) -> Array:
+        """An array that is given to be written in place; torch must not hold its present values in a derivative."""
+        _hopwell.check_given(self.operator, argument, array)
+        self._given += (array,)
+        return array
+
+    def given_or_new(self, argument: str, array: Array | None, shape: tuple[int, ...], dtype: DType) -> Array:
+        """The array given, or a new one where it is None."""
+        return self.new(shape, dtype) if array is None else self.given(argument, array)
+
+    def native(self, *results: Any) -> tuple[Any, ...]:
+        """The results as arrays of the framework of `like`, when they have been written; torch is told which of the
+        given ones were.
+        """
+        if self._given:
+            _hopwell.tell_written(self._given)
+        like = self._like
+        if isinstance(like, np.ndarray) or _is_torch(like) or not hasattr(like, "__array_namespace__"):
+            return results
+        framework = like.__array_namespace__()
+        return tuple(framework.asarray(r) if isinstance(r, np.ndarray) else r for r in results)
 
 
 _ADDRESSES = 2**47  # bytes that a process can have
@@ -80,29 +108,9 @@ def _torch_dtype(torch: Any, dtype: DType) -> Any:
     return getattr(torch, name if name in _NUMPY_DTYPES else "float32")
 
 
-def given(name: str, argument: str, array: Array) -> Array:
-    """An array that is given to be written in place; torch must not hold its present values in a derivative."""
-    _hopwell.check_given(name, argument, array)
-    return array
-
-
-def native(like: Array, results: tuple[Any, ...], written: tuple[Array | None, ...] = ()) -> tuple[Any, ...]:
-    """The results as arrays of the framework of `like`, where `outputs_like` could not make them so. `written` are the
-    arrays that were given to be written, of which torch is told.
-    """
-    for array in written:
-        if array is not None:
-            _hopwell.tell_written(written)
-            break
-    if isinstance(like, np.ndarray) or _is_torch(like) or not hasattr(like, "__array_namespace__"):
-        return results
-    framework = like.__array_namespace__()
-    return tuple(framework.asarray(r) if isinstance(r, np.ndarray) else r for r in results)
-
-
 def workspace(like: Array, size: int) -> Array:
     """Scratch bytes beside `like`; the compiled module asks for them."""
-    return outputs_like("workspace", "array", like)((size,), "uint8")
+    return Outputs("workspace", "array", like).new((size,), "uint8")
 
 
 def shape_of(array: Array) -> tuple[int, ...]:

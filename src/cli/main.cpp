@@ -1,5 +1,5 @@
 // hopwell: what is here (info), whether it is right (check), how fast it is (bench), what its kernels do (emulate).
-// As `hopwell-emulate` it is `hopwell emulate`.
+// `completion` and `man` describe it. As `hopwell-emulate` it is `hopwell emulate`.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cerrno>
@@ -10,6 +10,7 @@
 
 #include "cases/case.hpp"
 #include "commands.hpp"
+#include "describe.hpp"
 #include "table.hpp"
 
 namespace {
@@ -47,9 +48,22 @@ std::string complaint(const CLI::App& app, const CLI::ParseError& error) {
     const std::string what = unknown.empty() ? "a command is needed" : "no command '" + unknown.front() + "'";
     return speaker + ": " + what + "; commands: " + joined(names);
   }
-  if (error.get_name() == "RequiredError")
+  if (error.get_name() == "RequiredError" && std::string_view(error.what()).starts_with("OP "))
     return speaker + ": " + error.what() + "; operators: " + joined(operator_names());
   return speaker + ": " + error.what();
+}
+
+std::vector<std::string> backend_names() {
+  std::vector<std::string> names;
+  for (const auto& backend : hopwell::backend_info()) names.push_back(backend.name);
+  return names;
+}
+
+// Why a backend that has a name can't run here; "" where it can.
+std::string obstacle_to_running(const std::string& name) {
+  for (const auto& backend : hopwell::backend_info())
+    if (backend.name == name && !backend.missing.empty()) return name + " is not here: " + backend.missing;
+  return "";
 }
 
 // The words after the program's name, in the order that CLI11 takes them from a vector: the last one first.
@@ -65,7 +79,8 @@ int run(std::vector<std::string> words) {
   app.require_subcommand(1);
   app.set_version_flag("--version", hopwell::version());
   const CLI::IsMember an_operator(operator_names());
-  const CLI::IsMember a_backend(hopwell::backends());
+  const CLI::IsMember a_backend(backend_names());
+  const CLI::Validator that_runs_here(obstacle_to_running, "");
   const CLI::Validator a_writable_file(obstacle_to_writing, "");
 
   app.add_subcommand("info", "devices, backends and versions; what is missing and how to get it");
@@ -75,7 +90,8 @@ int run(std::vector<std::string> words) {
   check_command->add_option("OP", check_options.operators, "operators; all by default")->check(an_operator);
   check_command->add_flag("--quick", check_options.quick, "a few cases of each operator and backend: seconds");
   check_command->add_option("--backend", check_options.backend, "one backend; by default all this machine has")
-      ->check(a_backend);
+      ->check(a_backend)
+      ->check(that_runs_here);
   check_command->add_option("--case", check_options.cases,
                             "only cases of this name, in which * stands for any letters and ? for any one");
   check_command->add_option("--seeds", check_options.seeds, "random inputs a case; on emu: backends also schedules")
@@ -85,12 +101,13 @@ int run(std::vector<std::string> words) {
       ->check(CLI::Range(0, last_device));
   check_command->add_flag_callback(
       "--no-checker", [&] { check_options.checker = false; },
-      "emu: backends: numbers and hangs only, no search for races");
-  check_command->add_flag("--model", check_options.model,
-                          "emu:sm90, emu:sm100: cycles by unit of an H200 or B200, what binds, and the share of the "
-                          "matmul rate that it allows");
+      "on emu: backends numbers and hangs only, no search for races");
+  check_command->add_flag(
+      "--model", check_options.model,
+      "on emu:sm90 and emu:sm100 cycles by unit of an H200 or B200, what binds, and the share of the "
+      "matmul rate that it allows");
   check_command->add_option("--json", check_options.json, "write the results to FILE")
-      ->type_name("")
+      ->type_name("FILE")
       ->check(a_writable_file);
 
   BenchOptions bench_options;
@@ -99,31 +116,40 @@ int run(std::vector<std::string> words) {
   bench_command->add_option("OP", bench_options.op, "the operator")->required()->check(an_operator);
   bench_command->add_option("--backend", bench_options.backends, "backends, separated by commas")
       ->delimiter(',')
-      ->check(a_backend);
+      ->check(a_backend)
+      ->check(that_runs_here);
   bench_command
       ->add_option("--shape", bench_options.shapes,
                    "a named shape, or settings key=value,key=value that change the first one")
       ->delimiter(',');
   bench_command->add_option("--json", bench_options.json, "write the results to FILE")
-      ->type_name("")
+      ->type_name("FILE")
       ->check(a_writable_file);
 
   EmulateOptions emulate_options;
   auto* emulate_command = app.add_subcommand(
       "emulate",
       "run a case's kernels on the emulator and write a page about them: who waited for whom, what was counted");
-  std::vector<std::string> emulated = hopwell::backends();
+  std::vector<std::string> emulated = backend_names();
   std::erase_if(emulated, [](const std::string& backend) { return !backend.starts_with("emu:"); });
   emulate_command->add_option("OP", emulate_options.op, "the operator")->required()->check(an_operator);
   emulate_command->add_option("--backend", emulate_options.backend, "an emulated backend")
       ->required()
-      ->check(CLI::IsMember(emulated));
+      ->check(CLI::IsMember(emulated))
+      ->check(that_runs_here);
   emulate_command->add_option("--case", emulate_options.name, "the name of a case")->required();
   emulate_command->add_option("--seed", emulate_options.seed, "of the inputs and of the schedule");
   emulate_command->add_option("--report", emulate_options.report, "write the page, HTML, to FILE")
-      ->type_name("")
+      ->type_name("FILE")
       ->required()
       ->check(a_writable_file);
+
+  std::string shell;
+  auto* completion_command =
+      app.add_subcommand("completion", "a script that completes command lines, for source or the shell's own folder");
+  completion_command->add_option("SHELL", shell, "bash, zsh or fish")->required()->check(CLI::IsMember(shells()));
+
+  auto* manual_command = app.add_subcommand("man", "the manual page, for man -l - or share/man");
 
   try {
     app.parse(words);
@@ -136,6 +162,14 @@ int run(std::vector<std::string> words) {
   if (check_command->parsed()) return check(check_options);
   if (bench_command->parsed()) return bench(bench_options);
   if (emulate_command->parsed()) return emulate(emulate_options);
+  if (completion_command->parsed()) {
+    std::fputs(completion(app, shell).c_str(), stdout);
+    return 0;
+  }
+  if (manual_command->parsed()) {
+    std::fputs(manual_page(app, hopwell::version(), today()).c_str(), stdout);
+    return 0;
+  }
   return info();
 }
 

@@ -16,3 +16,11 @@ def rng() -> np.random.Generator:
     seed = int(np.random.SeedSequence().generate_state(1)[0])
     print(f"seed {seed}")
     return np.random.default_rng(seed)
+
+
+@pytest.fixture
+def torch_seed(rng: np.random.Generator) -> None:
+    """Fresh random tensors in every run."""
+    import torch
+
+    torch.manual_seed(int(rng.integers(2**31)))

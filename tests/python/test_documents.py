@@ -124,7 +124,7 @@ def test_the_command_is_described_as_it_is_declared(generated: ModuleType) -> No
 
 def test_pages_know_the_refusals_that_tests_have_recorded(generated: ModuleType) -> None:
     assert "d_qk must be 576 or 512" in generated.refusals()["sparse_mla_forward", "sm90"]
-    assert "d_v must be 512" in generated.limits("sparse_mla_backward")
+    assert "d_v must be 512" in generated.other_refusals("sparse_mla_backward")
 
 
 def test_pictures_are_those_of_the_records() -> None:
@@ -133,6 +133,22 @@ def test_pictures_are_those_of_the_records() -> None:
     command = [sys.executable, str(ROOT / "docs" / "plots.py"), "--check"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def test_the_readmes_figure_is_that_of_the_record(generated: ModuleType) -> None:
+    """Of deterministic gradients; all its others are in pictures."""
+    text = " ".join((ROOT / "README.md").read_text().split())
+    found = re.search(r"`deterministic`, the backward of 128 heads runs at ([\d.]+) to ([\d.]+) of its speed", text)
+    assert found is not None
+    seconds: dict[str, float] = {}
+    for row in generated.records.read("sparse_mla_backward")["results"]:
+        if row["shape"].startswith("h128"):
+            seconds.setdefault(row["shape"], row["median_seconds"])  # of the run that timed both; others come after it
+    name = " deterministic=1"
+    pairs = [(shape, shape + name) for shape in seconds if shape + name in seconds]
+    ratios = [f"{seconds[default] / seconds[deterministic]:.2f}" for default, deterministic in pairs]
+    assert len(ratios) > 1
+    assert (min(ratios), max(ratios)) == found.groups()
 
 
 def test_version_is_one() -> None:

@@ -3,7 +3,6 @@
 import itertools
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hopwell import torch as hw
@@ -12,10 +11,7 @@ from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16]
 
-
-@pytest.fixture(autouse=True)
-def _seed(rng: np.random.Generator) -> None:
-    torch.manual_seed(int(rng.integers(2**31)))
+pytestmark = pytest.mark.usefixtures("torch_seed")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hopwell.torch import lightning_indexer, nn, nvfp4_dequantize
@@ -10,10 +9,7 @@ from torch import Tensor
 
 D_MODEL = 48
 
-
-@pytest.fixture(autouse=True)
-def _seed(rng: np.random.Generator) -> None:
-    torch.manual_seed(int(rng.integers(2**31)))
+pytestmark = pytest.mark.usefixtures("torch_seed")
 
 
 def make_dsa(topk: int = 6, attn_sink: bool = False) -> nn.DSA:

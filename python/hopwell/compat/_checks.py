@@ -1,5 +1,7 @@
 """How a module here refuses an argument."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from .._arrays import printable
@@ -19,3 +21,8 @@ def require_shape(function: str, argument: str, tensor: Tensor, **sizes: int | N
         size is None or size == n for n, size in zip(got, sizes.values(), strict=True)
     )
     require(fits, function, argument, f"[{expected}]", got)
+
+
+def require_sizes(function: str, argument: str, tensor: Tensor, sizes: Sequence[int]) -> None:
+    """The tensor must have just these sizes."""
+    require(list(tensor.shape) == list(sizes), function, argument, str(list(sizes)), list(tensor.shape))

@@ -10,7 +10,7 @@ NaN in keys past topk_length; h_kv is 1 in both. Like the original it is no part
 
 import torch
 
-from .._ops import sparse_mla_forward
+from .._ops.sparse_mla import sparse_mla_forward
 from ._checks import require
 
 

@@ -76,9 +76,10 @@ void set_num_threads(int threads) {
 
 std::string build_info() {
   const std::int64_t best = hwy::SupportedTargets() & -hwy::SupportedTargets();  // lower bits are better targets
+  const std::string slow = best > HWY_AVX2 ? ": this processor has no AVX2, so operators on the CPU take longer" : "";
   return std::string("compiler ") + __VERSION__ + "\nBLAS     " + openblas_get_config() + " (" +
-         openblas_get_corename() + ")\nvectors  " + hwy::TargetName(static_cast<std::uint32_t>(best)) + "\nthreads  " +
-         std::to_string(cpu::max_threads()) + "\nCUDA     " + runtime::cuda_status();
+         openblas_get_corename() + ")\nvectors  " + hwy::TargetName(static_cast<std::uint32_t>(best)) + slow +
+         "\nthreads  " + std::to_string(cpu::max_threads()) + "\nCUDA     " + runtime::cuda_status();
 }
 
 }  // namespace hopwell

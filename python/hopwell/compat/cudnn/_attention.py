@@ -1,0 +1,96 @@
+"""Sparse attention and its gradients."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hopwell.torch import ops
+
+from .._checks import require, require_shape
+from ._results import TupleDict, into, on
+
+
+def _scale_of(q: Tensor, softmax_scale: float | None) -> float:
+    return float(q.shape[-1] ** -0.5) if softmax_scale is None else float(softmax_scale)
+
+
+def sparse_attention(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    attn_sink: Tensor | None = None,
+    softmax_scale: float | None = None,
+    topk_length: Tensor | None = None,
+    trusted_compact_metadata: bool = False,
+) -> TupleDict:
+    """Sparse attention with gradients for q, kv and attn_sink: {out [S_q, H, 512], max_logits, lse float32 [S_q, H]}.
+
+    q [S_q, H, D], kv [S_kv, D], indices int32 [S_q, topk]. trusted_compact_metadata isn't needed.
+    """
+    out, max_logits, lse = ops.sparse_mla(
+        q, kv, indices, _scale_of(q, softmax_scale), attn_sink=attn_sink, topk_length=topk_length
+    )
+    return TupleDict(out=out, max_logits=max_logits, lse=lse)
+
+
+@torch.no_grad()
+def sparse_attention_forward_wrapper(
+    q: Tensor,
+    kv: Tensor,
+    topk_idxs: Tensor,
+    *,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    softmax_scale: float | None = None,
+    indexer_topk: int = 0,
+    stream: Any = None,
+) -> TupleDict:
+    """{out [S_q, H, 512], max_logits, lse float32 [S_q, H], lse_indexer None}; shapes as in the backward."""
+    name = "sparse_attention_forward_wrapper"
+    require(indexer_topk == 0, name, "indexer_topk", "0", indexer_topk)
+    with on(stream):
+        result = sparse_attention(q, kv, topk_idxs, attn_sink, softmax_scale, topk_length)
+        return TupleDict(**dict(zip(result.keys(), result, strict=True)), lse_indexer=None)
+
+
+@torch.no_grad()
+def sparse_attention_backward_wrapper(
+    q: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    attn_sink: Tensor,
+    topk_idxs: Tensor,
+    softmax_scale: float | None = None,
+    topk_length: Tensor | None = None,
+    dq: Tensor | None = None,
+    dkv: Tensor | None = None,
+    block_tile: int = 64,
+    deterministic: bool = False,
+    stream: Any = None,
+    workspace: Tensor | None = None,
+    q_cluster_mode: str = "off",
+) -> TupleDict:
+    """Gradients of sparse attention: q [S_q, H, D], kv [S_kv, D], out and dout [S_q, H, D_v], topk_idxs [S_q, topk].
+
+    lse float32 [S_q, H] is that of the keys alone, attn_sink float32 [H] (−inf: none), topk_length int32 [S_q].
+    Returns {dq, dkv, d_sink} in their inputs' dtypes; dq and dkv may be given.
+    """
+    name = "sparse_attention_backward_wrapper"
+    require(q_cluster_mode in ("off", "adaptive_pair"), name, "q_cluster_mode", "off or adaptive_pair", q_cluster_mode)
+    require_shape(name, "q", q, S_q=None, H=None, D=None)
+    require_shape(name, "out", out, S_q=q.shape[0], H=q.shape[1], D_v=None)
+    with on(stream):
+        dkv_dtype = kv.dtype if dkv is None else dkv.dtype
+        gradients = ops.sparse_mla_backward(
+            *(dout, q, kv, topk_idxs, out, lse, _scale_of(q, softmax_scale), out.shape[2]),
+            attn_sink=attn_sink,
+            topk_length=topk_length,
+            deterministic=deterministic,
+            dkv_dtype=str(dkv_dtype).removeprefix("torch."),
+        )
+        d_q, d_kv, d_sink = gradients
+        assert d_q is not None and d_kv is not None  # both are asked for
+        return TupleDict(dq=into(dq, d_q), dkv=into(dkv, d_kv), d_sink=d_sink)

@@ -1,0 +1,229 @@
+"""hopwell.torch: gradients against float64 autograd of the definitions."""
+
+from collections.abc import Callable
+from typing import Any
+
+import hopwell
+import numpy as np
+import pytest
+import torch
+from hopwell import reference
+from hopwell import torch as hw
+from support import norm_error
+from torch import Tensor
+from torch_inputs import (
+    DTYPES,
+    GRADIENT_TOLERANCE,
+    assert_gradients,
+    index_leaves,
+    indexer_inputs,
+    indexer_key_ranges,
+    sparse_inputs,
+)
+
+pytestmark = pytest.mark.usefixtures("torch_seed")
+
+
+MASKS: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": dict,
+    "sink": lambda: {"attn_sink": torch.randn(5)},
+    "topk_length": lambda: {"topk_length": torch.randint(-1, 16, (9,), dtype=torch.int32)},
+    "q_positions": lambda: {"q_positions": torch.randint(-1, 20, (9,), dtype=torch.int32)},
+    "key ranges": lambda: {
+        "k_start": torch.randint(-2, 6, (9,), dtype=torch.int32),
+        "k_end": torch.randint(3, 20, (9,), dtype=torch.int32),
+    },
+    "key ranges, q_start": lambda: {
+        "k_start": torch.arange(8, -1, -1, dtype=torch.int32),
+        "k_end": torch.full((9,), 14, dtype=torch.int32),
+        "q_start": 7,
+        "kv_stride": 2,
+    },
+    "q_start, kv_stride": lambda: {"q_start": 3, "kv_stride": 2, "attn_sink": torch.randn(5)},
+}
+
+
+def dense_attention(q: Tensor, kv: Tensor, sink: Tensor | None, inputs: dict[str, Any]) -> Tensor:
+    """sparse_mla's out in float64 with plain PyTorch, from the definition: one weight per key, entries counted."""
+    indices = inputs["indices"].long()
+    s_q, topk = indices.shape
+    valid = (indices >= 0) & (indices < len(kv))
+    if (length := inputs.get("topk_length")) is not None:
+        valid &= torch.arange(topk) < length[:, None]
+    first = torch.zeros(s_q, 1, dtype=torch.int64)
+    if "k_start" in inputs:
+        first, end = inputs["k_start"][:, None].long(), inputs["k_end"][:, None]
+        valid &= (indices >= first) & (indices < end)
+    positions = inputs.get("q_positions")
+    if (start := inputs.get("q_start")) is not None:
+        positions = start + torch.arange(s_q)
+    if positions is not None:
+        valid &= (indices - first + 1) * inputs.get("kv_stride", 1) <= positions[:, None].long() + 1
+    count = torch.zeros(s_q, len(kv), dtype=torch.float64)
+    count.scatter_add_(1, torch.where(valid, indices, 0), valid.double())
+    weight = torch.einsum("shd,td->sht", q, kv).mul(inputs["sm_scale"]).exp() * count[:, None]
+    total = weight.sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + sink.exp()[:, None]
+    p = torch.where(count.sum(-1)[:, None, None] > 0, weight / total.clamp_min(1e-300), 0.0)
+    return torch.einsum("sht,tv->shv", p, kv[:, : inputs["d_v"]])
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sparse_mla_and_its_gradients(dtype: torch.dtype, mask: str) -> None:
+    inputs = sparse_inputs(dtype) | MASKS[mask]()
+    leaves = [inputs[name].requires_grad_() for name in ("q", "kv", "attn_sink") if name in inputs]
+    out, max_logits, lse = hw.sparse_mla(**inputs)
+    assert out.dtype == dtype
+    assert not max_logits.requires_grad
+    assert not lse.requires_grad
+    d_out = torch.randn_like(out)
+    gradients = torch.autograd.grad(out, leaves, d_out)
+
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    expected = dense_attention(exact[0], exact[1], exact[2] if len(exact) > 2 else None, inputs)
+    assert norm_error(out.detach(), expected.detach()) <= GRADIENT_TOLERANCE[dtype]
+    if dtype == torch.float32:
+        expected_gradients = torch.autograd.grad(expected, exact, d_out.double())
+    else:  # delta is defined from the rounded out: where gradients nearly cancel, autograd of the exact one is no judge
+        given = [x.detach().double().numpy() for x in (d_out, inputs["q"], inputs["kv"])]
+        rest = {
+            name: x.detach().numpy() if isinstance(x, Tensor) else x
+            for name, x in inputs.items()
+            if name not in ("q", "kv", "indices", "sm_scale", "d_v")
+        }
+        forward = out.detach().double().numpy(), lse.detach().double().numpy()
+        gradients_of = reference.sparse_mla_backward(
+            *given, inputs["indices"].numpy(), *forward, inputs["sm_scale"], inputs["d_v"], **rest
+        )
+        expected_gradients = tuple(torch.from_numpy(np.asarray(g)) for g in gradients_of if g is not None)
+    assert_gradients(gradients, expected_gradients, leaves)
+
+
+def test_only_needed_gradients() -> None:
+    inputs = sparse_inputs()
+    for name in ("q", "kv"):
+        leaf = inputs[name].clone().requires_grad_()
+        out, _, _ = hw.sparse_mla(**inputs | {name: leaf})
+        out.sum().backward()  # an expanded gradient: strides of 0
+        assert leaf.grad is not None
+        assert leaf.grad.abs().sum() > 0
+    out, _, lse = hw.sparse_mla(**inputs)
+    assert not out.requires_grad
+    for need_dq, need_dkv in ((True, False), (False, True), (False, False)):
+        dq, dkv, d_sink = hw.sparse_mla_backward(
+            torch.ones_like(out), inputs["q"], inputs["kv"], inputs["indices"], out, lse, 0.5, 12,
+            need_dq=need_dq, need_dkv=need_dkv,
+        )  # fmt: skip
+        assert ((dq is not None), (dkv is not None), d_sink) == (need_dq, need_dkv, None)
+
+
+def test_deterministic_algorithms() -> None:
+    """Under PyTorch's switch a hot key's gradient has the same bits every time."""
+    q, kv = torch.randn(700, 3, 16), torch.randn(5, 16)
+    indices = torch.randint(0, 5, (700, 40), dtype=torch.int32)
+    torch.use_deterministic_algorithms(True)
+    try:
+        results = []
+        for _ in range(5):
+            leaf = kv.clone().requires_grad_()
+            hw.sparse_mla(q, leaf, indices, 0.3, 8)[0].square().sum().backward()
+            results.append(leaf.grad)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_indexer_loss_and_its_gradients(dtype: torch.dtype, masked: bool) -> None:
+    inputs = indexer_inputs(dtype) | (indexer_key_ranges() if masked else {})
+    indices = inputs["indices"].long()
+    valid = (indices >= 0) & (indices < len(inputs["k_index"]))
+    if masked:
+        valid &= (indices >= inputs["k_start"][:, None]) & (indices < inputs["k_end"][:, None])
+    inputs["target"] /= (inputs["target"] * valid).sum(-1, keepdim=True).clamp_min(1e-30)
+    leaves = index_leaves(inputs)
+    loss = hw.indexer_loss(**inputs)
+    gradients = torch.autograd.grad(3.0 * loss, leaves)
+
+    q, k, w = exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    target = inputs["target"].double()
+    dots = torch.einsum("sjd,sid->sji", q, k[indices.clamp(0, len(k) - 1)]).relu()
+    scores = torch.einsum("sji,sj->si", dots, w).masked_fill(~valid, -torch.inf)
+    log_p = torch.where(valid, scores, -1e300).log_softmax(-1)
+    live = valid & ((target * valid).sum(-1, keepdim=True) > 0)
+    expected = torch.where(live, torch.xlogy(target, target) - target * log_p, 0.0).sum()
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-4, atol=1e-6)
+    assert_gradients(gradients, torch.autograd.grad(3.0 * expected, exact), leaves)
+
+
+@pytest.mark.parametrize("d_loss", [0.0, 1e-30, 0.5, 1.0])
+def test_the_gradient_of_the_loss_does_not_depend_on_d_loss(d_loss: float) -> None:
+    """It scales the gradients that the op returns, not the loss."""
+    inputs, ranges = indexer_inputs(), indexer_key_ranges()
+    leaves = index_leaves(inputs)
+    expected = torch.autograd.grad(hw.indexer_loss(**inputs, **ranges), leaves)
+    loss, *returned, row_loss = hw.lightning_indexer_backward(
+        inputs["target"], *leaves, inputs["indices"], **ranges, d_loss=d_loss
+    )
+    torch.testing.assert_close(row_loss.sum(), loss.detach())
+    for gradient, given, wanted in zip(torch.autograd.grad(loss, leaves), returned, expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(given, wanted * d_loss, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_indexer_loss_of_weighted_rows_without_relu(dtype: torch.dtype) -> None:
+    inputs = indexer_inputs(dtype)
+    leaves = index_leaves(inputs)
+    row_weights = torch.randn(11).mul(torch.arange(11) % 3)
+    loss = hw.indexer_loss(**inputs, row_weights=row_weights, relu=False)
+    row_loss = hw.lightning_indexer_backward(
+        inputs["target"], *leaves, inputs["indices"], row_weights=row_weights, relu=False
+    )[-1]
+    torch.testing.assert_close(loss, (row_loss * row_weights).sum(), rtol=1e-4, atol=1e-5)
+    each = [hw.indexer_loss(**inputs, row_weights=row_weights * (torch.arange(11) == i), relu=False) for i in range(11)]
+    torch.testing.assert_close(loss, torch.stack(each).sum(), rtol=1e-4, atol=1e-5)
+    expected = torch.autograd.grad(torch.stack(each).sum(), leaves)
+    assert_gradients(torch.autograd.grad(loss, leaves), expected, leaves)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_scores_of_the_indexer_are_differentiable(dtype: torch.dtype) -> None:
+    inputs = indexer_inputs(dtype)
+    leaves = index_leaves(inputs)
+    indices, scores = hw.lightning_indexer(*leaves, 9, q_start=0, kv_stride=1)
+    assert not indices.requires_grad
+    factors = torch.randn(11, 9)
+    gradients = torch.autograd.grad((scores.masked_fill(indices < 0, 0) * factors).sum(), leaves)
+    q, k, w = exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    dots = torch.einsum("sjd,sid->sji", q, k[indices.clamp(min=0).long()]).relu()
+    expected = torch.einsum("sji,sj->si", dots, w).masked_fill(indices < 0, 0)
+    torch.testing.assert_close(scores.masked_fill(indices < 0, 0).double(), expected, rtol=1e-3, atol=1e-3)
+    assert_gradients(gradients, torch.autograd.grad((expected * factors).sum(), exact), leaves)
+
+
+def test_compiled_gradients_of_the_scores() -> None:
+    inputs = indexer_inputs()
+    leaves = index_leaves(inputs)
+
+    def loss(*leaves: Tensor) -> Tensor:
+        indices, scores = hw.lightning_indexer(*leaves, 9, q_start=0)
+        return scores.masked_fill(indices < 0, 0).square().sum()
+
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")(*leaves)
+    for gradient, wanted in zip(torch.autograd.grad(compiled, leaves), expected, strict=True):
+        torch.testing.assert_close(gradient, wanted)
+
+
+def test_d_loss_on_the_device_of_the_others() -> None:
+    inputs = indexer_inputs()
+    target, indices = inputs.pop("target"), inputs.pop("indices")
+    by_number = hopwell.lightning_indexer_backward(target, **inputs, indices=indices, d_loss=-0.5)
+    by_tensor = hopwell.lightning_indexer_backward(target, **inputs, indices=indices, d_loss=torch.tensor(-0.5))
+    for number, tensor in zip(by_number, by_tensor, strict=True):
+        assert torch.equal(number, tensor)
