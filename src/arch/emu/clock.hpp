@@ -29,6 +29,9 @@ struct Epoch {
 /// mine[i] = max(mine[i], theirs[i]): half of what synchronisation costs.
 void join_steps(uint32_t* mine, const uint32_t* theirs, size_t count);
 
+/// least[i] = min(least[i], steps[i]).
+void lower_steps(uint32_t* least, const uint32_t* steps, size_t count);
+
 /// Steps known of every agent; agents never heard of are at step 0. Grows when new agents appear.
 class VectorClock {
  public:
@@ -45,6 +48,12 @@ class VectorClock {
   void join(const VectorClock& other) {
     if (other.steps_.size() > steps_.size()) steps_.resize(other.steps_.size());
     join_steps(steps_.data(), other.steps_.data(), other.steps_.size());
+  }
+  /// least[i] = min(least[i], step of agent first + i), for `count` agents.
+  void lower(size_t first, uint32_t* least, size_t count) const {
+    const size_t heard_of = std::min(steps_.size() - std::min(first, steps_.size()), count);
+    lower_steps(least, steps_.data() + first, heard_of);
+    std::fill(least + heard_of, least + count, 0u);
   }
   void clear() { std::fill(steps_.begin(), steps_.end(), 0u); }
 

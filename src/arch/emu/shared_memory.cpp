@@ -94,9 +94,10 @@ void Machine::async_access(Observer& who, Epoch epoch, uint32_t address, uint32_
           !(w.same_step(known_write) && cell.write_proxy[i] == known_proxy)) {
         if (!who.ordered(w) && !(write && who.freed(w)))
           find(Kind::race, race_text(*this, write, what, a, w, true), &w);
-        else if (proxy == Proxy::async && !who.proxied(w) &&
+        else if (proxy == Proxy::async &&
                  (cell.write_proxy[i] == Proxy::generic ||
-                  (cell.write_proxy[i] == Proxy::cp_async && options.policy.cp_async_needs_proxy_fence)))
+                  (cell.write_proxy[i] == Proxy::cp_async && options.policy.cp_async_needs_proxy_fence)) &&
+                 !who.proxied(w))
           find(Kind::proxy,
                format("%s %s ", what, write ? "writes" : "reads") + place(a) +
                    " by the async proxy with no fence.proxy.async after the write by " + describe(w),
