@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <deque>
 #include <functional>
 #include <map>
@@ -115,7 +116,7 @@ struct Thread {
 
   const char* instruction = "";  // what runs now, for findings
   SiteId site = 0;
-  std::string waits_for;  // what it is blocked on; filled in by the deadlock report
+  const char* waits_for = "";  // what it is blocked on
   uint32_t wait_address = 0;
   int wait_parity = -1;
   std::vector<NextPhase> next_phases;
@@ -133,7 +134,7 @@ struct Thread {
   std::vector<uint32_t> loaded;
 
   uint32_t step() const { return knows.ordered[agent]; }
-  void tick() { knows.ordered.set(agent, step() + 1); }
+  void tick() { knows.ordered.raise(agent, step() + 1); }
 };
 
 struct Mbarrier {
@@ -171,9 +172,8 @@ struct Rendezvous {
 /// it is found again where it does not suffice, at most once an operation, for neighbouring agents together, since an operand
 /// has mostly been written by many.
 struct CommonKnowledge {
-  static constexpr size_t kAgents = 64;
   struct Block {
-    std::array<uint32_t, kAgents> steps{};
+    std::array<uint32_t, ClockBlock::kAgents> steps{};
     uint64_t operation = 0;  // in which it was last found
   };
   std::array<std::vector<Block>, 4> blocks;  // of the clocks that an Observer asks for
@@ -266,15 +266,21 @@ class Observer {
   bool known(const Epoch& e, Clock clock, size_t which) {
     if (count_ == 1) return clock(*first_).covers(e);
     std::vector<CommonKnowledge::Block>& blocks = common_->blocks[which];
-    const size_t number = e.agent / CommonKnowledge::kAgents;
+    const size_t number = e.agent / ClockBlock::kAgents;
     if (blocks.size() <= number) blocks.resize(number + 1);
     CommonKnowledge::Block& block = blocks[number];
-    const uint32_t& step = block.steps[e.agent % CommonKnowledge::kAgents];
+    const uint32_t& step = block.steps[e.agent % ClockBlock::kAgents];
     if (step < e.step && block.operation != common_->operation) {
       block.operation = common_->operation;
       block.steps.fill(~0u);
-      for (int i = 0; i < count_; ++i)
-        clock(*members_[i]).lower(number * CommonKnowledge::kAgents, block.steps.data(), block.steps.size());
+      static constexpr uint32_t kNothing[ClockBlock::kAgents] = {};
+      const uint32_t* before = nullptr;
+      for (int i = 0; i < count_; ++i) {
+        const uint32_t* steps = clock(*members_[i]).block(number);
+        if (!steps) steps = kNothing;
+        if (steps != before) lower_steps(block.steps.data(), steps);
+        before = steps;
+      }
     }
     return step >= e.step;
   }
@@ -426,9 +432,25 @@ class Machine {
     size_t index = 0;  // in report.synchronisation, plus one
     bool left_out = false;
   };
-  std::unordered_map<SiteId, SynchronisationEntry> synchronisation_;
+  std::vector<SynchronisationEntry> synchronisation_;  // by site
   std::unordered_map<uint64_t, size_t> known_findings_;
 };
+
+/// Where the windows of this process have been, of all its host threads, or all addresses once somebody has counted work. The
+/// compiler's hooks look here first: most accesses are to a stack or to global memory, and finding the own machine costs more.
+struct Watched {
+  std::atomic<uintptr_t> begin{UINTPTR_MAX}, end{0};
+  void add(uintptr_t first, uintptr_t last) {
+    for (uintptr_t was = begin; first < was && !begin.compare_exchange_weak(was, first);) {
+    }
+    for (uintptr_t was = end; last > was && !end.compare_exchange_weak(was, last);) {
+    }
+  }
+  bool has(uintptr_t address) const {
+    return address >= begin.load(std::memory_order_relaxed) && address < end.load(std::memory_order_relaxed);
+  }
+};
+extern constinit Watched watched;
 
 /// Of the launch that runs on this host thread, and of its running fiber; null outside.
 // Every instruction and every ordinary access of a kernel asks for them, so there is no initialiser to look for

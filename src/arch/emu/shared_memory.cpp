@@ -122,9 +122,8 @@ void Machine::async_access(Observer& who, Epoch epoch, uint32_t address, uint32_
 }
 
 void Machine::poison(uint32_t address, uint32_t bytes) {
-  while (bytes && address % 4) memory(address)[0] = std::byte(kPoison >> 8 * (address % 4)), ++address, --bytes;
-  for (; bytes >= 4; address += 4, bytes -= 4) store(address, kPoison);
-  for (uint32_t i = 0; i < bytes; ++i) memory(address)[i] = std::byte(kPoison >> 8 * i);
+  std::byte* const at = memory(address);
+  for (uint32_t i = 0; i < bytes; ++i) at[i] = std::byte(kPoison >> 8 * ((address + i) % 4));
 }
 
 }  // namespace hopwell::arch::emu
