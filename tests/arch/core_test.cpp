@@ -1,7 +1,10 @@
 // The core: fibers, scheduler, clocks, shadow memory, barriers, mbarriers, reports. Kernels are functions of this file.
 #include "harness.hpp"
 
+#include <algorithm>
+#include <array>
 #include <numeric>
+#include <random>
 #include <vector>
 
 #include "arch/emu/fiber.hpp"
@@ -57,6 +60,43 @@ TEST(Clock, JoinAndCover) {
   EXPECT_TRUE(b.covers({7, 3}));
   EXPECT_TRUE(b.covers({2, 5}));
   EXPECT_FALSE(b.covers({1, 60}));
+}
+
+// Clocks share what they agree about, and none of it shows: each is like a plain vector of its own.
+TEST(Clock, SharesLikePlainVectors) {
+  constexpr size_t kClocks = 5, kAgents = 300;
+  std::mt19937 random(1);
+  std::array<emu::VectorClock, kClocks> clocks;
+  std::array<std::array<uint32_t, kAgents>, kClocks> plain{};
+  const auto below = [&](size_t n) { return size_t(random() % n); };
+  for (int i = 0; i < 1000; ++i) {
+    const size_t mine = below(kClocks), theirs = below(kClocks), action = below(20);
+    const auto agent = emu::AgentId(below(kAgents));
+    if (action < 12) {
+      const auto step = uint32_t(random() % 100);
+      clocks[mine].raise(agent, step);
+      plain[mine][agent] = std::max(plain[mine][agent], step);
+    } else if (action < 16) {
+      clocks[mine].join(clocks[theirs]);
+      for (size_t a = 0; a < kAgents; ++a) plain[mine][a] = std::max(plain[mine][a], plain[theirs][a]);
+    } else if (action < 18) {
+      clocks[mine] = clocks[theirs];
+      plain[mine] = plain[theirs];
+    } else if (action == 18) {
+      clocks[mine].forget(agent);
+      plain[mine][agent] = 0;
+    } else if (below(8) == 0) {
+      clocks[mine].clear();
+      plain[mine] = {};
+    }
+    for (size_t c = 0; c < kClocks; ++c)
+      for (size_t a = 0; a < kAgents; ++a) ASSERT_EQ(clocks[c][emu::AgentId(a)], plain[c][a]) << "action " << i;
+  }
+  clocks[0].clear();
+  clocks[0].raise(3, 1);
+  clocks[1].raise(3, 200);
+  clocks[0].join(clocks[1]);
+  EXPECT_EQ(clocks[0].block(0), clocks[1].block(0));
 }
 
 TEST(Shadow, NeighbouringHalvesAreRememberedApart) {

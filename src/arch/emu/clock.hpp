@@ -6,15 +6,17 @@
 // touched if t's clock has c or more for agent a: some chain of barriers, waits and fences leads from the access to t.
 #pragma once
 
-#include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
+
+#include "report.hpp"
 
 namespace hopwell::arch::emu {
 
 using AgentId = uint16_t;
-using SiteId = uint16_t;
 inline constexpr AgentId kNoAgent = 0xffff;
 
 /// One step of one agent, and the source line it came from.
@@ -26,30 +28,83 @@ struct Epoch {
   bool same_step(const Epoch& other) const { return agent == other.agent && step == other.step; }
 };
 
-/// mine[i] = max(mine[i], theirs[i]): half of what synchronisation costs.
-void join_steps(uint32_t* mine, const uint32_t* theirs, size_t count);
+/// Steps of neighbouring agents. Clocks that agree about them share one block, so that a join has little to look at: what
+/// threads know of each other after a barrier is the same, but for their own steps.
+struct ClockBlock {
+  static constexpr size_t kAgents = 64;
+  std::array<uint32_t, kAgents> steps{};
+  uint32_t owners = 0;  // a cluster's clocks belong to one host thread
+};
 
-/// Steps known of every agent; agents never heard of are at step 0. Grows when new agents appear.
-class VectorClock {
+/// least[i] = min(least[i], steps[i]), of a block.
+void lower_steps(uint32_t* least, const uint32_t* steps);
+
+/// One owner of a block, or of none.
+class ClockBlockOwner {
  public:
-  uint32_t operator[](AgentId agent) const { return agent < steps_.size() ? steps_[agent] : 0; }
-  bool covers(const Epoch& e) const { return (*this)[e.agent] >= e.step; }
-  void raise(AgentId agent, uint32_t step) {
-    if (agent >= steps_.size()) steps_.resize(size_t{agent} + 1);
-    steps_[agent] = std::max(steps_[agent], step);
+  ClockBlockOwner() = default;
+  ClockBlockOwner(const ClockBlockOwner& other) : block_(other.block_) {
+    if (block_) ++block_->owners;
   }
-  void set(AgentId agent, uint32_t step) {
-    if (agent >= steps_.size()) steps_.resize(size_t{agent} + 1);
-    steps_[agent] = step;
+  ClockBlockOwner(ClockBlockOwner&& other) noexcept : block_(std::exchange(other.block_, nullptr)) {}
+  ClockBlockOwner& operator=(ClockBlockOwner other) noexcept {
+    std::swap(block_, other.block_);
+    return *this;
   }
-  void join(const VectorClock& other) {
-    if (other.steps_.size() > steps_.size()) steps_.resize(other.steps_.size());
-    join_steps(steps_.data(), other.steps_.data(), other.steps_.size());
+  ~ClockBlockOwner() {
+    // What has an owner is alive. NOLINTNEXTLINE(clang-analyzer-cplusplus.NewDelete)
+    if (block_ && --block_->owners == 0) delete block_;
   }
-  void clear() { std::fill(steps_.begin(), steps_.end(), 0u); }
+  const ClockBlock* get() const { return block_; }
+  /// For writing: nobody else's.
+  ClockBlock& own() {
+    if (!block_ || block_->owners > 1) {
+      auto* copy = block_ ? new ClockBlock(*block_) : new ClockBlock;
+      copy->owners = 0;
+      *this = ClockBlockOwner(copy);
+    }
+    return *block_;
+  }
 
  private:
-  std::vector<uint32_t> steps_;
+  explicit ClockBlockOwner(ClockBlock* block) : block_(block) { ++block_->owners; }
+  ClockBlock* block_ = nullptr;
+};
+
+/// Steps known of every agent; agents never heard of are at step 0. Grows when new agents appear, and never forgets: a step
+/// only rises.
+class VectorClock {
+ public:
+  uint32_t operator[](AgentId agent) const {
+    const uint32_t* steps = block(agent / ClockBlock::kAgents);
+    return steps ? steps[agent % ClockBlock::kAgents] : 0;
+  }
+  bool covers(const Epoch& e) const { return (*this)[e.agent] >= e.step; }
+  void raise(AgentId agent, uint32_t step) {
+    if ((*this)[agent] >= step) return;
+    const size_t number = agent / ClockBlock::kAgents;
+    if (number >= blocks_.size()) blocks_.resize(number + 1);
+    blocks_[number].own().steps[agent % ClockBlock::kAgents] = step;
+  }
+  /// For a copy that is to say less.
+  void forget(AgentId agent) {
+    if ((*this)[agent]) blocks_[agent / ClockBlock::kAgents].own().steps[agent % ClockBlock::kAgents] = 0;
+  }
+  void join(const VectorClock& other) {
+    if (other.blocks_.size() > blocks_.size()) blocks_.resize(other.blocks_.size());
+    for (size_t i = 0; i < other.blocks_.size(); ++i)
+      if (blocks_[i].get() != other.blocks_[i].get()) join_block(blocks_[i], other.blocks_[i]);
+  }
+  /// Steps of the agents from ClockBlock::kAgents * number on; null: 0 all of them.
+  const uint32_t* block(size_t number) const {
+    const ClockBlock* found = number < blocks_.size() ? blocks_[number].get() : nullptr;
+    return found ? found->steps.data() : nullptr;
+  }
+  void clear() { blocks_.clear(); }
+
+ private:
+  static void join_block(ClockBlockOwner& mine, const ClockBlockOwner& theirs);
+  std::vector<ClockBlockOwner> blocks_;
 };
 
 /// What synchronisation hands from thread to thread.

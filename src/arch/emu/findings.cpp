@@ -59,6 +59,7 @@ void Machine::stop(Kind kind, const std::string& text) {
 bool enter_synchronisation(const char* instruction, const Site& site) {
   enter(instruction, site);
   Machine& m = *machine;
+  if (m.synchronisation_.size() <= current->site) m.synchronisation_.resize(size_t{current->site} + 1);
   Machine::SynchronisationEntry& entry = m.synchronisation_[current->site];
   if (!entry.index) {
     const CallSite place = m.sites.resolve(current->site);

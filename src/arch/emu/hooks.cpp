@@ -21,7 +21,7 @@ void count_global(const void* pointer, size_t bytes, bool write) {
 }
 
 void access(const void* pointer, size_t bytes, bool write, const void* return_address) {
-  if (!current) return;
+  if (!watched.has(reinterpret_cast<uintptr_t>(pointer)) || !current) return;
   const uintptr_t offset = reinterpret_cast<uintptr_t>(pointer) - reinterpret_cast<uintptr_t>(machine->window);
   if (offset >= machine->ctas.size() * kWindowBytes) {  // stack or global memory
     if (machine->work) count_global(pointer, bytes, write);

@@ -19,11 +19,40 @@
 
 namespace hopwell::arch::emu {
 
+constinit Watched watched;
+
 namespace {
 StackPool& stack_pool() {
   thread_local StackPool pool;
   return pool;
 }
+
+// The windows of a cluster's CTAs, kept for the next launch, which mostly has as many of the same size: the system clears a new
+// mapping page by page. What lies behind the bytes of a window cannot be touched.
+class WindowPool {
+ public:
+  WindowPool() = default;
+  WindowPool(const WindowPool&) = delete;
+  WindowPool& operator=(const WindowPool&) = delete;
+  ~WindowPool() { unmap(); }
+  std::byte* take(size_t ranks, size_t bytes) {
+    if (memory_ && ranks == ranks_ && bytes == bytes_) return memory_;
+    unmap();
+    void* memory = mmap(nullptr, ranks * kWindowBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) throw std::bad_alloc();
+    memory_ = static_cast<std::byte*>(memory), ranks_ = ranks, bytes_ = bytes;
+    for (size_t rank = 0; rank < ranks; ++rank) mprotect(memory_ + rank * kWindowBytes, bytes, PROT_READ | PROT_WRITE);
+    return memory_;
+  }
+
+ private:
+  void unmap() {
+    if (memory_) munmap(memory_, ranks_ * kWindowBytes);
+    memory_ = nullptr;
+  }
+  std::byte* memory_ = nullptr;
+  size_t ranks_ = 0, bytes_ = 0;
+};
 
 void require(bool condition, const std::string& what) {
   if (!condition) throw std::invalid_argument("emulated launch: " + what);
@@ -49,18 +78,14 @@ Machine::Machine(const LaunchShape& launch_shape, const Options& launch_options,
   require(g.x % c.x == 0 && g.y % c.y == 0 && g.z % c.z == 0, "the grid is not a multiple of the cluster");
   require(shape.shared_bytes <= 227 * 1024,
           format("%zu bytes of shared memory; at most %d", shape.shared_bytes, 227 * 1024));
-  void* memory =
-      mmap(nullptr, size_t{c.volume()} * kWindowBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) throw std::bad_alloc();
-  window = static_cast<std::byte*>(memory);
-  for (uint32_t rank = 0; rank < c.volume(); ++rank)
-    mprotect(window + size_t{rank} * kWindowBytes, (kReservedBytes + shape.shared_bytes + 4095) & ~size_t{4095},
-             PROT_READ | PROT_WRITE);
+  thread_local WindowPool windows;
+  window = windows.take(c.volume(), (kReservedBytes + shape.shared_bytes + 4095) & ~size_t{4095});
+  const auto first = reinterpret_cast<uintptr_t>(window);
+  work ? watched.add(0, UINTPTR_MAX) : watched.add(first, first + size_t{c.volume()} * kWindowBytes);
   machine = this;
 }
 
 Machine::~Machine() {
-  munmap(window, size_t{shape.cluster.volume()} * kWindowBytes);
   machine = nullptr;
   current = nullptr;
 }
@@ -139,9 +164,10 @@ void Machine::run_cluster(uint32_t number) {
       t.lane = int(i % 32);
       t.index = {i % shape.block.x, i / shape.block.x % shape.block.y, i / shape.block.x / shape.block.y};
       t.agent = new_agent(describe(t), "no barrier, mbarrier or other synchronisation in between");
-      t.knows.ordered.set(t.agent, 1);
+      t.knows.ordered.raise(t.agent, 1);
       t.stack = stacks_.take();
-      t.fiber.create(t.stack, StackPool::kBytes, [](void*) { machine->thread_main(); }, nullptr);
+      // Ends of stacks that lie at one place of their pages would share one set of the first cache.
+      t.fiber.create(t.stack, StackPool::kBytes - i % 64 * 64, [](void*) { machine->thread_main(); }, nullptr);
       cta.threads.push_back(&t);
       ready_.push_back(&t);
     }
@@ -279,7 +305,11 @@ Report launch_for_page(const FileOfEnvironment& page, const LaunchShape& shape, 
 }  // namespace
 
 void launch_in_session(const LaunchShape& shape, const std::function<void()>& kernel) {
-  if (session) return append(session->report, launch(shape, session->options, kernel));
+  if (session) {
+    append(session->report, launch(shape, session->options, kernel));
+    if (session->options.throw_findings && !session->report.clean()) throw CheckFailed(session->report.text());
+    return;
+  }
   Report report;
   const std::optional<FileOfEnvironment> model = file_of_environment("HOPWELL_EMULATOR_MODEL"),
                                          page = file_of_environment("HOPWELL_EMULATOR_REPORT");

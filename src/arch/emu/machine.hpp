@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <deque>
 #include <functional>
 #include <map>
@@ -115,7 +116,7 @@ struct Thread {
 
   const char* instruction = "";  // what runs now, for findings
   SiteId site = 0;
-  std::string waits_for;  // what it is blocked on; filled in by the deadlock report
+  const char* waits_for = "";  // what it is blocked on
   uint32_t wait_address = 0;
   int wait_parity = -1;
   std::vector<NextPhase> next_phases;
@@ -133,7 +134,7 @@ struct Thread {
   std::vector<uint32_t> loaded;
 
   uint32_t step() const { return knows.ordered[agent]; }
-  void tick() { knows.ordered.set(agent, step() + 1); }
+  void tick() { knows.ordered.raise(agent, step() + 1); }
 };
 
 struct Mbarrier {
@@ -167,6 +168,18 @@ struct Rendezvous {
   std::array<void*, 128> argument{};
 };
 
+/// What all threads of a warp or warpgroup know, by agent. It only grows, so what was found for one operation holds for later ones:
+/// it is found again where it does not suffice, at most once an operation, for neighbouring agents together, since an operand
+/// has mostly been written by many.
+struct CommonKnowledge {
+  struct Block {
+    std::array<uint32_t, ClockBlock::kAgents> steps{};
+    uint64_t operation = 0;  // in which it was last found
+  };
+  std::array<std::vector<Block>, 4> blocks;  // of the clocks that an Observer asks for
+  uint64_t operation = 0;
+};
+
 struct WgmmaOperation;
 
 struct Warpgroup {
@@ -176,6 +189,7 @@ struct Warpgroup {
   uint32_t fences = 0;                                           // wgmma.fence executed so far
   std::unordered_map<const float*, uint32_t> fences_at_release;  // when accumulators went back to the threads
   AgentId agent = kNoAgent;
+  CommonKnowledge common;
   int registers = 0;  // what setmaxnreg gave, 0: as launched
   ~Warpgroup();
   Warpgroup();
@@ -193,6 +207,7 @@ struct Collector {
 
 struct Warp {
   Rendezvous rendezvous;
+  CommonKnowledge common;
   int elected_lane = 0;
   // tcgen05.ld and st of the warp: steps issued, and steps that wait::ld / wait::st has seen.
   AgentId load_agent = kNoAgent, store_agent = kNoAgent;
@@ -223,47 +238,56 @@ struct Cta {
   std::array<Collector, 5> collectors;  // for A, and b0 to b3 of .ws; likewise
 };
 
-/// Who must be ordered after an earlier access: a thread, or all threads of a warp or warpgroup together.
+/// Who must be ordered after an earlier access: a thread, or all threads of a warp or warpgroup together, of whom the least
+/// informed decides.
 class Observer {
  public:
-  explicit Observer(Thread& one) : first_(&one), begin_(nullptr), count_(1) {}
-  Observer(Thread* const* threads, int count) : first_(threads[0]), begin_(threads), count_(count) {}
+  explicit Observer(Thread& one) : first_(&one), members_(nullptr), count_(1), common_(nullptr) {}
+  Observer(Thread* const* members, int count, CommonKnowledge& common)
+      : first_(members[0]), members_(members), count_(count), common_(&common) {
+    ++common.operation;
+  }
   bool ordered(const Epoch& e) {
-    return known(e, [](const Thread& t) -> const VectorClock& { return t.knows.ordered; }, minimum_[0]);
+    return known(e, [](const Thread& t) -> const VectorClock& { return t.knows.ordered; }, 0);
   }
   bool proxied(const Epoch& e) {
-    return known(e, [](const Thread& t) -> const VectorClock& { return t.knows.proxied; }, minimum_[1]);
+    return known(e, [](const Thread& t) -> const VectorClock& { return t.knows.proxied; }, 1);
   }
   bool freed(const Epoch& e) {
-    return known(e, [](const Thread& t) -> const VectorClock& { return t.knows.freed; }, minimum_[3]);
+    return known(e, [](const Thread& t) -> const VectorClock& { return t.knows.freed; }, 2);
   }
   bool tensor(const Epoch& e) {
-    return known(e, [](const Thread& t) -> const VectorClock& { return t.tensor; }, minimum_[2]);
+    return known(e, [](const Thread& t) -> const VectorClock& { return t.tensor; }, 3);
   }
   Thread& thread() const { return *first_; }
 
  private:
-  // The least informed thread decides; minima are remembered by agent, since one operation asks for few agents.
-  struct Minimum {
-    AgentId agent = kNoAgent;
-    uint32_t step = 0;
-  };
-  using Minima = std::array<Minimum, 64>;
   template <class Clock>
-  bool known(const Epoch& e, Clock clock, std::unique_ptr<Minima>& minima) {
-    if (count_ == 1) return clock(*first_)[e.agent] >= e.step;
-    if (!minima) minima = std::make_unique<Minima>();
-    Minimum& minimum = (*minima)[e.agent % std::tuple_size_v<Minima>];
-    if (minimum.agent != e.agent) {
-      minimum = {e.agent, ~0u};
-      for (int i = 0; i < count_; ++i) minimum.step = std::min(minimum.step, clock(*begin_[i])[e.agent]);
+  bool known(const Epoch& e, Clock clock, size_t which) {
+    if (count_ == 1) return clock(*first_).covers(e);
+    std::vector<CommonKnowledge::Block>& blocks = common_->blocks[which];
+    const size_t number = e.agent / ClockBlock::kAgents;
+    if (blocks.size() <= number) blocks.resize(number + 1);
+    CommonKnowledge::Block& block = blocks[number];
+    const uint32_t& step = block.steps[e.agent % ClockBlock::kAgents];
+    if (step < e.step && block.operation != common_->operation) {
+      block.operation = common_->operation;
+      block.steps.fill(~0u);
+      static constexpr uint32_t kNothing[ClockBlock::kAgents] = {};
+      const uint32_t* before = nullptr;
+      for (int i = 0; i < count_; ++i) {
+        const uint32_t* steps = clock(*members_[i]).block(number);
+        if (!steps) steps = kNothing;
+        if (steps != before) lower_steps(block.steps.data(), steps);
+        before = steps;
+      }
     }
-    return minimum.step >= e.step;
+    return step >= e.step;
   }
   Thread* first_;
-  Thread* const* begin_;
+  Thread* const* members_;
   int count_;
-  std::array<std::unique_ptr<Minima>, 4> minimum_;
+  CommonKnowledge* common_;
 };
 
 class Machine {
@@ -408,9 +432,25 @@ class Machine {
     size_t index = 0;  // in report.synchronisation, plus one
     bool left_out = false;
   };
-  std::unordered_map<SiteId, SynchronisationEntry> synchronisation_;
+  std::vector<SynchronisationEntry> synchronisation_;  // by site
   std::unordered_map<uint64_t, size_t> known_findings_;
 };
+
+/// Where the windows of this process have been, of all its host threads, or all addresses once somebody has counted work. The
+/// compiler's hooks look here first: most accesses are to a stack or to global memory, and finding the own machine costs more.
+struct Watched {
+  std::atomic<uintptr_t> begin{UINTPTR_MAX}, end{0};
+  void add(uintptr_t first, uintptr_t last) {
+    for (uintptr_t was = begin; first < was && !begin.compare_exchange_weak(was, first);) {
+    }
+    for (uintptr_t was = end; last > was && !end.compare_exchange_weak(was, last);) {
+    }
+  }
+  bool has(uintptr_t address) const {
+    return address >= begin.load(std::memory_order_relaxed) && address < end.load(std::memory_order_relaxed);
+  }
+};
+extern constinit Watched watched;
 
 /// Of the launch that runs on this host thread, and of its running fiber; null outside.
 // Every instruction and every ordinary access of a kernel asks for them, so there is no initialiser to look for

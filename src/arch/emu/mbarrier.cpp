@@ -205,7 +205,7 @@ void fence_proxy_async(const Site& site) {
   if (!m.options.check) return;
   Knowledge& k = current->knows;
   if (m.options.policy.proxy_fence_on_writer_side) {
-    k.proxied.set(current->agent, current->step());
+    k.proxied.raise(current->agent, current->step());
     // Nobody but a later thread can fence what cp.async wrote when its completion went to an mbarrier.
     for (AgentId agent : m.reader_fenced_agents) k.proxied.raise(agent, k.ordered[agent]);
   } else {

@@ -36,10 +36,11 @@ std::string Report::text() const {
   return out;
 }
 
-SiteTable::SiteTable() : recent_(1024) { places_.push_back({}); }
+SiteTable::SiteTable() : recent_(kRecent) { places_.push_back({}); }
 
 SiteId SiteTable::find(const Place& place) {
-  Recent& slot = recent_[Hash{}(place) % recent_.size()];
+  // The high half of the product depends on all bits of the hash.
+  Recent& slot = recent_[(Hash{}(place) * 0x9e3779b97f4a7c15u >> 32) % kRecent];
   if (slot.id && slot.place == place) return slot.id;
   const auto [it, added] = index_.try_emplace(place, SiteId(places_.size()));
   if (added) {

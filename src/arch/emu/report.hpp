@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "../platform.hpp"
-#include "clock.hpp"
 #include "options.hpp"
 
 namespace hopwell::arch::emu {
@@ -57,6 +56,8 @@ struct Report {
   std::string text() const;
 };
 
+using SiteId = uint16_t;
+
 /// Numbers for source places, so that every shadow cell can remember one in 16 bits. Place 0 is "unknown".
 class SiteTable {
  public:
@@ -84,6 +85,7 @@ class SiteTable {
     Place place{};
     SiteId id = 0;
   };
+  static constexpr size_t kRecent = 1024;
   std::vector<Recent> recent_;
 };
 

@@ -94,9 +94,10 @@ void Machine::async_access(Observer& who, Epoch epoch, uint32_t address, uint32_
           !(w.same_step(known_write) && cell.write_proxy[i] == known_proxy)) {
         if (!who.ordered(w) && !(write && who.freed(w)))
           find(Kind::race, race_text(*this, write, what, a, w, true), &w);
-        else if (proxy == Proxy::async && !who.proxied(w) &&
+        else if (proxy == Proxy::async &&
                  (cell.write_proxy[i] == Proxy::generic ||
-                  (cell.write_proxy[i] == Proxy::cp_async && options.policy.cp_async_needs_proxy_fence)))
+                  (cell.write_proxy[i] == Proxy::cp_async && options.policy.cp_async_needs_proxy_fence)) &&
+                 !who.proxied(w))
           find(Kind::proxy,
                format("%s %s ", what, write ? "writes" : "reads") + place(a) +
                    " by the async proxy with no fence.proxy.async after the write by " + describe(w),
@@ -121,9 +122,8 @@ void Machine::async_access(Observer& who, Epoch epoch, uint32_t address, uint32_
 }
 
 void Machine::poison(uint32_t address, uint32_t bytes) {
-  while (bytes && address % 4) memory(address)[0] = std::byte(kPoison >> 8 * (address % 4)), ++address, --bytes;
-  for (; bytes >= 4; address += 4, bytes -= 4) store(address, kPoison);
-  for (uint32_t i = 0; i < bytes; ++i) memory(address)[i] = std::byte(kPoison >> 8 * i);
+  std::byte* const at = memory(address);
+  for (uint32_t i = 0; i < bytes; ++i) at[i] = std::byte(kPoison >> 8 * ((address + i) % 4));
 }
 
 }  // namespace hopwell::arch::emu

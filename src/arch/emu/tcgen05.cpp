@@ -351,8 +351,8 @@ void tcgen05_commit(int cta_group, uint32_t mbarrier, int cta_mask, const Site& 
     ++current->tensor_step;
     released = current->knows;  // what the operations followed is known to who waits for them, but not the thread's own
                                 // later steps
-    released.ordered.set(current->agent, 0);
-    released.proxied.set(current->agent, 0);
+    released.ordered.forget(current->agent);
+    released.proxied.forget(current->agent);
     current->tick();
   }
   m.submit_tensor(

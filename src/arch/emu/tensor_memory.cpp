@@ -261,7 +261,7 @@ void move_fragments(const char* instruction, TmemShape shape, uint32_t* register
     for (size_t lane = 0; lane < 32; ++lane)
       if (static_cast<MoveArgument*>(r.argument[lane])->address != at)
         m.stop(Kind::divergence, "the addresses differ within the warp");
-    Observer all(&cta.threads[size_t(current->warp * 32)], 32);
+    Observer all(&cta.threads[size_t(current->warp * 32)], 32, cta.warps[size_t(current->warp)].common);
     const Epoch load{warp.load_step, warp.load_agent, current->site},
         store{warp.store_step, warp.store_agent, current->site};
     const TensorAccess access{

@@ -113,7 +113,7 @@ void issue(Rendezvous& r, WgmmaOperation op) {
   if (!op.a_in_registers) a_operand(op, cta.rank).check("A");
   b_operand(op, cta.rank).check("B");
   if (m.options.check) {
-    Observer all(&cta.threads[size_t(current->linear / 128 * 128)], 128);
+    Observer all(&cta.threads[size_t(current->linear / 128 * 128)], 128, group.common);
     const Epoch epoch{uint32_t(op.group), group.agent, current->site};
     if (!op.a_in_registers) a_operand(op, cta.rank).record_reads(all, epoch, "its operand A");
     b_operand(op, cta.rank).record_reads(all, epoch, "its operand B");
