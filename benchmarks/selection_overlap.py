@@ -17,7 +17,7 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
-from hopwell.bench from hopwell.bench import record
+from hopwell.bench import record
 from tokenizers import Tokenizer
 from torch import Tensor
 
