@@ -17,8 +17,8 @@ Declined: dtypes other than bf16 (on the CPU float32 too) in the attention, seve
 576 and latent values other than 512 on GPUs, GPUs older than Ampere, index d above 128 on GPUs, additive masks, keys
 with positions of their own, attention that isn't absorbed, shapes that do not fit.
 
-What the losses cost: the sparse one stores targets and gradients, no scores of all keys. The dense one stores its
-target, float32 [s_q, s_kv] a sequence.
+What the losses cost: the sparse one stores targets and gradients, no scores of all keys. The dense one stores
+nothing of size s_q × s_kv on one tensor-parallel rank; on several its target, float32 [s_q, s_kv] a sequence.
 """
 
 from dataclasses import dataclass
@@ -122,6 +122,11 @@ class _Loss:
     tp_group: Any
     use_relu: bool
 
+    @property
+    def has_more_ranks(self) -> bool:
+        """Whether other ranks have other heads of the attention."""
+        return self.tp_group is not None and self.tp_group.size() > 1
+
     def over(
         self, entries: Tensor, lse: list[Tensor], k_start: Tensor | None = None, k_end: Tensor | None = None
     ) -> Tensor:
@@ -131,7 +136,7 @@ class _Loss:
             with torch.no_grad():
                 attention = self.query[:, i], self.key[:, i], table, lse[i], self.softmax_scale
                 target = ops.attention_distribution(*attention, k_start=k_start, k_end=k_end)
-                if self.tp_group is not None and self.tp_group.size() > 1:
+                if self.has_more_ranks:
                     torch.distributed.all_reduce(target, group=self.tp_group)
                 target.div_(target.sum(-1, keepdim=True).clamp_(min=_LEAST_TARGET_SUM))
             index = self.q[:, i], self.k[:, i], self.weights[:, i], table, target
@@ -141,20 +146,25 @@ class _Loss:
         return loss
 
     def over_all_keys(self, starts: Tensor, ends: Tensor) -> Tensor:
-        """Of those that a query sees."""
-        s_q, b = self.q.shape[:2]
+        """Of those that a query sees. The target of heads on several ranks has to be stored, to be added."""
         k_start, k_end = starts.int(), ends.int()
-        table = torch.arange(len(self.k), dtype=torch.int32, device=self.q.device).expand(s_q, -1)
+        masks: dict[str, Any] = {"k_start": k_start, "k_end": k_end}
         with torch.no_grad():
-            lse = [
-                ops.sparse_mla_forward(
-                    *(self.query[:, i], self.key[:, i], table, self.softmax_scale, _values_beside(self.key)),
-                    k_start=k_start,
-                    k_end=k_end,
-                )[2]
-                for i in range(b)
+            attention = [
+                (self.query[:, i], self.key[:, i], None, self.softmax_scale, _values_beside(self.key))
+                for i in range(self.q.shape[1])
             ]
-        return self.over(table.expand(b, -1, -1), lse, k_start, k_end)
+            lse = [ops.sparse_mla(*inputs, **masks)[2] for inputs in attention]
+        if self.has_more_ranks:
+            table = torch.arange(len(self.k), dtype=torch.int32, device=self.q.device).expand(len(self.q), -1)
+            return self.over(table.expand(len(lse), -1, -1), lse, **masks)
+        loss = self.q.new_zeros((), dtype=torch.float32)
+        for i, of_sequence in enumerate(lse):
+            inputs = self.query[:, i], self.key[:, i], of_sequence, self.q[:, i], self.k[:, i], self.weights[:, i]
+            loss = loss + ops.indexer_dense_loss(
+                *inputs, self.softmax_scale, row_weights=self.row_weights[i], relu=self.use_relu, **masks
+            )
+        return loss
 
 
 def _values_beside(key: Tensor) -> int:
