@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 B, D_MODEL, STEPS = 2, 32, 6
+MODES: tuple[nn.Mode, ...] = ("sparse", "warm-up", "dense")  # of the steps, in turn
 TIMEOUT = {"die": timedelta(seconds=5)}  # the others' is longer than a busy machine takes to start the other rank
 
 
@@ -28,10 +29,11 @@ class Model(torch.nn.Module):
         shard_heads(mla, heads)
         self.attention = ParallelDSA(mla, indexer, heads)
 
-    def forward(self, x: torch.Tensor, shard: ContextShard) -> tuple[torch.Tensor, torch.Tensor]:
-        y, loss = self.attention(x, shard)
-        assert loss is not None
-        return x + y, loss
+    def forward(self, x: torch.Tensor, shard: ContextShard, mode: nn.Mode) -> tuple[torch.Tensor, torch.Tensor]:
+        y, loss = self.attention(x, shard, mode)
+        assert (loss is None) == (mode == "dense")
+        assert (self.attention.selected is None) == (mode != "sparse")
+        return x + y, x.new_zeros(()) if loss is None else loss
 
 
 def train(scenario: str, folder: Path, s: int, first: int, last: int) -> dict[str, object]:
@@ -55,7 +57,7 @@ def train(scenario: str, folder: Path, s: int, first: int, last: int) -> dict[st
     for step in range(first, last):
         x = torch.randn(B, s, D_MODEL, generator=torch.Generator().manual_seed(step))
         mine = shard.split(x).requires_grad_()
-        y, indexer_loss = model(mine, shard)
+        y, indexer_loss = model(mine, shard, MODES[step % len(MODES)])
         loss = (y - shard.split(x.roll(1, 1))).square().sum() / x.numel()
         optimizer.zero_grad()
         (loss + indexer_loss).backward()

@@ -16,7 +16,7 @@ Losses are this rank's part of a sum over the context's ranks: `sum_gradients` a
 FSDP2 does, with `set_gradient_divide_factor(1.0)`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hopwell.torch import nn, ops
+from hopwell.torch.ops._indexer_dense_loss import indexer_dense_loss_and_gradients
 from hopwell.torch.ops._register import Gradients
 
 Group = dist.ProcessGroup | None  # None: this rank alone
@@ -180,16 +181,20 @@ class _SparseMLA(torch.autograd.Function):
 
 
 class _IndexerLoss(torch.autograd.Function):
-    """`indexer_loss` over gathered keys."""
+    """The indexer's loss over gathered keys; `loss_of` makes it, and its gradients, of q, every key and weights."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, weights: Tensor, gathered: Tensor, target: Tensor, options: dict[str, Any]
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        weights: Tensor,
+        gathered: Tensor,
+        loss_of: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]],
+        shard: ContextShard,
     ) -> Tensor:
-        loss, *gradients, _ = ops.lightning_indexer_backward(
-            target, q, gathered.flatten(0, 1), weights, options["indices"], **options["masks"]
-        )
-        ctx.shard, ctx.shape, ctx.k_dtype = options["shard"], gathered.shape, k.dtype
+        loss, *gradients = loss_of(q, gathered.flatten(0, 1), weights)[:4]
+        ctx.shard, ctx.shape, ctx.k_dtype = shard, gathered.shape, k.dtype
         ctx.save_for_backward(*gradients)
         return loss
 
@@ -199,10 +204,17 @@ class _IndexerLoss(torch.autograd.Function):
         return d_q, ctx.shard.reduce(d_k.view(ctx.shape)).to(ctx.k_dtype), d_weights, None, None, None
 
 
+def _every_key(s: int, k_start: Tensor, k_end: Tensor) -> Tensor:
+    """A selection of every key that a query sees, int32 [queries, s], -1 after the last."""
+    every = torch.arange(s, device=k_start.device, dtype=torch.int32) + k_start[:, None]
+    return torch.where(every < k_end[:, None], every, -1)
+
+
 class ParallelDSA(nn.DSA):
     """`nn.DSA` over the tokens of a `ContextShard` and, where `mla` has been through `shard_heads`, some of the heads.
 
-    Its parameters are named as those of `nn.DSA`. "dense" and "warm-up" attend over index lists of every key.
+    Its parameters are named as those of `nn.DSA`. "dense" and "warm-up" store nothing of size s × s, but
+    that the warm-up's target has to be stored, to be added, where ranks share the heads.
     """
 
     def __init__(self, mla: nn.SparseMLA, indexer: nn.LightningIndexer, heads: Group = None) -> None:
@@ -226,23 +238,32 @@ class ParallelDSA(nn.DSA):
         q, q_index, weights = (t.flatten(0, 1) for t in (q, q_index, weights))
         k_start, k_end = shard.key_ranges(b)
         masks: dict[str, Any] = {"k_start": k_start, "k_end": k_end}
+        indices = self.selected = None
         if mode == "sparse":
-            rows = index_keys.flatten(0, 1)
-            indices, _ = ops.lightning_indexer(q_index, rows, weights, self.indexer.topk, **masks)
-        else:
-            every = torch.arange(shard.s, device=x.device, dtype=torch.int32) + k_start[:, None]
-            indices = torch.where(every < k_end[:, None], every, -1)
-        self.selected = torch.where(indices < 0, -1, indices - k_start[:, None]).view(b, s_local, indices.shape[1])
-        options = {"indices": indices, "masks": masks, "shard": shard, "heads": self.heads}
+            indices, _ = ops.lightning_indexer(q_index, index_keys.flatten(0, 1), weights, self.indexer.topk, **masks)
+            self.selected = torch.where(indices < 0, -1, indices - k_start[:, None]).view(b, s_local, indices.shape[1])
+        options: dict[str, Any] = {"indices": indices, "masks": masks, "shard": shard, "heads": self.heads}
         options |= {"sm_scale": self.mla.sm_scale, "d_v": self.mla.d_v}
         sink = None if self.mla.attn_sink is None else self.mla.attn_sink.float()
         out, lse = _SparseMLA.apply(q, kv, keys, sink, options)  # type: ignore[no-untyped-call]
         y = self.mla.combine(out.view(b, s_local, self.mla.h_q, self.mla.d_v))
         if mode == "dense" or not torch.is_grad_enabled():
             return y, None
-        attn = ops.attention_distribution(q.detach(), keys.flatten(0, 1), indices, lse, self.mla.sm_scale, **masks)
-        target = ops.normalize_l1(_sum(attn, self.heads))
-        loss = _IndexerLoss.apply(q_index, k_index, weights, index_keys, target, options)  # type: ignore[no-untyped-call]
+        attention = q.detach(), keys.flatten(0, 1), lse
+
+        def loss_of_target(q_index: Tensor, index_keys: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+            entries = _every_key(shard.s, k_start, k_end) if indices is None else indices
+            attn = ops.attention_distribution(*attention[:2], entries, lse, self.mla.sm_scale, **masks)
+            target = ops.normalize_l1(_sum(attn, self.heads))
+            return ops.lightning_indexer_backward(target, q_index, index_keys, weights, entries, **masks)
+
+        def dense_loss(q_index: Tensor, index_keys: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+            return indexer_dense_loss_and_gradients(
+                *attention, q_index, index_keys, weights, self.mla.sm_scale, **masks
+            )
+
+        loss_of = dense_loss if indices is None and _place(self.heads)[1] == 1 else loss_of_target
+        loss = _IndexerLoss.apply(q_index, k_index, weights, index_keys, loss_of, shard)  # type: ignore[no-untyped-call]
         return y, loss / max(b * shard.s, 1)
 
 
