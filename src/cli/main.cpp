@@ -74,82 +74,92 @@ std::vector<std::string> words_of(int argc, char** argv) {
   return words;
 }
 
-int run(std::vector<std::string> words) {
-  CLI::App app{"Attention-training and low-precision decode kernels: what is here, is it right, how fast is it."};
-  app.require_subcommand(1);
-  app.set_version_flag("--version", hopwell::version());
-  const CLI::IsMember an_operator(operator_names());
-  const CLI::IsMember a_backend(backend_names());
-  const CLI::Validator that_runs_here(obstacle_to_running, "");
-  const CLI::Validator a_writable_file(obstacle_to_writing, "");
+CLI::IsMember an_operator() { return CLI::IsMember(operator_names()); }
+CLI::IsMember a_backend() { return CLI::IsMember(backend_names()); }
+CLI::Validator that_runs_here() { return {obstacle_to_running, ""}; }
+CLI::Validator a_writable_file() { return {obstacle_to_writing, ""}; }
 
-  app.add_subcommand("info", "devices, backends and versions; what is missing and how to get it");
-
-  CheckOptions check_options;
-  auto* check_command = app.add_subcommand("check", "every operator and corner case against float64, here and now");
-  check_command->add_option("OP", check_options.operators, "operators; all by default")->check(an_operator);
-  check_command->add_flag("--quick", check_options.quick, "a few cases of each operator and backend: seconds");
-  check_command->add_option("--backend", check_options.backend, "one backend; by default all this machine has")
-      ->check(a_backend)
-      ->check(that_runs_here);
-  check_command->add_option("--case", check_options.cases,
-                            "only cases of this name, in which * stands for any letters and ? for any one");
-  check_command->add_option("--seeds", check_options.seeds, "random inputs a case; on emu: backends also schedules")
+CLI::App* add_check(CLI::App& app, CheckOptions& options) {
+  auto* command = app.add_subcommand("check", "every operator and corner case against float64, here and now");
+  command->add_option("OP", options.operators, "operators; all by default")->check(an_operator());
+  command->add_flag("--quick", options.quick, "a few cases of each operator and backend: seconds");
+  command->add_option("--backend", options.backend, "one backend; by default all this machine has")
+      ->check(a_backend())
+      ->check(that_runs_here());
+  command->add_option("--case", options.cases,
+                      "only cases of this name, in which * stands for any letters and ? for any one");
+  command->add_option("--seeds", options.seeds, "random inputs a case; on emu: backends also schedules")
       ->check(CLI::Range(1, 1000000));
   const int last_device = std::max(static_cast<int>(hopwell::cuda_devices().size()) - 1, 0);
-  check_command->add_option("--device", check_options.device, "the CUDA device, where there are several")
+  command->add_option("--device", options.device, "the CUDA device, where there are several")
       ->check(CLI::Range(0, last_device));
-  check_command->add_flag_callback(
-      "--no-checker", [&] { check_options.checker = false; },
+  command->add_flag_callback(
+      "--no-checker", [&options] { options.checker = false; },
       "on emu: backends numbers and hangs only, no search for races");
-  check_command->add_flag(
-      "--model", check_options.model,
-      "on emu:sm90 and emu:sm100 cycles by unit of an H200 or B200, what binds, and the share of the "
-      "matmul rate that it allows");
-  check_command->add_option("--json", check_options.json, "write the results to FILE")
-      ->type_name("FILE")
-      ->check(a_writable_file);
+  command->add_flag("--model", options.model,
+                    "on emu:sm90 and emu:sm100 cycles by unit of an H200 or B200, what binds, and the share of the "
+                    "matmul rate that it allows");
+  command->add_option("--json", options.json, "write the results to FILE")->type_name("FILE")->check(a_writable_file());
+  return command;
+}
 
-  BenchOptions bench_options;
-  auto* bench_command =
+CLI::App* add_bench(CLI::App& app, BenchOptions& options) {
+  auto* command =
       app.add_subcommand("bench", "time an operator: median, spread, rate, share of this machine's ceiling");
-  bench_command->add_option("OP", bench_options.op, "the operator")->required()->check(an_operator);
-  bench_command->add_option("--backend", bench_options.backends, "backends, separated by commas")
+  command->add_option("OP", options.op, "the operator")->required()->check(an_operator());
+  command->add_option("--backend", options.backends, "backends, separated by commas")
       ->delimiter(',')
-      ->check(a_backend)
-      ->check(that_runs_here);
-  bench_command
-      ->add_option("--shape", bench_options.shapes,
+      ->check(a_backend())
+      ->check(that_runs_here());
+  command
+      ->add_option("--shape", options.shapes,
                    "a named shape, or settings key=value,key=value that change the first one")
       ->delimiter(',');
-  bench_command->add_option("--json", bench_options.json, "write the results to FILE")
-      ->type_name("FILE")
-      ->check(a_writable_file);
+  command->add_option("--json", options.json, "write the results to FILE")->type_name("FILE")->check(a_writable_file());
+  return command;
+}
 
-  EmulateOptions emulate_options;
-  auto* emulate_command = app.add_subcommand(
+CLI::App* add_emulate(CLI::App& app, EmulateOptions& options) {
+  auto* command = app.add_subcommand(
       "emulate",
       "run a case's kernels on the emulator and write a page about them: who waited for whom, what was counted");
   std::vector<std::string> emulated = backend_names();
   std::erase_if(emulated, [](const std::string& backend) { return !backend.starts_with("emu:"); });
-  emulate_command->add_option("OP", emulate_options.op, "the operator")->required()->check(an_operator);
-  emulate_command->add_option("--backend", emulate_options.backend, "an emulated backend")
+  command->add_option("OP", options.op, "the operator")->required()->check(an_operator());
+  command->add_option("--backend", options.backend, "an emulated backend")
       ->required()
       ->check(CLI::IsMember(emulated))
-      ->check(that_runs_here);
-  emulate_command->add_option("--case", emulate_options.name, "the name of a case")->required();
-  emulate_command->add_option("--seed", emulate_options.seed, "of the inputs and of the schedule");
-  emulate_command->add_option("--report", emulate_options.report, "write the page, HTML, to FILE")
+      ->check(that_runs_here());
+  command->add_option("--case", options.name, "the name of a case")->required();
+  command->add_option("--seed", options.seed, "of the inputs and of the schedule");
+  command->add_option("--report", options.report, "write the page, HTML, to FILE")
       ->type_name("FILE")
       ->required()
-      ->check(a_writable_file);
+      ->check(a_writable_file());
+  return command;
+}
 
-  std::string shell;
-  auto* completion_command =
+CLI::App* add_completion(CLI::App& app, std::string& shell) {
+  auto* command =
       app.add_subcommand("completion", "a script that completes command lines, for source or the shell's own folder");
-  completion_command->add_option("SHELL", shell, "bash, zsh or fish")->required()->check(CLI::IsMember(shells()));
+  command->add_option("SHELL", shell, "bash, zsh or fish")->required()->check(CLI::IsMember(shells()));
+  return command;
+}
 
-  auto* manual_command = app.add_subcommand("man", "the manual page, for man -l - or share/man");
+int run(std::vector<std::string> words) {
+  CLI::App app{"Attention-training and low-precision decode kernels: what is here, is it right, how fast is it."};
+  app.require_subcommand(1);
+  app.set_version_flag("--version", hopwell::version());
+  CheckOptions check_options;
+  BenchOptions bench_options;
+  EmulateOptions emulate_options;
+  std::string shell;
+  app.add_subcommand("info", "devices, backends and versions; what is missing and how to get it");
+  const auto* check_command = add_check(app, check_options);
+  const auto* bench_command = add_bench(app, bench_options);
+  const auto* emulate_command = add_emulate(app, emulate_options);
+  const auto* completion_command = add_completion(app, shell);
+  const auto* manual_command = app.add_subcommand("man", "the manual page, for man -l - or share/man");
 
   try {
     app.parse(words);
