@@ -62,12 +62,13 @@ def peers_that_failed(operator: str) -> dict[str, str]:
 
 def default_shapes() -> dict[str, dict[str, int]]:
     """The shapes that hopwell.bench takes where a row names none: the defaults of its functions."""
-    tree = ast.parse((BENCH / "operators.py").read_text())
+    trees = [ast.parse(path.read_text()) for path in sorted((BENCH / "operators").glob("*.py"))]
     return {
         node.name: {
             argument.arg: ast.literal_eval(value)
             for argument, value in zip(node.args.args[-len(node.args.defaults) :], node.args.defaults, strict=True)
         }
+        for tree in trees
         for node in tree.body
         if isinstance(node, ast.FunctionDef) and node.args.defaults
     }

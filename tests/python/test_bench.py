@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from hopwell import _ops
-from hopwell.bench import check, command, compare, operators, record
+from hopwell.bench import check, command, compare, problem, record, scale
+from hopwell.bench.operators import OPERATORS
 
 ROOT = Path(__file__).parents[2]
-OPERATORS = operators.OPERATORS
 SPARSE = "sparse_mla_forward"
 
 
@@ -24,8 +24,8 @@ SPARSE = "sparse_mla_forward"
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a dry run: a small ceiling and few bytes."""
     for name in ("COLD_BYTES", "PRODUCT"):
-        monkeypatch.setattr(operators, name, getattr(operators, name))  # which puts them back afterwards
-    operators.shrink()
+        monkeypatch.setattr(scale, name, getattr(scale, name))  # which puts them back afterwards
+    scale.shrink()
 
 
 def measured(name: str, packages: Callable[[str], bool] | None) -> list[dict[str, Any]]:
@@ -96,7 +96,7 @@ def beside(monkeypatch: pytest.MonkeyPatch, function: Callable[..., object]) -> 
     module = ModuleType("flash_mla")
     module.flash_mla_sparse_fwd = function  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_mla", module)
-    (row,) = measured(SPARSE, lambda package: package == operators.FLASH_MLA)
+    (row,) = measured(SPARSE, lambda package: package == problem.FLASH_MLA)
     assert row["peer"] == "FlashMLA"
     return row
 
@@ -131,7 +131,7 @@ def test_a_peer_that_refuses_says_why(
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cudnn", None)
-    (row,) = measured("sparse_mla_backward", lambda package: package == operators.CUDNN)
+    (row,) = measured("sparse_mla_backward", lambda package: package == problem.CUDNN)
     assert row["missing"].startswith("needs nvidia-cudnn-frontend[cutedsl]: ") and "cudnn" in row["missing"]
     assert compare.problems_of([row]) == []
 

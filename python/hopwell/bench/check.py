@@ -9,7 +9,8 @@ from statistics import median
 from typing import Any
 
 from . import BadArgument
-from .operators import OPERATORS, Shape
+from .operators import OPERATORS
+from .problem import Shape
 
 AGAIN = 2  # times that a share is measured again before it counts as smaller; another process may have been at work
 SLOWER, OTHER_DEVICE = 1, 3  # exit statuses; 0: as recorded, 2: bad arguments

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
-from . import BadArgument, check, operators, record
+from . import BadArgument, check, record, scale
 from .compare import HEAD, Row, dump, measure, problems_of
-from .operators import DEVICE, OPERATORS, Operator, Shape
+from .operators import OPERATORS, Operator
+from .problem import Shape
 from .provenance import provenance
+from .scale import DEVICE
 
 NOISE = {"cuda": 0.15, "cpu": 0.4}  # docs/comparisons.md says where they are from
 PICTURES = (".svg", ".png", ".pdf")
@@ -143,7 +145,7 @@ def one_operator(name: str, shapes: list[Shape], path: Path, options: argparse.N
     """This process is one operator's."""
     torch.manual_seed(0)
     if options.dry_run:
-        operators.shrink()
+        scale.shrink()
     packages: Callable[[str], bool] | None = lambda package: options.peers or package == "torch"  # noqa: E731
     measure(name, shapes, options.rounds, None if options.alone else packages, lambda rows: keep(path, rows))
 

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
-from . import operators
-from .operators import DEVICE, OPERATORS, Call, Peer, Problem, Shape
+from . import scale
+from .operators import OPERATORS
+from .problem import Call, Peer, Problem, Shape
+from .scale import DEVICE
 
 Row = dict[str, Any]
 Work = Callable[[], object]
@@ -88,7 +90,7 @@ def prepared(call: Call, copies: int) -> tuple[Work, bool]:
 def seconds_in_turns(works: list[Work], rounds: int) -> list[list[float]]:
     """Of each, its time in every round; a round that warms up comes first."""
     times: list[list[float]] = [[] for _ in works]
-    other = torch.ones(int(operators.COLD_BYTES) // 4, device=DEVICE)
+    other = torch.ones(int(scale.COLD_BYTES) // 4, device=DEVICE)
     for round_ in range(rounds + 1):
         taken = []
         if DEVICE == "cpu":
@@ -118,8 +120,8 @@ def ceiling(problem: Problem) -> tuple[str, Work, float]:
     """Its name, its work, and what share of that work a call has to do at least."""
     if problem.operations:
         dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-        a, b, c = torch.randn(3, operators.PRODUCT, operators.PRODUCT, dtype=dtype, device=DEVICE).unbind()
-        return "matrix product", lambda: torch.mm(a, b, out=c), problem.operations / (2 * operators.PRODUCT**3)
+        a, b, c = torch.randn(3, scale.PRODUCT, scale.PRODUCT, dtype=dtype, device=DEVICE).unbind()
+        return "matrix product", lambda: torch.mm(a, b, out=c), problem.operations / (2 * scale.PRODUCT**3)
     numbers = max(1, round(problem.bytes / 4))
     memory = torch.ones(problem.copies, numbers, device=DEVICE)
     reading, _ = prepared(lambda i: memory[i].sum(), problem.copies)

@@ -1,0 +1,88 @@
+"""Every operator that `python -m hopwell.bench` compares, and the shapes that it is measured at.
+
+A function of these modules makes random inputs of one shape and gives Hopwell's call and those of the peers. Its
+arguments are the shape; their defaults are GPUs'.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..problem import Problem, Shape
+from .lightning_indexer import indexer_dense_loss, lightning_indexer, lightning_indexer_backward
+from .nvfp4 import nvfp4_dequantize, nvfp4_gemv, nvfp4_linear, nvfp4_matmul, nvfp4_quantize
+from .paged_attention import paged_attention
+from .sparse_mla import attention_distribution, normalize_l1, sparse_mla_backward, sparse_mla_forward
+
+
+@dataclass
+class Operator:
+    """Which shapes are measured where; what a shape does not name is the function's default."""
+
+    problem: Callable[..., Problem]
+    shapes: list[Shape]
+    on_cpu: list[Shape]
+    tiny: Shape = field(default_factory=dict)  # of --dry-run
+
+    def settings(self, shape: Shape) -> Shape:
+        """The whole shape."""
+        defaults = {name: p.default for name, p in inspect.signature(self.problem).parameters.items()}
+        return {**defaults, **shape}
+
+
+KEYS = [8192, 32768, 65536, 131072]
+BY_KEYS = [{"h_q": h_q, "s_kv": s_kv} for h_q in (128, 64) for s_kv in KEYS]
+LAYERS = [(28672, 4096), (7168, 16384), (8192, 8192), (4096, 7168), (7168, 2048), (1536, 7168)]
+TINY = {"s_q": 16, "h_q": 16, "s_kv": 256, "topk": 64}
+TINY_INDEX = {"s_q": 16, "s_kv": 256, "h": 4, "topk": 64, "d": 32}
+FEW_QUERIES = [{"s_q": 8}]
+OPERATORS = {
+    "sparse_mla_forward": Operator(sparse_mla_forward, [*BY_KEYS, {"h_q": 32}, {"h_q": 16}], FEW_QUERIES, TINY),
+    "sparse_mla_backward": Operator(sparse_mla_backward, BY_KEYS, FEW_QUERIES, TINY),
+    "attention_distribution": Operator(attention_distribution, BY_KEYS, FEW_QUERIES, TINY),
+    "lightning_indexer": Operator(
+        lightning_indexer,
+        [
+            {},
+            {"s_q": 16, "s_kv": 32768},
+            {"s_q": 1, "s_kv": 65536},
+            {"s_q": 2048, "s_kv": 32768},
+            {"s_q": 2048, "s_kv": 32768, "fp8": 1},
+        ],
+        [{"s_q": 8}],
+        TINY_INDEX,
+    ),
+    "lightning_indexer_backward": Operator(lightning_indexer_backward, [{}], [{"s_q": 8}], TINY_INDEX),
+    "indexer_dense_loss": Operator(
+        indexer_dense_loss, [{}], [{"s": 64}], {"s": 32, "h_q": 4, "h": 4, "d_qk": 64, "d": 32}
+    ),
+    "normalize_l1": Operator(normalize_l1, [{}], [{"rows": 1024}], {"rows": 16, "columns": 64}),
+    "paged_attention": Operator(
+        paged_attention,
+        [
+            {},
+            {"b": 32, "h_q": 16, "h_kv": 16, "d": 64},
+            {"context": 8192, "shortest": 128, "h_q": 16, "h_kv": 16, "d": 64},
+            {"context": 512, "longest": 65536, "h_q": 16, "h_kv": 16, "d": 64},
+            {"context": 512, "longest": 65536},
+            {"b": 1, "context": 32768, "h_q": 16, "h_kv": 16, "d": 64},
+            {"b": 1, "context": 1000, "h_q": 16, "h_kv": 16, "d": 64},
+            {"b": 16, "context": 8192, "h_kv": 8},
+        ],
+        [{"b": 8, "h_q": 16, "h_kv": 16, "d": 64}],
+        {"b": 2, "context": 64, "h_q": 4, "h_kv": 4, "d": 64},
+    ),
+    "nvfp4_linear": Operator(
+        nvfp4_linear,
+        [{"rows": rows, "k": k, "n": n} for rows, k in LAYERS for n in (1, 8, 16)]
+        + [{"rows": 28672, "k": 4096, "n": n} for n in (32, 64, 128)],
+        [{"rows": 7168, "k": 16384}, {"rows": 7168, "k": 2048, "n": 8}],
+        {"rows": 64, "k": 128, "n": 2},
+    ),
+    "nvfp4_gemv": Operator(nvfp4_gemv, [{}], [{"rows": 7168, "k": 4096}], {"rows": 64, "k": 128}),
+    "nvfp4_matmul": Operator(nvfp4_matmul, [{}], [{"m": 64, "n": 1024}], {"m": 16, "n": 32, "k": 128}),
+    "nvfp4_quantize": Operator(nvfp4_quantize, [{}], [{"rows": 1024}], {"rows": 16, "k": 128}),
+    "nvfp4_dequantize": Operator(nvfp4_dequantize, [{}], [{"rows": 1024}], {"rows": 16, "k": 128}),
+}
