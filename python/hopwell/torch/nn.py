@@ -274,6 +274,7 @@ class DSA(nn.Module):
         if mode not in get_args(Mode):
             raise ValueError(f"DSA: mode must be {' or '.join(map(repr, get_args(Mode)))}; got {mode!r}")
         if mode == "dense":
+            self.selected = None
             return self.mla.dense(x), None
         b, s, _ = x.shape
         q, kv = self.mla.project(x)
