@@ -167,9 +167,10 @@ def test_stages_train_what_they_should(tmp_path: Path) -> None:
         assert torch.equal(p, trainer.fork["model"][name]) == ("indexer" in name), name
 
 
-def test_sizes_of_the_gpu_run_in_bfloat16(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of", [model.GPU, model.LARGE])
+def test_sizes_of_the_gpu_run_in_bfloat16(tmp_path: Path, of: Any) -> None:
     """d_v 512 with d_rope 64, h_index 16, bfloat16: training, NVFP4 and generation, here on the CPU's operators."""
-    size = dataclasses.replace(model.GPU, vocabulary=300, context=32, layers=1, d_model=64, d_ff=64, topk=8)
+    size = dataclasses.replace(of, vocabulary=300, context=32, layers=1, d_model=64, d_ff=64, topk=8)
     trainer = make_trainer(12, size)
     trainer.run(tmp_path / "checkpoint.pt", Reporter(console()))
     before, _ = model.evaluate(trainer.model, trainer.windows, "sparse")
@@ -218,6 +219,8 @@ def test_interrupted_by_the_user(tmp_path: Path) -> None:
         (["--quick", "--resume"], "nothing to resume: runs/dsa_lm/checkpoint.pt does not exist"),
         (["--quick", "--resume", "--name", "broken"], "cannot resume from runs/broken/checkpoint.pt"),
         (["--quick", "--resume", "--name", "empty"], "cannot resume from runs/empty/checkpoint.pt: EOFError"),
+        (["--large"], "argument --large: expected a GPU that runs all of Hopwell's operators here; got none"),
+        (["--quick", "--large"], "argument --large: not allowed with argument --quick"),
         (["--quick", "--prompt", ""], "argument --prompt: expected 1 to 127 tokens; got 0"),
     ],
 )
@@ -229,6 +232,7 @@ def test_bad_input_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (tmp_path / "small.txt").write_text("too small a text\n" * 20)
     (tmp_path / "latin1.txt").write_bytes(b"caf\xe9 " * 100_000)
     (tmp_path / "empty").mkdir()
