@@ -332,7 +332,7 @@ std::vector<std::pair<std::string, DenseLoss>> problems() {
 DenseLoss problem_from(const Settings& settings) {
   Settings attention = settings;
   attention["s_q"] = attention["s_kv"] = attention["topk"] = settings.at("s");
-  attention["d_v"] = "1", attention["ascending"] = "0";
+  attention["d_v"] = "1", attention["ascending"] = attention["overlap"] = "0";
   DenseLoss p{.attention = sparse_mla_from(attention),
               .h_index = number(settings, "h_index"),
               .d_index = number(settings, "d_index"),

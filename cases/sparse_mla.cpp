@@ -31,6 +31,13 @@ void fill_indices(Array& indices, Random& random, const SparseMla& p) {
     std::swap(keys[static_cast<std::size_t>(i)], keys[static_cast<std::size_t>(i + random.below(p.s_kv - i))]);
     return keys[static_cast<std::size_t>(i)];
   };
+  const auto kept_or_another = [&](std::int64_t i) -> std::int64_t {  // the first of `keys` are the row before
+    if (i >= p.s_kv) return -1;
+    auto& key = keys[static_cast<std::size_t>(i)];
+    if (random.below(100) >= p.overlap && p.topk < p.s_kv)
+      std::swap(key, keys[static_cast<std::size_t>(p.topk + random.below(p.s_kv - p.topk))]);
+    return key;
+  };
   for (std::int64_t s = 0; s < p.s_q; ++s) {
     std::vector<std::int64_t> row(static_cast<std::size_t>(p.topk));
     for (std::size_t i = 0; i < row.size(); ++i) {
@@ -53,7 +60,8 @@ void fill_indices(Array& indices, Random& random, const SparseMla& p) {
         case SparseMla::Indices::kAscending:
         case SparseMla::Indices::kDistinct:
         case SparseMla::Indices::kAbsent:
-          row[i] = another(static_cast<std::int64_t>(i));
+          row[i] = s > 0 && p.overlap > 0 ? kept_or_another(static_cast<std::int64_t>(i))
+                                          : another(static_cast<std::int64_t>(i));
           break;
       }
     }
@@ -484,8 +492,8 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_query_problems(std::in
 }
 
 std::vector<std::pair<std::string, Settings>> sparse_mla_shapes() {
-  const Settings production = {{"dtype", "bf16"}, {"s_q", "16"},   {"s_kv", "8192"}, {"h_q", "128"},
-                               {"topk", "2048"},  {"d_qk", "576"}, {"d_v", "512"},   {"ascending", "0"}};
+  const Settings production = {{"dtype", "bf16"}, {"s_q", "16"},  {"s_kv", "8192"},   {"h_q", "128"},  {"topk", "2048"},
+                               {"d_qk", "576"},   {"d_v", "512"}, {"ascending", "0"}, {"overlap", "0"}};
   const auto with = [](Settings settings, const Settings& changes) {
     for (const auto& [key, value] : changes) settings[key] = value;
     return settings;
@@ -533,6 +541,7 @@ SparseMla sparse_mla_from(const Settings& settings) {
       .d_v = number(settings, "d_v"),
       .topk = number(settings, "topk"),
       .indices = number(settings, "ascending") != 0 ? SparseMla::Indices::kAscending : SparseMla::Indices::kDistinct,
+      .overlap = static_cast<int>(number(settings, "overlap")),
       .nan_elsewhere = false};
   p.sm_scale = static_cast<float>(1 / std::sqrt(static_cast<double>(std::max<std::int64_t>(p.d_qk, 1))));
   p.q_size = 1;

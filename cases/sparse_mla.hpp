@@ -31,6 +31,8 @@ struct SparseMla {
     kDistinct,   // all different, in random order, then -1
     kAbsent      // there are none: every visible key; topk must be s_kv
   } indices = Indices::kAny;
+  int overlap =
+      0;  // per cent of a row's keys that the next row has, too, if they are distinct; 0: rows are independent
   enum class Sink { kNone, kAny, kExtreme } sink = Sink::kNone;  // extreme: 0, +-inf, +-1e38 in turn
   bool lengths = false;                                          // topk_length below 0, 0 ... topk, beyond
   enum class Positions { kNone, kStart, kArray } positions = Positions::kNone;

@@ -33,7 +33,7 @@ void sparse_mla_forward_(handle q, handle kv, handle indices, handle sm_scale, h
 void sparse_mla_backward_(handle d_out, handle q, handle kv, handle indices, handle out, handle lse, handle sm_scale,
                           handle d_v, handle attn_sink, handle topk_length, handle q_positions, handle q_start,
                           handle kv_stride, handle k_start, handle k_end, handle deterministic, handle accumulate,
-                          handle indices_ascending, handle dq, handle dkv, handle d_sink, handle attn, handle backend,
+                          handle indices_ascending, handle share_keys, handle dq, handle dkv, handle d_sink, handle attn, handle backend,
                           handle stream) {
   Call call("sparse_mla_backward", backend, stream);
   SparseMlaBackwardArgs args{.d_out = call.input("d_out", d_out),
@@ -55,6 +55,7 @@ void sparse_mla_backward_(handle d_out, handle q, handle kv, handle indices, han
                              .deterministic = call.flag("deterministic", deterministic),
                              .accumulate = call.flag("accumulate", accumulate),
                              .indices_ascending = call.flag("indices_ascending", indices_ascending),
+                             .share_keys = call.flag("share_keys", share_keys),
                              .dq = call.output("dq", dq),
                              .dkv = call.output("dkv", dkv),
                              .d_sink = call.output("d_sink", d_sink),

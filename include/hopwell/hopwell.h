@@ -159,6 +159,10 @@ typedef struct hopwell_sparse_mla_backward_args {
   /** a hint: rows ascend (as the indexer's), so that no pass needs to order them. Rows that do not give the same
    * results, later. */
   bool indices_ascending HOPWELL_ZERO;
+  /** a hint: neighbouring queries select mostly the same keys, so that GPUs may take those with up to 32 heads together,
+   * over the union of their keys, where that is less work. dq may then differ in its last bits with the neighbours, and a
+   * NaN or infinity in a key reaches all queries that are taken together with one that selects it. */
+  bool share_keys HOPWELL_ZERO;
   /** output, like q [s_q, h_q, d_qk]; null: not needed */
   const DLTensor* dq HOPWELL_ZERO;
   /** output, fp32 or bf16, shape of kv; null: not needed */

@@ -132,6 +132,15 @@ void red_add_shared(uint32_t address, uint32_t value, const Site& site) {
   machine->store(address, machine->load<uint32_t>(address) + value);
 }
 
+uint32_t atomic_or_shared(uint32_t address, uint32_t bits, const Site& site) {
+  enter("atom.shared", site);
+  machine->require_shared(address, 4, 4, "the word");
+  machine->generic_access(*current, address, 4, Access::add, current->site);
+  const auto before = machine->load<uint32_t>(address);
+  machine->store(address, before | bits);
+  return before;
+}
+
 void write_shared(uint32_t address, uint32_t bytes, const void* value, const Site& site) {
   enter("st.shared", site);
   machine->require_shared(address, bytes, bytes, "the access");

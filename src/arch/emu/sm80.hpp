@@ -35,6 +35,7 @@ void red_add(float* pointer, const float* values, uint32_t count, const Site&);
 void read_shared(uint32_t address, uint32_t bytes, void* value, const Site&);  // any CTA of the cluster
 void write_shared(uint32_t address, uint32_t bytes, const void* value, const Site&);
 void red_add_shared(uint32_t address, uint32_t value, const Site&);
+uint32_t atomic_or_shared(uint32_t address, uint32_t bits, const Site&);
 
 // ---- cp.async ----
 void cp_async(uint32_t destination, const void* source, uint32_t bytes, uint32_t source_bytes, const Site&);

@@ -42,4 +42,17 @@ HOPWELL_DEVICE void red_add_shared(bool wanted, uint32_t address, uint32_t value
 #endif
 }
 
+/// atom.shared.or.b32: sets `bits` of the word at a shared address, in one piece, and returns what it was before. As to
+/// barriers: see red_add_shared. PTX: #parallel-synchronization-and-communication-instructions-atom
+HOPWELL_DEVICE uint32_t atomic_or_shared(uint32_t address, uint32_t bits,
+                                         [[maybe_unused]] Site site = Site::current()) {
+#if HOPWELL_ON_DEVICE
+  uint32_t before;
+  asm volatile("atom.relaxed.cta.shared::cta.or.b32 %0, [%1], %2;" : "=r"(before) : "r"(address), "r"(bits) : "memory");
+  return before;
+#else
+  return emu::atomic_or_shared(address, bits, site);
+#endif
+}
+
 }  // namespace hopwell::arch

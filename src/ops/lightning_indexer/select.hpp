@@ -123,24 +123,13 @@ HOPWELL_DEVICE ThreadDigits digits_of_thread(const SelectParams& p, int digits) 
 HOPWELL_DEVICE int sum_of_warps(const SelectStorage& s, int warps) {
   return tile::sum_of_warp(arch::lane_index() < warps ? s.of_warp[arch::lane_index()] : 0);
 }
-// The sum of x of the lanes before, and of this one.
-HOPWELL_DEVICE int sum_up_to_lane(int x) {
-  const int lane = arch::lane_index();
-  HOPWELL_UNROLL
-  for (int step = 1; step < 32; step *= 2) {
-    const int before = arch::shuffle(x, (lane - step) & 31);
-    x += lane >= step ? before : 0;
-  }
-  return x;
-}
-
 // The digit where the scores, counted from the highest digit down, become `wanted`. Clears the counts.
 HOPWELL_DEVICE void find_digit(const SelectParams& p, SelectStorage& s, int digits, int wanted) {
   const int lane = arch::lane_index(), warp = arch::warp_index();
   const ThreadDigits own = digits_of_thread(p, digits);
   int sum = 0;  // lanes begin at different digits, which are in different banks
   for (int i = 0; i < own.count; ++i) sum += int(s.words[own.first + ((i + lane) & (own.count - 1))]);
-  int up_to = sum_up_to_lane(sum);
+  int up_to = tile::sum_up_to_lane(sum);
   if (lane == 31) s.of_warp[warp] = up_to;
   arch::syncthreads();
   up_to += sum_of_warps(s, warp);
@@ -229,7 +218,7 @@ HOPWELL_DEVICE void write_keys(const SelectParams& p, const SelectStorage& s, co
   const int lane = arch::lane_index(), words = (keys.end - keys.begin + 31) / 32;
   for (int word = 0; word < words; word += 32) {
     uint32_t bits = word + lane < words ? s.words[first_word + word + lane] : 0;
-    const int count = std::popcount(bits), up_to_lane = sum_up_to_lane(count);
+    const int count = std::popcount(bits), up_to_lane = tile::sum_up_to_lane(count);
     for (int place = at + up_to_lane - count; bits != 0; place += kTogether) {
       int key[kTogether];
       float score[kTogether];

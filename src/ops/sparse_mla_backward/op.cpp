@@ -41,6 +41,7 @@ Problem check(const SparseMlaBackwardArgs& args) {
   p.sm_scale = args.sm_scale;
   p.deterministic = args.deterministic;
   p.indices_ascending = args.indices_ascending || args.indices == nullptr;
+  p.share_keys = args.share_keys;
   p.accumulate = args.accumulate;
   p.s_q = check["s_q"], p.s_kv = check["s_kv"], p.h_q = check["h_q"];
   p.d_qk = check["d_qk"], p.d_v = args.d_v, p.topk = check["topk"];

@@ -22,6 +22,7 @@ struct Problem {
   float sm_scale = 0;
   bool deterministic = false;
   bool indices_ascending = false;  // or so they say
+  bool share_keys = false;         // neighbouring queries may be taken together
   bool accumulate = false;         // dkv is there, fp32, and added into
   std::int64_t s_q = 0, s_kv = 0, h_q = 0, d_qk = 0, d_v = 0, topk = 0;
   runtime::Device device;

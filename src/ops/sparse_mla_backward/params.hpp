@@ -3,7 +3,7 @@
 
 #include "arch/sm80/convert.hpp"
 #include "ops/sparse_mla_backward/plan.hpp"
-#include "tile/gpu/entries.hpp"
+#include "tile/gpu/merge_rows.hpp"
 #include "tile/gpu/numbers.hpp"
 
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
@@ -16,6 +16,8 @@ inline constexpr int kDv = 512;  // columns of keys that are values too
 
 struct Params {
   tile::SelectionParams selection;
+  tile::MergedRows merged;  // which queries are this kernel's
+  const uint8_t* holders;   // of merged rows: which members have a key
   const bf16 *q, *kv;       // [s_q, h_q, d_qk], [s_kv, d_qk]
   const bf16 *out, *d_out;  // [s_q, h_q, 512]
   const float *lse, *sink;  // [s_q, h_q], [h_q] or null
@@ -29,6 +31,7 @@ struct Params {
   int64_t q_stride_s, q_stride_h, out_stride_s, out_stride_h, d_out_stride_s, d_out_stride_h;  // elements
   int64_t lse_stride_s, lse_stride_h, sink_stride, dq_stride_s, dq_stride_h, attn_stride;
   int kv_stride, dkv_stride;
+  int heads_of_member;                     // h_q, but for groups
   int h_q, first_head, head_blocks;        // first_head, head_blocks and what follows: of a MainPass
   bool prefetches_sums;                    // to L2
   int wave, pace_slack;                    // CTAs that run at a time, and how far they may be apart: pacing.hpp
@@ -64,6 +67,7 @@ inline Params params_of(const Problem& problem, const Plan& plan) {
   p.sink_stride = problem.attn_sink.stride[0], p.attn_stride = problem.attn.stride[0];
   p.dq_stride_s = problem.dq.stride[0], p.dq_stride_h = problem.dq.stride[1];
   p.kv_stride = static_cast<int>(problem.kv.stride[0]), p.h_q = static_cast<int>(problem.h_q);
+  p.heads_of_member = p.h_q;
   p.sm_scale = problem.sm_scale, p.scale_log2 = problem.sm_scale * tile::kLog2E;
   if (plan.paces) p.progress = scratch<uint32_t>(problem, workspace.progress), p.pace_slack = plan.pace_slack;
   if (problem.d_sink) p.sink_parts = scratch<float>(problem, workspace.sink_parts);
@@ -79,8 +83,42 @@ inline Params params_of(const Problem& problem, const Plan& plan) {
   return p;
 }
 
+// How rows are merged. Groups pay where a step of the kernel for groups times the union's keys is less than a step of the
+// kernel for what is left times all entries.
+inline tile::MergeParams merge_params_of(const Problem& problem, const Plan& plan) {
+  constexpr float kWorthIt = 0.84F;  // the time of 16 heads over that of 64
+  return {tile::params_of(problem.selection),
+          plan.groups.members,
+          scratch<int>(problem, plan.workspace.merged_rows),
+          scratch<uint8_t>(problem, plan.workspace.holders),
+          scratch<int>(problem, plan.workspace.merged_lengths),
+          kWorthIt};
+}
+
+// A group's rows of q, out and so on lie as those of one query with the heads of all members.
+inline void take_groups(Params& p, const Problem& problem, const Plan& plan) {
+  const int members = plan.groups.members;
+  const tile::MergeParams rows = merge_params_of(problem, plan);
+  p.selection = tile::merged_rows_of(rows), p.holders = rows.holders;
+  p.merged = {rows.lengths, 1, plan.groups.whole_tiles, true};
+  for (auto [stride_s, stride_h] : {std::pair{&p.q_stride_s, &p.q_stride_h},
+                                    {&p.out_stride_s, &p.out_stride_h},
+                                    {&p.d_out_stride_s, &p.d_out_stride_h},
+                                    {&p.lse_stride_s, &p.lse_stride_h},
+                                    {&p.dq_stride_s, &p.dq_stride_h}}) {
+    if (p.h_q == 1) *stride_h = *stride_s;
+    *stride_s *= members;
+  }
+  p.h_q *= members;
+  if (p.progress) ++p.progress;
+}
+
 // The same for one pass.
-inline Params params_of(Params p, const MainPass& pass) {
+inline Params params_of(Params p, const Problem& problem, const Plan& plan, const MainPass& pass) {
+  if (plan.groups.whole_tiles > 0)
+    p.merged = {scratch<int>(problem, plan.workspace.merged_lengths), plan.groups.members, plan.groups.whole_tiles,
+                false};
+  if (pass.members > 1) take_groups(p, problem, plan);
   p.first_head = pass.first_head, p.head_blocks = pass.head_blocks;
   p.whole_tiles = pass.whole_tiles, p.slices = pass.slices, p.slice_entries = pass.slice_entries;
   return p;

@@ -13,6 +13,7 @@ struct MainKernels {
   int single_heads;                    // heads of a query, on one CTA
   int pair_heads = 0;                  // heads of a query, on a cluster of two CTAs; 0: there are no such kernels
   bool pair_adds_fixed_point = false;  // otherwise deterministic calls take all heads by the single kernel
+  bool merges_rows = false;            // there are kernels for groups of queries: tile/gpu/merge_rows.hpp
 };
 
 // Where the main kernels add to dkv.
@@ -36,6 +37,7 @@ struct WorkTile {
 struct MainPass {
   int heads = 0, ctas = 1;  // of a tile
   int first_head = 0, head_blocks = 0;
+  int members = 1;  // queries that are taken as one with all of their heads: a group
   int whole_tiles = 0, sliced_tiles = 0, slices = 1, slice_entries = 0;
 
   [[nodiscard]] int clusters() const { return whole_tiles + sliced_tiles * slices; }
@@ -52,12 +54,13 @@ HOPWELL_HOST_DEVICE WorkTile work_tile_of(const Pass& pass, int cluster, int hea
 
 // Offsets in bytes of what lies in the workspace.
 struct Workspace {
-  std::size_t dkv = 0;                             // sums, if not in the output: 4 bytes an element
-  std::size_t scale = 0, largest = 0, count = 0;   // [s_kv]: the bounds of fixed-point sums
-  std::size_t sink_parts = 0;                      // [s_q, h_q]
-  std::size_t rows = 0, sources = 0, lengths = 0;  // of rows in order, see passes/order_rows.hpp
-  std::size_t progress = 0;                        // steps that CTAs have made
-  std::size_t dq_slices = 0;                       // of either kernel, one after the other
+  std::size_t dkv = 0;                                           // sums, if not in the output: 4 bytes an element
+  std::size_t scale = 0, largest = 0, count = 0;                 // [s_kv]: the bounds of fixed-point sums
+  std::size_t sink_parts = 0;                                    // [s_q, h_q]
+  std::size_t rows = 0, sources = 0, lengths = 0;                // of rows in order, see passes/order_rows.hpp
+  std::size_t merged_rows = 0, holders = 0, merged_lengths = 0;  // of groups, see tile/gpu/merge_rows.hpp
+  std::size_t progress = 0;                                      // steps that CTAs have made; and those with groups
+  std::size_t dq_slices = 0;                                     // of either kernel, one after the other
   std::size_t bytes = 0;
 };
 
@@ -74,6 +77,7 @@ struct Plan {
   bool paces = false;            // … and at one speed: pacing.hpp
   int pace_slack = 0;            // steps that a CTA may be ahead
   bool prefetches_sums = false;  // to L2, a step ahead
+  MainPass groups;               // of queries whose rows are merged; without tiles if there are none
   MainPass pairs, singles;
   Workspace workspace;
 };

@@ -98,7 +98,8 @@ HOPWELL_DEVICE void prepare_heads(const Params& p, HeadValues<kHeads>& values, c
   const int heads = p.h_q - work.first_head < kHeads ? p.h_q - work.first_head : kHeads;
   const int head = work.first_head + row;
   const float lse = row < heads ? p.lse[work.query * p.lse_stride_s + head * p.lse_stride_h] * tile::kLog2E : INFINITY;
-  const float sink = row < heads && p.sink ? p.sink[head * p.sink_stride] * tile::kLog2E : -INFINITY;
+  const float sink =
+      row < heads && p.sink ? p.sink[head % p.heads_of_member * p.sink_stride] * tile::kLog2E : -INFINITY;
   float delta = delta_of_heads<kHeads, kWarps>(p, work, heads, warp, lane);
   if (row < kHeads) {
     float kept = 1, shift = lse, taken = 0;

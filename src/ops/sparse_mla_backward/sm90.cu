@@ -14,12 +14,14 @@ Plan plan_of(const Problem& problem) {
   return make_plan(problem, {.keys = Config::kKeys,
                              .single_heads = Config::kHeads,
                              .pair_heads = PairConfig::kHeads,
-                             .pair_adds_fixed_point = false});
+                             .pair_adds_fixed_point = false,
+                             .merges_rows = true});
 }
 
 void launch(const Problem& problem, Stream stream) {
   const Plan plan = plan_of(problem);
   run_call(problem, plan, kBackend, stream, [&] {
+    launch_groups(problem, plan, stream);
     launch_pairs(problem, plan, stream);
     launch_singles(problem, plan, stream);
   });

@@ -44,6 +44,17 @@ HOPWELL_DEVICE float max_of_quad(float x) { return reduce<1, 2>(x, Larger{}); }
 /// Over the eight lanes that have the same place in their quads: the same columns of other rows.
 HOPWELL_DEVICE float sum_of_column(float x) { return reduce<4, 16>(x, Plus{}); }
 
+/// The sum of x of the lanes before, and of this one.
+HOPWELL_DEVICE int sum_up_to_lane(int x) {
+  const int lane = arch::lane_index();
+  HOPWELL_UNROLL
+  for (int step = 1; step < 32; step *= 2) {
+    const int before = arch::shuffle(x, (lane - step) & 31);
+    x += lane >= step ? before : 0;
+  }
+  return x;
+}
+
 /// Two lanes that are `distance` apart add their 2 · width numbers; each keeps the sums of one half, in x[0 … width − 1],
 /// the lane whose number is higher (`upper`) those of the upper half.
 template <int kCount>

@@ -51,6 +51,19 @@ __global__ void shared_sums(const uint32_t* in, uint32_t* out) {
   if (t < 32) out[t] = s.words[t];
 }
 
+// Many lanes set bits of one word; who finds its bit set depends on time, how many do does not.
+__global__ void shared_bits(const uint32_t* in, uint32_t* out) {
+  auto& s = dynamic_smem<Shared>();
+  const int t = thread_index();
+  if (t < 32) s.words[t] = 0;
+  syncthreads();
+  const uint32_t base = shared_address(s.words), bit = 1u << in[t] % 32;
+  const bool late = atomic_or_shared(base + 4 * (in[t] / 32 % 4), bit) & bit;
+  red_add_shared(late, base + 64, 1);
+  syncthreads();
+  if (t < 32) out[t] = s.words[t];
+}
+
 template <bool kBf16>
 __global__ void mma(const uint32_t* in, uint32_t* out) {
   const int t = thread_index();
@@ -240,6 +253,7 @@ void add_sm80_cases(std::vector<Case>& cases) {
   add("named_barriers", "barrier_sync barrier_arrive", Inputs::bits, Compare::bits, 96, 96, named_barriers, 64);
   add("reductions", "red_add red_max atomic_add", Inputs::integers, Compare::bits, 128, 12, reductions, 128);
   add("shared_sums", "red_add_shared", Inputs::bits, Compare::bits, 128, 32, shared_sums, 128);
+  add("shared_bits", "atomic_or_shared red_add_shared", Inputs::bits, Compare::bits, 128, 32, shared_bits, 128);
   add("special_sums", "red_add", Inputs::float_small, Compare::bits, 512, 256, special_sums, 256);
   add("conversions", "pack_bf16 pack_fp16 to_float to_bf16 round_to_int max_nan", Inputs::float_wide, Compare::bits,
       512, 1536, conversions, 256);

@@ -34,7 +34,7 @@ inline ClearParams attn_sums_of(const Problem& problem, const Plan& plan) {
 
 // Clears all of them but those that order_rows clears on the way.
 inline void clear_sums(const Problem& problem, const Plan& plan, Stream stream) {
-  if (plan.paces) clear({scratch<uint32_t>(problem, plan.workspace.progress), 1, 1, 1}, problem.device, stream);
+  if (plan.paces) clear({scratch<uint32_t>(problem, plan.workspace.progress), 1, 2, 2}, problem.device, stream);
   if (plan.orders_rows) return;
   clear(attn_sums_of(problem, plan), problem.device, stream);
   clear(dkv_sums_of(problem, plan), problem.device, stream);

@@ -6,8 +6,9 @@
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 
 struct DqSlicesParams {
-  const float* slices;  // [tiles, slices, heads of a tile, d_qk]
-  bf16* dq;             // [s_q, h_q, d_qk]
+  tile::MergedRows merged;  // which queries the slices are of
+  const float* slices;      // [tiles, slices, heads of a tile, d_qk]
+  bf16* dq;                 // [s_q, h_q, d_qk]
   int64_t stride_s, stride_h;
   int first_tile, first_head, head_blocks, heads;  // head_blocks: tiles of a query, of so many heads each
   int count, h_q, d_qk;                            // count: slices of a tile
@@ -17,7 +18,7 @@ struct DqSlicesParams {
 __global__ void __launch_bounds__(kPassThreads) sum_dq_slices(const __grid_constant__ DqSlicesParams p) {
   const int at = arch::block_index() / p.heads, row = arch::block_index() % p.heads, tile = p.first_tile + at;
   const int head = p.first_head + tile % p.head_blocks * p.heads + row;
-  if (head >= p.h_q) return;
+  if (head >= p.h_q || !p.merged.wants(tile / p.head_blocks)) return;
   bf16* target = p.dq + tile / p.head_blocks * p.stride_s + head * p.stride_h;
   for (int column = arch::thread_index(); column < p.d_qk; column += kPassThreads) {
     float sum = 0;
@@ -29,7 +30,8 @@ __global__ void __launch_bounds__(kPassThreads) sum_dq_slices(const __grid_const
 
 inline void finish_dq(const Problem& problem, const Plan& plan, const MainPass& pass, Stream stream) {
   if (!problem.dq || pass.sliced_tiles == 0) return;
-  const DqSlicesParams p{scratch<float>(problem, plan.workspace.dq_slices),
+  const DqSlicesParams p{params_of({}, problem, plan, pass).merged,
+                         scratch<float>(problem, plan.workspace.dq_slices),
                          problem.dq.as<bf16>(),
                          problem.dq.stride[0],
                          problem.dq.stride[1],

@@ -16,7 +16,7 @@ void launch_main(const Problem& problem, const Plan& plan, const MainPass& pass,
                                 .threads = threads,
                                 .cluster = ctas,
                                 .shared_bytes = shared_bytes};
-  static_cast<Params&>(p) = params_of(params_of(problem, plan), pass);
+  static_cast<Params&>(p) = params_of(params_of(problem, plan), problem, plan, pass);
   // A CTA fills an SM; clusters may leave some of them empty.
   if (plan.paces)
     p.wave = ctas == 1 ? problem.device.sms : pass.ctas * runtime::clusters_that_fit<kKernel>(problem.device, shape);

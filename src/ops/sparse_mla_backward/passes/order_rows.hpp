@@ -26,8 +26,9 @@ struct OrderParams {
   int* rows;          // [s_q, topk]: the keys of valid entries by ranges; within one in the order of their entries
   uint16_t* sources;  // [s_q, topk]: the entries that they come from; or null
   int* lengths;       // [s_q]: how many
-  ClearParams sums;   // zeros, 16 bytes at a time: memory has little to do while rows are put in order
-  ClearParams attn;   // the same; a row for each query; or no rows
+  tile::MergedRows merged;  // which rows are wanted
+  ClearParams sums;         // zeros, 16 bytes at a time: memory has little to do while rows are put in order
+  ClearParams attn;         // the same; a row for each query; or no rows
 };
 
 // What of the rows this CTA clears.
@@ -115,6 +116,7 @@ __global__ void __launch_bounds__(kOrderThreads) order_row(const __grid_constant
   clear_some_rows(p.sums);
   for (int64_t i = t; i < p.attn.words && query < p.attn.rows; i += kOrderThreads)
     p.attn.data[query * p.attn.stride + i] = 0;
+  if (!p.merged.wants(query)) return;
   const Entries entries = tile::entries_of(p.selection, query);
   const int rounds = (entries.length + kOrderThreads - 1) / kOrderThreads, bits = std::bit_width(entries.visible.end());
   int valid = 0;
@@ -148,6 +150,7 @@ inline void order_rows(const Problem& problem, const Plan& plan, Stream stream) 
                       scratch<int>(problem, workspace.rows),
                       attn.data ? scratch<uint16_t>(problem, workspace.sources) : nullptr,
                       scratch<int>(problem, workspace.lengths),
+                      params_of({}, problem, plan, plan.singles).merged,
                       dkv_sums_of(problem, plan),
                       attn};
   runtime::launch(kName, order_row, shape_of_ctas(problem.s_q, kOrderThreads, sizeof(OrderStorage)), stream, p);

@@ -21,6 +21,9 @@
 //
 // Keys of invalid entries are −1: their rows are zeros, nothing is added for them, and the exponent is clamped, so that
 // 0 · P is 0. Heads beyond h_q have Q = dO = 0 and lse = +inf.
+//
+// kMerged: the tile is a group of neighbouring queries with few heads, the keys are the union of theirs
+// (tile/gpu/merge_rows.hpp), and P is 0 where a query does not hold the key.
 #pragma once
 
 #include <cmath>
@@ -39,6 +42,7 @@ struct SharedStorage {
   float head_sums[4][Config::kKeys];  // of attn, by warp
   int key[2][Config::kKeys];          // of this step and the next; -1 where there is none
   int last_valid[Config::kWarps];
+  uint16_t holders[2][Config::kKeys / 2];  // of the keys of this step and the next, a byte each; where rows are merged
 };
 static_assert(sizeof(SharedStorage<576>) <= arch::sm90::kMaxSharedBytes);
 
@@ -70,6 +74,16 @@ HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, const int (&
     if (kHasMiddle<kDqk> && chunk / 4 == kHalf)
       arch::cp_async(target + 4 * tile::kPanelBytes + swizzled_middle(row, chunk), source + 64 * 4, bytes);
   }
+}
+
+// Who holds one of a step's keys, for thread t of the first 64.
+HOPWELL_DEVICE uint8_t load_holders(const Params& p, const Entries& entries, int step, int t) {
+  const int at = step * Config::kKeys + t;
+  return t < Config::kKeys && at < entries.length ? p.holders[entries.row - p.selection.indices + at] : uint8_t{0};
+}
+HOPWELL_DEVICE void publish_holders(uint16_t (&holders)[2][Config::kKeys / 2], uint8_t of_key, int step, int t) {
+  if (t < Config::kKeys) reinterpret_cast<uint8_t*>(holders[step % 2])[t] = of_key;
+  arch::syncwarp();  // kept: lanes branched off
 }
 
 // Brings the same half of the rows of sums to L2 before they are added to. Not within `gather`: the test alone costs
@@ -127,11 +141,12 @@ HOPWELL_DEVICE void finish_tile(const Params& p, SharedStorage<kDqk>& s, const f
 }
 
 // Half 0: S, just multiplied, to P, and the sums over heads. Half 1: dP to dS.
-template <int kHalf, bool kAttn, class Storage>
-HOPWELL_DEVICE void finish_scores(const Params& p, Storage& s, float (&acc)[32], int step, int t) {
+template <int kHalf, bool kAttn, bool kMerged, class Storage>
+HOPWELL_DEVICE void finish_scores(const Params& p, Storage& s, float (&acc)[32], const HeldKeys& held, int step,
+                                  int t) {
   if constexpr (kHalf == 0) {
     if (step > 0) arch::barrier_sync(kPEmpty, 256);
-    store_p<kAttn>(p, acc, s.heads, s.p, t);
+    store_p<kAttn, kMerged>(p, acc, s.heads, s.p, t, held);
     arch::fence_proxy_async();
     arch::barrier_arrive(kPFull, 256);
     if constexpr (kAttn) sum_heads(acc, s.head_sums, t);
@@ -145,7 +160,7 @@ HOPWELL_DEVICE void finish_scores(const Params& p, Storage& s, float (&acc)[32],
 }
 
 // Both halves: S or dP; their columns of dQ and of the next keys; two panels of dKV.
-template <int kDqk, int kHalf, int kHeadSteps, bool kFixed, bool kAttn>
+template <int kDqk, int kHalf, int kHeadSteps, bool kFixed, bool kAttn, bool kMerged>
 HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const WorkTile& work, const Entries& entries) {
   const int steps = steps_of(entries);
   float dq[128] = {}, middle[16] = {};
@@ -158,8 +173,10 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const WorkTil
       multiply_scores<Config::kPanelsV, kHasMiddle<kDqk>>(acc, s.d_out, s.keys);
     arch::wgmma_commit();
     const int t = arch::thread_index_anew() % 128;
+    HeldKeys held = {};
+    if constexpr (kMerged && kHalf == 0) load_held_keys(held, s.holders[step % 2], p.heads_of_member, t);
     arch::wgmma_wait<0>(acc);
-    finish_scores<kHalf, kAttn>(p, s, acc, step, t);
+    finish_scores<kHalf, kAttn, kMerged>(p, s, acc, held, step, t);
     arch::barrier_sync(kDsFull, 256);
     arch::wgmma_fence();  // kept: nothing has touched dq since the fence above; each batch begins with one
     multiply_dq<kHasMiddle<kDqk>>(dq, middle, s.ds, s.keys[kFirstPanel<kDqk, kHalf>],
@@ -167,9 +184,12 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const WorkTil
     arch::wgmma_commit();
     int keys[4];
     load_keys(keys, entries, step + 1, t);
+    uint8_t holders = 0;
+    if constexpr (kMerged && kHalf == 0) holders = load_holders(p, entries, step + 1, t);
     arch::wgmma_wait<0>(dq, middle);
     if (step + 1 < steps) {
       gather<kDqk, kHalf>(p, s, keys, step + 1, t);
+      if constexpr (kMerged && kHalf == 0) publish_holders(s.holders, holders, step + 1, t);
       arch::cp_async_commit();
       if (p.prefetches_sums) prefetch_sums<kDqk, kHalf>(p, keys, t);
     }
@@ -243,7 +263,7 @@ HOPWELL_DEVICE void scatter(const Params& p, SharedStorage<kDqk>& s, const Entri
 // ---- before the first step
 
 // Q, dO, the first keys, and what the heads need. Returns the entries up to the last valid one.
-template <int kDqk, bool kAttn>
+template <int kDqk, bool kAttn, bool kMerged>
 HOPWELL_DEVICE Entries prepare(const Params& p, SharedStorage<kDqk>& s, const WorkTile& work) {
   Entries entries = entries_of(p, work);
   const int t = arch::thread_index() % 128, heads = p.h_q - work.first_head;
@@ -252,6 +272,7 @@ HOPWELL_DEVICE Entries prepare(const Params& p, SharedStorage<kDqk>& s, const Wo
   load_entries<Config::kThreads>(batch, entries, arch::thread_index());
   if (arch::warpgroup_index() == 0) gather<kDqk, 0>(p, s, keys, 0, t);
   if (arch::warpgroup_index() == 1) gather<kDqk, 1>(p, s, keys, 0, t);
+  if (kMerged && arch::warpgroup_index() == 0) publish_holders(s.holders, load_holders(p, entries, 0, t), 0, t);
   load_heads<kDqk>(in_panels(s.q), p.q + work.query * p.q_stride_s + work.first_head * p.q_stride_h, p.q_stride_h,
                    heads);
   load_heads<kDv>(in_panels(s.d_out), p.d_out + work.query * p.d_out_stride_s + work.first_head * p.d_out_stride_h,
@@ -271,19 +292,24 @@ HOPWELL_DEVICE Entries prepare(const Params& p, SharedStorage<kDqk>& s, const Wo
 HOPWELL_DEVICE WorkTile work_of(const Params& p) { return work_tile_of(p, arch::block_index(), Config::kHeads); }
 
 // kHeadSteps: of 16 heads, where h_q may be fewer than 64.
-template <int kDqk, int kHeadSteps, bool kFixed, bool kAttn>
+template <int kDqk, int kHeadSteps, bool kFixed, bool kAttn, bool kMerged = false>
 __global__ void __launch_bounds__(Config::kThreads, 1) single_kernel(const __grid_constant__ Params p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<SharedStorage<kDqk>>();
   const WorkTile work = work_of(p);
-  const Entries entries = prepare<kDqk, kAttn>(p, s, work);
+  if (!p.merged.wants(work.query)) {  // to the others it has made all its steps
+    const bool paced = p.progress && int(arch::block_index()) < p.whole_tiles;
+    count_missing_steps<Config::kKeys>(p, paced, 0, arch::thread_index());
+    return;
+  }
+  const Entries entries = prepare<kDqk, kAttn, kMerged>(p, s, work);
   const auto role = Role(arch::warpgroup_index());
   if (role == Role::scores_low_columns) {
     arch::setmaxnreg_inc<Config::kScoreRegisters>();
-    score<kDqk, 0, kHeadSteps, kFixed, kAttn>(p, s, work, entries);
+    score<kDqk, 0, kHeadSteps, kFixed, kAttn, kMerged>(p, s, work, entries);
   } else if (role == Role::scores_high_columns) {
     arch::setmaxnreg_inc<Config::kScoreRegisters>();
-    score<kDqk, 1, kHeadSteps, kFixed, kAttn>(p, s, work, entries);
+    score<kDqk, 1, kHeadSteps, kFixed, kAttn, kMerged>(p, s, work, entries);
   } else {
     arch::setmaxnreg_dec<Config::kScatterRegisters>();
     scatter<kDqk, kHeadSteps, kFixed>(p, s, entries);
@@ -305,6 +331,14 @@ void launch_single(const Problem& problem, const Plan& plan, Stream stream) {
   else
     launch_main<single_kernel<kDqk, kHeadSteps, false, false>>(problem, plan, plan.singles, Params{}, Config::kThreads,
                                                                kBytes, stream);
+}
+
+inline void launch_groups(const Problem& problem, const Plan& plan, Stream stream) {
+  const auto launch = [&]<int kDqk>() {
+    launch_main<single_kernel<kDqk, 4, false, false, true>>(problem, plan, plan.groups, Params{}, Config::kThreads,
+                                                            sizeof(SharedStorage<kDqk>), stream);
+  };
+  problem.d_qk == 576 ? launch.operator()<576>() : launch.operator()<512>();
 }
 
 inline void launch_singles(const Problem& problem, const Plan& plan, Stream stream) {

@@ -159,10 +159,25 @@ HOPWELL_DEVICE uint32_t matrix_offset(const MatrixLane& lane, int j) {
   return tile::swizzled(lane.row, j + lane.chunk);
 }
 
-// Scores to P in shared memory; with attn, `acc` keeps exp(score − lse).
-template <bool kAttn>
+// Of a group of queries, whose rows are merged: for a thread's rows of P, t % 32 / 4 and 8 more of its warp's 16, a bit
+// for each of its columns, whether the row's query holds the key.
+using HeldKeys = uint32_t[2];
+HOPWELL_DEVICE void load_held_keys(HeldKeys& held, const uint16_t (&holders)[Config::kKeys / 2], int heads_of_member,
+                                   int t) {
+  const int row = t / 32 * 16 + t % 32 / 4, member[2] = {row / heads_of_member, (row + 8) / heads_of_member};
+  held[0] = held[1] = 0;
+  HOPWELL_UNROLL
+  for (int j = 0; j < 8; ++j) {
+    const uint32_t of_two_keys = holders[4 * j + (t & 3)];
+    HOPWELL_UNROLL
+    for (int i = 0; i < 4; ++i) held[i / 2] |= (of_two_keys >> (member[i / 2] + 8 * (i % 2)) & 1) << (2 * j + i % 2);
+  }
+}
+
+// Scores to P in shared memory; with attn, `acc` keeps exp(score − lse). kMerged: only where the query holds the key.
+template <bool kAttn, bool kMerged = false>
 HOPWELL_DEVICE void store_p(const Params& p, float (&acc)[32], const HeadValues<Config::kHeads>& heads,
-                            const Panel& target, int t) {
+                            const Panel& target, int t, const HeldKeys& held = {}) {
   const auto &shift = heads.shift, &kept = heads.kept;
   const int row = t / 32 * 16 + t % 32 / 4;
   const float shift0 = shift[row], shift1 = shift[row + 8];
@@ -171,6 +186,7 @@ HOPWELL_DEVICE void store_p(const Params& p, float (&acc)[32], const HeadValues<
   for (int e = 0; e < 32; ++e) {
     const float x = acc[e] * p.scale_log2 - (e & 2 ? shift1 : shift0);
     acc[e] = arch::exp2_approx(x > Config::kLargestExponent ? Config::kLargestExponent : x);  // a NaN stays
+    if (kMerged && !(held[e >> 1 & 1] >> (e / 4 * 2 + (e & 1)) & 1)) acc[e] = 0;
   }
   HOPWELL_UNROLL
   for (int j = 0; j < 8; j += 2) {
