@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import json
 import sys
@@ -68,6 +69,7 @@ def peers_that_failed(operator: str) -> dict[str, str]:
     }
 
 
+@functools.cache
 def default_shapes() -> dict[str, dict[str, int]]:
     """The shapes that hopwell.bench takes where a row names none: the defaults of its functions."""
     trees = [ast.parse(path.read_text()) for path in sorted((BENCH / "operators").glob("*.py"))]
