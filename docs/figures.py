@@ -359,6 +359,20 @@ def calls() -> str:
     return table(["call", "CPU", "H200"], rows) + made
 
 
+def thread_pools() -> str:
+    """What benchmarks/thread_pools.py measured, a table for each machine that has a record of it."""
+    text = ""
+    for path in sorted(records.FOLDER.parent.glob("*/thread_pools.json")):
+        record = records.read(f"../{path.parent.name}/thread_pools")
+        figures = ("median_us", "mean_us", "us_99", "largest_us")
+        rows = [[row["line"], row["call"], *(f"{row[name]:,.0f}" for name in figures)] for row in record["results"]]
+        text += table(["in turns", "call", "median, µs", "mean", "99 %", "largest"], rows)
+        text += made_by("benchmarks/thread_pools.py", [record]).rstrip()
+        low, high = min(record["load"]), max(record["load"])
+        text += f" Load {low:.1f} to {high:.1f} on {record['processors']} processors.\n\n"
+    return text
+
+
 def decode() -> str:
     """What benchmarks/decode.py measured."""
     record = records.read("decode")
@@ -424,6 +438,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
         training_step_parts,
         warm_up,
         calls,
+        thread_pools,
         decode,
         limits,
         model_counts,
