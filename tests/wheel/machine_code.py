@@ -12,7 +12,7 @@ from pathlib import Path
 MOST_BYTES = 60e6
 # 8.0's code runs on 8.6 and 8.9, that of 10.0 on 10.3; sm90.cu is for 9.0a, sm100.cu for the family 10.0f.
 MACHINE_CODE, PTX = {80, 90, 100, 120}, {80, 90, 100}
-# How nvcc lays these out (cuobjdump lists the same): a header with a number, its own size and that of what follows; then
+# How nvcc lays these out (cuobjdump lists the same): a header with a number, its own size and that of the rest; then
 # entries, each with its kind, its header's size, its own size and the GPU.
 MAGIC, HEADER, ENTRY, GPU = struct.pack("<I", 0xBA55ED50), struct.Struct("<IHHQ"), struct.Struct("<HHIQ"), 28
 KINDS = {1: "PTX", 2: "machine code"}
