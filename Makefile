@@ -3,7 +3,7 @@
 # make nightly  kernels on the emulator under many schedules (SCHEDULES times those of make test), then the fuzzer of all operators for an
 #               hour (FUZZ_SECONDS), under AddressSanitizer
 # make wheel    dist/: a wheel that needs no compiler and the source archive; make release adds checksums
-# make test-wheel   tries the wheel in an empty environment, a clean Debian and on emulated old processors; test-wheel-torch beside two
+# make test-wheel   tries the wheel: its code for GPUs, an empty environment, a clean Debian, emulated old processors; test-wheel-torch beside two
 #               PyTorch versions (gigabytes), test-sdist builds the source archive as pip does, without nvcc and with it
 # make setup    tools and dependencies: Debian packages and .venv; nothing to do the second time
 # make build    the library and the command (build/), the Python package (into .venv)

@@ -1,8 +1,9 @@
 """The emulator's model of time: what it says of the kernels for Blackwell, and how right it is about those for Hopper.
 
-    python benchmarks/model.py blackwell                  the table of docs/performance/blackwell.md
-    python benchmarks/model.py hopper                     the tables of docs/performance/model.md, against the record
-    python benchmarks/model.py counters --json FILE       that record; needs a Hopper GPU, `ncu`, leave to read counters
+    python benchmarks/model.py count                      counts on the emulator: benchmarks/results/emulator
+    python benchmarks/model.py blackwell                  the table of docs/performance/blackwell.md, from the records
+    python benchmarks/model.py hopper                     the tables of docs/performance/model.md, from the records
+    python benchmarks/model.py counters --json FILE       the card's record; needs a Hopper GPU, `ncu`, leave to use it
 
 A query of two lengths is counted, one CTA (or cluster) doing all of it. What more keys cost, for each 64 of them, is
 the cost of a step; what is left is a query's cost whatever its length. `counters` profiles one launch of the same
@@ -26,12 +27,16 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-RECORD = ROOT / "benchmarks/results/h200/model.json"
+RESULTS = ROOT / "benchmarks" / "results"
+COUNTERS, COUNTS = "h200/model.json", "emulator"  # the card's record; the folder of the emulator's, a file for each GPU
 SHORT, LONG, STEP = 1024, 2048, 64  # keys
 QUERIES, SMS = 4096, 132  # of the record
 BYTES_A_CYCLE = 128  # of shared memory's banks
 
 UNITS = ["tensor pipe", "shared memory", "gather", "additions"]
+
+Model = dict[str, Any]  # what the emulator says of a launch
+Table = tuple[list[str], list[list[str]]]  # its head and its rows
 
 
 @dataclass
@@ -78,7 +83,7 @@ METRICS = {
 KERNELS = "^(kernel|single_kernel|pair_kernel)$"  # the operators' own, not the passes before and behind
 
 
-def counted(command: Path, kernel: Kernel, backend: str) -> dict[int, dict[str, Any]]:
+def counted(command: Path, kernel: Kernel, backend: str) -> dict[int, Model]:
     """By keys of the query: the model of the launch that multiplies most."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         arguments = ["check", kernel.operator, "--backend", backend, "--case", kernel.case(0)[:-1] + "*"]
@@ -96,6 +101,35 @@ def counted(command: Path, kernel: Kernel, backend: str) -> dict[int, dict[str, 
     return {topk: models[kernel.case(topk)] for topk in (SHORT, LONG)}
 
 
+def count(command: Path) -> None:
+    """Records what the emulator counts of each kernel's two queries."""
+    words = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
+    folder = RESULTS / COUNTS
+    folder.mkdir(exist_ok=True)
+    for target, kernels in (("sm90", HOPPER), ("sm100", BLACKWELL)):
+        results = [
+            {
+                "operator": kernel.operator,
+                "h_q": kernel.h_q,
+                "topk": topk,
+                "model": {name: value for name, value in model.items() if name != "roles"},
+            }
+            for kernel in kernels
+            for topk, model in counted(command, kernel, f"emu:{target}").items()
+        ]
+        record = {"date": datetime.date.today().isoformat(), "device": f"emu:{target}", "commit": commit}
+        (folder / f"{target}.json").write_text(json.dumps({**record, "results": results}, indent=1) + "\n")
+
+
+def recorded(results: Path, target: str) -> dict[tuple[str, int], dict[int, Model]]:
+    """By operator and heads, then by keys."""
+    found: dict[tuple[str, int], dict[int, Model]] = {}
+    for row in json.loads((results / COUNTS / f"{target}.json").read_text())["results"]:
+        found.setdefault((row["operator"], row["h_q"]), {})[row["topk"]] = row["model"]
+    return found
+
+
 def step_and_rest(models: dict[int, dict[str, Any]], unit: str | None) -> tuple[float, float]:
     """Cycles a CTA of 64 keys, and of a query beside its keys."""
     short, long = (m["cycles"][unit] if unit else m["full_rate_cycles"] for m in (models[SHORT], models[LONG]))
@@ -108,44 +142,47 @@ def cell(step: float, rest: float, binds: bool) -> str:
     return "–" if step == 0 else text + (f" + {rest:,.0f}" if rest >= 0.5 else "")
 
 
-def compared(ours: float, theirs: float) -> str:
+def compared(ours: float, theirs: float) -> list[str]:
     """In millions, and how far the first is from the second."""
     percent = round(100 * (ours / theirs - 1), 1) + 0.0  # no negative zero
-    return f"{ours / 1e6:.3f} | {theirs / 1e6:.3f} | {percent:+.1f} %"
+    return [f"{ours / 1e6:.3f}", f"{theirs / 1e6:.3f}", f"{percent:+.1f} %"]
 
 
-def blackwell(command: Path) -> None:
-    print("| | full rate | " + " | ".join(UNITS) + " | tensor memory | exponentials | cap |")
-    print("| --- " * (len(UNITS) + 5) + "|")
+def blackwell(results: Path = RESULTS) -> Table:
+    """Cycles a CTA of a step and of a query beside its steps, by unit, and the cap."""
+    counts, rows = recorded(results, "sm100"), []
     for kernel in BLACKWELL:
-        models = counted(command, kernel, "emu:sm100")
+        models = counts[kernel.operator, kernel.h_q]
         binds = models[LONG]["binds"]
         units = [*UNITS, "tensor memory", "exponentials"]
         cells = [cell(*step_and_rest(models, unit), unit == binds) for unit in units]
         full_rate, _ = step_and_rest(models, None)
-        print(f"| {kernel.name} | {full_rate:,.0f} | " + " | ".join(cells) + f" | {models[LONG]['cap']:.2f} |")
+        rows.append([kernel.name, f"{full_rate:,.0f}", *cells, f"{models[LONG]['cap']:.2f}"])
+    return ["", "full rate", *UNITS, "tensor memory", "exponentials", "cap"], rows
 
 
-def hopper(command: Path, record: Path) -> None:
-    measured = {(r["operator"], r["shape"]): r for r in json.loads(record.read_text())["results"]}
-    predictions, counts = [], []
+def hopper(results: Path = RESULTS) -> tuple[Table, Table]:
+    """What is counted beside the card's counters, then what is predicted beside its cycles."""
+    measured = {(r["operator"], r["shape"]): r for r in json.loads((results / COUNTERS).read_text())["results"]}
+    all_counts, predictions, counts = recorded(results, "sm90"), [], []
     for kernel in HOPPER:
-        models = counted(command, kernel, "emu:sm90")
+        models = all_counts[kernel.operator, kernel.h_q]
         found, model = measured[kernel.operator, kernel.shape()], models[LONG]
         per_sm = QUERIES * kernel.ctas / SMS
         predicted = model["cycles"][model["binds"]] * per_sm
         cells = [cell(*step_and_rest(models, unit), unit == model["binds"]) for unit in UNITS]
-        predictions.append(f"| {kernel.name} | " + " | ".join(cells) + f" | {compared(predicted, found['active'])} |")
+        predictions.append([kernel.name, *cells, *compared(predicted, found["active"])])
         banks = (found["bank reads"] + found["bank writes"]) * 4 / BYTES_A_CYCLE
         pairs = [(model["full_rate_cycles"], found["tensor pipe"] / 4), (model["cycles"]["shared memory"], banks)]
-        cells = [compared(ours * per_sm, theirs) for ours, theirs in pairs]
-        counts.append(f"| {kernel.name} | " + " | ".join(cells) + " |")
-    print("| | " + " | ".join(UNITS) + " | predicted | measured | |")
-    print("| --- " * (len(UNITS) + 4) + "|")
-    print("\n".join(predictions))
-    print("\n| | products at the full rate | tensor pipe active | | shared memory | its banks | |")
-    print("| --- " * 7 + "|")
-    print("\n".join(counts))
+        counts.append([kernel.name, *(text for ours, theirs in pairs for text in compared(ours * per_sm, theirs))])
+    heads = ["", "products at the full rate", "tensor pipe active", "", "shared memory", "its banks", ""]
+    return (heads, counts), (["", *UNITS, "predicted", "measured", ""], predictions)
+
+
+def printed(table: Table) -> None:
+    head, rows = table
+    for line in (head, ["---"] * len(head), *rows):
+        print("| " + " | ".join(line) + " |")
 
 
 def profiled(command: Path, ncu: str, kernel: Kernel) -> dict[str, Any]:
@@ -187,17 +224,18 @@ def counters(command: Path, path: Path | None) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=["blackwell", "hopper", "counters"])
+    parser.add_argument("what", choices=["count", "blackwell", "hopper", "counters"])
     parser.add_argument("--command", type=Path, default=Path(sys.executable).with_name("hopwell"), help="hopwell")
-    parser.add_argument("--record", type=Path, default=RECORD, help="of hopper: the counters to compare with")
     parser.add_argument("--json", type=Path, metavar="FILE", help="of counters: writes the record there")
     options = parser.parse_args()
-    if options.table == "blackwell":
-        blackwell(options.command)
-    elif options.table == "hopper":
-        hopper(options.command, options.record)
-    else:
+    if options.what == "count":
+        count(options.command)
+    elif options.what == "counters":
         counters(options.command, options.json)
+    else:
+        for table in (blackwell(),) if options.what == "blackwell" else hopper():
+            printed(table)
+            print()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import records
+import figures
+from pieces import rst, table
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "python" / "hopwell"
@@ -83,19 +84,6 @@ def compat_modules() -> list[str]:
 
 
 # ---- pieces of pages -----------------------------------------------------------------------------------------------
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-
-
-def rst(text: str) -> str:
-    return f"```{{eval-rst}}\n{text}\n```\n"
-
-
-def folded(title: str, text: str) -> str:
-    return f"::::{{dropdown}} {title}\n{text}\n::::\n"
 
 
 def python(names: str) -> str:
@@ -201,138 +189,6 @@ def backends(operator: str) -> str:
     )
 
 
-def peers(operator: str) -> str:
-    """The picture and the table of what `python -m hopwell.bench --peers` recorded."""
-    rows = records.peer_rows(operator)
-    if not rows:
-        return "No other package was timed beside it.\n"
-    record = records.read("peers")
-    with_shares = all("share" in row for row in rows)
-    lines = []
-    for row in rows:
-        low, high = row["middle_half"]
-        times = [f"{us:,.0f}" if us >= 100 else f"{us:.1f}" for us in (row["us"], row["peer_us"])]
-        line = [records.short_text(row), row["peer"], *times, f"{row['times_as_fast']:.2f} ({low:.2f}–{high:.2f})"]
-        if with_shares:
-            line.append(f"{row['share']:.2f} / {row['peer_share']:.2f}")
-        lines.append(line)
-    head = ["shape", "beside", "µs", "its µs", "its time ÷ Hopwell's (middle half)"]
-    head += ["shares of the ceiling"] * with_shares
-    defaults = records.default_shapes().get(operator, {}).items()
-    shape = ", ".join(f"{name} {records.number(value)}" for name, value in defaults if value)
-    installed = [f"{name} {version}" for name, version in record["versions"].items() if version != "not installed"]
-    notes = sorted({f"{row['peer']}: {row['note']}" for row in rows if row.get("note")})
-    notes += [f"{peer} did not run: {reason}" for peer, reason in records.peers_that_failed(operator).items()]
-    text = f"```{{image}} /_generated/{operator}.svg\n:alt: {operator} beside other packages\n:width: 100%\n```\n\n"
-    text += f"Shape where a row names nothing else: {shape}.\n\n" if shape else ""
-    text += "".join(f"- {note}\n" for note in notes)
-    text += (
-        f"\nTimed in turns on {records.provenance(record)}, with {', '.join(installed)}"
-        + (f", by `{record['command']}`" if "command" in record else "")
-        + ". Record: `benchmarks/results/h200/peers.json`.\n"
-        f"[To repeat it](../comparisons.md): `python -m hopwell.bench {operator} --peers`.\n\n"
-    )
-    return text + folded("Beside other packages, in figures", table(head, lines))
-
-
-def bench(operator: str) -> str:
-    """The table of what `hopwell bench` recorded."""
-    rows = records.bench_rows(operator)
-    if not rows:
-        return "`hopwell bench` has no record of it.\n"
-    lines = [
-        [
-            row["shape"],
-            f"`{row['backend']}`",
-            f"{row['median_seconds'] * 1e6:,.1f}",
-            f"{row['share_of_matmul']:.2f}" if row["share_of_matmul"] else "–",
-            f"{row['share_of_read']:.2f}" if row["share_of_read"] else "–",
-        ]
-        for row, _ in rows
-    ]
-    made = sorted({records.provenance(record) for _, record in rows})
-    text = table(["shape", "backend", "µs", "share of the matrix product", "share of reading the bytes"], lines)
-    text += f"\nBy `hopwell bench {operator}` on {'; '.join(made)}."
-    return folded("Against the hardware, in figures", text)
-
-
-def training_step() -> str:
-    """The steps of benchmarks/training_step.py."""
-    record = records.read("training_step")
-    rows = [
-        [
-            row["model"],
-            records.number(row["s"]),
-            f"{row['ms']:.0f}",
-            f"{row['share']:.2f}",
-            f"{row['times_as_fast_as_dense']:.2f}",
-        ]
-        for row in record["results"]
-    ]
-    text = table(["model", "tokens", "ms a layer", "share of the floor", "dense attention's time ÷ Hopwell's"], rows)
-    return text + f"\nBy `benchmarks/training_step.py` on {records.provenance(record)}.\n"
-
-
-def training_step_parts() -> str:
-    """The same by part: milliseconds, and the share of the floor."""
-    record = records.read("training_step")
-    lines = []
-    for model in dict.fromkeys(row["model"] for row in record["results"]):
-        steps = [row for row in record["results"] if row["model"] == model]
-        for parts in zip(*(step["parts"] for step in steps), strict=True):
-            cells = [f"{part['ms']:.1f} ({part['share']:.2f})" for part in parts]
-            lines.append([f"{model}: {parts[0]['part']}", *cells])
-        lines += [
-            [f"**{model}: the step**", *(f"**{step['ms']:.0f} ({step['share']:.2f})**" for step in steps)],
-            [
-                "… dense attention, cuDNN by PyTorch, of the step",
-                *(f"{s['times_as_fast_as_dense']:.2f} ×" for s in steps),
-            ],
-            ["… memory beside inputs, GiB", *(f"{step['peak_bytes_beside_inputs'] / 2**30:.1f}" for step in steps)],
-        ]
-    tokens = [f"s {records.number(step['s'])}" for step in steps]
-    text = table(["ms (share of the floor)", *tokens], lines)
-    return text + f"\nBy `benchmarks/training_step.py` on {records.provenance(record)}.\n"
-
-
-def calls() -> str:
-    """What benchmarks/calls.py measured on a CPU and on the host of an H200."""
-    gpu = records.read("calls")
-    cpu = records.read("../cpu/calls")
-    of_linear = {row["name"]: row["of_linear"] for row in gpu["results"]}
-    rows = [[f"`{row['name']}`", f"{row['of_linear']:.1f}", f"{of_linear[row['name']]:.2f}"] for row in cpu["results"]]
-    made = f"\nBy `benchmarks/calls.py` on {records.provenance(cpu)}; {records.provenance(gpu)}.\n"
-    return table(["call", "CPU", "H200"], rows) + made
-
-
-def decode() -> str:
-    """What benchmarks/decode.py measured."""
-    record = records.read("decode")
-    rows = [
-        [
-            row["name"].replace(" | ", " against "),
-            *(f"{row[rate]:,.0f}" for rate in ("tokens_per_s", "pytorch_tokens_per_s")),
-            f"{row['times_as_fast']:.2f}",
-        ]
-        for row in record["results"]
-    ]
-    made = f"\nBy `benchmarks/decode.py` on {records.provenance(record)}, torch {record['torch']}.\n"
-    return table(["", "tokens/s", "PyTorch", "times"], rows) + made
-
-
-def limits() -> str:
-    """What Nsight Compute said through benchmarks/limits.py."""
-    record = records.read("limits")
-    units = ["memory", "L2", "shared memory", "issue", "logic", "tensor cores"]
-    rows = []
-    for row in record["results"]:
-        stalls = (f"{name.replace('_', ' ')} {warps:.1f}" for name, warps in row["stalls_per_issue"].items())
-        percents = [f"{row['percent'][unit]:.0f}" for unit in units]
-        rows.append([f"{row['call']}, `{row['kernel']}`", *percents, ", ".join(stalls)])
-    made = f"\nBy `benchmarks/limits.py` on {records.provenance(record)}; kernels have the names of that day.\n"
-    return table(["call, kernel", *units, "stalls"], rows) + made
-
-
 GENERATORS: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
@@ -349,15 +205,8 @@ GENERATORS: dict[str, Callable[..., str]] = {
         contents,
         chips,
         backends,
-        peers,
-        bench,
-        training_step,
-        training_step_parts,
-        calls,
-        decode,
-        limits,
     )
-}
+} | figures.GENERATORS
 
 
 # ---- hooks of Sphinx -----------------------------------------------------------------------------------------------

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,27 +16,34 @@ FOLDER = ROOT / "benchmarks" / "results" / "h200"
 BENCH = ROOT / "python" / "hopwell" / "bench"
 
 Row = dict[str, Any]
+Record = dict[str, Any]
+
+
+def program(path: Path) -> ModuleType:
+    """A Python file as a module, wherever it lies."""
+    spec = importlib.util.spec_from_file_location(f"hopwell_{path.parent.name}_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = found  # where its dataclasses look for it
+    spec.loader.exec_module(found)
+    return found
 
 
 def module(name: str) -> ModuleType:
     """One of hopwell.bench, by its file: the package would want its compiled half, which the documents do not need."""
-    spec = importlib.util.spec_from_file_location(f"hopwell_bench_{name}", BENCH / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    return program(BENCH / f"{name}.py")
 
 
 provenance = module("provenance").provenance
 
 
-def read(name: str) -> dict[str, Any]:
+def read(name: str) -> Record:
     """The record `name`.json of the H200."""
-    record: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
+    record: Record = json.loads((FOLDER / f"{name}.json").read_text())
     return record
 
 
-def bench_rows(operator: str) -> list[tuple[Row, dict[str, Any]]]:
+def bench_rows(operator: str) -> list[tuple[Row, Record]]:
     """What `hopwell bench` measured of an operator, each row with the record that it stands in."""
     records = [read(path.stem) for path in sorted(FOLDER.glob("*.json"))]
     return [
@@ -60,6 +69,7 @@ def peers_that_failed(operator: str) -> dict[str, str]:
     }
 
 
+@functools.cache
 def default_shapes() -> dict[str, dict[str, int]]:
     """The shapes that hopwell.bench takes where a row names none: the defaults of its functions."""
     trees = [ast.parse(path.read_text()) for path in sorted((BENCH / "operators").glob("*.py"))]

@@ -8,6 +8,7 @@ cd "$(dirname "$0")"
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 
+"$python" machine_code.py "$wheel" | tee -a "$log"
 ./empty_environment.sh "$wheel" "$python" | tee -a "$log"
 ./clean_system.sh "$wheel" | tee -a "$log"
 ./old_processor.sh "$wheel" "$python" | tee -a "$log"

@@ -1,0 +1,448 @@
+"""Tables of figures, made of the committed records. `generated.py` puts them into the pages that ask for them.
+
+What a figure should reach is the page's word: a bar stands in the arguments of its line, beside the figure's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import records
+from pieces import folded, table
+
+Row = records.Row
+LARGEST = 10_000  # of a figure that is shown with a decimal
+
+
+def number(value: float) -> str:
+    return f"{value:,.1f}" if value < LARGEST else f"{value:,.0f}"
+
+
+def bold(text: str, met: bool) -> str:
+    return f"**{text}**" if met else text
+
+
+def made_by(command: str, made: list[records.Record]) -> str:
+    """The program, and where each of its records was made."""
+    return f"\nBy `{command}` on {'; '.join(dict.fromkeys(records.provenance(record) for record in made))}.\n"
+
+
+def model() -> ModuleType:
+    """benchmarks/model.py, which makes its tables itself."""
+    return records.program(records.ROOT / "benchmarks" / "model.py")
+
+
+# ---- beside other packages -----------------------------------------------------------------------------------------
+
+
+def peers(operator: str) -> str:
+    """The picture and the table of what `python -m hopwell.bench --peers` recorded."""
+    rows = records.peer_rows(operator)
+    if not rows:
+        return "No other package was timed beside it.\n"
+    record = records.read("peers")
+    with_shares = all("share" in row for row in rows)
+    lines = []
+    for row in rows:
+        low, high = row["middle_half"]
+        times = [f"{us:,.0f}" if us >= 100 else f"{us:.1f}" for us in (row["us"], row["peer_us"])]
+        line = [records.short_text(row), row["peer"], *times, f"{row['times_as_fast']:.2f} ({low:.2f}–{high:.2f})"]
+        if with_shares:
+            line.append(f"{row['share']:.2f} / {row['peer_share']:.2f}")
+        lines.append(line)
+    head = ["shape", "beside", "µs", "its µs", "its time ÷ Hopwell's (middle half)"]
+    head += ["shares of the ceiling"] * with_shares
+    defaults = records.default_shapes().get(operator, {}).items()
+    shape = ", ".join(f"{name} {records.number(value)}" for name, value in defaults if value)
+    installed = [f"{name} {version}" for name, version in record["versions"].items() if version != "not installed"]
+    notes = sorted({f"{row['peer']}: {row['note']}" for row in rows if row.get("note")})
+    notes += [f"{peer} did not run: {reason}" for peer, reason in records.peers_that_failed(operator).items()]
+    text = f"```{{image}} /_generated/{operator}.svg\n:alt: {operator} beside other packages\n:width: 100%\n```\n\n"
+    text += f"Shape where a row names nothing else: {shape}.\n\n" if shape else ""
+    text += "".join(f"- {note}\n" for note in notes)
+    text += (
+        f"\nTimed in turns on {records.provenance(record)}, with {', '.join(installed)}"
+        + (f", by `{record['command']}`" if "command" in record else "")
+        + ". Record: `benchmarks/results/h200/peers.json`.\n"
+        f"[To repeat it](../comparisons.md): `python -m hopwell.bench {operator} --peers`.\n\n"
+    )
+    return text + folded("Beside other packages, in figures", table(head, lines))
+
+
+def beside(arguments: str) -> str:
+    """`OPERATOR PEER`: shares of the matrix product of both, and the peer's time over Hopwell's, by heads and keys."""
+    operator, _, peer = arguments.partition(" ")
+    defaults = records.default_shapes()[operator]
+    cells: dict[int, dict[int, str]] = {}
+    for row in records.peer_rows(operator):
+        if row["peer"] == peer:
+            shape = {**defaults, **row["shape"]}
+            text = f"{row['share']:.3f} / {row['peer_share']:.3f} / {row['times_as_fast']:.2f}"
+            cells.setdefault(shape["h_q"], {})[shape["s_kv"]] = text
+    keys = sorted({s_kv for of_heads in cells.values() for s_kv in of_heads})
+    lines = [[f"{h_q} heads", *(of_heads.get(s_kv, "") for s_kv in keys)] for h_q, of_heads in cells.items()]
+    text = table([f"share / {peer}'s / its time ÷ Hopwell's", *(f"s_kv {records.number(s)}" for s in keys)], lines)
+    return text + made_by(f"python -m hopwell.bench {operator} --peers", [records.read("peers")])
+
+
+def cpu_peers() -> str:
+    """What `python -m hopwell.bench` recorded on a CPU."""
+    record = records.read("../cpu/peers")
+    lines = [
+        [
+            f"`{row['operator']}`",
+            records.shape_text(row),
+            row["peer"],
+            f"{row['times_as_fast']:.2f}",
+            f"{row['share']:.2f} / {row['peer_share']:.2f} of the {row['ceiling']}",
+        ]
+        for row in record["results"]
+    ]
+    head = ["operator", "shape", "beside", "its time ÷ Hopwell's", "shares of the ceiling"]
+    return table(head, lines) + made_by("python -m hopwell.bench", [record])
+
+
+# ---- by `hopwell bench` --------------------------------------------------------------------------------------------
+
+
+def goals_of(words: list[str], made: list[tuple[Row, records.Record]]) -> dict[str, str]:
+    """By shape, the goal that a page names: `SHAPE=0.45`, or `SHAPE=60us` of the time itself."""
+    goals = dict(word.split("=") for word in words)
+    unknown = goals.keys() - {row["shape"] for row, _ in made}
+    if unknown:
+        raise ValueError(f"goals for shapes that have no record: {', '.join(sorted(unknown))}")
+    return goals
+
+
+def in_time(row: Row, goal: str) -> bool:
+    return goal.endswith("us") and row["median_seconds"] * 1e6 <= float(goal.removesuffix("us"))
+
+
+def measured(arguments: str) -> str:
+    """What `hopwell bench` recorded: `OPERATOR SHAPE=GOAL …`; a goal is a share of the product, or µs. Bold: met."""
+    operator, *words = arguments.split()
+    made = records.bench_rows(operator)
+    goals, lines = goals_of(words, made), []
+    for row, _ in made:
+        goal = goals.get(row["shape"], "")
+        product, read = row["share_of_matmul"], row["share_of_read"]
+        reached = bool(goal) and not goal.endswith("us") and product >= float(goal)
+        line = [row["shape"], f"`{row['backend']}`", bold(number(row["median_seconds"] * 1e6), in_time(row, goal))]
+        line += [bold(f"{product:.3f}", reached) if product else "–", f"{read:.3f}" if read else "–"]
+        lines.append(line + [goal.replace("us", " µs") or "–"] * bool(goals))
+    head = ["shape", "backend", "µs", "share of the matrix product", "share of reading the bytes"]
+    text = table(head + ["goal"] * bool(goals), lines)
+    return text + made_by(f"hopwell bench {operator}", [record for _, record in made])
+
+
+def bench(operator: str) -> str:
+    """The same, to be unfolded."""
+    if not records.bench_rows(operator):
+        return "`hopwell bench` has no record of it.\n"
+    return folded("Against the hardware, in figures", measured(operator))
+
+
+def keys_of(row: Row) -> int:
+    """How many keys the call has, by the operator's own name for it."""
+    return int(row["settings"].get("s_kv") or row["settings"]["s"])
+
+
+def shares(arguments: str) -> str:
+    """Shares of the matrix product by heads and keys, beside what they should be; bold: the first of these is met.
+
+    `OPERATOR GROUP LIMIT=VALUE,… … GROUP …`: shapes of the group `h128` are named `h128-8k` and so on, in the order
+    of the values. Where the record has several runs of a shape, all of them are shown, and have to meet a limit.
+    """
+    operator, *words = arguments.split()
+    made = [(row, record) for row, record in records.bench_rows(operator) if " " not in row["shape"]]
+    columns = sorted({keys_of(row) for row, _ in made})
+    lines: list[list[str]] = []
+    said: dict[str, list[str]] = {}
+    met: dict[str, int] = {}
+    names = [word for word in words if "=" not in word]
+    for name, following in zip(names, [*names[1:], None], strict=True):
+        end = words.index(following) if following else len(words)
+        limits = dict(word.split("=") for word in words[words.index(name) + 1 : end])
+        rows = [[r for r, _ in made if r["shape"].startswith(f"{name}-") and keys_of(r) == s] for s in columns]
+        heads = f"{rows[0][0]['settings']['h_q']} heads"
+        least = [min(row["share_of_matmul"] for row in of_keys) for of_keys in rows]
+        wanted = {limit: [float(value) for value in values.split(",")] for limit, values in limits.items()}
+        for limit, values in wanted.items():
+            for reached, value, s_kv in zip(least, values, columns, strict=True):
+                met[limit] = met.get(limit, 0) + (reached >= value)
+                said.setdefault(limit, [])
+                if reached < value:
+                    said[limit].append(f"{heads}, {records.number(s_kv)} by {value - reached:.3f}")
+        bar = next(iter(wanted.values()), [2.0] * len(columns))
+        cells = []
+        for of_keys, reached, value in zip(rows, least, bar, strict=True):
+            text = ", ".join(f"{row['share_of_matmul']:.3f}" for row in of_keys)
+            rates = ", ".join(f"{row['flops'] / row['median_seconds'] / 1e12:.0f}" for row in of_keys)
+            cells.append(bold(text, reached >= value) + f" ({rates})")
+        lines.append([heads, *cells])
+        lines += [[f"… {limit}", *(f"{value:.2f}" for value in values)] for limit, values in wanted.items()]
+    head = ["share of the product (TFLOP/s)", *(f"s_kv {records.number(s)}" for s in columns)]
+    text = table(head, lines) + "\n"
+    for limit, missed in said.items():
+        text += f"The {limit} is met in {met[limit]} of {met[limit] + len(missed)}"
+        text += f"; missed: {'; '.join(missed)}. " if missed else ". "
+    spreads = [row["spread"] for row, _ in made]
+    text += f"Spread, (largest − smallest) ÷ median: {min(spreads):.2f} to {max(spreads):.2f}.\n"
+    return text + made_by(f"hopwell bench {operator}", [record for _, record in made])
+
+
+def settings(arguments: str) -> str:
+    """What other settings cost: the time of each beside that of the same shape without them, in the same run.
+
+    `OPERATOR SETTING<BAR …`: what the ratio of times should be at most; bold: met.
+    """
+    operator, *words = arguments.split()
+    bars = dict(word.split("<") for word in words)
+    made = records.bench_rows(operator)
+    plain = {row["shape"]: row["settings"] for row, _ in made if " " not in row["shape"]}
+    lines, used = [], []
+    for row, record in made:
+        shape, _, setting = row["shape"].partition(" ")
+        without = [r for r, _ in made if r["settings"] == plain[shape] and r.get("run") == row.get("run")]
+        if not setting or row["settings"] == plain[shape] or not without:
+            continue
+        ratio = row["median_seconds"] / without[0]["median_seconds"]
+        times = [f"{r['median_seconds'] * 1e3:.2f}" for r in (row, without[0])]
+        bar = bars.get(setting)
+        reached = bold(f"{ratio:.2f}", bar is not None and ratio <= float(bar))
+        lines.append([shape, f"`{setting}`", *times, reached, bar or "–"])
+        used.append(record)
+    text = table(["shape", "setting", "ms", "without it, ms", "time ÷ time without it", "bar"], lines)
+    return text + made_by(f"hopwell bench {operator} --shape SHAPE,SETTING", used)
+
+
+def over_read(arguments: str) -> str:
+    """Times over those of reading the same bytes: `OPERATOR SHAPE=GOAL …`; a goal is such a ratio, or µs. Bold: met."""
+    operator, *words = arguments.split()
+    made = records.bench_rows(operator)
+    goals, lines = goals_of(words, made), []
+    for row, _ in made:
+        ratio, goal = 1 / row["share_of_read"], goals.get(row["shape"], "")
+        reached = bool(goal) and not goal.endswith("us") and ratio <= float(goal)
+        us = bold(number(row["median_seconds"] * 1e6), in_time(row, goal))
+        line = [row["shape"], f"`{row['backend']}`", us, bold(f"{ratio:.3f}", reached)]
+        lines.append([*line, goal.replace("us", " µs") or "–"])
+    text = table(["shape", "backend", "µs", "time ÷ reading the bytes", "goal"], lines)
+    return text + made_by(f"hopwell bench {operator}", [record for _, record in made])
+
+
+def few_columns(arguments: str) -> str:
+    """nvfp4_linear of 1, 8 and 16 columns by its faster backend; `8=BAR 16=BAR`, of the time over one column's."""
+    bars = {n: float(bar) for n, bar in (word.split("=") for word in arguments.split())}
+    made = records.bench_rows("nvfp4_linear")
+    fastest: dict[tuple[str, str], dict[str, Row]] = {}
+    for row, _ in sorted(made, key=lambda pair: -pair[0]["median_seconds"]):
+        layer = row["settings"]["N"], row["settings"]["K"]
+        fastest.setdefault(layer, {})[row["settings"]["n"]] = row  # the last is the fastest
+    lines, met = [], dict.fromkeys(bars, 0)
+    for (rows, k), columns in sorted(fastest.items(), key=lambda item: -int(item[0][0]) * int(item[0][1])):
+        cells = []
+        for n in ("1", *bars):
+            row = columns[n]
+            text = f"{row['median_seconds'] * 1e6:.1f}"
+            read = f"{1 / row['share_of_read']:.2f}"
+            if n in bars:
+                ratio = row["median_seconds"] / columns["1"]["median_seconds"]
+                met[n] += ratio <= bars[n]
+                text += f" ({bold(f'{ratio:.2f}', ratio <= bars[n])}; {read}), {row['backend']}"
+            else:
+                text += f" ({read}), {row['backend']}"
+            cells.append(text)
+        lines.append([f"{rows} × {k}", *cells])
+    text = table(["N × K", *(f"n = {n}" for n in ("1", *bars))], lines)
+    text += "\nµs. In brackets: n = 1 over reading the same bytes; more columns over n = 1, and over reading.\n"
+    said = [f"n = {n} over n = 1, at most {bar:.2f}: met in {met[n]} of {len(lines)}" for n, bar in bars.items()]
+    return text + "\n" + "; ".join(said) + ".\n" + made_by("hopwell bench nvfp4_linear", [r for _, r in made])
+
+
+def many_columns(arguments: str) -> str:
+    """nvfp4_linear with so many columns, beside the other ways to the same product."""
+    record = records.read("nvfp4_columns")
+    ways = ("sm90", "sm80", "dequantise", "matmul")
+    lines: dict[tuple[int, int], list[str]] = {}
+    for row in record["results"]:
+        if str(row["n"]) in arguments.split():
+            us = row["us"]
+            text = [f"{us[way]:.{0 if us[way] >= 100 else 1}f}" if way in us else "–" for way in ways]
+            text[0] = bold(text[0], us.get("sm90") == min(us[way] for way in ways[:3] if way in us))
+            lines.setdefault((row["rows"], row["k"]), []).append(" / ".join(text))
+    head = ["N × K", *(f"n = {n}" for n in arguments.split())]
+    text = table(head, [[f"{rows} × {k}", *cells] for (rows, k), cells in lines.items()])
+    return text + made_by("benchmarks/columns.py", [record])
+
+
+def cpu_bars() -> str:
+    """The CPU's bars, as benchmarks/cpu.py last recorded them."""
+    path = max((records.FOLDER.parent / "cpu").glob("2*.json"))
+    record = records.read(f"../cpu/{path.stem}")
+    lines = []
+    for row in record["bars"]:
+        least = "at_least" in row
+        bar = row["at_least"] if least else row["at_most"]
+        met = row["measured"] >= bar if least else row["measured"] <= bar
+        limit = f"{'≥' if least else '≤'} {bar:g}"
+        lines.append([row["bar"].replace("_", r"\_"), limit, bold(f"{row['measured']:.2f}", met)])
+    machine = {**record["machine"], "device": f"{record['machine']['processor']}, {record['machine']['cores']} cores"}
+    return table(["what", "bar", "reached"], lines) + made_by("benchmarks/cpu.py", [machine])
+
+
+# ---- whole models, and what bounds kernels -------------------------------------------------------------------------
+
+
+def training_step() -> str:
+    """The steps of benchmarks/training_step.py."""
+    record = records.read("training_step")
+    rows = [
+        [
+            row["model"],
+            records.number(row["s"]),
+            f"{row['ms']:.0f}",
+            f"{row['share']:.2f}",
+            f"{row['times_as_fast_as_dense']:.2f}",
+        ]
+        for row in record["results"]
+    ]
+    text = table(["model", "tokens", "ms a layer", "share of the floor", "dense attention's time ÷ Hopwell's"], rows)
+    return text + f"\nBy `benchmarks/training_step.py` on {records.provenance(record)}.\n"
+
+
+def training_step_parts() -> str:
+    """The same by part: milliseconds, and the share of the floor."""
+    record = records.read("training_step")
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in record["results"]):
+        steps = [row for row in record["results"] if row["model"] == model]
+        for parts in zip(*(step["parts"] for step in steps), strict=True):
+            cells = [f"{part['ms']:.1f} ({part['share']:.2f})" for part in parts]
+            lines.append([f"{model}: {parts[0]['part']}", *cells])
+        lines += [
+            [f"**{model}: the step**", *(f"**{step['ms']:.0f} ({step['share']:.2f})**" for step in steps)],
+            [
+                "… dense attention, cuDNN by PyTorch, of the step",
+                *(f"{s['times_as_fast_as_dense']:.2f} ×" for s in steps),
+            ],
+            ["… memory beside inputs, GiB", *(f"{step['peak_bytes_beside_inputs'] / 2**30:.1f}" for step in steps)],
+        ]
+    tokens = [f"s {records.number(step['s'])}" for step in steps]
+    text = table(["ms (share of the floor)", *tokens], lines)
+    return text + f"\nBy `benchmarks/training_step.py` on {records.provenance(record)}.\n"
+
+
+def warm_up(bar: str) -> str:
+    """The dense warm-up of benchmarks/training_step.py; `BAR`: the share that the loss should reach."""
+    record = records.read("warm_up")
+    lines = []
+    for row in record["results"]:
+        forward, loss = row["parts"]
+        share = bold(f"{loss['share']:.3f}", loss["share"] >= float(bar))
+        memory = f"{loss['peak_bytes_beside_inputs'] / 2**20:,.0f}"
+        line = [row["model"], records.number(row["s"]), f"{loss['ms']:,.0f}", share, memory]
+        lines.append([*line, f"{forward['ms']:,.0f}", f"{forward['share']:.3f}"])
+    head = ["model", "tokens", "loss and gradients, ms", f"share (bar {bar})", "memory beside inputs, MiB"]
+    head += ["forward without indices, ms", "share"]
+    return table(head, lines) + made_by("benchmarks/training_step.py --warm-up", [record])
+
+
+def calls() -> str:
+    """What benchmarks/calls.py measured on a CPU and on the host of an H200."""
+    gpu = records.read("calls")
+    cpu = records.read("../cpu/calls")
+    of_linear = {row["name"]: row["of_linear"] for row in gpu["results"]}
+    rows = [[f"`{row['name']}`", f"{row['of_linear']:.1f}", f"{of_linear[row['name']]:.2f}"] for row in cpu["results"]]
+    made = f"\nBy `benchmarks/calls.py` on {records.provenance(cpu)}; {records.provenance(gpu)}.\n"
+    return table(["call", "CPU", "H200"], rows) + made
+
+
+def thread_pools() -> str:
+    """What benchmarks/thread_pools.py measured, a table for each machine that has a record of it."""
+    text = ""
+    for path in sorted(records.FOLDER.parent.glob("*/thread_pools.json")):
+        record = records.read(f"../{path.parent.name}/thread_pools")
+        figures = ("median_us", "mean_us", "us_99", "largest_us")
+        rows = [[row["line"], row["call"], *(f"{row[name]:,.0f}" for name in figures)] for row in record["results"]]
+        text += table(["in turns", "call", "median, µs", "mean", "99 %", "largest"], rows)
+        text += made_by("benchmarks/thread_pools.py", [record]).rstrip()
+        low, high = min(record["load"]), max(record["load"])
+        text += f" Load {low:.1f} to {high:.1f} on {record['processors']} processors.\n\n"
+    return text
+
+
+def decode() -> str:
+    """What benchmarks/decode.py measured."""
+    record = records.read("decode")
+    rows = [
+        [
+            row["name"].replace(" | ", " against "),
+            *(f"{row[rate]:,.0f}" for rate in ("tokens_per_s", "pytorch_tokens_per_s")),
+            f"{row['times_as_fast']:.2f}",
+        ]
+        for row in record["results"]
+    ]
+    made = f"\nBy `benchmarks/decode.py` on {records.provenance(record)}, torch {record['torch']}.\n"
+    return table(["", "tokens/s", "PyTorch", "times"], rows) + made
+
+
+def limits() -> str:
+    """What Nsight Compute said through benchmarks/limits.py."""
+    record = records.read("limits")
+    units = ["memory", "L2", "shared memory", "issue", "logic", "tensor cores"]
+    rows = []
+    for row in record["results"]:
+        stalls = (f"{name.replace('_', ' ')} {warps:.1f}" for name, warps in row["stalls_per_issue"].items())
+        percents = [f"{row['percent'][unit]:.0f}" for unit in units]
+        rows.append([f"{row['call']}, `{row['kernel']}`", *percents, ", ".join(stalls)])
+    made = f"\nBy `benchmarks/limits.py` on {records.provenance(record)}; kernels have the names of that day.\n"
+    return table(["call, kernel", *units, "stalls"], rows) + made
+
+
+def model_counts() -> str:
+    """What the emulator counts beside an H200's counters, in million cycles a multiprocessor."""
+    counts, _ = model().hopper(records.FOLDER.parent)
+    return table(*counts) + made_by("benchmarks/model.py count", [records.read("../emulator/sm90")])
+
+
+def model_times() -> str:
+    """What the model predicts beside an H200's cycles: a step and a query by unit, and a whole call."""
+    _, times = model().hopper(records.FOLDER.parent)
+    return table(*times) + made_by("benchmarks/model.py counters", [records.read("model")])
+
+
+def model_blackwell() -> str:
+    """What the model says of the kernels for Blackwell."""
+    return table(*model().blackwell(records.FOLDER.parent)) + made_by(
+        "benchmarks/model.py count", [records.read("../emulator/sm100")]
+    )
+
+
+GENERATORS: dict[str, Callable[..., str]] = {
+    function.__name__: function
+    for function in (
+        peers,
+        beside,
+        cpu_peers,
+        measured,
+        bench,
+        shares,
+        settings,
+        over_read,
+        few_columns,
+        many_columns,
+        cpu_bars,
+        training_step,
+        training_step_parts,
+        warm_up,
+        calls,
+        thread_pools,
+        decode,
+        limits,
+        model_counts,
+        model_times,
+        model_blackwell,
+    )
+}
