@@ -1,5 +1,6 @@
 // tcgen05.mma, .cp and .commit: operations of the tensor core of a CTA or of a CTA pair, in order of issue.
 #include <algorithm>
+#include <utility>
 
 #include "gemm.hpp"
 #include "numeric.hpp"
@@ -288,10 +289,14 @@ void tcgen05_mma(const TensorProduct& p, const Site& site) {
     ++w.products;
     w.flops += 2.0 * s.m * s.n * s.k;
     w.full_rate_cycles += 2.0 * s.m * s.n * 16 / m.work->rates.flops;
-    w.operand_bytes += uint64_t(p.cta_group) * (a + b);
-    if (p.collector == CollectorUsage::use || p.collector == CollectorUsage::lastuse)
-      w.collected_bytes += uint64_t(p.cta_group) * (p.ws ? b : a);
-    w.tensor_cycles += p.cta_group * product_cycles(m.work->rates, s.m, s.n, p.cta_group, p.ws, p.a_in_tmem);
+    const bool collected = p.collector == CollectorUsage::use || p.collector == CollectorUsage::lastuse;
+    const uint64_t spared = uint64_t(p.cta_group) * (!collected ? 0 : p.ws ? b : a);
+    w.operand_bytes += uint64_t(p.cta_group) * (a + b) - spared;
+    w.collected_bytes += spared;
+    const int before = std::exchange(m.ctas[first].last_collector, p.ws ? p.collector_buffer : -1);
+    const bool alternates = before >= 0 && before != p.collector_buffer;
+    w.tensor_cycles +=
+        p.cta_group * product_cycles(m.work->rates, {s.m, s.n, p.cta_group, p.ws, p.a_in_tmem, collected, alternates});
   });
   if (m.options.check) use_collectors(p, s, m.ctas[first], self, epoch);
   m.submit_tensor(first, {[p, rank, epoch] { perform(p, rank, epoch); }});
