@@ -3,19 +3,21 @@
 //     out[s,h,:] = Σ_i exp2(score[s,h,i] − m) · kv[indices[s,i], :512] / Σ_i exp2(…)    scores in units of log 2, m: reference
 //
 // Tile      one query, 64 heads, 64 keys a step; d_qk 576 or 512. Keys are K of S and V of O from one place.
-// Products  tcgen05.mma.ws. S [64 heads][64 keys] = Q Kᵀ with M 64; Oᵀ [512 columns][64 heads] = Vᵀ Pᵀ with M 128, in four blocks
-//           of columns. So P is the second operand, and a collector buffer keeps 16 keys of it for the four blocks. And S,
-//           whose Q lies in tensor memory, takes its keys through two collector buffers in turn: one is filled while the
-//           other is multiplied.
-// Roles     warp 0      gather    four rows an instruction, a panel of 64 columns after the other
+// Products  tcgen05.mma.ws. S [64 heads][64 keys] = Q Kᵀ with M 64; Oᵀ [512 columns][64 heads] = Vᵀ Pᵀ with M 128, a part of 128
+//           columns after the other. So P is the second operand, and four collector buffers keep it, 16 keys each, for all
+//           parts. And S, whose Q lies in tensor memory, takes its keys through two collector buffers in turn: one is filled
+//           while the other is multiplied.
+// Ring      A stage: 128 columns of 64 keys, a part of a step, which O frees as soon as it has multiplied it. The last 64 of 576
+//           columns have two places of their own, which S frees. So keys of almost three steps are there or under way.
+// Roles     warp 0      gather    four rows of a panel of 64 columns an instruction
 //           warp 1      issue     all products
-//           warps 4-7   math      Q to tensor memory; S → P, a head and half of the keys a thread; of Oᵀ four columns of the
-//                                 output a thread, of all heads
-// Timeline  gather  │ keys 0 ▒▒▒▒│ keys 1 ▒▒▒▒│ (O 0 frees) keys 2 ▒▒▒▒│ …
+//           warps 4-7   math      Q to tensor memory; S → P, a head and half of the keys a thread; of Oᵀ four rows a thread,
+//                                 which are columns of the output, of all heads
+// Timeline  gather  │ keys 0 ▒▒▒▒│ keys 1 ▒▒▒▒│ keys 2 ▒▒▒│ (O 0 frees, part by part) keys 2, 3 ▒▒▒▒│ …
 //           issue                │ S 0 ▓▓▓│ S 1 ▓▓▓│ O 0 ▓▓│ S 2 ▓▓▓│ O 1 ▓▓│ …
 //           math                          │ P 0    │ P 1            │ P 2 …
-// Budget    shared: Q 2 + keys 2 × 9 + P 2 panels of 8,192 B = 180,224, values and barriers 1,500; tensor memory: Oᵀ 256 + Q 224
-//           + S 32 = 512 columns
+// Budget    shared: Q 2 + keys 11 × 2 + 2 + P 2 panels of 8,192 B = 229,376, values and barriers 2,100 (of 232,448); tensor
+//           memory: Oᵀ 256 + Q 224 + S 32 = 512 columns
 // Bound     shared memory: S 90,112 + O 73,728 B of operands, 73,728 of keys that come and 8,192 of P that is stored: 1,920
 //           cycles a step; the gather 1,728; products 1,364 (28 × 16 + 8 × 32 and 4 × 48 + 12 × 39), of which 1,088 would do
 //           at the full rate. So it may reach 0.57 of the matmul rate. If no buffer spared a read, O would have 98,304 B, and
@@ -27,23 +29,36 @@
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 
 struct SingleConfig {
-  static constexpr int kStages = 2, kThreads = 256, kGatherWarp = 0, kIssueWarp = 1;
+  static constexpr int kThreads = 256, kGatherWarp = 0, kIssueWarp = 1;
+  static constexpr int kPartPanels = 2, kPartColumns = 64 * kPartPanels, kParts = Config::kDv / kPartColumns;
+  static constexpr int kTails = 2;
 };
 
 template <int kDqk>
 struct SingleStorage : MathStorage<kDqk, 1, 7> {
-  alignas(1024) unsigned char keys[SingleConfig::kStages][kDqk / 64][tile::kPanelBytes];
+  static constexpr bool kHasTail = kDqk > Config::kDv;
+  static constexpr int kStages = kHasTail ? 11 : 12;  // as many as there is room for
+  alignas(1024) unsigned char keys[kStages][SingleConfig::kPartPanels][tile::kPanelBytes];
+  alignas(
+      1024) unsigned char tail[SingleConfig::kTails][kHasTail ? tile::kPanelBytes : 16];  // columns that are no values
   float max[2][2][Config::kHeads];           // [of this step, of all][half of the keys]
   float factor[Config::kHeads];              // by which O is multiplied
   bool moves[2][Config::kMathThreads / 32];  // [step % 2][warp]: whether a reference does
-  tile::RingBarriers<SingleConfig::kStages> key_barriers;
+  tile::RingBarriers<kStages> key_barriers;
+  tile::RingBarriers<SingleConfig::kTails> tail_barriers;
   arch::mbarrier q_full;
 };
-static_assert(sizeof(SingleStorage<576>) <= arch::sm90::kMaxSharedBytes);
+static_assert(sizeof(SingleStorage<576>) <= arch::sm90::kMaxSharedBytes &&
+              sizeof(SingleStorage<512>) <= arch::sm90::kMaxSharedBytes);
 
 #if HOPWELL_HAS_SM100A
 
-using KeySlot = tile::RingSlot<SingleConfig::kStages>;
+// The ring's items are parts of a step's keys.
+template <int kDqk>
+HOPWELL_DEVICE tile::RingSlot<SingleStorage<kDqk>::kStages> part_slot(SingleStorage<kDqk>& s, int step, int part) {
+  return {s.key_barriers, SingleConfig::kParts * step + part};
+}
+using SingleTailSlot = tile::RingSlot<SingleConfig::kTails>;
 
 // By a warp.
 template <int kDqk>
@@ -53,8 +68,16 @@ HOPWELL_DEVICE void gather(const GatherParams& p, SingleStorage<kDqk>& s, const 
   int keys[4];
   tile::load_gathered_keys(keys, entries, 0, lane);
   for (int step = 0; step < steps; ++step) {
-    const KeySlot slot{s.key_barriers, step};
-    tile::gather_tile<Storage::kPanels>(slot, s.keys[slot.stage()], p.keys, keys);
+    HOPWELL_NO_UNROLL
+    for (int part = 0; part < SingleConfig::kParts; ++part) {
+      const auto slot = part_slot(s, step, part);
+      tile::gather_tile<SingleConfig::kPartPanels>(slot, s.keys[slot.stage()], p.keys, keys,
+                                                   SingleConfig::kPartColumns * part);
+    }
+    if constexpr (Storage::kHasTail) {
+      const SingleTailSlot slot{s.tail_barriers, step};
+      tile::gather_tile<1>(slot, s.tail[slot.stage()], p.keys, keys, Config::kDv);
+    }
     tile::load_gathered_keys(keys, entries, (step + 1) * Storage::kKeys, lane);
   }
 }
@@ -102,51 +125,63 @@ HOPWELL_DEVICE void multiply_columns(SingleStorage<kDqk>& s, uint32_t tmem, int 
     arch::tcgen05_mma_ws_f16<kDiscard, kBuffer>(d, columns_along_k(s.q[panel - kTmemPanels], k), b, kShape, accumulate);
 }
 
+// S (+)= Q Kᵀ over a panel.
+template <int kDqk>
+HOPWELL_DEVICE void multiply_panel(SingleStorage<kDqk>& s, uint32_t tmem, int panel, const unsigned char* keys) {
+  HOPWELL_UNROLL
+  for (int k = 0; k < 4; k += 2) {
+    multiply_columns<0>(s, tmem, panel, k, keys, panel + k > 0);
+    multiply_columns<1>(s, tmem, panel, k + 1, keys, true);
+  }
+}
+
 // S [64 heads][64 keys] = Q Kᵀ, where that of the step before was.
 template <int kDqk>
 HOPWELL_DEVICE void multiply_scores(SingleStorage<kDqk>& s, uint32_t tmem, int step) {
-  const KeySlot slot{s.key_barriers, step};
-  slot.wait_full();
+  constexpr int kPartPanels = SingleConfig::kPartPanels;
   wait_scores_read(s, step);
   HOPWELL_NO_UNROLL
-  for (int panel = 0; panel < SingleStorage<kDqk>::kPanels; ++panel) {
-    HOPWELL_UNROLL
-    for (int k = 0; k < 4; k += 2) {
-      multiply_columns<0>(s, tmem, panel, k, s.keys[slot.stage()][panel], panel + k > 0);
-      multiply_columns<1>(s, tmem, panel, k + 1, s.keys[slot.stage()][panel], true);
-    }
+  for (int part = 0; part < SingleConfig::kParts; ++part) {
+    const auto slot = part_slot(s, step, part);
+    slot.wait_full();
+    HOPWELL_NO_UNROLL
+    for (int i = 0; i < kPartPanels; ++i) multiply_panel(s, tmem, kPartPanels * part + i, s.keys[slot.stage()][i]);
+  }
+  if constexpr (SingleStorage<kDqk>::kHasTail) {
+    const SingleTailSlot slot{s.tail_barriers, step};
+    slot.wait_full();
+    multiply_panel(s, tmem, Config::kDv / 64, s.tail[slot.stage()]);
+    arch::tcgen05_commit<1>(slot.empty());
   }
   arch::tcgen05_commit<1>(s.s_full[step % 2]);
 }
 
-// Oᵀ [512 columns][64 heads] (+)= Vᵀ Pᵀ over 16 keys, number kKeys of the step; V is the first 512 columns of the keys.
-template <int kKeys, int kDqk>
-HOPWELL_DEVICE void multiply_keys(SingleStorage<kDqk>& s, uint32_t tmem, const KeySlot& slot, int step) {
-  using enum arch::CollectorUsage;
+// Oᵀ [512 columns][64 heads] (+)= Vᵀ Pᵀ over 64 keys, one part of the columns; V is the first 512 columns of the keys. kUsage: what
+// becomes of P in the collector buffers.
+template <arch::CollectorUsage kUsage, int kDqk>
+HOPWELL_DEVICE void multiply_part(SingleStorage<kDqk>& s, uint32_t tmem, int step, int part) {
   constexpr uint32_t kShape = arch::instruction_descriptor({.m = 128, .n = 64, .a_major = Major::mn});
-  const uint64_t b = columns_along_k(s.p[step % 2][0], kKeys);
-  const auto d = [&](int block) { return arch::tmem_address(tmem, 0, Tmem::kOut + 64 * block); };
-  const auto a = [&](int block) {
-    return arch::at_address(tile::kTcgen05RowsAcrossK<64>,
-                            arch::shared_address(s.keys[slot.stage()][2 * block]) + 2048 * kKeys);
-  };
-  const bool add = step > 0 || kKeys > 0;
-  arch::tcgen05_mma_ws_f16<fill, kKeys>(d(0), a(0), b, kShape, add);
-  arch::tcgen05_mma_ws_f16<use, kKeys>(d(1), a(1), b, kShape, add);
-  arch::tcgen05_mma_ws_f16<use, kKeys>(d(2), a(2), b, kShape, add);
-  arch::tcgen05_mma_ws_f16<lastuse, kKeys>(d(3), a(3), b, kShape, add);
+  const auto slot = part_slot(s, step, part);
+  const unsigned char* const p = s.p[step % 2][0];
+  const uint32_t d = arch::tmem_address(tmem, 0, Tmem::kOut + 64 * part),
+                 values = arch::shared_address(s.keys[slot.stage()]);
+  const auto a = [&](uint32_t k) { return arch::at_address(tile::kTcgen05RowsAcrossK<64>, values + 2048 * k); };
+  arch::tcgen05_mma_ws_f16<kUsage, 0>(d, a(0), columns_along_k(p, 0), kShape, step > 0);
+  arch::tcgen05_mma_ws_f16<kUsage, 1>(d, a(1), columns_along_k(p, 1), kShape, true);
+  arch::tcgen05_mma_ws_f16<kUsage, 2>(d, a(2), columns_along_k(p, 2), kShape, true);
+  arch::tcgen05_mma_ws_f16<kUsage, 3>(d, a(3), columns_along_k(p, 3), kShape, true);
+  arch::tcgen05_commit<1>(slot.empty());
 }
 
 template <int kDqk>
 HOPWELL_DEVICE void multiply_values(SingleStorage<kDqk>& s, uint32_t tmem, int step) {
-  const KeySlot slot{s.key_barriers, step};
+  constexpr int kLast = SingleConfig::kParts - 1;
   arch::mbarrier_wait(s.p_full[step % 2], uint32_t(step / 2 & 1));
   arch::tcgen05_fence_after_thread_sync();
-  multiply_keys<0>(s, tmem, slot, step);
-  multiply_keys<1>(s, tmem, slot, step);
-  multiply_keys<2>(s, tmem, slot, step);
-  multiply_keys<3>(s, tmem, slot, step);
-  arch::tcgen05_commit<1>(slot.empty());
+  multiply_part<arch::CollectorUsage::fill>(s, tmem, step, 0);
+  HOPWELL_NO_UNROLL
+  for (int part = 1; part < kLast; ++part) multiply_part<arch::CollectorUsage::use>(s, tmem, step, part);
+  multiply_part<arch::CollectorUsage::lastuse>(s, tmem, step, kLast);
   arch::tcgen05_commit<1>(s.out_full[step % 2]);
 }
 
@@ -322,6 +357,7 @@ __global__ void __launch_bounds__(SingleConfig::kThreads, 1) single_kernel(const
   const int warp = arch::warp_index();
   if (arch::thread_index() == 0) {
     s.key_barriers.init(1, 1);
+    s.tail_barriers.init(1, 1);
     arch::mbarrier_init(s.q_full, Config::kMathThreads / 32);
     init_math_barriers(s);
     arch::fence_mbarrier_init();
