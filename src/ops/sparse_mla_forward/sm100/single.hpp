@@ -156,8 +156,8 @@ HOPWELL_DEVICE void multiply_scores(SingleStorage<kDqk>& s, uint32_t tmem, int s
   arch::tcgen05_commit<1>(s.s_full[step % 2]);
 }
 
-// Oᵀ [512 columns][64 heads] (+)= Vᵀ Pᵀ over 64 keys, one part of the columns; V is the first 512 columns of the keys. kUsage: what
-// becomes of P in the collector buffers.
+// Oᵀ [512 columns][64 heads] (+)= Vᵀ Pᵀ over a step's keys, for one part of the columns; V is the first 512 columns of the
+// keys. kUsage: what becomes of P in the collector buffers.
 template <arch::CollectorUsage kUsage, int kDqk>
 HOPWELL_DEVICE void multiply_part(SingleStorage<kDqk>& s, uint32_t tmem, int step, int part) {
   constexpr uint32_t kShape = arch::instruction_descriptor({.m = 128, .n = 64, .a_major = Major::mn});
@@ -198,7 +198,7 @@ HOPWELL_DEVICE void issue(SingleStorage<kDqk>& s, int steps) {
   }
 }
 
-// ---- math: a thread has four of the output's columns, of all heads
+// ---- math: Oᵀ's rows are the output's columns, of which a thread has four, of all heads
 
 HOPWELL_DEVICE void meet(arch::Site site = arch::Site::current()) {
   arch::barrier_sync(kMathBarrier, Config::kMathThreads, site);
