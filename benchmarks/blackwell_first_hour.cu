@@ -44,6 +44,7 @@ int measure() {
   std::vector<Measurement> all;
   measure_additions(sizes, all);
   measure_gathers(sizes, all);
+  measure_both_ways(sizes, all);
   measure_gather_and_add(sizes, all);
   measure_products(sizes, all);
   measure_products_beside(sizes, all);

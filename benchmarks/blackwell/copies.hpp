@@ -3,6 +3,7 @@
 
 #include "arch/sm100/cluster_launch.hpp"
 #include "arch/sm100/tma.hpp"
+#include "arch/sm80/async_copy.hpp"
 #include "arch/sm90/cluster.hpp"
 #include "arch/sm90/make_tensor_map.hpp"
 #include "measure.hpp"
@@ -10,11 +11,11 @@
 namespace hopwell::blackwell {
 
 #if HOPWELL_HAS_SM100A
-/// What every kernel with mbarriers begins with: all of them with one arrival a phase, visible to everybody.
+/// What every kernel with mbarriers begins with: all of them visible to everybody.
 template <int kCount>
-HOPWELL_DEVICE void initialise(mbarrier (&barriers)[kCount]) {
+HOPWELL_DEVICE void initialise(mbarrier (&barriers)[kCount], uint32_t arrivals = 1) {
   if (thread_index() == 0) {
-    for (mbarrier& barrier : barriers) mbarrier_init(barrier, 1);
+    for (mbarrier& barrier : barriers) mbarrier_init(barrier, arrivals);
     fence_mbarrier_init();
   }
 }
@@ -36,6 +37,8 @@ struct GatherParams {
   TensorMap map;  // [rows][576] bf16, boxes of one row by 64
   uint32_t rows;
   int tiles, in_flight, warps;  // tiles of a CTA, and how many of them at a time; warps that issue
+  int copied;                   // of nine panels the last ones, which come by cp.async
+  const uint32_t* from;         // the same rows
   uint64_t* cycles;             // [CTAs]
   uint32_t* sums;               // [CTAs]: of the words of the last tiles
 };
@@ -73,6 +76,33 @@ HOPWELL_DEVICE void gather_in_turn(const GatherParams& p, GatherStorage& s) {
   }
 }
 
+// The same tile by cp.async, 16 bytes a lane. Every lane arrives when what it has copied is there.
+HOPWELL_DEVICE void copy_tile(const GatherParams& p, GatherStorage& s, int cta, int tile, int stage) {
+  const uint32_t lane = uint32_t(lane_index()), chunk = lane % 8, to = shared_address(s.tiles[stage]);
+  HOPWELL_UNROLL
+  for (uint32_t row = lane / 8; row < kTileRows; row += 4)
+    cp_async(to + row * 128 + (chunk ^ row % 8) * 16,
+             p.from + int64_t{gathered_row(cta, tile, int(row), p.rows)} * 288 + tile % kPanels * 32 + 4 * chunk, 16);
+  cp_async_mbarrier_arrive_noinc(s.full[stage]);
+}
+
+HOPWELL_DEVICE void gather_both_ways(const GatherParams& p, GatherStorage& s) {
+  for (int tile = warp_index(); tile < p.tiles; tile += p.warps) {
+    const int stage = tile % p.in_flight, use = tile / p.in_flight;
+    if (use > 0) mbarrier_wait(s.full[stage], uint32_t(use - 1) & 1);
+    if (tile % kPanels >= kPanels - p.copied) {
+      copy_tile(p, s, block_index(), tile, stage);
+    } else {
+      if (lane_index() == 0)
+        mbarrier_arrive_expect_tx(s.full[stage], kTileWords * 4);
+      else
+        mbarrier_arrive(s.full[stage]);
+      syncwarp();
+      gather_tile<false>(p, s, block_index(), tile, stage);
+    }
+  }
+}
+
 HOPWELL_DEVICE void wait_for_last_tiles(const GatherParams& p, GatherStorage& s) {
   for (int stage = 0; stage < p.in_flight && stage < p.tiles; ++stage)
     mbarrier_wait(s.full[stage], uint32_t((p.tiles - 1 - stage) / p.in_flight) & 1);
@@ -83,6 +113,18 @@ __global__ void __launch_bounds__(256, 1) gather_kernel(const __grid_constant__ 
   initialise(s.full);
   timed(p.cycles, [&] {
     if (warp_index() < p.warps) gather_in_turn(p, s);
+    wait_for_last_tiles(p, s);
+  });
+  for (int stage = 0; stage < p.in_flight && stage < p.tiles; ++stage)
+    add_words(p.sums + block_index(), s.tiles[stage]);
+}
+
+// Some of the panels by gather4 and the others by cp.async, in the same warps.
+__global__ void __launch_bounds__(256, 1) both_ways_kernel(const __grid_constant__ GatherParams p) {
+  auto& s = dynamic_smem<GatherStorage>();
+  initialise(s.full, 32);
+  timed(p.cycles, [&] {
+    if (warp_index() < p.warps) gather_both_ways(p, s);
     wait_for_last_tiles(p, s);
   });
   for (int stage = 0; stage < p.in_flight && stage < p.tiles; ++stage)
@@ -138,6 +180,8 @@ inline GatherParams gather_params(const Memory<uint32_t>& tensor, uint32_t rows,
           tiles,
           in_flight,
           warps,
+          0,
+          tensor.data(),
           cycles.data(),
           sums.data()};
 }
@@ -161,6 +205,23 @@ inline void measure_gathers(const Sizes& sizes, std::vector<Measurement>& all) {
                          "B", 4.0 * kTileWords * p.tiles, cycles.values(),
                          tiles_are_right(p, words, sums.values(), multicast ? ~1 : ~0)});
         }
+  }
+}
+
+// How many of a key's nine panels should come by cp.async: none of them in other kernels, two in attention_distribution.
+inline void measure_both_ways(const Sizes& sizes, std::vector<Measurement>& all) {
+  const uint32_t rows = sizes.rows.front();
+  const std::vector<uint32_t> words = some_words(size_t{rows} * 288);
+  const Memory<uint32_t> tensor(words);
+  for (const int copied : {2, 4, kPanels}) {
+    const Memory<uint64_t> cycles(size_t(sizes.ctas));
+    const Memory<uint32_t> sums(size_t(sizes.ctas));
+    GatherParams p = gather_params(tensor, rows, kMostTiles * (1 + sizes.repeats), kMostTiles, 8, cycles, sums);
+    p.copied = copied;
+    run(both_ways_kernel, {{uint32_t(sizes.ctas)}, 256, 1, sizeof(GatherStorage)}, p);
+    all.push_back({"gather4 but for " + std::to_string(copied) + " of 9 panels by cp.async, 8 warps, " +
+                       std::to_string(8 * kMostTiles) + " KB in flight, " + std::to_string(rows) + " rows",
+                   "B", 4.0 * kTileWords * p.tiles, cycles.values(), tiles_are_right(p, words, sums.values(), ~0)});
   }
 }
 

@@ -287,6 +287,7 @@ inline void measure_products(const Sizes& sizes, std::vector<Measurement>& all) 
   measure_widths<32, 1, true>(sizes, all);
   measure_form<FormOf<64, 128, 1, true, false, true>>(sizes, all);
   measure_form<FormOf<32, 128, 1, true, false, true>>(sizes, all);
+  measure_form<FormOf<128, 64, 1, true, false, true>>(sizes, all);
   measure_form<FormOf<128, 64, 1, false, false, true>>(sizes, all);
 }
 

@@ -2,6 +2,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <ctime>
 #include <hopwell/hopwell.hpp>
 #include <limits>
 #include <nlohmann/json.hpp>
@@ -30,16 +31,17 @@ struct Tally {
   }
 };
 
-nlohmann::json record(const cases::Case& c, const std::string& backend, std::uint64_t seed,
-                      const cases::Report& report) {
+nlohmann::json record(const cases::Case& c, const std::string& backend, std::uint64_t seed, const cases::Report& report,
+                      double seconds) {
   nlohmann::json outputs = nlohmann::json::array();
   for (const cases::Comparison& comparison : report.comparisons)
     outputs.push_back(
         {{"output", comparison.output}, {"norm_error", comparison.norm_error}, {"share_of_bound", comparison.worst}});
   const char* result = report.unsupported ? "skipped" : report.failures.empty() ? "passed" : "failed";
-  return {{"operator", c.op},  {"case", c.name},   {"backend", backend},
-          {"seed", seed},      {"result", result}, {"messages", report.failures},
-          {"outputs", outputs}};
+  return {{"operator", c.op},   {"case", c.name},
+          {"backend", backend}, {"seed", seed},
+          {"result", result},   {"messages", report.failures},
+          {"outputs", outputs}, {"processor_seconds", seconds}};
 }
 
 // Whether the whole name matches a pattern in which * stands for any letters and ? for any one. A star that was too
@@ -116,12 +118,14 @@ int check(const CheckOptions& options) {
           for (std::uint64_t seed = 1; seed <= options.seeds; ++seed) {
             progress.show(suite.op + " on " + backend + ": " + c.name);
             if (backend.starts_with("emu:")) setenv("HOPWELL_EMULATOR_SEED", std::to_string(seed).c_str(), 1);
+            const std::clock_t begin = std::clock();
             const cases::Report report = cases::run(c, backend, seed);
+            const double seconds = double(std::clock() - begin) / CLOCKS_PER_SEC;
             tally.add(report);
             taken = !report.unsupported;
             for (const std::string& failure : report.failures)
               messages.push_back(message(c, backend, seed, report.unsupported, failure));
-            records.push_back(record(c, backend, seed, report));
+            records.push_back(record(c, backend, seed, report, seconds));
             if (!counts) continue;
             nlohmann::json launches = counts->take();
             if (report.failures.empty()) records.back()["model"] = model_of(c, seed, std::move(launches));

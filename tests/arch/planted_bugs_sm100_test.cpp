@@ -374,6 +374,57 @@ void narrow_block_scaled(int bug) {
   if (t < 32) tmem_deallocate<1>(s.tmem, 64);
 }
 
+// A block-scaled product of a pair: scales of A for each CTA's rows, of B in both CTAs.
+void block_scaled_pair(int bug) {
+  auto& s = dynamic_smem<Shared>();
+  const int t = thread_index(), rank = int(cluster_rank());
+  const uint32_t base = shared_address(s.words.data());
+  for (int i = t; i < 8192; i += 128) s.words[size_t(i)] = 0x38383838;
+  if (bug == 1 && rank == 1 && t == 0) s.words[24576 / 4] = 0x30303030;
+  if (t == 0) {
+    mbarrier_init(s.done, 1);
+    fence_mbarrier_init();
+  }
+  fence_proxy_async();
+  if (t < 32) tmem_allocate<2>(s.tmem, 128);
+  if (bug == 2)
+    syncthreads();
+  else
+    cluster_sync();
+  if (t == 0 && rank == 0) {
+    constexpr uint64_t kOperand = tcgen05_descriptor({Swizzle::bytes128, 16, 1024});
+    const uint64_t scales = at_address(tcgen05_descriptor({Swizzle::none, 16, 128}), base + 24576),
+                   a = at_address(kOperand, base), b = at_address(kOperand, base + 16384);
+    const uint32_t d = s.tmem, scale_a = s.tmem + 64, scale_b = s.tmem + 68;
+    tcgen05_copy<2, CopyShape::b32x128_x4>(scale_b, scales);  // @bp-scales
+    if (bug != 3) tcgen05_copy<2, CopyShape::b32x128_x4>(scale_a, scales);
+    const uint32_t instruction = nvfp4_instruction_descriptor(bug == 4 ? 128 : 256, bug == 5 ? 24 : 64);
+    tcgen05_mma_nvfp4<2>(d, a, b, instruction, scale_a, scale_b, bug == 6);  // @bp-mma
+    if (bug == 7)
+      tcgen05_commit<2>(s.done);
+    else
+      tcgen05_commit_multicast<2>(s.done, 3);
+  }
+  mbarrier_wait(s.done, 0);  // @bp-wait
+  tcgen05_fence_after_thread_sync();
+  cluster_sync();
+  if (t < 32) tmem_deallocate<2>(s.tmem, 128);
+}
+
+TEST(Planted, BlockScaledPair) {
+  plant(shape(128, 2), block_scaled_pair,
+        {
+            {1, Kind::tensor_memory, "the scales of row 0 of B", "bp-mma"},
+            {3, Kind::uninitialized, "the scales of A reads lanes 0-15", "bp-mma"},
+            {4, Kind::unsupported, "modelled for M = 128 a CTA", "bp-mma"},
+            {5, Kind::descriptor, "N = 24 is not possible", "bp-mma"},
+            {6, Kind::uninitialized, "the accumulation into D", "bp-mma"},
+            {7, Kind::deadlock, "mbarrier", "bp-wait"},
+        });
+  for (uint64_t seed = 0; seed < 6; ++seed)  // what of the peer's is missed first depends on the schedule
+    EXPECT_FALSE(emu::launch(shape(128, 2), test::options_for(seed), [] { block_scaled_pair(2); }).clean()) << seed;
+}
+
 TEST(Planted, NarrowBlockScaled) {
   plant(shape(128), narrow_block_scaled,
         {

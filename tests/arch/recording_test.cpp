@@ -256,7 +256,7 @@ TEST(Recording, MapsTensorMemory) {
     EXPECT_EQ(of(Kind::product)[i].first_column, of(Kind::allocated)[0].first_column);
     EXPECT_EQ(of(Kind::product)[i].columns, 64U);
     EXPECT_DOUBLE_EQ(of(Kind::product)[i].end - of(Kind::product)[i].begin,
-                     emu::product_cycles(kB200, 128, 64, 1, false, false));
+                     emu::product_cycles(kB200, {128, 64, 1, false, false}));
   }
   EXPECT_EQ(of(Kind::operand).size(), 2U);  // the accumulations
   ASSERT_EQ(of(Kind::read).size(), 4U);     // a warp each

@@ -279,29 +279,32 @@ TEST(Products, WhatIsNotModelledSaysSo) {
 }
 
 // A pair multiplies e2m1 operands: each CTA has the scales of its rows of A, and those of all of B.
+template <int kN>
 void check_nvfp4(bool a_in_tmem) {
-  std::vector<float> d(2 * 65536, NAN);
+  constexpr uint32_t kA = 256, kScaleA = 320, kScaleB = 324;  // columns of tensor memory
+  constexpr int kTiles = (kN + 127) / 128;                    // of scales of B
+  std::vector<float> d(size_t{256 * kN}, NAN);
   const auto code = [](uint32_t i) { return uint8_t(i * 2654435761u >> 24); };
   const auto scale = [](uint32_t i) { return uint8_t(0x30 + (i * 40503u >> 8) % 16); };
   expect_clean(
       shape(128, 2),
       [&] {
-        with_tensor_memory<2>(256, [&](Shared& s) {
+        with_tensor_memory<2>(512, [&](Shared& s) {
           const int t = thread_index(), warp = t / 32, rank = int(cluster_rank());
           for (int i = t; i < 128 * 32; i += 128)
             s.a[(i / 32 * 128 + i % 32) ^ (i / 32 % 8 << 4)] = code(uint32_t(rank * 4096 + i));
-          for (int i = t; i < 32 * 32; i += 128)
-            s.b[(i / 32 * 128 + i % 32) ^ (i / 32 % 8 << 4)] = code(uint32_t(20000 + rank * 1024 + i));
-          for (int i = t; i < 512; i += 128) {  // row, block → its byte of a scale tile
-            const int row = i / 4, block = i % 4;
-            s.a[32768 + emu::scale_tile_offset(row, block)] = scale(uint32_t(rank * 512 + i));
-            s.b[32768 + emu::scale_tile_offset(row, block)] = scale(uint32_t(5000 + i));
+          for (int i = t; i < kN / 2 * 32; i += 128)
+            s.b[(i / 32 * 128 + i % 32) ^ (i / 32 % 8 << 4)] = code(uint32_t(20000 + rank * kN / 2 * 32 + i));
+          for (int i = t; i < 512 * kTiles; i += 128) {  // row, block → its byte of a scale tile
+            const int row = i / 4 % 128, block = i % 4, at = 32768 + i / 512 * 512;
+            if (i < 512) s.a[at + int(emu::scale_tile_offset(row, block))] = scale(uint32_t(rank * 512 + i));
+            s.b[at + int(emu::scale_tile_offset(row, block))] = scale(uint32_t(5000 + i));
           }
           if (a_in_tmem) {  // row t: 32 bytes
             uint32_t words[8] = {};
             for (int i = 0; i < 32; ++i)
               words[i / 4] |= uint32_t{code(uint32_t(rank * 4096 + t * 32 + i))} << i % 4 * 8;
-            tmem_store<TmemShape::b32x32>(tmem_address(s.tmem, 32 * warp, 64), words);
+            tmem_store<TmemShape::b32x32>(tmem_address(s.tmem, 32 * warp, kA), words);
             tmem_wait_store();
           }
           fence_proxy_async();
@@ -310,29 +313,33 @@ void check_nvfp4(bool a_in_tmem) {
           tcgen05_fence_after_thread_sync();
           if (t == 0 && rank == 0) {
             constexpr uint64_t kScales = tcgen05_descriptor({Swizzle::none, 16, 128});
-            tcgen05_copy<2, CopyShape::b32x128_x4>(s.tmem + 128, at_address(kScales, shared_address(s.a + 32768)));
-            tcgen05_copy<2, CopyShape::b32x128_x4>(s.tmem + 132, at_address(kScales, shared_address(s.b + 32768)));
+            tcgen05_copy<2, CopyShape::b32x128_x4>(s.tmem + kScaleA, at_address(kScales, shared_address(s.a + 32768)));
+            for (uint32_t tile = 0; tile < kTiles; ++tile)
+              tcgen05_copy<2, CopyShape::b32x128_x4>(s.tmem + kScaleB + 4 * tile,
+                                                     at_address(kScales, shared_address(s.b + 32768) + 512 * tile));
             const Operand rows{Major::k, 0};
-            constexpr uint32_t kInstruction = nvfp4_instruction_descriptor(256, 64);
+            constexpr uint32_t kInstruction = nvfp4_instruction_descriptor(256, kN);
             if (a_in_tmem)
-              tcgen05_mma_nvfp4_ts<2>(s.tmem, s.tmem + 64, rows.descriptor(s.b), kInstruction, s.tmem + 128,
-                                      s.tmem + 132, false);
+              tcgen05_mma_nvfp4_ts<2>(s.tmem, s.tmem + kA, rows.descriptor(s.b), kInstruction, s.tmem + kScaleA,
+                                      s.tmem + kScaleB, false);
             else
-              tcgen05_mma_nvfp4<2>(s.tmem, rows.descriptor(s.a), rows.descriptor(s.b), kInstruction, s.tmem + 128,
-                                   s.tmem + 132, false);
+              tcgen05_mma_nvfp4<2>(s.tmem, rows.descriptor(s.a), rows.descriptor(s.b), kInstruction, s.tmem + kScaleA,
+                                   s.tmem + kScaleB, false);
             tcgen05_commit_multicast<2>(s.done, 3);
           }
           mbarrier_wait(s.done, 0);
           tcgen05_fence_after_thread_sync();
-          uint32_t r[64];
-          tmem_load<TmemShape::b32x32>(r, tmem_address(s.tmem, 32 * warp, 0));
-          tmem_wait_load(r);
-          for (int i = 0; i < 64; ++i) d[size_t((rank * 128 + t) * 64 + i)] = bit_cast<float>(r[i]);
+          for (int column = 0; column < kN; column += 16) {
+            uint32_t r[16];
+            tmem_load<TmemShape::b32x32>(r, tmem_address(s.tmem, 32 * warp, column));
+            tmem_wait_load(r);
+            for (int i = 0; i < 16; ++i) d[size_t((rank * 128 + t) * kN + column + i)] = bit_cast<float>(r[i]);
+          }
         });
       },
       6);
   for (int m = 0; m < 256; ++m)
-    for (int n = 0; n < 64; ++n) {
+    for (int n = 0; n < kN; ++n) {
       double sum = 0;
       for (int k = 0; k < 64; ++k) {
         const double a = double(emu::from_e2m1(uint8_t(code(uint32_t(m * 32 + k / 2)) >> 4 * (k % 2) & 15))) *
@@ -341,13 +348,17 @@ void check_nvfp4(bool a_in_tmem) {
                          double(emu::from_e4m3(scale(uint32_t(5000 + n * 4 + k / 16))));
         sum += a * b;
       }
-      ASSERT_NEAR(sum, double(d[size_t(m * 64 + n)]), 1e-4 * (1 + std::fabs(sum))) << m << " " << n;
+      ASSERT_NEAR(sum, double(d[size_t(m * kN + n)]), 1e-4 * (1 + std::fabs(sum))) << m << " " << n;
     }
 }
 
 TEST(Products, Nvfp4InACtaPair) {
-  check_nvfp4(false);
-  check_nvfp4(true);
+  for (bool a_in_tmem : {false, true}) {
+    check_nvfp4<16>(a_in_tmem);
+    check_nvfp4<64>(a_in_tmem);
+    check_nvfp4<144>(a_in_tmem);
+    check_nvfp4<256>(a_in_tmem);
+  }
 }
 
 // Two steps of K 64 in one CTA, N from 8 on; scales of B in tiles of 128 rows, whatever N is.

@@ -1,5 +1,6 @@
 """On two GPUs: every operator runs where its tensors are, whatever device is current, and leaves that as it was."""
 
+import inspect
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +29,7 @@ def make_call(operator: str) -> Any:
     """A call on bfloat16 that GPU backends take: MLA's kernels want DeepSeek's head dimensions."""
     rng = np.random.default_rng(SEED)
     call = MAKERS[operator](rng, "bfloat16")
-    if "mla" in operator or operator == "attention_distribution":
+    if "mla" in operator or operator in ("attention_distribution", "indexer_dense_loss"):
         wide = (rng.standard_normal((5, 64, 576)), rng.standard_normal((90, 1, 576)))
         call.arguments |= {name: x.astype("bfloat16") for name, x in zip(("q", "kv"), wide, strict=True)}
         call.arguments["sm_scale"] = 0.04
@@ -36,10 +37,9 @@ def make_call(operator: str) -> Any:
         if "attn_sink" in call.arguments:
             call.arguments["attn_sink"] = rng.standard_normal(64).astype(np.float32)
         if operator != "sparse_mla_forward":
-            forward = {
-                name: x for name, x in call.arguments.items() if name not in ("out", "lse", "d_out", "normalize")
-            }
-            out, _, lse = reference.sparse_mla_forward(**forward)
+            known = inspect.signature(reference.sparse_mla_forward).parameters.keys() - {"out", "lse"}
+            forward = {name: x for name, x in call.arguments.items() if name in known}
+            out, _, lse = reference.sparse_mla_forward(**{"indices": None} | forward)
             call.arguments["lse"] = lse.astype(np.float32)
             if operator == "sparse_mla_backward":
                 call.arguments["out"] = out.astype("bfloat16")

@@ -236,6 +236,7 @@ struct Cta {
   uint32_t pair_column = 0;
   std::deque<Operation> tensor_queue;   // in order; of a CTA pair: kept by the even CTA
   std::array<Collector, 5> collectors;  // for A, and b0 to b3 of .ws; likewise
+  int last_collector = -1;              // b0 to b3 of the last product, if that was .ws; for the model of time
 };
 
 /// Who must be ordered after an earlier access: a thread, or all threads of a warp or warpgroup together, of whom the least

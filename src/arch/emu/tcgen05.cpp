@@ -1,5 +1,6 @@
 // tcgen05.mma, .cp and .commit: operations of the tensor core of a CTA or of a CTA pair, in order of issue.
 #include <algorithm>
+#include <utility>
 
 #include "gemm.hpp"
 #include "numeric.hpp"
@@ -150,6 +151,23 @@ void check_both_halves(Cta& cta, const TensorProduct& p, const ProductShape& s, 
   }
 }
 
+// Each CTA of a pair multiplies by all of B: its scales stand in both.
+void check_scales_of_pair(const TensorProduct& p, const ProductShape& s, uint32_t first, Epoch epoch) {
+  Machine& m = *machine;
+  for (int row = 0; row < s.n; ++row) {
+    const Coord c = scale_coord(row);
+    const int column = tmem_column(p.scale_b) + c.col;
+    if (tmem_word(m.ctas[first], c.row, column) != tmem_word(m.ctas[first + 1], c.row, column))
+      return m.find(
+          Kind::tensor_memory,
+          format("the scales of row %d of B, in column %d of tensor memory, differ between the CTAs of a pair, "
+                 "and each takes its own: read by ",
+                 row, column) +
+              m.describe(epoch),
+          &epoch);
+  }
+}
+
 // A as it is multiplied for one segment of N: with its sign and scales.
 void load_a(Cta& cta, const TensorProduct& p, const ProductShape& s, int segment, std::vector<float>& a) {
   if (!p.a_in_tmem && segment > 0) return;  // the same for all
@@ -244,7 +262,10 @@ void perform(const TensorProduct& p, uint32_t rank, Epoch epoch) {
   if (m.options.check) compare_collected(p, s, first, epoch);
   std::vector<float> a(size_t(128 * 64)), b(size_t(64 * 256));
   for (int q = 0; q < p.cta_group; ++q) operand_b(p, s, first + uint32_t(q)).load(b.data() + q * s.b_rows, s.n, true);
-  if (p.kind == MmaKind::mxf4nvf4) apply_scales(m.ctas[first], p.scale_b, s.n, b.data(), 1, s.n);
+  if (p.kind == MmaKind::mxf4nvf4) {
+    if (p.cta_group == 2) check_scales_of_pair(p, s, first, epoch);
+    apply_scales(m.ctas[first], p.scale_b, s.n, b.data(), 1, s.n);
+  }
   for (int q = 0; q < p.cta_group; ++q) {
     Cta& cta = m.ctas[first + uint32_t(q)];
     if (p.a_in_tmem && p.cta_group == 2 && s.path == DataPath::two) check_both_halves(cta, p, s, epoch);
@@ -288,10 +309,14 @@ void tcgen05_mma(const TensorProduct& p, const Site& site) {
     ++w.products;
     w.flops += 2.0 * s.m * s.n * s.k;
     w.full_rate_cycles += 2.0 * s.m * s.n * 16 / m.work->rates.flops;
-    w.operand_bytes += uint64_t(p.cta_group) * (a + b);
-    if (p.collector == CollectorUsage::use || p.collector == CollectorUsage::lastuse)
-      w.collected_bytes += uint64_t(p.cta_group) * (p.ws ? b : a);
-    w.tensor_cycles += p.cta_group * product_cycles(m.work->rates, s.m, s.n, p.cta_group, p.ws, p.a_in_tmem);
+    const bool collected = p.collector == CollectorUsage::use || p.collector == CollectorUsage::lastuse;
+    const uint64_t spared = uint64_t(p.cta_group) * (!collected ? 0 : p.ws ? b : a);
+    w.operand_bytes += uint64_t(p.cta_group) * (a + b) - spared;
+    w.collected_bytes += spared;
+    const int before = std::exchange(m.ctas[first].last_collector, p.ws ? p.collector_buffer : -1);
+    const bool alternates = before >= 0 && before != p.collector_buffer;
+    w.tensor_cycles +=
+        p.cta_group * product_cycles(m.work->rates, {s.m, s.n, p.cta_group, p.ws, p.a_in_tmem, collected, alternates});
   });
   if (m.options.check) use_collectors(p, s, m.ctas[first], self, epoch);
   m.submit_tensor(first, {[p, rank, epoch] { perform(p, rank, epoch); }});

@@ -94,7 +94,7 @@ void issue(Rendezvous& r, WgmmaOperation op) {
     w.flops += flops;
     w.full_rate_cycles += 2 * 64 * op.n * 16 / m.work->rates.flops;  // of 32 bytes of k, whatever they hold
     w.operand_bytes += uint64_t(32 * ((op.a_in_registers ? 0 : 64) + op.n));
-    w.tensor_cycles += product_cycles(m.work->rates, 64, op.n, 1, false, op.a_in_registers);
+    w.tensor_cycles += product_cycles(m.work->rates, {64, op.n, 1, false, op.a_in_registers});
   });
   if (group.agent == kNoAgent)
     group.agent = m.new_agent(format("wgmma of CTA %u warpgroup %d", cta.rank, current->linear / 128),

@@ -50,12 +50,17 @@ std::vector<Demand> demands(const Work& w, const Rates& r) {
   };
 }
 
-double product_cycles(const Rates& r, int m, int n, int cta_group, bool ws, bool a_in_tmem) {
-  if (ws && m == 64 && a_in_tmem) return 12 + n / 4.0;  // measured, and a little more than its arithmetic
-  const double rows = double(m) / cta_group, half_rate = m == 64 && !ws && r.tmem_bytes > 0 ? 2 : 1,
-               arithmetic = half_rate * 2 * rows * n * 16 / r.flops,
-               operands = 32 * ((a_in_tmem ? 0 : rows) + double(n) / cta_group) / r.shared_bytes;
-  return std::max(arithmetic, operands);
+double product_cycles(const Rates& r, const ProductForm& p) {
+  const double rows = double(p.m) / p.cta_group, half_rate = p.m == 64 && !p.ws && r.tmem_bytes > 0 ? 2 : 1,
+               arithmetic = half_rate * 2 * rows * p.n * 16 / r.flops;
+  const bool reads_a = !p.a_in_tmem && (p.ws || !p.collected), reads_b = !p.ws || !p.collected;
+  double operands = 32 * ((reads_a ? rows : 0) + (reads_b ? double(p.n) / p.cta_group : 0)) / r.shared_bytes;
+  if (!p.ws) return std::max(arithmetic, operands);
+  // Measured: A's read is not quite hidden where B is there already; and a buffer is refilled between two products that
+  // both want it, M 32 waiting as long for that as M 64.
+  if (p.collected) return std::max(arithmetic, operands + (reads_a ? 7 : 0));
+  const double refill = p.alternates ? 0 : p.m == 128 ? 10 : 12;
+  return std::max({arithmetic + refill, p.n / 4.0 + refill, operands});
 }
 
 namespace {

@@ -20,7 +20,7 @@ struct Work {
   double flops = 0;             // of products, as they are executed: of padding too
   uint64_t products = 0;
   uint64_t operand_bytes = 0;    // read from shared memory by products
-  uint64_t collected_bytes = 0;  // of these: what a collector buffer could spare
+  uint64_t collected_bytes = 0;  // not among these: what products have found in collector buffers
   uint64_t shared_bytes = 0;     // read and written in shared memory by all else
   uint64_t copied_bytes = 0;     // from global into shared memory
   uint64_t gathers = 0;          // gather4 instructions
@@ -45,8 +45,15 @@ struct Role {
   std::vector<Demand> demands;
 };
 
-/// Cycles of one product of K 32 bytes in one CTA. `rows`, `columns_of_b`: of A and B that this CTA reads.
-double product_cycles(const Rates& rates, int m, int n, int cta_group, bool ws, bool a_in_tmem);
+/// What the cycles of a product depend on.
+struct ProductForm {
+  int m, n, cta_group;
+  bool ws, a_in_tmem;
+  bool collected = false;   // finds A, or with .ws B, in its collector buffer
+  bool alternates = false;  // with .ws: its buffer is not that of the product before
+};
+/// Cycles of one product of K 32 bytes in one CTA.
+double product_cycles(const Rates& rates, const ProductForm& product);
 
 /// Counts what the launches of this host thread ask for while it lives. Without one, nothing is counted.
 class WorkCount {

@@ -20,6 +20,7 @@ runtime::Support supports(const Problem& p) {
   const auto aligned = [](const View& view) { return reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0; };
   if (!aligned(p.q) || !aligned(p.kv) || !fits(p.q, 0) || !fits(p.q, 1) || !fits(p.kv, 0))
     return Support::no("rows of q and kv must be 16-byte aligned, in ascending order");
+  if (!tile::can_gather(p.kv.data, p.s_kv, p.kv.stride[0])) return Support::no("rows of kv must lie within 64 GiB");
   return {};
 }
 

@@ -9,7 +9,7 @@
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 namespace {
 
-// Pairs for the heads of a query, each for 65 to 128 of them. Up to 64 heads more have a CTA of their own, which takes 2,070
+// Pairs for the heads of a query, each for 65 to 128 of them. Up to 64 heads more have a CTA of their own, which takes 1,920
 // cycles for 64 keys (single.hpp), and not a pair, which takes 1,250 on each of two multiprocessors (pair.hpp).
 std::int64_t pairs_of(const Problem& p) { return (p.h_q + Config::kHeads - 1) / PairConfig::kHeads; }
 

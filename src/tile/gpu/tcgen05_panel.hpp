@@ -32,10 +32,11 @@ HOPWELL_DEVICE void load_gathered_keys(int (&keys)[4], const Entries& entries, i
 
 #if HOPWELL_HAS_SM100A
 
-/// A warp starts the copies of a tile's kPanels panels to a stage of a ring. Its first lane waits for the stage, since it copies
-/// to all of them: others could fall behind by two phases of the barrier and wait for ever.
+/// A warp starts the copies of kPanels panels of a tile, from `column` on, to a stage of a ring. Its first lane waits for the
+/// stage, since it copies to all of them: others could fall behind by two phases of the barrier and wait for ever.
 template <int kPanels, class Slot>
-HOPWELL_DEVICE void gather_tile(const Slot& slot, const void* stage, const arch::TensorMap& map, const int (&keys)[4]) {
+HOPWELL_DEVICE void gather_tile(const Slot& slot, const void* stage, const arch::TensorMap& map, const int (&keys)[4],
+                                int column = 0) {
   const int lane = arch::lane_index();
   const uint32_t to = arch::shared_address(stage) + uint32_t(lane) * (kPanelBytes / kGatherLanes);
   if (lane == 0) {
@@ -44,7 +45,7 @@ HOPWELL_DEVICE void gather_tile(const Slot& slot, const void* stage, const arch:
   }
   arch::syncwarp();
   for (int panel = 0; panel < kPanels && lane < kGatherLanes; ++panel)
-    arch::tma_gather4<1>(to + uint32_t(panel) * kPanelBytes, map, kPanelColumns * panel, keys,
+    arch::tma_gather4<1>(to + uint32_t(panel) * kPanelBytes, map, column + kPanelColumns * panel, keys,
                          arch::shared_address(&slot.full()));
 }
 

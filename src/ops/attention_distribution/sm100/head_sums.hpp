@@ -4,9 +4,10 @@
 //
 // Tile      one query, 64 keys and 128 heads, whose queries lie in tensor memory: scores [128 lanes][64 columns] by
 //           tcgen05.mma with M 128, N 64. Fewer heads: the rest are zeros. More: 128 at a time, one after another.
-// Roles     warp 0      gather    keys, four rows an instruction; queries, by boxes
+// Roles     warp 0      gather    keys but for their last 128 columns, four rows an instruction; queries, by boxes
 //           warp 1      issue     queries to tensor memory, all products
 //           warp 2      store     adds the warps' sums in a fixed order, writes, normalises
+//           warp 3      copy      the keys' last 128 columns, 16 bytes a lane
 //           warps 4-7   math      exp2 of scores, sums over a warp's 32 heads
 //           CTAs are persistent; which queries and parts of rows each takes is said in plan.hpp.
 // Timeline  gather   Q0 Q1 Q2 K0 ▒▒▒▒│ K1 ▒▒▒▒│ K2 ▒▒▒▒│ …      three stages in the ring, for parts of Q and for keys
@@ -14,8 +15,9 @@
 //           math                            exp Σ 0 │ exp Σ 1 │ …
 //           store                                      a0        a1
 // Budget    shared: 3 × 73,728 rows + 4 × 4 × 64 × 4 sums + barriers = 225,450 B; tensor memory: Q 288 + 3 × 64 = 480 columns
-// Bound     the gather: 73,728 B for every 64 keys, 1,475 cycles at 50 B a cycle; products 1,152, exponentials 512. So 128
-//           heads may reach 0.78 of the matmul rate, 64 heads 0.39. The queries of a tile take 2,590 cycles to get into
+// Bound     the gather: 73,728 B for every 64 keys, 1,475 cycles at 50 B a cycle; a gather of four rows and 64 columns takes
+//           12 cycles, so that all columns would take 1,728 that way, and these 1,344; products 1,152, exponentials 512. So
+//           128 heads may reach 0.78 of the matmul rate, 64 heads 0.39. The queries of a tile take 2,590 cycles to get into
 //           tensor memory, as long as two tiles of keys.
 // Order     Nothing is added in an order that depends on time: same inputs, same bits.
 #pragma once
@@ -25,6 +27,7 @@
 #include "arch/sm90/cluster.hpp"
 #include "ops/attention_distribution/params.hpp"
 #include "ops/attention_distribution/store.hpp"
+#include "tile/gpu/gather.hpp"
 #include "tile/gpu/ring.hpp"
 #include "tile/gpu/tcgen05_panel.hpp"
 #include "tile/gpu/warp.hpp"
@@ -33,10 +36,11 @@ namespace hopwell::ops::attention_distribution::HOPWELL_TARGET {
 
 struct Config {
   static constexpr int kStages = 3, kScoreStages = 3, kThreads = 256, kMathWarps = 4, kFirstMathWarp = 4;
+  static constexpr int kCopiedPanels = 2;                   // of keys, the last ones
   static constexpr int kQPanels = 4;                        // of an item of queries: 64 columns of all heads each
   static constexpr uint32_t kQPanel = kHeadsAtATime * 128;  // bytes
 };
-enum WarpRole { kGather, kIssue, kStore };  // and the math warps
+enum WarpRole { kGather, kIssue, kStore, kCopy };  // and the math warps
 struct Tmem {
   static constexpr int kQ = 0, kScores = 288, kColumns = 512;
 };
@@ -44,6 +48,7 @@ struct Tmem {
 template <int kDqk>
 struct SharedStorage {
   static constexpr int kPanels = kDqk / 64, kQItems = (kPanels + Config::kQPanels - 1) / Config::kQPanels;
+  static constexpr int kGatheredPanels = kPanels - Config::kCopiedPanels;
   alignas(1024) unsigned char rows[Config::kStages][kTileKeys * kDqk * 2];
   float sums[kSumStages][Config::kMathWarps][kTileKeys];  // over a warp's 32 heads
   tile::RingBarriers<Config::kStages> row_barriers;
@@ -108,8 +113,35 @@ HOPWELL_DEVICE void gather(const GatherParams& p, SharedStorage<kDqk>& s) {
     HOPWELL_NO_UNROLL
     for (int tile = 0; tile < tiles; ++tile, ++item) {
       const RowSlot slot{s.row_barriers, item};
-      tile::gather_tile<SharedStorage<kDqk>::kPanels>(slot, s.rows[slot.stage()], p.keys, keys);
+      tile::gather_tile<SharedStorage<kDqk>::kGatheredPanels>(slot, s.rows[slot.stage()], p.keys, keys);
       tile::load_gathered_keys(keys, entries, (tile + 1) * kTileKeys, lane);
+    }
+  });
+}
+
+// By a warp. Of queries it has nothing to copy, and only arrives.
+template <int kDqk>
+HOPWELL_DEVICE void copy_last_panels(const Params& p, SharedStorage<kDqk>& s) {
+  constexpr int kFirst = SharedStorage<kDqk>::kGatheredPanels;
+  const int lane = arch::lane_index();
+  int item = 0;
+  for_each_pass(p, [&](int64_t, const Entries& entries, int tiles, int) {
+    tile::RowIndices rows{entries.at(lane), entries.at(lane + 32), entries.visible};
+    for (int i = 0; i < SharedStorage<kDqk>::kQItems; ++i, ++item) {
+      const RowSlot slot{s.row_barriers, item};
+      slot.wait_empty();
+      tile::arrive_warp(slot.full(), 32);
+    }
+    HOPWELL_NO_UNROLL
+    for (int tile = 0; tile < tiles; ++tile, ++item) {
+      const RowSlot slot{s.row_barriers, item};
+      slot.wait_empty();
+      tile::gather_rows<64 * Config::kCopiedPanels, 4>(
+          arch::shared_address(s.rows[slot.stage()]) + kFirst * tile::kPanelBytes, p.kv + 64 * kFirst, p.kv_stride,
+          rows);
+      tile::arrive_after_copies<true>(slot.full());
+      const int next = (tile + 1) * kTileKeys + lane;
+      rows.low = entries.at(next), rows.high = entries.at(next + 32);
     }
   });
 }
@@ -141,6 +173,7 @@ HOPWELL_DEVICE void multiply(SharedStorage<kDqk>& s, const RowSlot& rows, const 
   const uint32_t d = arch::tmem_address(s.tmem, 0, Tmem::kScores + kTileKeys * scores.stage());
   scores.wait_empty();
   rows.wait_full();
+  arch::fence_proxy_async();  // what was copied by threads
   arch::tcgen05_fence_after_thread_sync();
   HOPWELL_NO_UNROLL
   for (int panel = 0; panel < SharedStorage<kDqk>::kPanels; ++panel) {
@@ -229,7 +262,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) kernel(const __grid_const
   auto& s = arch::dynamic_smem<SharedStorage<kDqk>>();
   const int warp = arch::warp_index();
   if (arch::thread_index() == 0) {
-    s.row_barriers.init(1, 1);
+    s.row_barriers.init(1 + 32, 1);
     s.score_barriers.init(1, Config::kMathWarps);
     s.sum_barriers.init(Config::kMathWarps, 1);
     arch::fence_mbarrier_init();
@@ -243,6 +276,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) kernel(const __grid_const
   if (warp == kGather) gather(p, s);
   if (warp == kIssue && arch::elect_one()) issue(p, s);
   if (warp == kStore) store<Config::kMathWarps>(p, s.sums, s.sum_barriers);
+  if (warp == kCopy) copy_last_panels(p, s);
   if (warp >= Config::kFirstMathWarp) math(p, s);
   arch::syncwarp();  // kept: lanes branched off
   arch::syncthreads();

@@ -41,12 +41,14 @@ struct PairConfig {
 };
 
 template <int kDqk>
-struct PairStorage : MathStorage<kDqk, 2> {
+struct PairStorage : MathStorage<kDqk, 2, 6> {
   static constexpr bool kHasTail = kDqk > Config::kDv;
   static constexpr int kStages = kHasTail ? 11 : 12;  // as many as there is room for
   static constexpr int kQPieces = PairStorage::kPanels / PairStorage::kQPanels;
+  static_assert(PairStorage::kPanels % PairStorage::kQPanels == 0);
   alignas(1024) unsigned char keys[kStages][PairConfig::kPartPanels][tile::kPanelBytes];
   alignas(1024) unsigned char tail[1][kHasTail ? tile::kPanelBytes : 16];  // columns that are no values
+  float max[2][2][Config::kHeads];                                         // [step % 2][half of the keys]: of this step
   tile::RingBarriers<kStages> key_barriers;
   tile::RingBarriers<1> tail_barriers;
   arch::mbarrier q_full, q_empty;
@@ -176,7 +178,7 @@ HOPWELL_DEVICE void load_queries(const Params& p, PairStorage<kDqk>& s) {
 // All pieces but the last to tensor memory: eight columns of all heads a copy, to both halves of the lanes. What was there
 // nobody needs any more, or the place in shared memory would not have been free.
 template <int kDqk>
-HOPWELL_DEVICE void take_queries(PairStorage<kDqk>& s, int first_use) {
+HOPWELL_DEVICE void take_queries(PairStorage<kDqk>& s, uint32_t tmem, int first_use) {
   using Storage = PairStorage<kDqk>;
   HOPWELL_NO_UNROLL
   for (int piece = 0; piece < Storage::kQPieces; ++piece) {
@@ -185,24 +187,40 @@ HOPWELL_DEVICE void take_queries(PairStorage<kDqk>& s, int first_use) {
     HOPWELL_NO_UNROLL
     for (int chunk = 0; chunk < 8 * Storage::kQPanels; ++chunk)
       arch::tcgen05_copy<2, arch::CopyShape::b64x128_02_13>(
-          arch::tmem_address(s.tmem, 0, Tmem::kQ + 32 * Storage::kQPanels * piece + 4 * chunk),
+          arch::tmem_address(tmem, 0, Tmem::kQ + 32 * Storage::kQPanels * piece + 4 * chunk),
           arch::at_address(tile::kTcgen05RowsAlongK,
                            arch::shared_address(s.q[chunk / 8]) + uint32_t(16 * (chunk % 8))));
     arch::tcgen05_commit_multicast<2>(s.q_empty, PairConfig::kBoth);
   }
 }
 
+// S (+)= Q Kᵀ over the 64 columns of a panel: 128 heads, 64 keys of each CTA.
+template <int kDqk>
+HOPWELL_DEVICE void multiply_panel(PairStorage<kDqk>& s, uint32_t tmem, int panel, const unsigned char* keys,
+                                   bool accumulate) {
+  constexpr int kTmemPanels = PairStorage<kDqk>::kTmemPanels;
+  constexpr uint32_t kShape = arch::instruction_descriptor({.m = 128, .n = 128});
+  const uint32_t d = arch::tmem_address(tmem, 0, PairStorage<kDqk>::kScores);
+  HOPWELL_UNROLL
+  for (int k = 0; k < 4; ++k) {
+    const uint64_t b = columns_along_k(keys, k);
+    const bool add = accumulate || k > 0;
+    if (panel < kTmemPanels)
+      arch::tcgen05_mma_f16_ts<2>(d, arch::tmem_address(tmem, 0, Tmem::kQ + 32 * panel + 8 * k), b, kShape, add);
+    else
+      arch::tcgen05_mma_f16<2>(d, columns_along_k(s.q[panel - kTmemPanels], k), b, kShape, add);
+  }
+}
+
 // S [128 heads][128 keys] = Q Kᵀ, where that of the step before was. The last columns come first, for their place is wanted
 // by the next step soonest.
 template <int kDqk>
-HOPWELL_DEVICE void multiply_scores(PairStorage<kDqk>& s, int number) {
-  const uint32_t d = scores_address(s, number);
-  arch::mbarrier_wait_cluster(s.s_empty, uint32_t(number & 1) ^ 1);
-  arch::tcgen05_fence_after_thread_sync();
+HOPWELL_DEVICE void multiply_scores(PairStorage<kDqk>& s, uint32_t tmem, int number) {
+  wait_scores_read(s, number);
   if constexpr (PairStorage<kDqk>::kHasTail) {
     const TailSlot slot{s.tail_barriers, number};
     slot.wait_full();
-    multiply_panel(s, d, Config::kDv / 64, s.tail[0], false);
+    multiply_panel(s, tmem, Config::kDv / 64, s.tail[0], false);
     arch::tcgen05_commit_multicast<2>(slot.empty(), PairConfig::kBoth);
   }
   HOPWELL_NO_UNROLL
@@ -211,7 +229,7 @@ HOPWELL_DEVICE void multiply_scores(PairStorage<kDqk>& s, int number) {
     arch::mbarrier_wait(slot.full(), kKeysCame);
     HOPWELL_NO_UNROLL
     for (int panel = 0; panel < PairConfig::kPartPanels; ++panel)
-      multiply_panel(s, d, PairConfig::kPartPanels * i + panel, s.keys[slot.stage()][panel],
+      multiply_panel(s, tmem, PairConfig::kPartPanels * i + panel, s.keys[slot.stage()][panel],
                      PairStorage<kDqk>::kHasTail || i + panel > 0);
   }
   arch::tcgen05_commit_multicast<2>(s.s_full[number % 2], PairConfig::kBoth);
@@ -219,7 +237,7 @@ HOPWELL_DEVICE void multiply_scores(PairStorage<kDqk>& s, int number) {
 
 // O [128 heads][512 columns] (+)= P V: 256 columns of the keys of CTA 0, then of those of CTA 1; the other 256.
 template <int kDqk>
-HOPWELL_DEVICE void multiply_values(PairStorage<kDqk>& s, const Step& step) {
+HOPWELL_DEVICE void multiply_values(PairStorage<kDqk>& s, uint32_t tmem, const Step& step) {
   constexpr uint32_t kShape = arch::instruction_descriptor({.m = 128, .n = 256, .b_major = Major::mn});
   arch::mbarrier_wait_cluster(s.p_full[step.number % 2], uint32_t(step.number / 2 & 1));
   arch::tcgen05_fence_after_thread_sync();
@@ -231,7 +249,7 @@ HOPWELL_DEVICE void multiply_values(PairStorage<kDqk>& s, const Step& step) {
     arch::mbarrier_wait(slot.full(), kValuesCame);
     HOPWELL_UNROLL
     for (uint32_t k = 0; k < 4; ++k)
-      arch::tcgen05_mma_f16<2>(arch::tmem_address(s.tmem, 0, Tmem::kOut + 128 * half),
+      arch::tcgen05_mma_f16<2>(arch::tmem_address(tmem, 0, Tmem::kOut + 128 * half),
                                arch::at_address(tile::kTcgen05RowsAlongK, p + 32 * k),
                                arch::at_address(tile::kTcgen05RowsAcrossK<64>, values + 2048 * k), kShape,
                                !step.first || owner > 0 || k > 0);
@@ -243,18 +261,102 @@ HOPWELL_DEVICE void multiply_values(PairStorage<kDqk>& s, const Step& step) {
 // By one thread of CTA 0. Its last commit is one that math waits for, so that neither CTA exits before its products end.
 template <int kDqk>
 HOPWELL_DEVICE void issue(const Params& p, PairStorage<kDqk>& s) {
+  const uint32_t tmem = s.tmem;
   int done = 0, use = 0;
   for_each_tile<kDqk>(p, [&](const WorkTile&, const Entries&, int steps) {
     if (steps == 0) return;
-    take_queries(s, use);
+    take_queries(s, tmem, use);
     HOPWELL_NO_UNROLL
     for (int i = 0; i <= steps; ++i) {
-      if (i < steps) multiply_scores(s, done + i);
+      if (i < steps) multiply_scores(s, tmem, done + i);
       if (i + 1 == steps) arch::tcgen05_commit_multicast<2>(s.q_empty, PairConfig::kBoth);
-      if (i > 0) multiply_values(s, {done + i - 1, i == 1});
+      if (i > 0) multiply_values(s, tmem, {done + i - 1, i == 1});
     }
     done += steps, use += PairStorage<kDqk>::kQPieces;
   });
+}
+
+// ---- math: O's rows are heads, and a thread has half of its head's columns
+
+// Math warps i and i + 2, which have the same heads, meet.
+HOPWELL_DEVICE void meet(const MathThread& at, arch::Site site = arch::Site::current()) {
+  arch::barrier_sync(kMathBarrier + at.warp % 2, 64, site);
+}
+
+// This thread's columns of O times `factor`, once the products so far have ended.
+template <int kDqk>
+HOPWELL_DEVICE void scale_out(PairStorage<kDqk>& s, const MathThread& at, int number, float factor) {
+  wait_out(s, number - 1);
+  arch::tcgen05_fence_after_thread_sync();
+  HOPWELL_NO_UNROLL
+  for (int column = 0; column < Config::kDv / 2; column += 32) {
+    const uint32_t address = arch::tmem_address(at.tmem, 32 * at.warp, Tmem::kOut + column);
+    uint32_t out[32];
+    arch::tmem_load<arch::TmemShape::b32x32>(out, address);
+    arch::tmem_wait_load(out);
+    HOPWELL_UNROLL
+    for (int i = 0; i < 32; ++i) out[i] = arch::bit_cast<uint32_t>(arch::bit_cast<float>(out[i]) * factor);
+    arch::tmem_store<arch::TmemShape::b32x32>(address, out);
+  }
+  arch::tmem_wait_store();
+}
+
+// Moves the reference if this step's maximum passes it by more than the slack, and O and the sum with it.
+template <int kDqk>
+HOPWELL_DEVICE void follow_max(RunningSoftmax& softmax, PairStorage<kDqk>& s, const MathThread& at, const Step& step,
+                               float own_max) {
+  auto& maxima = s.max[step.number % 2];
+  maxima[at.half][at.row] = own_max;
+  meet(at);
+  const float max = fmaxf(own_max, maxima[at.half ^ 1][at.row]);
+  softmax.max = fmaxf(softmax.max, max);
+  const float next = tile::next_reference(softmax.reference, max);
+  const float factor = tile::move_reference(softmax.reference, softmax.sum, next);
+  if (!step.first && arch::ballot(factor != 1)) scale_out(s, at, step.number, factor);
+}
+
+// 32 columns of O at a time, scaled, to global memory; zeros where there was no step.
+template <int kDqk>
+HOPWELL_DEVICE void store_out(const GatherParams& p, PairStorage<kDqk>& s, const WorkTile& work, const MathThread& at,
+                              int steps, float scale) {
+  const int head = work.first_head + at.row;
+  bf16* const out = p.out + work.query * p.out_stride_s + head * p.out_stride_h;
+  HOPWELL_NO_UNROLL
+  for (int column = 0; column < Config::kDv / 2; column += 32) {
+    uint32_t x[32] = {};
+    if (steps > 0) {
+      arch::tmem_load<arch::TmemShape::b32x32>(x, arch::tmem_address(at.tmem, 32 * at.warp, Tmem::kOut + column));
+      arch::tmem_wait_load(x);
+    }
+    const auto value = [&](int i) { return scale == 0 ? 0 : arch::bit_cast<float>(x[i]) * scale; };
+    HOPWELL_UNROLL
+    for (int i = 0; i < 32; i += 16) {
+      arch::Words8 words;
+      HOPWELL_UNROLL
+      for (int j = 0; j < 8; ++j) words.w[j] = arch::pack_bf16(value(i + 2 * j), value(i + 2 * j + 1));
+      // Lanes 0 to 63 have the first 128 of each 256 columns.
+      if (head < p.h_q) store_columns(p, out + column % 128 + column / 128 * 256 + 128 * at.half + i, words);
+    }
+  }
+}
+
+// `last`: the number of the last step, if there was any.
+template <int kDqk>
+HOPWELL_DEVICE void finish(const GatherParams& p, PairStorage<kDqk>& s, const WorkTile& work, const MathThread& at,
+                           const RunningSoftmax& softmax, int steps, int last) {
+  const int head = work.first_head + at.row;
+  float sum = 0;
+  if (steps > 0) {
+    s.sum[at.half][at.row] = softmax.sum;
+    meet(at);
+    sum = s.sum[0][at.row] + s.sum[1][at.row];
+    wait_out(s, last);
+    arch::tcgen05_fence_after_thread_sync();
+  }
+  const float lse = tile::lse_of(tile::finite_reference(softmax.reference), sum);
+  store_out(p, s, work, at, steps, output_scale(p, head, 1, sum, lse));
+  if (head < p.h_q && at.half == 0) store_statistics(p, work.query, head, tile::max_or_nan(softmax.max, sum), lse);
+  arch::tcgen05_fence_before_thread_sync();
 }
 
 // ---- kernel

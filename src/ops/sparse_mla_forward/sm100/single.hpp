@@ -2,19 +2,26 @@
 //
 //     out[s,h,:] = Σ_i exp2(score[s,h,i] − m) · kv[indices[s,i], :512] / Σ_i exp2(…)    scores in units of log 2, m: reference
 //
-// Tile      one query, 64 heads, 64 keys a step; d_qk 576 or 512. Products are tcgen05.mma.ws with M 64. Keys are K of S and
-//           V of O from one place.
-// Roles     warp 0      gather    four rows an instruction, a panel of 64 columns after the other
+// Tile      one query, 64 heads, 64 keys a step; d_qk 576 or 512. Keys are K of S and V of O from one place.
+// Products  tcgen05.mma.ws. S [64 heads][64 keys] = Q Kᵀ with M 64; Oᵀ [512 columns][64 heads] = Vᵀ Pᵀ with M 128, a part of 128
+//           columns after the other. So P is the second operand, and four collector buffers keep it, 16 keys each, for all
+//           parts. And S, whose Q lies in tensor memory, takes its keys through two collector buffers in turn: one is filled
+//           while the other is multiplied.
+// Ring      A stage: 128 columns of 64 keys, a part of a step, which O frees as soon as it has multiplied it. The last 64 of 576
+//           columns have two places of their own, which S frees. So keys of almost three steps are there or under way.
+// Roles     warp 0      gather    four rows of a panel of 64 columns an instruction
 //           warp 1      issue     all products
-//           warps 4-7   math      Q to tensor memory; S → P, a head and half of the keys a thread; in the end O
-// Timeline  gather  │ keys 0 ▒▒▒▒│ keys 1 ▒▒▒▒│ (O 0 frees) keys 2 ▒▒▒▒│ …
+//           warps 4-7   math      Q to tensor memory; S → P, a head and half of the keys a thread; of Oᵀ four rows a thread,
+//                                 which are columns of the output, of all heads
+// Timeline  gather  │ keys 0 ▒▒▒▒│ keys 1 ▒▒▒▒│ keys 2 ▒▒▒│ (O 0 frees, part by part) keys 2, 3 ▒▒▒▒│ …
 //           issue                │ S 0 ▓▓▓│ S 1 ▓▓▓│ O 0 ▓▓│ S 2 ▓▓▓│ O 1 ▓▓│ …
 //           math                          │ P 0    │ P 1            │ P 2 …
-// Budget    shared: Q 3 + keys 2 × 9 + P 2 panels of 8,192 B = 188,416, values and barriers 1,640; tensor memory: O 256 + Q 192
-//           + S 2 × 32 = 512 columns
-// Bound     shared memory: S 98,304 + O 81,920 B of operands, 73,728 of keys that come and 8,192 of P that is stored: 2,048
-//           cycles a step; products 1,696 (24 × 28 + 12 × 32 + 8 × 80), of which 1,088 would do at the full rate; the gather
-//           1,728. So it may reach 0.53 of the matmul rate.
+// Budget    shared: Q 2 + keys 11 × 2 + 2 + P 2 panels of 8,192 B = 229,376, values and barriers 2,100 (of 232,448); tensor
+//           memory: Oᵀ 256 + Q 224 + S 32 = 512 columns
+// Bound     shared memory: S 90,112 + O 73,728 B of operands, 73,728 of keys that come and 8,192 of P that is stored: 1,920
+//           cycles a step; the gather 1,728; products 1,364 (28 × 16 + 8 × 32 and 4 × 48 + 12 × 39), of which 1,088 would do
+//           at the full rate. So it may reach 0.57 of the matmul rate. If no buffer spared a read, O would have 98,304 B, and
+//           the step 2,112 cycles.
 #pragma once
 
 #include "ops/sparse_mla_forward/sm100/tile.hpp"
@@ -22,20 +29,36 @@
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 
 struct SingleConfig {
-  static constexpr int kStages = 2, kThreads = 256, kGatherWarp = 0, kIssueWarp = 1;
+  static constexpr int kThreads = 256, kGatherWarp = 0, kIssueWarp = 1;
+  static constexpr int kPartPanels = 2, kPartColumns = 64 * kPartPanels, kParts = Config::kDv / kPartColumns;
+  static constexpr int kTails = 2;
 };
 
 template <int kDqk>
-struct SingleStorage : MathStorage<kDqk, 1> {
-  alignas(1024) unsigned char keys[SingleConfig::kStages][kDqk / 64][tile::kPanelBytes];
-  tile::RingBarriers<SingleConfig::kStages> key_barriers;
+struct SingleStorage : MathStorage<kDqk, 1, 7> {
+  static constexpr bool kHasTail = kDqk > Config::kDv;
+  static constexpr int kStages = kHasTail ? 11 : 12;  // as many as there is room for
+  alignas(1024) unsigned char keys[kStages][SingleConfig::kPartPanels][tile::kPanelBytes];
+  alignas(
+      1024) unsigned char tail[SingleConfig::kTails][kHasTail ? tile::kPanelBytes : 16];  // columns that are no values
+  float max[2][2][Config::kHeads];           // [of this step, of all][half of the keys]
+  float factor[Config::kHeads];              // by which O is multiplied
+  bool moves[2][Config::kMathThreads / 32];  // [step % 2][warp]: whether a reference does
+  tile::RingBarriers<kStages> key_barriers;
+  tile::RingBarriers<SingleConfig::kTails> tail_barriers;
   arch::mbarrier q_full;
 };
-static_assert(sizeof(SingleStorage<576>) <= arch::sm90::kMaxSharedBytes);
+static_assert(sizeof(SingleStorage<576>) <= arch::sm90::kMaxSharedBytes &&
+              sizeof(SingleStorage<512>) <= arch::sm90::kMaxSharedBytes);
 
 #if HOPWELL_HAS_SM100A
 
-using KeySlot = tile::RingSlot<SingleConfig::kStages>;
+// The ring's items are parts of a step's keys.
+template <int kDqk>
+HOPWELL_DEVICE tile::RingSlot<SingleStorage<kDqk>::kStages> part_slot(SingleStorage<kDqk>& s, int step, int part) {
+  return {s.key_barriers, SingleConfig::kParts * step + part};
+}
+using SingleTailSlot = tile::RingSlot<SingleConfig::kTails>;
 
 // By a warp.
 template <int kDqk>
@@ -45,17 +68,25 @@ HOPWELL_DEVICE void gather(const GatherParams& p, SingleStorage<kDqk>& s, const 
   int keys[4];
   tile::load_gathered_keys(keys, entries, 0, lane);
   for (int step = 0; step < steps; ++step) {
-    const KeySlot slot{s.key_barriers, step};
-    tile::gather_tile<Storage::kPanels>(slot, s.keys[slot.stage()], p.keys, keys);
+    HOPWELL_NO_UNROLL
+    for (int part = 0; part < SingleConfig::kParts; ++part) {
+      const auto slot = part_slot(s, step, part);
+      tile::gather_tile<SingleConfig::kPartPanels>(slot, s.keys[slot.stage()], p.keys, keys,
+                                                   SingleConfig::kPartColumns * part);
+    }
+    if constexpr (Storage::kHasTail) {
+      const SingleTailSlot slot{s.tail_barriers, step};
+      tile::gather_tile<1>(slot, s.tail[slot.stage()], p.keys, keys, Config::kDv);
+    }
     tile::load_gathered_keys(keys, entries, (step + 1) * Storage::kKeys, lane);
   }
 }
 
-// Q, by the math warps: 384 columns of a thread's head to its lane of tensor memory; the rest of all heads to shared memory.
+// Q, by the math warps: 448 columns of a thread's head to its lane of tensor memory; the rest of all heads to shared memory.
 template <int kDqk>
 HOPWELL_DEVICE void load_queries(const Params& p, SingleStorage<kDqk>& s, const WorkTile& work) {
-  constexpr int kColumns = 64 * Config::kTmemPanels;
-  const MathThread at;
+  constexpr int kColumns = 64 * SingleStorage<kDqk>::kTmemPanels;
+  const MathThread at{s.tmem};
   copy_queries<SingleStorage<kDqk>::kQPanels, Config::kMathThreads>(p, s.q, work, kColumns,
                                                                     arch::thread_index() % Config::kMathThreads);
   const bool exists = at.row < p.h_q - work.first_head;
@@ -69,7 +100,7 @@ HOPWELL_DEVICE void load_queries(const Params& p, SingleStorage<kDqk>& s, const 
       HOPWELL_UNROLL
       for (int j = 0; j < 4; ++j) words[i + j] = loaded.w[j];
     }
-    arch::tmem_store<arch::TmemShape::b32x32>(arch::tmem_address(s.tmem, 32 * at.warp, Tmem::kQ + column / 2), words);
+    arch::tmem_store<arch::TmemShape::b32x32>(arch::tmem_address(at.tmem, 32 * at.warp, Tmem::kQ + column / 2), words);
   }
   arch::tmem_wait_store();
   arch::tcgen05_fence_before_thread_sync();
@@ -78,37 +109,79 @@ HOPWELL_DEVICE void load_queries(const Params& p, SingleStorage<kDqk>& s, const 
   tell_issue<SingleStorage<kDqk>>(s.q_full);
 }
 
-// S [64 heads][64 keys] = Q Kᵀ, where that of two steps ago was: P came of it, for which multiply_values has waited.
+// S (+)= Q Kᵀ over 16 columns, number `k` of a panel. kBuffer: the collector buffer that the keys go through.
+template <int kBuffer, int kDqk>
+HOPWELL_DEVICE void multiply_columns(SingleStorage<kDqk>& s, uint32_t tmem, int panel, int k, const unsigned char* keys,
+                                     bool accumulate) {
+  constexpr auto kDiscard = arch::CollectorUsage::discard;
+  constexpr int kTmemPanels = SingleStorage<kDqk>::kTmemPanels;
+  constexpr uint32_t kShape = arch::instruction_descriptor({.m = 64, .n = 64});
+  const uint32_t d = arch::tmem_address(tmem, 0, SingleStorage<kDqk>::kScores);
+  const uint64_t b = columns_along_k(keys, k);
+  if (panel < kTmemPanels)
+    arch::tcgen05_mma_ws_f16_ts<kDiscard, kBuffer>(d, arch::tmem_address(tmem, 0, Tmem::kQ + 32 * panel + 8 * k), b,
+                                                   kShape, accumulate);
+  else
+    arch::tcgen05_mma_ws_f16<kDiscard, kBuffer>(d, columns_along_k(s.q[panel - kTmemPanels], k), b, kShape, accumulate);
+}
+
+// S (+)= Q Kᵀ over a panel.
 template <int kDqk>
-HOPWELL_DEVICE void multiply_scores(SingleStorage<kDqk>& s, int step) {
-  const KeySlot slot{s.key_barriers, step};
-  slot.wait_full();
-  arch::tcgen05_fence_after_thread_sync();
+HOPWELL_DEVICE void multiply_panel(SingleStorage<kDqk>& s, uint32_t tmem, int panel, const unsigned char* keys) {
+  HOPWELL_UNROLL
+  for (int k = 0; k < 4; k += 2) {
+    multiply_columns<0>(s, tmem, panel, k, keys, panel + k > 0);
+    multiply_columns<1>(s, tmem, panel, k + 1, keys, true);
+  }
+}
+
+// S [64 heads][64 keys] = Q Kᵀ, where that of the step before was.
+template <int kDqk>
+HOPWELL_DEVICE void multiply_scores(SingleStorage<kDqk>& s, uint32_t tmem, int step) {
+  constexpr int kPartPanels = SingleConfig::kPartPanels;
+  wait_scores_read(s, step);
   HOPWELL_NO_UNROLL
-  for (int panel = 0; panel < SingleStorage<kDqk>::kPanels; ++panel)
-    multiply_panel(s, scores_address(s, step), panel, s.keys[slot.stage()][panel], panel > 0);
+  for (int part = 0; part < SingleConfig::kParts; ++part) {
+    const auto slot = part_slot(s, step, part);
+    slot.wait_full();
+    HOPWELL_NO_UNROLL
+    for (int i = 0; i < kPartPanels; ++i) multiply_panel(s, tmem, kPartPanels * part + i, s.keys[slot.stage()][i]);
+  }
+  if constexpr (SingleStorage<kDqk>::kHasTail) {
+    const SingleTailSlot slot{s.tail_barriers, step};
+    slot.wait_full();
+    multiply_panel(s, tmem, Config::kDv / 64, s.tail[slot.stage()]);
+    arch::tcgen05_commit<1>(slot.empty());
+  }
   arch::tcgen05_commit<1>(s.s_full[step % 2]);
 }
 
-// O [64 heads][512 columns] (+)= P V, V the first 512 columns of the keys.
+// Oᵀ [512 columns][64 heads] (+)= Vᵀ Pᵀ over a step's keys, for one part of the columns; V is the first 512 columns of the
+// keys. kUsage: what becomes of P in the collector buffers.
+template <arch::CollectorUsage kUsage, int kDqk>
+HOPWELL_DEVICE void multiply_part(SingleStorage<kDqk>& s, uint32_t tmem, int step, int part) {
+  constexpr uint32_t kShape = arch::instruction_descriptor({.m = 128, .n = 64, .a_major = Major::mn});
+  const auto slot = part_slot(s, step, part);
+  const unsigned char* const p = s.p[step % 2][0];
+  const uint32_t d = arch::tmem_address(tmem, 0, Tmem::kOut + 64 * part),
+                 values = arch::shared_address(s.keys[slot.stage()]);
+  const auto a = [&](uint32_t k) { return arch::at_address(tile::kTcgen05RowsAcrossK<64>, values + 2048 * k); };
+  arch::tcgen05_mma_ws_f16<kUsage, 0>(d, a(0), columns_along_k(p, 0), kShape, step > 0);
+  arch::tcgen05_mma_ws_f16<kUsage, 1>(d, a(1), columns_along_k(p, 1), kShape, true);
+  arch::tcgen05_mma_ws_f16<kUsage, 2>(d, a(2), columns_along_k(p, 2), kShape, true);
+  arch::tcgen05_mma_ws_f16<kUsage, 3>(d, a(3), columns_along_k(p, 3), kShape, true);
+  arch::tcgen05_commit<1>(slot.empty());
+}
+
 template <int kDqk>
-HOPWELL_DEVICE void multiply_values(SingleStorage<kDqk>& s, int step) {
-  constexpr uint32_t kShape = arch::instruction_descriptor({.m = 64, .n = 256, .b_major = Major::mn});
-  const KeySlot slot{s.key_barriers, step};
-  const uint32_t p = arch::shared_address(s.p[step % 2]), keys = arch::shared_address(s.keys[slot.stage()]);
+HOPWELL_DEVICE void multiply_values(SingleStorage<kDqk>& s, uint32_t tmem, int step) {
+  constexpr int kLast = SingleConfig::kParts - 1;
   arch::mbarrier_wait(s.p_full[step % 2], uint32_t(step / 2 & 1));
   arch::tcgen05_fence_after_thread_sync();
-  HOPWELL_UNROLL
-  for (uint32_t half = 0; half < 2; ++half) {
-    HOPWELL_UNROLL
-    for (uint32_t k = 0; k < 4; ++k)
-      arch::tcgen05_mma_ws_f16(
-          arch::tmem_address(s.tmem, 0, Tmem::kOut + int(128 * half)),
-          arch::at_address(tile::kTcgen05RowsAlongK, p + 32 * k),
-          arch::at_address(tile::kTcgen05RowsAcrossK<64>, keys + 4 * half * tile::kPanelBytes + 2048 * k), kShape,
-          step > 0 || k > 0);
-  }
-  arch::tcgen05_commit<1>(slot.empty());
+  multiply_part<arch::CollectorUsage::fill>(s, tmem, step, 0);
+  HOPWELL_NO_UNROLL
+  for (int part = 1; part < kLast; ++part) multiply_part<arch::CollectorUsage::use>(s, tmem, step, part);
+  multiply_part<arch::CollectorUsage::lastuse>(s, tmem, step, kLast);
   arch::tcgen05_commit<1>(s.out_full[step % 2]);
 }
 
@@ -116,12 +189,161 @@ HOPWELL_DEVICE void multiply_values(SingleStorage<kDqk>& s, int step) {
 template <int kDqk>
 HOPWELL_DEVICE void issue(SingleStorage<kDqk>& s, int steps) {
   if (steps == 0) return;
+  const uint32_t tmem = s.tmem;
   arch::mbarrier_wait(s.q_full, 0);
-  multiply_scores(s, 0);
+  multiply_scores(s, tmem, 0);
   for (int step = 0; step < steps; ++step) {
-    if (step + 1 < steps) multiply_scores(s, step + 1);
-    multiply_values(s, step);
+    if (step + 1 < steps) multiply_scores(s, tmem, step + 1);
+    multiply_values(s, tmem, step);
   }
+}
+
+// ---- math: Oᵀ's rows are the output's columns, of which a thread has four, of all heads
+
+HOPWELL_DEVICE void meet(arch::Site site = arch::Site::current()) {
+  arch::barrier_sync(kMathBarrier, Config::kMathThreads, site);
+}
+
+// Whether any math thread says so.
+template <int kDqk>
+HOPWELL_DEVICE bool any_moves(SingleStorage<kDqk>& s, const MathThread& at, int step, bool moves) {
+  auto& votes = s.moves[step % 2];
+  const int lane = arch::lane_index();
+  const uint32_t of_warp = arch::ballot(moves);
+  if (lane == 0) votes[at.warp] = of_warp != 0;
+  meet();
+  return arch::ballot(lane < Config::kMathThreads / 32 && votes[lane]) != 0;
+}
+
+// A lane's two of all heads' factors: of heads l and l + 32.
+template <int kDqk>
+HOPWELL_DEVICE void share_factors(float (&of_lane)[2], SingleStorage<kDqk>& s, const MathThread& at, float factor) {
+  if (at.half == 0) s.factor[at.row] = factor;
+  meet();
+  HOPWELL_UNROLL
+  for (int i = 0; i < 2; ++i) of_lane[i] = s.factor[arch::lane_index() + 32 * i];
+}
+
+// This thread's columns of O times their heads' factors, once the products so far have ended.
+template <int kDqk>
+HOPWELL_DEVICE void scale_out(SingleStorage<kDqk>& s, const MathThread& at, int step, const float (&factors)[2]) {
+  wait_out(s, step - 1);
+  arch::tcgen05_fence_after_thread_sync();
+  HOPWELL_NO_UNROLL
+  for (int column = 0; column < Tmem::kQ; column += 32) {
+    const uint32_t address = arch::tmem_address(at.tmem, 32 * at.warp, Tmem::kOut + column);
+    const float factor = column % 64 == 0 ? factors[0] : factors[1];
+    uint32_t out[32];
+    arch::tmem_load<arch::TmemShape::b32x32>(out, address);
+    arch::tmem_wait_load(out);
+    HOPWELL_UNROLL
+    for (int i = 0; i < 32; ++i)
+      out[i] = arch::bit_cast<uint32_t>(arch::bit_cast<float>(out[i]) * arch::shuffle(factor, i));
+    arch::tmem_store<arch::TmemShape::b32x32>(address, out);
+  }
+  arch::tmem_wait_store();
+}
+
+// Moves references that this step's maxima pass by more than the slack, and O and the sums with them. Mostly none does.
+template <int kDqk>
+HOPWELL_DEVICE void follow_max(RunningSoftmax& softmax, SingleStorage<kDqk>& s, const MathThread& at, const Step& step,
+                               float own_max) {
+  softmax.max = fmaxf(softmax.max, own_max);  // of this thread's keys
+  const bool moves = tile::next_reference(softmax.reference, own_max) != softmax.reference;
+  if (!any_moves(s, at, step.number, moves)) return;
+  s.max[0][at.half][at.row] = own_max;
+  meet();
+  const float next = tile::next_reference(softmax.reference, fmaxf(own_max, s.max[0][at.half ^ 1][at.row]));
+  const float factor = tile::move_reference(softmax.reference, softmax.sum, next);
+  if (step.first) return;
+  float factors[2];
+  share_factors(factors, s, at, factor);
+  scale_out(s, at, step.number, factors);
+}
+
+// Lanes that are `distance` apart exchange every second piece of `width` words: then each has pieces twice as wide of half as
+// many heads, those of the lower lane's columns first.
+HOPWELL_DEVICE void widen_pieces(uint32_t (&x)[16], int width, int distance) {
+  const bool upper = arch::lane_index() & distance;
+  HOPWELL_UNROLL
+  for (int i = 0; i < 16; i += 2 * width) {
+    HOPWELL_UNROLL
+    for (int j = i; j < i + width; ++j) {
+      const uint32_t low = x[j], high = x[j + width], got = arch::shuffle_xor(upper ? low : high, distance);
+      x[j] = upper ? got : low;
+      x[j + width] = upper ? high : got;
+    }
+  }
+}
+
+// Of 32 heads' values of a column a lane, 16 columns of two heads: those of heads (lane mod 16) + 16 i, columns from
+// 16 (lane / 16) on.
+HOPWELL_DEVICE void transpose_out(uint32_t (&words)[16], const float (&x)[32]) {
+  const bool upper = arch::lane_index() & 1;
+  HOPWELL_UNROLL
+  for (int i = 0; i < 16; ++i) {
+    const float got = arch::shuffle_xor(upper ? x[2 * i] : x[2 * i + 1], 1);
+    words[i] = arch::pack_bf16(upper ? got : x[2 * i], upper ? x[2 * i + 1] : got);
+  }
+  widen_pieces(words, 1, 2);
+  widen_pieces(words, 2, 4);
+  widen_pieces(words, 4, 8);
+}
+
+// Oᵀ times the heads' factors, to global memory, 32 heads of this thread's columns at a time; zeros where there was no step.
+template <int kDqk>
+HOPWELL_DEVICE void store_out(const GatherParams& p, SingleStorage<kDqk>& s, const WorkTile& work, const MathThread& at,
+                              int steps, const float (&factors)[2]) {
+  const int lane = arch::lane_index();
+  HOPWELL_NO_UNROLL
+  for (int column = 0; column < Tmem::kQ; column += 32) {
+    uint32_t loaded[32] = {}, words[16];
+    if (steps > 0) {
+      arch::tmem_load<arch::TmemShape::b32x32>(loaded, arch::tmem_address(at.tmem, 32 * at.warp, Tmem::kOut + column));
+      arch::tmem_wait_load(loaded);
+    }
+    const float of_lane = column % 64 == 0 ? factors[0] : factors[1];
+    float x[32];
+    HOPWELL_UNROLL
+    for (int i = 0; i < 32; ++i) {
+      const float factor = arch::shuffle(of_lane, i);
+      x[i] = factor == 0 ? 0 : arch::bit_cast<float>(loaded[i]) * factor;
+    }
+    transpose_out(words, x);
+    HOPWELL_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const int head = work.first_head + column % 64 + 16 * i + lane % 16;
+      arch::Words8 row;
+      HOPWELL_UNROLL
+      for (int j = 0; j < 8; ++j) row.w[j] = words[8 * i + j];
+      if (head < p.h_q)
+        store_columns(p,
+                      p.out + work.query * p.out_stride_s + head * p.out_stride_h + 128 * (column / 64) + 32 * at.warp +
+                          16 * (lane / 16),
+                      row);
+    }
+  }
+}
+
+template <int kDqk>
+HOPWELL_DEVICE void finish(const GatherParams& p, SingleStorage<kDqk>& s, const WorkTile& work, const MathThread& at,
+                           const RunningSoftmax& softmax, int steps, int last) {
+  const int head = work.first_head + at.row;
+  float sum = 0, max = -INFINITY, factors[2];
+  if (steps > 0) {
+    s.sum[at.half][at.row] = softmax.sum;
+    s.max[1][at.half][at.row] = softmax.max;
+    meet();
+    sum = s.sum[0][at.row] + s.sum[1][at.row];
+    max = fmaxf(s.max[1][0][at.row], s.max[1][1][at.row]);
+    wait_out(s, last);
+    arch::tcgen05_fence_after_thread_sync();
+  }
+  const float lse = tile::lse_of(tile::finite_reference(softmax.reference), sum);
+  share_factors(factors, s, at, output_scale(p, head, 1, sum, lse));
+  store_out(p, s, work, at, steps, factors);
+  if (head < p.h_q && at.half == 0) store_statistics(p, work.query, head, tile::max_or_nan(max, sum), lse);
+  arch::tcgen05_fence_before_thread_sync();
 }
 
 #endif
@@ -135,6 +357,7 @@ __global__ void __launch_bounds__(SingleConfig::kThreads, 1) single_kernel(const
   const int warp = arch::warp_index();
   if (arch::thread_index() == 0) {
     s.key_barriers.init(1, 1);
+    s.tail_barriers.init(1, 1);
     arch::mbarrier_init(s.q_full, Config::kMathThreads / 32);
     init_math_barriers(s);
     arch::fence_mbarrier_init();

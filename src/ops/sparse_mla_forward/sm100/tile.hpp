@@ -1,12 +1,12 @@
 // sparse_mla_forward on Blackwell: what the kernels for 64 and for 128 heads have in common. Each CTA has 64 heads: Q in
-// tensor and shared memory, the scores' products, math, the output. Formula: single.hpp; roles, timelines and budgets: there
-// and in pair.hpp.
+// tensor and shared memory, and math but for O, which lies otherwise in each. Formula: single.hpp; roles, timelines and
+// budgets: there and in pair.hpp.
 //
-// Results of 64 rows fill all 128 lanes, the halves of N one above the other. So a math thread has a head and half of a
+// Scores of 64 heads fill all 128 lanes, the halves of the keys one above the other. So a math thread has a head and half of a
 // step's keys, another one the other half.
 //
-// Q         384 columns in tensor memory, once in either half of the lanes, which multiply a half of N each; the others, for
-//           which there is no room beside O, in shared memory.
+// Q         As many columns in tensor memory as there is room for beside O, once in either half of the lanes, which multiply
+//           half of the keys each; the others in shared memory.
 // Softmax   The reference m moves only when a row's maximum passes it by more than 8: then O and the sum are scaled by
 //           exp2(m_old − m). P ≤ 2^8, whose bf16 is as exact as that of P ≤ 1.
 //
@@ -29,12 +29,11 @@ using tile::Entries;
 
 struct Config {
   static constexpr int kHeads = 64, kDv = 512, kFirstMathWarp = 4, kMathThreads = 128;
-  static constexpr int kTmemPanels = 6;  // of Q, 64 columns each; the rest is in shared memory
 };
 struct Tmem {
-  static constexpr int kOut = 0, kQ = 256, kScores = 448, kColumns = 512;
+  static constexpr int kOut = 0, kQ = 256, kColumns = 512;  // and scores behind Q
 };
-enum NamedBarrier { kMathBarrier = 1 };  // kMathBarrier + i: math warps i and i + 2, which have the same heads
+enum NamedBarrier { kMathBarrier = 1 };  // and behind it: of math warps
 
 // The parameters, and keys as the copy engine sees them: 64 columns of a row.
 struct GatherParams : Params {
@@ -43,17 +42,17 @@ struct GatherParams : Params {
   bool out_sectors;  // rows of out begin at multiples of 32 bytes
 };
 
-// What math shares with the issue of products. A step's keys: 64 for each of kTheCtas CTAs. There is room for S and P of two
-// steps of one CTA, or of one step of two.
-template <int kDqk, int kTheCtas>
+// What math shares with the issue of products. A step's keys: 64 for each of kTheCtas CTAs. There is room for P of two steps
+// of one CTA, or of one step of two, and for S of one step. Of Q kTheTmemPanels panels of 64 columns are in tensor memory.
+template <int kDqk, int kTheCtas, int kTheTmemPanels>
 struct MathStorage {
   static constexpr int kCtas = kTheCtas, kKeys = 64 * kCtas, kThreadKeys = kKeys / 2, kBuffers = 2 / kCtas;
-  static constexpr int kPanels = kDqk / 64, kQPanels = kPanels - Config::kTmemPanels;
-  static_assert(kPanels % kQPanels == 0 && Tmem::kScores + kBuffers * kThreadKeys <= Tmem::kColumns);
+  static constexpr int kTmemPanels = kTheTmemPanels, kPanels = kDqk / 64, kQPanels = kPanels - kTmemPanels;
+  static constexpr int kScores = Tmem::kQ + 32 * kTmemPanels;  // columns of tensor memory
+  static_assert(kQPanels > 0 && kScores + kThreadKeys <= Tmem::kColumns);
   alignas(1024) unsigned char q[kQPanels][tile::kPanelBytes];
   alignas(1024) unsigned char p[kBuffers][kCtas][tile::kPanelBytes];
-  float max[2][2][Config::kHeads];                            // [step % 2][half of the keys]: of this step
-  float sum[2][Config::kHeads];                               // in the end
+  float sum[2][Config::kHeads];                               // [half of the keys], in the end
   arch::mbarrier s_full[2], s_empty, p_full[2], out_full[2];  // out_full: O has P of the step
   uint32_t tmem;
 };
@@ -120,48 +119,29 @@ HOPWELL_DEVICE void copy_queries(const Params& p, unsigned char (*panels)[tile::
 
 // ---- products
 
+// Until the scores of the step before have been read: these take their place.
 template <class Storage>
-HOPWELL_DEVICE uint32_t scores_address(const Storage& s, int number) {
-  return arch::tmem_address(s.tmem, 0, Tmem::kScores + number % Storage::kBuffers * Storage::kThreadKeys);
+HOPWELL_DEVICE void wait_scores_read(Storage& s, int number, arch::Site site = arch::Site::current()) {
+  const uint32_t parity = uint32_t(number & 1) ^ 1;
+  if constexpr (Storage::kCtas == 2)
+    arch::mbarrier_wait_cluster(s.s_empty, parity, site);
+  else
+    arch::mbarrier_wait(s.s_empty, parity, site);
+  arch::tcgen05_fence_after_thread_sync(site);
 }
 
-// S (+)= Q Kᵀ over the 64 columns of a panel: 64 heads a CTA, 64 keys of each CTA.
-template <class Storage>
-HOPWELL_DEVICE void multiply_panel(Storage& s, uint32_t d, int panel, const unsigned char* keys, bool accumulate) {
-  constexpr uint32_t kShape = arch::instruction_descriptor({.m = 64 * Storage::kCtas, .n = 64 * Storage::kCtas});
-  const uint32_t rows = arch::shared_address(keys);
-  HOPWELL_UNROLL
-  for (int k = 0; k < 4; ++k) {
-    const uint64_t b = arch::at_address(tile::kTcgen05RowsAlongK, rows + uint32_t(32 * k));
-    const bool add = accumulate || k > 0;
-    if (panel < Config::kTmemPanels) {
-      const uint32_t a = arch::tmem_address(s.tmem, 0, Tmem::kQ + 32 * panel + 8 * k);
-      if constexpr (Storage::kCtas == 2)
-        arch::tcgen05_mma_f16_ts<2>(d, a, b, kShape, add);
-      else
-        arch::tcgen05_mma_ws_f16_ts(d, a, b, kShape, add);
-    } else {
-      const uint64_t a = arch::at_address(tile::kTcgen05RowsAlongK,
-                                          arch::shared_address(s.q[panel - Config::kTmemPanels]) + uint32_t(32 * k));
-      if constexpr (Storage::kCtas == 2)
-        arch::tcgen05_mma_f16<2>(d, a, b, kShape, add);
-      else
-        arch::tcgen05_mma_ws_f16(d, a, b, kShape, add);
-    }
-  }
+// 16 columns of 64 rows in shared memory, as an operand with the columns along K.
+HOPWELL_DEVICE uint64_t columns_along_k(const unsigned char* panel, int k) {
+  return arch::at_address(tile::kTcgen05RowsAlongK, arch::shared_address(panel) + uint32_t(32 * k));
 }
 
 // ---- math
 
-// A thread's head, and which half of a step's keys and of O's columns it has.
+// A thread's head, and which half of a step's keys it has. tmem: the address of the CTA's tensor memory.
 struct MathThread {
+  uint32_t tmem;
   int warp = arch::warp_index() % 4, row = (32 * warp + arch::lane_index()) % 64, half = warp / 2;
 };
-
-// The warps of the two halves meet.
-HOPWELL_DEVICE void meet(const MathThread& at, arch::Site site = arch::Site::current()) {
-  arch::barrier_sync(kMathBarrier + at.warp % 2, 64, site);
-}
 
 // A bit for each of this thread's keys: whether its entry counts.
 template <int kThreadKeys>
@@ -181,24 +161,6 @@ HOPWELL_DEVICE void wait_out(Storage& s, int number, arch::Site site = arch::Sit
   arch::mbarrier_wait(s.out_full[number % 2], uint32_t(number / 2 & 1), site);
 }
 
-// This thread's columns of O times `factor`, once the products so far have ended.
-template <class Storage>
-HOPWELL_DEVICE void scale_out(Storage& s, const MathThread& at, int number, float factor) {
-  wait_out(s, number - 1);
-  arch::tcgen05_fence_after_thread_sync();
-  HOPWELL_NO_UNROLL
-  for (int column = 0; column < Config::kDv / 2; column += 32) {
-    const uint32_t address = arch::tmem_address(s.tmem, 32 * at.warp, Tmem::kOut + column);
-    uint32_t out[32];
-    arch::tmem_load<arch::TmemShape::b32x32>(out, address);
-    arch::tmem_wait_load(out);
-    HOPWELL_UNROLL
-    for (int i = 0; i < 32; ++i) out[i] = arch::bit_cast<uint32_t>(arch::bit_cast<float>(out[i]) * factor);
-    arch::tmem_store<arch::TmemShape::b32x32>(address, out);
-  }
-  arch::tmem_wait_store();
-}
-
 // A head's running softmax; both threads of a head have the same reference.
 struct RunningSoftmax {
   float reference = -INFINITY, max = -INFINITY, sum = 0;
@@ -211,28 +173,12 @@ HOPWELL_DEVICE void load_scores(float (&x)[kKeys], const Params& p, Storage& s, 
   uint32_t loaded[kKeys];
   arch::mbarrier_wait(s.s_full[number % 2], uint32_t(number / 2 & 1));
   arch::tcgen05_fence_after_thread_sync();
-  arch::tmem_load<arch::TmemShape::b32x32>(loaded, arch::tmem_address(scores_address(s, number), 32 * at.warp, 0));
+  arch::tmem_load<arch::TmemShape::b32x32>(loaded, arch::tmem_address(at.tmem, 32 * at.warp, Storage::kScores));
   arch::tmem_wait_load(loaded);
-  if constexpr (Storage::kBuffers == 1) {
-    arch::tcgen05_fence_before_thread_sync();
-    tell_issue<Storage>(s.s_empty);
-  }
+  arch::tcgen05_fence_before_thread_sync();
+  tell_issue<Storage>(s.s_empty);
   HOPWELL_UNROLL
   for (int i = 0; i < kKeys; ++i) x[i] = valid[i] ? arch::bit_cast<float>(loaded[i]) * p.scale_log2 : -INFINITY;
-}
-
-// Moves the reference if this step's maximum passes it by more than the slack, and O and the sum with it.
-template <class Storage>
-HOPWELL_DEVICE void follow_max(RunningSoftmax& softmax, Storage& s, const MathThread& at, const Step& step,
-                               float own_max) {
-  auto& maxima = s.max[step.number % 2];
-  maxima[at.half][at.row] = own_max;
-  meet(at);
-  const float max = fmaxf(own_max, maxima[at.half ^ 1][at.row]);
-  softmax.max = fmaxf(softmax.max, max);
-  const float next = tile::next_reference(softmax.reference, max);
-  const float factor = tile::move_reference(softmax.reference, softmax.sum, next);
-  if (!step.first && arch::ballot(factor != 1)) scale_out(s, at, step.number, factor);
 }
 
 // P of this thread's keys to shared memory. Of two buffers the one that was used two steps ago is free: its products were
@@ -255,7 +201,7 @@ HOPWELL_DEVICE void store_p(RunningSoftmax& softmax, Storage& s, const MathThrea
         words);
   }
   arch::fence_proxy_async();
-  arch::tcgen05_fence_before_thread_sync();  // S has been read, O may have been scaled
+  arch::tcgen05_fence_before_thread_sync();  // O may have been scaled
   tell_issue<Storage>(s.p_full[step.number % 2]);
 }
 
@@ -268,55 +214,12 @@ HOPWELL_DEVICE void store_columns(const GatherParams& p, bf16* to, const arch::W
                   arch::Words4{{words.w[4 * i], words.w[4 * i + 1], words.w[4 * i + 2], words.w[4 * i + 3]}});
 }
 
-// 32 columns of O at a time, scaled, to global memory; zeros where there was no step.
-template <class Storage>
-HOPWELL_DEVICE void store_out(const GatherParams& p, Storage& s, const WorkTile& work, const MathThread& at, int steps,
-                              float scale) {
-  const int head = work.first_head + at.row;
-  bf16* const out = p.out + work.query * p.out_stride_s + head * p.out_stride_h;
-  HOPWELL_NO_UNROLL
-  for (int column = 0; column < Config::kDv / 2; column += 32) {
-    uint32_t x[32] = {};
-    if (steps > 0) {
-      arch::tmem_load<arch::TmemShape::b32x32>(x, arch::tmem_address(s.tmem, 32 * at.warp, Tmem::kOut + column));
-      arch::tmem_wait_load(x);
-    }
-    const auto value = [&](int i) { return scale == 0 ? 0 : arch::bit_cast<float>(x[i]) * scale; };
-    HOPWELL_UNROLL
-    for (int i = 0; i < 32; i += 16) {
-      arch::Words8 words;
-      HOPWELL_UNROLL
-      for (int j = 0; j < 8; ++j) words.w[j] = arch::pack_bf16(value(i + 2 * j), value(i + 2 * j + 1));
-      // Lanes 0 to 63 have the first 128 of each 256 columns.
-      if (head < p.h_q) store_columns(p, out + column % 128 + column / 128 * 256 + 128 * at.half + i, words);
-    }
-  }
-}
-
-// `last`: the number of the last step, if there was any.
-template <class Storage>
-HOPWELL_DEVICE void finish(const GatherParams& p, Storage& s, const WorkTile& work, const MathThread& at,
-                           const RunningSoftmax& softmax, int steps, int last) {
-  const int head = work.first_head + at.row;
-  float sum = 0;
-  if (steps > 0) {
-    s.sum[at.half][at.row] = softmax.sum;
-    meet(at);
-    sum = s.sum[0][at.row] + s.sum[1][at.row];
-    wait_out(s, last);
-    arch::tcgen05_fence_after_thread_sync();
-  }
-  const float lse = tile::lse_of(tile::finite_reference(softmax.reference), sum);
-  store_out(p, s, work, at, steps, output_scale(p, head, 1, sum, lse));
-  if (head < p.h_q && at.half == 0) store_statistics(p, work.query, head, tile::max_or_nan(softmax.max, sum), lse);
-  arch::tcgen05_fence_before_thread_sync();
-}
-
-// Of a work tile. `done`: how many steps the CTA has had before.
+// Of a work tile. `done`: how many steps the CTA has had before. Each kernel has follow_max and finish of its own, which know
+// where O lies.
 template <class Storage>
 HOPWELL_DEVICE void math(const GatherParams& p, Storage& s, const WorkTile& work, const Entries& entries, int done) {
   constexpr int kKeys = Storage::kThreadKeys;
-  const MathThread at;
+  const MathThread at{s.tmem};
   const int steps = steps_of<Storage>(entries);
   RunningSoftmax softmax;
   ValidKeys<kKeys> valid, next;
