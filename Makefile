@@ -27,7 +27,7 @@ LEAN := -DHOPWELL_BUILD_CLI=OFF -DHOPWELL_BUILD_TESTS=OFF -DHOPWELL_EMULATOR=OFF
 # pip packages what CMake has built: its folder is CMake's, and nothing but the module is left to compile there.
 INSTALL_PACKAGE := $(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --config-settings build-dir=build/$(PRESET) .
 
-.PHONY: demo test setup packages environment build library bench bench-check docs hooks format lint clean
+.PHONY: demo test setup packages environment build compile library bench bench-check docs hooks format lint clean
 .PHONY: wheel test-wheel test-wheel-torch test-sdist release
 .PHONY: nightly test-cpp test-python test-install test-asan test-tsan test-docs
 .DEFAULT_GOAL := build
@@ -40,16 +40,19 @@ packages:
 environment: packages
 	@scripts/setup.sh environment
 
-build: setup
+# What needs no Python is compiled while pip fetches and unpacks torch.
+build: packages
 	@cmake --preset $(PRESET) --log-level=WARNING >/dev/null
-	@cmake --build --preset $(PRESET) --parallel $(JOBS)
+	@$(MAKE) --no-print-directory --jobs 2 environment compile
 	@$(INSTALL_PACKAGE)
+
+compile: packages
+	@cmake --build --preset $(PRESET) --parallel $(JOBS)
 
 library: packages
 	@[ -e build/$(PRESET)/CMakeCache.txt ] || cmake --preset $(PRESET) $(LEAN) --log-level=WARNING >/dev/null
 	@cmake --build --preset $(PRESET) --parallel $(JOBS) --target hopwell
 
-# The library is compiled while pip fetches and unpacks torch.
 demo:
 	@$(MAKE) --no-print-directory --jobs 2 environment library
 	@$(INSTALL_PACKAGE)

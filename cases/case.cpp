@@ -1,11 +1,12 @@
 #include "case.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <numbers>
 #include <stdexcept>
+#include <utility>
 
 #include "refused.hpp"
 #include "tile/cpu/parallel.hpp"
@@ -50,8 +51,35 @@ void store(std::byte* to, T value) {
 
 }  // namespace
 
+Random::Random(std::uint64_t seed) {
+  for (std::uint64_t& word : state_) {  // SplitMix64
+    std::uint64_t z = seed += 0x9e3779b97f4a7c15;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+    z = (z ^ z >> 27) * 0x94d049bb133111eb;
+    word = z ^ z >> 31;
+  }
+}
+
+std::uint64_t Random::bits() {
+  auto& [a, b, c, d] = state_;
+  const std::uint64_t result = std::rotl(a + d, 23) + a, shifted = b << 17;
+  c ^= a, d ^= b, b ^= c, a ^= d;
+  c ^= shifted;
+  d = std::rotl(d, 45);
+  return result;
+}
+
+// Marsaglia's polar method: a point in the unit circle gives two.
 double Random::normal() {
-  return std::sqrt(-2 * std::log(1 - uniform())) * std::cos(2 * std::numbers::pi * uniform());  // Box-Muller
+  if (second_normal_) return *std::exchange(second_normal_, std::nullopt);
+  double x = 0, y = 0, square = 0;
+  do {
+    x = 2 * uniform() - 1, y = 2 * uniform() - 1;
+    square = x * x + y * y;
+  } while (square >= 1 || square == 0);
+  const double factor = std::sqrt(-2 * std::log(square) / square);
+  second_normal_ = y * factor;
+  return x * factor;
 }
 
 Array::Array(std::string name, DType dtype, std::vector<std::int64_t> shape, std::vector<std::int64_t> strides)

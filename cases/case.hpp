@@ -4,6 +4,7 @@
 
 #include <hopwell/hopwell.hpp>
 
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <deque>
@@ -12,7 +13,6 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <random>
 #include <string>
 #include <vector>
 
@@ -21,19 +21,21 @@
 
 namespace hopwell::cases {
 
-// Random numbers of a case: the same seed gives the same inputs on every machine.
+// Random numbers of a case: the same seed gives the same inputs on every machine. Nothing of the standard library's: with
+// a sanitizer its engines, which are templates, would be those that the tests have compiled for it.
 class Random {
  public:
-  explicit Random(std::uint64_t seed) : engine_(seed) {}
-  std::uint64_t bits() { return engine_(); }
-  double uniform() { return static_cast<double>(engine_() >> 11) * 0x1p-53; }  // [0, 1)
-  double normal();                                                             // mean 0, variance 1
+  explicit Random(std::uint64_t seed);
+  std::uint64_t bits();                                                     // xoshiro256++
+  double uniform() { return static_cast<double>(bits() >> 11) * 0x1p-53; }  // [0, 1)
+  double normal();                                                          // mean 0, variance 1
   std::int64_t below(std::int64_t n) {
     return static_cast<std::int64_t>(uniform() * static_cast<double>(n));
   }  // [0, n)
 
  private:
-  std::mt19937_64 engine_;
+  std::array<std::uint64_t, 4> state_;
+  std::optional<double> second_normal_;  // they are made in pairs
 };
 
 // A tensor of a case: memory with guard zones around it, any strides. Elements are read and written as double, rounded

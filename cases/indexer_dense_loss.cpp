@@ -135,10 +135,11 @@ class Reference {
     const double* key = k_.data() + pair.key * p_.d_index;
     for (std::int64_t j = 0; j < p_.h_index; ++j) {
       const double* row = q_.data() + (s * p_.h_index + j) * p_.d_index;
-      const double product = dot(row, key, p_.d_index), w = weight_of(s, j);
+      const auto [product, size] = dot(row, key, p_.d_index);
+      const double w = weight_of(s, j);
       pair.dots.push_back(product);
       pair.score += w * (p_.relu && product < 0 ? 0 : product);
-      for (std::int64_t d = 0; d < p_.d_index; ++d) pair.score_size += std::abs(w * row[d] * key[d]);
+      pair.score_size += std::abs(w) * size;
     }
     const std::int64_t heads = p_.attention.h_q;
     for (std::int64_t h = 0; h < heads; ++h) {

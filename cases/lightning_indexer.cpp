@@ -180,11 +180,10 @@ Row row_of(const Indexer& p, const std::vector<double>& q, const std::vector<dou
     Score& score = row.scores[i];
     for (std::int64_t j = 0; j < p.h_index; ++j) {
       const double* query = q.data() + (s * p.h_index + j) * p.d_index;
-      const double product = dot(query, key, p.d_index), w = weights[static_cast<std::size_t>(s * p.h_index + j)];
+      const auto [product, size] = dot(query, key, p.d_index);
+      const double w = weights[static_cast<std::size_t>(s * p.h_index + j)];
       row.dots[static_cast<std::size_t>(j) * keys.size() + i] = product;
       const double gated = p.relu && product < 0 ? 0 : product;  // NaN stays NaN
-      double size = 0;
-      for (std::int64_t d = 0; d < p.d_index; ++d) size += std::abs(query[d] * key[d]);
       score.value += w * gated;
       score.magnitude += std::abs(w) * size;
     }

@@ -5,6 +5,7 @@
 #include "nvfp4.hpp"
 #include "suites.hpp"
 #include "tile/cpu/parallel.hpp"
+#include "vectors.hpp"
 
 namespace hopwell::cases {
 namespace {
@@ -164,17 +165,14 @@ Instance make_linear(Random& random, const Linear& p) {
     const double global = static_cast<double>(p.global), factor = reciprocal ? 1 / global : global;
     self.outputs[0].expected.resize(static_cast<std::size_t>(p.n * p.rows));
     self.outputs[0].magnitude.resize(static_cast<std::size_t>(p.n * p.rows));
+    const std::vector<double> rows_of_x = values_of(x);
     cpu::parallel_for(p.rows, [&](std::int64_t row) {
       std::vector<double> values(static_cast<std::size_t>(p.k));
       for (std::int64_t column = 0; column < p.k; ++column)
         values[static_cast<std::size_t>(column)] = weight.value(row, column);
       const double offset = bias != nullptr ? bias->get(row) : 0;
       for (std::int64_t i = 0; i < p.n; ++i) {
-        double sum = 0, magnitude = 0;
-        for (std::int64_t column = 0; column < p.k; ++column) {
-          const double product = x.get(i * p.k + column) * values[static_cast<std::size_t>(column)];
-          sum += product, magnitude += std::abs(product);
-        }
+        const auto [sum, magnitude] = dot(rows_of_x.data() + i * p.k, values.data(), p.k);
         const auto at = static_cast<std::size_t>(i * p.rows + row);
         self.outputs[0].expected[at] = factor * sum + offset;
         self.outputs[0].magnitude[at] = std::abs(factor) * magnitude + std::abs(offset);
@@ -256,9 +254,7 @@ Instance make_matmul(Random& random, const Matmul& p) {
     cpu::parallel_for(p.m * p.n, [&](std::int64_t i) {
       const double *row_a = values_a.data() + i / p.n * p.k, *row_b = values_b.data() + i % p.n * p.k;
       const double offset = bias != nullptr ? bias->get(i % p.n) : 0;
-      double sum = 0, magnitude = 0;
-      for (std::int64_t column = 0; column < p.k; ++column)
-        sum += row_a[column] * row_b[column], magnitude += std::abs(row_a[column] * row_b[column]);
+      const auto [sum, magnitude] = dot(row_a, row_b, p.k);
       self.outputs[0].expected[static_cast<std::size_t>(i)] = alpha * sum + offset;
       self.outputs[0].magnitude[static_cast<std::size_t>(i)] = std::abs(alpha) * magnitude + std::abs(offset);
     });

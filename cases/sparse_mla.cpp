@@ -123,47 +123,7 @@ void plant_nan(const SparseMlaInputs& in) {
   if (p.planted != 0 && first < p.s_kv) in.kv->set(first * p.d_qk + p.d_qk / 2, p.planted);
 }
 
-// Calls body(i) for every i below `count`, on all threads.
-template <class Body>
-void for_each_element(std::size_t count, Body body) {
-  constexpr std::size_t kPart = 1 << 14;
-  cpu::parallel_for(static_cast<std::int64_t>((count + kPart - 1) / kPart), [&](std::int64_t part) {
-    const std::size_t first = static_cast<std::size_t>(part) * kPart;
-    for (std::size_t i = first; i < std::min(first + kPart, count); ++i) body(i);
-  });
-}
-
 }  // namespace
-
-std::vector<double> values_of(const Array& array) {
-  std::vector<double> values(static_cast<std::size_t>(array.size()));
-  for_each_element(values.size(), [&](std::size_t i) { values[i] = array.get(static_cast<std::int64_t>(i)); });
-  return values;
-}
-
-double dot(const double* x, const double* y, std::int64_t count) {
-  double sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (std::int64_t i = 0; i < count; ++i) sum += x[i] * y[i];
-  return sum;
-}
-
-std::vector<double> absolute(std::vector<double> x) {
-  for_each_element(x.size(), [&](std::size_t i) { x[i] = std::abs(x[i]); });
-  return x;
-}
-
-void add_scaled(double factor, const double* x, double* y, std::int64_t count) {
-#pragma omp simd
-  for (std::int64_t i = 0; i < count; ++i) y[i] += factor * x[i];
-}
-
-double rms(const std::vector<double>& x) {
-  double sum = 0, count = 0;
-  for (const double value : x)
-    if (std::isfinite(value)) sum += value * value, ++count;
-  return count > 0 ? std::sqrt(sum / count) : 0;
-}
 
 std::optional<Tensor> view_of(const Array* array) {
   return array == nullptr ? std::nullopt : std::optional<Tensor>(array->view());
@@ -235,7 +195,6 @@ SparseMlaInputs add_inputs(Instance& instance, Random& random, const SparseMla& 
 std::vector<QueryReference> query_references(const SparseMlaInputs& in) {
   const SparseMla& p = in.problem;
   const std::vector<double> q = values_of(*in.q), kv = values_of(*in.kv);
-  const std::vector<double> q_size = absolute(q), kv_size = absolute(kv);
   const auto scale = static_cast<double>(p.sm_scale);
   std::vector<QueryReference> queries(static_cast<std::size_t>(p.s_q));
   for (std::int64_t s = 0; s < p.s_q; ++s) {
@@ -254,10 +213,10 @@ std::vector<QueryReference> query_references(const SparseMlaInputs& in) {
     double max = -kInfinity, sum = 0;
     for (std::size_t i = 0; i < count; ++i) {
       const std::int64_t key = query.keys[i] * p.d_qk;
-      const double score = scale * dot(q.data() + row, kv.data() + key, p.d_qk);
+      const Sum product = dot(q.data() + row, kv.data() + key, p.d_qk);
+      const double score = scale * product.value;
       query.score[head * count + i] = score;
-      query.score_magnitude[head * count + i] =
-          std::abs(scale) * dot(q_size.data() + row, kv_size.data() + key, p.d_qk);
+      query.score_magnitude[head * count + i] = std::abs(scale) * product.magnitude;
       max = score > max || std::isnan(score) ? score : max;
     }
     for (std::size_t i = 0; i < count; ++i) sum += std::exp(query.score[head * count + i] - max);
@@ -278,7 +237,7 @@ void add_cost(Instance& instance, const SparseMlaInputs& in, std::int64_t depth)
 
 ForwardReference forward_reference(const SparseMlaInputs& in) {
   const SparseMla& p = in.problem;
-  const std::vector<double> kv = values_of(*in.kv), kv_size = absolute(kv);
+  const std::vector<double> kv = values_of(*in.kv);
   const std::vector<QueryReference> queries = query_references(in);
   const auto rows = static_cast<std::size_t>(p.s_q * p.h_q), elements = rows * static_cast<std::size_t>(p.d_v);
   ForwardReference reference{.out = std::vector<double>(elements),
@@ -301,9 +260,8 @@ ForwardReference forward_reference(const SparseMlaInputs& in) {
       const double weight = factor * std::exp(score[i] - query.lse[head]);
       const std::int64_t key = query.keys[static_cast<std::size_t>(i)] * p.d_qk;
       largest = std::max(largest, score_magnitude[i]);
-      add_scaled(weight, kv.data() + key, out, p.d_v);
       // A score's own error is an error of its weight.
-      add_scaled(weight * (1 + score_magnitude[i]), kv_size.data() + key, magnitude, p.d_v);
+      add_scaled(weight, weight * (1 + score_magnitude[i]), kv.data() + key, out, magnitude, p.d_v);
     }
     reference.max[row] = query.max[head];
     reference.lse[row] = query.lse[head];

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "case.hpp"
+#include "vectors.hpp"
 
 namespace hopwell::cases {
 
@@ -81,12 +82,6 @@ std::optional<Tensor> view_of(const Array* array);
 inline const DLTensor* pointer(const std::optional<Tensor>& tensor) {
   return tensor ? static_cast<const DLTensor*>(*tensor) : nullptr;
 }
-
-std::vector<double> values_of(const Array& array);
-std::vector<double> absolute(std::vector<double> x);
-double dot(const double* x, const double* y, std::int64_t count);
-void add_scaled(double factor, const double* x, double* y, std::int64_t count);  // y += factor * x
-double rms(const std::vector<double>& x);                                        // of the finite ones
 
 // One query in float64: its valid entries and, for every head, their scores. Here and in what follows from them all
 // threads take part; each number is the work of one, so that its bits do not depend on how many there are.

@@ -30,17 +30,10 @@ struct Gradient {
   std::vector<double> value, magnitude;
 };
 
-// A tensor in float64 and its absolute values.
-struct Values {
-  explicit Values(const Array& array) : value(values_of(array)), magnitude(absolute(value)) {}
-  std::vector<double> value, magnitude;
-};
-
 // gradient[to .. to + count) += factor * x[from .. from + count); `size` bounds |factor| and what went into it.
-void add(Gradient& gradient, std::int64_t to, double factor, double size, const Values& x, std::int64_t from,
-         std::int64_t count) {
-  add_scaled(factor, x.value.data() + from, gradient.value.data() + to, count);
-  add_scaled(size, x.magnitude.data() + from, gradient.magnitude.data() + to, count);
+void add(Gradient& gradient, std::int64_t to, double factor, double size, const std::vector<double>& x,
+         std::int64_t from, std::int64_t count) {
+  add_scaled(factor, size, x.data() + from, gradient.value.data() + to, gradient.magnitude.data() + to, count);
 }
 
 // The formulae of OPERATORS. Rows, a head of a query each, are independent but for dkv and d_sink, which sum over them.
@@ -49,10 +42,10 @@ class Reference {
   explicit Reference(const Arrays& a)
       : a_(a),
         p_(a.in.problem),
-        q_(*a.in.q),
-        kv_(*a.in.kv),
-        d_out_(*a.d_out),
-        out_(*a.out),
+        q_(values_of(*a.in.q)),
+        kv_(values_of(*a.in.kv)),
+        d_out_(values_of(*a.d_out)),
+        out_(values_of(*a.out)),
         queries(query_references(a.in)),
         dq(p_.s_q * p_.h_q * p_.d_qk),
         dkv(p_.s_kv * p_.d_qk),
@@ -80,9 +73,6 @@ class Reference {
   struct Entry {
     double ds, ds_size, p, p_size;
   };
-  struct Sink {
-    double value = 0, magnitude = 0;
-  };
 
   void differentiate(std::int64_t s, std::int64_t h) {
     const QueryReference& query = queries[static_cast<std::size_t>(s)];
@@ -91,17 +81,16 @@ class Reference {
     const double sink = a_.in.attn_sink == nullptr ? -std::numeric_limits<double>::infinity() : a_.in.attn_sink->get(h);
     const double kept = 1 / (1 + std::exp(sink - lse)),
                  taken = 1 / (1 + std::exp(lse - sink));  // exp(score - lse') = kept * exp(score - lse)
-    const double delta = dot(out_.value.data() + d_out, d_out_.value.data() + d_out, p_.d_v);
-    const double delta_size = dot(out_.magnitude.data() + d_out, d_out_.magnitude.data() + d_out, p_.d_v);
+    const Sum delta = dot(out_.data() + d_out, d_out_.data() + d_out, p_.d_v);
     if (std::isfinite(sink) && query.count() > 0)
-      sinks_[static_cast<std::size_t>(row)] = {-taken * delta, taken * delta_size};
+      sinks_[static_cast<std::size_t>(row)] = {-taken * delta.value, taken * delta.magnitude};
     for (std::int64_t i = 0; i < query.count(); ++i) {
       const auto at = static_cast<std::size_t>(h * query.count() + i);
       const std::int64_t kv = query.keys[static_cast<std::size_t>(i)] * p_.d_qk;
-      const double dp = dot(d_out_.value.data() + d_out, kv_.value.data() + kv, p_.d_v);
-      const double dp_size = dot(d_out_.magnitude.data() + d_out, kv_.magnitude.data() + kv, p_.d_v);
+      const Sum dp = dot(d_out_.data() + d_out, kv_.data() + kv, p_.d_v);
       const double p = kept * std::exp(query.score[at] - lse), p_size = p * (1 + query.score_magnitude[at]);
-      const double ds = p * (dp - delta) * scale, ds_size = p_size * (dp_size + delta_size) * std::abs(scale);
+      const double ds = p * (dp.value - delta.value) * scale,
+                   ds_size = p_size * (dp.magnitude + delta.magnitude) * std::abs(scale);
       add(dq, row * p_.d_qk, ds, ds_size, kv_, kv, p_.d_qk);
       entries_[first_[static_cast<std::size_t>(s)] + at] = {ds, ds_size, p, p_size};
     }
@@ -126,10 +115,10 @@ class Reference {
 
   const Arrays& a_;
   const SparseMla& p_;
-  const Values q_, kv_, d_out_, out_;
+  const std::vector<double> q_, kv_, d_out_, out_;
   std::vector<Entry> entries_;      // of all rows
   std::vector<std::size_t> first_;  // of each query, in entries_
-  std::vector<Sink> sinks_;         // of all rows
+  std::vector<Sum> sinks_;          // of all rows
 
  public:
   const std::vector<QueryReference> queries;
@@ -139,7 +128,7 @@ class Reference {
 void set_expected(Instance& instance, const Arrays& a) {
   Reference reference(a);
   if (a.options.accumulate) {
-    const Values before(*a.dkv);
+    const std::vector<double> before = values_of(*a.dkv);
     add(reference.dkv, 0, 1, 1, before, 0, a.dkv->size());
   }
   for (Output& output : instance.outputs) {

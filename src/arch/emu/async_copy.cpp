@@ -10,8 +10,8 @@ namespace {
 AgentId copy_agent(Thread& t) {
   Machine& m = *machine;
   if (t.copies.agent == kNoAgent) {
-    t.copies.agent = m.new_agent("cp.async of " + m.describe(t),
-                                 "no cp.async.wait_group (or arrival on an mbarrier that is waited for) in between");
+    t.copies.agent = m.new_agent(
+        "cp.async of ", "no cp.async.wait_group (or arrival on an mbarrier that is waited for) in between", &t);
     m.reader_fenced_agents.push_back(t.copies.agent);
   }
   return t.copies.agent;

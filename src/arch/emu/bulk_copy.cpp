@@ -147,7 +147,7 @@ void bulk_wait(int pending_groups, bool read_only, const Site& site) {
   m.reading_only = false;
   while (!read_only && !t.unfinished_writes.empty() && t.unfinished_writes.front().group < before) {
     t.unfinished_writes.front().perform();
-    t.unfinished_writes.pop_front();
+    t.unfinished_writes.erase(t.unfinished_writes.begin());
   }
   if (m.options.check && queue.agent != kNoAgent) t.knows.ordered.raise(queue.agent, queue.last_step_before(before));
 }

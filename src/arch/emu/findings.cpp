@@ -15,17 +15,18 @@ std::string format(const char* pattern, ...) {
   return buffer;
 }
 
-AgentId Machine::new_agent(std::string description, const char* remedy) {
+AgentId Machine::new_agent(std::string description, const char* remedy, const Thread* thread) {
   if (agents.size() >= kNoAgent)
     stop(Kind::unsupported, "more than 65534 threads and asynchronous engines in one cluster");
-  agents.push_back({std::move(description), remedy, false});
+  agents.push_back({std::move(description), remedy, thread, false});
   return AgentId(agents.size() - 1);
 }
 
 std::string Machine::describe(const Thread& t) const { return format("CTA %u thread %d", t.cta->rank, t.linear); }
 
 std::string Machine::describe(const Epoch& e) {
-  return agents[e.agent].description + " at " + to_string(sites.resolve(e.site));
+  const Agent& agent = agents[e.agent];
+  return agent.description + (agent.thread ? describe(*agent.thread) : "") + " at " + to_string(sites.resolve(e.site));
 }
 
 std::string Machine::place(uint32_t address) const {

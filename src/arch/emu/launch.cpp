@@ -163,7 +163,7 @@ void Machine::run_cluster(uint32_t number) {
       t.warp = int(i / 32);
       t.lane = int(i % 32);
       t.index = {i % shape.block.x, i / shape.block.x % shape.block.y, i / shape.block.x / shape.block.y};
-      t.agent = new_agent(describe(t), "no barrier, mbarrier or other synchronisation in between");
+      t.agent = new_agent("", "no barrier, mbarrier or other synchronisation in between", &t);
       t.knows.ordered.raise(t.agent, 1);
       t.stack = stacks_.take();
       // Ends of stacks that lie at one place of their pages would share one set of the first cache.

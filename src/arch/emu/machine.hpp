@@ -127,7 +127,7 @@ struct Thread {
   uint64_t cluster_phase = 0;       // phase it arrived in
 
   GroupQueue copies, bulk;
-  std::deque<Operation> unfinished_writes;  // of bulk stores whose source has been read
+  std::vector<Operation> unfinished_writes;  // of bulk stores whose source has been read
   AgentId tensor_agent = kNoAgent, tensor_issued_agent = kNoAgent;
   uint32_t tensor_step = 1;
   std::vector<PendingLoad> loads;
@@ -320,8 +320,9 @@ class Machine {
   void finish_cluster_barrier();  // if every thread that still runs has arrived
 
   // ---- agents and clocks ----
-  /// `remedy`: what a later access is missing if it is not ordered after one of this agent.
-  AgentId new_agent(std::string description, const char* remedy);
+  /// `remedy`: what a later access is missing if it is not ordered after one of this agent. `thread`, if there is one, ends
+  /// the description: it is put in words for a finding only.
+  AgentId new_agent(std::string description, const char* remedy, const Thread* thread = nullptr);
   void release(Thread& t, Knowledge& into) {
     if (options.check) {
       into.join(t.knows);
@@ -405,6 +406,7 @@ class Machine {
   struct Agent {
     std::string description;
     const char* remedy;
+    const Thread* thread;
     bool tensor_core = false;
   };
   std::vector<Agent> agents;
@@ -426,6 +428,7 @@ class Machine {
   std::vector<Thread*> ready_;
   std::vector<Operation> operations_;
   std::vector<std::pair<Thread*, GroupQueue*>> group_queues_;  // those that hold operations
+  bool group_queue_emptied_ = false;                           // since they were last looked at
   int live_ = 0;
   StackPool& stacks_;
   friend bool enter_synchronisation(const char*, const Site&);
@@ -455,9 +458,11 @@ extern constinit Watched watched;
 
 /// Of the launch that runs on this host thread, and of its running fiber; null outside.
 // Every instruction and every ordinary access of a kernel asks for them, so there is no initialiser to look for
-// (constinit). Not initial-exec: a library that Python loads after others finds no room in the static TLS block.
-extern constinit thread_local Machine* machine;
-extern constinit thread_local Thread* current;
+// (constinit). Not initial-exec: a library that Python loads after others finds no room in the static TLS block. With
+// local-dynamic one look-up serves both.
+#define HOPWELL_OF_THIS_MODULE __attribute__((tls_model("local-dynamic")))
+extern constinit thread_local Machine* machine HOPWELL_OF_THIS_MODULE;
+extern constinit thread_local Thread* current HOPWELL_OF_THIS_MODULE;
 
 /// Enters an instruction: findings name it and its place.
 inline void enter(const char* instruction, const Site& site) {

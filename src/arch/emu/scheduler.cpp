@@ -1,12 +1,13 @@
 // Threads and asynchronous operations, interleaved by a seeded random choice.
 #include <algorithm>
+#include <utility>
 
 #include "machine.hpp"
 
 namespace hopwell::arch::emu {
 
-constinit thread_local Machine* machine = nullptr;
-constinit thread_local Thread* current = nullptr;
+constinit thread_local Machine* machine HOPWELL_OF_THIS_MODULE = nullptr;
+constinit thread_local Thread* current HOPWELL_OF_THIS_MODULE = nullptr;
 
 void Machine::block(const char* what, uint32_t address, int parity) {
   current->state = Thread::State::blocked;
@@ -60,6 +61,7 @@ bool Machine::step_group(GroupQueue& queue) {
   const size_t chosen = free == 0 ? 0 : random.below(free);
   Operation op = std::move(queue.operations[chosen]);
   queue.operations.erase(queue.operations.begin() + ptrdiff_t(chosen));
+  group_queue_emptied_ |= queue.operations.empty();
   op.perform();
   return true;
 }
@@ -67,19 +69,22 @@ bool Machine::step_group(GroupQueue& queue) {
 void Machine::complete_groups(GroupQueue& queue, uint64_t before) {
   size_t kept = 0;
   for (size_t i = 0; i < queue.operations.size(); ++i) {
-    Operation op = std::move(queue.operations[i]);
-    if (op.group < before && (!op.waits_for_earlier || kept == 0))
-      op.perform();
-    else
-      queue.operations[kept++] = std::move(op);
+    Operation& op = queue.operations[i];
+    if (op.group < before && (!op.waits_for_earlier || kept == 0)) {
+      std::exchange(op.perform, nullptr)();
+    } else {
+      if (kept < i) queue.operations[kept] = std::move(op);
+      ++kept;
+    }
   }
+  group_queue_emptied_ |= kept == 0 && !queue.operations.empty();  // it leaves when group_queues_ are next looked at
   queue.operations.resize(kept);
   if (recorder) recorder->waited(&queue, before);
-  // An emptied queue leaves group_queues_ when it is next looked at.
 }
 
 bool Machine::step_async() {
-  std::erase_if(group_queues_, [](const auto& q) { return q.second->operations.empty(); });
+  if (std::exchange(group_queue_emptied_, false))
+    std::erase_if(group_queues_, [](const auto& q) { return q.second->operations.empty(); });
   size_t tensor = 0;
   for (const Cta& cta : ctas) tensor += !cta.tensor_queue.empty();
   const size_t choices = operations_.size() + tensor + group_queues_.size();

@@ -123,7 +123,11 @@ void Machine::async_access(Observer& who, Epoch epoch, uint32_t address, uint32_
 
 void Machine::poison(uint32_t address, uint32_t bytes) {
   std::byte* const at = memory(address);
-  for (uint32_t i = 0; i < bytes; ++i) at[i] = std::byte(kPoison >> 8 * ((address + i) % 4));
+  uint32_t i = 0;
+  const auto poison_byte = [&] { at[i] = std::byte(kPoison >> 8 * ((address + i) % 4)), ++i; };
+  while (i < bytes && (address + i) % 4) poison_byte();
+  for (; i + 4 <= bytes; i += 4) __builtin_memcpy(at + i, &kPoison, 4);
+  while (i < bytes) poison_byte();
 }
 
 }  // namespace hopwell::arch::emu
