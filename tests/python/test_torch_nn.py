@@ -7,6 +7,7 @@ import pytest
 import torch
 from hopwell.torch import lightning_indexer, nn, nvfp4_dequantize
 from hopwell.torch.ops import _sparse_mla
+from hopwell.torch.parallel import ContextShard, ParallelDSA
 from torch import Tensor
 
 D_MODEL = 48
@@ -55,19 +56,22 @@ def test_gradients_of_every_key_selected_are_those_of_dense_attention() -> None:
 
 
 def test_share_keys_reaches_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The module's hint, and no other: it is off unless asked for."""
+    """Of the module and of the one over ranks; off unless asked for."""
+    assert not make_dsa().mla.share_keys
     backward, given = _sparse_mla._backward, []
 
     def note(*arguments: Any, share_keys: bool, **options: Any) -> Any:
-        given.append((share_keys, options["indices_ascending"]))
+        given.append(share_keys)
         return backward(*arguments, share_keys=share_keys, **options)
 
     monkeypatch.setattr(_sparse_mla, "_backward", note)
     dsa, x = make_dsa(), torch.randn(2, 15, D_MODEL)
-    dsa(x)[0].sum().backward()
-    dsa.mla.share_keys = True
-    dsa(x)[0].sum().backward()
-    assert given == [(False, True), (True, True)]
+    parallel, shard = ParallelDSA(dsa.mla, dsa.indexer), ContextShard.zigzag(15, None)
+    for hint in (False, True):
+        dsa.mla.share_keys = hint
+        dsa(x)[0].sum().backward()
+        parallel(x, shard)[0].sum().backward()
+    assert given == [False, False, True, True]
 
 
 def test_sequences_of_a_batch_do_not_see_each_other() -> None:
