@@ -33,8 +33,8 @@ void sparse_mla_forward_(handle q, handle kv, handle indices, handle sm_scale, h
 void sparse_mla_backward_(handle d_out, handle q, handle kv, handle indices, handle out, handle lse, handle sm_scale,
                           handle d_v, handle attn_sink, handle topk_length, handle q_positions, handle q_start,
                           handle kv_stride, handle k_start, handle k_end, handle deterministic, handle accumulate,
-                          handle indices_ascending, handle share_keys, handle dq, handle dkv, handle d_sink, handle attn, handle backend,
-                          handle stream) {
+                          handle indices_ascending, handle share_keys, handle dq, handle dkv, handle d_sink,
+                          handle attn, handle backend, handle stream) {
   Call call("sparse_mla_backward", backend, stream);
   SparseMlaBackwardArgs args{.d_out = call.input("d_out", d_out),
                              .q = call.input("q", q),

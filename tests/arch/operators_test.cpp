@@ -198,6 +198,13 @@ const Subject kSubjects[] = {
      20,
      "ops/sparse_mla_backward/"},
     {"sparse_mla_backward_sm90_pair", "emu:sm90", cases::sparse_mla_backward, {"h_q_70_invalid_indices"}, 12, 20},
+    // Groups of queries: rows with a key twice, which take two rounds; rows without a key, whose groups are left alone.
+    {"sparse_mla_backward_sm90_groups",
+     "emu:sm90",
+     cases::sparse_mla_backward,
+     {"share_keys_duplicates", "share_keys_sink_lengths"},
+     6,
+     20},
     // Two passes of heads, tiles that go round the ring, many queries a CTA, warpgroups that take turns at tiles round
     // the ring, and rows that are not aligned.
     // One pass of heads and two, tiles of one slab and of five, rows that end early.

@@ -10,7 +10,8 @@ namespace hopwell::ops::sparse_mla_backward {
 namespace {
 
 constexpr std::size_t kMiB = std::size_t{1} << 20;
-constexpr MainKernels kHopper{64, 64, 128, false}, kPairInFixedPoint{64, 64, 128, true};
+constexpr MainKernels kHopper{64, 64, 128, false}, kPairInFixedPoint{64, 64, 128, true},
+    kMergesRows{64, 64, 128, false, true};
 constexpr int kSms[] = {8, 66, 114, 132, 148};
 
 View view(DType dtype, std::initializer_list<std::int64_t> shape) {
@@ -201,6 +202,98 @@ TEST(SparseMlaBackwardPlan, NothingInTheWorkspaceTwice) {
           EXPECT_LE(parts[i].first + parts[i].second, i + 1 < parts.size() ? parts[i + 1].first : w.bytes);
         }
       }
+    }
+  }
+}
+
+// Queries that may be taken in groups, of 132 multiprocessors.
+Problem problem_of_groups(std::int64_t s_q, std::int64_t h_q, std::int64_t topk = 256) {
+  static std::int32_t somewhere;  // nothing is read
+  Problem p = problem_of(s_q, h_q, 8192, topk, 132);
+  p.lse = view(DType::kFloat32, {s_q, h_q});
+  p.selection.indices = &somewhere, p.share_keys = true;
+  return p;
+}
+
+TEST(SparseMlaBackwardPlan, GroupsHoldAsManyQueriesAsFit) {
+  const std::map<std::int64_t, int> members = {{1, 8}, {5, 8}, {8, 8}, {9, 7}, {16, 4}, {21, 3}, {24, 2}, {32, 2}};
+  for (const auto& [h_q, count] : members) {
+    for (const std::int64_t s_q : {2, 3, 7, 8, 9, 64, 1001}) {
+      const Problem p = problem_of_groups(s_q, h_q);
+      const Plan plan = make_plan(p, kMergesRows);
+      const MainPass& groups = plan.groups;
+      if (s_q < count) {
+        EXPECT_EQ(groups.clusters(), 0);
+        continue;
+      }
+      ASSERT_EQ(groups.members, count) << h_q;
+      EXPECT_EQ(groups.clusters(), s_q / count);
+      EXPECT_LE(groups.members * h_q, groups.heads);
+      std::vector<int> covered(static_cast<std::size_t>(s_q));
+      for (int cluster = 0; cluster < groups.clusters(); ++cluster) {
+        const WorkTile work = work_tile_of(groups, cluster, groups.heads);
+        EXPECT_EQ(work.slice, -1);
+        EXPECT_EQ(work.first_head, 0);
+        for (int member = 0; member < count; ++member)
+          ++covered.at(static_cast<std::size_t>(work.query * count + member));
+      }
+      for (std::size_t query = 0; query < covered.size(); ++query)
+        EXPECT_EQ(covered[query], query < static_cast<std::size_t>(s_q / count * count) ? 1 : 0);
+      expect_all_work_once(p, plan);  // what is left to the other kernels is found out on the device
+    }
+  }
+}
+
+TEST(SparseMlaBackwardPlan, GroupsOnlyWhereTheyMayBe) {
+  const auto has_groups = [](const auto& change, const MainKernels& kernels = kMergesRows) {
+    Problem p = problem_of_groups(64, 16);
+    change(p);
+    return make_plan(p, kernels).groups.whole_tiles > 0;
+  };
+  EXPECT_TRUE(has_groups([](Problem&) {}));
+  EXPECT_FALSE(has_groups([](Problem&) {}, kHopper));
+  EXPECT_FALSE(has_groups([](Problem& p) { p.share_keys = false; }));
+  EXPECT_FALSE(has_groups([](Problem& p) { p.selection.indices = nullptr; }));
+  EXPECT_FALSE(has_groups([](Problem& p) { p.attn = view(DType::kFloat32, {64, 256}); }));
+  EXPECT_FALSE(has_groups([](Problem& p) { p.deterministic = true; }));
+  EXPECT_TRUE(has_groups([](Problem& p) { p = problem_of_groups(64, 32); }));
+  EXPECT_FALSE(has_groups([](Problem& p) { p = problem_of_groups(64, 33); }));
+  EXPECT_FALSE(has_groups([](Problem& p) { p = problem_of_groups(64, 128); }));
+  EXPECT_TRUE(has_groups([](Problem& p) { p = problem_of_groups(64, 16, 4096); }));
+  EXPECT_FALSE(has_groups([](Problem& p) { p = problem_of_groups(64, 16, 4097); }));
+  EXPECT_FALSE(has_groups([](Problem& p) { p = problem_of_groups(64, 16, 0); }));
+  EXPECT_TRUE(has_groups([](Problem& p) { p.dq = {}; }));
+  for (View Problem::* tensor : {&Problem::q, &Problem::out, &Problem::d_out, &Problem::lse, &Problem::dq}) {
+    EXPECT_FALSE(has_groups([&](Problem& p) { (p.*tensor).stride[0] += 64; }));
+    EXPECT_TRUE(has_groups([&](Problem& p) { (p.*tensor).stride[1] *= 2, (p.*tensor).stride[0] *= 2; }));
+    EXPECT_TRUE(has_groups([&](Problem& p) {  // one head: queries are rows, however far apart
+      p = problem_of_groups(64, 1);
+      (p.*tensor).stride[0] += 64;
+    }));
+  }
+}
+
+TEST(SparseMlaBackwardPlan, GroupsHaveWorkspaceOfTheirOwn) {
+  for (const bool accumulate : {false, true}) {
+    Problem p = problem_of_groups(301, 16, 2048);
+    p.s_kv = 32 << 10, p.kv = view(DType::kBFloat16, {p.s_kv, 576}), p.dkv = view(DType::kFloat32, {p.s_kv, 576});
+    p.accumulate = accumulate;
+    p.attn_sink = p.d_sink = view(DType::kFloat32, {16});
+    const Plan plan = make_plan(p, kMergesRows);
+    ASSERT_TRUE(plan.orders_rows && plan.paces);
+    const Workspace& w = plan.workspace;
+    const std::size_t entries = 75UL * 4 * 2048;
+    const auto slices = static_cast<std::size_t>(plan.singles.sliced_tiles * plan.singles.slices);
+    std::vector<std::pair<std::size_t, std::size_t>> parts = {
+        {w.rows, 4UL * 301 * 2048},     {w.lengths, 4UL * 301},       {w.progress, 8UL},
+        {w.sink_parts, 4UL * 301 * 16}, {w.merged_rows, 4 * entries}, {w.holders, entries},
+        {w.merged_lengths, 4UL * 75}};
+    if (accumulate) parts.emplace_back(w.dkv, 4UL * 576 << 15);
+    if (slices > 0) parts.emplace_back(w.dq_slices, 4UL * 576 * 64 * slices);
+    std::sort(parts.begin(), parts.end());
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      EXPECT_EQ(parts[i].first % 256, 0U);
+      EXPECT_LE(parts[i].first + parts[i].second, i + 1 < parts.size() ? parts[i + 1].first : w.bytes);
     }
   }
 }

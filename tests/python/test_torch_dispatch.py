@@ -38,6 +38,7 @@ def op_samples() -> dict[str, tuple[Any, ...]]:
         samples[f"sparse_mla_forward {name}, key ranges"] = (q, kv, *rest, sink, None, None, None, 1, *ranges)
         backward = (torch.randn_like(out), q.detach(), kv.detach(), inputs["indices"], out, lse, 0.5, 12)
         samples[f"sparse_mla_backward {name}"] = (*backward, sink.detach(), None, None, None, 1, *ranges, True, name)
+        samples[f"sparse_mla_forward {name}, hints"] = (q, kv, *rest, sink, *(None,) * 3, 1, None, None, True, True)
         samples[f"attention_distribution {name}"] = (q, kv, inputs["indices"], lse, 0.5, None, None, None, 1, *ranges)
         index = indexer_inputs(dtype)
         q_index, k_index, weights = (index[n].requires_grad_() for n in ("q_index", "k_index", "weights"))
@@ -119,8 +120,9 @@ def test_compiles_without_graph_breaks(dtype: torch.dtype, dynamic: bool) -> Non
     def step(q: Tensor, kv: Tensor, q_index: Tensor, k_index: Tensor, weights: Tensor) -> Tensor:
         indices, _ = hw.lightning_indexer(q_index, k_index, weights, 6, q_start=0)
         k_start, k_end = hw.key_ranges(cuts, s_q=len(q))
-        out, _, lse = hw.sparse_mla(q * 2, kv, indices, 0.3, 12, k_start=k_start, k_end=k_end)
-        target = hw.attention_distribution(q * 2, kv, indices, lse, 0.3, k_start=k_start, k_end=k_end, normalize="l1")
+        ranges = {"k_start": k_start, "k_end": k_end}
+        out, _, lse = hw.sparse_mla(q * 2, kv, indices, 0.3, 12, indices_ascending=True, share_keys=True, **ranges)
+        target = hw.attention_distribution(q * 2, kv, indices, lse, 0.3, normalize="l1", **ranges)
         return out.float().square().sum() + hw.indexer_loss(q_index, k_index, weights, indices, target)
 
     compiled = torch.compile(step, fullgraph=True, dynamic=dynamic)

@@ -119,6 +119,53 @@ def test_only_needed_gradients() -> None:
         assert ((dq is not None), (dkv is not None), d_sink) == (need_dq, need_dkv, None)
 
 
+EMULATED = [name for name in ("cpu", "emu:sm80", "emu:sm90") if name in hopwell.backends("sparse_mla_backward")]
+
+
+@pytest.mark.parametrize("backend", EMULATED)
+@pytest.mark.parametrize("h_q", [16, 64])
+def test_share_keys_changes_no_more_than_rounding(h_q: int, backend: str) -> None:
+    """Neighbours with most keys in common, which sm90 takes together where there are up to 32 heads; not the group of
+    the one that has no key.
+    """
+    s_q, s_kv, topk = 9, 200, 70
+    indices = torch.stack([torch.randperm(topk + 20)[:topk] for _ in range(s_q)]).int()
+    indices[5] = -1
+    leaves = [torch.randn(shape).bfloat16().requires_grad_() for shape in ((s_q, h_q, 576), (s_kv, 576))]
+    sink = torch.randn(h_q).requires_grad_()
+    d_out = torch.randn(s_q, h_q, 512).bfloat16()
+
+    def gradients(share_keys: bool) -> tuple[Tensor, ...]:
+        out, _, _ = hw.sparse_mla(*leaves, indices, 576**-0.5, attn_sink=sink, share_keys=share_keys, backend=backend)
+        return torch.autograd.grad(out, [*leaves, sink], d_out)
+
+    shared, apart = gradients(True), gradients(False)
+    assert_gradients(shared, apart, [*leaves, sink])
+    assert shared[0][5].abs().sum() == 0
+    if backend != "emu:sm90" or h_q > 32:  # it has no meaning there
+        assert torch.equal(shared[0], apart[0])
+
+
+@pytest.mark.parametrize("backend", EMULATED)
+def test_share_keys_lets_a_nan_no_farther_than_a_group(backend: str) -> None:
+    """Of 16 heads on sm90, four queries; elsewhere the one that selects the key."""
+    indices = torch.arange(70, dtype=torch.int32).repeat(9, 1)
+    indices[1, 3] = 150
+    q, kv = torch.randn(9, 16, 576).bfloat16(), torch.randn(200, 576).bfloat16()
+    out, _, lse = hw.sparse_mla(q, kv, indices, 576**-0.5)
+    kv[150] = torch.nan
+
+    def reached(share_keys: bool) -> list[int]:
+        dq, _, _ = hw.sparse_mla_backward(
+            *(torch.randn_like(out), q, kv, indices, out, lse, 576**-0.5), share_keys=share_keys, backend=backend
+        )
+        assert dq is not None
+        return dq.isnan().flatten(1).any(1).nonzero().flatten().tolist()
+
+    assert reached(False) == [1]
+    assert reached(True) == ([0, 1, 2, 3] if backend == "emu:sm90" else [1])
+
+
 def test_deterministic_algorithms() -> None:
     """Under PyTorch's switch a hot key's gradient has the same bits every time."""
     q, kv = torch.randn(700, 3, 16), torch.randn(5, 16)

@@ -1,10 +1,13 @@
 """hopwell.torch.nn: the modules against dense attention, who learns from which loss, generation with a cache, NVFP4."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hopwell.torch import lightning_indexer, nn, nvfp4_dequantize
+from hopwell.torch.ops import _sparse_mla
+from hopwell.torch.parallel import ContextShard, ParallelDSA
 from torch import Tensor
 
 D_MODEL = 48
@@ -50,6 +53,25 @@ def test_gradients_of_every_key_selected_are_those_of_dense_attention() -> None:
     assert len(results[0]) == len(list(dsa.mla.parameters())) + 1
     for name, expected in results[0].items():
         torch.testing.assert_close(results[1][name], expected, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_share_keys_reaches_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the module and of the one over ranks; off unless asked for."""
+    assert not make_dsa().mla.share_keys
+    backward, given = _sparse_mla._backward, []
+
+    def note(*arguments: Any, share_keys: bool, **options: Any) -> Any:
+        given.append(share_keys)
+        return backward(*arguments, share_keys=share_keys, **options)
+
+    monkeypatch.setattr(_sparse_mla, "_backward", note)
+    dsa, x = make_dsa(), torch.randn(2, 15, D_MODEL)
+    parallel, shard = ParallelDSA(dsa.mla, dsa.indexer), ContextShard.zigzag(15, None)
+    for hint in (False, True):
+        dsa.mla.share_keys = hint
+        dsa(x)[0].sum().backward()
+        parallel(x, shard)[0].sum().backward()
+    assert given == [False, False, True, True]
 
 
 def test_sequences_of_a_batch_do_not_see_each_other() -> None:

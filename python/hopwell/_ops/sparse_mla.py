@@ -110,10 +110,10 @@ def sparse_mla_backward(
         dkv: of kv's shape and of dkv_dtype, written in place; with `accumulate` (fp32 only) added into.
         indices_ascending: a hint that rows ascend, as the indexer's do, so that no pass needs to order them; rows that
             do not give the same results, later.
-        share_keys: a hint that neighbouring queries select mostly the same keys, so that a GPU may take those with up to
-            32 heads together, over the union of their keys, where that is less work. dq may then differ in its last bits
-            with the neighbours, and a NaN or infinity in a key reaches all queries that are taken together with one
-            that selects it. Without effect with `deterministic` or `attn`.
+        share_keys: a hint that neighbouring queries select mostly the same keys, so that a GPU may take those with up
+            to 32 heads together, over the union of their keys, where that is less work. dq may then differ in its last
+            bits with the neighbours, and a NaN or infinity in a key reaches all queries that are taken together with
+            one that selects it. Without effect with `deterministic` or `attn`.
         need_dq, need_dkv: False leaves that gradient out.
         attn: fp32 [s_q, topk]: also written, with Σ_h exp(score − lse), the attention distribution.
         backend, stream: as in the forward.
@@ -143,7 +143,8 @@ def sparse_mla_backward(
     d_sink = None if attn_sink is None else outputs.new((shape[1],), "float32")
     _hopwell.sparse_mla_backward(
         d_out, q, kv, indices, out, lse, sm_scale, d_v, attn_sink, topk_length, q_positions, q_start, kv_stride,
-        k_start, k_end, deterministic, accumulate, indices_ascending, share_keys, dq, dkv, d_sink, attn, backend, stream,
+        k_start, k_end, deterministic, accumulate, indices_ascending, share_keys, dq, dkv, d_sink, attn, backend,
+        stream,
     )  # fmt: skip
     return outputs.native(dq, dkv, d_sink)
 

@@ -183,6 +183,7 @@ def sparse_mla_backward(
     dkv: Array | None = None,
     accumulate: bool = False,
     indices_ascending: bool = False,
+    share_keys: bool = False,
     need_dq: bool = True,
     need_dkv: bool = True,
     attn: Array | None = None,
@@ -197,7 +198,8 @@ def sparse_mla_backward(
     Returns (dq like q, dkv like kv, d_sink [h_q]); None for what is not needed, and for d_sink without a sink.
     `accumulate` adds to the given dkv. `attn` [s_q, topk] is written with Σ_h exp(score − lse), in which the sink has
     no part. Rows without a valid entry contribute nothing, whatever their out, lse and d_out hold.
-    `deterministic`, `dkv_dtype` and `indices_ascending` do not matter here: the order is fixed and nothing is rounded.
+    `deterministic`, `dkv_dtype`, `indices_ascending` and `share_keys` do not matter here: the order is fixed and
+    nothing is rounded.
     """
     name = "sparse_mla_backward"
     selection = select(name, q, kv, indices, sm_scale, topk_length, q_positions, q_start, kv_stride, k_start, k_end)

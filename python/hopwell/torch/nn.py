@@ -103,6 +103,9 @@ class SparseMLA(KeepsDtypes):
     head with d_nope position-free numbers, lifted into the latent space by `up_key`, and d_rope rotary ones; `up_value`
     takes each head's result out of the latent space to d_head numbers. `attn_sink` stays float32 in a module of another
     dtype.
+
+    `share_keys`, the hint of `sparse_mla`, pays in training on Hopper with up to 32 heads on a GPU, such as a
+    tensor-parallel rank has, where neighbouring tokens select mostly the same keys, as a trained indexer makes them.
     """
 
     kept = ("attn_sink",)
@@ -118,8 +121,10 @@ class SparseMLA(KeepsDtypes):
         d_head: int = 128,
         attn_sink: bool = False,
         rope_theta: float = 10_000.0,
+        share_keys: bool = False,
     ) -> None:
         super().__init__()
+        self.share_keys = share_keys
         self.h_q, self.d_v, self.d_rope, self.d_nope, self.rope_theta = h_q, d_v, d_rope, d_nope, rope_theta
         self.sm_scale = 1.0 / math.sqrt(d_nope + d_rope)
         self.query = nn.Linear(d_model, h_q * (d_nope + d_rope), bias=False)
@@ -153,9 +158,8 @@ class SparseMLA(KeepsDtypes):
         [s_q, h_q]. indices None: every key that `masks`, those of `sparse_mla`, leave visible.
         """
         sink = None if self.attn_sink is None else self.attn_sink.float()  # FSDP's mixed precision casts it on the way
-        out, _, lse = ops.sparse_mla(
-            q, kv, indices, self.sm_scale, self.d_v, attn_sink=sink, indices_ascending=ascending, **masks
-        )
+        masks |= {"indices_ascending": ascending, "share_keys": self.share_keys}
+        out, _, lse = ops.sparse_mla(q, kv, indices, self.sm_scale, self.d_v, attn_sink=sink, **masks)
         return out, lse
 
     def dense(self, x: Tensor) -> Tensor:

@@ -173,6 +173,7 @@ class _SparseMLA(torch.autograd.Function):
         dq, dkv, d_sink = ops.sparse_mla_backward(
             *(d_out.contiguous(), q, keys, options["indices"], out, lse, options["sm_scale"], options["d_v"]),
             attn_sink=sink,
+            share_keys=options["share_keys"],
             **masks,
         )
         assert dkv is not None
@@ -243,7 +244,7 @@ class ParallelDSA(nn.DSA):
             indices, _ = ops.lightning_indexer(q_index, index_keys.flatten(0, 1), weights, self.indexer.topk, **masks)
             self.selected = torch.where(indices < 0, -1, indices - k_start[:, None]).view(b, s_local, indices.shape[1])
         options: dict[str, Any] = {"indices": indices, "masks": masks, "shard": shard, "heads": self.heads}
-        options |= {"sm_scale": self.mla.sm_scale, "d_v": self.mla.d_v}
+        options |= {"sm_scale": self.mla.sm_scale, "d_v": self.mla.d_v, "share_keys": self.mla.share_keys}
         sink = None if self.mla.attn_sink is None else self.mla.attn_sink.float()
         out, lse = _SparseMLA.apply(q, kv, keys, sink, options)  # type: ignore[no-untyped-call]
         y = self.mla.combine(out.view(b, s_local, self.mla.h_q, self.mla.d_v))

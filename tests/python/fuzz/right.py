@@ -170,7 +170,7 @@ def sparse_mla_backward(draw: st.DrawFn) -> FuzzedCall:
             out, _, lse = reference.sparse_mla_forward(**arguments_of(arguments, "d_out"))
             arguments["out"] = maker.values(out.astype(DTYPES[dtype]))
             arguments["lse"] = maker.values(lse.astype(np.float32), rows=False)
-    for option in ("deterministic", "indices_ascending"):
+    for option in ("deterministic", "indices_ascending", "share_keys"):
         if maker.chance():
             arguments[option] = maker.chance()
     dkv_dtype = maker.choose("float32", "bfloat16")

@@ -36,6 +36,7 @@ FLAGS = (
     "deterministic",
     "accumulate",
     "indices_ascending",
+    "share_keys",
     "need_dq",
     "need_dkv",
     "pre_scale",

@@ -39,9 +39,12 @@ def sparse_mla_forward(
     k_start: Tensor | None = None,
     k_end: Tensor | None = None,
     indices_ascending: bool = False,
+    share_keys: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The op behind `sparse_mla`, with every argument positional, as custom ops require of tensors."""
+    """The op behind `sparse_mla`, with every argument positional, as custom ops require of tensors. indices_ascending
+    and share_keys are for the backward alone.
+    """
     return _forward(
         *(q, kv, indices, sm_scale, d_v),
         attn_sink=attn_sink,
@@ -81,6 +84,7 @@ def _sparse_mla_backward_fake(
     need_dq: bool = True,
     need_dkv: bool = True,
     indices_ascending: bool = False,
+    share_keys: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq = q.new_empty(q.shape if need_dq else (0,))
@@ -111,6 +115,7 @@ def _sparse_mla_backward(
     need_dq: bool = True,
     need_dkv: bool = True,
     indices_ascending: bool = False,
+    share_keys: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """An op cannot return None: a gradient that was not asked for is an empty tensor here."""
@@ -128,6 +133,7 @@ def _sparse_mla_backward(
         need_dq=need_dq,
         need_dkv=need_dkv,
         indices_ascending=indices_ascending,
+        share_keys=share_keys,
         backend=backend,
     )
     dtypes = (q.dtype, _dkv_dtype(dkv_dtype), torch.float32)
@@ -159,7 +165,7 @@ def sparse_mla_backward(
 
     d_out is [s_q, h_q, d_v]; `out` and `lse` are the forward's. dq has q's dtype, dkv the `dkv_dtype` named
     ("float32"), d_sink is float32 [h_q]. Options: the masks of `sparse_mla`, indices_ascending,
-    deterministic, dkv_dtype, backend.
+    share_keys, deterministic, dkv_dtype, backend.
     """
     options |= {"attn_sink": attn_sink, "need_dq": need_dq, "need_dkv": need_dkv}
     dq, dkv, d_sink = _sparse_mla_backward(d_out, q, kv, indices, out, lse, sm_scale, d_v, **options)
@@ -181,6 +187,7 @@ def _save_sparse_mla(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Te
         k_start,
         k_end,
         ctx.indices_ascending,
+        ctx.share_keys,
         ctx.backend,
     ) = inputs
     out, max_logits, lse = output
@@ -206,9 +213,10 @@ def _differentiate_sparse_mla(ctx: Any, d_out: Tensor, _d_max_logits: Tensor, _d
         need_dq=0 in needed,
         need_dkv=1 in needed,
         indices_ascending=ctx.indices_ascending,
+        share_keys=ctx.share_keys,
         backend=ctx.backend,
     )
-    return dq, dkv, None, None, None, d_sink if 5 in needed else None, *(None,) * 8
+    return dq, dkv, None, None, None, d_sink if 5 in needed else None, *(None,) * 9
 
 
 differentiable("sparse_mla_forward", _differentiate_sparse_mla, _save_sparse_mla)
@@ -229,6 +237,7 @@ def sparse_mla(
     k_start: Tensor | None = None,
     k_end: Tensor | None = None,
     indices_ascending: bool = False,
+    share_keys: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of every query over the keys that its row of `indices` names: MLA in its multi-query form.
@@ -246,6 +255,10 @@ def sparse_mla(
             packed one after another need; `key_ranges` makes them. Causal masking then counts keys from k_start[s].
         indices_ascending: a hint that rows ascend, as the indexer's do, so that the backward needs no pass to order
             them; rows that do not give the same results, later.
+        share_keys: a hint that neighbouring queries select mostly the same keys, so that a GPU may take those with up
+            to 32 heads together in the backward where that is less work. dq may then differ in its last bits with the
+            neighbours, and a NaN or infinity in a key reaches all queries that are taken together with one that
+            selects it.
 
     Returns:
         out [s_q, h_q, d_v] in q's dtype, max_logits and lse float32 [s_q, h_q]. Differentiable in q, kv and attn_sink;
@@ -256,7 +269,7 @@ def sparse_mla(
     """
     return sparse_mla_forward(
         q, kv, indices, sm_scale, d_v, attn_sink, topk_length, q_positions, q_start, kv_stride, k_start, k_end,
-        indices_ascending, backend,
+        indices_ascending, share_keys, backend,
     )  # fmt: skip
 
 

@@ -1,0 +1,181 @@
+// Rows of neighbouring queries merged on the emulator, against the union of multisets that counts keys in a map.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <map>
+#include <random>
+#include <vector>
+
+#include "harness.hpp"
+#include "tile/gpu/merge_rows.hpp"
+
+namespace hopwell::tile {
+namespace {
+
+struct Problem {
+  std::string name;
+  int members, groups, topk, s_kv;
+  int shared = 60;  // per cent of entries that are the row's before, at most
+  bool lengths = false, ranges = false, positions = false;
+  float most = 1;
+};
+
+struct Union {
+  std::vector<int> keys;
+  std::vector<uint8_t> holders;
+  int length = 0;
+};
+
+class Rows {
+ public:
+  Rows(const Problem& problem, uint64_t seed) : problem_(problem), random_(seed) {
+    const int queries = problem.members * problem.groups;
+    for (int query = 0; query < queries; ++query) {
+      const bool repeats = below(3) == 0;
+      for (int i = 0; i < problem.topk; ++i) {
+        const bool shared = query > 0 && below(100) < problem.shared;
+        const bool again = repeats && i > 0 && below(2) == 0;  // an entry of the row itself
+        indices_.push_back(shared  ? indices_[indices_.size() - size_t(problem.topk)]
+                           : again ? indices_[indices_.size() - 1 - size_t(below(i))]
+                                   : below(problem.s_kv + problem.s_kv / 8 + 4) - problem.s_kv / 16 - 2);
+      }
+      lengths_.push_back(below(6) == 0 ? 0 : below(problem.topk + 4) - 1);
+      const int a = below(problem.s_kv), b = below(problem.s_kv);
+      starts_.push_back(std::min(a, b) - 2), ends_.push_back(std::max(a, b) + 3);
+      positions_.push_back(problem.s_kv - 1 - below(problem.s_kv / 3 + 1));
+    }
+    SelectionParams& s = merge_.selection;
+    s = {indices_.data(), nullptr, problem.topk, 1, {}, problem.s_kv, problem.topk, true};
+    if (problem.lengths) s.topk_length = lengths_.data();
+    if (problem.ranges)
+      s.visibility.k_start = starts_.data(), s.visibility.k_end = ends_.data(),
+      s.visibility.k_start_stride = s.visibility.k_end_stride = 1;
+    if (problem.positions) s.visibility.q_positions = positions_.data(), s.visibility.q_positions_stride = 1;
+    merge_.members = problem.members, merge_.most = problem.most;
+  }
+
+  // Returns how many groups were merged.
+  int expect_union(const arch::emu::Options& options) {
+    const size_t capacity = size_t(problem_.members * problem_.topk), all = capacity * size_t(problem_.groups);
+    std::vector<int> keys(all + 1, kPoison), lengths(size_t(problem_.groups) + 1, kPoison);
+    std::vector<uint8_t> holders(all + 1, kPoisonByte);
+    MergeParams p = merge_;
+    p.keys = keys.data(), p.holders = holders.data(), p.lengths = lengths.data();
+    const arch::emu::LaunchShape shape{
+        {uint32_t(problem_.groups), 1, 1}, {kMergeThreads, 1, 1}, {1, 1, 1}, sizeof(MergeStorage)};
+    const arch::emu::Report report = arch::emu::launch(
+        shape, options, [&] { merge_rows_of_group(p, arch::dynamic_smem<MergeStorage>(), arch::block_index()); });
+    EXPECT_TRUE(report.clean()) << report.text();
+    EXPECT_EQ(keys.back(), kPoison);
+    EXPECT_EQ(holders.back(), kPoisonByte);
+    EXPECT_EQ(lengths.back(), kPoison);
+    int merged = 0;
+    for (int group = 0; group < problem_.groups; ++group) {
+      const Union expected = union_of(group);
+      EXPECT_EQ(lengths[size_t(group)], expected.length) << "group " << group;
+      if (expected.length == 0) continue;
+      ++merged;
+      const auto first = std::ptrdiff_t(size_t(group) * capacity);
+      EXPECT_TRUE(std::equal(expected.keys.begin(), expected.keys.end(), keys.begin() + first)) << "group " << group;
+      EXPECT_TRUE(std::equal(expected.holders.begin(), expected.holders.end(), holders.begin() + first))
+          << "group " << group;
+    }
+    return merged;
+  }
+
+ private:
+  static constexpr int kPoison = -77;
+  static constexpr uint8_t kPoisonByte = 0xa5;
+
+  int below(int n) { return int(random_() % uint64_t(n)); }
+
+  // Of the keys that a CTA has bits for at a time: the first of each key of any member in ascending order, then what is
+  // second in a row, and so on. Who holds a key for the nth time is who has it n times.
+  Union union_of(int group) const {
+    std::map<int, std::array<int, kMostMembers>> counts;
+    std::array<int, kMostMembers> entries{};
+    int64_t first = problem_.s_kv;
+    for (int m = 0; m < problem_.members; ++m) {
+      const auto query = size_t(group * problem_.members + m);
+      int64_t begin = 0, end = problem_.s_kv;
+      if (problem_.ranges) begin = std::max(starts_[query], 0), end = std::min(ends_[query], problem_.s_kv);
+      if (problem_.positions)
+        end = std::min<int64_t>(end, (problem_.ranges ? starts_[query] : 0) + positions_[query] + 1);
+      if (begin < end) first = std::min(first, begin);
+      const int length = problem_.lengths ? std::clamp(lengths_[query], 0, problem_.topk) : problem_.topk;
+      for (int i = 0; i < length; ++i) {
+        const int key = indices_[query * size_t(problem_.topk) + size_t(i)];
+        if (key < begin || key >= end) continue;
+        ++counts[key][size_t(m)], ++entries[size_t(m)];
+      }
+    }
+    Union result;
+    int sum = 0;
+    bool empty = false;
+    for (int m = 0; m < problem_.members; ++m) sum += entries[size_t(m)], empty |= entries[size_t(m)] == 0;
+    for (; first < problem_.s_kv; first += MergeStorage::kKeys) {
+      const auto begin = counts.lower_bound(int(first)),
+                 end = counts.lower_bound(int(std::min<int64_t>(first + MergeStorage::kKeys, problem_.s_kv)));
+      for (int time = 0; time < problem_.topk; ++time) {
+        for (auto at = begin; at != end; ++at) {
+          int holders = 0;
+          for (int m = 0; m < problem_.members; ++m) holders |= int(at->second[size_t(m)] > time) << m;
+          if (holders != 0) result.keys.push_back(at->first), result.holders.push_back(uint8_t(holders));
+        }
+      }
+    }
+    const int length = int(result.keys.size());
+    result.length = !empty && float(length) <= problem_.most * float(sum) ? length : 0;
+    return result;
+  }
+
+  Problem problem_;
+  std::mt19937_64 random_;
+  std::vector<int> indices_, lengths_, starts_, ends_, positions_;
+  MergeParams merge_{};
+};
+
+const Problem kProblems[] = {
+    {.name = "few_keys", .members = 4, .groups = 6, .topk = 90, .s_kv = 40},
+    {.name = "one_word", .members = 2, .groups = 5, .topk = 20, .s_kv = 31},
+    {.name = "eight_members", .members = 8, .groups = 3, .topk = 130, .s_kv = 3000},
+    {.name = "three_members", .members = 3, .groups = 4, .topk = 515, .s_kv = 5000},
+    {.name = "nothing_shared", .members = 4, .groups = 3, .topk = 64, .s_kv = 60000, .shared = 0},
+    {.name = "all_shared", .members = 4, .groups = 3, .topk = 64, .s_kv = 500, .shared = 100},
+    {.name = "lengths", .members = 2, .groups = 12, .topk = 70, .s_kv = 300, .lengths = true},
+    {.name = "ranges", .members = 2, .groups = 10, .topk = 70, .s_kv = 90, .ranges = true},
+    {.name = "positions", .members = 3, .groups = 5, .topk = 70, .s_kv = 400, .positions = true},
+    {.name = "two_rounds_of_bits", .members = 4, .groups = 2, .topk = 300, .s_kv = 70000},
+    {.name = "bits_from_anywhere", .members = 2, .groups = 4, .topk = 200, .s_kv = 150000, .ranges = true},
+    {.name = "exactly_all_bits", .members = 2, .groups = 2, .topk = 100, .s_kv = 65536},
+    {.name = "longest_row", .members = 8, .groups = 1, .topk = 4096, .s_kv = 20000, .shared = 90},
+    {.name = "worth_it_or_not", .members = 4, .groups = 12, .topk = 40, .s_kv = 600, .shared = 45, .most = 0.6F},
+};
+
+class MergeRows : public testing::TestWithParam<Problem> {};
+
+TEST_P(MergeRows, AreTheUnionUnderManySchedules) {
+  for (uint64_t seed = 0; seed < arch::test::schedules(6); ++seed) {
+    Rows rows(GetParam(), seed);
+    rows.expect_union(arch::test::options_for(seed));
+    ASSERT_FALSE(HasFailure()) << "seed " << seed;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, MergeRows, testing::ValuesIn(kProblems),
+                         [](const auto& info) { return info.param.name; });
+
+// There are groups that are merged, and some that are not: for a member without a key, or as the union is too long.
+TEST(MergeRowsProblems, HaveGroupsOfBothKinds) {
+  for (const Problem& problem : kProblems) {
+    int merged = 0;
+    for (uint64_t seed = 0; seed < 3; ++seed) merged += Rows(problem, seed).expect_union(arch::test::options_for(seed));
+    EXPECT_GT(merged, 0) << problem.name;
+    if (problem.lengths || problem.most < 1) EXPECT_LT(merged, 3 * problem.groups) << problem.name;
+  }
+}
+
+}  // namespace
+}  // namespace hopwell::tile
