@@ -56,6 +56,22 @@ void add_shapes(std::vector<Config>& all) {
   const std::vector<std::int64_t> lengths = {7, 50};
   for (const std::int64_t d : {32, 40, 56, 128, 256})
     all.push_back({.name = "d_" + std::to_string(d), .lengths = lengths, .d = d});
+  // Rows that lanes divide in all ways that there are, full and not: of several heads together, and of one.
+  for (const std::int64_t d : {32, 40, 48, 72, 80, 88, 96, 104, 112, 120, 136, 160, 184, 200, 224, 240})
+    for (const auto& [type_name, dtype] : kDTypes)
+      for (const hopwell_cache_layout layout : {HOPWELL_CACHE_NHD, HOPWELL_CACHE_HND})
+        all.push_back(
+            {.name = "row_of_" + std::to_string(d) + (layout == HOPWELL_CACHE_NHD ? "_nhd_" : "_hnd_") + type_name,
+             .dtype = dtype,
+             .layout = layout,
+             .lengths = {1, 2, 37, 65},
+             .h_q = 8,
+             .h_kv = 8,
+             .d = d,
+             .bias = layout == HOPWELL_CACHE_NHD ? BiasForm::kKey : BiasForm::kNone,
+             .u = layout == HOPWELL_CACHE_NHD,
+             .hidden = layout == HOPWELL_CACHE_NHD,
+             .emulated = dtype != DType::kFloat16 || d % 16 != 0});
   for (const auto& [layout_name, layout] : kLayouts)
     for (const std::int64_t block : {1, 8, 24, 256})
       all.push_back({.name = std::string(layout_name) + "_block_" + std::to_string(block),
@@ -248,6 +264,7 @@ void add_infinite(std::vector<Config>& all) {
       };
       add("", {.name = {}, .lengths = {1, 2, 3, 4, 5, 15, 16, 17, 33, 67}});
       add("group_", {.name = {}, .lengths = {1, 6, 31, 33}, .h_q = 3, .h_kv = 1, .d = 32, .block = 5});
+      add("group_d_256_", {.name = {}, .lengths = {2, 6, 35, 50}, .q_len = 2, .h_q = 6, .h_kv = 2, .d = 256});
       add("q_len_3_", {.name = {}, .lengths = {2, 3, 5, 35, 66, 130}, .q_len = 3, .d = 72});
       add("window_", {.name = {}, .lengths = {3, 50, 131}, .q_len = 2, .h_q = 6, .window = 37});
       add("bad_pages_", {.name = {}, .lengths = {6, 19, 64}, .block = 8, .pages = Pages::kBad});
@@ -365,6 +382,9 @@ void add_groups(std::vector<Config>& all) {
       c.dtype = DType::kFloat16, c.layout = HOPWELL_CACHE_HND, c.q_len = 3, c.d = 72, c.window = 37, c.block = 32;
       c.bias_dtype = DType::kFloat32, c.out_of_range = HOPWELL_OUT_OF_RANGE_CLAMP, c.alibi = true;
       all.push_back(c);
+      Config wide = c;
+      wide.name = name + "_fp16_q_len_3_window_d_200", wide.d = 200;
+      all.push_back(wide);
       c.name = name + "_fp16_strided";
       c.layout = HOPWELL_CACHE_NHD, c.q_len = 0, c.extent = 33, c.d = 128, c.strided = true, c.window = 0,
       c.post_scale = true;
@@ -485,6 +505,27 @@ std::vector<std::pair<std::string, Settings>> device_shapes() {
           {"fused", with(speech, "bias", "fused")},
           {"fp16", with(speech, "dtype", "fp16")},
           {"fp32", with(speech, "dtype", "fp32")},
+          {"fp32_h32_d128_b16", shape("fp32", "nhd", 16, 4096, 0, 32, 32, 128, "key_each")},
+          {"d_32", with(with(speech, "d", "32"), "b", "64")},
+          {"d_40", with(with(speech, "d", "40"), "b", "51")},
+          {"d_48", with(with(speech, "d", "48"), "b", "43")},
+          {"d_72", with(with(speech, "d", "72"), "b", "28")},
+          {"d_80", with(with(speech, "d", "80"), "b", "26")},
+          {"d_88", with(with(speech, "d", "88"), "b", "23")},
+          {"d_96", with(with(speech, "d", "96"), "b", "21")},
+          {"d_112", with(with(speech, "d", "112"), "b", "18")},
+          {"d_136", with(with(speech, "d", "136"), "b", "15")},
+          {"d_160", with(with(speech, "d", "160"), "b", "13")},
+          {"d_192", with(with(speech, "d", "192"), "b", "11")},
+          {"d_224", with(with(speech, "d", "224"), "b", "9")},
+          {"d_256", with(with(speech, "d", "256"), "b", "8")},
+          {"group_3", shape("bf16", "nhd", 16, 8192, 0, 24, 8, 128, "key_each")},
+          {"group_5", shape("bf16", "nhd", 16, 8192, 0, 40, 8, 128, "key_each")},
+          {"group_7", shape("bf16", "nhd", 16, 8192, 0, 56, 8, 128, "key_each")},
+          {"group_12", shape("bf16", "nhd", 16, 8192, 0, 96, 8, 128, "key_each")},
+          {"group_4_d_96", shape("bf16", "nhd", 21, 8192, 0, 32, 8, 96, "key_each")},
+          {"group_2_d_256", shape("bf16", "nhd", 8, 8192, 0, 16, 8, 256, "key_each")},
+          {"group_4_d_192", shape("bf16", "nhd", 10, 8192, 0, 32, 8, 192, "key_each")},
           {"block_64", with(speech, "block", "64")},
           {"hnd", with(speech, "layout", "hnd")},
           {"vllm", with(speech, "layout", "vllm")}};

@@ -151,7 +151,9 @@ const std::vector<Refusals>& all_refusals() {
        {
            {"too many sequences and heads",
             "batch_of_70_h_kv_1 batch_of_70_h_kv_2 group_fused_h_q_4_h_kv_4_fp16_q_len_3_window "
-            "group_fused_h_q_8_h_kv_2_fp16_q_len_3_window group_fused_h_q_9_h_kv_1_fp16_q_len_3_window "
+            "group_fused_h_q_4_h_kv_4_fp16_q_len_3_window_d_200 group_fused_h_q_8_h_kv_2_fp16_q_len_3_window "
+            "group_fused_h_q_8_h_kv_2_fp16_q_len_3_window_d_200 group_fused_h_q_9_h_kv_1_fp16_q_len_3_window "
+            "group_fused_h_q_9_h_kv_1_fp16_q_len_3_window_d_200 "
             "hnd_bf16_everything hnd_fp32_everything infinite_values_q_len_3_hnd_fp32 "
             "infinite_values_q_len_3_vllm_fp32 nhd_bf16_everything nhd_fp32_everything q_len_16 q_len_2 "
             "vllm_bf16_everything vllm_fp32_everything window_1000_hnd window_1000_vllm window_17_hnd "

@@ -141,6 +141,21 @@ TEST(PagedAttentionPlan, EveryTileBelongsToOneWarp) {
   }
 }
 
+TEST(PagedAttentionPlan, LanesHaveRoomForARow) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    for (std::int64_t d = 32; d <= 256; d += 8) {
+      Call call{.lengths = {1000}, .d = d, .dtype = dtype};
+      const KeyMajorShape shape = key_major_shape(problem_of(call, 132));
+      const std::int64_t room = std::int64_t{shape.lanes} * shape.octets * 8;
+      EXPECT_GE(room, d);
+      EXPECT_GT(2 * d, room) << d;  // a power of two at the worst
+      EXPECT_TRUE(shape.octets == 1 || 20 * d >= 17 * room) << d;
+      EXPECT_EQ(shape.lanes & (shape.lanes - 1), 0);
+      EXPECT_LE(shape.keys, shape.lanes);  // so that each lane ends up with the logit of one key
+    }
+  }
+}
+
 TEST(PagedAttentionPlan, SharesAreEqualOrWholeRowBlocks) {
   for (Call& call : calls()) {
     for (const int sms : kSms) {
@@ -177,8 +192,8 @@ TEST(PagedAttentionPlan, FewerWarpsWhereSharedMemoryIsSmall) {
   Problem problem = problem_of(call, 46);
   problem.device.shared_bytes = std::size_t{99} * 1024;
   const Params p = plan_split(problem, kShared);
-  EXPECT_EQ(p.schedule.warps, 4);
-  EXPECT_EQ(p.schedule.threads, 128);
+  EXPECT_EQ(p.schedule.warps, 5);  // 4,608 + 5 × 19,072 bytes
+  EXPECT_EQ(p.schedule.threads, 160);
   EXPECT_EQ(tile_kind(problem), TileKind::key_major);
 }
 

@@ -8,6 +8,7 @@ namespace {
 constexpr float kLog2E = 1.44269504088896F;
 constexpr std::int64_t kMaxKeys = std::int64_t{1} << 30;  // of a sequence: positions stay far from 2^31
 constexpr int kMaxHeads = 32;                             // of a row block: as many as a warp has lanes
+constexpr int kMinTile = 4;                               // keys
 
 // Keys of the longest sequence that there can be. Up to kLong it matters little that some SMs have no work, or less of
 // it than others; up to kShort few warps a CTA are enough.
@@ -38,10 +39,15 @@ bool scattered(const Problem& problem) {
          !near(problem.k) || !near(problem.v);
 }
 
-// Whether rows of `heads` neighbouring KV heads follow one another, so that `lanes` lanes for each read them together.
-bool can_join(const Problem& problem, int lanes, int heads) {
-  return tile_kind(problem) == TileKind::key_major && lanes * heads <= 32 && problem.h_kv % heads == 0 &&
-         problem.k.head == problem.d && problem.v.head == problem.d;
+// Keys of a tile of kind key_major.
+int keys_of(const KeyMajorShape& shape, int heads) { return 32 / shape.lanes / heads * shape.keys; }
+
+// Whether rows of `heads` neighbouring KV heads follow one another, so that the lanes of a warp read them together.
+bool can_join(const Problem& problem, int heads) {
+  const KeyMajorShape shape = key_major_shape(problem);
+  return tile_kind(problem) == TileKind::key_major && problem.h_kv % heads == 0 && problem.k.head == problem.d &&
+         problem.v.head == problem.d && heads <= kMaxJoinedHeads &&
+         heads * shape.lanes * shape.octets * 8 <= kMaxJoined && keys_of(shape, heads) >= kMinTile;
 }
 
 // How the row blocks lie over the heads, at most `max_heads` in one, and the lanes over a row block.
@@ -55,14 +61,13 @@ void plan_row_blocks(const Problem& problem, int max_heads, Params& p) {
       tile = 32 / lanes;
       break;
     case TileKind::key_major:
-      lanes = 8;
-      while (lanes * 8 < p.query.d) lanes *= 2;
-      while (2 * heads <= max_heads && can_join(problem, lanes, 2 * heads)) heads *= 2;
-      tile = 32 / lanes / heads * elements;
+      lanes = key_major_shape(problem).lanes;
+      while (2 * heads <= max_heads && can_join(problem, 2 * heads)) heads *= 2;
+      tile = keys_of(key_major_shape(problem), heads);
       break;
     case TileKind::mma:
       queries = std::min(8, rows);
-      tile = p.query.d <= 64 ? 64 : 32;
+      tile = p.query.d <= 64 ? 64 : p.query.d <= 128 ? 32 : 16;
   }
   schedule.lanes = lanes, schedule.heads = heads, schedule.queries = queries, schedule.tile = tile;
   schedule.pairs = heads * queries * p.query.half;
@@ -170,10 +175,34 @@ int whole_blocks(const Params& p) {
 }  // namespace
 
 TileKind tile_kind(const Problem& problem) {
-  const bool vllm = problem.layout == HOPWELL_CACHE_VLLM, several = problem.h_q / problem.h_kv * problem.q_len > 1;
-  const bool fits = width_of(problem.q) == 2 && problem.d <= 128 && problem.block % 16 == 0 && !scattered(problem);
-  if ((several || vllm) && fits && !problem.r) return TileKind::mma;
+  const bool vllm = problem.layout == HOPWELL_CACHE_VLLM, wide = problem.d > 128;
+  const std::int64_t queries = problem.h_q / problem.h_kv * problem.q_len;
+  const bool fits = width_of(problem.q) == 2 && !(wide && vllm) && problem.block % 16 == 0 && !scattered(problem);
+  // A second pass finds wide rows in L2, in the same time (measured); more passes cost theirs.
+  const bool pays = vllm || queries > (wide ? 2 : 1);
+  if (pays && fits && !problem.r) return TileKind::mma;
   return vllm ? TileKind::dimension_major : TileKind::key_major;
+}
+
+// The least that has room for a row: a power of two of lanes, an odd number of octets for each. Many octets mean many
+// registers for the query, so fewer keys; the fused form has none left. Measured on an H100: two lanes a row, whose loads
+// take 32 bytes in 16 places, are slower than room that is left over, and so are three and five octets where a sixth of
+// them is.
+KeyMajorShape key_major_shape(const Problem& problem) {
+  const bool full = width_of(problem.q) == 4;
+  const auto room = [](const KeyMajorShape& shape) { return shape.lanes * shape.octets * 8; };
+  KeyMajorShape best{.lanes = 32, .octets = 1, .keys = full ? 4 : 8};
+  for (const int octets : {1, 3, 5}) {
+    if (octets > 1 && problem.r) continue;
+    for (int lanes = 4; lanes < 32; lanes *= 2) {
+      KeyMajorShape shape{.lanes = lanes, .octets = octets, .keys = full ? 1 : 2};
+      if (octets > 1 && 20 * problem.d < 17 * room(shape)) continue;
+      if (octets == 1) shape.keys = full || lanes == 4 ? 4 : 8;
+      if (lanes < shape.keys || (problem.r && shape.keys < best.keys)) continue;
+      if (room(shape) >= problem.d && room(shape) < room(best)) best = shape;
+    }
+  }
+  return best;
 }
 
 runtime::Support supports(const Problem& problem) {
@@ -182,7 +211,7 @@ runtime::Support supports(const Problem& problem) {
     return runtime::Support::no("max_blocks * block must be at most 2^30");
   if (problem.b >= kLimit || problem.blocks >= kLimit || problem.h_q * problem.q_len * problem.d >= kLimit)
     return runtime::Support::no("b, blocks and q_len * h_q * d must be below 2^31");
-  const std::int64_t tiles = problem.max_blocks * problem.block / 4 + 1;  // of a sequence, at most
+  const std::int64_t tiles = problem.max_blocks * problem.block / kMinTile + 1;  // of a sequence, at most
   if (tiles * problem.b >= kLimit || tiles * problem.h_q * problem.q_len >= kLimit)
     return runtime::Support::no("max_blocks * block * b (or q_len * h_q) must be below 2^33");
   return {};
@@ -192,7 +221,7 @@ Params plan_split(const Problem& problem, const SharedBytes& shared) {
   Params p = params_of(problem, kMaxHeads);
   Schedule& schedule = p.schedule;
   int warps = kMaxWarps;
-  while (shared.with(warps) > problem.device.shared_bytes) warps /= 2;
+  while (shared.with(warps) > problem.device.shared_bytes) --warps;
   schedule.warps = warps, schedule.threads = 32 * warps, schedule.ctas = problem.device.sms;
   schedule.pair_groups = std::max(1, schedule.threads / schedule.pairs.value);
   schedule.partition_by_warp = p.query.b <= 64;
@@ -213,8 +242,7 @@ std::size_t split_workspace_bytes(const Problem& problem) {
 ClusterPlan plan_clusters(const Problem& problem, ClustersThatFit clusters_that_fit) {
   const Params single = params_of(problem, 1);
   ClusterPlan best;
-  for (int heads = 1; heads <= kMaxClusterHeads && (heads == 1 || can_join(problem, single.schedule.lanes, heads));
-       heads *= 2) {
+  for (int heads = 1; heads <= kMaxClusterHeads && (heads == 1 || can_join(problem, heads)); heads *= 2) {
     ClusterPlan plan{heads, single.query.b * single.schedule.row_blocks / heads};
     for (int size = 2; size <= kMaxCluster; ++size)
       if (clusters_that_fit(size, problem.device) >= plan.clusters) plan.size = size;

@@ -14,6 +14,14 @@ namespace hopwell::ops::paged_attention {
 enum class TileKind { key_major, dimension_major, mma };
 TileKind tile_kind(const Problem& problem);
 
+// The tiles of kind key_major: lanes that share a key's row, eighths of dimensions and keys that each of them has.
+struct KeyMajorShape {
+  int lanes, octets, keys;
+};
+KeyMajorShape key_major_shape(const Problem& problem);
+// Joined heads of a row block, and values of their rows in a warp's partial result, at most.
+constexpr int kMaxJoinedHeads = 8, kMaxJoined = 384;
+
 // What the kernels can count.
 runtime::Support supports(const Problem& problem);
 

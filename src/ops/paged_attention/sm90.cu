@@ -8,13 +8,13 @@
 namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
 namespace {
 
-static_assert(kClusterBytes<KeyMajorTile<bf16, true>>.with(kMaxWarps) <= 227 * 1024);
+static_assert(kClusterBytes<KeyMajorTile<bf16, 1, 8, true>>.with(kMaxWarps) <= 227 * 1024);
 static_assert(kClusterBytes<MmaTile<bf16, 128, 0>>.with(kMaxWarps) <= 227 * 1024);
 
 // The SMs lie in groups of 16 or so, and a cluster lies in one of them: of an H200's 132 SMs 66 clusters of 2 find
 // room, 39 of 3, 30 of 4, 22 of 5, 17 of 6, 15 of 7 or 8.
 int clusters_that_fit(int size, const runtime::Device& device) {
-  using Tile = KeyMajorTile<bf16, false>;
+  using Tile = KeyMajorTile<bf16, 1, 8, false>;
   return runtime::clusters_that_fit<cluster_kernel<Tile>>(device,
                                                           {.threads = kMaxThreads,
                                                            .cluster = static_cast<std::uint32_t>(size),

@@ -2,12 +2,13 @@
 //
 //     logit_j = (q + u)·k_j · scale + bias_j ;  out = Σ_j exp2(logit_j − m) v_j / Σ_j exp2(logit_j − m)
 //
-// Tile      of a warp (tiles/): 8 chunks of 16 bytes of K and 8 of V for each lane, 8 KiB in all; of mma twice as much
+// Tile      of a warp (tiles/): 8 chunks of 16 bytes of K and 8 of V for each lane, 8 KiB in all, or what d makes of it,
+//           4 to 10 KiB; of mma twice as much
 // Roles     none: every warp walks along a share of its own (schedule.hpp), copies its tiles and computes them; the
 //           warps of a CTA meet only at the end, to merge what they have of the same row blocks (merge.hpp,
 //           handover.hpp)
-// Ring      2 stages a warp, private to each lane, which reads back only what it copied itself. Tiles of mma have one
-//           stage, filled again in four parts
+// Ring      2 stages a warp, more of smaller tiles, private to each lane, which reads back only what it copied itself.
+//           Tiles of mma have one stage, filled again in parts
 // Timeline  warp   pages 0, 1 │ copy 0, 1 │ wait 0 │ q·k ▓▓▓ softmax ▓ p·v ▓▓▓ │ copy 2 → 0, page 4 │ wait 1 │ q·k …
 // Budget    shared: 8 warps × (2 stages × (8,192 + 256 [+ 4,096 of r]) + 2 partial results of 1 KiB) + 4.5 KiB;
 //           registers: < 256, one CTA an SM

@@ -33,20 +33,21 @@ HOPWELL_DEVICE float decode(uint32_t bits, Float type) {
                                : arch::bit_cast<float>(bits << 16);
 }
 
-// Eight elements as they lie in memory; loaded in whole 16-byte chunks if they are aligned.
-struct Raw8 {
-  arch::Words4 half[2];  // 16-bit types have only the first one
+// Up to eight elements as they lie in memory; loaded in whole 16-byte chunks if they are aligned.
+struct RawElements {
+  arch::Words4 half[2];  // 16-bit types, and four of fp32, have only the first one
 };
-HOPWELL_DEVICE Raw8 load_8(const void* data, Float type, int64_t at, bool aligned) {
-  Raw8 raw{};
+template <int kCount>
+HOPWELL_DEVICE RawElements load_elements(const void* data, Float type, int64_t at, bool aligned) {
+  RawElements raw{};
   const char* from = static_cast<const char*>(data) + at * (type == Float::fp32 ? 4 : 2);
   if (aligned) {
     raw.half[0] = *reinterpret_cast<const arch::Words4*>(from);
-    if (type == Float::fp32) raw.half[1] = *reinterpret_cast<const arch::Words4*>(from + 16);
+    if (kCount > 4 && type == Float::fp32) raw.half[1] = *reinterpret_cast<const arch::Words4*>(from + 16);
     return raw;
   }
   HOPWELL_UNROLL
-  for (int e = 0; e < 8; ++e) {
+  for (int e = 0; e < kCount; ++e) {
     if (type == Float::fp32)
       raw.half[e / 4].w[e % 4] = load_bits(from, type, e);
     else
@@ -54,9 +55,10 @@ HOPWELL_DEVICE Raw8 load_8(const void* data, Float type, int64_t at, bool aligne
   }
   return raw;
 }
-HOPWELL_DEVICE void add_8(const Raw8& raw, Float type, float (&to)[8]) {
+template <int kCount>
+HOPWELL_DEVICE void add_elements(const RawElements& raw, Float type, float (&to)[kCount]) {
   HOPWELL_UNROLL
-  for (int e = 0; e < 8; ++e)
+  for (int e = 0; e < kCount; ++e)
     to[e] +=
         decode(type == Float::fp32 ? raw.half[e / 4].w[e % 4] : raw.half[0].w[e / 2] >> 16 * (e % 2) & 0xffff, type);
 }

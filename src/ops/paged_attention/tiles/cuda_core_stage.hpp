@@ -6,28 +6,32 @@
 
 namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
 
-// Chunks of K that a lane has of a tile, and as many of V; the same chunk of all lanes, in bytes.
-constexpr int kLaneChunks = 8, kWarpChunkBytes = 512;
-constexpr uint32_t kOffsetV = kLaneChunks * kWarpChunkBytes, kOffsetR = 2 * kOffsetV + 256;  // in a stage
+constexpr int kWarpChunkBytes = 512;  // the same chunk of all lanes
 
-template <bool kFused>
+// `kChunks` of K that a lane has of a tile, as many of V, and `kChunksOfR`, as many or none.
+template <int kChunks, int kChunksOfR>
 struct CudaCoreStage {
-  arch::Words4 k[kLaneChunks][32], v[kLaneChunks][32];
+  static constexpr uint32_t kOffsetV = kChunks * kWarpChunkBytes, kOffsetR = 2 * kOffsetV + 256;
+
+  arch::Words4 k[kChunks][32], v[kChunks][32];
   uint32_t visible[32];  // bit 0: the lane's key is visible; bit 1: its bias is in the upper half of the word
   uint32_t bias[32];
-  arch::Words4 r[kLaneChunks][32];
+  arch::Words4 r[kChunksOfR][32];
 };
-template <>
-struct CudaCoreStage<false> {
-  arch::Words4 k[kLaneChunks][32], v[kLaneChunks][32];
+template <int kChunks>
+struct CudaCoreStage<kChunks, 0> {
+  static constexpr uint32_t kOffsetV = kChunks * kWarpChunkBytes;
+
+  arch::Words4 k[kChunks][32], v[kChunks][32];
   uint32_t visible[32];
   uint32_t bias[32];
 };
 
-// The step of tiles whose stages hold whole ones, each filled again when it has been computed.
-template <class Tile>
+// The step of tiles whose stages hold whole ones, each filled again when it has been computed. As many stages as hold
+// 16 KiB of K and V, or nearly, so that as much is under way whatever the tile.
+template <class Tile, int kChunks>
 struct WholeTileStep {
-  static constexpr int kStages = 2;
+  static constexpr int kStages = (16 + kChunks / 2) / kChunks;
 
   template <class Stage, class Refill>
   HOPWELL_DEVICE void step(const Params& p, const QueryVector& vector, int key, Stage& stage, uint32_t address,

@@ -11,11 +11,13 @@ namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
 // one key, and 8 chunks of V, each 8 consecutive tokens (4 in fp32) of one dimension. Most logits are whole in one
 // lane; the outputs are summed over the lanes that have other tokens at the end of the segment.
 template <class T>
-struct DimensionMajorTile : WholeTileStep<DimensionMajorTile<T>> {
+struct DimensionMajorTile : WholeTileStep<DimensionMajorTile<T>, 8> {
   using Type = T;
-  using Stage = CudaCoreStage<false>;
+  using Stage = CudaCoreStage<8, 0>;
   using Partial = WarpPartial<256, 1>;
   static constexpr int kLaneBytes = 16;  // from one lane's chunks to the next one's
+  static constexpr int kLaneChunks = 8;
+  static constexpr uint32_t kOffsetV = Stage::kOffsetV;
   static constexpr int kTokens = kElements<T>, kDims = kLaneChunks * kElements<T>;
   static constexpr int kKeysOfLookup = 1;
 
@@ -70,9 +72,9 @@ struct DimensionMajorTile : WholeTileStep<DimensionMajorTile<T>> {
   HOPWELL_DEVICE void begin_segment(const Params& p, const QueryVector& vector, Partial&, const Stage&) {
     HOPWELL_UNROLL
     for (int first = 0; first < kDims; first += 8) {
-      const RawQuery raw = load_query<T, false>(p, vector, first_chunk * kElements<T> + first);
+      const int element = first_chunk * kElements<T> + first;
       float x[8];
-      query_plus<T>(raw.q, raw.u, p.query.u_type, x);
+      query_plus<T>(load_q<T, 8>(p, vector, element), load_u<8>(p, vector, element), p.query.u_type, x);
       HOPWELL_UNROLL
       for (int e = 0; e < 8; ++e) q[first + e] = x[e] * p.query.log2_scale;
     }
@@ -158,12 +160,11 @@ struct DimensionMajorTile : WholeTileStep<DimensionMajorTile<T>> {
     float x = 0;
     HOPWELL_NO_UNROLL
     for (int e = first; e < first + kDims && e < p.query.d; e += 8) {
-      const RawQuery raw = load_query<T, true>(p, vector, e);
       float query[8], of_r[8] = {};
-      query_plus<T>(raw.q, raw.v, p.bias.v_type, query);
-      add_8(load_8(p.bias.r, p.bias.r_type, vector.head * p.bias.r_head_stride + row * p.bias.r_stride + e,
-                   p.bias.r_aligned),
-            p.bias.r_type, of_r);
+      query_plus<T>(load_q<T, 8>(p, vector, e), load_v<8>(p, vector, e), p.bias.v_type, query);
+      add_elements(load_elements<8>(p.bias.r, p.bias.r_type,
+                                    vector.head * p.bias.r_head_stride + row * p.bias.r_stride + e, p.bias.r_aligned),
+                   p.bias.r_type, of_r);
       HOPWELL_UNROLL
       for (int i = 0; i < 8; ++i) x += query[i] * of_r[i];
     }

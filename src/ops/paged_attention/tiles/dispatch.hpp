@@ -1,9 +1,9 @@
 // paged_attention on GPUs: which warp tile runs which problems (plan.cpp decides on the kind).
 //
 //     layout     type, d           queries a KV head   a warp's lanes have         in
-//     nhd, hnd   16 bit, d ≤ 128   2 and more          fragments of mma            mma.hpp
+//     nhd, hnd   16 bit            2 and more          fragments of mma            mma.hpp
 //     vllm       16 bit, d ≤ 128   any                 fragments of mma            mma.hpp
-//     nhd, hnd   any other         any, one a pass     rows of keys and values     key_major.hpp
+//     nhd, hnd   any other, or r   any, one a pass     rows of keys and values     key_major.hpp
 //     vllm       any other, or r   any, one a pass     columns of keys and values  dimension_major.hpp
 #pragma once
 
@@ -23,15 +23,28 @@ void with_mma_tile(const Problem& problem, const Start& start) {
   start.template operator()<MmaTile<T, kD, 2>>();
 }
 template <class T, class Start>
+void with_key_major_tile(const Problem& problem, const Start& start) {
+  constexpr int kMost = kElements<T>, kFew = kMost / 4;  // keys of a lane
+  const KeyMajorShape shape = key_major_shape(problem);
+  if (problem.r) return start.template operator()<KeyMajorTile<T, 1, kMost, true>>();
+  if (shape.octets == 3) return start.template operator()<KeyMajorTile<T, 3, kFew, false>>();
+  if (shape.octets == 5) return start.template operator()<KeyMajorTile<T, 5, kFew, false>>();
+  if constexpr (sizeof(T) == 2) {
+    if (shape.keys == 4) return start.template operator()<KeyMajorTile<T, 1, 4, false>>();
+  }
+  start.template operator()<KeyMajorTile<T, 1, kMost, false>>();
+}
+template <class T, class Start>
 void with_tile_of(const Problem& problem, const Start& start) {
   const TileKind kind = tile_kind(problem);
   if (kind == TileKind::dimension_major) return start.template operator()<DimensionMajorTile<T>>();
   if constexpr (sizeof(T) == 2) {
     if (kind == TileKind::mma)
-      return problem.d <= 64 ? with_mma_tile<T, 64>(problem, start) : with_mma_tile<T, 128>(problem, start);
+      return problem.d <= 64    ? with_mma_tile<T, 64>(problem, start)
+             : problem.d <= 128 ? with_mma_tile<T, 128>(problem, start)
+                                : start.template operator()<MmaTile<T, 256, 0>>();
   }
-  if (problem.r) return start.template operator()<KeyMajorTile<T, true>>();
-  start.template operator()<KeyMajorTile<T, false>>();
+  with_key_major_tile<T>(problem, start);
 }
 template <class Start>
 void with_tile(const Problem& problem, const Start& start) {

@@ -7,35 +7,45 @@
 
 namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
 
-// Layouts nhd and hnd, whose keys and values are rows: a lane has eight dimensions of 8 keys (4 in fp32), `lanes` lanes
-// a key, so that a load of the warp reads 512 bytes: one key of several heads (nhd) or several keys of one (hnd).
+// Layouts nhd and hnd, whose keys and values are rows: a key's row is divided between `lanes` lanes, a power of two, an
+// odd number of octets, eight dimensions, for each; so few are left over, whatever d (plan.cpp: key_major_shape). A lane
+// has `kKeys` keys. Chunks of a row are dealt to the lanes in turn, so that one load of the warp reads what lies
+// together, of several heads (nhd) or several keys of one (hnd).
 // The dot products are summed over the lanes by halves, 4 + 2 + 1 exchanges for eight keys, after which each lane has
 // the logit of one key. P·V needs no sum at all.
-template <class T, bool kFused>
-struct KeyMajorTile : WholeTileStep<KeyMajorTile<T, kFused>> {
+template <class T, int kOctets, int kTheKeys, bool kFused>
+struct KeyMajorTile : WholeTileStep<KeyMajorTile<T, kOctets, kTheKeys, kFused>, kTheKeys * kOctets * 8 / kElements<T>> {
   using Type = T;
-  using Stage = CudaCoreStage<kFused>;
-  using Partial = WarpPartial<256, 4>;
-  static constexpr int kLaneBytes = 16;  // from one lane's chunks to the next one's
-  static constexpr int kKeys = kElements<T>, kChunksOfKey = 8 / kElements<T>;
+  static constexpr int kKeys = kTheKeys, kChunksOfKey = kOctets * 8 / kElements<T>, kLaneChunks = kKeys * kChunksOfKey;
+  static constexpr int kDims = 8 * kOctets;           // of a lane
+  static constexpr int kHeld = kOctets == 1 ? 1 : 2;  // octets of the row block's next queries, dealt to all lanes
+  using Stage = CudaCoreStage<kLaneChunks, kFused ? kLaneChunks : 0>;
+  using Partial = WarpPartial<kOctets == 1 ? 256 : kMaxJoined, kMaxJoinedHeads>;
+  static constexpr int kLaneBytes = 16;        // from one lane's chunks to the next one's
   static constexpr int kKeysOfLookup = kKeys;  // a lane's first key is a multiple of that, and they share a page
 
   static constexpr int row = 0;  // of the row block's queries
-  int lanes, column, head, first_key;
+  int lanes, place, head, first_key;
+  int chunks;          // of a key that the lane has; those after them are beyond d
   int copies, my_key;  // lanes that end up with the same logit; of which of the lane's keys
-  float q[8], qv[kFused ? 8 : 1], out[8];
-  RawQuery raw;
+  float q[kDims], qv[kFused ? kDims : 1], out[kDims];
+  RawElements raw[kHeld];
   RunningSoftmax softmax;
 
   HOPWELL_DEVICE explicit KeyMajorTile(const Params& p) : lanes(p.schedule.lanes), copies(lanes / kKeys) {
     const int lane = arch::lane_index(), head_and_keys = lane / p.schedule.lanes;
-    column = 8 * (lane - head_and_keys * lanes);
-    my_key = column / 8 / copies;
+    place = lane - head_and_keys * lanes;
+    my_key = place / copies;
     head = head_and_keys % p.schedule.heads, first_key = head_and_keys / p.schedule.heads * kKeys;
+    chunks = 0;
+    HOPWELL_UNROLL
+    for (int i = 0; i < kChunksOfKey; ++i) chunks += dimension(i) < p.query.d ? 1 : 0;
   }
+  // The first of a chunk of the lane's.
+  HOPWELL_DEVICE int dimension(int chunk) const { return (chunk * lanes + place) * kElements<T>; }
 
   HOPWELL_DEVICE CopySource copy_source(const Params& p, const QueryVector& vector) const {
-    return copy_source_of(p, vector, sizeof(T), column * int(sizeof(T)), column * int(sizeof(T)), column);
+    return copy_source_of(p, vector, sizeof(T), 16 * place, 16 * place, dimension(0));
   }
   HOPWELL_DEVICE void copy(const Params& p, const CopySource& source, const KeyTile& tile, Stage& to, uint32_t address,
                            int) const {
@@ -47,29 +57,29 @@ struct KeyMajorTile : WholeTileStep<KeyMajorTile<T, kFused>> {
       copy_scattered(p, vector, key, seen, to);
     } else {
       if (tile.page < 0) seen = 0;
-      const uint32_t wanted = column < p.query.d ? seen : 0;
       const int64_t page = seen ? tile.page : 0, slot = seen ? key % cache.block : 0;
-      copy_chunks(source.k + page * cache.k_page + slot * cache.k_slot, cache.k_slot, wanted, address);
-      copy_chunks(source.v + page * cache.v_page + slot * cache.v_slot, cache.v_slot, wanted, address + kOffsetV);
+      copy_chunks(source.k + page * cache.k_page + slot * cache.k_slot, cache.k_slot, seen, address);
+      copy_chunks(source.v + page * cache.v_page + slot * cache.v_slot, cache.v_slot, seen, address + Stage::kOffsetV);
     }
     const bool visible = seen >> my_key & 1;
     const uint32_t half = copy_bias(p.bias, source, key + my_key, visible, &to.bias[lane]);
     to.visible[lane] = (visible ? 1 : 0) | half;
     if constexpr (kFused)
-      if (!p.bias.r_direct) copy_r(p, source, key, column < p.query.d ? seen : 0, address);
+      if (!p.bias.r_direct) copy_r(p, source, key, seen, address);
   }
 
   HOPWELL_DEVICE void prefetch_query(const Params& p, const QueryVector& vector) {
-    raw = load_query<T, kFused>(p, vector, column);
-  }
-  HOPWELL_DEVICE void begin_segment(const Params& p, const QueryVector&, Partial&, const Stage&) {
-    query_plus<T>(raw.q, raw.u, p.query.u_type, q);
-    if constexpr (kFused) query_plus<T>(raw.q, raw.v, p.bias.v_type, qv);
     HOPWELL_UNROLL
-    for (int e = 0; e < 8; ++e) {
-      q[e] *= p.query.log2_scale, out[e] = 0;
-      if constexpr (kFused) qv[e] *= p.bias.log2_scale;
+    for (int i = 0; i < kHeld; ++i) {
+      const HeldOctet held(p, *this, vector, i);
+      raw[i] = held.exists ? load_q<T, 8>(p, held.vector, held.element) : RawElements{};
     }
+  }
+  HOPWELL_DEVICE void begin_segment(const Params& p, const QueryVector& vector, Partial& partial, const Stage&) {
+    deal_query(p, vector, partial, q, p.query.log2_scale, p.query.u_type, load_u<8>);
+    if constexpr (kFused) deal_query(p, vector, partial, qv, p.bias.log2_scale, p.bias.v_type, load_v<8>);
+    HOPWELL_UNROLL
+    for (float& sum : out) sum = 0;
     softmax = {};
   }
 
@@ -84,7 +94,7 @@ struct KeyMajorTile : WholeTileStep<KeyMajorTile<T, kFused>> {
       if (p.bias.r_direct)
         multiply_r(p, vector, first, x);
       else
-        multiply(address + kOffsetR, qv, x);
+        multiply(address + Stage::kOffsetR, qv, x);
     }
     float logit = sum_over_lanes(x);
     const bool hidden = finish_logit(p.bias, vector, vector.position - first - my_key, stage, logit);
@@ -103,7 +113,9 @@ struct KeyMajorTile : WholeTileStep<KeyMajorTile<T, kFused>> {
       HOPWELL_UNROLL
       for (int chunk = 0; chunk < kChunksOfKey; ++chunk) {
         float v[kElements<T>];
-        unpack<T>(arch::load_shared_v4(address + kOffsetV + uint32_t((j * kChunksOfKey + chunk) * kWarpChunkBytes)), v);
+        unpack<T>(
+            arch::load_shared_v4(address + Stage::kOffsetV + uint32_t((j * kChunksOfKey + chunk) * kWarpChunkBytes)),
+            v);
         HOPWELL_UNROLL
         for (int e = 0; e < kElements<T>; ++e) out[chunk * kElements<T> + e] += weight * v[e];
       }
@@ -112,9 +124,9 @@ struct KeyMajorTile : WholeTileStep<KeyMajorTile<T, kFused>> {
 
   HOPWELL_DEVICE void store_partial(const Params& p, Partial& to) const {
     RowStats stats{softmax.maximum, softmax.sum};
-    float value[8];
+    float value[kDims];
     HOPWELL_UNROLL
-    for (int e = 0; e < 8; ++e) value[e] = out[e];
+    for (int e = 0; e < kDims; ++e) value[e] = out[e];
     HOPWELL_UNROLL
     for (int keys = kKeys, mask = lanes / 2; keys > 1; keys /= 2, mask /= 2)
       stats.sum += arch::shuffle_xor(stats.sum, mask);
@@ -131,18 +143,52 @@ struct KeyMajorTile : WholeTileStep<KeyMajorTile<T, kFused>> {
     }
     if (first_key > 0) return;
     HOPWELL_UNROLL
-    for (int e = 0; e < 8; ++e) to.values[head * pitch() + column + e] = value[e];
-    if (column == 0) to.stats[head] = stats;
+    for (int i = 0; i < kChunksOfKey; ++i)
+      for (int e = 0; e < kElements<T>; ++e) to.values[head * pitch() + dimension(i) + e] = value[i * kElements<T> + e];
+    if (place == 0) to.stats[head] = stats;
   }
-  HOPWELL_DEVICE int pitch() const { return lanes * 8; }
+  HOPWELL_DEVICE int pitch() const { return lanes * kDims; }
 
  private:
-  static HOPWELL_DEVICE void copy_chunks(const char* from, int stride, uint32_t seen, uint32_t destination) {
+  struct HeldOctet {
+    QueryVector vector;
+    int element, at;  // of the row; in a partial result, which the rows lie in as values do
+    bool exists;
+    HOPWELL_DEVICE HeldOctet(const Params& p, const KeyMajorTile& tile, const QueryVector& of_lane, int i)
+        : vector(of_lane) {
+      const int octet = arch::lane_index() + 32 * i, of_head = octet / kOctets / p.schedule.lanes;
+      vector.head += (of_head - tile.head) * p.query.group;
+      at = 8 * octet, element = at - of_head * tile.pitch(), exists = of_head < p.schedule.heads;
+    }
+  };
+  // (q + other) · scale, by way of the partial result's memory.
+  template <class LoadOther>
+  HOPWELL_DEVICE void deal_query(const Params& p, const QueryVector& vector, Partial& partial, float (&to)[kDims],
+                                 float scale, Float type, const LoadOther& load_other) const {
     HOPWELL_UNROLL
-    for (int i = 0; i < kLaneChunks; ++i) {
-      const int key = i / kChunksOfKey;
-      arch::cp_async(destination + uint32_t(i * kWarpChunkBytes), from + int64_t{key} * stride + i % kChunksOfKey * 16,
-                     int(seen >> key & 1) * 16);
+    for (int i = 0; i < kHeld; ++i) {
+      const HeldOctet held(p, *this, vector, i);
+      if (!held.exists) continue;
+      float x[8];
+      query_plus<T>(raw[i], load_other(p, held.vector, held.element), type, x);
+      HOPWELL_UNROLL
+      for (int e = 0; e < 8; ++e) partial.values[held.at + e] = x[e] * scale;
+    }
+    arch::syncwarp();
+    HOPWELL_UNROLL
+    for (int i = 0; i < kChunksOfKey; ++i)
+      for (int e = 0; e < kElements<T>; ++e)
+        to[i * kElements<T> + e] = partial.values[head * pitch() + dimension(i) + e];
+    arch::syncwarp();  // kept: but for q + v, nobody writes the partial result before many more steps of all lanes
+  }
+  HOPWELL_DEVICE void copy_chunks(const char* from, int stride, uint32_t seen, uint32_t destination) const {
+    HOPWELL_UNROLL
+    for (int key = 0; key < kKeys; ++key, from += stride) {
+      const char* at = from;
+      HOPWELL_UNROLL
+      for (int chunk = 0; chunk < kChunksOfKey; ++chunk, at += 16 * lanes)
+        arch::cp_async(destination + uint32_t((key * kChunksOfKey + chunk) * kWarpChunkBytes), at,
+                       chunk < chunks ? int(seen >> key & 1) * 16 : 0);
     }
   }
   HOPWELL_DEVICE void copy_r(const Params& p, const CopySource& source, int key, uint32_t seen,
@@ -150,14 +196,13 @@ struct KeyMajorTile : WholeTileStep<KeyMajorTile<T, kFused>> {
     const int farthest = source.vector.position - key;  // of the first key
     if (farthest < p.bias.extent)
       return copy_chunks(source.r + int64_t{farthest} * p.bias.r_row_bytes, -p.bias.r_row_bytes, seen,
-                         address + kOffsetR);
+                         address + Stage::kOffsetR);
     HOPWELL_NO_UNROLL
     for (int i = 0; i < kLaneChunks; ++i) {
-      const int j = i / kChunksOfKey, row = p.bias.r_row_of(source.vector.position, key + j);
-      const bool wanted = (seen >> j & 1) && row >= 0;
-      arch::cp_async(address + kOffsetR + uint32_t(i * kWarpChunkBytes),
-                     source.r + int64_t{wanted ? row : 0} * p.bias.r_row_bytes + i % kChunksOfKey * 16,
-                     wanted ? 16 : 0);
+      const int j = i / kChunksOfKey, chunk = i % kChunksOfKey, row = p.bias.r_row_of(source.vector.position, key + j);
+      const bool wanted = (seen >> j & 1) && chunk < chunks && row >= 0;
+      arch::cp_async(address + Stage::kOffsetR + uint32_t(i * kWarpChunkBytes),
+                     source.r + int64_t{wanted ? row : 0} * p.bias.r_row_bytes + chunk * lanes * 16, wanted ? 16 : 0);
     }
   }
   HOPWELL_DEVICE void copy_scattered(const Params& p, const QueryVector& vector, int key, uint32_t& seen,
@@ -165,7 +210,7 @@ struct KeyMajorTile : WholeTileStep<KeyMajorTile<T, kFused>> {
     const int lane = arch::lane_index();
     HOPWELL_NO_UNROLL
     for (int i = 0; i < kLaneChunks; ++i) {
-      const int j = i / kChunksOfKey, first = column + i % kChunksOfKey * kElements<T>;
+      const int j = i / kChunksOfKey, first = dimension(i % kChunksOfKey);
       const int page = seen >> j & 1 ? p.cache.page_of(vector.sequence, key + j) : -1;
       if (page < 0) seen &= ~(1U << j);
       const auto gather = [&](arch::Words4& chunk, const void* cache, const CacheStrides& at) {
@@ -179,13 +224,15 @@ struct KeyMajorTile : WholeTileStep<KeyMajorTile<T, kFused>> {
     }
   }
 
-  static HOPWELL_DEVICE void multiply(uint32_t rows, const float (&by)[8], float (&x)[kKeys]) {
+  static HOPWELL_DEVICE void multiply(uint32_t rows, const float (&by)[kDims], float (&x)[kKeys]) {
     HOPWELL_UNROLL
     for (int i = 0; i < kLaneChunks; ++i) {
-      float row[kElements<T>];
+      const bool first = i % kChunksOfKey == 0;
+      float row[kElements<T>], sum = first ? x[i / kChunksOfKey] : 0;  // of a chunk: few keys would be few chains
       unpack<T>(arch::load_shared_v4(rows + uint32_t(i * kWarpChunkBytes)), row);
       HOPWELL_UNROLL
-      for (int e = 0; e < kElements<T>; ++e) x[i / kChunksOfKey] += by[i % kChunksOfKey * kElements<T> + e] * row[e];
+      for (int e = 0; e < kElements<T>; ++e) sum += by[i % kChunksOfKey * kElements<T> + e] * row[e];
+      x[i / kChunksOfKey] = first ? sum : x[i / kChunksOfKey] + sum;
     }
   }
   HOPWELL_DEVICE void multiply_r(const Params& p, const QueryVector& vector, int first, float (&x)[kKeys]) const {
@@ -193,12 +240,15 @@ struct KeyMajorTile : WholeTileStep<KeyMajorTile<T, kFused>> {
     for (int j = 0; j < kKeys; ++j) {
       const int row = p.bias.r_row_of(vector.position, first + j);
       if (row < 0 || first + j > vector.position) continue;
+      const int64_t at = vector.head * p.bias.r_head_stride + row * p.bias.r_stride;
       HOPWELL_UNROLL
-      for (int e = 0; e < 8; ++e)
-        if (column + e < p.query.d)
-          x[j] += qv[e] * decode(load_bits(p.bias.r, p.bias.r_type,
-                                           vector.head * p.bias.r_head_stride + row * p.bias.r_stride + column + e),
-                                 p.bias.r_type);
+      for (int i = 0; i < kChunksOfKey; ++i) {
+        if (i >= chunks) continue;
+        HOPWELL_UNROLL
+        for (int e = 0; e < kElements<T>; ++e)
+          x[j] += qv[i * kElements<T> + e] *
+                  decode(load_bits(p.bias.r, p.bias.r_type, at + dimension(i) + e), p.bias.r_type);
+      }
     }
   }
   // Half of the keys go to the lane across, whose other half comes here, until one key is left.
@@ -206,7 +256,7 @@ struct KeyMajorTile : WholeTileStep<KeyMajorTile<T, kFused>> {
     int mask = lanes / 2;
     HOPWELL_UNROLL
     for (int half = kKeys / 2; half >= 1; half /= 2, mask /= 2) {
-      const bool upper = column / 8 & mask;
+      const bool upper = place & mask;
       tile::share_sums(x, half, mask, upper);
     }
     for (; mask >= 1; mask /= 2) x[0] += arch::shuffle_xor(x[0], mask);

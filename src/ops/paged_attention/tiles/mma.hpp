@@ -8,9 +8,10 @@
 //           would be empty anyway, so this costs nothing, and leaves 16 bits of a bf16 product, 22 of an fp16 one. S
 //           comes out as P goes in
 // Timeline  K 0 ▓ │ copy K 0 │ K 1 ▓ │ copy K 1 │ softmax ▓▓ │ V 0 ▓ │ copy V 0 │ V 1 ▓ │ copy V 1 │ next tile: K 0 ▓ …
-//           three or four of the four parts are on their way at any time
+//           three or four of the four parts are on their way at any time; kD 256: K ▓ │ copy K │ softmax ▓▓ │ V ▓ │ …
 // Budget    shared: 8 warps × (16,384 + 16 · kD of q + 4 · 8 · keys of bias + 16 + 2 partial results of 32 · kD) + 4.5
-//           KiB; registers: kD / 4 of the output, kD / 4 of q, ~150 others
+//           KiB; registers: kD / 4 of the output, kD / 4 of q, ~150 others. kD 256: 6 warps; q stays in the partial
+//           result's memory, of which ldmatrix reads it again for every 8 keys
 // Bound     memory; the tensor cores are 2 % busy
 //
 // A lane's query vector is that of row lane / 4, as in the fragments.
@@ -47,8 +48,10 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens> {
   using Copies = MmaTileCopy<T, kD, kTokens>;
   using Stage = typename Copies::Stage;
   using Copies::chunk_index, Copies::key_chunk_index, Copies::token_chunk_index, Copies::row, Copies::quad;
-  using Copies::kVllm, Copies::kRows, Copies::kKeys, Copies::kChunks, Copies::kPages, Copies::kParts, Copies::kOffsetV;
-  static constexpr int kKeysOfLookup = 16;  // that share a page
+  using Copies::kHalves, Copies::kParts, Copies::kCopiesQuery;
+  using Copies::kVllm, Copies::kRows, Copies::kKeys, Copies::kChunks, Copies::kPages, Copies::kOffsetV;
+  static constexpr bool kHoldsQuery = kD <= 128;  // in registers
+  static constexpr int kKeysOfLookup = 16;        // that share a page
   // fp16 has no exponents for small probabilities: they are held 2^14 times as large, below 2^15 with the slack.
   static constexpr float kShift = std::is_same_v<T, fp16> ? 14 : 0;
   static constexpr float kSlack = std::is_same_v<T, fp16> ? 1 : 8;  // how far a logit may lie above the maximum
@@ -56,7 +59,8 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens> {
   using Partial = WarpPartial<kRows * kD, kRows>;
 
   static constexpr int head = 0;
-  uint32_t q[kD / 16][4];
+  uint32_t q[kHoldsQuery ? kD / 16 : 1][4], q_rows;  // q_rows: of q in shared memory
+  int q_row;                                         // the one of them that this lane reads for ldmatrix
   float out[kD / 16][4], scale;  // out: transposed; scale: of the products with q, in units of log 2
   RunningSoftmax softmax;
 
@@ -73,10 +77,13 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens> {
       const int of_row = first + lane / kChunks;
       QueryVector other = vector;
       other.query = arch::shuffle(vector.query, 4 * of_row), other.head = arch::shuffle(vector.head, 4 * of_row);
-      RawQuery raw = load_query<T, false>(p, other, 8 * chunk, !p.query.aligned);
-      if (p.query.aligned) raw.q.half[0] = stage.q[of_row * kChunks + chunk];  // its own copy
+      RawElements raw{};
+      if (kCopiesQuery && p.query.aligned)
+        raw.half[0] = stage.q[of_row * kChunks + chunk];  // its own copy
+      else
+        raw = load_q<T, 8>(p, other, 8 * chunk);
       float x[8], largest = 0;
-      query_plus<T>(raw.q, raw.u, p.query.u_type, x);
+      query_plus<T>(raw, load_u<8>(p, other, 8 * chunk), p.query.u_type, x);
       HOPWELL_UNROLL
       for (float element : x) largest = fmaxf(largest, fabsf(element));
       largest = tile::reduce<1, kChunks / 2>(largest, tile::Larger{});
@@ -90,11 +97,13 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens> {
       chunks[chunk_index(of_row, chunk)] = high, chunks[chunk_index(of_row + 8, chunk)] = low;
     }
     arch::syncwarp();
-    const uint32_t rows = arch::shared_address(chunks);
+    q_rows = arch::shared_address(chunks);
     const int last = p.schedule.queries - 1;  // of the rows that there are; the others repeat it
-    HOPWELL_UNROLL
-    for (int i = 0; i < kD / 16; ++i)
-      arch::ldmatrix(q[i], rows + uint32_t(16 * chunk_index(smaller(lane % 8, last) + (lane & 8), 2 * i + lane / 16)));
+    q_row = smaller(lane % 8, last) + (lane & 8);
+    if constexpr (kHoldsQuery) {
+      HOPWELL_UNROLL
+      for (int i = 0; i < kD / 16; ++i) load_query(i, q[i]);
+    }
     scale = partial.stats[smaller(row, last)].maximum;
     arch::syncwarp();  // kept: nobody writes the partial result before many more steps of all lanes
     HOPWELL_UNROLL
@@ -110,7 +119,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens> {
     float s[kKeys / 8][4], bias[kKeys / 8][2];
     uint32_t pages = 0, weights[kKeys / 16][4];
     HOPWELL_UNROLL
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < kHalves; ++half) {
       if (exists) {
         arch::cp_async_wait<kParts - 1>();
         arch::syncwarp();  // the other lanes' copies are there
@@ -122,14 +131,14 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens> {
     }
     if (exists) softmax_tile(p, vector, tile_key, stage, pages, bias, s, weights);
     HOPWELL_UNROLL
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < kHalves; ++half) {
       if (exists) {
         arch::cp_async_wait<kParts - 1>();
         arch::syncwarp();  // the other lanes' copies are there
         accumulate(half, address + kOffsetV, weights);
         arch::syncwarp();  // all have read what is copied to next
       }
-      refill(2 + half);
+      refill(kHalves + half);
     }
   }
 
@@ -210,19 +219,28 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens> {
     }
   }
 
-  // S = q k^T for half of the keys: s[t] for keys 8 t to 8 t + 7, high parts and low parts.
+  // 16 dimensions of q, as mma takes them.
+  HOPWELL_DEVICE void load_query(int i, uint32_t (&fragment)[4]) const {
+    arch::ldmatrix(fragment, q_rows + uint32_t(16 * chunk_index(q_row, 2 * i, arch::lane_index() / 16)));
+  }
+  // S = q k^T for half of the keys, or all: s[t] for keys 8 t to 8 t + 7, high parts and low parts.
   HOPWELL_DEVICE void multiply(int half, uint32_t keys, float (&s)[kKeys / 8][4]) const {
     const int lane = arch::lane_index();
     HOPWELL_UNROLL
-    for (int t = half * kKeys / 16; t < (half + 1) * kKeys / 16; ++t) {
+    for (int t = half * kKeys / 8 / kHalves; t < (half + 1) * kKeys / 8 / kHalves; ++t) {
       float other[4];  // a second sum, as the tensor cores take their time
       for (int e = 0; e < 4; ++e) s[t][e] = other[e] = 0;
       HOPWELL_UNROLL
       for (int i = 0; i < kD / 32; ++i) {
         uint32_t b[4];
-        arch::ldmatrix(b, keys + uint32_t(16 * key_chunk_index(8 * t + lane % 8, 4 * i + lane / 8)));
-        mma(s[t], q[2 * i], b[0], b[1], T{});
-        mma(other, q[2 * i + 1], b[2], b[3], T{});
+        arch::ldmatrix(b, keys + uint32_t(16 * key_chunk_index(8 * t + lane % 8, 4 * i, lane / 8)));
+        if constexpr (kHoldsQuery) {
+          mma(s[t], q[2 * i], b[0], b[1], T{}), mma(other, q[2 * i + 1], b[2], b[3], T{});
+        } else {
+          uint32_t of_q[4];
+          load_query(2 * i, of_q), mma(s[t], of_q, b[0], b[1], T{});
+          load_query(2 * i + 1, of_q), mma(other, of_q, b[2], b[3], T{});
+        }
       }
       for (int e = 0; e < 4; ++e) s[t][e] += other[e];
     }
@@ -265,12 +283,12 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens> {
       split(x, y, weights[t / 2][t % 2], weights[t / 2][2 + t % 2], T{});
     }
   }
-  // V^T P^T of a half: of the keys, in layout vllm of the dimensions.
+  // V^T P^T of a half, or all: of the keys, in layout vllm of the dimensions.
   HOPWELL_DEVICE void accumulate(int half, uint32_t values, const uint32_t (&weights)[kKeys / 16][4]) {
     constexpr int kSteps = kKeys / 16, kBlocks = kD / 16;
     const int lane = arch::lane_index();
     HOPWELL_UNROLL
-    for (int t = kVllm ? 0 : half * kSteps / 2; t < (kVllm ? kSteps : (half + 1) * kSteps / 2); ++t) {
+    for (int t = kVllm ? 0 : half * kSteps / kHalves; t < (kVllm ? kSteps : (half + 1) * kSteps / kHalves); ++t) {
       HOPWELL_UNROLL
       for (int i = kVllm ? half * kBlocks / 2 : 0; i < (kVllm ? (half + 1) * kBlocks / 2 : kBlocks); ++i) {
         uint32_t a[4];
@@ -278,7 +296,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens> {
           arch::ldmatrix(a, values + uint32_t(16 * token_chunk_index(16 * i + lane % 16, 2 * t + lane / 16)));
         else
           arch::ldmatrix<arch::Transpose::yes>(
-              a, values + uint32_t(16 * chunk_index(16 * t + lane / 16 * 8 + lane % 8, 2 * i + lane / 8 % 2)));
+              a, values + uint32_t(16 * chunk_index(16 * t + lane / 16 * 8 + lane % 8, 2 * i, lane / 8 % 2)));
         mma(out[i], a, weights[t][0], weights[t][1], T{});
         mma(out[i], a, weights[t][2], weights[t][3], T{});
       }
@@ -294,7 +312,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens> {
     return reinterpret_cast<uint16_t*>(&stage.v[chunk_index(key, dimension / 8)])[dimension % 8];
   }
   // Values of keys that a row does not see may be infinite or NaN, which a weight of 0 does not remove: they are wiped
-  // out. Rows that do see them get them here, whole: that their results are not finite is what counts.
+  // out. Results of rows that do see them are made NaN, so that store_infinite finds them again.
   HOPWELL_DEVICE void clear_hidden_values(const QueryVector& vector, int tile_key, const float (&s)[kKeys / 8][4],
                                           Stage& stage) {
     const int lane = arch::lane_index();
@@ -306,6 +324,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens> {
     uint32_t from_any = hidden;  // row
     HOPWELL_UNROLL
     for (int mask = 4; mask < 32; mask *= 2) from_any |= arch::shuffle_xor(from_any, mask);
+    uint32_t lost[2] = {};  // bit i: the infinite value of dimension 8 i + lane / 4 that query 2 quad + e sees
     arch::cp_async_wait<kParts / 2>();
     arch::syncwarp();  // all values are there
     HOPWELL_NO_UNROLL
@@ -321,14 +340,10 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens> {
           HOPWELL_NO_UNROLL
           for (int i = 0; lane + 32 * i < kD; ++i) wiped |= is_infinite(lane + 32 * i) ? 1U << i : 0;
           if (arch::ballot(wiped != 0) == 0) continue;
-          HOPWELL_UNROLL
-          for (int e = 0; e < 2; ++e) {
-            if (!(rows >> (4 * (2 * quad + e) + owner) & 1)) continue;
-            HOPWELL_UNROLL
-            for (int i = 0; i < kD / 8; ++i)
-              if (is_infinite(8 * i + lane / 4))
-                out[i / 2][i % 2 * 2 + e] += decode(value_of(stage, key, 8 * i + lane / 4), kFloat<T>);
-          }
+          uint32_t infinite = 0;
+          HOPWELL_NO_UNROLL
+          for (int i = 0; i < kD / 8; ++i) infinite |= is_infinite(8 * i + lane / 4) ? 1U << i : 0;
+          for (int e = 0; e < 2; ++e) lost[e] |= rows >> (4 * (2 * quad + e) + owner) & 1 ? infinite : 0;
         }
         arch::syncwarp();  // nobody reads what the others wipe out
         HOPWELL_NO_UNROLL
@@ -336,6 +351,10 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens> {
           if (wiped >> i & 1) value_of(stage, key, lane + 32 * i) = 0;
       }
     }
+    HOPWELL_UNROLL
+    for (int i = 0; i < kD / 8; ++i)
+      for (int e = 0; e < 2; ++e)
+        if (lost[e] >> i & 1) out[i / 2][i % 2 * 2 + e] = NAN;
   }
 };
 

@@ -1,7 +1,8 @@
 // paged_attention on the tensor cores: a tile of keys and values, how it is copied and how it lies in a stage.
 //
-// A stage holds one tile, in four parts that are copied and used one after the other: two of K and two of V, 4 KiB
-// each. As soon as a part has been used, the same part of the next tile is on its way.
+// A stage holds one tile, in parts that are copied and used one after the other: two of K and two of V, 4 KiB each; of a
+// tile of 16 keys, which lie on one page, all of K and all of V. As soon as a part has been used, the same part of the
+// next tile is on its way.
 #pragma once
 
 #include "ops/paged_attention/tiles/tile_inputs.hpp"
@@ -16,12 +17,13 @@ struct MmaTileCopy {
   static constexpr int kLaneBytes = 0;  // tiles are the warp's
   static constexpr int kRows = 8, kKeys = 4096 / kD, kChunks = kD / 8, kPages = kKeys / 16;
   static constexpr bool kVllm = kTokens > 0;
-  static constexpr int kStages = 1, kParts = 4;  // of a tile, copied one after the other: two of K, two of V
+  static constexpr int kStages = 1, kHalves = kPages > 1 ? 2 : 1, kParts = 2 * kHalves;  // of K and V; of a tile
+  static constexpr bool kCopiesQuery = kD <= 128;             // else there is no room for it in a stage
   static constexpr uint32_t kOffsetV = kKeys * kChunks * 16;  // in a stage
 
   struct Stage {
     arch::Words4 k[kKeys * kChunks], v[kKeys * kChunks];
-    arch::Words4 q[kRows * kChunks];      // of the segment that the tile begins, where q lies in whole chunks
+    arch::Words4 q[kCopiesQuery ? kRows * kChunks : 1];  // of the segment that begins, where q lies in whole chunks
     arch::Words4 bias[kRows][kKeys / 4];  // of a row: whole chunks as they lie in memory, or a word for each key
     uint32_t pages[4];                    // bit i: the page of keys 16 i and following exists
   };
@@ -34,6 +36,14 @@ struct MmaTileCopy {
   // Where chunks lie in a stage, so that no eight that ldmatrix reads together meet in a bank. Rows: eight dimensions
   // of a key. Layout vllm has such chunks of K, key by key, and chunks of V of eight tokens of a dimension.
   static HOPWELL_DEVICE int chunk_index(int key, int chunk) { return key * kChunks + (chunk ^ (key & 7)); }
+  // Of chunk `first` + `more`, which lie in the same eight: where `first` is known to the compiler, addresses of others
+  // are the same but for a constant.
+  static HOPWELL_DEVICE int chunk_index(int key, int first, int more) {
+    return chunk_index(key, first % 8 + more) + first / 8 * 8;
+  }
+  static HOPWELL_DEVICE int key_chunk_index(int key, int first, int more) {
+    return kVllm ? key_chunk_index(key, first + more) : chunk_index(key, first, more);
+  }
   static HOPWELL_DEVICE int key_chunk_index(int key, int chunk) {
     return kVllm ? chunk * kKeys + key : chunk_index(key, chunk);
   }
@@ -54,12 +64,12 @@ struct MmaTileCopy {
                            int part) const {
     const QueryVector& vector = source.vector;
     const int begin = larger(0, vector.position - vector.query - p.bias.window + 1);  // what the first query sees
-    const int half = part % 2;
-    const bool values = part / 2;
+    const int half = part % kHalves;
+    const bool values = part / kHalves;
     if constexpr (kVllm)
       if (values) return copy_tokens(p, source, tile, begin, half, address + kOffsetV);
     HOPWELL_UNROLL
-    for (int i = half * kPages / 2; i < (half + 1) * kPages / 2; ++i) {
+    for (int i = half * kPages / kHalves; i < (half + 1) * kPages / kHalves; ++i) {
       const int page = arch::shuffle(tile.page, i), key = tile.key + 16 * i;
       const int64_t slot = page >= 0 ? key % p.cache.block : 0, number = page >= 0 ? page : 0;
       const uint32_t seen = page >= 0 ? first_bits(vector.end - key, 16) & ~first_bits(begin - key, 16) : 0;
@@ -71,7 +81,7 @@ struct MmaTileCopy {
         copy_rows(p, at, values ? p.cache.v_slot : p.cache.k_slot, i, seen, address + (values ? kOffsetV : 0));
     }
     if (part > 0) return;
-    if (tile.begins_segment && p.query.aligned) copy_query(p, vector, to);
+    if (kCopiesQuery && tile.begins_segment && p.query.aligned) copy_query(p, vector, to);
     if (p.bias.exists()) copy_bias_of_row(p, source, tile.key, to);
     const uint32_t pages = arch::ballot(tile.page >= 0);
     if (arch::lane_index() == 0) to.pages[0] = pages & ((1U << kPages) - 1);

@@ -41,29 +41,34 @@ HOPWELL_DEVICE float alibi_slope(const PositionBias& bias, int head) {
   return bias.alibi_slopes[head * bias.slopes_stride] * kLog2E;
 }
 
-// Eight elements of a query vector as they lie in memory, and those of pos_bias_u or pos_bias_v that are added to them.
-struct RawQuery {
-  Raw8 q, u, v;
-};
-template <class T, bool kFused>
-HOPWELL_DEVICE RawQuery load_query(const Params& p, const QueryVector& vector, int e, bool with_q = true) {
+// Elements of a query vector from `e` on as they lie in memory, and those of pos_bias_u and pos_bias_v that are added to
+// them. What is absent or beyond d is zero bits, which mean 0 in any type.
+template <class T, int kCount>
+HOPWELL_DEVICE RawElements load_q(const Params& p, const QueryVector& vector, int e) {
   const Query& query = p.query;
-  RawQuery raw{};
-  if (e >= query.d) return raw;
+  if (e >= query.d) return {};
   const int64_t at =
       vector.sequence * query.strides[0] + vector.query * query.strides[1] + vector.head * query.strides[2] + e;
-  if (with_q) raw.q = load_8(query.q, kFloat<T>, at, query.aligned);
-  if (query.u) raw.u = load_8(query.u, query.u_type, vector.head * query.u_stride + e, query.u_aligned);
-  if (kFused && p.bias.v) raw.v = load_8(p.bias.v, p.bias.v_type, vector.head * p.bias.v_stride + e, p.bias.v_aligned);
-  return raw;
+  return load_elements<kCount>(query.q, kFloat<T>, at, query.aligned);
 }
-// Absent u and v are zero bits, which mean 0 in any type.
-template <class T>
-HOPWELL_DEVICE void query_plus(const Raw8& q, const Raw8& other, Float type, float (&x)[8]) {
+template <int kCount>
+HOPWELL_DEVICE RawElements load_u(const Params& p, const QueryVector& vector, int e) {
+  const Query& query = p.query;
+  if (!query.u || e >= query.d) return {};
+  return load_elements<kCount>(query.u, query.u_type, vector.head * query.u_stride + e, query.u_aligned);
+}
+template <int kCount>
+HOPWELL_DEVICE RawElements load_v(const Params& p, const QueryVector& vector, int e) {
+  const PositionBias& bias = p.bias;
+  if (!bias.v || e >= p.query.d) return {};
+  return load_elements<kCount>(bias.v, bias.v_type, vector.head * bias.v_stride + e, bias.v_aligned);
+}
+template <class T, int kCount>
+HOPWELL_DEVICE void query_plus(const RawElements& q, const RawElements& other, Float type, float (&x)[kCount]) {
   HOPWELL_UNROLL
   for (float& element : x) element = 0;
-  add_8(q, kFloat<T>, x);
-  add_8(other, type, x);
+  add_elements(q, kFloat<T>, x);
+  add_elements(other, type, x);
 }
 
 // A bit for each of the first `n` of `size`.
