@@ -86,9 +86,9 @@ def beside(arguments: str) -> str:
     return text + made_by(f"python -m hopwell.bench {operator} --peers", [records.read("peers")])
 
 
-def cpu_peers() -> str:
-    """What `python -m hopwell.bench` recorded on a CPU."""
-    record = records.read("../cpu/peers")
+def all_peers(machine: str) -> str:
+    """What `python -m hopwell.bench` recorded on a machine, of all operators."""
+    record = records.read(f"../{machine}/peers")
     lines = [
         [
             f"`{row['operator']}`",
@@ -98,9 +98,27 @@ def cpu_peers() -> str:
             f"{row['share']:.2f} / {row['peer_share']:.2f} of the {row['ceiling']}",
         ]
         for row in record["results"]
+        if "times_as_fast" in row
     ]
     head = ["operator", "shape", "beside", "its time ÷ Hopwell's", "shares of the ceiling"]
     return table(head, lines) + made_by("python -m hopwell.bench", [record])
+
+
+def context_parallel() -> str:
+    """Tokens/s of training on one GPU and on several."""
+    record = records.read("../h100/context_parallel")
+    one = record["results"][0]["tokens_per_second"]
+    lines = [
+        [
+            str(row["gpus"]),
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['tokens_per_second'] / one:.2f}",
+            f"{row['peak_bytes'] / 2**30:.1f}",
+        ]
+        for row in record["results"]
+    ]
+    head = ["GPUs", "tokens/s", "times one's", "GiB on each at most"]
+    return table(head, lines) + made_by("benchmarks/context_parallel.py", [record])
 
 
 # ---- by `hopwell bench` --------------------------------------------------------------------------------------------
@@ -425,7 +443,8 @@ GENERATORS: dict[str, Callable[..., str]] = {
     for function in (
         peers,
         beside,
-        cpu_peers,
+        all_peers,
+        context_parallel,
         measured,
         bench,
         shares,

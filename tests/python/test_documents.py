@@ -153,6 +153,16 @@ def test_the_readmes_figure_is_that_of_the_record(generated: ModuleType) -> None
     assert set(ratios) == {found[1]}
 
 
+def test_the_readmes_gain_of_two_gpus_is_that_of_the_record() -> None:
+    text = " ".join((ROOT / "README.md").read_text().split())
+    found = re.search(r"On two H100s a sequence of ([\d,]+) tokens trains ([\d.]+) times as fast as on one", text)
+    assert found is not None
+    one, two = json.loads((RESULTS / "h100" / "context_parallel.json").read_text())["results"]
+    assert (one["gpus"], two["gpus"]) == (1, 2)
+    assert found[1] == f"{two['settings']['s']:,}"
+    assert found[2] == f"{two['tokens_per_second'] / one['tokens_per_second']:.2f}"
+
+
 # ---- figures ---------------------------------------------------------------------------------------------------------
 
 FIGURES = [ROOT / "docs" / "performance.md", *sorted((ROOT / "docs" / "performance").glob("*.md"))]

@@ -4,6 +4,7 @@
 #include "arch/sm80/bits.hpp"
 #include "arch/sm80/threads.hpp"
 #include "ops/paged_attention/gpu/segment.hpp"
+#include "tile/gpu/warp.hpp"
 
 namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
 
@@ -22,17 +23,6 @@ struct WarpWork {
   HOPWELL_DEVICE bool any() const { return tiles.begin < tiles.end; }
 };
 
-// The sum of the x of this lane and of all lanes below.
-HOPWELL_DEVICE int inclusive_sum(int x) {
-  const int lane = arch::lane_index();
-  HOPWELL_UNROLL
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = arch::shuffle(x, (lane - step) & 31);
-    x += lane >= step ? other : 0;
-  }
-  return x;
-}
-
 // A small batch, of up to two sequences a lane: each warp finds its share by itself, and nothing is read twice.
 HOPWELL_DEVICE void partition_by_warp(const Params& p, WarpWork& work) {
   const Schedule& schedule = p.schedule;
@@ -43,7 +33,7 @@ HOPWELL_DEVICE void partition_by_warp(const Params& p, WarpWork& work) {
     context[i] = i < schedule.sequences_per_thread && first + i < p.query.b ? p.cache.context_of(first + i) : 0;
   HOPWELL_UNROLL
   for (int i = 0; i < 2; ++i) tiles[i] = tiles_of(p, keys_of_sequence(p, context[i]));
-  const int end = inclusive_sum(tiles[0] + tiles[1]);  // of the lane's sequences, in tiles of a row block
+  const int end = tile::sum_up_to_lane(tiles[0] + tiles[1]);  // of the lane's sequences, in tiles of a row block
   Partition& partition = work.partition;
   partition = partition_of(schedule, int64_t{arch::shuffle(end, 31)} * schedule.row_blocks);
   if (may_take_whole_blocks(schedule, partition)) {
@@ -96,7 +86,7 @@ HOPWELL_DEVICE void partition_by_cta(const Params& p, PartitionStorage& s, WarpW
             end = smaller(p.query.b, first + schedule.sequences_per_thread);
   int tiles = 0;
   for (int n = first; n < end; ++n) tiles += tiles_of(p, keys_of_sequence(p, p.cache.context_of(n)));
-  const int sum = inclusive_sum(tiles);
+  const int sum = tile::sum_up_to_lane(tiles);
   int before = sum - tiles, total = 0;
   if (lane == 31) s.sum_of_warp[warp] = sum;
   arch::syncthreads();  // kept: sums that are not there yet make shares outside of the tensors

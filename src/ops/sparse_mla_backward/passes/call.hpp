@@ -1,7 +1,7 @@
 // sparse_mla_backward on GPUs: what runs for a call, in which order. plan.hpp has the numbers.
 //
 //     attention_distribution, the units of fixed-point sums    of deterministic calls
-//     zeros, rows in order, those of groups merged
+//     zeros, rows in order
 //     the main kernels                                         of the backend
 //     dkv, attn and d_sink as they are promised
 #pragma once
@@ -10,7 +10,6 @@
 #include "ops/sparse_mla_backward/passes/finish_d_sink.hpp"
 #include "ops/sparse_mla_backward/passes/finish_dkv.hpp"
 #include "ops/sparse_mla_backward/passes/fixed_point_units.hpp"
-#include "ops/sparse_mla_backward/passes/merge_rows.hpp"
 #include "ops/sparse_mla_backward/passes/order_rows.hpp"
 
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
@@ -21,7 +20,6 @@ void run_call(const Problem& problem, const Plan& plan, const char* backend, Str
   distribute_attention(problem, plan, backend, stream);
   choose_fixed_point_units(problem, plan, stream);
   clear_sums(problem, plan, stream);
-  merge_rows(problem, plan, stream);
   order_rows(problem, plan, stream);
   launch_main_kernels();
   finish_dkv(problem, plan, stream);

@@ -1,4 +1,5 @@
-// sparse_mla_backward on GPUs, a pass: groups of neighbouring queries, and the union of the keys of each.
+// sparse_mla_backward on GPUs, a pass of backends that take groups of neighbouring queries, before all others: the union
+// of the keys of each group.
 #pragma once
 
 #include "ops/sparse_mla_backward/passes/pass.hpp"
