@@ -45,7 +45,8 @@ void plan_order(Plan& plan, const Problem& p, const MainKernels& kernels) {
 // Neighbouring queries with up to 32 heads are taken together where their selections share enough, which is found out on
 // the device, group by group. Not with attn, which is of each query, nor deterministic.
 void plan_groups(Plan& plan, const Problem& p, const MainKernels& kernels) {
-  const std::int64_t members = std::min<std::int64_t>(kernels.single_heads / std::max<std::int64_t>(p.h_q, 1), 8);
+  const std::int64_t members =
+      std::min<std::int64_t>(kernels.single_heads / std::max<std::int64_t>(p.h_q, 1), kMostMembers);
   // A row for each head of each query, equally far apart.
   const auto even = [&p](const View& v) { return !v || p.h_q == 1 || v.stride[0] == p.h_q * v.stride[1]; };
   if (!kernels.merges_rows || !p.share_keys || p.selection.indices == nullptr || p.attn || p.deterministic ||

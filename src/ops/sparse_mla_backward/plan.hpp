@@ -64,7 +64,8 @@ struct Workspace {
   std::size_t bytes = 0;
 };
 
-inline constexpr std::int64_t kLongestOrderedRow = 4096;  // entries
+inline constexpr std::int64_t kLongestOrderedRow = 4096;  // entries; of merged rows, too
+inline constexpr std::int64_t kMostMembers = 8;           // queries of a group
 
 struct Plan {
   // attn comes from attention_distribution, which adds nothing in an order that depends on time; fixed-point sums of

@@ -6,6 +6,8 @@
 
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 
+static_assert(kMostMembers <= tile::kMostMembers && kLongestOrderedRow <= tile::kLongestMergedRow);
+
 __global__ void __launch_bounds__(tile::kMergeThreads)
     merge_rows_of_queries(const __grid_constant__ tile::MergeParams p) {
   tile::merge_rows_of_group(p, arch::dynamic_smem<tile::MergeStorage>(), arch::block_index());

@@ -57,11 +57,7 @@ HOPWELL_DEVICE void sum_counts(OrderStorage& s) {
   const int t = arch::thread_index(), lane = arch::lane_index(), warp = arch::warp_index();
   static_assert(kDigits * kOrderWarps <= kOrderThreads);
   const int own = t < kDigits * kOrderWarps ? s.counts[t] : 0;
-  int sum = own;
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const int before = arch::shuffle(sum, (lane - distance) & 31);
-    if (lane >= distance) sum += before;
-  }
+  int sum = tile::sum_up_to_lane(own);
   if (lane == 31) s.warp_sums[warp] = sum;
   arch::syncthreads();
   for (int w = 0; w < warp; ++w) sum += s.warp_sums[w];
