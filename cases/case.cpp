@@ -290,12 +290,21 @@ bool may_refuse(const Case& c, const std::string& backend, const std::string& wo
 
 }  // namespace
 
-Report run(const Case& c, const std::string& backend, std::uint64_t seed) {
+Instance prepare(const Case& c, std::uint64_t seed) {
   Random random(seed);
   Instance instance = c.make(random);
   instance.reference(instance);  // before the call, while outputs that are added into hold what they start from
   for (Output& output : instance.outputs)
     if (!output.accumulates) output.array->poison();
+  return instance;
+}
+
+Report run(const Case& c, const std::string& backend, std::uint64_t seed) {
+  Instance instance = prepare(c, seed);
+  return run(c, instance, backend);
+}
+
+Report run(const Case& c, Instance& instance, const std::string& backend) {
   std::vector<std::vector<std::byte>> before;
   for (const Array& array : instance.arrays) before.push_back(array.memory());
   const auto written = [&](const Array& array) {
@@ -333,7 +342,10 @@ Report run(const Case& c, const std::string& backend, std::uint64_t seed) {
         report.failures.push_back(array.name() + ": a second call gave other bits");
       }
     }
-    if (again) break;
+    if (again) {
+      for (std::size_t i = 0; i < instance.arrays.size(); ++i) instance.arrays[i].restore(before[i]);
+      break;
+    }
     if (is_recorded(backend) && !recorded_refusal(c, backend).empty())
       report.failures.emplace_back("runs, although cases/refused.cpp says that " + backend + " refuses it");
     if (instance.verify) {

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <hopwell/hopwell.hpp>
 #include <limits>
+#include <list>
 
 #include "arch/emu/launch.hpp"
 #include "cases/suites.hpp"
@@ -35,12 +36,26 @@ struct Subject {
   friend std::ostream& operator<<(std::ostream& to, const Subject& subject) { return to << subject.backend; }
 };
 
-// Every synchronisation call that the cases execute, once.
-std::vector<arch::emu::SynchronisationSite> sites_of(const Subject& subject) {
-  std::vector<arch::emu::SynchronisationSite> sites;
+// A subject's cases with their inputs and what is expected, which are made once, for all runs.
+struct Prepared {
+  cases::Case c;
+  cases::Instance instance;
+};
+std::list<Prepared> prepare_cases(const Subject& subject) {
+  std::list<Prepared> prepared;
   for (const std::string& name : subject.cases) {
+    const cases::Case c = subject.case_named(name);
+    prepared.push_back({c, cases::prepare(c, 1)});
+  }
+  return prepared;
+}
+
+// Every synchronisation call that the cases execute, once.
+std::vector<arch::emu::SynchronisationSite> sites_of(const Subject& subject, std::list<Prepared>& prepared) {
+  std::vector<arch::emu::SynchronisationSite> sites;
+  for (Prepared& of_case : prepared) {
     Session session(arch::test::options_for(0));
-    cases::run(subject.case_named(name), subject.backend, 1);
+    cases::run(of_case.c, of_case.instance, subject.backend);
     for (const auto& site : session.report.synchronisation) {
       const auto same = [&](const auto& other) { return other.where == site.where; };
       const bool counts = std::string_view(site.where.file).find(subject.folder) != std::string_view::npos;
@@ -51,15 +66,15 @@ std::vector<arch::emu::SynchronisationSite> sites_of(const Subject& subject) {
 }
 
 // Whether a case fails or gives a finding without this call.
-bool noticed_without(const Subject& subject, const arch::emu::CallSite& site) {
+bool noticed_without(const Subject& subject, std::list<Prepared>& prepared, const arch::emu::CallSite& site) {
   for (uint64_t seed = 0; seed < 6; ++seed) {
-    for (const std::string& name : subject.cases) {
+    for (Prepared& of_case : prepared) {
       arch::emu::Options options = arch::test::options_for(seed);
       options.leave_out = site;
       options.max_switches = 5'000'000;  // without a wait or an arrival, threads may poll for ever
       options.throw_findings = true;     // the first launch that has some is enough, and fails the case
       Session session(options);
-      if (!cases::run(subject.case_named(name), subject.backend, 1).failures.empty()) return true;
+      if (!cases::run(of_case.c, of_case.instance, subject.backend).failures.empty()) return true;
     }
   }
   return false;
@@ -83,12 +98,13 @@ TEST_P(Operators, RightAndCleanUnderManySchedules) {
 // Plans ask the device how many multiprocessors it has: a slice of a GPU, small and large cards. One size at most may
 // leave a case to another backend.
 TEST_P(Operators, RightOnDevicesOfAllSizes) {
-  for (const std::string& name : GetParam().cases) {
+  for (Prepared& of_case : prepare_cases(GetParam())) {
+    const std::string& name = of_case.c.name;
     int runs = 0;
     for (const char* multiprocessors : {"8", "66", "114", "132", "148"}) {
       ASSERT_EQ(setenv("HOPWELL_EMULATOR_SMS", multiprocessors, 1), 0);
       Session session(arch::test::options_for(0));
-      const cases::Report report = cases::run(GetParam().case_named(name), GetParam().backend, 1);
+      const cases::Report report = cases::run(of_case.c, of_case.instance, GetParam().backend);
       unsetenv("HOPWELL_EMULATOR_SMS");
       if (report.unsupported) continue;
       ++runs;
@@ -100,12 +116,13 @@ TEST_P(Operators, RightOnDevicesOfAllSizes) {
 }
 
 TEST_P(Operators, EverySynchronisationCallIsNeeded) {
-  const auto sites = sites_of(GetParam());
+  std::list<Prepared> prepared = prepare_cases(GetParam());
+  const auto sites = sites_of(GetParam(), prepared);
   ASSERT_GE(sites.size(), GetParam().sites);
   for (const auto& site : sites) {
     if (arch::test::is_kept(site.where)) continue;
     const std::string call = site.instruction + " at " + arch::emu::to_string(site.where);
-    const auto mutant = arch::test::in_child([&] { return noticed_without(GetParam(), site.where); });
+    const auto mutant = arch::test::in_child([&] { return noticed_without(GetParam(), prepared, site.where); });
     EXPECT_TRUE(mutant.noticed) << call << " can be left out unnoticed";
     if (!mutant.how.empty()) std::printf("%s: noticed by %s\n", call.c_str(), mutant.how.c_str());
   }
