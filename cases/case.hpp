@@ -199,7 +199,7 @@ struct Report {
 // A case's inputs, and what is expected of them.
 Instance prepare(const Case& c, std::uint64_t seed);
 // Runs a case on a backend: outputs poisoned, canaries checked, inputs unchanged, results against float64, twice with
-// the same bits. The instance is afterwards what it was before.
+// the same bits. The instance is afterwards what it was before, unless the call fails.
 Report run(const Case& c, Instance& instance, const std::string& backend);
 Report run(const Case& c, const std::string& backend, std::uint64_t seed);
 

@@ -186,8 +186,8 @@ TileKind tile_kind(const Problem& problem) {
 
 // The least that has room for a row: a power of two of lanes, an odd number of octets for each. Many octets mean many
 // registers for the query, so fewer keys; the fused form has none left. Measured on an H100: two lanes a row, whose loads
-// take 32 bytes in 16 places, are slower than room that is left over, and so are three and five octets where a sixth of
-// them is.
+// take 32 bytes in 16 places, are slower than room that is left over, and so are seven octets. Three and five octets were
+// timed only where little is left over, so they are taken only there.
 KeyMajorShape key_major_shape(const Problem& problem) {
   const bool full = width_of(problem.q) == 4;
   const auto room = [](const KeyMajorShape& shape) { return shape.lanes * shape.octets * 8; };
