@@ -8,8 +8,8 @@
 namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
 
 // Layouts nhd and hnd, whose keys and values are rows: a key's row is divided between `lanes` lanes, a power of two, an
-// odd number of octets, eight dimensions, for each; so few are left over, whatever d (plan.cpp: key_major_shape). A lane
-// has `kKeys` keys. Chunks of a row are dealt to the lanes in turn, so that one load of the warp reads what lies
+// odd number of octets, eight dimensions, for each (plan.cpp: key_major_shape says which and why). A lane has `kKeys`
+// keys. Chunks of a row are dealt to the lanes in turn, so that one load of the warp reads what lies
 // together, of several heads (nhd) or several keys of one (hnd).
 // The dot products are summed over the lanes by halves, 4 + 2 + 1 exchanges for eight keys, after which each lane has
 // the logit of one key. P·V needs no sum at all.
