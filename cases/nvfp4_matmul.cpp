@@ -416,6 +416,8 @@ std::vector<std::pair<std::string, Matmul>> matmul_problems() {
       {"long_k_40_rows_of_a", {.m = 40, .n = 130, .k = 4096, .blocked = true, .alpha = 0.5F}},
       {"long_k_many_rows_of_both", {.m = 200, .n = 135, .k = 4096, .out = kFp16, .bias = true, .alpha = 0x1p-4F}},
       {"rows_129_columns_129", {.m = 129, .n = 129, .k = 320, .blocked = true}},
+      {"rows_257_columns_513", {.m = 257, .n = 513, .k = 1088, .blocked = true, .bias = true, .scale_bytes = kSomeNan}},
+      {"longer_k_rows_140_columns_130", {.m = 140, .n = 130, .k = 8256, .out = kFp32, .scale_bytes = kAny}},
       {"many_tiles", {.m = 40, .n = 700, .k = 448, .out = kFp16, .bias = true}},
       {"many_rows_of_both", {.m = 300, .n = 270, .k = 224, .bias = true, .strided = true}},
       {"more_rows_of_a", {.m = 600, .n = 70, .k = 352, .blocked = true, .alpha = 0.5F}},

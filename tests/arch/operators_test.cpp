@@ -320,11 +320,18 @@ const Subject kSubjects[] = {
     {"nvfp4_gemv_sm100", "emu:sm100", cases::nvfp4_gemv, {"longer_k", "tail_blocked", "many_tiles_blocked"}, 8, 15},
     // Codes decoded to a workspace that the next kernel reads.
     {"nvfp4_matmul", "emu:sm80", cases::nvfp4_matmul, {"few_rows_of_a", "few_rows_of_b"}, 4, 3},
-    // Tiles of every width, in clusters and alone, with negative scales.
+    // Tiles of one CTA of every width, in clusters and alone, with negative scales.
     {"nvfp4_matmul_sm100",
      "emu:sm100",
      cases::nvfp4_matmul,
-     {"few_rows_of_a", "longer_k", "many_rows_of_both", "long_k_40_rows_of_a"},
+     {"few_rows_of_a", "longer_k", "long_k_40_rows_of_a"},
+     4,
+     15},
+    // Pairs alone and in clusters, round the ring, with negative scales.
+    {"nvfp4_matmul_sm100_pairs",
+     "emu:sm100",
+     cases::nvfp4_matmul,
+     {"many_rows_of_both", "longer_k_rows_140_columns_130"},
      4,
      15},
     {"nvfp4_quantize", "emu:sm80", cases::nvfp4_quantize, {"basic", "blocked", "bf16"}, 8, 2},

@@ -42,21 +42,21 @@ runtime::Support supports(const Product& p, const char* dimensions) {
   return {};
 }
 
-// The narrowest tile that has all columns, or the widest.
+// The narrowest tile that has all columns, or the widest, of a pair of CTAs. Then there are more than 128 rows: see sides_of.
 int columns_of_tile(std::int64_t columns) { return columns <= 8 ? 8 : columns <= 32 ? 32 : columns <= 128 ? 128 : 256; }
 
-// Over how many CTAs to share out K: the one whose CTAs have least to do. CTAs that share give each other sums, which takes
-// as long as a step for every 32 columns.
+// Over how many CTAs, or pairs of them, to share out K: the number whose CTAs have least to do. Those that share give each
+// other sums, which takes as long as a step for every 32 columns.
+template <int kColumns>
 int ranks_of(const Product& p, std::int64_t steps) {
-  constexpr int kMaxRanks = 8;
-  const int columns = columns_of_tile(p.columns);
-  const std::int64_t tiles = ceil_div(p.rows, BlockScaledConfig<8>::kRows) * ceil_div(p.columns, columns) * p.batches,
-                     at_a_time = (columns <= 32 ? 2 : 1) * p.device.cluster_sms;
+  using Config = BlockScaledConfig<kColumns>;
+  const std::int64_t tiles = ceil_div(p.rows, Config::kTileRows) * ceil_div(p.columns, kColumns) * p.batches,
+                     at_a_time = std::max(Config::kCtas * p.device.cluster_sms / Config::kCtaGroup, 1);
   const auto cost = [&](std::int64_t ranks) {
-    return ceil_div(tiles * ranks, at_a_time) * (ceil_div(steps, ranks) + (ranks > 1 ? columns / 32 : 0));
+    return ceil_div(tiles * ranks, at_a_time) * (ceil_div(steps, ranks) + (ranks > 1 ? kColumns / 32 : 0));
   };
   std::int64_t best = 1;
-  for (std::int64_t ranks = 2; ranks <= std::min<std::int64_t>(kMaxRanks, steps); ++ranks)
+  for (std::int64_t ranks = 2; ranks <= std::min<std::int64_t>(Config::kMaxRanks, steps); ++ranks)
     if (cost(ranks) < cost(best)) best = ranks;
   return static_cast<int>(best);
 }
@@ -81,9 +81,9 @@ template <int kColumns, class T>
 void launch_tiles(const Product& p, const Result<T>& result, Stream stream) {
   using Config = BlockScaledConfig<kColumns>;
   const std::int64_t steps = ceil_div(p.k, Config::kK);
-  const int ranks = ranks_of(p, steps);
+  const int ctas = ranks_of<kColumns>(p, steps) * Config::kCtaGroup;  // of a cluster
   const BlockScaledParams<T> params{.w = map_of(p.w, p.k, p.rows, p.batches, Config::kRows),
-                                    .x = map_of(p.x, p.k, p.columns, p.batches, kColumns),
+                                    .x = map_of(p.x, p.k, p.columns, p.batches, Config::kOwnColumns),
                                     .w_scales = p.w_scales,
                                     .x_scales = p.x_scales,
                                     .result = result,
@@ -93,10 +93,10 @@ void launch_tiles(const Product& p, const Result<T>& result, Stream stream) {
                                     .factor = p.factor};
   runtime::launch(
       p.op, block_scaled_kernel<kColumns, T>,
-      {.grid = {static_cast<std::uint32_t>(ceil_div(p.rows, Config::kRows) * ranks),
+      {.grid = {static_cast<std::uint32_t>(ceil_div(p.rows, Config::kTileRows) * ctas),
                 static_cast<std::uint32_t>(ceil_div(p.columns, kColumns)), static_cast<std::uint32_t>(p.batches)},
        .threads = Config::kThreads,
-       .cluster = static_cast<std::uint32_t>(ranks),
+       .cluster = static_cast<std::uint32_t>(ctas),
        .shared_bytes = sizeof(BlockScaledStorage<kColumns>),
        .programmatic_dependency = p.device.has_dependent_launches()},
       stream, params);

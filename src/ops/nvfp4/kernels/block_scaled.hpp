@@ -2,23 +2,27 @@
 //
 //     y[row, column] = factor · Σ_k w[row, k] sw[row, k / 16] · x[column, k] sx[column, k / 16] + bias     in each of L batches
 //
-// Tile      128 rows of weights × 8, 32, 128 or 256 columns of x; nvfp4_gemv has one column. The CTAs of a cluster share out
-//           K of their tile in turn, 256 a step: rows of 128 bytes. Rows and columns that do not exist are zeros.
+// Tile      128 rows of weights × 8, 32 or 128 columns of x, or 256 × 256 of a pair of CTAs; nvfp4_gemv has one column. The
+//           CTAs or pairs of a cluster share out K of their tile in turn, 256 a step: rows of 128 bytes. Rows and columns that
+//           do not exist are zeros.
+// Pair      products are tcgen05.mma.cta_group::2 with M 256, which the first CTA issues. Each CTA has its 128 rows of weights
+//           and their sums, codes of its 128 columns of x, and scales of all columns.
 // Bound     up to 128 columns memory: a step brings 18,432 B of weights and their scales, for which a multiprocessor's share of
-//           7.2 TB/s takes 690 cycles; its four products take 136 (8 columns) to 256 (128). 256 columns: copies from L2,
-//           49,152 B of codes a step, 983 cycles at 50 B each; products take 512
+//           7.2 TB/s takes 690 cycles; its four products take 136 (8 columns) to 256 (128). A pair: copies from L2, for each CTA
+//           32,768 B of codes a step, 655 cycles at 50 B each; products take 512
 // Roles     warps 0-3   scales     a thread a row of weights, and of x words of four scales, kAhead steps ahead in registers,
 //                                  into the order that tcgen05.cp reads. In the end these warps are the epilogue.
 //           warp 4      producer   boxes of codes
 //           warp 5      issuer     for every 64 of K: copies of scales to tensor memory, one product
 // Timeline  producer │ w 0 x 0 │ w 1 x 1 │ … as stages are free
-//           scales   │ load 0 … 3 │ store 0, load 4 │ store 1, load 5 │ …
+//           scales   │ load 0 … 3 │ store 0, load 4 │ store 1, load 5 │ …    (of a pair: and wait for codes)
 //           issuer   │           │ cp cp mma (×4) 0 → empty │ cp cp mma (×4) 1 → empty │ … → done
-//           epilogue │      one CTA: tensor memory → y;  a cluster: barrier │ eight columns to each CTA in turn, where codes
-//                    │      were │ barrier │ each adds up what it has got, rank by rank → y
+//           epilogue │      alone: tensor memory → y;  a cluster that shares K: barrier │ eight columns to each in turn,
+//                    │      where codes were │ barrier │ each adds up what it has got, rank by rank → y
 // Budget    shared, a stage: 16,384 + 2,048 of weights, 128 a column of x, 2,048 for every 128 columns:
 //           8 columns 5 stages 107,520, 32 columns 4 × 24,576 (two CTAs a multiprocessor); 128 columns 6 × 36,864 = 221,184,
-//           256 columns 4 × 55,296 (one). Tensor memory: a column for each of D, scales 16 + 16 for every 128: 64, 64, 256, 512
+//           pair 5 × 38,912 = 194,560 (one). Tensor memory: a column for each of D, scales 16 + 16 for every 128: 64, 64, 256,
+//           512
 #pragma once
 
 #include "arch/sm90/cluster.hpp"
@@ -32,7 +36,11 @@ namespace hopwell::ops::nvfp4::HOPWELL_TARGET {
 template <int kColumnsOfTile>
 struct BlockScaledConfig {
   static constexpr int kRows = 128, kColumns = kColumnsOfTile, kK = 256, kRowBytes = kK / 2;
-  static constexpr int kStages = kColumns == 8 ? 5 : kColumns == 128 ? 6 : 4, kAhead = 4;
+  static constexpr int kCtaGroup = kColumns > 128 ? 2 : 1;  // CTAs whose products are one
+  static constexpr int kOwnColumns = kColumns / kCtaGroup;  // of x, whose codes a CTA has
+  static constexpr int kTileRows = kRows * kCtaGroup;
+  static constexpr int kMaxRanks = 8 / kCtaGroup;  // that share out K: a cluster has at most eight CTAs
+  static constexpr int kStages = kColumns == 32 ? 4 : kColumns == 128 ? 6 : 5, kAhead = 4;
   static constexpr int kCtas = kColumns <= 32 ? 2 : 1;  // of a multiprocessor
   static constexpr int kScaleWarps = 4, kScaleThreads = 32 * kScaleWarps;
   static constexpr int kProducerWarp = 4, kIssuerWarp = 5, kThreads = 192;
@@ -40,7 +48,7 @@ struct BlockScaledConfig {
   static constexpr int kScaleTiles = (kColumns + 127) / 128;  // of columns
   static constexpr int kWordsOfX = (kColumns * kWords + kScaleThreads - 1) / kScaleThreads;  // of a thread
   static constexpr int kChunk = 8;                                                           // columns that go together
-  static constexpr uint32_t kCodeBytes = (kRows + kColumns) * kRowBytes;
+  static constexpr uint32_t kCodeBytes = (kRows + kOwnColumns) * kRowBytes;
 };
 
 template <int kColumns>
@@ -63,7 +71,7 @@ template <int kColumns>
 struct BlockScaledStorage {
   using Config = BlockScaledConfig<kColumns>;
   struct alignas(1024) Stage {
-    uint8_t w[Config::kRows * Config::kRowBytes], x[kColumns * Config::kRowBytes];
+    uint8_t w[Config::kRows * Config::kRowBytes], x[Config::kOwnColumns * Config::kRowBytes];
   };
   Stage codes[Config::kStages];  // in the end sums, [chunk of this CTA][CTA of the cluster][column][row]
   ScaleTile scale_w[Config::kStages][Config::kWords], scale_x[Config::kStages][Config::kWords][Config::kScaleTiles];
@@ -79,6 +87,12 @@ struct BlockScaledStorage {
 template <int kColumns>
 inline constexpr bool kBlockScaledFits =
     BlockScaledConfig<kColumns>::kCtas * (sizeof(BlockScaledStorage<kColumns>) + 1024) <= 228 * 1024;
+template <int kColumns>
+inline constexpr bool kSumsFit =
+    (kColumns / BlockScaledConfig<kColumns>::kChunk + BlockScaledConfig<kColumns>::kMaxRanks - 1) *
+        BlockScaledConfig<kColumns>::kChunk * BlockScaledConfig<kColumns>::kRows * sizeof(float) <=
+    sizeof(BlockScaledStorage<kColumns>::codes);
+static_assert(kSumsFit<8> && kSumsFit<32> && kSumsFit<128> && kSumsFit<256>);
 static_assert(kBlockScaledFits<8> && kBlockScaledFits<32> && kBlockScaledFits<128> && kBlockScaledFits<256>);
 
 template <class T>
@@ -115,10 +129,10 @@ HOPWELL_DEVICE uint32_t load_scales(const ScaleRow& row, int word) {
   return scales;
 }
 
-/// What a CTA multiplies: its tile, and steps `rank`, rank + ranks, … of K.
+/// What a CTA multiplies: its rows of the tile, and steps `rank`, rank + ranks, … of K. Of a pair's CTAs `half` is 0 and 1.
 struct BlockScaledWork {
   int first_row, first_column, batch, columns;  // columns that exist, from the first of this tile
-  int rank, ranks, count;
+  int half, rank, ranks, count;
   HOPWELL_DEVICE int step(int i) const { return rank + i * ranks; }
 };
 
@@ -188,28 +202,44 @@ HOPWELL_DEVICE void negate_codes(uint8_t* rows, int row, int i, uint32_t scales)
 }
 
 /// The tensor core takes scales without a sign. Negative ones are rare: their codes are negated once they have come.
-template <int kColumns, class Slot>
-HOPWELL_DEVICE void apply_signs(BlockScaledStorage<kColumns>& s, const Slot& slot, const StepScales<kColumns>& scales) {
-  using Config = BlockScaledConfig<kColumns>;
-  using Source = ScaleSource<kColumns>;
-  auto& codes = s.codes[slot.stage()];
+template <int kColumns>
+HOPWELL_DEVICE bool any_negative(const StepScales<kColumns>& scales) {
   uint32_t any = 0;
   HOPWELL_UNROLL
   for (const uint32_t word : scales.w) any |= word;
   HOPWELL_UNROLL
   for (const uint32_t word : scales.x) any |= word;
-  if (!(any & kScaleSigns)) return;
-  arch::mbarrier_wait(s.codes_full[slot.stage()], slot.parity());
+  return any & kScaleSigns;
+}
+template <int kColumns>
+HOPWELL_DEVICE void apply_signs(BlockScaledStorage<kColumns>& s, int stage, const StepScales<kColumns>& scales,
+                                int half) {
+  using Config = BlockScaledConfig<kColumns>;
+  using Source = ScaleSource<kColumns>;
+  auto& codes = s.codes[stage];
   HOPWELL_UNROLL
   for (int i = 0; i < Config::kWords; ++i) negate_codes(codes.w, arch::thread_index(), i, scales.w[i]);
   HOPWELL_UNROLL
-  for (int i = 0; i < Config::kWordsOfX; ++i) negate_codes(codes.x, Source::column(i), Source::word(), scales.x[i]);
+  for (int i = 0; i < Config::kWordsOfX; ++i) {
+    const int own = Source::column(i) - half * Config::kOwnColumns;
+    if (own >= 0 && own < Config::kOwnColumns) negate_codes(codes.x, own, Source::word(), scales.x[i]);
+  }
+}
+
+/// A stage's scales are there; of a pair, its codes too.
+template <int kColumns, class Slot>
+HOPWELL_DEVICE void tell_issuer(const Slot& slot) {
+  if constexpr (BlockScaledConfig<kColumns>::kCtaGroup == 1)
+    arch::mbarrier_arrive(slot.full());
+  else
+    arch::mbarrier_arrive_cluster(arch::map_to_rank(arch::shared_address(&slot.full()), arch::cluster_rank() & ~1U));
 }
 
 template <int kColumns, class T>
 HOPWELL_DEVICE void supply_scales(const BlockScaledParams<T>& p, BlockScaledStorage<kColumns>& s,
                                   const BlockScaledWork& work) {
-  constexpr int kAhead = BlockScaledConfig<kColumns>::kAhead;
+  using Config = BlockScaledConfig<kColumns>;
+  constexpr int kAhead = Config::kAhead;
   const ScaleSource<kColumns> from(p, work);
   StepScales<kColumns> ahead[kAhead];
   HOPWELL_UNROLL
@@ -221,10 +251,13 @@ HOPWELL_DEVICE void supply_scales(const BlockScaledParams<T>& p, BlockScaledStor
       const tile::RingSlot slot{s.ring, first + i};
       slot.wait_empty();
       store_step(s, slot.stage(), ahead[i]);
-      apply_signs(s, slot, ahead[i]);
+      const bool negative = any_negative(ahead[i]);
+      // The issuer of a pair sees barriers of its own CTA only, so these threads wait for codes, too, before they tell it.
+      if (Config::kCtaGroup == 2 || negative) arch::mbarrier_wait(s.codes_full[slot.stage()], slot.parity());
+      if (negative) apply_signs(s, slot.stage(), ahead[i], work.half);
       arch::fence_proxy_async();
       arch::syncwarp();
-      if (arch::lane_index() == 0) arch::mbarrier_arrive(slot.full());
+      if (arch::lane_index() == 0) tell_issuer<kColumns>(slot);
       ahead[i] = load_step(from, work.step(first + i + kAhead));
     }
   }
@@ -244,42 +277,60 @@ HOPWELL_DEVICE void load_codes(const BlockScaledParams<T>& p, BlockScaledStorage
     slot.wait_empty();
     arch::mbarrier_arrive_expect_tx(full, Config::kCodeBytes);
     arch::tma_load(arch::shared_address(stage.w), p.w, {byte, work.first_row, work.batch}, full);
-    arch::tma_load(arch::shared_address(stage.x), p.x, {byte, work.first_column, work.batch}, full);
+    arch::tma_load(arch::shared_address(stage.x), p.x,
+                   {byte, work.first_column + work.half * Config::kOwnColumns, work.batch}, full);
   }
 }
 
-/// Copies the scales of 64 of K to tensor memory, a tile of 128 rows to every four columns.
+/// Copies the scales of 64 of K to tensor memory, a tile of 128 rows to every four columns. Of a pair each CTA gets its own.
+template <int kCtaGroup>
 HOPWELL_DEVICE void copy_scales(uint32_t to, const ScaleTile& tile) {
   constexpr uint64_t kScales = arch::tcgen05_descriptor({arch::Swizzle::none, 16, 128});
-  arch::tcgen05_copy<1, arch::CopyShape::b32x128_x4>(to, arch::at_address(kScales, arch::shared_address(&tile)));
+  arch::tcgen05_copy<kCtaGroup, arch::CopyShape::b32x128_x4>(to,
+                                                             arch::at_address(kScales, arch::shared_address(&tile)));
 }
 
+/// In both CTAs of a pair.
+template <int kCtaGroup>
+HOPWELL_DEVICE void commit(arch::mbarrier& barrier, arch::Site site = arch::Site::current()) {
+  if constexpr (kCtaGroup == 1)
+    arch::tcgen05_commit<1>(barrier, site);
+  else
+    arch::tcgen05_commit_multicast<2>(barrier, uint16_t(3 << (arch::cluster_rank() & ~1U)), site);
+}
+
+/// By one thread; of a pair, in its first CTA.
 template <int kColumns>
 HOPWELL_DEVICE void multiply(BlockScaledStorage<kColumns>& s, const BlockScaledWork& work) {
   using Config = BlockScaledConfig<kColumns>;
   using Tmem = BlockScaledTmem<kColumns>;
-  constexpr uint32_t kInstruction = arch::nvfp4_instruction_descriptor(Config::kRows, kColumns);
+  constexpr int kCtaGroup = Config::kCtaGroup;
+  constexpr uint32_t kInstruction = arch::nvfp4_instruction_descriptor(Config::kTileRows, kColumns);
   for (int i = 0; i < work.count; ++i) {
     const tile::RingSlot slot{s.ring, i};
     const int stage = slot.stage();
-    slot.wait_full();
-    arch::mbarrier_wait(s.codes_full[stage], slot.parity());
+    if constexpr (kCtaGroup == 1) {
+      slot.wait_full();
+      arch::mbarrier_wait(s.codes_full[stage], slot.parity());
+    } else {
+      arch::mbarrier_wait_cluster(slot.full(), slot.parity());
+    }
     const uint64_t w = arch::at_address(tile::kTcgen05RowsAlongK, arch::shared_address(s.codes[stage].w)),
                    x = arch::at_address(tile::kTcgen05RowsAlongK, arch::shared_address(s.codes[stage].x));
     HOPWELL_UNROLL
     for (int k = 0; k < Config::kWords; ++k) {
       const uint32_t scale_w = arch::tmem_address(s.tmem, 0, Tmem::kScaleW + 4 * k),
                      scale_x = arch::tmem_address(s.tmem, 0, Tmem::kScaleX + 4 * Config::kScaleTiles * k);
-      copy_scales(scale_w, s.scale_w[stage][k]);
+      copy_scales<kCtaGroup>(scale_w, s.scale_w[stage][k]);
       HOPWELL_UNROLL
       for (int tile = 0; tile < Config::kScaleTiles; ++tile)
-        copy_scales(scale_x + uint32_t(4 * tile), s.scale_x[stage][k][tile]);
-      arch::tcgen05_mma_nvfp4<1>(arch::tmem_address(s.tmem, 0, Tmem::kD), w + uint64_t(2 * k), x + uint64_t(2 * k),
-                                 kInstruction, scale_w, scale_x, i + k > 0);
+        copy_scales<kCtaGroup>(scale_x + uint32_t(4 * tile), s.scale_x[stage][k][tile]);
+      arch::tcgen05_mma_nvfp4<kCtaGroup>(arch::tmem_address(s.tmem, 0, Tmem::kD), w + uint64_t(2 * k),
+                                         x + uint64_t(2 * k), kInstruction, scale_w, scale_x, i + k > 0);
     }
-    arch::tcgen05_commit<1>(slot.empty());
+    commit<kCtaGroup>(slot.empty());
   }
-  arch::tcgen05_commit<1>(s.done);
+  commit<kCtaGroup>(s.done);
 }
 
 // ---- results -------------------------------------------------------------------------------------------------------
@@ -340,7 +391,8 @@ HOPWELL_DEVICE void give_sums(BlockScaledStorage<kColumns>& s, const BlockScaled
     SumsOfChunk sums;
     load_sums(s, chunk, sums);
     const float* slot = s.sums(chunk / work.ranks, work.rank, work.ranks) + arch::thread_index();
-    const uint32_t to = arch::map_to_rank(arch::shared_address(slot), uint32_t(chunk % work.ranks));
+    const int rank = chunk % work.ranks * Config::kCtaGroup + work.half;
+    const uint32_t to = arch::map_to_rank(arch::shared_address(slot), uint32_t(rank));
     HOPWELL_UNROLL
     for (int i = 0; i < 8; ++i)
       if (8 * chunk + i < work.columns)
@@ -366,24 +418,33 @@ HOPWELL_DEVICE void add_sums(const BlockScaledParams<T>& p, BlockScaledStorage<k
 
 // ---- the kernel ----------------------------------------------------------------------------------------------------
 
+/// A CTA's threads, or those of a pair (and of its cluster).
+template <int kColumns>
+HOPWELL_DEVICE void sync_group(arch::Site site = arch::Site::current()) {
+  if constexpr (BlockScaledConfig<kColumns>::kCtaGroup == 1)
+    arch::syncthreads(site);
+  else
+    arch::cluster_sync(site);
+}
+
 template <int kColumns>
 HOPWELL_DEVICE void set_up(BlockScaledStorage<kColumns>& s, int warp) {
   using Config = BlockScaledConfig<kColumns>;
   if (warp == Config::kProducerWarp && arch::elect_one()) {
-    s.ring.init(Config::kScaleWarps, 1);
+    s.ring.init(Config::kScaleWarps * Config::kCtaGroup, 1);
     for (arch::mbarrier& full : s.codes_full) arch::mbarrier_init(full, 1);
     arch::mbarrier_init(s.done, 1);
     arch::fence_mbarrier_init();  // kept: what PTX names for barriers; the fence below is for the zeros
   }
   if (warp == Config::kIssuerWarp) {
-    arch::tmem_allocate<1>(s.tmem, BlockScaledTmem<kColumns>::kAllocated);
-    arch::tmem_relinquish<1>();
+    arch::tmem_allocate<Config::kCtaGroup>(s.tmem, BlockScaledTmem<kColumns>::kAllocated);
+    arch::tmem_relinquish<Config::kCtaGroup>();
   }
   if (kColumns % 128 != 0) {  // scales of columns that a tile does not have are copied too
     auto* const words = reinterpret_cast<uint32_t*>(s.scale_x);
     for (int i = arch::thread_index(); i < int(sizeof(s.scale_x) / 4); i += Config::kThreads) words[i] = 0;
+    arch::fence_proxy_async();
   }
-  arch::fence_proxy_async();
 }
 
 /// Warps 0-3, after the last product.
@@ -403,43 +464,45 @@ HOPWELL_DEVICE void store_results(const BlockScaledParams<T>& p, BlockScaledStor
     if (has_sums) add_sums(p, s, work);
   }
   arch::tcgen05_fence_before_thread_sync();
-  arch::syncthreads();
+  sync_group<kColumns>();
 }
 
 #endif
 
-/// Grid [tiles of rows · ranks, tiles of columns, L], clusters of `ranks` CTAs.
+/// Grid [tiles of rows · CTAs of a cluster, tiles of columns, L], clusters of `ranks` CTAs or pairs.
 template <int kColumns, class T>
 __global__ void __launch_bounds__(BlockScaledConfig<kColumns>::kThreads, BlockScaledConfig<kColumns>::kCtas)
     block_scaled_kernel(const __grid_constant__ BlockScaledParams<T> p) {
 #if HOPWELL_HAS_SM100A
   using Config = BlockScaledConfig<kColumns>;
   auto& s = arch::dynamic_smem<BlockScaledStorage<kColumns>>();
-  const int warp = arch::warp_index(), rank = int(arch::cluster_rank()), ranks = int(arch::cluster_size());
+  const int warp = arch::warp_index(), cta = int(arch::cluster_rank()), ctas = int(arch::cluster_size());
+  const int half = cta % Config::kCtaGroup, rank = cta / Config::kCtaGroup, ranks = ctas / Config::kCtaGroup;
   const arch::BlockIndex block = arch::block_index_3d();
-  const BlockScaledWork work{.first_row = block.x / ranks * Config::kRows,
+  const BlockScaledWork work{.first_row = block.x / ctas * Config::kTileRows + half * Config::kRows,
                              .first_column = block.y * kColumns,
                              .batch = block.z,
                              .columns = p.columns - block.y * kColumns,
+                             .half = half,
                              .rank = rank,
                              .ranks = ranks,
                              .count = (p.steps - rank + ranks - 1) / ranks};
   set_up(s, warp);
-  arch::syncthreads();
+  sync_group<kColumns>();
   tile::launch_dependents();
   tile::wait_for_prior_kernels();
   if (warp < Config::kScaleWarps) {
     supply_scales(p, s, work);
   } else if (warp == Config::kProducerWarp) {
     if (arch::elect_one()) load_codes(p, s, work);
-  } else if (arch::elect_one()) {
+  } else if (half == 0 && arch::elect_one()) {
     multiply(s, work);
   }
   arch::syncwarp();  // kept: a lane branched off
   store_results(p, s, work, warp < Config::kScaleWarps);
   if (warp == Config::kIssuerWarp) {
     arch::tcgen05_fence_after_thread_sync();  // kept: PTX's examples do without
-    arch::tmem_deallocate<1>(s.tmem, BlockScaledTmem<kColumns>::kAllocated);
+    arch::tmem_deallocate<Config::kCtaGroup>(s.tmem, BlockScaledTmem<kColumns>::kAllocated);
   }
 #endif
 }
