@@ -6,8 +6,8 @@
     python benchmarks/model.py counters --json FILE       the card's record; needs a Hopper GPU, `ncu`, leave to use it
 
 A query of two lengths is counted, one CTA (or cluster) doing all of it. What more keys cost, for each 64 of them, is
-the cost of a step; what is left is a query's cost whatever its length. `counters` profiles one launch of the same
-kernels with 4,096 queries of 2,048 keys out of 8,192, clocks as found.
+the cost of a step; what is left is a query's cost whatever its length. So is a tile of a product of two K, 256 of it a
+step. `counters` profiles one launch of the same kernels with 4,096 queries of 2,048 keys out of 8,192, clocks as found.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 COUNTERS, COUNTS = "h200/model.json", "emulator"  # the card's record; the folder of the emulator's, a file for each GPU
-SHORT, LONG, STEP = 1024, 2048, 64  # keys
+SHORT, LONG = 1024, 2048  # keys, or K
 QUERIES, SMS = 4096, 132  # of the record
 BYTES_A_CYCLE = 128  # of shared memory's banks
 
@@ -43,33 +44,42 @@ Table = tuple[list[str], list[list[str]]]  # its head and its rows
 class Kernel:
     name: str
     operator: str
-    h_q: int
-    ctas: int = 1  # that work on a query together
+    cases: str  # a case's name but for its size at the end
+    ctas: int = 1  # that work on a query or tile together
+    step: int = 64  # keys, or K
+    shape: str = ""  # of `hopwell bench`
 
-    def case(self, topk: int) -> str:
-        return f"query_h_q_{self.h_q}_topk_{topk}"
+    def case(self, size: int) -> str:
+        return f"{self.cases}_{size}"
 
-    def shape(self) -> str:
-        return "h128-8k" if self.h_q == 128 else "h64-8k" if self.h_q == 64 else f"h64-8k,h_q={self.h_q}"
+
+def query(name: str, operator: str, h_q: int, ctas: int = 1) -> Kernel:
+    shape = "h128-8k" if h_q == 128 else "h64-8k" if h_q == 64 else f"h64-8k,h_q={h_q}"
+    return Kernel(name, operator, f"query_h_q_{h_q}_topk", ctas, shape=shape)
 
 
 BLACKWELL = [
-    Kernel("backward, 64 heads", "sparse_mla_backward", 64),
-    Kernel("backward, 128 heads (each of two CTAs)", "sparse_mla_backward", 128, ctas=2),
-    Kernel("forward, 64 heads", "sparse_mla_forward", 64),
-    Kernel("forward, 128 heads (each of two CTAs)", "sparse_mla_forward", 128, ctas=2),
-    Kernel("distribution, 128 heads", "attention_distribution", 128),
-    Kernel("distribution, 64 heads", "attention_distribution", 64),
+    query("backward, 64 heads", "sparse_mla_backward", 64),
+    Kernel("backward, 64 heads, d_qk 512", "sparse_mla_backward", "query_h_q_64_d_qk_512_topk"),
+    query("backward, 128 heads (each of two CTAs)", "sparse_mla_backward", 128, ctas=2),
+    query("forward, 64 heads", "sparse_mla_forward", 64),
+    query("forward, 128 heads (each of two CTAs)", "sparse_mla_forward", 128, ctas=2),
+    query("distribution, 128 heads", "attention_distribution", 128),
+    query("distribution, 64 heads", "attention_distribution", 64),
+]
+PRODUCTS = [
+    Kernel("128 × 128", "nvfp4_matmul", "tile_128_k", step=256),
+    Kernel("256 × 256 (each of two CTAs)", "nvfp4_matmul", "tile_256_k", ctas=2, step=256),
 ]
 HOPPER = [
-    Kernel("forward, 128 heads", "sparse_mla_forward", 128),
-    Kernel("forward, 64 heads", "sparse_mla_forward", 64),
-    Kernel("forward, 32 heads", "sparse_mla_forward", 32),
-    Kernel("forward, 16 heads", "sparse_mla_forward", 16),
-    Kernel("backward, 64 heads", "sparse_mla_backward", 64),
-    Kernel("backward, 128 heads", "sparse_mla_backward", 128, ctas=2),
-    Kernel("distribution, 128 heads", "attention_distribution", 128),
-    Kernel("distribution, 64 heads", "attention_distribution", 64),
+    query("forward, 128 heads", "sparse_mla_forward", 128),
+    query("forward, 64 heads", "sparse_mla_forward", 64),
+    query("forward, 32 heads", "sparse_mla_forward", 32),
+    query("forward, 16 heads", "sparse_mla_forward", 16),
+    query("backward, 64 heads", "sparse_mla_backward", 64),
+    query("backward, 128 heads", "sparse_mla_backward", 128, ctas=2),
+    query("distribution, 128 heads", "attention_distribution", 128),
+    query("distribution, 64 heads", "attention_distribution", 64),
 ]
 
 METRICS = {
@@ -86,7 +96,7 @@ KERNELS = "^(kernel|single_kernel|pair_kernel)$"  # the operators' own, not the 
 def counted(command: Path, kernel: Kernel, backend: str) -> dict[int, Model]:
     """By keys of the query: the model of the launch that multiplies most."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        arguments = ["check", kernel.operator, "--backend", backend, "--case", kernel.case(0)[:-1] + "*"]
+        arguments = ["check", kernel.operator, "--backend", backend, "--case", kernel.cases + "_*"]
         subprocess.run(
             [command, *arguments, "--model", "--no-checker", "--json", file.name],
             env=os.environ | {"HOPWELL_EMULATOR_SMS": str(kernel.ctas)},
@@ -98,7 +108,7 @@ def counted(command: Path, kernel: Kernel, backend: str) -> dict[int, Model]:
     for model in models.values():
         if model["ctas"] != kernel.ctas:
             raise SystemExit(f"model.py: {kernel.name}: {model['ctas']} CTAs for a query, not {kernel.ctas}")
-    return {topk: models[kernel.case(topk)] for topk in (SHORT, LONG)}
+    return {size: models[kernel.case(size)] for size in (SHORT, LONG)}
 
 
 def count(command: Path) -> None:
@@ -107,34 +117,32 @@ def count(command: Path) -> None:
     commit = subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
     folder = RESULTS / COUNTS
     folder.mkdir(exist_ok=True)
-    for target, kernels in (("sm90", HOPPER), ("sm100", BLACKWELL)):
+    for target, kernels in (("sm90", HOPPER), ("sm100", BLACKWELL + PRODUCTS)):
         results = [
             {
                 "operator": kernel.operator,
-                "h_q": kernel.h_q,
-                "topk": topk,
+                "case": kernel.case(size),
                 "model": {name: value for name, value in model.items() if name != "roles"},
             }
             for kernel in kernels
-            for topk, model in counted(command, kernel, f"emu:{target}").items()
+            for size, model in counted(command, kernel, f"emu:{target}").items()
         ]
         record = {"date": datetime.date.today().isoformat(), "device": f"emu:{target}", "commit": commit}
         (folder / f"{target}.json").write_text(json.dumps({**record, "results": results}, indent=1) + "\n")
 
 
-def recorded(results: Path, target: str) -> dict[tuple[str, int], dict[int, Model]]:
-    """By operator and heads, then by keys."""
-    found: dict[tuple[str, int], dict[int, Model]] = {}
-    for row in json.loads((results / COUNTS / f"{target}.json").read_text())["results"]:
-        found.setdefault((row["operator"], row["h_q"]), {})[row["topk"]] = row["model"]
-    return found
+def recorded(results: Path, target: str) -> Callable[[Kernel], dict[int, Model]]:
+    """What was counted of a kernel, by size."""
+    rows = json.loads((results / COUNTS / f"{target}.json").read_text())["results"]
+    models = {(row["operator"], row["case"]): row["model"] for row in rows}
+    return lambda kernel: {size: models[kernel.operator, kernel.case(size)] for size in (SHORT, LONG)}
 
 
-def step_and_rest(models: dict[int, dict[str, Any]], unit: str | None) -> tuple[float, float]:
-    """Cycles a CTA of 64 keys, and of a query beside its keys."""
+def step_and_rest(models: dict[int, Model], keys: int, unit: str | None) -> tuple[float, float]:
+    """Cycles a CTA of a step of so many keys (or K), and of a query (or tile) beside its steps."""
     short, long = (m["cycles"][unit] if unit else m["full_rate_cycles"] for m in (models[SHORT], models[LONG]))
-    step = (long - short) * STEP / (LONG - SHORT)
-    return step, long - step * LONG / STEP
+    step = (long - short) * keys / (LONG - SHORT)
+    return step, long - step * LONG / keys
 
 
 def cell(step: float, rest: float, binds: bool) -> str:
@@ -148,29 +156,30 @@ def compared(ours: float, theirs: float) -> list[str]:
     return [f"{ours / 1e6:.3f}", f"{theirs / 1e6:.3f}", f"{percent:+.1f} %"]
 
 
-def blackwell(results: Path = RESULTS) -> Table:
-    """Cycles a CTA of a step and of a query beside its steps, by unit, and the cap."""
-    counts, rows = recorded(results, "sm100"), []
-    for kernel in BLACKWELL:
-        models = counts[kernel.operator, kernel.h_q]
+def blackwell(results: Path = RESULTS, kernels: list[Kernel] = BLACKWELL) -> Table:
+    """Cycles a CTA of a step and of a query (or tile) beside its steps, by unit, and the cap."""
+    models_of, rows = recorded(results, "sm100"), []
+    units = [*UNITS, "tensor memory", "exponentials"]
+    for kernel in kernels:
+        models = models_of(kernel)
+        steps = {unit: step_and_rest(models, kernel.step, unit) for unit in units}
         binds = models[LONG]["binds"]
-        units = [*UNITS, "tensor memory", "exponentials"]
-        cells = [cell(*step_and_rest(models, unit), unit == binds) for unit in units]
-        full_rate, _ = step_and_rest(models, None)
-        rows.append([kernel.name, f"{full_rate:,.0f}", *cells, f"{models[LONG]['cap']:.2f}"])
-    return ["", "full rate", *UNITS, "tensor memory", "exponentials", "cap"], rows
+        full_rate, _ = step_and_rest(models, kernel.step, None)
+        cap = models[LONG]["cap"]
+        rows.append([kernel.name, f"{full_rate:,.0f}", *(cell(*steps[u], u == binds) for u in units), f"{cap:.2f}"])
+    return ["", "full rate", *units, "cap"], rows
 
 
 def hopper(results: Path = RESULTS) -> tuple[Table, Table]:
     """What is counted beside the card's counters, then what is predicted beside its cycles."""
     measured = {(r["operator"], r["shape"]): r for r in json.loads((results / COUNTERS).read_text())["results"]}
-    all_counts, predictions, counts = recorded(results, "sm90"), [], []
+    models_of, predictions, counts = recorded(results, "sm90"), [], []
     for kernel in HOPPER:
-        models = all_counts[kernel.operator, kernel.h_q]
-        found, model = measured[kernel.operator, kernel.shape()], models[LONG]
+        models = models_of(kernel)
+        found, model = measured[kernel.operator, kernel.shape], models[LONG]
         per_sm = QUERIES * kernel.ctas / SMS
         predicted = model["cycles"][model["binds"]] * per_sm
-        cells = [cell(*step_and_rest(models, unit), unit == model["binds"]) for unit in UNITS]
+        cells = [cell(*step_and_rest(models, kernel.step, unit), unit == model["binds"]) for unit in UNITS]
         predictions.append([kernel.name, *cells, *compared(predicted, found["active"])])
         banks = (found["bank reads"] + found["bank writes"]) * 4 / BYTES_A_CYCLE
         pairs = [(model["full_rate_cycles"], found["tensor pipe"] / 4), (model["cycles"]["shared memory"], banks)]
@@ -188,14 +197,14 @@ def printed(table: Table) -> None:
 def profiled(command: Path, ncu: str, kernel: Kernel) -> dict[str, Any]:
     arguments = ["--clock-control", "none", "--csv", "--page", "raw", "--print-kernel-base", "function"]
     arguments += ["--kernel-name", f"regex:{KERNELS}", "--launch-count", "1", "--metrics", ",".join(METRICS.values())]
-    arguments += [str(command), "bench", kernel.operator, "--backend", "sm90", "--shape", kernel.shape()]
+    arguments += [str(command), "bench", kernel.operator, "--backend", "sm90", "--shape", kernel.shape]
     run = subprocess.run([ncu, *arguments], capture_output=True, text=True, check=False)
     rows = list(csv.reader(line for line in run.stdout.splitlines() if line.startswith('"')))
     if run.returncode or len(rows) < 3:
         raise SystemExit(f"model.py: ncu failed\n{run.stdout[-2000:]}{run.stderr[-2000:]}")
     cells = dict(zip(rows[0], rows[2], strict=True))
     counters = {name: float(cells[metric].replace(",", "")) for name, metric in METRICS.items()}
-    return {"operator": kernel.operator, "shape": kernel.shape(), "kernel": cells["Kernel Name"], **counters}
+    return {"operator": kernel.operator, "shape": kernel.shape, "kernel": cells["Kernel Name"], **counters}
 
 
 def counters(command: Path, path: Path | None) -> None:

@@ -481,6 +481,14 @@ Suite nvfp4_matmul() {
   Suite suite{"nvfp4_matmul", {}, {}, {}};
   for (const auto& [name, problem] : matmul_problems())
     suite.cases.push_back({suite.op, name, [p = problem](Random& random) { return make_matmul(random, p); }});
+  for (const std::int64_t rows : {128, 256}) {  // a tile
+    for (const std::int64_t k : {1024, 2048}) {
+      Case& tile =
+          suite.cases.emplace_back(suite.op, "tile_" + std::to_string(rows) + "_k_" + std::to_string(k),
+                                   [=](Random& random) { return make_matmul(random, {.m = rows, .n = rows, .k = k}); });
+      tile.for_model = true;
+    }
+  }
   for (const auto& [rows, k] : kBarShapes) {
     suite.shapes.push_back({std::string(rows) + "x" + k, {{"M", "1"}, {"N", rows}, {"K", k}}});
     for (const char* m : {"1", "16", "128", "2048"})

@@ -440,12 +440,15 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_device_problems() {
           {"training_step", {.s_q = 140, .s_kv = 20000, .h_q = 128, .topk = 129, .sm_scale = 0.0417F, .q_size = 1}}};
 }
 
-std::vector<std::pair<std::string, SparseMla>> sparse_mla_query_problems(std::initializer_list<std::int64_t> heads) {
+std::vector<std::pair<std::string, SparseMla>> sparse_mla_query_problems(std::initializer_list<std::int64_t> heads,
+                                                                         std::int64_t d_qk) {
+  const std::string d = d_qk == 576 ? "" : "d_qk_" + std::to_string(d_qk) + "_";
   std::vector<std::pair<std::string, SparseMla>> all;
   for (const std::int64_t h_q : heads)
     for (const std::int64_t topk : {1024, 2048})
-      all.push_back({"query_h_q_" + std::to_string(h_q) + "_topk_" + std::to_string(topk),
-                     {.s_q = 1, .s_kv = 2100, .h_q = h_q, .topk = topk, .sm_scale = 0.0417F, .q_size = 1}});
+      all.push_back(
+          {"query_h_q_" + std::to_string(h_q) + "_" + d + "topk_" + std::to_string(topk),
+           {.s_q = 1, .s_kv = 2100, .h_q = h_q, .d_qk = d_qk, .topk = topk, .sm_scale = 0.0417F, .q_size = 1}});
   return all;
 }
 

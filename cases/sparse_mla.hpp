@@ -50,7 +50,8 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_problems();
 std::vector<std::pair<std::string, SparseMla>> sparse_mla_device_problems();
 // One query of production's shape, with two lengths of its row: their difference is what the model of time (docs/emulator.md)
 // says of a step. For each of the numbers of heads.
-std::vector<std::pair<std::string, SparseMla>> sparse_mla_query_problems(std::initializer_list<std::int64_t> heads);
+std::vector<std::pair<std::string, SparseMla>> sparse_mla_query_problems(std::initializer_list<std::int64_t> heads,
+                                                                         std::int64_t d_qk = 576);
 
 // Benchmark shapes; those of training steps, named by heads and keys, which want a GPU; and a problem from such
 // settings.

@@ -299,8 +299,9 @@ Suite sparse_mla_backward() {
   for (const auto& [name, problem] : sparse_mla_problems()) add(name, problem, {.deterministic = problem.h_q <= 64});
   for (const auto& [name, problem] : problems_of_many_heads())
     add("h_q_" + std::to_string(problem.h_q) + "_" + name, problem, {.deterministic = false});
-  for (const auto& [name, problem] : sparse_mla_query_problems({64, 128}))
-    add(name, problem, {.attn = false, .deterministic = false}).for_model = true;
+  for (const auto& of_width : {sparse_mla_query_problems({64, 128}), sparse_mla_query_problems({64}, 512)})
+    for (const auto& [name, problem] : of_width)
+      add(name, problem, {.attn = false, .deterministic = false}).for_model = true;
   const SparseMla few{
       .s_q = 5, .s_kv = 50, .h_q = 8, .indices = SparseMla::Indices::kInvalid, .sink = SparseMla::Sink::kAny};
   SparseMla many = few;
