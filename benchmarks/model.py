@@ -1,7 +1,7 @@
 """The emulator's model of time: what it says of the kernels for Blackwell, and how right it is about those for Hopper.
 
     python benchmarks/model.py count                      counts on the emulator: benchmarks/results/emulator
-    python benchmarks/model.py blackwell                  the table of docs/performance/blackwell.md, from the records
+    python benchmarks/model.py blackwell                  the tables of docs/performance/blackwell.md, from the records
     python benchmarks/model.py hopper                     the tables of docs/performance/model.md, from the records
     python benchmarks/model.py counters --json FILE       the card's record; needs a Hopper GPU, `ncu`, leave to use it
 
@@ -242,7 +242,7 @@ def main() -> None:
     elif options.what == "counters":
         counters(options.command, options.json)
     else:
-        for table in (blackwell(),) if options.what == "blackwell" else hopper():
+        for table in (blackwell(), blackwell(kernels=PRODUCTS)) if options.what == "blackwell" else hopper():
             printed(table)
             print()
 

@@ -438,6 +438,14 @@ def model_blackwell() -> str:
     )
 
 
+def model_products() -> str:
+    """What the model says of tiles of nvfp4_matmul that copies bind."""
+    program = model()
+    return table(*program.blackwell(records.FOLDER.parent, program.PRODUCTS)) + made_by(
+        "benchmarks/model.py count", [records.read("../emulator/sm100")]
+    )
+
+
 GENERATORS: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
@@ -463,5 +471,6 @@ GENERATORS: dict[str, Callable[..., str]] = {
         model_counts,
         model_times,
         model_blackwell,
+        model_products,
     )
 }
