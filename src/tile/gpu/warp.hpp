@@ -66,4 +66,12 @@ HOPWELL_DEVICE void share_sums(float (&x)[kCount], int width, int distance, bool
   }
 }
 
+/// Adds 32 numbers of each lane over a warp: lane i gets the sum of all x[i]. x is used up.
+HOPWELL_DEVICE float share_sums_of_warp(float (&x)[32]) {
+  const int lane = arch::lane_index();
+  HOPWELL_UNROLL
+  for (int width = 16; width > 0; width /= 2) share_sums(x, width, width, lane & width);
+  return x[0];
+}
+
 }  // namespace hopwell::tile

@@ -30,6 +30,7 @@
 #include "tile/gpu/gather.hpp"
 #include "tile/gpu/ring.hpp"
 #include "tile/gpu/tcgen05_panel.hpp"
+#include "tile/gpu/tensor_memory.hpp"
 #include "tile/gpu/warp.hpp"
 
 namespace hopwell::ops::attention_distribution::HOPWELL_TARGET {
@@ -54,7 +55,7 @@ struct SharedStorage {
   tile::RingBarriers<Config::kStages> row_barriers;
   tile::RingBarriers<Config::kScoreStages> score_barriers;
   SumBarriers sum_barriers;
-  uint32_t tmem;
+  tile::TensorMemory<Tmem::kColumns> tmem;
 };
 static_assert(sizeof(SharedStorage<576>) <= arch::sm90::kMaxSharedBytes);
 static_assert(Config::kQPanels * Config::kQPanel <= sizeof(SharedStorage<512>::rows[0]));
@@ -213,12 +214,7 @@ HOPWELL_DEVICE void sum_heads(float (&sums)[2], const uint32_t (&scores)[64], fl
       const float e = arch::exp2_approx(arch::bit_cast<float>(scores[32 * half + i]) * scale_log2 - lse);
       x[i] = lse == INFINITY ? 0 : e;
     }
-    tile::share_sums(x, 16, 16, lane & 16);
-    tile::share_sums(x, 8, 8, lane & 8);
-    tile::share_sums(x, 4, 4, lane & 4);
-    tile::share_sums(x, 2, 2, lane & 2);
-    tile::share_sums(x, 1, 1, lane & 1);
-    sums[half] = x[0];
+    sums[half] = tile::share_sums_of_warp(x);
   }
 }
 
@@ -268,10 +264,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) kernel(const __grid_const
     arch::fence_mbarrier_init();
   }
   arch::syncwarp();  // kept: a lane branched off
-  if (warp == kIssue) {
-    arch::tmem_allocate<1>(s.tmem, Tmem::kColumns);
-    arch::tmem_relinquish<1>();
-  }
+  if (warp == kIssue) s.tmem.allocate();
   arch::syncthreads();
   if (warp == kGather) gather(p, s);
   if (warp == kIssue && arch::elect_one()) issue(p, s);
@@ -280,10 +273,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) kernel(const __grid_const
   if (warp >= Config::kFirstMathWarp) math(p, s);
   arch::syncwarp();  // kept: lanes branched off
   arch::syncthreads();
-  if (warp == kIssue) {
-    arch::tcgen05_fence_after_thread_sync();  // kept: PTX's examples do without
-    arch::tmem_deallocate<1>(s.tmem, Tmem::kColumns);
-  }
+  if (warp == kIssue) s.tmem.free();
 #endif
 }
 

@@ -30,6 +30,7 @@
 #include "ops/nvfp4/kernels/operands.hpp"
 #include "tile/gpu/ring.hpp"
 #include "tile/gpu/tcgen05_panel.hpp"
+#include "tile/gpu/tensor_memory.hpp"
 
 namespace hopwell::ops::nvfp4::HOPWELL_TARGET {
 
@@ -77,7 +78,7 @@ struct BlockScaledStorage {
   ScaleTile scale_w[Config::kStages][Config::kWords], scale_x[Config::kStages][Config::kWords][Config::kScaleTiles];
   tile::RingBarriers<Config::kStages> ring;  // full: scales
   arch::mbarrier codes_full[Config::kStages], done;
-  uint32_t tmem;
+  tile::TensorMemory<BlockScaledTmem<kColumns>::kAllocated, Config::kCtaGroup> tmem;
 
   /// Sums that a CTA gives for a chunk, counted among the chunks of the CTA that adds them up.
   HOPWELL_DEVICE float* sums(int chunk, int from, int ranks) {
@@ -436,10 +437,7 @@ HOPWELL_DEVICE void set_up(BlockScaledStorage<kColumns>& s, int warp) {
     arch::mbarrier_init(s.done, 1);
     arch::fence_mbarrier_init();  // kept: what PTX names for barriers; the fence below is for the zeros
   }
-  if (warp == Config::kIssuerWarp) {
-    arch::tmem_allocate<Config::kCtaGroup>(s.tmem, BlockScaledTmem<kColumns>::kAllocated);
-    arch::tmem_relinquish<Config::kCtaGroup>();
-  }
+  if (warp == Config::kIssuerWarp) s.tmem.allocate();
   if (kColumns % 128 != 0) {  // scales of columns that a tile does not have are copied too
     auto* const words = reinterpret_cast<uint32_t*>(s.scale_x);
     for (int i = arch::thread_index(); i < int(sizeof(s.scale_x) / 4); i += Config::kThreads) words[i] = 0;
@@ -500,10 +498,7 @@ __global__ void __launch_bounds__(BlockScaledConfig<kColumns>::kThreads, BlockSc
   }
   arch::syncwarp();  // kept: a lane branched off
   store_results(p, s, work, warp < Config::kScaleWarps);
-  if (warp == Config::kIssuerWarp) {
-    arch::tcgen05_fence_after_thread_sync();  // kept: PTX's examples do without
-    arch::tmem_deallocate<Config::kCtaGroup>(s.tmem, BlockScaledTmem<kColumns>::kAllocated);
-  }
+  if (warp == Config::kIssuerWarp) s.tmem.free();
 #endif
 }
 

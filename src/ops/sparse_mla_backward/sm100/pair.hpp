@@ -55,7 +55,7 @@ struct PairStorage {
   arch::mbarrier dkv_full, dkv_empty;                 // chunks of 128 columns
   arch::mbarrier last_dkv_full, last_dkv_empty;       // the last 32
   arch::mbarrier dq_full;
-  uint32_t tmem;
+  tile::TensorMemory<512> tmem;
 };
 static_assert(sizeof(PairStorage<576>) <= arch::sm90::kMaxSharedBytes);
 
@@ -456,10 +456,7 @@ HOPWELL_DEVICE Entries prepare(const Params& p, PairStorage<kDqk>& s, const Work
   arch::cp_async_commit();
   if (warp == 0 && arch::elect_one()) init_barriers(s);
   arch::syncwarp();  // kept: a lane branched off
-  if (warp == 1) {
-    arch::tmem_allocate<1>(s.tmem, 512);
-    arch::tmem_relinquish<1>();
-  }
+  if (role_of(warp) == Role::issue) s.tmem.allocate();
   WorkTile own = work;
   own.first_head += 64 * rank;
   prepare_heads<kAttn, Config::kWarps>(p, s.heads[rank], own);
@@ -484,7 +481,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) pair_kernel(const __grid_
   const Entries entries = prepare<kDqk, kAttn>(p, s, work);
   run_role<kFixed, kAttn>(p, s, work, entries);
   arch::cluster_sync();  // and no message is under way any more
-  free_tensor_memory(s.tmem);
+  if (role_of(arch::warp_index()) == Role::issue) s.tmem.free();
 #endif
 }
 

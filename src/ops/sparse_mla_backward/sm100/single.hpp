@@ -43,7 +43,7 @@ struct SingleStorage {
   arch::mbarrier s_full, dp_full;                    // S and dP in tensor memory
   arch::mbarrier ds_full, ds_empty;                  // P and dS in shared memory
   arch::mbarrier dkv_full[2], dkv_empty[2], dq_full;
-  uint32_t tmem;
+  tile::TensorMemory<512> tmem;
 };
 static_assert(sizeof(SingleStorage<576>) <= arch::sm90::kMaxSharedBytes);
 
@@ -271,10 +271,7 @@ HOPWELL_DEVICE Entries prepare(const Params& p, SingleStorage<kDqk>& s, const Wo
   arch::cp_async_commit();
   if (warp == 0 && arch::elect_one()) init_barriers(s);
   arch::syncwarp();  // kept: a lane branched off
-  if (warp == 1) {
-    arch::tmem_allocate<1>(s.tmem, 512);
-    arch::tmem_relinquish<1>();
-  }
+  if (role_of(warp) == Role::issue) s.tmem.allocate();
   prepare_heads<kAttn, Config::kWarps>(p, s.heads, work);
   find_last_valid(s.last_valid, batch, entries);
   arch::cp_async_wait<0>();
@@ -294,7 +291,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) single_kernel(const __gri
   const Entries entries = prepare<kDqk, kAttn>(p, s, work);
   run_role<kFixed, kAttn>(p, s, work, entries);
   arch::syncthreads();
-  free_tensor_memory(s.tmem);
+  if (role_of(arch::warp_index()) == Role::issue) s.tmem.free();
 #endif
 }
 

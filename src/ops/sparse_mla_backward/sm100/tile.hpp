@@ -15,6 +15,7 @@
 #include "ops/sparse_mla_backward/passes/main_pass.hpp"
 #include "ops/sparse_mla_backward/prologue.hpp"
 #include "tile/gpu/tcgen05_panel.hpp"
+#include "tile/gpu/tensor_memory.hpp"
 #include "tile/gpu/warp.hpp"
 
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
@@ -105,13 +106,9 @@ HOPWELL_DEVICE void add_attn(const Params& p, const float (&probability)[32], co
   float sums[32];
   HOPWELL_UNROLL
   for (int i = 0; i < 32; ++i) sums[i] = probability[i];
-  tile::share_sums(sums, 16, 16, lane & 16);
-  tile::share_sums(sums, 8, 8, lane & 8);
-  tile::share_sums(sums, 4, 4, lane & 4);
-  tile::share_sums(sums, 2, 2, lane & 2);
-  tile::share_sums(sums, 1, 1, lane & 1);
+  const float sum = tile::share_sums_of_warp(sums);
   if (entries.key(entry + lane) >= 0)
-    arch::red_add(p.attn + work.query * p.attn_stride + entries.place(work.first_entry) + entry + lane, sums[0]);
+    arch::red_add(p.attn + work.query * p.attn_stride + entries.place(work.first_entry) + entry + lane, sum);
   arch::syncwarp();  // kept: lanes branched off
 }
 
@@ -234,13 +231,6 @@ HOPWELL_DEVICE void run_role(const GatherParams& p, Storage& s, const WorkTile& 
       break;
   }
   arch::syncwarp();  // kept: a lane branched off
-}
-
-// Tensor memory is given back when nobody needs it any more.
-HOPWELL_DEVICE void free_tensor_memory(uint32_t tmem) {
-  if (role_of(arch::warp_index()) != Role::issue) return;
-  arch::tcgen05_fence_after_thread_sync();  // kept: PTX's examples do without
-  arch::tmem_deallocate<1>(tmem, 512);
 }
 
 #endif

@@ -401,17 +401,11 @@ __global__ void __launch_bounds__(PairConfig::kThreads, 1) pair_kernel(const __g
     arch::fence_mbarrier_init();
   }
   arch::syncwarp();  // kept: a lane branched off
-  if (issues) {
-    arch::tmem_allocate<2>(s.tmem, Tmem::kColumns);
-    arch::tmem_relinquish<2>();
-  }
+  if (issues) s.tmem.allocate();
   arch::cluster_sync();
   run_role(p, s);
   arch::cluster_sync();
-  if (issues) {
-    arch::tcgen05_fence_after_thread_sync();  // kept: PTX's examples do without
-    arch::tmem_deallocate<2>(s.tmem, Tmem::kColumns);
-  }
+  if (issues) s.tmem.free();
 #endif
 }
 

@@ -363,10 +363,7 @@ __global__ void __launch_bounds__(SingleConfig::kThreads, 1) single_kernel(const
     arch::fence_mbarrier_init();
   }
   arch::syncwarp();  // kept: a lane branched off
-  if (warp == SingleConfig::kIssueWarp) {
-    arch::tmem_allocate<1>(s.tmem, Tmem::kColumns);
-    arch::tmem_relinquish<1>();
-  }
+  if (warp == SingleConfig::kIssueWarp) s.tmem.allocate();
   arch::syncthreads();
   if (warp == SingleConfig::kGatherWarp) gather(p, s, entries);
   if (warp == SingleConfig::kIssueWarp && arch::elect_one()) issue(s, steps_of<SingleStorage<kDqk>>(entries));
@@ -376,10 +373,7 @@ __global__ void __launch_bounds__(SingleConfig::kThreads, 1) single_kernel(const
   }
   arch::syncwarp();  // kept: lanes branched off
   arch::syncthreads();
-  if (warp == SingleConfig::kIssueWarp) {
-    arch::tcgen05_fence_after_thread_sync();  // kept: PTX's examples do without
-    arch::tmem_deallocate<1>(s.tmem, Tmem::kColumns);
-  }
+  if (warp == SingleConfig::kIssueWarp) s.tmem.free();
 #endif
 }
 

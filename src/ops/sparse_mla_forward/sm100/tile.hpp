@@ -21,6 +21,7 @@
 #include "ops/sparse_mla_forward/params.hpp"
 #include "tile/gpu/ring.hpp"
 #include "tile/gpu/tcgen05_panel.hpp"
+#include "tile/gpu/tensor_memory.hpp"
 
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 
@@ -54,7 +55,7 @@ struct MathStorage {
   alignas(1024) unsigned char p[kBuffers][kCtas][tile::kPanelBytes];
   float sum[2][Config::kHeads];                               // [half of the keys], in the end
   arch::mbarrier s_full[2], s_empty, p_full[2], out_full[2];  // out_full: O has P of the step
-  uint32_t tmem;
+  tile::TensorMemory<Tmem::kColumns, kCtas> tmem;
 };
 
 // What a CTA works on.

@@ -1,0 +1,30 @@
+// A CTA's columns of tensor memory: asked for, found and given back.
+#pragma once
+
+#include "arch/sm100/tcgen05.hpp"
+
+namespace hopwell::tile {
+
+/// Lies in shared memory, where the hardware writes the columns' address; used as that address. kCtas 2: in each CTA of a
+/// pair, whose CTAs do all of this together.
+template <uint32_t kColumns, int kCtas = 1>
+struct TensorMemory {
+  uint32_t address;
+
+  HOPWELL_DEVICE operator uint32_t() const { return address; }
+
+#if HOPWELL_HAS_SM100A
+  /// By one warp. Others have the address after a barrier. Nothing more is asked for, so that the next CTA may ask.
+  HOPWELL_DEVICE void allocate() {
+    arch::tmem_allocate<kCtas>(address, kColumns);
+    arch::tmem_relinquish<kCtas>();
+  }
+  /// By the same warp, after a barrier behind the last use.
+  HOPWELL_DEVICE void free() const {
+    arch::tcgen05_fence_after_thread_sync();  // kept: PTX's examples do without
+    arch::tmem_deallocate<kCtas>(address, kColumns);
+  }
+#endif
+};
+
+}  // namespace hopwell::tile
