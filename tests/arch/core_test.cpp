@@ -219,6 +219,28 @@ TEST(Warp, SyncOrdersLanesButShuffleDoesNot) {
   expect_finding(cta(32), [&] { kernel(false); }, Kind::race, "not ordered", "lanes");
 }
 
+// Of two instructions with the place of one caller each is left out alone.
+TEST(Warp, LeftOutIsOneInstructionOfAPlace) {
+  const auto meet = [](Site site = Site::current()) { syncwarp(~0U, site), syncthreads(site); };
+  const auto kernel = [&] {
+    auto& s = dynamic_smem<Buffers>();
+    const int thread = thread_index();
+    s.words[thread] = uint32_t(thread);
+    meet();
+    volatile uint32_t v = s.words[63 - thread];
+    (void)v;
+  };
+  const auto calls = emu::launch(cta(64), test::options_for(0), kernel).synchronisation;
+  ASSERT_EQ(calls.size(), 2U);
+  EXPECT_EQ(calls[0].call.where, calls[1].call.where);
+  for (const emu::SynchronisationCount& counted : calls) {
+    EXPECT_EQ(counted.calls, 64U);
+    emu::Options options = test::options_for(0);
+    options.leave_out = counted.call;
+    EXPECT_EQ(emu::launch(cta(64), options, kernel).clean(), counted.call.instruction == "bar.warp.sync");
+  }
+}
+
 TEST(Warp, ShuffleAndBallot) {
   expect_clean(
       cta(64),

@@ -240,7 +240,6 @@ TEST(BackwardFlow, AsksForWhatItsShapesSay) {
   EXPECT_EQ(two.added_bytes - one.added_bytes + two.added_scalars - one.added_scalars, 576U * 64 * 4);
 }
 
-// Leaves out one synchronisation call of the source at a time: some seed must notice, by a finding or by wrong numbers.
 // The times of a recording follow from the kernel's barriers, not from the order in which the emulator took its threads.
 TEST_P(Kernels, HaveTheSameTimelineUnderEverySchedule) {
   const Subject subject = subjects()[GetParam()];
@@ -257,31 +256,33 @@ TEST_P(Kernels, HaveTheSameTimelineUnderEverySchedule) {
   }
 }
 
+// Leaves out one synchronisation call of the source at a time: some seed must notice, by a finding or by wrong numbers.
 TEST_P(Kernels, EverySynchronisationCallIsNeeded) {
   const Subject subject = subjects()[GetParam()];
-  std::vector<emu::SynchronisationSite> sites;
+  std::vector<emu::SynchronisationCount> counts;
   {
     emu::Session session(test::options_for(0));
     subject.run();
-    sites = session.report.synchronisation;
+    counts = session.report.synchronisation;
   }
-  ASSERT_GE(sites.size(), 8u) << subject.name;
-  for (const emu::SynchronisationSite& site : sites) {
-    if (test::is_kept(site.where)) continue;
-    const std::string call = site.instruction + " at " + emu::to_string(site.where);
+  ASSERT_GE(counts.size(), 8u) << subject.name;
+  for (const emu::SynchronisationCount& counted : counts) {
+    const emu::SynchronisationCall& call = counted.call;
+    if (test::is_kept(call.where)) continue;
+    const std::string name = call.instruction + " at " + emu::to_string(call.where);
     const test::Verdict mutant = test::in_child([&] {
       bool noticed = false;
       for (uint64_t seed = 0; seed < 6 && !noticed; ++seed) {
         emu::Options options = test::options_for(seed);
-        options.leave_out = site.where;
+        options.leave_out = call;
         emu::Session session(options);
         const double error = subject.run();
         noticed = !session.report.clean() || !(error <= subject.tolerance);
       }
       return noticed;
     });
-    EXPECT_TRUE(mutant.noticed) << subject.name << ": " << call << " can be left out unnoticed";
-    if (!mutant.how.empty()) std::printf("%s: noticed by %s\n", call.c_str(), mutant.how.c_str());
+    EXPECT_TRUE(mutant.noticed) << subject.name << ": " << name << " can be left out unnoticed";
+    if (!mutant.how.empty()) std::printf("%s: noticed by %s\n", name.c_str(), mutant.how.c_str());
   }
 }
 

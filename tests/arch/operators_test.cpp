@@ -25,7 +25,7 @@ struct Subject {
   cases::Suite (*suite)();
   std::vector<std::string> cases;
   uint64_t schedules;
-  size_t sites;             // synchronisation calls that there are at least
+  size_t calls;             // synchronisation calls that there are at least
   std::string folder = "";  // whose calls count, where a case runs another operator's kernels too
 
   [[nodiscard]] cases::Case case_named(const std::string& wanted) const {
@@ -51,26 +51,27 @@ std::list<Prepared> prepare_cases(const Subject& subject) {
 }
 
 // Every synchronisation call that the cases execute, once.
-std::vector<arch::emu::SynchronisationSite> sites_of(const Subject& subject, std::list<Prepared>& prepared) {
-  std::vector<arch::emu::SynchronisationSite> sites;
+std::vector<arch::emu::SynchronisationCall> calls_of(const Subject& subject, std::list<Prepared>& prepared) {
+  std::vector<arch::emu::SynchronisationCall> calls;
   for (Prepared& of_case : prepared) {
     Session session(arch::test::options_for(0));
     cases::run(of_case.c, of_case.instance, subject.backend);
-    for (const auto& site : session.report.synchronisation) {
-      const auto same = [&](const auto& other) { return other.where == site.where; };
-      const bool counts = std::string_view(site.where.file).find(subject.folder) != std::string_view::npos;
-      if (counts && std::none_of(sites.begin(), sites.end(), same)) sites.push_back(site);
+    for (const auto& counted : session.report.synchronisation) {
+      const auto& call = counted.call;
+      const bool counts = std::string_view(call.where.file).find(subject.folder) != std::string_view::npos;
+      if (counts && std::find(calls.begin(), calls.end(), call) == calls.end()) calls.push_back(call);
     }
   }
-  return sites;
+  return calls;
 }
 
 // Whether a case fails or gives a finding without this call.
-bool noticed_without(const Subject& subject, std::list<Prepared>& prepared, const arch::emu::CallSite& site) {
+bool noticed_without(const Subject& subject, std::list<Prepared>& prepared,
+                     const arch::emu::SynchronisationCall& call) {
   for (uint64_t seed = 0; seed < 6; ++seed) {
     for (Prepared& of_case : prepared) {
       arch::emu::Options options = arch::test::options_for(seed);
-      options.leave_out = site;
+      options.leave_out = call;
       options.max_switches = 5'000'000;  // without a wait or an arrival, threads may poll for ever
       options.throw_findings = true;     // the first launch that has some is enough, and fails the case
       Session session(options);
@@ -117,14 +118,14 @@ TEST_P(Operators, RightOnDevicesOfAllSizes) {
 
 TEST_P(Operators, EverySynchronisationCallIsNeeded) {
   std::list<Prepared> prepared = prepare_cases(GetParam());
-  const auto sites = sites_of(GetParam(), prepared);
-  ASSERT_GE(sites.size(), GetParam().sites);
-  for (const auto& site : sites) {
-    if (arch::test::is_kept(site.where)) continue;
-    const std::string call = site.instruction + " at " + arch::emu::to_string(site.where);
-    const auto mutant = arch::test::in_child([&] { return noticed_without(GetParam(), prepared, site.where); });
-    EXPECT_TRUE(mutant.noticed) << call << " can be left out unnoticed";
-    if (!mutant.how.empty()) std::printf("%s: noticed by %s\n", call.c_str(), mutant.how.c_str());
+  const auto calls = calls_of(GetParam(), prepared);
+  ASSERT_GE(calls.size(), GetParam().calls);
+  for (const auto& call : calls) {
+    if (arch::test::is_kept(call.where)) continue;
+    const std::string name = call.instruction + " at " + arch::emu::to_string(call.where);
+    const auto mutant = arch::test::in_child([&] { return noticed_without(GetParam(), prepared, call); });
+    EXPECT_TRUE(mutant.noticed) << name << " can be left out unnoticed";
+    if (!mutant.how.empty()) std::printf("%s: noticed by %s\n", name.c_str(), mutant.how.c_str());
   }
 }
 

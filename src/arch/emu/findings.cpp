@@ -1,4 +1,5 @@
 // How findings are worded.
+#include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 
@@ -61,15 +62,16 @@ bool enter_synchronisation(const char* instruction, const Site& site) {
   enter(instruction, site);
   Machine& m = *machine;
   if (m.synchronisation_.size() <= current->site) m.synchronisation_.resize(size_t{current->site} + 1);
-  Machine::SynchronisationEntry& entry = m.synchronisation_[current->site];
-  if (!entry.index) {
-    const CallSite place = m.sites.resolve(current->site);
-    entry.left_out = m.options.leave_out && *m.options.leave_out == place;
-    m.report.synchronisation.push_back({instruction, place, 0});
-    entry.index = m.report.synchronisation.size();
+  auto& entries = m.synchronisation_[current->site];
+  auto entry =
+      std::find_if(entries.begin(), entries.end(), [&](const auto& e) { return e.instruction == instruction; });
+  if (entry == entries.end()) {
+    SynchronisationCall call{instruction, m.sites.resolve(current->site)};
+    entry = entries.insert(entry, {instruction, m.report.synchronisation.size(), m.options.leave_out == call});
+    m.report.synchronisation.push_back({std::move(call), 0});
   }
-  ++m.report.synchronisation[entry.index - 1].calls;
-  return entry.left_out;
+  ++m.report.synchronisation[entry->index].calls;
+  return entry->left_out;
 }
 
 }  // namespace hopwell::arch::emu

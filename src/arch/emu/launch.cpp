@@ -232,9 +232,9 @@ thread_local Session* session = nullptr;
 
 void append(Report& all, Report&& one) {
   for (Finding& f : one.findings) all.findings.push_back(std::move(f));
-  for (SynchronisationSite& s : one.synchronisation) {
+  for (SynchronisationCount& s : one.synchronisation) {
     const auto same = std::find_if(all.synchronisation.begin(), all.synchronisation.end(),
-                                   [&](const auto& a) { return a.where == s.where; });
+                                   [&](const auto& a) { return a.call == s.call; });
     if (same == all.synchronisation.end())
       all.synchronisation.push_back(std::move(s));
     else

@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -433,10 +434,11 @@ class Machine {
   StackPool& stacks_;
   friend bool enter_synchronisation(const char*, const Site&);
   struct SynchronisationEntry {
-    size_t index = 0;  // in report.synchronisation, plus one
-    bool left_out = false;
+    std::string_view instruction;
+    size_t index;  // in report.synchronisation
+    bool left_out;
   };
-  std::vector<SynchronisationEntry> synchronisation_;  // by site
+  std::vector<std::vector<SynchronisationEntry>> synchronisation_;  // by site
   std::unordered_map<uint64_t, size_t> known_findings_;
 };
 

@@ -39,6 +39,13 @@ struct CallSite {
   friend bool operator==(const CallSite&, const CallSite&) = default;
 };
 
+/// A synchronising instruction at a place. A function that is given its caller's place may have several there.
+struct SynchronisationCall {
+  std::string instruction;
+  CallSite where;
+  friend bool operator==(const SynchronisationCall&, const SynchronisationCall&) = default;
+};
+
 struct Options {
   uint64_t seed = 1;
   Async async = Async::random;
@@ -48,7 +55,7 @@ struct Options {
   uint64_t max_switches = 200'000'000;  // a launch that polls longer than this without an end is reported as a livelock
   Policy policy{};
   bool throw_findings = false;  // in a session: a launch with findings throws CheckFailed, as it does without one
-  std::optional<CallSite> leave_out{};  // mutation testing: synchronisation calls at this place do nothing
+  std::optional<SynchronisationCall> leave_out{};  // mutation testing: this instruction does nothing at this place
 };
 
 }  // namespace hopwell::arch::emu

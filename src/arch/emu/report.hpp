@@ -35,10 +35,9 @@ struct Finding {
   uint64_t count = 1;
 };
 
-/// A synchronisation call that was executed, for mutation testing.
-struct SynchronisationSite {
-  std::string instruction;
-  CallSite where;
+/// A synchronisation call that was executed, and how often, for mutation testing.
+struct SynchronisationCount {
+  SynchronisationCall call;
   uint64_t calls = 0;
 };
 
@@ -48,7 +47,7 @@ struct Statistics {
 
 struct Report {
   std::vector<Finding> findings;
-  std::vector<SynchronisationSite> synchronisation;
+  std::vector<SynchronisationCount> synchronisation;
   Statistics statistics;
   bool clean() const { return findings.empty(); }
   bool has(Kind kind) const;
