@@ -22,6 +22,19 @@ HOPWELL_DEVICE void arrive_warp(arch::mbarrier& barrier, uint32_t count, arch::S
   if (arch::lane_index() == 0) arch::mbarrier_arrive(barrier, count, site);
 }
 
+/// Barriers, or arrays of them, of so many arrivals. By one thread, before a barrier of the CTA.
+HOPWELL_DEVICE void init_barriers(uint32_t arrivals, arch::mbarrier& barrier) {
+  arch::mbarrier_init(barrier, arrivals);
+}
+template <int kCount>
+HOPWELL_DEVICE void init_barriers(uint32_t arrivals, arch::mbarrier (&barriers)[kCount]) {
+  for (arch::mbarrier& barrier : barriers) arch::mbarrier_init(barrier, arrivals);
+}
+template <class... Barriers>
+HOPWELL_DEVICE void init_barriers(uint32_t arrivals, Barriers&... barriers) {
+  (init_barriers(arrivals, barriers), ...);
+}
+
 /// The barriers of a ring, in shared memory. A stage may be filled in parts, and be emptied in others: each part has a
 /// barrier of its own.
 template <int kTheStages, int kFullParts = 1, int kEmptyParts = 1>

@@ -1,7 +1,8 @@
-// A CTA's columns of tensor memory: asked for, found and given back.
+// A CTA's columns of tensor memory: asked for, found and given back; and what is in them, waited for and loaded.
 #pragma once
 
 #include "arch/sm100/tcgen05.hpp"
+#include "arch/sm90/mbarrier.hpp"
 
 namespace hopwell::tile {
 
@@ -26,5 +27,24 @@ struct TensorMemory {
   }
 #endif
 };
+
+#if HOPWELL_HAS_SM100A
+
+/// Until a phase of a barrier ends: then this thread, and the products it starts, see what was done to tensor memory before.
+HOPWELL_DEVICE void wait_tensor_memory(arch::mbarrier& barrier, uint32_t parity,
+                                       arch::Site site = arch::Site::current()) {
+  arch::mbarrier_wait(barrier, parity, site);
+  arch::tcgen05_fence_after_thread_sync(site);
+}
+
+/// A warp's part of some columns, in registers when this returns.
+template <arch::TmemShape kShape = arch::TmemShape::b32x32, int kCount>
+HOPWELL_DEVICE void load_tensor_memory(uint32_t (&x)[kCount], uint32_t address,
+                                       arch::Site site = arch::Site::current()) {
+  arch::tmem_load<kShape>(x, address, site);
+  arch::tmem_wait_load(x, site);
+}
+
+#endif
 
 }  // namespace hopwell::tile

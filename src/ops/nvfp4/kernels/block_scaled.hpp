@@ -344,9 +344,7 @@ template <int kColumns>
 HOPWELL_DEVICE void load_sums(const BlockScaledStorage<kColumns>& s, int chunk, SumsOfChunk& sums) {
   uint32_t bits[8];
   const int quarter = arch::warp_index() % 4;
-  arch::tmem_load<arch::TmemShape::b32x32>(
-      bits, arch::tmem_address(s.tmem, quarter * 32, BlockScaledTmem<kColumns>::kD + 8 * chunk));
-  arch::tmem_wait_load(bits);
+  tile::load_tensor_memory(bits, arch::tmem_address(s.tmem, quarter * 32, BlockScaledTmem<kColumns>::kD + 8 * chunk));
   HOPWELL_UNROLL
   for (int i = 0; i < 8; ++i) sums[i] = arch::bit_cast<float>(bits[i]);
 }
@@ -433,8 +431,7 @@ HOPWELL_DEVICE void set_up(BlockScaledStorage<kColumns>& s, int warp) {
   using Config = BlockScaledConfig<kColumns>;
   if (warp == Config::kProducerWarp && arch::elect_one()) {
     s.ring.init(Config::kScaleWarps * Config::kCtaGroup, 1);
-    for (arch::mbarrier& full : s.codes_full) arch::mbarrier_init(full, 1);
-    arch::mbarrier_init(s.done, 1);
+    tile::init_barriers(1, s.codes_full, s.done);
     arch::fence_mbarrier_init();  // kept: what PTX names for barriers; the fence below is for the zeros
   }
   if (warp == Config::kIssuerWarp) s.tmem.allocate();
@@ -450,8 +447,7 @@ template <int kColumns, class T>
 HOPWELL_DEVICE void store_results(const BlockScaledParams<T>& p, BlockScaledStorage<kColumns>& s,
                                   const BlockScaledWork& work, bool has_sums) {
   if (has_sums) {
-    arch::mbarrier_wait(s.done, 0);
-    arch::tcgen05_fence_after_thread_sync();
+    tile::wait_tensor_memory(s.done, 0);
   }
   if (work.ranks == 1) {
     if (has_sums) store_tile(p, s, work);

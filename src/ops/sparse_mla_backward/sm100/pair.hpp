@@ -134,8 +134,7 @@ HOPWELL_DEVICE void multiply_partial(uint32_t d, uint64_t by_k, uint32_t a, uint
 template <int kDqk>
 HOPWELL_DEVICE void issue_scores(PairStorage<kDqk>& s, int step, int use) {
   const uint32_t freed = uint32_t(step & 1) ^ 1, parity = uint32_t(use & 1), keys = arch::shared_address(s.keys);
-  arch::mbarrier_wait(s.s_empty, freed);
-  arch::tcgen05_fence_after_thread_sync();
+  tile::wait_tensor_memory(s.s_empty, freed);
   HOPWELL_NO_UNROLL
   for (uint32_t panel = 0; panel < PairConfig::kPanels; ++panel) {
     arch::mbarrier_wait(s.keys_full[panel], parity);
@@ -149,8 +148,7 @@ HOPWELL_DEVICE void issue_scores(PairStorage<kDqk>& s, int step, int use) {
                         arch::shared_address(s.narrow_keys[step & 1]), true);
   }
   arch::tcgen05_commit<1>(s.s_full);
-  arch::mbarrier_wait(s.dp_empty, freed);
-  arch::tcgen05_fence_after_thread_sync();
+  tile::wait_tensor_memory(s.dp_empty, freed);
   HOPWELL_NO_UNROLL
   for (uint32_t panel = 0; panel < PairConfig::kPanels; ++panel) {
     multiply_partial<4>(s.tmem + PairTmem::kDp, tile::kTcgen05RowsAlongK,
@@ -216,8 +214,7 @@ HOPWELL_DEVICE void multiply_heads(uint32_t d, uint32_t a, uint32_t b, bool accu
 template <int kDqk>
 HOPWELL_DEVICE void issue_dkv(PairStorage<kDqk>& s, uint32_t chunk, int& count) {
   const uint32_t d = s.tmem + PairTmem::kDkv, at = 2 * chunk * PairConfig::kPanel;
-  arch::mbarrier_wait(s.dkv_empty, uint32_t(count++ & 1) ^ 1);
-  arch::tcgen05_fence_after_thread_sync();
+  tile::wait_tensor_memory(s.dkv_empty, uint32_t(count++ & 1) ^ 1);
   multiply_heads(d, arch::shared_address(s.ds), arch::shared_address(s.q) + at, false);
   multiply_heads(d, arch::shared_address(s.p), arch::shared_address(s.d_out) + at, true);
   arch::tcgen05_commit<1>(s.dkv_full);
@@ -245,8 +242,7 @@ HOPWELL_DEVICE void issue(const Params& p, PairStorage<kDqk>& s, int steps) {
   issue_scores(s, 0, use++);
   for (int step = 0; step < steps; ++step) {
     if (step + 1 < steps) issue_scores(s, step + 1, use++);
-    arch::mbarrier_wait(s.ds_full, uint32_t(step & 1));
-    arch::tcgen05_fence_after_thread_sync();
+    tile::wait_tensor_memory(s.ds_full, uint32_t(step & 1));
     if (p.dq) copy_peer_ds(s);
     if (has_sums(p)) issue_dkv(s, 0, count);  // while the keys come once more
     if (p.dq) issue_dq(s, step, use++);
@@ -297,8 +293,7 @@ HOPWELL_DEVICE void add_partial(PairStorage<kDqk>& s, uint32_t (&own)[32], int c
 HOPWELL_DEVICE void load_partial(uint32_t (&own)[32], uint32_t (&theirs)[32], uint32_t address, uint32_t own_keys,
                                  uint32_t parity, arch::mbarrier& full, arch::mbarrier& empty,
                                  arch::Site site = arch::Site::current()) {
-  arch::mbarrier_wait(full, parity, site);
-  arch::tcgen05_fence_after_thread_sync(site);
+  tile::wait_tensor_memory(full, parity, site);
   arch::tmem_load<arch::TmemShape::b32x32>(theirs, address + (PairConfig::kOwnKeys - own_keys), site);
   arch::tmem_load<arch::TmemShape::b32x32>(own, address + own_keys, site);
   arch::tmem_wait_load(theirs, site);
@@ -367,8 +362,7 @@ HOPWELL_DEVICE void finish_tile(const Params& p, PairStorage<kDqk>& s, const Wor
   const int quarter = arch::warp_index() % 4, rank = int(arch::cluster_rank());
   const DqRow row = dq_row<PairConfig::kHeads>(p, work, 32 * quarter + arch::lane_index(), kDqk);
   if (steps == 0) return store_no_dq(row, rank * (kDqk / 2), (rank + 1) * (kDqk / 2));
-  arch::mbarrier_wait(s.dq_full, 0);
-  arch::tcgen05_fence_after_thread_sync();
+  tile::wait_tensor_memory(s.dq_full, 0);
   const uint32_t tmem = arch::tmem_address(s.tmem, 32 * quarter, PairTmem::kDq);
   store_dq<PairConfig::kColumns>(row, PairConfig::kColumns * rank, tmem);
   if constexpr (PairStorage<kDqk>::kNarrow) store_dq<32>(row, kDv + 32 * rank, tmem + PairConfig::kColumns);
@@ -384,10 +378,8 @@ HOPWELL_DEVICE void add_last_columns(const Params& p, PairStorage<kDqk>& s, cons
   const EntryKeys keys{entries, step * Config::kKeys};
   const SumRows<kFixed> rows = load_sum_rows<kDqk, kFixed>(p, keys, 32 * (arch::warp_index() % 4) + arch::lane_index());
   uint32_t loaded[16];
-  arch::mbarrier_wait(s.last_dkv_full, uint32_t(step & 1));
-  arch::tcgen05_fence_after_thread_sync();
-  arch::tmem_load<arch::TmemShape::b16x256>(loaded, tmem + PairTmem::kLastDkv);
-  arch::tmem_wait_load(loaded);
+  tile::wait_tensor_memory(s.last_dkv_full, uint32_t(step & 1));
+  tile::load_tensor_memory<arch::TmemShape::b16x256>(loaded, tmem + PairTmem::kLastDkv);
   arch::tcgen05_fence_before_thread_sync();
   arch::mbarrier_arrive(s.last_dkv_empty);
   add_loaded<kFixed>(p, loaded, kDv + 32 * int(arch::cluster_rank()), rows);
@@ -403,8 +395,7 @@ HOPWELL_DEVICE void scatter(const Params& p, PairStorage<kDqk>& s, const Entries
     load_group_rows<kDqk>(rows, p, entries, step, 2 * (quarter & 1));
     HOPWELL_NO_UNROLL
     for (int chunk = 0; chunk < 2; ++chunk) {
-      arch::mbarrier_wait(s.dkv_full, uint32_t(chunk));
-      arch::tcgen05_fence_after_thread_sync();
+      tile::wait_tensor_memory(s.dkv_full, uint32_t(chunk));
       add_accumulator<kFixed, 64>(p, rows, tmem + PairTmem::kDkv, s.dkv_empty,
                                   PairConfig::kColumns * rank + 128 * chunk + 64 * half);
       if (PairStorage<kDqk>::kNarrow && chunk == 0) add_last_columns<kFixed>(p, s, entries, step, tmem);
@@ -416,14 +407,9 @@ HOPWELL_DEVICE void scatter(const Params& p, PairStorage<kDqk>& s, const Entries
 
 template <int kDqk>
 HOPWELL_DEVICE void init_barriers(PairStorage<kDqk>& s) {
-  for (auto& b : s.keys_full) arch::mbarrier_init(b, 1);
-  for (auto& b : s.keys_empty) arch::mbarrier_init(b, 1);
-  for (auto& b : s.narrow_full) arch::mbarrier_init(b, 1);
-  for (auto& b : s.narrow_empty) arch::mbarrier_init(b, 1);
-  for (auto& b : s.landing_full) arch::mbarrier_init(b, 1);
-  for (auto& b : s.landing_empty) arch::mbarrier_init(b, 1);
-  for (auto* b : {&s.s_full, &s.dp_full, &s.dkv_full, &s.last_dkv_full, &s.dq_full}) arch::mbarrier_init(*b, 1);
-  for (auto* b : {&s.s_empty, &s.dp_empty, &s.dkv_empty, &s.last_dkv_empty}) arch::mbarrier_init(*b, 128);
+  tile::init_barriers(1, s.keys_full, s.keys_empty, s.narrow_full, s.narrow_empty, s.landing_full, s.landing_empty,
+                      s.s_full, s.dp_full, s.dkv_full, s.last_dkv_full, s.dq_full);
+  tile::init_barriers(128, s.s_empty, s.dp_empty, s.dkv_empty, s.last_dkv_empty);
   arch::mbarrier_init(s.ds_full, 4);
   arch::mbarrier_init(s.ds_empty, 2);
   arch::fence_mbarrier_init();  // kept: the fence that follows the copies of rows stands for it

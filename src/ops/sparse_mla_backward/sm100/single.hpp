@@ -138,8 +138,7 @@ HOPWELL_DEVICE void issue_dkv(SingleStorage<kDqk>& s, int first, int last, int& 
     const int region = count & 1;
     const uint32_t at = uint32_t(2 * chunk) * SingleConfig::kPanel, q = arch::shared_address(s.q) + at,
                    d = s.tmem + uint32_t(SingleTmem::kDkv + region * SingleTmem::kChunkColumns);
-    arch::mbarrier_wait(s.dkv_empty[region], uint32_t(count / 2 & 1) ^ 1);
-    arch::tcgen05_fence_after_thread_sync();
+    tile::wait_tensor_memory(s.dkv_empty[region], uint32_t(count / 2 & 1) ^ 1);
     if (chunk < 4) {
       multiply_rows<Major::mn, 128>(d, ds, q, false);
       multiply_rows<Major::mn, 128>(d, p, arch::shared_address(s.d_out) + at, true);
@@ -183,16 +182,12 @@ HOPWELL_DEVICE void softmax(const Params& p, SingleStorage<kDqk>& s, const WorkT
     const uint32_t parity = uint32_t(step & 1);
     uint32_t acc[32];
     float probability[32];
-    arch::mbarrier_wait(s.s_full, parity);
-    arch::tcgen05_fence_after_thread_sync();
-    arch::tmem_load<arch::TmemShape::b32x32>(acc, tmem + SingleTmem::kS);
-    arch::tmem_wait_load(acc);
+    tile::wait_tensor_memory(s.s_full, parity);
+    tile::load_tensor_memory(acc, tmem + SingleTmem::kS);
     exponentiate(probability, acc, p.scale_log2, shift);
     if constexpr (kAttn) add_attn(p, probability, work, entries, step * Config::kKeys + 32 * half);
-    arch::mbarrier_wait(s.dp_full, parity);
-    arch::tcgen05_fence_after_thread_sync();
-    arch::tmem_load<arch::TmemShape::b32x32>(acc, tmem + SingleTmem::kDp);
-    arch::tmem_wait_load(acc);
+    tile::wait_tensor_memory(s.dp_full, parity);
+    tile::load_tensor_memory(acc, tmem + SingleTmem::kDp);
     arch::tcgen05_fence_before_thread_sync();
     arch::mbarrier_wait(s.ds_empty, parity ^ 1);
     HOPWELL_UNROLL
@@ -211,8 +206,7 @@ HOPWELL_DEVICE void finish_tile(const Params& p, SingleStorage<kDqk>& s, const W
   const int quarter = arch::warp_index() % 4, position = 32 * quarter + arch::lane_index(), half = position / 64;
   const DqRow row = dq_row<SingleConfig::kHeads>(p, work, position % 64, kDqk);
   if (steps == 0) return store_no_dq(row, half * (kDqk / 2), (half + 1) * (kDqk / 2));
-  arch::mbarrier_wait(s.dq_full, 0);
-  arch::tcgen05_fence_after_thread_sync();
+  tile::wait_tensor_memory(s.dq_full, 0);
   const uint32_t tmem = arch::tmem_address(s.tmem, 32 * quarter, SingleTmem::kDq);
   store_dq<128>(row, 128 * half, tmem);
   store_dq<128>(row, 256 + 128 * half, tmem + 128);
@@ -234,8 +228,7 @@ HOPWELL_DEVICE void scatter(const Params& p, SingleStorage<kDqk>& s, const Entri
     for (int chunk = 0; chunk < SingleStorage<kDqk>::kChunks; ++chunk, ++count) {
       const int region = count & 1;
       const uint32_t from = tmem + uint32_t(region * SingleTmem::kChunkColumns);
-      arch::mbarrier_wait(s.dkv_full[region], uint32_t(count / 2 & 1));
-      arch::tcgen05_fence_after_thread_sync();
+      tile::wait_tensor_memory(s.dkv_full[region], uint32_t(count / 2 & 1));
       if (chunk < 4)
         add_accumulator<kFixed, 64>(p, rows, from, s.dkv_empty[region], 128 * chunk + 64 * half);
       else
@@ -248,11 +241,8 @@ HOPWELL_DEVICE void scatter(const Params& p, SingleStorage<kDqk>& s, const Entri
 
 template <int kDqk>
 HOPWELL_DEVICE void init_barriers(SingleStorage<kDqk>& s) {
-  for (auto& b : s.keys_full) arch::mbarrier_init(b, 1);
-  for (auto& b : s.keys_empty) arch::mbarrier_init(b, 1);
-  for (auto* b : {&s.s_full, &s.dp_full, &s.ds_empty, &s.dkv_full[0], &s.dkv_full[1], &s.dq_full})
-    arch::mbarrier_init(*b, 1);
-  for (auto* b : {&s.ds_full, &s.dkv_empty[0], &s.dkv_empty[1]}) arch::mbarrier_init(*b, 128);
+  tile::init_barriers(1, s.keys_full, s.keys_empty, s.s_full, s.dp_full, s.ds_empty, s.dkv_full, s.dq_full);
+  tile::init_barriers(128, s.ds_full, s.dkv_empty);
   arch::fence_mbarrier_init();  // kept: the fence that follows the copies of rows stands for it
 }
 

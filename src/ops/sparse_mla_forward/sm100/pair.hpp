@@ -283,24 +283,6 @@ HOPWELL_DEVICE void meet(const MathThread& at, arch::Site site = arch::Site::cur
   arch::barrier_sync(kMathBarrier + at.warp % 2, 64, site);
 }
 
-// This thread's columns of O times `factor`, once the products so far have ended.
-template <int kDqk>
-HOPWELL_DEVICE void scale_out(PairStorage<kDqk>& s, const MathThread& at, int number, float factor) {
-  wait_out(s, number - 1);
-  arch::tcgen05_fence_after_thread_sync();
-  HOPWELL_NO_UNROLL
-  for (int column = 0; column < Config::kDv / 2; column += 32) {
-    const uint32_t address = arch::tmem_address(at.tmem, 32 * at.warp, Tmem::kOut + column);
-    uint32_t out[32];
-    arch::tmem_load<arch::TmemShape::b32x32>(out, address);
-    arch::tmem_wait_load(out);
-    HOPWELL_UNROLL
-    for (int i = 0; i < 32; ++i) out[i] = arch::bit_cast<uint32_t>(arch::bit_cast<float>(out[i]) * factor);
-    arch::tmem_store<arch::TmemShape::b32x32>(address, out);
-  }
-  arch::tmem_wait_store();
-}
-
 // Moves the reference if this step's maximum passes it by more than the slack, and O and the sum with it.
 template <int kDqk>
 HOPWELL_DEVICE void follow_max(RunningSoftmax& softmax, PairStorage<kDqk>& s, const MathThread& at, const Step& step,
@@ -312,7 +294,7 @@ HOPWELL_DEVICE void follow_max(RunningSoftmax& softmax, PairStorage<kDqk>& s, co
   softmax.max = fmaxf(softmax.max, max);
   const float next = tile::next_reference(softmax.reference, max);
   const float factor = tile::move_reference(softmax.reference, softmax.sum, next);
-  if (!step.first && arch::ballot(factor != 1)) scale_out(s, at, step.number, factor);
+  if (!step.first && arch::ballot(factor != 1)) scale_out(s, at, step.number, [&](int, int) { return factor; });
 }
 
 // 32 columns of O at a time, scaled, to global memory; zeros where there was no step.
@@ -325,8 +307,7 @@ HOPWELL_DEVICE void store_out(const GatherParams& p, PairStorage<kDqk>& s, const
   for (int column = 0; column < Config::kDv / 2; column += 32) {
     uint32_t x[32] = {};
     if (steps > 0) {
-      arch::tmem_load<arch::TmemShape::b32x32>(x, arch::tmem_address(at.tmem, 32 * at.warp, Tmem::kOut + column));
-      arch::tmem_wait_load(x);
+      tile::load_tensor_memory(x, arch::tmem_address(at.tmem, 32 * at.warp, Tmem::kOut + column));
     }
     const auto value = [&](int i) { return scale == 0 ? 0 : arch::bit_cast<float>(x[i]) * scale; };
     HOPWELL_UNROLL

@@ -176,8 +176,7 @@ HOPWELL_DEVICE void multiply_part(SingleStorage<kDqk>& s, uint32_t tmem, int ste
 template <int kDqk>
 HOPWELL_DEVICE void multiply_values(SingleStorage<kDqk>& s, uint32_t tmem, int step) {
   constexpr int kLast = SingleConfig::kParts - 1;
-  arch::mbarrier_wait(s.p_full[step % 2], uint32_t(step / 2 & 1));
-  arch::tcgen05_fence_after_thread_sync();
+  tile::wait_tensor_memory(s.p_full[step % 2], uint32_t(step / 2 & 1));
   multiply_part<arch::CollectorUsage::fill>(s, tmem, step, 0);
   HOPWELL_NO_UNROLL
   for (int part = 1; part < kLast; ++part) multiply_part<arch::CollectorUsage::use>(s, tmem, step, part);
@@ -224,26 +223,6 @@ HOPWELL_DEVICE void share_factors(float (&of_lane)[2], SingleStorage<kDqk>& s, c
   for (int i = 0; i < 2; ++i) of_lane[i] = s.factor[arch::lane_index() + 32 * i];
 }
 
-// This thread's columns of O times their heads' factors, once the products so far have ended.
-template <int kDqk>
-HOPWELL_DEVICE void scale_out(SingleStorage<kDqk>& s, const MathThread& at, int step, const float (&factors)[2]) {
-  wait_out(s, step - 1);
-  arch::tcgen05_fence_after_thread_sync();
-  HOPWELL_NO_UNROLL
-  for (int column = 0; column < Tmem::kQ; column += 32) {
-    const uint32_t address = arch::tmem_address(at.tmem, 32 * at.warp, Tmem::kOut + column);
-    const float factor = column % 64 == 0 ? factors[0] : factors[1];
-    uint32_t out[32];
-    arch::tmem_load<arch::TmemShape::b32x32>(out, address);
-    arch::tmem_wait_load(out);
-    HOPWELL_UNROLL
-    for (int i = 0; i < 32; ++i)
-      out[i] = arch::bit_cast<uint32_t>(arch::bit_cast<float>(out[i]) * arch::shuffle(factor, i));
-    arch::tmem_store<arch::TmemShape::b32x32>(address, out);
-  }
-  arch::tmem_wait_store();
-}
-
 // Moves references that this step's maxima pass by more than the slack, and O and the sums with them. Mostly none does.
 template <int kDqk>
 HOPWELL_DEVICE void follow_max(RunningSoftmax& softmax, SingleStorage<kDqk>& s, const MathThread& at, const Step& step,
@@ -258,7 +237,8 @@ HOPWELL_DEVICE void follow_max(RunningSoftmax& softmax, SingleStorage<kDqk>& s, 
   if (step.first) return;
   float factors[2];
   share_factors(factors, s, at, factor);
-  scale_out(s, at, step.number, factors);
+  scale_out(s, at, step.number,
+            [&](int column, int i) { return arch::shuffle(column % 64 == 0 ? factors[0] : factors[1], i); });
 }
 
 // Lanes that are `distance` apart exchange every second piece of `width` words: then each has pieces twice as wide of half as
@@ -299,8 +279,7 @@ HOPWELL_DEVICE void store_out(const GatherParams& p, SingleStorage<kDqk>& s, con
   for (int column = 0; column < Tmem::kQ; column += 32) {
     uint32_t loaded[32] = {}, words[16];
     if (steps > 0) {
-      arch::tmem_load<arch::TmemShape::b32x32>(loaded, arch::tmem_address(at.tmem, 32 * at.warp, Tmem::kOut + column));
-      arch::tmem_wait_load(loaded);
+      tile::load_tensor_memory(loaded, arch::tmem_address(at.tmem, 32 * at.warp, Tmem::kOut + column));
     }
     const float of_lane = column % 64 == 0 ? factors[0] : factors[1];
     float x[32];

@@ -79,8 +79,8 @@ HOPWELL_DEVICE int steps_of(const Entries& entries) {
 template <class Storage>
 HOPWELL_DEVICE void init_math_barriers(Storage& s) {
   constexpr uint32_t kMathWarps = Storage::kCtas * Config::kMathThreads / 32;
-  for (auto* b : {&s.s_empty, &s.p_full[0], &s.p_full[1]}) arch::mbarrier_init(*b, kMathWarps);
-  for (auto* b : {&s.s_full[0], &s.s_full[1], &s.out_full[0], &s.out_full[1]}) arch::mbarrier_init(*b, 1);
+  tile::init_barriers(kMathWarps, s.s_empty, s.p_full);
+  tile::init_barriers(1, s.s_full, s.out_full);
 }
 
 HOPWELL_DEVICE uint32_t in_first_cta(arch::mbarrier& barrier) {
@@ -162,6 +162,23 @@ HOPWELL_DEVICE void wait_out(Storage& s, int number, arch::Site site = arch::Sit
   arch::mbarrier_wait(s.out_full[number % 2], uint32_t(number / 2 & 1), site);
 }
 
+// This thread's 256 columns of O, each times factor(column / 32 · 32, column % 32), once the products before a step have ended.
+template <class Storage, class Factor>
+HOPWELL_DEVICE void scale_out(Storage& s, const MathThread& at, int number, const Factor& factor) {
+  wait_out(s, number - 1);
+  arch::tcgen05_fence_after_thread_sync();
+  HOPWELL_NO_UNROLL
+  for (int column = 0; column < Tmem::kQ; column += 32) {
+    const uint32_t address = arch::tmem_address(at.tmem, 32 * at.warp, Tmem::kOut + column);
+    uint32_t out[32];
+    tile::load_tensor_memory(out, address);
+    HOPWELL_UNROLL
+    for (int i = 0; i < 32; ++i) out[i] = arch::bit_cast<uint32_t>(arch::bit_cast<float>(out[i]) * factor(column, i));
+    arch::tmem_store<arch::TmemShape::b32x32>(address, out);
+  }
+  arch::tmem_wait_store();
+}
+
 // A head's running softmax; both threads of a head have the same reference.
 struct RunningSoftmax {
   float reference = -INFINITY, max = -INFINITY, sum = 0;
@@ -172,10 +189,8 @@ template <class Storage, int kKeys>
 HOPWELL_DEVICE void load_scores(float (&x)[kKeys], const Params& p, Storage& s, const MathThread& at, int number,
                                 const ValidKeys<kKeys>& valid) {
   uint32_t loaded[kKeys];
-  arch::mbarrier_wait(s.s_full[number % 2], uint32_t(number / 2 & 1));
-  arch::tcgen05_fence_after_thread_sync();
-  arch::tmem_load<arch::TmemShape::b32x32>(loaded, arch::tmem_address(at.tmem, 32 * at.warp, Storage::kScores));
-  arch::tmem_wait_load(loaded);
+  tile::wait_tensor_memory(s.s_full[number % 2], uint32_t(number / 2 & 1));
+  tile::load_tensor_memory(loaded, arch::tmem_address(at.tmem, 32 * at.warp, Storage::kScores));
   arch::tcgen05_fence_before_thread_sync();
   tell_issue<Storage>(s.s_empty);
   HOPWELL_UNROLL
