@@ -5,9 +5,12 @@
 #include <hopwell/error.hpp>
 #include <hopwell/hopwell.hpp>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstdint>
 #include <deque>
+#include <initializer_list>
 #include <string>
 #include <string_view>
 
@@ -16,6 +19,19 @@
 
 namespace hopwell::runtime {
 namespace {
+
+// A grid of so many CTAs in one dimension, each by itself.
+[[maybe_unused]] arch::LaunchShape shape_of_ctas(std::int64_t ctas, std::int64_t threads,
+                                                 std::size_t shared_bytes = 0) {
+  return {.grid = {static_cast<std::uint32_t>(ctas)},
+          .threads = static_cast<std::uint32_t>(threads),
+          .shared_bytes = shared_bytes};
+}
+
+// Whether kernels may keep all of these in ints, and count on up to 1,024 past them.
+[[maybe_unused]] bool fit_in_ints(std::initializer_list<std::int64_t> sizes) {
+  return std::max(sizes) < (std::int64_t{1} << 31) - 1024;
+}
 
 // How many clusters of `shape.cluster` CTAs of a kernel run at a time on the device, which is the current one: fewer
 // than it has multiprocessors for. Asked for once for each device and size: a kernel's other sizes must stay the same.

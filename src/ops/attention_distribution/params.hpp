@@ -1,8 +1,12 @@
 // attention_distribution on GPUs: what the kernels of every backend are told.
 #pragma once
 
+#include <cmath>
+
 #include "arch/sm80/convert.hpp"
+#include "arch/sm80/threads.hpp"
 #include "ops/attention_distribution/plan.hpp"
+#include "runtime/launch.hpp"
 #include "tile/gpu/entries.hpp"
 #include "tile/gpu/numbers.hpp"
 
@@ -31,6 +35,28 @@ HOPWELL_DEVICE Entries entries_of(const Params& p, const WorkTile& work) {
 HOPWELL_DEVICE int key_tiles(const Entries& e) { return (e.length + kTileKeys - 1) / kTileKeys; }
 // How often all keys are read: once for every 128 heads.
 HOPWELL_DEVICE int head_passes(const Params& p) { return (p.h_q + kHeadsAtATime - 1) / kHeadsAtATime; }
+
+// Of a head, in units of log 2. Heads that do not exist get +inf: their exponentials are 0.
+HOPWELL_DEVICE float lse_of(const Params& p, int64_t query, int head) {
+  return head < p.h_q ? p.lse[query * p.lse_stride_s + head * p.lse_stride_h] * tile::kLog2E : INFINITY;
+}
+
+// Whether a CTA's work tile has anything to multiply, and then all that its roles walk through in the same order: passes
+// of heads; of each, items of queries and then of keys.
+template <class Function>
+HOPWELL_DEVICE void for_each_pass(const Params& p, const Function& function) {
+  HOPWELL_NO_UNROLL
+  for (int number = arch::block_index(); number < p.plan.work_tiles; number += arch::grid_size()) {
+    const WorkTile work = work_tile_of(p.plan, p.selection.topk, number);
+    const Entries entries = entries_of(p, work);
+    const int tiles = key_tiles(entries);
+    HOPWELL_NO_UNROLL
+    for (int pass = 0; pass < head_passes(p) && tiles > 0; ++pass) function(work.query, entries, tiles, pass);
+  }
+}
+
+inline bool sizes_fit(const Problem& p) { return runtime::fit_in_ints({p.s_q, p.s_kv, p.topk, p.h_q}); }
+constexpr const char* kSizesDoNotFit = "s_q, s_kv, topk and h_q must be below 2^31 - 1024";
 
 inline Params params_of(const Problem& problem) {
   Params p{};

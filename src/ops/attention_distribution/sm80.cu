@@ -1,6 +1,5 @@
 // attention_distribution for any NVIDIA GPU from Ampere on: what it takes, and the kernel's launch.
 #include "ops/attention_distribution/sm80/head_sums.hpp"
-#include "runtime/launch.hpp"
 
 namespace hopwell::ops::attention_distribution::HOPWELL_TARGET {
 namespace {
@@ -12,19 +11,14 @@ runtime::Support supports(const Problem& p) {
     return Support::no("d_qk must be a multiple of 16, at most 576");
   if (!tile::row_major<bf16>(p.q, 2).in_chunks || !tile::row_major<bf16>(p.kv, 1).in_chunks)
     return Support::no("rows of q and kv must be 16-byte aligned");
-  constexpr std::int64_t kLimit = (std::int64_t{1} << 31) - 1024;
-  if (p.s_q >= kLimit || p.s_kv >= kLimit || p.topk >= kLimit || p.h_q >= kLimit)
-    return Support::no("s_q, s_kv, topk and h_q must be below 2^31 - 1024");
+  if (!sizes_fit(p)) return Support::no(kSizesDoNotFit);
   return {};
 }
 
 template <int kHeadWarps>
 void launch_with_warps(const Params& p, Stream stream) {
-  const arch::LaunchShape shape{.grid = {static_cast<std::uint32_t>(p.plan.ctas)},
-                                .threads = Config::kThreads,
-                                .shared_bytes = sizeof(SharedStorage)};
-  runtime::launch("attention_distribution", p.d_qk > 512 ? kernel<576, kHeadWarps> : kernel<512, kHeadWarps>, shape,
-                  stream, p);
+  runtime::launch("attention_distribution", p.d_qk > 512 ? kernel<576, kHeadWarps> : kernel<512, kHeadWarps>,
+                  runtime::shape_of_ctas(p.plan.ctas, Config::kThreads, sizeof(SharedStorage)), stream, p);
 }
 
 void launch(const Problem& problem, Stream stream) {

@@ -1,6 +1,5 @@
 // attention_distribution for Hopper: what it takes, and its kernel's launch.
 #include "ops/attention_distribution/sm90/head_sums.hpp"
-#include "runtime/launch.hpp"
 
 namespace hopwell::ops::attention_distribution::HOPWELL_TARGET {
 namespace {
@@ -8,9 +7,7 @@ namespace {
 runtime::Support supports(const Problem& p) {
   if (p.q.dtype != DType::kBFloat16) return runtime::Support::no("q and kv must be bfloat16");
   if (p.d_qk != 576 && p.d_qk != 512) return runtime::Support::no("d_qk must be 576 or 512");
-  constexpr std::int64_t kLimit = (std::int64_t{1} << 31) - 1024;
-  if (p.s_q >= kLimit || p.s_kv >= kLimit || p.topk >= kLimit || p.h_q >= kLimit)
-    return runtime::Support::no("s_q, s_kv, topk and h_q must be below 2^31 - 1024");
+  if (!sizes_fit(p)) return runtime::Support::no(kSizesDoNotFit);
   return {};
 }
 
@@ -24,11 +21,8 @@ template <int kDqk>
 void launch_with_width(const Problem& problem, Stream stream) {
   Params p = params_of(problem);
   p.aligned = is_aligned(p, problem);
-  const arch::LaunchShape shape{.grid = {static_cast<std::uint32_t>(p.plan.ctas)},
-                                .threads = Config::kThreads,
-                                .shared_bytes = sizeof(SharedStorage<kDqk>)};
-  runtime::launch("attention_distribution", p.plan.alternate ? kernel<kDqk, true> : kernel<kDqk, false>, shape, stream,
-                  p);
+  runtime::launch("attention_distribution", p.plan.alternate ? kernel<kDqk, true> : kernel<kDqk, false>,
+                  runtime::shape_of_ctas(p.plan.ctas, Config::kThreads, sizeof(SharedStorage<kDqk>)), stream, p);
 }
 
 void launch(const Problem& problem, Stream stream) {

@@ -284,10 +284,8 @@ SelectParams select_params(const Problem& problem, std::int64_t first_query, con
 void launch_select(const Problem& problem, std::int64_t first, std::int64_t count, Stream stream) {
   const SelectPlan plan = plan_select(problem, count);
   runtime::launch(kName, select_keys,
-                  {.grid = {static_cast<std::uint32_t>(count)},
-                   .threads = 32 * static_cast<std::uint32_t>(plan.warps),
-                   .shared_bytes = SelectStorage::bytes(plan.digit_bits)},
-                  stream, select_params(problem, first, plan));
+                  runtime::shape_of_ctas(count, 32 * plan.warps, SelectStorage::bytes(plan.digit_bits)), stream,
+                  select_params(problem, first, plan));
 }
 
 }  // namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET

@@ -12,8 +12,8 @@ namespace {
 runtime::Support supports(const Problem& p) {
   using runtime::Support;
   if (p.q.dtype == DType::kFloat32) return Support::no("q_index and k_index must be bfloat16 or float8_e4m3fn");
-  if (!can_copy(p.q, 2)) return Support::no("q_index must have rows of 16-byte pieces");
-  if (!can_copy(p.k, 1)) return Support::no("k_index must have rows of 16-byte pieces");
+  if (!tile::can_map(p.q, {0, 1})) return Support::no("q_index must have rows of 16-byte pieces");
+  if (!tile::can_map(p.k, {0})) return Support::no("k_index must have rows of 16-byte pieces");
   const char* refused = refused_on_gpus(p, p.topk);
   return refused == nullptr ? Support{} : Support::no(refused);
 }

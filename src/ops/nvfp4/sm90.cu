@@ -1,10 +1,10 @@
 // nvfp4_linear, and nvfp4_matmul after its x is decoded, for Hopper, by wgmma: more than 16 columns of x, and few where x
 // is much of what a CTA reads. plan.hpp chooses; sm80.cu has the rest.
-#include "arch/sm90/make_tensor_map.hpp"
 #include "ops/nvfp4/decode.hpp"
 #include "ops/nvfp4/kernels/few_columns_wgmma.hpp"
 #include "ops/nvfp4/kernels/many_columns.hpp"
 #include "ops/nvfp4/launch.hpp"
+#include "tile/gpu/tensor_map.hpp"
 
 namespace hopwell::ops::nvfp4 {
 namespace {
@@ -49,15 +49,6 @@ void launch_few_columns(const LinearProblem& p, const Plan& plan, const T* x, St
 
 // ---- many columns --------------------------------------------------------------------------------------------------
 
-arch::TensorMap map_of_codes(const LinearProblem& p, int rows_of_tile) {
-  return arch::make_tensor_map({.address = p.weight.data,
-                                .element = arch::TensorElement::u8,
-                                .rank = 2,
-                                .extent = {static_cast<std::uint64_t>(p.k / 2), static_cast<std::uint64_t>(p.rows)},
-                                .stride_bytes = {p.rows > 1 ? static_cast<std::uint64_t>(p.weight.stride[0]) : 16},
-                                .box = {ManyColumnsConfig::kStageK / 2, static_cast<std::uint32_t>(rows_of_tile)}});
-}
-
 template <int kColumns, class T>
 void launch_arrange(const LinearProblem& p, const Plan& plan, const T* x, int stages, Stream stream) {
   constexpr std::int64_t kThreads = ManyColumnsConfig::kArrangeThreads;
@@ -81,7 +72,8 @@ void launch_many_columns(const LinearProblem& p, const Plan& plan, const T* x, S
   using Config = ManyColumnsConfig;
   const auto stages = static_cast<int>(tile::ceil_div(p.k, Config::kStageK));
   launch_arrange<kColumns>(p, plan, x, stages, stream);
-  const ManyColumnsParams params{.codes = map_of_codes(p, plan.row_groups * Config::kRows),
+  const auto rows = static_cast<std::uint32_t>(plan.row_groups * Config::kRows);  // of a CTA
+  const ManyColumnsParams params{.codes = tile::map_of(p.weight, {{1, Config::kStageK / 2}, {0, rows}}),
                                  .scales = p.weight_scale,
                                  .x = static_cast<const unsigned char*>(p.workspace),
                                  .factor = factor_of(p),

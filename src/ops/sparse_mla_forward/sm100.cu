@@ -19,8 +19,7 @@ runtime::Support supports(const Problem& p) {
   if ((p.d_qk != 576 && p.d_qk != 512) || p.d_v != 512) return Support::no("d_qk must be 576 or 512, d_v 512");
   if (!rows_aligned(p.q, 2) || !rows_aligned(p.kv, 1) || (p.s_kv > 1 && p.kv.stride[0] < 1))
     return Support::no("rows of q and kv must be 16-byte aligned, those of kv in ascending order");
-  constexpr std::int64_t kLimit = (std::int64_t{1} << 31) - 1024;
-  if (p.s_q * (2 * pairs_of(p) + 1) >= kLimit || p.s_kv >= kLimit || p.topk >= kLimit)
+  if (!runtime::fit_in_ints({p.s_q * (2 * pairs_of(p) + 1), p.s_kv, p.topk}))
     return Support::no("s_q times blocks of 64 heads, s_kv and topk must be below 2^31 - 1024");
   return {};
 }
@@ -28,7 +27,7 @@ runtime::Support supports(const Problem& p) {
 template <int kDqk>
 void launch_with_width(const Problem& problem, Stream stream) {
   const std::int64_t pairs = pairs_of(problem);
-  GatherParams p{params_of(problem), tile::map_of_rows(problem.kv, problem.q, kDqk, 64, arch::Swizzle::bytes128)};
+  GatherParams p{params_of(problem), tile::map_of_rows(problem.kv, problem.q, 64, arch::Swizzle::bytes128)};
   p.out_sectors = rows_aligned(problem.out, 2, 32);
   p.head_tiles = static_cast<int>(pairs), p.work_tiles = static_cast<std::uint32_t>(problem.s_q * pairs);
   if (pairs > 0)
@@ -42,10 +41,8 @@ void launch_with_width(const Problem& problem, Stream stream) {
   p.first_head = static_cast<int>(PairConfig::kHeads * pairs);
   if (p.first_head < problem.h_q)
     runtime::launch("sparse_mla_forward", single_kernel<kDqk>,
-                    {.grid = {static_cast<std::uint32_t>(problem.s_q)},
-                     .threads = SingleConfig::kThreads,
-                     .shared_bytes = sizeof(SingleStorage<kDqk>)},
-                    stream, p);
+                    runtime::shape_of_ctas(problem.s_q, SingleConfig::kThreads, sizeof(SingleStorage<kDqk>)), stream,
+                    p);
 }
 
 void launch(const Problem& problem, Stream stream) {

@@ -4,10 +4,9 @@
 
 #include "arch/sm100/tcgen05.hpp"
 #include "arch/sm100/tma.hpp"
-#include "arch/sm90/make_tensor_map.hpp"
 #include "tile/gpu/entries.hpp"
 #include "tile/gpu/panel.hpp"
-#include "tile/gpu/views.hpp"
+#include "tile/gpu/tensor_map.hpp"
 
 namespace hopwell::tile {
 
@@ -56,15 +55,11 @@ namespace {
 
 /// The rows of a bf16 matrix for gathers of `columns` columns. A matrix without rows lends those of `other`: then no entry
 /// counts, and of none more than zeros is asked for.
-[[maybe_unused]] arch::TensorMap map_of_rows(const View& rows, const View& other, int width, int columns,
+[[maybe_unused]] arch::TensorMap map_of_rows(const View& rows, const View& other, std::uint32_t columns,
                                              arch::Swizzle swizzle) {
-  const std::int64_t count = rows.shape[0] > 0 ? rows.shape[0] : 1, stride = count > 1 ? rows.stride[0] : width;
-  return arch::make_tensor_map({.address = rows.shape[0] > 0 ? rows.data : other.data,
-                                .rank = 2,
-                                .extent = {static_cast<std::uint64_t>(width), static_cast<std::uint64_t>(count)},
-                                .stride_bytes = {2 * static_cast<std::uint64_t>(stride)},
-                                .box = {static_cast<std::uint32_t>(columns), 1},
-                                .swizzle = swizzle});
+  View lent = rows;
+  if (rows.shape[0] == 0) lent.data = other.data, lent.shape[0] = 1;
+  return map_of(lent, {{1, columns}, {0, 1}}, swizzle);
 }
 
 }  // namespace

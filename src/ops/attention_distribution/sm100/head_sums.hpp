@@ -71,20 +71,6 @@ struct GatherParams : Params {
 using RowSlot = tile::RingSlot<Config::kStages>;
 using ScoreSlot = tile::RingSlot<Config::kScoreStages>;
 
-// Whether a CTA's work tile has anything to multiply, and then all that its roles walk through in the same order: passes
-// of heads; of each, items of queries and then of keys.
-template <class Function>
-HOPWELL_DEVICE void for_each_pass(const Params& p, const Function& function) {
-  HOPWELL_NO_UNROLL
-  for (int number = arch::block_index(); number < p.plan.work_tiles; number += arch::grid_size()) {
-    const WorkTile work = work_tile_of(p.plan, p.selection.topk, number);
-    const Entries entries = entries_of(p, work);
-    const int tiles = key_tiles(entries);
-    HOPWELL_NO_UNROLL
-    for (int pass = 0; pass < head_passes(p) && tiles > 0; ++pass) function(work.query, entries, tiles, pass);
-  }
-}
-
 // ---- gather
 
 // By one lane.
@@ -224,9 +210,7 @@ HOPWELL_DEVICE void math(const Params& p, SharedStorage<kDqk>& s) {
   const uint32_t tmem = arch::tmem_address(s.tmem, 32 * warp, Tmem::kScores);
   int key_tile = 0;
   for_each_pass(p, [&](int64_t query, const Entries&, int tiles, int pass) {
-    // Heads that do not exist get +inf: their exponentials are 0.
-    const int head = kHeadsAtATime * pass + 32 * warp + lane;
-    const float lse = head < p.h_q ? p.lse[query * p.lse_stride_s + head * p.lse_stride_h] * tile::kLog2E : INFINITY;
+    const float lse = lse_of(p, query, kHeadsAtATime * pass + 32 * warp + lane);
     HOPWELL_NO_UNROLL
     for (int tile = 0; tile < tiles; ++tile, ++key_tile) {
       const ScoreSlot scores{s.score_barriers, key_tile};
@@ -235,8 +219,7 @@ HOPWELL_DEVICE void math(const Params& p, SharedStorage<kDqk>& s) {
       float sums[2];
       scores.wait_full();
       arch::tcgen05_fence_after_thread_sync();
-      arch::tmem_load<arch::TmemShape::b32x32>(loaded, tmem + uint32_t(kTileKeys * scores.stage()));
-      arch::tmem_wait_load(loaded);
+      tile::load_tensor_memory(loaded, tmem + uint32_t(kTileKeys * scores.stage()));
       arch::tcgen05_fence_before_thread_sync();
       scores.release();
       sum_heads(sums, loaded, p.scale_log2, lse);

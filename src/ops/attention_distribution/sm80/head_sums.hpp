@@ -110,7 +110,7 @@ struct Heads {
     for (int half = 0; half < 2; ++half) {
       const int head = first + 8 * half + arch::lane_index() / 4;
       const bool exists = head < p.h_q;
-      lse[half] = exists ? p.lse[query * p.lse_stride_s + head * p.lse_stride_h] * tile::kLog2E : INFINITY;
+      lse[half] = lse_of(p, query, head);
       HOPWELL_UNROLL
       for (int i = 0; i < kColumns / kBlockColumns; ++i) {
         const int column = kBlockColumns * i + arch::lane_index() % 4 * 8;

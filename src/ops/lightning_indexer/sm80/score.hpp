@@ -206,9 +206,7 @@ void launch_score(const Problem& problem, std::int64_t first, std::int64_t count
   p.q_stride = problem.q.stride[0];
   p.column_blocks = static_cast<int>((problem.d_index + tile::kBlockColumns - 1) / tile::kBlockColumns);
   runtime::launch(kName, p.column_blocks == kColumnBlocks ? score_keys<true, T> : score_keys<false, T>,
-                  {.grid = {static_cast<std::uint32_t>(plan.key_blocks * plan.slices)},
-                   .threads = ScoreConfig::kThreads,
-                   .shared_bytes = sizeof(ScoreStorage<T>)},
+                  runtime::shape_of_ctas(plan.key_blocks * plan.slices, ScoreConfig::kThreads, sizeof(ScoreStorage<T>)),
                   stream, p);
 }
 

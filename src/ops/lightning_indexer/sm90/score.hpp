@@ -22,13 +22,13 @@
 
 #include "arch/sm80/convert.hpp"
 #include "arch/sm90/cluster.hpp"
-#include "arch/sm90/make_tensor_map.hpp"
 #include "arch/sm90/tma.hpp"
 #include "arch/sm90/wgmma.hpp"
 #include "ops/lightning_indexer/score_task.hpp"
 #include "runtime/launch.hpp"
 #include "tile/gpu/panel.hpp"
 #include "tile/gpu/ring.hpp"
+#include "tile/gpu/tensor_map.hpp"
 
 namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET {
 
@@ -340,35 +340,6 @@ __global__ void __launch_bounds__(ScoreConfig<T>::kThreads, 1) score_keys(const 
 
 // ---- launch -----------------------------------------------------------------------------------------------------------
 
-// Whether the copy engine can read it: rows of whole chunks of 16 bytes.
-bool can_copy(const View& view, std::size_t dims) {
-  constexpr std::int64_t kMost = std::int64_t{1} << 38;  // elements
-  const auto chunk = static_cast<std::int64_t>(16 / size_of(view.dtype));
-  bool can = reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0;
-  for (std::size_t i = 0; i < dims; ++i)
-    can &= view.shape[i] <= 1 || (view.stride[i] > 0 && view.stride[i] < kMost && view.stride[i] % chunk == 0);
-  return can;
-}
-
-// The dimensions of a view in boxes of 128 bytes of columns and so many of the others.
-arch::TensorMap map_of(const View& view, std::size_t dims, const std::uint32_t (&box)[2]) {
-  const auto bytes = static_cast<std::uint32_t>(size_of(view.dtype));
-  arch::TensorMapRequest request{
-      .address = view.data,
-      .element = view.dtype == DType::kBFloat16 ? arch::TensorElement::bf16 : arch::TensorElement::u8,
-      .rank = static_cast<int>(dims) + 1,
-      .extent = {static_cast<std::uint64_t>(view.shape[dims])},
-      .box = {128 / bytes},
-      .swizzle = arch::Swizzle::bytes128};
-  for (std::size_t i = 1; i <= dims; ++i) {
-    const std::size_t dim = dims - i;
-    request.extent[i] = static_cast<std::uint64_t>(view.shape[dim]);
-    request.stride_bytes[i - 1] = view.shape[dim] > 1 ? bytes * static_cast<std::uint64_t>(view.stride[dim]) : 16;
-    request.box[i] = box[i - 1];
-  }
-  return arch::make_tensor_map(request);
-}
-
 template <int kHeads, class T>
 auto kernel_for(const ScoreParams<T>& p) {
   return p.masked ? score_keys<kHeads, true, T> : score_keys<kHeads, false, T>;
@@ -380,18 +351,19 @@ void launch_score(const Problem& problem, std::int64_t first, std::int64_t count
   using Config = ScoreConfig<T>;
   const ScorePlan plan = plan_wgmma_score(problem, count, Config::kKeys);
   ScoreParams<T> p{score_task(problem, plan, first, count)};
-  p.q = map_of(problem.q, 2,
-               {static_cast<std::uint32_t>(plan.queries.padded_heads),
-                static_cast<std::uint32_t>(plan.queries.queries_per_tile)});
-  p.k = map_of(problem.k, 1, {Config::kRows, 1});
+  constexpr auto kColumns = static_cast<std::uint32_t>(128 / sizeof(T));
+  p.q = tile::map_of(problem.q,
+                     {{2, kColumns},
+                      {1, static_cast<std::uint32_t>(plan.queries.padded_heads)},
+                      {0, static_cast<std::uint32_t>(plan.queries.queries_per_tile)}},
+                     arch::Swizzle::bytes128);
+  p.k = tile::map_of(problem.k, {{1, kColumns}, {0, Config::kRows}}, arch::Swizzle::bytes128);
   const auto kernel = problem.h_index % kHeadTile == 0 ? kernel_for<kHeadTile>(p)
                       : problem.h_index == 32          ? kernel_for<32>(p)
                       : problem.h_index == 16          ? kernel_for<16>(p)
                                                        : kernel_for<0>(p);
   runtime::launch(kName, kernel,
-                  {.grid = {static_cast<std::uint32_t>(plan.key_blocks * plan.slices)},
-                   .threads = Config::kThreads,
-                   .shared_bytes = sizeof(ScoreStorage<T>)},
+                  runtime::shape_of_ctas(plan.key_blocks * plan.slices, Config::kThreads, sizeof(ScoreStorage<T>)),
                   stream, p);
 }
 

@@ -14,6 +14,7 @@
 #include "ops/sparse_mla_backward/pacing.hpp"
 #include "ops/sparse_mla_backward/passes/main_pass.hpp"
 #include "ops/sparse_mla_backward/prologue.hpp"
+#include "tile/gpu/ring.hpp"
 #include "tile/gpu/tcgen05_panel.hpp"
 #include "tile/gpu/tensor_memory.hpp"
 #include "tile/gpu/warp.hpp"
@@ -193,8 +194,7 @@ HOPWELL_DEVICE void store_dq(const DqRow& row, int column, uint32_t address) {
   HOPWELL_NO_UNROLL
   for (int c = 0; c < kColumns; c += 32) {
     uint32_t loaded[32];
-    arch::tmem_load<arch::TmemShape::b32x32>(loaded, arch::tmem_address(address, 0, c));
-    arch::tmem_wait_load(loaded);
+    tile::load_tensor_memory(loaded, arch::tmem_address(address, 0, c));
     float x[32];
     HOPWELL_UNROLL
     for (int i = 0; i < 32; ++i) x[i] = arch::bit_cast<float>(loaded[i]);
@@ -242,10 +242,9 @@ template <auto kFixedKernel, auto kAttnKernel, auto kPlainKernel>
 void launch_variant(const Problem& problem, const Plan& plan, const MainPass& pass, std::size_t shared_bytes,
                     Stream stream) {
   if (pass.clusters() == 0) return;
-  const auto rows_by = [&](int columns, arch::Swizzle swizzle) {
-    return tile::map_of_rows(problem.kv, problem.q, static_cast<int>(problem.d_qk), columns, swizzle);
-  };
-  const GatherParams p{{}, rows_by(64, arch::Swizzle::bytes128), rows_by(32, arch::Swizzle::bytes64)};
+  const GatherParams p{{},
+                       tile::map_of_rows(problem.kv, problem.q, 64, arch::Swizzle::bytes128),
+                       tile::map_of_rows(problem.kv, problem.q, 32, arch::Swizzle::bytes64)};
   if (plan.sums == DkvSums::fixed_point)
     launch_main<kFixedKernel>(problem, plan, pass, p, Config::kThreads, shared_bytes, stream);
   else if (problem.attn && !plan.distribution)
