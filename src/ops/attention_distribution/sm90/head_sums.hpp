@@ -111,29 +111,22 @@ HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, int part) {
   // The gather is what takes longest at up to 64 heads; otherwise bursts of copies delay products and sums.
   constexpr int kTogether = kAlternate ? 16 : 2;
   int item = 0;
-  HOPWELL_NO_UNROLL
-  for (int number = arch::block_index(); number < p.plan.work_tiles; number += arch::grid_size()) {
-    const WorkTile work = work_tile_of(p.plan, p.selection.topk, number);
-    const Entries entries = entries_of(p, work);
-    const int tiles = key_tiles(entries);
-    const bf16* q = p.q + work.query * p.q_stride_s;
-    HOPWELL_NO_UNROLL
-    for (int pass = 0; pass < head_passes(p) && tiles > 0; ++pass) {
-      // Indices are loaded two tiles ahead and looked at when they are used: a load takes as long as a tile.
-      tile::RowIndices next = keys_of(entries, 0), second = keys_of(entries, 1);
-      for (int i = 0; i < (kAlternate ? 1 : 2); ++i, ++item) {
-        const int head = kHeadsAtATime * pass + kTileHeads * i + arch::lane_index();
-        copy_part<kDqk, 1>({s, item}, part, p.aligned, q, p.q_stride_h, {head, head + 32, {0, unsigned(p.h_q)}});
-      }
-      HOPWELL_NO_UNROLL
-      for (int tile = 0; tile < tiles; ++tile, ++item) {
-        const tile::RowIndices keys = next;
-        next = second;
-        second = keys_of(entries, tile + 2);
-        copy_part<kDqk, kTogether>({s, item}, part, p.aligned, p.kv, p.kv_stride, keys);
-      }
+  for_each_pass(p, [&](int64_t query, const Entries& entries, int tiles, int pass) {
+    const bf16* q = p.q + query * p.q_stride_s;
+    // Indices are loaded two tiles ahead and looked at when they are used: a load takes as long as a tile.
+    tile::RowIndices next = keys_of(entries, 0), second = keys_of(entries, 1);
+    for (int i = 0; i < (kAlternate ? 1 : 2); ++i, ++item) {
+      const int head = kHeadsAtATime * pass + kTileHeads * i + arch::lane_index();
+      copy_part<kDqk, 1>({s, item}, part, p.aligned, q, p.q_stride_h, {head, head + 32, {0, unsigned(p.h_q)}});
     }
-  }
+    HOPWELL_NO_UNROLL
+    for (int tile = 0; tile < tiles; ++tile, ++item) {
+      const tile::RowIndices keys = next;
+      next = second;
+      second = keys_of(entries, tile + 2);
+      copy_part<kDqk, kTogether>({s, item}, part, p.aligned, p.kv, p.kv_stride, keys);
+    }
+  });
   arch::cp_async_wait_all();  // no thread leaves before its copies
 }
 
@@ -180,14 +173,11 @@ HOPWELL_DEVICE void multiply(float (&scores)[32], const uint32_t (&q)[kDqk / 16]
   slot.release(2, arrivals);
 }
 
-// lse of a thread's two heads, rows lane / 4 and lane / 4 + 8 of its warp's 16, in units of log 2. Heads that do not
-// exist get +inf: their exponentials are 0.
+// lse of a thread's two heads, rows lane / 4 and lane / 4 + 8 of its warp's 16.
 HOPWELL_DEVICE void load_lse(const Params& p, int64_t query, int first_head, float (&lse)[2]) {
   const int head = first_head + arch::warp_index() % 4 * 16 + arch::lane_index() / 4;
-  const float* row = p.lse + query * p.lse_stride_s;
   HOPWELL_UNROLL
-  for (int r = 0; r < 2; ++r)
-    lse[r] = head + 8 * r < p.h_q ? row[(head + 8 * r) * p.lse_stride_h] * tile::kLog2E : INFINITY;
+  for (int r = 0; r < 2; ++r) lse[r] = lse_of(p, query, head + 8 * r);
 }
 
 // Heads that do not exist, or whose lse is +inf, add 0 beside any score: where a warp has such heads, their scores are cleared.
@@ -228,32 +218,26 @@ HOPWELL_DEVICE void math(const Params& p, SharedStorage<kDqk>& s, int group) {
   const int warp = arch::warp_index() % (kAlternate ? 4 : 8);
   int item = 0, key_tile = 0;
   if (group == 1) arch::barrier_arrive(kTurn, 256);  // warpgroup 0 starts
-  HOPWELL_NO_UNROLL
-  for (int number = arch::block_index(); number < p.plan.work_tiles; number += arch::grid_size()) {
-    const WorkTile work = work_tile_of(p.plan, p.selection.topk, number);
-    const int tiles = key_tiles(entries_of(p, work));
-    HOPWELL_NO_UNROLL
-    for (int pass = 0; pass < head_passes(p) && tiles > 0; ++pass) {
-      const int head_tile = kAlternate ? 0 : group;
-      float lse[2];
-      load_lse(p, work.query, kHeadsAtATime * pass + kTileHeads * head_tile, lse);
-      uint32_t q[kDqk / 16][4];
-      load_q<kDqk>({s, item + head_tile}, kAlternate ? 1 : 2, q);
-      if (kAlternate && (item & 1) == group) {  // the turn goes with the items
-        arch::barrier_sync(kTurn + group, 256);
-        arch::barrier_arrive(kTurn + (group ^ 1), 256);
-      }
-      item += kHeadTiles;
-      HOPWELL_NO_UNROLL
-      for (int tile = kAlternate ? (item ^ group) & 1 : 0; tile < tiles; tile += kAlternate ? 2 : 1) {
-        float scores[32];
-        multiply<kDqk>(scores, q, {s, item + tile}, kAlternate ? 2 : 1, group);
-        clear_scores(scores, lse);
-        sum_heads(p, s, scores, lse, key_tile + tile, warp);
-      }
-      item += tiles, key_tile += tiles;
+  for_each_pass(p, [&](int64_t query, const Entries&, int tiles, int pass) {
+    const int head_tile = kAlternate ? 0 : group;
+    float lse[2];
+    load_lse(p, query, kHeadsAtATime * pass + kTileHeads * head_tile, lse);
+    uint32_t q[kDqk / 16][4];
+    load_q<kDqk>({s, item + head_tile}, kAlternate ? 1 : 2, q);
+    if (kAlternate && (item & 1) == group) {  // the turn goes with the items
+      arch::barrier_sync(kTurn + group, 256);
+      arch::barrier_arrive(kTurn + (group ^ 1), 256);
     }
-  }
+    item += kHeadTiles;
+    HOPWELL_NO_UNROLL
+    for (int tile = kAlternate ? (item ^ group) & 1 : 0; tile < tiles; tile += kAlternate ? 2 : 1) {
+      float scores[32];
+      multiply<kDqk>(scores, q, {s, item + tile}, kAlternate ? 2 : 1, group);
+      clear_scores(scores, lse);
+      sum_heads(p, s, scores, lse, key_tile + tile, warp);
+    }
+    item += tiles, key_tile += tiles;
+  });
 }
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
