@@ -17,8 +17,19 @@
 #include "arch/launch.hpp"
 #include "runtime/device.hpp"
 
+#define HOPWELL_TEXT(x) HOPWELL_TEXT_OF(x)
+#define HOPWELL_TEXT_OF(x) #x
+
 namespace hopwell::runtime {
 namespace {
+
+// The backend that this file is, as users name it: HOPWELL_TARGET is "sm90", or "emu_sm90" for the emulator.
+constexpr auto kTarget = [] {
+  auto name = std::to_array(HOPWELL_TEXT(HOPWELL_TARGET));
+  std::replace(name.begin(), name.end(), '_', ':');
+  return name;
+}();
+[[maybe_unused]] constexpr const char* kBackend = kTarget.data();
 
 // A grid of so many CTAs in one dimension, each by itself.
 [[maybe_unused]] arch::LaunchShape shape_of_ctas(std::int64_t ctas, std::int64_t threads,

@@ -32,7 +32,6 @@ struct Params {
 HOPWELL_DEVICE Entries entries_of(const Params& p, const WorkTile& work) {
   return tile::entries_of(p.selection, work.query).slice(work.first, work.size);
 }
-HOPWELL_DEVICE int key_tiles(const Entries& e) { return (e.length + kTileKeys - 1) / kTileKeys; }
 // How often all keys are read: once for every 128 heads.
 HOPWELL_DEVICE int head_passes(const Params& p) { return (p.h_q + kHeadsAtATime - 1) / kHeadsAtATime; }
 
@@ -49,7 +48,7 @@ HOPWELL_DEVICE void for_each_pass(const Params& p, const Function& function) {
   for (int number = arch::block_index(); number < p.plan.work_tiles; number += arch::grid_size()) {
     const WorkTile work = work_tile_of(p.plan, p.selection.topk, number);
     const Entries entries = entries_of(p, work);
-    const int tiles = key_tiles(entries);
+    const int tiles = entries.tiles(kTileKeys);
     HOPWELL_NO_UNROLL
     for (int pass = 0; pass < head_passes(p) && tiles > 0; ++pass) function(work.query, entries, tiles, pass);
   }

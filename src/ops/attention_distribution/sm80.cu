@@ -34,8 +34,7 @@ void launch(const Problem& problem, Stream stream) {
     launch_with_warps<1>(p, stream);
 }
 
-const runtime::Registration<Problem> backend{
-    {.name = HOPWELL_ON_DEVICE ? "sm80" : "emu:sm80", .supports = supports, .launch = launch}};
+const runtime::Registration<Problem> backend{{.name = runtime::kBackend, .supports = supports, .launch = launch}};
 
 }  // namespace
 }  // namespace hopwell::ops::attention_distribution::HOPWELL_TARGET

@@ -21,7 +21,7 @@ HOPWELL_DEVICE void store(const Params& p, const float (&sums_of_stage)[kSumStag
   for (int number = arch::block_index(); number < p.plan.work_tiles; number += arch::grid_size()) {
     const WorkTile work = work_tile_of(p.plan, p.selection.topk, number);
     const Entries entries = entries_of(p, work);
-    const int tiles = key_tiles(entries);
+    const int tiles = entries.tiles(kTileKeys);
     float* const row = sums_of(p, work, entries);
     float total = 0;
     int low = entries.at(lane), high = entries.at(lane + 32);

@@ -40,13 +40,11 @@ void launch(const Problem& problem, Stream stream) {
   if (problem.attn.size() == 0) return;
   const Params p{problem.attn.as<const float>(), problem.out.as<float>(), problem.attn.stride[0],
                  problem.out.stride[0],          problem.attn.shape[0],   static_cast<int>(problem.attn.shape[1])};
-  runtime::launch(kName, normalize_rows,
-                  {.grid = {static_cast<std::uint32_t>((p.rows + kWarps - 1) / kWarps)}, .threads = 32 * kWarps},
-                  stream, p);
+  runtime::launch(kName, normalize_rows, runtime::shape_of_ctas((p.rows + kWarps - 1) / kWarps, 32 * kWarps), stream,
+                  p);
 }
 
-const runtime::Registration<Problem> backend{
-    {.name = HOPWELL_ON_DEVICE ? "sm80" : "emu:sm80", .supports = supports, .launch = launch}};
+const runtime::Registration<Problem> backend{{.name = runtime::kBackend, .supports = supports, .launch = launch}};
 
 }  // namespace
 }  // namespace hopwell::ops::normalize_l1::HOPWELL_TARGET

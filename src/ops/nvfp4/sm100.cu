@@ -2,9 +2,9 @@
 // by kernels/one_column.hpp, with Blackwell's conversion of codes. The rest runs by sm80.cu.
 #include <algorithm>
 
-#include "arch/sm90/make_tensor_map.hpp"
 #include "ops/nvfp4/kernels/block_scaled.hpp"
 #include "ops/nvfp4/launch_one_column.hpp"
+#include "tile/gpu/tensor_map.hpp"
 
 namespace hopwell::ops::nvfp4 {
 namespace {
@@ -14,7 +14,7 @@ using namespace HOPWELL_TARGET;
 constexpr std::int64_t kMaxK = std::int64_t{1} << 30, kMaxRows = std::int64_t{1} << 28,
                        kMaxColumns = std::int64_t{1} << 23, kMaxBatches = 65535;
 
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+using tile::ceil_div;
 
 // Codes [rows, K/2, L] as the copy engine takes them: 16-byte aligned rows and batches.
 bool takes_codes(const View& codes, std::int64_t rows, std::int64_t batches) {
@@ -61,20 +61,9 @@ int ranks_of(const Product& p, std::int64_t steps) {
   return static_cast<int>(best);
 }
 
-// A dimension of size 1 may have any stride; the copy engine wants a multiple of 16.
-std::uint64_t stride_of(std::int64_t stride, std::int64_t size) {
-  return size > 1 ? static_cast<std::uint64_t>(stride) : 16;
-}
-
-arch::TensorMap map_of(const View& codes, std::int64_t k, std::int64_t rows, std::int64_t batches, int box) {
-  return arch::make_tensor_map({.address = codes.data,
-                                .element = arch::TensorElement::u8,
-                                .rank = 3,
-                                .extent = {static_cast<std::uint64_t>(k / 2), static_cast<std::uint64_t>(rows),
-                                           static_cast<std::uint64_t>(batches)},
-                                .stride_bytes = {stride_of(codes.stride[0], rows), stride_of(codes.stride[2], batches)},
-                                .box = {BlockScaledConfig<8>::kRowBytes, static_cast<std::uint32_t>(box), 1},
-                                .swizzle = arch::Swizzle::bytes128});
+arch::TensorMap map_of(View codes, const Product& p, std::int64_t rows, std::uint32_t box) {
+  codes.shape = {rows, p.k / 2, p.batches};
+  return tile::map_of(codes, {{1, BlockScaledConfig<8>::kRowBytes}, {0, box}, {2, 1}}, arch::Swizzle::bytes128);
 }
 
 template <int kColumns, class T>
@@ -82,8 +71,8 @@ void launch_tiles(const Product& p, const Result<T>& result, Stream stream) {
   using Config = BlockScaledConfig<kColumns>;
   const std::int64_t steps = ceil_div(p.k, Config::kK);
   const int ctas = ranks_of<kColumns>(p, steps) * Config::kCtaGroup;  // of a cluster
-  const BlockScaledParams<T> params{.w = map_of(p.w, p.k, p.rows, p.batches, Config::kRows),
-                                    .x = map_of(p.x, p.k, p.columns, p.batches, Config::kOwnColumns),
+  const BlockScaledParams<T> params{.w = map_of(p.w, p, p.rows, Config::kRows),
+                                    .x = map_of(p.x, p, p.columns, Config::kOwnColumns),
                                     .w_scales = p.w_scales,
                                     .x_scales = p.x_scales,
                                     .result = result,
@@ -180,12 +169,12 @@ void launch_linear(const LinearProblem& p, Stream stream) {
   });
 }
 
-constexpr const char* kBackend = HOPWELL_ON_DEVICE ? "sm100" : "emu:sm100";
 const runtime::Registration<LinearProblem> linear{
-    {.name = kBackend, .supports = linear_supports, .launch = launch_linear}};
-const runtime::Registration<GemvProblem> gemv{{.name = kBackend, .supports = gemv_supports, .launch = launch_gemv}};
+    {.name = runtime::kBackend, .supports = linear_supports, .launch = launch_linear}};
+const runtime::Registration<GemvProblem> gemv{
+    {.name = runtime::kBackend, .supports = gemv_supports, .launch = launch_gemv}};
 const runtime::Registration<MatmulProblem> matmul{
-    {.name = kBackend, .supports = matmul_supports, .launch = launch_matmul}};
+    {.name = runtime::kBackend, .supports = matmul_supports, .launch = launch_matmul}};
 
 }  // namespace
 }  // namespace hopwell::ops::nvfp4

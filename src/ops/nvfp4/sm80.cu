@@ -11,7 +11,6 @@ namespace {
 
 using namespace HOPWELL_TARGET;
 
-constexpr const char* kBackend = HOPWELL_ON_DEVICE ? "sm80" : "emu:sm80";
 constexpr std::int64_t kMaxGridY = 65535, kMaxGridX = 0x7fffffff;
 
 int clusters_that_fit(int cluster, const runtime::Device& device) {
@@ -148,9 +147,10 @@ void launch_matmul(const MatmulProblem& p, Stream stream) {
 }
 
 const runtime::Registration<LinearProblem> linear{
-    {.name = kBackend, .supports = linear_supports, .launch = launch_linear}};
-const runtime::Registration<GemvProblem> gemv{{.name = kBackend, .supports = gemv_supports, .launch = launch_gemv}};
-const runtime::Registration<MatmulProblem> matmul{{.name = kBackend,
+    {.name = runtime::kBackend, .supports = linear_supports, .launch = launch_linear}};
+const runtime::Registration<GemvProblem> gemv{
+    {.name = runtime::kBackend, .supports = gemv_supports, .launch = launch_gemv}};
+const runtime::Registration<MatmulProblem> matmul{{.name = runtime::kBackend,
                                                    .supports = matmul_supports,
                                                    .workspace_bytes = matmul_workspace_bytes,
                                                    .launch = launch_matmul}};

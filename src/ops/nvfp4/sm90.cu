@@ -151,10 +151,9 @@ void launch_matmul(const MatmulProblem& p, Stream stream) {
   if (p.m > 0 && p.n > 0) launch(decode(p, stream), stream);
 }
 
-constexpr const char* kBackend = HOPWELL_ON_DEVICE ? "sm90" : "emu:sm90";
 const runtime::Registration<LinearProblem> linear{
-    {.name = kBackend, .supports = supports, .workspace_bytes = workspace_bytes, .launch = launch}};
-const runtime::Registration<MatmulProblem> matmul{{.name = kBackend,
+    {.name = runtime::kBackend, .supports = supports, .workspace_bytes = workspace_bytes, .launch = launch}};
+const runtime::Registration<MatmulProblem> matmul{{.name = runtime::kBackend,
                                                    .supports = matmul_supports,
                                                    .workspace_bytes = matmul_workspace_bytes,
                                                    .launch = launch_matmul}};

@@ -12,8 +12,6 @@ namespace {
 
 using namespace HOPWELL_TARGET;
 
-constexpr const char* kBackend = HOPWELL_ON_DEVICE ? "sm80" : "emu:sm80";
-
 // CTAs for so many blocks of 16 numbers: a thread each, or so many CTAs a multiprocessor.
 std::uint32_t quantize_grid(std::int64_t blocks, std::int64_t per_multiprocessor, const runtime::Device& device) {
   const std::int64_t most = per_multiprocessor * device.sms;
@@ -72,8 +70,8 @@ void launch_quantize(const QuantizeProblem& p, Stream stream) {
 void launch_dequantize(const DequantizeProblem& p, Stream stream) { dequantize("nvfp4_dequantize", p, stream); }
 
 const runtime::Registration<QuantizeProblem> quantize{
-    {.name = kBackend, .workspace_bytes = quantize_workspace_bytes, .launch = launch_quantize}};
-const runtime::Registration<DequantizeProblem> dequantize{{.name = kBackend, .launch = launch_dequantize}};
+    {.name = runtime::kBackend, .workspace_bytes = quantize_workspace_bytes, .launch = launch_quantize}};
+const runtime::Registration<DequantizeProblem> dequantize{{.name = runtime::kBackend, .launch = launch_dequantize}};
 
 }  // namespace
 }  // namespace hopwell::ops::nvfp4_quantize

@@ -46,10 +46,8 @@ void launch(const Problem& problem, Stream stream) {
   if (problem.b > 0) with_tile(problem, [&]<class Tile>() { start<Tile>(problem, stream); });
 }
 
-const runtime::Registration<Problem> backend{{.name = HOPWELL_ON_DEVICE ? "sm80" : "emu:sm80",
-                                              .supports = supports,
-                                              .workspace_bytes = split_workspace_bytes,
-                                              .launch = launch}};
+const runtime::Registration<Problem> backend{
+    {.name = runtime::kBackend, .supports = supports, .workspace_bytes = split_workspace_bytes, .launch = launch}};
 
 }  // namespace
 }  // namespace hopwell::ops::paged_attention::HOPWELL_TARGET

@@ -39,7 +39,7 @@ void launch(const Problem& problem, Stream stream) {
 }
 
 const runtime::Registration<Problem> backend{
-    {.name = HOPWELL_ON_DEVICE ? "sm90" : "emu:sm90",
+    {.name = runtime::kBackend,
      .supports = [](const Problem& problem) { return supports_clusters(problem, clusters_that_fit); },
      .launch = launch}};
 

@@ -7,8 +7,6 @@
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 namespace {
 
-constexpr const char* kBackend = HOPWELL_ON_DEVICE ? "sm100" : "emu:sm100";
-
 Plan plan_of(const Problem& problem) {
   return make_plan(problem, {.keys = Config::kKeys,
                              .single_heads = SingleConfig::kHeads,
@@ -22,16 +20,23 @@ runtime::Support supports(const Problem& problem) {
   return check_plan(problem, plan_of(problem));
 }
 
+template <int kDqk>
+void launch_with_width(const Problem& problem, const Plan& plan, Stream stream) {
+  launch_variant<pair_kernel<kDqk, true, false>, pair_kernel<kDqk, false, true>, pair_kernel<kDqk, false, false>>(
+      problem, plan, plan.pairs, sizeof(PairStorage<kDqk>), stream);
+  launch_variant<single_kernel<kDqk, true, false>, single_kernel<kDqk, false, true>, single_kernel<kDqk, false, false>>(
+      problem, plan, plan.singles, sizeof(SingleStorage<kDqk>), stream);
+}
+
 void launch(const Problem& problem, Stream stream) {
   const Plan plan = plan_of(problem);
-  run_call(problem, plan, kBackend, stream, [&] {
-    launch_pairs(problem, plan, stream);
-    launch_singles(problem, plan, stream);
+  run_call(problem, plan, runtime::kBackend, stream, [&] {
+    problem.d_qk == 576 ? launch_with_width<576>(problem, plan, stream) : launch_with_width<512>(problem, plan, stream);
   });
 }
 
 const runtime::Registration<Problem> backend{
-    {.name = kBackend,
+    {.name = runtime::kBackend,
      .supports = supports,
      .workspace_bytes = [](const Problem& problem) { return plan_of(problem).workspace.bytes; },
      .launch = launch}};

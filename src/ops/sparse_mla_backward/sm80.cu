@@ -5,8 +5,6 @@
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 namespace {
 
-constexpr const char* kBackend = HOPWELL_ON_DEVICE ? "sm80" : "emu:sm80";
-
 template <int kDqk>
 using SmallTile = Tile<kDqk, 2, 1>;
 template <int kDqk>
@@ -32,13 +30,13 @@ void launch_with_width(const Problem& problem, const Plan& plan, Stream stream) 
 
 void launch(const Problem& problem, Stream stream) {
   const Plan plan = plan_of(problem);
-  run_call(problem, plan, kBackend, stream, [&] {
+  run_call(problem, plan, runtime::kBackend, stream, [&] {
     problem.d_qk == 576 ? launch_with_width<576>(problem, plan, stream) : launch_with_width<512>(problem, plan, stream);
   });
 }
 
 const runtime::Registration<Problem> backend{
-    {.name = kBackend,
+    {.name = runtime::kBackend,
      .supports = [](const Problem& problem) { return check_plan(problem, plan_of(problem)); },
      .workspace_bytes = [](const Problem& problem) { return plan_of(problem).workspace.bytes; },
      .launch = launch}};

@@ -33,8 +33,7 @@ void launch(const Problem& problem, Stream stream) {
   problem.d_qk == 576 ? launch_with_width<576>(problem, stream) : launch_with_width<512>(problem, stream);
 }
 
-const runtime::Registration<Problem> backend{
-    {.name = HOPWELL_ON_DEVICE ? "sm80" : "emu:sm80", .supports = supports, .launch = launch}};
+const runtime::Registration<Problem> backend{{.name = runtime::kBackend, .supports = supports, .launch = launch}};
 
 }  // namespace
 }  // namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET

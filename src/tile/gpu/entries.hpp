@@ -45,6 +45,8 @@ struct Entries {
     return key;
   }
   HOPWELL_DEVICE bool counts(int key) const { return visible.has(key); }
+  /// How many tiles of so many they fill, the last one perhaps in part.
+  HOPWELL_DEVICE int tiles(int size) const { return (length + size - 1) / size; }
   /// Of the row's places first … first + size − 1, what is there: the entries, as far as there are any, or visible keys.
   HOPWELL_DEVICE Entries slice(int first, int size) const {
     const int begin = given || int(visible.first) < first ? first : int(visible.first);

@@ -3,7 +3,9 @@
 // 64 bytes and the 64-byte swizzle.
 #pragma once
 
+#include "arch/sm80/convert.hpp"
 #include "arch/sm80/matrix.hpp"
+#include "arch/sm80/memory.hpp"
 #include "arch/sm80/threads.hpp"
 #include "arch/sm90/wgmma.hpp"
 
@@ -21,6 +23,14 @@ HOPWELL_DEVICE uint32_t swizzled(Integer row, Integer chunk) {
 template <class Integer>
 HOPWELL_DEVICE uint32_t swizzled_narrow(Integer row, Integer chunk) {
   return uint32_t(row * 64 + ((chunk ^ (row >> 1 & 3)) << 4));
+}
+
+/// Eight neighbours of a row as bf16: a chunk.
+HOPWELL_DEVICE arch::Words4 pack_chunk(const float* x) {
+  arch::Words4 words;
+  HOPWELL_UNROLL
+  for (int i = 0; i < 4; ++i) words.w[i] = arch::pack_bf16(x[2 * i], x[2 * i + 1]);
+  return words;
 }
 
 /// Descriptors of wgmma's operands, to be given an address: rows of panels are rows of the operand and columns its k, or

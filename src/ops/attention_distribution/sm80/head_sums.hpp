@@ -55,7 +55,7 @@ struct KeyLoader {
   int tiles, tile = 0, slab = 0;  // of the next slab
   int keys[2], next_keys[2];      // what the entries of its tile and of the one after it name
 
-  HOPWELL_DEVICE explicit KeyLoader(const Entries& entries) : entries(entries), tiles(key_tiles(entries)) {
+  HOPWELL_DEVICE explicit KeyLoader(const Entries& entries) : entries(entries), tiles(entries.tiles(kTileKeys)) {
     load_keys(0, keys);
     load_keys(1, next_keys);
   }
@@ -249,7 +249,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) kernel(const __grid_const
   for (int number = arch::block_index(); number < p.plan.work_tiles; number += arch::grid_size()) {
     const WorkTile work = work_tile_of(p.plan, p.selection.topk, number);
     RowWriter writer(p, work);
-    const int tiles = key_tiles(writer.entries);
+    const int tiles = writer.entries.tiles(kTileKeys);
     HOPWELL_NO_UNROLL
     for (int pass = 0; pass < head_passes(p) && tiles > 0; ++pass)
       add_heads<kColumns, kHeadWarps>(p, s, work, pass * kHeadsAtATime, writer);

@@ -101,7 +101,7 @@ HOPWELL_DEVICE void gather_step(const GatherParams& p, PairStorage<kDqk>& s, con
 // others, whose copies nobody waits for, could fall behind by two phases of keys_empty and wait for ever.
 template <int kDqk>
 HOPWELL_DEVICE void gather(const GatherParams& p, PairStorage<kDqk>& s, const Entries& entries) {
-  const int lane = arch::lane_index(), steps = steps_of(entries);
+  const int lane = arch::lane_index(), steps = entries.tiles(Config::kKeys);
   const bool paced = p.progress && arch::block_index() / 2 < p.whole_tiles;
   uint32_t seen = 0;
   int keys[4], next[4], use = 0;
@@ -322,7 +322,7 @@ HOPWELL_DEVICE void send_p_and_ds(PairStorage<kDqk>& s, int warp) {
 // A thread's head and this CTA's 32 keys.
 template <bool kAttn, int kDqk>
 HOPWELL_DEVICE void softmax(const Params& p, PairStorage<kDqk>& s, const WorkTile& work, const Entries& entries) {
-  const int warp = arch::warp_index() % 4, row = 32 * warp + arch::lane_index(), steps = steps_of(entries);
+  const int warp = arch::warp_index() % 4, row = 32 * warp + arch::lane_index(), steps = entries.tiles(Config::kKeys);
   const HeadValues<64>& heads = s.heads[row / 64];
   const float shift = heads.shift[row % 64], kept = kAttn ? heads.kept[row % 64] : 1, delta = heads.delta[row % 64];
   const uint32_t tmem = arch::tmem_address(s.tmem, 32 * warp, 0), rank = arch::cluster_rank(),
@@ -387,7 +387,7 @@ HOPWELL_DEVICE void add_last_columns(const Params& p, PairStorage<kDqk>& s, cons
 
 template <bool kFixed, int kDqk>
 HOPWELL_DEVICE void scatter(const Params& p, PairStorage<kDqk>& s, const Entries& entries) {
-  const int quarter = arch::warp_index() % 4, half = quarter / 2, steps = steps_of(entries);
+  const int quarter = arch::warp_index() % 4, half = quarter / 2, steps = entries.tiles(Config::kKeys);
   const int rank = int(arch::cluster_rank());
   const uint32_t tmem = arch::tmem_address(s.tmem, 32 * quarter, 0);
   for (int step = 0; step < steps; ++step) {
@@ -469,17 +469,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1) pair_kernel(const __grid_
   arch::cluster_sync();  // and no message is under way any more
   if (role_of(arch::warp_index()) == Role::issue) s.tmem.free();
 #endif
-}
-
-// ---- launch
-
-template <int kDqk>
-void launch_pair(const Problem& problem, const Plan& plan, Stream stream) {
-  launch_variant<pair_kernel<kDqk, true, false>, pair_kernel<kDqk, false, true>, pair_kernel<kDqk, false, false>>(
-      problem, plan, plan.pairs, sizeof(PairStorage<kDqk>), stream);
-}
-inline void launch_pairs(const Problem& problem, const Plan& plan, Stream stream) {
-  problem.d_qk == 576 ? launch_pair<576>(problem, plan, stream) : launch_pair<512>(problem, plan, stream);
 }
 
 }  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

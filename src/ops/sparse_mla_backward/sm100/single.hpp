@@ -52,7 +52,7 @@ static_assert(sizeof(SingleStorage<576>) <= arch::sm90::kMaxSharedBytes);
 // By 16 lanes: others, whose copies nobody waits for, could fall behind by two phases of keys_empty and wait for ever.
 template <int kDqk>
 HOPWELL_DEVICE void gather(const GatherParams& p, SingleStorage<kDqk>& s, const Entries& entries) {
-  const int lane = arch::lane_index(), steps = steps_of(entries);
+  const int lane = arch::lane_index(), steps = entries.tiles(Config::kKeys);
   const bool paced = p.progress && int(arch::block_index()) < p.whole_tiles;
   uint32_t seen = 0;
   int keys[4];
@@ -174,7 +174,7 @@ HOPWELL_DEVICE void issue(const Params& p, SingleStorage<kDqk>& s, int steps) {
 template <bool kAttn, int kDqk>
 HOPWELL_DEVICE void softmax(const Params& p, SingleStorage<kDqk>& s, const WorkTile& work, const Entries& entries) {
   const int quarter = arch::warp_index() % 4, position = 32 * quarter + arch::lane_index();
-  const int row = position % 64, half = position / 64, steps = steps_of(entries);
+  const int row = position % 64, half = position / 64, steps = entries.tiles(Config::kKeys);
   const float shift = s.heads.shift[row], kept = kAttn ? s.heads.kept[row] : 1, delta = s.heads.delta[row];
   const uint32_t tmem = arch::tmem_address(s.tmem, 32 * quarter, 0);
   const uint32_t shared_p = arch::shared_address(&s.p), shared_ds = arch::shared_address(&s.ds);
@@ -218,7 +218,7 @@ HOPWELL_DEVICE void finish_tile(const Params& p, SingleStorage<kDqk>& s, const W
 
 template <bool kFixed, int kDqk>
 HOPWELL_DEVICE void scatter(const Params& p, SingleStorage<kDqk>& s, const Entries& entries) {
-  const int quarter = arch::warp_index() % 4, half = quarter / 2, steps = steps_of(entries);
+  const int quarter = arch::warp_index() % 4, half = quarter / 2, steps = entries.tiles(Config::kKeys);
   const uint32_t tmem = arch::tmem_address(s.tmem, 32 * quarter, SingleTmem::kDkv);
   int count = 0;
   for (int step = 0; step < steps; ++step) {
@@ -283,17 +283,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1) single_kernel(const __gri
   arch::syncthreads();
   if (role_of(arch::warp_index()) == Role::issue) s.tmem.free();
 #endif
-}
-
-// ---- launch
-
-template <int kDqk>
-void launch_single(const Problem& problem, const Plan& plan, Stream stream) {
-  launch_variant<single_kernel<kDqk, true, false>, single_kernel<kDqk, false, true>, single_kernel<kDqk, false, false>>(
-      problem, plan, plan.singles, sizeof(SingleStorage<kDqk>), stream);
-}
-inline void launch_singles(const Problem& problem, const Plan& plan, Stream stream) {
-  problem.d_qk == 576 ? launch_single<576>(problem, plan, stream) : launch_single<512>(problem, plan, stream);
 }
 
 }  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

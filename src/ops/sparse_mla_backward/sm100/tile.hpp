@@ -49,7 +49,6 @@ struct Panel {
   alignas(1024) uint8_t bytes[kRows * 128];
 };
 
-HOPWELL_DEVICE int steps_of(const Entries& entries) { return (entries.length + Config::kKeys - 1) / Config::kKeys; }
 HOPWELL_DEVICE bool has_sums(const Params& p) { return p.dkv || p.fixed_dkv; }
 
 // The keys of a step, for load_sum_rows.
@@ -91,14 +90,6 @@ HOPWELL_DEVICE void exponentiate(float (&p)[kCount], const uint32_t (&scores)[kC
   }
 }
 
-// Eight neighbours of a row as bf16.
-HOPWELL_DEVICE arch::Words4 pack8(const float* x) {
-  arch::Words4 v;
-  HOPWELL_UNROLL
-  for (int i = 0; i < 4; ++i) v.w[i] = arch::pack_bf16(x[2 * i], x[2 * i + 1]);
-  return v;
-}
-
 // Adds exp(score − lse) of a warp's 32 heads to attn: each of its 32 entries, from `entry` on, by a lane. In the order of the
 // selection.
 HOPWELL_DEVICE void add_attn(const Params& p, const float (&probability)[32], const WorkTile& work,
@@ -122,8 +113,8 @@ HOPWELL_DEVICE arch::Words4 store_p_and_ds(const float* probability, const uint3
     x[i] = probability[i] * kept;
     y[i] = x[i] * (arch::bit_cast<float>(d_probability[i]) * sm_scale - delta);
   }
-  arch::store_shared_v4(p, pack8(x));
-  const arch::Words4 packed = pack8(y);
+  arch::store_shared_v4(p, tile::pack_chunk(x));
+  const arch::Words4 packed = tile::pack_chunk(y);
   arch::store_shared_v4(ds, packed);
   return packed;
 }
@@ -184,7 +175,7 @@ HOPWELL_DEVICE void store_dq8(const DqRow& row, int column, const float* x) {
   if (row.slice) {
     for (int i = 0; i < 8; ++i) row.slice[column + i] = x[i];
   } else if (row.exists) {
-    arch::store_streaming(row.output + column, pack8(x));
+    arch::store_streaming(row.output + column, tile::pack_chunk(x));
   }
 }
 
@@ -212,7 +203,7 @@ HOPWELL_DEVICE void store_no_dq(const DqRow& row, int first_column, int last_col
 // What this warp does, of either kernel. By all threads; afterwards a barrier.
 template <bool kFixed, bool kAttn, class Storage>
 HOPWELL_DEVICE void run_role(const GatherParams& p, Storage& s, const WorkTile& work, const Entries& entries) {
-  const int steps = steps_of(entries);
+  const int steps = entries.tiles(Config::kKeys);
   switch (role_of(arch::warp_index())) {
     case Role::gather:
       if (arch::lane_index() < tile::kGatherLanes) gather(p, s, entries);

@@ -69,11 +69,6 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage<Tile<576, 2, 1>>) <= 99 * 1024);
 
-template <class T>
-HOPWELL_DEVICE int steps_of(const Entries& entries) {
-  return (entries.length + T::kKeys - 1) / T::kKeys;
-}
-
 // ---- Q, dO and keys
 
 // Starts the copies of kColumns columns of the tile's heads; zeros beyond `heads`.
@@ -404,7 +399,7 @@ HOPWELL_DEVICE void add_gradients_of_tile(const Params& p) {
   auto& s = arch::dynamic_smem<SharedStorage<T>>();
   const WorkTile work = work_tile_of(p, arch::block_index(), T::kHeads);
   const Entries entries = prepare<T, kAttn>(p, s, work);
-  const int warp = arch::warp_index(), steps = steps_of<T>(entries);
+  const int warp = arch::warp_index(), steps = entries.tiles(T::kKeys);
   const bool paced = p.progress && int(arch::block_index()) < p.whole_tiles;
   const ScoreTile<T> tile(warp);
   DqTile<T> dq;

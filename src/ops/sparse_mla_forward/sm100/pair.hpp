@@ -73,7 +73,7 @@ HOPWELL_DEVICE void for_each_tile(const Params& p, const Function& function) {
   for (uint32_t number = arch::block_index() / 2; number < p.work_tiles; number += arch::grid_size() / 2) {
     const WorkTile work{int(number / tiles), int(number % tiles * PairConfig::kHeads + first)};
     const Entries entries = tile::entries_of(p.selection, work.query);
-    function(work, entries, steps_of<PairStorage<kDqk>>(entries));
+    function(work, entries, entries.tiles(PairStorage<kDqk>::kKeys));
   }
 }
 

@@ -64,7 +64,7 @@ using SingleTailSlot = tile::RingSlot<SingleConfig::kTails>;
 template <int kDqk>
 HOPWELL_DEVICE void gather(const GatherParams& p, SingleStorage<kDqk>& s, const Entries& entries) {
   using Storage = SingleStorage<kDqk>;
-  const int lane = arch::lane_index(), steps = steps_of<Storage>(entries);
+  const int lane = arch::lane_index(), steps = entries.tiles(Storage::kKeys);
   int keys[4];
   tile::load_gathered_keys(keys, entries, 0, lane);
   for (int step = 0; step < steps; ++step) {
@@ -345,7 +345,7 @@ __global__ void __launch_bounds__(SingleConfig::kThreads, 1) single_kernel(const
   if (warp == SingleConfig::kIssueWarp) s.tmem.allocate();
   arch::syncthreads();
   if (warp == SingleConfig::kGatherWarp) gather(p, s, entries);
-  if (warp == SingleConfig::kIssueWarp && arch::elect_one()) issue(s, steps_of<SingleStorage<kDqk>>(entries));
+  if (warp == SingleConfig::kIssueWarp && arch::elect_one()) issue(s, entries.tiles(SingleStorage<kDqk>::kKeys));
   if (warp >= Config::kFirstMathWarp) {
     if (entries.length > 0) load_queries(p, s, work);
     math(p, s, work, entries, 0);

@@ -70,11 +70,6 @@ struct Step {
 
 #if HOPWELL_HAS_SM100A
 
-template <class Storage>
-HOPWELL_DEVICE int steps_of(const Entries& entries) {
-  return (entries.length + Storage::kKeys - 1) / Storage::kKeys;
-}
-
 // By one thread.
 template <class Storage>
 HOPWELL_DEVICE void init_math_barriers(Storage& s) {
@@ -209,12 +204,9 @@ HOPWELL_DEVICE void store_p(RunningSoftmax& softmax, Storage& s, const MathThrea
   HOPWELL_UNROLL
   for (int v = 0; v < kKeys / 8; ++v) {
     const int chunk = kKeys / 8 * at.half + v;
-    arch::Words4 words;
-    HOPWELL_UNROLL
-    for (int i = 0; i < 4; ++i) words.w[i] = arch::pack_bf16(x[8 * v + 2 * i], x[8 * v + 2 * i + 1]);
     arch::store_shared_v4(
         arch::shared_address(s.p[step.number % Storage::kBuffers][chunk / 8]) + tile::swizzled(at.row, chunk % 8),
-        words);
+        tile::pack_chunk(x + 8 * v));
   }
   arch::fence_proxy_async();
   arch::tcgen05_fence_before_thread_sync();  // O may have been scaled
@@ -236,7 +228,7 @@ template <class Storage>
 HOPWELL_DEVICE void math(const GatherParams& p, Storage& s, const WorkTile& work, const Entries& entries, int done) {
   constexpr int kKeys = Storage::kThreadKeys;
   const MathThread at{s.tmem};
-  const int steps = steps_of<Storage>(entries);
+  const int steps = entries.tiles(Storage::kKeys);
   RunningSoftmax softmax;
   ValidKeys<kKeys> valid, next;
   valid.load(entries, 0, at);

@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(Config::kThreads) kernel(const __grid_constant
   const arch::BlockIndex block = arch::block_index_3d();
   const int query = block.x, first_head = block.y * Config::kHeads;
   const Entries entries = tile::entries_of(p.selection, query);
-  const int steps = (entries.length + Config::kKeys - 1) / Config::kKeys;
+  const int steps = entries.tiles(Config::kKeys);
   SoftmaxState state{{-INFINITY, -INFINITY}, {0, 0}};
   float out[16][4] = {};
   if (steps > 0) {
