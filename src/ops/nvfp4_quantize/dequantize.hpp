@@ -117,8 +117,8 @@ namespace {
                                      .global = tile::global_scale_of(p.global),
                                      .x_stride = p.x.stride[0],
                                      .chunks = row_items(p.rows, p.k / kValues),
-                                     .x_aligned = tile::has_aligned_rows(p.x, 16, sizeof(T)),
-                                     .codes_aligned = tile::has_aligned_rows(p.codes, 4, 1)};
+                                     .x_aligned = tile::rows_aligned(p.x, 1),
+                                     .codes_aligned = tile::rows_aligned(p.codes, 1, 4)};
     runtime::launch(op, dequantize_kernel<T>, shape, stream, params);
   });
 }

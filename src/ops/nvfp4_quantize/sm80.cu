@@ -48,8 +48,8 @@ void launch_quantize(const QuantizeProblem& p, Stream stream) {
         .scale_blocks = p.scales.blocked ? row_items(tile::ceil_div(p.rows, 128) * 128, tile::ceil_div(blocks, 4) * 4)
                                          : row_items(p.rows, blocks),
         .partials = amax ? partials_of(p) : 0,
-        .x_aligned = tile::has_aligned_rows(p.x, 16, sizeof(T)),
-        .codes_aligned = tile::has_aligned_rows(p.codes, 8, 1)};
+        .x_aligned = tile::rows_aligned(p.x, 1),
+        .codes_aligned = tile::rows_aligned(p.codes, 1, 8)};
     arch::LaunchShape shape{.threads = QuantizeConfig::kThreads,
                             .shared_bytes = sizeof(QuantizeStorage),
                             .programmatic_dependency = p.device.has_dependent_launches()};

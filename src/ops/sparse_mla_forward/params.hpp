@@ -5,6 +5,7 @@
 #include "ops/sparse_mla_forward/op.hpp"
 #include "tile/gpu/entries.hpp"
 #include "tile/gpu/softmax.hpp"
+#include "tile/gpu/views.hpp"
 
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 
@@ -26,14 +27,6 @@ struct Params {
   float scale_log2;     // sm_scale · log2(e)
 };
 
-// Whether the rows of a bf16 tensor, of which `dims` dimensions say where each begins, are aligned to so many bytes.
-inline bool rows_aligned(const View& view, std::size_t dims, std::uintptr_t bytes = 16) {
-  bool aligned = reinterpret_cast<std::uintptr_t>(view.data) % bytes == 0;
-  for (std::size_t i = 0; i < dims; ++i)
-    aligned = aligned && (view.shape[i] <= 1 || view.stride[i] % static_cast<std::int64_t>(bytes / 2) == 0);
-  return aligned;
-}
-
 inline Params params_of(const Problem& problem) {
   Params p{};
   p.selection = tile::params_of(problem.selection);
@@ -49,8 +42,8 @@ inline Params params_of(const Problem& problem) {
   p.max_stride_s = problem.max_logits.stride[0], p.max_stride_h = problem.max_logits.stride[1];
   p.lse_stride_s = problem.lse.stride[0], p.lse_stride_h = problem.lse.stride[1];
   p.h_q = static_cast<int>(problem.h_q);
-  p.aligned = rows_aligned(problem.q, 2) && rows_aligned(problem.kv, 1);
-  p.out_aligned = rows_aligned(problem.out, 2);
+  p.aligned = tile::rows_aligned(problem.q, 2) && tile::rows_aligned(problem.kv, 1);
+  p.out_aligned = tile::rows_aligned(problem.out, 2);
   p.scale_log2 = problem.sm_scale * tile::kLog2E;
   return p;
 }

@@ -17,7 +17,7 @@ runtime::Support supports(const Problem& p) {
   using runtime::Support;
   if (p.q.dtype != DType::kBFloat16) return Support::no("q and kv must be bfloat16");
   if ((p.d_qk != 576 && p.d_qk != 512) || p.d_v != 512) return Support::no("d_qk must be 576 or 512, d_v 512");
-  if (!rows_aligned(p.q, 2) || !rows_aligned(p.kv, 1) || (p.s_kv > 1 && p.kv.stride[0] < 1))
+  if (!tile::rows_aligned(p.q, 2) || !tile::rows_aligned(p.kv, 1) || (p.s_kv > 1 && p.kv.stride[0] < 1))
     return Support::no("rows of q and kv must be 16-byte aligned, those of kv in ascending order");
   if (!runtime::fit_in_ints({p.s_q * (2 * pairs_of(p) + 1), p.s_kv, p.topk}))
     return Support::no("s_q times blocks of 64 heads, s_kv and topk must be below 2^31 - 1024");
@@ -28,7 +28,7 @@ template <int kDqk>
 void launch_with_width(const Problem& problem, Stream stream) {
   const std::int64_t pairs = pairs_of(problem);
   GatherParams p{params_of(problem), tile::map_of_rows(problem.kv, problem.q, 64, arch::Swizzle::bytes128)};
-  p.out_sectors = rows_aligned(problem.out, 2, 32);
+  p.out_sectors = tile::rows_aligned(problem.out, 2, 32);
   p.head_tiles = static_cast<int>(pairs), p.work_tiles = static_cast<std::uint32_t>(problem.s_q * pairs);
   if (pairs > 0)
     runtime::launch(

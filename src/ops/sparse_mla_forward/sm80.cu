@@ -9,9 +9,9 @@ runtime::Support supports(const Problem& p) {
   if (p.q.dtype != DType::kBFloat16) return runtime::Support::no("q and kv must be bfloat16");
   if (p.d_qk != 576 && p.d_qk != 512) return runtime::Support::no("d_qk must be 576 or 512");
   if (p.d_v != 512) return runtime::Support::no("d_v must be 512");
-  if (!rows_aligned(p.q, 2) || !rows_aligned(p.kv, 1))
+  if (!tile::rows_aligned(p.q, 2) || !tile::rows_aligned(p.kv, 1))
     return runtime::Support::no("rows of q and kv must be 16-byte aligned");
-  if (!rows_aligned(p.out, 2, 4)) return runtime::Support::no("rows of out must be 4-byte aligned");
+  if (!tile::rows_aligned(p.out, 2, 4)) return runtime::Support::no("rows of out must be 4-byte aligned");
   constexpr std::int64_t kLimit = std::int64_t{1} << 31;
   if (p.s_q >= kLimit || p.s_kv >= kLimit || p.topk >= kLimit || p.h_q > 16 * 65535)
     return runtime::Support::no("s_q, s_kv and topk must be below 2^31, h_q at most 1048560");

@@ -1,8 +1,8 @@
 // Matrices of e4m3, bf16 or fp32 in global memory whose rows may begin anywhere.
 #pragma once
 
-#include "runtime/check.hpp"
 #include "tile/gpu/limbs.hpp"
+#include "tile/gpu/views.hpp"
 
 namespace hopwell::tile {
 
@@ -46,10 +46,8 @@ struct RowMajor {
 /// The last dimension of a view as columns, the one before, of `dims` others, as rows.
 template <class T>
 RowMajor<T> row_major(const View& view, std::size_t dims) {
-  constexpr std::int64_t kWidth = sizeof(T), kChunk = kWidth == 1 ? 8 : 16;
-  bool aligned = reinterpret_cast<std::uintptr_t>(view.data) % kChunk == 0 && view.shape[dims] % 8 == 0;
-  for (std::size_t i = 0; i < dims; ++i) aligned &= view.shape[i] <= 1 || view.stride[i] * kWidth % kChunk == 0;
-  return {view.as<const T>(), view.stride[dims - 1], static_cast<int>(view.shape[dims]), aligned};
+  const bool in_chunks = view.shape[dims] % 8 == 0 && rows_aligned(view, dims, sizeof(T) == 1 ? 8 : 16);
+  return {view.as<const T>(), view.stride[dims - 1], static_cast<int>(view.shape[dims]), in_chunks};
 }
 
 }  // namespace hopwell::tile

@@ -10,10 +10,12 @@ namespace hopwell::tile {
 
 inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-/// Whether each row of a matrix begins at a multiple of so many bytes.
-inline bool has_aligned_rows(const View& view, std::size_t bytes, std::size_t element_bytes) {
-  const auto stride = static_cast<std::size_t>(view.stride[0]) * element_bytes;
-  return reinterpret_cast<std::uintptr_t>(view.data) % bytes == 0 && (view.shape[0] <= 1 || stride % bytes == 0);
+/// Whether each row of a view, of which the first `dims` dimensions say where it begins, begins at a multiple of so many bytes.
+inline bool rows_aligned(const View& view, std::size_t dims, std::int64_t bytes = 16) {
+  const auto width = static_cast<std::int64_t>(size_of(view.dtype));
+  bool aligned = reinterpret_cast<std::uintptr_t>(view.data) % static_cast<std::uintptr_t>(bytes) == 0;
+  for (std::size_t i = 0; i < dims; ++i) aligned &= view.shape[i] <= 1 || view.stride[i] * width % bytes == 0;
+  return aligned;
 }
 
 /// Calls function(T*) with a pointer to the view's element type, as kernels name it.

@@ -446,9 +446,7 @@ HOPWELL_DEVICE void set_up(BlockScaledStorage<kColumns>& s, int warp) {
 template <int kColumns, class T>
 HOPWELL_DEVICE void store_results(const BlockScaledParams<T>& p, BlockScaledStorage<kColumns>& s,
                                   const BlockScaledWork& work, bool has_sums) {
-  if (has_sums) {
-    tile::wait_tensor_memory(s.done, 0);
-  }
+  if (has_sums) tile::wait_tensor_memory(s.done, 0);
   if (work.ranks == 1) {
     if (has_sums) store_tile(p, s, work);
   } else {

@@ -306,9 +306,7 @@ HOPWELL_DEVICE void store_out(const GatherParams& p, PairStorage<kDqk>& s, const
   HOPWELL_NO_UNROLL
   for (int column = 0; column < Config::kDv / 2; column += 32) {
     uint32_t x[32] = {};
-    if (steps > 0) {
-      tile::load_tensor_memory(x, arch::tmem_address(at.tmem, 32 * at.warp, Tmem::kOut + column));
-    }
+    if (steps > 0) tile::load_tensor_memory(x, arch::tmem_address(at.tmem, 32 * at.warp, Tmem::kOut + column));
     const auto value = [&](int i) { return scale == 0 ? 0 : arch::bit_cast<float>(x[i]) * scale; };
     HOPWELL_UNROLL
     for (int i = 0; i < 32; i += 16) {

@@ -278,9 +278,7 @@ HOPWELL_DEVICE void store_out(const GatherParams& p, SingleStorage<kDqk>& s, con
   HOPWELL_NO_UNROLL
   for (int column = 0; column < Tmem::kQ; column += 32) {
     uint32_t loaded[32] = {}, words[16];
-    if (steps > 0) {
-      tile::load_tensor_memory(loaded, arch::tmem_address(at.tmem, 32 * at.warp, Tmem::kOut + column));
-    }
+    if (steps > 0) tile::load_tensor_memory(loaded, arch::tmem_address(at.tmem, 32 * at.warp, Tmem::kOut + column));
     const float of_lane = column % 64 == 0 ? factors[0] : factors[1];
     float x[32];
     HOPWELL_UNROLL
