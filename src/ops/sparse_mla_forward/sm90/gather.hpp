@@ -68,6 +68,33 @@ HOPWELL_DEVICE void copy_panels(uint32_t to, uint32_t panel_bytes, const RowSour
   }
 }
 
+// Of rows of kv: lanes hold their keys, and those of the first quad begin in lane `first`.
+template <int kQuads>
+HOPWELL_DEVICE void find_keys(RowSources<kQuads>& rows, const Params& p, const KeyRange& visible, int keys, int first) {
+  const int lane = arch::lane_index();
+  HOPWELL_UNROLL
+  for (int i = 0; i < kQuads; ++i) {
+    const int row = arch::shuffle(keys, first + 4 * i + lane / 8);
+    rows.valid[i] = visible.has(row);
+    rows.source[i] = p.kv + (rows.valid[i] ? row : 0) * p.kv_stride + lane % 8 * 8;
+  }
+}
+// Starts the copies of a query's heads, of which this lane's first is `head`, when those before them are not needed any more.
+// `q`: this lane's chunk of head 0; `to`: as for copy_panels.
+template <bool kAligned, bool kPanelByPanel, class Storage>
+HOPWELL_DEVICE void copy_heads(const Params& p, Storage& s, uint32_t to, const bf16* q, int head,
+                               uint32_t empty_parity) {
+  constexpr int kQuads = Storage::kHeads / (8 * Storage::kStagesOfWarp);
+  RowSources<kQuads> rows;
+  HOPWELL_UNROLL
+  for (int i = 0; i < kQuads; ++i) {
+    rows.valid[i] = head + 4 * i < p.h_q;
+    rows.source[i] = q + (rows.valid[i] ? head + 4 * i : 0) * p.q_stride_h;
+  }
+  if constexpr (requires { s.q_empty; }) arch::mbarrier_wait(s.q_empty, empty_parity);
+  copy_panels<kAligned, kPanelByPanel>(to, Storage::kHeads * 128, rows, {0, Storage::kDqk / 64});
+}
+
 // Sums of exponentials of 16 keys, of which a lane has those with the same c: see above. `value(j, b)`: of 8 j + 2 c + b.
 template <class Value>
 HOPWELL_DEVICE float sum_of_16(const Value& value) {
@@ -118,15 +145,7 @@ HOPWELL_DEVICE void gather(const Params& p, Storage& s, int warp) {
       for (int n = 0; n < kStagesOfWarp; ++n) {
         const int stage = first_stage + n;
         RowSources<kQuads> rows;
-        const auto find = [&](int first_quad) {
-          HOPWELL_UNROLL
-          for (int i = 0; i < kQuads; ++i) {
-            const int row = arch::shuffle(mine, kRows * n + 4 * (first_quad + i) + lane / 8);
-            rows.valid[i] = visible.has(row);
-            rows.source[i] = p.kv + (rows.valid[i] ? row : 0) * p.kv_stride + lane % 8 * 8;
-          }
-        };
-        if (!kPanelByPanel) find(0);
+        if (!kPanelByPanel) find_keys(rows, p, visible, mine, kRows * n);
         const auto slot = tile::ring_stage(s.key_ring, stage, empty_parity ^ 1);
         const uint32_t to = arch::shared_address(s.keys[stage]) + uint32_t(part_of_rows) * kRows * 128;
         HOPWELL_UNROLL
@@ -141,7 +160,7 @@ HOPWELL_DEVICE void gather(const Params& p, Storage& s, int warp) {
             }
             HOPWELL_NO_UNROLL
             for (int quad = 0; quad < kRows / 4; quad += kQuads) {
-              if (kPanelByPanel) find(quad);
+              if (kPanelByPanel) find_keys(rows, p, visible, mine, kRows * n + 4 * quad);
               copy_panels<kAligned, kPanelByPanel>(to + uint32_t(quad) * 512, tile::kPanelBytes, rows,
                                                    Storage::panels(i));
             }
@@ -149,16 +168,9 @@ HOPWELL_DEVICE void gather(const Params& p, Storage& s, int warp) {
           tile::arrive_after_copies<kAligned>(slot.full(part));
           if (part > 0 || !first) continue;
           first = false;
-          RowSources<kHeadRows / 4> heads;
-          HOPWELL_UNROLL
-          for (int row = 0; row < kHeadRows / 4; ++row) {
-            heads.valid[row] = first_head + 4 * row < p.h_q;
-            heads.source[row] = q + (heads.valid[row] ? first_head + 4 * row : 0) * p.q_stride_h;
-          }
-          if constexpr (requires { s.q_empty; }) arch::mbarrier_wait(s.q_empty, q_empty_parity);
-          copy_panels<kAligned, kPanelByPanel>(
-              arch::shared_address(s.q[self]) + uint32_t(part_of_rows) * kHeadRows * 128, Storage::kHeads * 128, heads,
-              {0, Storage::kDqk / 64});
+          copy_heads<kAligned, kPanelByPanel>(
+              p, s, arch::shared_address(s.q[self]) + uint32_t(part_of_rows) * kHeadRows * 128, q, first_head,
+              q_empty_parity);
         }
       }
     }
