@@ -95,6 +95,19 @@ Suite attention_distribution() {
     add(name, problem, HOPWELL_NORMALIZE_NONE).for_model = true;
   for (const auto& [name, problem] : sparse_mla_device_problems())
     add(name, problem, HOPWELL_NORMALIZE_L1).device_only = true;
+  // More keys than L2 holds: on Hopper rows are brought into ascending order.
+  for (const std::int64_t h_q : {20, 100}) {
+    const SparseMla problem{.s_q = 270,
+                            .s_kv = 90000,
+                            .h_q = h_q,
+                            .topk = 300,
+                            .sm_scale = 0.0417F,
+                            .q_size = 1,
+                            .indices = h_q == 20 ? SparseMla::Indices::kEmptyRows : SparseMla::Indices::kInvalid};
+    for (const auto normalize : {HOPWELL_NORMALIZE_NONE, HOPWELL_NORMALIZE_L1})
+      add("many_keys_h_q_" + std::to_string(h_q) + (normalize == HOPWELL_NORMALIZE_L1 ? "_l1" : ""), problem, normalize)
+          .device_only = true;
+  }
   suite.bench = [](const Settings& settings, Random& random) {
     return make(random, sparse_mla_from(settings), HOPWELL_NORMALIZE_NONE, true);
   };

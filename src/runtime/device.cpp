@@ -33,8 +33,8 @@ struct Driver {
   int (*error_string)(int error, const char** text);
 };
 // CU_DEVICE_ATTRIBUTE_*
-constexpr int kMultiprocessors = 16, kL2Bytes = 38, kComputeCapabilityMajor = 75, kComputeCapabilityMinor = 76,
-              kSharedBytesOptin = 97;
+constexpr int kMultiprocessors = 16, kMemoryKilohertz = 36, kMemoryBits = 37, kL2Bytes = 38,
+              kComputeCapabilityMajor = 75, kComputeCapabilityMinor = 76, kSharedBytesOptin = 97;
 
 template <class Function>
 bool look_up(void* library, const char* name, Function& function) {
@@ -102,7 +102,7 @@ std::vector<CudaDevice> query() {
   if (d == nullptr || d->device_count(&count) != 0) return {};
   std::vector<CudaDevice> devices;
   for (int ordinal = 0; ordinal < count; ++ordinal) {
-    int handle = 0, major = 0, minor = 0, shared_bytes = 0, l2_bytes = 0;
+    int handle = 0, major = 0, minor = 0, shared_bytes = 0, l2_bytes = 0, kilohertz = 0, bits = 0;
     char name[256] = {};
     CudaDevice found{};
     if (d->device_get(&handle, ordinal) != 0 || d->device_name(name, sizeof name, handle) != 0 ||
@@ -111,6 +111,8 @@ std::vector<CudaDevice> query() {
         d->device_attribute(&found.device.sms, kMultiprocessors, handle) != 0 ||
         d->device_attribute(&shared_bytes, kSharedBytesOptin, handle) != 0 ||
         d->device_attribute(&l2_bytes, kL2Bytes, handle) != 0 ||
+        d->device_attribute(&kilohertz, kMemoryKilohertz, handle) != 0 ||
+        d->device_attribute(&bits, kMemoryBits, handle) != 0 ||
         d->device_memory(&found.info.memory_bytes, handle) != 0) {
       return {};
     }
@@ -120,6 +122,7 @@ std::vector<CudaDevice> query() {
     found.device.cluster_sms = found.device.sms;
     found.device.shared_bytes = static_cast<std::size_t>(shared_bytes);
     found.device.l2_bytes = static_cast<std::size_t>(l2_bytes);
+    found.device.memory_bytes_per_ns = 2e-6 * kilohertz * (bits / 8);  // two transfers a clock
     devices.push_back(found);
   }
   return devices;
@@ -172,7 +175,7 @@ Device host_device(const DLDevice& location) {
                 .sms = 4,
                 .cluster_sms = 132,
                 .shared_bytes = std::size_t{227} * 1024,
-                .l2_bytes = std::size_t{1} << 20};
+                .l2_bytes = std::size_t{1} << 16};
   if (const char* sms = std::getenv("HOPWELL_EMULATOR_SMS"))
     device.sms = device.cluster_sms = std::max(1, std::atoi(sms));
   return device;

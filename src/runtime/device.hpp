@@ -17,6 +17,7 @@ struct Device {
   int cluster_sms = 0;           // as many of them as clusters may fill: on the emulator it is another number
   std::size_t shared_bytes = 0;  // dynamic shared memory that a CTA may have
   std::size_t l2_bytes = 0;
+  double memory_bytes_per_ns = 0;  // its bandwidth by clock and width; 0 where the driver does not tell
 
   [[nodiscard]] bool emulated() const { return location.device_type == kDLCPU; }
   // Whether a kernel may start before the one ahead of it ends: LaunchShape::programmatic_dependency.
@@ -33,8 +34,8 @@ struct CudaDevice {
 };
 const std::vector<CudaDevice>& cuda_devices();
 
-// What the emulator poses as. It has few multiprocessors, so that a CTA has more than one piece of work, and room for
-// many clusters, so that kernels choose clusters of all sizes; HOPWELL_EMULATOR_SMS names another number for both.
+// What the emulator poses as. It has few multiprocessors, so that a CTA has more than one piece of work; room for many
+// clusters, so that kernels choose clusters of all sizes; and little L2, so that 57 keys of 576 bf16 do not fit; HOPWELL_EMULATOR_SMS names another number for both.
 Device host_device(const DLDevice& location);
 
 // Makes a CUDA device the current one of this thread while it lives, and then the one that was before. Does nothing for

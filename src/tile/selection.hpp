@@ -118,4 +118,10 @@ struct Selection {
   }
 };
 
+namespace tile {
+
+// Entries of the longest row whose keys GPUs put in ascending order: tile/gpu/order_rows.hpp.
+inline constexpr int kLongestOrderedRow = 4096;
+
+}  // namespace tile
 }  // namespace hopwell

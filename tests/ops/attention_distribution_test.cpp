@@ -135,5 +135,38 @@ TEST(AttentionDistribution, PlansSplitRowsOfTheLastRoundOnly) {
   EXPECT_EQ(plan.work_tiles, 31 * 132 + 4 * 32);
 }
 
+// Rows are brought into ascending order where many queries read keys that do not fit in L2, and memory would bind.
+TEST(AttentionDistribution, OrdersRowsWhereMemoryBinds) {
+  using namespace ops::attention_distribution;
+  const std::int32_t index = 0;
+  Problem p;
+  p.s_q = 4096, p.s_kv = 64 << 10, p.topk = 2048, p.h_q = 64, p.d_qk = 576;
+  p.selection.indices = &index;
+  p.device = {.location = {kDLCUDA, 0}, .sms = 132, .l2_bytes = std::size_t{50} << 20, .memory_bytes_per_ns = 3352};
+  const auto with = [&p](auto change) {
+    Problem changed = p;
+    change(changed);
+    return ordering_of(changed);
+  };
+  EXPECT_TRUE(ordering_of(p).orders_rows && ordering_of(p).paces);
+  EXPECT_EQ(ordering_of(p).steps, 32);
+  EXPECT_EQ(ordering_of(p).bytes, 4096 * 2048 * 6 + 4096 * 4 + 256);
+  EXPECT_FALSE(with([](Problem& x) { x.h_q = 128; }).paces);
+  EXPECT_TRUE(with([](Problem& x) { x.h_q = 128; }).orders_rows);
+  const auto orders = [&](double bytes_per_ns, std::int64_t h_q, std::int64_t s_kv) {
+    return with([=](Problem& x) { x.device.memory_bytes_per_ns = bytes_per_ns, x.h_q = h_q, x.s_kv = s_kv; })
+        .orders_rows;
+  };
+  EXPECT_TRUE(orders(4917, 64, 128 << 10));  // an H200
+  EXPECT_FALSE(orders(4917, 128, 128 << 10) || orders(4917, 64, 32 << 10) || orders(0, 64, 128 << 10));
+  for (const Ordering& none :
+       {with([](Problem& x) { x.s_kv = 32 << 10; }), with([](Problem& x) { x.s_q = 131; }),
+        with([](Problem& x) { x.topk = 255; }), with([](Problem& x) { x.topk = 4097; }),
+        with([](Problem& x) { x.selection.indices = nullptr; }), with([](Problem& x) { x.keeps_order = true; })}) {
+    EXPECT_FALSE(none.orders_rows || none.paces);
+    EXPECT_EQ(none.bytes, 0);
+  }
+}
+
 }  // namespace
 }  // namespace hopwell

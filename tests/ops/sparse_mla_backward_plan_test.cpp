@@ -162,7 +162,6 @@ TEST(SparseMlaBackwardPlan, OrderAndPaceFollowL2) {
     for (const std::int64_t s_kv : {32 << 10, 64 << 10, 128 << 10}) {
       const Plan large = plan(s_kv, sms, 60 * kMiB);
       EXPECT_TRUE(large.ascending && large.orders_rows && large.paces);
-      EXPECT_EQ(large.prefetches_sums, s_kv == 128 << 10);
       EXPECT_EQ(large.pace_slack, s_kv == 32 << 10 ? 7 : s_kv == 64 << 10 ? 3 : 1);
     }
     EXPECT_FALSE(plan(32 << 10, sms, 126 * kMiB).ascending);
@@ -173,6 +172,25 @@ TEST(SparseMlaBackwardPlan, OrderAndPaceFollowL2) {
   ascending.indices_ascending = true;
   EXPECT_TRUE(make_plan(ascending, kHopper).paces);
   EXPECT_FALSE(make_plan(ascending, kHopper).orders_rows);
+}
+
+// By the bandwidth of an H200 and an H100: where sums miss L2, but memory is not busy anyway.
+TEST(SparseMlaBackwardPlan, FetchesSumsAheadWhereItPays) {
+  const auto fetches = [](double bytes_per_ns, std::int64_t h_q, std::int64_t s_kv) {
+    Problem p = problem_of(4096, h_q, s_kv, 2048, 132);
+    p.device.l2_bytes = 50 * kMiB, p.device.memory_bytes_per_ns = bytes_per_ns;
+    return make_plan(p, kHopper).prefetches_sums;
+  };
+  for (const double bytes_per_ns : {4917.0, 3352.0}) {
+    const bool h100 = bytes_per_ns < 4000;
+    for (const std::int64_t h_q : {64, 128})
+      for (const std::int64_t s_kv : {8 << 10, 32 << 10}) EXPECT_FALSE(fetches(bytes_per_ns, h_q, s_kv));
+    EXPECT_EQ(fetches(bytes_per_ns, 64, 64 << 10), h100);
+    EXPECT_EQ(fetches(bytes_per_ns, 64, 128 << 10), !h100);
+    EXPECT_EQ(fetches(bytes_per_ns, 128, 64 << 10), h100);
+    EXPECT_TRUE(fetches(bytes_per_ns, 128, 128 << 10));
+  }
+  EXPECT_FALSE(fetches(0, 64, 128 << 10));
 }
 
 // Adds up what a call needs, and sees that no two things share memory but those that may.

@@ -9,6 +9,7 @@
 #include "runtime/launch.hpp"
 #include "tile/gpu/entries.hpp"
 #include "tile/gpu/numbers.hpp"
+#include "tile/gpu/pacing.hpp"
 
 namespace hopwell::ops::attention_distribution::HOPWELL_TARGET {
 
@@ -27,6 +28,8 @@ struct Params {
   bool normalize_l1;
   float scale_log2;  // sm_scale · log2(e)
   Plan plan;
+  const uint16_t* sources;  // [s_q, topk]: where the sum of an entry goes, if rows are in ascending order
+  tile::Pace pace;
 };
 
 HOPWELL_DEVICE Entries entries_of(const Params& p, const WorkTile& work) {

@@ -20,4 +20,15 @@ HOPWELL_DEVICE void finish_row(const Params& p, const WorkTile& work, const Entr
   if (p.normalize_l1) tile::normalize(sums, sums, entries.length, total);
 }
 
+// The same of a row whose sums the warp has written in the order of keys: added as they would be in that of entries.
+HOPWELL_DEVICE void normalize_ordered_row(const Params& p, const WorkTile& work) {
+  if (!p.normalize_l1) return;
+  arch::syncwarp();
+  float* const row = p.attn + work.query * p.attn_stride;
+  float total = 0;
+  for (int i = arch::lane_index(); i < p.selection.topk; i += kTileKeys)
+    total += row[i] + (i + 32 < p.selection.topk ? row[i + 32] : 0);
+  tile::normalize(row, row, p.selection.topk, total);
+}
+
 }  // namespace hopwell::ops::attention_distribution::HOPWELL_TARGET

@@ -1,4 +1,5 @@
 // attention_distribution for Hopper: what it takes, and its kernel's launch.
+#include "ops/attention_distribution/order_rows.hpp"
 #include "ops/attention_distribution/sm90/head_sums.hpp"
 
 namespace hopwell::ops::attention_distribution::HOPWELL_TARGET {
@@ -18,10 +19,18 @@ bool is_aligned(const Params& p, const Problem& problem) {
 }
 
 template <int kDqk>
+auto kernel_of(bool alternate, bool ordered) {
+  if (ordered) return alternate ? kernel<kDqk, true, true> : kernel<kDqk, false, true>;
+  return alternate ? kernel<kDqk, true, false> : kernel<kDqk, false, false>;
+}
+
+template <int kDqk>
 void launch_with_width(const Problem& problem, Stream stream) {
   Params p = params_of(problem);
   p.aligned = is_aligned(p, problem);
-  runtime::launch("attention_distribution", p.plan.alternate ? kernel<kDqk, true> : kernel<kDqk, false>,
+  const Ordering ordering = ordering_of(problem);
+  if (ordering.orders_rows) order_rows(problem, ordering, p, stream);
+  runtime::launch("attention_distribution", kernel_of<kDqk>(p.plan.alternate, ordering.orders_rows),
                   runtime::shape_of_ctas(p.plan.ctas, Config::kThreads, sizeof(SharedStorage<kDqk>)), stream, p);
 }
 
@@ -30,7 +39,10 @@ void launch(const Problem& problem, Stream stream) {
   problem.d_qk == 576 ? launch_with_width<576>(problem, stream) : launch_with_width<512>(problem, stream);
 }
 
-const runtime::Registration<Problem> backend{{.name = runtime::kBackend, .supports = supports, .launch = launch}};
+const runtime::Registration<Problem> backend{{.name = runtime::kBackend,
+                                              .supports = supports,
+                                              .workspace_bytes = [](const Problem& p) { return ordering_of(p).bytes; },
+                                              .launch = launch}};
 
 }  // namespace
 }  // namespace hopwell::ops::attention_distribution::HOPWELL_TARGET

@@ -5,6 +5,7 @@
 #include "ops/sparse_mla_backward/plan.hpp"
 #include "tile/gpu/merge_rows.hpp"
 #include "tile/gpu/numbers.hpp"
+#include "tile/gpu/order_rows.hpp"
 
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 
@@ -31,10 +32,10 @@ struct Params {
   int64_t q_stride_s, q_stride_h, out_stride_s, out_stride_h, d_out_stride_s, d_out_stride_h;  // elements
   int64_t lse_stride_s, lse_stride_h, sink_stride, dq_stride_s, dq_stride_h, attn_stride;
   int kv_stride, dkv_stride;
-  int heads_of_member;                     // h_q, but for groups
-  int h_q, first_head, head_blocks;        // first_head, head_blocks and what follows: of a MainPass
-  bool prefetches_sums;                    // to L2
-  int wave, pace_slack;                    // CTAs that run at a time, and how far they may be apart: pacing.hpp
+  int heads_of_member;               // h_q, but for groups
+  int h_q, first_head, head_blocks;  // first_head, head_blocks and what follows: of a MainPass
+  bool prefetches_sums;              // to L2
+  int wave, pace_slack;              // CTAs that run at a time, and how far they may be apart: tile/gpu/pacing.hpp
   int whole_tiles, slices, slice_entries;  // see work_tile_of
   float* dq_slices;                        // [sliced tiles, slices, heads of a tile, d_qk]
   float sm_scale, scale_log2;              // and sm_scale · log2(e)
@@ -46,16 +47,19 @@ HOPWELL_DEVICE Entries entries_of(const Params& p, const WorkTile& work) {
   return work.slice < 0 ? entries : entries.slice(work.first_entry, p.slice_entries);
 }
 
+inline tile::OrderedRows ordered_rows_of(const Problem& problem, const Plan& plan) {
+  const bool attn = problem.attn && !plan.distribution;
+  return {scratch<int>(problem, plan.workspace.rows),
+          attn ? scratch<uint16_t>(problem, plan.workspace.sources) : nullptr,
+          scratch<int>(problem, plan.workspace.lengths)};
+}
+
 // Everything that is the same for all passes of a call.
 inline Params params_of(const Problem& problem, const Plan& plan) {
   const Workspace& workspace = plan.workspace;
   Params p{};
   p.selection = tile::params_of(problem.selection);
-  if (plan.orders_rows) {
-    p.selection.indices = scratch<int>(problem, workspace.rows), p.selection.indices_stride = problem.topk;
-    p.selection.topk_length = scratch<int>(problem, workspace.lengths), p.selection.length_stride = 1;
-    p.selection.visibility = {};
-  }
+  if (plan.orders_rows) p.selection = tile::ordered_selection_of(p.selection, ordered_rows_of(problem, plan));
   p.q = problem.q.as<const bf16>(), p.kv = problem.kv.as<const bf16>();
   p.out = problem.out.as<const bf16>(), p.d_out = problem.d_out.as<const bf16>();
   p.lse = problem.lse.as<const float>(), p.sink = problem.attn_sink.as<const float>();

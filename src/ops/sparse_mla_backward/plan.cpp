@@ -1,6 +1,7 @@
 #include "ops/sparse_mla_backward/plan.hpp"
 
 #include <algorithm>
+#include <cmath>
 
 namespace hopwell::ops::sparse_mla_backward {
 namespace {
@@ -24,6 +25,18 @@ bool exceeds_l2(const Problem& p, std::int64_t parts, std::int64_t of) {
   return sum_bytes(p) > static_cast<std::int64_t>(p.device.l2_bytes) * parts / of;
 }
 
+// The part of a main kernel's time in which memory is busy, if the CTAs of a wave, at one pace, fetch each key's row of kv
+// once and its sums, too, and write these back. Queries select keys at random.
+double memory_share(const Problem& p, const MainKernels& kernels) {
+  constexpr double kNanosecondsOfKey =
+      110;  // of one query, on an H100 where all is in L2: 104 for a pair, 118 for a CTA
+  const int ctas = kernels.pair_heads > 0 && p.h_q > kernels.single_heads ? 2 : 1;
+  const double s_kv = static_cast<double>(p.s_kv), topk = static_cast<double>(p.topk);
+  const double keys = s_kv * (1 - std::exp(-p.device.sms / ctas * topk / s_kv));
+  const double bytes = keys * static_cast<double>(p.d_qk) * (2 + 4 + 4);
+  return p.device.memory_bytes_per_ns > 0 ? bytes / p.device.memory_bytes_per_ns / (topk * kNanosecondsOfKey) : 0;
+}
+
 // In which order and how far apart CTAs go through keys. Ascending rows pay where the sums do not fit in L2 and many
 // queries add to them; the emulator, which knows no speed, always has such rows.
 void plan_order(Plan& plan, const Problem& p, const MainKernels& kernels) {
@@ -38,8 +51,10 @@ void plan_order(Plan& plan, const Problem& p, const MainKernels& kernels) {
   const std::int64_t window = static_cast<std::int64_t>(p.device.l2_bytes) * 4 / 15;
   const std::int64_t step_bytes = sum_bytes(p) / std::max<std::int64_t>(p.topk / kernels.keys, 1);
   plan.pace_slack = static_cast<int>(std::clamp<std::int64_t>(window / std::max<std::int64_t>(step_bytes, 1), 1, 8));
-  // Additions that miss L2 are slow. Where most would, rows are fetched a step ahead; where few do, that costs more.
-  plan.prefetches_sums = p.dkv && (exceeds_l2(p, 10, 3) || p.device.emulated());
+  // Additions that miss L2 are slow. Where many do, rows are fetched a step ahead; where few do, that costs more, and so it
+  // does where memory is busy anyway.
+  const double memory = plan.ascending ? memory_share(p, kernels) : 0;
+  plan.prefetches_sums = p.dkv && ((exceeds_l2(p, 2, 1) && memory > 0.4 && memory < 0.75) || p.device.emulated());
 }
 
 // Neighbouring queries with up to 32 heads are taken together where their selections share enough, which is found out on

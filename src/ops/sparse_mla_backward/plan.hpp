@@ -64,8 +64,8 @@ struct Workspace {
   std::size_t bytes = 0;
 };
 
-inline constexpr std::int64_t kLongestOrderedRow = 4096;  // entries; of merged rows, too
-inline constexpr std::int64_t kMostMembers = 8;           // queries of a group
+using tile::kLongestOrderedRow;                  // of merged rows, too
+inline constexpr std::int64_t kMostMembers = 8;  // queries of a group
 
 struct Plan {
   // attn comes from attention_distribution, which adds nothing in an order that depends on time; fixed-point sums of
@@ -75,7 +75,7 @@ struct Plan {
   DkvSums sums = DkvSums::none;
   bool ascending = false;        // CTAs go through keys in ascending order …
   bool orders_rows = false;      // … which the rows must be brought into
-  bool paces = false;            // … and at one speed: pacing.hpp
+  bool paces = false;            // … and at one speed: tile/gpu/pacing.hpp
   int pace_slack = 0;            // steps that a CTA may be ahead
   bool prefetches_sums = false;  // to L2, a step ahead
   MainPass groups;               // of queries whose rows are merged; without tiles if there are none

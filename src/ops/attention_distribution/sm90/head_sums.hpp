@@ -15,7 +15,8 @@
 // Budget    shared: 3 × 64 × 1,152 rows + 4 × 8 × 64 × 4 sums + 352 barriers = 229,728 B
 //           registers: math 144 of Q + 32 scores + ~30 (208), gather and store 88
 // Bound     128 heads: tensor pipe and exponentials; 64: the gather, 73,728 B for every 64 keys
-// Order     Nothing is added in an order that depends on time: same inputs, same bits.
+// Order     Nothing is added in an order that depends on time: same inputs, same bits. kOrdered: rows are in ascending
+//           order of keys, and CTAs go through them at one pace, where keys do not fit in L2: plan.hpp.
 //
 // Memory order. The copies of a third themselves arrive at its mbarrier, so that no gather warp ever waits for them;
 // who has waited for that arrival fences it (fence.proxy.async) before the products read it.
@@ -106,12 +107,14 @@ HOPWELL_DEVICE tile::RowIndices keys_of(const Entries& entries, int tile) {
   return {entries.at(i), entries.at(i + 32), entries.visible};
 }
 
-template <int kDqk, bool kAlternate>
+template <int kDqk, bool kAlternate, bool kOrdered>
 HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, int part) {
   // The gather is what takes longest at up to 64 heads; otherwise bursts of copies delay products and sums.
   constexpr int kTogether = kAlternate ? 16 : 2;
   int item = 0;
+  uint32_t seen = 0;  // of the pace: the other parts follow this one's, by way of the ring
   for_each_pass(p, [&](int64_t query, const Entries& entries, int tiles, int pass) {
+    const bool paced = kOrdered && part == 0 && p.pace.has(int(query));
     const bf16* q = p.q + query * p.q_stride_s;
     // Indices are loaded two tiles ahead and looked at when they are used: a load takes as long as a tile.
     tile::RowIndices next = keys_of(entries, 0), second = keys_of(entries, 1);
@@ -124,6 +127,7 @@ HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, int part) {
       const tile::RowIndices keys = next;
       next = second;
       second = keys_of(entries, tile + 2);
+      if (paced) p.pace.keep(int(query), seen, tile);
       copy_part<kDqk, kTogether>({s, item}, part, p.aligned, p.kv, p.kv_stride, keys);
     }
   });
@@ -242,7 +246,7 @@ HOPWELL_DEVICE void math(const Params& p, SharedStorage<kDqk>& s, int group) {
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
-template <int kDqk, bool kAlternate>
+template <int kDqk, bool kAlternate, bool kOrdered>
 __global__ void __launch_bounds__(Config::kThreads, 1) kernel(const __grid_constant__ Params p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<SharedStorage<kDqk>>();
@@ -259,9 +263,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1) kernel(const __grid_const
   } else {
     arch::setmaxnreg_dec<Config::kOtherRegisters>();
     if (warp == kStore)
-      store<kAlternate ? Config::kMathWarps / 2 : Config::kMathWarps>(p, s.sums, s.sum_barriers);
+      store<kAlternate ? Config::kMathWarps / 2 : Config::kMathWarps, kOrdered>(p, s.sums, s.sum_barriers);
     else
-      gather<kDqk, kAlternate>(p, s, warp - kGather);
+      gather<kDqk, kAlternate, kOrdered>(p, s, warp - kGather);
   }
 #endif
 }

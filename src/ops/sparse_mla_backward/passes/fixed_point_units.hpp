@@ -171,7 +171,7 @@ inline void distribute_attention(const Problem& problem, const Plan& plan, const
   d.q = problem.q, d.kv = problem.kv, d.lse = problem.lse, d.attn = distribution_of(problem, plan);
   d.selection = problem.selection, d.sm_scale = problem.sm_scale;
   d.s_q = problem.s_q, d.s_kv = problem.s_kv, d.h_q = problem.h_q, d.d_qk = problem.d_qk, d.topk = problem.topk;
-  d.device = problem.device;
+  d.device = problem.device, d.keeps_order = true;
   runtime::run("attention_distribution", d, backend, stream);
 }
 

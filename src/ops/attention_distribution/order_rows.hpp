@@ -1,0 +1,46 @@
+// attention_distribution on GPUs, what comes before a kernel that goes through keys in ascending order.
+#pragma once
+
+#include "ops/attention_distribution/params.hpp"
+#include "runtime/launch.hpp"
+#include "tile/gpu/order_rows.hpp"
+
+namespace hopwell::ops::attention_distribution::HOPWELL_TARGET {
+
+constexpr int kPaceSlack = 1;  // tiles of keys; with 2 to 6 it takes as long or longer
+
+struct OrderParams {
+  tile::SelectionParams selection;
+  tile::OrderedRows ordered;
+  float* attn;  // zeros, where no sum will be written
+  int64_t attn_stride;
+  uint32_t* progress;  // zero; or null
+};
+
+// A CTA for one query.
+__global__ void __launch_bounds__(tile::kOrderThreads) order_row(const __grid_constant__ OrderParams p) {
+  auto& s = arch::dynamic_smem<tile::OrderStorage>();
+  const int query = arch::block_index(), t = arch::thread_index();
+  if (p.progress && query == 0 && t == 0) *p.progress = 0;
+  const Entries entries = tile::entries_of(p.selection, query);
+  for (int i = t; i < p.selection.topk; i += tile::kOrderThreads)
+    if (entries.key(i) < 0) p.attn[query * p.attn_stride + i] = 0;
+  tile::order_row_of_query(p.selection, p.ordered, s, query);
+}
+
+// Launches it, and tells a kernel's parameters of the rows.
+inline void order_rows(const Problem& problem, const Ordering& ordering, Params& p, Stream stream) {
+  auto* const workspace = static_cast<std::byte*>(problem.workspace);
+  const tile::OrderedRows ordered{reinterpret_cast<int*>(workspace + ordering.rows),
+                                  reinterpret_cast<uint16_t*>(workspace + ordering.sources),
+                                  reinterpret_cast<int*>(workspace + ordering.lengths)};
+  if (ordering.paces)
+    p.pace = {reinterpret_cast<uint32_t*>(workspace + ordering.progress), p.plan.ctas, kPaceSlack, p.plan.whole_queries,
+              ordering.steps};
+  runtime::launch("attention_distribution", order_row,
+                  runtime::shape_of_ctas(problem.s_q, tile::kOrderThreads, sizeof(tile::OrderStorage)), stream,
+                  OrderParams{p.selection, ordered, p.attn, p.attn_stride, p.pace.progress});
+  p.selection = tile::ordered_selection_of(p.selection, ordered), p.sources = ordered.sources;
+}
+
+}  // namespace hopwell::ops::attention_distribution::HOPWELL_TARGET
