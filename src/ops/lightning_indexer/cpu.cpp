@@ -22,8 +22,9 @@ using cpu::Scratch;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr std::int64_t kKeyTile = 256;  // keys a product
 constexpr std::int64_t kRowTile = 256;  // (query, head) rows a product
-// … and at least so many: of fewer BLAS adds up in another order, and a query's scores must not depend on the others.
-constexpr std::int64_t kMinRows = 32;
+// A query's scores must not depend on what else is in a product. OpenBLAS has kernels that add up in another order for few
+// rows and, where there is AVX-512, for at most so many multiplications.
+constexpr std::int64_t kMinRows = 32, kSmallProduct = 1'000'000;
 constexpr std::int64_t kMaxQueries = 64;  // queries a block, each with a candidate list
 constexpr std::int64_t kMinItems = 16;    // fewer blocks of queries than this: the keys are split
 constexpr std::int64_t kMinSplit = 4096;  // into no fewer keys than this
@@ -114,13 +115,14 @@ struct Plan {
 // A thread's scratch: one block of queries against one tile of keys.
 struct State {
   State(const Problem& p, const Plan& plan)
-      : q((plan.queries * p.h_index + kMinRows) * p.d_index),
+      : q((plan.queries * p.h_index + kRowTile) * p.d_index),
         weights(plan.queries * p.h_index),
         k(kKeyTile * p.d_index),
         k_scale(kKeyTile + kLaneBlock),
-        dot(std::clamp(plan.queries * p.h_index, kMinRows, kRowTile) * kKeyTile),
+        dot(kRowTile * kKeyTile),
         score(plan.queries * kKeyTile + kLaneBlock) {
-    std::fill_n(q.get() + plan.queries * p.h_index * p.d_index, kMinRows * p.d_index, 0.0F);
+    std::fill_n(q.get() + plan.queries * p.h_index * p.d_index, kRowTile * p.d_index, 0.0F);
+    std::fill_n(k.get(), kKeyTile * p.d_index, 0.0F);
     for (std::int64_t i = 0; i < plan.queries; ++i) candidates.emplace_back(plan.topk, plan.split_keys);
   }
   Scratch<float> q, weights, k, k_scale, dot, score;
@@ -174,6 +176,17 @@ Tile next_tile(const Block& block, std::int64_t key) {
   return tile;
 }
 
+// Rows and keys of a product, at least those given, so that no product is small; or all of the same size, where none can be
+// larger.
+struct ProductShape {
+  std::int64_t rows, keys;
+};
+ProductShape product_shape(std::int64_t rows, std::int64_t keys, std::int64_t d) {
+  if (kRowTile * kKeyTile * d <= kSmallProduct) return {kRowTile, kKeyTile};
+  keys = std::max(keys, kSmallProduct / (kRowTile * d) + 1);
+  return {std::max({rows, kMinRows, kSmallProduct / (keys * d) + 1}), keys};
+}
+
 // state.score[i, 0 .. padded(keys)) of the tile's queries against its keys, which are in state.k.
 void score_tile(const Problem& p, const Tile& tile, State& state) {
   const std::int64_t rows = tile.end_query * p.h_index, n = padded(tile.end_key - tile.first_key);
@@ -181,8 +194,9 @@ void score_tile(const Problem& p, const Tile& tile, State& state) {
   for (std::int64_t row = tile.first_query * p.h_index; row < rows;) {
     const std::int64_t end = std::min(rows, row + kRowTile);
     const float* dot = state.dot.get();
-    cpu::gemm_nt(std::max(end - row, kMinRows), n, p.d_index, 1, state.q.get() + row * p.d_index, p.d_index,
-                 state.k.get(), p.d_index, 0, state.dot.get(), kKeyTile);
+    const ProductShape shape = product_shape(end - row, n, p.d_index);
+    cpu::gemm_nt(shape.rows, shape.keys, p.d_index, 1, state.q.get() + row * p.d_index, p.d_index, state.k.get(),
+                 p.d_index, 0, state.dot.get(), kKeyTile);
     while (row < end) {
       const std::int64_t query = row / p.h_index, heads = std::min(end, (query + 1) * p.h_index) - row;
       cpu::add_head_scores(dot, kKeyTile, state.weights.get() + row, heads, true, state.score.get() + query * kKeyTile,
