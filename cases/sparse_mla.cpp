@@ -433,6 +433,37 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_problems() {
   return all;
 }
 
+std::vector<std::pair<std::string, SparseMla>> sparse_mla_group_problems() {
+  using Indices = SparseMla::Indices;
+  using Sink = SparseMla::Sink;
+  using Positions = SparseMla::Positions;
+  const SparseMla four{.s_q = 9, .indices = Indices::kDistinct, .overlap = 85};
+  std::vector<std::pair<std::string, SparseMla>> all;
+  const auto add = [&](const std::string& name, const auto&... changes) {
+    SparseMla problem = four;
+    (changes(problem), ...);
+    all.emplace_back(name, problem);
+  };
+  const auto heads = [](std::int64_t h_q) { return [h_q](SparseMla& p) { p.h_q = h_q; }; };
+  for (const std::int64_t h_q : {1, 8, 12, 16, 24, 32, 64, 128}) add("h_q_" + std::to_string(h_q), heads(h_q));
+  add("d_qk_512", [](SparseMla& p) { p.d_qk = 512, p.topk = 130; });
+  add("none_shared", [](SparseMla& p) { p.overlap = 0, p.s_kv = 2000; });
+  add("all_shared", [](SparseMla& p) { p.overlap = 100; });
+  add("ascending", [](SparseMla& p) { p.indices = Indices::kAscending; });
+  add("any", [](SparseMla& p) { p.indices = Indices::kAny, p.s_kv = 70; });
+  add("invalid_indices", [](SparseMla& p) { p.indices = Indices::kInvalid, p.s_kv = 70; });
+  add("empty_rows", [](SparseMla& p) { p.indices = Indices::kEmptyRows, p.s_kv = 70, p.sink = Sink::kExtreme; });
+  add("hot_row", heads(8), [](SparseMla& p) { p.indices = Indices::kHot; });
+  add("duplicates", [](SparseMla& p) { p.indices = Indices::kTwice, p.s_kv = 70; });
+  add("sink_lengths", [](SparseMla& p) { p.sink = Sink::kAny, p.lengths = true, p.s_q = 19; });
+  add("positions", heads(32), [](SparseMla& p) { p.positions = Positions::kArray, p.q_start = 2, p.kv_stride = 4; });
+  add("key_ranges", [](SparseMla& p) { p.ranges = true, p.s_q = 20; });
+  add("many_keys", heads(8), [](SparseMla& p) { p.s_kv = 66000, p.s_q = 8, p.topk = 100; });
+  add("long_row", [](SparseMla& p) { p.s_kv = 3000, p.s_q = 4, p.topk = 1100; });
+  add("strided", [](SparseMla& p) { p.strided = true, p.gap = 8; });
+  return all;
+}
+
 std::vector<std::pair<std::string, SparseMla>> sparse_mla_device_problems() {
   return {{"many_queries_576", {.s_q = 70000, .h_q = 1, .topk = 2}},
           {"more_tiles", {.s_q = 300, .h_q = 65, .topk = 200, .indices = SparseMla::Indices::kInvalid}},

@@ -48,6 +48,9 @@ struct SparseMla {
 // Names for the cases that all three operators run, and their problems. Those of the second list are for GPUs only.
 std::vector<std::pair<std::string, SparseMla>> sparse_mla_problems();
 std::vector<std::pair<std::string, SparseMla>> sparse_mla_device_problems();
+// Neighbouring queries whose rows share keys, or do not, or only some of which do. NaN in keys that only a neighbour
+// selects is the one thing that they may not be given.
+std::vector<std::pair<std::string, SparseMla>> sparse_mla_group_problems();
 // One query of production's shape, with two lengths of its row: their difference is what the model of time (docs/emulator.md)
 // says of a step. For each of the numbers of heads.
 std::vector<std::pair<std::string, SparseMla>> sparse_mla_query_problems(std::initializer_list<std::int64_t> heads,

@@ -254,39 +254,6 @@ std::vector<std::pair<std::string, SparseMla>> problems_of_many_heads() {
       {"d_qk_512_topk_130", {.s_q = 1, .h_q = 192, .d_qk = 512, .topk = 130}}};
 }
 
-// Neighbouring queries whose rows share keys, or do not, or only some of which do. NaN in keys that only a neighbour
-// selects is the one thing that they may not be given.
-std::vector<std::pair<std::string, SparseMla>> problems_of_groups() {
-  using Indices = SparseMla::Indices;
-  using Sink = SparseMla::Sink;
-  using Positions = SparseMla::Positions;
-  const SparseMla four{.s_q = 9, .indices = Indices::kDistinct, .overlap = 85};
-  std::vector<std::pair<std::string, SparseMla>> all;
-  const auto add = [&](const std::string& name, const auto&... changes) {
-    SparseMla problem = four;
-    (changes(problem), ...);
-    all.emplace_back(name, problem);
-  };
-  const auto heads = [](std::int64_t h_q) { return [h_q](SparseMla& p) { p.h_q = h_q; }; };
-  for (const std::int64_t h_q : {1, 8, 12, 16, 24, 32, 64, 128}) add("h_q_" + std::to_string(h_q), heads(h_q));
-  add("d_qk_512", [](SparseMla& p) { p.d_qk = 512, p.topk = 130; });
-  add("none_shared", [](SparseMla& p) { p.overlap = 0, p.s_kv = 2000; });
-  add("all_shared", [](SparseMla& p) { p.overlap = 100; });
-  add("ascending", [](SparseMla& p) { p.indices = Indices::kAscending; });
-  add("any", [](SparseMla& p) { p.indices = Indices::kAny, p.s_kv = 70; });
-  add("invalid_indices", [](SparseMla& p) { p.indices = Indices::kInvalid, p.s_kv = 70; });
-  add("empty_rows", [](SparseMla& p) { p.indices = Indices::kEmptyRows, p.s_kv = 70, p.sink = Sink::kExtreme; });
-  add("hot_row", heads(8), [](SparseMla& p) { p.indices = Indices::kHot; });
-  add("duplicates", [](SparseMla& p) { p.indices = Indices::kTwice, p.s_kv = 70; });
-  add("sink_lengths", [](SparseMla& p) { p.sink = Sink::kAny, p.lengths = true, p.s_q = 19; });
-  add("positions", heads(32), [](SparseMla& p) { p.positions = Positions::kArray, p.q_start = 2, p.kv_stride = 4; });
-  add("key_ranges", [](SparseMla& p) { p.ranges = true, p.s_q = 20; });
-  add("many_keys", heads(8), [](SparseMla& p) { p.s_kv = 66000, p.s_q = 8, p.topk = 100; });
-  add("long_row", [](SparseMla& p) { p.s_kv = 3000, p.s_q = 4, p.topk = 1100; });
-  add("strided", [](SparseMla& p) { p.strided = true, p.gap = 8; });
-  return all;
-}
-
 }  // namespace
 
 Suite sparse_mla_backward() {
@@ -334,7 +301,7 @@ Suite sparse_mla_backward() {
   SparseMla ascending = wide;
   ascending.indices = SparseMla::Indices::kAscending;
   add("h_q_128_ascending_as_said", ascending, {.deterministic = false, .ascending = true});
-  for (const auto& [name, problem] : problems_of_groups())
+  for (const auto& [name, problem] : sparse_mla_group_problems())
     add("share_keys_" + name, problem, {.attn = false, .deterministic = false, .share_keys = true});
   for (const auto& [name, problem] : sparse_mla_device_problems())
     add(name, problem, {.deterministic = false}).device_only = true;

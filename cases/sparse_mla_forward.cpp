@@ -5,13 +5,18 @@
 namespace hopwell::cases {
 namespace {
 
-Instance make(Random& random, const SparseMla& p, bool timed = false) {
+// What is special about the call beside its inputs. `timed`: the shapes are too large for float64.
+struct Options {
+  bool share_keys = false, timed = false;
+};
+
+Instance make(Random& random, const SparseMla& p, const Options& options) {
   Instance instance;
   const SparseMlaInputs in = add_inputs(instance, random, p);
   Array& out = add_array(instance, p, "out", p.dtype, {p.s_q, p.h_q, p.d_v});
   Array& max_logits = add_array(instance, p, "max_logits", DType::kFloat32, {p.s_q, p.h_q});
   Array& lse = add_array(instance, p, "lse", DType::kFloat32, {p.s_q, p.h_q});
-  const double size = timed ? 1 : rms(values_of(*in.kv));  // of V
+  const double size = options.timed ? 1 : rms(values_of(*in.kv));  // of V
   instance.expect(out, p.dtype == DType::kFloat32
                            ? Tolerance{.norm = 1e-4, .absolute = 1e-3 * size, .relative = 1e-3}
                            : Tolerance{.norm = 4e-3, .absolute = 8e-3 * size, .relative = 3.0 / 128});
@@ -24,7 +29,8 @@ Instance make(Random& random, const SparseMla& p, bool timed = false) {
     self.outputs[2].expected = std::move(reference.lse);
     self.outputs[1].magnitude = self.outputs[2].magnitude = std::move(reference.lse_magnitude);
   };
-  instance.call = [in, &out, &max_logits, &lse, &workspace = *instance.workspace](const char* backend, Stream stream) {
+  instance.call = [in, options, &out, &max_logits, &lse, &workspace = *instance.workspace](const char* backend,
+                                                                                           Stream stream) {
     const auto sink = view_of(in.attn_sink), length = view_of(in.topk_length), positions = view_of(in.q_positions),
                start = view_of(in.k_start), end = view_of(in.k_end), indices = view_of(in.indices);
     run_with_workspace<SparseMlaForwardArgs>(hopwell::sparse_mla_forward, hopwell::sparse_mla_forward_workspace_bytes,
@@ -42,6 +48,7 @@ Instance make(Random& random, const SparseMla& p, bool timed = false) {
                                               .kv_stride = in.problem.kv_stride,
                                               .k_start = pointer(start),
                                               .k_end = pointer(end),
+                                              .share_keys = options.share_keys,
                                               .out = out.view(),
                                               .max_logits = max_logits.view(),
                                               .lse = lse.view(),
@@ -52,17 +59,44 @@ Instance make(Random& random, const SparseMla& p, bool timed = false) {
   return instance;
 }
 
+// More of groups of queries: references that move, keys that nobody may read, tiles of all members' heads.
+std::vector<std::pair<std::string, SparseMla>> more_group_problems() {
+  using Indices = SparseMla::Indices;
+  const SparseMla four{.s_q = 9, .indices = Indices::kDistinct, .overlap = 85};
+  std::vector<std::pair<std::string, SparseMla>> all;
+  const auto add = [&](const std::string& name, const auto& change) { change(all.emplace_back(name, four).second); };
+  for (const std::int64_t h_q : {2, 5, 21, 31, 33})
+    add("h_q_" + std::to_string(h_q), [h_q](SparseMla& p) { p.h_q = h_q, p.sink = SparseMla::Sink::kAny; });
+  add("d_qk_512_h_q_32", [](SparseMla& p) { p.h_q = 32, p.d_qk = 512, p.topk = 200, p.sink = SparseMla::Sink::kAny; });
+  add("overlap_50", [](SparseMla& p) { p.overlap = 50, p.topk = 130; });
+  add("large_scores", [](SparseMla& p) { p.q_size = 200, p.topk = 200; });
+  add("negative_scale", [](SparseMla& p) { p.sm_scale = -0.5F, p.topk = 130; });
+  add("strided_h_q_1", [](SparseMla& p) { p.h_q = 1, p.strided = true, p.sink = SparseMla::Sink::kAny; });
+  add("fewer_keys_than_topk", [](SparseMla& p) { p.s_kv = 40, p.topk = 130; });
+  add("causal_start", [](SparseMla& p) {
+    p.s_q = 24, p.s_kv = 30, p.indices = Indices::kAny, p.positions = SparseMla::Positions::kStart, p.q_start = 2;
+  });
+  add("many_queries", [](SparseMla& p) { p.s_q = 101, p.s_kv = 90, p.topk = 70, p.lengths = true; });
+  return all;
+}
+
 }  // namespace
 
 Suite sparse_mla_forward() {
   Suite suite{"sparse_mla_forward", {}, sparse_mla_shapes(), {}, sparse_mla_device_shapes()};
-  const auto add = [&](const std::string& name, const SparseMla& problem) -> Case& {
-    return suite.cases.emplace_back(suite.op, name, [problem](Random& random) { return make(random, problem); });
+  const auto add = [&](const std::string& name, const SparseMla& problem, const Options& options = {}) -> Case& {
+    return suite.cases.emplace_back(suite.op, name, [=](Random& random) { return make(random, problem, options); });
   };
   for (const auto& [name, problem] : sparse_mla_problems()) add(name, problem);
+  for (const auto& problems : {sparse_mla_group_problems(), more_group_problems()})
+    for (const auto& [name, problem] : problems) add("share_keys_" + name, problem, {.share_keys = true});
   for (const auto& [name, problem] : sparse_mla_query_problems({16, 32, 64, 128})) add(name, problem).for_model = true;
   for (const auto& [name, problem] : sparse_mla_device_problems()) add(name, problem).device_only = true;
-  suite.bench = [](const Settings& settings, Random& random) { return make(random, sparse_mla_from(settings), true); };
+  for (auto* shapes : {&suite.shapes, &suite.device_shapes})
+    for (auto& [name, settings] : *shapes) settings["share_keys"] = "0";
+  suite.bench = [](const Settings& settings, Random& random) {
+    return make(random, sparse_mla_from(settings), {.share_keys = number(settings, "share_keys") != 0, .timed = true});
+  };
   return suite;
 }
 

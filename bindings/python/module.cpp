@@ -9,7 +9,8 @@ using nb::handle;
 
 void sparse_mla_forward_(handle q, handle kv, handle indices, handle sm_scale, handle d_v, handle attn_sink,
                          handle topk_length, handle q_positions, handle q_start, handle kv_stride, handle k_start,
-                         handle k_end, handle out, handle max_logits, handle lse, handle backend, handle stream) {
+                         handle k_end, handle share_keys, handle out, handle max_logits, handle lse, handle backend,
+                         handle stream) {
   Call call("sparse_mla_forward", backend, stream);
   SparseMlaForwardArgs args{.q = call.input("q", q),
                             .kv = call.input("kv", kv),
@@ -24,6 +25,7 @@ void sparse_mla_forward_(handle q, handle kv, handle indices, handle sm_scale, h
                             .kv_stride = call.integer("kv_stride", kv_stride),
                             .k_start = call.input("k_start", k_start),
                             .k_end = call.input("k_end", k_end),
+                            .share_keys = call.flag("share_keys", share_keys),
                             .out = call.output("out", out),
                             .max_logits = call.output("max_logits", max_logits),
                             .lse = call.output("lse", lse)};

@@ -239,7 +239,7 @@ TEST(SparseMlaBackwardPlan, GroupsHoldAsManyQueriesAsFit) {
     for (const std::int64_t s_q : {2, 3, 7, 8, 9, 64, 1001}) {
       const Problem p = problem_of_groups(s_q, h_q);
       const Plan plan = make_plan(p, kMergesRows);
-      const MainPass& groups = plan.groups;
+      const MainPass& groups = plan.grouped;
       if (s_q < count) {
         EXPECT_EQ(groups.clusters(), 0);
         continue;
@@ -266,7 +266,7 @@ TEST(SparseMlaBackwardPlan, GroupsOnlyWhereTheyMayBe) {
   const auto has_groups = [](const auto& change, const MainKernels& kernels = kMergesRows) {
     Problem p = problem_of_groups(64, 16);
     change(p);
-    return make_plan(p, kernels).groups.whole_tiles > 0;
+    return make_plan(p, kernels).groups.count > 0;
   };
   EXPECT_TRUE(has_groups([](Problem&) {}));
   EXPECT_FALSE(has_groups([](Problem&) {}, kHopper));
@@ -302,10 +302,13 @@ TEST(SparseMlaBackwardPlan, GroupsHaveWorkspaceOfTheirOwn) {
     const Workspace& w = plan.workspace;
     const std::size_t entries = 75UL * 4 * 2048;
     const auto slices = static_cast<std::size_t>(plan.singles.sliced_tiles * plan.singles.slices);
-    std::vector<std::pair<std::size_t, std::size_t>> parts = {
-        {w.rows, 4UL * 301 * 2048},     {w.lengths, 4UL * 301},       {w.progress, 8UL},
-        {w.sink_parts, 4UL * 301 * 16}, {w.merged_rows, 4 * entries}, {w.holders, entries},
-        {w.merged_lengths, 4UL * 75}};
+    std::vector<std::pair<std::size_t, std::size_t>> parts = {{w.rows, 4UL * 301 * 2048},
+                                                              {w.lengths, 4UL * 301},
+                                                              {w.progress, 8UL},
+                                                              {w.sink_parts, 4UL * 301 * 16},
+                                                              {w.merged_rows.keys, 4 * entries},
+                                                              {w.merged_rows.holders, entries},
+                                                              {w.merged_rows.lengths, 4UL * 75}};
     if (accumulate) parts.emplace_back(w.dkv, 4UL * 576 << 15);
     if (slices > 0) parts.emplace_back(w.dq_slices, 4UL * 576 * 64 * slices);
     std::sort(parts.begin(), parts.end());

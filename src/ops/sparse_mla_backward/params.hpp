@@ -2,8 +2,8 @@
 #pragma once
 
 #include "arch/sm80/convert.hpp"
+#include "ops/common/merge_rows.hpp"
 #include "ops/sparse_mla_backward/plan.hpp"
-#include "tile/gpu/merge_rows.hpp"
 #include "tile/gpu/numbers.hpp"
 #include "tile/gpu/order_rows.hpp"
 
@@ -91,37 +91,29 @@ inline Params params_of(const Problem& problem, const Plan& plan) {
 // kernel for what is left times all entries.
 inline tile::MergeParams merge_params_of(const Problem& problem, const Plan& plan) {
   constexpr float kWorthIt = 0.84F;  // the time of 16 heads over that of 64
-  return {tile::params_of(problem.selection),
-          plan.groups.members,
-          scratch<int>(problem, plan.workspace.merged_rows),
-          scratch<uint8_t>(problem, plan.workspace.holders),
-          scratch<int>(problem, plan.workspace.merged_lengths),
-          kWorthIt};
+  return merge_params(problem, plan.groups, plan.workspace.merged_rows, kWorthIt);
 }
 
 // A group's rows of q, out and so on lie as those of one query with the heads of all members.
 inline void take_groups(Params& p, const Problem& problem, const Plan& plan) {
-  const int members = plan.groups.members;
   const tile::MergeParams rows = merge_params_of(problem, plan);
   p.selection = tile::merged_rows_of(rows), p.holders = rows.holders;
-  p.merged = {rows.lengths, 1, plan.groups.whole_tiles, true};
+  p.merged = {rows.lengths, 1, plan.grouped.whole_tiles, true};
   for (auto [stride_s, stride_h] : {std::pair{&p.q_stride_s, &p.q_stride_h},
                                     {&p.out_stride_s, &p.out_stride_h},
                                     {&p.d_out_stride_s, &p.d_out_stride_h},
                                     {&p.lse_stride_s, &p.lse_stride_h},
-                                    {&p.dq_stride_s, &p.dq_stride_h}}) {
-    if (p.h_q == 1) *stride_h = *stride_s;
-    *stride_s *= members;
-  }
-  p.h_q *= members;
+                                    {&p.dq_stride_s, &p.dq_stride_h}})
+    take_as_one(plan.groups, p.h_q, *stride_s, *stride_h);
+  p.h_q *= plan.groups.members;
   if (p.progress) ++p.progress;
 }
 
 // The same for one pass.
 inline Params params_of(Params p, const Problem& problem, const Plan& plan, const MainPass& pass) {
-  if (plan.groups.whole_tiles > 0)
-    p.merged = {scratch<int>(problem, plan.workspace.merged_lengths), plan.groups.members, plan.groups.whole_tiles,
-                false};
+  if (plan.groups.count > 0)
+    p.merged = {scratch<int>(problem, plan.workspace.merged_rows.lengths), plan.groups.members,
+                plan.grouped.whole_tiles, false};
   if (pass.members > 1) take_groups(p, problem, plan);
   p.first_head = pass.first_head, p.head_blocks = pass.head_blocks;
   p.whole_tiles = pass.whole_tiles, p.slices = pass.slices, p.slice_entries = pass.slice_entries;

@@ -60,16 +60,10 @@ void plan_order(Plan& plan, const Problem& p, const MainKernels& kernels) {
 // Neighbouring queries with up to 32 heads are taken together where their selections share enough, which is found out on
 // the device, group by group. Not with attn, which is of each query, nor deterministic.
 void plan_groups(Plan& plan, const Problem& p, const MainKernels& kernels) {
-  const std::int64_t members =
-      std::min<std::int64_t>(kernels.single_heads / std::max<std::int64_t>(p.h_q, 1), kMostMembers);
-  // A row for each head of each query, equally far apart.
-  const auto even = [&p](const View& v) { return !v || p.h_q == 1 || v.stride[0] == p.h_q * v.stride[1]; };
-  if (!kernels.merges_rows || !p.share_keys || p.selection.indices == nullptr || p.attn || p.deterministic ||
-      members < 2 || p.s_q < members || p.topk < 1 || p.topk > kLongestOrderedRow ||
-      !(even(p.q) && even(p.out) && even(p.d_out) && even(p.lse) && even(p.dq)))
-    return;
-  plan.groups = {.heads = kernels.single_heads, .head_blocks = 1, .members = static_cast<int>(members)};
-  plan.groups.whole_tiles = static_cast<int>(p.s_q / members);
+  if (!kernels.merges_rows || p.attn || p.deterministic) return;
+  plan.groups = query_groups(p, kernels.single_heads, {p.q, p.out, p.d_out, p.lse, p.dq});
+  plan.grouped = {.heads = kernels.single_heads, .head_blocks = 1, .members = plan.groups.members};
+  plan.grouped.whole_tiles = static_cast<int>(plan.groups.count);
 }
 
 // Fills in how the tiles of a pass are shared out.
@@ -119,10 +113,7 @@ Workspace lay_out(const Plan& plan, const Problem& p) {
   if (plan.orders_rows || (plan.distribution && !p.attn)) w.rows = take(4 * p.s_q * p.topk);
   if (plan.orders_rows) w.lengths = take(4 * p.s_q);
   if (plan.orders_rows && p.attn && !plan.distribution) w.sources = take(2 * p.s_q * p.topk);
-  if (const std::int64_t groups = plan.groups.whole_tiles; groups > 0) {
-    const std::int64_t entries = groups * plan.groups.members * p.topk;
-    w.merged_rows = take(4 * entries), w.holders = take(entries), w.merged_lengths = take(4 * groups);
-  }
+  w.merged_rows = place_merged_rows(plan.groups, p.topk, take);
   if (plan.paces) w.progress = take(2 * sizeof(std::uint32_t));
   w.dq_slices = take(std::max(dq_bytes(plan.pairs), dq_bytes(plan.singles)));
   return w;

@@ -3,6 +3,7 @@
 // for every backend's kernels from the problem and the device.
 #pragma once
 
+#include "ops/common/query_groups.hpp"
 #include "ops/sparse_mla_backward/op.hpp"
 
 namespace hopwell::ops::sparse_mla_backward {
@@ -54,18 +55,17 @@ HOPWELL_HOST_DEVICE WorkTile work_tile_of(const Pass& pass, int cluster, int hea
 
 // Offsets in bytes of what lies in the workspace.
 struct Workspace {
-  std::size_t dkv = 0;                                           // sums, if not in the output: 4 bytes an element
-  std::size_t scale = 0, largest = 0, count = 0;                 // [s_kv]: the bounds of fixed-point sums
-  std::size_t sink_parts = 0;                                    // [s_q, h_q]
-  std::size_t rows = 0, sources = 0, lengths = 0;                // of rows in order, see passes/order_rows.hpp
-  std::size_t merged_rows = 0, holders = 0, merged_lengths = 0;  // of groups, see tile/gpu/merge_rows.hpp
-  std::size_t progress = 0;                                      // steps that CTAs have made; and those with groups
-  std::size_t dq_slices = 0;                                     // of either kernel, one after the other
+  std::size_t dkv = 0;                             // sums, if not in the output: 4 bytes an element
+  std::size_t scale = 0, largest = 0, count = 0;   // [s_kv]: the bounds of fixed-point sums
+  std::size_t sink_parts = 0;                      // [s_q, h_q]
+  std::size_t rows = 0, sources = 0, lengths = 0;  // of rows in order, see passes/order_rows.hpp
+  MergedRowsPlace merged_rows;                     // of groups
+  std::size_t progress = 0;                        // steps that CTAs have made; and those with groups
+  std::size_t dq_slices = 0;                       // of either kernel, one after the other
   std::size_t bytes = 0;
 };
 
-using tile::kLongestOrderedRow;                  // of merged rows, too
-inline constexpr std::int64_t kMostMembers = 8;  // queries of a group
+using tile::kLongestOrderedRow;
 
 struct Plan {
   // attn comes from attention_distribution, which adds nothing in an order that depends on time; fixed-point sums of
@@ -78,8 +78,8 @@ struct Plan {
   bool paces = false;            // … and at one speed: tile/gpu/pacing.hpp
   int pace_slack = 0;            // steps that a CTA may be ahead
   bool prefetches_sums = false;  // to L2, a step ahead
-  MainPass groups;               // of queries whose rows are merged; without tiles if there are none
-  MainPass pairs, singles;
+  QueryGroups groups;            // whose rows are merged
+  MainPass grouped, pairs, singles;
   Workspace workspace;
 };
 

@@ -1,7 +1,6 @@
 // sparse_mla_backward on Hopper: 128 heads of a query on two CTAs, what is left 64 heads a CTA. passes/call.hpp has what else
 // runs for a call, plan.hpp the numbers.
 #include "ops/sparse_mla_backward/passes/call.hpp"
-#include "ops/sparse_mla_backward/passes/merge_rows.hpp"
 #include "ops/sparse_mla_backward/sm90/pair.hpp"
 #include "ops/sparse_mla_backward/sm90/single.hpp"
 
@@ -21,7 +20,7 @@ Plan plan_of(const Problem& problem) {
 
 void launch(const Problem& problem, Stream stream) {
   const Plan plan = plan_of(problem);
-  merge_rows(problem, plan, stream);
+  ops::HOPWELL_TARGET::merge_rows<Problem>(kName, plan.groups, merge_params_of(problem, plan), stream);
   run_call(problem, plan, kBackend, stream, [&] {
     launch_groups(problem, plan, stream);
     launch_pairs(problem, plan, stream);

@@ -24,6 +24,7 @@ Problem check(const SparseMlaForwardArgs& args) {
   p.max_logits = check.optional_output("max_logits", args.max_logits, {DType::kFloat32}, {"s_q", "h_q"}, Layout::kAny);
   p.lse = check.optional_output("lse", args.lse, {DType::kFloat32}, {"s_q", "h_q"}, Layout::kAny);
   p.sm_scale = args.sm_scale;
+  p.share_keys = args.share_keys;
   p.s_q = check["s_q"], p.s_kv = check["s_kv"], p.h_q = check["h_q"];
   p.d_qk = check["d_qk"], p.d_v = args.d_v, p.topk = check["topk"];
   p.device.location = check.device();

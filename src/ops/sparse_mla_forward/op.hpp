@@ -16,6 +16,7 @@ struct Problem {
   View lse;         // fp32 [s_q, h_q], or absent
   Selection selection;
   float sm_scale = 0;
+  bool share_keys = false;  // neighbouring queries may be taken together
   std::int64_t s_q = 0, s_kv = 0, h_q = 0, d_qk = 0, d_v = 0, topk = 0;
   runtime::Device device;
   void* workspace = nullptr;

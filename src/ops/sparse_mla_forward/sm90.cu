@@ -7,6 +7,8 @@
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 namespace {
 
+constexpr const char* kName = "sparse_mla_forward";
+
 runtime::Support supports(const Problem& p) {
   if (p.q.dtype != DType::kBFloat16) return runtime::Support::no("q and kv must be bfloat16");
   if (p.d_qk != 576 && p.d_qk != 512) return runtime::Support::no("d_qk must be 576 or 512");
@@ -22,7 +24,8 @@ runtime::Support supports(const Problem& p) {
 enum class Role { math_0, math_1, gather };
 
 template <class Storage>
-__global__ void __launch_bounds__(Storage::kThreads, 1) kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(Storage::kThreads, 1)
+    kernel(const __grid_constant__ typename Storage::KernelParams p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<Storage>();
   if (arch::thread_index() == 0) initialise(s);
@@ -38,18 +41,55 @@ __global__ void __launch_bounds__(Storage::kThreads, 1) kernel(const __grid_cons
 #endif
 }
 
+// How rows are merged. Groups pay where a step of the kernel for many heads times the union's keys is less than a step of the
+// kernel for few heads times all entries.
+tile::MergeParams merge_params_of(const Problem& problem, const Plan& plan) {
+  constexpr float kWorthIt = 0.8F;
+  return merge_params(problem, plan.groups, plan.merged_rows, kWorthIt);
+}
+
+// What becomes of the parameters of the kernel for groups, or of the one for what is left.
+void take_groups(GroupedParams& p, const Problem& problem, const Plan& plan, bool of_groups) {
+  const tile::MergeParams rows = merge_params_of(problem, plan);
+  p.merged = {rows.lengths, of_groups ? 1 : plan.groups.members, static_cast<int>(plan.groups.count), of_groups};
+  if (!of_groups) return;
+  p.selection = tile::merged_rows_of(rows), p.holders = rows.holders;
+  p.members = plan.groups.members, p.heads_of_member = p.h_q;
+  p.member_fraction = static_cast<uint32_t>((65536 + p.h_q - 1) / p.h_q);
+  for (auto [stride_s, stride_h] : {std::pair{&p.q_stride_s, &p.q_stride_h},
+                                    {&p.out_stride_s, &p.out_stride_h},
+                                    {&p.max_stride_s, &p.max_stride_h},
+                                    {&p.lse_stride_s, &p.lse_stride_h}})
+    take_as_one(plan.groups, p.h_q, *stride_s, *stride_h);
+  p.h_q *= p.members;
+}
+
 template <class Storage>
 void launch_kernel(const Problem& problem, const Plan& plan, Stream stream) {
-  Params p = params_of(problem);
+  typename Storage::KernelParams p{params_of(problem)};
+  if constexpr (std::is_same_v<decltype(p), GroupedParams>) take_groups(p, problem, plan, Storage::kOfGroups);
   p.work_tiles = plan.work_tiles, p.head_tiles = plan.head_tiles, p.queries_at_once = plan.queries_at_once;
   const arch::LaunchShape shape{.grid = {plan.ctas}, .threads = Storage::kThreads, .shared_bytes = sizeof(Storage)};
-  runtime::launch("sparse_mla_forward", kernel<Storage>, shape, stream, p);
+  runtime::launch(kName, kernel<Storage>, shape, stream, p);
+}
+
+// Groups that are worth it, then what is left.
+template <int kDqk>
+void launch_in_groups(const Problem& problem, const Plan& plan, Stream stream) {
+  ops::HOPWELL_TARGET::merge_rows<Problem>(kName, plan.groups, merge_params_of(problem, plan), stream);
+  launch_kernel<many_heads::SharedStorage<kDqk, true>>(problem, plan_of_groups(problem, plan), stream);
+  if (plan.tile_heads == 16)
+    launch_kernel<few_heads::SharedStorage<16, kDqk, true>>(problem, plan, stream);
+  else
+    launch_kernel<few_heads::SharedStorage<32, kDqk, true>>(problem, plan, stream);
 }
 
 template <int kDqk>
 void launch_with_width(const Problem& problem, Stream stream) {
   const Plan plan = plan_of(problem);
-  if (plan.tile_heads == 16)
+  if (plan.groups.count > 0)
+    launch_in_groups<kDqk>(problem, plan, stream);
+  else if (plan.tile_heads == 16)
     launch_kernel<few_heads::SharedStorage<16, kDqk>>(problem, plan, stream);
   else if (plan.tile_heads == 32)
     launch_kernel<few_heads::SharedStorage<32, kDqk>>(problem, plan, stream);
@@ -63,7 +103,10 @@ void launch(const Problem& problem, Stream stream) {
 }
 
 const runtime::Registration<Problem> backend{
-    {.name = HOPWELL_ON_DEVICE ? "sm90" : "emu:sm90", .supports = supports, .launch = launch}};
+    {.name = HOPWELL_ON_DEVICE ? "sm90" : "emu:sm90",
+     .supports = supports,
+     .workspace_bytes = [](const Problem& problem) { return plan_of(problem).workspace_bytes; },
+     .launch = launch}};
 
 }  // namespace
 }  // namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET

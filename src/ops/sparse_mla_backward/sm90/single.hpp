@@ -335,7 +335,7 @@ void launch_single(const Problem& problem, const Plan& plan, Stream stream) {
 
 inline void launch_groups(const Problem& problem, const Plan& plan, Stream stream) {
   const auto launch = [&]<int kDqk>() {
-    launch_main<single_kernel<kDqk, 4, false, false, true>>(problem, plan, plan.groups, Params{}, Config::kThreads,
+    launch_main<single_kernel<kDqk, 4, false, false, true>>(problem, plan, plan.grouped, Params{}, Config::kThreads,
                                                             sizeof(SharedStorage<kDqk>), stream);
   };
   problem.d_qk == 576 ? launch.operator()<576>() : launch.operator()<512>();

@@ -21,6 +21,7 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "arch/sm80/convert.hpp"
 #include "arch/sm90/cluster.hpp"
@@ -30,8 +31,11 @@
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 namespace few_heads {
 
-template <int kHeads_, int kDqk_>
+// kRest: of queries that no group has.
+template <int kHeads_, int kDqk_, bool kRest = false>
 struct SharedStorage {
+  using KernelParams = std::conditional_t<kRest, GroupedParams, Params>;
+  static constexpr bool kOfGroups = false;
   static constexpr int kHeads = kHeads_, kDqk = kDqk_;
   static constexpr int kThreads = 384, kMathRegisters = 216, kGatherRegisters = 72;
   static constexpr int kStagesOfWarp = 1;                                       // that a gather warp copies to
@@ -358,13 +362,13 @@ HOPWELL_DEVICE void store_out(const Params& p, Storage& s, int self, int query,
 }
 
 template <class Storage>
-HOPWELL_DEVICE void math(const Params& p, Storage& s, int self) {
+HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, int self) {
   if (self >= p.queries_at_once) return;
   const uint32_t stride = uint32_t(p.queries_at_once * arch::grid_size());
   uint32_t number_of_tile = 0;
   HOPWELL_NO_UNROLL
-  for (uint32_t number = uint32_t(arch::block_index() + self * arch::grid_size()); number < p.work_tiles;
-       number += stride) {
+  for (uint32_t number = own_tile(p, uint32_t(arch::block_index() + self * arch::grid_size()), p.queries_at_once);
+       number < p.work_tiles; number = own_tile(p, number + stride, p.queries_at_once)) {
     SoftmaxState<Storage> heads;
     HOPWELL_UNROLL
     for (int i = 0; i < 2 * Storage::kPairs; ++i) heads.reference[i / 2][i % 2] = heads.max[i / 2][i % 2] = -INFINITY;

@@ -9,7 +9,11 @@
 // and move a head's reference after the same tiles.
 #pragma once
 
+#include <bit>
+#include <type_traits>
+
 #include "arch/sm90/mbarrier.hpp"
+#include "ops/common/merge_rows.hpp"
 #include "ops/sparse_mla_forward/params.hpp"
 #include "tile/gpu/gather.hpp"
 #include "tile/gpu/ring.hpp"
@@ -18,6 +22,39 @@
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 
 constexpr int kKeys = 64, kStages = 2;  // of a tile; tiles of a step, which are the stages of the ring
+
+// Where neighbouring queries are taken in groups: of the kernel for groups, to which each is one query with the heads of
+// all of its members, and of the kernel for what is left.
+struct GroupedParams : Params {
+  tile::MergedRows merged;   // which queries are this kernel's
+  const uint8_t* holders;    // of merged rows: which members have a key
+  int members;               // of a group
+  int heads_of_member;       // h_q is the heads of all
+  uint32_t member_fraction;  // 2^16 / heads_of_member, rounded up: see member_of
+};
+
+// Whose a row of a group's tile is; rows that are nobody's count as the last member's.
+HOPWELL_DEVICE int member_of(const GroupedParams& p, int row) {
+  const int member = int(uint32_t(row) * p.member_fraction >> 16);
+  return member < p.members ? member : p.members - 1;
+}
+
+// The head whose sink a head of a tile has.
+HOPWELL_DEVICE int head_with_sink(const Params&, int head) { return head; }
+HOPWELL_DEVICE int head_with_sink(const GroupedParams& p, int head) { return head % p.heads_of_member; }
+
+// The first of the kernel's own work tiles from `number` on, of those that CTAs come to `at_once` at a time; not below
+// work_tiles if there is none. By whole warps.
+HOPWELL_DEVICE uint32_t own_tile(const Params&, uint32_t number, int = 1) { return number; }
+HOPWELL_DEVICE uint32_t own_tile(const GroupedParams& p, uint32_t number, int at_once = 1) {
+  const uint32_t stride = uint32_t(at_once * arch::grid_size());
+  for (; number < p.work_tiles; number += 32 * stride) {  // a query has one tile
+    const uint32_t mine = number + uint32_t(arch::lane_index()) * stride;
+    const uint32_t own = arch::ballot(mine < p.work_tiles && p.merged.wants(int(mine)));
+    if (own != 0) return number + uint32_t(std::popcount(~own & (own - 1))) * stride;
+  }
+  return number;
+}
 
 // A query and a tile of its heads. At least one step, so that there always is a result.
 struct WorkTile {
@@ -44,6 +81,21 @@ HOPWELL_HOST_DEVICE constexpr int score_panel(int n) {
 }
 
 #if HOPWELL_HAS_SM90A
+
+// Who holds the key of a group's entry i.
+HOPWELL_DEVICE uint8_t holders_of(const GroupedParams& p, const WorkTile& work, int i) {
+  return i < work.entries.length ? p.holders[work.entries.row - p.selection.indices + i] : uint8_t{0};
+}
+// A bit for each lane whose key, held by `holders`, the member has that this lane's number says.
+HOPWELL_DEVICE uint32_t keys_of_member(const GroupedParams& p, uint8_t holders) {
+  uint32_t keys = 0;
+  HOPWELL_NO_UNROLL
+  for (int member = 0; member < p.members; ++member) {
+    const uint32_t held = arch::ballot(holders >> member & 1);
+    keys = arch::lane_index() == member ? held : keys;
+  }
+  return keys;
+}
 
 // What a lane copies of 4 · kQuads rows: a chunk of 16 bytes, lane % 8, of every panel of rows 4 i + lane / 8.
 template <int kQuads>
@@ -108,7 +160,7 @@ HOPWELL_DEVICE float sum_of_tile(const float (&sums)[4]) { return (sums[0] + sum
 // place is free when the last scores are done, and so is Q's; else it is free before. Groups are waited for as they are
 // freed, so copies never overtake. The code is short, since all roles share one instruction cache.
 template <bool kAligned, class Storage>
-HOPWELL_DEVICE void gather(const Params& p, Storage& s, int warp) {
+HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, int warp) {
   constexpr int kStagesOfWarp = Storage::kStagesOfWarp, kWarps = 2 * kStagesOfWarp;  // of a stage
   constexpr int kRows = kKeys / kWarps, kHeadRows = Storage::kHeads / kWarps;
   // Rows that are not aligned go through registers, and those of a stage's warp would not fit.
@@ -119,13 +171,19 @@ HOPWELL_DEVICE void gather(const Params& p, Storage& s, int warp) {
   const int keys_of_step = kStages * kKeys / at_once;
   const int entry = (first_stage - self + lane / kRows) * kKeys + part_of_rows * kRows + lane % kRows;
   const uint32_t stride = uint32_t(at_once * arch::grid_size());
-  uint32_t number = uint32_t(arch::block_index() + self * arch::grid_size());
+  uint32_t number = own_tile(p, uint32_t(arch::block_index() + self * arch::grid_size()), at_once);
   if (number >= p.work_tiles) return;
   uint32_t empty_parity = 1, q_empty_parity = 1;  // of the phases that free what is copied to next
   WorkTile work = work_tile_of(p, number, Storage::kHeads, keys_of_step);
   int key = work.entries.at(entry);
+  constexpr bool kSkips = std::is_same_v<typename Storage::KernelParams, GroupedParams>;
+  uint32_t own = 0;  // the next work tile, where others come between
+  const auto following = [&] { return kSkips ? own : number + stride; };
+  uint8_t holders = 0;  // of this key
+  if constexpr (Storage::kOfGroups) holders = holders_of(p, work, entry);
   HOPWELL_NO_UNROLL
-  for (; number < p.work_tiles; number += stride) {
+  for (; number < p.work_tiles; number = following()) {
+    if constexpr (kSkips) own = own_tile(p, number + stride, at_once);
     const int first_head = work.first_head + part_of_rows * kHeadRows + lane / 8;
     const bf16* const q = p.q + work.query * p.q_stride_s + lane % 8 * 8;
     bool first = first_stage == self;
@@ -134,13 +192,18 @@ HOPWELL_DEVICE void gather(const Params& p, Storage& s, int warp) {
     for (int left = work.steps; left > 0; --left, empty_parity ^= 1) {
       const KeyRange visible = work.entries.visible;
       const int mine = key;
-      const uint32_t valid = arch::ballot(visible.has(mine));
+      uint32_t valid;  // a bit for each lane; of groups, those of the member that the lane stands for
+      if constexpr (Storage::kOfGroups)
+        valid = keys_of_member(p, holders);
+      else
+        valid = arch::ballot(visible.has(mine));
       next += keys_of_step;
-      if (left == 1 && number + stride < p.work_tiles) {
-        work = work_tile_of(p, number + stride, Storage::kHeads, keys_of_step);
+      if (left == 1 && following() < p.work_tiles) {
+        work = work_tile_of(p, following(), Storage::kHeads, keys_of_step);
         next = entry;
       }
       key = work.entries.at(next);  // under the waits
+      if constexpr (Storage::kOfGroups) holders = holders_of(p, work, next);
       HOPWELL_NO_UNROLL
       for (int n = 0; n < kStagesOfWarp; ++n) {
         const int stage = first_stage + n;
@@ -153,7 +216,11 @@ HOPWELL_DEVICE void gather(const Params& p, Storage& s, int warp) {
           HOPWELL_UNROLL
           for (int i = Storage::first_group(part); i < Storage::first_group(part + 1); ++i) {
             slot.wait_empty(i);
-            if (i == 0 && lane == 0) {
+            if constexpr (Storage::kOfGroups) {
+              if (i == 0 && lane < p.members) s.valid[stage][lane][part_of_rows] = uint16_t(valid >> kRows * n);
+              arch::syncwarp();
+              if (i == 0 && lane == 0) arch::mbarrier_arrive(slot.full(0));
+            } else if (i == 0 && lane == 0) {
               s.valid[stage][part_of_rows] = kStagesOfWarp == 1 ? valid : valid >> kRows * n & 0xffff;
               if constexpr (requires { s.steps; }) s.steps[stage][part_of_rows] = left;
               arch::mbarrier_arrive(slot.full(0));
@@ -180,7 +247,7 @@ HOPWELL_DEVICE void gather(const Params& p, Storage& s, int warp) {
 }
 
 template <class Storage>
-HOPWELL_DEVICE void gather(const Params& p, Storage& s) {
+HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s) {
   p.aligned ? gather<true>(p, s, arch::warp_index() % 4) : gather<false>(p, s, arch::warp_index() % 4);
 }
 

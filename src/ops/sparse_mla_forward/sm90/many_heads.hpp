@@ -39,8 +39,12 @@ namespace many_heads {
 // When S_A has so many panels left to multiply, S_B may start: together they would both end late.
 constexpr int kPanelsAfterTurn = 2;
 
-template <int kDqk_>
+// kOfGroups_: a query is a group of neighbours with few heads, whose rows are merged (tile/gpu/merge_rows.hpp).
+template <int kDqk_, bool kOfGroups_ = false>
 struct SharedStorage {
+  static constexpr bool kOfGroups = kOfGroups_;
+  using KernelParams = std::conditional_t<kOfGroups, GroupedParams, Params>;
+  using ValidRows = std::conditional_t<kOfGroups, uint16_t[tile::kMostMembers][4], uint32_t[4]>;
   static constexpr int kHeads = 64, kDqk = kDqk_;
   static constexpr int kThreads = 384, kMathRegisters = 224, kGatherRegisters = 56;
   static constexpr int kStagesOfWarp = 2;  // that a gather warp copies to
@@ -61,7 +65,7 @@ struct SharedStorage {
   alignas(1024) unsigned char keys[kStages][9 * tile::kPanelBytes];  // P takes the last panel
   float reference[kStages][kHeads];                                  // of this tile's P
   float sum[kStages][kHeads], max[kStages][kHeads];                  // in the end
-  alignas(16) uint32_t valid[kStages][4];                            // a bit for every row of a gather warp
+  alignas(16) ValidRows valid[kStages];  // a bit for every row of a gather warp; of groups, for each member
   arch::mbarrier q_empty;
   tile::RingBarriers<kStages, kParts, kGroups> key_ring;
   tile::RingBarriers<kStages> p_ring;
@@ -104,17 +108,42 @@ HOPWELL_DEVICE void multiply_scores(Storage& s, int stage, uint32_t parity, floa
   arch::wgmma_wait<0>(scores);
 }
 
+// Which of a tile's keys count, 32 a word: for all heads, or for those of a group's members that a thread's rows r are.
+struct TileMask {
+  uint32_t low, high;
+
+  HOPWELL_DEVICE TileMask(const Params&, const uint32_t (&valid)[4], int)
+      : low(valid[0] | valid[1] << 16), high(valid[2] | valid[3] << 16) {}
+  HOPWELL_DEVICE bool lacks_any() const { return (low & high) != 0xffffffff; }
+  HOPWELL_DEVICE bool has(int, int half, int column) const { return ((half == 0 ? low : high) >> column) & 1; }
+};
+struct MemberMasks {
+  uint32_t words[2][2];
+
+  HOPWELL_DEVICE MemberMasks(const GroupedParams& p, const uint16_t (&valid)[tile::kMostMembers][4], int row) {
+    HOPWELL_UNROLL
+    for (int i = 0; i < 4; ++i)
+      words[i / 2][i % 2] = reinterpret_cast<const uint32_t*>(valid[member_of(p, row + i / 2 * 8)])[i % 2];
+  }
+  HOPWELL_DEVICE bool lacks_any() const {
+    return (words[0][0] & words[0][1] & words[1][0] & words[1][1]) != 0xffffffff;
+  }
+  HOPWELL_DEVICE bool has(int r, int half, int column) const { return words[r][half] >> column & 1; }
+};
+
 // Masks the scores and finds the greatest of each row, in log 2. Returns a unit of the scores in log 2.
-HOPWELL_DEVICE float row_max(float scale_log2, const uint32_t (&valid)[4], float (&scores)[32], float (&max)[2]) {
+template <class Storage>
+HOPWELL_DEVICE float row_max(const typename Storage::KernelParams& p, const typename Storage::ValidRows& valid, int row,
+                             float (&scores)[32], float (&max)[2]) {
   const int column = arch::lane_index() % 4 * 2;
-  const uint32_t low = valid[0] | valid[1] << 16, high = valid[2] | valid[3] << 16;
-  float unit = scale_log2;
-  if ((low & high) != 0xffffffff || !(scale_log2 > 0)) {
+  const std::conditional_t<Storage::kOfGroups, MemberMasks, TileMask> mask(p, valid, row);
+  float unit = p.scale_log2;
+  if (mask.lacks_any() || !(p.scale_log2 > 0)) {
     unit = 1;
     HOPWELL_UNROLL
     for (int i = 0; i < 32; ++i) {
-      const bool counts = ((i < 16 ? low : high) >> (column + i / 4 % 4 * 8 + i % 2)) & 1;
-      scores[i] = counts ? scores[i] * scale_log2 : -INFINITY;
+      const bool counts = mask.has(i / 2 % 2, i / 16, column + i / 4 % 4 * 8 + i % 2);
+      scores[i] = counts ? scores[i] * p.scale_log2 : -INFINITY;
     }
   }
   float part[4] = {scores[0], scores[1], scores[2], scores[3]};
@@ -183,11 +212,11 @@ HOPWELL_DEVICE void load_p(Storage& s, int stage, uint32_t parity, Probabilities
 // From scores to probabilities. The reference moves where a row's maximum passes it; the high warpgroup starts from the
 // low one's. `factor`: what O shrinks by before this tile; `remote_factor`: before tile A, if that is the other's.
 template <class Storage>
-HOPWELL_DEVICE void softmax(const Params& p, Storage& s, int self, uint32_t parity, float (&scores)[32],
-                            SoftmaxState& state, float (&remote_factor)[2], float (&factor)[2]) {
+HOPWELL_DEVICE void softmax(const typename Storage::KernelParams& p, Storage& s, int self, uint32_t parity,
+                            float (&scores)[32], SoftmaxState& state, float (&remote_factor)[2], float (&factor)[2]) {
   const int lane = arch::lane_index(), row = arch::warp_index() % 4 * 16 + lane / 4;
   float max[2];
-  const float unit = row_max(p.scale_log2, s.valid[self], scores, max);
+  const float unit = row_max<Storage>(p, s.valid[self], row, scores, max);
   if (self == 1) {
     arch::mbarrier_wait(s.reference_full, parity);
     HOPWELL_UNROLL
@@ -205,8 +234,8 @@ HOPWELL_DEVICE void softmax(const Params& p, Storage& s, int self, uint32_t pari
 
 // What both warpgroups need in the end: sums of both. The low one writes max_logits and lse. Returns the scale of O.
 template <class Storage>
-HOPWELL_DEVICE void finish_softmax(const Params& p, Storage& s, int self, const WorkTile& work, uint32_t parity,
-                                   const SoftmaxState& state, float (&scale)[2]) {
+HOPWELL_DEVICE void finish_softmax(const typename Storage::KernelParams& p, Storage& s, int self, const WorkTile& work,
+                                   uint32_t parity, const SoftmaxState& state, float (&scale)[2]) {
   const int lane = arch::lane_index(), first = arch::warp_index() % 4 * 16 + lane / 4;
   float sum[2];
   HOPWELL_UNROLL
@@ -221,7 +250,7 @@ HOPWELL_DEVICE void finish_softmax(const Params& p, Storage& s, int self, const 
     const int row = first + 8 * r, head = work.first_head + row;
     const float total = s.sum[0][row] + s.sum[1][row], both = fmaxf(s.max[0][row], s.max[1][row]);
     const float lse = tile::lse_of(state.reference[r], total), max = tile::max_or_nan(both, total);
-    scale[r] = output_scale(p, head, 1, total, lse);
+    scale[r] = output_scale(p, head_with_sink(p, head), 1, total, lse);
     if (self == 0 && lane % 4 == 0 && head < p.h_q) store_statistics(p, work.query, head, max, lse);
   }
 }
@@ -298,12 +327,12 @@ HOPWELL_DEVICE void store_out(const Params& p, Storage& s, int self, const WorkT
 // Warpgroup `self` has tile `self` of every step and columns 256 · self and up. O takes the tiles in order. Both run
 // the same instructions, so that they share the instruction cache.
 template <class Storage>
-HOPWELL_DEVICE void math(const Params& p, Storage& s, int self) {
+HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, int self) {
   const int row = arch::warp_index() % 4 * 16 + arch::lane_index() / 4;
   uint32_t parity = 0, work_parity = 0;
   HOPWELL_NO_UNROLL
-  for (uint32_t number = uint32_t(arch::block_index()); number < p.work_tiles;
-       number += uint32_t(arch::grid_size()), work_parity ^= 1) {
+  for (uint32_t number = own_tile(p, uint32_t(arch::block_index())); number < p.work_tiles;
+       number = own_tile(p, number + uint32_t(arch::grid_size())), work_parity ^= 1) {
     const WorkTile work = work_tile_of(p, number, Storage::kHeads, kStages * kKeys);
     SoftmaxState state{{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}, {0, 0}};
     float out[2][64];
@@ -339,8 +368,8 @@ HOPWELL_DEVICE void math(const Params& p, Storage& s, int self) {
 
 // ---- barriers -------------------------------------------------------------------------------------------------------
 
-template <int kDqk>
-HOPWELL_DEVICE void initialise(SharedStorage<kDqk>& s) {
+template <int kDqk, bool kOfGroups>
+HOPWELL_DEVICE void initialise(SharedStorage<kDqk, kOfGroups>& s) {
   constexpr uint32_t kWarps = 4, kGatherThreads = 128;
   arch::mbarrier_init(s.q_empty, 2 * kWarps);
   s.key_ring.init(kGatherThreads, kWarps, kWarps);

@@ -1,0 +1,53 @@
+// The pass before a kernel that takes groups of neighbouring queries: the union of the keys of each group.
+#pragma once
+
+#include <cstddef>
+
+#include "ops/common/query_groups.hpp"
+#include "runtime/launch.hpp"
+#include "tile/gpu/merge_rows.hpp"
+
+namespace hopwell::ops {
+
+static_assert(kMostMembers <= tile::kMostMembers && kLongestMergedRow <= tile::kLongestMergedRow);
+
+// What the pass is told. `most`: of union / sum of the rows, that is worth it.
+template <class Problem>
+tile::MergeParams merge_params(const Problem& problem, const QueryGroups& groups, const MergedRowsPlace& place,
+                               float most) {
+  auto* const workspace = static_cast<std::byte*>(problem.workspace);
+  return {tile::params_of(problem.selection),
+          groups.members,
+          reinterpret_cast<int*>(workspace + place.keys),
+          reinterpret_cast<uint8_t*>(workspace + place.holders),
+          reinterpret_cast<int*>(workspace + place.lengths),
+          most};
+}
+
+// Rows of q, out and so on of a group lie as those of one query with the heads of all members: the strides of one.
+inline void take_as_one(const QueryGroups& groups, int h_q, int64_t& stride_s, int64_t& stride_h) {
+  if (h_q == 1) stride_h = stride_s;
+  stride_s *= groups.members;
+}
+
+namespace HOPWELL_TARGET {
+
+// Each operator has a kernel of its own, by its problem's type.
+template <class Problem>
+__global__ void __launch_bounds__(tile::kMergeThreads)
+    merge_rows_of_queries(const __grid_constant__ tile::MergeParams p) {
+  tile::merge_rows_of_group(p, arch::dynamic_smem<tile::MergeStorage>(), arch::block_index());
+}
+
+template <class Problem>
+void merge_rows(const char* op, const QueryGroups& groups, const tile::MergeParams& p, Stream stream) {
+  if (groups.count == 0) return;
+  runtime::launch(op, merge_rows_of_queries<Problem>,
+                  {.grid = {static_cast<std::uint32_t>(groups.count)},
+                   .threads = tile::kMergeThreads,
+                   .shared_bytes = sizeof(tile::MergeStorage)},
+                  stream, p);
+}
+
+}  // namespace HOPWELL_TARGET
+}  // namespace hopwell::ops

@@ -1,0 +1,48 @@
+// Groups of neighbouring queries with few heads, each taken as one query with the heads of all of them, over the union
+// of their keys: which there may be. On the device tile/gpu/merge_rows.hpp finds out which of them are worth it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+
+#include "runtime/check.hpp"
+
+namespace hopwell::ops {
+
+inline constexpr std::int64_t kMostMembers = 8;          // queries of a group
+inline constexpr std::int64_t kLongestMergedRow = 4096;  // entries of one of them
+
+struct QueryGroups {
+  int members = 1;
+  std::int64_t count = 0;
+};
+
+// Offsets in bytes of what lies in the workspace: the groups' keys, who holds them, and how many there are.
+struct MergedRowsPlace {
+  std::size_t keys = 0, holders = 0, lengths = 0;
+};
+
+// As many queries of a problem as fit in a kernel's `tile_heads` heads. `rows`: tensors whose rows of a group must lie as
+// those of one query do, equally far apart for each head of each query.
+template <class Problem>
+QueryGroups query_groups(const Problem& p, std::int64_t tile_heads, std::initializer_list<View> rows) {
+  const std::int64_t members = std::min(tile_heads / std::max<std::int64_t>(p.h_q, 1), kMostMembers);
+  const auto even = [&p](const View& v) { return !v || p.h_q == 1 || v.stride[0] == p.h_q * v.stride[1]; };
+  if (!p.share_keys || p.selection.indices == nullptr || members < 2 || p.s_q < members || p.topk < 1 ||
+      p.topk > kLongestMergedRow || !std::all_of(rows.begin(), rows.end(), even))
+    return {};
+  return {static_cast<int>(members), p.s_q / members};
+}
+
+// take(bytes): where so many bytes of the workspace are.
+template <class Take>
+MergedRowsPlace place_merged_rows(const QueryGroups& groups, std::int64_t topk, const Take& take) {
+  if (groups.count == 0) return {};
+  const std::int64_t entries = groups.count * groups.members * topk;
+  MergedRowsPlace place;
+  place.keys = take(4 * entries), place.holders = take(entries), place.lengths = take(4 * groups.count);
+  return place;
+}
+
+}  // namespace hopwell::ops
