@@ -133,17 +133,17 @@ struct MemberMasks {
 
 // Masks the scores and finds the greatest of each row, in log 2. Returns a unit of the scores in log 2.
 template <class Storage>
-HOPWELL_DEVICE float row_max(const typename Storage::KernelParams& p, const typename Storage::ValidRows& valid, int row,
-                             float (&scores)[32], float (&max)[2]) {
+HOPWELL_DEVICE float row_max(const typename Storage::KernelParams& p, float scale_log2,
+                             const typename Storage::ValidRows& valid, int row, float (&scores)[32], float (&max)[2]) {
   const int column = arch::lane_index() % 4 * 2;
   const std::conditional_t<Storage::kOfGroups, MemberMasks, TileMask> mask(p, valid, row);
-  float unit = p.scale_log2;
-  if (mask.lacks_any() || !(p.scale_log2 > 0)) {
+  float unit = scale_log2;
+  if (mask.lacks_any() || !(scale_log2 > 0)) {
     unit = 1;
     HOPWELL_UNROLL
     for (int i = 0; i < 32; ++i) {
       const bool counts = mask.has(i / 2 % 2, i / 16, column + i / 4 % 4 * 8 + i % 2);
-      scores[i] = counts ? scores[i] * p.scale_log2 : -INFINITY;
+      scores[i] = counts ? scores[i] * scale_log2 : -INFINITY;
     }
   }
   float part[4] = {scores[0], scores[1], scores[2], scores[3]};
@@ -216,7 +216,7 @@ HOPWELL_DEVICE void softmax(const typename Storage::KernelParams& p, Storage& s,
                             float (&scores)[32], SoftmaxState& state, float (&remote_factor)[2], float (&factor)[2]) {
   const int lane = arch::lane_index(), row = arch::warp_index() % 4 * 16 + lane / 4;
   float max[2];
-  const float unit = row_max<Storage>(p, s.valid[self], row, scores, max);
+  const float unit = row_max<Storage>(p, p.scale_log2, s.valid[self], row, scores, max);
   if (self == 1) {
     arch::mbarrier_wait(s.reference_full, parity);
     HOPWELL_UNROLL
