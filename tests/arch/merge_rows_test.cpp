@@ -115,9 +115,10 @@ class Rows {
     int sum = 0;
     bool empty = false;
     for (int m = 0; m < problem_.members; ++m) sum += entries[size_t(m)], empty |= entries[size_t(m)] == 0;
-    for (; first < problem_.s_kv; first += MergeStorage::kKeys) {
+    const int at_once = 32 * MergeStorage::words_of(problem_.members);
+    for (; first < problem_.s_kv; first += at_once) {
       const auto begin = counts.lower_bound(int(first)),
-                 end = counts.lower_bound(int(std::min<int64_t>(first + MergeStorage::kKeys, problem_.s_kv)));
+                 end = counts.lower_bound(int(std::min<int64_t>(first + at_once, problem_.s_kv)));
       for (int time = 0; time < problem_.topk; ++time) {
         for (auto at = begin; at != end; ++at) {
           int holders = 0;
@@ -147,9 +148,9 @@ const Problem kProblems[] = {
     {.name = "lengths", .members = 2, .groups = 12, .topk = 70, .s_kv = 300, .lengths = true},
     {.name = "ranges", .members = 2, .groups = 10, .topk = 70, .s_kv = 90, .ranges = true},
     {.name = "positions", .members = 3, .groups = 5, .topk = 70, .s_kv = 400, .positions = true},
-    {.name = "two_rounds_of_bits", .members = 4, .groups = 2, .topk = 300, .s_kv = 70000},
-    {.name = "bits_from_anywhere", .members = 2, .groups = 4, .topk = 200, .s_kv = 150000, .ranges = true},
-    {.name = "exactly_all_bits", .members = 2, .groups = 2, .topk = 100, .s_kv = 65536},
+    {.name = "two_rounds_of_bits", .members = 4, .groups = 2, .topk = 300, .s_kv = 140000},
+    {.name = "bits_from_anywhere", .members = 2, .groups = 4, .topk = 200, .s_kv = 600000, .ranges = true},
+    {.name = "exactly_all_bits", .members = 2, .groups = 2, .topk = 100, .s_kv = 262144},
     {.name = "longest_row", .members = 8, .groups = 1, .topk = 4096, .s_kv = 20000, .shared = 90},
     {.name = "worth_it_or_not", .members = 4, .groups = 12, .topk = 40, .s_kv = 600, .shared = 45, .most = 0.6F},
 };

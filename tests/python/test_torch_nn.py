@@ -55,16 +55,17 @@ def test_gradients_of_every_key_selected_are_those_of_dense_attention() -> None:
         torch.testing.assert_close(results[1][name], expected, rtol=1e-3, atol=1e-5, msg=name)
 
 
-def test_share_keys_reaches_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("direction", ["_forward", "_backward"])
+def test_share_keys_reaches_both_directions(monkeypatch: pytest.MonkeyPatch, direction: str) -> None:
     """Of the module and of the one over ranks; off unless asked for."""
     assert not make_dsa().mla.share_keys
-    backward, given = _sparse_mla._backward, []
+    call, given = getattr(_sparse_mla, direction), []
 
     def note(*arguments: Any, share_keys: bool, **options: Any) -> Any:
         given.append(share_keys)
-        return backward(*arguments, share_keys=share_keys, **options)
+        return call(*arguments, share_keys=share_keys, **options)
 
-    monkeypatch.setattr(_sparse_mla, "_backward", note)
+    monkeypatch.setattr(_sparse_mla, direction, note)
     dsa, x = make_dsa(), torch.randn(2, 15, D_MODEL)
     parallel, shard = ParallelDSA(dsa.mla, dsa.indexer), ContextShard.zigzag(15, None)
     for hint in (False, True):

@@ -20,6 +20,7 @@ def sparse_mla_forward(
     kv_stride: int = 1,
     k_start: Array | None = None,
     k_end: Array | None = None,
+    share_keys: bool = False,
     out: Array | None = None,
     max_logits: Array | None = None,
     lse: Array | None = None,
@@ -47,6 +48,10 @@ def sparse_mla_forward(
         k_start, k_end: int32 [s_q], both or neither: query s sees only the keys k_start[s] ≤ t < k_end[s], as documents
             packed one after another need; with k_end[s] ≤ k_start[s], none. Causal masking then counts keys from
             k_start[s]: (t − k_start[s] + 1)·kv_stride ≤ position + 1.
+        share_keys: a hint that neighbouring queries select mostly the same keys, so that a GPU may take those with up
+            to 32 heads together where that is less work. Results may then differ in their last bits with the
+            neighbours, and a NaN or infinity in a key reaches `out` of all queries that are taken together with one
+            that selects it.
         out: like q [s_q, h_q, d_v], written in place; so are max_logits and lse, fp32 [s_q, h_q].
         backend: a name from `backends()`; None picks the best.
         stream: a CUDA stream; None is the framework's current one.
@@ -60,8 +65,8 @@ def sparse_mla_forward(
     max_logits = outputs.given_or_new("max_logits", max_logits, (s_q, h_q), "float32")
     lse = outputs.given_or_new("lse", lse, (s_q, h_q), "float32")
     _hopwell.sparse_mla_forward(
-        q, kv, indices, sm_scale, d_v, attn_sink, topk_length, q_positions, q_start, kv_stride, k_start, k_end, out,
-        max_logits, lse, backend, stream,
+        q, kv, indices, sm_scale, d_v, attn_sink, topk_length, q_positions, q_start, kv_stride, k_start, k_end,
+        share_keys, out, max_logits, lse, backend, stream,
     )  # fmt: skip
     return outputs.native(out, max_logits, lse)
 

@@ -106,6 +106,7 @@ def sparse_mla_forward(
     kv_stride: int = 1,
     k_start: Tensor | None = None,
     k_end: Tensor | None = None,
+    share_keys: bool = False,
     out: Array | None = None,
     max_logits: Array | None = None,
     lse: Array | None = None,
@@ -121,7 +122,7 @@ def sparse_mla_forward(
     Returns out [s_q, h_q, d_v], max_logits [s_q, h_q], lse [s_q, h_q].
 
     A row without a valid entry gives out = 0, max_logits = −inf, lse = +inf, whatever the sink; so does a row whose
-    scores are all −inf, since no kernel can tell the two apart.
+    scores are all −inf, since no kernel can tell the two apart. `share_keys` does not matter here.
     """
     name = "sparse_mla_forward"
     selection = select(name, q, kv, indices, sm_scale, topk_length, q_positions, q_start, kv_stride, k_start, k_end)

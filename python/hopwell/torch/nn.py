@@ -104,7 +104,7 @@ class SparseMLA(KeepsDtypes):
     takes each head's result out of the latent space to d_head numbers. `attn_sink` stays float32 in a module of another
     dtype.
 
-    `share_keys`, the hint of `sparse_mla`, pays in training on Hopper with up to 32 heads on a GPU, such as a
+    `share_keys`, the hint of `sparse_mla`, pays on Hopper with up to 32 heads on a GPU, such as a
     tensor-parallel rank has, where neighbouring tokens select mostly the same keys, as a trained indexer makes them.
     """
 

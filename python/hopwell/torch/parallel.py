@@ -159,7 +159,10 @@ class _SparseMLA(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         keys, masks = gathered.flatten(0, 1), options["masks"]
         out, _, lse = ops.sparse_mla_forward(
-            q, keys, options["indices"], options["sm_scale"], options["d_v"], attn_sink=sink, **masks
+            *(q, keys, options["indices"], options["sm_scale"], options["d_v"]),
+            attn_sink=sink,
+            share_keys=options["share_keys"],
+            **masks,
         )
         ctx.options, ctx.shape, ctx.kv_dtype = options, gathered.shape, kv.dtype
         ctx.save_for_backward(q, keys, out, lse, sink)

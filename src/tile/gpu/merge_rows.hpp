@@ -51,10 +51,12 @@ inline SelectionParams merged_rows_of(const MergeParams& p) {
 }
 
 struct MergeStorage {
-  static constexpr int kWords = 2048, kKeys = 32 * kWords;
+  static constexpr int kWords = 2048 * kMostMembers;
 
-  uint32_t seen[kMostMembers][kWords];  // a bit for each of kKeys keys
+  uint32_t seen[kWords];  // of each member a bit for each of keys_at_once
   int warp_sums[kMergeThreads / 32];
+
+  static HOPWELL_HOST_DEVICE int words_of(int members) { return kWords / members; }
 };
 
 /// The sum of x, the same for all of a warp, over the warps before; `total`: over all.
@@ -75,14 +77,16 @@ HOPWELL_DEVICE int sum_before_warp(MergeStorage& s, int x, int& total) {
 /// A bit for each key of a word that any member has.
 HOPWELL_DEVICE uint32_t keys_of_word(const MergeStorage& s, int members, int word) {
   uint32_t any = 0;
-  for (int m = 0; m < members; ++m) any |= s.seen[m][word];
+  for (int m = 0; m < members; ++m) any |= s.seen[m * MergeStorage::words_of(members) + word];
   return any;
 }
 
 /// Marks the keys from `first` on of a member's row that have not been taken yet. Of equal ones of a row one is taken, the
 /// others wait for another round. Returns whether there are such; `taken`: a bit for each of the thread's entries.
-HOPWELL_DEVICE bool mark_keys(MergeStorage& s, const Entries& entries, int member, int first, uint64_t& taken) {
-  const uint32_t seen = arch::shared_address(s.seen[member]);
+HOPWELL_DEVICE bool mark_keys(MergeStorage& s, const Entries& entries, int member, int members, int first,
+                              uint64_t& taken) {
+  const int words = MergeStorage::words_of(members);
+  const uint32_t seen = arch::shared_address(s.seen + member * words);
   int key[kEntriesOfThread];
   HOPWELL_UNROLL
   for (int r = 0; r < kEntriesOfThread; ++r) key[r] = entries.at(arch::thread_index() + r * kMergeThreads);
@@ -91,7 +95,7 @@ HOPWELL_DEVICE bool mark_keys(MergeStorage& s, const Entries& entries, int membe
   for (int r = 0; r < kEntriesOfThread; ++r) {
     const uint32_t at = uint32_t(key[r]) - uint32_t(first);
     const int place = kEntriesOfThread * member + r;
-    if (!entries.counts(key[r]) || at >= MergeStorage::kKeys || (taken >> place & 1)) continue;
+    if (!entries.counts(key[r]) || at >= 32 * uint32_t(words) || (taken >> place & 1)) continue;
     const uint32_t bit = 1u << at % 32;
     const bool is_second = arch::atomic_or_shared(seen + at / 32 * 4, bit) & bit;
     taken |= uint64_t(!is_second) << place;
@@ -105,16 +109,23 @@ struct WordRange {
   int begin, end;
 };
 
-/// Writes the marked keys of a warp's words, a lane a word at a time, and who holds them, from place `at` on.
-HOPWELL_DEVICE void write_marked_keys(const MergeParams& p, const MergeStorage& s, int group, int first,
-                                      const WordRange& words, int at) {
+/// What is marked at a time: keys from `first` on. `own`: the warp's words, whose keys lie from place `at` on in the union.
+struct MergeRound {
+  int first, at;
+  WordRange own;
+};
+
+/// Writes the marked keys of a warp's words, a lane a word at a time, and who holds them.
+HOPWELL_DEVICE void write_marked_keys(const MergeParams& p, const MergeStorage& s, int group, const MergeRound& round) {
+  const WordRange words = round.own;
+  int at = round.at;
   const int64_t capacity = int64_t{p.members} * p.selection.topk, row = group * capacity;
   for (int from = words.begin; from < words.end; from += 32) {
     const int word = from + arch::lane_index();
     uint32_t own[kMostMembers] = {}, any = 0;
     HOPWELL_UNROLL
     for (int m = 0; m < kMostMembers; ++m) {
-      if (m < p.members && word < words.end) own[m] = s.seen[m][word];
+      if (m < p.members && word < words.end) own[m] = s.seen[m * MergeStorage::words_of(p.members) + word];
       any |= own[m];
     }
     const int count = std::popcount(any), up_to_lane = sum_up_to_lane(count);
@@ -126,7 +137,7 @@ HOPWELL_DEVICE void write_marked_keys(const MergeParams& p, const MergeStorage& 
       uint32_t holders = 0;
       HOPWELL_UNROLL
       for (int m = 0; m < kMostMembers; ++m) holders |= (own[m] >> bit & 1) << m;
-      p.keys[row + place] = first + 32 * word + bit;
+      p.keys[row + place] = round.first + 32 * word + bit;
       p.holders[row + place] = uint8_t(holders);
     }
     arch::syncwarp();  // kept: lanes have written more or fewer
@@ -145,54 +156,86 @@ HOPWELL_DEVICE KeyRange visible_keys(const MergeParams& p, int group) {
   return end == 0 ? KeyRange{} : KeyRange{begin, end - begin};
 }
 
-/// Merges the rows of a group, by a CTA of kMergeThreads. Groups with a member that sees no key are left alone: what its
-/// rows of q and out hold is nobody's business then.
-HOPWELL_DEVICE void merge_rows_of_group(const MergeParams& p, MergeStorage& s, int group) {
-  constexpr int kWarps = kMergeThreads / 32, kKeys = MergeStorage::kKeys;
-  const int t = arch::thread_index(), warp = arch::warp_index();
+/// Of a group: how many keys the union has and in how many rounds they were marked; of this thread's entries, how many are
+/// valid, and a bit for each member that has any of them.
+struct MergeTotals {
+  int length = 0, rounds = 0, entries = 0;
+  uint32_t members = 0;
+};
+
+/// Marks the keys of a group, as many at a time as there are bits for, a key that a row has again in a round of its own,
+/// and shows each round to `look`.
+template <class Look>
+HOPWELL_DEVICE MergeTotals mark_in_rounds(const MergeParams& p, MergeStorage& s, int group, const Look& look) {
+  constexpr int kWarps = kMergeThreads / 32;
+  const int t = arch::thread_index(), warp = arch::warp_index(), most_words = MergeStorage::words_of(p.members);
   const KeyRange visible = visible_keys(p, group);
-  int length = 0, entries = 0;  // of the union; of this thread's rows
-  uint32_t members = 0;         // that have any of them
-  for (uint32_t first = visible.first; first < visible.end(); first += kKeys) {
+  MergeTotals totals;
+  for (uint32_t first = visible.first; first < visible.end(); first += 32 * uint32_t(most_words)) {
     const uint32_t left = visible.end() - first;
-    const int words = left < uint32_t(kKeys) ? int(left + 31) / 32 : MergeStorage::kWords;
+    const int words = left < 32 * uint32_t(most_words) ? int(left + 31) / 32 : most_words;
     const int share = (words + kWarps - 1) / kWarps, end = share * (warp + 1);
     const WordRange own{share * warp, end < words ? end : words};
     uint64_t taken = 0;
     int waiting;
     do {
       for (int m = 0; m < p.members; ++m)
-        for (int word = t; word < words; word += kMergeThreads) s.seen[m][word] = 0;
+        for (int word = t; word < words; word += kMergeThreads) s.seen[m * most_words + word] = 0;
       arch::syncthreads();
       bool waits = false;
       HOPWELL_NO_UNROLL
-      for (int m = 0; m < p.members; ++m)
-        waits = mark_keys(s, entries_of(p.selection, int64_t{group} * p.members + m), m, int(first), taken) || waits;
+      for (int m = 0; m < p.members; ++m) {
+        const Entries entries = entries_of(p.selection, int64_t{group} * p.members + m);
+        waits = mark_keys(s, entries, m, p.members, int(first), taken) || waits;
+      }
       arch::syncthreads();
       int count = 0;
       for (int word = own.begin + arch::lane_index(); word < own.end; word += 32)
         count += std::popcount(keys_of_word(s, p.members, word));
-      // Both sums at once: there are at most 2^16 keys.
+      // Both sums at once: there are at most 2^18 keys, in groups of two.
       constexpr int kFlag = 1 << 20;
       const int of_warp = sum_of_warp(count) + (arch::ballot(waits) ? kFlag : 0);
       int total;
       const int before = sum_before_warp(s, of_warp, total) & (kFlag - 1);
-      write_marked_keys(p, s, group, int(first), own, length + before);
-      arch::syncthreads();
-      length += total & (kFlag - 1), waiting = total / kFlag;
+      look(MergeRound{int(first), totals.length + before, own});
+      totals.length += total & (kFlag - 1), waiting = total / kFlag, ++totals.rounds;
     } while (waiting > 0);
-    entries += std::popcount(uint32_t(taken)) + std::popcount(uint32_t(taken >> 32));  // of 64 bits nvcc makes nothing
+    totals.entries +=
+        std::popcount(uint32_t(taken)) + std::popcount(uint32_t(taken >> 32));  // of 64 nvcc makes nothing
     for (int m = 0; m < p.members; ++m)
-      members |= uint32_t((taken >> kEntriesOfThread * m & ((1 << kEntriesOfThread) - 1)) != 0) << m;
+      totals.members |= uint32_t((taken >> kEntriesOfThread * m & ((1 << kEntriesOfThread) - 1)) != 0) << m;
   }
-  int all_entries, empty_members = 0;
-  sum_before_warp(s, sum_of_warp(entries), all_entries);
-  for (int m = 0; m < p.members; ++m) {
-    int warps_with_any;
-    sum_before_warp(s, arch::ballot(members >> m & 1) != 0, warps_with_any);
-    empty_members += warps_with_any == 0;
+  return totals;
+}
+
+/// Whether all members have entries, and the union is short enough.
+HOPWELL_DEVICE bool is_worth_it(const MergeParams& p, MergeStorage& s, const MergeTotals& totals) {
+  int all_entries;
+  sum_before_warp(s, sum_of_warp(totals.entries), all_entries);
+  bool worth = float(totals.length) <= p.most * float(all_entries);
+  for (int first = 0; first < p.members; first += 4) {  // warps that have entries of them, a byte each
+    int of_warp = 0, warps;
+    for (int m = first; m < first + 4; ++m)
+      of_warp |= int(arch::ballot(totals.members >> m & 1) != 0) << 8 * (m - first);
+    sum_before_warp(s, of_warp, warps);
+    for (int m = first; m < first + 4 && m < p.members; ++m) worth = worth && (warps >> 8 * (m - first) & 255) != 0;
   }
-  if (t == 0) p.lengths[group] = empty_members == 0 && float(length) <= p.most * float(all_entries) ? length : 0;
+  return worth;
+}
+
+/// Merges the rows of a group, by a CTA of kMergeThreads. Groups with a member that sees no key are left alone: what its
+/// rows of q and out hold is nobody's business then. Keys are counted first, since to write them takes most of the time.
+HOPWELL_DEVICE void merge_rows_of_group(const MergeParams& p, MergeStorage& s, int group) {
+  MergeRound last{};
+  const MergeTotals totals = mark_in_rounds(p, s, group, [&](const MergeRound& round) { last = round; });
+  const bool worth = is_worth_it(p, s, totals);
+  if (arch::thread_index() == 0) p.lengths[group] = worth ? totals.length : 0;
+  if (!worth) return;
+  if (totals.rounds == 1) return write_marked_keys(p, s, group, last);  // which is still marked
+  mark_in_rounds(p, s, group, [&](const MergeRound& round) {
+    write_marked_keys(p, s, group, round);
+    arch::syncthreads();
+  });
 }
 
 }  // namespace hopwell::tile

@@ -143,6 +143,8 @@ def sparse_mla_forward(draw: st.DrawFn) -> FuzzedCall:
     d_v = arguments["d_v"] = maker.choose(d_qk, maker.integer(1, d_qk))
     if maker.chance():
         arguments["attn_sink"] = _sink(maker, h_q)
+    if maker.chance():
+        arguments["share_keys"] = maker.chance()
     rows = ((s_q, h_q), np.float32, False)
     results = {"out": ((s_q, h_q, d_v), DTYPES[dtype], True), "max_logits": rows, "lse": rows}
     return _given(maker, "sparse_mla_forward", arguments, results)

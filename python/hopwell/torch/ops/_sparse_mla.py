@@ -43,7 +43,7 @@ def sparse_mla_forward(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The op behind `sparse_mla`, with every argument positional, as custom ops require of tensors. indices_ascending
-    and share_keys are for the backward alone.
+    is for the backward alone.
     """
     return _forward(
         *(q, kv, indices, sm_scale, d_v),
@@ -54,6 +54,7 @@ def sparse_mla_forward(
         kv_stride=kv_stride,
         k_start=k_start,
         k_end=k_end,
+        share_keys=share_keys,
         backend=backend,
     )
 
@@ -256,9 +257,9 @@ def sparse_mla(
         indices_ascending: a hint that rows ascend, as the indexer's do, so that the backward needs no pass to order
             them; rows that do not give the same results, later.
         share_keys: a hint that neighbouring queries select mostly the same keys, so that a GPU may take those with up
-            to 32 heads together in the backward where that is less work. dq may then differ in its last bits with the
-            neighbours, and a NaN or infinity in a key reaches all queries that are taken together with one that
-            selects it.
+            to 32 heads together, forward and backward, where that is less work. Results and dq may then differ in
+            their last bits with the neighbours, and a NaN or infinity in a key reaches all queries that are taken
+            together with one that selects it.
 
     Returns:
         out [s_q, h_q, d_v] in q's dtype, max_logits and lse float32 [s_q, h_q]. Differentiable in q, kv and attn_sink;
