@@ -126,7 +126,7 @@ EMULATED = [name for name in ("cpu", "emu:sm80", "emu:sm90") if name in hopwell.
 @pytest.mark.parametrize("h_q", [16, 64])
 def test_share_keys_changes_no_more_than_rounding(h_q: int, backend: str) -> None:
     """Neighbours with most keys in common, which sm90 takes together where there are up to 32 heads; not the group of
-    the one that has no key.
+    the one that has no key. Of the same out and lse, which the forward has taken together.
     """
     s_q, s_kv, topk = 9, 200, 70
     indices = torch.stack([torch.randperm(topk + 20)[:topk] for _ in range(s_q)]).int()
@@ -135,11 +135,12 @@ def test_share_keys_changes_no_more_than_rounding(h_q: int, backend: str) -> Non
     sink = torch.randn(h_q).requires_grad_()
     d_out = torch.randn(s_q, h_q, 512).bfloat16()
 
-    def gradients(share_keys: bool) -> tuple[Tensor, ...]:
-        out, _, _ = hw.sparse_mla(*leaves, indices, 576**-0.5, attn_sink=sink, share_keys=share_keys, backend=backend)
-        return torch.autograd.grad(out, [*leaves, sink], d_out)
-
-    shared, apart = gradients(True), gradients(False)
+    options: dict[str, Any] = {"attn_sink": sink, "backend": backend}
+    out, _, lse = hw.sparse_mla(*leaves, indices, 576**-0.5, share_keys=True, **options)
+    shared = torch.autograd.grad(out, [*leaves, sink], d_out)
+    with torch.no_grad():
+        apart = hw.sparse_mla_backward(d_out, *leaves, indices, out, lse, 576**-0.5, dkv_dtype="bfloat16", **options)
+    assert all(gradient is not None for gradient in apart)
     assert_gradients(shared, apart, [*leaves, sink])
     assert shared[0][5].abs().sum() == 0
     if backend != "emu:sm90" or h_q > 32:  # it has no meaning there
