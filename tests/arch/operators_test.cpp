@@ -186,6 +186,14 @@ const Subject kSubjects[] = {
      {"d_qk_512_h_q_20", "large_scores_h_q_20", "lengths"},
      3,
      6},
+    // Groups that go round the ring, one after another on a CTA, references that move, and groups that are left alone.
+    {"sparse_mla_forward_sm90_groups",
+     "emu:sm90",
+     cases::sparse_mla_forward,
+     {"share_keys_many_queries", "share_keys_large_scores", "share_keys_d_qk_512_h_q_32"},
+     3,
+     12,
+     "ops/sparse_mla_forward/"},
     // References that move, keys that go round the ring, rows of all lengths.
     {"sparse_mla_forward_sm100",
      "emu:sm100",

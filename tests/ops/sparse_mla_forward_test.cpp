@@ -172,5 +172,67 @@ TEST(SparseMlaForward, PlansFillTheDeviceWithTilesOfHeads) {
   expect(128, 64, 2, 8);
 }
 
+// 64 queries that may be taken in groups, of 132 multiprocessors.
+ops::sparse_mla_forward::Problem problem_of_groups(std::int64_t h_q, std::int64_t topk = 256) {
+  static std::int32_t somewhere;  // nothing is read
+  ops::sparse_mla_forward::Problem p;
+  p.s_q = 64, p.h_q = h_q, p.s_kv = 8192, p.topk = topk, p.device.sms = 132;
+  const auto rows = [h_q](std::int64_t columns) {
+    View view;
+    view.present = true, view.ndim = 3, view.shape = {64, h_q, columns}, view.stride = {h_q * columns, columns, 1};
+    return view;
+  };
+  p.q = rows(576), p.out = rows(512), p.max_logits = p.lse = rows(1);
+  p.selection.indices = &somewhere, p.share_keys = true;
+  return p;
+}
+
+TEST(SparseMlaForward, PlansHaveGroupsOnlyWhereTheyMayBe) {
+  using namespace ops::sparse_mla_forward;
+  const auto members = [](const Problem& p) {
+    const Plan plan = plan_of(p);
+    EXPECT_EQ(plan.groups.count, plan.groups.members > 1 ? 64 / plan.groups.members : 0);
+    return plan.groups.members;
+  };
+  EXPECT_EQ(members(problem_of_groups(1)), 8);
+  EXPECT_EQ(members(problem_of_groups(12)), 5);
+  EXPECT_EQ(members(problem_of_groups(16)), 4);
+  EXPECT_EQ(members(problem_of_groups(32)), 2);
+  EXPECT_EQ(members(problem_of_groups(33)), 1);
+  EXPECT_EQ(members(problem_of_groups(16, 4096)), 4);
+  EXPECT_EQ(members(problem_of_groups(16, 4097)), 1);
+  EXPECT_EQ(members(problem_of_groups(16, 0)), 1);
+  const auto changed = [&](const auto& change) {
+    Problem p = problem_of_groups(16);
+    change(p);
+    return members(p);
+  };
+  EXPECT_EQ(changed([](Problem& p) { p.share_keys = false; }), 1);
+  EXPECT_EQ(changed([](Problem& p) { p.selection.indices = nullptr; }), 1);
+  EXPECT_EQ(changed([](Problem& p) { p.s_q = 3; }), 1);
+  EXPECT_EQ(changed([](Problem& p) { p.max_logits = p.lse = {}; }), 4);
+  for (View Problem::* tensor : {&Problem::q, &Problem::out, &Problem::max_logits, &Problem::lse})
+    EXPECT_EQ(changed([&](Problem& p) { (p.*tensor).stride[0] += 64; }), 1);
+}
+
+TEST(SparseMlaForward, PlansOfGroupsHaveWorkspaceAndLeaveTheRest) {
+  using namespace ops::sparse_mla_forward;
+  const Problem p = problem_of_groups(12);  // 12 groups of 5, and 4 queries
+  const Plan plan = plan_of(p), of_groups = plan_of_groups(p, plan);
+  EXPECT_EQ(of_groups.work_tiles, 12U);
+  EXPECT_EQ(of_groups.ctas, 12U);
+  EXPECT_EQ(of_groups.tile_heads, 64);
+  EXPECT_EQ(plan.work_tiles, 64U);  // what is not left is found out on the device
+  EXPECT_EQ(plan.tile_heads, 16);
+  const std::size_t entries = 60UL * 256;
+  EXPECT_LE(plan.merged_rows.keys + 4 * entries, plan.merged_rows.holders);
+  EXPECT_LE(plan.merged_rows.holders + entries, plan.merged_rows.lengths);
+  EXPECT_LE(plan.merged_rows.lengths + 4UL * 12, plan.workspace_bytes);
+  EXPECT_LE(plan.workspace_bytes, 5 * entries + 4UL * 12 + 3UL * 256);
+  Problem apart = p;
+  apart.share_keys = false;
+  EXPECT_EQ(plan_of(apart).workspace_bytes, 0U);
+}
+
 }  // namespace
 }  // namespace hopwell
