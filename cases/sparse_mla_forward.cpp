@@ -76,7 +76,8 @@ std::vector<std::pair<std::string, SparseMla>> more_group_problems() {
   add("causal_start", [](SparseMla& p) {
     p.s_q = 24, p.s_kv = 30, p.indices = Indices::kAny, p.positions = SparseMla::Positions::kStart, p.q_start = 2;
   });
-  add("many_queries", [](SparseMla& p) { p.s_q = 101, p.s_kv = 90, p.topk = 70, p.lengths = true; });
+  add("many_queries", [](SparseMla& p) { p.s_q = 53, p.topk = 200, p.overlap = 90; });
+  add("many_queries_lengths", [](SparseMla& p) { p.s_q = 101, p.s_kv = 90, p.topk = 70, p.lengths = true; });
   return all;
 }
 

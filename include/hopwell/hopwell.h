@@ -101,7 +101,8 @@ typedef struct hopwell_sparse_mla_forward_args {
   const DLTensor* k_end HOPWELL_ZERO;
   /** a hint: neighbouring queries select mostly the same keys, so that GPUs may take those with up to 32 heads together,
    * over the union of their keys, where that is less work. Results may then differ in their last bits with the
-   * neighbours, and a NaN or infinity in a key reaches all queries that are taken together with one that selects it. */
+   * neighbours, and a NaN or infinity in a key reaches out of all queries that are taken together with one that selects
+   * it. */
   bool share_keys HOPWELL_ZERO;
   /** output, like q [s_q, h_q, d_v] */
   const DLTensor* out HOPWELL_ZERO;

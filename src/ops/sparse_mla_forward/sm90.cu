@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(Storage::kThreads, 1)
 // How rows are merged. Groups pay where a step of the kernel for many heads times the union's keys is less than a step of the
 // kernel for few heads times all entries.
 tile::MergeParams merge_params_of(const Problem& problem, const Plan& plan) {
-  constexpr float kWorthIt = 0.8F;
-  return merge_params(problem, plan.groups, plan.merged_rows, kWorthIt);
+  const float worth_it = plan.tile_heads == 16 ? 0.6F : 0.8F;  // the time of 16 or 32 heads over that of 64
+  return merge_params(problem, plan.groups, plan.merged_rows, worth_it);
 }
 
 // What becomes of the parameters of the kernel for groups, or of the one for what is left.

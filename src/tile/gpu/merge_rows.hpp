@@ -51,9 +51,10 @@ inline SelectionParams merged_rows_of(const MergeParams& p) {
 }
 
 struct MergeStorage {
-  static constexpr int kWords = 2048 * kMostMembers;
+  static constexpr int kWords = 2048 * kMostMembers, kStaged = 512;
 
-  uint32_t seen[kWords];  // of each member a bit for each of keys_at_once
+  uint32_t seen[kWords];                         // of each member a bit for each key of a round
+  uint32_t staged[kMergeThreads / 32][kStaged];  // of each warp: keys on their way, so that lines are written whole
   int warp_sums[kMergeThreads / 32];
 
   static HOPWELL_HOST_DEVICE int words_of(int members) { return kWords / members; }
@@ -116,31 +117,40 @@ struct MergeRound {
 };
 
 /// Writes the marked keys of a warp's words, a lane a word at a time, and who holds them.
-HOPWELL_DEVICE void write_marked_keys(const MergeParams& p, const MergeStorage& s, int group, const MergeRound& round) {
-  const WordRange words = round.own;
-  int at = round.at;
+HOPWELL_DEVICE void write_marked_keys(const MergeParams& p, MergeStorage& s, int group, const MergeRound& round) {
   const int64_t capacity = int64_t{p.members} * p.selection.topk, row = group * capacity;
-  for (int from = words.begin; from < words.end; from += 32) {
-    const int word = from + arch::lane_index();
+  const int lane = arch::lane_index();
+  uint32_t* const staged = s.staged[arch::warp_index()];
+  int at = round.at;
+  for (int from = round.own.begin; from < round.own.end; from += 32) {
+    const int word = from + lane;
     uint32_t own[kMostMembers] = {}, any = 0;
     HOPWELL_UNROLL
     for (int m = 0; m < kMostMembers; ++m) {
-      if (m < p.members && word < words.end) own[m] = s.seen[m * MergeStorage::words_of(p.members) + word];
+      if (m < p.members && word < round.own.end) own[m] = s.seen[m * MergeStorage::words_of(p.members) + word];
       any |= own[m];
     }
-    const int count = std::popcount(any), up_to_lane = sum_up_to_lane(count);
-    int place = at + up_to_lane - count;
-    at += arch::shuffle(up_to_lane, 31);
-    HOPWELL_NO_UNROLL
-    for (; any != 0 && place < capacity; any &= any - 1, ++place) {  // were a barrier lost, addresses would be right
-      const int bit = std::popcount(~any & (any - 1));
-      uint32_t holders = 0;
-      HOPWELL_UNROLL
-      for (int m = 0; m < kMostMembers; ++m) holders |= (own[m] >> bit & 1) << m;
-      p.keys[row + place] = round.first + 32 * word + bit;
-      p.holders[row + place] = uint8_t(holders);
+    const int count = std::popcount(any), up_to_lane = sum_up_to_lane(count), total = arch::shuffle(up_to_lane, 31);
+    int place = up_to_lane - count;
+    for (int first = 0; first < total; first += MergeStorage::kStaged) {
+      const int end = total < first + MergeStorage::kStaged ? total : first + MergeStorage::kStaged;
+      HOPWELL_NO_UNROLL
+      for (; any != 0 && place < end; any &= any - 1, ++place) {
+        const int bit = std::popcount(~any & (any - 1));
+        uint32_t holders = 0;
+        HOPWELL_UNROLL
+        for (int m = 0; m < kMostMembers; ++m) holders |= (own[m] >> bit & 1) << m;
+        staged[place - first] = uint32_t(32 * lane + bit) << kMostMembers | holders;
+      }
+      arch::syncwarp();
+      for (int i = first + lane; i < end && at + i < capacity; i += 32) {  // were a barrier lost, it would end here
+        const uint32_t key_and_holders = staged[i - first];
+        p.keys[row + at + i] = round.first + 32 * from + int(key_and_holders >> kMostMembers);
+        p.holders[row + at + i] = uint8_t(key_and_holders);
+      }
+      arch::syncwarp();  // kept: a warp stages keys once more only where there are more than 16,384
     }
-    arch::syncwarp();  // kept: lanes have written more or fewer
+    at += total;
   }
 }
 

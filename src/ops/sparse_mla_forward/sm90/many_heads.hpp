@@ -24,6 +24,8 @@
 //           registers: 128 of O + 32 of S + 2 × 16 of P + ~30 (224); gather 56
 // Bound     64 keys: 2,176 clocks of the tensor cores; 301 KB through shared memory, 2,350 clocks; the gather 1,450 in
 //           L2
+// Groups    kOfGroups: a query is a group of neighbours with few heads, the heads are those of all members, the keys the
+//           union of theirs (tile/gpu/merge_rows.hpp), and a score is masked where its member does not hold the key
 #pragma once
 
 #include <cmath>
@@ -39,7 +41,6 @@ namespace many_heads {
 // When S_A has so many panels left to multiply, S_B may start: together they would both end late.
 constexpr int kPanelsAfterTurn = 2;
 
-// kOfGroups_: a query is a group of neighbours with few heads, whose rows are merged (tile/gpu/merge_rows.hpp).
 template <int kDqk_, bool kOfGroups_ = false>
 struct SharedStorage {
   static constexpr bool kOfGroups = kOfGroups_;
