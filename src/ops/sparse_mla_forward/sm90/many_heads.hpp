@@ -139,7 +139,11 @@ HOPWELL_DEVICE float row_max(const typename Storage::KernelParams& p, float scal
   const int column = arch::lane_index() % 4 * 2;
   const std::conditional_t<Storage::kOfGroups, MemberMasks, TileMask> mask(p, valid, row);
   float unit = scale_log2;
-  if (mask.lacks_any() || !(scale_log2 > 0)) {
+  if (Storage::kOfGroups && scale_log2 > 0) {  // almost no tile of a group has all keys for all members
+    HOPWELL_UNROLL
+    for (int i = 0; i < 32; ++i)
+      if (!mask.has(i / 2 % 2, i / 16, column + i / 4 % 4 * 8 + i % 2)) scores[i] = -INFINITY;
+  } else if (mask.lacks_any() || !(scale_log2 > 0)) {
     unit = 1;
     HOPWELL_UNROLL
     for (int i = 0; i < 32; ++i) {
