@@ -18,6 +18,7 @@ Workspace workspace_of(const Problem& p) {
   };
   w.gradients = reserve(4 * p.pass_queries * p.topk);
   if (!p.losses) w.losses = reserve(8 * p.s_q);
+  if (!p.indices) w.apart = reserve(4 * p.pass_queries);
   if (!p.deterministic) return w;
   w.fixed_d_k = reserve(8 * p.s_kv * p.d_index);
   w.largest = reserve(4 * p.s_kv);
@@ -30,8 +31,11 @@ std::size_t workspace_bytes(const Problem& p) { return workspace_of(p).bytes; }
 
 Plan plan_of(const Problem& p) {
   const std::int64_t most = 8 * std::int64_t{p.device.sms};  // as many CTAs as can run at a time
+  const int group_rows = p.indices || p.h_index > 64 ? 0 : p.h_index > 32 ? 64 : p.h_index > 16 ? 32 : 16;
+  int group = group_rows == 0 ? 1 : 128 / group_rows;
+  while (group > 1 && ceil_div(p.queries(), group) < p.device.sms) group /= 2;  // each multiprocessor has one
   return {static_cast<std::uint32_t>(std::min(ceil_div(p.s_kv * p.d_index, kPassThreads), most)),
-          static_cast<int>(ceil_div(p.h_index, 64)), static_cast<int>(ceil_div(p.d_index, 32))};
+          static_cast<int>(ceil_div(p.h_index, 64)), static_cast<int>(ceil_div(p.d_index, 32)), group_rows, group};
 }
 
 }  // namespace hopwell::ops::lightning_indexer_backward

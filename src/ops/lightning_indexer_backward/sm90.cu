@@ -4,9 +4,11 @@
 //     score_entries              sm90/score.hpp: scores, g and the loss
 //     add_gradients              sm90/gradients.hpp: dq, dw, and what each query adds to dk
 //     finish_d_k, sum_losses     passes.hpp
+//
+// Without indices, and with up to 64 heads: score_groups and add_group_gradients, sm90/group_*.hpp, in their places.
 #include "ops/lightning_indexer_backward/passes.hpp"
-#include "ops/lightning_indexer_backward/sm90/gradients.hpp"
-#include "ops/lightning_indexer_backward/sm90/score.hpp"
+#include "ops/lightning_indexer_backward/sm90/group_gradients.hpp"
+#include "ops/lightning_indexer_backward/sm90/group_score.hpp"
 
 namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET {
 namespace {
@@ -23,8 +25,37 @@ runtime::Support supports(const Problem& p) {
   return {};
 }
 
+template <bool kRelu, int kRows>
+void launch_groups(const Problem& problem, Stream stream) {
+  const auto queries = static_cast<int>(problem.queries()), group = plan_of(problem).group;
+  const auto groups = static_cast<std::uint32_t>((queries + group - 1) / group);
+  GroupParams p{params_of<bf16>(problem, ScoreConfig::kWarps), queries, group, nullptr};
+  p.apart = reinterpret_cast<std::uint32_t*>(static_cast<std::byte*>(problem.workspace) + workspace_of(problem).apart);
+  launch_passes(problem, static_cast<const Params<bf16>&>(p), stream, [&] {
+    runtime::launch(
+        kName, score_groups<kRelu, kRows>,
+        {.grid = {groups}, .threads = ScoreConfig::kThreads, .shared_bytes = sizeof(GroupScoreStorage<kRows>)}, stream,
+        p);
+    runtime::launch(kName, add_group_gradients<kRelu, kRows>,
+                    {.grid = {groups},
+                     .threads = GroupGradientConfig::kThreads,
+                     .shared_bytes = sizeof(GroupGradientStorage<kRows>)},
+                    stream, p);
+  });
+}
+
 template <bool kRelu>
 void launch_as(const Problem& problem, Stream stream) {
+  switch (plan_of(problem).group_rows) {
+    case 16:
+      return launch_groups<kRelu, 16>(problem, stream);
+    case 32:
+      return launch_groups<kRelu, 32>(problem, stream);
+    case 64:
+      return launch_groups<kRelu, 64>(problem, stream);
+    default:
+      break;
+  }
   const Params<bf16> p = params_of<bf16>(problem, ScoreConfig::kWarps);
   const auto queries = static_cast<std::uint32_t>(problem.queries());
   launch_passes(problem, p, stream, [&] {

@@ -107,25 +107,29 @@ HOPWELL_DEVICE void multiply_rows(float (&d)[64], const MaskedLimbs& a, uint32_t
 
 // ---- heads ------------------------------------------------------------------------------------------------------------
 
+// One of the two rows that this lane has a part of.
+HOPWELL_DEVICE void store_head(const Params<bf16>& p, int query, int head, int half, float weight, float d_weight,
+                               const float (&d_q)[64]) {
+  const int t = arch::lane_index() % 4;
+  const float nan_or_0 = d_weight != d_weight ? d_weight : 0;  // g is NaN, so is its product with a mask of 0
+  if (head >= p.heads) return;
+  const int64_t at = query * p.d_weights_stride + head;
+  if (t == 0 && p.weights_bf16) static_cast<bf16*>(p.d_weights)[at] = arch::to_bf16(d_weight);
+  if (t == 0 && !p.weights_bf16) static_cast<float*>(p.d_weights)[at] = d_weight;
+  bf16* to = p.d_q + query * p.d_q_stride_s + head * p.d_q_stride_h;
+  HOPWELL_UNROLL
+  for (int i = 0; i < 32; ++i) {
+    const int column = i / 2 * 8 + 2 * t + i % 2;
+    if (column < p.columns) to[column] = arch::to_bf16(weighted(weight, d_q[i / 2 * 4 + 2 * half + i % 2]) + nan_or_0);
+  }
+}
+
 HOPWELL_DEVICE void store_heads(const Params<bf16>& p, const GradientStorage& s, int query, int first,
                                 const float (&d_q)[64], const float (&d_weights)[2]) {
-  const int lane = arch::lane_index(), t = lane % 4;
   HOPWELL_UNROLL
   for (int half = 0; half < 2; ++half) {
-    const int row = arch::warp_index() % 4 * 16 + 8 * half + lane / 4, head = first + row;
-    const float d_weight = tile::sum_of_quad(d_weights[half]);
-    const float nan_or_0 = d_weight != d_weight ? d_weight : 0;  // g is NaN, so is its product with a mask of 0
-    if (head >= p.heads) continue;
-    const int64_t at = query * p.d_weights_stride + head;
-    if (t == 0 && p.weights_bf16) static_cast<bf16*>(p.d_weights)[at] = arch::to_bf16(d_weight);
-    if (t == 0 && !p.weights_bf16) static_cast<float*>(p.d_weights)[at] = d_weight;
-    bf16* to = p.d_q + query * p.d_q_stride_s + head * p.d_q_stride_h;
-    HOPWELL_UNROLL
-    for (int i = 0; i < 32; ++i) {
-      const int column = i / 2 * 8 + 2 * t + i % 2;
-      if (column < p.columns)
-        to[column] = arch::to_bf16(weighted(s.weights[row], d_q[i / 2 * 4 + 2 * half + i % 2]) + nan_or_0);
-    }
+    const int row = arch::warp_index() % 4 * 16 + 8 * half + arch::lane_index() / 4;
+    store_head(p, query, first + row, half, s.weights[row], tile::sum_of_quad(d_weights[half]), d_q);
   }
 }
 

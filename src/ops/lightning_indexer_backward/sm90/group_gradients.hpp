@@ -1,0 +1,286 @@
+// lightning_indexer_backward for Hopper without indices: dq, dw, and what each query adds to dk, of a group of queries
+// (groups.hpp). The formulas and limbs are those of add_gradients.
+//
+// Tile      a CTA has 128 rows, the heads of its queries; 64 keys a step
+// Roles     warpgroups 0, 1  heads    of a block each: q k^T, 64 rows × 64 keys, and its signs for the entries; dq; dw
+//           warpgroup 2      entries  dk of the tile: of each query from the signs, times its g, the sum added once
+//           warpgroup 3      gather   keys, and g and its limbs of every query, six tiles in turn
+// Products  The factors that have limbs are masked as in add_gradients. The products' signs go to the warpgroup of the entries as
+//           ballots, 1 KB a tile, so that it makes no products of its own to learn them.
+// Timeline  gather   K3 ▒▒▒▒│ K4 ▒▒▒▒│ …
+//           heads 0  S0 ▓▓ and dQ0 ▓▓▓▓▓▓ │ S1 ▓▓ …
+//           heads 1  S0 ▓▓ and dQ0 ▓▓▓▓▓▓ │ S1 ▓▓ …
+//           entries        dK0 of query 0 ▓▓▓ × g │ of query 1 ▓▓▓ × g │ … stage │ dK1 …      the copy engine adds meanwhile
+// Budget    shared: q 32,768 + 6 × (16,384 rows + 6,400 numbers at most) + 4 × 8,704 rows of dk + 144 of barriers + 1,344
+//           registers: heads 64 of dq + 32 scores + 48 of A (152); entries 64 of dk + 64 of the sum + 24 of A (168); gather 40
+// Bound     tensor cores: 2 × (1 + 3 + 3 limbs) × 64 × 64 × 128, 3,584 clocks a tile; adds 32 KB a tile
+#pragma once
+
+#include "ops/lightning_indexer_backward/sm90/gradients.hpp"
+#include "ops/lightning_indexer_backward/sm90/groups.hpp"
+
+namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET {
+
+struct GroupGradientConfig {
+  static constexpr int kThreads = 512, kHeadRegisters = 152, kEntryRegisters = 168, kOtherRegisters = 40;
+};
+
+template <int kRows>
+struct GroupGradientStorage {
+  alignas(1024) unsigned char q[kBlocks][kTileBytes];
+  GroupRing<6, GroupTile<kGroupQueries<kRows>>> ring;
+  StagedRows staged[4];
+  GroupKeys<kGroupQueries<kRows>> keys;
+  float weights[kGroupRows];
+  uint32_t weight_limbs[kBlocks][kGradientLimbs][kHeadTile / 2];  // bf16, of two neighbours
+};
+static_assert(sizeof(GroupGradientStorage<16>) <= arch::sm90::kMaxSharedBytes);
+
+// ---- heads ------------------------------------------------------------------------------------------------------------
+
+// Which of this warp's products are positive: of 8 keys and 16 rows four words, by the key's lowest bit and the row's upper half,
+// in which bit 4 · row + key / 2 is that of a row of 8 and a key of 8.
+template <int kQueries>
+HOPWELL_DEVICE void note_positive(GroupTile<kQueries>& tile, int step, const float (&scores)[32]) {
+  HOPWELL_UNROLL
+  for (int keys = 0; keys < 8; ++keys) {
+    arch::Words4 words;
+    HOPWELL_UNROLL
+    for (int i = 0; i < 4; ++i) words.w[i] = arch::ballot(scores[4 * keys + i / 2 + i % 2 * 2] > 0);
+    if (arch::lane_index() == 0) *reinterpret_cast<arch::Words4*>(tile.positive[keys][step]) = words;
+  }
+}
+
+// g times the products of this thread's rows with a tile's keys. An entry without a score has products of another query's key.
+template <bool kRelu>
+HOPWELL_DEVICE void add_weights(float (&d_weights)[2], const float (&g)[kTileEntries], const float (&scores)[32]) {
+  HOPWELL_UNROLL
+  for (int i = 0; i < 32; ++i) {
+    const float of_entry = g[i / 4 * 8 + arch::lane_index() % 4 * 2 + i % 2];
+    const float term = of_entry * (kRelu ? fmaxf(scores[i], 0) : scores[i]);
+    d_weights[i / 2 % 2] += has_score(of_entry) ? term : 0;
+  }
+}
+
+template <int kRows>
+HOPWELL_DEVICE void store_block(const GroupParams& p, const GroupGradientStorage<kRows>& s, const Group& group,
+                                int block, int member, const float (&d_q)[64], const float (&d_weights)[2]) {
+  HOPWELL_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const int row = block * kHeadTile + arch::warp_index() % 4 * 16 + 8 * half + arch::lane_index() / 4;
+    store_head(p, group.first + member, row % kRows, half, s.weights[row], tile::sum_of_quad(d_weights[half]), d_q);
+  }
+}
+
+template <bool kRelu, int kRows>
+HOPWELL_DEVICE void accumulate_block(const GroupParams& p, GroupGradientStorage<kRows>& s, const Group& group,
+                                     const QuerySet& set, int number, int block) {
+  const int step = 4 * block + arch::warp_index() % 4, member = step * 16 / kRows;  // a warp's rows are of one query
+  const uint32_t q = arch::shared_address(s.q[block]);
+  float d_q[64] = {}, d_weights[2] = {0, 0};
+  HOPWELL_NO_UNROLL
+  for (int tile = 0; tile < set.tiles(); ++tile) {
+    const GroupSlot<decltype(s.ring)> slot{s.ring, number + tile};
+    auto& numbers = slot.numbers();
+    float scores[32];
+    slot.wait_full();
+    arch::fence_proxy_async();
+    start_scores(scores, q, slot.rows());
+    arch::wgmma_wait<0>(scores);
+    if constexpr (kRelu) {
+      note_positive(numbers, step, scores);
+      slot.commit(1);
+    }
+    add_weights<kRelu>(d_weights, numbers.g[member], scores);
+    multiply_rows(d_q, mask_limbs<kRelu>(scores, numbers.g_limbs[member]), slot.rows(), true);
+    arch::wgmma_wait<0>(d_q);
+    slot.release();
+  }
+  if (set.has(member)) store_block(p, s, group, block, member, d_q, d_weights);
+}
+
+// ---- entries ----------------------------------------------------------------------------------------------------------
+
+// A of 64 keys × 16 · kSteps rows, from row 16 · first on: the limbs of the weights where the product is positive.
+template <int kSteps>
+struct WeightFragments {
+  uint32_t of_limb[kGradientLimbs][kSteps][4];
+};
+template <bool kRelu, int kSteps, int kRows>
+HOPWELL_DEVICE WeightFragments<kSteps> mask_weights(const GroupGradientStorage<kRows>& s,
+                                                    const GroupTile<kGroupQueries<kRows>>& tile, int first) {
+  WeightFragments<kSteps> a;
+  const int lane = arch::lane_index(), t = lane % 4, key = lane / 4, keys = arch::warp_index() % 4 * 2;
+  HOPWELL_UNROLL
+  for (int i = 0; i < 4 * kSteps; ++i) {
+    const int step = first + i / 4, half = i % 2, upper = i / 2 % 2;  // of the keys; of the rows
+    uint32_t mask = 0xffffffffU;
+    if constexpr (kRelu) {
+      const uint32_t bits = tile.positive[keys + half][step][key % 2][upper] >> (8 * t + key / 2);
+      mask = ((bits & 1U) | (bits << 12 & 0x10000U)) * 0xffffU;  // of rows 2t and 2t + 1
+    }
+    HOPWELL_UNROLL
+    for (int limb = 0; limb < kGradientLimbs; ++limb)
+      a.of_limb[limb][i / 4][i % 4] = mask & s.weight_limbs[step / 4][limb][step % 4 * 8 + 4 * upper + t];
+  }
+  return a;
+}
+
+// d (+)= A · so many rows of q, 64 × 128. Small limbs first.
+template <int kSteps>
+HOPWELL_DEVICE void multiply_heads(float (&d)[64], const WeightFragments<kSteps>& a, uint32_t q, int first,
+                                   bool accumulate) {
+  constexpr arch::WgmmaOptions kOptions{.b_major = arch::Major::mn};
+  const uint32_t rows = q + uint32_t(first / 4) * kTileBytes + uint32_t(first % 4) * 16 * 128;
+  const uint64_t b = arch::at_address(tile::kRowsAcrossK, rows);
+  arch::wgmma_fence();  // kept: A and the sums are registers that the thread itself wrote
+  HOPWELL_UNROLL
+  for (int limb = kGradientLimbs - 1; limb >= 0; --limb) {
+    HOPWELL_UNROLL
+    for (int step = 0; step < kSteps; ++step)
+      arch::wgmma_rs<kOptions>(d, a.of_limb[limb][step], b + (uint32_t(step) * 16 * 128 >> 4),
+                               accumulate || limb < kGradientLimbs - 1 || step > 0);
+  }
+  arch::wgmma_commit();
+}
+
+// Σ_j (positive_ij w_j) q_j of one query.
+template <bool kRelu, int kRows>
+HOPWELL_DEVICE void multiply_query(float (&d_k)[64], const GroupGradientStorage<kRows>& s,
+                                   const GroupTile<kGroupQueries<kRows>>& tile, int member) {
+  constexpr int kSteps = kRows < 32 ? 1 : 2, kParts = kRows / (16 * kSteps);  // of A there are registers for two steps
+  HOPWELL_UNROLL
+  for (int part = 0; part < kParts; ++part) {
+    const int first = (member * kParts + part) * kSteps;
+    multiply_heads(d_k, mask_weights<kRelu, kSteps>(s, tile, first), arch::shared_address(s.q[0]), first, part > 0);
+    arch::wgmma_wait<0>(d_k);
+  }
+}
+
+// This lane's rows of a tile, key / 4 and 8 more; and the one that it adds, of its warp's 16, if its number is below 16.
+struct EntryRows {
+  int first = arch::warp_index() % 4 * 16, own = first + arch::lane_index() / 4,
+      added = first + arch::lane_index() % 16;
+  bool adds = arch::lane_index() < 16;
+};
+
+HOPWELL_DEVICE void add_sums(const GroupParams& p, StagedRows& staged, int key, const float (&sums)[64]) {
+  staged.wait();
+  HOPWELL_UNROLL
+  for (int i = 0; i < 32; ++i)
+    staged.store(i % 2, i / 2 * 8 + arch::lane_index() % 4 * 2, sums[2 * i], sums[2 * i + 1]);
+  staged.add(key >= 0, p.d_k + key * p.d_k_stride, p.columns);
+}
+
+// The sum over the queries of a tile's dk is added once.
+template <bool kRelu, int kRows>
+HOPWELL_DEVICE void accumulate_keys(const GroupParams& p, GroupGradientStorage<kRows>& s, const Group& group,
+                                    const QuerySet& set, int number) {
+  const EntryRows rows;
+  HOPWELL_NO_UNROLL
+  for (int tile = 0; tile < set.tiles(); ++tile) {
+    const GroupSlot<decltype(s.ring)> slot{s.ring, number + tile};
+    const auto& numbers = slot.numbers();
+    slot.wait_full();
+    if constexpr (kRelu) slot.wait_full(1);
+    float sums[64] = {};
+    HOPWELL_NO_UNROLL
+    for (int member = 0; member < group.queries; ++member) {
+      if (!set.has(member)) continue;
+      float d_k[64];
+      multiply_query<kRelu, kRows>(d_k, s, numbers, member);
+      HOPWELL_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        const float g = numbers.g[member][rows.own + 8 * half];
+        const bool exists = has_score(g);
+        HOPWELL_UNROLL
+        for (int i = 0; i < 32; ++i) {
+          float& sum = sums[i / 2 * 4 + 2 * half + i % 2];
+          sum = exists ? sum + g * d_k[i / 2 * 4 + 2 * half + i % 2] : sum;
+        }
+      }
+    }
+    const int key = rows.adds ? numbers.key[rows.added] : -1;
+    slot.release();
+    add_sums(p, s.staged[arch::warp_index() % 4], key, sums);
+  }
+}
+
+// Deterministic sums: each query adds its own, so that the multiples are the same whatever it is grouped with.
+template <bool kRelu, int kRows>
+HOPWELL_DEVICE void accumulate_fixed(const GroupParams& p, GroupGradientStorage<kRows>& s, const Group& group,
+                                     const QuerySet& set, int number) {
+  const EntryRows rows;
+  HOPWELL_NO_UNROLL
+  for (int tile = 0; tile < set.tiles(); ++tile) {
+    const GroupSlot<decltype(s.ring)> slot{s.ring, number + tile};
+    const auto& numbers = slot.numbers();
+    slot.wait_full();
+    if constexpr (kRelu) slot.wait_full(1);
+    HOPWELL_NO_UNROLL
+    for (int member = 0; member < group.queries; ++member) {
+      if (!set.has(member)) continue;
+      float d_k[64], g[2];
+      int keys[2];
+      multiply_query<kRelu, kRows>(d_k, s, numbers, member);
+      const auto key_of = [&](int row) { return has_score(numbers.g[member][row]) ? numbers.key[row] : -1; };
+      HOPWELL_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        keys[half] = key_of(rows.own + 8 * half);
+        g[half] = keys[half] < 0 ? 0 : numbers.g[member][rows.own + 8 * half];
+      }
+      add_fixed(p, s.staged[arch::warp_index() % 4], keys, rows.adds ? key_of(rows.added) : -1, g, d_k);
+    }
+    slot.release();
+  }
+}
+
+// ---- kernel -----------------------------------------------------------------------------------------------------------
+
+// A CTA for each group.
+template <bool kRelu, int kRows>
+__global__ void __launch_bounds__(GroupGradientConfig::kThreads, 1)
+    add_group_gradients(const __grid_constant__ GroupParams p) {
+#if HOPWELL_HAS_SM90A
+  auto& s = arch::dynamic_smem<GroupGradientStorage<kRows>>();
+  const int index = arch::grid_size() - 1 - arch::block_index();  // late queries see more: they begin
+  const Group group = group_of<kRows>(p, index);
+  const bool apart = p.apart[index] != 0;
+  if (arch::thread_index() == 0) {
+    const auto head_warps = uint32_t(4 * group.blocks);
+    s.ring.barriers.init(head_warps, head_warps + 4, kGroupArrivals - head_warps);
+    arch::fence_mbarrier_init();
+  }
+  load_keys(p, group, s.keys);
+  load_group<kRows>(p, s.q[0], s.weights, group, GroupGradientConfig::kThreads);
+  arch::syncthreads();
+  if (const int row = arch::thread_index(); row < group.blocks * kHeadTile)
+    store_limbs(s.weight_limbs[row / kHeadTile], row % kHeadTile, s.weights[row]);
+  arch::syncthreads();
+  const int role = arch::warpgroup_index();
+  if (role < kBlocks) {
+    arch::setmaxnreg_inc<GroupGradientConfig::kHeadRegisters>();
+    if (role < group.blocks)
+      for_each_set(group, s.keys, apart, [&](const QuerySet& set, int number) {
+        accumulate_block<kRelu, kRows>(p, s, group, set, number, role);
+      });
+  } else if (role == kBlocks) {
+    arch::setmaxnreg_inc<GroupGradientConfig::kEntryRegisters>();
+    arch::fence_proxy_async();  // q; the heads fence it with every tile
+    for_each_set(group, s.keys, apart, [&](const QuerySet& set, int number) {
+      if (p.fixed_d_k)
+        accumulate_fixed<kRelu, kRows>(p, s, group, set, number);
+      else
+        accumulate_keys<kRelu, kRows>(p, s, group, set, number);
+    });
+    arch::bulk_wait<0>();  // the rows stay until they have been read
+  } else {
+    arch::setmaxnreg_dec<GroupGradientConfig::kOtherRegisters>();
+    for_each_set(group, s.keys, apart,
+                 [&](const QuerySet& set, int number) { gather_keys(p, s.ring, group, s.keys, set, number); });
+    arch::cp_async_wait_all();  // no thread leaves before its copies
+  }
+#endif
+}
+
+}  // namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET

@@ -1,0 +1,108 @@
+// lightning_indexer_backward for Hopper without indices: from scores to g, and the loss, of a group of queries (groups.hpp).
+//
+// Tile      128 rows of q in shared memory; 64 keys a step, whose scores of all queries are made
+// Roles     warpgroups 0, 1   score    of tiles by turns; then, with the others, g and the loss of one query after the other
+//           warpgroup 2       gather   keys, four tiles in turn
+// Budget    shared: q 32,768 + 4 × 16,384 rows + 64 of barriers + 768 at most: two CTAs an SM
+// Bound     tensor cores: 2 × 64 × 64 × 128, 512 clocks a tile
+#pragma once
+
+#include "ops/lightning_indexer_backward/sm90/groups.hpp"
+#include "ops/lightning_indexer_backward/sm90/score.hpp"
+
+namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET {
+
+template <int kRows>
+struct GroupScoreStorage {
+  alignas(1024) unsigned char q[kBlocks][kTileBytes];
+  GroupRing<4, NoNumbers> ring;
+  GroupKeys<kGroupQueries<kRows>> keys;
+  float weights[kGroupRows], of_warp[ScoreConfig::kWarps];
+};
+static_assert(2 * sizeof(GroupScoreStorage<16>) <= arch::sm90::kMaxSharedBytes);
+
+// Scores of this warp's 16 keys of a tile, of the queries of a block. Sums are those of score_entries.
+template <bool kRelu, int kRows>
+HOPWELL_DEVICE void store_scores(const GroupParams& p, const GroupScoreStorage<kRows>& s, const Group& group,
+                                 const QuerySet& set, int tile, int block, const float (&d)[32]) {
+  constexpr int kQueries = kHeadTile / kRows;
+  const int lane = arch::lane_index(), t = lane % 4, odd = lane & 1;
+  const int entry = tile * kTileEntries + arch::warp_index() % 4 * 16 + 8 * odd + lane / 4;
+  HOPWELL_UNROLL
+  for (int of_block = 0; of_block < kQueries; ++of_block) {
+    const int member = block * kQueries + of_block;
+    float sums[2] = {0, 0};
+    HOPWELL_UNROLL
+    for (int i = 0; i < kRows / 2; ++i) {
+      const int head = i / 4 * 8 + 2 * t + i % 2;
+      const float dot = d[of_block * kRows / 2 + i];
+      const float term = s.weights[member * kRows + head] * (kRelu ? arch::max_nan(dot, 0) : dot);
+      sums[i / 2 % 2] += head < p.heads ? term : 0;  // the product of a head that does not exist may be NaN
+    }
+    tile::share_sums(sums, 1, 1, odd);
+    const float sum = sums[0] + arch::shuffle_xor(sums[0], 2);
+    if (t >= 2 || !set.has(member) || entry >= s.keys.count[member]) continue;
+    p.d_scores[int64_t{group.first + member} * p.topk + set.first + entry] = sum != sum ? -INFINITY : sum;
+  }
+}
+
+// Scores of every second tile; from slot `number` on. Returns whether some key may be infinite or NaN: then its products with
+// all heads are, among them those of columns 0, 2, 4, 6.
+template <bool kRelu, int kRows>
+HOPWELL_DEVICE bool score_keys(const GroupParams& p, GroupScoreStorage<kRows>& s, const Group& group,
+                               const QuerySet& set, int number, int warpgroup) {
+  bool finite = true;
+  HOPWELL_NO_UNROLL
+  for (int tile = (number ^ warpgroup) & 1; tile < set.tiles(); tile += 2) {
+    const GroupSlot<decltype(s.ring)> slot{s.ring, number + tile};
+    slot.wait_full();
+    arch::fence_proxy_async();
+    HOPWELL_NO_UNROLL
+    for (int block = 0; block < group.blocks; ++block) {
+      float d[32];
+      start_scores(d, slot.rows(), arch::shared_address(s.q[block]));
+      arch::wgmma_wait<0>(d);
+      if (block == group.blocks - 1) slot.release();
+      finite = finite && fabsf(d[0]) < INFINITY && fabsf(d[2]) < INFINITY;
+      store_scores<kRelu, kRows>(p, s, group, set, tile, block, d);
+    }
+  }
+  return !finite;
+}
+
+// A CTA for each group.
+template <bool kRelu, int kRows>
+__global__ void __launch_bounds__(ScoreConfig::kThreads, 2) score_groups(const __grid_constant__ GroupParams p) {
+#if HOPWELL_HAS_SM90A
+  auto& s = arch::dynamic_smem<GroupScoreStorage<kRows>>();
+  const int index = arch::grid_size() - 1 - arch::block_index();  // late queries see more: they begin
+  const Group group = group_of<kRows>(p, index);
+  if (arch::thread_index() == 0) {
+    s.ring.barriers.init(kGroupArrivals, 4);
+    arch::fence_mbarrier_init();
+  }
+  load_keys(p, group, s.keys);
+  load_group<kRows>(p, s.q[0], s.weights, group, ScoreConfig::kThreads);
+  arch::syncthreads();
+  float apart = 0;
+  for_each_set(group, s.keys, false, [&](const QuerySet& set, int number) {
+    const int warpgroup = arch::warpgroup_index();
+    if (warpgroup == 2)
+      gather_keys(p, s.ring, group, s.keys, set, number);
+    else if (score_keys<kRelu, kRows>(p, s, group, set, number, warpgroup))
+      apart = 1;
+    HOPWELL_NO_UNROLL
+    for (int member = 0; member < group.queries; ++member) {
+      if (!set.has(member)) continue;
+      const int query = group.first + member;
+      float bound = p.bounds.largest ? bound_of_heads(p, query) : 0;
+      bound = 1.001F * reduce<Reduce::sum>(p, s.of_warp, bound);  // its barriers are for the scores, too
+      finish_scores(p, s.of_warp, query, tile::entries_of(p.selection, query), bound);
+    }
+  });
+  apart = reduce<Reduce::max>(p, s.of_warp, apart);
+  if (arch::thread_index() == 0) p.apart[index] = apart > 0;
+#endif
+}
+
+}  // namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET
