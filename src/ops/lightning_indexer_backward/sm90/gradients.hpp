@@ -70,6 +70,12 @@ struct MaskedLimbs {
   uint32_t fragment[kGradientLimbs][4][4];
 };
 
+// Bits of two neighbouring columns, 16 each, that are kept: where their scores are positive, or all of them.
+template <bool kRelu>
+HOPWELL_DEVICE uint32_t mask_of(float low, float high) {
+  return (!kRelu || low > 0 ? 0xffffU : 0) | (!kRelu || high > 0 ? 0xffff0000U : 0);
+}
+
 // The numbers of two neighbouring columns where their scores are positive, or all of them; `limbs` are those of 32 pairs. Accumulators of
 // 16 columns, two blocks of eight, are where a fragment has its halves.
 template <bool kRelu>
@@ -80,8 +86,7 @@ HOPWELL_DEVICE MaskedLimbs mask_limbs(const float (&scores)[32], const uint32_t 
   for (int block = 0; block < 8; ++block) {
     HOPWELL_UNROLL
     for (int half = 0; half < 2; ++half) {
-      const float low = scores[4 * block + 2 * half], high = scores[4 * block + 2 * half + 1];
-      const uint32_t mask = (!kRelu || low > 0 ? 0xffffU : 0) | (!kRelu || high > 0 ? 0xffff0000U : 0);
+      const uint32_t mask = mask_of<kRelu>(scores[4 * block + 2 * half], scores[4 * block + 2 * half + 1]);
       HOPWELL_UNROLL
       for (int limb = 0; limb < kGradientLimbs; ++limb)
         a.fragment[limb][block / 2][block % 2 * 2 + half] = mask & limbs[limb][4 * block + t];

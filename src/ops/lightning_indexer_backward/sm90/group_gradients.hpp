@@ -22,7 +22,7 @@
 namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET {
 
 struct GroupGradientConfig {
-  static constexpr int kThreads = 512, kHeadRegisters = 152, kEntryRegisters = 168, kOtherRegisters = 40;
+  static constexpr int kThreads = 512, kHeadRegisters = 160, kEntryRegisters = 144, kOtherRegisters = 48;
 };
 
 template <int kRows>
@@ -62,6 +62,28 @@ HOPWELL_DEVICE void add_weights(float (&d_weights)[2], const float (&g)[kTileEnt
   }
 }
 
+// d_q += A · the rows of a tile, as multiply_rows(mask_limbs()): limb by limb, for which A takes fewer registers.
+template <bool kRelu>
+HOPWELL_DEVICE void multiply_limbs(float (&d_q)[64], const float (&scores)[32],
+                                   const uint32_t (&limbs)[kGradientLimbs][32], uint32_t rows) {
+  constexpr arch::WgmmaOptions kOptions{.b_major = arch::Major::mn};
+  const uint64_t b = arch::at_address(tile::kRowsAcrossK, rows);
+  HOPWELL_UNROLL
+  for (int limb = kGradientLimbs - 1; limb >= 0; --limb) {
+    uint32_t a[4][4];
+    HOPWELL_UNROLL
+    for (int i = 0; i < 16; ++i)
+      a[i / 4][i % 4] =
+          mask_of<kRelu>(scores[2 * i], scores[2 * i + 1]) & limbs[limb][i / 2 * 4 + arch::lane_index() % 4];
+    arch::wgmma_fence();  // kept: A and the sums are registers that the thread itself wrote
+    HOPWELL_UNROLL
+    for (int step = 0; step < 4; ++step)
+      arch::wgmma_rs<kOptions>(d_q, a[step], b + (uint32_t(step) * 16 * 128 >> 4), true);
+    arch::wgmma_commit();
+    if (limb < kGradientLimbs - 1 && limb > 0) arch::wgmma_wait<1>();  // the registers of the limb before
+  }
+}
+
 template <int kRows>
 HOPWELL_DEVICE void store_block(const GroupParams& p, const GroupGradientStorage<kRows>& s, const Group& group,
                                 int block, int member, const float (&d_q)[64], const float (&d_weights)[2]) {
@@ -92,7 +114,7 @@ HOPWELL_DEVICE void accumulate_block(const GroupParams& p, GroupGradientStorage<
       slot.commit(1);
     }
     add_weights<kRelu>(d_weights, numbers.g[member], scores);
-    multiply_rows(d_q, mask_limbs<kRelu>(scores, numbers.g_limbs[member]), slot.rows(), true);
+    multiply_limbs<kRelu>(d_q, scores, numbers.g_limbs[member], slot.rows());
     arch::wgmma_wait<0>(d_q);
     slot.release();
   }
@@ -101,68 +123,80 @@ HOPWELL_DEVICE void accumulate_block(const GroupParams& p, GroupGradientStorage<
 
 // ---- entries ----------------------------------------------------------------------------------------------------------
 
-// A of 64 keys × 16 · kSteps rows, from row 16 · first on: the limbs of the weights where the product is positive.
-template <int kSteps>
-struct WeightFragments {
-  uint32_t of_limb[kGradientLimbs][kSteps][4];
-};
-template <bool kRelu, int kSteps, int kRows>
-HOPWELL_DEVICE WeightFragments<kSteps> mask_weights(const GroupGradientStorage<kRows>& s,
-                                                    const GroupTile<kGroupQueries<kRows>>& tile, int first) {
-  WeightFragments<kSteps> a;
-  const int lane = arch::lane_index(), t = lane % 4, key = lane / 4, keys = arch::warp_index() % 4 * 2;
-  HOPWELL_UNROLL
-  for (int i = 0; i < 4 * kSteps; ++i) {
-    const int step = first + i / 4, half = i % 2, upper = i / 2 % 2;  // of the keys; of the rows
-    uint32_t mask = 0xffffffffU;
-    if constexpr (kRelu) {
-      const uint32_t bits = tile.positive[keys + half][step][key % 2][upper] >> (8 * t + key / 2);
-      mask = ((bits & 1U) | (bits << 12 & 0x10000U)) * 0xffffU;  // of rows 2t and 2t + 1
-    }
-    HOPWELL_UNROLL
-    for (int limb = 0; limb < kGradientLimbs; ++limb)
-      a.of_limb[limb][i / 4][i % 4] = mask & s.weight_limbs[step / 4][limb][step % 4 * 8 + 4 * upper + t];
-  }
-  return a;
-}
-
-// d (+)= A · so many rows of q, 64 × 128. Small limbs first.
-template <int kSteps>
-HOPWELL_DEVICE void multiply_heads(float (&d)[64], const WeightFragments<kSteps>& a, uint32_t q, int first,
-                                   bool accumulate) {
-  constexpr arch::WgmmaOptions kOptions{.b_major = arch::Major::mn};
-  const uint32_t rows = q + uint32_t(first / 4) * kTileBytes + uint32_t(first % 4) * 16 * 128;
-  const uint64_t b = arch::at_address(tile::kRowsAcrossK, rows);
-  arch::wgmma_fence();  // kept: A and the sums are registers that the thread itself wrote
-  HOPWELL_UNROLL
-  for (int limb = kGradientLimbs - 1; limb >= 0; --limb) {
-    HOPWELL_UNROLL
-    for (int step = 0; step < kSteps; ++step)
-      arch::wgmma_rs<kOptions>(d, a.of_limb[limb][step], b + (uint32_t(step) * 16 * 128 >> 4),
-                               accumulate || limb < kGradientLimbs - 1 || step > 0);
-  }
-  arch::wgmma_commit();
-}
-
-// Σ_j (positive_ij w_j) q_j of one query.
-template <bool kRelu, int kRows>
-HOPWELL_DEVICE void multiply_query(float (&d_k)[64], const GroupGradientStorage<kRows>& s,
-                                   const GroupTile<kGroupQueries<kRows>>& tile, int member) {
-  constexpr int kSteps = kRows < 32 ? 1 : 2, kParts = kRows / (16 * kSteps);  // of A there are registers for two steps
-  HOPWELL_UNROLL
-  for (int part = 0; part < kParts; ++part) {
-    const int first = (member * kParts + part) * kSteps;
-    multiply_heads(d_k, mask_weights<kRelu, kSteps>(s, tile, first), arch::shared_address(s.q[0]), first, part > 0);
-    arch::wgmma_wait<0>(d_k);
-  }
-}
-
 // This lane's rows of a tile, key / 4 and 8 more; and the one that it adds, of its warp's 16, if its number is below 16.
 struct EntryRows {
   int first = arch::warp_index() % 4 * 16, own = first + arch::lane_index() / 4,
       added = first + arch::lane_index() % 16;
   bool adds = arch::lane_index() < 16;
 };
+
+// Which products are positive of this lane's key (`half`: the one 8 further on) with rows 2t and 2t + 1, 8 further on in the
+// `upper` half of a step's: bits 0 and 4.
+template <int kQueries>
+HOPWELL_DEVICE uint32_t positive_bits(const GroupTile<kQueries>& tile, int step, int half, int upper) {
+  const int lane = arch::lane_index(), key = lane / 4;
+  return tile.positive[arch::warp_index() % 4 * 2 + half][step][key % 2][upper] >> (lane % 4 * 8 + key / 2);
+}
+
+// A of 64 keys × 16 rows: limbs of what a row has where its product is positive.
+struct RowFragments {
+  uint32_t of_limb[kGradientLimbs][4];
+};
+
+// … of the weights.
+template <bool kRelu, int kRows>
+HOPWELL_DEVICE RowFragments mask_weights(const GroupGradientStorage<kRows>& s,
+                                         const GroupTile<kGroupQueries<kRows>>& tile, int step) {
+  RowFragments a;
+  HOPWELL_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const int half = i % 2, upper = i / 2;  // of the keys; of the rows
+    uint32_t mask = 0xffffffffU;
+    if constexpr (kRelu) {
+      const uint32_t bits = positive_bits(tile, step, half, upper);
+      mask = ((bits & 1U) | (bits << 12 & 0x10000U)) * 0xffffU;
+    }
+    HOPWELL_UNROLL
+    for (int limb = 0; limb < kGradientLimbs; ++limb)
+      a.of_limb[limb][i] = mask & s.weight_limbs[step / 4][limb][step % 4 * 8 + 4 * upper + arch::lane_index() % 4];
+  }
+  return a;
+}
+
+// … of the weights times g, of each row's query. A g that is NaN takes all products.
+template <bool kRelu, int kRows>
+HOPWELL_DEVICE RowFragments scale_weights(const GroupGradientStorage<kRows>& s,
+                                          const GroupTile<kGroupQueries<kRows>>& tile, const EntryRows& rows,
+                                          int step) {
+  RowFragments a;
+  HOPWELL_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const int half = i % 2, upper = i / 2;
+    const float given = tile.g[step * 16 / kRows][rows.own + 8 * half], g = has_score(given) ? given : 0;
+    const bool all = !kRelu || g != g;
+    uint32_t bits = 0;
+    if constexpr (kRelu) bits = positive_bits(tile, step, half, upper);
+    const float* weights = s.weights + 16 * step + 8 * upper + arch::lane_index() % 4 * 2;
+    float low = all || bits & 1U ? g * weights[0] : 0, high = all || bits & 16U ? g * weights[1] : 0;
+    HOPWELL_UNROLL
+    for (int limb = 0; limb < kGradientLimbs; ++limb)
+      a.of_limb[limb][i] = tile::take_limb(low) >> 16 | tile::take_limb(high);
+  }
+  return a;
+}
+
+// d (+)= A · 16 rows of q, 16 × 128, small limbs first. A's registers are free when the next product but one begins.
+HOPWELL_DEVICE void multiply_step(float (&d)[64], const RowFragments& a, uint32_t q, int step, bool accumulate) {
+  constexpr arch::WgmmaOptions kOptions{.b_major = arch::Major::mn};
+  const uint32_t rows = q + uint32_t(step / 4) * kTileBytes + uint32_t(step % 4) * 16 * 128;
+  arch::wgmma_fence();  // kept: A and the sums are registers that the thread itself wrote
+  HOPWELL_UNROLL
+  for (int limb = kGradientLimbs - 1; limb >= 0; --limb)
+    arch::wgmma_rs<kOptions>(d, a.of_limb[limb], arch::at_address(tile::kRowsAcrossK, rows),
+                             accumulate || limb < kGradientLimbs - 1);
+  arch::wgmma_commit();
+  if (accumulate) arch::wgmma_wait<1>();
+}
 
 HOPWELL_DEVICE void add_sums(const GroupParams& p, StagedRows& staged, int key, const float (&sums)[64]) {
   staged.wait();
@@ -172,10 +206,10 @@ HOPWELL_DEVICE void add_sums(const GroupParams& p, StagedRows& staged, int key, 
   staged.add(key >= 0, p.d_k + key * p.d_k_stride, p.columns);
 }
 
-// The sum over the queries of a tile's dk is added once.
-template <bool kRelu, int kRows>
-HOPWELL_DEVICE void accumulate_keys(const GroupParams& p, GroupGradientStorage<kRows>& s, const Group& group,
-                                    const QuerySet& set, int number) {
+// dk of a tile, of the queries' sum: it is added once. What is not finite stays away from here, see groups.hpp.
+template <bool kRelu, int kRows, int kTheBlocks>
+HOPWELL_DEVICE void accumulate_together(const GroupParams& p, GroupGradientStorage<kRows>& s, const QuerySet& set,
+                                        int number) {
   const EntryRows rows;
   HOPWELL_NO_UNROLL
   for (int tile = 0; tile < set.tiles(); ++tile) {
@@ -183,33 +217,23 @@ HOPWELL_DEVICE void accumulate_keys(const GroupParams& p, GroupGradientStorage<k
     const auto& numbers = slot.numbers();
     slot.wait_full();
     if constexpr (kRelu) slot.wait_full(1);
-    float sums[64] = {};
-    HOPWELL_NO_UNROLL
-    for (int member = 0; member < group.queries; ++member) {
-      if (!set.has(member)) continue;
-      float d_k[64];
-      multiply_query<kRelu, kRows>(d_k, s, numbers, member);
-      HOPWELL_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        const float g = numbers.g[member][rows.own + 8 * half];
-        const bool exists = has_score(g);
-        HOPWELL_UNROLL
-        for (int i = 0; i < 32; ++i) {
-          float& sum = sums[i / 2 * 4 + 2 * half + i % 2];
-          sum = exists ? sum + g * d_k[i / 2 * 4 + 2 * half + i % 2] : sum;
-        }
-      }
+    float d_k[64];
+    HOPWELL_UNROLL
+    for (int step = 0; step < 4 * kTheBlocks; ++step) {
+      const RowFragments a = scale_weights<kRelu>(s, numbers, rows, step);
+      multiply_step(d_k, a, arch::shared_address(s.q[0]), step, step > 0);
     }
     const int key = rows.adds ? numbers.key[rows.added] : -1;
     slot.release();
-    add_sums(p, s.staged[arch::warp_index() % 4], key, sums);
+    arch::wgmma_wait<0>(d_k);
+    add_sums(p, s.staged[arch::warp_index() % 4], key, d_k);
   }
 }
 
-// Deterministic sums: each query adds its own, so that the multiples are the same whatever it is grouped with.
+// Each query adds its own: deterministic sums, whose multiples are then the same whatever it is grouped with, and queries apart.
 template <bool kRelu, int kRows>
-HOPWELL_DEVICE void accumulate_fixed(const GroupParams& p, GroupGradientStorage<kRows>& s, const Group& group,
-                                     const QuerySet& set, int number) {
+HOPWELL_DEVICE void accumulate_one_by_one(const GroupParams& p, GroupGradientStorage<kRows>& s, const Group& group,
+                                          const QuerySet& set, int number) {
   const EntryRows rows;
   HOPWELL_NO_UNROLL
   for (int tile = 0; tile < set.tiles(); ++tile) {
@@ -222,14 +246,20 @@ HOPWELL_DEVICE void accumulate_fixed(const GroupParams& p, GroupGradientStorage<
       if (!set.has(member)) continue;
       float d_k[64], g[2];
       int keys[2];
-      multiply_query<kRelu, kRows>(d_k, s, numbers, member);
+      HOPWELL_UNROLL
+      for (int i = 0; i < kRows / 16; ++i) {
+        const int step = member * kRows / 16 + i;
+        const RowFragments a = mask_weights<kRelu>(s, numbers, step);
+        multiply_step(d_k, a, arch::shared_address(s.q[0]), step, i > 0);
+      }
+      arch::wgmma_wait<0>(d_k);
       const auto key_of = [&](int row) { return has_score(numbers.g[member][row]) ? numbers.key[row] : -1; };
       HOPWELL_UNROLL
       for (int half = 0; half < 2; ++half) {
         keys[half] = key_of(rows.own + 8 * half);
         g[half] = keys[half] < 0 ? 0 : numbers.g[member][rows.own + 8 * half];
       }
-      add_fixed(p, s.staged[arch::warp_index() % 4], keys, rows.adds ? key_of(rows.added) : -1, g, d_k);
+      add_tile(p, s.staged[arch::warp_index() % 4], keys, rows.adds ? key_of(rows.added) : -1, g, d_k);
     }
     slot.release();
   }
@@ -268,10 +298,12 @@ __global__ void __launch_bounds__(GroupGradientConfig::kThreads, 1)
     arch::setmaxnreg_inc<GroupGradientConfig::kEntryRegisters>();
     arch::fence_proxy_async();  // q; the heads fence it with every tile
     for_each_set(group, s.keys, apart, [&](const QuerySet& set, int number) {
-      if (p.fixed_d_k)
-        accumulate_fixed<kRelu, kRows>(p, s, group, set, number);
+      if (apart || p.fixed_d_k)
+        accumulate_one_by_one<kRelu, kRows>(p, s, group, set, number);
+      else if (group.blocks == 1)
+        accumulate_together<kRelu, kRows, 1>(p, s, set, number);
       else
-        accumulate_keys<kRelu, kRows>(p, s, group, set, number);
+        accumulate_together<kRelu, kRows, kBlocks>(p, s, set, number);
     });
     arch::bulk_wait<0>();  // the rows stay until they have been read
   } else {

@@ -70,6 +70,19 @@ HOPWELL_DEVICE bool score_keys(const GroupParams& p, GroupScoreStorage<kRows>& s
   return !finite;
 }
 
+// Whether some number of q or some weight is infinite or NaN, of those that this thread looks at.
+template <int kRows>
+HOPWELL_DEVICE bool any_special(const GroupScoreStorage<kRows>& s, const Group& group) {
+  const auto special = [](uint32_t bits) { return (bits & 0x7f80U) == 0x7f80U || (bits & 0x7f800000U) == 0x7f800000U; };
+  const int thread = arch::thread_index();
+  bool any = thread < group.blocks * kHeadTile && !(fabsf(s.weights[thread]) < INFINITY);
+  for (int i = thread; i < group.blocks * int(kTileBytes / 16); i += ScoreConfig::kThreads) {
+    const auto words = reinterpret_cast<const arch::Words4*>(s.q[0])[i];
+    any = any || special(words.w[0]) || special(words.w[1]) || special(words.w[2]) || special(words.w[3]);
+  }
+  return any;
+}
+
 // A CTA for each group.
 template <bool kRelu, int kRows>
 __global__ void __launch_bounds__(ScoreConfig::kThreads, 2) score_groups(const __grid_constant__ GroupParams p) {
@@ -84,7 +97,7 @@ __global__ void __launch_bounds__(ScoreConfig::kThreads, 2) score_groups(const _
   load_keys(p, group, s.keys);
   load_group<kRows>(p, s.q[0], s.weights, group, ScoreConfig::kThreads);
   arch::syncthreads();
-  float apart = 0;
+  float apart = any_special(s, group) ? 1 : 0;
   for_each_set(group, s.keys, false, [&](const QuerySet& set, int number) {
     const int warpgroup = arch::warpgroup_index();
     if (warpgroup == 2)

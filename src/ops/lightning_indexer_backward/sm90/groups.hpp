@@ -5,8 +5,9 @@
 //           over. A block is 64 of the rows, of one query or of several
 // Sets      Queries of a group whose keys begin at the same one go through them together, each as far as it sees; others after
 //           them. So a query's tiles are those that it has alone, and so are the bits of all that belongs to it.
-// Apart     A query that has no score at an entry has zeros in the products there, which is as good as no entry unless the key is
-//           infinite: where score_groups finds a product that is not finite, the group's queries are taken one by one.
+// Apart     A query that has no score at an entry has zeros in the products there, which is as good as no entry unless the other
+//           factor is infinite or NaN: where score_groups finds keys, q or weights that are, the group's queries are taken one
+//           by one.
 #pragma once
 
 #include "ops/lightning_indexer_backward/sm90/entries.hpp"
