@@ -70,12 +70,6 @@ struct MaskedLimbs {
   uint32_t fragment[kGradientLimbs][4][4];
 };
 
-// Bits of two neighbouring columns, 16 each, that are kept: where their scores are positive, or all of them.
-template <bool kRelu>
-HOPWELL_DEVICE uint32_t mask_of(float low, float high) {
-  return (!kRelu || low > 0 ? 0xffffU : 0) | (!kRelu || high > 0 ? 0xffff0000U : 0);
-}
-
 // The numbers of two neighbouring columns where their scores are positive, or all of them; `limbs` are those of 32 pairs. Accumulators of
 // 16 columns, two blocks of eight, are where a fragment has its halves.
 template <bool kRelu>
@@ -86,7 +80,8 @@ HOPWELL_DEVICE MaskedLimbs mask_limbs(const float (&scores)[32], const uint32_t 
   for (int block = 0; block < 8; ++block) {
     HOPWELL_UNROLL
     for (int half = 0; half < 2; ++half) {
-      const uint32_t mask = mask_of<kRelu>(scores[4 * block + 2 * half], scores[4 * block + 2 * half + 1]);
+      const float low = scores[4 * block + 2 * half], high = scores[4 * block + 2 * half + 1];
+      const uint32_t mask = (!kRelu || low > 0 ? 0xffffU : 0) | (!kRelu || high > 0 ? 0xffff0000U : 0);
       HOPWELL_UNROLL
       for (int limb = 0; limb < kGradientLimbs; ++limb)
         a.fragment[limb][block / 2][block % 2 * 2 + half] = mask & limbs[limb][4 * block + t];
@@ -112,29 +107,25 @@ HOPWELL_DEVICE void multiply_rows(float (&d)[64], const MaskedLimbs& a, uint32_t
 
 // ---- heads ------------------------------------------------------------------------------------------------------------
 
-// One of the two rows that this lane has a part of.
-HOPWELL_DEVICE void store_head(const Params<bf16>& p, int query, int head, int half, float weight, float d_weight,
-                               const float (&d_q)[64]) {
-  const int t = arch::lane_index() % 4;
-  const float nan_or_0 = d_weight != d_weight ? d_weight : 0;  // g is NaN, so is its product with a mask of 0
-  if (head >= p.heads) return;
-  const int64_t at = query * p.d_weights_stride + head;
-  if (t == 0 && p.weights_bf16) static_cast<bf16*>(p.d_weights)[at] = arch::to_bf16(d_weight);
-  if (t == 0 && !p.weights_bf16) static_cast<float*>(p.d_weights)[at] = d_weight;
-  bf16* to = p.d_q + query * p.d_q_stride_s + head * p.d_q_stride_h;
-  HOPWELL_UNROLL
-  for (int i = 0; i < 32; ++i) {
-    const int column = i / 2 * 8 + 2 * t + i % 2;
-    if (column < p.columns) to[column] = arch::to_bf16(weighted(weight, d_q[i / 2 * 4 + 2 * half + i % 2]) + nan_or_0);
-  }
-}
-
 HOPWELL_DEVICE void store_heads(const Params<bf16>& p, const GradientStorage& s, int query, int first,
                                 const float (&d_q)[64], const float (&d_weights)[2]) {
+  const int lane = arch::lane_index(), t = lane % 4;
   HOPWELL_UNROLL
   for (int half = 0; half < 2; ++half) {
-    const int row = arch::warp_index() % 4 * 16 + 8 * half + arch::lane_index() / 4;
-    store_head(p, query, first + row, half, s.weights[row], tile::sum_of_quad(d_weights[half]), d_q);
+    const int row = arch::warp_index() % 4 * 16 + 8 * half + lane / 4, head = first + row;
+    const float d_weight = tile::sum_of_quad(d_weights[half]);
+    const float nan_or_0 = d_weight != d_weight ? d_weight : 0;  // g is NaN, so is its product with a mask of 0
+    if (head >= p.heads) continue;
+    const int64_t at = query * p.d_weights_stride + head;
+    if (t == 0 && p.weights_bf16) static_cast<bf16*>(p.d_weights)[at] = arch::to_bf16(d_weight);
+    if (t == 0 && !p.weights_bf16) static_cast<float*>(p.d_weights)[at] = d_weight;
+    bf16* to = p.d_q + query * p.d_q_stride_s + head * p.d_q_stride_h;
+    HOPWELL_UNROLL
+    for (int i = 0; i < 32; ++i) {
+      const int column = i / 2 * 8 + 2 * t + i % 2;
+      if (column < p.columns)
+        to[column] = arch::to_bf16(weighted(s.weights[row], d_q[i / 2 * 4 + 2 * half + i % 2]) + nan_or_0);
+    }
   }
 }
 

@@ -30,8 +30,9 @@ struct GroupGradientStorage {
   alignas(1024) unsigned char q[kBlocks][kTileBytes];
   GroupRing<6, GroupTile<kGroupQueries<kRows>>> ring;
   StagedRows staged[4];
+  Group group;  // where it takes no registers
   GroupKeys<kGroupQueries<kRows>> keys;
-  float weights[kGroupRows];
+  alignas(8) float weights[kGroupRows];
   uint32_t weight_limbs[kBlocks][kGradientLimbs][kHeadTile / 2];  // bf16, of two neighbours
 };
 static_assert(sizeof(GroupGradientStorage<16>) <= arch::sm90::kMaxSharedBytes);
@@ -55,11 +56,21 @@ HOPWELL_DEVICE void note_positive(GroupTile<kQueries>& tile, int step, const flo
 template <bool kRelu>
 HOPWELL_DEVICE void add_weights(float (&d_weights)[2], const float (&g)[kTileEntries], const float (&scores)[32]) {
   HOPWELL_UNROLL
-  for (int i = 0; i < 32; ++i) {
-    const float of_entry = g[i / 4 * 8 + arch::lane_index() % 4 * 2 + i % 2];
-    const float term = of_entry * (kRelu ? fmaxf(scores[i], 0) : scores[i]);
-    d_weights[i / 2 % 2] += has_score(of_entry) ? term : 0;
+  for (int i = 0; i < 16; ++i) {
+    const FloatPair of_entries = pair_at(g + i / 2 * 8 + arch::lane_index() % 4 * 2);
+    HOPWELL_UNROLL
+    for (int odd = 0; odd < 2; ++odd) {
+      const float of_entry = of_entries.of[odd], score = scores[2 * i + odd];
+      float& sum = d_weights[i % 2];
+      sum = has_score(of_entry) ? sum + of_entry * (kRelu ? fmaxf(score, 0) : score) : sum;
+    }
   }
+}
+
+// Bits of two neighbouring keys, 16 each, that are kept: where their products are positive, or all of them.
+template <bool kRelu>
+HOPWELL_DEVICE uint32_t mask_of(float low, float high) {
+  return (!kRelu || low > 0 ? 0xffffU : 0) | (!kRelu || high > 0 ? 0xffff0000U : 0);
 }
 
 // d_q += A · the rows of a tile, as multiply_rows(mask_limbs()): limb by limb, for which A takes fewer registers.
@@ -84,13 +95,27 @@ HOPWELL_DEVICE void multiply_limbs(float (&d_q)[64], const float (&scores)[32],
   }
 }
 
+// As store_heads.
 template <int kRows>
 HOPWELL_DEVICE void store_block(const GroupParams& p, const GroupGradientStorage<kRows>& s, const Group& group,
                                 int block, int member, const float (&d_q)[64], const float (&d_weights)[2]) {
+  const int thread = arch::thread_index_anew(), t = thread % 4, query = group.first + member;
   HOPWELL_UNROLL
   for (int half = 0; half < 2; ++half) {
-    const int row = block * kHeadTile + arch::warp_index() % 4 * 16 + 8 * half + arch::lane_index() / 4;
-    store_head(p, group.first + member, row % kRows, half, s.weights[row], tile::sum_of_quad(d_weights[half]), d_q);
+    const int row = block * kHeadTile + thread % 128 / 32 * 16 + 8 * half + thread % 32 / 4, head = row % kRows;
+    const float d_weight = tile::sum_of_quad(d_weights[half]);
+    const float nan_or_0 = d_weight != d_weight ? d_weight : 0;  // g is NaN, so is its product with a mask of 0
+    if (head >= p.heads) continue;
+    const int64_t at = query * p.d_weights_stride + head;
+    if (t == 0 && p.weights_bf16) static_cast<bf16*>(p.d_weights)[at] = arch::to_bf16(d_weight);
+    if (t == 0 && !p.weights_bf16) static_cast<float*>(p.d_weights)[at] = d_weight;
+    bf16* to = p.d_q + query * p.d_q_stride_s + head * p.d_q_stride_h;
+    HOPWELL_UNROLL
+    for (int i = 0; i < 32; ++i) {
+      const int column = i / 2 * 8 + 2 * t + i % 2;
+      if (column < p.columns)
+        to[column] = arch::to_bf16(weighted(s.weights[row], d_q[i / 2 * 4 + 2 * half + i % 2]) + nan_or_0);
+    }
   }
 }
 
@@ -123,20 +148,19 @@ HOPWELL_DEVICE void accumulate_block(const GroupParams& p, GroupGradientStorage<
 
 // ---- entries ----------------------------------------------------------------------------------------------------------
 
-// This lane's rows of a tile, key / 4 and 8 more; and the one that it adds, of its warp's 16, if its number is below 16.
+// This lane's keys of a tile, `own` and 8 more; and the one that it adds, of its warp's 16, if its number is below 16.
 struct EntryRows {
   int first = arch::warp_index() % 4 * 16, own = first + arch::lane_index() / 4,
       added = first + arch::lane_index() % 16;
   bool adds = arch::lane_index() < 16;
-};
 
-// Which products are positive of this lane's key (`half`: the one 8 further on) with rows 2t and 2t + 1, 8 further on in the
-// `upper` half of a step's: bits 0 and 4.
-template <int kQueries>
-HOPWELL_DEVICE uint32_t positive_bits(const GroupTile<kQueries>& tile, int step, int half, int upper) {
-  const int lane = arch::lane_index(), key = lane / 4;
-  return tile.positive[arch::warp_index() % 4 * 2 + half][step][key % 2][upper] >> (lane % 4 * 8 + key / 2);
-}
+  // Which products are positive of a key of this lane (`half`: the one 8 further on) with rows 2t and 2t + 1, 8 further on in the
+  // `upper` half of a step's: bits 0 and 4.
+  template <int kQueries>
+  HOPWELL_DEVICE uint32_t positive(const GroupTile<kQueries>& tile, int step, int half, int upper) const {
+    return tile.positive[first / 8 + half][step][own % 2][upper] >> (arch::lane_index() % 4 * 8 + own % 8 / 2);
+  }
+};
 
 // A of 64 keys × 16 rows: limbs of what a row has where its product is positive.
 struct RowFragments {
@@ -146,14 +170,14 @@ struct RowFragments {
 // … of the weights.
 template <bool kRelu, int kRows>
 HOPWELL_DEVICE RowFragments mask_weights(const GroupGradientStorage<kRows>& s,
-                                         const GroupTile<kGroupQueries<kRows>>& tile, int step) {
+                                         const GroupTile<kGroupQueries<kRows>>& tile, const EntryRows& rows, int step) {
   RowFragments a;
   HOPWELL_UNROLL
   for (int i = 0; i < 4; ++i) {
     const int half = i % 2, upper = i / 2;  // of the keys; of the rows
     uint32_t mask = 0xffffffffU;
     if constexpr (kRelu) {
-      const uint32_t bits = positive_bits(tile, step, half, upper);
+      const uint32_t bits = rows.positive(tile, step, half, upper);
       mask = ((bits & 1U) | (bits << 12 & 0x10000U)) * 0xffffU;
     }
     HOPWELL_UNROLL
@@ -173,11 +197,12 @@ HOPWELL_DEVICE RowFragments scale_weights(const GroupGradientStorage<kRows>& s,
   for (int i = 0; i < 4; ++i) {
     const int half = i % 2, upper = i / 2;
     const float given = tile.g[step * 16 / kRows][rows.own + 8 * half], g = has_score(given) ? given : 0;
-    const bool all = !kRelu || g != g;
-    uint32_t bits = 0;
-    if constexpr (kRelu) bits = positive_bits(tile, step, half, upper);
-    const float* weights = s.weights + 16 * step + 8 * upper + arch::lane_index() % 4 * 2;
-    float low = all || bits & 1U ? g * weights[0] : 0, high = all || bits & 16U ? g * weights[1] : 0;
+    const FloatPair weights = pair_at(s.weights + 16 * step + 8 * upper + arch::lane_index() % 4 * 2);
+    float low = g * weights.of[0], high = g * weights.of[1];
+    if constexpr (kRelu) {
+      const uint32_t bits = rows.positive(tile, step, half, upper) | (g != g ? 0xffffffffU : 0);
+      low = bits & 1U ? low : 0, high = bits & 16U ? high : 0;
+    }
     HOPWELL_UNROLL
     for (int limb = 0; limb < kGradientLimbs; ++limb)
       a.of_limb[limb][i] = tile::take_limb(low) >> 16 | tile::take_limb(high);
@@ -249,7 +274,7 @@ HOPWELL_DEVICE void accumulate_one_by_one(const GroupParams& p, GroupGradientSto
       HOPWELL_UNROLL
       for (int i = 0; i < kRows / 16; ++i) {
         const int step = member * kRows / 16 + i;
-        const RowFragments a = mask_weights<kRelu>(s, numbers, step);
+        const RowFragments a = mask_weights<kRelu>(s, numbers, rows, step);
         multiply_step(d_k, a, arch::shared_address(s.q[0]), step, i > 0);
       }
       arch::wgmma_wait<0>(d_k);
@@ -280,6 +305,7 @@ __global__ void __launch_bounds__(GroupGradientConfig::kThreads, 1)
     const auto head_warps = uint32_t(4 * group.blocks);
     s.ring.barriers.init(head_warps, head_warps + 4, kGroupArrivals - head_warps);
     arch::fence_mbarrier_init();
+    s.group = group;
   }
   load_keys(p, group, s.keys);
   load_group<kRows>(p, s.q[0], s.weights, group, GroupGradientConfig::kThreads);
@@ -290,17 +316,17 @@ __global__ void __launch_bounds__(GroupGradientConfig::kThreads, 1)
   const int role = arch::warpgroup_index();
   if (role < kBlocks) {
     arch::setmaxnreg_inc<GroupGradientConfig::kHeadRegisters>();
-    if (role < group.blocks)
-      for_each_set(group, s.keys, apart, [&](const QuerySet& set, int number) {
-        accumulate_block<kRelu, kRows>(p, s, group, set, number, role);
+    if (role < s.group.blocks)
+      for_each_set(s.group, s.keys, apart, [&](const QuerySet& set, int number) {
+        accumulate_block<kRelu, kRows>(p, s, s.group, set, number, role);
       });
   } else if (role == kBlocks) {
     arch::setmaxnreg_inc<GroupGradientConfig::kEntryRegisters>();
     arch::fence_proxy_async();  // q; the heads fence it with every tile
-    for_each_set(group, s.keys, apart, [&](const QuerySet& set, int number) {
+    for_each_set(s.group, s.keys, apart, [&](const QuerySet& set, int number) {
       if (apart || p.fixed_d_k)
-        accumulate_one_by_one<kRelu, kRows>(p, s, group, set, number);
-      else if (group.blocks == 1)
+        accumulate_one_by_one<kRelu, kRows>(p, s, s.group, set, number);
+      else if (s.group.blocks == 1)
         accumulate_together<kRelu, kRows, 1>(p, s, set, number);
       else
         accumulate_together<kRelu, kRows, kBlocks>(p, s, set, number);
@@ -308,8 +334,8 @@ __global__ void __launch_bounds__(GroupGradientConfig::kThreads, 1)
     arch::bulk_wait<0>();  // the rows stay until they have been read
   } else {
     arch::setmaxnreg_dec<GroupGradientConfig::kOtherRegisters>();
-    for_each_set(group, s.keys, apart,
-                 [&](const QuerySet& set, int number) { gather_keys(p, s.ring, group, s.keys, set, number); });
+    for_each_set(s.group, s.keys, apart,
+                 [&](const QuerySet& set, int number) { gather_keys(p, s.ring, s.group, s.keys, set, number); });
     arch::cp_async_wait_all();  // no thread leaves before its copies
   }
 #endif

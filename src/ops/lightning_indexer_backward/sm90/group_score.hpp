@@ -17,7 +17,8 @@ struct GroupScoreStorage {
   alignas(1024) unsigned char q[kBlocks][kTileBytes];
   GroupRing<4, NoNumbers> ring;
   GroupKeys<kGroupQueries<kRows>> keys;
-  float weights[kGroupRows], of_warp[ScoreConfig::kWarps];
+  alignas(8) float weights[kGroupRows];
+  float of_warp[ScoreConfig::kWarps];
 };
 static_assert(2 * sizeof(GroupScoreStorage<16>) <= arch::sm90::kMaxSharedBytes);
 
@@ -33,11 +34,15 @@ HOPWELL_DEVICE void store_scores(const GroupParams& p, const GroupScoreStorage<k
     const int member = block * kQueries + of_block;
     float sums[2] = {0, 0};
     HOPWELL_UNROLL
-    for (int i = 0; i < kRows / 2; ++i) {
-      const int head = i / 4 * 8 + 2 * t + i % 2;
-      const float dot = d[of_block * kRows / 2 + i];
-      const float term = s.weights[member * kRows + head] * (kRelu ? arch::max_nan(dot, 0) : dot);
-      sums[i / 2 % 2] += head < p.heads ? term : 0;  // the product of a head that does not exist may be NaN
+    for (int i = 0; i < kRows / 4; ++i) {
+      const int head = i / 2 * 8 + 2 * t;
+      const FloatPair weights = pair_at(s.weights + member * kRows + head);
+      HOPWELL_UNROLL
+      for (int second = 0; second < 2; ++second) {
+        const float dot = d[of_block * kRows / 2 + 2 * i + second];
+        const float term = weights.of[second] * (kRelu ? arch::max_nan(dot, 0) : dot);
+        sums[i % 2] += head + second < p.heads ? term : 0;  // the product of a head that does not exist may be NaN
+      }
     }
     tile::share_sums(sums, 1, 1, odd);
     const float sum = sums[0] + arch::shuffle_xor(sums[0], 2);

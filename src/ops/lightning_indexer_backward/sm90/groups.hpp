@@ -95,12 +95,18 @@ HOPWELL_DEVICE void load_group(const GroupParams& p, unsigned char* q, float* we
   arch::cp_async_wait_all();
 }
 
+// Two neighbours in shared memory, from an even place on.
+struct alignas(8) FloatPair {
+  float of[2];
+};
+HOPWELL_DEVICE FloatPair pair_at(const float* place) { return *reinterpret_cast<const FloatPair*>(place); }
+
 // Of the 64 keys of a tile, for the gradients.
 template <int kTheQueries>
 struct GroupTile {
   static constexpr int kQueries = kTheQueries;
   int key[kTileEntries];                                         // −1: none has a score there
-  float g[kQueries][kTileEntries];                               // or no_score()
+  alignas(8) float g[kQueries][kTileEntries];                    // or no_score()
   uint32_t g_limbs[kQueries][kGradientLimbs][kTileEntries / 2];  // bf16, of two neighbours; zeros without a score
   alignas(16) uint32_t positive[8][kGroupRows / 16][2][2];       // ballots of 16 rows: see note_positive
 };
