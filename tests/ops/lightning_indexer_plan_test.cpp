@@ -136,7 +136,8 @@ TEST(LightningIndexerBackwardPlan, WorkspaceHoldsItsParts) {
   const auto floats = workspace_of(backward(false, 132));
   EXPECT_EQ(floats.gradients, 0U);
   EXPECT_EQ(floats.losses, 30'976U);  // 4 · 100 · 77 bytes, in whole 256
-  EXPECT_EQ(floats.bytes, 30'976U + 1'024U);
+  EXPECT_EQ(floats.apart, 30'976U + 1'024U);
+  EXPECT_EQ(floats.bytes, floats.apart + 512U);
   const auto fixed = workspace_of(backward(true, 132));
   EXPECT_EQ(fixed.fixed_d_k, floats.bytes);
   EXPECT_EQ(fixed.largest, fixed.fixed_d_k + 800'000U);
@@ -155,6 +156,26 @@ TEST(LightningIndexerBackwardPlan, PassesFillTheDevice) {
     p.s_kv = 0;
     EXPECT_EQ(plan_of(p).pass_ctas, 0U);
   }
+}
+
+// Without indices, up to 64 heads: as many queries as have room in 128 rows, while each multiprocessor has a group.
+TEST(LightningIndexerBackwardPlan, GroupsLeaveNoMultiprocessorWithoutWork) {
+  auto p = backward(false, 132);
+  p.indices = {};
+  const auto group_of = [&p](std::int64_t heads, std::int64_t queries) {
+    p.h_index = heads, p.s_q = p.pass_queries = queries;
+    const auto plan = plan_of(p);
+    EXPECT_EQ(plan.group_rows, heads > 64 ? 0 : heads > 32 ? 64 : heads > 16 ? 32 : 16);
+    return plan.group;
+  };
+  EXPECT_EQ(group_of(16, 8 * 132), 8);
+  EXPECT_EQ(group_of(32, 4 * 132), 4);
+  EXPECT_EQ(group_of(64, 2 * 132), 2);
+  EXPECT_EQ(group_of(65, 8 * 132), 1);
+  EXPECT_EQ(group_of(32, 264), 2);
+  EXPECT_EQ(group_of(32, 263), 2) << "the last group is not whole";
+  EXPECT_EQ(group_of(32, 262), 1);
+  EXPECT_EQ(group_of(1, 1), 1);
 }
 
 }  // namespace

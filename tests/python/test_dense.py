@@ -72,6 +72,44 @@ def test_the_bits_of_a_query_do_not_depend_on_where_its_keys_lie(rng: np.random.
         assert torch.equal(there[name], expected), name
 
 
+@pytest.mark.parametrize("heads", [1, 8, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize("special", [0.0, float("inf"), float("nan")])
+@every_backend
+def test_the_bits_of_a_query_do_not_depend_on_those_beside_it(
+    rng: np.random.Generator, backend: str, heads: int, special: float
+) -> None:
+    """Neighbours with the same first key, with another, with none, one behind that sees a key which is not finite."""
+    s_q, s_kv = 29, 90
+    token = np.arange(s_q)
+    start, end = np.where(token < 22, 3, 40 + token % 3), 60 + token
+    end[5], end[-2:] = 0, 41
+    p = problem(rng, s_q, s_kv) | {
+        "q_index": torch.tensor(rng.standard_normal((s_q, heads, 16)), dtype=torch.bfloat16),
+        "weights": torch.tensor(rng.standard_normal((s_q, heads)), dtype=torch.float32),
+        "k_start": torch.tensor(start, dtype=torch.int32),
+        "k_end": torch.tensor(end, dtype=torch.int32),
+    }
+    p["k_index"][70, 7] += special  # an infinite score, or −inf with every head, which relu makes 0
+    p["q_index"][24] += special
+    _, _, lse = hopwell.sparse_mla_forward(
+        p["q"], p["kv"], None, 0.05, k_start=p["k_start"], k_end=p["k_end"], backend=backend
+    )
+
+    def run(queries: slice) -> dict[str, Tensor]:
+        mine = {name: p[name][queries] for name in QUERIES}
+        row_loss = torch.empty(len(mine["q"]))
+        _, d_q, _, d_w = hopwell.indexer_dense_loss(
+            mine["q"], p["kv"], lse[queries], mine["q_index"], p["k_index"], mine["weights"], 0.05, row_loss=row_loss,
+            k_start=mine["k_start"], k_end=mine["k_end"], backend=backend,
+        )  # fmt: skip
+        return {"row_loss": row_loss, "d_q_index": d_q, "d_weights": d_w}
+
+    together = run(slice(None))
+    for first, past in ((0, 1), (3, 9), (11, 12), (12, 13), (20, 29)):
+        for name, part in run(slice(first, past)).items():
+            assert torch.equal(part.view(torch.uint8), together[name][first:past].view(torch.uint8)), (name, first)
+
+
 @every_backend
 def test_a_list_of_every_key_gives_as_much(rng: np.random.Generator, backend: str) -> None:
     p = problem(rng, s_q=5)
