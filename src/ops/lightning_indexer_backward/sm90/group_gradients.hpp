@@ -91,7 +91,8 @@ HOPWELL_DEVICE void multiply_limbs(float (&d_q)[64], const float (&scores)[32],
     for (int step = 0; step < 4; ++step)
       arch::wgmma_rs<kOptions>(d_q, a[step], b + (uint32_t(step) * 16 * 128 >> 4), true);
     arch::wgmma_commit();
-    if (limb < kGradientLimbs - 1 && limb > 0) arch::wgmma_wait<1>();  // the registers of the limb before
+    if (limb < kGradientLimbs - 1 && limb > 0)
+      arch::wgmma_wait<1>();  // kept: the compiler takes the registers of A again
   }
 }
 
@@ -138,8 +139,8 @@ HOPWELL_DEVICE void accumulate_block(const GroupParams& p, GroupGradientStorage<
       note_positive(numbers, step, scores);
       slot.commit(1);
     }
-    add_weights<kRelu>(d_weights, numbers.g[member], scores);
     multiply_limbs<kRelu>(d_q, scores, numbers.g_limbs[member], slot.rows());
+    add_weights<kRelu>(d_weights, numbers.g[member], scores);
     arch::wgmma_wait<0>(d_q);
     slot.release();
   }
@@ -220,7 +221,7 @@ HOPWELL_DEVICE void multiply_step(float (&d)[64], const RowFragments& a, uint32_
     arch::wgmma_rs<kOptions>(d, a.of_limb[limb], arch::at_address(tile::kRowsAcrossK, rows),
                              accumulate || limb < kGradientLimbs - 1);
   arch::wgmma_commit();
-  if (accumulate) arch::wgmma_wait<1>();
+  if (accumulate) arch::wgmma_wait<1>();  // kept: the compiler takes the registers of A again
 }
 
 HOPWELL_DEVICE void add_sums(const GroupParams& p, StagedRows& staged, int key, const float (&sums)[64]) {
@@ -240,8 +241,7 @@ HOPWELL_DEVICE void accumulate_together(const GroupParams& p, GroupGradientStora
   for (int tile = 0; tile < set.tiles(); ++tile) {
     const GroupSlot<decltype(s.ring)> slot{s.ring, number + tile};
     const auto& numbers = slot.numbers();
-    slot.wait_full();
-    if constexpr (kRelu) slot.wait_full(1);
+    slot.wait_full(kRelu ? 1 : 0);  // the signs come after the numbers
     float d_k[64];
     HOPWELL_UNROLL
     for (int step = 0; step < 4 * kTheBlocks; ++step) {
@@ -264,8 +264,7 @@ HOPWELL_DEVICE void accumulate_one_by_one(const GroupParams& p, GroupGradientSto
   for (int tile = 0; tile < set.tiles(); ++tile) {
     const GroupSlot<decltype(s.ring)> slot{s.ring, number + tile};
     const auto& numbers = slot.numbers();
-    slot.wait_full();
-    if constexpr (kRelu) slot.wait_full(1);
+    slot.wait_full(kRelu ? 1 : 0);  // the signs come after the numbers
     HOPWELL_NO_UNROLL
     for (int member = 0; member < group.queries; ++member) {
       if (!set.has(member)) continue;
