@@ -330,7 +330,7 @@ std::vector<std::pair<std::string, DenseLoss>> problems() {
        {.attention = {.s_q = 29, .s_kv = 131, .positions = Positions::kStart, .q_start = 102},
         .row_weights = true,
         .deterministic = false}},
-      {"groups_h_17_no_relu", {.attention = {.s_q = 15, .s_kv = 140}, .h_index = 17, .relu = false}},
+      {"groups_h_17_no_relu", {.attention = {.s_q = 15, .s_kv = 460}, .h_index = 17, .relu = false}},
       {"groups_h_32_any_order",
        {.attention = {.s_q = 19, .s_kv = 460, .positions = Positions::kStart, .q_start = 436},
         .h_index = 32,
