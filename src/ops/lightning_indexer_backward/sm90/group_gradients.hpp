@@ -3,16 +3,19 @@
 //
 // Tile      a CTA has 128 rows, the heads of its queries; 64 keys a step
 // Roles     warpgroups 0, 1  heads    of a block each: q k^T, 64 rows × 64 keys, and its signs for the entries; dq; dw
-//           warpgroup 2      entries  dk of the tile: of each query from the signs, times its g, the sum added once
+//           warpgroup 2      entries  dk of the tile, summed over the queries and added once
 //           warpgroup 3      gather   keys, and g and its limbs of every query, six tiles in turn
 // Products  The factors that have limbs are masked as in add_gradients. The products' signs go to the warpgroup of the entries as
-//           ballots, 1 KB a tile, so that it makes no products of its own to learn them.
+//           ballots, 1 KB a tile, so that it makes no products of its own to learn them. Its A are limbs of w_j g_i, so that one
+//           accumulator goes through the rows of all queries. Deterministic sums, and queries apart, take w_j alone, a product
+//           for each query, and add up what is g_i times it: for 64 columns of dk at a time, which registers have room for.
 // Timeline  gather   K3 ▒▒▒▒│ K4 ▒▒▒▒│ …
-//           heads 0  S0 ▓▓ and dQ0 ▓▓▓▓▓▓ │ S1 ▓▓ …
-//           heads 1  S0 ▓▓ and dQ0 ▓▓▓▓▓▓ │ S1 ▓▓ …
-//           entries        dK0 of query 0 ▓▓▓ × g │ of query 1 ▓▓▓ × g │ … stage │ dK1 …      the copy engine adds meanwhile
-// Budget    shared: q 32,768 + 6 × (16,384 rows + 6,400 numbers at most) + 4 × 8,704 rows of dk + 144 of barriers + 1,344
-//           registers: heads 64 of dq + 32 scores + 48 of A (152); entries 64 of dk + 64 of the sum + 24 of A (168); gather 40
+//           heads 0  S0 ▓▓ signs dQ0 ▓▓▓▓▓▓ │ S1 ▓▓ …
+//           heads 1  S0 ▓▓ signs dQ0 ▓▓▓▓▓▓ │ S1 ▓▓ …
+//           entries               dK0 ▓▓▓▓▓▓▓▓▓▓▓▓ stage │ dK1 ▓▓▓ …      the copy engine adds while the next tile is made
+// Budget    shared: q 32,768 + 6 × (16,384 rows + 6,400 numbers at most) + 4 × 8,704 rows of dk + 144 of barriers + 1,356
+//           registers: heads 64 of dq + 32 scores + 32 of A (160); entries 64 of dk + 24 of A, or 64 of sums + 32 of dk + 24
+//           (144); gather 48
 // Bound     tensor cores: 2 × (1 + 3 + 3 limbs) × 64 × 64 × 128, 3,584 clocks a tile; adds 32 KB a tile
 #pragma once
 
@@ -211,8 +214,9 @@ HOPWELL_DEVICE RowFragments scale_weights(const GroupGradientStorage<kRows>& s,
   return a;
 }
 
-// d (+)= A · 16 rows of q, 16 × 128, small limbs first. A's registers are free when the next product but one begins.
-HOPWELL_DEVICE void multiply_step(float (&d)[64], const RowFragments& a, uint32_t q, int step, bool accumulate) {
+// d (+)= A · 16 rows of q, all of their 128 columns or 64, small limbs first. `q`: the block's rows from the first column on.
+template <int kSize>
+HOPWELL_DEVICE void multiply_step(float (&d)[kSize], const RowFragments& a, uint32_t q, int step, bool accumulate) {
   constexpr arch::WgmmaOptions kOptions{.b_major = arch::Major::mn};
   const uint32_t rows = q + uint32_t(step / 4) * kTileBytes + uint32_t(step % 4) * 16 * 128;
   arch::wgmma_fence();  // kept: A and the sums are registers that the thread itself wrote
@@ -255,35 +259,76 @@ HOPWELL_DEVICE void accumulate_together(const GroupParams& p, GroupGradientStora
   }
 }
 
-// Each query adds its own: deterministic sums, whose multiples are then the same whatever it is grouped with, and queries apart.
-template <bool kRelu, int kRows>
-HOPWELL_DEVICE void accumulate_one_by_one(const GroupParams& p, GroupGradientStorage<kRows>& s, const Group& group,
-                                          const QuerySet& set, int number) {
+// What a query adds to a sum: a float, or a multiple of the key's unit, whose scale is 0 where there is no key.
+HOPWELL_DEVICE void add_to(float& sum, float x, double) { sum += x; }
+HOPWELL_DEVICE void add_to(int64_t& sum, float x, double scale) { sum += tile::to_wide_fixed(x, scale); }
+
+// Where a key's sums of type Sum lie, and whether they are added to at all; `scale` of a key.
+HOPWELL_DEVICE float* sums_of(const GroupParams& p, int key, float) { return p.d_k + key * p.d_k_stride; }
+HOPWELL_DEVICE int64_t* sums_of(const GroupParams& p, int key, int64_t) {
+  return p.fixed_d_k + int64_t{key} * p.columns;
+}
+HOPWELL_DEVICE float bound_of_key(const GroupParams& p, int key) {
+  return p.fixed_d_k ? bound_of(p.bounds.largest[key], p.bounds.count[key]) : 0;
+}
+
+// The sum over the queries of 64 columns of a tile's dk, from `first` on: a product for each query, times its g.
+template <bool kRelu, class Sum, int kRows>
+HOPWELL_DEVICE void sum_queries(Sum (&sums)[32], const GroupGradientStorage<kRows>& s, const QuerySet& set,
+                                const GroupTile<kGroupQueries<kRows>>& tile, const EntryRows& rows, int first,
+                                const double (&scale)[2]) {
+  HOPWELL_NO_UNROLL
+  for (int member = 0; member < kGroupQueries<kRows>; ++member) {
+    if (!set.has(member)) continue;
+    float d_k[32];
+    HOPWELL_UNROLL
+    for (int i = 0; i < kRows / 16; ++i) {
+      const int step = member * kRows / 16 + i;
+      const RowFragments a = mask_weights<kRelu>(s, tile, rows, step);
+      multiply_step(d_k, a, arch::shared_address(s.q[0]) + uint32_t(first / 64) * tile::kPanelBytes, step, i > 0);
+    }
+    arch::wgmma_wait<0>(d_k);
+    HOPWELL_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const float g = tile.g[member][rows.own + 8 * half];
+      if (!has_score(g)) continue;
+      HOPWELL_UNROLL
+      for (int i = 0; i < 16; ++i) {
+        const int at = i / 2 * 4 + 2 * half + i % 2;
+        add_to(sums[at], g * d_k[at], scale[half]);
+      }
+    }
+  }
+}
+
+// The same of deterministic sums, and of queries apart: nothing of a query is added where it has no score.
+template <class Sum, bool kRelu, int kRows>
+HOPWELL_DEVICE void accumulate_one_by_one(const GroupParams& p, GroupGradientStorage<kRows>& s, const QuerySet& set,
+                                          int number) {
   const EntryRows rows;
+  StagedRows& staged = s.staged[arch::warp_index() % 4];
   HOPWELL_NO_UNROLL
   for (int tile = 0; tile < set.tiles(); ++tile) {
     const GroupSlot<decltype(s.ring)> slot{s.ring, number + tile};
     const auto& numbers = slot.numbers();
     slot.wait_full(kRelu ? 1 : 0);  // the signs come after the numbers
+    double scale[2];
+    HOPWELL_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const int key = numbers.key[rows.own + 8 * half];
+      scale[half] = key < 0 ? 0 : tile::wide_power_of_two(tile::unit_exponent<tile::kWideBits>(bound_of_key(p, key)));
+    }
     HOPWELL_NO_UNROLL
-    for (int member = 0; member < group.queries; ++member) {
-      if (!set.has(member)) continue;
-      float d_k[64], g[2];
-      int keys[2];
+    for (int first = 0; first < p.columns; first += 64) {
+      Sum sums[32] = {};
+      sum_queries<kRelu>(sums, s, set, numbers, rows, first, scale);
+      const int key = rows.adds ? numbers.key[rows.added] : -1;
+      const bool adds = key >= 0 && bound_of_key(p, key) < INFINITY;
+      staged.wait();
       HOPWELL_UNROLL
-      for (int i = 0; i < kRows / 16; ++i) {
-        const int step = member * kRows / 16 + i;
-        const RowFragments a = mask_weights<kRelu>(s, numbers, rows, step);
-        multiply_step(d_k, a, arch::shared_address(s.q[0]), step, i > 0);
-      }
-      arch::wgmma_wait<0>(d_k);
-      const auto key_of = [&](int row) { return has_score(numbers.g[member][row]) ? numbers.key[row] : -1; };
-      HOPWELL_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        keys[half] = key_of(rows.own + 8 * half);
-        g[half] = keys[half] < 0 ? 0 : numbers.g[member][rows.own + 8 * half];
-      }
-      add_tile(p, s.staged[arch::warp_index() % 4], keys, rows.adds ? key_of(rows.added) : -1, g, d_k);
+      for (int i = 0; i < 16; ++i)
+        staged.store(i % 2, i / 2 * 8 + arch::lane_index() % 4 * 2, sums[2 * i], sums[2 * i + 1]);
+      staged.add(adds, sums_of(p, key, Sum{}) + first, p.columns - first < 64 ? p.columns - first : 64);
     }
     slot.release();
   }
@@ -323,8 +368,10 @@ __global__ void __launch_bounds__(GroupGradientConfig::kThreads, 1)
     arch::setmaxnreg_inc<GroupGradientConfig::kEntryRegisters>();
     arch::fence_proxy_async();  // q; the heads fence it with every tile
     for_each_set(s.group, s.keys, apart, [&](const QuerySet& set, int number) {
-      if (apart || p.fixed_d_k)
-        accumulate_one_by_one<kRelu, kRows>(p, s, s.group, set, number);
+      if (p.fixed_d_k)
+        accumulate_one_by_one<int64_t, kRelu>(p, s, set, number);
+      else if (apart)
+        accumulate_one_by_one<float, kRelu>(p, s, set, number);
       else if (s.group.blocks == 1)
         accumulate_together<kRelu, kRows, 1>(p, s, set, number);
       else
