@@ -110,6 +110,29 @@ def test_the_bits_of_a_query_do_not_depend_on_those_beside_it(
             assert torch.equal(part.view(torch.uint8), together[name][first:past].view(torch.uint8)), (name, first)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@every_backend
+def test_a_query_that_is_not_a_number_adds_nothing_to_keys(
+    rng: np.random.Generator, backend: str, deterministic: bool
+) -> None:
+    """Nor do its neighbours, with which a backend may take it together, add anything else."""
+    p = problem(rng, s_q=19) | {"q_index": torch.tensor(rng.standard_normal((19, 32, 16)), dtype=torch.bfloat16)}
+    p["weights"] = torch.tensor(rng.standard_normal((19, 32)), dtype=torch.float32)
+    p["q_index"][6, 3] = torch.nan
+    others = [query for query in range(19) if query != 6]
+
+    def d_k(queries: list[int]) -> Tensor:
+        mine = {name: p[name][queries] for name in QUERIES}
+        masks: dict[str, Any] = {"k_start": mine["k_start"], "k_end": mine["k_end"], "backend": backend}
+        _, _, lse = hopwell.sparse_mla_forward(mine["q"], p["kv"], None, 0.05, **masks)
+        return hopwell.indexer_dense_loss(
+            mine["q"], p["kv"], lse, mine["q_index"], p["k_index"], mine["weights"], 0.05,
+            deterministic=deterministic, **masks,
+        )[2]  # fmt: skip
+
+    torch.testing.assert_close(d_k(list(range(19))), d_k(others), rtol=1e-5, atol=1e-6)
+
+
 @every_backend
 def test_a_list_of_every_key_gives_as_much(rng: np.random.Generator, backend: str) -> None:
     p = problem(rng, s_q=5)
