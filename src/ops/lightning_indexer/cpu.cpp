@@ -1,14 +1,14 @@
-// lightning_indexer on the CPU. A block of queries goes over the keys that it sees in tiles of kKeyTile. One product gives q.k for all
-// its (query, head) rows, a relu-weighted sum over the heads makes scores of it, and each query's candidate list takes
-// the scores that may still be among its topk. Candidates stay in ascending order of key, so that the result needs no
-// sorting. With few queries the keys are split, too.
+// lightning_indexer on the CPU. A block of queries goes over the keys that it sees in tiles of kKeyTile. Each query's scores are sums
+// of products over its heads, by vector code of our own: BLAS adds up in other orders at other places of a product, and scores
+// depend neither on other queries nor, as ties need, on where a key stands. Each query's candidate list takes the scores that
+// may still be among its topk. Candidates stay in ascending order of key, so that the result needs no sorting. With few
+// queries the keys are split, too.
 #include <algorithm>
 #include <array>
 #include <cmath>
 #include <limits>
 
 #include "ops/lightning_indexer/op.hpp"
-#include "tile/cpu/gemm.hpp"
 #include "tile/cpu/index_score.hpp"
 #include "tile/cpu/parallel.hpp"
 #include "tile/cpu/vector.hpp"
@@ -20,11 +20,10 @@ using cpu::kLaneBlock, cpu::load, cpu::padded;
 using cpu::Scratch;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr std::int64_t kKeyTile = 256;  // keys a product
-constexpr std::int64_t kRowTile = 256;  // (query, head) rows a product
-// A query's scores must not depend on what else is in a product. OpenBLAS has kernels that add up in another order for few
-// rows and, where there is AVX-512, for at most so many multiplications.
-constexpr std::int64_t kMinRows = 32, kSmallProduct = 1'000'000;
+constexpr std::int64_t kKeyTile = 256;  // keys that are loaded at a time, one a column
+// Columns' elements are so far apart, so that those of one meet all sets of the cache.
+constexpr std::int64_t kKeyPitch = kKeyTile + 16;
+constexpr std::int64_t kRowTile = 256;    // (query, head) rows that share a tile of keys
 constexpr std::int64_t kMaxQueries = 64;  // queries a block, each with a candidate list
 constexpr std::int64_t kMinItems = 16;    // fewer blocks of queries than this: the keys are split
 constexpr std::int64_t kMinSplit = 4096;  // into no fewer keys than this
@@ -115,25 +114,26 @@ struct Plan {
 // A thread's scratch: one block of queries against one tile of keys.
 struct State {
   State(const Problem& p, const Plan& plan)
-      : q((plan.queries * p.h_index + kRowTile) * p.d_index),
+      : q(plan.queries * p.h_index * p.d_index),
         weights(plan.queries * p.h_index),
-        k(kKeyTile * p.d_index),
+        key(p.d_index),
+        k(kKeyPitch * p.d_index),
         k_scale(kKeyTile + kLaneBlock),
-        dot(kRowTile * kKeyTile),
         score(plan.queries * kKeyTile + kLaneBlock) {
-    std::fill_n(q.get() + plan.queries * p.h_index * p.d_index, kRowTile * p.d_index, 0.0F);
-    std::fill_n(k.get(), kKeyTile * p.d_index, 0.0F);
     for (std::int64_t i = 0; i < plan.queries; ++i) candidates.emplace_back(plan.topk, plan.split_keys);
   }
-  Scratch<float> q, weights, k, k_scale, dot, score;
+  Scratch<float> q, weights, key, k, k_scale, score;
   std::vector<Candidates> candidates;
 };
 
-// A tile's keys as float rows, with zeros up to a multiple of kLaneBlock rows, and their scales.
+// A tile's keys as columns of floats, with zeros up to a multiple of kLaneBlock columns, and their scales.
 void load_keys(const Problem& p, std::int64_t first, std::int64_t count, State& state) {
-  float* k = state.k.get();
-  for (std::int64_t t = 0; t < count; ++t) load(p.k, (first + t) * p.k.stride[0], k + t * p.d_index, p.d_index);
-  std::fill(k + count * p.d_index, k + padded(count) * p.d_index, 0.0F);
+  float* const key = state.key.get();
+  for (std::int64_t t = 0; t < padded(count); ++t) {
+    if (t < count) load(p.k, (first + t) * p.k.stride[0], key, p.d_index);
+    if (t == count) std::fill_n(key, p.d_index, 0.0F);
+    for (std::int64_t c = 0; c < p.d_index; ++c) state.k.get()[c * kKeyPitch + t] = key[c];
+  }
   if (!p.k_scale) return;
   for (std::int64_t t = 0; t < count; ++t)
     state.k_scale.get()[t] = p.k_scale.as<const float>()[(first + t) * p.k_scale.stride[0]];
@@ -176,38 +176,17 @@ Tile next_tile(const Block& block, std::int64_t key) {
   return tile;
 }
 
-// Rows and keys of a product, at least those given, so that no product is small; or all of the same size, where none can be
-// larger.
-struct ProductShape {
-  std::int64_t rows, keys;
-};
-ProductShape product_shape(std::int64_t rows, std::int64_t keys, std::int64_t d) {
-  if (kRowTile * kKeyTile * d <= kSmallProduct) return {kRowTile, kKeyTile};
-  keys = std::max(keys, kSmallProduct / (kRowTile * d) + 1);
-  return {std::max({rows, kMinRows, kSmallProduct / (keys * d) + 1}), keys};
-}
-
-// state.score[i, 0 .. padded(keys)) of the tile's queries against its keys, which are in state.k.
+// state.score[i, 0 .. padded(keys)) of the tile's queries against its keys, which are in state.k. A query's scores do not depend
+// on the others, nor a key's on where in a tile it is.
 void score_tile(const Problem& p, const Tile& tile, State& state) {
-  const std::int64_t rows = tile.end_query * p.h_index, n = padded(tile.end_key - tile.first_key);
-  std::fill_n(state.score.get() + tile.first_query * kKeyTile, (tile.end_query - tile.first_query) * kKeyTile, 0.0F);
-  for (std::int64_t row = tile.first_query * p.h_index; row < rows;) {
-    const std::int64_t end = std::min(rows, row + kRowTile);
-    const float* dot = state.dot.get();
-    const ProductShape shape = product_shape(end - row, n, p.d_index);
-    cpu::gemm_nt(shape.rows, shape.keys, p.d_index, 1, state.q.get() + row * p.d_index, p.d_index, state.k.get(),
-                 p.d_index, 0, state.dot.get(), kKeyTile);
-    while (row < end) {
-      const std::int64_t query = row / p.h_index, heads = std::min(end, (query + 1) * p.h_index) - row;
-      cpu::add_head_scores(dot, kKeyTile, state.weights.get() + row, heads, true, state.score.get() + query * kKeyTile,
-                           n);
-      dot += heads * kKeyTile;
-      row += heads;
-    }
+  const std::int64_t keys = tile.end_key - tile.first_key;
+  for (std::int64_t query = tile.first_query; query < tile.end_query; ++query) {
+    float* const score = state.score.get() + query * kKeyTile;
+    const std::int64_t row = query * p.h_index;
+    cpu::score_keys(state.q.get() + row * p.d_index, state.weights.get() + row, p.h_index, p.d_index, state.k.get(),
+                    kKeyPitch, score, padded(keys));
+    for (std::int64_t t = 0; t < keys && p.k_scale; ++t) score[t] *= state.k_scale.get()[t];
   }
-  for (std::int64_t query = tile.first_query; query < tile.end_query && p.k_scale; ++query)
-    for (std::int64_t t = 0; t < tile.end_key - tile.first_key; ++t)
-      state.score.get()[query * kKeyTile + t] *= state.k_scale.get()[t];
 }
 
 // Begins a block: no candidates, q of its queries, and their weights, which take q's scales along.

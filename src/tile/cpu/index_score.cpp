@@ -59,6 +59,56 @@ void AddHeadScores(const float* dot, std::int64_t ld, const float* w, std::int64
     AddHeads<false>(dot, ld, w, heads, score, count);
 }
 
+// Of one head, or of four at a time, whose products hide the latency of one another.
+HWY_INLINE void ScoreHead(const float* q, float w, std::int64_t d, const float* k, std::int64_t ld, float* score) {
+  const FloatTag tag;
+  const std::size_t lanes = hn::Lanes(tag);
+  auto low = hn::Zero(tag), high = low;
+  for (std::int64_t c = 0; c < d; ++c, k += ld) {
+    const auto x = hn::Set(tag, q[c]);
+    low = hn::MulAdd(x, hn::LoadU(tag, k), low), high = hn::MulAdd(x, hn::LoadU(tag, k + lanes), high);
+  }
+  const auto weight = hn::Set(tag, w);
+  hn::StoreU(hn::MulAdd(weight, Gated<true>(low), hn::LoadU(tag, score)), tag, score);
+  hn::StoreU(hn::MulAdd(weight, Gated<true>(high), hn::LoadU(tag, score + lanes)), tag, score + lanes);
+}
+HWY_INLINE void ScoreFourHeads(const float* q, const float* w, std::int64_t d, const float* k, std::int64_t ld,
+                               float* score) {
+  const FloatTag tag;
+  const std::size_t lanes = hn::Lanes(tag);
+  auto low0 = hn::Zero(tag), low1 = low0, low2 = low0, low3 = low0;
+  auto high0 = low0, high1 = low0, high2 = low0, high3 = low0;
+  for (std::int64_t c = 0; c < d; ++c, k += ld) {
+    const auto low = hn::LoadU(tag, k), high = hn::LoadU(tag, k + lanes);
+    const auto x0 = hn::Set(tag, q[c]), x1 = hn::Set(tag, q[d + c]);
+    low0 = hn::MulAdd(x0, low, low0), high0 = hn::MulAdd(x0, high, high0);
+    low1 = hn::MulAdd(x1, low, low1), high1 = hn::MulAdd(x1, high, high1);
+    const auto x2 = hn::Set(tag, q[2 * d + c]), x3 = hn::Set(tag, q[3 * d + c]);
+    low2 = hn::MulAdd(x2, low, low2), high2 = hn::MulAdd(x2, high, high2);
+    low3 = hn::MulAdd(x3, low, low3), high3 = hn::MulAdd(x3, high, high3);
+  }
+  const auto add = [&](const auto& sum, const auto& a, const auto& b, const auto& c, const auto& e) {
+    auto total = hn::MulAdd(hn::Set(tag, w[0]), Gated<true>(a), sum);
+    total = hn::MulAdd(hn::Set(tag, w[1]), Gated<true>(b), total);
+    total = hn::MulAdd(hn::Set(tag, w[2]), Gated<true>(c), total);
+    return hn::MulAdd(hn::Set(tag, w[3]), Gated<true>(e), total);
+  };
+  hn::StoreU(add(hn::LoadU(tag, score), low0, low1, low2, low3), tag, score);
+  hn::StoreU(add(hn::LoadU(tag, score + lanes), high0, high1, high2, high3), tag, score + lanes);
+}
+
+void ScoreKeys(const float* q, const float* w, std::int64_t heads, std::int64_t d, const float* k, std::int64_t ld,
+               float* score, std::int64_t count) {
+  std::fill_n(score, count, 0.0F);
+  const auto step = static_cast<std::int64_t>(2 * hn::Lanes(FloatTag()));
+  // The heads of a strip of keys one after another, while the strip is in the nearest cache.
+  for (std::int64_t t = 0; t < count; t += step) {
+    std::int64_t j = 0;
+    for (; j + 4 <= heads; j += 4) ScoreFourHeads(q + j * d, w + j, d, k + t, ld, score + t);
+    for (; j < heads; ++j) ScoreHead(q + j * d, w[j], d, k + t, ld, score + t);
+  }
+}
+
 std::int64_t AppendAbove(const float* score, std::int64_t count, float threshold, std::int32_t first_key, float* scores,
                          std::int32_t* keys) {
   const FloatTag d;
@@ -131,6 +181,7 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace hopwell::cpu {
 
+HWY_EXPORT(ScoreKeys);
 HWY_EXPORT(AddHeadScores);
 HWY_EXPORT(AppendAbove);
 HWY_EXPORT(KthLargest);
@@ -159,6 +210,11 @@ void store(const float* from, const View& to, std::int64_t offset, std::int64_t 
     from_float(from, to.as<float>() + offset, n);
   else
     from_float(from, to.as<bfloat16>() + offset, n);
+}
+
+void score_keys(const float* q, const float* w, std::int64_t heads, std::int64_t d, const float* k, std::int64_t ld,
+                float* score, std::int64_t count) {
+  HWY_DYNAMIC_DISPATCH(ScoreKeys)(q, w, heads, d, k, ld, score, count);
 }
 
 void add_head_scores(const float* dot, std::int64_t ld, const float* w, std::int64_t heads, bool relu, float* score,
