@@ -104,6 +104,27 @@ def all_peers(machine: str) -> str:
     return table(head, lines) + made_by("python -m hopwell.bench", [record])
 
 
+def on_machine(arguments: str) -> str:
+    """`MACHINE OPERATOR`: shares of the matrix product and times of what `hopwell bench` recorded there in one run."""
+    machine, operator = arguments.split()
+    record = records.read(f"../{machine}/bench")
+    cells: dict[str, dict[int, str]] = {}
+    for row in record["results"]:
+        if row["operator"] != operator:
+            continue
+        settings = [word for word in row["shape"].split()[1:] if not word.endswith("=0") and word.count("=")]
+        settings = [word for word in settings if word.split("=")[0] not in ("h_q", "s")]
+        heads = row["settings"]["h_q"] + (
+            f", {row['settings']['h_index']} index" if "h_index" in row["settings"] else ""
+        )
+        name = ", ".join([f"{heads} heads", *(f"`{word}`" for word in settings)])
+        cells.setdefault(name, {})[keys_of(row)] = f"{row['share_of_matmul']:.3f} ({row['median_seconds'] * 1e3:.2f})"
+    keys = sorted({s_kv for of_name in cells.values() for s_kv in of_name})
+    lines = [[name, *(of_name.get(s_kv, "") for s_kv in keys)] for name, of_name in cells.items()]
+    text = table(["share of the product (ms)", *(f"s_kv {records.number(s)}" for s in keys)], lines)
+    return text + made_by(f"hopwell bench {operator}", [record])
+
+
 def context_parallel() -> str:
     """Tokens/s of training on one GPU and on several."""
     record = records.read("../h100/context_parallel")
@@ -464,6 +485,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
         training_step,
         training_step_parts,
         warm_up,
+        on_machine,
         calls,
         thread_pools,
         decode,

@@ -191,6 +191,9 @@ TEST(SparseMlaBackwardPlan, FetchesSumsAheadWhereItPays) {
     EXPECT_TRUE(fetches(bytes_per_ns, 128, 128 << 10));
   }
   EXPECT_FALSE(fetches(0, 64, 128 << 10));
+  Problem shared = problem_of(4096, 16, 128 << 10, 2048, 132);  // neighbours' keys meet in L2
+  shared.device.l2_bytes = 50 * kMiB, shared.device.memory_bytes_per_ns = 3352, shared.share_keys = true;
+  EXPECT_TRUE(make_plan(shared, kHopper).prefetches_sums);
 }
 
 // Adds up what a call needs, and sees that no two things share memory but those that may.

@@ -52,9 +52,10 @@ void plan_order(Plan& plan, const Problem& p, const MainKernels& kernels) {
   const std::int64_t step_bytes = sum_bytes(p) / std::max<std::int64_t>(p.topk / kernels.keys, 1);
   plan.pace_slack = static_cast<int>(std::clamp<std::int64_t>(window / std::max<std::int64_t>(step_bytes, 1), 1, 8));
   // Additions that miss L2 are slow. Where many do, rows are fetched a step ahead; where few do, that costs more, and so it
-  // does where memory is busy anyway.
+  // does where memory is busy anyway, which it is not if neighbours share keys.
   const double memory = plan.ascending ? memory_share(p, kernels) : 0;
-  plan.prefetches_sums = p.dkv && ((exceeds_l2(p, 2, 1) && memory > 0.4 && memory < 0.75) || p.device.emulated());
+  const bool pays_ahead = p.share_keys ? exceeds_l2(p, 10, 3) : exceeds_l2(p, 2, 1) && memory > 0.4 && memory < 0.75;
+  plan.prefetches_sums = p.dkv && (pays_ahead || p.device.emulated());
 }
 
 // Neighbouring queries with up to 32 heads are taken together where their selections share enough, which is found out on
