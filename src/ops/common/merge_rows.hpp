@@ -43,10 +43,7 @@ template <class Problem>
 void merge_rows(const char* op, const QueryGroups& groups, const tile::MergeParams& p, Stream stream) {
   if (groups.count == 0) return;
   runtime::launch(op, merge_rows_of_queries<Problem>,
-                  {.grid = {static_cast<std::uint32_t>(groups.count)},
-                   .threads = tile::kMergeThreads,
-                   .shared_bytes = sizeof(tile::MergeStorage)},
-                  stream, p);
+                  runtime::shape_of_ctas(groups.count, tile::kMergeThreads, sizeof(tile::MergeStorage)), stream, p);
 }
 
 }  // namespace HOPWELL_TARGET

@@ -1,11 +1,11 @@
 // indexer_dense_loss for any NVIDIA GPU from Ampere on.
-#include "arch/platform.hpp"
 #include "ops/indexer_dense_loss/plan.hpp"
+#include "runtime/launch.hpp"
 
 namespace hopwell::ops::indexer_dense_loss::HOPWELL_TARGET {
 namespace {
 
-constexpr const char* kBackend = HOPWELL_ON_DEVICE ? "sm80" : "emu:sm80";
+using runtime::kBackend;
 
 const runtime::Registration<Problem> backend{
     {.name = kBackend,

@@ -48,10 +48,8 @@ void launch(const Problem& problem, Stream stream) {
   return is_bf16 ? launch_as<bf16, false>(problem, stream) : launch_as<float, false>(problem, stream);
 }
 
-const runtime::Registration<Problem> backend{{.name = HOPWELL_ON_DEVICE ? "sm80" : "emu:sm80",
-                                              .supports = supports,
-                                              .workspace_bytes = workspace_bytes,
-                                              .launch = launch}};
+const runtime::Registration<Problem> backend{
+    {.name = runtime::kBackend, .supports = supports, .workspace_bytes = workspace_bytes, .launch = launch}};
 
 }  // namespace
 }  // namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET

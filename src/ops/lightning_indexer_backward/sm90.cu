@@ -75,10 +75,8 @@ void launch(const Problem& problem, Stream stream) {
   launch_as<false>(problem, stream);
 }
 
-const runtime::Registration<Problem> backend{{.name = HOPWELL_ON_DEVICE ? "sm90" : "emu:sm90",
-                                              .supports = supports,
-                                              .workspace_bytes = workspace_bytes,
-                                              .launch = launch}};
+const runtime::Registration<Problem> backend{
+    {.name = runtime::kBackend, .supports = supports, .workspace_bytes = workspace_bytes, .launch = launch}};
 
 }  // namespace
 }  // namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET

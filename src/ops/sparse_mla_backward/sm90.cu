@@ -7,7 +7,7 @@
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 namespace {
 
-constexpr const char* kBackend = HOPWELL_ON_DEVICE ? "sm90" : "emu:sm90";
+using runtime::kBackend;
 
 // The pair has no registers left for fixed point.
 Plan plan_of(const Problem& problem) {

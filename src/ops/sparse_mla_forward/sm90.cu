@@ -13,9 +13,7 @@ runtime::Support supports(const Problem& p) {
   if (p.q.dtype != DType::kBFloat16) return runtime::Support::no("q and kv must be bfloat16");
   if (p.d_qk != 576 && p.d_qk != 512) return runtime::Support::no("d_qk must be 576 or 512");
   if (p.d_v != 512) return runtime::Support::no("d_v must be 512");
-  constexpr std::int64_t kLimit = (std::int64_t{1} << 31) - 1024;
-  if (p.s_q >= kLimit || p.s_kv >= kLimit || p.topk >= kLimit || p.h_q >= kLimit ||
-      p.s_q * ((p.h_q + 63) / 64) >= kLimit)
+  if (!runtime::fit_in_ints({p.s_q, p.s_kv, p.topk, p.h_q, p.s_q * ((p.h_q + 63) / 64)}))
     return runtime::Support::no("s_q, s_kv, topk, h_q and s_q · h_q / 64 must be below 2^31 - 1024");
   return {};
 }
@@ -69,8 +67,8 @@ void launch_kernel(const Problem& problem, const Plan& plan, Stream stream) {
   typename Storage::KernelParams p{params_of(problem)};
   if constexpr (std::is_same_v<decltype(p), GroupedParams>) take_groups(p, problem, plan, Storage::kOfGroups);
   p.work_tiles = plan.work_tiles, p.head_tiles = plan.head_tiles, p.queries_at_once = plan.queries_at_once;
-  const arch::LaunchShape shape{.grid = {plan.ctas}, .threads = Storage::kThreads, .shared_bytes = sizeof(Storage)};
-  runtime::launch(kName, kernel<Storage>, shape, stream, p);
+  runtime::launch(kName, kernel<Storage>, runtime::shape_of_ctas(plan.ctas, Storage::kThreads, sizeof(Storage)), stream,
+                  p);
 }
 
 // Groups that are worth it, then what is left.
@@ -103,7 +101,7 @@ void launch(const Problem& problem, Stream stream) {
 }
 
 const runtime::Registration<Problem> backend{
-    {.name = HOPWELL_ON_DEVICE ? "sm90" : "emu:sm90",
+    {.name = runtime::kBackend,
      .supports = supports,
      .workspace_bytes = [](const Problem& problem) { return plan_of(problem).workspace_bytes; },
      .launch = launch}};

@@ -10,20 +10,15 @@
 
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 
+using runtime::shape_of_ctas;
+
 constexpr int kPassThreads = 288;  // half a row of 576
 constexpr int kPassWarps = kPassThreads / 32;
 
 // For a pass over rows: enough CTAs to fill the device, several rows each.
 inline arch::LaunchShape shape_over_rows(std::int64_t rows, const runtime::Device& device) {
   const auto ctas = std::clamp<std::int64_t>((rows + 15) / 16, 1, std::int64_t{8} * device.sms);
-  return {.grid = {static_cast<std::uint32_t>(ctas)}, .threads = kPassThreads};
-}
-
-// For a pass with a CTA for each of something.
-inline arch::LaunchShape shape_of_ctas(std::int64_t count, int threads, std::size_t shared_bytes = 0) {
-  return {.grid = {static_cast<std::uint32_t>(count)},
-          .threads = static_cast<std::uint32_t>(threads),
-          .shared_bytes = shared_bytes};
+  return shape_of_ctas(ctas, kPassThreads);
 }
 
 }  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

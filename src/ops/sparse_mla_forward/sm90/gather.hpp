@@ -82,9 +82,13 @@ HOPWELL_HOST_DEVICE constexpr int score_panel(int n) {
 
 #if HOPWELL_HAS_SM90A
 
-// Who holds the key of a group's entry i.
-HOPWELL_DEVICE uint8_t holders_of(const GroupedParams& p, const WorkTile& work, int i) {
-  return i < work.entries.length ? p.holders[work.entries.row - p.selection.indices + i] : uint8_t{0};
+// Who holds the key of entry i, of groups.
+template <class Storage>
+HOPWELL_DEVICE uint8_t holders_of(const typename Storage::KernelParams& p, const WorkTile& work, int i) {
+  if constexpr (Storage::kOfGroups)
+    return i < work.entries.length ? p.holders[work.entries.row - p.selection.indices + i] : uint8_t{0};
+  else
+    return 0;
 }
 // A bit for each lane whose key, held by `holders`, the member has that this lane's number says.
 HOPWELL_DEVICE uint32_t keys_of_member(const GroupedParams& p, uint8_t holders) {
@@ -95,6 +99,32 @@ HOPWELL_DEVICE uint32_t keys_of_member(const GroupedParams& p, uint8_t holders) 
     keys = arch::lane_index() == member ? held : keys;
   }
   return keys;
+}
+
+// Which of the lanes' keys count, a bit for each lane; of groups, those of the member that the lane stands for.
+template <class Storage>
+HOPWELL_DEVICE uint32_t keys_that_count(const typename Storage::KernelParams& p, const KeyRange& visible, int key,
+                                        uint8_t holders) {
+  if constexpr (Storage::kOfGroups)
+    return keys_of_member(p, holders);
+  else
+    return arch::ballot(visible.has(key));
+}
+
+// Tells of a warp's rows of a stage which count, before the first of their copies. `left`: steps of the query.
+template <class Storage>
+HOPWELL_DEVICE void store_valid(const typename Storage::KernelParams& p, Storage& s, int stage, int part_of_rows,
+                                uint32_t valid, int left) {
+  const int lane = arch::lane_index();
+  if constexpr (Storage::kOfGroups) {
+    if (lane < p.members) s.valid[stage][lane][part_of_rows] = uint16_t(valid);
+    arch::syncwarp();
+    if (lane == 0) arch::mbarrier_arrive(tile::ring_stage(s.key_ring, stage).full(0));
+  } else if (lane == 0) {
+    s.valid[stage][part_of_rows] = Storage::kStagesOfWarp == 1 ? valid : valid & 0xffff;
+    if constexpr (requires { s.steps; }) s.steps[stage][part_of_rows] = left;
+    arch::mbarrier_arrive(tile::ring_stage(s.key_ring, stage).full(0));
+  }
 }
 
 // What a lane copies of 4 · kQuads rows: a chunk of 16 bytes, lane % 8, of every panel of rows 4 i + lane / 8.
@@ -129,6 +159,18 @@ HOPWELL_DEVICE void find_keys(RowSources<kQuads>& rows, const Params& p, const K
     const int row = arch::shuffle(keys, first + 4 * i + lane / 8);
     rows.valid[i] = visible.has(row);
     rows.source[i] = p.kv + (rows.valid[i] ? row : 0) * p.kv_stride + lane % 8 * 8;
+  }
+}
+// Starts the copies of some panels of a warp's rows of a stage. Where not all fit in `rows`, panel by panel, their keys are found
+// here, so many quads at a time.
+template <bool kAligned, int kRows, int kQuads>
+HOPWELL_DEVICE void copy_rows(const Params& p, uint32_t to, RowSources<kQuads>& rows, const KeyRange& visible, int keys,
+                              int first, PanelGroup panels) {
+  constexpr bool kPanelByPanel = !kAligned && kQuads < kRows / 4;
+  HOPWELL_NO_UNROLL
+  for (int quad = 0; quad < kRows / 4; quad += kQuads) {
+    if (kPanelByPanel) find_keys(rows, p, visible, keys, first + 4 * quad);
+    copy_panels<kAligned, kPanelByPanel>(to + uint32_t(quad) * 512, tile::kPanelBytes, rows, panels);
   }
 }
 // Starts the copies of a query's heads, of which this lane's first is `head`, when those before them are not needed any more.
@@ -179,8 +221,7 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
   constexpr bool kSkips = std::is_same_v<typename Storage::KernelParams, GroupedParams>;
   uint32_t own = 0;  // the next work tile, where others come between
   const auto following = [&] { return kSkips ? own : number + stride; };
-  uint8_t holders = 0;  // of this key
-  if constexpr (Storage::kOfGroups) holders = holders_of(p, work, entry);
+  uint8_t holders = holders_of<Storage>(p, work, entry);  // of this key
   HOPWELL_NO_UNROLL
   for (; number < p.work_tiles; number = following()) {
     if constexpr (kSkips) own = own_tile(p, number + stride, at_once);
@@ -192,18 +233,14 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
     for (int left = work.steps; left > 0; --left, empty_parity ^= 1) {
       const KeyRange visible = work.entries.visible;
       const int mine = key;
-      uint32_t valid;  // a bit for each lane; of groups, those of the member that the lane stands for
-      if constexpr (Storage::kOfGroups)
-        valid = keys_of_member(p, holders);
-      else
-        valid = arch::ballot(visible.has(mine));
+      const uint32_t valid = keys_that_count<Storage>(p, visible, mine, holders);
       next += keys_of_step;
       if (left == 1 && following() < p.work_tiles) {
         work = work_tile_of(p, following(), Storage::kHeads, keys_of_step);
         next = entry;
       }
       key = work.entries.at(next);  // under the waits
-      if constexpr (Storage::kOfGroups) holders = holders_of(p, work, next);
+      holders = holders_of<Storage>(p, work, next);
       HOPWELL_NO_UNROLL
       for (int n = 0; n < kStagesOfWarp; ++n) {
         const int stage = first_stage + n;
@@ -216,21 +253,8 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
           HOPWELL_UNROLL
           for (int i = Storage::first_group(part); i < Storage::first_group(part + 1); ++i) {
             slot.wait_empty(i);
-            if constexpr (Storage::kOfGroups) {
-              if (i == 0 && lane < p.members) s.valid[stage][lane][part_of_rows] = uint16_t(valid >> kRows * n);
-              arch::syncwarp();
-              if (i == 0 && lane == 0) arch::mbarrier_arrive(slot.full(0));
-            } else if (i == 0 && lane == 0) {
-              s.valid[stage][part_of_rows] = kStagesOfWarp == 1 ? valid : valid >> kRows * n & 0xffff;
-              if constexpr (requires { s.steps; }) s.steps[stage][part_of_rows] = left;
-              arch::mbarrier_arrive(slot.full(0));
-            }
-            HOPWELL_NO_UNROLL
-            for (int quad = 0; quad < kRows / 4; quad += kQuads) {
-              if (kPanelByPanel) find_keys(rows, p, visible, mine, kRows * n + 4 * quad);
-              copy_panels<kAligned, kPanelByPanel>(to + uint32_t(quad) * 512, tile::kPanelBytes, rows,
-                                                   Storage::panels(i));
-            }
+            if (i == 0) store_valid(p, s, stage, part_of_rows, kStagesOfWarp == 1 ? valid : valid >> kRows * n, left);
+            copy_rows<kAligned, kRows>(p, to, rows, visible, mine, kRows * n, Storage::panels(i));
           }
           tile::arrive_after_copies<kAligned>(slot.full(part));
           if (part > 0 || !first) continue;
