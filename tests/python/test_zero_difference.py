@@ -56,7 +56,7 @@ class SparseMla:
         self.whole = self.run(slice(None), slice(None), self.indices)
 
     def run(self, queries: slice, heads: slice, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Out, max_logits, lse and dq of these queries and heads, and the distribution over these heads."""
+        """Out, max_logits, lse and dq of these queries and heads, and the distributions over these heads."""
         q, d_out, sink = (
             x.to(self.device) for x in (self.q[queries, heads], self.d_out[queries, heads], self.sink[heads])
         )
@@ -64,8 +64,11 @@ class SparseMla:
         given = {"attn_sink": sink, "backend": self.backend}
         out, max_logits, lse = hopwell.sparse_mla_forward(q, kv, indices, SCALE, **given)
         dq, _, _ = hopwell.sparse_mla_backward(d_out, q, kv, indices, out, lse, SCALE, deterministic=True, **given)
-        attn = hopwell.attention_distribution(q, kv, indices, lse, SCALE, backend=self.backend)
-        return out, max_logits, lse, dq, attn
+        attn, attn_l1 = (
+            hopwell.attention_distribution(q, kv, indices, lse, SCALE, normalize=norm, backend=self.backend)
+            for norm in ("none", "l1")
+        )
+        return out, max_logits, lse, dq, attn, attn_l1
 
     def check_part(self, rng: np.random.Generator) -> None:
         """Compares one random part."""
@@ -78,7 +81,8 @@ class SparseMla:
         for name, whole, mine in zip(("out", "max_logits", "lse", "dq"), self.whole, part, strict=False):
             assert same_bits(whole[queries, heads], mine), f"{name} of queries {queries}, heads {heads}"
         if heads == slice(0, self.h_q):
-            assert same_bits(self.whole[4][queries], part[4][:, : self.topk]), f"attn of queries {queries}"
+            for name, whole, mine in zip(("attn", "attn, l1,"), self.whole[4:], part[4:], strict=True):
+                assert same_bits(whole[queries], mine[:, : self.topk]), f"{name} of queries {queries}"
 
 
 class Indexer:
