@@ -112,8 +112,8 @@ def on_machine(arguments: str) -> str:
     for row in record["results"]:
         if row["operator"] != operator:
             continue
-        settings = [word for word in row["shape"].split()[1:] if not word.endswith("=0") and word.count("=")]
-        settings = [word for word in settings if word.split("=")[0] not in ("h_q", "s")]
+        words = row["shape"].split()[1:]
+        settings = [word for word in words if word.split("=")[0] not in ("h_q", "s") and not word.endswith("=0")]
         heads = row["settings"]["h_q"] + (
             f", {row['settings']['h_index']} index" if "h_index" in row["settings"] else ""
         )

@@ -40,7 +40,6 @@ HOPWELL_HOST_DEVICE WorkTile work_tile_of(const Plan& plan, int topk, int number
 // what one CTA has read is then still there for the others. A sum's bits do not depend on it. Offsets are in the workspace.
 struct Ordering {
   bool orders_rows = false, paces = false;
-  int pace_slack = 0;                              // steps that a CTA may be ahead
   int steps = 0;                                   // of a query: tiles of keys
   std::size_t rows = 0, sources = 0, lengths = 0;  // see tile/gpu/order_rows.hpp
   std::size_t progress = 0;                        // steps that CTAs have made

@@ -107,25 +107,30 @@ HOPWELL_DEVICE void multiply_rows(float (&d)[64], const MaskedLimbs& a, uint32_t
 
 // ---- heads ------------------------------------------------------------------------------------------------------------
 
+// d_q and d_weights of a head, which stands in one of a thread's two rows, `half`; t: the thread's place in its quad.
+HOPWELL_DEVICE void store_head(const Params<bf16>& p, const float& weight, int query, int head, int half, int t,
+                               const float (&d_q)[64], const float (&d_weights)[2]) {
+  const float d_weight = tile::sum_of_quad(d_weights[half]);
+  const float nan_or_0 = d_weight != d_weight ? d_weight : 0;  // g is NaN, so is its product with a mask of 0
+  if (head >= p.heads) return;
+  const int64_t at = query * p.d_weights_stride + head;
+  if (t == 0 && p.weights_bf16) static_cast<bf16*>(p.d_weights)[at] = arch::to_bf16(d_weight);
+  if (t == 0 && !p.weights_bf16) static_cast<float*>(p.d_weights)[at] = d_weight;
+  bf16* to = p.d_q + query * p.d_q_stride_s + head * p.d_q_stride_h;
+  HOPWELL_UNROLL
+  for (int i = 0; i < 32; ++i) {
+    const int column = i / 2 * 8 + 2 * t + i % 2;
+    if (column < p.columns) to[column] = arch::to_bf16(weighted(weight, d_q[i / 2 * 4 + 2 * half + i % 2]) + nan_or_0);
+  }
+}
+
 HOPWELL_DEVICE void store_heads(const Params<bf16>& p, const GradientStorage& s, int query, int first,
                                 const float (&d_q)[64], const float (&d_weights)[2]) {
-  const int lane = arch::lane_index(), t = lane % 4;
+  const int lane = arch::lane_index();
   HOPWELL_UNROLL
   for (int half = 0; half < 2; ++half) {
-    const int row = arch::warp_index() % 4 * 16 + 8 * half + lane / 4, head = first + row;
-    const float d_weight = tile::sum_of_quad(d_weights[half]);
-    const float nan_or_0 = d_weight != d_weight ? d_weight : 0;  // g is NaN, so is its product with a mask of 0
-    if (head >= p.heads) continue;
-    const int64_t at = query * p.d_weights_stride + head;
-    if (t == 0 && p.weights_bf16) static_cast<bf16*>(p.d_weights)[at] = arch::to_bf16(d_weight);
-    if (t == 0 && !p.weights_bf16) static_cast<float*>(p.d_weights)[at] = d_weight;
-    bf16* to = p.d_q + query * p.d_q_stride_s + head * p.d_q_stride_h;
-    HOPWELL_UNROLL
-    for (int i = 0; i < 32; ++i) {
-      const int column = i / 2 * 8 + 2 * t + i % 2;
-      if (column < p.columns)
-        to[column] = arch::to_bf16(weighted(s.weights[row], d_q[i / 2 * 4 + 2 * half + i % 2]) + nan_or_0);
-    }
+    const int row = arch::warp_index() % 4 * 16 + 8 * half + lane / 4;
+    store_head(p, s.weights[row], query, first + row, half, lane % 4, d_q, d_weights);
   }
 }
 

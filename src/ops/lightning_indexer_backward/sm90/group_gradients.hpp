@@ -99,27 +99,14 @@ HOPWELL_DEVICE void multiply_limbs(float (&d_q)[64], const float (&scores)[32],
   }
 }
 
-// As store_heads.
 template <int kRows>
 HOPWELL_DEVICE void store_block(const GroupParams& p, const GroupGradientStorage<kRows>& s, const Group& group,
                                 int block, int member, const float (&d_q)[64], const float (&d_weights)[2]) {
-  const int thread = arch::thread_index_anew(), t = thread % 4, query = group.first + member;
+  const int thread = arch::thread_index_anew();
   HOPWELL_UNROLL
   for (int half = 0; half < 2; ++half) {
-    const int row = block * kHeadTile + thread % 128 / 32 * 16 + 8 * half + thread % 32 / 4, head = row % kRows;
-    const float d_weight = tile::sum_of_quad(d_weights[half]);
-    const float nan_or_0 = d_weight != d_weight ? d_weight : 0;  // g is NaN, so is its product with a mask of 0
-    if (head >= p.heads) continue;
-    const int64_t at = query * p.d_weights_stride + head;
-    if (t == 0 && p.weights_bf16) static_cast<bf16*>(p.d_weights)[at] = arch::to_bf16(d_weight);
-    if (t == 0 && !p.weights_bf16) static_cast<float*>(p.d_weights)[at] = d_weight;
-    bf16* to = p.d_q + query * p.d_q_stride_s + head * p.d_q_stride_h;
-    HOPWELL_UNROLL
-    for (int i = 0; i < 32; ++i) {
-      const int column = i / 2 * 8 + 2 * t + i % 2;
-      if (column < p.columns)
-        to[column] = arch::to_bf16(weighted(s.weights[row], d_q[i / 2 * 4 + 2 * half + i % 2]) + nan_or_0);
-    }
+    const int row = block * kHeadTile + thread % 128 / 32 * 16 + 8 * half + thread % 32 / 4;
+    store_head(p, s.weights[row], group.first + member, row % kRows, half, thread % 4, d_q, d_weights);
   }
 }
 

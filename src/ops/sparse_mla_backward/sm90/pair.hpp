@@ -292,7 +292,7 @@ template <int kDqk>
 HOPWELL_DEVICE void scatter(const Params& p, PairStorage& s, uint32_t rank) {
   const Entries& entries = s.entries;
   const int t = arch::thread_index() % 128;
-  const int steps = steps_of(entries);
+  const int steps = entries.tiles(Config::kKeys);
   const bool paced = p.progress && int(arch::block_index()) / 2 < p.whole_tiles;
   uint32_t seen = 0;
   for (int step = 0; step < steps; ++step) {

@@ -162,7 +162,7 @@ HOPWELL_DEVICE void finish_scores(const Params& p, Storage& s, float (&acc)[32],
 // Both halves: S or dP; their columns of dQ and of the next keys; two panels of dKV.
 template <int kDqk, int kHalf, int kHeadSteps, bool kFixed, bool kAttn, bool kMerged>
 HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const WorkTile& work, const Entries& entries) {
-  const int steps = steps_of(entries);
+  const int steps = entries.tiles(Config::kKeys);
   float dq[128] = {}, middle[16] = {};
   for (int step = 0; step < steps; ++step) {
     float acc[32];
@@ -241,7 +241,7 @@ template <int kDqk, int kHeadSteps, bool kFixed>
 HOPWELL_DEVICE void scatter(const Params& p, SharedStorage<kDqk>& s, const Entries& entries) {
   const int t = arch::thread_index() % 128;
   const bool paced = p.progress && int(arch::block_index()) < p.whole_tiles;
-  const int steps = steps_of(entries);
+  const int steps = entries.tiles(Config::kKeys);
   uint32_t seen = 0;
   for (int step = 0; step < steps; ++step) {
     if (paced) keep_pace<Config::kKeys>(p, p.whole_tiles, seen, step);

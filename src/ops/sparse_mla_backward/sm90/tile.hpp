@@ -31,8 +31,6 @@ struct Panel {
   alignas(1024) bf16 x[64][64];
 };
 
-HOPWELL_DEVICE int steps_of(const Entries& entries) { return (entries.length + Config::kKeys - 1) / Config::kKeys; }
-
 #if HOPWELL_HAS_SM90A
 
 // Byte offset of 16-byte chunk 0 to 7 of a row in the middle panel of the keys: d_qk 576 has nine panels, the halves of
