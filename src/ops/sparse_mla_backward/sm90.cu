@@ -9,12 +9,11 @@ namespace {
 
 using runtime::kBackend;
 
-// The pair has no registers left for fixed point.
 Plan plan_of(const Problem& problem) {
   return make_plan(problem, {.keys = Config::kKeys,
                              .single_heads = Config::kHeads,
                              .pair_heads = PairConfig::kHeads,
-                             .pair_adds_fixed_point = false,
+                             .pair_adds_fixed_point = true,
                              .merges_rows = true});
 }
 
