@@ -414,11 +414,14 @@ inline void launch_pairs(const Problem& problem, const Plan& plan, Stream stream
   const auto launch = [&]<int kDqk>() {
     constexpr std::size_t kBytes = sizeof(PairStorage);
     if (plan.sums == DkvSums::fixed_point)
-      launch_main<pair_kernel<kDqk, true, false>>(problem, plan, plan.pairs, Params{}, Config::kThreads, kBytes, stream);
+      launch_main<pair_kernel<kDqk, true, false>>(problem, plan, plan.pairs, Params{}, Config::kThreads, kBytes,
+                                                  stream);
     else if (problem.attn && !plan.distribution)
-      launch_main<pair_kernel<kDqk, false, true>>(problem, plan, plan.pairs, Params{}, Config::kThreads, kBytes, stream);
+      launch_main<pair_kernel<kDqk, false, true>>(problem, plan, plan.pairs, Params{}, Config::kThreads, kBytes,
+                                                  stream);
     else
-      launch_main<pair_kernel<kDqk, false, false>>(problem, plan, plan.pairs, Params{}, Config::kThreads, kBytes, stream);
+      launch_main<pair_kernel<kDqk, false, false>>(problem, plan, plan.pairs, Params{}, Config::kThreads, kBytes,
+                                                   stream);
   };
   problem.d_qk == 576 ? launch.operator()<576>() : launch.operator()<512>();
 }
