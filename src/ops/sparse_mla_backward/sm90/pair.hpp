@@ -49,7 +49,7 @@ HOPWELL_DEVICE PairWork pair_work_of(const Params& p) {
 // ---- keys
 
 // Brings the sums that this half's keys are added to, of this CTA's columns, to L2: 128 bytes a thread.
-template <int kDqk, int kHalf, bool kFixed>
+template <int kDqk, int kHalf>
 HOPWELL_DEVICE void prefetch_columns(const Params& p, const int (&keys)[4], uint32_t rank, int t) {
   const int chunk = t & 7;
   if (chunk >= (kHalf == 0 && kDqk > kDv ? 5 : 4)) return;
@@ -57,10 +57,7 @@ HOPWELL_DEVICE void prefetch_columns(const Params& p, const int (&keys)[4], uint
   HOPWELL_UNROLL
   for (int m = 0; m < 4; ++m) {
     if (keys[m] < 0) continue;
-    if constexpr (kFixed)
-      arch::prefetch_l2(p.fixed_dkv + int64_t{keys[m]} * (kDqk / 2) + 16 * line);
-    else
-      arch::prefetch_l2(p.dkv + int64_t{keys[m]} * p.dkv_stride + 32 * line);
+    arch::prefetch_l2(p.dkv + int64_t{keys[m]} * p.dkv_stride + 32 * line);
   }
 }
 
@@ -218,7 +215,7 @@ HOPWELL_DEVICE void store_dq_slices(const Params& p, const float (&dq)[2][64], c
 }
 
 // Half 0: the own tile, and dKV of RoPE. Half 1: the peer's. Both: their columns of dQ and of the next keys.
-template <int kDqk, int kHalf, bool kFixed, bool kAttn>
+template <int kDqk, int kHalf, bool kAttn>
 HOPWELL_DEVICE void score(const Params& p, PairStorage& s) {
   const Entries& entries = s.entries;
   float dq[2][64] = {}, rope[16] = {};
@@ -259,7 +256,7 @@ HOPWELL_DEVICE void score(const Params& p, PairStorage& s) {
         }
       }
       arch::cp_async_commit();
-      if (p.prefetches_sums) prefetch_columns<kDqk, kHalf, kFixed>(p, keys, rank, t);
+      if (p.prefetches_sums) prefetch_columns<kDqk, kHalf>(p, keys, rank, t);
       arch::syncwarp();  // kept: lanes branched off
     }
     float acc[16];
@@ -276,7 +273,7 @@ HOPWELL_DEVICE void score(const Params& p, PairStorage& s) {
       arch::barrier_sync(kPairKeysFull, 256);
     }
     if constexpr (kHalf == 0 && kHasRope<kDqk>) {  // while the peer's S, which has to travel, is multiplied
-      add_panel(p, acc, kDv + 32 * int(rank), load_sum_rows<kDqk, kFixed>(p, s.key[step % 2], t));
+      add_panel(p, acc, kDv + 32 * int(rank), load_sum_rows<kDqk, false>(p, s.key[step % 2], t));
       arch::syncwarp();  // kept: lanes branched off
     }
   }
@@ -291,7 +288,7 @@ HOPWELL_DEVICE void score(const Params& p, PairStorage& s) {
 
 // ---- warpgroup 2
 
-template <int kDqk, bool kFixed>
+template <int kDqk>
 HOPWELL_DEVICE void scatter(const Params& p, PairStorage& s, uint32_t rank) {
   const Entries& entries = s.entries;
   const int t = arch::thread_index() % 128;
@@ -303,7 +300,7 @@ HOPWELL_DEVICE void scatter(const Params& p, PairStorage& s, uint32_t rank) {
     if (paced) keep_pace<Config::kKeys>(p, 2 * p.whole_tiles, seen, step);
     arch::syncwarp();                           // kept: keep_pace branches
     arch::mbarrier_wait(s.pds_full, step & 1);  // warpgroup 1 arrives only once the own are full
-    const SumRows<kFixed> rows = load_sum_rows<kDqk, kFixed>(p, s.key[step % 2], t);
+    const SumRows<false> rows = load_sum_rows<kDqk, false>(p, s.key[step % 2], t);
     uint32_t own[4][4];
     load_transposed(own, s.p[0], t);
     if (!last) arch::barrier_arrive(kPairOwnPRead, 256);
@@ -386,7 +383,7 @@ HOPWELL_DEVICE void prepare(const Params& p, PairStorage& s, const PairWork& pai
 
 #endif
 
-template <int kDqk, bool kFixed, bool kAttn>
+template <int kDqk, bool kAttn>
 __global__ void __launch_bounds__(Config::kThreads, 1) pair_kernel(const __grid_constant__ Params p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<PairStorage>();
@@ -395,13 +392,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1) pair_kernel(const __grid_
   const auto role = Role(arch::warpgroup_index());
   if (role == Role::scores_low_columns) {
     arch::setmaxnreg_inc<Config::kScoreRegisters>();
-    score<kDqk, 0, kFixed, kAttn>(p, s);
+    score<kDqk, 0, kAttn>(p, s);
   } else if (role == Role::scores_high_columns) {
     arch::setmaxnreg_inc<Config::kScoreRegisters>();
-    score<kDqk, 1, kFixed, kAttn>(p, s);
+    score<kDqk, 1, kAttn>(p, s);
   } else {
     arch::setmaxnreg_dec<Config::kScatterRegisters>();
-    scatter<kDqk, kFixed>(p, s, pair.rank);
+    scatter<kDqk>(p, s, pair.rank);
   }
   arch::cluster_arrive_relaxed();  // the peer may still arrive at this CTA's mbarriers
   arch::cluster_wait();
@@ -413,15 +410,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1) pair_kernel(const __grid_
 inline void launch_pairs(const Problem& problem, const Plan& plan, Stream stream) {
   const auto launch = [&]<int kDqk>() {
     constexpr std::size_t kBytes = sizeof(PairStorage);
-    if (plan.sums == DkvSums::fixed_point)
-      launch_main<pair_kernel<kDqk, true, false>>(problem, plan, plan.pairs, Params{}, Config::kThreads, kBytes,
-                                                  stream);
-    else if (problem.attn && !plan.distribution)
-      launch_main<pair_kernel<kDqk, false, true>>(problem, plan, plan.pairs, Params{}, Config::kThreads, kBytes,
-                                                  stream);
+    if (problem.attn && !plan.distribution)
+      launch_main<pair_kernel<kDqk, true>>(problem, plan, plan.pairs, Params{}, Config::kThreads, kBytes, stream);
     else
-      launch_main<pair_kernel<kDqk, false, false>>(problem, plan, plan.pairs, Params{}, Config::kThreads, kBytes,
-                                                   stream);
+      launch_main<pair_kernel<kDqk, false>>(problem, plan, plan.pairs, Params{}, Config::kThreads, kBytes, stream);
   };
   problem.d_qk == 576 ? launch.operator()<576>() : launch.operator()<512>();
 }

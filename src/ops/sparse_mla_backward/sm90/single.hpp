@@ -60,6 +60,7 @@ constexpr int kFirstPanel = kHalf == 0 ? 0 : kDqk / 64 - 4;
 template <int kDqk, int kHalf>
 HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, const int (&keys)[4], int step, int t) {
   if constexpr (kHalf == 0) publish_keys(s.key, keys, step, t);
+  const arch::CachePolicy policy = p.streams_keys ? arch::evict_first_policy() : arch::evict_normal_policy();
   const int chunk = t & 7;
   HOPWELL_UNROLL
   for (int m = 0; m < 4; ++m) {
@@ -69,10 +70,11 @@ HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, const int (&
     const uint32_t target = arch::shared_address(s.keys);
     HOPWELL_UNROLL
     for (int panel = kFirstPanel<kDqk, kHalf>; panel < kFirstPanel<kDqk, kHalf> + 4; ++panel)
-      arch::cp_async(target + uint32_t(panel) * tile::kPanelBytes + tile::swizzled(row, chunk), source + 64 * panel,
-                     bytes);
+      arch::cp_async_cached(target + uint32_t(panel) * tile::kPanelBytes + tile::swizzled(row, chunk),
+                            source + 64 * panel, bytes, policy);
     if (kHasMiddle<kDqk> && chunk / 4 == kHalf)
-      arch::cp_async(target + 4 * tile::kPanelBytes + swizzled_middle(row, chunk), source + 64 * 4, bytes);
+      arch::cp_async_cached(target + 4 * tile::kPanelBytes + swizzled_middle(row, chunk), source + 64 * 4, bytes,
+                            policy);
   }
 }
 
