@@ -26,38 +26,57 @@ of Hopwell's. `hopwell.torch`'s own operators do without all of it.
 
 from types import SimpleNamespace
 
-from ._attention import sparse_attention, sparse_attention_backward_wrapper, sparse_attention_forward_wrapper
+from ._attention import (
+    sparse_attention,
+    sparse_attention_backward_wrapper,
+    sparse_attention_forward_wrapper,
+    sparse_attention_score_recompute,
+)
 from ._dense import dense_attn_score_recompute_wrapper, dense_indexer_score_recompute_wrapper, indexer_forward_wrapper
-from ._entries import indexer_top_k_wrapper, sparse_attn_score_recompute_wrapper, sparse_indexer_score_recompute_wrapper
+from ._entries import sparse_attn_score_recompute_wrapper, sparse_indexer_score_recompute_wrapper
 from ._losses import dense_indexer_backward_wrapper, indexer_backward_wrapper
 from ._results import TupleDict
+from ._selection import (
+    compactify_wrapper,
+    indexer_forward_top_k_wrapper,
+    indexer_top_k_wrapper,
+    local_to_global_wrapper,
+)
 
 __all__ = [
     "DSA",
     "TupleDict",
+    "compactify_wrapper",
     "dense_attn_score_recompute_wrapper",
     "dense_indexer_backward_wrapper",
     "dense_indexer_score_recompute_wrapper",
     "indexer_backward_wrapper",
+    "indexer_forward_top_k_wrapper",
     "indexer_forward_wrapper",
     "indexer_top_k_wrapper",
+    "local_to_global_wrapper",
     "sparse_attention",
     "sparse_attention_backward_wrapper",
     "sparse_attention_forward_wrapper",
+    "sparse_attention_score_recompute",
     "sparse_attn_score_recompute_wrapper",
     "sparse_indexer_score_recompute_wrapper",
 ]
 
 DSA = SimpleNamespace(
+    compactify_wrapper=compactify_wrapper,
     dense_attn_score_recompute_wrapper=dense_attn_score_recompute_wrapper,
     dense_indexer_backward_wrapper=dense_indexer_backward_wrapper,
     dense_indexer_score_recompute_wrapper=dense_indexer_score_recompute_wrapper,
     indexer_backward_wrapper=indexer_backward_wrapper,
+    indexer_forward_top_k_wrapper=indexer_forward_top_k_wrapper,
     indexer_forward_wrapper=indexer_forward_wrapper,
     indexer_top_k_wrapper=indexer_top_k_wrapper,
+    local_to_global_wrapper=local_to_global_wrapper,
     sparse_attention=sparse_attention,
     sparse_attention_backward_wrapper=sparse_attention_backward_wrapper,
     sparse_attention_forward_wrapper=sparse_attention_forward_wrapper,
+    sparse_attention_score_recompute=sparse_attention_score_recompute,
     sparse_attn_score_recompute_wrapper=sparse_attn_score_recompute_wrapper,
     sparse_indexer_score_recompute_wrapper=sparse_indexer_score_recompute_wrapper,
 )

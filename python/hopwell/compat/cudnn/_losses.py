@@ -78,7 +78,8 @@ def indexer_backward_wrapper(
     """
     name = "indexer_backward_wrapper"
     require(backend in ("default", "sm100_v2"), name, "backend", "default or sm100_v2", backend)
-    with on(stream):
+    inputs = index_q, weights, index_k, attn_score, index_score, topk_indices, grad_loss
+    with on(stream, *inputs, d_index_q, d_weights, d_index_k):
         rows, table = entries_of(name, index_q, index_k, topk_indices, None, topk_indices_global)
         b, s_q, heads, _ = index_q.shape
         require_shape(name, "weights", weights, B=b, S_q=s_q, H=heads)
@@ -124,7 +125,9 @@ def dense_indexer_backward_wrapper(
     the gradient of the scores.
     """
     name = "dense_indexer_backward_wrapper"
-    with on(stream):
+    inputs = index_q, weights, index_k, attn_score, attn_l1norm, index_score, index_lse, grad_loss
+    layout = cu_seqlens_q, cu_seqlens_k, q_causal_offsets
+    with on(stream, *inputs, *layout, d_index_q, d_weights, d_index_k):
         rows = find_rows(name, index_q, index_k, ratio, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, q_causal_offsets)
         require_sizes(name, "weights", weights, index_q.shape[:-1])
         dense, sums = [*rows.shape, rows.width], rows.shape
@@ -139,8 +142,8 @@ def dense_indexer_backward_wrapper(
                 *(name, argument, f"float32 {sizes}", f"{tensor.dtype} {list(tensor.shape)}"),
             )
         scale = _scale(grad_loss, loss_coeff, rows)
-        visible = torch.arange(rows.width, device=index_q.device) < (rows.end - rows.start).view(*rows.shape, 1)
-        logs = (index_score - index_lse.unsqueeze(-1)).masked_fill_(~visible, -torch.inf)
+        hidden = rows.hidden(slice(None)).view(dense)
+        logs = (index_score - index_lse.unsqueeze(-1)).masked_fill_(hidden, -torch.inf)
         target = attn_score / (attn_l1norm.unsqueeze(-1) + _LEAST_TARGET_SUM)
         index_score.copy_(_score_gradient(logs.exp(), target, scale, logs >= -100.0))
         table = rows.all_keys(slice(None))
