@@ -150,10 +150,11 @@ def _attention_sums(out: Tensor, rows: Rows, q: Tensor, k: Tensor, lse: Tensor, 
     heads = q.shape[1] // k.shape[1]
     for first in range(0, len(out), rows_at_a_time(rows.width)):
         some = slice(first, first + rows_at_a_time(rows.width))
-        table, masks = rows.all_keys(some), {"k_start": rows.start[some], "k_end": rows.end[some]}
+        table, start, end = rows.all_keys(some), rows.start[some], rows.end[some]
         for group in range(k.shape[1]):
             mine = slice(group * heads, (group + 1) * heads)
-            sums = ops.attention_distribution(q[some, mine], k[:, group], table, lse[some, mine], scale, **masks)
+            inputs = q[some, mine], k[:, group], table, lse[some, mine], scale
+            sums = ops.attention_distribution(*inputs, k_start=start, k_end=end)
             out[some] = sums if group == 0 else out[some] + sums
         totals[some] = out[some].sum(-1)
         out[some].masked_fill_(rows.hidden(some), -torch.inf)
