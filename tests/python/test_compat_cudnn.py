@@ -504,6 +504,14 @@ def test_sparse_attention_forward_and_differentiable(with_sink: bool) -> None:
     assert torch.equal(logs, result["lse"]) and torch.equal(max_logits, result["max_logits"])
 
 
+def test_a_refused_output_leaves_the_scores_as_they_are() -> None:
+    scores = torch.rand(2, 4, 6)
+    call = {**CALLS["indexer_backward_wrapper"], "attn_score": scores.clone(), "d_weights": W.double()}
+    with pytest.raises(ValueError, match="d_weights must be"):
+        DSA.indexer_backward_wrapper(**call)
+    assert torch.equal(call["attn_score"], scores)
+
+
 def test_nothing_to_do() -> None:
     q, k, w = torch.zeros(2, 0, 3, 16), torch.zeros(2, 5, 1, 16), torch.zeros(2, 0, 3)
     assert DSA.indexer_forward_wrapper(q, k, w)["scores"].shape == (2, 0, 5)
@@ -609,6 +617,9 @@ CALLS: dict[str, dict[str, Any]] = {
         "topk_idxs": ENTRIES[0],
     },
     "sparse_attention_forward_wrapper": {"q": Q[0], "kv": K[0, :, 0], "topk_idxs": ENTRIES[0]},
+    "indexer_forward_top_k_wrapper": {"q": Q, "k": K, "w": W, "top_k": 2},
+    "local_to_global_wrapper": {"local_indices": ENTRIES, "seqlen_k": 5},
+    "compactify_wrapper": {"indices": ENTRIES},
 }
 CU = torch.tensor([0, 4], dtype=torch.int32)
 
@@ -676,6 +687,25 @@ CU = torch.tensor([0, 4], dtype=torch.int32)
         ("indexer_backward_wrapper", {"weights": W[..., :1]}, r"weights must be \[B=2, S_q=4, H=3\]; got \[2, 4, 1\]"),
         ("indexer_backward_wrapper", {"attn_score": E.double()}, "attn_score must be float32; got torch.float64"),
         ("indexer_backward_wrapper", {"index_score": E[..., :5]}, r"index_score must be \[B=2, S_q=4, topk=6\]"),
+        (
+            "indexer_backward_wrapper",
+            {"d_index_q": Q.double()},
+            "d_index_q must be torch.float32; got torch.float64",
+        ),
+        ("indexer_backward_wrapper", {"d_index_k": K}, r"d_index_k must be \[2, 5, 16\]; got \[2, 5, 1, 16\]"),
+        (
+            "dense_indexer_backward_wrapper",
+            {"d_weights": W.half()},
+            "d_weights must be torch.float32; got torch.float16",
+        ),
+        ("indexer_forward_top_k_wrapper", {"top_k": 0}, "top_k must be at least 1; got 0"),
+        ("indexer_forward_top_k_wrapper", {"w": W[0]}, r"w must be \[2, 4, 3\]; got \[4, 3\]"),
+        ("indexer_forward_top_k_wrapper", {"precision": "fp8"}, r"precision must be bf16 \(no block scales\); got fp8"),
+        ("local_to_global_wrapper", {"local_indices": E}, "local_indices must be int32 or int64; got torch.float32"),
+        ("local_to_global_wrapper", {"local_indices": ENTRIES[0]}, r"local_indices must be \[B, S_q, topk\]; got"),
+        ("local_to_global_wrapper", {"cu_seqlens_q": CU}, "cu_seqlens_k must be given with cu_seqlens_q; got None"),
+        ("compactify_wrapper", {"indices": ENTRIES.long()}, "indices must be int32; got torch.int64"),
+        ("compactify_wrapper", {"indices": ENTRIES[0, 0]}, r"indices must be \[M, topk\] or \[B, S, topk\]; got \[6\]"),
         ("dense_indexer_backward_wrapper", {"index_lse": W}, r"index_lse must be float32 \[2, 4\]"),
         ("dense_indexer_backward_wrapper", {"attn_score": E}, r"attn_score must be float32 \[2, 4, 5\]"),
         ("dense_indexer_backward_wrapper", {"weights": W[0]}, r"weights must be \[2, 4, 3\]; got \[4, 3\]"),

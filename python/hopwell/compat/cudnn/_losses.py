@@ -27,12 +27,26 @@ def _scale(grad_loss: Tensor | float, loss_coeff: float, rows: Rows) -> Tensor:
     return grad_loss * (loss_coeff / max(len(rows.start), 1))
 
 
+Outputs = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def _require_outputs(wrapper: str, inputs: tuple[Tensor, Tensor, Tensor], outputs: Outputs) -> None:
+    """Before anything is overwritten: each like its input, those of weights and keys in float32 too."""
+    names = "d_index_q", "d_weights", "d_index_k"
+    for name, x, out in zip(names, inputs, outputs, strict=True):
+        if out is not None:
+            require_sizes(wrapper, name, out, x.shape)
+            kinds = {x.dtype} if name == "d_index_q" else {x.dtype, torch.float32}
+            expected = " or ".join(sorted(map(str, kinds)))
+            require(out.dtype in kinds, wrapper, name, expected, out.dtype)
+
+
 def _index_gradients(
     rows: Rows,
     inputs: tuple[Tensor, Tensor, Tensor],
     table: Tensor,
     d_scores: Tensor,
-    outputs: tuple[Tensor | None, Tensor | None, Tensor | None],
+    outputs: Outputs,
     **options: Any,
 ) -> TupleDict:
     """Those of index_q, weights and index_k, in their dtypes, or in the tensors given."""
@@ -86,10 +100,12 @@ def indexer_backward_wrapper(
         for argument, score in (("attn_score", attn_score), ("index_score", index_score)):
             require(score.dtype == torch.float32, name, argument, "float32", score.dtype)
             require_shape(name, argument, score, B=b, S_q=s_q, topk=topk_indices.shape[2])
+        outputs = d_index_q, d_weights, d_index_k
+        _require_outputs(name, (index_q, weights, index_k), outputs)
         scale = _scale(grad_loss, loss_coeff, rows)
         attn_score.copy_(_score_gradient(index_score, attn_score, scale, index_score >= _LEAST_PROBABILITY))
         return _index_gradients(
-            *(rows, (index_q, weights, index_k), table, attn_score * sm_scale, (d_index_q, d_weights, d_index_k)),
+            *(rows, (index_q, weights, index_k), table, attn_score * sm_scale, outputs),
             deterministic=deterministic,
         )
 
@@ -141,6 +157,8 @@ def dense_indexer_backward_wrapper(
                 tensor.dtype == torch.float32 and list(tensor.shape) == sizes,
                 *(name, argument, f"float32 {sizes}", f"{tensor.dtype} {list(tensor.shape)}"),
             )
+        outputs = d_index_q, d_weights, d_index_k
+        _require_outputs(name, (index_q, weights, index_k), outputs)
         scale = _scale(grad_loss, loss_coeff, rows)
         hidden = rows.hidden(slice(None)).view(dense)
         logs = (index_score - index_lse.unsqueeze(-1)).masked_fill_(hidden, -torch.inf)
@@ -148,7 +166,7 @@ def dense_indexer_backward_wrapper(
         index_score.copy_(_score_gradient(logs.exp(), target, scale, logs >= -100.0))
         table = rows.all_keys(slice(None))
         return _index_gradients(
-            *(rows, (index_q, weights, index_k), table, index_score * sm_scale, (d_index_q, d_weights, d_index_k)),
+            *(rows, (index_q, weights, index_k), table, index_score * sm_scale, outputs),
             k_start=rows.start,
             k_end=rows.end,
         )
