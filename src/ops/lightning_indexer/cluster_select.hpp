@@ -10,7 +10,7 @@
 #pragma once
 
 #include "arch/sm90/cluster.hpp"
-#include "ops/lightning_indexer/select.hpp"
+#include "ops/lightning_indexer/sampled_select.hpp"
 #include "tile/gpu/warp.hpp"
 
 namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET {
@@ -170,7 +170,8 @@ bool cluster_fits(const runtime::Device& device, const SelectPlan& plan) {
 // For `count` queries from `first` on; by clusters where that is planned and the device has room for one.
 void launch_cluster_select(const Problem& problem, std::int64_t first, std::int64_t count, Stream stream) {
   const SelectPlan plan = plan_cluster_select(problem, count);
-  if (plan.cluster == 0 || !cluster_fits(problem.device, plan)) return launch_select(problem, first, count, stream);
+  if (plan.cluster == 0 || !cluster_fits(problem.device, plan))
+    return launch_sampled_select(problem, first, count, stream);
   runtime::launch(kName, select_keys_in_cluster,
                   {.grid = {static_cast<std::uint32_t>(count) * plan.cluster},
                    .threads = 32 * static_cast<std::uint32_t>(plan.warps),

@@ -66,6 +66,13 @@ SelectPlan plan_select(const Problem& p, std::int64_t queries) {
   return {to_int(static_cast<std::int64_t>(std::bit_floor(warps))), 1, digit_bits};
 }
 
+SelectPlan plan_sampled_select(const Problem& p, std::int64_t queries) {
+  if (p.s_kv < kLeastSampledKeys || p.s_kv > kMostSampledKeys) return {0, 0, 0};
+  // A multiprocessor has registers for 32 warps.
+  const std::int64_t ctas = ceil_div(queries, std::max<std::int64_t>(p.device.sms, 1));
+  return {ctas <= 1 ? kMaxSelectWarps : ctas == 2 ? 16 : 8, 1, kSampledDigitBits};
+}
+
 SelectPlan plan_cluster_select(const Problem& p, std::int64_t queries) {
   const std::int64_t warps = ceil_div(ceil_div(p.s_kv, kKeysPerSelectWarp), kSelectCluster);
   const bool fill_device = queries * kSelectCluster > p.device.cluster_sms;
