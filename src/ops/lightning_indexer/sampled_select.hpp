@@ -1,17 +1,18 @@
-// lightning_indexer of many queries of long rows: the topk best keys of a query, of equal ones the smaller, in ascending order.
+// lightning_indexer of long rows: the topk best keys of a query, of equal ones the smaller, in ascending order.
 //
 // Tile      a CTA has a query's row of scores, visible ones only: places in it count from the first visible key; a warp a
-//           range of them, whose bits it keeps in 64-bit words, one of 32 keys
-// Timeline  count digits of a sample, at even distances about its mean │ barrier │ two bounds, so that the threshold lies
-//           between them in all but a few of a million rows │ read the row, once: a bit for each key, whether its score
-//           reaches the upper bound, and one for the lower │ list the keys between the bounds │ barrier │ count their digits,
-//           11 bits at a time, until it is known which are selected │ their bits join those above │ barrier │ list the keys of
-//           all the bits │ barrier │ write them and their scores
+//           range of them, whose bits it keeps, a pair of words for 32 keys
+// Timeline  count digits of a sample, at even distances about the mean │ barrier │ two bounds, so that the threshold lies
+//           between them in all but a few of a hundred thousand random rows │ read the row, once: a bit for each key, whether
+//           its score reaches the upper bound, and one for the lower │ list the keys between the bounds │ barrier │ count
+//           their digits, 11 bits at a time, until it is known which are selected │ their bits join those above │ barrier │
+//           list the keys of all these bits │ barrier │ write them and their scores
 // Exactness the bounds are a guess, the counts are not: where the threshold does not lie between them, where more keys do than
 //           the list holds, or where only some of the scores that equal the threshold are selected, the row is selected from
 //           as in select.hpp
-// Budget    registers: 64; shared 41 KiB and 8 B for 32 keys; reads a row once, and what is selected from L1 or L2
-// Order     counts are integers, and a sum of floats is the same in all warps: same inputs, same bits
+// Budget    registers: 64, 32 warps a multiprocessor; shared 25 KiB and 8 B for each 32 keys. A row is read once, its sample
+//           and what is listed again from L1 or L2
+// Order     counts are integers, and floats are only added up to guess: same inputs, same bits
 #pragma once
 
 #include <climits>
@@ -19,27 +20,28 @@
 #include <cstddef>
 
 #include "arch/sm80/bits.hpp"
+#include "arch/sm80/memory.hpp"
 #include "ops/lightning_indexer/select.hpp"
 
 namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET {
 
 struct SampledSelectConfig {
   static constexpr int kDigitBits = 11, kDigits = 1 << kDigitBits;
-  static constexpr int kSamples = 8;          // of a thread
-  static constexpr int kSampledTogether = 8;  // neighbouring keys: a sector
-  static constexpr int kListed = 4096;
+  static constexpr int kSamples = 8;       // of a thread
+  static constexpr int kNeighbours = 8;    // so many samples are of keys side by side: a sector
+  static constexpr int kListed = 2048;     // keys
+  static constexpr int kTogether = 16;     // loads of a lane
   static constexpr int kLeastKeys = 1024;  // of a shorter row a sample tells too little
-  static constexpr float kReach = 6;       // digits of the sample: so many deviations to either side of the mean
-  static constexpr float kMargin = 5;      // bounds: so many deviations of a rank from where the threshold is expected
+  static constexpr float kReach = 8;       // digits of a sample: so many mean deviations to either side of the mean
+  static constexpr float kMargin = 4;      // bounds: so many standard deviations of a rank from where it is expected
 };
 
 struct SampledSelectStorage {
   int of_warp[2][kMaxSelectWarps];
   struct Found {
-    uint32_t digit;
-    int above, count;  // scores with higher digits, and with this one
+    int digit, above, count;  // scores with higher digits, and with this one
   } found[2];
-  uint32_t counts[SampledSelectConfig::kDigits];
+  alignas(16) uint32_t counts[SampledSelectConfig::kDigits];
   int keys[SampledSelectConfig::kListed];         // between the bounds; then those that are selected
   uint32_t orders[SampledSelectConfig::kListed];  // of those between the bounds
   struct alignas(8) Bits {
@@ -47,10 +49,10 @@ struct SampledSelectStorage {
   } bits[kMostSampledKeys / 32];  // as many as the row needs
 
   static uint32_t bytes(int64_t keys) {
-    return uint32_t(offsetof(SampledSelectStorage, bits) + (keys + 31) / 32 * sizeof(Bits));
+    return uint32_t(offsetof(SampledSelectStorage, bits) + size_t(keys + 31) / 32 * sizeof(Bits));
   }
 };
-// The other way to select has this memory, too.
+// The other way to select has the same memory.
 static_assert(offsetof(SampledSelectStorage, bits) >= offsetof(SelectStorage, words) + (4 << kSampledDigitBits));
 
 // Digits of samples begin at `first` and are so wide: what is beyond has the lowest or the highest.
@@ -58,31 +60,27 @@ struct SampleScale {
   float first, width;
 
   [[nodiscard]] HOPWELL_DEVICE bool usable() const { return width > 0 && width < INFINITY; }
-  [[nodiscard]] HOPWELL_DEVICE float edge(uint32_t digit) const { return first + float(digit) * width; }
+  [[nodiscard]] HOPWELL_DEVICE float edge(int digit) const { return first + float(digit) * width; }
 };
 
 // About the mean of 32 scores; the same for all warps.
 HOPWELL_DEVICE SampleScale scale_of_row(const QueryRow& row) {
-  const float score = row.scores[arch::lane_index() * (row.visible / 32)];
-  const float mean = tile::sum_of_warp(score) / 32;
-  const float deviation = sqrtf(tile::sum_of_warp((score - mean) * (score - mean)) / 32);
   constexpr float kReach = SampledSelectConfig::kReach;
+  const float score = row.scores[arch::lane_index() * (row.visible / 32)];
+  const float mean = tile::sum_of_warp(score) / 32, deviation = tile::sum_of_warp(fabsf(score - mean)) / 32;
   return {mean - kReach * deviation, deviation * (2 * kReach / SampledSelectConfig::kDigits)};
 }
 
-HOPWELL_DEVICE void count_samples(const SelectParams& p, const SampledSelectStorage& s, const QueryRow& row,
-                                  const SampleScale& scale) {
+template <int kWarps>
+HOPWELL_DEVICE void count_samples(const SampledSelectStorage& s, const QueryRow& row, const SampleScale& scale) {
   using Config = SampledSelectConfig;
-  constexpr int kGroups = 32 / Config::kSampledTogether;  // of a warp at a time
-  const int lane = arch::lane_index(), group = arch::warp_index() * kGroups + lane / Config::kSampledTogether;
-  const float distance =
-      float(row.visible - Config::kSampledTogether) / float(Config::kSamples * kGroups * p.warps - 1);
+  constexpr int kGroups = 32 * kWarps / Config::kNeighbours;  // at a time
+  const int group = arch::thread_index() / Config::kNeighbours, neighbour = arch::lane_index() % Config::kNeighbours;
+  const float distance = float(row.visible - Config::kNeighbours) * (1.0F / (Config::kSamples * kGroups - 1));
   float score[Config::kSamples];
   HOPWELL_UNROLL
-  for (int i = 0; i < Config::kSamples; ++i) {
-    const int first = int(float(group + i * kGroups * p.warps) * distance) & -Config::kSampledTogether;
-    score[i] = row.scores[first + lane % Config::kSampledTogether];
-  }
+  for (int i = 0; i < Config::kSamples; ++i)
+    score[i] = row.scores[(int(float(group + i * kGroups) * distance) & -Config::kNeighbours) + neighbour];
   const uint32_t counts = arch::shared_address(s.counts);
   const float digits_per_unit = 1 / scale.width;
   HOPWELL_UNROLL
@@ -92,35 +90,43 @@ HOPWELL_DEVICE void count_samples(const SelectParams& p, const SampledSelectStor
   }
 }
 
-// Sums over the warps of what they have in `of_warp`: of those before this one, and of all.
-struct WarpSums {
-  int before, all;
-};
-HOPWELL_DEVICE WarpSums sums_of_warps(const int (&of_warp)[kMaxSelectWarps], int warps) {
-  const int lane = arch::lane_index(), warp = arch::warp_index(), sum = lane < warps ? of_warp[lane] : 0;
-  return {tile::sum_of_warp(lane < warp ? sum : 0), tile::sum_of_warp(sum)};
+// The sum of what the first `count` of all warps have in `of_warp`.
+template <int kWarps>
+HOPWELL_DEVICE int sum_of_first(const int (&of_warp)[kMaxSelectWarps], int count) {
+  const int warp = arch::lane_index() % kWarps;
+  return tile::reduce<kWarps / 2, 1>(warp < count ? of_warp[warp] : 0, tile::Plus{});
 }
 
 // The digits where the scores, counted from the highest digit down, become `wanted`, if there are so many. Clears the counts.
-template <int kWanted>
-HOPWELL_DEVICE void find_digits(const SelectParams& p, SampledSelectStorage& s, const int (&wanted)[kWanted]) {
-  constexpr int kDigits = SampledSelectConfig::kDigits;
-  const int lane = arch::lane_index(), warp = arch::warp_index(), each = kDigits / (32 * p.warps);
-  const int end = kDigits - arch::thread_index() * each, first = end - each;
-  int sum = 0;  // lanes begin at different digits, which are in different banks
-  for (int i = 0; i < each; ++i) sum += int(s.counts[first + ((i + lane) & (each - 1))]);
+template <int kWarps, int kWanted>
+HOPWELL_DEVICE void find_digits(SampledSelectStorage& s, const int (&wanted)[kWanted]) {
+  constexpr int kDigits = SampledSelectConfig::kDigits,
+                kEach = kDigits / (32 * kWarps) < 4 ? 4 : kDigits / (32 * kWarps);
+  const int warp = arch::warp_index(), first = kDigits - (arch::thread_index() + 1) * kEach;
+  const uint32_t address = arch::shared_address(s.counts) + 4 * uint32_t(first);
+  int count[kEach] = {}, sum = 0;
+  HOPWELL_UNROLL
+  for (int i = 0; i < kEach; i += 4) {
+    if (first < 0) break;  // more threads than are needed
+    const arch::Words4 counts = arch::load_shared_v4(address + 4 * uint32_t(i));
+    HOPWELL_UNROLL
+    for (int j = 0; j < 4; ++j) sum += count[i + j] = int(counts.w[j]);
+    arch::store_shared_v4(address + 4 * uint32_t(i), {});
+  }
   int up_to = tile::sum_up_to_lane(sum);
-  if (lane == 31) s.of_warp[0][warp] = up_to;
+  if (arch::lane_index() == 31) s.of_warp[0][warp] = up_to;
   arch::syncthreads();
-  up_to += sums_of_warps(s.of_warp[0], p.warps).before;
+  up_to += sum_of_first<kWarps>(s.of_warp[0], warp);
   HOPWELL_UNROLL
   for (int i = 0; i < kWanted; ++i) {
-    if (up_to < wanted[i] || up_to - sum >= wanted[i]) continue;
-    int digit = end, above = up_to - sum, count = 0;
-    while (above + count < wanted[i] && digit > first) above += count, count = int(s.counts[--digit]);
-    s.found[i] = {uint32_t(digit), above, count};
+    int above = up_to - sum;
+    if (above >= wanted[i] || up_to < wanted[i]) continue;
+    HOPWELL_UNROLL
+    for (int j = kEach - 1; j >= 0; --j) {
+      if (above < wanted[i] && above + count[j] >= wanted[i]) s.found[i] = {first + j, above, count[j]};
+      above += count[j];
+    }
   }
-  for (int i = 0; i < each; ++i) s.counts[first + ((i + lane) & (each - 1))] = 0;
   arch::syncthreads();
 }
 
@@ -129,56 +135,92 @@ struct Bounds {
   uint32_t low, high;
 };
 
+// Places in the sample, counted from its best, between which the threshold should be. The margin is what the deviation of
+// its place asks for, or less if too many keys were listed.
+struct Ranks {
+  int fewer, more;
+};
+HOPWELL_DEVICE Ranks ranks_of_threshold(int topk, int visible, int samples) {
+  using Config = SampledSelectConfig;
+  const float samples_per_key = float(samples) / float(visible), rank = float(topk) * samples_per_key;
+  const float wanted = Config::kMargin * (1 + sqrtf(rank * (1 - float(topk) / float(visible)))),
+              most = 0.45F * Config::kListed * samples_per_key;
+  const float margin = wanted < most ? wanted : most;
+  return {int(rank - margin), int(rank + margin) + 1};
+}
+
 // None (low = high) where the sample says nothing, or that too many scores are between them.
+template <int kWarps>
 HOPWELL_DEVICE Bounds guess_bounds(const SelectParams& p, SampledSelectStorage& s, const QueryRow& row) {
   using Config = SampledSelectConfig;
-  for (int i = arch::thread_index(); i < Config::kDigits; i += 32 * p.warps) s.counts[i] = 0;
+  constexpr int kSamples = Config::kSamples * 32 * kWarps;
+  HOPWELL_UNROLL
+  for (int i = 0; i < Config::kDigits; i += 32 * kWarps) s.counts[i + arch::thread_index()] = 0;
   const SampleScale scale = scale_of_row(row);
   arch::syncthreads();
   if (!scale.usable()) return {0, 0};
-  count_samples(p, s, row, scale);
+  count_samples<kWarps>(s, row, scale);
   arch::syncthreads();
-  const int samples = Config::kSamples * 32 * p.warps;
-  const float share = float(p.topk) / float(row.visible), rank = share * float(samples);
-  const float margin = Config::kMargin * sqrtf(rank * (1 - share)) + Config::kMargin;
-  const int fewer = int(rank - margin), more = int(rank + margin);
-  find_digits(p, s, {fewer, more});
-  const bool has_high = fewer > 0 && s.found[0].digit + 1 < Config::kDigits,
-             has_low = more <= samples && s.found[1].digit > 0;
-  const int reach_high = has_high ? s.found[0].above : 0,
-            reach_low = has_low ? s.found[1].above + s.found[1].count : samples;
-  if (float(reach_low - reach_high) * float(row.visible) > float(Config::kListed) * float(samples)) return {0, 0};
-  return {has_low ? order_of(scale.edge(s.found[1].digit)) : 0,
-          has_high ? order_of(scale.edge(s.found[0].digit + 1)) : UINT32_MAX};
+  const auto [fewer, more] = ranks_of_threshold(p.topk, row.visible, kSamples);
+  find_digits<kWarps>(s, {fewer, more});
+  const auto& [high, low] = s.found;
+  const bool has_high = fewer > 0 && high.digit + 1 < Config::kDigits, has_low = more <= kSamples && low.digit > 0;
+  const int between = (has_low ? low.above + low.count : kSamples) - (has_high ? high.above : 0);
+  if (float(between) * float(row.visible) > float(Config::kListed) * kSamples) return {0, 0};
+  return {has_low ? order_of(scale.edge(low.digit)) : 0, has_high ? order_of(scale.edge(high.digit + 1)) : UINT32_MAX};
 }
 
-// The words of a lane, those of its warp's keys.
-struct OwnWords {
+// Keys first … end − 1, of a warp; words of 32 keys, of a lane.
+struct Range {
   int first, end;
 };
-HOPWELL_DEVICE OwnWords words_of_lane(const WarpKeys& keys) {
-  const int first = keys.begin / 32, end = (keys.end + 31) / 32, each = (end - first + 31) / 32;
-  const int own = first + arch::lane_index() * each;
-  return {own < end ? own : end, own + each < end ? own + each : end};
+HOPWELL_DEVICE Range range_of(int number, int each, int end) {
+  const int first = number * each;
+  return {first < end ? first : end, first + each < end ? first + each : end};
+}
+template <int kWarps>
+HOPWELL_DEVICE Range keys_of_warp(const QueryRow& row) {
+  return range_of(arch::warp_index(), (row.visible + 32 * kWarps - 1) / (32 * kWarps) * 32, row.visible);
+}
+HOPWELL_DEVICE Range words_of_lane(const Range& keys) {
+  const int first = keys.first / 32, count = (keys.end + 31) / 32 - first;
+  const Range words = range_of(arch::lane_index(), (count + 31) / 32, count);
+  return {first + words.first, first + words.end};
 }
 
-HOPWELL_DEVICE void mark_keys(SampledSelectStorage& s, const QueryRow& row, const WarpKeys& keys,
-                              const Bounds& bounds) {
-  const int lane = arch::lane_index();
-  int word = keys.begin / 32;
-  for_each_score(row.scores, keys, [&](int, float score, bool exists) {
-    const uint32_t order = order_of(score);
-    const uint32_t above = arch::ballot(exists && order >= bounds.high),
-                   reach = arch::ballot(exists && order >= bounds.low);
-    if (lane == 0) s.bits[word] = {above, reach};
-    ++word;
-  });
+template <bool kWhole>
+HOPWELL_DEVICE void mark_batch(SampledSelectStorage& s, const QueryRow& row, int first, int end, const Bounds& bounds) {
+  constexpr int kTogether = SampledSelectConfig::kTogether;
+  const int key = first + arch::lane_index();
+  float score[kTogether];
+  HOPWELL_UNROLL
+  for (int i = 0; i < kTogether; ++i) score[i] = kWhole || key + 32 * i < end ? row.scores[key + 32 * i] : 0;
+  SampledSelectStorage::Bits bits[kTogether];
+  HOPWELL_UNROLL
+  for (int i = 0; i < kTogether; ++i) {
+    const bool exists = kWhole || key + 32 * i < end;
+    const uint32_t order = order_of(score[i]);
+    bits[i] = {arch::ballot(exists && order >= bounds.high), arch::ballot(exists && order >= bounds.low)};
+  }
+  if (arch::lane_index() > 0) return;
+  HOPWELL_UNROLL
+  for (int i = 0; i < kTogether; ++i)
+    if (kWhole || first + 32 * i < end) s.bits[first / 32 + i] = bits[i];
+}
+HOPWELL_DEVICE void mark_keys(SampledSelectStorage& s, const QueryRow& row, const Range& keys, const Bounds& bounds) {
+  constexpr int kBatch = 32 * SampledSelectConfig::kTogether;
+  int first = keys.first;
+  for (; first + kBatch <= keys.end; first += kBatch) mark_batch<true>(s, row, first, keys.end, bounds);
+  HOPWELL_NO_UNROLL
+  for (; first < keys.end; first += kBatch) mark_batch<false>(s, row, first, keys.end, bounds);
 }
 
 // Lists the keys of bits_of(word), the last of the lane's before place `end`: what is within the list.
 template <class BitsOf>
-HOPWELL_DEVICE void list_keys(SampledSelectStorage& s, const OwnWords& words, int end, BitsOf bits_of) {
+HOPWELL_DEVICE void list_keys(SampledSelectStorage& s, const Range& words, int end, BitsOf bits_of) {
+  HOPWELL_NO_UNROLL
   for (int word = words.end - 1; word >= words.first; --word) {
+    HOPWELL_NO_UNROLL
     for (uint32_t bits = bits_of(s.bits[word]); bits != 0;) {
       const uint32_t last = arch::bfind(bits);
       bits ^= 1U << last, --end;
@@ -192,132 +234,143 @@ HOPWELL_DEVICE void list_keys(SampledSelectStorage& s, const OwnWords& words, in
 struct Between {
   int above, count;
 };
-HOPWELL_DEVICE Between list_between(const SelectParams& p, SampledSelectStorage& s, const OwnWords& words) {
+template <int kWarps>
+HOPWELL_DEVICE Between list_between(SampledSelectStorage& s, const Range& words) {
   const int warp = arch::warp_index();
   int above = 0, reach = 0;
+  HOPWELL_NO_UNROLL
   for (int word = words.first; word < words.end; ++word)
     above += std::popcount(s.bits[word].above), reach += std::popcount(s.bits[word].reach);
   const int up_to_lane = tile::sum_up_to_lane(reach - above);
   above = tile::sum_of_warp(above);
   if (arch::lane_index() == 31) s.of_warp[0][warp] = up_to_lane, s.of_warp[1][warp] = above;
   arch::syncthreads();
-  const WarpSums between = sums_of_warps(s.of_warp[0], p.warps);
-  list_keys(s, words, between.before + up_to_lane,
+  list_keys(s, words, sum_of_first<kWarps>(s.of_warp[0], warp) + up_to_lane,
             [](const SampledSelectStorage::Bits& bits) { return bits.reach ^ bits.above; });
-  return {sums_of_warps(s.of_warp[1], p.warps).all, between.all};
+  return {sum_of_first<kWarps>(s.of_warp[1], kWarps), sum_of_first<kWarps>(s.of_warp[0], kWarps)};
 }
 
 // Of `count` listed keys with orders from bounds.low to below bounds.high, the order from which on there are `wanted`; 0 if
 // there is none, for equal scores.
-HOPWELL_DEVICE uint32_t least_selected(const SelectParams& p, SampledSelectStorage& s, const Bounds& bounds, int count,
-                                       int wanted) {
+template <int kWarps>
+HOPWELL_DEVICE uint32_t least_selected(SampledSelectStorage& s, const Bounds& bounds, int count, int wanted) {
   constexpr uint32_t kBits = SampledSelectConfig::kDigitBits;
   const uint32_t counts = arch::shared_address(s.counts);
   uint32_t low = bounds.low, last = bounds.high - bounds.low - 1;  // of the orders, counted from low
   while (true) {
     const uint32_t highest_bit = arch::bfind(last | 1), shift = highest_bit < kBits ? 0 : highest_bit - kBits + 1;
-    for (int i = arch::thread_index(); i < count; i += 32 * p.warps) {
+    for (int i = arch::thread_index(); i < count; i += 32 * kWarps) {
       const uint32_t order = s.orders[i] - low;
       arch::red_add_shared(order <= last, counts + 4 * (order >> shift), 1);
     }
     arch::syncthreads();
-    find_digits(p, s, {wanted});
-    low += s.found[0].digit << shift, last = (1U << shift) - 1, wanted -= s.found[0].above;
+    find_digits<kWarps>(s, {wanted});
+    low += uint32_t(s.found[0].digit) << shift, last = (1U << shift) - 1, wanted -= s.found[0].above;
     if (wanted == s.found[0].count) return low;
     if (shift == 0) return 0;
   }
 }
 
 // Adds those of the listed keys that are selected to the bits above. Whether that is known.
+template <int kWarps>
 HOPWELL_DEVICE bool select_between(const SelectParams& p, SampledSelectStorage& s, const QueryRow& row,
                                    const Bounds& bounds, const Between& between) {
-  const int thread = arch::thread_index(), threads = 32 * p.warps, wanted = p.topk - between.above;
+  const int thread = arch::thread_index(), wanted = p.topk - between.above;
   if (wanted <= 0 || wanted > between.count || between.count > SampledSelectConfig::kListed) return false;
   arch::syncthreads();
-  for (int i = thread; i < between.count; i += threads) s.orders[i] = order_of(row.scores[s.keys[i]]);
-  const uint32_t least = least_selected(p, s, bounds, between.count, wanted);
+  for (int i = thread; i < between.count; i += 32 * kWarps) s.orders[i] = order_of(row.scores[s.keys[i]]);
+  const uint32_t least = least_selected<kWarps>(s, bounds, between.count, wanted);
   if (least == 0) return false;
-  for (int i = thread; i < between.count; i += threads) {
+  for (int i = thread; i < between.count; i += 32 * kWarps) {
     const int key = s.keys[i];
     arch::red_add_shared(s.orders[i] >= least, arch::shared_address(&s.bits[key / 32].above), 1U << (key & 31));
   }
   return true;
 }
 
-// Writes the listed keys, those of places `first` … end − 1, and their scores. Four at a time: loads of scores need not wait
-// for each other.
+// Writes the listed keys, those of places `first` … end − 1, and their scores; a warp 256 places at a time.
+template <int kWarps>
 HOPWELL_DEVICE void write_listed(const SelectParams& p, const SampledSelectStorage& s, const QueryRow& row, int first,
                                  int end) {
-  constexpr int kTogether = 4;
-  const int threads = 32 * p.warps;
-  for (int place = first + arch::thread_index(); place < end; place += kTogether * threads) {
+  constexpr int kTogether = 8;
+  HOPWELL_NO_UNROLL
+  for (int at = first + 32 * kTogether * arch::warp_index(); at < end; at += 32 * kTogether * kWarps) {
+    const int place = at + arch::lane_index();
     int key[kTogether];
+    HOPWELL_UNROLL
+    for (int i = 0; i < kTogether; ++i) {
+      key[i] = place + 32 * i < end ? s.keys[place + 32 * i - first] : 0;
+      if (place + 32 * i < end) row.indices[place + 32 * i] = row.first_key + key[i];
+    }
+    if (row.top_scores == nullptr) continue;
     float score[kTogether];
     HOPWELL_UNROLL
-    for (int i = 0; i < kTogether; ++i) {
-      key[i] = place + i * threads < end ? s.keys[place + i * threads - first] : -1;
-      score[i] = key[i] >= 0 && row.top_scores ? row.scores[key[i]] : 0;
-    }
+    for (int i = 0; i < kTogether; ++i) score[i] = row.scores[key[i]];
     HOPWELL_UNROLL
-    for (int i = 0; i < kTogether; ++i) {
-      if (key[i] < 0) break;
-      row.indices[place + i * threads] = row.first_key + key[i];
-      if (row.top_scores) row.top_scores[place + i * threads] = score[i];
-    }
+    for (int i = 0; i < kTogether; ++i)
+      if (place + 32 * i < end) row.top_scores[place + 32 * i] = score[i];
   }
 }
 
 // Writes the keys of the bits above, topk in all.
+template <int kWarps>
 HOPWELL_DEVICE void write_selected(const SelectParams& p, SampledSelectStorage& s, const QueryRow& row,
-                                   const OwnWords& words) {
+                                   const Range& words) {
   constexpr int kListed = SampledSelectConfig::kListed;
   const int warp = arch::warp_index();
   int count = 0;
+  HOPWELL_NO_UNROLL
   for (int word = words.first; word < words.end; ++word) count += std::popcount(s.bits[word].above);
   int up_to_lane = tile::sum_up_to_lane(count);
   if (arch::lane_index() == 31) s.of_warp[0][warp] = up_to_lane;
   arch::syncthreads();
-  up_to_lane += sums_of_warps(s.of_warp[0], p.warps).before;
+  up_to_lane += sum_of_first<kWarps>(s.of_warp[0], warp);
+  HOPWELL_NO_UNROLL
   for (int first = 0; first < p.topk; first += kListed) {
     if (first > 0) arch::syncthreads();  // the keys before have been written
     list_keys(s, words, up_to_lane - first, [](const SampledSelectStorage::Bits& bits) { return bits.above; });
     arch::syncthreads();
-    write_listed(p, s, row, first, p.topk - first < kListed ? p.topk : first + kListed);
+    write_listed<kWarps>(p, s, row, first, p.topk - first < kListed ? p.topk : first + kListed);
   }
 }
 
 // Whether the guess was right; else nothing is written.
+template <int kWarps>
 HOPWELL_DEVICE bool select_by_guess(const SelectParams& p, SampledSelectStorage& s, const QueryRow& row) {
-  const Bounds bounds = guess_bounds(p, s, row);
+  const Bounds bounds = guess_bounds<kWarps>(p, s, row);
   if (bounds.low >= bounds.high) return false;
-  const WarpKeys keys = keys_of_warp(p, 0, row.visible);
-  const OwnWords words = words_of_lane(keys);
+  const Range keys = keys_of_warp<kWarps>(row), words = words_of_lane(keys);
   mark_keys(s, row, keys, bounds);
   arch::syncwarp();
-  if (!select_between(p, s, row, bounds, list_between(p, s, words))) return false;
+  if (!select_between<kWarps>(p, s, row, bounds, list_between<kWarps>(s, words))) return false;
   arch::syncthreads();
-  write_selected(p, s, row, words);
+  write_selected<kWarps>(p, s, row, words);
   return true;
 }
 
-__global__ void __launch_bounds__(32 * kMaxSelectWarps) select_keys_by_guess(const __grid_constant__ SelectParams p) {
+template <int kWarps>
+__global__ void __launch_bounds__(32 * kWarps, 32 / kWarps)
+    select_keys_by_guess(const __grid_constant__ SelectParams p) {
   const QueryRow row = row_of(p, arch::block_index());
-  if (row.visible > p.topk) {
-    if (row.visible >= SampledSelectConfig::kLeastKeys &&
-        select_by_guess(p, arch::dynamic_smem<SampledSelectStorage>(), row))
-      return;
-    arch::syncthreads();  // what the guess needed has been read
-    auto& s = arch::dynamic_smem<SelectStorage>();
-    return write_topk(p, s, row, find_threshold(p, s, row));
+  if (row.visible <= p.topk) {
+    for (int i = arch::thread_index(); i < p.topk; i += 32 * kWarps) write_visible(row, i);
+    return;
   }
-  for (int i = arch::thread_index(); i < p.topk; i += 32 * p.warps) write_visible(row, i);
+  const bool long_enough = row.visible >= SampledSelectConfig::kLeastKeys;
+  if (long_enough && select_by_guess<kWarps>(p, arch::dynamic_smem<SampledSelectStorage>(), row)) return;
+  if (long_enough) arch::syncthreads();  // what the guess needed has been read
+  auto& s = arch::dynamic_smem<SelectStorage>();
+  write_topk(p, s, row, find_threshold(p, s, row));
 }
 
 // For `count` queries from `first` on; by a guess where that is planned.
 void launch_sampled_select(const Problem& problem, std::int64_t first, std::int64_t count, Stream stream) {
   const SelectPlan plan = plan_sampled_select(problem, count);
   if (plan.warps == 0) return launch_select(problem, first, count, stream);
-  runtime::launch(kName, select_keys_by_guess,
+  const auto kernel = plan.warps == 8    ? select_keys_by_guess<8>
+                      : plan.warps == 16 ? select_keys_by_guess<16>
+                                         : select_keys_by_guess<32>;
+  runtime::launch(kName, kernel,
                   runtime::shape_of_ctas(count, 32 * plan.warps, SampledSelectStorage::bytes(problem.s_kv)), stream,
                   select_params(problem, first, plan));
 }
