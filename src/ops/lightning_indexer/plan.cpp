@@ -68,9 +68,9 @@ SelectPlan plan_select(const Problem& p, std::int64_t queries) {
 
 SelectPlan plan_sampled_select(const Problem& p, std::int64_t queries) {
   if (p.s_kv < kLeastSampledKeys || p.s_kv > kMostSampledKeys) return {0, 0, 0};
-  // A multiprocessor has registers for 32 warps.
+  // A multiprocessor has registers for 32 warps. What a warp does once for a row costs as much as 1,024 keys.
   const std::int64_t ctas = ceil_div(queries, std::max<std::int64_t>(p.device.sms, 1));
-  return {ctas <= 1 ? kMaxSelectWarps : ctas == 2 ? 16 : 8, 1, kSampledDigitBits};
+  return {ctas <= 1 ? 32 : ctas <= 2 ? 16 : ctas <= 4 ? 8 : 4, 1, kSampledDigitBits};
 }
 
 SelectPlan plan_cluster_select(const Problem& p, std::int64_t queries) {

@@ -36,11 +36,20 @@ struct SampledSelectConfig {
   static constexpr float kMargin = 4;      // bounds: so many standard deviations of a rank from where it is expected
 };
 
+// Digits of samples begin at `first` and are so wide: what is beyond has the lowest or the highest.
+struct SampleScale {
+  float first, width;
+
+  [[nodiscard]] HOPWELL_DEVICE bool usable() const { return width > 0 && width < INFINITY; }
+  [[nodiscard]] HOPWELL_DEVICE float edge(int digit) const { return first + float(digit) * width; }
+};
+
 struct SampledSelectStorage {
   int of_warp[2][kMaxSelectWarps];
   struct Found {
     int digit, above, count;  // scores with higher digits, and with this one
   } found[2];
+  SampleScale scale;
   alignas(16) uint32_t counts[SampledSelectConfig::kDigits];
   int keys[SampledSelectConfig::kListed];         // between the bounds; then those that are selected
   uint32_t orders[SampledSelectConfig::kListed];  // of those between the bounds
@@ -55,37 +64,40 @@ struct SampledSelectStorage {
 // The other way to select has the same memory.
 static_assert(offsetof(SampledSelectStorage, bits) >= offsetof(SelectStorage, words) + (4 << kSampledDigitBits));
 
-// Digits of samples begin at `first` and are so wide: what is beyond has the lowest or the highest.
-struct SampleScale {
-  float first, width;
-
-  [[nodiscard]] HOPWELL_DEVICE bool usable() const { return width > 0 && width < INFINITY; }
-  [[nodiscard]] HOPWELL_DEVICE float edge(int digit) const { return first + float(digit) * width; }
+// A lane's samples: keys side by side by neighbouring lanes, the groups of them spread evenly over the row.
+struct Samples {
+  float score[SampledSelectConfig::kSamples];
 };
+template <int kWarps>
+HOPWELL_DEVICE Samples load_samples(const QueryRow& row) {
+  constexpr int kSamples = SampledSelectConfig::kSamples, kNeighbours = SampledSelectConfig::kNeighbours;
+  constexpr int kGroups = 32 * kWarps / kNeighbours;  // in each of kSamples parts of the row
+  const int part = row.visible / kSamples & -kNeighbours, group = arch::thread_index() / kNeighbours;
+  const float* scores = row.scores + (part / kGroups * group & -kNeighbours) + arch::lane_index() % kNeighbours;
+  Samples samples;
+  HOPWELL_UNROLL
+  for (int i = 0; i < kSamples; ++i) samples.score[i] = scores[i * part];
+  return samples;
+}
 
-// About the mean of 32 scores; the same for all warps.
-HOPWELL_DEVICE SampleScale scale_of_row(const QueryRow& row) {
-  constexpr float kReach = SampledSelectConfig::kReach;
-  const float score = row.scores[arch::lane_index() * (row.visible / 32)];
-  const float mean = tile::sum_of_warp(score) / 32, deviation = tile::sum_of_warp(fabsf(score - mean)) / 32;
+// About the mean of a warp's samples.
+HOPWELL_DEVICE SampleScale scale_of(const Samples& samples) {
+  constexpr float kReach = SampledSelectConfig::kReach, kCount = 32 * SampledSelectConfig::kSamples;
+  float sum = 0, distances = 0;
+  for (const float score : samples.score) sum += score;
+  const float mean = tile::sum_of_warp(sum) / kCount;
+  for (const float score : samples.score) distances += fabsf(score - mean);
+  const float deviation = tile::sum_of_warp(distances) / kCount;
   return {mean - kReach * deviation, deviation * (2 * kReach / SampledSelectConfig::kDigits)};
 }
 
-template <int kWarps>
-HOPWELL_DEVICE void count_samples(const SampledSelectStorage& s, const QueryRow& row, const SampleScale& scale) {
-  using Config = SampledSelectConfig;
-  constexpr int kGroups = 32 * kWarps / Config::kNeighbours;  // at a time
-  const int group = arch::thread_index() / Config::kNeighbours, neighbour = arch::lane_index() % Config::kNeighbours;
-  const float distance = float(row.visible - Config::kNeighbours) * (1.0F / (Config::kSamples * kGroups - 1));
-  float score[Config::kSamples];
-  HOPWELL_UNROLL
-  for (int i = 0; i < Config::kSamples; ++i)
-    score[i] = row.scores[(int(float(group + i * kGroups) * distance) & -Config::kNeighbours) + neighbour];
+HOPWELL_DEVICE void count_samples(const SampledSelectStorage& s, const Samples& samples) {
+  constexpr float kLast = SampledSelectConfig::kDigits - 1;
   const uint32_t counts = arch::shared_address(s.counts);
-  const float digits_per_unit = 1 / scale.width;
+  const float digits_per_unit = 1 / s.scale.width, of_zero = -s.scale.first * digits_per_unit;
   HOPWELL_UNROLL
-  for (const float x : score) {  // a NaN has the lowest digit
-    const float digit = fminf(fmaxf((x - scale.first) * digits_per_unit, 0), Config::kDigits - 1);
+  for (const float score : samples.score) {  // a NaN has the lowest digit
+    const float digit = fminf(fmaxf(score * digits_per_unit + of_zero, 0), kLast);
     arch::red_add_shared(true, counts + 4 * uint32_t(digit), 1);
   }
 }
@@ -100,8 +112,7 @@ HOPWELL_DEVICE int sum_of_first(const int (&of_warp)[kMaxSelectWarps], int count
 // The digits where the scores, counted from the highest digit down, become `wanted`, if there are so many. Clears the counts.
 template <int kWarps, int kWanted>
 HOPWELL_DEVICE void find_digits(SampledSelectStorage& s, const int (&wanted)[kWanted]) {
-  constexpr int kDigits = SampledSelectConfig::kDigits,
-                kEach = kDigits / (32 * kWarps) < 4 ? 4 : kDigits / (32 * kWarps);
+  constexpr int kDigits = SampledSelectConfig::kDigits, kEach = kWarps > 16 ? 4 : kDigits / (32 * kWarps);
   const int warp = arch::warp_index(), first = kDigits - (arch::thread_index() + 1) * kEach;
   const uint32_t address = arch::shared_address(s.counts) + 4 * uint32_t(first);
   int count[kEach] = {}, sum = 0;
@@ -154,12 +165,17 @@ template <int kWarps>
 HOPWELL_DEVICE Bounds guess_bounds(const SelectParams& p, SampledSelectStorage& s, const QueryRow& row) {
   using Config = SampledSelectConfig;
   constexpr int kSamples = Config::kSamples * 32 * kWarps;
+  const Samples samples = load_samples<kWarps>(row);
   HOPWELL_UNROLL
   for (int i = 0; i < Config::kDigits; i += 32 * kWarps) s.counts[i + arch::thread_index()] = 0;
-  const SampleScale scale = scale_of_row(row);
+  if (arch::warp_index() == 0) {
+    const SampleScale scale = scale_of(samples);
+    if (arch::lane_index() == 0) s.scale = scale;
+  }
   arch::syncthreads();
+  const SampleScale scale = s.scale;
   if (!scale.usable()) return {0, 0};
-  count_samples<kWarps>(s, row, scale);
+  count_samples(s, samples);
   arch::syncthreads();
   const auto [fewer, more] = ranks_of_threshold(p.topk, row.visible, kSamples);
   find_digits<kWarps>(s, {fewer, more});
@@ -250,24 +266,38 @@ HOPWELL_DEVICE Between list_between(SampledSelectStorage& s, const Range& words)
   return {sum_of_first<kWarps>(s.of_warp[1], kWarps), sum_of_first<kWarps>(s.of_warp[0], kWarps)};
 }
 
-// Of `count` listed keys with orders from bounds.low to below bounds.high, the order from which on there are `wanted`; 0 if
-// there is none, for equal scores.
-template <int kWarps>
-HOPWELL_DEVICE uint32_t least_selected(SampledSelectStorage& s, const Bounds& bounds, int count, int wanted) {
+// Of orders, counted from `low`, digits of so many bits up to that of `last`.
+HOPWELL_DEVICE uint32_t digit_shift(uint32_t last) {
   constexpr uint32_t kBits = SampledSelectConfig::kDigitBits;
+  const uint32_t highest_bit = arch::bfind(last | 1);
+  return highest_bit < kBits ? 0 : highest_bit - kBits + 1;
+}
+
+// Of `count` listed keys, whose orders are from bounds.low to below bounds.high, the order from which on there are `wanted`; 0
+// if there is none, for equal scores.
+template <int kWarps>
+HOPWELL_DEVICE uint32_t least_selected(SampledSelectStorage& s, const QueryRow& row, const Bounds& bounds, int count,
+                                       int wanted) {
   const uint32_t counts = arch::shared_address(s.counts);
-  uint32_t low = bounds.low, last = bounds.high - bounds.low - 1;  // of the orders, counted from low
+  uint32_t low = bounds.low, shift = digit_shift(bounds.high - bounds.low - 1);
+  for (int i = arch::thread_index(); i < count; i += 32 * kWarps) {
+    const uint32_t order = order_of(row.scores[s.keys[i]]);
+    s.orders[i] = order;
+    arch::red_add_shared(true, counts + 4 * ((order - low) >> shift), 1);
+  }
   while (true) {
-    const uint32_t highest_bit = arch::bfind(last | 1), shift = highest_bit < kBits ? 0 : highest_bit - kBits + 1;
+    arch::syncthreads();
+    find_digits<kWarps>(s, {wanted});
+    low += uint32_t(s.found[0].digit) << shift, wanted -= s.found[0].above;
+    if (wanted == s.found[0].count) return low;
+    if (shift == 0) return 0;
+    const uint32_t last = (1U << shift) - 1;
+    shift = digit_shift(last);
+    HOPWELL_NO_UNROLL
     for (int i = arch::thread_index(); i < count; i += 32 * kWarps) {
       const uint32_t order = s.orders[i] - low;
       arch::red_add_shared(order <= last, counts + 4 * (order >> shift), 1);
     }
-    arch::syncthreads();
-    find_digits<kWarps>(s, {wanted});
-    low += uint32_t(s.found[0].digit) << shift, last = (1U << shift) - 1, wanted -= s.found[0].above;
-    if (wanted == s.found[0].count) return low;
-    if (shift == 0) return 0;
   }
 }
 
@@ -275,13 +305,12 @@ HOPWELL_DEVICE uint32_t least_selected(SampledSelectStorage& s, const Bounds& bo
 template <int kWarps>
 HOPWELL_DEVICE bool select_between(const SelectParams& p, SampledSelectStorage& s, const QueryRow& row,
                                    const Bounds& bounds, const Between& between) {
-  const int thread = arch::thread_index(), wanted = p.topk - between.above;
+  const int wanted = p.topk - between.above;
   if (wanted <= 0 || wanted > between.count || between.count > SampledSelectConfig::kListed) return false;
   arch::syncthreads();
-  for (int i = thread; i < between.count; i += 32 * kWarps) s.orders[i] = order_of(row.scores[s.keys[i]]);
-  const uint32_t least = least_selected<kWarps>(s, bounds, between.count, wanted);
+  const uint32_t least = least_selected<kWarps>(s, row, bounds, between.count, wanted);
   if (least == 0) return false;
-  for (int i = thread; i < between.count; i += 32 * kWarps) {
+  for (int i = arch::thread_index(); i < between.count; i += 32 * kWarps) {
     const int key = s.keys[i];
     arch::red_add_shared(s.orders[i] >= least, arch::shared_address(&s.bits[key / 32].above), 1U << (key & 31));
   }
@@ -367,7 +396,8 @@ __global__ void __launch_bounds__(32 * kWarps, 32 / kWarps)
 void launch_sampled_select(const Problem& problem, std::int64_t first, std::int64_t count, Stream stream) {
   const SelectPlan plan = plan_sampled_select(problem, count);
   if (plan.warps == 0) return launch_select(problem, first, count, stream);
-  const auto kernel = plan.warps == 8    ? select_keys_by_guess<8>
+  const auto kernel = plan.warps == 4    ? select_keys_by_guess<4>
+                      : plan.warps == 8  ? select_keys_by_guess<8>
                       : plan.warps == 16 ? select_keys_by_guess<16>
                                          : select_keys_by_guess<32>;
   runtime::launch(kName, kernel,
