@@ -64,19 +64,30 @@ struct SampledSelectStorage {
 // The other way to select has the same memory.
 static_assert(offsetof(SampledSelectStorage, bits) >= offsetof(SelectStorage, words) + (4 << kSampledDigitBits));
 
-// A lane's samples: keys side by side by neighbouring lanes, the groups of them spread evenly over the row.
+// A sample is taken in rounds, each of kSamples parts of the row: as many as make it an eighth of the row at least, up to four.
+struct SampleRounds {
+  int count, part;  // a multiple of kNeighbours
+};
+template <int kWarps>
+HOPWELL_DEVICE SampleRounds rounds_of(const QueryRow& row) {
+  constexpr int kSamples = SampledSelectConfig::kSamples, kOfRound = 32 * kWarps * kSamples;
+  const int count = row.visible < 16 * kOfRound ? 1 : row.visible < 32 * kOfRound ? 2 : 4;
+  return {count, row.visible / (kSamples * count) & -SampledSelectConfig::kNeighbours};
+}
+
+// A lane's samples of a round: keys side by side by neighbouring lanes, the groups of them spread evenly over each part.
 struct Samples {
   float score[SampledSelectConfig::kSamples];
 };
 template <int kWarps>
-HOPWELL_DEVICE Samples load_samples(const QueryRow& row) {
+HOPWELL_DEVICE Samples load_samples(const QueryRow& row, const SampleRounds& rounds, int round) {
   constexpr int kSamples = SampledSelectConfig::kSamples, kNeighbours = SampledSelectConfig::kNeighbours;
-  constexpr int kGroups = 32 * kWarps / kNeighbours;  // in each of kSamples parts of the row
-  const int part = row.visible / kSamples & -kNeighbours, group = arch::thread_index() / kNeighbours;
-  const float* scores = row.scores + (part / kGroups * group & -kNeighbours) + arch::lane_index() % kNeighbours;
+  constexpr int kGroups = 32 * kWarps / kNeighbours;  // of a part
+  const int group = rounds.part / kGroups * (arch::thread_index() / kNeighbours) & -kNeighbours;
+  const float* scores = row.scores + round * kSamples * rounds.part + group + arch::lane_index() % kNeighbours;
   Samples samples;
   HOPWELL_UNROLL
-  for (int i = 0; i < kSamples; ++i) samples.score[i] = scores[i * part];
+  for (int i = 0; i < kSamples; ++i) samples.score[i] = scores[i * rounds.part];
   return samples;
 }
 
@@ -164,8 +175,9 @@ HOPWELL_DEVICE Ranks ranks_of_threshold(int topk, int visible, int samples) {
 template <int kWarps>
 HOPWELL_DEVICE Bounds guess_bounds(const SelectParams& p, SampledSelectStorage& s, const QueryRow& row) {
   using Config = SampledSelectConfig;
-  constexpr int kSamples = Config::kSamples * 32 * kWarps;
-  const Samples samples = load_samples<kWarps>(row);
+  const SampleRounds rounds = rounds_of<kWarps>(row);
+  const int sampled = rounds.count * 32 * kWarps * Config::kSamples;
+  const Samples samples = load_samples<kWarps>(row, rounds, 0);
   HOPWELL_UNROLL
   for (int i = 0; i < Config::kDigits; i += 32 * kWarps) s.counts[i + arch::thread_index()] = 0;
   if (arch::warp_index() == 0) {
@@ -176,13 +188,15 @@ HOPWELL_DEVICE Bounds guess_bounds(const SelectParams& p, SampledSelectStorage& 
   const SampleScale scale = s.scale;
   if (!scale.usable()) return {0, 0};
   count_samples(s, samples);
+  HOPWELL_NO_UNROLL
+  for (int round = 1; round < rounds.count; ++round) count_samples(s, load_samples<kWarps>(row, rounds, round));
   arch::syncthreads();
-  const auto [fewer, more] = ranks_of_threshold(p.topk, row.visible, kSamples);
+  const auto [fewer, more] = ranks_of_threshold(p.topk, row.visible, sampled);
   find_digits<kWarps>(s, {fewer, more});
   const auto& [high, low] = s.found;
-  const bool has_high = fewer > 0 && high.digit + 1 < Config::kDigits, has_low = more <= kSamples && low.digit > 0;
-  const int between = (has_low ? low.above + low.count : kSamples) - (has_high ? high.above : 0);
-  if (float(between) * float(row.visible) > float(Config::kListed) * kSamples) return {0, 0};
+  const bool has_high = fewer > 0 && high.digit + 1 < Config::kDigits, has_low = more <= sampled && low.digit > 0;
+  const int between = (has_low ? low.above + low.count : sampled) - (has_high ? high.above : 0);
+  if (float(between) * float(row.visible) > float(Config::kListed) * float(sampled)) return {0, 0};
   return {has_low ? order_of(scale.edge(low.digit)) : 0, has_high ? order_of(scale.edge(high.digit + 1)) : UINT32_MAX};
 }
 
@@ -199,7 +213,7 @@ HOPWELL_DEVICE Range keys_of_warp(const QueryRow& row) {
   return range_of(arch::warp_index(), (row.visible + 32 * kWarps - 1) / (32 * kWarps) * 32, row.visible);
 }
 HOPWELL_DEVICE Range words_of_lane(const Range& keys) {
-  const int first = keys.first / 32, count = (keys.end + 31) / 32 - first;
+  const int first = keys.first / 32, count = (keys.end - keys.first + 31) / 32;
   const Range words = range_of(arch::lane_index(), (count + 31) / 32, count);
   return {first + words.first, first + words.end};
 }
