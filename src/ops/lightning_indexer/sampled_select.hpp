@@ -39,9 +39,14 @@ struct SampledSelectConfig {
 // Digits of samples begin at `first` and are so wide: what is beyond has the lowest or the highest.
 struct SampleScale {
   float first, width;
+  float digits_per_unit, of_zero;  // digit = score * digits_per_unit + of_zero
 
   [[nodiscard]] HOPWELL_DEVICE bool usable() const { return width > 0 && width < INFINITY; }
   [[nodiscard]] HOPWELL_DEVICE float edge(int digit) const { return first + float(digit) * width; }
+};
+// Places in the sample, counted from its best, between which the threshold should be.
+struct Ranks {
+  int fewer, more;
 };
 
 struct SampledSelectStorage {
@@ -50,6 +55,7 @@ struct SampledSelectStorage {
     int digit, above, count;  // scores with higher digits, and with this one
   } found[2];
   SampleScale scale;
+  Ranks ranks;
   alignas(16) uint32_t counts[SampledSelectConfig::kDigits];
   int keys[SampledSelectConfig::kListed];         // between the bounds; then those that are selected
   uint32_t orders[SampledSelectConfig::kListed];  // of those between the bounds
@@ -99,13 +105,14 @@ HOPWELL_DEVICE SampleScale scale_of(const Samples& samples) {
   const float mean = tile::sum_of_warp(sum) / kCount;
   for (const float score : samples.score) distances += fabsf(score - mean);
   const float deviation = tile::sum_of_warp(distances) / kCount;
-  return {mean - kReach * deviation, deviation * (2 * kReach / SampledSelectConfig::kDigits)};
+  const float first = mean - kReach * deviation, width = deviation * (2 * kReach / SampledSelectConfig::kDigits);
+  return {first, width, 1 / width, -first / width};
 }
 
 HOPWELL_DEVICE void count_samples(const SampledSelectStorage& s, const Samples& samples) {
   constexpr float kLast = SampledSelectConfig::kDigits - 1;
   const uint32_t counts = arch::shared_address(s.counts);
-  const float digits_per_unit = 1 / s.scale.width, of_zero = -s.scale.first * digits_per_unit;
+  const float digits_per_unit = s.scale.digits_per_unit, of_zero = s.scale.of_zero;
   HOPWELL_UNROLL
   for (const float score : samples.score) {  // a NaN has the lowest digit
     const float digit = fminf(fmaxf(score * digits_per_unit + of_zero, 0), kLast);
@@ -157,11 +164,7 @@ struct Bounds {
   uint32_t low, high;
 };
 
-// Places in the sample, counted from its best, between which the threshold should be. The margin is what the deviation of
-// its place asks for, or less if too many keys were listed.
-struct Ranks {
-  int fewer, more;
-};
+// The margin is what the deviation of the threshold's place asks for, or less if too many keys were listed.
 HOPWELL_DEVICE Ranks ranks_of_threshold(int topk, int visible, int samples) {
   using Config = SampledSelectConfig;
   const float samples_per_key = float(samples) / float(visible), rank = float(topk) * samples_per_key;
@@ -184,6 +187,7 @@ HOPWELL_DEVICE Bounds guess_bounds(const SelectParams& p, SampledSelectStorage& 
     const SampleScale scale = scale_of(samples);
     if (arch::lane_index() == 0) s.scale = scale;
   }
+  if (arch::thread_index() == 32 * kWarps - 1) s.ranks = ranks_of_threshold(p.topk, row.visible, sampled);
   arch::syncthreads();
   const SampleScale scale = s.scale;
   if (!scale.usable()) return {0, 0};
@@ -191,7 +195,7 @@ HOPWELL_DEVICE Bounds guess_bounds(const SelectParams& p, SampledSelectStorage& 
   HOPWELL_NO_UNROLL
   for (int round = 1; round < rounds.count; ++round) count_samples(s, load_samples<kWarps>(row, rounds, round));
   arch::syncthreads();
-  const auto [fewer, more] = ranks_of_threshold(p.topk, row.visible, sampled);
+  const auto [fewer, more] = s.ranks;
   find_digits<kWarps>(s, {fewer, more});
   const auto& [high, low] = s.found;
   const bool has_high = fewer > 0 && high.digit + 1 < Config::kDigits, has_low = more <= sampled && low.digit > 0;
@@ -218,7 +222,12 @@ HOPWELL_DEVICE Range words_of_lane(const Range& keys) {
   return {first + words.first, first + words.end};
 }
 
-template <bool kWhole>
+// Whether a score reaches a bound that is positive: numbers in the order of such floats are their bits.
+HOPWELL_DEVICE bool reaches(float score, uint32_t positive_bound) {
+  return arch::bit_cast<int>(score) >= int(positive_bound ^ 0x80000000U);
+}
+
+template <bool kPositive, bool kWhole>
 HOPWELL_DEVICE void mark_batch(SampledSelectStorage& s, const QueryRow& row, int first, int end, const Bounds& bounds) {
   constexpr int kTogether = SampledSelectConfig::kTogether;
   const int key = first + arch::lane_index();
@@ -229,20 +238,22 @@ HOPWELL_DEVICE void mark_batch(SampledSelectStorage& s, const QueryRow& row, int
   HOPWELL_UNROLL
   for (int i = 0; i < kTogether; ++i) {
     const bool exists = kWhole || key + 32 * i < end;
-    const uint32_t order = order_of(score[i]);
-    bits[i] = {arch::ballot(exists && order >= bounds.high), arch::ballot(exists && order >= bounds.low)};
+    const bool above = kPositive ? reaches(score[i], bounds.high) : order_of(score[i]) >= bounds.high,
+               reach = kPositive ? reaches(score[i], bounds.low) : order_of(score[i]) >= bounds.low;
+    bits[i] = {arch::ballot(exists && above), arch::ballot(exists && reach)};
   }
   if (arch::lane_index() > 0) return;
   HOPWELL_UNROLL
   for (int i = 0; i < kTogether; ++i)
     if (kWhole || first + 32 * i < end) s.bits[first / 32 + i] = bits[i];
 }
+template <bool kPositive>
 HOPWELL_DEVICE void mark_keys(SampledSelectStorage& s, const QueryRow& row, const Range& keys, const Bounds& bounds) {
   constexpr int kBatch = 32 * SampledSelectConfig::kTogether;
   int first = keys.first;
-  for (; first + kBatch <= keys.end; first += kBatch) mark_batch<true>(s, row, first, keys.end, bounds);
+  for (; first + kBatch <= keys.end; first += kBatch) mark_batch<kPositive, true>(s, row, first, keys.end, bounds);
   HOPWELL_NO_UNROLL
-  for (; first < keys.end; first += kBatch) mark_batch<false>(s, row, first, keys.end, bounds);
+  for (; first < keys.end; first += kBatch) mark_batch<kPositive, false>(s, row, first, keys.end, bounds);
 }
 
 // Lists the keys of bits_of(word), the last of the lane's before place `end`: what is within the list.
@@ -331,27 +342,36 @@ HOPWELL_DEVICE bool select_between(const SelectParams& p, SampledSelectStorage& 
   return true;
 }
 
-// Writes the listed keys, those of places `first` … end − 1, and their scores; a warp 256 places at a time.
-template <int kWarps>
-HOPWELL_DEVICE void write_listed(const SelectParams& p, const SampledSelectStorage& s, const QueryRow& row, int first,
-                                 int end) {
+// Writes places `first` … end − 1 from the list, up to 256 of them: a lane's loads of scores need not wait for each other.
+template <bool kWhole>
+HOPWELL_DEVICE void write_batch(const QueryRow& row, const int* keys, int first, int end) {
   constexpr int kTogether = 8;
+  const int place = first + arch::lane_index();
+  int* const indices = row.indices + place;
+  float* const top_scores = row.top_scores + place;
+  int key[kTogether];
+  HOPWELL_UNROLL
+  for (int i = 0; i < kTogether; ++i) key[i] = kWhole || place + 32 * i < end ? keys[arch::lane_index() + 32 * i] : 0;
+  HOPWELL_UNROLL
+  for (int i = 0; i < kTogether; ++i)
+    if (kWhole || place + 32 * i < end) indices[32 * i] = row.first_key + key[i];
+  if (row.top_scores == nullptr) return;
+  float score[kTogether];
+  HOPWELL_UNROLL
+  for (int i = 0; i < kTogether; ++i) score[i] = row.scores[key[i]];
+  HOPWELL_UNROLL
+  for (int i = 0; i < kTogether; ++i)
+    if (kWhole || place + 32 * i < end) top_scores[32 * i] = score[i];
+}
+template <int kWarps>
+HOPWELL_DEVICE void write_listed(const SampledSelectStorage& s, const QueryRow& row, int first, int end) {
+  constexpr int kBatch = 256;
   HOPWELL_NO_UNROLL
-  for (int at = first + 32 * kTogether * arch::warp_index(); at < end; at += 32 * kTogether * kWarps) {
-    const int place = at + arch::lane_index();
-    int key[kTogether];
-    HOPWELL_UNROLL
-    for (int i = 0; i < kTogether; ++i) {
-      key[i] = place + 32 * i < end ? s.keys[place + 32 * i - first] : 0;
-      if (place + 32 * i < end) row.indices[place + 32 * i] = row.first_key + key[i];
-    }
-    if (row.top_scores == nullptr) continue;
-    float score[kTogether];
-    HOPWELL_UNROLL
-    for (int i = 0; i < kTogether; ++i) score[i] = row.scores[key[i]];
-    HOPWELL_UNROLL
-    for (int i = 0; i < kTogether; ++i)
-      if (place + 32 * i < end) row.top_scores[place + 32 * i] = score[i];
+  for (int at = first + kBatch * arch::warp_index(); at < end; at += kBatch * kWarps) {
+    if (at + kBatch <= end)
+      write_batch<true>(row, s.keys + (at - first), at, end);
+    else
+      write_batch<false>(row, s.keys + (at - first), at, end);
   }
 }
 
@@ -373,7 +393,7 @@ HOPWELL_DEVICE void write_selected(const SelectParams& p, SampledSelectStorage& 
     if (first > 0) arch::syncthreads();  // the keys before have been written
     list_keys(s, words, up_to_lane - first, [](const SampledSelectStorage::Bits& bits) { return bits.above; });
     arch::syncthreads();
-    write_listed<kWarps>(p, s, row, first, p.topk - first < kListed ? p.topk : first + kListed);
+    write_listed<kWarps>(s, row, first, p.topk - first < kListed ? p.topk : first + kListed);
   }
 }
 
@@ -383,7 +403,10 @@ HOPWELL_DEVICE bool select_by_guess(const SelectParams& p, SampledSelectStorage&
   const Bounds bounds = guess_bounds<kWarps>(p, s, row);
   if (bounds.low >= bounds.high) return false;
   const Range keys = keys_of_warp<kWarps>(row), words = words_of_lane(keys);
-  mark_keys(s, row, keys, bounds);
+  if (bounds.low >> 31)
+    mark_keys<true>(s, row, keys, bounds);
+  else
+    mark_keys<false>(s, row, keys, bounds);
   arch::syncwarp();
   if (!select_between<kWarps>(p, s, row, bounds, list_between<kWarps>(s, words))) return false;
   arch::syncthreads();
