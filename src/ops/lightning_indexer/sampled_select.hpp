@@ -298,24 +298,23 @@ HOPWELL_DEVICE uint32_t digit_shift(uint32_t last) {
   return highest_bit < kBits ? 0 : highest_bit - kBits + 1;
 }
 
-// Of `count` listed keys, whose orders are from bounds.low to below bounds.high, the order from which on there are `wanted`; 0
-// if there is none, for equal scores.
+// Selected are scores of higher order, and the first `equal` of the same.
+struct SplitTies {
+  uint32_t order;
+  int equal;
+};
+
+// Of `count` scores whose orders stand in s.orders and whose first digits, of order − low, have been counted: where the first
+// `wanted` of them end.
 template <int kWarps>
-HOPWELL_DEVICE uint32_t least_selected(SampledSelectStorage& s, const QueryRow& row, const Bounds& bounds, int count,
-                                       int wanted) {
+HOPWELL_DEVICE SplitTies find_last(SampledSelectStorage& s, uint32_t low, uint32_t shift, int count, int wanted) {
   const uint32_t counts = arch::shared_address(s.counts);
-  uint32_t low = bounds.low, shift = digit_shift(bounds.high - bounds.low - 1);
-  for (int i = arch::thread_index(); i < count; i += 32 * kWarps) {
-    const uint32_t order = order_of(row.scores[s.keys[i]]);
-    s.orders[i] = order;
-    arch::red_add_shared(true, counts + 4 * ((order - low) >> shift), 1);
-  }
   while (true) {
     arch::syncthreads();
     find_digits<kWarps>(s, {wanted});
     low += uint32_t(s.found[0].digit) << shift, wanted -= s.found[0].above;
-    if (wanted == s.found[0].count) return low;
-    if (shift == 0) return 0;
+    if (wanted == s.found[0].count) return {low - 1, 0};
+    if (shift == 0) return {low, wanted};
     const uint32_t last = (1U << shift) - 1;
     shift = digit_shift(last);
     HOPWELL_NO_UNROLL
@@ -326,18 +325,29 @@ HOPWELL_DEVICE uint32_t least_selected(SampledSelectStorage& s, const QueryRow& 
   }
 }
 
+// Whether the threshold lies between the bounds, and what lies there can be listed.
+HOPWELL_DEVICE bool guessed_right(const Between& between, int topk) {
+  const int wanted = topk - between.above;
+  return wanted > 0 && wanted <= between.count && between.count <= SampledSelectConfig::kListed;
+}
+
 // Adds those of the listed keys that are selected to the bits above. Whether that is known.
 template <int kWarps>
 HOPWELL_DEVICE bool select_between(const SelectParams& p, SampledSelectStorage& s, const QueryRow& row,
                                    const Bounds& bounds, const Between& between) {
-  const int wanted = p.topk - between.above;
-  if (wanted <= 0 || wanted > between.count || between.count > SampledSelectConfig::kListed) return false;
+  if (!guessed_right(between, p.topk)) return false;
   arch::syncthreads();
-  const uint32_t least = least_selected<kWarps>(s, row, bounds, between.count, wanted);
-  if (least == 0) return false;
+  const uint32_t counts = arch::shared_address(s.counts), shift = digit_shift(bounds.high - bounds.low - 1);
+  for (int i = arch::thread_index(); i < between.count; i += 32 * kWarps) {
+    const uint32_t order = order_of(row.scores[s.keys[i]]);
+    s.orders[i] = order;
+    arch::red_add_shared(true, counts + 4 * ((order - bounds.low) >> shift), 1);
+  }
+  const SplitTies last = find_last<kWarps>(s, bounds.low, shift, between.count, p.topk - between.above);
+  if (last.equal > 0) return false;
   for (int i = arch::thread_index(); i < between.count; i += 32 * kWarps) {
     const int key = s.keys[i];
-    arch::red_add_shared(s.orders[i] >= least, arch::shared_address(&s.bits[key / 32].above), 1U << (key & 31));
+    arch::red_add_shared(s.orders[i] > last.order, arch::shared_address(&s.bits[key / 32].above), 1U << (key & 31));
   }
   return true;
 }
