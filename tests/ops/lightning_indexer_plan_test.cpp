@@ -110,6 +110,18 @@ TEST(LightningIndexerPlan, FewQueriesHaveMoreWarpsEach) {
   }
 }
 
+TEST(LightningIndexerPlan, RowsOfWhichASampleIsTakenFillTheMultiprocessors) {
+  const auto warps = [](std::int64_t s_kv, std::int64_t queries) {
+    return plan_sampled_select(forward(1, s_kv, 64, 132), queries).warps;
+  };
+  EXPECT_EQ(warps(4095, 1), 0) << "too short";
+  EXPECT_EQ(warps(262'145, 128), 0) << "too long";
+  EXPECT_EQ(warps(131'072, 128), 32);
+  EXPECT_EQ(warps(65'536, 256), 16);
+  EXPECT_EQ(warps(32'768, 512), 8);
+  EXPECT_EQ(warps(8192, 529), 4);
+}
+
 TEST(LightningIndexerPlan, PassesHaveRoomInTheWorkspace) {
   for (const std::int64_t s_kv : {1, 8192, 1 << 20, 1 << 24}) {
     const auto p = forward(3000, s_kv, 64, 132);
