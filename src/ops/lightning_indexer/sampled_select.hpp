@@ -7,9 +7,8 @@
 //           its score reaches the upper bound, and one for the lower │ list the keys between the bounds │ barrier │ count
 //           their digits, 11 bits at a time, until it is known which are selected │ their bits join those above │ barrier │
 //           list the keys of all these bits │ barrier │ write them and their scores
-// Exactness the bounds are a guess, the counts are not: where the threshold does not lie between them, where more keys do than
-//           the list holds, or where only some of the scores that equal the threshold are selected, the row is selected from
-//           as in select.hpp
+// Exactness the bounds are a guess, the counts are not: where the threshold does not lie between them, or more keys do than the
+//           list holds, the row is selected from as in select.hpp
 // Budget    registers: 64, 32 warps a multiprocessor; shared 25 KiB and 8 B for each 32 keys. A row is read once, its sample
 //           and what is listed again from L1 or L2
 // Order     counts are integers, and floats are only added up to guess: same inputs, same bits
@@ -216,7 +215,9 @@ template <int kWarps>
 HOPWELL_DEVICE Range keys_of_warp(const QueryRow& row) {
   return range_of(arch::warp_index(), (row.visible + 32 * kWarps - 1) / (32 * kWarps) * 32, row.visible);
 }
-HOPWELL_DEVICE Range words_of_lane(const Range& keys) {
+template <int kWarps>
+HOPWELL_DEVICE Range words_of_lane(const QueryRow& row) {
+  const Range keys = keys_of_warp<kWarps>(row);
   const int first = keys.first / 32, count = (keys.end - keys.first + 31) / 32;
   const Range words = range_of(arch::lane_index(), (count + 31) / 32, count);
   return {first + words.first, first + words.end};
@@ -276,8 +277,9 @@ struct Between {
   int above, count;
 };
 template <int kWarps>
-HOPWELL_DEVICE Between list_between(SampledSelectStorage& s, const Range& words) {
+HOPWELL_DEVICE Between list_between(SampledSelectStorage& s, const QueryRow& row) {
   const int warp = arch::warp_index();
+  const Range words = words_of_lane<kWarps>(row);
   int above = 0, reach = 0;
   HOPWELL_NO_UNROLL
   for (int word = words.first; word < words.end; ++word)
@@ -331,12 +333,28 @@ HOPWELL_DEVICE bool guessed_right(const Between& between, int topk) {
   return wanted > 0 && wanted <= between.count && between.count <= SampledSelectConfig::kListed;
 }
 
-// Adds those of the listed keys that are selected to the bits above. Whether that is known.
+// Adds listed key i to the bits above, where it is `selected`.
+HOPWELL_DEVICE void mark_selected(const SampledSelectStorage& s, int i, bool selected) {
+  const int key = s.keys[i];
+  arch::red_add_shared(selected, arch::shared_address(&s.bits[key / 32].above), 1U << (key & 31));
+}
+
+// Adds the first ties.equal of the `count` listed keys whose scores are of that order. By one warp: there are seldom any.
+HOPWELL_DEVICE void mark_ties(const SampledSelectStorage& s, const SplitTies& ties, int count) {
+  const int lane = arch::lane_index();
+  int before = 0;
+  for (int first = 0; first < count && before < ties.equal; first += 32) {
+    const int i = first + lane < count ? first + lane : count - 1;
+    const uint32_t equal = arch::ballot(first + lane < count && s.orders[i] == ties.order);
+    mark_selected(s, i, (equal >> lane & 1) && before + std::popcount(equal & ((1U << lane) - 1)) < ties.equal);
+    before += std::popcount(equal);
+  }
+}
+
+// Adds those of the listed keys that are selected to the bits above.
 template <int kWarps>
-HOPWELL_DEVICE bool select_between(const SelectParams& p, SampledSelectStorage& s, const QueryRow& row,
+HOPWELL_DEVICE void select_between(const SelectParams& p, SampledSelectStorage& s, const QueryRow& row,
                                    const Bounds& bounds, const Between& between) {
-  if (!guessed_right(between, p.topk)) return false;
-  arch::syncthreads();
   const uint32_t counts = arch::shared_address(s.counts), shift = digit_shift(bounds.high - bounds.low - 1);
   for (int i = arch::thread_index(); i < between.count; i += 32 * kWarps) {
     const uint32_t order = order_of(row.scores[s.keys[i]]);
@@ -344,12 +362,8 @@ HOPWELL_DEVICE bool select_between(const SelectParams& p, SampledSelectStorage& 
     arch::red_add_shared(true, counts + 4 * ((order - bounds.low) >> shift), 1);
   }
   const SplitTies last = find_last<kWarps>(s, bounds.low, shift, between.count, p.topk - between.above);
-  if (last.equal > 0) return false;
-  for (int i = arch::thread_index(); i < between.count; i += 32 * kWarps) {
-    const int key = s.keys[i];
-    arch::red_add_shared(s.orders[i] > last.order, arch::shared_address(&s.bits[key / 32].above), 1U << (key & 31));
-  }
-  return true;
+  for (int i = arch::thread_index(); i < between.count; i += 32 * kWarps) mark_selected(s, i, s.orders[i] > last.order);
+  if (last.equal > 0 && arch::warp_index() == 0) mark_ties(s, last, between.count);
 }
 
 // Writes places `first` … end − 1 from the list, up to 256 of them: a lane's loads of scores need not wait for each other.
@@ -387,10 +401,10 @@ HOPWELL_DEVICE void write_listed(const SampledSelectStorage& s, const QueryRow& 
 
 // Writes the keys of the bits above, topk in all.
 template <int kWarps>
-HOPWELL_DEVICE void write_selected(const SelectParams& p, SampledSelectStorage& s, const QueryRow& row,
-                                   const Range& words) {
+HOPWELL_DEVICE void write_selected(const SelectParams& p, SampledSelectStorage& s, const QueryRow& row) {
   constexpr int kListed = SampledSelectConfig::kListed;
   const int warp = arch::warp_index();
+  const Range words = words_of_lane<kWarps>(row);
   int count = 0;
   HOPWELL_NO_UNROLL
   for (int word = words.first; word < words.end; ++word) count += std::popcount(s.bits[word].above);
@@ -412,15 +426,18 @@ template <int kWarps>
 HOPWELL_DEVICE bool select_by_guess(const SelectParams& p, SampledSelectStorage& s, const QueryRow& row) {
   const Bounds bounds = guess_bounds<kWarps>(p, s, row);
   if (bounds.low >= bounds.high) return false;
-  const Range keys = keys_of_warp<kWarps>(row), words = words_of_lane(keys);
+  const Range keys = keys_of_warp<kWarps>(row);
   if (bounds.low >> 31)
     mark_keys<true>(s, row, keys, bounds);
   else
     mark_keys<false>(s, row, keys, bounds);
   arch::syncwarp();
-  if (!select_between<kWarps>(p, s, row, bounds, list_between<kWarps>(s, words))) return false;
+  const Between between = list_between<kWarps>(s, row);
+  if (!guessed_right(between, p.topk)) return false;
   arch::syncthreads();
-  write_selected<kWarps>(p, s, row, words);
+  select_between<kWarps>(p, s, row, bounds, between);
+  arch::syncthreads();
+  write_selected<kWarps>(p, s, row);
   return true;
 }
 
