@@ -76,8 +76,8 @@ struct SampleRounds {
 template <int kWarps>
 HOPWELL_DEVICE SampleRounds rounds_of(const QueryRow& row) {
   constexpr int kSamples = SampledSelectConfig::kSamples, kOfRound = 32 * kWarps * kSamples;
-  const int count = row.visible < 16 * kOfRound ? 1 : row.visible < 32 * kOfRound ? 2 : 4;
-  return {count, row.visible / (kSamples * count) & -SampledSelectConfig::kNeighbours};
+  const int doublings = row.visible < 16 * kOfRound ? 0 : row.visible < 32 * kOfRound ? 1 : 2;
+  return {1 << doublings, row.visible / kSamples >> doublings & -SampledSelectConfig::kNeighbours};
 }
 
 // A lane's samples of a round: keys side by side by neighbouring lanes, the groups of them spread evenly over each part.
@@ -168,7 +168,7 @@ HOPWELL_DEVICE Ranks ranks_of_threshold(int topk, int visible, int samples) {
   using Config = SampledSelectConfig;
   const float samples_per_key = float(samples) / float(visible), rank = float(topk) * samples_per_key;
   const float wanted = Config::kMargin * (1 + sqrtf(rank * (1 - float(topk) / float(visible)))),
-              most = 0.45F * Config::kListed * samples_per_key;
+              most = 0.4F * Config::kListed * samples_per_key;
   const float margin = wanted < most ? wanted : most;
   return {int(rank - margin), int(rank + margin) + 1};
 }
