@@ -58,7 +58,8 @@ class Rows {
       s.visibility.k_start = starts_.data(), s.visibility.k_end = ends_.data(),
       s.visibility.k_start_stride = s.visibility.k_end_stride = 1;
     if (problem.positions) s.visibility.q_positions = positions_.data(), s.visibility.q_positions_stride = 1;
-    merge_.members = problem.members, merge_.most = problem.most;
+    merge_.members = problem.members, merge_.words = MergeStorage::words_of(problem.members);
+    merge_.most = problem.most;
   }
 
   // Returns what became of the groups.

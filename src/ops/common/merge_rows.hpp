@@ -19,6 +19,7 @@ tile::MergeParams merge_params(const Problem& problem, const QueryGroups& groups
   auto* const workspace = static_cast<std::byte*>(problem.workspace);
   return {tile::params_of(problem.selection),
           groups.members,
+          tile::MergeStorage::words_of(groups.members),
           reinterpret_cast<int*>(workspace + place.keys),
           reinterpret_cast<uint8_t*>(workspace + place.holders),
           reinterpret_cast<int*>(workspace + place.lengths),

@@ -23,6 +23,7 @@ static_assert(kEntriesOfThread * kMostMembers <= 64 && kEntriesOfThread % kMerge
 struct MergeParams {
   SelectionParams selection;
   int members;       // of a group
+  int words;         // of a member's bits: MergeStorage::words_of(members)
   int* keys;         // [groups, members · topk]: the union, in ascending order but for keys that occur twice in a row
   uint8_t* holders;  // the same: bit m: member m has the key
   int* lengths;      // [groups]: keys; 0: the members are better taken one by one
@@ -55,12 +56,13 @@ inline SelectionParams merged_rows_of(const MergeParams& p) {
 struct MergeStorage {
   static constexpr int kWords = 2048 * kMostMembers, kStaged = 256;
 
-  uint32_t seen[kWords];                         // of each member a bit for each key of a round
+  alignas(16) uint32_t seen[kWords];             // of each member a bit for each key of a round
   uint16_t staged[kMergeThreads / 32][kStaged];  // of each warp: places of keys on their way, of 32 words
   Entries rows[kMostMembers];
   int warp_sums[kMergeThreads / 32];
 
-  static HOPWELL_HOST_DEVICE int words_of(int members) { return kWords / members; }
+  // A multiple of 4, as they are cleared and counted so many at a time.
+  static HOPWELL_HOST_DEVICE int words_of(int members) { return kWords / members / 4 * 4; }
 };
 static_assert(kMergeCtasOfSm * (sizeof(MergeStorage) + 1024) <= 228 * 1024);  // 1 KB of each CTA is the system's
 
@@ -76,11 +78,47 @@ HOPWELL_DEVICE int sum_before_warp(MergeStorage& s, int x, int& total) {
   return arch::shuffle(up_to_lane - own, warp);
 }
 
+/// Clears `count` words, and up to three more, from one whose address is a multiple of 16.
+HOPWELL_DEVICE void clear_words(uint32_t* words, int count) {
+  for (int i = 4 * arch::thread_index(); i < count; i += 4 * kMergeThreads)
+    *reinterpret_cast<arch::Words4*>(words + i) = {};
+}
+
+/// Words of marked keys, from `begin` to `end`.
+struct WordRange {
+  int begin, end;
+};
+
+/// How many keys any member has in a warp's words, for this lane's share of these. Words past the last are clear.
+HOPWELL_DEVICE int count_keys(const MergeParams& p, const MergeStorage& s, const WordRange& own) {
+  int count = 0;
+  for (int word = own.begin + 4 * arch::lane_index(); word < own.end; word += 4 * 32) {
+    arch::Words4 any = {};
+    HOPWELL_NO_UNROLL
+    for (int m = 0; m < p.members; ++m) {
+      const auto of_member = *reinterpret_cast<const arch::Words4*>(s.seen + m * p.words + word);
+      HOPWELL_UNROLL
+      for (int i = 0; i < 4; ++i) any.w[i] |= of_member.w[i];
+    }
+    for (const uint32_t keys : any.w) count += std::popcount(keys);
+  }
+  return count;
+}
+
 /// A bit for each key of a word that any member has.
-HOPWELL_DEVICE uint32_t keys_of_word(const MergeStorage& s, int members, int word) {
+HOPWELL_DEVICE uint32_t keys_of_word(const MergeParams& p, const MergeStorage& s, int word) {
   uint32_t any = 0;
-  for (int m = 0; m < members; ++m) any |= s.seen[m * MergeStorage::words_of(members) + word];
+  HOPWELL_NO_UNROLL
+  for (int m = 0; m < p.members; ++m) any |= s.seen[m * p.words + word];
   return any;
+}
+
+/// A bit for each member that has the key of a bit.
+HOPWELL_DEVICE uint32_t holders_of_bit(const MergeParams& p, const MergeStorage& s, int bit) {
+  uint32_t holders = 0;
+  HOPWELL_NO_UNROLL
+  for (int m = 0; m < p.members; ++m) holders |= (s.seen[m * p.words + bit / 32] >> bit % 32 & 1) << m;
+  return holders;
 }
 
 // ---- a first look
@@ -106,7 +144,7 @@ HOPWELL_DEVICE bool is_clearly_not_worth_it(const MergeParams& p, MergeStorage& 
   constexpr int kAgain = 1 << 16;
   static_assert(kMostMembers * kLongestMergedRow < kAgain && kSampleSlots / 32 <= MergeStorage::kWords);
   const uint32_t seen = arch::shared_address(s.seen);
-  for (int word = arch::thread_index(); word < kSampleSlots / 32; word += kMergeThreads) s.seen[word] = 0;
+  clear_words(s.seen, kSampleSlots / 32);
   arch::syncthreads();
   int counts = 0;  // sampled entries, and kAgain for each whose slot was seen before
   HOPWELL_NO_UNROLL
@@ -132,23 +170,14 @@ HOPWELL_DEVICE bool is_clearly_not_worth_it(const MergeParams& p, MergeStorage& 
 
 // ---- the full count
 
-/// A bit for each member that has the key of a bit.
-HOPWELL_DEVICE uint32_t holders_of_bit(const MergeStorage& s, int members, int bit) {
-  uint32_t holders = 0;
-  for (int m = 0; m < members; ++m)
-    holders |= (s.seen[m * MergeStorage::words_of(members) + bit / 32] >> bit % 32 & 1) << m;
-  return holders;
-}
-
 /// Marks the keys from `first` on of a member's row that have not been taken yet. Of equal ones of a row one is taken, the
 /// others wait for another round. Returns whether there are such; `taken`: a bit for each of the thread's entries.
-HOPWELL_DEVICE bool mark_keys(MergeStorage& s, int member, int members, int first, uint64_t& taken) {
+HOPWELL_DEVICE bool mark_keys(const MergeParams& p, MergeStorage& s, int member, int first, uint64_t& taken) {
   const Entries entries = s.rows[member];
-  const int words = MergeStorage::words_of(members);
-  const uint32_t seen = arch::shared_address(s.seen + member * words);
+  const uint32_t seen = arch::shared_address(s.seen + member * p.words);
   bool waits = false;
   HOPWELL_NO_UNROLL
-  for (int first_of_batch = 0; first_of_batch < kEntriesOfThread; first_of_batch += kMergeBatch) {
+  for (int first_of_batch = 0; first_of_batch * kMergeThreads < entries.length; first_of_batch += kMergeBatch) {
     int key[kMergeBatch];
     HOPWELL_UNROLL
     for (int i = 0; i < kMergeBatch; ++i)
@@ -157,7 +186,7 @@ HOPWELL_DEVICE bool mark_keys(MergeStorage& s, int member, int members, int firs
     for (int i = 0; i < kMergeBatch; ++i) {
       const uint32_t at = uint32_t(key[i]) - uint32_t(first);
       const int place = kEntriesOfThread * member + first_of_batch + i;
-      if (!entries.counts(key[i]) || at >= 32 * uint32_t(words) || (taken >> place & 1)) continue;
+      if (!entries.counts(key[i]) || at >= 32 * uint32_t(p.words) || (taken >> place & 1)) continue;
       const uint32_t bit = 1u << at % 32;
       const bool is_second = arch::atomic_or_shared(seen + at / 32 * 4, bit) & bit;
       taken |= uint64_t(!is_second) << place;
@@ -167,40 +196,46 @@ HOPWELL_DEVICE bool mark_keys(MergeStorage& s, int member, int members, int firs
   return waits;
 }
 
-/// Words of marked keys, from `begin` to `end`.
-struct WordRange {
-  int begin, end;
-};
-
 /// What is marked at a time: keys from `first` on. `own`: the warp's words, whose keys lie from place `at` on in the union.
 struct MergeRound {
   int first, at;
   WordRange own;
 };
 
-/// Writes the marked keys of a warp's words and who holds them: a lane a word at a time, then a lane a key, so that lines are
+/// Writes the marked keys of a warp's words and who holds them: two words a lane, then a key a lane, so that lines are
 /// written whole.
 HOPWELL_DEVICE void write_marked_keys(const MergeParams& p, MergeStorage& s, int group, const MergeRound& round) {
-  const int64_t capacity = int64_t{p.members} * p.selection.topk, row = group * capacity;
-  const int lane = arch::lane_index();
+  constexpr int kWords = 64, kHalf = 1 << 16;
+  const int capacity = p.members * p.selection.topk, lane = arch::lane_index();
+  const int64_t row = int64_t{group} * capacity;
   uint16_t* const staged = s.staged[arch::warp_index()];
   int at = round.at;
-  for (int from = round.own.begin; from < round.own.end; from += 32) {
-    uint32_t any = from + lane < round.own.end ? keys_of_word(s, p.members, from + lane) : 0;
-    const int count = std::popcount(any), up_to_lane = sum_up_to_lane(count), total = arch::shuffle(up_to_lane, 31);
-    int place = up_to_lane - count;
+  for (int from = round.own.begin; from < round.own.end; from += kWords) {
+    uint32_t any[2];
+    HOPWELL_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      const int word = from + 32 * j + lane;
+      any[j] = word < round.own.end ? keys_of_word(p, s, word) : 0;
+    }
+    const int counts = std::popcount(any[0]) + kHalf * std::popcount(any[1]);
+    const int up_to_lane = sum_up_to_lane(counts), totals = arch::shuffle(up_to_lane, 31);
+    const int before = up_to_lane - counts, total = totals % kHalf + totals / kHalf;
+    int place[2] = {before % kHalf, before / kHalf + totals % kHalf};
     for (int first = 0; first < total; first += MergeStorage::kStaged) {
       const int end = total < first + MergeStorage::kStaged ? total : first + MergeStorage::kStaged;
-      HOPWELL_NO_UNROLL
-      for (; any != 0 && place < end; any &= any - 1, ++place)
-        staged[place - first] = uint16_t(32 * lane + std::popcount(~any & (any - 1)));
+      HOPWELL_UNROLL
+      for (int j = 0; j < 2; ++j) {
+        HOPWELL_NO_UNROLL
+        for (; any[j] != 0 && place[j] < end; any[j] &= any[j] - 1, ++place[j])
+          staged[place[j] - first] = uint16_t(32 * (32 * j + lane) + std::popcount(~any[j] & (any[j] - 1)));
+      }
       arch::syncwarp();
       for (int i = first + lane; i < end && at + i < capacity; i += 32) {  // were a barrier lost, it would end here
         const int bit = 32 * from + staged[i - first];
         p.keys[row + at + i] = round.first + bit;
-        p.holders[row + at + i] = uint8_t(holders_of_bit(s, p.members, bit));
+        p.holders[row + at + i] = uint8_t(holders_of_bit(p, s, bit));
       }
-      arch::syncwarp();  // kept: a warp stages keys once more only where there are more than 16,384
+      arch::syncwarp();  // kept: a warp stages keys once more only where there are more than 32,768
     }
     at += total;
   }
@@ -231,27 +266,24 @@ struct MergeTotals {
 template <class Look>
 HOPWELL_DEVICE MergeTotals mark_in_rounds(const MergeParams& p, MergeStorage& s, const Look& look) {
   constexpr int kWarps = kMergeThreads / 32;
-  const int t = arch::thread_index(), warp = arch::warp_index(), most_words = MergeStorage::words_of(p.members);
+  const int warp = arch::warp_index();
   const KeyRange visible = visible_keys(s, p.members);
   MergeTotals totals;
-  for (uint32_t first = visible.first; first < visible.end(); first += 32 * uint32_t(most_words)) {
+  for (uint32_t first = visible.first; first < visible.end(); first += 32 * uint32_t(p.words)) {
     const uint32_t left = visible.end() - first;
-    const int words = left < 32 * uint32_t(most_words) ? int(left + 31) / 32 : most_words;
-    const int share = (words + kWarps - 1) / kWarps, end = share * (warp + 1);
+    const int words = left < 32 * uint32_t(p.words) ? int(left + 31) / 32 : p.words;
+    const int share = (words + 4 * kWarps - 1) / (4 * kWarps) * 4, end = share * (warp + 1);
     const WordRange own{share * warp, end < words ? end : words};
     uint64_t taken = 0;
     int waiting;
     do {
-      for (int m = 0; m < p.members; ++m)
-        for (int word = t; word < words; word += kMergeThreads) s.seen[m * most_words + word] = 0;
+      for (int m = 0; m < p.members; ++m) clear_words(s.seen + m * p.words, words);
       arch::syncthreads();
       bool waits = false;
       HOPWELL_NO_UNROLL
-      for (int m = 0; m < p.members; ++m) waits = mark_keys(s, m, p.members, int(first), taken) || waits;
+      for (int m = 0; m < p.members; ++m) waits = mark_keys(p, s, m, int(first), taken) || waits;
       arch::syncthreads();
-      int count = 0;
-      for (int word = own.begin + arch::lane_index(); word < own.end; word += 32)
-        count += std::popcount(keys_of_word(s, p.members, word));
+      const int count = count_keys(p, s, own);
       // Both sums at once: there are at most 2^18 keys, in groups of two.
       constexpr int kFlag = 1 << 20;
       const int of_warp = sum_of_warp(count) + (arch::ballot(waits) ? kFlag : 0);
@@ -303,16 +335,21 @@ HOPWELL_DEVICE void merge_rows_of_group(const MergeParams& p, MergeStorage& s, i
     if (arch::thread_index() == 0) p.lengths[group] = 0;
     return;
   }
-  MergeRound last{};
-  const MergeTotals totals = mark_in_rounds(p, s, [&](const MergeRound& round) { last = round; });
-  const bool worth = is_worth_it(p, s, totals);
-  if (arch::thread_index() == 0) p.lengths[group] = worth ? totals.length : 0;
-  if (!worth) return;
-  if (totals.rounds == 1) return write_marked_keys(p, s, group, last);  // which is still marked
-  mark_in_rounds(p, s, [&](const MergeRound& round) {
-    write_marked_keys(p, s, group, round);
-    arch::syncthreads();
-  });
+  bool writes = false;
+  HOPWELL_NO_UNROLL
+  do {
+    MergeRound last{};
+    const MergeTotals totals = mark_in_rounds(p, s, [&](const MergeRound& round) {
+      last = round;
+      if (!writes) return;
+      write_marked_keys(p, s, group, round);
+      arch::syncthreads();
+    });
+    if (writes) return;
+    writes = is_worth_it(p, s, totals);
+    if (arch::thread_index() == 0) p.lengths[group] = writes ? totals.length : 0;
+    if (writes && totals.rounds == 1) return write_marked_keys(p, s, group, last);  // which is still marked
+  } while (writes);
 }
 
 }  // namespace hopwell::tile
