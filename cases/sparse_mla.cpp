@@ -448,13 +448,15 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_group_problems() {
   for (const std::int64_t h_q : {1, 8, 12, 16, 24, 32, 64, 128}) add("h_q_" + std::to_string(h_q), heads(h_q));
   add("d_qk_512", [](SparseMla& p) { p.d_qk = 512, p.topk = 130; });
   add("none_shared", [](SparseMla& p) { p.overlap = 0, p.s_kv = 2000; });
+  add("none_shared_long_rows", [](SparseMla& p) { p.overlap = 0, p.s_kv = 9000, p.topk = 300; });
+  add("third_shared", [](SparseMla& p) { p.overlap = 35, p.s_kv = 3000, p.topk = 200, p.s_q = 17; });
   add("all_shared", [](SparseMla& p) { p.overlap = 100; });
   add("ascending", [](SparseMla& p) { p.indices = Indices::kAscending; });
   add("any", [](SparseMla& p) { p.indices = Indices::kAny, p.s_kv = 70; });
   add("invalid_indices", [](SparseMla& p) { p.indices = Indices::kInvalid, p.s_kv = 70; });
   add("empty_rows", [](SparseMla& p) { p.indices = Indices::kEmptyRows, p.s_kv = 70, p.sink = Sink::kExtreme; });
   add("hot_row", heads(8), [](SparseMla& p) { p.indices = Indices::kHot; });
-  add("duplicates", [](SparseMla& p) { p.indices = Indices::kTwice, p.s_kv = 70; });
+  add("duplicates", [](SparseMla& p) { p.indices = Indices::kTwice, p.s_kv = 150, p.topk = 200; });
   add("sink_lengths", [](SparseMla& p) { p.sink = Sink::kAny, p.lengths = true, p.s_q = 19; });
   add("positions", heads(32), [](SparseMla& p) { p.positions = Positions::kArray, p.q_start = 2, p.kv_stride = 4; });
   add("key_ranges", [](SparseMla& p) { p.ranges = true, p.s_q = 20; });

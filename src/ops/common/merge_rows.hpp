@@ -5,6 +5,7 @@
 
 #include "ops/common/query_groups.hpp"
 #include "runtime/launch.hpp"
+#include "tile/gpu/dependency.hpp"
 #include "tile/gpu/merge_rows.hpp"
 
 namespace hopwell::ops {
@@ -18,6 +19,7 @@ tile::MergeParams merge_params(const Problem& problem, const QueryGroups& groups
   auto* const workspace = static_cast<std::byte*>(problem.workspace);
   return {tile::params_of(problem.selection),
           groups.members,
+          tile::MergeStorage::words_of(groups.members),
           reinterpret_cast<int*>(workspace + place.keys),
           reinterpret_cast<uint8_t*>(workspace + place.holders),
           reinterpret_cast<int*>(workspace + place.lengths),
@@ -34,16 +36,20 @@ namespace HOPWELL_TARGET {
 
 // Each operator has a kernel of its own, by its problem's type.
 template <class Problem>
-__global__ void __launch_bounds__(tile::kMergeThreads)
+__global__ void __launch_bounds__(tile::kMergeThreads, tile::kMergeCtasOfSm)
     merge_rows_of_queries(const __grid_constant__ tile::MergeParams p) {
+  tile::launch_dependents();
+  tile::wait_for_prior_kernels();
   tile::merge_rows_of_group(p, arch::dynamic_smem<tile::MergeStorage>(), arch::block_index());
 }
 
 template <class Problem>
-void merge_rows(const char* op, const QueryGroups& groups, const tile::MergeParams& p, Stream stream) {
+void merge_rows(const char* op, const runtime::Device& device, const QueryGroups& groups, const tile::MergeParams& p,
+                Stream stream) {
   if (groups.count == 0) return;
-  runtime::launch(op, merge_rows_of_queries<Problem>,
-                  runtime::shape_of_ctas(groups.count, tile::kMergeThreads, sizeof(tile::MergeStorage)), stream, p);
+  arch::LaunchShape shape = runtime::shape_of_ctas(groups.count, tile::kMergeThreads, sizeof(tile::MergeStorage));
+  shape.programmatic_dependency = device.has_dependent_launches();
+  runtime::launch(op, merge_rows_of_queries<Problem>, shape, stream, p);
 }
 
 }  // namespace HOPWELL_TARGET

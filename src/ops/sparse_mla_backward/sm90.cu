@@ -21,7 +21,7 @@ Plan plan_of(const Problem& problem) {
 
 void launch(const Problem& problem, Stream stream) {
   const Plan plan = plan_of(problem);
-  ops::HOPWELL_TARGET::merge_rows<Problem>(kName, plan.groups, merge_params_of(problem, plan), stream);
+  ops::HOPWELL_TARGET::merge_rows<Problem>(kName, problem.device, plan.groups, merge_params_of(problem, plan), stream);
   run_call(problem, plan, kBackend, stream, [&] {
     launch_groups(problem, plan, stream);
     launch_pairs(problem, plan, stream);

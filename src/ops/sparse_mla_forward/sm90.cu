@@ -25,9 +25,12 @@ template <class Storage>
 __global__ void __launch_bounds__(Storage::kThreads, 1)
     kernel(const __grid_constant__ typename Storage::KernelParams p) {
 #if HOPWELL_HAS_SM90A
+  constexpr bool kAfterMerge = std::is_same_v<typename Storage::KernelParams, GroupedParams>;
   auto& s = arch::dynamic_smem<Storage>();
+  if constexpr (kAfterMerge) tile::launch_dependents();
   if (arch::thread_index() == 0) initialise(s);
   arch::syncthreads();
+  if constexpr (kAfterMerge) tile::wait_for_prior_kernels();
   const int warpgroup = arch::warpgroup_index();
   if (Role{warpgroup} == Role::gather) {
     arch::setmaxnreg_dec<Storage::kGatherRegisters>();
@@ -65,16 +68,19 @@ void take_groups(GroupedParams& p, const Problem& problem, const Plan& plan, boo
 template <class Storage>
 void launch_kernel(const Problem& problem, const Plan& plan, Stream stream) {
   typename Storage::KernelParams p{params_of(problem)};
-  if constexpr (std::is_same_v<decltype(p), GroupedParams>) take_groups(p, problem, plan, Storage::kOfGroups);
+  arch::LaunchShape shape = runtime::shape_of_ctas(plan.ctas, Storage::kThreads, sizeof(Storage));
+  if constexpr (std::is_same_v<decltype(p), GroupedParams>) {
+    take_groups(p, problem, plan, Storage::kOfGroups);
+    shape.programmatic_dependency = problem.device.has_dependent_launches();
+  }
   p.work_tiles = plan.work_tiles, p.head_tiles = plan.head_tiles, p.queries_at_once = plan.queries_at_once;
-  runtime::launch(kName, kernel<Storage>, runtime::shape_of_ctas(plan.ctas, Storage::kThreads, sizeof(Storage)), stream,
-                  p);
+  runtime::launch(kName, kernel<Storage>, shape, stream, p);
 }
 
 // Groups that are worth it, then what is left.
 template <int kDqk>
 void launch_in_groups(const Problem& problem, const Plan& plan, Stream stream) {
-  ops::HOPWELL_TARGET::merge_rows<Problem>(kName, plan.groups, merge_params_of(problem, plan), stream);
+  ops::HOPWELL_TARGET::merge_rows<Problem>(kName, problem.device, plan.groups, merge_params_of(problem, plan), stream);
   launch_kernel<many_heads::SharedStorage<kDqk, true>>(problem, plan_of_groups(problem, plan), stream);
   if (plan.tile_heads == 16)
     launch_kernel<few_heads::SharedStorage<16, kDqk, true>>(problem, plan, stream);

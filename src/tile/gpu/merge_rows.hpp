@@ -14,13 +14,16 @@ namespace hopwell::tile {
 inline constexpr int kMostMembers = 8;          // queries of a group: a bit each
 inline constexpr int kLongestMergedRow = 4096;  // entries of one of them
 inline constexpr int kMergeThreads = 512;
+inline constexpr int kMergeCtasOfSm = 3;  // that run at a time on Hopper: it takes loads of many groups to fill memory
 
 inline constexpr int kEntriesOfThread = kLongestMergedRow / kMergeThreads;  // of a member
-static_assert(kEntriesOfThread * kMostMembers <= 64);
+inline constexpr int kMergeBatch = 4;                                       // of them, asked for at a time
+static_assert(kEntriesOfThread * kMostMembers <= 64 && kEntriesOfThread % kMergeBatch == 0);
 
 struct MergeParams {
   SelectionParams selection;
   int members;       // of a group
+  int words;         // of a member's bits: MergeStorage::words_of(members)
   int* keys;         // [groups, members · topk]: the union, in ascending order but for keys that occur twice in a row
   uint8_t* holders;  // the same: bit m: member m has the key
   int* lengths;      // [groups]: keys; 0: the members are better taken one by one
@@ -51,14 +54,17 @@ inline SelectionParams merged_rows_of(const MergeParams& p) {
 }
 
 struct MergeStorage {
-  static constexpr int kWords = 2048 * kMostMembers, kStaged = 512;
+  static constexpr int kWords = 2048 * kMostMembers, kStaged = 256;
 
-  uint32_t seen[kWords];                         // of each member a bit for each key of a round
-  uint32_t staged[kMergeThreads / 32][kStaged];  // of each warp: keys on their way, so that lines are written whole
+  alignas(16) uint32_t seen[kWords];             // of each member a bit for each key of a round
+  uint16_t staged[kMergeThreads / 32][kStaged];  // of each warp: places of keys on their way, of 32 words
+  Entries rows[kMostMembers];
   int warp_sums[kMergeThreads / 32];
 
-  static HOPWELL_HOST_DEVICE int words_of(int members) { return kWords / members; }
+  // A multiple of 4, as they are cleared and counted so many at a time.
+  static HOPWELL_HOST_DEVICE int words_of(int members) { return kWords / members / 4 * 4; }
 };
+static_assert(kMergeCtasOfSm * (sizeof(MergeStorage) + 1024) <= 228 * 1024);  // 1 KB of each CTA is the system's
 
 /// The sum of x, the same for all of a warp, over the warps before; `total`: over all.
 HOPWELL_DEVICE int sum_before_warp(MergeStorage& s, int x, int& total) {
@@ -66,43 +72,16 @@ HOPWELL_DEVICE int sum_before_warp(MergeStorage& s, int x, int& total) {
   arch::syncthreads();
   if (arch::lane_index() == 0) s.warp_sums[warp] = x;
   arch::syncthreads();
-  int before = total = 0;
-  HOPWELL_UNROLL
-  for (int w = 0; w < kMergeThreads / 32; ++w) {
-    before += w < warp ? s.warp_sums[w] : 0;
-    total += s.warp_sums[w];
-  }
-  return before;
+  const int lane = arch::lane_index(), own = lane < kMergeThreads / 32 ? s.warp_sums[lane] : 0;
+  const int up_to_lane = sum_up_to_lane(own);
+  total = arch::shuffle(up_to_lane, 31);
+  return arch::shuffle(up_to_lane - own, warp);
 }
 
-/// A bit for each key of a word that any member has.
-HOPWELL_DEVICE uint32_t keys_of_word(const MergeStorage& s, int members, int word) {
-  uint32_t any = 0;
-  for (int m = 0; m < members; ++m) any |= s.seen[m * MergeStorage::words_of(members) + word];
-  return any;
-}
-
-/// Marks the keys from `first` on of a member's row that have not been taken yet. Of equal ones of a row one is taken, the
-/// others wait for another round. Returns whether there are such; `taken`: a bit for each of the thread's entries.
-HOPWELL_DEVICE bool mark_keys(MergeStorage& s, const Entries& entries, int member, int members, int first,
-                              uint64_t& taken) {
-  const int words = MergeStorage::words_of(members);
-  const uint32_t seen = arch::shared_address(s.seen + member * words);
-  int key[kEntriesOfThread];
-  HOPWELL_UNROLL
-  for (int r = 0; r < kEntriesOfThread; ++r) key[r] = entries.at(arch::thread_index() + r * kMergeThreads);
-  bool waits = false;
-  HOPWELL_UNROLL
-  for (int r = 0; r < kEntriesOfThread; ++r) {
-    const uint32_t at = uint32_t(key[r]) - uint32_t(first);
-    const int place = kEntriesOfThread * member + r;
-    if (!entries.counts(key[r]) || at >= 32 * uint32_t(words) || (taken >> place & 1)) continue;
-    const uint32_t bit = 1u << at % 32;
-    const bool is_second = arch::atomic_or_shared(seen + at / 32 * 4, bit) & bit;
-    taken |= uint64_t(!is_second) << place;
-    waits = waits || is_second;
-  }
-  return waits;
+/// Clears `count` words, and up to three more, from one whose address is a multiple of 16.
+HOPWELL_DEVICE void clear_words(uint32_t* words, int count) {
+  for (int i = 4 * arch::thread_index(); i < count; i += 4 * kMergeThreads)
+    *reinterpret_cast<arch::Words4*>(words + i) = {};
 }
 
 /// Words of marked keys, from `begin` to `end`.
@@ -110,55 +89,164 @@ struct WordRange {
   int begin, end;
 };
 
+/// How many keys any member has in a warp's words, for this lane's share of these. Words past the last are clear.
+HOPWELL_DEVICE int count_keys(const MergeParams& p, const MergeStorage& s, const WordRange& own) {
+  int count = 0;
+  for (int word = own.begin + 4 * arch::lane_index(); word < own.end; word += 4 * 32) {
+    arch::Words4 any = {};
+    HOPWELL_NO_UNROLL
+    for (int m = 0; m < p.members; ++m) {
+      const auto of_member = *reinterpret_cast<const arch::Words4*>(s.seen + m * p.words + word);
+      HOPWELL_UNROLL
+      for (int i = 0; i < 4; ++i) any.w[i] |= of_member.w[i];
+    }
+    for (const uint32_t keys : any.w) count += std::popcount(keys);
+  }
+  return count;
+}
+
+/// A bit for each key of a word that any member has.
+HOPWELL_DEVICE uint32_t keys_of_word(const MergeParams& p, const MergeStorage& s, int word) {
+  uint32_t any = 0;
+  HOPWELL_NO_UNROLL
+  for (int m = 0; m < p.members; ++m) any |= s.seen[m * p.words + word];
+  return any;
+}
+
+/// A bit for each member that has the key of a bit.
+HOPWELL_DEVICE uint32_t holders_of_bit(const MergeParams& p, const MergeStorage& s, int bit) {
+  uint32_t holders = 0;
+  HOPWELL_NO_UNROLL
+  for (int m = 0; m < p.members; ++m) holders |= (s.seen[m * p.words + bit / 32] >> bit % 32 & 1) << m;
+  return holders;
+}
+
+// ---- a first look
+
+inline constexpr int kSampleSlots = 1 << 16;
+
+/// Whether a first look takes a key, one of eight, and its slot. The same keys are taken of all rows, wherever they stand in
+/// them, so that rows in different orders look no less alike. By multiplicative hashing: keys at even distances fall into all classes.
+HOPWELL_HOST_DEVICE uint32_t sample_hash(int key) { return uint32_t(key) * 0x9e3779b1; }
+HOPWELL_HOST_DEVICE bool is_sampled(uint32_t hash) { return hash >> 29 == 0; }
+HOPWELL_HOST_DEVICE uint32_t sample_slot(uint32_t hash) { return hash >> 13 & (kSampleSlots - 1); }
+
+/// Of entries that a first look takes, `again` name a slot that others do, too: whether the union is clearly too long. Where
+/// it is just at the limit, Σ over the keys of (1 - most · rows that have the key) is 0 for all keys and, for those of a class,
+/// differs from it by about √entries at most. A group near the limit that is misjudged loses what it would have gained: little.
+HOPWELL_HOST_DEVICE bool is_clearly_too_long(int entries, int again, float most) {
+  const float excess = float(entries - again) - most * float(entries);
+  return excess > 0 && excess * excess > float(entries);
+}
+
+/// Looks at a group's sampled entries. Reads all rows, but leaves out the bits and barriers of a full count.
+HOPWELL_DEVICE bool is_clearly_not_worth_it(const MergeParams& p, MergeStorage& s) {
+  constexpr int kAgain = 1 << 16;
+  static_assert(kMostMembers * kLongestMergedRow < kAgain && kSampleSlots / 32 <= MergeStorage::kWords);
+  const uint32_t seen = arch::shared_address(s.seen);
+  clear_words(s.seen, kSampleSlots / 32);
+  arch::syncthreads();
+  int counts = 0;  // sampled entries, and kAgain for each whose slot was seen before
+  HOPWELL_NO_UNROLL
+  for (int m = 0; m < p.members; ++m) {
+    const Entries entries = s.rows[m];
+    HOPWELL_NO_UNROLL
+    for (int first = arch::thread_index(); first < entries.length; first += kMergeBatch * kMergeThreads) {
+      int key[kMergeBatch];
+      HOPWELL_UNROLL
+      for (int i = 0; i < kMergeBatch; ++i) key[i] = entries.at(first + i * kMergeThreads);
+      HOPWELL_UNROLL
+      for (int i = 0; i < kMergeBatch; ++i) {
+        const uint32_t hash = sample_hash(key[i]), slot = sample_slot(hash), bit = 1u << slot % 32;
+        if (!is_sampled(hash) || !entries.counts(key[i])) continue;
+        counts += arch::atomic_or_shared(seen + slot / 32 * 4, bit) & bit ? 1 + kAgain : 1;
+      }
+    }
+  }
+  int total;
+  sum_before_warp(s, sum_of_warp(counts), total);
+  return is_clearly_too_long(total % kAgain, total / kAgain, p.most);
+}
+
+// ---- the full count
+
+/// Marks the keys from `first` on of a member's row that have not been taken yet. Of equal ones of a row one is taken, the
+/// others wait for another round. Returns whether there are such; `taken`: a bit for each of the thread's entries.
+HOPWELL_DEVICE bool mark_keys(const MergeParams& p, MergeStorage& s, int member, int first, uint64_t& taken) {
+  const Entries entries = s.rows[member];
+  const uint32_t seen = arch::shared_address(s.seen + member * p.words);
+  bool waits = false;
+  HOPWELL_NO_UNROLL
+  for (int first_of_batch = 0; first_of_batch * kMergeThreads < entries.length; first_of_batch += kMergeBatch) {
+    int key[kMergeBatch];
+    HOPWELL_UNROLL
+    for (int i = 0; i < kMergeBatch; ++i)
+      key[i] = entries.at(arch::thread_index() + (first_of_batch + i) * kMergeThreads);
+    HOPWELL_UNROLL
+    for (int i = 0; i < kMergeBatch; ++i) {
+      const uint32_t at = uint32_t(key[i]) - uint32_t(first);
+      const int place = kEntriesOfThread * member + first_of_batch + i;
+      if (!entries.counts(key[i]) || at >= 32 * uint32_t(p.words) || (taken >> place & 1)) continue;
+      const uint32_t bit = 1u << at % 32;
+      const bool is_second = arch::atomic_or_shared(seen + at / 32 * 4, bit) & bit;
+      taken |= uint64_t(!is_second) << place;
+      waits = waits || is_second;
+    }
+  }
+  return waits;
+}
+
 /// What is marked at a time: keys from `first` on. `own`: the warp's words, whose keys lie from place `at` on in the union.
 struct MergeRound {
   int first, at;
   WordRange own;
 };
 
-/// Writes the marked keys of a warp's words, a lane a word at a time, and who holds them.
+/// Writes the marked keys of a warp's words and who holds them: two words a lane, then a key a lane, so that lines are
+/// written whole.
 HOPWELL_DEVICE void write_marked_keys(const MergeParams& p, MergeStorage& s, int group, const MergeRound& round) {
-  const int64_t capacity = int64_t{p.members} * p.selection.topk, row = group * capacity;
-  const int lane = arch::lane_index();
-  uint32_t* const staged = s.staged[arch::warp_index()];
+  constexpr int kWords = 64, kHalf = 1 << 16;
+  const int capacity = p.members * p.selection.topk, lane = arch::lane_index();
+  const int64_t row = int64_t{group} * capacity;
+  uint16_t* const staged = s.staged[arch::warp_index()];
   int at = round.at;
-  for (int from = round.own.begin; from < round.own.end; from += 32) {
-    const int word = from + lane;
-    uint32_t own[kMostMembers] = {}, any = 0;
+  for (int from = round.own.begin; from < round.own.end; from += kWords) {
+    uint32_t any[2];
     HOPWELL_UNROLL
-    for (int m = 0; m < kMostMembers; ++m) {
-      if (m < p.members && word < round.own.end) own[m] = s.seen[m * MergeStorage::words_of(p.members) + word];
-      any |= own[m];
+    for (int j = 0; j < 2; ++j) {
+      const int word = from + 32 * j + lane;
+      any[j] = word < round.own.end ? keys_of_word(p, s, word) : 0;
     }
-    const int count = std::popcount(any), up_to_lane = sum_up_to_lane(count), total = arch::shuffle(up_to_lane, 31);
-    int place = up_to_lane - count;
+    const int counts = std::popcount(any[0]) + kHalf * std::popcount(any[1]);
+    const int up_to_lane = sum_up_to_lane(counts), totals = arch::shuffle(up_to_lane, 31);
+    const int before = up_to_lane - counts, total = totals % kHalf + totals / kHalf;
+    int place[2] = {before % kHalf, before / kHalf + totals % kHalf};
     for (int first = 0; first < total; first += MergeStorage::kStaged) {
       const int end = total < first + MergeStorage::kStaged ? total : first + MergeStorage::kStaged;
-      HOPWELL_NO_UNROLL
-      for (; any != 0 && place < end; any &= any - 1, ++place) {
-        const int bit = std::popcount(~any & (any - 1));
-        uint32_t holders = 0;
-        HOPWELL_UNROLL
-        for (int m = 0; m < kMostMembers; ++m) holders |= (own[m] >> bit & 1) << m;
-        staged[place - first] = uint32_t(32 * lane + bit) << kMostMembers | holders;
+      HOPWELL_UNROLL
+      for (int j = 0; j < 2; ++j) {
+        HOPWELL_NO_UNROLL
+        for (; any[j] != 0 && place[j] < end; any[j] &= any[j] - 1, ++place[j])
+          staged[place[j] - first] = uint16_t(32 * (32 * j + lane) + std::popcount(~any[j] & (any[j] - 1)));
       }
       arch::syncwarp();
       for (int i = first + lane; i < end && at + i < capacity; i += 32) {  // were a barrier lost, it would end here
-        const uint32_t key_and_holders = staged[i - first];
-        p.keys[row + at + i] = round.first + 32 * from + int(key_and_holders >> kMostMembers);
-        p.holders[row + at + i] = uint8_t(key_and_holders);
+        const int bit = 32 * from + staged[i - first];
+        p.keys[row + at + i] = round.first + bit;
+        p.holders[row + at + i] = uint8_t(holders_of_bit(p, s, bit));
       }
-      arch::syncwarp();  // kept: a warp stages keys once more only where there are more than 16,384
+      arch::syncwarp();  // kept: a warp stages keys once more only where there are more than 32,768
     }
     at += total;
   }
 }
 
 /// The keys that any of the members may see.
-HOPWELL_DEVICE KeyRange visible_keys(const MergeParams& p, int group) {
+HOPWELL_DEVICE KeyRange visible_keys(const MergeStorage& s, int members) {
   uint32_t begin = ~0u, end = 0;
-  for (int m = 0; m < p.members; ++m) {
-    const KeyRange visible = p.selection.visibility.keys(int64_t{group} * p.members + m, p.selection.s_kv);
+  HOPWELL_NO_UNROLL
+  for (int m = 0; m < members; ++m) {
+    const KeyRange visible = s.rows[m].visible;
     if (visible.count == 0) continue;
     begin = visible.first < begin ? visible.first : begin;
     end = visible.end() > end ? visible.end() : end;
@@ -176,32 +264,26 @@ struct MergeTotals {
 /// Marks the keys of a group, as many at a time as there are bits for, a key that a row has again in a round of its own,
 /// and shows each round to `look`.
 template <class Look>
-HOPWELL_DEVICE MergeTotals mark_in_rounds(const MergeParams& p, MergeStorage& s, int group, const Look& look) {
+HOPWELL_DEVICE MergeTotals mark_in_rounds(const MergeParams& p, MergeStorage& s, const Look& look) {
   constexpr int kWarps = kMergeThreads / 32;
-  const int t = arch::thread_index(), warp = arch::warp_index(), most_words = MergeStorage::words_of(p.members);
-  const KeyRange visible = visible_keys(p, group);
+  const int warp = arch::warp_index();
+  const KeyRange visible = visible_keys(s, p.members);
   MergeTotals totals;
-  for (uint32_t first = visible.first; first < visible.end(); first += 32 * uint32_t(most_words)) {
+  for (uint32_t first = visible.first; first < visible.end(); first += 32 * uint32_t(p.words)) {
     const uint32_t left = visible.end() - first;
-    const int words = left < 32 * uint32_t(most_words) ? int(left + 31) / 32 : most_words;
-    const int share = (words + kWarps - 1) / kWarps, end = share * (warp + 1);
+    const int words = left < 32 * uint32_t(p.words) ? int(left + 31) / 32 : p.words;
+    const int share = (words + 4 * kWarps - 1) / (4 * kWarps) * 4, end = share * (warp + 1);
     const WordRange own{share * warp, end < words ? end : words};
     uint64_t taken = 0;
     int waiting;
     do {
-      for (int m = 0; m < p.members; ++m)
-        for (int word = t; word < words; word += kMergeThreads) s.seen[m * most_words + word] = 0;
+      for (int m = 0; m < p.members; ++m) clear_words(s.seen + m * p.words, words);
       arch::syncthreads();
       bool waits = false;
       HOPWELL_NO_UNROLL
-      for (int m = 0; m < p.members; ++m) {
-        const Entries entries = entries_of(p.selection, int64_t{group} * p.members + m);
-        waits = mark_keys(s, entries, m, p.members, int(first), taken) || waits;
-      }
+      for (int m = 0; m < p.members; ++m) waits = mark_keys(p, s, m, int(first), taken) || waits;
       arch::syncthreads();
-      int count = 0;
-      for (int word = own.begin + arch::lane_index(); word < own.end; word += 32)
-        count += std::popcount(keys_of_word(s, p.members, word));
+      const int count = count_keys(p, s, own);
       // Both sums at once: there are at most 2^18 keys, in groups of two.
       constexpr int kFlag = 1 << 20;
       const int of_warp = sum_of_warp(count) + (arch::ballot(waits) ? kFlag : 0);
@@ -233,30 +315,41 @@ HOPWELL_DEVICE bool is_worth_it(const MergeParams& p, MergeStorage& s, const Mer
   return worth;
 }
 
-/// Brings all rows of a group to L2 at once: they are read one after the other.
-HOPWELL_DEVICE void prefetch_rows(const MergeParams& p, int group) {
+/// Finds the rows of a group, and brings all of them to L2 at once: they are read one after the other. A warp for each.
+HOPWELL_DEVICE void find_rows(const MergeParams& p, MergeStorage& s, int group) {
   constexpr int kLine = 32;  // entries
-  const int lines = (p.selection.topk + kLine - 1) / kLine;
-  for (int i = arch::thread_index(); i < p.members * lines; i += kMergeThreads) {
-    const int64_t query = int64_t{group} * p.members + i / lines;
-    arch::prefetch_l2(p.selection.indices + query * p.selection.indices_stride + i % lines * kLine);
-  }
+  const int member = arch::warp_index(), lane = arch::lane_index();
+  if (member >= p.members) return;
+  const int64_t query = int64_t{group} * p.members + member;
+  for (int i = lane * kLine; i < p.selection.topk; i += 32 * kLine)
+    arch::prefetch_l2(p.selection.indices + query * p.selection.indices_stride + i);
+  if (lane == 0) s.rows[member] = entries_of(p.selection, query);
 }
 
 /// Merges the rows of a group, by a CTA of kMergeThreads. Groups with a member that sees no key are left alone: what its
-/// rows of q and out hold is nobody's business then. Keys are counted first, since to write them takes most of the time.
+/// rows of q and out hold is nobody's business then. First comes what takes the least time: a look at some keys, then a count
+/// of all; to write them takes the most.
 HOPWELL_DEVICE void merge_rows_of_group(const MergeParams& p, MergeStorage& s, int group) {
-  prefetch_rows(p, group);
-  MergeRound last{};
-  const MergeTotals totals = mark_in_rounds(p, s, group, [&](const MergeRound& round) { last = round; });
-  const bool worth = is_worth_it(p, s, totals);
-  if (arch::thread_index() == 0) p.lengths[group] = worth ? totals.length : 0;
-  if (!worth) return;
-  if (totals.rounds == 1) return write_marked_keys(p, s, group, last);  // which is still marked
-  mark_in_rounds(p, s, group, [&](const MergeRound& round) {
-    write_marked_keys(p, s, group, round);
-    arch::syncthreads();
-  });
+  find_rows(p, s, group);
+  if (is_clearly_not_worth_it(p, s)) {
+    if (arch::thread_index() == 0) p.lengths[group] = 0;
+    return;
+  }
+  bool writes = false;
+  HOPWELL_NO_UNROLL
+  do {
+    MergeRound last{};
+    const MergeTotals totals = mark_in_rounds(p, s, [&](const MergeRound& round) {
+      last = round;
+      if (!writes) return;
+      write_marked_keys(p, s, group, round);
+      arch::syncthreads();
+    });
+    if (writes) return;
+    writes = is_worth_it(p, s, totals);
+    if (arch::thread_index() == 0) p.lengths[group] = writes ? totals.length : 0;
+    if (writes && totals.rounds == 1) return write_marked_keys(p, s, group, last);  // which is still marked
+  } while (writes);
 }
 
 }  // namespace hopwell::tile

@@ -109,6 +109,16 @@ HOPWELL_DEVICE void multiply_scores(Storage& s, int stage, uint32_t parity, floa
   arch::wgmma_wait<0>(scores);
 }
 
+// Instead of it for a tile without keys, whose scores the mask replaces. Others count on the keys having come.
+template <class Storage>
+HOPWELL_DEVICE void skip_scores(Storage& s, uint32_t parity, float (&scores)[32]) {
+  const auto slot = tile::ring_stage(s.key_ring, 1, parity);
+  HOPWELL_UNROLL
+  for (int part = 0; part < Storage::kParts; ++part) slot.wait_full(part);
+  HOPWELL_UNROLL
+  for (float& score : scores) score = 0;
+}
+
 // Which of a tile's keys count, 32 a word: for all heads, or for those of a group's members that a thread's rows r are.
 struct TileMask {
   uint32_t low, high;
@@ -329,6 +339,13 @@ HOPWELL_DEVICE void store_out(const Params& p, Storage& s, int self, const WorkT
   for (int i = 0; i < 2; ++i) tile::ring_stage(s.key_ring, 1).release(Storage::first_group_of(self) + i);
 }
 
+// Whether tile B of a step has keys. Of groups, whose unions have any length, the last one may have none, and nothing is multiplied;
+// rows of queries without groups are mostly whole steps.
+template <class Storage>
+HOPWELL_DEVICE bool has_second_tile(const WorkTile& work, int step) {
+  return !Storage::kOfGroups || work.entries.length > (kStages * step + 1) * kKeys;
+}
+
 // Warpgroup `self` has tile `self` of every step and columns 256 · self and up. O takes the tiles in order. Both run
 // the same instructions, so that they share the instruction cache.
 template <class Storage>
@@ -347,7 +364,10 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
       float scores[32], factor[2], remote_factor[2];
       Probabilities own;
       if (self == 1) arch::mbarrier_wait(s.turn, parity);  // kept: order alone, for speed
-      multiply_scores(s, self, parity, scores);
+      if (self == 0 || has_second_tile<Storage>(work, i))
+        multiply_scores(s, self, parity, scores);
+      else
+        skip_scores(s, parity, scores);
       if (i == work.steps - 1) tile::arrive_warp(s.q_empty);
       softmax(p, s, self, parity, scores, state, remote_factor, factor);
       store_p(s, self, parity, scores, own);
@@ -361,8 +381,9 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
           for (int r = 0; r < 2; ++r)
             shrink[r] = self == 1 ? remote_factor[r] : state.move_reference(r, s.reference[1][row + 8 * r]);
         }
-        multiply_values(s, self, stage, probabilities, shrink, out, i == 0 && stage == 0,
-                        i < work.steps - 1 || stage == 0);
+        if (stage == 0 || has_second_tile<Storage>(work, i))
+          multiply_values(s, self, stage, probabilities, shrink, out, i == 0 && stage == 0,
+                          i < work.steps - 1 || stage == 0);
       }
     }
     float scale[2];
