@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::size_t kMiB = std::size_t{1} << 20;
 constexpr MainKernels kHopper{64, 64, 128, false}, kPairInFixedPoint{64, 64, 128, true},
-    kMergesRows{64, 64, 128, false, true};
+    kMergesRows{64, 64, 128, false, true}, kStreamsKeys{64, 64, 128, false, true, true};
 constexpr int kSms[] = {8, 66, 114, 132, 148};
 
 View view(DType dtype, std::initializer_list<std::int64_t> shape) {
@@ -176,10 +176,11 @@ TEST(SparseMlaBackwardPlan, OrderAndPaceFollowL2) {
 
 // By the bandwidth of an H200 and an H100: where sums miss L2; and where memory is busy most of the time, closer together.
 TEST(SparseMlaBackwardPlan, FetchesSumsAheadWhereItPays) {
-  const auto plan = [](double bytes_per_ns, std::int64_t h_q, std::int64_t s_kv, bool share_keys = false) {
+  const auto plan = [](double bytes_per_ns, std::int64_t h_q, std::int64_t s_kv, bool share_keys = false,
+                       const MainKernels& kernels = kStreamsKeys) {
     Problem p = problem_of(4096, h_q, s_kv, 2048, 132);
     p.device.l2_bytes = 50 * kMiB, p.device.memory_bytes_per_ns = bytes_per_ns, p.share_keys = share_keys;
-    return make_plan(p, kHopper);
+    return make_plan(p, kernels);
   };
   for (const double bytes_per_ns : {4917.0, 3352.0}) {
     const bool h100 = bytes_per_ns < 4000;
@@ -196,6 +197,13 @@ TEST(SparseMlaBackwardPlan, FetchesSumsAheadWhereItPays) {
     }
   }
   EXPECT_FALSE(plan(0, 64, 128 << 10).prefetches_sums);
+  for (const std::int64_t h_q : {64, 128}) {  // kernels that cannot, and the pair, where memory is as busy
+    const std::int64_t s_kv = h_q == 64 ? 128 << 10 : 512 << 10;
+    const Plan busy = plan(h_q == 64 ? 3352 : 1600, h_q, s_kv, false, h_q == 64 ? kHopper : kStreamsKeys);
+    EXPECT_FALSE(busy.prefetches_sums);
+    EXPECT_FALSE(busy.streams_keys);
+    EXPECT_EQ(busy.pace_slack, 1);
+  }
   const Plan shared = plan(3352, 16, 128 << 10, true);  // neighbours' keys meet in L2
   EXPECT_TRUE(shared.prefetches_sums);
   EXPECT_FALSE(shared.streams_keys);

@@ -27,10 +27,9 @@ bool exceeds_l2(const Problem& p, std::int64_t parts, std::int64_t of) {
 
 // The part of a main kernel's time in which memory is busy, if the CTAs of a wave, at one pace, fetch each key's row of kv
 // once and its sums, too, and write these back. Queries select keys at random.
-double memory_share(const Problem& p, const MainKernels& kernels) {
+double memory_share(const Problem& p, int ctas) {
   constexpr double kNanosecondsOfKey =
       110;  // of one query, on an H100 where all is in L2: 104 for a pair, 118 for a CTA
-  const int ctas = kernels.pair_heads > 0 && p.h_q > kernels.single_heads ? 2 : 1;
   const double s_kv = static_cast<double>(p.s_kv), topk = static_cast<double>(p.topk);
   const double keys = s_kv * (1 - std::exp(-p.device.sms / ctas * topk / s_kv));
   const double bytes = keys * static_cast<double>(p.d_qk) * (2 + 4 + 4);
@@ -51,14 +50,17 @@ void plan_order(Plan& plan, const Problem& p, const MainKernels& kernels) {
   const std::int64_t window = static_cast<std::int64_t>(p.device.l2_bytes) * 4 / 15;
   const std::int64_t step_bytes = sum_bytes(p) / std::max<std::int64_t>(p.topk / kernels.keys, 1);
   plan.pace_slack = static_cast<int>(std::clamp<std::int64_t>(window / std::max<std::int64_t>(step_bytes, 1), 1, 8));
-  // Additions that miss L2 are slow. Where many do, rows are fetched a step ahead; where few do, that costs more. Where
-  // memory is busy most of the time CTAs wait for the last one, not for the average, and what they only read leaves first.
-  // Neighbours that share keys leave memory idle.
-  const double memory = plan.ascending ? memory_share(p, kernels) : 0;
-  const bool pays_ahead = p.share_keys ? exceeds_l2(p, 10, 3) : exceeds_l2(p, 2, 1) && memory > 0.4;
-  plan.prefetches_sums = p.dkv && (pays_ahead || p.device.emulated());
-  plan.streams_keys = p.dkv && ((memory > 0.75 && !p.share_keys) || p.device.emulated());
+  // Additions that miss L2 are slow. Where many do, rows are fetched a step ahead; where few do, that costs more, and so it
+  // does where memory is busy most of the time. But not if CTAs then wait for the last one instead of the average, and what
+  // they only read leaves L2 first. Neighbours that share keys leave memory idle.
+  const int ctas = kernels.pair_heads > 0 && p.h_q > kernels.single_heads ? 2 : 1;
+  const double memory = plan.ascending ? memory_share(p, ctas) : 0;
+  const bool busy = memory >= 0.75, can_stream = p.dkv && kernels.single_streams_keys && ctas == 1;
+  plan.streams_keys = can_stream && ((busy && !p.share_keys) || p.device.emulated());
   if (plan.streams_keys) plan.pace_slack = 0;
+  const bool pays_ahead =
+      p.share_keys ? exceeds_l2(p, 10, 3) : exceeds_l2(p, 2, 1) && memory > 0.4 && (!busy || plan.streams_keys);
+  plan.prefetches_sums = p.dkv && (pays_ahead || p.device.emulated());
 }
 
 // Neighbouring queries with up to 32 heads are taken together where their selections share enough, which is found out on

@@ -15,6 +15,7 @@ struct MainKernels {
   int pair_heads = 0;                  // heads of a query, on a cluster of two CTAs; 0: there are no such kernels
   bool pair_adds_fixed_point = false;  // otherwise deterministic calls take all heads by the single kernel
   bool merges_rows = false;            // there are kernels for groups of queries: tile/gpu/merge_rows.hpp
+  bool single_streams_keys = false;    // the single kernel can let rows of kv leave L2 first
 };
 
 // Where the main kernels add to dkv.

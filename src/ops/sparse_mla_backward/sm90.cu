@@ -16,7 +16,8 @@ Plan plan_of(const Problem& problem) {
                              .single_heads = Config::kHeads,
                              .pair_heads = PairConfig::kHeads,
                              .pair_adds_fixed_point = false,
-                             .merges_rows = true});
+                             .merges_rows = true,
+                             .single_streams_keys = true});
 }
 
 void launch(const Problem& problem, Stream stream) {

@@ -9,8 +9,8 @@
 //           units, which leaves room for the sign:
 //               two sums of 32 bits in a word, kPairedBits = 29:  n < 3 · 2^30 (n/2 is less than 2^31 − 2^29 − 2^6)
 //               one sum of 64 bits, kWideBits = 61:               any n of 32 bits
-// Error     A contribution is off by at most half a unit, 2^-kBits · n · largest; truncation doubles it. Paired, never by
-//           less than 2^-kPairedBitsOfOne · largest.
+// Error     A contribution is off by at most half a unit, 2^-kBits · n · largest; truncation doubles it. Paired, by at
+//           most that or 2^-kPairedBitsOfOne · largest, whichever is more.
 // Layout    Wide: a word a sum. Paired: two neighbouring sums in one 64-bit word as low + 2^32 high, both signed, so
 //           that one 64-bit addition adds to both; a negative low borrows from high, which unpack_pair gives back.
 // Rounding  Paired contributions are rounded by an addition to 3/2 · 2^23, whose floats are one apart for 2^22 to either

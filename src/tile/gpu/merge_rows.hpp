@@ -57,7 +57,7 @@ struct MergeStorage {
   static constexpr int kWords = 2048 * kMostMembers, kStaged = 256;
 
   alignas(16) uint32_t seen[kWords];             // of each member a bit for each key of a round
-  uint16_t staged[kMergeThreads / 32][kStaged];  // of each warp: places of keys on their way, of 32 words
+  uint16_t staged[kMergeThreads / 32][kStaged];  // of each warp: places of keys on their way, of 64 words
   Entries rows[kMostMembers];
   int warp_sums[kMergeThreads / 32];
 
