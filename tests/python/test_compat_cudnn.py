@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cudnn_inputs import Offsets, Pack, assert_scores, index_scores, ints, masked_scores, random, strided, visible
 from hopwell.compat import _index_scores
 from hopwell.compat.cudnn import DSA, TupleDict, _results
 from support import norm_error
@@ -13,72 +14,11 @@ from torch import Tensor
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 4e-3}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-Offsets = Sequence[int] | None
 
 
 @pytest.fixture(autouse=True)
 def few_scores_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_index_scores, "_SCORES_AT_A_TIME", 150)
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Quarters, so that products are exact and the sign of their sums is certain."""
-    return ((torch.randn(*shape) * 4).round() / 4).to(dtype)
-
-
-def ints(values: Offsets) -> Tensor | None:
-    return None if values is None else torch.tensor(values, dtype=torch.int32)
-
-
-def strided(*shape: int) -> Tensor:
-    return torch.empty(*shape, 2)[..., 0]
-
-
-def visible(s_q: int, s_k: int, ratio: int, offset: int = 0) -> Tensor:
-    return torch.arange(s_k) < (torch.arange(s_q)[:, None] + offset + 1) // ratio
-
-
-def index_scores(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
-    """[…, s_q, h, d], […, s_k, d] and […, s_q, h] in float64, or whatever they are in."""
-    return torch.einsum("...sht,...sh->...st", torch.einsum("...shd,...td->...sht", q, k).relu(), w)
-
-
-def masked_scores(q: Tensor, k: Tensor, w: Tensor, ratio: int, offsets: Offsets = None) -> Tensor:
-    """Of a batch, k without a dimension of heads."""
-    mask = torch.stack([visible(q.shape[1], k.shape[1], ratio, o) for o in offsets or [0] * len(q)])
-    return index_scores(q.double(), k.double(), w.double()).masked_fill(~mask, -math.inf)
-
-
-def assert_scores(actual: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
-    assert actual.shape == expected.shape and not actual.isnan().any()
-    assert torch.equal(actual.isinf(), expected.isinf())
-    finite = ~expected.isinf()
-    assert norm_error(actual[finite], expected[finite]) <= tolerance
-
-
-class Pack:
-    """Sequences of 3, 0, 5 and 1 queries, and one more query that belongs to none; 7, 4, 5 and 2 keys."""
-
-    queries, keys = (3, 0, 5, 1), (7, 4, 5, 2)
-
-    def __init__(self) -> None:
-        self.cu_q, self.cu_k = (torch.tensor([0, *n]).cumsum(0).int() for n in (self.queries, self.keys))
-        self.total_q, self.total_k, self.widest = sum(self.queries) + 1, sum(self.keys), max(self.keys)
-        self.arguments = {"cu_seqlens_q": self.cu_q, "cu_seqlens_k": self.cu_k}
-
-    def parts(self, q: Sequence[Tensor], k: Sequence[Tensor]) -> Any:
-        """The tensors of each sequence: by its queries, and by its keys."""
-        for i in range(len(self.queries)):
-            of_q, of_k = slice(*self.cu_q[i : i + 2]), slice(*self.cu_k[i : i + 2])
-            yield [x[of_q] for x in q], [x[of_k] for x in k], of_q, of_k
-
-    def masked_scores(self, q: Tensor, k: Tensor, w: Tensor, ratio: int, offsets: Offsets = None) -> Tensor:
-        """[total_q, widest], each row from its sequence's first key on."""
-        scores = torch.full((self.total_q, self.widest), -math.inf, dtype=torch.float64)
-        for i, ((q_i, w_i), (k_i,), of_q, _) in enumerate(self.parts((q, w), (k,))):
-            mine = masked_scores(q_i[None], k_i[None], w_i[None], ratio, [offsets[i] if offsets else 0])[0]
-            scores[of_q, : len(k_i)] = mine
-        return scores
 
 
 @pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16])
@@ -143,38 +83,6 @@ def test_index_scores_of_e4m3_with_a_scale_a_row(prescaled: bool) -> None:
     assert_scores(DSA.indexer_forward_wrapper(q, k, w, **options)["scores"], expected)
 
 
-@pytest.mark.parametrize("top_k", [1, 6, 40])
-@pytest.mark.parametrize("next_n", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("tie_break", "deterministic"), [(0, False), (0, True), (1, True), (2, False)])
-def test_top_k(dtype: torch.dtype, next_n: int, top_k: int, tie_break: int, deterministic: bool) -> None:
-    x = (torch.randn(12, 31) * 2).round().to(dtype)  # many ties; +0 comes before −0
-    x[1, 5], x[2, :9], x[3, 4] = -math.inf, -math.inf, math.inf
-    lengths = torch.randint(0, 32, (12 // next_n,), dtype=torch.int32)
-    lengths[0] = 31
-    options = {"tie_break": tie_break, "deterministic": deterministic, "next_n": next_n}
-    indices, values = DSA.indexer_top_k_wrapper(x, lengths, top_k, **options)
-    assert indices.dtype == torch.int32 and values.dtype == dtype and indices.shape == values.shape == (12, top_k)
-    for row in range(12):
-        n = max(0, int(lengths[row // next_n]) - next_n + row % next_n + 1)
-        sign = -1 if tie_break == 2 else 1
-        numbers = x[row].tolist()
-        best = sorted(range(n), key=lambda t: (-numbers[t], math.copysign(1.0, -numbers[t]), sign * t))[:top_k]
-        assert indices[row].tolist() == sorted(best) + [-1] * (top_k - len(best))
-        assert torch.equal(values[row, : len(best)], x[row, sorted(best)])
-        assert values[row, len(best) :].eq(-math.inf).all()
-    without = DSA.indexer_top_k_wrapper(x, lengths, top_k=top_k, return_val=False, **options)
-    assert without["values"] is None and torch.equal(without["indices"], indices)
-
-
-def test_top_k_of_strided_rows_and_of_no_columns() -> None:
-    x, lengths = torch.randn(5, 9), torch.full((5,), 9, dtype=torch.int32)
-    views = x.t().contiguous().t(), torch.stack([lengths, lengths], 1)[:, 0]
-    assert torch.equal(DSA.indexer_top_k_wrapper(*views, 4)[0], DSA.indexer_top_k_wrapper(x, lengths, 4)[0])
-    indices, values = DSA.indexer_top_k_wrapper(x[:, :0], lengths * 0, 2)
-    assert indices.eq(-1).all() and values.eq(-math.inf).all()
-
-
 def local_and_global(s_k: int, b: int, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Entries of a batch, some of them none, as numbers of keys of their sequence and of all keys."""
     local = torch.randint(-1, s_k, shape, dtype=torch.int32)
@@ -222,59 +130,6 @@ def test_recomputed_scores_of_entries(dtype: torch.dtype, b: int, with_lengths: 
     torch.testing.assert_close(predict.double(), index.softmax(-1).nan_to_num(0.0), rtol=1e-4, atol=1e-6)
     assert DSA.sparse_indexer_score_recompute_wrapper(q, k, w, table, **options, out=out)[0] is out
     assert torch.equal(out, predict)
-
-
-@pytest.mark.parametrize("top_k", [3, 20])
-@pytest.mark.parametrize("are_global", [False, True])
-@pytest.mark.parametrize(("ratio", "offsets", "sm_scale"), [(1, None, 1.0), (4, (3, 33), 0.5)])
-def test_selection_with_the_scores(ratio: int, offsets: Offsets, sm_scale: float, are_global: bool, top_k: int) -> None:
-    q, k, w = random(2, 10, 5, 16), random(2, 13, 1, 16), random(2, 10, 5)
-    scores = masked_scores(q, k[:, :, 0], w.double() * sm_scale, ratio, offsets)
-    options = {"ratio": ratio, "sm_scale": sm_scale, "q_causal_offsets": ints(offsets)}
-    options["topk_indices_global"] = are_global
-    result = DSA.indexer_forward_top_k_wrapper(q, k, w, top_k, **options)
-    assert list(result.keys()) == ["indices", "logits", "softmax"]
-    own = result["indices"] - 13 * are_global * torch.arange(2)[:, None, None]
-    own = own.masked_fill(result["indices"] < 0, -1)
-    assert result["indices"].dtype == torch.int32 and own.max() < 13
-    assert_scores(result["logits"], scores.gather(2, own.clamp(min=0).long()).masked_fill(own < 0, -math.inf))
-    best = scores.topk(min(top_k, 13)).values
-    assert_scores(result["logits"].sort(-1, descending=True).values[:, :, :13], best)
-    softmax = result["logits"].softmax(-1).nan_to_num(0.0)
-    torch.testing.assert_close(result["softmax"], softmax, rtol=1e-6, atol=0)
-
-    outputs = strided(2, 10, top_k).int(), strided(2, 10, top_k), strided(2, 10, top_k), strided(2, 10)
-    given = dict(zip(("out_indices", "out_logits", "softmax_out", "lse_out"), outputs, strict=True))
-    again = DSA.indexer_forward_top_k_wrapper(q, k, w, top_k, **options, **given, return_softmax=False)
-    assert all(x is out for x, out in zip(again, outputs, strict=True))
-    assert all(torch.equal(again[name], result[name]) for name in ("indices", "logits", "softmax"))
-    assert_scores(again["lse"], scores.logsumexp(-1))
-    only = DSA.indexer_forward_top_k_wrapper(q, k, w, top_k, **options, return_softmax=False)
-    assert list(only.keys()) == ["indices", "logits"]
-
-
-def test_selection_with_the_scores_of_a_pack() -> None:
-    pack = Pack()
-    q, k, w = random(pack.total_q, 3, 16), random(pack.total_k, 1, 16), random(pack.total_q, 3)
-    scores = pack.masked_scores(q, k[:, 0], w, 1)
-    result = DSA.indexer_forward_top_k_wrapper(q, k, w, 4, ratio=1, topk_indices_global=False, **pack.arguments)
-    assert_scores(result["logits"].sort(-1, descending=True).values, scores.topk(4).values)
-    of_pack = DSA.indexer_forward_top_k_wrapper(q, k, w, 4, ratio=1, **pack.arguments)["indices"]
-    moved = DSA.local_to_global_wrapper(result["indices"], pack.widest, *pack.arguments.values())["indices"]
-    assert moved.dtype == torch.int32 and torch.equal(moved, of_pack)
-
-
-def test_numbers_of_keys_of_their_own_sequence_and_of_all() -> None:
-    own = torch.tensor([[[3, -1, 0]], [[-7, 4, 1]]])
-    assert DSA.local_to_global_wrapper(own, 5)["indices"].tolist() == [[[3, -1, 0]], [[-1, 9, 6]]]
-
-
-def test_entries_are_moved_to_the_front() -> None:
-    table = torch.tensor([[[-1, 4, -9, 2]], [[-1, -1, -1, -1]], [[7, 7, 0, 1]]], dtype=torch.int32)
-    indices, lengths = DSA.compactify_wrapper(table)
-    assert indices.tolist() == [[4, 2, -1, -1], [-1] * 4, [7, 7, 0, 1]]
-    assert lengths.tolist() == [2, 0, 4] and indices.dtype == lengths.dtype == torch.int32
-    assert torch.equal(DSA.compactify_wrapper(table[:, 0])["indices"], indices)
 
 
 def test_attention_on_the_entries_of_sparse_attention() -> None:
