@@ -38,6 +38,21 @@ HOPWELL_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b) {
 #endif
 }
 
+/// prmt.b32 where each digit of the selector has 8 set: all of a byte's bits are the sign of the byte that the digit's other
+/// bits choose. PTX: #data-movement-and-conversion-instructions-prmt
+HOPWELL_DEVICE uint32_t permute_signs(uint32_t a, uint32_t b, uint32_t selector) {
+#if HOPWELL_ON_DEVICE
+  uint32_t r;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
+  return r;
+#else
+  const uint64_t bytes = uint64_t{b} << 32 | a;
+  uint32_t r = 0;
+  for (uint32_t i = 0; i < 4; ++i) r |= (bytes >> ((selector >> 4 * i & 7) * 8 + 7) & 1 ? 0xffU : 0) << 8 * i;
+  return r;
+#endif
+}
+
 /// bfind.u32: the highest bit that is set, 0xffffffff if none is. PTX: #integer-arithmetic-instructions-bfind
 HOPWELL_DEVICE uint32_t bfind(uint32_t x) {
 #if HOPWELL_ON_DEVICE

@@ -25,6 +25,16 @@ runtime::Support supports(const Problem& p) {
   return {};
 }
 
+int entry_tiles(const Problem& p) { return static_cast<int>((p.topk + kTileEntries - 1) / kTileEntries); }
+
+// What all GPUs need, and behind it which products were positive, where queries are taken one by one.
+std::size_t workspace_bytes_with_positive(const Problem& p) {
+  const Plan plan = plan_of(p);
+  const std::int64_t words =
+      plan.group_rows > 0 || !p.relu ? 0 : p.pass_queries * plan.head_tiles * entry_tiles(p) * kPositiveWords;
+  return workspace_bytes(p) + static_cast<std::size_t>(words) * sizeof(std::uint32_t);
+}
+
 template <bool kRelu, int kRows>
 void launch_groups(const Problem& problem, Stream stream) {
   const auto queries = static_cast<int>(problem.queries()), group = plan_of(problem).group;
@@ -56,14 +66,16 @@ void launch_as(const Problem& problem, Stream stream) {
     default:
       break;
   }
-  const Params<bf16> p = params_of<bf16>(problem, ScoreConfig::kWarps);
+  EntryParams p{params_of<bf16>(problem, ScoreConfig::kWarps), nullptr, plan_of(problem).head_tiles,
+                entry_tiles(problem)};
+  p.positive = reinterpret_cast<std::uint32_t*>(static_cast<std::byte*>(problem.workspace) + workspace_bytes(problem));
   const auto queries = static_cast<std::uint32_t>(problem.queries());
-  launch_passes(problem, p, stream, [&] {
+  launch_passes(problem, static_cast<const Params<bf16>&>(p), stream, [&] {
     runtime::launch(kName, score_entries<kRelu>,
                     {.grid = {queries}, .threads = ScoreConfig::kThreads, .shared_bytes = sizeof(ScoreStorage)}, stream,
                     p);
     runtime::launch(kName, add_gradients<kRelu>,
-                    {.grid = {queries * static_cast<std::uint32_t>(plan_of(problem).head_tiles)},
+                    {.grid = {queries * static_cast<std::uint32_t>(p.head_tiles)},
                      .threads = GradientConfig::kThreads,
                      .shared_bytes = sizeof(GradientStorage)},
                     stream, p);
@@ -75,8 +87,10 @@ void launch(const Problem& problem, Stream stream) {
   launch_as<false>(problem, stream);
 }
 
-const runtime::Registration<Problem> backend{
-    {.name = runtime::kBackend, .supports = supports, .workspace_bytes = workspace_bytes, .launch = launch}};
+const runtime::Registration<Problem> backend{{.name = runtime::kBackend,
+                                              .supports = supports,
+                                              .workspace_bytes = workspace_bytes_with_positive,
+                                              .launch = launch}};
 
 }  // namespace
 }  // namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET

@@ -14,18 +14,44 @@ namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET {
 constexpr int kTileEntries = tile::kTileRows, kSteps = 128 / 16;
 constexpr uint32_t kTileBytes = 2 * tile::kPanelBytes;
 
+// Which products of a tile's 64 entries with 64 heads are positive: a bit each, found with the scores and kept for the gradients.
+// Warp w has its 16 entries in words 32 w to 32 w + 31. A lane's word has its 32 accumulators: number i, of entries lane / 4 and 8
+// more and of heads 8 (i / 4) + 2 (lane % 4) and one more, is bit 7 − i / 4 + 16 (i / 2 % 2) + 8 (i % 2). So a shift by
+// i / 4 brings bits of all entries and heads of that block to where bytes have their signs.
+constexpr int kPositiveWords = 128;
+HOPWELL_DEVICE uint32_t positive_bits(const float (&products)[32]) {
+  uint32_t bits = 0;
+  HOPWELL_UNROLL
+  for (int i = 0; i < 32; ++i) bits |= products[i] > 0 ? 1U << (7 - i / 4 + 16 * (i / 2 % 2) + 8 * (i % 2)) : 0;
+  return bits;
+}
+
+// The parameters with those words, [queries of the pass, head tiles, entry tiles of topk, kPositiveWords].
+struct EntryParams : Params<bf16> {
+  uint32_t* positive;
+  int head_tiles, entry_tiles;
+
+  HOPWELL_DEVICE uint32_t* positive_of(int query, int head_tile, int tile) const {
+    return positive + ((int64_t{query} * head_tiles + head_tile) * entry_tiles + tile) * kPositiveWords;
+  }
+};
+
 // Of the 64 entries of a tile.
 struct EntryTile {
   int key[kTileEntries];  // −1: none, or one without a score
   float g[kTileEntries];
-  uint32_t g_limbs[kGradientLimbs][kTileEntries / 2];  // bf16, of two neighbours
+  alignas(16) uint32_t g_limbs[kGradientLimbs][kTileEntries / 2];  // bf16, of two neighbours, at limb_place
+  alignas(16) uint32_t positive[kPositiveWords];
 };
 
-// The limbs of number `i` of 64.
-HOPWELL_DEVICE void store_limbs(uint32_t (&limbs)[kGradientLimbs][32], int i, float x) {
+// The limbs of a number, at place `place` of 64.
+HOPWELL_DEVICE void store_limbs(uint32_t (&limbs)[kGradientLimbs][32], int place, float x) {
   HOPWELL_UNROLL
-  for (auto& limb : limbs) reinterpret_cast<uint16_t*>(limb)[i] = uint16_t(tile::take_limb(x) >> 16);
+  for (auto& limb : limbs) reinterpret_cast<uint16_t*>(limb)[place] = uint16_t(tile::take_limb(x) >> 16);
 }
+// Where those of entry i stand, so that a lane finds what its fragments have side by side: of its eight pairs of neighbours, one
+// every eight entries.
+HOPWELL_DEVICE int limb_place(int i) { return i % 8 / 2 * 16 + i / 8 * 2 + i % 2; }
 
 template <int kTheStages>
 struct EntryRing {
@@ -44,27 +70,22 @@ struct EntrySlot : tile::RingSlot<Ring::kStages> {
   HOPWELL_DEVICE uint32_t rows() const { return arch::shared_address(ring.rows[this->stage()]); }
   HOPWELL_DEVICE EntryTile& entries() const { return ring.entries[this->stage()]; }
 };
-constexpr uint32_t kEntryArrivals = 33;  // each lane's copies, and the entries
+constexpr uint32_t kEntryArrivals = 4 * 33;  // of each of four warps its lanes' copies, and the entries
 
 HOPWELL_DEVICE int entry_tiles(const tile::Entries& entries) {
   return (entries.length + kTileEntries - 1) / kTileEntries;
 }
 
-// A lane's two entries of a tile, l and l + 32; g is 0 where it is not known yet.
-struct EntryPair {
-  int key[2];
-  float g[2];
+// A lane's entry of a tile; g is 0 where it is not known yet.
+struct LaneEntry {
+  int key;
+  float g;
 };
 template <bool kWithGradients>
-HOPWELL_DEVICE EntryPair load_entries(const tile::Entries& all, const float* gradients, int tile) {
-  EntryPair entries{};
-  HOPWELL_UNROLL
-  for (int i = 0; i < 2; ++i) {
-    const int entry = tile * kTileEntries + arch::lane_index() + 32 * i;
-    entries.key[i] = all.at(entry);
-    if constexpr (kWithGradients) entries.g[i] = entry < all.length ? gradients[entry] : no_score();
-  }
-  return entries;
+HOPWELL_DEVICE LaneEntry load_entry(const tile::Entries& all, const float* gradients, int entry) {
+  LaneEntry loaded{all.at(entry), 0};
+  if constexpr (kWithGradients) loaded.g = entry < all.length ? gradients[entry] : no_score();
+  return loaded;
 }
 
 // A row's chunks of 16 bytes past the last column are zeros.
@@ -76,42 +97,48 @@ HOPWELL_DEVICE uint32_t chunk_in_tile(uint32_t row, uint32_t chunk) {
   return chunk / 8 * tile::kPanelBytes + tile::swizzled(row, chunk % 8);
 }
 
-// A warp brings tiles in, from slot `number` on.
-template <bool kWithGradients, class Ring>
-HOPWELL_DEVICE void gather_tiles(const Params<bf16>& p, Ring& ring, int query, const tile::Entries& all, int number) {
-  const int lane = arch::lane_index(), tiles = entry_tiles(all);
+// Four warps bring tiles in, 16 entries each, from slot `number` on; with gradients what is positive of 64 heads, too, and
+// into `any_nan`, before the last tile is full, whether some g of the warp is NaN.
+template <bool kWithGradients, bool kRelu, class Ring>
+HOPWELL_DEVICE void gather_tiles(const EntryParams& p, Ring& ring, int query, int head_tile, const tile::Entries& all,
+                                 int number, bool* any_nan = nullptr) {
+  const int lane = arch::lane_index(), first_row = arch::warp_index() % 4 * 16, own_row = first_row + lane % 16;
+  const int tiles = entry_tiles(all);
   const float* const gradients = p.d_scores + int64_t{query} * p.topk + all.place();
-  EntryPair next = load_entries<kWithGradients>(all, gradients, 0);
+  LaneEntry next = load_entry<kWithGradients>(all, gradients, own_row);
   HOPWELL_NO_UNROLL
   for (int tile = 0; tile < tiles; ++tile) {
     const EntrySlot<Ring> slot{ring, number + tile};
-    EntryPair entries = next;
-    next = load_entries<kWithGradients>(all, gradients, tile + 1);
+    EntryTile& entries = slot.entries();
+    LaneEntry own = next;
+    next = load_entry<kWithGradients>(all, gradients, (tile + 1) * kTileEntries + own_row);
     slot.wait_empty();
+    if (!(kWithGradients ? has_score(own.g) : all.counts(own.key))) own = {-1, 0};
     HOPWELL_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      const bool counts = kWithGradients ? has_score(entries.g[i]) : all.counts(entries.key[i]);
-      if (!counts) entries.key[i] = -1, entries.g[i] = 0;
-      slot.entries().key[lane + 32 * i] = entries.key[i];
-      if constexpr (kWithGradients) {
-        slot.entries().g[lane + 32 * i] = entries.g[i];
-        store_limbs(slot.entries().g_limbs, lane + 32 * i, entries.g[i]);
-      }
-    }
-    constexpr int kTogether = 4;  // loads of four rows each; more take registers
-    HOPWELL_NO_UNROLL
-    for (int first = 0; first < kTileEntries / 4; first += kTogether) {
+    for (int i = 0; i < 4; ++i) {
+      const int row = 4 * i + lane / 8, key = arch::shuffle(own.key, row);
+      const bf16* from = p.k.data + (key < 0 ? 0 : key) * p.k.stride;
       HOPWELL_UNROLL
-      for (int i = first; i < first + kTogether; ++i) {
-        const int row = 4 * i + lane / 8, key = arch::shuffle(i < 8 ? entries.key[0] : entries.key[1], row);
-        const bf16* from = p.k.data + (key < 0 ? 0 : key) * p.k.stride;
-        HOPWELL_UNROLL
-        for (int panel = 0; panel < 2; ++panel) {
-          const int chunk = 8 * panel + lane % 8;
-          copy_chunk(slot.rows() + chunk_in_tile(uint32_t(row), uint32_t(chunk)), from, chunk, key >= 0, p.columns);
-        }
+      for (int panel = 0; panel < 2; ++panel) {
+        const int chunk = 8 * panel + lane % 8;
+        copy_chunk(slot.rows() + chunk_in_tile(uint32_t(first_row + row), uint32_t(chunk)), from, chunk, key >= 0,
+                   p.columns);
       }
     }
+    if constexpr (kWithGradients && kRelu) {
+      const int word = 2 * first_row + 4 * lane;
+      if (lane < 8)
+        arch::cp_async(arch::shared_address(entries.positive + word), p.positive_of(query, head_tile, tile) + word, 16);
+    }
+    if (lane < 16) {
+      entries.key[own_row] = own.key;
+      if constexpr (kWithGradients) {
+        entries.g[own_row] = own.g;
+        store_limbs(entries.g_limbs, limb_place(own_row), own.g);
+      }
+    }
+    if constexpr (kWithGradients)
+      if (arch::ballot(own.g != own.g) != 0 && lane == 0) *any_nan = true;
     arch::cp_async_mbarrier_arrive_noinc(slot.full());
     arch::syncwarp();
     if (lane == 0) arch::mbarrier_arrive(slot.full());

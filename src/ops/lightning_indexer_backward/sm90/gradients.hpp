@@ -58,60 +58,127 @@ struct StagedRows {
 };
 
 struct GradientStorage {
-  alignas(1024) unsigned char q[kTileBytes];
+  alignas(1024) unsigned char weighted_q[kGradientLimbs][kTileBytes];  // limbs of w_j q_j
   EntryRing<6> ring;
   StagedRows staged[8];
   float weights[kHeadTile];
-  uint32_t weight_limbs[kGradientLimbs][kHeadTile / 2];  // bf16, of two neighbours
+  bool any_nan[4];  // of the g that a warp brought in
+};
+static_assert(sizeof(GradientStorage) <= arch::sm90::kMaxSharedBytes);
+
+// The bits of A that are kept, or are ones: 64 × 64, as fragments.
+struct Positive {
+  uint32_t fragment[4][4];
 };
 
-// A of 64 × 64 in limbs, as fragments: step, register.
-struct MaskedLimbs {
-  uint32_t fragment[kGradientLimbs][4][4];
-};
-
-// The numbers of two neighbouring columns where their scores are positive, or all of them; `limbs` are those of 32 pairs. Accumulators of
-// 16 columns, two blocks of eight, are where a fragment has its halves.
-template <bool kRelu>
-HOPWELL_DEVICE MaskedLimbs mask_limbs(const float (&scores)[32], const uint32_t (&limbs)[kGradientLimbs][32]) {
-  MaskedLimbs a;
-  const int t = arch::lane_index() % 4;
+HOPWELL_DEVICE Positive all_positive(uint32_t ones) {
+  Positive a;
   HOPWELL_UNROLL
-  for (int block = 0; block < 8; ++block) {
+  for (auto& step : a.fragment) {
     HOPWELL_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      const float low = scores[4 * block + 2 * half], high = scores[4 * block + 2 * half + 1];
-      const uint32_t mask = (!kRelu || low > 0 ? 0xffffU : 0) | (!kRelu || high > 0 ? 0xffff0000U : 0);
-      HOPWELL_UNROLL
-      for (int limb = 0; limb < kGradientLimbs; ++limb)
-        a.fragment[limb][block / 2][block % 2 * 2 + half] = mask & limbs[limb][4 * block + t];
-    }
+    for (uint32_t& pair : step) pair = ones;
   }
   return a;
 }
 
-// d (+)= A · the rows of a tile, 64 × 128. Small limbs first.
-HOPWELL_DEVICE void multiply_rows(float (&d)[64], const MaskedLimbs& a, uint32_t rows, bool accumulate) {
+// Of 64 entries × 64 heads: a lane's own word has all of its accumulators. `ones`: what a pair of positive ones has.
+HOPWELL_DEVICE Positive positive_entries(const EntryTile& tile, uint32_t ones) {
+  Positive a;
+  const uint32_t bits = tile.positive[arch::thread_index() % 128];
+  HOPWELL_UNROLL
+  for (int block = 0; block < 8; ++block) {
+    HOPWELL_UNROLL
+    for (int half = 0; half < 2; ++half)
+      a.fragment[block / 2][block % 2 * 2 + half] =
+          arch::permute_signs(bits << block, 0, half == 0 ? 0x9988 : 0xbbaa) & ones;
+  }
+  return a;
+}
+
+// Of 64 heads × 64 entries: entries 2t and 2t + 1 of a block of eight have their bits in two words, at the same place.
+HOPWELL_DEVICE Positive positive_heads(const EntryTile& tile) {
+  Positive a;
+  const int lane = arch::lane_index(), warp = arch::warp_index() % 4, head = lane / 4;
+  const uint32_t* const words = tile.positive + lane % 4 * 8 + head / 2;
+  const uint32_t selector = 0xcc88U + uint32_t(head % 2) * 0x1111U;
+  HOPWELL_UNROLL
+  for (int step = 0; step < 4; ++step) {
+    const uint32_t even = words[32 * step] << 2 * warp, odd = words[32 * step + 4] << 2 * warp;
+    HOPWELL_UNROLL
+    for (int i = 0; i < 4; ++i)  // 8 heads more; 8 entries more
+      a.fragment[step][i] = arch::permute_signs(even << i % 2, odd << i % 2, selector + uint32_t(i / 2) * 0x2222U);
+  }
+  return a;
+}
+
+// d += (A · limbs) · the rows of a tile, 64 × 128. `limbs` of g: of pairs of entries. Small limbs first.
+HOPWELL_DEVICE void multiply_rows(float (&d)[64], const Positive& kept, const uint32_t (&limbs)[kGradientLimbs][32],
+                                  uint32_t rows) {
   constexpr arch::WgmmaOptions kOptions{.b_major = arch::Major::mn};
   const uint64_t b = arch::at_address(tile::kRowsAcrossK, rows);
+  HOPWELL_UNROLL
+  for (int limb = kGradientLimbs - 1; limb >= 0; --limb) {
+    uint32_t a[4][4];
+    const auto* const of_lane = reinterpret_cast<const arch::Words4*>(limbs[limb] + arch::lane_index() % 4 * 8);
+    HOPWELL_UNROLL
+    for (int half = 0; half < 2; ++half) {  // of the tile
+      const arch::Words4 pairs = of_lane[half];
+      HOPWELL_UNROLL
+      for (int i = 0; i < 8; ++i) a[2 * half + i / 4][i % 4] = kept.fragment[2 * half + i / 4][i % 4] & pairs.w[i / 2];
+    }
+    arch::wgmma_fence();  // kept: A and the sums are registers that the thread itself wrote
+    HOPWELL_UNROLL
+    for (int step = 0; step < 4; ++step)
+      arch::wgmma_rs<kOptions>(d, a[step], b + (uint32_t(step) * 16 * 128 >> 4), true);
+    arch::wgmma_commit();
+    if (limb < kGradientLimbs - 1 && limb > 0)
+      arch::wgmma_wait<1>();  // kept: the compiler takes the registers of A again
+  }
+}
+
+// d = A · the sum of limbs, rows of w q: 64 × 128. Small limbs first.
+HOPWELL_DEVICE void multiply_weighted(float (&d)[64], const Positive& ones, const GradientStorage& s) {
+  constexpr arch::WgmmaOptions kOptions{.b_major = arch::Major::mn};
   arch::wgmma_fence();  // kept: A and the sums are registers that the thread itself wrote
   HOPWELL_UNROLL
   for (int limb = kGradientLimbs - 1; limb >= 0; --limb) {
+    const uint64_t b = arch::at_address(tile::kRowsAcrossK, arch::shared_address(s.weighted_q[limb]));
     HOPWELL_UNROLL
     for (int step = 0; step < 4; ++step)
-      arch::wgmma_rs<kOptions>(d, a.fragment[limb][step], b + (uint32_t(step) * 16 * 128 >> 4),
-                               accumulate || limb < kGradientLimbs - 1 || step > 0);
+      arch::wgmma_rs<kOptions>(d, ones.fragment[step], b + (uint32_t(step) * 16 * 128 >> 4),
+                               limb < kGradientLimbs - 1 || step > 0);
   }
   arch::wgmma_commit();
 }
 
+// Limbs of w_j q_j of 64 heads from `first` on, zeros past the last one, and their weights; by all threads of the CTA. A barrier
+// follows.
+HOPWELL_DEVICE void load_weighted_heads(const Params<bf16>& p, GradientStorage& s, int query, int first) {
+  for (int i = arch::thread_index(); i < kHeadTile * 16; i += GradientConfig::kThreads) {
+    const int row = i / 16, chunk = i % 16, head = first + row;
+    float x[8] = {}, weight = 0;
+    if (head < p.heads) {
+      tile::sum_limbs(p.q.chunk(p.q.data + query * p.q_stride + head * p.q.stride, 8 * chunk), x);
+      weight = tile::load_fp32(p.weights, p.weights_bf16, query * p.weights_stride + head);
+    }
+    for (float& value : x) value *= weight;
+    const auto limbs = tile::split<kGradientLimbs>(x);
+    HOPWELL_UNROLL
+    for (int limb = 0; limb < kGradientLimbs; ++limb)
+      arch::store_shared_v4(arch::shared_address(s.weighted_q[limb]) + chunk_in_tile(uint32_t(row), uint32_t(chunk)),
+                            limbs.limb[limb]);
+    if (chunk == 0) s.weights[row] = weight;
+  }
+  arch::fence_proxy_async();
+}
+
 // ---- heads ------------------------------------------------------------------------------------------------------------
 
-// d_q and d_weights of a head, which stands in one of a thread's two rows, `half`; t: the thread's place in its quad.
+// d_q and d_weights of a head, which stands in one of a thread's two rows, `half`; t: the thread's place in its quad. A g that is
+// NaN makes d_weight NaN, and all of d_q with it: its products with masks of 0 are.
 HOPWELL_DEVICE void store_head(const Params<bf16>& p, const float& weight, int query, int head, int half, int t,
-                               const float (&d_q)[64], const float (&d_weights)[2]) {
-  const float d_weight = tile::sum_of_quad(d_weights[half]);
-  const float nan_or_0 = d_weight != d_weight ? d_weight : 0;  // g is NaN, so is its product with a mask of 0
+                               const float (&d_q)[64], float d_weight) {
+  const float nan_or_0 = d_weight != d_weight ? d_weight : 0;
   if (head >= p.heads) return;
   const int64_t at = query * p.d_weights_stride + head;
   if (t == 0 && p.weights_bf16) static_cast<bf16*>(p.d_weights)[at] = arch::to_bf16(d_weight);
@@ -124,40 +191,80 @@ HOPWELL_DEVICE void store_head(const Params<bf16>& p, const float& weight, int q
   }
 }
 
+// Σ_i g_i relu(q · k_i) of a head is q · Σ_i g_i k_i, over the entries whose product is positive: this lane's columns of it. Where
+// such a sum is 0, an infinite q adds nothing: none of its products is positive.
+HOPWELL_DEVICE float sum_of_columns(const Params<bf16>& p, int query, int head, int half, int t,
+                                    const float (&d_q)[64]) {
+  const bf16* const q = p.q.data + query * p.q_stride + head * p.q.stride;
+  float sum = 0;
+  HOPWELL_UNROLL
+  for (int block = 0; block < 16; ++block) {
+    const int column = 8 * block + 2 * t;
+    if (column >= p.columns) break;
+    const uint32_t pair = *reinterpret_cast<const uint32_t*>(q + column);
+    const float low = d_q[4 * block + 2 * half], high = d_q[4 * block + 2 * half + 1];
+    sum += low != 0 ? arch::bit_cast<float>(pair << 16) * low : 0;
+    sum += high != 0 ? arch::bit_cast<float>(pair & 0xffff0000U) * high : 0;
+  }
+  return sum;
+}
+
+// The same sum from the products, every fourth entry from t on: infinite keys whose product is not positive leave NaN in those
+// columns.
+template <bool kRelu>
+HOPWELL_DEVICE float sum_of_entries(const Params<bf16>& p, int query, int head, const tile::Entries& entries, int t) {
+  const bf16* const q = p.q.data + query * p.q_stride + head * p.q.stride;
+  const float* const g = p.d_scores + int64_t{query} * p.topk + entries.place();
+  float sum = 0;
+  HOPWELL_NO_UNROLL
+  for (int i = t; i < entries.length; i += 4) {
+    if (!has_score(g[i])) continue;
+    const bf16* const k = p.k.data + entries.at(i) * p.k.stride;
+    float dot = 0;
+    HOPWELL_NO_UNROLL
+    for (int column = 0; column < p.columns; ++column)
+      dot +=
+          arch::bit_cast<float>(uint32_t{q[column].bits} << 16) * arch::bit_cast<float>(uint32_t{k[column].bits} << 16);
+    sum += g[i] * (kRelu ? fmaxf(dot, 0) : dot);
+  }
+  return sum;
+}
+
+template <bool kRelu>
 HOPWELL_DEVICE void store_heads(const Params<bf16>& p, const GradientStorage& s, int query, int first,
-                                const float (&d_q)[64], const float (&d_weights)[2]) {
-  const int lane = arch::lane_index();
+                                const tile::Entries& entries, const float (&d_q)[64]) {
+  const int lane = arch::lane_index(), t = lane % 4;
+  const bool any_nan = s.any_nan[0] || s.any_nan[1] || s.any_nan[2] || s.any_nan[3];
   HOPWELL_UNROLL
   for (int half = 0; half < 2; ++half) {
-    const int row = arch::warp_index() % 4 * 16 + 8 * half + lane / 4;
-    store_head(p, s.weights[row], query, first + row, half, lane % 4, d_q, d_weights);
+    const int row = arch::warp_index() % 4 * 16 + 8 * half + lane / 4, head = first + row;
+    const bool exists = head < p.heads;
+    float d_weight = tile::sum_of_quad(exists ? sum_of_columns(p, query, head, half, t, d_q) : 0);
+    if (any_nan) d_weight = NAN;
+    const bool anew = !any_nan && !(fabsf(d_weight) < INFINITY);
+    if (arch::ballot(anew) != 0) {
+      const float sum = tile::sum_of_quad(anew ? sum_of_entries<kRelu>(p, query, head, entries, t) : 0);
+      d_weight = anew ? sum : d_weight;
+    }
+    store_head(p, s.weights[row], query, head, half, t, d_q, d_weight);
   }
 }
 
 template <bool kRelu>
-HOPWELL_DEVICE void accumulate_heads(const Params<bf16>& p, GradientStorage& s, int query, int first, int tiles) {
-  const int lane = arch::lane_index(), t = lane % 4;
-  const uint32_t q = arch::shared_address(s.q);
-  float d_q[64] = {}, d_weights[2] = {0, 0};
+HOPWELL_DEVICE void accumulate_heads(const EntryParams& p, GradientStorage& s, int query, int first,
+                                     const tile::Entries& entries) {
+  float d_q[64] = {};
   HOPWELL_NO_UNROLL
-  for (int tile = 0; tile < tiles; ++tile) {
+  for (int tile = 0; tile < entry_tiles(entries); ++tile) {
     const EntrySlot<decltype(s.ring)> slot{s.ring, tile};
-    float scores[32];
     slot.wait_full();
     arch::fence_proxy_async();
-    start_scores(scores, q, slot.rows());
-    arch::wgmma_wait<0>(scores);
-    HOPWELL_UNROLL
-    for (int i = 0; i < 32; ++i) {  // of an entry that there is not the product may be NaN
-      const int entry = i / 4 * 8 + 2 * t + i % 2;
-      const float dot = kRelu ? fmaxf(scores[i], 0) : slot.entries().key[entry] < 0 ? 0 : scores[i];
-      d_weights[i / 2 % 2] += slot.entries().g[entry] * dot;
-    }
-    multiply_rows(d_q, mask_limbs<kRelu>(scores, slot.entries().g_limbs), slot.rows(), true);
+    multiply_rows(d_q, kRelu ? positive_heads(slot.entries()) : all_positive(0xffffffffU), slot.entries().g_limbs,
+                  slot.rows());
     arch::wgmma_wait<0>(d_q);
     slot.release();
   }
-  store_heads(p, s, query, first, d_q, d_weights);
+  store_heads<kRelu>(p, s, query, first, entries, d_q);
 }
 
 // ---- entries ----------------------------------------------------------------------------------------------------------
@@ -201,23 +308,21 @@ HOPWELL_DEVICE void add_tile(const Params<bf16>& p, StagedRows& staged, const in
 
 // Of every second tile, so that a stage always has tiles of one of the two warpgroups.
 template <bool kRelu>
-HOPWELL_DEVICE void accumulate_entries(const Params<bf16>& p, GradientStorage& s, int first_tile, int tiles) {
-  const uint32_t q = arch::shared_address(s.q);
+HOPWELL_DEVICE void accumulate_entries(const EntryParams& p, GradientStorage& s, int first_tile, int tiles) {
+  constexpr uint32_t kOnes = 0x3f803f80;  // bf16
   HOPWELL_NO_UNROLL
   for (int tile = first_tile; tile < tiles; tile += 2) {
     const EntrySlot<decltype(s.ring)> slot{s.ring, tile};
-    float scores[32], d_k[64];
-    slot.wait_full();
-    arch::fence_proxy_async();
-    start_scores(scores, slot.rows(), q);
-    const int lane = arch::lane_index(), first = arch::warp_index() % 4 * 16;
     const EntryTile& entries = slot.entries();
+    const int lane = arch::lane_index(), first = arch::warp_index() % 4 * 16;
+    slot.wait_full();
+    const Positive ones = kRelu ? positive_entries(entries, kOnes) : all_positive(kOnes);
     const int keys[2] = {entries.key[first + lane / 4], entries.key[first + 8 + lane / 4]};
     const float g[2] = {entries.g[first + lane / 4], entries.g[first + 8 + lane / 4]};
     const int key = lane < 16 ? entries.key[first + lane] : -1;
-    arch::wgmma_wait<0>(scores);
     slot.release();
-    multiply_rows(d_k, mask_limbs<kRelu>(scores, s.weight_limbs), q, false);
+    float d_k[64];
+    multiply_weighted(d_k, ones, s);
     arch::wgmma_wait<0>(d_k);
     add_tile(p, s.staged[arch::warp_index() - 4], keys, key, g, d_k);
   }
@@ -228,31 +333,29 @@ HOPWELL_DEVICE void accumulate_entries(const Params<bf16>& p, GradientStorage& s
 
 // A CTA for each query and 64 of its heads.
 template <bool kRelu>
-__global__ void __launch_bounds__(GradientConfig::kThreads, 1) add_gradients(const __grid_constant__ Params<bf16> p) {
+__global__ void __launch_bounds__(GradientConfig::kThreads, 1) add_gradients(const __grid_constant__ EntryParams p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<GradientStorage>();
-  const int parts = (p.heads + kHeadTile - 1) / kHeadTile;
-  const int query = arch::block_index() / parts, first = arch::block_index() % parts * kHeadTile;
+  const int query = arch::block_index() / p.head_tiles, head_tile = arch::block_index() % p.head_tiles;
+  const int first = head_tile * kHeadTile;
   const tile::Entries entries = tile::entries_of(p.selection, query);
   if (arch::thread_index() == 0) {
     s.ring.barriers.init(kEntryArrivals, 8);
     arch::fence_mbarrier_init();
   }
-  load_heads(p, s.q, s.weights, query, first, GradientConfig::kThreads);
+  load_weighted_heads(p, s, query, first);
+  if (arch::thread_index() < 4) s.any_nan[arch::thread_index()] = false;
   arch::syncthreads();
-  if (arch::thread_index() < kHeadTile)
-    store_limbs(s.weight_limbs, arch::thread_index(), s.weights[arch::thread_index()]);
-  arch::syncthreads();
-  const int group = arch::warpgroup_index(), warp = arch::warp_index();
+  const int group = arch::warpgroup_index();
   if (group == 0) {
     arch::setmaxnreg_inc<GradientConfig::kHeadRegisters>();
-    accumulate_heads<kRelu>(p, s, query, first, entry_tiles(entries));
+    accumulate_heads<kRelu>(p, s, query, first, entries);
   } else if (group < 3) {
     arch::setmaxnreg_inc<GradientConfig::kEntryRegisters>();
     accumulate_entries<kRelu>(p, s, group - 1, entry_tiles(entries));
   } else {
     arch::setmaxnreg_dec<GradientConfig::kOtherRegisters>();
-    if (warp == 12) gather_tiles<true>(p, s.ring, query, entries, 0);
+    gather_tiles<true, kRelu>(p, s.ring, query, head_tile, entries, 0, s.any_nan + arch::warp_index() % 4);
     arch::cp_async_wait_all();  // no thread leaves before its copies
   }
 #endif

@@ -76,7 +76,7 @@ HOPWELL_DEVICE uint32_t mask_of(float low, float high) {
   return (!kRelu || low > 0 ? 0xffffU : 0) | (!kRelu || high > 0 ? 0xffff0000U : 0);
 }
 
-// d_q += A · the rows of a tile, as multiply_rows(mask_limbs()): limb by limb, for which A takes fewer registers.
+// d_q += A · the rows of a tile, as multiply_rows: limb by limb, for which A takes fewer registers.
 template <bool kRelu>
 HOPWELL_DEVICE void multiply_limbs(float (&d_q)[64], const float (&scores)[32],
                                    const uint32_t (&limbs)[kGradientLimbs][32], uint32_t rows) {
@@ -106,7 +106,8 @@ HOPWELL_DEVICE void store_block(const GroupParams& p, const GroupGradientStorage
   HOPWELL_UNROLL
   for (int half = 0; half < 2; ++half) {
     const int row = block * kHeadTile + thread % 128 / 32 * 16 + 8 * half + thread % 32 / 4;
-    store_head(p, s.weights[row], group.first + member, row % kRows, half, thread % 4, d_q, d_weights);
+    store_head(p, s.weights[row], group.first + member, row % kRows, half, thread % 4, d_q,
+               tile::sum_of_quad(d_weights[half]));
   }
 }
 

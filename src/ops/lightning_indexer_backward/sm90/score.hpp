@@ -1,11 +1,11 @@
-// lightning_indexer_backward for Hopper: from scores to g, and the loss.
+// lightning_indexer_backward for Hopper: from scores to g, and the loss; and which products were positive.
 //
 // Tile      a CTA has a query: 64 heads of q in shared memory, more one part after the other; 64 entries a step
 // Roles     warpgroups 0, 1   score    scores of a tile by turns; then, with the others, g and the loss
-//           warp 8            gather   keys, four tiles in turn
+//           warpgroup 2       gather   keys, four tiles in turn
 // Timeline  q │ gather K2 ▒▒▒│ K3 ▒▒▒ … │ barrier │ maximum │ sum │ g in their place, loss
 //               score 0 S0 ▓ Σ │ S2 ▓ Σ     score 1 S1 ▓ Σ │ S3 …
-// Budget    shared: q 16,384 + 4 × (16,384 rows + 896 entries) + 64 of barriers + 304, 87,040 B with gaps: two CTAs an SM
+// Budget    shared: q 16,384 + 4 × (16,384 rows + 1,408 entries) + 64 of barriers + 304, 89,088 B with gaps: two CTAs an SM
 // Bound     the gather, 16 KB a tile
 #pragma once
 
@@ -50,7 +50,7 @@ HOPWELL_DEVICE void add_scores(const Params<bf16>& p, const ScoreStorage& s, int
 
 // Scores of every second tile, so that a stage always has tiles of one warpgroup; from slot `number` on.
 template <bool kRelu>
-HOPWELL_DEVICE void score_tiles(const Params<bf16>& p, ScoreStorage& s, int query, const tile::Entries& entries,
+HOPWELL_DEVICE void score_tiles(const EntryParams& p, ScoreStorage& s, int query, const tile::Entries& entries,
                                 int first_head, int number, int group) {
   const int tiles = entry_tiles(entries), row = arch::warp_index() % 4 * 16 + arch::lane_index() / 4;
   HOPWELL_NO_UNROLL
@@ -63,6 +63,8 @@ HOPWELL_DEVICE void score_tiles(const Params<bf16>& p, ScoreStorage& s, int quer
     const int keys[2] = {slot.entries().key[row], slot.entries().key[row + 8]};
     arch::wgmma_wait<0>(d);
     slot.release();
+    if constexpr (kRelu)
+      p.positive_of(query, first_head / kHeadTile, tile)[arch::thread_index() % 128] = positive_bits(d);
     add_scores<kRelu>(p, s, query, entries, tile, keys, first_head, d);
   }
 }
@@ -85,10 +87,10 @@ HOPWELL_DEVICE float bound_of_heads(const Params<bf16>& p, int query) {
 }
 
 template <bool kRelu>
-__global__ void __launch_bounds__(ScoreConfig::kThreads, 2) score_entries(const __grid_constant__ Params<bf16> p) {
+__global__ void __launch_bounds__(ScoreConfig::kThreads, 2) score_entries(const __grid_constant__ EntryParams p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<ScoreStorage>();
-  const int query = arch::block_index(), group = arch::warpgroup_index(), warp = arch::warp_index();
+  const int query = arch::block_index(), group = arch::warpgroup_index();
   const tile::Entries entries = tile::entries_of(p.selection, query);
   if (arch::thread_index() == 0) {
     s.ring.barriers.init(kEntryArrivals, 4);
@@ -100,8 +102,8 @@ __global__ void __launch_bounds__(ScoreConfig::kThreads, 2) score_entries(const 
     arch::syncthreads();
     if (group < 2)
       score_tiles<kRelu>(p, s, query, entries, first, number, group);
-    else if (warp == 8)
-      gather_tiles<false>(p, s.ring, query, entries, number);
+    else
+      gather_tiles<false, kRelu>(p, s.ring, query, 0, entries, number);
   }
   float bound = p.bounds.largest ? bound_of_heads(p, query) : 0;
   bound = 1.001F * reduce<Reduce::sum>(p, s.of_warp, bound);  // its barriers are for the scores, too
