@@ -53,32 +53,60 @@ HOPWELL_DEVICE float log_of_target(float x) {
   return arch::log2_approx(x > 0 && x < kLeast ? kLeast : x) * kLn2;
 }
 
+// The scores and targets of a row's entries, every so many from this thread on. The first few are kept in registers; those of
+// longer rows are read again each time.
+template <int kKept>
+struct RowEntries {
+  const float *all_scores, *all_targets;
+  int length, step;
+  float scores[kKept], targets[kKept];
+
+  HOPWELL_DEVICE RowEntries(const float* all_scores, const float* all_targets, int length, int step)
+      : all_scores(all_scores), all_targets(all_targets), length(length), step(step) {
+    HOPWELL_UNROLL
+    for (int kept = 0; kept < kKept; ++kept) {
+      const int i = arch::thread_index() + kept * step;
+      scores[kept] = i < length ? all_scores[i] : -INFINITY, targets[kept] = i < length ? all_targets[i] : 0;
+    }
+  }
+  // visit(entry, score, target)
+  template <class Visit>
+  HOPWELL_DEVICE void for_each(const Visit& visit) const {
+    HOPWELL_UNROLL
+    for (int kept = 0; kept < kKept; ++kept)
+      if (const int i = arch::thread_index() + kept * step; i < length) visit(i, scores[kept], targets[kept]);
+    for (int i = arch::thread_index() + kKept * step; i < length; i += step) visit(i, all_scores[i], all_targets[i]);
+  }
+};
+
 // From the scores in p.d_scores: g, and the query's loss without its weight. Where the row does not count there is no g.
-template <class T, int kWarps>
+template <int kKept, class T, int kWarps>
 HOPWELL_DEVICE float softmax_gradient(const Params<T>& p, float (&of_warp)[kWarps], int query,
                                       const tile::Entries& entries, float bound, float factor, bool counts) {
-  float* g = gradients_of(p, query, entries);
-  const float* target = given_of(p, query, entries);
+  float* const g = gradients_of(p, query, entries);
+  const RowEntries<kKept> row(g, given_of(p, query, entries), entries.length, 32 * p.score_warps);
   float highest = -INFINITY, any = 0;
-  for (int i = arch::thread_index(); i < entries.length; i += 32 * p.score_warps) {
-    highest = fmaxf(highest, g[i]);
-    if (g[i] != -INFINITY && target[i] != 0) any = 1;
-  }
+  row.for_each([&](int, float score, float target) {
+    highest = fmaxf(highest, score);
+    if (score != -INFINITY && target != 0) any = 1;
+  });
   highest = reduce<Reduce::max>(p, of_warp, highest), any = reduce<Reduce::max>(p, of_warp, any);
   float sum = 0;
-  for (int i = arch::thread_index(); i < entries.length && any > 0; i += 32 * p.score_warps)
-    if (g[i] != -INFINITY) sum += arch::exp2_approx((g[i] - highest) * kLog2E);
+  row.for_each([&](int, float score, float) {
+    if (score != -INFINITY && any > 0) sum += arch::exp2_approx((score - highest) * kLog2E);
+  });
   sum = reduce<Reduce::sum>(p, of_warp, sum);
   const float log_sum = arch::log2_approx(sum) * kLn2;
   float loss = 0;
-  for (int i = arch::thread_index(); i < entries.length; i += 32 * p.score_warps) {
-    const float score = g[i], wanted = p.target_scale * target[i];
+  row.for_each([&](int i, float score, float target) {
+    const float wanted = p.target_scale * target;
     const bool has_gradient = score != -INFINITY && any > 0;
     if (has_gradient && wanted != 0) loss += wanted * (log_of_target(wanted) - (score - highest) + log_sum);
-    g[i] =
+    const float gradient =
         has_gradient && counts ? factor * (arch::exp2_approx((score - highest) * kLog2E) / sum - wanted) : no_score();
-    if (has_gradient && counts) note_bound(p, entries, i, g[i], bound);
-  }
+    g[i] = gradient;
+    if (has_gradient && counts) note_bound(p, entries, i, gradient, bound);
+  });
   return reduce<Reduce::sum>(p, of_warp, loss);
 }
 
@@ -96,14 +124,15 @@ HOPWELL_DEVICE void scale_gradient(const Params<T>& p, int query, const tile::En
   }
 }
 
-// From the scores in p.d_scores: g of the query's entries, and its loss. A row of weight 0 has no g, whatever is in it.
-template <class T, int kWarps>
+// From the scores in p.d_scores: g of the query's entries, and its loss. A row of weight 0 has no g, whatever is in it. `kKept`: entries
+// of a thread that there are registers for.
+template <int kKept = 6, class T, int kWarps>
 HOPWELL_DEVICE void finish_scores(const Params<T>& p, float (&of_warp)[kWarps], int query, const tile::Entries& entries,
                                   float bound) {
   const float weight = p.row_weights ? p.row_weights[query * p.row_weights_stride] : 1;
   const float factor = (p.d_loss_array ? *p.d_loss_array : p.d_loss) * weight;
   if (p.given_gradients) return scale_gradient(p, query, entries, bound, factor, weight != 0);
-  const float loss = softmax_gradient(p, of_warp, query, entries, bound, factor, weight != 0);
+  const float loss = softmax_gradient<kKept>(p, of_warp, query, entries, bound, factor, weight != 0);
   if (arch::thread_index() != 0) return;
   p.losses[query] = weight != 0 ? double(weight) * double(loss) : 0;
   if (p.row_loss) p.row_loss[query * p.row_loss_stride] = loss;

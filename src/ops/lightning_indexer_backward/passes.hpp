@@ -6,33 +6,39 @@
 
 namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET {
 
+// Calls work(key) for every key, a warp for each, in a grid of any size.
+template <class T, class Work>
+HOPWELL_DEVICE void for_each_key(const Params<T>& p, const Work& work) {
+  constexpr int kWarps = kPassThreads / 32;
+  for (int64_t key = int64_t{arch::block_index()} * kWarps + arch::warp_index(); key < p.s_kv;
+       key += int64_t{arch::grid_size()} * kWarps)
+    work(key);
+}
+
 // Zeros for dk, or for its deterministic sums and their bounds.
 template <class T>
 __global__ void __launch_bounds__(kPassThreads) clear_d_k(const __grid_constant__ Params<T> p) {
-  const int64_t step = int64_t{arch::grid_size()} * kPassThreads;
-  for (int64_t i = int64_t{arch::block_index()} * kPassThreads + arch::thread_index(); i < int64_t{p.s_kv} * p.columns;
-       i += step) {
-    const int64_t key = i / p.columns, column = i - key * p.columns;
-    if (p.fixed_d_k) {
-      p.fixed_d_k[i] = 0;
-      if (column == 0) p.bounds.largest[key] = p.bounds.count[key] = 0;
-      if (i == 0 && p.bound_of_all) *p.bound_of_all = 0;
-    } else {
-      p.d_k[key * p.d_k_stride + column] = 0;
+  if (p.bound_of_all && arch::block_index() == 0 && arch::thread_index() == 0) *p.bound_of_all = 0;
+  for_each_key(p, [&](int64_t key) {
+    if (p.fixed_d_k && arch::lane_index() == 0) p.bounds.largest[key] = p.bounds.count[key] = 0;
+    for (int column = arch::lane_index(); column < p.columns; column += 32) {
+      if (p.fixed_d_k)
+        p.fixed_d_k[key * p.columns + column] = 0;
+      else
+        p.d_k[key * p.d_k_stride + column] = 0;
     }
-  }
+  });
 }
 
 template <class T>
 __global__ void __launch_bounds__(kPassThreads) finish_d_k(const __grid_constant__ Params<T> p) {
-  const int64_t step = int64_t{arch::grid_size()} * kPassThreads;
-  for (int64_t i = int64_t{arch::block_index()} * kPassThreads + arch::thread_index(); i < int64_t{p.s_kv} * p.columns;
-       i += step) {
-    const int64_t key = i / p.columns;
+  for_each_key(p, [&](int64_t key) {
     const float bound = bound_of(p.bounds.largest[key], p.bounds.count[key]);
-    p.d_k[key * p.d_k_stride + i - key * p.columns] =
-        bound < INFINITY ? tile::from_wide_fixed(p.fixed_d_k[i], tile::unit_exponent<tile::kWideBits>(bound)) : NAN;
-  }
+    const int unit = tile::unit_exponent<tile::kWideBits>(bound);
+    for (int column = arch::lane_index(); column < p.columns; column += 32)
+      p.d_k[key * p.d_k_stride + column] =
+          bound < INFINITY ? tile::from_wide_fixed(p.fixed_d_k[key * p.columns + column], unit) : NAN;
+  });
 }
 
 // No query adds more to a sum than this: |g| is at most the factor, unless targets are far above 1, for which there is room.
@@ -71,15 +77,22 @@ __global__ void __launch_bounds__(kPassThreads) bound_keys(const __grid_constant
     p.bounds.largest[key] = *p.bound_of_all, p.bounds.count[key] = uint32_t(s_q);
 }
 
-// One warp: lane l adds up every 32nd query's loss from l on, lane 0 those sums.
-__global__ void __launch_bounds__(32) sum_losses(const double* losses, int64_t s_q, float* loss) {
-  auto& of_lane = arch::dynamic_smem<double[32]>();
+// One CTA, in the same order always: thread t adds up the losses of every 1,024th query from t on, lane l of the first warp those
+// of every 32nd thread, and lane 0 these.
+constexpr int kLossThreads = 1024;
+__global__ void __launch_bounds__(kLossThreads) sum_losses(const double* losses, int64_t s_q, float* loss) {
+  auto& sums = arch::dynamic_smem<double[kLossThreads]>();
+  const int thread = arch::thread_index();
   double sum = 0;
-  for (int64_t s = arch::lane_index(); s < s_q; s += 32) sum += losses[s];
-  of_lane[arch::lane_index()] = sum;
+  for (int64_t s = thread; s < s_q; s += kLossThreads) sum += losses[s];
+  sums[thread] = sum;
+  arch::syncthreads();
+  if (thread >= 32) return;
+  for (int other = thread + 32; other < kLossThreads; other += 32) sum += sums[other];
+  sums[thread] = sum;
   arch::syncwarp();
-  if (arch::lane_index() != 0) return;
-  for (int lane = 1; lane < 32; ++lane) sum += of_lane[lane];
+  if (thread != 0) return;
+  for (int lane = 1; lane < 32; ++lane) sum += sums[lane];
   *loss = float(sum);
 }
 
@@ -97,7 +110,8 @@ void launch_passes(const Problem& problem, const Params<T>& p, Stream stream, La
   if (!problem.last_pass()) return;
   if (ctas > 0 && problem.deterministic) runtime::launch(kName, finish_d_k<T>, over_d_k, stream, p);
   if (!problem.loss) return;
-  runtime::launch(kName, sum_losses, {.grid = {1}, .threads = 32, .shared_bytes = 32 * sizeof(double)}, stream,
+  runtime::launch(kName, sum_losses,
+                  {.grid = {1}, .threads = kLossThreads, .shared_bytes = kLossThreads * sizeof(double)}, stream,
                   static_cast<const double*>(losses_of(problem)), problem.s_q, problem.loss.as<float>());
 }
 

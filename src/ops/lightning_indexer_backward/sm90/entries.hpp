@@ -97,51 +97,67 @@ HOPWELL_DEVICE uint32_t chunk_in_tile(uint32_t row, uint32_t chunk) {
   return chunk / 8 * tile::kPanelBytes + tile::swizzled(row, chunk % 8);
 }
 
-// Four warps bring tiles in, 16 entries each, from slot `number` on; with gradients what is positive of 64 heads, too, and
-// into `any_nan`, before the last tile is full, whether some g of the warp is NaN.
+// A warp starts the copies of a tile's rows from `first_row` on, 16 of them; `key`: of this lane's row, of lanes l and l + 16 alike.
+HOPWELL_DEVICE void copy_rows(const Params<bf16>& p, uint32_t rows, int first_row, int own_key) {
+  const int lane = arch::lane_index();
+  HOPWELL_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const int row = 4 * i + lane / 8, key = arch::shuffle(own_key, row);
+    const bf16* from = p.k.data + (key < 0 ? 0 : key) * p.k.stride;
+    HOPWELL_UNROLL
+    for (int panel = 0; panel < 2; ++panel) {
+      const int chunk = 8 * panel + lane % 8;
+      copy_chunk(rows + chunk_in_tile(uint32_t(first_row + row), uint32_t(chunk)), from, chunk, key >= 0, p.columns);
+    }
+  }
+}
+
+// Puts a lane's entry where it belongs; notes in `any_nan` whether some g of the warp is NaN.
+HOPWELL_DEVICE void store_entry(EntryTile& tile, int row, const LaneEntry& entry, bool& any_nan) {
+  if (arch::lane_index() < 16) {
+    tile.key[row] = entry.key, tile.g[row] = entry.g;
+    store_limbs(tile.g_limbs, limb_place(row), entry.g);
+  }
+  if (arch::ballot(entry.g != entry.g) != 0 && arch::lane_index() == 0) any_nan = true;
+}
+
+// Four warps bring tiles in, 16 entries each, from slot `number` on. With gradients they come with what is positive of 64 heads, and
+// `any_nan` is known before the last tile is full.
 template <bool kWithGradients, bool kRelu, class Ring>
 HOPWELL_DEVICE void gather_tiles(const EntryParams& p, Ring& ring, int query, int head_tile, const tile::Entries& all,
                                  int number, bool* any_nan = nullptr) {
+  constexpr int kAhead = 4;  // a load takes as long as several tiles
   const int lane = arch::lane_index(), first_row = arch::warp_index() % 4 * 16, own_row = first_row + lane % 16;
   const int tiles = entry_tiles(all);
   const float* const gradients = p.d_scores + int64_t{query} * p.topk + all.place();
-  LaneEntry next = load_entry<kWithGradients>(all, gradients, own_row);
+  LaneEntry ahead[kAhead];
+  HOPWELL_UNROLL
+  for (int i = 0; i < kAhead; ++i) ahead[i] = load_entry<kWithGradients>(all, gradients, i * kTileEntries + own_row);
   HOPWELL_NO_UNROLL
-  for (int tile = 0; tile < tiles; ++tile) {
-    const EntrySlot<Ring> slot{ring, number + tile};
-    EntryTile& entries = slot.entries();
-    LaneEntry own = next;
-    next = load_entry<kWithGradients>(all, gradients, (tile + 1) * kTileEntries + own_row);
-    slot.wait_empty();
-    if (!(kWithGradients ? has_score(own.g) : all.counts(own.key))) own = {-1, 0};
+  for (int first = 0; first < tiles; first += kAhead) {
     HOPWELL_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const int row = 4 * i + lane / 8, key = arch::shuffle(own.key, row);
-      const bf16* from = p.k.data + (key < 0 ? 0 : key) * p.k.stride;
-      HOPWELL_UNROLL
-      for (int panel = 0; panel < 2; ++panel) {
-        const int chunk = 8 * panel + lane % 8;
-        copy_chunk(slot.rows() + chunk_in_tile(uint32_t(first_row + row), uint32_t(chunk)), from, chunk, key >= 0,
-                   p.columns);
-      }
-    }
-    if constexpr (kWithGradients && kRelu) {
-      const int word = 2 * first_row + 4 * lane;
-      if (lane < 8)
-        arch::cp_async(arch::shared_address(entries.positive + word), p.positive_of(query, head_tile, tile) + word, 16);
-    }
-    if (lane < 16) {
-      entries.key[own_row] = own.key;
+    for (int i = 0; i < kAhead; ++i) {
+      const int tile = first + i;
+      if (tile >= tiles) break;
+      const EntrySlot<Ring> slot{ring, number + tile};
+      LaneEntry own = ahead[i];
+      ahead[i] = load_entry<kWithGradients>(all, gradients, (tile + kAhead) * kTileEntries + own_row);
+      if (!(kWithGradients ? has_score(own.g) : all.counts(own.key))) own = {-1, 0};
+      slot.wait_empty();
+      copy_rows(p, slot.rows(), first_row, own.key);
       if constexpr (kWithGradients) {
-        entries.g[own_row] = own.g;
-        store_limbs(entries.g_limbs, limb_place(own_row), own.g);
+        const int word = 2 * first_row + 4 * lane;
+        if (kRelu && lane < 8)
+          arch::cp_async(arch::shared_address(slot.entries().positive + word),
+                         p.positive_of(query, head_tile, tile) + word, 16);
+        store_entry(slot.entries(), own_row, own, *any_nan);
+      } else if (lane < 16) {
+        slot.entries().key[own_row] = own.key;
       }
+      arch::cp_async_mbarrier_arrive_noinc(slot.full());
+      arch::syncwarp();
+      if (lane == 0) arch::mbarrier_arrive(slot.full());
     }
-    if constexpr (kWithGradients)
-      if (arch::ballot(own.g != own.g) != 0 && lane == 0) *any_nan = true;
-    arch::cp_async_mbarrier_arrive_noinc(slot.full());
-    arch::syncwarp();
-    if (lane == 0) arch::mbarrier_arrive(slot.full());
   }
 }
 

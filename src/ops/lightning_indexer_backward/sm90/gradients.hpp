@@ -24,7 +24,7 @@
 namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET {
 
 struct GradientConfig {
-  static constexpr int kThreads = 512, kHeadRegisters = 160, kEntryRegisters = 152, kOtherRegisters = 48;
+  static constexpr int kThreads = 512, kHeadRegisters = 160, kEntryRegisters = 144, kOtherRegisters = 64;
 };
 
 // What one warp adds to dk: rows of 16 entries, of which the copy engine adds each to its key's.
@@ -61,7 +61,6 @@ struct GradientStorage {
   alignas(1024) unsigned char weighted_q[kGradientLimbs][kTileBytes];  // limbs of w_j q_j
   EntryRing<6> ring;
   StagedRows staged[8];
-  float weights[kHeadTile];
   bool any_nan[4];  // of the g that a warp brought in
 };
 static_assert(sizeof(GradientStorage) <= arch::sm90::kMaxSharedBytes);
@@ -151,25 +150,26 @@ HOPWELL_DEVICE void multiply_weighted(float (&d)[64], const Positive& ones, cons
   arch::wgmma_commit();
 }
 
-// Limbs of w_j q_j of 64 heads from `first` on, zeros past the last one, and their weights; by all threads of the CTA. A barrier
-// follows.
+// Limbs of w_j q_j of 64 heads from `first` on, zeros past the last one; by both warpgroups of the entries, which read them.
 HOPWELL_DEVICE void load_weighted_heads(const Params<bf16>& p, GradientStorage& s, int query, int first) {
-  for (int i = arch::thread_index(); i < kHeadTile * 16; i += GradientConfig::kThreads) {
+  constexpr int kThreads = 256;
+  HOPWELL_NO_UNROLL
+  for (int i = arch::thread_index() % kThreads; i < kHeadTile * 16; i += kThreads) {
     const int row = i / 16, chunk = i % 16, head = first + row;
-    float x[8] = {}, weight = 0;
+    float x[8] = {};
     if (head < p.heads) {
       tile::sum_limbs(p.q.chunk(p.q.data + query * p.q_stride + head * p.q.stride, 8 * chunk), x);
-      weight = tile::load_fp32(p.weights, p.weights_bf16, query * p.weights_stride + head);
+      const float weight = tile::load_fp32(p.weights, p.weights_bf16, query * p.weights_stride + head);
+      for (float& value : x) value *= weight;
     }
-    for (float& value : x) value *= weight;
     const auto limbs = tile::split<kGradientLimbs>(x);
     HOPWELL_UNROLL
     for (int limb = 0; limb < kGradientLimbs; ++limb)
       arch::store_shared_v4(arch::shared_address(s.weighted_q[limb]) + chunk_in_tile(uint32_t(row), uint32_t(chunk)),
                             limbs.limb[limb]);
-    if (chunk == 0) s.weights[row] = weight;
   }
   arch::fence_proxy_async();
+  arch::barrier_sync(1, kThreads);
 }
 
 // ---- heads ------------------------------------------------------------------------------------------------------------
@@ -246,7 +246,8 @@ HOPWELL_DEVICE void store_heads(const Params<bf16>& p, const GradientStorage& s,
       const float sum = tile::sum_of_quad(anew ? sum_of_entries<kRelu>(p, query, head, entries, t) : 0);
       d_weight = anew ? sum : d_weight;
     }
-    store_head(p, s.weights[row], query, head, half, t, d_q, d_weight);
+    const float weight = exists ? tile::load_fp32(p.weights, p.weights_bf16, query * p.weights_stride + head) : 0;
+    store_head(p, weight, query, head, half, t, d_q, d_weight);
   }
 }
 
@@ -343,7 +344,6 @@ __global__ void __launch_bounds__(GradientConfig::kThreads, 1) add_gradients(con
     s.ring.barriers.init(kEntryArrivals, 8);
     arch::fence_mbarrier_init();
   }
-  load_weighted_heads(p, s, query, first);
   if (arch::thread_index() < 4) s.any_nan[arch::thread_index()] = false;
   arch::syncthreads();
   const int group = arch::warpgroup_index();
@@ -352,6 +352,7 @@ __global__ void __launch_bounds__(GradientConfig::kThreads, 1) add_gradients(con
     accumulate_heads<kRelu>(p, s, query, first, entries);
   } else if (group < 3) {
     arch::setmaxnreg_inc<GradientConfig::kEntryRegisters>();
+    load_weighted_heads(p, s, query, first);
     accumulate_entries<kRelu>(p, s, group - 1, entry_tiles(entries));
   } else {
     arch::setmaxnreg_dec<GradientConfig::kOtherRegisters>();

@@ -26,18 +26,27 @@ struct ScoreStorage {
 static_assert(decltype(ScoreStorage::ring)::kStages % 2 == 0 &&
               2 * sizeof(ScoreStorage) <= arch::sm90::kMaxSharedBytes);
 
+// Σ_j w_j relu(dot_ij) of this lane's two entries, 8 apart, of every fourth pair of a tile's heads; `heads`: as many there are.
+template <bool kRelu, bool kAllHeads>
+HOPWELL_DEVICE void weigh(float (&sums)[2], const ScoreStorage& s, int heads, const float (&d)[32]) {
+  HOPWELL_UNROLL
+  for (int i = 0; i < 32; ++i) {
+    const int column = i / 4 * 8 + 2 * (arch::lane_index() % 4) + i % 2;
+    const float term = s.weights[column] * (kRelu ? arch::max_nan(d[i], 0) : d[i]);
+    sums[i / 2 % 2] += kAllHeads || column < heads ? term : 0;  // the product of a head that does not exist may be NaN
+  }
+}
+
 // What 64 heads from `first_head` on add to the scores of this warp's 16 entries of a tile.
 template <bool kRelu>
 HOPWELL_DEVICE void add_scores(const Params<bf16>& p, const ScoreStorage& s, int query, const tile::Entries& entries,
                                int tile, const int (&keys)[2], int first_head, const float (&d)[32]) {
   const int lane = arch::lane_index(), t = lane % 4, odd = lane & 1, heads = p.heads - first_head;
   float sums[2] = {0, 0};
-  HOPWELL_UNROLL
-  for (int i = 0; i < 32; ++i) {
-    const int column = i / 4 * 8 + 2 * t + i % 2;
-    const float term = s.weights[column] * (kRelu ? arch::max_nan(d[i], 0) : d[i]);
-    sums[i / 2 % 2] += column < heads ? term : 0;  // the product of a head that does not exist may be NaN
-  }
+  if (heads >= kHeadTile)
+    weigh<kRelu, true>(sums, s, heads, d);
+  else
+    weigh<kRelu, false>(sums, s, heads, d);
   tile::share_sums(sums, 1, 1, odd);
   const float sum = sums[0] + arch::shuffle_xor(sums[0], 2);
   const int entry = tile * kTileEntries + arch::warp_index() % 4 * 16 + 8 * odd + lane / 4;
