@@ -97,20 +97,34 @@ HOPWELL_DEVICE uint32_t chunk_in_tile(uint32_t row, uint32_t chunk) {
   return chunk / 8 * tile::kPanelBytes + tile::swizzled(row, chunk % 8);
 }
 
-// A warp starts the copies of a tile's rows from `first_row` on, 16 of them; `key`: of this lane's row, of lanes l and l + 16 alike.
-HOPWELL_DEVICE void copy_rows(const Params<bf16>& p, uint32_t rows, int first_row, int own_key) {
-  const int lane = arch::lane_index();
-  HOPWELL_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    const int row = 4 * i + lane / 8, key = arch::shuffle(own_key, row);
-    const bf16* from = p.k.data + (key < 0 ? 0 : key) * p.k.stride;
+// A warp's copies of 16 rows of k from `first_row` of a tile on: a lane has its chunk of both panels of every fourth row.
+struct RowCopies {
+  const bf16* source;  // the lane's chunk of key 0
+  uint32_t row_chunks, place[2];
+  bool exists[2];
+
+  HOPWELL_DEVICE RowCopies(const Params<bf16>& p, int first_row) {
+    const int row = first_row + arch::lane_index() / 8, chunk = arch::lane_index() % 8;
+    source = p.k.data + 8 * chunk, row_chunks = uint32_t(p.k.stride / 8);
+    place[0] = tile::swizzled(row, chunk), place[1] = tile::swizzled(row + 4, chunk);
+    exists[0] = 8 * chunk < p.columns, exists[1] = 8 * chunk + tile::kPanelColumns < p.columns;
+  }
+  // own_key: of row lane % 16; −1: zeros. Keys lie within 64 GiB, so that offsets take one register.
+  HOPWELL_DEVICE void start(uint32_t rows, int own_key) const {
+    constexpr uint32_t kNone = 0xffffffff;
+    const uint32_t own = own_key < 0 ? kNone : uint32_t(own_key) * row_chunks;
     HOPWELL_UNROLL
-    for (int panel = 0; panel < 2; ++panel) {
-      const int chunk = 8 * panel + lane % 8;
-      copy_chunk(rows + chunk_in_tile(uint32_t(first_row + row), uint32_t(chunk)), from, chunk, key >= 0, p.columns);
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t offset = arch::shuffle(own, 4 * i + arch::lane_index() / 8);
+      const bf16* const from = source + (offset != kNone ? uint64_t{offset} * 8 : 0);
+      const uint32_t to = rows + place[i % 2] + uint32_t(i / 2) * 8 * 128;
+      HOPWELL_UNROLL
+      for (int panel = 0; panel < 2; ++panel)
+        arch::cp_async(to + uint32_t(panel) * tile::kPanelBytes, from + panel * tile::kPanelColumns,
+                       offset != kNone && exists[panel] ? 16 : 0);
     }
   }
-}
+};
 
 // Puts a lane's entry where it belongs; notes in `any_nan` whether some g of the warp is NaN.
 HOPWELL_DEVICE void store_entry(EntryTile& tile, int row, const LaneEntry& entry, bool& any_nan) {
@@ -129,6 +143,7 @@ HOPWELL_DEVICE void gather_tiles(const EntryParams& p, Ring& ring, int query, in
   constexpr int kAhead = 4;  // a load takes as long as several tiles
   const int lane = arch::lane_index(), first_row = arch::warp_index() % 4 * 16, own_row = first_row + lane % 16;
   const int tiles = entry_tiles(all);
+  const RowCopies copies(p, first_row);
   const float* const gradients = p.d_scores + int64_t{query} * p.topk + all.place();
   LaneEntry ahead[kAhead];
   HOPWELL_UNROLL
@@ -144,7 +159,7 @@ HOPWELL_DEVICE void gather_tiles(const EntryParams& p, Ring& ring, int query, in
       ahead[i] = load_entry<kWithGradients>(all, gradients, (tile + kAhead) * kTileEntries + own_row);
       if (!(kWithGradients ? has_score(own.g) : all.counts(own.key))) own = {-1, 0};
       slot.wait_empty();
-      copy_rows(p, slot.rows(), first_row, own.key);
+      copies.start(slot.rows(), own.key);
       if constexpr (kWithGradients) {
         const int word = 2 * first_row + 4 * lane;
         if (kRelu && lane < 8)

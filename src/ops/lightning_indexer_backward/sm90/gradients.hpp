@@ -27,23 +27,46 @@ struct GradientConfig {
   static constexpr int kThreads = 512, kHeadRegisters = 160, kEntryRegisters = 144, kOtherRegisters = 64;
 };
 
-// What one warp adds to dk: rows of 16 entries, of which the copy engine adds each to its key's.
+// What one warp adds to dk: rows of 16 entries, of which the copy engine adds each to its key's. Like dk's they begin where 128 bytes
+// do: the engine sends what lies in 128 bytes at both ends at once, in 4 requests a row; at a pitch of 544 bytes it sent 7.
 struct StagedRows {
-  static constexpr int kPitch = 544;  // 512 and 32: stores of a half warp meet all banks
-  alignas(16) unsigned char rows[16][kPitch];
+  alignas(128) unsigned char rows[16][512];
 
   // Before it is written again.
   HOPWELL_DEVICE void wait() const {
     arch::bulk_wait_read<0>();
     arch::syncwarp();
   }
-  // Two neighbouring columns of this lane's rows, g and g + 8.
   template <class T>
-  HOPWELL_DEVICE void store(int half, int column, T low, T high) {
-    struct alignas(2 * sizeof(T)) Pair {
-      T low, high;
-    };
-    *reinterpret_cast<Pair*>(rows[8 * half + arch::lane_index() / 4] + column * int(sizeof(T))) = {low, high};
+  struct alignas(2 * sizeof(T)) Pair {
+    T low, high;
+  };
+  // Of kCount blocks of eight columns; pair_of(half, block): columns 8 · block + 2 · (lane % 4) and one more of this lane's rows, lane / 4 and 8 further on. A block
+  // lies in the same banks in every row, so lanes of neighbouring rows store different ones at a time.
+  template <class T, int kCount, class PairOf>
+  HOPWELL_DEVICE void store(const PairOf& pair_of) {
+    constexpr int kTurns = 16 / sizeof(T);  // whose rows' blocks meet all banks
+    const int lane = arch::lane_index(), turn = lane / 4 % kTurns;
+    HOPWELL_UNROLL
+    for (int i = 0; i < 2 * kCount; i += kTurns) {
+      const int half = i / kCount, first = i % kCount;
+      Pair<T> pairs[kTurns];
+      HOPWELL_UNROLL
+      for (int block = 0; block < kTurns; ++block) pairs[block] = pair_of(half, first + block);
+      HOPWELL_UNROLL
+      for (int bit = 1; bit < kTurns; bit *= 2) {
+        HOPWELL_UNROLL
+        for (int low = 0; low < kTurns; ++low) {
+          if (low & bit) continue;
+          const Pair<T> a = pairs[low], b = pairs[low | bit];
+          pairs[low] = turn & bit ? b : a, pairs[low | bit] = turn & bit ? a : b;
+        }
+      }
+      HOPWELL_UNROLL
+      for (int block = 0; block < kTurns; ++block)
+        *reinterpret_cast<Pair<T>*>(rows[8 * half + lane / 4] +
+                                    sizeof(T) * (8 * (first + (block ^ turn)) + lane % 4 * 2)) = pairs[block];
+    }
   }
   // Lane l, whose row has a key, adds row l.
   template <class T>
@@ -285,13 +308,11 @@ HOPWELL_DEVICE void add_fixed(const Params<bf16>& p, StagedRows& staged, const i
   for (int first = 0; first < 2 * kTogether; first += kTogether) {
     if (first >= p.columns) break;
     staged.wait();
-    HOPWELL_UNROLL
-    for (int i = 0; i < 16; ++i) {
-      const int half = i % 2, block = first / 8 + i / 2;
+    staged.store<int64_t, 8>([&](int half, int block) {
+      const float* const pair = d_k + 4 * (first / 8 + block) + 2 * half;
       const auto fixed = [&](float x) { return tile::to_wide_fixed(g[half] * x, scale[half]); };
-      staged.store(half, i / 2 * 8 + arch::lane_index() % 4 * 2, fixed(d_k[4 * block + 2 * half]),
-                   fixed(d_k[4 * block + 2 * half + 1]));
-    }
+      return StagedRows::Pair<int64_t>{fixed(pair[0]), fixed(pair[1])};
+    });
     staged.add(adds, p.fixed_d_k + int64_t{key} * p.columns + first,
                p.columns - first < kTogether ? p.columns - first : kTogether);
   }
@@ -301,9 +322,10 @@ HOPWELL_DEVICE void add_tile(const Params<bf16>& p, StagedRows& staged, const in
                              const float (&g)[2], const float (&d_k)[64]) {
   if (p.fixed_d_k) return add_fixed(p, staged, keys, key, g, d_k);
   staged.wait();
-  HOPWELL_UNROLL
-  for (int i = 0; i < 32; ++i)
-    staged.store(i % 2, i / 2 * 8 + arch::lane_index() % 4 * 2, g[i % 2] * d_k[2 * i], g[i % 2] * d_k[2 * i + 1]);
+  staged.store<float, 16>([&](int half, int block) {
+    const float* const pair = d_k + 4 * block + 2 * half;
+    return StagedRows::Pair<float>{g[half] * pair[0], g[half] * pair[1]};
+  });
   staged.add(key >= 0, p.d_k + key * p.d_k_stride, p.columns);
 }
 

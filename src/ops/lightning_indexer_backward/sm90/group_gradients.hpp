@@ -218,9 +218,10 @@ HOPWELL_DEVICE void multiply_step(float (&d)[kSize], const RowFragments& a, uint
 
 HOPWELL_DEVICE void add_sums(const GroupParams& p, StagedRows& staged, int key, const float (&sums)[64]) {
   staged.wait();
-  HOPWELL_UNROLL
-  for (int i = 0; i < 32; ++i)
-    staged.store(i % 2, i / 2 * 8 + arch::lane_index() % 4 * 2, sums[2 * i], sums[2 * i + 1]);
+  staged.store<float, 16>([&](int half, int block) {
+    const float* const pair = sums + 4 * block + 2 * half;
+    return StagedRows::Pair<float>{pair[0], pair[1]};
+  });
   staged.add(key >= 0, p.d_k + key * p.d_k_stride, p.columns);
 }
 
@@ -313,9 +314,10 @@ HOPWELL_DEVICE void accumulate_one_by_one(const GroupParams& p, GroupGradientSto
       const int key = rows.adds ? numbers.key[rows.added] : -1;
       const bool adds = key >= 0 && bound_of_key(p, key) < INFINITY;
       staged.wait();
-      HOPWELL_UNROLL
-      for (int i = 0; i < 16; ++i)
-        staged.store(i % 2, i / 2 * 8 + arch::lane_index() % 4 * 2, sums[2 * i], sums[2 * i + 1]);
+      staged.store<Sum, 8>([&](int half, int block) {
+        const Sum* const pair = sums + 4 * block + 2 * half;
+        return StagedRows::Pair<Sum>{pair[0], pair[1]};
+      });
       staged.add(adds, sums_of(p, key, Sum{}) + first, p.columns - first < 64 ? p.columns - first : 64);
     }
     slot.release();
