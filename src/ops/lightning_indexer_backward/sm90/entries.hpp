@@ -140,39 +140,44 @@ HOPWELL_DEVICE void store_entry(EntryTile& tile, int row, const LaneEntry& entry
 template <bool kWithGradients, bool kRelu, class Ring>
 HOPWELL_DEVICE void gather_tiles(const EntryParams& p, Ring& ring, int query, int head_tile, const tile::Entries& all,
                                  int number, bool* any_nan = nullptr) {
-  constexpr int kAhead = 4;  // a load takes as long as several tiles
+  constexpr int kTogether = 4;  // tiles whose entries are loaded at once: that takes as long as bringing in several
   const int lane = arch::lane_index(), first_row = arch::warp_index() % 4 * 16, own_row = first_row + lane % 16;
   const int tiles = entry_tiles(all);
   const RowCopies copies(p, first_row);
   const float* const gradients = p.d_scores + int64_t{query} * p.topk + all.place();
-  LaneEntry ahead[kAhead];
-  HOPWELL_UNROLL
-  for (int i = 0; i < kAhead; ++i) ahead[i] = load_entry<kWithGradients>(all, gradients, i * kTileEntries + own_row);
-  HOPWELL_NO_UNROLL
-  for (int first = 0; first < tiles; first += kAhead) {
-    HOPWELL_UNROLL
-    for (int i = 0; i < kAhead; ++i) {
-      const int tile = first + i;
-      if (tile >= tiles) break;
-      const EntrySlot<Ring> slot{ring, number + tile};
-      LaneEntry own = ahead[i];
-      ahead[i] = load_entry<kWithGradients>(all, gradients, (tile + kAhead) * kTileEntries + own_row);
-      if (!(kWithGradients ? has_score(own.g) : all.counts(own.key))) own = {-1, 0};
-      slot.wait_empty();
-      copies.start(slot.rows(), own.key);
-      if constexpr (kWithGradients) {
-        const int word = 2 * first_row + 4 * lane;
-        if (kRelu && lane < 8)
-          arch::cp_async(arch::shared_address(slot.entries().positive + word),
-                         p.positive_of(query, head_tile, tile) + word, 16);
-        store_entry(slot.entries(), own_row, own, *any_nan);
-      } else if (lane < 16) {
-        slot.entries().key[own_row] = own.key;
-      }
-      arch::cp_async_mbarrier_arrive_noinc(slot.full());
-      arch::syncwarp();
-      if (lane == 0) arch::mbarrier_arrive(slot.full());
+  const auto bring = [&](int tile, LaneEntry own) {
+    const EntrySlot<Ring> slot{ring, number + tile};
+    if (!(kWithGradients ? has_score(own.g) : all.counts(own.key))) own = {-1, 0};
+    slot.wait_empty();
+    copies.start(slot.rows(), own.key);
+    if constexpr (kWithGradients) {
+      const int word = 2 * first_row + 4 * lane;
+      if (kRelu && lane < 8)
+        arch::cp_async(arch::shared_address(slot.entries().positive + word),
+                       p.positive_of(query, head_tile, tile) + word, 16);
+      store_entry(slot.entries(), own_row, own, *any_nan);
+    } else if (lane < 16) {
+      slot.entries().key[own_row] = own.key;
     }
+    arch::cp_async_mbarrier_arrive_noinc(slot.full());
+    arch::syncwarp();
+    if (lane == 0) arch::mbarrier_arrive(slot.full());
+  };
+  LaneEntry next[kTogether], own[kTogether];
+  const auto load = [&](int first) {
+    HOPWELL_UNROLL
+    for (int i = 0; i < kTogether; ++i)
+      next[i] = load_entry<kWithGradients>(all, gradients, (first + i) * kTileEntries + own_row);
+  };
+  load(0);
+  HOPWELL_NO_UNROLL
+  for (int first = 0; first < tiles; first += kTogether) {
+    HOPWELL_UNROLL
+    for (int i = 0; i < kTogether; ++i) own[i] = next[i];
+    load(first + kTogether);
+    HOPWELL_UNROLL
+    for (int i = 0; i < kTogether; ++i)
+      if (first + i < tiles) bring(first + i, own[i]);
   }
 }
 
