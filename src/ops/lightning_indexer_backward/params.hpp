@@ -70,8 +70,8 @@ struct Params {
   uint32_t* bound_of_all;  // the bits of what bounds each of them that is finite; null: entries note their own
   int64_t d_q_stride_s, d_q_stride_h, d_k_stride, d_weights_stride;
   int s_kv, topk, heads, columns, column_blocks;
-  int score_warps;    // of a CTA of score_entries
-  bool d_k_in_pairs;  // rows are 8-byte aligned
+  int score_warps;                  // of a CTA of score_entries
+  bool d_k_in_pairs, d_q_in_pairs;  // two neighbouring columns from an even one on are aligned
 };
 
 // Of a key's deterministic sums; infinite or NaN: there is none.
@@ -122,6 +122,8 @@ Params<T> params_of(const Problem& whole, int score_warps) {
   p.s_kv = static_cast<int>(problem.s_kv), p.topk = static_cast<int>(problem.topk);
   p.heads = static_cast<int>(problem.h_index), p.columns = static_cast<int>(problem.d_index);
   p.column_blocks = plan_of(problem).column_blocks, p.score_warps = score_warps;
+  p.d_q_in_pairs =
+      reinterpret_cast<std::uintptr_t>(p.d_q) % 4 == 0 && p.d_q_stride_s % 2 == 0 && p.d_q_stride_h % 2 == 0;
   p.d_k_in_pairs = reinterpret_cast<std::uintptr_t>(p.d_k) % 8 == 0 && (problem.s_kv <= 1 || p.d_k_stride % 2 == 0);
   return p;
 }

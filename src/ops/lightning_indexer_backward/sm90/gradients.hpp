@@ -206,31 +206,43 @@ HOPWELL_DEVICE void store_head(const Params<bf16>& p, const float& weight, int q
   const int64_t at = query * p.d_weights_stride + head;
   if (t == 0 && p.weights_bf16) static_cast<bf16*>(p.d_weights)[at] = arch::to_bf16(d_weight);
   if (t == 0 && !p.weights_bf16) static_cast<float*>(p.d_weights)[at] = d_weight;
-  bf16* to = p.d_q + query * p.d_q_stride_s + head * p.d_q_stride_h;
+  bf16* to = p.d_q + query * p.d_q_stride_s + head * p.d_q_stride_h + 2 * t;
   HOPWELL_UNROLL
-  for (int i = 0; i < 32; ++i) {
-    const int column = i / 2 * 8 + 2 * t + i % 2;
-    if (column < p.columns) to[column] = arch::to_bf16(weighted(weight, d_q[i / 2 * 4 + 2 * half + i % 2]) + nan_or_0);
+  for (int block = 0; block < 16; ++block) {
+    if (8 * block + 2 * t >= p.columns) break;
+    const auto of_column = [&](int odd) { return weighted(weight, d_q[4 * block + 2 * half + odd]) + nan_or_0; };
+    const uint32_t pair = arch::pack_bf16(of_column(0), of_column(1));
+    if (p.d_q_in_pairs)
+      *reinterpret_cast<uint32_t*>(to + 8 * block) = pair;
+    else
+      to[8 * block] = {uint16_t(pair)}, to[8 * block + 1] = {uint16_t(pair >> 16)};
   }
 }
 
-// Σ_i g_i relu(q · k_i) of a head is q · Σ_i g_i k_i, over the entries whose product is positive: this lane's columns of it. Where
-// such a sum is 0, an infinite q adds nothing: none of its products is positive.
-HOPWELL_DEVICE float sum_of_columns(const Params<bf16>& p, int query, int head, int half, int t,
-                                    const float (&d_q)[64]) {
-  const bf16* const q = p.q.data + query * p.q_stride + head * p.q.stride;
-  float sum = 0;
-  HOPWELL_UNROLL
-  for (int block = 0; block < 16; ++block) {
-    const int column = 8 * block + 2 * t;
-    if (column >= p.columns) break;
-    const uint32_t pair = *reinterpret_cast<const uint32_t*>(q + column);
-    const float low = d_q[4 * block + 2 * half], high = d_q[4 * block + 2 * half + 1];
-    sum += low != 0 ? arch::bit_cast<float>(pair << 16) * low : 0;
-    sum += high != 0 ? arch::bit_cast<float>(pair & 0xffff0000U) * high : 0;
+// This lane's columns of a head's q, pairs of neighbours; zeros past the last column.
+struct LaneColumns {
+  uint32_t pair[16];
+
+  HOPWELL_DEVICE LaneColumns(const Params<bf16>& p, int query, int head, int t) {
+    const bf16* const q = p.q.data + query * p.q_stride + head * p.q.stride + 2 * t;
+    HOPWELL_UNROLL
+    for (int block = 0; block < 16; ++block)
+      pair[block] =
+          head < p.heads && 8 * block + 2 * t < p.columns ? *reinterpret_cast<const uint32_t*>(q + 8 * block) : 0;
   }
-  return sum;
-}
+  // Σ_i g_i relu(q · k_i) of a head is q · Σ_i g_i k_i, over the entries whose product is positive; d_q has those sums. Where one is 0, an
+  // infinite q adds nothing: none of its products is positive.
+  HOPWELL_DEVICE float times(const float (&d_q)[64], int half) const {
+    float sum = 0;
+    HOPWELL_UNROLL
+    for (int block = 0; block < 16; ++block) {
+      const float low = d_q[4 * block + 2 * half], high = d_q[4 * block + 2 * half + 1];
+      sum += low != 0 ? arch::bit_cast<float>(pair[block] << 16) * low : 0;
+      sum += high != 0 ? arch::bit_cast<float>(pair[block] & 0xffff0000U) * high : 0;
+    }
+    return sum;
+  }
+};
 
 // The same sum from the products, every fourth entry from t on: infinite keys whose product is not positive leave NaN in those
 // columns.
@@ -256,21 +268,24 @@ HOPWELL_DEVICE float sum_of_entries(const Params<bf16>& p, int query, int head, 
 template <bool kRelu>
 HOPWELL_DEVICE void store_heads(const Params<bf16>& p, const GradientStorage& s, int query, int first,
                                 const tile::Entries& entries, const float (&d_q)[64]) {
-  const int lane = arch::lane_index(), t = lane % 4;
+  const int lane = arch::lane_index(), t = lane % 4, head = first + arch::warp_index() % 4 * 16 + lane / 4;
   const bool any_nan = s.any_nan[0] || s.any_nan[1] || s.any_nan[2] || s.any_nan[3];
+  const auto weight_of = [&](int head) {
+    return head < p.heads ? tile::load_fp32(p.weights, p.weights_bf16, query * p.weights_stride + head) : 0;
+  };
+  const float weights[2] = {weight_of(head), weight_of(head + 8)};
+  const LaneColumns q[2] = {{p, query, head, t}, {p, query, head + 8, t}};
   HOPWELL_UNROLL
   for (int half = 0; half < 2; ++half) {
-    const int row = arch::warp_index() % 4 * 16 + 8 * half + lane / 4, head = first + row;
-    const bool exists = head < p.heads;
-    float d_weight = tile::sum_of_quad(exists ? sum_of_columns(p, query, head, half, t, d_q) : 0);
-    if (any_nan) d_weight = NAN;
-    const bool anew = !any_nan && !(fabsf(d_weight) < INFINITY);
+    const int of_half = head + 8 * half;
+    const bool exists = of_half < p.heads;
+    float d_weight = any_nan ? NAN : tile::sum_of_quad(q[half].times(d_q, half));
+    const bool anew = exists && !any_nan && !(fabsf(d_weight) < INFINITY);
     if (arch::ballot(anew) != 0) {
-      const float sum = tile::sum_of_quad(anew ? sum_of_entries<kRelu>(p, query, head, entries, t) : 0);
+      const float sum = tile::sum_of_quad(anew ? sum_of_entries<kRelu>(p, query, of_half, entries, t) : 0);
       d_weight = anew ? sum : d_weight;
     }
-    const float weight = exists ? tile::load_fp32(p.weights, p.weights_bf16, query * p.weights_stride + head) : 0;
-    store_head(p, weight, query, head, half, t, d_q, d_weight);
+    store_head(p, weights[half], query, of_half, half, t, d_q, d_weight);
   }
 }
 
