@@ -3,6 +3,7 @@
 #pragma once
 
 #include "ops/lightning_indexer_backward/params.hpp"
+#include "tile/gpu/dependency.hpp"
 
 namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET {
 
@@ -18,6 +19,7 @@ HOPWELL_DEVICE void for_each_key(const Params<T>& p, const Work& work) {
 // Zeros for dk, or for its deterministic sums and their bounds.
 template <class T>
 __global__ void __launch_bounds__(kPassThreads) clear_d_k(const __grid_constant__ Params<T> p) {
+  tile::launch_dependents();
   if (p.bound_of_all && arch::block_index() == 0 && arch::thread_index() == 0) *p.bound_of_all = 0;
   for_each_key(p, [&](int64_t key) {
     if (p.fixed_d_k && arch::lane_index() == 0) p.bounds.largest[key] = p.bounds.count[key] = 0;

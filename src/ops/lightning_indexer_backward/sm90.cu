@@ -73,13 +73,18 @@ void launch_as(const Problem& problem, Stream stream) {
   p.positive = reinterpret_cast<std::uint32_t*>(static_cast<std::byte*>(problem.workspace) + workspace_bytes(problem));
   const auto queries = static_cast<std::uint32_t>(problem.queries());
   launch_passes(problem, static_cast<const Params<bf16>&>(p), stream, [&] {
+    const bool dependent = problem.device.has_dependent_launches();
     runtime::launch(kName, score_entries<kRelu>,
-                    {.grid = {queries}, .threads = ScoreConfig::kThreads, .shared_bytes = sizeof(ScoreStorage)}, stream,
-                    p);
+                    {.grid = {queries},
+                     .threads = ScoreConfig::kThreads,
+                     .shared_bytes = sizeof(ScoreStorage),
+                     .programmatic_dependency = dependent && problem.first_pass() && plan_of(problem).pass_ctas > 0},
+                    stream, p);
     runtime::launch(kName, add_gradients<kRelu>,
                     {.grid = {queries * static_cast<std::uint32_t>(p.head_tiles)},
                      .threads = GradientConfig::kThreads,
-                     .shared_bytes = sizeof(GradientStorage)},
+                     .shared_bytes = sizeof(GradientStorage),
+                     .programmatic_dependency = dependent},
                     stream, p);
   });
 }

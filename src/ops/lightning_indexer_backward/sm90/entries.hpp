@@ -6,6 +6,7 @@
 #include "arch/sm90/cluster.hpp"
 #include "arch/sm90/wgmma.hpp"
 #include "ops/lightning_indexer_backward/params.hpp"
+#include "tile/gpu/dependency.hpp"
 #include "tile/gpu/panel.hpp"
 #include "tile/gpu/ring.hpp"
 

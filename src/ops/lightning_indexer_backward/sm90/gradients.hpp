@@ -393,6 +393,7 @@ __global__ void __launch_bounds__(GradientConfig::kThreads, 1) add_gradients(con
     accumulate_entries<kRelu>(p, s, group - 1, entry_tiles(entries));
   } else {
     arch::setmaxnreg_dec<GradientConfig::kOtherRegisters>();
+    tile::wait_for_prior_kernels();
     gather_tiles<true, kRelu>(p, s.ring, query, head_tile, entries, 0, s.any_nan + arch::warp_index() % 4);
     arch::cp_async_wait_all();  // no thread leaves before its copies
   }

@@ -39,8 +39,8 @@ HOPWELL_DEVICE void weigh(float (&sums)[2], const ScoreStorage& s, int heads, co
 
 // What 64 heads from `first_head` on add to the scores of this warp's 16 entries of a tile.
 template <bool kRelu>
-HOPWELL_DEVICE void add_scores(const Params<bf16>& p, const ScoreStorage& s, int query, const tile::Entries& entries,
-                               int tile, const int (&keys)[2], int first_head, const float (&d)[32]) {
+HOPWELL_DEVICE void add_scores(const Params<bf16>& p, const ScoreStorage& s, float* scores, int entries, int tile,
+                               const int (&keys)[2], int first_head, const float (&d)[32]) {
   const int lane = arch::lane_index(), t = lane % 4, odd = lane & 1, heads = p.heads - first_head;
   float sums[2] = {0, 0};
   if (heads >= kHeadTile)
@@ -50,11 +50,10 @@ HOPWELL_DEVICE void add_scores(const Params<bf16>& p, const ScoreStorage& s, int
   tile::share_sums(sums, 1, 1, odd);
   const float sum = sums[0] + arch::shuffle_xor(sums[0], 2);
   const int entry = tile * kTileEntries + arch::warp_index() % 4 * 16 + 8 * odd + lane / 4;
-  if (t >= 2 || entry >= entries.length) return;
-  float* score = gradients_of(p, query, entries) + entry;
-  const float whole = (first_head == 0 ? 0 : *score) + sum;
+  if (t >= 2 || entry >= entries) return;
+  const float whole = (first_head == 0 ? 0 : scores[entry]) + sum;
   const bool last = heads <= kHeadTile;
-  *score = (odd ? keys[1] : keys[0]) < 0 || (last && whole != whole) ? -INFINITY : whole;
+  scores[entry] = (odd ? keys[1] : keys[0]) < 0 || (last && whole != whole) ? -INFINITY : whole;
 }
 
 // Scores of every second tile, so that a stage always has tiles of one warpgroup; from slot `number` on.
@@ -62,6 +61,9 @@ template <bool kRelu>
 HOPWELL_DEVICE void score_tiles(const EntryParams& p, ScoreStorage& s, int query, const tile::Entries& entries,
                                 int first_head, int number, int group) {
   const int tiles = entry_tiles(entries), row = arch::warp_index() % 4 * 16 + arch::lane_index() / 4;
+  float* const scores = gradients_of(p, query, entries);
+  [[maybe_unused]] uint32_t* const positive =
+      p.positive_of(query, first_head / kHeadTile, 0) + arch::thread_index() % 128;
   HOPWELL_NO_UNROLL
   for (int tile = (number ^ group) & 1; tile < tiles; tile += 2) {
     const EntrySlot<decltype(s.ring)> slot{s.ring, number + tile};
@@ -72,9 +74,8 @@ HOPWELL_DEVICE void score_tiles(const EntryParams& p, ScoreStorage& s, int query
     const int keys[2] = {slot.entries().key[row], slot.entries().key[row + 8]};
     arch::wgmma_wait<0>(d);
     slot.release();
-    if constexpr (kRelu)
-      p.positive_of(query, first_head / kHeadTile, tile)[arch::thread_index() % 128] = positive_bits(d);
-    add_scores<kRelu>(p, s, query, entries, tile, keys, first_head, d);
+    if constexpr (kRelu) positive[tile * kPositiveWords] = positive_bits(d);
+    add_scores<kRelu>(p, s, scores, entries.length, tile, keys, first_head, d);
   }
 }
 
@@ -99,6 +100,7 @@ template <bool kRelu>
 __global__ void __launch_bounds__(ScoreConfig::kThreads, 2) score_entries(const __grid_constant__ EntryParams p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<ScoreStorage>();
+  tile::launch_dependents();
   const int query = arch::block_index(), group = arch::warpgroup_index();
   const tile::Entries entries = tile::entries_of(p.selection, query);
   if (arch::thread_index() == 0) {
@@ -116,6 +118,7 @@ __global__ void __launch_bounds__(ScoreConfig::kThreads, 2) score_entries(const 
   }
   float bound = p.bounds.largest ? bound_of_heads(p, query) : 0;
   bound = 1.001F * reduce<Reduce::sum>(p, s.of_warp, bound);  // its barriers are for the scores, too
+  tile::wait_for_prior_kernels();  // bounds are clear; and who waits for this kernel counts on dk being so
   finish_scores(p, s.of_warp, query, entries, bound);
 #endif
 }
