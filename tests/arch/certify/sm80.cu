@@ -195,6 +195,7 @@ __global__ void bits_and_bytes(const uint32_t* in, uint32_t* out) {
   out[512 + t] = permute_bytes<0x3265>(in[t], in[256 + t]);
   out[768 + t] = bfind(in[t] >> (in[256 + t] & 31) >> (in[256 + t] >> 5 & 15));
   out[1024 + t] = half_twice<false>(in[t]) ^ half_twice<true>(in[256 + t]);
+  out[1280 + t] = permute_signs(in[t], in[256 + t], 0x8888 | (in[t] >> 5 & 0x7777));
 }
 
 __global__ void transcendental(const uint32_t* in, uint32_t* out) {
@@ -263,8 +264,8 @@ void add_sm80_cases(std::vector<Case>& cases) {
   add("all_fp16", "to_float", Inputs::bits, Compare::bits, 1, 65536, all_fp16, 256);
   add("products_fp16", "multiply_fp16", Inputs::bits, Compare::bits, 512, 512, products_fp16, 256);
   add("products_bf16", "multiply_bf16", Inputs::bits, Compare::bits, 512, 512, products_bf16, 256);
-  add("bits_and_bytes", "select_bits permute_bytes bfind half_twice", Inputs::bits, Compare::bits, 512, 1280,
-      bits_and_bytes, 256);
+  add("bits_and_bytes", "select_bits permute_bytes permute_signs bfind half_twice", Inputs::bits, Compare::bits, 512,
+      1536, bits_and_bytes, 256);
   add("transcendental", "exp2_approx log2_approx", Inputs::bits, Compare::approximate, 512, 512, transcendental, 256);
   add("transcendental_special", "exp2_approx log2_approx", Inputs::float_wide, Compare::approximate, 256, 512,
       transcendental_special, 256);

@@ -1,21 +1,21 @@
 // lightning_indexer_backward for Hopper: dq, dw, and what each query adds to dk.
 //
-//     dq_j = w_j Σ_i (positive_ij g_i) k_i        dk_i += g_i Σ_j (positive_ij w_j) q_j        dw_j = Σ_i g_i relu(q_j · k_i)
+//     sum_j = Σ_i (positive_ij g_i) k_i      dq_j = w_j sum_j      dw_j = q_j · sum_j      dk_i += g_i Σ_j positive_ij (w_j q_j)
 //
 // Tile      a CTA has a query and 64 of its heads; 64 entries a step
-// Roles     warpgroup 0      heads    q k^T, 64 heads × 64 entries; dq, 64 × 128, in registers; dw
-//           warpgroups 1, 2  entries  k q^T, 64 entries × 64 heads, of tiles by turns; dk of the tile
-//           warp 12          gather   keys, g and its limbs of 64 entries, six tiles in turn
-// Products  The factors in brackets are what is in limbs: g_i or w_j where the product is positive, 0 elsewhere, is one
-//           bitwise `and` for each two, from a score's place among accumulators to the same place in an A fragment. k and q are
-//           B as they came. So nothing goes through shared memory between the products.
+// Roles     warpgroup 0      heads    dq, 64 × 128, in registers; dw at the end, from it and q
+//           warpgroups 1, 2  entries  dk of a tile, by turns; before the first one the limbs of w q
+//           warpgroup 3      gather   keys, g and its limbs and the signs of 64 entries, six tiles in turn
+// Products  No scores are made: which products are positive was kept, a bit each, and a byte's sign spread over half a register is a mask
+//           for a number of bf16. For the heads it is on limbs of g; B is the tile of keys as it came, read across. For the
+//           entries it is on ones, the same A for all limbs of w q, which are B and stay in shared memory.
 // Timeline  gather     K4 ▒▒▒▒│ K5 ▒▒▒▒│ …
-//           heads      S0 ▓▓ and dQ0 ▓▓▓▓▓▓ │ S1 ▓▓ …            products of one warpgroup under what the others do between
-//           entries 1    S0' ▓▓ and dK0 ▓▓▓▓▓▓ stage │ S2' …     rows of dk to shared memory, added by the copy engine while
-//           entries 2         S1' ▓▓ and dK1 ▓▓▓▓▓▓ stage │ …    the next tile is made
-// Budget    shared: q 16,384 + 6 × (16,384 rows + 896 entries) + 96 of barriers + 8 × 8,704 rows of dk + 640, 191,488 B with gaps
-//           registers: heads 64 of dq + 32 scores + 48 of A (160); entries 64 of dk + 48 of A, 32 scores before (152); gather 48
-// Bound     tensor cores: 2 × (1 + 3 limbs) × 64 × 64 × 128, 2,048 clocks a tile; adds 32 KB a tile
+//           heads      dQ0 ▓▓▓▓▓▓ │ dQ1 ▓▓▓▓▓▓ │ …
+//           entries 1  dK0 ▓▓▓▓▓▓ stage │ dK2 ▓▓▓▓▓▓ …           rows of dk to shared memory, added by the copy engine while
+//           entries 2     dK1 ▓▓▓▓▓▓ stage │ dK3 …               the next tile is made
+// Budget    shared: 3 × 16,384 limbs of w q + 6 × (16,384 rows + 1,408 entries) + 96 of barriers + 8 × 8,192 rows of dk, 221,824 B
+//           with gaps; registers: heads 64 of dq + 16 masks + 32 of A (160); entries 64 of dk + 16 of A (144); gather 64
+// Bound     the way into L2: 32 KB of dk and 512 requests for rows a tile. Tensor cores: 2 × 3 limbs × 64 × 64 × 128, 1,536 clocks
 #pragma once
 
 #include "arch/sm90/bulk_copy.hpp"
