@@ -30,6 +30,22 @@ std::size_t quantize_workspace_bytes(const QuantizeProblem& p) {
   return needs_amax(p) ? sizeof(std::uint32_t) * QuantizeConfig::kMaxPartials : 0;
 }
 
+template <class T>
+void launch_amax(const arch::LaunchShape& shape, Stream stream, const QuantizeParams<T>& params) {
+  const bool few = params.blocks.are_few();
+  runtime::launch("nvfp4_quantize", few ? amax_kernel<T, std::uint32_t> : amax_kernel<T, std::int64_t>, shape, stream,
+                  params);
+}
+
+template <bool kByThresholds, class T>
+void launch_blocks(const arch::LaunchShape& shape, Stream stream, const QuantizeParams<T>& params) {
+  const bool few = params.scale_blocks.are_few();
+  runtime::launch(
+      "nvfp4_quantize",
+      few ? quantize_kernel<T, kByThresholds, std::uint32_t> : quantize_kernel<T, kByThresholds, std::int64_t>, shape,
+      stream, params);
+}
+
 void launch_quantize(const QuantizeProblem& p, Stream stream) {
   tile::with_type(p.x, [&]<class T>(const T* x) {
     const bool amax = needs_amax(p);
@@ -55,15 +71,15 @@ void launch_quantize(const QuantizeProblem& p, Stream stream) {
                             .programmatic_dependency = p.device.has_dependent_launches()};
     if (amax) {
       shape.grid = {static_cast<std::uint32_t>(params.partials)};
-      runtime::launch("nvfp4_quantize", amax_kernel<T>, shape, stream, params);
+      launch_amax(shape, stream, params);
     }
     // Six of these fit at a time: two rounds. Where each first waits for the largest |x| and makes a table, eight.
     shape.grid = {quantize_grid(params.scale_blocks.rows * params.scale_blocks.per_row, amax ? 8 : 12, p.device)};
     // A global that comes from x makes many ties, which thresholds do not mind.
     if constexpr (sizeof(T) == 2) {
-      if (amax) return runtime::launch("nvfp4_quantize", quantize_kernel<T, true>, shape, stream, params);
+      if (amax) return launch_blocks<true>(shape, stream, params);
     }
-    runtime::launch("nvfp4_quantize", quantize_kernel<T, false>, shape, stream, params);
+    launch_blocks<false>(shape, stream, params);
   });
 }
 
