@@ -6,7 +6,7 @@
 // Codes     encode.hpp: in floats where the global is given, by thresholds where it comes from 16-bit x, which makes
 //           many ties; of bf16 by sums that saturate
 // Budget    32 or 64 bytes in, 9 out, ~14 instructions a number; by sums, ~13, most of them at full rate
-// Bound     memory. Without a given global x is read twice, the second time from L2 as far as it holds it: amax_kernel
+// Bound     memory. Without a given global x is read twice, the second time from L2 as far as it holds it, from its end on: amax_kernel
 //           writes the largest |x| of each CTA's blocks to the workspace, and each CTA of quantize_kernel takes the
 //           largest of those.
 #pragma once
@@ -152,7 +152,8 @@ HOPWELL_DEVICE void encode(const QuantizeStorage& s, bool usual, const Block<T>&
   if constexpr (kByThresholds) encode_by_thresholds(x, s.thresholds[scale], words);
 }
 
-// Blocks beyond the matrix, of which a blocked layout has some: scale 0.
+// Blocks beyond the matrix, of which a blocked layout has some: scale 0. The last blocks come first: if the largest |x|
+// was looked for, they are the ones that L2 still holds.
 template <class T, bool kByThresholds, class Index>
 __global__ void __launch_bounds__(QuantizeConfig::kThreads)
     quantize_kernel(const __grid_constant__ QuantizeParams<T> p) {
@@ -167,7 +168,8 @@ __global__ void __launch_bounds__(QuantizeConfig::kThreads)
   const auto threads = Index(arch::grid_size() * QuantizeConfig::kThreads), count = Index(p.scale_blocks.count());
   for (auto i = Index(arch::block_index()) * QuantizeConfig::kThreads + Index(arch::thread_index()); i < count;
        i += threads) {
-    const Index item = i, row = p.scale_blocks.row(item), block = item - row * Index(p.scale_blocks.per_row);
+    const Index item = count - 1 - i, row = p.scale_blocks.row(item),
+                block = item - row * Index(p.scale_blocks.per_row);
     uint8_t* scale_at = p.scales.data + p.scales.offset(row, block);
     if (row >= p.blocks.rows || block >= p.blocks.per_row) {
       *scale_at = 0;

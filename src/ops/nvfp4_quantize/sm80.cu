@@ -73,8 +73,9 @@ void launch_quantize(const QuantizeProblem& p, Stream stream) {
       shape.grid = {static_cast<std::uint32_t>(params.partials)};
       launch_amax(shape, stream, params);
     }
-    // Six of these fit at a time: two rounds. Where each first waits for the largest |x| and makes a table, eight.
-    shape.grid = {quantize_grid(params.scale_blocks.rows * params.scale_blocks.per_row, amax ? 8 : 12, p.device)};
+    // Eight of these fit at a time: two rounds. Where each first waits for the largest |x| and makes a table, one round, of
+    // five.
+    shape.grid = {quantize_grid(params.scale_blocks.rows * params.scale_blocks.per_row, amax ? 5 : 16, p.device)};
     // A global that comes from x makes many ties, which thresholds do not mind.
     if constexpr (sizeof(T) == 2) {
       if (amax) return launch_blocks<true>(shape, stream, params);
