@@ -244,6 +244,8 @@ std::vector<std::pair<std::string, Quantize>> quantize_problems() {
       {"smaller_bf16", {.rows = 64, .k = 320, .dtype = kBf16, .values = Values::kFading, .exponent = -11}},
       {"large_bf16", {.rows = 64, .k = 320, .dtype = kBf16, .values = Values::kFading, .exponent = 14}},
       {"larger_bf16", {.rows = 64, .k = 320, .dtype = kBf16, .values = Values::kFading, .exponent = 16}},
+      {"pairs_bf16_blocked", {.rows = 520, .k = 352, .dtype = kBf16, .blocked = true, .values = Values::kFading}},
+      {"pairs_fp16", {.rows = 520, .k = 352, .dtype = kFp16, .values = Values::kNonFinite}},
       {"large", {.rows = 300, .k = 2048, .dtype = kBf16}},
   };
 }

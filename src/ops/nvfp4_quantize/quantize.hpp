@@ -2,10 +2,10 @@
 //
 //     global = amax / 2688;  scale = e4m3(block's amax / (6 · global));  code = e2m1 nearest to x / (scale · global)
 //
-// Roles     a thread for each block of 16 numbers that share a scale
+// Roles     a thread for each block of 16 numbers that share a scale; for two, of 16-bit x, where there are enough
 // Codes     encode.hpp: in floats where the global is given, by thresholds where it comes from 16-bit x, which makes
 //           many ties; of bf16 by sums that saturate
-// Budget    32 or 64 bytes in, 9 out, ~14 instructions a number; by sums, ~13, most of them at full rate
+// Budget    32 or 64 bytes in, 9 out, ~14 instructions a number; by sums, ~12, most of them at full rate
 // Bound     memory. Without a given global x is read twice, the second time from L2 as far as it holds it, from its end on: amax_kernel
 //           writes the largest |x| of each CTA's blocks to the workspace, and each CTA of quantize_kernel takes the
 //           largest of those.
@@ -35,8 +35,8 @@ struct QuantizeParams {
   float given_value;           // the global if there is no pointer; 0: it comes from x
   uint32_t* amax;  // bits of the largest |x| that each CTA of amax_kernel found; null if the global is given
   int64_t x_stride, codes_stride;
-  RowItems blocks, scale_blocks;  // the latter with those that pad scales
-  int partials;                   // of amax
+  RowItems blocks, items;  // of one block or two, with those that pad scales
+  int partials;            // of amax
   bool x_aligned, codes_aligned;
 };
 
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(QuantizeConfig::kThreads) amax_kernel(const __
     for (int j = 0; j < kUnroll; ++j) {
       const Index i = first + j * threads < count ? first + j * threads : first;
       const Index row = p.blocks.row(i), block = i - row * Index(p.blocks.per_row);
-      x[j].load(p.x + row * p.x_stride + block * kCodesPerBlock, p.x_aligned);
+      x[j].load(p.x + row * p.x_stride + int64_t{block} * kCodesPerBlock, p.x_aligned);
     }
     HOPWELL_UNROLL
     for (int j = 0; j < kUnroll; ++j) {
@@ -142,6 +142,15 @@ HOPWELL_DEVICE void store_codes(uint8_t* to, bool aligned, const uint32_t (&word
   for (int i = 0; i < 8; ++i) to[i] = uint8_t(words[i / 4] >> 8 * (i % 4));
 }
 
+// A byte for each block.
+template <int kBlocks>
+HOPWELL_DEVICE void store_scales(uint8_t* to, uint32_t scales) {
+  if constexpr (kBlocks == 2)
+    *reinterpret_cast<uint16_t*>(to) = uint16_t(scales);
+  else
+    *to = uint8_t(scales);
+}
+
 template <class T, bool kByThresholds>
 HOPWELL_DEVICE void encode(const QuantizeStorage& s, bool usual, const Block<T>& x, float amax, uint8_t scale,
                            float global, uint32_t (&words)[2]) {
@@ -152,9 +161,9 @@ HOPWELL_DEVICE void encode(const QuantizeStorage& s, bool usual, const Block<T>&
   if constexpr (kByThresholds) encode_by_thresholds(x, s.thresholds[scale], words);
 }
 
-// Blocks beyond the matrix, of which a blocked layout has some: scale 0. The last blocks come first: if the largest |x|
-// was looked for, they are the ones that L2 still holds.
-template <class T, bool kByThresholds, class Index>
+// kBlocks neighbours of a row. Beyond the matrix, where a blocked layout has some: scales 0. The last blocks come first:
+// if the largest |x| was looked for, they are the ones that L2 still holds.
+template <class T, bool kByThresholds, int kBlocks, class Index>
 __global__ void __launch_bounds__(QuantizeConfig::kThreads)
     quantize_kernel(const __grid_constant__ QuantizeParams<T> p) {
   auto& s = arch::dynamic_smem<QuantizeStorage>();
@@ -165,26 +174,40 @@ __global__ void __launch_bounds__(QuantizeConfig::kThreads)
   const float divisor = hopwell::nvfp4::kCodeMax * global;
   const float reciprocal = kByThresholds && is_usual(global) ? 1 / divisor : 0;
   if constexpr (kByThresholds) fill_table<T>(s, global);
-  const auto threads = Index(arch::grid_size() * QuantizeConfig::kThreads), count = Index(p.scale_blocks.count());
+  const auto threads = Index(arch::grid_size() * QuantizeConfig::kThreads), count = Index(p.items.count());
   for (auto i = Index(arch::block_index()) * QuantizeConfig::kThreads + Index(arch::thread_index()); i < count;
        i += threads) {
-    const Index item = count - 1 - i, row = p.scale_blocks.row(item),
-                block = item - row * Index(p.scale_blocks.per_row);
-    uint8_t* scale_at = p.scales.data + p.scales.offset(row, block);
+    const Index item = count - 1 - i, row = p.items.row(item),
+                block = (item - row * Index(p.items.per_row)) * Index(kBlocks);
+    uint8_t* scales_at = p.scales.data + p.scales.offset(row, block);
     if (row >= p.blocks.rows || block >= p.blocks.per_row) {
-      *scale_at = 0;
+      store_scales<kBlocks>(scales_at, 0);
       continue;
     }
-    Block<T> x;
-    x.load(p.x + row * p.x_stride + block * kCodesPerBlock, p.x_aligned);
-    const uint32_t bits = x.amax_bits();
-    const bool finite = bits < kInfinityBits;
-    const auto amax = arch::bit_cast<float>(bits);
-    const uint8_t scale = finite ? scale_for(amax, divisor, reciprocal) : hopwell::nvfp4::kScaleNan;
-    *scale_at = scale;
-    uint32_t words[2] = {0, 0};
-    if (finite && scale != 0) encode<T, kByThresholds>(s, reciprocal != 0, x, amax, scale, global, words);
-    store_codes(p.codes + row * p.codes_stride + block * (kCodesPerBlock / 2), p.codes_aligned, words);
+    const T* from = p.x + row * p.x_stride + int64_t{block} * kCodesPerBlock;
+    Block<T> x[kBlocks];
+    HOPWELL_UNROLL
+    for (int j = 0; j < kBlocks; ++j) x[j].load(from + j * kCodesPerBlock, kBlocks > 1 || p.x_aligned);
+    uint32_t bits[kBlocks], scales = 0, words[kBlocks][2] = {};
+    HOPWELL_UNROLL
+    for (int j = 0; j < kBlocks; ++j) {
+      bits[j] = x[j].amax_bits();
+      const uint32_t scale = bits[j] < kInfinityBits ? scale_for(arch::bit_cast<float>(bits[j]), divisor, reciprocal)
+                                                     : hopwell::nvfp4::kScaleNan;
+      scales |= scale << 8 * j;
+    }
+    store_scales<kBlocks>(scales_at, scales);
+    HOPWELL_UNROLL
+    for (int j = 0; j < kBlocks; ++j) {
+      const auto scale = uint8_t(scales >> 8 * j);
+      if (bits[j] < kInfinityBits && scale != 0)
+        encode<T, kByThresholds>(s, reciprocal != 0, x[j], arch::bit_cast<float>(bits[j]), scale, global, words[j]);
+    }
+    uint8_t* codes_at = p.codes + row * p.codes_stride + int64_t{block} * (kCodesPerBlock / 2);
+    if constexpr (kBlocks == 2)
+      *reinterpret_cast<arch::Words4*>(codes_at) = {{words[0][0], words[0][1], words[1][0], words[1][1]}};
+    else
+      store_codes(codes_at, p.codes_aligned, words[0]);
   }
 }
 
