@@ -11,8 +11,8 @@ namespace hopwell::arch {
 
 #if !HOPWELL_ON_DEVICE
 namespace emu {
-/// a · b + c, rounded once. The product is exact in double, and so is the rest of the sum, whose sign decides between two
-/// halves.
+/// a · b + c, rounded once. The product is exact in double, and so is the rest of the sum, whose sign decides between
+/// two halves.
 inline float fma_fp16(uint32_t a, uint32_t b, uint32_t c) {
   const double product = double{from_fp16(uint16_t(a))} * from_fp16(uint16_t(b)), addend = from_fp16(uint16_t(c));
   const double sum = product + addend, of_addend = sum - product;

@@ -1,10 +1,10 @@
 // nvfp4_quantize on GPUs: a block of 16 numbers' scale, and codes for it.
 //
-// Three ways to codes, all exact. In floats: |x| · 1 / (scale · global) · 2^-126 is a float whose upper bits are a code's, for it
-// is subnormal where codes are: a half is added, the rest cut off. Next to the middle between two codes that may round
-// to the wrong side: then, and out of usual ranges, exact thresholds decide. 16-bit x is compared with thresholds of
-// its own type, two numbers at a time; where ties are not rare, at once, with thresholds from a table for all scales. bf16 of usual size
-// is compared by sums that saturate, at twice the rate of comparisons and of logic.
+// Three ways to codes, all exact. In floats: |x| · 1 / (scale · global) · 2^-126 is a float whose upper bits are a
+// code's, for it is subnormal where codes are: a half is added, the rest cut off. Next to the middle between two codes
+// that may round to the wrong side: then, and out of usual ranges, exact thresholds decide. 16-bit x is compared with
+// thresholds of its own type, two numbers at a time; where ties are not rare, at once, with thresholds from a table for
+// all scales. There bf16 of usual size is compared by sums that saturate, at twice the rate of comparisons and logic.
 #pragma once
 
 #include <cmath>

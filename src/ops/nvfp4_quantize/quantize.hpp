@@ -6,9 +6,9 @@
 // Codes     encode.hpp: in floats where the global is given, by thresholds where it comes from 16-bit x, which makes
 //           many ties; of bf16 by sums that saturate
 // Budget    32 or 64 bytes in, 9 out, ~14 instructions a number; by sums, ~12, most of them at full rate
-// Bound     memory. Without a given global x is read twice, the second time from L2 as far as it holds it, from its end on: amax_kernel
-//           writes the largest |x| of each CTA's blocks to the workspace, and each CTA of quantize_kernel takes the
-//           largest of those.
+// Bound     memory. Without a given global x is read twice, the second time from L2 as far as it holds it, from its
+//           end on: amax_kernel writes the largest |x| of each CTA's blocks to the workspace, and each CTA of
+//           quantize_kernel takes the largest of those.
 #pragma once
 
 #include "ops/nvfp4_quantize/encode.hpp"

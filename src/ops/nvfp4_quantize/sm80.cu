@@ -89,8 +89,8 @@ void launch_quantize(const QuantizeProblem& p, Stream stream) {
       shape.grid = {static_cast<std::uint32_t>(params.partials)};
       launch_amax(shape, stream, params);
     }
-    // Eight of these fit at a time: two rounds. Where each first waits for the largest |x| and makes a table, one round, of
-    // as many as fit.
+    // Eight of these fit at a time: two rounds. Where each first waits for the largest |x| and makes a table, one round,
+    // of as many as fit.
     shape.grid = {quantize_grid(params.items.count(), pairs ? kPairGrid : amax ? 5 : 16, p.device)};
     // A global that comes from x makes many ties, which thresholds do not mind.
     if constexpr (sizeof(T) == 2) {
