@@ -389,6 +389,8 @@ std::vector<std::pair<std::string, Linear>> linear_problems() {
       {"cancelling_x", {.n = 1, .rows = 60, .k = 512, .x = X::kCancelling}},
       {"cancelling_x_n_4", {.n = 4, .rows = 60, .k = 512, .x = X::kCancelling}},
       {"long_k", {.n = 1, .rows = 40, .k = 16384}},
+      {"k_of_21_stages", {.n = 1, .rows = 40, .k = 5184, .bias = true}},
+      {"k_of_28_stages", {.n = 1, .rows = 40, .k = 7168, .dtype = kFp16, .blocked = true, .x = X::kOutliers}},
       {"long_k_n_9", {.n = 9, .rows = 20, .k = 16384, .dtype = kFp16, .global = 0.0625F}},
       {"longer_k_n_10", {.n = 10, .rows = 20, .k = 18496, .global = 0.0625F}},
       {"empty_n", {.n = 0, .rows = 5, .k = 32}},

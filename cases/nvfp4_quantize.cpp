@@ -19,6 +19,7 @@ enum class Values {
   kBits,        // any finite bit pattern of the type
   kHuge,        // up to the type's largest number
   kTiny,        // subnormal numbers only
+  kFading,      // each block's numbers half of the one's before, 20 blocks long
   kNonFinite    // kNormal, with +-inf and NaN here and there
 };
 
@@ -29,6 +30,7 @@ struct Quantize {
   Values values = Values::kNormal;
   std::optional<float> global = std::nullopt;
   bool global_as_array = false;
+  int exponent = 0;  // of a first block of kFading
 };
 
 double random_value(const Quantize& p, Random& random, std::int64_t at) {
@@ -49,6 +51,8 @@ double random_value(const Quantize& p, Random& random, std::int64_t at) {
       return (random.uniform() * 2 - 1) * (half ? 65504.0 : p.dtype == DType::kBFloat16 ? 0x1.FEp127 : 0x1.FFFFFEp127);
     case Values::kTiny:
       return std::ldexp(random.normal(), half ? -22 : p.dtype == DType::kBFloat16 ? -131 : -146);
+    case Values::kFading:
+      return std::ldexp(random.normal(), p.exponent - static_cast<int>(at / 16 % 20));
     case Values::kNonFinite:
       if (random.below(100) == 0) return random.below(2) == 0 ? INFINITY : random.below(2) == 0 ? -INFINITY : NAN;
       return random.normal();
@@ -231,6 +235,17 @@ std::vector<std::pair<std::string, Quantize>> quantize_problems() {
       {"non_finite", {.rows = 30, .k = 64, .values = Values::kNonFinite}},
       {"non_finite_fp16_blocked", {.rows = 30, .k = 64, .dtype = kFp16, .blocked = true, .values = Values::kNonFinite}},
       {"empty", {.rows = 0, .k = 32}},
+      {"own_global_ties_bf16", {.rows = 64, .k = 128, .dtype = kBf16, .values = Values::kGrid}},
+      {"own_global_ties_fp16", {.rows = 64, .k = 128, .dtype = kFp16, .values = Values::kGrid}},
+      {"fading_bf16", {.rows = 64, .k = 320, .dtype = kBf16, .values = Values::kFading}},
+      {"fading_fp16", {.rows = 64, .k = 320, .dtype = kFp16, .values = Values::kFading}},
+      {"fading_blocked", {.rows = 30, .k = 320, .blocked = true, .values = Values::kFading}},
+      {"small_bf16", {.rows = 64, .k = 320, .dtype = kBf16, .values = Values::kFading, .exponent = -8}},
+      {"smaller_bf16", {.rows = 64, .k = 320, .dtype = kBf16, .values = Values::kFading, .exponent = -11}},
+      {"large_bf16", {.rows = 64, .k = 320, .dtype = kBf16, .values = Values::kFading, .exponent = 14}},
+      {"larger_bf16", {.rows = 64, .k = 320, .dtype = kBf16, .values = Values::kFading, .exponent = 16}},
+      {"pairs_bf16_blocked", {.rows = 520, .k = 352, .dtype = kBf16, .blocked = true, .values = Values::kFading}},
+      {"pairs_fp16", {.rows = 520, .k = 352, .dtype = kFp16, .values = Values::kNonFinite}},
       {"large", {.rows = 300, .k = 2048, .dtype = kBf16}},
   };
 }

@@ -108,9 +108,9 @@ const std::vector<Refusals>& all_refusals() {
             "n_8_many_tiles nan_scales_blocked_n_5 non_finite_x_n_7 tiny_x_n_12"},
            {"n must be 2 to 524288, n * N at most 2^38, x of 16 bits",
             "all_codes_all_scales_n_1_bf16 basic cancelling_x empty_n fp32_blocked_bias full_range_fp16 "
-            "full_range_fp32 huge_x k_tail_fp16_bias long_k n_17_fp32 n_1_many_tiles_blocked "
-            "n_1_many_tiles_fp16 n_1_slices_end_anywhere nan_scales non_finite_x one_of_everything "
-            "outliers_bf16 subnormal_scales tiny_x wide_range_x_bf16 wide_range_x_fp16"},
+            "full_range_fp32 huge_x k_of_21_stages k_of_28_stages k_tail_fp16_bias long_k n_17_fp32 "
+            "n_1_many_tiles_blocked n_1_many_tiles_fp16 n_1_slices_end_anywhere nan_scales non_finite_x "
+            "one_of_everything outliers_bf16 subnormal_scales tiny_x wide_range_x_bf16 wide_range_x_fp16"},
            {"for so few rows sm80 is faster", "n_20_pair n_24_few_rows"},
            {"for so many rows sm80 is faster", "n_8_chunks"},
        }},

@@ -45,7 +45,13 @@ void expect_one_column(const Plan& plan, const ProblemShape& shape, const runtim
   expect_every_tile_once(plan);
   EXPECT_GE(std::int64_t{plan.row_tiles} * StageConfig::kRows, shape.rows);
   EXPECT_LE(plan.clusters * shape.batches, std::max<std::int64_t>(device.sms, shape.batches));
-  EXPECT_GE(std::int64_t{plan.slice} * plan.warps, shape.k);
+  // Slices that differ by a stage at most are all of K.
+  EXPECT_GT(plan.larger_warps, 0);
+  EXPECT_LE(plan.larger_warps, plan.warps);
+  const std::int64_t smaller = plan.warps - plan.larger_warps,
+                     all = std::int64_t{plan.slice} * plan.warps - smaller * StageConfig::kStageK;
+  EXPECT_GE(all, shape.k);
+  EXPECT_LT(all - shape.k, StageConfig::kStageK);
   EXPECT_LE(plan.round_tiles, plan.most_tiles());
 }
 

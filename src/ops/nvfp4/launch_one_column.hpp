@@ -10,7 +10,7 @@ template <class X, class T>
 void launch_one_column(const char* name, const Plan& plan, const ProblemShape& shape, const runtime::Device& device,
                        Stream stream, OneColumnParams<X, T> p) {
   p.rows = static_cast<int>(shape.rows), p.k = static_cast<int>(shape.k);
-  p.warps = plan.warps, p.slice = plan.slice, p.round_tiles = plan.round_tiles;
+  p.warps = plan.warps, p.slice = plan.slice, p.larger_warps = plan.larger_warps, p.round_tiles = plan.round_tiles;
   p.tiles_per_cta = plan.tiles_per_cluster(), p.larger_ctas = plan.larger_clusters();
   p.whole_scales = has_whole_scales(p.weight.scales);
   runtime::launch(name, one_column_kernel<X, T>, launch_shape(plan, 32 * plan.warps, device, shape.batches), stream, p);

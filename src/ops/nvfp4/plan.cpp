@@ -37,8 +37,10 @@ Plan plan_one_column(const ProblemShape& shape, const runtime::Device& device) {
   plan.round_tiles = std::min(plan.most_tiles(), OneColumnConfig::kMaxRoundTiles);
   const int rounds_in_flight = plan.round_tiles < plan.most_tiles() ? 2 : 1;
   for (plan.warps = OneColumnConfig::kMaxWarps; plan.warps >= 4; plan.warps /= 2) {
-    const std::int64_t slice = round_up(ceil_div(shape.k, plan.warps), StageConfig::kStageK);
+    const std::int64_t stages = ceil_div(shape.k, StageConfig::kStageK),
+                       slice = ceil_div(stages, plan.warps) * StageConfig::kStageK;
     plan.slice = to_int(slice);
+    plan.larger_warps = stages % plan.warps == 0 ? plan.warps : to_int(stages % plan.warps);
     plan.shared_bytes = static_cast<std::size_t>(
         plan.warps * (OneColumnConfig::kRingBytes + 2 * slice + rounds_in_flight * plan.round_tiles * kSumBytes));
     if (plan.shared_bytes <= device.shared_bytes) return plan;

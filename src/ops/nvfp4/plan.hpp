@@ -117,6 +117,7 @@ struct Plan {
   int warps = 0;                        // of a CTA, that multiply
   int cluster = 1, clusters = 0;        // CTAs of a cluster; clusters for each column tile (kManyColumns: in all)
   int slice = 0, phases = 1;
+  int larger_warps = 0;             // kOneColumn: those that have all of a slice; the others have a stage less
   int row_groups = 1, splits = 1;   // warpgroups of a CTA: with rows of their own; that share rows
   int round_tiles = 0;              // at most
   std::size_t exchange_offset = 0;  // where in shared memory the CTAs of a cluster put sums for each other

@@ -1,14 +1,16 @@
-// nvfp4_quantize on GPUs: codes of a block of 16 numbers, for its scale.
+// nvfp4_quantize on GPUs: a block of 16 numbers' scale, and codes for it.
 //
-// Two ways, both exact. In floats: |x| · 1 / (scale · global) · 2^-126 is a float whose upper bits are a code's, for it
-// is subnormal where codes are: a half is added, the rest cut off. Next to the middle between two codes that may round
-// to the wrong side: then, and out of usual ranges, exact thresholds decide. 16-bit x is compared with thresholds of
-// its own type, two numbers at a time; where ties are not rare, at once, with thresholds from a table for all scales.
+// Three ways to codes, all exact. In floats: |x| · 1 / (scale · global) · 2^-126 is a float whose upper bits are a
+// code's, for it is subnormal where codes are: a half is added, the rest cut off. Next to the middle between two codes
+// that may round to the wrong side: then, and out of usual ranges, exact thresholds decide. 16-bit x is compared with
+// thresholds of its own type, two numbers at a time; where ties are not rare, at once, with thresholds from a table for
+// all scales. There bf16 of usual size is compared by sums that saturate, at twice the rate of comparisons and logic.
 #pragma once
 
 #include <cmath>
 
 #include "arch/sm80/bits.hpp"
+#include "arch/sm80/half.hpp"
 #include "tile/gpu/fp4.hpp"
 #include "tile/gpu/numbers.hpp"
 
@@ -155,6 +157,12 @@ HOPWELL_DEVICE uint32_t where_larger(uint32_t a, uint32_t b) {
 #endif
 }
 
+// Eight codes, of which each word has two, in the lowest bits of its halves.
+HOPWELL_DEVICE uint32_t join_codes(const uint32_t (&codes)[4]) {
+  const uint32_t lower = codes[0] + codes[1] * 256, upper = codes[2] + codes[3] * 256;
+  return arch::permute_bytes<0x5410>(lower, upper) + arch::permute_bytes<0x7632>(lower, upper) * 16;
+}
+
 // Three comparisons a number, two numbers at a time. |x| and thresholds are not negative, and the bits of fp16 as a
 // bf16's are in the same order and below its infinity.
 template <class T>
@@ -176,8 +184,64 @@ HOPWELL_DEVICE void encode_by_thresholds(const Block<T>& x, const Thresholds16& 
       const uint32_t one = where_larger(magnitude, select(four, select(two, t[6], t[4]), select(two, t[2], t[0])));
       codes[i] = (four & 0x00040004u) | (two & 0x00020002u) | (one & 0x00010001u) | (pair >> 12 & 0x00080008u);
     }
-    const uint32_t lower = codes[0] | codes[1] << 8, upper = codes[2] | codes[3] << 8;
-    words[half] = arch::permute_bytes<0x5410>(lower, upper) | arch::permute_bytes<0x7632>(lower, upper) << 4;
+    words[half] = join_codes(codes);
+  }
+}
+
+// ---- bf16 by sums that saturate --------------------------------------------------------------------------------------
+
+// The bits of bf16 between 2^-31 and 2^17 are those of an fp16 between 2^-3 and 8, in the same order. There neighbours
+// are 2^-13 apart or more, so that 2^13 · (x - t), limited to 0 and 1, is 1 exactly if x is larger than t: one fma.
+// Thresholds of a block are at most 560 neighbours apart, all their differences exact.
+//
+//     four = x > t3;  two = x > (four ? t5 : t1);  one = x > (four ? (two ? t6 : t4) : (two ? t2 : t0))
+//
+// What follows `four` and `two` is a sum, too. All are times -2^13.
+struct alignas(16) Steps {
+  uint16_t t3, t1, t5_t1, t0, t2_t0, t4_t0, rest;  // t5 - t1, …; (t6 - t4) - (t2 - t0)
+  uint16_t unused;
+};
+
+// Whether all scales' thresholds lie in that range, and the largest |x|, which is 2,688 times as large as the global.
+HOPWELL_DEVICE bool is_usual(float global) { return global >= 0x1p-19f && global <= 0x1p5f; }
+
+HOPWELL_DEVICE Steps steps_of(const Thresholds16& t) {
+  float f[7];  // in fp16's bits
+  HOPWELL_UNROLL
+  for (int i = 0; i < 7; ++i) f[i] = to_fp32(fp16{t.bits[i]}) * -0x1p13f;
+  const auto bits = [](float x) { return uint16_t(arch::pack_fp16(x, 0)); };
+  return {bits(f[3]),
+          bits(f[1]),
+          bits(f[5] - f[1]),
+          bits(f[0]),
+          bits(f[2] - f[0]),
+          bits(f[4] - f[0]),
+          bits((f[6] - f[4]) - (f[2] - f[0])),
+          0};
+}
+
+// Indices are summed as multiples of the smallest fp16, whose bits they then are.
+HOPWELL_DEVICE void encode_by_steps(const Block<bf16>& x, const Steps& of_scale, uint32_t (&words)[2]) {
+  constexpr uint32_t kScale = 0x70007000u, kOne = 0x00010001u, kTwo = 0x00020002u, kFour = 0x00040004u, kZero = 0;
+  const auto raw = arch::bit_cast<arch::Words4>(of_scale);
+  const uint32_t t3 = arch::half_twice<false>(raw.w[0]), t1 = arch::half_twice<true>(raw.w[0]),
+                 t5_t1 = arch::half_twice<false>(raw.w[1]), t0 = arch::half_twice<true>(raw.w[1]),
+                 t2_t0 = arch::half_twice<false>(raw.w[2]), t4_t0 = arch::half_twice<true>(raw.w[2]),
+                 rest = arch::half_twice<false>(raw.w[3]);
+  HOPWELL_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    uint32_t codes[4];  // of two numbers, in the lowest bits of each half
+    HOPWELL_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t pair = x.words[4 * half + i], magnitude = pair & 0x7fff7fffu;
+      const uint32_t four = arch::fma_saturated_fp16(magnitude, kScale, t3);
+      const uint32_t two = arch::fma_saturated_fp16(magnitude, kScale, arch::fma_fp16(four, t5_t1, t1));
+      const uint32_t lower = arch::fma_fp16(two, t2_t0, t0), to_upper = arch::fma_fp16(two, rest, t4_t0);
+      const uint32_t one = arch::fma_saturated_fp16(magnitude, kScale, arch::fma_fp16(four, to_upper, lower));
+      const uint32_t index = arch::fma_fp16(four, kFour, arch::fma_fp16(two, kTwo, arch::fma_fp16(one, kOne, kZero)));
+      codes[i] = (pair >> 12 & 0x00080008u) | index;
+    }
+    words[half] = join_codes(codes);
   }
 }
 

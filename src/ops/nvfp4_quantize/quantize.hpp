@@ -2,13 +2,13 @@
 //
 //     global = amax / 2688;  scale = e4m3(block's amax / (6 · global));  code = e2m1 nearest to x / (scale · global)
 //
-// Roles     a thread for each block of 16 numbers that share a scale
+// Roles     a thread for each block of 16 numbers that share a scale; for two, of 16-bit x, where there are enough
 // Codes     encode.hpp: in floats where the global is given, by thresholds where it comes from 16-bit x, which makes
-//           many ties
-// Budget    32 or 64 bytes in, 9 out, ~14 instructions a number
-// Bound     memory. Without a given global x is read twice, the second time from L2 as far as it holds it: amax_kernel
-//           writes the largest |x| of each CTA's blocks to the workspace, and each CTA of quantize_kernel takes the
-//           largest of those.
+//           many ties; of bf16 by sums that saturate
+// Budget    32 or 64 bytes in, 9 out, ~14 instructions a number; by sums, ~12, most of them at full rate
+// Bound     memory. Without a given global x is read twice, the second time from L2 as far as it holds it, from its
+//           end on: amax_kernel writes the largest |x| of each CTA's blocks to the workspace, and each CTA of
+//           quantize_kernel takes the largest of those.
 #pragma once
 
 #include "ops/nvfp4_quantize/encode.hpp"
@@ -35,13 +35,16 @@ struct QuantizeParams {
   float given_value;           // the global if there is no pointer; 0: it comes from x
   uint32_t* amax;  // bits of the largest |x| that each CTA of amax_kernel found; null if the global is given
   int64_t x_stride, codes_stride;
-  RowItems blocks, scale_blocks;  // the latter with those that pad scales
-  int partials;                   // of amax
+  RowItems blocks, items;  // of one block or two, with those that pad scales
+  int partials;            // of amax
   bool x_aligned, codes_aligned;
 };
 
 struct QuantizeStorage {
-  Thresholds16 thresholds[128];  // for each scale byte
+  union {  // for each scale byte
+    Thresholds16 thresholds[128];
+    Steps steps[128];
+  };
   uint32_t max_of_warp[QuantizeConfig::kWarps];
 };
 
@@ -56,24 +59,24 @@ HOPWELL_DEVICE uint32_t max_of_cta(QuantizeStorage& s, uint32_t bits) {
   return bits;
 }
 
-// The largest finite |x| of this CTA's blocks.
-template <class T>
+// The largest finite |x| of this CTA's blocks. Index, here and below: uint32_t for few blocks, or int64_t.
+template <class T, class Index>
 __global__ void __launch_bounds__(QuantizeConfig::kThreads) amax_kernel(const __grid_constant__ QuantizeParams<T> p) {
   auto& s = arch::dynamic_smem<QuantizeStorage>();
   tile::launch_dependents();
   tile::wait_for_prior_kernels();
   constexpr int kUnroll = 2;
-  const int64_t threads = int64_t{arch::grid_size()} * QuantizeConfig::kThreads, count = p.blocks.count();
+  const auto threads = Index(arch::grid_size() * QuantizeConfig::kThreads), count = Index(p.blocks.count());
   uint32_t amax = 0;
   const auto accumulate = [&](uint32_t bits) { amax = bits < kInfinityBits && bits > amax ? bits : amax; };
-  for (int64_t first = int64_t{arch::block_index()} * QuantizeConfig::kThreads + arch::thread_index(); first < count;
+  for (auto first = Index(arch::block_index()) * QuantizeConfig::kThreads + Index(arch::thread_index()); first < count;
        first += kUnroll * threads) {
     Block<T> x[kUnroll];
     HOPWELL_UNROLL
     for (int j = 0; j < kUnroll; ++j) {
-      const int64_t i = first + j * threads < count ? first + j * threads : first;
-      const int64_t row = p.blocks.row(i), block = i - row * p.blocks.per_row;
-      x[j].load(p.x + row * p.x_stride + block * kCodesPerBlock, p.x_aligned);
+      const Index i = first + j * threads < count ? first + j * threads : first;
+      const Index row = p.blocks.row(i), block = i - row * Index(p.blocks.per_row);
+      x[j].load(p.x + row * p.x_stride + int64_t{block} * kCodesPerBlock, p.x_aligned);
     }
     HOPWELL_UNROLL
     for (int j = 0; j < kUnroll; ++j) {
@@ -102,6 +105,34 @@ HOPWELL_DEVICE float global_of(const QuantizeParams<T>& p, QuantizeStorage& s) {
   return global == 0 ? 0x1p-149f : global;
 }
 
+// A block's scale. `reciprocal`: of the divisor where the global is usual and that of x, so that nothing overflows, and
+// what underflows is far below the smallest scale; or 0. With the nearest reciprocal one correction brings a quotient to
+// one of the two floats around it, and the next one to the nearest, as a division would.
+HOPWELL_DEVICE uint8_t scale_for(float amax, float divisor, float reciprocal) {
+  if (reciprocal == 0) return hopwell::nvfp4::encode_e4m3(amax / divisor);
+  float quotient = amax * reciprocal;
+  HOPWELL_UNROLL
+  for (int i = 0; i < 2; ++i) quotient = std::fma(std::fma(-quotient, divisor, amax), reciprocal, quotient);
+#if HOPWELL_HAS_SM90
+  return uint8_t(arch::pack_e4m3(quotient, 0));
+#else
+  return hopwell::nvfp4::encode_e4m3(quotient);
+#endif
+}
+
+// A table for all scales.
+template <class T>
+HOPWELL_DEVICE void fill_table(QuantizeStorage& s, float global) {
+  if (const int scale = arch::thread_index(); scale < 128) {
+    const Thresholds16 thresholds = thresholds_for<T>(tile::e4m3_to_float(uint32_t(scale)), global);
+    if (std::is_same_v<T, bf16> && is_usual(global))
+      s.steps[scale] = steps_of(thresholds);
+    else
+      s.thresholds[scale] = thresholds;
+  }
+  arch::syncthreads();
+}
+
 HOPWELL_DEVICE void store_codes(uint8_t* to, bool aligned, const uint32_t (&words)[2]) {
   if (aligned) {
     *reinterpret_cast<arch::Words2*>(to) = {{words[0], words[1]}};
@@ -111,8 +142,28 @@ HOPWELL_DEVICE void store_codes(uint8_t* to, bool aligned, const uint32_t (&word
   for (int i = 0; i < 8; ++i) to[i] = uint8_t(words[i / 4] >> 8 * (i % 4));
 }
 
-// Blocks beyond the matrix, of which a blocked layout has some: scale 0.
+// A byte for each block.
+template <int kBlocks>
+HOPWELL_DEVICE void store_scales(uint8_t* to, uint32_t scales) {
+  if constexpr (kBlocks == 2)
+    *reinterpret_cast<uint16_t*>(to) = uint16_t(scales);
+  else
+    *to = uint8_t(scales);
+}
+
 template <class T, bool kByThresholds>
+HOPWELL_DEVICE void encode(const QuantizeStorage& s, bool usual, const Block<T>& x, float amax, uint8_t scale,
+                           float global, uint32_t (&words)[2]) {
+  if constexpr (!kByThresholds)
+    return encode_block(x, amax, tile::e4m3_to_float(scale), global, words);
+  else if constexpr (std::is_same_v<T, bf16>)
+    if (usual) return encode_by_steps(x, s.steps[scale], words);
+  if constexpr (kByThresholds) encode_by_thresholds(x, s.thresholds[scale], words);
+}
+
+// kBlocks neighbours of a row. Beyond the matrix, where a blocked layout has some: scales 0. The last blocks come first:
+// if the largest |x| was looked for, they are the ones that L2 still holds.
+template <class T, bool kByThresholds, int kBlocks, class Index>
 __global__ void __launch_bounds__(QuantizeConfig::kThreads)
     quantize_kernel(const __grid_constant__ QuantizeParams<T> p) {
   auto& s = arch::dynamic_smem<QuantizeStorage>();
@@ -120,36 +171,43 @@ __global__ void __launch_bounds__(QuantizeConfig::kThreads)
   tile::wait_for_prior_kernels();
   const float global = global_of(p, s);
   if (arch::block_index() == 0 && arch::thread_index() == 0) *p.global_scale = global;
-  if constexpr (kByThresholds) {
-    if (const int scale = arch::thread_index(); scale < 128)
-      s.thresholds[scale] = thresholds_for<T>(tile::e4m3_to_float(uint32_t(scale)), global);
-    arch::syncthreads();
-  }
-  const int64_t threads = int64_t{arch::grid_size()} * QuantizeConfig::kThreads, count = p.scale_blocks.count();
-  for (int64_t i = int64_t{arch::block_index()} * QuantizeConfig::kThreads + arch::thread_index(); i < count;
+  const float divisor = hopwell::nvfp4::kCodeMax * global;
+  const float reciprocal = kByThresholds && is_usual(global) ? 1 / divisor : 0;
+  if constexpr (kByThresholds) fill_table<T>(s, global);
+  const auto threads = Index(arch::grid_size() * QuantizeConfig::kThreads), count = Index(p.items.count());
+  for (auto i = Index(arch::block_index()) * QuantizeConfig::kThreads + Index(arch::thread_index()); i < count;
        i += threads) {
-    const int64_t row = p.scale_blocks.row(i), block = i - row * p.scale_blocks.per_row;
-    uint8_t* scale_at = p.scales.data + p.scales.offset(row, block);
+    const Index item = count - 1 - i, row = p.items.row(item),
+                block = (item - row * Index(p.items.per_row)) * Index(kBlocks);
+    uint8_t* scales_at = p.scales.data + p.scales.offset(row, block);
     if (row >= p.blocks.rows || block >= p.blocks.per_row) {
-      *scale_at = 0;
+      store_scales<kBlocks>(scales_at, 0);
       continue;
     }
-    Block<T> x;
-    x.load(p.x + row * p.x_stride + block * kCodesPerBlock, p.x_aligned);
-    const uint32_t bits = x.amax_bits();
-    const bool finite = bits < kInfinityBits;
-    const auto amax = arch::bit_cast<float>(bits);
-    const uint8_t scale =
-        finite ? hopwell::nvfp4::encode_e4m3(amax / (hopwell::nvfp4::kCodeMax * global)) : hopwell::nvfp4::kScaleNan;
-    *scale_at = scale;
-    uint32_t words[2] = {0, 0};
-    if (finite && scale != 0) {
-      if constexpr (kByThresholds)
-        encode_by_thresholds(x, s.thresholds[scale], words);
-      else
-        encode_block(x, amax, tile::e4m3_to_float(scale), global, words);
+    const T* from = p.x + row * p.x_stride + int64_t{block} * kCodesPerBlock;
+    Block<T> x[kBlocks];
+    HOPWELL_UNROLL
+    for (int j = 0; j < kBlocks; ++j) x[j].load(from + j * kCodesPerBlock, kBlocks > 1 || p.x_aligned);
+    uint32_t bits[kBlocks], scales = 0, words[kBlocks][2] = {};
+    HOPWELL_UNROLL
+    for (int j = 0; j < kBlocks; ++j) {
+      bits[j] = x[j].amax_bits();
+      const uint32_t scale = bits[j] < kInfinityBits ? scale_for(arch::bit_cast<float>(bits[j]), divisor, reciprocal)
+                                                     : hopwell::nvfp4::kScaleNan;
+      scales |= scale << 8 * j;
     }
-    store_codes(p.codes + row * p.codes_stride + block * (kCodesPerBlock / 2), p.codes_aligned, words);
+    store_scales<kBlocks>(scales_at, scales);
+    HOPWELL_UNROLL
+    for (int j = 0; j < kBlocks; ++j) {
+      const auto scale = uint8_t(scales >> 8 * j);
+      if (bits[j] < kInfinityBits && scale != 0)
+        encode<T, kByThresholds>(s, reciprocal != 0, x[j], arch::bit_cast<float>(bits[j]), scale, global, words[j]);
+    }
+    uint8_t* codes_at = p.codes + row * p.codes_stride + int64_t{block} * (kCodesPerBlock / 2);
+    if constexpr (kBlocks == 2)
+      *reinterpret_cast<arch::Words4*>(codes_at) = {{words[0][0], words[0][1], words[1][0], words[1][1]}};
+    else
+      store_codes(codes_at, p.codes_aligned, words[0]);
   }
 }
 

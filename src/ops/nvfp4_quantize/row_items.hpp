@@ -9,12 +9,12 @@ struct RowItems {
   int64_t rows, per_row;
   uint32_t multiplier, shift;  // item / per_row = (item + high half of multiplier · item) >> shift, below 2^31
 
-  HOPWELL_DEVICE int64_t count() const { return rows * per_row; }
-  HOPWELL_DEVICE int64_t row(int64_t item) const {
-    if (count() > 0x7fffffff) return item / per_row;
-    const auto number = uint32_t(item);
-    return (number + uint32_t(uint64_t{number} * multiplier >> 32)) >> shift;
+  constexpr int64_t count() const { return rows * per_row; }
+  constexpr bool are_few() const { return count() <= 0x7fffffff; }
+  HOPWELL_DEVICE uint32_t row(uint32_t item) const {  // of few
+    return (item + uint32_t(uint64_t{item} * multiplier >> 32)) >> shift;
   }
+  HOPWELL_DEVICE int64_t row(int64_t item) const { return are_few() ? row(uint32_t(item)) : item / per_row; }
 };
 
 inline RowItems row_items(int64_t rows, int64_t per_row) {

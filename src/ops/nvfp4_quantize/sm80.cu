@@ -19,6 +19,8 @@ std::uint32_t quantize_grid(std::int64_t blocks, std::int64_t per_multiprocessor
       std::clamp(tile::ceil_div(blocks, QuantizeConfig::kThreads), std::int64_t{1}, most));
 }
 
+constexpr int kPairGrid = 5;  // CTAs a multiprocessor, of two blocks a thread
+
 bool needs_amax(const QuantizeProblem& p) { return !p.has_global && p.rows * p.k != 0; }
 
 int partials_of(const QuantizeProblem& p) {
@@ -30,40 +32,73 @@ std::size_t quantize_workspace_bytes(const QuantizeProblem& p) {
   return needs_amax(p) ? sizeof(std::uint32_t) * QuantizeConfig::kMaxPartials : 0;
 }
 
+template <class T>
+void launch_amax(const arch::LaunchShape& shape, Stream stream, const QuantizeParams<T>& params) {
+  const bool few = params.blocks.are_few();
+  runtime::launch("nvfp4_quantize", few ? amax_kernel<T, std::uint32_t> : amax_kernel<T, std::int64_t>, shape, stream,
+                  params);
+}
+
+template <bool kByThresholds, class T>
+void launch_blocks(const arch::LaunchShape& shape, Stream stream, const QuantizeParams<T>& params) {
+  const bool few = params.items.are_few();
+  runtime::launch(
+      "nvfp4_quantize",
+      few ? quantize_kernel<T, kByThresholds, 1, std::uint32_t> : quantize_kernel<T, kByThresholds, 1, std::int64_t>,
+      shape, stream, params);
+}
+
+// Items of so many blocks.
+RowItems items_of(const QuantizeProblem& p, int blocks) {
+  const std::int64_t all = p.k / tile::kCodesPerBlock;
+  if (!p.scales.blocked) return row_items(p.rows, all / blocks);
+  return row_items(tile::ceil_div(p.rows, 128) * 128, tile::ceil_div(all, 4) * 4 / blocks);
+}
+
+// Blocks by twos, where all are aligned so and there are enough for all multiprocessors.
+bool takes_pairs(const QuantizeProblem& p) {
+  const bool scales_aligned = reinterpret_cast<std::uintptr_t>(p.scales.data) % 2 == 0 &&
+                              (p.scales.blocked || p.rows == 1 || p.scales.row_stride % 2 == 0);
+  const RowItems pairs = items_of(p, 2);
+  return needs_amax(p) && size_of(p.x.dtype) == 2 && p.k % (2 * tile::kCodesPerBlock) == 0 && scales_aligned &&
+         tile::rows_aligned(p.x, 1) && tile::rows_aligned(p.codes, 1) && pairs.are_few() &&
+         pairs.count() >= std::int64_t{kPairGrid} * QuantizeConfig::kThreads * p.device.sms;
+}
+
 void launch_quantize(const QuantizeProblem& p, Stream stream) {
   tile::with_type(p.x, [&]<class T>(const T* x) {
-    const bool amax = needs_amax(p);
-    const std::int64_t blocks = p.k / tile::kCodesPerBlock;
-    const QuantizeParams<T> params{
-        .x = x,
-        .codes = p.codes.as<std::uint8_t>(),
-        .scales = p.scales,
-        .global_scale = p.global_scale.as<float>(),
-        .given_pointer = p.has_global ? p.global.pointer : nullptr,
-        .given_value = p.has_global ? p.global.value : 0,
-        .amax = static_cast<std::uint32_t*>(p.workspace),
-        .x_stride = p.x.stride[0],
-        .codes_stride = p.codes.stride[0],
-        .blocks = row_items(p.rows, blocks),
-        .scale_blocks = p.scales.blocked ? row_items(tile::ceil_div(p.rows, 128) * 128, tile::ceil_div(blocks, 4) * 4)
-                                         : row_items(p.rows, blocks),
-        .partials = amax ? partials_of(p) : 0,
-        .x_aligned = tile::rows_aligned(p.x, 1),
-        .codes_aligned = tile::rows_aligned(p.codes, 1, 8)};
+    const bool amax = needs_amax(p), pairs = takes_pairs(p);
+    const QuantizeParams<T> params{.x = x,
+                                   .codes = p.codes.as<std::uint8_t>(),
+                                   .scales = p.scales,
+                                   .global_scale = p.global_scale.as<float>(),
+                                   .given_pointer = p.has_global ? p.global.pointer : nullptr,
+                                   .given_value = p.has_global ? p.global.value : 0,
+                                   .amax = static_cast<std::uint32_t*>(p.workspace),
+                                   .x_stride = p.x.stride[0],
+                                   .codes_stride = p.codes.stride[0],
+                                   .blocks = row_items(p.rows, p.k / tile::kCodesPerBlock),
+                                   .items = items_of(p, pairs ? 2 : 1),
+                                   .partials = amax ? partials_of(p) : 0,
+                                   .x_aligned = tile::rows_aligned(p.x, 1),
+                                   .codes_aligned = tile::rows_aligned(p.codes, 1, 8)};
     arch::LaunchShape shape{.threads = QuantizeConfig::kThreads,
                             .shared_bytes = sizeof(QuantizeStorage),
                             .programmatic_dependency = p.device.has_dependent_launches()};
     if (amax) {
       shape.grid = {static_cast<std::uint32_t>(params.partials)};
-      runtime::launch("nvfp4_quantize", amax_kernel<T>, shape, stream, params);
+      launch_amax(shape, stream, params);
     }
-    // Six of these fit at a time: two rounds. Where each first waits for the largest |x| and makes a table, eight.
-    shape.grid = {quantize_grid(params.scale_blocks.rows * params.scale_blocks.per_row, amax ? 8 : 12, p.device)};
+    // Eight of these fit at a time: two rounds. Where each first waits for the largest |x| and makes a table, one round,
+    // of as many as fit.
+    shape.grid = {quantize_grid(params.items.count(), pairs ? kPairGrid : amax ? 5 : 16, p.device)};
     // A global that comes from x makes many ties, which thresholds do not mind.
     if constexpr (sizeof(T) == 2) {
-      if (amax) return runtime::launch("nvfp4_quantize", quantize_kernel<T, true>, shape, stream, params);
+      if (pairs)
+        return runtime::launch("nvfp4_quantize", quantize_kernel<T, true, 2, std::uint32_t>, shape, stream, params);
+      if (amax) return launch_blocks<true>(shape, stream, params);
     }
-    runtime::launch("nvfp4_quantize", quantize_kernel<T, false>, shape, stream, params);
+    launch_blocks<false>(shape, stream, params);
   });
 }
 

@@ -2,6 +2,7 @@
 #include "arch/sm80/async_copy.hpp"
 #include "arch/sm80/bits.hpp"
 #include "arch/sm80/convert.hpp"
+#include "arch/sm80/half.hpp"
 #include "arch/sm80/matrix.hpp"
 #include "arch/sm80/memory.hpp"
 #include "arch/sm80/reduce.hpp"
@@ -182,6 +183,18 @@ __global__ void products_fp16(const uint32_t* in, uint32_t* out) {
   out[256 + t] = multiply_fp16(in[t] & 0x83ff87ff, in[256 + t]);  // subnormal and small numbers
 }
 
+// Sums that cancel, subnormal ones, and what is near 0 and 1.
+__global__ void sums_fp16(const uint32_t* in, uint32_t* out) {
+  const int t = thread_index();
+  const uint32_t a = in[t], b = in[256 + t], c = in[512 + t], near_one = (c & 0x87ff87ff) | 0x38003800;
+  out[t] = fma_fp16(a, b, c);
+  out[256 + t] = fma_fp16(a, b, multiply_fp16(a, b) ^ 0x80008000);
+  out[512 + t] = fma_fp16(a & 0x83ff87ff, b, c & 0x83ff83ff);
+  out[768 + t] = fma_saturated_fp16(a, b, c);
+  out[1024 + t] = fma_saturated_fp16(a & 0xbfffbfff, b & 0xbfffbfff, near_one);
+  out[1280 + t] = fma_saturated_fp16(a, 0x70007000, multiply_fp16(a, 0x70007000) ^ 0x80008000);
+}
+
 __global__ void products_bf16(const uint32_t* in, uint32_t* out) {
   const int t = thread_index();
   out[t] = multiply_bf16(in[t], in[256 + t]);
@@ -263,6 +276,7 @@ void add_sm80_cases(std::vector<Case>& cases) {
       512, 1536, conversions, 256);
   add("all_fp16", "to_float", Inputs::bits, Compare::bits, 1, 65536, all_fp16, 256);
   add("products_fp16", "multiply_fp16", Inputs::bits, Compare::bits, 512, 512, products_fp16, 256);
+  add("sums_fp16", "fma_fp16 fma_saturated_fp16", Inputs::bits, Compare::bits, 768, 1536, sums_fp16, 256);
   add("products_bf16", "multiply_bf16", Inputs::bits, Compare::bits, 512, 512, products_bf16, 256);
   add("bits_and_bytes", "select_bits permute_bytes permute_signs bfind half_twice", Inputs::bits, Compare::bits, 512,
       1536, bits_and_bytes, 256);

@@ -4,7 +4,8 @@
 //
 // Tile      16 rows × all of K; a CTA takes neighbouring tiles, one after the other
 // Roles     each warp has a slice of K, the same in every tile, and keeps its x in shared memory: as fp16, in the order
-//           in which codes come out of the decoder, for mma does not mind the order of k
+//           in which codes come out of the decoder, for mma does not mind the order of k. Slices differ by a stage
+//           where K does not come out even; the larger ones are the first warps', which go round the schedulers
 // Timeline  copies  ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓   a ring of each warp's own, kStages − 1 ahead, across tiles
 //           warp    x │ stage 0 │ stage 1 │ … │ partial │ stage 0 …      a barrier of the CTA where sums are taken
 // Scales    Column 2 t of B holds x for the k of lanes (g, t), and zeros elsewhere; odd columns are zero. So lane (g,
@@ -36,7 +37,8 @@ struct OneColumnParams {
   GlobalScale factor;
   int rows, k;
   int warps;                       // of a CTA
-  int slice;                       // k of a warp, a multiple of 256
+  int slice;                       // k of a warp, a multiple of 256, at most
+  int larger_warps;                // those after the first larger_warps have a stage less
   int tiles_per_cta, larger_ctas;  // the first larger_ctas have a tile more
   int round_tiles;                 // between two barriers
   bool whole_scales;               // the scales of a lane's 8 blocks lie together and are aligned
@@ -170,7 +172,9 @@ __global__ void __launch_bounds__(32 * OneColumnConfig::kMaxWarps, 1)
     one_column_kernel(const __grid_constant__ OneColumnParams<X, T> p) {
   const arch::BlockIndex cta = arch::block_index_3d();
   const int warp = arch::warp_index(), batch = cta.y;
-  const Slice slice = slice_of(warp * p.slice, p.slice, p.k);
+  const int smaller = warp < p.larger_warps ? 0 : warp - p.larger_warps;  // slices before this warp's
+  const Slice slice = slice_of(warp * p.slice - smaller * StageConfig::kStageK,
+                               warp < p.larger_warps ? p.slice : p.slice - StageConfig::kStageK, p.k);
   const OneColumnStorage s = storage_of(p, warp);
   const uint32_t x = arch::shared_address(s.x);
   const int begin = cta.x * p.tiles_per_cta + (cta.x < p.larger_ctas ? cta.x : p.larger_ctas);
