@@ -35,7 +35,9 @@ bool aligned(const View& view, std::size_t dimensions) {
 // Whether pages do not lie in whole chunks of 16 bytes at distances below 2^31 bytes.
 bool scattered(const Problem& problem) {
   const std::int64_t width = width_of(problem.q);
-  const auto near = [&](const CacheStrides& at) { return std::max(at.slot, 32 * at.group_stride) * width < kMaxKeys; };
+  const auto near = [&](const CacheStrides& at) {
+    return std::max(8 * at.slot, 32 * at.group_stride) * width < kMaxKeys;
+  };
   return problem.block % (16 / width) != 0 || !aligned(problem.k_cache, 3) || !aligned(problem.v_cache, 3) ||
          !near(problem.k) || !near(problem.v);
 }
@@ -188,7 +190,7 @@ TileKind tile_kind(const Problem& problem) {
 // stage (tiles/key_major.hpp), and a lane has two to five octets. Of the shapes that have room for a row it is the one
 // whose tiles, of as many heads as they can join, have whole lines of a key: a line that two row blocks share comes from
 // memory twice, and the times of an H100 followed that count. Then the one with the least room. Many octets mean many
-// registers for the query, so fewer keys; the fused form has none left.
+// registers for the query, so fewer keys, and four at most in fp32; the fused form has none left.
 KeyMajorShape key_major_shape(const Problem& problem) {
   const int d = to_int(problem.d), width = to_int(width_of(problem.q)), most = 16 / width;
   const auto room = [](const KeyMajorShape& shape) { return shape.lanes * shape.octets * 8; };
@@ -202,7 +204,7 @@ KeyMajorShape key_major_shape(const Problem& problem) {
   };
   best = {.lanes = 8, .octets = 4, .keys = most / 4};
   for (const int lanes : {4, 8}) {
-    for (int octets = lanes / 4 + 1; octets <= 5; ++octets) {
+    for (int octets = lanes / 4 + 1; octets <= (width == 4 ? 4 : 5); ++octets) {
       const KeyMajorShape shape{.lanes = lanes, .octets = octets, .keys = octets == 2 ? most / 2 : most / 4};
       if (room(shape) >= d && cost(shape) < cost(best)) best = shape;
     }

@@ -66,7 +66,7 @@ struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
 
   HOPWELL_DEVICE CopySource copy_source(const Params& p, const QueryVector& vector) const {
     if constexpr (kPacked) {
-      const int offset = 16 * arch::lane_index() - head * p.query.d * int(sizeof(T));
+      const int offset = -head * p.query.d * int(sizeof(T));  // of the row block's first head
       return copy_source_of(p, vector, sizeof(T), offset, offset, 0);
     }
     return copy_source_of(p, vector, sizeof(T), 16 * place, 16 * place, dimension(0));
@@ -83,7 +83,8 @@ struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
       if (tile.page < 0) seen = 0;
       const int64_t page = seen ? tile.page : 0, slot = seen ? key % cache.block : 0;
       if constexpr (kPacked) {
-        copy_packed(p, source, int(page), int(slot), seen, address + uint32_t(16 * lane));
+        copy_packed(p, source.k + page * cache.k_page + slot * cache.k_slot,
+                    source.v + page * cache.v_page + slot * cache.v_slot, seen, address);
       } else {
         copy_chunks(source.k + page * cache.k_page + slot * cache.k_slot, cache.k_slot, seen, address);
         copy_chunks(source.v + page * cache.v_page + slot * cache.v_slot, cache.v_slot, seen,
@@ -219,28 +220,31 @@ struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
     }
   }
   // The rows of all lanes, packed. Those of a lane's keys, with all heads, follow one another but for what lies between
-  // the rows of two keys, and the lanes of the warp copy them together.
-  HOPWELL_DEVICE void copy_packed(const Params& p, const CopySource& source, int page, int slot, uint32_t seen,
-                                  uint32_t to) const {
-    const Cache& cache = p.cache;
-    const int count = kKeys * row_chunks, k_gap = cache.k_slot - 16 * row_chunks,
-              v_gap = cache.v_slot - 16 * row_chunks;
+  // the rows of two keys, and the lanes of the warp copy them together. `k` and `v`: the row block's rows of the lane's
+  // first key.
+  HOPWELL_DEVICE void copy_packed(const Params& p, const char* k, const char* v, uint32_t seen, uint32_t to) const {
+    const int count = kKeys * row_chunks, lane_offset = 16 * arch::lane_index(),
+              k_gap = p.cache.k_slot - 16 * row_chunks, v_gap = p.cache.v_slot - 16 * row_chunks;
     HOPWELL_NO_UNROLL
-    for (int of_lane = 0; of_lane < 32; of_lane += lanes * p.schedule.heads, to += uint32_t(16 * count)) {
-      const int64_t its_page = arch::shuffle(page, of_lane), its_slot = arch::shuffle(slot, of_lane);
-      const uint32_t its_keys = arch::shuffle(seen, of_lane);
-      const char* k = source.k + its_page * cache.k_page + its_slot * cache.k_slot;
-      const char* v = source.v + its_page * cache.v_page + its_slot * cache.v_slot;
+    for (int lane = 0; lane < 32; lane += lanes * p.schedule.heads, to += uint32_t(16 * count)) {
+      const char *its_k = shuffle_pointer(k, lane), *its_v = shuffle_pointer(v, lane);
+      const uint32_t its_keys = arch::shuffle(seen, lane);
       HOPWELL_UNROLL
       for (int i = 0; i < kRows; ++i) {
         const int chunk = 32 * i + arch::lane_index(), key = chunk * reciprocal >> 16;
         if (chunk >= count) continue;
         const int size = int(its_keys >> key & 1) * 16;
-        arch::cp_async(to + uint32_t(i * kWarpChunkBytes), k + int64_t{key} * k_gap + i * kWarpChunkBytes, size);
-        arch::cp_async(to + Stage::kOffsetV + uint32_t(i * kWarpChunkBytes),
-                       v + int64_t{key} * v_gap + i * kWarpChunkBytes, size);
+        const uint32_t at = to + uint32_t(lane_offset + i * kWarpChunkBytes);
+        arch::cp_async(at, its_k + (lane_offset + key * k_gap) + i * kWarpChunkBytes, size);
+        arch::cp_async(at + Stage::kOffsetV, its_v + (lane_offset + key * v_gap) + i * kWarpChunkBytes, size);
       }
     }
+  }
+  static HOPWELL_DEVICE const char* shuffle_pointer(const char* pointer, int lane) {
+    const auto bits = reinterpret_cast<uintptr_t>(pointer);
+    const uint32_t low = arch::shuffle(uint32_t(bits), lane),
+                   high = arch::shuffle(uint32_t(uint64_t{bits} >> 32), lane);
+    return reinterpret_cast<const char*>(uintptr_t{uint64_t{high} << 32 | low});
   }
   HOPWELL_DEVICE void copy_r(const Params& p, const CopySource& source, int key, uint32_t seen,
                              uint32_t address) const {
