@@ -86,16 +86,15 @@ void add_shapes(std::vector<Config>& all) {
                    .block = 5,
                    .window = 13,
                    .pages = Pages::kBad,
-                   .bias = BiasForm::kKey,
-                   .hidden = true};
+                   .bias = BiasForm::kKey};
     all.push_back(c);
     Config strided = c;
     strided.name = name + "_strided", strided.lengths = {0, 1, 16, 41, 130}, strided.h_q = strided.h_kv = 3;
-    strided.block = 8, strided.strided = true, strided.window = 37, strided.hidden = false;
+    strided.block = 8, strided.strided = true, strided.window = 37;
     all.push_back(strided);
     Config many = c;
     many.name = name + "_many_tiles", many.lengths = {700, 33}, many.h_q = many.h_kv = 16, many.block = 16;
-    many.window = 0, many.pages = Pages::kPermuted;
+    many.window = 0, many.pages = Pages::kPermuted, many.hidden = true;
     all.push_back(many);
   }
   for (const auto& [layout_name, layout] : kLayouts)
