@@ -36,7 +36,7 @@ bool aligned(const View& view, std::size_t dimensions) {
 bool scattered(const Problem& problem) {
   const std::int64_t width = width_of(problem.q);
   const auto near = [&](const CacheStrides& at) {
-    return std::max(8 * at.slot, 32 * at.group_stride) * width < kMaxKeys;
+    return std::max(16 * at.slot, 32 * at.group_stride) * width < kMaxKeys;
   };
   return problem.block % (16 / width) != 0 || !aligned(problem.k_cache, 3) || !aligned(problem.v_cache, 3) ||
          !near(problem.k) || !near(problem.v);

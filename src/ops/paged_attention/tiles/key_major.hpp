@@ -39,9 +39,10 @@ struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
 
   static constexpr int row = 0;  // of the row block's queries
   int lanes, place, head, first_key;
-  int chunks;                       // of a key that the lane has; those after them are beyond d
-  int copies, my_key;               // lanes that end up with the same logit; of which of the lane's keys
-  int row_chunks, reciprocal, own;  // packed: chunks of a key's rows; 2^16 / row_chunks; the lane's first chunk
+  int chunks;          // of a key that the lane has; those after them are beyond d
+  int copies, my_key;  // lanes that end up with the same logit; of which of the lane's keys
+  // Packed: chunks of a key's rows; 2^16 / row_chunks; the lane's first chunk; keys that certainly share a page.
+  int row_chunks, reciprocal, own, page_keys;
   float q[kDims], qv[kFused ? kDims : 1], out[kDims];
   RawElements raw[kHeld];
   RunningSoftmax softmax;
@@ -59,6 +60,8 @@ struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
       row_chunks = p.schedule.heads * of_head;
       reciprocal = (row_chunks + 0xffff) / row_chunks;  // exact for the chunks of a stage: below 2^16 / row_chunks
       own = first_key * row_chunks + head * of_head + place;
+      page_keys = kKeys;  // tiles begin with a multiple of 16 or of their own keys
+      while (page_keys < smaller(16, p.schedule.tile) && p.cache.block % (2 * page_keys) == 0) page_keys *= 2;
     }
   }
   // The first of a chunk of the lane's.
@@ -81,11 +84,10 @@ struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
       copy_scattered(p, vector, key, seen, to);
     } else {
       if (tile.page < 0) seen = 0;
-      const int64_t page = seen ? tile.page : 0, slot = seen ? key % cache.block : 0;
       if constexpr (kPacked) {
-        copy_packed(p, source.k + page * cache.k_page + slot * cache.k_slot,
-                    source.v + page * cache.v_page + slot * cache.v_slot, seen, address);
+        copy_packed(p, source, tile, address);
       } else {
+        const int64_t page = seen ? tile.page : 0, slot = seen ? key % cache.block : 0;
         copy_chunks(source.k + page * cache.k_page + slot * cache.k_slot, cache.k_slot, seen, address);
         copy_chunks(source.v + page * cache.v_page + slot * cache.v_slot, cache.v_slot, seen,
                     address + Stage::kOffsetV);
@@ -219,14 +221,23 @@ struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
                        chunk < chunks ? int(seen >> key & 1) * 16 : 0);
     }
   }
-  // The rows of all lanes, packed. Those of a lane's keys, with all heads, follow one another but for what lies between
-  // the rows of two keys, and the lanes of the warp copy them together. `k` and `v`: the row block's rows of the lane's
-  // first key.
-  HOPWELL_DEVICE void copy_packed(const Params& p, const char* k, const char* v, uint32_t seen, uint32_t to) const {
-    const int count = kKeys * row_chunks, lane_offset = 16 * arch::lane_index(),
-              k_gap = p.cache.k_slot - 16 * row_chunks, v_gap = p.cache.v_slot - 16 * row_chunks;
+  // The rows of all lanes, packed: of as many keys at a time as certainly share a page. Those follow one another but for
+  // what lies between the rows of two keys.
+  HOPWELL_DEVICE void copy_packed(const Params& p, const CopySource& source, const KeyTile& tile, uint32_t to) const {
+    const Cache& cache = p.cache;
+    const Keys& visible = source.vector.visible;
+    const int key_of_lane = tile.key + first_key;
+    uint32_t seen =
+        first_bits(visible.end - key_of_lane, page_keys) & ~first_bits(visible.begin - key_of_lane, page_keys);
+    if (tile.page < 0) seen = 0;
+    const int64_t page = seen ? tile.page : 0, slot = seen ? key_of_lane % cache.block : 0;
+    const char *k = source.k + page * cache.k_page + slot * cache.k_slot,
+               *v = source.v + page * cache.v_page + slot * cache.v_slot;
+    const int count = page_keys * row_chunks, lane_offset = 16 * arch::lane_index(),
+              k_gap = cache.k_slot - 16 * row_chunks, v_gap = cache.v_slot - 16 * row_chunks;
+    const int page_lanes = page_keys / kKeys * lanes * p.schedule.heads;
     HOPWELL_NO_UNROLL
-    for (int lane = 0; lane < 32; lane += lanes * p.schedule.heads, to += uint32_t(16 * count)) {
+    for (int lane = 0; lane < 32; lane += page_lanes, to += uint32_t(16 * count)) {
       const char *its_k = shuffle_pointer(k, lane), *its_v = shuffle_pointer(v, lane);
       const uint32_t its_keys = arch::shuffle(seen, lane);
       HOPWELL_UNROLL
