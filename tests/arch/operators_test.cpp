@@ -280,7 +280,7 @@ const Subject kSubjects[] = {
      cases::paged_attention,
      {"packed_rows_of_40_many_tiles", "packed_rows_of_136_strided"},
      3,
-     6,
+     5,
      "ops/paged_attention/tiles/"},
     {"paged_attention_dimension_major",
      "emu:sm80",
