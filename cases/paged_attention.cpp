@@ -57,7 +57,8 @@ void add_shapes(std::vector<Config>& all) {
   for (const std::int64_t d : {32, 40, 56, 128, 256})
     all.push_back({.name = "d_" + std::to_string(d), .lengths = lengths, .d = d});
   // Rows that lanes divide in all ways that there are, full and not: of several heads together, and of one.
-  for (const std::int64_t d : {32, 40, 48, 72, 80, 88, 96, 104, 112, 120, 136, 160, 184, 200, 224, 240})
+  for (const std::int64_t d : {32,  40,  48,  56,  72,  80,  88,  96,  104, 112, 120, 136, 144,
+                               152, 160, 168, 176, 184, 192, 200, 208, 216, 224, 232, 240, 248})
     for (const auto& [type_name, dtype] : kDTypes)
       for (const hopwell_cache_layout layout : {HOPWELL_CACHE_NHD, HOPWELL_CACHE_HND})
         all.push_back(
@@ -72,6 +73,30 @@ void add_shapes(std::vector<Config>& all) {
              .u = layout == HOPWELL_CACHE_NHD,
              .hidden = layout == HOPWELL_CACHE_NHD,
              .emulated = dtype != DType::kFloat16 || d % 16 != 0});
+  // Rows of two to five octets a lane: gathered by the element, with gaps between pages, heads and keys, and so many that
+  // the ring goes round.
+  for (const std::int64_t d : {40, 88, 104, 136, 200}) {
+    const std::string name = "packed_rows_of_" + std::to_string(d);
+    const Config c{.name = name + "_scattered",
+                   .dtype = DType::kBFloat16,
+                   .lengths = {4, 5, 6, 19, 64},
+                   .h_q = 4,
+                   .h_kv = 4,
+                   .d = d,
+                   .block = 5,
+                   .window = 13,
+                   .pages = Pages::kBad,
+                   .bias = BiasForm::kKey};
+    all.push_back(c);
+    Config strided = c;
+    strided.name = name + "_strided", strided.lengths = {0, 1, 16, 41, 130}, strided.h_q = strided.h_kv = 3;
+    strided.block = 8, strided.strided = true, strided.window = 37;
+    all.push_back(strided);
+    Config many = c;
+    many.name = name + "_many_tiles", many.lengths = {700, 33}, many.h_q = many.h_kv = 16, many.block = 16;
+    many.window = 0, many.pages = Pages::kPermuted, many.hidden = true;
+    all.push_back(many);
+  }
   for (const auto& [layout_name, layout] : kLayouts)
     for (const std::int64_t block : {1, 8, 24, 256})
       all.push_back({.name = std::string(layout_name) + "_block_" + std::to_string(block),

@@ -1,6 +1,7 @@
 #include "ops/paged_attention/plan.hpp"
 
 #include <algorithm>
+#include <utility>
 
 namespace hopwell::ops::paged_attention {
 namespace {
@@ -8,7 +9,7 @@ namespace {
 constexpr float kLog2E = 1.44269504088896F;
 constexpr std::int64_t kMaxKeys = std::int64_t{1} << 30;  // of a sequence: positions stay far from 2^31
 constexpr int kMaxHeads = 32;                             // of a row block: as many as a warp has lanes
-constexpr int kMinTile = 4;                               // keys
+constexpr int kMinTile = 2;                               // keys
 
 // Keys of the longest sequence that there can be. Up to kLong it matters little that some SMs have no work, or less of
 // it than others; up to kShort few warps a CTA are enough.
@@ -34,7 +35,9 @@ bool aligned(const View& view, std::size_t dimensions) {
 // Whether pages do not lie in whole chunks of 16 bytes at distances below 2^31 bytes.
 bool scattered(const Problem& problem) {
   const std::int64_t width = width_of(problem.q);
-  const auto near = [&](const CacheStrides& at) { return std::max(at.slot, 32 * at.group_stride) * width < kMaxKeys; };
+  const auto near = [&](const CacheStrides& at) {
+    return std::max(16 * at.slot, 32 * at.group_stride) * width < kMaxKeys;
+  };
   return problem.block % (16 / width) != 0 || !aligned(problem.k_cache, 3) || !aligned(problem.v_cache, 3) ||
          !near(problem.k) || !near(problem.v);
 }
@@ -46,8 +49,7 @@ int keys_of(const KeyMajorShape& shape, int heads) { return 32 / shape.lanes / h
 bool can_join(const Problem& problem, int heads) {
   const KeyMajorShape shape = key_major_shape(problem);
   return tile_kind(problem) == TileKind::key_major && problem.h_kv % heads == 0 && problem.k.head == problem.d &&
-         problem.v.head == problem.d && heads <= kMaxJoinedHeads &&
-         heads * shape.lanes * shape.octets * 8 <= kMaxJoined && keys_of(shape, heads) >= kMinTile;
+         problem.v.head == problem.d && heads <= kMaxJoinedHeads && keys_of(shape, heads) >= kMinTile;
 }
 
 // How the row blocks lie over the heads, at most `max_heads` in one, and the lanes over a row block.
@@ -184,22 +186,27 @@ TileKind tile_kind(const Problem& problem) {
   return vllm ? TileKind::dimension_major : TileKind::key_major;
 }
 
-// The least that has room for a row: a power of two of lanes, an odd number of octets for each. Many octets mean many
-// registers for the query, so fewer keys; the fused form has none left. Measured on an H100: two lanes a row, whose loads
-// take 32 bytes in 16 places, are slower than room that is left over, and so are seven octets. Three and five octets were
-// timed only where little is left over, so they are taken only there.
+// Rows that fill a power of two of lanes, an octet for each, are copied as they are read. Other rows lie packed in a
+// stage (tiles/key_major.hpp), and a lane has two to five octets. Of the shapes that have room for a row it is the one
+// whose tiles, of as many heads as they can join, have whole lines of a key: a line that two row blocks share comes from
+// memory twice, and the times of an H100 followed that count. Then the one with the least room. Many octets mean many
+// registers for the query, so fewer keys, and four at most in fp32; the fused form has none left.
 KeyMajorShape key_major_shape(const Problem& problem) {
-  const bool full = width_of(problem.q) == 4;
+  const int d = to_int(problem.d), width = to_int(width_of(problem.q)), most = 16 / width;
   const auto room = [](const KeyMajorShape& shape) { return shape.lanes * shape.octets * 8; };
-  KeyMajorShape best{.lanes = 32, .octets = 1, .keys = full ? 4 : 8};
-  for (const int octets : {1, 3, 5}) {
-    if (octets > 1 && problem.r) continue;
-    for (int lanes = 4; lanes < 32; lanes *= 2) {
-      KeyMajorShape shape{.lanes = lanes, .octets = octets, .keys = full ? 1 : 2};
-      if (octets > 1 && 20 * problem.d < 17 * room(shape)) continue;
-      if (octets == 1) shape.keys = full || lanes == 4 ? 4 : 8;
-      if (lanes < shape.keys || (problem.r && shape.keys < best.keys)) continue;
-      if (room(shape) >= problem.d && room(shape) < room(best)) best = shape;
+  KeyMajorShape best{.lanes = problem.r ? most : 4, .octets = 1, .keys = 4};
+  while (room(best) < d) best.lanes *= 2;
+  if (best.lanes >= most) best.keys = most;
+  if (problem.r || room(best) == d) return best;
+  const auto cost = [&](const KeyMajorShape& shape) {
+    const int heads = keys_of(shape, 1) / std::max(shape.keys, kMinTile), line = heads * d * width % 128;
+    return std::pair(line > 0, room(shape));
+  };
+  best = {.lanes = 8, .octets = 4, .keys = most / 4};
+  for (const int lanes : {4, 8}) {
+    for (int octets = lanes / 4 + 1; octets <= (width == 4 ? 4 : 5); ++octets) {
+      const KeyMajorShape shape{.lanes = lanes, .octets = octets, .keys = octets == 2 ? most / 2 : most / 4};
+      if (room(shape) >= d && cost(shape) < cost(best)) best = shape;
     }
   }
   return best;
@@ -213,7 +220,7 @@ runtime::Support supports(const Problem& problem) {
     return runtime::Support::no("b, blocks and q_len * h_q * d must be below 2^31");
   const std::int64_t tiles = problem.max_blocks * problem.block / kMinTile + 1;  // of a sequence, at most
   if (tiles * problem.b >= kLimit || tiles * problem.h_q * problem.q_len >= kLimit)
-    return runtime::Support::no("max_blocks * block * b (or q_len * h_q) must be below 2^33");
+    return runtime::Support::no("max_blocks * block * b (or q_len * h_q) must be below 2^32");
   return {};
 }
 

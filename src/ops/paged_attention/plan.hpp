@@ -19,8 +19,7 @@ struct KeyMajorShape {
   int lanes, octets, keys;
 };
 KeyMajorShape key_major_shape(const Problem& problem);
-// Joined heads of a row block, and values of their rows in a warp's partial result, at most.
-constexpr int kMaxJoinedHeads = 8, kMaxJoined = 384;
+constexpr int kMaxJoinedHeads = 8;  // of a row block
 
 // What the kernels can count.
 runtime::Support supports(const Problem& problem);

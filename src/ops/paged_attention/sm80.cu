@@ -14,6 +14,10 @@ namespace {
 // Hopper gives a CTA 227 KiB; a GPU that gives less gets fewer warps.
 static_assert(kSplitBytes<KeyMajorTile<bf16, 1, 8, false>>.with(kMaxWarps) == 157184);
 static_assert(kSplitBytes<DimensionMajorTile<bf16>>.with(kMaxWarps) == 157184);
+static_assert(kSplitBytes<KeyMajorTile<bf16, 2, 4, false>>.with(kMaxWarps) <= 227 * 1024);
+static_assert(kSplitBytes<KeyMajorTile<bf16, 3, 2, false>>.with(kMaxWarps) <= 227 * 1024);
+static_assert(kSplitBytes<KeyMajorTile<bf16, 4, 2, false>>.with(kMaxWarps) <= 227 * 1024);
+static_assert(kSplitBytes<KeyMajorTile<bf16, 5, 2, false>>.with(kMaxWarps - 1) <= 227 * 1024);
 static_assert(kSplitBytes<KeyMajorTile<bf16, 1, 8, true>>.with(kMaxWarps) <= 227 * 1024);
 static_assert(kSplitBytes<MmaTile<bf16, 128, 0>>.with(kMaxWarps) <= 227 * 1024);
 static_assert(kSplitBytes<MmaTile<bf16, 64, 8>>.with(kMaxWarps) <= 227 * 1024);

@@ -7,8 +7,8 @@
 // Roles     none: every warp walks along a share of its own (schedule.hpp), copies its tiles and computes them; the
 //           warps of a CTA meet only at the end, to merge what they have of the same row blocks (merge.hpp,
 //           handover.hpp)
-// Ring      2 stages a warp, more of smaller tiles, private to each lane, which reads back only what it copied itself.
-//           Tiles of mma have one stage, filled again in parts
+// Ring      2 stages a warp, more of smaller tiles, private to each lane, which reads back only what it copied itself,
+//           but for packed rows. Tiles of mma have one stage, filled again in parts
 // Timeline  warp   pages 0, 1 │ copy 0, 1 │ wait 0 │ q·k ▓▓▓ softmax ▓ p·v ▓▓▓ │ copy 2 → 0, page 4 │ wait 1 │ q·k …
 // Budget    shared: 8 warps × (2 stages × (8,192 + 256 [+ 4,096 of r]) + 2 partial results of 1 KiB) + 4.5 KiB;
 //           registers: < 256, one CTA an SM

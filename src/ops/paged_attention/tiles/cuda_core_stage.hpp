@@ -1,5 +1,6 @@
 // paged_attention on the CUDA cores: a stage of a warp's ring. Every lane has its own column of chunks and reads back
-// only what it copied itself: nobody waits for anybody, and there is no swizzle and no bank conflict.
+// only what it copied itself: nobody waits for anybody, and there is no swizzle and no bank conflict. Packed stages
+// (key_major.hpp) are filled in the order of memory instead, and the lanes of a warp wait for each other.
 #pragma once
 
 #include "ops/paged_attention/tiles/tile_inputs.hpp"
@@ -27,17 +28,21 @@ struct CudaCoreStage<kChunks, 0> {
   uint32_t bias[32];
 };
 
-// The step of tiles whose stages hold whole ones, each filled again when it has been computed. As many stages as hold
-// 16 KiB of K and V, or nearly, so that as much is under way whatever the tile.
-template <class Tile, int kChunks>
+// As many stages as hold 16 KiB of K and V, so that as much is under way whatever the tile.
+constexpr int stages_of(int chunks) { return (15 + chunks) / chunks; }
+
+// The step of tiles whose stages hold whole ones, each filled again when it has been computed. `kPacked`: by any lanes.
+template <class Tile, int kTheStages, bool kPacked>
 struct WholeTileStep {
-  static constexpr int kStages = (16 + kChunks / 2) / kChunks;
+  static constexpr int kStages = kTheStages;
 
   template <class Stage, class Refill>
   HOPWELL_DEVICE void step(const Params& p, const QueryVector& vector, int key, Stage& stage, uint32_t address,
                            bool exists, const Refill& refill) {
     arch::cp_async_wait<kStages - 1>();
+    if constexpr (kPacked) arch::syncwarp();
     if (exists) static_cast<Tile*>(this)->compute(p, vector, key, stage, address);
+    if constexpr (kPacked) arch::syncwarp();
     refill(0);
   }
 };

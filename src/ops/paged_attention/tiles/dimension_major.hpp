@@ -11,7 +11,7 @@ namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
 // one key, and 8 chunks of V, each 8 consecutive tokens (4 in fp32) of one dimension. Most logits are whole in one
 // lane; the outputs are summed over the lanes that have other tokens at the end of the segment.
 template <class T>
-struct DimensionMajorTile : WholeTileStep<DimensionMajorTile<T>, 8> {
+struct DimensionMajorTile : WholeTileStep<DimensionMajorTile<T>, stages_of(8), false> {
   using Type = T;
   using Stage = CudaCoreStage<8, 0>;
   using Partial = WarpPartial<256, 1>;

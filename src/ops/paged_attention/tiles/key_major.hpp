@@ -7,27 +7,42 @@
 
 namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
 
-// Layouts nhd and hnd, whose keys and values are rows: a key's row is divided between `lanes` lanes, a power of two, an
-// odd number of octets, eight dimensions, for each (plan.cpp: key_major_shape says which and why). A lane has `kKeys`
-// keys. Chunks of a row are dealt to the lanes in turn, so that one load of the warp reads what lies
-// together, of several heads (nhd) or several keys of one (hnd).
+// Layouts nhd and hnd, whose keys and values are rows: a key's row is divided between `lanes` lanes, a power of two, one
+// to five octets, eight dimensions, for each (plan.cpp: key_major_shape says which and why). A lane has `kKeys` keys.
+// Chunks of a row are dealt to the lanes in turn, so that one load of the warp reads what lies together, of several
+// heads (nhd) or several keys of one (hnd).
+// Rows of one octet a lane are copied by the lanes that read them. Rows of more lie packed in a stage, in the order of
+// memory: each copy of the warp is of 512 neighbouring bytes, whatever rows they belong to.
 // The dot products are summed over the lanes by halves, 4 + 2 + 1 exchanges for eight keys, after which each lane has
 // the logit of one key. P·V needs no sum at all.
+template <class T, int kOctets, int kKeys>
+struct KeyMajorSizes {
+  static constexpr int kChunksOfOctet = 8 / kElements<T>, kChunksOfKey = kOctets * kChunksOfOctet;
+  static constexpr bool kPacked = kOctets > 1;
+  // Of 32 chunks in a stage. Room for a power of two is never all used by packed rows: four lanes lack an octet.
+  static constexpr int kRows = kKeys * kChunksOfKey - (kPacked && kOctets % 2 == 0 ? kKeys * kChunksOfOctet / 4 : 0);
+};
 template <class T, int kOctets, int kTheKeys, bool kFused>
-struct KeyMajorTile : WholeTileStep<KeyMajorTile<T, kOctets, kTheKeys, kFused>, kTheKeys * kOctets * 8 / kElements<T>> {
+struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
+                      WholeTileStep<KeyMajorTile<T, kOctets, kTheKeys, kFused>,
+                                    stages_of(KeyMajorSizes<T, kOctets, kTheKeys>::kRows), (kOctets > 1)> {
   using Type = T;
-  static constexpr int kKeys = kTheKeys, kChunksOfKey = kOctets * 8 / kElements<T>, kLaneChunks = kKeys * kChunksOfKey;
-  static constexpr int kDims = 8 * kOctets;           // of a lane
-  static constexpr int kHeld = kOctets == 1 ? 1 : 2;  // octets of the row block's next queries, dealt to all lanes
-  using Stage = CudaCoreStage<kLaneChunks, kFused ? kLaneChunks : 0>;
-  using Partial = WarpPartial<kOctets == 1 ? 256 : kMaxJoined, kMaxJoinedHeads>;
-  static constexpr int kLaneBytes = 16;        // from one lane's chunks to the next one's
+  using Sizes = KeyMajorSizes<T, kOctets, kTheKeys>;
+  using Sizes::kChunksOfKey, Sizes::kPacked, Sizes::kRows;
+  static constexpr int kKeys = kTheKeys, kLaneChunks = kKeys * kChunksOfKey;
+  static constexpr int kDims = 8 * kOctets;  // of a lane
+  static constexpr int kHeld = kOctets;      // octets of the row block's next queries, dealt to all lanes
+  using Stage = CudaCoreStage<kRows, kFused ? kRows : 0>;
+  using Partial = WarpPartial<256 * kOctets, kMaxJoinedHeads>;
+  static constexpr int kLaneBytes = kPacked ? 0 : 16;  // from one lane's chunks to the next one's
   static constexpr int kKeysOfLookup = kKeys;  // a lane's first key is a multiple of that, and they share a page
 
   static constexpr int row = 0;  // of the row block's queries
   int lanes, place, head, first_key;
   int chunks;          // of a key that the lane has; those after them are beyond d
   int copies, my_key;  // lanes that end up with the same logit; of which of the lane's keys
+  // Packed: chunks of a key's rows; 2^16 / row_chunks; the lane's first chunk; keys that certainly share a page.
+  int row_chunks, reciprocal, own, page_keys;
   float q[kDims], qv[kFused ? kDims : 1], out[kDims];
   RawElements raw[kHeld];
   RunningSoftmax softmax;
@@ -40,11 +55,23 @@ struct KeyMajorTile : WholeTileStep<KeyMajorTile<T, kOctets, kTheKeys, kFused>, 
     chunks = 0;
     HOPWELL_UNROLL
     for (int i = 0; i < kChunksOfKey; ++i) chunks += dimension(i) < p.query.d ? 1 : 0;
+    if constexpr (kPacked) {
+      const int of_head = p.query.d / kElements<T>;
+      row_chunks = p.schedule.heads * of_head;
+      reciprocal = (row_chunks + 0xffff) / row_chunks;  // exact for the chunks of a stage: below 2^16 / row_chunks
+      own = first_key * row_chunks + head * of_head + place;
+      page_keys = kKeys;  // tiles begin with a multiple of 16 or of their own keys
+      while (page_keys < smaller(16, p.schedule.tile) && p.cache.block % (2 * page_keys) == 0) page_keys *= 2;
+    }
   }
   // The first of a chunk of the lane's.
   HOPWELL_DEVICE int dimension(int chunk) const { return (chunk * lanes + place) * kElements<T>; }
 
   HOPWELL_DEVICE CopySource copy_source(const Params& p, const QueryVector& vector) const {
+    if constexpr (kPacked) {
+      const int offset = -head * p.query.d * int(sizeof(T));  // of the row block's first head
+      return copy_source_of(p, vector, sizeof(T), offset, offset, 0);
+    }
     return copy_source_of(p, vector, sizeof(T), 16 * place, 16 * place, dimension(0));
   }
   HOPWELL_DEVICE void copy(const Params& p, const CopySource& source, const KeyTile& tile, Stage& to, uint32_t address,
@@ -57,9 +84,14 @@ struct KeyMajorTile : WholeTileStep<KeyMajorTile<T, kOctets, kTheKeys, kFused>, 
       copy_scattered(p, vector, key, seen, to);
     } else {
       if (tile.page < 0) seen = 0;
-      const int64_t page = seen ? tile.page : 0, slot = seen ? key % cache.block : 0;
-      copy_chunks(source.k + page * cache.k_page + slot * cache.k_slot, cache.k_slot, seen, address);
-      copy_chunks(source.v + page * cache.v_page + slot * cache.v_slot, cache.v_slot, seen, address + Stage::kOffsetV);
+      if constexpr (kPacked) {
+        copy_packed(p, source, tile, address);
+      } else {
+        const int64_t page = seen ? tile.page : 0, slot = seen ? key % cache.block : 0;
+        copy_chunks(source.k + page * cache.k_page + slot * cache.k_slot, cache.k_slot, seen, address);
+        copy_chunks(source.v + page * cache.v_page + slot * cache.v_slot, cache.v_slot, seen,
+                    address + Stage::kOffsetV);
+      }
     }
     const bool visible = seen >> my_key & 1;
     const uint32_t half = copy_bias(p.bias, source, key + my_key, visible, &to.bias[lane]);
@@ -113,9 +145,7 @@ struct KeyMajorTile : WholeTileStep<KeyMajorTile<T, kOctets, kTheKeys, kFused>, 
       HOPWELL_UNROLL
       for (int chunk = 0; chunk < kChunksOfKey; ++chunk) {
         float v[kElements<T>];
-        unpack<T>(
-            arch::load_shared_v4(address + Stage::kOffsetV + uint32_t((j * kChunksOfKey + chunk) * kWarpChunkBytes)),
-            v);
+        unpack<T>(load_chunk(address + Stage::kOffsetV, j, chunk), v);
         HOPWELL_UNROLL
         for (int e = 0; e < kElements<T>; ++e) out[chunk * kElements<T> + e] += weight * v[e];
       }
@@ -191,6 +221,42 @@ struct KeyMajorTile : WholeTileStep<KeyMajorTile<T, kOctets, kTheKeys, kFused>, 
                        chunk < chunks ? int(seen >> key & 1) * 16 : 0);
     }
   }
+  // The rows of all lanes, packed: of as many keys at a time as certainly share a page. Those follow one another but for
+  // what lies between the rows of two keys.
+  HOPWELL_DEVICE void copy_packed(const Params& p, const CopySource& source, const KeyTile& tile, uint32_t to) const {
+    const Cache& cache = p.cache;
+    const Keys& visible = source.vector.visible;
+    const int key_of_lane = tile.key + first_key;
+    uint32_t seen =
+        first_bits(visible.end - key_of_lane, page_keys) & ~first_bits(visible.begin - key_of_lane, page_keys);
+    if (tile.page < 0) seen = 0;
+    const int64_t page = seen ? tile.page : 0, slot = seen ? key_of_lane % cache.block : 0;
+    const char *k = source.k + page * cache.k_page + slot * cache.k_slot,
+               *v = source.v + page * cache.v_page + slot * cache.v_slot;
+    const int count = page_keys * row_chunks, lane_offset = 16 * arch::lane_index(),
+              k_gap = cache.k_slot - 16 * row_chunks, v_gap = cache.v_slot - 16 * row_chunks;
+    const int page_lanes = page_keys / kKeys * lanes * p.schedule.heads;
+    HOPWELL_NO_UNROLL
+    for (int lane = 0; lane < 32; lane += page_lanes, to += uint32_t(16 * count)) {
+      const char *its_k = shuffle_pointer(k, lane), *its_v = shuffle_pointer(v, lane);
+      const uint32_t its_keys = arch::shuffle(seen, lane);
+      HOPWELL_UNROLL
+      for (int i = 0; i < kRows; ++i) {
+        const int chunk = 32 * i + arch::lane_index(), key = chunk * reciprocal >> 16;
+        if (chunk >= count) continue;
+        const int size = int(its_keys >> key & 1) * 16;
+        const uint32_t at = to + uint32_t(lane_offset + i * kWarpChunkBytes);
+        arch::cp_async(at, its_k + (lane_offset + key * k_gap) + i * kWarpChunkBytes, size);
+        arch::cp_async(at + Stage::kOffsetV, its_v + (lane_offset + key * v_gap) + i * kWarpChunkBytes, size);
+      }
+    }
+  }
+  static HOPWELL_DEVICE const char* shuffle_pointer(const char* pointer, int lane) {
+    const auto bits = reinterpret_cast<uintptr_t>(pointer);
+    const uint32_t low = arch::shuffle(uint32_t(bits), lane),
+                   high = arch::shuffle(uint32_t(uint64_t{bits} >> 32), lane);
+    return reinterpret_cast<const char*>(uintptr_t{uint64_t{high} << 32 | low});
+  }
   HOPWELL_DEVICE void copy_r(const Params& p, const CopySource& source, int key, uint32_t seen,
                              uint32_t address) const {
     const int farthest = source.vector.position - key;  // of the first key
@@ -207,10 +273,10 @@ struct KeyMajorTile : WholeTileStep<KeyMajorTile<T, kOctets, kTheKeys, kFused>, 
   }
   HOPWELL_DEVICE void copy_scattered(const Params& p, const QueryVector& vector, int key, uint32_t& seen,
                                      Stage& to) const {
-    const int lane = arch::lane_index();
     HOPWELL_NO_UNROLL
     for (int i = 0; i < kLaneChunks; ++i) {
       const int j = i / kChunksOfKey, first = dimension(i % kChunksOfKey);
+      if (kPacked && i % kChunksOfKey >= chunks) continue;
       const int page = seen >> j & 1 ? p.cache.page_of(vector.sequence, key + j) : -1;
       if (page < 0) seen &= ~(1U << j);
       const auto gather = [&](arch::Words4& chunk, const void* cache, const CacheStrides& at) {
@@ -219,17 +285,31 @@ struct KeyMajorTile : WholeTileStep<KeyMajorTile<T, kOctets, kTheKeys, kFused>, 
           return element_of<T>(cache, at, page, vector.kv_head, (key + j) % p.cache.block, first + e);
         });
       };
-      gather(to.k[i][lane], p.cache.k, p.cache.k_at);
-      gather(to.v[i][lane], p.cache.v, p.cache.v_at);
+      gather(chunk_of(to.k, i), p.cache.k, p.cache.k_at);
+      gather(chunk_of(to.v, i), p.cache.v, p.cache.v_at);
     }
   }
 
-  static HOPWELL_DEVICE void multiply(uint32_t rows, const float (&by)[kDims], float (&x)[kKeys]) {
+  // One of the lane's chunks in a stage's K or V: where it lies, and from shared memory, zeros beyond d.
+  HOPWELL_DEVICE int packed_at(int key, int chunk) const { return own + key * row_chunks + chunk * lanes; }
+  HOPWELL_DEVICE arch::Words4& chunk_of(arch::Words4 (&rows)[kRows][32], int i) const {
+    if constexpr (!kPacked) return rows[i][arch::lane_index()];
+    const int at = packed_at(i / kChunksOfKey, i % kChunksOfKey);
+    return rows[at / 32][at % 32];
+  }
+  HOPWELL_DEVICE arch::Words4 load_chunk(uint32_t rows, int key, int chunk) const {
+    if constexpr (!kPacked)
+      return arch::load_shared_v4(rows + uint32_t((key * kChunksOfKey + chunk) * kWarpChunkBytes));
+    const bool in_last_octet = chunk >= kChunksOfKey - Sizes::kChunksOfOctet;  // only there rows may end
+    if (in_last_octet && chunk >= chunks) return {};
+    return arch::load_shared_v4(rows + uint32_t(16 * packed_at(key, chunk)));
+  }
+  HOPWELL_DEVICE void multiply(uint32_t rows, const float (&by)[kDims], float (&x)[kKeys]) const {
     HOPWELL_UNROLL
     for (int i = 0; i < kLaneChunks; ++i) {
       const bool first = i % kChunksOfKey == 0;
       float row[kElements<T>], sum = first ? x[i / kChunksOfKey] : 0;  // of a chunk: few keys would be few chains
-      unpack<T>(arch::load_shared_v4(rows + uint32_t(i * kWarpChunkBytes)), row);
+      unpack<T>(load_chunk(rows, i / kChunksOfKey, i % kChunksOfKey), row);
       HOPWELL_UNROLL
       for (int e = 0; e < kElements<T>; ++e) sum += by[i % kChunksOfKey * kElements<T> + e] * row[e];
       x[i / kChunksOfKey] = first ? sum : x[i / kChunksOfKey] + sum;
@@ -268,8 +348,10 @@ struct KeyMajorTile : WholeTileStep<KeyMajorTile<T, kOctets, kTheKeys, kFused>, 
     const uint32_t lanes_hidden = arch::ballot(hidden);
     if (lanes_hidden == 0) return;
     HOPWELL_NO_UNROLL
-    for (int i = 0; i < kLaneChunks; ++i)
-      if (lanes_hidden >> ((lane & -lanes) + i / kChunksOfKey * copies) & 1) stage.v[i][lane] = {};
+    for (int i = 0; i < kLaneChunks; ++i) {
+      if (kPacked && i % kChunksOfKey >= chunks) continue;
+      if (lanes_hidden >> ((lane & -lanes) + i / kChunksOfKey * copies) & 1) chunk_of(stage.v, i) = {};
+    }
   }
 };
 
