@@ -224,13 +224,13 @@ HOPWELL_DEVICE void score(const Params& p, PairStorage& s) {
       finish_own_tile<kDqk, kAttn>(p, s, step);
     else
       send_peer_tile<kDqk>(s, step);
+    const int t = arch::thread_index_anew() % 128;
+    int keys[4];
+    load_keys(keys, entries, step + 1, t);
     arch::barrier_sync(kPairOwnDsFull, 256);
     arch::wgmma_fence();  // kept: nothing has touched dq since the fence before S; each batch begins with one
     multiply_dq<kHasRope<kDqk> && kHalf == 0>(dq[0], rope, s, 0, kHalf);
-    const int t = arch::thread_index_anew() % 128;
     const uint32_t rank = arch::cluster_rank();
-    int keys[4];
-    load_keys(keys, entries, step + 1, t);
     if (kHalf == 1 && t == 0) arch::mbarrier_arrive_expect_tx(s.pds_full, PairConfig::kPdsBytes);
     arch::syncwarp();  // kept: a lane branched off
     arch::mbarrier_wait(s.pds_full, step & 1);
