@@ -57,7 +57,7 @@ struct MergeStorage {
   static constexpr int kWords = 2048 * kMostMembers, kStaged = 256;
 
   alignas(16) uint32_t seen[kWords];             // of each member a bit for each key of a round
-  uint16_t staged[kMergeThreads / 32][kStaged];  // of each warp: places of keys on their way, of 32 words
+  uint16_t staged[kMergeThreads / 32][kStaged];  // of each warp: places of keys on their way, of 64 words
   Entries rows[kMostMembers];
   int warp_sums[kMergeThreads / 32];
 
@@ -125,21 +125,22 @@ HOPWELL_DEVICE uint32_t holders_of_bit(const MergeParams& p, const MergeStorage&
 
 inline constexpr int kSampleSlots = 1 << 16;
 
-/// Whether a first look takes a key, one of eight, and its slot. The same keys are taken of all rows, wherever they stand in
-/// them, so that rows in different orders look no less alike. By multiplicative hashing: keys at even distances fall into all classes.
+/// Whether a first look takes a key, which it does with one of eight, and its slot. The same keys are taken of all rows, wherever
+/// they stand, so that rows in other orders look no less alike; by a multiplicative hash, so that keys at even distances, too, are
+/// taken evenly.
 HOPWELL_HOST_DEVICE uint32_t sample_hash(int key) { return uint32_t(key) * 0x9e3779b1; }
 HOPWELL_HOST_DEVICE bool is_sampled(uint32_t hash) { return hash >> 29 == 0; }
 HOPWELL_HOST_DEVICE uint32_t sample_slot(uint32_t hash) { return hash >> 13 & (kSampleSlots - 1); }
 
-/// Of entries that a first look takes, `again` name a slot that others do, too: whether the union is clearly too long. Where
-/// it is just at the limit, Σ over the keys of (1 - most · rows that have the key) is 0 for all keys and, for those of a class,
-/// differs from it by about √entries at most. A group near the limit that is misjudged loses what it would have gained: little.
+/// Of entries that a first look takes, `again` name a slot that others do, too: whether the union is clearly too long. Keys in n
+/// rows each count 1 - most · n. At the limit the sum over all keys is 0, and over a class of them its standard deviation is
+/// 0.3 (two rows) to 0.95 (eight) of √entries. A group near the limit that is left by chance loses the little it would have gained.
 HOPWELL_HOST_DEVICE bool is_clearly_too_long(int entries, int again, float most) {
   const float excess = float(entries - again) - most * float(entries);
   return excess > 0 && excess * excess > float(entries);
 }
 
-/// Looks at a group's sampled entries. Reads all rows, but leaves out the bits and barriers of a full count.
+/// Looks at a group's sampled entries: all rows are read, but few bits are set, and there are few barriers.
 HOPWELL_DEVICE bool is_clearly_not_worth_it(const MergeParams& p, MergeStorage& s) {
   constexpr int kAgain = 1 << 16;
   static_assert(kMostMembers * kLongestMergedRow < kAgain && kSampleSlots / 32 <= MergeStorage::kWords);
