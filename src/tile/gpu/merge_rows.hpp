@@ -105,11 +105,17 @@ HOPWELL_DEVICE int count_keys(const MergeParams& p, const MergeStorage& s, const
   return count;
 }
 
-/// A bit for each key of a word that any member has.
-HOPWELL_DEVICE uint32_t keys_of_word(const MergeParams& p, const MergeStorage& s, int word) {
-  uint32_t any = 0;
+/// A bit for each key of two words that any member has.
+struct alignas(8) TwoWords {
+  uint32_t w[2];
+};
+HOPWELL_DEVICE TwoWords keys_of_words(const MergeParams& p, const MergeStorage& s, int first_word) {
+  TwoWords any = {};
   HOPWELL_NO_UNROLL
-  for (int m = 0; m < p.members; ++m) any |= s.seen[m * p.words + word];
+  for (int m = 0; m < p.members; ++m) {
+    const auto of_member = *reinterpret_cast<const TwoWords*>(s.seen + m * p.words + first_word);
+    any.w[0] |= of_member.w[0], any.w[1] |= of_member.w[1];
+  }
   return any;
 }
 
@@ -134,7 +140,7 @@ HOPWELL_HOST_DEVICE uint32_t sample_slot(uint32_t hash) { return hash >> 13 & (k
 
 /// Of entries that a first look takes, `again` name a slot that others do, too: whether the union is clearly too long. Keys in n
 /// rows each count 1 - most · n. At the limit the sum over all keys is 0, and over a class of them its standard deviation is
-/// 0.3 (two rows) to 0.95 (eight) of √entries. A group near the limit that is left by chance loses the little it would have gained.
+/// 0.3 (two rows) to 0.95 (eight) of √entries. A group near the limit that is left by chance would have gained little.
 HOPWELL_HOST_DEVICE bool is_clearly_too_long(int entries, int again, float most) {
   const float excess = float(entries - again) - most * float(entries);
   return excess > 0 && excess * excess > float(entries);
@@ -206,29 +212,24 @@ struct MergeRound {
 /// Writes the marked keys of a warp's words and who holds them: two words a lane, then a key a lane, so that lines are
 /// written whole.
 HOPWELL_DEVICE void write_marked_keys(const MergeParams& p, MergeStorage& s, int group, const MergeRound& round) {
-  constexpr int kWords = 64, kHalf = 1 << 16;
+  constexpr int kWords = 64;
   const int capacity = p.members * p.selection.topk, lane = arch::lane_index();
   const int64_t row = int64_t{group} * capacity;
   uint16_t* const staged = s.staged[arch::warp_index()];
   int at = round.at;
   for (int from = round.own.begin; from < round.own.end; from += kWords) {
-    uint32_t any[2];
-    HOPWELL_UNROLL
-    for (int j = 0; j < 2; ++j) {
-      const int word = from + 32 * j + lane;
-      any[j] = word < round.own.end ? keys_of_word(p, s, word) : 0;
-    }
-    const int counts = std::popcount(any[0]) + kHalf * std::popcount(any[1]);
-    const int up_to_lane = sum_up_to_lane(counts), totals = arch::shuffle(up_to_lane, 31);
-    const int before = up_to_lane - counts, total = totals % kHalf + totals / kHalf;
-    int place[2] = {before % kHalf, before / kHalf + totals % kHalf};
+    TwoWords any = {};
+    if (from + 2 * lane < round.own.end) any = keys_of_words(p, s, from + 2 * lane);
+    const int count = std::popcount(any.w[0]) + std::popcount(any.w[1]);
+    const int up_to_lane = sum_up_to_lane(count), total = arch::shuffle(up_to_lane, 31);
+    int place = up_to_lane - count;
     for (int first = 0; first < total; first += MergeStorage::kStaged) {
       const int end = total < first + MergeStorage::kStaged ? total : first + MergeStorage::kStaged;
       HOPWELL_UNROLL
       for (int j = 0; j < 2; ++j) {
         HOPWELL_NO_UNROLL
-        for (; any[j] != 0 && place[j] < end; any[j] &= any[j] - 1, ++place[j])
-          staged[place[j] - first] = uint16_t(32 * (32 * j + lane) + std::popcount(~any[j] & (any[j] - 1)));
+        for (; any.w[j] != 0 && place < end; any.w[j] &= any.w[j] - 1, ++place)
+          staged[place - first] = uint16_t(32 * (2 * lane + j) + std::popcount(~any.w[j] & (any.w[j] - 1)));
       }
       arch::syncwarp();
       for (int i = first + lane; i < end && at + i < capacity; i += 32) {  // were a barrier lost, it would end here

@@ -341,8 +341,8 @@ HOPWELL_DEVICE void store_out(const Params& p, Storage& s, int self, const WorkT
   for (int i = 0; i < 2; ++i) tile::ring_stage(s.key_ring, 1).release(Storage::first_group_of(self) + i);
 }
 
-// Whether tile B of a step has keys. Of groups, whose unions have any length, the last one may have none, and nothing is multiplied;
-// rows of queries without groups are mostly whole steps.
+// Whether tile B of a step has keys. Of groups, whose unions have any length, the last one may have none, and then nothing
+// is multiplied; rows of single queries are mostly whole steps.
 template <class Storage>
 HOPWELL_DEVICE bool has_second_tile(const WorkTile& work, int step) {
   return !Storage::kOfGroups || work.entries.length > (kStages * step + 1) * kKeys;
