@@ -406,10 +406,13 @@ std::vector<std::pair<std::string, Indexer>> forward_problems() {
       {"one_head", {.s_q = 70, .h_index = 1, .d_index = 8, .topk = 33, .data = Data::kIntegers}},
       {"many_heads", {.h_index = 600, .d_index = 16}},
       {"long_row", {.s_q = 2, .s_kv = 9000, .h_index = 2, .d_index = 8, .topk = 300, .data = Data::kIntegers}},
-      // Digits of 14 bits, and two turns of the loop that writes; of few queries, clusters.
+      // Digits of 14 bits, and two turns of the loop that writes; of few queries, clusters, where one guess is right, one wrong.
       {"longest_row", {.s_q = 17, .s_kv = 33000, .h_index = 2, .d_index = 8, .topk = 300}},
       {"longest_row_exact",
        {.s_q = 2, .s_kv = 33000, .h_index = 2, .d_index = 8, .topk = 300, .data = Data::kIntegers}},
+      {"longest_row_one_query", {.s_q = 1, .s_kv = 33000, .h_index = 2, .d_index = 8, .topk = 300}},
+      // More than there are multiprocessors, and more entries than are listed at a time.
+      {"many_long_rows", {.s_q = 40, .s_kv = 4500, .h_index = 1, .d_index = 8, .topk = 2500}},
       {"one_dimension", {.d_index = 1, .data = Data::kIntegers}},
       {"odd_shape", {.dtype = kFloat, .s_q = 7, .s_kv = 259, .h_index = 3, .d_index = 13, .topk = 100}},
       {"weights_bf16", {.weights_dtype = kBFloat, .topk = 65}},

@@ -353,13 +353,13 @@ const Subject kSubjects[] = {
      {"many_heads", "topk_64_exact", "longest_row_exact", "documents"},
      6,
      6},
-    // Parts of many heads, which go round the ring; clusters that select, and CTAs of several warps; CTAs that share what
-    // queries see.
+    // Parts of many heads, which go round the ring; clusters that select, and CTAs of several warps, with a sample and with
+    // ties; CTAs that share what queries see.
     {"lightning_indexer_sm90",
      "emu:sm90",
      cases::lightning_indexer,
-     {"many_heads", "long_row", "longest_row_exact", "topk_2048_exact", "causal_many_heads", "documents", "h_index_32",
-      "fp8_documents_many_heads"},
+     {"many_heads", "long_row", "many_long_rows", "longest_row_one_query", "longest_row_exact", "topk_2048_exact",
+      "causal_many_heads", "documents", "h_index_32", "fp8_documents_many_heads"},
      6,
      13},
     {"lightning_indexer_backward",

@@ -90,9 +90,9 @@ TEST(LightningIndexerPlan, ClustersOfFewQueriesHaveRoomForARow) {
   };
   EXPECT_EQ(cluster(0), std::pair(0, 0)) << "a CTA is enough";
   EXPECT_EQ(cluster(32'768), std::pair(0, 0));
-  EXPECT_EQ(cluster(32'769), std::pair(5, 8));
+  EXPECT_EQ(cluster(32'769), std::pair(8, 8));
   EXPECT_EQ(cluster(65'536), std::pair(8, 8));
-  EXPECT_EQ(cluster(65'537), std::pair(9, 8));
+  EXPECT_EQ(cluster(65'537), std::pair(16, 8));
   EXPECT_EQ(cluster(262'144), std::pair(32, 8));
   EXPECT_EQ(cluster(262'145), std::pair(0, 0)) << "no cluster holds it";
   EXPECT_EQ(cluster(65'536, 16), std::pair(8, 8));
@@ -108,6 +108,18 @@ TEST(LightningIndexerPlan, FewQueriesHaveMoreWarpsEach) {
     EXPECT_EQ(plan_select(forward(1, 100, 64, sms), 1).warps, 1);
     EXPECT_EQ(plan_select(forward(1, 3'000, 64, sms), 1).warps, 8) << "a power of two";
   }
+}
+
+TEST(LightningIndexerPlan, RowsOfWhichASampleIsTakenFillTheMultiprocessors) {
+  const auto warps = [](std::int64_t s_kv, std::int64_t queries) {
+    return plan_sampled_select(forward(1, s_kv, 64, 132), queries).warps;
+  };
+  EXPECT_EQ(warps(4095, 1), 0) << "too short";
+  EXPECT_EQ(warps(262'145, 128), 0) << "too long";
+  EXPECT_EQ(warps(131'072, 128), 32);
+  EXPECT_EQ(warps(65'536, 256), 16);
+  EXPECT_EQ(warps(32'768, 512), 8);
+  EXPECT_EQ(warps(8192, 529), 4);
 }
 
 TEST(LightningIndexerPlan, PassesHaveRoomInTheWorkspace) {

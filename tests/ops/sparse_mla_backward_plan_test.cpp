@@ -174,26 +174,31 @@ TEST(SparseMlaBackwardPlan, OrderAndPaceFollowL2) {
   EXPECT_FALSE(make_plan(ascending, kHopper).orders_rows);
 }
 
-// By the bandwidth of an H200 and an H100: where sums miss L2, but memory is not busy anyway.
+// By the bandwidth of an H200 and an H100: where sums miss L2; and where memory is busy most of the time, closer together.
 TEST(SparseMlaBackwardPlan, FetchesSumsAheadWhereItPays) {
-  const auto fetches = [](double bytes_per_ns, std::int64_t h_q, std::int64_t s_kv) {
+  const auto plan = [](double bytes_per_ns, std::int64_t h_q, std::int64_t s_kv, bool share_keys = false) {
     Problem p = problem_of(4096, h_q, s_kv, 2048, 132);
-    p.device.l2_bytes = 50 * kMiB, p.device.memory_bytes_per_ns = bytes_per_ns;
-    return make_plan(p, kHopper).prefetches_sums;
+    p.device.l2_bytes = 50 * kMiB, p.device.memory_bytes_per_ns = bytes_per_ns, p.share_keys = share_keys;
+    return make_plan(p, kHopper);
   };
   for (const double bytes_per_ns : {4917.0, 3352.0}) {
     const bool h100 = bytes_per_ns < 4000;
     for (const std::int64_t h_q : {64, 128})
-      for (const std::int64_t s_kv : {8 << 10, 32 << 10}) EXPECT_FALSE(fetches(bytes_per_ns, h_q, s_kv));
-    EXPECT_EQ(fetches(bytes_per_ns, 64, 64 << 10), h100);
-    EXPECT_EQ(fetches(bytes_per_ns, 64, 128 << 10), !h100);
-    EXPECT_EQ(fetches(bytes_per_ns, 128, 64 << 10), h100);
-    EXPECT_TRUE(fetches(bytes_per_ns, 128, 128 << 10));
+      for (const std::int64_t s_kv : {8 << 10, 32 << 10}) EXPECT_FALSE(plan(bytes_per_ns, h_q, s_kv).prefetches_sums);
+    for (const std::int64_t h_q : {64, 128}) {
+      EXPECT_EQ(plan(bytes_per_ns, h_q, 64 << 10).prefetches_sums, h100);
+      EXPECT_TRUE(plan(bytes_per_ns, h_q, 128 << 10).prefetches_sums);
+      for (const std::int64_t s_kv : {8 << 10, 32 << 10, 64 << 10, 128 << 10}) {
+        const bool busy = h100 && h_q == 64 && s_kv == 128 << 10;
+        EXPECT_EQ(plan(bytes_per_ns, h_q, s_kv).streams_keys, busy);
+        EXPECT_EQ(plan(bytes_per_ns, h_q, s_kv).pace_slack == 0, busy);
+      }
+    }
   }
-  EXPECT_FALSE(fetches(0, 64, 128 << 10));
-  Problem shared = problem_of(4096, 16, 128 << 10, 2048, 132);  // neighbours' keys meet in L2
-  shared.device.l2_bytes = 50 * kMiB, shared.device.memory_bytes_per_ns = 3352, shared.share_keys = true;
-  EXPECT_TRUE(make_plan(shared, kHopper).prefetches_sums);
+  EXPECT_FALSE(plan(0, 64, 128 << 10).prefetches_sums);
+  const Plan shared = plan(3352, 16, 128 << 10, true);  // neighbours' keys meet in L2
+  EXPECT_TRUE(shared.prefetches_sums);
+  EXPECT_FALSE(shared.streams_keys);
 }
 
 // Adds up what a call needs, and sees that no two things share memory but those that may.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from hopwell.compat import _index_scores
-from hopwell.compat.cudnn import DSA, TupleDict
+from hopwell.compat.cudnn import DSA, TupleDict, _results
 from support import norm_error
 from torch import Tensor
 
@@ -224,6 +224,71 @@ def test_recomputed_scores_of_entries(dtype: torch.dtype, b: int, with_lengths: 
     assert torch.equal(out, predict)
 
 
+@pytest.mark.parametrize("top_k", [3, 20])
+@pytest.mark.parametrize("are_global", [False, True])
+@pytest.mark.parametrize(("ratio", "offsets", "sm_scale"), [(1, None, 1.0), (4, (3, 33), 0.5)])
+def test_selection_with_the_scores(ratio: int, offsets: Offsets, sm_scale: float, are_global: bool, top_k: int) -> None:
+    q, k, w = random(2, 10, 5, 16), random(2, 13, 1, 16), random(2, 10, 5)
+    scores = masked_scores(q, k[:, :, 0], w.double() * sm_scale, ratio, offsets)
+    options = {"ratio": ratio, "sm_scale": sm_scale, "q_causal_offsets": ints(offsets)}
+    options["topk_indices_global"] = are_global
+    result = DSA.indexer_forward_top_k_wrapper(q, k, w, top_k, **options)
+    assert list(result.keys()) == ["indices", "logits", "softmax"]
+    own = result["indices"] - 13 * are_global * torch.arange(2)[:, None, None]
+    own = own.masked_fill(result["indices"] < 0, -1)
+    assert result["indices"].dtype == torch.int32 and own.max() < 13
+    assert_scores(result["logits"], scores.gather(2, own.clamp(min=0).long()).masked_fill(own < 0, -math.inf))
+    best = scores.topk(min(top_k, 13)).values
+    assert_scores(result["logits"].sort(-1, descending=True).values[:, :, :13], best)
+    softmax = result["logits"].softmax(-1).nan_to_num(0.0)
+    torch.testing.assert_close(result["softmax"], softmax, rtol=1e-6, atol=0)
+
+    outputs = strided(2, 10, top_k).int(), strided(2, 10, top_k), strided(2, 10, top_k), strided(2, 10)
+    given = dict(zip(("out_indices", "out_logits", "softmax_out", "lse_out"), outputs, strict=True))
+    again = DSA.indexer_forward_top_k_wrapper(q, k, w, top_k, **options, **given, return_softmax=False)
+    assert all(x is out for x, out in zip(again, outputs, strict=True))
+    assert all(torch.equal(again[name], result[name]) for name in ("indices", "logits", "softmax"))
+    assert_scores(again["lse"], scores.logsumexp(-1))
+    only = DSA.indexer_forward_top_k_wrapper(q, k, w, top_k, **options, return_softmax=False)
+    assert list(only.keys()) == ["indices", "logits"]
+
+
+def test_selection_with_the_scores_of_a_pack() -> None:
+    pack = Pack()
+    q, k, w = random(pack.total_q, 3, 16), random(pack.total_k, 1, 16), random(pack.total_q, 3)
+    scores = pack.masked_scores(q, k[:, 0], w, 1)
+    result = DSA.indexer_forward_top_k_wrapper(q, k, w, 4, ratio=1, topk_indices_global=False, **pack.arguments)
+    assert_scores(result["logits"].sort(-1, descending=True).values, scores.topk(4).values)
+    of_pack = DSA.indexer_forward_top_k_wrapper(q, k, w, 4, ratio=1, **pack.arguments)["indices"]
+    moved = DSA.local_to_global_wrapper(result["indices"], pack.widest, *pack.arguments.values())["indices"]
+    assert moved.dtype == torch.int32 and torch.equal(moved, of_pack)
+
+
+def test_numbers_of_keys_of_their_own_sequence_and_of_all() -> None:
+    own = torch.tensor([[[3, -1, 0]], [[-7, 4, 1]]])
+    assert DSA.local_to_global_wrapper(own, 5)["indices"].tolist() == [[[3, -1, 0]], [[-1, 9, 6]]]
+
+
+def test_entries_are_moved_to_the_front() -> None:
+    table = torch.tensor([[[-1, 4, -9, 2]], [[-1, -1, -1, -1]], [[7, 7, 0, 1]]], dtype=torch.int32)
+    indices, lengths = DSA.compactify_wrapper(table)
+    assert indices.tolist() == [[4, 2, -1, -1], [-1] * 4, [7, 7, 0, 1]]
+    assert lengths.tolist() == [2, 0, 4] and indices.dtype == lengths.dtype == torch.int32
+    assert torch.equal(DSA.compactify_wrapper(table[:, 0])["indices"], indices)
+
+
+def test_attention_on_the_entries_of_sparse_attention() -> None:
+    q, kv, lengths = random(3, 4, 576), random(9, 576), torch.tensor([4, -1, 90], dtype=torch.int32)
+    indices = torch.tensor([[1, -9, 22, 1, 5], [1, 2, 3, 4, 5], [8, 0, 9, 3, 3]], dtype=torch.int32)
+    lse = DSA.sparse_attention(q, kv, indices, topk_length=lengths)["lse"]
+    target, kept = DSA.sparse_attention_score_recompute(q, kv, lse, indices, topk_length=lengths)
+    assert kept.tolist() == [[1, -1, -1, 1, -1], [-1] * 5, [8, 0, -1, 3, 3]]
+    scores = torch.einsum("shd,sid->shi", q.double(), kv.double()[indices.clamp(0, 8).long()]) / 24
+    scores = scores.masked_fill(kept[:, None] < 0, -math.inf)
+    expected = scores.softmax(-1).nan_to_num(0.0).mean(1)
+    torch.testing.assert_close(target.double(), expected, rtol=1e-4, atol=1e-7)
+
+
 def attention_sums(q: Tensor, k: Tensor, lse: Tensor, scale: float, mask: Tensor) -> Tensor:
     """Of one sequence: q [s_q, h, d], k [s_k, h_kv, d]."""
     keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
@@ -241,10 +306,8 @@ def test_dense_attention_sums(dtype: torch.dtype, ratio: int, offsets: Offsets, 
     options = {"qhead_per_kv_head": 4 // h_kv, "ratio": ratio, "q_causal_offsets": ints(offsets)}
     result = DSA.dense_attn_score_recompute_wrapper(q, k, lse, 0.2, **options)
     assert list(result.keys()) == ["out", "denom"]
-    assert norm_error(result["out"], expected) <= TOLERANCES[dtype]
+    assert_scores(result["out"], expected.masked_fill(~torch.stack(masks), -math.inf), TOLERANCES[dtype])
     assert norm_error(result["denom"], expected.sum(-1)) <= TOLERANCES[dtype]
-    for i, mask in enumerate(masks):
-        assert result["out"][i][~mask].eq(0).all()
     out, denom = strided(2, 8, 12), strided(2, 8)
     given = DSA.dense_attn_score_recompute_wrapper(q, k, lse, 0.2, **options, out=out, denom_out=denom)
     assert given["out"] is out and given["denom"] is denom
@@ -254,11 +317,13 @@ def test_dense_attention_sums(dtype: torch.dtype, ratio: int, offsets: Offsets, 
 def test_dense_attention_sums_of_a_pack() -> None:
     pack = Pack()
     q, k, lse = random(pack.total_q, 4, 16), random(pack.total_k, 1, 16), torch.randn(pack.total_q, 4) + 2
-    expected = torch.zeros(pack.total_q, pack.widest, dtype=torch.float64)
+    expected = torch.full((pack.total_q, pack.widest), -math.inf, dtype=torch.float64)
     for (q_i, lse_i), (k_i,), of_q, _ in pack.parts((q, lse), (k,)):
-        expected[of_q, : len(k_i)] = attention_sums(q_i, k_i, lse_i, 0.2, visible(len(q_i), len(k_i), 1))
+        mask = visible(len(q_i), len(k_i), 1)
+        expected[of_q, : len(k_i)] = attention_sums(q_i, k_i, lse_i, 0.2, mask).masked_fill(~mask, -math.inf)
     out, denom = DSA.dense_attn_score_recompute_wrapper(q, k, lse, 0.2, **pack.arguments)
-    assert norm_error(out, expected) <= 1e-4 and norm_error(denom, expected.sum(-1)) <= 1e-4
+    assert_scores(out, expected, 1e-4)
+    assert norm_error(denom, expected.masked_fill(expected.isinf(), 0.0).sum(-1)) <= 1e-4
 
 
 def index_leaves(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
@@ -421,6 +486,7 @@ def test_sparse_attention_forward_and_differentiable(with_sink: bool) -> None:
     expected, lse = attention(exact[0], exact[1], indices >= 0, indices, exact[2], 1 / 24, 512)
     result = DSA.sparse_attention(q, kv, indices, sink)
     assert list(result.keys()) == ["out", "max_logits", "lse"]
+    assert not result["max_logits"].requires_grad and not result["lse"].requires_grad
     assert norm_error(result["out"].detach(), expected.detach()) <= 4e-3
     assert norm_error(result["lse"], lse.detach()) <= 1e-5
     d_out = torch.randn(5, 4, 512).bfloat16()
@@ -438,6 +504,14 @@ def test_sparse_attention_forward_and_differentiable(with_sink: bool) -> None:
     assert torch.equal(logs, result["lse"]) and torch.equal(max_logits, result["max_logits"])
 
 
+def test_a_refused_output_leaves_the_scores_as_they_are() -> None:
+    scores = torch.rand(2, 4, 6)
+    call = {**CALLS["indexer_backward_wrapper"], "attn_score": scores.clone(), "d_weights": W.double()}
+    with pytest.raises(ValueError, match="d_weights must be"):
+        DSA.indexer_backward_wrapper(**call)
+    assert torch.equal(call["attn_score"], scores)
+
+
 def test_nothing_to_do() -> None:
     q, k, w = torch.zeros(2, 0, 3, 16), torch.zeros(2, 5, 1, 16), torch.zeros(2, 0, 3)
     assert DSA.indexer_forward_wrapper(q, k, w)["scores"].shape == (2, 0, 5)
@@ -449,6 +523,39 @@ def test_nothing_to_do() -> None:
     scores = torch.zeros(2, 0, 4)
     gradients = DSA.indexer_backward_wrapper(q, w, k[:, :, 0], scores, scores.clone(), scores.int(), 1.0)
     assert gradients["d_index_k"].eq(0).all()
+
+
+class Handle:
+    """As `cuda.bindings.driver.CUstream`: an object with a number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __int__(self) -> int:
+        return self.number
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_default_stream_is_no_external_one(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """PyTorch before 2.13 makes a new stream of ExternalStream(0), which doesn't wait for the default one."""
+    default, refused = object(), lambda *_, **__: pytest.fail("the default stream was taken for another")
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: default)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", refused)
+    assert _results._torch_stream(Handle(number), torch.device("cuda")) is default
+
+
+def test_a_stream_of_its_own_and_each_thread_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: (handle, device))
+    device = torch.device("cuda", 1)
+    assert _results._torch_stream(Handle(77), device) == (77, device)
+    with pytest.raises(ValueError, match="stream must be the handle of one stream; got 2"):
+        _results._torch_stream(2, device)
+
+
+def test_host_tensors_have_no_stream() -> None:
+    q, k, w = random(1, 4, 3, 16), random(1, 5, 1, 16), random(1, 4, 3)
+    with_stream = DSA.indexer_forward_wrapper(q, k, w, stream=Handle(77))["scores"]
+    assert torch.equal(with_stream, DSA.indexer_forward_wrapper(q, k, w)["scores"])
 
 
 def test_results_are_found_by_name_and_by_number_and_unpack() -> None:
@@ -510,6 +617,9 @@ CALLS: dict[str, dict[str, Any]] = {
         "topk_idxs": ENTRIES[0],
     },
     "sparse_attention_forward_wrapper": {"q": Q[0], "kv": K[0, :, 0], "topk_idxs": ENTRIES[0]},
+    "indexer_forward_top_k_wrapper": {"q": Q, "k": K, "w": W, "top_k": 2},
+    "local_to_global_wrapper": {"local_indices": ENTRIES, "seqlen_k": 5},
+    "compactify_wrapper": {"indices": ENTRIES},
 }
 CU = torch.tensor([0, 4], dtype=torch.int32)
 
@@ -577,6 +687,25 @@ CU = torch.tensor([0, 4], dtype=torch.int32)
         ("indexer_backward_wrapper", {"weights": W[..., :1]}, r"weights must be \[B=2, S_q=4, H=3\]; got \[2, 4, 1\]"),
         ("indexer_backward_wrapper", {"attn_score": E.double()}, "attn_score must be float32; got torch.float64"),
         ("indexer_backward_wrapper", {"index_score": E[..., :5]}, r"index_score must be \[B=2, S_q=4, topk=6\]"),
+        (
+            "indexer_backward_wrapper",
+            {"d_index_q": Q.double()},
+            "d_index_q must be torch.float32; got torch.float64",
+        ),
+        ("indexer_backward_wrapper", {"d_index_k": K}, r"d_index_k must be \[2, 5, 16\]; got \[2, 5, 1, 16\]"),
+        (
+            "dense_indexer_backward_wrapper",
+            {"d_weights": W.half()},
+            "d_weights must be torch.float32; got torch.float16",
+        ),
+        ("indexer_forward_top_k_wrapper", {"top_k": 0}, "top_k must be at least 1; got 0"),
+        ("indexer_forward_top_k_wrapper", {"w": W[0]}, r"w must be \[2, 4, 3\]; got \[4, 3\]"),
+        ("indexer_forward_top_k_wrapper", {"precision": "fp8"}, r"precision must be bf16 \(no block scales\); got fp8"),
+        ("local_to_global_wrapper", {"local_indices": E}, "local_indices must be int32 or int64; got torch.float32"),
+        ("local_to_global_wrapper", {"local_indices": ENTRIES[0]}, r"local_indices must be \[B, S_q, topk\]; got"),
+        ("local_to_global_wrapper", {"cu_seqlens_q": CU}, "cu_seqlens_k must be given with cu_seqlens_q; got None"),
+        ("compactify_wrapper", {"indices": ENTRIES.long()}, "indices must be int32; got torch.int64"),
+        ("compactify_wrapper", {"indices": ENTRIES[0, 0]}, r"indices must be \[M, topk\] or \[B, S, topk\]; got \[6\]"),
         ("dense_indexer_backward_wrapper", {"index_lse": W}, r"index_lse must be float32 \[2, 4\]"),
         ("dense_indexer_backward_wrapper", {"attn_score": E}, r"attn_score must be float32 \[2, 4, 5\]"),
         ("dense_indexer_backward_wrapper", {"weights": W[0]}, r"weights must be \[2, 4, 3\]; got \[4, 3\]"),

@@ -4,7 +4,15 @@ import math
 
 import pytest
 import torch
-from hopwell.compat.tilelang import SparseMLA, generate_varlen_mask_params, lighting_indexer, sparse_attn_tilelang
+from hopwell.compat.tilelang import (
+    SparseMLA,
+    batched_indexer_fwd,
+    generate_varlen_mask_params,
+    lighting_indexer,
+    sparse_attn_tilelang,
+    sparse_mqa_fwd_interface,
+    v4_lighting_indexer,
+)
 from torch import Tensor
 
 CU_SEQLENS = torch.tensor([0, 1, 9, 9, 24], dtype=torch.int32)
@@ -66,6 +74,77 @@ def test_indexer_and_its_gradients(dtype: torch.dtype, topk: int, given: bool) -
         assert norm_error(gradient, other) <= (4e-3 if dtype == torch.bfloat16 else 1e-4)
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_indexer_without_the_relu(given: bool) -> None:
+    leaves, (start, end) = index_inputs(torch.bfloat16), generate_varlen_mask_params(CU_SEQLENS)
+    chosen = torch.randint(-1, 24, (24, 5), dtype=torch.int32) if given else None
+    q, k, weights = leaves
+    scores, indices = lighting_indexer(q, k, weights, start, end, 5, chosen, use_relu=False)
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    every = torch.einsum("sjt,sj->st", torch.einsum("sjd,td->sjt", *exact[:2]), exact[2])
+    keys = torch.arange(24)
+    every = every.masked_fill((keys < start[:, None]) | (keys >= end[:, None]), -torch.inf)
+    if not given:
+        best = every.detach().topk(5).values.sort(-1).values
+        torch.testing.assert_close(scores.detach().sort(-1).values.double(), best, rtol=1e-4, atol=1e-4)
+    expected = every.gather(1, indices.clamp(min=0).long()).masked_fill(indices < 0, -torch.inf)
+    finite = ~expected.isinf()
+    assert torch.equal(finite, ~scores.isinf())
+    factors = torch.randn(24, 5)
+    gradients = torch.autograd.grad((scores[finite] * factors[finite]).sum(), leaves)
+    wanted = torch.autograd.grad((expected[finite] * factors[finite]).sum(), exact)
+    for gradient, other in zip(gradients, wanted, strict=True):
+        assert norm_error(gradient, other) <= 4e-3
+
+
+def test_miles_names_how_it_selects() -> None:
+    leaves, (start, end) = index_inputs(torch.float32), generate_varlen_mask_params(CU_SEQLENS)
+    plain = lighting_indexer(*leaves, start, end, 4)
+    for backend in ("torch", "flashinfer"):  # Miles' bounds are int64
+        named = lighting_indexer(*leaves, start.long(), end.long(), 4, topk_backend=backend)
+        assert all(torch.equal(x, y) for x, y in zip(named, plain, strict=True))
+    with pytest.raises(ValueError, match="lighting_indexer: topk_backend must be torch or flashinfer; got sgl"):
+        lighting_indexer(*leaves, start, end, 4, topk_backend="sgl")
+
+
+@pytest.mark.parametrize(("ratio", "topk"), [(1, 4), (4, 3), (4, 100)])
+def test_indexer_of_compressed_keys(ratio: int, topk: int) -> None:
+    s, batch, s_kv = 13, 2, 13 // ratio
+    q = ((torch.randn(s, batch, 3, 16) * 4).round() / 4).requires_grad_()
+    k = ((torch.randn(s_kv, batch, 16) * 4).round() / 4).requires_grad_()
+    weights = torch.randn(s, batch, 3).requires_grad_()
+    end = torch.arange(1, s + 1) // ratio
+    scores, indices = v4_lighting_indexer(q, k, weights, ratio, topk)
+    assert scores.shape == indices.shape == (batch, s, min(topk, s_kv)) and indices.dtype == torch.int32
+    every = batched_indexer_fwd(q, k, weights, torch.zeros(s), end)
+    exact = [x.detach().double() for x in (q, k, weights)]
+    parts = [all_scores(*(x[:, i] for x in exact), torch.zeros(s), end) for i in range(batch)]
+    expected = torch.stack(parts)
+    assert torch.equal(every.isinf(), expected.isinf())
+    torch.testing.assert_close(
+        every.double().nan_to_num(neginf=0.0), expected.nan_to_num(neginf=0.0), rtol=1e-5, atol=1e-5
+    )
+    best = every.topk(min(topk, s_kv)).values.sort(-1).values
+    torch.testing.assert_close(scores.detach().sort(-1).values, best)
+    again = v4_lighting_indexer(q, k, weights, ratio, topk, indices)
+    assert torch.equal(again[1], indices)
+    torch.testing.assert_close(again[0].detach(), scores.detach())
+    finite = ~scores.isinf()
+    mine = torch.autograd.grad(scores[finite].sum(), (q, k, weights))
+    other = torch.autograd.grad(again[0][finite].sum(), (q, k, weights))
+    for x, y in zip(mine, other, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_attention_of_a_batch() -> None:
+    q, kv = torch.randn(2, 5, 4, 20), torch.randn(2, 7, 1, 20)
+    indices = torch.randint(-1, 7, (2, 5, 1, 3), dtype=torch.int32)
+    out, lse = SparseMLA.apply(q, kv, indices, 0.3, 12)
+    for i in range(2):
+        one = SparseMLA.apply(q[i], kv[i], indices[i], 0.3, 12)
+        assert torch.equal(out[i], one[0]) and torch.equal(lse[i], one[1])
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_and_its_gradients(dtype: torch.dtype, groups: int) -> None:
@@ -116,12 +195,26 @@ def test_attention_with_sinks_and_its_gradients(dtype: torch.dtype, scale: float
     tolerance = 4e-3 if dtype == torch.bfloat16 else 1e-4
     assert out.dtype == dtype and out.shape == q.shape and out[:, 2].eq(0).all()
     assert norm_error(out, expected) <= tolerance
+    again, lse = sparse_mqa_fwd_interface(q, kv, sink, indices, scale)
+    assert torch.equal(again, out) and not again.requires_grad
+    assert lse.shape == (batch, 7, 4)
+    torch.testing.assert_close(lse[:, 2], (sink.detach() / math.log(2)).expand(batch, -1))
+    keys = torch.stack([x[entries.clamp(min=0).long()] for x, entries in zip(exact[1], indices, strict=True)])
+    scores = (0.25 if scale is None else scale) * torch.einsum("bshd,bsid->bshi", exact[0], keys)
+    scores = scores.masked_fill((indices < 0)[:, :, None], -math.inf).logsumexp(-1).logaddexp(exact[2])
+    torch.testing.assert_close(lse.double(), scores.detach() / math.log(2), rtol=1e-4, atol=1e-4)
     d_out = torch.randn(out.shape).to(dtype)
     wanted = torch.autograd.grad(expected, exact, d_out.double())
     gradients = torch.autograd.grad(out, (q, kv, sink), d_out)
-    for gradient, other, leaf in zip(gradients, wanted, (q, kv, sink), strict=True):
-        assert gradient.dtype == leaf.dtype
+    assert [x.dtype for x in gradients] == [dtype, dtype, torch.float32]
+    for gradient, other in zip(gradients[:2], wanted[:2], strict=True):
         assert norm_error(gradient, other) <= 2 * tolerance
+    # −Σ_s p_sink Σ_i d_out · out, which may cancel: out is rounded to bf16, by 2^-9 at most
+    p_sink = (sink.detach() - lse * math.log(2)).exp()
+    rounding = (p_sink * (d_out * expected.detach()).abs().sum(-1)).sum((0, 1)) * 2**-9
+    assert (
+        (gradients[2] - wanted[2]).abs() <= 1e-4 * wanted[2].abs() + 1e-5 + rounding * (dtype == torch.bfloat16)
+    ).all()
 
 
 def test_attention_with_sinks_of_nothing() -> None:
@@ -152,6 +245,16 @@ def test_wrong_arguments_of_attention_with_sinks(change: dict[str, Tensor], mess
     }
     with pytest.raises(ValueError, match=message):
         sparse_attn_tilelang(**{**call, **change})
+
+
+def test_shapes_of_compressed_keys_that_do_not_fit() -> None:
+    q, k, weights, bounds = torch.zeros(5, 2, 3, 16), torch.zeros(4, 2, 16), torch.zeros(5, 2, 3), torch.zeros(5)
+    with pytest.raises(ValueError, match=r"batched_indexer_fwd: k must be \[s_kv, b=2, d_index=16\]; got \[4, 1, 16\]"):
+        batched_indexer_fwd(q, k[:, :1], weights, bounds, bounds)
+    with pytest.raises(ValueError, match=r"batched_indexer_fwd: weights must be \[s=5, b=2, h_index=3\]"):
+        batched_indexer_fwd(q, k, weights[1:], bounds, bounds)
+    with pytest.raises(ValueError, match=r"v4_lighting_indexer: index_k must be \[s_kv, b=2, d_index=16\]"):
+        v4_lighting_indexer(q, k[..., :8], weights, 4, 2)
 
 
 def test_shapes_that_do_not_fit() -> None:

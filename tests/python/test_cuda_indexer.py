@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from hopwell.compat.cudnn import DSA
 from hopwell.torch import indexer_loss, ops
 from torch import Tensor
 
@@ -79,3 +80,19 @@ def test_graph_replayed_with_other_inputs() -> None:
             old.copy_(new)
         graph.replay()
         assert all(map(torch.equal, captured, work()))
+
+
+@pytest.mark.parametrize("handle", [0, 1, None])
+def test_a_stream_of_the_cudnn_wrappers_waits_for_what_is_on_it(handle: int | None) -> None:
+    """0 and 1 are the default stream; None here is another stream, whose work the current one's doesn't delay."""
+    stream = torch.cuda.default_stream() if handle is not None else torch.cuda.Stream()
+    numbers = torch.randn(64, 4096, device="cuda")
+    lengths = torch.full((64,), 4096, dtype=torch.int32, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        doubled = numbers * 2
+    given = stream.cuda_stream if handle is None else handle
+    values = DSA.indexer_top_k_wrapper(doubled, lengths, 8, stream=given)["values"]
+    stream.synchronize()
+    assert torch.equal(values.sort(-1).values, (numbers * 2).topk(8).values.sort(-1).values)

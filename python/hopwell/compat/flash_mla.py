@@ -2,10 +2,10 @@
 
     from hopwell.compat.flash_mla import flash_mla_sparse_fwd        # instead of: from flash_mla import ...
 
-What its reference (`tests/ref.py` of github.com/deepseek-ai/FlashMLA) defines holds here: indices below 0 or from s_kv
-on are invalid, max_logits and lse are natural-log (versions from before `attn_sink` gave them to base 2), and a query
-without a valid key gets out 0, max_logits −inf and lse +inf. Beyond it: any h_q, d_qk and d_v, host tensors, fp32,
-NaN in keys past topk_length; h_kv is 1 in both. Like the original it is no part of the autograd graph.
+What its reference (`tests/ref.py` of github.com/deepseek-ai/FlashMLA at 9241ae3) defines holds here: indices below 0 or
+from s_kv on are invalid, max_logits and lse are natural-log (versions from before `attn_sink` gave them to base 2), and
+a query without a valid key gets out 0, max_logits −inf and lse +inf. Beyond it: any h_q, d_qk and d_v, host tensors,
+fp32, NaN in keys past topk_length; h_kv is 1 in both. Like the original it is no part of the autograd graph.
 """
 
 import torch

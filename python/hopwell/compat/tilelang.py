@@ -1,25 +1,26 @@
-"""What the GLM-5 and DeepSeek-V4 plug-ins of slime and Miles call of TileLang's kernels.
+"""What the GLM-5 and DeepSeek-V4 plug-ins of slime and Miles, and Megatron-LM, call of TileLang's kernels.
 
     from hopwell.compat.tilelang import SparseMLA, lighting_indexer    # instead of: from .ops.sparse_mla import …
     from hopwell.compat.tilelang import sparse_attn_tilelang           # DeepSeek-V4
 
-`SparseMLA` and `lighting_indexer` are GLM-5's.
-
-After `slime_plugins/models/glm5` of github.com/THUDM/slime at 08a9dcd (`ops/sparse_mla.py`, `ops/indexer.py`, whose
-kernels are those of TileLang's `examples/deepseek_v32`). What holds here as there: packed tokens without a batch
-dimension, entries of −1 are none, lse to base 2, V is the first 512 columns, the gradient of kv has kv's dtype, keys
-outside cu_seqlen_ks … cu_seqlen_ke − 1 and keys of score −inf are not selected.
+`SparseMLA` and `lighting_indexer` are GLM-5's, after `slime_plugins/models/glm5` of github.com/THUDM/slime at 624b824,
+`miles_plugins/models/glm5` of github.com/radixark/miles at 31f1ca9 (which has `topk_backend`) and
+`megatron/core/transformer/experimental_attention_variant/ops` of github.com/NVIDIA/Megatron-LM at d98e8a6 (which has
+`use_relu` and a batch dimension of `SparseMLA`): their `ops/sparse_mla.py` and `ops/indexer.py`, whose kernels are
+those of TileLang's `examples/deepseek_v32`. What holds here as there: packed tokens, entries of −1 are none, lse to
+base 2, V is the first 512 columns, the gradient of kv has kv's dtype, keys outside cu_seqlen_ks … cu_seqlen_ke − 1 and
+keys of score −inf are not selected, more entries than keys are filled up with −1 and −inf.
 
 What differs: indices come in ascending order and not by score (each with its own score); entries outside the keys are
 none either; a query without keys gets out 0 and lse +inf instead of NaN; any number of heads and of entries, any d_qk,
-host tensors and fp32. Scores of `topk_indices` that are given are made by PyTorch, some queries at a time, from
-gathered keys: more memory traffic than a selection, and no kernel of Hopwell's.
+host tensors and fp32. Scores of `topk_indices` that are given, and those without the relu, are made by PyTorch, some
+queries at a time, from gathered keys: more memory traffic than a selection, and no kernel of Hopwell's.
 
-`sparse_attn_tilelang` is DeepSeek-V4's, after `miles_plugins/models/deepseek_v4/ops/kernel/tilelang_sparse_mla.py` of
-github.com/radixark/miles at 31f1ca9 (the model's own `inference/kernel.py` calls its `sparse_attn` with the same
-arguments): keys are values too, a logit a head without a value, −1 for no entry. Beyond it: any heads, entries and d
-(512 on GPUs), host tensors and fp32; entries outside the keys are none; the same bits every time on the CPU, and with
-`torch.use_deterministic_algorithms` on GPUs.
+`sparse_attn_tilelang`, `sparse_mqa_fwd_interface`, `v4_lighting_indexer` and `batched_indexer_fwd` are DeepSeek-V4's,
+after `miles_plugins/models/deepseek_v4/ops/kernel` of Miles at 31f1ca9 (the model's own `inference/kernel.py` calls its
+`sparse_attn` with the same arguments): keys are values too, a logit a head without a value, −1 for no entry. Beyond it:
+any heads, entries and d (512 on GPUs), host tensors and fp32; entries outside the keys are none; the same bits every
+time on the CPU, and with `torch.use_deterministic_algorithms` on GPUs.
 """
 
 import math
@@ -31,7 +32,26 @@ from torch import Tensor
 from hopwell.torch import ops
 from hopwell.torch._packing import key_ranges
 
-from ._checks import require_shape
+from ._checks import require, require_shape
+from ._index_scores import without_relu, write_index_scores
+
+
+def _attend_with_sinks(
+    function: str, q: Tensor, kv: Tensor, attn_sink: Tensor, topk_idxs: Tensor, sm_scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """out [b, s, heads, d], and lse [b, s, heads] of the keys alone."""
+    require_shape(function, "q", q, b=None, s=None, heads=None, d=None)
+    b, s, heads, d = q.shape
+    require_shape(function, "kv", kv, b=b, s_kv=None, d=d)
+    require_shape(function, "attn_sink", attn_sink, heads=heads)
+    require_shape(function, "topk_idxs", topk_idxs, b=b, s=s, topk=None)
+    scale = d**-0.5 if sm_scale is None else sm_scale
+    sequences = [ops.sparse_mla(q[i], kv[i], topk_idxs[i], scale, d, attn_sink=attn_sink) for i in range(b)]
+    if b == 1:
+        return sequences[0][0][None], sequences[0][2][None]
+    if b == 0:
+        return q.clone(), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return torch.stack([out for out, _, _ in sequences]), torch.stack([lse for _, _, lse in sequences])
 
 
 def sparse_attn_tilelang(
@@ -42,17 +62,23 @@ def sparse_attn_tilelang(
     q [b, s, heads, d], kv [b, s_kv, d], attn_sink float32 [heads], topk_idxs int32 [b, s, topk]; sm_scale 1/√d where
     None. Returns out [b, s, heads, d] in q's dtype.
     """
-    function = "sparse_attn_tilelang"
-    require_shape(function, "q", q, b=None, s=None, heads=None, d=None)
-    b, s, heads, d = q.shape
-    require_shape(function, "kv", kv, b=b, s_kv=None, d=d)
-    require_shape(function, "attn_sink", attn_sink, heads=heads)
-    require_shape(function, "topk_idxs", topk_idxs, b=b, s=s, topk=None)
-    scale = d**-0.5 if sm_scale is None else sm_scale
-    sequences = [ops.sparse_mla(q[i], kv[i], topk_idxs[i], scale, d, attn_sink=attn_sink)[0] for i in range(b)]
-    if b == 1:
-        return sequences[0][None]
-    return torch.stack(sequences) if b else q.clone()
+    return _attend_with_sinks("sparse_attn_tilelang", q, kv, attn_sink, topk_idxs, sm_scale)[0]
+
+
+@torch.no_grad()
+def sparse_mqa_fwd_interface(
+    q: Tensor,
+    kv: Tensor,
+    attn_sink: Tensor,
+    topk_idxs: Tensor,
+    sm_scale: float | None = None,
+    block_I: int = 64,  # noqa: N803
+    num_stages: int = 2,
+    threads: int = 256,
+) -> tuple[Tensor, Tensor]:
+    """`sparse_attn_tilelang` without gradients: out, and lse float32 [b, s, heads] of keys and sink, to base 2."""
+    out, lse = _attend_with_sinks("sparse_mqa_fwd_interface", q, kv, attn_sink, topk_idxs, sm_scale)
+    return out, torch.logaddexp(lse.masked_fill(lse == torch.inf, -torch.inf), attn_sink.float()) / math.log(2)
 
 
 class SparseMLA:
@@ -63,8 +89,13 @@ class SparseMLA:
         """q [s_q, heads, d_qk], kv [s_kv, kv_group, d_qk], indices int32 [s_q, kv_group, topk].
 
         Returns (out [s_q, heads, d_v] in q's dtype, lse float32 [s_q, heads], to base 2 and without a gradient). The
-        heads of a group are neighbours.
+        heads of a group are neighbours. All of them may have a batch dimension before these.
         """
+        if q.ndim == kv.ndim == indices.ndim == 4 and len(q) == len(kv) == len(indices) > 0:
+            outs, sums = zip(
+                *(SparseMLA.apply(*x, scaling, d_v) for x in zip(q, kv, indices, strict=True)), strict=True
+            )
+            return torch.stack(outs), torch.stack(sums)
         if q.ndim != 3 or kv.ndim != 3 or indices.ndim != 3:
             got = f"{list(q.shape)}, {list(kv.shape)}, {list(indices.shape)}"
             raise ValueError(
@@ -85,7 +116,9 @@ class SparseMLA:
         return out, lse.detach() / math.log(2)
 
 
-def score_entries(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, start: Tensor, end: Tensor) -> Tensor:
+def score_entries(
+    q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, start: Tensor, end: Tensor, relu: bool = True
+) -> Tensor:
     """Index scores of given entries, float32 [s_q, topk]: −inf where an entry is none or outside its query's keys."""
     s_q, topk = indices.shape
     at_a_time = max(1, (1 << 26) // max(topk * (k.shape[1] + q.shape[1]), 1))  # 256 MiB of float32
@@ -94,7 +127,8 @@ def score_entries(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, start:
     for first in range(0, s_q if len(k) else 0, at_a_time):
         rows = slice(first, first + at_a_time)
         keys = k[indices[rows].clamp(0, len(k) - 1).long()].float()
-        dots = torch.einsum("sjd,sid->sji", q[rows].float(), keys).relu_()
+        dots = torch.einsum("sjd,sid->sji", q[rows].float(), keys)
+        dots = dots.relu_() if relu else dots
         scores[rows] = torch.einsum("sji,sj->si", dots, weights[rows].float())
     return scores.masked_fill_(~counts, -torch.inf)
 
@@ -103,17 +137,20 @@ class _GivenScores(torch.autograd.Function):
     """The scores of entries that were chosen before."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, start: Tensor, end: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, start: Tensor, end: Tensor, relu: bool
+    ) -> Tensor:
         ctx.save_for_backward(q, k, weights, indices, start, end)
-        return score_entries(q, k, weights, indices, start, end)
+        ctx.relu = relu
+        return score_entries(q, k, weights, indices, start, end, relu)
 
     @staticmethod
     def backward(ctx: Any, *d_scores: Tensor) -> tuple[Tensor | None, ...]:
         q, k, weights, indices, start, end = ctx.saved_tensors
         _, d_q, d_k, d_weights, _ = ops.lightning_indexer_backward(
-            None, q, k, weights, indices, start, end, d_scores=d_scores[0].float()
+            None, q, k, weights, indices, start, end, d_scores=d_scores[0].float(), relu=ctx.relu
         )
-        return d_q, d_k.to(k.dtype), d_weights, None, None, None
+        return d_q, d_k.to(k.dtype), d_weights, None, None, None, None
 
 
 def lighting_indexer(
@@ -124,24 +161,79 @@ def lighting_indexer(
     cu_seqlen_ke: Tensor,
     topk: int,
     topk_indices: Tensor | None = None,
+    use_relu: bool = True,
+    *,
+    topk_backend: str = "torch",
 ) -> tuple[Tensor, Tensor]:
     """The keys of largest index score Σ_j weights·relu(index_q·index_k), and these scores.
 
     index_q [s_q, h_index, d_index], index_k [s_kv, d_index], weights [s_q, h_index] or [s_q, h_index, 1]; each query
     sees the keys cu_seqlen_ks … cu_seqlen_ke − 1 (int32 [s_q]). With topk_indices int32 [s_q, topk] those are scored
-    instead of chosen.
+    instead of chosen. topk_backend "torch" or "flashinfer" is Miles' choice of a selection, here one and the same.
 
     Returns (scores float32 [s_q, topk], indices int32 [s_q, topk]): −inf and −1 where a query sees fewer keys. The
     scores are differentiable in index_q, index_k and weights.
     """
+    known = topk_backend in ("torch", "flashinfer")
+    require(known, "lighting_indexer", "topk_backend", "torch or flashinfer", topk_backend)
     weights = weights.squeeze(-1) if weights.ndim == 3 else weights
     start, end = cu_seqlen_ks.int(), cu_seqlen_ke.int()
-    if topk_indices is not None:
-        inputs = index_q, index_k, weights, topk_indices, start, end
-        scores: Tensor = _GivenScores.apply(*inputs)  # type: ignore[no-untyped-call]
-        return scores, topk_indices
-    indices, scores = ops.lightning_indexer(index_q, index_k, weights, topk, k_start=start, k_end=end)
-    return scores, indices.masked_fill(scores.detach() == -torch.inf, -1)
+    if topk_indices is None and use_relu:
+        indices, scores = ops.lightning_indexer(index_q, index_k, weights, topk, k_start=start, k_end=end)
+        return scores, indices.masked_fill(scores.detach() == -torch.inf, -1)
+    if topk_indices is None:
+        with torch.no_grad():
+            queries, factors = without_relu(index_q, weights)
+            topk_indices = ops.lightning_indexer(queries, index_k, factors, topk, k_start=start, k_end=end)[0]
+    inputs = index_q, index_k, weights, topk_indices, start, end, use_relu
+    given_scores: Tensor = _GivenScores.apply(*inputs)  # type: ignore[no-untyped-call]
+    return given_scores, topk_indices
+
+
+@torch.no_grad()
+def batched_indexer_fwd(q: Tensor, k: Tensor, weights: Tensor, cu_seqlen_ks: Tensor, cu_seqlen_ke: Tensor) -> Tensor:
+    """Index scores of all keys, float32 [b, s, s_kv], −inf outside cu_seqlen_ks … cu_seqlen_ke − 1 (int32 [s]).
+
+    q [s, b, h_index, d_index], k [s_kv, b, d_index], weights [s, b, h_index].
+    """
+    function = "batched_indexer_fwd"
+    require_shape(function, "q", q, s=None, b=None, h_index=None, d_index=None)
+    s, b, heads, d = q.shape
+    require_shape(function, "k", k, s_kv=None, b=b, d_index=d)
+    require_shape(function, "weights", weights, s=s, b=b, h_index=heads)
+    scores = q.new_empty((b, s, len(k)), dtype=torch.float32)
+    for i, of_sequence in enumerate(scores):
+        write_index_scores(of_sequence, q[:, i], k[:, i], weights[:, i], cu_seqlen_ks.int(), cu_seqlen_ke.int())
+    return scores
+
+
+def v4_lighting_indexer(
+    index_q: Tensor,
+    index_k: Tensor,
+    weights: Tensor,
+    compress_ratio: int,
+    topk: int,
+    topk_indices: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`lighting_indexer` of sequences whose key t stands for compress_ratio tokens, and is seen after the last of them.
+
+    index_q [s, b, h_index, d_index], index_k [s_kv, b, d_index], weights [s, b, h_index], topk_indices int32
+    [b, s, topk]. Returns (scores float32, indices int32) [b, s, min(topk, s_kv)].
+    """
+    require_shape("v4_lighting_indexer", "index_q", index_q, s=None, b=None, h_index=None, d_index=None)
+    s, b = index_q.shape[:2]
+    require_shape("v4_lighting_indexer", "index_k", index_k, s_kv=None, b=b, d_index=index_q.shape[3])
+    end = (torch.arange(1, s + 1, device=index_q.device) // compress_ratio).int()
+    count, start = min(topk, len(index_k)), torch.zeros_like(end)
+    sequences = [
+        lighting_indexer(
+            *(index_q[:, i], index_k[:, i], weights[:, i], start, end, count),
+            None if topk_indices is None else topk_indices[i],
+        )
+        for i in range(b)
+    ]
+    scores, indices = zip(*sequences, strict=True)
+    return torch.stack(scores), torch.stack(indices)
 
 
 def generate_varlen_mask_params(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:

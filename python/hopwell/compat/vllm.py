@@ -2,7 +2,8 @@
 
     from hopwell.compat import vllm as ops        # instead of: from vllm import _custom_ops as ops
 
-Signatures and conventions are those of `vllm/_custom_ops.py` of github.com/vllm-project/vllm: keys in
+Signatures and conventions are those of `vllm/_custom_ops.py` of github.com/vllm-project/vllm, of the versions that have
+paged attention for CUDA with scales as tensors (at 0002bde ROCm's alone is left, and `reshape_and_cache`): keys in
 [blocks, h_kv, d/x, block, x] with x = 16 bytes, values in [blocks, h_kv, d, block], results written in place. Beyond
 it: host tensors, fp32, any d that is a multiple of 8 from 32 to 256, any block from 1 to 256, page numbers out of range
 are masked, and a sequence of length 0 gives 0. fp8 caches and block-sparse attention are a ValueError.

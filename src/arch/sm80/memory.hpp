@@ -19,7 +19,7 @@ struct CachePolicy {
   uint64_t bits;
 };
 
-/// createpolicy.fractional.L2::evict_first / evict_last, for all accesses. PTX:
+/// createpolicy.fractional.L2::evict_first / evict_last / evict_normal, for all accesses. PTX:
 /// #data-movement-and-conversion-instructions-createpolicy
 HOPWELL_DEVICE CachePolicy evict_first_policy() {
   CachePolicy policy{0};
@@ -32,6 +32,13 @@ HOPWELL_DEVICE CachePolicy evict_last_policy() {
   CachePolicy policy{0};
 #if HOPWELL_ON_DEVICE
   asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy.bits));
+#endif
+  return policy;
+}
+HOPWELL_DEVICE CachePolicy evict_normal_policy() {
+  CachePolicy policy{0};
+#if HOPWELL_ON_DEVICE
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy.bits));
 #endif
   return policy;
 }

@@ -2,15 +2,18 @@
 //
 // Tile      a cluster of 8 CTAs has a query's row of scores, visible ones only: 32 scores a lane, in registers, as
 //           numbers in their order; a warp a range of 1,024 keys
-// Timeline  load │ bounds of the threshold, a quarter as far apart each time: every warp counts what reaches three numbers in
-//           between, and broadcasts the counts to the cluster │ barrier │ … until as many as are wanted reach the lower bound,
-//           or there is one number left; then each warp broadcasts how many it selects │ barrier │ writes them
+// Timeline  load │ every CTA guesses the same bounds of the threshold, as in sampled_select.hpp │ every warp counts what reaches
+//           them, and broadcasts the counts to the cluster │ barrier │ broadcasts its scores between them │ barrier │ every CTA
+//           finds the threshold among these │ each warp broadcasts how many it selects │ barrier │ writes them.
+//           Where the guess is wrong: bounds a quarter as far apart each time, every warp counts and broadcasts what reaches
+//           three numbers in between │ barrier │ … until as many as are wanted reach the lower bound, or there is one number
+//           left
 // Order     counts are integers: same inputs, same bits
-// Budget    registers: 32 of scores, 64 in all; shared 3 × 256 × 8 B
+// Budget    registers: 32 of scores, 64 in all; shared 3 × 256 × 8 B, and 25 KiB for the guess
 #pragma once
 
 #include "arch/sm90/cluster.hpp"
-#include "ops/lightning_indexer/select.hpp"
+#include "ops/lightning_indexer/sampled_select.hpp"
 #include "tile/gpu/warp.hpp"
 
 namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET {
@@ -30,6 +33,11 @@ struct ClusterSelectStorage {
   struct Packed {
     uint32_t first_two, third;  // twice 16 bits, and one
   } counts[3][kMaxSelectWarps * kSelectCluster];
+  SampledSelectStorage guess;  // without its bits
+
+  static constexpr uint32_t bytes() {
+    return offsetof(ClusterSelectStorage, guess) + offsetof(SampledSelectStorage, bits);
+  }
 };
 
 struct WarpScores {
@@ -61,14 +69,8 @@ HOPWELL_DEVICE BoundCounts sum_counts(const ClusterSelectStorage& s, int buffer,
   return sums;
 }
 
-// Selected are scores of higher order, and the first `equal` of the same.
-struct ClusterThreshold {
-  uint32_t order;
-  int equal;
-};
-
-HOPWELL_DEVICE ClusterThreshold find_threshold(const SelectParams& p, ClusterSelectStorage& s,
-                                               const WarpScores& scores) {
+// By bounds that come nearer to each other.
+HOPWELL_DEVICE SplitTies search_threshold(const SelectParams& p, ClusterSelectStorage& s, const WarpScores& scores) {
   uint32_t low = ClusterSelectConfig::kLowest,
            high = ClusterSelectConfig::kAboveAll;  // reached by at least topk; by fewer
   int above = 0;                                   // how many reach `high`
@@ -100,12 +102,60 @@ HOPWELL_DEVICE ClusterThreshold find_threshold(const SelectParams& p, ClusterSel
   return {low, p.topk - above};
 }
 
+// How many of all scores are between the bounds and above, and how many there are between them in the warps before this one.
+struct ClusterBetween {
+  Between all;
+  int before;
+};
+HOPWELL_DEVICE ClusterBetween count_between(ClusterSelectStorage& s, const WarpScores& scores, const Bounds& bounds) {
+  int reach_low = 0, reach_high = 0;
+  HOPWELL_UNROLL
+  for (const uint32_t order : scores.order) reach_low += order >= bounds.low, reach_high += order >= bounds.high;
+  const int packed = tile::sum_of_warp(reach_low | reach_high << 16);
+  broadcast_counts(s, 1, scores, {packed & 0xffff, packed >> 16, 0});
+  arch::cluster_sync();
+  const BoundCounts all = sum_counts(s, 1, scores.warps), before = sum_counts(s, 1, scores.warp);
+  return {{all.reach[1], all.reach[0] - all.reach[1]}, before.reach[0] - before.reach[1]};
+}
+
+// Writes the warp's scores between the bounds to the lists of all CTAs of the cluster, in the order of their keys.
+HOPWELL_DEVICE void broadcast_between(SampledSelectStorage& s, const WarpScores& scores, const Bounds& bounds, int at) {
+  const int lane = arch::lane_index(), first = at;
+  HOPWELL_UNROLL
+  for (const uint32_t order : scores.order) {
+    const uint32_t between = arch::ballot(order >= bounds.low && order < bounds.high);
+    if (between >> lane & 1) s.orders[at + std::popcount(between & ((1U << lane) - 1))] = order;
+    at += std::popcount(between);
+  }
+  arch::syncwarp();
+  for (int i = first + lane; i < at; i += 32) {
+    const uint32_t order = s.orders[i], own = arch::shared_address(&s.orders[i]);
+    for (uint32_t rank = 0; rank < arch::cluster_size(); ++rank)
+      if (rank != arch::cluster_rank()) arch::store_cluster(arch::map_to_rank(own, rank), order);
+  }
+}
+
+template <int kWarps>
+HOPWELL_DEVICE SplitTies find_threshold(const SelectParams& p, ClusterSelectStorage& s, const QueryRow& row,
+                                        const WarpScores& scores) {
+  const Bounds bounds = guess_bounds<kWarps>(p, s.guess, row);
+  if (bounds.low >= bounds.high) return search_threshold(p, s, scores);
+  const ClusterBetween between = count_between(s, scores, bounds);
+  if (!guessed_right(between.all, p.topk)) return search_threshold(p, s, scores);
+  broadcast_between(s.guess, scores, bounds, between.before);
+  arch::cluster_sync();
+  const uint32_t counts = arch::shared_address(s.guess.counts), shift = digit_shift(bounds.high - bounds.low - 1);
+  for (int i = arch::thread_index(); i < between.all.count; i += 32 * kWarps)
+    arch::red_add_shared(true, counts + 4 * ((s.guess.orders[i] - bounds.low) >> shift), 1);
+  return find_last<kWarps>(s.guess, bounds.low, shift, between.all.count, p.topk - between.all.above);
+}
+
 HOPWELL_DEVICE float score_of(uint32_t order) {
   return arch::bit_cast<float>(order >> 31 ? order & 0x7fffffff : ~order);
 }
 
 HOPWELL_DEVICE void write_topk(const SelectParams& p, ClusterSelectStorage& s, const QueryRow& row,
-                               const WarpScores& scores, const ClusterThreshold& threshold) {
+                               const WarpScores& scores, const SplitTies& threshold) {
   const int lane = arch::lane_index();
   BoundCounts own{};
   HOPWELL_UNROLL
@@ -136,19 +186,19 @@ HOPWELL_DEVICE void write_topk(const SelectParams& p, ClusterSelectStorage& s, c
   }
 }
 
-__global__ void __launch_bounds__(32 * kMaxSelectWarps) select_keys_in_cluster(const __grid_constant__ SelectParams p) {
+template <int kWarps>
+__global__ void __launch_bounds__(32 * kWarps) select_keys_in_cluster(const __grid_constant__ SelectParams p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<ClusterSelectStorage>();
   const int size = int(arch::cluster_size()), rank = int(arch::cluster_rank());
   const QueryRow row = row_of(p, arch::block_index() / size);
   if (row.visible <= p.topk) {
-    for (int i = rank * 32 * p.warps + arch::thread_index(); i < p.topk; i += 32 * p.warps * size)
-      write_visible(row, i);
+    for (int i = rank * 32 * kWarps + arch::thread_index(); i < p.topk; i += 32 * kWarps * size) write_visible(row, i);
     return;
   }
   arch::cluster_arrive_relaxed();  // kept: see the wait
   WarpScores scores;
-  scores.warp = rank * p.warps + arch::warp_index(), scores.warps = size * p.warps;
+  scores.warp = rank * kWarps + arch::warp_index(), scores.warps = size * kWarps;
   scores.first = scores.warp * kKeysPerSelectWarp;
   HOPWELL_UNROLL
   for (int i = 0; i < ClusterSelectConfig::kScores; ++i) {
@@ -156,27 +206,31 @@ __global__ void __launch_bounds__(32 * kMaxSelectWarps) select_keys_in_cluster(c
     scores.order[i] = key < row.visible ? order_of(row.scores[key]) : 0;
   }
   arch::cluster_wait();  // kept: before counts are broadcast, all CTAs of the cluster have started
-  write_topk(p, s, row, scores, find_threshold(p, s, scores));
+  write_topk(p, s, row, scores, find_threshold<kWarps>(p, s, row, scores));
 #endif
 }
 
-// Whether the device holds all CTAs of such a cluster at a time, also those of most warps.
-bool cluster_fits(const runtime::Device& device, const SelectPlan& plan) {
-  const arch::LaunchShape largest{
-      .threads = 32 * kMaxSelectWarps, .cluster = plan.cluster, .shared_bytes = sizeof(ClusterSelectStorage)};
-  return runtime::clusters_that_fit<select_keys_in_cluster>(device, largest) > 0;
+// By CTAs of so many warps, if the device holds all of a cluster at a time.
+template <int kWarps>
+bool launch_in_clusters(const Problem& problem, const SelectPlan& plan, std::int64_t first, std::int64_t count,
+                        Stream stream) {
+  const arch::LaunchShape shape{.grid = {static_cast<std::uint32_t>(count) * plan.cluster},
+                                .threads = 32 * kWarps,
+                                .cluster = plan.cluster,
+                                .shared_bytes = ClusterSelectStorage::bytes()};
+  if (runtime::clusters_that_fit<select_keys_in_cluster<kWarps>>(problem.device, shape) == 0) return false;
+  runtime::launch(kName, select_keys_in_cluster<kWarps>, shape, stream, select_params(problem, first, plan));
+  return true;
 }
 
 // For `count` queries from `first` on; by clusters where that is planned and the device has room for one.
 void launch_cluster_select(const Problem& problem, std::int64_t first, std::int64_t count, Stream stream) {
   const SelectPlan plan = plan_cluster_select(problem, count);
-  if (plan.cluster == 0 || !cluster_fits(problem.device, plan)) return launch_select(problem, first, count, stream);
-  runtime::launch(kName, select_keys_in_cluster,
-                  {.grid = {static_cast<std::uint32_t>(count) * plan.cluster},
-                   .threads = 32 * static_cast<std::uint32_t>(plan.warps),
-                   .cluster = plan.cluster,
-                   .shared_bytes = sizeof(ClusterSelectStorage)},
-                  stream, select_params(problem, first, plan));
+  const auto launch = plan.warps == 8    ? launch_in_clusters<8>
+                      : plan.warps == 16 ? launch_in_clusters<16>
+                                         : launch_in_clusters<32>;
+  if (plan.cluster == 0 || !launch(problem, plan, first, count, stream))
+    launch_sampled_select(problem, first, count, stream);
 }
 
 }  // namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET

@@ -66,11 +66,18 @@ SelectPlan plan_select(const Problem& p, std::int64_t queries) {
   return {to_int(static_cast<std::int64_t>(std::bit_floor(warps))), 1, digit_bits};
 }
 
+SelectPlan plan_sampled_select(const Problem& p, std::int64_t queries) {
+  if (p.s_kv < kLeastSampledKeys || p.s_kv > kMostSampledKeys) return {0, 0, 0};
+  // A multiprocessor has registers for 32 warps. What a warp does once for a row costs as much as 1,024 keys.
+  const std::int64_t ctas = ceil_div(queries, std::max<std::int64_t>(p.device.sms, 1));
+  return {ctas <= 1 ? 32 : ctas <= 2 ? 16 : ctas <= 4 ? 8 : 4, 1, kSampledDigitBits};
+}
+
 SelectPlan plan_cluster_select(const Problem& p, std::int64_t queries) {
   const std::int64_t warps = ceil_div(ceil_div(p.s_kv, kKeysPerSelectWarp), kSelectCluster);
   const bool fill_device = queries * kSelectCluster > p.device.cluster_sms;
   if (p.s_kv <= kMaxSelectWarps * kKeysPerSelectWarp || warps > kMaxSelectWarps || fill_device) return {0, 0, 0};
-  return {to_int(warps), kSelectCluster, 0};
+  return {warps <= 8 ? 8 : warps <= 16 ? 16 : 32, kSelectCluster, 0};
 }
 
 }  // namespace hopwell::ops::lightning_indexer

@@ -69,6 +69,9 @@ struct SelectPlan {
   int digit_bits;  // of a score, counted at a time; without clusters only
 };
 SelectPlan plan_select(const Problem& p, std::int64_t queries);
+// Where a sample of the row tells what to look for; warps 0: the row is too short or too long for that.
+inline constexpr int kLeastSampledKeys = 4096, kMostSampledKeys = 262'144, kSampledDigitBits = 12;
+SelectPlan plan_sampled_select(const Problem& p, std::int64_t queries);
 // A cluster whose warps hold the row in registers; cluster 0: a CTA is at least as fast, since the row is short or the
 // clusters would take turns, or the row is too long.
 SelectPlan plan_cluster_select(const Problem& p, std::int64_t queries);

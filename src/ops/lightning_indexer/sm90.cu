@@ -1,8 +1,10 @@
 // lightning_indexer for Hopper: what runs where.
 //
 //     score_keys                scores of some queries against all keys                     sm90/score.hpp
-//     select_keys_in_cluster    the best of each; then the next queries                     cluster_select.hpp
-//     select_keys               … where the row or the cluster does not fit on the device    select.hpp
+//     select_keys_in_cluster    the best of each, of few queries of long rows; then the     cluster_select.hpp
+//                               next queries
+//     select_keys_by_guess      … of other rows from 4,096 keys on                          sampled_select.hpp
+//     select_keys               … of shorter rows, and of those too long for the others     select.hpp
 #include "ops/lightning_indexer/cluster_select.hpp"
 #include "ops/lightning_indexer/sm90/score.hpp"
 

@@ -35,6 +35,7 @@ struct Params {
   int heads_of_member;               // h_q, but for groups
   int h_q, first_head, head_blocks;  // first_head, head_blocks and what follows: of a MainPass
   bool prefetches_sums;              // to L2
+  bool streams_keys;                 // rows of kv leave L2 first
   int wave, pace_slack;              // CTAs that run at a time, and how far they may be apart: tile/gpu/pacing.hpp
   int whole_tiles, slices, slice_entries;  // see work_tile_of
   float* dq_slices;                        // [sliced tiles, slices, heads of a tile, d_qk]
@@ -75,7 +76,7 @@ inline Params params_of(const Problem& problem, const Plan& plan) {
   p.sm_scale = problem.sm_scale, p.scale_log2 = problem.sm_scale * tile::kLog2E;
   if (plan.paces) p.progress = scratch<uint32_t>(problem, workspace.progress), p.pace_slack = plan.pace_slack;
   if (problem.d_sink) p.sink_parts = scratch<float>(problem, workspace.sink_parts);
-  p.prefetches_sums = plan.prefetches_sums;
+  p.prefetches_sums = plan.prefetches_sums, p.streams_keys = plan.streams_keys;
   if (plan.sums == DkvSums::fixed_point) {
     p.fixed_dkv = scratch<int64_t>(problem, workspace.dkv), p.scale = scratch<float>(problem, workspace.scale);
   } else if (plan.sums != DkvSums::none) {

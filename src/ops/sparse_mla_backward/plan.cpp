@@ -51,11 +51,14 @@ void plan_order(Plan& plan, const Problem& p, const MainKernels& kernels) {
   const std::int64_t window = static_cast<std::int64_t>(p.device.l2_bytes) * 4 / 15;
   const std::int64_t step_bytes = sum_bytes(p) / std::max<std::int64_t>(p.topk / kernels.keys, 1);
   plan.pace_slack = static_cast<int>(std::clamp<std::int64_t>(window / std::max<std::int64_t>(step_bytes, 1), 1, 8));
-  // Additions that miss L2 are slow. Where many do, rows are fetched a step ahead; where few do, that costs more, and so it
-  // does where memory is busy anyway, which it is not if neighbours share keys.
+  // Additions that miss L2 are slow. Where many do, rows are fetched a step ahead; where few do, that costs more. Where
+  // memory is busy most of the time CTAs wait for the last one, not for the average, and what they only read leaves first.
+  // Neighbours that share keys leave memory idle.
   const double memory = plan.ascending ? memory_share(p, kernels) : 0;
-  const bool pays_ahead = p.share_keys ? exceeds_l2(p, 10, 3) : exceeds_l2(p, 2, 1) && memory > 0.4 && memory < 0.75;
+  const bool pays_ahead = p.share_keys ? exceeds_l2(p, 10, 3) : exceeds_l2(p, 2, 1) && memory > 0.4;
   plan.prefetches_sums = p.dkv && (pays_ahead || p.device.emulated());
+  plan.streams_keys = p.dkv && ((memory > 0.75 && !p.share_keys) || p.device.emulated());
+  if (plan.streams_keys) plan.pace_slack = 0;
 }
 
 // Neighbouring queries with up to 32 heads are taken together where their selections share enough, which is found out on

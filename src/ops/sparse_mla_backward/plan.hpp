@@ -78,6 +78,7 @@ struct Plan {
   bool paces = false;            // … and at one speed: tile/gpu/pacing.hpp
   int pace_slack = 0;            // steps that a CTA may be ahead
   bool prefetches_sums = false;  // to L2, a step ahead
+  bool streams_keys = false;     // rows of kv leave L2 before sums do
   QueryGroups groups;            // whose rows are merged
   MainPass grouped, pairs, singles;
   Workspace workspace;

@@ -9,7 +9,8 @@ namespace {
 
 using runtime::kBackend;
 
-// The pair has no registers left for fixed point.
+// The pair adds the two halves of a score, the kernel for 64 heads sums it as a whole. What deterministic calls give of dq
+// must not depend on how many heads there are, so they do not take the pair.
 Plan plan_of(const Problem& problem) {
   return make_plan(problem, {.keys = Config::kKeys,
                              .single_heads = Config::kHeads,

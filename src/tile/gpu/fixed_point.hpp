@@ -9,9 +9,14 @@
 //           units, which leaves room for the sign:
 //               two sums of 32 bits in a word, kPairedBits = 29:  n < 3 · 2^30 (n/2 is less than 2^31 − 2^29 − 2^6)
 //               one sum of 64 bits, kWideBits = 61:               any n of 32 bits
-// Error     A contribution is off by at most half a unit, 2^-kBits · n · largest; truncation doubles it.
+// Error     A contribution is off by at most half a unit, 2^-kBits · n · largest; truncation doubles it. Paired, never by
+//           less than 2^-kPairedBitsOfOne · largest.
 // Layout    Wide: a word a sum. Paired: two neighbouring sums in one 64-bit word as low + 2^32 high, both signed, so
 //           that one 64-bit addition adds to both; a negative low borrows from high, which unpack_pair gives back.
+// Rounding  Paired contributions are rounded by an addition to 3/2 · 2^23, whose floats are one apart for 2^22 to either
+//           side, so that the bits of the sum are those of 3/2 · 2^23 + the multiple. They are added as they are: n of them
+//           are too large by n times the bits of 3/2 · 2^23, in either half of a word, which comes off at the end. So a
+//           contribution costs one fused multiplication and addition.
 // Invalid   Where the bound is infinite or NaN there is no unit, and the row becomes NaN.
 #pragma once
 
@@ -23,7 +28,7 @@
 
 namespace hopwell::tile {
 
-inline constexpr int kPairedBits = 29, kWideBits = 61;
+inline constexpr int kPairedBits = 29, kPairedBitsOfOne = 22, kWideBits = 61;
 
 /// What is known of the contributions to the sums of each row, in global memory, zeros at first.
 struct SumBounds {
@@ -35,8 +40,9 @@ struct SumBounds {
     arch::red_max(largest + row, arch::bit_cast<uint32_t>(bound) & 0x7fffffff);
     arch::red_add(count + row, 1u);
   }
-  /// Of the row's sums; infinite or NaN if there is none.
-  HOPWELL_DEVICE float bound(int64_t row) const { return arch::bit_cast<float>(largest[row]) * float(count[row]); }
+  /// Of one contribution to the row, and of the row's sums; infinite or NaN if there is none.
+  HOPWELL_DEVICE float bound_of_one(int64_t row) const { return arch::bit_cast<float>(largest[row]); }
+  HOPWELL_DEVICE float bound(int64_t row) const { return bound_of_one(row) * float(count[row]); }
 };
 
 /// e of the unit 2^-e: sums of which none exceeds `bound` stay below 2^kBits units.
@@ -50,27 +56,35 @@ HOPWELL_DEVICE int unit_exponent(float bound) {
 HOPWELL_DEVICE float power_of_two(int e) { return arch::bit_cast<float>(uint32_t(e + 127) << 23); }
 HOPWELL_DEVICE double wide_power_of_two(int e) { return arch::bit_cast<double>(uint64_t(e + 1023) << 52); }
 
-/// What is 1 in paired sums of such a bound: 2^e as a float, with e at most 126, or NaN.
-HOPWELL_DEVICE float paired_scale(float bound) {
-  const int largest = unit_exponent<kPairedBits>(bound), e = largest > 126 ? 126 : largest;
+/// What is 1 in paired sums of such a bound, and such a bound of each contribution: 2^e as a float, with e at most 126, or
+/// NaN.
+HOPWELL_DEVICE float paired_scale(float bound, float bound_of_one) {
+  const int of_sum = unit_exponent<kPairedBits>(bound), of_one = unit_exponent<kPairedBitsOfOne>(bound_of_one);
+  const int largest = of_sum < of_one ? of_sum : of_one, e = largest > 126 ? 126 : largest;
   return bound < INFINITY ? power_of_two(e) : NAN;
 }
 
-/// A contribution to a paired sum, and the sum.
-HOPWELL_DEVICE int to_fixed(float x, float scale) { return arch::round_to_int(x * scale); }
-HOPWELL_DEVICE float from_fixed(int sum, float scale) { return float(double(sum) / double(scale)); }
+/// What is added to a paired sum for 0, and as a float.
+inline constexpr uint32_t kFixedZero = 0x4b400000;
+inline constexpr float kFixedZeroAsFloat = 0x1.8p23F;
+/// For x: the multiple that it is rounded to, and kFixedZero.
+HOPWELL_DEVICE uint32_t to_fixed(float x, float scale) {
+  return arch::bit_cast<uint32_t>(x * scale + kFixedZeroAsFloat);  // x · scale is exact
+}
+HOPWELL_DEVICE int64_t pack_pair(uint32_t low, uint32_t high) { return int64_t(uint64_t{high} << 32 | low); }
 
-/// A contribution to a wide sum, and the sum; the scale is wide_power_of_two(e).
-HOPWELL_DEVICE int64_t to_wide_fixed(float x, double scale) { return int64_t(double(x) * scale); }
-HOPWELL_DEVICE float from_wide_fixed(int64_t sum, int e) { return float(double(sum) * wide_power_of_two(-e)); }
-
-/// A word of two sums, or of what is added to them.
-HOPWELL_DEVICE int64_t pack_pair(int low, int high) {
-  return int64_t((uint64_t(uint32_t(high)) << 32) + uint64_t(int64_t{low}));
+/// A word of two sums of n contributions.
+HOPWELL_DEVICE int64_t without_fixed_zeros(int64_t word, uint32_t n) {
+  return int64_t(uint64_t(word) - n * ((uint64_t{kFixedZero} << 32) + kFixedZero));
 }
 HOPWELL_DEVICE int unpack_pair(int64_t word, bool high) {
   const int low = int(uint32_t(uint64_t(word)));
   return high ? int(uint32_t((uint64_t(word) - uint64_t(int64_t{low})) >> 32)) : low;
 }
+HOPWELL_DEVICE float from_fixed(int sum, float scale) { return float(double(sum) / double(scale)); }
+
+/// A contribution to a wide sum, and the sum; the scale is wide_power_of_two(e).
+HOPWELL_DEVICE int64_t to_wide_fixed(float x, double scale) { return int64_t(double(x) * scale); }
+HOPWELL_DEVICE float from_wide_fixed(int64_t sum, int e) { return float(double(sum) * wide_power_of_two(-e)); }
 
 }  // namespace hopwell::tile

@@ -87,7 +87,9 @@ __global__ void cp_async_sizes(const uint32_t* in, uint32_t* out) {
   cp_async<8>(base + 512 + uint32_t(t) * 8, in + 128 + 2 * (31 - t), t % 9);
   cp_async<4>(base + 768 + uint32_t(t) * 4, in + 192 + (31 - t), t % 5);
   cp_async_cached(base + 896 + uint32_t(t) * 16, in + 256 + 4 * t, 16 - t % 3,
-                  t % 2 ? evict_first_policy() : evict_last_policy());
+                  t % 3 == 0   ? evict_first_policy()
+                  : t % 3 == 1 ? evict_last_policy()
+                               : evict_normal_policy());
   cp_async_of_line(base + 1408 + uint32_t(t) * 16, in + 256 + 4 * (31 - t), 16 - t % 5);
   cp_async_wait_all();
   syncthreads();
@@ -244,7 +246,8 @@ void add_sm80_cases(std::vector<Case>& cases) {
   add_mma("mma_bf16_subnormal", true, Inputs::bf16_subnormal);
   add_mma("mma_fp16_subnormal", false, Inputs::fp16_subnormal);
   add("cp_async_sizes",
-      "cp_async cp_async_cached cp_async_of_line cp_async_wait_all evict_first_policy evict_last_policy syncthreads",
+      "cp_async cp_async_cached cp_async_of_line cp_async_wait_all evict_first_policy evict_last_policy "
+      "evict_normal_policy syncthreads",
       Inputs::bits, Compare::bits, 384, 480, cp_async_sizes, 32);
   add("cp_async_pipeline", "cp_async cp_async_commit cp_async_wait", Inputs::bits, Compare::bits, 3072, 3072,
       cp_async_pipeline, 128);

@@ -31,7 +31,29 @@ def sparse_attention(
     out, max_logits, lse = ops.sparse_mla(
         q, kv, indices, _scale_of(q, softmax_scale), attn_sink=attn_sink, topk_length=topk_length
     )
-    return TupleDict(out=out, max_logits=max_logits, lse=lse)
+    return TupleDict(out=out, max_logits=max_logits.detach(), lse=lse.detach())
+
+
+@torch.no_grad()
+def sparse_attention_score_recompute(
+    q: Tensor,
+    kv: Tensor,
+    lse: Tensor,
+    indices: Tensor,
+    softmax_scale: float | None = None,
+    topk_length: Tensor | None = None,
+) -> TupleDict:
+    """How much attention each entry of `sparse_attention` got: {target float32 [S_q, topk], indices int32 [S_q, topk]}.
+
+    The target is summed over the heads, each row divided by its sum; entries that are none are 0, their index −1.
+    """
+    require_shape("sparse_attention_score_recompute", "indices", indices, S_q=q.shape[0], topk=None)
+    valid = (indices >= 0) & (indices < len(kv))
+    if topk_length is not None:
+        valid &= torch.arange(indices.shape[1], device=q.device) < topk_length[:, None]
+    entries = indices.masked_fill(~valid, -1)
+    target = ops.attention_distribution(q, kv, entries, lse, _scale_of(q, softmax_scale), normalize="l1")
+    return TupleDict(target=target, indices=entries)
 
 
 @torch.no_grad()
@@ -49,7 +71,7 @@ def sparse_attention_forward_wrapper(
     """{out [S_q, H, 512], max_logits, lse float32 [S_q, H], lse_indexer None}; shapes as in the backward."""
     name = "sparse_attention_forward_wrapper"
     require(indexer_topk == 0, name, "indexer_topk", "0", indexer_topk)
-    with on(stream):
+    with on(stream, q, kv, topk_idxs, attn_sink, topk_length):
         result = sparse_attention(q, kv, topk_idxs, attn_sink, softmax_scale, topk_length)
         return TupleDict(**dict(zip(result.keys(), result, strict=True)), lse_indexer=None)
 
@@ -82,7 +104,7 @@ def sparse_attention_backward_wrapper(
     require(q_cluster_mode in ("off", "adaptive_pair"), name, "q_cluster_mode", "off or adaptive_pair", q_cluster_mode)
     require_shape(name, "q", q, S_q=None, H=None, D=None)
     require_shape(name, "out", out, S_q=q.shape[0], H=q.shape[1], D_v=None)
-    with on(stream):
+    with on(stream, q, kv, out, dout, lse, attn_sink, topk_idxs, topk_length, dq, dkv):
         dkv_dtype = kv.dtype if dkv is None else dkv.dtype
         gradients = ops.sparse_mla_backward(
             *(dout, q, kv, topk_idxs, out, lse, _scale_of(q, softmax_scale), out.shape[2]),

@@ -13,17 +13,17 @@ from ._results import TupleDict, contiguous, given_or_new, on
 from ._rows import Rows, find_rows
 
 
-def _one_head(wrapper: str, k: Tensor) -> Tensor:
+def one_head(wrapper: str, k: Tensor) -> Tensor:
     require(k.ndim >= 3 and k.shape[-2] == 1, wrapper, "k", "[…, S_k, 1, d]: one head of index keys", list(k.shape))
     return k.squeeze(-2)
 
 
-def _require_bf16(wrapper: str, precision: str, *scales: Tensor | None) -> None:
+def require_bf16(wrapper: str, precision: str, *scales: Tensor | None) -> None:
     require(precision.lower() == "bf16", wrapper, "precision", "bf16 (no block scales)", precision)
     require(all(s is None for s in scales), wrapper, "q_scale and k_scale", "None with precision bf16", "a tensor")
 
 
-def _require_group(wrapper: str, qhead_per_kv_head: int | None, heads: int) -> None:
+def require_group(wrapper: str, qhead_per_kv_head: int | None, heads: int) -> None:
     require(qhead_per_kv_head in (None, heads), wrapper, "qhead_per_kv_head", f"{heads} or None", qhead_per_kv_head)
 
 
@@ -39,7 +39,7 @@ def _index_scores(
 ) -> Tensor:
     """Scores of [B, S_q, S_k] or [total_q, max_seqlen_k], −inf where a query doesn't see a key."""
     require_sizes(wrapper, "w", w, q.shape[:-1])
-    keys = rows.flat(_one_head(wrapper, k))
+    keys = rows.flat(one_head(wrapper, k))
     scores = given_or_new(out, [*rows.shape, rows.width], q, wrapper, "out")
     weights = w if sm_scale == 1.0 else w.float() * sm_scale
     scale = None if k_scale is None else rows.flat(k_scale.squeeze(-1))
@@ -97,9 +97,9 @@ def indexer_forward_wrapper(
             got = None if scale is None else list(scale.shape)
             require(got == list(dims), name, argument, f"float32 {list(dims)} with precision fp8", got)
     else:
-        _require_bf16(name, precision, q_scale, k_scale, cu_seqlens_q_scale_padded, cu_seqlens_k_scale_padded)
-    _require_group(name, qhead_per_kv_head, q.shape[-2])
-    with on(stream):
+        require_bf16(name, precision, q_scale, k_scale, cu_seqlens_q_scale_padded, cu_seqlens_k_scale_padded)
+    require_group(name, qhead_per_kv_head, q.shape[-2])
+    with on(stream, q, k, w, out, cu_seqlens_q, cu_seqlens_k, q_causal_offsets, q_scale, k_scale, lse_out):
         rows = find_rows(name, q, k, ratio, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, q_causal_offsets)
         if fp8 and q_scale is not None:
             scaled = w.dtype == torch.float32
@@ -136,12 +136,29 @@ def dense_indexer_score_recompute_wrapper(
 ) -> TupleDict:
     """The scores of `indexer_forward_wrapper` and their log-sum-exp: {out, denom}."""
     name = "dense_indexer_score_recompute_wrapper"
-    _require_bf16(name, precision, q_scale, k_scale, cu_seqlens_q_scale_padded, cu_seqlens_k_scale_padded)
-    with on(stream):
+    require_bf16(name, precision, q_scale, k_scale, cu_seqlens_q_scale_padded, cu_seqlens_k_scale_padded)
+    with on(stream, q, k, weights, out, denom_out, cu_seqlens_q, cu_seqlens_k, q_causal_offsets):
         rows = find_rows(name, q, k, ratio, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, q_causal_offsets)
         scores = _index_scores(name, q, k, weights, rows, sm_scale, out)
         denom = given_or_new(denom_out, rows.shape, q, name, "denom_out")
         return TupleDict(out=scores, denom=denom.copy_(scores.logsumexp(-1)))
+
+
+def _attention_sums(out: Tensor, rows: Rows, q: Tensor, k: Tensor, lse: Tensor, scale: float) -> Tensor:
+    """Writes attention on every key, summed over the heads, −inf where it is hidden; returns each row's sum."""
+    totals = out.new_empty(len(out))
+    heads = q.shape[1] // k.shape[1]
+    for first in range(0, len(out), rows_at_a_time(rows.width)):
+        some = slice(first, first + rows_at_a_time(rows.width))
+        table, start, end = rows.all_keys(some), rows.start[some], rows.end[some]
+        for group in range(k.shape[1]):
+            mine = slice(group * heads, (group + 1) * heads)
+            inputs = q[some, mine], k[:, group], table, lse[some, mine], scale
+            sums = ops.attention_distribution(*inputs, k_start=start, k_end=end)
+            out[some] = sums if group == 0 else out[some] + sums
+        totals[some] = out[some].sum(-1)
+        out[some].masked_fill_(rows.hidden(some), -torch.inf)
+    return totals
 
 
 @torch.no_grad()
@@ -167,34 +184,25 @@ def dense_attn_score_recompute_wrapper(
     sf_vec_size: int = 32,
     stream: Any = None,
 ) -> TupleDict:
-    """Attention on every key, summed over the heads: Σ_h exp(softmax_scale·q·k − lse), 0 where a query sees none.
+    """Attention on every key, summed over the heads: Σ_h exp(softmax_scale·q·k − lse), −inf where a query sees none.
 
     q [B, S_q, H, D], k [B, S_k, H_kv, D] (heads of a group are neighbours), lse float32 [B, S_q, H]; packed as in
-    `indexer_forward_wrapper`. Returns {out float32 [B, S_q, S_k], denom float32 [B, S_q]}, denom each row's sum.
+    `indexer_forward_wrapper`. Returns {out float32 [B, S_q, S_k], denom float32 [B, S_q]}, denom the sum over what each
+    query sees.
     """
     name = "dense_attn_score_recompute_wrapper"
-    _require_bf16(name, precision, q_scale, k_scale, cu_seqlens_q_scale_padded, cu_seqlens_k_scale_padded)
-    with on(stream):
+    require_bf16(name, precision, q_scale, k_scale, cu_seqlens_q_scale_padded, cu_seqlens_k_scale_padded)
+    with on(stream, q, k, lse, out, denom_out, cu_seqlens_q, cu_seqlens_k, q_causal_offsets):
         rows = find_rows(name, q, k, ratio, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, q_causal_offsets)
         require(k.ndim == q.ndim and k.shape[-1] == q.shape[-1], name, "k", "[…, S_k, H_kv, D]", list(k.shape))
         heads, groups = q.shape[-2], k.shape[-2]
         require(groups > 0 and heads % groups == 0, name, "k", f"of heads that divide {heads}", groups)
-        _require_group(name, qhead_per_kv_head, heads // groups)
+        require_group(name, qhead_per_kv_head, heads // groups)
         require_sizes(name, "lse", lse, q.shape[:-1])
         sums = given_or_new(out, [*rows.shape, rows.width], q, name, "out")
-        queries, keys, logs = rows.flat(q), rows.flat(k), rows.flat(lse)
+        denom = given_or_new(denom_out, rows.shape, q, name, "denom_out")
         with contiguous(sums) as written:
             flat = written.view(len(rows.start), rows.width)
-            for first in range(0, len(flat), rows_at_a_time(rows.width)):
-                some = slice(first, first + rows_at_a_time(rows.width))
-                table, start, end = rows.all_keys(some), rows.start[some], rows.end[some]
-                for group in range(groups):
-                    mine = slice(group * heads // groups, (group + 1) * heads // groups)
-                    attention = ops.attention_distribution(
-                        *(queries[some, mine], keys[:, group], table, logs[some, mine], float(softmax_scale)),
-                        k_start=start,
-                        k_end=end,
-                    )
-                    flat[some] = attention if group == 0 else flat[some] + attention
-            denom = given_or_new(denom_out, rows.shape, q, name, "denom_out").copy_(written.sum(-1))
+            totals = _attention_sums(flat, rows, rows.flat(q), rows.flat(k), rows.flat(lse), float(softmax_scale))
+        denom.copy_(totals.view(rows.shape))
         return TupleDict(out=sums, denom=denom)

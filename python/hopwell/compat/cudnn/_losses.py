@@ -27,12 +27,26 @@ def _scale(grad_loss: Tensor | float, loss_coeff: float, rows: Rows) -> Tensor:
     return grad_loss * (loss_coeff / max(len(rows.start), 1))
 
 
+Outputs = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def _require_outputs(wrapper: str, inputs: tuple[Tensor, Tensor, Tensor], outputs: Outputs) -> None:
+    """Before anything is overwritten: each like its input, those of weights and keys in float32 too."""
+    names = "d_index_q", "d_weights", "d_index_k"
+    for name, x, out in zip(names, inputs, outputs, strict=True):
+        if out is not None:
+            require_sizes(wrapper, name, out, x.shape)
+            kinds = {x.dtype} if name == "d_index_q" else {x.dtype, torch.float32}
+            expected = " or ".join(sorted(map(str, kinds)))
+            require(out.dtype in kinds, wrapper, name, expected, out.dtype)
+
+
 def _index_gradients(
     rows: Rows,
     inputs: tuple[Tensor, Tensor, Tensor],
     table: Tensor,
     d_scores: Tensor,
-    outputs: tuple[Tensor | None, Tensor | None, Tensor | None],
+    outputs: Outputs,
     **options: Any,
 ) -> TupleDict:
     """Those of index_q, weights and index_k, in their dtypes, or in the tensors given."""
@@ -78,17 +92,20 @@ def indexer_backward_wrapper(
     """
     name = "indexer_backward_wrapper"
     require(backend in ("default", "sm100_v2"), name, "backend", "default or sm100_v2", backend)
-    with on(stream):
+    inputs = index_q, weights, index_k, attn_score, index_score, topk_indices, grad_loss
+    with on(stream, *inputs, d_index_q, d_weights, d_index_k):
         rows, table = entries_of(name, index_q, index_k, topk_indices, None, topk_indices_global)
         b, s_q, heads, _ = index_q.shape
         require_shape(name, "weights", weights, B=b, S_q=s_q, H=heads)
         for argument, score in (("attn_score", attn_score), ("index_score", index_score)):
             require(score.dtype == torch.float32, name, argument, "float32", score.dtype)
             require_shape(name, argument, score, B=b, S_q=s_q, topk=topk_indices.shape[2])
+        outputs = d_index_q, d_weights, d_index_k
+        _require_outputs(name, (index_q, weights, index_k), outputs)
         scale = _scale(grad_loss, loss_coeff, rows)
         attn_score.copy_(_score_gradient(index_score, attn_score, scale, index_score >= _LEAST_PROBABILITY))
         return _index_gradients(
-            *(rows, (index_q, weights, index_k), table, attn_score * sm_scale, (d_index_q, d_weights, d_index_k)),
+            *(rows, (index_q, weights, index_k), table, attn_score * sm_scale, outputs),
             deterministic=deterministic,
         )
 
@@ -124,7 +141,9 @@ def dense_indexer_backward_wrapper(
     the gradient of the scores.
     """
     name = "dense_indexer_backward_wrapper"
-    with on(stream):
+    inputs = index_q, weights, index_k, attn_score, attn_l1norm, index_score, index_lse, grad_loss
+    layout = cu_seqlens_q, cu_seqlens_k, q_causal_offsets
+    with on(stream, *inputs, *layout, d_index_q, d_weights, d_index_k):
         rows = find_rows(name, index_q, index_k, ratio, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, q_causal_offsets)
         require_sizes(name, "weights", weights, index_q.shape[:-1])
         dense, sums = [*rows.shape, rows.width], rows.shape
@@ -138,14 +157,16 @@ def dense_indexer_backward_wrapper(
                 tensor.dtype == torch.float32 and list(tensor.shape) == sizes,
                 *(name, argument, f"float32 {sizes}", f"{tensor.dtype} {list(tensor.shape)}"),
             )
+        outputs = d_index_q, d_weights, d_index_k
+        _require_outputs(name, (index_q, weights, index_k), outputs)
         scale = _scale(grad_loss, loss_coeff, rows)
-        visible = torch.arange(rows.width, device=index_q.device) < (rows.end - rows.start).view(*rows.shape, 1)
-        logs = (index_score - index_lse.unsqueeze(-1)).masked_fill_(~visible, -torch.inf)
+        hidden = rows.hidden(slice(None)).view(dense)
+        logs = (index_score - index_lse.unsqueeze(-1)).masked_fill_(hidden, -torch.inf)
         target = attn_score / (attn_l1norm.unsqueeze(-1) + _LEAST_TARGET_SUM)
         index_score.copy_(_score_gradient(logs.exp(), target, scale, logs >= -100.0))
         table = rows.all_keys(slice(None))
         return _index_gradients(
-            *(rows, (index_q, weights, index_k), table, index_score * sm_scale, (d_index_q, d_weights, d_index_k)),
+            *(rows, (index_q, weights, index_k), table, index_score * sm_scale, outputs),
             k_start=rows.start,
             k_end=rows.end,
         )

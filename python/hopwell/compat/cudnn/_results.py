@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import require_sizes
+from .._checks import require, require_sizes
+
+_DEFAULT_STREAMS = (0, 1)  # cudaStreamLegacy too
+_PER_THREAD_STREAM = 2
 
 
 class TupleDict(dict[str, Any]):
@@ -20,11 +23,33 @@ class TupleDict(dict[str, Any]):
         return list(self.values())[key] if isinstance(key, int) else super().__getitem__(key)
 
 
-def on(stream: Any) -> Any:
-    """Everything within runs on this CUDA stream, a handle; None is the current one."""
-    if stream is None:
-        return contextlib.nullcontext()
-    return torch.cuda.stream(torch.cuda.ExternalStream(int(stream)))  # type: ignore[no-untyped-call]
+def _torch_stream(stream: Any, device: torch.device) -> torch.cuda.Stream:
+    """Of a handle: the two names of the default stream are no external streams to PyTorch."""
+    handle = int(getattr(stream, "cuda_stream", stream))
+    require(handle != _PER_THREAD_STREAM, "hopwell.compat.cudnn", "stream", "the handle of one stream", handle)
+    if handle in _DEFAULT_STREAMS:
+        return torch.cuda.default_stream(device)
+    return torch.cuda.ExternalStream(handle, device=device)  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def on(stream: Any, *tensors: Tensor | float | None) -> Iterator[None]:
+    """Everything within runs on this CUDA stream, a handle; None is the current one, and so it is for host tensors.
+
+    The memory of `tensors` isn't used again before.
+    """
+    of_devices = [x for x in tensors if isinstance(x, Tensor) and x.is_cuda]
+    if stream is None or not of_devices:
+        yield
+        return
+    other = _torch_stream(stream, of_devices[0].device)
+    if other.cuda_stream == torch.cuda.current_stream(other.device).cuda_stream:
+        yield
+        return
+    for tensor in of_devices:
+        tensor.record_stream(other)
+    with torch.cuda.stream(other):
+        yield
 
 
 def given_or_new(out: Tensor | None, sizes: list[int], like: Tensor, wrapper: str, argument: str) -> Tensor:

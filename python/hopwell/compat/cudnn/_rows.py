@@ -13,7 +13,7 @@ class Rows:
     """All queries of a call in one row, with the keys that each sees: [B, S, …] is a pack of equal sequences."""
 
     shape: list[int]  # of the queries: [B, S_q], or [total_q]
-    start: Tensor
+    start: Tensor  # its sequence's first key
     end: Tensor
     width: int  # keys of the longest sequence
     one_sequence: bool
@@ -29,6 +29,11 @@ class Rows:
         if self.one_sequence and len(self.shape) == 2:
             return column.expand(len(start), -1)
         return start[:, None] + column
+
+    def hidden(self, some: slice) -> Tensor:
+        """Which columns of these rows, counted from their sequence's first key, a query does not see."""
+        column = torch.arange(self.width, device=self.start.device)
+        return column >= (self.end[some] - self.start[some])[:, None]
 
 
 def find_rows(

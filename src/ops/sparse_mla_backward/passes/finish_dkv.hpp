@@ -60,17 +60,20 @@ __global__ void __launch_bounds__(kPassThreads) order_dkv_columns(const __grid_c
 }
 
 struct FinishFixedParams {
-  const int64_t* words;  // [s_kv, d_qk / 2], columns at sum_word
-  const float* scale;    // [s_kv]
-  FinishParams output;   // its sums are not used
+  const int64_t* words;   // [s_kv, d_qk / 2], columns at sum_word
+  const float* scale;     // [s_kv]
+  const uint32_t* count;  // [s_kv], of entries
+  uint32_t additions;     // for each of them: blocks of heads
+  FinishParams output;    // its sums are not used
 };
 
 __global__ void __launch_bounds__(kPassThreads) finish_fixed_dkv(const __grid_constant__ FinishFixedParams p) {
   const int d_qk = p.output.d_qk;
   for (int64_t row = arch::block_index(); row < p.output.s_kv; row += arch::grid_size())
     for (int column = arch::thread_index(); column < d_qk; column += kPassThreads) {
-      const int sum = tile::unpack_pair(p.words[row * (d_qk / 2) + sum_word(column)], column % 2);
-      store_sum(p.output, row, column, tile::from_fixed(sum, p.scale[row]));
+      const int64_t word =
+          tile::without_fixed_zeros(p.words[row * (d_qk / 2) + sum_word(column)], p.count[row] * p.additions);
+      store_sum(p.output, row, column, tile::from_fixed(tile::unpack_pair(word, column % 2), p.scale[row]));
     }
 }
 
@@ -91,9 +94,11 @@ inline void finish_dkv(const Problem& problem, const Plan& plan, Stream stream) 
   else if (plan.sums == DkvSums::scratch)
     runtime::launch(kName, finish_fp32_dkv, shape, stream, p);
   else
-    runtime::launch(kName, finish_fixed_dkv, shape, stream,
-                    FinishFixedParams{scratch<int64_t>(problem, plan.workspace.dkv),
-                                      scratch<float>(problem, plan.workspace.scale), p});
+    runtime::launch(
+        kName, finish_fixed_dkv, shape, stream,
+        FinishFixedParams{scratch<int64_t>(problem, plan.workspace.dkv), scratch<float>(problem, plan.workspace.scale),
+                          scratch<uint32_t>(problem, plan.workspace.count),
+                          static_cast<uint32_t>(plan.pairs.head_blocks + plan.singles.head_blocks), p});
 }
 
 }  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

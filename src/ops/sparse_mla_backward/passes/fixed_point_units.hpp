@@ -147,8 +147,7 @@ struct UnitParams {
 __global__ void __launch_bounds__(kPassThreads) choose_units(const __grid_constant__ UnitParams p) {
   for (int64_t key = int64_t{arch::block_index()} * kPassThreads + arch::thread_index(); key < p.s_kv;
        key += int64_t{arch::grid_size()} * kPassThreads) {
-    const float bound = p.bounds.bound(key);
-    p.scale[key] = tile::paired_scale(bound);
+    p.scale[key] = tile::paired_scale(p.bounds.bound(key), p.bounds.bound_of_one(key));
   }
 }
 

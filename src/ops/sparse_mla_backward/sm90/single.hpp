@@ -14,7 +14,7 @@
 //           0     S ▓▓▓▓▓ │ P │········│ dQ ▓▓▓▓ │ keys 1, dKV 0 1 │ S ▓▓▓▓▓
 //           1     dP ▓▓▓▓ │···│ dS     │ dQ ▓▓▓▓ │ keys 1, dKV 2 3 │ dP ▓▓▓▓
 //           2                          │ dKV 4 ▓▓ add 5 ▓▓ add … 8 ▓▓ add │ …
-// Budget    shared: Q 9 + dO 8 + keys 9 + P 1 + dS 1 panels of 8,192 B = 229,376, vectors 2,352    (of 232,448)
+// Budget    shared: Q 9 + dO 8 + keys 9 + P 1 + dS 1 panels of 8,192 B = 229,376, vectors 2,488    (of 232,448)
 //           registers: dQ 144 + S or dP 32 + 32 others = 208 in warpgroups 0 and 1, 88 in warpgroup 2 (of 3 · 168)
 // Bound     s_q · topk · 2,304 B of additions in L2 while dKV fits there; beyond, rows in ascending order and CTAs in
 //           step keep what is added to in L2
@@ -43,6 +43,7 @@ struct SharedStorage {
   int key[2][Config::kKeys];          // of this step and the next; -1 where there is none
   int last_valid[Config::kWarps];
   uint16_t holders[2][Config::kKeys / 2];  // of the keys of this step and the next, a byte each; where rows are merged
+  arch::CachePolicy policy;                // of rows of kv in L2; here for want of registers
 };
 static_assert(sizeof(SharedStorage<576>) <= arch::sm90::kMaxSharedBytes);
 
@@ -58,7 +59,8 @@ constexpr int kFirstPanel = kHalf == 0 ? 0 : kDqk / 64 - 4;
 
 // Starts the copies of half of the columns of 64 keys. Half 0 leaves the keys for those who add.
 template <int kDqk, int kHalf>
-HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, const int (&keys)[4], int step, int t) {
+HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, const int (&keys)[4], arch::CachePolicy policy,
+                           int step, int t) {
   if constexpr (kHalf == 0) publish_keys(s.key, keys, step, t);
   const int chunk = t & 7;
   HOPWELL_UNROLL
@@ -69,10 +71,11 @@ HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, const int (&
     const uint32_t target = arch::shared_address(s.keys);
     HOPWELL_UNROLL
     for (int panel = kFirstPanel<kDqk, kHalf>; panel < kFirstPanel<kDqk, kHalf> + 4; ++panel)
-      arch::cp_async(target + uint32_t(panel) * tile::kPanelBytes + tile::swizzled(row, chunk), source + 64 * panel,
-                     bytes);
+      arch::cp_async_cached(target + uint32_t(panel) * tile::kPanelBytes + tile::swizzled(row, chunk),
+                            source + 64 * panel, bytes, policy);
     if (kHasMiddle<kDqk> && chunk / 4 == kHalf)
-      arch::cp_async(target + 4 * tile::kPanelBytes + swizzled_middle(row, chunk), source + 64 * 4, bytes);
+      arch::cp_async_cached(target + 4 * tile::kPanelBytes + swizzled_middle(row, chunk), source + 64 * 4, bytes,
+                            policy);
   }
 }
 
@@ -184,11 +187,12 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const WorkTil
     arch::wgmma_commit();
     int keys[4];
     load_keys(keys, entries, step + 1, t);
+    const arch::CachePolicy policy = s.policy;
     uint8_t holders = 0;
     if constexpr (kMerged && kHalf == 0) holders = load_holders(p, entries, step + 1, t);
     arch::wgmma_wait<0>(dq, middle);
     if (step + 1 < steps) {
-      gather<kDqk, kHalf>(p, s, keys, step + 1, t);
+      gather<kDqk, kHalf>(p, s, keys, policy, step + 1, t);
       if constexpr (kMerged && kHalf == 0) publish_holders(s.holders, holders, step + 1, t);
       arch::cp_async_commit();
       if (p.prefetches_sums) prefetch_sums<kDqk, kHalf>(p, keys, t);
@@ -270,8 +274,10 @@ HOPWELL_DEVICE Entries prepare(const Params& p, SharedStorage<kDqk>& s, const Wo
   int keys[4], batch[kEntryBatch];
   load_keys(keys, entries, 0, t);
   load_entries<Config::kThreads>(batch, entries, arch::thread_index());
-  if (arch::warpgroup_index() == 0) gather<kDqk, 0>(p, s, keys, 0, t);
-  if (arch::warpgroup_index() == 1) gather<kDqk, 1>(p, s, keys, 0, t);
+  const arch::CachePolicy policy = p.streams_keys ? arch::evict_first_policy() : arch::evict_normal_policy();
+  if (arch::thread_index() == 0) s.policy = policy;
+  if (arch::warpgroup_index() == 0) gather<kDqk, 0>(p, s, keys, policy, 0, t);
+  if (arch::warpgroup_index() == 1) gather<kDqk, 1>(p, s, keys, policy, 0, t);
   if (kMerged && arch::warpgroup_index() == 0) publish_holders(s.holders, load_holders(p, entries, 0, t), 0, t);
   load_heads<kDqk>(in_panels(s.q), p.q + work.query * p.q_stride_s + work.first_head * p.q_stride_h, p.q_stride_h,
                    heads);

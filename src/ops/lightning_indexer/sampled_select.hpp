@@ -1,0 +1,472 @@
+// lightning_indexer of long rows: the topk best keys of a query, of equal ones the smaller, in ascending order.
+//
+// Tile      a CTA has a query's row of scores, visible ones only: places in it count from the first visible key; a warp a
+//           range of them, whose bits it keeps, a pair of words for 32 keys
+// Timeline  count digits of a sample, at even distances about the mean │ barrier │ two bounds, so that the threshold lies
+//           between them in all but a few of a hundred thousand random rows │ read the row, once: a bit for each key, whether
+//           its score reaches the upper bound, and one for the lower │ list the keys between the bounds │ barrier │ count
+//           their digits, 11 bits at a time, until it is known which are selected │ their bits join those above │ barrier │
+//           list the keys of all these bits │ barrier │ write them and their scores
+// Exactness the bounds are a guess, the counts are not: where the threshold does not lie between them, or more keys do than the
+//           list holds, the row is selected from as in select.hpp
+// Budget    registers: 64, 32 warps a multiprocessor; shared 25 KiB and 8 B for each 32 keys. A row is read once, its sample
+//           and what is listed again from L1 or L2
+// Order     counts are integers, and floats are only added up to guess: same inputs, same bits
+#pragma once
+
+#include <climits>
+#include <cmath>
+#include <cstddef>
+
+#include "arch/sm80/bits.hpp"
+#include "arch/sm80/memory.hpp"
+#include "ops/lightning_indexer/select.hpp"
+
+namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET {
+
+struct SampledSelectConfig {
+  static constexpr int kDigitBits = 11, kDigits = 1 << kDigitBits;
+  static constexpr int kSamples = 8;       // of a thread
+  static constexpr int kNeighbours = 8;    // so many samples are of keys side by side: a sector
+  static constexpr int kListed = 2048;     // keys
+  static constexpr int kTogether = 16;     // loads of a lane
+  static constexpr int kLeastKeys = 1024;  // of a shorter row a sample tells too little
+  static constexpr float kReach = 8;       // digits of a sample: so many mean deviations to either side of the mean
+  static constexpr float kMargin = 4;      // bounds: so many standard deviations of a rank from where it is expected
+};
+
+// Digits of samples begin at `first` and are so wide: what is beyond has the lowest or the highest.
+struct SampleScale {
+  float first, width;
+  float digits_per_unit, of_zero;  // digit = score * digits_per_unit + of_zero
+
+  [[nodiscard]] HOPWELL_DEVICE bool usable() const { return width > 0 && width < INFINITY; }
+  [[nodiscard]] HOPWELL_DEVICE float edge(int digit) const { return first + float(digit) * width; }
+};
+// Places in the sample, counted from its best, between which the threshold should be.
+struct Ranks {
+  int fewer, more;
+};
+
+struct SampledSelectStorage {
+  int of_warp[2][kMaxSelectWarps];
+  struct Found {
+    int digit, above, count;  // scores with higher digits, and with this one
+  } found[2];
+  SampleScale scale;
+  Ranks ranks;
+  alignas(16) uint32_t counts[SampledSelectConfig::kDigits];
+  int keys[SampledSelectConfig::kListed];         // between the bounds; then those that are selected
+  uint32_t orders[SampledSelectConfig::kListed];  // of those between the bounds
+  struct alignas(8) Bits {
+    uint32_t above, reach;  // of 32 keys: which reach the upper bound, or are selected; which reach the lower bound
+  } bits[kMostSampledKeys / 32];  // as many as the row needs
+
+  static uint32_t bytes(int64_t keys) {
+    return uint32_t(offsetof(SampledSelectStorage, bits) + size_t(keys + 31) / 32 * sizeof(Bits));
+  }
+};
+// The other way to select has the same memory.
+static_assert(offsetof(SampledSelectStorage, bits) >= offsetof(SelectStorage, words) + (4 << kSampledDigitBits));
+
+// A sample is taken in rounds, each of kSamples parts of the row: as many as make it an eighth of the row at least, up to four.
+struct SampleRounds {
+  int count, part;  // a multiple of kNeighbours
+};
+template <int kWarps>
+HOPWELL_DEVICE SampleRounds rounds_of(const QueryRow& row) {
+  constexpr int kSamples = SampledSelectConfig::kSamples, kOfRound = 32 * kWarps * kSamples;
+  const int doublings = row.visible < 16 * kOfRound ? 0 : row.visible < 32 * kOfRound ? 1 : 2;
+  return {1 << doublings, row.visible / kSamples >> doublings & -SampledSelectConfig::kNeighbours};
+}
+
+// A lane's samples of a round: keys side by side by neighbouring lanes, the groups of them spread evenly over each part.
+struct Samples {
+  float score[SampledSelectConfig::kSamples];
+};
+template <int kWarps>
+HOPWELL_DEVICE Samples load_samples(const QueryRow& row, const SampleRounds& rounds, int round) {
+  constexpr int kSamples = SampledSelectConfig::kSamples, kNeighbours = SampledSelectConfig::kNeighbours;
+  constexpr int kGroups = 32 * kWarps / kNeighbours;  // of a part
+  const int group = rounds.part / kGroups * (arch::thread_index() / kNeighbours) & -kNeighbours;
+  const float* scores = row.scores + round * kSamples * rounds.part + group + arch::lane_index() % kNeighbours;
+  Samples samples;
+  HOPWELL_UNROLL
+  for (int i = 0; i < kSamples; ++i) samples.score[i] = scores[i * rounds.part];
+  return samples;
+}
+
+// About the mean of a warp's samples.
+HOPWELL_DEVICE SampleScale scale_of(const Samples& samples) {
+  constexpr float kReach = SampledSelectConfig::kReach, kCount = 32 * SampledSelectConfig::kSamples;
+  float sum = 0, distances = 0;
+  for (const float score : samples.score) sum += score;
+  const float mean = tile::sum_of_warp(sum) / kCount;
+  for (const float score : samples.score) distances += fabsf(score - mean);
+  const float deviation = tile::sum_of_warp(distances) / kCount;
+  const float first = mean - kReach * deviation, width = deviation * (2 * kReach / SampledSelectConfig::kDigits);
+  return {first, width, 1 / width, -first / width};
+}
+
+HOPWELL_DEVICE void count_samples(const SampledSelectStorage& s, const Samples& samples) {
+  constexpr float kLast = SampledSelectConfig::kDigits - 1;
+  const uint32_t counts = arch::shared_address(s.counts);
+  const float digits_per_unit = s.scale.digits_per_unit, of_zero = s.scale.of_zero;
+  HOPWELL_UNROLL
+  for (const float score : samples.score) {  // a NaN has the lowest digit
+    const float digit = fminf(fmaxf(score * digits_per_unit + of_zero, 0), kLast);
+    arch::red_add_shared(true, counts + 4 * uint32_t(digit), 1);
+  }
+}
+
+// The sum of what the first `count` of all warps have in `of_warp`.
+template <int kWarps>
+HOPWELL_DEVICE int sum_of_first(const int (&of_warp)[kMaxSelectWarps], int count) {
+  const int warp = arch::lane_index() % kWarps;
+  return tile::reduce<kWarps / 2, 1>(warp < count ? of_warp[warp] : 0, tile::Plus{});
+}
+
+// The digits where the scores, counted from the highest digit down, become `wanted`, if there are so many. Clears the counts.
+template <int kWarps, int kWanted>
+HOPWELL_DEVICE void find_digits(SampledSelectStorage& s, const int (&wanted)[kWanted]) {
+  constexpr int kDigits = SampledSelectConfig::kDigits, kEach = kWarps > 16 ? 4 : kDigits / (32 * kWarps);
+  const int warp = arch::warp_index(), first = kDigits - (arch::thread_index() + 1) * kEach;
+  const uint32_t address = arch::shared_address(s.counts) + 4 * uint32_t(first);
+  int count[kEach] = {}, sum = 0;
+  HOPWELL_UNROLL
+  for (int i = 0; i < kEach; i += 4) {
+    if (first < 0) break;  // more threads than are needed
+    const arch::Words4 counts = arch::load_shared_v4(address + 4 * uint32_t(i));
+    HOPWELL_UNROLL
+    for (int j = 0; j < 4; ++j) sum += count[i + j] = int(counts.w[j]);
+    arch::store_shared_v4(address + 4 * uint32_t(i), {});
+  }
+  int up_to = tile::sum_up_to_lane(sum);
+  if (arch::lane_index() == 31) s.of_warp[0][warp] = up_to;
+  arch::syncthreads();
+  up_to += sum_of_first<kWarps>(s.of_warp[0], warp);
+  HOPWELL_UNROLL
+  for (int i = 0; i < kWanted; ++i) {
+    int above = up_to - sum;
+    if (above >= wanted[i] || up_to < wanted[i]) continue;
+    HOPWELL_UNROLL
+    for (int j = kEach - 1; j >= 0; --j) {
+      if (above < wanted[i] && above + count[j] >= wanted[i]) s.found[i] = {first + j, above, count[j]};
+      above += count[j];
+    }
+  }
+  arch::syncthreads();
+}
+
+// Orders: the threshold should be at least `low`, and lower than `high`.
+struct Bounds {
+  uint32_t low, high;
+};
+
+// The margin is what the deviation of the threshold's place asks for, or less if too many keys were listed.
+HOPWELL_DEVICE Ranks ranks_of_threshold(int topk, int visible, int samples) {
+  using Config = SampledSelectConfig;
+  const float samples_per_key = float(samples) / float(visible), rank = float(topk) * samples_per_key;
+  const float wanted = Config::kMargin * (1 + sqrtf(rank * (1 - float(topk) / float(visible)))),
+              most = 0.4F * Config::kListed * samples_per_key;
+  const float margin = wanted < most ? wanted : most;
+  return {int(rank - margin), int(rank + margin) + 1};
+}
+
+// None (low = high) where the sample says nothing, or that too many scores are between them.
+template <int kWarps>
+HOPWELL_DEVICE Bounds guess_bounds(const SelectParams& p, SampledSelectStorage& s, const QueryRow& row) {
+  using Config = SampledSelectConfig;
+  const SampleRounds rounds = rounds_of<kWarps>(row);
+  const int sampled = rounds.count * 32 * kWarps * Config::kSamples;
+  const Samples samples = load_samples<kWarps>(row, rounds, 0);
+  HOPWELL_UNROLL
+  for (int i = 0; i < Config::kDigits; i += 32 * kWarps) s.counts[i + arch::thread_index()] = 0;
+  if (arch::warp_index() == 0) {
+    const SampleScale scale = scale_of(samples);
+    if (arch::lane_index() == 0) s.scale = scale;
+  }
+  if (arch::thread_index() == 32 * kWarps - 1) s.ranks = ranks_of_threshold(p.topk, row.visible, sampled);
+  arch::syncthreads();
+  const SampleScale scale = s.scale;
+  if (!scale.usable()) return {0, 0};
+  count_samples(s, samples);
+  HOPWELL_NO_UNROLL
+  for (int round = 1; round < rounds.count; ++round) count_samples(s, load_samples<kWarps>(row, rounds, round));
+  arch::syncthreads();
+  const auto [fewer, more] = s.ranks;
+  find_digits<kWarps>(s, {fewer, more});
+  const auto& [high, low] = s.found;
+  const bool has_high = fewer > 0 && high.digit + 1 < Config::kDigits, has_low = more <= sampled && low.digit > 0;
+  const int between = (has_low ? low.above + low.count : sampled) - (has_high ? high.above : 0);
+  if (float(between) * float(row.visible) > float(Config::kListed) * float(sampled)) return {0, 0};
+  return {has_low ? order_of(scale.edge(low.digit)) : 0, has_high ? order_of(scale.edge(high.digit + 1)) : UINT32_MAX};
+}
+
+// Keys first … end − 1, of a warp; words of 32 keys, of a lane.
+struct Range {
+  int first, end;
+};
+HOPWELL_DEVICE Range range_of(int number, int each, int end) {
+  const int first = number * each;
+  return {first < end ? first : end, first + each < end ? first + each : end};
+}
+template <int kWarps>
+HOPWELL_DEVICE Range keys_of_warp(const QueryRow& row) {
+  return range_of(arch::warp_index(), (row.visible + 32 * kWarps - 1) / (32 * kWarps) * 32, row.visible);
+}
+template <int kWarps>
+HOPWELL_DEVICE Range words_of_lane(const QueryRow& row) {
+  const Range keys = keys_of_warp<kWarps>(row);
+  const int first = keys.first / 32, count = (keys.end - keys.first + 31) / 32;
+  const Range words = range_of(arch::lane_index(), (count + 31) / 32, count);
+  return {first + words.first, first + words.end};
+}
+
+// Whether a score reaches a bound that is positive: numbers in the order of such floats are their bits.
+HOPWELL_DEVICE bool reaches(float score, uint32_t positive_bound) {
+  return arch::bit_cast<int>(score) >= int(positive_bound ^ 0x80000000U);
+}
+
+template <bool kPositive, bool kWhole>
+HOPWELL_DEVICE void mark_batch(SampledSelectStorage& s, const QueryRow& row, int first, int end, const Bounds& bounds) {
+  constexpr int kTogether = SampledSelectConfig::kTogether;
+  const int key = first + arch::lane_index();
+  float score[kTogether];
+  HOPWELL_UNROLL
+  for (int i = 0; i < kTogether; ++i) score[i] = kWhole || key + 32 * i < end ? row.scores[key + 32 * i] : 0;
+  SampledSelectStorage::Bits bits[kTogether];
+  HOPWELL_UNROLL
+  for (int i = 0; i < kTogether; ++i) {
+    const bool exists = kWhole || key + 32 * i < end;
+    const bool above = kPositive ? reaches(score[i], bounds.high) : order_of(score[i]) >= bounds.high,
+               reach = kPositive ? reaches(score[i], bounds.low) : order_of(score[i]) >= bounds.low;
+    bits[i] = {arch::ballot(exists && above), arch::ballot(exists && reach)};
+  }
+  if (arch::lane_index() > 0) return;
+  HOPWELL_UNROLL
+  for (int i = 0; i < kTogether; ++i)
+    if (kWhole || first + 32 * i < end) s.bits[first / 32 + i] = bits[i];
+}
+template <bool kPositive>
+HOPWELL_DEVICE void mark_keys(SampledSelectStorage& s, const QueryRow& row, const Range& keys, const Bounds& bounds) {
+  constexpr int kBatch = 32 * SampledSelectConfig::kTogether;
+  int first = keys.first;
+  for (; first + kBatch <= keys.end; first += kBatch) mark_batch<kPositive, true>(s, row, first, keys.end, bounds);
+  HOPWELL_NO_UNROLL
+  for (; first < keys.end; first += kBatch) mark_batch<kPositive, false>(s, row, first, keys.end, bounds);
+}
+
+// Lists the keys of bits_of(word), the last of the lane's before place `end`: what is within the list.
+template <class BitsOf>
+HOPWELL_DEVICE void list_keys(SampledSelectStorage& s, const Range& words, int end, BitsOf bits_of) {
+  HOPWELL_NO_UNROLL
+  for (int word = words.end - 1; word >= words.first; --word) {
+    HOPWELL_NO_UNROLL
+    for (uint32_t bits = bits_of(s.bits[word]); bits != 0;) {
+      const uint32_t last = arch::bfind(bits);
+      bits ^= 1U << last, --end;
+      if (unsigned(end) < unsigned(SampledSelectConfig::kListed)) s.keys[end] = 32 * word + int(last);
+    }
+  }
+}
+
+// Lists the keys whose scores are between the bounds. How many there are, though the list may be too short, and how many are
+// above.
+struct Between {
+  int above, count;
+};
+template <int kWarps>
+HOPWELL_DEVICE Between list_between(SampledSelectStorage& s, const QueryRow& row) {
+  const int warp = arch::warp_index();
+  const Range words = words_of_lane<kWarps>(row);
+  int above = 0, reach = 0;
+  HOPWELL_NO_UNROLL
+  for (int word = words.first; word < words.end; ++word)
+    above += std::popcount(s.bits[word].above), reach += std::popcount(s.bits[word].reach);
+  const int up_to_lane = tile::sum_up_to_lane(reach - above);
+  above = tile::sum_of_warp(above);
+  if (arch::lane_index() == 31) s.of_warp[0][warp] = up_to_lane, s.of_warp[1][warp] = above;
+  arch::syncthreads();
+  list_keys(s, words, sum_of_first<kWarps>(s.of_warp[0], warp) + up_to_lane,
+            [](const SampledSelectStorage::Bits& bits) { return bits.reach ^ bits.above; });
+  return {sum_of_first<kWarps>(s.of_warp[1], kWarps), sum_of_first<kWarps>(s.of_warp[0], kWarps)};
+}
+
+// Of orders, counted from `low`, digits of so many bits up to that of `last`.
+HOPWELL_DEVICE uint32_t digit_shift(uint32_t last) {
+  constexpr uint32_t kBits = SampledSelectConfig::kDigitBits;
+  const uint32_t highest_bit = arch::bfind(last | 1);
+  return highest_bit < kBits ? 0 : highest_bit - kBits + 1;
+}
+
+// Selected are scores of higher order, and the first `equal` of the same.
+struct SplitTies {
+  uint32_t order;
+  int equal;
+};
+
+// Of `count` scores whose orders stand in s.orders and whose first digits, of order − low, have been counted: where the first
+// `wanted` of them end.
+template <int kWarps>
+HOPWELL_DEVICE SplitTies find_last(SampledSelectStorage& s, uint32_t low, uint32_t shift, int count, int wanted) {
+  const uint32_t counts = arch::shared_address(s.counts);
+  while (true) {
+    arch::syncthreads();
+    find_digits<kWarps>(s, {wanted});
+    low += uint32_t(s.found[0].digit) << shift, wanted -= s.found[0].above;
+    if (wanted == s.found[0].count) return {low - 1, 0};
+    if (shift == 0) return {low, wanted};
+    const uint32_t last = (1U << shift) - 1;
+    shift = digit_shift(last);
+    HOPWELL_NO_UNROLL
+    for (int i = arch::thread_index(); i < count; i += 32 * kWarps) {
+      const uint32_t order = s.orders[i] - low;
+      arch::red_add_shared(order <= last, counts + 4 * (order >> shift), 1);
+    }
+  }
+}
+
+// Whether the threshold lies between the bounds, and what lies there can be listed.
+HOPWELL_DEVICE bool guessed_right(const Between& between, int topk) {
+  const int wanted = topk - between.above;
+  return wanted > 0 && wanted <= between.count && between.count <= SampledSelectConfig::kListed;
+}
+
+// Adds listed key i to the bits above, where it is `selected`.
+HOPWELL_DEVICE void mark_selected(const SampledSelectStorage& s, int i, bool selected) {
+  const int key = s.keys[i];
+  arch::red_add_shared(selected, arch::shared_address(&s.bits[key / 32].above), 1U << (key & 31));
+}
+
+// Adds the first ties.equal of the `count` listed keys whose scores are of that order. By one warp: there are seldom any.
+HOPWELL_DEVICE void mark_ties(const SampledSelectStorage& s, const SplitTies& ties, int count) {
+  const int lane = arch::lane_index();
+  int before = 0;
+  for (int first = 0; first < count && before < ties.equal; first += 32) {
+    const int i = first + lane < count ? first + lane : count - 1;
+    const uint32_t equal = arch::ballot(first + lane < count && s.orders[i] == ties.order);
+    mark_selected(s, i, (equal >> lane & 1) && before + std::popcount(equal & ((1U << lane) - 1)) < ties.equal);
+    before += std::popcount(equal);
+  }
+}
+
+// Adds those of the listed keys that are selected to the bits above.
+template <int kWarps>
+HOPWELL_DEVICE void select_between(const SelectParams& p, SampledSelectStorage& s, const QueryRow& row,
+                                   const Bounds& bounds, const Between& between) {
+  const uint32_t counts = arch::shared_address(s.counts), shift = digit_shift(bounds.high - bounds.low - 1);
+  for (int i = arch::thread_index(); i < between.count; i += 32 * kWarps) {
+    const uint32_t order = order_of(row.scores[s.keys[i]]);
+    s.orders[i] = order;
+    arch::red_add_shared(true, counts + 4 * ((order - bounds.low) >> shift), 1);
+  }
+  const SplitTies last = find_last<kWarps>(s, bounds.low, shift, between.count, p.topk - between.above);
+  for (int i = arch::thread_index(); i < between.count; i += 32 * kWarps) mark_selected(s, i, s.orders[i] > last.order);
+  if (last.equal > 0 && arch::warp_index() == 0) mark_ties(s, last, between.count);
+}
+
+// Writes places `first` … end − 1 from the list, up to 256 of them: a lane's loads of scores need not wait for each other.
+template <bool kWhole>
+HOPWELL_DEVICE void write_batch(const QueryRow& row, const int* keys, int first, int end) {
+  constexpr int kTogether = 8;
+  const int place = first + arch::lane_index();
+  int* const indices = row.indices + place;
+  float* const top_scores = row.top_scores + place;
+  int key[kTogether];
+  HOPWELL_UNROLL
+  for (int i = 0; i < kTogether; ++i) key[i] = kWhole || place + 32 * i < end ? keys[arch::lane_index() + 32 * i] : 0;
+  HOPWELL_UNROLL
+  for (int i = 0; i < kTogether; ++i)
+    if (kWhole || place + 32 * i < end) indices[32 * i] = row.first_key + key[i];
+  if (row.top_scores == nullptr) return;
+  float score[kTogether];
+  HOPWELL_UNROLL
+  for (int i = 0; i < kTogether; ++i) score[i] = row.scores[key[i]];
+  HOPWELL_UNROLL
+  for (int i = 0; i < kTogether; ++i)
+    if (kWhole || place + 32 * i < end) top_scores[32 * i] = score[i];
+}
+template <int kWarps>
+HOPWELL_DEVICE void write_listed(const SampledSelectStorage& s, const QueryRow& row, int first, int end) {
+  constexpr int kBatch = 256;
+  HOPWELL_NO_UNROLL
+  for (int at = first + kBatch * arch::warp_index(); at < end; at += kBatch * kWarps) {
+    if (at + kBatch <= end)
+      write_batch<true>(row, s.keys + (at - first), at, end);
+    else
+      write_batch<false>(row, s.keys + (at - first), at, end);
+  }
+}
+
+// Writes the keys of the bits above, topk in all.
+template <int kWarps>
+HOPWELL_DEVICE void write_selected(const SelectParams& p, SampledSelectStorage& s, const QueryRow& row) {
+  constexpr int kListed = SampledSelectConfig::kListed;
+  const int warp = arch::warp_index();
+  const Range words = words_of_lane<kWarps>(row);
+  int count = 0;
+  HOPWELL_NO_UNROLL
+  for (int word = words.first; word < words.end; ++word) count += std::popcount(s.bits[word].above);
+  int up_to_lane = tile::sum_up_to_lane(count);
+  if (arch::lane_index() == 31) s.of_warp[0][warp] = up_to_lane;
+  arch::syncthreads();
+  up_to_lane += sum_of_first<kWarps>(s.of_warp[0], warp);
+  HOPWELL_NO_UNROLL
+  for (int first = 0; first < p.topk; first += kListed) {
+    if (first > 0) arch::syncthreads();  // the keys before have been written
+    list_keys(s, words, up_to_lane - first, [](const SampledSelectStorage::Bits& bits) { return bits.above; });
+    arch::syncthreads();
+    write_listed<kWarps>(s, row, first, p.topk - first < kListed ? p.topk : first + kListed);
+  }
+}
+
+// Whether the guess was right; else nothing is written.
+template <int kWarps>
+HOPWELL_DEVICE bool select_by_guess(const SelectParams& p, SampledSelectStorage& s, const QueryRow& row) {
+  const Bounds bounds = guess_bounds<kWarps>(p, s, row);
+  if (bounds.low >= bounds.high) return false;
+  const Range keys = keys_of_warp<kWarps>(row);
+  if (bounds.low >> 31)
+    mark_keys<true>(s, row, keys, bounds);
+  else
+    mark_keys<false>(s, row, keys, bounds);
+  arch::syncwarp();
+  const Between between = list_between<kWarps>(s, row);
+  if (!guessed_right(between, p.topk)) return false;
+  arch::syncthreads();
+  select_between<kWarps>(p, s, row, bounds, between);
+  arch::syncthreads();
+  write_selected<kWarps>(p, s, row);
+  return true;
+}
+
+template <int kWarps>
+__global__ void __launch_bounds__(32 * kWarps, 32 / kWarps)
+    select_keys_by_guess(const __grid_constant__ SelectParams p) {
+  const QueryRow row = row_of(p, arch::block_index());
+  if (row.visible <= p.topk) {
+    for (int i = arch::thread_index(); i < p.topk; i += 32 * kWarps) write_visible(row, i);
+    return;
+  }
+  const bool long_enough = row.visible >= SampledSelectConfig::kLeastKeys;
+  if (long_enough && select_by_guess<kWarps>(p, arch::dynamic_smem<SampledSelectStorage>(), row)) return;
+  if (long_enough) arch::syncthreads();  // what the guess needed has been read
+  auto& s = arch::dynamic_smem<SelectStorage>();
+  write_topk(p, s, row, find_threshold(p, s, row));
+}
+
+// For `count` queries from `first` on; by a guess where that is planned.
+void launch_sampled_select(const Problem& problem, std::int64_t first, std::int64_t count, Stream stream) {
+  const SelectPlan plan = plan_sampled_select(problem, count);
+  if (plan.warps == 0) return launch_select(problem, first, count, stream);
+  const auto kernel = plan.warps == 4    ? select_keys_by_guess<4>
+                      : plan.warps == 8  ? select_keys_by_guess<8>
+                      : plan.warps == 16 ? select_keys_by_guess<16>
+                                         : select_keys_by_guess<32>;
+  runtime::launch(kName, kernel,
+                  runtime::shape_of_ctas(count, 32 * plan.warps, SampledSelectStorage::bytes(problem.s_kv)), stream,
+                  select_params(problem, first, plan));
+}
+
+}  // namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET
