@@ -41,6 +41,11 @@ struct MergedRows {
     const int group = query / members;
     return (group < groups && lengths[group] > 0) == wants_merged;
   }
+  /// Of a group, or of the one that a query is in; 0 where they are not merged.
+  HOPWELL_DEVICE int keys_of(int query) const {
+    const int group = query / members;
+    return group < groups ? lengths[group] : 0;
+  }
 };
 
 /// What a kernel for groups is told of its rows; lengths of 0 are not its own.

@@ -348,16 +348,31 @@ HOPWELL_DEVICE bool has_second_tile(const WorkTile& work, int step) {
   return !Storage::kOfGroups || work.entries.length > (kStages * step + 1) * kKeys;
 }
 
+// What a math warpgroup needs to know of a work tile; a group's keys have been counted already.
+template <class Storage, class Tiles>
+HOPWELL_DEVICE WorkTile present_tile(const Params& p, const Tiles& tiles, uint32_t number) {
+  constexpr int kKeysOfStep = kStages * kKeys;
+  if constexpr (Storage::kOfGroups) {
+    WorkTile work{.query = int(number), .first_head = 0, .steps = 0, .entries = {}};
+    work.entries.length = tiles.keys_of_tile();
+    work.steps = work.entries.tiles(kKeysOfStep);
+    return work;
+  } else {
+    return work_tile_of(p, number, Storage::kHeads, kKeysOfStep);
+  }
+}
+
 // Warpgroup `self` has tile `self` of every step and columns 256 · self and up. O takes the tiles in order. Both run
 // the same instructions, so that they share the instruction cache.
 template <class Storage>
 HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, int self) {
   const int row = arch::warp_index() % 4 * 16 + arch::lane_index() / 4;
   uint32_t parity = 0, work_parity = 0;
+  TilesOfCta<typename Storage::KernelParams> tiles;
   HOPWELL_NO_UNROLL
-  for (uint32_t number = own_tile(p, uint32_t(arch::block_index())); number < p.work_tiles;
-       number = own_tile(p, number + uint32_t(arch::grid_size())), work_parity ^= 1) {
-    const WorkTile work = work_tile_of(p, number, Storage::kHeads, kStages * kKeys);
+  for (uint32_t number = tiles.first(p, uint32_t(arch::block_index()), uint32_t(arch::grid_size()));
+       number < p.work_tiles; number = tiles.next(p, number, uint32_t(arch::grid_size())), work_parity ^= 1) {
+    const WorkTile work = present_tile<Storage>(p, tiles, number);
     SoftmaxState state{{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}, {0, 0}};
     float out[2][64];
     tile::ring_stage(s.key_ring, self, parity).wait_full(1 - self);  // Q came before
