@@ -41,6 +41,11 @@ struct MergedRows {
     const int group = query / members;
     return (group < groups && lengths[group] > 0) == wants_merged;
   }
+  /// Of a group, or of the one that a query is in; 0 where they are not merged.
+  HOPWELL_DEVICE int keys_of(int query) const {
+    const int group = query / members;
+    return group < groups ? lengths[group] : 0;
+  }
 };
 
 /// What a kernel for groups is told of its rows; lengths of 0 are not its own.
@@ -105,11 +110,17 @@ HOPWELL_DEVICE int count_keys(const MergeParams& p, const MergeStorage& s, const
   return count;
 }
 
-/// A bit for each key of a word that any member has.
-HOPWELL_DEVICE uint32_t keys_of_word(const MergeParams& p, const MergeStorage& s, int word) {
-  uint32_t any = 0;
+/// A bit for each key of two words that any member has.
+struct alignas(8) TwoWords {
+  uint32_t w[2];
+};
+HOPWELL_DEVICE TwoWords keys_of_words(const MergeParams& p, const MergeStorage& s, int first_word) {
+  TwoWords any = {};
   HOPWELL_NO_UNROLL
-  for (int m = 0; m < p.members; ++m) any |= s.seen[m * p.words + word];
+  for (int m = 0; m < p.members; ++m) {
+    const auto of_member = *reinterpret_cast<const TwoWords*>(s.seen + m * p.words + first_word);
+    any.w[0] |= of_member.w[0], any.w[1] |= of_member.w[1];
+  }
   return any;
 }
 
@@ -125,21 +136,22 @@ HOPWELL_DEVICE uint32_t holders_of_bit(const MergeParams& p, const MergeStorage&
 
 inline constexpr int kSampleSlots = 1 << 16;
 
-/// Whether a first look takes a key, one of eight, and its slot. The same keys are taken of all rows, wherever they stand in
-/// them, so that rows in different orders look no less alike. By multiplicative hashing: keys at even distances fall into all classes.
+/// Whether a first look takes a key, which it does with one of eight, and its slot. The same keys are taken of all rows, wherever
+/// they stand, so that rows in other orders look no less alike; by a multiplicative hash, so that keys at even distances, too, are
+/// taken evenly.
 HOPWELL_HOST_DEVICE uint32_t sample_hash(int key) { return uint32_t(key) * 0x9e3779b1; }
 HOPWELL_HOST_DEVICE bool is_sampled(uint32_t hash) { return hash >> 29 == 0; }
 HOPWELL_HOST_DEVICE uint32_t sample_slot(uint32_t hash) { return hash >> 13 & (kSampleSlots - 1); }
 
-/// Of entries that a first look takes, `again` name a slot that others do, too: whether the union is clearly too long. Where
-/// it is just at the limit, Σ over the keys of (1 - most · rows that have the key) is 0 for all keys and, for those of a class,
-/// differs from it by about √entries at most. A group near the limit that is misjudged loses what it would have gained: little.
+/// Of entries that a first look takes, `again` name a slot that others do, too: whether the union is clearly too long. Keys in n
+/// rows each count 1 - most · n. At the limit the sum over all keys is 0, and over a class of them its standard deviation is
+/// 0.3 (two rows) to 0.95 (eight) of √entries. A group near the limit that is left by chance would have gained little.
 HOPWELL_HOST_DEVICE bool is_clearly_too_long(int entries, int again, float most) {
   const float excess = float(entries - again) - most * float(entries);
   return excess > 0 && excess * excess > float(entries);
 }
 
-/// Looks at a group's sampled entries. Reads all rows, but leaves out the bits and barriers of a full count.
+/// Looks at a group's sampled entries: all rows are read, but few bits are set, and there are few barriers.
 HOPWELL_DEVICE bool is_clearly_not_worth_it(const MergeParams& p, MergeStorage& s) {
   constexpr int kAgain = 1 << 16;
   static_assert(kMostMembers * kLongestMergedRow < kAgain && kSampleSlots / 32 <= MergeStorage::kWords);
@@ -205,29 +217,24 @@ struct MergeRound {
 /// Writes the marked keys of a warp's words and who holds them: two words a lane, then a key a lane, so that lines are
 /// written whole.
 HOPWELL_DEVICE void write_marked_keys(const MergeParams& p, MergeStorage& s, int group, const MergeRound& round) {
-  constexpr int kWords = 64, kHalf = 1 << 16;
+  constexpr int kWords = 64;
   const int capacity = p.members * p.selection.topk, lane = arch::lane_index();
   const int64_t row = int64_t{group} * capacity;
   uint16_t* const staged = s.staged[arch::warp_index()];
   int at = round.at;
   for (int from = round.own.begin; from < round.own.end; from += kWords) {
-    uint32_t any[2];
-    HOPWELL_UNROLL
-    for (int j = 0; j < 2; ++j) {
-      const int word = from + 32 * j + lane;
-      any[j] = word < round.own.end ? keys_of_word(p, s, word) : 0;
-    }
-    const int counts = std::popcount(any[0]) + kHalf * std::popcount(any[1]);
-    const int up_to_lane = sum_up_to_lane(counts), totals = arch::shuffle(up_to_lane, 31);
-    const int before = up_to_lane - counts, total = totals % kHalf + totals / kHalf;
-    int place[2] = {before % kHalf, before / kHalf + totals % kHalf};
+    TwoWords any = {};
+    if (from + 2 * lane < round.own.end) any = keys_of_words(p, s, from + 2 * lane);
+    const int count = std::popcount(any.w[0]) + std::popcount(any.w[1]);
+    const int up_to_lane = sum_up_to_lane(count), total = arch::shuffle(up_to_lane, 31);
+    int place = up_to_lane - count;
     for (int first = 0; first < total; first += MergeStorage::kStaged) {
       const int end = total < first + MergeStorage::kStaged ? total : first + MergeStorage::kStaged;
       HOPWELL_UNROLL
       for (int j = 0; j < 2; ++j) {
         HOPWELL_NO_UNROLL
-        for (; any[j] != 0 && place[j] < end; any[j] &= any[j] - 1, ++place[j])
-          staged[place[j] - first] = uint16_t(32 * (32 * j + lane) + std::popcount(~any[j] & (any[j] - 1)));
+        for (; any.w[j] != 0 && place < end; any.w[j] &= any.w[j] - 1, ++place)
+          staged[place - first] = uint16_t(32 * (2 * lane + j) + std::popcount(~any.w[j] & (any.w[j] - 1)));
       }
       arch::syncwarp();
       for (int i = first + lane; i < end && at + i < capacity; i += 32) {  // were a barrier lost, it would end here
