@@ -53,10 +53,10 @@ struct AllTiles {
 // a tile takes.
 struct OwnTiles {
   static constexpr int kAtOnce = 31;
-  uint32_t own =
-      0;          // a bit for each tile that was looked up, from the present one on, and one for the first that was not
-  int keys = 0;   // of the tile of this lane's number, where rows are merged
-  int place = 0;  // of the present tile
+  // A bit for each tile that was looked up, from the present one on, and one for the first that was not.
+  uint32_t own = 0;
+  // Keys of the tile of this lane's number, where rows are merged; which lane has the present tile.
+  int keys = 0, place = 0;
 
   HOPWELL_DEVICE uint32_t first(const GroupedParams& p, uint32_t number, uint32_t stride) {
     while (number < p.work_tiles) {
