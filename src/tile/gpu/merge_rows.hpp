@@ -88,6 +88,17 @@ HOPWELL_DEVICE int sum_before_warp(MergeStorage& s, int x, int& total) {
   return before;
 }
 
+/// The sum of x over the CTA's threads, none of which reads former sums any more.
+HOPWELL_DEVICE int sum_of_cta(MergeStorage& s, int x) {
+  const int of_warp = sum_of_warp(x), warp = arch::warp_index();
+  if (arch::lane_index() == 0) s.warp_sums[warp] = of_warp;
+  arch::syncthreads();
+  int sum = 0;
+  HOPWELL_UNROLL
+  for (const int sum_of_one : s.warp_sums) sum += sum_of_one;
+  return sum;
+}
+
 /// A member has 2, 4 or 8 of the warps, so that there is nothing to divide; those beyond have no entries.
 HOPWELL_DEVICE PartOfRow part_of_warp(const MergeParams& p, int group) {
   static_assert(kMergeThreads == 512 && kMostMembers == 8 && kLongestMergedRow <= 64 * 32 * 2);  // bits of `taken`
@@ -205,9 +216,9 @@ HOPWELL_DEVICE bool is_clearly_not_worth_it(MergeStorage& s, const Entries& part
     load_every_32nd(mine, next, keys);
   }
   arch::syncthreads();
-  int slots = 0, total;
+  int slots = 0;
   for (const uint32_t bits : words.w) slots += std::popcount(bits);
-  sum_before_warp(s, sum_of_warp(entries + kAgain * (entries - slots)), total);
+  const int total = sum_of_cta(s, entries + kAgain * (entries - slots));
   return is_clearly_too_long(total % kAgain, total / kAgain, most);
 }
 
@@ -349,12 +360,13 @@ HOPWELL_DEVICE bool is_worth_it(const MergeParams& p, MergeStorage& s, const Mer
 /// of all; to write them takes the most.
 HOPWELL_DEVICE void merge_rows_of_group(const MergeParams& p, MergeStorage& s, int group) {
   const PartOfRow own = part_of_warp(p, group);
-  const int warp = arch::warp_index();
-  if (arch::lane_index() == 0) s.parts[warp] = own;
   if (is_clearly_not_worth_it(s, own.entries, p.most)) {
     if (arch::thread_index() == 0) p.lengths[group] = 0;
     return;
   }
+  const int warp = arch::warp_index();
+  if (arch::lane_index() == 0) s.parts[warp] = own;
+  arch::syncthreads();
   bool writes = false;
   HOPWELL_NO_UNROLL
   do {
