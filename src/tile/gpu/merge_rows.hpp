@@ -170,14 +170,14 @@ HOPWELL_DEVICE uint32_t holders_of_bit(const MergeParams& p, const MergeStorage&
 
 // ---- a first look
 
-inline constexpr int kSampleSlots = 1 << 16;
+inline constexpr int kSampleSlots = 1 << 15;  // a byte each
 
 /// Whether a first look takes a key, which it does with one of eight, and its slot. The same keys are taken of all rows, wherever
 /// they stand, so that rows in other orders look no less alike; by a multiplicative hash, so that keys at even distances, too, are
 /// taken evenly.
 HOPWELL_HOST_DEVICE uint32_t sample_hash(int key) { return uint32_t(key) * 0x9e3779b1; }
 HOPWELL_HOST_DEVICE bool is_sampled(uint32_t hash) { return hash >> 29 == 0; }
-HOPWELL_HOST_DEVICE uint32_t sample_slot(uint32_t hash) { return hash >> 13; }
+HOPWELL_HOST_DEVICE uint32_t sample_slot(uint32_t hash) { return hash >> 14; }
 
 /// Of entries that a first look takes, `again` name a slot that others do, too: whether the union is clearly too long. Keys in n
 /// rows each count 1 - most · n. At the limit the sum over all keys is 0, and over a class of them its standard deviation is
@@ -187,38 +187,47 @@ HOPWELL_HOST_DEVICE bool is_clearly_too_long(int entries, int again, float most)
   return excess > 0 && excess * excess > float(entries);
 }
 
-/// Looks at a group's sampled entries: all rows are read at once, few bits are set and counted in the end, and there are few
-/// barriers.
+/// How many slots are marked of a thread's share of them.
+HOPWELL_DEVICE int count_slots(const arch::Words4* slots) {
+  uint32_t marks = 0;  // of every fourth slot, a byte each
+  HOPWELL_UNROLL
+  for (int i = 0; i < kSampleSlots / 16; i += kMergeThreads)
+    for (const uint32_t of_slots : slots[i].w) marks += of_slots;
+  return int(marks * 0x01010101 >> 24);
+}
+
+/// Looks at a group's sampled entries: all rows are read at once, slots are marked without a question or a branch and counted in the
+/// end, and there are few barriers.
 HOPWELL_DEVICE bool is_clearly_not_worth_it(MergeStorage& s, const Entries& part, float most) {
   constexpr int kAgain = 1 << 16, kBatch = 8;
-  static_assert(kMostMembers * kLongestMergedRow < kAgain && kSampleSlots / 32 == 4 * kMergeThreads);
+  static_assert(kMostMembers * kLongestMergedRow < kAgain && kSampleSlots <= sizeof(s.seen));
+  static_assert(kSampleSlots / kMergeThreads < 256);  // what count_slots can count
   const uint32_t seen = arch::shared_address(s.seen);
-  auto& words = reinterpret_cast<arch::Words4*>(s.seen)[arch::thread_index()];  // that this thread clears and counts
+  auto* const slots = reinterpret_cast<arch::Words4*>(s.seen) + arch::thread_index();  // and every kMergeThreads-th
   const int lane = arch::lane_index();
   const Entries mine = part.slice(lane, part.length - lane);
   int keys[kBatch], entries = 0;
-  load_every_32nd(mine, 0, keys);  // on their way while words are cleared
+  load_every_32nd(mine, 0, keys);  // on their way while slots are cleared
   HOPWELL_NO_UNROLL
   for (int i = 32 * (kBatch + lane); i < part.length; i += 32 * 32)
     arch::prefetch_l2(part.row + i);  // the others' lines
-  words = {};
+  HOPWELL_UNROLL
+  for (int i = 0; i < kSampleSlots / 16; i += kMergeThreads) slots[i] = {};
   arch::syncthreads();
   HOPWELL_NO_UNROLL
   for (int next = 32 * kBatch;; next += 32 * kBatch) {
     HOPWELL_UNROLL
     for (const int key : keys) {
-      const uint32_t hash = sample_hash(key), slot = sample_slot(hash);
+      const uint32_t hash = sample_hash(key);
       const bool sampled = is_sampled(hash) && mine.counts(key);
-      if (sampled) arch::atomic_or_shared(seen + slot / 32 * 4, 1u << slot % 32);
+      arch::mark_shared(sampled, seen + sample_slot(hash));
       entries += sampled;
     }
     if (next >= mine.length) break;
     load_every_32nd(mine, next, keys);
   }
   arch::syncthreads();
-  int slots = 0;
-  for (const uint32_t bits : words.w) slots += std::popcount(bits);
-  const int total = sum_of_cta(s, entries + kAgain * (entries - slots));
+  const int total = sum_of_cta(s, entries + kAgain * (entries - count_slots(slots)));
   return is_clearly_too_long(total % kAgain, total / kAgain, most);
 }
 
