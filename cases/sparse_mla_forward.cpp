@@ -77,6 +77,9 @@ std::vector<std::pair<std::string, SparseMla>> more_group_problems() {
     p.s_q = 24, p.s_kv = 30, p.indices = Indices::kAny, p.positions = SparseMla::Positions::kStart, p.q_start = 2;
   });
   add("many_queries", [](SparseMla& p) { p.s_q = 53, p.topk = 200, p.overlap = 90; });
+  add("more_queries", [](SparseMla& p) {  // on the emulator more than a CTA looks up at a time
+    p.s_q = 271, p.h_q = 32, p.s_kv = 60, p.topk = 20, p.lengths = true;
+  });
   add("many_queries_lengths", [](SparseMla& p) { p.s_q = 101, p.s_kv = 90, p.topk = 70, p.lengths = true; });
   return all;
 }

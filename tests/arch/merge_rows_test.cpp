@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "harness.hpp"
+#include "mutant.hpp"
 #include "tile/gpu/merge_rows.hpp"
 
 namespace hopwell::tile {
@@ -62,31 +63,52 @@ class Rows {
     merge_.most = problem.most;
   }
 
-  // Returns what became of the groups.
-  std::map<Verdict, int> expect_union(const arch::emu::Options& options) {
-    const size_t capacity = size_t(problem_.members * problem_.topk), all = capacity * size_t(problem_.groups);
-    std::vector<int> keys(all + 1, kPoison), lengths(size_t(problem_.groups) + 1, kPoison);
-    std::vector<uint8_t> holders(all + 1, kPoisonByte);
+  struct Merged {
+    arch::emu::Report report;
+    std::vector<int> keys, lengths;  // with one more of each, which nobody may write
+    std::vector<uint8_t> holders;
+  };
+  [[nodiscard]] Merged merge(const arch::emu::Options& options) const {
+    const size_t all = capacity() * size_t(problem_.groups);
+    Merged merged{{},
+                  std::vector<int>(all + 1, kPoison),
+                  std::vector<int>(size_t(problem_.groups) + 1, kPoison),
+                  std::vector<uint8_t>(all + 1, kPoisonByte)};
     MergeParams p = merge_;
-    p.keys = keys.data(), p.holders = holders.data(), p.lengths = lengths.data();
+    p.keys = merged.keys.data(), p.holders = merged.holders.data(), p.lengths = merged.lengths.data();
     const arch::emu::LaunchShape shape{
         {uint32_t(problem_.groups), 1, 1}, {kMergeThreads, 1, 1}, {1, 1, 1}, sizeof(MergeStorage)};
-    const arch::emu::Report report = arch::emu::launch(
+    merged.report = arch::emu::launch(
         shape, options, [&] { merge_rows_of_group(p, arch::dynamic_smem<MergeStorage>(), arch::block_index()); });
-    EXPECT_TRUE(report.clean()) << report.text();
-    EXPECT_EQ(keys.back(), kPoison);
-    EXPECT_EQ(holders.back(), kPoisonByte);
-    EXPECT_EQ(lengths.back(), kPoison);
+    return merged;
+  }
+
+  // Whether the group is what it should be; of one that is not merged only its length counts.
+  [[nodiscard]] bool is_union(const Merged& merged, int group, const Union& expected) const {
+    const auto first = std::ptrdiff_t(size_t(group) * capacity());
+    return merged.lengths[size_t(group)] == expected.length &&
+           (expected.length == 0 ||
+            (std::equal(expected.keys.begin(), expected.keys.end(), merged.keys.begin() + first) &&
+             std::equal(expected.holders.begin(), expected.holders.end(), merged.holders.begin() + first)));
+  }
+  [[nodiscard]] bool are_unions(const Merged& merged) const {
+    for (int group = 0; group < problem_.groups; ++group)
+      if (!is_union(merged, group, union_of(group))) return false;
+    return true;
+  }
+
+  // Returns what became of the groups.
+  std::map<Verdict, int> expect_union(const arch::emu::Options& options) const {
+    const Merged merged = merge(options);
+    EXPECT_TRUE(merged.report.clean()) << merged.report.text();
+    EXPECT_EQ(merged.keys.back(), kPoison);
+    EXPECT_EQ(merged.holders.back(), kPoisonByte);
+    EXPECT_EQ(merged.lengths.back(), kPoison);
     std::map<Verdict, int> verdicts;
     for (int group = 0; group < problem_.groups; ++group) {
       const Union expected = union_of(group);
-      EXPECT_EQ(lengths[size_t(group)], expected.length) << "group " << group;
+      EXPECT_TRUE(is_union(merged, group, expected)) << "group " << group;
       ++verdicts[expected.verdict];
-      if (expected.length == 0) continue;
-      const auto first = std::ptrdiff_t(size_t(group) * capacity);
-      EXPECT_TRUE(std::equal(expected.keys.begin(), expected.keys.end(), keys.begin() + first)) << "group " << group;
-      EXPECT_TRUE(std::equal(expected.holders.begin(), expected.holders.end(), holders.begin() + first))
-          << "group " << group;
     }
     return verdicts;
   }
@@ -95,6 +117,7 @@ class Rows {
   static constexpr int kPoison = -77;
   static constexpr uint8_t kPoisonByte = 0xa5;
 
+  [[nodiscard]] size_t capacity() const { return size_t(problem_.members * problem_.topk); }
   int below(int n) { return int(random_() % uint64_t(n)); }
 
   // Of the keys that a CTA has bits for at a time: the first of each key of any member in ascending order, then what is
@@ -204,6 +227,36 @@ TEST_P(MergeRows, AreTheUnionUnderManySchedules) {
 
 INSTANTIATE_TEST_SUITE_P(All, MergeRows, testing::ValuesIn(kProblems),
                          [](const auto& info) { return info.param.name; });
+
+// Leaves out one synchronisation call at a time: groups whose keys take several rounds, left or merged, must notice.
+TEST(MergeRowsMutants, EverySynchronisationCallIsNeeded) {
+  std::vector<Rows> all;
+  for (const Problem& problem : kProblems)
+    if (problem.name == "worth_it_or_not_of_many_keys" || problem.name == "few_keys" ||
+        problem.name == "two_rounds_of_bits")
+      all.emplace_back(problem, 1);
+  std::vector<arch::emu::SynchronisationCall> calls;
+  for (const Rows& rows : all)
+    for (const auto& counted : rows.merge(arch::test::options_for(0)).report.synchronisation)
+      if (std::find(calls.begin(), calls.end(), counted.call) == calls.end()) calls.push_back(counted.call);
+  ASSERT_GE(calls.size(), 8U);
+  for (const auto& call : calls) {
+    if (arch::test::is_kept(call.where)) continue;
+    const auto noticed = [&] {
+      for (uint64_t seed = 0; seed < 6; ++seed) {
+        arch::emu::Options options = arch::test::options_for(seed);
+        options.leave_out = call;
+        for (const Rows& rows : all) {
+          const Rows::Merged merged = rows.merge(options);
+          if (!merged.report.clean() || !rows.are_unions(merged)) return true;
+        }
+      }
+      return false;
+    };
+    EXPECT_TRUE(arch::test::in_child(noticed).noticed)
+        << call.instruction << " at " << arch::emu::to_string(call.where) << " can be left out unnoticed";
+  }
+}
 
 // There are groups that are merged, and some that are not: for a member without a key, or as the union is too long, which
 // is seen at first or only by the count.

@@ -42,6 +42,20 @@ HOPWELL_DEVICE void red_add_shared(bool wanted, uint32_t address, uint32_t value
 #endif
 }
 
+/// st.relaxed.cta.shared.u8: where `wanted`, writes 1 to the byte at a shared address. Threads need no barrier between their
+/// marks, which may fall on one byte; between these and other accesses they do. PTX:
+/// #data-movement-and-conversion-instructions-st
+HOPWELL_DEVICE void mark_shared(bool wanted, uint32_t address, [[maybe_unused]] Site site = Site::current()) {
+#if HOPWELL_ON_DEVICE
+  asm volatile("{ .reg .pred wanted; setp.ne.u32 wanted, %0, 0; @wanted st.relaxed.cta.shared::cta.u8 [%1], 1; }" ::"r"(
+                   uint32_t(wanted)),
+               "r"(address)
+               : "memory");
+#else
+  if (wanted) emu::atomic_or_shared(address / 4 * 4, 1u << 8 * (address % 4), site);
+#endif
+}
+
 /// atom.shared.or.b32: sets `bits` of the word at a shared address, in one piece, and returns what it was before. As to
 /// barriers: see red_add_shared. PTX: #parallel-synchronization-and-communication-instructions-atom
 HOPWELL_DEVICE uint32_t atomic_or_shared(uint32_t address, uint32_t bits,

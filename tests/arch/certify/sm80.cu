@@ -65,6 +65,17 @@ __global__ void shared_bits(const uint32_t* in, uint32_t* out) {
   if (t < 32) out[t] = s.words[t];
 }
 
+// Many lanes mark bytes of the same words, and often the same byte.
+__global__ void shared_marks(const uint32_t* in, uint32_t* out) {
+  auto& s = dynamic_smem<Shared>();
+  const int t = thread_index();
+  if (t < 32) s.words[t] = 0;
+  syncthreads();
+  mark_shared(in[t] % 3 != 0, shared_address(s.words) + in[t] / 8 % 128);
+  syncthreads();
+  if (t < 32) out[t] = s.words[t];
+}
+
 template <bool kBf16>
 __global__ void mma(const uint32_t* in, uint32_t* out) {
   const int t = thread_index();
@@ -271,6 +282,7 @@ void add_sm80_cases(std::vector<Case>& cases) {
   add("reductions", "red_add red_max atomic_add", Inputs::integers, Compare::bits, 128, 12, reductions, 128);
   add("shared_sums", "red_add_shared", Inputs::bits, Compare::bits, 128, 32, shared_sums, 128);
   add("shared_bits", "atomic_or_shared red_add_shared", Inputs::bits, Compare::bits, 128, 32, shared_bits, 128);
+  add("shared_marks", "mark_shared", Inputs::bits, Compare::bits, 128, 32, shared_marks, 128);
   add("special_sums", "red_add", Inputs::float_small, Compare::bits, 512, 256, special_sums, 256);
   add("conversions", "pack_bf16 pack_fp16 to_float to_bf16 round_to_int max_nan", Inputs::float_wide, Compare::bits,
       512, 1536, conversions, 256);

@@ -366,9 +366,10 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
   if (self >= p.queries_at_once) return;
   const uint32_t stride = uint32_t(p.queries_at_once * arch::grid_size());
   uint32_t number_of_tile = 0;
+  TilesOfCta<typename Storage::KernelParams> tiles;
   HOPWELL_NO_UNROLL
-  for (uint32_t number = own_tile(p, uint32_t(arch::block_index() + self * arch::grid_size()), p.queries_at_once);
-       number < p.work_tiles; number = own_tile(p, number + stride, p.queries_at_once)) {
+  for (uint32_t number = tiles.first(p, uint32_t(arch::block_index() + self * arch::grid_size()), stride);
+       number < p.work_tiles; number = tiles.next(p, number, stride)) {
     SoftmaxState<Storage> heads;
     HOPWELL_UNROLL
     for (int i = 0; i < 2 * Storage::kPairs; ++i) heads.reference[i / 2][i % 2] = heads.max[i / 2][i % 2] = -INFINITY;

@@ -43,18 +43,49 @@ HOPWELL_DEVICE int member_of(const GroupedParams& p, int row) {
 HOPWELL_DEVICE int head_with_sink(const Params&, int head) { return head; }
 HOPWELL_DEVICE int head_with_sink(const GroupedParams& p, int head) { return head % p.heads_of_member; }
 
-// The first of the kernel's own work tiles from `number` on, of those that CTAs come to `at_once` at a time; not below
-// work_tiles if there is none. By whole warps.
-HOPWELL_DEVICE uint32_t own_tile(const Params&, uint32_t number, int = 1) { return number; }
-HOPWELL_DEVICE uint32_t own_tile(const GroupedParams& p, uint32_t number, int at_once = 1) {
-  const uint32_t stride = uint32_t(at_once * arch::grid_size());
-  for (; number < p.work_tiles; number += 32 * stride) {  // a query has one tile
-    const uint32_t mine = number + uint32_t(arch::lane_index()) * stride;
-    const uint32_t own = arch::ballot(mine < p.work_tiles && p.merged.wants(int(mine)));
-    if (own != 0) return number + uint32_t(std::popcount(~own & (own - 1))) * stride;
+// The work tiles of a CTA that are its kernel's own, of those that it comes to `stride` apart. By whole warps; both functions
+// return a number not below work_tiles if there is none.
+struct AllTiles {
+  HOPWELL_DEVICE uint32_t first(const Params&, uint32_t number, uint32_t) { return number; }
+  HOPWELL_DEVICE uint32_t next(const Params&, uint32_t number, uint32_t stride) { return number + stride; }
+};
+// Where others come between, they are looked up 31 at a time: under the gather's traffic memory takes as long for an answer as
+// a tile takes.
+struct OwnTiles {
+  static constexpr int kAtOnce = 31;
+  // A bit for each tile that was looked up, from the present one on, and one for the first that was not.
+  uint32_t own = 0;
+  // Keys of the tile of this lane's number, where rows are merged; which lane has the present tile.
+  int keys = 0, place = 0;
+
+  HOPWELL_DEVICE uint32_t first(const GroupedParams& p, uint32_t number, uint32_t stride) {
+    while (number < p.work_tiles) {
+      const uint32_t mine = number + uint32_t(arch::lane_index()) * stride;
+      keys = mine < p.work_tiles ? p.merged.keys_of(int(mine)) : 0;
+      const bool is_own = mine < p.work_tiles && (keys > 0) == p.merged.wants_merged;
+      own = arch::ballot(arch::lane_index() == kAtOnce || is_own);
+      place = 0;
+      number += to_lowest(own) * stride;
+      if (own != 1) break;
+    }
+    return number;
   }
-  return number;
-}
+  HOPWELL_DEVICE uint32_t next(const GroupedParams& p, uint32_t number, uint32_t stride) {
+    number += to_lowest(own & ~1u) * stride;
+    return own == 1 ? first(p, number, stride) : number;
+  }
+  /// How many keys the present tile has.
+  HOPWELL_DEVICE int keys_of_tile() const { return arch::shuffle(keys, place); }
+
+ private:
+  HOPWELL_DEVICE uint32_t to_lowest(uint32_t bits) {
+    const int skipped = std::popcount(~bits & (bits - 1));
+    own = bits >> skipped, place += skipped;
+    return uint32_t(skipped);
+  }
+};
+template <class KernelParams>
+using TilesOfCta = std::conditional_t<std::is_same_v<KernelParams, GroupedParams>, OwnTiles, AllTiles>;
 
 // A query and a tile of its heads. At least one step, so that there always is a result.
 struct WorkTile {
@@ -213,7 +244,8 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
   const int keys_of_step = kStages * kKeys / at_once;
   const int entry = (first_stage - self + lane / kRows) * kKeys + part_of_rows * kRows + lane % kRows;
   const uint32_t stride = uint32_t(at_once * arch::grid_size());
-  uint32_t number = own_tile(p, uint32_t(arch::block_index() + self * arch::grid_size()), at_once);
+  TilesOfCta<typename Storage::KernelParams> tiles;
+  uint32_t number = tiles.first(p, uint32_t(arch::block_index() + self * arch::grid_size()), stride);
   if (number >= p.work_tiles) return;
   uint32_t empty_parity = 1, q_empty_parity = 1;  // of the phases that free what is copied to next
   WorkTile work = work_tile_of(p, number, Storage::kHeads, keys_of_step);
@@ -224,7 +256,7 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
   uint8_t holders = holders_of<Storage>(p, work, entry);  // of this key
   HOPWELL_NO_UNROLL
   for (; number < p.work_tiles; number = following()) {
-    if constexpr (kSkips) own = own_tile(p, number + stride, at_once);
+    if constexpr (kSkips) own = tiles.next(p, number, stride);
     const int first_head = work.first_head + part_of_rows * kHeadRows + lane / 8;
     const bf16* const q = p.q + work.query * p.q_stride_s + lane % 8 * 8;
     bool first = first_stage == self;

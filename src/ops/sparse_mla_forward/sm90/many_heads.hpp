@@ -85,9 +85,10 @@ struct SoftmaxState {
   HOPWELL_DEVICE float move_reference(int r, float to) { return tile::move_reference(reference[r], sum[r], to); }
 };
 
-// S = Q Kᵀ: 64 heads, 64 keys, as the keys' panels come.
-template <class Storage>
-HOPWELL_DEVICE void multiply_scores(Storage& s, int stage, uint32_t parity, float (&scores)[32]) {
+// S = Q Kᵀ: 64 heads, 64 keys, as the keys' panels come. Under the products: `meanwhile()`.
+template <class Storage, class Meanwhile>
+HOPWELL_DEVICE void multiply_scores(Storage& s, int stage, uint32_t parity, float (&scores)[32],
+                                    const Meanwhile& meanwhile) {
   const uint64_t a = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.q[0]));
   const uint64_t b = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.keys[stage]));
   const auto slot = tile::ring_stage(s.key_ring, stage, parity);
@@ -106,6 +107,7 @@ HOPWELL_DEVICE void multiply_scores(Storage& s, int stage, uint32_t parity, floa
     if (i == Storage::kDqk / 64 - 1 - kPanelsAfterTurn && stage == 0) tile::arrive_warp(s.turn);
   }
   arch::wgmma_commit();
+  meanwhile();
   arch::wgmma_wait<0>(scores);
 }
 
@@ -123,7 +125,7 @@ HOPWELL_DEVICE void skip_scores(Storage& s, uint32_t parity, float (&scores)[32]
 struct TileMask {
   uint32_t low, high;
 
-  HOPWELL_DEVICE TileMask(const Params&, const uint32_t (&valid)[4], int)
+  HOPWELL_DEVICE explicit TileMask(const uint32_t (&valid)[4])
       : low(valid[0] | valid[1] << 16), high(valid[2] | valid[3] << 16) {}
   HOPWELL_DEVICE bool lacks_any() const { return (low & high) != 0xffffffff; }
   HOPWELL_DEVICE bool has(int, int half, int column) const { return ((half == 0 ? low : high) >> column) & 1; }
@@ -131,7 +133,7 @@ struct TileMask {
 struct MemberMasks {
   uint32_t words[2][2];
 
-  HOPWELL_DEVICE MemberMasks(const GroupedParams& p, const uint16_t (&valid)[tile::kMostMembers][4], int row) {
+  HOPWELL_DEVICE void read(const GroupedParams& p, const uint16_t (&valid)[tile::kMostMembers][4], int row) {
     HOPWELL_UNROLL
     for (int i = 0; i < 4; ++i)
       words[i / 2][i % 2] = reinterpret_cast<const uint32_t*>(valid[member_of(p, row + i / 2 * 8)])[i % 2];
@@ -142,12 +144,12 @@ struct MemberMasks {
   HOPWELL_DEVICE bool has(int r, int half, int column) const { return words[r][half] >> column & 1; }
 };
 
-// Masks the scores and finds the greatest of each row, in log 2. Returns a unit of the scores in log 2.
-template <class Storage>
-HOPWELL_DEVICE float row_max(const typename Storage::KernelParams& p, float scale_log2,
-                             const typename Storage::ValidRows& valid, int row, float (&scores)[32], float (&max)[2]) {
+// Masks the scores and finds the greatest of each row, in log 2. Returns a unit of the scores in log 2. `valid`: what a mask
+// is made from, or the mask itself.
+template <class Storage, class Valid>
+HOPWELL_DEVICE float row_max(float scale_log2, const Valid& valid, float (&scores)[32], float (&max)[2]) {
+  const std::conditional_t<Storage::kOfGroups, MemberMasks, TileMask> mask(valid);
   const int column = arch::lane_index() % 4 * 2;
-  const std::conditional_t<Storage::kOfGroups, MemberMasks, TileMask> mask(p, valid, row);
   float unit = scale_log2;
   if (Storage::kOfGroups && scale_log2 > 0) {  // almost no tile of a group has all keys for all members
     HOPWELL_UNROLL
@@ -226,12 +228,12 @@ HOPWELL_DEVICE void load_p(Storage& s, int stage, uint32_t parity, Probabilities
 
 // From scores to probabilities. The reference moves where a row's maximum passes it; the high warpgroup starts from the
 // low one's. `factor`: what O shrinks by before this tile; `remote_factor`: before tile A, if that is the other's.
-template <class Storage>
-HOPWELL_DEVICE void softmax(const typename Storage::KernelParams& p, Storage& s, int self, uint32_t parity,
+template <class Storage, class Valid>
+HOPWELL_DEVICE void softmax(const Params& p, Storage& s, int self, uint32_t parity, const Valid& valid,
                             float (&scores)[32], SoftmaxState& state, float (&remote_factor)[2], float (&factor)[2]) {
   const int lane = arch::lane_index(), row = arch::warp_index() % 4 * 16 + lane / 4;
   float max[2];
-  const float unit = row_max<Storage>(p, p.scale_log2, s.valid[self], row, scores, max);
+  const float unit = row_max<Storage>(p.scale_log2, valid, scores, max);
   if (self == 1) {
     arch::mbarrier_wait(s.reference_full, parity);
     HOPWELL_UNROLL
@@ -339,11 +341,25 @@ HOPWELL_DEVICE void store_out(const Params& p, Storage& s, int self, const WorkT
   for (int i = 0; i < 2; ++i) tile::ring_stage(s.key_ring, 1).release(Storage::first_group_of(self) + i);
 }
 
-// Whether tile B of a step has keys. Of groups, whose unions have any length, the last one may have none, and nothing is multiplied;
-// rows of queries without groups are mostly whole steps.
+// Whether tile B of a step has keys. Of groups, whose unions have any length, the last one may have none, and then nothing
+// is multiplied; rows of single queries are mostly whole steps.
 template <class Storage>
 HOPWELL_DEVICE bool has_second_tile(const WorkTile& work, int step) {
   return !Storage::kOfGroups || work.entries.length > (kStages * step + 1) * kKeys;
+}
+
+// What a math warpgroup needs to know of a work tile; a group's keys have been counted already.
+template <class Storage, class Tiles>
+HOPWELL_DEVICE WorkTile present_tile(const Params& p, const Tiles& tiles, uint32_t number) {
+  constexpr int kKeysOfStep = kStages * kKeys;
+  if constexpr (Storage::kOfGroups) {
+    WorkTile work{.query = int(number), .first_head = 0, .steps = 0, .entries = {}};
+    work.entries.length = tiles.keys_of_tile();
+    work.steps = work.entries.tiles(kKeysOfStep);
+    return work;
+  } else {
+    return work_tile_of(p, number, Storage::kHeads, kKeysOfStep);
+  }
 }
 
 // Warpgroup `self` has tile `self` of every step and columns 256 · self and up. O takes the tiles in order. Both run
@@ -352,10 +368,11 @@ template <class Storage>
 HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, int self) {
   const int row = arch::warp_index() % 4 * 16 + arch::lane_index() / 4;
   uint32_t parity = 0, work_parity = 0;
+  TilesOfCta<typename Storage::KernelParams> tiles;
   HOPWELL_NO_UNROLL
-  for (uint32_t number = own_tile(p, uint32_t(arch::block_index())); number < p.work_tiles;
-       number = own_tile(p, number + uint32_t(arch::grid_size())), work_parity ^= 1) {
-    const WorkTile work = work_tile_of(p, number, Storage::kHeads, kStages * kKeys);
+  for (uint32_t number = tiles.first(p, uint32_t(arch::block_index()), uint32_t(arch::grid_size()));
+       number < p.work_tiles; number = tiles.next(p, number, uint32_t(arch::grid_size())), work_parity ^= 1) {
+    const WorkTile work = present_tile<Storage>(p, tiles, number);
     SoftmaxState state{{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}, {0, 0}};
     float out[2][64];
     tile::ring_stage(s.key_ring, self, parity).wait_full(1 - self);  // Q came before
@@ -364,12 +381,19 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
       float scores[32], factor[2], remote_factor[2];
       Probabilities own;
       if (self == 1) arch::mbarrier_wait(s.turn, parity);  // kept: order alone, for speed
+      MemberMasks masks;                                   // of groups: read under the products, as registers allow
+      const auto read_masks = [&] {
+        if constexpr (Storage::kOfGroups) masks.read(p, s.valid[self], row);
+      };
       if (self == 0 || has_second_tile<Storage>(work, i))
-        multiply_scores(s, self, parity, scores);
+        multiply_scores(s, self, parity, scores, read_masks);
       else
-        skip_scores(s, parity, scores);
+        skip_scores(s, parity, scores), read_masks();
       if (i == work.steps - 1) tile::arrive_warp(s.q_empty);
-      softmax(p, s, self, parity, scores, state, remote_factor, factor);
+      if constexpr (Storage::kOfGroups)
+        softmax(p, s, self, parity, masks, scores, state, remote_factor, factor);
+      else
+        softmax(p, s, self, parity, s.valid[self], scores, state, remote_factor, factor);
       store_p(s, self, parity, scores, own);
       HOPWELL_NO_UNROLL
       for (int stage = 0; stage < kStages; ++stage) {
