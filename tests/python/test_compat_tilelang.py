@@ -255,6 +255,17 @@ def test_shapes_of_compressed_keys_that_do_not_fit() -> None:
         batched_indexer_fwd(q, k, weights[1:], bounds, bounds)
     with pytest.raises(ValueError, match=r"v4_lighting_indexer: index_k must be \[s_kv, b=2, d_index=16\]"):
         v4_lighting_indexer(q, k[..., :8], weights, 4, 2)
+    with pytest.raises(ValueError, match="v4_lighting_indexer: compress_ratio must be at least 1; got 0"):
+        v4_lighting_indexer(q, k, weights, 0, 2)
+
+
+def test_no_sequences_give_empty_results() -> None:
+    scores, indices = v4_lighting_indexer(torch.zeros(5, 0, 3, 16), torch.zeros(4, 0, 16), torch.zeros(5, 0, 3), 4, 9)
+    assert scores.shape == indices.shape == (0, 5, 4)
+    assert scores.dtype == torch.float32 and indices.dtype == torch.int32
+    none = torch.zeros(0, 5, 2, 4, dtype=torch.int32)
+    out, lse = SparseMLA.apply(torch.zeros(0, 5, 4, 16), torch.zeros(0, 7, 2, 16), none, 1.0, 8)
+    assert out.shape == (0, 5, 4, 8) and lse.shape == (0, 5, 4)
 
 
 def test_shapes_that_do_not_fit() -> None:

@@ -91,7 +91,9 @@ class SparseMLA:
         Returns (out [s_q, heads, d_v] in q's dtype, lse float32 [s_q, heads], to base 2 and without a gradient). The
         heads of a group are neighbours. All of them may have a batch dimension before these.
         """
-        if q.ndim == kv.ndim == indices.ndim == 4 and len(q) == len(kv) == len(indices) > 0:
+        if q.ndim == kv.ndim == indices.ndim == 4 and len(q) == len(kv) == len(indices) == 0:
+            return q.new_empty((*q.shape[:3], d_v)), q.new_empty(q.shape[:3], dtype=torch.float32)
+        if q.ndim == kv.ndim == indices.ndim == 4 and len(q) == len(kv) == len(indices):
             outs, sums = zip(
                 *(SparseMLA.apply(*x, scaling, d_v) for x in zip(q, kv, indices, strict=True)), strict=True
             )
@@ -223,8 +225,13 @@ def v4_lighting_indexer(
     require_shape("v4_lighting_indexer", "index_q", index_q, s=None, b=None, h_index=None, d_index=None)
     s, b = index_q.shape[:2]
     require_shape("v4_lighting_indexer", "index_k", index_k, s_kv=None, b=b, d_index=index_q.shape[3])
+    if compress_ratio < 1:
+        raise ValueError(f"v4_lighting_indexer: compress_ratio must be at least 1; got {compress_ratio}")
     end = (torch.arange(1, s + 1, device=index_q.device) // compress_ratio).int()
     count, start = min(topk, len(index_k)), torch.zeros_like(end)
+    if b == 0:
+        empty = index_q.new_empty((0, s, count), dtype=torch.float32)
+        return empty, empty.int()
     sequences = [
         lighting_indexer(
             *(index_q[:, i], index_k[:, i], weights[:, i], start, end, count),

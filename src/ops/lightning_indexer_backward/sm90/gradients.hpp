@@ -41,8 +41,9 @@ struct StagedRows {
   struct alignas(2 * sizeof(T)) Pair {
     T low, high;
   };
-  // Of kCount blocks of eight columns; pair_of(half, block): columns 8 · block + 2 · (lane % 4) and one more of this lane's rows, lane / 4 and 8 further on. A block
-  // lies in the same banks in every row, so lanes of neighbouring rows store different ones at a time.
+  // kCount blocks of eight columns. pair_of(half, block): columns 8 · block + 2 · (lane % 4) and one more, of this lane's row
+  // lane / 4 or the one 8 further on. A block lies in the same banks in every row, so lanes of neighbouring rows store
+  // different ones at a time.
   template <class T, int kCount, class PairOf>
   HOPWELL_DEVICE void store(const PairOf& pair_of) {
     constexpr int kTurns = 16 / sizeof(T);  // whose rows' blocks meet all banks
