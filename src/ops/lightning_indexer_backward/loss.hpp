@@ -124,8 +124,8 @@ HOPWELL_DEVICE void scale_gradient(const Params<T>& p, int query, const tile::En
   }
 }
 
-// From the scores in p.d_scores: g of the query's entries, and its loss. A row of weight 0 has no g, whatever is in it. `kKept`: entries
-// of a thread that there are registers for.
+// From the scores in p.d_scores: g of the query's entries, and its loss. A row of weight 0 has no g, whatever is in it.
+// `kKept`: entries of a thread that there are registers for.
 template <int kKept = 6, class T, int kWarps>
 HOPWELL_DEVICE void finish_scores(const Params<T>& p, float (&of_warp)[kWarps], int query, const tile::Entries& entries,
                                   float bound) {

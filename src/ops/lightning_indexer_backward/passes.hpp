@@ -1,5 +1,5 @@
-// lightning_indexer_backward on GPUs: what runs before and after the queries. d_k is cleared and finished by a grid that
-// walks over all of its elements; the losses of the queries become one.
+// lightning_indexer_backward on GPUs: what runs before and after the queries. d_k is cleared and finished by a grid whose
+// warps walk over its rows; the losses of the queries become one.
 #pragma once
 
 #include "ops/lightning_indexer_backward/params.hpp"

@@ -1,7 +1,7 @@
 // lightning_indexer_backward for Hopper: what runs where.
 //
 //     clear_d_k                  passes.hpp
-//     score_entries              sm90/score.hpp: scores, g and the loss
+//     score_entries              sm90/score.hpp: scores, g and the loss; which products are positive
 //     add_gradients              sm90/gradients.hpp: dq, dw, and what each query adds to dk
 //     finish_d_k, sum_losses     passes.hpp
 //

@@ -134,11 +134,19 @@ HOPWELL_DEVICE Positive positive_heads(const EntryTile& tile) {
   return a;
 }
 
+// Starts d += A · the rows of a tile, 64 × 128; A has a limb of each number.
+HOPWELL_DEVICE void start_limb(float (&d)[64], const uint32_t (&a)[4][4], uint32_t rows) {
+  constexpr arch::WgmmaOptions kOptions{.b_major = arch::Major::mn};
+  const uint64_t b = arch::at_address(tile::kRowsAcrossK, rows);
+  arch::wgmma_fence();  // kept: A and the sums are registers that the thread itself wrote
+  HOPWELL_UNROLL
+  for (int step = 0; step < 4; ++step) arch::wgmma_rs<kOptions>(d, a[step], b + (uint32_t(step) * 16 * 128 >> 4), true);
+  arch::wgmma_commit();
+}
+
 // d += (A · limbs) · the rows of a tile, 64 × 128. `limbs` of g: of pairs of entries. Small limbs first.
 HOPWELL_DEVICE void multiply_rows(float (&d)[64], const Positive& kept, const uint32_t (&limbs)[kGradientLimbs][32],
                                   uint32_t rows) {
-  constexpr arch::WgmmaOptions kOptions{.b_major = arch::Major::mn};
-  const uint64_t b = arch::at_address(tile::kRowsAcrossK, rows);
   HOPWELL_UNROLL
   for (int limb = kGradientLimbs - 1; limb >= 0; --limb) {
     uint32_t a[4][4];
@@ -149,11 +157,7 @@ HOPWELL_DEVICE void multiply_rows(float (&d)[64], const Positive& kept, const ui
       HOPWELL_UNROLL
       for (int i = 0; i < 8; ++i) a[2 * half + i / 4][i % 4] = kept.fragment[2 * half + i / 4][i % 4] & pairs.w[i / 2];
     }
-    arch::wgmma_fence();  // kept: A and the sums are registers that the thread itself wrote
-    HOPWELL_UNROLL
-    for (int step = 0; step < 4; ++step)
-      arch::wgmma_rs<kOptions>(d, a[step], b + (uint32_t(step) * 16 * 128 >> 4), true);
-    arch::wgmma_commit();
+    start_limb(d, a, rows);
     if (limb < kGradientLimbs - 1 && limb > 0)
       arch::wgmma_wait<1>();  // kept: the compiler takes the registers of A again
   }
@@ -231,8 +235,8 @@ struct LaneColumns {
       pair[block] =
           head < p.heads && 8 * block + 2 * t < p.columns ? *reinterpret_cast<const uint32_t*>(q + 8 * block) : 0;
   }
-  // Σ_i g_i relu(q · k_i) of a head is q · Σ_i g_i k_i, over the entries whose product is positive; d_q has those sums. Where one is 0, an
-  // infinite q adds nothing: none of its products is positive.
+  // Σ_i g_i relu(q · k_i) of a head is q · Σ_i g_i k_i, over the entries whose product is positive; d_q has those sums.
+  // Where one is 0, an infinite q adds nothing: none of its products is positive.
   HOPWELL_DEVICE float times(const float (&d_q)[64], int half) const {
     float sum = 0;
     HOPWELL_UNROLL

@@ -13,7 +13,7 @@
 //           heads 0  S0 ▓▓ signs dQ0 ▓▓▓▓▓▓ │ S1 ▓▓ …
 //           heads 1  S0 ▓▓ signs dQ0 ▓▓▓▓▓▓ │ S1 ▓▓ …
 //           entries               dK0 ▓▓▓▓▓▓▓▓▓▓▓▓ stage │ dK1 ▓▓▓ …      the copy engine adds while the next tile is made
-// Budget    shared: q 32,768 + 6 × (16,384 rows + 6,400 numbers at most) + 4 × 8,704 rows of dk + 144 of barriers + 1,356
+// Budget    shared: q 32,768 + 6 × (16,384 rows + 6,400 numbers at most) + 4 × 8,192 rows of dk + 144 of barriers + 1,356
 //           registers: heads 64 of dq + 32 scores + 32 of A (160); entries 64 of dk + 24 of A, or 64 of sums + 32 of dk + 24
 //           (144); gather 48
 // Bound     tensor cores: 2 × (1 + 3 + 3 limbs) × 64 × 64 × 128, 3,584 clocks a tile; adds 32 KB a tile
@@ -80,8 +80,6 @@ HOPWELL_DEVICE uint32_t mask_of(float low, float high) {
 template <bool kRelu>
 HOPWELL_DEVICE void multiply_limbs(float (&d_q)[64], const float (&scores)[32],
                                    const uint32_t (&limbs)[kGradientLimbs][32], uint32_t rows) {
-  constexpr arch::WgmmaOptions kOptions{.b_major = arch::Major::mn};
-  const uint64_t b = arch::at_address(tile::kRowsAcrossK, rows);
   HOPWELL_UNROLL
   for (int limb = kGradientLimbs - 1; limb >= 0; --limb) {
     uint32_t a[4][4];
@@ -89,11 +87,7 @@ HOPWELL_DEVICE void multiply_limbs(float (&d_q)[64], const float (&scores)[32],
     for (int i = 0; i < 16; ++i)
       a[i / 4][i % 4] =
           mask_of<kRelu>(scores[2 * i], scores[2 * i + 1]) & limbs[limb][i / 2 * 4 + arch::lane_index() % 4];
-    arch::wgmma_fence();  // kept: A and the sums are registers that the thread itself wrote
-    HOPWELL_UNROLL
-    for (int step = 0; step < 4; ++step)
-      arch::wgmma_rs<kOptions>(d_q, a[step], b + (uint32_t(step) * 16 * 128 >> 4), true);
-    arch::wgmma_commit();
+    start_limb(d_q, a, rows);
     if (limb < kGradientLimbs - 1 && limb > 0)
       arch::wgmma_wait<1>();  // kept: the compiler takes the registers of A again
   }
