@@ -20,43 +20,43 @@ struct Shape {
   cases::Settings settings;
 };
 
-// Named shapes as asked for; settings change the shapes that were named, or the first shape if none was. Without any,
-// all shapes that suit the backends.
-std::vector<Shape> chosen_shapes(const cases::Suite& suite, const std::vector<std::string>& asked, bool on_device) {
+Shape named_shape(const cases::Suite& suite, const std::string& name) {
   auto known = suite.shapes;
   known.insert(known.end(), suite.device_shapes.begin(), suite.device_shapes.end());
+  const auto found = std::find_if(known.begin(), known.end(), [&](const auto& shape) { return shape.first == name; });
+  if (found != known.end()) return {found->first, found->second};
+  std::vector<std::string> names;
+  for (const auto& [known_name, settings] : known) names.push_back(known_name);
+  throw std::invalid_argument(suite.op + " has no shape '" + name + "'; shapes: " + joined(names));
+}
+
+void change(Shape& shape, const std::string& op, const std::string& key, const std::string& value) {
+  const auto at = shape.settings.find(key);
+  if (at == shape.settings.end()) {
+    std::vector<std::string> keys;
+    for (const auto& [known_key, unused] : shape.settings) keys.push_back(known_key);
+    throw std::invalid_argument(op + " has no setting '" + key + "'; settings: " + joined(keys));
+  }
+  at->second = value;
+  shape.name += " " + key + "=" + value;
+}
+
+// Named shapes as asked for; settings change the shape before them, or the first of all if there is none. Without any,
+// all shapes that suit the backends.
+std::vector<Shape> chosen_shapes(const cases::Suite& suite, const std::vector<std::string>& asked, bool on_device) {
   std::vector<Shape> shapes;
-  cases::Settings changes;
   for (const std::string& word : asked) {
-    if (const auto equals = word.find('='); equals != std::string::npos) {
-      changes[word.substr(0, equals)] = word.substr(equals + 1);
+    const auto equals = word.find('=');
+    if (equals == std::string::npos) {
+      shapes.push_back(named_shape(suite, word));
       continue;
     }
-    const auto named = std::find_if(known.begin(), known.end(), [&](const auto& shape) { return shape.first == word; });
-    if (named == known.end()) {
-      std::vector<std::string> names;
-      for (const auto& [name, settings] : known) names.push_back(name);
-      throw std::invalid_argument(suite.op + " has no shape '" + word + "'; shapes: " + joined(names));
-    }
-    shapes.push_back({named->first, named->second});
+    if (shapes.empty()) shapes.push_back(named_shape(suite, suite.shapes.front().first));
+    change(shapes.back(), suite.op, word.substr(0, equals), word.substr(equals + 1));
   }
   if (asked.empty()) {
     const auto& suitable = on_device && !suite.device_shapes.empty() ? suite.device_shapes : suite.shapes;
     for (const auto& [name, settings] : suitable) shapes.push_back({name, settings});
-  } else if (shapes.empty()) {
-    shapes.push_back({suite.shapes.front().first, suite.shapes.front().second});
-  }
-  for (Shape& shape : shapes) {
-    for (const auto& [key, value] : changes) {
-      const auto at = shape.settings.find(key);
-      if (at == shape.settings.end()) {
-        std::vector<std::string> keys;
-        for (const auto& [known_key, unused] : shape.settings) keys.push_back(known_key);
-        throw std::invalid_argument(suite.op + " has no setting '" + key + "'; settings: " + joined(keys));
-      }
-      at->second = value;
-      shape.name += " " + key + "=" + value;
-    }
   }
   return shapes;
 }

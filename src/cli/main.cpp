@@ -113,7 +113,7 @@ CLI::App* add_bench(CLI::App& app, BenchOptions& options) {
       ->check(that_runs_here());
   command
       ->add_option("--shape", options.shapes,
-                   "a named shape, or settings key=value,key=value that change the first one")
+                   "a named shape, and settings key=value,key=value that change it (without a name: the first one)")
       ->delimiter(',');
   command->add_option("--json", options.json, "write the results to FILE")->type_name("FILE")->check(a_writable_file());
   return command;

@@ -246,6 +246,19 @@ def test_a_shape_that_a_backend_refuses_is_left_out_by_name(tmp_path: Path) -> N
     assert neither.stderr == "hopwell: nothing of lightning_indexer could be timed\n"
 
 
+def test_settings_change_the_shape_before_them(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    shapes = ["--shape", "training_step,rows=1,columns=8", "--shape", "training_step,rows=2,columns=16"]
+    result = run("bench", "normalize_l1", "--backend", "cpu", *shapes, "--json", str(file))
+    assert result.returncode == 0, result.stderr
+    timed = [row["settings"] for row in json.loads(file.read_text())["results"]]
+    assert [(row["rows"], row["columns"]) for row in timed] == [("1", "8"), ("2", "16")]
+
+    result = run("bench", "normalize_l1", "--backend", "cpu", "--shape", "rows=3,columns=8", "--json", str(file))
+    assert result.returncode == 0, result.stderr
+    assert [row["settings"]["rows"] for row in json.loads(file.read_text())["results"]] == ["3"]
+
+
 # ---- output that cannot be written ---------------------------------------------------------------------------------
 
 

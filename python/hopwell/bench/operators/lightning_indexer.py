@@ -180,7 +180,7 @@ def lightning_indexer_backward(
                 "cuDNN front end",
                 CUDNN,
                 cudnn,
-                lambda r: [r["d_index_q"], r["d_index_k"], r["d_weights"]],
+                lambda r: [r[name][0] for name in ("d_index_q", "d_index_k", "d_weights")],
                 "recompute of the scores, copy of the target, backward; no loss",
             ),
             torch_peer(
