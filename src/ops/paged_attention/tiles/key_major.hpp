@@ -85,7 +85,10 @@ struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
     } else {
       if (tile.page < 0) seen = 0;
       if constexpr (kPacked) {
-        copy_packed(p, source, tile, address);
+        if (lanes * p.schedule.heads == 32)
+          copy_joined(p, source, tile, seen, address);
+        else
+          copy_packed(p, source, tile, address);
       } else {
         const int64_t page = seen ? tile.page : 0, slot = seen ? key % cache.block : 0;
         copy_chunks(source.k + page * cache.k_page + slot * cache.k_slot, cache.k_slot, seen, address);
@@ -221,8 +224,29 @@ struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
                        chunk < chunks ? int(seen >> key & 1) * 16 : 0);
     }
   }
-  // The rows of all lanes, packed: of as many keys at a time as certainly share a page. Those follow one another but for
-  // what lies between the rows of two keys.
+  // Packed rows of heads that take all lanes: the keys are the same for all of them, and the rows of one follow one
+  // another, so that nothing of an address is to be found out for a chunk.
+  HOPWELL_DEVICE void copy_joined(const Params& p, const CopySource& source, const KeyTile& tile, uint32_t seen,
+                                  uint32_t to) const {
+    const Cache& cache = p.cache;
+    const int lane_offset = 16 * arch::lane_index();
+    const int64_t page = seen ? tile.page : 0, slot = seen ? tile.key % cache.block : 0;
+    const char *k = source.k + page * cache.k_page + slot * cache.k_slot + lane_offset,
+               *v = source.v + page * cache.v_page + slot * cache.v_slot + lane_offset;
+    to += uint32_t(lane_offset);
+    HOPWELL_UNROLL
+    for (int key = 0; key < kKeys; ++key, k += cache.k_slot, v += cache.v_slot, to += uint32_t(16 * row_chunks)) {
+      const int size = int(seen >> key & 1) * 16;
+      HOPWELL_UNROLL
+      for (int i = 0; i < kChunksOfKey; ++i) {
+        if (32 * i + arch::lane_index() >= row_chunks) continue;
+        arch::cp_async(to + uint32_t(i * kWarpChunkBytes), k + i * kWarpChunkBytes, size);
+        arch::cp_async(to + uint32_t(i * kWarpChunkBytes) + Stage::kOffsetV, v + i * kWarpChunkBytes, size);
+      }
+    }
+  }
+  // Packed rows of any other number of heads: of as many keys at a time as certainly share a page. Those follow one
+  // another but for what lies between the rows of two keys.
   HOPWELL_DEVICE void copy_packed(const Params& p, const CopySource& source, const KeyTile& tile, uint32_t to) const {
     const Cache& cache = p.cache;
     const Keys& visible = source.vector.visible;
