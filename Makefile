@@ -115,7 +115,7 @@ bench: build
 
 # OPERATORS: some of them. On a device that no record is of nothing is compared, and it fails with status 3.
 bench-check: build
-	@$(PYTHON) -m hopwell.bench $(OPERATORS) --check benchmarks/results/*/peers.json
+	@$(PYTHON) -m hopwell.bench $(OPERATORS) --check benchmarks/results/*/peers*.json
 
 # Of the library nothing is compiled: the Python reference is made of docstrings, the C++ one of the headers. The tutorial's kernels are,
 # with the emulator, for a minute the first time: a page shows what they do. Any warning is an error.

@@ -88,7 +88,7 @@ def beside(arguments: str) -> str:
 
 def all_peers(machine: str) -> str:
     """What `python -m hopwell.bench` recorded on a machine, of all operators."""
-    record = records.read(f"../{machine}/peers")
+    made = records.peer_records(machine)
     lines = [
         [
             f"`{row['operator']}`",
@@ -97,11 +97,12 @@ def all_peers(machine: str) -> str:
             f"{row['times_as_fast']:.2f}",
             f"{row['share']:.2f} / {row['peer_share']:.2f} of the {row['ceiling']}",
         ]
+        for record in made
         for row in record["results"]
         if "times_as_fast" in row
     ]
     head = ["operator", "shape", "beside", "its time ÷ Hopwell's", "shares of the ceiling"]
-    return table(head, lines) + made_by("python -m hopwell.bench", [record])
+    return table(head, lines) + made_by("python -m hopwell.bench", made)
 
 
 def on_machine(arguments: str) -> str:
@@ -112,13 +113,14 @@ def on_machine(arguments: str) -> str:
     for row in record["results"]:
         if row["operator"] != operator:
             continue
-        words = row["shape"].split()[1:]
-        settings = [word for word in words if word.split("=")[0] not in ("h_q", "s") and not word.endswith("=0")]
-        heads = row["settings"]["h_q"] + (
-            f", {row['settings']['h_index']} index" if "h_index" in row["settings"] else ""
-        )
-        name = ", ".join([f"{heads} heads", *(f"`{word}`" for word in settings)])
-        cells.setdefault(name, {})[keys_of(row)] = f"{row['share_of_matmul']:.3f} ({row['median_seconds'] * 1e3:.2f})"
+        shape, *words = row["shape"].split()
+        settings = [
+            word for word in words if word.split("=")[0] not in ("h_q", "s", "s_kv") and not word.endswith("=0")
+        ]
+        name = ", ".join([heads_of(row) or f"`{shape}`", *(f"`{word}`" for word in settings)])
+        ms = row["median_seconds"] * 1e3
+        time = f"{ms:.2f}" if ms >= 1 else f"{ms:.3f}"
+        cells.setdefault(name, {})[keys_of(row)] = f"{row['share_of_matmul']:.3f} ({time})"
     keys = sorted({s_kv for of_name in cells.values() for s_kv in of_name})
     lines = [[name, *(of_name.get(s_kv, "") for s_kv in keys)] for name, of_name in cells.items()]
     text = table(["share of the product (ms)", *(f"s_kv {records.number(s)}" for s in keys)], lines)
@@ -180,6 +182,14 @@ def bench(operator: str) -> str:
     if not records.bench_rows(operator):
         return "`hopwell bench` has no record of it.\n"
     return folded("Against the hardware, in figures", measured(operator))
+
+
+def heads_of(row: Row) -> str:
+    """The call's heads, and beside them those of its indexer; "" where it has no heads of attention."""
+    settings = row["settings"]
+    if "h_q" not in settings:
+        return ""
+    return f"{settings['h_q']}" + (f", {settings['h_index']} index" if "h_index" in settings else "") + " heads"
 
 
 def keys_of(row: Row) -> int:

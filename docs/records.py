@@ -54,6 +54,11 @@ def bench_rows(operator: str) -> list[tuple[Row, Record]]:
     ]
 
 
+def peer_records(machine: str) -> list[Record]:
+    """What was measured on a machine beside other packages: a record for some of the operators each."""
+    return [read(f"../{machine}/{path.stem}") for path in sorted((FOLDER.parent / machine).glob("peers*.json"))]
+
+
 def peer_rows(operator: str) -> list[Row]:
     """What was measured of an operator beside other packages; without those that did not run."""
     return [row for row in read("peers")["results"] if row["operator"] == operator and "times_as_fast" in row]

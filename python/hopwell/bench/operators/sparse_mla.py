@@ -139,7 +139,7 @@ def attention_distribution(
         lambda _: [hopwell.attention_distribution(x.q, x.kv, x.indices, lse, x.scale, normalize="l1")],
         first(1),
         [
-            Peer("cuDNN front end", CUDNN, cudnn, lambda r: [r["target"]]),
+            Peer("cuDNN front end", CUDNN, cudnn, lambda r: [r["target"][0]]),
             torch_peer("torch gather + product", pytorch, first(1), f"{AT_ONCE} queries at a time"),
         ],
         operations=2 * s_q * h_q * topk * d,
