@@ -21,13 +21,13 @@ struct KeyMajorSizes {
   static constexpr bool kPacked = kOctets > 1;
   // Of 32 chunks in a stage. Room for a power of two is never all used by packed rows: four lanes lack an octet.
   static constexpr int kRows = kKeys * kChunksOfKey - (kPacked && kOctets % 2 == 0 ? kKeys * kChunksOfOctet / 4 : 0);
-  // Stages. A third costs packed rows of two or three octets more than it hides; of four it was not timed.
-  static constexpr int kRing = kOctets == 2 || kOctets == 3 ? 2 : stages_of(kRows);
+  // A third stage costs packed rows of two or three octets more than it hides; of four it was not timed.
+  static constexpr int kRingStages = kOctets == 2 || kOctets == 3 ? 2 : stages_of(kRows);
 };
 template <class T, int kOctets, int kTheKeys, bool kFused>
 struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
                       WholeTileStep<KeyMajorTile<T, kOctets, kTheKeys, kFused>,
-                                    KeyMajorSizes<T, kOctets, kTheKeys>::kRing, (kOctets > 1)> {
+                                    KeyMajorSizes<T, kOctets, kTheKeys>::kRingStages, (kOctets > 1)> {
   using Type = T;
   using Sizes = KeyMajorSizes<T, kOctets, kTheKeys>;
   using Sizes::kChunksOfKey, Sizes::kPacked, Sizes::kRows;
