@@ -21,6 +21,7 @@ plt = plot.plt
 
 README_PICTURE = Path(__file__).parent / "pictures" / "peers.svg"
 
+MACHINES = ("h200", "h100")  # of the README's picture
 MLA = {
     "sparse_mla_forward": ("Sparse MLA, forward", "FlashMLA"),
     "sparse_mla_backward": ("Sparse MLA, backward", "cuDNN front end"),
@@ -28,9 +29,11 @@ MLA = {
 }
 
 
-def by_keys(axes: Axes, operator: str, peer: str) -> None:
+def by_keys(axes: Axes, operator: str, peer: str, machine: str = "h200") -> None:
     """Shares of the matrix product over the number of keys: filled marks for 128 heads, open ones for 64."""
-    rows = [r for r in records.peer_rows(operator) if r["peer"] == peer and {"h_q", "s_kv"} <= r["shape"].keys()]
+    rows = [
+        r for r in records.peer_rows(operator, machine) if r["peer"] == peer and {"h_q", "s_kv"} <= r["shape"].keys()
+    ]
     for heads, marker, fill in ((128, "o", "full"), (64, "s", "none")):
         chosen = sorted((r for r in rows if r["shape"]["h_q"] == heads), key=lambda r: r["shape"]["s_kv"])
         keys = [r["shape"]["s_kv"] for r in chosen]
@@ -56,13 +59,13 @@ def readme_bars() -> list[tuple[str, float, float, float]]:
         if row["peer"] == "FlashInfer" and describe_decode(row)
     ]
     bars += [
-        plot.bar(row, f"lightning_indexer, {queries(row)} · cuDNN front end")
-        for row in records.peer_rows("lightning_indexer")
+        plot.bar(row, f"lightning_indexer, {queries(row)} · cuDNN front end, H100")
+        for row in records.peer_rows("lightning_indexer", "h100")
         if row["peer"] == "cuDNN front end"
     ]
     bars += [
-        plot.bar(row, "lightning_indexer_backward · cuDNN front end")
-        for row in records.peer_rows("lightning_indexer_backward")
+        plot.bar(row, "lightning_indexer_backward · cuDNN front end, H100")
+        for row in records.peer_rows("lightning_indexer_backward", "h100")
         if row["peer"] == "cuDNN front end"
     ]
     linear = [row for row in records.peer_rows("nvfp4_linear") if row["peer"].startswith("torch")]
@@ -101,19 +104,20 @@ def queries(row: records.Row) -> str:
 
 def readme_picture() -> str:
     plot.style()
-    figure = plt.figure(figsize=(10, 7), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=[1, 1.3])
-    panels = above.subplots(1, 3, sharey=True)
-    for axes, (operator, (title, peer)) in zip(panels, MLA.items(), strict=True):
-        by_keys(axes, operator, peer)
-        axes.set_title(title, loc="left")
-        axes.legend(frameon=False, fontsize=7, loc="lower left", borderpad=0)
-    panels[0].set_ylabel("share of cuBLAS' bf16 product")
+    figure = plt.figure(figsize=(10, 10), layout="constrained")
+    *above, below = figure.subfigures(3, 1, height_ratios=[1, 1, 1.3])
+    for part, machine in zip(above, MACHINES, strict=True):
+        panels = part.subplots(1, 3, sharey=True)
+        for axes, (operator, (title, peer)) in zip(panels, MLA.items(), strict=True):
+            by_keys(axes, operator, peer, machine)
+            axes.set_title(f"{title}, {machine.upper()}", loc="left")
+            axes.legend(frameon=False, fontsize=7, loc="lower left", borderpad=0)
+        panels[0].set_ylabel("share of cuBLAS' bf16 product")
     axes = below.subplots()
     plot.ratios(axes, readme_bars())
     axes.set_title("Decode, indexer and 4-bit weights", loc="left")
-    note = f"Timed in turns on {records.provenance(records.read('peers'))}"
-    axes.set_xlabel(f"{axes.get_xlabel()}\n{note}")
+    made = [records.provenance(records.read(f"../{machine}/peers")) for machine in MACHINES]
+    below.supxlabel(f"Timed in turns on {made[0]};\n{made[1]}", fontsize=8)
     return plot.svg(figure)
 
 

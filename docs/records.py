@@ -59,9 +59,10 @@ def peer_records(machine: str) -> list[Record]:
     return [read(f"../{machine}/{path.stem}") for path in sorted((FOLDER.parent / machine).glob("peers*.json"))]
 
 
-def peer_rows(operator: str) -> list[Row]:
+def peer_rows(operator: str, machine: str = "h200") -> list[Row]:
     """What was measured of an operator beside other packages; without those that did not run."""
-    return [row for row in read("peers")["results"] if row["operator"] == operator and "times_as_fast" in row]
+    rows = (row for record in peer_records(machine) for row in record["results"])
+    return [row for row in rows if row["operator"] == operator and "times_as_fast" in row]
 
 
 def peers_that_failed(operator: str) -> dict[str, str]:
