@@ -106,13 +106,11 @@ def all_peers(machine: str) -> str:
 
 
 def on_machine(arguments: str) -> str:
-    """`MACHINE OPERATOR`: shares of the matrix product and times of what `hopwell bench` recorded there in one run."""
+    """`MACHINE OPERATOR`: shares of the matrix product and times of what `hopwell bench` recorded there."""
     machine, operator = arguments.split()
-    record = records.read(f"../{machine}/bench")
+    rows = records.bench_rows(operator, machine)
     cells: dict[str, dict[int, str]] = {}
-    for row in record["results"]:
-        if row["operator"] != operator:
-            continue
+    for row, _ in rows:
         shape, *words = row["shape"].split()
         settings = [
             word for word in words if word.split("=")[0] not in ("h_q", "s", "s_kv") and not word.endswith("=0")
@@ -124,7 +122,7 @@ def on_machine(arguments: str) -> str:
     keys = sorted({s_kv for of_name in cells.values() for s_kv in of_name})
     lines = [[name, *(of_name.get(s_kv, "") for s_kv in keys)] for name, of_name in cells.items()]
     text = table(["share of the product (ms)", *(f"s_kv {records.number(s)}" for s in keys)], lines)
-    return text + made_by(f"hopwell bench {operator}", [record])
+    return text + made_by(f"hopwell bench {operator}", [record for _, record in rows])
 
 
 def context_parallel() -> str:
@@ -189,7 +187,8 @@ def heads_of(row: Row) -> str:
     settings = row["settings"]
     if "h_q" not in settings:
         return ""
-    return f"{settings['h_q']}" + (f", {settings['h_index']} index" if "h_index" in settings else "") + " heads"
+    index = f", {settings['h_index']} index" if "h_index" in settings else ""
+    return f"{settings['h_q']}{index} heads"
 
 
 def keys_of(row: Row) -> int:

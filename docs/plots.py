@@ -117,7 +117,7 @@ def readme_picture() -> str:
     plot.ratios(axes, readme_bars())
     axes.set_title("Decode, indexer and 4-bit weights", loc="left")
     made = [records.provenance(records.read(f"../{machine}/peers")) for machine in MACHINES]
-    below.supxlabel(f"Timed in turns on {made[0]};\n{made[1]}", fontsize=8)
+    below.supxlabel("Timed in turns on " + ";\n".join(made), fontsize=8)
     return plot.svg(figure)
 
 

@@ -43,9 +43,9 @@ def read(name: str) -> Record:
     return record
 
 
-def bench_rows(operator: str) -> list[tuple[Row, Record]]:
+def bench_rows(operator: str, machine: str = "h200") -> list[tuple[Row, Record]]:
     """What `hopwell bench` measured of an operator, each row with the record that it stands in."""
-    records = [read(path.stem) for path in sorted(FOLDER.glob("*.json"))]
+    records = [read(f"../{machine}/{path.stem}") for path in sorted((FOLDER.parent / machine).glob("*.json"))]
     return [
         (row, record)
         for record in records
