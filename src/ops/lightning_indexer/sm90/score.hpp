@@ -17,7 +17,8 @@
 //           registers: score 64 (e4m3 32) of keys + 64 products + 8 sums + ~20; others 32 (e4m3 56)
 // Bound     a tile costs the tensor cores 1,536 clocks, 64 heads × 384 keys × 128 at 2,048 a clock, or 768 of e4m3. Each
 //           quarter of the SM issues relu and weighing, two instructions for 32 products, in 384 slots, and what goes with
-//           it in as many again: copies and products of q, sums of quads, barriers. So e4m3 is bound by issue slots
+//           it in as many again: copies and products of q, sums of quads, barriers. e4m3 takes about twice its slots:
+//           neither they nor the tensor cores hold it, and what does is not known
 #pragma once
 
 #include "arch/sm80/convert.hpp"
