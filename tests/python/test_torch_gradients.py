@@ -279,6 +279,16 @@ def test_the_scores_of_the_indexer_are_differentiable(dtype: torch.dtype) -> Non
     assert_gradients(gradients, torch.autograd.grad((expected * factors).sum(), exact), leaves)
 
 
+def test_gradients_of_any_strides_reach_the_indexer() -> None:
+    """That of a sum is one number expanded, that of a transpose has its rows apart."""
+    leaves = index_leaves(indexer_inputs())
+    scores = hw.lightning_indexer(*leaves, 9)[1]  # of 21 keys, all visible
+    for given in (torch.ones(()).expand(11, 9), torch.randn(9, 11).t()):
+        actual = torch.autograd.grad(scores, leaves, given, retain_graph=True)
+        expected = torch.autograd.grad(scores, leaves, given.contiguous(), retain_graph=True)
+        assert_gradients(actual, expected, leaves)
+
+
 def test_compiled_gradients_of_the_scores() -> None:
     inputs = indexer_inputs()
     leaves = index_leaves(inputs)

@@ -8,7 +8,7 @@ from torch import Tensor
 import hopwell
 from hopwell._arrays import check_topk
 
-from ._register import Gradients, differentiable, exporting, operator
+from ._register import Gradients, contiguous_rows, differentiable, exporting, operator
 
 _indexer, _backward = exporting(hopwell.lightning_indexer), exporting(hopwell.lightning_indexer_backward)
 
@@ -122,7 +122,7 @@ def _save_scores(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
 def _differentiate_scores(ctx: Any, _: Tensor, d_scores: Tensor) -> Gradients:
     q_index, k_index, weights, indices = ctx.saved_tensors
     _, d_q_index, d_k_index, d_weights, _ = lightning_indexer_backward(
-        None, q_index, k_index, weights, indices, d_scores=d_scores, backend=ctx.backend
+        None, q_index, k_index, weights, indices, d_scores=contiguous_rows(d_scores), backend=ctx.backend
     )
     return d_q_index, d_k_index.to(k_index.dtype), d_weights, *(None,) * 9
 

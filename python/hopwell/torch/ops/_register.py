@@ -150,6 +150,13 @@ def exporting(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def contiguous_rows(gradient: Tensor) -> Tensor:
+    """What autograd gives may have any strides, such as the gradient of a sum, one number expanded; an operator takes a
+    contiguous last dimension.
+    """
+    return gradient if gradient.stride(-1) == 1 else gradient.contiguous()
+
+
 def scale_shape(rows: int, k: int, scale_layout: str) -> tuple[int, int]:
     """Shape of the scales of a [rows, k] matrix; the blocked layout pads to whole 128 × 4 blocks."""
     if scale_layout == "blocked":

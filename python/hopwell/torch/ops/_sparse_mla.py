@@ -8,7 +8,7 @@ from torch import Tensor
 import hopwell
 from hopwell._arrays import dtype_name
 
-from ._register import Gradients, differentiable, exporting, no_gradient, operator, stop_gradient
+from ._register import Gradients, contiguous_rows, differentiable, exporting, no_gradient, operator, stop_gradient
 
 _forward, _backward = exporting(hopwell.sparse_mla_forward), exporting(hopwell.sparse_mla_backward)
 _distribution, _normalize = exporting(hopwell.attention_distribution), exporting(hopwell.normalize_l1)
@@ -199,10 +199,8 @@ def _save_sparse_mla(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Te
 def _differentiate_sparse_mla(ctx: Any, d_out: Tensor, _d_max_logits: Tensor, _d_lse: Tensor) -> Gradients:
     q, kv, indices, out, lse, attn_sink, topk_length, q_positions, k_start, k_end = ctx.saved_tensors
     needed = [i for i, need in enumerate(ctx.needs_input_grad) if need]  # PyTorch leaves out trailing defaults
-    if d_out.stride(-1) != 1:  # such as the gradient of a sum, one number expanded
-        d_out = d_out.contiguous()
     dq, dkv, d_sink = sparse_mla_backward(
-        *(d_out, q, kv, indices, out, lse, ctx.sm_scale, ctx.d_v),
+        *(contiguous_rows(d_out), q, kv, indices, out, lse, ctx.sm_scale, ctx.d_v),
         attn_sink=attn_sink,
         topk_length=topk_length,
         q_positions=q_positions,
