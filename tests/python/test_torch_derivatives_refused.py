@@ -8,6 +8,7 @@ import hopwell
 import pytest
 import torch
 from hopwell import torch as hw
+from hopwell.torch.parallel import ContextShard, ParallelDSA
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch_inputs import dense_loss_inputs, indexer_inputs, sparse_inputs
@@ -34,6 +35,16 @@ def test_second_derivatives_are_an_error(name: str) -> None:
         (function(leaf) + leaf.square().sum()).backward(create_graph=True)
     (gradient,) = torch.autograd.grad(function(leaf), leaf)
     assert not gradient.requires_grad
+
+
+@pytest.mark.parametrize("of_loss", [False, True])
+def test_second_derivatives_over_ranks_are_an_error(of_loss: bool) -> None:
+    mla = hw.nn.SparseMLA(24, 2, d_v=8, d_rope=4, d_nope=4, d_head=4)
+    dsa = ParallelDSA(mla, hw.nn.LightningIndexer(24, topk=3, h_index=2, d_index=8, d_rope=4))
+    y, loss = dsa(torch.randn(1, 5, 24), ContextShard.zigzag(5))
+    weight = dsa.indexer.key.weight if of_loss else mla.up_key
+    with pytest.raises(RuntimeError, match=r"hopwell.torch.parallel has no second derivative"):
+        torch.autograd.grad(loss if of_loss else y.sum(), weight, create_graph=True)
 
 
 def test_the_backward_as_an_op_has_no_gradient() -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from hopwell.torch import nn, ops
 from hopwell.torch.ops._indexer_dense_loss import indexer_dense_loss_and_gradients
-from hopwell.torch.ops._register import Gradients
+from hopwell.torch.ops._register import Gradients, refuse_second_derivative
 
 Group = dist.ProcessGroup | None  # None: this rank alone
 
@@ -134,6 +134,7 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_total: Tensor) -> Gradients:
+        refuse_second_derivative("hopwell.torch.parallel")
         return d_total, None
 
 
@@ -147,6 +148,7 @@ class _SumOfGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_x: Tensor) -> Gradients:
+        refuse_second_derivative("hopwell.torch.parallel")
         return _sum(d_x, ctx.group), None
 
 
@@ -171,6 +173,7 @@ class _SparseMLA(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, _d_lse: Tensor) -> Gradients:
+        refuse_second_derivative("hopwell.torch.parallel")
         q, keys, out, lse, sink = ctx.saved_tensors
         options, masks = ctx.options, ctx.options["masks"]
         dq, dkv, d_sink = ops.sparse_mla_backward(
@@ -204,6 +207,7 @@ class _IndexerLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> Gradients:
+        refuse_second_derivative("hopwell.torch.parallel")
         d_q, d_k, d_weights = (g * d_loss.to(g.dtype) for g in ctx.saved_tensors)
         return d_q, ctx.shard.reduce(d_k.view(ctx.shape)).to(ctx.k_dtype), d_weights, None, None, None
 

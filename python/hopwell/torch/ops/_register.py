@@ -81,8 +81,7 @@ def differentiable(name: str, backward: Callable[..., Gradients], save: Callable
     """Gives hopwell::<name> its gradients; `save` keeps in the context what they need. They have none themselves."""
 
     def once(ctx: Any, *d_outputs: Tensor) -> Gradients:
-        if torch.is_grad_enabled():  # the gradients would be constants, and second derivatives too small in silence
-            raise RuntimeError(f"hopwell::{name} has no second derivative: it can't run with create_graph=True")
+        refuse_second_derivative(f"hopwell::{name}")
         return backward(ctx, *d_outputs)
 
     op, torch_autograd = _op(name), _torch._library.autograd
@@ -97,6 +96,12 @@ def differentiable(name: str, backward: Callable[..., Gradients], save: Callable
             return op.redispatch(keyset & _c._after_autograd_keyset, *args)
 
     _library.impl(name, autograd, "Autograd", with_keyset=True)
+
+
+def refuse_second_derivative(what: str) -> None:
+    """In a backward: its gradients would be constants, and second derivatives too small in silence."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"{what} has no second derivative: it can't run with create_graph=True")
 
 
 def stop_gradient(name: str) -> None:
