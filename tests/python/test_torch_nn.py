@@ -325,3 +325,55 @@ def test_nvfp4_linear(bias: bool, dtype: torch.dtype) -> None:
 def test_nvfp4_linear_needs_whole_blocks() -> None:
     with pytest.raises(ValueError, match="in_features must be a multiple of 16; got 24"):
         nn.NVFP4Linear.from_linear(torch.nn.Linear(24, 8))
+
+
+@pytest.mark.parametrize("floats", [False, True])
+@pytest.mark.parametrize("assign", [False, True])
+def test_nvfp4_linear_loads_bytes_of_either_type(floats: bool, assign: bool) -> None:
+    """Checkpoints have scales as float8_e4m3fn: converted by value to uint8, they would be other scales."""
+    layer, x = nn.NVFP4Linear.from_linear(torch.nn.Linear(64, 21)), torch.randn(3, 64)
+    y, other = layer(x), nn.NVFP4Linear.from_linear(torch.nn.Linear(64, 21))
+    as_floats = {"weight": torch.float4_e2m1fn_x2, "weight_scale": torch.float8_e4m3fn}
+    if floats:
+        codes, scales = (getattr(other, name).view(dtype) for name, dtype in as_floats.items())
+        other = nn.NVFP4Linear(codes, scales, other.weight_global, other.bias)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), other)
+    for dtypes in ({}, as_floats):
+        state = {name: t.view(dtypes.get(name, t.dtype)) for name, t in layer.state_dict().items()}
+        model.load_state_dict(model.state_dict() | {f"1.{name}": t.clone() for name, t in state.items()}, assign=assign)
+        assert torch.equal(model[1](x), y)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        layer.load_state_dict({name: t for name, t in state.items() if name != "weight"})
+    for wrong in (torch.float32, torch.float8_e5m2):
+        with pytest.raises(
+            RuntimeError, match=r"NVFP4Linear: weight_scale must be torch.uint8 or torch.float8_e4m3fn; got"
+        ):
+            layer.load_state_dict(state | {"weight_scale": torch.ones(21, 4).to(wrong)})
+    assert torch.equal(layer(x), y)
+
+
+def test_inputs_that_do_not_fit() -> None:
+    layer = nn.NVFP4Linear.from_linear(torch.nn.Linear(64, 8))
+    for shape in ((4, 32), (2, 128), (0, 32), ()):
+        with pytest.raises(ValueError, match=r"NVFP4Linear: x must be \[..., in_features=64\]; got \["):
+            layer(torch.randn(shape))
+    dsa, flat = make_dsa(), torch.randn(5, D_MODEL)
+    parallel, shard = ParallelDSA(dsa.mla, dsa.indexer), ContextShard.zigzag(5)
+    entries = torch.zeros(1, 5, 2, dtype=torch.int32)
+    calls = {
+        "DSA": lambda: dsa(flat),
+        "LightningIndexer": lambda: dsa.indexer(flat),
+        "SparseMLA": lambda: dsa.mla(flat, entries),
+        "ParallelDSA": lambda: parallel(flat, shard),
+        "DSA.extend": lambda: dsa.extend(flat[:1], nn.KeyCache(9)),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=rf"^{name}: x must be \[.*, d_model\].*; got \["):
+            call()
+    with pytest.raises(ValueError, match=r"SparseMLA: indices must be int32 \[b, s, topk\]"):
+        dsa.mla(flat[None], entries[:, :, 0])
+    with pytest.raises(ValueError, match="ParallelDSA: mode must be 'dense' or 'warm-up' or 'sparse'; got 'spares'"):
+        parallel(flat[None], shard, "spares")
+    for odd in (torch.randn(1, 5, 7), torch.randn(5, 8), torch.randn(1, 5, 2, 2, 8)):
+        with pytest.raises(ValueError, match=r"rotate: x must be \[b, s, d\] or \[b, s, h, d\] with d even; got "):
+            nn.rotate(odd)

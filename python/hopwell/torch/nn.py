@@ -24,6 +24,8 @@ Mode = Literal["dense", "warm-up", "sparse"]
 
 def rotate(x: Tensor, start: int | Tensor = 0, theta: float = 10_000.0) -> Tensor:
     """Rotary position embedding of x [b, s, d] or [b, s, h, d], d even, for the positions start … start + s − 1."""
+    if x.ndim not in (3, 4) or x.shape[-1] % 2:
+        raise ValueError(f"rotate: x must be [b, s, d] or [b, s, h, d] with d even; got {list(x.shape)}")
     s, d = x.shape[1], x.shape[-1]
     positions = torch.arange(s, device=x.device, dtype=torch.float32) + start
     frequencies = theta ** (-torch.arange(0, d, 2, device=x.device, dtype=torch.float32) / d)
@@ -33,6 +35,18 @@ def rotate(x: Tensor, start: int | Tensor = 0, theta: float = 10_000.0) -> Tenso
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     even, odd = x.chunk(2, dim=-1)
     return torch.cat([even * cos - odd * sin, odd * cos + even * sin], dim=-1)
+
+
+def check_tokens(module: str, x: Tensor) -> None:
+    """The input of a module here is a batch of sequences."""
+    if x.ndim != 3:
+        raise ValueError(f"{module}: x must be [b, s, d_model]; got {list(x.shape)}")
+
+
+def check_mode(module: str, mode: str) -> None:
+    """A mode of `DSA`."""
+    if mode not in get_args(Mode):
+        raise ValueError(f"{module}: mode must be {' or '.join(map(repr, get_args(Mode)))}; got {mode!r}")
 
 
 @dataclass
@@ -181,7 +195,8 @@ class SparseMLA(KeepsDtypes):
 
     def forward(self, x: Tensor, indices: Tensor) -> Tensor:
         """x [b, s, d_model], indices int32 [b, s, topk] within each sequence (others: none) → [b, s, d_model]."""
-        if indices.shape[:2] != x.shape[:2]:
+        check_tokens("SparseMLA", x)
+        if indices.ndim != 3 or indices.shape[:2] != x.shape[:2]:
             raise ValueError(
                 f"SparseMLA: indices must be int32 [b, s, topk] with [b, s] = {list(x.shape[:2])} as x has;"
                 f" got {list(indices.shape)}"
@@ -250,6 +265,7 @@ class LightningIndexer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [b, s, d_model] → indices int32 [b, s, topk]."""
+        check_tokens("LightningIndexer", x)
         return self.select(*self.project(x))
 
 
@@ -275,8 +291,8 @@ class DSA(nn.Module):
 
     def forward(self, x: Tensor, mode: Mode = "sparse") -> tuple[Tensor, Tensor | None]:
         """x [b, s, d_model] → y [b, s, d_model] and, where gradients are on and the mode has it, the indexer's loss."""
-        if mode not in get_args(Mode):
-            raise ValueError(f"DSA: mode must be {' or '.join(map(repr, get_args(Mode)))}; got {mode!r}")
+        check_mode("DSA", mode)
+        check_tokens("DSA", x)
         if mode == "dense":
             self.selected = None
             return self.mla.dense(x), None
@@ -305,7 +321,7 @@ class DSA(nn.Module):
 
     def extend(self, x: Tensor, cache: KeyCache) -> Tensor:
         """The tokens x [1, s, d_model] that follow those in the cache: adds their keys to it and attends sparsely."""
-        if len(x) != 1:
+        if x.ndim != 3 or len(x) != 1:
             raise ValueError(
                 f"DSA.extend: x must be [1, s, d_model], one sequence as the cache is; got {list(x.shape)}"
             )
@@ -326,6 +342,10 @@ class NVFP4Linear(KeepsDtypes):
     """
 
     kept = ("weight", "weight_scale", "weight_global")
+    _bytes: ClassVar[dict[str, tuple[torch.dtype, ...]]] = {
+        "weight": (torch.uint8, torch.float4_e2m1fn_x2),
+        "weight_scale": (torch.uint8, torch.float8_e4m3fn),
+    }
 
     weight: Tensor
     weight_scale: Tensor
@@ -333,8 +353,8 @@ class NVFP4Linear(KeepsDtypes):
     bias: Tensor | None
 
     def __init__(self, weight: Tensor, weight_scale: Tensor, weight_global: Tensor, bias: Tensor | None = None) -> None:
-        """weight uint8 [out_features, in_features/2], weight_scale uint8 [out_features, in_features/16], weight_global
-        0-d.
+        """weight uint8 or float4_e2m1fn_x2 [out_features, in_features/2], weight_scale uint8 or float8_e4m3fn
+        [out_features, in_features/16], weight_global float32 0-d.
         """
         super().__init__()
         self.out_features, self.in_features = weight.shape[0], weight.shape[1] * 2
@@ -351,8 +371,26 @@ class NVFP4Linear(KeepsDtypes):
         bias = None if linear.bias is None else linear.bias.detach().clone()
         return cls(*ops.nvfp4_quantize(linear.weight.detach()), bias)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Codes and scales are bytes, whichever of their types a checkpoint has them in: PyTorch would convert values
+        of one to those of the other, which are other numbers.
+        """
+        for name, types in self._bytes.items():
+            key, own = prefix + name, getattr(self, name)
+            if key not in state_dict:
+                continue
+            given = state_dict[key]
+            if given.dtype not in types:
+                errors, expected = rest[-1], " or ".join(map(str, types))
+                errors.append(f"NVFP4Linear: {key} must be {expected}; got {given.dtype} {list(given.shape)}")
+                given = own
+            state_dict[key] = given.view(own.dtype)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] → [..., out_features] in x's dtype, or in autocast's where that is on."""
+        if x.ndim == 0 or x.shape[-1] != self.in_features:
+            raise ValueError(f"NVFP4Linear: x must be [..., in_features={self.in_features}]; got {list(x.shape)}")
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         bias = None if self.bias is None else self.bias.to(x.dtype)
