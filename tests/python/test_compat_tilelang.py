@@ -97,6 +97,26 @@ def test_indexer_without_the_relu(given: bool) -> None:
         assert norm_error(gradient, other) <= 4e-3
 
 
+@pytest.mark.parametrize("use_relu", [False, True])
+def test_indexer_arguments_that_do_not_fit(use_relu: bool) -> None:
+    """Said at once, and not when a backward comes."""
+    leaves, (start, end) = index_inputs(torch.float32), generate_varlen_mask_params(CU_SEQLENS)
+    q, k, weights = leaves
+    chosen = torch.zeros(24, 5, dtype=torch.int32)
+    with pytest.raises(
+        ValueError, match=r"lighting_indexer: index_q must be \[s_q, h_index, d_index\]; got \[24, 16\]"
+    ):
+        lighting_indexer(q[:, 0], k, weights, start, end, 5, use_relu=use_relu)
+    with pytest.raises(ValueError, match=r"lighting_indexer: weights must be \[s_q=24, h_index=3\]; got \[24, 2\]"):
+        lighting_indexer(q, k, weights[:, :2], start, end, 5, use_relu=use_relu)
+    for wrong in (chosen.long(), chosen[:7], chosen[None]):
+        with pytest.raises(ValueError, match="indexer_scores: indices must be "):
+            lighting_indexer(q, k, weights, start, end, 5, wrong, use_relu)
+    for bounds in ((start[:1], end), (start, torch.zeros(30, dtype=torch.int32))):
+        with pytest.raises(ValueError, match=r"indexer_scores: k_\w+ must be \[s_q=24\]"):
+            lighting_indexer(q, k, weights, *bounds, 5, chosen, use_relu)
+
+
 def test_miles_names_how_it_selects() -> None:
     leaves, (start, end) = index_inputs(torch.float32), generate_varlen_mask_params(CU_SEQLENS)
     plain = lighting_indexer(*leaves, start, end, 4)
@@ -257,6 +277,11 @@ def test_shapes_of_compressed_keys_that_do_not_fit() -> None:
         v4_lighting_indexer(q, k[..., :8], weights, 4, 2)
     with pytest.raises(ValueError, match="v4_lighting_indexer: compress_ratio must be at least 1; got 0"):
         v4_lighting_indexer(q, k, weights, 0, 2)
+    with pytest.raises(ValueError, match=r"v4_lighting_indexer: weights must be \[s=5, b=2, h_index=3\]; got \[5, 3\]"):
+        v4_lighting_indexer(q, k, weights[:, 0], 4, 2)
+    for b in (1, 3):
+        with pytest.raises(ValueError, match=r"v4_lighting_indexer: topk_indices must be \[b=2, s=5, topk\]"):
+            v4_lighting_indexer(q, k, weights, 4, 2, torch.zeros(b, 5, 2, dtype=torch.int32))
 
 
 def test_no_sequences_give_empty_results() -> None:

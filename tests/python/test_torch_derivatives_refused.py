@@ -18,10 +18,13 @@ pytestmark = pytest.mark.usefixtures("torch_seed")
 
 def differentiable_calls() -> dict[str, tuple[Tensor, Callable[[Tensor], Tensor]]]:
     """An input of each differentiable operator and a scalar of it."""
-    sparse, index, dense = sparse_inputs(), indexer_inputs(), dense_loss_inputs()
+    sparse, index, dense, given = sparse_inputs(), indexer_inputs(), dense_loss_inputs(), indexer_inputs()
+    given["indices"].abs_().clamp_(max=20)
+    del given["target"]
     return {
         "sparse_mla_forward": (sparse.pop("q"), lambda q: hw.sparse_mla(q, **sparse)[0].sum()),
         "lightning_indexer_backward": (index.pop("q_index"), lambda q: hw.indexer_loss(q, **index)),
+        "indexer_scores": (given.pop("q_index"), lambda q: hw.indexer_scores(q, **given).sum()),
         "indexer_dense_loss": (dense[3], lambda q: hw.indexer_dense_loss(*dense[:3], q, *dense[4:])),
     }
 

@@ -45,6 +45,7 @@ def op_samples() -> dict[str, tuple[Any, ...]]:
         # Without gradients: opcheck cannot add the scores to integers. test_compiled_gradients_of_the_scores has them.
         plain_index = (x.detach() for x in (q_index, k_index, weights))
         samples[f"lightning_indexer {name}"] = (*plain_index, 5, None, 0)
+        samples[f"indexer_scores {name}"] = *(x.detach() for x in (q_index, k_index, weights)), index["indices"]
         loss = index["target"], q_index, k_index, weights, index["indices"]
         samples[f"lightning_indexer_backward {name}"] = loss
         ranges, row_weights = indexer_key_ranges().values(), torch.rand(11)

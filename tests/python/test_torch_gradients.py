@@ -289,13 +289,69 @@ def test_gradients_of_any_strides_reach_the_indexer() -> None:
         assert_gradients(actual, expected, leaves)
 
 
-def test_compiled_gradients_of_the_scores() -> None:
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_of_given_entries(dtype: torch.dtype, masked: bool, relu: bool) -> None:
+    """Entries that are none, and those that occur twice, too."""
+    inputs, ranges = indexer_inputs(dtype), indexer_key_ranges() if masked else {}
+    leaves, indices = index_leaves(inputs), inputs["indices"].long()
+    scores = hw.indexer_scores(*leaves, inputs["indices"], **ranges, relu=relu)
+    counts = (indices >= 0) & (indices < 21)
+    if masked:
+        counts &= (indices >= ranges["k_start"][:, None]) & (indices < ranges["k_end"][:, None])
+    q, k, w = exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    dots = torch.einsum("sjd,sid->sji", q, k[indices.clamp(0, 20)])
+    expected = torch.einsum("sji,sj->si", dots.relu() if relu else dots, w)
+    assert scores.dtype == torch.float32
+    assert torch.equal(scores == -torch.inf, ~counts)
+    torch.testing.assert_close(scores[counts].double(), expected[counts], rtol=1e-4, atol=1e-4)
+    actual = torch.autograd.grad(scores.masked_fill(~counts, 0).t().square().sum(), leaves)
+    assert_gradients(actual, torch.autograd.grad(expected.masked_fill(~counts, 0).square().sum(), exact), leaves)
+    with torch.no_grad():
+        assert torch.equal(hw.indexer_scores(*leaves, inputs["indices"], **ranges, relu=relu), scores)
+
+
+def test_scores_of_nothing() -> None:
+    q, k, w, indices = torch.randn(11, 4, 32), torch.randn(21, 32), torch.randn(11, 4), indexer_inputs()["indices"]
+    assert hw.indexer_scores(q[:0], k, w[:0], indices[:0]).shape == (0, 7)
+    assert hw.indexer_scores(q, k, w, indices[:, :0]).shape == (11, 0)
+    assert (hw.indexer_scores(q, k[:0], w, indices) == -torch.inf).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q_index": torch.zeros(11, 4, 32).double()}, "q_index must be bfloat16 or float32; got torch.float64"),
+        ({"q_index": torch.zeros(11, 32)}, r"q_index must be \[s_q, h_index, d_index\]; got \[11, 32\]"),
+        ({"k_index": torch.zeros(21, 31)}, r"k_index must be \[s_kv, d_index=32\]; got \[21, 31\]"),
+        ({"k_index": torch.zeros(21, 32).bfloat16()}, "k_index must be torch.float32 as q_index is; got torch.bf"),
+        ({"weights": torch.zeros(11, 4).half()}, "weights must be bfloat16 or float32; got torch.float16"),
+        ({"weights": torch.zeros(11, 4, 1)}, r"weights must be \[s_q=11, h_index=4\]; got \[11, 4, 1\]"),
+        ({"indices": torch.zeros(11, 7).long()}, "indices must be int32; got torch.int64"),
+        ({"indices": torch.zeros(10, 7).int()}, r"indices must be \[s_q=11, topk\]; got \[10, 7\]"),
+        ({"k_start": torch.zeros(11).int()}, "k_start and k_end must be given together"),
+        ({"k_start": torch.zeros(11).int(), "k_end": torch.zeros(1).int()}, r"k_end must be \[s_q=11\]; got \[1\]"),
+    ],
+)
+@pytest.mark.parametrize("grad", [False, True])
+def test_scores_of_what_does_not_fit(change: dict[str, Tensor], message: str, grad: bool) -> None:
+    call = {name: x for name, x in indexer_inputs().items() if name != "target"}
+    with torch.set_grad_enabled(grad), pytest.raises(ValueError, match="^indexer_scores: " + message):
+        hw.indexer_scores(**call | change)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_compiled_gradients_of_the_scores(given: bool) -> None:
     inputs = indexer_inputs()
     leaves = index_leaves(inputs)
 
     def loss(*leaves: Tensor) -> Tensor:
         indices, scores = hw.lightning_indexer(*leaves, 9, q_start=0)
-        return scores.masked_fill(indices < 0, 0).square().sum()
+        if given:
+            indices = inputs["indices"]
+            scores = hw.indexer_scores(*leaves, indices)
+        return scores.masked_fill(scores == -torch.inf, 0).square().sum()
 
     expected = torch.autograd.grad(loss(*leaves), leaves)
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")(*leaves)

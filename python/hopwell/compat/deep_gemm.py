@@ -20,7 +20,7 @@ logits. Where only the best keys are wanted, `hopwell.torch.lightning_indexer` g
 import torch
 from torch import Tensor
 
-from ._checks import require, require_shape
+from .._checks import require, require_shape
 from ._index_scores import write_index_scores
 
 _KINDS = (torch.float8_e4m3fn, torch.bfloat16, torch.float32)

@@ -10,8 +10,8 @@ fp32, NaN in keys past topk_length; h_kv is 1 in both. Like the original it is n
 
 import torch
 
+from .._checks import require
 from .._ops.sparse_mla import sparse_mla_forward
-from ._checks import require
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from hopwell.torch import ops
 
-from ._checks import require
+from .._checks import require
 from ._index_scores import without_relu
 
 __all__ = [

@@ -24,7 +24,6 @@ time on the CPU, and with `torch.use_deterministic_algorithms` on GPUs.
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ from torch import Tensor
 from hopwell.torch import ops
 from hopwell.torch._packing import key_ranges
 
-from ._checks import require, require_shape
+from .._checks import require, require_shape
 from ._index_scores import without_relu, write_index_scores
 
 
@@ -118,43 +117,6 @@ class SparseMLA:
         return out, lse.detach() / math.log(2)
 
 
-def score_entries(
-    q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, start: Tensor, end: Tensor, relu: bool = True
-) -> Tensor:
-    """Index scores of given entries, float32 [s_q, topk]: −inf where an entry is none or outside its query's keys."""
-    s_q, topk = indices.shape
-    at_a_time = max(1, (1 << 26) // max(topk * (k.shape[1] + q.shape[1]), 1))  # 256 MiB of float32
-    scores = torch.full((s_q, topk), -torch.inf, device=q.device)
-    counts = (indices >= start[:, None]) & (indices < end[:, None]) & (indices >= 0) & (indices < len(k))
-    for first in range(0, s_q if len(k) else 0, at_a_time):
-        rows = slice(first, first + at_a_time)
-        keys = k[indices[rows].clamp(0, len(k) - 1).long()].float()
-        dots = torch.einsum("sjd,sid->sji", q[rows].float(), keys)
-        dots = dots.relu_() if relu else dots
-        scores[rows] = torch.einsum("sji,sj->si", dots, weights[rows].float())
-    return scores.masked_fill_(~counts, -torch.inf)
-
-
-class _GivenScores(torch.autograd.Function):
-    """The scores of entries that were chosen before."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, start: Tensor, end: Tensor, relu: bool
-    ) -> Tensor:
-        ctx.save_for_backward(q, k, weights, indices, start, end)
-        ctx.relu = relu
-        return score_entries(q, k, weights, indices, start, end, relu)
-
-    @staticmethod
-    def backward(ctx: Any, *d_scores: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, weights, indices, start, end = ctx.saved_tensors
-        _, d_q, d_k, d_weights, _ = ops.lightning_indexer_backward(
-            None, q, k, weights, indices, start, end, d_scores=d_scores[0].float(), relu=ctx.relu
-        )
-        return d_q, d_k.to(k.dtype), d_weights, None, None, None, None
-
-
 def lighting_indexer(
     index_q: Tensor,
     index_k: Tensor,
@@ -179,6 +141,8 @@ def lighting_indexer(
     known = topk_backend in ("torch", "flashinfer")
     require(known, "lighting_indexer", "topk_backend", "torch or flashinfer", topk_backend)
     weights = weights.squeeze(-1) if weights.ndim == 3 else weights
+    require_shape("lighting_indexer", "index_q", index_q, s_q=None, h_index=None, d_index=None)
+    require_shape("lighting_indexer", "weights", weights, s_q=len(index_q), h_index=index_q.shape[1])
     start, end = cu_seqlen_ks.int(), cu_seqlen_ke.int()
     if topk_indices is None and use_relu:
         indices, scores = ops.lightning_indexer(index_q, index_k, weights, topk, k_start=start, k_end=end)
@@ -187,9 +151,7 @@ def lighting_indexer(
         with torch.no_grad():
             queries, factors = without_relu(index_q, weights)
             topk_indices = ops.lightning_indexer(queries, index_k, factors, topk, k_start=start, k_end=end)[0]
-    inputs = index_q, index_k, weights, topk_indices, start, end, use_relu
-    given_scores: Tensor = _GivenScores.apply(*inputs)  # type: ignore[no-untyped-call]
-    return given_scores, topk_indices
+    return ops.indexer_scores(index_q, index_k, weights, topk_indices, start, end, use_relu), topk_indices
 
 
 @torch.no_grad()
@@ -225,6 +187,10 @@ def v4_lighting_indexer(
     require_shape("v4_lighting_indexer", "index_q", index_q, s=None, b=None, h_index=None, d_index=None)
     s, b = index_q.shape[:2]
     require_shape("v4_lighting_indexer", "index_k", index_k, s_kv=None, b=b, d_index=index_q.shape[3])
+    weights = weights.squeeze(-1) if weights.ndim == 4 else weights
+    require_shape("v4_lighting_indexer", "weights", weights, s=s, b=b, h_index=index_q.shape[2])
+    if topk_indices is not None:
+        require_shape("v4_lighting_indexer", "topk_indices", topk_indices, b=b, s=s, topk=None)
     if compress_ratio < 1:
         raise ValueError(f"v4_lighting_indexer: compress_ratio must be at least 1; got {compress_ratio}")
     end = (torch.arange(1, s + 1, device=index_q.device) // compress_ratio).int()

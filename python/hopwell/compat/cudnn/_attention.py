@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hopwell.torch import ops
 
-from .._checks import require, require_shape
+from ..._checks import require, require_shape
 from ._results import TupleDict, into, on
 
 

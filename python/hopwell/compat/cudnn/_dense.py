@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hopwell.torch import ops
 
-from .._checks import require, require_sizes
+from ..._checks import require, require_sizes
 from .._index_scores import rows_at_a_time, write_index_scores
 from ._results import TupleDict, contiguous, given_or_new, on
 from ._rows import Rows, find_rows

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from hopwell.torch import ops
 
-from .._checks import require_shape, require_sizes
-from ..tilelang import score_entries
+from ..._checks import require_shape, require_sizes
 from ._results import TupleDict, into, on
 from ._rows import entries_of
 
@@ -61,8 +60,6 @@ def sparse_indexer_score_recompute_wrapper(
     with on(stream, q_indexer, k_indexer, weights, topk_indices, topk_length, out):
         rows, table = entries_of(name, q_indexer, k_indexer, topk_indices, topk_length, topk_indices_global)
         require_shape(name, "weights", weights, B=q_indexer.shape[0], S_q=q_indexer.shape[1], H=q_indexer.shape[2])
-        keys = rows.flat(k_indexer)
-        start = torch.zeros_like(rows.start)
-        scores = score_entries(*(rows.flat(q_indexer), keys, rows.flat(weights), table, start, start + len(keys)))
+        scores = ops.indexer_scores(rows.flat(q_indexer), rows.flat(k_indexer), rows.flat(weights), table)
         predict = scores.softmax(-1).nan_to_num_(0.0).view(topk_indices.shape)  # a row of −inf has no entries
         return TupleDict(predict=into(out, predict))

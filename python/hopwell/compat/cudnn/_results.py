@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import require, require_sizes
+from ..._checks import require, require_sizes
 
 _DEFAULT_STREAMS = (0, 1)  # cudaStreamLegacy too
 _PER_THREAD_STREAM = 2

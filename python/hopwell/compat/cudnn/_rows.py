@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._checks import require, require_shape
+from ..._checks import require, require_shape
 
 
 @dataclass

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hopwell.torch import ops
 
-from .._checks import require, require_shape, require_sizes
+from ..._checks import require, require_shape, require_sizes
 from .._index_scores import rows_at_a_time, write_index_scores
 from ._dense import one_head, require_bf16, require_group
 from ._results import TupleDict, given_or_new, into, on

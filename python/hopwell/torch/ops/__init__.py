@@ -1,14 +1,16 @@
 """The operators as `torch.library` custom ops in the namespace `hopwell`.
 
-Every op has a fake kernel, so `torch.compile` traces through it without a graph break; `sparse_mla`, `indexer_loss` and
-`indexer_dense_loss` are differentiable. The functions here take tensors and return fresh tensors (an op that wrote into
-its arguments could not be differentiated); for `out=`-style arguments call `hopwell` itself, which takes tensors too.
-Custom ops know no keyword-only tensors, so what is keyword-only in `hopwell` may be given by position here.
+Every op has a fake kernel, so `torch.compile` traces through it without a graph break; `sparse_mla`, `indexer_loss`,
+`indexer_dense_loss`, `indexer_scores` and the scores of `lightning_indexer` are differentiable. The functions here take
+tensors and return fresh tensors (an op that wrote into its arguments could not be differentiated); for `out=`-style
+arguments call `hopwell` itself, which takes tensors too. Custom ops know no keyword-only tensors, so what is
+keyword-only in `hopwell` may be given by position here.
 
 `torch.use_deterministic_algorithms(True)` makes the backward operators repeat bit for bit.
 """
 
 from ._indexer_dense_loss import indexer_dense_loss
+from ._indexer_scores import indexer_scores
 from ._lightning_indexer import indexer_loss, lightning_indexer, lightning_indexer_backward
 from ._nvfp4 import nvfp4_dequantize, nvfp4_gemv, nvfp4_linear, nvfp4_matmul, nvfp4_quantize
 from ._paged_attention import paged_attention
@@ -18,6 +20,7 @@ __all__ = [
     "attention_distribution",
     "indexer_dense_loss",
     "indexer_loss",
+    "indexer_scores",
     "lightning_indexer",
     "lightning_indexer_backward",
     "normalize_l1",

@@ -1,10 +1,10 @@
-"""How a module here refuses an argument."""
+"""How a module made of PyTorch refuses an argument."""
 
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from .._arrays import printable
+from ._arrays import printable
 
 
 def require(holds: bool, function: str, argument: str, expected: str, got: object) -> None:
