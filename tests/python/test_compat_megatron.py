@@ -296,6 +296,10 @@ SHAPES: dict[str, Any] = {
     "two dtypes": {"k": X(9, 2, 8).bfloat16()},
     "weights of float64": {"weights": X(9, 2, 3).double()},
     "another device": {"weights": X(9, 2, 3, device="meta")},
+    "starts on another device": {"starts": X(9, dtype=torch.int32, device="meta")},
+    "ends that are no integers": {"ends": X(9)},
+    "no sequences": {"q": X(9, 0, 3, 8), "k": X(9, 0, 8), "weights": X(9, 0, 3)},
+    "no index heads": {"q": X(9, 2, 0, 8), "weights": X(9, 2, 0)},
     "a device that is none of ours": {
         "q": X(9, 2, 3, 8, device="meta"),
         "k": X(9, 2, 8, device="meta"),
@@ -307,6 +311,7 @@ ATTENTION: dict[str, Any] = {
     "key of several heads": {"key": X(9, 2, 4, 16)},
     "key of another batch": {"key": X(9, 1, 1, 16)},
     "key of another width": {"key": X(9, 2, 1, 8)},
+    "no heads": {"query": X(9, 2, 0, 16)},
     "fp16": {"query": X(9, 2, 4, 16).half(), "key": X(9, 2, 1, 16).half()},
     "two dtypes": {"key": X(9, 2, 1, 16).bfloat16()},
     "another device": {"key": X(9, 2, 1, 16, device="meta")},
@@ -315,6 +320,9 @@ WHOLE: dict[str, Any] = {
     "attention that is not absorbed": {"absorbed_mla": False},
     "a value": {"value": X(9, 2, 4, 5)},
     "no up-projection": {"up_v_weight": None},
+    "one head's up-projection": {"up_v_weight": X(1, 5, 12)},
+    "an up-projection of other columns": {"up_v_weight": X(4, 5, 11)},
+    "an up-projection of two dimensions": {"up_v_weight": X(20, 12)},
     "positions of keys": {"key_positions": torch.arange(9)},
     "no mask type": {"attn_mask_type": None},
     "another mask": {"attn_mask_type": AttnMaskType.padding},
@@ -367,10 +375,46 @@ def test_declined_entries() -> None:
     assert attend(*call, indices, 1.0, 0) is None
     assert attend(*call, indices, 1.0, 17) is None
     assert attend(*call, indices, 1.0, 12, torch.zeros(9, 2, dtype=torch.int32)) is None
+    assert attend(*call, indices.float(), 1.0, 12) is None
+    assert attend(*call, indices, 1.0, 12, torch.zeros(2, 9)) is None
+    no_sequences = call[0][:, :0], call[1][:, :0], indices[:0]
+    assert attend(*no_sequences, 1.0, 12) is None
+
+
+def test_entries_of_int64_do_not_wrap() -> None:
+    """2³² + 1 names no key, and certainly not key 1."""
+    case, beyond = Case(), 2**32 + 1
+    call = case.leaves["query"], case.leaves["key"]
+    indices = torch.randint(-1, 9, (2, 9, 4))
+    indices[:, :, 0] = beyond
+    lengths = torch.tensor([beyond, 3]).repeat_interleave(9).view(2, 9)
+    expected = megatron.run_fused_absorbed_sparse_attention(
+        *call, indices.masked_fill(indices == beyond, -1).int(), 1.0, 12, lengths.clamp(max=4).int()
+    )
+    assert torch.equal(megatron.run_fused_absorbed_sparse_attention(*call, indices, 1.0, 12, lengths), expected)
+
+
+@pytest.mark.parametrize("use_relu", [True, False])
+@pytest.mark.parametrize("rows", [None, torch.arange(9) % 4 > 0])
+def test_the_default_dtype_does_not_matter(rows: Tensor | None, use_relu: bool) -> None:
+    """Megatron-LM builds models under that of their parameters."""
+    case = Case()
+    results = []
+    for default in (torch.float32, torch.bfloat16):
+        torch.set_default_dtype(default)
+        try:
+            results.append(case.whole(query_valid_rows=rows, use_relu=use_relu))
+            assert case.whole(loss_coeff=0.0)[1].dtype == torch.float32
+        finally:
+            torch.set_default_dtype(torch.float32)
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_rows_that_do_not_fit_are_an_error_as_there() -> None:
-    with pytest.raises(ValueError, match=r"query_valid_rows: its shape must be \[9\], \[1, 9\] or \[2, 9\]; got \[8\]"):
+    with pytest.raises(
+        ValueError, match=r"hopwell.compat.megatron: query_valid_rows must be \[9\], \[1, 9\] or \[2, 9\]; got \[8\]"
+    ):
         Case().top_k_with_loss(query_valid_rows=torch.ones(8, dtype=torch.bool))
 
 

@@ -62,5 +62,5 @@ def without_relu(q: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     for _ in range(1 if q.dtype == torch.float32 else 3):
         terms.append(rest.to(q.dtype))
         rest = rest - terms[-1].float()
-    signs = torch.tensor([1.0, -1.0], device=q.device).repeat_interleave(len(terms))
+    signs = torch.tensor([1.0, -1.0], dtype=torch.float32, device=q.device).repeat_interleave(len(terms))
     return torch.stack([*terms, *(-term for term in terms)], 1), signs.expand(len(q), -1)

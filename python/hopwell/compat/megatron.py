@@ -41,6 +41,7 @@ __all__ = [
 
 _LEAST_TARGET_SUM = 1e-10
 _MOST_VALUE_COLUMNS = 512
+_INTEGERS = (torch.int32, torch.int64)
 
 
 def _device_takes(*tensors: Tensor) -> bool:
@@ -56,16 +57,24 @@ def _indexer_takes(q: Tensor, k: Tensor, weights: Tensor, starts: Tensor | None,
     if k.shape[1] != q.shape[1] or k.shape[2] != q.shape[3] or starts.shape != q.shape[:1] or ends.shape != q.shape[:1]:
         return False
     kinds = (torch.bfloat16, torch.float32)
-    if q.dtype not in kinds or k.dtype != q.dtype or weights.dtype not in kinds:
+    if q.dtype not in kinds or k.dtype != q.dtype or weights.dtype not in kinds or 0 in q.shape[1:]:
         return False
-    return _device_takes(q, k, weights) and (q.device.type == "cpu" or q.shape[3] <= 128)
+    if starts.dtype not in _INTEGERS or ends.dtype not in _INTEGERS:
+        return False
+    return _device_takes(q, k, weights, starts, ends) and (q.device.type == "cpu" or q.shape[3] <= 128)
 
 
 def _attention_takes(query: Tensor, key: Tensor, v_channels: int) -> bool:
     if query.ndim != 4 or key.ndim != 4 or key.shape[2] != 1 or key.shape[1] != query.shape[1]:
         return False
     d = query.shape[3]
-    if key.shape[3] != d or not 0 < v_channels <= d or query.dtype != key.dtype or not _device_takes(query, key):
+    if (
+        0 in query.shape[1:]
+        or key.shape[3] != d
+        or not 0 < v_channels <= d
+        or query.dtype != key.dtype
+        or not _device_takes(query, key)
+    ):
         return False
     if query.device.type == "cpu":
         return query.dtype in (torch.bfloat16, torch.float32)
@@ -100,11 +109,13 @@ def _row_weights(
 ) -> Tensor:
     """What each row's loss counts, float32 [b, s_q]."""
     if query_valid_rows is None:
-        return torch.full((b, s_q), loss_coeff / (1 if is_sum else max(b * s_q, 1)), device=device)
+        factor = loss_coeff / (1 if is_sum else max(b * s_q, 1))
+        return torch.full((b, s_q), factor, dtype=torch.float32, device=device)
     shape = list(query_valid_rows.shape)
     fits = shape in ([s_q], [1, s_q], [b, s_q])
-    require(fits, "query_valid_rows", "its shape", f"[{s_q}], [1, {s_q}] or [{b}, {s_q}]", shape)
-    rows = query_valid_rows.to(device).bool().expand(b, s_q)
+    expected = f"[{s_q}], [1, {s_q}] or [{b}, {s_q}]"
+    require(fits, "hopwell.compat.megatron", "query_valid_rows", expected, shape)
+    rows = query_valid_rows.to(device).bool().expand(b, s_q).float()
     return rows * (loss_coeff if is_sum else loss_coeff / rows.sum().clamp(min=1))
 
 
@@ -178,14 +189,19 @@ def _attend(
     """Attention [s_q, b, heads, v_channels], differentiable in query and key, and each sequence's lse [s_q, heads]."""
     results = [
         ops.sparse_mla(
-            *(query[:, i], key[:, i], indices[i].int(), softmax_scale, v_channels),
-            topk_length=None if lengths is None else lengths[i].int(),
+            *(query[:, i], key[:, i], indices[i], softmax_scale, v_channels),
+            topk_length=None if lengths is None else lengths[i],
         )
         for i in range(query.shape[1])
     ]
     outs = [out for out, _, _ in results]
     out = outs[0][:, None] if len(outs) == 1 else torch.stack(outs, 1)
     return out, [lse for _, _, lse in results]
+
+
+def _as_int32(numbers: Tensor, end: int) -> Tensor:
+    """Entries or lengths below `end`; of int64, what does not fit into int32 stays outside of 0 … end − 1."""
+    return numbers if numbers.dtype == torch.int32 else numbers.clamp(-1, end).int()
 
 
 def run_fused_qk_topk(
@@ -281,7 +297,11 @@ def run_fused_absorbed_sparse_attention(
         return None
     if topk_length is not None and (topk_length.shape != rows or topk_length.device != query.device):
         return None
-    return _attend(query, key, topk_indices, topk_length, softmax_scale, v_channels)[0]
+    if any(x is not None and x.dtype not in _INTEGERS for x in (topk_indices, topk_length)):
+        return None
+    entries = _as_int32(topk_indices, len(key))
+    lengths = None if topk_length is None else _as_int32(topk_length, topk_indices.shape[2])
+    return _attend(query, key, entries, lengths, softmax_scale, v_channels)[0]
 
 
 def run_fused_dsa_attention(
@@ -338,13 +358,15 @@ def run_fused_dsa_attention(
         return None
     if len(key) != len(k_indexer):
         return None
+    if up_v_weight.ndim != 3 or up_v_weight.shape[::2] != (query.shape[2], v_channels):
+        return None
 
     index = q_indexer, k_indexer, indexer_weights
     indices, lengths = _select(*index, indexer_topk, varlen_starts, varlen_ends, use_relu)
     out, lse = _attend(query, key, indices, lengths, softmax_scale, v_channels)
     output = torch.einsum("sbhc,hdc->sbhd", out, up_v_weight).flatten(2)
     if loss_coeff <= 0 or not torch.is_grad_enabled():
-        return output, torch.zeros((), device=query.device)
+        return output, torch.zeros((), dtype=torch.float32, device=query.device)
     s_q, b = query.shape[:2]
     row_weights = _row_weights(query_valid_rows, b, s_q, loss_coeff, calculate_per_token_loss, query.device)
     tp_group = getattr(pg_collection, "tp", None)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hopwell.torch import ops
 
-from .._checks import require, require_shape, require_sizes
+from ..._checks import require, require_shape, require_sizes
 from ._results import TupleDict, on
 from ._rows import Rows, entries_of, find_rows
 
@@ -23,7 +23,7 @@ def _score_gradient(predict: Tensor, target: Tensor, scale: Tensor, seen: Tensor
 
 def _scale(grad_loss: Tensor | float, loss_coeff: float, rows: Rows) -> Tensor:
     """The factor of each row's gradient: the loss is a mean."""
-    grad_loss = torch.as_tensor(grad_loss, device=rows.start.device).float().reshape(())
+    grad_loss = torch.as_tensor(grad_loss, dtype=torch.float32, device=rows.start.device).reshape(())
     return grad_loss * (loss_coeff / max(len(rows.start), 1))
 
 
