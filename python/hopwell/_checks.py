@@ -8,9 +8,12 @@ from ._arrays import printable
 
 
 def require(holds: bool, function: str, argument: str, expected: str, got: object) -> None:
-    """ValueError, which names the function, the argument, what was expected and what came, unless `holds`."""
+    """ValueError, which names the function, the argument, what was expected and what came, unless `holds`. Of a tensor
+    only dtype and shape are said: its numbers may be many, and on a GPU.
+    """
     if not holds:
-        raise ValueError(f"{function}: {argument} must be {expected}; got {printable(got)}")
+        came = f"{got.dtype} {list(got.shape)}" if isinstance(got, Tensor) else printable(got)
+        raise ValueError(f"{function}: {argument} must be {expected}; got {came}")
 
 
 def require_shape(function: str, argument: str, tensor: Tensor, **sizes: int | None) -> None:

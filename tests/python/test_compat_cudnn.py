@@ -359,12 +359,17 @@ def test_sparse_attention_forward_and_differentiable(with_sink: bool) -> None:
     assert torch.equal(logs, result["lse"]) and torch.equal(max_logits, result["max_logits"])
 
 
-def test_a_refused_output_leaves_the_scores_as_they_are() -> None:
-    scores = torch.rand(2, 4, 6)
-    call = {**CALLS["indexer_backward_wrapper"], "attn_score": scores.clone(), "d_weights": W.double()}
-    with pytest.raises(ValueError, match="d_weights must be"):
-        DSA.indexer_backward_wrapper(**call)
-    assert torch.equal(call["attn_score"], scores)
+def test_a_refused_argument_leaves_the_scores_as_they_are() -> None:
+    for wrapper, overwritten in (
+        ("indexer_backward_wrapper", "attn_score"),
+        ("dense_indexer_backward_wrapper", "index_score"),
+    ):
+        scores = torch.rand(CALLS[wrapper][overwritten].shape)
+        for change in ({"d_weights": W.double()}, {"index_q": Q.double()}, {"index_k": K[:, :, 0].bfloat16()}):
+            call = {**CALLS[wrapper], overwritten: scores.clone(), **change}
+            with pytest.raises(ValueError, match=f"^{wrapper}: {next(iter(change))} must be"):
+                getattr(DSA, wrapper)(**call)
+            assert torch.equal(call[overwritten], scores)
 
 
 def test_nothing_to_do() -> None:
@@ -420,7 +425,7 @@ def test_results_are_found_by_name_and_by_number_and_unpack() -> None:
 
 
 Q, K, W, E = torch.zeros(2, 4, 3, 16), torch.zeros(2, 5, 1, 16), torch.zeros(2, 4, 3), torch.zeros(2, 4, 6)
-ENTRIES = torch.zeros(2, 4, 6, dtype=torch.int32)
+ENTRIES, F8 = torch.zeros(2, 4, 6, dtype=torch.int32), Q.to(torch.float8_e4m3fn)
 CALLS: dict[str, dict[str, Any]] = {
     "indexer_forward_wrapper": {"q": Q, "k": K, "w": W},
     "dense_indexer_score_recompute_wrapper": {"q": Q, "k": K, "weights": W},
@@ -471,6 +476,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "attn_sink": torch.zeros(3),
         "topk_idxs": ENTRIES[0],
     },
+    "sparse_attention_score_recompute": {"q": Q[0], "kv": K[0, :, 0], "lse": W[0], "indices": ENTRIES[0]},
     "sparse_attention_forward_wrapper": {"q": Q[0], "kv": K[0, :, 0], "topk_idxs": ENTRIES[0]},
     "indexer_forward_top_k_wrapper": {"q": Q, "k": K, "w": W, "top_k": 2},
     "local_to_global_wrapper": {"local_indices": ENTRIES, "seqlen_k": 5},
@@ -509,6 +515,86 @@ CU = torch.tensor([0, 4], dtype=torch.int32)
             "indexer_forward_wrapper",
             {"q": Q[0], "k": K[0], "w": W[0], "cu_seqlens_q": CU, "cu_seqlens_k": CU[:1]},
             r"cu_seqlens_k must be \[offsets=2\]; got \[1\]",
+        ),
+        (
+            "indexer_forward_wrapper",
+            {"cu_seqlens_k": CU},
+            r"cu_seqlens_k must be given with cu_seqlens_q; got torch.int32",
+        ),
+        ("indexer_forward_wrapper", {"q": Q.double()}, "q must be torch.bfloat16 or torch.float32; got torch.float64"),
+        ("indexer_forward_wrapper", {"q": F8, "k": F8[:, :, :1]}, "q must be torch.bfloat16 or torch.float32; got"),
+        ("indexer_forward_wrapper", {"k": K.bfloat16()}, "k must be torch.float32 as q is; got torch.bfloat16"),
+        ("indexer_forward_wrapper", {"out": torch.zeros(2, 4, 5).int()}, "out must be torch.float32; got torch.int32"),
+        (
+            "indexer_forward_wrapper",
+            {"lse_out": torch.zeros(2, 4).int()},
+            "lse_out must be torch.float32; got torch.int",
+        ),
+        (
+            "indexer_forward_wrapper",
+            {"precision": "fp8", "q_scale": W, "k_scale": K[..., 0]},
+            "q must be torch.float8_e4m3fn; got torch.float32",
+        ),
+        (
+            "indexer_forward_wrapper",
+            {"precision": "fp8", "q_scale": W.double(), "k_scale": K[..., 0]},
+            r"q_scale must be float32 \[2, 4, 3\] with precision fp8; got torch.float64 \[2, 4, 3\]",
+        ),
+        (
+            "indexer_forward_wrapper",
+            {"q": Q[0], "k": K[0], "w": W[0], "cu_seqlens_q": CU, "cu_seqlens_k": CU, "max_seqlen_k": -1},
+            "max_seqlen_k must be at least 0; got -1",
+        ),
+        (
+            "dense_indexer_score_recompute_wrapper",
+            {"denom_out": torch.zeros(2, 4).int()},
+            "denom_out must be torch.float",
+        ),
+        ("dense_attn_score_recompute_wrapper", {"out": torch.zeros(2, 4, 5).half()}, "out must be torch.float32; got"),
+        ("sparse_attn_score_recompute_wrapper", {"out": E[None]}, r"out must be \[2, 4, 6\]; got \[1, 2, 4, 6\]"),
+        ("sparse_attn_score_recompute_wrapper", {"out": ENTRIES}, "out must be torch.float32; got torch.int32"),
+        (
+            "sparse_attn_score_recompute_wrapper",
+            {"topk_indices": E},
+            "topk_indices must be int32 or int64; got torch.fl",
+        ),
+        ("sparse_attn_score_recompute_wrapper", {"topk_length": W[..., 0]}, "topk_length must be int32 or int64; got"),
+        ("sparse_indexer_score_recompute_wrapper", {"out": E[None]}, r"out must be \[2, 4, 6\]; got \[1, 2, 4, 6\]"),
+        ("indexer_backward_wrapper", {"topk_indices": E}, "topk_indices must be int32 or int64; got torch.float32"),
+        ("indexer_backward_wrapper", {"index_q": Q.half()}, "index_q must be torch.bfloat16 or torch.float32; got"),
+        ("dense_indexer_backward_wrapper", {"index_k": K}, r"index_k must be \[…, S_k, D=16\]; got \[2, 5, 1, 16\]"),
+        ("indexer_forward_top_k_wrapper", {"out_indices": ENTRIES}, r"out_indices must be \[2, 4, 2\]; got \[2, 4, 6"),
+        ("indexer_forward_top_k_wrapper", {"out_indices": E[..., :2]}, "out_indices must be torch.int32; got torch.fl"),
+        ("indexer_forward_top_k_wrapper", {"out_logits": E[..., :2].int()}, "out_logits must be torch.float32; got"),
+        (
+            "indexer_forward_top_k_wrapper",
+            {"softmax_out": E[..., :3]},
+            r"softmax_out must be \[2, 4, 2\]; got \[2, 4, 3",
+        ),
+        ("indexer_forward_top_k_wrapper", {"lse_out": E[..., 0].half()}, "lse_out must be torch.float32; got"),
+        (
+            "indexer_forward_top_k_wrapper",
+            {"q": F8, "k": F8[:, :, :1]},
+            "q must be torch.bfloat16 or torch.float32; got",
+        ),
+        (
+            "local_to_global_wrapper",
+            {"local_indices": ENTRIES[0], "cu_seqlens_q": CU, "cu_seqlens_k": CU[:1]},
+            r"cu_seqlens_k must be \[offsets=2\]; got \[1\]",
+        ),
+        ("sparse_attention_backward_wrapper", {"dq": Q}, r"dq must be \[4, 3, 16\]; got \[2, 4, 3, 16\]"),
+        ("sparse_attention_backward_wrapper", {"dq": Q[0].int()}, "dq must be torch.float32; got torch.int32"),
+        ("sparse_attention_backward_wrapper", {"dkv": K[0]}, r"dkv must be \[5, 16\]; got \[5, 1, 16\]"),
+        (
+            "sparse_attention_backward_wrapper",
+            {"dkv": K[0, :, 0].half()},
+            "dkv must be torch.float32; got torch.float16",
+        ),
+        ("sparse_attention_score_recompute", {"topk_length": CU[:1]}, r"topk_length must be \[S_q=4\]; got \[1\]"),
+        (
+            "sparse_attention_score_recompute",
+            {"topk_length": W[0, :, 0]},
+            "topk_length must be int32; got torch.float32",
         ),
         ("dense_indexer_score_recompute_wrapper", {"precision": "mxfp4"}, "precision must be bf16"),
         ("dense_indexer_score_recompute_wrapper", {"denom_out": torch.zeros(4)}, r"denom_out must be \[2, 4\]"),

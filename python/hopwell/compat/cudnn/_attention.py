@@ -8,7 +8,7 @@ from torch import Tensor
 from hopwell.torch import ops
 
 from ..._checks import require, require_shape
-from ._results import TupleDict, into, on
+from ._results import TupleDict, into, on, require_output
 
 
 def _scale_of(q: Tensor, softmax_scale: float | None) -> float:
@@ -47,9 +47,12 @@ def sparse_attention_score_recompute(
 
     The target is summed over the heads, each row divided by its sum; entries that are none are 0, their index −1.
     """
-    require_shape("sparse_attention_score_recompute", "indices", indices, S_q=q.shape[0], topk=None)
+    name = "sparse_attention_score_recompute"
+    require_shape(name, "indices", indices, S_q=q.shape[0], topk=None)
     valid = (indices >= 0) & (indices < len(kv))
     if topk_length is not None:
+        require(topk_length.dtype == torch.int32, name, "topk_length", "int32", topk_length.dtype)
+        require_shape(name, "topk_length", topk_length, S_q=q.shape[0])
         valid &= torch.arange(indices.shape[1], device=q.device) < topk_length[:, None]
     entries = indices.masked_fill(~valid, -1)
     target = ops.attention_distribution(q, kv, entries, lse, _scale_of(q, softmax_scale), normalize="l1")
@@ -104,6 +107,8 @@ def sparse_attention_backward_wrapper(
     require(q_cluster_mode in ("off", "adaptive_pair"), name, "q_cluster_mode", "off or adaptive_pair", q_cluster_mode)
     require_shape(name, "q", q, S_q=None, H=None, D=None)
     require_shape(name, "out", out, S_q=q.shape[0], H=q.shape[1], D_v=None)
+    require_output(name, "dq", dq, q.shape, q.dtype)
+    require_output(name, "dkv", dkv, kv.shape, kv.dtype, torch.float32)
     with on(stream, q, kv, out, dout, lse, attn_sink, topk_idxs, topk_length, dq, dkv):
         dkv_dtype = kv.dtype if dkv is None else dkv.dtype
         gradients = ops.sparse_mla_backward(

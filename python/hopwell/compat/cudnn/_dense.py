@@ -10,7 +10,7 @@ from hopwell.torch import ops
 from ..._checks import require, require_sizes
 from .._index_scores import rows_at_a_time, write_index_scores
 from ._results import TupleDict, contiguous, given_or_new, on
-from ._rows import Rows, find_rows
+from ._rows import Rows, find_rows, require_index_dtypes
 
 
 def one_head(wrapper: str, k: Tensor) -> Tensor:
@@ -38,6 +38,7 @@ def _index_scores(
     k_scale: Tensor | None = None,
 ) -> Tensor:
     """Scores of [B, S_q, S_k] or [total_q, max_seqlen_k], −inf where a query doesn't see a key."""
+    require_index_dtypes(wrapper, "q", q, "k", k, fp8=k_scale is not None)
     require_sizes(wrapper, "w", w, q.shape[:-1])
     keys = rows.flat(one_head(wrapper, k))
     scores = given_or_new(out, [*rows.shape, rows.width], q, wrapper, "out")
@@ -94,8 +95,8 @@ def indexer_forward_wrapper(
     fp8 = precision.lower() == "fp8"
     if fp8:
         for argument, scale, dims in (("q_scale", q_scale, q.shape[:-1]), ("k_scale", k_scale, k.shape[:-1])):
-            got = None if scale is None else list(scale.shape)
-            require(got == list(dims), name, argument, f"float32 {list(dims)} with precision fp8", got)
+            fits = scale is not None and scale.dtype == torch.float32 and scale.shape == dims
+            require(fits, name, argument, f"float32 {list(dims)} with precision fp8", scale)
     else:
         require_bf16(name, precision, q_scale, k_scale, cu_seqlens_q_scale_padded, cu_seqlens_k_scale_padded)
     require_group(name, qhead_per_kv_head, q.shape[-2])
@@ -104,10 +105,10 @@ def indexer_forward_wrapper(
         if fp8 and q_scale is not None:
             scaled = w.dtype == torch.float32
             w, sm_scale = (w, 1.0) if scaled else (w.float() * q_scale, sm_scale)
+        lse = given_or_new(lse_out, rows.shape, q, name, "lse_out")
         scores = _index_scores(name, q, k, w, rows, sm_scale, out, k_scale)
         if not return_lse and lse_out is None:
             return TupleDict(scores=scores)
-        lse = given_or_new(lse_out, rows.shape, q, name, "lse_out")
         return TupleDict(scores=scores, lse=lse.copy_(scores.logsumexp(-1)))
 
 
@@ -139,8 +140,8 @@ def dense_indexer_score_recompute_wrapper(
     require_bf16(name, precision, q_scale, k_scale, cu_seqlens_q_scale_padded, cu_seqlens_k_scale_padded)
     with on(stream, q, k, weights, out, denom_out, cu_seqlens_q, cu_seqlens_k, q_causal_offsets):
         rows = find_rows(name, q, k, ratio, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, q_causal_offsets)
-        scores = _index_scores(name, q, k, weights, rows, sm_scale, out)
         denom = given_or_new(denom_out, rows.shape, q, name, "denom_out")
+        scores = _index_scores(name, q, k, weights, rows, sm_scale, out)
         return TupleDict(out=scores, denom=denom.copy_(scores.logsumexp(-1)))
 
 

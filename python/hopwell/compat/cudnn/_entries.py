@@ -8,7 +8,7 @@ from torch import Tensor
 from hopwell.torch import ops
 
 from ..._checks import require_shape, require_sizes
-from ._results import TupleDict, into, on
+from ._results import TupleDict, into, on, require_output
 from ._rows import entries_of
 
 
@@ -34,6 +34,7 @@ def sparse_attn_score_recompute_wrapper(
     with on(stream, q_attn, k_attn, lse, topk_indices, topk_length, out):
         rows, table = entries_of(name, q_attn, k_attn, topk_indices, topk_length, topk_indices_global)
         require_sizes(name, "lse", lse, q_attn.shape[:-1])
+        require_output(name, "out", out, topk_indices.shape, torch.float32)
         target = ops.attention_distribution(
             *(rows.flat(q_attn), rows.flat(k_attn), table, rows.flat(lse), float(softmax_scale)), normalize="l1"
         ).view(topk_indices.shape)
@@ -60,6 +61,7 @@ def sparse_indexer_score_recompute_wrapper(
     with on(stream, q_indexer, k_indexer, weights, topk_indices, topk_length, out):
         rows, table = entries_of(name, q_indexer, k_indexer, topk_indices, topk_length, topk_indices_global)
         require_shape(name, "weights", weights, B=q_indexer.shape[0], S_q=q_indexer.shape[1], H=q_indexer.shape[2])
+        require_output(name, "out", out, topk_indices.shape, torch.float32)
         scores = ops.indexer_scores(rows.flat(q_indexer), rows.flat(k_indexer), rows.flat(weights), table)
         predict = scores.softmax(-1).nan_to_num_(0.0).view(topk_indices.shape)  # a row of −inf has no entries
         return TupleDict(predict=into(out, predict))

@@ -8,8 +8,8 @@ from torch import Tensor
 from hopwell.torch import ops
 
 from ..._checks import require, require_shape, require_sizes
-from ._results import TupleDict, on
-from ._rows import Rows, entries_of, find_rows
+from ._results import TupleDict, on, require_output
+from ._rows import Rows, entries_of, find_rows, require_index_dtypes
 
 _LEAST_PROBABILITY = 3.720075976020836e-44  # exp(−100), where cuDNN cuts logarithms
 _LEAST_TARGET_SUM = 1e-10
@@ -30,15 +30,17 @@ def _scale(grad_loss: Tensor | float, loss_coeff: float, rows: Rows) -> Tensor:
 Outputs = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def _require_outputs(wrapper: str, inputs: tuple[Tensor, Tensor, Tensor], outputs: Outputs) -> None:
-    """Before anything is overwritten: each like its input, those of weights and keys in float32 too."""
+def _require_all(wrapper: str, inputs: tuple[Tensor, Tensor, Tensor], outputs: Outputs) -> None:
+    """Before anything is overwritten: inputs as the gradients' operator takes them, and outputs like these, those of
+    weights and keys in float32 too.
+    """
+    index_q, _, index_k = inputs
+    require_index_dtypes(wrapper, "index_q", index_q, "index_k", index_k)
+    fits = index_k.ndim == index_q.ndim - 1 and index_k.shape[-1] == index_q.shape[-1]
+    require(fits, wrapper, "index_k", f"[…, S_k, D={index_q.shape[-1]}]", list(index_k.shape))
     names = "d_index_q", "d_weights", "d_index_k"
     for name, x, out in zip(names, inputs, outputs, strict=True):
-        if out is not None:
-            require_sizes(wrapper, name, out, x.shape)
-            kinds = {x.dtype} if name == "d_index_q" else {x.dtype, torch.float32}
-            expected = " or ".join(sorted(map(str, kinds)))
-            require(out.dtype in kinds, wrapper, name, expected, out.dtype)
+        require_output(wrapper, name, out, x.shape, x.dtype, *(() if name == "d_index_q" else (torch.float32,)))
 
 
 def _index_gradients(
@@ -101,7 +103,7 @@ def indexer_backward_wrapper(
             require(score.dtype == torch.float32, name, argument, "float32", score.dtype)
             require_shape(name, argument, score, B=b, S_q=s_q, topk=topk_indices.shape[2])
         outputs = d_index_q, d_weights, d_index_k
-        _require_outputs(name, (index_q, weights, index_k), outputs)
+        _require_all(name, (index_q, weights, index_k), outputs)
         scale = _scale(grad_loss, loss_coeff, rows)
         attn_score.copy_(_score_gradient(index_score, attn_score, scale, index_score >= _LEAST_PROBABILITY))
         return _index_gradients(
@@ -158,7 +160,7 @@ def dense_indexer_backward_wrapper(
                 *(name, argument, f"float32 {sizes}", f"{tensor.dtype} {list(tensor.shape)}"),
             )
         outputs = d_index_q, d_weights, d_index_k
-        _require_outputs(name, (index_q, weights, index_k), outputs)
+        _require_all(name, (index_q, weights, index_k), outputs)
         scale = _scale(grad_loss, loss_coeff, rows)
         hidden = rows.hidden(slice(None)).view(dense)
         logs = (index_score - index_lse.unsqueeze(-1)).masked_fill_(hidden, -torch.inf)

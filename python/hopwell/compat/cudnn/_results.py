@@ -1,7 +1,7 @@
 """How every wrapper runs and returns."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,12 +52,17 @@ def on(stream: Any, *tensors: Tensor | float | None) -> Iterator[None]:
         yield
 
 
+def require_output(wrapper: str, argument: str, out: Tensor | None, sizes: Sequence[int], *dtypes: torch.dtype) -> None:
+    """Where an output is given, it must have these sizes and one of these dtypes."""
+    if out is not None:
+        require_sizes(wrapper, argument, out, sizes)
+        require(out.dtype in dtypes, wrapper, argument, " or ".join(sorted({*map(str, dtypes)})), out.dtype)
+
+
 def given_or_new(out: Tensor | None, sizes: list[int], like: Tensor, wrapper: str, argument: str) -> Tensor:
-    """`out`, which must have these sizes, or where it is None a new float32 tensor beside `like`."""
-    if out is None:
-        return like.new_empty(sizes, dtype=torch.float32)
-    require_sizes(wrapper, argument, out, sizes)
-    return out
+    """`out`, which must be float32 of these sizes, or where it is None a new tensor beside `like`."""
+    require_output(wrapper, argument, out, sizes, torch.float32)
+    return like.new_empty(sizes, dtype=torch.float32) if out is None else out
 
 
 @contextlib.contextmanager
@@ -70,5 +75,5 @@ def contiguous(out: Tensor) -> Iterator[Tensor]:
 
 
 def into(out: Tensor | None, result: Tensor) -> Tensor:
-    """The result, in `out` where that is given."""
+    """The result, in `out` where that is given, which `require_output` has seen."""
     return result if out is None else out.copy_(result)

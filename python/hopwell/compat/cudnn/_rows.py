@@ -7,6 +7,8 @@ from torch import Tensor
 
 from ..._checks import require, require_shape
 
+_INTEGERS = (torch.int32, torch.int64)
+
 
 @dataclass
 class Rows:
@@ -36,6 +38,24 @@ class Rows:
         return column >= (self.end[some] - self.start[some])[:, None]
 
 
+def require_index_dtypes(wrapper: str, q_name: str, q: Tensor, k_name: str, k: Tensor, *, fp8: bool = False) -> None:
+    """Queries and keys of an indexer have one dtype, which is what the precision says."""
+    kinds = (torch.float8_e4m3fn,) if fp8 else (torch.bfloat16, torch.float32)
+    require(q.dtype in kinds, wrapper, q_name, " or ".join(map(str, kinds)), q.dtype)
+    require(k.dtype == q.dtype, wrapper, k_name, f"{q.dtype} as {q_name} is", k.dtype)
+
+
+def require_offsets(wrapper: str, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> None:
+    """Both or neither, int32 of one size."""
+    given = (cu_seqlens_q is None) == (cu_seqlens_k is None)
+    require(given, wrapper, "cu_seqlens_k", "given with cu_seqlens_q", cu_seqlens_k)
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        sequences = len(cu_seqlens_q) - 1
+        for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+            require(offsets.dtype == torch.int32, wrapper, name, "int32", offsets.dtype)
+            require_shape(wrapper, name, offsets, offsets=max(sequences, 0) + 1)
+
+
 def find_rows(
     wrapper: str,
     q: Tensor,
@@ -48,17 +68,14 @@ def find_rows(
 ) -> Rows:
     """From the arguments of these names that every wrapper of dense scores has."""
     require(ratio >= 1, wrapper, "ratio", "at least 1", ratio)
-    packed = cu_seqlens_q is not None
-    require(packed == (cu_seqlens_k is not None), wrapper, "cu_seqlens_k", "given with cu_seqlens_q", cu_seqlens_k)
+    require_offsets(wrapper, cu_seqlens_q, cu_seqlens_k)
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         sequences = len(cu_seqlens_q) - 1
         require_shape(wrapper, "q", q, total_q=None, heads=None, d=None)
-        for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-            require(offsets.dtype == torch.int32, wrapper, name, "int32", offsets.dtype)
-            require_shape(wrapper, name, offsets, offsets=max(sequences, 0) + 1)
         if max_seqlen_k is None:
             lengths = cu_seqlens_k.diff()
             max_seqlen_k = int(lengths.max()) if sequences else 0  # the host waits for it
+        require(max_seqlen_k >= 0, wrapper, "max_seqlen_k", "at least 0", max_seqlen_k)
         query = torch.arange(len(q), device=q.device, dtype=torch.int32)
         sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), query, right=True).clamp(max=sequences - 1)
         query = query - cu_seqlens_q[sequence]
@@ -89,6 +106,7 @@ def entries_of(
     b, s_q, _, d = q.shape
     require_shape(wrapper, "k", k, B=b, S_k=None, D=d)
     require_shape(wrapper, "topk_indices", topk_indices, B=b, S_q=s_q, topk=None)
+    require(topk_indices.dtype in _INTEGERS, wrapper, "topk_indices", "int32 or int64", topk_indices.dtype)
     rows = find_rows(wrapper, q, k, 1, None, None, None, None)
     table, end = topk_indices.flatten(0, 1), rows.start[:, None] + rows.width
     if not are_global and b > 1:
@@ -96,5 +114,6 @@ def entries_of(
     valid = (table >= rows.start[:, None]) & (table < end)
     if topk_length is not None:
         require_shape(wrapper, "topk_length", topk_length, B=b, S_q=s_q)
+        require(topk_length.dtype in _INTEGERS, wrapper, "topk_length", "int32 or int64", topk_length.dtype)
         valid &= torch.arange(table.shape[1], device=q.device) < topk_length.flatten()[:, None]
     return rows, table.masked_fill(~valid, -1).int()

@@ -10,8 +10,8 @@ from hopwell.torch import ops
 from ..._checks import require, require_shape, require_sizes
 from .._index_scores import rows_at_a_time, write_index_scores
 from ._dense import one_head, require_bf16, require_group
-from ._results import TupleDict, given_or_new, into, on
-from ._rows import Rows, find_rows
+from ._results import TupleDict, given_or_new, into, on, require_output
+from ._rows import Rows, find_rows, require_index_dtypes, require_offsets
 
 
 def _best(x: Tensor, lengths: Tensor, top_k: int, larger_columns: bool) -> tuple[Tensor, Tensor]:
@@ -137,13 +137,18 @@ def indexer_forward_top_k_wrapper(
     outputs = lse_out, softmax_out, out_indices, out_logits
     with on(stream, q, k, w, cu_seqlens_q, cu_seqlens_k, q_causal_offsets, *outputs):
         rows = find_rows(name, q, k, ratio, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, q_causal_offsets)
+        require_index_dtypes(name, "q", q, "k", k)
+        shape = [*rows.shape, top_k]
+        require_output(name, "lse_out", lse_out, rows.shape, torch.float32)
+        require_output(name, "out_indices", out_indices, shape, torch.int32)
+        for argument, out in (("out_logits", out_logits), ("softmax_out", softmax_out)):
+            require_output(name, argument, out, shape, torch.float32)
         index = rows.flat(q), rows.flat(one_head(name, k)), rows.flat(w if sm_scale == 1.0 else w.float() * sm_scale)
         indices, logits = ops.lightning_indexer(*index, top_k, k_start=rows.start, k_end=rows.end)
         none = logits == -torch.inf
         if not topk_indices_global:
             indices -= rows.start[:, None]
         indices.masked_fill_(none, -1)
-        shape = [*rows.shape, top_k]
         result = TupleDict(indices=into(out_indices, indices.view(shape)), logits=into(out_logits, logits.view(shape)))
         if return_softmax is not False or softmax_out is not None:
             softmax = logits.softmax(-1).masked_fill_(none, 0.0)
@@ -169,8 +174,7 @@ def local_to_global_wrapper(
     name = "local_to_global_wrapper"
     kinds = (torch.int32, torch.int64)
     require(local_indices.dtype in kinds, name, "local_indices", "int32 or int64", local_indices.dtype)
-    packed = cu_seqlens_q is not None
-    require(packed == (cu_seqlens_k is not None), name, "cu_seqlens_k", "given with cu_seqlens_q", cu_seqlens_k)
+    require_offsets(name, cu_seqlens_q, cu_seqlens_k)
     with on(stream, local_indices, cu_seqlens_q, cu_seqlens_k):
         if cu_seqlens_q is not None and cu_seqlens_k is not None:
             require_shape(name, "local_indices", local_indices, total_q=None, topk=None)
