@@ -1,5 +1,7 @@
 """hopwell.torch: selection, NVFP4 and decode, against the reference and plain PyTorch."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from hopwell import reference
 from hopwell import torch as hw
 from support import norm_error
 from torch import Tensor
-from torch_inputs import paged_inputs
+from torch_inputs import paged_inputs, sparse_inputs
 
 pytestmark = pytest.mark.usefixtures("torch_seed")
 
@@ -96,3 +98,34 @@ def test_paged_attention() -> None:
     expected = reference.paged_attention(*arrays, pos_bias_u=u.numpy(), r=r.numpy(), pos_bias_v=u.numpy())
     assert norm_error(out, torch.as_tensor(expected[0])) <= 1e-5
     np.testing.assert_allclose(lse.numpy(), expected[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_dtypes_are_pytorch_s_or_names(compiled: bool) -> None:
+    """As every function of PyTorch takes them."""
+    codes, scales, scale = hw.nvfp4_quantize(torch.randn(20, 64))
+    batched = tuple(x[None].permute(1, 2, 0) for x in (codes, scales))
+    inputs = sparse_inputs()
+    out, _, lse = hw.sparse_mla(**inputs)
+    backward = out, *(inputs[name] for name in ("q", "kv", "indices")), out, lse, 0.5, 12
+
+    def results(dtype: torch.dtype | str) -> tuple[Any, ...]:
+        return (
+            hw.nvfp4_dequantize(codes, scales, scale, dtype=dtype),
+            hw.nvfp4_matmul(codes, codes, scales, scales, out_dtype=dtype),
+            hw.nvfp4_gemv(batched[0], batched[0][:1], batched[1], batched[1][:1], out_dtype=dtype),
+            hw.sparse_mla_backward(*backward, dkv_dtype=dtype)[1],
+        )
+
+    function = torch.compile(results, fullgraph=True, backend="aot_eager") if compiled else results
+    for given, named in zip(function(torch.bfloat16), results("bfloat16"), strict=True):
+        assert given.dtype == torch.bfloat16
+        assert torch.equal(given, named)
+    with pytest.raises(ValueError, match="nvfp4_dequantize: dtype must be float32, float16 or bfloat16; got float64"):
+        hw.nvfp4_dequantize(codes, scales, scale, dtype=torch.float64)
+
+
+def test_the_global_scale_comes_back_without_dimensions() -> None:
+    """As its fake kernel says."""
+    given = torch.full((1,), 0.01)
+    assert hw.nvfp4_quantize(torch.randn(3, 32), global_scale=given)[2].shape == ()

@@ -116,7 +116,7 @@ def sparse_attention_backward_wrapper(
             attn_sink=attn_sink,
             topk_length=topk_length,
             deterministic=deterministic,
-            dkv_dtype=str(dkv_dtype).removeprefix("torch."),
+            dkv_dtype=dkv_dtype,
         )
         d_q, d_kv, d_sink = gradients
         assert d_q is not None and d_kv is not None  # both are asked for

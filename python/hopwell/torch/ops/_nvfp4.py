@@ -36,7 +36,7 @@ def _nvfp4_gemv_fake(
 
 
 @operator("nvfp4_gemv", _nvfp4_gemv_fake)
-def nvfp4_gemv(
+def _nvfp4_gemv(
     a: Tensor,
     b: Tensor,
     sfa: Tensor,
@@ -46,9 +46,25 @@ def nvfp4_gemv(
     scale_layout: str = "plain",
     backend: str | None = None,
 ) -> Tensor:
-    """c[m, 0, l] = alpha · Σ_k a·b with both sides NVFP4: a [M, K/2, L], b [1 or 128, K/2, L]; c [M, 1, L]."""
     c: Tensor = _gemv(a, b, sfa, sfb, alpha=alpha, out_dtype=out_dtype, scale_layout=scale_layout, backend=backend)
     return c.contiguous()
+
+
+def nvfp4_gemv(
+    a: Tensor,
+    b: Tensor,
+    sfa: Tensor,
+    sfb: Tensor,
+    alpha: float = 1.0,
+    out_dtype: str | torch.dtype = "float16",
+    scale_layout: str = "plain",
+    backend: str | None = None,
+) -> Tensor:
+    """c[m, 0, l] = alpha · Σ_k a·b with both sides NVFP4: a [M, K/2, L], b [1 or 128, K/2, L]; c [M, 1, L] of
+    out_dtype, float16, bfloat16 or float32.
+    """
+    out_dtype = dtype_name("nvfp4_gemv", "out_dtype", out_dtype, ("float16", "bfloat16", "float32"))
+    return _nvfp4_gemv(a, b, sfa, sfb, alpha, out_dtype, scale_layout, backend)
 
 
 def _nvfp4_linear_fake(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -113,7 +129,7 @@ def _nvfp4_matmul_fake(
 
 
 @operator("nvfp4_matmul", _nvfp4_matmul_fake)
-def nvfp4_matmul(
+def _nvfp4_matmul(
     a: Tensor,
     b: Tensor,
     sfa: Tensor,
@@ -124,7 +140,6 @@ def nvfp4_matmul(
     scale_layout: str = "plain",
     backend: str | None = None,
 ) -> Tensor:
-    """c = alpha · a · bᵀ + bias with both sides NVFP4 (W4A4): a [M, K/2], b [N, K/2], bias [N]; c [M, N]."""
     c: Tensor = _matmul(
         *(a, b, sfa, sfb),
         alpha=alpha,
@@ -134,6 +149,24 @@ def nvfp4_matmul(
         backend=backend,
     )
     return c
+
+
+def nvfp4_matmul(
+    a: Tensor,
+    b: Tensor,
+    sfa: Tensor,
+    sfb: Tensor,
+    alpha: float = 1.0,
+    bias: Tensor | None = None,
+    out_dtype: str | torch.dtype = "bfloat16",
+    scale_layout: str = "plain",
+    backend: str | None = None,
+) -> Tensor:
+    """c = alpha · a · bᵀ + bias with both sides NVFP4 (W4A4): a [M, K/2], b [N, K/2]; bias [N] and c [M, N] of
+    out_dtype, bfloat16, float16 or float32.
+    """
+    out_dtype = dtype_name("nvfp4_matmul", "out_dtype", out_dtype, ("bfloat16", "float16", "float32"))
+    return _nvfp4_matmul(a, b, sfa, sfb, alpha, bias, out_dtype, scale_layout, backend)
 
 
 def _nvfp4_quantize_fake(x: Tensor, scale_layout: str = "plain", *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,7 +185,7 @@ def _nvfp4_quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     codes, scales, used = _quantize(x, scale_layout=scale_layout, global_scale=global_scale, backend=backend)
     if global_scale is not None:
-        used = global_scale.clone()  # an op's output must not be its input
+        used = global_scale.clone().reshape(())  # an op's output must not be its input
     return codes, scales, used
 
 
@@ -202,10 +235,11 @@ def nvfp4_dequantize(
     global_scale: Tensor | float,
     *,
     scale_layout: str = "plain",
-    dtype: str = "float32",
+    dtype: str | torch.dtype = "float32",
     backend: str | None = None,
 ) -> Tensor:
-    """code · scale · global as a [rows, K] tensor of the dtype named."""
+    """code · scale · global as a [rows, K] tensor of dtype, float32, float16 or bfloat16."""
+    dtype = dtype_name("nvfp4_dequantize", "dtype", dtype, ("float32", "float16", "bfloat16"))
     if not isinstance(global_scale, Tensor):
         global_scale = _as_tensor("nvfp4_dequantize", "global_scale", global_scale, codes)
     return _nvfp4_dequantize(codes, scales, global_scale, scale_layout=scale_layout, dtype=dtype, backend=backend)

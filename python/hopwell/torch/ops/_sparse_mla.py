@@ -59,8 +59,12 @@ def sparse_mla_forward(
     )
 
 
+def _dkv_dtype_name(dtype: str | torch.dtype) -> str:
+    return dtype_name("sparse_mla_backward", "dkv_dtype", dtype, ("float32", "bfloat16"))
+
+
 def _dkv_dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, dtype_name("sparse_mla_backward", "dkv_dtype", name, ("float32", "bfloat16")))
+    dtype: torch.dtype = getattr(torch, _dkv_dtype_name(name))
     return dtype
 
 
@@ -160,15 +164,17 @@ def sparse_mla_backward(
     attn_sink: Tensor | None = None,
     need_dq: bool = True,
     need_dkv: bool = True,
+    dkv_dtype: str | torch.dtype = "float32",
     **options: Any,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of `sparse_mla`: (dq, dkv, d_sink), None where not needed or without a sink.
 
-    d_out is [s_q, h_q, d_v]; `out` and `lse` are the forward's. dq has q's dtype, dkv the `dkv_dtype` named
-    ("float32"), d_sink is float32 [h_q]. Options: the masks of `sparse_mla`, indices_ascending,
-    share_keys, deterministic, dkv_dtype, backend.
+    d_out is [s_q, h_q, d_v]; `out` and `lse` are the forward's. dq has q's dtype, dkv `dkv_dtype`, float32 or
+    bfloat16, d_sink is float32 [h_q]. Options: the masks of `sparse_mla`, indices_ascending, share_keys, deterministic,
+    backend.
     """
     options |= {"attn_sink": attn_sink, "need_dq": need_dq, "need_dkv": need_dkv}
+    options["dkv_dtype"] = _dkv_dtype_name(dkv_dtype)
     dq, dkv, d_sink = _sparse_mla_backward(d_out, q, kv, indices, out, lse, sm_scale, d_v, **options)
     return dq if need_dq else None, dkv if need_dkv else None, None if attn_sink is None else d_sink
 
@@ -208,7 +214,7 @@ def _differentiate_sparse_mla(ctx: Any, d_out: Tensor, _d_max_logits: Tensor, _d
         kv_stride=ctx.kv_stride,
         k_start=k_start,
         k_end=k_end,
-        dkv_dtype=str(kv.dtype).removeprefix("torch."),
+        dkv_dtype=kv.dtype,
         need_dq=0 in needed,
         need_dkv=1 in needed,
         indices_ascending=ctx.indices_ascending,
