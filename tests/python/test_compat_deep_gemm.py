@@ -145,6 +145,8 @@ def test_keys_that_are_not_seen_and_a_scale_of_zero() -> None:
             {"kv": (torch.zeros(9, 16).to(torch.float8_e4m3fn), torch.ones(9, dtype=torch.int32))},
             r"kv\[1\] must be float32; got torch.int32",
         ),
+        ({"kv": torch.zeros(9, 16)}, r"kv must be a pair of keys and their scales; got torch.float32 \[9, 16\]"),
+        ({"kv": (torch.zeros(9, 16),)}, r"kv must be a pair of keys and their scales; got tuple"),
         ({"weights": torch.zeros(4, 3)}, r"weights must be \[seq_len=4, heads=2\]; got \[4, 3\]"),
         ({"cu_seq_len_k_start": torch.zeros(4)}, "cu_seq_len_k_start must be int32; got torch.float32"),
         ({"cu_seq_len_k_end": torch.zeros(5, dtype=torch.int32)}, r"cu_seq_len_k_end must be \[seq_len=4\]; got \[5\]"),
@@ -160,7 +162,9 @@ def test_wrong_arguments(change: dict[str, Any], message: str) -> None:
 def test_fp4_is_refused() -> None:
     call = inputs(4, 9, 2, 16)
     q = call.pop("q")
-    with pytest.raises(ValueError, match=r"fp8_fp4_mqa_logits: q\[1\] must be None \(no FP4\)"):
+    with pytest.raises(ValueError, match=r"q\[1\] must be None \(no FP4\); got torch.int32 \[4, 2\]$"):
         fp8_fp4_mqa_logits((q, torch.ones(4, 2, dtype=torch.int32)), **call)
+    with pytest.raises(ValueError, match=r"^fp8_fp4_mqa_logits: q must be a pair of queries and None; got torch.f"):
+        fp8_fp4_mqa_logits(q, **call)
     with pytest.raises(ValueError, match=r"logits_dtype must be float32 or bfloat16; got torch\.float16"):
         fp8_fp4_mqa_logits((q, None), **call, logits_dtype=torch.float16)

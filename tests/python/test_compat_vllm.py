@@ -108,6 +108,8 @@ def test_what_is_not_supported_is_refused(version: int, change: dict[str, Any], 
     with pytest.raises(ValueError, match=message):
         attention(out, **scratch, **problem.arguments(**change))
     assert out.eq(7).all()
+    with pytest.raises(ValueError, match=f"paged_attention_v{version}: out must be a tensor to write; got None"):
+        attention(None, **scratch, **problem.arguments())
 
 
 @pytest.mark.parametrize(
@@ -119,6 +121,8 @@ def test_what_is_not_supported_is_refused(version: int, change: dict[str, Any], 
         ({"key_cache": torch.zeros(4, 2, 8, 16, 4).half()}, r"key_cache must be \[4, 2, 4, 16, 8\]"),
         ({"value_cache": torch.zeros(4, 2)}, r"value_cache must be \[blocks, h_kv, d, block\]; got \[4, 2\]"),
         ({"slot_mapping": torch.tensor([0, 64])}, "slot_mapping must be below 64; got a slot beyond"),
+        ({"slot_mapping": torch.tensor([0.5, 1.0])}, "slot_mapping must be int64 or int32; got torch.float32"),
+        ({"slot_mapping": torch.tensor([True, False])}, "slot_mapping must be int64 or int32; got torch.bool"),
         ({"slot_mapping": torch.tensor([0, 1, 2])}, r"slot_mapping must be \[up to 2\]; got \[3\]"),
     ],
 )

@@ -86,11 +86,19 @@ def test_key_ranges(of_queries: list[int], of_keys: list[int] | None, causal: bo
         ([torch.zeros(0, dtype=torch.int32)], "cu_seqlens_q must be int32 or int64"),
         ([torch.zeros(3, dtype=torch.int32), torch.zeros(3)], "cu_seqlens_k must be int32 or int64"),
         ([torch.zeros(3, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)], r"cu_seqlens_k must be \[3\]"),
+        ([[0, 3]], r"cu_seqlens_q must be int32 or int64 \[documents \+ 1\]; got \[0, 3\]"),
+        ([torch.tensor([0, 3]), (0, 3)], r"cu_seqlens_k must be int32 or int64 \[documents \+ 1\]; got \(0, 3\)"),
+        ([torch.tensor([0, 3]), torch.tensor([0, 3], device="meta")], r"cu_seqlens_k must be \[2\] on cpu .* on meta"),
     ],
 )
 def test_key_ranges_of_bad_arguments(offsets: list[Tensor], message: str) -> None:
     with pytest.raises(ValueError, match=f"key_ranges: {message}"):
         hw.key_ranges(*offsets)
+
+
+def test_key_ranges_of_fewer_than_no_queries() -> None:
+    with pytest.raises(ValueError, match="key_ranges: s_q must be at least 0; got -1"):
+        hw.key_ranges(torch.tensor([0, 3]), s_q=-1)
 
 
 @pytest.mark.parametrize("exact", [False, True])

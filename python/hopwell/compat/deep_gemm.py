@@ -37,6 +37,10 @@ def _logits(
     max_seqlen_k: int,
     logits_dtype: torch.dtype,
 ) -> Tensor:
+    pair = isinstance(kv, tuple | list) and len(kv) == 2
+    require(
+        pair, function, "kv", "a pair of keys and their scales", kv if isinstance(kv, Tensor) else type(kv).__name__
+    )
     k, k_scale = kv
     require(q.dtype in _KINDS, function, "q", "float8_e4m3fn (no FP4)", q.dtype)
     require(k.dtype == q.dtype, function, "kv[0]", f"{q.dtype} as q is", k.dtype)
@@ -102,6 +106,8 @@ def fp8_fp4_mqa_logits(
 ) -> Tensor:
     """`fp8_mqa_logits` with q a pair whose second is None (scales of FP4 queries), and logits of a dtype to choose."""
     function = "fp8_fp4_mqa_logits"
+    pair = isinstance(q, tuple | list) and len(q) == 2
+    require(pair, function, "q", "a pair of queries and None", q if isinstance(q, Tensor) else type(q).__name__)
     require(q[1] is None, function, "q[1]", "None (no FP4)", q[1])
     return _logits(
         *(function, q[0], kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k, logits_dtype)

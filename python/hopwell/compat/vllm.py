@@ -41,6 +41,7 @@ def _attend(
     kv_cache_dtype: str,
     blocksparse_vert_stride: int,
 ) -> None:
+    require(isinstance(out, torch.Tensor), operator, "out", "a tensor to write", out)
     _check_cache_dtype(operator, kv_cache_dtype, key_cache)
     sparse = blocksparse_vert_stride > 1  # vLLM's own test for it
     require(
@@ -144,13 +145,13 @@ def reshape_and_cache(
     k_scale: Scale = 1.0,
     v_scale: Scale = 1.0,
 ) -> None:
-    """Writes new tokens into the caches.
+    """Writes new tokens into the caches. On a GPU the host waits for slot_mapping, so no CUDA graph captures this.
 
     Args:
         key, value: like the caches [tokens, h_kv, d]; tokens beyond slot_mapping are padding.
         key_cache: [blocks, h_kv, d/x, block, x], written in place.
         value_cache: [blocks, h_kv, d, block], written in place.
-        slot_mapping: int64 [up to tokens]; token i goes to slot s % block of page s // block; −1: nowhere.
+        slot_mapping: int64 or int32 [up to tokens]; token i goes to slot s % block of page s // block; −1: nowhere.
         kv_cache_dtype: "auto", or the name of the caches' dtype.
         k_scale, v_scale: of fp8 caches; unused.
     """
@@ -164,14 +165,12 @@ def reshape_and_cache(
     for argument, new, cache in (("key", key, key_cache), ("value", value, value_cache)):
         require(new.ndim == 3 and new.shape[1:] == (h_kv, d), name, argument, f"[tokens, {h_kv}, {d}]", list(new.shape))
         require(new.dtype == cache.dtype, name, argument, f"{cache.dtype} as its cache is", new.dtype)
+    kinds = (torch.int32, torch.int64)
+    require(slot_mapping.dtype in kinds, name, "slot_mapping", "int64 or int32", slot_mapping.dtype)
     tokens = len(slot_mapping)
-    require(
-        slot_mapping.ndim == 1 and tokens <= len(key),
-        name,
-        "slot_mapping",
-        f"[up to {len(key)}]",
-        list(slot_mapping.shape),
-    )
+    most = min(len(key), len(value))
+    fits = slot_mapping.ndim == 1 and tokens <= most
+    require(fits, name, "slot_mapping", f"[up to {most}]", list(slot_mapping.shape))
     require(
         bool((slot_mapping < blocks * block).all()), name, "slot_mapping", f"below {blocks * block}", "a slot beyond"
     )

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from hopwell._checks import require
+
 
 def key_ranges(
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, *, causal: bool = True, s_q: int | None = None
@@ -22,22 +24,21 @@ def key_ranges(
         (k_start, k_end): int32 [s_q], on the device of cu_seqlens_q.
 
     Raises:
-        ValueError: an argument has the wrong dtype or shape.
+        ValueError: an argument has the wrong dtype, shape or device.
     """
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if offsets.dtype not in (torch.int32, torch.int64) or offsets.ndim != 1 or len(offsets) == 0:
-            raise ValueError(
-                f"key_ranges: {name} must be int32 or int64 [documents + 1]; got {offsets.dtype} {list(offsets.shape)}"
-            )
-    if cu_seqlens_k.shape != cu_seqlens_q.shape:
-        raise ValueError(
-            f"key_ranges: cu_seqlens_k must be [{len(cu_seqlens_q)}] as cu_seqlens_q is; got {list(cu_seqlens_k.shape)}"
-        )
+        fits = isinstance(offsets, Tensor) and offsets.dtype in (torch.int32, torch.int64)
+        fits = fits and offsets.ndim == 1 and len(offsets) > 0
+        require(fits, "key_ranges", name, "int32 or int64 [documents + 1]", offsets)
+    same = cu_seqlens_k.shape == cu_seqlens_q.shape and cu_seqlens_k.device == cu_seqlens_q.device
+    expected = f"[{len(cu_seqlens_q)}] on {cu_seqlens_q.device} as cu_seqlens_q is"
+    require(same, "key_ranges", "cu_seqlens_k", expected, f"{list(cu_seqlens_k.shape)} on {cu_seqlens_k.device}")
     documents = len(cu_seqlens_q) - 1
     if s_q is None:
         s_q = int(cu_seqlens_q[-1])
+    require(s_q >= 0, "key_ranges", "s_q", "at least 0", s_q)
     query = torch.arange(s_q, device=cu_seqlens_q.device, dtype=cu_seqlens_q.dtype)
     document = torch.searchsorted(cu_seqlens_q[1:], query, right=True)  # so many end at or before it
     following = (document + 1).clamp(max=documents)
