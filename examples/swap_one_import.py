@@ -195,6 +195,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error(f"argument --steps: expected at least 1; got {options.steps}")
+    if not options.picture.absolute().parent.is_dir():
+        parser.error(f"argument --picture: expected a file in a folder that exists; got {options.picture}")
     data = text()
     plain, plain_seconds = timed(lambda: train(PLAIN, data, options.steps))
     ours, our_seconds = timed(lambda: train(tilelang, data, options.steps))  # the one import

@@ -40,6 +40,15 @@ def test_both_curves_are_one(swap_one_import: Any, tmp_path: Path, capsys: pytes
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_picture_needs_a_folder(swap_one_import: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Said before the training, not after."""
+    with pytest.raises(SystemExit):
+        swap_one_import.main(["--picture", "/no/such/folder/curves.png"])
+    assert (
+        "--picture: expected a file in a folder that exists; got /no/such/folder/curves.png" in capsys.readouterr().err
+    )
+
+
 def test_another_kernel_is_noticed(
     swap_one_import: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

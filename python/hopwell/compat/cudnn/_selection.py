@@ -85,6 +85,20 @@ def _log_sums(rows: Rows, q: Tensor, k: Tensor, w: Tensor) -> Tensor:
     return sums
 
 
+def _require_selection(
+    wrapper: str,
+    sizes: list[int],
+    out_indices: Tensor | None,
+    out_logits: Tensor | None,
+    softmax_out: Tensor | None,
+    lse_out: Tensor | None,
+) -> None:
+    require_output(wrapper, "out_indices", out_indices, sizes, torch.int32)
+    require_output(wrapper, "out_logits", out_logits, sizes, torch.float32)
+    require_output(wrapper, "softmax_out", softmax_out, sizes, torch.float32)
+    require_output(wrapper, "lse_out", lse_out, sizes[:-1], torch.float32)
+
+
 @torch.no_grad()
 def indexer_forward_top_k_wrapper(
     q: Tensor,
@@ -139,10 +153,7 @@ def indexer_forward_top_k_wrapper(
         rows = find_rows(name, q, k, ratio, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, q_causal_offsets)
         require_index_dtypes(name, "q", q, "k", k)
         shape = [*rows.shape, top_k]
-        require_output(name, "lse_out", lse_out, rows.shape, torch.float32)
-        require_output(name, "out_indices", out_indices, shape, torch.int32)
-        for argument, out in (("out_logits", out_logits), ("softmax_out", softmax_out)):
-            require_output(name, argument, out, shape, torch.float32)
+        _require_selection(name, shape, out_indices, out_logits, softmax_out, lse_out)
         index = rows.flat(q), rows.flat(one_head(name, k)), rows.flat(w if sm_scale == 1.0 else w.float() * sm_scale)
         indices, logits = ops.lightning_indexer(*index, top_k, k_start=rows.start, k_end=rows.end)
         none = logits == -torch.inf
