@@ -418,6 +418,22 @@ def test_rows_that_do_not_fit_are_an_error_as_there() -> None:
         Case().top_k_with_loss(query_valid_rows=torch.ones(8, dtype=torch.bool))
 
 
+def test_a_negative_choice_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"hopwell.compat.megatron: index_topk must be at least 0; got -1"):
+        Case().top_k(index_topk=-1)
+
+
+@pytest.mark.parametrize("sparse_loss", [True, False])
+def test_bounds_of_int64_do_not_wrap(sparse_loss: bool) -> None:
+    """2³² keys are more than all, not none."""
+    case = Case()
+    case.starts, case.ends = torch.zeros(9, dtype=torch.int64), torch.full((9,), 9)
+    expected = case.whole(sparse_loss=sparse_loss)
+    case.ends = torch.full((9,), 2**32)
+    for one, other in zip(case.whole(sparse_loss=sparse_loss), expected, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_the_hooks_are_those_that_the_dispatcher_looks_for() -> None:
     assert megatron.__all__ == [
         "run_fused_absorbed_sparse_attention",

@@ -123,6 +123,12 @@ def test_miles_names_how_it_selects() -> None:
     for backend in ("torch", "flashinfer"):  # Miles' bounds are int64
         named = lighting_indexer(*leaves, start.long(), end.long(), 4, topk_backend=backend)
         assert all(torch.equal(x, y) for x, y in zip(named, plain, strict=True))
+    q, k, weights = leaves
+    beyond = torch.full((24,), 2**32), torch.full((24,), 24)
+    for more, all_keys in zip(*(lighting_indexer(*leaves, 0 * end, e, 4) for e in beyond), strict=True):
+        assert torch.equal(more, all_keys)
+    batch = q[:, None], k[:, None], weights[:, None], 0 * end
+    assert torch.equal(*(batched_indexer_fwd(*batch, e) for e in beyond))
     with pytest.raises(ValueError, match="lighting_indexer: topk_backend must be torch or flashinfer; got sgl"):
         lighting_indexer(*leaves, start, end, 4, topk_backend="sgl")
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hopwell.torch import lightning_indexer, sparse_mla
+from hopwell.torch.parallel import ContextShard
 
 WORKER = Path(__file__).with_name("parallel_worker.py")
 
@@ -116,3 +117,8 @@ def test_query_has_the_same_bits_in_a_shard(dtype: torch.dtype) -> None:
     rows = torch.cat([pieces[0], pieces[3]])
     for whole, shard in zip(run(torch.arange(s)), run(rows), strict=True):
         assert torch.equal(whole[rows], shard)
+
+
+def test_fewer_than_no_tokens() -> None:
+    with pytest.raises(ValueError, match="ContextShard: s must be at least 0; got -1"):
+        ContextShard.zigzag(-1)

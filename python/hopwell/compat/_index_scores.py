@@ -13,6 +13,11 @@ def rows_at_a_time(width: int) -> int:
     return max(1, _SCORES_AT_A_TIME // max(width, 1))
 
 
+def as_int32(numbers: Tensor, end: int) -> Tensor:
+    """Entries, lengths or bounds of keys: of int64, one that does not fit into int32 stays on its side of 0 … end."""
+    return numbers if numbers.dtype == torch.int32 else numbers.clamp(-1, end).int()
+
+
 def write_index_scores(
     out: Tensor,
     q: Tensor,

@@ -30,7 +30,7 @@ from torch import Tensor
 from hopwell.torch import ops
 
 from .._checks import require
-from ._index_scores import without_relu
+from ._index_scores import as_int32, without_relu
 
 __all__ = [
     "run_fused_absorbed_sparse_attention",
@@ -88,11 +88,12 @@ def _select(
 
     Entries whose score is −inf are none.
     """
+    require(index_topk >= 0, "hopwell.compat.megatron", "index_topk", "at least 0", index_topk)
     s_q, b = q.shape[:2]
     topk = min(index_topk, len(k))
     indices = torch.empty(b, s_q, topk, dtype=torch.int32, device=q.device)
     lengths = torch.empty(b, s_q, dtype=torch.int32, device=q.device)
-    starts, ends = starts.int(), ends.int()
+    starts, ends = (as_int32(bound, len(k)) for bound in (starts, ends))
     with torch.no_grad():
         for i in range(b):
             queries, factors = q[:, i], weights[:, i]
@@ -158,7 +159,7 @@ class _Loss:
 
     def over_all_keys(self, starts: Tensor, ends: Tensor) -> Tensor:
         """Of those that a query sees. The target of heads on several ranks has to be stored, to be added."""
-        k_start, k_end = starts.int(), ends.int()
+        k_start, k_end = (as_int32(bound, len(self.k)) for bound in (starts, ends))
         masks: dict[str, Any] = {"k_start": k_start, "k_end": k_end}
         with torch.no_grad():
             attention = [
@@ -197,11 +198,6 @@ def _attend(
     outs = [out for out, _, _ in results]
     out = outs[0][:, None] if len(outs) == 1 else torch.stack(outs, 1)
     return out, [lse for _, _, lse in results]
-
-
-def _as_int32(numbers: Tensor, end: int) -> Tensor:
-    """Entries or lengths below `end`; of int64, what does not fit into int32 stays outside of 0 … end − 1."""
-    return numbers if numbers.dtype == torch.int32 else numbers.clamp(-1, end).int()
 
 
 def run_fused_qk_topk(
@@ -299,8 +295,8 @@ def run_fused_absorbed_sparse_attention(
         return None
     if any(x is not None and x.dtype not in _INTEGERS for x in (topk_indices, topk_length)):
         return None
-    entries = _as_int32(topk_indices, len(key))
-    lengths = None if topk_length is None else _as_int32(topk_length, topk_indices.shape[2])
+    entries = as_int32(topk_indices, len(key))
+    lengths = None if topk_length is None else as_int32(topk_length, topk_indices.shape[2])
     return _attend(query, key, entries, lengths, softmax_scale, v_channels)[0]
 
 

@@ -32,7 +32,7 @@ from hopwell.torch import ops
 from hopwell.torch._packing import key_ranges
 
 from .._checks import require, require_shape
-from ._index_scores import without_relu, write_index_scores
+from ._index_scores import as_int32, without_relu, write_index_scores
 
 
 def _attend_with_sinks(
@@ -143,7 +143,7 @@ def lighting_indexer(
     weights = weights.squeeze(-1) if weights.ndim == 3 else weights
     require_shape("lighting_indexer", "index_q", index_q, s_q=None, h_index=None, d_index=None)
     require_shape("lighting_indexer", "weights", weights, s_q=len(index_q), h_index=index_q.shape[1])
-    start, end = cu_seqlen_ks.int(), cu_seqlen_ke.int()
+    start, end = (as_int32(bound, len(index_k)) for bound in (cu_seqlen_ks, cu_seqlen_ke))
     if topk_indices is None and use_relu:
         indices, scores = ops.lightning_indexer(index_q, index_k, weights, topk, k_start=start, k_end=end)
         return scores, indices.masked_fill(scores.detach() == -torch.inf, -1)
@@ -166,8 +166,9 @@ def batched_indexer_fwd(q: Tensor, k: Tensor, weights: Tensor, cu_seqlen_ks: Ten
     require_shape(function, "k", k, s_kv=None, b=b, d_index=d)
     require_shape(function, "weights", weights, s=s, b=b, h_index=heads)
     scores = q.new_empty((b, s, len(k)), dtype=torch.float32)
+    bounds = [as_int32(bound, len(k)) for bound in (cu_seqlen_ks, cu_seqlen_ke)]
     for i, of_sequence in enumerate(scores):
-        write_index_scores(of_sequence, q[:, i], k[:, i], weights[:, i], cu_seqlen_ks.int(), cu_seqlen_ke.int())
+        write_index_scores(of_sequence, q[:, i], k[:, i], weights[:, i], *bounds)
     return scores
 
 

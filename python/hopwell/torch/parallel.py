@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hopwell._checks import require
 from hopwell.torch import nn, ops
 from hopwell.torch.ops._indexer_dense_loss import indexer_dense_loss_and_gradients
 from hopwell.torch.ops._register import Gradients, refuse_second_derivative
@@ -70,6 +71,7 @@ class ContextShard:
         collective: an s that differs between ranks is a ValueError on each.
         """
         check_agreement("ContextShard", "s", (s,), group, device)
+        require(s >= 0, "ContextShard", "s", "at least 0", s)
         rank, ranks = _place(group)
         pieces = torch.arange(s, device=device).tensor_split(2 * ranks)
         shards = [torch.cat([pieces[r], pieces[-1 - r]]) for r in range(ranks)]
