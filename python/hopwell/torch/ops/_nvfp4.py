@@ -61,7 +61,7 @@ def nvfp4_gemv(
     backend: str | None = None,
 ) -> Tensor:
     """c[m, 0, l] = alpha · Σ_k a·b with both sides NVFP4: a [M, K/2, L], b [1 or 128, K/2, L]; c [M, 1, L] of
-    out_dtype, float16, bfloat16 or float32.
+    out_dtype, float16, bfloat16 or float32. Codes and scales as in `hopwell.nvfp4_gemv`. Without gradients.
     """
     out_dtype = dtype_name("nvfp4_gemv", "out_dtype", out_dtype, ("float16", "bfloat16", "float32"))
     return _nvfp4_gemv(a, b, sfa, sfb, alpha, out_dtype, scale_layout, backend)
@@ -106,7 +106,7 @@ def nvfp4_linear(
     """y = x · Wᵀ + bias with W in NVFP4 and x in 16 bits (on the CPU float32 too).
 
     x [n, K], weight [N, K/2] (two codes a byte), weight_scale [N, K/16] or blocked, weight_global a number or a 0-d
-    float32 tensor on x's device. Returns y [n, N] in x's dtype.
+    float32 tensor on x's device. Returns y [n, N] in x's dtype. Without gradients.
     """
     if not isinstance(weight_global, Tensor):
         weight_global = _as_tensor("nvfp4_linear", "weight_global", weight_global, x)
@@ -163,7 +163,7 @@ def nvfp4_matmul(
     backend: str | None = None,
 ) -> Tensor:
     """c = alpha · a · bᵀ + bias with both sides NVFP4 (W4A4): a [M, K/2], b [N, K/2]; bias [N] and c [M, N] of
-    out_dtype, bfloat16, float16 or float32.
+    out_dtype, bfloat16, float16 or float32. Codes and scales as in `hopwell.nvfp4_matmul`. Without gradients.
     """
     out_dtype = dtype_name("nvfp4_matmul", "out_dtype", out_dtype, ("bfloat16", "float16", "float32"))
     return _nvfp4_matmul(a, b, sfa, sfb, alpha, bias, out_dtype, scale_layout, backend)
@@ -196,8 +196,9 @@ def nvfp4_quantize(
     global_scale: Tensor | float | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rounds x [rows, K] to NVFP4. Returns codes uint8 [rows, K/2], scales uint8 [rows, K/16] (padded to whole blocks
-    where blocked) and the global scale, a 0-d float32 tensor.
+    """Rounds x float32, float16 or bfloat16 [rows, K], K a multiple of 16, to NVFP4. Returns codes uint8 [rows, K/2],
+    scales uint8 [rows, K/16] (padded to whole blocks where blocked) and the global scale, a 0-d float32 tensor: the one
+    given, a number or such a tensor, or one made for x.
     """
     if global_scale is not None and not isinstance(global_scale, Tensor):
         global_scale = _as_tensor("nvfp4_quantize", "global_scale", global_scale, x)
@@ -238,7 +239,9 @@ def nvfp4_dequantize(
     dtype: str | torch.dtype = "float32",
     backend: str | None = None,
 ) -> Tensor:
-    """code · scale · global as a [rows, K] tensor of dtype, float32, float16 or bfloat16."""
+    """code · scale · global as a [rows, K] tensor of dtype, float32, float16 or bfloat16. codes [rows, K/2], scales
+    [rows, K/16] or blocked, global_scale a number or a 0-d float32 tensor, as `nvfp4_quantize` returns them.
+    """
     dtype = dtype_name("nvfp4_dequantize", "dtype", dtype, ("float32", "float16", "bfloat16"))
     if not isinstance(global_scale, Tensor):
         global_scale = _as_tensor("nvfp4_dequantize", "global_scale", global_scale, codes)

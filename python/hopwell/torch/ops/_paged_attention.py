@@ -38,9 +38,10 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of one or a few new tokens a sequence over a paged cache, with relative-position bias.
 
-    q [b, q_len, h_q, d] or [b, h_q, d]; the caches' shapes follow `layout` ("nhd": [blocks, block, h_kv, d]);
-    block_tables int32 [b, max_blocks], context_lens int32 [b]. Returns out like q and lse float32 like q without its
-    last dimension.
+    q float32, float16 or bfloat16 [b, q_len, h_q, d] or [b, h_q, d]; the caches like q, their shapes follow `layout`
+    ("nhd": [blocks, block, h_kv, d]); block_tables int32 [b, max_blocks], context_lens int32 [b], the query tokens
+    included; the rest as in `hopwell.paged_attention`. Returns out like q and lse float32 like q without its last
+    dimension. Without gradients.
     """
     return _attention(
         *(q, k_cache, v_cache, block_tables, context_lens, scale),

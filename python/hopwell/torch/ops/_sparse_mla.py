@@ -169,9 +169,9 @@ def sparse_mla_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of `sparse_mla`: (dq, dkv, d_sink), None where not needed or without a sink.
 
-    d_out is [s_q, h_q, d_v]; `out` and `lse` are the forward's. dq has q's dtype, dkv `dkv_dtype`, float32 or
-    bfloat16, d_sink is float32 [h_q]. Options: the masks of `sparse_mla`, indices_ascending, share_keys, deterministic,
-    backend.
+    d_out is like out, [s_q, h_q, d_v]; `out` and `lse` are the forward's; q, kv and indices as there. dq has q's dtype,
+    dkv `dkv_dtype`, float32 or bfloat16, d_sink is float32 [h_q]. Options: the masks of `sparse_mla`,
+    indices_ascending, share_keys, deterministic, backend.
     """
     options |= {"attn_sink": attn_sink, "need_dq": need_dq, "need_dkv": need_dkv}
     options["dkv_dtype"] = _dkv_dtype_name(dkv_dtype)
@@ -301,6 +301,9 @@ def attention_distribution(
 ) -> Tensor:
     """How much attention each selected key gets, summed over the heads: float32 [s_q, topk]; without indices every key,
     [s_q, s_kv]. Carries no gradient.
+
+    q, kv, indices and masks as in `sparse_mla`, whose lse, float32 [s_q, h_q], is wanted too. normalize "l1" divides
+    each row by its sum (all-zero rows stay zero), "none" does not.
     """
     result: Tensor = _distribution(
         *(q, kv, indices, lse, sm_scale),
