@@ -352,6 +352,16 @@ def test_nvfp4_linear_loads_bytes_of_either_type(floats: bool, assign: bool) -> 
     assert torch.equal(layer(x), y)
 
 
+def test_nvfp4_linear_of_a_model_without_memory() -> None:
+    """As loaders make one first: shapes, and then the checkpoint's tensors in their places."""
+    layer, x = nn.NVFP4Linear.from_linear(torch.nn.Linear(64, 21)), torch.randn(3, 64)
+    skeleton = nn.NVFP4Linear.from_linear(torch.nn.Linear(64, 21, device="meta"))
+    y = skeleton(x.to("meta"))
+    assert y.is_meta and y.shape == (3, 21) and y.dtype == torch.float32
+    skeleton.load_state_dict(layer.state_dict(), assign=True)
+    assert torch.equal(skeleton(x), layer(x))
+
+
 def test_inputs_that_do_not_fit() -> None:
     layer = nn.NVFP4Linear.from_linear(torch.nn.Linear(64, 8))
     for shape in ((4, 32), (2, 128), (0, 32), ()):
