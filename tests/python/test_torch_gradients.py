@@ -233,6 +233,25 @@ def test_indexer_loss_and_its_gradients(dtype: torch.dtype, masked: bool) -> Non
     assert_gradients(gradients, torch.autograd.grad(3.0 * expected, exact), leaves)
 
 
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_factor_of_the_loss_is_not_rounded_to_bfloat16(dense: bool) -> None:
+    """Such as one over the number of tokens: all of d_q_index would be off by the same part, up to 0.4 %."""
+    q_index, k_index, weights = torch.randn(40, 4, 32).bfloat16(), torch.randn(60, 32).bfloat16(), torch.randn(40, 4)
+    leaves = [x.requires_grad_() for x in (q_index, k_index, weights)]
+    attention = torch.randn(40, 3, 24), torch.randn(60, 24), torch.full((40, 3), 3.0)
+    indices, target = torch.randint(0, 60, (40, 30), dtype=torch.int32), torch.rand(40, 30)
+
+    def loss(*leaves: Tensor) -> Tensor:
+        return hw.indexer_dense_loss(*attention, *leaves, 0.3) if dense else hw.indexer_loss(*leaves, indices, target)
+
+    plain = torch.autograd.grad(loss(*leaves), leaves)
+    factor = 1 / 3
+    for gradient, expected in zip(torch.autograd.grad(factor * loss(*leaves), leaves), plain, strict=True):
+        assert gradient.dtype == expected.dtype
+        ratio = (gradient.double() * expected.double()).sum() / expected.double().square().sum()
+        assert abs(ratio / factor - 1) <= 2**-10  # the elements are rounded to either side
+
+
 @pytest.mark.parametrize("d_loss", [0.0, 1e-30, 0.5, 1.0])
 def test_the_gradient_of_the_loss_does_not_depend_on_d_loss(d_loss: float) -> None:
     """It scales the gradients that the op returns, not the loss."""

@@ -27,7 +27,7 @@ from torch import Tensor
 from hopwell._checks import require
 from hopwell.torch import nn, ops
 from hopwell.torch.ops._indexer_dense_loss import indexer_dense_loss_and_gradients
-from hopwell.torch.ops._register import Gradients, refuse_second_derivative
+from hopwell.torch.ops._register import Gradients, refuse_second_derivative, scaled
 
 Group = dist.ProcessGroup | None  # None: this rank alone
 
@@ -210,7 +210,7 @@ class _IndexerLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> Gradients:
         refuse_second_derivative("hopwell.torch.parallel")
-        d_q, d_k, d_weights = (g * d_loss.to(g.dtype) for g in ctx.saved_tensors)
+        d_q, d_k, d_weights = (scaled(g, d_loss) for g in ctx.saved_tensors)
         return d_q, ctx.shard.reduce(d_k.view(ctx.shape)).to(ctx.k_dtype), d_weights, None, None, None
 
 

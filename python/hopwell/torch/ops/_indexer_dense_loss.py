@@ -7,7 +7,7 @@ from torch import Tensor
 
 import hopwell
 
-from ._register import Gradients, differentiable, exporting, operator
+from ._register import Gradients, differentiable, exporting, operator, scaled
 
 _dense_loss = exporting(hopwell.indexer_dense_loss)
 
@@ -81,7 +81,7 @@ def _differentiate(ctx: Any, d_loss: Tensor, *_: Tensor) -> Gradients:
         sm_scale, q_start, kv_stride, *options = ctx.rest
         arguments = *operands, sm_scale, k_start, k_end, q_positions, q_start, kv_stride, row_weights, *options
         gradients = indexer_dense_loss_and_gradients(*arguments)[1:4]
-    d_q_index, d_k_index, d_weights = (g * d_loss.to(g.dtype) for g in gradients)
+    d_q_index, d_k_index, d_weights = (scaled(g, d_loss) for g in gradients)
     return None, None, None, d_q_index, d_k_index.to(ctx.k_dtype), d_weights, *(None,) * 11
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 import hopwell
 from hopwell._arrays import check_topk
 
-from ._register import Gradients, contiguous_rows, differentiable, exporting, operator
+from ._register import Gradients, contiguous_rows, differentiable, exporting, operator, scaled
 
 _indexer, _backward = exporting(hopwell.lightning_indexer), exporting(hopwell.lightning_indexer_backward)
 
@@ -144,7 +144,7 @@ def _differentiate_indexer_loss(ctx: Any, d_loss: Tensor, *_: Tensor) -> Gradien
     if ctx.scaled:
         arguments: tuple[Any, ...] = (*gradients, ctx.relu, 1.0, ctx.deterministic, ctx.backend)
         gradients = lightning_indexer_backward(*arguments)[1:4]
-    d_q_index, d_k_index, d_weights = (g * d_loss.to(g.dtype) for g in gradients)
+    d_q_index, d_k_index, d_weights = (scaled(g, d_loss) for g in gradients)
     return None, d_q_index, d_k_index.to(ctx.k_dtype), d_weights, *(None,) * 9
 
 

@@ -162,6 +162,11 @@ def contiguous_rows(gradient: Tensor) -> Tensor:
     return gradient if gradient.stride(-1) == 1 else gradient.contiguous()
 
 
+def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+    """The gradient times a 0-d factor, rounded once: in the gradient's dtype the factor itself might be 0.4 % off."""
+    return torch.mul(gradient, factor.float().reshape(1), out=torch.empty_like(gradient))
+
+
 def scale_shape(rows: int, k: int, scale_layout: str) -> tuple[int, int]:
     """Shape of the scales of a [rows, k] matrix; the blocked layout pads to whole 128 × 4 blocks."""
     if scale_layout == "blocked":
