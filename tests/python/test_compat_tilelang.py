@@ -11,6 +11,7 @@ from hopwell.compat.tilelang import (
     lighting_indexer,
     sparse_attn_tilelang,
     sparse_mqa_fwd_interface,
+    sparse_mqa_target_fwd_interface,
     v4_lighting_indexer,
 )
 from torch import Tensor
@@ -160,6 +161,51 @@ def test_indexer_of_compressed_keys(ratio: int, topk: int) -> None:
     other = torch.autograd.grad(again[0][finite].sum(), (q, k, weights))
     for x, y in zip(mine, other, strict=True):
         torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_indexer_of_packed_compressed_keys(given: bool) -> None:
+    """VeOmni's bounds: a loop over the documents, each with its own compressed keys."""
+    queries, keys, ratio, topk = [9, 1, 8], [2, 0, 2], 4, 2
+    q, k, weights = torch.randn(18, 1, 3, 16), torch.randn(4, 1, 16), torch.randn(18, 1, 3)
+    starts = torch.tensor([0, 2, 2]).repeat_interleave(torch.tensor(queries)).int()
+    ends = starts + torch.cat([torch.arange(1, n + 1) // ratio for n in queries]).int()
+    bounds = {"cu_seqlen_ks": starts, "cu_seqlen_ke": ends}
+    chosen = v4_lighting_indexer(q, k, weights, ratio, topk, **bounds)[1] if given else None
+    scores, indices = v4_lighting_indexer(q, k, weights, ratio, topk, chosen, **bounds)
+    of_queries, of_keys = (x.split(lengths) for x, lengths in ((torch.arange(18), queries), (torch.arange(4), keys)))
+    for rows, mine in zip(of_queries, of_keys, strict=True):
+        alone, local = v4_lighting_indexer(q[rows], k[mine], weights[rows], ratio, topk)
+        first = int(mine[0]) if len(mine) else 0
+        width = local.shape[2]
+        assert torch.equal(indices[:, rows, :width], torch.where(local < 0, -1, local + first))
+        torch.testing.assert_close(scores[:, rows, :width], alone)
+        assert indices[:, rows, width:].eq(-1).all()
+    with pytest.raises(ValueError, match="v4_lighting_indexer: cu_seqlen_ks and cu_seqlen_ke must be given together"):
+        v4_lighting_indexer(q, k, weights, ratio, topk, cu_seqlen_ks=starts)
+    with pytest.raises(ValueError, match=r"k_start must be int32 \[s_q=18\]"):
+        v4_lighting_indexer(q, k, weights, ratio, topk, cu_seqlen_ks=starts[:1], cu_seqlen_ke=ends)
+
+
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_the_target_of_some_entries(scale: float | None) -> None:
+    """Of a softmax over all entries and the sink, as VeOmni's indexer learns from."""
+    q, kv, sink = (torch.randn(shape).requires_grad_() for shape in ((2, 5, 3, 16), (2, 7, 16), (3,)))
+    indices = torch.randint(-1, 7, (2, 5, 6), dtype=torch.int32)
+    indices[1, 2] = -1
+    out, lse = sparse_attn_tilelang(q, kv, sink, indices, scale, return_lse=True)
+    assert torch.equal(out, sparse_attn_tilelang(q, kv, sink, indices, scale))
+    assert out.requires_grad and not lse.requires_grad
+    assert torch.equal(lse, sparse_mqa_fwd_interface(q, kv, sink, indices, scale)[1])
+    some = indices[:, :, 2:]
+    target = sparse_mqa_target_fwd_interface(q, kv, some, lse, scale)
+    keys = torch.stack([x[entries.clamp(min=0).long()] for x, entries in zip(kv.double(), some, strict=True)])
+    scores = (0.25 if scale is None else scale) * torch.einsum("bshd,bsid->bshi", q.double(), keys)
+    expected = (scores - lse[..., None] * math.log(2)).exp().masked_fill((some < 0)[:, :, None], 0.0).sum(2)
+    assert not target.requires_grad
+    torch.testing.assert_close(target.double(), expected.detach(), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"sparse_mqa_target_fwd_interface: lse must be \[b=2, s=5, heads=3\]; got"):
+        sparse_mqa_target_fwd_interface(q, kv, some, lse[:, :, 0], scale)
 
 
 def test_attention_of_a_batch() -> None:

@@ -18,9 +18,11 @@ queries at a time, from gathered keys: more memory traffic than a selection, and
 
 `sparse_attn_tilelang`, `sparse_mqa_fwd_interface`, `v4_lighting_indexer` and `batched_indexer_fwd` are DeepSeek-V4's,
 after `miles_plugins/models/deepseek_v4/ops/kernel` of Miles at 31f1ca9 (the model's own `inference/kernel.py` calls its
-`sparse_attn` with the same arguments): keys are values too, a logit a head without a value, −1 for no entry. Beyond it:
-any heads, entries and d (512 on GPUs), host tensors and fp32; entries outside the keys are none; the same bits every
-time on the CPU, and with `torch.use_deterministic_algorithms` on GPUs.
+`sparse_attn` with the same arguments) and `veomni/ops/kernels/deepseek_v4` of github.com/ByteDance-Seed/VeOmni, which
+has bounds of keys in `v4_lighting_indexer` for packed documents (at 37f5947), `return_lse`, and the target of the
+indexer's loss, `sparse_mqa_target_fwd_interface` (at 80ed943): keys are values too, a logit a head without a value, −1
+for no entry. Beyond it: any heads, entries and d (512 on GPUs), host tensors and fp32; entries outside the keys are
+none; the same bits every time on the CPU, and with `torch.use_deterministic_algorithms` on GPUs.
 """
 
 import math
@@ -53,15 +55,27 @@ def _attend_with_sinks(
     return torch.stack([out for out, _, _ in sequences]), torch.stack([lse for _, _, lse in sequences])
 
 
+def _with_sink(lse: Tensor, attn_sink: Tensor) -> Tensor:
+    """The lse of keys and sink, to base 2, from that of the keys."""
+    return torch.logaddexp(lse.masked_fill(lse == torch.inf, -torch.inf), attn_sink.detach().float()) / math.log(2)
+
+
 def sparse_attn_tilelang(
-    q: Tensor, kv: Tensor, attn_sink: Tensor, topk_idxs: Tensor, sm_scale: float | None = None
-) -> Tensor:
+    q: Tensor,
+    kv: Tensor,
+    attn_sink: Tensor,
+    topk_idxs: Tensor,
+    sm_scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Sparse attention with sinks, differentiable in q, kv and attn_sink.
 
     q [b, s, heads, d], kv [b, s_kv, d], attn_sink float32 [heads], topk_idxs int32 [b, s, topk]; sm_scale 1/√d where
-    None. Returns out [b, s, heads, d] in q's dtype.
+    None. Returns out [b, s, heads, d] in q's dtype; with return_lse (out, lse), lse float32 [b, s, heads] of keys and
+    sink, to base 2 and without a gradient.
     """
-    return _attend_with_sinks("sparse_attn_tilelang", q, kv, attn_sink, topk_idxs, sm_scale)[0]
+    out, lse = _attend_with_sinks("sparse_attn_tilelang", q, kv, attn_sink, topk_idxs, sm_scale)
+    return (out, _with_sink(lse, attn_sink)) if return_lse else out
 
 
 @torch.no_grad()
@@ -77,7 +91,35 @@ def sparse_mqa_fwd_interface(
 ) -> tuple[Tensor, Tensor]:
     """`sparse_attn_tilelang` without gradients: out, and lse float32 [b, s, heads] of keys and sink, to base 2."""
     out, lse = _attend_with_sinks("sparse_mqa_fwd_interface", q, kv, attn_sink, topk_idxs, sm_scale)
-    return out, torch.logaddexp(lse.masked_fill(lse == torch.inf, -torch.inf), attn_sink.float()) / math.log(2)
+    return out, _with_sink(lse, attn_sink)
+
+
+@torch.no_grad()
+def sparse_mqa_target_fwd_interface(
+    q: Tensor,
+    kv: Tensor,
+    topk_idxs: Tensor,
+    lse: Tensor,
+    sm_scale: float | None = None,
+    block_I: int = 64,  # noqa: N803
+    threads: int = 256,
+) -> Tensor:
+    """How much attention each entry gets, summed over the heads: float32 [b, s, n], 0 where an entry is none.
+
+    q, kv and sm_scale as in `sparse_attn_tilelang`, whose lse is wanted; topk_idxs int32 [b, s, n] may be a part of the
+    entries of that call.
+    """
+    function = "sparse_mqa_target_fwd_interface"
+    require_shape(function, "q", q, b=None, s=None, heads=None, d=None)
+    b, s, heads, d = q.shape
+    require_shape(function, "kv", kv, b=b, s_kv=None, d=d)
+    require_shape(function, "topk_idxs", topk_idxs, b=b, s=s, n=None)
+    require_shape(function, "lse", lse, b=b, s=s, heads=heads)
+    target = q.new_empty(topk_idxs.shape, dtype=torch.float32)
+    for i in range(b):
+        scale = d**-0.5 if sm_scale is None else sm_scale
+        target[i] = ops.attention_distribution(q[i], kv[i], topk_idxs[i], lse[i] * math.log(2), scale)
+    return target
 
 
 class SparseMLA:
@@ -179,11 +221,14 @@ def v4_lighting_indexer(
     compress_ratio: int,
     topk: int,
     topk_indices: Tensor | None = None,
+    cu_seqlen_ks: Tensor | None = None,
+    cu_seqlen_ke: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`lighting_indexer` of sequences whose key t stands for compress_ratio tokens, and is seen after the last of them.
 
     index_q [s, b, h_index, d_index], index_k [s_kv, b, d_index], weights [s, b, h_index], topk_indices int32
-    [b, s, topk]. Returns (scores float32, indices int32) [b, s, min(topk, s_kv)].
+    [b, s, topk]; where cu_seqlen_ks and cu_seqlen_ke int32 [s] are given, as for packed documents, they say what each
+    query sees. Returns (scores float32, indices int32) [b, s, min(topk, s_kv)].
     """
     require_shape("v4_lighting_indexer", "index_q", index_q, s=None, b=None, h_index=None, d_index=None)
     s, b = index_q.shape[:2]
@@ -194,14 +239,18 @@ def v4_lighting_indexer(
         require_shape("v4_lighting_indexer", "topk_indices", topk_indices, b=b, s=s, topk=None)
     if compress_ratio < 1:
         raise ValueError(f"v4_lighting_indexer: compress_ratio must be at least 1; got {compress_ratio}")
-    end = (torch.arange(1, s + 1, device=index_q.device) // compress_ratio).int()
-    count, start = min(topk, len(index_k)), torch.zeros_like(end)
+    both = (cu_seqlen_ks is None) == (cu_seqlen_ke is None)
+    require(both, "v4_lighting_indexer", "cu_seqlen_ks and cu_seqlen_ke", "given together", "one of them")
+    if cu_seqlen_ks is None or cu_seqlen_ke is None:
+        cu_seqlen_ke = (torch.arange(1, s + 1, device=index_q.device) // compress_ratio).int()
+        cu_seqlen_ks = torch.zeros_like(cu_seqlen_ke)
+    count = min(topk, len(index_k))
     if b == 0:
         empty = index_q.new_empty((0, s, count), dtype=torch.float32)
         return empty, empty.int()
     sequences = [
         lighting_indexer(
-            *(index_q[:, i], index_k[:, i], weights[:, i], start, end, count),
+            *(index_q[:, i], index_k[:, i], weights[:, i], cu_seqlen_ks, cu_seqlen_ke, count),
             None if topk_indices is None else topk_indices[i],
         )
         for i in range(b)

@@ -22,8 +22,9 @@ thread. The wrappers are no part of the autograd graph, `sparse_attention` is. T
 
 Earlier versions differ: before 1.32 `indexer_backward_wrapper` had sm_scale, loss_coeff, grad_loss in this order (name
 them), and before 1.26 a call without q_causal_offsets let the last query see the last key, where now the first query
-sees the first key. Megatron-LM's cuDNN backend counts on that for packed documents in context-parallel shards;
-`hopwell.compat.megatron` in its place does not call these wrappers.
+sees the first key. Megatron-LM's cuDNN backend counts on that for packed documents in context-parallel shards
+(`hopwell.compat.megatron` in its place does not call these wrappers), and so does NeMo Automodel's (`glm_moe_dsa` at
+5e787c6): there give q_causal_offsets, the keys of each sequence less its queries.
 
 What it costs: the dense wrappers write matrices of all scores, as there. Hopwell's kernels never store these, so they
 are made 64 MiB at a time from selections of all visible keys (`indexer_forward`) or from tables of all keys
