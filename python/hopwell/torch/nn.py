@@ -384,7 +384,9 @@ class NVFP4Linear(KeepsDtypes):
                 errors, expected = rest[-1], " or ".join(map(str, types))
                 errors.append(f"NVFP4Linear: {key} must be {expected}; got {given.dtype} {list(given.shape)}")
                 given = own
-            state_dict[key] = given.view(own.dtype)
+            if given.dtype != own.dtype:
+                given = given.view(own.dtype)
+            state_dict[key] = given
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def forward(self, x: Tensor) -> Tensor:
