@@ -155,6 +155,19 @@ def test_a_tensor_written_in_place_has_a_new_version() -> None:
         loss.backward()
 
 
+def test_an_explanation_writes_nothing() -> None:
+    """Nor does PyTorch think so: a backward that needs what was in the output still runs."""
+    x, given, weight = torch.rand(3, 5), torch.rand(3, 5), torch.ones(3, 5, requires_grad=True)
+    loss, before = (weight * given).sum(), (given.clone(), given._version)
+    hopwell.explain("normalize_l1", attn=x, out=given)
+    assert torch.equal(given, before[0]) and given._version == before[1]
+    loss.backward()
+    with pytest.raises(ValueError, match="normalize_l1: attn must be"):
+        hopwell.explain("normalize_l1", attn=x[0], out=given)
+    hopwell.normalize_l1(x, out=given)
+    assert given._version > before[1]
+
+
 def test_a_tensor_that_requires_grad_is_not_written() -> None:
     q, given = torch.randn(9, 5, 20), torch.zeros(9, 5, 12, requires_grad=True)
     with pytest.raises(ValueError, match="sparse_mla_forward: out requires grad"):

@@ -3,7 +3,7 @@
 from typing import Any
 
 from .. import _hopwell
-from .._arrays import printable
+from .._arrays import explaining, printable
 from .lightning_indexer import indexer_dense_loss, lightning_indexer, lightning_indexer_backward
 from .nvfp4 import nvfp4_dequantize, nvfp4_gemv, nvfp4_linear, nvfp4_matmul, nvfp4_quantize
 from .paged_attention import paged_attention
@@ -39,5 +39,9 @@ def explain(operator: str, /, **arguments: Any) -> str:
     if function is None:
         raise ValueError(f"explain: operator must be one of {', '.join(_OPERATORS)}; got {printable(operator)}")
     explanation = _hopwell.Explanation()
-    function(**{**arguments, "backend": explanation})
+    before = explaining.set(True)
+    try:
+        function(**{**arguments, "backend": explanation})
+    finally:
+        explaining.reset(before)
     return explanation.text
