@@ -26,6 +26,7 @@ none; the same bits every time on the CPU, and with `torch.use_deterministic_alg
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,7 +68,7 @@ def sparse_attn_tilelang(
     topk_idxs: Tensor,
     sm_scale: float | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Sparse attention with sinks, differentiable in q, kv and attn_sink.
 
     q [b, s, heads, d], kv [b, s_kv, d], attn_sink float32 [heads], topk_idxs int32 [b, s, topk]; sm_scale 1/√d where
