@@ -393,9 +393,8 @@ class NVFP4Linear(KeepsDtypes):
         """x [..., in_features] → [..., out_features] in x's dtype, or in autocast's where that is on."""
         if x.ndim == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"NVFP4Linear: x must be [..., in_features={self.in_features}]; got {list(x.shape)}")
-        device = x.device.type
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):  # meta has none
-            x = x.to(torch.get_autocast_dtype(device))
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         bias = None if self.bias is None else self.bias.to(x.dtype)
         rows = x.reshape(-1, self.in_features)
         quantized = (self.weight, self.weight_scale, self.weight_global)
