@@ -171,7 +171,9 @@ HOPWELL_DEVICE void finish_own_tile(const Params& p, PairStorage& s, int step) {
   if (step > 0) arch::mbarrier_wait(s.pds_free, (step & 1) ^ 1);
   send_rows(s, s.p, peer, t);
   if (step > 0) arch::barrier_sync(kPairOwnDsFree, 256);
-  store_ds(p, acc, s.heads, s.p[0], s.ds[0], t);
+  uint32_t ds[16];
+  make_ds(p, acc, s.heads, s.p[0], ds, t);
+  store_ds(ds, s.ds[0], t);
   arch::fence_proxy_async();
   free_landing(s, peer, 0, t);
   send_rows(s, s.ds, peer, t);

@@ -7,13 +7,14 @@
 //     d_sink = −Σ_s exp(attn_sink − lse') delta
 //
 // Tile      one query, 64 heads, 64 keys a step; d_qk 576 or 512. Operands lie in panels of 64 columns, 128B-swizzled.
-// Roles     warpgroup 0  S → P    │ both: half of dQ's columns in registers, the same columns of the next keys by
-//           warpgroup 1  dP → dS  │ cp.async, and two panels of dKV while those keys come
-//           warpgroup 2  the other panels of dKV, half a panel multiplied while the other is added
-// Timeline  step 0                                                  step 1
-//           0     S ▓▓▓▓▓ │ P │········│ dQ ▓▓▓▓ │ keys 1, dKV 0 1 │ S ▓▓▓▓▓
-//           1     dP ▓▓▓▓ │···│ dS     │ dQ ▓▓▓▓ │ keys 1, dKV 2 3 │ dP ▓▓▓▓
-//           2                          │ dKV 4 ▓▓ add 5 ▓▓ add … 8 ▓▓ add │ …
+// Roles     warpgroup 0  S → P    │ both: half of dQ's columns in registers, and the same columns of the next keys by
+//           warpgroup 1  dP → dS  │ cp.async
+//           warpgroup 2  dKV, half a panel multiplied while the one before is added; it adds all the time. With few heads
+//                         or fixed point warpgroups 0 and 1 add two panels each, while their keys come
+// Timeline  step 0                                           step 1
+//           0     S ▓▓▓▓▓ │ P │········│ dQ ▓▓▓▓ │ keys 1 …… │ S ▓▓▓▓▓ │ P │…
+//           1     dP ▓▓▓▓ │···│ dS     │ dQ ▓▓▓▓ │ keys 1 …… │ dP ▓▓▓▓ │···│ dS
+//           2                          │ dKV 0a ▓ 0b ▓ add 0a 1a ▓ add 0b … add 8a │ add 8b, 0a ▓ …
 // Budget    shared: Q 9 + dO 8 + keys 9 + P 1 + dS 1 panels of 8,192 B = 229,376, vectors 2,488    (of 232,448)
 //           registers: dQ 144 + S or dP 32 + 32 others = 208 in warpgroups 0 and 1, 88 in warpgroup 2 (of 3 · 168)
 // Bound     s_q · topk · 2,304 B of additions in L2 while dKV fits there; beyond, rows in ascending order and CTAs in
@@ -32,7 +33,10 @@
 
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 
-constexpr int kPanelsBeside = 2;  // of dKV, that each score warpgroup takes while its keys come
+// Panels of dKV that each score warpgroup takes while its keys come: none, where warpgroup 2 can add as fast as L2 takes
+// it. Where a contribution costs more (fixed point) or the scores less (few heads), as measured, two.
+template <bool kFixed, int kHeadSteps>
+constexpr int kPanelsBeside = kFixed || kHeadSteps < 4 ? 2 : 0;
 
 template <int kDqk>
 struct SharedStorage {
@@ -155,16 +159,35 @@ HOPWELL_DEVICE void finish_scores(const Params& p, Storage& s, float (&acc)[32],
     if constexpr (kAttn) sum_heads(acc, s.head_sums, t);
   } else {
     arch::barrier_sync(kPFull, 256);
+    uint32_t ds[16];
+    make_ds(p, acc, s.heads, s.p, ds, t);
     if (step > 0) arch::barrier_sync(kDsEmpty, 256);
-    store_ds(p, acc, s.heads, s.p, s.ds, t);
+    store_ds(ds, s.ds, t);
     arch::fence_proxy_async();
     arch::barrier_arrive(kPdsFull, 256);
   }
 }
 
-// Both halves: S or dP; their columns of dQ and of the next keys; two panels of dKV.
+// Their panels of dKV. acc: registers that are free.
+template <int kDqk, int kHalf, int kHeadSteps, bool kFixed>
+HOPWELL_DEVICE void add_panels_beside(const Params& p, SharedStorage<kDqk>& s, float (&acc)[32], int step, int t) {
+  constexpr int kCount = kPanelsBeside<kFixed, kHeadSteps>;
+  const SumRows<kFixed> rows = load_sum_rows<kDqk, kFixed>(p, s.key[step % 2], t);
+  HOPWELL_UNROLL
+  for (int panel = kHalf * kCount; panel < (kHalf + 1) * kCount; ++panel) {
+    arch::wgmma_fence();
+    multiply_transposed<kHeadSteps>(acc, arch::shared_address(&s.ds), arch::shared_address(&s.q[panel]), false);
+    multiply_transposed<kHeadSteps>(acc, arch::shared_address(&s.p), arch::shared_address(&s.d_out[panel]), true);
+    arch::wgmma_commit();
+    arch::wgmma_wait<0>(acc);
+    add_panel(p, acc, 64 * panel, rows);
+  }
+}
+
+// Both halves: S or dP; their columns of dQ and of the next keys; their panels of dKV, if any.
 template <int kDqk, int kHalf, int kHeadSteps, bool kFixed, bool kAttn, bool kMerged>
-HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const WorkTile& work, const Entries& entries) {
+HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const WorkTile& work, Entries entries) {
+  entries.length = length_of(s.last_valid);  // by each role: ptxas spills what is known before they part
   const int steps = entries.tiles(Config::kKeys);
   float dq[128] = {}, middle[16] = {};
   for (int step = 0; step < steps; ++step) {
@@ -198,16 +221,8 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const WorkTil
       if (p.prefetches_sums) prefetch_sums<kDqk, kHalf>(p, keys, t);
     }
     if constexpr (kAttn && kHalf == 0) add_attn(p, s.head_sums, s.key[step % 2], work, entries, step, t);
-    const SumRows<kFixed> rows = load_sum_rows<kDqk, kFixed>(p, s.key[step % 2], t);
-    HOPWELL_UNROLL
-    for (int panel = kHalf * kPanelsBeside; panel < (kHalf + 1) * kPanelsBeside; ++panel) {
-      arch::wgmma_fence();
-      multiply_transposed<kHeadSteps>(acc, arch::shared_address(&s.ds), arch::shared_address(&s.q[panel]), false);
-      multiply_transposed<kHeadSteps>(acc, arch::shared_address(&s.p), arch::shared_address(&s.d_out[panel]), true);
-      arch::wgmma_commit();
-      arch::wgmma_wait<0>(acc);
-      add_panel(p, acc, 64 * panel, rows);
-    }
+    if constexpr (kPanelsBeside<kFixed, kHeadSteps> > 0)
+      add_panels_beside<kDqk, kHalf, kHeadSteps, kFixed>(p, s, acc, step, t);
     if (step + 1 < steps) {
       arch::cp_async_wait<0>();
       arch::fence_proxy_async();
@@ -219,30 +234,24 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const WorkTil
 
 // ---- warpgroup 2
 
-// One panel of dKV, in two halves: the second is multiplied while the first is added. P and dS come from registers:
-// that spares shared memory, and the score warpgroups need not wait with the next ones.
-template <int kDqk, int kHeadSteps, bool kOfV, bool kFixed>
-HOPWELL_DEVICE void scatter_panel(const Params& p, SharedStorage<kDqk>& s,
-                                  const uint32_t (&probabilities)[kHeadSteps][4], int panel,
-                                  const SumRows<kFixed>& rows) {
-  const uint32_t q = arch::shared_address(&s.q[panel]), d_out = arch::shared_address(&s.d_out[panel]);
-  float half[2][16];
+// Starts the product of half a panel of dKV. P comes from registers: that spares shared memory, and warpgroup 0 need not
+// wait with the next one.
+template <int kDqk, int kHeadSteps>
+HOPWELL_DEVICE void start_half(SharedStorage<kDqk>& s, float (&acc)[16], const uint32_t (&probabilities)[kHeadSteps][4],
+                               int half) {
+  const auto offset = uint32_t(half / 2 * tile::kPanelBytes + half % 2 * 64);
   arch::wgmma_fence();
-  HOPWELL_UNROLL
-  for (int i = 0; i < 2; ++i) {
-    multiply_transposed<kHeadSteps>(half[i], arch::shared_address(&s.ds), q + uint32_t(64 * i), false);
-    if constexpr (kOfV) multiply_fragments(half[i], probabilities, d_out + uint32_t(64 * i), true);
-    arch::wgmma_commit();
-  }
-  arch::wgmma_wait<1>(half[0]);
-  add_panel(p, half[0], 64 * panel, rows);
-  arch::wgmma_wait<0>(half[1]);
-  add_panel(p, half[1], 64 * panel + 32, rows);
+  multiply_transposed<kHeadSteps>(acc, arch::shared_address(&s.ds), arch::shared_address(s.q) + offset, false);
+  if (half < 2 * Config::kPanelsV) multiply_fragments(acc, probabilities, arch::shared_address(s.d_out) + offset, true);
+  arch::wgmma_commit();
 }
 
-// The panels of dKV that the score warpgroups leave.
+// dKV of each step, or what of it is left: half a panel multiplied while the one before is added. dS is given back when the last is multiplied,
+// so that the next is there when the last is added.
 template <int kDqk, int kHeadSteps, bool kFixed>
-HOPWELL_DEVICE void scatter(const Params& p, SharedStorage<kDqk>& s, const Entries& entries) {
+HOPWELL_DEVICE void scatter(const Params& p, SharedStorage<kDqk>& s, Entries entries) {
+  entries.length = length_of(s.last_valid);
+  constexpr int kFirst = 4 * kPanelsBeside<kFixed, kHeadSteps>, kHalves = 2 * (kDqk / 64);
   const int t = arch::thread_index() % 128;
   const bool paced = p.progress && int(arch::block_index()) < p.whole_tiles;
   const int steps = entries.tiles(Config::kKeys);
@@ -254,19 +263,24 @@ HOPWELL_DEVICE void scatter(const Params& p, SharedStorage<kDqk>& s, const Entri
     uint32_t probabilities[kHeadSteps][4];
     load_transposed(probabilities, s.p, t);
     if (step + 1 < steps) arch::barrier_arrive(kPEmpty, 256);
-    HOPWELL_NO_UNROLL
-    for (int panel = 2 * kPanelsBeside; panel < Config::kPanelsV; ++panel)
-      scatter_panel<kDqk, kHeadSteps, true, kFixed>(p, s, probabilities, panel, rows);
-    if constexpr (kHasMiddle<kDqk>)
-      scatter_panel<kDqk, kHeadSteps, false, kFixed>(p, s, probabilities, Config::kPanelsV, rows);
+    float acc[2][16];
+    start_half(s, acc[0], probabilities, kFirst);
+    HOPWELL_UNROLL
+    for (int half = kFirst; half + 1 < kHalves; ++half) {
+      start_half(s, acc[(half + 1) % 2], probabilities, half + 1);
+      arch::wgmma_wait<1>(acc[half % 2]);
+      add_panel(p, acc[half % 2], 32 * half, rows);
+    }
+    arch::wgmma_wait<0>(acc[1]);
     if (step + 1 < steps) arch::barrier_arrive(kDsEmpty, 256);
+    add_panel(p, acc[1], 32 * (kHalves - 1), rows);
   }
   count_missing_steps<Config::kKeys>(p, paced, steps, t);
 }
 
 // ---- before the first step
 
-// Q, dO, the first keys, and what the heads need. Returns the entries up to the last valid one.
+// Q, dO, the first keys, and what the heads need. Returns the entries, of which the last valid one is in s.last_valid.
 template <int kDqk, bool kAttn, bool kMerged>
 HOPWELL_DEVICE Entries prepare(const Params& p, SharedStorage<kDqk>& s, const WorkTile& work) {
   Entries entries = entries_of(p, work);
@@ -289,7 +303,6 @@ HOPWELL_DEVICE Entries prepare(const Params& p, SharedStorage<kDqk>& s, const Wo
   arch::cp_async_wait<0>();
   arch::fence_proxy_async();
   arch::syncthreads();
-  entries.length = length_of(s.last_valid);
   return entries;
 }
 

@@ -199,25 +199,31 @@ HOPWELL_DEVICE void store_p(const Params& p, float (&acc)[32], const HeadValues<
   }
 }
 
-// dP and P to dS in shared memory.
-HOPWELL_DEVICE void store_ds(const Params& p, const float (&acc)[32], const HeadValues<Config::kHeads>& heads,
-                             const Panel& source, const Panel& target, int t) {
+// dP and P to dS.
+HOPWELL_DEVICE void make_ds(const Params& p, const float (&acc)[32], const HeadValues<Config::kHeads>& heads,
+                            const Panel& source, uint32_t (&ds)[16], int t) {
   const auto& delta = heads.delta;
   const int row = t / 32 * 16 + t % 32 / 4;
   const float delta0 = delta[row], delta1 = delta[row + 8];
   HOPWELL_UNROLL
   for (int j = 0; j < 8; j += 2) {
-    uint32_t probability[4], ds[4];
+    uint32_t probability[4];
     arch::ldmatrix(probability, arch::shared_address(&source) + matrix_offset(matrix_lane(t), j));
     HOPWELL_UNROLL
     for (int m = 0; m < 4; ++m) {
       const float subtract = m & 1 ? delta1 : delta0;
       const float low = arch::bit_cast<float>(probability[m] << 16),
                   high = arch::bit_cast<float>(probability[m] & 0xffff0000);
-      ds[m] = arch::pack_bf16(low * (acc[4 * j + 2 * m] * p.sm_scale - subtract),
-                              high * (acc[4 * j + 2 * m + 1] * p.sm_scale - subtract));
+      ds[2 * j + m] = arch::pack_bf16(low * (acc[4 * j + 2 * m] * p.sm_scale - subtract),
+                                      high * (acc[4 * j + 2 * m + 1] * p.sm_scale - subtract));
     }
-    arch::stmatrix(arch::shared_address(&target) + matrix_offset(matrix_lane(t), j), ds);
+  }
+}
+HOPWELL_DEVICE void store_ds(const uint32_t (&ds)[16], const Panel& target, int t) {
+  HOPWELL_UNROLL
+  for (int j = 0; j < 8; j += 2) {
+    const uint32_t packed[4] = {ds[2 * j], ds[2 * j + 1], ds[2 * j + 2], ds[2 * j + 3]};
+    arch::stmatrix(arch::shared_address(&target) + matrix_offset(matrix_lane(t), j), packed);
   }
 }
 
