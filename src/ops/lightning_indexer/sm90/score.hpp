@@ -77,15 +77,30 @@ struct ScoreStorage {
   tile::RingBarriers<Config::kStages> ring;
 };
 
-// Tiles of keys and of q go through the ring one after another.
+// Tiles of keys and of q go through the ring one after another. Unsigned, their numbers are divided by shifts alone.
 template <class T>
-struct ScoreSlot : tile::RingSlot<ScoreConfig<T>::kStages> {
+struct ScoreSlot : tile::RingUse<tile::RingBarriers<ScoreConfig<T>::kStages>, tile::RingRound> {
+  static constexpr uint32_t kStages = ScoreConfig<T>::kStages;
   ScoreStorage<T>& s;
 
-  HOPWELL_DEVICE ScoreSlot(ScoreStorage<T>& s, int item)
-      : tile::RingSlot<ScoreConfig<T>::kStages>{s.ring, item}, s(s) {}
+  HOPWELL_DEVICE ScoreSlot(ScoreStorage<T>& s, uint32_t item)
+      : tile::RingUse<tile::RingBarriers<ScoreConfig<T>::kStages>, tile::RingRound>{
+            s.ring, {int(item % kStages), item / kStages % 2}},
+        s(s) {}
   HOPWELL_DEVICE uint32_t rows() const { return arch::shared_address(s.rows[this->stage()]); }
 };
+
+// How queries lie in tiles, as far as it is known when compiled. kHeads: 64, 32, 16: h_index is that, and a tile has one
+// query, two or four; 128: it is a larger multiple of 64; 0: it is another number, and where a query's rows end is found out
+// product by product, which takes twice as long.
+template <int kHeads>
+HOPWELL_DEVICE QueryTiles query_tiles(const ScoreTask& p) {
+  QueryTiles tiles = p;
+  if (kHeads > 0) tiles.padded_heads = kHeads < kHeadTile ? kHeads : kHeadTile;
+  if (kHeads > 0) tiles.queries_per_tile = kHeadTile / tiles.padded_heads;
+  if (kHeads > 0 && kHeads <= kHeadTile) tiles.tiles_per_query = 1;
+  return tiles;
+}
 
 // Goes from tile to tile of q.
 struct TileCursor {
@@ -96,24 +111,11 @@ struct TileCursor {
       : tile(first), query(first / p.tiles_per_query * p.queries_per_tile) {}
   template <class T>
   HOPWELL_DEVICE ScoreSlot<T> slot(ScoreStorage<T>& s, const ScorePart& part) const {
-    return {s, ScoreConfig<T>::kKeyTiles + tile - part.tiles.first};
+    return {s, uint32_t(ScoreConfig<T>::kKeyTiles + tile - part.tiles.first)};
   }
-  HOPWELL_DEVICE void advance(const ScoreTask& p) {
+  HOPWELL_DEVICE void advance(const QueryTiles& p) {
     ++tile;
     if (++head_tile == p.tiles_per_query) head_tile = 0, query += p.queries_per_tile;
-  }
-  // Waits for the first tile from here on whose queries may see the warpgroup's keys; frees those in between. False: there
-  // is none.
-  template <bool kMasked, class T>
-  HOPWELL_DEVICE bool wait_visible(const ScoreTask& p, ScoreStorage<T>& s, const ScorePart& part, int first_key) {
-    for (; tile < part.tiles.end; advance(p)) {
-      slot(s, part).wait_full();
-      if (!kMasked ||
-          s.visible[slot(s, part).stage()].overlaps(first_key, ScoreConfig<T>::kHalves * ScoreConfig<T>::kRows))
-        return true;
-      slot(s, part).release();
-    }
-    return false;
   }
 };
 
@@ -210,91 +212,113 @@ HOPWELL_DEVICE void start_products(float (&d)[32], const ScoreKeys<T>& keys, uin
   arch::wgmma_commit();
 }
 
-// Sums of this lane's two keys, g and g + 8 of the warp's 16, over some of the heads; even and odd columns.
+// Warpgroups take turns at products, tile by tile: a turn ends when its products are there, so that their sums run under
+// the products of the others.
+enum NamedBarrier {
+  kTurn = 1
+};  // kTurn + g: warpgroup g may start its products, by itself and by who had the turn before
+template <class T>
+struct Turn {
+  static constexpr int kGroups = ScoreConfig<T>::kGroups;
+  int group;
+
+  HOPWELL_DEVICE explicit Turn(int group) : group(group) {
+    if (group == kGroups - 1) pass();
+  }
+  HOPWELL_DEVICE void take() const {
+    arch::barrier_sync(kTurn + group, 256);  // kept: turns are for speed; nothing else depends on them
+  }
+  HOPWELL_DEVICE void pass() const { arch::barrier_arrive(kTurn + (group + 1) % kGroups, 256); }
+};
+
+// Sums of this lane's two keys of a half, g and g + 8 of the warp's 16, over some of the heads; even and odd columns.
 struct Sums {
   float of[2][2];
 };
 
-// The keys whose scores a lane stores, one of each 64: lanes 0 and 1 of a quad do.
+// The key whose scores a lane stores: lanes 0 and 1 of a quad one of the first half, the others one of the second.
 template <class T>
-struct StoredKeys {
-  int first, room;  // that of 64 i is first + 64 i, and it exists if 64 i is below `room`
-  float scale[ScoreConfig<T>::kHalves];
+struct StoredKey {
+  int key;
+  bool exists;
+  float scale;
 
-  HOPWELL_DEVICE StoredKeys(const ScoreTask& p, int first_of_group) {
+  HOPWELL_DEVICE StoredKey(const ScoreTask& p, int first_of_group) {
     const int lane = arch::lane_index();
-    first = first_of_group + arch::warp_index() % 4 * 16 + lane / 4 + 8 * (lane & 1);
-    room = (lane & 2) == 0 ? p.s_kv - first : 0;
-    HOPWELL_UNROLL
-    for (int i = 0; i < ScoreConfig<T>::kHalves; ++i) scale[i] = scale_of_key<T>(p, first + ScoreConfig<T>::kRows * i);
+    key = first_of_group + lane / 2 % 2 * ScoreConfig<T>::kRows + arch::warp_index() % 4 * 16 + lane / 4 + lane % 2 * 8;
+    exists = key < p.s_kv, scale = scale_of_key<T>(p, key);
   }
-  HOPWELL_DEVICE void store(const ScoreTask& p, int query, int half, const Sums& sums) const {
-    float of_key[2] = {sums.of[0][0] + sums.of[0][1], sums.of[1][0] + sums.of[1][1]};
-    tile::share_sums(of_key, 1, 1, arch::lane_index() & 1);
-    const float sum = of_key[0] + arch::shuffle_xor(of_key[0], 2);
-    const int key = ScoreConfig<T>::kRows * half;
-    if (key < room) p.scores[int64_t{query} * p.s_kv + first + key] = tile::index_score(sum * scale[half]);
+  HOPWELL_DEVICE void store(const ScoreTask& p, int query, const Sums (&sums)[2]) const {
+    const int lane = arch::lane_index();
+    float of_half[2];
+    HOPWELL_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      float of_key[2] = {sums[i].of[0][0] + sums[i].of[0][1], sums[i].of[1][0] + sums[i].of[1][1]};
+      tile::share_sums(of_key, 1, 1, lane & 1);
+      of_half[i] = of_key[0];
+    }
+    tile::share_sums(of_half, 1, 2, lane & 2);
+    if (exists) p.scores[int64_t{query} * p.s_kv + key] = tile::index_score(of_half[0] * scale);
   }
 };
 
-// Adds a tile's products with 16 keys to their sums; stores those that are complete, but for kHeads 64, of which the caller
-// does.
-// kHeads: 64: h_index is a multiple of 64, and a tile has heads of one query; 32, 16: it is that, and a tile has two or four
-// queries; 0: it is another number, and where a query's rows end is found out product by product, which takes twice as long.
+// Adds a tile's products with 16 keys of each half to their sums; stores those that are complete. kHeads: see query_tiles.
 template <int kHeads, class T>
-HOPWELL_DEVICE void add_heads(const ScoreTask& p, const float (&d)[32], const HeadWeights& weights,
-                              const TileCursor& at, const StoredKeys<T>& stored, int half, Sums& sums) {
+HOPWELL_DEVICE void add_heads(const ScoreTask& p, const float (&d)[2][32], const HeadWeights& weights,
+                              const TileCursor& at, const StoredKey<T>& stored, Sums (&sums)[2]) {
+  const QueryTiles tiles = query_tiles<kHeads>(p);
   const int heads = p.heads - at.head_tile * kHeadTile, lane_of_quad = arch::lane_index() % 4;
-  const int rows_of_query = kHeads > 0 ? kHeads : p.padded_heads;
-  const bool last = kHeads > 0 || at.head_tile + 1 == p.tiles_per_query;
   HOPWELL_UNROLL
   for (int block = 0; block < 8; ++block) {
-    if (block * 8 % rows_of_query == 0 && at.head_tile == 0) sums = {};
     const HeadWeights::Four four = weights.of_lane[lane_of_quad][block / 2];
     HOPWELL_UNROLL
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < 8; ++i) {
+      const int half = i / 4, key = i / 2 % 2, column = i % 2;
       // The product of a head that does not exist may be NaN.
-      if (kHeads == 0 && block * 8 % rows_of_query + 2 * lane_of_quad + i % 2 >= heads) continue;
-      float& sum = sums.of[i / 2][i % 2];
-      sum += four.of[block % 2 * 2 + i % 2] * arch::max_nan(d[4 * block + i], 0);
+      if (kHeads == 0 && block * 8 % tiles.padded_heads + 2 * lane_of_quad + column >= heads) continue;
+      sums[half].of[key][column] +=
+          four.of[block % 2 * 2 + column] * arch::max_nan(d[half][4 * block + 2 * key + column], 0);
     }
-    if (kHeads == kHeadTile || (block + 1) * 8 % rows_of_query != 0 || !last) continue;
-    const int query = at.query + block * 8 / rows_of_query;
-    if (query < p.queries) stored.store(p, query, half, sums);
+    if ((block + 1) * 8 % tiles.padded_heads != 0 || at.head_tile + 1 != tiles.tiles_per_query) continue;
+    const int query = at.query + block * 8 / tiles.padded_heads;
+    if (tiles.queries_per_tile == 1 || query < p.queries) stored.store(p, query, sums);
+    sums[0] = sums[1] = {};
   }
 }
 
 template <int kHeads, bool kMasked, class T>
 HOPWELL_DEVICE void score_tiles(const ScoreParams<T>& p, ScoreStorage<T>& s, const ScorePart& part, int group) {
   using Config = ScoreConfig<T>;
-  const int first_of_group = part.first_key + group * Config::kHalves * Config::kRows;
+  constexpr int kKeysOfGroup = Config::kHalves * Config::kRows;
+  const int first_of_group = part.first_key + group * kKeysOfGroup;
   ScoreKeys<T> keys[Config::kHalves];
   // Every warp waits for all of the CTA's keys, of which it reads a few, before it frees any: a stage that is two phases on
   // looks as if it had not been filled yet.
-  for (int i = 0; i < Config::kKeyTiles; ++i) ScoreSlot<T>{s, i}.wait_full();
+  for (int i = 0; i < Config::kKeyTiles; ++i) ScoreSlot<T>(s, i).wait_full();
   const tile::FragmentLane lane;
   HOPWELL_UNROLL
   for (int i = 0; i < Config::kHalves; ++i)
-    tile::load_fragments(lane, ScoreSlot<T>{s, Config::kHalves * group + i}.rows(), keys[i]);
-  for (int i = 0; i < Config::kKeyTiles; ++i) ScoreSlot<T>{s, i}.release();
-  const StoredKeys<T> stored(p, first_of_group);
+    tile::load_fragments(lane, ScoreSlot<T>(s, Config::kHalves * group + i).rows(), keys[i]);
+  for (int i = 0; i < Config::kKeyTiles; ++i) ScoreSlot<T>(s, i).release();
+  const StoredKey<T> stored(p, first_of_group);
+  const Turn<T> turn(group);
   Sums sums[Config::kHalves] = {};
-  for (TileCursor at(p, part.tiles.first); at.wait_visible<kMasked>(p, s, part, first_of_group); at.advance(p)) {
+  HOPWELL_NO_UNROLL
+  for (TileCursor at(p, part.tiles.first); at.tile < part.tiles.end; at.advance(query_tiles<kHeads>(p))) {
     const ScoreSlot<T> slot = at.slot(s, part);
-    const HeadWeights& weights = s.weights[slot.stage()];
-    float d[2][32];
-    start_products<T>(d[0], keys[0], slot.rows());
-    start_products<T>(d[1], keys[1], slot.rows());
-    arch::wgmma_wait<1>(d[0]);
-    add_heads<kHeads>(p, d[0], weights, at, stored, 0, sums[0]);
-    arch::wgmma_wait<0>(d[1]);
-    add_heads<kHeads>(p, d[1], weights, at, stored, 1, sums[1]);
-    slot.release();
-    if constexpr (kHeads == kHeadTile) {
-      HOPWELL_UNROLL
-      for (int i = 0; i < Config::kHalves && at.head_tile + 1 == p.tiles_per_query; ++i)
-        stored.store(p, at.query, i, sums[i]);
+    slot.wait_full();
+    // Who skips a tile takes its turn, too.
+    const bool visible = !kMasked || s.visible[slot.stage()].overlaps(first_of_group, kKeysOfGroup);
+    float d[Config::kHalves][32];
+    turn.take();
+    if (visible) {
+      start_products<T>(d[0], keys[0], slot.rows());
+      start_products<T>(d[1], keys[1], slot.rows());
+      arch::wgmma_wait<0>(d[0], d[1]);
     }
+    turn.pass();
+    if (visible) add_heads<kHeads>(p, d, s.weights[slot.stage()], at, stored, sums);
+    slot.release();
   }
 }
 
@@ -308,7 +332,7 @@ HOPWELL_DEVICE ScorePart part_of_role(const ScoreParams<T>& p, const ScoreStorag
   return part_of_grid<ScoreConfig<T>::kKeys>(p);
 }
 
-// kHeads: see add_heads.
+// kHeads: see query_tiles.
 template <int kHeads, bool kMasked, class T>
 __global__ void __launch_bounds__(ScoreConfig<T>::kThreads, 1) score_keys(const __grid_constant__ ScoreParams<T> p) {
 #if HOPWELL_HAS_SM90A
@@ -359,10 +383,11 @@ void launch_score(const Problem& problem, std::int64_t first, std::int64_t count
                       {0, static_cast<std::uint32_t>(plan.queries.queries_per_tile)}},
                      arch::Swizzle::bytes128);
   p.k = tile::map_of(problem.k, {{1, kColumns}, {0, Config::kRows}}, arch::Swizzle::bytes128);
-  const auto kernel = problem.h_index % kHeadTile == 0 ? kernel_for<kHeadTile>(p)
-                      : problem.h_index == 32          ? kernel_for<32>(p)
-                      : problem.h_index == 16          ? kernel_for<16>(p)
-                                                       : kernel_for<0>(p);
+  const auto kernel = problem.h_index == 64              ? kernel_for<64>(p)
+                      : problem.h_index == 32            ? kernel_for<32>(p)
+                      : problem.h_index == 16            ? kernel_for<16>(p)
+                      : problem.h_index % kHeadTile == 0 ? kernel_for<128>(p)
+                                                         : kernel_for<0>(p);
   runtime::launch(kName, kernel,
                   runtime::shape_of_ctas(plan.key_blocks * plan.slices, Config::kThreads, sizeof(ScoreStorage<T>)),
                   stream, p);
