@@ -4,21 +4,25 @@
 //
 // Tile      384 keys a CTA, against tiles of 64 rows of q: the heads of one or several queries, or 64 heads of a query that
 //           has more
-// Roles     warpgroups 0, 1, 2   score    128 keys each, which stay in registers as wgmma's A; sums over the heads
+// Roles     warpgroups 0, 1, 2   score    128 keys each, which stay in registers as wgmma's A; products in turns, sums over
+//                                         the heads
 //           warp 12              tiles    the CTA's keys, then tile after tile of q, by the copy engine
 //           warps 13, 14, 15     weights  of every third tile, times q's scales, and which keys its queries see, loaded a
 //                                         tile of theirs ahead
 // Timeline  tiles    k k k k k k │ q0 │ q1 │ q2 …      eight stages of 64 rows, each for keys or q; of e4m3 sixteen
-//           score 0  P0 ▓▓▓ P0' ▓▓▓ │ P1 ▓▓▓           products of 64 keys each; the relu and the sums of one run under the
-//                           Σ0      Σ0'     Σ1         products of the other, and of the other warpgroups
-//           score 1    P0 ▓▓▓ P0' ▓▓▓ …
+//           score 0  P0 ▓▓ ┐ Σ0            P1 ▓▓ ┐ Σ1          P: products of both halves, 64 keys each; Σ: relu, weighing and
+//           score 1        └ P0 ▓▓ ┐ Σ0          └ P1 ▓▓ ┐     sums of both, whose weights are read once, under the products
+//           score 2                └ P0 ▓▓ ┐ Σ0          └ …   of the other warpgroups
+// Barriers  ring     full: rows and weights of a tile are there; empty: every score warp has read them
+//           kTurn + g  named: products of warpgroup g may begin, those of the one before are through. Who skips a tile,
+//                    whose queries do not see its keys, takes its turn and passes it on
 // Sums      over the heads in a lane first, then over the quad: always in the same order
 // Budget    shared: stages of 64 rows of 256 B (e4m3: 128 B), 320 B of weights and 24: 134,144 B (137,216) with gaps
 //           registers: score 64 (e4m3 32) of keys + 64 products + 8 sums + ~20; others 32 (e4m3 56)
 // Bound     a tile costs the tensor cores 1,536 clocks, 64 heads × 384 keys × 128 at 2,048 a clock, or 768 of e4m3. Each
 //           quarter of the SM issues relu and weighing, two instructions for 32 products, in 384 slots, and what goes with
-//           it in as many again: copies and products of q, sums of quads, barriers. e4m3 takes about twice its slots:
-//           neither they nor the tensor cores hold it, and what does is not known
+//           it (products begun, weights read, sums of quads, waits) in 270 more, or 306 of bf16. Neither holds e4m3: between
+//           turns the tensor cores wait for a barrier and the next products, half as long as those of bf16
 #pragma once
 
 #include "arch/sm80/convert.hpp"
