@@ -4,8 +4,8 @@
 //
 // Tile      384 keys a CTA, against tiles of 64 rows of q: the heads of one or several queries, or 64 heads of a query that
 //           has more
-// Roles     warpgroups 0, 1, 2   score    128 keys each, which stay in registers as wgmma's A; products in turns, sums over
-//                                         the heads
+// Roles     warpgroups 0, 1, 2   score    128 keys each, which stay in registers as wgmma's A; products, of e4m3 in turns, and
+//                                         sums over the heads
 //           warp 12              tiles    the CTA's keys, then tile after tile of q, by the copy engine
 //           warps 13, 14, 15     weights  of every third tile, times q's scales, and which keys its queries see, loaded a
 //                                         tile of theirs ahead
@@ -14,8 +14,8 @@
 //           score 1        └ P0 ▓▓ ┐ Σ0          └ P1 ▓▓ ┐     sums of both, whose weights are read once, under the products
 //           score 2                └ P0 ▓▓ ┐ Σ0          └ …   of the other warpgroups
 // Barriers  ring     full: rows and weights of a tile are there; empty: every score warp has read them
-//           kTurn + g  named: products of warpgroup g may begin, those of the one before are through. Who skips a tile,
-//                    whose queries do not see its keys, takes its turn and passes it on
+//           kTurn + g  named, of e4m3: products of warpgroup g may begin, those of the one before are through. Who skips a
+//                    tile, whose queries do not see its keys, takes its turn and passes it on
 // Sums      over the heads in a lane first, then over the quad: always in the same order
 // Budget    shared: stages of 64 rows of 256 B (e4m3: 128 B), 320 B of weights and 24: 134,144 B (137,216) with gaps
 //           registers: score 64 (e4m3 32) of keys + 64 products + 8 sums + ~20; others 32 (e4m3 56)
@@ -216,23 +216,26 @@ HOPWELL_DEVICE void start_products(float (&d)[32], const ScoreKeys<T>& keys, uin
   arch::wgmma_commit();
 }
 
-// Warpgroups take turns at products, tile by tile: a turn ends when its products are there, so that their sums run under
-// the products of the others.
+// Warpgroups take turns at products of e4m3, tile by tile: a turn ends when its products are there, so that their sums run
+// under the products of the others. Those of bf16 take twice as long, and turns only cost: measured.
 enum NamedBarrier {
   kTurn = 1
 };  // kTurn + g: warpgroup g may start its products, by itself and by who had the turn before
 template <class T>
 struct Turn {
   static constexpr int kGroups = ScoreConfig<T>::kGroups;
+  static constexpr bool kTaken = sizeof(T) == 1;
   int group;
 
   HOPWELL_DEVICE explicit Turn(int group) : group(group) {
     if (group == kGroups - 1) pass();
   }
   HOPWELL_DEVICE void take() const {
-    arch::barrier_sync(kTurn + group, 256);  // kept: turns are for speed; nothing else depends on them
+    if constexpr (kTaken) arch::barrier_sync(kTurn + group, 256);  // kept: for speed; nothing else depends on turns
   }
-  HOPWELL_DEVICE void pass() const { arch::barrier_arrive(kTurn + (group + 1) % kGroups, 256); }
+  HOPWELL_DEVICE void pass() const {
+    if constexpr (kTaken) arch::barrier_arrive(kTurn + (group + 1) % kGroups, 256);
+  }
 };
 
 // Sums of this lane's two keys of a half, g and g + 8 of the warp's 16, over some of the heads; even and odd columns.
