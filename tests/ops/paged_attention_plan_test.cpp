@@ -203,6 +203,14 @@ int clusters_that_fit(int size, const runtime::Device& device) {
   return device.sms / 16 * (16 / size) + device.sms % 16 / size;
 }
 
+TEST(PagedAttentionPlan, FewerWarpsOfAClusterWhereTilesAreLarge) {
+  Call call{.lengths = {100}};
+  const Problem problem = problem_of(call, 132);
+  const ClusterPlan plan = plan_clusters(problem, clusters_that_fit);
+  EXPECT_EQ(cluster_params(problem, plan, {.of_cta = 6400, .of_warp = 28160}, 2).schedule.warps, 8);  // 231,680 bytes
+  EXPECT_EQ(cluster_params(problem, plan, {.of_cta = 6400, .of_warp = 28288}, 2).schedule.warps, 7);
+}
+
 TEST(PagedAttentionPlan, ClustersAreTheLargestThatRunAtATime) {
   for (const int sms : kSms) {
     for (const std::int64_t h_kv : {1, 2, 4, 8, 16, 32}) {

@@ -205,7 +205,7 @@ KeyMajorShape key_major_shape(const Problem& problem) {
   best = {.lanes = 8, .octets = 4, .keys = most / 4};
   for (const int lanes : {4, 8}) {
     for (int octets = lanes / 4 + 1; octets <= (width == 4 ? 4 : 5); ++octets) {
-      const KeyMajorShape shape{.lanes = lanes, .octets = octets, .keys = octets == 2 ? most / 2 : most / 4};
+      const KeyMajorShape shape{.lanes = lanes, .octets = octets, .keys = octets <= 3 ? most / 2 : most / 4};
       if (room(shape) >= d && cost(shape) < cost(best)) best = shape;
     }
   }
@@ -282,7 +282,9 @@ ClusterParams cluster_params(const Problem& problem, const ClusterPlan& plan, co
   p.cluster = plan.size, p.slice = (p.schedule.pairs.value + plan.size - 1) / plan.size;
   // Where two CTAs fit on an SM the next launch's can come while this one runs.
   const bool two_fit = 2 * (shared.with(kShortWarps) + kCtaBytes) <= kSmBytes;
-  p.schedule.warps = two_fit && p.cache.max_context <= kShort ? kShortWarps : kMaxWarps;
+  int warps = two_fit && p.cache.max_context <= kShort ? kShortWarps : kMaxWarps;
+  while (shared.with(warps) > problem.device.shared_bytes) --warps;
+  p.schedule.warps = warps;
   p.schedule.threads = 32 * p.schedule.warps;
   while (keys_of_lookup << p.lookups_log2 < p.schedule.tile) ++p.lookups_log2;
   const int row_bytes = p.schedule.heads * p.query.d * to_int(width_of(problem.q));

@@ -15,7 +15,7 @@ namespace {
 static_assert(kSplitBytes<KeyMajorTile<bf16, 1, 8, false>>.with(kMaxWarps) == 157184);
 static_assert(kSplitBytes<DimensionMajorTile<bf16>>.with(kMaxWarps) == 157184);
 static_assert(kSplitBytes<KeyMajorTile<bf16, 2, 4, false>>.with(kMaxWarps) <= 227 * 1024);
-static_assert(kSplitBytes<KeyMajorTile<bf16, 3, 2, false>>.with(kMaxWarps) <= 227 * 1024);
+static_assert(kSplitBytes<KeyMajorTile<bf16, 3, 4, false>>.with(kMaxWarps - 1) <= 227 * 1024);
 static_assert(kSplitBytes<KeyMajorTile<bf16, 4, 2, false>>.with(kMaxWarps) <= 227 * 1024);
 static_assert(kSplitBytes<KeyMajorTile<bf16, 5, 2, false>>.with(kMaxWarps - 1) <= 227 * 1024);
 static_assert(kSplitBytes<KeyMajorTile<bf16, 1, 8, true>>.with(kMaxWarps) <= 227 * 1024);

@@ -9,6 +9,7 @@ namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
 namespace {
 
 static_assert(kClusterBytes<KeyMajorTile<bf16, 2, 4, false>>.with(kMaxWarps) <= 227 * 1024);
+static_assert(kClusterBytes<KeyMajorTile<bf16, 3, 4, false>>.with(kMaxWarps - 1) <= 227 * 1024);
 static_assert(kClusterBytes<KeyMajorTile<bf16, 5, 2, false>>.with(kMaxWarps) <= 227 * 1024);
 static_assert(kClusterBytes<KeyMajorTile<bf16, 1, 8, true>>.with(kMaxWarps) <= 227 * 1024);
 static_assert(kClusterBytes<MmaTile<bf16, 128, 0>>.with(kMaxWarps) <= 227 * 1024);

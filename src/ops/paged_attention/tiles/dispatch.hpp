@@ -28,7 +28,7 @@ void with_key_major_tile(const Problem& problem, const Start& start) {
   const KeyMajorShape shape = key_major_shape(problem);
   if (problem.r) return start.template operator()<KeyMajorTile<T, 1, kMost, true>>();
   if (shape.octets == 2) return start.template operator()<KeyMajorTile<T, 2, 2 * kFew, false>>();
-  if (shape.octets == 3) return start.template operator()<KeyMajorTile<T, 3, kFew, false>>();
+  if (shape.octets == 3) return start.template operator()<KeyMajorTile<T, 3, 2 * kFew, false>>();
   if (shape.octets == 4) return start.template operator()<KeyMajorTile<T, 4, kFew, false>>();
   if constexpr (sizeof(T) == 2) {
     if (shape.octets == 5) return start.template operator()<KeyMajorTile<T, 5, kFew, false>>();
