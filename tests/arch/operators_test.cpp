@@ -287,7 +287,7 @@ const Subject kSubjects[] = {
      cases::paged_attention,
      {"window_17_vllm", "bias_hides_keys_vllm"},
      3,
-     6},
+     5},
     {"paged_attention_mma",
      "emu:sm80",
      cases::paged_attention,

@@ -178,9 +178,9 @@ TEST(PagedAttentionPlan, WorkspaceHasASlotForEachCta) {
     for (const int sms : kSms) {
       const Problem problem = problem_of(call, sms);
       const Params p = plan_split(problem, kShared);
-      const std::int64_t rows = p.schedule.heads * p.schedule.queries, chunks = p.query.d / 2 + 1;
+      const std::int64_t rows = p.schedule.heads * p.schedule.queries;
       EXPECT_EQ(p.schedule.ctas, sms);
-      EXPECT_EQ(split_workspace_bytes(problem), static_cast<std::size_t>(sms * rows * chunks * 16));
+      EXPECT_EQ(split_workspace_bytes(problem), static_cast<std::size_t>(sms * ((rows * p.query.d + 127) / 128) * kPieceBytes));
       EXPECT_EQ(p.schedule.pairs, rows * p.query.d / 2);
       EXPECT_EQ(std::int64_t{p.schedule.heads} * p.schedule.row_blocks.value / p.schedule.passes.value, call.h_kv);
       EXPECT_GE(p.schedule.queries * p.schedule.passes, call.q_len * call.h_q / call.h_kv);

@@ -1,7 +1,7 @@
 #include "ops/paged_attention/plan.hpp"
 
 #include <algorithm>
-#include <utility>
+#include <tuple>
 
 namespace hopwell::ops::paged_attention {
 namespace {
@@ -73,6 +73,7 @@ void plan_row_blocks(const Problem& problem, int max_heads, Params& p) {
   }
   schedule.lanes = lanes, schedule.heads = heads, schedule.queries = queries, schedule.tile = tile;
   schedule.pairs = heads * queries * p.query.half;
+  schedule.pieces = (schedule.pairs.value + 63) / 64;
   schedule.passes = (rows + queries - 1) / queries;
   schedule.row_blocks = to_int(problem.h_kv) / heads * schedule.passes;
 }
@@ -189,8 +190,9 @@ TileKind tile_kind(const Problem& problem) {
 // Rows that fill a power of two of lanes, an octet for each, are copied as they are read. Other rows lie packed in a
 // stage (tiles/key_major.hpp), and a lane has two to five octets. Of the shapes that have room for a row it is the one
 // whose tiles, of as many heads as they can join, have whole lines of a key: a line that two row blocks share comes from
-// memory twice, and the times of an H100 followed that count. Then the one with the least room. Many octets mean many
-// registers for the query, so fewer keys, and four at most in fp32; the fused form has none left.
+// memory twice, and the times of an H100 followed that count. Then one without five octets, and the one with the least
+// room. Many octets mean many registers for the query, so fewer keys, and four at most in fp32; the fused form has none
+// left.
 KeyMajorShape key_major_shape(const Problem& problem) {
   const int d = to_int(problem.d), width = to_int(width_of(problem.q)), most = 16 / width;
   const auto room = [](const KeyMajorShape& shape) { return shape.lanes * shape.octets * 8; };
@@ -200,7 +202,7 @@ KeyMajorShape key_major_shape(const Problem& problem) {
   if (problem.r || room(best) == d) return best;
   const auto cost = [&](const KeyMajorShape& shape) {
     const int heads = keys_of(shape, 1) / std::max(shape.keys, kMinTile), line = heads * d * width % 128;
-    return std::pair(line > 0, room(shape));
+    return std::tuple(line > 0, shape.octets == 5, room(shape));
   };
   best = {.lanes = 8, .octets = 4, .keys = most / 4};
   for (const int lanes : {4, 8}) {
@@ -230,7 +232,7 @@ Params plan_split(const Problem& problem, const SharedBytes& shared) {
   int warps = kMaxWarps;
   while (shared.with(warps) > problem.device.shared_bytes) --warps;
   schedule.warps = warps, schedule.threads = 32 * warps, schedule.ctas = problem.device.sms;
-  schedule.pair_groups = std::max(1, schedule.threads / schedule.pairs.value);
+  schedule.merge_groups = std::max(1, warps / schedule.pieces.value);
   schedule.partition_by_warp = p.query.b <= 64;
   const int adders = schedule.partition_by_warp ? 32 : schedule.threads;
   schedule.sequences_per_thread = (p.query.b + adders - 1) / adders;
@@ -240,8 +242,7 @@ Params plan_split(const Problem& problem, const SharedBytes& shared) {
 
 std::size_t split_workspace_bytes(const Problem& problem) {
   const Params p = params_of(problem, kMaxHeads);
-  return static_cast<std::size_t>(problem.device.sms * p.schedule.heads * p.schedule.queries) *
-         static_cast<std::size_t>(p.query.half + 1) * 16;
+  return static_cast<std::size_t>(problem.device.sms * p.schedule.pieces) * kPieceBytes;
 }
 
 // The heads of a row block, and the largest clusters that all run at a time: so that most SMs have work, and of equal

@@ -18,117 +18,121 @@
 
 namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
 
-// The chunks of one row of a CTA's partial result: `half` pairs of values, then maximum and sum.
-HOPWELL_DEVICE arch::Words4* slot_of(const Params& p, int cta, int row) {
-  const Schedule& schedule = p.schedule;
-  return schedule.partials + (int64_t{cta} * (schedule.heads * schedule.queries) + row) * (p.query.half + 1);
+constexpr int kChunks = kPieceBytes / (32 * 16);  // of four values: two and two of them, maximum and sum
+constexpr int kAhead = 4;                         // partial results that are loaded together
+
+// The lane's first chunk of a piece of what a CTA hands over. Those of a warp follow one another.
+HOPWELL_DEVICE arch::Words4* slot_of(const Params& p, int64_t cta, int piece) {
+  return p.schedule.partials + (cta * p.schedule.pieces + piece) * (32 * kChunks) + arch::lane_index();
 }
-HOPWELL_DEVICE void hand_over(const Params& p, const PairIndex& at, const QuadSums& quad) {
-  arch::Words4* to = slot_of(p, arch::block_index(), at.row);
+HOPWELL_DEVICE void hand_over(const Params& p, int piece, const QuadSums& quad) {
+  arch::Words4* to = slot_of(p, arch::block_index(), piece);
   const auto store = [&](int chunk, float x, float y) {
-    arch::store_relaxed_v4(
-        to + chunk, {arch::bit_cast<uint32_t>(x), arch::bit_cast<uint32_t>(y), p.schedule.tag[0], p.schedule.tag[1]});
+    arch::store_relaxed_v4(to + 32 * chunk, {arch::bit_cast<uint32_t>(x), arch::bit_cast<uint32_t>(y),
+                                             p.schedule.tag[0], p.schedule.tag[1]});
   };
-  store(at.pair, quad.value[0], quad.value[1]), store(at.pair + 1, quad.value[2], quad.value[3]);
-  if (at.pair == 0) store(p.query.half, quad.maximum, quad.sum);
+  store(0, quad.value[0], quad.value[1]), store(1, quad.value[2], quad.value[3]), store(2, quad.maximum, quad.sum);
 }
 
-HOPWELL_DEVICE bool arrived(const Params& p, const arch::Words4& chunk) {
-  return chunk.w[2] == p.schedule.tag[0] && chunk.w[3] == p.schedule.tag[1];
+// Waits for a partial result and erases its tags.
+HOPWELL_DEVICE QuadSums take(const Params& p, arch::Words4* from, arch::Words4 (&chunk)[kChunks]) {
+  const auto arrived = [&](const arch::Words4& x) {
+    return x.w[2] == p.schedule.tag[0] && x.w[3] == p.schedule.tag[1];
+  };
+  const auto number = [&](int i, int word) { return arch::bit_cast<float>(chunk[i].w[word]); };
+  while (!(arrived(chunk[0]) && arrived(chunk[1]) && arrived(chunk[2]))) {
+    HOPWELL_UNROLL
+    for (int i = 0; i < kChunks; ++i) chunk[i] = arch::load_relaxed_v4(from + 32 * i);
+  }
+  HOPWELL_UNROLL
+  for (int i = 0; i < kChunks; ++i) arch::store_relaxed_v4(from + 32 * i, {});
+  return {number(2, 0), number(2, 1), {number(0, 0), number(0, 1), number(1, 0), number(1, 1)}};
 }
-
-// The sum of every `step`-th partial result from CTA `from` on, of `count`. Waits for pairs, maxima and sums together,
-// and erases the tags of the pairs; several threads need the others.
-HOPWELL_DEVICE PairSums take_partials(const Params& p, int from, int first, int count, int step, const PairIndex& at) {
-  constexpr int kAhead = 4;  // loads under way, of values and of maxima and sums
-  arch::Words4* slot = slot_of(p, from + first, at.row);
-  const int half = p.query.half;
-  const int64_t stride = int64_t{step} * (p.schedule.heads * p.schedule.queries) * (half + 1);
-  PairSums pair;
+// The sum of a piece of every `step`-th partial result from CTA `from` on, as far as this one.
+HOPWELL_DEVICE QuadSums take_partials(const Params& p, int from, int step, int piece) {
+  arch::Words4* slot = slot_of(p, from, piece);
+  const int64_t stride = int64_t{step} * p.schedule.pieces.value * (32 * kChunks);
+  QuadSums all;
   HOPWELL_NO_UNROLL
-  for (int n = first; n < count; n += kAhead * step, slot += kAhead * stride) {
-    arch::Words4 value[kAhead], stats[kAhead];
+  for (int n = from; n < arch::block_index(); n += kAhead * step, slot += kAhead * stride) {
+    const auto exists = [&](int i) { return n + i * step < arch::block_index(); };
+    arch::Words4 chunk[kAhead][kChunks];
     HOPWELL_UNROLL
     for (int i = 0; i < kAhead; ++i) {
-      if (n + i * step >= count) continue;
-      value[i] = arch::load_relaxed_v4(slot + i * stride + at.pair);
-      stats[i] = arch::load_relaxed_v4(slot + i * stride + half);
+      if (!exists(i)) continue;
+      HOPWELL_UNROLL
+      for (int k = 0; k < kChunks; ++k) chunk[i][k] = arch::load_relaxed_v4(slot + i * stride + 32 * k);
     }
-    HOPWELL_UNROLL
-    for (int i = 0; i < kAhead; ++i) {
-      if (n + i * step >= count) continue;
-      while (!arrived(p, value[i])) value[i] = arch::load_relaxed_v4(slot + i * stride + at.pair);
-      while (!arrived(p, stats[i])) stats[i] = arch::load_relaxed_v4(slot + i * stride + half);
-      arch::store_relaxed_v4(slot + i * stride + at.pair, {});
-      const auto number = [](uint32_t bits) { return arch::bit_cast<float>(bits); };
-      pair.add({number(stats[i].w[0]), number(stats[i].w[1]), {number(value[i].w[0]), number(value[i].w[1])}});
-    }
+    all.add(merge_partials<kAhead>(
+        kAhead, [&](int i) { return exists(i) ? take(p, slot + i * stride, chunk[i]) : QuadSums{}; }));
   }
-  return pair;
+  return all;
 }
 
-// The end of a row block that began in an earlier CTA. Threads that have the same pair take every `groups`-th partial
-// result each.
-template <class T, class PartialOf>
-HOPWELL_DEVICE void finish_row_block(const Params& p, MergeStorage& s, const Partition& partition,
-                                     const WarpChain& chain, const PartialOf& partial_of, int pitch) {
-  const Schedule& schedule = p.schedule;
-  const int thread = arch::thread_index(), groups = schedule.pair_groups;
-  const PartialInfo info = s.info[0][kBegunBefore];
-  const int from = partition.cta_of(info.begin), count = arch::block_index() - from;
-  const int group = groups > 1 ? thread / schedule.pairs : 0;
-  HOPWELL_NO_UNROLL
-  for (int o = thread - group * schedule.pairs; o < schedule.pairs; o += schedule.threads) {
-    const PairIndex at(p, o);
-    PairSums mine, own = merge_chain<2>(chain, partial_of, pitch, at);
-    if (group < groups) mine = take_partials(p, from, group, count, groups, at);
-    if (groups > 1) {
-      float (&sums)[4] = s.sums[thread];
-      sums[0] = mine.maximum, sums[1] = mine.sum, sums[2] = mine.value[0], sums[3] = mine.value[1];
-      arch::syncthreads();
-      HOPWELL_NO_UNROLL
-      for (int other = 1; other < groups && group == 0; ++other) {
-        const float (&its)[4] = s.sums[thread + other * schedule.pairs];
-        mine.add({its[0], its[1], {its[2], its[3]}});
-      }
-    }
-    if (group > 0) continue;
-    mine.add(own);
-    store_sums<T>(p, info.sequence, info.row_block, at, mine);
+// The row block that began in an earlier CTA and ends in this one. So that many partial results do not wait for each
+// other, groups of warps take every `groups`-th of them each.
+struct TakenRowBlock {
+  int from, groups;  // the CTA that it began in
+  HOPWELL_DEVICE TakenRowBlock(const Params& p, const MergeStorage& s, const Partition& partition, bool exists)
+      : from(0), groups(0) {
+    if (!exists) return;
+    from = partition.cta_of(s.info[0][kBegunBefore].begin);
+    const int wanted = (arch::block_index() - from + kAhead - 1) / kAhead;
+    groups = larger(1, smaller(wanted, p.schedule.merge_groups));
   }
-  arch::syncthreads();  // kept: who finds the tag of a sum erased waits for ever
-  const int rows = schedule.heads * schedule.queries;
+};
+// What the groups have become: group 0 adds up all of it.
+template <class T>
+HOPWELL_DEVICE void add_groups(const Params& p, const MergeStorage& s, int groups) {
+  const int quads = 32 * p.schedule.pieces.value, thread = arch::thread_index();
+  const PairIndex at(p, 2 * thread);
+  if (2 * thread >= p.schedule.pairs) return;
+  QuadSums all;
   HOPWELL_NO_UNROLL
-  for (int i = thread; i < count * rows; i += schedule.threads)
-    arch::store_relaxed_v4(slot_of(p, from, 0) + int64_t{i} * (p.query.half + 1) + p.query.half, {});
+  for (int i = thread; i < groups * quads; i += quads) all.add(s.sums[i]);
+  store_sums<T>(p, s.info[0][kBegunBefore].sequence, s.info[0][kBegunBefore].row_block, at, all);
 }
 
-// What the warps have left when all are done. The last row block first: the next CTA may be waiting for it.
+// What the warps have left when all are done, in pieces of four values a lane. First the last row block, which the next
+// CTA may be waiting for; last the one that this CTA takes, so that a warp hands over before it waits.
 template <class T, class PartialOf>
 HOPWELL_DEVICE void merge_cta(const Params& p, MergeStorage& s, const Partition& partition, const PartialOf& partial_of,
                               int pitch) {
   const Schedule& schedule = p.schedule;
+  const int pieces = schedule.pieces.value;
   const WarpChains chains(p, s);
   const WarpChain before = chains.from(0, kBegunBefore);
   int row_blocks = before.count > 0 && !before.ends ? 1 : 0;
   for (uint32_t left = chains.begins; left != 0; left &= left - 1) ++row_blocks;
+  const TakenRowBlock taken(p, s, partition, before.ends);
   HOPWELL_NO_UNROLL
-  for (int o = 2 * arch::thread_index(); o < row_blocks * schedule.pairs; o += 2 * schedule.threads) {  // four values
-    const int number = o / schedule.pairs;
+  for (int i = arch::warp_index(); i < (row_blocks + taken.groups) * pieces; i += schedule.warps) {
+    const int number = i / schedule.pieces, piece = i - number * pieces, group = number - row_blocks;
+    const int o = 64 * piece + 2 * arch::lane_index();
+    if (o >= schedule.pairs) continue;
     uint32_t left = chains.begins;
     HOPWELL_NO_UNROLL
-    for (int skip = number; skip > 0; --skip) left &= ~(1U << arch::bfind(left));
-    const int warp = int(arch::bfind(left));  // −1: the row block that goes through the whole share
-    const WarpChain chain = warp >= 0 ? chains.from(warp, kBegunHere) : before;
-    const PairIndex at(p, o - number * schedule.pairs);
-    const QuadSums quad = merge_chain<4>(chain, partial_of, pitch, at);
+    for (int skip = smaller(number, row_blocks); skip > 0; --skip) left &= ~(1U << arch::bfind(left));
+    const int warp = int(arch::bfind(left));  // −1: the row block that goes through the whole share, or is taken
+    WarpChain chain = warp >= 0 ? chains.from(warp, kBegunHere) : before;
+    if (group > 0) chain.count = 0;
+    const PairIndex at(p, o);
+    QuadSums quad = merge_chain<4>(chain, partial_of, pitch, at);
+    if (!chain.ends) {
+      hand_over(p, piece, quad);
+      continue;
+    }
+    if (group >= 0) quad.add(take_partials(p, taken.from + group, taken.groups, piece));
+    if (group >= 0 && taken.groups > 1) {
+      s.sums[(group * pieces + piece) * 32 + arch::lane_index()] = quad;
+      continue;
+    }
     const PartialInfo& info = s.info[chain.warp][chain.which];
-    if (chain.ends)
-      store_sums<T>(p, info.sequence, info.row_block, at, quad);
-    else
-      hand_over(p, at, quad);
+    store_sums<T>(p, info.sequence, info.row_block, at, quad);
   }
-  if (before.ends) finish_row_block<T>(p, s, partition, before, partial_of, pitch);
+  if (taken.groups <= 1) return;
+  arch::syncthreads();
+  add_groups<T>(p, s, taken.groups);
 }
 
 }  // namespace hopwell::ops::paged_attention::HOPWELL_TARGET

@@ -178,7 +178,7 @@ struct PartialInfo {
 
 struct MergeStorage {
   PartialInfo info[kMaxWarps][2];
-  float sums[kMaxThreads][4];
+  QuadSums sums[kMaxThreads];
 };
 
 // The partial results of one row block that successive warps have: the first one's is `which`, the others' their first.

@@ -24,17 +24,19 @@ struct Words4;
 namespace hopwell::ops::paged_attention {
 
 constexpr int kMaxWarps = 8, kMaxThreads = 32 * kMaxWarps;
+constexpr int kPieceBytes = 32 * 3 * 16;  // of what is handed over, four values a lane: handover.hpp
 // Of a CTA that takes whole row blocks: the end of a call, which they shorten, matters less in longer ones.
 constexpr int kMaxTilesOfWholeBlocks = 1100;
 
 struct Schedule {
-  arch::Words4* partials;  // [CTAs, heads · queries, d / 2 + 1]: what CTAs hand over (handover.hpp)
+  arch::Words4* partials;  // [CTAs, pieces, chunks of a lane, 32]: what CTAs hand over (handover.hpp)
   uint32_t tag[2];         // of this launch's partial results: random, so that nothing else looks like one
   Divisor heads, queries, passes, row_blocks;  // of a row block; passes of `queries`; row blocks of a sequence
   Divisor lanes;                               // that share a key
   Divisor tile;                                // keys
   Divisor pairs;                               // of values of a row block
-  int pair_groups;                             // groups of threads of a CTA that have a thread for each pair
+  Divisor pieces;                              // of a row block's result, four values a lane of a warp
+  int merge_groups;                            // groups of warps of a CTA that have a warp for each piece
   Divisor warps, ctas;                         // warps of a CTA
   int whole_blocks;                            // row blocks of a CTA if all are equally long; 0: no whole number
   int threads;                                 // of a CTA
