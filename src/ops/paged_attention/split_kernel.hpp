@@ -10,7 +10,7 @@
 // Ring      2 stages a warp, more of smaller tiles, private to each lane, which reads back only what it copied itself,
 //           but for packed rows. Tiles of mma have one stage, filled again in parts
 // Timeline  warp   pages 0, 1 │ copy 0, 1 │ wait 0 │ q·k ▓▓▓ softmax ▓ p·v ▓▓▓ │ copy 2 → 0, page 4 │ wait 1 │ q·k …
-// Budget    shared: 8 warps × (2 stages × (8,192 + 256 [+ 4,096 of r]) + 2 partial results of 1 KiB) + 4.5 KiB;
+// Budget    shared: 8 warps × (2 stages × (8,192 + 256 [+ 4,096 of r]) + 2 partial results of 1 KiB) + 6.5 KiB;
 //           registers: < 256, one CTA an SM
 // Bound     memory: 2 tiles × 8 warps × 8 KiB in flight an SM; 450 to 870 instructions for 8 KiB are half of the issue
 //           slots. At the beginning and at the end instructions come from memory for the first time: short code is fast

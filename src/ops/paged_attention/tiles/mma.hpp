@@ -9,7 +9,7 @@
 //           comes out as P goes in
 // Timeline  K 0 ▓ │ copy K 0 │ K 1 ▓ │ copy K 1 │ softmax ▓▓ │ V 0 ▓ │ copy V 0 │ V 1 ▓ │ copy V 1 │ next tile: K 0 ▓ …
 //           three or four of the four parts are on their way at any time; kD 256: K ▓ │ copy K │ softmax ▓▓ │ V ▓ │ …
-// Budget    shared: 8 warps × (16,384 + 16 · kD of q + 4 · 8 · keys of bias + 16 + 2 partial results of 32 · kD) + 4.5
+// Budget    shared: 8 warps × (16,384 + 16 · kD of q + 4 · 8 · keys of bias + 16 + 2 partial results of 32 · kD) + 6.5
 //           KiB; registers: kD / 4 of the output, kD / 4 of q, ~150 others. kD 256: 6 warps; q stays in the partial
 //           result's memory, of which ldmatrix reads it again for every 8 keys
 // Bound     memory; the tensor cores are 2 % busy
