@@ -180,7 +180,8 @@ TEST(PagedAttentionPlan, WorkspaceHasASlotForEachCta) {
       const Params p = plan_split(problem, kShared);
       const std::int64_t rows = p.schedule.heads * p.schedule.queries;
       EXPECT_EQ(p.schedule.ctas, sms);
-      EXPECT_EQ(split_workspace_bytes(problem), static_cast<std::size_t>(sms * ((rows * p.query.d + 127) / 128) * kPieceBytes));
+      EXPECT_EQ(split_workspace_bytes(problem),
+                static_cast<std::size_t>(sms * ((rows * p.query.d + 127) / 128) * kPieceBytes));
       EXPECT_EQ(p.schedule.pairs, rows * p.query.d / 2);
       EXPECT_EQ(std::int64_t{p.schedule.heads} * p.schedule.row_blocks.value / p.schedule.passes.value, call.h_kv);
       EXPECT_GE(p.schedule.queries * p.schedule.passes, call.q_len * call.h_q / call.h_kv);
