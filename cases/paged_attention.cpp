@@ -320,8 +320,9 @@ void add_sizes(std::vector<Config>& all) {
                  .h_kv = 8,
                  .bias = BiasForm::kKey,
                  .extent = 300});
-  // There, one row block of all CTAs, whose last one takes more partial results than a warp loads together.
+  // One row block of all CTAs: with many of them the last one takes more partial results than a warp loads together.
   all.push_back({.name = "one_row_block_bf16", .dtype = DType::kBFloat16, .lengths = {700}, .h_kv = 4});
+  all.push_back({.name = "one_row_block_vllm", .layout = HOPWELL_CACHE_VLLM, .lengths = {3000}, .h_q = 1, .h_kv = 1});
   for (const auto& [type_name, dtype] : kDTypes)
     all.push_back({.name = std::string("one_65536_among_512_") + type_name,
                    .dtype = dtype,
