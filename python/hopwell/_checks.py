@@ -2,9 +2,12 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ._arrays import printable
+
+INTEGERS = torch.int32, torch.int64  # of entries, bounds, lengths and slots
 
 
 def require(holds: bool, function: str, argument: str, expected: str, got: object) -> None:

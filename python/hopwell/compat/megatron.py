@@ -29,7 +29,7 @@ from torch import Tensor
 
 from hopwell.torch import ops
 
-from .._checks import require
+from .._checks import INTEGERS, require
 from ._index_scores import as_int32, without_relu
 
 __all__ = [
@@ -41,7 +41,6 @@ __all__ = [
 
 _LEAST_TARGET_SUM = 1e-10
 _MOST_VALUE_COLUMNS = 512
-_INTEGERS = (torch.int32, torch.int64)
 
 
 def _device_takes(*tensors: Tensor) -> bool:
@@ -59,7 +58,7 @@ def _indexer_takes(q: Tensor, k: Tensor, weights: Tensor, starts: Tensor | None,
     kinds = (torch.bfloat16, torch.float32)
     if q.dtype not in kinds or k.dtype != q.dtype or weights.dtype not in kinds or 0 in q.shape[1:]:
         return False
-    if starts.dtype not in _INTEGERS or ends.dtype not in _INTEGERS:
+    if starts.dtype not in INTEGERS or ends.dtype not in INTEGERS:
         return False
     return _device_takes(q, k, weights, starts, ends) and (q.device.type == "cpu" or q.shape[3] <= 128)
 
@@ -293,7 +292,7 @@ def run_fused_absorbed_sparse_attention(
         return None
     if topk_length is not None and (topk_length.shape != rows or topk_length.device != query.device):
         return None
-    if any(x is not None and x.dtype not in _INTEGERS for x in (topk_indices, topk_length)):
+    if any(x is not None and x.dtype not in INTEGERS for x in (topk_indices, topk_length)):
         return None
     entries = as_int32(topk_indices, len(key))
     lengths = None if topk_length is None else as_int32(topk_length, topk_indices.shape[2])

@@ -11,7 +11,7 @@ are masked, and a sequence of length 0 gives 0. fp8 caches and block-sparse atte
 
 import torch
 
-from .._checks import require
+from .._checks import INTEGERS, require
 from .._ops.paged_attention import paged_attention
 
 __all__ = ["paged_attention_v1", "paged_attention_v2", "reshape_and_cache"]
@@ -165,8 +165,7 @@ def reshape_and_cache(
     for argument, new, cache in (("key", key, key_cache), ("value", value, value_cache)):
         require(new.ndim == 3 and new.shape[1:] == (h_kv, d), name, argument, f"[tokens, {h_kv}, {d}]", list(new.shape))
         require(new.dtype == cache.dtype, name, argument, f"{cache.dtype} as its cache is", new.dtype)
-    kinds = (torch.int32, torch.int64)
-    require(slot_mapping.dtype in kinds, name, "slot_mapping", "int64 or int32", slot_mapping.dtype)
+    require(slot_mapping.dtype in INTEGERS, name, "slot_mapping", "int64 or int32", slot_mapping.dtype)
     tokens = len(slot_mapping)
     most = min(len(key), len(value))
     fits = slot_mapping.ndim == 1 and tokens <= most

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hopwell._checks import require
+from hopwell._checks import INTEGERS, require
 
 
 def key_ranges(
@@ -29,7 +29,7 @@ def key_ranges(
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        fits = isinstance(offsets, Tensor) and offsets.dtype in (torch.int32, torch.int64)
+        fits = isinstance(offsets, Tensor) and offsets.dtype in INTEGERS
         fits = fits and offsets.ndim == 1 and len(offsets) > 0
         require(fits, "key_ranges", name, "int32 or int64 [documents + 1]", offsets)
     same = cu_seqlens_k.shape == cu_seqlens_q.shape and cu_seqlens_k.device == cu_seqlens_q.device

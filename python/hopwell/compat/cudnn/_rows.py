@@ -5,9 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..._checks import require, require_shape
-
-_INTEGERS = (torch.int32, torch.int64)
+from ..._checks import INTEGERS, require, require_shape
 
 
 @dataclass
@@ -106,7 +104,7 @@ def entries_of(
     b, s_q, _, d = q.shape
     require_shape(wrapper, "k", k, B=b, S_k=None, D=d)
     require_shape(wrapper, "topk_indices", topk_indices, B=b, S_q=s_q, topk=None)
-    require(topk_indices.dtype in _INTEGERS, wrapper, "topk_indices", "int32 or int64", topk_indices.dtype)
+    require(topk_indices.dtype in INTEGERS, wrapper, "topk_indices", "int32 or int64", topk_indices.dtype)
     rows = find_rows(wrapper, q, k, 1, None, None, None, None)
     table, end = topk_indices.flatten(0, 1), rows.start[:, None] + rows.width
     if not are_global and b > 1:
@@ -114,6 +112,6 @@ def entries_of(
     valid = (table >= rows.start[:, None]) & (table < end)
     if topk_length is not None:
         require_shape(wrapper, "topk_length", topk_length, B=b, S_q=s_q)
-        require(topk_length.dtype in _INTEGERS, wrapper, "topk_length", "int32 or int64", topk_length.dtype)
+        require(topk_length.dtype in INTEGERS, wrapper, "topk_length", "int32 or int64", topk_length.dtype)
         valid &= torch.arange(table.shape[1], device=q.device) < topk_length.flatten()[:, None]
     return rows, table.masked_fill(~valid, -1).int()

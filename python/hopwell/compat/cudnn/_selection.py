@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hopwell.torch import ops
 
-from ..._checks import require, require_shape, require_sizes
+from ..._checks import INTEGERS, require, require_shape, require_sizes
 from .._index_scores import rows_at_a_time, write_index_scores
 from ._dense import one_head, require_bf16, require_group
 from ._results import TupleDict, given_or_new, into, on, require_output
@@ -183,8 +183,7 @@ def local_to_global_wrapper(
     Returns {indices int32}: b·seqlen_k + key, or cu_seqlens_k[b] + key; −1 where negative.
     """
     name = "local_to_global_wrapper"
-    kinds = (torch.int32, torch.int64)
-    require(local_indices.dtype in kinds, name, "local_indices", "int32 or int64", local_indices.dtype)
+    require(local_indices.dtype in INTEGERS, name, "local_indices", "int32 or int64", local_indices.dtype)
     require_offsets(name, cu_seqlens_q, cu_seqlens_k)
     with on(stream, local_indices, cu_seqlens_q, cu_seqlens_k):
         if cu_seqlens_q is not None and cu_seqlens_k is not None:
