@@ -55,7 +55,7 @@ struct Indexer {
   bool d_loss_on_device = false;  // d_loss as an array
   bool given = false;             // d_scores, not target; with nan_targets NaN and infinities among them
   bool row_weights = false;       // 0 in every third row, where a target may then be NaN; row_loss is wanted, too
-  bool relu = true;
+  bool relu = true;               // of the forward, too
   bool deterministic = true;
   bool emulated = true;  // not too large for the emulator
 };
@@ -319,6 +319,7 @@ void select(const Inputs& in, const Array& indices, const Array& scores, Workspa
                                             .kv_stride = in.problem.kv_stride,
                                             .k_start = pointer(start),
                                             .k_end = pointer(end),
+                                            .no_relu = !in.problem.relu,
                                             .indices = indices.view(),
                                             .scores = scores.view(),
                                             .backend = backend},
@@ -589,6 +590,62 @@ std::vector<std::pair<std::string, Indexer>> forward_problems() {
         .positions = Positions::kStart,
         .q_start = 200}},
       {"fp8_no_keys", {.dtype = kFp8, .s_kv = 0, .data = Data::kIntegers, .scales = Scales::kPowersOfTwo}},
+      // Scores of both signs. Every kernel of sm90: of 16, 32, 64, 192 or 128, and any number of heads, in bf16 and e4m3.
+      {"no_relu", {.s_q = 5, .s_kv = 1000, .topk = 128, .stable_sort = true, .relu = false}},
+      {"no_relu_fp32", {.dtype = kFloat, .s_q = 5, .topk = 128, .relu = false}},
+      {"no_relu_production_exact",
+       {.s_q = 3, .s_kv = 900, .h_index = 64, .topk = 600, .data = Data::kIntegers, .relu = false}},
+      {"no_relu_nan_keys", {.topk = 280, .data = Data::kIntegers, .nan_keys = true, .relu = false}},
+      {"no_relu_large", {.data = Data::kLarge, .relu = false}},
+      {"no_relu_h_index_32_key_ranges_exact",
+       {.s_q = 23, .s_kv = 900, .h_index = 32, .d_index = 16, .data = Data::kIntegers, .ranges = true, .relu = false}},
+      {"no_relu_h_index_192", {.s_q = 9, .s_kv = 900, .h_index = 192, .relu = false}},
+      {"no_relu_many_heads", {.h_index = 600, .d_index = 16, .relu = false}},
+      // Most keys are selected, so that the threshold, which a sample tells, is negative.
+      {"no_relu_long_row", {.s_q = 2, .s_kv = 9000, .h_index = 2, .d_index = 8, .topk = 7000, .relu = false}},
+      {"no_relu_documents",
+       {.s_q = 40,
+        .s_kv = 2500,
+        .h_index = 4,
+        .d_index = 32,
+        .topk = 33,
+        .stable_sort = true,
+        .document = 70,
+        .first_token = 1100,
+        .relu = false}},
+      {"no_relu_fp8",
+       {.dtype = kFp8, .s_q = 5, .s_kv = 1000, .stable_sort = true, .scales = Scales::kRandom, .relu = false}},
+      {"no_relu_fp8_production_exact",
+       {.dtype = kFp8,
+        .s_q = 3,
+        .s_kv = 900,
+        .h_index = 64,
+        .topk = 600,
+        .data = Data::kIntegers,
+        .nan_keys = true,
+        .scales = Scales::kPowersOfTwo,
+        .relu = false}},
+      {"no_relu_fp8_special_scales_any_h",
+       {.dtype = kFp8,
+        .s_q = 9,
+        .h_index = 5,
+        .d_index = 32,
+        .topk = 301,
+        .data = Data::kIntegers,
+        .scales = Scales::kSpecial,
+        .relu = false}},
+      {"no_relu_fp8_h_index_128",
+       {.dtype = kFp8, .s_q = 9, .s_kv = 900, .h_index = 128, .scales = Scales::kRandom, .relu = false}},
+      {"no_relu_fp8_h_index_32_key_ranges_exact",
+       {.dtype = kFp8,
+        .s_q = 23,
+        .s_kv = 900,
+        .h_index = 32,
+        .d_index = 32,
+        .data = Data::kIntegers,
+        .scales = Scales::kPowersOfTwo,
+        .ranges = true,
+        .relu = false}},
   };
   for (const std::int64_t topk : {1, 63, 64, 65, 127, 2048, 2049}) {
     const std::string name = "topk_" + std::to_string(topk);

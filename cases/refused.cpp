@@ -82,7 +82,7 @@ const std::vector<Refusals>& all_refusals() {
        "sm90",
        {
            {"q_index and k_index must be bfloat16 or float8_e4m3fn",
-            "documents_fp32 key_ranges_fp32 normal_fp32 odd_shape strided_exact"},
+            "documents_fp32 key_ranges_fp32 no_relu_fp32 normal_fp32 odd_shape strided_exact"},
            {"q_index must have rows of 16-byte pieces",
             "fp8_odd_shape fp8_strided one_dimension queries_70000 strided"},
        }},

@@ -213,7 +213,7 @@ void nvfp4_dequantize_(handle codes, handle scales, handle global_scale, handle 
 }
 
 void lightning_indexer_(handle q_index, handle k_index, handle weights, handle q_scale, handle k_scale,
-                        handle q_positions, handle q_start, handle kv_stride, handle k_start, handle k_end,
+                        handle q_positions, handle q_start, handle kv_stride, handle k_start, handle k_end, handle relu,
                         handle indices, handle scores, handle backend, handle stream) {
   Call call("lightning_indexer", backend, stream);
   LightningIndexerArgs args{.q_index = call.input("q_index", q_index),
@@ -227,6 +227,7 @@ void lightning_indexer_(handle q_index, handle k_index, handle weights, handle q
                             .kv_stride = call.integer("kv_stride", kv_stride),
                             .k_start = call.input("k_start", k_start),
                             .k_end = call.input("k_end", k_end),
+                            .no_relu = !call.flag("relu", relu),
                             .indices = call.output("indices", indices),
                             .scores = call.output("scores", scores)};
   call.run(args, hopwell::lightning_indexer, hopwell::lightning_indexer_workspace_bytes);

@@ -470,6 +470,8 @@ typedef struct hopwell_lightning_indexer_args {
   /** as in sparse_mla_forward */
   const DLTensor* k_start HOPWELL_ZERO;
   const DLTensor* k_end HOPWELL_ZERO;
+  /** score[s,t] = k_scale[t] * sum_j weights[s,j] * q_scale[s,j] * (q . k), without the relu */
+  bool no_relu HOPWELL_ZERO;
   /** output, int32 [s_q, topk] */
   const DLTensor* indices HOPWELL_ZERO;
   /** output, fp32 [s_q, topk], -inf where the index is -1; optional */

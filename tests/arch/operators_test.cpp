@@ -373,16 +373,16 @@ const Subject kSubjects[] = {
     {"lightning_indexer",
      "emu:sm80",
      cases::lightning_indexer,
-     {"many_heads", "topk_64_exact", "longest_row_exact", "documents"},
+     {"many_heads", "topk_64_exact", "longest_row_exact", "documents", "no_relu"},
      6,
      6},
     // Parts of many heads, which go round the ring; clusters that select, and CTAs of several warps, with a sample and with
-    // ties; CTAs that share what queries see.
+    // ties; CTAs that share what queries see, and those that do where queries see everything, without the relu.
     {"lightning_indexer_sm90",
      "emu:sm90",
      cases::lightning_indexer,
      {"many_heads", "long_row", "many_long_rows", "longest_row_one_query", "longest_row_exact", "topk_2048_exact",
-      "causal_many_heads", "documents", "h_index_32", "fp8_documents_many_heads"},
+      "causal_many_heads", "documents", "h_index_32", "fp8_documents_many_heads", "no_relu_h_index_192"},
      6,
      13},
     {"lightning_indexer_backward",

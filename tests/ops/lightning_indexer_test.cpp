@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <hopwell/hopwell.hpp>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -36,6 +37,7 @@ std::vector<float> normal(std::size_t count, unsigned seed) {
 // One call of each operator on fp32 data of its own.
 struct Problem {
   std::int64_t s_q, s_kv, h_index, d_index, topk;
+  bool no_relu = false;
   std::vector<float> q = normal(static_cast<std::size_t>(s_q * h_index * d_index), 1);
   std::vector<float> k = normal(static_cast<std::size_t>(s_kv * d_index), 2);
   std::vector<float> weights = normal(static_cast<std::size_t>(s_q * h_index), 3);
@@ -55,6 +57,7 @@ struct Problem {
     lightning_indexer({.q_index = q_view(),
                        .k_index = k_view(),
                        .weights = weights_view(),
+                       .no_relu = no_relu,
                        .indices = indices_view(),
                        .scores = scores_view()});
   }
@@ -64,6 +67,7 @@ struct Problem {
                                 .k_index = k_view(),
                                 .weights = weights_view(),
                                 .indices = indices_view(),
+                                .no_relu = no_relu,
                                 .loss = Tensor(loss.data(), {1}),
                                 .d_q_index = Tensor(d_q.data(), {s_q, h_index, d_index}),
                                 .d_k_index = Tensor(d_k.data(), {s_kv, d_index}),
@@ -134,6 +138,28 @@ TEST(LightningIndexer, ScoresAreOptional) {
                      .weights = without.weights_view(),
                      .indices = without.indices_view()});
   EXPECT_EQ(with.indices, without.indices);
+}
+
+// Of the same scores the loss against their softmax is none, with the relu and without it; of the others there is one.
+TEST(LightningIndexer, SelectsByTheScoresOfTheLoss) {
+  for (const bool no_relu : {false, true}) {
+    Problem p{5, 100, 4, 16, 10};
+    p.no_relu = no_relu;
+    p.forward();
+    for (std::int64_t s = 0; s < p.s_q; ++s) {
+      const auto first = p.scores.begin() + s * p.topk, end = first + p.topk;
+      const float peak = *std::max_element(first, end);
+      float sum = 0;
+      for (auto score = first; score < end; ++score) sum += std::exp(*score - peak);
+      std::transform(first, end, p.target.begin() + s * p.topk,
+                     [&](float score) { return std::exp(score - peak) / sum; });
+    }
+    p.backward();
+    EXPECT_NEAR(p.loss[0], 0, 1e-4) << no_relu;
+    p.no_relu = !no_relu;
+    p.backward();
+    EXPECT_GT(p.loss[0], 0.1) << no_relu;
+  }
 }
 
 TEST(LightningIndexer, TopkFarBeyondTheKeys) {

@@ -110,6 +110,7 @@ BUGS = [
     Bug("nvfp4", "alpha * (_decode(codes_a", "1.0 * (_decode(codes_a", "alpha ignored by nvfp4_matmul"),
     Bug("nvfp4", "(signs << 3)", "(signs << 2)", "sign in the wrong bit"),
     Bug("lightning_indexer", "np.maximum(dot, 0.0) if relu else dot)\n    return", "dot)\n    return", "relu dropped"),
+    Bug("lightning_indexer", "w[s], relu, of_key[seen])", "w[s], True, of_key[seen])", "relu kept in the selection"),
     Bug("lightning_indexer", "(of_key * score), -np.inf, of_key * score", "(score), -np.inf, score", "k_scale dropped"),
     Bug("lightning_indexer", "w = w * of_head", "pass", "q_scale dropped"),
     Bug("lightning_indexer", "np.sort(best_first[:topk])", "best_first[:topk]", "keys in order of score"),

@@ -125,6 +125,7 @@ def test_lightning_indexer(
     arguments = {"q_index": q, "k_index": k, "weights": rng.integers(-2, 3, (s_q, h)).astype(np.float32), "topk": topk}
     if data.draw(st.booleans()):
         arguments |= {"q_start": data.draw(st.integers(-3, 40)), "kv_stride": data.draw(st.integers(1, 5))}
+    arguments["relu"] = data.draw(st.booleans())
     call = Call("lightning_indexer", arguments, (0, 0))
     indices, scores = hopwell.lightning_indexer(**arguments)
     assert_results(call, (indices, scores), reference.lightning_indexer(**arguments))

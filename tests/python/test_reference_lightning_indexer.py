@@ -14,11 +14,12 @@ INF = math.inf
 Generator = np.random.Generator
 
 
+@pytest.mark.parametrize("relu", [True, False])
 @pytest.mark.parametrize("topk", [0, 1, 4, 9, 20])
 @pytest.mark.parametrize("ranges", [None, ([0, 3, -2, 5, 7, INT_MIN], [9, 8, 4, 5, 3, INT_MAX])])
 @pytest.mark.parametrize("masks", [{}, {"q_start": -1}, {"q_start": 3, "kv_stride": 4}, {"q_start": 7, "kv_stride": 2}])
 def test_indexer_selects_what_sorting_selects(
-    rng: Generator, topk: int, masks: dict[str, int], ranges: tuple[list[int], list[int]] | None
+    rng: Generator, topk: int, masks: dict[str, int], ranges: tuple[list[int], list[int]] | None, relu: bool
 ) -> None:
     s_q, s_kv, heads, d = 6, 9, 3, 4
     q, k = rng.integers(-2, 3, (s_q, heads, d)).astype(np.float32), rng.integers(-2, 3, (s_kv, d)).astype(np.float32)
@@ -26,14 +27,15 @@ def test_indexer_selects_what_sorting_selects(
     q[0], k[5] = 0.0, np.nan
     k_start, k_end = ([0] * s_q, [s_kv] * s_q) if ranges is None else ranges
     given = {} if ranges is None else {"k_start": np.array(k_start, np.int32), "k_end": np.array(k_end, np.int32)}
-    indices, scores = reference.lightning_indexer(q, k, w, topk, **masks, **given)
+    indices, scores = reference.lightning_indexer(q, k, w, topk, **masks, **given, relu=relu)
     assert indices.dtype == np.int32 and indices.shape == scores.shape == (s_q, topk)
     for s in range(s_q):
         visible = []
         for t in range(s_kv):
             past = not masks or (t - k_start[s] + 1) * masks.get("kv_stride", 1) <= masks["q_start"] + s + 1
             if past and k_start[s] <= t < k_end[s]:
-                score = sum(float(w[s, j]) * max(0.0, float(q[s, j] @ k[t])) for j in range(heads))
+                least = 0.0 if relu else -INF
+                score = sum(float(w[s, j]) * max(least, float(q[s, j] @ k[t])) for j in range(heads))
                 visible.append((-INF if t == 5 else score, t))
         chosen = sorted(sorted(visible, key=lambda pair: (-pair[0], pair[1]))[:topk], key=lambda pair: pair[1])
         padding = topk - len(chosen)
@@ -41,7 +43,8 @@ def test_indexer_selects_what_sorting_selects(
         assert scores[s].tolist() == [score for score, _ in chosen] + [-INF] * padding
 
 
-def test_indexer_scales_e4m3(rng: Generator) -> None:
+@pytest.mark.parametrize("relu", [True, False])
+def test_indexer_scales_e4m3(rng: Generator, relu: bool) -> None:
     """The relu is of the codes' product; a scale's sign and its specials are the score's."""
     s_q, s_kv, heads, d = 4, 7, 3, 5
     q, k = (rng.integers(-3, 4, shape).astype(ml_dtypes.float8_e4m3fn) for shape in ((s_q, heads, d), (s_kv, d)))
@@ -50,12 +53,12 @@ def test_indexer_scales_e4m3(rng: Generator) -> None:
     k_scale = np.array([1.0, -2.0, 0.0, np.inf, -np.inf, np.nan, 0.5])
     q_scale[1, 2] = -1.0
     k[6, 2] = np.nan
-    indices, scores = reference.lightning_indexer(q, k, w, s_kv, q_scale=q_scale, k_scale=k_scale)
+    indices, scores = reference.lightning_indexer(q, k, w, s_kv, q_scale=q_scale, k_scale=k_scale, relu=relu)
     for s in range(s_q):
         assert indices[s].tolist() == list(range(s_kv))
         for t in range(s_kv):
             dots = [sum(float(a) * float(b) for a, b in zip(q[s, j], k[t], strict=True)) for j in range(heads)]
-            plain = sum(w[s, j] * q_scale[s, j] * (0.0 if x < 0 else x) for j, x in enumerate(dots))
+            plain = sum(w[s, j] * q_scale[s, j] * (0.0 if relu and x < 0 else x) for j, x in enumerate(dots))
             wanted = float(k_scale[t]) * float(plain)
             assert scores[s, t] == (-INF if math.isnan(wanted) else wanted)
     with pytest.raises(ValueError, match="k_scale must be absent without float8_e4m3fn; got float64"):

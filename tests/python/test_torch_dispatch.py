@@ -44,7 +44,7 @@ def op_samples() -> dict[str, tuple[Any, ...]]:
         q_index, k_index, weights = (index[n].requires_grad_() for n in ("q_index", "k_index", "weights"))
         # Without gradients: opcheck cannot add the scores to integers. test_compiled_gradients_of_the_scores has them.
         plain_index = (x.detach() for x in (q_index, k_index, weights))
-        samples[f"lightning_indexer {name}"] = (*plain_index, 5, None, 0)
+        samples[f"lightning_indexer {name}"] = (*plain_index, 5, None, 0, 1, None, None, None, None, False)
         samples[f"indexer_scores {name}"] = *(x.detach() for x in (q_index, k_index, weights)), index["indices"]
         loss = index["target"], q_index, k_index, weights, index["indices"]
         samples[f"lightning_indexer_backward {name}"] = loss

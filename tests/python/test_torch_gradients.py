@@ -284,17 +284,18 @@ def test_indexer_loss_of_weighted_rows_without_relu(dtype: torch.dtype) -> None:
     assert_gradients(torch.autograd.grad(loss, leaves), expected, leaves)
 
 
+@pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_scores_of_the_indexer_are_differentiable(dtype: torch.dtype) -> None:
+def test_the_scores_of_the_indexer_are_differentiable(dtype: torch.dtype, relu: bool) -> None:
     inputs = indexer_inputs(dtype)
     leaves = index_leaves(inputs)
-    indices, scores = hw.lightning_indexer(*leaves, 9, q_start=0, kv_stride=1)
+    indices, scores = hw.lightning_indexer(*leaves, 9, q_start=0, kv_stride=1, relu=relu)
     assert not indices.requires_grad
     factors = torch.randn(11, 9)
     gradients = torch.autograd.grad((scores.masked_fill(indices < 0, 0) * factors).sum(), leaves)
     q, k, w = exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    dots = torch.einsum("sjd,sid->sji", q, k[indices.clamp(min=0).long()]).relu()
-    expected = torch.einsum("sji,sj->si", dots, w).masked_fill(indices < 0, 0)
+    dots = torch.einsum("sjd,sid->sji", q, k[indices.clamp(min=0).long()])
+    expected = torch.einsum("sji,sj->si", dots.relu() if relu else dots, w).masked_fill(indices < 0, 0)
     torch.testing.assert_close(scores.masked_fill(indices < 0, 0).double(), expected, rtol=1e-3, atol=1e-3)
     assert_gradients(gradients, torch.autograd.grad((expected * factors).sum(), exact), leaves)
 

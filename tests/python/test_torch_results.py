@@ -25,10 +25,12 @@ def test_target_and_selection_carry_no_gradient() -> None:
     torch.testing.assert_close(target.sum(-1), torch.ones(6))
 
 
-def test_selection_equals_the_reference() -> None:
+@pytest.mark.parametrize("relu", [False, True])
+def test_selection_equals_the_reference(relu: bool) -> None:
     q, k, w = torch.randn(30, 4, 32), torch.randn(30, 32), torch.rand(30, 4)
-    indices, scores = hw.lightning_indexer(q, k, w, 9, q_start=0)
-    expected_indices, expected_scores = reference.lightning_indexer(q.numpy(), k.numpy(), w.numpy(), 9, q_start=0)
+    indices, scores = hw.lightning_indexer(q, k, w, 9, q_start=0, relu=relu)
+    arrays = (x.numpy() for x in (q, k, w))
+    expected_indices, expected_scores = reference.lightning_indexer(*arrays, 9, q_start=0, relu=relu)
     np.testing.assert_array_equal(indices.numpy(), expected_indices)
     np.testing.assert_allclose(scores.numpy(), expected_scores, rtol=1e-4, atol=1e-4)
 

@@ -93,6 +93,7 @@ class Indexer:
     def __init__(self, rng: np.random.Generator, backend: str) -> None:
         self.backend, self.device = backend, "cuda" if backend.startswith("sm") else "cpu"
         self.q, self.k = random(rng, self.s_q, self.heads, 128), random(rng, self.s_kv, 128)
+        self.relu = bool(rng.integers(2))
         self.weights, self.target = (
             random(rng, self.s_q, self.heads).float(),
             random(rng, self.s_q, self.topk).float().abs(),
@@ -103,13 +104,13 @@ class Indexer:
         """Indices, scores, d_q_index, d_weights and row losses of these queries."""
         q, weights, target = (x[queries].to(self.device) for x in (self.q, self.weights, self.target))
         k = self.k.to(self.device)
-        indices, scores = hopwell.lightning_indexer(q, k, weights, self.topk, backend=self.backend)
+        indices, scores = hopwell.lightning_indexer(q, k, weights, self.topk, relu=self.relu, backend=self.backend)
         row_loss = torch.empty(len(q), device=self.device)
         wide = pad and rng.random() < 0.5
         fill = (0, PADDING if wide else 0)
         _, d_q, _, d_weights = hopwell.lightning_indexer_backward(
             torch.nn.functional.pad(target, fill), q, k, weights, torch.nn.functional.pad(indices, fill, value=-1),
-            deterministic=True, row_loss=row_loss, backend=self.backend,
+            relu=self.relu, deterministic=True, row_loss=row_loss, backend=self.backend,
         )  # fmt: skip
         return indices, scores, d_q, d_weights, row_loss
 

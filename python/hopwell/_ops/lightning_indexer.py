@@ -19,6 +19,7 @@ def lightning_indexer(
     kv_stride: int = 1,
     k_start: Array | None = None,
     k_end: Array | None = None,
+    relu: bool = True,
     backend: str | None = None,
     stream: Any = None,
 ) -> tuple[Array, Array]:
@@ -37,6 +38,7 @@ def lightning_indexer(
         q_scale, k_scale: fp32 [s_q, h_index] and [s_kv], of float8_e4m3fn only; 1 where None. Any values: the relu is
             that of the codes' product, so that a negative scale turns a head's or a key's sign.
         q_positions, q_start, kv_stride, k_start, k_end: causal masking and key ranges, as in `sparse_mla_forward`.
+        relu: False for score[s,t] = k_scale·Σ_j weights·q_scale·(q·k), the scores of a loss without the relu.
         backend, stream: as in `sparse_mla_forward`.
 
     Returns:
@@ -47,8 +49,8 @@ def lightning_indexer(
     shape = (dims(q_index, 3)[0], check_topk(name, topk))
     indices, scores = outputs.new(shape, "int32"), outputs.new(shape, "float32")
     _hopwell.lightning_indexer(
-        q_index, k_index, weights, q_scale, k_scale, q_positions, q_start, kv_stride, k_start, k_end, indices, scores,
-        backend, stream,
+        q_index, k_index, weights, q_scale, k_scale, q_positions, q_start, kv_stride, k_start, k_end, relu, indices,
+        scores, backend, stream,
     )  # fmt: skip
     return outputs.native(indices, scores)
 

@@ -38,13 +38,15 @@ def lightning_indexer(
     kv_stride: int = 1,
     k_start: Tensor | None = None,
     k_end: Tensor | None = None,
+    relu: bool = True,
 ) -> tuple[npt.NDArray[np.int32], Float64]:
     """The topk visible keys of largest index score, in ascending order of key.
 
         score[s,t] = k_scale[t]·Σ_j weights[s,j]·q_scale[s,j]·relu(q_index[s,j,:]·k_index[t,:])
 
     q_index [s_q, h_index, d_index]; k_index [s_kv, d_index]; weights [s_q, h_index]; q_positions, k_start and k_end
-    int32 [s_q]; q_scale [s_q, h_index] and k_scale [s_kv], of float8_e4m3fn only, 1 where absent.
+    int32 [s_q]; q_scale [s_q, h_index] and k_scale [s_kv], of float8_e4m3fn only, 1 where absent. Without `relu` the
+    scores are k_scale·Σ_j w·q_scale·(q·k).
     Returns indices int32 [s_q, topk] and their scores [s_q, topk]. Of equal scores the smaller keys are taken. A key
     of score −inf (or NaN, which counts as −inf) is visible all the same: it is chosen after all others, and its score
     is −inf. Where fewer than topk keys are visible, the row ends in −1 with score −inf.
@@ -67,7 +69,7 @@ def lightning_indexer(
     scores = np.full((len(q), topk), -np.inf)
     for s in range(len(q)):
         seen = slice(first[s], last[s])
-        score, _ = _scores(q[s], k[seen], w[s], of_key=of_key[seen])
+        score, _ = _scores(q[s], k[seen], w[s], relu, of_key[seen])
         best_first = np.argsort(-score, kind="stable")  # stable: equal scores stay in ascending order of key
         chosen = np.sort(best_first[:topk])
         indices[s, : len(chosen)] = first[s] + chosen

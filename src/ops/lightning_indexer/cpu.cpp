@@ -184,7 +184,7 @@ void score_tile(const Problem& p, const Tile& tile, State& state) {
     float* const score = state.score.get() + query * kKeyTile;
     const std::int64_t row = query * p.h_index;
     cpu::score_keys(state.q.get() + row * p.d_index, state.weights.get() + row, p.h_index, p.d_index, state.k.get(),
-                    kKeyPitch, score, padded(keys));
+                    kKeyPitch, p.relu, score, padded(keys));
     for (std::int64_t t = 0; t < keys && p.k_scale; ++t) score[t] *= state.k_scale.get()[t];
   }
 }

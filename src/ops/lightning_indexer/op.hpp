@@ -16,6 +16,7 @@ struct Problem : IndexOperands {
   View scores;   // fp32 [s_q, topk], or absent
   Visibility visibility;
   std::int64_t topk = 0;
+  bool relu = true;
   runtime::Device device;
   void* workspace = nullptr;
   std::size_t workspace_bytes = 0;

@@ -60,6 +60,7 @@ void AddHeadScores(const float* dot, std::int64_t ld, const float* w, std::int64
 }
 
 // Of one head, or of four at a time, whose products hide the latency of one another.
+template <bool kRelu>
 HWY_INLINE void ScoreHead(const float* q, float w, std::int64_t d, const float* k, std::int64_t ld, float* score) {
   const FloatTag tag;
   const std::size_t lanes = hn::Lanes(tag);
@@ -69,9 +70,10 @@ HWY_INLINE void ScoreHead(const float* q, float w, std::int64_t d, const float* 
     low = hn::MulAdd(x, hn::LoadU(tag, k), low), high = hn::MulAdd(x, hn::LoadU(tag, k + lanes), high);
   }
   const auto weight = hn::Set(tag, w);
-  hn::StoreU(hn::MulAdd(weight, Gated<true>(low), hn::LoadU(tag, score)), tag, score);
-  hn::StoreU(hn::MulAdd(weight, Gated<true>(high), hn::LoadU(tag, score + lanes)), tag, score + lanes);
+  hn::StoreU(hn::MulAdd(weight, Gated<kRelu>(low), hn::LoadU(tag, score)), tag, score);
+  hn::StoreU(hn::MulAdd(weight, Gated<kRelu>(high), hn::LoadU(tag, score + lanes)), tag, score + lanes);
 }
+template <bool kRelu>
 HWY_INLINE void ScoreFourHeads(const float* q, const float* w, std::int64_t d, const float* k, std::int64_t ld,
                                float* score) {
   const FloatTag tag;
@@ -88,25 +90,34 @@ HWY_INLINE void ScoreFourHeads(const float* q, const float* w, std::int64_t d, c
     low3 = hn::MulAdd(x3, low, low3), high3 = hn::MulAdd(x3, high, high3);
   }
   const auto add = [&](const auto& sum, const auto& a, const auto& b, const auto& c, const auto& e) {
-    auto total = hn::MulAdd(hn::Set(tag, w[0]), Gated<true>(a), sum);
-    total = hn::MulAdd(hn::Set(tag, w[1]), Gated<true>(b), total);
-    total = hn::MulAdd(hn::Set(tag, w[2]), Gated<true>(c), total);
-    return hn::MulAdd(hn::Set(tag, w[3]), Gated<true>(e), total);
+    auto total = hn::MulAdd(hn::Set(tag, w[0]), Gated<kRelu>(a), sum);
+    total = hn::MulAdd(hn::Set(tag, w[1]), Gated<kRelu>(b), total);
+    total = hn::MulAdd(hn::Set(tag, w[2]), Gated<kRelu>(c), total);
+    return hn::MulAdd(hn::Set(tag, w[3]), Gated<kRelu>(e), total);
   };
   hn::StoreU(add(hn::LoadU(tag, score), low0, low1, low2, low3), tag, score);
   hn::StoreU(add(hn::LoadU(tag, score + lanes), high0, high1, high2, high3), tag, score + lanes);
 }
 
-void ScoreKeys(const float* q, const float* w, std::int64_t heads, std::int64_t d, const float* k, std::int64_t ld,
-               float* score, std::int64_t count) {
+template <bool kRelu>
+HWY_INLINE void ScoreAllHeads(const float* q, const float* w, std::int64_t heads, std::int64_t d, const float* k,
+                              std::int64_t ld, float* score, std::int64_t count) {
   std::fill_n(score, count, 0.0F);
   const auto step = static_cast<std::int64_t>(2 * hn::Lanes(FloatTag()));
   // The heads of a strip of keys one after another, while the strip is in the nearest cache.
   for (std::int64_t t = 0; t < count; t += step) {
     std::int64_t j = 0;
-    for (; j + 4 <= heads; j += 4) ScoreFourHeads(q + j * d, w + j, d, k + t, ld, score + t);
-    for (; j < heads; ++j) ScoreHead(q + j * d, w[j], d, k + t, ld, score + t);
+    for (; j + 4 <= heads; j += 4) ScoreFourHeads<kRelu>(q + j * d, w + j, d, k + t, ld, score + t);
+    for (; j < heads; ++j) ScoreHead<kRelu>(q + j * d, w[j], d, k + t, ld, score + t);
   }
+}
+
+void ScoreKeys(const float* q, const float* w, std::int64_t heads, std::int64_t d, const float* k, std::int64_t ld,
+               bool relu, float* score, std::int64_t count) {
+  if (relu)
+    ScoreAllHeads<true>(q, w, heads, d, k, ld, score, count);
+  else
+    ScoreAllHeads<false>(q, w, heads, d, k, ld, score, count);
 }
 
 std::int64_t AppendAbove(const float* score, std::int64_t count, float threshold, std::int32_t first_key, float* scores,
@@ -213,8 +224,8 @@ void store(const float* from, const View& to, std::int64_t offset, std::int64_t 
 }
 
 void score_keys(const float* q, const float* w, std::int64_t heads, std::int64_t d, const float* k, std::int64_t ld,
-                float* score, std::int64_t count) {
-  HWY_DYNAMIC_DISPATCH(ScoreKeys)(q, w, heads, d, k, ld, score, count);
+                bool relu, float* score, std::int64_t count) {
+  HWY_DYNAMIC_DISPATCH(ScoreKeys)(q, w, heads, d, k, ld, relu, score, count);
 }
 
 void add_head_scores(const float* dot, std::int64_t ld, const float* w, std::int64_t heads, bool relu, float* score,

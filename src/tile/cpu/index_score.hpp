@@ -19,9 +19,9 @@ void store(const float* from, const View& to, std::int64_t offset, std::int64_t 
 
 // score[t] = sum_j w[j] * relu(q[j, :] . k[:, t]): keys stand in columns, k's rows are ld apart. Each product adds up in the order
 // of its terms, then the heads in theirs, wherever a key stands and whatever stands beside it: equal keys have equal scores.
-// count is a multiple of kLaneBlock; relu(NaN) is NaN.
+// count is a multiple of kLaneBlock; relu(NaN) is NaN. Without `relu` of the products themselves.
 void score_keys(const float* q, const float* w, std::int64_t heads, std::int64_t d, const float* k, std::int64_t ld,
-                float* score, std::int64_t count);
+                bool relu, float* score, std::int64_t count);
 
 // score[t] += sum_j w[j] * relu(dot[j, t]) in the order of j, so that equal columns give equal scores; relu(NaN) is
 // NaN. dot's rows are ld apart; count is a multiple of kLaneBlock. Without `relu` of dot itself.

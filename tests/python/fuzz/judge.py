@@ -402,6 +402,7 @@ def check_selection(a: dict[str, Any], indices: Any, scores: Any) -> None:
         a.get("k_start"),
         a.get("k_end"),
     )
+    relu = a.get("relu", True)
     for s, (first, last) in enumerate(zip(*visible, strict=True)):
         seen = max(last - first, 0)
         count = min(a["topk"], seen)
@@ -414,7 +415,7 @@ def check_selection(a: dict[str, Any], indices: Any, scores: Any) -> None:
         taken = taken - first
         of_head = a["q_scale"][s] if "q_scale" in a else None
         of_key = a["k_scale"][first:last] if "k_scale" in a else None
-        score, off, _ = _scores(a["q_index"][s], a["k_index"][first:last], a["weights"][s], True, of_head, of_key)
+        score, off, _ = _scores(a["q_index"][s], a["k_index"][first:last], a["weights"][s], relu, of_head, of_key)
         compare(scores[s, :count], Expected(f"scores[{s}]", score[taken], 0.0, off[taken], elementwise=True))
         left = np.setdiff1d(np.arange(seen), taken)
         if len(left) and np.isfinite(off).all():

@@ -431,6 +431,8 @@ def lightning_indexer(draw: st.DrawFn) -> FuzzedCall:
     if dtype == FLOAT8 and maker.chance():
         arguments["k_scale"] = maker.floats((s_kv,), "float32", rows=False)
     arguments |= _causality(maker, s_q, s_kv) | _key_ranges(maker, s_q, s_kv)
+    if maker.chance(3):
+        arguments["relu"] = maker.chance()
     return _given(maker, "lightning_indexer", arguments, {})
 
 

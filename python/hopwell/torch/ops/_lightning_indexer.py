@@ -35,6 +35,7 @@ def lightning_indexer(
     k_end: Tensor | None = None,
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
+    relu: bool = True,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The topk keys of largest index score for every query. The scores, not the choice, are differentiable in q_index,
@@ -42,8 +43,9 @@ def lightning_indexer(
 
     q_index [s_q, h_index, d_index], k_index [s_kv, d_index], weights [s_q, h_index]; positions and key ranges as in
     `sparse_mla`. q_index and k_index may be float8_e4m3fn, with q_scale [s_q, h_index] and k_scale [s_kv], float32, as
-    in `hopwell.lightning_indexer`; then there are no derivatives. Returns indices int32 [s_q, topk] in ascending order,
-    padded with −1, and their scores float32 [s_q, topk], −inf where the index is −1.
+    in `hopwell.lightning_indexer`; then there are no derivatives. Without `relu` the scores are those of a loss
+    without it. Returns indices int32 [s_q, topk] in ascending order, padded with −1, and their scores float32
+    [s_q, topk], −inf where the index is −1.
     """
     return _indexer(
         *(q_index, k_index, weights, topk),
@@ -54,6 +56,7 @@ def lightning_indexer(
         k_end=k_end,
         q_scale=q_scale,
         k_scale=k_scale,
+        relu=relu,
         backend=backend,
     )
 
@@ -115,16 +118,17 @@ def lightning_indexer_backward(
 
 def _save_scores(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.mark_non_differentiable(output[0])
-    ctx.backend = inputs[11]
+    ctx.relu, ctx.backend = inputs[11:]
     ctx.save_for_backward(*inputs[:3], output[0])
 
 
 def _differentiate_scores(ctx: Any, _: Tensor, d_scores: Tensor) -> Gradients:
     q_index, k_index, weights, indices = ctx.saved_tensors
+    options: dict[str, Any] = {"relu": ctx.relu, "backend": ctx.backend}
     _, d_q_index, d_k_index, d_weights, _ = lightning_indexer_backward(
-        None, q_index, k_index, weights, indices, d_scores=contiguous_rows(d_scores), backend=ctx.backend
+        None, q_index, k_index, weights, indices, d_scores=contiguous_rows(d_scores), **options
     )
-    return d_q_index, d_k_index.to(k_index.dtype), d_weights, *(None,) * 9
+    return d_q_index, d_k_index.to(k_index.dtype), d_weights, *(None,) * 10
 
 
 differentiable("lightning_indexer", _differentiate_scores, _save_scores)

@@ -3,6 +3,8 @@
 //
 //     score[s,t] = k_scale[t] · Σ_j w[s,j] · q_scale[s,j] · relu(q[s,j,:] · k[t,:])        a NaN becomes −inf
 //
+// or of the products themselves, without the relu.
+//
 // Tile      256 keys (128 in fp32) a CTA, whose rows stay in registers as mma's A, 32 (16) a warp; against tiles of 64 rows
 //           of q, the heads of one or several queries, or 64 heads of a query that has more
 // Roles     eight warps, each with keys of its own; all of them copy q, into three stages (two in fp32)
@@ -123,7 +125,7 @@ HOPWELL_DEVICE void load_keys(const ScoreParams<T>& p, int first, MmaRows<kLimbs
 }
 
 // Adds rows of a tile from `row` on, kN times 8 heads of one query, to the scores of this lane's keys; of them `heads` exist.
-template <bool kWhole, int kN, class T>
+template <bool kWhole, bool kRelu, int kN, class T>
 HOPWELL_DEVICE void add_heads(const ScoreParams<T>& p, const ScoreStorage<T>& s, int stage, int row, int heads,
                               const MmaRows<kLimbs<T>> (&keys)[kTilesM<T>], float (&sums)[kTilesM<T>][2]) {
   const int t = arch::lane_index() % 4;
@@ -135,8 +137,10 @@ HOPWELL_DEVICE void add_heads(const ScoreParams<T>& p, const ScoreStorage<T>& s,
     const float weight = s.weights[stage][row + column];
     if (heads < 8 * kN && column >= heads) continue;  // the product of a head that does not exist may be NaN
     HOPWELL_UNROLL
-    for (int j = 0; j < 2 * kTilesM<T>; ++j)
-      sums[j / 2][j % 2] += weight * tile::relu(d[i / 2][j / 2][j % 2 * 2 + i % 2]);
+    for (int j = 0; j < 2 * kTilesM<T>; ++j) {
+      const float product = d[i / 2][j / 2][j % 2 * 2 + i % 2];
+      sums[j / 2][j % 2] += weight * (kRelu ? tile::relu(product) : product);
+    }
   }
 }
 
@@ -154,7 +158,7 @@ HOPWELL_DEVICE void store_scores(const ScoreParams<T>& p, int query, int first_k
 }
 
 // kWhole: d_index is above 96.
-template <bool kWhole, class T>
+template <bool kWhole, bool kRelu, class T>
 __global__ void __launch_bounds__(ScoreConfig::kThreads, sizeof(T) <= 2 ? 2 : 1)
     score_keys(const __grid_constant__ ScoreParams<T> p) {
   auto& s = arch::dynamic_smem<ScoreStorage<T>>();
@@ -185,8 +189,8 @@ __global__ void __launch_bounds__(ScoreConfig::kThreads, sizeof(T) <= 2 ? 2 : 1)
       if (!s.visible[stage][i].overlaps(first_key, 16 * kTilesM<T>)) continue;
       int head = 0;
       for (; heads - head > 8; head += 16)
-        add_heads<kWhole, 2>(p, s, stage, i * p.padded_heads + head, heads - head, keys, sums);
-      if (head < heads) add_heads<kWhole, 1>(p, s, stage, i * p.padded_heads + head, heads - head, keys, sums);
+        add_heads<kWhole, kRelu, 2>(p, s, stage, i * p.padded_heads + head, heads - head, keys, sums);
+      if (head < heads) add_heads<kWhole, kRelu, 1>(p, s, stage, i * p.padded_heads + head, heads - head, keys, sums);
       if (head_tile + 1 < p.tiles_per_query) continue;
       store_scores(p, query + i, first_key, scale, sums);
       HOPWELL_UNROLL
@@ -197,6 +201,13 @@ __global__ void __launch_bounds__(ScoreConfig::kThreads, sizeof(T) <= 2 ? 2 : 1)
   }
 }
 
+// Without the relu, which is rare, the kernel of any d_index is compiled alone.
+template <class T>
+auto kernel_for(const ScoreParams<T>& p, bool relu) {
+  if (!relu) return score_keys<false, false, T>;
+  return p.column_blocks == kColumnBlocks ? score_keys<true, true, T> : score_keys<false, true, T>;
+}
+
 // Scores of `count` queries from `first` on.
 template <class T>
 void launch_score(const Problem& problem, std::int64_t first, std::int64_t count, Stream stream) {
@@ -205,7 +216,7 @@ void launch_score(const Problem& problem, std::int64_t first, std::int64_t count
   p.q = tile::row_major<T>(problem.q, 2), p.k = tile::row_major<T>(problem.k, 1);
   p.q_stride = problem.q.stride[0];
   p.column_blocks = static_cast<int>((problem.d_index + tile::kBlockColumns - 1) / tile::kBlockColumns);
-  runtime::launch(kName, p.column_blocks == kColumnBlocks ? score_keys<true, T> : score_keys<false, T>,
+  runtime::launch(kName, kernel_for(p, problem.relu),
                   runtime::shape_of_ctas(plan.key_blocks * plan.slices, ScoreConfig::kThreads, sizeof(ScoreStorage<T>)),
                   stream, p);
 }

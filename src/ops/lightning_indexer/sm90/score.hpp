@@ -2,6 +2,8 @@
 //
 //     score[s,t] = k_scale[t] · Σ_j w[s,j] · q_scale[s,j] · relu(q[s,j,:] · k[t,:])        a NaN becomes −inf
 //
+// or of the products themselves, without the relu.
+//
 // Tile      384 keys a CTA, against tiles of 64 rows of q: the heads of one or several queries, or 64 heads of a query that
 //           has more
 // Roles     warpgroups 0, 1, 2   score    128 keys each, which stay in registers as wgmma's A; products, of e4m3 in turns, and
@@ -270,7 +272,7 @@ struct StoredKey {
 };
 
 // Adds a tile's products with 16 keys of each half to their sums; stores those that are complete. kHeads: see query_tiles.
-template <int kHeads, class T>
+template <int kHeads, bool kRelu, class T>
 HOPWELL_DEVICE void add_heads(const ScoreTask& p, const float (&d)[2][32], const HeadWeights& weights,
                               const TileCursor& at, const StoredKey<T>& stored, Sums (&sums)[2]) {
   const QueryTiles tiles = query_tiles<kHeads>(p);
@@ -283,8 +285,8 @@ HOPWELL_DEVICE void add_heads(const ScoreTask& p, const float (&d)[2][32], const
       const int half = i / 4, key = i / 2 % 2, column = i % 2;
       // The product of a head that does not exist may be NaN.
       if (kHeads == 0 && block * 8 % tiles.padded_heads + 2 * lane_of_quad + column >= heads) continue;
-      sums[half].of[key][column] +=
-          four.of[block % 2 * 2 + column] * arch::max_nan(d[half][4 * block + 2 * key + column], 0);
+      const float product = d[half][4 * block + 2 * key + column];
+      sums[half].of[key][column] += four.of[block % 2 * 2 + column] * (kRelu ? arch::max_nan(product, 0) : product);
     }
     if ((block + 1) * 8 % tiles.padded_heads != 0 || at.head_tile + 1 != tiles.tiles_per_query) continue;
     const int query = at.query + block * 8 / tiles.padded_heads;
@@ -293,7 +295,7 @@ HOPWELL_DEVICE void add_heads(const ScoreTask& p, const float (&d)[2][32], const
   }
 }
 
-template <int kHeads, bool kMasked, class T>
+template <int kHeads, bool kMasked, bool kRelu, class T>
 HOPWELL_DEVICE void score_tiles(const ScoreParams<T>& p, ScoreStorage<T>& s, const ScorePart& part, int group) {
   using Config = ScoreConfig<T>;
   constexpr int kKeysOfGroup = Config::kHalves * Config::kRows;
@@ -324,7 +326,7 @@ HOPWELL_DEVICE void score_tiles(const ScoreParams<T>& p, ScoreStorage<T>& s, con
       arch::wgmma_wait<0>(d[0], d[1]);
     }
     turn.pass();
-    if (visible) add_heads<kHeads>(p, d, s.weights[slot.stage()], at, stored, sums);
+    if (visible) add_heads<kHeads, kRelu>(p, d, s.weights[slot.stage()], at, stored, sums);
     slot.release();
   }
 }
@@ -340,7 +342,7 @@ HOPWELL_DEVICE ScorePart part_of_role(const ScoreParams<T>& p, const ScoreStorag
 }
 
 // kHeads: see query_tiles.
-template <int kHeads, bool kMasked, class T>
+template <int kHeads, bool kMasked, bool kRelu, class T>
 __global__ void __launch_bounds__(ScoreConfig<T>::kThreads, 1) score_keys(const __grid_constant__ ScoreParams<T> p) {
 #if HOPWELL_HAS_SM90A
   using Config = ScoreConfig<T>;
@@ -360,7 +362,7 @@ __global__ void __launch_bounds__(ScoreConfig<T>::kThreads, 1) score_keys(const 
   const int group = arch::warpgroup_index(), warp = arch::warp_index();
   if (group < Config::kGroups) {
     arch::setmaxnreg_inc<Config::kScoreRegisters>();
-    score_tiles<kHeads, kMasked>(p, s, part_of_role<kMasked>(p, s), group);
+    score_tiles<kHeads, kMasked, kRelu>(p, s, part_of_role<kMasked>(p, s), group);
   } else {
     arch::setmaxnreg_dec<Config::kOtherRegisters>();
     const ScorePart part = part_of_role<kMasked>(p, s);
@@ -372,9 +374,11 @@ __global__ void __launch_bounds__(ScoreConfig<T>::kThreads, 1) score_keys(const 
 
 // ---- launch -----------------------------------------------------------------------------------------------------------
 
+// Without the relu, which is rare, the kernel that asks what queries see is compiled alone: they may as well see everything.
 template <int kHeads, class T>
-auto kernel_for(const ScoreParams<T>& p) {
-  return p.masked ? score_keys<kHeads, true, T> : score_keys<kHeads, false, T>;
+auto kernel_for(const ScoreParams<T>& p, bool relu) {
+  if (!relu) return score_keys<kHeads, true, false, T>;
+  return p.masked ? score_keys<kHeads, true, true, T> : score_keys<kHeads, false, true, T>;
 }
 
 // Scores of `count` queries from `first` on.
@@ -390,11 +394,11 @@ void launch_score(const Problem& problem, std::int64_t first, std::int64_t count
                       {0, static_cast<std::uint32_t>(plan.queries.queries_per_tile)}},
                      arch::Swizzle::bytes128);
   p.k = tile::map_of(problem.k, {{1, kColumns}, {0, Config::kRows}}, arch::Swizzle::bytes128);
-  const auto kernel = problem.h_index == 64              ? kernel_for<64>(p)
-                      : problem.h_index == 32            ? kernel_for<32>(p)
-                      : problem.h_index == 16            ? kernel_for<16>(p)
-                      : problem.h_index % kHeadTile == 0 ? kernel_for<128>(p)
-                                                         : kernel_for<0>(p);
+  const auto kernel = problem.h_index == 64              ? kernel_for<64>(p, problem.relu)
+                      : problem.h_index == 32            ? kernel_for<32>(p, problem.relu)
+                      : problem.h_index == 16            ? kernel_for<16>(p, problem.relu)
+                      : problem.h_index % kHeadTile == 0 ? kernel_for<128>(p, problem.relu)
+                                                         : kernel_for<0>(p, problem.relu);
   runtime::launch(kName, kernel,
                   runtime::shape_of_ctas(plan.key_blocks * plan.slices, Config::kThreads, sizeof(ScoreStorage<T>)),
                   stream, p);
