@@ -54,18 +54,3 @@ def write_index_scores(
             hidden = scores == -torch.inf  # and stays so where the scale is 0
             scores = (scores * k_scale[key.clamp(max=s_kv - 1)]).masked_fill_(hidden, -torch.inf)
         out[rows] = scores
-
-
-def without_relu(q: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """(q', weights') whose index scores are Σ_j weights_j·(q_j·k): those of the indexer without its relu.
-
-    They are x = (Σ_j weights_j·q_j)·k, and x = relu(x) − relu(−x). Where q is bf16, the sum is passed on as three terms
-    that hold 24 bits together.
-    """
-    rest = torch.bmm(weights[:, None].float(), q.float())[:, 0]
-    terms = []
-    for _ in range(1 if q.dtype == torch.float32 else 3):
-        terms.append(rest.to(q.dtype))
-        rest = rest - terms[-1].float()
-    signs = torch.tensor([1.0, -1.0], dtype=torch.float32, device=q.device).repeat_interleave(len(terms))
-    return torch.stack([*terms, *(-term for term in terms)], 1), signs.expand(len(q), -1)

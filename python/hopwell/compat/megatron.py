@@ -30,7 +30,7 @@ from torch import Tensor
 from hopwell.torch import ops
 
 from .._checks import INTEGERS, require
-from ._index_scores import as_int32, without_relu
+from ._index_scores import as_int32
 
 __all__ = [
     "run_fused_absorbed_sparse_attention",
@@ -92,13 +92,11 @@ def _select(
     topk = min(index_topk, len(k))
     indices = torch.empty(b, s_q, topk, dtype=torch.int32, device=q.device)
     lengths = torch.empty(b, s_q, dtype=torch.int32, device=q.device)
-    starts, ends = (as_int32(bound, len(k)) for bound in (starts, ends))
+    k_start, k_end = (as_int32(bound, len(k)) for bound in (starts, ends))
+    options: dict[str, Any] = {"k_start": k_start, "k_end": k_end, "relu": use_relu}
     with torch.no_grad():
         for i in range(b):
-            queries, factors = q[:, i], weights[:, i]
-            if not use_relu:
-                queries, factors = without_relu(queries, factors)
-            chosen, scores = ops.lightning_indexer(queries, k[:, i], factors, topk, k_start=starts, k_end=ends)
+            chosen, scores = ops.lightning_indexer(q[:, i], k[:, i], weights[:, i], topk, **options)
             lengths[i] = (chosen >= 0).sum(-1)
             indices[i] = chosen.masked_fill_(scores == -torch.inf, -1)
     return indices, lengths

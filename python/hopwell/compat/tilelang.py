@@ -13,8 +13,8 @@ keys of score −inf are not selected, more entries than keys are filled up with
 
 What differs: indices come in ascending order and not by score (each with its own score); entries outside the keys are
 none either; a query without keys gets out 0 and lse +inf instead of NaN; any number of heads and of entries, any d_qk,
-host tensors and fp32. Scores of `topk_indices` that are given, and those without the relu, are made by PyTorch, some
-queries at a time, from gathered keys: more memory traffic than a selection, and no kernel of Hopwell's.
+host tensors and fp32. Scores of `topk_indices` that are given are made by PyTorch, some queries at a time, from
+gathered keys: more memory traffic than a selection, and no kernel of Hopwell's.
 
 `sparse_attn_tilelang`, `sparse_mqa_fwd_interface`, `v4_lighting_indexer` and `batched_indexer_fwd` are DeepSeek-V4's,
 after `miles_plugins/models/deepseek_v4/ops/kernel` of Miles at 31f1ca9 (the model's own `inference/kernel.py` calls its
@@ -35,7 +35,7 @@ from hopwell.torch import ops
 from hopwell.torch._packing import key_ranges
 
 from .._checks import require, require_shape
-from ._index_scores import as_int32, without_relu, write_index_scores
+from ._index_scores import as_int32, write_index_scores
 
 
 def _attend_with_sinks(
@@ -187,13 +187,10 @@ def lighting_indexer(
     require_shape("lighting_indexer", "index_q", index_q, s_q=None, h_index=None, d_index=None)
     require_shape("lighting_indexer", "weights", weights, s_q=len(index_q), h_index=index_q.shape[1])
     start, end = (as_int32(bound, len(index_k)) for bound in (cu_seqlen_ks, cu_seqlen_ke))
-    if topk_indices is None and use_relu:
-        indices, scores = ops.lightning_indexer(index_q, index_k, weights, topk, k_start=start, k_end=end)
-        return scores, indices.masked_fill(scores.detach() == -torch.inf, -1)
     if topk_indices is None:
-        with torch.no_grad():
-            queries, factors = without_relu(index_q, weights)
-            topk_indices = ops.lightning_indexer(queries, index_k, factors, topk, k_start=start, k_end=end)[0]
+        options: dict[str, Any] = {"k_start": start, "k_end": end, "relu": use_relu}
+        indices, scores = ops.lightning_indexer(index_q, index_k, weights, topk, **options)
+        return scores, indices.masked_fill(scores.detach() == -torch.inf, -1)
     return ops.indexer_scores(index_q, index_k, weights, topk_indices, start, end, use_relu), topk_indices
 
 
