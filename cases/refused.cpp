@@ -103,7 +103,7 @@ const std::vector<Refusals>& all_refusals() {
       {"nvfp4_linear",
        "sm90",
        {
-           {"rows of x and weight must be 16-byte aligned, those of scales 4-byte, K at most 65536",
+           {"rows of x and weight must be 16-byte aligned, weight's ascending, those of scales 4-byte, K at most 65536",
             "all_codes_all_scales_n_16_fp16 empty_k huge_x_n_12 n_16_strided n_2 n_3_blocked n_70 n_8 "
             "n_8_many_tiles nan_scales_blocked_n_5 non_finite_x_n_7 tiny_x_n_12"},
            {"n must be 2 to 524288, n * N at most 2^38, x of 16 bits",
@@ -117,7 +117,7 @@ const std::vector<Refusals>& all_refusals() {
       {"nvfp4_linear",
        "sm100",
        {
-           {"rows of x and weight must be 16-byte aligned, those of scales 4-byte, K at most 65536",
+           {"rows of x and weight must be 16-byte aligned, weight's ascending, those of scales 4-byte, K at most 65536",
             "all_codes_all_scales_n_1_bf16 k_tail_fp16_bias non_finite_x one_of_everything"},
            {"n must be 1, x of 16 bits",
             "all_codes_all_scales_n_16_fp16 cancelling_x_n_4 empty_k empty_n fp32_blocked_bias full_range_bf16_n_4 "
@@ -131,7 +131,8 @@ const std::vector<Refusals>& all_refusals() {
        "sm90",
        {
            {"sm80 multiplies a row's codes as they are", "m_1_bias m_1_k_tail n_1_bias_blocked one_of_everything"},
-           {"as nvfp4_linear with decoded x: rows of x and weight must be 16-byte aligned, those of scales 4-byte, K "
+           {"as nvfp4_linear with decoded x: rows of x and weight must be 16-byte aligned, weight's ascending, those "
+            "of scales 4-byte, K "
             "at "
             "most 65536",
             "all_codes_all_scales_blocked empty_k k_tail_blocked k_tail_fp16 many_rows_of_both strided_k_tail"},

@@ -158,6 +158,22 @@ TEST(Nvfp4Plan, ChoosesTheKernelByShape) {
   EXPECT_EQ(choose_kernel({.rows = 4096, .k = 4096, .columns = 8, .can_copy = false}, true), Kernel::kGeneral);
 }
 
+TEST(Nvfp4Plan, CopiesOnlyRowsThatAscend) {
+  alignas(16) static std::uint8_t somewhere[16];
+  const auto can_copy = [](std::int64_t row_stride) {
+    LinearProblem p;
+    p.n = 1, p.rows = 40, p.k = 128;
+    p.x = {.data = somewhere, .dtype = DType::kBFloat16, .ndim = 2, .shape = {1, 128}, .stride = {128, 1}};
+    p.weight = {.data = somewhere, .dtype = DType::kUInt8, .ndim = 2, .shape = {40, 64}, .stride = {row_stride, 1}};
+    p.weight_scale = {.data = somewhere, .row_stride = 8, .columns = 8};
+    return shape_of(p).can_copy;
+  };
+  EXPECT_TRUE(can_copy(64));
+  EXPECT_TRUE(can_copy(0));
+  EXPECT_FALSE(can_copy(72));
+  EXPECT_FALSE(can_copy(-64));
+}
+
 TEST(Nvfp4Plan, MatmulDecodesTheSideOfFewerRowsOrA) {
   const auto with = [](std::int64_t m, std::int64_t n) {
     MatmulProblem p;

@@ -335,6 +335,18 @@ TEST(SparseMlaBackwardPlan, GroupsHaveWorkspaceOfTheirOwn) {
   }
 }
 
+TEST(SparseMlaBackwardPlan, OnlyRowsThatAscendAreAddedToWhereTheyLie) {
+  const auto sums = [](std::int64_t stride) {
+    Problem p = problem_of(10, 64, 1000, 64, 132);
+    p.dkv.stride[0] = stride;
+    return make_plan(p, kHopper).sums;
+  };
+  EXPECT_EQ(sums(576), DkvSums::output);
+  EXPECT_EQ(sums(-576), DkvSums::scratch);
+  EXPECT_EQ(sums(std::int64_t{1} << 31), DkvSums::scratch);
+  EXPECT_EQ(sums(-(std::int64_t{1} << 33)), DkvSums::scratch);
+}
+
 TEST(SparseMlaBackwardPlan, LimitsOfKernelsAreRefusedInWords) {
   const auto reason = [](const auto& change) {
     Problem p = problem_of(10, 64, 1000, 64, 132);
@@ -350,6 +362,9 @@ TEST(SparseMlaBackwardPlan, LimitsOfKernelsAreRefusedInWords) {
             "dkv must have fewer than 2^33 elements, 2^32 if deterministic");
   EXPECT_EQ(reason([](Problem& p) { p.kv.stride[0] = std::int64_t{1} << 31; }),
             "the row stride of kv and topk must be below 2^31");
+  EXPECT_EQ(reason([](Problem& p) { p.kv.stride[0] = -(std::int64_t{1} << 31); }),
+            "the row stride of kv and topk must be below 2^31");
+  EXPECT_EQ(reason([](Problem& p) { p.kv.stride[0] = std::int64_t{1} << 40, p.s_kv = 1; }), "");  // nobody steps
   EXPECT_EQ(reason([](Problem& p) { p.s_q = std::int64_t{1} << 31; }),
             "s_q times blocks of 32 heads must be below 2^31");
 }

@@ -19,7 +19,7 @@ runtime::Support supports(const Problem& p) {
   if (p.q.dtype != DType::kBFloat16) return Support::no("q_index and k_index must be bfloat16");
   if (!tile::row_major<bf16>(p.q, 2).in_chunks || !tile::row_major<bf16>(p.k, 1).in_chunks)
     return Support::no("q_index and k_index must have rows of whole 16-byte pieces");
-  if (!tile::can_gather(p.k.data, p.s_kv, p.k.stride[0])) return Support::no("k_index must lie within 64 GiB");
+  if (!tile::can_gather(p.k.data, p.s_kv, p.k.stride[0])) return Support::no("k_index must ascend within 64 GiB");
   if (reinterpret_cast<std::uintptr_t>(p.d_k.data) % 16 != 0 || (p.s_kv > 1 && p.d_k.stride[0] % 4 != 0))
     return Support::no("d_k_index must have rows of 16-byte pieces");
   if (const char* refused = refused_on_gpus(p, p.topk)) return Support::no(refused);

@@ -17,13 +17,13 @@ std::int64_t round_up(std::int64_t x, std::int64_t multiple) { return ceil_div(x
 
 bool is_aligned(const void* data, std::uintptr_t to) { return reinterpret_cast<std::uintptr_t>(data) % to == 0; }
 
-// Whether asynchronous copies can bring weights: rows of codes by 16 bytes, plain scales by 4.
+// Whether asynchronous copies can bring weights: rows of codes, in ascending order, by 16 bytes, plain scales by 4.
 bool can_copy(const View& codes, std::int64_t batch_stride, const Scales& scales, std::int64_t rows, std::int64_t k) {
   constexpr std::int64_t kMaxK = std::int64_t{1} << 16, kMaxRows = std::int64_t{1} << 30,
                          kMaxStride = std::int64_t{1} << 27;
   const std::int64_t row_stride = codes.stride[0];
   return k > 0 && k <= kMaxK && rows <= kMaxRows && is_aligned(codes.data, 16) && row_stride % 16 == 0 &&
-         batch_stride % 16 == 0 && row_stride < kMaxStride && is_aligned(scales.data, 4) &&
+         batch_stride % 16 == 0 && row_stride >= 0 && row_stride < kMaxStride && is_aligned(scales.data, 4) &&
          scales.batch_stride % 4 == 0 && (scales.blocked || scales.row_stride % 4 == 0);
 }
 

@@ -153,7 +153,8 @@ runtime::Support linear_supports(const LinearProblem& p) {
   using runtime::Support;
   if (p.n != 1 || p.rows < 1 || p.x.dtype == DType::kFloat32) return Support::no("n must be 1, x of 16 bits");
   if (!shape_of(p).can_copy)
-    return Support::no("rows of x and weight must be 16-byte aligned, those of scales 4-byte, K at most 65536");
+    return Support::no(
+        "rows of x and weight must be 16-byte aligned, weight's ascending, those of scales 4-byte, K at most 65536");
   if (plan_for(p).kernel != Kernel::kOneColumn) return Support::no("too little shared memory for x");
   return {};
 }

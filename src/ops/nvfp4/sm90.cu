@@ -101,7 +101,7 @@ runtime::Support supports(const LinearProblem& p) {
   const ProblemShape shape = shape_of(p);
   if (!shape.can_copy)
     return runtime::Support::no(
-        "rows of x and weight must be 16-byte aligned, those of scales 4-byte, K at most 65536");
+        "rows of x and weight must be 16-byte aligned, weight's ascending, those of scales 4-byte, K at most 65536");
   if (choose_kernel(shape, true) == Kernel::kFewColumns)
     return runtime::Support::no(p.n <= 16 ? "for so many rows sm80 is faster" : "for so few rows sm80 is faster");
   return {};

@@ -14,7 +14,9 @@ DkvSums sums_of(const Problem& p, bool distribution) {
   if (!p.dkv) return DkvSums::none;
   if (distribution) return DkvSums::fixed_point;
   const bool aligned = reinterpret_cast<std::uintptr_t>(p.dkv.data) % 16 == 0 && p.dkv.stride[0] % 4 == 0;
-  const bool output = !p.accumulate && p.dkv.dtype == DType::kFloat32 && aligned && p.dkv.stride[0] < kLimit;
+  // Kernels know a key that nothing is added to by a place below 0, so that rows must ascend from the first.
+  const bool ascending = p.dkv.stride[0] >= 0 && p.dkv.stride[0] < kLimit;
+  const bool output = !p.accumulate && p.dkv.dtype == DType::kFloat32 && aligned && ascending;
   return output ? DkvSums::output : DkvSums::scratch;
 }
 
@@ -156,7 +158,7 @@ runtime::Support check_plan(const Problem& p, const Plan& plan) {
                                  : plan.sums == DkvSums::output      ? p.dkv.stride[0] / 4
                                                                      : p.d_qk / 4;
   if (p.s_kv * row_units >= kLimit) return Support::no("dkv must have fewer than 2^33 elements, 2^32 if deterministic");
-  if (p.kv.stride[0] >= kLimit || p.topk >= kLimit - 64)
+  if ((p.s_kv > 1 && (p.kv.stride[0] >= kLimit || p.kv.stride[0] <= -kLimit)) || p.topk >= kLimit - 64)
     return Support::no("the row stride of kv and topk must be below 2^31");
   if (p.s_q * ceil_div(p.h_q, 32) >= kLimit) return Support::no("s_q times blocks of 32 heads must be below 2^31");
   return {};

@@ -38,7 +38,7 @@ struct RowIndices {
 };
 
 /// A warp starts copying a tile: row i is data + index · stride (elements), kColumns / 64 panels from `destination`
-/// on. data and stride are multiples of 16 bytes, and all rows lie within 64 GiB. `kTogether`, a divisor of 16: so many
+/// on. data and stride are multiples of 16 bytes, and all rows lie within 64 GiB after the first. `kTogether`, a divisor of 16: so many
 /// times four rows are on their way between two looks at the loop; more is faster and takes registers.
 template <int kColumns, int kTogether = 1>
 HOPWELL_DEVICE void gather_rows(uint32_t destination, const arch::bf16* data, int64_t stride, RowIndices indices) {
@@ -89,10 +89,10 @@ HOPWELL_DEVICE void arrive_after_copies(arch::mbarrier& full, arch::Site site = 
   }
 }
 
-/// Whether gather_rows can take `rows` rows that lie `stride` elements apart: aligned, and within 64 GiB.
+/// Whether gather_rows can take `rows` rows that lie `stride` elements apart: aligned, ascending, and within 64 GiB.
 inline bool can_gather(const void* data, int64_t rows, int64_t stride) {
   return reinterpret_cast<uintptr_t>(data) % 16 == 0 &&
-         (rows <= 1 || (stride % 8 == 0 && rows * (stride / 8) < 0xffffffff));
+         (rows <= 1 || (stride >= 0 && stride % 8 == 0 && rows * (stride / 8) < 0xffffffff));
 }
 
 }  // namespace hopwell::tile
