@@ -102,10 +102,6 @@ void check_workspace(std::string_view operator_name, std::size_t needed, const v
                 "an address that is not");
 }
 
-void fail_out_of_memory(std::string_view operator_name) {
-  throw Error(HOPWELL_OUT_OF_MEMORY, std::string(operator_name) + ": out of memory");
-}
-
 static std::string& last_error() {
   thread_local std::string message;
   return message;

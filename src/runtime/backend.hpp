@@ -13,7 +13,6 @@
 #include <cstddef>
 #include <functional>
 #include <map>
-#include <new>
 #include <set>
 #include <string>
 #include <string_view>
@@ -146,7 +145,6 @@ const Backend<Problem>& choose(std::string_view operator_name, Problem& problem,
 }
 
 void check_workspace(std::string_view operator_name, std::size_t needed, const void* workspace, std::size_t given);
-[[noreturn]] void fail_out_of_memory(std::string_view operator_name);
 
 // Runs the problem, which carries `device`, `workspace` and `workspace_bytes`, on the backend asked for or the best
 // one. Whatever device is current then, it is the same afterwards.
@@ -156,11 +154,7 @@ void run(std::string_view operator_name, Problem problem, const char* requested,
   const Backend<Problem>& backend = choose(operator_name, problem, requested);
   check_workspace(operator_name, backend.workspace_bytes(problem), problem.workspace, problem.workspace_bytes);
   check_stream(operator_name, problem.device.location, stream);
-  try {
-    backend.launch(problem, stream);
-  } catch (const std::bad_alloc&) {
-    fail_out_of_memory(operator_name);
-  }
+  backend.launch(problem, stream);
 }
 
 template <class Problem>

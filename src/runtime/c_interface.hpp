@@ -3,6 +3,9 @@
 #pragma once
 
 #include <cstddef>
+#include <exception>
+#include <new>
+#include <string>
 
 #include "runtime/backend.hpp"
 #include "runtime/check.hpp"
@@ -32,11 +35,15 @@ class Entry {
  public:
   Entry(const char* name, Problem (*check)(const Args&)) : name_(name), check_(check), in_table_(name) {}
 
-  void run(const Args& args, Stream stream) const { runtime::run(name_, check_(args), args.backend, stream); }
-  [[nodiscard]] std::size_t workspace_bytes(const Args& args) const {
-    return runtime::workspace_bytes(name_, check_(args), args.backend);
+  void run(const Args& args, Stream stream) const {
+    with_own_errors([&] { runtime::run(name_, check_(args), args.backend, stream); });
   }
-  [[nodiscard]] std::string explain(const Args& args) const { return runtime::explain(check_(args)); }
+  [[nodiscard]] std::size_t workspace_bytes(const Args& args) const {
+    return with_own_errors([&] { return runtime::workspace_bytes(name_, check_(args), args.backend); });
+  }
+  [[nodiscard]] std::string explain(const Args& args) const {
+    return with_own_errors([&] { return runtime::explain(check_(args)); });
+  }
 
   hopwell_status run_from_c(const Args* args, Stream stream) const {
     return from_c(args, [&](const Args& given) { run(given, stream); });
@@ -49,6 +56,20 @@ class Entry {
   }
 
  private:
+  // Of what the standard library or the emulator throws, an Error that names the operator: callers catch nothing else.
+  template <class Function>
+  auto with_own_errors(const Function& function) const {
+    try {
+      return function();
+    } catch (const Error&) {
+      throw;
+    } catch (const std::bad_alloc&) {
+      throw Error(HOPWELL_OUT_OF_MEMORY, std::string(name_) + ": out of memory");
+    } catch (const std::exception& error) {
+      throw Error(HOPWELL_INTERNAL, std::string(name_) + ": " + error.what());
+    }
+  }
+
   template <class Function>
   hopwell_status from_c(const Args* args, const Function& function) const {
     return guarded([&] {

@@ -217,7 +217,10 @@ def test_a_report_in_the_environment_names_chip_and_file(
     monkeypatch.setenv("HOPWELL_EMULATOR_REPORT", value)
     result = run("check", "nvfp4_gemv", "--backend", "emu:sm100", "--case", "basic")
     assert result.returncode == 1
-    assert f"HOPWELL_EMULATOR_REPORT must be b200:FILE or h200:FILE; got {value}\n" in result.stderr
+    assert (
+        f"nvfp4_gemv: emulated launch: HOPWELL_EMULATOR_REPORT must be b200:FILE or h200:FILE; got {value}\n"
+        in result.stdout
+    )
     assert list(tmp_path.iterdir()) == []
 
 

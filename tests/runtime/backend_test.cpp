@@ -7,7 +7,7 @@
 #include <functional>
 #include <stdexcept>
 
-#include "runtime/check.hpp"
+#include "runtime/c_interface.hpp"
 
 namespace hopwell::runtime {
 namespace {
@@ -88,10 +88,28 @@ TEST(Backend, ChecksTheWorkspace) {
   EXPECT_EQ(workspace_bytes("op", Problem{.size = 60}, nullptr), 64U);
 }
 
-TEST(Backend, OutOfMemoryIsAnError) {
-  const auto [status, text] = failure([] { run("op", Problem{.size = 7}, nullptr, nullptr); });
-  EXPECT_EQ(status, HOPWELL_OUT_OF_MEMORY);
-  EXPECT_EQ(text, "op: out of memory");
+struct Args {
+  int size = 0;
+  const char* backend = nullptr;
+};
+Problem check(const Args& args) {
+  if (args.size == 8) throw std::bad_alloc();
+  if (args.size == 9) throw std::invalid_argument("surprise");
+  return {.size = args.size};
+}
+
+TEST(Entry, ThrowsErrorsThatNameTheOperatorAndNothingElse) {
+  using Failure = std::pair<hopwell_status, std::string>;
+  const Failure no_memory{HOPWELL_OUT_OF_MEMORY, "op: out of memory"}, surprise{HOPWELL_INTERNAL, "op: surprise"};
+  const Entry entry{"op", check};
+  EXPECT_EQ(failure([&] { entry.run({.size = 7}, nullptr); }), no_memory);  // by the backend
+  EXPECT_EQ(failure([&] { entry.run({.size = 8}, nullptr); }), no_memory);
+  EXPECT_EQ(failure([&] { static_cast<void>(entry.workspace_bytes({.size = 8})); }), no_memory);
+  EXPECT_EQ(failure([&] { entry.run({.size = 9}, nullptr); }), surprise);
+  EXPECT_EQ(failure([&] { static_cast<void>(entry.explain({.size = 9})); }), surprise);
+  const Args args{.size = 9};
+  EXPECT_EQ(entry.run_from_c(&args, nullptr), HOPWELL_INTERNAL);
+  EXPECT_STREQ(hopwell_last_error(), "op: surprise");
 }
 
 TEST(CInterface, TurnsExceptionsIntoStatusAndMessage) {
