@@ -84,7 +84,11 @@ double Random::normal() {
 
 Array::Array(std::string name, DType dtype, std::vector<std::int64_t> shape, std::vector<std::int64_t> strides)
     : name_(std::move(name)), dtype_(dtype), shape_(std::move(shape)), strides_(std::move(strides)) {
-  for (const std::int64_t n : shape_) size_ *= n;
+  // A benchmark's settings may be any numbers, and their product wrap. No machine has as much memory as this.
+  constexpr std::int64_t kMost = std::int64_t{1} << 48;
+  for (const std::int64_t n : shape_)
+    if (__builtin_mul_overflow(size_, n, &size_) || size_ > kMost)
+      throw std::invalid_argument(name_ + " would have more than 2^48 elements");
   std::vector<std::int64_t> row_major(shape_.size());
   std::int64_t stride = 1;
   for (std::size_t i = shape_.size(); i-- > 0; stride *= std::max<std::int64_t>(shape_[i], 1)) row_major[i] = stride;

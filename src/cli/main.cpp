@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstring>
 #include <hopwell/hopwell.hpp>
+#include <new>
 #include <string_view>
 
 #include "cases/case.hpp"
@@ -131,7 +132,7 @@ CLI::App* add_emulate(CLI::App& app, EmulateOptions& options) {
       ->check(CLI::IsMember(emulated))
       ->check(that_runs_here());
   command->add_option("--case", options.name, "the name of a case")->required();
-  command->add_option("--seed", options.seed, "of the inputs and of the schedule");
+  command->add_option("--seed", options.seed, "of the inputs and of the schedule")->check(CLI::NonNegativeNumber);
   command->add_option("--report", options.report, "write the page, HTML, to FILE")
       ->type_name("FILE")
       ->required()
@@ -189,6 +190,8 @@ int main(int argc, char** argv) {
   int code = 1;
   try {
     code = run(words_of(argc, argv));
+  } catch (const std::bad_alloc&) {
+    std::fputs("hopwell: out of memory\n", stderr);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "hopwell: %s\n", error.what());
   }

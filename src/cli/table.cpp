@@ -62,7 +62,17 @@ bool is_special(const std::string& path) {
   return std::filesystem::exists(status) && !std::filesystem::is_regular_file(status);
 }
 
-std::string neighbour(const std::string& path) { return path + ".part"; }
+// The file that a path names through links: it is replaced, and they stay.
+std::string linked(std::filesystem::path path) {
+  constexpr int kMostLinks = 40;  // as the system follows
+  std::error_code error;
+  for (int i = 0; i < kMostLinks && std::filesystem::is_symlink(path, error); ++i)
+    path = path.parent_path() / std::filesystem::read_symlink(path, error);
+  return path.string();
+}
+
+// Beside the file, so that it can take its place; of this process alone, so that nobody's file is in the way.
+std::string neighbour(const std::string& path) { return path + "." + std::to_string(getpid()) + ".part"; }
 
 std::string failed(const std::string& path, int reason) {
   return "cannot write " + path + ": " + std::strerror(reason);
@@ -75,22 +85,23 @@ std::string obstacle_to_writing(const std::string& path) {
   if (path.empty()) return failed("a file without a name", ENOENT);
   if (std::filesystem::is_directory(path, ignored)) return failed(path, EISDIR);
   if (is_special(path)) return access(path.c_str(), W_OK) == 0 ? "" : failed(path, errno);
-  std::FILE* file = std::fopen(neighbour(path).c_str(), "wb");
+  const std::string place = neighbour(linked(path));
+  std::FILE* file = std::fopen(place.c_str(), "wbx");
   if (file == nullptr) return failed(path, errno);
   std::fclose(file);
-  std::filesystem::remove(neighbour(path), ignored);
+  std::filesystem::remove(place, ignored);
   return "";
 }
 
 void write_file(const std::string& path, const std::string& content) {
   const bool directly = is_special(path);
-  const std::string place = directly ? path : neighbour(path);
-  std::FILE* file = std::fopen(place.c_str(), "wb");
+  const std::string target = linked(path), place = directly ? path : neighbour(target);
+  std::FILE* file = std::fopen(place.c_str(), directly ? "wb" : "wbx");
   bool written = file != nullptr && std::fwrite(content.data(), 1, content.size(), file) == content.size() &&
                  std::fflush(file) == 0;
   int reason = errno;
   if (file != nullptr && std::fclose(file) != 0 && written) written = false, reason = errno;
-  if (written && !directly && std::rename(place.c_str(), path.c_str()) != 0) written = false, reason = errno;
+  if (written && !directly && std::rename(place.c_str(), target.c_str()) != 0) written = false, reason = errno;
   if (written) return;
   std::error_code ignored;
   if (!directly) std::filesystem::remove(place, ignored);

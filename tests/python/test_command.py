@@ -33,6 +33,8 @@ def run(*arguments: str, output: int = subprocess.PIPE) -> subprocess.CompletedP
         ("check --frob 3", ["hopwell check: no option '--frob'", "--backend", "--case", "--seeds", "--json"]),
         ("check nothing", ["nothing", *OPERATORS]),
         ("check --seeds 0", ["--seeds", "1 to 1000000"]),
+        ("check --seeds -1", ["--seeds", "1 to 1000000"]),
+        ("emulate nvfp4_gemv --backend emu:sm80 --case basic --report /dev/null --seed -1", ["--seed", "-1"]),
         ("bench", ["hopwell bench: OP is required", *OPERATORS]),
         ("bench nothing", ["nothing", *OPERATORS]),
         ("bench nvfp4_gemv --frob=1", ["hopwell bench: no option '--frob'", "--backend", "--shape", "--json"]),
@@ -262,6 +264,33 @@ def test_settings_change_the_shape_before_them(tmp_path: Path) -> None:
     assert [row["settings"]["rows"] for row in json.loads(file.read_text())["results"]] == ["3"]
 
 
+SIZES = {
+    "sparse_mla_forward": "s_q h_q s_kv topk d_qk d_v",
+    "sparse_mla_backward": "s_q h_q s_kv topk d_qk d_v",
+    "attention_distribution": "s_q h_q s_kv topk d_qk",
+    "paged_attention": "b q_len h_q h_kv d block ctx longest",
+    "nvfp4_gemv": "M K L",
+    "nvfp4_linear": "n N K",
+    "nvfp4_matmul": "M N K",
+    "nvfp4_quantize": "rows K",
+    "nvfp4_dequantize": "rows K",
+    "lightning_indexer": "s_q h_index s_kv topk d_index",
+    "lightning_indexer_backward": "s_q h_index s_kv topk d_index",
+    "indexer_dense_loss": "s h_q h_index d_qk d_index",
+    "normalize_l1": "rows columns",
+}
+
+
+@pytest.mark.parametrize(("operator", "sizes"), SIZES.items())
+def test_settings_that_no_memory_holds_are_an_error(operator: str, sizes: str) -> None:
+    """Their products wrap; what was smaller than it said was written past its end."""
+    for name in sizes.split():
+        result = run("bench", operator, "--backend", "cpu", "--shape", f"{name}={2**62}")
+        assert result.returncode == 1, (name, result.returncode, result.stderr)
+        assert result.stderr.startswith("hopwell: ")
+        assert result.stderr.count("\n") == 1
+
+
 # ---- output that cannot be written ---------------------------------------------------------------------------------
 
 
@@ -290,6 +319,20 @@ def test_results_that_could_not_be_written_are_an_error(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert f"cannot write {place}: No space left on device" in result.stderr
     assert place.is_char_device()
+
+
+def test_only_the_file_that_is_named_is_touched(tmp_path: Path) -> None:
+    """Neither what lies beside it, under a name like a temporary one, nor a link that leads to it."""
+    beside, target, link = tmp_path / "link.json.part", tmp_path / "results.json", tmp_path / "link.json"
+    beside.write_text("precious")
+    link.symlink_to("results.json")
+    for _ in range(2):  # where the link leads to nothing yet, and to a file
+        assert run(*CASE, "--json", str(link)).returncode == 0
+        assert link.is_symlink()
+        assert json.loads(target.read_text())["results"][0]["result"] == "passed"
+        target.write_text("old")
+    assert beside.read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "link.json.part", "results.json"]
 
 
 def test_results_replace_a_file_whole(tmp_path: Path) -> None:
