@@ -458,7 +458,7 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_group_problems() {
   add("hot_row", heads(8), [](SparseMla& p) { p.indices = Indices::kHot; });
   add("duplicates", [](SparseMla& p) { p.indices = Indices::kTwice, p.s_kv = 150, p.topk = 200; });
   add("sink_lengths", [](SparseMla& p) { p.sink = Sink::kAny, p.lengths = true, p.s_q = 19; });
-  add("positions", heads(32), [](SparseMla& p) { p.positions = Positions::kArray, p.q_start = 2, p.kv_stride = 4; });
+  add("positions", heads(32), [](SparseMla& p) { p.positions = Positions::kArray, p.kv_stride = 4; });
   add("key_ranges", [](SparseMla& p) { p.ranges = true, p.s_q = 20; });
   add("many_keys", heads(8), [](SparseMla& p) { p.s_kv = 66000, p.s_q = 8, p.topk = 100; });
   add("long_row", [](SparseMla& p) { p.s_kv = 3000, p.s_q = 4, p.topk = 1100; });

@@ -241,17 +241,16 @@ std::vector<std::pair<std::string, SparseMla>> problems_of_many_heads() {
   using Indices = SparseMla::Indices;
   using Sink = SparseMla::Sink;
   using Positions = SparseMla::Positions;
-  return {
-      {"invalid_indices", {.s_q = 1, .h_q = 70, .topk = 130, .indices = Indices::kInvalid, .sink = Sink::kAny}},
-      {"empty_rows", {.s_q = 4, .h_q = 128, .topk = 65, .indices = Indices::kEmptyRows, .sink = Sink::kExtreme}},
-      {"lengths", {.s_q = 6, .h_q = 128, .topk = 130, .lengths = true}},
-      {"one_key", {.s_kv = 1, .h_q = 80, .topk = 65, .indices = Indices::kInvalid}},
-      {"no_keys", {.s_kv = 0, .h_q = 128, .indices = Indices::kInvalid, .sink = Sink::kAny}},
-      {"strided", {.s_q = 3, .h_q = 100, .sink = Sink::kAny, .lengths = true, .strided = true, .gap = 8}},
-      {"kv_stride_4", {.s_q = 10, .s_kv = 20, .h_q = 72, .positions = Positions::kArray, .q_start = 2, .kv_stride = 4}},
-      {"hot_row", {.s_q = 4, .h_q = 128, .topk = 65, .indices = Indices::kHot}},
-      {"large_scores", {.h_q = 128, .topk = 65, .q_size = 200}},
-      {"d_qk_512_topk_130", {.s_q = 1, .h_q = 192, .d_qk = 512, .topk = 130}}};
+  return {{"invalid_indices", {.s_q = 1, .h_q = 70, .topk = 130, .indices = Indices::kInvalid, .sink = Sink::kAny}},
+          {"empty_rows", {.s_q = 4, .h_q = 128, .topk = 65, .indices = Indices::kEmptyRows, .sink = Sink::kExtreme}},
+          {"lengths", {.s_q = 6, .h_q = 128, .topk = 130, .lengths = true}},
+          {"one_key", {.s_kv = 1, .h_q = 80, .topk = 65, .indices = Indices::kInvalid}},
+          {"no_keys", {.s_kv = 0, .h_q = 128, .indices = Indices::kInvalid, .sink = Sink::kAny}},
+          {"strided", {.s_q = 3, .h_q = 100, .sink = Sink::kAny, .lengths = true, .strided = true, .gap = 8}},
+          {"kv_stride_4", {.s_q = 10, .s_kv = 20, .h_q = 72, .positions = Positions::kArray, .kv_stride = 4}},
+          {"hot_row", {.s_q = 4, .h_q = 128, .topk = 65, .indices = Indices::kHot}},
+          {"large_scores", {.h_q = 128, .topk = 65, .q_size = 200}},
+          {"d_qk_512_topk_130", {.s_q = 1, .h_q = 192, .d_qk = 512, .topk = 130}}};
 }
 
 }  // namespace

@@ -7,7 +7,8 @@
  * corner cases of each operator are documented at its argument struct; `LSE` is natural-log, fp32.
  *
  * A CUDA call runs on its tensors' device, whichever is current, and leaves that as it was; its stream must be of that
- * device. A workspace belongs to one call at a time: calls that may overlap, on two streams say, need one each.
+ * device. A workspace is memory that no argument lies in, and belongs to one call at a time: calls that may overlap, on
+ * two streams say, need one each.
  *
  * In C a zero field means its default, shown as HOPWELL_DEFAULT(...) where that is not zero. C++ has the defaults
  * themselves.
@@ -92,6 +93,7 @@ typedef struct hopwell_sparse_mla_forward_args {
   const DLTensor* q_positions HOPWELL_ZERO;
   /** causal masking with position(s) = q_start + s; excludes q_positions */
   bool has_q_start HOPWELL_ZERO;
+  /** an error if not 0 without has_q_start */
   int64_t q_start HOPWELL_ZERO;
   /** a key stands for kv_stride >= 1 consecutive tokens */
   int64_t kv_stride HOPWELL_DEFAULT(1);
@@ -341,7 +343,7 @@ typedef struct hopwell_nvfp4_linear_args {
   const DLTensor* weight_scale HOPWELL_ZERO;
   /** fp32, one element, on x's device; null: weight_global_value */
   const DLTensor* weight_global HOPWELL_ZERO;
-  /** in C, 0 means 1 and -0.0f means 0 */
+  /** excludes weight_global; in C, 0 means 1 and -0.0f means 0 */
   float weight_global_value HOPWELL_DEFAULT(1.0F);
   /** the global is 1 / the factor (compressed-tensors) */
   bool global_is_reciprocal HOPWELL_ZERO;
@@ -396,6 +398,7 @@ typedef struct hopwell_nvfp4_quantize_args {
   const DLTensor* x HOPWELL_ZERO;
   /** fp32, one element: use this global scale; null: global_in_value if that is not 0, else from x */
   const DLTensor* global_in HOPWELL_ZERO;
+  /** excludes global_in */
   float global_in_value HOPWELL_ZERO;
   hopwell_scale_layout scale_layout HOPWELL_DEFAULT(HOPWELL_SCALES_PLAIN);
   /** output [rows, K/2] */
@@ -417,7 +420,7 @@ typedef struct hopwell_nvfp4_dequantize_args {
   const DLTensor* scales HOPWELL_ZERO;
   /** fp32, one element; null: global_value */
   const DLTensor* global_scale HOPWELL_ZERO;
-  /** in C, 0 means 1 and -0.0f means 0 */
+  /** excludes global_scale; in C, 0 means 1 and -0.0f means 0 */
   float global_value HOPWELL_DEFAULT(1.0F);
   hopwell_scale_layout scale_layout HOPWELL_DEFAULT(HOPWELL_SCALES_PLAIN);
   /** output, fp32, fp16 or bf16 [rows, K] */

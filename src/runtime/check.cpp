@@ -121,7 +121,8 @@ void Checker::check_device(std::string_view name, const DLDevice& device) {
     device_ = device;
     device_owner_ = name;
   }
-  const bool same = device.device_type == device_.device_type && device.device_id == device_.device_id;
+  const bool same = device.device_type == device_.device_type &&
+                    (device.device_type == kDLCPU || device.device_id == device_.device_id);  // there is one host
   if (!same) {
     fail(name, "on " + hopwell::to_string(device_) + " as " + std::string(device_owner_) + " is",
          hopwell::to_string(device));
@@ -216,6 +217,17 @@ View Checker::taken(std::string_view name, const DLTensor* tensor, const DTypes&
   }
   taken_.push_back({name, view, access});
   return view;
+}
+
+void Checker::check_workspace(void* workspace, std::size_t bytes) const {
+  if (workspace == nullptr) return;
+  View scratch;
+  scratch.data = workspace, scratch.dtype = DType::kUInt8, scratch.ndim = 1, scratch.present = true;
+  scratch.shape[0] = static_cast<std::int64_t>(std::min(bytes, static_cast<std::size_t>(kMaxBytes)));
+  scratch.stride[0] = 1;
+  for (const Taken& other : taken_)
+    if (overlap(scratch, other.view))
+      fail("workspace", "in memory of its own", "memory that " + std::string(other.name) + " lies in too");
 }
 
 View Checker::input(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape,

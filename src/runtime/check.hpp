@@ -113,6 +113,14 @@ class Checker {
 
   [[nodiscard]] DLDevice device() const { return device_; }
 
+  // Where the problem's arguments lie, and its workspace, which must not lie there too. After all of them.
+  template <class Problem, class Args>
+  void take_workspace(Problem& problem, const Args& args) const {
+    check_workspace(args.workspace, args.workspace_bytes);
+    problem.device.location = device_;
+    problem.workspace = args.workspace, problem.workspace_bytes = args.workspace_bytes;
+  }
+
  private:
   static std::string to_string(double value);
   static std::string to_string(std::int64_t value) { return std::to_string(value); }
@@ -124,6 +132,7 @@ class Checker {
   void check_extent(std::string_view name, const DLTensor& tensor, const View& view) const;
   void check_memory(std::string_view name, const DLTensor& tensor, const View& view, Layout layout, bool written) const;
   void check_device(std::string_view name, const DLDevice& device);
+  void check_workspace(void* workspace, std::size_t bytes) const;
   [[nodiscard]] const std::int64_t* find(std::string_view dim) const;  // null: not bound
 
   struct Taken {

@@ -15,7 +15,8 @@ struct Span {
     const auto width = static_cast<std::int64_t>(size_of(view.dtype));
     std::int64_t before = 0, after = width;
     for (std::size_t i = 0; i < static_cast<std::size_t>(view.ndim); ++i)
-      (view.stride[i] < 0 ? before : after) += std::abs(view.stride[i]) * width * (view.shape[i] - 1);
+      if (view.shape[i] > 1)  // else the stride may be any number
+        (view.stride[i] < 0 ? before : after) += std::abs(view.stride[i]) * width * (view.shape[i] - 1);
     end = begin + after;
     begin -= before;
   }
@@ -31,10 +32,9 @@ struct Bytes : Span {
   explicit Bytes(const View& view) : Span(view) {
     const auto width = static_cast<std::int64_t>(size_of(view.dtype));
     steps.push_back({1, width - 1});
-    for (std::size_t i = 0; i < static_cast<std::size_t>(view.ndim); ++i) {
-      const Steps step{std::abs(view.stride[i]) * width, view.shape[i] - 1};
-      if (step.stride != 0 && step.count != 0) steps.push_back(step);
-    }
+    for (std::size_t i = 0; i < static_cast<std::size_t>(view.ndim); ++i)
+      if (view.shape[i] > 1 && view.stride[i] != 0)
+        steps.push_back({std::abs(view.stride[i]) * width, view.shape[i] - 1});
   }
 };
 

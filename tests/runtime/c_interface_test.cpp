@@ -386,6 +386,59 @@ TEST(CInterface, IndexerDenseLoss) {
       .check();
 }
 
+// ---- arguments that would be left out in silence --------------------------------------------------------------------
+
+template <class Args>
+std::string refusal(hopwell_status (*call)(const Args*, hopwell_stream), const Args& args) {
+  return call(&args, nullptr) == HOPWELL_INVALID_ARGUMENT ? hopwell_last_error() : "no error";
+}
+
+TEST(CInterface, AStartWithoutItsFlag) {
+  hopwell_sparse_mla_forward_args args = {
+      .q = floats({2, 3, 8}), .kv = floats({5, 8}), .sm_scale = 0.1F, .d_v = 4, .q_start = 7, .out = floats({2, 3, 4})};
+  EXPECT_EQ(refusal(hopwell_sparse_mla_forward, args),
+            "sparse_mla_forward: q_start needs has_q_start; without it no key is in the future");
+  args.has_q_start = true;
+  EXPECT_EQ(refusal(hopwell_sparse_mla_forward, args), "no error");
+}
+
+TEST(CInterface, AGlobalScaleThatIsGivenTwice) {
+  hopwell_nvfp4_linear_args linear = {.x = floats({2, 16}),
+                                      .weight = bytes({3, 8}),
+                                      .weight_scale = bytes({3, 1}),
+                                      .weight_global = floats({1}),
+                                      .weight_global_value = 2,
+                                      .out = floats({2, 3})};
+  EXPECT_EQ(refusal(hopwell_nvfp4_linear, linear),
+            "nvfp4_linear: weight_global and weight_global_value exclude each other");
+  linear.weight_global_value = 0;  // the default
+  EXPECT_EQ(refusal(hopwell_nvfp4_linear, linear), "no error");
+  hopwell_nvfp4_quantize_args quantize = {.x = floats({2, 16}),
+                                          .global_in = floats({1}),
+                                          .global_in_value = 2,
+                                          .codes = bytes({2, 8}),
+                                          .scales = bytes({2, 1}),
+                                          .global_scale = floats({1})};
+  EXPECT_EQ(refusal(hopwell_nvfp4_quantize, quantize),
+            "nvfp4_quantize: global_in and global_in_value exclude each other");
+  const hopwell_nvfp4_dequantize_args dequantize = {.codes = bytes({2, 8}),
+                                                    .scales = bytes({2, 1}),
+                                                    .global_scale = floats({1}),
+                                                    .global_value = 2,
+                                                    .x = floats({2, 16})};
+  EXPECT_EQ(refusal(hopwell_nvfp4_dequantize, dequantize),
+            "nvfp4_dequantize: global_scale and global_value exclude each other");
+}
+
+TEST(CInterface, AWorkspaceThatIsAnArgument) {
+  hopwell_normalize_l1_args args = {.attn = floats({2, 4}), .out = floats({2, 4})};
+  args.workspace = args.attn->data, args.workspace_bytes = 16;
+  EXPECT_EQ(refusal(hopwell_normalize_l1, args),
+            "normalize_l1: workspace must be in memory of its own; got memory that attn lies in too");
+  args.workspace = pages.emplace_back().numbers.data();
+  EXPECT_EQ(refusal(hopwell_normalize_l1, args), "no error");
+}
+
 TEST(CInterface, NormalizeL1) {
   using Args = hopwell_normalize_l1_args;
   Operator<Args>{"normalize_l1",

@@ -87,6 +87,33 @@ TEST(Checker, OutputsLieInMemoryOfTheirOwn) {
             "op: out must be an output in memory of its own; got memory that y lies in too");
 }
 
+TEST(Checker, AWorkspaceLiesInMemoryOfItsOwn) {
+  struct Place {
+    struct {
+      DLDevice location;
+    } device;
+    void* workspace;
+    std::size_t workspace_bytes;
+  } place{};
+  Checker check("op");
+  const Tensor x(memory.data() + 4, {4, 2}, {.strides = {8, 1}}), out(memory.data() + 32, {4});
+  check.input("x", x, {DType::kFloat32}, {4, 2});
+  check.output("out", out, {DType::kFloat32}, {4});
+  const auto refusal = [&](float* workspace, std::size_t bytes) {
+    place.workspace = workspace, place.workspace_bytes = bytes;
+    return message([&] { check.take_workspace(place, Place(place)); });
+  };
+  EXPECT_EQ(refusal(memory.data() + 36, 28 * sizeof(float)), "no error");
+  EXPECT_EQ(refusal(memory.data(), 4 * sizeof(float)), "no error");
+  EXPECT_EQ(refusal(memory.data(), 4 * sizeof(float) + 1),
+            "op: workspace must be in memory of its own; got memory that x lies in too");
+  EXPECT_EQ(refusal(memory.data() + 35, 16),
+            "op: workspace must be in memory of its own; got memory that out lies in too");
+  EXPECT_EQ(refusal(memory.data(), SIZE_MAX),
+            "op: workspace must be in memory of its own; got memory that x lies in too");
+  EXPECT_EQ(refusal(nullptr, SIZE_MAX), "no error");
+}
+
 TEST(Checker, DevicesAndMemory) {
   Checker check("op");
   const Tensor host(memory.data(), {4}), device(memory.data(), {4}, {.device = {kDLCUDA, 1}}),
@@ -96,6 +123,8 @@ TEST(Checker, DevicesAndMemory) {
   check.input("q", host, {DType::kFloat32}, {4});
   EXPECT_EQ(message([&] { check.input("kv", device, {DType::kFloat32}, {4}); }),
             "op: kv must be on cpu as q is; got cuda:1");
+  const Tensor other_id(memory.data(), {4}, {.device = {kDLCPU, 3}});
+  EXPECT_NO_THROW(check.input("x", other_id, {DType::kFloat32}, {4}));
   const Tensor none(static_cast<float*>(nullptr), {4}), empty(static_cast<float*>(nullptr), {0});
   EXPECT_EQ(message([&] { check.input("x", none, {DType::kFloat32}, {4}); }),
             "op: x must be given memory; got a null data pointer");

@@ -22,9 +22,7 @@ Problem check(const AttentionDistributionArgs& args) {
       check.choice("normalize", args.normalize, HOPWELL_NORMALIZE_L1, "none or l1") == HOPWELL_NORMALIZE_L1;
   p.sm_scale = args.sm_scale;
   p.s_q = check["s_q"], p.s_kv = check["s_kv"], p.h_q = check["h_q"], p.d_qk = check["d_qk"], p.topk = check["topk"];
-  p.device.location = check.device();
-  p.workspace = args.workspace;
-  p.workspace_bytes = args.workspace_bytes;
+  check.take_workspace(p, args);
   return p;
 }
 

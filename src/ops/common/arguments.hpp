@@ -27,6 +27,7 @@ template <class Args>
 Visibility check_visibility(Checker& check, const Args& args) {
   const View positions = check.optional_input("q_positions", args.q_positions, {DType::kInt32}, {"s_q"}, Layout::kAny);
   check.rule(!(positions && args.has_q_start), "q_positions and q_start exclude each other");
+  check.rule(args.has_q_start || args.q_start == 0, "q_start needs has_q_start; without it no key is in the future");
   check.require(args.kv_stride >= 1, "kv_stride", "at least 1", args.kv_stride);
   // Keeps q_start + s within 64 bits for every s_q; no sequence is longer than 2^62 tokens.
   constexpr std::int64_t kLimit = std::int64_t{1} << 62;

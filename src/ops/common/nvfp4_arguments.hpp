@@ -91,19 +91,16 @@ inline View check_one_float(Checker& check, std::string_view name, const DLTenso
   return view;
 }
 
-// A global in device memory is data, read there; as a number it is an argument.
+// A global in device memory is data, read there; as a number, which is `unset` where the caller gave none, it is an argument.
 inline Global check_global(Checker& check, std::string_view name, const DLTensor* tensor, std::string_view value_name,
-                           float value) {
-  if (tensor != nullptr) return {.pointer = check_one_float(check, name, tensor).as<float>()};
-  check.finite(value_name, value);
-  return {.value = value};
-}
-
-template <class Problem, class Args>
-inline void take_workspace(Problem& p, const Checker& check, const Args& args) {
-  p.device.location = check.device();
-  p.workspace = args.workspace;
-  p.workspace_bytes = args.workspace_bytes;
+                           float value, float unset) {
+  if (tensor == nullptr) {
+    check.finite(value_name, value);
+    return {.value = value};
+  }
+  const Global global{.pointer = check_one_float(check, name, tensor).as<float>()};
+  check.rule(value == unset, std::string(name).append(" and ").append(value_name).append(" exclude each other"));
+  return global;
 }
 
 }  // namespace hopwell::nvfp4

@@ -18,9 +18,7 @@ Problem check(const IndexerDenseLossArgs& args) {
   static_cast<IndexOperands&>(p) = check_index_operands(check, args);
   p.visibility = check_visibility(check, args);
   static_cast<IndexGradients&>(p) = check_index_gradients(check, args, p, true);
-  p.device.location = check.device();
-  p.workspace = args.workspace;
-  p.workspace_bytes = args.workspace_bytes;
+  check.take_workspace(p, args);
   return p;
 }
 

@@ -22,9 +22,7 @@ Problem check(const LightningIndexerBackwardArgs& args) {
   static_cast<IndexGradients&>(p) = check_index_gradients(check, args, p, !p.d_scores);
   p.topk = check["topk"];
   p.pass_queries = p.s_q;
-  p.device.location = check.device();
-  p.workspace = args.workspace;
-  p.workspace_bytes = args.workspace_bytes;
+  check.take_workspace(p, args);
   return p;
 }
 

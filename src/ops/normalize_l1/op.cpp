@@ -23,9 +23,7 @@ Problem check(const NormalizeL1Args& args) {
   if (!in_place) p.attn = check.input("attn", args.attn, {DType::kFloat32}, shape);
   p.out = check.output("out", args.out, {DType::kFloat32}, shape);
   if (in_place) p.attn = p.out;
-  p.device.location = check.device();
-  p.workspace = args.workspace;
-  p.workspace_bytes = args.workspace_bytes;
+  check.take_workspace(p, args);
   return p;
 }
 

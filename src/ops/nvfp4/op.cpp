@@ -54,7 +54,7 @@ GemvProblem check(const Nvfp4GemvArgs& args) {
   p.alpha = args.alpha;
   p.c = check.output("out", args.out, kFloats, {"M", 1, "L"}, Layout::kAny);
   p.m = check["M"], p.l = check["L"];
-  take_workspace(p, check, args);
+  check.take_workspace(p, args);
   return p;
 }
 
@@ -66,13 +66,14 @@ LinearProblem check(const Nvfp4LinearArgs& args) {
   check.bind("K", p.k);
   p.x = check.input("x", args.x, kFloats, {"n", "K"});
   p.weight_scale = check_scales(check, "weight_scale", args.weight_scale, layout_of(check, args), "N");
-  p.global = check_global(check, "weight_global", args.weight_global, "weight_global_value", args.weight_global_value);
+  p.global =
+      check_global(check, "weight_global", args.weight_global, "weight_global_value", args.weight_global_value, 1);
   p.global_is_reciprocal = args.global_is_reciprocal;
   const View bias = check.optional_input("bias", args.bias, {p.x.dtype}, {"N"}, Layout::kAny);
   p.y = check.output("out", args.out, {p.x.dtype}, {"n", "N"});
   p.n = check["n"], p.rows = check["N"];
   p.bias = broadcast(bias, p.y, 1);
-  take_workspace(p, check, args);
+  check.take_workspace(p, args);
   return p;
 }
 
@@ -89,7 +90,7 @@ MatmulProblem check(const Nvfp4MatmulArgs& args) {
   p.c = check.output("out", args.out, kFloats, {"M", "N"});
   p.bias = check.optional_input("bias", args.bias, {p.c.dtype}, {"N"}, Layout::kAny);
   p.m = check["M"], p.n = check["N"];
-  take_workspace(p, check, args);
+  check.take_workspace(p, args);
   return p;
 }
 

@@ -133,9 +133,7 @@ Problem check(const PagedAttentionArgs& args) {
     p.out = unsqueezed(p.out, 1);
     if (p.lse) p.lse = unsqueezed(p.lse, 1);
   }
-  p.device.location = check.device();
-  p.workspace = args.workspace;
-  p.workspace_bytes = args.workspace_bytes;
+  check.take_workspace(p, args);
   return p;
 }
 

@@ -45,9 +45,7 @@ Problem check(const SparseMlaBackwardArgs& args) {
   p.accumulate = args.accumulate;
   p.s_q = check["s_q"], p.s_kv = check["s_kv"], p.h_q = check["h_q"];
   p.d_qk = check["d_qk"], p.d_v = args.d_v, p.topk = check["topk"];
-  p.device.location = check.device();
-  p.workspace = args.workspace;
-  p.workspace_bytes = args.workspace_bytes;
+  check.take_workspace(p, args);
   return p;
 }
 

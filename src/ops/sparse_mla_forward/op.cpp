@@ -27,9 +27,7 @@ Problem check(const SparseMlaForwardArgs& args) {
   p.share_keys = args.share_keys;
   p.s_q = check["s_q"], p.s_kv = check["s_kv"], p.h_q = check["h_q"];
   p.d_qk = check["d_qk"], p.d_v = args.d_v, p.topk = check["topk"];
-  p.device.location = check.device();
-  p.workspace = args.workspace;
-  p.workspace_bytes = args.workspace_bytes;
+  check.take_workspace(p, args);
   return p;
 }
 
