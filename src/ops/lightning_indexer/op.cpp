@@ -23,9 +23,7 @@ Problem check(const LightningIndexerArgs& args) {
   p.scores = check.optional_output("scores", args.scores, {DType::kFloat32}, {"s_q", "topk"});
   p.topk = check["topk"];
   p.relu = !args.no_relu;
-  p.device.location = check.device();
-  p.workspace = args.workspace;
-  p.workspace_bytes = args.workspace_bytes;
+  check.take_workspace(p, args);
   return p;
 }
 
