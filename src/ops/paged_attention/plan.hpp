@@ -14,6 +14,9 @@ namespace hopwell::ops::paged_attention {
 enum class TileKind { key_major, dimension_major, mma };
 TileKind tile_kind(const Problem& problem);
 
+// The blocks of 8 query vectors each that a tile of kind mma has: 1 or 2.
+int mma_blocks(const Problem& problem);
+
 // The tiles of kind key_major: lanes that share a key's row, eighths of dimensions and keys that each of them has.
 struct KeyMajorShape {
   int lanes, octets, keys;

@@ -42,16 +42,17 @@ HOPWELL_DEVICE void split(float x, float y, uint32_t& high, uint32_t& low, fp16)
   low = arch::pack_fp16(x - arch::to_float(fp16{uint16_t(high)}), y - arch::to_float(fp16{uint16_t(high >> 16)}));
 }
 
-template <class T, int kD, int kTokens>
-struct MmaTile : MmaTileCopy<T, kD, kTokens> {
+template <class T, int kD, int kTokens, int kBlocks = 1>
+struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
   using Type = T;
-  using Copies = MmaTileCopy<T, kD, kTokens>;
+  using Copies = MmaTileCopy<T, kD, kTokens, kBlocks>;
   using Stage = typename Copies::Stage;
-  using Copies::chunk_index, Copies::key_chunk_index, Copies::token_chunk_index, Copies::row, Copies::quad;
-  using Copies::kHalves, Copies::kParts, Copies::kCopiesQuery;
+  using Copies::chunk_index, Copies::key_chunk_index, Copies::token_chunk_index, Copies::row, Copies::quad,
+      Copies::vector_of;
+  using Copies::kHalves, Copies::kParts, Copies::kCopiesQuery, Copies::kBiasPart;
   using Copies::kVllm, Copies::kRows, Copies::kKeys, Copies::kChunks, Copies::kPages, Copies::kOffsetV;
-  static constexpr bool kHoldsQuery = kD <= 128;  // in registers
-  static constexpr int kKeysOfLookup = 16;        // that share a page
+  static constexpr bool kHoldsQuery = kD <= 128 && kBlocks == 1;  // in registers
+  static constexpr int kKeysOfLookup = 16;                        // that share a page
   // fp16 has no exponents for small probabilities: they are held 2^14 times as large, below 2^15 with the slack.
   static constexpr float kShift = std::is_same_v<T, fp16> ? 14 : 0;
   static constexpr float kSlack = std::is_same_v<T, fp16> ? 1 : 8;  // how far a logit may lie above the maximum
@@ -61,25 +62,30 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens> {
   static constexpr int head = 0;
   uint32_t q[kHoldsQuery ? kD / 16 : 1][4], q_rows;  // q_rows: of q in shared memory
   int q_row;                                         // the one of them that this lane reads for ldmatrix
-  float out[kD / 16][4], scale;  // out: transposed; scale: of the products with q, in units of log 2
-  RunningSoftmax softmax;
+  float out[kBlocks][kD / 16][4], scale[kBlocks];    // transposed; of the products with q, in units of log 2
+  RunningSoftmax softmax[kBlocks];
 
   HOPWELL_DEVICE explicit MmaTile(const Params&) {}
   HOPWELL_DEVICE void prefetch_query(const Params&, const QueryVector&) {}  // it comes with the first tile
-  // q + u in two parts of 16 bits, by way of the partial result's memory: high parts as rows 0 to 7, low parts as rows
-  // 8 to 15. The largest |q + u| of a row is scaled to between 1 and 2, so that no type is left.
+  // q + u in two parts of 16 bits, by way of the partial result's memory: high parts as rows 0 to 7 (15 of two blocks),
+  // low parts as those that follow. The largest |q + u| of a row is scaled to between 1 and 2, so that no type is left.
   HOPWELL_DEVICE void begin_segment(const Params& p, const QueryVector& vector, Partial& partial, const Stage& stage) {
-    arch::cp_async_wait<kParts - 1>();
     const int lane = arch::lane_index(), chunk = lane % kChunks;
     auto* chunks = reinterpret_cast<arch::Words4*>(partial.values);
+    if constexpr (kBlocks == 1)
+      arch::cp_async_wait<kParts - 1>();
+    else
+      load_queries(p, vector, chunks);
     HOPWELL_NO_UNROLL
     for (int first = 0; first < p.schedule.queries; first += 32 / kChunks) {
       const int of_row = first + lane / kChunks;
       QueryVector other = vector;
-      other.query = arch::shuffle(vector.query, 4 * of_row), other.head = arch::shuffle(vector.head, 4 * of_row);
+      other.query = arch::shuffle(vector.query, 4 * of_row), other.head = head_of_row(vector, of_row);
       RawElements raw{};
       if (kCopiesQuery && p.query.aligned)
         raw.half[0] = stage.q[of_row * kChunks + chunk];  // its own copy
+      else if (kBlocks > 1 && p.query.aligned)
+        raw.half[0] = chunks[chunk_index(of_row + kRows, chunk)];  // its own
       else
         raw = load_q<T, 8>(p, other, 8 * chunk);
       float x[8], largest = 0;
@@ -94,42 +100,63 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens> {
       arch::Words4 high, low;
       HOPWELL_UNROLL
       for (int i = 0; i < 4; ++i) split(x[2 * i] * down, x[2 * i + 1] * down, high.w[i], low.w[i], T{});
-      chunks[chunk_index(of_row, chunk)] = high, chunks[chunk_index(of_row + 8, chunk)] = low;
+      chunks[chunk_index(of_row, chunk)] = high, chunks[chunk_index(of_row + kRows, chunk)] = low;
     }
     arch::syncwarp();
     q_rows = arch::shared_address(chunks);
     const int last = p.schedule.queries - 1;  // of the rows that there are; the others repeat it
-    q_row = smaller(lane % 8, last) + (lane & 8);
+    q_row = kBlocks == 1 ? smaller(lane % 8, last) + (lane & 8) : smaller(lane % 16, last);
     if constexpr (kHoldsQuery) {
       HOPWELL_UNROLL
-      for (int i = 0; i < kD / 16; ++i) load_query(i, q[i]);
+      for (int i = 0; i < kD / 16; ++i) load_query(i, q[i], lane);
     }
-    scale = partial.stats[smaller(row, last)].maximum;
+    HOPWELL_UNROLL
+    for (int b = 0; b < kBlocks; ++b) scale[b] = partial.stats[smaller(row + 8 * b, last)].maximum;
     arch::syncwarp();  // kept: nobody writes the partial result before many more steps of all lanes
     HOPWELL_UNROLL
-    for (int i = 0; i < kD / 16; ++i)
-      for (float& sum : out[i]) sum = 0;
-    softmax = {};
+    for (int b = 0; b < kBlocks; ++b) {
+      HOPWELL_UNROLL
+      for (int i = 0; i < kD / 16; ++i)
+        for (float& sum : out[b][i]) sum = 0;
+      softmax[b] = {};
+    }
   }
 
   // Computes a tile, if there is one, and lets its stage be filled again, part by part.
   template <class Refill>
   HOPWELL_DEVICE void step(const Params& p, const QueryVector& vector, int tile_key, Stage& stage, uint32_t address,
                            bool exists, const Refill& refill) {
-    float s[kKeys / 8][4], bias[kKeys / 8][2];
-    uint32_t pages = 0, weights[kKeys / 16][4];
+    float s[kKeys / 8][4], bias[kKeys / 8][2 * kBlocks];
+    uint32_t pages = 0, weights[kBlocks][kKeys / 16][4];
     HOPWELL_UNROLL
     for (int half = 0; half < kHalves; ++half) {
       if (exists) {
         arch::cp_async_wait<kParts - 1>();
         arch::syncwarp();  // the other lanes' copies are there
-        if (half == 0) pages = stage.pages[0], load_biases(p, vector, tile_key, stage, bias);
-        multiply(half, address, s);
-        arch::syncwarp();  // all have read what is copied to next
+        if constexpr (kBlocks == 1) {
+          if (half == 0) pages = stage.pages[0], load_biases(p, vector, tile_key, stage, bias);
+          multiply(half, address, s);
+        } else {
+          multiply_blocks(half, address, s);
+          if (half == kBiasPart) pages = stage.pages[0], load_biases(p, vector, tile_key, stage, bias);
+        }
+        arch::syncwarp();                  // all have read what is copied to next
+      } else if constexpr (kBlocks > 1) {  // values that nobody uses, which no register need keep until here
+        for (int t = half * kKeys / 8 / kHalves; t < (half + 1) * kKeys / 8 / kHalves; ++t)
+          for (float& x : s[t]) x = 0;
+        if (half == kBiasPart)
+          for (auto& of_keys : bias)
+            for (float& x : of_keys) x = 0;
       }
       refill(half);
     }
-    if (exists) softmax_tile(p, vector, tile_key, stage, pages, bias, s, weights);
+    if (exists) {
+      softmax_tile(p, vector, tile_key, stage, pages, bias, s, weights);
+    } else if constexpr (kBlocks > 1) {
+      for (auto& of_block : weights)
+        for (auto& of_keys : of_block)
+          for (uint32_t& x : of_keys) x = 0;
+    }
     HOPWELL_UNROLL
     for (int half = 0; half < kHalves; ++half) {
       if (exists) {
@@ -144,49 +171,85 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens> {
 
   HOPWELL_DEVICE void store_partial(const Params&, Partial& to) const {
     const int lane = arch::lane_index();
-    const float sum = tile::sum_of_quad(softmax.sum);
     HOPWELL_UNROLL
-    for (int i = 0; i < kD / 16; ++i)
-      for (int e = 0; e < 4; ++e) to.values[(2 * quad + e % 2) * kD + 16 * i + e / 2 * 8 + lane / 4] = out[i][e];
-    if (quad == 0) to.stats[row] = {softmax.maximum - kShift, sum};
+    for (int b = 0; b < kBlocks; ++b) {
+      const float sum = tile::sum_of_quad(softmax[b].sum);
+      HOPWELL_UNROLL
+      for (int i = 0; i < kD / 16; ++i)
+        for (int e = 0; e < 4; ++e)
+          to.values[(2 * quad + e % 2 + 8 * b) * kD + 16 * i + e / 2 * 8 + lane / 4] = out[b][i][e];
+      if (quad == 0) to.stats[row + 8 * b] = {softmax[b].maximum - kShift, sum};
+    }
   }
   static HOPWELL_DEVICE int pitch() { return kD; }
 
  private:
-  // The biases of keys 8 t + 2 quad + e.
-  HOPWELL_DEVICE void load_biases(const Params& p, const QueryVector& vector, int tile_key, const Stage& stage,
-                                  float (&bias)[kKeys / 8][2]) const {
-    if (!p.bias.exists()) return;
-    const auto* words = reinterpret_cast<const uint32_t*>(stage.bias[row]);
-    const bool full_words = p.bias.type == Float::fp32, aligned = p.bias.aligned;
-    const uintptr_t row_begin = full_words || aligned ? 0 : bias_row_of(p.bias, vector);
+  static HOPWELL_DEVICE int head_of_row(const QueryVector& vector, int of_row) {
+    if constexpr (kBlocks == 1) return arch::shuffle(vector.head, 4 * of_row);
+    return arch::shuffle(vector.head, 0) + of_row;  // q_len is 1
+  }
+  // Query vectors as they lie in memory, to where their low parts will be. All loads are under way together.
+  HOPWELL_DEVICE void load_queries(const Params& p, const QueryVector& vector, arch::Words4* chunks) const {
+    if (!p.query.aligned) return;
+    constexpr int kAtOnce = 32 / kChunks;  // rows
+    const int lane = arch::lane_index(), chunk = lane % kChunks;
+    RawElements raw[kRows / kAtOnce];
     HOPWELL_UNROLL
-    for (int t = 0; t < kKeys / 8; ++t) {
-      const int j = 8 * t + 2 * quad;
-      if (full_words) {
-        bias[t][0] = arch::bit_cast<float>(words[j]), bias[t][1] = arch::bit_cast<float>(words[j + 1]);
-      } else if (aligned) {
-        bias[t][0] = decode(words[j / 2] & 0xffff, p.bias.type), bias[t][1] = decode(words[j / 2] >> 16, p.bias.type);
-      } else {
-        for (int e = 0; e < 2; ++e) {
-          const int64_t column = p.bias.column_of(vector.position, tile_key + j + e);
-          bias[t][e] = decode_bias(p.bias, words[j + e], uint32_t(row_begin + uintptr_t(column) * 2) & 2);
+    for (int i = 0; i < kRows / kAtOnce; ++i) {
+      const int of_row = i * kAtOnce + lane / kChunks;
+      QueryVector other = vector;
+      other.head = head_of_row(vector, of_row);
+      if (of_row < p.schedule.queries) raw[i] = load_q<T, 8>(p, other, 8 * chunk);
+    }
+    HOPWELL_UNROLL
+    for (int i = 0; i < kRows / kAtOnce; ++i)
+      chunks[chunk_index(i * kAtOnce + lane / kChunks + kRows, chunk)] = raw[i].half[0];
+  }
+  // The biases of keys 8 t + 2 quad + e, of block b as bias[t][2 b + e].
+  HOPWELL_DEVICE void load_biases(const Params& p, const QueryVector& vector, int tile_key, const Stage& stage,
+                                  float (&bias)[kKeys / 8][2 * kBlocks]) const {
+    if (!p.bias.exists()) {
+      if constexpr (kBlocks > 1)  // as above
+        for (auto& of_keys : bias)
+          for (float& x : of_keys) x = 0;
+      return;
+    }
+    const bool full_words = p.bias.type == Float::fp32, aligned = p.bias.aligned;
+    HOPWELL_UNROLL
+    for (int b = 0; b < kBlocks; ++b) {
+      const auto* words = reinterpret_cast<const uint32_t*>(stage.bias[row + 8 * b]);
+      const uintptr_t row_begin = full_words || aligned ? 0 : bias_row_of(p.bias, vector_of(p, vector, b));
+      HOPWELL_UNROLL
+      for (int t = 0; t < kKeys / 8; ++t) {
+        const int j = 8 * t + 2 * quad;
+        float* of_block = &bias[t][2 * b];
+        if (full_words) {
+          of_block[0] = arch::bit_cast<float>(words[j]), of_block[1] = arch::bit_cast<float>(words[j + 1]);
+        } else if (aligned) {
+          of_block[0] = decode(words[j / 2] & 0xffff, p.bias.type);
+          of_block[1] = decode(words[j / 2] >> 16, p.bias.type);
+        } else {
+          for (int e = 0; e < 2; ++e) {
+            const int64_t column = p.bias.column_of(vector.position, tile_key + j + e);
+            of_block[e] = decode_bias(p.bias, words[j + e], uint32_t(row_begin + uintptr_t(column) * 2) & 2);
+          }
         }
       }
     }
   }
-  // Products to logits: s[t][e] of key 8 t + 2 quad + e. True if a bias of −inf hides a key from any lane's row.
+  // Products to logits: s[t][2 b + e] of key 8 t + 2 quad + e, block b. True if a bias of −inf hides a key from any
+  // lane's row.
   HOPWELL_DEVICE bool add_biases(const Params& p, const QueryVector& vector, int tile_key,
-                                 const float (&bias)[kKeys / 8][2], float (&s)[kKeys / 8][4]) const {
+                                 const float (&bias)[kKeys / 8][2 * kBlocks], float (&s)[kKeys / 8][4]) const {
     bool hidden = false;
     HOPWELL_UNROLL
     for (int t = 0; t < kKeys / 8; ++t)
-      for (int e = 0; e < 2; ++e) s[t][e] = (s[t][e] + s[t][2 + e]) * scale;
+      for (int e = 0; e < 2 * kBlocks; ++e) s[t][e] = (kBlocks == 1 ? s[t][e] + s[t][2 + e] : s[t][e]) * scale[e / 2];
     if (p.bias.exists()) {
       float lowest = INFINITY;
       HOPWELL_UNROLL
       for (int t = 0; t < kKeys / 8; ++t) {
-        for (int e = 0; e < 2; ++e) {
+        for (int e = 0; e < 2 * kBlocks; ++e) {
           lowest = fminf(lowest, bias[t][e]);
           s[t][e] += bias[t][e] * p.bias.log2_scale;
         }
@@ -195,14 +258,18 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens> {
       if (hidden) {
         HOPWELL_UNROLL
         for (int t = 0; t < kKeys / 8; ++t)
-          for (int e = 0; e < 2; ++e) s[t][e] = bias[t][e] == -INFINITY ? -INFINITY : s[t][e];
+          for (int e = 0; e < 2 * kBlocks; ++e) s[t][e] = bias[t][e] == -INFINITY ? -INFINITY : s[t][e];
       }
     }
     if (p.bias.alibi_slopes) {
-      const float slope = alibi_slope(p.bias, vector.head);
       HOPWELL_UNROLL
-      for (int t = 0; t < kKeys / 8; ++t)
-        for (int e = 0; e < 2; ++e) s[t][e] -= slope * float(vector.position - (tile_key + 8 * t + 2 * quad + e));
+      for (int b = 0; b < kBlocks; ++b) {
+        const float slope = alibi_slope(p.bias, vector_of(p, vector, b).head);
+        HOPWELL_UNROLL
+        for (int t = 0; t < kKeys / 8; ++t)
+          for (int e = 0; e < 2; ++e)
+            s[t][2 * b + e] -= slope * float(vector.position - (tile_key + 8 * t + 2 * quad + e));
+      }
     }
     return hidden;
   }
@@ -212,17 +279,19 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens> {
     HOPWELL_UNROLL
     for (int t = 0; t < kKeys / 8; ++t) {
       HOPWELL_UNROLL
-      for (int e = 0; e < 2; ++e) {
-        const int key = tile_key + 8 * t + 2 * quad + e;
+      for (int e = 0; e < 2 * kBlocks; ++e) {
+        const int key = tile_key + 8 * t + 2 * quad + e % 2;
         if (key < vector.visible.begin || key >= vector.visible.end || !(pages >> (t / 2) & 1)) s[t][e] = -INFINITY;
       }
     }
   }
 
-  // 16 dimensions of q, as mma takes them.
-  HOPWELL_DEVICE void load_query(int i, uint32_t (&fragment)[4]) const {
-    arch::ldmatrix(fragment, q_rows + uint32_t(16 * chunk_index(q_row, 2 * i, arch::lane_index() / 16)));
+  // 16 dimensions of q, as mma takes them; of two blocks the high parts or the low ones.
+  HOPWELL_DEVICE void load_query(int i, uint32_t (&fragment)[4], int lane, bool low = false) const {
+    const int rows_before = low ? kRows * kChunks : 0;
+    arch::ldmatrix(fragment, q_rows + uint32_t(16 * (rows_before + chunk_index(q_row, 2 * i, lane / 16))));
   }
+  static HOPWELL_DEVICE int opaque_lane() { return arch::lane_index(); }
   // S = q k^T for half of the keys, or all: s[t] for keys 8 t to 8 t + 7, high parts and low parts.
   HOPWELL_DEVICE void multiply(int half, uint32_t keys, float (&s)[kKeys / 8][4]) const {
     const int lane = arch::lane_index();
@@ -238,12 +307,35 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens> {
           mma(s[t], q[2 * i], b[0], b[1], T{}), mma(other, q[2 * i + 1], b[2], b[3], T{});
         } else {
           uint32_t of_q[4];
-          load_query(2 * i, of_q), mma(s[t], of_q, b[0], b[1], T{});
-          load_query(2 * i + 1, of_q), mma(other, of_q, b[2], b[3], T{});
+          load_query(2 * i, of_q, lane), mma(s[t], of_q, b[0], b[1], T{});
+          load_query(2 * i + 1, of_q, lane), mma(other, of_q, b[2], b[3], T{});
         }
       }
       for (int e = 0; e < 4; ++e) s[t][e] += other[e];
     }
+  }
+  // The same for two blocks: s[t] of both. Each fragment of q is loaded once for all keys of the half.
+  HOPWELL_DEVICE void multiply_blocks(int half, uint32_t keys, float (&s)[kKeys / 8][4]) const {
+    constexpr int kCount = kKeys / 8 / kHalves, kNextKey = kVllm ? 1 : kChunks;  // chunks to it
+    const int lane = opaque_lane(), begin = half * kCount;
+    constexpr int kSums = kCount < 4 ? 2 : 1;  // of a product, as the tensor cores take their time
+    float sums[kSums][kCount][4] = {};
+    HOPWELL_UNROLL
+    for (int i = 0; i < kD / 32; ++i) {
+      uint32_t q_high[2][4], q_low[2][4];
+      for (int j = 0; j < 2; ++j) load_query(2 * i + j, q_high[j], lane), load_query(2 * i + j, q_low[j], lane, true);
+      HOPWELL_UNROLL
+      for (int t = 0; t < kCount; ++t) {
+        uint32_t b[4];
+        arch::ldmatrix(b,
+                       keys + uint32_t(16 * (8 * (begin + t) * kNextKey + key_chunk_index(lane % 8, 4 * i, lane / 8))));
+        for (int j = 0; j < 2; ++j) mma(sums[0][t], q_high[j], b[2 * j], b[2 * j + 1], T{});
+        for (int j = 0; j < 2; ++j) mma(sums[kSums - 1][t], q_low[j], b[2 * j], b[2 * j + 1], T{});
+      }
+    }
+    HOPWELL_UNROLL
+    for (int t = 0; t < kCount; ++t)
+      for (int e = 0; e < 4; ++e) s[begin + t][e] = kSums == 1 ? sums[0][t][e] : sums[0][t][e] + sums[1][t][e];
   }
   // Whether this lane's row does not see keys of the tile whose values have been copied, for other rows or in whole
   // chunks.
@@ -253,52 +345,59 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens> {
   // Products to weights of the values, in high parts and low parts; the values that a weight of 0 does not remove are
   // wiped out.
   HOPWELL_DEVICE void softmax_tile(const Params& p, const QueryVector& vector, int tile_key, Stage& stage,
-                                   uint32_t pages, const float (&bias)[kKeys / 8][2], float (&s)[kKeys / 8][4],
-                                   uint32_t (&weights)[kKeys / 16][4]) {
+                                   uint32_t pages, const float (&bias)[kKeys / 8][2 * kBlocks],
+                                   float (&s)[kKeys / 8][4], uint32_t (&weights)[kBlocks][kKeys / 16][4]) {
     const bool hidden = add_biases(p, vector, tile_key, bias, s);
     mask(vector, tile_key, pages, s);
     if (hidden || ((kVllm || p.query.q_len > 1) && arch::ballot(shares_values(vector, tile_key)) != 0))
       clear_hidden_values(vector, tile_key, s, stage);
-    float maximum = -INFINITY;
     HOPWELL_UNROLL
-    for (int t = 0; t < kKeys / 8; ++t) maximum = fmaxf(maximum, fmaxf(s[t][0], s[t][1]));
-    maximum = tile::max_of_quad(maximum);
-    // The maximum that is subtracted follows the true one only when that is far above: seldom.
-    const float raised = maximum > softmax.maximum + kSlack ? maximum : softmax.maximum;
-    const bool higher = raised != softmax.maximum;
-    const float base = tile::finite_reference(raised) - kShift;
-    if (arch::ballot(higher) != 0) {
-      const float factor = higher ? arch::exp2_approx(softmax.maximum - raised) : 1;
-      softmax.maximum = raised, softmax.sum *= factor;
-      const float of_query[2] = {arch::shuffle(factor, 8 * quad), arch::shuffle(factor, 8 * quad + 4)};
+    for (int b = 0; b < kBlocks; ++b) {
+      float maximum = -INFINITY;
       HOPWELL_UNROLL
-      for (int i = 0; i < kD / 16; ++i)
-        for (int e = 0; e < 4; ++e) out[i][e] *= of_query[e % 2];
-    }
-    HOPWELL_UNROLL
-    for (int t = 0; t < kKeys / 8; ++t) {
-      const float x = arch::exp2_approx(s[t][0] - base), y = arch::exp2_approx(s[t][1] - base);
-      softmax.sum += x + y;
-      s[t][0] = x, s[t][1] = y;
-      split(x, y, weights[t / 2][t % 2], weights[t / 2][2 + t % 2], T{});
+      for (int t = 0; t < kKeys / 8; ++t) maximum = fmaxf(maximum, fmaxf(s[t][2 * b], s[t][2 * b + 1]));
+      maximum = tile::max_of_quad(maximum);
+      // The maximum that is subtracted follows the true one only when that is far above: seldom.
+      const float raised = maximum > softmax[b].maximum + kSlack ? maximum : softmax[b].maximum;
+      const bool higher = raised != softmax[b].maximum;
+      const float base = tile::finite_reference(raised) - kShift;
+      if (arch::ballot(higher) != 0) {
+        const float factor = higher ? arch::exp2_approx(softmax[b].maximum - raised) : 1;
+        softmax[b].maximum = raised, softmax[b].sum *= factor;
+        const float of_query[2] = {arch::shuffle(factor, 8 * quad), arch::shuffle(factor, 8 * quad + 4)};
+        HOPWELL_UNROLL
+        for (int i = 0; i < kD / 16; ++i)
+          for (int e = 0; e < 4; ++e) out[b][i][e] *= of_query[e % 2];
+      }
+      HOPWELL_UNROLL
+      for (int t = 0; t < kKeys / 8; ++t) {
+        const float x = arch::exp2_approx(s[t][2 * b] - base), y = arch::exp2_approx(s[t][2 * b + 1] - base);
+        softmax[b].sum += x + y;
+        s[t][2 * b] = x, s[t][2 * b + 1] = y;
+        split(x, y, weights[b][t / 2][t % 2], weights[b][t / 2][2 + t % 2], T{});
+      }
     }
   }
   // V^T P^T of a half, or all: of the keys, in layout vllm of the dimensions.
-  HOPWELL_DEVICE void accumulate(int half, uint32_t values, const uint32_t (&weights)[kKeys / 16][4]) {
-    constexpr int kSteps = kKeys / 16, kBlocks = kD / 16;
-    const int lane = arch::lane_index();
+  HOPWELL_DEVICE void accumulate(int half, uint32_t values, const uint32_t (&weights)[kBlocks][kKeys / 16][4]) {
+    constexpr int kSteps = kKeys / 16, kChunkPairs = kD / 16;
+    const int lane = kBlocks == 1 ? arch::lane_index() : opaque_lane();
     HOPWELL_UNROLL
     for (int t = kVllm ? 0 : half * kSteps / kHalves; t < (kVllm ? kSteps : (half + 1) * kSteps / kHalves); ++t) {
       HOPWELL_UNROLL
-      for (int i = kVllm ? half * kBlocks / 2 : 0; i < (kVllm ? (half + 1) * kBlocks / 2 : kBlocks); ++i) {
+      for (int i = kVllm ? half * kChunkPairs / 2 : 0; i < (kVllm ? (half + 1) * kChunkPairs / 2 : kChunkPairs); ++i) {
         uint32_t a[4];
         if constexpr (kVllm)
           arch::ldmatrix(a, values + uint32_t(16 * token_chunk_index(16 * i + lane % 16, 2 * t + lane / 16)));
-        else
+        else if constexpr (kBlocks == 1)
           arch::ldmatrix<arch::Transpose::yes>(
               a, values + uint32_t(16 * chunk_index(16 * t + lane / 16 * 8 + lane % 8, 2 * i, lane / 8 % 2)));
-        mma(out[i], a, weights[t][0], weights[t][1], T{});
-        mma(out[i], a, weights[t][2], weights[t][3], T{});
+        else  // the same, of which the compiler keeps less in registers
+          arch::ldmatrix<arch::Transpose::yes>(
+              a,
+              values + uint32_t(16 * (16 * t * kChunks + chunk_index(lane / 16 * 8 + lane % 8, 2 * i, lane / 8 % 2))));
+        for (int part = 0; part < 4; part += 2)
+          for (int b = 0; b < kBlocks; ++b) mma(out[b][i], a, weights[b][t][part], weights[b][t][part + 1], T{});
       }
     }
   }
@@ -316,15 +415,17 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens> {
   HOPWELL_DEVICE void clear_hidden_values(const QueryVector& vector, int tile_key, const float (&s)[kKeys / 8][4],
                                           Stage& stage) {
     const int lane = arch::lane_index();
-    uint32_t hidden = 0;  // bit 2 t + e for key 8 t + 2 quad + e, if its values have been copied
+    uint32_t hidden[kBlocks] = {};  // bit 2 t + e for key 8 t + 2 quad + e, if its values have been copied
     HOPWELL_UNROLL
     for (int t = 0; t < kKeys / 8; ++t)
-      for (int e = 0; e < 2; ++e)
-        hidden |= s[t][e] == -INFINITY && tile_key + 8 * t + 2 * quad + e < vector.end ? 1U << (2 * t + e) : 0;
-    uint32_t from_any = hidden;  // row
+      for (int e = 0; e < 2 * kBlocks; ++e)
+        hidden[e / 2] |=
+            s[t][e] == -INFINITY && tile_key + 8 * t + 2 * quad + e % 2 < vector.end ? 1U << (2 * t + e % 2) : 0;
+    uint32_t from_any = hidden[0];  // row
+    for (int b = 1; b < kBlocks; ++b) from_any |= hidden[b];
     HOPWELL_UNROLL
     for (int mask = 4; mask < 32; mask *= 2) from_any |= arch::shuffle_xor(from_any, mask);
-    uint32_t lost[2] = {};  // bit i: the infinite value of dimension 8 i + lane / 4 that query 2 quad + e sees
+    uint32_t lost[kBlocks][2] = {};  // bit i: the infinite value of dimension 8 i + lane / 4 that query 2 quad + e sees
     arch::cp_async_wait<kParts / 2>();
     arch::syncwarp();  // all values are there
     HOPWELL_NO_UNROLL
@@ -332,10 +433,12 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens> {
       HOPWELL_NO_UNROLL
       for (uint32_t left = arch::shuffle(from_any, owner); left != 0; left &= left - 1) {
         const int bit = int(arch::bfind(left & (0U - left))), key = bit / 2 * 8 + 2 * owner + bit % 2;
-        const uint32_t rows = arch::ballot(quad == owner && !(hidden >> bit & 1));  // that see it
+        uint32_t rows[kBlocks], any = 0;  // that see it
+        HOPWELL_UNROLL
+        for (int b = 0; b < kBlocks; ++b) any |= rows[b] = arch::ballot(quad == owner && !(hidden[b] >> bit & 1));
         const auto is_infinite = [&](int e) { return (value_of(stage, key, e) & kExponent) == kExponent; };
         uint32_t wiped = ~0U;  // bit i: this lane's dimension lane + 32 i
-        if (rows != 0) {
+        if (any != 0) {
           wiped = 0;
           HOPWELL_NO_UNROLL
           for (int i = 0; lane + 32 * i < kD; ++i) wiped |= is_infinite(lane + 32 * i) ? 1U << i : 0;
@@ -343,7 +446,9 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens> {
           uint32_t infinite = 0;
           HOPWELL_NO_UNROLL
           for (int i = 0; i < kD / 8; ++i) infinite |= is_infinite(8 * i + lane / 4) ? 1U << i : 0;
-          for (int e = 0; e < 2; ++e) lost[e] |= rows >> (4 * (2 * quad + e) + owner) & 1 ? infinite : 0;
+          HOPWELL_UNROLL
+          for (int b = 0; b < kBlocks; ++b)
+            for (int e = 0; e < 2; ++e) lost[b][e] |= rows[b] >> (4 * (2 * quad + e) + owner) & 1 ? infinite : 0;
         }
         arch::syncwarp();  // nobody reads what the others wipe out
         HOPWELL_NO_UNROLL
@@ -352,9 +457,12 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens> {
       }
     }
     HOPWELL_UNROLL
-    for (int i = 0; i < kD / 8; ++i)
-      for (int e = 0; e < 2; ++e)
-        if (lost[e] >> i & 1) out[i / 2][i % 2 * 2 + e] = NAN;
+    for (int b = 0; b < kBlocks; ++b) {
+      HOPWELL_UNROLL
+      for (int i = 0; i < kD / 8; ++i)
+        for (int e = 0; e < 2; ++e)
+          if (lost[b][e] >> i & 1) out[b][i / 2][i % 2 * 2 + e] = NAN;
+    }
   }
 };
 

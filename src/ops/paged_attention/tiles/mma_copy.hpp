@@ -11,14 +11,17 @@ namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
 
 // `kTokens` tells the layouts apart: 0 for rows, nhd and hnd; for vllm how many chunks of a dimension of V, of eight
 // tokens each, are copied side by side, so that a warp reads whole lines of memory: all of the tile where a block has
-// as many tokens, else two, the 16 tokens of a block, whose dimensions follow one another.
-template <class T, int kD, int kTokens>
+// as many tokens, else two, the 16 tokens of a block, whose dimensions follow one another. `kBlocks`: of 8 query vectors
+// each; a lane has one of each block.
+template <class T, int kD, int kTokens, int kBlocks = 1>
 struct MmaTileCopy {
   static constexpr int kLaneBytes = 0;  // tiles are the warp's
-  static constexpr int kRows = 8, kKeys = 4096 / kD, kChunks = kD / 8, kPages = kKeys / 16;
+  static constexpr int kRows = 8 * kBlocks, kKeys = 4096 / kD, kChunks = kD / 8, kPages = kKeys / 16;
   static constexpr bool kVllm = kTokens > 0;
   static constexpr int kStages = 1, kHalves = kPages > 1 ? 2 : 1, kParts = 2 * kHalves;  // of K and V; of a tile
-  static constexpr bool kCopiesQuery = kD <= 128;             // else there is no room for it in a stage
+  static constexpr bool kCopiesQuery = kD <= 128 && kBlocks == 1;  // else there is no room for it in a stage
+  // With which part biases come: with the last one of K where registers are few, as they are used after it.
+  static constexpr int kBiasPart = kBlocks == 1 ? 0 : kHalves - 1;
   static constexpr uint32_t kOffsetV = kKeys * kChunks * 16;  // in a stage
 
   struct Stage {
@@ -52,6 +55,14 @@ struct MmaTileCopy {
     return (group * kD + dimension) * kTokens + ((chunk - group * kTokens) ^ (dimension * kTokens / 8 & (kTokens - 1)));
   }
 
+  // The lane's query vector of a block, from that of the first. Where there are two q_len is 1, so that they differ in
+  // the head alone.
+  HOPWELL_DEVICE QueryVector vector_of(const Params& p, const QueryVector& first, int block) const {
+    QueryVector vector = first;
+    if (block > 0) vector.head += smaller(8 * block, p.schedule.queries - 1 - row);
+    return vector;
+  }
+
   HOPWELL_DEVICE CopySource copy_source(const Params& p, const QueryVector& vector) const {
     const int lane = arch::lane_index(), key = lane / kChunks, chunk = lane % kChunks;
     if constexpr (kVllm)
@@ -80,14 +91,26 @@ struct MmaTileCopy {
       else
         copy_rows(p, at, values ? p.cache.v_slot : p.cache.k_slot, i, seen, address + (values ? kOffsetV : 0));
     }
-    if (part > 0) return;
+    if (part != kBiasPart) return;
     if (kCopiesQuery && tile.begins_segment && p.query.aligned) copy_query(p, vector, to);
-    if (p.bias.exists()) copy_bias_of_row(p, source, tile.key, to);
+    if (p.bias.exists()) {
+      HOPWELL_UNROLL
+      for (int block = 0; block < kBlocks; ++block)
+        copy_bias_of_row(p, source_of(p, source, block), tile.key, to.bias[row + 8 * block]);
+    }
     const uint32_t pages = arch::ballot(tile.page >= 0);
     if (arch::lane_index() == 0) to.pages[0] = pages & ((1U << kPages) - 1);
   }
 
  private:
+  // Where the bias of a block comes from.
+  HOPWELL_DEVICE CopySource source_of(const Params& p, const CopySource& first, int block) const {
+    CopySource source = first;
+    source.vector = vector_of(p, first.vector, block);
+    const int64_t heads = source.vector.head - first.vector.head;
+    if (block > 0) source.bias += uintptr_t(heads * p.bias.strides[2]) * (p.bias.type == Float::fp32 ? 4 : 2);
+    return source;
+  }
   HOPWELL_DEVICE void copy_query(const Params& p, const QueryVector& vector, Stage& to) const {
     const int lane = arch::lane_index(), chunk = lane % kChunks;
     HOPWELL_NO_UNROLL
@@ -142,10 +165,11 @@ struct MmaTileCopy {
     }
   }
   // Whole chunks where the rows of the bias allow it, else a word for each key.
-  HOPWELL_DEVICE void copy_bias_of_row(const Params& p, const CopySource& source, int key, Stage& to) const {
+  HOPWELL_DEVICE void copy_bias_of_row(const Params& p, const CopySource& source, int key,
+                                       arch::Words4 (&to)[kKeys / 4]) const {
     const Keys& seen = source.vector.visible;
     if (!p.bias.aligned) {
-      auto* words = reinterpret_cast<uint32_t*>(to.bias[row]);
+      auto* words = reinterpret_cast<uint32_t*>(to);
       HOPWELL_NO_UNROLL
       for (int j = quad; j < kKeys; j += 4)
         copy_bias(p.bias, source, key + j, key + j >= seen.begin && key + j < seen.end, words + j);
@@ -158,7 +182,7 @@ struct MmaTileCopy {
       if (first >= kKeys) continue;
       const int bytes = larger(0, smaller((p.bias.extent - column) << shift, 16));
       arch::cp_async_of_line(
-          arch::shared_address(&to.bias[row][quad + 4 * i]),
+          arch::shared_address(&to[quad + 4 * i]),
           reinterpret_cast<const void*>(source.bias + uintptr_t(unsigned(bytes ? column << shift : 0))), bytes);
     }
   }
