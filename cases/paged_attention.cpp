@@ -302,6 +302,15 @@ void add_infinite(std::vector<Config>& all) {
                       .bias = BiasForm::kKey,
                       .hidden = true,
                       .partly = true});
+      if (dtype == DType::kFloat32) continue;
+      add("group_of_12_", {.name = {}, .lengths = {1, 6, 31, 33, 130}, .h_q = 24, .h_kv = 2, .d = 72});
+      add("hidden_group_of_11_", {.name = {},
+                                  .lengths = {3, 40, 67},
+                                  .h_q = 11,
+                                  .h_kv = 1,
+                                  .bias = BiasForm::kKey,
+                                  .hidden = true,
+                                  .partly = true});
     }
   }
   all.push_back({.name = "infinite_values_in_many_chunks", .lengths = {5000}, .scale = 1, .q_spread = 1000});
@@ -421,6 +430,42 @@ void add_groups(std::vector<Config>& all) {
       c.name = name + "_bf16_hidden";
       if (form != BiasForm::kKey) continue;
       c.dtype = DType::kBFloat16, c.hidden = true, c.q_len = 2, c.strided = false, c.extent = 40;
+      all.push_back(c);
+    }
+  }
+}
+
+// 9 to 16 query heads a KV head, in 16 bits, for which GPUs have kernels of their own.
+void add_large_groups(std::vector<Config>& all) {
+  const std::pair<std::int64_t, std::int64_t> heads[] = {{9, 1}, {10, 1}, {24, 2}, {32, 2}};
+  for (const auto& [layout_name, layout] : kLayouts) {
+    for (const auto& [h_q, h_kv] : heads) {
+      const std::string name = "large_group_" + std::string(layout_name) + "_h_q_" + std::to_string(h_q) + "_h_kv_" +
+                               std::to_string(h_kv) + "_";
+      Config c{.name = name + "bf16",
+               .dtype = DType::kBFloat16,
+               .layout = layout,
+               .lengths = {0, 1, 16, 40, 41, 130},
+               .h_q = h_q,
+               .h_kv = h_kv,
+               .bias = BiasForm::kKey,
+               .extent = 144,
+               .u = true};
+      all.push_back(c);
+      c.name = name + "bf16_hidden", c.hidden = true;
+      all.push_back(c);
+      c.name = name + "bf16_block_64_d_96_many_tiles", c.hidden = false, c.bias = BiasForm::kNone, c.u = false;
+      c.lengths = {700, 33}, c.block = 64, c.d = 96;
+      all.push_back(c);
+      c.name = name + "fp16_d_128_window", c.dtype = DType::kFloat16, c.d = 128, c.window = 37, c.block = 32;
+      c.lengths = {5, 64, 300}, c.bias = BiasForm::kDistance, c.bias_dtype = DType::kFloat32, c.extent = 33;
+      c.out_of_range = HOPWELL_OUT_OF_RANGE_CLAMP, c.alibi = true;
+      all.push_back(c);
+      c.name = name + "fp16_strided", c.d = 40, c.window = 0, c.block = 16, c.bias = BiasForm::kKey, c.bias_dtype = {};
+      c.out_of_range = HOPWELL_OUT_OF_RANGE_NEG_INF, c.extent = 280, c.strided = true, c.post_scale = true, c.u = true;
+      all.push_back(c);
+      c.name = name + "bf16_bad_pages_bias_fp32", c.dtype = DType::kBFloat16, c.strided = c.post_scale = false;
+      c.bias_dtype = DType::kFloat32, c.d = 64, c.pages = Pages::kBad, c.u = false;
       all.push_back(c);
     }
   }
@@ -570,6 +615,7 @@ Suite paged_attention() {
   add_infinite(all);
   add_sizes(all);
   add_groups(all);
+  add_large_groups(all);
   Suite suite{"paged_attention", {}, shapes(), bench, device_shapes()};
   for (const Config& c : all)
     suite.cases.push_back({.op = suite.op,

@@ -291,7 +291,8 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
     const int rows_before = low ? kRows * kChunks : 0;
     arch::ldmatrix(fragment, q_rows + uint32_t(16 * (rows_before + chunk_index(q_row, 2 * i, lane / 16))));
   }
-  static HOPWELL_DEVICE int opaque_lane() { return arch::lane_index(); }
+  // By a shuffle, so that the compiler finds addresses out in every step and keeps no registers for them.
+  static HOPWELL_DEVICE int lane_of_step() { return arch::shuffle(arch::lane_index(), arch::lane_index()); }
   // S = q k^T for half of the keys, or all: s[t] for keys 8 t to 8 t + 7, high parts and low parts.
   HOPWELL_DEVICE void multiply(int half, uint32_t keys, float (&s)[kKeys / 8][4]) const {
     const int lane = arch::lane_index();
@@ -317,7 +318,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
   // The same for two blocks: s[t] of both. Each fragment of q is loaded once for all keys of the half.
   HOPWELL_DEVICE void multiply_blocks(int half, uint32_t keys, float (&s)[kKeys / 8][4]) const {
     constexpr int kCount = kKeys / 8 / kHalves, kNextKey = kVllm ? 1 : kChunks;  // chunks to it
-    const int lane = opaque_lane(), begin = half * kCount;
+    const int lane = lane_of_step(), begin = half * kCount;
     constexpr int kSums = kCount < 4 ? 2 : 1;  // of a product, as the tensor cores take their time
     float sums[kSums][kCount][4] = {};
     HOPWELL_UNROLL
@@ -381,7 +382,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
   // V^T P^T of a half, or all: of the keys, in layout vllm of the dimensions.
   HOPWELL_DEVICE void accumulate(int half, uint32_t values, const uint32_t (&weights)[kBlocks][kKeys / 16][4]) {
     constexpr int kSteps = kKeys / 16, kChunkPairs = kD / 16;
-    const int lane = kBlocks == 1 ? arch::lane_index() : opaque_lane();
+    const int lane = kBlocks == 1 ? arch::lane_index() : lane_of_step();
     HOPWELL_UNROLL
     for (int t = kVllm ? 0 : half * kSteps / kHalves; t < (kVllm ? kSteps : (half + 1) * kSteps / kHalves); ++t) {
       HOPWELL_UNROLL
