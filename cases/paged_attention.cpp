@@ -437,9 +437,10 @@ void add_groups(std::vector<Config>& all) {
 
 // 9 to 16 query heads a KV head, in 16 bits, for which GPUs have kernels of their own.
 void add_large_groups(std::vector<Config>& all) {
-  const std::pair<std::int64_t, std::int64_t> heads[] = {{9, 1}, {10, 1}, {24, 2}, {32, 2}};
+  const std::pair<std::int64_t, std::int64_t> heads[] = {{9, 1}, {24, 2}, {32, 2}};
   for (const auto& [layout_name, layout] : kLayouts) {
     for (const auto& [h_q, h_kv] : heads) {
+      if (layout == HOPWELL_CACHE_HND && h_q != 24) continue;
       const std::string name = "large_group_" + std::string(layout_name) + "_h_q_" + std::to_string(h_q) + "_h_kv_" +
                                std::to_string(h_kv) + "_";
       Config c{.name = name + "bf16",
