@@ -1,7 +1,8 @@
 // paged_attention on GPUs: which warp tile runs which problems (plan.cpp decides on the kind).
 //
 //     layout     type, d           queries a KV head   a warp's lanes have         in
-//     nhd, hnd   16 bit            2 and more          fragments of mma            mma.hpp
+//     nhd, hnd   16 bit            2 and more          fragments of mma            mma.hpp, 8 a pass; 9 to 16 heads in
+//                                                                                  one pass where d ≤ 128
 //     vllm       16 bit, d ≤ 128   any                 fragments of mma            mma.hpp
 //     nhd, hnd   any other, or r   any, one a pass     rows of keys and values     key_major.hpp
 //     vllm       any other, or r   any, one a pass     columns of keys and values  dimension_major.hpp

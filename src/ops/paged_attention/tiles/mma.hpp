@@ -1,18 +1,21 @@
 // paged_attention on the tensor cores, for up to 8 query vectors that share a KV head: GQA groups, several query
-// tokens, and layout vllm, whose chunks are just what the fragments of mma are made of, for any number.
+// tokens, and layout vllm, whose chunks are just what the fragments of mma are made of, for any number. Groups of 9 to 16
+// heads have two blocks of 8, so that a pass over the keys is enough.
 //
 // Tile      of a warp: 4,096 / kD keys of one KV head, 8 KiB of K and 8 KiB of V, swizzled for ldmatrix
 // Products  mma m16n8k16. S = q K^T: 16 rows hold 8 query vectors twice, rows 0–7 the high part of an fp32 value, rows
 //           8–15 what rounding it to 16 bits has lost; the two results are added. out^T = V^T P^T: 16 dimensions by 8
 //           queries, high and low parts of P one after the other into the same sums. 8 rows or half of the products
 //           would be empty anyway, so this costs nothing, and leaves 16 bits of a bf16 product, 22 of an fp16 one. S
-//           comes out as P goes in
+//           comes out as P goes in. Two blocks: the 16 rows of S are 16 query vectors, high parts and low parts of q one
+//           after the other into the same sums; each fragment of K and of V serves both blocks
 // Timeline  K 0 ▓ │ copy K 0 │ K 1 ▓ │ copy K 1 │ softmax ▓▓ │ V 0 ▓ │ copy V 0 │ V 1 ▓ │ copy V 1 │ next tile: K 0 ▓ …
 //           three or four of the four parts are on their way at any time; kD 256: K ▓ │ copy K │ softmax ▓▓ │ V ▓ │ …
 // Budget    shared: 8 warps × (16,384 + 16 · kD of q + 4 · 8 · keys of bias + 16 + 2 partial results of 32 · kD) + 6.5
 //           KiB; registers: kD / 4 of the output, kD / 4 of q, ~150 others. kD 256: 6 warps; q stays in the partial
-//           result's memory, of which ldmatrix reads it again for every 8 keys
-// Bound     memory; the tensor cores are 2 % busy
+//           result's memory, of which ldmatrix reads it again for every 8 keys. Two blocks: q there too, read again for
+//           every half of the keys, partial results of 64 · kD; 7 warps, of kD 128 6; in a cluster's CTA 8 and 7
+// Bound     memory; the tensor cores are 2 % busy, with two blocks a third by count
 //
 // A lane's query vector is that of row lane / 4, as in the fragments.
 #pragma once
