@@ -329,6 +329,9 @@ void add_sizes(std::vector<Config>& all) {
                  .h_kv = 8,
                  .bias = BiasForm::kKey,
                  .extent = 300});
+  Config large_group = all.back();
+  large_group.name = "large_group_many_tiles_bf16", large_group.h_q = 72;
+  all.push_back(large_group);
   // One row block of all CTAs: with many of them the last one takes more partial results than a warp loads together.
   all.push_back({.name = "one_row_block_bf16", .dtype = DType::kBFloat16, .lengths = {700}, .h_kv = 4});
   all.push_back({.name = "one_row_block_vllm", .layout = HOPWELL_CACHE_VLLM, .lengths = {3000}, .h_q = 1, .h_kv = 1});

@@ -314,7 +314,7 @@ const Subject kSubjects[] = {
      "emu:sm80",
      cases::paged_attention,
      {"large_group_nhd_h_q_9_h_kv_1_bf16_hidden", "infinite_values_hidden_group_of_11_nhd_bf16",
-      "large_group_nhd_h_q_9_h_kv_1_bf16_block_64_d_96_many_tiles"},
+      "large_group_many_tiles_bf16"},
      8,
      6},
     {"paged_attention_mma_vllm",
