@@ -143,8 +143,9 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
           multiply_blocks(half, address, s);
           if (half == kBiasPart) pages = stage.pages[0], load_biases(p, vector, tile_key, stage, bias);
         }
-        arch::syncwarp();                  // all have read what is copied to next
-      } else if constexpr (kBlocks > 1) {  // values that nobody uses, which no register need keep until here
+        arch::syncwarp();  // all have read what is copied to next
+      } else if constexpr (kBlocks > 1) {
+        // Values that nobody uses: without them the compiler would keep registers for those of the step before.
         for (int t = half * kKeys / 8 / kHalves; t < (half + 1) * kKeys / 8 / kHalves; ++t)
           for (float& x : s[t]) x = 0;
         if (half == kBiasPart)
