@@ -303,9 +303,11 @@ void add_infinite(std::vector<Config>& all) {
                       .hidden = true,
                       .partly = true});
       if (dtype == DType::kFloat32) continue;
-      add("group_of_12_", {.name = {}, .lengths = {1, 6, 31, 33, 130}, .h_q = 24, .h_kv = 2, .d = 72});
+      add("group_of_12_",
+          {.name = {}, .lengths = {1, 6, 31, 33, 130}, .max_blocks = 6600, .h_q = 24, .h_kv = 2, .d = 72});
       add("hidden_group_of_11_", {.name = {},
                                   .lengths = {3, 40, 67},
+                                  .max_blocks = 22000,
                                   .h_q = 11,
                                   .h_kv = 1,
                                   .bias = BiasForm::kKey,
@@ -330,7 +332,7 @@ void add_sizes(std::vector<Config>& all) {
                  .bias = BiasForm::kKey,
                  .extent = 300});
   Config large_group = all.back();
-  large_group.name = "large_group_many_tiles_bf16", large_group.h_q = 72;
+  large_group.name = "large_group_many_tiles_bf16", large_group.h_q = 72, large_group.max_blocks = 2048;
   all.push_back(large_group);
   // One row block of all CTAs: with many of them the last one takes more partial results than a warp loads together.
   all.push_back({.name = "one_row_block_bf16", .dtype = DType::kBFloat16, .lengths = {700}, .h_kv = 4});
@@ -455,22 +457,27 @@ void add_large_groups(std::vector<Config>& all) {
                .bias = BiasForm::kKey,
                .extent = 144,
                .u = true};
-      all.push_back(c);
+      const auto add = [&all,
+                        &c] {  // with tables so long that a GPU has many tiles for each warp, as far as it can know
+        c.max_blocks = (std::int64_t{1} << 20) / (c.b() * c.h_kv * c.block);
+        all.push_back(c);
+      };
+      add();
       c.name = name + "bf16_hidden", c.hidden = true;
-      all.push_back(c);
+      add();
       c.name = name + "bf16_block_64_d_96_many_tiles", c.hidden = false, c.bias = BiasForm::kNone, c.u = false;
       c.lengths = {700, 33}, c.block = 64, c.d = 96;
-      all.push_back(c);
+      add();
       c.name = name + "fp16_d_128_window", c.dtype = DType::kFloat16, c.d = 128, c.window = 37, c.block = 32;
       c.lengths = {5, 64, 300}, c.bias = BiasForm::kDistance, c.bias_dtype = DType::kFloat32, c.extent = 33;
       c.out_of_range = HOPWELL_OUT_OF_RANGE_CLAMP, c.alibi = true;
-      all.push_back(c);
+      add();
       c.name = name + "fp16_strided", c.d = 40, c.window = 0, c.block = 16, c.bias = BiasForm::kKey, c.bias_dtype = {};
       c.out_of_range = HOPWELL_OUT_OF_RANGE_NEG_INF, c.extent = 280, c.strided = true, c.post_scale = true, c.u = true;
-      all.push_back(c);
+      add();
       c.name = name + "bf16_bad_pages_bias_fp32", c.dtype = DType::kBFloat16, c.strided = c.post_scale = false;
       c.bias_dtype = DType::kFloat32, c.d = 64, c.pages = Pages::kBad, c.u = false;
-      all.push_back(c);
+      add();
     }
   }
 }

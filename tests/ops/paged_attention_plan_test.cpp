@@ -69,8 +69,8 @@ std::vector<Call> calls() {
           {.lengths = std::vector<std::int32_t>(32, 4096)},  // whole row blocks
           {.lengths = std::vector<std::int32_t>(33, 4096), .h_kv = 4},
           {.lengths = skewed},
-          {.lengths = lengths(7, 8192), .h_kv = 2, .d = 128},             // mma
-          {.lengths = lengths(7, 8192), .h_q = 24, .h_kv = 2, .d = 128},  // of two blocks
+          {.lengths = lengths(7, 8192), .h_kv = 2, .d = 128},              // mma
+          {.lengths = lengths(20, 8192), .h_q = 24, .h_kv = 2, .d = 128},  // of two blocks
           {.lengths = lengths(64, 300), .q_len = 3, .h_q = 32, .h_kv = 4, .window = 100},
           {.lengths = lengths(65, 300), .layout = HOPWELL_CACHE_VLLM},
           {.lengths = lengths(700, 90), .h_q = 8, .h_kv = 8, .d = 192, .layout = HOPWELL_CACHE_VLLM},
@@ -190,11 +190,11 @@ TEST(PagedAttentionPlan, WorkspaceHasASlotForEachCta) {
   }
 }
 
-TEST(PagedAttentionPlan, GroupsOfNineToSixteenTakeOnePass) {
+TEST(PagedAttentionPlan, GroupsOfNineToSixteenTakeOnePassWhereWarpsHaveManyTiles) {
   const auto passes = [](std::int64_t group, std::int64_t d = 128, std::int64_t q_len = 1,
-                         hopwell_cache_layout layout = HOPWELL_CACHE_NHD) {
+                         hopwell_cache_layout layout = HOPWELL_CACHE_NHD, std::int64_t max_blocks = 1 << 15) {
     Call call{.lengths = {100}, .q_len = q_len, .h_q = 2 * group, .h_kv = 2, .d = d, .layout = layout};
-    const Problem problem = problem_of(call, 132);
+    const Problem problem = problem_of(call, 132, max_blocks);
     EXPECT_EQ(tile_kind(problem), TileKind::mma);
     const Params p = plan_split(problem, kShared);
     EXPECT_LE(p.schedule.queries, 8 * mma_blocks(problem));
@@ -202,10 +202,12 @@ TEST(PagedAttentionPlan, GroupsOfNineToSixteenTakeOnePass) {
   };
   for (const std::int64_t group : {2, 8, 9, 12, 16}) EXPECT_EQ(passes(group), 1) << group;
   EXPECT_EQ(passes(16, 40, 1, HOPWELL_CACHE_VLLM), 1);
-  // What takes more than one: larger groups, several query tokens, large rows.
+  // What takes more than one: larger groups, several query tokens, large rows, short tables: 132 · 8 · 12 tiles of 32 keys.
   EXPECT_EQ(passes(17), 3);
   EXPECT_EQ(passes(12, 128, 2), 3);
   EXPECT_EQ(passes(12, 136), 2);
+  EXPECT_EQ(passes(12, 128, 1, HOPWELL_CACHE_NHD, 12672), 1);
+  EXPECT_EQ(passes(12, 128, 1, HOPWELL_CACHE_NHD, 12671), 2);
 }
 
 TEST(PagedAttentionPlan, FewerWarpsWhereSharedMemoryIsSmall) {

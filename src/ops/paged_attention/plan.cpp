@@ -10,6 +10,7 @@ constexpr float kLog2E = 1.44269504088896F;
 constexpr std::int64_t kMaxKeys = std::int64_t{1} << 30;  // of a sequence: positions stay far from 2^31
 constexpr int kMaxHeads = 32;                             // of a row block: as many as a warp has lanes
 constexpr int kMinTile = 2;                               // keys
+constexpr int kTilesOfTwoBlocks = 12;                     // of a warp, at least
 
 // Keys of the longest sequence that there can be. Up to kLong it matters little that some SMs have no work, or less of
 // it than others; up to kShort few warps a CTA are enough.
@@ -52,8 +53,11 @@ bool can_join(const Problem& problem, int heads) {
          problem.v.head == problem.d && heads <= kMaxJoinedHeads && keys_of(shape, heads) >= kMinTile;
 }
 
+// Keys of a tile of kind mma.
+int mma_keys(const Problem& problem) { return problem.d <= 64 ? 64 : problem.d <= 128 ? 32 : 16; }
+
 // How the row blocks lie over the heads, at most `max_heads` in one, and the lanes over a row block.
-void plan_row_blocks(const Problem& problem, int max_heads, Params& p) {
+void plan_row_blocks(const Problem& problem, int max_heads, int mma_blocks, Params& p) {
   const int elements = to_int(16 / width_of(problem.q)), rows = p.query.group * p.query.q_len;
   Schedule& schedule = p.schedule;
   int lanes = 1, heads = 1, queries = 1, tile = 1;
@@ -68,8 +72,8 @@ void plan_row_blocks(const Problem& problem, int max_heads, Params& p) {
       tile = keys_of(key_major_shape(problem), heads);
       break;
     case TileKind::mma:
-      queries = std::min(8 * mma_blocks(problem), rows);
-      tile = p.query.d <= 64 ? 64 : p.query.d <= 128 ? 32 : 16;
+      queries = std::min(8 * mma_blocks, rows);
+      tile = mma_keys(problem);
   }
   schedule.lanes = lanes, schedule.heads = heads, schedule.queries = queries, schedule.tile = tile;
   schedule.pairs = heads * queries * p.query.half;
@@ -157,14 +161,14 @@ PrefetchLines prefetch_of(const Problem& problem) {
 }
 
 // All that both kernels are given, with at most `max_heads` KV heads in a row block.
-Params params_of(const Problem& problem, int max_heads) {
+Params params_of(const Problem& problem, int max_heads, int mma_blocks) {
   Params p{.query = query_of(problem),
            .cache = cache_of(problem),
            .bias = bias_of(problem),
            .schedule = {},
            .output = output_of(problem),
            .prefetch = prefetch_of(problem)};
-  plan_row_blocks(problem, max_heads, p);
+  plan_row_blocks(problem, max_heads, mma_blocks, p);
   return p;
 }
 
@@ -187,11 +191,13 @@ TileKind tile_kind(const Problem& problem) {
   return vllm ? TileKind::dimension_major : TileKind::key_major;
 }
 
-// A second pass over the keys takes them from L2 once more, which costs groups of 12 a tenth of their time (measured).
-// Two blocks of d > 128 would leave room for few warps.
+// Two blocks of d > 128 would leave room for few warps. Where warps have few tiles, the beginning and the end of a call
+// count, which twice the rows make longer.
 int mma_blocks(const Problem& problem) {
   const std::int64_t group = problem.h_q / problem.h_kv;
-  return problem.q_len == 1 && group > 8 && group <= 16 && problem.d <= 128 ? 2 : 1;
+  if (problem.q_len > 1 || group <= 8 || group > 16 || problem.d > 128) return 1;
+  const std::int64_t keys = problem.b * problem.h_kv * problem.max_blocks * problem.block;
+  return keys / mma_keys(problem) >= std::int64_t{kTilesOfTwoBlocks} * kMaxWarps * problem.device.sms ? 2 : 1;
 }
 
 // Rows that fill a power of two of lanes, an octet for each, are copied as they are read. Other rows lie packed in a
@@ -234,7 +240,7 @@ runtime::Support supports(const Problem& problem) {
 }
 
 Params plan_split(const Problem& problem, const SharedBytes& shared) {
-  Params p = params_of(problem, kMaxHeads);
+  Params p = params_of(problem, kMaxHeads, mma_blocks(problem));
   Schedule& schedule = p.schedule;
   int warps = kMaxWarps;
   while (shared.with(warps) > problem.device.shared_bytes) --warps;
@@ -248,14 +254,14 @@ Params plan_split(const Problem& problem, const SharedBytes& shared) {
 }
 
 std::size_t split_workspace_bytes(const Problem& problem) {
-  const Params p = params_of(problem, kMaxHeads);
+  const Params p = params_of(problem, kMaxHeads, mma_blocks(problem));
   return static_cast<std::size_t>(problem.device.sms * p.schedule.pieces) * kPieceBytes;
 }
 
 // The heads of a row block, and the largest clusters that all run at a time: so that most SMs have work, and of equal
 // plans the one that reads more heads together.
 ClusterPlan plan_clusters(const Problem& problem, ClustersThatFit clusters_that_fit) {
-  const Params single = params_of(problem, 1);
+  const Params single = params_of(problem, 1, 1);
   ClusterPlan best;
   for (int heads = 1; heads <= kMaxClusterHeads && (heads == 1 || can_join(problem, heads)); heads *= 2) {
     ClusterPlan plan{heads, single.query.b * single.schedule.row_blocks / heads};
@@ -286,7 +292,7 @@ runtime::Support supports_clusters(const Problem& problem, ClustersThatFit clust
 
 ClusterParams cluster_params(const Problem& problem, const ClusterPlan& plan, const SharedBytes& shared,
                              int keys_of_lookup) {
-  ClusterParams p{params_of(problem, plan.heads), {}, {}, 0, 0};
+  ClusterParams p{params_of(problem, plan.heads, 1), {}, {}, 0, 0};
   p.cluster = plan.size, p.slice = (p.schedule.pairs.value + plan.size - 1) / plan.size;
   // Where two CTAs fit on an SM the next launch's can come while this one runs.
   const bool two_fit = 2 * (shared.with(kShortWarps) + kCtaBytes) <= kSmBytes;

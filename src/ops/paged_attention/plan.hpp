@@ -14,7 +14,8 @@ namespace hopwell::ops::paged_attention {
 enum class TileKind { key_major, dimension_major, mma };
 TileKind tile_kind(const Problem& problem);
 
-// The blocks of 8 query vectors each that a tile of kind mma has: 1 or 2.
+// The blocks of 8 query vectors each that a tile of kind mma has in the split kernel: 1 or 2. In the cluster kernel, whose
+// calls are short, it has one.
 int mma_blocks(const Problem& problem);
 
 // The tiles of kind key_major: lanes that share a key's row, eighths of dimensions and keys that each of them has.

@@ -49,7 +49,7 @@ void start(const Problem& problem, Stream stream) {
 }
 
 void launch(const Problem& problem, Stream stream) {
-  if (problem.b > 0) with_tile(problem, [&]<class Tile>() { start<Tile>(problem, stream); });
+  if (problem.b > 0) with_tile<2>(problem, [&]<class Tile>() { start<Tile>(problem, stream); });
 }
 
 const runtime::Registration<Problem> backend{

@@ -13,8 +13,6 @@ static_assert(kClusterBytes<KeyMajorTile<bf16, 3, 4, false>>.with(kMaxWarps - 1)
 static_assert(kClusterBytes<KeyMajorTile<bf16, 5, 2, false>>.with(kMaxWarps) <= 227 * 1024);
 static_assert(kClusterBytes<KeyMajorTile<bf16, 1, 8, true>>.with(kMaxWarps) <= 227 * 1024);
 static_assert(kClusterBytes<MmaTile<bf16, 128, 0>>.with(kMaxWarps) <= 227 * 1024);
-static_assert(kClusterBytes<MmaTile<bf16, 64, 8, 2>>.with(kMaxWarps) <= 227 * 1024);
-static_assert(kClusterBytes<MmaTile<bf16, 128, 0, 2>>.with(kMaxWarps - 1) <= 227 * 1024);
 
 // The SMs lie in groups of 16 or so, and a cluster lies in one of them: of an H200's 132 SMs 66 clusters of 2 find
 // room, 39 of 3, 30 of 4, 22 of 5, 17 of 6, 15 of 7 or 8.
@@ -40,7 +38,7 @@ void start(const Problem& problem, Stream stream) {
 }
 
 void launch(const Problem& problem, Stream stream) {
-  if (problem.b > 0) with_tile(problem, [&]<class Tile>() { start<Tile>(problem, stream); });
+  if (problem.b > 0) with_tile<1>(problem, [&]<class Tile>() { start<Tile>(problem, stream); });
 }
 
 const runtime::Registration<Problem> backend{

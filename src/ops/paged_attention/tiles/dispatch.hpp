@@ -1,8 +1,8 @@
 // paged_attention on GPUs: which warp tile runs which problems (plan.cpp decides on the kind).
 //
 //     layout     type, d           queries a KV head   a warp's lanes have         in
-//     nhd, hnd   16 bit            2 and more          fragments of mma            mma.hpp, 8 a pass; 9 to 16 heads in
-//                                                                                  one pass where d ≤ 128
+//     nhd, hnd   16 bit            2 and more          fragments of mma            mma.hpp, 8 a pass; up to 16 heads
+//                                                                                  where plan.cpp's mma_blocks is 2
 //     vllm       16 bit, d ≤ 128   any                 fragments of mma            mma.hpp
 //     nhd, hnd   any other, or r   any, one a pass     rows of keys and values     key_major.hpp
 //     vllm       any other, or r   any, one a pass     columns of keys and values  dimension_major.hpp
@@ -23,9 +23,10 @@ void with_mma_tile_of_blocks(const Problem& problem, const Start& start) {
   if (problem.block % kKeys == 0) return start.template operator()<MmaTile<T, kD, kKeys / 8, kBlocks>>();
   start.template operator()<MmaTile<T, kD, 2, kBlocks>>();
 }
-template <class T, int kD, class Start>
+template <class T, int kD, int kMaxBlocks, class Start>
 void with_mma_tile(const Problem& problem, const Start& start) {
-  if (mma_blocks(problem) == 2) return with_mma_tile_of_blocks<T, kD, 2>(problem, start);
+  if constexpr (kMaxBlocks == 2)
+    if (mma_blocks(problem) == 2) return with_mma_tile_of_blocks<T, kD, 2>(problem, start);
   with_mma_tile_of_blocks<T, kD, 1>(problem, start);
 }
 template <class T, class Start>
@@ -42,23 +43,23 @@ void with_key_major_tile(const Problem& problem, const Start& start) {
   }
   start.template operator()<KeyMajorTile<T, 1, kMost, false>>();
 }
-template <class T, class Start>
+template <class T, int kMaxBlocks, class Start>
 void with_tile_of(const Problem& problem, const Start& start) {
   const TileKind kind = tile_kind(problem);
   if (kind == TileKind::dimension_major) return start.template operator()<DimensionMajorTile<T>>();
   if constexpr (sizeof(T) == 2) {
     if (kind == TileKind::mma)
-      return problem.d <= 64    ? with_mma_tile<T, 64>(problem, start)
-             : problem.d <= 128 ? with_mma_tile<T, 128>(problem, start)
+      return problem.d <= 64    ? with_mma_tile<T, 64, kMaxBlocks>(problem, start)
+             : problem.d <= 128 ? with_mma_tile<T, 128, kMaxBlocks>(problem, start)
                                 : start.template operator()<MmaTile<T, 256, 0>>();
   }
   with_key_major_tile<T>(problem, start);
 }
-template <class Start>
+template <int kMaxBlocks, class Start>  // of mma
 void with_tile(const Problem& problem, const Start& start) {
-  if (problem.q.dtype == DType::kFloat32) return with_tile_of<float>(problem, start);
-  if (problem.q.dtype == DType::kFloat16) return with_tile_of<fp16>(problem, start);
-  with_tile_of<bf16>(problem, start);
+  if (problem.q.dtype == DType::kFloat32) return with_tile_of<float, kMaxBlocks>(problem, start);
+  if (problem.q.dtype == DType::kFloat16) return with_tile_of<fp16, kMaxBlocks>(problem, start);
+  with_tile_of<bf16, kMaxBlocks>(problem, start);
 }
 
 }  // namespace hopwell::ops::paged_attention::HOPWELL_TARGET
