@@ -160,7 +160,41 @@ const std::vector<Refusals>& all_refusals() {
             "vllm_bf16_everything vllm_fp32_everything window_1000_hnd window_1000_vllm window_17_hnd "
             "window_17_vllm window_1_hnd window_1_vllm window_4_hnd window_4_vllm window_huge"},
            {"max_blocks * block must be at most 4096 for so few heads, or float32", "infinite_values_in_many_chunks"},
-           {"max_blocks * block must be at most 4096, and 16384 / b, for b above 1", "one_65536_among_512_bf16"},
+           {"max_blocks * block must be at most 4096, and 16384 / b, for b above 1",
+            "infinite_values_group_of_12_hnd_bf16 infinite_values_group_of_12_hnd_fp16 "
+            "infinite_values_group_of_12_nhd_bf16 infinite_values_group_of_12_nhd_fp16 "
+            "infinite_values_group_of_12_vllm_bf16 infinite_values_group_of_12_vllm_fp16 "
+            "infinite_values_hidden_group_of_11_hnd_bf16 infinite_values_hidden_group_of_11_hnd_fp16 "
+            "infinite_values_hidden_group_of_11_nhd_bf16 infinite_values_hidden_group_of_11_nhd_fp16 "
+            "infinite_values_hidden_group_of_11_vllm_bf16 infinite_values_hidden_group_of_11_vllm_fp16 "
+            "large_group_hnd_h_q_24_h_kv_2_bf16 large_group_hnd_h_q_24_h_kv_2_bf16_bad_pages_bias_fp32 "
+            "large_group_hnd_h_q_24_h_kv_2_bf16_block_64_d_96_many_tiles "
+            "large_group_hnd_h_q_24_h_kv_2_bf16_hidden large_group_hnd_h_q_24_h_kv_2_fp16_d_128_window "
+            "large_group_hnd_h_q_24_h_kv_2_fp16_strided large_group_many_tiles_bf16 "
+            "large_group_nhd_h_q_24_h_kv_2_bf16 large_group_nhd_h_q_24_h_kv_2_bf16_bad_pages_bias_fp32 "
+            "large_group_nhd_h_q_24_h_kv_2_bf16_block_64_d_96_many_tiles "
+            "large_group_nhd_h_q_24_h_kv_2_bf16_hidden large_group_nhd_h_q_24_h_kv_2_fp16_d_128_window "
+            "large_group_nhd_h_q_24_h_kv_2_fp16_strided large_group_nhd_h_q_32_h_kv_2_bf16 "
+            "large_group_nhd_h_q_32_h_kv_2_bf16_bad_pages_bias_fp32 "
+            "large_group_nhd_h_q_32_h_kv_2_bf16_block_64_d_96_many_tiles "
+            "large_group_nhd_h_q_32_h_kv_2_bf16_hidden large_group_nhd_h_q_32_h_kv_2_fp16_d_128_window "
+            "large_group_nhd_h_q_32_h_kv_2_fp16_strided large_group_nhd_h_q_9_h_kv_1_bf16 "
+            "large_group_nhd_h_q_9_h_kv_1_bf16_bad_pages_bias_fp32 "
+            "large_group_nhd_h_q_9_h_kv_1_bf16_block_64_d_96_many_tiles "
+            "large_group_nhd_h_q_9_h_kv_1_bf16_hidden large_group_nhd_h_q_9_h_kv_1_fp16_d_128_window "
+            "large_group_nhd_h_q_9_h_kv_1_fp16_strided large_group_vllm_h_q_24_h_kv_2_bf16 "
+            "large_group_vllm_h_q_24_h_kv_2_bf16_bad_pages_bias_fp32 "
+            "large_group_vllm_h_q_24_h_kv_2_bf16_block_64_d_96_many_tiles "
+            "large_group_vllm_h_q_24_h_kv_2_bf16_hidden large_group_vllm_h_q_24_h_kv_2_fp16_d_128_window "
+            "large_group_vllm_h_q_24_h_kv_2_fp16_strided large_group_vllm_h_q_32_h_kv_2_bf16 "
+            "large_group_vllm_h_q_32_h_kv_2_bf16_bad_pages_bias_fp32 "
+            "large_group_vllm_h_q_32_h_kv_2_bf16_block_64_d_96_many_tiles "
+            "large_group_vllm_h_q_32_h_kv_2_bf16_hidden large_group_vllm_h_q_32_h_kv_2_fp16_d_128_window "
+            "large_group_vllm_h_q_32_h_kv_2_fp16_strided large_group_vllm_h_q_9_h_kv_1_bf16 "
+            "large_group_vllm_h_q_9_h_kv_1_bf16_bad_pages_bias_fp32 "
+            "large_group_vllm_h_q_9_h_kv_1_bf16_block_64_d_96_many_tiles "
+            "large_group_vllm_h_q_9_h_kv_1_bf16_hidden large_group_vllm_h_q_9_h_kv_1_fp16_d_128_window "
+            "large_group_vllm_h_q_9_h_kv_1_fp16_strided one_65536_among_512_bf16"},
        }},
       {"sparse_mla_backward",
        "sm80",
