@@ -1,6 +1,6 @@
 // paged_attention on the tensor cores, for up to 8 query vectors that share a KV head: GQA groups, several query
 // tokens, and layout vllm, whose chunks are just what the fragments of mma are made of, for any number. Groups of 9 to 16
-// heads have two blocks of 8, so that a pass over the keys is enough.
+// heads may have two blocks of 8, so that a pass over the keys is enough (plan.cpp).
 //
 // Tile      of a warp: 4,096 / kD keys of one KV head, 8 KiB of K and 8 KiB of V, swizzled for ldmatrix
 // Products  mma m16n8k16. S = q K^T: 16 rows hold 8 query vectors twice, rows 0–7 the high part of an fp32 value, rows
@@ -14,7 +14,7 @@
 // Budget    shared: 8 warps × (16,384 + 16 · kD of q + 4 · 8 · keys of bias + 16 + 2 partial results of 32 · kD) + 6.5
 //           KiB; registers: kD / 4 of the output, kD / 4 of q, ~150 others. kD 256: 6 warps; q stays in the partial
 //           result's memory, of which ldmatrix reads it again for every 8 keys. Two blocks: q there too, read again for
-//           every half of the keys, partial results of 64 · kD; 7 warps, of kD 128 6; in a cluster's CTA 8 and 7
+//           every half of the keys, partial results of 64 · kD; 7 warps, of kD 128 6
 // Bound     memory; the tensor cores are 2 % busy, with two blocks a third by count
 //
 // A lane's query vector is that of row lane / 4, as in the fragments.
