@@ -18,7 +18,7 @@ namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
 // Calls start<Tile>() with the tile of the problem.
 template <class T, int kD, int kBlocks, class Start>
 void with_mma_tile_of_blocks(const Problem& problem, const Start& start) {
-  constexpr int kKeys = MmaTileCopy<T, kD, 0>::kKeys;
+  constexpr int kKeys = MmaTileCopy<T, kD, 0, kBlocks>::kKeys;
   if (problem.layout != HOPWELL_CACHE_VLLM) return start.template operator()<MmaTile<T, kD, 0, kBlocks>>();
   if (problem.block % kKeys == 0) return start.template operator()<MmaTile<T, kD, kKeys / 8, kBlocks>>();
   start.template operator()<MmaTile<T, kD, 2, kBlocks>>();

@@ -2,7 +2,8 @@
 // tokens, and layout vllm, whose chunks are just what the fragments of mma are made of, for any number. Groups of 9 to 16
 // heads may have two blocks of 8, so that a pass over the keys is enough (plan.cpp).
 //
-// Tile      of a warp: 4,096 / kD keys of one KV head, 8 KiB of K and 8 KiB of V, swizzled for ldmatrix
+// Tile      of a warp: 4,096 / kD keys of one KV head, 8 KiB of K and 8 KiB of V, swizzled for ldmatrix; of two blocks of
+//           kD 128 16 keys, half as much
 // Products  mma m16n8k16. S = q K^T: 16 rows hold 8 query vectors twice, rows 0–7 the high part of an fp32 value, rows
 //           8–15 what rounding it to 16 bits has lost; the two results are added. out^T = V^T P^T: 16 dimensions by 8
 //           queries, high and low parts of P one after the other into the same sums. 8 rows or half of the products
@@ -10,11 +11,11 @@
 //           comes out as P goes in. Two blocks: the 16 rows of S are 16 query vectors, high parts and low parts of q one
 //           after the other into the same sums; each fragment of K and of V serves both blocks
 // Timeline  K 0 ▓ │ copy K 0 │ K 1 ▓ │ copy K 1 │ softmax ▓▓ │ V 0 ▓ │ copy V 0 │ V 1 ▓ │ copy V 1 │ next tile: K 0 ▓ …
-//           three or four of the four parts are on their way at any time; kD 256: K ▓ │ copy K │ softmax ▓▓ │ V ▓ │ …
+//           three or four of the four parts are on their way at any time; 16 keys: K ▓ │ copy K │ softmax ▓▓ │ V ▓ │ …
 // Budget    shared: 8 warps × (16,384 + 16 · kD of q + 4 · 8 · keys of bias + 16 + 2 partial results of 32 · kD) + 6.5
 //           KiB; registers: kD / 4 of the output, kD / 4 of q, ~150 others. kD 256: 6 warps; q stays in the partial
 //           result's memory, of which ldmatrix reads it again for every 8 keys. Two blocks: q there too, read again for
-//           every half of the keys, partial results of 64 · kD; 7 warps, of kD 128 6
+//           every half of the keys, partial results of 64 · kD; 7 warps, of kD 128 8
 // Bound     memory; the tensor cores are 2 % busy, with two blocks a third by count
 //
 // A lane's query vector is that of row lane / 4, as in the fragments.
@@ -390,7 +391,8 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
     HOPWELL_UNROLL
     for (int t = kVllm ? 0 : half * kSteps / kHalves; t < (kVllm ? kSteps : (half + 1) * kSteps / kHalves); ++t) {
       HOPWELL_UNROLL
-      for (int i = kVllm ? half * kChunkPairs / 2 : 0; i < (kVllm ? (half + 1) * kChunkPairs / 2 : kChunkPairs); ++i) {
+      for (int i = kVllm ? half * kChunkPairs / kHalves : 0;
+           i < (kVllm ? (half + 1) * kChunkPairs / kHalves : kChunkPairs); ++i) {
         uint32_t a[4];
         if constexpr (kVllm)
           arch::ldmatrix(a, values + uint32_t(16 * token_chunk_index(16 * i + lane % 16, 2 * t + lane / 16)));

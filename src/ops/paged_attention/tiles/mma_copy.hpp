@@ -16,7 +16,9 @@ namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
 template <class T, int kD, int kTokens, int kBlocks = 1>
 struct MmaTileCopy {
   static constexpr int kLaneBytes = 0;  // tiles are the warp's
-  static constexpr int kRows = 8 * kBlocks, kKeys = 4096 / kD, kChunks = kD / 8, kPages = kKeys / 16;
+  // With two blocks of d 128 room for an eighth warp counts more than larger tiles.
+  static constexpr int kRows = 8 * kBlocks, kKeys = kBlocks == 2 && kD == 128 ? 16 : 4096 / kD, kChunks = kD / 8,
+                       kPages = kKeys / 16;
   static constexpr bool kVllm = kTokens > 0;
   static constexpr int kStages = 1, kHalves = kPages > 1 ? 2 : 1, kParts = 2 * kHalves;  // of K and V; of a tile
   static constexpr bool kCopiesQuery = kD <= 128 && kBlocks == 1;  // else there is no room for it in a stage
@@ -144,7 +146,7 @@ struct MmaTileCopy {
                              k + int64_t{2 * j} * p.cache.k_group, 8 * chunk < p.query.d ? size : 0);
     }
   }
-  // V in layout vllm, half of the dimensions. Of a chunk that begins with hidden tokens all is copied;
+  // V in layout vllm, half of the dimensions, or all. Of a chunk that begins with hidden tokens all is copied;
   // clear_hidden_values sees to them.
   static HOPWELL_DEVICE void copy_tokens(const Params& p, const CopySource& source, const KeyTile& tile, int begin,
                                          int half, uint32_t address) {
@@ -157,7 +159,7 @@ struct MmaTileCopy {
       const char* v =
           source.v + (bytes ? page : 0) * p.cache.v_page + int64_t{bytes ? key % p.cache.block : 0} * p.cache.v_slot;
       HOPWELL_UNROLL
-      for (int first = half * kD / 2; first < (half + 1) * kD / 2; first += 32 / kTokens) {
+      for (int first = half * kD / kHalves; first < (half + 1) * kD / kHalves; first += 32 / kTokens) {
         const int dimension = first + lane / kTokens;
         arch::cp_async_of_line(address + uint32_t(16 * token_chunk_index(dimension, chunk)),
                                v + int64_t{first} * p.cache.v_group, dimension < p.query.d ? bytes : 0);
