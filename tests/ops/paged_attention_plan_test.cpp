@@ -198,6 +198,7 @@ TEST(PagedAttentionPlan, GroupsOfNineToSixteenTakeOnePassWhereWarpsHaveManyTiles
     EXPECT_EQ(tile_kind(problem), TileKind::mma);
     const Params p = plan_split(problem, kShared);
     EXPECT_LE(p.schedule.queries, 8 * mma_blocks(problem));
+    EXPECT_EQ(p.schedule.tile, d <= 64 ? 64 : d > 128 || mma_blocks(problem) == 2 ? 16 : 32);
     return p.schedule.passes.value;
   };
   for (const std::int64_t group : {2, 8, 9, 12, 16}) EXPECT_EQ(passes(group), 1) << group;
@@ -208,6 +209,17 @@ TEST(PagedAttentionPlan, GroupsOfNineToSixteenTakeOnePassWhereWarpsHaveManyTiles
   EXPECT_EQ(passes(12, 136), 2);
   EXPECT_EQ(passes(12, 128, 1, HOPWELL_CACHE_NHD, 12672), 1);
   EXPECT_EQ(passes(12, 128, 1, HOPWELL_CACHE_NHD, 12671), 2);
+}
+
+// Tiles of mma reach other keys of a page by a distance of 31 bits, up or down.
+TEST(PagedAttentionPlan, KeysThatLieFarApartAreScattered) {
+  Call call{.lengths = {100}, .h_q = 4, .h_kv = 2, .d = 64};
+  Problem problem = problem_of(call, 132);
+  EXPECT_EQ(tile_kind(problem), TileKind::mma);
+  for (const std::int64_t slot : {std::int64_t{1} << 32, -(std::int64_t{1} << 32), -(std::int64_t{1} << 30) - 32}) {
+    problem.k.slot = slot;
+    EXPECT_EQ(tile_kind(problem), TileKind::key_major) << slot;
+  }
 }
 
 TEST(PagedAttentionPlan, FewerWarpsWhereSharedMemoryIsSmall) {

@@ -37,7 +37,7 @@ bool aligned(const View& view, std::size_t dimensions) {
 bool scattered(const Problem& problem) {
   const std::int64_t width = width_of(problem.q);
   const auto near = [&](const CacheStrides& at) {
-    return std::max(16 * at.slot, 32 * at.group_stride) * width < kMaxKeys;
+    return std::max(16 * std::abs(at.slot), 32 * std::abs(at.group_stride)) * width < kMaxKeys;
   };
   return problem.block % (16 / width) != 0 || !aligned(problem.k_cache, 3) || !aligned(problem.v_cache, 3) ||
          !near(problem.k) || !near(problem.v);
@@ -54,7 +54,9 @@ bool can_join(const Problem& problem, int heads) {
 }
 
 // Keys of a tile of kind mma.
-int mma_keys(const Problem& problem) { return problem.d <= 64 ? 64 : problem.d <= 128 ? 32 : 16; }
+int mma_keys(const Problem& problem, int blocks) {
+  return problem.d <= 64 ? 64 : problem.d <= 128 && blocks == 1 ? 32 : 16;
+}
 
 // How the row blocks lie over the heads, at most `max_heads` in one, and the lanes over a row block.
 void plan_row_blocks(const Problem& problem, int max_heads, int mma_blocks, Params& p) {
@@ -73,7 +75,7 @@ void plan_row_blocks(const Problem& problem, int max_heads, int mma_blocks, Para
       break;
     case TileKind::mma:
       queries = std::min(8 * mma_blocks, rows);
-      tile = mma_keys(problem);
+      tile = mma_keys(problem, mma_blocks);
   }
   schedule.lanes = lanes, schedule.heads = heads, schedule.queries = queries, schedule.tile = tile;
   schedule.pairs = heads * queries * p.query.half;
@@ -129,7 +131,8 @@ PositionBias bias_of(const Problem& problem) {
   p.r_aligned = aligned(problem.r, 2), p.v_aligned = aligned(problem.pos_bias_v, 1);
   const std::int64_t row_bytes = problem.r.stride[1] * width_of(problem.q);
   p.r_row_bytes = to_int(row_bytes);
-  p.r_direct = problem.r && (problem.r.dtype != problem.q.dtype || !aligned(problem.r, 2) || row_bytes >= kMaxKeys);
+  p.r_direct =
+      problem.r && (problem.r.dtype != problem.q.dtype || !aligned(problem.r, 2) || std::abs(row_bytes) >= kMaxKeys);
   p.log2_scale = problem.post_scale ? kLog2E : problem.scale * kLog2E;
   p.window = to_int(std::min(problem.window, kMaxKeys)), p.key_end = to_int(kMaxKeys);
   if ((problem.bias || problem.r) && problem.out_of_range == HOPWELL_OUT_OF_RANGE_NEG_INF) {
@@ -197,7 +200,7 @@ int mma_blocks(const Problem& problem) {
   const std::int64_t group = problem.h_q / problem.h_kv;
   if (problem.q_len > 1 || group <= 8 || group > 16 || problem.d > 128) return 1;
   const std::int64_t keys = problem.b * problem.h_kv * problem.max_blocks * problem.block;
-  return keys / mma_keys(problem) >= std::int64_t{kTilesOfTwoBlocks} * kMaxWarps * problem.device.sms ? 2 : 1;
+  return keys / mma_keys(problem, 1) >= std::int64_t{kTilesOfTwoBlocks} * kMaxWarps * problem.device.sms ? 2 : 1;
 }
 
 // Rows that fill a power of two of lanes, an octet for each, are copied as they are read. Other rows lie packed in a
