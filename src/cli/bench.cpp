@@ -27,7 +27,7 @@ Shape named_shape(const cases::Suite& suite, const std::string& name) {
   if (found != known.end()) return {found->first, found->second};
   std::vector<std::string> names;
   for (const auto& [known_name, settings] : known) names.push_back(known_name);
-  throw std::invalid_argument(suite.op + " has no shape '" + name + "'; shapes: " + joined(names));
+  throw UsageError(suite.op + " has no shape '" + name + "'; shapes: " + joined(names));
 }
 
 void change(Shape& shape, const std::string& op, const std::string& key, const std::string& value) {
@@ -35,7 +35,7 @@ void change(Shape& shape, const std::string& op, const std::string& key, const s
   if (at == shape.settings.end()) {
     std::vector<std::string> keys;
     for (const auto& [known_key, unused] : shape.settings) keys.push_back(known_key);
-    throw std::invalid_argument(op + " has no setting '" + key + "'; settings: " + joined(keys));
+    throw UsageError(op + " has no setting '" + key + "'; settings: " + joined(keys));
   }
   at->second = value;
   shape.name += " " + key + "=" + value;

@@ -138,7 +138,7 @@ int check(const CheckOptions& options) {
       }
     }
   }
-  if (records.empty()) throw std::invalid_argument(nothing_to_run(options));
+  if (records.empty()) throw UsageError(nothing_to_run(options));
   for (const std::string& message : messages) std::puts(message.c_str());
   std::fputs(table.text().c_str(), stdout);
   if (counts) std::printf("%s%s\n", model_table(records).text().c_str(), kModelUnits);

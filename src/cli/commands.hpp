@@ -2,10 +2,16 @@
 #pragma once
 
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 namespace hopwell::cli {
+
+// The command line names what there is not, or what does not go together.
+struct UsageError : std::invalid_argument {
+  using std::invalid_argument::invalid_argument;
+};
 
 int info();
 

@@ -1,4 +1,5 @@
 #include "describe.hpp"
+#include "commands.hpp"
 
 #include <CLI/CLI.hpp>
 #include <cctype>
@@ -272,7 +273,7 @@ std::string completion(const CLI::App& app, const std::string& shell) {
   if (shell == "bash") return bash(app);
   if (shell == "zsh") return zsh(app);
   if (shell == "fish") return fish(app);
-  throw std::invalid_argument("completion: SHELL must be one of " + joined(shells()) + "; got " + shell);
+  throw UsageError("completion: SHELL must be one of " + joined(shells()) + "; got " + shell);
 }
 
 std::string manual_page(const CLI::App& app, const std::string& version, const std::string& day) {

@@ -25,8 +25,8 @@ const cases::Case& case_named(const EmulateOptions& options) {
       names.push_back(c.name);
     }
   }
-  throw std::invalid_argument("emulate: no case '" + options.name + "' of " + options.op + " runs on " +
-                              options.backend + "; cases: " + joined(names));
+  throw UsageError("emulate: no case '" + options.name + "' of " + options.op + " runs on " + options.backend +
+                   "; cases: " + joined(names));
 }
 
 // When a file was written last; nothing if there is none.
@@ -42,8 +42,8 @@ Stamp stamp(const std::string& path) {
 int emulate(const EmulateOptions& options) {
   const std::vector<std::string> there_are = backends(options.op);
   if (std::find(there_are.begin(), there_are.end(), options.backend) == there_are.end())
-    throw std::invalid_argument("emulate: " + options.op + " has no kernel for " + options.backend +
-                                "; backends: " + joined(there_are));
+    throw UsageError("emulate: " + options.op + " has no kernel for " + options.backend +
+                     "; backends: " + joined(there_are));
   const cases::Case& c = case_named(options);
   setenv("HOPWELL_EMULATOR_SEED", std::to_string(options.seed).c_str(), 1);
   setenv(kVariable, ((options.backend == "emu:sm100" ? "b200:" : "h200:") + options.report).c_str(), 1);
@@ -53,7 +53,7 @@ int emulate(const EmulateOptions& options) {
   instance.call(options.backend.c_str(), nullptr);
   unsetenv(kVariable);
   if (stamp(options.report) == before)
-    throw std::invalid_argument("emulate: case '" + options.name + "' launches no kernel: there is nothing to report");
+    throw UsageError("emulate: case '" + options.name + "' launches no kernel: there is nothing to report");
   std::printf("%s %s on %s: %s\n", options.op.c_str(), options.name.c_str(), options.backend.c_str(),
               options.report.c_str());
   return 0;

@@ -192,6 +192,9 @@ int main(int argc, char** argv) {
     code = run(words_of(argc, argv));
   } catch (const std::bad_alloc&) {
     std::fputs("hopwell: out of memory\n", stderr);
+  } catch (const hopwell::cli::UsageError& error) {
+    std::fprintf(stderr, "hopwell: %s\n", error.what());
+    code = 2;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "hopwell: %s\n", error.what());
   }

@@ -1,4 +1,5 @@
 #include "model.hpp"
+#include "commands.hpp"
 
 #include <unistd.h>
 
@@ -20,8 +21,7 @@ constexpr std::array kUnits = {"tensor pipe",   "shared memory", "gather",      
 const char* chip_of(const std::string& backend) {
   if (backend == "emu:sm90") return "h200";
   if (backend == "emu:sm100") return "b200";
-  throw std::invalid_argument("check: --model needs --backend emu:sm90 or emu:sm100; got " +
-                              (backend.empty() ? "none" : backend));
+  throw UsageError("check: --model needs --backend emu:sm90 or emu:sm100; got " + (backend.empty() ? "none" : backend));
 }
 
 std::string empty_file() {

@@ -2,11 +2,13 @@
 
 #include <dlfcn.h>
 
-#include <algorithm>
+#include <charconv>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <deque>
 #include <mutex>
+#include <stdexcept>
 #include <string>
 
 #include "runtime/check.hpp"
@@ -176,8 +178,13 @@ Device host_device(const DLDevice& location) {
                 .cluster_sms = 132,
                 .shared_bytes = std::size_t{227} * 1024,
                 .l2_bytes = std::size_t{1} << 16};
-  if (const char* sms = std::getenv("HOPWELL_EMULATOR_SMS"))
-    device.sms = device.cluster_sms = std::max(1, std::atoi(sms));
+  if (const char* sms = std::getenv("HOPWELL_EMULATOR_SMS")) {
+    const char* end = sms + std::strlen(sms);
+    const auto [rest, error] = std::from_chars(sms, end, device.sms);
+    if (error != std::errc() || rest != end || device.sms < 1)
+      throw std::invalid_argument(std::string("HOPWELL_EMULATOR_SMS must be a number from 1 on; got ") + sms);
+    device.cluster_sms = device.sms;
+  }
   return device;
 }
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ import xml.etree.ElementTree
 from pathlib import Path
 
 import hopwell
+import numpy as np
 import pytest
 
 COMMAND = Path(sys.executable).with_name("hopwell")
@@ -115,7 +117,7 @@ def test_the_model_of_time_is_printed_and_recorded(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("backend", [(), ("--backend", "cpu")])
 def test_the_model_of_time_needs_a_chip(backend: tuple[str, ...]) -> None:
     result = run("check", "nvfp4_gemv", "--case", "basic", "--model", *backend)
-    assert result.returncode == 1
+    assert result.returncode == 2
     got = backend[-1] if backend else "none"
     assert result.stderr == f"hopwell: check: --model needs --backend emu:sm90 or emu:sm100; got {got}\n"
 
@@ -172,17 +174,17 @@ def test_a_page_shows_every_launch_of_a_case(tmp_path: Path) -> None:
             "nvfp4_gemv",
             "emu:sm100",
             "nothing",
-            1,
+            2,
             "emulate: no case 'nothing' of nvfp4_gemv runs on emu:sm100; cases: basic",
         ),
         (
             "paged_attention",
             "emu:sm100",
             "basic",
-            1,
+            2,
             "emulate: paged_attention has no kernel for emu:sm100; backends: cpu",
         ),
-        ("sparse_mla_forward", "emu:sm100", "no_queries", 1, "emulate: case 'no_queries' launches no kernel"),
+        ("sparse_mla_forward", "emu:sm100", "no_queries", 2, "emulate: case 'no_queries' launches no kernel"),
         ("nvfp4_gemv", "cpu", "basic", 2, "hopwell emulate: --backend: cpu not in {emu:sm80,emu:sm90,emu:sm100}"),
         ("nothing", "emu:sm100", "basic", 2, "hopwell emulate: OP: nothing not in {sparse_mla_forward"),
     ],
@@ -208,6 +210,28 @@ def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     assert (result.returncode, result.stdout) == (1, "")
     assert f"cannot write {place}: No space left on device" in result.stderr
     assert place.is_symlink()
+
+
+@EMULATED
+@pytest.mark.parametrize(
+    ("variable", "expected", "values"),
+    [
+        ("SMS", "a number from 1 on", ("abc", "0", "-3", "4x", "")),
+        ("SEED", "a number from 0 to 2^64 - 1", ("seven", "-1", "7.5", "")),
+        ("CHECKER", "on or off", ("Off", "0")),
+    ],
+)
+def test_what_the_emulator_reads_from_the_environment_is_checked(
+    variable: str, expected: str, values: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a call: the command sets seed and checker itself."""
+    row = np.ones((1, 64), np.float32)
+    for value in values:
+        monkeypatch.setenv(f"HOPWELL_EMULATOR_{variable}", value)
+        with pytest.raises(
+            RuntimeError, match=re.escape(f"HOPWELL_EMULATOR_{variable} must be {expected}; got {value}")
+        ):
+            hopwell.normalize_l1(row, backend="emu:sm80")
 
 
 @EMULATED

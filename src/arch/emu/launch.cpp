@@ -5,9 +5,11 @@
 
 #include <unistd.h>
 #include <algorithm>
+#include <charconv>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <mutex>
 #include <new>
 #include <optional>
@@ -256,10 +258,17 @@ namespace {
 Options options_of_environment() {
   Options options;
   if (const char* seed = std::getenv("HOPWELL_EMULATOR_SEED")) {
-    options.seed = std::strtoull(seed, nullptr, 10);
+    const char* end = seed + std::strlen(seed);
+    const auto [rest, error] = std::from_chars(seed, end, options.seed);
+    require(error == std::errc() && rest == end,
+            format("HOPWELL_EMULATOR_SEED must be a number from 0 to 2^64 - 1; got %s", seed));
     options.async = Async(options.seed % 3);
   }
-  if (const char* checker = std::getenv("HOPWELL_EMULATOR_CHECKER")) options.check = std::string_view(checker) != "off";
+  if (const char* checker = std::getenv("HOPWELL_EMULATOR_CHECKER")) {
+    const std::string_view text = checker;
+    require(text == "on" || text == "off", format("HOPWELL_EMULATOR_CHECKER must be on or off; got %s", checker));
+    options.check = text == "on";
+  }
   return options;
 }
 
