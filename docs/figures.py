@@ -41,7 +41,7 @@ def peers(operator: str) -> str:
     rows = records.peer_rows(operator)
     if not rows:
         return "No other package was timed beside it.\n"
-    record = records.read("peers")
+    name, record = records.peer_record(operator)
     with_shares = all("share" in row for row in rows)
     lines = []
     for row in rows:
@@ -64,7 +64,7 @@ def peers(operator: str) -> str:
     text += (
         f"\nTimed in turns on {records.provenance(record)}, with {', '.join(installed)}"
         + (f", by `{record['command']}`" if "command" in record else "")
-        + ". Record: `benchmarks/results/h200/peers.json`.\n"
+        + f". Record: `benchmarks/results/h200/{name}.json`.\n"
         f"[To repeat it](../comparisons.md): `python -m hopwell.bench {operator} --peers`.\n\n"
     )
     return text + folded("Beside other packages, in figures", table(head, lines))
@@ -83,7 +83,7 @@ def beside(arguments: str) -> str:
     keys = sorted({s_kv for of_heads in cells.values() for s_kv in of_heads})
     lines = [[f"{h_q} heads", *(of_heads.get(s_kv, "") for s_kv in keys)] for h_q, of_heads in cells.items()]
     text = table([f"share / {peer}'s / its time ÷ Hopwell's", *(f"s_kv {records.number(s)}" for s in keys)], lines)
-    return text + made_by(f"python -m hopwell.bench {operator} --peers", [records.read("peers")])
+    return text + made_by(f"python -m hopwell.bench {operator} --peers", [records.peer_record(operator)[1]])
 
 
 def all_peers(machine: str) -> str:

@@ -59,13 +59,13 @@ def readme_bars() -> list[tuple[str, float, float, float]]:
         if row["peer"] == "FlashInfer" and describe_decode(row)
     ]
     bars += [
-        plot.bar(row, f"lightning_indexer, {queries(row)} · cuDNN front end, H100")
-        for row in records.peer_rows("lightning_indexer", "h100")
+        plot.bar(row, f"lightning_indexer, {queries(row)} · cuDNN front end")
+        for row in records.peer_rows("lightning_indexer")
         if row["peer"] == "cuDNN front end"
     ]
     bars += [
-        plot.bar(row, "lightning_indexer_backward · cuDNN front end, H100")
-        for row in records.peer_rows("lightning_indexer_backward", "h100")
+        plot.bar(row, "lightning_indexer_backward · cuDNN front end")
+        for row in records.peer_rows("lightning_indexer_backward")
         if row["peer"] == "cuDNN front end"
     ]
     linear = [row for row in records.peer_rows("nvfp4_linear") if row["peer"].startswith("torch")]
@@ -116,7 +116,7 @@ def readme_picture() -> str:
     axes = below.subplots()
     plot.ratios(axes, readme_bars())
     axes.set_title("Decode, indexer and 4-bit weights", loc="left")
-    made = [records.provenance(records.read(f"../{machine}/peers")) for machine in MACHINES]
+    made = [records.provenance(record) for machine in MACHINES for record in records.peer_records(machine)]
     below.supxlabel("Timed in turns on " + ";\n".join(made), fontsize=8)
     return plot.svg(figure)
 
@@ -141,7 +141,7 @@ def operator_picture(operator: str) -> str:
 def draw_all(folder: Path) -> None:
     """Writes each operator's picture to the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    for operator in sorted({row["operator"] for row in records.read("peers")["results"]}):
+    for operator in sorted({row["operator"] for record in records.peer_records("h200") for row in record["results"]}):
         (folder / f"{operator}.svg").write_text(operator_picture(operator))
 
 

@@ -59,6 +59,13 @@ def peer_records(machine: str) -> list[Record]:
     return [read(f"../{machine}/{path.stem}") for path in sorted((FOLDER.parent / machine).glob("peers*.json"))]
 
 
+def peer_record(operator: str) -> tuple[str, Record]:
+    """The name and the record in which an operator stands beside other packages on the H200."""
+    names = [path.stem for path in sorted(FOLDER.glob("peers*.json"))]
+    (name,) = (name for name in names if any(row["operator"] == operator for row in read(name)["results"]))
+    return name, read(name)
+
+
 def peer_rows(operator: str, machine: str = "h200") -> list[Row]:
     """What was measured of an operator beside other packages; without those that did not run."""
     rows = (row for record in peer_records(machine) for row in record["results"])
@@ -69,7 +76,7 @@ def peers_that_failed(operator: str) -> dict[str, str]:
     """The packages that did not run beside an operator, with the reason."""
     return {
         row["peer"]: row[verdict]
-        for row in read("peers")["results"]
+        for row in peer_record(operator)[1]["results"]
         for verdict in ("missing", "failed", "disagrees")
         if row["operator"] == operator and verdict in row
     }
