@@ -457,8 +457,8 @@ void add_large_groups(std::vector<Config>& all) {
                .bias = BiasForm::kKey,
                .extent = 144,
                .u = true};
-      const auto add = [&all,
-                        &c] {  // with tables so long that a GPU has many tiles for each warp, as far as it can know
+      // Tables so long that a GPU has many tiles for each warp, as far as it can know.
+      const auto add = [&all, &c] {
         c.max_blocks = (std::int64_t{1} << 20) / (c.b() * c.h_kv * c.block);
         all.push_back(c);
       };

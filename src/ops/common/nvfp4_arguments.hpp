@@ -91,7 +91,8 @@ inline View check_one_float(Checker& check, std::string_view name, const DLTenso
   return view;
 }
 
-// A global in device memory is data, read there; as a number, which is `unset` where the caller gave none, it is an argument.
+// A global in device memory is data, read there; as a number, which is `unset` where the caller gave none, it is an
+// argument.
 inline Global check_global(Checker& check, std::string_view name, const DLTensor* tensor, std::string_view value_name,
                            float value, float unset) {
   if (tensor == nullptr) {

@@ -38,8 +38,8 @@ struct RowIndices {
 };
 
 /// A warp starts copying a tile: row i is data + index · stride (elements), kColumns / 64 panels from `destination`
-/// on. data and stride are multiples of 16 bytes, and all rows lie within 64 GiB after the first. `kTogether`, a divisor of 16: so many
-/// times four rows are on their way between two looks at the loop; more is faster and takes registers.
+/// on. data and stride are multiples of 16 bytes, and all rows lie within 64 GiB after the first. `kTogether`, a divisor
+/// of 16: so many times four rows are on their way between two looks at the loop; more is faster and takes registers.
 template <int kColumns, int kTogether = 1>
 HOPWELL_DEVICE void gather_rows(uint32_t destination, const arch::bf16* data, int64_t stride, RowIndices indices) {
   constexpr uint32_t kNone = 0xffffffff;

@@ -16,7 +16,7 @@
 //           KiB; registers: kD / 4 of the output, kD / 4 of q, ~150 others. kD 256: 6 warps; q stays in the partial
 //           result's memory, of which ldmatrix reads it again for every 8 keys. Two blocks: q there too, read again for
 //           every half of the keys, partial results of 64 · kD; 7 warps, of kD 128 8
-// Bound     memory; the tensor cores are 2 % busy, with two blocks a third by count
+// Bound     memory, and with two blocks instructions; the tensor cores are 2 % busy with one
 //
 // A lane's query vector is that of row lane / 4, as in the fragments.
 #pragma once
