@@ -1,0 +1,238 @@
+#include "tile/cpu/product.hpp"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "tile/cpu/product.cpp"
+#include <hwy/foreach_target.h>
+//
+#include <hwy/highway.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "tile/cpu/parallel.hpp"
+
+#ifndef HOPWELL_TILE_CPU_PRODUCT_CPP_
+#define HOPWELL_TILE_CPU_PRODUCT_CPP_
+namespace hopwell::cpu {
+
+// An element's sum: fused multiply-adds in ascending order of k, kDepth of them from zero; such partial sums are added
+// in their order. Nothing else is free for a shape to change, so how the rest is cut is a matter of speed alone.
+constexpr std::int64_t kDepth = 640;
+constexpr std::int64_t kPanelColumns = 48;  // at most: three vectors of 16
+
+// Where the broadcast side's element [row, k] is: row * row_stride + k * step, one of which is 1.
+struct Rows {
+  const float* at;
+  std::int64_t row_stride, step;
+};
+
+}  // namespace hopwell::cpu
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace hopwell::cpu::HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+template <int kLanes>
+using Floats = hn::CappedTag<float, kLanes>;
+
+// A tile's sums fill most registers: of 32 of them 24, of 16 of them 12.
+constexpr int kTileRows = HWY_ARCH_X86 && HWY_TARGET > HWY_AVX3 ? 4 : 8;
+
+// tile[kRows, kVectors vectors] = rows of a times columns of b.
+template <int kRows, int kVectors, bool kAdjacent, class D, std::size_t... i>
+HWY_INLINE void SumTile(D d, const float* a, std::int64_t lda, const float* b, std::int64_t ldb, std::int64_t k,
+                        float* tile, std::int64_t stride, std::index_sequence<i...> /*all*/) {
+  constexpr auto lanes = static_cast<std::int64_t>(hn::MaxLanes(d));
+  hn::Vec<D> sums[] = {((void)i, hn::Zero(d))...};
+  const float* rows[kRows];
+  for (int r = 0; r < kRows; ++r) rows[r] = a + r * lda;
+  for (std::int64_t step = 0; step < k; ++step, b += ldb) {
+    hn::Vec<D> x[kVectors];
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) x[v] = hn::LoadU(d, b + v * lanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const auto y = hn::Set(d, kAdjacent ? a[r] : rows[r][step]);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) sums[r * kVectors + v] = hn::MulAdd(y, x[v], sums[r * kVectors + v]);
+    }
+    if (kAdjacent) a += lda;
+  }
+  (hn::StoreU(sums[i], d, tile + i / kVectors * stride + i % kVectors * lanes), ...);
+}
+
+template <int kRows, int kVectors, class D>
+HWY_INLINE void SumTile(D d, const Rows& a, const float* b, std::int64_t ldb, std::int64_t k, float* tile,
+                        std::int64_t stride) {
+  constexpr auto all = std::make_index_sequence<kRows * kVectors>();
+  if (a.step == 1)
+    SumTile<kRows, kVectors, false>(d, a.at, a.row_stride, b, ldb, k, tile, stride, all);
+  else
+    SumTile<kRows, kVectors, true>(d, a.at, a.step, b, ldb, k, tile, stride, all);
+}
+
+template <int kRows, class D>
+HWY_INLINE void SumTile(D d, std::int64_t vectors, const Rows& a, const float* b, std::int64_t ldb, std::int64_t k,
+                        float* tile, std::int64_t stride) {
+  if (vectors == 1) SumTile<kRows, 1>(d, a, b, ldb, k, tile, stride);
+  if (vectors == 2) SumTile<kRows, 2>(d, a, b, ldb, k, tile, stride);
+  if (vectors == 3) SumTile<kRows, 3>(d, a, b, ldb, k, tile, stride);
+}
+
+// Sums of as many of `rows` rows as one tile has; returns how many.
+template <class D>
+HWY_INLINE std::int64_t SumTile(D d, std::int64_t rows, std::int64_t vectors, const Rows& a, const float* b,
+                                std::int64_t ldb, std::int64_t k, float* tile, std::int64_t stride) {
+  if (rows >= kTileRows) return SumTile<kTileRows>(d, vectors, a, b, ldb, k, tile, stride), kTileRows;
+  if (rows >= 4) return SumTile<4>(d, vectors, a, b, ldb, k, tile, stride), 4;
+  if (rows >= 2) return SumTile<2>(d, vectors, a, b, ldb, k, tile, stride), 2;
+  return SumTile<1>(d, vectors, a, b, ldb, k, tile, stride), 1;
+}
+
+// A tile to rows of C, or to columns.
+void WriteRows(const float* tile, std::int64_t rows, std::int64_t stride, std::int64_t width, bool add, float* c,
+               std::int64_t ldc) {
+  for (std::int64_t r = 0; r < rows; ++r, tile += stride, c += ldc)
+    for (std::int64_t j = 0; j < width; ++j) c[j] = add ? c[j] + tile[j] : tile[j];
+}
+template <class D>
+HWY_INLINE void WriteColumns(D d, const float* tile, std::int64_t rows, std::int64_t stride, std::int64_t width,
+                             bool add, float* c, std::int64_t ldc) {
+  constexpr auto lanes = static_cast<std::int64_t>(hn::MaxLanes(d));
+  const Floats<4> d4;
+  HWY_ALIGN float turned[4 * kPanelColumns];
+  std::int64_t r = 0;
+  for (; r + 4 <= rows; r += 4, tile += 4 * stride, c += 4) {
+    for (std::int64_t j = 0; j < width; j += lanes)
+      hn::StoreInterleaved4(hn::LoadU(d, tile + j), hn::LoadU(d, tile + stride + j), hn::LoadU(d, tile + 2 * stride + j),
+                            hn::LoadU(d, tile + 3 * stride + j), d, turned + 4 * j);
+    for (std::int64_t j = 0; j < width; ++j) {
+      const auto x = hn::LoadU(d4, turned + 4 * j);
+      hn::StoreU(add ? hn::Add(hn::LoadU(d4, c + j * ldc), x) : x, d4, c + j * ldc);
+    }
+  }
+  for (; r < rows; ++r, tile += stride, ++c)
+    for (std::int64_t j = 0; j < width; ++j) c[j * ldc] = add ? c[j * ldc] + tile[j] : tile[j];
+}
+
+// panel[k, stride] = b[k, width], and zeros beside it.
+void PackRows(const float* b, std::int64_t ldb, std::int64_t k, std::int64_t width, float* panel, std::int64_t stride) {
+  for (std::int64_t i = 0; i < k; ++i, b += ldb, panel += stride) {
+    std::copy_n(b, width, panel);
+    std::fill(panel + width, panel + stride, 0.0F);
+  }
+}
+// panel[k, stride] = b[width, k]^T, and its last column again beside it.
+void PackColumns(const float* b, std::int64_t ldb, std::int64_t k, std::int64_t width, float* panel,
+                 std::int64_t stride) {
+  const Floats<16> d;
+  const Floats<4> d4;
+  constexpr auto lanes = static_cast<std::int64_t>(hn::MaxLanes(d));
+  HWY_ALIGN float turned[4 * 16];
+  const std::int64_t whole = k / lanes * lanes;
+  for (std::int64_t j = 0; j < stride; j += 4) {
+    const auto row = [&](std::int64_t r) { return b + std::min(j + r, width - 1) * ldb; };
+    const float *r0 = row(0), *r1 = row(1), *r2 = row(2), *r3 = row(3);
+    for (std::int64_t i = 0; i < whole; i += lanes) {
+      hn::StoreInterleaved4(hn::LoadU(d, r0 + i), hn::LoadU(d, r1 + i), hn::LoadU(d, r2 + i), hn::LoadU(d, r3 + i), d,
+                            turned);
+      for (std::int64_t l = 0; l < lanes; ++l)
+        hn::StoreU(hn::LoadU(d4, turned + 4 * l), d4, panel + (i + l) * stride + j);
+    }
+    for (std::int64_t i = whole; i < k; ++i) {
+      float* to = panel + i * stride + j;
+      to[0] = r0[i], to[1] = r1[i], to[2] = r2[i], to[3] = r3[i];
+    }
+  }
+}
+
+// C[rows, columns] (+)= A . b[k, columns], a panel of three vectors of columns at a time; or, if kTurned,
+// C[columns, rows] (+)= b[columns, k] . A^T.
+template <bool kTurned, class D>
+HWY_INLINE void Multiply(D d, const Rows& a, std::int64_t rows, const float* b, std::int64_t ldb, std::int64_t columns,
+                         std::int64_t k, bool add, float* c, std::int64_t ldc, float* panel) {
+  constexpr auto lanes = static_cast<std::int64_t>(hn::MaxLanes(d));
+  HWY_ALIGN float tile[kTileRows * kPanelColumns];
+  for (std::int64_t j = 0; j < columns; j += 3 * lanes) {
+    const std::int64_t width = std::min(3 * lanes, columns - j), vectors = (width + lanes - 1) / lanes;
+    const std::int64_t stride = vectors * lanes;
+    const float* x = panel;
+    std::int64_t ldx = stride;
+    if (kTurned)
+      PackColumns(b + j * ldb, ldb, k, width, panel, stride);
+    else if (rows > kTileRows || width < stride)
+      PackRows(b + j, ldb, k, width, panel, stride);
+    else
+      x = b + j, ldx = ldb;  // read once or twice, as it is
+    for (std::int64_t i = 0, count = 0; i < rows; i += count) {
+      const Rows from{a.at + i * a.row_stride, a.row_stride, a.step};
+      if (!kTurned && !add && width == stride) {
+        count = SumTile(d, rows - i, vectors, from, x, ldx, k, c + i * ldc + j, ldc);
+        continue;
+      }
+      count = SumTile(d, rows - i, vectors, from, x, ldx, k, tile, stride);
+      if (kTurned)
+        WriteColumns(d, tile, count, stride, width, add, c + j * ldc + i, ldc);
+      else
+        WriteRows(tile, count, stride, width, add, c + i * ldc + j, ldc);
+    }
+  }
+}
+
+void MultiplyRows(const Rows& a, std::int64_t rows, const float* b, std::int64_t ldb, std::int64_t columns,
+                  std::int64_t k, bool add, float* c, std::int64_t ldc, float* panel) {
+  Multiply<false>(Floats<16>(), a, rows, b, ldb, columns, k, add, c, ldc, panel);
+}
+void MultiplyTurned(const Rows& a, std::int64_t rows, const float* b, std::int64_t ldb, std::int64_t columns,
+                    std::int64_t k, bool add, float* c, std::int64_t ldc, float* panel) {
+  if (columns <= 4)
+    Multiply<true>(Floats<4>(), a, rows, b, ldb, columns, k, add, c, ldc, panel);
+  else if (columns <= 8)
+    Multiply<true>(Floats<8>(), a, rows, b, ldb, columns, k, add, c, ldc, panel);
+  else
+    Multiply<true>(Floats<16>(), a, rows, b, ldb, columns, k, add, c, ldc, panel);
+}
+
+}  // namespace hopwell::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace hopwell::cpu {
+
+HWY_EXPORT(MultiplyRows);
+HWY_EXPORT(MultiplyTurned);
+
+namespace {
+
+float* panel() noexcept {
+  thread_local const Scratch<float> floats(kDepth * kPanelColumns);
+  return floats.get();
+}
+
+}  // namespace
+
+void product_nt(std::int64_t m, std::int64_t n, std::int64_t k, const float* a, std::int64_t lda, const float* b,
+                std::int64_t ldb, bool add, float* c, std::int64_t ldc) {
+  for (std::int64_t first = 0; first < k; first += kDepth)
+    HWY_DYNAMIC_DISPATCH(MultiplyTurned)
+    (Rows{b + first, ldb, 1}, n, a + first, lda, m, std::min(kDepth, k - first), add || first > 0, c, ldc, panel());
+}
+
+void product_nn(std::int64_t m, std::int64_t n, std::int64_t k, const float* a, std::int64_t lda, const float* b,
+                std::int64_t ldb, bool add, float* c, std::int64_t ldc) {
+  for (std::int64_t first = 0; first < k; first += kDepth)
+    HWY_DYNAMIC_DISPATCH(MultiplyRows)
+    (Rows{a + first, lda, 1}, m, b + first * ldb, ldb, n, std::min(kDepth, k - first), add || first > 0, c, ldc,
+     panel());
+}
+
+void product_tn(std::int64_t m, std::int64_t n, std::int64_t k, const float* a, std::int64_t lda, const float* b,
+                std::int64_t ldb, bool add, float* c, std::int64_t ldc) {
+  for (std::int64_t first = 0; first < k; first += kDepth)
+    HWY_DYNAMIC_DISPATCH(MultiplyRows)
+    (Rows{a + first * lda, 1, lda}, m, b + first * ldb, ldb, n, std::min(kDepth, k - first), add || first > 0, c, ldc,
+     panel());
+}
+
+}  // namespace hopwell::cpu
+#endif  // HWY_ONCE
