@@ -213,14 +213,14 @@ float* panel() noexcept {
 
 void product_nt(std::int64_t m, std::int64_t n, std::int64_t k, const float* a, std::int64_t lda, const float* b,
                 std::int64_t ldb, bool add, float* c, std::int64_t ldc) {
-  for (std::int64_t first = 0; first < k; first += kDepth)
+  for (std::int64_t first = 0; first == 0 || first < k; first += kDepth)
     HWY_DYNAMIC_DISPATCH(MultiplyTurned)
     (Rows{b + first, ldb, 1}, n, a + first, lda, m, std::min(kDepth, k - first), add || first > 0, c, ldc, panel());
 }
 
 void product_nn(std::int64_t m, std::int64_t n, std::int64_t k, const float* a, std::int64_t lda, const float* b,
                 std::int64_t ldb, bool add, float* c, std::int64_t ldc) {
-  for (std::int64_t first = 0; first < k; first += kDepth)
+  for (std::int64_t first = 0; first == 0 || first < k; first += kDepth)
     HWY_DYNAMIC_DISPATCH(MultiplyRows)
     (Rows{a + first, lda, 1}, m, b + first * ldb, ldb, n, std::min(kDepth, k - first), add || first > 0, c, ldc,
      panel());
@@ -228,7 +228,7 @@ void product_nn(std::int64_t m, std::int64_t n, std::int64_t k, const float* a, 
 
 void product_tn(std::int64_t m, std::int64_t n, std::int64_t k, const float* a, std::int64_t lda, const float* b,
                 std::int64_t ldb, bool add, float* c, std::int64_t ldc) {
-  for (std::int64_t first = 0; first < k; first += kDepth)
+  for (std::int64_t first = 0; first == 0 || first < k; first += kDepth)
     HWY_DYNAMIC_DISPATCH(MultiplyRows)
     (Rows{a + first * lda, 1, lda}, m, b + first * ldb, ldb, n, std::min(kDepth, k - first), add || first > 0, c, ldc,
      panel());
