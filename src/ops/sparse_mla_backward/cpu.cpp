@@ -5,7 +5,7 @@
 //     dP = d_out . K[:, :d_v]^T                [h_q, keys]
 //     P  = exp(S - lse) / (1 + exp(sink - lse)),  dS = sm_scale P * (dP - delta)
 //     dq           += dS . K                   [h_q, d_qk]
-//     dkv[keys, :] += [dS; P]^T . [q; d_out]   [keys, d_qk]    BLAS, the two products of the first d_v columns as one
+//     dkv[keys, :] += [dS; P]^T . [q; d_out]   [keys, d_qk]    the two products of the first d_v columns as one
 //
 // The last two sums run over tiles that other threads compute at the same time. Tiles add to them in turn, column
 // stripe by column stripe, in ascending order of query and tile: the results do not depend on the number of threads, at

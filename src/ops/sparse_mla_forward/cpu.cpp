@@ -155,9 +155,7 @@ void launch(const Problem& p, Stream) {
     Worker worker;
     PartialSoftmax tile, query;
   };
-  const auto make_state = [&] {
-    return State{Worker(p), PartialSoftmax(p.h_q, p.d_v), PartialSoftmax(p.h_q, p.d_v)};
-  };
+  const auto make_state = [&] { return State{Worker(p), PartialSoftmax(p.h_q, p.d_v), PartialSoftmax(p.h_q, p.d_v)}; };
   if (tiles == 1 || p.s_q >= kEnoughItems) {
     parallel_for(p.s_q, make_state, [&](std::int64_t s, State& state) {
       state.query.clear();

@@ -99,17 +99,18 @@ template <class D>
 HWY_INLINE void WriteColumns(D d, const float* tile, std::int64_t rows, std::int64_t stride, std::int64_t width,
                              bool add, float* c, std::int64_t ldc) {
   constexpr auto lanes = static_cast<std::int64_t>(hn::MaxLanes(d));
-  const Floats<4> d4;
   HWY_ALIGN float turned[4 * kPanelColumns];
   std::int64_t r = 0;
   for (; r + 4 <= rows; r += 4, tile += 4 * stride, c += 4) {
     for (std::int64_t j = 0; j < width; j += lanes)
-      hn::StoreInterleaved4(hn::LoadU(d, tile + j), hn::LoadU(d, tile + stride + j), hn::LoadU(d, tile + 2 * stride + j),
-                            hn::LoadU(d, tile + 3 * stride + j), d, turned + 4 * j);
-    for (std::int64_t j = 0; j < width; ++j) {
-      const auto x = hn::LoadU(d4, turned + 4 * j);
-      hn::StoreU(add ? hn::Add(hn::LoadU(d4, c + j * ldc), x) : x, d4, c + j * ldc);
-    }
+      hn::StoreInterleaved4(hn::LoadU(d, tile + j), hn::LoadU(d, tile + stride + j),
+                            hn::LoadU(d, tile + 2 * stride + j), hn::LoadU(d, tile + 3 * stride + j), d,
+                            turned + 4 * j);
+    for (std::int64_t j = 0; j < width; ++j)
+      for (std::int64_t i = 0; i < 4; ++i) {
+        const float x = turned[4 * j + i];
+        c[j * ldc + i] = add ? c[j * ldc + i] + x : x;
+      }
   }
   for (; r < rows; ++r, tile += stride, ++c)
     for (std::int64_t j = 0; j < width; ++j) c[j * ldc] = add ? c[j * ldc] + tile[j] : tile[j];
@@ -126,7 +127,6 @@ void PackRows(const float* b, std::int64_t ldb, std::int64_t k, std::int64_t wid
 void PackColumns(const float* b, std::int64_t ldb, std::int64_t k, std::int64_t width, float* panel,
                  std::int64_t stride) {
   const Floats<16> d;
-  const Floats<4> d4;
   constexpr auto lanes = static_cast<std::int64_t>(hn::MaxLanes(d));
   HWY_ALIGN float turned[4 * 16];
   const std::int64_t whole = k / lanes * lanes;
@@ -136,12 +136,11 @@ void PackColumns(const float* b, std::int64_t ldb, std::int64_t k, std::int64_t 
     for (std::int64_t i = 0; i < whole; i += lanes) {
       hn::StoreInterleaved4(hn::LoadU(d, r0 + i), hn::LoadU(d, r1 + i), hn::LoadU(d, r2 + i), hn::LoadU(d, r3 + i), d,
                             turned);
-      for (std::int64_t l = 0; l < lanes; ++l)
-        hn::StoreU(hn::LoadU(d4, turned + 4 * l), d4, panel + (i + l) * stride + j);
+      for (std::int64_t l = 0; l < lanes; ++l) std::copy_n(turned + 4 * l, 4, panel + (i + l) * stride + j);
     }
     for (std::int64_t i = whole; i < k; ++i) {
-      float* to = panel + i * stride + j;
-      to[0] = r0[i], to[1] = r1[i], to[2] = r2[i], to[3] = r3[i];
+      const float last[] = {r0[i], r1[i], r2[i], r3[i]};
+      std::copy_n(last, 4, panel + i * stride + j);
     }
   }
 }
@@ -179,18 +178,65 @@ HWY_INLINE void Multiply(D d, const Rows& a, std::int64_t rows, const float* b, 
   }
 }
 
+#if HWY_TARGET != HWY_SCALAR
+
+// C[kColumns, 16 rows] (+)= b[kColumns, k] . A^T, k a multiple of 4: rows are lanes, four vectors of them.
+template <int kColumns, std::size_t... i>
+HWY_INLINE void SumFew(const float* a, std::int64_t lda, const float* b, std::int64_t ldb, std::int64_t k, bool add,
+                       float* c, std::int64_t ldc, std::index_sequence<i...> /*all*/) {
+  const Floats<4> d;
+  hn::Vec<Floats<4>> sums[] = {((void)i, hn::Zero(d))...};
+  for (std::int64_t step = 0; step < k; step += 4) {
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; ++v) {
+      const float* const at = a + 4 * v * lda + step;
+      const auto r0 = hn::LoadU(d, at), r1 = hn::LoadU(d, at + lda), r2 = hn::LoadU(d, at + 2 * lda),
+                 r3 = hn::LoadU(d, at + 3 * lda);
+      const auto low02 = hn::InterleaveLower(d, r0, r2), low13 = hn::InterleaveLower(d, r1, r3),
+                 high02 = hn::InterleaveUpper(d, r0, r2), high13 = hn::InterleaveUpper(d, r1, r3);
+      const auto x0 = hn::InterleaveLower(d, low02, low13), x1 = hn::InterleaveUpper(d, low02, low13),
+                 x2 = hn::InterleaveLower(d, high02, high13), x3 = hn::InterleaveUpper(d, high02, high13);
+#pragma GCC unroll 2
+      for (int j = 0; j < kColumns; ++j) {
+        const float* const y = b + j * ldb + step;
+        auto sum = hn::MulAdd(hn::Set(d, y[0]), x0, sums[4 * j + v]);
+        sum = hn::MulAdd(hn::Set(d, y[1]), x1, sum);
+        sum = hn::MulAdd(hn::Set(d, y[2]), x2, sum);
+        sums[4 * j + v] = hn::MulAdd(hn::Set(d, y[3]), x3, sum);
+      }
+    }
+  }
+  const auto write = [&](const auto& sum, float* to) { hn::StoreU(add ? hn::Add(hn::LoadU(d, to), sum) : sum, d, to); };
+  (write(sums[i], c + i / 4 * ldc + i % 4 * 4), ...);
+}
+
+#endif
+
 void MultiplyRows(const Rows& a, std::int64_t rows, const float* b, std::int64_t ldb, std::int64_t columns,
                   std::int64_t k, bool add, float* c, std::int64_t ldc, float* panel) {
   Multiply<false>(Floats<16>(), a, rows, b, ldb, columns, k, add, c, ldc, panel);
 }
 void MultiplyTurned(const Rows& a, std::int64_t rows, const float* b, std::int64_t ldb, std::int64_t columns,
                     std::int64_t k, bool add, float* c, std::int64_t ldc, float* panel) {
+  std::int64_t done = 0;
+#if HWY_TARGET != HWY_SCALAR
+  if ((columns == 1 || columns == 2) && k % 4 == 0) {  // a lane for a column would leave most of them idle
+    for (; done + 16 <= rows; done += 16) {
+      const float* const from = a.at + done * a.row_stride;
+      if (columns == 1)
+        SumFew<1>(from, a.row_stride, b, ldb, k, add, c + done, ldc, std::make_index_sequence<4>());
+      else
+        SumFew<2>(from, a.row_stride, b, ldb, k, add, c + done, ldc, std::make_index_sequence<8>());
+    }
+  }
+#endif
+  const Rows rest{a.at + done * a.row_stride, a.row_stride, a.step};
   if (columns <= 4)
-    Multiply<true>(Floats<4>(), a, rows, b, ldb, columns, k, add, c, ldc, panel);
+    Multiply<true>(Floats<4>(), rest, rows - done, b, ldb, columns, k, add, c + done, ldc, panel);
   else if (columns <= 8)
-    Multiply<true>(Floats<8>(), a, rows, b, ldb, columns, k, add, c, ldc, panel);
+    Multiply<true>(Floats<8>(), rest, rows, b, ldb, columns, k, add, c, ldc, panel);
   else
-    Multiply<true>(Floats<16>(), a, rows, b, ldb, columns, k, add, c, ldc, panel);
+    Multiply<true>(Floats<16>(), rest, rows, b, ldb, columns, k, add, c, ldc, panel);
 }
 
 }  // namespace hopwell::cpu::HWY_NAMESPACE
@@ -213,25 +259,21 @@ float* panel() noexcept {
 
 void product_nt(std::int64_t m, std::int64_t n, std::int64_t k, const float* a, std::int64_t lda, const float* b,
                 std::int64_t ldb, bool add, float* c, std::int64_t ldc) {
-  for (std::int64_t first = 0; first == 0 || first < k; first += kDepth)
-    HWY_DYNAMIC_DISPATCH(MultiplyTurned)
-    (Rows{b + first, ldb, 1}, n, a + first, lda, m, std::min(kDepth, k - first), add || first > 0, c, ldc, panel());
+  for (std::int64_t first = 0; first == 0 || first < k; first += kDepth) HWY_DYNAMIC_DISPATCH(MultiplyTurned)
+  (Rows{b + first, ldb, 1}, n, a + first, lda, m, std::min(kDepth, k - first), add || first > 0, c, ldc, panel());
 }
 
 void product_nn(std::int64_t m, std::int64_t n, std::int64_t k, const float* a, std::int64_t lda, const float* b,
                 std::int64_t ldb, bool add, float* c, std::int64_t ldc) {
-  for (std::int64_t first = 0; first == 0 || first < k; first += kDepth)
-    HWY_DYNAMIC_DISPATCH(MultiplyRows)
-    (Rows{a + first, lda, 1}, m, b + first * ldb, ldb, n, std::min(kDepth, k - first), add || first > 0, c, ldc,
-     panel());
+  for (std::int64_t first = 0; first == 0 || first < k; first += kDepth) HWY_DYNAMIC_DISPATCH(MultiplyRows)
+  (Rows{a + first, lda, 1}, m, b + first * ldb, ldb, n, std::min(kDepth, k - first), add || first > 0, c, ldc, panel());
 }
 
 void product_tn(std::int64_t m, std::int64_t n, std::int64_t k, const float* a, std::int64_t lda, const float* b,
                 std::int64_t ldb, bool add, float* c, std::int64_t ldc) {
-  for (std::int64_t first = 0; first == 0 || first < k; first += kDepth)
-    HWY_DYNAMIC_DISPATCH(MultiplyRows)
-    (Rows{a + first * lda, 1, lda}, m, b + first * ldb, ldb, n, std::min(kDepth, k - first), add || first > 0, c, ldc,
-     panel());
+  for (std::int64_t first = 0; first == 0 || first < k; first += kDepth) HWY_DYNAMIC_DISPATCH(MultiplyRows)
+  (Rows{a + first * lda, 1, lda}, m, b + first * ldb, ldb, n, std::min(kDepth, k - first), add || first > 0, c, ldc,
+   panel());
 }
 
 }  // namespace hopwell::cpu
