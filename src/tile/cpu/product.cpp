@@ -95,6 +95,13 @@ void WriteRows(const float* tile, std::int64_t rows, std::int64_t stride, std::i
   for (std::int64_t r = 0; r < rows; ++r, tile += stride, c += ldc)
     for (std::int64_t j = 0; j < width; ++j) c[j] = add ? c[j] + tile[j] : tile[j];
 }
+HWY_INLINE void CopyFour(const float* from, bool add, float* to) {
+  const Floats<4> d;
+  for (std::size_t i = 0; i < 4; i += hn::MaxLanes(d)) {
+    const auto x = hn::LoadU(d, from + i);
+    hn::StoreU(add ? hn::Add(hn::LoadU(d, to + i), x) : x, d, to + i);
+  }
+}
 template <class D>
 HWY_INLINE void WriteColumns(D d, const float* tile, std::int64_t rows, std::int64_t stride, std::int64_t width,
                              bool add, float* c, std::int64_t ldc) {
@@ -106,21 +113,21 @@ HWY_INLINE void WriteColumns(D d, const float* tile, std::int64_t rows, std::int
       hn::StoreInterleaved4(hn::LoadU(d, tile + j), hn::LoadU(d, tile + stride + j),
                             hn::LoadU(d, tile + 2 * stride + j), hn::LoadU(d, tile + 3 * stride + j), d,
                             turned + 4 * j);
-    for (std::int64_t j = 0; j < width; ++j)
-      for (std::int64_t i = 0; i < 4; ++i) {
-        const float x = turned[4 * j + i];
-        c[j * ldc + i] = add ? c[j * ldc + i] + x : x;
-      }
+    for (std::int64_t j = 0; j < width; ++j) CopyFour(turned + 4 * j, add, c + j * ldc);
   }
   for (; r < rows; ++r, tile += stride, ++c)
     for (std::int64_t j = 0; j < width; ++j) c[j * ldc] = add ? c[j * ldc] + tile[j] : tile[j];
 }
 
 // panel[k, stride] = b[k, width], and zeros beside it.
-void PackRows(const float* b, std::int64_t ldb, std::int64_t k, std::int64_t width, float* panel, std::int64_t stride) {
+template <class D>
+HWY_INLINE void PackRows(D d, const float* b, std::int64_t ldb, std::int64_t k, std::int64_t width, float* panel,
+                         std::int64_t stride) {
+  constexpr auto lanes = static_cast<std::int64_t>(hn::MaxLanes(d));
+  const std::int64_t whole = width / lanes * lanes;
   for (std::int64_t i = 0; i < k; ++i, b += ldb, panel += stride) {
-    std::copy_n(b, width, panel);
-    std::fill(panel + width, panel + stride, 0.0F);
+    for (std::int64_t j = 0; j < whole; j += lanes) hn::StoreU(hn::LoadU(d, b + j), d, panel + j);
+    for (std::int64_t j = whole; j < stride; ++j) panel[j] = j < width ? b[j] : 0;
   }
 }
 // panel[k, stride] = b[width, k]^T, and its last column again beside it.
@@ -136,7 +143,7 @@ void PackColumns(const float* b, std::int64_t ldb, std::int64_t k, std::int64_t 
     for (std::int64_t i = 0; i < whole; i += lanes) {
       hn::StoreInterleaved4(hn::LoadU(d, r0 + i), hn::LoadU(d, r1 + i), hn::LoadU(d, r2 + i), hn::LoadU(d, r3 + i), d,
                             turned);
-      for (std::int64_t l = 0; l < lanes; ++l) std::copy_n(turned + 4 * l, 4, panel + (i + l) * stride + j);
+      for (std::int64_t l = 0; l < lanes; ++l) CopyFour(turned + 4 * l, false, panel + (i + l) * stride + j);
     }
     for (std::int64_t i = whole; i < k; ++i) {
       const float last[] = {r0[i], r1[i], r2[i], r3[i]};
@@ -145,7 +152,7 @@ void PackColumns(const float* b, std::int64_t ldb, std::int64_t k, std::int64_t 
   }
 }
 
-// C[rows, columns] (+)= A . b[k, columns], a panel of three vectors of columns at a time; or, if kTurned,
+// C[rows, columns] (+)= A . b[k, columns], a panel of up to three vectors of columns at a time; or, if kTurned,
 // C[columns, rows] (+)= b[columns, k] . A^T.
 template <bool kTurned, class D>
 HWY_INLINE void Multiply(D d, const Rows& a, std::int64_t rows, const float* b, std::int64_t ldb, std::int64_t columns,
@@ -160,7 +167,7 @@ HWY_INLINE void Multiply(D d, const Rows& a, std::int64_t rows, const float* b, 
     if (kTurned)
       PackColumns(b + j * ldb, ldb, k, width, panel, stride);
     else if (rows > kTileRows || width < stride)
-      PackRows(b + j, ldb, k, width, panel, stride);
+      PackRows(d, b + j, ldb, k, width, panel, stride);
     else
       x = b + j, ldx = ldb;  // read once or twice, as it is
     for (std::int64_t i = 0, count = 0; i < rows; i += count) {
