@@ -5,7 +5,7 @@ call for all of it. ZERO_DIFFERENCE_SPLITS is the number of parts a backend (a f
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import hopwell
@@ -131,6 +131,12 @@ class Indexer:
 BACKENDS = [name for name in hopwell.backends("sparse_mla_backward") if name in hopwell.backends("sparse_mla_forward")]
 
 
+@pytest.fixture(autouse=True)
+def _default_threads() -> Iterator[None]:
+    yield
+    hopwell.set_num_threads(0)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sparse_mla(backend: str, rng: np.random.Generator) -> None:
     check_parts(SparseMla, backend, rng)
@@ -172,5 +178,6 @@ def check_parts(problem: Callable[[np.random.Generator, str], Any], backend: str
     while left > 0:
         made = problem(rng, backend)
         for _ in range(min(left, PARTS)):
+            hopwell.set_num_threads(int(rng.integers(1, 5)))  # of the CPU
             made.check_part(rng)
         left -= PARTS
