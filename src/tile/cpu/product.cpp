@@ -45,7 +45,7 @@ HWY_INLINE void SumTile(D d, const float* a, std::int64_t lda, const float* b, s
   constexpr auto lanes = static_cast<std::int64_t>(hn::MaxLanes(d));
   hn::Vec<D> sums[] = {((void)i, hn::Zero(d))...};
   const float* rows[kRows];
-  for (int r = 0; r < kRows; ++r) rows[r] = a + r * lda;
+  for (int r = 0; r < kRows; ++r) rows[r] = kAdjacent ? a : a + r * lda;
   for (std::int64_t step = 0; step < k; ++step, b += ldb) {
     hn::Vec<D> x[kVectors];
 #pragma GCC unroll 8
