@@ -1,7 +1,7 @@
 // attention_distribution on the CPU: one tile of one query's index row at a time.
 //
 //     K = gather(kv)                          [keys, d_qk] fp32, valid entries only
-//     S = sm_scale (q . K^T)                  [h_q, keys]   BLAS
+//     S = sm_scale (q . K^T)                  [h_q, keys]
 //     attn[s, entry] = sum_h exp(S - lse)     heads in ascending order
 //
 // Scratch of a thread, in floats: (h_q + tile) * d_qk + h_q * tile with tile = min(topk, 512); 1.7 MB for h_q 128, d_qk
@@ -11,7 +11,7 @@
 #include "ops/attention_distribution/op.hpp"
 #include "ops/common/normalize_row.hpp"
 #include "ops/common/selected_rows.hpp"
-#include "tile/cpu/gemm.hpp"
+#include "tile/cpu/product.hpp"
 #include "tile/cpu/vector.hpp"
 
 namespace hopwell::ops::attention_distribution {
@@ -32,7 +32,7 @@ class Worker {
     const std::int64_t count = selected_.append(s, tile);
     if (count > 0) {
       load_heads(p_.q, s, q_.get(), p_.d_qk);
-      gemm_nt(p_.h_q, count, p_.d_qk, 1, q_.get(), p_.d_qk, selected_.rows(), p_.d_qk, 0, scores_.get(), count);
+      product_nt(p_.h_q, count, p_.d_qk, q_.get(), p_.d_qk, selected_.rows(), p_.d_qk, false, scores_.get(), count);
       sum_over_heads(s, count);
     }
     selected_.spread(s, tile, scores_.get(), p_.attn.as<float>() + s * p_.attn.stride[0]);

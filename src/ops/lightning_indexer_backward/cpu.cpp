@@ -6,9 +6,9 @@
 #include <limits>
 
 #include "ops/lightning_indexer_backward/op.hpp"
-#include "tile/cpu/gemm.hpp"
 #include "tile/cpu/index_score.hpp"
 #include "tile/cpu/parallel.hpp"
+#include "tile/cpu/product.hpp"
 #include "tile/cpu/vector.hpp"
 
 namespace hopwell::ops::lightning_indexer_backward {
@@ -69,8 +69,8 @@ std::int64_t load_entries(const Problem& p, std::int64_t s, std::int32_t* keys, 
 void multiply(const Problem& p, const std::int32_t* keys, std::int64_t count, State& state) {
   for (std::int64_t i = 0; i < count; ++i) load(p.k, keys[i] * p.k.stride[0], state.k.get() + i * p.d_index, p.d_index);
   std::fill(state.k.get() + count * p.d_index, state.k.get() + padded(count) * p.d_index, 0.0F);
-  cpu::gemm_nt(p.h_index, padded(count), p.d_index, 1, state.q.get(), p.d_index, state.k.get(), p.d_index, 0,
-               state.dot.get(), state.tile);
+  cpu::product_nt(p.h_index, padded(count), p.d_index, state.q.get(), p.d_index, state.k.get(), p.d_index, false,
+                  state.dot.get(), state.tile);
 }
 
 // state.score of all entries; NaN counts as -inf.
@@ -156,8 +156,8 @@ void input_gradients(const Problem& p, std::int32_t* keys, std::int64_t count, S
       std::fill(row + n, row + padded(n), 0.0F);
       for (std::int64_t i = 0; i < n; ++i) row[i] = keys[first + i] < 0 ? 0 : row[i];
     }
-    cpu::gemm_nn(p.h_index, d, padded(n), 1, dot, ld, k, d, first == 0 ? 0.0F : 1.0F, state.d_q.get(), d);
-    cpu::gemm_tn(n, d, p.h_index, 1, dot, ld, state.q.get(), d, 0, part + first * d, d);
+    cpu::product_nn(p.h_index, d, padded(n), dot, ld, k, d, first > 0, state.d_q.get(), d);
+    cpu::product_tn(n, d, p.h_index, dot, ld, state.q.get(), d, false, part + first * d, d);
   }
 }
 

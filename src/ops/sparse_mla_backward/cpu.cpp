@@ -1,11 +1,11 @@
 // sparse_mla_backward on the CPU: one tile of one query's index row at a time, its gradients added in a fixed order.
 //
 //     K  = gather(kv)                          [keys, d_qk] fp32, valid entries only
-//     S  = sm_scale (q . K^T)                  [h_q, keys]     BLAS
-//     dP = d_out . K[:, :d_v]^T                [h_q, keys]     BLAS
+//     S  = sm_scale (q . K^T)                  [h_q, keys]
+//     dP = d_out . K[:, :d_v]^T                [h_q, keys]
 //     P  = exp(S - lse) / (1 + exp(sink - lse)),  dS = sm_scale P * (dP - delta)
-//     dq           += dS . K                   [h_q, d_qk]     BLAS
-//     dkv[keys, :] += [dS; P]^T . [q; d_out]   [keys, d_qk]    BLAS, the two products of the first d_v columns as one
+//     dq           += dS . K                   [h_q, d_qk]
+//     dkv[keys, :] += [dS; P]^T . [q; d_out]   [keys, d_qk]    the two products of the first d_v columns as one
 //
 // The last two sums run over tiles that other threads compute at the same time. Tiles add to them in turn, column
 // stripe by column stripe, in ascending order of query and tile: the results do not depend on the number of threads, at
@@ -21,7 +21,7 @@
 
 #include "ops/common/selected_rows.hpp"
 #include "ops/sparse_mla_backward/op.hpp"
-#include "tile/cpu/gemm.hpp"
+#include "tile/cpu/product.hpp"
 #include "tile/cpu/turns.hpp"
 #include "tile/cpu/vector.hpp"
 
@@ -164,14 +164,14 @@ class Worker {
   void compute() {
     const bool gradients = p_.dq || p_.dkv;
     if (!gradients && !p_.attn) return;
-    gemm_nt(p_.h_q, count_, p_.d_qk, 1, q(), p_.d_qk, k(), p_.d_qk, 0, probabilities(), count_);
-    if (gradients) gemm_nt(p_.h_q, count_, p_.d_v, 1, d_out(), p_.d_qk, k(), p_.d_qk, 0, ds(), count_);
+    product_nt(p_.h_q, count_, p_.d_qk, q(), p_.d_qk, k(), p_.d_qk, false, probabilities(), count_);
+    if (gradients) product_nt(p_.h_q, count_, p_.d_v, d_out(), p_.d_qk, k(), p_.d_qk, false, ds(), count_);
     weigh(gradients);
-    if (p_.dq) gemm_nn(p_.h_q, p_.d_qk, count_, 1, ds(), count_, k(), p_.d_qk, 0, dq_.get(), p_.d_qk);
+    if (p_.dq) product_nn(p_.h_q, p_.d_qk, count_, ds(), count_, k(), p_.d_qk, false, dq_.get(), p_.d_qk);
     if (!p_.dkv) return;
-    gemm_tn(count_, p_.d_v, 2 * p_.h_q, 1, ds(), count_, q(), p_.d_qk, 0, k(), p_.d_qk);
+    product_tn(count_, p_.d_v, 2 * p_.h_q, ds(), count_, q(), p_.d_qk, false, k(), p_.d_qk);
     if (p_.d_v == p_.d_qk) return;
-    gemm_tn(count_, p_.d_qk - p_.d_v, p_.h_q, 1, ds(), count_, q() + p_.d_v, p_.d_qk, 0, k() + p_.d_v, p_.d_qk);
+    product_tn(count_, p_.d_qk - p_.d_v, p_.h_q, ds(), count_, q() + p_.d_v, p_.d_qk, false, k() + p_.d_v, p_.d_qk);
   }
 
   // q . K^T and dP become P and dS, row by row; their sums over heads the distribution.

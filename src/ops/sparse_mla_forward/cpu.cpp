@@ -1,22 +1,22 @@
-// sparse_mla_forward on the CPU: one query at a time, its selected keys in tiles, with a running softmax (Milakov &
-// Gimelshein 2018, arXiv:1805.02867; its use tile by tile: Dao et al. 2022, arXiv:2205.14135).
+// sparse_mla_forward on the CPU: a tile of one query's index row at a time, with a softmax of its own; those of a query
+// are merged in order (Milakov & Gimelshein 2018, arXiv:1805.02867; its use tile by tile: Dao et al. 2022,
+// arXiv:2205.14135).
 //
 //     for each tile of an index row:   K = gather(kv)                  [keys, d_qk] fp32, valid entries only
-//                                      S = sm_scale (q . K^T)          [h_q, keys]    BLAS
-//                                      P = exp(S - max), rescale O     where the maximum grew
-//                                      O += P . K[:, :d_v]             [h_q, d_v]     BLAS
+//                                      S = sm_scale (q . K^T)          [h_q, keys]
+//                                      P = exp(S - max)
+//                                      O = P . K[:, :d_v]              [h_q, d_v]
 //
-// Few queries: the tiles of one query are shared out over several items, whose results are merged in order. Scratch of
-// a thread, in floats: (h_q + tile) * d_qk + h_q * (tile + d_v) with tile = min(topk, 512); 2.1 MB for h_q 128, d_qk
-// 576, d_v 512. Shared-out queries add (d_v + 3) * h_q for each of fewer than 32 items.
+// Few queries: their tiles are shared out, and merged in turn. Scratch of a thread, in floats: (h_q + tile) * d_qk + h_q
+// * (tile + 2 d_v) with tile = min(topk, 512); 2.4 MB for h_q 128, d_qk 576, d_v 512.
 #include <cmath>
 #include <limits>
-#include <optional>
 #include <vector>
 
 #include "ops/common/selected_rows.hpp"
 #include "ops/sparse_mla_forward/op.hpp"
-#include "tile/cpu/gemm.hpp"
+#include "tile/cpu/product.hpp"
+#include "tile/cpu/turns.hpp"
 #include "tile/cpu/vector.hpp"
 
 namespace hopwell::ops::sparse_mla_forward {
@@ -29,11 +29,11 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 // exp(x - shift) where x may be -inf; a shift of -inf means that all there is is -inf.
 double weight(double x, double shift) { return shift == -kInfinity ? 0 : std::exp(x - shift); }
 
-// softmax(scores) . V over the tiles seen so far, not yet divided by the sum. NaN scores make everything of their head
+// softmax(scores) . V over some of a query's tiles, not yet divided by the sum. NaN scores make everything of their head
 // NaN.
-class RunningSoftmax {
+class PartialSoftmax {
  public:
-  RunningSoftmax(std::int64_t heads, std::int64_t width)
+  PartialSoftmax(std::int64_t heads, std::int64_t width)
       : heads_(heads),
         width_(width),
         out_(heads * width),
@@ -48,21 +48,21 @@ class RunningSoftmax {
     std::fill(sum_.begin(), sum_.end(), 0.0);
   }
 
-  // Products [heads, count] of queries and keys, overwritten, and values [count, width] of a tile.
-  void add(float* scores, std::int64_t score_stride, float sm_scale, const float* values, std::int64_t value_stride,
+  // Of one tile: products [heads, count] of queries and keys, overwritten, and values [count, width].
+  void set(float* scores, std::int64_t score_stride, float sm_scale, const float* values, std::int64_t value_stride,
            std::int64_t count) {
     const auto n = static_cast<std::size_t>(count);
     for (std::int64_t h = 0; h < heads_; ++h) {
       float* row = scores + h * score_stride;
-      raise_max(h, max_or_nan(row, sm_scale, n));
-      sum(h) += static_cast<double>(exp_sum(row, sm_scale, max(h) == -kInfinity ? 0 : max(h), n));
+      max(h) = max_or_nan(row, sm_scale, n);
+      sum(h) = static_cast<double>(exp_sum(row, sm_scale, max(h) == -kInfinity ? 0 : max(h), n));
     }
-    gemm_nn(heads_, width_, count, 1, scores, score_stride, values, value_stride, empty_ ? 0 : 1, out_.get(), width_);
+    product_nn(heads_, width_, count, scores, score_stride, values, value_stride, false, out_.get(), width_);
     empty_ = false;
   }
 
   // As if the tiles of `later` had been added here. Changes `later`.
-  void merge(RunningSoftmax& later) {
+  void merge(PartialSoftmax& later) {
     if (later.empty_) return;
     if (empty_) {
       std::swap(*this, later);
@@ -86,7 +86,6 @@ class RunningSoftmax {
     if (!(other > max(h)) && !std::isnan(other)) return;
     const double factor = weight(max(h), other);
     max(h) = other;
-    if (empty_) return;
     sum(h) *= factor;
     scale(out(h), static_cast<float>(factor), static_cast<std::size_t>(width_));
   }
@@ -107,15 +106,15 @@ class Worker {
         score_stride_(selected_.tile_entries()),
         scores_(problem.h_q * score_stride_) {}
 
-  void attend(std::int64_t s, std::int64_t first_tile, std::int64_t last_tile, RunningSoftmax& softmax) {
+  void attend(std::int64_t s, std::int64_t tile, PartialSoftmax& softmax) {
+    softmax.clear();
+    selected_.clear();
+    const std::int64_t count = selected_.append(s, tile);
+    if (count == 0) return;
     load_heads(p_.q, s, q_.get(), p_.d_qk);
-    for (std::int64_t tile = first_tile; tile < last_tile; ++tile) {
-      selected_.clear();
-      const std::int64_t count = selected_.append(s, tile);
-      if (count == 0) continue;
-      gemm_nt(p_.h_q, count, p_.d_qk, 1, q_.get(), p_.d_qk, selected_.rows(), p_.d_qk, 0, scores_.get(), score_stride_);
-      softmax.add(scores_.get(), score_stride_, p_.sm_scale, selected_.rows(), p_.d_qk, count);
-    }
+    product_nt(p_.h_q, count, p_.d_qk, q_.get(), p_.d_qk, selected_.rows(), p_.d_qk, false, scores_.get(),
+               score_stride_);
+    softmax.set(scores_.get(), score_stride_, p_.sm_scale, selected_.rows(), p_.d_qk, count);
   }
 
  private:
@@ -127,7 +126,7 @@ class Worker {
 };
 
 // Writes query s from its finished softmax.
-void store(const Problem& p, std::int64_t s, RunningSoftmax& softmax) {
+void store(const Problem& p, std::int64_t s, PartialSoftmax& softmax) {
   for (std::int64_t h = 0; h < p.h_q; ++h) {
     const double lse = softmax.lse(h), sum = softmax.sum(h);
     if (sum == 0) {
@@ -146,37 +145,38 @@ void store(const Problem& p, std::int64_t s, RunningSoftmax& softmax) {
   store_heads(softmax.out(0), p.d_v, p.out, s, 0, p.d_v);
 }
 
+// Every tile has a softmax of its own, and a query's are merged one by one, whatever the threads do: so neither their
+// number nor that of the queries changes a bit.
 void launch(const Problem& p, Stream) {
-  // The shape alone decides how queries are shared out, so that results do not depend on the number of threads.
   constexpr std::int64_t kEnoughItems = 16;
   if (p.s_q == 0) return;
   const std::int64_t tiles = SelectedRows::tiles(p.topk);
-  const std::int64_t parts = std::min(tiles, (kEnoughItems + p.s_q - 1) / p.s_q);
-  std::vector<RunningSoftmax> shared;  // [s_q, parts], if there are several parts
-  if (parts > 1) {
-    for (std::int64_t i = 0; i < p.s_q * parts; ++i) shared.emplace_back(p.h_q, p.d_v);
-  }
   struct State {
     Worker worker;
-    std::optional<RunningSoftmax> own;
+    PartialSoftmax tile, query;
   };
-  const auto make_state = [&] {
-    State state{Worker(p), {}};
-    if (parts == 1) state.own.emplace(p.h_q, p.d_v);
-    return state;
-  };
-  parallel_for(p.s_q * parts, make_state, [&](std::int64_t item, State& state) {
-    const std::int64_t s = item / parts, part = item % parts;
-    RunningSoftmax& softmax = state.own ? *state.own : shared[static_cast<std::size_t>(item)];
-    softmax.clear();
-    state.worker.attend(s, part * tiles / parts, (part + 1) * tiles / parts, softmax);
-    if (parts == 1) store(p, s, softmax);
-  });
-  if (parts == 1) return;
-  parallel_for(p.s_q, [&](std::int64_t s) {
-    RunningSoftmax* softmax = &shared[static_cast<std::size_t>(s * parts)];
-    for (std::int64_t part = 1; part < parts; ++part) softmax->merge(softmax[part]);
-    store(p, s, *softmax);
+  const auto make_state = [&] { return State{Worker(p), PartialSoftmax(p.h_q, p.d_v), PartialSoftmax(p.h_q, p.d_v)}; };
+  if (tiles == 1 || p.s_q >= kEnoughItems) {
+    parallel_for(p.s_q, make_state, [&](std::int64_t s, State& state) {
+      state.query.clear();
+      for (std::int64_t tile = 0; tile < tiles; ++tile) {
+        state.worker.attend(s, tile, state.tile);
+        state.query.merge(state.tile);
+      }
+      store(p, s, state.query);
+    });
+    return;
+  }
+  PartialSoftmax query(p.h_q, p.d_v);  // of the item whose turn it is
+  Turns turns(1);
+  parallel_for(p.s_q * tiles, make_state, [&](std::int64_t item, State& state) {
+    const std::int64_t s = item / tiles, tile = item % tiles;
+    state.worker.attend(s, tile, state.tile);
+    turns.in_turn(0, item, [&] {
+      if (tile == 0) query.clear();
+      query.merge(state.tile);
+      if (tile == tiles - 1) store(p, s, query);
+    });
   });
 }
 

@@ -14,14 +14,13 @@ pthread_rwlock_t gate = kOpen;
 const int at_fork =
     pthread_atfork([] { pthread_rwlock_wrlock(&gate); }, [] { pthread_rwlock_unlock(&gate); }, [] { gate = kOpen; });
 
-void gemm(CBLAS_TRANSPOSE transpose_a, CBLAS_TRANSPOSE transpose_b, std::int64_t m, std::int64_t n, std::int64_t k,
-          float alpha, const float* a, std::int64_t lda, const float* b, std::int64_t ldb, float beta, float* c,
-          std::int64_t ldc) {
+void gemm(CBLAS_TRANSPOSE transpose_b, std::int64_t m, std::int64_t n, std::int64_t k, float alpha, const float* a,
+          std::int64_t lda, const float* b, std::int64_t ldb, float beta, float* c, std::int64_t ldc) {
   const auto as_int = [](std::int64_t x) { return static_cast<blasint>(x); };
   pthread_rwlock_rdlock(&gate);
   const int openmp_threads = omp_get_max_threads();  // of this thread, in a runtime that its program may use too
   omp_set_num_threads(1);                            // the threads of a loop have enough to do
-  cblas_sgemm(CblasRowMajor, transpose_a, transpose_b, as_int(m), as_int(n), as_int(k), alpha, a, as_int(lda), b,
+  cblas_sgemm(CblasRowMajor, CblasNoTrans, transpose_b, as_int(m), as_int(n), as_int(k), alpha, a, as_int(lda), b,
               as_int(ldb), beta, c, as_int(ldc));
   omp_set_num_threads(openmp_threads);
   pthread_rwlock_unlock(&gate);
@@ -31,17 +30,12 @@ void gemm(CBLAS_TRANSPOSE transpose_a, CBLAS_TRANSPOSE transpose_b, std::int64_t
 
 void gemm_nt(std::int64_t m, std::int64_t n, std::int64_t k, float alpha, const float* a, std::int64_t lda,
              const float* b, std::int64_t ldb, float beta, float* c, std::int64_t ldc) {
-  gemm(CblasNoTrans, CblasTrans, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+  gemm(CblasTrans, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
 }
 
 void gemm_nn(std::int64_t m, std::int64_t n, std::int64_t k, float alpha, const float* a, std::int64_t lda,
              const float* b, std::int64_t ldb, float beta, float* c, std::int64_t ldc) {
-  gemm(CblasNoTrans, CblasNoTrans, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
-}
-
-void gemm_tn(std::int64_t m, std::int64_t n, std::int64_t k, float alpha, const float* a, std::int64_t lda,
-             const float* b, std::int64_t ldb, float beta, float* c, std::int64_t ldc) {
-  gemm(CblasTrans, CblasNoTrans, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+  gemm(CblasNoTrans, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
 }
 
 }  // namespace hopwell::cpu

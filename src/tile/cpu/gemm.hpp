@@ -13,8 +13,4 @@ void gemm_nt(std::int64_t m, std::int64_t n, std::int64_t k, float alpha, const 
 void gemm_nn(std::int64_t m, std::int64_t n, std::int64_t k, float alpha, const float* a, std::int64_t lda,
              const float* b, std::int64_t ldb, float beta, float* c, std::int64_t ldc);
 
-// c[m, n] = alpha * a[k, m]^T . b[k, n] + beta * c
-void gemm_tn(std::int64_t m, std::int64_t n, std::int64_t k, float alpha, const float* a, std::int64_t lda,
-             const float* b, std::int64_t ldb, float beta, float* c, std::int64_t ldc);
-
 }  // namespace hopwell::cpu
