@@ -94,6 +94,8 @@ def test_every_operator_has_its_page(generated: ModuleType) -> None:
         for piece in ("formula", "python", "backends", "peers", "bench", "cpp"):
             assert f"<!-- generated: {piece} {operator} -->" in page
         assert page.count("```python") >= 2, f"{operator}: an example and an error"
+        program = ROOT / "tests" / "install" / "operators" / f"{operator}.cpp"  # tests/install/run.sh runs it
+        assert f"hopwell::{operator}({{" in program.read_text()
 
 
 def test_readme_says_of_each_chip_what_is_registered(generated: ModuleType) -> None:
