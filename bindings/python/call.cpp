@@ -252,7 +252,7 @@ static Tensor tensor_of(const DLTensor& t) {
           t.dtype,
           {t.shape, ndim},
           {strides, ndim},
-          plain(t.device)};
+          t.device};
 }
 
 Tensor Call::exchanged(const char* name, nb::handle array, const ExchangeApi& api) const {
