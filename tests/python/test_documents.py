@@ -109,6 +109,11 @@ def test_readme_says_of_each_chip_what_is_registered(generated: ModuleType) -> N
             assert there or cell == "by sm80" or not own - {"cpu"}, f"{operator} on {backend}: {cell}"
 
 
+def test_every_kernel_is_checked_on_the_emulator(generated: ModuleType) -> None:
+    listed = set(re.findall(r"(\w+)@emu:(sm\d+)", (ROOT / "tests" / "CMakeLists.txt").read_text()))
+    assert listed == {(op, backend) for op, own in generated.registered().items() for backend in own - {"cpu"}}
+
+
 def test_every_generated_piece_can_be_made(generated: ModuleType) -> None:
     made = 0
     for page in PAGES:
