@@ -138,13 +138,9 @@ int check(const CheckOptions& options) {
             const double seconds = double(std::clock() - begin) / CLOCKS_PER_SEC;
             tally.add(report);
             taken = !report.unsupported;
-            for (const std::string& failure : report.failures) {
-              if (report.unsupported)
-                skipped.add(failure);
-              else
-                failed.push_back(c.op + "/" + c.name + " on " + backend + ", seed " + std::to_string(seed) + ": " +
-                                 failure);
-            }
+            const std::string run = c.op + "/" + c.name + " on " + backend + ", seed " + std::to_string(seed) + ": ";
+            for (const std::string& failure : report.failures)
+              report.unsupported ? skipped.add(failure) : failed.push_back(run + failure);
             records.push_back(record(c, backend, seed, report, seconds));
             if (!counts) continue;
             nlohmann::json launches = counts->take();
