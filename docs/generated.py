@@ -126,8 +126,9 @@ def formula(operator: str) -> str:
 
 
 def cpp(operator: str) -> str:
-    """An operator's argument struct, from the header."""
-    return rst(f".. doxygenstruct:: hopwell_{operator}_args\n   :members:\n   :undoc-members:\n")
+    """An operator's program in C++, which the installation's test runs, and its argument struct, from the header."""
+    program = f"```{{literalinclude}} ../../tests/install/operators/{operator}.cpp\n:language: cpp\n```\n\n"
+    return program + rst(f".. doxygenstruct:: hopwell_{operator}_args\n   :members:\n   :undoc-members:\n")
 
 
 def command() -> str:

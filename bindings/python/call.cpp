@@ -153,13 +153,6 @@ DLDataType data_type(const ArrayInterface& interface, nb::handle array) {
   }
 }
 
-// Pinned and managed memory is reached like any other of the host or of the device.
-DLDevice plain(DLDevice device) {
-  if (device.device_type == kDLCUDAHost) return {kDLCPU, 0};
-  if (device.device_type == kDLCUDAManaged) return {kDLCUDA, device.device_id};
-  return device;
-}
-
 // What `describe`, such as PyObject_Str, says of the object; its type where that fails.
 std::string described(nb::handle object, PyObject* (*describe)(PyObject*)) {
   const nb::object string = nb::steal(describe(object.ptr()));
@@ -259,7 +252,7 @@ static Tensor tensor_of(const DLTensor& t) {
           t.dtype,
           {t.shape, ndim},
           {strides, ndim},
-          plain(t.device)};
+          t.device};
 }
 
 Tensor Call::exchanged(const char* name, nb::handle array, const ExchangeApi& api) const {
@@ -343,7 +336,7 @@ Tensor Call::dlpack_view(const char* name, nb::handle array, bool written) {
           {view.dtype().code, view.dtype().bits, view.dtype().lanes},
           {view.shape_ptr(), view.ndim()},
           {view.stride_ptr(), view.ndim()},
-          plain({static_cast<DLDeviceType>(view.device_type()), view.device_id()})};
+          {static_cast<DLDeviceType>(view.device_type()), view.device_id()}};
 }
 
 float Call::real(const char* name, nb::handle value) const {

@@ -1,5 +1,10 @@
 """Attention-training and low-precision decode kernels for NVIDIA Hopper and Blackwell that also run on a plain CPU.
 
+    out, max_logits, lse = hopwell.sparse_mla_forward(q, kv, indices, sm_scale=576**-0.5)
+    print(hopwell.explain("sparse_mla_forward", q=q, kv=kv, indices=indices, sm_scale=576**-0.5))  # who runs it and why
+
+`help` of an operator has its formula, shapes and dtypes; `hopwell.backends()` are the backends that run here.
+
 Arrays in: torch, numpy (the types of `ml_dtypes` too) or anything with `__dlpack__`, on the host or a CUDA device,
 viewed and never copied. Arrays out: of the framework and on the device of the first array; arrays given as `out=` and
 the like are written in place and returned; none may lie where another argument does. Bad arguments raise `ValueError`,
@@ -46,6 +51,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    if name in ("compat", "reference"):  # imported when first looked at
+    if name in ("compat", "reference", "torch"):  # imported when first looked at
         return importlib.import_module(f"hopwell.{name}")
     raise AttributeError(f"module 'hopwell' has no attribute {name!r}")

@@ -62,17 +62,28 @@ bool matches(std::string_view name, std::string_view pattern) {
   return pattern.find_first_not_of('*', at) == std::string_view::npos;
 }
 
-std::string nothing_to_run(const CheckOptions& options) {
+// `names`: of the cases that there are.
+std::string nothing_to_run(const CheckOptions& options, const std::vector<std::string>& names) {
   return "no case" + (options.cases.empty() ? "" : " '" + options.cases + "'") +
          (options.operators.empty() ? "" : " of " + joined(options.operators)) +
-         (options.backend.empty() ? "" : " runs on " + options.backend);
+         (options.backend.empty() ? "" : " runs on " + options.backend) +
+         (options.operators.empty() ? "; with an operator before it, its cases are named here"
+          : names.empty()           ? ""
+                                    : "; cases: " + joined(names));
 }
 
-std::string message(const cases::Case& c, const std::string& backend, std::uint64_t seed, bool unsupported,
-                    const std::string& failure) {
-  return std::string(unsupported ? "skipped " : "FAILED  ") + c.op + "/" + c.name + " on " + backend + ", seed " +
-         std::to_string(seed) + ": " + failure;
-}
+// What was said about runs, each once, in the order in which it was first said.
+class Remarks {
+ public:
+  void add(const std::string& text) {
+    const auto at = std::find_if(said_.begin(), said_.end(), [&](const auto& entry) { return entry.first == text; });
+    at == said_.end() ? static_cast<void>(said_.emplace_back(text, 1)) : static_cast<void>(++at->second);
+  }
+  [[nodiscard]] const std::vector<std::pair<std::string, int>>& said() const { return said_; }
+
+ private:
+  std::vector<std::pair<std::string, int>> said_;
+};
 
 // What one call of a case that has passed asked for: it was called twice, for equal bits.
 nlohmann::json model_of(const cases::Case& c, std::uint64_t seed, nlohmann::json launches) {
@@ -98,7 +109,8 @@ int check(const CheckOptions& options) {
   };
   nlohmann::json records = nlohmann::json::array();
   Table table({"operator", "backend", "passed", "failed", "skipped", "largest error / bound"});
-  std::vector<std::string> messages;
+  std::vector<std::string> failed, names;
+  Remarks skipped;  // the words name the operator and the backend
   Tally total;
   std::optional<LaunchCounts> counts;
   if (options.model) counts.emplace(options.backend);
@@ -111,8 +123,11 @@ int check(const CheckOptions& options) {
         Tally tally;
         int cases_left = options.quick ? kQuickCases : std::numeric_limits<int>::max();
         for (const cases::Case& c : suite.cases) {
-          if (!c.suits(backend, options.model) || !matches(c.name, options.cases.empty() ? "*" : options.cases))
+          if (!c.suits(backend, options.model)) continue;
+          if (!matches(c.name, options.cases.empty() ? "*" : options.cases)) {
+            if (std::find(names.begin(), names.end(), c.name) == names.end()) names.push_back(c.name);
             continue;
+          }
           if (cases_left == 0) break;
           bool taken = true;
           for (std::uint64_t seed = 1; seed <= options.seeds; ++seed) {
@@ -123,8 +138,9 @@ int check(const CheckOptions& options) {
             const double seconds = double(std::clock() - begin) / CLOCKS_PER_SEC;
             tally.add(report);
             taken = !report.unsupported;
+            const std::string run = c.op + "/" + c.name + " on " + backend + ", seed " + std::to_string(seed) + ": ";
             for (const std::string& failure : report.failures)
-              messages.push_back(message(c, backend, seed, report.unsupported, failure));
+              report.unsupported ? skipped.add(failure) : failed.push_back(run + failure);
             records.push_back(record(c, backend, seed, report, seconds));
             if (!counts) continue;
             nlohmann::json launches = counts->take();
@@ -138,8 +154,9 @@ int check(const CheckOptions& options) {
       }
     }
   }
-  if (records.empty()) throw UsageError(nothing_to_run(options));
-  for (const std::string& message : messages) std::puts(message.c_str());
+  if (records.empty()) throw UsageError(nothing_to_run(options, names));
+  for (const auto& [words, times] : skipped.said()) std::printf("skipped %3d  %s\n", times, words.c_str());
+  for (const std::string& words : failed) std::printf("FAILED  %s\n", words.c_str());
   std::fputs(table.text().c_str(), stdout);
   if (counts) std::printf("%s%s\n", model_table(records).text().c_str(), kModelUnits);
   std::printf("%d passed, %d failed, %d skipped\n", total.passed, total.failed, total.skipped);

@@ -82,14 +82,14 @@ CLI::Validator a_writable_file() { return {obstacle_to_writing, ""}; }
 
 CLI::App* add_check(CLI::App& app, CheckOptions& options) {
   auto* command = app.add_subcommand("check", "every operator and corner case against float64, here and now");
-  command->add_option("OP", options.operators, "operators; all by default")->check(an_operator());
+  command->add_option("OP", options.operators, "operators; by default all")->check(an_operator());
   command->add_flag("--quick", options.quick, "a few cases of each operator and backend: seconds");
   command->add_option("--backend", options.backend, "one backend; by default all this machine has")
       ->check(a_backend())
       ->check(that_runs_here());
   command->add_option("--case", options.cases,
                       "only cases of this name, in which * stands for any letters and ? for any one");
-  command->add_option("--seeds", options.seeds, "random inputs a case; on emu: backends also schedules")
+  command->add_option("--seeds", options.seeds, "random inputs a case (default: 1); on emu: backends also schedules")
       ->check(CLI::Range(1, 1000000));
   const int last_device = std::max(static_cast<int>(hopwell::cuda_devices().size()) - 1, 0);
   command->add_option("--device", options.device, "the CUDA device, where there are several")
@@ -108,13 +108,17 @@ CLI::App* add_bench(CLI::App& app, BenchOptions& options) {
   auto* command =
       app.add_subcommand("bench", "time an operator: median, spread, rate, share of this machine's ceiling");
   command->add_option("OP", options.op, "the operator")->required()->check(an_operator());
-  command->add_option("--backend", options.backends, "backends, separated by commas")
+  command
+      ->add_option("--backend", options.backends,
+                   "backends, separated by commas; by default all this machine has, but the emulated")
       ->delimiter(',')
       ->check(a_backend())
       ->check(that_runs_here());
   command
       ->add_option("--shape", options.shapes,
-                   "a named shape, and settings key=value,key=value that change it (without a name: the first one)")
+                   "a named shape, and settings key=value,key=value that change it (without a name: the first one); by "
+                   "default all "
+                   "named ones")
       ->delimiter(',');
   command->add_option("--json", options.json, "write the results to FILE")->type_name("FILE")->check(a_writable_file());
   return command;
@@ -131,8 +135,10 @@ CLI::App* add_emulate(CLI::App& app, EmulateOptions& options) {
       ->required()
       ->check(CLI::IsMember(emulated))
       ->check(that_runs_here());
-  command->add_option("--case", options.name, "the name of a case")->required();
-  command->add_option("--seed", options.seed, "of the inputs and of the schedule")->check(CLI::NonNegativeNumber);
+  command->add_option("--case", options.name, "the name of a case; a wrong one is told the names that there are")
+      ->required();
+  command->add_option("--seed", options.seed, "of the inputs and of the schedule (default: 1)")
+      ->check(CLI::NonNegativeNumber);
   command->add_option("--report", options.report, "write the page, HTML, to FILE")
       ->type_name("FILE")
       ->required()
@@ -148,7 +154,8 @@ CLI::App* add_completion(CLI::App& app, std::string& shell) {
 }
 
 int run(std::vector<std::string> words) {
-  CLI::App app{"Attention-training and low-precision decode kernels: what is here, is it right, how fast is it."};
+  CLI::App app{"Attention-training and low-precision decode kernels: what is here, is it right, how fast is it.",
+               "hopwell"};
   app.require_subcommand(1);
   app.set_version_flag("--version", hopwell::version());
   CheckOptions check_options;

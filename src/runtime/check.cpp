@@ -34,6 +34,13 @@ std::int64_t bounded_product(std::int64_t x, std::int64_t y) {
   return y != 0 && x > kMaxBytes / y ? kMaxBytes : std::min(x * y, kMaxBytes);
 }
 
+// Pinned and managed memory is reached like any other of the host or of the device.
+DLDevice reached_from(const DLDevice& device) {
+  if (device.device_type == kDLCUDAHost) return {kDLCPU, 0};
+  if (device.device_type == kDLCUDAManaged) return {kDLCUDA, device.device_id};
+  return device;
+}
+
 }  // namespace
 
 std::int64_t View::size() const {
@@ -114,7 +121,8 @@ std::string Checker::expected(const DTypes& dtypes, const Shape* shape) const {
   return text + " [" + join(dims, ", ") + "]";
 }
 
-void Checker::check_device(std::string_view name, const DLDevice& device) {
+void Checker::check_device(std::string_view name, const DLDevice& given) {
+  const DLDevice device = reached_from(given);
   const bool known = device.device_type == kDLCPU || device.device_type == kDLCUDA;
   if (!known) fail(name, "on a cpu or cuda device", hopwell::to_string(device));
   if (device_owner_.empty()) {

@@ -17,6 +17,25 @@ for program in "$place/build/consumer_cpp" "$place/build/consumer_c" "$place/pre
   passed=$((passed + 1))
 done
 
+if command -v pkg-config >/dev/null; then  # a build without CMake, from a place that it was moved to
+  mv "$place/prefix" "$place/moved"
+  options=$(PKG_CONFIG_PATH=$(dirname "$(find "$place/moved" -name hopwell.pc)") pkg-config --cflags --libs hopwell)
+  # shellcheck disable=SC2086  # a list of words
+  cc -std=c99 tests/install/consumer.c -o "$place/by_pkg_config" $options
+  LD_LIBRARY_PATH=$(find "$place/moved" -name libhopwell.so -printf %h) "$place/by_pkg_config"
+  mv "$place/moved" "$place/prefix"
+  passed=$((passed + 1))
+fi
+
+# ---- the C++ examples of the operators' pages ----
+cmake -S tests/install/operators -B "$place/operators" -G Ninja -DCMAKE_PREFIX_PATH="$place/prefix" --log-level=WARNING >/dev/null
+cmake --build "$place/operators" >/dev/null
+for program in tests/install/operators/*.cpp; do
+  name=$(basename "$program" .cpp)
+  "$place/operators/$name" >"$place/log" || { cat "$place/log"; echo "install test failed: $name" >&2; exit 1; }
+  passed=$((passed + 1))
+done
+
 # ---- kernels on the installed emulator: of this build, and of a build of the emulator alone ----
 fail() { echo "install test failed: $*" >&2; exit 1; }
 quietly() { "$@" >"$place/log" 2>&1 || { cat "$place/log"; fail "$*"; }; }

@@ -94,6 +94,8 @@ def test_every_operator_has_its_page(generated: ModuleType) -> None:
         for piece in ("formula", "python", "backends", "peers", "bench", "cpp"):
             assert f"<!-- generated: {piece} {operator} -->" in page
         assert page.count("```python") >= 2, f"{operator}: an example and an error"
+        program = ROOT / "tests" / "install" / "operators" / f"{operator}.cpp"  # tests/install/run.sh runs it
+        assert f"hopwell::{operator}({{" in program.read_text()
 
 
 def test_readme_says_of_each_chip_what_is_registered(generated: ModuleType) -> None:
@@ -105,6 +107,11 @@ def test_readme_says_of_each_chip_what_is_registered(generated: ModuleType) -> N
             there = cell == "yes" or cell.startswith("emulated")
             assert there == (backend in own), f"{operator} on {backend}: {cell}"
             assert there or cell == "by sm80" or not own - {"cpu"}, f"{operator} on {backend}: {cell}"
+
+
+def test_every_kernel_is_checked_on_the_emulator(generated: ModuleType) -> None:
+    listed = set(re.findall(r"(\w+)@emu:(sm\d+)", (ROOT / "tests" / "CMakeLists.txt").read_text()))
+    assert listed == {(op, backend) for op, own in generated.registered().items() for backend in own - {"cpu"}}
 
 
 def test_every_generated_piece_can_be_made(generated: ModuleType) -> None:

@@ -1,5 +1,6 @@
 """Every operator of the compiled library against `hopwell.reference`, through every way of passing arrays."""
 
+import ctypes
 import hashlib
 import inspect
 import os
@@ -125,6 +126,32 @@ def test_any_array_with_dlpack(operator: str, rng: np.random.Generator) -> None:
         for name, value in call.arguments.items()
     }
     assert_results(call, run(call, **foreign), expected(call))
+
+
+class Elsewhere(Foreign):
+    """An array that says it lies in another kind of memory."""
+
+    def __init__(self, array: Any, device_type: int) -> None:
+        super().__init__(array)
+        self.device_type = device_type
+
+    def __dlpack__(self, **_: Any) -> Any:
+        capsule, pointer = self.array.__dlpack__(), ctypes.pythonapi.PyCapsule_GetPointer
+        pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        after_data = pointer(capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)
+        ctypes.c_int32.from_address(after_data).value = self.device_type
+        return capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device_type, 0
+
+
+def test_pinned_memory_is_the_host_s_and_managed_memory_the_device_s(rng: np.random.Generator) -> None:
+    attn, host, pinned, managed = rng.random((2, 4), np.float32), 1, 3, 13  # DLPack's numbers
+    exact = hopwell.normalize_l1(Elsewhere(attn, host))
+    assert (hopwell.normalize_l1(Elsewhere(attn, pinned)) == exact).all()
+    with pytest.raises(ValueError, match="normalize_l1: out must be on cuda:0 as attn is; got cpu"):
+        hopwell.normalize_l1(Elsewhere(attn, managed), out=attn.copy())
 
 
 class Poisoned(np.ndarray):

@@ -19,10 +19,15 @@ def test_what_the_package_holds() -> None:
     assert files >= {"hopwell/py.typed", "hopwell/_hopwell.pyi", "hopwell/bin/hopwell", "hopwell/torch/nn.py"}
     assert files >= {"hopwell/commit.txt", "hopwell/bench/__main__.py"}
     libraries = [file for file in files if "libhopwell" in file]
-    # A wheel has no links: a second name would be a second copy. The name has the minor version, for argument structs may
-    # grow with it.
+    # A wheel has no links: a second name would be a second copy. The name has the minor version, for argument structs
+    # may grow with it.
     assert libraries == [f"hopwell/lib/libhopwell.so.{hopwell.__version__.rpartition('.')[0]}"]
     assert [file for file in files if file.startswith("hopwell/_hopwell.") and file.endswith(".so")]
+
+
+def test_parts_are_there_without_an_import_of_their_own() -> None:
+    code = "import hopwell; hopwell.reference.normalize_l1, hopwell.torch.sparse_mla, hopwell.compat"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def assert_same_places(actual: Any, expected: Any, tolerance: float) -> None:
 
 
 def lse_bound(lse: Any, magnitude: float) -> Any:
-    """OPERATORS.md's bound for lse and max_logits on the CPU."""
+    """The contract's bound for lse and max_logits on the CPU."""
     return 1e-6 * np.maximum(1, np.abs(lse)) + 2.0**-22 * magnitude
 
 

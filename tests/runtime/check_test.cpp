@@ -125,6 +125,15 @@ TEST(Checker, DevicesAndMemory) {
             "op: kv must be on cpu as q is; got cuda:1");
   const Tensor other_id(memory.data(), {4}, {.device = {kDLCPU, 3}});
   EXPECT_NO_THROW(check.input("x", other_id, {DType::kFloat32}, {4}));
+  const Tensor pinned(memory.data(), {4}, {.device = {kDLCUDAHost, 1}}),
+      managed(memory.data(), {4}, {.device = {kDLCUDAManaged, 1}});
+  EXPECT_NO_THROW(check.input("x", pinned, {DType::kFloat32}, {4}));
+  EXPECT_EQ(message([&] { check.input("kv", managed, {DType::kFloat32}, {4}); }),
+            "op: kv must be on cpu as q is; got cuda:1");
+  Checker of_managed("op");
+  of_managed.input("q", managed, {DType::kFloat32}, {4});
+  EXPECT_NO_THROW(of_managed.input("kv", device, {DType::kFloat32}, {4}));
+  EXPECT_EQ(of_managed.device().device_type, kDLCUDA);
   const Tensor none(static_cast<float*>(nullptr), {4}), empty(static_cast<float*>(nullptr), {0});
   EXPECT_EQ(message([&] { check.input("x", none, {DType::kFloat32}, {4}); }),
             "op: x must be given memory; got a null data pointer");

@@ -3,7 +3,10 @@
 # clean_system.sh WHEEL [SUITE]; needs root and debootstrap.
 . "$(dirname "$0")/proofs.sh"
 wheel=$(realpath "${1:?the wheel}")
-suite=${2:-trixie}  # with Python 3.13
+case ${wheel##*/} in
+  *-cp311-cp311-*) suite=${2:-bookworm} ;;  # with Python 3.11, which that wheel is for alone
+  *) suite=${2:-trixie} ;;                  # with Python 3.13
+esac
 name="clean system ($suite)"
 
 [ "$(id -u)" = 0 ] || { skipped "$name" "not root"; exit 0; }

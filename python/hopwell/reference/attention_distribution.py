@@ -1,4 +1,4 @@
-"""How much attention each selected key gets, summed over heads: OPERATORS.md, section 3."""
+"""How much attention each selected key gets, summed over heads."""
 
 import numpy as np
 

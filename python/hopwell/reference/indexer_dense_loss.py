@@ -1,4 +1,4 @@
-"""The indexer's loss over every visible key: OPERATORS.md, 7.3."""
+"""The indexer's loss over every visible key."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""The indexer of DeepSeek Sparse Attention: OPERATORS.md, section 6."""
+"""The indexer of DeepSeek Sparse Attention."""
 
 import numpy as np
 import numpy.typing as npt

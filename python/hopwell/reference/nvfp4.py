@@ -1,4 +1,4 @@
-"""NVFP4 matrix products, quantisation and scale layouts: OPERATORS.md, section 5.
+"""NVFP4 matrix products, quantisation and scale layouts.
 
 A weight is code·scale·global: e2m1 codes, two a byte (low nibble = even k); one e4m3 scale for 16 of them along K;
 one fp32 global for the tensor. Formats: OCP Microscaling Formats (MX) v1.0, section 5.3, and OCP 8-bit Floating

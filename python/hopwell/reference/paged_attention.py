@@ -1,4 +1,4 @@
-"""Decode attention over a paged KV cache, with relative-position bias: OPERATORS.md, section 4."""
+"""Decode attention over a paged KV cache, with relative-position bias."""
 
 import numpy as np
 

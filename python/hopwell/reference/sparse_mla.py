@@ -1,4 +1,4 @@
-"""Sparse attention over one latent KV head, forward and backward: OPERATORS.md, sections 1 and 2."""
+"""Sparse attention over one latent KV head, forward and backward."""
 
 from dataclasses import dataclass
 
