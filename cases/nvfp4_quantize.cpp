@@ -247,6 +247,9 @@ std::vector<std::pair<std::string, Quantize>> quantize_problems() {
       {"pairs_bf16_blocked", {.rows = 520, .k = 352, .dtype = kBf16, .blocked = true, .values = Values::kFading}},
       {"pairs_fp16", {.rows = 520, .k = 352, .dtype = kFp16, .values = Values::kNonFinite}},
       {"large", {.rows = 300, .k = 2048, .dtype = kBf16}},
+      // Pairs enough for every multiprocessor of an H100, whose kernel of pairs nothing smaller reaches.
+      {"many_pairs_bf16", {.rows = 1344, .k = 4064, .dtype = kBf16, .values = Values::kNonFinite}},
+      {"many_pairs_fp16_blocked", {.rows = 1344, .k = 4064, .dtype = kFp16, .blocked = true}},
   };
 }
 

@@ -157,9 +157,8 @@ HOPWELL_DEVICE uint32_t where_larger(uint32_t a, uint32_t b) {
 #endif
 }
 
-// Eight codes, of which each word has two, in the lowest bits of its halves.
-HOPWELL_DEVICE uint32_t join_codes(const uint32_t (&codes)[4]) {
-  const uint32_t lower = codes[0] + codes[1] * 256, upper = codes[2] + codes[3] * 256;
+// Eight codes, a byte each: in the lower halves the even ones of four, in the upper halves the odd ones.
+HOPWELL_DEVICE uint32_t join_bytes(uint32_t lower, uint32_t upper) {
   return arch::permute_bytes<0x5410>(lower, upper) + arch::permute_bytes<0x7632>(lower, upper) * 16;
 }
 
@@ -184,7 +183,7 @@ HOPWELL_DEVICE void encode_by_thresholds(const Block<T>& x, const Thresholds16& 
       const uint32_t one = where_larger(magnitude, select(four, select(two, t[6], t[4]), select(two, t[2], t[0])));
       codes[i] = (four & 0x00040004u) | (two & 0x00020002u) | (one & 0x00010001u) | (pair >> 12 & 0x00080008u);
     }
-    words[half] = join_codes(codes);
+    words[half] = join_bytes(codes[0] + codes[1] * 256, codes[2] + codes[3] * 256);
   }
 }
 
@@ -220,28 +219,36 @@ HOPWELL_DEVICE Steps steps_of(const Thresholds16& t) {
           0};
 }
 
-// Indices are summed as multiples of the smallest fp16, whose bits they then are.
+// Indices of two words are summed as multiples of the smallest fp16 and of 256 times that. The bits of an fp16 are how
+// many of the smallest it is, below 2,048 of them, so that each word's indices are bytes of the sum.
 HOPWELL_DEVICE void encode_by_steps(const Block<bf16>& x, const Steps& of_scale, uint32_t (&words)[2]) {
-  constexpr uint32_t kScale = 0x70007000u, kOne = 0x00010001u, kTwo = 0x00020002u, kFour = 0x00040004u, kZero = 0;
+  constexpr uint32_t kScale = 0x70007000u, kZero = 0;
   const auto raw = arch::bit_cast<arch::Words4>(of_scale);
   const uint32_t t3 = arch::half_twice<false>(raw.w[0]), t1 = arch::half_twice<true>(raw.w[0]),
                  t5_t1 = arch::half_twice<false>(raw.w[1]), t0 = arch::half_twice<true>(raw.w[1]),
                  t2_t0 = arch::half_twice<false>(raw.w[2]), t4_t0 = arch::half_twice<true>(raw.w[2]),
                  rest = arch::half_twice<false>(raw.w[3]);
+  // sum + index · one, of two numbers
+  const auto add_index = [&](uint32_t pair, uint32_t one_index, uint32_t sum) {
+    const uint32_t magnitude = pair & 0x7fff7fffu;
+    const uint32_t four = arch::fma_saturated_fp16(magnitude, kScale, t3);
+    const uint32_t two = arch::fma_saturated_fp16(magnitude, kScale, arch::fma_fp16(four, t5_t1, t1));
+    const uint32_t lower = arch::fma_fp16(two, t2_t0, t0), to_upper = arch::fma_fp16(two, rest, t4_t0);
+    const uint32_t one = arch::fma_saturated_fp16(magnitude, kScale, arch::fma_fp16(four, to_upper, lower));
+    sum = arch::fma_fp16(four, 4 * one_index, sum);
+    sum = arch::fma_fp16(two, 2 * one_index, sum);
+    return arch::fma_fp16(one, one_index, sum);
+  };
   HOPWELL_UNROLL
   for (int half = 0; half < 2; ++half) {
-    uint32_t codes[4];  // of two numbers, in the lowest bits of each half
+    uint32_t codes[2];  // of four numbers, a byte each: of the even ones of two words, then of the odd ones
     HOPWELL_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t pair = x.words[4 * half + i], magnitude = pair & 0x7fff7fffu;
-      const uint32_t four = arch::fma_saturated_fp16(magnitude, kScale, t3);
-      const uint32_t two = arch::fma_saturated_fp16(magnitude, kScale, arch::fma_fp16(four, t5_t1, t1));
-      const uint32_t lower = arch::fma_fp16(two, t2_t0, t0), to_upper = arch::fma_fp16(two, rest, t4_t0);
-      const uint32_t one = arch::fma_saturated_fp16(magnitude, kScale, arch::fma_fp16(four, to_upper, lower));
-      const uint32_t index = arch::fma_fp16(four, kFour, arch::fma_fp16(two, kTwo, arch::fma_fp16(one, kOne, kZero)));
-      codes[i] = (pair >> 12 & 0x00080008u) | index;
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t first = x.words[4 * half + 2 * i], second = x.words[4 * half + 2 * i + 1];
+      const uint32_t indices = add_index(first, 0x00010001u, add_index(second, 0x01000100u, kZero));
+      codes[i] = (arch::permute_bytes<0x7351>(first, second) >> 4 & 0x08080808u) | indices;
     }
-    words[half] = join_codes(codes);
+    words[half] = join_bytes(codes[0], codes[1]);
   }
 }
 

@@ -188,6 +188,7 @@ __global__ void __launch_bounds__(QuantizeConfig::kThreads)
     Block<T> x[kBlocks];
     HOPWELL_UNROLL
     for (int j = 0; j < kBlocks; ++j) x[j].load(from + j * kCodesPerBlock, kBlocks > 1 || p.x_aligned);
+    uint8_t* codes_at = p.codes + row * p.codes_stride + int64_t{block} * (kCodesPerBlock / 2);
     uint32_t bits[kBlocks], scales = 0, words[kBlocks][2] = {};
     HOPWELL_UNROLL
     for (int j = 0; j < kBlocks; ++j) {
@@ -203,7 +204,6 @@ __global__ void __launch_bounds__(QuantizeConfig::kThreads)
       if (bits[j] < kInfinityBits && scale != 0)
         encode<T, kByThresholds>(s, reciprocal != 0, x[j], arch::bit_cast<float>(bits[j]), scale, global, words[j]);
     }
-    uint8_t* codes_at = p.codes + row * p.codes_stride + int64_t{block} * (kCodesPerBlock / 2);
     if constexpr (kBlocks == 2)
       *reinterpret_cast<arch::Words4*>(codes_at) = {{words[0][0], words[0][1], words[1][0], words[1][1]}};
     else
