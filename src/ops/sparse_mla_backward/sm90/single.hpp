@@ -151,8 +151,7 @@ HOPWELL_DEVICE void finish_tile(const Params& p, SharedStorage<kDqk>& s, const f
   }
 }
 
-// Half 0: S, just multiplied, to P, and the sums over heads. Half 1: dP to dS. Both have dS in the end; half 1, which
-// makes it, need not wait for it to be stored.
+// Half 0: S, just multiplied, to P, and the sums over heads. Half 1: dP to dS, which it stores and keeps.
 template <int kHalf, bool kAttn, bool kMerged, class Storage>
 HOPWELL_DEVICE void finish_scores(const Params& p, Storage& s, float (&acc)[32], const HeldKeys& held, int step, int t,
                                   DsFragments& ds) {
@@ -162,8 +161,6 @@ HOPWELL_DEVICE void finish_scores(const Params& p, Storage& s, float (&acc)[32],
     arch::fence_proxy_async();
     arch::barrier_arrive(kPFull, 256);
     if constexpr (kAttn) sum_heads(acc, s.head_sums, t);
-    arch::barrier_sync(kDsFull, 256);
-    load_ds(ds, s.ds, t);
   } else {
     arch::barrier_sync(kPFull, 256);
     make_ds(p, acc, s.heads, s.p, ds, t);
@@ -171,7 +168,6 @@ HOPWELL_DEVICE void finish_scores(const Params& p, Storage& s, float (&acc)[32],
     store_ds(ds, s.ds, t);
     arch::fence_proxy_async();
     arch::barrier_arrive(kPdsFull, 256);
-    arch::barrier_arrive(kDsFull, 256);
   }
 }
 
@@ -211,6 +207,11 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const WorkTil
     arch::wgmma_wait<0>(acc);
     DsFragments ds;
     finish_scores<kHalf, kAttn, kMerged>(p, s, acc, held, step, t, ds);
+    if constexpr (kHalf == 1 && kPanelsBeside<kFixed, kHeadSteps> == 0)
+      arch::barrier_arrive(kDsFull, 256);
+    else
+      arch::barrier_sync(kDsFull, 256);
+    if constexpr (kHalf == 0) load_ds(ds, s.ds, t);
     arch::wgmma_fence();
     multiply_dq<kHasMiddle<kDqk>>(dq, middle, ds, s.keys[kFirstPanel<kDqk, kHalf>],
                                   arch::shared_address(&s.keys[4]) + 4096 * kHalf);
