@@ -232,7 +232,7 @@ HOPWELL_DEVICE void score(const Params& p, PairStorage& s) {
     load_keys(keys, entries, step + 1, t);
     arch::barrier_sync(kPairOwnDsFull, 256);
     if constexpr (kHalf == 1) load_ds(ds, s.ds[0], t);
-    arch::wgmma_fence();
+    arch::wgmma_fence();  // kept: the emulator sees no register operands
     multiply_dq<kHasRope<kDqk> && kHalf == 0>(dq[0], rope, ds, s, kHalf);
     const uint32_t rank = arch::cluster_rank();
     if (kHalf == 1 && t == 0) arch::mbarrier_arrive_expect_tx(s.pds_full, PairConfig::kPdsBytes);
@@ -242,7 +242,7 @@ HOPWELL_DEVICE void score(const Params& p, PairStorage& s) {
     arch::syncwarp();     // kept: a lane branched off
     DsFragments theirs;
     load_ds(theirs, s.ds[1], t);
-    arch::wgmma_fence();
+    arch::wgmma_fence();  // kept: the emulator sees no register operands
     multiply_dq<kHasRope<kDqk> && kHalf == 1>(dq[1], rope, theirs, s, kHalf);
     arch::wgmma_commit();
     arch::wgmma_wait<0>(dq[0], dq[1]);

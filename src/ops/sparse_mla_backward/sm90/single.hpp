@@ -38,9 +38,12 @@ namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 template <bool kFixed, int kHeadSteps>
 constexpr int kPanelsBeside = kFixed || kHeadSteps < 4 ? 2 : 0;
 
-// Of so many times 16 heads warpgroup 2 holds dS in registers, beside P: all that leave it without spills.
+// Of so many times 16 heads warpgroup 2 holds dS in registers, beside P: as many as leave it without spills. Where that is
+// all of dS, its place is free as soon as P's is.
 template <int kHeadSteps>
 constexpr int kDsStepsHeld = kHeadSteps < 3 ? kHeadSteps : 3;
+template <int kHeadSteps>
+constexpr bool kHoldsDs = kDsStepsHeld<kHeadSteps> == kHeadSteps;
 
 template <int kDqk>
 struct SharedStorage {
@@ -152,7 +155,7 @@ HOPWELL_DEVICE void finish_tile(const Params& p, SharedStorage<kDqk>& s, const f
 }
 
 // Half 0: S, just multiplied, to P, and the sums over heads. Half 1: dP to dS, which it stores and keeps.
-template <int kHalf, bool kAttn, bool kMerged, class Storage>
+template <int kHalf, int kHeadSteps, bool kAttn, bool kMerged, class Storage>
 HOPWELL_DEVICE void finish_scores(const Params& p, Storage& s, float (&acc)[32], const HeldKeys& held, int step, int t,
                                   DsFragments& ds) {
   if constexpr (kHalf == 0) {
@@ -164,7 +167,7 @@ HOPWELL_DEVICE void finish_scores(const Params& p, Storage& s, float (&acc)[32],
   } else {
     arch::barrier_sync(kPFull, 256);
     make_ds(p, acc, s.heads, s.p, ds, t);
-    if (step > 0) arch::barrier_sync(kDsEmpty, 256);
+    if (!kHoldsDs<kHeadSteps> && step > 0) arch::barrier_sync(kDsEmpty, 256);
     store_ds(ds, s.ds, t);
     arch::fence_proxy_async();
     arch::barrier_arrive(kPdsFull, 256);
@@ -206,13 +209,13 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const WorkTil
     if constexpr (kMerged && kHalf == 0) load_held_keys(held, s.holders[step % 2], p.heads_of_member, t);
     arch::wgmma_wait<0>(acc);
     DsFragments ds;
-    finish_scores<kHalf, kAttn, kMerged>(p, s, acc, held, step, t, ds);
+    finish_scores<kHalf, kHeadSteps, kAttn, kMerged>(p, s, acc, held, step, t, ds);
     if constexpr (kHalf == 1 && kPanelsBeside<kFixed, kHeadSteps> == 0)
       arch::barrier_arrive(kDsFull, 256);
     else
       arch::barrier_sync(kDsFull, 256);
     if constexpr (kHalf == 0) load_ds(ds, s.ds, t);
-    arch::wgmma_fence();
+    arch::wgmma_fence();  // kept: the emulator sees no register operands
     multiply_dq<kHasMiddle<kDqk>>(dq, middle, ds, s.keys[kFirstPanel<kDqk, kHalf>],
                                   arch::shared_address(&s.keys[4]) + 4096 * kHalf);
     arch::wgmma_commit();
@@ -282,7 +285,7 @@ HOPWELL_DEVICE void scatter(const Params& p, SharedStorage<kDqk>& s, Entries ent
       add_panel(p, acc[half % 2], 32 * half, rows);
     }
     arch::wgmma_wait<0>(acc[1]);
-    if (step + 1 < steps) arch::barrier_arrive(kDsEmpty, 256);
+    if (!kHoldsDs<kHeadSteps> && step + 1 < steps) arch::barrier_arrive(kDsEmpty, 256);
     add_panel(p, acc[1], 32 * (kHalves - 1), rows);
   }
   count_missing_steps<Config::kKeys>(p, paced, steps, t);
