@@ -20,7 +20,7 @@
 // Budget    shared: Q 65,536 + 8,192, dO 65,536, keys 32,768 + 4,096, P and dS 32,768, landing 16,384, stage 4,096,
 //           others 2,416 = 231,792    (of 232,448)
 //           registers: dQ 144 + S or dP 32 + 32 others = 208 in warpgroups 0 and 1, 88 in warpgroup 2 (of 3 · 168)
-// Bound     a step and CTA: 5,504 clocks of tensor cores, about 7,500 of shared memory, 4,440 of additions (73,728 B at
+// Bound     a step and CTA: 5,504 clocks of tensor cores, about 7,200 of shared memory, 4,440 of additions (73,728 B at
 //           the 16.6 B a clock that L2 takes from each of 132 CTAs); 49,152 B to the peer, 36,864 B of keys
 #pragma once
 
@@ -104,8 +104,9 @@ HOPWELL_DEVICE void multiply_s(float (&acc)[32], const PairStorage& s, int tile)
 
 // dq [64 heads][128 columns] += dS · keys, and the 32 columns of RoPE for one of the tiles.
 template <bool kRope>
-HOPWELL_DEVICE void multiply_dq(float (&dq)[64], float (&rope)[16], const PairStorage& s, int tile, int half) {
-  multiply_dq<kRope>(dq, rope, s.ds[tile], s.keys[2 * half], arch::shared_address(&s.keys_rope));
+HOPWELL_DEVICE void multiply_dq(float (&dq)[64], float (&rope)[16], const DsFragments& ds, const PairStorage& s,
+                                int half) {
+  multiply_dq<kRope>(dq, rope, ds, s.keys[2 * half], arch::shared_address(&s.keys_rope));
 }
 
 // ---- warpgroups 0 and 1
@@ -144,7 +145,7 @@ HOPWELL_DEVICE void store_dq(const Params& p, PairStorage& s, const float (&dq)[
 
 // Warpgroup 0, until dS of its own tile is there and sent.
 template <int kDqk, bool kAttn>
-HOPWELL_DEVICE void finish_own_tile(const Params& p, PairStorage& s, int step) {
+HOPWELL_DEVICE void finish_own_tile(const Params& p, PairStorage& s, int step, DsFragments& ds) {
   float acc[32];
   arch::barrier_sync(kPairPeerFirst, 256);  // kept: only a matter of time
   arch::wgmma_fence();
@@ -171,7 +172,6 @@ HOPWELL_DEVICE void finish_own_tile(const Params& p, PairStorage& s, int step) {
   if (step > 0) arch::mbarrier_wait(s.pds_free, (step & 1) ^ 1);
   send_rows(s, s.p, peer, t);
   if (step > 0) arch::barrier_sync(kPairOwnDsFree, 256);
-  uint32_t ds[16];
   make_ds(p, acc, s.heads, s.p[0], ds, t);
   store_ds(ds, s.ds[0], t);
   arch::fence_proxy_async();
@@ -222,24 +222,28 @@ HOPWELL_DEVICE void score(const Params& p, PairStorage& s) {
   const Entries& entries = s.entries;
   float dq[2][64] = {}, rope[16] = {};
   for (int step = 0; step * Config::kKeys < entries.length; ++step) {
+    DsFragments ds;
     if constexpr (kHalf == 0)
-      finish_own_tile<kDqk, kAttn>(p, s, step);
+      finish_own_tile<kDqk, kAttn>(p, s, step, ds);
     else
       send_peer_tile<kDqk>(s, step);
     const int t = arch::thread_index_anew() % 128;
     int keys[4];
     load_keys(keys, entries, step + 1, t);
     arch::barrier_sync(kPairOwnDsFull, 256);
-    arch::wgmma_fence();  // kept: nothing has touched dq since the fence before S; each batch begins with one
-    multiply_dq<kHasRope<kDqk> && kHalf == 0>(dq[0], rope, s, 0, kHalf);
+    if constexpr (kHalf == 1) load_ds(ds, s.ds[0], t);
+    arch::wgmma_fence();  // kept: the emulator sees no register operands
+    multiply_dq<kHasRope<kDqk> && kHalf == 0>(dq[0], rope, ds, s, kHalf);
     const uint32_t rank = arch::cluster_rank();
     if (kHalf == 1 && t == 0) arch::mbarrier_arrive_expect_tx(s.pds_full, PairConfig::kPdsBytes);
     arch::syncwarp();  // kept: a lane branched off
     arch::mbarrier_wait(s.pds_full, step & 1);
     if (kHalf == 1 && t == 0) arch::mbarrier_arrive_cluster_relaxed(at_peer(&s.pds_taken, rank ^ 1));
     arch::syncwarp();     // kept: a lane branched off
-    arch::wgmma_fence();  // kept: nothing has touched dq since the fence above; each batch begins with one
-    multiply_dq<kHasRope<kDqk> && kHalf == 1>(dq[1], rope, s, 1, kHalf);
+    DsFragments theirs;
+    load_ds(theirs, s.ds[1], t);
+    arch::wgmma_fence();  // kept: the emulator sees no register operands
+    multiply_dq<kHasRope<kDqk> && kHalf == 1>(dq[1], rope, theirs, s, kHalf);
     arch::wgmma_commit();
     arch::wgmma_wait<0>(dq[0], dq[1]);
     arch::pin_registers(rope);
@@ -303,8 +307,9 @@ HOPWELL_DEVICE void scatter(const Params& p, PairStorage& s, uint32_t rank) {
     arch::syncwarp();                           // kept: keep_pace branches
     arch::mbarrier_wait(s.pds_full, step & 1);  // warpgroup 1 arrives only once the own are full
     const SumRows<false> rows = load_sum_rows<kDqk, false>(p, s.key[step % 2], t);
-    uint32_t own[4][4];
+    uint32_t own[4][4], own_ds[2][4];  // of 32 heads: no spills with half of dS
     load_transposed(own, s.p[0], t);
+    load_transposed(own_ds, s.ds[0], t);
     if (!last) arch::barrier_arrive(kPairOwnPRead, 256);
     // Unrolled, the descriptors of all panels would stay in registers.
     HOPWELL_NO_UNROLL
@@ -313,7 +318,7 @@ HOPWELL_DEVICE void scatter(const Params& p, PairStorage& s, uint32_t rank) {
       arch::wgmma_fence();
       multiply_fragments(acc, own, arch::shared_address(&s.d_out[0][panel]), false);
       multiply_transposed<4>(acc, arch::shared_address(&s.p[1]), arch::shared_address(&s.d_out[1][panel]), true);
-      multiply_transposed<4>(acc, arch::shared_address(&s.ds[0]), arch::shared_address(&s.q[0][panel]), true);
+      multiply_fragments<4>(acc, own_ds, s.ds[0], arch::shared_address(&s.q[0][panel]), true);
       multiply_transposed<4>(acc, arch::shared_address(&s.ds[1]), arch::shared_address(&s.q[1][panel]), true);
       arch::wgmma_commit();
       arch::wgmma_wait<0>(acc);

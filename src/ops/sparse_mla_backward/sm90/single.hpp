@@ -38,6 +38,13 @@ namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 template <bool kFixed, int kHeadSteps>
 constexpr int kPanelsBeside = kFixed || kHeadSteps < 4 ? 2 : 0;
 
+// Of so many times 16 heads warpgroup 2 holds dS in registers, beside P: as many as leave it without spills. Where that is
+// all of dS, its place is free as soon as P's is.
+template <int kHeadSteps>
+constexpr int kDsStepsHeld = kHeadSteps < 3 ? kHeadSteps : 3;
+template <int kHeadSteps>
+constexpr bool kHoldsDs = kDsStepsHeld<kHeadSteps> == kHeadSteps;
+
 template <int kDqk>
 struct SharedStorage {
   static constexpr int kPanels = kDqk / 64;
@@ -147,10 +154,10 @@ HOPWELL_DEVICE void finish_tile(const Params& p, SharedStorage<kDqk>& s, const f
   }
 }
 
-// Half 0: S, just multiplied, to P, and the sums over heads. Half 1: dP to dS.
-template <int kHalf, bool kAttn, bool kMerged, class Storage>
-HOPWELL_DEVICE void finish_scores(const Params& p, Storage& s, float (&acc)[32], const HeldKeys& held, int step,
-                                  int t) {
+// Half 0: S, just multiplied, to P, and the sums over heads. Half 1: dP to dS, which it stores and keeps.
+template <int kHalf, int kHeadSteps, bool kAttn, bool kMerged, class Storage>
+HOPWELL_DEVICE void finish_scores(const Params& p, Storage& s, float (&acc)[32], const HeldKeys& held, int step, int t,
+                                  DsFragments& ds) {
   if constexpr (kHalf == 0) {
     if (step > 0) arch::barrier_sync(kPEmpty, 256);
     store_p<kAttn, kMerged>(p, acc, s.heads, s.p, t, held);
@@ -159,9 +166,8 @@ HOPWELL_DEVICE void finish_scores(const Params& p, Storage& s, float (&acc)[32],
     if constexpr (kAttn) sum_heads(acc, s.head_sums, t);
   } else {
     arch::barrier_sync(kPFull, 256);
-    uint32_t ds[16];
     make_ds(p, acc, s.heads, s.p, ds, t);
-    if (step > 0) arch::barrier_sync(kDsEmpty, 256);
+    if (!kHoldsDs<kHeadSteps> && step > 0) arch::barrier_sync(kDsEmpty, 256);
     store_ds(ds, s.ds, t);
     arch::fence_proxy_async();
     arch::barrier_arrive(kPdsFull, 256);
@@ -202,10 +208,15 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const WorkTil
     HeldKeys held = {};
     if constexpr (kMerged && kHalf == 0) load_held_keys(held, s.holders[step % 2], p.heads_of_member, t);
     arch::wgmma_wait<0>(acc);
-    finish_scores<kHalf, kAttn, kMerged>(p, s, acc, held, step, t);
-    arch::barrier_sync(kDsFull, 256);
-    arch::wgmma_fence();  // kept: nothing has touched dq since the fence above; each batch begins with one
-    multiply_dq<kHasMiddle<kDqk>>(dq, middle, s.ds, s.keys[kFirstPanel<kDqk, kHalf>],
+    DsFragments ds;
+    finish_scores<kHalf, kHeadSteps, kAttn, kMerged>(p, s, acc, held, step, t, ds);
+    if constexpr (kHalf == 1 && kPanelsBeside<kFixed, kHeadSteps> == 0)
+      arch::barrier_arrive(kDsFull, 256);
+    else
+      arch::barrier_sync(kDsFull, 256);
+    if constexpr (kHalf == 0) load_ds(ds, s.ds, t);
+    arch::wgmma_fence();  // kept: the emulator sees no register operands
+    multiply_dq<kHasMiddle<kDqk>>(dq, middle, ds, s.keys[kFirstPanel<kDqk, kHalf>],
                                   arch::shared_address(&s.keys[4]) + 4096 * kHalf);
     arch::wgmma_commit();
     int keys[4];
@@ -234,14 +245,15 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const WorkTil
 
 // ---- warpgroup 2
 
-// Starts the product of half a panel of dKV. P comes from registers: that spares shared memory, and warpgroup 0 need not
-// wait with the next one.
+// Starts the product of half a panel of dKV. P comes from registers, and of dS what fits: that spares shared memory, and
+// warpgroup 0 need not wait with the next P.
 template <int kDqk, int kHeadSteps>
-HOPWELL_DEVICE void start_half(SharedStorage<kDqk>& s, float (&acc)[16], const uint32_t (&probabilities)[kHeadSteps][4],
-                               int half) {
+HOPWELL_DEVICE void start_half(SharedStorage<kDqk>& s, float (&acc)[16],
+                               const uint32_t (&ds)[kDsStepsHeld<kHeadSteps>][4],
+                               const uint32_t (&probabilities)[kHeadSteps][4], int half) {
   const auto offset = uint32_t(half / 2 * tile::kPanelBytes + half % 2 * 64);
   arch::wgmma_fence();
-  multiply_transposed<kHeadSteps>(acc, arch::shared_address(&s.ds), arch::shared_address(s.q) + offset, false);
+  multiply_fragments<kHeadSteps>(acc, ds, s.ds, arch::shared_address(s.q) + offset, false);
   if (half < 2 * Config::kPanelsV) multiply_fragments(acc, probabilities, arch::shared_address(s.d_out) + offset, true);
   arch::wgmma_commit();
 }
@@ -260,19 +272,20 @@ HOPWELL_DEVICE void scatter(const Params& p, SharedStorage<kDqk>& s, Entries ent
     if (paced) keep_pace<Config::kKeys>(p, p.whole_tiles, seen, step);
     arch::barrier_sync(kPdsFull, 256);
     const SumRows<kFixed> rows = load_sum_rows<kDqk, kFixed>(p, s.key[step % 2], t);
-    uint32_t probabilities[kHeadSteps][4];
+    uint32_t probabilities[kHeadSteps][4], ds[kDsStepsHeld<kHeadSteps>][4];
     load_transposed(probabilities, s.p, t);
+    load_transposed(ds, s.ds, t);
     if (step + 1 < steps) arch::barrier_arrive(kPEmpty, 256);
     float acc[2][16];
-    start_half(s, acc[0], probabilities, kFirst);
+    start_half(s, acc[0], ds, probabilities, kFirst);
     HOPWELL_UNROLL
     for (int half = kFirst; half + 1 < kHalves; ++half) {
-      start_half(s, acc[(half + 1) % 2], probabilities, half + 1);
+      start_half(s, acc[(half + 1) % 2], ds, probabilities, half + 1);
       arch::wgmma_wait<1>(acc[half % 2]);
       add_panel(p, acc[half % 2], 32 * half, rows);
     }
     arch::wgmma_wait<0>(acc[1]);
-    if (step + 1 < steps) arch::barrier_arrive(kDsEmpty, 256);
+    if (!kHoldsDs<kHeadSteps> && step + 1 < steps) arch::barrier_arrive(kDsEmpty, 256);
     add_panel(p, acc[1], 32 * (kHalves - 1), rows);
   }
   count_missing_steps<Config::kKeys>(p, paced, steps, t);

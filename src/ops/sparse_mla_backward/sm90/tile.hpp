@@ -95,19 +95,21 @@ HOPWELL_DEVICE void multiply_scores(float (&acc)[32], const Panel* a, const Pane
   }
 }
 
+// dS of 64 heads and 64 keys as A fragments, four for each 16 keys; `load_ds` brings what another warpgroup stored.
+using DsFragments = uint32_t[4][4];
+
 // dq [64 heads][2 kSize columns] += dS · panels of keys; and narrow [64 heads][32 columns] += dS · a narrow panel of
 // them.
 template <bool kNarrow, int kSize>
-HOPWELL_DEVICE void multiply_dq(float (&dq)[kSize], float (&narrow)[16], const Panel& ds, const Panel& keys,
+HOPWELL_DEVICE void multiply_dq(float (&dq)[kSize], float (&narrow)[16], const DsFragments& ds, const Panel& keys,
                                 uint32_t narrow_keys) {
-  const uint64_t left = arch::at_address(tile::kRowsAlongK, arch::shared_address(&ds)),
-                 right = arch::at_address(tile::kRowsAcrossK, arch::shared_address(&keys)),
+  const uint64_t right = arch::at_address(tile::kRowsAcrossK, arch::shared_address(&keys)),
                  right_narrow = arch::at_address(tile::kNarrowRowsAcrossK, narrow_keys);
   HOPWELL_UNROLL
   for (int step = 0; step < 4; ++step) {
-    arch::wgmma_ss<kBTransposed>(dq, left + uint64_t(2 * step), right + uint64_t(128 * step), true);
+    arch::wgmma_rs<kBTransposed>(dq, ds[step], right + uint64_t(128 * step), true);
     if constexpr (kNarrow)
-      arch::wgmma_ss<kBTransposed>(narrow, left + uint64_t(2 * step), right_narrow + uint64_t(64 * step), true);
+      arch::wgmma_rs<kBTransposed>(narrow, ds[step], right_narrow + uint64_t(64 * step), true);
   }
 }
 
@@ -143,6 +145,15 @@ HOPWELL_DEVICE void multiply_fragments(float (&acc)[kSize], const uint32_t (&fra
   HOPWELL_UNROLL
   for (int k = 0; k < kHeadSteps; ++k)
     arch::wgmma_rs<kBTransposed>(acc, fragments[k], right + uint64_t(128 * k), accumulate || k > 0);
+}
+// The same where only the first heads' fragments found room in registers: those of the others come from `from`.
+template <int kHeadSteps, int kLoaded, int kSize>
+HOPWELL_DEVICE void multiply_fragments(float (&acc)[kSize], const uint32_t (&fragments)[kLoaded][4], const Panel& from,
+                                       uint32_t panel, bool accumulate) {
+  constexpr uint32_t kBytes = 16 * 128;  // of 16 heads
+  multiply_fragments(acc, fragments, panel, accumulate);
+  multiply_transposed<kHeadSteps - kLoaded>(acc, arch::shared_address(&from) + kLoaded * kBytes,
+                                            panel + kLoaded * kBytes, true);
 }
 
 // ---- P and dS
@@ -201,30 +212,33 @@ HOPWELL_DEVICE void store_p(const Params& p, float (&acc)[32], const HeadValues<
 
 // dP and P to dS.
 HOPWELL_DEVICE void make_ds(const Params& p, const float (&acc)[32], const HeadValues<Config::kHeads>& heads,
-                            const Panel& source, uint32_t (&ds)[16], int t) {
+                            const Panel& source, DsFragments& ds, int t) {
   const auto& delta = heads.delta;
   const int row = t / 32 * 16 + t % 32 / 4;
   const float delta0 = delta[row], delta1 = delta[row + 8];
   HOPWELL_UNROLL
-  for (int j = 0; j < 8; j += 2) {
+  for (int k = 0; k < 4; ++k) {
     uint32_t probability[4];
-    arch::ldmatrix(probability, arch::shared_address(&source) + matrix_offset(matrix_lane(t), j));
+    arch::ldmatrix(probability, arch::shared_address(&source) + matrix_offset(matrix_lane(t), 2 * k));
     HOPWELL_UNROLL
     for (int m = 0; m < 4; ++m) {
       const float subtract = m & 1 ? delta1 : delta0;
       const float low = arch::bit_cast<float>(probability[m] << 16),
                   high = arch::bit_cast<float>(probability[m] & 0xffff0000);
-      ds[2 * j + m] = arch::pack_bf16(low * (acc[4 * j + 2 * m] * p.sm_scale - subtract),
-                                      high * (acc[4 * j + 2 * m + 1] * p.sm_scale - subtract));
+      ds[k][m] = arch::pack_bf16(low * (acc[8 * k + 2 * m] * p.sm_scale - subtract),
+                                 high * (acc[8 * k + 2 * m + 1] * p.sm_scale - subtract));
     }
   }
 }
-HOPWELL_DEVICE void store_ds(const uint32_t (&ds)[16], const Panel& target, int t) {
+HOPWELL_DEVICE void store_ds(const DsFragments& ds, const Panel& target, int t) {
   HOPWELL_UNROLL
-  for (int j = 0; j < 8; j += 2) {
-    const uint32_t packed[4] = {ds[2 * j], ds[2 * j + 1], ds[2 * j + 2], ds[2 * j + 3]};
-    arch::stmatrix(arch::shared_address(&target) + matrix_offset(matrix_lane(t), j), packed);
-  }
+  for (int k = 0; k < 4; ++k)
+    arch::stmatrix(arch::shared_address(&target) + matrix_offset(matrix_lane(t), 2 * k), ds[k]);
+}
+HOPWELL_DEVICE void load_ds(DsFragments& ds, const Panel& source, int t) {
+  HOPWELL_UNROLL
+  for (int k = 0; k < 4; ++k)
+    arch::ldmatrix(ds[k], arch::shared_address(&source) + matrix_offset(matrix_lane(t), 2 * k));
 }
 
 // Sums exp(score − lse) over a warp's 16 heads: within a lane, then over the 8 lanes of a column. The rest can wait
