@@ -50,10 +50,9 @@ TEST(Nvfp4QuantizePlan, OnePassNeedsRowsWithoutGaps) {
     set(p);
     return p;
   };
-  const QuantizeProblem gaps[] = {change([](auto& p) { p.x.stride[0] += 16; }),
-                                  change([](auto& p) { p.codes.stride[0] += 16; }),
-                                  change([](auto& p) { p.scales.row_stride += 2; }),
-                                  change([](auto& p) { p.scales.blocked = true; })};
+  const QuantizeProblem gaps[] = {
+      change([](auto& p) { p.x.stride[0] += 16; }), change([](auto& p) { p.codes.stride[0] += 16; }),
+      change([](auto& p) { p.scales.row_stride += 2; }), change([](auto& p) { p.scales.blocked = true; })};
   for (const QuantizeProblem& p : gaps) {
     EXPECT_FALSE(takes_one_pass(p));
     EXPECT_TRUE(takes_pairs(p));

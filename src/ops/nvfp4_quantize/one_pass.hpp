@@ -54,14 +54,16 @@ struct AmaxExchange {
     arch::store_release(tag_word(0), tag.words[0]), arch::store_release(tag_word(1), tag.words[1]);
   }
   HOPWELL_DEVICE void wait_until_open() const {
-    while (arch::load_acquire(tag_word(0)) != tag.words[0] || arch::load_acquire(tag_word(1)) != tag.words[1]) {}
+    while (arch::load_acquire(tag_word(0)) != tag.words[0] || arch::load_acquire(tag_word(1)) != tag.words[1]) {
+    }
   }
   HOPWELL_DEVICE void close() const { *tag_word(0) = 0, *tag_word(1) = 0; }
   // By one thread of each CTA: the largest of all their bits.
   HOPWELL_DEVICE uint32_t largest(uint32_t bits) const {
     arch::red_max(amax(), bits);
     arch::atomic_add(arrived(), 1);
-    while (arch::load_acquire(arrived()) != uint32_t(arch::grid_size())) {}
+    while (arch::load_acquire(arrived()) != uint32_t(arch::grid_size())) {
+    }
     return arch::load_relaxed(amax());
   }
 };

@@ -17,10 +17,10 @@ struct QuantizeConfig {
 
 struct OnePassConfig {
   static constexpr int kThreads = 896, kWarps = kThreads / 32;
-  static constexpr int kSlots = 4;               // of a warp, in shared memory
-  static constexpr int kItems = kSlots + 1;      // that a warp keeps
-  static constexpr int kItemNumbers = 32 * 32;   // two blocks a lane
-  static constexpr int kPieces = 4;              // of 16 bytes, of a lane
+  static constexpr int kSlots = 4;              // of a warp, in shared memory
+  static constexpr int kItems = kSlots + 1;     // that a warp keeps
+  static constexpr int kItemNumbers = 32 * 32;  // two blocks a lane
+  static constexpr int kPieces = 4;             // of 16 bytes, of a lane
   static constexpr int kItemBytes = 2 * kItemNumbers;
   static constexpr std::size_t kSharedBytes = 231552;
 };

@@ -8,7 +8,7 @@
 // Budget    32 or 64 bytes in, 9 out, ~14 instructions a number; by sums, ~12, most of them at full rate
 // Bound     memory. Without a given global x is read twice, the second time from L2 as far as it holds it, from its
 //           end on: amax_kernel writes the largest |x| of each CTA's blocks to the workspace, and each CTA of
-//           quantize_kernel takes the largest of those.
+//           quantize_kernel takes the largest of those. What stays on the chip is read once: one_pass.hpp.
 #pragma once
 
 #include "ops/nvfp4_quantize/encode.hpp"

@@ -26,9 +26,7 @@ int partials_of(const QuantizeProblem& p) {
 
 constexpr std::size_t kAmaxBytes = sizeof(std::uint32_t) * QuantizeConfig::kMaxPartials;
 
-std::size_t quantize_workspace_bytes(const QuantizeProblem& p) {
-  return needs_amax(p) ? kAmaxBytes : 0;
-}
+std::size_t quantize_workspace_bytes(const QuantizeProblem& p) { return needs_amax(p) ? kAmaxBytes : 0; }
 
 template <class T>
 void launch_amax(const arch::LaunchShape& shape, Stream stream, const QuantizeParams<T>& params) {
