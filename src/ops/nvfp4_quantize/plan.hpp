@@ -29,7 +29,7 @@ inline bool needs_amax(const QuantizeProblem& p) { return !p.has_global && p.row
 
 // Items of so many blocks.
 inline RowItems items_of(const QuantizeProblem& p, int blocks) {
-  const std::int64_t all = p.k / tile::kCodesPerBlock;
+  const std::int64_t all = p.k / hopwell::nvfp4::kBlock;
   if (!p.scales.blocked) return row_items(p.rows, all / blocks);
   return row_items(tile::ceil_div(p.rows, 128) * 128, tile::ceil_div(all, 4) * 4 / blocks);
 }
@@ -39,7 +39,7 @@ inline bool takes_pairs(const QuantizeProblem& p) {
   const bool scales_aligned = reinterpret_cast<std::uintptr_t>(p.scales.data) % 2 == 0 &&
                               (p.scales.blocked || p.rows == 1 || p.scales.row_stride % 2 == 0);
   const RowItems pairs = items_of(p, 2);
-  return needs_amax(p) && size_of(p.x.dtype) == 2 && p.k % (2 * tile::kCodesPerBlock) == 0 && scales_aligned &&
+  return needs_amax(p) && size_of(p.x.dtype) == 2 && p.k % (2 * hopwell::nvfp4::kBlock) == 0 && scales_aligned &&
          tile::rows_aligned(p.x, 1) && tile::rows_aligned(p.codes, 1) && pairs.are_few() &&
          pairs.count() >= std::int64_t{QuantizeConfig::kPairGrid} * QuantizeConfig::kThreads * p.device.sms;
 }
@@ -52,7 +52,7 @@ inline bool takes_one_pass(const QuantizeProblem& p) {
   const bool together = p.device.location.device_type == kDLCUDA || p.device.sms <= 16;
   return takes_pairs(p) && together && p.device.shared_bytes >= Config::kSharedBytes && !p.scales.blocked &&
          no_gaps(p.x.stride[0], p.k) && no_gaps(p.codes.stride[0], p.k / 2) &&
-         no_gaps(p.scales.row_stride, p.k / tile::kCodesPerBlock) && p.rows * p.k % Config::kItemNumbers == 0 &&
+         no_gaps(p.scales.row_stride, p.k / hopwell::nvfp4::kBlock) && p.rows * p.k % Config::kItemNumbers == 0 &&
          p.rows * p.k / Config::kItemNumbers <= std::int64_t{Config::kItems} * Config::kWarps * p.device.sms;
 }
 
