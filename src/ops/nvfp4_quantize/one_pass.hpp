@@ -15,7 +15,6 @@
 
 #include "arch/sm80/async_copy.hpp"
 #include "arch/sm80/reduce.hpp"
-#include "arch/sm80/release.hpp"
 #include "ops/nvfp4_quantize/quantize.hpp"
 #include "runtime/launch_tag.hpp"
 
@@ -31,9 +30,9 @@ static_assert(sizeof(OnePassStorage) == OnePassConfig::kSharedBytes && sizeof(On
 
 // All CTAs' amax, by a maximum and a counter in the workspace.
 //
-// Why they begin at zero. The workspace comes with arbitrary contents: CTA 0 writes the zeros as soon as it runs, and
-// then the launch's tag, 64 random bits. Other CTAs add nothing before they have seen the tag, which they look for
-// while their x is on its way. Each word of the tag is released after the zeros, so that one of CTA 0's is enough.
+// Why they begin at zero. The workspace comes with arbitrary contents: CTA 0 writes the zeros as soon as its copies are
+// on their way, and then the launch's tag, 64 random bits. Other CTAs add nothing before they have seen the tag, which
+// they look for while their own are. Each word of the tag is released after the zeros, so that one of CTA 0's will do.
 //
 // Why a graph may launch it again, with the same tag. Who has added has seen the tag: when all have, CTA 0 erases it.
 //
@@ -51,7 +50,9 @@ struct AmaxExchange {
 
   HOPWELL_DEVICE void open() const {
     *amax() = 0, *arrived() = 0;
-    arch::store_release(tag_word(0), tag.words[0]), arch::store_release(tag_word(1), tag.words[1]);
+    // A sum that is a store which releases: nobody else writes the words before they are the tag.
+    HOPWELL_UNROLL
+    for (int i = 0; i < 2; ++i) arch::atomic_add(tag_word(i), tag.words[i] - arch::load_relaxed(tag_word(i)));
   }
   HOPWELL_DEVICE void wait_until_open() const {
     while (arch::load_acquire(tag_word(0)) != tag.words[0] || arch::load_acquire(tag_word(1)) != tag.words[1]) {
@@ -203,7 +204,6 @@ __global__ void __launch_bounds__(OnePassConfig::kThreads, 1)
   const int count = items.count;
   const bool exchanges = arch::thread_index() == 0, first_cta = arch::block_index() == 0;
   tile::wait_for_prior_kernels();
-  if (exchanges && first_cta) p.exchange.open();
   HOPWELL_NO_UNROLL
   for (int i = 0; i < kSlots; ++i) {
     if (i < count) items.copy(i);
@@ -211,7 +211,10 @@ __global__ void __launch_bounds__(OnePassConfig::kThreads, 1)
   }
   uint32_t parked[Config::kPieces][4] = {};
   if (kParked < count) items.load_pieces(kParked, parked);
-  if (exchanges) p.exchange.wait_until_open();
+  if (exchanges) {
+    if (first_cta) p.exchange.open();
+    p.exchange.wait_until_open();
+  }
   FiniteAmax<T> amax;
   Block<T> x[2];
   uint32_t amax_of_slot[kSlots] = {};
