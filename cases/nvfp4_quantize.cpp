@@ -247,7 +247,14 @@ std::vector<std::pair<std::string, Quantize>> quantize_problems() {
       {"pairs_bf16_blocked", {.rows = 520, .k = 352, .dtype = kBf16, .blocked = true, .values = Values::kFading}},
       {"pairs_fp16", {.rows = 520, .k = 352, .dtype = kFp16, .values = Values::kNonFinite}},
       {"large", {.rows = 300, .k = 2048, .dtype = kBf16}},
-      // Pairs enough for every multiprocessor of an H100, whose kernel of pairs nothing smaller reaches.
+      // In one pass on the emulator's four multiprocessors; the first two keep as much as fits, the first on two, too.
+      {"one_pass_bf16", {.rows = 270, .k = 1024, .dtype = kBf16}},
+      {"one_pass_most_bf16", {.rows = 1456, .k = 384, .dtype = kBf16, .values = Values::kFading}},
+      {"one_pass_fp16", {.rows = 512, .k = 352, .dtype = kFp16, .values = Values::kNonFinite}},
+      {"one_pass_bf16_non_finite", {.rows = 512, .k = 480, .dtype = kBf16, .values = Values::kNonFinite}},
+      {"one_pass_huge_bf16", {.rows = 256, .k = 704, .dtype = kBf16, .values = Values::kHuge}},
+      {"one_pass_zero_fp16", {.rows = 160, .k = 1024, .dtype = kFp16, .values = Values::kZero}},
+      // Pairs enough for every multiprocessor of an H100, whose kernels of pairs nothing smaller reaches: in one pass, then in two.
       {"many_pairs_bf16", {.rows = 1344, .k = 4064, .dtype = kBf16, .values = Values::kNonFinite}},
       {"many_pairs_fp16_blocked", {.rows = 1344, .k = 4064, .dtype = kFp16, .blocked = true}},
   };

@@ -375,6 +375,8 @@ const Subject kSubjects[] = {
      4,
      15},
     {"nvfp4_quantize", "emu:sm80", cases::nvfp4_quantize, {"basic", "blocked", "bf16"}, 8, 2},
+    // As much as two multiprocessors keep.
+    {"nvfp4_quantize_one_pass", "emu:sm80", cases::nvfp4_quantize, {"one_pass_bf16"}, 3, 10, "", "2"},
     // Parts of many heads, which go round the ring; two warps that select, among ties; a row in two parts; CTAs that share
     // what queries see.
     {"lightning_indexer",

@@ -157,6 +157,37 @@ def test_nvfp4_quantize_and_dequantize_as_on_the_cpu() -> None:
         assert torch.equal(hopwell.nvfp4_dequantize(*here).cpu(), hopwell.nvfp4_dequantize(*there))
 
 
+def test_nvfp4_quantize_in_one_pass_as_in_two() -> None:
+    """Rows without gaps are read once, by CTAs that wait for each other: in a graph replayed, and on two streams."""
+    x = torch.empty(4096, 4608, dtype=torch.bfloat16, device="cuda")
+    with_gaps = torch.empty(4096, 4608 + 16, dtype=torch.bfloat16, device="cuda")[:, :4608]
+
+    def expect_as_in_two(result: tuple[Tensor, ...]) -> None:
+        with_gaps.copy_(x)
+        for one, two in zip(result, hopwell.nvfp4_quantize(with_gaps), strict=True):
+            assert torch.equal(one.view(-1).view(torch.uint8), two.view(-1).view(torch.uint8))
+
+    x.normal_()
+    expect_as_in_two(hopwell.nvfp4_quantize(x))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = hopwell.nvfp4_quantize(x)
+    for scale in (1e-3, 10, 1e-6, 1):
+        x.normal_(std=scale)
+        x[77, ::500] = torch.inf
+        graph.replay()
+        expect_as_in_two(captured)
+    torch.cuda.synchronize()
+    streams, results = [torch.cuda.Stream(), torch.cuda.Stream()], []
+    for _ in range(10):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(hopwell.nvfp4_quantize(x))
+    torch.cuda.synchronize()
+    for result in results:
+        expect_as_in_two(result)
+
+
 @pytest.mark.parametrize("n", [4, 40, 200, 300])  # two kernels, one and two tiles of columns; a dequantised weight
 def test_nvfp4_layer_in_a_graph_and_repeatable(n: int) -> None:
     layer = nn.NVFP4Linear.from_linear(torch.nn.Linear(2048, 1536, device="cuda", dtype=torch.bfloat16))

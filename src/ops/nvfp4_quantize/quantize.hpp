@@ -8,22 +8,17 @@
 // Budget    32 or 64 bytes in, 9 out, ~14 instructions a number; by sums, ~12, most of them at full rate
 // Bound     memory. Without a given global x is read twice, the second time from L2 as far as it holds it, from its
 //           end on: amax_kernel writes the largest |x| of each CTA's blocks to the workspace, and each CTA of
-//           quantize_kernel takes the largest of those.
+//           quantize_kernel takes the largest of those. What stays on the chip is read once: one_pass.hpp.
 #pragma once
 
 #include "ops/nvfp4_quantize/encode.hpp"
-#include "ops/nvfp4_quantize/row_items.hpp"
+#include "ops/nvfp4_quantize/plan.hpp"
 #include "tile/gpu/dependency.hpp"
 #include "tile/gpu/warp.hpp"
 
 namespace hopwell::ops::nvfp4_quantize::HOPWELL_TARGET {
 
 constexpr uint32_t kInfinityBits = 0x7f800000u;  // of a float
-
-struct QuantizeConfig {
-  static constexpr int kThreads = 256, kWarps = kThreads / 32;
-  static constexpr int kMaxPartials = 1024;  // CTAs of amax_kernel
-};
 
 template <class T>
 struct QuantizeParams {
@@ -40,22 +35,25 @@ struct QuantizeParams {
   bool x_aligned, codes_aligned;
 };
 
+union QuantizeTable {  // for each scale byte
+  Thresholds16 thresholds[128];
+  Steps steps[128];
+};
+
 struct QuantizeStorage {
-  union {  // for each scale byte
-    Thresholds16 thresholds[128];
-    Steps steps[128];
-  };
+  QuantizeTable table;
   uint32_t max_of_warp[QuantizeConfig::kWarps];
 };
 
 // Over the CTA, in every thread.
-HOPWELL_DEVICE uint32_t max_of_cta(QuantizeStorage& s, uint32_t bits) {
+template <int kWarps>
+HOPWELL_DEVICE uint32_t max_of_cta(uint32_t (&of_warp)[kWarps], uint32_t bits) {
   bits = tile::max_of_warp(bits);
-  if (arch::lane_index() == 0) s.max_of_warp[arch::thread_index() / 32] = bits;
+  if (arch::lane_index() == 0) of_warp[arch::thread_index() / 32] = bits;
   arch::syncthreads();
   bits = 0;
   HOPWELL_UNROLL
-  for (int w = 0; w < QuantizeConfig::kWarps; ++w) bits = s.max_of_warp[w] > bits ? s.max_of_warp[w] : bits;
+  for (int w = 0; w < kWarps; ++w) bits = of_warp[w] > bits ? of_warp[w] : bits;
   return bits;
 }
 
@@ -87,8 +85,15 @@ __global__ void __launch_bounds__(QuantizeConfig::kThreads) amax_kernel(const __
       for (int i = 0; i < kCodesPerBlock; ++i) accumulate(magnitude_bits(x[j].get(i)));
     }
   }
-  amax = max_of_cta(s, amax);
+  amax = max_of_cta(s.max_of_warp, amax);
   if (arch::thread_index() == 0) p.amax[arch::block_index()] = amax;
+}
+
+// The global scale of x with such an amax.
+HOPWELL_DEVICE float global_from(uint32_t amax_bits) {
+  if (amax_bits == 0) return 1;
+  const float global = arch::bit_cast<float>(amax_bits) / (hopwell::nvfp4::kCodeMax * hopwell::nvfp4::kScaleMax);
+  return global == 0 ? 0x1p-149f : global;
 }
 
 // The global scale that holds, in every thread.
@@ -99,10 +104,7 @@ HOPWELL_DEVICE float global_of(const QuantizeParams<T>& p, QuantizeStorage& s) {
   uint32_t amax = 0;
   for (int i = arch::thread_index(); i < p.partials; i += QuantizeConfig::kThreads)
     amax = p.amax[i] > amax ? p.amax[i] : amax;
-  amax = max_of_cta(s, amax);
-  if (amax == 0) return 1;
-  const float global = arch::bit_cast<float>(amax) / (hopwell::nvfp4::kCodeMax * hopwell::nvfp4::kScaleMax);
-  return global == 0 ? 0x1p-149f : global;
+  return global_from(max_of_cta(s.max_of_warp, amax));
 }
 
 // A block's scale. `reciprocal`: of the divisor where the global is usual and that of x, so that nothing overflows, and
@@ -122,13 +124,13 @@ HOPWELL_DEVICE uint8_t scale_for(float amax, float divisor, float reciprocal) {
 
 // A table for all scales.
 template <class T>
-HOPWELL_DEVICE void fill_table(QuantizeStorage& s, float global) {
+HOPWELL_DEVICE void fill_table(QuantizeTable& table, float global) {
   if (const int scale = arch::thread_index(); scale < 128) {
     const Thresholds16 thresholds = thresholds_for<T>(tile::e4m3_to_float(uint32_t(scale)), global);
     if (std::is_same_v<T, bf16> && is_usual(global))
-      s.steps[scale] = steps_of(thresholds);
+      table.steps[scale] = steps_of(thresholds);
     else
-      s.thresholds[scale] = thresholds;
+      table.thresholds[scale] = thresholds;
   }
   arch::syncthreads();
 }
@@ -152,13 +154,50 @@ HOPWELL_DEVICE void store_scales(uint8_t* to, uint32_t scales) {
 }
 
 template <class T, bool kByThresholds>
-HOPWELL_DEVICE void encode(const QuantizeStorage& s, bool usual, const Block<T>& x, float amax, uint8_t scale,
+HOPWELL_DEVICE void encode(const QuantizeTable& table, bool usual, const Block<T>& x, float amax, uint8_t scale,
                            float global, uint32_t (&words)[2]) {
   if constexpr (!kByThresholds)
     return encode_block(x, amax, tile::e4m3_to_float(scale), global, words);
   else if constexpr (std::is_same_v<T, bf16>)
-    if (usual) return encode_by_steps(x, s.steps[scale], words);
-  if constexpr (kByThresholds) encode_by_thresholds(x, s.thresholds[scale], words);
+    if (usual) return encode_by_steps(x, table.steps[scale], words);
+  if constexpr (kByThresholds) encode_by_thresholds(x, table.thresholds[scale], words);
+}
+
+struct GlobalScale {
+  float value, divisor, reciprocal;  // 6 · value; 1 / divisor for scale_for(), or 0
+};
+
+template <bool kByThresholds>
+HOPWELL_DEVICE GlobalScale global_scale_of(float global) {
+  const float divisor = hopwell::nvfp4::kCodeMax * global;
+  return {global, divisor, kByThresholds && is_usual(global) ? 1 / divisor : 0};
+}
+
+// Neighbouring blocks, whose largest magnitudes are `bits`, to their scales and codes.
+template <class T, bool kByThresholds, int kBlocks>
+HOPWELL_DEVICE void quantize_blocks(const QuantizeTable& table, const GlobalScale& global, const Block<T> (&x)[kBlocks],
+                                    const uint32_t (&bits)[kBlocks], uint8_t* scales_at, uint8_t* codes_at,
+                                    bool codes_aligned) {
+  uint32_t scales = 0, words[kBlocks][2] = {};
+  HOPWELL_UNROLL
+  for (int j = 0; j < kBlocks; ++j) {
+    const uint32_t scale = bits[j] < kInfinityBits
+                               ? scale_for(arch::bit_cast<float>(bits[j]), global.divisor, global.reciprocal)
+                               : hopwell::nvfp4::kScaleNan;
+    scales |= scale << 8 * j;
+  }
+  store_scales<kBlocks>(scales_at, scales);
+  HOPWELL_UNROLL
+  for (int j = 0; j < kBlocks; ++j) {
+    const auto scale = uint8_t(scales >> 8 * j);
+    if (bits[j] < kInfinityBits && scale != 0)
+      encode<T, kByThresholds>(table, global.reciprocal != 0, x[j], arch::bit_cast<float>(bits[j]), scale, global.value,
+                               words[j]);
+  }
+  if constexpr (kBlocks == 2)
+    *reinterpret_cast<arch::Words4*>(codes_at) = {{words[0][0], words[0][1], words[1][0], words[1][1]}};
+  else
+    store_codes(codes_at, codes_aligned, words[0]);
 }
 
 // kBlocks neighbours of a row. Beyond the matrix, where a blocked layout has some: scales 0. The last blocks come first:
@@ -171,9 +210,8 @@ __global__ void __launch_bounds__(QuantizeConfig::kThreads)
   tile::wait_for_prior_kernels();
   const float global = global_of(p, s);
   if (arch::block_index() == 0 && arch::thread_index() == 0) *p.global_scale = global;
-  const float divisor = hopwell::nvfp4::kCodeMax * global;
-  const float reciprocal = kByThresholds && is_usual(global) ? 1 / divisor : 0;
-  if constexpr (kByThresholds) fill_table<T>(s, global);
+  const GlobalScale scale = global_scale_of<kByThresholds>(global);
+  if constexpr (kByThresholds) fill_table<T>(s.table, global);
   const auto threads = Index(arch::grid_size() * QuantizeConfig::kThreads), count = Index(p.items.count());
   for (auto i = Index(arch::block_index()) * QuantizeConfig::kThreads + Index(arch::thread_index()); i < count;
        i += threads) {
@@ -188,26 +226,12 @@ __global__ void __launch_bounds__(QuantizeConfig::kThreads)
     Block<T> x[kBlocks];
     HOPWELL_UNROLL
     for (int j = 0; j < kBlocks; ++j) x[j].load(from + j * kCodesPerBlock, kBlocks > 1 || p.x_aligned);
-    uint8_t* codes_at = p.codes + row * p.codes_stride + int64_t{block} * (kCodesPerBlock / 2);
-    uint32_t bits[kBlocks], scales = 0, words[kBlocks][2] = {};
+    uint32_t bits[kBlocks];
     HOPWELL_UNROLL
-    for (int j = 0; j < kBlocks; ++j) {
-      bits[j] = x[j].amax_bits();
-      const uint32_t scale = bits[j] < kInfinityBits ? scale_for(arch::bit_cast<float>(bits[j]), divisor, reciprocal)
-                                                     : hopwell::nvfp4::kScaleNan;
-      scales |= scale << 8 * j;
-    }
-    store_scales<kBlocks>(scales_at, scales);
-    HOPWELL_UNROLL
-    for (int j = 0; j < kBlocks; ++j) {
-      const auto scale = uint8_t(scales >> 8 * j);
-      if (bits[j] < kInfinityBits && scale != 0)
-        encode<T, kByThresholds>(s, reciprocal != 0, x[j], arch::bit_cast<float>(bits[j]), scale, global, words[j]);
-    }
-    if constexpr (kBlocks == 2)
-      *reinterpret_cast<arch::Words4*>(codes_at) = {{words[0][0], words[0][1], words[1][0], words[1][1]}};
-    else
-      store_codes(codes_at, p.codes_aligned, words[0]);
+    for (int j = 0; j < kBlocks; ++j) bits[j] = x[j].amax_bits();
+    quantize_blocks<T, kByThresholds>(s.table, scale, x, bits, scales_at,
+                                      p.codes + row * p.codes_stride + int64_t{block} * (kCodesPerBlock / 2),
+                                      p.codes_aligned);
   }
 }
 

@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "ops/nvfp4_quantize/dequantize.hpp"
-#include "ops/nvfp4_quantize/op.hpp"
+#include "ops/nvfp4_quantize/one_pass.hpp"
 #include "ops/nvfp4_quantize/quantize.hpp"
 #include "runtime/launch.hpp"
 #include "tile/gpu/views.hpp"
@@ -19,18 +19,14 @@ std::uint32_t quantize_grid(std::int64_t blocks, std::int64_t per_multiprocessor
       std::clamp(tile::ceil_div(blocks, QuantizeConfig::kThreads), std::int64_t{1}, most));
 }
 
-constexpr int kPairGrid = 5;  // CTAs a multiprocessor, of two blocks a thread
-
-bool needs_amax(const QuantizeProblem& p) { return !p.has_global && p.rows * p.k != 0; }
-
 int partials_of(const QuantizeProblem& p) {
   const std::uint32_t grid = quantize_grid(p.rows * p.k / tile::kCodesPerBlock, 8, p.device);
   return std::min(static_cast<int>(grid), QuantizeConfig::kMaxPartials);
 }
 
-std::size_t quantize_workspace_bytes(const QuantizeProblem& p) {
-  return needs_amax(p) ? sizeof(std::uint32_t) * QuantizeConfig::kMaxPartials : 0;
-}
+constexpr std::size_t kAmaxBytes = sizeof(std::uint32_t) * QuantizeConfig::kMaxPartials;
+
+std::size_t quantize_workspace_bytes(const QuantizeProblem& p) { return needs_amax(p) ? kAmaxBytes : 0; }
 
 template <class T>
 void launch_amax(const arch::LaunchShape& shape, Stream stream, const QuantizeParams<T>& params) {
@@ -48,25 +44,31 @@ void launch_blocks(const arch::LaunchShape& shape, Stream stream, const Quantize
       shape, stream, params);
 }
 
-// Items of so many blocks.
-RowItems items_of(const QuantizeProblem& p, int blocks) {
-  const std::int64_t all = p.k / tile::kCodesPerBlock;
-  if (!p.scales.blocked) return row_items(p.rows, all / blocks);
-  return row_items(tile::ceil_div(p.rows, 128) * 128, tile::ceil_div(all, 4) * 4 / blocks);
-}
-
-// Blocks by twos, where all are aligned so and there are enough for all multiprocessors.
-bool takes_pairs(const QuantizeProblem& p) {
-  const bool scales_aligned = reinterpret_cast<std::uintptr_t>(p.scales.data) % 2 == 0 &&
-                              (p.scales.blocked || p.rows == 1 || p.scales.row_stride % 2 == 0);
-  const RowItems pairs = items_of(p, 2);
-  return needs_amax(p) && size_of(p.x.dtype) == 2 && p.k % (2 * tile::kCodesPerBlock) == 0 && scales_aligned &&
-         tile::rows_aligned(p.x, 1) && tile::rows_aligned(p.codes, 1) && pairs.are_few() &&
-         pairs.count() >= std::int64_t{kPairGrid} * QuantizeConfig::kThreads * p.device.sms;
+template <class T>
+void launch_one_pass(const QuantizeProblem& p, Stream stream, const T* x) {
+  static_assert(sizeof(std::uint32_t) * AmaxExchange::kWords <= kAmaxBytes);
+  const OnePassParams<T> params{
+      .x = x,
+      .codes = p.codes.as<std::uint8_t>(),
+      .scales = p.scales.data,
+      .global_scale = p.global_scale.as<float>(),
+      .items = static_cast<std::uint32_t>(p.rows * p.k / OnePassConfig::kItemNumbers),
+      .exchange = {.words = static_cast<std::uint32_t*>(p.workspace), .tag = runtime::new_launch_tag()}};
+  const auto ctas = static_cast<std::uint32_t>(p.device.sms);
+  runtime::launch("nvfp4_quantize", one_pass_kernel<T>,
+                  {.grid = {ctas},
+                   .threads = OnePassConfig::kThreads,
+                   .cluster = HOPWELL_ON_DEVICE ? 1 : ctas,  // of which the emulator runs all CTAs at the same time
+                   .shared_bytes = sizeof(OnePassStorage),
+                   .programmatic_dependency = p.device.has_dependent_launches(),
+                   .cooperative = true},
+                  stream, params);
 }
 
 void launch_quantize(const QuantizeProblem& p, Stream stream) {
   tile::with_type(p.x, [&]<class T>(const T* x) {
+    if constexpr (sizeof(T) == 2)
+      if (takes_one_pass(p)) return launch_one_pass(p, stream, x);
     const bool amax = needs_amax(p), pairs = takes_pairs(p);
     const QuantizeParams<T> params{.x = x,
                                    .codes = p.codes.as<std::uint8_t>(),
@@ -91,7 +93,7 @@ void launch_quantize(const QuantizeProblem& p, Stream stream) {
     }
     // Eight of these fit at a time: two rounds. Where each first waits for the largest |x| and makes a table, one round,
     // of as many as fit.
-    shape.grid = {quantize_grid(params.items.count(), pairs ? kPairGrid : amax ? 5 : 16, p.device)};
+    shape.grid = {quantize_grid(params.items.count(), pairs ? QuantizeConfig::kPairGrid : amax ? 5 : 16, p.device)};
     // A global that comes from x makes many ties, which thresholds do not mind.
     if constexpr (sizeof(T) == 2) {
       if (pairs)

@@ -1,12 +1,10 @@
 // paged_attention for any NVIDIA GPU from Ampere on. One kernel walks along the keys and merges what several warps and
 // CTAs have of one result (split_kernel.hpp); how the work is shared out is told in gpu/schedule.hpp, how the lanes of
 // a warp divide a tile in tiles/dispatch.hpp.
-#include <atomic>
-#include <random>
-
 #include "ops/paged_attention/split_kernel.hpp"
 #include "ops/paged_attention/tiles/dispatch.hpp"
 #include "runtime/launch.hpp"
+#include "runtime/launch_tag.hpp"
 
 namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
 namespace {
@@ -24,21 +22,12 @@ static_assert(kSplitBytes<MmaTile<bf16, 64, 8>>.with(kMaxWarps) <= 227 * 1024);
 static_assert(kSplitBytes<MmaTile<bf16, 64, 8, 2>>.with(kMaxWarps - 1) <= 227 * 1024);
 static_assert(kSplitBytes<MmaTile<bf16, 128, 2, 2>>.with(kMaxWarps) <= 227 * 1024);
 
-// The tag of a launch's partial results: 64 random bits, other ones for each launch.
-void choose_tag(Schedule& schedule) {
-  static std::atomic<std::uint64_t> state = std::uint64_t{std::random_device{}()} << 32 | std::random_device{}();
-  std::uint64_t x = state.fetch_add(0x9e3779b97f4a7c15);
-  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
-  x = (x ^ x >> 27) * 0x94d049bb133111eb;
-  x ^= x >> 31;
-  schedule.tag[0] = static_cast<std::uint32_t>(x) | 1, schedule.tag[1] = static_cast<std::uint32_t>(x >> 32);  // not 0
-}
-
 template <class Tile>
 void start(const Problem& problem, Stream stream) {
   Params p = plan_split(problem, kSplitBytes<Tile>);
   p.schedule.partials = static_cast<arch::Words4*>(problem.workspace);
-  choose_tag(p.schedule);
+  const runtime::LaunchTag tag = runtime::new_launch_tag();
+  p.schedule.tag[0] = tag.words[0], p.schedule.tag[1] = tag.words[1];
   runtime::launch("paged_attention", split_kernel<Tile>,
                   {.grid = {static_cast<std::uint32_t>(p.schedule.ctas.value)},
                    .threads = static_cast<std::uint32_t>(p.schedule.threads),

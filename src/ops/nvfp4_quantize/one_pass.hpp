@@ -1,0 +1,263 @@
+// nvfp4_quantize of 16-bit x without a given global scale, read once: x stays on the chip until its amax is known.
+//
+//     global = amax / 2688;  scale = e4m3(block's amax / (6 · global));  code = e2m1 nearest to x / (scale · global)
+//
+// Tile      an item: a pair of blocks of 16 numbers a lane, 2 KiB a warp; rows have no gaps, so that it may lie in two.
+//           Items go round all warps of all CTAs, at most five each
+// Roles     none: every warp copies its items and quantizes them. CTA 0 also opens the exchange of amax and closes it
+// Timeline  items 0 to 3 ▓▓ copied to the warp's slots, 4 kept in registers │ amax of each as it arrives │ all CTAs
+//           exchange amax │ table of all scales │ quantize 0, 1, 2, 3, 4 (through slot 0)
+// Budget    shared: 28 warps × 4 slots × 2 KiB + 2 KiB of table + amax of warps; registers: 65,536 / 896 = 72. Kept by
+//           132 multiprocessors: 37.8 MB
+// Bound     memory until amax is known, then instructions: ~140 a block
+// Launch    cooperative, one CTA an SM: CTAs wait for each other's amax (AmaxExchange)
+#pragma once
+
+#include "arch/sm80/async_copy.hpp"
+#include "arch/sm80/reduce.hpp"
+#include "ops/nvfp4_quantize/quantize.hpp"
+#include "runtime/launch_tag.hpp"
+
+namespace hopwell::ops::nvfp4_quantize::HOPWELL_TARGET {
+
+struct OnePassStorage {
+  alignas(128) unsigned char slots[OnePassConfig::kSlots][OnePassConfig::kWarps][OnePassConfig::kItemBytes];
+  QuantizeTable table;
+  uint32_t max_of_warp[OnePassConfig::kWarps];
+  uint32_t amax;  // of all CTAs
+};
+static_assert(sizeof(OnePassStorage) == OnePassConfig::kSharedBytes && sizeof(OnePassStorage) <= 227 * 1024);
+
+// All CTAs' amax, by a maximum and a counter in the workspace.
+//
+// Why they begin at zero. The workspace comes with arbitrary contents: CTA 0 writes the zeros as soon as its copies are
+// on their way, and then the launch's tag, 64 random bits. Other CTAs add nothing before they have seen the tag, which
+// they look for while their own are. Each word of the tag is released after the zeros, so that one of CTA 0's will do.
+//
+// Why a graph may launch it again, with the same tag. Who has added has seen the tag: when all have, CTA 0 erases it.
+//
+// Why nobody waits for ever. CTA 0 waits for nothing before it writes the tag, and the launch is cooperative: CUDA runs
+// all CTAs at the same time, or refuses it.
+struct AmaxExchange {
+  static constexpr int kLine = 32;  // words: each in a line of its own
+  static constexpr int kWords = 2 * kLine + 2;
+  uint32_t* words;
+  runtime::LaunchTag tag;
+
+  HOPWELL_DEVICE uint32_t* amax() const { return words; }
+  HOPWELL_DEVICE uint32_t* arrived() const { return words + kLine; }
+  HOPWELL_DEVICE uint32_t* tag_word(int i) const { return words + 2 * kLine + i; }
+
+  HOPWELL_DEVICE void open() const {
+    *amax() = 0, *arrived() = 0;
+    // A sum that is a store which releases: nobody else writes the words before they are the tag.
+    HOPWELL_UNROLL
+    for (int i = 0; i < 2; ++i) arch::atomic_add(tag_word(i), tag.words[i] - arch::load_relaxed(tag_word(i)));
+  }
+  HOPWELL_DEVICE void wait_until_open() const {
+    while (arch::load_acquire(tag_word(0)) != tag.words[0] || arch::load_acquire(tag_word(1)) != tag.words[1]) {
+    }
+  }
+  HOPWELL_DEVICE void close() const { *tag_word(0) = 0, *tag_word(1) = 0; }
+  // By one thread of each CTA: the largest of all their bits.
+  HOPWELL_DEVICE uint32_t largest(uint32_t bits) const {
+    arch::red_max(amax(), bits);
+    arch::atomic_add(arrived(), 1);
+    while (arch::load_acquire(arrived()) != uint32_t(arch::grid_size())) {
+    }
+    return arch::load_relaxed(amax());
+  }
+};
+
+template <class T>
+struct OnePassParams {
+  const T* x;
+  uint8_t *codes, *scales;
+  float* global_scale;
+  uint32_t items;
+  AmaxExchange exchange;
+};
+
+// The largest finite magnitudes, of even and odd numbers, as bits of T.
+template <class T>
+struct FiniteAmax {
+  static constexpr uint32_t kInfinity = std::is_same_v<T, bf16> ? 0x7f80 : 0x7c00;
+  // Added to magnitudes, it sets the signs of those that are not finite.
+  static constexpr uint32_t kToSign = (0x8000 - kInfinity) * 0x10001u;
+  uint32_t halves = 0;
+
+  template <int kWords>
+  HOPWELL_DEVICE void add(const uint32_t (&words)[kWords]) {
+    HOPWELL_UNROLL
+    for (int i = 0; i < kWords; ++i) {
+      const uint32_t magnitudes = words[i] & 0x7fff7fffu, signs = magnitudes + kToSign;
+      halves = larger_halves(halves, magnitudes & ~arch::permute_signs(signs, signs, 0xbb99));
+    }
+  }
+  // `largest`: of each block; they may be infinite or NaN.
+  HOPWELL_DEVICE void add_pair(const Block<T> (&x)[2], uint32_t largest) {
+    if (((largest + kToSign) & 0x80008000u) == 0) return halves = larger_halves(halves, largest), void();
+    add(x[0].words), add(x[1].words);
+  }
+  HOPWELL_DEVICE uint32_t float_bits() const {
+    return arch::bit_cast<uint32_t>(to_fp32(T{uint16_t(larger_halves(halves, halves >> 16))}));
+  }
+};
+
+// The largest magnitudes of two blocks, as bits of T.
+template <class T>
+HOPWELL_DEVICE uint32_t amax_of_pair(const Block<T> (&x)[2]) {
+  uint32_t amax[2] = {};
+  HOPWELL_UNROLL
+  for (int j = 0; j < 2; ++j) {
+    HOPWELL_UNROLL
+    for (int i = 0; i < Block<T>::kWords; ++i) amax[j] = larger_halves(amax[j], x[j].words[i] & 0x7fff7fffu);
+  }
+  return larger_halves(arch::permute_bytes<0x5410>(amax[0], amax[1]), arch::permute_bytes<0x7632>(amax[0], amax[1]));
+}
+
+// A warp's items, and its slots in shared memory.
+template <class T>
+struct WarpItems {
+  using Config = OnePassConfig;
+  const OnePassParams<T>& p;
+  uint32_t first, step, slot0;  // item i of the warp is item first + i · step
+  int count;
+
+  HOPWELL_DEVICE WarpItems(const OnePassParams<T>& params, OnePassStorage& s) : p(params) {
+    const int warp = arch::warp_index();
+    step = uint32_t(Config::kWarps * arch::grid_size());
+    first = uint32_t(warp * arch::grid_size() + arch::block_index());
+    count = int((p.items - 1 - first) / step) + 1;
+    slot0 = arch::shared_address(s.slots[0][warp]);
+  }
+  HOPWELL_DEVICE uint32_t item(int i) const { return first + uint32_t(i) * step; }
+  HOPWELL_DEVICE uint32_t slot(int i) const { return slot0 + uint32_t(i * Config::kWarps * Config::kItemBytes); }
+  // The lane's part of pieces 32 · n to 32 · n + 31 of item i: neighbouring lanes have neighbouring pieces.
+  HOPWELL_DEVICE const T* piece(int i, int n) const {
+    return p.x + uint64_t{item(i)} * Config::kItemNumbers + (n * 32 + arch::lane_index()) * 8;
+  }
+  // Its place in a slot: pieces of a pair are exchanged so that neither copies nor reads meet in a bank.
+  HOPWELL_DEVICE uint32_t place(int n) const {
+    const int lane = arch::lane_index();
+    return uint32_t(n * 512 + lane / 4 * 64 + ((lane % 4) ^ (lane / 8)) * 16);
+  }
+  HOPWELL_DEVICE void copy(int i) const {
+    HOPWELL_UNROLL
+    for (int n = 0; n < Config::kPieces; ++n) arch::cp_async(slot(i) + place(n), piece(i, n));
+  }
+  HOPWELL_DEVICE void load_pieces(int i, uint32_t (&pieces)[Config::kPieces][4]) const {
+    HOPWELL_UNROLL
+    for (int n = 0; n < Config::kPieces; ++n) {
+      const arch::Words4 v = arch::load_streaming(piece(i, n));
+      HOPWELL_UNROLL
+      for (int j = 0; j < 4; ++j) pieces[n][j] = v.w[j];
+    }
+  }
+  HOPWELL_DEVICE void store_pieces(const uint32_t (&pieces)[Config::kPieces][4], int to) const {
+    HOPWELL_UNROLL
+    for (int n = 0; n < Config::kPieces; ++n)
+      arch::store_shared_v4(slot(to) + place(n), {{pieces[n][0], pieces[n][1], pieces[n][2], pieces[n][3]}});
+  }
+  // The lane's pair.
+  HOPWELL_DEVICE void read(int from, Block<T> (&x)[2]) const {
+    const int lane = arch::lane_index();
+    HOPWELL_UNROLL
+    for (int n = 0; n < Config::kPieces; ++n) {
+      const auto v = arch::load_shared_v4(slot(from) + uint32_t(lane * 64 + (n ^ (lane / 2 % 4)) * 16));
+      HOPWELL_UNROLL
+      for (int j = 0; j < 4; ++j) x[n / 2].words[n % 2 * 4 + j] = v.w[j];
+    }
+  }
+  // `amax`: amax_of_pair(x).
+  HOPWELL_DEVICE void quantize(int i, const Block<T> (&x)[2], uint32_t amax, const QuantizeTable& table,
+                               const GlobalScale& global) const {
+    const uint32_t pair = 32 * item(i) + uint32_t(arch::thread_index_anew() % 32);
+    const uint32_t bits[2] = {arch::bit_cast<uint32_t>(to_fp32(T{uint16_t(amax)})),
+                              arch::bit_cast<uint32_t>(to_fp32(T{uint16_t(amax >> 16)}))};
+    quantize_blocks<T, true>(table, global, x, bits, p.scales + uint64_t{pair} * 2, p.codes + uint64_t{pair} * 16,
+                             true);
+  }
+};
+
+// Waits for the copies to a slot, where those to all slots after it may be on their way.
+HOPWELL_DEVICE void wait_for_slot(int i) {
+  static_assert(OnePassConfig::kSlots == 4);
+  if (i == 0)
+    arch::cp_async_wait<3>();
+  else if (i == 1)
+    arch::cp_async_wait<2>();
+  else if (i == 2)
+    arch::cp_async_wait<1>();
+  else
+    arch::cp_async_wait<0>();
+}
+
+template <class T>
+__global__ void __launch_bounds__(OnePassConfig::kThreads, 1)
+    one_pass_kernel(const __grid_constant__ OnePassParams<T> p) {
+  using Config = OnePassConfig;
+  constexpr int kSlots = Config::kSlots, kParked = kSlots;
+  auto& s = arch::dynamic_smem<OnePassStorage>();
+  tile::launch_dependents();
+  const WarpItems<T> items(p, s);
+  const int count = items.count;
+  const bool exchanges = arch::thread_index() == 0, first_cta = arch::block_index() == 0;
+  tile::wait_for_prior_kernels();
+  HOPWELL_NO_UNROLL
+  for (int i = 0; i < kSlots; ++i) {
+    if (i < count) items.copy(i);
+    arch::cp_async_commit();
+  }
+  uint32_t parked[Config::kPieces][4] = {};
+  if (kParked < count) items.load_pieces(kParked, parked);
+  if (exchanges) {
+    if (first_cta) p.exchange.open();
+    p.exchange.wait_until_open();
+  }
+  FiniteAmax<T> amax;
+  Block<T> x[2];
+  uint32_t amax_of_slot[kSlots] = {};
+  HOPWELL_NO_UNROLL
+  for (int i = 0; i < kSlots && i < count; ++i) {
+    wait_for_slot(i);
+    arch::syncwarp();
+    items.read(i, x);
+    const uint32_t of_pair = amax_of_pair(x);
+    HOPWELL_UNROLL
+    for (int j = 0; j < kSlots; ++j) amax_of_slot[j] = i == j ? of_pair : amax_of_slot[j];
+    amax.add_pair(x, of_pair);
+  }
+  HOPWELL_UNROLL
+  for (int n = 0; n < Config::kPieces; ++n) amax.add(parked[n]);
+
+  const uint32_t of_cta = max_of_cta(s.max_of_warp, amax.float_bits());
+  if (exchanges) {
+    s.amax = p.exchange.largest(of_cta);
+    if (first_cta) p.exchange.close();
+  }
+  arch::syncthreads();
+  const GlobalScale global = global_scale_of<true>(global_from(s.amax));
+  if (exchanges && first_cta) *p.global_scale = global.value;
+  fill_table<T>(s.table, global.value);
+
+  items.read(0, x);
+  arch::syncwarp();
+  items.store_pieces(parked, 0);
+  arch::syncwarp();
+  HOPWELL_NO_UNROLL
+  for (int i = 0;;) {
+    uint32_t of_pair = 0;
+    if (i < kSlots) {
+      HOPWELL_UNROLL
+      for (int j = 0; j < kSlots; ++j) of_pair = i == j ? amax_of_slot[j] : of_pair;
+    } else {
+      of_pair = amax_of_pair(x);
+    }
+    items.quantize(i, x, of_pair, s.table, global);
+    if (++i == count) return;
+    items.read(i % kSlots, x);
+  }
+}
+
+}  // namespace hopwell::ops::nvfp4_quantize::HOPWELL_TARGET
