@@ -9,8 +9,8 @@
 // Tile      one query, 64 heads, 64 keys a step; d_qk 576 or 512. Operands lie in panels of 64 columns, 128B-swizzled.
 // Roles     warpgroup 0  S → P    │ both: half of dQ's columns in registers, and the same columns of the next keys by
 //           warpgroup 1  dP → dS  │ cp.async
-//           warpgroup 2  dKV, half a panel multiplied while the one before is added; it adds all the time. With few heads
-//                         or fixed point warpgroups 0 and 1 add two panels each, while their keys come
+//           warpgroup 2  dKV, half a panel multiplied while the one before is added; it adds all the time. In fixed point
+//                         warpgroups 0 and 1 add two panels each, while their keys come
 // Timeline  step 0                                           step 1
 //           0     S ▓▓▓▓▓ │ P │········│ dQ ▓▓▓▓ │ keys 1 …… │ S ▓▓▓▓▓ │ P │…
 //           1     dP ▓▓▓▓ │···│ dS     │ dQ ▓▓▓▓ │ keys 1 …… │ dP ▓▓▓▓ │···│ dS
@@ -33,10 +33,10 @@
 
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 
-// Panels of dKV that each score warpgroup takes while its keys come. By measurement none is faster with 64 heads, two with
-// at most 32, and in fixed point it hardly matters.
-template <bool kFixed, int kHeadSteps>
-constexpr int kPanelsBeside = kFixed || kHeadSteps < 4 ? 2 : 0;
+// Panels of dKV that each score warpgroup takes while its keys come. By measurement none is faster, but in fixed point,
+// where an addition costs more instructions.
+template <bool kFixed>
+constexpr int kPanelsBeside = kFixed ? 2 : 0;
 
 // Of so many times 16 heads warpgroup 2 holds dS in registers, beside P: as many as leave it without spills. Where that is
 // all of dS, its place is free as soon as P's is.
@@ -177,7 +177,7 @@ HOPWELL_DEVICE void finish_scores(const Params& p, Storage& s, float (&acc)[32],
 // Their panels of dKV. acc: registers that are free.
 template <int kDqk, int kHalf, int kHeadSteps, bool kFixed>
 HOPWELL_DEVICE void add_panels_beside(const Params& p, SharedStorage<kDqk>& s, float (&acc)[32], int step, int t) {
-  constexpr int kCount = kPanelsBeside<kFixed, kHeadSteps>;
+  constexpr int kCount = kPanelsBeside<kFixed>;
   const SumRows<kFixed> rows = load_sum_rows<kDqk, kFixed>(p, s.key[step % 2], t);
   HOPWELL_UNROLL
   for (int panel = kHalf * kCount; panel < (kHalf + 1) * kCount; ++panel) {
@@ -210,7 +210,7 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const WorkTil
     arch::wgmma_wait<0>(acc);
     DsFragments ds;
     finish_scores<kHalf, kHeadSteps, kAttn, kMerged>(p, s, acc, held, step, t, ds);
-    if constexpr (kHalf == 1 && kPanelsBeside<kFixed, kHeadSteps> == 0)
+    if constexpr (kHalf == 1 && kPanelsBeside<kFixed> == 0)
       arch::barrier_arrive(kDsFull, 256);
     else
       arch::barrier_sync(kDsFull, 256);
@@ -232,7 +232,7 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const WorkTil
       if (p.prefetches_sums) prefetch_sums<kDqk, kHalf>(p, keys, t);
     }
     if constexpr (kAttn && kHalf == 0) add_attn(p, s.head_sums, s.key[step % 2], work, entries, step, t);
-    if constexpr (kPanelsBeside<kFixed, kHeadSteps> > 0)
+    if constexpr (kPanelsBeside<kFixed> > 0)
       add_panels_beside<kDqk, kHalf, kHeadSteps, kFixed>(p, s, acc, step, t);
     if (step + 1 < steps) {
       arch::cp_async_wait<0>();
@@ -263,7 +263,7 @@ HOPWELL_DEVICE void start_half(SharedStorage<kDqk>& s, float (&acc)[16],
 template <int kDqk, int kHeadSteps, bool kFixed>
 HOPWELL_DEVICE void scatter(const Params& p, SharedStorage<kDqk>& s, Entries entries) {
   entries.length = length_of(s.last_valid);
-  constexpr int kFirst = 4 * kPanelsBeside<kFixed, kHeadSteps>, kHalves = 2 * (kDqk / 64);
+  constexpr int kFirst = 4 * kPanelsBeside<kFixed>, kHalves = 2 * (kDqk / 64);
   const int t = arch::thread_index() % 128;
   const bool paced = p.progress && int(arch::block_index()) < p.whole_tiles;
   const int steps = entries.tiles(Config::kKeys);
