@@ -302,8 +302,9 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
 
   // 16 dimensions of q, as mma takes them.
   HOPWELL_DEVICE void load_query(int i, uint32_t (&fragment)[4], int lane) const {
-    arch::ldmatrix(fragment,
-                   q_rows + uint32_t(16 * chunk_index(q_row + i / (kD / 16) * kRows, 2 * (i % (kD / 16)) + lane / 16)));
+    // Of dimensions 64 apart, whose places differ by a constant: few addresses to find out before the first tile.
+    const int chunk = 2 * (i % (kD / 16)), of_row = q_row + i / (kD / 16) * kRows;
+    arch::ldmatrix(fragment, q_rows + uint32_t(16 * (chunk_index(of_row, chunk % 8 + lane / 16) + chunk / 8 * 8)));
   }
   // An address as the compiler does not know it outside of a step: where registers are few it shall keep this one alone,
   // and find those near it out in every step.

@@ -167,7 +167,7 @@ struct MmaTileCopy {
     const bool wanted = tile.page >= 0 && 8 * chunk < p.query.d;
     const uint32_t seen = wanted ? seen_of(p, source.vector, tile.key + first_key) >> (begin + row_of_page()) : 0;
     if (seen != 0) from += uint64_t{unsigned(tile.page)} * page_bytes + int64_t{tile.slot + begin} * slot_bytes;
-    HOPWELL_NO_UNROLL
+    HOPWELL_UNROLL
     for (int i = 0; i < kCopies; ++i) copy_row(from, i, seen >> (i * kRowsAtOnce) & 1 ? 16 : 0);
   }
   // Layout vllm, the keys of half of the pages, or of all: two chunks of K by 16 keys at a time.
