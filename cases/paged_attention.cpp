@@ -476,7 +476,7 @@ void add_large_groups(std::vector<Config>& all) {
       c.out_of_range = HOPWELL_OUT_OF_RANGE_NEG_INF, c.extent = 280, c.strided = true, c.post_scale = true, c.u = true;
       add();
       c.name = name + "bf16_bad_pages_bias_fp32", c.dtype = DType::kBFloat16, c.strided = c.post_scale = false;
-      c.bias_dtype = DType::kFloat32, c.d = 64, c.pages = Pages::kBad, c.u = false;
+      c.bias_dtype = DType::kFloat32, c.d = 64, c.block = 32, c.pages = Pages::kBad, c.u = false;
       add();
     }
   }

@@ -198,7 +198,7 @@ TEST(PagedAttentionPlan, GroupsOfNineToSixteenTakeOnePassWhereWarpsHaveManyTiles
     EXPECT_EQ(tile_kind(problem), TileKind::mma);
     const Params p = plan_split(problem, kShared);
     EXPECT_LE(p.schedule.queries, 8 * mma_blocks(problem));
-    EXPECT_EQ(p.schedule.tile, d <= 64 ? 64 : d > 128 || mma_blocks(problem) == 2 ? 16 : 32);
+    EXPECT_EQ(p.schedule.tile, (d <= 64 ? 64 : d <= 128 ? 32 : 16) / mma_blocks(problem));
     return p.schedule.passes.value;
   };
   for (const std::int64_t group : {2, 8, 9, 12, 16}) EXPECT_EQ(passes(group), 1) << group;
@@ -220,6 +220,18 @@ TEST(PagedAttentionPlan, KeysThatLieFarApartAreScattered) {
     problem.k.slot = slot;
     EXPECT_EQ(tile_kind(problem), TileKind::key_major) << slot;
   }
+}
+
+// And pages by one of 32 bits, upwards.
+TEST(PagedAttentionPlan, PagesThatLieFarApartOrBackwardsAreNotForMma) {
+  Call call{.lengths = {100}, .h_q = 4, .h_kv = 2, .d = 64};
+  Problem problem = problem_of(call, 132);
+  for (const std::int64_t page : {std::int64_t{1} << 31, std::int64_t{-2048}}) {
+    problem.v.page = page;
+    EXPECT_EQ(tile_kind(problem), TileKind::key_major) << page;
+  }
+  problem.v.page = (std::int64_t{1} << 31) - 8;
+  EXPECT_EQ(tile_kind(problem), TileKind::mma);
 }
 
 TEST(PagedAttentionPlan, FewerWarpsWhereSharedMemoryIsSmall) {

@@ -157,8 +157,10 @@ HOPWELL_DEVICE void walk_row_block(const ClusterParams& p, const ClusterWork& wo
       if (unsigned(page) >= unsigned(p.cache.blocks)) page = -1;
       // The first tile brings the query, even if it has no keys.
       const bool wanted = ahead < tiles.end || m == 0;
+      KeyTile next{ahead, page, true, m == 0};
+      tile.locate(p, source, next);
       tile.step(p, vector, key, stage, address, n >= 0, [&](int part) {
-        if (wanted) tile.copy(p, source, {ahead, page, true, m == 0}, stage, address, part);
+        if (wanted) tile.copy(p, source, next, stage, address, part);
         arch::cp_async_commit();
       });
       if (n >= 0) key += tiles.stride;

@@ -42,6 +42,11 @@ bool scattered(const Problem& problem) {
   return problem.block % (16 / width) != 0 || !aligned(problem.k_cache, 3) || !aligned(problem.v_cache, 3) ||
          !near(problem.k) || !near(problem.v);
 }
+// Whether pages follow one another at distances of less than 4 GiB: tiles of kind mma multiply by 32 bits of it.
+bool pages_are_near(const Problem& problem) {
+  const auto [least, most] = std::minmax(problem.k.page, problem.v.page);
+  return least >= 0 && most * width_of(problem.q) < std::int64_t{1} << 32;
+}
 
 // Keys of a tile of kind key_major.
 int keys_of(const KeyMajorShape& shape, int heads) { return 32 / shape.lanes / heads * shape.keys; }
@@ -55,7 +60,7 @@ bool can_join(const Problem& problem, int heads) {
 
 // Keys of a tile of kind mma.
 int mma_keys(const Problem& problem, int blocks) {
-  return problem.d <= 64 ? 64 : problem.d <= 128 && blocks == 1 ? 32 : 16;
+  return (problem.d <= 64 ? 64 : problem.d <= 128 ? 32 : 16) / blocks;  // d > 128 has one block
 }
 
 // How the row blocks lie over the heads, at most `max_heads` in one, and the lanes over a row block.
@@ -127,7 +132,9 @@ PositionBias bias_of(const Problem& problem) {
                           : PositionBias::Index::distance;
   p.extent = to_int(std::min(problem.extent, kMaxKeys));
   p.clamp = problem.out_of_range == HOPWELL_OUT_OF_RANGE_CLAMP;
-  p.aligned = by_key && !p.clamp && aligned(problem.bias, 3);
+  const std::int64_t head_chunks = problem.bias ? problem.bias.stride[1] * width_of(problem.bias) / 16 : 0;
+  p.aligned = by_key && !p.clamp && aligned(problem.bias, 3) && std::abs(head_chunks) < kMaxKeys / 8;
+  p.head_chunks = p.aligned ? to_int(head_chunks) : 0;
   p.r_aligned = aligned(problem.r, 2), p.v_aligned = aligned(problem.pos_bias_v, 1);
   const std::int64_t row_bytes = problem.r.stride[1] * width_of(problem.q);
   p.r_row_bytes = to_int(row_bytes);
@@ -187,7 +194,8 @@ int whole_blocks(const Params& p) {
 TileKind tile_kind(const Problem& problem) {
   const bool vllm = problem.layout == HOPWELL_CACHE_VLLM, wide = problem.d > 128;
   const std::int64_t queries = problem.h_q / problem.h_kv * problem.q_len;
-  const bool fits = width_of(problem.q) == 2 && !(wide && vllm) && problem.block % 16 == 0 && !scattered(problem);
+  const bool fits = width_of(problem.q) == 2 && !(wide && vllm) && problem.block % 16 == 0 && !scattered(problem) &&
+                    pages_are_near(problem);
   // A second pass finds wide rows in L2, in the same time (measured); more passes cost theirs.
   const bool pays = vllm || queries > (wide ? 2 : 1);
   if (pays && fits && !problem.r) return TileKind::mma;

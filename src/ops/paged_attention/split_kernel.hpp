@@ -130,10 +130,17 @@ HOPWELL_DEVICE void walk_share(const Params& p, MergeStorage& s, WarpStorage<Til
       tile.begin_segment(p, vector, storage.partial[kBegunHere], stage);
       key = segment.keys.begin;
     }
-    tile.step(p, vector, key, stage, address, n >= 0, [&](int part) {
-      if (n >= -kStages && copied.exists) tile.copy(p, source, copied, stage, address, part);
+    const auto refill = [&](int part) {
+      if (copied.exists) tile.copy(p, source, copied, stage, address, part);
       arch::cp_async_commit();
-    });
+    };
+    // Before the first tile there is nothing to compute: either a step leaves that out, or it is not called.
+    if (Tile::kPartsApart > 0 && n < 0) {
+      HOPWELL_NO_UNROLL
+      for (int part = 0; part < Tile::kPartsApart; ++part) refill(part);
+    } else {
+      tile.step(p, vector, key, stage, address, Tile::kPartsApart > 0 || n >= 0, refill);
+    }
     if (n >= 0) key += p.schedule.tile;
     if (n >= -kStages) at = at + 1 == kStages ? 0 : at + 1;
     // The page number requested a step ago. By a shuffle, so that the compiler does not wait for the one requested now.
@@ -144,6 +151,7 @@ HOPWELL_DEVICE void walk_share(const Params& p, MergeStorage& s, WarpStorage<Til
       source = tile.copy_source(p, query_vector_of(p, ahead.segment, tile.head, tile.row));
       ahead.new_segment = false;
     }
+    tile.locate(p, source, copied);
     requested = ahead.next(p, end, tile.first_key);
   }
 }

@@ -35,6 +35,9 @@ constexpr int stages_of(int chunks) { return (15 + chunks) / chunks; }
 template <class Tile, int kTheStages, bool kPacked>
 struct WholeTileStep {
   static constexpr int kStages = kTheStages;
+  static constexpr int kPartsApart = 0;  // a tile is one part
+
+  static HOPWELL_DEVICE void locate(const Params&, const CopySource&, KeyTile&) {}  // copy does
 
   template <class Stage, class Refill>
   HOPWELL_DEVICE void step(const Params& p, const QueryVector& vector, int key, Stage& stage, uint32_t address,

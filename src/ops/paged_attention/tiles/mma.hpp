@@ -2,8 +2,8 @@
 // tokens, and layout vllm, whose chunks are just what the fragments of mma are made of, for any number. Groups of 9 to 16
 // heads may have two blocks of 8, so that a pass over the keys is enough (plan.cpp).
 //
-// Tile      of a warp: 4,096 / kD keys of one KV head, 8 KiB of K and 8 KiB of V, swizzled for ldmatrix; of two blocks of
-//           kD 128 16 keys, half as much
+// Tile      of a warp: 4,096 / kD keys of one KV head, 8 KiB of K and 8 KiB of V, swizzled for ldmatrix; of two blocks
+//           half as much
 // Products  mma m16n8k16. S = q K^T: 16 rows hold 8 query vectors twice, rows 0–7 the high part of an fp32 value, rows
 //           8–15 what rounding it to 16 bits has lost; the two results are added. out^T = V^T P^T: 16 dimensions by 8
 //           queries, high and low parts of P one after the other into the same sums. 8 rows or half of the products
@@ -12,11 +12,11 @@
 //           after the other into the same sums; each fragment of K and of V serves both blocks
 // Timeline  K 0 ▓ │ copy K 0 │ K 1 ▓ │ copy K 1 │ softmax ▓▓ │ V 0 ▓ │ copy V 0 │ V 1 ▓ │ copy V 1 │ next tile: K 0 ▓ …
 //           three or four of the four parts are on their way at any time; 16 keys: K ▓ │ copy K │ softmax ▓▓ │ V ▓ │ …
-// Budget    shared: 8 warps × (16,384 + 16 · kD of q + 4 · 8 · keys of bias + 16 + 2 partial results of 32 · kD) + 6.5
-//           KiB; registers: kD / 4 of the output, kD / 4 of q, ~150 others. kD 256: 6 warps; q stays in the partial
-//           result's memory, of which ldmatrix reads it again for every 8 keys. Two blocks: q there too, read again for
-//           every half of the keys, partial results of 64 · kD; 7 warps, of kD 128 8
-// Bound     memory, and with two blocks instructions; the tensor cores are 2 % busy with one
+// Budget    shared: 8 warps × (16,384 + 16 · kD of q + 4 · 8 · (keys + 4) of bias + 16 + 2 partial results of 32 · kD) +
+//           6.5 KiB; registers: kD / 4 of the output, kD / 4 of q, ~150 others. kD 256: 6 warps; q stays in the partial
+//           result's memory, of which ldmatrix reads it again for every 8 keys. Two blocks: 8 warps × (8,192 + twice the
+//           bias and the partial results); kD 128: q stays there too
+// Bound     memory; the tensor cores are 2 % busy with one block
 //
 // A lane's query vector is that of row lane / 4, as in the fragments.
 #pragma once
@@ -51,23 +51,28 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
   using Type = T;
   using Copies = MmaTileCopy<T, kD, kTokens, kBlocks>;
   using Stage = typename Copies::Stage;
-  using Copies::chunk_index, Copies::key_chunk_index, Copies::token_chunk_index, Copies::row, Copies::quad,
-      Copies::vector_of;
+  using Copies::chunk_index, Copies::key_chunk_index, Copies::token_chunk_index, Copies::moved, Copies::eight_of,
+      Copies::sixteen_of, Copies::place_of, Copies::row, Copies::quad, Copies::vector_of;
   using Copies::kHalves, Copies::kParts, Copies::kCopiesQuery, Copies::kBiasPart;
-  using Copies::kVllm, Copies::kRows, Copies::kKeys, Copies::kChunks, Copies::kPages, Copies::kOffsetV;
-  static constexpr bool kHoldsQuery = kD <= 128 && kBlocks == 1;  // in registers
-  static constexpr int kKeysOfLookup = 16;                        // that share a page
+  using Copies::kVllm, Copies::kRows, Copies::kKeys, Copies::kChunks, Copies::kPages, Copies::kLanesOfPage,
+      Copies::kOffsetV;
+  static constexpr bool kHoldsQuery = kD * kBlocks <= 128;  // in registers
+  static constexpr int kKeysOfLookup = 16;                  // that share a page
   // fp16 has no exponents for small probabilities: they are held 2^14 times as large, below 2^15 with the slack.
   static constexpr float kShift = std::is_same_v<T, fp16> ? 14 : 0;
   static constexpr float kSlack = std::is_same_v<T, fp16> ? 1 : 8;  // how far a logit may lie above the maximum
 
   using Partial = WarpPartial<kRows * kD, kRows>;
+  static_assert(kBlocks == 1 || sizeof(Partial) % 128 == 0);  // as q lies in it, which `moved` is used for
 
   static constexpr int head = 0;
-  uint32_t q[kHoldsQuery ? kD / 16 : 1][4], q_rows;  // q_rows: of q in shared memory
-  int q_row;                                         // the one of them that this lane reads for ldmatrix
-  float out[kBlocks][kD / 16][4], scale[kBlocks];    // transposed; of the products with q, in units of log 2
+  uint32_t q[kHoldsQuery ? kD / 16 * kBlocks : 1][4], q_rows;  // q_rows: of q in shared memory
+  int q_row;                                                   // the one of them that this lane reads for ldmatrix
+  uint32_t q_chunk;                                            // address of the first chunk that it reads there
+  float out[kBlocks][kD / 16][4], scale[kBlocks];              // transposed; of the products with q, in units of log 2
   RunningSoftmax softmax[kBlocks];
+  // What has been subtracted from the logits, and how far one may lie above that before the maximum is raised.
+  float base[kBlocks], limit[kBlocks];
 
   HOPWELL_DEVICE explicit MmaTile(const Params&) {}
   HOPWELL_DEVICE void prefetch_query(const Params&, const QueryVector&) {}  // it comes with the first tile
@@ -110,9 +115,10 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
     q_rows = arch::shared_address(chunks);
     const int last = p.schedule.queries - 1;  // of the rows that there are; the others repeat it
     q_row = kBlocks == 1 ? smaller(lane % 8, last) + (lane & 8) : smaller(lane % 16, last);
+    q_chunk = q_rows + uint32_t(16 * chunk_index(q_row, lane / 16));
     if constexpr (kHoldsQuery) {
       HOPWELL_UNROLL
-      for (int i = 0; i < kD / 16; ++i) load_query(i, q[i], lane);
+      for (int i = 0; i < kD / 16 * kBlocks; ++i) load_query(i, q[i], lane);
     }
     HOPWELL_UNROLL
     for (int b = 0; b < kBlocks; ++b) scale[b] = partial.stats[smaller(row + 8 * b, last)].maximum;
@@ -122,7 +128,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
       HOPWELL_UNROLL
       for (int i = 0; i < kD / 16; ++i)
         for (float& sum : out[b][i]) sum = 0;
-      softmax[b] = {};
+      softmax[b] = {}, base[b] = 0, limit[b] = -INFINITY;
     }
   }
 
@@ -130,38 +136,27 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
   template <class Refill>
   HOPWELL_DEVICE void step(const Params& p, const QueryVector& vector, int tile_key, Stage& stage, uint32_t address,
                            bool exists, const Refill& refill) {
-    float s[kKeys / 8][4], bias[kKeys / 8][2 * kBlocks];
-    uint32_t pages = 0, weights[kBlocks][kKeys / 16][4];
+    float s[kKeys / 8][4];
+    bool hidden = false;
+    uint32_t weights[kBlocks][kKeys / 16][4];
     HOPWELL_UNROLL
     for (int half = 0; half < kHalves; ++half) {
       if (exists) {
         arch::cp_async_wait<kParts - 1>();
         arch::syncwarp();  // the other lanes' copies are there
-        if constexpr (kBlocks == 1) {
-          if (half == 0) pages = stage.pages[0], load_biases(p, vector, tile_key, stage, bias);
+        if constexpr (kBlocks == 1)
           multiply(half, address, s);
-        } else {
+        else
           multiply_blocks(half, address, s);
-          if (half == kBiasPart) pages = stage.pages[0], load_biases(p, vector, tile_key, stage, bias);
+        if (half == kBiasPart) {
+          hidden = finish_logits(p, vector, tile_key, stage, s);
+          mask(vector, tile_key, stage.pages[0], s);
         }
         arch::syncwarp();  // all have read what is copied to next
-      } else if constexpr (kBlocks > 1) {
-        // Values that nobody uses: without them the compiler would keep registers for those of the step before.
-        for (int t = half * kKeys / 8 / kHalves; t < (half + 1) * kKeys / 8 / kHalves; ++t)
-          for (float& x : s[t]) x = 0;
-        if (half == kBiasPart)
-          for (auto& of_keys : bias)
-            for (float& x : of_keys) x = 0;
       }
       refill(half);
     }
-    if (exists) {
-      softmax_tile(p, vector, tile_key, stage, pages, bias, s, weights);
-    } else if constexpr (kBlocks > 1) {
-      for (auto& of_block : weights)
-        for (auto& of_keys : of_block)
-          for (uint32_t& x : of_keys) x = 0;
-    }
+    if (exists) softmax_tile(p, vector, tile_key, stage, hidden, s, weights);
     HOPWELL_UNROLL
     for (int half = 0; half < kHalves; ++half) {
       if (exists) {
@@ -210,105 +205,132 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
     for (int i = 0; i < kRows / kAtOnce; ++i)
       chunks[chunk_index(i * kAtOnce + lane / kChunks + kRows, chunk)] = raw[i].half[0];
   }
-  // The biases of keys 8 t + 2 quad + e, of block b as bias[t][2 b + e].
-  HOPWELL_DEVICE void load_biases(const Params& p, const QueryVector& vector, int tile_key, const Stage& stage,
-                                  float (&bias)[kKeys / 8][2 * kBlocks]) const {
-    if (!p.bias.exists()) {
-      if constexpr (kBlocks > 1)  // as above
-        for (auto& of_keys : bias)
-          for (float& x : of_keys) x = 0;
-      return;
-    }
-    const bool full_words = p.bias.type == Float::fp32, aligned = p.bias.aligned;
-    HOPWELL_UNROLL
-    for (int b = 0; b < kBlocks; ++b) {
-      const auto* words = reinterpret_cast<const uint32_t*>(stage.bias[row + 8 * b]);
-      const uintptr_t row_begin = full_words || aligned ? 0 : bias_row_of(p.bias, vector_of(p, vector, b));
-      HOPWELL_UNROLL
-      for (int t = 0; t < kKeys / 8; ++t) {
-        const int j = 8 * t + 2 * quad;
-        float* of_block = &bias[t][2 * b];
-        if (full_words) {
-          of_block[0] = arch::bit_cast<float>(words[j]), of_block[1] = arch::bit_cast<float>(words[j + 1]);
-        } else if (aligned) {
-          of_block[0] = decode(words[j / 2] & 0xffff, p.bias.type);
-          of_block[1] = decode(words[j / 2] >> 16, p.bias.type);
-        } else {
-          for (int e = 0; e < 2; ++e) {
-            const int64_t column = p.bias.column_of(vector.position, tile_key + j + e);
-            of_block[e] = decode_bias(p.bias, words[j + e], uint32_t(row_begin + uintptr_t(column) * 2) & 2);
-          }
-        }
+  // The biases of keys 8 t + 2 quad and the next one, of block b.
+  HOPWELL_DEVICE void load_biases(const Params& p, const QueryVector& vector, int tile_key, const Stage& stage, int b,
+                                  int t, float (&bias)[2]) const {
+    const auto* words = reinterpret_cast<const uint32_t*>(stage.bias[row + 8 * b]);
+    const int j = 8 * t + 2 * quad;
+    if (p.bias.type == Float::fp32) {
+      bias[0] = arch::bit_cast<float>(words[j]), bias[1] = arch::bit_cast<float>(words[j + 1]);
+    } else if (p.bias.aligned) {
+      bias[0] = decode(words[j / 2] & 0xffff, p.bias.type), bias[1] = decode(words[j / 2] >> 16, p.bias.type);
+    } else {
+      const uintptr_t row_begin = bias_row_of(p.bias, vector_of(p, vector, b));
+      for (int e = 0; e < 2; ++e) {
+        const int64_t column = p.bias.column_of(vector.position, tile_key + j + e);
+        bias[e] = decode_bias(p.bias, words[j + e], uint32_t(row_begin + uintptr_t(column) * 2) & 2);
       }
     }
   }
-  // Products to logits: s[t][2 b + e] of key 8 t + 2 quad + e, block b. True if a bias of −inf hides a key from any
-  // lane's row.
-  HOPWELL_DEVICE bool add_biases(const Params& p, const QueryVector& vector, int tile_key,
-                                 const float (&bias)[kKeys / 8][2 * kBlocks], float (&s)[kKeys / 8][4]) const {
+  // Of eight keys, the product of the lane's key e % 2 with the query of block e / 2: of one block two parts.
+  static HOPWELL_DEVICE float product_of(const float (&s)[4], int e) { return kBlocks == 1 ? s[e] + s[2 + e] : s[e]; }
+  // Products to logits, less what is subtracted from them: s[t][2 b + e] of key 8 t + 2 quad + e, block b. True if a bias
+  // of −inf hides a key from any lane's row.
+  HOPWELL_DEVICE bool finish_logits(const Params& p, const QueryVector& vector, int tile_key, const Stage& stage,
+                                    float (&s)[kKeys / 8][4]) const {
     bool hidden = false;
-    HOPWELL_UNROLL
-    for (int t = 0; t < kKeys / 8; ++t)
-      for (int e = 0; e < 2 * kBlocks; ++e) s[t][e] = (kBlocks == 1 ? s[t][e] + s[t][2 + e] : s[t][e]) * scale[e / 2];
-    if (p.bias.exists()) {
-      float lowest = INFINITY;
+    const auto load_any = [&](int b, int t, float (&bias)[2]) { load_biases(p, vector, tile_key, stage, b, t, bias); };
+    if (!p.bias.exists()) {
       HOPWELL_UNROLL
-      for (int t = 0; t < kKeys / 8; ++t) {
-        for (int e = 0; e < 2 * kBlocks; ++e) {
-          lowest = fminf(lowest, bias[t][e]);
-          s[t][e] += bias[t][e] * p.bias.log2_scale;
-        }
-      }
-      hidden = arch::ballot(lowest == -INFINITY) != 0;
-      if (hidden) {
-        HOPWELL_UNROLL
-        for (int t = 0; t < kKeys / 8; ++t)
-          for (int e = 0; e < 2 * kBlocks; ++e) s[t][e] = bias[t][e] == -INFINITY ? -INFINITY : s[t][e];
-      }
+      for (int t = 0; t < kKeys / 8; ++t)
+        for (int e = 0; e < 2 * kBlocks; ++e) s[t][e] = fmaf(product_of(s[t], e), scale[e / 2], -base[e / 2]);
+    } else if (p.bias.aligned && p.bias.type == Float::bf16) {
+      hidden = add_biases(p, s, [&](int b, int t, float (&bias)[2]) {
+        const uint32_t word = reinterpret_cast<const uint32_t*>(stage.bias[row + 8 * b])[4 * t + quad];
+        bias[0] = arch::bit_cast<float>(word << 16), bias[1] = arch::bit_cast<float>(word & 0xffff0000);
+      });
+    } else {
+      hidden = add_biases(p, s, load_any);
     }
-    if (p.bias.alibi_slopes) {
-      HOPWELL_UNROLL
-      for (int b = 0; b < kBlocks; ++b) {
-        const float slope = alibi_slope(p.bias, vector_of(p, vector, b).head);
-        HOPWELL_UNROLL
-        for (int t = 0; t < kKeys / 8; ++t)
-          for (int e = 0; e < 2; ++e)
-            s[t][2 * b + e] -= slope * float(vector.position - (tile_key + 8 * t + 2 * quad + e));
-      }
-    }
+    if (hidden) hide_keys(s, load_any);
+    if (p.bias.alibi_slopes) subtract_slopes(p, vector, tile_key, s);
     return hidden;
   }
+  template <class Load>
+  HOPWELL_DEVICE bool add_biases(const Params& p, float (&s)[kKeys / 8][4], const Load& load) const {
+    float lowest = INFINITY;
+    HOPWELL_UNROLL
+    for (int t = 0; t < kKeys / 8; ++t) {
+      HOPWELL_UNROLL
+      for (int b = 0; b < kBlocks; ++b) {
+        float bias[2];
+        load(b, t, bias);
+        for (int e = 0; e < 2; ++e) {
+          lowest = fminf(lowest, bias[e]);
+          s[t][2 * b + e] = fmaf(product_of(s[t], 2 * b + e), scale[b], fmaf(bias[e], p.bias.log2_scale, -base[b]));
+        }
+      }
+    }
+    return arch::ballot(lowest == -INFINITY) != 0;
+  }
+  // A bias of −inf hides its key, whatever the product is and whatever the bias is multiplied by.
+  template <class Load>
+  HOPWELL_DEVICE void hide_keys(float (&s)[kKeys / 8][4], const Load& load) const {
+    HOPWELL_UNROLL
+    for (int t = 0; t < kKeys / 8; ++t) {
+      HOPWELL_UNROLL
+      for (int b = 0; b < kBlocks; ++b) {
+        float bias[2];
+        load(b, t, bias);
+        for (int e = 0; e < 2; ++e) s[t][2 * b + e] = bias[e] == -INFINITY ? -INFINITY : s[t][2 * b + e];
+      }
+    }
+  }
+  HOPWELL_DEVICE void subtract_slopes(const Params& p, const QueryVector& vector, int tile_key,
+                                      float (&s)[kKeys / 8][4]) const {
+    HOPWELL_UNROLL
+    for (int b = 0; b < kBlocks; ++b) {
+      const float slope = alibi_slope(p.bias, vector_of(p, vector, b).head);
+      HOPWELL_UNROLL
+      for (int t = 0; t < kKeys / 8; ++t)
+        for (int e = 0; e < 2; ++e)
+          s[t][2 * b + e] -= slope * float(vector.position - (tile_key + 8 * t + 2 * quad + e));
+    }
+  }
   HOPWELL_DEVICE void mask(const QueryVector& vector, int tile_key, uint32_t pages, float (&s)[kKeys / 8][4]) const {
-    if (tile_key >= vector.visible.begin && tile_key + kKeys <= vector.visible.end && pages == (1U << kPages) - 1)
-      return;
+    if (tile_key >= vector.visible.begin && tile_key + kKeys <= vector.visible.end && pages == ~0U) return;
     HOPWELL_UNROLL
     for (int t = 0; t < kKeys / 8; ++t) {
       HOPWELL_UNROLL
       for (int e = 0; e < 2 * kBlocks; ++e) {
         const int key = tile_key + 8 * t + 2 * quad + e % 2;
-        if (key < vector.visible.begin || key >= vector.visible.end || !(pages >> (t / 2) & 1)) s[t][e] = -INFINITY;
+        if (key < vector.visible.begin || key >= vector.visible.end || !(pages >> (t / 2 * kLanesOfPage) & 1))
+          s[t][e] = -INFINITY;
       }
     }
   }
 
-  // 16 dimensions of q, as mma takes them; of two blocks the high parts or the low ones.
-  HOPWELL_DEVICE void load_query(int i, uint32_t (&fragment)[4], int lane, bool low = false) const {
-    const int rows_before = low ? kRows * kChunks : 0;
-    arch::ldmatrix(fragment, q_rows + uint32_t(16 * (rows_before + chunk_index(q_row, 2 * i, lane / 16))));
+  // 16 dimensions of q, as mma takes them.
+  HOPWELL_DEVICE void load_query(int i, uint32_t (&fragment)[4], int lane) const {
+    // Of dimensions 64 apart, whose places differ by a constant: few addresses to find out before the first tile.
+    const int chunk = 2 * (i % (kD / 16)), of_row = q_row + i / (kD / 16) * kRows;
+    arch::ldmatrix(fragment, q_rows + uint32_t(16 * (chunk_index(of_row, chunk % 8 + lane / 16) + chunk / 8 * 8)));
   }
-  // By a shuffle, so that the compiler finds addresses out in every step and keeps no registers for them.
-  static HOPWELL_DEVICE int lane_of_step() { return arch::shuffle(arch::lane_index(), arch::lane_index()); }
+  // An address as the compiler does not know it outside of a step: where registers are few it shall keep this one alone,
+  // and find those near it out in every step.
+  static HOPWELL_DEVICE uint32_t of_step(uint32_t address) {
+    return kBlocks == 1 || kHoldsQuery ? address : arch::shuffle(address, arch::lane_index());
+  }
+  // Of this lane's chunks of K, for ldmatrix: key lane % 8 and chunk lane / 8. Those of other keys and dimensions: key_chunk.
+  static HOPWELL_DEVICE uint32_t first_key_chunk(uint32_t keys, int lane) {
+    return keys + uint32_t(16 * key_chunk_index(lane % 8, lane / 8));
+  }
+  static HOPWELL_DEVICE uint32_t key_chunk(uint32_t first, int key, int chunk) {
+    return kVllm ? first + uint32_t(16 * (chunk * kKeys + key)) : moved(first, key, chunk);
+  }
   // S = q k^T for half of the keys, or all: s[t] for keys 8 t to 8 t + 7, high parts and low parts.
   HOPWELL_DEVICE void multiply(int half, uint32_t keys, float (&s)[kKeys / 8][4]) const {
     const int lane = arch::lane_index();
+    const uint32_t first = first_key_chunk(keys, lane);
     HOPWELL_UNROLL
-    for (int t = half * kKeys / 8 / kHalves; t < (half + 1) * kKeys / 8 / kHalves; ++t) {
+    for (int j = 0; j < kKeys / 8 / kHalves; ++j) {
+      const int t = eight_of(half, j);
       float other[4];  // a second sum, as the tensor cores take their time
       for (int e = 0; e < 4; ++e) s[t][e] = other[e] = 0;
       HOPWELL_UNROLL
       for (int i = 0; i < kD / 32; ++i) {
         uint32_t b[4];
-        arch::ldmatrix(b, keys + uint32_t(16 * key_chunk_index(8 * t + lane % 8, 4 * i, lane / 8)));
+        arch::ldmatrix(b, key_chunk(first, 8 * t, 4 * i));
         if constexpr (kHoldsQuery) {
           mma(s[t], q[2 * i], b[0], b[1], T{}), mma(other, q[2 * i + 1], b[2], b[3], T{});
         } else {
@@ -322,72 +344,93 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
   }
   // The same for two blocks: s[t] of both. Each fragment of q is loaded once for all keys of the half.
   HOPWELL_DEVICE void multiply_blocks(int half, uint32_t keys, float (&s)[kKeys / 8][4]) const {
-    constexpr int kCount = kKeys / 8 / kHalves, kNextKey = kVllm ? 1 : kChunks;  // chunks to it
-    const int lane = lane_of_step(), begin = half * kCount;
+    constexpr int kCount = kKeys / 8 / kHalves;
+    const uint32_t first = of_step(first_key_chunk(keys, arch::lane_index())), q_first = of_step(q_chunk);
     constexpr int kSums = kCount < 4 ? 2 : 1;  // of a product, as the tensor cores take their time
     float sums[kSums][kCount][4] = {};
     HOPWELL_UNROLL
     for (int i = 0; i < kD / 32; ++i) {
       uint32_t q_high[2][4], q_low[2][4];
-      for (int j = 0; j < 2; ++j) load_query(2 * i + j, q_high[j], lane), load_query(2 * i + j, q_low[j], lane, true);
+      for (int part = 0; part < 2; ++part) {
+        if constexpr (kHoldsQuery) {
+          for (int e = 0; e < 4; ++e)
+            q_high[part][e] = q[2 * i + part][e], q_low[part][e] = q[kD / 16 + 2 * i + part][e];
+        } else {
+          arch::ldmatrix(q_high[part], moved(q_first, 0, 4 * i + 2 * part));
+          arch::ldmatrix(q_low[part], moved(q_first, kRows, 4 * i + 2 * part));
+        }
+      }
       HOPWELL_UNROLL
-      for (int t = 0; t < kCount; ++t) {
+      for (int j = 0; j < kCount; ++j) {
         uint32_t b[4];
-        arch::ldmatrix(b,
-                       keys + uint32_t(16 * (8 * (begin + t) * kNextKey + key_chunk_index(lane % 8, 4 * i, lane / 8))));
-        for (int j = 0; j < 2; ++j) mma(sums[0][t], q_high[j], b[2 * j], b[2 * j + 1], T{});
-        for (int j = 0; j < 2; ++j) mma(sums[kSums - 1][t], q_low[j], b[2 * j], b[2 * j + 1], T{});
+        arch::ldmatrix(b, key_chunk(first, 8 * eight_of(half, j), 4 * i));
+        for (int part = 0; part < 2; ++part) mma(sums[0][j], q_high[part], b[2 * part], b[2 * part + 1], T{});
+        for (int part = 0; part < 2; ++part) mma(sums[kSums - 1][j], q_low[part], b[2 * part], b[2 * part + 1], T{});
       }
     }
     HOPWELL_UNROLL
-    for (int t = 0; t < kCount; ++t)
-      for (int e = 0; e < 4; ++e) s[begin + t][e] = kSums == 1 ? sums[0][t][e] : sums[0][t][e] + sums[1][t][e];
+    for (int j = 0; j < kCount; ++j)
+      for (int e = 0; e < 4; ++e) s[eight_of(half, j)][e] = kSums == 1 ? sums[0][j][e] : sums[0][j][e] + sums[1][j][e];
   }
   // Whether this lane's row does not see keys of the tile whose values have been copied, for other rows or in whole
   // chunks.
   static HOPWELL_DEVICE bool shares_values(const QueryVector& vector, int tile_key) {
     return tile_key < vector.visible.begin || vector.visible.end < smaller(vector.end, tile_key + kKeys);
   }
-  // Products to weights of the values, in high parts and low parts; the values that a weight of 0 does not remove are
-  // wiped out.
-  HOPWELL_DEVICE void softmax_tile(const Params& p, const QueryVector& vector, int tile_key, Stage& stage,
-                                   uint32_t pages, const float (&bias)[kKeys / 8][2 * kBlocks],
+  // Logits to weights of the values, in high parts and low parts; the values that a weight of 0 does not remove are wiped
+  // out.
+  HOPWELL_DEVICE void softmax_tile(const Params& p, const QueryVector& vector, int tile_key, Stage& stage, bool hidden,
                                    float (&s)[kKeys / 8][4], uint32_t (&weights)[kBlocks][kKeys / 16][4]) {
-    const bool hidden = add_biases(p, vector, tile_key, bias, s);
-    mask(vector, tile_key, pages, s);
     if (hidden || ((kVllm || p.query.q_len > 1) && arch::ballot(shares_values(vector, tile_key)) != 0))
       clear_hidden_values(vector, tile_key, s, stage);
+    // The maximum that is subtracted follows the true one only when that is far above: seldom.
+    float maximum[kBlocks];  // of the lane's keys
+    bool higher = false;
     HOPWELL_UNROLL
     for (int b = 0; b < kBlocks; ++b) {
-      float maximum = -INFINITY;
+      maximum[b] = fmaxf(s[0][2 * b], s[0][2 * b + 1]);
       HOPWELL_UNROLL
-      for (int t = 0; t < kKeys / 8; ++t) maximum = fmaxf(maximum, fmaxf(s[t][2 * b], s[t][2 * b + 1]));
-      maximum = tile::max_of_quad(maximum);
-      // The maximum that is subtracted follows the true one only when that is far above: seldom.
-      const float raised = maximum > softmax[b].maximum + kSlack ? maximum : softmax[b].maximum;
-      const bool higher = raised != softmax[b].maximum;
-      const float base = tile::finite_reference(raised) - kShift;
-      if (arch::ballot(higher) != 0) {
-        const float factor = higher ? arch::exp2_approx(softmax[b].maximum - raised) : 1;
-        softmax[b].maximum = raised, softmax[b].sum *= factor;
-        const float of_query[2] = {arch::shuffle(factor, 8 * quad), arch::shuffle(factor, 8 * quad + 4)};
-        HOPWELL_UNROLL
-        for (int i = 0; i < kD / 16; ++i)
-          for (int e = 0; e < 4; ++e) out[b][i][e] *= of_query[e % 2];
-      }
+      for (int t = 1; t < kKeys / 8; ++t) maximum[b] = fmaxf(maximum[b], fmaxf(s[t][2 * b], s[t][2 * b + 1]));
+      higher |= maximum[b] > limit[b];
+    }
+    if (arch::ballot(higher) != 0) {
+      HOPWELL_UNROLL
+      for (int b = 0; b < kBlocks; ++b) raise_maximum(b, tile::max_of_quad(maximum[b]), s);
+    }
+    HOPWELL_UNROLL
+    for (int b = 0; b < kBlocks; ++b) {
       HOPWELL_UNROLL
       for (int t = 0; t < kKeys / 8; ++t) {
-        const float x = arch::exp2_approx(s[t][2 * b] - base), y = arch::exp2_approx(s[t][2 * b + 1] - base);
+        const float x = arch::exp2_approx(s[t][2 * b]), y = arch::exp2_approx(s[t][2 * b + 1]);
         softmax[b].sum += x + y;
         s[t][2 * b] = x, s[t][2 * b + 1] = y;
-        split(x, y, weights[b][t / 2][t % 2], weights[b][t / 2][2 + t % 2], T{});
+        auto& of_keys = weights[b][sixteen_of(t)];
+        split(x, y, of_keys[place_of(t)], of_keys[2 + place_of(t)], T{});
       }
     }
+  }
+  // Raises what is subtracted from block b's logits, where the largest lies above the limit, and shrinks its sums.
+  HOPWELL_DEVICE void raise_maximum(int b, float largest, float (&s)[kKeys / 8][4]) {
+    const bool higher = largest > limit[b];
+    const float raised = higher ? largest + base[b] : softmax[b].maximum;
+    const float factor = higher ? arch::exp2_approx(softmax[b].maximum - raised) : 1;
+    const float to = higher ? raised - kShift : base[b], more = to - base[b];
+    softmax[b].maximum = raised, softmax[b].sum *= factor;
+    base[b] = to, limit[b] = higher ? kSlack + kShift : limit[b];
+    HOPWELL_UNROLL
+    for (int t = 0; t < kKeys / 8; ++t)
+      for (int e = 0; e < 2; ++e) s[t][2 * b + e] -= more;
+    const float of_query[2] = {arch::shuffle(factor, 8 * quad), arch::shuffle(factor, 8 * quad + 4)};
+    HOPWELL_UNROLL
+    for (int i = 0; i < kD / 16; ++i)
+      for (int e = 0; e < 4; ++e) out[b][i][e] *= of_query[e % 2];
   }
   // V^T P^T of a half, or all: of the keys, in layout vllm of the dimensions.
   HOPWELL_DEVICE void accumulate(int half, uint32_t values, const uint32_t (&weights)[kBlocks][kKeys / 16][4]) {
     constexpr int kSteps = kKeys / 16, kChunkPairs = kD / 16;
-    const int lane = kBlocks == 1 ? arch::lane_index() : lane_of_step();
+    const int lane = arch::lane_index();
+    const uint32_t first =
+        of_step(values + uint32_t(16 * chunk_index(lane / 16 * (8 * kHalves) + lane % 8, lane / 8 % 2)));
     HOPWELL_UNROLL
     for (int t = kVllm ? 0 : half * kSteps / kHalves; t < (kVllm ? kSteps : (half + 1) * kSteps / kHalves); ++t) {
       HOPWELL_UNROLL
@@ -396,13 +439,9 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
         uint32_t a[4];
         if constexpr (kVllm)
           arch::ldmatrix(a, values + uint32_t(16 * token_chunk_index(16 * i + lane % 16, 2 * t + lane / 16)));
-        else if constexpr (kBlocks == 1)
+        else
           arch::ldmatrix<arch::Transpose::yes>(
-              a, values + uint32_t(16 * chunk_index(16 * t + lane / 16 * 8 + lane % 8, 2 * i, lane / 8 % 2)));
-        else  // the same, of which the compiler keeps less in registers
-          arch::ldmatrix<arch::Transpose::yes>(
-              a,
-              values + uint32_t(16 * (16 * t * kChunks + chunk_index(lane / 16 * 8 + lane % 8, 2 * i, lane / 8 % 2))));
+              a, moved(first, 8 * eight_of(half, 2 * (t - half * (kSteps / kHalves))), 2 * i));
         for (int part = 0; part < 4; part += 2)
           for (int b = 0; b < kBlocks; ++b) mma(out[b][i], a, weights[b][t][part], weights[b][t][part + 1], T{});
       }

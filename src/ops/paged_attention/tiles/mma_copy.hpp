@@ -1,8 +1,9 @@
 // paged_attention on the tensor cores: a tile of keys and values, how it is copied and how it lies in a stage.
 //
-// A stage holds one tile, in parts that are copied and used one after the other: two of K and two of V, 4 KiB each; of a
-// tile of 16 keys, which lie on one page, all of K and all of V. As soon as a part has been used, the same part of the
-// next tile is on its way.
+// A stage holds one tile, in parts that are copied and used one after the other: two of K and two of V; of a tile of 16
+// keys, which lie on one page, all of K and all of V. As soon as a part has been used, the same part of the next tile is
+// on its way. In rows a part has the first or the last 8 keys of every page, so that a lane copies from one page alone:
+// it finds its address out once and goes on by a row at a time.
 #pragma once
 
 #include "ops/paged_attention/tiles/tile_inputs.hpp"
@@ -16,39 +17,47 @@ namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
 template <class T, int kD, int kTokens, int kBlocks = 1>
 struct MmaTileCopy {
   static constexpr int kLaneBytes = 0;  // tiles are the warp's
-  // With two blocks of d 128 room for an eighth warp counts more than larger tiles.
-  static constexpr int kRows = 8 * kBlocks, kKeys = kBlocks == 2 && kD == 128 ? 16 : 4096 / kD, kChunks = kD / 8,
-                       kPages = kKeys / 16;
+  // With two blocks room for an eighth warp counts more than larger tiles.
+  static constexpr int kRows = 8 * kBlocks, kKeys = 4096 / kD / kBlocks, kChunks = kD / 8, kPages = kKeys / 16,
+                       kLanesOfPage = 32 / kPages;
   static constexpr bool kVllm = kTokens > 0;
   static constexpr int kStages = 1, kHalves = kPages > 1 ? 2 : 1, kParts = 2 * kHalves;  // of K and V; of a tile
+  // With two blocks a step without a tile to compute would cost registers. With one short code counts, of short calls.
+  static constexpr int kPartsApart = kBlocks > 1 ? kParts : 0;
   static constexpr bool kCopiesQuery = kD <= 128 && kBlocks == 1;  // else there is no room for it in a stage
-  // With which part biases come: with the last one of K where registers are few, as they are used after it.
-  static constexpr int kBiasPart = kBlocks == 1 ? 0 : kHalves - 1;
+  static constexpr int kBiasPart = kHalves - 1;  // biases come with the last part of K, after which they are used
   static constexpr uint32_t kOffsetV = kKeys * kChunks * 16;  // in a stage
 
   struct Stage {
     arch::Words4 k[kKeys * kChunks], v[kKeys * kChunks];
     arch::Words4 q[kCopiesQuery ? kRows * kChunks : 1];  // of the segment that begins, where q lies in whole chunks
-    arch::Words4 bias[kRows][kKeys / 4];  // of a row: whole chunks as they lie in memory, or a word for each key
-    uint32_t pages[4];                    // bit i: the page of keys 16 i and following exists
+    // Of a row: whole chunks as they lie in memory, or a word for each key. One more, so that rows begin in other banks.
+    arch::Words4 bias[kRows][kKeys / 4 + 1];
+    uint32_t pages[4];  // bit of a lane: the page that it copies from exists
   };
   int first_key, row, quad;
 
   HOPWELL_DEVICE MmaTileCopy() {
     const int lane = arch::lane_index();
-    first_key = lane % kPages * 16, row = lane / 4, quad = lane % 4;
+    first_key = lane / kLanesOfPage * 16, row = lane / 4, quad = lane % 4;
   }
   // Where chunks lie in a stage, so that no eight that ldmatrix reads together meet in a bank. Rows: eight dimensions
   // of a key. Layout vllm has such chunks of K, key by key, and chunks of V of eight tokens of a dimension.
   static HOPWELL_DEVICE int chunk_index(int key, int chunk) { return key * kChunks + (chunk ^ (key & 7)); }
-  // Of chunk `first` + `more`, which lie in the same eight: where `first` is known to the compiler, addresses of others
-  // are the same but for a constant.
-  static HOPWELL_DEVICE int chunk_index(int key, int first, int more) {
-    return chunk_index(key, first % 8 + more) + first / 8 * 8;
+  // The address of chunk `more` + `chunk` of `key` + `keys`, from that of chunk `more` of `key`. For constants: keys are a
+  // multiple of 8, and no carry from `more` reaches the bits of `chunk`. Stages begin at multiples of 128 bytes.
+  static HOPWELL_DEVICE uint32_t moved(uint32_t address, int keys, int chunk) {
+    return (address ^ uint32_t(16 * (chunk % 8))) + uint32_t(16 * (keys * kChunks + chunk / 8 * 8));
   }
-  static HOPWELL_DEVICE int key_chunk_index(int key, int first, int more) {
-    return kVllm ? key_chunk_index(key, first + more) : chunk_index(key, first, more);
+  // Eight keys of half `half` of a tile, the j-th of them: the first of them is 8 times that. And where S of eight keys
+  // goes in P: to which 16 keys, of all halves one after the other, and to which eight of those.
+  static HOPWELL_DEVICE constexpr int eight_of(int half, int j) {
+    return kVllm ? half * (kKeys / 8 / kHalves) + j : kHalves * j + half;
   }
+  static HOPWELL_DEVICE constexpr int sixteen_of(int eight) {
+    return kVllm ? eight / 2 : eight % kHalves * (kPages / kHalves) + eight / kHalves / 2;
+  }
+  static HOPWELL_DEVICE constexpr int place_of(int eight) { return kVllm ? eight % 2 : eight / kHalves % 2; }
   static HOPWELL_DEVICE int key_chunk_index(int key, int chunk) {
     return kVllm ? chunk * kKeys + key : chunk_index(key, chunk);
   }
@@ -66,45 +75,53 @@ struct MmaTileCopy {
   }
 
   HOPWELL_DEVICE CopySource copy_source(const Params& p, const QueryVector& vector) const {
-    const int lane = arch::lane_index(), key = lane / kChunks, chunk = lane % kChunks;
+    const int lane = arch::lane_index();
     if constexpr (kVllm)
       return copy_source_of(p, vector, sizeof(T), int64_t{lane / 16} * p.cache.k_group + lane % 16 * p.cache.k_slot,
                             int64_t{lane / kTokens} * p.cache.v_group, 0);
-    return copy_source_of(p, vector, sizeof(T), int64_t{key} * p.cache.k_slot + 16 * chunk,
-                          int64_t{key} * p.cache.v_slot + 16 * chunk, 0);
+    return copy_source_of(p, vector, sizeof(T), int64_t{row_of_page()} * p.cache.k_slot + 16 * (lane % kChunks),
+                          int64_t{row_of_page()} * p.cache.v_slot + 16 * (lane % kChunks), 0);
+  }
+  // For copy_rows: the lane's page holds 16 keys of the tile, of which most often all are seen.
+  HOPWELL_DEVICE void locate(const Params& p, const CopySource& source, KeyTile& tile) const {
+    const int key = tile.key + first_key;
+    const bool whole = tile.page >= 0 && key >= first_visible(p, source.vector) && key + 16 <= source.vector.end;
+    tile.slot = key % p.cache.block;
+    tile.bytes = !whole ? -1 : 8 * (arch::lane_index() % kChunks) < p.query.d ? 16 : 0;
   }
   HOPWELL_DEVICE void copy(const Params& p, const CopySource& source, const KeyTile& tile, Stage& to, uint32_t address,
                            int part) const {
     const QueryVector& vector = source.vector;
-    const int begin = larger(0, vector.position - vector.query - p.bias.window + 1);  // what the first query sees
     const int half = part % kHalves;
     const bool values = part / kHalves;
-    if constexpr (kVllm)
-      if (values) return copy_tokens(p, source, tile, begin, half, address + kOffsetV);
-    HOPWELL_UNROLL
-    for (int i = half * kPages / kHalves; i < (half + 1) * kPages / kHalves; ++i) {
-      const int page = arch::shuffle(tile.page, i), key = tile.key + 16 * i;
-      const int64_t slot = page >= 0 ? key % p.cache.block : 0, number = page >= 0 ? page : 0;
-      const uint32_t seen = page >= 0 ? first_bits(vector.end - key, 16) & ~first_bits(begin - key, 16) : 0;
-      const char* at = values ? source.v + number * p.cache.v_page + slot * p.cache.v_slot
-                              : source.k + number * p.cache.k_page + slot * p.cache.k_slot;
-      if constexpr (kVllm)
-        copy_columns(p, at, i, seen, address);
+    if constexpr (kVllm) {
+      if (values)
+        copy_tokens(p, source, tile, half, address + kOffsetV);
       else
-        copy_rows(p, at, values ? p.cache.v_slot : p.cache.k_slot, i, seen, address + (values ? kOffsetV : 0));
+        copy_columns(p, source, tile, half, address);
+    } else {
+      copy_rows(p, source, tile, values, half, address + (values ? kOffsetV : 0));
     }
+    if (part == 0 && kCopiesQuery && tile.begins_segment && p.query.aligned) copy_query(p, vector, to);
     if (part != kBiasPart) return;
-    if (kCopiesQuery && tile.begins_segment && p.query.aligned) copy_query(p, vector, to);
-    if (p.bias.exists()) {
-      HOPWELL_UNROLL
-      for (int block = 0; block < kBlocks; ++block)
-        copy_bias_of_row(p, source_of(p, source, block), tile.key, to.bias[row + 8 * block]);
-    }
+    if (p.bias.exists()) copy_biases(p, source, tile.key, to);
     const uint32_t pages = arch::ballot(tile.page >= 0);
-    if (arch::lane_index() == 0) to.pages[0] = pages & ((1U << kPages) - 1);
+    if (arch::lane_index() == 0) to.pages[0] = pages;
   }
 
  private:
+  static constexpr int kRowsAtOnce = 32 / kChunks / kPages;  // of a page
+  // The first row of its page that a lane copies.
+  static HOPWELL_DEVICE int row_of_page() { return arch::lane_index() / kChunks % kRowsAtOnce; }
+  // The first key that any query sees.
+  static HOPWELL_DEVICE int first_visible(const Params& p, const QueryVector& vector) {
+    if constexpr (kBlocks > 1) return vector.visible.begin;  // q_len is 1
+    return larger(0, vector.position - vector.query - p.bias.window + 1);
+  }
+  // Of the 16 keys from `key` on, those that any query sees.
+  static HOPWELL_DEVICE uint32_t seen_of(const Params& p, const QueryVector& vector, int key) {
+    return first_bits(vector.end - key, 16) & ~first_bits(first_visible(p, vector) - key, 16);
+  }
   // Where the bias of a block comes from.
   HOPWELL_DEVICE CopySource source_of(const Params& p, const CopySource& first, int block) const {
     CopySource source = first;
@@ -126,35 +143,61 @@ struct MmaTileCopy {
                      static_cast<const T*>(p.query.q) + (exists ? at : 0), exists ? 16 : 0);
     }
   }
-  // The 16 keys from 16 i on, those whose bits are set.
-  static HOPWELL_DEVICE void copy_rows(const Params& p, const char* rows, int stride, int i, uint32_t seen,
-                                       uint32_t address) {
-    const int lane = arch::lane_index(), key_of_lane = lane / kChunks, chunk = lane % kChunks;
-    const uint32_t wanted = 8 * chunk < p.query.d ? seen >> key_of_lane : 0;
+  // A part of K or of V: of the lane's page kRowsAtOnce rows at a time.
+  HOPWELL_DEVICE void copy_rows(const Params& p, const CopySource& source, const KeyTile& tile, bool values, int half,
+                                uint32_t address) const {
+    constexpr int kCopies = 16 / kRowsAtOnce / kHalves;
+    const int chunk = arch::lane_index() % kChunks, begin = half * kCopies * kRowsAtOnce;
+    // By a shuffle, so that the compiler multiplies it and adds the product in one instruction.
+    const int slot_bytes = arch::shuffle(values ? p.cache.v_slot : p.cache.k_slot, 0);
+    const auto page_bytes = uint32_t(values ? p.cache.v_page : p.cache.k_page);  // plan.cpp: no mma for more or below 0
+    const char* from = values ? source.v : source.k;
+    const uint32_t to = address + uint32_t(16 * chunk_index(first_key + row_of_page(), chunk));
+    const auto copy_row = [&](const char* at, int i, int size) {
+      const int row = begin + i * kRowsAtOnce;  // from row_of_page() on, of whose bits it has none
+      arch::cp_async((to ^ uint32_t(16 * (row & 7))) + uint32_t(16 * kChunks * row),
+                     at + int64_t{i * kRowsAtOnce} * slot_bytes, size);
+    };
+    if (tile.bytes >= 0) {
+      const char* at = from + uint64_t{unsigned(tile.page)} * page_bytes + int64_t{tile.slot + begin} * slot_bytes;
+      HOPWELL_UNROLL
+      for (int i = 0; i < kCopies; ++i) copy_row(at, i, tile.bytes > 0 ? 16 : 0);
+      return;
+    }
+    const bool wanted = tile.page >= 0 && 8 * chunk < p.query.d;
+    const uint32_t seen = wanted ? seen_of(p, source.vector, tile.key + first_key) >> (begin + row_of_page()) : 0;
+    if (seen != 0) from += uint64_t{unsigned(tile.page)} * page_bytes + int64_t{tile.slot + begin} * slot_bytes;
     HOPWELL_UNROLL
-    for (int r = 0; r < 16; r += 32 / kChunks)
-      arch::cp_async(address + uint32_t(16 * chunk_index(16 * i + r + key_of_lane, chunk)), rows + int64_t{r} * stride,
-                     int(wanted >> r & 1) * 16);
+    for (int i = 0; i < kCopies; ++i) copy_row(from, i, seen >> (i * kRowsAtOnce) & 1 ? 16 : 0);
   }
-  // Layout vllm: two chunks of K by 16 keys at a time.
-  static HOPWELL_DEVICE void copy_columns(const Params& p, const char* k, int i, uint32_t seen, uint32_t address) {
-    const int lane = arch::lane_index(), size = int(seen >> lane % 16 & 1) * 16;
+  // Layout vllm, the keys of half of the pages, or of all: two chunks of K by 16 keys at a time.
+  HOPWELL_DEVICE void copy_columns(const Params& p, const CopySource& source, const KeyTile& tile, int half,
+                                   uint32_t address) const {
+    const int lane = arch::lane_index();
     HOPWELL_UNROLL
-    for (int j = 0; j < kD / 16; ++j) {
-      const int chunk = 2 * j + lane / 16;
-      arch::cp_async_of_line(address + uint32_t(16 * key_chunk_index(16 * i + lane % 16, chunk)),
-                             k + int64_t{2 * j} * p.cache.k_group, 8 * chunk < p.query.d ? size : 0);
+    for (int i = half * kPages / kHalves; i < (half + 1) * kPages / kHalves; ++i) {
+      const int page = arch::shuffle(tile.page, i * kLanesOfPage), key = tile.key + 16 * i;
+      const int64_t slot = page >= 0 ? key % p.cache.block : 0, number = page >= 0 ? page : 0;
+      const uint32_t seen = page >= 0 ? seen_of(p, source.vector, key) : 0;
+      const char* k = source.k + number * p.cache.k_page + slot * p.cache.k_slot;
+      const int size = int(seen >> lane % 16 & 1) * 16;
+      HOPWELL_UNROLL
+      for (int j = 0; j < kD / 16; ++j) {
+        const int chunk = 2 * j + lane / 16;
+        arch::cp_async_of_line(address + uint32_t(16 * key_chunk_index(16 * i + lane % 16, chunk)),
+                               k + int64_t{2 * j} * p.cache.k_group, 8 * chunk < p.query.d ? size : 0);
+      }
     }
   }
   // V in layout vllm, half of the dimensions, or all. Of a chunk that begins with hidden tokens all is copied;
   // clear_hidden_values sees to them.
-  static HOPWELL_DEVICE void copy_tokens(const Params& p, const CopySource& source, const KeyTile& tile, int begin,
-                                         int half, uint32_t address) {
-    const int lane = arch::lane_index(), end = source.vector.end;
+  static HOPWELL_DEVICE void copy_tokens(const Params& p, const CopySource& source, const KeyTile& tile, int half,
+                                         uint32_t address) {
+    const int lane = arch::lane_index(), begin = first_visible(p, source.vector), end = source.vector.end;
     HOPWELL_UNROLL
     for (int first_chunk = 0; first_chunk < kKeys / 8; first_chunk += kTokens) {
       const int chunk = first_chunk + lane % kTokens, key = tile.key + 8 * chunk;
-      const int page = arch::shuffle(tile.page, chunk / 2);
+      const int page = arch::shuffle(tile.page, chunk / 2 * kLanesOfPage);
       const int bytes = page >= 0 && begin < key + 8 && key < end ? 2 * smaller(end - key, 8) : 0;
       const char* v =
           source.v + (bytes ? page : 0) * p.cache.v_page + int64_t{bytes ? key % p.cache.block : 0} * p.cache.v_slot;
@@ -167,8 +210,32 @@ struct MmaTileCopy {
     }
   }
   // Whole chunks where the rows of the bias allow it, else a word for each key.
+  HOPWELL_DEVICE void copy_biases(const Params& p, const CopySource& source, int key, Stage& to) const {
+    if (p.bias.aligned && key + kKeys <= p.bias.extent)
+      return p.bias.type == Float::fp32 ? copy_bias_chunks<4>(p, source, key, to)
+                                        : copy_bias_chunks<2>(p, source, key, to);
+    HOPWELL_NO_UNROLL
+    for (int block = 0; block < kBlocks; ++block)
+      copy_bias_of_row(p, source_of(p, source, block), key, to.bias[row + 8 * block]);
+  }
+  // Those of all keys of the tile, elements of kBytes.
+  template <int kBytes>
+  HOPWELL_DEVICE void copy_bias_chunks(const Params& p, const CopySource& source, int key, Stage& to) const {
+    constexpr int kChunksOfRow = kKeys * kBytes / 16;
+    const int heads = smaller(8, p.schedule.queries - 1 - row);  // from the row of a block to that of the next one
+    HOPWELL_UNROLL
+    for (int block = 0; block < kBlocks; ++block) {
+      const uintptr_t at = source.bias + uintptr_t(unsigned(kBytes * key + 16 * quad)) +
+                           uintptr_t(int64_t{block * heads * p.bias.head_chunks} * 16);
+      const uint32_t to_row = arch::shared_address(&to.bias[row + 8 * block][quad]);
+      HOPWELL_UNROLL
+      for (int i = 0; i < kChunksOfRow; i += 4)
+        if (i + 4 <= kChunksOfRow || i + quad < kChunksOfRow)
+          arch::cp_async_of_line(to_row + uint32_t(16 * i), reinterpret_cast<const void*>(at + uintptr_t(16 * i)), 16);
+    }
+  }
   HOPWELL_DEVICE void copy_bias_of_row(const Params& p, const CopySource& source, int key,
-                                       arch::Words4 (&to)[kKeys / 4]) const {
+                                       arch::Words4 (&to)[kKeys / 4 + 1]) const {
     const Keys& seen = source.vector.visible;
     if (!p.bias.aligned) {
       auto* words = reinterpret_cast<uint32_t*>(to);
@@ -178,13 +245,12 @@ struct MmaTileCopy {
       return;
     }
     const int shift = p.bias.type == Float::fp32 ? 2 : 1;  // of bytes of an element
-    HOPWELL_UNROLL
-    for (int i = 0; i < kKeys / 16; ++i) {
-      const int first = (quad + 4 * i) << (4 - shift), column = key + first;
-      if (first >= kKeys) continue;
+    HOPWELL_NO_UNROLL
+    for (int chunk = quad; chunk << (4 - shift) < kKeys; chunk += 4) {
+      const int column = key + (chunk << (4 - shift));
       const int bytes = larger(0, smaller((p.bias.extent - column) << shift, 16));
       arch::cp_async_of_line(
-          arch::shared_address(&to[quad + 4 * i]),
+          arch::shared_address(&to[chunk]),
           reinterpret_cast<const void*>(source.bias + uintptr_t(unsigned(bytes ? column << shift : 0))), bytes);
     }
   }

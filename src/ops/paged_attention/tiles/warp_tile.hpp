@@ -44,6 +44,9 @@ HOPWELL_DEVICE QueryVector query_vector_of(const Params& p, const Segment& segme
 struct KeyTile {
   int key, page;  // first key of the warp; page of the lane's own first key, −1 if there is none
   bool exists, begins_segment;
+  // What a tile finds out once for all parts (locate): the slot of the lane's first key; the bytes of each of its copies,
+  // −1 where they differ.
+  int slot = 0, bytes = 0;
 };
 
 // What a lane copies from, along a segment: where its first chunks of K and V would be in page 0, slot 0.
@@ -76,6 +79,7 @@ struct WarpTileArguments {
   const QueryVector& vector;
   const CopySource& source;
   const KeyTile& next;
+  KeyTile& found;
   typename Tile::Stage& stage;
   typename Tile::Partial& partial;  // what a warp has of a segment, in shared memory
   uint32_t address;                 // of the lane's first chunk in the stage
@@ -87,13 +91,15 @@ concept WarpTile = requires(Tile tile, const Tile& done, const WarpTileArguments
   typename Tile::Type;  // of q, k, v and out
   Tile(a.p);
   { Tile::kStages } -> std::convertible_to<int>;        // of the ring
+  { Tile::kPartsApart } -> std::convertible_to<int>;    // of a first tile, whose copies have code of their own; or 0
   { Tile::kLaneBytes } -> std::convertible_to<int>;     // from one lane's first chunk in a stage to the next lane's
   { Tile::kKeysOfLookup } -> std::convertible_to<int>;  // consecutive keys that share a page
   { tile.first_key } -> std::convertible_to<int>;       // of the lane, in a tile
   { tile.head } -> std::convertible_to<int>;            // its KV head and
   { tile.row } -> std::convertible_to<int>;             // its query in a row block
   { done.copy_source(a.p, a.vector) } -> std::same_as<CopySource>;
-  // Starts copying a part of a tile into a stage.
+  // Called once before a tile is copied. Then: starts copying a part of it into a stage.
+  done.locate(a.p, a.source, a.found);
   done.copy(a.p, a.source, a.next, a.stage, a.address, /*part=*/0);
   // Loads the query that begin_segment needs; begins a segment whose first tile is in the stage.
   tile.prefetch_query(a.p, a.vector);
