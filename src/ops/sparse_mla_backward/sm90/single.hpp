@@ -155,13 +155,13 @@ HOPWELL_DEVICE void finish_tile(const Params& p, SharedStorage<kDqk>& s, const f
 }
 
 // Half 0: S, just multiplied, to P, and the sums over heads. Half 1: dP to dS, which it stores and keeps.
-template <int kHalf, int kHeadSteps, bool kAttn, bool kMerged, class Storage>
+template <int kHalf, int kHeadSteps, bool kFixed, bool kAttn, bool kMerged, class Storage>
 HOPWELL_DEVICE void finish_scores(const Params& p, Storage& s, float (&acc)[32], const HeldKeys& held, int step, int t,
                                   DsFragments& ds) {
   if constexpr (kHalf == 0) {
     if (step > 0) arch::barrier_sync(kPEmpty, 256);
     store_p<kAttn, kMerged>(p, acc, s.heads, s.p, t, held);
-    arch::fence_proxy_async();
+    if constexpr (kPanelsBeside<kFixed> > 0) arch::fence_proxy_async();  // no other product reads P from there
     arch::barrier_arrive(kPFull, 256);
     if constexpr (kAttn) sum_heads(acc, s.head_sums, t);
   } else {
@@ -209,7 +209,7 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const WorkTil
     if constexpr (kMerged && kHalf == 0) load_held_keys(held, s.holders[step % 2], p.heads_of_member, t);
     arch::wgmma_wait<0>(acc);
     DsFragments ds;
-    finish_scores<kHalf, kHeadSteps, kAttn, kMerged>(p, s, acc, held, step, t, ds);
+    finish_scores<kHalf, kHeadSteps, kFixed, kAttn, kMerged>(p, s, acc, held, step, t, ds);
     if constexpr (kHalf == 1 && kPanelsBeside<kFixed> == 0)
       arch::barrier_arrive(kDsFull, 256);
     else
