@@ -122,7 +122,7 @@ struct WarpItems {
   using Config = OnePassConfig;
   const OnePassParams<T>& p;
   uint32_t first, step, slot0;  // item i of the warp is item first + i · step
-  int count;
+  int count;                    // at least 1, by the plan
 
   HOPWELL_DEVICE WarpItems(const OnePassParams<T>& params, OnePassStorage& s) : p(params) {
     const int warp = arch::warp_index();
