@@ -242,6 +242,7 @@ __global__ void __launch_bounds__(FewColumnsWgmmaConfig<kColumns>::kThreads, 1)
   tile::launch_dependents();
   XRing ring(p, work.slice, rings + warp * Config::kRingBytes, work.first + tile, has_tile, split, p.splits);
   if (multiplies) ring.prefetch_l2();  // more would hold up x
+  prefetch_x(p.x, p.x_stride, p.columns, p.k, Config::kThreads);
   arch::syncthreads();
   tile::wait_for_prior_kernels();
   const GlobalScale global = p.factor.loaded();
