@@ -140,6 +140,7 @@ void Machine::run_cluster(uint32_t number) {
   operations_.clear();
   group_queues_.clear();
   ready_.clear();
+  late_ready_ = 0;
   cluster_barrier = {};
   cluster_barrier.needed = int(n_ctas * n_threads);
   cluster_arrived.clear();
@@ -172,7 +173,7 @@ void Machine::run_cluster(uint32_t number) {
       // Ends of stacks that lie at one place of their pages would share one set of the first cache.
       t.fiber.create(t.stack, StackPool::kBytes - i % 64 * 64, [](void*) { machine->thread_main(); }, nullptr);
       cta.threads.push_back(&t);
-      ready_.push_back({&t, t.fiber.stack_pointer()});
+      make_ready(&t, t.fiber.stack_pointer());
     }
   }
   if (recorder) recorder->start_cluster();

@@ -426,6 +426,10 @@ class Machine {
     Thread* thread;
     const void* stack;  // about where its stack ends
   };
+  void make_ready(Thread* t, const void* stack);
+  bool is_late(const Thread& t) const {
+    return options.late_cta >= 0 && t.cta->rank == uint32_t(options.late_cta) && ctas.size() > 1;
+  }
   void prefetch_next() const;
   bool step_async();
   bool step_group(GroupQueue& queue);
@@ -434,6 +438,7 @@ class Machine {
   void* meet(Rendezvous& r, const char* instruction, uint32_t mask, int needed, int position, Thread* const* members,
              int n, void* argument, Action action);
   std::vector<Ready> ready_;
+  size_t late_ready_ = 0;  // of these, threads of the late CTA
   std::vector<Operation> operations_;
   std::vector<std::pair<Thread*, GroupQueue*>> group_queues_;  // those that hold operations
   bool group_queue_emptied_ = false;                           // since they were last looked at

@@ -17,14 +17,19 @@ void Machine::block(const char* what, uint32_t address, int parity) {
   current->fiber.suspend();
 }
 
+void Machine::make_ready(Thread* t, const void* stack) {
+  ready_.push_back({t, stack});
+  if (is_late(*t)) ++late_ready_;
+}
+
 void Machine::pause() {
-  ready_.push_back({current, __builtin_frame_address(0)});
+  make_ready(current, __builtin_frame_address(0));
   current->fiber.suspend();
 }
 
 void Machine::wake(Thread* t) {
   t->state = Thread::State::ready;
-  ready_.push_back({t, t->fiber.stack_pointer()});
+  make_ready(t, t->fiber.stack_pointer());
 }
 
 void Machine::wake(std::vector<Thread*>& waiting) {
@@ -135,7 +140,10 @@ void Machine::schedule() {
     if (options.async == Async::random && (random.next() & 3) == 0 && step_async()) continue;
     const size_t k = random.below(ready_.size());
     Thread* const next = ready_[k].thread;
-    if (options.late_cta >= 0 && next->cta->rank == uint32_t(options.late_cta) && random.below(256) != 0) continue;
+    if (is_late(*next)) {
+      if (late_ready_ < ready_.size() && random.below(256) != 0) continue;
+      --late_ready_;
+    }
     ready_[k] = ready_.back();
     ready_.pop_back();
     prefetch_next();
