@@ -41,8 +41,17 @@ HOPWELL_DEVICE SumRows<kFixed> load_sum_rows(const Params& p, const Keys& keys, 
   return rows;
 }
 
-// Adds four columns of row i, those of the 32 from `column` on that are this lane's.
-template <bool kFixed>
+// Has the sums of keys that are none, which must be zeros, added to another key's row, `spare` where none of the lane's is
+// one: with a row for everyone an addition needs no branch.
+HOPWELL_DEVICE void fill_sum_rows(SumRows<false>& rows, int spare) {
+  HOPWELL_UNROLL
+  for (int i = 0; i < 4; ++i) spare = rows.at[i] >= 0 ? rows.at[i] : spare;
+  HOPWELL_UNROLL
+  for (int i = 0; i < 4; ++i) rows.at[i] = rows.at[i] >= 0 ? rows.at[i] : spare;
+}
+
+// Adds four columns of row i, those of the 32 from `column` on that are this lane's. kFilled: there is a row for everyone.
+template <bool kFilled, bool kFixed>
 HOPWELL_DEVICE void add_columns(const Params& p, const SumRows<kFixed>& rows, int i, int column, const float (&v)[4]) {
   const int at = rows.at[i];
   if constexpr (kFixed) {
@@ -55,7 +64,7 @@ HOPWELL_DEVICE void add_columns(const Params& p, const SumRows<kFixed>& rows, in
   } else {
     float* to = p.dkv + int64_t{at} * 4 + column;
 #if HOPWELL_HAS_SM90
-    if (at >= 0) arch::red_add_v4(to, v[0], v[1], v[2], v[3]);
+    if (kFilled || at >= 0) arch::red_add_v4(to, v[0], v[1], v[2], v[3]);
 #else
     HOPWELL_UNROLL
     for (int c = 0; c < 4; ++c)
@@ -65,7 +74,7 @@ HOPWELL_DEVICE void add_columns(const Params& p, const SumRows<kFixed>& rows, in
 }
 
 // Adds a warp's [16 keys][2 kSize columns] from `column` on.
-template <bool kFixed, int kSize>
+template <bool kFilled = false, bool kFixed, int kSize>
 HOPWELL_DEVICE void add_panel(const Params& p, const float (&acc)[kSize], int column, const SumRows<kFixed>& rows) {
   const bool odd_quad = arch::thread_index_anew() & 4;
   HOPWELL_UNROLL
@@ -80,8 +89,8 @@ HOPWELL_DEVICE void add_panel(const Params& p, const float (&acc)[kSize], int co
         v[0][i] = odd_quad ? theirs : low;
         v[1][i] = odd_quad ? high : theirs;
       }
-      add_columns(p, rows, 2 * r, column + 2 * e, v[0]);
-      add_columns(p, rows, 2 * r + 1, column + 2 * e, v[1]);
+      add_columns<kFilled>(p, rows, 2 * r, column + 2 * e, v[0]);
+      add_columns<kFilled>(p, rows, 2 * r + 1, column + 2 * e, v[1]);
     }
   }
 }
