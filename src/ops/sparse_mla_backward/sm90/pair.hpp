@@ -240,7 +240,7 @@ HOPWELL_DEVICE void score(const Params& p, PairStorage& s) {
     arch::syncwarp();  // kept: a lane branched off
     arch::mbarrier_wait(s.pds_full, step & 1);
     if (kHalf == 1 && t == 0) arch::mbarrier_arrive_cluster_relaxed(at_peer(&s.pds_taken, rank ^ 1));
-    arch::syncwarp();     // kept: a lane branched off
+    arch::syncwarp();  // kept: a lane branched off
     DsFragments theirs;
     load_ds(theirs, s.ds[1], t);
     arch::wgmma_fence();  // kept: the emulator sees no register operands

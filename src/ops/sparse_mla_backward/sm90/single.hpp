@@ -20,8 +20,9 @@
 // Bound     s_q · topk · 2,304 B of additions in L2 while dKV fits there; beyond, rows in ascending order and CTAs in
 //           step keep what is added to in L2
 //
-// Keys of invalid entries are −1, and P is 0 for them: their zeros are added to rows of other keys of the query, since
-// an addition with a condition costs a branch. In fixed point nothing is added for them. Heads beyond h_q have Q = dO = 0 and lse = +inf.
+// Keys of invalid entries are −1, and P is 0 for them. Their sums, zeros then, are added to another key of the query, as an
+// addition under a condition is a branch; in fixed point, where the row's scale is 0, nothing is added. Heads beyond h_q
+// have Q = dO = 0 and lse = +inf.
 //
 // kMerged: the tile is a group of neighbouring queries with few heads, the keys are the union of theirs
 // (tile/gpu/merge_rows.hpp), and P is 0 where a query does not hold the key.
@@ -51,10 +52,10 @@ struct SharedStorage {
   Panel q[kPanels], d_out[Config::kPanelsV], keys[kPanels], p, ds;
   HeadValues<Config::kHeads> heads;
   float head_sums[4][Config::kKeys];  // of attn, by warp
-  int key[2][Config::kKeys];          // of this step and the next; -1 where there is none
+  int key[2][Config::kKeys];          // of this step and the next; below 0 where there is none
   alignas(4) bool lacks_keys[2][4];   // whether so is some key of those that a warp of warpgroup 0 brings
   int last_valid[Config::kWarps];
-  uint32_t seen[128];                 // of keep_pace, by threads of warpgroup 2: registers are short
+  uint32_t seen[128];                      // of keep_pace, by threads of warpgroup 2: registers are short
   uint16_t holders[2][Config::kKeys / 2];  // of the keys of this step and the next, a byte each; where rows are merged
   arch::CachePolicy policy;                // of rows of kv in L2; here for want of registers
 };
@@ -162,23 +163,27 @@ HOPWELL_DEVICE void finish_tile(const Params& p, SharedStorage<kDqk>& s, const f
   }
 }
 
-// P of invalid entries.
+// Clears P of invalid entries, and has their sums, zeros then, added to the row of the query's last key.
 template <int kDqk>
-HOPWELL_DEVICE void clear_invalid(float (&p)[32], const SharedStorage<kDqk>& s, int step, int t) {
+HOPWELL_DEVICE void clear_invalid(float (&p)[32], SharedStorage<kDqk>& s, const Entries& entries, int step, int t) {
   if (reinterpret_cast<const uint32_t&>(s.lacks_keys[step % 2]) == 0) return;
+  auto& keys = s.key[step % 2];
   HOPWELL_UNROLL
   for (int e = 0; e < 32; ++e)
-    if (s.key[step % 2][e / 4 * 8 + 2 * (t & 3) + (e & 1)] < 0) p[e] = 0;
+    if (keys[e / 4 * 8 + 2 * (t & 3) + (e & 1)] < 0) p[e] = 0;
+  arch::barrier_sync(kLowStaged, 128);
+  if (t < Config::kKeys && keys[t] < 0) keys[t] = ~entries.key(entries.length - 1);
+  arch::syncwarp();  // kept: lanes branched off
 }
 
 // Half 0: S, just multiplied, to P, and the sums over heads. Half 1: dP to dS, which it stores and keeps.
 template <int kHalf, int kHeadSteps, bool kFixed, bool kAttn, bool kMerged, class Storage>
-HOPWELL_DEVICE void finish_scores(const Params& p, Storage& s, float (&acc)[32], const HeldKeys& held, int step, int t,
-                                  DsFragments& ds) {
+HOPWELL_DEVICE void finish_scores(const Params& p, Storage& s, const Entries& entries, float (&acc)[32],
+                                  const HeldKeys& held, int step, int t, DsFragments& ds) {
   if constexpr (kHalf == 0) {
     if (step > 0) arch::barrier_sync(kPEmpty, 256);
     make_p<kMerged>(p, acc, s.heads, t, held);
-    if constexpr (!kFixed) clear_invalid(acc, s, step, t);
+    if constexpr (!kFixed) clear_invalid(acc, s, entries, step, t);
     store_p<kAttn>(acc, s.heads, s.p, t);
     if constexpr (kPanelsBeside<kFixed> > 0) arch::fence_proxy_async();  // no other product reads P from there
     arch::barrier_arrive(kPFull, 256);
@@ -228,7 +233,7 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const WorkTil
     if constexpr (kMerged && kHalf == 0) load_held_keys(held, s.holders[step % 2], p.heads_of_member, t);
     arch::wgmma_wait<0>(acc);
     DsFragments ds;
-    finish_scores<kHalf, kHeadSteps, kFixed, kAttn, kMerged>(p, s, acc, held, step, t, ds);
+    finish_scores<kHalf, kHeadSteps, kFixed, kAttn, kMerged>(p, s, entries, acc, held, step, t, ds);
     if constexpr (kHalf == 1 && kPanelsBeside<kFixed> == 0)
       arch::barrier_arrive(kDsFull, 256);
     else
@@ -251,8 +256,7 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const WorkTil
       if (p.prefetches_sums) prefetch_sums<kDqk, kHalf>(p, keys, t);
     }
     if constexpr (kAttn && kHalf == 0) add_attn(p, s.head_sums, s.key[step % 2], work, entries, step, t);
-    if constexpr (kPanelsBeside<kFixed> > 0)
-      add_panels_beside<kDqk, kHalf, kHeadSteps, kFixed>(p, s, acc, step, t);
+    if constexpr (kPanelsBeside<kFixed> > 0) add_panels_beside<kDqk, kHalf, kHeadSteps, kFixed>(p, s, acc, step, t);
     if (step + 1 < steps) {
       arch::cp_async_wait<0>();
       arch::fence_proxy_async();
@@ -290,16 +294,6 @@ HOPWELL_DEVICE void give_back_steps(int steps) {
   }
 }
 
-// Has a row for everyone: that of the query's last key where none of the lane's is one. What it takes to find it is asked for
-// anew, as it is seldom needed.
-template <int kDqk>
-HOPWELL_DEVICE void fill_rows(const Params& p, const SharedStorage<kDqk>& s, SumRows<false>& rows, int t) {
-  if (arch::ballot((rows.at[0] | rows.at[1] | rows.at[2] | rows.at[3]) < 0) == 0) return;
-  Entries entries = entries_of(p, work_of(p));
-  const int last = entries.key(length_of(s.last_valid) - 1);
-  fill_sum_rows(rows, last * (p.dkv_stride / 4) + (t & 7));
-}
-
 // dKV of each step, or what the score warpgroups leave of it: half a panel is multiplied while the one before is added. dS
 // is given back when the last half is multiplied, so that the next dS is there when it has been added.
 template <int kDqk, int kHeadSteps, bool kFixed>
@@ -313,8 +307,7 @@ HOPWELL_DEVICE void scatter(const Params& p, SharedStorage<kDqk>& s, Entries ent
     if (is_paced(p)) keep_pace<Config::kKeys>(p, p.whole_tiles, s.seen[arch::thread_index() % 128], step);
     arch::barrier_sync(kPdsFull, 256);
     const int t = arch::thread_index_anew() % 128;
-    SumRows<kFixed> rows = load_sum_rows<kDqk, kFixed>(p, s.key[step % 2], t);
-    if constexpr (!kFixed) fill_rows(p, s, rows, t);
+    const SumRows<kFixed> rows = load_sum_rows<kDqk, kFixed, !kFixed>(p, s.key[step % 2], t);
     uint32_t probabilities[kHeadSteps][4], ds[kDsStepsHeld<kHeadSteps>][4];
     load_transposed(probabilities, s.p, t);
     load_transposed(ds, s.ds, t);
@@ -326,6 +319,7 @@ HOPWELL_DEVICE void scatter(const Params& p, SharedStorage<kDqk>& s, Entries ent
       start_half(s, acc[(half + 1) % 2], ds, probabilities, half + 1);
       arch::wgmma_wait<1>(acc[half % 2]);
       add_panel<!kFixed>(p, acc[half % 2], 32 * half, rows);
+      arch::syncwarp();  // kept: without it ptxas spills
     }
     arch::wgmma_wait<0>(acc[1]);
     if (!kHoldsDs<kHeadSteps> && step + 1 < steps) arch::barrier_arrive(kDsEmpty, 256);

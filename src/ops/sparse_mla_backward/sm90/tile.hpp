@@ -108,8 +108,7 @@ HOPWELL_DEVICE void multiply_dq(float (&dq)[kSize], float (&narrow)[16], const D
   HOPWELL_UNROLL
   for (int step = 0; step < 4; ++step) {
     arch::wgmma_rs<kBTransposed>(dq, ds[step], right + uint64_t(128 * step), true);
-    if constexpr (kNarrow)
-      arch::wgmma_rs<kBTransposed>(narrow, ds[step], right_narrow + uint64_t(64 * step), true);
+    if constexpr (kNarrow) arch::wgmma_rs<kBTransposed>(narrow, ds[step], right_narrow + uint64_t(64 * step), true);
   }
 }
 
@@ -202,7 +201,8 @@ HOPWELL_DEVICE void make_p(const Params& p, float (&acc)[32], const HeadValues<C
 
 // P to shared memory, by way of what attn keeps of it.
 template <bool kAttn>
-HOPWELL_DEVICE void store_p(const float (&acc)[32], const HeadValues<Config::kHeads>& heads, const Panel& target, int t) {
+HOPWELL_DEVICE void store_p(const float (&acc)[32], const HeadValues<Config::kHeads>& heads, const Panel& target,
+                            int t) {
   const int row = t / 32 * 16 + t % 32 / 4;
   const float kept0 = kAttn ? heads.kept[row] : 1, kept1 = kAttn ? heads.kept[row + 8] : 1;
   HOPWELL_UNROLL
