@@ -15,14 +15,14 @@
 //           0     S ▓▓▓▓▓ │ P │········│ dQ ▓▓▓▓ │ keys 1 …… │ S ▓▓▓▓▓ │ P │…
 //           1     dP ▓▓▓▓ │···│ dS     │ dQ ▓▓▓▓ │ keys 1 …… │ dP ▓▓▓▓ │···│ dS
 //           2                          │ dKV 0a ▓ 0b ▓ add 0a 1a ▓ add 0b … add 8a │ add 8b, 0a ▓ …
-// Budget    shared: Q 9 + dO 8 + keys 9 + P 1 + dS 1 panels of 8,192 B = 229,376, vectors 2,488    (of 232,448)
+// Budget    shared: Q 9 + dO 8 + keys 9 + P 1 + dS 1 panels of 8,192 B = 229,376, vectors 3,008    (of 232,448)
 //           registers: dQ 144 + S or dP 32 + 32 others = 208 in warpgroups 0 and 1, 88 in warpgroup 2 (of 3 · 168)
 // Bound     s_q · topk · 2,304 B of additions in L2 while dKV fits there; beyond, rows in ascending order and CTAs in
 //           step keep what is added to in L2
 //
-// Keys of invalid entries are −1, and P is 0 for them. Their sums, zeros then, are added to another key of the query, as an
-// addition under a condition is a branch; in fixed point, where the row's scale is 0, nothing is added. Heads beyond h_q
-// have Q = dO = 0 and lse = +inf.
+// Keys of invalid entries are −1, their rows are zeros, and P is 0 for them. Their sums, zeros then, are added to the query's
+// last key, as an addition under a condition is a branch. In fixed point nothing is added and P is as it comes; the exponent
+// is clamped, so that its product with the scale, 0, is 0. Heads beyond h_q have Q = dO = 0 and lse = +inf.
 //
 // kMerged: the tile is a group of neighbouring queries with few heads, the keys are the union of theirs
 // (tile/gpu/merge_rows.hpp), and P is 0 where a query does not hold the key.
@@ -163,7 +163,8 @@ HOPWELL_DEVICE void finish_tile(const Params& p, SharedStorage<kDqk>& s, const f
   }
 }
 
-// Clears P of invalid entries, and has their sums, zeros then, added to the row of the query's last key.
+// Clears P of invalid entries, and has their sums, zeros then, added to the row of the query's last key. The barrier is
+// warpgroup 0's own, which else only stages dQ in the end.
 template <int kDqk>
 HOPWELL_DEVICE void clear_invalid(float (&p)[32], SharedStorage<kDqk>& s, const Entries& entries, int step, int t) {
   if (reinterpret_cast<const uint32_t&>(s.lacks_keys[step % 2]) == 0) return;
