@@ -104,43 +104,43 @@ HOPWELL_DEVICE void produce_x(const FewColumnsWgmmaParams<T>& p, const FewColumn
 
 // ---- products ------------------------------------------------------------------------------------------------------
 
-// Adds the products of 16 rows of a stage of each warp with x to d. While one block's products run, the next is decoded.
+// Adds the products of 16 rows of a stage of each warp with x to d. While two words' products run, the next two are
+// decoded.
 template <int kColumns, class T>
 HOPWELL_DEVICE void multiply_stage(const unsigned char* stage, uint64_t x, float (&d)[kColumns / 2]) {
   using Config = FewColumnsWgmmaConfig<kColumns>;
   constexpr arch::WgmmaOptions kOptions{.type =
                                             std::is_same_v<T, bf16> ? arch::WgmmaType::bf16 : arch::WgmmaType::fp16};
-  StageFragment codes{};
-  uint32_t weights[2][4][4];
+  uint32_t weights[2][2][2][4];  // of the words of two blocks, for two products each
   HOPWELL_UNROLL
-  for (int block = 0; block < 4; ++block) {  // of 16 codes of a lane's rows, two words
-    const int half = block / 2;
-    if (block % 2 == 0) codes = load_fragment(stage, half);
+  for (int half = 0; half < 2; ++half) {
+    const StageFragment codes = load_fragment(stage, half);
     const RowPair<T> rows{ScaledWeights<T>(codes.upper_scales), ScaledWeights<T>(codes.lower_scales)};
-    auto& products = weights[block % 2];
     HOPWELL_UNROLL
-    for (int i = 0; i < 4; i += 2) {
-      const int word = block % 2 * 2 + i / 2;
-      uint32_t a[4], b[4];
-      rows.decode(word, codes.upper.w[word], codes.lower.w[word], a, b);
+    for (int block = 0; block < 2; ++block) {
+      auto& products = weights[block];
       HOPWELL_UNROLL
-      for (int j = 0; j < 2; ++j) {
-        products[i + j][0] = a[2 * j], products[i + j][1] = b[2 * j];
-        products[i + j][2] = a[2 * j + 1], products[i + j][3] = b[2 * j + 1];
+      for (int i = 0; i < 2; ++i) {
+        const int word = 2 * block + i;
+        uint32_t a[4], b[4];
+        rows.decode(word, codes.upper.w[word], codes.lower.w[word], a, b);
+        HOPWELL_UNROLL
+        for (int j = 0; j < 2; ++j) {
+          products[i][j][0] = a[2 * j], products[i][j][1] = b[2 * j];
+          products[i][j][2] = a[2 * j + 1], products[i][j][3] = b[2 * j + 1];
+        }
       }
+      arch::wgmma_fence();
+      HOPWELL_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const int word = 2 * block + i / 2, product = i % 2;
+        const int offset = half * Config::kHalfBytes + word * Config::kWordBytes + product * Config::kProductBytes;
+        arch::wgmma_rs<kOptions>(d, products[i / 2][product], x + uint64_t(offset >> 4), true);
+      }
+      arch::wgmma_commit();
+      if (half + block < 2)
+        arch::wgmma_wait<1>();  // kept: weights go where the last block's were, which the emulator copied
     }
-    arch::wgmma_fence();
-    HOPWELL_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const int word = block % 2 * 2 + i / 2;
-      arch::wgmma_rs<kOptions>(
-          d, products[i],
-          x + uint64_t((half * Config::kHalfBytes + word * Config::kWordBytes + i % 2 * Config::kProductBytes) >> 4),
-          true);
-    }
-    arch::wgmma_commit();
-    if (block < 3)
-      arch::wgmma_wait<1>();  // kept: the next block's weights go where the last one's were, which the emulator copied
   }
   arch::wgmma_wait<0>(d);
 }

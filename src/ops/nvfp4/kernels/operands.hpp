@@ -30,7 +30,8 @@ HOPWELL_DEVICE arch::Words4 load_words(const unsigned char* from) {
   return *reinterpret_cast<const arch::Words4*>(from);
 }
 
-// Asks for rows of x to come to the L2 cache, each CTA for a share of them: harmless even while another kernel writes them.
+// Asks for rows of x to come to the L2 cache, each CTA for a share of their pieces of 64 bytes: harmless even while
+// another kernel writes them.
 template <class T>
 HOPWELL_DEVICE void prefetch_x(const T* x, int64_t stride, int columns, int k, int threads) {
   constexpr int kPiece = 64 / int(sizeof(T));
