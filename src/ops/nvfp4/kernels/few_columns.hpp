@@ -367,6 +367,8 @@ __global__ void __launch_bounds__(32 * FewColumnsConfig<kColumns>::kMaxWarps, 1)
   self.start_ring();
   tile::launch_dependents();
   self.ring.prefetch_l2(p, 1);  // more would hold up x
+  prefetch_x(p.x + first_column * p.x_stride, p.x_stride, work.columns < kColumns ? work.columns : kColumns, p.k,
+             32 * p.warps);
   tile::wait_for_prior_kernels();
   self.global = p.factor.loaded();
   self.run(reinterpret_cast<float*>(shared + p.exchange_offset));

@@ -104,35 +104,43 @@ HOPWELL_DEVICE void produce_x(const FewColumnsWgmmaParams<T>& p, const FewColumn
 
 // ---- products ------------------------------------------------------------------------------------------------------
 
-// Adds the products of 16 rows of a stage of each warp with x to d. While one word's products run, the next is decoded.
+// Adds the products of 16 rows of a stage of each warp with x to d. While two words' products run, the next two are
+// decoded.
 template <int kColumns, class T>
 HOPWELL_DEVICE void multiply_stage(const unsigned char* stage, uint64_t x, float (&d)[kColumns / 2]) {
   using Config = FewColumnsWgmmaConfig<kColumns>;
   constexpr arch::WgmmaOptions kOptions{.type =
                                             std::is_same_v<T, bf16> ? arch::WgmmaType::bf16 : arch::WgmmaType::fp16};
-  const StageFragment codes[2] = {load_fragment(stage, 0), load_fragment(stage, 1)};
-  uint32_t weights[2][2][4];
+  uint32_t weights[2][2][2][4];  // of the words of two blocks, for two products each
   HOPWELL_UNROLL
-  for (int i = 0; i < 8; ++i) {
-    const int half = i / 4, word = i % 4;
-    const RowPair<T> rows{ScaledWeights<T>(codes[half].upper_scales), ScaledWeights<T>(codes[half].lower_scales)};
-    uint32_t a[4], b[4];
-    rows.decode(word, codes[half].upper.w[word], codes[half].lower.w[word], a, b);
-    auto& products = weights[i % 2];
+  for (int half = 0; half < 2; ++half) {
+    const StageFragment codes = load_fragment(stage, half);
+    const RowPair<T> rows{ScaledWeights<T>(codes.upper_scales), ScaledWeights<T>(codes.lower_scales)};
     HOPWELL_UNROLL
-    for (int j = 0; j < 2; ++j) {
-      products[j][0] = a[2 * j], products[j][1] = b[2 * j];
-      products[j][2] = a[2 * j + 1], products[j][3] = b[2 * j + 1];
+    for (int block = 0; block < 2; ++block) {
+      auto& products = weights[block];
+      HOPWELL_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        const int word = 2 * block + i;
+        uint32_t a[4], b[4];
+        rows.decode(word, codes.upper.w[word], codes.lower.w[word], a, b);
+        HOPWELL_UNROLL
+        for (int j = 0; j < 2; ++j) {
+          products[i][j][0] = a[2 * j], products[i][j][1] = b[2 * j];
+          products[i][j][2] = a[2 * j + 1], products[i][j][3] = b[2 * j + 1];
+        }
+      }
+      arch::wgmma_fence();
+      HOPWELL_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const int word = 2 * block + i / 2, product = i % 2;
+        const int offset = half * Config::kHalfBytes + word * Config::kWordBytes + product * Config::kProductBytes;
+        arch::wgmma_rs<kOptions>(d, products[i / 2][product], x + uint64_t(offset >> 4), true);
+      }
+      arch::wgmma_commit();
+      if (half + block < 2)
+        arch::wgmma_wait<1>();  // kept: weights go where the last block's were, which the emulator copied
     }
-    arch::wgmma_fence();
-    HOPWELL_UNROLL
-    for (int j = 0; j < 2; ++j)
-      arch::wgmma_rs<kOptions>(
-          d, products[j],
-          x + uint64_t((half * Config::kHalfBytes + word * Config::kWordBytes + j * Config::kProductBytes) >> 4), true);
-    arch::wgmma_commit();
-    if (i < 7)
-      arch::wgmma_wait<1>();  // kept: the next word's weights go where the last one's were, which the emulator copied
   }
   arch::wgmma_wait<0>(d);
 }
@@ -234,6 +242,7 @@ __global__ void __launch_bounds__(FewColumnsWgmmaConfig<kColumns>::kThreads, 1)
   tile::launch_dependents();
   XRing ring(p, work.slice, rings + warp * Config::kRingBytes, work.first + tile, has_tile, split, p.splits);
   if (multiplies) ring.prefetch_l2();  // more would hold up x
+  prefetch_x(p.x, p.x_stride, p.columns, p.k, Config::kThreads);
   arch::syncthreads();
   tile::wait_for_prior_kernels();
   const GlobalScale global = p.factor.loaded();

@@ -195,7 +195,8 @@ class TileRing {
     const uint32_t to = arch::shared_address(stages);
     codes_to_ = to + uint32_t(lane / 8 * 128 + ((lane ^ lane / 8 * 4) & 7) * 16);
     scales_to_ = to + uint32_t(StageConfig::kCodeBytes + lane * 8);
-    k_ = slice.begin + stage * StageConfig::kStageK, end_ = exists ? slice.end : 0;
+    const int k = slice.begin + stage * StageConfig::kStageK;
+    left_ = exists ? slice.end - k : 0;
     stages_left_ = stage < slice.stages ? (slice.stages - stage + step - 1) / step : 0;
     const auto row = [&](int i) {  // rows beyond: the last one again
       const int of_all = tile * StageConfig::kRows + i;
@@ -204,8 +205,8 @@ class TileRing {
     const int64_t first = row(lane / 8) * p.weight.row_stride;
     HOPWELL_UNROLL
     for (int i = 0; i < 3; ++i) row_offsets_[i] = uint32_t(row(lane / 8 + 4 * (i + 1)) * p.weight.row_stride - first);
-    codes_ = p.weight.codes + first + k_ / 2 + lane % 8 * 16;
-    const int scale_row = row(lane / 2), group = k_ / 64 + lane % 2 * 2;
+    codes_ = p.weight.codes + first + k / 2 + lane % 8 * 16;
+    const int scale_row = row(lane / 2), group = k / 64 + lane % 2 * 2;
     const Scales& scales = p.weight.scales;
     scales_ =
         scales.data + group * (scales.blocked ? 512 : 4) +
@@ -214,7 +215,7 @@ class TileRing {
 
   // Asks for codes of the first stage to come to the L2 cache: harmless even while another kernel writes them.
   HOPWELL_DEVICE void prefetch_l2() const {
-    if (arch::lane_index() % 8 != 0 || stages_left_ == 0 || k_ + StageConfig::kStageK > end_) return;
+    if (arch::lane_index() % 8 != 0 || stages_left_ == 0 || left_ < StageConfig::kStageK) return;
     arch::prefetch_l2(codes_);
     HOPWELL_UNROLL
     for (uint32_t offset : row_offsets_) arch::prefetch_l2(codes_ + offset);
@@ -226,7 +227,7 @@ class TileRing {
     if (stages_left_ > 0) {
       --stages_left_;
       const int step = step_ * StageConfig::kStageK, scale_step = p.weight.scales.blocked ? 512 : 4;  // of four scales
-      if (p.whole_scales && k_ + StageConfig::kStageK <= end_) [[likely]] {
+      if (p.whole_scales && left_ >= StageConfig::kStageK) [[likely]] {
         arch::cp_async(codes_to_ + fill_, codes_);
         HOPWELL_UNROLL
         for (int i = 0; i < 3; ++i)
@@ -235,7 +236,7 @@ class TileRing {
       } else {
         copy_partial(scale_step);
       }
-      codes_ += step / 2, scales_ += step_ * 4 * scale_step, k_ += step;
+      codes_ += step / 2, scales_ += step_ * 4 * scale_step, left_ -= step;
     }
     fill_ += StageConfig::kStageBytes;
     if (fill_ == uint32_t(kStages * StageConfig::kStageBytes)) fill_ = 0;
@@ -248,14 +249,14 @@ class TileRing {
  private:
   // Any stage: zeros where K has ended, scales by fours.
   HOPWELL_DEVICE void copy_partial(int scale_step) {
-    const int left = end_ - k_, lane = arch::lane_index(), bytes = clamp_bytes(left / 2 - lane % 8 * 16, 16);
+    const int lane = arch::lane_index(), bytes = clamp_bytes(left_ / 2 - lane % 8 * 16, 16);
     arch::cp_async(codes_to_ + fill_, codes_, bytes);
     HOPWELL_UNROLL
     for (int i = 0; i < 3; ++i)
       arch::cp_async(codes_to_ + fill_ + uint32_t(512 * (i + 1)), codes_ + row_offsets_[i], bytes);
     HOPWELL_UNROLL
     for (int i = 0; i < 2; ++i) {
-      const int scales = clamp_bytes(left / kCodesPerBlock - lane % 2 * 8 - 4 * i, 4);
+      const int scales = clamp_bytes(left_ / kCodesPerBlock - lane % 2 * 8 - 4 * i, 4);
       arch::cp_async<4>(scales_to_ + fill_ + uint32_t(4 * i), scales_ + i * scale_step, scales);
     }
   }
@@ -265,7 +266,8 @@ class TileRing {
   uint32_t codes_to_, scales_to_;  // where this lane's codes and scales go in the first stage of the ring
   uint32_t fill_ = 0;              // the next stage to fill, in bytes
   uint32_t row_offsets_[3];        // from this lane's first row of codes to the other three
-  int step_, k_, end_, stages_left_;
+  int step_, stages_left_;
+  int left_;  // k from the next stage on
 };
 
 }  // namespace hopwell::ops::nvfp4::HOPWELL_TARGET
