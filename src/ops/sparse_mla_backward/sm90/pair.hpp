@@ -93,7 +93,7 @@ HOPWELL_DEVICE void gather_rope(const Params& p, PairStorage& s, const int (&key
 // acc [64 heads][64 keys] = Q · keysᵀ over this CTA's columns.
 template <int kDqk>
 HOPWELL_DEVICE void multiply_s(float (&acc)[32], const PairStorage& s, int tile) {
-  multiply_scores<PairConfig::kPanels, false>(acc, s.q[tile], s.keys);
+  multiply_scores<PairConfig::kPanels>(acc, s.q[tile], s.keys);
   if constexpr (kHasRope<kDqk>) {
     const uint64_t left = arch::at_address(tile::kNarrowRowsAlongK, arch::shared_address(&s.q_rope[tile])),
                    right = arch::at_address(tile::kNarrowRowsAlongK, arch::shared_address(&s.keys_rope));
@@ -106,7 +106,8 @@ HOPWELL_DEVICE void multiply_s(float (&acc)[32], const PairStorage& s, int tile)
 template <bool kRope>
 HOPWELL_DEVICE void multiply_dq(float (&dq)[64], float (&rope)[16], const DsFragments& ds, const PairStorage& s,
                                 int half) {
-  multiply_dq<kRope>(dq, rope, ds, s.keys[2 * half], arch::shared_address(&s.keys_rope));
+  multiply_dq<kRope>(dq, rope, ds, s.keys[2 * half],
+                     {arch::at_address(tile::kNarrowRowsAcrossK, arch::shared_address(&s.keys_rope)), 64});
 }
 
 // ---- warpgroups 0 and 1
@@ -166,7 +167,7 @@ HOPWELL_DEVICE void finish_own_tile(const Params& p, PairStorage& s, int step, D
   arch::fence_proxy_async();
   if constexpr (kAttn) sum_heads(acc, s.head_sums, t);
   arch::wgmma_fence();
-  multiply_scores<PairConfig::kPanels, false>(acc, s.d_out[0], s.keys);
+  multiply_scores<PairConfig::kPanels>(acc, s.d_out[0], s.keys);
   arch::wgmma_commit();
   arch::wgmma_wait<0>(acc);
   add_partial(acc, s, 1, t);
@@ -198,7 +199,7 @@ HOPWELL_DEVICE void send_peer_tile(PairStorage& s, int step) {
   send_partial<PairConfig::kStagedInTile>(acc, s, 1, peer, t);
   arch::barrier_arrive(kPairStaged, 256);
   arch::wgmma_fence();
-  multiply_scores<PairConfig::kPanels, false>(acc, s.d_out[1], s.keys);
+  multiply_scores<PairConfig::kPanels>(acc, s.d_out[1], s.keys);
   arch::wgmma_commit();
   arch::wgmma_wait<0>(acc);
   send_partial<0>(acc, s, 0, peer, t);

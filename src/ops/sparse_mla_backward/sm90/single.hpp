@@ -8,7 +8,7 @@
 //
 // Tile      one query, 64 heads, 64 keys a step; d_qk 576 or 512. Operands lie in panels of 64 columns, 128B-swizzled.
 // Roles     warpgroup 0  S → P    │ both: half of dQ's columns in registers, and the same columns of the next keys by
-//           warpgroup 1  dP → dS  │ cp.async
+//           warpgroup 1  dP → dS  │ cp.async; of d_qk 576 the panel in the middle, which both multiply with, warpgroup 0
 //           warpgroup 2  dKV, half a panel multiplied while the one before is added; it adds all the time. In fixed point
 //                         warpgroups 0 and 1 add two panels each, while their keys come
 // Timeline  step 0                                           step 1
@@ -61,7 +61,17 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage<576>) <= arch::sm90::kMaxSharedBytes);
 
-enum NamedBarrier : int { kKeysFull = 1, kPFull, kDsFull, kPdsFull, kPEmpty, kDsEmpty, kLowStaged, kHighStaged };
+enum NamedBarrier : int {
+  kKeysFull = 1,
+  kPFull,
+  kDsFull,
+  kPdsFull,
+  kPEmpty,
+  kDsEmpty,
+  kMiddleRead,
+  kLowStaged,
+  kHighStaged
+};
 
 HOPWELL_DEVICE WorkTile work_of(const Params& p) { return work_tile_of(p, arch::block_index(), Config::kHeads); }
 
@@ -73,7 +83,23 @@ constexpr int kFirstPanel = kHalf == 0 ? 0 : kDqk / 64 - 4;
 
 // ---- warpgroups 0 and 1
 
-// Starts the copies of half of the columns of 64 keys. Half 0 leaves the keys for those who add.
+// Starts the copies of kCount panels of 64 keys, by a warpgroup.
+template <int kFirst, int kCount, int kDqk>
+HOPWELL_DEVICE void copy_panels(const Params& p, SharedStorage<kDqk>& s, const int (&keys)[4], arch::CachePolicy policy,
+                                int t) {
+  const int chunk = t & 7;
+  HOPWELL_UNROLL
+  for (int m = 0; m < 4; ++m) {
+    const int bytes = keys[m] < 0 ? 0 : 16;
+    const bf16* source = p.kv + (keys[m] < 0 ? 0 : int64_t{keys[m]} * p.kv_stride) + 8 * chunk;
+    const uint32_t target = arch::shared_address(s.keys) + tile::swizzled(t / 8 + 16 * m, chunk);
+    HOPWELL_UNROLL
+    for (int panel = kFirst; panel < kFirst + kCount; ++panel)
+      arch::cp_async_cached(target + uint32_t(panel) * tile::kPanelBytes, source + 64 * panel, bytes, policy);
+  }
+}
+
+// The panels of half of the columns. Half 0 leaves the keys for those who add.
 template <int kDqk, int kHalf>
 HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, const int (&keys)[4], arch::CachePolicy policy,
                            int step, int t) {
@@ -82,21 +108,13 @@ HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, const int (&
     const bool lacks_key = arch::ballot((keys[0] | keys[1] | keys[2] | keys[3]) < 0) != 0;
     if (t % 32 == 0) s.lacks_keys[step % 2][t / 32] = lacks_key;
   }
-  const int chunk = t & 7;
-  HOPWELL_UNROLL
-  for (int m = 0; m < 4; ++m) {
-    const int bytes = keys[m] < 0 ? 0 : 16;
-    const bf16* source = p.kv + (keys[m] < 0 ? 0 : int64_t{keys[m]} * p.kv_stride) + 8 * chunk;
-    const int row = t / 8 + 16 * m;
-    const uint32_t target = arch::shared_address(s.keys);
-    HOPWELL_UNROLL
-    for (int panel = kFirstPanel<kDqk, kHalf>; panel < kFirstPanel<kDqk, kHalf> + 4; ++panel)
-      arch::cp_async_cached(target + uint32_t(panel) * tile::kPanelBytes + tile::swizzled(row, chunk),
-                            source + 64 * panel, bytes, policy);
-    if (kHasMiddle<kDqk> && chunk / 4 == kHalf)
-      arch::cp_async_cached(target + 4 * tile::kPanelBytes + swizzled_middle(row, chunk), source + 64 * 4, bytes,
-                            policy);
-  }
+  copy_panels<kFirstPanel<kDqk, kHalf>, 4>(p, s, keys, policy, t);
+}
+// The panel that both halves multiply with, in whole lines by half 0.
+template <int kDqk>
+HOPWELL_DEVICE void gather_middle(const Params& p, SharedStorage<kDqk>& s, const int (&keys)[4],
+                                  arch::CachePolicy policy, int t) {
+  if constexpr (kHasMiddle<kDqk>) copy_panels<4, 1>(p, s, keys, policy, t);
 }
 
 // Who holds one of a step's keys, for thread t of the first 64.
@@ -134,17 +152,14 @@ HOPWELL_DEVICE void store_dq(const Params& p, SharedStorage<kDqk>& s, const floa
   if constexpr (kHasMiddle<kDqk>) {
     HOPWELL_UNROLL
     for (int j = 0; j < 4; j += 2)
-      stage_fragment(arch::shared_address(&s.keys[4]) + swizzled_middle(lane.row, 4 * kHalf + j + lane.chunk),
-                     &middle[4 * j]);
+      stage_fragment(arch::shared_address(&s.keys[4]) + matrix_offset(lane, 4 * kHalf + j), &middle[4 * j]);
   }
   arch::barrier_sync(kLowStaged + kHalf, 128);
   for (int e = t; e < Config::kHeads * kChunks; e += 128) {
     const int row = e / kChunks, chunk = e % kChunks + kHalf * kChunks, head = work.first_head + row;
     if (head >= p.h_q) break;
-    const bool between = kHasMiddle<kDqk> && chunk / 8 == 4;
     const arch::Words4 v =
-        arch::load_shared_v4(arch::shared_address(&s.keys[chunk / 8]) +
-                             (between ? swizzled_middle(row, chunk % 8) : tile::swizzled(row, chunk % 8)));
+        arch::load_shared_v4(arch::shared_address(&s.keys[chunk / 8]) + tile::swizzled(row, chunk % 8));
     arch::store_streaming(p.dq + work.query * p.dq_stride_s + head * p.dq_stride_h + 8 * chunk, v);
   }
 }
@@ -225,9 +240,9 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const WorkTil
     float acc[32];
     arch::wgmma_fence();
     if constexpr (kHalf == 0)
-      multiply_scores<kDqk / 64, kHasMiddle<kDqk>>(acc, s.q, s.keys);
+      multiply_scores<kDqk / 64>(acc, s.q, s.keys);
     else
-      multiply_scores<Config::kPanelsV, kHasMiddle<kDqk>>(acc, s.d_out, s.keys);
+      multiply_scores<Config::kPanelsV>(acc, s.d_out, s.keys);
     arch::wgmma_commit();
     const int t = arch::thread_index_anew() % 128;
     HeldKeys held = {};
@@ -242,7 +257,7 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const WorkTil
     if constexpr (kHalf == 0) load_ds(ds, s.ds, t);
     arch::wgmma_fence();  // kept: the emulator sees no register operands
     multiply_dq<kHasMiddle<kDqk>>(dq, middle, ds, s.keys[kFirstPanel<kDqk, kHalf>],
-                                  arch::shared_address(&s.keys[4]) + 4096 * kHalf);
+                                  {across_heads(s.keys[4]) + (64 * kHalf >> 4), 128});
     arch::wgmma_commit();
     int keys[4];
     load_keys(keys, entries, step + 1, t);
@@ -251,7 +266,10 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const WorkTil
     if constexpr (kMerged && kHalf == 0) holders = load_holders(p, entries, step + 1, t);
     arch::wgmma_wait<0>(dq, middle);
     if (step + 1 < steps) {
+      if constexpr (kHasMiddle<kDqk> && kHalf == 1) arch::barrier_arrive(kMiddleRead, 256);
       gather<kDqk, kHalf>(p, s, keys, policy, step + 1, t);
+      if constexpr (kHasMiddle<kDqk> && kHalf == 0) arch::barrier_sync(kMiddleRead, 256);
+      if constexpr (kHalf == 0) gather_middle(p, s, keys, policy, t);
       if constexpr (kMerged && kHalf == 0) publish_holders(s.holders, holders, step + 1, t);
       arch::cp_async_commit();
       if (p.prefetches_sums) prefetch_sums<kDqk, kHalf>(p, keys, t);
@@ -343,6 +361,7 @@ HOPWELL_DEVICE Entries prepare(const Params& p, SharedStorage<kDqk>& s, const Wo
   if (arch::thread_index() == 0) s.policy = policy;
   if (arch::warpgroup_index() == 0) gather<kDqk, 0>(p, s, keys, policy, 0, t);
   if (arch::warpgroup_index() == 1) gather<kDqk, 1>(p, s, keys, policy, 0, t);
+  if (arch::warpgroup_index() == 0) gather_middle(p, s, keys, policy, t);
   if (kMerged && arch::warpgroup_index() == 0) publish_holders(s.holders, load_holders(p, entries, 0, t), 0, t);
   load_heads<kDqk>(in_panels(s.q), p.q + work.query * p.q_stride_s + work.first_head * p.q_stride_h, p.q_stride_h,
                    heads);

@@ -33,12 +33,7 @@ struct Panel {
 
 #if HOPWELL_HAS_SM90A
 
-// Byte offset of 16-byte chunk 0 to 7 of a row in the middle panel of the keys: d_qk 576 has nine panels, the halves of
-// dQ four and a half, and an operand must begin where its swizzle does. The middle panel is two narrow ones; with
-// tile::swizzled_narrow other machine code comes out, which has not been timed.
-HOPWELL_DEVICE uint32_t swizzled_middle(int row, int chunk) {
-  return uint32_t(chunk / 4 * 4096 + row * 64 + ((chunk % 4 ^ (row >> 1 & 3)) << 4));
-}
+// d_qk 576 has nine panels, the halves of dQ four and a half: they share the one in the middle.
 template <int kDqk>
 constexpr bool kHasMiddle = kDqk / 64 % 2 == 1;
 
@@ -80,35 +75,33 @@ constexpr arch::WgmmaOptions kBTransposed{.b_major = Major::mn},
     kBothTransposed{.a_major = Major::mn, .b_major = Major::mn};
 
 // acc [64 heads][64 keys] = A · keysᵀ over kPanels panels.
-template <int kPanels, bool kMiddle>
+template <int kPanels>
 HOPWELL_DEVICE void multiply_scores(float (&acc)[32], const Panel* a, const Panel* keys) {
   const uint64_t left = arch::at_address(tile::kRowsAlongK, arch::shared_address(a)),
-                 right = arch::at_address(tile::kRowsAlongK, arch::shared_address(keys)),
-                 middle = arch::at_address(tile::kNarrowRowsAlongK, arch::shared_address(&keys[4]));
+                 right = arch::at_address(tile::kRowsAlongK, arch::shared_address(keys));
   HOPWELL_UNROLL
-  for (int step = 0; step < 4 * kPanels; ++step) {
-    const uint64_t offset = tile::columns_on(step);
-    if (kMiddle && step / 4 == 4)
-      arch::wgmma_ss(acc, left + offset, middle + uint64_t(step % 4 / 2 * 256 + step % 2 * 2), true);
-    else
-      arch::wgmma_ss(acc, left + offset, right + offset, step > 0);
-  }
+  for (int step = 0; step < 4 * kPanels; ++step)
+    arch::wgmma_ss(acc, left + tile::columns_on(step), right + tile::columns_on(step), step > 0);
 }
 
 // dS of 64 heads and 64 keys as A fragments, four for each 16 keys; `load_ds` brings what another warpgroup stored.
 using DsFragments = uint32_t[4][4];
 
-// dq [64 heads][2 kSize columns] += dS · panels of keys; and narrow [64 heads][32 columns] += dS · a narrow panel of
-// them.
+// 32 columns of 64 keys beside whole panels: where they begin, and how far 16 keys are from the next. None: 0, 0.
+struct ColumnsBeside {
+  uint64_t first, of_16_keys;
+};
+
+// dq [64 heads][2 kSize columns] += dS · panels of keys; and narrow [64 heads][32 columns] += dS · the columns beside.
 template <bool kNarrow, int kSize>
 HOPWELL_DEVICE void multiply_dq(float (&dq)[kSize], float (&narrow)[16], const DsFragments& ds, const Panel& keys,
-                                uint32_t narrow_keys) {
-  const uint64_t right = arch::at_address(tile::kRowsAcrossK, arch::shared_address(&keys)),
-                 right_narrow = arch::at_address(tile::kNarrowRowsAcrossK, narrow_keys);
+                                const ColumnsBeside& beside) {
+  const uint64_t right = arch::at_address(tile::kRowsAcrossK, arch::shared_address(&keys));
   HOPWELL_UNROLL
   for (int step = 0; step < 4; ++step) {
     arch::wgmma_rs<kBTransposed>(dq, ds[step], right + uint64_t(128 * step), true);
-    if constexpr (kNarrow) arch::wgmma_rs<kBTransposed>(narrow, ds[step], right_narrow + uint64_t(64 * step), true);
+    if constexpr (kNarrow)
+      arch::wgmma_rs<kBTransposed>(narrow, ds[step], beside.first + beside.of_16_keys * uint64_t(step), true);
   }
 }
 
