@@ -14,6 +14,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "cuda.hpp"
@@ -159,9 +160,11 @@ struct Case {
   bool device_only = false;  // so large that only a GPU runs it
   bool emulated = true;      // false: so large that the emulator does not
   bool for_model = false;    // emulated only for the model of time
+  std::string_view emulated_on =
+      {};  // such as "emu:sm90": kernels of other backends do not see what is special about it
   [[nodiscard]] bool suits(const std::string& backend, bool modelled = false) const {
     if (!backend.starts_with("emu:")) return !device_only || cuda::runs(backend);
-    return emulated && !device_only && (modelled || !for_model);
+    return emulated && !device_only && (modelled || !for_model) && (emulated_on.empty() || backend == emulated_on);
   }
 };
 

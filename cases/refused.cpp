@@ -232,8 +232,7 @@ const std::vector<Refusals>& all_refusals() {
             "invalid_indices_fp32 key_ranges_fp32 "
             "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
            {"d_qk must be 576 or 512", "empty_rows_many_keys many_queries odd_widths"},
-           {"rows of q and kv must be 16-byte aligned",
-            "key_ranges_h_q_40 masks_h_q_40 share_keys_strided_h_q_1 strided"},
+           {"rows of q and kv must be 16-byte aligned", "key_ranges_h_q_40 masks_h_q_40 strided"},
        }},
       {"sparse_mla_forward",
        "sm100",
@@ -244,7 +243,7 @@ const std::vector<Refusals>& all_refusals() {
             "large_scores_fp32 lengths_many_keys odd_widths_fp32 strided_fp32 v_is_k width_1"},
            {"d_qk must be 576 or 512, d_v 512", "empty_rows_many_keys many_queries odd_widths"},
            {"rows of q and kv must be 16-byte aligned, those of kv in ascending order",
-            "key_ranges_h_q_40 masks_h_q_40 share_keys_strided_h_q_1 strided"},
+            "key_ranges_h_q_40 masks_h_q_40 strided"},
        }},
       {"sparse_mla_forward",
        "sm90",

@@ -466,6 +466,8 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_group_problems() {
   return all;
 }
 
+std::string_view emulates_groups(const SparseMla& problem) { return problem.h_q < 64 ? "emu:sm90" : ""; }
+
 std::vector<std::pair<std::string, SparseMla>> sparse_mla_device_problems() {
   return {{"many_queries_576", {.s_q = 70000, .h_q = 1, .topk = 2}},
           {"more_tiles", {.s_q = 300, .h_q = 65, .topk = 200, .indices = SparseMla::Indices::kInvalid}},

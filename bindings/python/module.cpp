@@ -350,9 +350,7 @@ NB_MODULE(_hopwell, m) {
   m.def("check_given", hp::check_given);
   m.def("tell_written", hp::tell_written);
   m.def("backends", [] { return hp::names(hopwell::backends()); });
-  m.def("backends", [](const nb::str& operator_name) {
-    return hp::names(hopwell::backends(hp::utf8(operator_name).value_or("")));
-  });
+  m.def("backends", [](const char* operator_name) { return hp::names(hopwell::backends(operator_name)); });
   m.def("num_threads", hopwell::num_threads, "How many threads a CPU operator may use, the calling one included.");
   m.def("set_num_threads", hopwell::set_num_threads, nb::arg("threads"));
   m.def("version", [] { return nb::str(hopwell::version().c_str()); });

@@ -18,9 +18,9 @@ Nothing here is differentiable: a tensor that requires grad is refused unless gr
 import importlib
 from types import ModuleType
 
-from ._hopwell import Error, backends, num_threads, set_num_threads
+from ._hopwell import Error, num_threads, set_num_threads
 from ._hopwell import version as _version
-from ._ops import explain
+from ._ops import backends, explain
 from ._ops.lightning_indexer import indexer_dense_loss, lightning_indexer, lightning_indexer_backward
 from ._ops.nvfp4 import nvfp4_dequantize, nvfp4_gemv, nvfp4_linear, nvfp4_matmul, nvfp4_quantize
 from ._ops.paged_attention import paged_attention

@@ -134,7 +134,12 @@ std::vector<std::string> backends() {
 
 std::vector<std::string> backends(std::string_view operator_name) {
   const auto found = runtime::operators().find(operator_name);
-  if (found == runtime::operators().end()) return {};
+  if (found == runtime::operators().end()) {
+    std::string good;
+    for (const auto& [name, built] : runtime::operators()) good += (good.empty() ? "" : ", ") + name;
+    throw Error(HOPWELL_INVALID_ARGUMENT,
+                "backends: operator must be one of " + good + "; got " + std::string(operator_name));
+  }
   std::vector<std::string> names = backends();
   std::erase_if(names, [built = found->second()](const std::string& name) { return !built.contains(name); });
   return names;

@@ -143,6 +143,22 @@ TEST(Library, ListsItsBackends) {
   EXPECT_NE(build_info().find("OpenBLAS"), std::string::npos);
 }
 
+TEST(Library, ListsTheBackendsOfAnOperator) {
+  const auto names = backends("normalize_l1");
+  EXPECT_NE(std::find(names.begin(), names.end(), "cpu"), names.end());
+  EXPECT_EQ(std::find(names.begin(), names.end(), "sm90"), names.end());  // it has no kernel for that
+  for (const char* unknown : {"no such operator", ""}) {
+    try {
+      backends(unknown);
+      ADD_FAILURE() << "'" << unknown << "' is taken";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.status(), HOPWELL_INVALID_ARGUMENT);
+      EXPECT_TRUE(std::string(error.what()).starts_with("backends: operator must be one of attention_distribution, "));
+      EXPECT_TRUE(std::string(error.what()).ends_with(std::string("; got ") + unknown));
+    }
+  }
+}
+
 TEST(Library, UsesAsManyThreadsAsItIsTold) {
   const int unless_set = num_threads();
   EXPECT_GE(unless_set, 1);

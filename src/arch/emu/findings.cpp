@@ -47,6 +47,7 @@ void Machine::find(Kind kind, const std::string& text, const Epoch* other) {
   if (current) finding.text = std::string(current->instruction) + " by " + describe(*current) + ": ";
   finding.text += text;
   report.findings.push_back(std::move(finding));
+  stopped |= options.throw_findings;
 }
 
 void Machine::stop(Kind kind, const std::string& text) {

@@ -55,7 +55,7 @@ struct Options {
   size_t max_findings = 32;             // distinct findings kept
   uint64_t max_switches = 200'000'000;  // a launch that polls longer than this without an end is reported as a livelock
   Policy policy{};
-  bool throw_findings = false;  // in a session: a launch with findings throws CheckFailed, as it does without one
+  bool throw_findings = false;  // in a session: a launch ends at its first finding and throws CheckFailed
   std::optional<SynchronisationCall> leave_out{};  // mutation testing: this instruction does nothing at this place
 };
 
