@@ -2,7 +2,8 @@
 //
 //     layout     type, d           queries a KV head   a warp's lanes have         in
 //     nhd, hnd   16 bit            2 and more          fragments of mma            mma.hpp, 8 a pass; up to 16 heads
-//                                                                                  where plan.cpp's mma_blocks is 2
+//                                                                                  where plan.cpp's mma_blocks is 2;
+//                                                                                  d > 128: where q is exact
 //     vllm       16 bit, d ≤ 128   any                 fragments of mma            mma.hpp
 //     nhd, hnd   any other, or r   any, one a pass     rows of keys and values     key_major.hpp
 //     vllm       any other, or r   any, one a pass     columns of keys and values  dimension_major.hpp
@@ -44,14 +45,23 @@ void with_key_major_tile(const Problem& problem, const Start& start) {
   start.template operator()<KeyMajorTile<T, 1, kMost, false>>();
 }
 template <class T, int kMaxBlocks, class Start>
+void with_mma_tile_of_d(const Problem& problem, const Start& start) {
+  if (problem.d <= 64) return with_mma_tile<T, 64, kMaxBlocks>(problem, start);
+  if (problem.d <= 96 && problem.layout != HOPWELL_CACHE_VLLM && exact_query(problem)) {
+    if constexpr (kMaxBlocks == 2)
+      if (mma_blocks(problem) == 2) return start.template operator()<MmaTile<T, 96, 0, 2>>();
+    return start.template operator()<MmaTile<T, 96, 0>>();
+  }
+  if (problem.d <= 128) return with_mma_tile<T, 128, kMaxBlocks>(problem, start);
+  if (problem.d <= 192) return start.template operator()<MmaTile<T, 192, 0>>();
+  start.template operator()<MmaTile<T, 256, 0>>();
+}
+template <class T, int kMaxBlocks, class Start>
 void with_tile_of(const Problem& problem, const Start& start) {
   const TileKind kind = tile_kind(problem);
   if (kind == TileKind::dimension_major) return start.template operator()<DimensionMajorTile<T>>();
   if constexpr (sizeof(T) == 2) {
-    if (kind == TileKind::mma)
-      return problem.d <= 64    ? with_mma_tile<T, 64, kMaxBlocks>(problem, start)
-             : problem.d <= 128 ? with_mma_tile<T, 128, kMaxBlocks>(problem, start)
-                                : start.template operator()<MmaTile<T, 256, 0>>();
+    if (kind == TileKind::mma) return with_mma_tile_of_d<T, kMaxBlocks>(problem, start);
   }
   with_key_major_tile<T>(problem, start);
 }
