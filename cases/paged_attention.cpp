@@ -482,6 +482,37 @@ void add_large_groups(std::vector<Config>& all) {
   }
 }
 
+// Nothing is added to q, so that tiles may take it as it lies in memory: of every size, one block of 8 query vectors and
+// two (tables so long that a GPU has many tiles for each warp), row blocks that a warp has the whole of and such that
+// several have.
+void add_exact_queries(std::vector<Config>& all) {
+  for (const std::int64_t d : {40, 64, 72, 96, 120, 128, 136, 192, 200, 256}) {
+    for (const std::int64_t group : {2, 7, 12}) {
+      Config c{.name = "exact_q_of_" + std::to_string(group) + "_d_" + std::to_string(d) + "_bf16",
+               .dtype = DType::kBFloat16,
+               .lengths = {0, 1, 16, 40, 41, 1100},
+               .h_q = 2 * group,
+               .h_kv = 2,
+               .d = d,
+               .bias = BiasForm::kKey,
+               .extent = 1104};
+      const auto add = [&all, &c, group] {
+        if (group > 8) c.max_blocks = (std::int64_t{1} << 20) / (c.b() * c.h_kv * c.block);
+        all.push_back(c);
+      };
+      add();
+      c.name += "_hnd_window", c.layout = HOPWELL_CACHE_HND, c.block = 32, c.window = 37, c.q_len = group == 12 ? 1 : 3;
+      c.lengths = {5, 130, 64}, c.bias = BiasForm::kDistance, c.bias_dtype = DType::kFloat32, c.extent = 33;
+      c.out_of_range = HOPWELL_OUT_OF_RANGE_CLAMP, c.alibi = true;
+      add();
+      c.name = "exact_q_of_" + std::to_string(group) + "_d_" + std::to_string(d) + "_fp16_infinite";
+      c.layout = HOPWELL_CACHE_NHD, c.dtype = DType::kFloat16, c.alibi = false, c.bias = BiasForm::kNone;
+      c.window = 0, c.infinite = true, c.q_len = 1, c.lengths = {1, 6, 31, 33, 130, 33, 66, 2}, c.bias_dtype = {};
+      add();
+    }
+  }
+}
+
 std::string setting(const Settings& settings, const std::string& key, const std::string& allowed) {
   const auto at = settings.find(key);
   const std::string value = at == settings.end() ? "" : at->second;
@@ -627,6 +658,7 @@ Suite paged_attention() {
   add_sizes(all);
   add_groups(all);
   add_large_groups(all);
+  add_exact_queries(all);
   Suite suite{"paged_attention", {}, shapes(), bench, device_shapes()};
   for (const Config& c : all)
     suite.cases.push_back({.op = suite.op,
