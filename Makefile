@@ -70,12 +70,12 @@ test-python: build
 test-install: build
 	@tests/install/run.sh build/$(PRESET)
 
-# The C++ tests once more under the sanitizers: memory and undefined behaviour, and data races. In a process for each core: a process
-# a test, as ctest has it, spends most of its time on ThreadSanitizer's start.
+# The C++ tests once more under the sanitizers: memory and undefined behaviour, and data races. In a few processes for each core, so
+# that none has much left when another has ended: a process a test, as ctest has it, spends most of its time on ThreadSanitizer's start.
 test-asan test-tsan: test-%: setup
 	@cmake --preset $* --log-level=WARNING >/dev/null
 	@cmake --build --preset $* --parallel $(JOBS) --target hopwell_tests
-	@seq 0 $$(($(JOBS) - 1)) | GTEST_TOTAL_SHARDS=$(JOBS) xargs -P $(JOBS) -I{} env GTEST_SHARD_INDEX={} build/$*/tests/hopwell_tests --gtest_brief=1
+	@shards=$$((6 * $(JOBS))); seq 0 $$((shards - 1)) | GTEST_TOTAL_SHARDS=$$shards xargs -P $(JOBS) -I{} env GTEST_SHARD_INDEX={} build/$*/tests/hopwell_tests --gtest_brief=1
 
 # The fuzzer for an hour, with the library and the module under AddressSanitizer. It must be loaded before Python.
 FUZZ_SECONDS ?= 3600

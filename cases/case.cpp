@@ -303,12 +303,12 @@ Instance prepare(const Case& c, std::uint64_t seed) {
   return instance;
 }
 
-Report run(const Case& c, const std::string& backend, std::uint64_t seed) {
+Report run(const Case& c, const std::string& backend, std::uint64_t seed, const std::function<void()>& before_second) {
   Instance instance = prepare(c, seed);
-  return run(c, instance, backend);
+  return run(c, instance, backend, before_second);
 }
 
-Report run(const Case& c, Instance& instance, const std::string& backend) {
+Report run(const Case& c, Instance& instance, const std::string& backend, const std::function<void()>& before_second) {
   std::vector<std::vector<std::byte>> before;
   for (const Array& array : instance.arrays) before.push_back(array.memory());
   const auto written = [&](const Array& array) {
@@ -319,6 +319,7 @@ Report run(const Case& c, Instance& instance, const std::string& backend) {
   Report report;
   std::vector<std::vector<std::byte>> first;
   for (const bool again : {false, true}) {
+    if (again && before_second) before_second();
     try {
       instance.place_for(backend);
       // The second time, on a CUDA device, in a graph.

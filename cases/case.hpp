@@ -199,8 +199,11 @@ struct Report {
 // A case's inputs, and what is expected of them.
 Instance prepare(const Case& c, std::uint64_t seed);
 // Runs a case on a backend: outputs poisoned, canaries checked, inputs unchanged, results against float64, twice with
-// the same bits. The instance is afterwards what it was before, unless the call fails.
-Report run(const Case& c, Instance& instance, const std::string& backend);
-Report run(const Case& c, const std::string& backend, std::uint64_t seed);
+// the same bits. The instance is afterwards what it was before, unless the call fails. `before_second`: done between the
+// calls. A caller that chooses schedules chooses another one there: with the same one an emulated call does the same again.
+Report run(const Case& c, Instance& instance, const std::string& backend,
+           const std::function<void()>& before_second = {});
+Report run(const Case& c, const std::string& backend, std::uint64_t seed,
+           const std::function<void()>& before_second = {});
 
 }  // namespace hopwell::cases

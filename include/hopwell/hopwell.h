@@ -55,8 +55,8 @@ HOPWELL_API const char* hopwell_last_error(void);
 HOPWELL_API const char* hopwell_version(void);
 
 /**
- * How many threads a CPU operator may use, the calling one included: as set, else HOPWELL_NUM_THREADS, else OMP_NUM_THREADS,
- * else as many as the process has processors. Results do not depend on it. The library's threads sleep between calls.
+ * How many threads a CPU operator may use, the calling one included: as set, else HOPWELL_NUM_THREADS (0, and an error of every
+ * call, if that is no number), else OMP_NUM_THREADS, else as many as there are processors. Results do not depend on it.
  */
 HOPWELL_API int hopwell_num_threads(void);
 /** For all calls that start from now on; 0: no longer set. An error if negative. */

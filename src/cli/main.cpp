@@ -89,7 +89,9 @@ CLI::App* add_check(CLI::App& app, CheckOptions& options) {
       ->check(that_runs_here());
   command->add_option("--case", options.cases,
                       "only cases of this name, in which * stands for any letters and ? for any one");
-  command->add_option("--seeds", options.seeds, "random inputs a case (default: 1); on emu: backends also schedules")
+  command
+      ->add_option("--seeds", options.seeds,
+                   "random inputs a case (default: 1); on emu: backends each under two schedules")
       ->check(CLI::Range(1, 1000000));
   const int last_device = std::max(static_cast<int>(hopwell::cuda_devices().size()) - 1, 0);
   command->add_option("--device", options.device, "the CUDA device, where there are several")

@@ -174,8 +174,8 @@ TEST(SparseMlaBackwardPlan, OrderAndPaceFollowL2) {
   EXPECT_FALSE(make_plan(ascending, kHopper).orders_rows);
 }
 
-// By the bandwidth of an H200 and an H100: where sums miss L2; keys leave it first where memory is busy half of the time, and
-// where it is most of the time, CTAs stay closer together.
+// By the bandwidth of an H200 and an H100: where sums miss L2; where memory is busy half of the time keys leave it first, and CTAs
+// stay closer together.
 TEST(SparseMlaBackwardPlan, FetchesSumsAheadWhereItPays) {
   const auto plan = [](double bytes_per_ns, std::int64_t h_q, std::int64_t s_kv, bool share_keys = false,
                        const MainKernels& kernels = kStreamsKeys) {
@@ -188,12 +188,12 @@ TEST(SparseMlaBackwardPlan, FetchesSumsAheadWhereItPays) {
     for (const std::int64_t h_q : {64, 128})
       for (const std::int64_t s_kv : {8 << 10, 32 << 10}) EXPECT_FALSE(plan(bytes_per_ns, h_q, s_kv).prefetches_sums);
     for (const std::int64_t h_q : {64, 128}) {
-      EXPECT_EQ(plan(bytes_per_ns, h_q, 64 << 10).prefetches_sums, h100);
+      EXPECT_EQ(plan(bytes_per_ns, h_q, 64 << 10).prefetches_sums, h100 || h_q == 64);
       EXPECT_TRUE(plan(bytes_per_ns, h_q, 128 << 10).prefetches_sums);
       for (const std::int64_t s_kv : {8 << 10, 32 << 10, 64 << 10, 128 << 10}) {
         const bool streams = h_q == 64 && s_kv == 128 << 10;
         EXPECT_EQ(plan(bytes_per_ns, h_q, s_kv).streams_keys, streams);
-        EXPECT_EQ(plan(bytes_per_ns, h_q, s_kv).pace_slack == 0, streams && h100);
+        EXPECT_EQ(plan(bytes_per_ns, h_q, s_kv).pace_slack == 0, streams);
       }
     }
   }

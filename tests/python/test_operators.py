@@ -351,6 +351,31 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
     assert in_a_process(1) == in_a_process(2) == in_a_process(5)
 
 
+@pytest.mark.parametrize("number", ["abc", "-1", "2 threads", "1.5"])
+def test_what_is_no_number_of_threads_is_an_error(number: str) -> None:
+    """Until one is set: then that of the environment does not count."""
+    program = """
+import hopwell, numpy as np
+x, messages = np.ones((2, 4), np.float32), []
+for call in (hopwell.num_threads, lambda: hopwell.normalize_l1(x, out=x)):
+    try:
+        call()
+    except ValueError as error:
+        messages.append(str(error))
+assert (x == 1).all()
+hopwell.set_num_threads(2)
+hopwell.normalize_l1(x, out=x)
+print(hopwell.num_threads(), x[0, 0], *set(messages), len(messages), sep="|")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "HOPWELL_NUM_THREADS": number},
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    words = f"HOPWELL_NUM_THREADS must be at least 1, or 0 for the default; got {number}"
+    assert done.stdout.strip() == f"2|0.25|{words}|2"
+
+
 def test_the_global_lock_is_released() -> None:
     x = np.zeros((64, 2048), np.float32)
     codes, scales, factor = hopwell.nvfp4_quantize(np.ones((2048, 2048), np.float32))

@@ -1,8 +1,11 @@
 """hopwell.torch.nn: the modules against dense attention, who learns from which loss, generation with a cache, NVFP4."""
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hopwell.torch import lightning_indexer, nn, nvfp4_dequantize
@@ -322,6 +325,71 @@ def test_nvfp4_linear(bias: bool, dtype: torch.dtype) -> None:
         assert layer(x.float()).dtype == linear(x.float()).dtype == torch.bfloat16
 
 
+WRONG_ARGUMENTS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "from_linear": (
+        lambda: nn.NVFP4Linear.from_linear(None),
+        TypeError,
+        "NVFP4Linear.from_linear: linear must be a torch.nn.Linear; got NoneType",
+    ),
+    "from_linear of a convolution": (
+        lambda: nn.NVFP4Linear.from_linear(torch.nn.Conv1d(16, 16, 1)),
+        TypeError,
+        "NVFP4Linear.from_linear: linear must be a torch.nn.Linear; got Conv1d",
+    ),
+    "weight": (
+        lambda: nn.NVFP4Linear(None, torch.ones(8, 4), torch.tensor(1.0)),
+        TypeError,
+        "NVFP4Linear: weight must be a torch.Tensor; got NoneType",
+    ),
+    "weight_global": (
+        lambda: nn.NVFP4Linear(torch.ones(8, 32, dtype=torch.uint8), torch.ones(8, 4), 1.0),
+        TypeError,
+        "NVFP4Linear: weight_global must be a torch.Tensor; got float",
+    ),
+    "bias": (
+        lambda: nn.NVFP4Linear(torch.ones(8, 32, dtype=torch.uint8), torch.ones(8, 4), torch.tensor(1.0), False),
+        TypeError,
+        "NVFP4Linear: bias must be a torch.Tensor; got bool",
+    ),
+    "weight of numbers": (
+        lambda: nn.NVFP4Linear(torch.ones(8, 64), torch.ones(8, 4), torch.tensor(1.0)),
+        ValueError,
+        "NVFP4Linear: weight must be torch.uint8 or torch.float4_e2m1fn_x2 [out_features, in_features/2];"
+        " got torch.float32 [8, 64]",
+    ),
+    "x of NVFP4Linear": (
+        lambda: nn.NVFP4Linear.from_linear(torch.nn.Linear(64, 8))(np.ones((2, 64))),
+        TypeError,
+        "NVFP4Linear: x must be a torch.Tensor; got ndarray",
+    ),
+    "mla": (lambda: nn.DSA(None, make_dsa().indexer), TypeError, "DSA: mla must be a torch.nn.Module; got NoneType"),
+    "indexer": (lambda: nn.DSA(make_dsa().mla, 3), TypeError, "DSA: indexer must be a torch.nn.Module; got int"),
+    "x of DSA": (lambda: make_dsa()(None), TypeError, "DSA: x must be a torch.Tensor; got NoneType"),
+    "width of x of DSA": (
+        lambda: make_dsa()(torch.ones(1, 2, D_MODEL + 1)),
+        ValueError,
+        f"DSA: x must be [b, s, d_model={D_MODEL}]; got [1, 2, {D_MODEL + 1}]",
+    ),
+    "indices": (
+        lambda: make_dsa().mla(torch.ones(1, 2, D_MODEL), None),
+        TypeError,
+        "SparseMLA: indices must be a torch.Tensor; got NoneType",
+    ),
+    "cache": (
+        lambda: make_dsa().extend(torch.ones(1, 2, D_MODEL), None),
+        TypeError,
+        "DSA.extend: cache must be a KeyCache; got NoneType",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ARGUMENTS)
+def test_wrong_arguments_are_named(name: str) -> None:
+    call, error, words = WRONG_ARGUMENTS[name]
+    with pytest.raises(error, match=f"^{re.escape(words)}$"):
+        call()
+
+
 def test_nvfp4_linear_needs_whole_blocks() -> None:
     with pytest.raises(ValueError, match="in_features must be a multiple of 16; got 24"):
         nn.NVFP4Linear.from_linear(torch.nn.Linear(24, 8))
@@ -378,7 +446,7 @@ def test_inputs_that_do_not_fit() -> None:
         "DSA.extend": lambda: dsa.extend(flat[:1], nn.KeyCache(9)),
     }
     for name, call in calls.items():
-        with pytest.raises(ValueError, match=rf"^{name}: x must be \[.*, d_model\].*; got \["):
+        with pytest.raises(ValueError, match=rf"^{name}: x must be \[.*, d_model={D_MODEL}\].*; got \["):
             call()
     with pytest.raises(ValueError, match=r"SparseMLA: indices must be int32 \[b, s, topk\]"):
         dsa.mla(flat[None], entries[:, :, 0])

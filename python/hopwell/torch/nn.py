@@ -22,6 +22,13 @@ from hopwell.torch._packing import key_ranges
 Mode = Literal["dense", "warm-up", "sparse"]
 
 
+def check_type(module: str, argument: str, value: object, expected: type) -> None:
+    """TypeError, which names the module, the argument, what was expected and what came, unless it is of that type."""
+    if not isinstance(value, expected):
+        name = f"torch.{expected.__name__}" if expected is Tensor else f"torch.nn.{expected.__name__}"
+        raise TypeError(f"{module}: {argument} must be a {name}; got {type(value).__name__}")
+
+
 def rotate(x: Tensor, start: int | Tensor = 0, theta: float = 10_000.0) -> Tensor:
     """Rotary position embedding of x [b, s, d] or [b, s, h, d], d even, for the positions start … start + s − 1."""
     if x.ndim not in (3, 4) or x.shape[-1] % 2:
@@ -37,10 +44,11 @@ def rotate(x: Tensor, start: int | Tensor = 0, theta: float = 10_000.0) -> Tenso
     return torch.cat([even * cos - odd * sin, odd * cos + even * sin], dim=-1)
 
 
-def check_tokens(module: str, x: Tensor) -> None:
+def check_tokens(module: str, x: Tensor, d_model: int) -> None:
     """The input of a module here is a batch of sequences."""
-    if x.ndim != 3:
-        raise ValueError(f"{module}: x must be [b, s, d_model]; got {list(x.shape)}")
+    check_type(module, "x", x, Tensor)
+    if x.ndim != 3 or x.shape[-1] != d_model:
+        raise ValueError(f"{module}: x must be [b, s, d_model={d_model}]; got {list(x.shape)}")
 
 
 def check_mode(module: str, mode: str) -> None:
@@ -138,7 +146,7 @@ class SparseMLA(KeepsDtypes):
         share_keys: bool = False,
     ) -> None:
         super().__init__()
-        self.share_keys = share_keys
+        self.d_model, self.share_keys = d_model, share_keys
         self.h_q, self.d_v, self.d_rope, self.d_nope, self.rope_theta = h_q, d_v, d_rope, d_nope, rope_theta
         self.sm_scale = 1.0 / math.sqrt(d_nope + d_rope)
         self.query = nn.Linear(d_model, h_q * (d_nope + d_rope), bias=False)
@@ -195,7 +203,8 @@ class SparseMLA(KeepsDtypes):
 
     def forward(self, x: Tensor, indices: Tensor) -> Tensor:
         """x [b, s, d_model], indices int32 [b, s, topk] within each sequence (others: none) → [b, s, d_model]."""
-        check_tokens("SparseMLA", x)
+        check_tokens("SparseMLA", x, self.d_model)
+        check_type("SparseMLA", "indices", indices, Tensor)
         if indices.ndim != 3 or indices.shape[:2] != x.shape[:2]:
             raise ValueError(
                 f"SparseMLA: indices must be int32 [b, s, topk] with [b, s] = {list(x.shape[:2])} as x has;"
@@ -235,6 +244,7 @@ class LightningIndexer(nn.Module):
         rope_theta: float = 10_000.0,
     ) -> None:
         super().__init__()
+        self.d_model = d_model
         self.topk, self.h_index, self.d_index, self.d_rope, self.rope_theta = topk, h_index, d_index, d_rope, rope_theta
         self.query = nn.Linear(d_model, h_index * d_index, bias=False)
         self.key = nn.Linear(d_model, d_index, bias=False)
@@ -265,7 +275,7 @@ class LightningIndexer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [b, s, d_model] → indices int32 [b, s, topk]."""
-        check_tokens("LightningIndexer", x)
+        check_tokens("LightningIndexer", x, self.d_model)
         return self.select(*self.project(x))
 
 
@@ -285,6 +295,8 @@ class DSA(nn.Module):
     """
 
     def __init__(self, mla: SparseMLA, indexer: LightningIndexer) -> None:
+        check_type("DSA", "mla", mla, nn.Module)  # a SparseMLA, perhaps compiled or wrapped
+        check_type("DSA", "indexer", indexer, nn.Module)
         super().__init__()
         self.mla, self.indexer = mla, indexer
         self.selected: Tensor | None = None
@@ -292,7 +304,7 @@ class DSA(nn.Module):
     def forward(self, x: Tensor, mode: Mode = "sparse") -> tuple[Tensor, Tensor | None]:
         """x [b, s, d_model] → y [b, s, d_model] and, where gradients are on and the mode has it, the indexer's loss."""
         check_mode("DSA", mode)
-        check_tokens("DSA", x)
+        check_tokens("DSA", x, self.mla.d_model)
         if mode == "dense":
             self.selected = None
             return self.mla.dense(x), None
@@ -321,10 +333,13 @@ class DSA(nn.Module):
 
     def extend(self, x: Tensor, cache: KeyCache) -> Tensor:
         """The tokens x [1, s, d_model] that follow those in the cache: adds their keys to it and attends sparsely."""
-        if x.ndim != 3 or len(x) != 1:
+        check_tokens("DSA.extend", x, self.mla.d_model)
+        if len(x) != 1:
             raise ValueError(
                 f"DSA.extend: x must be [1, s, d_model], one sequence as the cache is; got {list(x.shape)}"
             )
+        if not isinstance(cache, KeyCache):
+            raise TypeError(f"DSA.extend: cache must be a KeyCache; got {type(cache).__name__}")
         start = cache.length
         q, kv = self.mla.project(x, start)
         q_index, k_index, weights = self.indexer.project(x, start)
@@ -357,6 +372,13 @@ class NVFP4Linear(KeepsDtypes):
         [out_features, in_features/16], weight_global float32 0-d.
         """
         super().__init__()
+        for name, tensor in (("weight", weight), ("weight_scale", weight_scale), ("weight_global", weight_global)):
+            check_type("NVFP4Linear", name, tensor, Tensor)
+        if bias is not None:
+            check_type("NVFP4Linear", "bias", bias, Tensor)
+        if weight.ndim != 2 or weight.dtype not in self._bytes["weight"]:
+            expected = f"{' or '.join(map(str, self._bytes['weight']))} [out_features, in_features/2]"
+            raise ValueError(f"NVFP4Linear: weight must be {expected}; got {weight.dtype} {list(weight.shape)}")
         self.out_features, self.in_features = weight.shape[0], weight.shape[1] * 2
         self.register_buffer("weight", weight)
         self.register_buffer("weight_scale", weight_scale)
@@ -366,6 +388,7 @@ class NVFP4Linear(KeepsDtypes):
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> "NVFP4Linear":
         """Rounds a linear layer's weight to NVFP4. Its in_features must be a multiple of 16."""
+        check_type("NVFP4Linear.from_linear", "linear", linear, nn.Linear)
         if linear.in_features % 16:
             raise ValueError(f"NVFP4Linear: in_features must be a multiple of 16; got {linear.in_features}")
         bias = None if linear.bias is None else linear.bias.detach().clone()
@@ -391,6 +414,7 @@ class NVFP4Linear(KeepsDtypes):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] → [..., out_features] in x's dtype, or in autocast's where that is on."""
+        check_type("NVFP4Linear", "x", x, Tensor)
         if x.ndim == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"NVFP4Linear: x must be [..., in_features={self.in_features}]; got {list(x.shape)}")
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):

@@ -236,7 +236,7 @@ class ParallelDSA(nn.DSA):
     ) -> tuple[Tensor, Tensor | None]:
         """x [b, s_local, d_model] → y alike and this rank's part of the indexer's loss, the mean over all tokens."""
         nn.check_mode("ParallelDSA", mode)
-        nn.check_tokens("ParallelDSA", x)
+        nn.check_tokens("ParallelDSA", x, self.mla.d_model)
         b, s_local, _ = x.shape
         if s_local != len(shard.positions):
             raise ValueError(

@@ -122,38 +122,36 @@ void warp_sync(uint32_t mask, const Site& site) {
   });
 }
 
+// What a lane brings to an exchange of registers, and what it takes away, is in its place of the rendezvous itself: nobody else
+// touches that before the lane has taken it, and to visit the stacks of 32 threads would take longer than all the rest.
+namespace {
+void* as_argument(uint32_t value, uint32_t other) { return reinterpret_cast<void*>(uintptr_t{other} << 32 | value); }
+uint32_t value_of(void* argument) { return uint32_t(reinterpret_cast<uintptr_t>(argument)); }
+uint32_t other_of(void* argument) { return uint32_t(reinterpret_cast<uintptr_t>(argument) >> 32); }
+}  // namespace
+
 // A shuffle exchanges registers; by PTX it orders no memory accesses.
 uint32_t shuffle(uint32_t mask, uint32_t value, int source_lane, const Site& site) {
   enter("shfl.sync", site);
-  struct Argument {
-    uint32_t in, out;
-    int source;
-  } mine{value, kPoison, source_lane};
-  machine->warp_collective("shfl.sync", mask, &mine, [](Rendezvous& r) {
-    for (size_t lane = 0; lane < 32; ++lane) {
-      if (!(r.mask >> lane & 1)) continue;
-      Argument& a = *static_cast<Argument*>(r.argument[lane]);
-      const uint32_t source = uint32_t(a.source) & 31;
-      if (r.mask >> source & 1) a.out = static_cast<Argument*>(r.argument[source])->in;  // else undefined: poison
-    }
-  });
-  return mine.out;
+  return value_of(
+      machine->warp_collective("shfl.sync", mask, as_argument(value, uint32_t(source_lane) & 31), [](Rendezvous& r) {
+        std::array<uint32_t, 32> values;  // undefined of a lane that takes no part: poison
+        for (size_t lane = 0; lane < 32; ++lane)
+          values[lane] = r.mask >> lane & 1 ? value_of(r.argument[lane]) : kPoison;
+        for (size_t lane = 0; lane < 32; ++lane)
+          if (r.mask >> lane & 1) r.argument[lane] = as_argument(values[other_of(r.argument[lane])], 0);
+      }));
 }
 
 uint32_t ballot(uint32_t mask, bool predicate, const Site& site) {
   enter("vote.sync.ballot", site);
-  struct Argument {
-    bool predicate;
-    uint32_t out;
-  } mine{predicate, 0};
-  machine->warp_collective("vote.sync.ballot", mask, &mine, [](Rendezvous& r) {
+  return value_of(machine->warp_collective("vote.sync.ballot", mask, as_argument(predicate, 0), [](Rendezvous& r) {
     uint32_t votes = 0;
     for (size_t lane = 0; lane < 32; ++lane)
-      if (r.mask >> lane & 1) votes |= uint32_t(static_cast<Argument*>(r.argument[lane])->predicate) << lane;
+      if (r.mask >> lane & 1) votes |= value_of(r.argument[lane]) << lane;
     for (size_t lane = 0; lane < 32; ++lane)
-      if (r.mask >> lane & 1) static_cast<Argument*>(r.argument[lane])->out = votes;
-  });
-  return mine.out;
+      if (r.mask >> lane & 1) r.argument[lane] = as_argument(votes, 0);
+  }));
 }
 
 // elect.sync names the same lane every time for one mask (PTX); which one is not said, so it is a random one.

@@ -20,18 +20,26 @@ void count_global(const void* pointer, size_t bytes, bool write) {
   count_work([&](Work& w) { w.global_bytes += bytes; });
 }
 
-void access(const void* pointer, size_t bytes, bool write, const void* return_address) {
-  if (!watched.has(reinterpret_cast<uintptr_t>(pointer)) || !current) return;
-  const uintptr_t offset = reinterpret_cast<uintptr_t>(pointer) - reinterpret_cast<uintptr_t>(machine->window);
-  if (offset >= machine->ctas.size() * kWindowBytes) {  // stack or global memory
-    if (machine->work) count_global(pointer, bytes, write);
+// Of a watched address. Not inlined: most accesses end before it, and would save registers for nothing.
+__attribute__((noinline)) void watched_access(const void* pointer, size_t bytes, bool write,
+                                              const void* return_address) {
+  Thread* const thread = current;
+  if (!thread) return;
+  Machine& m = *machine;
+  const uintptr_t offset = reinterpret_cast<uintptr_t>(pointer) - reinterpret_cast<uintptr_t>(m.window);
+  if (offset >= m.window_bytes) {  // stack or global memory
+    if (m.work) count_global(pointer, bytes, write);
     return;
   }
-  ++current->instructions;
-  current->instruction = write ? "store" : "load";
-  current->site = machine->sites.intern_address(return_address);
-  machine->generic_access(*current, uint32_t(offset), uint32_t(bytes), write ? Access::write : Access::read,
-                          current->site);
+  ++thread->instructions;
+  thread->instruction = write ? "store" : "load";
+  thread->site = m.sites.intern_address(return_address);
+  m.generic_access(*thread, uint32_t(offset), uint32_t(bytes), write ? Access::write : Access::read, thread->site);
+}
+
+inline void access(const void* pointer, size_t bytes, bool write, const void* return_address) {
+  if (watched.has(reinterpret_cast<uintptr_t>(pointer))) [[unlikely]]
+    watched_access(pointer, bytes, write, return_address);
 }
 
 }  // namespace

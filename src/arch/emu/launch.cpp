@@ -82,8 +82,9 @@ Machine::Machine(const LaunchShape& launch_shape, const Options& launch_options,
           format("%zu bytes of shared memory; at most %d", shape.shared_bytes, 227 * 1024));
   thread_local WindowPool windows;
   window = windows.take(c.volume(), (kReservedBytes + shape.shared_bytes + 4095) & ~size_t{4095});
+  window_bytes = size_t{c.volume()} * kWindowBytes;
   const auto first = reinterpret_cast<uintptr_t>(window);
-  work ? watched.add(0, UINTPTR_MAX) : watched.add(first, first + size_t{c.volume()} * kWindowBytes);
+  work ? watched.add(0, UINTPTR_MAX) : watched.add(first, first + window_bytes);
   machine = this;
 }
 
@@ -139,6 +140,7 @@ void Machine::run_cluster(uint32_t number) {
   operations_.clear();
   group_queues_.clear();
   ready_.clear();
+  late_ready_ = 0;
   cluster_barrier = {};
   cluster_barrier.needed = int(n_ctas * n_threads);
   cluster_arrived.clear();
@@ -171,7 +173,7 @@ void Machine::run_cluster(uint32_t number) {
       // Ends of stacks that lie at one place of their pages would share one set of the first cache.
       t.fiber.create(t.stack, StackPool::kBytes - i % 64 * 64, [](void*) { machine->thread_main(); }, nullptr);
       cta.threads.push_back(&t);
-      ready_.push_back(&t);
+      make_ready(&t, t.fiber.stack_pointer());
     }
   }
   if (recorder) recorder->start_cluster();

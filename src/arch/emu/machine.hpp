@@ -382,9 +382,10 @@ class Machine {
   void complete_transaction(uint32_t address, uint32_t step, uint32_t bytes);
 
   // ---- collectives (warp.inl) ----
-  /// Meets the other lanes of `mask`; the last to arrive runs `action(rendezvous)` for all.
+  /// Meets the other lanes of `mask`; the last to arrive runs `action(rendezvous)` for all. Gives what that has put in the place of
+  /// this thread's argument.
   template <class Action>
-  void warp_collective(const char* instruction, uint32_t mask, void* argument, Action action);
+  void* warp_collective(const char* instruction, uint32_t mask, void* argument, Action action);
   template <class Action>
   void warpgroup_collective(const char* instruction, void* argument, Action action);
 
@@ -398,6 +399,7 @@ class Machine {
   SiteTable sites;
   Random random;
   std::byte* window = nullptr;
+  size_t window_bytes = 0;  // of all CTAs of a cluster
   std::vector<Cta> ctas;
   std::vector<Thread> threads;
   std::map<uint32_t, Mbarrier> mbarriers;
@@ -420,13 +422,23 @@ class Machine {
  private:
   void run_cluster(uint32_t number);
   void check_end_of_cluster();
+  struct Ready {
+    Thread* thread;
+    const void* stack;  // about where its stack ends
+  };
+  void make_ready(Thread* t, const void* stack);
+  bool is_late(const Thread& t) const {
+    return options.late_cta >= 0 && t.cta->rank == uint32_t(options.late_cta) && ctas.size() > 1;
+  }
+  void prefetch_next() const;
   bool step_async();
   bool step_group(GroupQueue& queue);
   void report_deadlock();
   template <class Action>
-  void meet(Rendezvous& r, const char* instruction, uint32_t mask, int needed, int position, Thread* const* members,
-            int n, void* argument, Action action);
-  std::vector<Thread*> ready_;
+  void* meet(Rendezvous& r, const char* instruction, uint32_t mask, int needed, int position, Thread* const* members,
+             int n, void* argument, Action action);
+  std::vector<Ready> ready_;
+  size_t late_ready_ = 0;  // of these, threads of the late CTA
   std::vector<Operation> operations_;
   std::vector<std::pair<Thread*, GroupQueue*>> group_queues_;  // those that hold operations
   bool group_queue_emptied_ = false;                           // since they were last looked at

@@ -49,6 +49,7 @@ struct SynchronisationCall {
 struct Options {
   uint64_t seed = 1;
   Async async = Async::random;
+  int late_cta = -1;                    // of each cluster: its threads go on 256 times as seldom; -1: none
   bool check = true;                    // vector clocks and shadow memory; off: only numbers and hangs
   double spurious_wakeups = 0.02;       // how often mbarrier.try_wait returns false without a reason
   size_t max_findings = 32;             // distinct findings kept

@@ -36,30 +36,14 @@ std::string Report::text() const {
   return out;
 }
 
-namespace {
-// The high half of the product depends on all bits of the hash.
-size_t mixed(size_t hash) { return hash * 0x9e3779b97f4a7c15u >> 32; }
-}  // namespace
-
-SiteTable::SiteTable() : recent_(kRecent) { places_.push_back({}); }
-
-SiteId SiteTable::find(const Place& place) {
-  Recent& slot = recent_[mixed(Hash{}(place)) % kRecent];
-  if (slot.id && slot.place == place) return slot.id;
+SiteId SiteTable::find(uintptr_t key, const Place& place) {
   const auto [it, added] = index_.try_emplace(place, SiteId(places_.size()));
   if (added) {
     if (places_.size() == 0xffff) return it->second = 0;  // more places than numbers: "unknown"
     places_.push_back(place);
   }
-  slot = {place, it->second};
+  recent(key) = {key, it->second};
   return it->second;
-}
-
-SiteId SiteTable::intern(const Site& site) { return find({site.file_name(), site.line(), site.column(), 0}); }
-SiteId SiteTable::intern_address(const void* return_address) {
-  const Place place{nullptr, 0, 0, reinterpret_cast<uintptr_t>(return_address)};
-  const Recent& slot = recent_[mixed(Hash{}(place)) % kRecent];
-  return slot.place.address == place.address ? slot.id : find(place);  // no other place has this address
 }
 
 CallSite SiteTable::resolve(SiteId id) {

@@ -1,6 +1,7 @@
 // What a launch found, in words, with the source line of every access.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <unordered_map>
@@ -60,10 +61,19 @@ using SiteId = uint16_t;
 /// Numbers for source places, so that every shadow cell can remember one in 16 bits. Place 0 is "unknown".
 class SiteTable {
  public:
-  SiteTable();
-  SiteId intern(const Site& site);
-  SiteId intern_address(const void* return_address);  // of compiler-inserted memory hooks
-  CallSite resolve(SiteId id);                        // looks debug information up for addresses
+  SiteTable() : places_(1) {}
+  SiteId intern(const Site& site) {
+    static_assert(sizeof site == sizeof(uintptr_t));  // it points to what the compiler has written down
+    const auto key = bit_cast<uintptr_t>(site);
+    const Recent& slot = recent(key);
+    return slot.key == key ? slot.id : find(key, {site.file_name(), site.line(), site.column(), 0});
+  }
+  SiteId intern_address(const void* return_address) {  // of compiler-inserted memory hooks
+    const auto key = reinterpret_cast<uintptr_t>(return_address);
+    const Recent& slot = recent(key);
+    return slot.key == key ? slot.id : find(key, {nullptr, 0, 0, key});
+  }
+  CallSite resolve(SiteId id);  // looks debug information up for addresses
 
  private:
   struct Place {
@@ -77,15 +87,18 @@ class SiteTable {
       return (reinterpret_cast<uintptr_t>(p.file) ^ p.address * 0x9e3779b97f4a7c15u) + p.line * 0x85ebca6bu + p.column;
     }
   };
-  SiteId find(const Place& place);
-  std::vector<Place> places_;
-  std::unordered_map<Place, SiteId, Hash> index_;
-  struct Recent {  // most lookups repeat: a direct-mapped cache in front of the map
-    Place place{};
+  // Most lookups repeat: a direct-mapped cache in front of the map. A key is an address of constant data or of code; several may
+  // have one place.
+  struct Recent {
+    uintptr_t key = 0;
     SiteId id = 0;
   };
   static constexpr size_t kRecent = 1024;
-  std::vector<Recent> recent_;
+  Recent& recent(uintptr_t key) { return recent_[(key * 0x9e3779b97f4a7c15u >> 32) % kRecent]; }
+  SiteId find(uintptr_t key, const Place& place);
+  std::vector<Place> places_;
+  std::unordered_map<Place, SiteId, Hash> index_;
+  std::array<Recent, kRecent> recent_{};
 };
 
 /// "file.cu:12", or "an unknown place".

@@ -4,7 +4,7 @@
 namespace hopwell::arch::emu {
 
 template <class Action>
-void Machine::meet(Rendezvous& r, const char* instruction, uint32_t mask, int needed, int position,
+void* Machine::meet(Rendezvous& r, const char* instruction, uint32_t mask, int needed, int position,
                    Thread* const* members, int n, void* argument, Action action) {
   if (r.arrived == 0) {
     r.instruction = instruction;
@@ -15,22 +15,26 @@ void Machine::meet(Rendezvous& r, const char* instruction, uint32_t mask, int ne
                                   instruction, mask, r.instruction, r.mask, n == 32 ? "warp" : "warpgroup"));
   }
   r.argument[size_t(position)] = argument;
-  if (++r.arrived < r.needed) return block(instruction);
+  if (++r.arrived < r.needed) {
+    block(instruction);
+    return r.argument[size_t(position)];
+  }
   r.arrived = 0;
   action(r);
   if (recorder) recorder->met(members, n, mask);
   for (int i = 0; i < n; ++i)
     if (members[i] != current && (n > 32 || mask >> i & 1)) wake(members[i]);
+  return r.argument[size_t(position)];
 }
 
 template <class Action>
-void Machine::warp_collective(const char* instruction, uint32_t mask, void* argument, Action action) {
+void* Machine::warp_collective(const char* instruction, uint32_t mask, void* argument, Action action) {
   Cta& cta = *current->cta;
   const int first = current->warp * 32, lanes = std::min(32, int(cta.threads.size()) - first);
   if (lanes < 32) mask &= (1u << lanes) - 1;
   if (!(mask >> current->lane & 1))
     stop(Kind::divergence, format("%s by lane %d, which its mask 0x%08x leaves out", instruction, current->lane, mask));
-  meet(cta.warps[size_t(current->warp)].rendezvous, instruction, mask, __builtin_popcount(mask), current->lane,
+  return meet(cta.warps[size_t(current->warp)].rendezvous, instruction, mask, __builtin_popcount(mask), current->lane,
        &cta.threads[size_t(first)], lanes == 32 ? 32 : lanes, argument, action);
 }
 

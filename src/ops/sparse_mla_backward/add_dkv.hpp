@@ -26,23 +26,26 @@ struct SumRows {
   float scale[kFixed ? 4 : 1];
 };
 
-// Of a warp's 16 keys, of the 64 of a step. keys[i]: −1 where there is none.
-template <int kDqk, bool kFixed, class Keys>
+// Of a warp's 16 keys, of the 64 of a step. keys[i]: below 0 where there is none. kEveryKey: ~k there, where k is a key that
+// takes its sums, which are zeros.
+template <int kDqk, bool kFixed, bool kEveryKey = false, class Keys>
 HOPWELL_DEVICE SumRows<kFixed> load_sum_rows(const Params& p, const Keys& keys, int t) {
-  const bool wanted = kFixed || p.dkv;
+  const bool wanted = kFixed || kEveryKey || p.dkv;
   const int first = t / 32 * 16 + (t % 32 / 4 & ~1), own = t & 7, stride = kFixed ? kDqk / 2 : p.dkv_stride / 4;
   SumRows<kFixed> rows;
   HOPWELL_UNROLL
   for (int i = 0; i < 4; ++i) {
-    const int key = wanted ? keys[first + (i & 1) + 8 * (i >> 1)] : -1;
-    rows.at[i] = key < 0 ? -1 : key * stride + own;
+    int key = wanted ? keys[first + (i & 1) + 8 * (i >> 1)] : -1;
+    if (kEveryKey) key ^= key >> 31;
+    rows.at[i] = !kEveryKey && key < 0 ? -1 : key * stride + own;
     if constexpr (kFixed) rows.scale[i] = key < 0 ? 0 : p.scale[key];
   }
   return rows;
 }
 
-// Adds four columns of row i, those of the 32 from `column` on that are this lane's.
-template <bool kFixed>
+// Adds four columns of row i, those of the 32 from `column` on that are this lane's. kEveryKey: there is a row for
+// each, and no branch.
+template <bool kEveryKey, bool kFixed>
 HOPWELL_DEVICE void add_columns(const Params& p, const SumRows<kFixed>& rows, int i, int column, const float (&v)[4]) {
   const int at = rows.at[i];
   if constexpr (kFixed) {
@@ -55,7 +58,7 @@ HOPWELL_DEVICE void add_columns(const Params& p, const SumRows<kFixed>& rows, in
   } else {
     float* to = p.dkv + int64_t{at} * 4 + column;
 #if HOPWELL_HAS_SM90
-    if (at >= 0) arch::red_add_v4(to, v[0], v[1], v[2], v[3]);
+    if (kEveryKey || at >= 0) arch::red_add_v4(to, v[0], v[1], v[2], v[3]);
 #else
     HOPWELL_UNROLL
     for (int c = 0; c < 4; ++c)
@@ -65,7 +68,7 @@ HOPWELL_DEVICE void add_columns(const Params& p, const SumRows<kFixed>& rows, in
 }
 
 // Adds a warp's [16 keys][2 kSize columns] from `column` on.
-template <bool kFixed, int kSize>
+template <bool kEveryKey = false, bool kFixed, int kSize>
 HOPWELL_DEVICE void add_panel(const Params& p, const float (&acc)[kSize], int column, const SumRows<kFixed>& rows) {
   const bool odd_quad = arch::thread_index_anew() & 4;
   HOPWELL_UNROLL
@@ -80,8 +83,8 @@ HOPWELL_DEVICE void add_panel(const Params& p, const float (&acc)[kSize], int co
         v[0][i] = odd_quad ? theirs : low;
         v[1][i] = odd_quad ? high : theirs;
       }
-      add_columns(p, rows, 2 * r, column + 2 * e, v[0]);
-      add_columns(p, rows, 2 * r + 1, column + 2 * e, v[1]);
+      add_columns<kEveryKey>(p, rows, 2 * r, column + 2 * e, v[0]);
+      add_columns<kEveryKey>(p, rows, 2 * r + 1, column + 2 * e, v[1]);
     }
   }
 }

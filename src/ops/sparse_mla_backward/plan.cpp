@@ -52,16 +52,18 @@ void plan_order(Plan& plan, const Problem& p, const MainKernels& kernels) {
   const std::int64_t window = static_cast<std::int64_t>(p.device.l2_bytes) / 8;
   const std::int64_t step_bytes = sum_bytes(p) / std::max<std::int64_t>(p.topk / kernels.keys, 1);
   plan.pace_slack = static_cast<int>(std::clamp<std::int64_t>(window / std::max<std::int64_t>(step_bytes, 1), 1, 8));
-  // Additions that miss L2 are slow. Where many do, rows are fetched a step ahead; where few do, that costs more, and so it
-  // does where memory is busy most of the time. But not if CTAs then wait for the last one instead of the average, and what
-  // they only read leaves L2 first; that pays from half of the time on. Neighbours that share keys leave memory idle.
+  // Additions that miss L2 are slow. Where many do, rows are fetched a step ahead (the pair, which adds half as often, later);
+  // where few do, that costs more, and so it does where memory is busy most of the time. But not if CTAs then wait for the
+  // last one instead of the average, and what they only read leaves L2 first; that pays from half of the time on. Neighbours
+  // that share keys leave memory idle.
   const int ctas = kernels.pair_heads > 0 && p.h_q > kernels.single_heads ? 2 : 1;
   const double memory = plan.ascending ? memory_share(p, ctas) : 0;
   const bool busy = memory >= 0.75, can_stream = p.dkv && kernels.single_streams_keys && ctas == 1;
   plan.streams_keys = can_stream && ((memory >= 0.55 && !p.share_keys) || p.device.emulated());
-  if (plan.streams_keys && (busy || p.device.emulated())) plan.pace_slack = 0;
+  if (plan.streams_keys) plan.pace_slack = 0;
   const bool pays_ahead =
-      p.share_keys ? exceeds_l2(p, 10, 3) : exceeds_l2(p, 2, 1) && memory > 0.4 && (!busy || plan.streams_keys);
+      p.share_keys ? exceeds_l2(p, 10, 3)
+                   : exceeds_l2(p, 2, 1) && memory > (can_stream ? 0.3 : 0.4) && (!busy || plan.streams_keys);
   plan.prefetches_sums = p.dkv && (pays_ahead || p.device.emulated());
 }
 

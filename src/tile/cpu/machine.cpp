@@ -84,7 +84,11 @@ std::string build_info() {
 
 }  // namespace hopwell
 
-extern "C" int hopwell_num_threads(void) { return hopwell::num_threads(); }
+extern "C" int hopwell_num_threads(void) {
+  int threads = 0;
+  hopwell::runtime::guarded([&] { threads = hopwell::num_threads(); });
+  return threads;
+}
 extern "C" hopwell_status hopwell_set_num_threads(int threads) {
   return hopwell::runtime::guarded([&] { hopwell::set_num_threads(threads); });
 }

@@ -8,7 +8,9 @@
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
+#include <hopwell/error.hpp>
 #include <mutex>
+#include <string>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -86,17 +88,32 @@ alignas(Helpers) std::byte memory[sizeof(Helpers)];
 Helpers* helpers = new (memory) Helpers;
 const int at_fork = pthread_atfork(nullptr, nullptr, [] { helpers = new (memory) Helpers; });
 
-// A number from the environment, of which OMP_NUM_THREADS may have several; 0: there is none, or it is no number.
-int threads_from(const char* variable) {
-  const char* text = std::getenv(variable);
+constexpr int kMostThreads = 1 << 10;
+
+// Ours must be a number; 0: it is not set.
+int own_threads() {
+  const char* text = std::getenv("HOPWELL_NUM_THREADS");
+  if (text == nullptr || *text == '\0') return 0;
+  int threads = -1;
+  const char* end = text + std::strlen(text);
+  const auto [rest, error] = std::from_chars(text, end, threads);
+  if (error != std::errc() || rest != end || threads < 0)
+    throw Error(HOPWELL_INVALID_ARGUMENT,
+                std::string("HOPWELL_NUM_THREADS must be at least 1, or 0 for the default; got ") + text);
+  return std::min(threads, kMostThreads);
+}
+
+// OpenMP's may have several, of which the first counts. What is no number is for OpenMP to complain of.
+int openmp_threads() {
+  const char* text = std::getenv("OMP_NUM_THREADS");
   int threads = 0;
   if (text != nullptr) std::from_chars(text, text + std::strcspn(text, ","), threads);
-  return std::clamp(threads, 0, 1 << 10);
+  return std::clamp(threads, 0, kMostThreads);
 }
 
 int default_threads() {
-  for (const char* variable : {"HOPWELL_NUM_THREADS", "OMP_NUM_THREADS"})
-    if (const int threads = threads_from(variable); threads > 0) return threads;
+  if (const int threads = own_threads(); threads > 0) return threads;
+  if (const int threads = openmp_threads(); threads > 0) return threads;
   cpu_set_t processors;
   if (sched_getaffinity(0, sizeof processors, &processors) == 0) return std::max(CPU_COUNT(&processors), 1);
   return static_cast<int>(std::max(std::thread::hardware_concurrency(), 1U));
@@ -107,10 +124,10 @@ std::atomic<int> threads_set{0};
 }  // namespace
 
 int max_threads() {
-  static const int unless_set = default_threads();
   if (in_loop) return 1;
-  const int threads = threads_set.load(std::memory_order_relaxed);
-  return threads > 0 ? threads : unless_set;
+  if (const int threads = threads_set.load(std::memory_order_relaxed); threads > 0) return threads;
+  static const int unless_set = default_threads();
+  return unless_set;
 }
 
 void set_max_threads(int threads) { threads_set.store(threads, std::memory_order_relaxed); }

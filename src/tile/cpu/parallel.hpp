@@ -26,8 +26,8 @@ class Scratch {
   std::unique_ptr<T, Free> data_;
 };
 
-// How many threads a loop that starts here may have, the calling one included: as set, else HOPWELL_NUM_THREADS, else
-// OMP_NUM_THREADS, else as many as this process has processors. In a loop it is 1.
+// How many threads a loop that starts here may have, the calling one included: as set, else HOPWELL_NUM_THREADS (an Error
+// if that is no number), else OMP_NUM_THREADS, else as many as this process has processors. In a loop it is 1.
 int max_threads();
 void set_max_threads(int threads);  // at least 1, or 0: no longer set
 

@@ -15,7 +15,7 @@
 //           CTAs, which exchange them through distributed shared memory, rank by rank: always in the same order
 // Range     x is multiplied as it is, fp16 by fp16 weights, bf16 by bf16 weights: all its digits count. Sums have
 //           fp32's range: bf16 x above 2^124 may overflow them, as 2^116 would without kUnit
-// Budget    28672 × 4096, n = 8: rings 110,592, x 65,536, sums 15,472. A stage is ~365 instructions, 172 of them logic
+// Budget    28672 × 4096, n = 8: rings 110,592, x 65,536, sums 15,472. A stage is ~330 instructions, 140 of them logic
 //           at half rate; memory leaves a scheduler ~500 cycles for it
 // Bound     memory, with ~3 µs until x is there and ~1 µs after the last product; from n = 9 on reads of x from shared
 //           memory too

@@ -2,7 +2,7 @@
 //
 // Two at a time are multiplied by their scale, exactly: in fp16 code · 2^-14 · scale is a multiple of 2^-24, and in
 // bf16 code · 2^-126 · scale · 2^118 has six digits.
-// Budget    a word of 8 codes: bf16 9 instructions of logic, 4 products that shift, 4 multiplications; fp16 7, 4 and 4
+// Budget    a word of 8 codes: 7 instructions of logic, 4 shifts to the left, which are products, 4 multiplications
 #pragma once
 
 #include "arch/sm80/matrix.hpp"
@@ -40,15 +40,17 @@ struct ScaledWeights<bf16> {
     const tile::FloatPair pair = tile::e4m3x2_to_float(bytes);
     scales = arch::pack_bf16(pair.low * 0x1p118f, pair.high * 0x1p118f);
   }
-  // Pairs (k, k + 4) as in tile::e2m1x8_to_fp16, s to bit 15, e e m to bits 8 to 6: a product brings both to their
-  // places at once.
+  // Pairs (k, k + 4) as in tile::e2m1x8_to_fp16, s to bit 15, e e m to bits 8 to 6. First every second code to there, and
+  // the one before it four bits lower, then one or the other alone.
   template <bool kSecond>
   HOPWELL_DEVICE void decode(uint32_t word, uint32_t (&pairs)[4]) const {
-    constexpr uint32_t kLow = 0x000f000fu, kHigh = 0x00f000f0u, kCodes = 0x81c081c0u;
-    pairs[0] = (word & kLow) * 0x1040 & kCodes;
-    pairs[1] = (word & kHigh) * 0x104 & kCodes;
-    pairs[2] = (word >> 8 & kLow) * 0x1040 & kCodes;
-    pairs[3] = (word >> 8 & kHigh) * 0x104 & kCodes;
+    constexpr uint32_t kSigns = 0x88008800u, kCodes = 0x81c081c0u;
+    const uint32_t low = arch::select_bits(word << 8, word << 2, kSigns);
+    const uint32_t high = arch::select_bits(word, word >> 6, kSigns);
+    pairs[0] = low << 4 & kCodes;
+    pairs[1] = low & kCodes;
+    pairs[2] = high << 4 & kCodes;
+    pairs[3] = high & kCodes;
     HOPWELL_UNROLL
     for (uint32_t& pair : pairs) pair = arch::multiply_bf16(pair, arch::half_twice<kSecond>(scales));
   }

@@ -161,7 +161,8 @@ HOPWELL_DEVICE void finish_own_tile(const Params& p, PairStorage& s, int step, D
   arch::syncwarp();  // kept: a lane branched off
   arch::mbarrier_wait(s.staged_taken, step & 1);
   arch::barrier_sync(kPairStaged, 256);
-  store_p<kAttn>(p, acc, s.heads, s.p[0], t);
+  make_p(p, acc, s.heads, t);
+  store_p<kAttn>(acc, s.heads, s.p[0], t);
   arch::fence_proxy_async();
   if constexpr (kAttn) sum_heads(acc, s.head_sums, t);
   arch::wgmma_fence();
@@ -239,7 +240,7 @@ HOPWELL_DEVICE void score(const Params& p, PairStorage& s) {
     arch::syncwarp();  // kept: a lane branched off
     arch::mbarrier_wait(s.pds_full, step & 1);
     if (kHalf == 1 && t == 0) arch::mbarrier_arrive_cluster_relaxed(at_peer(&s.pds_taken, rank ^ 1));
-    arch::syncwarp();     // kept: a lane branched off
+    arch::syncwarp();  // kept: a lane branched off
     DsFragments theirs;
     load_ds(theirs, s.ds[1], t);
     arch::wgmma_fence();  // kept: the emulator sees no register operands
@@ -316,9 +317,9 @@ HOPWELL_DEVICE void scatter(const Params& p, PairStorage& s, uint32_t rank) {
     for (int panel = 0; panel < PairConfig::kPanels; ++panel) {
       float acc[32];
       arch::wgmma_fence();
-      multiply_fragments(acc, own, arch::shared_address(&s.d_out[0][panel]), false);
+      multiply_fragments(acc, own, across_heads(s.d_out[0][panel]), false);
       multiply_transposed<4>(acc, arch::shared_address(&s.p[1]), arch::shared_address(&s.d_out[1][panel]), true);
-      multiply_fragments<4>(acc, own_ds, s.ds[0], arch::shared_address(&s.q[0][panel]), true);
+      multiply_fragments<4>(acc, own_ds, across_heads(s.ds[0]), across_heads(s.q[0][panel]), true);
       multiply_transposed<4>(acc, arch::shared_address(&s.ds[1]), arch::shared_address(&s.q[1][panel]), true);
       arch::wgmma_commit();
       arch::wgmma_wait<0>(acc);

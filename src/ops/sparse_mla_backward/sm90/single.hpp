@@ -15,13 +15,14 @@
 //           0     S ▓▓▓▓▓ │ P │········│ dQ ▓▓▓▓ │ keys 1 …… │ S ▓▓▓▓▓ │ P │…
 //           1     dP ▓▓▓▓ │···│ dS     │ dQ ▓▓▓▓ │ keys 1 …… │ dP ▓▓▓▓ │···│ dS
 //           2                          │ dKV 0a ▓ 0b ▓ add 0a 1a ▓ add 0b … add 8a │ add 8b, 0a ▓ …
-// Budget    shared: Q 9 + dO 8 + keys 9 + P 1 + dS 1 panels of 8,192 B = 229,376, vectors 2,488    (of 232,448)
+// Budget    shared: Q 9 + dO 8 + keys 9 + P 1 + dS 1 panels of 8,192 B = 229,376, vectors 3,008    (of 232,448)
 //           registers: dQ 144 + S or dP 32 + 32 others = 208 in warpgroups 0 and 1, 88 in warpgroup 2 (of 3 · 168)
 // Bound     s_q · topk · 2,304 B of additions in L2 while dKV fits there; beyond, rows in ascending order and CTAs in
 //           step keep what is added to in L2
 //
-// Keys of invalid entries are −1: their rows are zeros, nothing is added for them, and the exponent is clamped, so that
-// 0 · P is 0. Heads beyond h_q have Q = dO = 0 and lse = +inf.
+// Keys of invalid entries are −1, their rows are zeros, and P is 0 for them. Their sums, zeros then, are added to the query's
+// last key, as an addition under a condition is a branch. In fixed point nothing is added and P is as it comes; the exponent
+// is clamped, so that its product with the scale, 0, is 0. Heads beyond h_q have Q = dO = 0 and lse = +inf.
 //
 // kMerged: the tile is a group of neighbouring queries with few heads, the keys are the union of theirs
 // (tile/gpu/merge_rows.hpp), and P is 0 where a query does not hold the key.
@@ -51,14 +52,18 @@ struct SharedStorage {
   Panel q[kPanels], d_out[Config::kPanelsV], keys[kPanels], p, ds;
   HeadValues<Config::kHeads> heads;
   float head_sums[4][Config::kKeys];  // of attn, by warp
-  int key[2][Config::kKeys];          // of this step and the next; -1 where there is none
+  int key[2][Config::kKeys];          // of this step and the next; below 0 where there is none
+  alignas(4) bool lacks_keys[2][4];   // whether so is some key of those that a warp of warpgroup 0 brings
   int last_valid[Config::kWarps];
+  uint32_t seen[128];                      // of keep_pace, by threads of warpgroup 2: registers are short
   uint16_t holders[2][Config::kKeys / 2];  // of the keys of this step and the next, a byte each; where rows are merged
   arch::CachePolicy policy;                // of rows of kv in L2; here for want of registers
 };
 static_assert(sizeof(SharedStorage<576>) <= arch::sm90::kMaxSharedBytes);
 
 enum NamedBarrier : int { kKeysFull = 1, kPFull, kDsFull, kPdsFull, kPEmpty, kDsEmpty, kLowStaged, kHighStaged };
+
+HOPWELL_DEVICE WorkTile work_of(const Params& p) { return work_tile_of(p, arch::block_index(), Config::kHeads); }
 
 #if HOPWELL_HAS_SM90A
 
@@ -72,7 +77,11 @@ constexpr int kFirstPanel = kHalf == 0 ? 0 : kDqk / 64 - 4;
 template <int kDqk, int kHalf>
 HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, const int (&keys)[4], arch::CachePolicy policy,
                            int step, int t) {
-  if constexpr (kHalf == 0) publish_keys(s.key, keys, step, t);
+  if constexpr (kHalf == 0) {
+    publish_keys(s.key, keys, step, t);
+    const bool lacks_key = arch::ballot((keys[0] | keys[1] | keys[2] | keys[3]) < 0) != 0;
+    if (t % 32 == 0) s.lacks_keys[step % 2][t / 32] = lacks_key;
+  }
   const int chunk = t & 7;
   HOPWELL_UNROLL
   for (int m = 0; m < 4; ++m) {
@@ -154,13 +163,29 @@ HOPWELL_DEVICE void finish_tile(const Params& p, SharedStorage<kDqk>& s, const f
   }
 }
 
+// Clears P of invalid entries, and has their sums, zeros then, added to the row of the query's last key. The barrier is
+// warpgroup 0's own, which else only stages dQ in the end.
+template <int kDqk>
+HOPWELL_DEVICE void clear_invalid(float (&p)[32], SharedStorage<kDqk>& s, const Entries& entries, int step, int t) {
+  if (reinterpret_cast<const uint32_t&>(s.lacks_keys[step % 2]) == 0) return;
+  auto& keys = s.key[step % 2];
+  HOPWELL_UNROLL
+  for (int e = 0; e < 32; ++e)
+    if (keys[e / 4 * 8 + 2 * (t & 3) + (e & 1)] < 0) p[e] = 0;
+  arch::barrier_sync(kLowStaged, 128);
+  if (t < Config::kKeys && keys[t] < 0) keys[t] = ~entries.key(entries.length - 1);
+  arch::syncwarp();  // kept: lanes branched off
+}
+
 // Half 0: S, just multiplied, to P, and the sums over heads. Half 1: dP to dS, which it stores and keeps.
 template <int kHalf, int kHeadSteps, bool kFixed, bool kAttn, bool kMerged, class Storage>
-HOPWELL_DEVICE void finish_scores(const Params& p, Storage& s, float (&acc)[32], const HeldKeys& held, int step, int t,
-                                  DsFragments& ds) {
+HOPWELL_DEVICE void finish_scores(const Params& p, Storage& s, const Entries& entries, float (&acc)[32],
+                                  const HeldKeys& held, int step, int t, DsFragments& ds) {
   if constexpr (kHalf == 0) {
     if (step > 0) arch::barrier_sync(kPEmpty, 256);
-    store_p<kAttn, kMerged>(p, acc, s.heads, s.p, t, held);
+    make_p<kMerged>(p, acc, s.heads, t, held);
+    if constexpr (!kFixed) clear_invalid(acc, s, entries, step, t);
+    store_p<kAttn>(acc, s.heads, s.p, t);
     if constexpr (kPanelsBeside<kFixed> > 0) arch::fence_proxy_async();  // no other product reads P from there
     arch::barrier_arrive(kPFull, 256);
     if constexpr (kAttn) sum_heads(acc, s.head_sums, t);
@@ -209,7 +234,7 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const WorkTil
     if constexpr (kMerged && kHalf == 0) load_held_keys(held, s.holders[step % 2], p.heads_of_member, t);
     arch::wgmma_wait<0>(acc);
     DsFragments ds;
-    finish_scores<kHalf, kHeadSteps, kFixed, kAttn, kMerged>(p, s, acc, held, step, t, ds);
+    finish_scores<kHalf, kHeadSteps, kFixed, kAttn, kMerged>(p, s, entries, acc, held, step, t, ds);
     if constexpr (kHalf == 1 && kPanelsBeside<kFixed> == 0)
       arch::barrier_arrive(kDsFull, 256);
     else
@@ -232,8 +257,7 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const WorkTil
       if (p.prefetches_sums) prefetch_sums<kDqk, kHalf>(p, keys, t);
     }
     if constexpr (kAttn && kHalf == 0) add_attn(p, s.head_sums, s.key[step % 2], work, entries, step, t);
-    if constexpr (kPanelsBeside<kFixed> > 0)
-      add_panels_beside<kDqk, kHalf, kHeadSteps, kFixed>(p, s, acc, step, t);
+    if constexpr (kPanelsBeside<kFixed> > 0) add_panels_beside<kDqk, kHalf, kHeadSteps, kFixed>(p, s, acc, step, t);
     if (step + 1 < steps) {
       arch::cp_async_wait<0>();
       arch::fence_proxy_async();
@@ -251,11 +275,24 @@ template <int kDqk, int kHeadSteps>
 HOPWELL_DEVICE void start_half(SharedStorage<kDqk>& s, float (&acc)[16],
                                const uint32_t (&ds)[kDsStepsHeld<kHeadSteps>][4],
                                const uint32_t (&probabilities)[kHeadSteps][4], int half) {
-  const auto offset = uint32_t(half / 2 * tile::kPanelBytes + half % 2 * 64);
+  const uint64_t offset = uint64_t(half / 2 * tile::kPanelBytes + half % 2 * 64) >> 4;  // of a descriptor
   arch::wgmma_fence();
-  multiply_fragments<kHeadSteps>(acc, ds, s.ds, arch::shared_address(s.q) + offset, false);
-  if (half < 2 * Config::kPanelsV) multiply_fragments(acc, probabilities, arch::shared_address(s.d_out) + offset, true);
+  multiply_fragments<kHeadSteps>(acc, ds, across_heads(s.ds), across_heads(s.q[0]) + offset, false);
+  if (half < 2 * Config::kPanelsV) multiply_fragments(acc, probabilities, across_heads(s.d_out[0]) + offset, true);
   arch::wgmma_commit();
+}
+
+HOPWELL_DEVICE bool is_paced(const Params& p) { return p.progress && int(arch::block_index()) < p.whole_tiles; }
+
+// What the score warpgroups wait for, where nobody wants dKV.
+template <int kHeadSteps>
+HOPWELL_DEVICE void give_back_steps(int steps) {
+  for (int step = 0; step < steps; ++step) {
+    arch::barrier_sync(kPdsFull, 256);
+    if (step + 1 == steps) break;
+    arch::barrier_arrive(kPEmpty, 256);
+    if (!kHoldsDs<kHeadSteps>) arch::barrier_arrive(kDsEmpty, 256);
+  }
 }
 
 // dKV of each step, or what the score warpgroups leave of it: half a panel is multiplied while the one before is added. dS
@@ -264,14 +301,14 @@ template <int kDqk, int kHeadSteps, bool kFixed>
 HOPWELL_DEVICE void scatter(const Params& p, SharedStorage<kDqk>& s, Entries entries) {
   entries.length = length_of(s.last_valid);
   constexpr int kFirst = 4 * kPanelsBeside<kFixed>, kHalves = 2 * (kDqk / 64);
-  const int t = arch::thread_index() % 128;
-  const bool paced = p.progress && int(arch::block_index()) < p.whole_tiles;
   const int steps = entries.tiles(Config::kKeys);
-  uint32_t seen = 0;
+  if (!kFixed && !p.dkv) return give_back_steps<kHeadSteps>(steps);
+  s.seen[arch::thread_index() % 128] = 0;
   for (int step = 0; step < steps; ++step) {
-    if (paced) keep_pace<Config::kKeys>(p, p.whole_tiles, seen, step);
+    if (is_paced(p)) keep_pace<Config::kKeys>(p, p.whole_tiles, s.seen[arch::thread_index() % 128], step);
     arch::barrier_sync(kPdsFull, 256);
-    const SumRows<kFixed> rows = load_sum_rows<kDqk, kFixed>(p, s.key[step % 2], t);
+    const int t = arch::thread_index_anew() % 128;
+    const SumRows<kFixed> rows = load_sum_rows<kDqk, kFixed, !kFixed>(p, s.key[step % 2], t);
     uint32_t probabilities[kHeadSteps][4], ds[kDsStepsHeld<kHeadSteps>][4];
     load_transposed(probabilities, s.p, t);
     load_transposed(ds, s.ds, t);
@@ -282,13 +319,14 @@ HOPWELL_DEVICE void scatter(const Params& p, SharedStorage<kDqk>& s, Entries ent
     for (int half = kFirst; half + 1 < kHalves; ++half) {
       start_half(s, acc[(half + 1) % 2], ds, probabilities, half + 1);
       arch::wgmma_wait<1>(acc[half % 2]);
-      add_panel(p, acc[half % 2], 32 * half, rows);
+      add_panel<!kFixed>(p, acc[half % 2], 32 * half, rows);
+      arch::syncwarp();  // kept: without it ptxas spills
     }
     arch::wgmma_wait<0>(acc[1]);
     if (!kHoldsDs<kHeadSteps> && step + 1 < steps) arch::barrier_arrive(kDsEmpty, 256);
-    add_panel(p, acc[1], 32 * (kHalves - 1), rows);
+    add_panel<!kFixed>(p, acc[1], 32 * (kHalves - 1), rows);
   }
-  count_missing_steps<Config::kKeys>(p, paced, steps, t);
+  count_missing_steps<Config::kKeys>(p, is_paced(p), steps, arch::thread_index() % 128);
 }
 
 // ---- before the first step
@@ -321,8 +359,6 @@ HOPWELL_DEVICE Entries prepare(const Params& p, SharedStorage<kDqk>& s, const Wo
 
 #endif
 
-HOPWELL_DEVICE WorkTile work_of(const Params& p) { return work_tile_of(p, arch::block_index(), Config::kHeads); }
-
 // kHeadSteps: of 16 heads, where h_q may be fewer than 64.
 template <int kDqk, int kHeadSteps, bool kFixed, bool kAttn, bool kMerged = false>
 __global__ void __launch_bounds__(Config::kThreads, 1) single_kernel(const __grid_constant__ Params p) {
@@ -330,8 +366,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) single_kernel(const __gri
   auto& s = arch::dynamic_smem<SharedStorage<kDqk>>();
   const WorkTile work = work_of(p);
   if (!p.merged.wants(work.query)) {  // to the others it has made all its steps
-    const bool paced = p.progress && int(arch::block_index()) < p.whole_tiles;
-    count_missing_steps<Config::kKeys>(p, paced, 0, arch::thread_index());
+    count_missing_steps<Config::kKeys>(p, is_paced(p), 0, arch::thread_index());
     return;
   }
   const Entries entries = prepare<kDqk, kAttn, kMerged>(p, s, work);

@@ -108,8 +108,7 @@ HOPWELL_DEVICE void multiply_dq(float (&dq)[kSize], float (&narrow)[16], const D
   HOPWELL_UNROLL
   for (int step = 0; step < 4; ++step) {
     arch::wgmma_rs<kBTransposed>(dq, ds[step], right + uint64_t(128 * step), true);
-    if constexpr (kNarrow)
-      arch::wgmma_rs<kBTransposed>(narrow, ds[step], right_narrow + uint64_t(64 * step), true);
+    if constexpr (kNarrow) arch::wgmma_rs<kBTransposed>(narrow, ds[step], right_narrow + uint64_t(64 * step), true);
   }
 }
 
@@ -136,24 +135,27 @@ HOPWELL_DEVICE void load_transposed(uint32_t (&fragments)[kHeadSteps][4], const 
   for (int k = 0; k < kHeadSteps; ++k) arch::ldmatrix<arch::Transpose::yes>(fragments[k], source + uint32_t(2048 * k));
 }
 
-// acc [64 keys][2 kSize columns] (+)= such fragments · a panel of dO or Q, or half of it, by its address. That spares
-// shared memory.
+// A panel of 64 heads as an operand that is multiplied over heads.
+HOPWELL_DEVICE uint64_t across_heads(const Panel& panel) {
+  return arch::at_address(tile::kRowsAcrossK, arch::shared_address(&panel));
+}
+
+// acc [64 keys][2 kSize columns] (+)= such fragments · a panel of dO or Q, or half of it. That spares shared memory.
 template <int kHeadSteps, int kSize>
-HOPWELL_DEVICE void multiply_fragments(float (&acc)[kSize], const uint32_t (&fragments)[kHeadSteps][4], uint32_t panel,
+HOPWELL_DEVICE void multiply_fragments(float (&acc)[kSize], const uint32_t (&fragments)[kHeadSteps][4], uint64_t right,
                                        bool accumulate) {
-  const uint64_t right = arch::at_address(tile::kRowsAcrossK, panel);
   HOPWELL_UNROLL
   for (int k = 0; k < kHeadSteps; ++k)
     arch::wgmma_rs<kBTransposed>(acc, fragments[k], right + uint64_t(128 * k), accumulate || k > 0);
 }
-// The same where only the first heads' fragments found room in registers: those of the others come from `from`.
+// The same where only the first heads' fragments found room in registers; all of them are in `left`, too.
 template <int kHeadSteps, int kLoaded, int kSize>
-HOPWELL_DEVICE void multiply_fragments(float (&acc)[kSize], const uint32_t (&fragments)[kLoaded][4], const Panel& from,
-                                       uint32_t panel, bool accumulate) {
-  constexpr uint32_t kBytes = 16 * 128;  // of 16 heads
-  multiply_fragments(acc, fragments, panel, accumulate);
-  multiply_transposed<kHeadSteps - kLoaded>(acc, arch::shared_address(&from) + kLoaded * kBytes,
-                                            panel + kLoaded * kBytes, true);
+HOPWELL_DEVICE void multiply_fragments(float (&acc)[kSize], const uint32_t (&fragments)[kLoaded][4], uint64_t left,
+                                       uint64_t right, bool accumulate) {
+  multiply_fragments(acc, fragments, right, accumulate);
+  HOPWELL_UNROLL
+  for (int step = kLoaded; step < kHeadSteps; ++step)
+    arch::wgmma_ss<kBothTransposed>(acc, left + uint64_t(128 * step), right + uint64_t(128 * step), true);
 }
 
 // ---- P and dS
@@ -183,20 +185,26 @@ HOPWELL_DEVICE void load_held_keys(HeldKeys& held, const uint16_t (&holders)[Con
   }
 }
 
-// Scores to P in shared memory; with attn, `acc` keeps exp(score − lse). kMerged: only where the query holds the key.
-template <bool kAttn, bool kMerged = false>
-HOPWELL_DEVICE void store_p(const Params& p, float (&acc)[32], const HeadValues<Config::kHeads>& heads,
-                            const Panel& target, int t, const HeldKeys& held = {}) {
-  const auto &shift = heads.shift, &kept = heads.kept;
+// Scores to exp(score − lse'), or exp(score − lse) with attn. kMerged: only where the query holds the key.
+template <bool kMerged = false>
+HOPWELL_DEVICE void make_p(const Params& p, float (&acc)[32], const HeadValues<Config::kHeads>& heads, int t,
+                           const HeldKeys& held = {}) {
   const int row = t / 32 * 16 + t % 32 / 4;
-  const float shift0 = shift[row], shift1 = shift[row + 8];
-  const float kept0 = kAttn ? kept[row] : 1, kept1 = kAttn ? kept[row + 8] : 1;
+  const float shift0 = heads.shift[row], shift1 = heads.shift[row + 8];
   HOPWELL_UNROLL
   for (int e = 0; e < 32; ++e) {
     const float x = acc[e] * p.scale_log2 - (e & 2 ? shift1 : shift0);
     acc[e] = arch::exp2_approx(x > Config::kLargestExponent ? Config::kLargestExponent : x);  // a NaN stays
     if (kMerged && !(held[e >> 1 & 1] >> (e / 4 * 2 + (e & 1)) & 1)) acc[e] = 0;
   }
+}
+
+// P to shared memory, by way of what attn keeps of it.
+template <bool kAttn>
+HOPWELL_DEVICE void store_p(const float (&acc)[32], const HeadValues<Config::kHeads>& heads, const Panel& target,
+                            int t) {
+  const int row = t / 32 * 16 + t % 32 / 4;
+  const float kept0 = kAttn ? heads.kept[row] : 1, kept1 = kAttn ? heads.kept[row + 8] : 1;
   HOPWELL_UNROLL
   for (int j = 0; j < 8; j += 2) {
     uint32_t packed[4];
