@@ -233,7 +233,7 @@ TEST(PagedAttentionPlan, HeadsThatShareLinesAreWalkedAbreast) {
   EXPECT_EQ(abreast(96, 4, 3), 1);
 }
 
-// Some tiles of mma have no room for the low parts of q, and load it by words.
+// Some tiles of mma are for q without low parts, which they load by words.
 TEST(PagedAttentionPlan, QueriesThatAreNotExactGoToOtherTiles) {
   const auto problem_with = [](std::int64_t d, std::int64_t group, auto change) {
     Call call{.lengths = {100}, .h_q = 2 * group, .h_kv = 2, .d = d};
@@ -245,12 +245,20 @@ TEST(PagedAttentionPlan, QueriesThatAreNotExactGoToOtherTiles) {
   const auto with_u = [](Problem& problem) { problem.pos_bias_u.present = true; };
   const auto by_halves = [](Problem& problem) { problem.q.stride[2] += 1; };
   EXPECT_EQ(mma_blocks(problem_with(128, 12, as_it_is)), 2);
-  EXPECT_EQ(mma_blocks(problem_with(128, 12, with_u)), 1);
-  EXPECT_EQ(mma_blocks(problem_with(128, 12, by_halves)), 1);
+  EXPECT_EQ(mma_blocks(problem_with(128, 12, with_u)), 2);
+  EXPECT_EQ(mma_blocks(problem_with(128, 12, by_halves)), 2);
   EXPECT_EQ(tile_kind(problem_with(128, 2, with_u)), TileKind::mma);
   EXPECT_EQ(tile_kind(problem_with(256, 2, as_it_is)), TileKind::mma);
   EXPECT_EQ(tile_kind(problem_with(256, 2, with_u)), TileKind::key_major);
   EXPECT_EQ(tile_kind(problem_with(256, 2, by_halves)), TileKind::key_major);
+  EXPECT_EQ(tile_kind(problem_with(256, 3, with_u)), TileKind::mma);
+  EXPECT_EQ(tile_kind(problem_with(256, 3, by_halves)), TileKind::mma);
+  for (const std::int64_t d : {128, 192, 256}) {
+    for (const std::int64_t group : {3, 8, 12}) {
+      const int passes = plan_split(problem_with(d, group, as_it_is), kShared).schedule.passes.value;
+      EXPECT_EQ(plan_split(problem_with(d, group, with_u), kShared).schedule.passes.value, passes) << d << " " << group;
+    }
+  }
 }
 
 // Tiles of mma reach other keys of a page by a distance of 31 bits, up or down.

@@ -68,7 +68,8 @@ int mma_keys(const Problem& problem) { return problem.d <= 64 ? 64 : problem.d <
 int heads_abreast(const Problem& problem, int max_heads, int queries) {
   const std::int64_t row = problem.d * width_of(problem.q);
   const bool rows = problem.layout != HOPWELL_CACHE_VLLM && problem.k.head == problem.d && problem.v.head == problem.d;
-  const int most = problem.device.shared_bytes < std::size_t{160} * 1024 ? 2 : 4;  // that there are surely warps for
+  // That there are surely warps for.
+  const int most = exact_query(problem) && problem.device.shared_bytes >= std::size_t{160} * 1024 ? 4 : 2;
   const auto lines_of = [&](std::int64_t heads) {
     std::int64_t lines = 0;
     for (std::int64_t first = 0; first < problem.h_kv; first += heads)
@@ -218,8 +219,9 @@ TileKind tile_kind(const Problem& problem) {
   const std::int64_t queries = problem.h_q / problem.h_kv * problem.q_len;
   const bool fits = width_of(problem.q) == 2 && !(wide && vllm) && problem.block % 16 == 0 && !scattered(problem) &&
                     pages_are_near(problem);
-  const bool pays = vllm || queries > 1;
-  if (pays && fits && !problem.r && (!wide || exact_query(problem))) return TileKind::mma;
+  // Where tiles of wide rows leave room for few warps a second pass, which finds them in L2, takes the same time (measured).
+  const bool pays = vllm || queries > (wide && !exact_query(problem) ? 2 : 1);
+  if (pays && fits && !problem.r) return TileKind::mma;
   return vllm ? TileKind::dimension_major : TileKind::key_major;
 }
 
@@ -233,7 +235,7 @@ bool exact_query(const Problem& problem) {
 // count, which twice the rows make longer.
 int mma_blocks(const Problem& problem) {
   const std::int64_t group = problem.h_q / problem.h_kv;
-  if (problem.q_len > 1 || group <= 8 || group > 16 || problem.d > 128 || !exact_query(problem)) return 1;
+  if (problem.q_len > 1 || group <= 8 || group > 16 || problem.d > 128) return 1;
   const std::int64_t keys = problem.b * problem.h_kv * problem.max_blocks * problem.block;
   return keys / mma_keys(problem) >= std::int64_t{kTilesOfTwoBlocks} * kMaxWarps * problem.device.sms ? 2 : 1;
 }

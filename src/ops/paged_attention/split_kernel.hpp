@@ -72,7 +72,7 @@ HOPWELL_DEVICE void finish_segment(const Params& p, MergeStorage& s, WarpStorage
     if (segment.whole()) return tile.store_results(p, segment);
   tile.store_partial(p, storage.partial(which));
   if (!segment.whole()) {
-    if (arch::lane_index() > 0 || warp % p.schedule.abreast > 0) return;
+    if (arch::lane_index() > 0 || warp >= p.schedule.shares) return;
     PartialInfo& info = s.info[warp][which];
     info = {segment.ends() ? Extent::ends : Extent::continues, segment.sequence, segment.row_block,
             segment.row_block_begin(p)};
@@ -114,7 +114,7 @@ class InLanes {
 };
 // For tiles that have no registers left for what is seldom used.
 template <class Tile, class T>
-using Kept = std::conditional_t<(Tile::kPartsApart > 0), InLanes<T>, T>;
+using Kept = std::conditional_t<Tile::kRegistersAreScarce, InLanes<T>, T>;
 
 // The tiles of a warp's share, one after the other, each with the page of the lane's first key. Page numbers are
 // requested two tiles before they are needed.
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) split_kernel(const __grid_cons
   if (arch::lane_index() == 0)
     for (PartialInfo& info : s.of_cta.merge.info[warp]) info.extent = Extent::none;
   Tile tile(p);
-  if constexpr (Tile::kAbreast) tile.head = warp % p.schedule.abreast;
+  if constexpr (Tile::kAbreast) tile.head = warp / p.schedule.shares;
   tile::wait_for_prior_kernels();
   WarpWork found;
   find_work(p, s.of_cta.partition, found);

@@ -127,7 +127,7 @@ HOPWELL_DEVICE void merge_cta(const Params& p, MergeStorage& s, const Partition&
       s.sums[(group * pieces + piece) * 32 + arch::lane_index()] = quad;
       continue;
     }
-    const PartialInfo& info = s.info[chain.share * schedule.abreast][chain.which];
+    const PartialInfo& info = s.info[chain.share][chain.which];
     store_sums<T>(p, info.sequence, info.row_block, at, quad);
   }
   if (taken.groups <= 1) return;

@@ -188,15 +188,14 @@ struct WarpChain {
   bool ends;
 };
 
-// Which shares of the CTA have what, a bit each. What is known of one is in the place of the first of its warps.
+// Which shares of the CTA have what, a bit each. What is known of one is in the place of its warp of the first head.
 struct WarpChains {
   uint32_t begins, continues, ends;
   HOPWELL_DEVICE explicit WarpChains(const Params& p, const MergeStorage& s) {
     const int lane = arch::lane_index();
     const bool exists = lane < p.schedule.shares;
-    const PartialInfo* info = s.info[exists ? lane * p.schedule.abreast : 0];
-    const Extent before = exists ? info[kBegunBefore].extent : Extent::none;
-    begins = arch::ballot(exists && info[kBegunHere].extent != Extent::none);
+    const Extent before = exists ? s.info[lane][kBegunBefore].extent : Extent::none;
+    begins = arch::ballot(exists && s.info[lane][kBegunHere].extent != Extent::none);
     continues = arch::ballot(before == Extent::continues), ends = arch::ballot(before == Extent::ends);
   }
   HOPWELL_DEVICE WarpChain from(int share, int which) const {
@@ -221,16 +220,16 @@ HOPWELL_DEVICE PartialSums<kValues> load_sums(const Partial& partial, int pitch,
 }
 
 // `partial_of(warp, which)` is a warp's partial result: of all rows of the row block, or of one of the heads that are
-// walked along abreast.
+// walked along abreast. Shares lie at constant distances, so that all loads are under way together, without branches.
 template <int kValues, class PartialOf>
 HOPWELL_DEVICE PartialSums<kValues> merge_chain(const Params& p, const WarpChain& chain, const PartialOf& partial_of,
                                                 int pitch, const PairIndex& at) {
-  const int abreast = p.schedule.abreast.value, head = abreast > 1 ? at.row / p.schedule.queries : 0;
+  const int head = p.schedule.abreast > 1 ? at.row / p.schedule.queries : 0;
   PairIndex of_warp = at;
   of_warp.row -= head * p.schedule.queries;
+  const int first = head * p.schedule.shares + chain.share;
   return merge_partials<kMaxWarps>(chain.count, [&](int i) {
-    const int warp = (chain.share + i) * abreast + head;
-    return load_sums<kValues>(partial_of(warp, i == 0 ? chain.which : kBegunBefore), pitch, of_warp);
+    return load_sums<kValues>(partial_of(first + i, i == 0 ? chain.which : kBegunBefore), pitch, of_warp);
   });
 }
 

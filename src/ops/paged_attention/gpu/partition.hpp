@@ -24,7 +24,7 @@ struct WarpWork {
 };
 
 // Which share of the CTA's tiles this warp has.
-HOPWELL_DEVICE int share_of_warp(const Params& p) { return arch::warp_index() / p.schedule.abreast; }
+HOPWELL_DEVICE int share_of_warp(const Params& p) { return arch::warp_index() % p.schedule.shares; }
 
 // A small batch, of up to two sequences a lane: each warp finds its share by itself, and nothing is read twice.
 HOPWELL_DEVICE void partition_by_warp(const Params& p, WarpWork& work) {

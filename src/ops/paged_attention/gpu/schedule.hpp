@@ -39,7 +39,7 @@ struct Schedule {
   int merge_groups;                            // groups of warps of a CTA that have a warp for each piece
   Divisor warps, ctas;                         // warps of a CTA
   Divisor abreast;                             // warps that walk along the same keys, each for a head of the row block
-  Divisor shares;                              // of a CTA's tiles: warps / abreast
+  Divisor shares;                              // of a CTA's tiles: warps / abreast; `shares` warps have the first head
   int whole_blocks;                            // row blocks of a CTA if all are equally long; 0: no whole number
   int threads;                                 // of a CTA
   int sequences_per_thread;                    // whose lengths it adds up

@@ -7,15 +7,15 @@
 //           8–15 what rounding it to 16 bits has lost; the two results are added. out^T = V^T P^T: 16 dimensions by 8
 //           queries, high and low parts of P one after the other into the same sums. 8 rows or half of the products
 //           would be empty anyway, so this costs nothing, and leaves 16 bits of a bf16 product, 22 of an fp16 one. S
-//           comes out as P goes in. Where registers are few q has no low parts, which is exact where nothing is added to
-//           it (plan.cpp's exact_query): two blocks, whose 16 rows of S are 16 query vectors, and head sizes other than
-//           64 and 128
+//           comes out as P goes in. An exact q, to which nothing is added, has no low parts (plan.cpp's exact_query): the
+//           16 rows of S of two blocks are 16 query vectors. Of q in two parts two blocks have high and low parts one after
+//           the other into the same sums
 // Timeline  K 0 ▓ │ copy K 0 │ K 1 ▓ │ copy K 1 │ softmax ▓▓ │ V 0 ▓ │ copy V 0 │ V 1 ▓ │ copy V 1 │ next tile: K 0 ▓ …
 //           three or four of the four parts are on their way at any time; 16 keys: K ▓ │ copy K │ softmax ▓▓ │ V ▓ │ …
 // Budget    shared: 8 warps × (16,384 or 12,288 + 16 · kD of q + 4 · 8 · (keys + 4) of bias + 16 + 2 partial results of
-//           32 · kD) + 6.5 KiB; an exact q is not in it, and the last partial result lies in the ring: 8 warps × (16,384
-//           or 12,288 + biases and partial result, twice those of two blocks). Registers: kD / 4 of the output and of q
-//           (exact: half as much for a block), ~110 to 150 others
+//           32 · kD) + 6.5 KiB; an exact q is not in it, and the last partial result lies in the ring. Two blocks have twice
+//           the biases and partial results. q in two parts of two blocks, or of kD 256, lies in the partial result, for 6 or
+//           7 warps. Registers: kD / 4 of the output and of q (exact: half as much for a block), ~110 to 150 others
 // Bound     memory; the tensor cores are 2 % busy with one block
 //
 // A lane's query vector is that of row lane / 4, as in the fragments.
@@ -46,31 +46,35 @@ HOPWELL_DEVICE void split(float x, float y, uint32_t& high, uint32_t& low, fp16)
   low = arch::pack_fp16(x - arch::to_float(fp16{uint16_t(high)}), y - arch::to_float(fp16{uint16_t(high >> 16)}));
 }
 
-template <class T, int kD, int kTokens, int kBlocks = 1>
-struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
+// Tiles of two blocks, and of other d than 64 and 128, are for exact queries first of all.
+template <class T, int kD, int kTokens, int kBlocks = 1, bool kExactQuery = kBlocks == 2 || (kD != 64 && kD != 128)>
+struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
   using Type = T;
-  using Copies = MmaTileCopy<T, kD, kTokens, kBlocks>;
+  using Copies = MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery>;
   using Stage = typename Copies::Stage;
   using Copies::chunk_index, Copies::column_chunk_index, Copies::token_chunk_index, Copies::eight_of,
       Copies::sixteen_of, Copies::place_of, Copies::row, Copies::quad, Copies::vector_of;
-  using Copies::kHalves, Copies::kParts, Copies::kExactQuery, Copies::kBiasPart;
+  using Copies::kHalves, Copies::kParts, Copies::kCopiesQuery, Copies::kBiasPart;
   using Copies::kVllm, Copies::kRows, Copies::kKeys, Copies::kChunks, Copies::kPages, Copies::kLanesOfPage,
       Copies::kOffsetV;
   using typename Copies::ChunkAddress;
-  static constexpr int kKeysOfLookup = 16;  // that share a page
+  static constexpr bool kHoldsQuery = kExactQuery || Copies::kCopiesQuery;  // in registers, else in the partial result
+  static constexpr int kKeysOfLookup = 16;                                  // that share a page
   // There is room for an eighth warp if the ring's memory is the last segment's partial result's, too.
   static constexpr bool kStoresResults = kExactQuery;
+  static constexpr bool kRegistersAreScarce = kD * kBlocks >= 256;
   // fp16 has no exponents for small probabilities: they are held 2^14 times as large, below 2^15 with the slack.
   static constexpr float kShift = std::is_same_v<T, fp16> ? 14 : 0;
   static constexpr float kSlack = std::is_same_v<T, fp16> ? 1 : 8;  // how far a logit may lie above the maximum
 
-  using Partial = WarpPartial<kRows * kD, kRows>;
+  struct alignas(128) Partial : WarpPartial<kRows * kD, kRows> {};  // q lies in it as keys do in a stage
 
   static constexpr bool kAbreast = true;
   int head = 0;
-  uint32_t q[kD / 16][kExactQuery ? 2 * kBlocks : 4];
+  uint32_t q[kHoldsQuery ? kD / 16 : 1][kExactQuery ? 2 * kBlocks : 4];
+  uint32_t q_chunk;                // address of the first chunk of q that this lane reads for ldmatrix
   float out[kBlocks][kD / 16][4];  // transposed
-  float scale;                     // of the products with q in two parts, in units of log 2
+  float scale[kBlocks];            // of the products with q in two parts, in units of log 2
   RunningSoftmax softmax[kBlocks];
 
   HOPWELL_DEVICE explicit MmaTile(const Params&) {}
@@ -180,20 +184,43 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
   }
 
  private:
-  // q + u in two parts of 16 bits, by way of the partial result's memory: high parts as rows 0 to 7, low parts as those
-  // that follow. The largest |q + u| of a row is scaled to between 1 and 2, so that no type is left.
+  static HOPWELL_DEVICE int head_of_row(const QueryVector& vector, int of_row) {
+    if constexpr (kBlocks == 1) return arch::shuffle(vector.head, 4 * of_row);
+    return arch::shuffle(vector.head, 0) + of_row;  // q_len is 1
+  }
+  // Query vectors as they lie in memory, to where their low parts will be. All loads are under way together.
+  HOPWELL_DEVICE void load_queries(const Params& p, const QueryVector& vector, arch::Words4* chunks) const {
+    constexpr int kAtOnce = 32 / kChunks;  // rows
+    const int lane = arch::lane_index(), chunk = lane % kChunks;
+    RawElements raw[kRows / kAtOnce];
+    HOPWELL_UNROLL
+    for (int i = 0; i < kRows / kAtOnce; ++i) {
+      const int of_row = i * kAtOnce + lane / kChunks;
+      QueryVector other = vector;
+      other.query = arch::shuffle(vector.query, 4 * of_row), other.head = head_of_row(vector, of_row);
+      if (of_row < p.schedule.queries) raw[i] = load_q<T, 8>(p, other, 8 * chunk);
+    }
+    HOPWELL_UNROLL
+    for (int i = 0; i < kRows / kAtOnce; ++i)
+      chunks[chunk_index(i * kAtOnce + lane / kChunks + kRows, chunk)] = raw[i].half[0];
+  }
+  // q + u in two parts of 16 bits, by way of the partial result's memory: high parts as rows 0 to 7 (15 of two blocks),
+  // low parts as those that follow. The largest |q + u| of a row is scaled to between 1 and 2, so that no type is left.
   HOPWELL_DEVICE void split_query(const Params& p, const QueryVector& vector, Partial& partial, const Stage& stage) {
     const int lane = arch::lane_index(), chunk = lane % kChunks;
     auto* chunks = reinterpret_cast<arch::Words4*>(partial.values);
-    arch::cp_async_wait<kParts - 1>();
+    if constexpr (kCopiesQuery)
+      arch::cp_async_wait<kParts - 1>();
+    else if (p.query.aligned)
+      load_queries(p, vector, chunks);
     HOPWELL_NO_UNROLL
     for (int first = 0; first < p.schedule.queries; first += 32 / kChunks) {
       const int of_row = first + lane / kChunks;
       QueryVector other = vector;
-      other.query = arch::shuffle(vector.query, 4 * of_row), other.head = arch::shuffle(vector.head, 4 * of_row);
+      other.query = arch::shuffle(vector.query, 4 * of_row), other.head = head_of_row(vector, of_row);
       RawElements raw{};
-      if (p.query.aligned)
-        raw.half[0] = stage.q[of_row * kChunks + chunk];  // its own copy
+      if (p.query.aligned)  // its own copy
+        raw.half[0] = kCopiesQuery ? stage.q[of_row * kChunks + chunk] : chunks[chunk_index(of_row + kRows, chunk)];
       else
         raw = load_q<T, 8>(p, other, 8 * chunk);
       float x[8], largest = 0;
@@ -211,16 +238,15 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
       chunks[chunk_index(of_row, chunk)] = high, chunks[chunk_index(of_row + kRows, chunk)] = low;
     }
     arch::syncwarp();
-    const uint32_t rows = arch::shared_address(chunks);
-    const int last = p.schedule.queries - 1;                  // of the rows that there are; the others repeat it
-    const int of_row = smaller(lane % 8, last) + (lane & 8);  // the one that this lane reads for ldmatrix
-    HOPWELL_UNROLL
-    for (int i = 0; i < kD / 16; ++i) {
-      // Of dimensions 64 apart, whose places differ by a constant: few addresses to find out before the first tile.
-      const int of_line = 2 * i % 8 + lane / 16;
-      arch::ldmatrix(q[i], rows + uint32_t(16 * (chunk_index(of_row, of_line) + 2 * i / 8 * 8)));
+    const int last = p.schedule.queries - 1;  // of the rows that there are; the others repeat it
+    const int of_row = kBlocks == 1 ? smaller(lane % 8, last) + (lane & 8) : smaller(lane % 16, last);
+    q_chunk = arch::shared_address(chunks) + uint32_t(16 * chunk_index(of_row, lane / 16));
+    if constexpr (kHoldsQuery) {
+      HOPWELL_UNROLL
+      for (int i = 0; i < kD / 16; ++i) load_query(i, q_chunk, q[i]);
     }
-    scale = partial.stats[smaller(row, last)].maximum;
+    HOPWELL_UNROLL
+    for (int b = 0; b < kBlocks; ++b) scale[b] = partial.stats[smaller(row + 8 * b, last)].maximum;
     arch::syncwarp();  // kept: nobody writes the partial result before many more steps of all lanes
   }
   // The biases of keys 8 t + 2 quad and the next one, of block b.
@@ -245,9 +271,11 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
     return softmax[b].maximum == -INFINITY ? 0 : softmax[b].maximum - kShift;
   }
   HOPWELL_DEVICE float limit_of(int b) const { return softmax[b].maximum == -INFINITY ? -INFINITY : kSlack + kShift; }
-  HOPWELL_DEVICE float scale_of(const Params& p) const { return kExactQuery ? p.query.log2_scale : scale; }
+  HOPWELL_DEVICE float scale_of(const Params& p, int b) const { return kExactQuery ? p.query.log2_scale : scale[b]; }
   // Of eight keys, the product of the lane's key e % 2 with the query of block e / 2, or the sum of its two parts.
-  static HOPWELL_DEVICE float product_of(const float (&s)[4], int e) { return kExactQuery ? s[e] : s[e] + s[2 + e]; }
+  static HOPWELL_DEVICE float product_of(const float (&s)[4], int e) {
+    return kExactQuery || kBlocks > 1 ? s[e] : s[e] + s[2 + e];
+  }
   // Products to logits, less what is subtracted from them: s[t][2 b + e] of key 8 t + 2 quad + e, block b. True if a bias
   // of −inf hides a key from any lane's row.
   HOPWELL_DEVICE bool finish_logits(const Params& p, const QueryVector& vector, int tile_key, const Stage& stage,
@@ -257,7 +285,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
     if (!p.bias.exists()) {
       HOPWELL_UNROLL
       for (int t = 0; t < kKeys / 8; ++t)
-        for (int e = 0; e < 2 * kBlocks; ++e) s[t][e] = fmaf(product_of(s[t], e), scale_of(p), -base_of(e / 2));
+        for (int e = 0; e < 2 * kBlocks; ++e) s[t][e] = fmaf(product_of(s[t], e), scale_of(p, e / 2), -base_of(e / 2));
     } else if (p.bias.aligned && p.bias.type == Float::bf16) {
       hidden = add_biases(p, s, [&](int b, int t, float (&bias)[2]) {
         const uint32_t word = reinterpret_cast<const uint32_t*>(stage.bias[row + 8 * b])[4 * t + quad];
@@ -282,7 +310,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
         for (int e = 0; e < 2; ++e) {
           lowest = fminf(lowest, bias[e]);
           s[t][2 * b + e] =
-              fmaf(product_of(s[t], 2 * b + e), scale_of(p), fmaf(bias[e], p.bias.log2_scale, -base_of(b)));
+              fmaf(product_of(s[t], 2 * b + e), scale_of(p, b), fmaf(bias[e], p.bias.log2_scale, -base_of(b)));
         }
       }
     }
@@ -325,25 +353,57 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
     }
   }
 
+  // 16 dimensions of q, as mma takes them, from `rows` on: where the lane's first chunk lies of those. Dimensions 64 apart
+  // have places that differ by a constant: few addresses to find out before the first tile.
+  static HOPWELL_DEVICE void load_query(int i, uint32_t rows, uint32_t (&of_q)[4]) {
+    arch::ldmatrix(of_q, (rows ^ uint32_t(16 * (2 * i % 8))) + uint32_t(16 * (2 * i / 8 * 8)));
+  }
   // S = q k^T for half of the keys, or all: s[t] for keys 8 t to 8 t + 7, of both blocks, or high parts and low parts.
   HOPWELL_DEVICE void multiply(int half, uint32_t keys, float (&s)[kKeys / 8][4]) const {
+    constexpr int kCount = kKeys / 8 / kHalves;
     const int lane = arch::lane_index();
     // Of this lane's chunks, for ldmatrix: key lane % 8 and chunk lane / 8.
     const ChunkAddress in_rows(keys, lane % 8, lane / 8);
     const uint32_t in_columns = keys + uint32_t(16 * column_chunk_index(lane % 8, lane / 8));
-    HOPWELL_UNROLL
-    for (int j = 0; j < kKeys / 8 / kHalves; ++j) {
-      const int t = eight_of(half, j);
-      float other[4];  // a second sum, as the tensor cores take their time
-      for (int e = 0; e < 4; ++e) s[t][e] = other[e] = 0;
+    const auto load_keys = [&](int t, int i, uint32_t (&b)[4]) {
+      arch::ldmatrix(
+          b, kVllm ? in_columns + uint32_t(16 * column_chunk_index(8 * t, 4 * i)) : in_rows.moved(8 * t, 4 * i));
+    };
+    if constexpr (kHoldsQuery) {
+      HOPWELL_UNROLL
+      for (int j = 0; j < kCount; ++j) {
+        const int t = eight_of(half, j);
+        float other[4];  // a second sum, as the tensor cores take their time
+        for (int e = 0; e < 4; ++e) s[t][e] = other[e] = 0;
+        HOPWELL_UNROLL
+        for (int i = 0; i < kD / 32; ++i) {
+          uint32_t b[4];
+          load_keys(t, i, b);
+          multiply_query(s[t], q[2 * i], b[0], b[1]), multiply_query(other, q[2 * i + 1], b[2], b[3]);
+        }
+        for (int e = 0; e < 4; ++e) s[t][e] += other[e];
+      }
+    } else {
+      // Each fragment of q is loaded once for all keys of the half. By a shuffle, so that the compiler keeps one address
+      // alone and finds those near it out in every step.
+      const uint32_t rows = arch::shuffle(q_chunk, lane);
+      HOPWELL_UNROLL
+      for (int j = 0; j < kCount; ++j)
+        for (float& sum : s[eight_of(half, j)]) sum = 0;
       HOPWELL_UNROLL
       for (int i = 0; i < kD / 32; ++i) {
-        uint32_t b[4];
-        arch::ldmatrix(
-            b, kVllm ? in_columns + uint32_t(16 * column_chunk_index(8 * t, 4 * i)) : in_rows.moved(8 * t, 4 * i));
-        multiply_query(s[t], q[2 * i], b[0], b[1]), multiply_query(other, q[2 * i + 1], b[2], b[3]);
+        uint32_t of_q[kBlocks][2][4];  // of two blocks high parts and low parts
+        for (int part = 0; part < kBlocks; ++part)
+          for (int e = 0; e < 2; ++e)
+            load_query(2 * i + e, rows + uint32_t(16 * kChunks * kRows * part), of_q[part][e]);
+        HOPWELL_UNROLL
+        for (int j = 0; j < kCount; ++j) {
+          uint32_t b[4];
+          load_keys(eight_of(half, j), i, b);
+          for (int part = 0; part < kBlocks; ++part)
+            for (int e = 0; e < 2; ++e) mma(s[eight_of(half, j)], of_q[part][e], b[2 * e], b[2 * e + 1], T{});
+        }
       }
-      for (int e = 0; e < 4; ++e) s[t][e] += other[e];
     }
   }
   template <int kWords>

@@ -13,8 +13,9 @@ namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
 // `kTokens` tells the layouts apart: 0 for rows, nhd and hnd; for vllm how many chunks of a dimension of V, of eight
 // tokens each, are copied side by side, so that a warp reads whole lines of memory: all of the tile where a block has
 // as many tokens, else two, the 16 tokens of a block, whose dimensions follow one another. `kBlocks`: of 8 query vectors
-// each; a lane has one of each block.
-template <class T, int kD, int kTokens, int kBlocks = 1>
+// each; a lane has one of each block. `kExactQuery`: q has no low parts and is loaded into registers; what plan.cpp's
+// exact_query says is given.
+template <class T, int kD, int kTokens, int kBlocks, bool kExactQuery>
 struct MmaTileCopy {
   static constexpr int kLaneBytes = 0;  // tiles are the warp's
   static constexpr int kRows = 8 * kBlocks,
@@ -24,11 +25,10 @@ struct MmaTileCopy {
                        kChunks = kD / 8, kPages = kKeys / 16, kLanesOfPage = 32 / kPages;
   static constexpr bool kVllm = kTokens > 0;
   static constexpr int kStages = 1, kHalves = kPages > 1 ? 2 : 1, kParts = 2 * kHalves;  // of K and V; of a tile
-  // q has no low parts and is loaded into registers: what plan.cpp's exact_query says is given.
-  static constexpr bool kExactQuery = kBlocks > 1 || (kD != 64 && kD != 128);
   // With many registers in use a step without a tile to compute would cost more. Else short code counts, of short calls.
-  static constexpr int kPartsApart = kExactQuery ? kParts : 0;
-  static constexpr bool kCopiesQuery = !kExactQuery;
+  static constexpr bool kFewRegisters = kBlocks > 1 || (kD != 64 && kD != 128);
+  static constexpr int kPartsApart = kFewRegisters ? kParts : 0;
+  static constexpr bool kCopiesQuery = !kFewRegisters;  // else there is no room for it in a stage, or no need
   static constexpr int kBiasPart = kHalves - 1;  // biases come with the last part of K, after which they are used
   static constexpr uint32_t kOffsetV = kKeys * kChunks * 16;  // in a stage
 

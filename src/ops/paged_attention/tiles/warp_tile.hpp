@@ -93,12 +93,13 @@ concept WarpTile = requires(Tile tile, const Tile& done, const WarpTileArguments
   { Tile::kStages } -> std::convertible_to<int>;          // of the ring
   { Tile::kPartsApart } -> std::convertible_to<int>;      // of a first tile, whose copies have code of their own; or 0
   { Tile::kStoresResults } -> std::convertible_to<bool>;  // of whole row blocks, by itself: mma.hpp
-  { Tile::kLaneBytes } -> std::convertible_to<int>;       // from one lane's first chunk in a stage to the next lane's
-  { Tile::kKeysOfLookup } -> std::convertible_to<int>;    // consecutive keys that share a page
-  { Tile::kAbreast } -> std::convertible_to<bool>;        // whether its head is the warp's, which the kernel sets
-  { tile.first_key } -> std::convertible_to<int>;         // of the lane, in a tile
-  { tile.head } -> std::convertible_to<int>;              // its KV head and
-  { tile.row } -> std::convertible_to<int>;               // its query in a row block
+  { Tile::kRegistersAreScarce } -> std::convertible_to<bool>;  // so that kernels keep what is seldom used in lanes
+  { Tile::kLaneBytes } -> std::convertible_to<int>;     // from one lane's first chunk in a stage to the next lane's
+  { Tile::kKeysOfLookup } -> std::convertible_to<int>;  // consecutive keys that share a page
+  { Tile::kAbreast } -> std::convertible_to<bool>;      // whether its head is the warp's, which the kernel sets
+  { tile.first_key } -> std::convertible_to<int>;       // of the lane, in a tile
+  { tile.head } -> std::convertible_to<int>;            // its KV head and
+  { tile.row } -> std::convertible_to<int>;             // its query in a row block
   { done.copy_source(a.p, a.vector) } -> std::same_as<CopySource>;
   // Called once before a tile is copied. Then: starts copying a part of it into a stage.
   done.locate(a.p, a.source, a.found);
