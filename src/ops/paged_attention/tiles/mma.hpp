@@ -67,7 +67,8 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
   static constexpr float kShift = std::is_same_v<T, fp16> ? 14 : 0;
   static constexpr float kSlack = std::is_same_v<T, fp16> ? 1 : 8;  // how far a logit may lie above the maximum
 
-  struct alignas(128) Partial : WarpPartial<kRows * kD, kRows> {};  // q lies in it as keys do in a stage
+  using Results = WarpPartial<kRows * kD, kRows>;
+  struct alignas(128) Partial : Results {};  // q lies in it as keys do in a stage
 
   static constexpr bool kAbreast = true;
   int head = 0;
