@@ -483,6 +483,47 @@ void add_large_groups(std::vector<Config>& all) {
   }
 }
 
+// Nothing is added to q, so that tiles may take it as it lies in memory, or pos_bias_u, so that it has low parts: of every
+// size, one block of 8 query vectors and two (tables so long that a GPU has many tiles for each warp), row blocks that a
+// warp has the whole of and such that several have.
+void add_tiles_of_queries(std::vector<Config>& all, const std::string& prefix, bool u, std::int64_t d,
+                          std::int64_t group) {
+  const std::string name = prefix + std::to_string(group) + "_d_" + std::to_string(d);
+  Config c{.name = name + "_bf16",
+           .dtype = DType::kBFloat16,
+           .lengths = {0, 1, 16, 40, 41, 1100},
+           .h_q = 2 * group,
+           .h_kv = 2,
+           .d = d,
+           .bias = BiasForm::kKey,
+           .extent = 1104,
+           .u = u};
+  const auto add = [&all, &c, group] {
+    if (group > 8) c.max_blocks = (std::int64_t{1} << 20) / (c.b() * c.h_kv * c.block);
+    all.push_back(c);
+  };
+  add();
+  c.name = name + "_bf16_hnd_window", c.layout = HOPWELL_CACHE_HND, c.block = 32, c.window = 37;
+  c.q_len = group == 12 ? 1 : 3, c.lengths = {5, 130, 64}, c.bias = BiasForm::kDistance;
+  c.bias_dtype = DType::kFloat32, c.extent = 33, c.out_of_range = HOPWELL_OUT_OF_RANGE_CLAMP, c.alibi = true;
+  add();
+  c.name = name + "_fp16_infinite", c.layout = HOPWELL_CACHE_NHD, c.dtype = DType::kFloat16, c.alibi = false;
+  c.bias = BiasForm::kNone, c.window = 0, c.infinite = true, c.q_len = 1, c.lengths = {1, 6, 31, 33, 130, 33, 66, 2};
+  c.bias_dtype = {};
+  add();
+  if (!u || group <= 8 || d > 128) return;
+  c.name = name + "_vllm_bf16", c.dtype = DType::kBFloat16, c.layout = HOPWELL_CACHE_VLLM, c.infinite = false;
+  add();
+  c.name = name + "_vllm_fp16_block_64", c.dtype = DType::kFloat16, c.block = 64;
+  add();
+}
+void add_exact_queries(std::vector<Config>& all) {
+  for (const std::int64_t d : {40, 64, 72, 96, 120, 128, 136, 192, 200, 256})
+    for (const std::int64_t group : {2, 7, 12}) add_tiles_of_queries(all, "exact_q_of_", false, d, group);
+  for (const std::int64_t d : {40, 64, 96, 128, 136, 256})
+    for (const std::int64_t group : {2, 7, 12}) add_tiles_of_queries(all, "q_and_u_of_", true, d, group);
+}
+
 std::string setting(const Settings& settings, const std::string& key, const std::string& allowed) {
   const auto at = settings.find(key);
   const std::string value = at == settings.end() ? "" : at->second;
@@ -506,16 +547,17 @@ Instance bench(const Settings& settings, Random& random) {
   Config c;
   const std::string dtype = setting(settings, "dtype", "fp32 fp16 bf16"),
                     layout = setting(settings, "layout", "nhd hnd vllm");
-  const std::string bias = setting(settings, "bias", "none key key_each distance fused");  // key_each: a row a sequence
+  const std::string bias = setting(settings, "bias", "none key key_each key_each_u distance fused");
   for (const auto& [name, value] : kDTypes)
     if (dtype == name) c.dtype = value;
   for (const auto& [name, value] : kLayouts)
     if (layout == name) c.layout = value;
-  c.bias = bias == "key"        ? BiasForm::kKey
-           : bias == "key_each" ? BiasForm::kKey
-           : bias == "distance" ? BiasForm::kDistance
-           : bias == "fused"    ? BiasForm::kFused
-                                : BiasForm::kNone;
+  c.bias = bias == "key"          ? BiasForm::kKey
+           : bias == "key_each"   ? BiasForm::kKey  // a row a sequence
+           : bias == "key_each_u" ? BiasForm::kKey
+           : bias == "distance"   ? BiasForm::kDistance
+           : bias == "fused"      ? BiasForm::kFused
+                                  : BiasForm::kNone;
   c.lengths.assign(static_cast<std::size_t>(number(settings, "b")), number(settings, "ctx"));
   if (c.lengths.empty()) throw std::invalid_argument("setting 'b' must be at least 1; got '0'");
   if (const std::int64_t shortest = number(settings, "shortest"); shortest > 0)
@@ -524,7 +566,7 @@ Instance bench(const Settings& settings, Random& random) {
   c.lengths[c.lengths.size() / 2] = std::max(c.lengths.front(), number(settings, "longest"));
   c.q_len = number(settings, "q_len"), c.h_q = number(settings, "h_q"), c.h_kv = number(settings, "h_kv");
   c.d = number(settings, "d"), c.block = number(settings, "block"), c.window = number(settings, "window");
-  c.u = bias == "fused";
+  c.u = bias == "fused" || bias == "key_each_u";
   c.shared_bias = bias == "key" || bias == "distance";
   c.extent = *std::max_element(c.lengths.begin(), c.lengths.end());
   if (c.block < 1) throw std::invalid_argument("setting 'block' must be at least 1; got '0'");
@@ -628,6 +670,7 @@ Suite paged_attention() {
   add_sizes(all);
   add_groups(all);
   add_large_groups(all);
+  add_exact_queries(all);
   Suite suite{"paged_attention", {}, shapes(), bench, device_shapes()};
   for (const Config& c : all)
     suite.cases.push_back({.op = suite.op,

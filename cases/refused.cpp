@@ -159,6 +159,16 @@ const std::vector<Refusals>& all_refusals() {
             "window_17_vllm window_1_hnd window_1_vllm window_4_hnd window_4_vllm window_huge"},
            {"max_blocks * block must be at most 4096 for so few heads, or float32", "infinite_values_in_many_chunks"},
            {"max_blocks * block must be at most 4096, and 16384 / b, for b above 1",
+            "exact_q_of_12_d_120_bf16 exact_q_of_12_d_120_bf16_hnd_window exact_q_of_12_d_120_fp16_infinite "
+            "exact_q_of_12_d_128_bf16 exact_q_of_12_d_128_bf16_hnd_window exact_q_of_12_d_128_fp16_infinite "
+            "exact_q_of_12_d_136_bf16 exact_q_of_12_d_136_bf16_hnd_window exact_q_of_12_d_136_fp16_infinite "
+            "exact_q_of_12_d_192_bf16 exact_q_of_12_d_192_bf16_hnd_window exact_q_of_12_d_192_fp16_infinite "
+            "exact_q_of_12_d_200_bf16 exact_q_of_12_d_200_bf16_hnd_window exact_q_of_12_d_200_fp16_infinite "
+            "exact_q_of_12_d_256_bf16 exact_q_of_12_d_256_bf16_hnd_window exact_q_of_12_d_256_fp16_infinite "
+            "exact_q_of_12_d_40_bf16 exact_q_of_12_d_40_bf16_hnd_window exact_q_of_12_d_40_fp16_infinite "
+            "exact_q_of_12_d_64_bf16 exact_q_of_12_d_64_bf16_hnd_window exact_q_of_12_d_64_fp16_infinite "
+            "exact_q_of_12_d_72_bf16 exact_q_of_12_d_72_bf16_hnd_window exact_q_of_12_d_72_fp16_infinite "
+            "exact_q_of_12_d_96_bf16 exact_q_of_12_d_96_bf16_hnd_window exact_q_of_12_d_96_fp16_infinite "
             "infinite_values_group_of_12_hnd_bf16 infinite_values_group_of_12_hnd_fp16 "
             "infinite_values_group_of_12_nhd_bf16 infinite_values_group_of_12_nhd_fp16 "
             "infinite_values_group_of_12_vllm_bf16 infinite_values_group_of_12_vllm_fp16 "
@@ -178,10 +188,9 @@ const std::vector<Refusals>& all_refusals() {
             "large_group_nhd_h_q_32_h_kv_2_bf16_hidden large_group_nhd_h_q_32_h_kv_2_fp16_d_128_window "
             "large_group_nhd_h_q_32_h_kv_2_fp16_strided large_group_nhd_h_q_9_h_kv_1_bf16 "
             "large_group_nhd_h_q_9_h_kv_1_bf16_bad_pages_bias_fp32 "
-            "large_group_nhd_h_q_9_h_kv_1_bf16_block_64_d_96_many_tiles "
-            "large_group_nhd_h_q_9_h_kv_1_bf16_hidden large_group_nhd_h_q_9_h_kv_1_fp16_d_128_window "
-            "large_group_nhd_h_q_9_h_kv_1_fp16_strided large_group_vllm_h_q_24_h_kv_2_bf16 "
-            "large_group_vllm_h_q_24_h_kv_2_bf16_bad_pages_bias_fp32 "
+            "large_group_nhd_h_q_9_h_kv_1_bf16_block_64_d_96_many_tiles large_group_nhd_h_q_9_h_kv_1_bf16_hidden "
+            "large_group_nhd_h_q_9_h_kv_1_fp16_d_128_window large_group_nhd_h_q_9_h_kv_1_fp16_strided "
+            "large_group_vllm_h_q_24_h_kv_2_bf16 large_group_vllm_h_q_24_h_kv_2_bf16_bad_pages_bias_fp32 "
             "large_group_vllm_h_q_24_h_kv_2_bf16_block_64_d_96_many_tiles "
             "large_group_vllm_h_q_24_h_kv_2_bf16_hidden large_group_vllm_h_q_24_h_kv_2_fp16_d_128_window "
             "large_group_vllm_h_q_24_h_kv_2_fp16_strided large_group_vllm_h_q_32_h_kv_2_bf16 "
@@ -192,7 +201,16 @@ const std::vector<Refusals>& all_refusals() {
             "large_group_vllm_h_q_9_h_kv_1_bf16_bad_pages_bias_fp32 "
             "large_group_vllm_h_q_9_h_kv_1_bf16_block_64_d_96_many_tiles "
             "large_group_vllm_h_q_9_h_kv_1_bf16_hidden large_group_vllm_h_q_9_h_kv_1_fp16_d_128_window "
-            "large_group_vllm_h_q_9_h_kv_1_fp16_strided one_65536_among_512_bf16"},
+            "large_group_vllm_h_q_9_h_kv_1_fp16_strided one_65536_among_512_bf16 q_and_u_of_12_d_128_bf16 "
+            "q_and_u_of_12_d_128_bf16_hnd_window q_and_u_of_12_d_128_fp16_infinite q_and_u_of_12_d_128_vllm_bf16 "
+            "q_and_u_of_12_d_128_vllm_fp16_block_64 q_and_u_of_12_d_136_bf16 q_and_u_of_12_d_136_bf16_hnd_window "
+            "q_and_u_of_12_d_136_fp16_infinite q_and_u_of_12_d_256_bf16 q_and_u_of_12_d_256_bf16_hnd_window "
+            "q_and_u_of_12_d_256_fp16_infinite q_and_u_of_12_d_40_bf16 q_and_u_of_12_d_40_bf16_hnd_window "
+            "q_and_u_of_12_d_40_fp16_infinite q_and_u_of_12_d_40_vllm_bf16 q_and_u_of_12_d_40_vllm_fp16_block_64 "
+            "q_and_u_of_12_d_64_bf16 q_and_u_of_12_d_64_bf16_hnd_window q_and_u_of_12_d_64_fp16_infinite "
+            "q_and_u_of_12_d_64_vllm_bf16 q_and_u_of_12_d_64_vllm_fp16_block_64 q_and_u_of_12_d_96_bf16 "
+            "q_and_u_of_12_d_96_bf16_hnd_window q_and_u_of_12_d_96_fp16_infinite q_and_u_of_12_d_96_vllm_bf16 "
+            "q_and_u_of_12_d_96_vllm_fp16_block_64"},
        }},
       {"sparse_mla_backward",
        "sm80",

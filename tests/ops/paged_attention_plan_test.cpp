@@ -71,6 +71,7 @@ std::vector<Call> calls() {
           {.lengths = skewed},
           {.lengths = lengths(7, 8192), .h_kv = 2, .d = 128},              // mma
           {.lengths = lengths(20, 8192), .h_q = 24, .h_kv = 2, .d = 128},  // of two blocks
+          {.lengths = lengths(9, 8192), .h_q = 24, .h_kv = 4, .d = 80},    // of four heads abreast
           {.lengths = lengths(64, 300), .q_len = 3, .h_q = 32, .h_kv = 4, .window = 100},
           {.lengths = lengths(65, 300), .layout = HOPWELL_CACHE_VLLM},
           {.lengths = lengths(700, 90), .h_q = 8, .h_kv = 8, .d = 192, .layout = HOPWELL_CACHE_VLLM},
@@ -133,8 +134,8 @@ TEST(PagedAttentionPlan, EveryTileBelongsToOneWarp) {
       std::vector<int> count(static_cast<std::size_t>(partition.tiles));
       for (int cta = 0; cta < p.schedule.ctas; ++cta) {
         const TileRange of_cta{partition.first_tile(cta), partition.first_tile(cta + 1)};
-        for (int warp = 0; warp < p.schedule.warps; ++warp)
-          count_tiles(p, tiles, of_cta.of_warp(warp, p.schedule.warps), count);
+        for (int share = 0; share < p.schedule.shares; ++share)
+          count_tiles(p, tiles, of_cta.of_share(share, p.schedule.shares), count);
         for (std::int64_t tile = of_cta.begin; tile < of_cta.end; ++tile) ASSERT_EQ(partition.cta_of(tile), cta);
       }
       EXPECT_TRUE(std::all_of(count.begin(), count.end(), [](int x) { return x == 1; })) << sms << " SMs";
@@ -169,7 +170,7 @@ TEST(PagedAttentionPlan, SharesAreEqualOrWholeRowBlocks) {
         largest = std::max(largest, partition.first_tile(cta + 1) - partition.first_tile(cta));
       const std::int64_t equal = (partition.tiles + sms - 1) / sms;
       const bool whole = partition.extra == 0 && tiles[0] > 0 && partition.share % tiles[0] == 0;
-      EXPECT_LE(largest, whole ? equal + equal / 32 + 1 : std::max<std::int64_t>(equal, p.schedule.warps));
+      EXPECT_LE(largest, whole ? equal + equal / 32 + 1 : std::max<std::int64_t>(equal, p.schedule.shares));
     }
   }
 }
@@ -198,7 +199,7 @@ TEST(PagedAttentionPlan, GroupsOfNineToSixteenTakeOnePassWhereWarpsHaveManyTiles
     EXPECT_EQ(tile_kind(problem), TileKind::mma);
     const Params p = plan_split(problem, kShared);
     EXPECT_LE(p.schedule.queries, 8 * mma_blocks(problem));
-    EXPECT_EQ(p.schedule.tile, (d <= 64 ? 64 : d <= 128 ? 32 : 16) / mma_blocks(problem));
+    EXPECT_EQ(p.schedule.tile, d <= 64 ? 64 : d <= 128 ? 32 : 16);
     return p.schedule.passes.value;
   };
   for (const std::int64_t group : {2, 8, 9, 12, 16}) EXPECT_EQ(passes(group), 1) << group;
@@ -209,6 +210,55 @@ TEST(PagedAttentionPlan, GroupsOfNineToSixteenTakeOnePassWhereWarpsHaveManyTiles
   EXPECT_EQ(passes(12, 136), 2);
   EXPECT_EQ(passes(12, 128, 1, HOPWELL_CACHE_NHD, 12672), 1);
   EXPECT_EQ(passes(12, 128, 1, HOPWELL_CACHE_NHD, 12671), 2);
+}
+
+// Lines of 128 bytes that neighbouring heads share are asked for by warps that walk side by side.
+TEST(PagedAttentionPlan, HeadsThatShareLinesAreWalkedAbreast) {
+  const auto abreast = [](std::int64_t d, std::int64_t group, std::int64_t h_kv = 8,
+                          std::size_t shared_bytes = 232448) {
+    Call call{.lengths = {100}, .h_q = h_kv * group, .h_kv = h_kv, .d = d};
+    Problem problem = problem_of(call, 132, 1 << 15);
+    problem.device.shared_bytes = shared_bytes;
+    const Params p = plan_split(problem, kShared);
+    EXPECT_EQ(p.schedule.heads.value, p.schedule.abreast.value);
+    EXPECT_EQ(p.schedule.shares * p.schedule.abreast, p.schedule.warps);
+    EXPECT_EQ(p.schedule.pairs.value, p.schedule.heads * p.schedule.queries * int(d) / 2);
+    return p.schedule.abreast.value;
+  };
+  for (const std::int64_t d : {64, 128, 192, 256}) EXPECT_EQ(abreast(d, 4), 1) << d;
+  for (const std::int64_t d : {32, 96, 160, 224}) EXPECT_EQ(abreast(d, 4), 2) << d;
+  EXPECT_EQ(abreast(80, 4), 4);
+  EXPECT_EQ(abreast(80, 12), 2);  // four would have 48 query vectors
+  EXPECT_EQ(abreast(80, 4, 8, 99 * 1024), 2);
+  EXPECT_EQ(abreast(96, 4, 3), 1);
+}
+
+// Some tiles of mma are for q without low parts, which they load by words.
+TEST(PagedAttentionPlan, QueriesThatAreNotExactGoToOtherTiles) {
+  const auto problem_with = [](std::int64_t d, std::int64_t group, auto change) {
+    Call call{.lengths = {100}, .h_q = 2 * group, .h_kv = 2, .d = d};
+    Problem problem = problem_of(call, 132, 1 << 15);
+    change(problem);
+    return problem;
+  };
+  const auto as_it_is = [](Problem&) {};
+  const auto with_u = [](Problem& problem) { problem.pos_bias_u.present = true; };
+  const auto by_halves = [](Problem& problem) { problem.q.stride[2] += 1; };
+  EXPECT_EQ(mma_blocks(problem_with(128, 12, as_it_is)), 2);
+  EXPECT_EQ(mma_blocks(problem_with(128, 12, with_u)), 2);
+  EXPECT_EQ(mma_blocks(problem_with(128, 12, by_halves)), 2);
+  EXPECT_EQ(tile_kind(problem_with(128, 2, with_u)), TileKind::mma);
+  EXPECT_EQ(tile_kind(problem_with(256, 2, as_it_is)), TileKind::mma);
+  EXPECT_EQ(tile_kind(problem_with(256, 2, with_u)), TileKind::key_major);
+  EXPECT_EQ(tile_kind(problem_with(256, 2, by_halves)), TileKind::key_major);
+  EXPECT_EQ(tile_kind(problem_with(256, 3, with_u)), TileKind::mma);
+  EXPECT_EQ(tile_kind(problem_with(256, 3, by_halves)), TileKind::mma);
+  for (const std::int64_t d : {128, 192, 256}) {
+    for (const std::int64_t group : {3, 8, 12}) {
+      const int passes = plan_split(problem_with(d, group, as_it_is), kShared).schedule.passes.value;
+      EXPECT_EQ(plan_split(problem_with(d, group, with_u), kShared).schedule.passes.value, passes) << d << " " << group;
+    }
+  }
 }
 
 // Tiles of mma reach other keys of a page by a distance of 31 bits, up or down.

@@ -11,6 +11,7 @@ constexpr std::int64_t kMaxKeys = std::int64_t{1} << 30;  // of a sequence: posi
 constexpr int kMaxHeads = 32;                             // of a row block: as many as a warp has lanes
 constexpr int kMinTile = 2;                               // keys
 constexpr int kTilesOfTwoBlocks = 12;                     // of a warp, at least
+constexpr int kMaxRowsAbreast = 32;                       // query vectors of heads that lie side by side
 
 // Keys of the longest sequence that there can be. Up to kLong it matters little that some SMs have no work, or less of
 // it than others; up to kShort few warps a CTA are enough.
@@ -59,15 +60,35 @@ bool can_join(const Problem& problem, int heads) {
 }
 
 // Keys of a tile of kind mma.
-int mma_keys(const Problem& problem, int blocks) {
-  return (problem.d <= 64 ? 64 : problem.d <= 128 ? 32 : 16) / blocks;  // d > 128 has one block
+int mma_keys(const Problem& problem) { return problem.d <= 64 ? 64 : problem.d <= 128 ? 32 : 16; }
+
+// KV heads that warps walk along side by side with mma tiles, so that lines of memory that neighbouring heads share are
+// asked for at the same time. Those that leave the fewest lines to be asked for twice; up to kMaxRowsAbreast query vectors, as
+// all that a CTA has of a row block may have to be handed over.
+int heads_abreast(const Problem& problem, int max_heads, int queries) {
+  const std::int64_t row = problem.d * width_of(problem.q);
+  const bool rows = problem.layout != HOPWELL_CACHE_VLLM && problem.k.head == problem.d && problem.v.head == problem.d;
+  // That there are surely warps for.
+  const int most = exact_query(problem) && problem.device.shared_bytes >= std::size_t{160} * 1024 ? 4 : 2;
+  const auto lines_of = [&](std::int64_t heads) {
+    std::int64_t lines = 0;
+    for (std::int64_t first = 0; first < problem.h_kv; first += heads)
+      lines += ((first + heads) * row + 127) / 128 - first * row / 128;
+    return lines;
+  };
+  int best = 1;
+  for (int heads = 2;
+       rows && heads <= most && heads <= max_heads && problem.h_kv % heads == 0 && heads * queries <= kMaxRowsAbreast;
+       heads *= 2)
+    if (lines_of(heads) < lines_of(best)) best = heads;
+  return best;
 }
 
 // How the row blocks lie over the heads, at most `max_heads` in one, and the lanes over a row block.
 void plan_row_blocks(const Problem& problem, int max_heads, int mma_blocks, Params& p) {
   const int elements = to_int(16 / width_of(problem.q)), rows = p.query.group * p.query.q_len;
   Schedule& schedule = p.schedule;
-  int lanes = 1, heads = 1, queries = 1, tile = 1;
+  int lanes = 1, heads = 1, queries = 1, tile = 1, abreast = 1;
   switch (tile_kind(problem)) {
     case TileKind::dimension_major:
       while (lanes * 8 * elements < p.query.d) lanes *= 2;
@@ -80,9 +101,11 @@ void plan_row_blocks(const Problem& problem, int max_heads, int mma_blocks, Para
       break;
     case TileKind::mma:
       queries = std::min(8 * mma_blocks, rows);
-      tile = mma_keys(problem, mma_blocks);
+      tile = mma_keys(problem);
+      heads = abreast = heads_abreast(problem, max_heads, queries);
   }
   schedule.lanes = lanes, schedule.heads = heads, schedule.queries = queries, schedule.tile = tile;
+  schedule.abreast = abreast;
   schedule.pairs = heads * queries * p.query.half;
   schedule.pieces = (schedule.pairs.value + 63) / 64;
   schedule.passes = (rows + queries - 1) / queries;
@@ -196,10 +219,16 @@ TileKind tile_kind(const Problem& problem) {
   const std::int64_t queries = problem.h_q / problem.h_kv * problem.q_len;
   const bool fits = width_of(problem.q) == 2 && !(wide && vllm) && problem.block % 16 == 0 && !scattered(problem) &&
                     pages_are_near(problem);
-  // A second pass finds wide rows in L2, in the same time (measured); more passes cost theirs.
-  const bool pays = vllm || queries > (wide ? 2 : 1);
+  // Where tiles of wide rows leave room for few warps a second pass, which finds them in L2, takes the same time (measured).
+  const bool pays = vllm || queries > (wide && !exact_query(problem) ? 2 : 1);
   if (pays && fits && !problem.r) return TileKind::mma;
   return vllm ? TileKind::dimension_major : TileKind::key_major;
+}
+
+bool exact_query(const Problem& problem) {
+  bool pairs = reinterpret_cast<std::uintptr_t>(problem.q.data) % 4 == 0;
+  for (std::size_t i = 0; i < 3; ++i) pairs &= problem.q.shape[i] <= 1 || problem.q.stride[i] % 2 == 0;
+  return pairs && !problem.pos_bias_u;
 }
 
 // Two blocks of d > 128 would leave room for few warps. Where warps have few tiles, the beginning and the end of a call
@@ -208,7 +237,7 @@ int mma_blocks(const Problem& problem) {
   const std::int64_t group = problem.h_q / problem.h_kv;
   if (problem.q_len > 1 || group <= 8 || group > 16 || problem.d > 128) return 1;
   const std::int64_t keys = problem.b * problem.h_kv * problem.max_blocks * problem.block;
-  return keys / mma_keys(problem, 1) >= std::int64_t{kTilesOfTwoBlocks} * kMaxWarps * problem.device.sms ? 2 : 1;
+  return keys / mma_keys(problem) >= std::int64_t{kTilesOfTwoBlocks} * kMaxWarps * problem.device.sms ? 2 : 1;
 }
 
 // Rows that fill a power of two of lanes, an octet for each, are copied as they are read. Other rows lie packed in a
@@ -255,6 +284,8 @@ Params plan_split(const Problem& problem, const SharedBytes& shared) {
   Schedule& schedule = p.schedule;
   int warps = kMaxWarps;
   while (shared.with(warps) > problem.device.shared_bytes) --warps;
+  warps -= warps % schedule.abreast.value;
+  schedule.shares = warps / schedule.abreast.value;
   schedule.warps = warps, schedule.threads = 32 * warps, schedule.ctas = problem.device.sms;
   schedule.merge_groups = std::max(1, warps / schedule.pieces.value);
   schedule.partition_by_warp = p.query.b <= 64;

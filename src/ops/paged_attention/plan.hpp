@@ -14,6 +14,10 @@ namespace hopwell::ops::paged_attention {
 enum class TileKind { key_major, dimension_major, mma };
 TileKind tile_kind(const Problem& problem);
 
+// Whether q, of 16 bits, goes to the tensor cores as it lies in memory: nothing is added to it, and its elements lie in
+// words. Tiles of kind mma with two blocks or more than 128 dimensions are smaller for others, and none has 96 or 192.
+bool exact_query(const Problem& problem);
+
 // The blocks of 8 query vectors each that a tile of kind mma has in the split kernel: 1 or 2. In the cluster kernel, whose
 // calls are short, it has one.
 int mma_blocks(const Problem& problem);

@@ -20,6 +20,9 @@
 // What is invisible, or on a page that does not exist, is never read: its copies have a length of 0 and leave zeros.
 #pragma once
 
+#include <cstring>
+#include <type_traits>
+
 #include "ops/paged_attention/gpu/handover.hpp"
 #include "ops/paged_attention/gpu/partition.hpp"
 #include "ops/paged_attention/gpu/prefetch.hpp"
@@ -32,8 +35,20 @@ namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
 // What a warp has of shared memory.
 template <class Tile>
 struct alignas(128) WarpStorage {
-  typename Tile::Partial partial[2];
+  using Partial = typename Tile::Partial;
+  Partial partials[Tile::kStoresResults ? 1 : 2];
   alignas(128) typename Tile::Stage ring[Tile::kStages];
+
+  // Where whole row blocks do not need it, the second one is the last thing that a warp writes: it lies in the ring.
+  HOPWELL_DEVICE Partial& partial(int which) {
+    if constexpr (Tile::kStoresResults) {
+      static_assert(sizeof(ring) >= sizeof(Partial));
+      if (which == kBegunHere) return reinterpret_cast<Partial&>(ring);
+      return partials[0];
+    } else {
+      return partials[which];
+    }
+  }
 };
 struct CtaStorage {
   PartitionStorage partition;
@@ -53,63 +68,98 @@ template <WarpTile Tile>
 HOPWELL_DEVICE void finish_segment(const Params& p, MergeStorage& s, WarpStorage<Tile>& storage, const Tile& tile,
                                    const Segment& segment) {
   const int warp = arch::warp_index(), which = segment.first > 0 ? kBegunBefore : kBegunHere;
-  tile.store_partial(p, storage.partial[which]);
+  if constexpr (Tile::kStoresResults)
+    if (segment.whole()) return tile.store_results(p, segment);
+  tile.store_partial(p, storage.partial(which));
   if (!segment.whole()) {
-    if (arch::lane_index() > 0) return;
+    if (arch::lane_index() > 0 || warp >= p.schedule.shares) return;
     PartialInfo& info = s.info[warp][which];
     info = {segment.ends() ? Extent::ends : Extent::continues, segment.sequence, segment.row_block,
             segment.row_block_begin(p)};
     return;
   }
   arch::syncwarp();
-  for (int o = 2 * arch::lane_index(); o < p.schedule.pairs; o += 64) {
-    const PairIndex at(p, o);
-    store_sums<typename Tile::Type>(p, segment.sequence, segment.row_block, at,
-                                    load_sums<4>(storage.partial[kBegunHere], tile.pitch(), at));
+  const int pairs = p.schedule.pairs / p.schedule.abreast;
+  for (int o = 2 * arch::lane_index(); o < pairs; o += 64) {
+    PairIndex at(p, o);
+    const auto sums = load_sums<4>(storage.partial(kBegunHere), tile.pitch(), at);
+    if constexpr (Tile::kAbreast) at.row += tile.head * p.schedule.queries;
+    store_sums<typename Tile::Type>(p, segment.sequence, segment.row_block, at, sums);
   }
   arch::syncwarp();  // kept: before the next segment's partial result; in mma tiles lanes exchange other things before
 }
 
+// What all lanes of a warp know, in one register: lane i has its i-th word.
+template <class T>
+class InLanes {
+  static constexpr int kWords = int(sizeof(T) / 4);
+  static_assert(kWords <= 32 && sizeof(T) % 4 == 0 && std::is_trivially_copyable_v<T>);
+  uint32_t word = 0;
+
+ public:
+  HOPWELL_DEVICE InLanes(const T& all) {  // NOLINT(google-explicit-constructor)
+    uint32_t words[kWords];
+    std::memcpy(words, &all, sizeof(T));
+    HOPWELL_UNROLL
+    for (int i = 0; i < kWords; ++i) word = arch::lane_index() == i ? words[i] : word;
+  }
+  HOPWELL_DEVICE operator T() const {  // NOLINT(google-explicit-constructor)
+    uint32_t words[kWords];
+    HOPWELL_UNROLL
+    for (int i = 0; i < kWords; ++i) words[i] = arch::shuffle(word, i);
+    T all;
+    std::memcpy(&all, words, sizeof(T));
+    return all;
+  }
+};
+// For tiles that have no registers left for what is seldom used.
+template <class Tile, class T>
+using Kept = std::conditional_t<Tile::kRegistersAreScarce, InLanes<T>, T>;
+
 // The tiles of a warp's share, one after the other, each with the page of the lane's first key. Page numbers are
 // requested two tiles before they are needed.
+template <class Tile>
 struct TileCursor {
-  Segment segment;  // of the next tile to be requested
+  Kept<Tile, Segment> kept;  // the segment of the next tile to be requested
   const int* table;
-  int key;
+  int key, key_end;
   bool more = true, new_segment = false;
 
   HOPWELL_DEVICE TileCursor(const Params& p, const Segment& first)
-      : segment(first), table(p.cache.block_tables + segment.sequence * p.cache.tables_stride), key(first.keys.begin) {}
+      : kept(first),
+        table(p.cache.block_tables + first.sequence * p.cache.tables_stride),
+        key(first.keys.begin),
+        key_end(first.keys.end) {}
   HOPWELL_DEVICE int page(const Params& p, int first_key) const {
     const int of_lane = key + first_key;
-    return more && of_lane < segment.keys.end ? table[of_lane / p.cache.block] : -1;
+    return more && of_lane < key_end ? table[of_lane / p.cache.block] : -1;
   }
-  HOPWELL_DEVICE KeyTile next(const Params& p, int64_t end, int first_key) {
+  HOPWELL_DEVICE KeyTile next(const Params& p, const Kept<Tile, WarpWork>& work, int first_key) {
     key += p.schedule.tile;
-    if (more && key >= segment.keys.end) {
-      new_segment = more = segment.advance(p, end);
-      key = segment.keys.begin;
+    if (more && key >= key_end) {
+      Segment segment = kept;
+      new_segment = more = segment.advance(p, WarpWork(work).tiles.end);
+      kept = segment, key = segment.keys.begin, key_end = segment.keys.end;
       table = p.cache.block_tables + segment.sequence * p.cache.tables_stride;
     }
     return {key, page(p, first_key), more, new_segment};
   }
 };
 
-// A warp's way along its share.
+// A warp's way along its share; `work` has the segment that it computes.
 template <WarpTile Tile>
 HOPWELL_DEVICE void walk_share(const Params& p, MergeStorage& s, WarpStorage<Tile>& storage, Tile& tile,
-                               const WarpWork& work) {
+                               Kept<Tile, WarpWork>& work) {
   constexpr int kStages = Tile::kStages;
-  const int64_t end = work.tiles.end;
-  Segment segment = work.segment;
   // The address of this lane's first chunk. By a shuffle, so that the compiler does not compute it again at every use.
   const uint32_t lane_begin = uint32_t(arch::lane_index() * Tile::kLaneBytes);
   const uint32_t ring_address = arch::shuffle(arch::shared_address(storage.ring), 0) + lane_begin;
-  TileCursor ahead(p, segment);
+  const Segment first = WarpWork(work).segment;
+  TileCursor<Tile> ahead(p, first);
   KeyTile copied{}, requested{ahead.key, ahead.page(p, tile.first_key), true, true};
-  QueryVector vector = query_vector_of(p, segment, tile.head, tile.row);
+  QueryVector vector = query_vector_of(p, first, tile.head, tile.row);
   CopySource source = tile.copy_source(p, vector);  // of the tile to copy
-  int key = segment.keys.begin;
+  int key = first.keys.begin;
   tile.prefetch_query(p, vector);
   // Step n computes tile n, copies tile n + kStages and requests the page of tile n + kStages + 2.
   HOPWELL_NO_UNROLL
@@ -118,17 +168,17 @@ HOPWELL_DEVICE void walk_share(const Params& p, MergeStorage& s, WarpStorage<Til
     const uint32_t address = ring_address + uint32_t(at) * uint32_t(sizeof(stage));
     if (n == 0) {
       tile::launch_dependents();  // now that everything is under way: it takes time from this one
-      tile.begin_segment(p, vector, storage.partial[kBegunHere], stage);
+      tile.begin_segment(p, vector, storage.partial(kBegunHere), stage);
     }
-    if (n >= 0 && key >= segment.keys.end) {
-      Segment following = segment;
-      const bool more = following.advance(p, end);
-      if (more) vector = query_vector_of(p, following, tile.head, tile.row), tile.prefetch_query(p, vector);
+    if (n >= 0 && key >= vector.end) {
+      WarpWork following = work;
+      const Segment segment = following.segment;
+      const bool more = following.segment.advance(p, following.tiles.end);
+      if (more) vector = query_vector_of(p, following.segment, tile.head, tile.row), tile.prefetch_query(p, vector);
       finish_segment(p, s, storage, tile, segment);
       if (!more) return;
-      segment = following;
-      tile.begin_segment(p, vector, storage.partial[kBegunHere], stage);
-      key = segment.keys.begin;
+      work = following, key = following.segment.keys.begin;
+      tile.begin_segment(p, vector, storage.partial(kBegunHere), stage);
     }
     const auto refill = [&](int part) {
       if (copied.exists) tile.copy(p, source, copied, stage, address, part);
@@ -148,11 +198,11 @@ HOPWELL_DEVICE void walk_share(const Params& p, MergeStorage& s, WarpStorage<Til
               requested.begins_segment};
     if (unsigned(copied.page) >= unsigned(p.cache.blocks)) copied.page = -1;
     if (ahead.new_segment) {
-      source = tile.copy_source(p, query_vector_of(p, ahead.segment, tile.head, tile.row));
+      source = tile.copy_source(p, query_vector_of(p, ahead.kept, tile.head, tile.row));
       ahead.new_segment = false;
     }
     tile.locate(p, source, copied);
-    requested = ahead.next(p, end, tile.first_key);
+    requested = ahead.next(p, work, tile.first_key);
   }
 }
 
@@ -165,13 +215,15 @@ __global__ void __launch_bounds__(kMaxThreads, 1) split_kernel(const __grid_cons
   if (arch::lane_index() == 0)
     for (PartialInfo& info : s.of_cta.merge.info[warp]) info.extent = Extent::none;
   Tile tile(p);
+  if constexpr (Tile::kAbreast) tile.head = warp / p.schedule.shares;
   tile::wait_for_prior_kernels();
-  WarpWork work;
-  find_work(p, s.of_cta.partition, work);
-  if (work.any()) walk_share(p, s.of_cta.merge, s.of_warp[warp], tile, work);
+  WarpWork found;
+  find_work(p, s.of_cta.partition, found);
+  Kept<Tile, WarpWork> work = found;
+  if (found.any()) walk_share(p, s.of_cta.merge, s.of_warp[warp], tile, work);
   arch::syncthreads();
-  const auto partial_of = [&](int of_warp, int which) -> auto& { return s.of_warp[of_warp].partial[which]; };
-  merge_cta<typename Tile::Type>(p, s.of_cta.merge, work.partition, partial_of, tile.pitch());
+  const auto partial_of = [&](int of_warp, int which) -> auto& { return s.of_warp[of_warp].partial(which); };
+  merge_cta<typename Tile::Type>(p, s.of_cta.merge, WarpWork(work).partition, partial_of, tile.pitch());
   store_empty<typename Tile::Type>(p);
 }
 

@@ -113,11 +113,11 @@ HOPWELL_DEVICE void merge_cta(const Params& p, MergeStorage& s, const Partition&
     uint32_t left = chains.begins;
     HOPWELL_NO_UNROLL
     for (int skip = smaller(number, row_blocks); skip > 0; --skip) left &= ~(1U << arch::bfind(left));
-    const int warp = int(arch::bfind(left));  // −1: the row block that goes through the whole share, or is taken
-    WarpChain chain = warp >= 0 ? chains.from(warp, kBegunHere) : before;
+    const int share = int(arch::bfind(left));  // −1: the row block that goes through all of them, or is taken
+    WarpChain chain = share >= 0 ? chains.from(share, kBegunHere) : before;
     if (group > 0) chain.count = 0;
     const PairIndex at(p, o);
-    QuadSums quad = merge_chain<4>(chain, partial_of, pitch, at);
+    QuadSums quad = merge_chain<4>(p, chain, partial_of, pitch, at);
     if (!chain.ends) {
       hand_over(p, piece, quad);
       continue;
@@ -127,7 +127,7 @@ HOPWELL_DEVICE void merge_cta(const Params& p, MergeStorage& s, const Partition&
       s.sums[(group * pieces + piece) * 32 + arch::lane_index()] = quad;
       continue;
     }
-    const PartialInfo& info = s.info[chain.warp][chain.which];
+    const PartialInfo& info = s.info[chain.share][chain.which];
     store_sums<T>(p, info.sequence, info.row_block, at, quad);
   }
   if (taken.groups <= 1) return;

@@ -181,28 +181,29 @@ struct MergeStorage {
   QuadSums sums[kMaxThreads];
 };
 
-// The partial results of one row block that successive warps have: the first one's is `which`, the others' their first.
+// The partial results of one row block that the warps of successive shares have: the first one's is `which`, the others'
+// their first.
 struct WarpChain {
-  int warp, which, count;
+  int share, which, count;
   bool ends;
 };
 
-// Which warps of the CTA have what, a bit each.
+// Which shares of the CTA have what, a bit each. What is known of one is in the place of its warp of the first head.
 struct WarpChains {
   uint32_t begins, continues, ends;
   HOPWELL_DEVICE explicit WarpChains(const Params& p, const MergeStorage& s) {
     const int lane = arch::lane_index();
-    const bool exists = lane < p.schedule.warps;
+    const bool exists = lane < p.schedule.shares;
     const Extent before = exists ? s.info[lane][kBegunBefore].extent : Extent::none;
     begins = arch::ballot(exists && s.info[lane][kBegunHere].extent != Extent::none);
     continues = arch::ballot(before == Extent::continues), ends = arch::ballot(before == Extent::ends);
   }
-  HOPWELL_DEVICE WarpChain from(int warp, int which) const {
-    const int next = which == kBegunBefore ? warp : warp + 1;  // the first that it may go on in
+  HOPWELL_DEVICE WarpChain from(int share, int which) const {
+    const int next = which == kBegunBefore ? share : share + 1;  // the first that it may go on in
     const uint32_t stops = ~(continues >> next);
     const int last = next + int(arch::bfind(stops & (0U - stops)));
     const bool has_end = ends >> last & 1;
-    return {warp, which, last - warp + (has_end ? 1 : 0), has_end};
+    return {share, which, last - share + (has_end ? 1 : 0), has_end};
   }
 };
 
@@ -218,12 +219,17 @@ HOPWELL_DEVICE PartialSums<kValues> load_sums(const Partial& partial, int pitch,
   return sums;
 }
 
-// `partial_of(warp, which)` is a warp's partial result.
+// `partial_of(warp, which)` is a warp's partial result: of all rows of the row block, or of one of the heads that are
+// walked along abreast. Shares lie at constant distances, so that all loads are under way together, without branches.
 template <int kValues, class PartialOf>
-HOPWELL_DEVICE PartialSums<kValues> merge_chain(const WarpChain& chain, const PartialOf& partial_of, int pitch,
-                                                const PairIndex& at) {
+HOPWELL_DEVICE PartialSums<kValues> merge_chain(const Params& p, const WarpChain& chain, const PartialOf& partial_of,
+                                                int pitch, const PairIndex& at) {
+  const int head = p.schedule.abreast > 1 ? at.row / p.schedule.queries : 0;
+  PairIndex of_warp = at;
+  of_warp.row -= head * p.schedule.queries;
+  const int first = head * p.schedule.shares + chain.share;
   return merge_partials<kMaxWarps>(chain.count, [&](int i) {
-    return load_sums<kValues>(partial_of(chain.warp + i, i == 0 ? chain.which : kBegunBefore), pitch, at);
+    return load_sums<kValues>(partial_of(first + i, i == 0 ? chain.which : kBegunBefore), pitch, of_warp);
   });
 }
 

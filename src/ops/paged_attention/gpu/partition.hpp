@@ -12,7 +12,7 @@ struct PartitionStorage {
   int sum_of_warp[kMaxWarps];
   struct {
     int sequence, tiles_before;
-  } first[kMaxWarps];  // of a warp's first segment
+  } first[kMaxWarps];  // of the first segment of a share
 };
 
 // How all work is divided, what this warp has of it, and the segment that it begins with if it has any.
@@ -22,6 +22,9 @@ struct WarpWork {
   Segment segment;
   HOPWELL_DEVICE bool any() const { return tiles.begin < tiles.end; }
 };
+
+// Which share of the CTA's tiles this warp has.
+HOPWELL_DEVICE int share_of_warp(const Params& p) { return arch::warp_index() % p.schedule.shares; }
 
 // A small batch, of up to two sequences a lane: each warp finds its share by itself, and nothing is read twice.
 HOPWELL_DEVICE void partition_by_warp(const Params& p, WarpWork& work) {
@@ -44,7 +47,7 @@ HOPWELL_DEVICE void partition_by_warp(const Params& p, WarpWork& work) {
   }
   const int cta = arch::block_index();
   work.tiles =
-      TileRange{partition.first_tile(cta), partition.first_tile(cta + 1)}.of_warp(arch::warp_index(), schedule.warps);
+      TileRange{partition.first_tile(cta), partition.first_tile(cta + 1)}.of_share(share_of_warp(p), schedule.shares);
   if (!work.any()) return;
   const int64_t begin = work.tiles.begin;
   const int owner = int(arch::bfind(arch::ballot(begin >= int64_t{end} * schedule.row_blocks)) + 1);
@@ -63,8 +66,8 @@ HOPWELL_DEVICE void find_first_sequences(const Params& p, PartitionStorage& s, c
                                          int before, int tiles) {
   const Schedule& schedule = p.schedule;
   HOPWELL_NO_UNROLL
-  for (int w = 0; w < schedule.warps; ++w) {
-    const int64_t tile = of_cta.of_warp(w, schedule.warps).begin;
+  for (int share = 0; share < schedule.shares; ++share) {
+    const int64_t tile = of_cta.of_share(share, schedule.shares).begin;
     if (tile < int64_t{before} * schedule.row_blocks || tile >= int64_t{before + tiles} * schedule.row_blocks) continue;
     int n = first, to = before;
     HOPWELL_NO_UNROLL
@@ -74,7 +77,7 @@ HOPWELL_DEVICE void find_first_sequences(const Params& p, PartitionStorage& s, c
       if (tile < int64_t{to + have} * schedule.row_blocks) break;
       to += have;
     }
-    s.first[w] = {n, to};
+    s.first[share] = {n, to};
   }
 }
 
@@ -100,10 +103,11 @@ HOPWELL_DEVICE void partition_by_cta(const Params& p, PartitionStorage& s, WarpW
   const TileRange of_cta{work.partition.first_tile(cta), work.partition.first_tile(cta + 1)};
   find_first_sequences(p, s, of_cta, first, before, tiles);
   arch::syncthreads();  // kept: a sequence that is not there yet is outside of the tensors
-  work.tiles = of_cta.of_warp(warp, schedule.warps);
+  const int share = share_of_warp(p);
+  work.tiles = of_cta.of_share(share, schedule.shares);
   if (!work.any()) return;
   Segment& segment = work.segment;
-  segment.sequence = s.first[warp].sequence, segment.tiles_before = s.first[warp].tiles_before;
+  segment.sequence = s.first[share].sequence, segment.tiles_before = s.first[share].tiles_before;
   segment.context = p.cache.context_of(segment.sequence);
   segment.tiles = tiles_of(p, keys_of_sequence(p, segment.context));
   segment.begin_at(p, work.tiles.begin, work.tiles.end);

@@ -38,6 +38,8 @@ struct Schedule {
   Divisor pieces;                              // of a row block's result, four values a lane of a warp
   int merge_groups;                            // groups of warps of a CTA that have a warp for each piece
   Divisor warps, ctas;                         // warps of a CTA
+  Divisor abreast;                             // warps that walk along the same keys, each for a head of the row block
+  Divisor shares;                              // of a CTA's tiles: warps / abreast; `shares` warps have the first head
   int whole_blocks;                            // row blocks of a CTA if all are equally long; 0: no whole number
   int threads;                                 // of a CTA
   int sequences_per_thread;                    // whose lengths it adds up
@@ -61,8 +63,8 @@ struct Partition {
 
 // Equal shares, but at least a tile for each warp of a CTA as long as there are any.
 HOPWELL_HOST_DEVICE Partition partition_of(const Schedule& schedule, int64_t tiles) {
-  Partition partition{tiles, schedule.warps, 0};
-  if (tiles < int64_t{schedule.ctas} * schedule.warps) return partition;
+  Partition partition{tiles, schedule.shares, 0};
+  if (tiles < int64_t{schedule.ctas} * schedule.shares) return partition;
   partition.share = tiles >> 31 ? tiles / schedule.ctas.value : int(tiles) / schedule.ctas;
   partition.extra = int(tiles - partition.share * schedule.ctas);
   return partition;
@@ -70,16 +72,16 @@ HOPWELL_HOST_DEVICE Partition partition_of(const Schedule& schedule, int64_t til
 
 // Whether CTAs take whole row blocks if all are equally long.
 HOPWELL_HOST_DEVICE bool may_take_whole_blocks(const Schedule& schedule, const Partition& partition) {
-  return schedule.whole_blocks > 0 && partition.share > schedule.warps && partition.share <= kMaxTilesOfWholeBlocks;
+  return schedule.whole_blocks > 0 && partition.share > schedule.shares && partition.share <= kMaxTilesOfWholeBlocks;
 }
 
-// A range of tiles on the line: of a CTA, of a warp.
+// A range of tiles on the line: of a CTA, or a warp's share of it.
 struct TileRange {
   int64_t begin, end;
-  HOPWELL_HOST_DEVICE TileRange of_warp(int warp, const Divisor& warps) const {
-    const int count = int(end - begin), each = count / warps, more = count - each * warps;
-    const int64_t first = begin + warp * each + smaller(warp, more);
-    return {first, first + each + (warp < more ? 1 : 0)};
+  HOPWELL_HOST_DEVICE TileRange of_share(int share, const Divisor& shares) const {
+    const int count = int(end - begin), each = count / shares, more = count - each * shares;
+    const int64_t first = begin + share * each + smaller(share, more);
+    return {first, first + each + (share < more ? 1 : 0)};
   }
 };
 

@@ -36,6 +36,7 @@ struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
   static constexpr int kHeld = kOctets;      // octets of the row block's next queries, dealt to all lanes
   using Stage = CudaCoreStage<kRows, kFused ? kRows : 0>;
   using Partial = WarpPartial<256 * kOctets, kMaxJoinedHeads>;
+  static constexpr bool kStoresResults = false, kRegistersAreScarce = false, kAbreast = false;
   static constexpr int kLaneBytes = kPacked ? 0 : 16;  // from one lane's chunks to the next one's
   static constexpr int kKeysOfLookup = kKeys;  // a lane's first key is a multiple of that, and they share a page
 

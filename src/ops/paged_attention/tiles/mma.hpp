@@ -2,20 +2,20 @@
 // tokens, and layout vllm, whose chunks are just what the fragments of mma are made of, for any number. Groups of 9 to 16
 // heads may have two blocks of 8, so that a pass over the keys is enough (plan.cpp).
 //
-// Tile      of a warp: 4,096 / kD keys of one KV head, 8 KiB of K and 8 KiB of V, swizzled for ldmatrix; of two blocks
-//           half as much
+// Tile      of a warp: 64, 32 or 16 keys of one KV head, 12 or 16 KiB of K and V, swizzled for ldmatrix
 // Products  mma m16n8k16. S = q K^T: 16 rows hold 8 query vectors twice, rows 0–7 the high part of an fp32 value, rows
 //           8–15 what rounding it to 16 bits has lost; the two results are added. out^T = V^T P^T: 16 dimensions by 8
 //           queries, high and low parts of P one after the other into the same sums. 8 rows or half of the products
 //           would be empty anyway, so this costs nothing, and leaves 16 bits of a bf16 product, 22 of an fp16 one. S
-//           comes out as P goes in. Two blocks: the 16 rows of S are 16 query vectors, high parts and low parts of q one
-//           after the other into the same sums; each fragment of K and of V serves both blocks
+//           comes out as P goes in. An exact q, to which nothing is added, has no low parts (plan.cpp's exact_query): the
+//           16 rows of S of two blocks are 16 query vectors. Of q in two parts two blocks have high and low parts one after
+//           the other into the same sums
 // Timeline  K 0 ▓ │ copy K 0 │ K 1 ▓ │ copy K 1 │ softmax ▓▓ │ V 0 ▓ │ copy V 0 │ V 1 ▓ │ copy V 1 │ next tile: K 0 ▓ …
 //           three or four of the four parts are on their way at any time; 16 keys: K ▓ │ copy K │ softmax ▓▓ │ V ▓ │ …
-// Budget    shared: 8 warps × (16,384 + 16 · kD of q + 4 · 8 · (keys + 4) of bias + 16 + 2 partial results of 32 · kD) +
-//           6.5 KiB; registers: kD / 4 of the output, kD / 4 of q, ~150 others. kD 256: 6 warps; q stays in the partial
-//           result's memory, of which ldmatrix reads it again for every 8 keys. Two blocks: 8 warps × (8,192 + twice the
-//           bias and the partial results); kD 128: q stays there too
+// Budget    shared: 8 warps × (16,384 or 12,288 + 16 · kD of q + 4 · 8 · (keys + 4) of bias + 16 + 2 partial results of
+//           32 · kD) + 6.5 KiB; an exact q is not in it, and the last partial result lies in the ring. Two blocks have twice
+//           the biases and partial results. q in two parts of two blocks, or of kD 256, lies in the partial result, for 6 or
+//           7 warps. Registers: kD / 4 of the output and of q (exact: half as much for a block), ~110 to 150 others
 // Bound     memory; the tensor cores are 2 % busy with one block
 //
 // A lane's query vector is that of row lane / 4, as in the fragments.
@@ -46,92 +46,63 @@ HOPWELL_DEVICE void split(float x, float y, uint32_t& high, uint32_t& low, fp16)
   low = arch::pack_fp16(x - arch::to_float(fp16{uint16_t(high)}), y - arch::to_float(fp16{uint16_t(high >> 16)}));
 }
 
-template <class T, int kD, int kTokens, int kBlocks = 1>
-struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
+// Tiles of two blocks, and of other d than 64 and 128, are for exact queries first of all.
+template <class T, int kD, int kTokens, int kBlocks = 1, bool kExactQuery = kBlocks == 2 || (kD != 64 && kD != 128)>
+struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
   using Type = T;
-  using Copies = MmaTileCopy<T, kD, kTokens, kBlocks>;
+  using Copies = MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery>;
   using Stage = typename Copies::Stage;
-  using Copies::chunk_index, Copies::key_chunk_index, Copies::token_chunk_index, Copies::moved, Copies::eight_of,
+  using Copies::chunk_index, Copies::column_chunk_index, Copies::token_chunk_index, Copies::eight_of,
       Copies::sixteen_of, Copies::place_of, Copies::row, Copies::quad, Copies::vector_of;
   using Copies::kHalves, Copies::kParts, Copies::kCopiesQuery, Copies::kBiasPart;
   using Copies::kVllm, Copies::kRows, Copies::kKeys, Copies::kChunks, Copies::kPages, Copies::kLanesOfPage,
       Copies::kOffsetV;
-  static constexpr bool kHoldsQuery = kD * kBlocks <= 128;  // in registers
-  static constexpr int kKeysOfLookup = 16;                  // that share a page
+  using typename Copies::ChunkAddress;
+  static constexpr bool kHoldsQuery = kExactQuery || Copies::kCopiesQuery;  // in registers, else in the partial result
+  static constexpr int kKeysOfLookup = 16;                                  // that share a page
+  // There is room for an eighth warp if the ring's memory is the last segment's partial result's, too.
+  static constexpr bool kStoresResults = kExactQuery;
+  static constexpr bool kRegistersAreScarce = kD * kBlocks >= 256;
   // fp16 has no exponents for small probabilities: they are held 2^14 times as large, below 2^15 with the slack.
   static constexpr float kShift = std::is_same_v<T, fp16> ? 14 : 0;
   static constexpr float kSlack = std::is_same_v<T, fp16> ? 1 : 8;  // how far a logit may lie above the maximum
 
-  using Partial = WarpPartial<kRows * kD, kRows>;
-  static_assert(kBlocks == 1 || sizeof(Partial) % 128 == 0);  // as q lies in it, which `moved` is used for
+  using Results = WarpPartial<kRows * kD, kRows>;
+  struct alignas(128) Partial : Results {};  // q lies in it as keys do in a stage
 
-  static constexpr int head = 0;
-  uint32_t q[kHoldsQuery ? kD / 16 * kBlocks : 1][4], q_rows;  // q_rows: of q in shared memory
-  int q_row;                                                   // the one of them that this lane reads for ldmatrix
-  uint32_t q_chunk;                                            // address of the first chunk that it reads there
-  float out[kBlocks][kD / 16][4], scale[kBlocks];              // transposed; of the products with q, in units of log 2
+  static constexpr bool kAbreast = true;
+  int head = 0;
+  uint32_t q[kHoldsQuery ? kD / 16 : 1][kExactQuery ? 2 * kBlocks : 4];
+  uint32_t q_chunk;                // address of the first chunk of q that this lane reads for ldmatrix
+  float out[kBlocks][kD / 16][4];  // transposed
+  float scale[kBlocks];            // of the products with q in two parts, in units of log 2
   RunningSoftmax softmax[kBlocks];
-  // What has been subtracted from the logits, and how far one may lie above that before the maximum is raised.
-  float base[kBlocks], limit[kBlocks];
 
   HOPWELL_DEVICE explicit MmaTile(const Params&) {}
-  HOPWELL_DEVICE void prefetch_query(const Params&, const QueryVector&) {}  // it comes with the first tile
-  // q + u in two parts of 16 bits, by way of the partial result's memory: high parts as rows 0 to 7 (15 of two blocks),
-  // low parts as those that follow. The largest |q + u| of a row is scaled to between 1 and 2, so that no type is left.
+  // Where there is no u to add, q as it lies in memory; else it comes with the first tile.
+  HOPWELL_DEVICE void prefetch_query(const Params& p, const QueryVector& vector) {
+    if constexpr (kExactQuery) {
+      HOPWELL_UNROLL
+      for (int b = 0; b < kBlocks; ++b) {
+        const QueryVector of_block = vector_of(p, vector, b);
+        const T* from = static_cast<const T*>(p.query.q) + of_block.sequence * p.query.strides[0] +
+                        of_block.query * p.query.strides[1] + of_block.head * p.query.strides[2] + 2 * quad;
+        HOPWELL_UNROLL
+        for (int i = 0; i < kChunks; ++i)
+          q[i / 2][i % 2 * kBlocks + b] = 8 * i < p.query.d ? *reinterpret_cast<const uint32_t*>(from + 8 * i) : 0;
+      }
+    }
+  }
   HOPWELL_DEVICE void begin_segment(const Params& p, const QueryVector& vector, Partial& partial, const Stage& stage) {
-    const int lane = arch::lane_index(), chunk = lane % kChunks;
-    auto* chunks = reinterpret_cast<arch::Words4*>(partial.values);
-    if constexpr (kBlocks == 1)
-      arch::cp_async_wait<kParts - 1>();
-    else
-      load_queries(p, vector, chunks);
-    HOPWELL_NO_UNROLL
-    for (int first = 0; first < p.schedule.queries; first += 32 / kChunks) {
-      const int of_row = first + lane / kChunks;
-      QueryVector other = vector;
-      other.query = arch::shuffle(vector.query, 4 * of_row), other.head = head_of_row(vector, of_row);
-      RawElements raw{};
-      if (kCopiesQuery && p.query.aligned)
-        raw.half[0] = stage.q[of_row * kChunks + chunk];  // its own copy
-      else if (kBlocks > 1 && p.query.aligned)
-        raw.half[0] = chunks[chunk_index(of_row + kRows, chunk)];  // its own
-      else
-        raw = load_q<T, 8>(p, other, 8 * chunk);
-      float x[8], largest = 0;
-      query_plus<T>(raw, load_u<8>(p, other, 8 * chunk), p.query.u_type, x);
-      HOPWELL_UNROLL
-      for (float element : x) largest = fmaxf(largest, fabsf(element));
-      largest = tile::reduce<1, kChunks / 2>(largest, tile::Larger{});
-      const uint32_t exponent = arch::bit_cast<uint32_t>(largest) >> 23;
-      const uint32_t kept = exponent < 1 ? 1 : exponent > 253 ? 253 : exponent;
-      const float down = arch::bit_cast<float>((254 - kept) << 23);
-      if (chunk == 0) partial.stats[of_row].maximum = arch::bit_cast<float>(kept << 23) * p.query.log2_scale;
-      arch::Words4 high, low;
-      HOPWELL_UNROLL
-      for (int i = 0; i < 4; ++i) split(x[2 * i] * down, x[2 * i + 1] * down, high.w[i], low.w[i], T{});
-      chunks[chunk_index(of_row, chunk)] = high, chunks[chunk_index(of_row + kRows, chunk)] = low;
-    }
-    arch::syncwarp();
-    q_rows = arch::shared_address(chunks);
-    const int last = p.schedule.queries - 1;  // of the rows that there are; the others repeat it
-    q_row = kBlocks == 1 ? smaller(lane % 8, last) + (lane & 8) : smaller(lane % 16, last);
-    q_chunk = q_rows + uint32_t(16 * chunk_index(q_row, lane / 16));
-    if constexpr (kHoldsQuery) {
-      HOPWELL_UNROLL
-      for (int i = 0; i < kD / 16 * kBlocks; ++i) load_query(i, q[i], lane);
-    }
-    HOPWELL_UNROLL
-    for (int b = 0; b < kBlocks; ++b) scale[b] = partial.stats[smaller(row + 8 * b, last)].maximum;
-    arch::syncwarp();  // kept: nobody writes the partial result before many more steps of all lanes
+    if constexpr (!kExactQuery) split_query(p, vector, partial, stage);
     HOPWELL_UNROLL
     for (int b = 0; b < kBlocks; ++b) {
       HOPWELL_UNROLL
       for (int i = 0; i < kD / 16; ++i)
         for (float& sum : out[b][i]) sum = 0;
-      softmax[b] = {}, base[b] = 0, limit[b] = -INFINITY;
+      softmax[b] = {};
     }
   }
-
   // Computes a tile, if there is one, and lets its stage be filled again, part by part.
   template <class Refill>
   HOPWELL_DEVICE void step(const Params& p, const QueryVector& vector, int tile_key, Stage& stage, uint32_t address,
@@ -144,10 +115,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
       if (exists) {
         arch::cp_async_wait<kParts - 1>();
         arch::syncwarp();  // the other lanes' copies are there
-        if constexpr (kBlocks == 1)
-          multiply(half, address, s);
-        else
-          multiply_blocks(half, address, s);
+        multiply(half, address, s);
         if (half == kBiasPart) {
           hidden = finish_logits(p, vector, tile_key, stage, s);
           mask(vector, tile_key, stage.pages[0], s);
@@ -182,6 +150,39 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
     }
   }
   static HOPWELL_DEVICE int pitch() { return kD; }
+  // Stores the result of a whole row block.
+  HOPWELL_DEVICE void store_results(const Params& p, const Segment& segment) const {
+    const int lane = arch::lane_index();
+    HOPWELL_UNROLL
+    for (int b = 0; b < kBlocks; ++b) {
+      const float sum_of_row = tile::sum_of_quad(softmax[b].sum);
+      HOPWELL_UNROLL
+      for (int e = 0; e < 2; ++e) {
+        const int of_block = 2 * quad + e, of_row = of_block + 8 * b;
+        const float maximum = arch::shuffle(softmax[b].maximum, 4 * of_block) - kShift;
+        const float sum = arch::shuffle(sum_of_row, 4 * of_block), factor = sum == 0 ? 0 : 1 / sum;
+        const int in_row_block = head * p.schedule.queries + smaller(of_row, p.schedule.queries - 1);
+        const OutputRow to = output_row_of(p, segment.row_block, in_row_block);
+        if (of_row >= p.schedule.queries || !to.exists) continue;
+        T* row_begin = out_at<T>(p.output, segment.sequence, to);
+        uint32_t infinite = 0;  // bit i: dimension 8 i + lane / 4
+        HOPWELL_UNROLL
+        for (int i = 0; i < kD / 8; ++i) {
+          const float value = out[b][i / 2][i % 2 * 2 + e];
+          if (8 * i + lane / 4 < p.query.d) from_fp32(value * factor, row_begin + 8 * i + lane / 4);
+          infinite |= value * 0 != 0 ? 1U << i : 0;
+        }
+        if (lane / 4 == 0 && p.output.lse)
+          *lse_at(p.output, segment.sequence, to) = tile::lse_of(maximum, sum, -INFINITY);
+        if (!(sum > 0 && sum < INFINITY)) continue;
+        HOPWELL_NO_UNROLL
+        for (; infinite != 0; infinite &= infinite - 1) {
+          const int dimension = 8 * int(arch::bfind(infinite & (0U - infinite))) + lane / 4;
+          if (dimension < p.query.d) call_store_infinite<T>(p, segment.sequence, to, dimension, dimension + 1);
+        }
+      }
+    }
+  }
 
  private:
   static HOPWELL_DEVICE int head_of_row(const QueryVector& vector, int of_row) {
@@ -190,7 +191,6 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
   }
   // Query vectors as they lie in memory, to where their low parts will be. All loads are under way together.
   HOPWELL_DEVICE void load_queries(const Params& p, const QueryVector& vector, arch::Words4* chunks) const {
-    if (!p.query.aligned) return;
     constexpr int kAtOnce = 32 / kChunks;  // rows
     const int lane = arch::lane_index(), chunk = lane % kChunks;
     RawElements raw[kRows / kAtOnce];
@@ -198,12 +198,57 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
     for (int i = 0; i < kRows / kAtOnce; ++i) {
       const int of_row = i * kAtOnce + lane / kChunks;
       QueryVector other = vector;
-      other.head = head_of_row(vector, of_row);
+      other.query = arch::shuffle(vector.query, 4 * of_row), other.head = head_of_row(vector, of_row);
       if (of_row < p.schedule.queries) raw[i] = load_q<T, 8>(p, other, 8 * chunk);
     }
     HOPWELL_UNROLL
     for (int i = 0; i < kRows / kAtOnce; ++i)
       chunks[chunk_index(i * kAtOnce + lane / kChunks + kRows, chunk)] = raw[i].half[0];
+  }
+  // q + u in two parts of 16 bits, by way of the partial result's memory: high parts as rows 0 to 7 (15 of two blocks),
+  // low parts as those that follow. The largest |q + u| of a row is scaled to between 1 and 2, so that no type is left.
+  HOPWELL_DEVICE void split_query(const Params& p, const QueryVector& vector, Partial& partial, const Stage& stage) {
+    const int lane = arch::lane_index(), chunk = lane % kChunks;
+    auto* chunks = reinterpret_cast<arch::Words4*>(partial.values);
+    if constexpr (kCopiesQuery)
+      arch::cp_async_wait<kParts - 1>();
+    else if (p.query.aligned)
+      load_queries(p, vector, chunks);
+    HOPWELL_NO_UNROLL
+    for (int first = 0; first < p.schedule.queries; first += 32 / kChunks) {
+      const int of_row = first + lane / kChunks;
+      QueryVector other = vector;
+      other.query = arch::shuffle(vector.query, 4 * of_row), other.head = head_of_row(vector, of_row);
+      RawElements raw{};
+      if (p.query.aligned)  // its own copy
+        raw.half[0] = kCopiesQuery ? stage.q[of_row * kChunks + chunk] : chunks[chunk_index(of_row + kRows, chunk)];
+      else
+        raw = load_q<T, 8>(p, other, 8 * chunk);
+      float x[8], largest = 0;
+      query_plus<T>(raw, load_u<8>(p, other, 8 * chunk), p.query.u_type, x);
+      HOPWELL_UNROLL
+      for (float element : x) largest = fmaxf(largest, fabsf(element));
+      largest = tile::reduce<1, kChunks / 2>(largest, tile::Larger{});
+      const uint32_t exponent = arch::bit_cast<uint32_t>(largest) >> 23;
+      const uint32_t kept = exponent < 1 ? 1 : exponent > 253 ? 253 : exponent;
+      const float down = arch::bit_cast<float>((254 - kept) << 23);
+      if (chunk == 0) partial.stats[of_row].maximum = arch::bit_cast<float>(kept << 23) * p.query.log2_scale;
+      arch::Words4 high, low;
+      HOPWELL_UNROLL
+      for (int i = 0; i < 4; ++i) split(x[2 * i] * down, x[2 * i + 1] * down, high.w[i], low.w[i], T{});
+      chunks[chunk_index(of_row, chunk)] = high, chunks[chunk_index(of_row + kRows, chunk)] = low;
+    }
+    arch::syncwarp();
+    const int last = p.schedule.queries - 1;  // of the rows that there are; the others repeat it
+    const int of_row = kBlocks == 1 ? smaller(lane % 8, last) + (lane & 8) : smaller(lane % 16, last);
+    q_chunk = arch::shared_address(chunks) + uint32_t(16 * chunk_index(of_row, lane / 16));
+    if constexpr (kHoldsQuery) {
+      HOPWELL_UNROLL
+      for (int i = 0; i < kD / 16; ++i) load_query(i, q_chunk, q[i]);
+    }
+    HOPWELL_UNROLL
+    for (int b = 0; b < kBlocks; ++b) scale[b] = partial.stats[smaller(row + 8 * b, last)].maximum;
+    arch::syncwarp();  // kept: nobody writes the partial result before many more steps of all lanes
   }
   // The biases of keys 8 t + 2 quad and the next one, of block b.
   HOPWELL_DEVICE void load_biases(const Params& p, const QueryVector& vector, int tile_key, const Stage& stage, int b,
@@ -222,8 +267,16 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
       }
     }
   }
-  // Of eight keys, the product of the lane's key e % 2 with the query of block e / 2: of one block two parts.
-  static HOPWELL_DEVICE float product_of(const float (&s)[4], int e) { return kBlocks == 1 ? s[e] + s[2 + e] : s[e]; }
+  // What is subtracted from the logits, and how far one may lie above that before the maximum is raised.
+  HOPWELL_DEVICE float base_of(int b) const {
+    return softmax[b].maximum == -INFINITY ? 0 : softmax[b].maximum - kShift;
+  }
+  HOPWELL_DEVICE float limit_of(int b) const { return softmax[b].maximum == -INFINITY ? -INFINITY : kSlack + kShift; }
+  HOPWELL_DEVICE float scale_of(const Params& p, int b) const { return kExactQuery ? p.query.log2_scale : scale[b]; }
+  // Of eight keys, the product of the lane's key e % 2 with the query of block e / 2, or the sum of its two parts.
+  static HOPWELL_DEVICE float product_of(const float (&s)[4], int e) {
+    return kExactQuery || kBlocks > 1 ? s[e] : s[e] + s[2 + e];
+  }
   // Products to logits, less what is subtracted from them: s[t][2 b + e] of key 8 t + 2 quad + e, block b. True if a bias
   // of −inf hides a key from any lane's row.
   HOPWELL_DEVICE bool finish_logits(const Params& p, const QueryVector& vector, int tile_key, const Stage& stage,
@@ -233,7 +286,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
     if (!p.bias.exists()) {
       HOPWELL_UNROLL
       for (int t = 0; t < kKeys / 8; ++t)
-        for (int e = 0; e < 2 * kBlocks; ++e) s[t][e] = fmaf(product_of(s[t], e), scale[e / 2], -base[e / 2]);
+        for (int e = 0; e < 2 * kBlocks; ++e) s[t][e] = fmaf(product_of(s[t], e), scale_of(p, e / 2), -base_of(e / 2));
     } else if (p.bias.aligned && p.bias.type == Float::bf16) {
       hidden = add_biases(p, s, [&](int b, int t, float (&bias)[2]) {
         const uint32_t word = reinterpret_cast<const uint32_t*>(stage.bias[row + 8 * b])[4 * t + quad];
@@ -257,7 +310,8 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
         load(b, t, bias);
         for (int e = 0; e < 2; ++e) {
           lowest = fminf(lowest, bias[e]);
-          s[t][2 * b + e] = fmaf(product_of(s[t], 2 * b + e), scale[b], fmaf(bias[e], p.bias.log2_scale, -base[b]));
+          s[t][2 * b + e] =
+              fmaf(product_of(s[t], 2 * b + e), scale_of(p, b), fmaf(bias[e], p.bias.log2_scale, -base_of(b)));
         }
       }
     }
@@ -300,77 +354,67 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
     }
   }
 
-  // 16 dimensions of q, as mma takes them.
-  HOPWELL_DEVICE void load_query(int i, uint32_t (&fragment)[4], int lane) const {
-    // Of dimensions 64 apart, whose places differ by a constant: few addresses to find out before the first tile.
-    const int chunk = 2 * (i % (kD / 16)), of_row = q_row + i / (kD / 16) * kRows;
-    arch::ldmatrix(fragment, q_rows + uint32_t(16 * (chunk_index(of_row, chunk % 8 + lane / 16) + chunk / 8 * 8)));
+  // 16 dimensions of q, as mma takes them, from `rows` on: where the lane's first chunk lies of those. Dimensions 64 apart
+  // have places that differ by a constant: few addresses to find out before the first tile.
+  static HOPWELL_DEVICE void load_query(int i, uint32_t rows, uint32_t (&of_q)[4]) {
+    arch::ldmatrix(of_q, (rows ^ uint32_t(16 * (2 * i % 8))) + uint32_t(16 * (2 * i / 8 * 8)));
   }
-  // An address as the compiler does not know it outside of a step: where registers are few it shall keep this one alone,
-  // and find those near it out in every step.
-  static HOPWELL_DEVICE uint32_t of_step(uint32_t address) {
-    return kBlocks == 1 || kHoldsQuery ? address : arch::shuffle(address, arch::lane_index());
-  }
-  // Of this lane's chunks of K, for ldmatrix: key lane % 8 and chunk lane / 8. Those of other keys and dimensions: key_chunk.
-  static HOPWELL_DEVICE uint32_t first_key_chunk(uint32_t keys, int lane) {
-    return keys + uint32_t(16 * key_chunk_index(lane % 8, lane / 8));
-  }
-  static HOPWELL_DEVICE uint32_t key_chunk(uint32_t first, int key, int chunk) {
-    return kVllm ? first + uint32_t(16 * (chunk * kKeys + key)) : moved(first, key, chunk);
-  }
-  // S = q k^T for half of the keys, or all: s[t] for keys 8 t to 8 t + 7, high parts and low parts.
+  // S = q k^T for half of the keys, or all: s[t] for keys 8 t to 8 t + 7, of both blocks, or high parts and low parts.
   HOPWELL_DEVICE void multiply(int half, uint32_t keys, float (&s)[kKeys / 8][4]) const {
-    const int lane = arch::lane_index();
-    const uint32_t first = first_key_chunk(keys, lane);
-    HOPWELL_UNROLL
-    for (int j = 0; j < kKeys / 8 / kHalves; ++j) {
-      const int t = eight_of(half, j);
-      float other[4];  // a second sum, as the tensor cores take their time
-      for (int e = 0; e < 4; ++e) s[t][e] = other[e] = 0;
-      HOPWELL_UNROLL
-      for (int i = 0; i < kD / 32; ++i) {
-        uint32_t b[4];
-        arch::ldmatrix(b, key_chunk(first, 8 * t, 4 * i));
-        if constexpr (kHoldsQuery) {
-          mma(s[t], q[2 * i], b[0], b[1], T{}), mma(other, q[2 * i + 1], b[2], b[3], T{});
-        } else {
-          uint32_t of_q[4];
-          load_query(2 * i, of_q, lane), mma(s[t], of_q, b[0], b[1], T{});
-          load_query(2 * i + 1, of_q, lane), mma(other, of_q, b[2], b[3], T{});
-        }
-      }
-      for (int e = 0; e < 4; ++e) s[t][e] += other[e];
-    }
-  }
-  // The same for two blocks: s[t] of both. Each fragment of q is loaded once for all keys of the half.
-  HOPWELL_DEVICE void multiply_blocks(int half, uint32_t keys, float (&s)[kKeys / 8][4]) const {
     constexpr int kCount = kKeys / 8 / kHalves;
-    const uint32_t first = of_step(first_key_chunk(keys, arch::lane_index())), q_first = of_step(q_chunk);
-    constexpr int kSums = kCount < 4 ? 2 : 1;  // of a product, as the tensor cores take their time
-    float sums[kSums][kCount][4] = {};
-    HOPWELL_UNROLL
-    for (int i = 0; i < kD / 32; ++i) {
-      uint32_t q_high[2][4], q_low[2][4];
-      for (int part = 0; part < 2; ++part) {
-        if constexpr (kHoldsQuery) {
-          for (int e = 0; e < 4; ++e)
-            q_high[part][e] = q[2 * i + part][e], q_low[part][e] = q[kD / 16 + 2 * i + part][e];
-        } else {
-          arch::ldmatrix(q_high[part], moved(q_first, 0, 4 * i + 2 * part));
-          arch::ldmatrix(q_low[part], moved(q_first, kRows, 4 * i + 2 * part));
-        }
-      }
+    const int lane = arch::lane_index();
+    // Of this lane's chunks, for ldmatrix: key lane % 8 and chunk lane / 8.
+    const ChunkAddress in_rows(keys, lane % 8, lane / 8);
+    const uint32_t in_columns = keys + uint32_t(16 * column_chunk_index(lane % 8, lane / 8));
+    const auto load_keys = [&](int t, int i, uint32_t (&b)[4]) {
+      arch::ldmatrix(
+          b, kVllm ? in_columns + uint32_t(16 * column_chunk_index(8 * t, 4 * i)) : in_rows.moved(8 * t, 4 * i));
+    };
+    if constexpr (kHoldsQuery) {
       HOPWELL_UNROLL
       for (int j = 0; j < kCount; ++j) {
-        uint32_t b[4];
-        arch::ldmatrix(b, key_chunk(first, 8 * eight_of(half, j), 4 * i));
-        for (int part = 0; part < 2; ++part) mma(sums[0][j], q_high[part], b[2 * part], b[2 * part + 1], T{});
-        for (int part = 0; part < 2; ++part) mma(sums[kSums - 1][j], q_low[part], b[2 * part], b[2 * part + 1], T{});
+        const int t = eight_of(half, j);
+        float other[4];  // a second sum, as the tensor cores take their time
+        for (int e = 0; e < 4; ++e) s[t][e] = other[e] = 0;
+        HOPWELL_UNROLL
+        for (int i = 0; i < kD / 32; ++i) {
+          uint32_t b[4];
+          load_keys(t, i, b);
+          multiply_query(s[t], q[2 * i], b[0], b[1]), multiply_query(other, q[2 * i + 1], b[2], b[3]);
+        }
+        for (int e = 0; e < 4; ++e) s[t][e] += other[e];
+      }
+    } else {
+      // Each fragment of q is loaded once for all keys of the half. By a shuffle, so that the compiler keeps one address
+      // alone and finds those near it out in every step.
+      const uint32_t rows = arch::shuffle(q_chunk, lane);
+      HOPWELL_UNROLL
+      for (int j = 0; j < kCount; ++j)
+        for (float& sum : s[eight_of(half, j)]) sum = 0;
+      HOPWELL_UNROLL
+      for (int i = 0; i < kD / 32; ++i) {
+        uint32_t of_q[kBlocks][2][4];  // of two blocks high parts and low parts
+        for (int part = 0; part < kBlocks; ++part)
+          for (int e = 0; e < 2; ++e)
+            load_query(2 * i + e, rows + uint32_t(16 * kChunks * kRows * part), of_q[part][e]);
+        HOPWELL_UNROLL
+        for (int j = 0; j < kCount; ++j) {
+          uint32_t b[4];
+          load_keys(eight_of(half, j), i, b);
+          for (int part = 0; part < kBlocks; ++part)
+            for (int e = 0; e < 2; ++e) mma(s[eight_of(half, j)], of_q[part][e], b[2 * e], b[2 * e + 1], T{});
+        }
       }
     }
-    HOPWELL_UNROLL
-    for (int j = 0; j < kCount; ++j)
-      for (int e = 0; e < 4; ++e) s[eight_of(half, j)][e] = kSums == 1 ? sums[0][j][e] : sums[0][j][e] + sums[1][j][e];
+  }
+  template <int kWords>
+  static HOPWELL_DEVICE void multiply_query(float (&s)[4], const uint32_t (&of_q)[kWords], uint32_t b0, uint32_t b1) {
+    if constexpr (kWords == 4) {
+      mma(s, of_q, b0, b1, T{});
+    } else {
+      const uint32_t rows[4] = {of_q[0], 0, of_q[1], 0};  // 8 to 15 are empty
+      mma(s, rows, b0, b1, T{});
+    }
   }
   // Whether this lane's row does not see keys of the tile whose values have been copied, for other rows or in whole
   // chunks.
@@ -391,7 +435,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
       maximum[b] = fmaxf(s[0][2 * b], s[0][2 * b + 1]);
       HOPWELL_UNROLL
       for (int t = 1; t < kKeys / 8; ++t) maximum[b] = fmaxf(maximum[b], fmaxf(s[t][2 * b], s[t][2 * b + 1]));
-      higher |= maximum[b] > limit[b];
+      higher |= maximum[b] > limit_of(b);
     }
     if (arch::ballot(higher) != 0) {
       HOPWELL_UNROLL
@@ -411,12 +455,11 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
   }
   // Raises what is subtracted from block b's logits, where the largest lies above the limit, and shrinks its sums.
   HOPWELL_DEVICE void raise_maximum(int b, float largest, float (&s)[kKeys / 8][4]) {
-    const bool higher = largest > limit[b];
-    const float raised = higher ? largest + base[b] : softmax[b].maximum;
+    const bool higher = largest > limit_of(b);
+    const float base = base_of(b), raised = higher ? largest + base : softmax[b].maximum;
     const float factor = higher ? arch::exp2_approx(softmax[b].maximum - raised) : 1;
-    const float to = higher ? raised - kShift : base[b], more = to - base[b];
     softmax[b].maximum = raised, softmax[b].sum *= factor;
-    base[b] = to, limit[b] = higher ? kSlack + kShift : limit[b];
+    const float more = base_of(b) - base;
     HOPWELL_UNROLL
     for (int t = 0; t < kKeys / 8; ++t)
       for (int e = 0; e < 2; ++e) s[t][2 * b + e] -= more;
@@ -429,8 +472,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
   HOPWELL_DEVICE void accumulate(int half, uint32_t values, const uint32_t (&weights)[kBlocks][kKeys / 16][4]) {
     constexpr int kSteps = kKeys / 16, kChunkPairs = kD / 16;
     const int lane = arch::lane_index();
-    const uint32_t first =
-        of_step(values + uint32_t(16 * chunk_index(lane / 16 * (8 * kHalves) + lane % 8, lane / 8 % 2)));
+    const ChunkAddress first(values, lane / 16 * (8 * kHalves) + lane % 8, lane / 8 % 2);
     HOPWELL_UNROLL
     for (int t = kVllm ? 0 : half * kSteps / kHalves; t < (kVllm ? kSteps : (half + 1) * kSteps / kHalves); ++t) {
       HOPWELL_UNROLL
@@ -441,7 +483,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks> {
           arch::ldmatrix(a, values + uint32_t(16 * token_chunk_index(16 * i + lane % 16, 2 * t + lane / 16)));
         else
           arch::ldmatrix<arch::Transpose::yes>(
-              a, moved(first, 8 * eight_of(half, 2 * (t - half * (kSteps / kHalves))), 2 * i));
+              a, first.moved(8 * eight_of(half, 2 * (t - half * (kSteps / kHalves))), 2 * i));
         for (int part = 0; part < 4; part += 2)
           for (int b = 0; b < kBlocks; ++b) mma(out[b][i], a, weights[b][t][part], weights[b][t][part + 1], T{});
       }

@@ -13,18 +13,22 @@ namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
 // `kTokens` tells the layouts apart: 0 for rows, nhd and hnd; for vllm how many chunks of a dimension of V, of eight
 // tokens each, are copied side by side, so that a warp reads whole lines of memory: all of the tile where a block has
 // as many tokens, else two, the 16 tokens of a block, whose dimensions follow one another. `kBlocks`: of 8 query vectors
-// each; a lane has one of each block.
-template <class T, int kD, int kTokens, int kBlocks = 1>
+// each; a lane has one of each block. `kExactQuery`: q has no low parts and is loaded into registers; what plan.cpp's
+// exact_query says is given.
+template <class T, int kD, int kTokens, int kBlocks, bool kExactQuery>
 struct MmaTileCopy {
   static constexpr int kLaneBytes = 0;  // tiles are the warp's
-  // With two blocks room for an eighth warp counts more than larger tiles.
-  static constexpr int kRows = 8 * kBlocks, kKeys = 4096 / kD / kBlocks, kChunks = kD / 8, kPages = kKeys / 16,
-                       kLanesOfPage = 32 / kPages;
+  static constexpr int kRows = 8 * kBlocks,
+                       kKeys = kD <= 64    ? 64
+                               : kD <= 128 ? 32
+                                           : 16,
+                       kChunks = kD / 8, kPages = kKeys / 16, kLanesOfPage = 32 / kPages;
   static constexpr bool kVllm = kTokens > 0;
   static constexpr int kStages = 1, kHalves = kPages > 1 ? 2 : 1, kParts = 2 * kHalves;  // of K and V; of a tile
-  // With two blocks a step without a tile to compute would cost registers. With one short code counts, of short calls.
-  static constexpr int kPartsApart = kBlocks > 1 ? kParts : 0;
-  static constexpr bool kCopiesQuery = kD <= 128 && kBlocks == 1;  // else there is no room for it in a stage
+  // With many registers in use a step without a tile to compute would cost more. Else short code counts, of short calls.
+  static constexpr bool kFewRegisters = kBlocks > 1 || (kD != 64 && kD != 128);
+  static constexpr int kPartsApart = kFewRegisters ? kParts : 0;
+  static constexpr bool kCopiesQuery = !kFewRegisters;  // else there is no room for it in a stage, or no need
   static constexpr int kBiasPart = kHalves - 1;  // biases come with the last part of K, after which they are used
   static constexpr uint32_t kOffsetV = kKeys * kChunks * 16;  // in a stage
 
@@ -39,16 +43,35 @@ struct MmaTileCopy {
 
   HOPWELL_DEVICE MmaTileCopy() {
     const int lane = arch::lane_index();
-    first_key = lane / kLanesOfPage * 16, row = lane / 4, quad = lane % 4;
+    first_key = kPages == 1 ? 0 : lane / kLanesOfPage * 16, row = lane / 4, quad = lane % 4;
   }
   // Where chunks lie in a stage, so that no eight that ldmatrix reads together meet in a bank. Rows: eight dimensions
-  // of a key. Layout vllm has such chunks of K, key by key, and chunks of V of eight tokens of a dimension.
-  static HOPWELL_DEVICE int chunk_index(int key, int chunk) { return key * kChunks + (chunk ^ (key & 7)); }
-  // The address of chunk `more` + `chunk` of `key` + `keys`, from that of chunk `more` of `key`. For constants: keys are a
-  // multiple of 8, and no carry from `more` reaches the bits of `chunk`. Stages begin at multiples of 128 bytes.
-  static HOPWELL_DEVICE uint32_t moved(uint32_t address, int keys, int chunk) {
-    return (address ^ uint32_t(16 * (chunk % 8))) + uint32_t(16 * (keys * kChunks + chunk / 8 * 8));
+  // of a key. Whole lines of a row, eight chunks each, lie together; half a line that is left lies with those of the
+  // other keys, behind them. Layout vllm has chunks of K key by key, and chunks of V of eight tokens of a dimension.
+  static constexpr int kLineChunks = kChunks / 8 * 8, kRestChunks = kChunks - kLineChunks;
+  static_assert(kRestChunks == 0 || (kRestChunks == 4 && !kVllm));
+  static HOPWELL_DEVICE int line_chunk_index(int key, int chunk) { return key * kLineChunks + (chunk ^ (key & 7)); }
+  static HOPWELL_DEVICE int rest_chunk_index(int key, int chunk) {
+    return kKeys * kLineChunks + key * kRestChunks + (chunk ^ (key / 2 & 3));
   }
+  static HOPWELL_DEVICE int chunk_index(int key, int chunk) {
+    return kRestChunks > 0 && chunk >= kLineChunks ? rest_chunk_index(key, chunk - kLineChunks)
+                                                   : line_chunk_index(key, chunk);
+  }
+  // Addresses of a key's chunk `more` of its lines and of its rest.
+  struct ChunkAddress {
+    uint32_t line, rest;
+    HOPWELL_DEVICE ChunkAddress(uint32_t begin, int key, int more)
+        : line(begin + uint32_t(16 * line_chunk_index(key, more))),
+          rest(begin + uint32_t(16 * rest_chunk_index(key, more))) {}
+    // Of chunk `more` + `chunk` of `key` + `keys`. For constants: keys are a multiple of 8, and no carry from `more`
+    // reaches the bits of `chunk`. Stages begin at multiples of 128 bytes.
+    [[nodiscard]] HOPWELL_DEVICE uint32_t moved(int keys, int chunk) const {
+      if (chunk >= kLineChunks)
+        return (rest ^ uint32_t(16 * (chunk - kLineChunks))) + uint32_t(16 * keys * kRestChunks);
+      return (line ^ uint32_t(16 * (chunk % 8))) + uint32_t(16 * (keys * kLineChunks + chunk / 8 * 8));
+    }
+  };
   // Eight keys of half `half` of a tile, the j-th of them: the first of them is 8 times that. And where S of eight keys
   // goes in P: to which 16 keys, of all halves one after the other, and to which eight of those.
   static HOPWELL_DEVICE constexpr int eight_of(int half, int j) {
@@ -58,9 +81,7 @@ struct MmaTileCopy {
     return kVllm ? eight / 2 : eight % kHalves * (kPages / kHalves) + eight / kHalves / 2;
   }
   static HOPWELL_DEVICE constexpr int place_of(int eight) { return kVllm ? eight % 2 : eight / kHalves % 2; }
-  static HOPWELL_DEVICE int key_chunk_index(int key, int chunk) {
-    return kVllm ? chunk * kKeys + key : chunk_index(key, chunk);
-  }
+  static HOPWELL_DEVICE int column_chunk_index(int key, int chunk) { return chunk * kKeys + key; }  // vllm
   static HOPWELL_DEVICE int token_chunk_index(int dimension, int chunk) {
     const int group = chunk / kTokens;
     return (group * kD + dimension) * kTokens + ((chunk - group * kTokens) ^ (dimension * kTokens / 8 & (kTokens - 1)));
@@ -79,15 +100,16 @@ struct MmaTileCopy {
     if constexpr (kVllm)
       return copy_source_of(p, vector, sizeof(T), int64_t{lane / 16} * p.cache.k_group + lane % 16 * p.cache.k_slot,
                             int64_t{lane / kTokens} * p.cache.v_group, 0);
-    return copy_source_of(p, vector, sizeof(T), int64_t{row_of_page()} * p.cache.k_slot + 16 * (lane % kChunks),
-                          int64_t{row_of_page()} * p.cache.v_slot + 16 * (lane % kChunks), 0);
+    const int first_row = FirstColumns::row(), first_chunk = FirstColumns::chunk();
+    return copy_source_of(p, vector, sizeof(T), int64_t{first_row} * p.cache.k_slot + 16 * first_chunk,
+                          int64_t{first_row} * p.cache.v_slot + 16 * first_chunk, 0);
   }
   // For copy_rows: the lane's page holds 16 keys of the tile, of which most often all are seen.
   HOPWELL_DEVICE void locate(const Params& p, const CopySource& source, KeyTile& tile) const {
     const int key = tile.key + first_key;
     const bool whole = tile.page >= 0 && key >= first_visible(p, source.vector) && key + 16 <= source.vector.end;
     tile.slot = key % p.cache.block;
-    tile.bytes = !whole ? -1 : 8 * (arch::lane_index() % kChunks) < p.query.d ? 16 : 0;
+    tile.bytes = !whole ? -1 : 8 * LastColumns::chunk() < p.query.d ? 16 : 0;
   }
   HOPWELL_DEVICE void copy(const Params& p, const CopySource& source, const KeyTile& tile, Stage& to, uint32_t address,
                            int part) const {
@@ -110,9 +132,19 @@ struct MmaTileCopy {
   }
 
  private:
-  static constexpr int kRowsAtOnce = 32 / kChunks / kPages;  // of a page
-  // The first row of its page that a lane copies.
-  static HOPWELL_DEVICE int row_of_page() { return arch::lane_index() / kChunks % kRowsAtOnce; }
+  // Chunks of a row, as many as a power of two, that lanes copy side by side: kRowsAtOnce rows of every page at a time.
+  template <int kFirst, int kWidth>
+  struct Columns {
+    static constexpr int kFirstChunk = kFirst, kRowsAtOnce = kLanesOfPage / kWidth;
+    static constexpr bool kLast = kFirst + kWidth == kChunks;  // of others d has all
+    // The first row of its page that a lane copies, and its chunk.
+    static HOPWELL_DEVICE int row() { return arch::lane_index() % kLanesOfPage / kWidth; }
+    static HOPWELL_DEVICE int chunk() { return kFirst + arch::lane_index() % kWidth; }
+  };
+  static constexpr int kFirstWidth = kChunks == 12 ? 8 : kChunks == 24 ? 16 : kChunks;
+  using FirstColumns = Columns<0, kFirstWidth>;
+  using LastColumns =
+      std::conditional_t<kFirstWidth == kChunks, FirstColumns, Columns<kFirstWidth, kChunks - kFirstWidth>>;
   // The first key that any query sees.
   static HOPWELL_DEVICE int first_visible(const Params& p, const QueryVector& vector) {
     if constexpr (kBlocks > 1) return vector.visible.begin;  // q_len is 1
@@ -143,29 +175,39 @@ struct MmaTileCopy {
                      static_cast<const T*>(p.query.q) + (exists ? at : 0), exists ? 16 : 0);
     }
   }
-  // A part of K or of V: of the lane's page kRowsAtOnce rows at a time.
+  // A part of K or of V.
   HOPWELL_DEVICE void copy_rows(const Params& p, const CopySource& source, const KeyTile& tile, bool values, int half,
                                 uint32_t address) const {
-    constexpr int kCopies = 16 / kRowsAtOnce / kHalves;
-    const int chunk = arch::lane_index() % kChunks, begin = half * kCopies * kRowsAtOnce;
+    copy_columns_of_rows<FirstColumns>(p, source, tile, values, half, address);
+    if constexpr (!FirstColumns::kLast) copy_columns_of_rows<LastColumns>(p, source, tile, values, half, address);
+  }
+  template <class Columns>
+  HOPWELL_DEVICE void copy_columns_of_rows(const Params& p, const CopySource& source, const KeyTile& tile, bool values,
+                                           int half, uint32_t address) const {
+    constexpr bool kRest = Columns::kFirstChunk >= kLineChunks;
+    constexpr int kRowsAtOnce = Columns::kRowsAtOnce, kCopies = 16 / kRowsAtOnce / kHalves,
+                  kPitch = kRest ? kRestChunks : kLineChunks;
+    const int chunk = Columns::chunk(), begin = half * kCopies * kRowsAtOnce;
     // By a shuffle, so that the compiler multiplies it and adds the product in one instruction.
     const int slot_bytes = arch::shuffle(values ? p.cache.v_slot : p.cache.k_slot, 0);
     const auto page_bytes = uint32_t(values ? p.cache.v_page : p.cache.k_page);  // plan.cpp: no mma for more or below 0
     const char* from = values ? source.v : source.k;
-    const uint32_t to = address + uint32_t(16 * chunk_index(first_key + row_of_page(), chunk));
+    if constexpr (Columns::kFirstChunk > 0)
+      from += (Columns::row() - FirstColumns::row()) * slot_bytes + 16 * (chunk - FirstColumns::chunk());
+    const uint32_t to = address + uint32_t(16 * chunk_index(first_key + Columns::row(), chunk));
     const auto copy_row = [&](const char* at, int i, int size) {
-      const int row = begin + i * kRowsAtOnce;  // from row_of_page() on, of whose bits it has none
-      arch::cp_async((to ^ uint32_t(16 * (row & 7))) + uint32_t(16 * kChunks * row),
+      const int row = begin + i * kRowsAtOnce;  // from Columns::row() on, of whose bits it has none
+      arch::cp_async((to ^ uint32_t(16 * (kRest ? row / 2 & 3 : row & 7))) + uint32_t(16 * kPitch * row),
                      at + int64_t{i * kRowsAtOnce} * slot_bytes, size);
     };
     if (tile.bytes >= 0) {
       const char* at = from + uint64_t{unsigned(tile.page)} * page_bytes + int64_t{tile.slot + begin} * slot_bytes;
       HOPWELL_UNROLL
-      for (int i = 0; i < kCopies; ++i) copy_row(at, i, tile.bytes > 0 ? 16 : 0);
+      for (int i = 0; i < kCopies; ++i) copy_row(at, i, !Columns::kLast || tile.bytes > 0 ? 16 : 0);
       return;
     }
-    const bool wanted = tile.page >= 0 && 8 * chunk < p.query.d;
-    const uint32_t seen = wanted ? seen_of(p, source.vector, tile.key + first_key) >> (begin + row_of_page()) : 0;
+    const bool wanted = tile.page >= 0 && (!Columns::kLast || 8 * chunk < p.query.d);
+    const uint32_t seen = wanted ? seen_of(p, source.vector, tile.key + first_key) >> (begin + Columns::row()) : 0;
     if (seen != 0) from += uint64_t{unsigned(tile.page)} * page_bytes + int64_t{tile.slot + begin} * slot_bytes;
     HOPWELL_UNROLL
     for (int i = 0; i < kCopies; ++i) copy_row(from, i, seen >> (i * kRowsAtOnce) & 1 ? 16 : 0);
@@ -184,7 +226,7 @@ struct MmaTileCopy {
       HOPWELL_UNROLL
       for (int j = 0; j < kD / 16; ++j) {
         const int chunk = 2 * j + lane / 16;
-        arch::cp_async_of_line(address + uint32_t(16 * key_chunk_index(16 * i + lane % 16, chunk)),
+        arch::cp_async_of_line(address + uint32_t(16 * column_chunk_index(16 * i + lane % 16, chunk)),
                                k + int64_t{2 * j} * p.cache.k_group, 8 * chunk < p.query.d ? size : 0);
       }
     }

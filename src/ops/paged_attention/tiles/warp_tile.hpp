@@ -90,10 +90,13 @@ template <class Tile>
 concept WarpTile = requires(Tile tile, const Tile& done, const WarpTileArguments<Tile>& a) {
   typename Tile::Type;  // of q, k, v and out
   Tile(a.p);
-  { Tile::kStages } -> std::convertible_to<int>;        // of the ring
-  { Tile::kPartsApart } -> std::convertible_to<int>;    // of a first tile, whose copies have code of their own; or 0
+  { Tile::kStages } -> std::convertible_to<int>;          // of the ring
+  { Tile::kPartsApart } -> std::convertible_to<int>;      // of a first tile, whose copies have code of their own; or 0
+  { Tile::kStoresResults } -> std::convertible_to<bool>;  // of whole row blocks, by itself: mma.hpp
+  { Tile::kRegistersAreScarce } -> std::convertible_to<bool>;  // so that kernels keep what is seldom used in lanes
   { Tile::kLaneBytes } -> std::convertible_to<int>;     // from one lane's first chunk in a stage to the next lane's
   { Tile::kKeysOfLookup } -> std::convertible_to<int>;  // consecutive keys that share a page
+  { Tile::kAbreast } -> std::convertible_to<bool>;      // whether its head is the warp's, which the kernel sets
   { tile.first_key } -> std::convertible_to<int>;       // of the lane, in a tile
   { tile.head } -> std::convertible_to<int>;            // its KV head and
   { tile.row } -> std::convertible_to<int>;             // its query in a row block
