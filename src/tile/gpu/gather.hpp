@@ -56,14 +56,14 @@ HOPWELL_DEVICE void gather_rows(uint32_t destination, const arch::bf16* data, in
   const uint32_t lane = uint32_t(arch::lane_index()), chunk = lane % 8;  // unsigned: fewer registers for addresses
   const uint32_t low = row_in_chunks(indices.rows, indices.low, stride);
   const uint32_t high = row_in_chunks(indices.rows, indices.high, stride);
-  const uint32_t place = destination + swizzled(lane / 8, chunk);
   HOPWELL_NO_UNROLL
   for (uint32_t first = 0; first < kTileRows / 4; first += kTogether) {
     HOPWELL_UNROLL
     for (uint32_t i = first; i < first + kTogether; ++i) {
-      const uint32_t row = arch::shuffle(i < kTileRows / 8 ? low : high, int(4 * i + lane / 8));
-      copy_chunk<true>(four_rows_on(place, i), kPanelBytes, chunk_of_row(data, row, chunk), row != kNoRow,
-                       kColumns / kPanelColumns);
+      const uint32_t row = 4 * i + lane / 8, offset = arch::shuffle(i < kTileRows / 8 ? low : high, int(row));
+      const bool valid = offset != kNoRow;
+      const arch::bf16* source = data + (valid ? uint64_t{offset} + chunk : 0) * 8;
+      copy_chunk<true>(destination + swizzled(row, chunk), kPanelBytes, source, valid, kColumns / kPanelColumns);
     }
   }
 }

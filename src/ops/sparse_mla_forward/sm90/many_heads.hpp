@@ -39,7 +39,7 @@ namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 namespace many_heads {
 
 // When S_A has so many panels left to multiply, S_B may start: together they would both end late.
-constexpr int kPanelsAfterTurn = 2;
+constexpr int kPanelsAfterTurn = 1;
 
 template <int kDqk_, bool kOfGroups_ = false>
 struct SharedStorage {
