@@ -37,31 +37,22 @@ struct RowIndices {
   KeyRange rows;
 };
 
-/// Where a row of an aligned matrix begins, in chunks of 16 bytes after the first row; kNoRow where there is none. can_gather says
-/// whether 32 bits hold it, so that a row's address is one multiplication and addition.
-inline constexpr uint32_t kNoRow = 0xffffffff;
-HOPWELL_DEVICE uint32_t row_in_chunks(const KeyRange& rows, int row, int64_t stride) {
-  return rows.has(row) ? uint32_t(row) * uint32_t(stride / 8) : kNoRow;
-}
-/// A chunk of such a row. Without a row it is an address that must not be read.
-HOPWELL_DEVICE const arch::bf16* chunk_of_row(const arch::bf16* data, uint32_t row, uint32_t chunk) {
-  return reinterpret_cast<const arch::bf16*>(reinterpret_cast<const arch::Words4*>(data) + (row + chunk));
-}
-
 /// A warp starts copying a tile: row i is data + index · stride (elements), kColumns / 64 panels from `destination`
 /// on. data and stride are multiples of 16 bytes, and all rows lie within 64 GiB after the first. `kTogether`, a divisor
 /// of 16: so many times four rows are on their way between two looks at the loop; more is faster and takes registers.
 template <int kColumns, int kTogether = 1>
 HOPWELL_DEVICE void gather_rows(uint32_t destination, const arch::bf16* data, int64_t stride, RowIndices indices) {
+  constexpr uint32_t kNone = 0xffffffff;
   const uint32_t lane = uint32_t(arch::lane_index()), chunk = lane % 8;  // unsigned: fewer registers for addresses
-  const uint32_t low = row_in_chunks(indices.rows, indices.low, stride);
-  const uint32_t high = row_in_chunks(indices.rows, indices.high, stride);
+  const uint32_t chunks = uint32_t(stride / 8);                          // of a row, so that offsets take one register
+  const uint32_t low = indices.rows.has(indices.low) ? uint32_t(indices.low) * chunks : kNone;
+  const uint32_t high = indices.rows.has(indices.high) ? uint32_t(indices.high) * chunks : kNone;
   HOPWELL_NO_UNROLL
   for (uint32_t first = 0; first < kTileRows / 4; first += kTogether) {
     HOPWELL_UNROLL
     for (uint32_t i = first; i < first + kTogether; ++i) {
       const uint32_t row = 4 * i + lane / 8, offset = arch::shuffle(i < kTileRows / 8 ? low : high, int(row));
-      const bool valid = offset != kNoRow;
+      const bool valid = offset != kNone;
       const arch::bf16* source = data + (valid ? uint64_t{offset} + chunk : 0) * 8;
       copy_chunk<true>(destination + swizzled(row, chunk), kPanelBytes, source, valid, kColumns / kPanelColumns);
     }

@@ -113,10 +113,12 @@ HOPWELL_HOST_DEVICE constexpr int score_panel(int n) {
 
 #if HOPWELL_HAS_SM90A
 
-// Where the row of a key begins, as tile::row_in_chunks says; of rows that are not aligned, in rows.
+// Where the row of a key begins, kNoRow if it is not visible: in chunks of 16 bytes after the first row, which tile::can_gather
+// lets 32 bits hold, so that an address is one multiplication and addition; of rows that are not aligned, in rows.
+constexpr uint32_t kNoRow = 0xffffffff;
 template <bool kAligned>
 HOPWELL_DEVICE uint32_t row_of_key(const Params& p, const KeyRange& visible, int key) {
-  return kAligned ? tile::row_in_chunks(visible, key, p.kv_stride) : visible.has(key) ? uint32_t(key) : tile::kNoRow;
+  return visible.has(key) ? uint32_t(key) * (kAligned ? uint32_t(p.kv_stride / 8) : 1) : kNoRow;
 }
 
 // Who holds the key of entry i, of groups.
@@ -144,7 +146,7 @@ HOPWELL_DEVICE uint32_t keys_that_count(const typename Storage::KernelParams& p,
   if constexpr (Storage::kOfGroups)
     return keys_of_member(p, holders);
   else
-    return arch::ballot(row != tile::kNoRow);
+    return arch::ballot(row != kNoRow);
 }
 
 // Tells of a warp's rows of a stage which count, before the first of their copies. `left`: steps of the query.
@@ -199,8 +201,8 @@ HOPWELL_DEVICE void find_keys(RowSources<kQuads>& rows, const Params& p, uint32_
   HOPWELL_UNROLL
   for (int i = 0; i < kQuads; ++i) {
     const uint32_t row = arch::shuffle(row_of_lane, first + 4 * i + int(lane / 8));
-    rows.valid[i] = row != tile::kNoRow;
-    rows.source[i] = kAligned ? tile::chunk_of_row(p.kv, row, chunk)
+    rows.valid[i] = row != kNoRow;
+    rows.source[i] = kAligned ? p.kv + uint64_t{row + chunk} * 8
                               : p.kv + (rows.valid[i] ? int64_t{row} * p.kv_stride : 0) + chunk * 8;
   }
 }
