@@ -19,6 +19,8 @@ template <class Integer>
 HOPWELL_DEVICE uint32_t swizzled(Integer row, Integer chunk) {
   return uint32_t(row * 128 + ((chunk ^ (row & 7)) << 4));
 }
+/// Where the same chunk 4 · i rows on lies, of one in the first four rows.
+HOPWELL_DEVICE uint32_t four_rows_on(uint32_t place, uint32_t i) { return (place ^ i % 2 * 64) + i * 512; }
 /// The same of chunk 0 to 3 in a narrow panel, which is 512-byte aligned.
 template <class Integer>
 HOPWELL_DEVICE uint32_t swizzled_narrow(Integer row, Integer chunk) {

@@ -113,6 +113,14 @@ HOPWELL_HOST_DEVICE constexpr int score_panel(int n) {
 
 #if HOPWELL_HAS_SM90A
 
+// Where the row of a key begins, kNoRow if it is not visible: in chunks of 16 bytes after the first row, which tile::can_gather
+// lets 32 bits hold, so that an address is one multiplication and addition; of rows that are not aligned, in rows.
+constexpr uint32_t kNoRow = 0xffffffff;
+template <bool kAligned>
+HOPWELL_DEVICE uint32_t row_of_key(const Params& p, const KeyRange& visible, int key) {
+  return visible.has(key) ? uint32_t(key) * (kAligned ? uint32_t(p.kv_stride / 8) : 1) : kNoRow;
+}
+
 // Who holds the key of entry i, of groups.
 template <class Storage>
 HOPWELL_DEVICE uint8_t holders_of(const typename Storage::KernelParams& p, const WorkTile& work, int i) {
@@ -134,12 +142,11 @@ HOPWELL_DEVICE uint32_t keys_of_member(const GroupedParams& p, uint8_t holders) 
 
 // Which of the lanes' keys count, a bit for each lane; of groups, those of the member that the lane stands for.
 template <class Storage>
-HOPWELL_DEVICE uint32_t keys_that_count(const typename Storage::KernelParams& p, const KeyRange& visible, int key,
-                                        uint8_t holders) {
+HOPWELL_DEVICE uint32_t keys_that_count(const typename Storage::KernelParams& p, uint32_t row, uint8_t holders) {
   if constexpr (Storage::kOfGroups)
     return keys_of_member(p, holders);
   else
-    return arch::ballot(visible.has(key));
+    return arch::ballot(row != kNoRow);
 }
 
 // Tells of a warp's rows of a stage which count, before the first of their copies. `left`: steps of the query.
@@ -158,49 +165,56 @@ HOPWELL_DEVICE void store_valid(const typename Storage::KernelParams& p, Storage
   }
 }
 
-// What a lane copies of 4 · kQuads rows: a chunk of 16 bytes, lane % 8, of every panel of rows 4 i + lane / 8.
+// What a lane copies of 4 · kQuads rows: a chunk of 16 bytes, lane % 8, of every panel of rows 4 i + lane / 8. The source of a
+// row that is not valid must not be read.
 template <int kQuads>
 struct RowSources {
   const bf16* source[kQuads];
   bool valid[kQuads];
 };
 
+// Starts the copies of a lane's chunk of some panels. `place`: where it lies in panel 0.
+template <bool kAligned, bool kPanelByPanel>
+HOPWELL_DEVICE void copy_chunks(uint32_t place, uint32_t panel_bytes, const bf16* source, bool valid,
+                                PanelGroup panels) {
+  const int together = kPanelByPanel ? 1 : panels.count;
+  HOPWELL_NO_UNROLL
+  for (int panel = panels.first; panel < panels.first + panels.count; panel += together)
+    tile::copy_chunk<kAligned>(place + uint32_t(panel) * panel_bytes, panel_bytes, source + panel * tile::kPanelColumns,
+                               valid, together);
+}
 // Starts the copies of some panels. `to`: the first row's place in panel 0, that of a row whose number is a multiple of 8.
 template <bool kAligned, bool kPanelByPanel, int kQuads>
 HOPWELL_DEVICE void copy_panels(uint32_t to, uint32_t panel_bytes, const RowSources<kQuads>& rows, PanelGroup panels) {
   const uint32_t lane = uint32_t(arch::lane_index());
-  const uint32_t places[2] = {to + tile::swizzled(lane / 8, lane % 8), to + tile::swizzled(lane / 8 + 4, lane % 8)};
+  const uint32_t place = to + tile::swizzled(lane / 8, lane % 8);
   HOPWELL_UNROLL
-  for (uint32_t i = 0; i < kQuads; ++i) {
-    const uint32_t place = places[i % 2] + i / 2 * 1024;
-    const int together = kPanelByPanel ? 1 : panels.count;
-    HOPWELL_NO_UNROLL
-    for (int panel = panels.first; panel < panels.first + panels.count; panel += together)
-      tile::copy_chunk<kAligned>(place + uint32_t(panel) * panel_bytes, panel_bytes,
-                                 rows.source[i] + panel * tile::kPanelColumns, rows.valid[i], together);
-  }
+  for (uint32_t i = 0; i < kQuads; ++i)
+    copy_chunks<kAligned, kPanelByPanel>(tile::four_rows_on(place, i), panel_bytes, rows.source[i], rows.valid[i],
+                                         panels);
 }
 
-// Of rows of kv: lanes hold their keys, and those of the first quad begin in lane `first`.
-template <int kQuads>
-HOPWELL_DEVICE void find_keys(RowSources<kQuads>& rows, const Params& p, const KeyRange& visible, int keys, int first) {
-  const int lane = arch::lane_index();
+// Of rows of kv: lanes hold where those of their keys begin, and those of the first quad are in lane `first`.
+template <bool kAligned, int kQuads>
+HOPWELL_DEVICE void find_keys(RowSources<kQuads>& rows, const Params& p, uint32_t row_of_lane, int first) {
+  const uint32_t lane = uint32_t(arch::lane_index()), chunk = lane % 8;
   HOPWELL_UNROLL
   for (int i = 0; i < kQuads; ++i) {
-    const int row = arch::shuffle(keys, first + 4 * i + lane / 8);
-    rows.valid[i] = visible.has(row);
-    rows.source[i] = p.kv + (rows.valid[i] ? row : 0) * p.kv_stride + lane % 8 * 8;
+    const uint32_t row = arch::shuffle(row_of_lane, first + 4 * i + int(lane / 8));
+    rows.valid[i] = row != kNoRow;
+    rows.source[i] = kAligned ? p.kv + uint64_t{row + chunk} * 8
+                              : p.kv + (rows.valid[i] ? int64_t{row} * p.kv_stride : 0) + chunk * 8;
   }
 }
 // Starts the copies of some panels of a warp's rows of a stage. Where not all fit in `rows`, panel by panel, their keys are found
 // here, so many quads at a time.
 template <bool kAligned, int kRows, int kQuads>
-HOPWELL_DEVICE void copy_rows(const Params& p, uint32_t to, RowSources<kQuads>& rows, const KeyRange& visible, int keys,
-                              int first, PanelGroup panels) {
+HOPWELL_DEVICE void copy_rows(const Params& p, uint32_t to, RowSources<kQuads>& rows, uint32_t row_of_lane, int first,
+                              PanelGroup panels) {
   constexpr bool kPanelByPanel = !kAligned && kQuads < kRows / 4;
   HOPWELL_NO_UNROLL
   for (int quad = 0; quad < kRows / 4; quad += kQuads) {
-    if (kPanelByPanel) find_keys(rows, p, visible, keys, first + 4 * quad);
+    if (kPanelByPanel) find_keys<kAligned>(rows, p, row_of_lane, first + 4 * quad);
     copy_panels<kAligned, kPanelByPanel>(to + uint32_t(quad) * 512, tile::kPanelBytes, rows, panels);
   }
 }
@@ -209,15 +223,14 @@ HOPWELL_DEVICE void copy_rows(const Params& p, uint32_t to, RowSources<kQuads>& 
 template <bool kAligned, bool kPanelByPanel, class Storage>
 HOPWELL_DEVICE void copy_heads(const Params& p, Storage& s, uint32_t to, const bf16* q, int head,
                                uint32_t empty_parity) {
-  constexpr int kQuads = Storage::kHeads / (8 * Storage::kStagesOfWarp);
-  RowSources<kQuads> rows;
-  HOPWELL_UNROLL
-  for (int i = 0; i < kQuads; ++i) {
-    rows.valid[i] = head + 4 * i < p.h_q;
-    rows.source[i] = q + (rows.valid[i] ? head + 4 * i : 0) * p.q_stride_h;
-  }
+  const uint32_t lane = uint32_t(arch::lane_index());
   if constexpr (requires { s.q_empty; }) arch::mbarrier_wait(s.q_empty, empty_parity);
-  copy_panels<kAligned, kPanelByPanel>(to, Storage::kHeads * 128, rows, {0, Storage::kDqk / 64});
+  HOPWELL_NO_UNROLL  // once a query: the sources of all rows would be found anew in every step
+      for (uint32_t row = lane / 8; row < Storage::kHeads / (2 * Storage::kStagesOfWarp); row += 4, head += 4) {
+    const bool valid = head < p.h_q;
+    copy_chunks<kAligned, kPanelByPanel>(to + tile::swizzled(row, lane % 8), Storage::kHeads * 128,
+                                         q + (valid ? head : 0) * p.q_stride_h, valid, {0, Storage::kDqk / 64});
+  }
 }
 
 // Sums of exponentials of 16 keys, of which a lane has those with the same c: see above. `value(j, b)`: of 8 j + 2 c + b.
@@ -263,9 +276,8 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
     int next = entry;
     HOPWELL_NO_UNROLL
     for (int left = work.steps; left > 0; --left, empty_parity ^= 1) {
-      const KeyRange visible = work.entries.visible;
-      const int mine = key;
-      const uint32_t valid = keys_that_count<Storage>(p, visible, mine, holders);
+      const uint32_t row = row_of_key<kAligned>(p, work.entries.visible, key);
+      const uint32_t valid = keys_that_count<Storage>(p, row, holders);
       next += keys_of_step;
       if (left == 1 && following() < p.work_tiles) {
         work = work_tile_of(p, following(), Storage::kHeads, keys_of_step);
@@ -277,7 +289,7 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
       for (int n = 0; n < kStagesOfWarp; ++n) {
         const int stage = first_stage + n;
         RowSources<kQuads> rows;
-        if (!kPanelByPanel) find_keys(rows, p, visible, mine, kRows * n);
+        if (!kPanelByPanel) find_keys<kAligned>(rows, p, row, kRows * n);
         const auto slot = tile::ring_stage(s.key_ring, stage, empty_parity ^ 1);
         const uint32_t to = arch::shared_address(s.keys[stage]) + uint32_t(part_of_rows) * kRows * 128;
         HOPWELL_UNROLL
@@ -286,7 +298,7 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
           for (int i = Storage::first_group(part); i < Storage::first_group(part + 1); ++i) {
             slot.wait_empty(i);
             if (i == 0) store_valid(p, s, stage, part_of_rows, kStagesOfWarp == 1 ? valid : valid >> kRows * n, left);
-            copy_rows<kAligned, kRows>(p, to, rows, visible, mine, kRows * n, Storage::panels(i));
+            copy_rows<kAligned, kRows>(p, to, rows, row, kRows * n, Storage::panels(i));
           }
           tile::arrive_after_copies<kAligned>(slot.full(part));
           if (part > 0 || !first) continue;

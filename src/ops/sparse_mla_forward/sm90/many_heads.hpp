@@ -39,7 +39,7 @@ namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 namespace many_heads {
 
 // When S_A has so many panels left to multiply, S_B may start: together they would both end late.
-constexpr int kPanelsAfterTurn = 2;
+constexpr int kPanelsAfterTurn = 1;
 
 template <int kDqk_, bool kOfGroups_ = false>
 struct SharedStorage {
@@ -60,7 +60,7 @@ struct SharedStorage {
   }
   static HOPWELL_DEVICE int queries_at_once(const Params&) { return 1; }
   // The first group of a warpgroup's output columns.
-  static constexpr HOPWELL_HOST_DEVICE int first_group_of(int self) { return self == 0 ? 0 : kGroups - 2; }
+  static constexpr HOPWELL_HOST_DEVICE int first_group_of(int self) { return self * (kGroups - 2); }
 
   alignas(1024) unsigned char q[1][kHeads * kDqk * 2];
   alignas(1024) unsigned char keys[kStages][9 * tile::kPanelBytes];  // P takes the last panel
@@ -85,7 +85,8 @@ struct SoftmaxState {
   HOPWELL_DEVICE float move_reference(int r, float to) { return tile::move_reference(reference[r], sum[r], to); }
 };
 
-// S = Q Kᵀ: 64 heads, 64 keys, as the keys' panels come. Under the products: `meanwhile()`.
+// S = Q Kᵀ: 64 heads, 64 keys, as the keys' panels come. The first part of tile A has been waited for and fenced before. Under
+// the products: `meanwhile()`.
 template <class Storage, class Meanwhile>
 HOPWELL_DEVICE void multiply_scores(Storage& s, int stage, uint32_t parity, float (&scores)[32],
                                     const Meanwhile& meanwhile) {
@@ -95,8 +96,11 @@ HOPWELL_DEVICE void multiply_scores(Storage& s, int stage, uint32_t parity, floa
   HOPWELL_UNROLL
   for (int i = 0; i < Storage::kDqk / 64; ++i) {
     if (i == 0 || i == 4) {
-      slot.wait_full(i / 4);
-      arch::fence_proxy_async();
+      if (i == 4 || stage == 1) {
+        slot.wait_full(i / 4);
+        arch::fence_proxy_async();
+      }
+      if (i == 0 && stage == 1) arch::mbarrier_wait(s.turn, parity);  // kept: order alone, for speed
       arch::wgmma_fence();
     }
     HOPWELL_UNROLL
@@ -125,8 +129,9 @@ HOPWELL_DEVICE void skip_scores(Storage& s, uint32_t parity, float (&scores)[32]
 struct TileMask {
   uint32_t low, high;
 
-  HOPWELL_DEVICE explicit TileMask(const uint32_t (&valid)[4])
-      : low(valid[0] | valid[1] << 16), high(valid[2] | valid[3] << 16) {}
+  HOPWELL_DEVICE void read(const Params&, const uint32_t (&valid)[4], int) {
+    low = valid[0] | valid[1] << 16, high = valid[2] | valid[3] << 16;
+  }
   HOPWELL_DEVICE bool lacks_any() const { return (low & high) != 0xffffffff; }
   HOPWELL_DEVICE bool has(int, int half, int column) const { return ((half == 0 ? low : high) >> column) & 1; }
 };
@@ -144,11 +149,12 @@ struct MemberMasks {
   HOPWELL_DEVICE bool has(int r, int half, int column) const { return words[r][half] >> column & 1; }
 };
 
-// Masks the scores and finds the greatest of each row, in log 2. Returns a unit of the scores in log 2. `valid`: what a mask
-// is made from, or the mask itself.
-template <class Storage, class Valid>
-HOPWELL_DEVICE float row_max(float scale_log2, const Valid& valid, float (&scores)[32], float (&max)[2]) {
-  const std::conditional_t<Storage::kOfGroups, MemberMasks, TileMask> mask(valid);
+template <class Storage>
+using Mask = std::conditional_t<Storage::kOfGroups, MemberMasks, TileMask>;
+
+// Masks the scores and finds the greatest of each row, in log 2. Returns a unit of the scores in log 2.
+template <class Storage>
+HOPWELL_DEVICE float row_max(float scale_log2, const Mask<Storage>& mask, float (&scores)[32], float (&max)[2]) {
   const int column = arch::lane_index() % 4 * 2;
   float unit = scale_log2;
   if (Storage::kOfGroups && scale_log2 > 0) {  // almost no tile of a group has all keys for all members
@@ -226,19 +232,22 @@ HOPWELL_DEVICE void load_p(Storage& s, int stage, uint32_t parity, Probabilities
     tile::ring_stage(s.key_ring, stage).release(Storage::kRopeGroup);
 }
 
-// From scores to probabilities. The reference moves where a row's maximum passes it; the high warpgroup starts from the
-// low one's. `factor`: what O shrinks by before this tile; `remote_factor`: before tile A, if that is the other's.
-template <class Storage, class Valid>
-HOPWELL_DEVICE void softmax(const Params& p, Storage& s, int self, uint32_t parity, const Valid& valid,
-                            float (&scores)[32], SoftmaxState& state, float (&remote_factor)[2], float (&factor)[2]) {
+// Takes the reference of the other warpgroup's tile, which thread row `row` has and the row 8 on. `factor`: what O shrinks by before
+// that tile.
+template <class Storage>
+HOPWELL_DEVICE void take_reference(Storage& s, int stage, int row, SoftmaxState& state, float (&factor)[2]) {
+  HOPWELL_UNROLL
+  for (int r = 0; r < 2; ++r) factor[r] = state.move_reference(r, s.reference[stage][row + 8 * r]);
+}
+
+// From scores to probabilities. The reference moves where a row's maximum passes it; the high warpgroup has started from the
+// low one's. `factor`: what O shrinks by before this tile.
+template <class Storage>
+HOPWELL_DEVICE void softmax(const Params& p, Storage& s, int self, const Mask<Storage>& mask, float (&scores)[32],
+                            SoftmaxState& state, float (&factor)[2]) {
   const int lane = arch::lane_index(), row = arch::warp_index() % 4 * 16 + lane / 4;
   float max[2];
-  const float unit = row_max<Storage>(p.scale_log2, valid, scores, max);
-  if (self == 1) {
-    arch::mbarrier_wait(s.reference_full, parity);
-    HOPWELL_UNROLL
-    for (int r = 0; r < 2; ++r) remote_factor[r] = state.move_reference(r, s.reference[0][row + 8 * r]);
-  }
+  const float unit = row_max<Storage>(p.scale_log2, mask, scores, max);
   HOPWELL_UNROLL
   for (int r = 0; r < 2; ++r) {
     state.max[r] = fmaxf(state.max[r], max[r]);
@@ -275,10 +284,11 @@ HOPWELL_DEVICE void finish_softmax(const typename Storage::KernelParams& p, Stor
 // ---- values ---------------------------------------------------------------------------------------------------------
 
 // O = O · factor + P V: 64 heads, 64 keys, this warpgroup's 256 columns. Each group of panels is freed as it is done
-// with.
-template <class Storage>
+// with. Under the products: `meanwhile()`.
+template <class Storage, class Meanwhile>
 HOPWELL_DEVICE void multiply_values(Storage& s, int self, int stage, const Probabilities& probabilities,
-                                    const float (&factor)[2], float (&out)[2][64], bool first, bool free) {
+                                    const float (&factor)[2], float (&out)[2][64], bool first, bool free,
+                                    const Meanwhile& meanwhile) {
   constexpr arch::WgmmaOptions kOptions{.b_major = arch::Major::mn};
   const uint64_t v = arch::at_address(tile::kRowsAcrossK,
                                       arch::shared_address(s.keys[stage]) + uint32_t(self) * 4 * tile::kPanelBytes);
@@ -300,6 +310,7 @@ HOPWELL_DEVICE void multiply_values(Storage& s, int self, int stage, const Proba
   }
   arch::wgmma_wait<1>(out[0]);
   if (free) slot.release(first_group);
+  meanwhile();
   arch::wgmma_wait<0>(out[1]);
   if (free) slot.release(first_group + 1);
 }
@@ -375,25 +386,32 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
     const WorkTile work = present_tile<Storage>(p, tiles, number);
     SoftmaxState state{{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}, {0, 0}};
     float out[2][64];
-    tile::ring_stage(s.key_ring, self, parity).wait_full(1 - self);  // Q came before
+    // The low warpgroup waits for the first part of tile A and fences it ahead of S, under the products before.
+    const auto await_tile = [&](uint32_t its_parity) {
+      tile::ring_stage(s.key_ring, 0, its_parity).wait_full(0);
+      arch::fence_proxy_async();
+    };
+    if (self == 0) {
+      tile::ring_stage(s.key_ring, 0, parity).wait_full(1);  // Q came before
+      await_tile(parity);
+    }
     HOPWELL_NO_UNROLL
     for (int i = 0; i < work.steps; ++i, parity ^= 1) {
       float scores[32], factor[2], remote_factor[2];
       Probabilities own;
-      if (self == 1) arch::mbarrier_wait(s.turn, parity);  // kept: order alone, for speed
-      MemberMasks masks;                                   // of groups: read under the products, as registers allow
-      const auto read_masks = [&] {
-        if constexpr (Storage::kOfGroups) masks.read(p, s.valid[self], row);
+      Mask<Storage> mask;
+      const auto prepare_softmax = [&] {
+        mask.read(p, s.valid[self], row);
+        if (self == 0) return;
+        arch::mbarrier_wait(s.reference_full, parity);
+        take_reference(s, 0, row, state, remote_factor);
       };
       if (self == 0 || has_second_tile<Storage>(work, i))
-        multiply_scores(s, self, parity, scores, read_masks);
+        multiply_scores(s, self, parity, scores, prepare_softmax);
       else
-        skip_scores(s, parity, scores), read_masks();
+        skip_scores(s, parity, scores), prepare_softmax();
       if (i == work.steps - 1) tile::arrive_warp(s.q_empty);
-      if constexpr (Storage::kOfGroups)
-        softmax(p, s, self, parity, masks, scores, state, remote_factor, factor);
-      else
-        softmax(p, s, self, parity, s.valid[self], scores, state, remote_factor, factor);
+      softmax(p, s, self, mask, scores, state, factor);
       store_p(s, self, parity, scores, own);
       HOPWELL_NO_UNROLL
       for (int stage = 0; stage < kStages; ++stage) {
@@ -401,13 +419,16 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
         float shrink[2] = {factor[0], factor[1]};
         if (stage != self) {
           load_p(s, stage, parity, probabilities);
-          HOPWELL_UNROLL
-          for (int r = 0; r < 2; ++r)
-            shrink[r] = self == 1 ? remote_factor[r] : state.move_reference(r, s.reference[1][row + 8 * r]);
+          if (self == 1)
+            shrink[0] = remote_factor[0], shrink[1] = remote_factor[1];
+          else
+            take_reference(s, 1, row, state, shrink);
         }
         if (stage == 0 || has_second_tile<Storage>(work, i))
           multiply_values(s, self, stage, probabilities, shrink, out, i == 0 && stage == 0,
-                          i < work.steps - 1 || stage == 0);
+                          i < work.steps - 1 || stage == 0, [&] {
+                            if (self == 0 && stage == 1 && i < work.steps - 1) await_tile(parity ^ 1);
+                          });
       }
     }
     float scale[2];
