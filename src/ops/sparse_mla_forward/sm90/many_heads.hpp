@@ -38,9 +38,6 @@
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 namespace many_heads {
 
-// When S_A has so many panels left to multiply, S_B may start: together they would both end late.
-constexpr int kPanelsAfterTurn = 1;
-
 template <int kDqk_, bool kOfGroups_ = false>
 struct SharedStorage {
   static constexpr bool kOfGroups = kOfGroups_;
@@ -108,10 +105,10 @@ HOPWELL_DEVICE void multiply_scores(Storage& s, int stage, uint32_t parity, floa
       const uint64_t offset = tile::columns_on(4 * score_panel<Storage::kDqk>(i) + step);
       arch::wgmma_ss(scores, a + offset, b + offset, i > 0 || step > 0);
     }
-    if (i == Storage::kDqk / 64 - 1 - kPanelsAfterTurn && stage == 0) tile::arrive_warp(s.turn);
   }
   arch::wgmma_commit();
   meanwhile();
+  if (stage == 0) tile::arrive_warp(s.turn);  // S_B only now: together they would both end late
   arch::wgmma_wait<0>(scores);
 }
 
