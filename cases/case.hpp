@@ -157,11 +157,10 @@ struct Instance {
 struct Case {
   std::string op, name;
   std::function<Instance(Random& random)> make;
-  bool device_only = false;  // so large that only a GPU runs it
-  bool emulated = true;      // false: so large that the emulator does not
-  bool for_model = false;    // emulated only for the model of time
-  std::string_view emulated_on =
-      {};  // such as "emu:sm90": kernels of other backends do not see what is special about it
+  bool device_only = false;           // so large that only a GPU runs it
+  bool emulated = true;               // false: so large that the emulator does not
+  bool for_model = false;             // emulated only for the model of time
+  std::string_view emulated_on = {};  // such as "emu:sm90": other backends' kernels see nothing special in it
   [[nodiscard]] bool suits(const std::string& backend, bool modelled = false) const {
     if (!backend.starts_with("emu:")) return !device_only || cuda::runs(backend);
     return emulated && !device_only && (modelled || !for_model) && (emulated_on.empty() || backend == emulated_on);

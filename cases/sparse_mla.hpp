@@ -52,8 +52,8 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_device_problems();
 // Neighbouring queries whose rows share keys, or do not, or only some of which do. NaN in keys that only a neighbour
 // selects is the one thing that they may not be given.
 std::vector<std::pair<std::string, SparseMla>> sparse_mla_group_problems();
-// Where such a problem is emulated with share_keys (Case::emulated_on). Only Hopper's kernels take queries together: others do what
-// they do without it, as those problems show that run on each.
+// Where such a problem is emulated with share_keys (Case::emulated_on). Only Hopper's kernels take queries together: others
+// do what they do without it, as those problems show that run on each.
 std::string_view emulates_groups(const SparseMla& problem);
 // One query of production's shape, with two lengths of its row: their difference is what the model of time (docs/emulator.md)
 // says of a step. For each of the numbers of heads.

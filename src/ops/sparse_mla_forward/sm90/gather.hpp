@@ -225,8 +225,9 @@ HOPWELL_DEVICE void copy_heads(const Params& p, Storage& s, uint32_t to, const b
                                uint32_t empty_parity) {
   const uint32_t lane = uint32_t(arch::lane_index());
   if constexpr (requires { s.q_empty; }) arch::mbarrier_wait(s.q_empty, empty_parity);
-  HOPWELL_NO_UNROLL  // once a query: the sources of all rows would be found anew in every step
-      for (uint32_t row = lane / 8; row < Storage::kHeads / (2 * Storage::kStagesOfWarp); row += 4, head += 4) {
+  // A loop, since it runs once a query: unrolled, the sources of all rows would be found anew in every step.
+  HOPWELL_NO_UNROLL
+  for (uint32_t row = lane / 8; row < Storage::kHeads / (2 * Storage::kStagesOfWarp); row += 4, head += 4) {
     const bool valid = head < p.h_q;
     copy_chunks<kAligned, kPanelByPanel>(to + tile::swizzled(row, lane % 8), Storage::kHeads * 128,
                                          q + (valid ? head : 0) * p.q_stride_h, valid, {0, Storage::kDqk / 64});

@@ -108,7 +108,7 @@ HOPWELL_DEVICE void multiply_scores(Storage& s, int stage, uint32_t parity, floa
   }
   arch::wgmma_commit();
   meanwhile();
-  if (stage == 0) tile::arrive_warp(s.turn);  // S_B only now: together they would both end late
+  if (stage == 0) tile::arrive_warp(s.turn);  // S_B only now, by measurement: together they would both end late
   arch::wgmma_wait<0>(scores);
 }
 
