@@ -97,7 +97,7 @@ HOPWELL_API std::string explain(const NormalizeL1Args& args);
 /// Names of the backends that this build has and this machine can run, best first; always ends with the emulated ones,
 /// if any.
 HOPWELL_API std::vector<std::string> backends();
-/// The same of those that have a kernel for the operator.
+/// The same of those that have a kernel for the operator; an operator that there is not is an Error.
 HOPWELL_API std::vector<std::string> backends(std::string_view operator_name);
 
 /// One entry a backend the library knows, present or not: {name, what it needs, "" or why it cannot run here}.

@@ -87,7 +87,7 @@ HOPWELL_DEVICE void multiply_scores(float (&acc)[32], const Panel* a, const Pane
 // dS of 64 heads and 64 keys as A fragments, four for each 16 keys; `load_ds` brings what another warpgroup stored.
 using DsFragments = uint32_t[4][4];
 
-// 32 columns of 64 keys beside whole panels: where they begin, and how far 16 keys are from the next. None: 0, 0.
+// 32 columns of 64 keys beside whole panels, as descriptors: where they begin, and how far 16 keys are from the next.
 struct ColumnsBeside {
   uint64_t first, of_16_keys;
 };
