@@ -7,7 +7,7 @@
 
 namespace hopwell::ops::attention_distribution::HOPWELL_TARGET {
 
-constexpr int kPaceSlack = 1;  // tiles of keys; with 2 to 6 it takes as long or longer
+constexpr int kPaceSlack = 1;  // steps of the pace
 
 struct OrderParams {
   tile::SelectionParams selection;
