@@ -149,7 +149,7 @@ TEST(AttentionDistribution, OrdersRowsWhereMemoryBinds) {
     return ordering_of(changed);
   };
   EXPECT_TRUE(ordering_of(p).orders_rows && ordering_of(p).paces);
-  EXPECT_EQ(ordering_of(p).steps, 32);
+  EXPECT_EQ(ordering_of(p).steps, 8);
   EXPECT_EQ(ordering_of(p).bytes, 4096 * 2048 * 6 + 4096 * 4 + 256);
   EXPECT_FALSE(with([](Problem& x) { x.h_q = 128; }).paces);
   EXPECT_TRUE(with([](Problem& x) { x.h_q = 128; }).orders_rows);
@@ -157,8 +157,12 @@ TEST(AttentionDistribution, OrdersRowsWhereMemoryBinds) {
     return with([=](Problem& x) { x.device.memory_bytes_per_ns = bytes_per_ns, x.h_q = h_q, x.s_kv = s_kv; })
         .orders_rows;
   };
-  EXPECT_TRUE(orders(4917, 64, 128 << 10));  // an H200
+  p.device.l2_bytes = std::size_t{60} << 20;  // an H200
+  EXPECT_TRUE(orders(4917, 64, 64 << 10) && orders(4917, 64, 128 << 10));
   EXPECT_FALSE(orders(4917, 128, 128 << 10) || orders(4917, 64, 32 << 10) || orders(0, 64, 128 << 10));
+  p.device.memory_bytes_per_ns = 4917;
+  EXPECT_FALSE(with([](Problem& x) { x.s_kv = 64 << 10; }).paces || with([](Problem& x) { x.s_kv = 96 << 10; }).paces);
+  EXPECT_TRUE(with([](Problem& x) { x.s_kv = 128 << 10; }).paces);
   for (const Ordering& none :
        {with([](Problem& x) { x.s_kv = 32 << 10; }), with([](Problem& x) { x.s_q = 131; }),
         with([](Problem& x) { x.topk = 255; }), with([](Problem& x) { x.topk = 4097; }),

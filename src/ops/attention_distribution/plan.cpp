@@ -27,13 +27,13 @@ Plan plan_of(const Problem& problem) {
 
 namespace {
 
-// Whether rows of random keys take memory longer than the kernel takes where all keys are in L2. That holds two copies of
-// what both of its halves are asked for.
-bool memory_binds(const Problem& p) {
-  const double ns_of_entry = (p.h_q <= kTileHeads ? 0.15 : 0.215) * 132 / p.device.sms;  // by all SMs; seen on an H100
+// How long rows of random keys keep memory busy, of the time that the kernel takes where all keys are in L2. That holds two
+// copies of what both of its halves are asked for. 0 where nothing is known.
+double memory_load(const Problem& p) {
+  const double ns_of_entry = (p.h_q <= kTileHeads ? 0.13 : 0.215) * 132 / p.device.sms;  // by all SMs; seen on an H200
   const double row_bytes = static_cast<double>(p.d_qk) * 2, kv_bytes = row_bytes * static_cast<double>(p.s_kv);
   const double missing = 1 - static_cast<double>(p.device.l2_bytes) / 2 / kv_bytes;
-  return row_bytes * missing > p.device.memory_bytes_per_ns * ns_of_entry && p.device.memory_bytes_per_ns > 0;
+  return p.device.memory_bytes_per_ns > 0 ? row_bytes * missing / (p.device.memory_bytes_per_ns * ns_of_entry) : 0;
 }
 
 // The emulator, which knows no speed, has such rows as soon as there are two, for keys beyond the L2 that it poses with.
@@ -41,7 +41,7 @@ bool orders_rows(const Problem& p) {
   if (p.keeps_order || p.selection.indices == nullptr || p.topk > tile::kLongestOrderedRow) return false;
   if (p.device.emulated())
     return p.s_q >= 2 && p.topk > 0 && static_cast<std::size_t>(p.s_kv * p.d_qk * 2) > p.device.l2_bytes;
-  return p.s_q >= p.device.sms && p.topk >= 256 && memory_binds(p);
+  return p.s_q >= p.device.sms && p.topk >= 256 && memory_load(p) > 1;
 }
 
 }  // namespace
@@ -50,10 +50,13 @@ Ordering ordering_of(const Problem& p) {
   Ordering o;
   o.orders_rows = orders_rows(p);
   if (!o.orders_rows) return o;
-  o.steps = static_cast<int>((p.topk + kTileKeys - 1) / kTileKeys);
-  // With more heads CTAs stay together by themselves well enough, and waits cost more than bytes. The count of all steps
-  // must fit; and the emulator runs CTAs in turn, where waiting for others is in vain.
-  o.paces = p.h_q <= kTileHeads && !p.device.emulated() && p.s_q * o.steps < std::int64_t{1} << 31;
+  o.steps = static_cast<int>((p.topk + kTileKeys * kPaceTiles - 1) / (kTileKeys * kPaceTiles));
+  // With more heads, or where not much more is read than memory can give, CTAs stay together by themselves well enough, and
+  // waits cost more than bytes: seen on an H200, whose load is 1.30 with 96 K keys and 1.43 with 128 K. The count of all
+  // steps must fit; and the emulator runs CTAs in turn, where waiting for others is in vain.
+  constexpr double kLoadOfPace = 1.35;
+  o.paces = p.h_q <= kTileHeads && memory_load(p) > kLoadOfPace && !p.device.emulated() &&
+            p.s_q * o.steps < std::int64_t{1} << 31;
   const auto take = [&o](std::int64_t bytes) {
     const std::size_t offset = o.bytes;
     o.bytes += (static_cast<std::size_t>(bytes) + 255) / 256 * 256;

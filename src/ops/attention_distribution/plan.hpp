@@ -7,6 +7,7 @@
 namespace hopwell::ops::attention_distribution {
 
 inline constexpr int kTileKeys = 64, kTileHeads = 64, kHeadsAtATime = 2 * kTileHeads;
+inline constexpr int kPaceTiles = 4;  // of keys, between two looks at the pace
 
 // CTA b takes work tiles b, b + ctas, b + 2 ctas, … Whole rounds of CTAs take whole queries; the index rows of the
 // queries that are left are split, so that no CTA idles.
@@ -36,11 +37,12 @@ HOPWELL_HOST_DEVICE WorkTile work_tile_of(const Plan& plan, int topk, int number
   return work;
 }
 
-// Keys in ascending order, and CTAs at one pace, for the kernels that go through them so: where the keys do not fit in L2,
-// what one CTA has read is then still there for the others. A sum's bits do not depend on it. Offsets are in the workspace.
+// Keys in ascending order, in every other wave of queries in descending order, and CTAs at one pace, for the kernels
+// that go through them so: where the keys do not fit in L2, what one CTA has read is then still there for the others,
+// and what a wave has read last for the next. A sum's bits do not depend on it. Offsets are in the workspace.
 struct Ordering {
   bool orders_rows = false, paces = false;
-  int steps = 0;                                   // of a query: tiles of keys
+  int steps = 0;                                   // of a query: kPaceTiles tiles of keys
   std::size_t rows = 0, sources = 0, lengths = 0;  // see tile/gpu/order_rows.hpp
   std::size_t progress = 0;                        // steps that CTAs have made
   std::size_t bytes = 0;

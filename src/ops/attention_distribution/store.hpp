@@ -26,7 +26,7 @@ struct Places {
   HOPWELL_DEVICE void go_to(int i) { low = at(i), high = at(i + 32); }
 };
 
-// By one warp. sums[stage][warp]: of the first kWarps warps' heads. kOrdered: rows are in ascending order of keys, all of
+// By one warp. sums[stage][warp]: of the first kWarps warps' heads. kOrdered: rows are in the order of keys, all of
 // whose entries count; what does not count has its zeros.
 template <int kWarps, bool kOrdered = false, int kSumWarps>
 HOPWELL_DEVICE void store(const Params& p, const float (&sums_of_stage)[kSumStages][kSumWarps][kTileKeys],
@@ -65,7 +65,7 @@ HOPWELL_DEVICE void store(const Params& p, const float (&sums_of_stage)[kSumStag
     }
     if constexpr (kOrdered) {
       normalize_ordered_row(p, work);
-      if (lane == 0 && p.pace.has(number)) p.pace.count_missing(tiles);
+      if (lane == 0 && p.pace.has(number)) p.pace.count_missing(entries.tiles(kTileKeys * kPaceTiles));
     } else {
       finish_row(p, work, entries, total);
     }

@@ -15,8 +15,8 @@
 // Budget    shared: 3 × 64 × 1,152 rows + 4 × 8 × 64 × 4 sums + 352 barriers = 229,728 B
 //           registers: math 144 of Q + 32 scores + ~30 (208), gather and store 88
 // Bound     128 heads: tensor pipe and exponentials; 64: the gather, 73,728 B for every 64 keys
-// Order     Nothing is added in an order that depends on time: same inputs, same bits. kOrdered: rows are in ascending
-//           order of keys, and CTAs go through them at one pace, where keys do not fit in L2: plan.hpp.
+// Order     Nothing is added in an order that depends on time: same inputs, same bits. kOrdered: rows are in the
+//           order of keys, and CTAs may go through them at one pace, where keys do not fit in L2: plan.hpp.
 //
 // Memory order. The copies of a third themselves arrive at its mbarrier, so that no gather warp ever waits for them;
 // who has waited for that arrival fences it (fence.proxy.async) before the products read it.
@@ -127,7 +127,7 @@ HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, int part) {
       const tile::RowIndices keys = next;
       next = second;
       second = keys_of(entries, tile + 2);
-      if (paced) p.pace.keep(int(query), seen, tile);
+      if (paced && tile % kPaceTiles == 0) p.pace.keep(int(query), seen, tile / kPaceTiles);
       copy_part<kDqk, kTogether>({s, item}, part, p.aligned, p.kv, p.kv_stride, keys);
     }
   });
