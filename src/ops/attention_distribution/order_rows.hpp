@@ -15,17 +15,19 @@ struct OrderParams {
   float* attn;  // zeros, where no sum will be written
   int64_t attn_stride;
   uint32_t* progress;  // zero; or null
+  int wave;            // queries that are worked on at a time
 };
 
-// A CTA for one query.
-__global__ void __launch_bounds__(tile::kOrderThreads) order_row(const __grid_constant__ OrderParams p) {
+// A CTA for one query. Every other wave goes through keys in descending order: what the one before has read last, L2 has.
+__global__ void __launch_bounds__(tile::kOrderThreads, tile::kOrderCtas)
+    order_row(const __grid_constant__ OrderParams p) {
   auto& s = arch::dynamic_smem<tile::OrderStorage>();
   const int query = arch::block_index(), t = arch::thread_index();
   if (p.progress && query == 0 && t == 0) *p.progress = 0;
   const Entries entries = tile::entries_of(p.selection, query);
+  tile::order_row_of_query(p.selection, p.ordered, s, query, query / p.wave % 2 != 0);
   for (int i = t; i < p.selection.topk; i += tile::kOrderThreads)
-    if (entries.key(i) < 0) p.attn[query * p.attn_stride + i] = 0;
-  tile::order_row_of_query(p.selection, p.ordered, s, query);
+    if (!entries.counts(s.entries[i])) p.attn[query * p.attn_stride + i] = 0;
 }
 
 // Launches it, and tells a kernel's parameters of the rows.
@@ -39,7 +41,7 @@ inline void order_rows(const Problem& problem, const Ordering& ordering, Params&
               ordering.steps};
   runtime::launch("attention_distribution", order_row,
                   runtime::shape_of_ctas(problem.s_q, tile::kOrderThreads, sizeof(tile::OrderStorage)), stream,
-                  OrderParams{p.selection, ordered, p.attn, p.attn_stride, p.pace.progress});
+                  OrderParams{p.selection, ordered, p.attn, p.attn_stride, p.pace.progress, p.plan.ctas});
   p.selection = tile::ordered_selection_of(p.selection, ordered), p.sources = ordered.sources;
 }
 
