@@ -67,6 +67,14 @@ void plan_order(Plan& plan, const Problem& p, const MainKernels& kernels) {
   plan.prefetches_sums = p.dkv && (pays_ahead || p.device.emulated());
 }
 
+// A wave that goes the other way through keys than the one before finds in L2 what that one added to last. Not with two
+// kernels, whose waves end at different queries; nor deterministic, where dq must not depend on the wave of its query.
+void plan_turns(Plan& plan, const Problem& p) {
+  const bool two_kernels = plan.pairs.head_blocks > 0 && plan.singles.head_blocks > 0;
+  if (!plan.orders_rows || two_kernels || plan.groups.count > 0 || p.deterministic) return;
+  plan.turning_tiles = std::max(p.device.sms / (plan.pairs.head_blocks > 0 ? plan.pairs.ctas : plan.singles.ctas), 1);
+}
+
 // Neighbouring queries with up to 32 heads are taken together where their selections share enough, which is found out on
 // the device, group by group. Not with attn, which is of each query, nor deterministic.
 void plan_groups(Plan& plan, const Problem& p, const MainKernels& kernels) {
@@ -138,6 +146,7 @@ Plan make_plan(const Problem& p, const MainKernels& kernels) {
   plan_order(plan, p, kernels);
   plan_heads(plan, p, kernels);
   plan_groups(plan, p, kernels);
+  plan_turns(plan, p);
   plan.workspace = lay_out(plan, p);
   return plan;
 }

@@ -76,6 +76,7 @@ struct Plan {
   DkvSums sums = DkvSums::none;
   bool ascending = false;        // CTAs go through keys in ascending order …
   bool orders_rows = false;      // … which the rows must be brought into
+  int turning_tiles = 0;         // of a wave, where every other wave's rows descend instead; or 0
   bool paces = false;            // … and at one speed: tile/gpu/pacing.hpp
   int pace_slack = 0;            // steps that a CTA may be ahead
   bool prefetches_sums = false;  // to L2, a step ahead

@@ -1,6 +1,6 @@
 // sparse_mla_backward on GPUs, a pass: each query's valid keys in ascending order, by ranges of keys, so that CTAs meet
-// in L2; and the zeros where sums are added, since memory has little to do meanwhile. And the pass that brings attn,
-// summed in that order, back to its entries.
+// in L2, and every other wave's in descending order, so that waves meet there, too; and the zeros where sums are added,
+// since memory has little to do meanwhile. And the pass that brings attn, summed in that order, back to its entries.
 #pragma once
 
 #include "ops/sparse_mla_backward/passes/clear_sums.hpp"
@@ -13,9 +13,14 @@ using tile::kOrderThreads;
 struct OrderParams {
   tile::SelectionParams selection;
   tile::OrderedRows ordered;
-  tile::MergedRows merged;  // which rows are wanted
-  ClearParams sums;         // zeros, 16 bytes at a time: memory has little to do while rows are put in order
-  ClearParams attn;         // the same; a row for each query; or no rows
+  tile::MergedRows merged;            // which rows are wanted
+  ClearParams sums;                   // zeros, 16 bytes at a time: memory has little to do while rows are put in order
+  ClearParams attn;                   // the same; a row for each query; or no rows
+  int tiles_of_query, turning_tiles;  // see Plan
+
+  HOPWELL_DEVICE bool descends(int query) const {
+    return turning_tiles > 0 && query * tiles_of_query / turning_tiles % 2 != 0;
+  }
 };
 
 // What of the rows this CTA clears.
@@ -34,14 +39,19 @@ __global__ void __launch_bounds__(kOrderThreads) order_row(const __grid_constant
   clear_some_rows(p.sums);
   for (int64_t i = arch::thread_index(); i < p.attn.words && query < p.attn.rows; i += kOrderThreads)
     p.attn.data[query * p.attn.stride + i] = 0;
-  if (p.merged.wants(query)) tile::order_row_of_query(p.selection, p.ordered, s, query);
+  if (p.merged.wants(query)) tile::order_row_of_query(p.selection, p.ordered, s, query, p.descends(query));
 }
 
 inline void order_rows(const Problem& problem, const Plan& plan, Stream stream) {
   if (!plan.orders_rows) return;
   const ClearParams attn = attn_sums_of(problem, plan);
-  const OrderParams p{tile::params_of(problem.selection), ordered_rows_of(problem, plan),
-                      params_of({}, problem, plan, plan.singles).merged, dkv_sums_of(problem, plan), attn};
+  const OrderParams p{tile::params_of(problem.selection),
+                      ordered_rows_of(problem, plan),
+                      params_of({}, problem, plan, plan.singles).merged,
+                      dkv_sums_of(problem, plan),
+                      attn,
+                      std::max(plan.pairs.head_blocks, plan.singles.head_blocks),
+                      plan.turning_tiles};
   runtime::launch(kName, order_row, shape_of_ctas(problem.s_q, kOrderThreads, sizeof(tile::OrderStorage)), stream, p);
 }
 

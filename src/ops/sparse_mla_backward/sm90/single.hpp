@@ -18,7 +18,7 @@
 // Budget    shared: Q 9 + dO 8 + keys 9 + P 1 + dS 1 panels of 8,192 B = 229,376, vectors 3,008    (of 232,448)
 //           registers: dQ 144 + S or dP 32 + 32 others = 208 in warpgroups 0 and 1, 88 in warpgroup 2 (of 3 · 168)
 // Bound     s_q · topk · 2,304 B of additions in L2 while dKV fits there; beyond, rows in ascending order and CTAs in
-//           step keep what is added to in L2
+//           step keep what is added to in L2, and every other wave's descend, so that it begins with what is there
 //
 // Keys of invalid entries are −1, their rows are zeros, and P is 0 for them. Their sums, zeros then, are added to the query's
 // last key, as an addition under a condition is a branch. In fixed point nothing is added and P is as it comes; the exponent
