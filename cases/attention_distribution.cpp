@@ -17,7 +17,8 @@ void normalize_l1(DistributionReference& reference, const SparseMla& p) {
   }
 }
 
-Instance make(Random& random, const SparseMla& p, hopwell_normalize normalize, bool timed = false) {
+// ascending: what the operator is told of the rows.
+Instance make(Random& random, const SparseMla& p, hopwell_normalize normalize, bool ascending, bool timed = false) {
   Instance instance;
   const SparseMlaInputs in = add_inputs(instance, random, p);
   Array& lse = add_array(instance, p, "lse", DType::kFloat32, {p.s_q, p.h_q});
@@ -38,7 +39,8 @@ Instance make(Random& random, const SparseMla& p, hopwell_normalize normalize, b
     self.outputs[0].expected = std::move(reference.attn);
     self.outputs[0].magnitude = std::move(reference.magnitude);
   };
-  instance.call = [in, normalize, &lse, &attn, &workspace = *instance.workspace](const char* backend, Stream stream) {
+  instance.call = [in, normalize, ascending, &lse, &attn, &workspace = *instance.workspace](const char* backend,
+                                                                                            Stream stream) {
     const auto length = view_of(in.topk_length), positions = view_of(in.q_positions), start = view_of(in.k_start),
                end = view_of(in.k_end), indices = view_of(in.indices);
     run_with_workspace<AttentionDistributionArgs>(hopwell::attention_distribution,
@@ -56,6 +58,7 @@ Instance make(Random& random, const SparseMla& p, hopwell_normalize normalize, b
                                                    .k_start = pointer(start),
                                                    .k_end = pointer(end),
                                                    .normalize = normalize,
+                                                   .indices_ascending = ascending,
                                                    .out = attn.view(),
                                                    .backend = backend},
                                                   stream);
@@ -84,8 +87,10 @@ Suite attention_distribution() {
   Suite suite{"attention_distribution", {}, sparse_mla_shapes(), {}, sparse_mla_device_shapes()};
   std::vector<std::pair<std::string, SparseMla>> problems = sparse_mla_problems();
   for (auto& problem : distribution_problems()) problems.push_back(std::move(problem));
-  const auto add = [&](const std::string& name, const SparseMla& problem, hopwell_normalize normalize) -> Case& {
-    return suite.cases.emplace_back(suite.op, name, [=](Random& random) { return make(random, problem, normalize); });
+  const auto add = [&](const std::string& name, const SparseMla& problem, hopwell_normalize normalize,
+                       bool ascending = false) -> Case& {
+    return suite.cases.emplace_back(suite.op, name,
+                                    [=](Random& random) { return make(random, problem, normalize, ascending); });
   };
   for (const auto& [name, problem] : problems) {
     add(name, problem, HOPWELL_NORMALIZE_NONE);
@@ -107,9 +112,12 @@ Suite attention_distribution() {
     for (const auto normalize : {HOPWELL_NORMALIZE_NONE, HOPWELL_NORMALIZE_L1})
       add("many_keys_h_q_" + std::to_string(h_q) + (normalize == HOPWELL_NORMALIZE_L1 ? "_l1" : ""), problem, normalize)
           .device_only = true;
+    add("many_keys_h_q_" + std::to_string(h_q) + "_not_ascending_as_said", problem, HOPWELL_NORMALIZE_NONE, true)
+        .device_only = true;
   }
   suite.bench = [](const Settings& settings, Random& random) {
-    return make(random, sparse_mla_from(settings), HOPWELL_NORMALIZE_NONE, true);
+    const SparseMla problem = sparse_mla_from(settings);
+    return make(random, problem, HOPWELL_NORMALIZE_NONE, problem.indices == SparseMla::Indices::kAscending, true);
   };
   return suite;
 }

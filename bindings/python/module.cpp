@@ -67,7 +67,7 @@ void sparse_mla_backward_(handle d_out, handle q, handle kv, handle indices, han
 
 void attention_distribution_(handle q, handle kv, handle indices, handle lse, handle sm_scale, handle topk_length,
                              handle q_positions, handle q_start, handle kv_stride, handle k_start, handle k_end,
-                             handle normalize, handle attn, handle backend, handle stream) {
+                             handle normalize, handle indices_ascending, handle attn, handle backend, handle stream) {
   Call call("attention_distribution", backend, stream);
   AttentionDistributionArgs args{
       .q = call.input("q", q),
@@ -84,6 +84,7 @@ void attention_distribution_(handle q, handle kv, handle indices, handle lse, ha
       .k_end = call.input("k_end", k_end),
       .normalize = call.choice<hopwell_normalize>("normalize", normalize,
                                                   {{"none", HOPWELL_NORMALIZE_NONE}, {"l1", HOPWELL_NORMALIZE_L1}}),
+      .indices_ascending = call.flag("indices_ascending", indices_ascending),
       .out = call.output("out", attn)};
   call.run(args, hopwell::attention_distribution, hopwell::attention_distribution_workspace_bytes);
 }

@@ -163,6 +163,10 @@ TEST(AttentionDistribution, OrdersRowsWhereMemoryBinds) {
   p.device.memory_bytes_per_ns = 4917;
   EXPECT_FALSE(with([](Problem& x) { x.s_kv = 64 << 10; }).paces || with([](Problem& x) { x.s_kv = 96 << 10; }).paces);
   EXPECT_TRUE(with([](Problem& x) { x.s_kv = 128 << 10; }).paces);
+  p.indices_ascending = true;  // order is what a pace needs, and nothing else does
+  EXPECT_FALSE(ordering_of(p).orders_rows || with([](Problem& x) { x.s_kv = 96 << 10; }).orders_rows);
+  EXPECT_TRUE(with([](Problem& x) { x.s_kv = 128 << 10; }).paces);
+  p.indices_ascending = false;
   for (const Ordering& none :
        {with([](Problem& x) { x.s_kv = 32 << 10; }), with([](Problem& x) { x.s_q = 131; }),
         with([](Problem& x) { x.topk = 255; }), with([](Problem& x) { x.topk = 4097; }),

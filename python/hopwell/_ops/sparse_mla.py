@@ -175,6 +175,7 @@ def attention_distribution(
     k_start: Array | None = None,
     k_end: Array | None = None,
     normalize: str = "none",
+    indices_ascending: bool = False,
     out: Array | None = None,
     backend: str | None = None,
     stream: Any = None,
@@ -188,6 +189,8 @@ def attention_distribution(
             `sparse_mla_forward`.
         lse: the forward's, fp32 [s_q, h_q].
         normalize: "none", or "l1": every row divided by its sum; all-zero rows stay zero.
+        indices_ascending: a hint that rows ascend, as the indexer's do, so that no pass needs to order them; rows that
+            do not give the same results, later.
         out: fp32 [s_q, topk], written in place.
         backend, stream: as in `sparse_mla_forward`.
 
@@ -197,8 +200,8 @@ def attention_distribution(
     outputs = Outputs("attention_distribution", "q", q)
     out = outputs.given_or_new("out", out, _selection_shape(q, kv, indices), "float32")
     _hopwell.attention_distribution(
-        q, kv, indices, lse, sm_scale, topk_length, q_positions, q_start, kv_stride, k_start, k_end, normalize, out,
-        backend, stream,
+        q, kv, indices, lse, sm_scale, topk_length, q_positions, q_start, kv_stride, k_start, k_end, normalize,
+        indices_ascending, out, backend, stream,
     )  # fmt: skip
     return outputs.native(out)[0]
 

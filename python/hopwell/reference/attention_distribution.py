@@ -20,12 +20,14 @@ def attention_distribution(
     k_start: Tensor | None = None,
     k_end: Tensor | None = None,
     normalize: str = "none",
+    indices_ascending: bool = False,
     out: Array | None = None,
 ) -> Array:
     """attn[s,i] = Σ_h exp(score[s,h,i] − lse[s,h]), [s_q, topk] in the order of `indices`; [s_q, s_kv] without them.
 
     Arguments as in `sparse_mla_forward`, lse [s_q, h_q] as it returned it. 0 where the entry is invalid, and in empty
     rows (lse = +inf). `normalize="l1"` divides each row by its sum and leaves all-zero rows zero.
+    `indices_ascending` does not matter here.
     """
     name = "attention_distribution"
     selection = select(name, q, kv, indices, sm_scale, topk_length, q_positions, q_start, kv_stride, k_start, k_end)

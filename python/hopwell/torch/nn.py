@@ -327,7 +327,9 @@ class DSA(nn.Module):
         if indices is None:
             loss = ops.indexer_dense_loss(q, kv, lse, q_index, k_index, weights, self.mla.sm_scale, **masks)
         else:
-            target = ops.attention_distribution(q, kv, indices, lse, self.mla.sm_scale, normalize="l1")
+            target = ops.attention_distribution(
+                q, kv, indices, lse, self.mla.sm_scale, normalize="l1", indices_ascending=True
+            )
             loss = ops.indexer_loss(q_index, k_index, weights, indices, target)
         return y, loss / max(b * s, 1)
 

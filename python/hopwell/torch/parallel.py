@@ -265,7 +265,9 @@ class ParallelDSA(nn.DSA):
 
         def loss_of_target(q_index: Tensor, index_keys: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
             entries = _every_key(shard.s, k_start, k_end) if indices is None else indices
-            attn = ops.attention_distribution(*attention[:2], entries, lse, self.mla.sm_scale, **masks)
+            attn = ops.attention_distribution(
+                *attention[:2], entries, lse, self.mla.sm_scale, indices_ascending=True, **masks
+            )
             target = ops.normalize_l1(_sum(attn, self.heads))
             return ops.lightning_indexer_backward(target, q_index, index_keys, weights, entries, **masks)
 

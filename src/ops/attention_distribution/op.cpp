@@ -20,6 +20,7 @@ Problem check(const AttentionDistributionArgs& args) {
   p.attn = check.output("out", args.out, {DType::kFloat32}, {"s_q", "topk"});
   p.normalize_l1 =
       check.choice("normalize", args.normalize, HOPWELL_NORMALIZE_L1, "none or l1") == HOPWELL_NORMALIZE_L1;
+  p.indices_ascending = args.indices_ascending;
   p.sm_scale = args.sm_scale;
   p.s_q = check["s_q"], p.s_kv = check["s_kv"], p.h_q = check["h_q"], p.d_qk = check["d_qk"], p.topk = check["topk"];
   check.take_workspace(p, args);

@@ -15,7 +15,8 @@ struct Problem {
   Selection selection;
   float sm_scale = 0;
   bool normalize_l1 = false;
-  bool keeps_order = false;  // of rows: there is no workspace to bring them into another
+  bool indices_ascending = false;  // or so they say
+  bool keeps_order = false;        // of rows: there is no workspace to bring them into another
   std::int64_t s_q = 0, s_kv = 0, h_q = 0, d_qk = 0, topk = 0;
   runtime::Device device;
   void* workspace = nullptr;

@@ -36,12 +36,21 @@ double memory_load(const Problem& p) {
   return p.device.memory_bytes_per_ns > 0 ? row_bytes * missing / (p.device.memory_bytes_per_ns * ns_of_entry) : 0;
 }
 
-// The emulator, which knows no speed, has such rows as soon as there are two, for keys beyond the L2 that it poses with.
+// Whether CTAs stay together well enough by themselves, so that a common pace would cost more than the bytes that it spares:
+// with more heads, or where not much more is read than memory can give. Seen on an H200, whose load is 1.30 with 96 K keys
+// and 1.43 with 128 K.
+bool stays_together(const Problem& p) {
+  constexpr double kLoadOfPace = 1.35;
+  return p.h_q > kTileHeads || memory_load(p) <= kLoadOfPace;
+}
+
+// The emulator, which knows no speed, has such rows as soon as there are two, for keys beyond the L2 that it poses with. Rows
+// that ascend are only copied for the sake of a pace, which wants rows of which it knows how many entries count.
 bool orders_rows(const Problem& p) {
   if (p.keeps_order || p.selection.indices == nullptr || p.topk > tile::kLongestOrderedRow) return false;
   if (p.device.emulated())
     return p.s_q >= 2 && p.topk > 0 && static_cast<std::size_t>(p.s_kv * p.d_qk * 2) > p.device.l2_bytes;
-  return p.s_q >= p.device.sms && p.topk >= 256 && memory_load(p) > 1;
+  return p.s_q >= p.device.sms && p.topk >= 256 && memory_load(p) > 1 && !(p.indices_ascending && stays_together(p));
 }
 
 }  // namespace
@@ -51,12 +60,8 @@ Ordering ordering_of(const Problem& p) {
   o.orders_rows = orders_rows(p);
   if (!o.orders_rows) return o;
   o.steps = static_cast<int>((p.topk + kTileKeys * kPaceTiles - 1) / (kTileKeys * kPaceTiles));
-  // With more heads, or where not much more is read than memory can give, CTAs stay together by themselves well enough, and
-  // waits cost more than bytes: seen on an H200, whose load is 1.30 with 96 K keys and 1.43 with 128 K. The count of all
-  // steps must fit; and the emulator runs CTAs in turn, where waiting for others is in vain.
-  constexpr double kLoadOfPace = 1.35;
-  o.paces = p.h_q <= kTileHeads && memory_load(p) > kLoadOfPace && !p.device.emulated() &&
-            p.s_q * o.steps < std::int64_t{1} << 31;
+  // The count of all steps must fit; and the emulator runs CTAs in turn, where waiting for others is in vain.
+  o.paces = !stays_together(p) && !p.device.emulated() && p.s_q * o.steps < std::int64_t{1} << 31;
   const auto take = [&o](std::int64_t bytes) {
     const std::size_t offset = o.bytes;
     o.bytes += (static_cast<std::size_t>(bytes) + 255) / 256 * 256;

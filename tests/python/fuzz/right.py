@@ -213,6 +213,8 @@ def attention_distribution(draw: st.DrawFn) -> FuzzedCall:
             arguments["lse"] = maker.values(lse.astype(np.float32), rows=False)
     if maker.chance():
         arguments["normalize"] = maker.choose("none", "l1")
+    if maker.chance():
+        arguments["indices_ascending"] = maker.chance()
     results = {"out": ((s_q, _topk(arguments)), np.float32, True)}
     return _given(maker, "attention_distribution", arguments, results)
 

@@ -298,12 +298,13 @@ def attention_distribution(
     k_end: Tensor | None = None,
     normalize: str = "none",
     backend: str | None = None,
+    indices_ascending: bool = False,
 ) -> Tensor:
     """How much attention each selected key gets, summed over the heads: float32 [s_q, topk]; without indices every key,
     [s_q, s_kv]. Carries no gradient.
 
     q, kv, indices and masks as in `sparse_mla`, whose lse, float32 [s_q, h_q], is wanted too. normalize "l1" divides
-    each row by its sum (all-zero rows stay zero), "none" does not.
+    each row by its sum (all-zero rows stay zero), "none" does not. indices_ascending: a hint, as in `sparse_mla`.
     """
     result: Tensor = _distribution(
         *(q, kv, indices, lse, sm_scale),
@@ -314,6 +315,7 @@ def attention_distribution(
         k_start=k_start,
         k_end=k_end,
         normalize=normalize,
+        indices_ascending=indices_ascending,
         backend=backend,
     )
     return result
