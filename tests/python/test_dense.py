@@ -72,8 +72,8 @@ def test_the_bits_of_a_query_do_not_depend_on_where_its_keys_lie(rng: np.random.
         assert torch.equal(there[name], expected), name
 
 
-# Hopper takes queries together, as many as have their heads, padded to 16, 32 or 64, in 128 rows. Others take them one by
-# one, some of their heads at a time.
+# Hopper takes queries together, as many as have their heads, padded to 16, 32 or 64, in 128 rows. Others take them one
+# by one, some of their heads at a time.
 HEADS = {"emu:sm90": (1, 16, 17, 32, 33, 64)}
 
 
