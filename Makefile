@@ -71,7 +71,7 @@ test-install: build
 	@tests/install/run.sh build/$(PRESET)
 
 # The C++ tests once more under the sanitizers: memory and undefined behaviour, and data races. In a few processes for each core, so
-# that none has much left when another has ended: a process a test, as ctest has it, spends most of its time on ThreadSanitizer's start.
+# that none has much left when another has ended.
 test-asan test-tsan: test-%: setup
 	@cmake --preset $* --log-level=WARNING >/dev/null
 	@cmake --build --preset $* --parallel $(JOBS) --target hopwell_tests

@@ -161,7 +161,9 @@ struct Case {
   bool emulated = true;               // false: so large that the emulator does not
   bool for_model = false;             // emulated only for the model of time
   std::string_view emulated_on = {};  // such as "emu:sm90": other backends' kernels see nothing special in it
+  bool on_cpu = true;                 // false: nor does the CPU, and it takes long
   [[nodiscard]] bool suits(const std::string& backend, bool modelled = false) const {
+    if (backend == "cpu" && !on_cpu) return false;
     if (!backend.starts_with("emu:")) return !device_only || cuda::runs(backend);
     return emulated && !device_only && (modelled || !for_model) && (emulated_on.empty() || backend == emulated_on);
   }

@@ -389,8 +389,11 @@ Suite indexer_dense_loss() {
               {{"h128-8k", shape("8192", "128", "64", "bf16")},
                {"h128-32k", shape("32768", "128", "64", "bf16")},
                {"h64-8k", shape("8192", "64", "32", "bf16")}}};
-  for (const auto& [name, problem] : problems())
+  for (const auto& [name, problem] : problems()) {
     suite.cases.emplace_back(suite.op, name, [p = problem](Random& random) { return make(random, p); });
+    // Others take no queries together; the one of 33 heads is the only one of more than 32 that do not fill 64.
+    if (name.starts_with("groups_") && name != "groups_h_33") suite.cases.back().emulated_on = "emu:sm90";
+  }
   suite.bench = [](const Settings& settings, Random& random) { return make(random, problem_from(settings), true); };
   return suite;
 }

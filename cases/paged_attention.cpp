@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <climits>
 #include <cstring>
+#include <set>
 
 #include "paged_attention_case.hpp"
 #include "suites.hpp"
@@ -57,7 +58,9 @@ void add_shapes(std::vector<Config>& all) {
   for (const std::int64_t d : {32, 40, 56, 128, 256})
     all.push_back({.name = "d_" + std::to_string(d), .lengths = lengths, .d = d});
   // Rows that lanes divide in all ways that there are, full and not: of several heads together, and of one.
-  // On the emulator every d in bf16; of the other types, which divide rows by the same rules, some of each way.
+  // On the emulator every d in bf16; of the other types, which divide rows by the same rules, some of each way. Clusters have a
+  // d of each way, full and not.
+  const std::set<std::int64_t> of_each_way = {32, 40, 88, 96, 120, 136, 184, 192, 248};
   for (const std::int64_t d : {32,  40,  48,  56,  72,  80,  88,  96,  104, 112, 120, 136, 144,
                                152, 160, 168, 176, 184, 192, 200, 208, 216, 224, 232, 240, 248})
     for (const auto& [type_name, dtype] : kDTypes)
@@ -73,7 +76,8 @@ void add_shapes(std::vector<Config>& all) {
              .bias = layout == HOPWELL_CACHE_NHD ? BiasForm::kKey : BiasForm::kNone,
              .u = layout == HOPWELL_CACHE_NHD,
              .hidden = layout == HOPWELL_CACHE_NHD,
-             .emulated = dtype == DType::kBFloat16 || (dtype == DType::kFloat16 ? d % 32 == 8 : d % 32 != 16)});
+             .emulated = dtype == DType::kBFloat16 || (dtype == DType::kFloat16 ? d % 32 == 8 : d % 32 != 16),
+             .emulated_on = of_each_way.contains(d) ? "" : "emu:sm80"});
   // Rows of two to five octets a lane: gathered by the element, with gaps between pages, heads and keys, and so many that
   // the ring goes round.
   for (const std::int64_t d : {40, 88, 104, 136, 200}) {
@@ -286,6 +290,7 @@ void add_infinite(std::vector<Config>& all) {
       const auto add = [&, &layout_name = layout_name, &type_name = type_name](const char* what, Config c) {
         c.name = std::string("infinite_values_") + what + layout_name + "_" + type_name;
         c.dtype = dtype, c.layout = layout, c.infinite = true;
+        if (dtype == DType::kFloat16 && *what != '\0') c.emulated_on = "emu:sm80";
         all.push_back(c);
       };
       add("", {.name = {}, .lengths = {1, 2, 3, 4, 5, 15, 16, 17, 33, 67}});
@@ -427,6 +432,7 @@ void add_groups(std::vector<Config>& all) {
       all.push_back(c);
       Config wide = c;
       wide.name = name + "_fp16_q_len_3_window_d_200", wide.d = 200;
+      if (form == BiasForm::kNone || form == BiasForm::kDistance) wide.emulated_on = "emu:sm80";
       all.push_back(wide);
       c.name = name + "_fp16_strided";
       c.layout = HOPWELL_CACHE_NHD, c.q_len = 0, c.extent = 33, c.d = 128, c.strided = true, c.window = 0,
@@ -498,6 +504,9 @@ void add_tiles_of_queries(std::vector<Config>& all, const std::string& prefix, b
            .bias = BiasForm::kKey,
            .extent = 1104,
            .u = u};
+  // Of clusters' tiles, which d fills or not, those of a d that does have 7 queries, the others 2.
+  const bool fills = d == 64 || d == 96 || d == 128 || d == 192 || d == 256;
+  if (group == (fills ? 2 : 7) && !(u && d > 128)) c.emulated_on = "emu:sm80";
   const auto add = [&all, &c, group] {
     if (group > 8) c.max_blocks = (std::int64_t{1} << 20) / (c.b() * c.h_kv * c.block);
     all.push_back(c);
@@ -677,7 +686,8 @@ Suite paged_attention() {
                            .name = c.name,
                            .make = [c](Random& random) { return paged::make(c, random); },
                            .device_only = c.far,
-                           .emulated = c.emulated});
+                           .emulated = c.emulated,
+                           .emulated_on = c.emulated_on});
   return suite;
 }
 

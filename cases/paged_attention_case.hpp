@@ -45,6 +45,9 @@ struct Config {
   bool infinite = false;  // values of +-inf and NaN among those that are seen, by all queries or by some
   bool far = false;       // on a device, with pages 2^27 elements apart, most of them beyond 2^31
   bool emulated = true;   // not too large for the emulator
+  // As Case has it. Both kernels of GPUs are made of the same tiles; with its clusters emu:sm90 takes five times as long as
+  // emu:sm80, so that it has each tile, number of queries, layout and type, and not all that they can be together.
+  std::string_view emulated_on = {};
 
   [[nodiscard]] std::int64_t b() const { return static_cast<std::int64_t>(lengths.size()); }
   [[nodiscard]] std::int64_t queries() const { return std::max<std::int64_t>(q_len, 1); }

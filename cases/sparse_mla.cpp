@@ -460,13 +460,17 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_group_problems() {
   add("sink_lengths", [](SparseMla& p) { p.sink = Sink::kAny, p.lengths = true, p.s_q = 19; });
   add("positions", heads(32), [](SparseMla& p) { p.positions = Positions::kArray, p.kv_stride = 4; });
   add("key_ranges", [](SparseMla& p) { p.ranges = true, p.s_q = 20; });
+  // More than the 2^16 keys of a round in which the rows of eight queries are merged (tile/gpu/merge_rows.hpp).
   add("many_keys", heads(8), [](SparseMla& p) { p.s_kv = 66000, p.s_q = 8, p.topk = 100; });
   add("long_row", [](SparseMla& p) { p.s_kv = 3000, p.s_q = 4, p.topk = 1100; });
   add("strided", [](SparseMla& p) { p.strided = true, p.gap = 8; });
   return all;
 }
 
-std::string_view emulates_groups(const SparseMla& problem) { return problem.h_q < 64 ? "emu:sm90" : ""; }
+void choose_backends_of_groups(Case& c, const SparseMla& problem) {
+  if (problem.h_q < 64) c.emulated_on = "emu:sm90";
+  c.on_cpu = problem.s_kv < 65536;
+}
 
 std::vector<std::pair<std::string, SparseMla>> sparse_mla_device_problems() {
   return {{"many_queries_576", {.s_q = 70000, .h_q = 1, .topk = 2}},

@@ -52,9 +52,9 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_device_problems();
 // Neighbouring queries whose rows share keys, or do not, or only some of which do. NaN in keys that only a neighbour
 // selects is the one thing that they may not be given.
 std::vector<std::pair<std::string, SparseMla>> sparse_mla_group_problems();
-// Where such a problem is emulated with share_keys (Case::emulated_on). Only Hopper's kernels take queries together: others
-// do what they do without it, as those problems show that run on each.
-std::string_view emulates_groups(const SparseMla& problem);
+// Where the case of such a problem runs with share_keys: only Hopper's kernels take queries together. Others do what they do
+// without it, as those problems show that run on each; the CPU has all but the one that is for the many keys of a round.
+void choose_backends_of_groups(Case& c, const SparseMla& problem);
 // One query of production's shape, with two lengths of its row: their difference is what the model of time (docs/emulator.md)
 // says of a step. For each of the numbers of heads.
 std::vector<std::pair<std::string, SparseMla>> sparse_mla_query_problems(std::initializer_list<std::int64_t> heads,

@@ -301,8 +301,8 @@ Suite sparse_mla_backward() {
   ascending.indices = SparseMla::Indices::kAscending;
   add("h_q_128_ascending_as_said", ascending, {.deterministic = false, .ascending = true});
   for (const auto& [name, problem] : sparse_mla_group_problems())
-    add("share_keys_" + name, problem, {.attn = false, .deterministic = false, .share_keys = true}).emulated_on =
-        emulates_groups(problem);
+    choose_backends_of_groups(
+        add("share_keys_" + name, problem, {.attn = false, .deterministic = false, .share_keys = true}), problem);
   for (const auto& [name, problem] : sparse_mla_device_problems())
     add(name, problem, {.deterministic = false}).device_only = true;
   for (auto* shapes : {&suite.shapes, &suite.device_shapes})

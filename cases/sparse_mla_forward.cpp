@@ -94,7 +94,7 @@ Suite sparse_mla_forward() {
   for (const auto& [name, problem] : sparse_mla_problems()) add(name, problem);
   for (const auto& problems : {sparse_mla_group_problems(), more_group_problems()})
     for (const auto& [name, problem] : problems)
-      add("share_keys_" + name, problem, {.share_keys = true}).emulated_on = emulates_groups(problem);
+      choose_backends_of_groups(add("share_keys_" + name, problem, {.share_keys = true}), problem);
   for (const auto& [name, problem] : sparse_mla_query_problems({16, 32, 64, 128})) add(name, problem).for_model = true;
   for (const auto& [name, problem] : sparse_mla_device_problems()) add(name, problem).device_only = true;
   for (auto* shapes : {&suite.shapes, &suite.device_shapes})

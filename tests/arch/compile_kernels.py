@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -224,13 +225,18 @@ def main() -> int:
         return SKIPPED
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(arguments.jobs) as pool:
         scratch = Path(directory)
-        jobs = [(file, arch) for file in files for arch in RUNS_ON.get(file.stem, ARCHITECTURES)]
-        found += pool.map(lambda job: check_file(job[0], job[1], scratch), jobs)
+        jobs = [
+            partial(check_file, file, arch, scratch) for file in files for arch in RUNS_ON.get(file.stem, ARCHITECTURES)
+        ]
         if not arguments.files:
-            found.append(check_instructions(scratch))
-            found.append(check_headers(scratch))
-            found.append(check_device_code(kernels / "wgmma_gemm.cu", "sm_90a", scratch))
-            found.append(check_device_code(kernels / "nvfp4_gemm.cu", "sm_100a", scratch))
+            jobs += [
+                partial(check_device_code, kernels / "nvfp4_gemm.cu", "sm_100a", scratch),
+                partial(check_device_code, kernels / "wgmma_gemm.cu", "sm_90a", scratch),
+                partial(check_instructions, scratch),
+            ]
+        found += pool.map(lambda job: job(), jobs)
+        if not arguments.files:
+            found.append(check_headers(scratch))  # which no other compilation may run beside
     problems = [problem for of_one in found for problem in of_one]
     for problem in problems:
         print(problem, file=sys.stderr)

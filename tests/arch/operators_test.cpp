@@ -130,12 +130,9 @@ TEST_P(Operators, RightAndCleanUnderManySchedules) {
   }
 }
 
-// The multiprocessors of devices that a backend's machine code runs on: a slice of a GPU, small and large cards. That of sm80 runs
-// on all of them.
+// The multiprocessors of devices that a backend's machine code runs on: a slice of a GPU, a small and a large card.
 std::vector<const char*> sizes_of_devices(const std::string& backend) {
-  if (backend == "emu:sm100") return {"8", "66", "148"};
-  if (backend == "emu:sm90") return {"8", "66", "114", "132"};
-  return {"8", "66", "114", "132", "148"};
+  return {"8", "66", backend == "emu:sm90" ? "132" : "148"};
 }
 
 // Plans ask the device how many multiprocessors it has. One size at most may leave a case to another backend.

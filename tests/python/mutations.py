@@ -6,6 +6,7 @@ The heavy imports are done once; each bug then has a forked process of its own, 
 """
 
 import contextlib
+import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -187,9 +188,13 @@ def start_tests(module: str, bug: Bug | None) -> int:
 def main() -> None:
     import hypothesis  # noqa: F401  what the tests import, once for all of the processes below
     import ml_dtypes  # noqa: F401
+    import pytest  # noqa: F401
     import torch
+    import torch.fx.experimental.symbolic_shapes  # the first gradient would, for seconds
 
     torch.set_num_threads(1)
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # others' plugins, each with imports of its own
+    gc.freeze()  # or each process looks through all that has been imported when it ends
     waiting = [(str(number), bug.module, bug) for number, bug in reversed(list(enumerate(BUGS)))]
     waiting += [(module, module, None) for module in sorted(TESTS)]
     running: dict[int, str] = {}

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -339,16 +340,24 @@ def digest() -> str:
     return bits.hexdigest()
 
 
-def test_any_number_of_threads_gives_the_same_bits() -> None:
-    def in_a_process(threads: int) -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", "import test_operators; print(test_operators.digest())"],
-            cwd=Path(__file__).parent, env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-            check=True, capture_output=True, text=True,
-        )  # fmt: skip
-        return done.stdout.strip()
+@pytest.fixture
+def _default_threads() -> Iterator[None]:
+    yield
+    hopwell.set_num_threads(0)
 
-    assert in_a_process(1) == in_a_process(2) == in_a_process(5)
+
+@pytest.mark.usefixtures("_default_threads")
+def test_any_number_of_threads_gives_the_same_bits() -> None:
+    def with_threads(number: int) -> str:
+        hopwell.set_num_threads(number)
+        return digest()
+
+    in_a_process = subprocess.run(
+        [sys.executable, "-c", "import test_operators; print(test_operators.digest())"],
+        cwd=Path(__file__).parent, env={**os.environ, "OMP_NUM_THREADS": "5"},
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert in_a_process.stdout.strip() == with_threads(1) == with_threads(2)
 
 
 @pytest.mark.parametrize("number", ["abc", "-1", "2 threads", "1.5"])

@@ -78,10 +78,11 @@ def test_a_served_token_that_differs_is_noticed(server: ModuleType) -> None:
         (["--fast"], "unrecognized arguments: --fast"),
     ],
 )
-def test_bad_input_is_one_line(options: list[str], message: str) -> None:
-    result = demo(*options)
-    assert result.returncode == 2 and not result.stdout
-    assert result.stderr == f"transformer_xl_server: {message}\n"
+def test_bad_input_is_one_line(
+    server: ModuleType, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert server.main(options) == 2
+    assert capsys.readouterr() == ("", f"transformer_xl_server: {message}\n")
 
 
 def test_too_little_text_is_one_line(tmp_path: Path) -> None:
