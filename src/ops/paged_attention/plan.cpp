@@ -60,7 +60,10 @@ bool can_join(const Problem& problem, int heads) {
 }
 
 // Keys of a tile of kind mma.
-int mma_keys(const Problem& problem) { return problem.d <= 64 ? 64 : problem.d <= 128 ? 32 : 16; }
+int mma_keys(const Problem& problem, int blocks) {
+  const int keys = problem.d <= 64 ? 64 : problem.d <= 128 ? 32 : 16;
+  return blocks > 1 && !exact_query(problem) ? keys / 2 : keys;
+}
 
 // KV heads that warps walk along side by side with mma tiles, so that lines of memory that neighbouring heads share are
 // asked for at the same time. Those that leave the fewest lines to be asked for twice; up to kMaxRowsAbreast query vectors, as
@@ -101,7 +104,7 @@ void plan_row_blocks(const Problem& problem, int max_heads, int mma_blocks, Para
       break;
     case TileKind::mma:
       queries = std::min(8 * mma_blocks, rows);
-      tile = mma_keys(problem);
+      tile = mma_keys(problem, mma_blocks);
       heads = abreast = heads_abreast(problem, max_heads, queries);
   }
   schedule.lanes = lanes, schedule.heads = heads, schedule.queries = queries, schedule.tile = tile;
@@ -237,7 +240,7 @@ int mma_blocks(const Problem& problem) {
   const std::int64_t group = problem.h_q / problem.h_kv;
   if (problem.q_len > 1 || group <= 8 || group > 16 || problem.d > 128) return 1;
   const std::int64_t keys = problem.b * problem.h_kv * problem.max_blocks * problem.block;
-  return keys / mma_keys(problem) >= std::int64_t{kTilesOfTwoBlocks} * kMaxWarps * problem.device.sms ? 2 : 1;
+  return keys / mma_keys(problem, 1) >= std::int64_t{kTilesOfTwoBlocks} * kMaxWarps * problem.device.sms ? 2 : 1;
 }
 
 // Rows that fill a power of two of lanes, an octet for each, are copied as they are read. Other rows lie packed in a

@@ -58,8 +58,8 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
   using Copies::kVllm, Copies::kRows, Copies::kKeys, Copies::kChunks, Copies::kPages, Copies::kLanesOfPage,
       Copies::kOffsetV;
   using typename Copies::ChunkAddress;
-  static constexpr bool kHoldsQuery = kExactQuery || Copies::kCopiesQuery;  // in registers, else in the partial result
-  static constexpr int kKeysOfLookup = 16;                                  // that share a page
+  static constexpr bool kHoldsQuery = kExactQuery || kD * kBlocks <= 128;  // in registers, else in the partial result
+  static constexpr int kKeysOfLookup = 16;                                 // that share a page
   // There is room for an eighth warp if the ring's memory is the last segment's partial result's, too.
   static constexpr bool kStoresResults = kExactQuery;
   static constexpr bool kRegistersAreScarce = kD * kBlocks >= 256;
@@ -72,7 +72,8 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
 
   static constexpr bool kAbreast = true;
   int head = 0;
-  uint32_t q[kHoldsQuery ? kD / 16 : 1][kExactQuery ? 2 * kBlocks : 4];
+  // Of two blocks in two parts the low parts follow the high ones.
+  uint32_t q[!kHoldsQuery ? 1 : kExactQuery ? kD / 16 : kD / 16 * kBlocks][kExactQuery ? 2 * kBlocks : 4];
   uint32_t q_chunk;                // address of the first chunk of q that this lane reads for ldmatrix
   float out[kBlocks][kD / 16][4];  // transposed
   float scale[kBlocks];            // of the products with q in two parts, in units of log 2
@@ -244,7 +245,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
     q_chunk = arch::shared_address(chunks) + uint32_t(16 * chunk_index(of_row, lane / 16));
     if constexpr (kHoldsQuery) {
       HOPWELL_UNROLL
-      for (int i = 0; i < kD / 16; ++i) load_query(i, q_chunk, q[i]);
+      for (int i = 0; i < kD / 16 * kBlocks; ++i) load_query(i % (kD / 16), q_chunk + part_offset(i / (kD / 16)), q[i]);
     }
     HOPWELL_UNROLL
     for (int b = 0; b < kBlocks; ++b) scale[b] = partial.stats[smaller(row + 8 * b, last)].maximum;
@@ -359,6 +360,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
   static HOPWELL_DEVICE void load_query(int i, uint32_t rows, uint32_t (&of_q)[4]) {
     arch::ldmatrix(of_q, (rows ^ uint32_t(16 * (2 * i % 8))) + uint32_t(16 * (2 * i / 8 * 8)));
   }
+  static HOPWELL_DEVICE constexpr uint32_t part_offset(int part) { return uint32_t(16 * kChunks * kRows * part); }
   // S = q k^T for half of the keys, or all: s[t] for keys 8 t to 8 t + 7, of both blocks, or high parts and low parts.
   HOPWELL_DEVICE void multiply(int half, uint32_t keys, float (&s)[kKeys / 8][4]) const {
     constexpr int kCount = kKeys / 8 / kHalves;
@@ -370,7 +372,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
       arch::ldmatrix(
           b, kVllm ? in_columns + uint32_t(16 * column_chunk_index(8 * t, 4 * i)) : in_rows.moved(8 * t, 4 * i));
     };
-    if constexpr (kHoldsQuery) {
+    if constexpr (kExactQuery || (kHoldsQuery && kBlocks == 1)) {
       HOPWELL_UNROLL
       for (int j = 0; j < kCount; ++j) {
         const int t = eight_of(half, j);
@@ -388,23 +390,30 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
       // Each fragment of q is loaded once for all keys of the half. By a shuffle, so that the compiler keeps one address
       // alone and finds those near it out in every step.
       const uint32_t rows = arch::shuffle(q_chunk, lane);
-      HOPWELL_UNROLL
-      for (int j = 0; j < kCount; ++j)
-        for (float& sum : s[eight_of(half, j)]) sum = 0;
+      float sums[kCount][2][4] = {};
       HOPWELL_UNROLL
       for (int i = 0; i < kD / 32; ++i) {
         uint32_t of_q[kBlocks][2][4];  // of two blocks high parts and low parts
-        for (int part = 0; part < kBlocks; ++part)
-          for (int e = 0; e < 2; ++e)
-            load_query(2 * i + e, rows + uint32_t(16 * kChunks * kRows * part), of_q[part][e]);
+        for (int part = 0; part < kBlocks; ++part) {
+          for (int e = 0; e < 2; ++e) {
+            if constexpr (kHoldsQuery) {
+              for (int word = 0; word < 4; ++word) of_q[part][e][word] = q[kD / 16 * part + 2 * i + e][word];
+            } else {
+              load_query(2 * i + e, rows + part_offset(part), of_q[part][e]);
+            }
+          }
+        }
         HOPWELL_UNROLL
         for (int j = 0; j < kCount; ++j) {
           uint32_t b[4];
           load_keys(eight_of(half, j), i, b);
           for (int part = 0; part < kBlocks; ++part)
-            for (int e = 0; e < 2; ++e) mma(s[eight_of(half, j)], of_q[part][e], b[2 * e], b[2 * e + 1], T{});
+            for (int e = 0; e < 2; ++e) mma(sums[j][e], of_q[part][e], b[2 * e], b[2 * e + 1], T{});
         }
       }
+      HOPWELL_UNROLL
+      for (int j = 0; j < kCount; ++j)
+        for (int e = 0; e < 4; ++e) s[eight_of(half, j)][e] = sums[j][0][e] + sums[j][1][e];
     }
   }
   template <int kWords>
