@@ -251,22 +251,30 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
     for (int b = 0; b < kBlocks; ++b) scale[b] = partial.stats[smaller(row + 8 * b, last)].maximum;
     arch::syncwarp();  // kept: nobody writes the partial result before many more steps of all lanes
   }
-  // The biases of keys 8 t + 2 quad and the next one, of block b.
-  HOPWELL_DEVICE void load_biases(const Params& p, const QueryVector& vector, int tile_key, const Stage& stage, int b,
-                                  int t, float (&bias)[2]) const {
-    const auto* words = reinterpret_cast<const uint32_t*>(stage.bias[row + 8 * b]);
-    const int j = 8 * t + 2 * quad;
-    if (p.bias.type == Float::fp32) {
-      bias[0] = arch::bit_cast<float>(words[j]), bias[1] = arch::bit_cast<float>(words[j + 1]);
-    } else if (p.bias.aligned) {
-      bias[0] = decode(words[j / 2] & 0xffff, p.bias.type), bias[1] = decode(words[j / 2] >> 16, p.bias.type);
-    } else {
+  // Biases of 16 bits that have a word for each key (mma_copy.hpp), each to fp32 in place. They are seldom there, and
+  // unrolled with what uses them this would be a quarter of a kernel's code.
+  HOPWELL_DEVICE void decode_words(const Params& p, const QueryVector& vector, int tile_key, Stage& stage) const {
+    HOPWELL_NO_UNROLL
+    for (int b = 0; b < kBlocks; ++b) {
+      auto* words = reinterpret_cast<uint32_t*>(stage.bias[row + 8 * b]);
       const uintptr_t row_begin = bias_row_of(p.bias, vector_of(p, vector, b));
-      for (int e = 0; e < 2; ++e) {
-        const int64_t column = p.bias.column_of(vector.position, tile_key + j + e);
-        bias[e] = decode_bias(p.bias, words[j + e], uint32_t(row_begin + uintptr_t(column) * 2) & 2);
+      HOPWELL_NO_UNROLL
+      for (int j = quad; j < kKeys; j += 4) {
+        const int64_t column = p.bias.column_of(vector.position, tile_key + j);
+        const uint32_t half = uint32_t(row_begin + uintptr_t(column) * 2) & 2;
+        words[j] = arch::bit_cast<uint32_t>(decode_bias(p.bias, words[j], half));
       }
     }
+    arch::syncwarp();
+  }
+  // The biases of keys 8 t + 2 quad and the next one, of block b.
+  HOPWELL_DEVICE void load_biases(const PositionBias& of, const Stage& stage, int b, int t, float (&bias)[2]) const {
+    const auto* words = reinterpret_cast<const uint32_t*>(stage.bias[row + 8 * b]);
+    const int j = 8 * t + 2 * quad;
+    if (of.type == Float::fp32 || !of.aligned)
+      bias[0] = arch::bit_cast<float>(words[j]), bias[1] = arch::bit_cast<float>(words[j + 1]);
+    else
+      bias[0] = decode(words[j / 2] & 0xffff, of.type), bias[1] = decode(words[j / 2] >> 16, of.type);
   }
   // What is subtracted from the logits, and how far one may lie above that before the maximum is raised.
   HOPWELL_DEVICE float base_of(int b) const {
@@ -280,10 +288,10 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
   }
   // Products to logits, less what is subtracted from them: s[t][2 b + e] of key 8 t + 2 quad + e, block b. True if a bias
   // of −inf hides a key from any lane's row.
-  HOPWELL_DEVICE bool finish_logits(const Params& p, const QueryVector& vector, int tile_key, const Stage& stage,
+  HOPWELL_DEVICE bool finish_logits(const Params& p, const QueryVector& vector, int tile_key, Stage& stage,
                                     float (&s)[kKeys / 8][4]) const {
     bool hidden = false;
-    const auto load_any = [&](int b, int t, float (&bias)[2]) { load_biases(p, vector, tile_key, stage, b, t, bias); };
+    const auto load_any = [&](int b, int t, float (&bias)[2]) { load_biases(p.bias, stage, b, t, bias); };
     if (!p.bias.exists()) {
       HOPWELL_UNROLL
       for (int t = 0; t < kKeys / 8; ++t)
@@ -294,6 +302,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
         bias[0] = arch::bit_cast<float>(word << 16), bias[1] = arch::bit_cast<float>(word & 0xffff0000);
       });
     } else {
+      if (!p.bias.aligned && p.bias.type != Float::fp32) decode_words(p, vector, tile_key, stage);
       hidden = add_biases(p, s, load_any);
     }
     if (hidden) hide_keys(s, load_any);
