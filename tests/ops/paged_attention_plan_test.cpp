@@ -247,6 +247,13 @@ TEST(PagedAttentionPlan, QueriesThatAreNotExactGoToOtherTiles) {
   EXPECT_EQ(mma_blocks(problem_with(128, 12, as_it_is)), 2);
   EXPECT_EQ(mma_blocks(problem_with(128, 12, with_u)), 2);
   EXPECT_EQ(mma_blocks(problem_with(128, 12, by_halves)), 2);
+  const auto tile = [&](std::int64_t d, std::int64_t group, auto change) {
+    return plan_split(problem_with(d, group, change), kShared).schedule.tile.value;
+  };
+  EXPECT_EQ(tile(128, 12, as_it_is), 32);
+  EXPECT_EQ(tile(128, 12, with_u), 16);  // so that eight warps have room
+  EXPECT_EQ(tile(64, 12, by_halves), 32);
+  EXPECT_EQ(tile(128, 8, with_u), 32);
   EXPECT_EQ(tile_kind(problem_with(128, 2, with_u)), TileKind::mma);
   EXPECT_EQ(tile_kind(problem_with(256, 2, as_it_is)), TileKind::mma);
   EXPECT_EQ(tile_kind(problem_with(256, 2, with_u)), TileKind::key_major);

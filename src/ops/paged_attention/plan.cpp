@@ -59,7 +59,7 @@ bool can_join(const Problem& problem, int heads) {
          problem.v.head == problem.d && heads <= kMaxJoinedHeads && keys_of(shape, heads) >= kMinTile;
 }
 
-// Keys of a tile of kind mma.
+// Keys of a tile of kind mma. Partial results of two blocks in which q lies in two parts leave room for half of them.
 int mma_keys(const Problem& problem, int blocks) {
   const int keys = problem.d <= 64 ? 64 : problem.d <= 128 ? 32 : 16;
   return blocks > 1 && !exact_query(problem) ? keys / 2 : keys;

@@ -19,11 +19,9 @@ namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
 // Calls start<Tile>() with the tile of the problem.
 template <class T, int kD, int kBlocks, bool kExactQuery, class Start>
 void with_mma_tile_of_blocks(const Problem& problem, const Start& start) {
+  constexpr int kKeys = MmaTileCopy<T, kD, 0, kBlocks, kExactQuery>::kKeys;
   if (problem.layout != HOPWELL_CACHE_VLLM) return start.template operator()<MmaTile<T, kD, 0, kBlocks, kExactQuery>>();
-  if constexpr (kBlocks == 1) {
-    constexpr int kKeys = MmaTileCopy<T, kD, 0, kBlocks, kExactQuery>::kKeys;
-    if (problem.block % kKeys == 0) return start.template operator()<MmaTile<T, kD, kKeys / 8, kBlocks, kExactQuery>>();
-  }
+  if (problem.block % kKeys == 0) return start.template operator()<MmaTile<T, kD, kKeys / 8, kBlocks, kExactQuery>>();
   start.template operator()<MmaTile<T, kD, 2, kBlocks, kExactQuery>>();
 }
 template <class T, int kD, int kMaxBlocks, class Start>

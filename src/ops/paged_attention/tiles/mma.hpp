@@ -2,7 +2,8 @@
 // tokens, and layout vllm, whose chunks are just what the fragments of mma are made of, for any number. Groups of 9 to 16
 // heads may have two blocks of 8, so that a pass over the keys is enough (plan.cpp).
 //
-// Tile      of a warp: 64, 32 or 16 keys of one KV head, 12 or 16 KiB of K and V, swizzled for ldmatrix
+// Tile      of a warp: 64, 32 or 16 keys of one KV head, 12 or 16 KiB of K and V, swizzled for ldmatrix; with q in two
+//           parts of two blocks half as much
 // Products  mma m16n8k16. S = q K^T: 16 rows hold 8 query vectors twice, rows 0–7 the high part of an fp32 value, rows
 //           8–15 what rounding it to 16 bits has lost; the two results are added. out^T = V^T P^T: 16 dimensions by 8
 //           queries, high and low parts of P one after the other into the same sums. 8 rows or half of the products
@@ -14,8 +15,8 @@
 //           three or four of the four parts are on their way at any time; 16 keys: K ▓ │ copy K │ softmax ▓▓ │ V ▓ │ …
 // Budget    shared: 8 warps × (16,384 or 12,288 + 16 · kD of q + 4 · 8 · (keys + 4) of bias + 16 + 2 partial results of
 //           32 · kD) + 6.5 KiB; an exact q is not in it, and the last partial result lies in the ring. Two blocks have twice
-//           the biases and partial results. q in two parts of two blocks, or of kD 256, lies in the partial result, for 6 or
-//           7 warps. Registers: kD / 4 of the output and of q (exact: half as much for a block), ~110 to 150 others
+//           the biases and partial results. q in two parts of two blocks of kD 128, or of kD 256, lies in the partial result;
+//           kD 256 has 6 warps then. Registers: kD / 4 of the output and of q (exact: half as much for a block), ~110 to 150 others
 // Bound     memory; the tensor cores are 2 % busy with one block
 //
 // A lane's query vector is that of row lane / 4, as in the fragments.
@@ -62,7 +63,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
   static constexpr int kKeysOfLookup = 16;                                 // that share a page
   // There is room for an eighth warp if the ring's memory is the last segment's partial result's, too.
   static constexpr bool kStoresResults = kExactQuery;
-  static constexpr bool kRegistersAreScarce = kD * kBlocks >= 256;
+  static constexpr bool kRegistersAreScarce = kExactQuery && kD * kBlocks >= 256;
   // fp16 has no exponents for small probabilities: they are held 2^14 times as large, below 2^15 with the slack.
   static constexpr float kShift = std::is_same_v<T, fp16> ? 14 : 0;
   static constexpr float kSlack = std::is_same_v<T, fp16> ? 1 : 8;  // how far a logit may lie above the maximum
@@ -252,7 +253,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
     arch::syncwarp();  // kept: nobody writes the partial result before many more steps of all lanes
   }
   // Biases of 16 bits that have a word for each key (mma_copy.hpp), each to fp32 in place. They are seldom there, and
-  // unrolled with what uses them this would be a quarter of a kernel's code.
+  // unrolled with what uses them they took a quarter of the time that a kernel's compilation takes.
   HOPWELL_DEVICE void decode_words(const Params& p, const QueryVector& vector, int tile_key, Stage& stage) const {
     HOPWELL_NO_UNROLL
     for (int b = 0; b < kBlocks; ++b) {

@@ -12,13 +12,13 @@ namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
 
 // `kTokens` tells the layouts apart: 0 for rows, nhd and hnd; for vllm how many chunks of a dimension of V, of eight
 // tokens each, are copied side by side, so that a warp reads whole lines of memory: all of the tile where a block has
-// as many tokens and there is one block of queries, else two, the 16 tokens of a block, whose dimensions follow one another. `kBlocks`: of 8 query vectors
+// as many tokens, else two, the 16 tokens of a block, whose dimensions follow one another. `kBlocks`: of 8 query vectors
 // each; a lane has one of each block. `kExactQuery`: q has no low parts and is loaded into registers; what plan.cpp's
 // exact_query says is given.
 template <class T, int kD, int kTokens, int kBlocks, bool kExactQuery>
 struct MmaTileCopy {
   static constexpr int kLaneBytes = 0;  // tiles are the warp's
-  // Of q in two parts two blocks have half of the keys: eight warps count more than large tiles (plan.cpp's mma_keys).
+  // As plan.cpp's mma_keys: with q in two parts of two blocks eight warps count more than larger tiles (measured).
   static constexpr int kMostKeys = kD <= 64    ? 64
                                    : kD <= 128 ? 32
                                                : 16;
