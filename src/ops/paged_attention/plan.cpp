@@ -70,6 +70,8 @@ int mma_keys(const Problem& problem, int blocks) {
 // all that a CTA has of a row block may have to be handed over.
 int heads_abreast(const Problem& problem, int max_heads, int queries) {
   const std::int64_t row = problem.d * width_of(problem.q);
+  // With q in two parts of two blocks it costs more than it gives where heads share halves of lines (d 96, measured).
+  const bool pays = exact_query(problem) || queries <= 8 || row % 64 != 0;
   const bool rows = problem.layout != HOPWELL_CACHE_VLLM && problem.k.head == problem.d && problem.v.head == problem.d;
   // That there are surely warps for.
   const int most = exact_query(problem) && problem.device.shared_bytes >= std::size_t{160} * 1024 ? 4 : 2;
@@ -80,8 +82,8 @@ int heads_abreast(const Problem& problem, int max_heads, int queries) {
     return lines;
   };
   int best = 1;
-  for (int heads = 2;
-       rows && heads <= most && heads <= max_heads && problem.h_kv % heads == 0 && heads * queries <= kMaxRowsAbreast;
+  for (int heads = 2; rows && pays && heads <= most && heads <= max_heads && problem.h_kv % heads == 0 &&
+                      heads * queries <= kMaxRowsAbreast;
        heads *= 2)
     if (lines_of(heads) < lines_of(best)) best = heads;
   return best;

@@ -15,8 +15,9 @@
 //           three or four of the four parts are on their way at any time; 16 keys: K ▓ │ copy K │ softmax ▓▓ │ V ▓ │ …
 // Budget    shared: 8 warps × (16,384 or 12,288 + 16 · kD of q + 4 · 8 · (keys + 4) of bias + 16 + 2 partial results of
 //           32 · kD) + 6.5 KiB; an exact q is not in it, and the last partial result lies in the ring. Two blocks have twice
-//           the biases and partial results. q in two parts of two blocks of kD 128, or of kD 256, lies in the partial result;
-//           kD 256 has 6 warps then. Registers: kD / 4 of the output and of q (exact: half as much for a block), ~110 to 150 others
+//           the biases and partial results. q in two parts of two blocks of kD 128, or of kD 256, lies in the partial
+//           result; kD 256 has 6 warps then. Registers: kD / 4 of the output and of q (exact: half as much for a block),
+//           ~110 to 150 others
 // Bound     memory; the tensor cores are 2 % busy with one block
 //
 // A lane's query vector is that of row lane / 4, as in the fragments.
@@ -191,43 +192,59 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
     if constexpr (kBlocks == 1) return arch::shuffle(vector.head, 4 * of_row);
     return arch::shuffle(vector.head, 0) + of_row;  // q_len is 1
   }
-  // Query vectors as they lie in memory, to where their low parts will be. All loads are under way together.
-  HOPWELL_DEVICE void load_queries(const Params& p, const QueryVector& vector, arch::Words4* chunks) const {
+  // Query vectors, and u of them if `with_u`, as they lie in memory, to where their low and high parts will be. All loads
+  // are under way together.
+  HOPWELL_DEVICE void load_queries(const Params& p, const QueryVector& vector, bool with_u,
+                                   arch::Words4* chunks) const {
     constexpr int kAtOnce = 32 / kChunks;  // rows
     const int lane = arch::lane_index(), chunk = lane % kChunks;
-    RawElements raw[kRows / kAtOnce];
+    const auto* u = static_cast<const uint16_t*>(p.query.u) + 8 * chunk;
+    RawElements q_raw[kRows / kAtOnce];
+    arch::Words4 u_raw[kRows / kAtOnce];
     HOPWELL_UNROLL
     for (int i = 0; i < kRows / kAtOnce; ++i) {
       const int of_row = i * kAtOnce + lane / kChunks;
       QueryVector other = vector;
       other.query = arch::shuffle(vector.query, 4 * of_row), other.head = head_of_row(vector, of_row);
-      if (of_row < p.schedule.queries) raw[i] = load_q<T, 8>(p, other, 8 * chunk);
+      if (of_row < p.schedule.queries) q_raw[i] = load_q<T, 8>(p, other, 8 * chunk);
+      u_raw[i] = {};
+      if (of_row < p.schedule.queries && with_u && 8 * chunk < p.query.d)
+        u_raw[i] = *reinterpret_cast<const arch::Words4*>(u + other.head * p.query.u_stride);
     }
     HOPWELL_UNROLL
-    for (int i = 0; i < kRows / kAtOnce; ++i)
-      chunks[chunk_index(i * kAtOnce + lane / kChunks + kRows, chunk)] = raw[i].half[0];
+    for (int i = 0; i < kRows / kAtOnce; ++i) {
+      const int of_row = i * kAtOnce + lane / kChunks;
+      chunks[chunk_index(of_row, chunk)] = u_raw[i], chunks[chunk_index(of_row + kRows, chunk)] = q_raw[i].half[0];
+    }
   }
   // q + u in two parts of 16 bits, by way of the partial result's memory: high parts as rows 0 to 7 (15 of two blocks),
   // low parts as those that follow. The largest |q + u| of a row is scaled to between 1 and 2, so that no type is left.
   HOPWELL_DEVICE void split_query(const Params& p, const QueryVector& vector, Partial& partial, const Stage& stage) {
     const int lane = arch::lane_index(), chunk = lane % kChunks;
     auto* chunks = reinterpret_cast<arch::Words4*>(partial.values);
+    const bool loaded = !kCopiesQuery && p.query.aligned;
+    const bool u_loaded = loaded && p.query.u && p.query.u_aligned && p.query.u_type != Float::fp32;
     if constexpr (kCopiesQuery)
       arch::cp_async_wait<kParts - 1>();
-    else if (p.query.aligned)
-      load_queries(p, vector, chunks);
+    else if (loaded)
+      load_queries(p, vector, u_loaded, chunks);
     HOPWELL_NO_UNROLL
     for (int first = 0; first < p.schedule.queries; first += 32 / kChunks) {
       const int of_row = first + lane / kChunks;
       QueryVector other = vector;
       other.query = arch::shuffle(vector.query, 4 * of_row), other.head = head_of_row(vector, of_row);
-      RawElements raw{};
-      if (p.query.aligned)  // its own copy
-        raw.half[0] = kCopiesQuery ? stage.q[of_row * kChunks + chunk] : chunks[chunk_index(of_row + kRows, chunk)];
+      // Its own copies, if there are any.
+      RawElements q_raw{}, u_raw{};
+      if (p.query.aligned)
+        q_raw.half[0] = kCopiesQuery ? stage.q[of_row * kChunks + chunk] : chunks[chunk_index(of_row + kRows, chunk)];
       else
-        raw = load_q<T, 8>(p, other, 8 * chunk);
+        q_raw = load_q<T, 8>(p, other, 8 * chunk);
+      if (u_loaded)
+        u_raw.half[0] = chunks[chunk_index(of_row, chunk)];
+      else
+        u_raw = load_u<8>(p, other, 8 * chunk);
       float x[8], largest = 0;
-      query_plus<T>(raw, load_u<8>(p, other, 8 * chunk), p.query.u_type, x);
+      query_plus<T>(q_raw, u_raw, p.query.u_type, x);
       HOPWELL_UNROLL
       for (float element : x) largest = fmaxf(largest, fabsf(element));
       largest = tile::reduce<1, kChunks / 2>(largest, tile::Larger{});
@@ -253,7 +270,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
     arch::syncwarp();  // kept: nobody writes the partial result before many more steps of all lanes
   }
   // Biases of 16 bits that have a word for each key (mma_copy.hpp), each to fp32 in place. They are seldom there, and
-  // unrolled with what uses them they took a quarter of the time that a kernel's compilation takes.
+  // unrolled with what uses them they took a quarter of a kernel's compilation.
   HOPWELL_DEVICE void decode_words(const Params& p, const QueryVector& vector, int tile_key, Stage& stage) const {
     HOPWELL_NO_UNROLL
     for (int b = 0; b < kBlocks; ++b) {

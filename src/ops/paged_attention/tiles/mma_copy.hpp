@@ -19,9 +19,7 @@ template <class T, int kD, int kTokens, int kBlocks, bool kExactQuery>
 struct MmaTileCopy {
   static constexpr int kLaneBytes = 0;  // tiles are the warp's
   // As plan.cpp's mma_keys: with q in two parts of two blocks eight warps count more than larger tiles (measured).
-  static constexpr int kMostKeys = kD <= 64    ? 64
-                                   : kD <= 128 ? 32
-                                               : 16;
+  static constexpr int kMostKeys = kD <= 64 ? 64 : kD <= 128 ? 32 : 16;
   static constexpr int kRows = 8 * kBlocks, kKeys = kBlocks > 1 && !kExactQuery ? kMostKeys / 2 : kMostKeys,
                        kChunks = kD / 8, kPages = kKeys / 16, kLanesOfPage = 32 / kPages;
   static constexpr bool kVllm = kTokens > 0;
