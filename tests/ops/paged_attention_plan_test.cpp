@@ -214,11 +214,11 @@ TEST(PagedAttentionPlan, GroupsOfNineToSixteenTakeOnePassWhereWarpsHaveManyTiles
 
 // Lines of 128 bytes that neighbouring heads share are asked for by warps that walk side by side.
 TEST(PagedAttentionPlan, HeadsThatShareLinesAreWalkedAbreast) {
-  const auto abreast = [](std::int64_t d, std::int64_t group, std::int64_t h_kv = 8,
-                          std::size_t shared_bytes = 232448) {
+  const auto abreast = [](std::int64_t d, std::int64_t group, std::int64_t h_kv = 8, std::size_t shared_bytes = 232448,
+                          bool with_u = false) {
     Call call{.lengths = {100}, .h_q = h_kv * group, .h_kv = h_kv, .d = d};
     Problem problem = problem_of(call, 132, 1 << 15);
-    problem.device.shared_bytes = shared_bytes;
+    problem.device.shared_bytes = shared_bytes, problem.pos_bias_u.present = with_u;
     const Params p = plan_split(problem, kShared);
     EXPECT_EQ(p.schedule.heads.value, p.schedule.abreast.value);
     EXPECT_EQ(p.schedule.shares * p.schedule.abreast, p.schedule.warps);
@@ -231,6 +231,10 @@ TEST(PagedAttentionPlan, HeadsThatShareLinesAreWalkedAbreast) {
   EXPECT_EQ(abreast(80, 12), 2);  // four would have 48 query vectors
   EXPECT_EQ(abreast(80, 4, 8, 99 * 1024), 2);
   EXPECT_EQ(abreast(96, 4, 3), 1);
+  EXPECT_EQ(abreast(96, 12), 2);
+  EXPECT_EQ(abreast(96, 12, 8, 232448, true), 1);  // but not q in two parts of two blocks
+  EXPECT_EQ(abreast(96, 4, 8, 232448, true), 2);
+  EXPECT_EQ(abreast(80, 12, 8, 232448, true), 2);
 }
 
 // Some tiles of mma are for q without low parts, which they load by words.
@@ -247,6 +251,13 @@ TEST(PagedAttentionPlan, QueriesThatAreNotExactGoToOtherTiles) {
   EXPECT_EQ(mma_blocks(problem_with(128, 12, as_it_is)), 2);
   EXPECT_EQ(mma_blocks(problem_with(128, 12, with_u)), 2);
   EXPECT_EQ(mma_blocks(problem_with(128, 12, by_halves)), 2);
+  const auto tile = [&](std::int64_t d, std::int64_t group, auto change) {
+    return plan_split(problem_with(d, group, change), kShared).schedule.tile.value;
+  };
+  EXPECT_EQ(tile(128, 12, as_it_is), 32);
+  EXPECT_EQ(tile(128, 12, with_u), 16);  // so that eight warps have room
+  EXPECT_EQ(tile(64, 12, by_halves), 32);
+  EXPECT_EQ(tile(128, 8, with_u), 32);
   EXPECT_EQ(tile_kind(problem_with(128, 2, with_u)), TileKind::mma);
   EXPECT_EQ(tile_kind(problem_with(256, 2, as_it_is)), TileKind::mma);
   EXPECT_EQ(tile_kind(problem_with(256, 2, with_u)), TileKind::key_major);

@@ -59,14 +59,19 @@ bool can_join(const Problem& problem, int heads) {
          problem.v.head == problem.d && heads <= kMaxJoinedHeads && keys_of(shape, heads) >= kMinTile;
 }
 
-// Keys of a tile of kind mma.
-int mma_keys(const Problem& problem) { return problem.d <= 64 ? 64 : problem.d <= 128 ? 32 : 16; }
+// Keys of a tile of kind mma. Partial results of two blocks in which q lies in two parts leave room for half of them.
+int mma_keys(const Problem& problem, int blocks) {
+  const int keys = problem.d <= 64 ? 64 : problem.d <= 128 ? 32 : 16;
+  return blocks > 1 && !exact_query(problem) ? keys / 2 : keys;
+}
 
 // KV heads that warps walk along side by side with mma tiles, so that lines of memory that neighbouring heads share are
 // asked for at the same time. Those that leave the fewest lines to be asked for twice; up to kMaxRowsAbreast query vectors, as
 // all that a CTA has of a row block may have to be handed over.
 int heads_abreast(const Problem& problem, int max_heads, int queries) {
   const std::int64_t row = problem.d * width_of(problem.q);
+  // With q in two parts of two blocks it costs more than it gives where heads share halves of lines (d 96, measured).
+  const bool pays = exact_query(problem) || queries <= 8 || row % 64 != 0;
   const bool rows = problem.layout != HOPWELL_CACHE_VLLM && problem.k.head == problem.d && problem.v.head == problem.d;
   // That there are surely warps for.
   const int most = exact_query(problem) && problem.device.shared_bytes >= std::size_t{160} * 1024 ? 4 : 2;
@@ -77,8 +82,8 @@ int heads_abreast(const Problem& problem, int max_heads, int queries) {
     return lines;
   };
   int best = 1;
-  for (int heads = 2;
-       rows && heads <= most && heads <= max_heads && problem.h_kv % heads == 0 && heads * queries <= kMaxRowsAbreast;
+  for (int heads = 2; rows && pays && heads <= most && heads <= max_heads && problem.h_kv % heads == 0 &&
+                      heads * queries <= kMaxRowsAbreast;
        heads *= 2)
     if (lines_of(heads) < lines_of(best)) best = heads;
   return best;
@@ -101,7 +106,7 @@ void plan_row_blocks(const Problem& problem, int max_heads, int mma_blocks, Para
       break;
     case TileKind::mma:
       queries = std::min(8 * mma_blocks, rows);
-      tile = mma_keys(problem);
+      tile = mma_keys(problem, mma_blocks);
       heads = abreast = heads_abreast(problem, max_heads, queries);
   }
   schedule.lanes = lanes, schedule.heads = heads, schedule.queries = queries, schedule.tile = tile;
@@ -237,7 +242,7 @@ int mma_blocks(const Problem& problem) {
   const std::int64_t group = problem.h_q / problem.h_kv;
   if (problem.q_len > 1 || group <= 8 || group > 16 || problem.d > 128) return 1;
   const std::int64_t keys = problem.b * problem.h_kv * problem.max_blocks * problem.block;
-  return keys / mma_keys(problem) >= std::int64_t{kTilesOfTwoBlocks} * kMaxWarps * problem.device.sms ? 2 : 1;
+  return keys / mma_keys(problem, 1) >= std::int64_t{kTilesOfTwoBlocks} * kMaxWarps * problem.device.sms ? 2 : 1;
 }
 
 // Rows that fill a power of two of lanes, an octet for each, are copied as they are read. Other rows lie packed in a

@@ -23,8 +23,8 @@ static_assert(kSplitBytes<MmaTile<bf16, 256, 0>>.with(kMaxWarps) <= 227 * 1024);
 static_assert(kSplitBytes<MmaTile<bf16, 64, 8, 2>>.with(kMaxWarps) <= 227 * 1024);
 static_assert(kSplitBytes<MmaTile<bf16, 128, 4, 2>>.with(kMaxWarps) <= 227 * 1024);
 static_assert(kSplitBytes<MmaTile<bf16, 256, 0, 1, false>>.with(kMaxWarps - 2) <= 227 * 1024);
-static_assert(kSplitBytes<MmaTile<bf16, 64, 8, 2, false>>.with(kMaxWarps - 1) <= 227 * 1024);
-static_assert(kSplitBytes<MmaTile<bf16, 128, 4, 2, false>>.with(kMaxWarps - 2) <= 227 * 1024);
+static_assert(kSplitBytes<MmaTile<bf16, 64, 4, 2, false>>.with(kMaxWarps) <= 227 * 1024);
+static_assert(kSplitBytes<MmaTile<bf16, 128, 2, 2, false>>.with(kMaxWarps) <= 227 * 1024);
 
 template <class Tile>
 void start(const Problem& problem, Stream stream) {

@@ -2,7 +2,8 @@
 // tokens, and layout vllm, whose chunks are just what the fragments of mma are made of, for any number. Groups of 9 to 16
 // heads may have two blocks of 8, so that a pass over the keys is enough (plan.cpp).
 //
-// Tile      of a warp: 64, 32 or 16 keys of one KV head, 12 or 16 KiB of K and V, swizzled for ldmatrix
+// Tile      of a warp: 64, 32 or 16 keys of one KV head, 12 or 16 KiB of K and V, swizzled for ldmatrix; with q in two
+//           parts of two blocks half as much
 // Products  mma m16n8k16. S = q K^T: 16 rows hold 8 query vectors twice, rows 0–7 the high part of an fp32 value, rows
 //           8–15 what rounding it to 16 bits has lost; the two results are added. out^T = V^T P^T: 16 dimensions by 8
 //           queries, high and low parts of P one after the other into the same sums. 8 rows or half of the products
@@ -14,8 +15,9 @@
 //           three or four of the four parts are on their way at any time; 16 keys: K ▓ │ copy K │ softmax ▓▓ │ V ▓ │ …
 // Budget    shared: 8 warps × (16,384 or 12,288 + 16 · kD of q + 4 · 8 · (keys + 4) of bias + 16 + 2 partial results of
 //           32 · kD) + 6.5 KiB; an exact q is not in it, and the last partial result lies in the ring. Two blocks have twice
-//           the biases and partial results. q in two parts of two blocks, or of kD 256, lies in the partial result, for 6 or
-//           7 warps. Registers: kD / 4 of the output and of q (exact: half as much for a block), ~110 to 150 others
+//           the biases and partial results. q in two parts of two blocks of kD 128, or of kD 256, lies in the partial
+//           result; kD 256 has 6 warps then. Registers: kD / 4 of the output and of q (exact: half as much for a block),
+//           ~110 to 150 others
 // Bound     memory; the tensor cores are 2 % busy with one block
 //
 // A lane's query vector is that of row lane / 4, as in the fragments.
@@ -58,11 +60,11 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
   using Copies::kVllm, Copies::kRows, Copies::kKeys, Copies::kChunks, Copies::kPages, Copies::kLanesOfPage,
       Copies::kOffsetV;
   using typename Copies::ChunkAddress;
-  static constexpr bool kHoldsQuery = kExactQuery || Copies::kCopiesQuery;  // in registers, else in the partial result
-  static constexpr int kKeysOfLookup = 16;                                  // that share a page
+  static constexpr bool kHoldsQuery = kExactQuery || kD * kBlocks <= 128;  // in registers, else in the partial result
+  static constexpr int kKeysOfLookup = 16;                                 // that share a page
   // There is room for an eighth warp if the ring's memory is the last segment's partial result's, too.
   static constexpr bool kStoresResults = kExactQuery;
-  static constexpr bool kRegistersAreScarce = kD * kBlocks >= 256;
+  static constexpr bool kRegistersAreScarce = kExactQuery && kD * kBlocks >= 256;
   // fp16 has no exponents for small probabilities: they are held 2^14 times as large, below 2^15 with the slack.
   static constexpr float kShift = std::is_same_v<T, fp16> ? 14 : 0;
   static constexpr float kSlack = std::is_same_v<T, fp16> ? 1 : 8;  // how far a logit may lie above the maximum
@@ -72,7 +74,8 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
 
   static constexpr bool kAbreast = true;
   int head = 0;
-  uint32_t q[kHoldsQuery ? kD / 16 : 1][kExactQuery ? 2 * kBlocks : 4];
+  // Of two blocks in two parts the low parts follow the high ones.
+  uint32_t q[!kHoldsQuery ? 1 : kExactQuery ? kD / 16 : kD / 16 * kBlocks][kExactQuery ? 2 * kBlocks : 4];
   uint32_t q_chunk;                // address of the first chunk of q that this lane reads for ldmatrix
   float out[kBlocks][kD / 16][4];  // transposed
   float scale[kBlocks];            // of the products with q in two parts, in units of log 2
@@ -189,43 +192,59 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
     if constexpr (kBlocks == 1) return arch::shuffle(vector.head, 4 * of_row);
     return arch::shuffle(vector.head, 0) + of_row;  // q_len is 1
   }
-  // Query vectors as they lie in memory, to where their low parts will be. All loads are under way together.
-  HOPWELL_DEVICE void load_queries(const Params& p, const QueryVector& vector, arch::Words4* chunks) const {
+  // Query vectors, and u of them if `with_u`, as they lie in memory, to where their low and high parts will be. All loads
+  // are under way together.
+  HOPWELL_DEVICE void load_queries(const Params& p, const QueryVector& vector, bool with_u,
+                                   arch::Words4* chunks) const {
     constexpr int kAtOnce = 32 / kChunks;  // rows
     const int lane = arch::lane_index(), chunk = lane % kChunks;
-    RawElements raw[kRows / kAtOnce];
+    const auto* u = static_cast<const uint16_t*>(p.query.u) + 8 * chunk;
+    RawElements q_raw[kRows / kAtOnce];
+    arch::Words4 u_raw[kRows / kAtOnce];
     HOPWELL_UNROLL
     for (int i = 0; i < kRows / kAtOnce; ++i) {
       const int of_row = i * kAtOnce + lane / kChunks;
       QueryVector other = vector;
       other.query = arch::shuffle(vector.query, 4 * of_row), other.head = head_of_row(vector, of_row);
-      if (of_row < p.schedule.queries) raw[i] = load_q<T, 8>(p, other, 8 * chunk);
+      if (of_row < p.schedule.queries) q_raw[i] = load_q<T, 8>(p, other, 8 * chunk);
+      u_raw[i] = {};
+      if (of_row < p.schedule.queries && with_u && 8 * chunk < p.query.d)
+        u_raw[i] = *reinterpret_cast<const arch::Words4*>(u + other.head * p.query.u_stride);
     }
     HOPWELL_UNROLL
-    for (int i = 0; i < kRows / kAtOnce; ++i)
-      chunks[chunk_index(i * kAtOnce + lane / kChunks + kRows, chunk)] = raw[i].half[0];
+    for (int i = 0; i < kRows / kAtOnce; ++i) {
+      const int of_row = i * kAtOnce + lane / kChunks;
+      chunks[chunk_index(of_row, chunk)] = u_raw[i], chunks[chunk_index(of_row + kRows, chunk)] = q_raw[i].half[0];
+    }
   }
   // q + u in two parts of 16 bits, by way of the partial result's memory: high parts as rows 0 to 7 (15 of two blocks),
   // low parts as those that follow. The largest |q + u| of a row is scaled to between 1 and 2, so that no type is left.
   HOPWELL_DEVICE void split_query(const Params& p, const QueryVector& vector, Partial& partial, const Stage& stage) {
     const int lane = arch::lane_index(), chunk = lane % kChunks;
     auto* chunks = reinterpret_cast<arch::Words4*>(partial.values);
+    const bool loaded = !kCopiesQuery && p.query.aligned;
+    const bool u_loaded = loaded && p.query.u && p.query.u_aligned && p.query.u_type != Float::fp32;
     if constexpr (kCopiesQuery)
       arch::cp_async_wait<kParts - 1>();
-    else if (p.query.aligned)
-      load_queries(p, vector, chunks);
+    else if (loaded)
+      load_queries(p, vector, u_loaded, chunks);
     HOPWELL_NO_UNROLL
     for (int first = 0; first < p.schedule.queries; first += 32 / kChunks) {
       const int of_row = first + lane / kChunks;
       QueryVector other = vector;
       other.query = arch::shuffle(vector.query, 4 * of_row), other.head = head_of_row(vector, of_row);
-      RawElements raw{};
-      if (p.query.aligned)  // its own copy
-        raw.half[0] = kCopiesQuery ? stage.q[of_row * kChunks + chunk] : chunks[chunk_index(of_row + kRows, chunk)];
+      // Its own copies, if there are any.
+      RawElements q_raw{}, u_raw{};
+      if (p.query.aligned)
+        q_raw.half[0] = kCopiesQuery ? stage.q[of_row * kChunks + chunk] : chunks[chunk_index(of_row + kRows, chunk)];
       else
-        raw = load_q<T, 8>(p, other, 8 * chunk);
+        q_raw = load_q<T, 8>(p, other, 8 * chunk);
+      if (u_loaded)
+        u_raw.half[0] = chunks[chunk_index(of_row, chunk)];
+      else
+        u_raw = load_u<8>(p, other, 8 * chunk);
       float x[8], largest = 0;
-      query_plus<T>(raw, load_u<8>(p, other, 8 * chunk), p.query.u_type, x);
+      query_plus<T>(q_raw, u_raw, p.query.u_type, x);
       HOPWELL_UNROLL
       for (float element : x) largest = fmaxf(largest, fabsf(element));
       largest = tile::reduce<1, kChunks / 2>(largest, tile::Larger{});
@@ -244,28 +263,36 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
     q_chunk = arch::shared_address(chunks) + uint32_t(16 * chunk_index(of_row, lane / 16));
     if constexpr (kHoldsQuery) {
       HOPWELL_UNROLL
-      for (int i = 0; i < kD / 16; ++i) load_query(i, q_chunk, q[i]);
+      for (int i = 0; i < kD / 16 * kBlocks; ++i) load_query(i % (kD / 16), q_chunk + part_offset(i / (kD / 16)), q[i]);
     }
     HOPWELL_UNROLL
     for (int b = 0; b < kBlocks; ++b) scale[b] = partial.stats[smaller(row + 8 * b, last)].maximum;
     arch::syncwarp();  // kept: nobody writes the partial result before many more steps of all lanes
   }
-  // The biases of keys 8 t + 2 quad and the next one, of block b.
-  HOPWELL_DEVICE void load_biases(const Params& p, const QueryVector& vector, int tile_key, const Stage& stage, int b,
-                                  int t, float (&bias)[2]) const {
-    const auto* words = reinterpret_cast<const uint32_t*>(stage.bias[row + 8 * b]);
-    const int j = 8 * t + 2 * quad;
-    if (p.bias.type == Float::fp32) {
-      bias[0] = arch::bit_cast<float>(words[j]), bias[1] = arch::bit_cast<float>(words[j + 1]);
-    } else if (p.bias.aligned) {
-      bias[0] = decode(words[j / 2] & 0xffff, p.bias.type), bias[1] = decode(words[j / 2] >> 16, p.bias.type);
-    } else {
+  // Biases of 16 bits that have a word for each key (mma_copy.hpp), each to fp32 in place. They are seldom there, and
+  // unrolled with what uses them they took a quarter of a kernel's compilation.
+  HOPWELL_DEVICE void decode_words(const Params& p, const QueryVector& vector, int tile_key, Stage& stage) const {
+    HOPWELL_NO_UNROLL
+    for (int b = 0; b < kBlocks; ++b) {
+      auto* words = reinterpret_cast<uint32_t*>(stage.bias[row + 8 * b]);
       const uintptr_t row_begin = bias_row_of(p.bias, vector_of(p, vector, b));
-      for (int e = 0; e < 2; ++e) {
-        const int64_t column = p.bias.column_of(vector.position, tile_key + j + e);
-        bias[e] = decode_bias(p.bias, words[j + e], uint32_t(row_begin + uintptr_t(column) * 2) & 2);
+      HOPWELL_NO_UNROLL
+      for (int j = quad; j < kKeys; j += 4) {
+        const int64_t column = p.bias.column_of(vector.position, tile_key + j);
+        const uint32_t half = uint32_t(row_begin + uintptr_t(column) * 2) & 2;
+        words[j] = arch::bit_cast<uint32_t>(decode_bias(p.bias, words[j], half));
       }
     }
+    arch::syncwarp();
+  }
+  // The biases of keys 8 t + 2 quad and the next one, of block b.
+  HOPWELL_DEVICE void load_biases(const PositionBias& of, const Stage& stage, int b, int t, float (&bias)[2]) const {
+    const auto* words = reinterpret_cast<const uint32_t*>(stage.bias[row + 8 * b]);
+    const int j = 8 * t + 2 * quad;
+    if (of.type == Float::fp32 || !of.aligned)
+      bias[0] = arch::bit_cast<float>(words[j]), bias[1] = arch::bit_cast<float>(words[j + 1]);
+    else
+      bias[0] = decode(words[j / 2] & 0xffff, of.type), bias[1] = decode(words[j / 2] >> 16, of.type);
   }
   // What is subtracted from the logits, and how far one may lie above that before the maximum is raised.
   HOPWELL_DEVICE float base_of(int b) const {
@@ -279,10 +306,10 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
   }
   // Products to logits, less what is subtracted from them: s[t][2 b + e] of key 8 t + 2 quad + e, block b. True if a bias
   // of −inf hides a key from any lane's row.
-  HOPWELL_DEVICE bool finish_logits(const Params& p, const QueryVector& vector, int tile_key, const Stage& stage,
+  HOPWELL_DEVICE bool finish_logits(const Params& p, const QueryVector& vector, int tile_key, Stage& stage,
                                     float (&s)[kKeys / 8][4]) const {
     bool hidden = false;
-    const auto load_any = [&](int b, int t, float (&bias)[2]) { load_biases(p, vector, tile_key, stage, b, t, bias); };
+    const auto load_any = [&](int b, int t, float (&bias)[2]) { load_biases(p.bias, stage, b, t, bias); };
     if (!p.bias.exists()) {
       HOPWELL_UNROLL
       for (int t = 0; t < kKeys / 8; ++t)
@@ -293,6 +320,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
         bias[0] = arch::bit_cast<float>(word << 16), bias[1] = arch::bit_cast<float>(word & 0xffff0000);
       });
     } else {
+      if (!p.bias.aligned && p.bias.type != Float::fp32) decode_words(p, vector, tile_key, stage);
       hidden = add_biases(p, s, load_any);
     }
     if (hidden) hide_keys(s, load_any);
@@ -359,6 +387,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
   static HOPWELL_DEVICE void load_query(int i, uint32_t rows, uint32_t (&of_q)[4]) {
     arch::ldmatrix(of_q, (rows ^ uint32_t(16 * (2 * i % 8))) + uint32_t(16 * (2 * i / 8 * 8)));
   }
+  static HOPWELL_DEVICE constexpr uint32_t part_offset(int part) { return uint32_t(16 * kChunks * kRows * part); }
   // S = q k^T for half of the keys, or all: s[t] for keys 8 t to 8 t + 7, of both blocks, or high parts and low parts.
   HOPWELL_DEVICE void multiply(int half, uint32_t keys, float (&s)[kKeys / 8][4]) const {
     constexpr int kCount = kKeys / 8 / kHalves;
@@ -370,7 +399,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
       arch::ldmatrix(
           b, kVllm ? in_columns + uint32_t(16 * column_chunk_index(8 * t, 4 * i)) : in_rows.moved(8 * t, 4 * i));
     };
-    if constexpr (kHoldsQuery) {
+    if constexpr (kExactQuery || (kHoldsQuery && kBlocks == 1)) {
       HOPWELL_UNROLL
       for (int j = 0; j < kCount; ++j) {
         const int t = eight_of(half, j);
@@ -388,23 +417,30 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
       // Each fragment of q is loaded once for all keys of the half. By a shuffle, so that the compiler keeps one address
       // alone and finds those near it out in every step.
       const uint32_t rows = arch::shuffle(q_chunk, lane);
-      HOPWELL_UNROLL
-      for (int j = 0; j < kCount; ++j)
-        for (float& sum : s[eight_of(half, j)]) sum = 0;
+      float sums[kCount][2][4] = {};
       HOPWELL_UNROLL
       for (int i = 0; i < kD / 32; ++i) {
         uint32_t of_q[kBlocks][2][4];  // of two blocks high parts and low parts
-        for (int part = 0; part < kBlocks; ++part)
-          for (int e = 0; e < 2; ++e)
-            load_query(2 * i + e, rows + uint32_t(16 * kChunks * kRows * part), of_q[part][e]);
+        for (int part = 0; part < kBlocks; ++part) {
+          for (int e = 0; e < 2; ++e) {
+            if constexpr (kHoldsQuery) {
+              for (int word = 0; word < 4; ++word) of_q[part][e][word] = q[kD / 16 * part + 2 * i + e][word];
+            } else {
+              load_query(2 * i + e, rows + part_offset(part), of_q[part][e]);
+            }
+          }
+        }
         HOPWELL_UNROLL
         for (int j = 0; j < kCount; ++j) {
           uint32_t b[4];
           load_keys(eight_of(half, j), i, b);
           for (int part = 0; part < kBlocks; ++part)
-            for (int e = 0; e < 2; ++e) mma(s[eight_of(half, j)], of_q[part][e], b[2 * e], b[2 * e + 1], T{});
+            for (int e = 0; e < 2; ++e) mma(sums[j][e], of_q[part][e], b[2 * e], b[2 * e + 1], T{});
         }
       }
+      HOPWELL_UNROLL
+      for (int j = 0; j < kCount; ++j)
+        for (int e = 0; e < 4; ++e) s[eight_of(half, j)][e] = sums[j][0][e] + sums[j][1][e];
     }
   }
   template <int kWords>

@@ -18,10 +18,9 @@ namespace hopwell::ops::paged_attention::HOPWELL_TARGET {
 template <class T, int kD, int kTokens, int kBlocks, bool kExactQuery>
 struct MmaTileCopy {
   static constexpr int kLaneBytes = 0;  // tiles are the warp's
-  static constexpr int kRows = 8 * kBlocks,
-                       kKeys = kD <= 64    ? 64
-                               : kD <= 128 ? 32
-                                           : 16,
+  // As plan.cpp's mma_keys: with q in two parts of two blocks eight warps count more than larger tiles (measured).
+  static constexpr int kMostKeys = kD <= 64 ? 64 : kD <= 128 ? 32 : 16;
+  static constexpr int kRows = 8 * kBlocks, kKeys = kBlocks > 1 && !kExactQuery ? kMostKeys / 2 : kMostKeys,
                        kChunks = kD / 8, kPages = kKeys / 16, kLanesOfPage = 32 / kPages;
   static constexpr bool kVllm = kTokens > 0;
   static constexpr int kStages = 1, kHalves = kPages > 1 ? 2 : 1, kParts = 2 * kHalves;  // of K and V; of a tile
