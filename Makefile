@@ -63,6 +63,7 @@ test: test-cpp test-python test-install test-asan test-tsan
 
 test-cpp: build
 	@ctest --preset $(PRESET)
+	@echo "Skipped:"; grep -aE '^\[  SKIPPED \] [^ ]+$$' build/$(PRESET)/Testing/Temporary/LastTest.log | sort -u || true
 
 test-python: build
 	@$(PYTHON) -m pytest --numprocesses 2 --dist loadfile
