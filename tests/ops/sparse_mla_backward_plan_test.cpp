@@ -174,6 +174,22 @@ TEST(SparseMlaBackwardPlan, OrderAndPaceFollowL2) {
   EXPECT_FALSE(make_plan(ascending, kHopper).orders_rows);
 }
 
+TEST(SparseMlaBackwardPlan, WavesTurnWhereOneKernelHasOrderedRows) {
+  const auto turning_tiles = [](std::int64_t h_q, std::int64_t s_kv, auto change) {
+    Problem p = problem_of(4096, h_q, s_kv, 2048, 132);
+    change(p);
+    return make_plan(p, kMergesRows).turning_tiles;
+  };
+  const auto as_it_is = [](Problem&) {};
+  EXPECT_EQ(turning_tiles(64, 65536, as_it_is), 132);
+  EXPECT_EQ(turning_tiles(128, 65536, as_it_is), 66);
+  EXPECT_EQ(turning_tiles(160, 65536, as_it_is), 0);  // a pair, and a CTA for what is left
+  EXPECT_EQ(turning_tiles(64, 8192, as_it_is), 0);
+  EXPECT_EQ(turning_tiles(64, 65536, [](Problem& p) { p.indices_ascending = true; }), 0);
+  EXPECT_EQ(turning_tiles(64, 65536, [](Problem& p) { p.deterministic = true; }), 0);
+  EXPECT_EQ(turning_tiles(16, 65536, [](Problem& p) { p.share_keys = true; }), 0);
+}
+
 // By the bandwidth of an H200 and an H100: where sums miss L2; where memory is busy half of the time keys leave it first, and CTAs
 // stay closer together.
 TEST(SparseMlaBackwardPlan, FetchesSumsAheadWhereItPays) {
