@@ -187,7 +187,6 @@ TEST(SparseMlaBackwardPlan, WavesTurnWhereOneKernelHasOrderedRows) {
   EXPECT_EQ(turning_tiles(64, 8192, as_it_is), 0);
   EXPECT_EQ(turning_tiles(64, 65536, [](Problem& p) { p.indices_ascending = true; }), 0);
   EXPECT_EQ(turning_tiles(64, 65536, [](Problem& p) { p.deterministic = true; }), 0);
-  EXPECT_EQ(turning_tiles(16, 65536, [](Problem& p) { p.share_keys = true; }), 0);
 }
 
 // By the bandwidth of an H200 and an H100: where sums miss L2; where memory is busy half of the time keys leave it first, and CTAs
@@ -332,6 +331,7 @@ TEST(SparseMlaBackwardPlan, GroupsHaveWorkspaceOfTheirOwn) {
     p.attn_sink = p.d_sink = view(DType::kFloat32, {16});
     const Plan plan = make_plan(p, kMergesRows);
     ASSERT_TRUE(plan.orders_rows && plan.paces);
+    EXPECT_EQ(plan.turning_tiles, 0);
     const Workspace& w = plan.workspace;
     const std::size_t entries = 75UL * 4 * 2048;
     const auto slices = static_cast<std::size_t>(plan.singles.sliced_tiles * plan.singles.slices);
