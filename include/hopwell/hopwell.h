@@ -213,8 +213,7 @@ typedef struct hopwell_attention_distribution_args {
   const DLTensor* k_end HOPWELL_ZERO;
   /** l1: rows sum to 1; all-zero rows stay zero */
   hopwell_normalize normalize HOPWELL_DEFAULT(HOPWELL_NORMALIZE_NONE);
-  /** a hint: rows ascend (as the indexer's), so that no pass needs to order them. Rows that do not give the same
-   * results, later. */
+  /** a hint, as in sparse_mla_backward */
   bool indices_ascending HOPWELL_ZERO;
   /** output, fp32 [s_q, topk], in the order of indices */
   const DLTensor* out HOPWELL_ZERO;

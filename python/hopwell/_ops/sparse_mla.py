@@ -189,8 +189,7 @@ def attention_distribution(
             `sparse_mla_forward`.
         lse: the forward's, fp32 [s_q, h_q].
         normalize: "none", or "l1": every row divided by its sum; all-zero rows stay zero.
-        indices_ascending: a hint that rows ascend, as the indexer's do, so that no pass needs to order them; rows that
-            do not give the same results, later.
+        indices_ascending: a hint, as in `sparse_mla_backward`.
         out: fp32 [s_q, topk], written in place.
         backend, stream: as in `sparse_mla_forward`.
 

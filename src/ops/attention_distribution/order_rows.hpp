@@ -1,4 +1,4 @@
-// attention_distribution on GPUs, what comes before a kernel that goes through keys in ascending order.
+// attention_distribution on GPUs, what comes before a kernel that goes through keys in order.
 #pragma once
 
 #include "ops/attention_distribution/params.hpp"

@@ -28,7 +28,7 @@ struct Params {
   bool normalize_l1;
   float scale_log2;  // sm_scale · log2(e)
   Plan plan;
-  const uint16_t* sources;  // [s_q, topk]: where the sum of an entry goes, if rows are in ascending order
+  const uint16_t* sources;  // [s_q, topk]: where the sum of an entry goes, if rows are in the order of keys
   tile::Pace pace;
 };
 
