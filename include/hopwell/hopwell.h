@@ -11,7 +11,8 @@
  * two streams say, need one each.
  *
  * In C a zero field means its default, shown as HOPWELL_DEFAULT(...) where that is not zero. C++ has the defaults
- * themselves.
+ * themselves. A field marked HOPWELL_REQUIRED is a number that the caller must set: its default in C++ is NaN, which is
+ * an error; in C, which has no defaults, 0 is 0.
  */
 #ifndef HOPWELL_HOPWELL_H_
 #define HOPWELL_HOPWELL_H_
@@ -26,10 +27,12 @@
 #ifdef __cplusplus
 #define HOPWELL_DEFAULT(value) = value
 #define HOPWELL_ZERO = {}
+#define HOPWELL_REQUIRED = __builtin_nanf("")
 extern "C" {
 #else
 #define HOPWELL_DEFAULT(value)
 #define HOPWELL_ZERO
+#define HOPWELL_REQUIRED
 #endif
 
 typedef enum hopwell_status {
@@ -83,7 +86,7 @@ typedef struct hopwell_sparse_mla_forward_args {
   /** int32 [s_q, 1, topk] or [s_q, topk]; null: every visible key, in order, topk being s_kv */
   const DLTensor* indices HOPWELL_ZERO;
   /** finite */
-  float sm_scale HOPWELL_ZERO;
+  float sm_scale HOPWELL_REQUIRED;
   int64_t d_v HOPWELL_DEFAULT(512);
   /** fp32 [h_q], may be +-inf; optional */
   const DLTensor* attn_sink HOPWELL_ZERO;
@@ -149,7 +152,7 @@ typedef struct hopwell_sparse_mla_backward_args {
   const DLTensor* out HOPWELL_ZERO;
   /** the forward's, fp32 [s_q, h_q] */
   const DLTensor* lse HOPWELL_ZERO;
-  float sm_scale HOPWELL_ZERO;
+  float sm_scale HOPWELL_REQUIRED;
   int64_t d_v HOPWELL_DEFAULT(512);
   const DLTensor* attn_sink HOPWELL_ZERO;
   const DLTensor* topk_length HOPWELL_ZERO;
@@ -203,7 +206,7 @@ typedef struct hopwell_attention_distribution_args {
   const DLTensor* indices HOPWELL_ZERO;
   /** the forward's, fp32 [s_q, h_q] */
   const DLTensor* lse HOPWELL_ZERO;
-  float sm_scale HOPWELL_ZERO;
+  float sm_scale HOPWELL_REQUIRED;
   const DLTensor* topk_length HOPWELL_ZERO;
   const DLTensor* q_positions HOPWELL_ZERO;
   bool has_q_start HOPWELL_ZERO;
@@ -266,7 +269,7 @@ typedef struct hopwell_paged_attention_args {
   const DLTensor* block_tables HOPWELL_ZERO;
   /** int32 [b], the q_len query tokens included; clamped to 0 .. max_blocks * block */
   const DLTensor* context_lens HOPWELL_ZERO;
-  float scale HOPWELL_ZERO;
+  float scale HOPWELL_REQUIRED;
   hopwell_cache_layout layout HOPWELL_DEFAULT(HOPWELL_CACHE_NHD);
   /** q's dtype or fp32 [h_q, d]; optional */
   const DLTensor* pos_bias_u HOPWELL_ZERO;
@@ -324,6 +327,8 @@ typedef struct hopwell_nvfp4_gemv_args {
   const DLTensor* sfb HOPWELL_ZERO;
   /** in C, 0 means 1 and -0.0f means 0 */
   float alpha HOPWELL_DEFAULT(1.0F);
+  /** alpha is 1 / the factor (compressed-tensors) */
+  bool global_is_reciprocal HOPWELL_ZERO;
   hopwell_scale_layout scale_layout HOPWELL_DEFAULT(HOPWELL_SCALES_PLAIN);
   /** output, fp16, bf16 or fp32 [M, 1, L], any strides */
   const DLTensor* out HOPWELL_ZERO;
@@ -360,6 +365,27 @@ typedef struct hopwell_nvfp4_linear_args {
 } hopwell_nvfp4_linear_args;
 
 /**
+ * The gradient of nvfp4_linear for its input: d_x = d_out . w, with fp32 accumulation; the global scale is applied in fp32
+ * before the rounding. The weights are frozen: there is no gradient for them.
+ */
+typedef struct hopwell_nvfp4_linear_backward_args {
+  /** bf16 or fp16 (CPU: fp32 too) [n, N] */
+  const DLTensor* d_out HOPWELL_ZERO;
+  /** these as in nvfp4_linear */
+  const DLTensor* weight HOPWELL_ZERO;
+  const DLTensor* weight_scale HOPWELL_ZERO;
+  const DLTensor* weight_global HOPWELL_ZERO;
+  float weight_global_value HOPWELL_DEFAULT(1.0F);
+  bool global_is_reciprocal HOPWELL_ZERO;
+  hopwell_scale_layout scale_layout HOPWELL_DEFAULT(HOPWELL_SCALES_PLAIN);
+  /** output, like d_out [n, K] */
+  const DLTensor* d_x HOPWELL_ZERO;
+  void* workspace HOPWELL_ZERO;
+  size_t workspace_bytes HOPWELL_ZERO;
+  const char* backend HOPWELL_ZERO;
+} hopwell_nvfp4_linear_backward_args;
+
+/**
  * out[m, n] = alpha * sum_k a[m, k] * b[n, k] + bias[n], both sides NVFP4 (W4A4), rounded once; fp32 accumulation in a
  * fixed order.
  */
@@ -374,6 +400,8 @@ typedef struct hopwell_nvfp4_matmul_args {
   const DLTensor* sfb HOPWELL_ZERO;
   /** in C, 0 means 1 and -0.0f means 0 */
   float alpha HOPWELL_DEFAULT(1.0F);
+  /** alpha is 1 / the factor (compressed-tensors) */
+  bool global_is_reciprocal HOPWELL_ZERO;
   /** like out [N]; optional */
   const DLTensor* bias HOPWELL_ZERO;
   hopwell_scale_layout scale_layout HOPWELL_DEFAULT(HOPWELL_SCALES_PLAIN);
@@ -424,6 +452,8 @@ typedef struct hopwell_nvfp4_dequantize_args {
   const DLTensor* global_scale HOPWELL_ZERO;
   /** excludes global_scale; in C, 0 means 1 and -0.0f means 0 */
   float global_value HOPWELL_DEFAULT(1.0F);
+  /** the global is 1 / the factor (compressed-tensors) */
+  bool global_is_reciprocal HOPWELL_ZERO;
   hopwell_scale_layout scale_layout HOPWELL_DEFAULT(HOPWELL_SCALES_PLAIN);
   /** output, fp32, fp16 or bf16 [rows, K] */
   const DLTensor* x HOPWELL_ZERO;
@@ -436,6 +466,10 @@ HOPWELL_API hopwell_status hopwell_nvfp4_gemv(const hopwell_nvfp4_gemv_args* arg
 HOPWELL_API hopwell_status hopwell_nvfp4_gemv_workspace_bytes(const hopwell_nvfp4_gemv_args* args, size_t* bytes);
 HOPWELL_API hopwell_status hopwell_nvfp4_linear(const hopwell_nvfp4_linear_args* args, hopwell_stream stream);
 HOPWELL_API hopwell_status hopwell_nvfp4_linear_workspace_bytes(const hopwell_nvfp4_linear_args* args, size_t* bytes);
+HOPWELL_API hopwell_status hopwell_nvfp4_linear_backward(const hopwell_nvfp4_linear_backward_args* args,
+                                                         hopwell_stream stream);
+HOPWELL_API hopwell_status
+hopwell_nvfp4_linear_backward_workspace_bytes(const hopwell_nvfp4_linear_backward_args* args, size_t* bytes);
 HOPWELL_API hopwell_status hopwell_nvfp4_matmul(const hopwell_nvfp4_matmul_args* args, hopwell_stream stream);
 HOPWELL_API hopwell_status hopwell_nvfp4_matmul_workspace_bytes(const hopwell_nvfp4_matmul_args* args, size_t* bytes);
 HOPWELL_API hopwell_status hopwell_nvfp4_quantize(const hopwell_nvfp4_quantize_args* args, hopwell_stream stream);
@@ -557,7 +591,7 @@ typedef struct hopwell_indexer_dense_loss_args {
   const DLTensor* k_index HOPWELL_ZERO;
   const DLTensor* weights HOPWELL_ZERO;
   /** of the attention's scores */
-  float sm_scale HOPWELL_ZERO;
+  float sm_scale HOPWELL_REQUIRED;
   const DLTensor* q_positions HOPWELL_ZERO;
   bool has_q_start HOPWELL_ZERO;
   int64_t q_start HOPWELL_ZERO;

@@ -34,6 +34,7 @@ using AttentionDistributionArgs = hopwell_attention_distribution_args;
 using PagedAttentionArgs = hopwell_paged_attention_args;
 using Nvfp4GemvArgs = hopwell_nvfp4_gemv_args;
 using Nvfp4LinearArgs = hopwell_nvfp4_linear_args;
+using Nvfp4LinearBackwardArgs = hopwell_nvfp4_linear_backward_args;
 using Nvfp4MatmulArgs = hopwell_nvfp4_matmul_args;
 using Nvfp4QuantizeArgs = hopwell_nvfp4_quantize_args;
 using Nvfp4DequantizeArgs = hopwell_nvfp4_dequantize_args;
@@ -65,6 +66,10 @@ HOPWELL_API std::string explain(const Nvfp4GemvArgs& args);
 HOPWELL_API void nvfp4_linear(const Nvfp4LinearArgs& args, Stream stream = nullptr);
 HOPWELL_API std::size_t nvfp4_linear_workspace_bytes(const Nvfp4LinearArgs& args);
 HOPWELL_API std::string explain(const Nvfp4LinearArgs& args);
+
+HOPWELL_API void nvfp4_linear_backward(const Nvfp4LinearBackwardArgs& args, Stream stream = nullptr);
+HOPWELL_API std::size_t nvfp4_linear_backward_workspace_bytes(const Nvfp4LinearBackwardArgs& args);
+HOPWELL_API std::string explain(const Nvfp4LinearBackwardArgs& args);
 
 HOPWELL_API void nvfp4_matmul(const Nvfp4MatmulArgs& args, Stream stream = nullptr);
 HOPWELL_API std::size_t nvfp4_matmul_workspace_bytes(const Nvfp4MatmulArgs& args);
