@@ -27,7 +27,7 @@ HOPWELL_DEVICE Slice slice_of(int begin, int width, int k) {
 }
 
 HOPWELL_DEVICE arch::Words4 load_words(const unsigned char* from) {
-  return *reinterpret_cast<const arch::Words4*>(from);
+  return arch::load_vector<arch::Words4>(from);
 }
 
 // Asks for rows of x to come to the L2 cache, each CTA for a share of their pieces of 64 bytes: harmless even while
