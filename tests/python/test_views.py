@@ -1,7 +1,10 @@
-"""Arrays anywhere in memory: rows that begin at any element, any order of dimensions, strides that are odd, 0 or negative.
-An emulated backend gives the CPU's numbers without a finding of its checker, of misaligned accesses too, or refuses.
+"""Arrays anywhere in memory: they begin at any element, and strides have any order and are odd, 0 or negative.
 
-`VIEWS_DRAWS` asks for so many draws of each call and backend, `VIEWS_SEED` for those of a run that failed.
+An emulated backend gives the CPU's numbers and its checker finds nothing, misaligned accesses included. Or the backend
+does not support the views and says why.
+
+`VIEWS_DRAWS` is the number of odd strides that are tried for each call and backend; 1000 tries all. A run prints its
+`VIEWS_SEED`, which repeats it.
 """
 
 import os
@@ -76,6 +79,12 @@ CALLS = PLAIN_CALLS | {
     "paged_attention, rows, float32": _paged("hnd", np.float32, "r"),
     "paged_attention, one row of r": _paged("nhd", BF16, "one row of r", q_len=2),
 }
+# Layout vllm's K, in elements of 16 bits: shapes, and strides of which that of tokens is no multiple of 16 bytes.
+ODD_KEYS = [
+    ((3, 2, 16, 16, 8), (0, 192, 0, 9, 1)),
+    ((8, 2, 16, 16, 8), (0, 0, 0, 9, 1)),
+    ((3, 1, 5, 256, 8), (0, 0, 2832, 11, 1)),
+]
 WRITTEN = {
     "sparse_mla_forward": ("out", "max_logits", "lse"),
     "sparse_mla_backward": ("dq", "dkv", "attn"),
@@ -87,16 +96,19 @@ WITH_FREE_BIAS = ("nvfp4_linear", "nvfp4_matmul")
 
 
 def _values(rng: np.random.Generator, operator: str, arguments: Arguments) -> Arguments:
-    """Of the indexer integers: exact scores have one right selection on every backend."""
+    """The indexer gets integers, because only exact scores give one right selection on every backend."""
     if operator != "lightning_indexer":
         return arguments
     names = ("q_index", "k_index", "weights")
-    return arguments | {name: rng.integers(-2, 3, arguments[name].shape).astype(arguments[name].dtype) for name in names}
+    return arguments | {
+        name: rng.integers(-2, 3, arguments[name].shape).astype(arguments[name].dtype) for name in names
+    }
 
 
 def _place(rng: np.random.Generator, shape: tuple[int, ...], rows: bool, written: bool, unit: int, odd: Odd) -> Place:
-    """Dimensions in any order, of which those in `odd` have strides that are no multiples of `unit` elements, and the
-    others multiples of any sign, or 0 where elements are only read. With `rows` the last one is contiguous.
+    """Dimensions in random order. A stride in `odd` is not a multiple of `unit` elements, every other stride is.
+
+    Strides may be negative, and 0 if the array is only read. With `rows` the last dimension is contiguous.
     """
     slow = list(range(len(shape) - 1 if rows else len(shape)))
     strides, extent, lowest = [1] * len(shape), shape[-1] if rows else 1, 0
@@ -112,8 +124,8 @@ def _place(rng: np.random.Generator, shape: tuple[int, ...], rows: bool, written
 
 
 def _lay(memory: Memory, rng: np.random.Generator, value: Any, rows: bool, written: bool, odd: Odd | None) -> Any:
-    """The values in a place of their own, which begins at any element if `odd` has BASE. Between them lies NaN. None: one
-    after the other.
+    """The values in new memory, with NaN in the gaps. The first element is misaligned if `odd` contains BASE. If `odd`
+    is None, the memory has no gaps.
     """
     unit = max(16 // value.itemsize, 1)
     if odd is None:
@@ -130,7 +142,7 @@ def _lay(memory: Memory, rng: np.random.Generator, value: Any, rows: bool, writt
 
 
 def _viewed(call: str, rng: np.random.Generator, odd_of: Callable[[str, int], Odd | None]) -> FuzzedCall:
-    """The call, where `odd_of` says of each array, by its name and dimensions, which strides are odd; None: it is plain."""
+    """The call with new arrays. `odd_of(name, ndim)` says which strides of an array are odd; None: it is plain."""
     operator, make = CALLS[call]
     arguments, memory = _values(rng, operator, make(rng)), Memory()
     written = WRITTEN.get(operator, ("out",))
@@ -146,7 +158,7 @@ def _viewed(call: str, rng: np.random.Generator, odd_of: Callable[[str, int], Od
 
 
 def _odd_places(call: str) -> list[tuple[str, int]]:
-    """Every array of a call with each of its dimensions, and with BASE."""
+    """Pairs of an array and a dimension, or BASE."""
     arrays = CALLS[call][1](np.random.default_rng(0))
     return [
         (name, i) for name, value in arrays.items() if isinstance(value, np.ndarray) for i in range(BASE, value.ndim)
@@ -200,3 +212,24 @@ def test_any_view(call: str, backend: str) -> None:
     for odd_name, i in [places[k] for k in rng.permutation(len(places))[:DRAWS]]:
         _check(_viewed(call, rng, lambda name, _: {i} if name == odd_name else None), backend)  # noqa: B023
     _check(_viewed(call, rng, lambda _, ndim: {i for i in range(BASE, ndim) if rng.integers(2)}), backend)
+
+
+@pytest.mark.parametrize("backend", ["emu:sm80", "emu:sm90"])
+@pytest.mark.parametrize(("shape", "strides"), ODD_KEYS)
+def test_keys_that_no_vector_load_reads(
+    shape: tuple[int, ...], strides: tuple[int, ...], backend: str, rng: np.random.Generator
+) -> None:
+    if backend not in hopwell.backends("paged_attention"):
+        pytest.skip("no kernel")
+    blocks, h_kv, groups, block, x = shape
+    memory = rng.standard_normal(1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)))
+    arguments = {
+        "q": rng.standard_normal((2, 2 * h_kv, groups * x)).astype(np.float16),
+        "k_cache": np.lib.stride_tricks.as_strided(memory.astype(np.float16), shape, [2 * s for s in strides]),
+        "v_cache": rng.standard_normal((blocks, h_kv, groups * x, block)).astype(np.float16),
+        "block_tables": rng.integers(0, blocks, (2, 3)).astype(np.int32),
+        "context_lens": np.array([2 * block + 3, block - 1], np.int32),
+        "scale": 0.1,
+        "layout": "vllm",
+    }
+    _check(FuzzedCall("paged_attention", arguments, (), Memory()), backend)

@@ -27,8 +27,8 @@ struct PositionBias {
   int head_chunks;                     // 16-byte chunks from a head's bias to the next one's, where rows lie in such
   bool post_scale;                     // the bias is added to q · k · scale, else to q · k
   float scale;
-  float log2_scale;                    // what the bias is multiplied by
-  int window, key_end;                 // keys that are `window` or more behind a query are hidden, and keys ≥ key_end
+  float log2_scale;     // what the bias is multiplied by
+  int window, key_end;  // keys that are `window` or more behind a query are hidden, and keys ≥ key_end
 
   HOPWELL_DEVICE bool exists() const { return index != Index::none; }
   HOPWELL_DEVICE Keys visible_keys(int position) const {

@@ -163,7 +163,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
       for (int e = 0; e < 2; ++e) {
         const int of_block = 2 * quad + e, of_row = of_block + 8 * b;
         const float maximum = arch::shuffle(softmax[b].maximum, 4 * of_block) - kShift;
-        const float sum = arch::shuffle(sum_of_row, 4 * of_block), factor = sum == 0 ? 0 : 1 / sum;
+        const float sum = arch::shuffle(sum_of_row, 4 * of_block);
         const int in_row_block = head * p.schedule.queries + smaller(of_row, p.schedule.queries - 1);
         const OutputRow to = output_row_of(p, segment.row_block, in_row_block);
         if (of_row >= p.schedule.queries || !to.exists) continue;
@@ -172,7 +172,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
         HOPWELL_UNROLL
         for (int i = 0; i < kD / 8; ++i) {
           const float value = out[b][i / 2][i % 2 * 2 + e];
-          if (8 * i + lane / 4 < p.query.d) from_fp32(value * factor, row_begin + 8 * i + lane / 4);
+          if (8 * i + lane / 4 < p.query.d) from_fp32(mean_of(sum, value), row_begin + 8 * i + lane / 4);
           infinite |= value * 0 != 0 ? 1U << i : 0;
         }
         if (lane / 4 == 0 && p.output.lse)
@@ -338,8 +338,8 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
         load(b, t, bias);
         for (int e = 0; e < 2; ++e) {
           lowest = fminf(lowest, bias[e]);
-          s[t][2 * b + e] = fmaf(product_of(s[t], 2 * b + e), p.query.log2_scale,
-                                 fmaf(bias[e], p.bias.log2_scale, -base_of(b)));
+          s[t][2 * b + e] =
+              fmaf(product_of(s[t], 2 * b + e), p.query.log2_scale, fmaf(bias[e], p.bias.log2_scale, -base_of(b)));
         }
       }
     }
