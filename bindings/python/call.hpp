@@ -2,7 +2,6 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <hopwell/hopwell.hpp>
 
 #include <array>
@@ -107,6 +106,8 @@ class Call {
   Tensor exchanged(const char* name, nb::handle array, const ExchangeApi& api) const;
   Tensor numpy_view(const char* name, nb::handle array, nb::handle interface, bool written) const;
   Tensor dlpack_view(const char* name, nb::handle array, bool written);
+  template <class Managed>
+  const Managed& taken(nb::handle capsule, const char* used_name);
   void check_torch(const char* name, nb::handle tensor, const char* if_it_requires_grad);
   static std::string text_of(nb::handle value);
   [[nodiscard]] std::string with_python_names(const std::string& message, Renamed renamed) const;
@@ -123,13 +124,13 @@ class Call {
   std::size_t count_ = 0;
   nb::handle first_;  // the first array, which says where outputs and scratch live
   const ExchangeApi* first_api_ = nullptr;
-  // What may own the memory of arrays that came through __array_struct__ or __dlpack__, kept until the call is over.
+  // What may own the memory of arrays that came through __array_struct__, kept until the call is over.
   std::array<nb::object, kMaxArrays> capsules_;
-  std::vector<nb::ndarray<nb::ro>> views_;
+  // DLPack's managed tensors that this call took: of arrays' capsules, and the workspace that the framework's C function
+  // allocated. Their deleters run when the call is over.
+  std::vector<std::shared_ptr<void>> managed_;
   std::optional<bool> forward_mode_;  // torch's, asked when there is a tensor of its
-  // The workspace: an array, or what the framework's C function allocated.
-  nb::object scratch_;
-  std::unique_ptr<ManagedTensor, void (*)(ManagedTensor*)> own_scratch_{nullptr, nullptr};
+  nb::object scratch_;                // the workspace, where it is an array
 };
 
 }  // namespace hopwell::python
