@@ -185,8 +185,7 @@ def backends(operator: str) -> str:
     if others := other_refusals(operator):
         text += "\nGPU backends may also refuse, with: " + "; ".join(f"“{word}”" for word in others) + ".\n"
     return text + (
-        "\nThe test suite recorded these reasons (`cases/refused.cpp`). `hopwell.explain`"
-        " gives them for your call.\n"
+        "\nThe test suite recorded these reasons (`cases/refused.cpp`). `hopwell.explain` gives them for your call.\n"
     )
 
 
