@@ -11,7 +11,7 @@ struct ManagedTensor {
   void* context;
   void (*deleter)(ManagedTensor* self);  // may be null
   std::uint64_t flags;
-  DLTensor dl_tensor;  // named as in DLManagedTensor, which is the one of version 0
+  DLTensor dl_tensor;  // named as in DLManagedTensor, DLPack's version 0
 };
 struct ExchangeApi {
   std::uint32_t major, minor;
@@ -322,7 +322,7 @@ Tensor Call::numpy_view(const char* name, nb::handle array, nb::handle capsule, 
           std::span<const std::int64_t>(strides.data(), ndim)};
 }
 
-// What __dlpack__ returns, in DLPack's version 1 if the array has it; an invalid object if there is none.
+// The result of __dlpack__, of DLPack's version 1 if the array has it. An invalid object if it raises an exception.
 static nb::object exported_capsule(nb::handle array) {
   for (const bool versioned : {true, false}) {
     try {
@@ -357,19 +357,19 @@ Tensor Call::dlpack_view(const char* name, nb::handle array, bool written) {
   const char* kind = nullptr;
   if (capsule.is_valid() && PyCapsule_CheckExact(capsule.ptr()) != 0) kind = PyCapsule_GetName(capsule.ptr());
   const std::string_view capsule_name = kind == nullptr ? "" : kind;
-  const auto view = [&](const DLTensor& tensor) {
+  const auto viewed = [&](const DLTensor& tensor) {
     if (tensor.ndim < 0 || tensor.ndim > Tensor::kMaxDims)
       fail(name, "of at most 8 dimensions", std::to_string(tensor.ndim));
     return tensor_of(tensor);
   };
-  if (capsule_name == "dltensor") return view(taken<DLManagedTensor>(capsule, "used_dltensor").dl_tensor);
+  if (capsule_name == "dltensor") return viewed(taken<DLManagedTensor>(capsule, "used_dltensor").dl_tensor);
   if (capsule_name == "dltensor_versioned") {
     const auto& tensor = taken<ManagedTensor>(capsule, "used_dltensor_versioned");
     constexpr std::uint64_t kReadOnly = 1, kCopied = 2;
     if (tensor.major != 1) fail(name, "an array of DLPack's version 1", "version " + std::to_string(tensor.major));
     if (written && (tensor.flags & kReadOnly) != 0) fail(name, "writable", "a read-only array");
     if (written && (tensor.flags & kCopied) != 0) fail(name, "an array that exports its own memory", "a copy");
-    return view(tensor.dl_tensor);
+    return viewed(tensor.dl_tensor);
   }
   if (capsule_name.starts_with("used_dltensor"))
     fail(name, "an array with a new DLPack capsule for each call", "a capsule that was used before");

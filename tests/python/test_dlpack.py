@@ -1,5 +1,5 @@
-"""DLPack's protocol: a capsule is taken once and renamed, its deleter called once, and what is not taken is left to its
-own destructor. The exporters here count deleters, and spoil the memory that they free.
+"""DLPack's protocol: a consumer takes a capsule once, renames it, and calls its deleter once. Without a consumer, the
+capsule's destructor does. The exporters here count deleters, and spoil the memory that they free.
 """
 
 import ctypes

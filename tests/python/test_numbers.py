@@ -51,7 +51,7 @@ GLOBALS = {"nvfp4_linear": "weight_global", "nvfp4_dequantize": "global_scale", 
 
 @pytest.mark.parametrize(("operator", "name"), GLOBALS.items())
 def test_globals(operator: str, name: str) -> None:
-    """Of any numbers, also where an array could stand; numpy's bool is none."""
+    """Of any type of number, although arrays are taken too. numpy's bool is not a number."""
     call = MAKERS[operator](np.random.default_rng(0), "float32").arguments
     for run, convert in ((getattr(hopwell, operator), lambda x: x), (in_torch(operator), as_torch)):
         given = {n: convert(value) for n, value in call.items()}

@@ -1,4 +1,4 @@
-"""A call that is refused changes nothing of what a module keeps: the next right call gives what it gives without."""
+"""A refused call changes no state of a module: the next right call gives the result that it gives without it."""
 
 import copy
 from collections.abc import Callable, Iterator

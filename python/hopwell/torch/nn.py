@@ -68,7 +68,7 @@ def backward_may_follow(training: bool = True) -> bool:
 
 
 def has_loss(module: nn.Module, mode: "Mode", with_loss: bool | None) -> bool:
-    """Whether a `DSA` returns its loss: as `with_loss` says, or where it is None if a backward may follow."""
+    """Whether a `DSA` returns its loss: as `with_loss` says. The default, None, asks if a backward may follow."""
     if mode == "dense":
         name = type(module).__name__
         require(not with_loss, name, "with_loss", "None or False in mode 'dense', which has no loss", with_loss)
@@ -130,7 +130,9 @@ class KeyCache:
 
     @contextmanager
     def unchanged_on_error(self) -> Iterator[None]:
-        """If the code within raises, the cache has its tokens of before. Memory behind them may have changed."""
+        """If the code within raises, the cache has its tokens of before. Memory behind them may have changed. A model
+        of several layers enters this for each layer's cache.
+        """
         before = self.length, self.kv, self.k_index
         try:
             yield
