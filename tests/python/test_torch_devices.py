@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 from calls import MAKERS, as_torch, in_torch, results
-from hopwell.torch import indexer_scores, nn
+from hopwell.torch import indexer_scores, nn, sparse_mla
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 
 def tensors_of(operator: str) -> dict[str, Any]:
@@ -58,3 +59,12 @@ def test_a_layer_that_did_not_get_all_of_a_checkpoint(missed: str) -> None:
     for gradients in (contextlib.nullcontext, torch.no_grad):
         with gradients(), pytest.raises(ValueError, match=rf"(?i)nvfp4_?linear: {missed} must be on .*cpu.*; got meta"):
             skeleton(torch.randn(3, 64))
+
+
+def test_a_host_tensor_beside_those_of_a_gpu_while_tracing() -> None:
+    """As `torch.compile` and `torch.export` run fake kernels; no GPU is needed to say that the call is wrong."""
+    with FakeTensorMode():
+        q, kv = torch.empty(3, 2, 16, device="cuda"), torch.empty(5, 16)
+        indices = torch.empty(3, 4, dtype=torch.int32, device="cuda")
+        with pytest.raises(ValueError, match="sparse_mla_forward: kv must be on cuda:0 as q is; got cpu"):
+            sparse_mla(q, kv, indices, 0.1, 8)
