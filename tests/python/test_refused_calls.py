@@ -55,9 +55,9 @@ def refused_keys(dsa: nn.DSA, x: Tensor, cache: nn.KeyCache) -> None:
     """Of `append` itself: each of the two alone would fit."""
     kv, k_index = dsa.mla.project(x)[1][0], dsa.indexer.project(x)[1][0]
     wrong: dict[str, tuple[Any, Any]] = {
-        r"k_index must be \[s=1, d_index": (kv, k_index.expand(2, -1)),
+        r"k_index must be \[s=1, d.*\]; got \[2, 16\]": (kv, k_index.expand(2, -1)),
         r"k_index must be torch.float32 as the cache's is; got torch.float64": (kv, k_index.double()),
-        r"k_index must be \[s=1, d_index=16\]; got \[1, 15\]": (kv, k_index[:, 1:]),
+        r"k_index must be \[s=1, d=16\]; got \[1, 15\]": (kv, k_index[:, 1:]),
         r"k_index must be on cpu as .* is; got meta": (kv, k_index.to("meta")),
         r"k_index must be a torch.Tensor; got NoneType": (kv, None),
     }

@@ -100,8 +100,8 @@ class KeyCache:
         there is. A call that is refused adds none.
         """
         count = self.count()
-        self._check("kv", kv, self.kv, s=None, d_qk=None)
-        self._check("k_index", k_index, self.k_index, s=len(kv), d_index=None)
+        self._check("kv", kv, self.kv, None)
+        self._check("k_index", k_index, self.k_index, len(kv))
         require_one_device("KeyCache", cache=self.kv, kv=kv, k_index=k_index)
         if isinstance(count, Tensor):
             if self.kv is None or self.k_index is None:
@@ -141,12 +141,11 @@ class KeyCache:
             raise
 
     @staticmethod
-    def _check(argument: str, new: Tensor, kept: Tensor | None, **sizes: int | None) -> None:
+    def _check(argument: str, new: Tensor, kept: Tensor | None, s: int | None) -> None:
         check_type("KeyCache", argument, new, Tensor)
+        require_shape("KeyCache", argument, new, s=s, d=None if kept is None else kept.shape[1])
         if kept is not None:
             require(new.dtype == kept.dtype, "KeyCache", argument, f"{kept.dtype} as the cache's is", new.dtype)
-            sizes[list(sizes)[-1]] = kept.shape[1]
-        require_shape("KeyCache", argument, new, **sizes)
 
 
 class KeepsDtypes(nn.Module):
