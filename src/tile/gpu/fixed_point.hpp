@@ -3,25 +3,21 @@
 //
 // Scale     All sums of a row, such as the gradient of a key, share one unit. Before any addition, every contributor to
 //           a row records a bound of its contribution's magnitude (SumBounds). With n contributions, none above
-//           `largest`, no sum
-//           exceeds bound = n · largest. e is the largest exponent for which bound < 2^kBits units.
+//           `largest`, no sum exceeds bound = n · largest. e is the largest exponent for which bound < 2^kBits units.
 // Headroom  Rounding changes a contribution by at most half a unit (truncation by one unit). `bound` is a product of
 //           floats, which may be too small by a relative 2^-23. So a sum of n contributions stays within 2^kBits (1 +
 //           2^-23) + n/2 units, which leaves room for the sign:
 //               two sums of 32 bits in a word, kPairedBits = 29:  n < 3 · 2^30 (n/2 is less than 2^31 − 2^29 − 2^6)
 //               one sum of 64 bits, kWideBits = 61:               any n of 32 bits
 // Error     A contribution is off by at most half a unit, 2^-kBits · n · largest; truncation doubles it. Paired: by at
-//           most
-//           that or 2^-kPairedBitsOfOne · largest, whichever is larger.
+//           most that or 2^-kPairedBitsOfOne · largest, whichever is larger.
 // Layout    Wide: one 64-bit word per sum. Paired: two adjacent sums in one 64-bit word as low + 2^32 high, both
 //           signed, so that one 64-bit addition adds to both. A negative low borrows from high; unpack_pair corrects
 //           this.
 // Rounding  A paired contribution is rounded by adding it to 3/2 · 2^23. Floats within 2^22 of this value have a
-//           spacing of 1,
-//           so the bits of the result are the bits of 3/2 · 2^23 plus the multiple. The kernel adds these bits
-//           unmodified. So
-//           after n additions each half of a word is too large by n times the bits of 3/2 · 2^23, which is subtracted
-//           at the end. A contribution costs one fused multiplication and addition.
+//           spacing of 1, so the bits of the result are the bits of 3/2 · 2^23 plus the multiple. The kernel adds these
+//           bits unmodified. So after n additions each half of a word is too large by n times the bits of 3/2 · 2^23,
+//           which is subtracted at the end. A contribution costs one fused multiplication and addition.
 // Invalid   If the bound is infinite or NaN, there is no unit, and the row becomes NaN.
 #pragma once
 
