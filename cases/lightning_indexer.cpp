@@ -36,7 +36,7 @@ struct Indexer {
   // forward
   bool stable_sort = false;  // also compared with a stable sort of all scores that the backend itself returns
   // Scales of e4m3: absent; largest element of the row / 448; powers of two; powers of two with 0, infinities, NaN and
-  // negative scales among them, of which a row or key has at most one.
+  // negative scales among them, at most one per row or key.
   enum class Scales { kNone, kRandom, kPowersOfTwo, kSpecial } scales = Scales::kNone;
   enum class Positions { kNone, kStart, kArray } positions = Positions::kNone;
   std::int64_t q_start = 0, kv_stride = 1;

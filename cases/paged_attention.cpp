@@ -282,7 +282,7 @@ void add_lengths(std::vector<Config>& all) {
       {.name = "large_logits_bf16", .dtype = DType::kBFloat16, .lengths = {1, 20, 300}, .scale = 1, .q_spread = 1000});
 }
 
-// Values that are not finite. Those of visible keys must appear in the output for any weight, those of hidden keys must
+// Values that are not finite. In visible keys they must appear in the output for any weight, in hidden keys they must
 // not. The lengths are not multiples of the kernels' tile sizes.
 void add_infinite(std::vector<Config>& all) {
   for (const auto& [layout_name, layout] : kLayouts) {

@@ -42,7 +42,7 @@ struct Config {
   bool partly = false;    // with hidden: every second row sees those keys; NaN is then in their values, not in the keys
   bool constant = false;  // q, k and v are all 8, -8 and 0.1, so that roundings do not cancel
   bool infinite = false;  // values of +-inf and NaN among visible keys, seen by all queries or by some
-  bool far = false;       // on a device: pages 2^27 elements apart, so that most are beyond 2^31
+  bool far = false;       // on a device: page stride 2^27 elements, so that most are beyond 2^31
   bool emulated = true;   // false: too large for the emulator
   // As Case::emulated_on. Both GPU kernels use the same tiles. emu:sm90 with its clusters takes five times as long as
   // emu:sm80, so it runs each tile, number of queries, layout and type, but not all combinations.

@@ -2,7 +2,7 @@
 //
 //     Checker check("sparse_mla_forward");
 //     View q  = check.input("q", args.q, {DType::kBFloat16}, {"s_q", "h_q", "d_qk"});
-// View kv = check.input("kv", args.kv, {q.dtype}, {"s_kv", "d_qk"});             // d_qk must equal q's
+//     View kv = check.input("kv", args.kv, {q.dtype}, {"s_kv", "d_qk"});             // d_qk must equal q's
 //     check.require(check["d_qk"] >= args.d_v, "d_v", "at most d_qk = 576", args.d_v);
 //
 // The first use of a dimension name binds it to a size. All later uses must have the same size.

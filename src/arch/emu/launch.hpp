@@ -23,7 +23,7 @@ struct LaunchShape {
   size_t shared_bytes = 0;
 };
 
-/// Runs `kernel` once for every thread of the grid and reports what it found. Clusters run one after another, so CTAs
+/// Runs `kernel` once for every thread of the grid and reports its findings. Clusters run one after another, so CTAs
 /// of different clusters cannot wait for each other. Throws std::invalid_argument if the shape is impossible.
 Report launch(const LaunchShape& shape, const Options& options, const std::function<void()>& kernel);
 

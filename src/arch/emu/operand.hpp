@@ -21,7 +21,7 @@ struct SharedOperand {
   void check(const char* which) const;
   /// Records that `who` reads every 16-byte chunk from now on until its operation completes.
   void record_reads(Observer& who, Epoch epoch, const char* what) const;
-  /// out[mn][k], rows `pitch` apart, or transposed [k][mn].
+  /// out[mn][k] with row pitch `pitch`, or transposed [k][mn].
   void load(float* out, int pitch, bool transposed) const;
 };
 

@@ -438,7 +438,7 @@ TimelineRow Recorder::row_of_warp(size_t warp) const {
       row.busy.back().end = std::max(row.busy.back().end, interval.end);
     }
   }
-  // The row ends with a wait: a thread that exits after its last barrier does nothing visible.
+  // If nothing visible follows the last barrier, the row ends with the wait for it.
   if (!row.busy.empty() && !waits.empty() && waits.back().end > row.busy.back().end)
     row.waits.push_back({row.busy.back().end, waits.back().end, waits_for(waits.back())});
   return row;

@@ -1,4 +1,4 @@
-// Tensor copies by the copy engine (TMA): boxes of tensors of rank 1 to 5. Coordinates are those of the box's first
+// Tensor copies by the copy engine (TMA): boxes of tensors of rank 1 to 5. Coordinates give the box's first
 // element, innermost dimension first; the innermost coordinate is a multiple of 16 bytes. A box may extend beyond the
 // tensor: loads fill zeros there, stores skip these elements but may not start at a negative coordinate. Shared
 // addresses are 128-byte aligned. "PTX:" anchors are sections of

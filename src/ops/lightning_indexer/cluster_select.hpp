@@ -4,17 +4,12 @@
 // Tile      a cluster of 8 CTAs has a query's row of visible scores. A lane holds 32 scores in registers, as sortable
 //           keys (here `order`); a warp holds a range of 1,024 keys.
 // Timeline  load │ every CTA estimates the same bounds of the threshold, as in sampled_select.hpp │ every warp counts
-//           its scores
-//           above the bounds and broadcasts the counts to the cluster │ barrier │ broadcasts its scores between the
-//           bounds │
-//           barrier │ every CTA finds the threshold among these │ each warp broadcasts the number of its selected keys
-//           │ barrier │
-//           writes them.
+//           its scores above the bounds and broadcasts the counts to the cluster │ barrier │ broadcasts its scores
+//           between the bounds │ barrier │ every CTA finds the threshold among these │ each warp broadcasts the number
+//           of its selected keys │ barrier │ writes them.
 //           If the estimate is wrong: every warp counts and broadcasts the scores above three values between the bounds
-//           │ barrier │
-//           the bounds move to a quarter of their distance │ … until exactly topk scores reach the lower bound, or only
-//           one value
-//           is left
+//           │ barrier │ the bounds move to a quarter of their distance │ … until exactly topk scores reach the lower
+//           bound, or only one value is left
 // Order     counts are integers: same inputs, same bits
 // Budget    registers: 32 for scores, 64 in all; shared 3 × 256 × 8 B, and 25 KiB for the estimate
 #pragma once

@@ -40,7 +40,7 @@ ScorePlan plan_wgmma_score(const Problem& p, std::int64_t queries, std::int64_t 
 
 // Number of groups of tiles per slice for `key_blocks` blocks of keys. A group is all tiles of one query, or one tile
 // of several queries. Kernels call these too, when they know which keys are visible.
-// For mma: about four CTAs per concurrently running CTA, two of which run per SM.
+// For mma: about four times as many CTAs as run at the same time, which is two per SM.
 HOPWELL_HOST_DEVICE int mma_groups_per_slice(int key_blocks, int groups, int sms) {
   const int wanted = 8 * sms / key_blocks, slices = wanted < 1 ? 1 : wanted < groups ? wanted : groups;
   return (groups + slices - 1) / slices;

@@ -4,14 +4,10 @@
 // Tile      a CTA has a query's row of visible scores; positions count from the first visible key. A warp has a range
 //           of them and keeps their bits, two words per 32 keys
 // Timeline  count a sample in buckets of equal width around the mean │ barrier │ compute two bounds; the threshold is
-//           between
-//           them in all but a few of a hundred thousand random rows │ read the row once and record per key one bit:
-//           score >= upper
-//           bound, and one bit: score >= lower bound │ list the keys between the bounds │ barrier │ count these in
-//           buckets,
-//           11 bits at a time, until the selected keys are known │ merge their bits with the bits of the upper bound │
-//           barrier │
-//           list the keys of all these bits │ barrier │ write them and their scores
+//           between them in all but a few of a hundred thousand random rows │ read the row once and record per key one
+//           bit: score >= upper bound, and one bit: score >= lower bound │ list the keys between the bounds │ barrier │
+//           count these in buckets, 11 bits at a time, until the selected keys are known │ merge their bits with the
+//           bits of the upper bound │ barrier │ list the keys of all these bits │ barrier │ write them and their scores
 // Exactness the bounds are an estimate, the counts are exact: if the threshold is not between the bounds, or more keys
 //           are than the list holds, the row is selected as in select.hpp
 // Budget    registers: 64, 32 warps per SM; shared 25 KiB and 8 B per 32 keys. A row is read once; its sample and the
@@ -66,7 +62,7 @@ struct SampledSelectStorage {
   uint32_t orders[SampledSelectConfig::kListed];  // sortable keys of the keys between the bounds
   struct alignas(8) Bits {
     uint32_t above, reach;        // per 32 keys: score >= upper bound, or selected; score >= lower bound
-  } bits[kMostSampledKeys / 32];  // the launch allocates what the row needs
+  } bits[kMostSampledKeys / 32];  // the launch allocates as many as the row needs
 
   static uint32_t bytes(int64_t keys) {
     return uint32_t(offsetof(SampledSelectStorage, bits) + size_t(keys + 31) / 32 * sizeof(Bits));

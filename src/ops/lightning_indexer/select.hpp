@@ -4,12 +4,9 @@
 //           of them
 // Timeline  radix selection: count the next digit (8 to 14 bits) of the scores that share the threshold's prefix │
 //           barrier │ each thread sums its digits, each warp its threads │ barrier │ the thread with the threshold's
-//           digit
-//           publishes it │ barrier; repeat until the threshold is known. If only some of the scores equal to the
-//           threshold are
-//           selected, find the last such key. Then, for up to 32,768 keys at a time: one bit per selected key │ barrier
-//           │ write
-//           the keys of the bits
+//           digit publishes it │ barrier; repeat until the threshold is known. If only some of the scores equal to the
+//           threshold are selected, find the last such key. Then, for up to 32,768 keys at a time: one bit per selected
+//           key │ barrier │ write the keys of the bits
 // Budget    shared 65,680 B for the longest rows; reads a row three times, rarely four, with ties six, from L1 or L2
 // Order     counts are integers: same inputs, same bits
 #pragma once

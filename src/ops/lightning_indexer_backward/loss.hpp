@@ -80,7 +80,7 @@ struct RowEntries {
   }
 };
 
-// Computes g from the scores in p.d_scores, and the query's unweighted loss. If `counts` is false, all g are invalid.
+// Computes g from the scores in p.d_scores, and the query's unweighted loss. If `counts` is false, no entry gets a g.
 template <int kKept, class T, int kWarps>
 HOPWELL_DEVICE float softmax_gradient(const Params<T>& p, float (&of_warp)[kWarps], int query,
                                       const tile::Entries& entries, float bound, float factor, bool counts) {

@@ -5,9 +5,8 @@
 //     dq_j = w_j Σ_i positive_ij (g_i k_i)         dk_i += g_i Σ_j positive_ij (w_j q_j)
 //
 // factor is d_loss times the row's weight. With given d_scores, g_i = factor · d_scores_i. Without relu, every entry is
-// positive and
-// relu(dot) is dot. Each product has one operand of zeros and ones, which is exact in bf16, and one operand in a bf16x3
-// split.
+// positive and relu(dot) is dot. Each product has one operand of zeros and ones, which is exact in bf16, and one
+// operand in a bf16x3 split.
 //
 //     clear_d_k        clears d_k, or its deterministic sums and their bounds                            passes.hpp
 //     score_entries    scores, then g of all entries, in the workspace; the query's loss     score.hpp, loss.hpp

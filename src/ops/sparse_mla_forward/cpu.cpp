@@ -146,7 +146,7 @@ void store(const Problem& p, std::int64_t s, PartialSoftmax& softmax) {
   store_heads(softmax.out(0), p.d_v, p.out, s, 0, p.d_v);
 }
 
-// Every tile has its own softmax, and those of a query are merged one by one in order, for any assignment to threads.
+// Every tile has its own softmax. The softmaxes of a query are merged in order, for any assignment to threads.
 // So neither the number of threads nor the number of queries changes a bit.
 void launch(const Problem& p, Stream) {
   constexpr std::int64_t kEnoughItems = 16;

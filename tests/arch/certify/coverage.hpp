@@ -31,7 +31,8 @@ inline std::set<std::string> functions_of(const std::filesystem::path& header) {
   return names;
 }
 
-/// Prints what is missing in `record`, a report of `certify_device compare`. Returns 0 if nothing is. `arch`: src/arch.
+/// Prints missing entries of `record`, a report of `certify_device compare`. Returns 0 if it is complete. `arch`:
+/// src/arch.
 inline int check_coverage(const char* record, const std::filesystem::path& arch) {
   int missing = 0;
   const std::vector<Case> cases = all_cases();

@@ -2,8 +2,7 @@
 // outputs.
 //
 //   certify_emulator record  FILE        runs every case on the emulator under three schedules, which must agree
-// certify_emulator covers  JSON ARCH   checks that a report has every case, and that the cases cover every function of
-// src/arch
+//   certify_emulator covers  JSON ARCH   whether a report has every case, and the cases every function of src/arch
 //   certify_device   compare FILE JSON   runs every case on the GPU, compares with FILE, writes a report
 #include <cstdio>
 #include <cstring>

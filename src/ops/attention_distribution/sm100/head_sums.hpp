@@ -4,8 +4,8 @@
 //
 // Tile      one query, 64 keys and 128 heads, whose queries are in tensor memory: scores [128 lanes][64 columns] by
 //           tcgen05.mma with M 128, N 64. Fewer heads: padded with zeros. More heads: 128 at a time, one after another.
-// Roles     warp 0      gather    producer: keys without their last 128 columns, four rows per instruction; queries, as
-//           boxes
+// Roles     warp 0      gather    producer: keys without their last 128 columns, four rows per instruction; queries,
+//                                 as boxes
 //           warp 1      issue     mma: queries to tensor memory, all products
 //           warp 2      store     epilogue: adds the warps' sums in a fixed order, writes, normalises
 //           warp 3      copy      producer: the keys' last 128 columns, 16 bytes per lane

@@ -5,12 +5,12 @@
 // Tile      one query, 64 keys, 128 heads, whose rows stay in registers as operand A of mma, 16 heads per warp. With at
 //           most 64, 32 or 16 heads, two, four or eight warps have the same heads and split the keys. More heads: 128
 //           at a time.
-// Roles     eight warps: all copy and multiply; warp 0 adds the sums of the warps' heads, writes and normalises. CTAs
-//           are persistent; plan.hpp describes their work tiles.
+// Roles     eight warps: all copy and multiply; warp 0 adds the sums of the warps' heads, writes and normalises.
+//           CTAs are persistent; plan.hpp describes their work tiles.
 // Timeline  copies  slab 5 ▓▓▓▓▓▓▓ 6 ▓▓▓▓▓▓▓ 7 ▓▓▓▓▓▓▓ …            slabs of 128 columns of a tile's keys
 //           warps   0 │ 1 │ 2 │ 3 │ 4 │ exp2, Σ │ 0 (warp 0: a0) …   five for d_qk 576, one barrier each
-// Budget    shared: 5 × 64 × 256 rows + 2 × 8 × 64 × 4 sums = 86,016 B (of 101,376 on the smallest GPU) registers: 144
-//           for Q + 32 scores + 16 for keys + ~50, of 255
+// Budget    shared: 5 × 64 × 256 rows + 2 × 8 × 64 × 4 sums = 86,016 B (of 101,376 on the smallest GPU)
+//           registers: 144 for Q + 32 scores + 16 for keys + ~50, of 255
 // Demands   a tile of 64 keys, 128 heads, d_qk 576, in clocks of an A100's SM: 4,608 of tensor cores, 4,608 of shared
 //           memory (each warp reads all keys), 512 of exp2; 73,728 B gathered.
 // Bound     tensor cores and shared memory with 128 heads, the gather with few

@@ -7,8 +7,8 @@
 // Roles     warpgroups 0, 1   math     queries in registers, as A fragments; scores, exp2, sums over their heads
 //           warps 8, 9, 10    gather   producer: a third of the columns of every tile each, by cp.async, for keys and
 //                             queries
-//           warp 11           store    epilogue: adds the warps' sums in a fixed order, writes, normalises CTAs are
-//           persistent; plan.hpp describes their work tiles.
+//           warp 11           store    epilogue: adds the warps' sums in a fixed order, writes, normalises
+//           CTAs are persistent; plan.hpp describes their work tiles.
 // Timeline  gather   K3 ▒▒▒▒│ K4 ▒▒▒▒│ K5 …            three tiles in the ring; each third of a stage is filled again
 //           math 0   S0 ▓▓▓ exp Σ    S1 ▓▓▓ exp Σ      as soon as the products have read it
 //           math 1          S0 ▓▓▓ exp Σ    S1 ▓▓▓     products of one warpgroup overlap exponentials of the other
@@ -56,8 +56,8 @@ static_assert(sizeof(SharedStorage<576>) <= arch::sm90::kMaxSharedBytes);
 
 // Tiles of heads and of keys pass through the ring, in parts. Item i uses stage i % 3 and barriers i % 6: when the
 // warpgroups alternate, each barrier belongs to one warpgroup, and neither waits for tiles that it does not read. A
-// wait for item i follows a wait for an item that was copied after item i - 6 had been read, so the barrier cannot be
-// one phase of the same parity behind.
+// wait for item i follows a wait for an item that was copied after item i - 6 had been read, so the barrier has already
+// passed the earlier phase with the same parity.
 template <int kDqk>
 struct RowSlot : tile::RingSlot<Config::kBarriers, Config::kParts, Config::kParts> {
   SharedStorage<kDqk>& s;

@@ -13,10 +13,8 @@
 //                                         of its queries, loaded one of its tiles ahead
 // Timeline  tiles    k k k k k k │ q0 │ q1 │ q2 …      eight stages of 64 rows, each for keys or q; e4m3: sixteen
 //           score 0  P0 ▓▓ ┐ Σ0            P1 ▓▓ ┐ Σ1          P: products of both halves, 64 keys each; Σ: relu,
-//                    weighting and
-//           score 1        └ P0 ▓▓ ┐ Σ0          └ P1 ▓▓ ┐     sums of both halves, which read the weights once, while
-//                          the
-//           score 2                └ P0 ▓▓ ┐ Σ0          └ …   products of the other warpgroups execute
+//           score 1        └ P0 ▓▓ ┐ Σ0          └ P1 ▓▓ ┐     weighting and sums of both, overlapping the
+//           score 2                └ P0 ▓▓ ┐ Σ0          └ …   products of the other warpgroups
 // Barriers  ring     full: rows and weights of a tile have arrived; empty: all score warps have read them
 //           kTurn + g  ping-pong order barrier, named, e4m3 only: warpgroup g may issue its products, because those of
 //                    the previous warpgroup are complete. A warpgroup that skips a tile, because its queries do not see

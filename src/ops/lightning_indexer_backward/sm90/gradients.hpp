@@ -1,7 +1,7 @@
 // lightning_indexer_backward for Hopper: dq, dw, and each query's contribution to dk.
 //
-//     sum_j = Σ_i (positive_ij g_i) k_i      dq_j = w_j sum_j      dw_j = q_j · sum_j      dk_i += g_i Σ_j positive_ij
-//     (w_j q_j)
+//     sum_j = Σ_i (positive_ij g_i) k_i      dq_j = w_j sum_j      dw_j = q_j · sum_j
+//     dk_i += g_i Σ_j positive_ij (w_j q_j)
 //
 // Tile      a CTA has a query and 64 of its heads; 64 entries per step
 // Roles     warpgroup 0      heads    dq, 64 × 128, in registers; at the end dw, from dq and q
@@ -13,9 +13,8 @@
 //           which is B and stays in shared memory.
 // Timeline  gather     K4 ▒▒▒▒│ K5 ▒▒▒▒│ …
 //           heads      dQ0 ▓▓▓▓▓▓ │ dQ1 ▓▓▓▓▓▓ │ …
-//           entries 1  dK0 ▓▓▓▓▓▓ stage │ dK2 ▓▓▓▓▓▓ …           stage rows of dk in shared memory; the copy engine
-//                      adds them
-//           entries 2     dK1 ▓▓▓▓▓▓ stage │ dK3 …               while the next tile is computed
+//           entries 1  dK0 ▓▓▓▓▓▓ stage │ dK2 ▓▓▓▓▓▓ …           staged rows of dk: the copy engine
+//           entries 2     dK1 ▓▓▓▓▓▓ stage │ dK3 …               adds them during the next tile
 // Budget    shared: 3 × 16,384 split of w q + 6 × (16,384 rows + 1,408 entries) + 96 of barriers + 8 × 8,192 rows of
 //           dk, 221,824 B with gaps; registers: heads 64 for dq + 16 masks + 32 of A (160); entries 64 for dk + 16 of A
 //           (144); gather 64

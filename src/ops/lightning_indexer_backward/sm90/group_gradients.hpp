@@ -15,8 +15,9 @@
 //           heads 1  S0 ▓▓ signs dQ0 ▓▓▓▓▓▓ │ S1 ▓▓ …
 //           entries               dK0 ▓▓▓▓▓▓▓▓▓▓▓▓ stage │ dK1 ▓▓▓ …      the copy engine adds during the next tile
 // Budget    shared: q 32,768 + 6 × (16,384 rows + 6,400 numbers at most) + 4 × 8,192 rows of dk + 144 of barriers +
-//           1,356 registers: heads 64 for dq + 32 scores + 32 of A (160); entries 64 for dk + 24 of A, or 64 for sums +
-//           32 for dk + 24 (144); gather 48
+//           1,356
+//           registers: heads 64 for dq + 32 scores + 32 of A (160); entries 64 for dk + 24 of A, or 64 for sums + 32
+//           for dk + 24 (144); gather 48
 // Bound     tensor cores: 2 × (1 + 3 + 3 terms) × 64 × 64 × 128, 3,584 clocks per tile; adds 32 KB per tile
 #pragma once
 

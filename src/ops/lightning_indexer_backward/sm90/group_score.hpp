@@ -3,7 +3,7 @@
 //
 // Tile      128 rows of q in shared memory; 64 keys per step, with the scores of all queries
 // Roles     warpgroups 0, 1   score    alternate tiles; then, with the other warps, g and the loss of one query after
-//           another
+//                                      another
 //           warpgroup 2       gather   producer: keys, in four stages
 // Budget    shared: q 32,768 + 4 × 16,384 rows + 64 of barriers + 768 at most: two CTAs per SM
 // Bound     tensor cores: 2 × 64 × 64 × 128, 512 clocks per tile

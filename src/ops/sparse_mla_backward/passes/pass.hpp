@@ -1,4 +1,4 @@
-// sparse_mla_backward on GPUs: shared by the preprocess and postprocess kernels, all of which are bound by memory.
+// sparse_mla_backward on GPUs: shared by the preprocess and postprocess kernels. Memory bounds all of them.
 #pragma once
 
 #include <algorithm>

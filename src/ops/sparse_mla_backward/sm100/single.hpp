@@ -15,8 +15,8 @@
 //           gather    │                                              │ (dQ frees) keys 2 ▓▓▓▓▓▓▓▓▓▓▓▓
 //           softmax   │        P 1 ▓▓ dS 1 ▓▓ │ wait for chunk 4 │ store │
 //           scatter   │ add 0.0 ▓▓▓▓ add 0.1 ▓▓▓▓ add 0.2 ▓▓▓▓ add 0.3 ▓▓▓▓ add 0.4 ▓▓ │ add 1.0 …
-// Budget    shared: (Q 9 + dO 8 + keys 9 + P 1 + dS 1) panels of 8,192 B = 229,376, values and barriers 1,100 (of
-//           232,448)
+// Budget    shared: (Q 9 + dO 8 + keys 9 + P 1 + dS 1) panels of 8,192 B = 229,376, values and barriers 1,100
+//           (of 232,448)
 //           tensor memory: dQ 288 + S 32 + dP 32 + two chunks of dKV 128 = 480 columns                     (of 512)
 // Bound     the additions: 147,456 B per step, 6,703 cycles at 22 B per cycle. Operand reads from shared memory take
 //           4,608, products 2,752 at the full rate. So a chunk is being added at all times.

@@ -20,8 +20,7 @@
 //           to the peer when it has a free buffer for them. The partial dP finds no free tile and mostly uses st.async:
 //           it is not urgent.
 // Budget    shared: Q 65,536 + 8,192, dO 65,536, keys 32,768 + 4,096, P and dS 32,768, peer receive buffer (here
-//           `landing`)
-//           16,384, stage 4,096, others 2,416 = 231,792    (of 232,448)
+//           `landing`) 16,384, stage 4,096, others 2,416 = 231,792    (of 232,448)
 //           registers: dQ 144 + S or dP 32 + 32 others = 208 in warpgroups 0 and 1, 88 in warpgroup 2 (of 3 · 168)
 // Bound     per step and CTA: 5,504 clocks of tensor cores, about 7,200 of shared memory, 4,440 of additions (73,728 B
 //           at the 16.6 B per clock that L2 accepts from each of 132 CTAs); 49,152 B to the peer, 36,864 B of keys

@@ -1,8 +1,7 @@
 // sparse_mla_backward for 128 heads on a cluster of two CTAs (pair.hpp): shared memory of a CTA, and the DSMEM exchange
 // (here `messages`) between the two.
 //
-// Partial S, partial dP   warpgroup 1 → peer's warpgroup 0, 16,384 B each, into the peer receive buffer (here
-// `landing`)
+// Partial S, partial dP   warpgroup 1 → peer's warpgroup 0, 16,384 B each, into `landing` (peer receive buffer)
 // P, dS                   warpgroup 0 → all of the peer, 8,192 B each, into p[1] and ds[1]
 //
 // An mbarrier of the receiver counts the bytes. Arrivals at the peer only tell it that a buffer may be overwritten, so
@@ -97,7 +96,7 @@ HOPWELL_DEVICE void send_partial(const float (&acc)[32], PairStorage& s, uint32_
 }
 
 // Warpgroup 0: acc += the peer's partial sum. Returns 0, computed from all sums, so that code that uses it runs after
-// them. Otherwise the compiler keeps the loaded vectors in registers, of which none are free.
+// them. Otherwise the compiler keeps the loaded vectors in registers and spills.
 HOPWELL_DEVICE uint32_t add_partial(float (&acc)[32], PairStorage& s, uint32_t parity, int t) {
   if (t == 0) arch::mbarrier_arrive_expect_tx(s.partial_full, PairConfig::kPartialBytes);
   arch::syncwarp();  // kept: a lane has diverged

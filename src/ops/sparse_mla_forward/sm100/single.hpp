@@ -1,7 +1,7 @@
 // sparse_mla_forward on Blackwell: the kernel for one query and 64 heads on one CTA.
 //
-//     out[s,h,:] = Σ_i exp2(score[s,h,i] − m) · kv[indices[s,i], :512] / Σ_i exp2(…)    scores in units of log 2, m:
-//     row_max
+//     out[s,h,:] = Σ_i exp2(score[s,h,i] − m) · kv[indices[s,i], :512] / Σ_i exp2(…)
+//                                                     scores in units of log 2, m: row_max (here `reference`)
 //
 // Tile      one query, 64 heads, 64 keys per step; d_qk 576 or 512. The keys in shared memory serve as K of S and V of
 //           O.

@@ -1,6 +1,6 @@
 // sparse_mla_forward by mma.sync, for any NVIDIA GPU from Ampere on.
 //
-// out[s,h,:] = Σ_i exp2(score[s,h,i] − m) · kv[indices[s,i], :512] / Σ_i exp2(…)    m: row_max so far
+//     out[s,h,:] = Σ_i exp2(score[s,h,i] − m) · kv[indices[s,i], :512] / Σ_i exp2(…)    m: row_max so far
 //
 // Tile      one query, 16 heads, 32 keys per step; d_qk 576 or 512
 // Roles     four warps. Scores, in units of log 2: warp w computes keys 8 w to 8 w + 7.
