@@ -1,8 +1,8 @@
 // A ring of stages in shared memory. Producer warps fill stages while consumer warps read stages filled before. Items
 // are numbered from 0 during the lifetime of the CTA. Item i uses stage i % stages.
 //
-//     producer   wait_empty │ write, commit; or copy, which completes on full()     of item i, after i − stages was read
-//     consumer   wait_full  │ read │ release                                        of item i
+//     producer   wait_empty │ write, commit; or copy, which completes on full()    of item i, after i − stages was read
+//     consumer   wait_full  │ read │ release                                       of item i
 #pragma once
 
 #include <type_traits>
