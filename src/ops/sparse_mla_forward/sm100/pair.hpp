@@ -6,8 +6,8 @@
 //           its heads.
 // Keys      S splits K by keys: CTA r holds all columns of keys [64 r, 64 r + 64). O splits V by columns: of each 256
 //           columns, CTA r holds [128 r, 128 r + 128) of all keys. So half of the columns that CTA r holds for S stay
-//           for O. After S, the other half is replaced by the missing columns of the other CTA's keys, which that CTA
-//           holds too. So a pair gathers 1,664 B per key, not 2,176.
+//           for O. After S, the missing columns of the other CTA's keys replace the other half, in the stages in which
+//           that CTA keeps the same keys. So a pair gathers 1,664 B per key, not 2,176.
 // Ring      A stage: 128 columns of 64 keys. Its barrier `full` has two phases per use: keys, values. The last 64 of
 //           576 columns have their own buffer and are copied first. A step's keys stay until the next step's S and then
 //           O are complete: eight of eleven stages (d_qk 512: of twelve). The other stages hold keys in flight.
