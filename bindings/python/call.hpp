@@ -126,7 +126,7 @@ class Call {
   const ExchangeApi* first_api_ = nullptr;
   // Possible owners of the memory of arrays from __array_struct__, kept until the call ends.
   std::array<nb::object, kMaxArrays> capsules_;
-  // DLPack's managed tensors that the call owns: those of arrays' capsules, and a workspace from the framework's C
+  // DLPack's managed tensors that the call owns: from arrays' capsules, and a workspace from the framework's C
   // function. Their deleters run when the call ends.
   std::vector<std::shared_ptr<void>> managed_;
   std::optional<bool> forward_mode_;  // torch's forward mode, queried if there is a torch tensor
