@@ -2,7 +2,6 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <hopwell/hopwell.hpp>
 
 #include <array>
@@ -107,6 +106,8 @@ class Call {
   Tensor exchanged(const char* name, nb::handle array, const ExchangeApi& api) const;
   Tensor numpy_view(const char* name, nb::handle array, nb::handle interface, bool written) const;
   Tensor dlpack_view(const char* name, nb::handle array, bool written);
+  template <class Managed>
+  const Managed& taken(nb::handle capsule, const char* used_name);
   void check_torch(const char* name, nb::handle tensor, const char* if_it_requires_grad);
   static std::string text_of(nb::handle value);
   [[nodiscard]] std::string with_python_names(const std::string& message, Renamed renamed) const;
@@ -123,13 +124,13 @@ class Call {
   std::size_t count_ = 0;
   nb::handle first_;  // the first array; it determines the device of outputs and workspace
   const ExchangeApi* first_api_ = nullptr;
-  // Possible owners of the memory of arrays from __array_struct__ or __dlpack__, kept until the call ends.
+  // Possible owners of the memory of arrays from __array_struct__, kept until the call ends.
   std::array<nb::object, kMaxArrays> capsules_;
-  std::vector<nb::ndarray<nb::ro>> views_;
+  // DLPack's managed tensors that the call owns: from arrays' capsules, and a workspace from the framework's C
+  // function. Their deleters run when the call ends.
+  std::vector<std::shared_ptr<void>> managed_;
   std::optional<bool> forward_mode_;  // torch's forward mode, queried if there is a torch tensor
-  // The workspace: an array, or memory that the framework's C function allocated.
-  nb::object scratch_;
-  std::unique_ptr<ManagedTensor, void (*)(ManagedTensor*)> own_scratch_{nullptr, nullptr};
+  nb::object scratch_;                // the workspace, if it is an array
 };
 
 }  // namespace hopwell::python

@@ -134,7 +134,12 @@ hopwell_scale_layout scale_layout_of(const Call& call, handle layout) {
                                            {{"plain", HOPWELL_SCALES_PLAIN}, {"blocked", HOPWELL_SCALES_BLOCKED}});
 }
 
-bool is_number(handle value) { return PyFloat_Check(value.ptr()) || PyLong_Check(value.ptr()); }
+// Numbers of numpy are numbers too. Arrays have __dlpack__, which is the quicker question.
+bool is_number(handle value) {
+  if (PyFloat_Check(value.ptr()) || PyLong_Check(value.ptr())) return true;
+  if (value.is_none() || nb::hasattr(value, "__dlpack__")) return false;
+  return PyObject_IsInstance(value.ptr(), nb::module_::import_("numbers").attr("Real").ptr()) == 1;
+}
 
 void nvfp4_gemv_(handle a, handle b, handle sfa, handle sfb, handle alpha, handle scale_layout, handle out,
                  handle backend, handle stream) {
