@@ -1,4 +1,4 @@
-"""The command line: what to run, each operator in a process of its own, and what becomes of the results."""
+"""The command line: selects operators, runs each in a process of its own, and writes the results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .problem import Shape
 from .provenance import provenance
 from .scale import DEVICE
 
-NOISE = {"cuda": 0.15, "cpu": 0.4}  # docs/comparisons.md says where they are from
+NOISE = {"cuda": 0.15, "cpu": 0.4}  # docs/comparisons.md explains the values
 PICTURES = (".svg", ".png", ".pdf")
 DESCRIPTION = """Every operator beside the same operation of other packages, in one process, in turns.
 
@@ -38,7 +38,7 @@ finds a share smaller than the noise allows; 2 for bad arguments; 3 where --chec
 
 
 def shape_of(name: str, operator: Operator, text: str) -> Shape:
-    """`a=1,b=2` as a shape; BadArgument names the operator, what was expected and what came."""
+    """Parses `a=1,b=2` to a shape; BadArgument names the operator, the expected text and the text it got."""
     known = operator.settings({})
     shape: Shape = {}
     for word in text.split(","):
@@ -52,7 +52,7 @@ def shape_of(name: str, operator: Operator, text: str) -> Shape:
 
 
 def parser() -> argparse.ArgumentParser:
-    """All options."""
+    """Returns the parser with all options."""
     options = argparse.ArgumentParser(
         prog="python -m hopwell.bench",
         description=DESCRIPTION,
@@ -74,14 +74,15 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--limit", type=float, default=300, metavar="SECONDS", help="of an operator (300)")
     options.add_argument("--commit", default="", help="for the record, where the package does not know its own")
     options.add_argument("--dry-run", action="store_true", help="tiny shapes: tries the program, measures nothing")
-    # A process of one operator: the shapes to run and the file for its rows; --alone: only beside the ceiling.
+    # Internal options. --one: run these shapes of one operator in this process and write its rows to this file.
+    # --alone: measure without peers.
     options.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     return options
 
 
 def checked(options: argparse.Namespace) -> None:
-    """BadArgument for what argparse does not see."""
+    """Raises BadArgument for errors that argparse does not find."""
     for name in options.operator:
         if name not in OPERATORS:
             raise BadArgument(f"operator: expected one of {', '.join(OPERATORS)}; got {name!r}")
@@ -109,7 +110,7 @@ def checked(options: argparse.Namespace) -> None:
 
 
 def chosen_shapes(name: str, options: argparse.Namespace) -> list[Shape]:
-    """What the options ask of an operator."""
+    """Returns the shapes to measure for an operator."""
     operator = OPERATORS[name]
     if options.shape:
         base = operator.tiny if options.dry_run else {}
@@ -120,7 +121,7 @@ def chosen_shapes(name: str, options: argparse.Namespace) -> list[Shape]:
 
 
 def in_its_own_process(name: str, shapes: list[Shape], options: argparse.Namespace) -> list[Row]:
-    """The rows of an operator."""
+    """Runs an operator in a process of its own and returns its rows."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
         program = [sys.executable, "-m", "hopwell.bench", name, "--rounds", str(options.rounds)]
@@ -142,7 +143,7 @@ def in_its_own_process(name: str, shapes: list[Shape], options: argparse.Namespa
 
 
 def one_operator(name: str, shapes: list[Shape], path: Path, options: argparse.Namespace) -> None:
-    """This process is one operator's."""
+    """Measures one operator in this process."""
     torch.manual_seed(0)
     if options.dry_run:
         scale.shrink()
@@ -151,14 +152,14 @@ def one_operator(name: str, shapes: list[Shape], path: Path, options: argparse.N
 
 
 def keep(path: Path, rows: list[Row]) -> None:
-    """Writes the rows whole: a process that dies leaves those before."""
+    """Replaces the file as a whole, so that the earlier rows survive if the process dies."""
     part = path.with_suffix(".part")
     part.write_text(dump(rows))
     part.replace(path)
 
 
 def tell(rows: list[Row], missing: list[str], peers: bool) -> None:
-    """What the table does not say by itself."""
+    """Prints a summary below the table."""
     if peers and missing:
         print(f"not installed: {', '.join(missing)}")
     if peers:
@@ -169,7 +170,7 @@ def tell(rows: list[Row], missing: list[str], peers: bool) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit status."""
+    """Runs the command and returns the exit status."""
     checked(options)
     names = list(dict.fromkeys(options.operator)) or list(OPERATORS)
     if options.check:
@@ -206,7 +207,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Parses the command line, runs it, and returns the exit status."""
     options = parser().parse_args(arguments)
     try:
         if options.one:
