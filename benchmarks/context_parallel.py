@@ -1,10 +1,10 @@
-"""Training with the tokens of a sequence shared over GPUs: tokens/s of the demo's model, beside one GPU's.
+"""Training with a sequence's tokens distributed over GPUs: tokens/s of the demo's model, compared with one GPU.
 
     python benchmarks/context_parallel.py --json one.json                              one GPU
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py --beside one.json       two, and their ratio
 
-Updates of sparse training on random tokens, one sequence of --s: forward, the losses, backward, optimizer. Under
-torchrun the ranks share the sequence (hopwell.torch.parallel, zig-zag) and, by FSDP2, the weights.
+Runs updates of sparse training on random tokens, with one sequence of --s tokens: forward, losses, backward, optimizer.
+Under torchrun the ranks share the sequence (hopwell.torch.parallel, zig-zag) and the weights (FSDP2).
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""How much the selections of neighbouring queries share, in a model that was trained with sparse attention.
+"""The overlap of the selections of neighbouring queries, in a model that was trained with sparse attention.
 
     python examples/train_dsa_lm.py --large --name large --text FILES   trains one on a GPU
-    python benchmarks/selection_overlap.py runs/large --text FILES      its layers, one window of text after the other
+    python benchmarks/selection_overlap.py runs/large --text FILES      its layers, over consecutive windows of text
 
-A kernel that takes g neighbouring queries together gathers the keys of their union once: beside taking each alone, that
-is a share |union| / Σ|selection| of the bytes, between 1/g (all share all) and 1. The quantiles are over groups of
-queries whose visible keys are at least twice topk, so that there was something to choose.
+A kernel that processes g neighbouring queries together gathers the keys of their union once. Compared with separate
+queries it reads the share |union| / Σ|selection| of the bytes, which is between 1/g (equal selections) and 1. The
+quantiles are over groups of queries whose visible keys are at least twice topk, because a query with fewer keys has
+hardly a choice.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def load(folder: Path, device: torch.device) -> tuple[network.Decoder, Tokenizer
 
 
 def union_shares(selected: Tensor, group: int, topk: int) -> Tensor:
-    """|union| / Σ|selection| of each group of neighbours; selected is int32 [s, topk] with -1 where there is none."""
+    """|union| / Σ|selection| of each group of neighbours; selected is int32 [s, topk], −1 if invalid."""
     s = len(selected)
     chosen = torch.zeros(s, s + 1, dtype=torch.bool, device=selected.device)
     chosen.scatter_(1, torch.where(selected < 0, s, selected).long(), True)
