@@ -37,7 +37,7 @@ def graph_of(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def microseconds(works: dict[str, Callable[[], object]], calls: int) -> dict[str, float]:
-    """Returns the microseconds of one of the `calls` calls in each graph: the median over replays in turns."""
+    """Returns the microseconds of a call in each graph of `calls` calls: the median over replays in turns."""
     graphs = {name: graph_of(work) for name, work in works.items()}
     times: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(ROUNDS):

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Trains a small Transformer-XL on real text and serves it: continuous batching over a paged KV cache.
 
-The model is the one of Dai et al. 2019 (arXiv:1901.02860). It has relative positions with the biases u and v and the
+The model follows Dai et al. 2019 (arXiv:1901.02860). It has relative positions with the biases u and v and the
 matrix R, segments that attend to a memory of the previous segment, and a window of the same size for every token. Each
 request holds pages of the cache while its window covers them. Attention is one `hopwell.paged_attention` per layer
 (fused form: u, v and R) for all requests that decode, and one for all requests that still read their prompt, 16 tokens
