@@ -102,7 +102,7 @@ def cases(folder: Path) -> list[Json]:
         passed = sum(result["result"] == "passed" for result in of_operator)
         counts.append({"operator": operator, "passed": passed, "failed": failed})
     if any(count["failed"] for count in counts):
-        print("blackwell_first_hour.py: cases failed: what follows measures wrong kernels", file=sys.stderr)
+        print("blackwell_first_hour.py: cases failed; the times below are of wrong kernels", file=sys.stderr)
     return counts
 
 
@@ -250,9 +250,11 @@ def markdown(report: Json) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--self-test", action="store_true", help="on the emulator, without a card")
-    parser.add_argument("--folder", type=Path, default=ROOT / "build/blackwell", help="where the report goes")
-    parser.add_argument("--only", action="append", choices=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--self-test", action="store_true", help="run on the emulator only, without a card")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build/blackwell", help="folder of the report")
+    parser.add_argument(
+        "--only", action="append", choices=PARTS, metavar="PART", help=f"run only this part: {', '.join(PARTS)}"
+    )
     options = parser.parse_args()
     name = "" if options.self_test else card()
     options.folder.mkdir(parents=True, exist_ok=True)

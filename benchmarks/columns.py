@@ -93,10 +93,10 @@ def measure(rows: int, k: int, n: int, backends: list[str]) -> dict[str, object]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="writes a record there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a record to FILE")
     parser.add_argument("--backend", action="append", help="default: sm90 and sm80")
     parser.add_argument("--columns", type=int, nargs="*", default=COLUMNS)
-    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="so many of the shapes")
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="number of shapes to measure")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("columns.py: PyTorch sees no GPU")

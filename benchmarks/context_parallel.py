@@ -44,9 +44,9 @@ def main() -> None:
     parser.add_argument("--s", type=int, default=65536, help="tokens of the sequence (default: 65536)")
     parser.add_argument("--topk", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--updates", type=int, default=5, help="that are timed, after two that are not")
-    parser.add_argument("--beside", type=Path, metavar="FILE", help="a record of one GPU, to give the ratio")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="writes a record there")
+    parser.add_argument("--updates", type=int, default=5, help="updates to time, after two warm-up updates")
+    parser.add_argument("--beside", type=Path, metavar="FILE", help="one GPU's record, to print the ratio")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a record to FILE")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("expected a CUDA device; got none")

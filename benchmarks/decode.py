@@ -112,7 +112,7 @@ def relative_attention(b: int, context: int, h: int, d: int) -> dict[str, object
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="writes a record there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a record to FILE")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("decode.py: PyTorch sees no GPU")

@@ -127,7 +127,7 @@ def launch() -> None:
 def measure() -> list[dict[str, object]]:
     ncu = shutil.which("ncu")
     if ncu is None:
-        raise SystemExit("limits.py: there is no ncu here")
+        raise SystemExit("limits.py: needs ncu; found none")
     command = [ncu, "--profile-from-start", "off", "--clock-control", "none", "--nvtx", "--csv", "--page", "raw"]
     command += ["--print-kernel-base", "function"]
     command += ["--metrics", ",".join(METRICS), sys.executable, __file__, "--launch"]
@@ -161,7 +161,7 @@ def number(text: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="writes a record there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a record to FILE")
     parser.add_argument("--launch", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not torch.cuda.is_available():

@@ -211,10 +211,10 @@ def profiled(command: Path, ncu: str, kernel: Kernel) -> dict[str, Any]:
 def counters(command: Path, path: Path | None) -> None:
     ncu = shutil.which("ncu")
     if ncu is None:
-        raise SystemExit("model.py: there is no ncu here")
+        raise SystemExit("model.py: needs ncu; found none")
     info = subprocess.run([command, "info"], check=True, capture_output=True, text=True).stdout
     if "H200" not in info and "H100" not in info:
-        raise SystemExit("model.py: counters need a Hopper GPU; hopwell info sees none")
+        raise SystemExit("model.py: counters needs a Hopper GPU; hopwell info lists none")
     version = Path("/proc/driver/nvidia/version")
     driver = re.search(r"\d+\.\d+(\.\d+)?", version.read_text() if version.exists() else "")
     results = [profiled(command, ncu, kernel) for kernel in HOPPER]
@@ -235,8 +235,10 @@ def counters(command: Path, path: Path | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["count", "blackwell", "hopper", "counters"])
-    parser.add_argument("--command", type=Path, default=Path(sys.executable).with_name("hopwell"), help="hopwell")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="of counters: writes the record there")
+    parser.add_argument(
+        "--command", type=Path, default=Path(sys.executable).with_name("hopwell"), help="hopwell program"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="for counters: write the record to FILE")
     options = parser.parse_args()
     if options.what == "count":
         count(options.command)

@@ -80,10 +80,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="a folder that examples/train_dsa_lm.py wrote")
     parser.add_argument("--text", nargs="+", type=Path, default=[], metavar="PATH", help="default: the run's default")
-    parser.add_argument("--topk", action="append", type=int, help="may be repeated; default: the model's")
+    parser.add_argument(
+        "--topk", action="append", type=int, help="keys to select; may be repeated (default: the model's)"
+    )
     parser.add_argument("--s", type=int, help="tokens of a window; default: the model's context")
     parser.add_argument("--windows", type=int, default=4)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="writes a record there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a record to FILE")
     options = parser.parse_args()
     model, tokenizer = load(options.run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     s = options.s or model.size.context

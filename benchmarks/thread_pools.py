@@ -80,7 +80,7 @@ def in_a_process(names: list[str], variables: dict[str, str]) -> dict[str, list[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="writes a record there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a record to FILE")
     parser.add_argument("--in-turns", nargs="+", metavar="CALL", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.in_turns:

@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--warm-up", action="store_true", help="the indexer's dense warm-up, not the sparse step")
     parser.add_argument("--no-dense", action="store_true", help="without dense attention")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="writes a record there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a record to FILE")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("training_step.py: PyTorch sees no GPU")

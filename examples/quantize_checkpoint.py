@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Quantises a Llama checkpoint in Hugging Face's format to NVFP4, loads the result, and generates with it.
+"""Quantises a Llama-shaped checkpoint in Hugging Face's format to NVFP4, loads the result, and generates with it.
 
 The folder has config.json and model.safetensors, or several files and model.safetensors.index.json, as
 `save_pretrained` writes them. Without --model the program first makes a tiny checkpoint with random weights. It writes
@@ -245,8 +245,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--model", type=Path, help="a folder with config.json and model.safetensors (default: make one)"
     )
-    parser.add_argument("--output", type=Path, help="where model-nvfp4.safetensors goes (default: the model's folder)")
-    parser.add_argument("--tokens", type=at_least(1), default=16, help="to generate (default: 16)")
+    parser.add_argument("--output", type=Path, help="folder for model-nvfp4.safetensors (default: the model's folder)")
+    parser.add_argument("--tokens", type=at_least(1), default=16, help="number of tokens to generate (default: 16)")
     try:
         options = parser.parse_args(arguments)
         with tempfile.TemporaryDirectory() as made:

@@ -200,13 +200,15 @@ def main(arguments: list[str] | None = None) -> int:
         description="Trains a small model twice, on the CPU: with plain PyTorch and with hopwell.compat.tilelang. The"
         " exit code is 0 only if the losses of every step agree within 1 %.",
     )
-    parser.add_argument("--steps", type=int, default=120, help="of each run (default: 120, about 20 processor seconds)")
+    parser.add_argument(
+        "--steps", type=int, default=120, help="steps of each run (default: 120, about 20 processor seconds)"
+    )
     parser.add_argument(
         "--picture",
         type=Path,
         metavar="FILE",
         default=Path("swap_one_import.png"),
-        help="both loss curves (default: swap_one_import.png, here)",
+        help="picture of both loss curves (default: swap_one_import.png)",
     )
     options = parser.parse_args(arguments)
     if options.steps < 1:

@@ -36,10 +36,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="files or folders of UTF-8 text (default: the Python standard library's sources)",
     )
     parser.add_argument("--steps", type=at_least(1), help="updates of the main model (default: 1000; 300 with --large)")
-    parser.add_argument("--seed", type=seed, default=0, help="of initial weights, batches and the sample (default: 0)")
+    parser.add_argument(
+        "--seed", type=seed, default=0, help="seed of initial weights, batches and the sample (default: 0)"
+    )
     parser.add_argument("--name", default="dsa_lm", help="results go to runs/NAME (default: dsa_lm)")
-    parser.add_argument("--prompt", default=PROMPT, help="what the sample continues")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in runs/NAME")
+    parser.add_argument("--prompt", default=PROMPT, help="text that the sample continues")
+    parser.add_argument("--resume", action="store_true", help="resume from the checkpoint in runs/NAME")
     parser.add_argument(
         "--timeout",
         type=at_least(1),

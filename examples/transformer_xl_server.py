@@ -475,11 +475,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     text = "files or folders of UTF-8 text (default: the Python standard library's sources)"
     parser.add_argument("--text", nargs="+", type=Path, default=[], metavar="PATH", help=text)
-    parser.add_argument("--steps", type=at_least(1), help=f"of training (default: {Plan.steps})")
-    parser.add_argument("--requests", type=at_least(1), help=f"to serve (default: {Plan.requests})")
-    parser.add_argument("--seed", type=seed, default=1, help="of weights and requests (default: 1)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="(default: cuda where there is a GPU)")
-    parser.add_argument("--quick", action="store_true", help="a smaller model on a part of the text, for seconds")
+    parser.add_argument("--steps", type=at_least(1), help=f"training steps (default: {Plan.steps})")
+    parser.add_argument("--requests", type=at_least(1), help=f"requests to serve (default: {Plan.requests})")
+    parser.add_argument("--seed", type=seed, default=1, help="seed of weights and requests (default: 1)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU")
+    parser.add_argument("--quick", action="store_true", help="a smaller model on a part of the text; takes seconds")
     return parser.parse_args(arguments)
 
 

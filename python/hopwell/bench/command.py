@@ -22,19 +22,20 @@ from .scale import DEVICE
 
 NOISE = {"cuda": 0.15, "cpu": 0.4}  # docs/comparisons.md explains the values
 PICTURES = (".svg", ".png", ".pdf")
-DESCRIPTION = """Every operator beside the same operation of other packages, in one process, in turns.
+DESCRIPTION = """Compares every operator with the same operation of other packages, in one process, in turns.
 
-  python -m hopwell.bench                                  beside plain PyTorch
-  python -m hopwell.bench paged_attention --peers          one operator, beside every package that is installed
+  python -m hopwell.bench                                  with plain PyTorch
+  python -m hopwell.bench paged_attention --peers          one operator, with every installed package
   python -m hopwell.bench paged_attention --shape b=64,context=4096,h_q=32,h_kv=32,d=128
   python -m hopwell.bench --peers --json FILE --plot FILE.svg
-  python -m hopwell.bench --check RECORD                   against a record of --json, as make bench-check does
+  python -m hopwell.bench --check RECORD                   with a record of --json, as make bench-check does
 
-"times" is the peer's time over Hopwell's: above 1, Hopwell is the faster. "share" and "peer's" are of the ceiling that
-was measured in the same turns: a matrix product, or reading as many bytes. A package that is missing, refuses a shape
-or gives another result is a line with the reason. Every operator has a process of its own, so that a peer that crashes
-or hangs takes nothing else with it. Exit status: 0; 1 where results disagree, Hopwell fails, a process dies or --check
-finds a share smaller than the noise allows; 2 for bad arguments; 3 where --check has no record of this device."""
+"times" is the peer's time over Hopwell's: above 1, Hopwell is faster. "share" and "peer's" are relative to the ceiling
+that was measured in the same turns: a matrix product, or reading the same number of bytes. If a package is missing,
+does not support a shape or gives another result, its line states the reason. Every operator has a process of its own,
+so that a peer that crashes or hangs affects only this operator. Exit status: 0; 1 if results disagree, Hopwell fails, a
+process dies or --check finds a share that is smaller than the noise allows; 2 for bad arguments; 3 if --check has no
+record of this device."""
 
 
 def shape_of(name: str, operator: Operator, text: str) -> Shape:
@@ -59,21 +60,25 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    options.add_argument("operator", nargs="*", help=f"default: all: {', '.join(OPERATORS)}")
-    options.add_argument("--peers", action="store_true", help="beside every package that is installed, not only torch")
+    options.add_argument("operator", nargs="*", help=f"operators to run (default: all): {', '.join(OPERATORS)}")
+    options.add_argument("--peers", action="store_true", help="compare with every installed package, not only torch")
     options.add_argument(
-        "--shape", action="append", default=[], metavar="NAME=N,…", help="this one instead; may be repeated"
+        "--shape", action="append", default=[], metavar="NAME=N,…", help="run this shape instead; may be repeated"
     )
-    options.add_argument("--json", type=Path, metavar="FILE", help="writes a record there")
-    options.add_argument("--plot", type=Path, metavar="FILE", help=f"draws it there: {', '.join(PICTURES)}")
-    options.add_argument("--check", type=Path, nargs="+", metavar="RECORD", help="against these records, without peers")
+    options.add_argument("--json", type=Path, metavar="FILE", help="write a record to FILE")
+    options.add_argument("--plot", type=Path, metavar="FILE", help=f"draw a picture to FILE: {', '.join(PICTURES)}")
     options.add_argument(
-        "--noise", type=float, help="of --check: how much smaller a share may be, 0 … 1 (0.15 on GPUs, 0.4 on CPUs)"
+        "--check", type=Path, nargs="+", metavar="RECORD", help="compare with these records, without peers"
     )
-    options.add_argument("--rounds", type=int, default=15, help="turns (15)")
-    options.add_argument("--limit", type=float, default=300, metavar="SECONDS", help="of an operator (300)")
-    options.add_argument("--commit", default="", help="for the record, where the package does not know its own")
-    options.add_argument("--dry-run", action="store_true", help="tiny shapes: tries the program, measures nothing")
+    options.add_argument(
+        "--noise",
+        type=float,
+        help="for --check: part by which a share may be smaller, 0 … 1 (0.15 on GPUs, 0.4 on CPUs)",
+    )
+    options.add_argument("--rounds", type=int, default=15, help="rounds to time (15)")
+    options.add_argument("--limit", type=float, default=300, metavar="SECONDS", help="time limit of an operator (300)")
+    options.add_argument("--commit", default="", help="commit for the record, if the package does not know its own")
+    options.add_argument("--dry-run", action="store_true", help="tiny shapes, to try the program; times mean nothing")
     # Internal options. --one: run these shapes of one operator in this process and write its rows to this file.
     # --alone: measure without peers.
     options.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
