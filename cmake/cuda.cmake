@@ -7,7 +7,7 @@ if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake before 3.25.2 does not kno
   set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
   set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION -std=c++20)
 endif()
-set(HOPWELL_ARCHITECTURE_sm80 "80;90-real")  # PTX for later chips: a machine with a Hopper GPU may lack the compiler for sm_90a
+set(HOPWELL_ARCHITECTURE_sm80 "80;90-real")  # 80: also PTX for later chips. Hopper machines may lack a PTX compiler
 if(HOPWELL_EVERY_GPU)  # 8.6 and 8.9 run the code of 8.0; 10.3 runs the code of 10.0
   set(HOPWELL_ARCHITECTURE_sm80 "80;90-real;100-real;120-real")
 endif()

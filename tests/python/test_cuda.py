@@ -93,7 +93,7 @@ def test_same_bits_every_time() -> None:
 
 @pytest.mark.parametrize(("h_q", "s_kv"), [(64, 131072), (128, 8192), (128, 131072)])
 def test_same_bits_at_full_size(h_q: int, s_kv: int) -> None:
-    """Only large problems load the exchanges between warps: a race would change about one query in ten."""
+    """Only large problems load the exchanges between warps: a race shows as one wrong query in every tenth call."""
     generator = torch.Generator("cuda").manual_seed(9)
     q = torch.randn(4096, h_q, 576, device="cuda", dtype=torch.bfloat16, generator=generator)
     kv = torch.randn(s_kv, 576, device="cuda", dtype=torch.bfloat16, generator=generator)
