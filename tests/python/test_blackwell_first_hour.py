@@ -1,4 +1,4 @@
-"""benchmarks/blackwell_first_hour.py without a Blackwell card: what it says, and that its report can be written."""
+"""benchmarks/blackwell_first_hour.py without a Blackwell card: the emulator's results, and the report."""
 
 import shutil
 import subprocess
@@ -38,7 +38,7 @@ def test_on_the_emulator_every_measurement_is_right_and_has_its_model(program: M
     assert run("--self-test", "--folder", str(tmp_path)).returncode == 0
     results = {result["name"]: result for result in program.emulated(tmp_path)}
     assert len(results) == len(program.emulated(tmp_path)) > 80
-    # Rates that the model states, which a kernel cannot exceed.
+    # The model's rates, which a kernel cannot exceed.
     assert results["additions lines, 40 rows"]["model"] == pytest.approx(22)
     assert results["additions scalar, 40 rows"]["model"] == pytest.approx(18)
     assert 1 / results["M 128 N 256 TS"]["model"] == pytest.approx(128)

@@ -1,4 +1,4 @@
-"""On a GPU: the decode operators on PyTorch's tensors as on the CPU, in CUDA graphs, repeatable, on vLLM's caches."""
+"""On a GPU: the decode operators give the CPU's results on PyTorch's tensors, in CUDA graphs and on vLLM's caches."""
 
 import math
 
@@ -24,7 +24,7 @@ def relative_error(x: Tensor, y: Tensor) -> float:
 def make_cache(
     layout: str, dtype: torch.dtype, h_kv: int, d: int, block: int = 16
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Caches on the CPU as their engines lay them out, shuffled block tables with garbage at the end, contexts."""
+    """Caches on the CPU in their engines' layouts, shuffled block tables with garbage at the end, context lengths."""
     generator = torch.Generator().manual_seed(h_kv * d)
     lengths = torch.tensor(CONTEXTS, dtype=torch.int32)
     width = math.ceil(max(CONTEXTS) / block) + 2
@@ -95,7 +95,7 @@ def test_graph_follows_lengths_and_tables() -> None:
 
 
 def test_vllm_caches() -> None:
-    """Caches as vLLM allocates them, halves of one tensor, filled by slots; ALiBi; in-place results."""
+    """Caches as vLLM allocates them (halves of one tensor), filled by slots; ALiBi; in-place results."""
     blocks, block, h_kv, h_q, d = 64, 16, 4, 16, 128
     kv_cache = torch.zeros(2, blocks, block * h_kv * d, dtype=torch.float16, device="cuda")
     key_cache, value_cache = kv_cache[0].view(blocks, h_kv, d // 8, block, 8), kv_cache[1].view(blocks, h_kv, d, block)
@@ -158,7 +158,7 @@ def test_nvfp4_quantize_and_dequantize_as_on_the_cpu() -> None:
 
 
 def test_nvfp4_quantize_in_one_pass_as_in_two() -> None:
-    """Rows without gaps are read once, by CTAs that wait for each other: in a graph replayed, and on two streams."""
+    """Rows without gaps are read once, by CTAs that wait for each other: in a replayed graph, and on two streams."""
     x = torch.empty(4096, 4608, dtype=torch.bfloat16, device="cuda")
     with_gaps = torch.empty(4096, 4608 + 16, dtype=torch.bfloat16, device="cuda")[:, :4608]
 
@@ -216,7 +216,9 @@ def test_paged_attention_gives_the_same_bits_every_time() -> None:
 
 
 def test_a_captured_step_follows_its_length() -> None:
-    """Sparse attention one token after the other in one CUDA graph, the cache's length a tensor, as without a graph."""
+    """Sparse attention of one token after another in one CUDA graph, with the length as a tensor, as without a
+    graph.
+    """
     torch.manual_seed(0)
     mla = nn.SparseMLA(64, 16, d_nope=32, d_head=32)
     dsa = nn.DSA(mla, nn.LightningIndexer(64, topk=24, h_index=16)).cuda().bfloat16()
