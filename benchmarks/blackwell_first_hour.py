@@ -162,7 +162,8 @@ def caps(_: Path) -> list[Json]:
     found = []
     for kernel in model.BLACKWELL:
         counted = model.counted(COMMAND, kernel, "emu:sm100")[model.LONG]
-        found.append({"operator": kernel.operator, "h_q": kernel.h_q, "cap": counted["cap"], "binds": counted["binds"]})
+        which = {"operator": kernel.operator, "h_q": kernel.h_q, "d_qk": kernel.d_qk}
+        found.append({**which, "cap": counted["cap"], "binds": counted["binds"]})
     return found
 
 
@@ -197,8 +198,8 @@ def against_model(row: Json) -> str:
 
 def reached(row: Json, of_caps: list[Json]) -> str:
     """Returns the measured share of the matmul rate, divided by the model's upper bound."""
-    heads = int(row["settings"].get("h_q", 0))
-    (cap,) = [c["cap"] for c in of_caps if c["operator"] == row["operator"] and c["h_q"] == heads] or [0]
+    which = row["operator"], *(int(row["settings"].get(name, 0)) for name in ("h_q", "d_qk"))
+    (cap,) = [c["cap"] for c in of_caps if (c["operator"], c["h_q"], c["d_qk"]) == which] or [0]
     return number(row["share_of_matmul"] / cap) if cap and row["backend"] == "sm100" else "–"
 
 

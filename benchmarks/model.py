@@ -49,6 +49,8 @@ class Kernel:
     ctas: int = 1  # CTAs that compute one query or tile together
     step: int = 64  # keys, or K
     shape: str = ""  # shape of `hopwell bench`
+    h_q: int = 0
+    d_qk: int = 576
 
     def case(self, size: int) -> str:
         return f"{self.cases}_{size}"
@@ -56,12 +58,12 @@ class Kernel:
 
 def query(name: str, operator: str, h_q: int, ctas: int = 1) -> Kernel:
     shape = "h128-8k" if h_q == 128 else "h64-8k" if h_q == 64 else f"h64-8k,h_q={h_q}"
-    return Kernel(name, operator, f"query_h_q_{h_q}_topk", ctas, shape=shape)
+    return Kernel(name, operator, f"query_h_q_{h_q}_topk", ctas, shape=shape, h_q=h_q)
 
 
 BLACKWELL = [
     query("backward, 64 heads", "sparse_mla_backward", 64),
-    Kernel("backward, 64 heads, d_qk 512", "sparse_mla_backward", "query_h_q_64_d_qk_512_topk"),
+    Kernel("backward, 64 heads, d_qk 512", "sparse_mla_backward", "query_h_q_64_d_qk_512_topk", h_q=64, d_qk=512),
     query("backward, 128 heads (each of two CTAs)", "sparse_mla_backward", 128, ctas=2),
     query("forward, 64 heads", "sparse_mla_forward", 64),
     query("forward, 128 heads (each of two CTAs)", "sparse_mla_forward", 128, ctas=2),

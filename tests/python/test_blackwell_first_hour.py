@@ -48,6 +48,13 @@ def test_on_the_emulator_every_measurement_is_right_and_has_its_model(program: M
     assert results["to the peer by st.async"]["model"] is None
 
 
+def test_every_kernel_has_a_bound_of_its_own(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound = {program.model.LONG: {"cap": 0.5, "binds": "shared memory"}}
+    monkeypatch.setattr(program.model, "counted", lambda command, kernel, backend: bound)
+    found = program.caps(Path())
+    assert len({(c["operator"], c["h_q"], c["d_qk"]) for c in found}) == len(found) == len(program.model.BLACKWELL)
+
+
 def test_the_report_has_every_part(program: ModuleType) -> None:
     report = {
         "card": "NVIDIA B200",
@@ -58,12 +65,15 @@ def test_the_report_has_every_part(program: ModuleType) -> None:
             {"name": "additions lines", "unit": "B", "per_cycle": 11.0, "model": 22.0, "right": True},
             {"name": "M 128 N 64 SS", "unit": "products", "per_cycle": 0.02, "model": 1 / 48, "right": False},
         ],
-        "caps": [{"operator": "sparse_mla_forward", "h_q": 64, "cap": 0.5, "binds": "shared memory"}],
+        "caps": [
+            {"operator": "sparse_mla_forward", "h_q": 64, "d_qk": 576, "cap": 0.5, "binds": "shared memory"},
+            {"operator": "sparse_mla_forward", "h_q": 64, "d_qk": 512, "cap": 0.6, "binds": "shared memory"},
+        ],
         "times": [
             {
                 "operator": "sparse_mla_forward",
                 "shape": "h64-8k",
-                "settings": {"h_q": "64"},
+                "settings": {"h_q": "64", "d_qk": "576"},
                 "backend": "sm100",
                 "median_seconds": 1e-3,
                 "share_of_matmul": 0.4,
