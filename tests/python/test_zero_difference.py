@@ -285,6 +285,27 @@ def test_deterministic_dq_on_cards(
 
 
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b.startswith("emu:")])
+def test_devices_of_all_sizes(backend: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What belongs to a query does not depend on the number of multiprocessors, nor on the chip that is planned for."""
+    monkeypatch.setenv("HOPWELL_EMULATOR_CHECKER", "off")
+    mla, whole = SparseMla(rng, backend, h_q=20), slice(None)
+    of_index: list[Any] = [
+        problem(rng, backend)
+        for problem, operator in ((Indexer, "lightning_indexer_backward"), (DenseLoss, "indexer_dense_loss"))
+        if backend in hopwell.backends(operator)
+    ]
+    for device, multiprocessors in (("", "1"), ("", "132"), ("h100", "7")):
+        monkeypatch.setenv("HOPWELL_EMULATOR_SMS", multiprocessors)
+        if device:
+            monkeypatch.setenv("HOPWELL_EMULATOR_DEVICE", device)
+        for name, mine in mla.run(whole, whole, mla.indices, {"attn": True}).items():
+            assert same_bits(mla.whole[name], mine), f"{name} on {device} with {multiprocessors}"
+        for problem in of_index:
+            for expected, mine in zip(problem.whole, problem.run(whole, rng), strict=True):
+                assert same_bits(expected, mine), f"{type(problem).__name__} on {device} with {multiprocessors}"
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b.startswith("emu:")])
 def test_deterministic_dq_of_packed_documents(backend: str, rng: np.random.Generator) -> None:
     """Keys of other documents before and behind a query's own, which are the same keys at other places."""
     problem = SparseMla(rng, backend, h_q=20, shape=(2, 130, 300))
