@@ -79,3 +79,19 @@ def test_scores_of_zero_stay_zero(backend: str, scale: float, rng: np.random.Gen
     assert norm_error(out.cpu(), mean.cpu()) < 4e-3
     attn = hopwell.attention_distribution(q, kv, indices, lse, scale, backend=backend)
     assert torch.allclose(attn, torch.full_like(attn, 4 / 30), rtol=1e-3)
+
+
+@pytest.mark.parametrize("h_q", [8, 40])
+@pytest.mark.parametrize("backend", FORWARD)
+def test_max_logits_of_scores_that_are_infinite_and_nan(backend: str, h_q: int, rng: np.random.Generator) -> None:
+    """As docs/operators/index.md says: beside +inf, NaN is lost where the maximum is fmaxf's."""
+    q, kv = torch.zeros_like(random(rng, backend, 3, h_q, 576)), torch.zeros_like(random(rng, backend, 3, 576))
+    q[..., 0] = 1
+    kv[:, 0] = torch.tensor([float("inf"), float("nan"), 1.0])
+    indices = torch.tensor([[0, 1, 2], [0, 2, -1], [1, 2, -1]], dtype=torch.int32, device=q.device)
+    out, max_logits, lse = hopwell.sparse_mla_forward(q, kv, indices, SCALE, backend=backend)
+    loses_nan = backend.endswith(("sm90", "sm100"))
+    expected = torch.tensor([float("inf") if loses_nan else float("nan"), float("inf"), float("nan")])
+    assert torch.equal(max_logits.cpu().nan_to_num(nan=-1.0), expected[:, None].expand(3, h_q).nan_to_num(nan=-1.0))
+    assert lse.isnan().all()
+    assert out[..., 0].isnan().all()
