@@ -130,7 +130,7 @@ HOPWELL_API hopwell_status hopwell_sparse_mla_forward_workspace_bytes(const hopw
 /* ---- sparse_mla_backward ----------------------------------------------------------------------------------------- */
 
 /**
- * Gradients of sparse_mla_forward, from its out and lse.
+ * Gradients of sparse_mla_forward, from its out and lse. If these are merged over shards of keys, each call's d_sink is whole.
  *
  *     lse'  = log(exp(lse) + exp(attn_sink))          lse without a sink
  *     p     = exp(score - lse')
@@ -150,7 +150,7 @@ typedef struct hopwell_sparse_mla_backward_args {
   const DLTensor* indices HOPWELL_ZERO;
   /** the forward's, like q [s_q, h_q, d_v] */
   const DLTensor* out HOPWELL_ZERO;
-  /** the forward's, fp32 [s_q, h_q] */
+  /** the forward's, fp32 [s_q, h_q]; no score may exceed it by more than 44, where GPUs take exp(score - lse) as 2^64 */
   const DLTensor* lse HOPWELL_ZERO;
   float sm_scale HOPWELL_REQUIRED;
   int64_t d_v HOPWELL_DEFAULT(512);
@@ -162,7 +162,7 @@ typedef struct hopwell_sparse_mla_backward_args {
   int64_t kv_stride HOPWELL_DEFAULT(1);
   const DLTensor* k_start HOPWELL_ZERO;
   const DLTensor* k_end HOPWELL_ZERO;
-  /** same bits every time, for any number of threads; the CPU gives that always */
+  /** same bits every time, for any number of threads (the CPU gives that always), and of dq in every call that has the query */
   bool deterministic HOPWELL_ZERO;
   /** add into the given fp32 dkv instead of overwriting it */
   bool accumulate HOPWELL_ZERO;
@@ -177,7 +177,7 @@ typedef struct hopwell_sparse_mla_backward_args {
   const DLTensor* dq HOPWELL_ZERO;
   /** output, fp32 or bf16, shape of kv; null: not needed */
   const DLTensor* dkv HOPWELL_ZERO;
-  /** output, fp32 [h_q]; only with attn_sink; null: not needed */
+  /** output, fp32 [h_q]; only with attn_sink; null: not needed. Rows whose lse is +inf add nothing; all others do. */
   const DLTensor* d_sink HOPWELL_ZERO;
   /** output, fp32 [s_q, topk]: sum_h exp(score - lse), the attention distribution; optional */
   const DLTensor* attn HOPWELL_ZERO;

@@ -189,9 +189,12 @@ def sparse_mla_backward(a: dict[str, Any]) -> list[Expected]:
     )
     dkv_slack, dkv_size = np.zeros((2, len(a["kv"]), d_qk))
     for s, row in _rows(a, "sparse_mla_backward"):
+        lse = a["lse"][s].astype(np.float64)
+        delta = (d_out[s] * out[s]).sum(axis=1)
+        share = finite(np.exp(-np.logaddexp(0.0, lse - sink)))
+        sink_slack += _unless((delta > LARGE) & ~np.isposinf(lse), share * delta * (4 * ROUNDING) + TINY)
         if len(row.entries) == 0:
             continue
-        lse = a["lse"][s].astype(np.float64)
         below = np.logaddexp(lse, sink)
         reach = row.reach + ROUNDING * (finite(lse) + np.minimum(finite(below), 1e6))[:, None]
         p, p_off = _weights(row.score, below[:, None], reach)
@@ -211,9 +214,6 @@ def sparse_mla_backward(a: dict[str, Any]) -> list[Expected]:
         total[:, :d_v] += p.T @ d_out[s]
         np.add.at(dkv_slack, row.keys, _unless(bad.any(axis=0)[:, None], part))
         np.add.at(dkv_size, row.keys, total)
-        delta = (d_out[s] * out[s]).sum(axis=1)
-        share = finite(np.exp(-np.logaddexp(0.0, lse - sink)))
-        sink_slack += _unless(delta > LARGE, share * delta * (4 * ROUNDING) + TINY)
         attn_slack[s, row.entries] = _distribution_slack(row, a["lse"][s])
     q_type = str(a["q"].dtype)
     results = []
