@@ -183,21 +183,11 @@ def test_a_call_that_ends_its_process_is_reported(monkeypatch: pytest.MonkeyPatc
 
 def test_command_makes_one_call_again(tmp_path: Path) -> None:
     report = tmp_path / "fuzz.json"
-    command = [
-        sys.executable,
-        "-m",
-        "fuzz",
-        "--backends",
-        "cpu",
-        "--operators",
-        "normalize_l1",
-        "--report",
-        str(report),
-    ]
+    options = ["--backends", "cpu", "--device", "cpu", "--operators", "normalize_l1", "--call", "2"]
     environment = os.environ | {"FUZZ_SECONDS": "0", "FUZZ_SEED": "1"}
     run = subprocess.run(
-        [*command, "--device", "cpu"], cwd=Path(__file__).parent, env=environment, capture_output=True, text=True,
-        check=True,
+        [sys.executable, "-m", "fuzz", *options, "--report", str(report)], cwd=Path(__file__).parent, env=environment,
+        capture_output=True, text=True, check=True,
     )  # fmt: skip
     (summary,) = json.loads(report.read_text())
     assert summary["failures"] == [] and summary["calls"][0]["ran"] == 1

@@ -28,7 +28,7 @@ from .right import CALLS
 
 HANGS = 300  # seconds that no call takes
 MOST_FAILURES = 200
-CALLS_A_ROUND = {True: 4, False: 50}  # on an emulated backend, on a GPU
+CALLS_A_ROUND = {True: 10, False: 50}  # on an emulated backend, on a GPU
 
 
 @dataclass
@@ -155,10 +155,17 @@ def fuzz(tasks: list[tuple[str, str]], seconds: float, seed: int, *more: str) ->
     return Run(tasks, seconds, seed, [*options, *more])()
 
 
+def gpus() -> list[str]:
+    return [name for name in hopwell.backends() if name.startswith("sm")]
+
+
+def emulated_gpus() -> list[str]:
+    return [name for name in hopwell.backends() if name.startswith("emu:")]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="fuzz")
-    others = [name for name in hopwell.backends() if name != "cpu"]
-    parser.add_argument("--backends", default=",".join(others), help="default: all but cpu")
+    parser.add_argument("--backends", help="names, or `gpus` or `emulated`; default: these two, one after the other")
     parser.add_argument("--operators", default=",".join(CALLS))
     parser.add_argument("--report", type=Path, help="a file for the summary, as JSON")
     parser.add_argument("--call", help="the only one to make of each round")
@@ -167,13 +174,13 @@ def main() -> int:
     seconds, seed = float(os.environ.get("FUZZ_SECONDS", "60")), int(os.environ.get("FUZZ_SEED", "0"))
     options = {"--call": given.call, "--device": given.device}
     more = [word for option in options.items() if option[1] is not None for word in option]
+    groups = {"gpus": gpus(), "emulated": emulated_gpus()}
+    chosen = [groups.get(given.backends, given.backends.split(","))] if given.backends else list(groups.values())
     summaries = []
-    backends = given.backends.split(",")
-    groups = [[b for b in backends if b.startswith("emu:") == emulated] for emulated in (False, True)]
-    for group in filter(None, groups):
-        tasks = tasks_of(group, given.operators.split(","))
-        summaries.append(fuzz(tasks, seconds / len(list(filter(None, groups))), seed, *more))
-        print(summaries[-1].text(), flush=True)
+    for tasks in (tasks_of(group, given.operators.split(",")) for group in chosen):
+        if tasks:
+            summaries.append(fuzz(tasks, seconds, seed, *more))
+            print(summaries[-1].text(), flush=True)
     if given.report:
         given.report.write_text(json.dumps([summary.as_json() for summary in summaries], indent=1))
     return 1 if any(summary.failures for summary in summaries) else 0

@@ -78,6 +78,7 @@ def lightning_indexer_backward(a: dict[str, Any]) -> list[Expected]:
     loss_slack = 1e-7
     d_q_slack, d_w_slack = np.zeros(d_q.shape), np.zeros(d_w.shape)
     d_k_slack, d_k_size = np.zeros((2, *d_k.shape))
+    largest, count = np.zeros((2, len(d_k)))  # of deterministic sums on GPUs: what bounds one number that is added
     ranges = a.get("k_start"), a.get("k_end")
     visible = visible_keys("lightning_indexer_backward", len(d_q), len(d_k), None, None, 1, *ranges)
     for s, (first, last) in enumerate(zip(*visible, strict=True)):
@@ -102,14 +103,21 @@ def lightning_indexer_backward(a: dict[str, Any]) -> list[Expected]:
             p = np.exp(shifted) / np.exp(shifted).sum()
             size = factor * finite(target)
             loss_slack += (size * (2 * reach + EXP + 1e-6 * np.abs(finite(shifted) + np.log(len(p))))).sum()
-            loss_slack += (size * finite(np.log(np.where(target > 0, target, 1.0)))).sum() * 1e-6
+            of_target = finite(np.log(np.where(target > 0, target, 1.0)))
+            loss_slack += (size * of_target).sum() * 1e-6
+            terms = finite(target) * (of_target + np.abs(finite(shifted)) + np.log(len(p)))
+            loss_slack = np.inf if terms.sum() > LARGE else loss_slack
         if row_weights[s] == 0:
             continue
         factor *= d_loss
+        if factor > LARGE:
+            d_q_slack[s] = d_w_slack[s] = d_k_slack[keys] = np.inf
+            continue
         g = factor * finite(p - target)
-        g_off = factor * (finite(p) * (4 * reach + EXP) + ROUNDING * finite(target) + TINY) + TINY
+        g_off = factor * (finite(p) * (4 * reach + EXP) + ROUNDING * finite(target) + TINY)
         if d_scores is not None:
-            g, g_off = factor * finite(target), factor * ROUNDING * finite(target) + TINY
+            g, g_off = factor * finite(target), factor * ROUNDING * finite(target)
+        g_off = g_off + TINY * (1 + finite(target) + finite(p))  # the factor may lose as much
         w, q, keys_size = finite(a["weights"][s]), finite(a["q_index"][s]), finite(k)
         dot = a["q_index"][s].astype(np.float64) @ k.astype(np.float64).T
         exact = all((np.round(x) == x).all() and x.max(initial=0) < 100 for x in (q, keys_size))
@@ -125,16 +133,22 @@ def lightning_indexer_backward(a: dict[str, Any]) -> list[Expected]:
         lost = odd & (((p > 0) & (p < SMALL)).any() | turns.any())
         d_dot_off = unless((w[:, None] * g > LARGE) | (g > LARGE) | lost, d_dot_off)
         sums = w[:, None] * g
-        d_q_slack[s] = unless(sums @ keys_size > LARGE, (d_dot_off + ROUNDING * sums) @ keys_size + TINY * len(g))
-        np.add.at(d_k_slack, keys, (d_dot_off + ROUNDING * sums).T @ q + TINY * len(q))
+        lost_products = TINY * len(g) * (1 + w[:, None])
+        d_q_slack[s] = (d_dot_off + ROUNDING * sums) @ keys_size + lost_products
+        d_q_slack[s] = unless((sums @ keys_size > LARGE) | (g @ keys_size > LARGE), d_q_slack[s])
+        of_keys = (d_dot_off + ROUNDING * sums).T @ q + TINY * len(q) * (1 + g[:, None])
+        np.add.at(d_k_slack, keys, unless(w @ q > LARGE, of_keys))
         np.add.at(d_k_size, keys, sums.T @ q)
+        np.maximum.at(largest, keys, g * (w @ q.max(axis=1, initial=0.0)))
+        np.add.at(count, keys, 1)
         overflows = (sizes @ g > LARGE) | (g > LARGE).any()
         d_w_slack[s] = unless(overflows, sizes @ (g_off + 2 * ROUNDING * g) + TINY * (1 + g.sum()))
         if lost:
             d_w_slack[s] = np.inf
     names = ("loss", "d_q_index", "d_k_index", "d_weights")
     dtypes = ("float32", str(a["q_index"].dtype), "float32", str(a["weights"].dtype))
-    slacks = (loss_slack, d_q_slack, unless(d_k_size > LARGE, d_k_slack), d_w_slack)
+    d_k_slack = unless((d_k_size > LARGE) | (largest * count > LARGE)[:, None], d_k_slack)
+    slacks = (loss_slack, d_q_slack, d_k_slack, d_w_slack)
     return [
         Expected(name, value, BOUNDS[dtype], slack, elementwise=name == "loss")
         for name, value, dtype, slack in zip(names, (loss, d_q, d_k, d_w), dtypes, slacks, strict=True)

@@ -282,6 +282,8 @@ def paged_attention(draw: st.DrawFn) -> FuzzedCall:
 
 
 def _k(maker: Maker) -> int:
+    if maker.for_kernels:
+        return 64 * maker.choose(1, 2, 3, 4, 8, 17)
     return 16 * maker.choose(1, 2, 3, 4, 5, 8, 9, 16, 17, 40, 65, 0)
 
 
@@ -475,8 +477,10 @@ def indexer_dense_loss(draw: st.DrawFn) -> FuzzedCall:
     maker = Maker(draw)
     dtype = maker.choose("float32", "bfloat16")
     s_q, s_kv, h_q, h_index = maker.size(0, 40), maker.size(0, 130), maker.size(1, 9), maker.size(1, 9)
-    s_q, s_kv, h_q, d_qk = _fit([s_q, s_kv, h_q, maker.size(1, 70)])
-    d_index = maker.size(1, 40)
+    d_qk, d_index = maker.size(1, 70), maker.size(1, 40)
+    if maker.for_kernels:
+        dtype, d_qk, d_index = "bfloat16", maker.choose(512, 576), maker.choose(64, 128)
+    s_q, s_kv, h_q, d_qk = _fit([s_q, s_kv, h_q, d_qk])
 
     def normal(*shape: int) -> Any:
         return maker.values(maker.rng.standard_normal(shape).astype(DTYPES[dtype]))
