@@ -23,7 +23,7 @@ def is_emulated(backend: str) -> bool:
 def set_shapes(backend: str) -> None:
     """Sizes of calls from here on, in this process."""
     Maker.kernels = True
-    Maker.work = 400_000 if is_emulated(backend) else 8_000_000
+    Maker.work = 1.5 if is_emulated(backend) else 25.0
 
 
 def check(call: FuzzedCall, backend: str, device: torch.device | None) -> str | None:
@@ -56,10 +56,11 @@ def _results(call: FuzzedCall, device: torch.device | None, schedule: int) -> di
     """`schedule`: the seed of the emulator's, whose checks are on."""
     os.environ["HOPWELL_EMULATOR_SEED"] = str(schedule)
     there = HostCall(call) if device is None else DeviceCall(call, device)
-    made = run.results_of(call.operator, there.arguments)
-    named = {name: there.on_host(result) for name, result in made.items()}
-    there.fetch()
-    return named
+    try:
+        made = run.results_of(call.operator, there.arguments)
+        return {name: there.on_host(result) for name, result in made.items()}
+    finally:
+        there.fetch()
 
 
 def one_round(operator: str, round_seed: int, calls: int, visit: Any) -> None:

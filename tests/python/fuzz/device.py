@@ -19,7 +19,7 @@ _TORCH_DTYPES = {
     "uint8": torch.uint8, "float8_e4m3fn": torch.float8_e4m3fn,
 }  # fmt: skip
 # An operator makes results and scratch memory like one of these arguments, so they must be torch's.
-_MODELS = ("q", "d_out", "a", "x", "codes", "attn", "q_index", "target", "d_scores", "dy")
+_MODELS = ("q", "d_out", "a", "x", "codes", "attn", "q_index", "target", "d_scores")
 
 
 class DeviceCall:

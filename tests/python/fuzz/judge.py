@@ -22,9 +22,11 @@ from .bounds import (
     finite,
     is_gpu,
     on_backend,
-    unless,
-)  # fmt: skip
+)
+from .bounds import unless as _unless
 from .right import FuzzedCall
+
+UNDER_LSE = np.exp(44.0)  # exp(score − lse) up to which the backward is promised: docs/operators/index.md
 
 
 def _weights(score: Any, lse: Any, reach: Any) -> tuple[Any, Any]:
@@ -71,26 +73,29 @@ def _rows(a: dict[str, Any], operator: str) -> Any:
         size = finite(selection.q[s]) @ kv.T
         reach = ROUNDING / 2 * scale * size + scale * TINY * kv.shape[1]
         odd = ~np.isfinite(rows).all(axis=1)
-        yield s, _Row(entries, keys, kv, odd, score, unless((size > LARGE) | (scale * size > LARGE), reach))
+        yield s, _Row(entries, keys, kv, odd, score, _unless((size > LARGE) | (scale * size > LARGE), reach))
 
 
 def sparse_mla_forward(a: dict[str, Any]) -> list[Expected]:
     out, peak, lse = reference.sparse_mla_forward(**a)
     dtype = str(a["q"].dtype)
     row_slack, out_slack, sums = np.zeros(lse.shape), np.zeros(out.shape), np.zeros(out.shape)
+    peak_slack = np.zeros(lse.shape)
     for s, row in _rows(a, "sparse_mla_forward"):
         reach = row.reach.max(axis=1, initial=0.0)  # [h]
         row_slack[s] = 1e-6 + reach
+        both = np.isposinf(row.score).any(axis=1) & np.isnan(row.score).any(axis=1)  # NaN, or on some GPUs +inf
+        peak_slack[s] = _unless(both, row_slack[s])
         v = row.kv[:, : out.shape[2]]
         p, p_off = _weights(row.score, lse[s][:, None], 2 * reach[:, None])
         unscaled = finite(np.exp(row.score - peak[s][:, None])) @ v
         bad = (_vanishes(p) & row.odd).any(axis=1) | ~np.isfinite(p_off).all(axis=1)
         sums[s] = p @ v
         out_slack[s] = p_off @ v + sums[s] * (2 * reach[:, None] + EXP)
-        out_slack[s] = unless((unscaled > LARGE) | bad[:, None], out_slack[s])
+        out_slack[s] = _unless((unscaled > LARGE) | bad[:, None], out_slack[s])
     return [
         Expected("out", out, BOUNDS[dtype], out_slack, sums=sums),
-        Expected("max_logits", peak, 1e-6, row_slack, elementwise=True),
+        Expected("max_logits", peak, 1e-6, peak_slack, elementwise=True),
         Expected("lse", lse, 1e-6, row_slack, elementwise=True),
     ]
 
@@ -107,7 +112,7 @@ def attention_distribution(a: dict[str, Any]) -> list[Expected]:
         total = finite(plain.sum(axis=1, keepdims=True))
         off = slack.sum(axis=1, keepdims=True)
         slack = slack / total + finite(value) * off / total
-        slack = unless((total > LARGE) | (plain.sum(axis=1, keepdims=True) != total) | (off > 0.1 * total), slack)
+        slack = _unless((total > LARGE) | (plain.sum(axis=1, keepdims=True) != total) | (off > 0.1 * total), slack)
         slack = np.where((plain == 0).all(axis=1, keepdims=True) & (off < SMALL), 0.0, slack)
     return [Expected("attn", value, 2e-3, slack)]
 
@@ -149,27 +154,28 @@ def sparse_mla_backward(a: dict[str, Any]) -> list[Expected]:
         ds_off = ROUNDING * ds + scale * p_off * dp + TINY
         odd = row.odd | ~np.isfinite([a[name][s].astype(np.float64).sum() for name in ("q", "out", "d_out")]).all()
         unscaled = np.exp(row.score - lse[:, None])  # P before the sink's share is taken off
-        bad = (_vanishes(p) & odd) | (unscaled > LARGE) | (dp > LARGE) | (p * dp > LARGE) | (ds > LARGE)
+        bad = (_vanishes(p) & odd) | (unscaled > UNDER_LSE) | (dp > LARGE) | (p * dp > LARGE) | (ds > LARGE)
         bad |= ~np.isfinite(p_off) | ((reach > 0.1) & ~(row.score - lse[:, None] + reach < -110.0))
         ds_off, p_off = np.where(bad, 0.0, ds_off), np.where(bad, 0.0, p_off)
         dq_slack[s] = (ds_off + ROUNDING * ds) @ row.kv + TINY * d_qk
         dq_size[s] = ds @ row.kv
-        dq_slack[s] = unless(bad.any(axis=1)[:, None] | (dq_size[s] > LARGE), dq_slack[s])
+        dq_slack[s] = _unless(bad.any(axis=1)[:, None] | (dq_size[s] > LARGE), dq_slack[s])
         part, total = (ds_off + ROUNDING * ds).T @ q[s] + TINY * h_q, ds.T @ q[s]
         part[:, :d_v] += (p_off + ROUNDING * p).T @ d_out[s]
         total[:, :d_v] += p.T @ d_out[s]
-        np.add.at(dkv_slack, row.keys, unless(bad.any(axis=0)[:, None], part))
+        np.add.at(dkv_slack, row.keys, _unless(bad.any(axis=0)[:, None], part))
         np.add.at(dkv_size, row.keys, total)
         delta = (d_out[s] * out[s]).sum(axis=1)
         share = finite(np.exp(-np.logaddexp(0.0, lse - sink)))
-        sink_slack += unless(delta > LARGE, share * delta * (4 * ROUNDING) + TINY)
-        attn_slack[s, row.entries] = _distribution_slack(row, a["lse"][s])
+        sink_slack += _unless(delta > LARGE, share * delta * (4 * ROUNDING) + TINY)
+        beyond = (unscaled > UNDER_LSE).any(axis=0)
+        attn_slack[s, row.entries] = _unless(beyond, _distribution_slack(row, a["lse"][s]))
     q_type = str(a["q"].dtype)
     results = []
     if a.get("need_dq", True):
         results.append(Expected("dq", dq, BOUNDS[q_type], dq_slack, sums=dq_size))
     if a.get("need_dkv", True):
-        dkv_slack = unless(dkv_size > LARGE, dkv_slack).reshape(a["kv"].shape) + (
+        dkv_slack = _unless(dkv_size > LARGE, dkv_slack).reshape(a["kv"].shape) + (
             0 if before is None else ROUNDING * finite(before)
         )
         bound = BOUNDS["bfloat16"] if "bfloat16" in (q_type, a.get("dkv_dtype")) else BOUNDS[q_type]
@@ -215,13 +221,13 @@ def paged_attention(a: dict[str, Any]) -> list[Expected]:
         bias = bias_size[n] * (scale if a.get("pre_scale", True) else 1.0)
         everything = scale * size + bias[:, :, None] + slopes[:, None] * length
         reach = (ROUNDING / 2 * everything + scale * TINY * d).max(axis=2)
-        reach = unless((size.max(axis=2) > LARGE) | (everything.max(axis=2) > LARGE) | (bias_size[n] > LARGE), reach)
+        reach = _unless((size.max(axis=2) > LARGE) | (everything.max(axis=2) > LARGE) | (bias_size[n] > LARGE), reach)
         lse_slack[n] = 1e-6 + reach
         # Whatever the weights are: Σ p|v| is at most the largest |v|; nearer than that only where bounds are tight.
         most = values[:, heads].max(axis=0)  # [h, d]
         out_slack[n] = most * (4 * reach[..., None] + EXP) + TINY * len(at)
         spread = (2 * everything.max(axis=2) > 60) & odd.any()
-        out_slack[n] = unless((most * len(at) > LARGE) | spread[..., None], out_slack[n])
+        out_slack[n] = _unless((most * len(at) > LARGE) | spread[..., None], out_slack[n])
     return [
         Expected("out", out, bound, out_slack.reshape(out.shape)),
         Expected("lse", lse, 1e-6, lse_slack.reshape(lse.shape), elementwise=True),
@@ -288,7 +294,7 @@ def nvfp4_linear(a: dict[str, Any]) -> list[Expected]:
     if "bias" in a:
         slack = slack + ROUNDING * finite(a["bias"])
     unscaled = 6.0 * finite(a["x"]).sum(axis=1, keepdims=True)  # codes times x, before the scales
-    slack = unless((size > LARGE) | (unscaled > LARGE), np.where(np.isfinite(slack), slack, 0.0))
+    slack = _unless((size > LARGE) | (unscaled > LARGE), np.where(np.isfinite(slack), slack, 0.0))
     return [Expected("y", reference.nvfp4_linear(**a), BOUNDS[str(a["x"].dtype)], slack)]
 
 

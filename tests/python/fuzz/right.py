@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from .draw import E4M3, Maker, integers_around, rows_of_indices
 from .memory import Memory
 
+WORK = 300_000  # multiplications a call, for the reference is a loop in Python
+
 
 @dataclass
 class FuzzedCall:
@@ -39,9 +41,9 @@ def _text(value: Any) -> str:
     return f"<{value.dtype} {list(value.shape)} strides {steps}: {first}{', …' if value.size > 4 else ''}>"
 
 
-def _fit(sizes: list[int], limit: int | None = None) -> list[int]:
-    """The sizes, the first ones cut so that their product keeps to the limit."""
-    sizes, limit = list(sizes), limit or Maker.work
+def _fit(sizes: list[int], limit: int = WORK) -> list[int]:
+    """The sizes, the first ones cut so that their product keeps to the limit, of which backends have another multiple."""
+    sizes, limit = list(sizes), int(limit * Maker.work)
     for i in range(len(sizes)):
         others = int(np.prod([max(n, 1) for j, n in enumerate(sizes) if j != i]))
         sizes[i] = min(sizes[i], max(limit // others, 1))
@@ -228,8 +230,8 @@ def paged_attention(draw: st.DrawFn) -> FuzzedCall:
     q_len = 1 if flat else maker.choose(1, 2, 3, 16)
     block = maker.choose(1, 2, 3, 4, 7, 8, 16, 17, 32, 256)
     blocks, pages = maker.size(0, 12), maker.choose(0, 1, 2, 5, 9)
-    b, h_kv, group, q_len = _fit([b, h_kv, group, q_len], max(maker.work // max(pages * block * d, 1), 1))
-    (blocks,) = _fit([blocks], max(maker.work // (block * h_kv * d), 1))
+    b, h_kv, group, q_len = _fit([b, h_kv, group, q_len], max(WORK // max(pages * block * d, 1), 1))
+    (blocks,) = _fit([blocks], max(WORK // (block * h_kv * d), 1))
     h_q = h_kv * group
     x = 16 // np.dtype(DTYPES[dtype]).itemsize
     layout = maker.choose("nhd", "hnd", "vllm")
@@ -347,7 +349,7 @@ def nvfp4_linear(draw: st.DrawFn) -> FuzzedCall:
     maker = Maker(draw)
     dtype = maker.choose("float32", "float16", "bfloat16")
     n, rows, k = maker.choose(1, maker.size(0, 130)), maker.size(0, 130), _k(maker)
-    n, rows = _fit([n, rows], max(10 * maker.work // max(k, 1), 1))
+    n, rows = _fit([n, rows], max(10 * WORK // max(k, 1), 1))
     arguments: dict[str, Any] = {"x": maker.floats((n, k), dtype), "weight": maker.codes((rows, k // 2))}
     _scale_argument(maker, arguments, "weight_scale", rows, k)
     arguments["weight_global"] = _global(maker)
@@ -362,7 +364,7 @@ def nvfp4_linear(draw: st.DrawFn) -> FuzzedCall:
 def nvfp4_matmul(draw: st.DrawFn) -> FuzzedCall:
     maker = Maker(draw)
     m, n, k = maker.choose(1, maker.size(0, 130)), maker.choose(1, maker.size(0, 130)), _k(maker)
-    m, n = _fit([m, n], max(10 * maker.work // max(k, 1), 1))
+    m, n = _fit([m, n], max(10 * WORK // max(k, 1), 1))
     scale_type, blocked = maker.choose(np.uint8, E4M3), maker.chance(3)
 
     def scales(rows: int) -> Any:
@@ -418,7 +420,7 @@ def _index_inputs(maker: Maker, s_kv: int, keys: int, *more_dtypes: str) -> tupl
     if maker.for_kernels:
         dtype = maker.choose("bfloat16", *(more_dtypes or ("bfloat16",)))
         h_index, d_index = maker.choose(h_index, 16, 32, 64, maker.size(1, 130)), maker.choose(128, 128, 64)
-    s_q, h_index, d_index = _fit([s_q, h_index, d_index], max(10 * maker.work // max(keys, 1), 1))
+    s_q, h_index, d_index = _fit([s_q, h_index, d_index], max(10 * WORK // max(keys, 1), 1))
     return dtype, {
         "q_index": maker.floats((s_q, h_index, d_index), dtype),
         "k_index": maker.floats((s_kv, d_index), dtype),
