@@ -105,8 +105,8 @@ HOPWELL_DEVICE float softmax_gradient(const Params<T>& p, float (&of_warp)[kWarp
     const float wanted = p.target_scale * target;
     const bool has_gradient = score != -INFINITY && any > 0;
     if (has_gradient && wanted != 0) loss += wanted * (log_of_target(wanted) - (score - highest) + log_sum);
-    const float gradient =
-        has_gradient && counts ? finite_or_nan(factor * (arch::exp2_approx((score - highest) * kLog2E) / sum - wanted))
+    const float gradient = has_gradient && counts
+                               ? finite_or_nan(factor * (arch::exp2_approx((score - highest) * kLog2E) / sum - wanted))
                                : no_score();
     g[i] = gradient;
     if (has_gradient && counts) note_bound(p, entries, i, gradient, bound);
