@@ -9,12 +9,13 @@
     bounds.py   the comparison, and the bounds of GPUs, by operator, output and backend
     run.py      the checks that a call must pass; rounds of calls until time is up
 
-Right calls also run on the backends of GPUs and on emulated ones, with the emulator's checks on, in processes of their own:
+Right calls also run on the backends of GPUs and on emulated ones, with the emulator's checks on. They run in processes
+of their own:
 
     device.py   a call's memory on a device
     backends.py one call on one backend
     worker.py   a process: rounds of calls
-    __main__.py the command `python -m fuzz`: starts workers, counts calls and refusals, reports failures with their seeds
+    __main__.py the command `python -m fuzz`: starts workers, counts calls and refusals, reports failures
 
 `test_fuzz.py` runs all of it: about a minute in `make test`, and a minute more on a machine with a GPU; an hour under
 AddressSanitizer, an hour on the GPU and a quarter of an hour on the emulator in `make nightly`.

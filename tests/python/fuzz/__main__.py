@@ -118,7 +118,7 @@ class Run:
         return f"the process ended with {signal.Signals(-status).name if status < 0 else f'status {status}'}"
 
     def _note(self, event: dict[str, Any]) -> bool:
-        """Notes what a worker says; True: it is done."""
+        """Notes an event of a worker; True if the worker is done."""
         if "failed" in event:
             self._now["call"] = event["call"]
             self.summary.failed(self._now, event["failed"], event["traceback"])

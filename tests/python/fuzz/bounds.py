@@ -1,12 +1,11 @@
-"""How far off a result may be, and the comparison.
+"""The comparison of a result with float64, and the bounds of GPUs.
 
-Bounds are those of the contract ("Accuracy every backend must reach"), kept row by row: a share of the reference's
-norm, and `slack`, what the rounding of fp32 sums explains: 2^-21 times the same sum with absolute values, carried
-through what is computed of it. Where numbers leave fp32's range on the way (or might, in another order of summation)
-the slack is infinite, and nothing is said of the value. NaN and ±inf have their places everywhere else.
+A bound follows the contract ("Accuracy every backend must reach"), row by row. It is a share of the norm of the
+reference's row, plus `slack` for the rounding of fp32 sums: 2^-21 times the same sum with absolute values, carried
+through the later steps. If numbers leave fp32's range on the way, or may do so in another order of summation, the
+slack is infinite and the value is not judged. NaN and ±inf have their places everywhere else.
 
-The judges of `judge.py` and `judge_indexer.py` know the CPU's bounds; `GPU_BOUNDS` and `e4m3_cut` say what others are
-granted.
+`judge.py` and `judge_indexer.py` have the CPU's bounds. `GPU_BOUNDS` and `e4m3_cut` widen them for GPUs.
 """
 
 from dataclasses import dataclass, replace
@@ -16,8 +15,8 @@ import ml_dtypes
 import numpy as np
 
 ROUNDING = 2.0**-21
-EXP = 2.0**-20  # what an fp32 exp may be off by
-TINY = 2.0**-126  # what a product may lose that falls below fp32's normal numbers
+EXP = 2.0**-20  # relative error of an fp32 exp
+TINY = 2.0**-126  # error of a product below fp32's normal numbers
 LARGE = 1e37  # sums of more than this may overflow on the way
 SMALL = 1e-30  # weights of less than this may be 0 in fp32
 BOUNDS = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 4e-3}
@@ -32,7 +31,7 @@ class Expected:
     slack: Any = None
     elementwise: bool = False  # every element is a row of its own
     sums: Any = None  # of attention: the products that are summed, with absolute values
-    slack_of_rows: Any = 0.0  # more slack of single rows, which all of them together do not have
+    slack_of_rows: Any = 0.0  # more slack for each single row, but not for the whole result
 
 
 def compare(got: Any, expected: Expected) -> None:
@@ -87,7 +86,7 @@ def unless(condition: Any, slack: Any) -> Any:
 
 @dataclass(frozen=True)
 class Bound:
-    """What a GPU's result may be off by where the CPU's may not."""
+    """A GPU's bound for one output, where it differs from the CPU's."""
 
     of_norm: float | None = None  # instead of the CPU's share
     absolute: float = 0.0
@@ -115,7 +114,7 @@ def is_gpu(backend: str) -> bool:
 
 
 def on_backend(operator: str, expected: Expected, backend: str) -> Expected:
-    """What a backend has to return where the CPU has to return this."""
+    """The same expectation with the bounds of a backend."""
     if not is_gpu(backend) or expected.slack is None:
         return expected
     bound = GPU_BOUNDS.get((operator, expected.name), Bound())
@@ -134,9 +133,9 @@ def is_cut(backend: str, dtype: str) -> bool:
 def e4m3_cut(q: Any, k: Any) -> Any:
     """How far off Hopper's products q·k of e4m3 may be, [h, n] for q [h, d] and k [n, d].
 
-    One wgmma adds 32 products to the sum so far. It aligns them all to the largest one's exponent, cuts what is below
-    13 bits after that one's leading bit, and cuts the new sum to as many bits (docs/emulator.md has the sources). The
-    exponent of a product is the sum of its factors' exponents, in which zeros and subnormals have that of 2^-6.
+    One wgmma adds 32 products to the sum so far. It aligns them to the largest exponent, cuts all bits more than 13
+    below the leading bit of that number, and cuts the new sum to 13 bits after its own (docs/emulator.md has the
+    sources). The exponent of a product is the sum of its factors' exponents. Zeros and subnormals have the exponent −6.
     """
     bits, least = 2.0**-13, 2.0**-6
     q, k = q.astype(np.float64), k.astype(np.float64)

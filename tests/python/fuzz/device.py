@@ -18,7 +18,7 @@ _TORCH_DTYPES = {
     "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int32": torch.int32,
     "uint8": torch.uint8, "float8_e4m3fn": torch.float8_e4m3fn,
 }  # fmt: skip
-# An operator makes results and scratch memory like one of these arguments, so they must be torch's.
+# An operator allocates results and scratch memory in the framework of its first argument, so these are torch tensors.
 _MODELS = ("q", "d_out", "a", "x", "codes", "attn", "q_index", "target", "d_scores")
 
 
@@ -85,7 +85,7 @@ class HostCall:
 
 
 def to_device(block: Block, device: torch.device) -> torch.Tensor:
-    """The block with pattern on both sides. It is as far from a multiple of 256 bytes there as it is here."""
+    """The block with pattern on both sides. Its address modulo 256 bytes is the same on the device."""
     start, size = _start(block), len(block.bytes)
     host = np.full(start + size + _MARGIN, PATTERN, np.uint8)
     host[start : start + size] = block.bytes
@@ -133,7 +133,7 @@ class _Managed(ctypes.Structure):  # DLManagedTensor
     _fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
 
 
-_CODES = {"i": 0, "u": 1, "f": 2}  # of DLDataType; those of ml_dtypes: bfloat16 4, float8_e4m3fn 10
+_CODES = {"i": 0, "u": 1, "f": 2}  # of DLDataType
 _MORE_CODES = {"bfloat16": 4, "float8_e4m3fn": 10}
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object

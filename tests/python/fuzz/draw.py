@@ -43,7 +43,7 @@ def _sizes(smallest: int, limit: int) -> st.SearchStrategy[int]:
 class Maker:
     """Makes the arrays of one call."""
 
-    work: ClassVar[float] = 1.0  # of a call, as a multiple of what the CPU's have
+    work: ClassVar[float] = 1.0  # the size of calls, as a multiple of the size on the CPU
     kernels: ClassVar[bool] = False  # most calls have the shapes and strides that GPUs' kernels take
 
     def __init__(self, draw: st.DrawFn) -> None:

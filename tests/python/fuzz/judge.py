@@ -1,4 +1,4 @@
-"""What a call has to return, by `hopwell.reference`, and how far off each number may be on the CPU (`bounds.py`)."""
+"""The expected results of a call, by `hopwell.reference`, with the CPU's bounds; `bounds.py` has the bounds of GPUs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What the indexer's operators have to return, as `judge.py` says it of the others."""
+"""The expected results of the indexer's operators, as in `judge.py`."""
 
 from typing import Any
 

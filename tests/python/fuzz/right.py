@@ -42,7 +42,7 @@ def _text(value: Any) -> str:
 
 
 def _fit(sizes: list[int], limit: int = WORK) -> list[int]:
-    """The sizes, the first ones cut so that their product keeps to the limit, times what the backend is granted."""
+    """The sizes, the first ones cut so that their product is at most the limit times `Maker.work`."""
     sizes, limit = list(sizes), int(limit * Maker.work)
     for i in range(len(sizes)):
         others = int(np.prod([max(n, 1) for j, n in enumerate(sizes) if j != i]))

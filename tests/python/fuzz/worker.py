@@ -1,6 +1,6 @@
-"""A process of `__main__.py`'s: rounds of calls, of which it says on its output, in lines of JSON, what became of them.
+"""A process that `__main__.py` starts: rounds of calls. Each line of its output is an event as JSON.
 
-A call may end this process. Whoever has started it knows from the last lines which call that was.
+A call may end this process. The last lines then name that call.
 """
 
 import argparse
