@@ -171,12 +171,12 @@ def test_a_call_that_ends_its_process_is_reported(monkeypatch: pytest.MonkeyPatc
         return real([sys.executable, "-c", DEATHS, *command[3:]], **options)
 
     monkeypatch.setattr(subprocess, "Popen", planted)
-    summary = Run([("normalize_l1", "cpu"), ("nvfp4_gemv", "cpu")], 0, 5, ["--calls", "4"])()
+    summary = Run([("normalize_l1", "cpu"), ("nvfp4_gemv", "cpu")], 0, 5, ["--every", "10"])()
     assert [(f["operator"], f["seed"], f["call"], f["error"]) for f in summary.failures] == [
-        ("normalize_l1", 5, 1, "AssertionError: planted"),
-        ("normalize_l1", 5, 2, "the process ended with SIGABRT"),
-        ("nvfp4_gemv", 5, 1, "AssertionError: planted"),
-        ("nvfp4_gemv", 5, 2, "the process ended with SIGABRT"),
+        ("normalize_l1", 5, 15, "AssertionError: planted"),
+        ("normalize_l1", 5, 25, "the process ended with SIGABRT"),
+        ("nvfp4_gemv", 5, 15, "AssertionError: planted"),
+        ("nvfp4_gemv", 5, 25, "the process ended with SIGABRT"),
     ]
     assert summary.ran.total() == 2
 

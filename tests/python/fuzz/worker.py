@@ -27,7 +27,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--first-round", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--calls", type=int, required=True, help="of a round")
+    parser.add_argument("--every", type=int, default=1, help="make only every n-th call of a round")
     parser.add_argument("--call", type=int, help="the only one to make of each round")
     parser.add_argument("--device", help="where the tensors are: cuda, or for tests of this program cpu")
     return parser.parse_args()
@@ -57,8 +57,15 @@ def main() -> None:
         backends.set_shapes(backend)
         say(round=number, operator=operator, backend=backend, seed=round_seed)
 
-        def visit(which: int, call: FuzzedCall, backend: str = backend, first: bool = given.seconds <= 0) -> None:
-            if given.call not in (None, which) or (time.monotonic() >= end and not first):
+        def visit(
+            which: int,
+            call: FuzzedCall,
+            backend: str = backend,
+            round_seed: int = round_seed,
+            first: bool = given.seconds <= 0,
+        ) -> None:
+            chosen = which == given.call if given.call is not None else (which + round_seed) % given.every == 0
+            if not chosen or (time.monotonic() >= end and not first):
                 return
             say(call=which, text=repr(call))
             try:
@@ -69,7 +76,7 @@ def main() -> None:
                 if is_lost(device):
                     os._exit(1)  # hypothesis would catch an exception
 
-        backends.one_round(operator, round_seed, given.calls, visit)
+        backends.one_round(operator, round_seed, visit)
         number += 1
         if time.monotonic() >= end and (given.seconds > 0 or number % len(tasks) == 0):
             break
