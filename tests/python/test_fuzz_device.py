@@ -5,7 +5,6 @@ The GPU itself is fuzzed by `test_fuzz.py`.
 
 import ctypes
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from fuzz import backends, bounds, right, run
-from fuzz.__main__ import Run
+from fuzz.__main__ import Run, main
 from fuzz.device import Backwards, DeviceCall
 from hypothesis import HealthCheck, Phase, given, settings
 
@@ -181,14 +180,15 @@ def test_a_call_that_ends_its_process_is_reported(monkeypatch: pytest.MonkeyPatc
     assert summary.ran.total() == 2
 
 
-def test_command_makes_one_call_again(tmp_path: Path) -> None:
+def test_command_makes_one_call_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     report = tmp_path / "fuzz.json"
     options = ["--backends", "cpu", "--device", "cpu", "--operators", "normalize_l1", "--call", "2"]
-    environment = os.environ | {"FUZZ_SECONDS": "0", "FUZZ_SEED": "1"}
-    run = subprocess.run(
-        [sys.executable, "-m", "fuzz", *options, "--report", str(report)], cwd=Path(__file__).parent, env=environment,
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["fuzz", *options, "--report", str(report)])
+    monkeypatch.setenv("FUZZ_SECONDS", "0")
+    monkeypatch.setenv("FUZZ_SEED", "1")
+    assert main() == 0
     (summary,) = json.loads(report.read_text())
     assert summary["failures"] == [] and summary["calls"][0]["ran"] == 1
-    assert "1 calls ran, 0 were refused, 0 failed" in run.stdout
+    assert "1 calls ran, 0 were refused, 0 failed" in capsys.readouterr().out
