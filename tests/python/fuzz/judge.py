@@ -26,7 +26,7 @@ from .bounds import (
 from .bounds import unless as _unless
 from .right import FuzzedCall
 
-UNDER_LSE = np.exp(44.0)  # exp(score − lse) up to which the backward is promised: docs/operators/index.md
+OVER_LSE = 44.0  # score − lse up to which the backward is promised: docs/operators/index.md
 
 
 def _weights(score: Any, lse: Any, reach: Any) -> tuple[Any, Any]:
@@ -147,6 +147,8 @@ def sparse_mla_backward(a: dict[str, Any]) -> list[Expected]:
         lse = a["lse"][s].astype(np.float64)
         below = np.logaddexp(lse, sink)
         reach = row.reach + ROUNDING * (finite(lse) + np.minimum(finite(below), 1e6))[:, None]
+        beyond = row.score - lse[:, None] > OVER_LSE
+        row.reach[beyond] = reach[beyond] = np.inf
         p, p_off = _weights(row.score, below[:, None], reach)
         v = row.kv[:, :d_v]
         dp = d_out[s] @ v.T + (d_out[s] * out[s]).sum(axis=1)[:, None]  # and delta
@@ -154,7 +156,7 @@ def sparse_mla_backward(a: dict[str, Any]) -> list[Expected]:
         ds_off = ROUNDING * ds + scale * p_off * dp + TINY
         odd = row.odd | ~np.isfinite([a[name][s].astype(np.float64).sum() for name in ("q", "out", "d_out")]).all()
         unscaled = np.exp(row.score - lse[:, None])  # P before the sink's share is taken off
-        bad = (_vanishes(p) & odd) | (unscaled > UNDER_LSE) | (dp > LARGE) | (p * dp > LARGE) | (ds > LARGE)
+        bad = (_vanishes(p) & odd) | (unscaled > LARGE) | (dp > LARGE) | (p * dp > LARGE) | (ds > LARGE)
         bad |= ~np.isfinite(p_off) | ((reach > 0.1) & ~(row.score - lse[:, None] + reach < -110.0))
         ds_off, p_off = np.where(bad, 0.0, ds_off), np.where(bad, 0.0, p_off)
         dq_slack[s] = (ds_off + ROUNDING * ds) @ row.kv + TINY * d_qk
@@ -168,8 +170,7 @@ def sparse_mla_backward(a: dict[str, Any]) -> list[Expected]:
         delta = (d_out[s] * out[s]).sum(axis=1)
         share = finite(np.exp(-np.logaddexp(0.0, lse - sink)))
         sink_slack += _unless(delta > LARGE, share * delta * (4 * ROUNDING) + TINY)
-        beyond = (unscaled > UNDER_LSE).any(axis=0)
-        attn_slack[s, row.entries] = _unless(beyond, _distribution_slack(row, a["lse"][s]))
+        attn_slack[s, row.entries] = _distribution_slack(row, a["lse"][s])
     q_type = str(a["q"].dtype)
     results = []
     if a.get("need_dq", True):
