@@ -63,7 +63,7 @@ class Summary:
             lines.append(f"{operator:28}{backend:12}{count[0]:7}{count[1]:9}  {most[:100]}".rstrip())
         for failure in self.failures:
             lines.append(f"\nFAILED: {failure['operator']} on {failure['backend']}: {failure['error'][:500]}")
-            lines.append(f"  again: {failure['replay']}")
+            lines.append(f"  again: {failure['replay']}\n  {str(failure['of'])[:1500]}")
         total = self.ran.total(), sum(reasons.total() for reasons in self.refused.values()), len(self.failures)
         lines.append("\n{} calls ran, {} were refused, {} failed".format(*total))
         return "\n".join(lines)
