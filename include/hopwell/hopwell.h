@@ -524,7 +524,7 @@ typedef struct hopwell_lightning_indexer_args {
  * The indexer's loss and its gradients.
  *
  *     loss = sum_s KL(target[s,:] || softmax over the selected entries of score[s,:])
- *     g    = softmax - target
+ *     g    = softmax - target, times d_loss and the row's weight: a number of fp32, NaN if that is not finite
  *
  *     d_weights[s,j]   = sum_i g * relu(q.k)
  *     d_q_index[s,j,:] = sum_i g * w * 1[q.k > 0] * k

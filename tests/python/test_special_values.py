@@ -153,6 +153,47 @@ def test_nan_gradients_of_the_indexer_pass_closed_gates(rng: Rng, dtype: str) ->
     assert_results(call, actual, expected)
 
 
+ON_THE_HOST = [name for name in hopwell.backends("lightning_indexer_backward") if not name.startswith("sm")]
+
+
+@pytest.mark.parametrize("backend", ON_THE_HOST)
+@pytest.mark.parametrize("given", ["target", "d_scores"])
+def test_gradients_of_the_indexer_beyond_fp32(rng: Rng, backend: str, given: str) -> None:
+    """A gradient of a score that is no number of fp32 is NaN on every backend, and so are the sums that have it."""
+    s_q, s_kv, heads, d, topk = 4, 9, 5, 16, 7
+    given_values = rng.uniform(0.1, 0.5, (s_q, topk)).astype(np.float32)
+    arguments = {
+        "target": None, given: given_values, "q_index": rng.integers(1, 4, (s_q, heads, d)).astype(DTYPES["bfloat16"]),
+        "k_index": rng.integers(1, 4, (s_kv, d)).astype(DTYPES["bfloat16"]),
+        "weights": np.full((s_q, heads), 1e-6, np.float32),
+        "indices": np.array([rng.permutation(s_kv)[:topk] for _ in range(s_q)], np.int32),
+        "d_loss": 3e38, "row_weights": np.array([2, INF, 1e-38, 0], np.float32),
+    }  # fmt: skip
+    actual = hopwell.lightning_indexer_backward(**arguments, backend=backend)
+    expected = reference.lightning_indexer_backward(**arguments)
+    assert np.isnan(expected[1][:2]).all() and np.isfinite(expected[1][2:]).all()
+    assert (actual[0] is None) == (given == "d_scores")
+    bound = calls._bound("bfloat16")
+    call = Call("lightning_indexer_backward", {}, (bound, 1e-4, 1e-4))
+    assert_results(call, actual[1:], expected[1:])
+
+
+@pytest.mark.parametrize("backend", ON_THE_HOST)
+@pytest.mark.parametrize("target", [1e-41, -1e-41, -1.0])
+def test_loss_of_the_smallest_targets(backend: str, target: float) -> None:
+    """A negative target has no logarithm, however small it is."""
+    arguments = {
+        "target": np.array([[target, 1.0]], np.float32), "q_index": np.ones((1, 1, 16), DTYPES["bfloat16"]),
+        "k_index": np.ones((2, 16), DTYPES["bfloat16"]), "weights": np.ones((1, 1), np.float32),
+        "indices": np.array([[0, 1]], np.int32),
+    }  # fmt: skip
+    loss = hopwell.lightning_indexer_backward(**arguments, backend=backend)[0]
+    with np.errstate(invalid="ignore"):
+        expected = reference.lightning_indexer_backward(**arguments)[0]
+    assert np.isnan(expected) == (target < 0)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+
+
 def empty_calls() -> list[tuple[str, dict[str, Any]]]:
     """Calls with dimensions of size 0: names and arguments."""
     found: list[tuple[str, dict[str, Any]]] = []

@@ -4,8 +4,19 @@
     draw.py     shapes, strides, aliasing and values
     right.py    a valid call of each operator
     wrong.py    a valid call with one fault
-    judge.py    the result of `hopwell.reference`, and the allowed difference
+    judge.py    the result of `hopwell.reference`, and the allowed difference on the CPU
+    judge_indexer.py    the same for the indexer's operators
+    bounds.py   the comparison, and the bounds of GPUs, by operator, output and backend
     run.py      the checks of a call; rounds of calls until the time is up
 
-`test_fuzz.py` runs it: about a minute in `make test`, an hour under AddressSanitizer in `make nightly`.
+Right calls also run on the backends of GPUs and on emulated ones, with the emulator's checks on. They run in processes
+of their own:
+
+    device.py   a call's memory on a device
+    backends.py one call on one backend
+    worker.py   a process: rounds of calls
+    __main__.py the command `python -m fuzz`: starts workers, counts calls and refusals, reports failures
+
+`test_fuzz.py` runs all of it: about a minute in `make test`, and a minute more on a machine with a GPU; an hour under
+AddressSanitizer, an hour on the GPU and a quarter of an hour on the emulator in `make nightly`.
 """

@@ -42,8 +42,8 @@ def _text(value: Any) -> str:
 
 
 def _fit(sizes: list[int], limit: int = WORK) -> list[int]:
-    """The sizes, the first ones cut so that their product keeps to the limit."""
-    sizes = list(sizes)
+    """The sizes, the first ones cut so that their product is at most the limit times `Maker.work`."""
+    sizes, limit = list(sizes), int(limit * Maker.work)
     for i in range(len(sizes)):
         others = int(np.prod([max(n, 1) for j, n in enumerate(sizes) if j != i]))
         sizes[i] = min(sizes[i], max(limit // others, 1))
@@ -85,6 +85,8 @@ def _sparse(maker: Maker, limit: int = 600) -> tuple[str, dict[str, Any]]:
     s_q, s_kv, h_q = maker.size(0, 70), maker.size(0, limit), maker.size(1, 33)
     topk = maker.choose(maker.size(0, 130), maker.size(0, 130), 511, 512, 513, 1025)
     d_qk = maker.size(1, 130)
+    if maker.for_kernels:
+        dtype, d_qk, h_q = "bfloat16", maker.choose(576, 512), maker.choose(h_q, 8, 16, 32, 64, maker.size(1, 130))
     dense = maker.chance(4)
     if dense:
         s_kv = topk = min(s_kv, 130)
@@ -140,7 +142,7 @@ def sparse_mla_forward(draw: st.DrawFn) -> FuzzedCall:
     maker = Maker(draw)
     dtype, arguments = _sparse(maker)
     s_q, h_q, d_qk = arguments["q"].shape
-    d_v = arguments["d_v"] = maker.choose(d_qk, maker.integer(1, d_qk))
+    d_v = arguments["d_v"] = 512 if maker.for_kernels else maker.choose(d_qk, maker.integer(1, d_qk))
     if maker.chance():
         arguments["attn_sink"] = _sink(maker, h_q)
     if maker.chance():
@@ -160,7 +162,7 @@ def sparse_mla_backward(draw: st.DrawFn) -> FuzzedCall:
     maker = Maker(draw)
     dtype, arguments = _sparse(maker, limit=300)
     s_q, h_q, d_qk = arguments["q"].shape
-    d_v = arguments["d_v"] = maker.choose(d_qk, maker.integer(1, d_qk))
+    d_v = arguments["d_v"] = 512 if maker.for_kernels else maker.choose(d_qk, maker.integer(1, d_qk))
     if maker.chance():
         arguments["attn_sink"] = _sink(maker, h_q)
     arguments["d_out"] = maker.floats((s_q, h_q, d_v), dtype)
@@ -282,6 +284,8 @@ def paged_attention(draw: st.DrawFn) -> FuzzedCall:
 
 
 def _k(maker: Maker) -> int:
+    if maker.for_kernels:
+        return 64 * maker.choose(1, 2, 3, 4, 8, 17)
     return 16 * maker.choose(1, 2, 3, 4, 5, 8, 9, 16, 17, 40, 65, 0)
 
 
@@ -413,6 +417,9 @@ def nvfp4_dequantize(draw: st.DrawFn) -> FuzzedCall:
 def _index_inputs(maker: Maker, s_kv: int, keys: int, *more_dtypes: str) -> tuple[str, dict[str, Any]]:
     dtype = maker.choose("float32", "bfloat16", *more_dtypes)
     s_q, h_index, d_index = maker.size(0, 40), maker.size(1, 33), maker.size(1, 130)
+    if maker.for_kernels:
+        dtype = maker.choose("bfloat16", *(more_dtypes or ("bfloat16",)))
+        h_index, d_index = maker.choose(h_index, 16, 32, 64, maker.size(1, 130)), maker.choose(128, 128, 64)
     s_q, h_index, d_index = _fit([s_q, h_index, d_index], max(10 * WORK // max(keys, 1), 1))
     return dtype, {
         "q_index": maker.floats((s_q, h_index, d_index), dtype),
@@ -472,8 +479,10 @@ def indexer_dense_loss(draw: st.DrawFn) -> FuzzedCall:
     maker = Maker(draw)
     dtype = maker.choose("float32", "bfloat16")
     s_q, s_kv, h_q, h_index = maker.size(0, 40), maker.size(0, 130), maker.size(1, 9), maker.size(1, 9)
-    s_q, s_kv, h_q, d_qk = _fit([s_q, s_kv, h_q, maker.size(1, 70)])
-    d_index = maker.size(1, 40)
+    d_qk, d_index = maker.size(1, 70), maker.size(1, 40)
+    if maker.for_kernels:
+        dtype, d_qk, d_index = "bfloat16", maker.choose(512, 576), maker.choose(64, 128)
+    s_q, s_kv, h_q, d_qk = _fit([s_q, s_kv, h_q, d_qk])
 
     def normal(*shape: int) -> Any:
         return maker.values(maker.rng.standard_normal(shape).astype(DTYPES[dtype]))
