@@ -127,6 +127,11 @@ const std::vector<Refusals>& all_refusals() {
             "n_8_many_tiles nan_scales_blocked_n_5 nan_scales_n_4 non_finite_x_n_1200 non_finite_x_n_3 "
             "non_finite_x_n_7 outliers_fp16_n_6 outliers_n_9 tiny_x_n_12 tiny_x_n_6 wide_range_x_n_5"},
        }},
+      {"nvfp4_linear_backward",
+       "sm80",
+       {
+           {"needs d_out of 16 bits", "fp32 fp32_blocked_strided full_range_fp32"},
+       }},
       {"nvfp4_matmul",
        "sm90",
        {

@@ -52,10 +52,22 @@ constexpr std::int64_t blocked_offset(std::int64_t row, std::int64_t scale, std:
          scale % 4;
 }
 
-// A tensor's global scale: a number, or one in memory on the operator's device, which wins.
+// A tensor's global scale: a number, or one in memory on the operator's device, which wins. Or the reciprocal of the scale.
 struct Global {
   const float* pointer = nullptr;
   float value = 1;
+  bool is_reciprocal = false;
+
+  // The factor of the tensor. In double: the reciprocal of a subnormal overflows a float.
+  [[nodiscard]] constexpr double get() const {
+    const auto global = static_cast<double>(pointer != nullptr ? *pointer : value);
+    return is_reciprocal ? 1 / global : global;
+  }
+  // With its number in a register: a kernel asks memory for it at its beginning, where nothing waits, not before it
+  // stores results.
+  [[nodiscard]] constexpr Global loaded() const {
+    return {nullptr, pointer != nullptr ? *pointer : value, is_reciprocal};
+  }
 };
 
 // Where a matrix's scales lie.

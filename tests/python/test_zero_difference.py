@@ -128,6 +128,29 @@ class Indexer:
             assert same_bits(whole[queries], mine), f"{name} of queries {queries}"
 
 
+class LinearBackward:
+    """A problem of the gradient over NVFP4 weights, and calls for some of its rows."""
+
+    def __init__(self, rng: np.random.Generator, backend: str) -> None:
+        self.backend, self.device = backend, "cuda" if backend.startswith("sm") else "cpu"
+        many = backend.startswith("sm")
+        n, rows, k = (int(rng.choice(sizes)) for sizes in ((20, 70, 300), (40, 600, 5000 if many else 1300), (64, 272)))
+        self.d_out = random(rng, n, rows).to(torch.bfloat16 if rng.integers(2) else torch.float16).to(self.device)
+        self.weights = [x.to(self.device) for x in hopwell.nvfp4_quantize(random(rng, rows, k))]
+        self.whole = self.run(slice(None))
+
+    def run(self, rows: slice) -> torch.Tensor:
+        d_x: torch.Tensor = hopwell.nvfp4_linear_backward(self.d_out[rows], *self.weights, backend=self.backend)
+        return d_x
+
+    def check_part(self, rng: np.random.Generator) -> None:
+        """Compares one random part: few rows, or any number of them."""
+        first = int(rng.integers(len(self.d_out)))
+        most = first + 20 if rng.integers(2) else len(self.d_out)
+        rows = slice(first, int(rng.integers(first, most)) + 1)
+        assert same_bits(self.whole[rows], self.run(rows)), f"d_x of rows {rows}"
+
+
 BACKENDS = [name for name in hopwell.backends("sparse_mla_backward") if name in hopwell.backends("sparse_mla_forward")]
 
 
@@ -170,6 +193,11 @@ def test_heads_of_ranks(backend: str, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("backend", hopwell.backends("lightning_indexer_backward"))
 def test_lightning_indexer(backend: str, rng: np.random.Generator) -> None:
     check_parts(Indexer, backend, rng)
+
+
+@pytest.mark.parametrize("backend", hopwell.backends("nvfp4_linear_backward"))
+def test_nvfp4_linear_backward(backend: str, rng: np.random.Generator) -> None:
+    check_parts(LinearBackward, backend, rng)
 
 
 def check_parts(problem: Callable[[np.random.Generator, str], Any], backend: str, rng: np.random.Generator) -> None:

@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 
 from ..problem import Problem, Shape
 from .lightning_indexer import indexer_dense_loss, lightning_indexer, lightning_indexer_backward
-from .nvfp4 import nvfp4_dequantize, nvfp4_gemv, nvfp4_linear, nvfp4_matmul, nvfp4_quantize
+from .nvfp4 import (
+    nvfp4_dequantize,
+    nvfp4_gemv,
+    nvfp4_linear,
+    nvfp4_linear_backward,
+    nvfp4_matmul,
+    nvfp4_quantize,
+)
 from .paged_attention import paged_attention
 from .sparse_mla import attention_distribution, normalize_l1, sparse_mla_backward, sparse_mla_forward
 
@@ -79,6 +86,12 @@ OPERATORS = {
         [{"rows": rows, "k": k, "n": n} for rows, k in LAYERS for n in (1, 8, 16)]
         + [{"rows": 28672, "k": 4096, "n": n} for n in (32, 64, 128)],
         [{"rows": 7168, "k": 16384}, {"rows": 7168, "k": 2048, "n": 8}],
+        {"rows": 64, "k": 128, "n": 2},
+    ),
+    "nvfp4_linear_backward": Operator(
+        nvfp4_linear_backward,
+        [{"rows": rows, "k": k, "n": n} for rows, k in ((28672, 4096), (4096, 7168)) for n in (16, 128, 4096)],
+        [{"rows": 1024, "k": 1024, "n": 64}],
         {"rows": 64, "k": 128, "n": 2},
     ),
     "nvfp4_gemv": Operator(nvfp4_gemv, [{}], [{"rows": 7168, "k": 4096}], {"rows": 64, "k": 128}),

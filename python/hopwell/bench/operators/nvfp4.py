@@ -58,6 +58,24 @@ def nvfp4_linear(rows: int = 28672, k: int = 4096, n: int = 1) -> Problem:
     )
 
 
+def nvfp4_linear_backward(rows: int = 28672, k: int = 4096, n: int = 4096) -> Problem:
+    """The gradient for n rows of bf16 x."""
+    copies = cold_copies(rows * k * BYTES_OF_WEIGHT)
+    weights, d_out = packed(rows, k, copies), randn(n, rows)
+
+    def pytorch() -> Call:
+        dense = [hopwell.nvfp4_dequantize(*w, dtype="bfloat16") for w in weights]
+        return lambda i: [d_out @ dense[i]]
+
+    return Problem(
+        lambda i: [hopwell.nvfp4_linear_backward(d_out, *weights[i])],
+        first(1),
+        [torch_peer("torch matmul, bf16", pytorch, first(1), "weights of 16 bits: 3.6 times as many bytes")],
+        copies=copies,
+        operations=2 * n * rows * k,
+    )
+
+
 def nvfp4_gemv(rows: int = 7168, k: int = 16384) -> Problem:
     """Both sides of four bits, one column."""
     copies = cold_copies(rows * k * BYTES_OF_WEIGHT)
