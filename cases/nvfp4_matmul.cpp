@@ -432,7 +432,7 @@ std::vector<std::pair<std::string, Matmul>> matmul_problems() {
       {"strided_k_tail", {.m = 33, .n = 21, .k = 48, .out = kFp16, .bias = true, .strided = true}},
       {"fp32_blocked", {.m = 34, .n = 50, .k = 192, .out = kFp32, .blocked = true, .bias = true}},
       {"alpha_zero", {.m = 20, .n = 24, .k = 64, .bias = true, .alpha = 0}},
-      {"alpha_reciprocal", {.m = 20, .n = 24, .k = 64, .out = kFp32, .bias = true, .alpha = 3, .reciprocal = true}},
+      {"alpha_reciprocal", {.m = 40, .n = 130, .k = 128, .bias = true, .alpha = 3, .reciprocal = true}},
       {"alpha_reciprocal_m_1", {.m = 1, .n = 24, .k = 256, .alpha = -0.3F, .reciprocal = true}},
       {"all_codes_all_scales", {.m = 4096, .n = 18, .k = 64, .one_hot = true}},
       {"all_codes_all_scales_few_rows_of_b", {.m = 4096, .n = 3, .k = 64, .out = kFp16, .one_hot = true}},

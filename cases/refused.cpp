@@ -135,7 +135,8 @@ const std::vector<Refusals>& all_refusals() {
       {"nvfp4_matmul",
        "sm90",
        {
-           {"sm80 multiplies a row's codes as they are", "m_1_bias m_1_k_tail n_1_bias_blocked one_of_everything"},
+           {"sm80 multiplies a row's codes as they are",
+            "alpha_reciprocal_m_1 m_1_bias m_1_k_tail n_1_bias_blocked one_of_everything"},
            {"as nvfp4_linear with decoded x: rows of x and weight must be 16-byte aligned, weight's ascending, those "
             "of scales 4-byte, K at most 65536",
             "all_codes_all_scales_blocked empty_k k_tail_blocked k_tail_fp16 many_rows_of_both strided_k_tail"},
