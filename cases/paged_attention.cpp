@@ -567,7 +567,7 @@ Instance bench(const Settings& settings, Random& random) {
            : bias == "distance"   ? BiasForm::kDistance
            : bias == "fused"      ? BiasForm::kFused
                                   : BiasForm::kNone;
-  c.lengths.assign(static_cast<std::size_t>(number(settings, "b")), number(settings, "ctx"));
+  c.lengths.assign(static_cast<std::size_t>(number(settings, "b")), number(settings, "context"));
   if (c.lengths.empty()) throw std::invalid_argument("setting 'b' must be at least 1; got '0'");
   if (const std::int64_t shortest = number(settings, "shortest"); shortest > 0)
     for (std::int64_t& length : c.lengths)
@@ -596,7 +596,7 @@ Instance bench(const Settings& settings, Random& random) {
 Settings shape(const char* dtype, const char* layout, std::int64_t b, std::int64_t ctx, std::int64_t longest,
                std::int64_t h_q, std::int64_t h_kv, std::int64_t d, const char* bias) {
   const auto text = [](std::int64_t n) { return std::to_string(n); };
-  return {{"dtype", dtype},  {"layout", layout}, {"b", text(b)},     {"ctx", text(ctx)},   {"longest", text(longest)},
+  return {{"dtype", dtype},  {"layout", layout}, {"b", text(b)},     {"context", text(ctx)},   {"longest", text(longest)},
           {"shortest", "0"}, {"q_len", "1"},     {"h_q", text(h_q)}, {"h_kv", text(h_kv)}, {"d", text(d)},
           {"block", "16"},   {"window", "0"},    {"bias", bias}};
 }

@@ -31,7 +31,7 @@ int check(const CheckOptions& options);
 struct BenchOptions {
   std::string op;
   std::vector<std::string> backends;  // empty: every one this machine has, but the emulated
-  std::vector<std::string> shapes;    // names or key=value settings; empty: all named shapes
+  std::vector<std::string> shapes;    // one --shape each: names and key=value settings; empty: all named shapes
   std::string json;
 };
 int bench(const BenchOptions& options);

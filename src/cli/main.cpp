@@ -116,12 +116,10 @@ CLI::App* add_bench(CLI::App& app, BenchOptions& options) {
       ->delimiter(',')
       ->check(a_backend())
       ->check(that_runs_here());
-  command
-      ->add_option("--shape", options.shapes,
-                   "a named shape, and settings key=value,key=value that change it (without a name: the first one); by "
-                   "default all "
-                   "named ones")
-      ->delimiter(',');
+  command->add_option("--shape", options.shapes,
+                      "named shapes, each followed by settings key=value that change it, all separated by commas; "
+                      "settings without a name change the operator's first shape; may be repeated; by default all "
+                      "named shapes");
   command->add_option("--json", options.json, "write the results to FILE")->type_name("FILE")->check(a_writable_file());
   return command;
 }

@@ -101,7 +101,6 @@ const std::int64_t* Checker::find(std::string_view dim) const {
 }
 
 void Checker::finite(std::string_view argument, float value) const {
-  if (std::isnan(value)) fail(argument, "finite", "nan (the value of a C++ field that was not set)");
   require(std::isfinite(value), argument, "finite", static_cast<double>(value));
 }
 

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <climits>
+#include <cmath>
 #include <cstdint>
 #include <deque>
 #include <string>
@@ -446,6 +447,25 @@ TEST(CInterface, AGlobalScaleThatIsGivenTwice) {
                                                     .x = floats({2, 16})};
   EXPECT_EQ(refusal(hopwell_nvfp4_dequantize, dequantize),
             "nvfp4_dequantize: global_scale and global_value exclude each other");
+}
+
+// A scale of 0 is a uniform attention, and no error: in C++ a scale that the caller forgot is NaN.
+TEST(CInterface, AScaleThatIsNotSet) {
+  EXPECT_TRUE(std::isnan(SparseMlaForwardArgs{}.sm_scale));
+  EXPECT_TRUE(std::isnan(SparseMlaBackwardArgs{}.sm_scale));
+  EXPECT_TRUE(std::isnan(AttentionDistributionArgs{}.sm_scale));
+  EXPECT_TRUE(std::isnan(IndexerDenseLossArgs{}.sm_scale));
+  EXPECT_TRUE(std::isnan(PagedAttentionArgs{}.scale));
+  const SparseMlaForwardArgs forward = {
+      .q = floats({1, 2, 8}), .kv = floats({4, 8}), .indices = ints({1, 2}), .d_v = 8, .out = floats({1, 2, 8})};
+  EXPECT_EQ(refusal(hopwell_sparse_mla_forward, forward), "sparse_mla_forward: sm_scale must be finite; got nan");
+  const PagedAttentionArgs decode = {.q = floats({1, 1, 32}),
+                                     .k_cache = floats({1, 2, 1, 32}),
+                                     .v_cache = floats({1, 2, 1, 32}),
+                                     .block_tables = ints({1, 1}),
+                                     .context_lens = ints({1}),
+                                     .out = floats({1, 1, 32})};
+  EXPECT_EQ(refusal(hopwell_paged_attention, decode), "paged_attention: scale must be finite; got nan");
 }
 
 TEST(CInterface, AWorkspaceThatIsAnArgument) {
