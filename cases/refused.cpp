@@ -136,7 +136,7 @@ const std::vector<Refusals>& all_refusals() {
        "sm90",
        {
            {"sm80 multiplies a row's codes as they are",
-            "alpha_reciprocal_m_1 m_1_bias m_1_k_tail n_1_bias_blocked one_of_everything"},
+            "m_1_bias m_1_k_tail n_1_bias_blocked one_of_everything reciprocal_alpha_m_1"},
            {"as nvfp4_linear with decoded x: rows of x and weight must be 16-byte aligned, weight's ascending, those "
             "of scales 4-byte, K at most 65536",
             "all_codes_all_scales_blocked empty_k k_tail_blocked k_tail_fp16 many_rows_of_both strided_k_tail"},
