@@ -1,4 +1,4 @@
-// What the cases of the NVFP4 operators share: matrices of codes and scales, and their values in float64.
+// Shared by the cases of the NVFP4 operators: matrices of codes and scales, and their values in float64.
 #pragma once
 
 #include <cstdint>

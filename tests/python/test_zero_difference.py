@@ -131,7 +131,7 @@ class Indexer:
 class LinearBackward:
     """A problem of the gradient over NVFP4 weights, and calls for some of its rows.
 
-    The second half of a sum takes back the first, so that what the order of additions changes is not rounded away.
+    The second half of a sum cancels the first. So the rounding errors of the sum remain, which depend on its order.
     """
 
     def __init__(self, rng: np.random.Generator, backend: str) -> None:

@@ -2,19 +2,19 @@
 //
 //     d_x[i, k] = factor · Σ_row d_out[i, row] · code[row, k] · scale[row, k / 16]
 //
-// Tile      16, 32 or 64 rows of d_x × 256 columns of K a CTA, by stages of 64 rows of weights
-// Roles     eight warps side by side along K, 32 columns each; all copy
+// Tile      16, 32 or 64 rows of d_x × 256 columns of K a CTA; stages of 64 rows of weights
+// Roles     eight warps side by side along K, 32 columns each; all warps copy
 // Products  A: d_out, from shared memory. B: weights. Eight rows of 16 bytes of codes are an 8 × 8 matrix of 16-bit
-//           elements, which ldmatrix transposes: a lane gets the codes of two neighbouring rows for four neighbouring k,
-//           in one word. Decoded, that is four pairs of rows, as B of four products wants them: no weight is shuffled, and
-//           none goes back to shared memory. Product j has the columns 4 g + j, g = 0 to 7
-// Scales    of two rows at a time; a lane converts four a stage, and the warp exchanges them
-// Sums      in registers for a chunk of rows of weights; those of chunks are added in their order. Where tiles are few,
-//           each chunk has a CTA, and `add_chunks` adds the same numbers in the same order
+//           elements, which ldmatrix transposes: a lane gets one word with the codes of two neighbouring rows for four
+//           neighbouring k. Decoded, the word is the pairs of rows that B of four products needs, without a shuffle and
+//           without a copy in shared memory. Product j has the columns 4 g + j, g = 0 to 7
+// Scales    a lane converts four scales a stage, two rows at a time; the warp exchanges them by shuffles
+// Sums      in registers for a chunk of rows of weights; the sums of the chunks are added in order. Where tiles are few,
+//           each chunk has a CTA, and `nvfp4_linear_bwd_add_chunks` adds the same numbers in the same order
 // Range     as in nvfp4/kernels/few_columns.hpp
-// Budget    shared: 4 stages × (8,192 codes + 1,024 scales + 2,048 a block of d_out); at most 69,632 B
-//           registers: 32 sums a block of 16 rows, half of them of the chunk
-// Bound     64 rows: the tensor cores, 16 products of 16 rows of weights for ~50 other instructions; 16 rows: memory
+// Budget    shared: 4 stages × (8,192 codes + 1,024 scales + 2,048 a block of 16 rows of d_out); at most 69,632 B
+//           registers: 32 a block of 16 rows, half of them for the chunk and half for the total
+// Bound     64 rows: the tensor cores (16 products for ~50 other instructions); 16 rows: memory
 #pragma once
 
 #include "arch/sm80/async_copy.hpp"
@@ -26,7 +26,7 @@ namespace hopwell::ops::nvfp4_linear_backward::HOPWELL_TARGET {
 using arch::bf16, arch::fp16;
 using nvfp4::HOPWELL_TARGET::clamp_bytes, nvfp4::HOPWELL_TARGET::ScaledWeights;
 
-// Pieces of 16 bytes of a row of 128 are exchanged, so that eight rows have a piece in different banks.
+// Swizzle: pieces of 16 bytes of a 128-byte row are exchanged so that eight rows have a piece in different banks.
 HOPWELL_DEVICE uint32_t piece_offset(int row, int piece) { return uint32_t(row * 128 + ((piece ^ row % 8) << 4)); }
 
 template <int kBlocks>
@@ -49,14 +49,14 @@ struct Params {
   bool d_out_aligned, codes_aligned, scales_aligned, d_x_aligned;
 };
 
-// Copies kBytes, of which `bytes` exist; the others are zeros. Without alignment the thread does it itself.
+// Copies `bytes` bytes and fills up to kBytes with zeros. The thread copies byte by byte if the rows are not aligned.
 template <int kBytes>
 HOPWELL_DEVICE void copy(unsigned char* to, const void* from, int bytes, bool aligned) {
   if (aligned) return arch::cp_async<kBytes>(arch::shared_address(to), from, bytes);
   for (int i = 0; i < kBytes; ++i) to[i] = i < bytes ? static_cast<const unsigned char*>(from)[i] : 0;
 }
 
-// The part of d_x that a CTA has: rows of d_x and columns of K from these on, and chunks.
+// The work of a CTA: its first row of d_x, its first column of K, and its chunks.
 struct Tile {
   int first_row, first_k, first_chunk, chunks;
 };
@@ -68,7 +68,7 @@ HOPWELL_DEVICE Tile tile_of(const Params<T>& p) {
   return {index % p.row_tiles * kBlocks * 16, tile % p.column_tiles * Config::kColumns, chunk, p.sums ? 1 : p.chunks};
 }
 
-// Copies the weights from `row` on and their columns of d_out.
+// Starts the copies of a stage: rows of weights from `row` on, their scales, and the same columns of d_out.
 template <int kBlocks, class T>
 HOPWELL_DEVICE void copy_stage(const Params<T>& p, const Tile& tile, int row, Stage<kBlocks>& stage) {
   constexpr int kPieces = 8;  // of a row

@@ -9,8 +9,8 @@ std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; 
 
 }  // namespace
 
-// The chunks of a sum depend on N alone, so a row of d_x has the same bits whatever n is and whether or not CTAs share a
-// tile. With at most 16 of them, sums of chunks in memory stay few.
+// Chunks depend on N alone, so a row of d_x has the same bits for any n and whether or not CTAs share a tile. There are at
+// most 16 chunks, which bounds the workspace.
 Plan make_plan(const Problem& p) {
   Plan plan;
   plan.blocks = p.n <= 16 ? 1 : p.n <= 32 ? 2 : 4;

@@ -328,7 +328,7 @@ def nvfp4_gemv(a: dict[str, Any]) -> list[Expected]:
 
 
 def _factor(a: dict[str, Any], name: str) -> float:
-    """What a global scale, or alpha, stands for."""
+    """The factor of a global scale, or of alpha."""
     given = float(a.get(name, 1.0))
     return 1.0 / given if a.get("global_is_reciprocal") else given
 

@@ -30,8 +30,8 @@ _LEAST_RECIPROCAL = 1 / torch.finfo(torch.float32).max
 
 
 def _as_tensor(name: str, argument: str, number: Any, like: Tensor, is_reciprocal: bool = False) -> Tensor:
-    """A global given as a number, as the ops take it. One that would be no argument of the operator is none here: in a
-    tensor on a device it would be data.
+    """A global given as a number, as the ops take it. A number that the operator would refuse is refused here, because
+    the operator reads the tensor on the device, where any value is data.
     """
     try:
         value = float(number) if isinstance(number, Real) else math.nan
@@ -163,8 +163,8 @@ def nvfp4_linear_any_rows(
 
 
 def _is_faster_dequantized(x: Tensor, weight: Tensor) -> bool:
-    """Whether so many rows of x are multiplied faster by the dequantised weight, as measured on an H200. Not in fp16,
-    whose range such a weight may leave.
+    """True if the dequantised weight multiplies this many rows of x faster, as measured on an H200. Never in fp16,
+    because a dequantised weight may leave its range.
     """
     if not x.is_cuda or x.dtype != torch.bfloat16 or len(x) <= 96:
         return False
