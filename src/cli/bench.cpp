@@ -42,8 +42,8 @@ void change(Shape& shape, const std::string& op, const std::string& key, const s
   shape.name += " " + key + "=" + value;
 }
 
-// The shapes of one --shape: names and settings, separated by commas. A setting changes the shape before it; without one, the
-// operator's first shape.
+// Adds the shapes of one --shape: shape names and settings, separated by commas. A setting changes the shape before it,
+// or without one the operator's first shape.
 void add_shapes(std::vector<Shape>& shapes, const cases::Suite& suite, const std::string& option) {
   const std::size_t first = shapes.size();
   std::istringstream words(option);
@@ -59,7 +59,7 @@ void add_shapes(std::vector<Shape>& shapes, const cases::Suite& suite, const std
   if (shapes.size() == first) shapes.push_back(named_shape(suite, option));  // throws: the option is empty
 }
 
-// The shapes that the command line asks for. Without any, all named shapes that suit the backends.
+// The shapes of the command line. Without any: all named shapes that suit the backends.
 std::vector<Shape> chosen_shapes(const cases::Suite& suite, const std::vector<std::string>& options, bool on_device) {
   std::vector<Shape> shapes;
   for (const std::string& option : options) add_shapes(shapes, suite, option);
@@ -76,7 +76,7 @@ std::vector<std::string> device_names() {
   return names;
 }
 
-// Of the NVIDIA driver; "" where there is none.
+// Version of the NVIDIA driver; "" without a driver.
 std::string driver_version() {
   std::ifstream file("/proc/driver/nvidia/version");
   std::string line;
@@ -85,7 +85,7 @@ std::string driver_version() {
   return std::regex_search(line, found, std::regex(R"(\d+\.\d+(\.\d+)?)")) ? found.str() : "";
 }
 
-// What repeats a record.
+// The command that repeats a record.
 std::string command(const BenchOptions& options) {
   std::string text = "hopwell bench " + options.op;
   for (const std::string& backend : options.backends)
@@ -95,7 +95,7 @@ std::string command(const BenchOptions& options) {
   return text;
 }
 
-// Nothing if the backend does not run this; `reason` then says why.
+// Empty if the backend does not support the problem; `reason` then says why.
 std::optional<Measurement> measure_if_supported(Subject& subject, const std::string& backend, std::string& reason) {
   try {
     return measure(subject, backend);

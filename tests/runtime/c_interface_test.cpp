@@ -1,5 +1,5 @@
-// What C callers can get wrong, for every operator: null pointers, descriptions of tensors that say nothing or too
-// much. Each is a status and a message that names the operator and the argument.
+// Mistakes of C callers, for every operator: null pointers, tensor descriptions that are incomplete or inconsistent.
+// Each gives a status and a message that names the operator and the argument.
 #include <gtest/gtest.h>
 #include <hopwell/hopwell.hpp>
 
@@ -15,7 +15,7 @@
 namespace hopwell {
 namespace {
 
-// A tensor's description as C has it: no constructor checks it, and the sizes lie where an overrun would show.
+// A tensor description as in C: no constructor checks it. The sizes are stored where an overrun would be detected.
 struct Described {
   Described(void* data, DLDataType type, std::vector<std::int64_t> sizes)
       : shape(std::move(sizes)),
@@ -27,7 +27,7 @@ struct Described {
   DLTensor tensor;
 };
 
-// Outputs need memory of their own: each tensor has a page.
+// Outputs need separate memory: each tensor has a page.
 struct alignas(64) Page {
   std::array<float, 512> numbers{};
 };
@@ -47,7 +47,7 @@ struct Operator {
   const char* name;
   hopwell_status (*call)(const Args*, hopwell_stream);
   hopwell_status (*workspace_bytes)(const Args*, std::size_t*);
-  Args args;  // that are right
+  Args args;  // valid arguments
   std::vector<std::pair<const char*, Member>> members;
 
   void refuses(const Args& wrong, const std::string& argument) const {
@@ -84,7 +84,7 @@ struct Operator {
       bad = right, bad.ndim = -1;
       refuses(wrong, argument);
       std::vector<std::int64_t> sizes(static_cast<std::size_t>(right.ndim), std::int64_t{1} << 32);
-      bad = right, bad.shape = sizes.data();  // their product wraps to 0
+      bad = right, bad.shape = sizes.data();  // their product overflows to 0
       if (right.ndim > 0) refuses(wrong, argument);
       sizes.assign(sizes.size(), INT64_MIN);
       if (right.ndim > 0) refuses(wrong, argument);
@@ -405,7 +405,7 @@ TEST(CInterface, IndexerDenseLoss) {
       .check();
 }
 
-// ---- arguments that would be left out in silence --------------------------------------------------------------------
+// ---- arguments that must not be ignored silently --------------------------------------------------------------------
 
 template <class Args>
 std::string refusal(hopwell_status (*call)(const Args*, hopwell_stream), const Args& args) {
@@ -449,7 +449,7 @@ TEST(CInterface, AGlobalScaleThatIsGivenTwice) {
             "nvfp4_dequantize: global_scale and global_value exclude each other");
 }
 
-// A scale of 0 is a uniform attention, and no error: in C++ a scale that the caller forgot is NaN.
+// A scale of 0 means uniform attention and is not an error. In C++ a scale that the caller did not set is NaN.
 TEST(CInterface, AScaleThatIsNotSet) {
   EXPECT_TRUE(std::isnan(SparseMlaForwardArgs{}.sm_scale));
   EXPECT_TRUE(std::isnan(SparseMlaBackwardArgs{}.sm_scale));

@@ -1,4 +1,4 @@
-// What the CPU kernels stand on, in a forked child: threads that stayed in the parent, locks that somebody held there.
+// Prerequisites of the CPU kernels in a forked child: threads that stayed in the parent, locks that were held there.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -14,7 +14,7 @@
 namespace hopwell::cpu {
 namespace {
 
-// Whether work(), in a child of this process, returned true in less than so many seconds.
+// Whether work(), in a child of this process, returned true in less than `seconds` seconds.
 template <class Work>
 bool holds_in_a_child(Work work, unsigned seconds = 20) {
   const pid_t child = fork();
@@ -57,7 +57,8 @@ TEST_F(Fork, LoopsRunInChildrenAndTheirChildren) {
   EXPECT_TRUE(counts_all_items());
 }
 
-// A lock of BLAS is held for a moment of each small product: without care one fork in fifty copies it locked.
+// Every small product holds a lock of BLAS for a moment. Without precautions one fork in fifty copies the lock in
+// locked state.
 TEST_F(Fork, WaitsForProductsOfOtherThreads) {
   std::atomic<bool> done{false};
   const auto multiply = [] {
