@@ -81,7 +81,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "x on another device": (
         lambda: nn.NVFP4Linear.from_linear(torch.nn.Linear(64, 8))(torch.ones(2, 64, device="meta")),
-        "NVFP4Linear: weight must be on x's device, meta; got cpu",
+        "NVFP4Linear: weight must be on meta as x is; got cpu",
     ),
 }
 
@@ -100,7 +100,7 @@ def test_a_buffer_that_the_checkpoint_lacked(missing: str) -> None:
     layer = nn.NVFP4Linear.from_linear(torch.nn.Linear(64, 21, device="meta"))
     del state[missing]
     layer.load_state_dict(state, assign=True, strict=False)
-    message = f"NVFP4Linear: {missing} must be on x's device, cpu; got meta: it was never loaded"
+    message = f"NVFP4Linear: {missing} must be on cpu as x is; got meta"
     with pytest.raises(ValueError, match=f"^{message}$"):
         layer(torch.randn(3, 64))
 

@@ -520,7 +520,8 @@ class NVFP4Linear(KeepsDtypes):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if x.dtype not in _FLOATS:
             raise ValueError(f"NVFP4Linear: x must be {_names(_FLOATS)}; got {x.dtype}")
-        self._check_device(x)
+        buffers = {name: getattr(self, name) for name in (*self.kept, "bias")}
+        require_one_device("NVFP4Linear", x=x, **buffers)  # one that a checkpoint lacked may be on meta
         bias = None if self.bias is None else self.bias.to(x.dtype)
         rows = contiguous_rows(x.reshape(math.prod(x.shape[:-1]), self.in_features))
         y = nvfp4_linear_any_rows(
@@ -528,14 +529,6 @@ class NVFP4Linear(KeepsDtypes):
             global_is_reciprocal=self.global_is_reciprocal,
         )
         return y.view(*x.shape[:-1], self.out_features)
-
-    def _check_device(self, x: Tensor) -> None:
-        """A buffer that a checkpoint lacked stays on `meta` after `load_state_dict(assign=True, strict=False)`."""
-        for name in (*self.kept, "bias"):
-            buffer = getattr(self, name)
-            if buffer is not None and buffer.device != x.device:
-                hint = ": it was never loaded" if buffer.is_meta else ""
-                raise ValueError(f"NVFP4Linear: {name} must be on x's device, {x.device}; got {buffer.device}{hint}")
 
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
