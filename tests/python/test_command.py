@@ -320,6 +320,7 @@ SIZES = {
     "paged_attention": "b q_len h_q h_kv d block context longest",
     "nvfp4_gemv": "M K L",
     "nvfp4_linear": "n N K",
+    "nvfp4_linear_backward": "n N K",
     "nvfp4_matmul": "M N K",
     "nvfp4_quantize": "rows K",
     "nvfp4_dequantize": "rows K",

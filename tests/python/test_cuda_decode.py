@@ -133,6 +133,17 @@ def test_nvfp4_linear_as_on_the_cpu(dtype: torch.dtype, n: int, rows: int, k: in
     assert relative_error(here, expected) < {torch.float16: 1e-3, torch.bfloat16: 4e-3}[dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("n", [1, 16, 17, 40, 150, 3000])
+@pytest.mark.parametrize(("rows", "k"), [(512, 1024), (77, 4096), (3000, 2048), (130, 48)])
+def test_nvfp4_linear_backward_as_on_the_cpu(dtype: torch.dtype, n: int, rows: int, k: int) -> None:
+    weight, d_out = hopwell.nvfp4_quantize(torch.randn(rows, k)), torch.randn(n, rows).to(dtype)
+    expected = hopwell.nvfp4_linear_backward(d_out, *weight)
+    here = hopwell.nvfp4_linear_backward(d_out.cuda(), *(x.cuda() for x in weight))
+    assert here.dtype == dtype
+    assert relative_error(here, expected) < {torch.float16: 1e-3, torch.bfloat16: 4e-3}[dtype]
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(("m", "n"), [(1, 512), (512, 1), (8, 77), (77, 8), (40, 300), (300, 150)])
 @pytest.mark.parametrize("k", [48, 1024])
@@ -200,10 +211,12 @@ def test_nvfp4_layer_in_a_graph_and_repeatable(n: int) -> None:
     x.normal_()
     graph.replay()
     assert torch.equal(y, layer(x))
-    dense = torch.nn.functional.linear(
-        x.float(), hopwell.nvfp4_dequantize(layer.weight, layer.weight_scale, layer.weight_global), layer.bias.float()
-    )
-    assert relative_error(y, dense) < 5e-3
+    weight = hopwell.nvfp4_dequantize(layer.weight, layer.weight_scale, layer.weight_global)
+    assert relative_error(y, torch.nn.functional.linear(x.float(), weight, layer.bias.float())) < 5e-3
+    d_y = torch.randn_like(y)
+    gradients = [torch.autograd.grad(layer(leaf), leaf, d_y)[0] for leaf in (x.clone().requires_grad_() for _ in "ab")]
+    assert torch.equal(*gradients)
+    assert relative_error(gradients[0], d_y.float() @ weight) < 5e-3
 
 
 def test_paged_attention_gives_the_same_bits_every_time() -> None:

@@ -208,6 +208,8 @@ def empty_calls() -> list[tuple[str, dict[str, Any]]]:
         for n in (0, 2):
             linear = {"x": np.ones((n, k), f32), "weight": codes, "weight_scale": scales, "weight_global": 1.0, **both}
             found.append(("nvfp4_linear", linear | {"bias": np.ones(rows, f32)}))
+            del linear["x"]
+            found.append(("nvfp4_linear_backward", {"d_out": np.ones((n, rows), f32), **linear}))
             rows_of_a = -(-n // 128) * 128 if layout == "blocked" else n
             both_codes = {"a": bytes_of(n, k // 2), "b": codes}
             sfa = bytes_of(rows_of_a, scales.shape[1])

@@ -302,6 +302,26 @@ def test_compiles_without_graph_breaks() -> None:
         torch.testing.assert_close(results[1][name], expected, rtol=1e-3, atol=1e-5, msg=name)
 
 
+class InMode(torch.nn.Module):
+    def __init__(self, dsa: nn.DSA, mode: nn.Mode) -> None:
+        super().__init__()
+        self.dsa, self.mode = dsa, mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.dsa(x, self.mode)[0]
+        return y
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", ["dense", "warm-up", "sparse"])
+def test_one_exported_program_serves_every_number_of_sequences_and_tokens(mode: nn.Mode) -> None:
+    layer, sizes = InMode(make_dsa(), mode), {0: torch.export.Dim("b"), 1: torch.export.Dim("s")}
+    program = torch.export.export(layer, (torch.randn(2, 11, D_MODEL),), dynamic_shapes={"x": sizes}).module()
+    for b, s in ((2, 11), (3, 20), (5, 4)):
+        x = torch.randn(b, s, D_MODEL)
+        torch.testing.assert_close(program(x), layer(x))
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nvfp4_linear(bias: bool, dtype: torch.dtype) -> None:

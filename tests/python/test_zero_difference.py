@@ -219,6 +219,34 @@ class DenseLoss:
             assert same_bits(whole[queries], mine), f"{name} of queries {queries}"
 
 
+class LinearBackward:
+    """A problem of the gradient over NVFP4 weights, and calls for some of its rows.
+
+    The second half of a sum cancels the first. So the rounding errors of the sum remain, which depend on its order.
+    """
+
+    def __init__(self, rng: np.random.Generator, backend: str) -> None:
+        self.backend, self.device = backend, "cuda" if backend.startswith("sm") else "cpu"
+        long = 2500 if backend.startswith("sm") else 650
+        n, half, k = (int(rng.choice(sizes)) for sizes in ((20, 70, 300), (150, long), (64, 272)))
+        d_out = random(rng, n, half).to(torch.bfloat16 if rng.integers(2) else torch.float16)
+        codes, scales, factor = hopwell.nvfp4_quantize(random(rng, half, k))
+        weights = torch.cat([codes, codes]), torch.cat([scales, scales]), factor
+        self.d_out, *self.weights = (x.to(self.device) for x in (torch.cat([d_out, -d_out], dim=1), *weights))
+        self.whole = self.run(slice(None))
+
+    def run(self, rows: slice) -> torch.Tensor:
+        d_x: torch.Tensor = hopwell.nvfp4_linear_backward(self.d_out[rows], *self.weights, backend=self.backend)
+        return d_x
+
+    def check_part(self, rng: np.random.Generator) -> None:
+        """Compares one random part: few rows, or any number of them."""
+        first = int(rng.integers(len(self.d_out)))
+        most = first + 20 if rng.integers(2) else len(self.d_out)
+        rows = slice(first, int(rng.integers(first, most)) + 1)
+        assert same_bits(self.whole[rows], self.run(rows)), f"d_x of rows {rows}"
+
+
 BACKENDS = [name for name in hopwell.backends("sparse_mla_backward") if name in hopwell.backends("sparse_mla_forward")]
 
 
@@ -344,6 +372,11 @@ def test_indexer_dense_loss(backend: str, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("backend", hopwell.backends("lightning_indexer_backward"))
 def test_lightning_indexer(backend: str, rng: np.random.Generator) -> None:
     check_parts(Indexer, backend, rng)
+
+
+@pytest.mark.parametrize("backend", hopwell.backends("nvfp4_linear_backward"))
+def test_nvfp4_linear_backward(backend: str, rng: np.random.Generator) -> None:
+    check_parts(LinearBackward, backend, rng)
 
 
 def check_parts(problem: Callable[[np.random.Generator, str], Any], backend: str, rng: np.random.Generator) -> None:

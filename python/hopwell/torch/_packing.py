@@ -32,12 +32,12 @@ def key_ranges(
         cu_seqlens_k = cu_seqlens_q
     for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         fits = isinstance(offsets, Tensor) and offsets.dtype in INTEGERS
-        fits = fits and offsets.ndim == 1 and len(offsets) > 0
+        fits = fits and offsets.ndim == 1 and offsets.shape[0] > 0
         require(fits, "key_ranges", name, "int32 or int64 [documents + 1]", offsets)
-    same = cu_seqlens_k.shape == cu_seqlens_q.shape and cu_seqlens_k.device == cu_seqlens_q.device
-    expected = f"[{len(cu_seqlens_q)}] on {cu_seqlens_q.device} as cu_seqlens_q is"
-    require(same, "key_ranges", "cu_seqlens_k", expected, f"{list(cu_seqlens_k.shape)} on {cu_seqlens_k.device}")
-    documents = len(cu_seqlens_q) - 1
+    documents = cu_seqlens_q.shape[0] - 1  # len() and a size in a text would fix the number in an exported program
+    if cu_seqlens_k.shape != cu_seqlens_q.shape or cu_seqlens_k.device != cu_seqlens_q.device:
+        expected = f"[{documents + 1}] on {cu_seqlens_q.device} as cu_seqlens_q is"
+        require(False, "key_ranges", "cu_seqlens_k", expected, f"{list(cu_seqlens_k.shape)} on {cu_seqlens_k.device}")
     if s_q is None:
         s_q = int(cu_seqlens_q[-1])
     require(s_q >= 0, "key_ranges", "s_q", "at least 0", s_q)
