@@ -161,6 +161,7 @@ void launch(const Problem& p, Stream) {
     parallel_for(p.s_q, make_state, [&](std::int64_t s, State& state) {
       state.query.clear();
       for (std::int64_t tile = 0; tile < tiles; ++tile) {
+        interruption_point();  // an item may be all keys
         state.worker.attend(s, tile, state.tile);
         state.query.merge(state.tile);
       }
