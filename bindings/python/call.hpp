@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <hopwell/hopwell.hpp>
+#include <hopwell/interrupt.hpp>
 
 #include <array>
 #include <initializer_list>
@@ -33,6 +34,21 @@ std::optional<std::string_view> utf8(nb::handle string);
 // Tells torch that those of a tuple's arrays that are its tensors were written in place: their versions go up, so that a
 // backward which needs what they were is an error.
 void tell_written(nb::handle arrays);
+
+// Python's global lock is released while it lives.
+class WithoutLock {
+ public:
+  WithoutLock() : state_(PyEval_SaveThread()) {}
+  ~WithoutLock();
+  WithoutLock(const WithoutLock&) = delete;
+  WithoutLock& operator=(const WithoutLock&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+// Runs the Python handlers of pending signals, such as Ctrl-C. True if one raised an exception, which is then set.
+bool signal_raised();
 
 class Call {
  public:
@@ -69,7 +85,7 @@ class Call {
   using Renamed = std::initializer_list<std::pair<const char*, const char*>>;
 
   // Runs the operator, without Python's global lock, on the stream given or the framework's current one. Errors name
-  // arguments as Python does.
+  // arguments as Python does. On the CPU a signal's handler may end it by an exception.
   template <class Args>
   void run(Args& args, void (*function)(const Args&, Stream), std::size_t (*workspace_bytes)(const Args&),
            Renamed renamed = {}) {
@@ -77,6 +93,8 @@ class Call {
       run_as_named(args, function, workspace_bytes);
     } catch (const Error& error) {
       throw Error(error.status(), with_python_names(error.what(), renamed));
+    } catch (const Interrupted&) {
+      throw nb::python_error();
     }
   }
 
@@ -97,7 +115,8 @@ class Call {
       }
     }
     const Stream on = stream();
-    const nb::gil_scoped_release release;
+    const WithoutLock released;
+    const InterruptCheck check(signal_raised);
     function(args, on);
   }
 
