@@ -75,7 +75,7 @@ std::uint64_t Random::bits() {
   return result;
 }
 
-// Marsaglia's polar method: a point in the unit circle gives two.
+// Marsaglia's polar method: a point in the unit circle gives two numbers.
 double Random::normal() {
   if (second_normal_) return *std::exchange(second_normal_, std::nullopt);
   double x = 0, y = 0, square = 0;
@@ -90,7 +90,7 @@ double Random::normal() {
 
 Array::Array(std::string name, DType dtype, std::vector<std::int64_t> shape, std::vector<std::int64_t> strides)
     : name_(std::move(name)), dtype_(dtype), shape_(std::move(shape)), strides_(std::move(strides)) {
-  // A benchmark's settings may be any numbers, and their product wrap. No machine has as much memory as this.
+  // The settings of a benchmark may be any numbers, and their product may overflow. No machine has this much memory.
   constexpr std::int64_t kMost = std::int64_t{1} << 48;
   for (const std::int64_t n : shape_)
     if (__builtin_mul_overflow(size_, n, &size_) || size_ > kMost)
@@ -167,7 +167,7 @@ void Array::set(std::int64_t position, double value) {
 }
 
 Array& Array::fill_normal(Random& random, double scale) {
-  constexpr std::int64_t kPart = 1 << 20;  // what is larger is filled by all threads, each part from a seed of its own
+  constexpr std::int64_t kPart = 1 << 20;  // larger arrays are filled by all threads, each part from its own seed
   if (size_ <= kPart) {
     for (std::int64_t i = 0; i < size_; ++i) set(i, scale * random.normal());
     return *this;
@@ -248,7 +248,7 @@ Comparison compare(const Output& output) {
     throw std::logic_error(array.name() + ": reference has the wrong size");
   if (!output.tolerance.is_given()) throw std::logic_error(array.name() + ": no tolerance is given");
   double error2 = 0, reference2 = 0, slack2 = 0;
-  const auto fail = [&](std::int64_t i, const auto& words) {  // the first one is told
+  const auto fail = [&](std::int64_t i, const auto& words) {  // reports only the first failure
     if (result.failure.empty()) result.failure = array.name() + "[" + std::to_string(i) + "] is " + words();
   };
   for (std::int64_t i = 0; i < count; ++i) {
@@ -316,15 +316,15 @@ class OtherFloatMode {
   unsigned mode_;
 };
 
-// Where the record says what a backend refuses: GPUs, and what an emulator that has been told to poses as, have other
-// numbers of multiprocessors, which some backends ask for.
+// Whether unsupported cases of a backend are recorded. GPUs, and an emulated device profile set by the environment,
+// have other numbers of SMs, which some backends test.
 bool is_recorded(const std::string& backend) {
   return !cuda::runs(backend) && std::getenv("HOPWELL_EMULATOR_SMS") == nullptr;
 }
 std::string recorded_refusal(const Case& c, const std::string& backend) {
   return backend.starts_with("emu:") ? refusal(c.op, c.name, backend.substr(4)) : "";
 }
-// Whether a backend may refuse a case with these words.
+// Whether a backend may reject a case as unsupported with these words.
 bool may_refuse(const Case& c, const std::string& backend, const std::string& words) {
   if (!is_recorded(backend)) return true;
   const std::string recorded = recorded_refusal(c, backend);
@@ -336,7 +336,7 @@ bool may_refuse(const Case& c, const std::string& backend, const std::string& wo
 Instance prepare(const Case& c, std::uint64_t seed) {
   Random random(seed);
   Instance instance = c.make(random);
-  instance.reference(instance);  // before the call, while outputs that are added into hold what they start from
+  instance.reference(instance);  // before the call, because outputs with accumulation still hold their initial values
   for (Output& output : instance.outputs)
     if (!output.accumulates) output.array->poison();
   return instance;
@@ -361,7 +361,7 @@ Report run(const Case& c, Instance& instance, const std::string& backend, const 
     if (again && before_second) before_second();
     try {
       instance.place_for(backend);
-      // The second time, in another floating-point mode and, on a CUDA device, in a graph.
+      // The second call runs in another floating-point mode and, on a CUDA device, in a graph.
       const auto call = [&](Stream stream) {
         std::optional<OtherFloatMode> mode;
         if (again) mode.emplace();

@@ -19,7 +19,7 @@ struct Gemv {
   float alpha = 1;
   ScaleBytes scale_bytes = ScaleBytes::kUsual;
   std::int64_t row_gap = 0;
-  bool one_hot = false;  // b picks one k of each layer: a's decoded values come out exactly
+  bool one_hot = false;  // each row of b selects one k: the result is a's decoded values, exactly
 };
 
 void make_one_hot(const Gemv& p, Matrix& a, Matrix& b) {
@@ -91,13 +91,13 @@ Instance make_gemv(Random& random, const Gemv& p) {
 enum class GlobalAs { kNumber, kArray, kReciprocal, kReciprocalArray };
 enum class X {
   kNormal,
-  kIdentity,   // picks single weights, which come out exactly
-  kOutliers,   // one in sixteen is 2^20 times as large and meets weights of zero
-  kNonFinite,  // +-inf and NaN here and there
-  kWide,       // exponents all over the type's range
+  kIdentity,   // selects single weights, which must come out exactly
+  kOutliers,   // one in sixteen is 2^20 times larger and meets weights of zero
+  kNonFinite,  // some +-inf and NaN
+  kWide,       // exponents over the whole range of the type
   kHuge,       // bf16 up to 2^120
   kTiny,       // bf16 down to 2^-120
-  kCancelling  // half of each block of 16 cancels, what is left is 2^-13 as large and has all its digits
+  kCancelling  // half of each block of 16 cancels; the remainder is 2^-13 times smaller and has all its digits
 };
 
 struct Linear {
@@ -213,7 +213,7 @@ struct Matmul {
   bool blocked = false, bias = false, strided = false;
   float alpha = 1;
   ScaleBytes scale_bytes = ScaleBytes::kUsual;
-  bool one_hot = false;  // b's rows pick one k each: a's decoded values come out exactly
+  bool one_hot = false;  // each row of b selects one k: the result is a's decoded values, exactly
 };
 
 void make_one_hot(const Matmul& p, Matrix& a, Matrix& b) {

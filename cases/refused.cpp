@@ -7,15 +7,15 @@ namespace hopwell::cases {
 namespace {
 
 struct Reason {
-  std::string_view words;  // of the error
-  std::string_view cases;  // their names
+  std::string_view words;  // words of the error
+  std::string_view cases;  // names of the cases
 };
 struct Refusals {
   std::string_view op, target;
   std::vector<Reason> reasons;
 };
 
-// Of the cases that the emulator runs, by operator and target, in alphabetical order.
+// Unsupported cases on the emulator, by operator and target, in alphabetical order.
 const std::vector<Refusals>& all_refusals() {
   static const std::vector<Refusals> all{
       {"attention_distribution",

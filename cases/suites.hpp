@@ -1,4 +1,4 @@
-// One function an operator, each in the file of its name.
+// One function per operator, each in the file of its name.
 #pragma once
 
 #include "case.hpp"

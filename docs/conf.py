@@ -1,4 +1,4 @@
-"""Sphinx' settings for `make docs`. What is generated, from which files: generated.py, plots.py, emulated.py here."""
+"""Sphinx' settings for `make docs`. Generated parts come from generated.py, plots.py and emulated.py in this folder."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""What the tutorial's kernels do on the emulator: the page about a launch, and its picture, made by running them.
+"""Runs the tutorial's kernels on the emulator and makes the page about a launch and its picture.
 
     python docs/emulated.py FOLDER [STEP]
 

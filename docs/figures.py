@@ -1,6 +1,6 @@
 """Tables of figures, made of the committed records. `generated.py` puts them into the pages that ask for them.
 
-What a figure should reach is the page's word: a bar stands in the arguments of its line, beside the figure's name.
+A figure's target is in the arguments of the page's line, after the figure's name.
 """
 
 from __future__ import annotations
@@ -145,33 +145,33 @@ def context_parallel() -> str:
 # ---- by `hopwell bench` --------------------------------------------------------------------------------------------
 
 
-def goals_of(words: list[str], made: list[tuple[Row, records.Record]]) -> dict[str, str]:
-    """By shape, the goal that a page names: `SHAPE=0.45`, or `SHAPE=60us` of the time itself."""
-    goals = dict(word.split("=") for word in words)
-    unknown = goals.keys() - {row["shape"] for row, _ in made}
+def targets_of(words: list[str], made: list[tuple[Row, records.Record]]) -> dict[str, str]:
+    """By shape, the target that a page names: `SHAPE=0.45`, or `SHAPE=60us` of the time itself."""
+    targets = dict(word.split("=") for word in words)
+    unknown = targets.keys() - {row["shape"] for row, _ in made}
     if unknown:
-        raise ValueError(f"goals for shapes that have no record: {', '.join(sorted(unknown))}")
-    return goals
+        raise ValueError(f"targets for shapes that have no record: {', '.join(sorted(unknown))}")
+    return targets
 
 
-def in_time(row: Row, goal: str) -> bool:
-    return goal.endswith("us") and row["median_seconds"] * 1e6 <= float(goal.removesuffix("us"))
+def in_time(row: Row, target: str) -> bool:
+    return target.endswith("us") and row["median_seconds"] * 1e6 <= float(target.removesuffix("us"))
 
 
 def measured(arguments: str) -> str:
-    """What `hopwell bench` recorded: `OPERATOR SHAPE=GOAL …`; a goal is a share of the product, or µs. Bold: met."""
+    """Records of `hopwell bench`: `OPERATOR SHAPE=TARGET …`; targets are shares of the product, or µs. Bold: met."""
     operator, *words = arguments.split()
     made = records.bench_rows(operator)
-    goals, lines = goals_of(words, made), []
+    targets, lines = targets_of(words, made), []
     for row, _ in made:
-        goal = goals.get(row["shape"], "")
+        target = targets.get(row["shape"], "")
         product, read = row["share_of_matmul"], row["share_of_read"]
-        reached = bool(goal) and not goal.endswith("us") and product >= float(goal)
-        line = [row["shape"], f"`{row['backend']}`", bold(number(row["median_seconds"] * 1e6), in_time(row, goal))]
+        reached = bool(target) and not target.endswith("us") and product >= float(target)
+        line = [row["shape"], f"`{row['backend']}`", bold(number(row["median_seconds"] * 1e6), in_time(row, target))]
         line += [bold(f"{product:.3f}", reached) if product else "–", f"{read:.3f}" if read else "–"]
-        lines.append(line + [goal.replace("us", " µs") or "–"] * bool(goals))
+        lines.append(line + [target.replace("us", " µs") or "–"] * bool(targets))
     head = ["shape", "backend", "µs", "share of the matrix product", "share of reading the bytes"]
-    text = table(head + ["goal"] * bool(goals), lines)
+    text = table(head + ["target"] * bool(targets), lines)
     return text + made_by(f"hopwell bench {operator}", [record for _, record in made])
 
 
@@ -183,7 +183,7 @@ def bench(operator: str) -> str:
 
 
 def heads_of(row: Row) -> str:
-    """The call's heads, and beside them those of its indexer; "" where it has no heads of attention."""
+    """The heads of the call and of its indexer; "" if the call has no heads of attention."""
     settings = row["settings"]
     if "h_q" not in settings:
         return ""
@@ -197,10 +197,10 @@ def keys_of(row: Row) -> int:
 
 
 def shares(arguments: str) -> str:
-    """Shares of the matrix product by heads and keys, beside what they should be; bold: the first of these is met.
+    """Shares of the matrix product by heads and keys, with their limits; bold: the first limit is met.
 
     `OPERATOR GROUP LIMIT=VALUE,… … GROUP …`: shapes of the group `h128` are named `h128-8k` and so on, in the order
-    of the values. Where the record has several runs of a shape, all of them are shown, and have to meet a limit.
+    of the values. If the record has several runs of a shape, all are shown, and all have to meet a limit.
     """
     operator, *words = arguments.split()
     made = [(row, record) for row, record in records.bench_rows(operator) if " " not in row["shape"]]
@@ -222,9 +222,9 @@ def shares(arguments: str) -> str:
                 said.setdefault(limit, [])
                 if reached < value:
                     said[limit].append(f"{heads}, {records.number(s_kv)} by {value - reached:.3f}")
-        bar = next(iter(wanted.values()), [2.0] * len(columns))
+        target = next(iter(wanted.values()), [2.0] * len(columns))
         cells = []
-        for of_keys, reached, value in zip(rows, least, bar, strict=True):
+        for of_keys, reached, value in zip(rows, least, target, strict=True):
             text = ", ".join(f"{row['share_of_matmul']:.3f}" for row in of_keys)
             rates = ", ".join(f"{row['flops'] / row['median_seconds'] / 1e12:.0f}" for row in of_keys)
             cells.append(bold(text, reached >= value) + f" ({rates})")
@@ -241,12 +241,12 @@ def shares(arguments: str) -> str:
 
 
 def settings(arguments: str) -> str:
-    """What other settings cost: the time of each beside that of the same shape without them, in the same run.
+    """The cost of other settings: each time, and the time of the same shape without the setting, in the same run.
 
-    `OPERATOR SETTING<BAR …`: what the ratio of times should be at most; bold: met.
+    `OPERATOR SETTING<TARGET …`: the largest ratio of times that meets the target; bold: met.
     """
     operator, *words = arguments.split()
-    bars = dict(word.split("<") for word in words)
+    targets = dict(word.split("<") for word in words)
     made = records.bench_rows(operator)
     plain = {row["shape"]: row["settings"] for row, _ in made if " " not in row["shape"]}
     lines, used = [], []
@@ -257,60 +257,62 @@ def settings(arguments: str) -> str:
             continue
         ratio = row["median_seconds"] / without[0]["median_seconds"]
         times = [f"{r['median_seconds'] * 1e3:.2f}" for r in (row, without[0])]
-        bar = bars.get(setting)
-        reached = bold(f"{ratio:.2f}", bar is not None and ratio <= float(bar))
-        lines.append([shape, f"`{setting}`", *times, reached, bar or "–"])
+        target = targets.get(setting)
+        reached = bold(f"{ratio:.2f}", target is not None and ratio <= float(target))
+        lines.append([shape, f"`{setting}`", *times, reached, target or "–"])
         used.append(record)
-    text = table(["shape", "setting", "ms", "without it, ms", "time ÷ time without it", "bar"], lines)
+    text = table(["shape", "setting", "ms", "without it, ms", "time ÷ time without it", "target"], lines)
     return text + made_by(f"hopwell bench {operator} --shape SHAPE,SETTING", used)
 
 
 def over_read(arguments: str) -> str:
-    """Times over those of reading the same bytes: `OPERATOR SHAPE=GOAL …`; a goal is such a ratio, or µs. Bold: met."""
+    """Times over the time to read the same bytes: `OPERATOR SHAPE=TARGET …`; targets are ratios, or µs. Bold: met."""
     operator, *words = arguments.split()
     made = records.bench_rows(operator)
-    goals, lines = goals_of(words, made), []
+    targets, lines = targets_of(words, made), []
     for row, _ in made:
-        ratio, goal = 1 / row["share_of_read"], goals.get(row["shape"], "")
-        reached = bool(goal) and not goal.endswith("us") and ratio <= float(goal)
-        us = bold(number(row["median_seconds"] * 1e6), in_time(row, goal))
+        ratio, target = 1 / row["share_of_read"], targets.get(row["shape"], "")
+        reached = bool(target) and not target.endswith("us") and ratio <= float(target)
+        us = bold(number(row["median_seconds"] * 1e6), in_time(row, target))
         line = [row["shape"], f"`{row['backend']}`", us, bold(f"{ratio:.3f}", reached)]
-        lines.append([*line, goal.replace("us", " µs") or "–"])
-    text = table(["shape", "backend", "µs", "time ÷ reading the bytes", "goal"], lines)
+        lines.append([*line, target.replace("us", " µs") or "–"])
+    text = table(["shape", "backend", "µs", "time ÷ reading the bytes", "target"], lines)
     return text + made_by(f"hopwell bench {operator}", [record for _, record in made])
 
 
 def few_columns(arguments: str) -> str:
-    """nvfp4_linear of 1, 8 and 16 columns by its faster backend; `8=BAR 16=BAR`, of the time over one column's."""
-    bars = {n: float(bar) for n, bar in (word.split("=") for word in arguments.split())}
+    """nvfp4_linear of 1, 8 and 16 columns by its faster backend; `8=TARGET 16=TARGET`: time over one column's."""
+    targets = {n: float(target) for n, target in (word.split("=") for word in arguments.split())}
     made = records.bench_rows("nvfp4_linear")
     fastest: dict[tuple[str, str], dict[str, Row]] = {}
     for row, _ in sorted(made, key=lambda pair: -pair[0]["median_seconds"]):
         layer = row["settings"]["N"], row["settings"]["K"]
         fastest.setdefault(layer, {})[row["settings"]["n"]] = row  # the last is the fastest
-    lines, met = [], dict.fromkeys(bars, 0)
+    lines, met = [], dict.fromkeys(targets, 0)
     for (rows, k), columns in sorted(fastest.items(), key=lambda item: -int(item[0][0]) * int(item[0][1])):
         cells = []
-        for n in ("1", *bars):
+        for n in ("1", *targets):
             row = columns[n]
             text = f"{row['median_seconds'] * 1e6:.1f}"
             read = f"{1 / row['share_of_read']:.2f}"
-            if n in bars:
+            if n in targets:
                 ratio = row["median_seconds"] / columns["1"]["median_seconds"]
-                met[n] += ratio <= bars[n]
-                text += f" ({bold(f'{ratio:.2f}', ratio <= bars[n])}; {read}), {row['backend']}"
+                met[n] += ratio <= targets[n]
+                text += f" ({bold(f'{ratio:.2f}', ratio <= targets[n])}; {read}), {row['backend']}"
             else:
                 text += f" ({read}), {row['backend']}"
             cells.append(text)
         lines.append([f"{rows} × {k}", *cells])
-    text = table(["N × K", *(f"n = {n}" for n in ("1", *bars))], lines)
+    text = table(["N × K", *(f"n = {n}" for n in ("1", *targets))], lines)
     text += "\nµs. In brackets: n = 1 over reading the same bytes; more columns over n = 1, and over reading.\n"
-    said = [f"n = {n} over n = 1, at most {bar:.2f}: met in {met[n]} of {len(lines)}" for n, bar in bars.items()]
+    said = [
+        f"n = {n} over n = 1, at most {target:.2f}: met in {met[n]} of {len(lines)}" for n, target in targets.items()
+    ]
     return text + "\n" + "; ".join(said) + ".\n" + made_by("hopwell bench nvfp4_linear", [r for _, r in made])
 
 
 def many_columns(arguments: str) -> str:
-    """nvfp4_linear with so many columns, beside the other ways to the same product."""
+    """nvfp4_linear with the given numbers of columns, and the other ways to the same product."""
     record = records.read("nvfp4_columns")
     ways = ("sm90", "sm80", "dequantise", "matmul")
     lines: dict[tuple[int, int], list[str]] = {}
@@ -325,22 +327,22 @@ def many_columns(arguments: str) -> str:
     return text + made_by("benchmarks/columns.py", [record])
 
 
-def cpu_bars() -> str:
-    """The CPU's bars, as benchmarks/cpu.py last recorded them."""
+def cpu_targets() -> str:
+    """The CPU's targets, as benchmarks/cpu.py last recorded them."""
     path = max((records.FOLDER.parent / "cpu").glob("2*.json"))
     record = records.read(f"../cpu/{path.stem}")
     lines = []
     for row in record["bars"]:
         least = "at_least" in row
-        bar = row["at_least"] if least else row["at_most"]
-        met = row["measured"] >= bar if least else row["measured"] <= bar
-        limit = f"{'≥' if least else '≤'} {bar:g}"
+        target = row["at_least"] if least else row["at_most"]
+        met = row["measured"] >= target if least else row["measured"] <= target
+        limit = f"{'≥' if least else '≤'} {target:g}"
         lines.append([row["bar"].replace("_", r"\_"), limit, bold(f"{row['measured']:.2f}", met)])
     machine = {**record["machine"], "device": f"{record['machine']['processor']}, {record['machine']['cores']} cores"}
-    return table(["what", "bar", "reached"], lines) + made_by("benchmarks/cpu.py", [machine])
+    return table(["what", "target", "reached"], lines) + made_by("benchmarks/cpu.py", [machine])
 
 
-# ---- whole models, and what bounds kernels -------------------------------------------------------------------------
+# ---- whole models, and the limits of kernels -----------------------------------------------------------------------
 
 
 def training_step() -> str:
@@ -382,17 +384,17 @@ def training_step_parts() -> str:
     return text + f"\nBy `benchmarks/training_step.py` on {records.provenance(record)}.\n"
 
 
-def warm_up(bar: str) -> str:
-    """The dense warm-up of benchmarks/training_step.py; `BAR`: the share that the loss should reach."""
+def warm_up(target: str) -> str:
+    """The dense warm-up of benchmarks/training_step.py; `TARGET`: the share that the loss should reach."""
     record = records.read("warm_up")
     lines = []
     for row in record["results"]:
         forward, loss = row["parts"]
-        share = bold(f"{loss['share']:.3f}", loss["share"] >= float(bar))
+        share = bold(f"{loss['share']:.3f}", loss["share"] >= float(target))
         memory = f"{loss['peak_bytes_beside_inputs'] / 2**20:,.0f}"
         line = [row["model"], records.number(row["s"]), f"{loss['ms']:,.0f}", share, memory]
         lines.append([*line, f"{forward['ms']:,.0f}", f"{forward['share']:.3f}"])
-    head = ["model", "tokens", "loss and gradients, ms", f"share (bar {bar})", "memory beside inputs, MiB"]
+    head = ["model", "tokens", "loss and gradients, ms", f"share (target {target})", "memory beside inputs, MiB"]
     head += ["forward without indices, ms", "share"]
     return table(head, lines) + made_by("benchmarks/training_step.py --warm-up", [record])
 
@@ -450,26 +452,26 @@ def limits() -> str:
 
 
 def model_counts() -> str:
-    """What the emulator counts beside an H200's counters, in million cycles a multiprocessor."""
+    """The emulator's counts beside an H200's counters, in million cycles a multiprocessor."""
     counts, _ = model().hopper(records.FOLDER.parent)
     return table(*counts) + made_by("benchmarks/model.py count", [records.read("../emulator/sm90")])
 
 
 def model_times() -> str:
-    """What the model predicts beside an H200's cycles: a step and a query by unit, and a whole call."""
+    """The model's predictions beside an H200's cycles: a step and a query by unit, and a whole call."""
     _, times = model().hopper(records.FOLDER.parent)
     return table(*times) + made_by("benchmarks/model.py counters", [records.read("model")])
 
 
 def model_blackwell() -> str:
-    """What the model says of the kernels for Blackwell."""
+    """The model's cycles of the kernels for Blackwell."""
     return table(*model().blackwell(records.FOLDER.parent)) + made_by(
         "benchmarks/model.py count", [records.read("../emulator/sm100")]
     )
 
 
 def model_products() -> str:
-    """What the model says of tiles of nvfp4_matmul that copies bind."""
+    """The model's cycles of tiles of nvfp4_matmul that copies limit."""
     program = model()
     return table(*program.blackwell(records.FOLDER.parent, program.PRODUCTS)) + made_by(
         "benchmarks/model.py count", [records.read("../emulator/sm100")]
@@ -490,7 +492,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
         over_read,
         few_columns,
         many_columns,
-        cpu_bars,
+        cpu_targets,
         training_step,
         training_step_parts,
         warm_up,

@@ -1,6 +1,6 @@
-"""What the site's pages do not say themselves: made of docstrings, headers, tests and records when they are built.
+"""Generated pieces of the site's pages, from docstrings, headers, tests and records, made when the site is built.
 
-A page asks by a line `<!-- generated: NAME ARGUMENTS -->`, which forges show as nothing.
+A page asks with a line `<!-- generated: NAME ARGUMENTS -->`, which forges do not show.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def operators() -> list[str]:
 
 
 def docstrings() -> dict[str, str]:
-    """Those of the functions in `hopwell`."""
+    """Docstrings of the functions in `hopwell`."""
     trees = [ast.parse(path.read_text()) for path in (PACKAGE / "_ops").glob("*.py")]
     functions = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
     return {node.name: ast.get_docstring(node) or "" for node in functions}
@@ -57,7 +57,7 @@ def registered() -> dict[str, set[str]]:
 
 
 def readme_chips() -> dict[str, list[str]]:
-    """What the README's table says of each operator, by backend: people know what has run on which card."""
+    """The cells of the README's table for each operator, by backend. Only people know which card has run a kernel."""
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
     return {name: cells.split(" | ") for names, cells in rows for name in re.findall(r"\w+", names)}
 
@@ -87,7 +87,7 @@ def compat_modules() -> list[str]:
 
 
 def python(names: str) -> str:
-    """The reference of functions: dotted names, or those of `hopwell`."""
+    """The reference of functions: dotted names, or names in `hopwell`."""
     return rst("\n".join(f".. autofunction:: {name if '.' in name else 'hopwell.' + name}" for name in names.split()))
 
 
@@ -156,7 +156,7 @@ def cpp_structs() -> str:
 
 
 def file(name: str) -> str:
-    """A Markdown file of the repository's root, with its links as they are from here."""
+    """A Markdown file of the repository's root, with its links changed for the site."""
     text = re.sub(r"\]\(docs/", "](", (ROOT / name).read_text())
     return re.sub(r"\]\(([A-Z]+)\.md\)", lambda found: f"]({found[1].lower()}.md)", text)
 
@@ -173,7 +173,7 @@ def chips(folder: str = "") -> str:
 
 
 def backends(operator: str) -> str:
-    """Where an operator runs, and what a backend leaves to another: the words that tests have recorded."""
+    """Backends of an operator, and the reasons with which each one leaves a call to another, as tests recorded them."""
     rows, own, words = [], registered()[operator], refusals()
     for backend in BACKENDS:
         if backend not in own:
@@ -181,12 +181,11 @@ def backends(operator: str) -> str:
         refused = words.get((operator, backend), [])
         takes = "<br>".join(f"“{reason}”" for reason in refused) or "nothing that the test suite has met"
         rows.append([f"`{backend}`", takes])
-    text = table(["backend", "leaves to another backend, with these words"], rows)
+    text = table(["backend", "leaves to another backend, with these reasons"], rows)
     if others := other_refusals(operator):
         text += "\nGPU backends may also refuse, with: " + "; ".join(f"“{word}”" for word in others) + ".\n"
     return text + (
-        "\nThe words in the table are those that the test suite has recorded (`cases/refused.cpp`). `hopwell.explain`"
-        " gives them for a call of yours.\n"
+        "\nThe test suite recorded these reasons (`cases/refused.cpp`). `hopwell.explain` gives them for your call.\n"
     )
 
 
@@ -219,7 +218,7 @@ def fill(app: object, docname: str, source: list[str]) -> None:
 
 
 def formulas_are_literal(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """What the house's docstrings mean: indented blocks of the text are formulas or code, and Returns is prose."""
+    """Applies our docstring format: indented blocks of the text are formulas or code, and Returns is prose."""
     result: list[str] = []
     section, in_block = "", False
     for line in lines:
@@ -231,7 +230,7 @@ def formulas_are_literal(app: object, what: str, name: str, obj: object, options
         if in_block and line and not indented:
             result.append("")
         in_block = indented or (in_block and not line)
-        if section == "Returns:":  # napoleon would take what is before a colon for a type
+        if section == "Returns:":  # napoleon would take the words before a colon for a type
             result += ["", "**Returns**", ""] if line == section else [line.removeprefix("    ")]
         else:
             result.append(line)

@@ -1,4 +1,4 @@
-"""A script in the percent format as a notebook: `# %%` begins a cell of code, `# %% [markdown]` one of text.
+"""Makes a notebook of a script in the percent format: `# %%` begins a code cell, `# %% [markdown]` a text cell.
 
 python docs/notebook.py SCRIPT NOTEBOOK
 """

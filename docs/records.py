@@ -30,7 +30,7 @@ def program(path: Path) -> ModuleType:
 
 
 def module(name: str) -> ModuleType:
-    """One of hopwell.bench, by its file: the package would want its compiled half, which the documents do not need."""
+    """A module of hopwell.bench, by its file: the package would need its compiled half, which the documents do not."""
     return program(BENCH / f"{name}.py")
 
 
@@ -55,7 +55,7 @@ def bench_rows(operator: str, machine: str = "h200") -> list[tuple[Row, Record]]
 
 
 def peer_records(machine: str) -> list[Record]:
-    """What was measured on a machine beside other packages: a record for some of the operators each."""
+    """Measurements on a machine beside other packages; each record has some of the operators."""
     return [read(f"../{machine}/{path.stem}") for path in sorted((FOLDER.parent / machine).glob("peers*.json"))]
 
 
@@ -67,7 +67,7 @@ def peer_record(operator: str) -> tuple[str, Record]:
 
 
 def peer_rows(operator: str, machine: str = "h200") -> list[Row]:
-    """What was measured of an operator beside other packages; without those that did not run."""
+    """Measurements of an operator beside other packages, without packages that did not run."""
     rows = (row for record in peer_records(machine) for row in record["results"])
     return [row for row in rows if row["operator"] == operator and "times_as_fast" in row]
 
@@ -98,12 +98,12 @@ def default_shapes() -> dict[str, dict[str, int]]:
 
 
 def number(value: int) -> str:
-    """8192 as 8 K, 512 as it is."""
+    """8192 as 8 K, 512 as 512."""
     return f"{value // 1024} K" if value >= 1024 and value % 1024 == 0 else f"{value:,}"
 
 
 def shape_text(row: Row) -> str:
-    """A row's whole shape: its defaults, and what it names itself."""
+    """A row's whole shape: the defaults and the sizes that the row names."""
     shape = {**default_shapes().get(row["operator"], {}), **row["shape"]}
     return ", ".join(f"{name} {number(value)}" for name, value in shape.items() if value)
 

@@ -1,5 +1,5 @@
-// hopwell._hopwell: the operators on arrays that the caller has allocated. hopwell/_ops/ allocates outputs and has
-// the documentation.
+// hopwell._hopwell: the operators on arrays that the caller has allocated. hopwell/_ops/ allocates outputs and has the
+// documentation.
 #include "call.hpp"
 
 #include <limits>
@@ -91,7 +91,7 @@ void attention_distribution_(handle q, handle kv, handle indices, handle lse, ha
   call.run(args, hopwell::attention_distribution, hopwell::attention_distribution_workspace_bytes);
 }
 
-// At least 1 where given; the C struct's 0 means no window.
+// At least 1 if given; 0 in the C struct means no window.
 std::int64_t window_of(const Call& call, handle window) {
   if (window.is_none()) return 0;
   const std::int64_t size = call.integer("window", window);
@@ -136,7 +136,12 @@ hopwell_scale_layout scale_layout_of(const Call& call, handle layout) {
                                            {{"plain", HOPWELL_SCALES_PLAIN}, {"blocked", HOPWELL_SCALES_BLOCKED}});
 }
 
-bool is_number(handle value) { return PyFloat_Check(value.ptr()) || PyLong_Check(value.ptr()); }
+// Numbers of numpy are numbers too. Arrays have __dlpack__, which is the quicker question.
+bool is_number(handle value) {
+  if (PyFloat_Check(value.ptr()) || PyLong_Check(value.ptr())) return true;
+  if (value.is_none() || nb::hasattr(value, "__dlpack__")) return false;
+  return PyObject_IsInstance(value.ptr(), nb::module_::import_("numbers").attr("Real").ptr()) == 1;
+}
 
 void nvfp4_gemv_(handle a, handle b, handle sfa, handle sfb, handle alpha, handle scale_layout, handle out,
                  handle backend, handle stream) {
@@ -318,7 +323,7 @@ nb::list names(const std::vector<std::string>& strings) {
   return list;
 }
 
-// Arguments are handles to None as well as to arrays: nanobind must let None through.
+// Arguments are handles to arrays or to None, so nanobind must accept None.
 template <class... Args>
 void define(nb::module_& module, const char* name, void (*function)(Args...)) {
   module.def(name, function, ((void)sizeof(Args), nb::arg().none())...);

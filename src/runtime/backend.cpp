@@ -97,7 +97,7 @@ void check_workspace(std::string_view operator_name, std::size_t needed, const v
   const Checker check(operator_name);
   check.require(workspace != nullptr && given >= needed, "workspace", std::to_string(needed) + " bytes or more",
                 std::to_string(workspace == nullptr ? 0 : given));
-  constexpr std::size_t kAlignment = 16;  // what kernels move at once
+  constexpr std::size_t kAlignment = 16;  // size of a vectorised access of the kernels
   check.require(reinterpret_cast<std::uintptr_t>(workspace) % kAlignment == 0, "workspace", "aligned to 16 bytes",
                 "an address that is not");
 }

@@ -1,5 +1,5 @@
-// What every operator's C++ and C functions do, given its name and its check. C's are over C++'s: null pointers refused,
-// zeros turned into defaults, exceptions into a status and a message.
+// The C++ and C functions of every operator, generated from its name and its check. The C functions call the C++
+// functions: they reject null pointers, replace zeros by defaults, and convert exceptions to a status and a message.
 #pragma once
 
 #include <hopwell/interrupt.hpp>
@@ -15,7 +15,7 @@
 
 namespace hopwell::runtime {
 
-// In C a field of zero means its default, which in C++ the struct itself has.
+// In C a zero field means the default. In C++ the struct itself has the defaults.
 template <class Args>
 Args with_defaults(Args args) {
   constexpr Args kDefaults{};
@@ -29,8 +29,8 @@ Args with_defaults(Args args) {
   return args;
 }
 
-// An operator's entry: an object at namespace scope, which also enters it into operators(). `check` makes of the
-// arguments a problem that all backends may rely on, or throws.
+// Entry point of an operator: an object at namespace scope, which also registers it in operators(). `check` converts
+// the arguments to a problem that all backends may rely on, or throws.
 //
 //     const runtime::Entry entry{"sparse_mla_forward", check};
 template <class Args, class Problem>

@@ -17,8 +17,8 @@
 namespace hopwell::runtime {
 namespace {
 
-// The driver entry points that device queries and the current device need (CUDA Driver API, "Device Management",
-// "Primary Context Management", "Context Management", "Stream Management"). CUresult 0 is success.
+// Driver entry points for device queries and for the current device (CUDA Driver API, "Device Management", "Primary
+// Context Management", "Context Management", "Stream Management"). CUresult 0 is success.
 struct Driver {
   int (*init)(unsigned flags);
   int (*version)(int* version);  // of CUDA, 1000 major + 10 minor
@@ -69,12 +69,12 @@ std::string cuda_version(int version) {
 #ifdef HOPWELL_CUDA_MAJOR
 constexpr int kBuiltWith = HOPWELL_CUDA_MAJOR;
 #else
-constexpr int kBuiltWith = 0;  // for no GPU
+constexpr int kBuiltWith = 0;  // built without CUDA
 #endif
 
-// Loads and initialises the driver. "", or why it cannot be used.
+// Loads and initialises the driver. Returns "", or the reason why it cannot be used.
 std::string load(Driver& d) {
-  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);  // stays loaded: others of the process use it too
+  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);  // stays loaded: other libraries use it too
   if (library == nullptr) return "no NVIDIA driver (libcuda.so.1 is not found)";
   if (!look_up_all(library, d)) return "the NVIDIA driver is too old for any CUDA build of Hopwell";
   if (const int error = d.init(0); error != 0) return "the NVIDIA driver does not start: " + error_text(d, error);
@@ -95,7 +95,7 @@ const LoadedDriver& loaded_driver() {
   return loaded;
 }
 
-// The driver, initialised; null on a machine without one that can be used.
+// The initialised driver; null on a machine without a usable driver.
 const Driver* driver() { return loaded_driver().problem.empty() ? &loaded_driver().driver : nullptr; }
 
 std::vector<CudaDevice> query() {
@@ -124,7 +124,7 @@ std::vector<CudaDevice> query() {
     found.device.cluster_sms = found.device.sms;
     found.device.shared_bytes = static_cast<std::size_t>(shared_bytes);
     found.device.l2_bytes = static_cast<std::size_t>(l2_bytes);
-    found.device.memory_bytes_per_ns = 2e-6 * kilohertz * (bits / 8);  // two transfers a clock
+    found.device.memory_bytes_per_ns = 2e-6 * kilohertz * (bits / 8);  // two transfers per clock
     devices.push_back(found);
   }
   return devices;
@@ -135,7 +135,7 @@ void require(int result, const std::string& what) {
   throw Error(HOPWELL_DEVICE_ERROR, what + ": " + error_text(*driver(), result));
 }
 
-// The context that the CUDA runtime uses on a device. Kept for the life of the process.
+// The primary context of a device, which the CUDA runtime uses too. Retained until the process ends.
 void* primary_context(int ordinal) {
   struct Slot {
     std::once_flag once;
@@ -195,7 +195,7 @@ int current_device() {
 }
 
 DeviceGuard::DeviceGuard(const DLDevice& location) {
-  // A device that does not exist has no backend, which is what the caller will be told.
+  // A device that does not exist has no backend. The caller reports that error.
   if (!is_cuda_device(location) || current_device() == location.device_id) return;
   require(driver()->push_context(primary_context(location.device_id)), "cuCtxPushCurrent");
   pushed_ = true;

@@ -8,6 +8,14 @@ place=$(mktemp -d)
 trap 'rm -rf "$place"' EXIT
 
 cmake --install "$build" --prefix "$place/prefix" >/dev/null
+
+# An install writes under its prefix and nowhere else: DESTDIR catches a file that goes to an absolute path. The Python package in the
+# same build folder is pip's to install.
+DESTDIR="$place/stage" cmake --install "$build" --prefix /prefix >/dev/null
+strays=$(cd "$place/stage" && find . ! -type d | sed 's/^\.//' | grep -vE \
+  '^/prefix/(bin/hopwell(-emulate)?|include/hopwell/.+|lib(/[^/]+)?/(libhopwell[^/]*|cmake/hopwell/.+|pkgconfig/hopwell\.pc)|share/(man|bash-completion|zsh|fish|hopwell)/.+)$' || true)
+[ -z "$strays" ] || { printf 'install test failed: an install writes what is not its own:\n%s\n' "$strays" >&2; exit 1; }
+rm -rf "$place/stage"
 cp -r tests/install "$place/consumer"
 cmake -S "$place/consumer" -B "$place/build" -G Ninja -DCMAKE_PREFIX_PATH="$place/prefix" --log-level=WARNING >/dev/null
 cmake --build "$place/build" >/dev/null

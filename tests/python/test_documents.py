@@ -192,8 +192,37 @@ def typed_figures(text: str) -> list[str]:
 
 @pytest.mark.parametrize("page", FIGURES, ids=name)
 def test_figures_of_the_performance_pages_are_generated(page: Path) -> None:
-    """What a record holds comes out of it when the site is built; all other figures belong to the pages of history."""
+    """Tables are made from records when the site is built; a figure without a record belongs to docs/lessons.md."""
     assert typed_figures(page.read_text()) == []
+
+
+LESSONS = ROOT / "docs" / "lessons.md"
+LESSONS_ROWS = 200
+CARD = re.compile(r"\b(?:H100|H200|Hopper|CPU|count)\b")
+
+
+def lessons(text: str) -> list[str]:
+    """The rows of all tables of the page, without their heads."""
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    return [row for row in rows if not re.match(r"\| (?:idea|---) \|", row)]
+
+
+def lessons_without_a_card(text: str) -> list[str]:
+    return [row for row in lessons(text) if typed_figures(row.split(" | ")[1]) and not CARD.search(row)]
+
+
+def test_every_lesson_is_a_row_with_its_card() -> None:
+    """The one page where a measured figure may be typed: idea, result with the card, reason."""
+    text = LESSONS.read_text()
+    assert 0 < len(lessons(text)) <= LESSONS_ROWS
+    assert [row for row in lessons(text) if row.count(" | ") != 2] == []
+    assert lessons_without_a_card(text) == []
+
+
+def test_a_lesson_without_its_card_is_noticed() -> None:
+    row = "| a larger ring | 1.94 → 1.87 ms{} | more bytes in flight |"
+    assert lessons_without_a_card(row.format("")) == [row.format("")]
+    assert lessons_without_a_card(row.format(" (H200)")) == []
 
 
 @pytest.mark.parametrize(
@@ -258,10 +287,10 @@ def test_a_table_says_what_its_record_says(generated: ModuleType) -> None:
     assert f"missed: {'; '.join(missed)}." in page
 
 
-def test_a_goal_needs_a_record(generated: ModuleType) -> None:
+def test_a_target_needs_a_record(generated: ModuleType) -> None:
     for call in ("measured nvfp4_gemv 1x1=0.5", "over_read paged_attention ragged=1.03 nothing=1"):
         piece, _, arguments = call.partition(" ")
-        with pytest.raises(ValueError, match=r"goals for shapes that have no record: (1x1|nothing)"):
+        with pytest.raises(ValueError, match=r"targets for shapes that have no record: (1x1|nothing)"):
             generated.GENERATORS[piece](arguments)
 
 

@@ -187,12 +187,6 @@ def test_arrays_that_only_their_capsule_keeps(operator: str, rng: np.random.Gene
         assert (x.memory.view(np.uint8) == 0x7F).all()  # it did go, afterwards
 
 
-def test_numpy_scalars_are_arrays(rng: np.random.Generator) -> None:
-    call = MAKERS["nvfp4_linear"](rng, "float32")
-    for _ in range(20):
-        assert_results(call, run(call, weight_global=np.float32(0.02)), expected(call))
-
-
 class Namespace:
     """What an Array API framework offers to turn a numpy array into its own."""
 

@@ -256,6 +256,18 @@ def test_mla_large_logits(rng: Generator, magnitude: float) -> None:
     assert np.all(np.isfinite(out)) and np.all(np.abs(lse[:-1] - max_logits[:-1]) <= math.log(7) + 1e-9)
 
 
+@pytest.mark.parametrize("score", [1e17, -1e17, 1e300])
+def test_mla_keys_that_occur_twice_share_any_score(score: float) -> None:
+    """log 2 is lost in an lse of 1e17, and must not be in the weights: a sink as large gets a third."""
+    kv, indices = np.array([[1.0, 3.0]]), np.zeros((1, 2), np.int32)
+    out, _, lse = reference.sparse_mla_forward(np.array([[[score, 0.0]]]), kv, indices, 1.0, 2)
+    assert_close(out, [[[1.0, 3.0]]])
+    assert_close(lse, [[score]])
+    sink = np.array([score])
+    with_sink, *_ = reference.sparse_mla_forward(np.array([[[score, 0.0]]]), kv, indices, 1.0, 2, attn_sink=sink)
+    assert_close(with_sink, [[[2 / 3, 2.0]]])
+
+
 def test_mla_scores_that_are_all_minus_infinity() -> None:
     """No kernel can tell such a row from an empty one; its values may be infinite, too."""
     q, kv, indices = np.array([[[1.0, 0.5]]]), np.array([[-np.inf, 1.0]]), np.zeros((1, 2), np.int32)

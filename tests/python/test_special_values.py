@@ -5,6 +5,7 @@ from typing import Any
 
 import calls
 import hopwell
+import ml_dtypes
 import numpy as np
 import pytest
 from calls import DTYPES, Call, assert_results, results
@@ -100,6 +101,24 @@ def test_infinite_values_of_paged_attention(
         np.testing.assert_array_equal(calls.as_numpy(actual[0])[~finite], expected[0][~finite])
     else:
         assert_same_places(actual, expected, tolerance)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("backend", hopwell.backends("lightning_indexer"))
+def test_scores_of_zero_tie_whatever_their_sign(rng: Rng, backend: str, dtype: str) -> None:
+    """Products of zeros of both signs, weights and scales of both signs: of scores 0 the smaller keys are taken."""
+    s_kv, heads, d, topk = 600, 64, 128, 40
+    signs = lambda *shape: rng.choice([-1.0, 1.0], shape)  # noqa: E731
+    q, k, k_scale = np.zeros((1, heads, d)), rng.integers(-2, 3, (s_kv, d)).astype(float), signs(s_kv)
+    q[0, :, 0], k[:, 0], weights = signs(heads), 0.0 * signs(s_kv), signs(1, heads)
+    best = [100, 101, 102]
+    k[best, 0], weights[q[:, :, 0] > 0], k_scale[best] = 3.0, 1.0, 1.0
+    number = ml_dtypes.float8_e4m3fn if dtype == "float8_e4m3fn" else ml_dtypes.bfloat16
+    scales = {"k_scale": k_scale.astype(np.float32)} if dtype == "float8_e4m3fn" else {}
+    call = {"q_index": q.astype(number), "k_index": k.astype(number), "weights": weights.astype(np.float32)}
+    indices, scores = hopwell.lightning_indexer(**call, topk=topk, **scales, backend=backend)
+    assert indices[0].tolist() == [*range(topk - len(best)), *best]
+    assert (scores[0, : -len(best)] == 0).all() and (scores[0, -len(best) :] > 0).all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -11,7 +11,7 @@
 namespace hopwell::cpu {
 namespace {
 
-// Whether work(), in a child of this process, returned true in less than so many seconds.
+// Whether work(), in a child of this process, returned true in less than `seconds` seconds.
 template <class Work>
 bool holds_in_a_child(Work work, unsigned seconds = 20) {
   const pid_t child = fork();

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ._arrays import Float64, Tensor, as_float64, require, require_shape
+from ._arrays import Float64, Tensor, as_float64, log_softmax, require, require_shape
 from ._visible import visible_keys
 from .lightning_indexer import _checked, _scores
 from .sparse_mla import select
@@ -64,8 +64,7 @@ def indexer_dense_loss(
         if not target.any():
             continue
         with np.errstate(invalid="ignore", divide="ignore"):
-            peak = score.max()
-            log_prob = score - peak - np.log(np.exp(score - peak).sum())
+            log_prob = log_softmax(score)[2]
             losses[s] = np.where(target == 0.0, 0.0, target * (np.log(target) - log_prob)).sum()
             if of_row[s] == 0.0:
                 continue

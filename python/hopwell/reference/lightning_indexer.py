@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from ._arrays import Float64, Tensor, as_array, as_float64, as_indices, describe, log_sum_exp, require, require_shape
+from ._arrays import Float64, Tensor, as_array, as_float64, as_indices, describe, log_softmax, require, require_shape
 from ._visible import visible_keys
 
 
@@ -144,7 +144,7 @@ def lightning_indexer_backward(
             continue
         with np.errstate(invalid="ignore"):  # a NaN target; infinities times the gates' zeros
             if d_scores is None:
-                log_prob = score - log_sum_exp(score)[1]
+                log_prob = log_softmax(score)[2]
                 some = p != 0.0
                 losses[s] = (p[some] * (np.log(p[some]) - log_prob[some])).sum()
                 g = np.exp(log_prob) - p  # [n]

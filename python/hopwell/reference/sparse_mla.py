@@ -15,7 +15,7 @@ from ._arrays import (
     as_indices,
     deliver,
     describe,
-    log_sum_exp,
+    log_softmax,
     require,
     require_shape,
 )
@@ -135,13 +135,12 @@ def sparse_mla_forward(
     row_lse = np.full((s_q, h_q), np.inf)
     for s in range(s_q):
         _, _, kv_rows, score = selection.row(s)
-        row_max[s], log_sum = log_sum_exp(score)
+        row_max[s], log_sum, log_p = log_softmax(score)
         empty = np.isneginf(log_sum)
-        row_lse[s] = np.where(empty, np.inf, log_sum)
         with np.errstate(over="ignore", invalid="ignore"):
-            p = np.exp(score - row_lse[s][:, None])
-            factor = 1.0 / (1.0 + np.exp(sink - row_lse[s]))
-            result[s] = np.where(empty[:, None], 0.0, (p @ kv_rows[:, :d_v]) * factor[:, None])
+            row_lse[s] = np.where(empty, np.inf, row_max[s] + log_sum)
+            factor = 1.0 / (1.0 + np.exp((sink - row_max[s]) - log_sum))
+            result[s] = np.where(empty[:, None], 0.0, (np.exp(log_p) @ kv_rows[:, :d_v]) * factor[:, None])
     return (
         deliver(name, "out", result, out),
         deliver(name, "max_logits", row_max, max_logits),

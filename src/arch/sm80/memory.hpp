@@ -43,7 +43,7 @@ HOPWELL_DEVICE CachePolicy evict_normal_policy() {
   return policy;
 }
 
-/// ld.global.nc.L1::no_allocate: 16 bytes of memory that no one writes during the kernel, streamed. PTX:
+/// ld.global.nc.L1::no_allocate: 16 bytes of memory that nothing writes during the kernel, streamed. PTX:
 /// #data-movement-and-conversion-instructions-ld-global-nc
 HOPWELL_DEVICE Words4 load_streaming(const void* pointer, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
@@ -85,7 +85,7 @@ HOPWELL_DEVICE void store_streaming(void* pointer, const Words4& v, [[maybe_unus
 #endif
 }
 
-/// ld.acquire.gpu / ld.relaxed.gpu: a word that other CTAs write. Polling one lets other threads run. PTX:
+/// ld.acquire.gpu / ld.relaxed.gpu: a word that other CTAs write. In the emulator, polling lets other threads run. PTX:
 /// #data-movement-and-conversion-instructions-ld
 HOPWELL_DEVICE uint32_t load_acquire(const uint32_t* pointer) {
 #if HOPWELL_ON_DEVICE
@@ -108,8 +108,8 @@ HOPWELL_DEVICE uint32_t load_relaxed(const uint32_t* pointer) {
 #endif
 }
 
-/// ld.relaxed.gpu.b128 / st.relaxed.gpu.b128: 16 bytes that other CTAs write or read, as one: never a part of them. PTX:
-/// #data-movement-and-conversion-instructions-ld
+/// ld.relaxed.gpu.b128 / st.relaxed.gpu.b128: 16 bytes that other CTAs write or read, as a single access that is never
+/// torn. PTX: #data-movement-and-conversion-instructions-ld
 HOPWELL_DEVICE Words4 load_relaxed_v4(const Words4* pointer) {
 #if HOPWELL_ON_DEVICE
   uint64_t low, high;
@@ -134,7 +134,7 @@ HOPWELL_DEVICE void store_relaxed_v4(Words4* pointer, const Words4& v) {
 #endif
 }
 
-/// red.global.add: *pointer += value, in any order with other reductions. PTX:
+/// red.global.add: *pointer += value, atomic, in any order with other reductions. PTX:
 /// #parallel-synchronization-and-communication-instructions-red
 HOPWELL_DEVICE void red_add(float* pointer, float value, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
@@ -151,7 +151,7 @@ HOPWELL_DEVICE void red_add(uint32_t* pointer, uint32_t value) {
 #endif
 }
 
-/// atom.global.add: returns what was there before. PTX: #parallel-synchronization-and-communication-instructions-atom
+/// atom.global.add: returns the previous value. PTX: #parallel-synchronization-and-communication-instructions-atom
 HOPWELL_DEVICE uint32_t atomic_add(uint32_t* pointer, uint32_t value) {
 #if HOPWELL_ON_DEVICE
   uint32_t old;

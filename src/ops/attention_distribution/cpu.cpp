@@ -4,7 +4,7 @@
 //     S = sm_scale (q . K^T)                  [h_q, keys]
 //     attn[s, entry] = sum_h exp(S - lse)     heads in ascending order
 //
-// Scratch of a thread, in floats: (h_q + tile) * d_qk + h_q * tile with tile = min(topk, 512); 1.7 MB for h_q 128, d_qk
+// Scratch per thread, in floats: (h_q + tile) * d_qk + h_q * tile with tile = min(topk, 512); 1.7 MB for h_q 128, d_qk
 // 576.
 #include <cmath>
 
@@ -39,7 +39,7 @@ class Worker {
   }
 
  private:
-  // Turns the products into probabilities, and the first row into the sum of all.
+  // Converts the products to probabilities, and the first row to the sum over all rows.
   void sum_over_heads(std::int64_t s, std::int64_t count) {
     const auto n = static_cast<std::size_t>(count);
     float* total = scores_.get();

@@ -231,9 +231,9 @@ class Worker {
   Scratch<float> queries_, weights_;  // q and d_out; dS and P
   Scratch<float> dq_;                 // [h_q, d_qk]; before, out [h_q, d_v]
   Scratch<float> distribution_;       // [count]
+  std::vector<Head> heads_;           // [h_q]
+  std::vector<double> d_sink_;        // [h_q], of the item
   Products products_;
-  std::vector<Head> heads_;     // [h_q]
-  std::vector<double> d_sink_;  // [h_q], of the item
 };
 
 // Calls body(first, last) for blocks of the rows of dkv.

@@ -1,4 +1,5 @@
-// sparse_mla_backward for any NVIDIA GPU from Ampere on: 32 heads of a query a CTA; on Hopper 64. passes/call.hpp has what else runs for a call, plan.hpp the numbers.
+// sparse_mla_backward for any NVIDIA GPU from Ampere on: a CTA processes 32 heads of a query; on Hopper 64.
+// passes/call.hpp lists the other kernels of a call, plan.hpp has the numbers.
 #include "ops/sparse_mla_backward/passes/call.hpp"
 #include "ops/sparse_mla_backward/sm80/gradients.hpp"
 

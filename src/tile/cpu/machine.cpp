@@ -1,4 +1,4 @@
-// The ceilings of this machine's processor, and what the library was built with.
+// Peak rates of this machine's processor, and the build configuration of the library.
 #include <hwy/targets.h>
 #include <hopwell/hopwell.hpp>
 
@@ -21,7 +21,7 @@ using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-// Sums `count` floats with enough independent accumulators that the loads, not the additions, are what takes the time.
+// Sums `count` floats with enough independent accumulators that loads, not additions, bound the time.
 float sum(const float* x, std::int64_t count) {
   std::array<float, 64> partial{};
   for (std::int64_t i = 0; i + 64 <= count; i += 64)
@@ -61,7 +61,7 @@ double time_cpu_read(std::size_t bytes) {
     sums[static_cast<std::size_t>(part)] = sum(memory.data() + part * kPart, std::min(kPart, count - part * kPart));
   });
   const double seconds = seconds_since(start);
-  volatile float used = std::accumulate(sums.begin(), sums.end(), 0.0F);  // so that no compiler drops the reads
+  volatile float used = std::accumulate(sums.begin(), sums.end(), 0.0F);  // so that the compiler keeps the reads
   static_cast<void>(used);
   return seconds;
 }

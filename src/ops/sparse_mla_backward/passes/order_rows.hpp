@@ -1,6 +1,7 @@
-// sparse_mla_backward on GPUs, a pass: each query's valid keys in ascending order, by ranges of keys, so that CTAs meet
-// in L2, and every other wave's in descending order, so that waves meet there, too; and the zeros where sums are added,
-// since memory has little to do meanwhile. And the pass that brings attn, summed in that order, back to its entries.
+// sparse_mla_backward on GPUs, preprocess: sorts each query's valid keys into ascending ranges of keys, so that CTAs
+// share rows in L2; descending in every other wave, so that consecutive waves share rows too (serpentine order). The
+// same kernel clears sums, because sorting leaves memory idle. And postprocess: moves attn, summed in that order, back
+// to its entries.
 #pragma once
 
 #include "ops/sparse_mla_backward/passes/clear_sums.hpp"
@@ -13,9 +14,9 @@ using tile::kOrderThreads;
 struct OrderParams {
   tile::SelectionParams selection;
   tile::OrderedRows ordered;
-  tile::MergedRows merged;            // which rows are wanted
-  ClearParams sums;                   // zeros, 16 bytes at a time: memory has little to do while rows are put in order
-  ClearParams attn;                   // the same; a row for each query; or no rows
+  tile::MergedRows merged;            // selects the rows to sort
+  ClearParams sums;                   // cleared 16 bytes at a time, because sorting leaves memory idle
+  ClearParams attn;                   // the same; one row per query, or no rows
   int tiles_of_query, turning_tiles;  // see Plan
 
   HOPWELL_DEVICE bool descends(int query) const {
@@ -23,7 +24,7 @@ struct OrderParams {
   }
 };
 
-// What of the rows this CTA clears.
+// Clears this CTA's part of the rows.
 HOPWELL_DEVICE void clear_some_rows(const ClearParams& p) {
   const int64_t rows = (p.rows + arch::grid_size() - 1) / arch::grid_size(), first = rows * arch::block_index();
   const int chunks = int(p.words / 4);
@@ -32,7 +33,7 @@ HOPWELL_DEVICE void clear_some_rows(const ClearParams& p) {
       *reinterpret_cast<arch::Words4*>(p.data + (first + i / chunks) * p.stride + i % chunks * 4) = {};
 }
 
-// A CTA for one query.
+// One CTA per query.
 __global__ void __launch_bounds__(kOrderThreads) order_row(const __grid_constant__ OrderParams p) {
   auto& s = arch::dynamic_smem<tile::OrderStorage>();
   const int query = arch::block_index();
@@ -58,14 +59,14 @@ inline void order_rows(const Problem& problem, const Plan& plan, Stream stream) 
 // ---- attn
 
 struct RestoreAttnParams {
-  float* attn;              // [s_q, topk]: the sums of a row's keys in their order before, at their entries after
-  const uint16_t* sources;  // [s_q, topk], lengths [s_q]: as order_row gives them
+  float* attn;              // [s_q, topk]: input: sums in the order of the sorted keys; output: in the order of entries
+  const uint16_t* sources;  // [s_q, topk], and lengths [s_q]: written by order_row
   const int* lengths;
   int64_t stride;
   int topk;
 };
 
-// A CTA for one query.
+// One CTA per query.
 __global__ void __launch_bounds__(kOrderThreads) restore_attn_order(const __grid_constant__ RestoreAttnParams p) {
   auto& row = arch::dynamic_smem<float[tile::kLongestOrderedRow]>();
   const int t = arch::thread_index(), query = arch::block_index(), length = p.lengths[query];
@@ -74,7 +75,7 @@ __global__ void __launch_bounds__(kOrderThreads) restore_attn_order(const __grid
   arch::syncthreads();
   for (int i = t; i < length && i < p.topk; i += kOrderThreads) {
     const int source = p.sources[int64_t{query} * p.topk + i];
-    if (source < p.topk) row[source] = attn[i];  // always; were a barrier of order_row lost, addresses would be right
+    if (source < p.topk) row[source] = attn[i];  // always true; keeps addresses valid if a barrier of order_row is lost
   }
   arch::syncthreads();
   for (int i = t; i < p.topk; i += kOrderThreads) attn[i] = row[i];
