@@ -18,7 +18,7 @@ avx2='import ctypes, mmap
 code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
 code.write(b"\xc5\xfd\xfe\xc0\xc3")
 ctypes.CFUNCTYPE(None)(ctypes.addressof(ctypes.c_char.from_buffer(code)))()'
-bare "$place/venv/bin/python" -c "$avx2"
+as Haswell "$place/venv/bin/python" -c "$avx2"
 if as Nehalem "$place/venv/bin/python" -c "$avx2" >/dev/null 2>&1; then
   echo "this QEMU runs AVX2 on a Nehalem: nothing would be proven" >&2
   exit 1
