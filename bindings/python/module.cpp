@@ -2,6 +2,8 @@
 // documentation.
 #include "call.hpp"
 
+#include <limits>
+
 namespace hopwell::python {
 namespace {
 
@@ -328,6 +330,14 @@ void check_given(const char* operator_name, const char* argument, handle array) 
   Call(operator_name, nb::none(), nb::none()).check_given(argument, array);
 }
 
+void set_num_threads(handle threads) {
+  const Call call("set_num_threads", nb::none(), nb::none());
+  const std::int64_t number = call.integer("threads", threads);
+  if (number < 0 || number > std::numeric_limits<int>::max())
+    call.fail("threads", "a number from 1 to 2147483647, or 0 for the default", std::to_string(number));
+  hopwell::set_num_threads(static_cast<int>(number));
+}
+
 nb::list names(const std::vector<std::string>& strings) {
   nb::list list;
   for (const std::string& string : strings) list.append(nb::str(string.c_str()));
@@ -354,7 +364,11 @@ NB_MODULE(_hopwell, m) {
     try {
       std::rethrow_exception(pointer);
     } catch (const hopwell::Error& error) {
-      PyErr_SetString(error.status() == HOPWELL_INVALID_ARGUMENT ? PyExc_ValueError : error_type, error.what());
+      const std::string_view message = error.what();  // an environment variable that it quotes may be no UTF-8
+      const nb::object text =
+          nb::steal(PyUnicode_DecodeUTF8(message.data(), static_cast<Py_ssize_t>(message.size()), "backslashreplace"));
+      if (!text.is_valid()) return;  // out of memory: that error is set
+      PyErr_SetObject(error.status() == HOPWELL_INVALID_ARGUMENT ? PyExc_ValueError : error_type, text.ptr());
     }
   });
   nb::class_<hp::Explanation>(m, "Explanation")
@@ -380,6 +394,6 @@ NB_MODULE(_hopwell, m) {
   m.def("backends", [] { return hp::names(hopwell::backends()); });
   m.def("backends", [](const char* operator_name) { return hp::names(hopwell::backends(operator_name)); });
   m.def("num_threads", hopwell::num_threads, "How many threads a CPU operator may use, the calling one included.");
-  m.def("set_num_threads", hopwell::set_num_threads, nb::arg("threads"));
+  m.def("set_num_threads", hp::set_num_threads, nb::arg("threads").none());
   m.def("version", [] { return nb::str(hopwell::version().c_str()); });
 }

@@ -3,12 +3,16 @@
  * Tensors are DLPack views, `const DLTensor*`: never owned, never copied; null means absent. An output's DLTensor is
  * const as a description; the memory behind it is written, and no element of it lies where another argument's does.
  * Unless said otherwise the last dimension is contiguous and every other stride is free and 64-bit. Every function
- * checks all of its arguments before it writes anything: on an error the outputs are untouched. Shapes, formulae and
+ * checks all of its arguments before it writes anything: on HOPWELL_INVALID_ARGUMENT and HOPWELL_UNSUPPORTED the outputs are
+ * untouched. On any other error they may be partly written, and the next call is not affected. Shapes, formulae and
  * corner cases of each operator are documented at its argument struct; `LSE` is natural-log, fp32.
  *
  * A CUDA call runs on its tensors' device, whichever is current, and leaves that as it was; its stream must be of that
  * device. A workspace is memory that no argument lies in, and belongs to one call at a time: calls that may overlap, on
  * two streams say, need one each.
+ *
+ * Every call computes in the default floating-point mode (to nearest, with subnormal numbers) on all of its threads, and
+ * the calling thread has its own mode back afterwards.
  *
  * In C a zero field means its default, shown as HOPWELL_DEFAULT(...) where that is not zero. C++ has the defaults
  * themselves. A field marked HOPWELL_REQUIRED is a number that the caller must set: its default in C++ is NaN, which is

@@ -207,7 +207,8 @@ Device host_device(const DLDevice& location) {
     const char* end = sms + std::strlen(sms);
     const auto [rest, error] = std::from_chars(sms, end, device.sms);
     if (error != std::errc() || rest != end || device.sms < 1)
-      throw std::invalid_argument(std::string("HOPWELL_EMULATOR_SMS must be a number from 1 on; got ") + sms);
+      throw std::invalid_argument(std::string("HOPWELL_EMULATOR_SMS must be a number from 1 to 2147483647; got ") +
+                                  sms);
     device.cluster_sms = device.sms;
   }
   return device;

@@ -165,14 +165,14 @@ class Worker {
   void compute() {
     const bool gradients = p_.dq || p_.dkv;
     if (!gradients && !p_.attn) return;
-    product_nt(p_.h_q, count_, p_.d_qk, q(), p_.d_qk, k(), p_.d_qk, false, probabilities(), count_);
-    if (gradients) product_nt(p_.h_q, count_, p_.d_v, d_out(), p_.d_qk, k(), p_.d_qk, false, ds(), count_);
+    products_.nt(p_.h_q, count_, p_.d_qk, q(), p_.d_qk, k(), p_.d_qk, false, probabilities(), count_);
+    if (gradients) products_.nt(p_.h_q, count_, p_.d_v, d_out(), p_.d_qk, k(), p_.d_qk, false, ds(), count_);
     weigh(gradients);
-    if (p_.dq) product_nn(p_.h_q, p_.d_qk, count_, ds(), count_, k(), p_.d_qk, false, dq_.get(), p_.d_qk);
+    if (p_.dq) products_.nn(p_.h_q, p_.d_qk, count_, ds(), count_, k(), p_.d_qk, false, dq_.get(), p_.d_qk);
     if (!p_.dkv) return;
-    product_tn(count_, p_.d_v, 2 * p_.h_q, ds(), count_, q(), p_.d_qk, false, k(), p_.d_qk);
+    products_.tn(count_, p_.d_v, 2 * p_.h_q, ds(), count_, q(), p_.d_qk, false, k(), p_.d_qk);
     if (p_.d_v == p_.d_qk) return;
-    product_tn(count_, p_.d_qk - p_.d_v, p_.h_q, ds(), count_, q() + p_.d_v, p_.d_qk, false, k() + p_.d_v, p_.d_qk);
+    products_.tn(count_, p_.d_qk - p_.d_v, p_.h_q, ds(), count_, q() + p_.d_v, p_.d_qk, false, k() + p_.d_v, p_.d_qk);
   }
 
   // q . K^T and dP become P and dS, row by row; their sums over heads the distribution.
@@ -239,6 +239,7 @@ class Worker {
   Scratch<float> distribution_;       // [count]
   std::vector<Head> heads_;           // [h_q]
   std::vector<double> d_sink_;        // [h_q], of the item
+  Products products_;
 };
 
 // Calls body(first, last) for blocks of the rows of dkv.
