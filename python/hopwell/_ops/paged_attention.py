@@ -41,7 +41,7 @@ def paged_attention(
             [blocks, h_kv, d/x, block, x] with x = 16 bytes, V [blocks, h_kv, d, block]. block 1 … 256.
         block_tables: int32 [b, max_blocks]; entry j // block holds key j. Keys of an invalid entry are masked.
         context_lens: int32 [b], keys of each sequence, query tokens included; clamped to 0 … max_blocks·block.
-        scale: factor of the logits.
+        scale: factor of the logits. On GPUs below 2.35e38, so that scale·log2(e) is an fp32.
         pos_bias_u: q's dtype or fp32 [h_q, d], added to q before the product with K.
         bias: fp32, fp16 or bf16. bias_kind "key": [b or 1, h_q, q_len, keys]; "distance": [b or 1, h_q, extent] by δ.
         out_of_range: value for keys beyond the last column of bias or r: "zero", "clamp" (the last column) or "-inf".

@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(DequantizeConfig::kThreads)
     if (!to[j]) continue;
     const auto values = chunks[j].decode(global);
     if (p.x_aligned) {
-      *reinterpret_cast<typename Chunk<T>::Values*>(to[j]) = values;
+      arch::store_vector(to[j], values);
     } else {
       HOPWELL_UNROLL
       for (int i = 0; i < kValues; ++i) to[j][i] = values.x[i];

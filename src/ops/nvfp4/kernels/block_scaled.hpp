@@ -364,7 +364,7 @@ HOPWELL_DEVICE void store_chunk(const BlockScaledParams<T>& p, const BlockScaled
     if (i < columns) values.of_column[i] = p.result.value(row, column + i, p.factor, sums[i]);
   T* const to = p.result.at(row, column, work.batch);
   if (columns >= 8 && p.result.column_stride == 1 && reinterpret_cast<uintptr_t>(to) % 16 == 0) {
-    *reinterpret_cast<Values*>(to) = values;
+    arch::store_vector(to, values);
     return;
   }
   HOPWELL_UNROLL

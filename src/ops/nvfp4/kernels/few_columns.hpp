@@ -105,7 +105,7 @@ HOPWELL_DEVICE void load_x(const FewColumnsParams<T>& p, const FewColumnsWork& w
       for (int block = 0; block < kBlocks; ++block) {
         v[i][block] = {{0, 0, 0, 0}};
         if (k < slice.end && g + 8 * block < work.columns)
-          v[i][block] = *reinterpret_cast<const arch::Words4*>(from + 8 * block * p.x_stride);
+          v[i][block] = arch::load_vector<arch::Words4>(from + 8 * block * p.x_stride);
       }
     }
     if (at_start) overlap();

@@ -83,7 +83,7 @@ HOPWELL_DEVICE void produce_x(const FewColumnsWgmmaParams<T>& p, const FewColumn
       for (int pair = 0; pair < kPairs; ++pair) {
         v[half][pair] = {{0, 0, 0, 0}};
         if (work.slice.begin + k + ahead < work.slice.end && column + 2 * pair < p.columns)
-          v[half][pair] = *reinterpret_cast<const arch::Words4*>(from + 2 * pair * p.x_stride + ahead);
+          v[half][pair] = arch::load_vector<arch::Words4>(from + 2 * pair * p.x_stride + ahead);
       }
     }
     const XSlot slot{barriers, stage};

@@ -25,9 +25,7 @@ HOPWELL_DEVICE Slice slice_of(int begin, int width, int k) {
           (end - begin) / StageConfig::kStageK};
 }
 
-HOPWELL_DEVICE arch::Words4 load_words(const unsigned char* from) {
-  return *reinterpret_cast<const arch::Words4*>(from);
-}
+HOPWELL_DEVICE arch::Words4 load_words(const unsigned char* from) { return arch::load_vector<arch::Words4>(from); }
 
 // Asks for rows of x to come to the L2 cache, each CTA for a share of their pieces of 64 bytes: harmless even while
 // another kernel writes them.

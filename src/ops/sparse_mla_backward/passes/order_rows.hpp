@@ -34,7 +34,7 @@ HOPWELL_DEVICE void clear_some_rows(const ClearParams& p) {
   const int chunks = int(p.words / 4);
   for (int i = arch::thread_index(); i < rows * chunks; i += kOrderThreads)
     if (first + i / chunks < p.rows)
-      *reinterpret_cast<arch::Words4*>(p.data + (first + i / chunks) * p.stride + i % chunks * 4) = {};
+      arch::store_vector(p.data + (first + i / chunks) * p.stride + i % chunks * 4, arch::Words4{});
 }
 
 // One CTA per query.
