@@ -8,7 +8,7 @@
 namespace hopwell::cases {
 namespace {
 
-// Divides every row of attn [s_q, topk], and its magnitude, by its sum unless that is 0.
+// Divides every row of attn [s_q, topk], and its magnitude, by the row's sum unless the sum is 0.
 void normalize_l1(DistributionReference& reference, const SparseMla& p) {
   for (std::int64_t s = 0; s < p.s_q; ++s) {
     const auto row = reference.attn.begin() + s * p.topk, size = reference.magnitude.begin() + s * p.topk;
@@ -17,7 +17,7 @@ void normalize_l1(DistributionReference& reference, const SparseMla& p) {
   }
 }
 
-// ascending: what the operator is told of the rows.
+// ascending: value of the operator's argument that describes the rows.
 Instance make(Random& random, const SparseMla& p, hopwell_normalize normalize, bool ascending, bool timed = false) {
   Instance instance;
   const SparseMlaInputs in = add_inputs(instance, random, p);
@@ -67,8 +67,8 @@ Instance make(Random& random, const SparseMla& p, hopwell_normalize normalize, b
   return instance;
 }
 
-// Rows of other widths than production's, and a key of infinite elements whose weight is 0: h_q leaves places of every kernel's
-// tile of heads empty, and there 0 times infinity is NaN.
+// Row widths that differ from production, and a key of infinite elements with weight 0. h_q leaves padding rows in
+// every kernel's tile of heads, where 0 times infinity is NaN.
 std::vector<std::pair<std::string, SparseMla>> distribution_problems() {
   using Indices = SparseMla::Indices;
   return {
@@ -100,7 +100,7 @@ Suite attention_distribution() {
     add(name, problem, HOPWELL_NORMALIZE_NONE).for_model = true;
   for (const auto& [name, problem] : sparse_mla_device_problems())
     add(name, problem, HOPWELL_NORMALIZE_L1).device_only = true;
-  // More keys than L2 holds: on Hopper rows are brought into ascending order.
+  // More keys than L2 holds: on Hopper, rows are sorted in ascending order.
   for (const std::int64_t h_q : {20, 100}) {
     const SparseMla problem{.s_q = 270,
                             .s_kv = 90000,

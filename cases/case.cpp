@@ -1,7 +1,13 @@
 #include "case.hpp"
 
+#ifdef __SSE2__
+#include <xmmintrin.h>
+#endif
+
 #include <algorithm>
+#include <atomic>
 #include <bit>
+#include <cfenv>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -69,7 +75,7 @@ std::uint64_t Random::bits() {
   return result;
 }
 
-// Marsaglia's polar method: a point in the unit circle gives two.
+// Marsaglia's polar method: a point in the unit circle gives two numbers.
 double Random::normal() {
   if (second_normal_) return *std::exchange(second_normal_, std::nullopt);
   double x = 0, y = 0, square = 0;
@@ -84,7 +90,7 @@ double Random::normal() {
 
 Array::Array(std::string name, DType dtype, std::vector<std::int64_t> shape, std::vector<std::int64_t> strides)
     : name_(std::move(name)), dtype_(dtype), shape_(std::move(shape)), strides_(std::move(strides)) {
-  // A benchmark's settings may be any numbers, and their product wrap. No machine has as much memory as this.
+  // The settings of a benchmark may be any numbers, and their product may overflow. No machine has this much memory.
   constexpr std::int64_t kMost = std::int64_t{1} << 48;
   for (const std::int64_t n : shape_)
     if (__builtin_mul_overflow(size_, n, &size_) || size_ > kMost)
@@ -161,7 +167,7 @@ void Array::set(std::int64_t position, double value) {
 }
 
 Array& Array::fill_normal(Random& random, double scale) {
-  constexpr std::int64_t kPart = 1 << 20;  // what is larger is filled by all threads, each part from a seed of its own
+  constexpr std::int64_t kPart = 1 << 20;  // larger arrays are filled by all threads, each part from its own seed
   if (size_ <= kPart) {
     for (std::int64_t i = 0; i < size_; ++i) set(i, scale * random.normal());
     return *this;
@@ -242,7 +248,7 @@ Comparison compare(const Output& output) {
     throw std::logic_error(array.name() + ": reference has the wrong size");
   if (!output.tolerance.is_given()) throw std::logic_error(array.name() + ": no tolerance is given");
   double error2 = 0, reference2 = 0, slack2 = 0;
-  const auto fail = [&](std::int64_t i, const auto& words) {  // the first one is told
+  const auto fail = [&](std::int64_t i, const auto& words) {  // reports only the first failure
     if (result.failure.empty()) result.failure = array.name() + "[" + std::to_string(i) + "] is " + words();
   };
   for (std::int64_t i = 0; i < count; ++i) {
@@ -277,15 +283,49 @@ Comparison compare(const Output& output) {
 
 namespace {
 
-// Where the record says what a backend refuses: GPUs, and what an emulator that has been told to poses as, have other
-// numbers of multiprocessors, which some backends ask for.
+// While it lives, the host has a floating-point mode other than the default, another one the next time: calls must not
+// show it, and must leave it.
+class OtherFloatMode {
+ public:
+  OtherFloatMode() {
+    static std::atomic<std::size_t> count{0};
+    constexpr std::array kRounding = {FE_UPWARD, FE_DOWNWARD, FE_TOWARDZERO};
+    std::fegetenv(&before_);
+    std::fesetround(kRounding[count++ % kRounding.size()]);
+#ifdef __SSE2__
+    constexpr unsigned kSubnormalsAreZero = 0x8040;  // operands and results
+    _mm_setcsr(_mm_getcsr() | kSubnormalsAreZero);
+#endif
+    mode_ = mode();
+  }
+  ~OtherFloatMode() { std::fesetenv(&before_); }
+  OtherFloatMode(const OtherFloatMode&) = delete;
+  OtherFloatMode& operator=(const OtherFloatMode&) = delete;
+  [[nodiscard]] bool is_kept() const { return mode() == mode_; }
+
+ private:
+  static unsigned mode() {
+#ifdef __SSE2__
+    constexpr unsigned kFlags = 0x3F;
+    return _mm_getcsr() & ~kFlags;
+#else
+    return static_cast<unsigned>(std::fegetround());
+#endif
+  }
+  std::fenv_t before_{};
+  unsigned mode_;
+};
+
+// Whether unsupported cases of a backend are recorded. GPUs, and an emulated device profile set by the environment,
+// have other numbers of SMs, which some backends test.
 bool is_recorded(const std::string& backend) {
-  return !cuda::runs(backend) && std::getenv("HOPWELL_EMULATOR_SMS") == nullptr;
+  return !cuda::runs(backend) && std::getenv("HOPWELL_EMULATOR_SMS") == nullptr &&
+         std::getenv("HOPWELL_EMULATOR_DEVICE") == nullptr;
 }
 std::string recorded_refusal(const Case& c, const std::string& backend) {
   return backend.starts_with("emu:") ? refusal(c.op, c.name, backend.substr(4)) : "";
 }
-// Whether a backend may refuse a case with these words.
+// Whether a backend may reject a case as unsupported with these words.
 bool may_refuse(const Case& c, const std::string& backend, const std::string& words) {
   if (!is_recorded(backend)) return true;
   const std::string recorded = recorded_refusal(c, backend);
@@ -297,7 +337,7 @@ bool may_refuse(const Case& c, const std::string& backend, const std::string& wo
 Instance prepare(const Case& c, std::uint64_t seed) {
   Random random(seed);
   Instance instance = c.make(random);
-  instance.reference(instance);  // before the call, while outputs that are added into hold what they start from
+  instance.reference(instance);  // before the call, because outputs with accumulation still hold their initial values
   for (Output& output : instance.outputs)
     if (!output.accumulates) output.array->poison();
   return instance;
@@ -322,11 +362,17 @@ Report run(const Case& c, Instance& instance, const std::string& backend, const 
     if (again && before_second) before_second();
     try {
       instance.place_for(backend);
-      // The second time, on a CUDA device, in a graph.
+      // The second call runs in another floating-point mode and, on a CUDA device, in a graph.
+      const auto call = [&](Stream stream) {
+        std::optional<OtherFloatMode> mode;
+        if (again) mode.emplace();
+        instance.call(backend.c_str(), stream);
+        if (mode && !mode->is_kept()) report.failures.emplace_back("the call changed the floating-point mode");
+      };
       if (again && cuda::runs(backend))
-        cuda::Graph([&](Stream stream) { instance.call(backend.c_str(), stream); }).launch(nullptr);
+        cuda::Graph(call).launch(nullptr);
       else
-        instance.call(backend.c_str(), nullptr);
+        call(nullptr);
       if (cuda::runs(backend))
         for (Array& array : instance.arrays) array.from_device();
       if (!instance.workspace->guards_hold()) report.failures.emplace_back("memory outside the workspace was written");

@@ -1,5 +1,5 @@
-// Case descriptions: inputs, float64 reference, tolerance, FLOPs and bytes of one operator call. The C++ tests,
-// `hopwell check` and `hopwell bench` all run these, on every backend there is.
+// Cases: inputs, float64 reference, tolerance, FLOPs and bytes of one operator call. The C++ tests, `hopwell check` and
+// `hopwell bench` all run them, on every available backend.
 #pragma once
 
 #include <hopwell/hopwell.hpp>
@@ -22,8 +22,8 @@
 
 namespace hopwell::cases {
 
-// Random numbers of a case: the same seed gives the same inputs on every machine. Nothing of the standard library's: with
-// a sanitizer its engines, which are templates, would be those that the tests have compiled for it.
+// Random numbers of a case: the same seed gives the same inputs on every machine. Does not use the standard library's
+// engines, because under a sanitizer the linker could pick template instances that the tests have compiled.
 class Random {
  public:
   explicit Random(std::uint64_t seed);
@@ -36,54 +36,54 @@ class Random {
 
  private:
   std::array<std::uint64_t, 4> state_;
-  std::optional<double> second_normal_;  // they are made in pairs
+  std::optional<double> second_normal_;  // normal() makes them in pairs
 };
 
-// A tensor of a case: memory with guard zones around it, any strides. Elements are read and written as double, rounded
-// to the dtype, in host memory; a copy on the device comes and goes with to_device and from_device.
+// A tensor of a case: memory with guard zones, any strides. Elements are read and written as double, rounded to the
+// dtype, in host memory. to_device and from_device copy to and from device memory.
 class Array {
  public:
   // Row-major unless strides (in elements, non-negative) are given. Gaps between strided elements and the guards hold a
-  // pattern.
+  // known pattern.
   Array(std::string name, DType dtype, std::vector<std::int64_t> shape, std::vector<std::int64_t> strides = {});
 
-  [[nodiscard]] Tensor view() const;  // of the copy on the device while there is one
+  [[nodiscard]] Tensor view() const;  // of the device copy while there is one
   [[nodiscard]] const std::string& name() const { return name_; }
   [[nodiscard]] DType dtype() const { return dtype_; }
   [[nodiscard]] const std::vector<std::int64_t>& shape() const { return shape_; }
   [[nodiscard]] std::int64_t size() const { return size_; }  // elements
 
-  // By position in row-major order, whatever the strides; a float4 pair is its byte.
+  // By position in row-major order, for any strides. A float4 pair is one byte.
   [[nodiscard]] double get(std::int64_t position) const;
   void set(std::int64_t position, double value);
-  [[nodiscard]] std::int64_t offset(std::int64_t position) const;  // in elements, from the first
+  [[nodiscard]] std::int64_t offset(std::int64_t position) const;  // in elements, from the first one
   std::byte* data();                                               // of the first element
   [[nodiscard]] const std::byte* data() const;
 
   Array& fill_normal(Random& random, double scale = 1);
   Array& fill(double value);
-  void poison();  // NaN, or a pattern no operator writes for integers and bytes
-  // All of the memory, guards and gaps included; and whether only the elements differ from such a copy.
+  void poison();  // fills with NaN, or for integers and bytes with a pattern that no operator writes
+  // memory(): all of the memory, including guards and gaps. Below: whether only elements differ from such a copy.
   [[nodiscard]] const std::vector<std::byte>& memory() const { return memory_; }
   void restore(const std::vector<std::byte>& memory) { memory_ = memory; }
   [[nodiscard]] bool only_elements_differ(const std::vector<std::byte>& memory) const;
 
-  void to_device();    // copies all of the memory, guards and gaps included, to the device
-  void from_device();  // and back, once all work there is done
+  void to_device();    // copies all of the memory, including guards and gaps, to the device
+  void from_device();  // copies it back after all work there is done
   void leave_device() { device_.reset(); }
 
  private:
   std::string name_;
   DType dtype_;
   std::vector<std::int64_t> shape_, strides_;
-  std::int64_t size_ = 1, extent_ = 0;  // elements; span from first to last, in elements
-  bool row_major_ = false;              // without gaps: a position is its offset
+  std::int64_t size_ = 1, extent_ = 0;  // number of elements; span from first to last, in elements
+  bool row_major_ = false;              // without gaps: a position equals its offset
   std::vector<std::byte> memory_;
   std::shared_ptr<std::byte> device_;
 };
 
-// The scratch that an operator asked for, with guard zones, where its tensors are; it holds NaN, whatever type it is
-// read as.
+// The workspace that an operator requested, with guard zones, on the device of its tensors. It is filled with bytes
+// that are NaN in every type.
 class Workspace {
  public:
   void* of(std::size_t bytes, bool on_device);
@@ -94,7 +94,7 @@ class Workspace {
   bool on_device_ = false;
 };
 
-// Runs an operator with the workspace it asks for.
+// Runs an operator with the workspace that it requests.
 template <class Args>
 void run_with_workspace(void (*op)(const Args&, Stream), std::size_t (*workspace_bytes)(const Args&),
                         Workspace& workspace, Args args, Stream stream) {
@@ -103,10 +103,10 @@ void run_with_workspace(void (*op)(const Args&, Stream), std::size_t (*workspace
   op(args, stream);
 }
 
-// How far a result may be from its reference. An element passes if |x - ref| <= max(absolute, relative * |ref|) +
-// slack, and the whole if ||x - ref|| <= norm * ||ref|| + ||slack||, where slack = cancelling * (the same sum with
+// Maximum difference of a result from its reference. An element passes if |x - ref| <= max(absolute, relative * |ref|)
+// + slack, and the output passes if ||x - ref|| <= norm * ||ref|| + ||slack||. slack = cancelling * (the same sum with
 // absolute values), for results that cancel. NaN and +-inf must be at exactly the same places; `exact` compares values
-// only. One of norm, absolute and exact must be given; the default is none, which no comparison takes.
+// only. At least one of norm, absolute and exact must be set; a default-constructed tolerance is rejected.
 struct Tolerance {
   double norm = std::numeric_limits<double>::infinity();
   double absolute = std::numeric_limits<double>::infinity(), relative = 0;
@@ -116,7 +116,7 @@ struct Tolerance {
     return exact || std::isfinite(absolute) || (std::isfinite(norm) && relative == 0);
   }
 };
-// Of lse and max_logits on the CPU, and on GPUs.
+// For lse and max_logits on the CPU, and on GPUs.
 inline constexpr Tolerance kLogarithm{.absolute = 1e-6, .relative = 1e-6, .cancelling = 0x1p-22};
 inline constexpr Tolerance kLogarithmOnGpus{.absolute = 2e-5, .relative = 0x1p-15};
 
@@ -125,8 +125,8 @@ struct Output {
   Tolerance tolerance;
   std::vector<double> expected;           // row-major; filled by Instance::reference
   std::vector<double> magnitude;          // the same sums with absolute values; may stay empty
-  bool accumulates = false;               // the operator adds into what is there
-  std::optional<Tolerance> on_gpus = {};  // where GPUs, emulated ones too, are granted another one than the CPU
+  bool accumulates = false;               // the operator adds to the existing values
+  std::optional<Tolerance> on_gpus = {};  // another tolerance for GPUs, including emulated ones
 };
 
 // One operator call on concrete data.
@@ -139,29 +139,29 @@ struct Instance {
   std::unique_ptr<Workspace> workspace = std::make_unique<Workspace>();
   std::function<void(const char* backend, Stream stream)> call;
   std::function<void(Instance&)> reference;  // fills expected and magnitude of every output
-  // Judges results that have more than one right value, such as a choice among nearly equal scores: "" or what is
-  // wrong. Outputs for which `reference` left no expected values are this function's alone. Optional.
+  // Checks results that have more than one right value, such as a choice among nearly equal scores. Returns "" or a
+  // description of the error. Only this function checks outputs without expected values. Optional.
   std::function<std::string(const Instance&)> verify;
-  bool repeatable = true;  // same inputs, same bits
+  bool repeatable = true;  // same inputs give the same bits
   double flops = 0,
          bytes =
-             0;  // the operator's work, and the least memory traffic: each input read once, each output written once
+             0;  // the operator's work, and the minimum memory traffic: each input read once, each output written once
 
   Array& add(Array array) { return arrays.emplace_back(std::move(array)); }
   Output& expect(Array& array, const Tolerance& tolerance) {
     return outputs.emplace_back(Output{&array, tolerance, {}, {}});
   }
-  void place_for(const std::string& backend);  // all arrays on the device, or none, as the backend takes them
+  void place_for(const std::string& backend);  // moves all arrays to device or host memory, as the backend needs
 };
 
 struct Case {
   std::string op, name;
   std::function<Instance(Random& random)> make;
-  bool device_only = false;           // so large that only a GPU runs it
-  bool emulated = true;               // false: so large that the emulator does not
-  bool for_model = false;             // emulated only for the model of time
-  std::string_view emulated_on = {};  // such as "emu:sm90": other backends' kernels see nothing special in it
-  bool on_cpu = true;                 // false: nor does the CPU, and it takes long
+  bool device_only = false;           // too large for anything but a GPU
+  bool emulated = true;               // false: too large for the emulator
+  bool for_model = false;             // emulated only for the time model
+  std::string_view emulated_on = {};  // such as "emu:sm90", if the case covers no further code on other backends
+  bool on_cpu = true;                 // false: not on the CPU either, which would take long
   [[nodiscard]] bool suits(const std::string& backend, bool modelled = false) const {
     if (backend == "cpu" && !on_cpu) return false;
     if (!backend.starts_with("emu:")) return !device_only || cuda::runs(backend);
@@ -173,8 +173,8 @@ struct Case {
 using Settings = std::map<std::string, std::string>;
 std::int64_t number(const Settings& settings, const std::string& key);
 
-// Everything about one operator. `shapes` are named benchmark shapes, `device_shapes` those that want a GPU; `bench`
-// makes an instance from complete settings.
+// Everything about one operator. `shapes` are named benchmark shapes, `device_shapes` need a GPU. `bench` makes an
+// instance from complete settings.
 struct Suite {
   std::string op;
   std::vector<Case> cases;
@@ -183,28 +183,29 @@ struct Suite {
   std::vector<std::pair<std::string, Settings>> device_shapes = {};
 };
 
-const std::vector<Suite>& suites();  // all operators, in the order of OPERATORS
+const std::vector<Suite>& suites();  // all operators, in the order of docs/operators
 
 // The error of one output against its reference.
 struct Comparison {
   std::string output;
   double norm_error = 0;  // ||x - ref|| / ||ref||
-  double worst = 0;       // largest |x - ref| as a share of its bound; passes up to 1
-  std::string failure;    // "" or what is wrong
+  double worst = 0;       // largest |x - ref| relative to its bound; passes up to 1
+  std::string failure;    // "" or a description of the error
 };
 Comparison compare(const Output& output);
 
 struct Report {
   std::vector<Comparison> comparisons;
-  std::vector<std::string> failures;  // all that is wrong, ready to print; empty: the case holds
-  bool unsupported = false;           // the backend refused it, and may (refused.hpp); `failures` then says why
+  std::vector<std::string> failures;  // all errors, ready to print; empty: the case passes
+  bool unsupported = false;           // the backend does not support it, as recorded; `failures` has the reason
 };
 
-// A case's inputs, and what is expected of them.
+// Makes a case's inputs and expected values.
 Instance prepare(const Case& c, std::uint64_t seed);
-// Runs a case on a backend: outputs poisoned, canaries checked, inputs unchanged, results against float64, twice with
-// the same bits. The instance is afterwards what it was before, unless the call fails. `before_second`: done between the
-// calls. A caller that chooses schedules chooses another one there: with the same one an emulated call does the same again.
+// Runs a case on a backend: outputs poisoned, guards checked, inputs unchanged, results compared with float64, twice
+// with the same bits. Afterwards the instance is in its initial state, unless the call fails. `before_second` runs
+// between the calls. A caller that chooses schedules must choose another one there, because with the same schedule an
+// emulated call repeats itself.
 Report run(const Case& c, Instance& instance, const std::string& backend,
            const std::function<void()>& before_second = {});
 Report run(const Case& c, const std::string& backend, std::uint64_t seed,

@@ -70,7 +70,7 @@ InUse& in_use() {
   return device;
 }
 
-// The driver, initialised, with device 0 current in this thread.
+// The initialised driver, with device 0 current in this thread.
 const Driver& driver() {
   static const Driver loaded = [] {
     void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
@@ -115,7 +115,7 @@ const Driver& driver() {
   return loaded;
 }
 
-// The device in use is the current one while this lives.
+// Makes the device in use current during its lifetime.
 class OnDevice {
  public:
   explicit OnDevice(const Driver& d) : driver_(d) { require(d, d.push_context(in_use().context), "cuCtxPushCurrent"); }
@@ -130,7 +130,7 @@ class OnDevice {
   const Driver& driver_;
 };
 
-// A call of the driver on the device in use.
+// Calls the driver on the device in use.
 template <class Function>
 void call(const char* what, Function function) {
   const Driver& d = driver();

@@ -1,6 +1,6 @@
-// A CUDA device as cases and benchmarks need it: memory, copies and events, through the driver library, which is looked
-// up at run time. Nothing here links to CUDA. Contexts are those that the CUDA runtime uses too. Everything throws
-// hopwell::Error with the driver's words.
+// CUDA device support for cases and benchmarks: memory, copies and events, through the driver library, which is looked
+// up at run time. Nothing here links to CUDA. Uses the primary contexts, like the CUDA runtime. Every function throws
+// hopwell::Error with the driver's message.
 #pragma once
 
 #include <hopwell/hopwell.hpp>
@@ -13,11 +13,11 @@
 
 namespace hopwell::cases::cuda {
 
-// Whether a backend works on tensors of a CUDA device; the others, the emulated ones among them, take host memory.
+// Whether a backend uses tensors in CUDA device memory. Others, including emulated backends, use host memory.
 inline bool runs(const std::string& backend) { return backend.starts_with("sm"); }
 
-// The device that this thread's memory, events and graphs are of from now on; 0 at first. Device 0 is the current one of
-// every thread all the same, so that operators on other devices must find theirs.
+// Sets the device for this thread's memory, events and graphs; initially 0. Device 0 stays the current device of every
+// thread, so that a test on another device fails if an operator does not switch to it.
 void use_device(int ordinal);
 int device_in_use();
 
@@ -26,9 +26,9 @@ void copy_to_device(void* device, const void* host, std::size_t bytes);
 void copy_to_host(void* host, const void* device, std::size_t bytes);
 void copy(void* to, const void* from, std::size_t bytes, Stream stream);     // on the device, enqueued
 void fill(void* device, std::byte value, std::size_t bytes, Stream stream);  // enqueued
-void synchronize();  // waits for all work of the device; throws what went wrong in it
+void synchronize();  // waits for all work of the device; throws its errors
 
-// A point in a stream's time.
+// An event recorded in a stream.
 class Event {
  public:
   Event();
@@ -37,7 +37,7 @@ class Event {
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
   void record(Stream stream);
-  [[nodiscard]] double seconds_since(const Event& start) const;  // once both have been reached
+  [[nodiscard]] double seconds_since(const Event& start) const;  // after both events have completed
 
  private:
   void* handle_ = nullptr;
@@ -55,7 +55,7 @@ class OwnStream {
   Stream handle_ = nullptr;
 };
 
-// Work on a stream, captured once and launched as often as one likes.
+// Work of a stream, captured once, which can be launched repeatedly.
 class Graph {
  public:
   explicit Graph(const std::function<void(Stream)>& enqueue);

@@ -12,16 +12,16 @@ namespace {
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
-// The attention, and the indexer beside it. Keys that no query sees hold NaN in both.
+// The attention and the indexer. Keys that no query sees hold NaN in both.
 struct DenseLoss {
-  SparseMla attention;  // indices, topk, d_v and sink do not matter
+  SparseMla attention;  // indices, topk, d_v and sink are not used
   DType weights_dtype = DType::kFloat32;
   std::int64_t h_index = 16, d_index = 128;
-  std::int64_t document = 0;  // where not 0: documents of so many keys, packed; the queries are the last tokens
-  double index_size = 1;      // of the weights: 1 makes scores of size 1
+  std::int64_t document = 0;  // if not 0: length of packed documents; the queries are the last tokens
+  double index_size = 1;      // scale of the weights: 1 gives scores of about 1
   bool nan_keys = false;      // NaN in some elements of k_index
-  bool wrong_lse = false;     // not the attention's: targets are of any size, and rows without target among them
-  bool row_weights = false;   // 0 in every third row; row_loss is wanted, too
+  bool wrong_lse = false;     // lse of another problem: targets of any size, including rows whose target is all zero
+  bool row_weights = false;   // row_weights, 0 in every third row; row_loss is written too
   float d_loss = 1;
   bool d_loss_on_device = false, relu = true, deterministic = true;
 };
@@ -91,7 +91,7 @@ Inputs add_inputs(Instance& instance, Random& random, const DenseLoss& p, bool t
   return in;
 }
 
-// A sum with the same of absolute values.
+// A sum and the same sum of absolute values.
 struct Sum {
   explicit Sum(std::int64_t size) : value(static_cast<std::size_t>(size)), magnitude(value) {}
   void add(std::int64_t at, double term, double size) {
@@ -101,7 +101,7 @@ struct Sum {
   std::vector<double> value, magnitude;
 };
 
-// Of one query and one key that has an index score.
+// A query and a key with an index score.
 struct Pair {
   std::int64_t key;
   double score, score_size, target, target_size;
@@ -242,7 +242,7 @@ Instance make(Random& random, DenseLoss p, bool timed = false) {
   SparseMla& a = p.attention;
   a.indices = SparseMla::Indices::kAbsent, a.topk = a.s_kv;
   a.ranges = a.ranges || p.document > 0;
-  a.nan_elsewhere = a.nan_elsewhere && p.document == 0;  // what documents show is known later
+  a.nan_elsewhere = a.nan_elsewhere && p.document == 0;  // which keys documents hide is known later
   const Inputs in = add_inputs(instance, random, p, timed);
   Outputs out{.loss = &instance.add({"loss", DType::kFloat32, {}}),
               .d_q = &add_array(instance, a, "d_q_index", a.dtype, {a.s_q, p.h_index, p.d_index}),
@@ -263,7 +263,8 @@ Instance make(Random& random, DenseLoss p, bool timed = false) {
   instance.call = [in, out, &workspace = *instance.workspace](const char* backend, Stream stream) {
     call(in, out, workspace, backend, stream);
   };
-  // A target, an index score, and the gradients of q and k; the products made once more for the gradients do not count.
+  // Counts the target, the index score, and the gradients of q and k. Products that the gradients recompute do not
+  // count.
   add_cost(instance, in.attention, a.d_qk);
   instance.flops *= 1 + 3 * static_cast<double>(p.h_index * p.d_index) / static_cast<double>(a.h_q * a.d_qk);
   return instance;
@@ -294,7 +295,7 @@ std::vector<std::pair<std::string, DenseLoss>> problems() {
       {"key_ranges_kv_stride_4_positions",
        {.attention = {.s_q = 24, .s_kv = 90, .h_q = 8, .positions = Positions::kArray, .kv_stride = 4, .ranges = true},
         .h_index = 4}},
-      // Several passes of queries.
+      // Several passes over the queries.
       {"documents",
        {.attention = {.s_q = 40, .s_kv = 5000, .h_q = 8}, .h_index = 4, .document = 70, .row_weights = true}},
       {"documents_any_order",
@@ -323,7 +324,7 @@ std::vector<std::pair<std::string, DenseLoss>> problems() {
        {.attention = {.s_q = 4, .s_kv = 140, .ranges = true}, .nan_keys = true, .deterministic = false}},
       {"wrong_lse", {.attention = {.s_q = 7, .s_kv = 140}, .wrong_lse = true}},
       {"strided", {.attention = {.s_q = 4, .s_kv = 140, .strided = true, .gap = 8}, .row_weights = true}},
-      // Groups of neighbouring queries whose keys begin at the same one, the last group not whole.
+      // Query groups with the same first key; the last group is partial.
       {"groups_h_8",
        {.attention = {.s_q = 33, .s_kv = 100, .positions = Positions::kStart, .q_start = 60}, .h_index = 8}},
       {"groups_h_16_any_order",
@@ -391,7 +392,7 @@ Suite indexer_dense_loss() {
                {"h64-8k", shape("8192", "64", "32", "bf16")}}};
   for (const auto& [name, problem] : problems()) {
     suite.cases.emplace_back(suite.op, name, [p = problem](Random& random) { return make(random, p); });
-    // Others take no queries together; the one of 33 heads is the only one of more than 32 that do not fill 64.
+    // Other backends do not group queries. groups_h_33 is the only case with more than 32 heads that do not fill 64.
     if (name.starts_with("groups_") && name != "groups_h_33") suite.cases.back().emulated_on = "emu:sm90";
   }
   suite.bench = [](const Settings& settings, Random& random) { return make(random, problem_from(settings), true); };

@@ -16,48 +16,48 @@ namespace {
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
-// One problem of either operator. The defaults are the shape that production kernels take, small.
+// One problem of either operator. The defaults are a small version of the production shape.
 struct Indexer {
   DType dtype = DType::kBFloat16, weights_dtype = DType::kFloat32;
   std::int64_t s_q = 3, s_kv = 300, h_index = 16, d_index = 128, topk = 64;
   enum class Data {
-    kNormal,    // weights scaled so that scores are of size 1
+    kNormal,    // weights scaled so that scores are about 1
     kIntegers,  // -2 ... 2, so that scores are exact in fp32 and many of them equal
-    kQuarters,  // multiples of 1/4: q.k is exact, so that its sign, the relu's gradient, is certain; weights as in
-                // kNormal
-    kLarge,     // 64 times that, all exact: scores of 1e4 and more
-    kCodes,     // of e4m3, any number that there is
-    kExtremes   // of e4m3, the largest, the smallest and subnormals, and zeros of both signs
+    kQuarters,  // multiples of 1/4: q.k is exact, so the sign of q.k, which is the gradient of relu, is certain;
+                // weights as in kNormal
+    kLarge,     // 64 times kQuarters, all exact: scores of 1e4 and more
+    kCodes,     // e4m3: any number
+    kExtremes   // e4m3: the largest, the smallest and subnormal numbers, and zeros of both signs
   } data = Data::kNormal;
   bool nan_keys = false;     // NaN in some rows of k_index, infinities in others
   bool nan_queries = false;  // a row of q_index is NaN
-  bool nan_weights = false;  // one of every second query
-  bool strided = false;      // gaps between the rows of every tensor, dimensions in another order
+  bool nan_weights = false;  // one weight of every second query is NaN
+  bool strided = false;      // gaps between the rows of every tensor, and permuted dimensions
   // forward
-  bool stable_sort = false;  // compared with a stable sort of all scores that the backend itself gives, too
-  // Scales of e4m3: absent; the row's largest over 448; powers of two; these with 0, infinities, NaN and negative ones among
-  // them, of which a row or key has no more than one.
+  bool stable_sort = false;  // also compared with a stable sort of all scores that the backend itself returns
+  // Scales of e4m3: absent; largest element of the row / 448; powers of two; powers of two with 0, infinities, NaN and
+  // negative scales among them, at most one per row or key.
   enum class Scales { kNone, kRandom, kPowersOfTwo, kSpecial } scales = Scales::kNone;
   enum class Positions { kNone, kStart, kArray } positions = Positions::kNone;
   std::int64_t q_start = 0, kv_stride = 1;
-  // both
+  // forward and backward
   bool ranges = false;  // k_start and k_end, as in SparseMla
-  // Of documents of so many keys, packed one after another, the queries are the tokens from `first_token` on.
+  // Packed documents of `document` keys each. The queries are the tokens from `first_token` on.
   std::int64_t document = 0, first_token = 0;
   // backward
   enum class Indices { kAny, kInvalid, kHot, kTwice, kAscending } indices = Indices::kAny;
   bool zero_targets = false;  // every second row of target is zero, and every third entry of the others
-  bool nan_targets = false;   // one of every second row
-  // In the first column -inf of some keys, or of all queries of every second row, and positive numbers on the other
-  // side: products of -inf, whose gates are closed.
+  bool nan_targets = false;   // one target of every second row is NaN
+  // -inf in the first column of some keys, or of all queries of every second row, and positive numbers in the other
+  // operand: the products are -inf, so their gates are closed.
   bool infinite_keys = false, infinite_queries = false;
   float d_loss = 1;
   bool d_loss_on_device = false;  // d_loss as an array
-  bool given = false;             // d_scores, not target; with nan_targets NaN and infinities among them
-  bool row_weights = false;       // 0 in every third row, where a target may then be NaN; row_loss is wanted, too
-  bool relu = true;               // of the forward, too
+  bool given = false;             // d_scores is given, not target; with nan_targets it contains NaN and infinities
+  bool row_weights = false;       // 0 in every third row, where a target may then be NaN; tests row_loss too
+  bool relu = true;               // forward too
   bool deterministic = true;
-  bool emulated = true;  // not too large for the emulator
+  bool emulated = true;  // false: too large for the emulator
 };
 
 struct Inputs {
@@ -72,7 +72,7 @@ Array& add(Instance& instance, const Indexer& p, const char* name, DType dtype,
   return add_array(instance, SparseMla{.strided = p.strided}, name, dtype, shape);
 }
 
-// Elements of e4m3 are codes to Array. There is no infinity: it is the other NaN.
+// Array stores e4m3 elements as codes. e4m3 has no infinity; an infinity becomes NaN with the other sign.
 void set(Array& array, std::int64_t i, double value) {
   if (array.dtype() != DType::kFloat8E4m3) return array.set(i, value);
   if (!std::isfinite(value)) return array.set(i, std::isnan(value) ? 0x7F : 0xFF);
@@ -109,7 +109,7 @@ void fill(Array& array, Random& random, Indexer::Data data, double size = 1) {
   }
 }
 
-// `period`: of special ones, how many apart they are.
+// `period`: distance between special scales.
 void fill_scales(Array& scales, Random& random, Indexer::Scales kind, std::int64_t period) {
   constexpr double kSpecial[] = {0, -1, kNan, kInfinity, -kInfinity, -0.25};
   for (std::int64_t i = 0; i < scales.size(); ++i) {
@@ -161,12 +161,12 @@ Inputs add_inputs(Instance& instance, Random& random, const Indexer& p) {
   return in;
 }
 
-// One query against one key in float64: the score (NaN counts as -inf), and the same sum with absolute values.
+// One query and one key in float64: the score (NaN counts as -inf), and the same sum with absolute values.
 struct Score {
   double value = 0, magnitude = 0;
 };
 
-// Scores of query s, and of every (head, key) the dot product.
+// Scores of query s, and the dot product of every (head, key).
 struct Row {
   std::vector<double> dots;  // [h_index, keys.size()]
   std::vector<Score> scores;
@@ -194,15 +194,14 @@ Row row_of(const Indexer& p, const std::vector<double>& q, const std::vector<dou
   return row;
 }
 
-// The key range of query s, within the keys that there are.
+// The key range of query s, clamped to the existing keys.
 std::pair<std::int64_t, std::int64_t> key_range(const Inputs& in, std::int64_t s) {
   if (in.k_start == nullptr) return {0, in.problem.s_kv};
   return {std::max<std::int64_t>(0, static_cast<std::int64_t>(in.k_start->get(s))),
           std::min(in.problem.s_kv, static_cast<std::int64_t>(in.k_end->get(s)))};
 }
 
-// ---- forward
-// ---------------------------------------------------------------------------------------------------------------
+// ---- forward --------------------------------------------------------------------------------------------------------
 
 std::vector<std::int64_t> visible_keys(const Inputs& in, std::int64_t s) {
   const Indexer& p = in.problem;
@@ -218,7 +217,7 @@ std::vector<std::int64_t> visible_keys(const Inputs& in, std::int64_t s) {
   return keys;
 }
 
-// Calls visit(s, the visible keys, their scores) for every query.
+// Calls visit(s, visible keys, their scores) for every query.
 template <class Visit>
 void for_each_row(const Inputs& in, Visit visit) {
   const std::vector<double> q = numbers_of(*in.q), k = numbers_of(*in.k);
@@ -231,7 +230,7 @@ void for_each_row(const Inputs& in, Visit visit) {
   }
 }
 
-// Where scores are exact, so is the selection.
+// If scores are exact, the selection is exact.
 void exact_selection(const Inputs& in, Instance& self) {
   const auto topk = static_cast<std::size_t>(in.problem.topk);
   std::vector<double>&indices = self.outputs[0].expected, &scores = self.outputs[1].expected;
@@ -249,20 +248,20 @@ void exact_selection(const Inputs& in, Instance& self) {
   });
 }
 
-// How far off a score may be, as shares of the scores' root mean square and of the sum with absolute values.
+// Maximum rounding error of a score, relative to the scores' root mean square and to the sum with absolute values.
 struct Rounding {
   double of_norm, of_magnitude;
 };
-// Hopper's tensor cores cut e4m3 products to 13 bits after the point of the largest of 32 and of the sum so far, and the sum
-// to as many (docs/emulator.md): of random numbers 2.5e-4 of the norm in the worst of the data here, of sums of many small
-// products and a few large ones more.
+// Hopper's tensor cores truncate e4m3 products to 13 bits below the leading bit of the largest of 32 products and the
+// running sum, and truncate the sum alike (docs/emulator.md). On the worst data here the error is 2.5e-4 of the norm
+// for random numbers, and more for sums of many small products and a few large ones.
 Rounding rounding_on(const std::string& backend, DType dtype) {
   if (dtype == DType::kFloat8E4m3 && backend.ends_with("sm90")) return {1e-3, 0x1p-10};
   return {1e-4, 0x1p-21};
 }
 
-// Where rounding may swap neighbours: the right number of visible keys in ascending order, each with its score, and
-// none left out that is better than one taken by more than rounding.
+// For scores that rounding may reorder: checks that the selection has the right number of visible keys in ascending
+// order, each with its score, and that no omitted key beats a selected one by more than rounding.
 std::string verify_selection(const Inputs& in, const Array& indices, const Array& scores, const Rounding& bound) {
   const std::int64_t topk = in.problem.topk;
   std::string failure;
@@ -326,8 +325,8 @@ void select(const Inputs& in, const Array& indices, const Array& scores, Workspa
                                            stream);
 }
 
-// However a backend rounds: with topk = s_kv it returns all of a query's scores, and with less those that a stable sort of
-// these puts first.
+// Holds for any rounding of a backend: with topk = s_kv it returns all scores of a query, and with a smaller topk the
+// keys that a stable sort of these scores puts first.
 std::string verify_stable_sort(const Inputs& in, const Array& indices, const Array& scores, Workspace& workspace,
                                const std::string& backend) {
   const std::int64_t s_kv = in.problem.s_kv, topk = in.problem.topk;
@@ -407,12 +406,13 @@ std::vector<std::pair<std::string, Indexer>> forward_problems() {
       {"one_head", {.s_q = 70, .h_index = 1, .d_index = 8, .topk = 33, .data = Data::kIntegers}},
       {"many_heads", {.h_index = 600, .d_index = 16}},
       {"long_row", {.s_q = 2, .s_kv = 9000, .h_index = 2, .d_index = 8, .topk = 300, .data = Data::kIntegers}},
-      // Digits of 14 bits, and two turns of the loop that writes; of few queries, clusters, where one guess is right, one wrong.
+      // 14-bit buckets, and two iterations of the writing loop. With few queries clusters select; one guess is right,
+      // one is wrong.
       {"longest_row", {.s_q = 17, .s_kv = 33000, .h_index = 2, .d_index = 8, .topk = 300}},
       {"longest_row_exact",
        {.s_q = 2, .s_kv = 33000, .h_index = 2, .d_index = 8, .topk = 300, .data = Data::kIntegers}},
       {"longest_row_one_query", {.s_q = 1, .s_kv = 33000, .h_index = 2, .d_index = 8, .topk = 300}},
-      // More than there are multiprocessors, and more entries than are listed at a time.
+      // More rows than SMs, and more entries than fit in one list.
       {"many_long_rows", {.s_q = 40, .s_kv = 4500, .h_index = 1, .d_index = 8, .topk = 2500}},
       {"one_dimension", {.d_index = 1, .data = Data::kIntegers}},
       {"odd_shape", {.dtype = kFloat, .s_q = 7, .s_kv = 259, .h_index = 3, .d_index = 13, .topk = 100}},
@@ -430,7 +430,7 @@ std::vector<std::pair<std::string, Indexer>> forward_problems() {
       {"causal_positions",
        {.s_q = 40, .s_kv = 500, .h_index = 4, .topk = 64, .positions = Positions::kArray, .kv_stride = 4}},
       {"causal_before_start", {.topk = 8, .data = Data::kIntegers, .positions = Positions::kStart, .q_start = -5}},
-      // The last keys are seen by late queries only: the warps that score them skip more queries than the ring has stages.
+      // Only late queries see the last keys: the warps that score them skip more queries than the ring has stages.
       {"causal_many_heads",
        {.s_q = 40,
         .s_kv = 420,
@@ -443,11 +443,11 @@ std::vector<std::pair<std::string, Indexer>> forward_problems() {
       {"key_ranges", {.s_q = 24, .s_kv = 900, .h_index = 4, .d_index = 32, .topk = 64, .ranges = true}},
       {"key_ranges_exact",
        {.s_q = 24, .s_kv = 900, .h_index = 4, .d_index = 32, .topk = 64, .data = Data::kIntegers, .ranges = true}},
-      // Two queries a tile of sm90; the last has one.
+      // On sm90 a tile holds two queries; the last tile holds one.
       {"h_index_32", {.s_q = 9, .s_kv = 900, .h_index = 32}},
       {"h_index_32_key_ranges_exact",
        {.s_q = 23, .s_kv = 900, .h_index = 32, .d_index = 16, .data = Data::kIntegers, .ranges = true}},
-      // Queries of several whole tiles.
+      // Queries of several full tiles.
       {"h_index_192", {.s_q = 9, .s_kv = 900, .h_index = 192}},
       {"h_index_128_documents_exact",
        {.s_q = 23,
@@ -590,7 +590,8 @@ std::vector<std::pair<std::string, Indexer>> forward_problems() {
         .positions = Positions::kStart,
         .q_start = 200}},
       {"fp8_no_keys", {.dtype = kFp8, .s_kv = 0, .data = Data::kIntegers, .scales = Scales::kPowersOfTwo}},
-      // Scores of both signs. Every kernel of sm90: of 16, 32, 64, 192 or 128, and any number of heads, in bf16 and e4m3.
+      // Scores of both signs, for every kernel of sm90: 16, 32, 64, 192 or 128 heads, and any other number, in bf16 and
+      // e4m3.
       {"no_relu", {.s_q = 5, .s_kv = 1000, .topk = 128, .stable_sort = true, .relu = false}},
       {"no_relu_fp32", {.dtype = kFloat, .s_q = 5, .topk = 128, .relu = false}},
       {"no_relu_production_exact",
@@ -601,7 +602,7 @@ std::vector<std::pair<std::string, Indexer>> forward_problems() {
        {.s_q = 23, .s_kv = 900, .h_index = 32, .d_index = 16, .data = Data::kIntegers, .ranges = true, .relu = false}},
       {"no_relu_h_index_192", {.s_q = 9, .s_kv = 900, .h_index = 192, .relu = false}},
       {"no_relu_many_heads", {.h_index = 600, .d_index = 16, .relu = false}},
-      // Most keys are selected, so that the threshold, which a sample tells, is negative.
+      // Most keys are selected, so the threshold, which is estimated from a sample, is negative.
       {"no_relu_long_row", {.s_q = 2, .s_kv = 9000, .h_index = 2, .d_index = 8, .topk = 7000, .relu = false}},
       {"no_relu_documents",
        {.s_q = 40,
@@ -656,8 +657,7 @@ std::vector<std::pair<std::string, Indexer>> forward_problems() {
   return all;
 }
 
-// ---- backward
-// --------------------------------------------------------------------------------------------------------------
+// ---- backward -------------------------------------------------------------------------------------------------------
 
 void fill_indices(Array& indices, Random& random, const Indexer& p) {
   const std::int64_t invalid[] = {INT32_MIN, -123456, -1, p.s_kv, p.s_kv + 1, INT32_MAX};
@@ -689,7 +689,8 @@ void fill_indices(Array& indices, Random& random, const Indexer& p) {
   }
 }
 
-// The array that d_scores, or target, is given as: gradients of any size, and zeros; what is not finite counts as NaN.
+// Fills d_scores, which is given instead of target: gradients of any size, and zeros. A value that is not finite counts
+// as NaN.
 void fill_d_scores(const Inputs& in, Random& random) {
   for (std::int64_t i = 0; i < in.given->size(); ++i) in.given->set(i, random.below(5) == 0 ? 0 : random.normal());
   const Indexer& p = in.problem;
@@ -697,8 +698,8 @@ void fill_d_scores(const Inputs& in, Random& random) {
     in.given->set(s * p.topk + p.topk / 2, s % 4 == 1 ? kInfinity : kNan);
 }
 
-// Positive numbers that sum to 1 over the valid entries of a row; something on the invalid ones too, which must not
-// matter.
+// Positive numbers that sum to 1 over the valid entries of a row. Invalid entries get values too, which must not affect
+// results.
 void fill_target(const Inputs& in, Random& random) {
   const Indexer& p = in.problem;
   Array& target = *in.given;
@@ -719,7 +720,7 @@ void fill_target(const Inputs& in, Random& random) {
   }
 }
 
-// A gradient with the same sums over absolute values.
+// A gradient and the same sums of absolute values.
 struct Gradient {
   explicit Gradient(std::int64_t size) : value(static_cast<std::size_t>(size)), magnitude(value) {}
   void add(std::int64_t at, double term) { add(at, term, std::abs(term)); }
@@ -734,7 +735,7 @@ struct Gradients {
   Gradient loss, row_loss, d_q, d_k, d_weights;
 };
 
-// The gradients that one query adds, given its entries that have a score.
+// Adds the gradients of one query, given its entries with a score.
 void add_query(const Inputs& in, const std::vector<double>& q, const std::vector<double>& k,
                const std::vector<double>& weights, std::int64_t s, const std::vector<std::int64_t>& keys,
                const Row& row, const std::vector<double>& given, Gradients& sum) {
@@ -871,7 +872,7 @@ std::vector<std::pair<std::string, Indexer>> backward_problems() {
        {.s_q = 50, .h_index = 70, .d_index = 32, .indices = Indices::kHot, .deterministic = false}},
       {"production", {.s_q = 2, .s_kv = 3000, .h_index = 64, .topk = 2048, .indices = Indices::kAscending}},
       {"many_heads", {.s_q = 2, .s_kv = 900, .h_index = 600, .d_index = 8, .topk = 500}},
-      // More than CTAs find room on the emulator's four multiprocessors.
+      // More CTAs than fit on the emulator's four SMs.
       {"two_waves", {.s_q = 40, .s_kv = 700, .h_index = 1, .topk = 512, .indices = Indices::kAscending}},
       {"odd_shape", {.dtype = kFloat, .s_q = 7, .s_kv = 259, .h_index = 3, .d_index = 13, .topk = 100}},
       {"one_dimension", {.h_index = 1, .d_index = 1}},
@@ -938,8 +939,7 @@ std::vector<std::pair<std::string, Indexer>> backward_problems() {
   return all;
 }
 
-// ---- suites
-// ----------------------------------------------------------------------------------------------------------------
+// ---- suites ---------------------------------------------------------------------------------------------------------
 
 Indexer indexer_from(const Settings& settings) {
   const std::string& dtype = settings.at("dtype");

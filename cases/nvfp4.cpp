@@ -11,7 +11,7 @@ constexpr std::int64_t round_up(std::int64_t n, std::int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
 
-// A whole word of random bits at a time.
+// Fills with random bits, one 64-bit word at a time.
 void fill_random(Random& random, std::uint8_t* to, std::int64_t bytes) {
   for (std::int64_t i = 0; i < bytes; i += 8) {
     const std::uint64_t bits = random.bits();
@@ -79,7 +79,7 @@ Matrix& Matrix::add(Instance& instance, Random& random, const std::string& codes
   for (std::int64_t l = 0; l < layers; ++l) {
     for (std::int64_t row = 0; row < rows; ++row) {
       if (k > 0) fill_random(random, &code_byte(row, 0, l), k / 2);
-      if (scale_bytes == ScaleBytes::kUsual && !blocked && k > 0) {  // benchmarks have hundreds of millions of these
+      if (scale_bytes == ScaleBytes::kUsual && !blocked && k > 0) {  // benchmarks have 1e8 of these
         fill_random(random, &scale(row, 0, l), k / 16);
         for (std::int64_t block = 0; block < k / 16; ++block) scale(row, block, l) = usual_scale(scale(row, block, l));
         continue;
@@ -120,8 +120,12 @@ double Matrix::bytes() const {
   return static_cast<double>(std::max<std::int64_t>(batch, 1) * rows * k) * (1.0 / 2 + 1.0 / 16);
 }
 
+double factor_of(float global, bool reciprocal) {
+  return reciprocal ? 1 / static_cast<double>(global) : static_cast<double>(global);
+}
+
 Tolerance nvfp4_tolerance(DType out) {
-  // One unit in the last place of the exactly rounded result is at most one and a half of the exact one.
+  // Within one unit in the last place of the exactly rounded result means within one and a half of the exact result.
   if (out == DType::kFloat16) return {.norm = 1e-3, .absolute = 1.5 * 0x1p-24, .relative = 1.5 * 0x1p-10};
   if (out == DType::kBFloat16) return {.norm = 4e-3, .absolute = 0x1p-133, .relative = 1.5 * 0x1p-7};
   return {.norm = 1e-5, .absolute = 0x1p-149, .relative = 0x1p-16};

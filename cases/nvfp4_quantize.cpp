@@ -1,5 +1,5 @@
-// nvfp4_quantize and nvfp4_dequantize: inputs, reference and cost. The bits of quantize are defined, so they must be
-// equal.
+// nvfp4_quantize and nvfp4_dequantize: inputs, reference and cost. The result of quantize is defined bit by bit, so it
+// must be equal.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -19,8 +19,8 @@ enum class Values {
   kBits,        // any finite bit pattern of the type
   kHuge,        // up to the type's largest number
   kTiny,        // subnormal numbers only
-  kFading,      // each block's numbers half of the one's before, 20 blocks long
-  kNonFinite    // kNormal, with +-inf and NaN here and there
+  kFading,      // each block's numbers are half of the previous block's, 20 blocks long
+  kNonFinite    // kNormal, with some +-inf and NaN
 };
 
 struct Quantize {
@@ -30,7 +30,7 @@ struct Quantize {
   Values values = Values::kNormal;
   std::optional<float> global = std::nullopt;
   bool global_as_array = false;
-  int exponent = 0;  // of a first block of kFading
+  int exponent = 0;  // exponent of the first block of kFading
 };
 
 double random_value(const Quantize& p, Random& random, std::int64_t at) {
@@ -62,8 +62,8 @@ double random_value(const Quantize& p, Random& random, std::int64_t at) {
   return random.normal();
 }
 
-// The number of `grid`, of `count` ascending values, that is nearest to x >= 0 in units of `unit`; ties to the even
-// index. Everything is exact: a midpoint times a unit has at most 31 significant bits.
+// Index in `grid`, which has `count` ascending values, of the value nearest to x >= 0 in units of `unit`; ties to the
+// even index. Everything is exact: a midpoint times a unit has at most 31 significant bits.
 template <class Grid>
 unsigned nearest(double x, double unit, unsigned count, Grid grid) {
   unsigned code = 0;
@@ -113,7 +113,7 @@ Quantized quantized(const Quantize& p, const Array& x) {
   return result;
 }
 
-// Blocked scales as one row of bytes: then a position is a place.
+// Blocked scales as one row of bytes, so that a position is an offset.
 Array blocked_bytes(const Quantize& p) {
   return {"scales", DType::kFloat8E4m3, {(p.rows + 127) / 128 * 128 * ((p.k / 16 + 3) / 4 * 4)}};
 }
@@ -161,7 +161,7 @@ struct Dequantize {
   DType dtype = DType::kFloat32;
   bool blocked = false, strided = false, all = false;
   float global = 0.3F;
-  bool global_as_array = false;
+  bool global_as_array = false, reciprocal = false;
   ScaleBytes scale_bytes = ScaleBytes::kUsual;
 };
 
@@ -182,8 +182,9 @@ Instance make_dequantize(Random& random, const Dequantize& p) {
     tolerance.norm = std::numeric_limits<double>::infinity();  // subnormals have few digits
   instance.expect(x, tolerance);
   instance.reference = [p, matrix](Instance& self) {
+    const double factor = factor_of(p.global, p.reciprocal);
     for (std::int64_t i = 0; i < p.rows * p.k; ++i)
-      self.outputs[0].expected.push_back(matrix.value(i / p.k, i % p.k) * static_cast<double>(p.global));
+      self.outputs[0].expected.push_back(matrix.value(i / p.k, i % p.k) * factor);
   };
   instance.call = [p, matrix, &global, &x](const char* backend, Stream stream) {
     const Tensor global_view = global.view();
@@ -191,6 +192,7 @@ Instance make_dequantize(Random& random, const Dequantize& p) {
                                .scales = matrix.scales->view(),
                                .global_scale = p.global_as_array ? static_cast<const DLTensor*>(global_view) : nullptr,
                                .global_value = p.global_as_array ? 1 : p.global,
+                               .global_is_reciprocal = p.reciprocal,
                                .scale_layout = p.blocked ? HOPWELL_SCALES_BLOCKED : HOPWELL_SCALES_PLAIN,
                                .x = x.view(),
                                .backend = backend},
@@ -247,14 +249,14 @@ std::vector<std::pair<std::string, Quantize>> quantize_problems() {
       {"pairs_bf16_blocked", {.rows = 520, .k = 352, .dtype = kBf16, .blocked = true, .values = Values::kFading}},
       {"pairs_fp16", {.rows = 520, .k = 352, .dtype = kFp16, .values = Values::kNonFinite}},
       {"large", {.rows = 300, .k = 2048, .dtype = kBf16}},
-      // In one pass on the emulator's four multiprocessors; the first two keep as much as fits, the first on two, too.
+      // One pass on the emulator's four SMs. The first two cases use the maximum size; the first also fits on two SMs.
       {"one_pass_bf16", {.rows = 270, .k = 1024, .dtype = kBf16}},
       {"one_pass_most_bf16", {.rows = 1456, .k = 384, .dtype = kBf16, .values = Values::kFading}},
       {"one_pass_fp16", {.rows = 512, .k = 352, .dtype = kFp16, .values = Values::kNonFinite}},
       {"one_pass_bf16_non_finite", {.rows = 512, .k = 480, .dtype = kBf16, .values = Values::kNonFinite}},
       {"one_pass_huge_bf16", {.rows = 256, .k = 704, .dtype = kBf16, .values = Values::kHuge}},
       {"one_pass_zero_fp16", {.rows = 160, .k = 1024, .dtype = kFp16, .values = Values::kZero}},
-      // Pairs enough for every multiprocessor of an H100, whose kernels of pairs nothing smaller reaches: in one pass, then in two.
+      // Enough pairs for every SM of an H100. Only these sizes reach the kernels for pairs: in one pass, then in two.
       {"many_pairs_bf16", {.rows = 1344, .k = 4064, .dtype = kBf16, .values = Values::kNonFinite}},
       {"many_pairs_fp16_blocked", {.rows = 1344, .k = 4064, .dtype = kFp16, .blocked = true}},
   };
@@ -276,6 +278,9 @@ std::vector<std::pair<std::string, Dequantize>> dequantize_problems() {
       {"nan_scales_blocked",
        {.rows = 70, .k = 112, .dtype = kBf16, .blocked = true, .scale_bytes = ScaleBytes::kSomeNan}},
       {"subnormal_results", {.rows = 10, .k = 64, .global = 3e-43F}},
+      {"reciprocal", {.rows = 10, .k = 64, .global = 3, .reciprocal = true}},
+      {"reciprocal_array",
+       {.rows = 10, .k = 64, .dtype = kBf16, .global = -1.7F, .global_as_array = true, .reciprocal = true}},
       {"negative_global", {.rows = 10, .k = 64, .dtype = kFp16, .global = -2}},
       {"empty", {.rows = 0, .k = 32}},
   };

@@ -1,4 +1,4 @@
-// paged_attention: OPERATORS of the documentation, section 4.
+// paged_attention: inputs and configurations (docs/operators/paged_attention.md).
 #include <algorithm>
 #include <climits>
 #include <cstring>
@@ -20,7 +20,7 @@ constexpr std::pair<const char*, DType> kDTypes[] = {
 constexpr std::pair<const char*, hopwell_cache_layout> kLayouts[] = {
     {"nhd", HOPWELL_CACHE_NHD}, {"hnd", HOPWELL_CACHE_HND}, {"vllm", HOPWELL_CACHE_VLLM}};
 
-// Every layout with every type: plain, and with all that can be switched on at once.
+// Every layout with every type: plain, and with all options that can be combined.
 void add_layouts(std::vector<Config>& all) {
   for (const auto& [layout_name, layout] : kLayouts) {
     for (const auto& [type_name, dtype] : kDTypes) {
@@ -57,9 +57,9 @@ void add_shapes(std::vector<Config>& all) {
   const std::vector<std::int64_t> lengths = {7, 50};
   for (const std::int64_t d : {32, 40, 56, 128, 256})
     all.push_back({.name = "d_" + std::to_string(d), .lengths = lengths, .d = d});
-  // Rows that lanes divide in all ways that there are, full and not: of several heads together, and of one.
-  // On the emulator every d in bf16; of the other types, which divide rows by the same rules, some of each way. Clusters have a
-  // d of each way, full and not.
+  // Row lengths that cover all divisions of a row among lanes, full and partial, with several heads per tile and with
+  // one. The emulator runs every d in bf16. The other types divide rows by the same rules, so it runs some d of each
+  // division. Clusters run one d of each division, full and partial.
   const std::set<std::int64_t> of_each_way = {32, 40, 88, 96, 120, 136, 184, 192, 248};
   for (const std::int64_t d : {32,  40,  48,  56,  72,  80,  88,  96,  104, 112, 120, 136, 144,
                                152, 160, 168, 176, 184, 192, 200, 208, 216, 224, 232, 240, 248})
@@ -78,8 +78,8 @@ void add_shapes(std::vector<Config>& all) {
              .hidden = layout == HOPWELL_CACHE_NHD,
              .emulated = dtype == DType::kBFloat16 || (dtype == DType::kFloat16 ? d % 32 == 8 : d % 32 != 16),
              .emulated_on = of_each_way.contains(d) ? "" : "emu:sm80"});
-  // Rows of two to five octets a lane: gathered by the element, with gaps between pages, heads and keys, and so many that
-  // the ring goes round.
+  // Rows of two to five 8-element vectors per lane: gathered element by element, with gaps between pages, heads and
+  // keys, and long enough that the ring wraps around.
   for (const std::int64_t d : {40, 88, 104, 136, 200}) {
     const std::string name = "packed_rows_of_" + std::to_string(d);
     const Config c{.name = name + "_scattered",
@@ -142,7 +142,7 @@ void add_shapes(std::vector<Config>& all) {
                  .emulated = false});
   for (const auto& [type_name, dtype] : kDTypes) {
     const std::string prefix = std::string("decoder_") + type_name;
-    const bool emulated = dtype == DType::kBFloat16;  // one type: the emulator takes long over them
+    const bool emulated = dtype == DType::kBFloat16;  // one type, because the emulator is slow on these
     all.push_back(
         {.name = prefix + "_h16_d64", .dtype = dtype, .lengths = {1000}, .h_q = 16, .h_kv = 16, .emulated = emulated});
     all.push_back({.name = prefix + "_h32_d128",
@@ -187,7 +187,7 @@ void add_biases(std::vector<Config>& all) {
     }
     const std::string name = std::string("bias_") + form_name;
     for (const auto& [type_name, dtype] : kDTypes) {
-      if (form == BiasForm::kFused && dtype == DType::kBFloat16) continue;  // r is like q, or fp32
+      if (form == BiasForm::kFused && dtype == DType::kBFloat16) continue;  // r has q's type, or fp32
       all.push_back({.name = name + "_" + type_name + "_q_fp16",
                      .dtype = DType::kFloat16,
                      .lengths = {30, 5},
@@ -282,8 +282,8 @@ void add_lengths(std::vector<Config>& all) {
       {.name = "large_logits_bf16", .dtype = DType::kBFloat16, .lengths = {1, 20, 300}, .scale = 1, .q_spread = 1000});
 }
 
-// Values that are not finite: what a query sees of them comes out, whatever their weights; what it does not see does
-// not. Lengths that are no multiples of what kernels take together.
+// Values that are not finite. In visible keys they must appear in the output for any weight, in hidden keys they must
+// not. The lengths are not multiples of the kernels' tile sizes.
 void add_infinite(std::vector<Config>& all) {
   for (const auto& [layout_name, layout] : kLayouts) {
     for (const auto& [type_name, dtype] : kDTypes) {
@@ -299,7 +299,7 @@ void add_infinite(std::vector<Config>& all) {
       add("q_len_3_", {.name = {}, .lengths = {2, 3, 5, 35, 66, 130}, .q_len = 3, .d = 72});
       add("window_", {.name = {}, .lengths = {3, 50, 131}, .q_len = 2, .h_q = 6, .window = 37});
       add("bad_pages_", {.name = {}, .lengths = {6, 19, 64}, .block = 8, .pages = Pages::kBad});
-      // Weights that round to 0, and keys that a bias hides from some.
+      // Weights that round to 0, and keys that a bias hides from some queries.
       add("large_logits_", {.name = {}, .lengths = {9, 66}, .scale = 1, .q_spread = 1000});
       add("hidden_", {.name = {},
                       .lengths = {3, 40, 67},
@@ -329,7 +329,7 @@ void add_infinite(std::vector<Config>& all) {
 void add_sizes(std::vector<Config>& all) {
   std::vector<std::int64_t> ragged(9, 512);
   ragged[4] = 65536;
-  // On a GPU of a few SMs, so many tiles that each warp has several.
+  // On a GPU with few SMs, each warp has several tiles.
   all.push_back({.name = "many_tiles_bf16",
                  .dtype = DType::kBFloat16,
                  .lengths = {500, 190, 300, 65},
@@ -340,7 +340,7 @@ void add_sizes(std::vector<Config>& all) {
   Config large_group = all.back();
   large_group.name = "large_group_many_tiles_bf16", large_group.h_q = 72, large_group.max_blocks = 2048;
   all.push_back(large_group);
-  // One row block of all CTAs: with many of them the last one takes more partial results than a warp loads together.
+  // All CTAs share one row block. With many CTAs, the last one reads more partial results than a warp loads at once.
   all.push_back({.name = "one_row_block_bf16", .dtype = DType::kBFloat16, .lengths = {700}, .h_kv = 4});
   all.push_back({.name = "one_row_block_vllm", .layout = HOPWELL_CACHE_VLLM, .lengths = {3000}, .h_q = 1, .h_kv = 1});
   for (const auto& [type_name, dtype] : kDTypes)
@@ -371,7 +371,7 @@ void add_sizes(std::vector<Config>& all) {
                  .bias = BiasForm::kDistance,
                  .extent = 1 << 16,
                  .emulated = false});
-  // The plan of a large batch is made by all threads of a CTA together.
+  // All threads of a CTA compute the plan of a large batch together.
   for (const std::int64_t b : {70, 3000}) {
     std::vector<std::int64_t> many(static_cast<std::size_t>(b));
     for (std::size_t n = 0; n < many.size(); ++n) many[n] = static_cast<std::int64_t>(n * 7 % 23);
@@ -384,7 +384,7 @@ void add_sizes(std::vector<Config>& all) {
                      .d = 32,
                      .emulated = b == 70});
   }
-  // As many row blocks as the emulator has multiprocessors, and nearly as many as an H200 has: a whole one a CTA.
+  // As many row blocks as the emulator has SMs, and nearly as many as an H200 has: each CTA has one whole row block.
   for (const std::size_t b : {4, 64})
     all.push_back({.name = "equal_lengths_of_" + std::to_string(b),
                    .dtype = DType::kBFloat16,
@@ -406,7 +406,7 @@ void add_sizes(std::vector<Config>& all) {
                      .emulated = false});
 }
 
-// 16-bit types, for which GPUs have kernels of their own for one query a KV head, and for several.
+// 16-bit types: GPUs have separate kernels for one query per KV head and for several.
 void add_groups(std::vector<Config>& all) {
   const std::pair<const char*, BiasForm> forms[] = {{"none", BiasForm::kNone},
                                                     {"key", BiasForm::kKey},
@@ -447,7 +447,7 @@ void add_groups(std::vector<Config>& all) {
   }
 }
 
-// 9 to 16 query heads a KV head, in 16 bits, for which GPUs have kernels of their own.
+// 9 to 16 query heads per KV head in 16 bits: GPUs have separate kernels for them.
 void add_large_groups(std::vector<Config>& all) {
   const std::pair<std::int64_t, std::int64_t> heads[] = {{9, 1}, {24, 2}, {32, 2}};
   for (const auto& [layout_name, layout] : kLayouts) {
@@ -464,7 +464,7 @@ void add_large_groups(std::vector<Config>& all) {
                .bias = BiasForm::kKey,
                .extent = 144,
                .u = true};
-      // Tables so long that a GPU has many tiles for each warp, as far as it can know.
+      // Block tables so long that the plan must assume many tiles per warp.
       const auto add = [&all, &c] {
         c.max_blocks = (std::int64_t{1} << 20) / (c.b() * c.h_kv * c.block);
         all.push_back(c);
@@ -489,9 +489,9 @@ void add_large_groups(std::vector<Config>& all) {
   }
 }
 
-// Nothing is added to q, so that tiles may take it as it lies in memory, or pos_bias_u, so that it has low parts: of every
-// size, one block of 8 query vectors and two (tables so long that a GPU has many tiles for each warp), row blocks that a
-// warp has the whole of and such that several have.
+// Without pos_bias_u the tiles use q unmodified; with it, q + u has low-order parts. Covers every d, one and two blocks
+// of 8 query vectors (block tables so long that the plan assumes many tiles per warp), and row blocks of one warp and
+// of several.
 void add_tiles_of_queries(std::vector<Config>& all, const std::string& prefix, bool u, std::int64_t d,
                           std::int64_t group) {
   const std::string name = prefix + std::to_string(group) + "_d_" + std::to_string(d);
@@ -504,7 +504,7 @@ void add_tiles_of_queries(std::vector<Config>& all, const std::string& prefix, b
            .bias = BiasForm::kKey,
            .extent = 1104,
            .u = u};
-  // Of clusters' tiles, which d fills or not, those of a d that does have 7 queries, the others 2.
+  // Cluster tiles: a d that fills its tile runs with 7 queries, other d with 2.
   const bool fills = d == 64 || d == 96 || d == 128 || d == 192 || d == 256;
   if (group == (fills ? 2 : 7) && !(u && d > 128)) c.emulated_on = "emu:sm80";
   const auto add = [&all, &c, group] {
@@ -542,7 +542,7 @@ std::string setting(const Settings& settings, const std::string& key, const std:
   return value;
 }
 
-// Random numbers at memory speed: the first 2^18 elements again and again.
+// Random numbers at memory speed: repeats the first 2^18 elements.
 void fill_fast(Array& array, Random& random) {
   const std::int64_t period = std::min<std::int64_t>(array.size(), 1 << 18);
   const auto width = static_cast<std::int64_t>(size_of(array.dtype()));
@@ -562,12 +562,12 @@ Instance bench(const Settings& settings, Random& random) {
   for (const auto& [name, value] : kLayouts)
     if (layout == name) c.layout = value;
   c.bias = bias == "key"          ? BiasForm::kKey
-           : bias == "key_each"   ? BiasForm::kKey  // a row a sequence
+           : bias == "key_each"   ? BiasForm::kKey  // one row per sequence
            : bias == "key_each_u" ? BiasForm::kKey
            : bias == "distance"   ? BiasForm::kDistance
            : bias == "fused"      ? BiasForm::kFused
                                   : BiasForm::kNone;
-  c.lengths.assign(static_cast<std::size_t>(number(settings, "b")), number(settings, "ctx"));
+  c.lengths.assign(static_cast<std::size_t>(number(settings, "b")), number(settings, "context"));
   if (c.lengths.empty()) throw std::invalid_argument("setting 'b' must be at least 1; got '0'");
   if (const std::int64_t shortest = number(settings, "shortest"); shortest > 0)
     for (std::int64_t& length : c.lengths)
@@ -596,12 +596,12 @@ Instance bench(const Settings& settings, Random& random) {
 Settings shape(const char* dtype, const char* layout, std::int64_t b, std::int64_t ctx, std::int64_t longest,
                std::int64_t h_q, std::int64_t h_kv, std::int64_t d, const char* bias) {
   const auto text = [](std::int64_t n) { return std::to_string(n); };
-  return {{"dtype", dtype},  {"layout", layout}, {"b", text(b)},     {"ctx", text(ctx)},   {"longest", text(longest)},
-          {"shortest", "0"}, {"q_len", "1"},     {"h_q", text(h_q)}, {"h_kv", text(h_kv)}, {"d", text(d)},
+  return {{"dtype", dtype},  {"layout", layout}, {"b", text(b)},     {"context", text(ctx)}, {"longest", text(longest)},
+          {"shortest", "0"}, {"q_len", "1"},     {"h_q", text(h_q)}, {"h_kv", text(h_kv)},   {"d", text(d)},
           {"block", "16"},   {"window", "0"},    {"bias", bias}};
 }
 
-// The bars of the CPU, then shapes of other libraries' tables.
+// Shapes of the CPU's performance targets, then shapes of other libraries' tables.
 std::vector<std::pair<std::string, Settings>> shapes() {
   return {{"b8_ctx4096_h16_d64_fp32", shape("fp32", "nhd", 8, 4096, 0, 16, 16, 64, "none")},
           {"b8_ctx4096_h16_d64_bf16", shape("bf16", "nhd", 8, 4096, 0, 16, 16, 64, "none")},
@@ -625,7 +625,7 @@ Settings with(Settings settings, const char* key, const char* value) {
   return settings;
 }
 
-// The bars of the H200.
+// Shapes of the H200's performance targets.
 std::vector<std::pair<std::string, Settings>> device_shapes() {
   const Settings speech = shape("bf16", "nhd", 32, 4096, 0, 16, 16, 64, "key_each");
   return {{"h32_d128_b64_ctx4096", shape("bf16", "nhd", 64, 4096, 0, 32, 32, 128, "key_each")},

@@ -1,8 +1,10 @@
 #include "paged_attention_case.hpp"
 
+#include <array>
 #include <climits>
 #include <cmath>
 #include <numeric>
+#include <optional>
 
 #include "tile/cpu/parallel.hpp"
 
@@ -46,7 +48,7 @@ std::vector<double> values(const Array* array) {
   return all;
 }
 
-// Row-major strides with the first dimension (or, for q and out, the last but one) drawn apart by `gap` elements.
+// Row-major strides with a gap of `gap` elements in the first dimension (for q and out, in the second to last).
 std::vector<std::int64_t> strides_with_gap(const std::vector<std::int64_t>& shape, std::size_t dim, std::int64_t gap) {
   std::vector<std::int64_t> strides(shape.size());
   std::int64_t stride = 1;
@@ -71,7 +73,7 @@ std::vector<std::int64_t> cache_shape(const Config& c, std::int64_t blocks, bool
   return {blocks, c.h_kv, c.d, c.block};
 }
 
-// Random keys and values where a query sees them, NaN and infinities everywhere else.
+// Random keys and values for keys that a query sees; NaN and infinities everywhere else.
 void fill_caches(const Config& c, Random& random, const Arrays& a, std::int64_t blocks) {
   const double unseen[] = {kNan, kInf, -kInf};
   const CachePosition k(c, true), v(c, false);
@@ -97,8 +99,8 @@ void fill_caches(const Config& c, Random& random, const Arrays& a, std::int64_t 
   }
 }
 
-// Hides all keys of head 0 (of the first sequence, if the bias is one for each), and some keys of all heads, which then
-// hold NaN.
+// Hides all keys of head 0 (of the first sequence only, if each sequence has its own bias), and some keys of all heads.
+// Hidden keys hold NaN.
 void hide(const Config& c, Random& random, const Arrays& a) {
   const std::int64_t columns = c.extent, rows = a.bias->size() / columns;
   for (std::int64_t row = 0; row < rows; ++row) {
@@ -117,8 +119,8 @@ void hide(const Config& c, Random& random, const Arrays& a) {
   }
 }
 
-// Values of +-inf and NaN at the ends of what a sequence's queries see, so that the last query sees all of them and the
-// first one does not.
+// Values of +-inf and NaN in the last visible keys of a sequence, so that the last query sees all of them and the first
+// query does not.
 void make_infinite(const Config& c, const Arrays& a, std::int64_t blocks) {
   const CachePosition v(c, false);
   for (std::int64_t n = 0; n < c.b(); ++n) {
@@ -136,7 +138,7 @@ void make_infinite(const Config& c, const Arrays& a, std::int64_t blocks) {
   }
 }
 
-// What one row sees of one key: [visible, logit, the sums of its dot products with absolute values, times |scale|].
+// One row and one key: [visible, logit, the sums of its dot products with absolute values, times |scale|].
 struct Reference {
   Config c;
   Arrays a;
@@ -217,7 +219,7 @@ struct Reference {
       const double p = std::exp(logits[j] - peak) / total;
       for (std::int64_t e = 0; e < c.d; ++e) {
         const double value = at(v, v_at(keys[j].page, keys[j].slot, head, e));
-        const double product = std::isfinite(value) ? p * value : value;  // p is positive, if it rounds to 0 or not
+        const double product = std::isfinite(value) ? p * value : value;  // p is positive, even if it rounds to 0
         out.expected[static_cast<std::size_t>(to * c.d + e)] += product;
         out.magnitude[static_cast<std::size_t>(to * c.d + e)] += std::abs(product);
       }
@@ -283,15 +285,14 @@ Tensor FarCache::of(const Array& cache) {
 }
 
 void call(const Config& c, const Arrays& a, Workspace& workspace, const char* backend, Stream stream) {
-  std::deque<Tensor> views;
-  const auto view = [&](const Array* array) -> const DLTensor* {
-    if (array == nullptr) return nullptr;
-    return views.emplace_back(array->view());
-  };
+  std::array<std::optional<Tensor>, 12> views;  // without memory of their own: tests let the operator's run out
+  std::size_t count = 0;
+  const auto keep = [&](const Tensor& tensor) -> const DLTensor* { return views.at(count++).emplace(tensor); };
+  const auto view = [&](const Array* array) { return array == nullptr ? nullptr : keep(array->view()); };
   const bool distance = c.bias == BiasForm::kDistance;
   const PagedAttentionArgs args = {.q = view(a.q),
-                                   .k_cache = a.far_k ? views.emplace_back(a.far_k->of(*a.k)) : view(a.k),
-                                   .v_cache = a.far_v ? views.emplace_back(a.far_v->of(*a.v)) : view(a.v),
+                                   .k_cache = a.far_k ? keep(a.far_k->of(*a.k)) : view(a.k),
+                                   .v_cache = a.far_v ? keep(a.far_v->of(*a.v)) : view(a.v),
                                    .block_tables = view(a.tables),
                                    .context_lens = view(a.lengths),
                                    .scale = c.scale,
@@ -323,7 +324,7 @@ void count_work(const Config& c, Instance& instance) {
   for (const Array& array : instance.arrays) {
     if (array.name() == "k_cache" || array.name() == "v_cache" || array.name() == "block_tables") continue;
     auto elements = static_cast<double>(array.size());
-    if (array.name() == "bias" && c.bias == BiasForm::kKey)  // what lies past a sequence's keys is not needed
+    if (array.name() == "bias" && c.bias == BiasForm::kKey)  // memory past a sequence's keys is not read
       elements = std::min(elements, keys * static_cast<double>(c.h_q * c.queries()));
     instance.bytes += elements * static_cast<double>(size_of(array.dtype()));
   }

@@ -24,14 +24,14 @@ void fill_indices(Array& indices, Random& random, const SparseMla& p) {
   const auto invalid = [&] {
     return pick<std::int64_t>(random, {INT32_MIN, -123456, -1, p.s_kv, p.s_kv + 1, INT32_MAX});
   };
-  std::vector<std::int64_t> keys(static_cast<std::size_t>(p.s_kv));  // some permutation of all
+  std::vector<std::int64_t> keys(static_cast<std::size_t>(p.s_kv));  // a permutation of all keys
   std::iota(keys.begin(), keys.end(), 0);
-  const auto another = [&](std::int64_t i) -> std::int64_t {  // one that entries before i do not have
+  const auto another = [&](std::int64_t i) -> std::int64_t {  // a key that earlier entries do not have
     if (i >= p.s_kv) return -1;
     std::swap(keys[static_cast<std::size_t>(i)], keys[static_cast<std::size_t>(i + random.below(p.s_kv - i))]);
     return keys[static_cast<std::size_t>(i)];
   };
-  const auto kept_or_another = [&](std::int64_t i) -> std::int64_t {  // the first of `keys` are the row before
+  const auto kept_or_another = [&](std::int64_t i) -> std::int64_t {  // the first `topk` of `keys` are the previous row
     if (i >= p.s_kv) return -1;
     auto& key = keys[static_cast<std::size_t>(i)];
     if (random.below(100) >= p.overlap && p.topk < p.s_kv)
@@ -97,7 +97,7 @@ bool visible(const SparseMlaInputs& in, std::int64_t s, std::int64_t key) {
   return (key - start + 1) * in.problem.kv_stride <= position + 1;
 }
 
-// The valid ones of query s, in ascending order.
+// The valid entries of query s, in ascending order.
 std::vector<std::int64_t> valid_entries(const SparseMlaInputs& in, std::int64_t s) {
   std::vector<std::int64_t> entries;
   for (std::int64_t i = 0; i < length(in, s); ++i) {
@@ -107,7 +107,7 @@ std::vector<std::int64_t> valid_entries(const SparseMlaInputs& in, std::int64_t 
   return entries;
 }
 
-// Puts NaN where no valid entry looks, or into one row that is selected.
+// Puts NaN into rows that no valid entry selects, or into one selected row.
 void plant_nan(const SparseMlaInputs& in) {
   const SparseMla& p = in.problem;
   std::vector<bool> selected(static_cast<std::size_t>(p.s_kv));
@@ -132,7 +132,7 @@ std::optional<Tensor> view_of(const Array* array) {
 Array& add_array(Instance& instance, const SparseMla& problem, const char* name, DType dtype,
                  const std::vector<std::int64_t>& shape) {
   if (!problem.strided || shape.size() < 2) return instance.add({name, dtype, shape});
-  // Last dimension contiguous with a gap after it; of the others the first is the fastest.
+  // Last dimension contiguous, followed by a gap. The first dimension has the smallest stride of the others.
   std::vector<std::int64_t> strides(shape.size(), 1);
   std::int64_t stride = shape.back() + problem.gap;
   for (std::size_t i = 0; i + 1 < shape.size(); ++i) {
@@ -260,7 +260,7 @@ ForwardReference forward_reference(const SparseMlaInputs& in) {
       const double weight = factor * std::exp(score[i] - query.lse[head]);
       const std::int64_t key = query.keys[static_cast<std::size_t>(i)] * p.d_qk;
       largest = std::max(largest, score_magnitude[i]);
-      // A score's own error is an error of its weight.
+      // The rounding error of a score is an error of its weight.
       add_scaled(weight, weight * (1 + score_magnitude[i]), kv.data() + key, out, magnitude, p.d_v);
     }
     reference.max[row] = query.max[head];
@@ -292,7 +292,7 @@ DistributionReference distribution_reference(const SparseMlaInputs& in, const st
 
 namespace {
 
-// Without indices: what a query sees begins and ends anywhere, within one tile of keys and over several.
+// Without indices: visible keys begin and end at arbitrary positions, within one tile of keys and across several.
 std::vector<std::pair<std::string, SparseMla>> dense_problems() {
   using Sink = SparseMla::Sink;
   using Positions = SparseMla::Positions;
@@ -390,7 +390,7 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_problems() {
       {"constant_rows_h_q_40", {.h_q = 40, .topk = 130, .sm_scale = kRoot192, .constant = true, .sink = Sink::kAny}},
       {"constant_rows_h_q_128", {.s_q = 1, .h_q = 128, .topk = 65, .sm_scale = kRoot192, .constant = true}},
       {"large_scores_h_q_20", {.s_q = 3, .h_q = 20, .topk = 330, .q_size = 200}},
-      // Blackwell's pair of CTAs and 64 heads more: references that move, keys that go round the ring, empty rows.
+      // Blackwell's CTA pair and 64 more heads: row_max changes, the ring of keys wraps around, rows are empty.
       {"large_scores_h_q_192",
        {.s_q = 7,
         .h_q = 192,
@@ -399,7 +399,7 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_problems() {
         .indices = Indices::kInvalid,
         .sink = Sink::kAny,
         .lengths = true}},
-      // What kernels for more than 32 heads do apart from those for fewer.
+      // Features that kernels for more than 32 heads implement separately.
       {"empty_rows_sink_h_q_40", {.s_q = 5, .h_q = 40, .indices = Indices::kEmptyRows, .sink = Sink::kExtreme}},
       {"large_scores_h_q_40", {.h_q = 40, .topk = 130, .q_size = 200}},
       {"nan_selected_h_q_40", {.s_q = 3, .s_kv = 40, .h_q = 40, .topk = 130, .planted = kNan}},
@@ -460,7 +460,7 @@ std::vector<std::pair<std::string, SparseMla>> sparse_mla_group_problems() {
   add("sink_lengths", [](SparseMla& p) { p.sink = Sink::kAny, p.lengths = true, p.s_q = 19; });
   add("positions", heads(32), [](SparseMla& p) { p.positions = Positions::kArray, p.kv_stride = 4; });
   add("key_ranges", [](SparseMla& p) { p.ranges = true, p.s_q = 20; });
-  // More than the 2^16 keys of a round in which the rows of eight queries are merged (tile/gpu/merge_rows.hpp).
+  // More keys than the 2^16 of one marking round of the group merge for eight queries (tile/gpu/merge_rows.hpp).
   add("many_keys", heads(8), [](SparseMla& p) { p.s_kv = 66000, p.s_q = 8, p.topk = 100; });
   add("long_row", [](SparseMla& p) { p.s_kv = 3000, p.s_q = 4, p.topk = 1100; });
   add("strided", [](SparseMla& p) { p.strided = true, p.gap = 8; });

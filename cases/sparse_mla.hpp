@@ -1,5 +1,5 @@
-// What the cases of the three sparse MLA operators share: how inputs are made, and the float64 reference of scores,
-// forward and distribution.
+// Shared by the cases of the three sparse MLA operators: inputs, and the float64 reference of scores, forward and
+// distribution.
 #pragma once
 
 #include <cstdint>
@@ -15,103 +15,102 @@
 
 namespace hopwell::cases {
 
-// One problem: shapes, and what is special about its data. The defaults are the shape that production kernels take,
-// small.
+// One problem: shapes, and properties of its data. The defaults are a small version of the production shape.
 struct SparseMla {
   DType dtype = DType::kBFloat16;
   std::int64_t s_q = 2, s_kv = 300, h_q = 16, d_qk = 576, d_v = 512, topk = 64;
-  float sm_scale = 0.5F;  // large, so that dK does not hide behind dV
+  float sm_scale = 0.5F;  // large, so that dV does not hide errors of dK
   double q_size = 0.1;    // standard deviation of q's elements; kv's is 1
   bool constant = false;  // all elements of q are 8, of kv -8, so that roundings do not cancel
   enum class Indices {
-    kAny,        // each any key
-    kInvalid,    // a third of them out of range, at the extremes of int32 and next to the limits
-    kEmptyRows,  // every second row holds nothing valid
+    kAny,        // each a random key
+    kInvalid,    // a third out of range, at the extremes of int32 and next to the limits
+    kEmptyRows,  // every second row has no valid entry
     kHot,        // all the same key
-    kTwice,      // neighbours are equal
-    kAscending,  // as the lightning indexer gives them: ascending, then -1
+    kTwice,      // adjacent entries are equal
+    kAscending,  // as from the lightning indexer: ascending, then -1
     kDistinct,   // all different, in random order, then -1
-    kAbsent      // there are none: every visible key; topk must be s_kv
+    kAbsent      // no indices: every visible key; topk must be s_kv
   } indices = Indices::kAny;
-  int overlap =
-      0;  // per cent of a row's keys that the next row has, too, if they are distinct; 0: rows are independent
+  int overlap = 0;  // per cent of a row's keys that the next row shares, for distinct keys; 0: rows are independent
   enum class Sink { kNone, kAny, kExtreme } sink = Sink::kNone;  // extreme: 0, +-inf, +-1e38 in turn
   bool lengths = false;                                          // topk_length below 0, 0 ... topk, beyond
   enum class Positions { kNone, kStart, kArray } positions = Positions::kNone;
   std::int64_t q_start = 0, kv_stride = 1;
-  bool ranges = false;        // k_start and k_end: everything that int32 allows, then packed documents
+  bool ranges = false;        // k_start and k_end: extreme values of int32, then packed documents
   bool nan_elsewhere = true;  // NaN and infinities in the rows of kv that no valid entry selects
-  double planted = 0;         // where not 0: NaN or an infinity, an element of one row of kv that is selected
-  bool strided = false;       // gaps between the rows of every tensor, dimensions in another order, an expanded d_out
-  std::int64_t gap = 3;       // of that many elements
+  double planted = 0;         // if not 0: NaN or an infinity, in one element of one selected row of kv
+  bool strided = false;       // gaps between the rows of every tensor, permuted dimensions, an expanded d_out
+  std::int64_t gap = 3;       // size of the gaps in elements
 };
 
-// Names for the cases that all three operators run, and their problems. Those of the second list are for GPUs only.
+// Names and problems of the cases that all three operators run. The second list is for GPUs only.
 std::vector<std::pair<std::string, SparseMla>> sparse_mla_problems();
 std::vector<std::pair<std::string, SparseMla>> sparse_mla_device_problems();
-// Neighbouring queries whose rows share keys, or do not, or only some of which do. NaN in keys that only a neighbour
-// selects is the one thing that they may not be given.
+// Adjacent queries whose rows share keys, do not, or share some. They must not contain NaN in keys that only an
+// adjacent query selects.
 std::vector<std::pair<std::string, SparseMla>> sparse_mla_group_problems();
-// Where the case of such a problem runs with share_keys: only Hopper's kernels take queries together. Others do what they do
-// without it, as those problems show that run on each; the CPU has all but the one that is for the many keys of a round.
+// Chooses the backends that run such a problem with share_keys. Only Hopper's kernels group queries; other backends
+// ignore share_keys, and problems that run on each of them cover that. The CPU runs all but the problem with the many
+// keys of a round.
 void choose_backends_of_groups(Case& c, const SparseMla& problem);
-// One query of production's shape, with two lengths of its row: their difference is what the model of time (docs/emulator.md)
-// says of a step. For each of the numbers of heads.
+// One query of the production shape, with two lengths of its row: the difference is the cost of a step in the time
+// model (docs/emulator.md). For each number of heads.
 std::vector<std::pair<std::string, SparseMla>> sparse_mla_query_problems(std::initializer_list<std::int64_t> heads,
                                                                          std::int64_t d_qk = 576);
 
-// Benchmark shapes; those of training steps, named by heads and keys, which want a GPU; and a problem from such
+// Benchmark shapes. Shapes of training steps, named by heads and keys, which need a GPU. And a problem from such
 // settings.
 std::vector<std::pair<std::string, Settings>> sparse_mla_shapes();
 std::vector<std::pair<std::string, Settings>> sparse_mla_device_shapes();
 SparseMla sparse_mla_from(const Settings& settings);
 
-// What a forward gives on average for inputs of variance 1 and sm_scale d_qk^-0.5, with some spread.
+// Typical lse of a forward for inputs of variance 1 and sm_scale d_qk^-0.5, with some spread.
 void fill_typical_lse(Array& lse, Random& random, const SparseMla& problem);
 
-// Inputs of one problem, in the instance. Optional ones are null where absent.
+// Inputs of one problem, in the instance. Optional inputs are null if absent.
 struct SparseMlaInputs {
   SparseMla problem;
   Array *q = nullptr, *kv = nullptr, *indices = nullptr;
   Array *attn_sink = nullptr, *topk_length = nullptr, *q_positions = nullptr, *k_start = nullptr, *k_end = nullptr;
 };
-// k_start and k_end [s_q], elements so far apart: eight queries with what is special, then three documents, of whose keys
-// a query sees those up to some one.
+// k_start and k_end [s_q], with a stride of `stride` elements: eight queries with special ranges, then three documents,
+// in which a query sees the keys up to its own.
 std::pair<Array*, Array*> add_key_ranges(Instance& instance, Random& random, std::int64_t s_q, std::int64_t s_kv,
                                          std::int64_t stride);
 SparseMlaInputs add_inputs(Instance& instance, Random& random, const SparseMla& problem);
 
-// A tensor of the problem: dense, or with gaps and in another order of dimensions if the problem is strided.
+// A tensor of the problem: dense, or with gaps and permuted dimensions if the problem is strided.
 Array& add_array(Instance& instance, const SparseMla& problem, const char* name, DType dtype,
                  const std::vector<std::int64_t>& shape);
 
-// The optional arguments as the operators take them.
+// The optional arguments, as the operators expect them.
 std::optional<Tensor> view_of(const Array* array);
 inline const DLTensor* pointer(const std::optional<Tensor>& tensor) {
   return tensor ? static_cast<const DLTensor*>(*tensor) : nullptr;
 }
 
-// One query in float64: its valid entries and, for every head, their scores. Here and in what follows from them all
-// threads take part; each number is the work of one, so that its bits do not depend on how many there are.
+// One query in float64: its valid entries and, for every head, their scores. This and the functions below use all
+// threads. One thread computes each number, so that the bits do not depend on the number of threads.
 struct QueryReference {
   std::vector<std::int64_t> entries, keys;     // [n]
   std::vector<double> score, score_magnitude;  // [h_q, n], and the same sums with absolute values
-  std::vector<double> max, lse;                // [h_q]; -inf and +inf without a valid entry
+  std::vector<double> max, lse;                // [h_q]; -inf and +inf if there is no valid entry
   [[nodiscard]] std::int64_t count() const { return static_cast<std::int64_t>(entries.size()); }
 };
 std::vector<QueryReference> query_references(const SparseMlaInputs& inputs);  // [s_q]
 
-// Sets the instance's FLOPs, 2 * depth for every head and valid entry, and its bytes.
+// Sets the instance's FLOPs, 2 * depth per head and valid entry, and its bytes.
 void add_cost(Instance& instance, const SparseMlaInputs& inputs, std::int64_t depth);
 
-// The forward's results in float64, all row-major, with the magnitudes that bound their rounding.
+// Results of the forward in float64, all row-major, with the magnitudes that bound their rounding.
 struct ForwardReference {
   std::vector<double> out, out_magnitude;       // [s_q, h_q, d_v]
   std::vector<double> max, lse, lse_magnitude;  // [s_q, h_q]
 };
 ForwardReference forward_reference(const SparseMlaInputs& inputs);
 
-// attn [s_q, topk] = sum_h exp(score - lse) for the lse given [s_q, h_q], not normalised.
+// attn [s_q, topk] = sum_h exp(score - lse) for the given lse [s_q, h_q], not normalised.
 struct DistributionReference {
   std::vector<double> attn, magnitude;
 };

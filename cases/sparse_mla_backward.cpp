@@ -9,10 +9,11 @@
 namespace hopwell::cases {
 namespace {
 
-// What is special about the call beside its inputs.
+// Options of the call.
 struct Options {
   bool dq = true, dkv = true, d_sink = true, attn = true;
   bool accumulate = false, deterministic = true, ascending = false, share_keys = false;
+  bool merged = false;  // lse and out are merged over shards of the keys; this call has one shard
   DType dkv_dtype = DType::kFloat32;
 };
 
@@ -23,20 +24,21 @@ struct Arrays {
   Array *dq = nullptr, *dkv = nullptr, *d_sink = nullptr, *attn = nullptr;  // outputs
 };
 
-// Sums and the same sums with absolute values.
+// Sums and the same sums of absolute values.
 struct Gradient {
   explicit Gradient(std::int64_t size)
       : value(static_cast<std::size_t>(size)), magnitude(static_cast<std::size_t>(size)) {}
   std::vector<double> value, magnitude;
 };
 
-// gradient[to .. to + count) += factor * x[from .. from + count); `size` bounds |factor| and what went into it.
+// gradient[to .. to + count) += factor * x[from .. from + count). `size` bounds |factor| and its terms.
 void add(Gradient& gradient, std::int64_t to, double factor, double size, const std::vector<double>& x,
          std::int64_t from, std::int64_t count) {
   add_scaled(factor, size, x.data() + from, gradient.value.data() + to, gradient.magnitude.data() + to, count);
 }
 
-// The formulae of OPERATORS. Rows, a head of a query each, are independent but for dkv and d_sink, which sum over them.
+// The formulae of docs/operators/sparse_mla_backward.md. Rows (query, head) are independent, but dkv and d_sink sum
+// over them.
 class Reference {
  public:
   explicit Reference(const Arrays& a)
@@ -56,7 +58,7 @@ class Reference {
     }
     sinks_.resize(static_cast<std::size_t>(p_.s_q * p_.h_q));
     cpu::parallel_for(p_.s_q * p_.h_q, [&](std::int64_t item) { differentiate(item / p_.h_q, item % p_.h_q); });
-    // Slices of columns, so that every element of dkv is summed by one thread, in the order of rows and entries.
+    // Blocks of columns, so that one thread sums every element of dkv, in the order of rows and entries.
     constexpr std::int64_t kColumns = 32;
     cpu::parallel_for((p_.d_qk + kColumns - 1) / kColumns, [&](std::int64_t slice) {
       add_to_dkv(slice * kColumns, std::min((slice + 1) * kColumns, p_.d_qk));
@@ -69,7 +71,7 @@ class Reference {
   }
 
  private:
-  // What an entry adds to dkv: ds times its row of q and p times its row of d_out.
+  // Contribution of an entry to dkv: ds times its row of q, and p times its row of d_out.
   struct Entry {
     double ds, ds_size, p, p_size;
   };
@@ -82,7 +84,7 @@ class Reference {
     const double kept = 1 / (1 + std::exp(sink - lse)),
                  taken = 1 / (1 + std::exp(lse - sink));  // exp(score - lse') = kept * exp(score - lse)
     const Sum delta = dot(out_.data() + d_out, d_out_.data() + d_out, p_.d_v);
-    if (std::isfinite(sink) && query.count() > 0)
+    if (std::isfinite(sink) && lse != std::numeric_limits<double>::infinity())
       sinks_[static_cast<std::size_t>(row)] = {-taken * delta.value, taken * delta.magnitude};
     for (std::int64_t i = 0; i < query.count(); ++i) {
       const auto at = static_cast<std::size_t>(h * query.count() + i);
@@ -178,7 +180,7 @@ void call(const Arrays& a, Workspace& workspace, const char* backend, Stream str
                                             stream);
 }
 
-// out and lse of the size that a forward gives for these inputs.
+// Fills out and lse with typical values of a forward for these inputs.
 void add_typical_results(Instance& instance, Random& random, Arrays& a) {
   const SparseMla& p = a.in.problem;
   const double size = 1 / std::sqrt(static_cast<double>(std::max<std::int64_t>(p.topk, 1)));
@@ -188,7 +190,7 @@ void add_typical_results(Instance& instance, Random& random, Arrays& a) {
   a.d_out = &add_array(instance, p, "d_out", p.dtype, {p.s_q, p.h_q, p.d_v}).fill_normal(random);
 }
 
-// out and lse as a forward would have given them: rounded to their types.
+// Fills out and lse with the results of a forward, rounded to their types.
 void add_forward_results(Instance& instance, Random& random, Arrays& a) {
   const SparseMla& p = a.in.problem;
   a.out = &add_array(instance, p, "out", p.dtype, {p.s_q, p.h_q, p.d_v});
@@ -197,20 +199,20 @@ void add_forward_results(Instance& instance, Random& random, Arrays& a) {
   const ForwardReference forward = forward_reference(a.in);
   for (std::int64_t i = 0; i < a.out->size(); ++i) a.out->set(i, forward.out[static_cast<std::size_t>(i)]);
   for (std::int64_t i = 0; i < a.lse->size(); ++i) a.lse->set(i, forward.lse[static_cast<std::size_t>(i)]);
-  // Rows without a valid entry contribute nothing, whatever these hold.
+  // Rows without a valid entry, whose lse is +inf, contribute nothing, for any values of these.
   for (std::int64_t row = 0; row < a.lse->size(); ++row) {
     if (a.lse->get(row) != std::numeric_limits<double>::infinity()) continue;
     for (std::int64_t d = 0; d < p.d_v; ++d) a.d_out->set(row * p.d_v + d, std::numeric_limits<double>::quiet_NaN());
   }
 }
 
-// A timed instance is one without a reference: its shapes are too large for float64.
+// A timed instance has no reference, because its shapes are too large for float64.
 Instance make(Random& random, const SparseMla& p, const Options& options, bool timed = false) {
   Instance instance;
   Arrays a;
   a.in = add_inputs(instance, random, p);
   a.options = options;
-  if (timed)
+  if (timed || options.merged)
     add_typical_results(instance, random, a);
   else
     add_forward_results(instance, random, a);
@@ -236,7 +238,7 @@ Instance make(Random& random, const SparseMla& p, const Options& options, bool t
   return instance;
 }
 
-// What is special about rows, keys and strides once more for more heads than one tile has.
+// Repeats the special rows, keys and strides with more heads than one tile has.
 std::vector<std::pair<std::string, SparseMla>> problems_of_many_heads() {
   using Indices = SparseMla::Indices;
   using Sink = SparseMla::Sink;
@@ -260,8 +262,8 @@ Suite sparse_mla_backward() {
   const auto add = [&](const std::string& name, const SparseMla& problem, const Options& options) -> Case& {
     return suite.cases.emplace_back(suite.op, name, [=](Random& random) { return make(random, problem, options); });
   };
-  // Kernels may differ with the number of heads and in how they add: up to 64 heads deterministic, more of them not,
-  // and a few the other way round.
+  // Kernels may depend on the number of heads and on the kind of addition: up to 64 heads deterministic, above 64 not,
+  // and a few cases with these choices swapped.
   for (const auto& [name, problem] : sparse_mla_problems()) add(name, problem, {.deterministic = problem.h_q <= 64});
   for (const auto& [name, problem] : problems_of_many_heads())
     add("h_q_" + std::to_string(problem.h_q) + "_" + name, problem, {.deterministic = false});
@@ -290,6 +292,12 @@ Suite sparse_mla_backward() {
   add("h_q_128_dkv_bf16", wide, {.attn = false, .deterministic = false, .dkv_dtype = DType::kBFloat16});
   add("h_q_128_accumulate", wide, {.accumulate = true, .deterministic = false});
   add("h_q_128_deterministic", wide, {});
+  // Rows whose keys are in another shard add to d_sink, and to nothing else.
+  SparseMla shard = few;
+  shard.indices = SparseMla::Indices::kEmptyRows;
+  add("shard", shard, {.merged = true});
+  shard.h_q = 128, shard.topk = 0;
+  add("h_q_128_shard_without_entries", shard, {.deterministic = false, .merged = true});
   SparseMla dense{
       .s_q = 4, .s_kv = 150, .h_q = 128, .topk = 150, .indices = SparseMla::Indices::kAbsent, .ranges = true};
   add("h_q_128_dense_deterministic", dense, {});

@@ -5,7 +5,7 @@
 namespace hopwell::cases {
 namespace {
 
-// What is special about the call beside its inputs. `timed`: the shapes are too large for float64.
+// Options of the call. `timed`: the shapes are too large for float64.
 struct Options {
   bool share_keys = false, timed = false;
 };
@@ -16,7 +16,7 @@ Instance make(Random& random, const SparseMla& p, const Options& options) {
   Array& out = add_array(instance, p, "out", p.dtype, {p.s_q, p.h_q, p.d_v});
   Array& max_logits = add_array(instance, p, "max_logits", DType::kFloat32, {p.s_q, p.h_q});
   Array& lse = add_array(instance, p, "lse", DType::kFloat32, {p.s_q, p.h_q});
-  const double size = options.timed ? 1 : rms(values_of(*in.kv));  // of V
+  const double size = options.timed ? 1 : rms(values_of(*in.kv));  // rms of V
   instance.expect(out, p.dtype == DType::kFloat32
                            ? Tolerance{.norm = 1e-4, .absolute = 1e-3 * size, .relative = 1e-3}
                            : Tolerance{.norm = 4e-3, .absolute = 8e-3 * size, .relative = 3.0 / 128});
@@ -59,7 +59,7 @@ Instance make(Random& random, const SparseMla& p, const Options& options) {
   return instance;
 }
 
-// More of groups of queries: references that move, keys that nobody may read, tiles of all members' heads.
+// More query groups: row_max changes, keys that must not be read, tiles with all members' heads.
 std::vector<std::pair<std::string, SparseMla>> more_group_problems() {
   using Indices = SparseMla::Indices;
   const SparseMla four{.s_q = 9, .indices = Indices::kDistinct, .overlap = 85};
@@ -77,7 +77,7 @@ std::vector<std::pair<std::string, SparseMla>> more_group_problems() {
     p.s_q = 24, p.s_kv = 30, p.indices = Indices::kAny, p.positions = SparseMla::Positions::kStart, p.q_start = 2;
   });
   add("many_queries", [](SparseMla& p) { p.s_q = 53, p.topk = 200, p.overlap = 90; });
-  add("more_queries", [](SparseMla& p) {  // on the emulator more than a CTA looks up at a time
+  add("more_queries", [](SparseMla& p) {  // on the emulator, more than a CTA looks up at once
     p.s_q = 271, p.h_q = 32, p.s_kv = 60, p.topk = 20, p.lengths = true;
   });
   add("many_queries_lengths", [](SparseMla& p) { p.s_q = 101, p.s_kv = 90, p.topk = 70, p.lengths = true; });

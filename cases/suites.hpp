@@ -1,4 +1,4 @@
-// One function an operator, each in the file of its name.
+// One function per operator, each in the file of its name.
 #pragma once
 
 #include "case.hpp"
@@ -11,6 +11,7 @@ Suite attention_distribution();
 Suite paged_attention();
 Suite nvfp4_gemv();
 Suite nvfp4_linear();
+Suite nvfp4_linear_backward();
 Suite nvfp4_matmul();
 Suite nvfp4_quantize();
 Suite nvfp4_dequantize();

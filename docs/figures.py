@@ -1,6 +1,6 @@
-"""Tables of figures, made of the committed records. `generated.py` puts them into the pages that ask for them.
+"""Tables of figures from the committed records. `generated.py` inserts them into the pages that ask for them.
 
-What a figure should reach is the page's word: a bar stands in the arguments of its line, beside the figure's name.
+The page's line names a figure, and its arguments may name the figure's target.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import records
 from pieces import folded, table
 
 Row = records.Row
-LARGEST = 10_000  # of a figure that is shown with a decimal
+LARGEST = 10_000  # largest number that is shown with a decimal
 
 
 def number(value: float) -> str:
@@ -24,20 +24,20 @@ def bold(text: str, met: bool) -> str:
 
 
 def made_by(command: str, made: list[records.Record]) -> str:
-    """The program, and where each of its records was made."""
+    """Returns the line that names the program, and the origin of each of its records."""
     return f"\nBy `{command}` on {'; '.join(dict.fromkeys(records.provenance(record) for record in made))}.\n"
 
 
 def model() -> ModuleType:
-    """benchmarks/model.py, which makes its tables itself."""
+    """Loads benchmarks/model.py, which makes its own tables."""
     return records.program(records.ROOT / "benchmarks" / "model.py")
 
 
-# ---- beside other packages -----------------------------------------------------------------------------------------
+# ---- comparisons with other packages -------------------------------------------------------------------------------
 
 
 def peers(operator: str) -> str:
-    """The picture and the table of what `python -m hopwell.bench --peers` recorded."""
+    """The picture and the table of an operator from `python -m hopwell.bench --peers`."""
     rows = records.peer_rows(operator)
     if not rows:
         return "No other package was timed beside it.\n"
@@ -71,7 +71,7 @@ def peers(operator: str) -> str:
 
 
 def beside(arguments: str) -> str:
-    """`OPERATOR PEER`: shares of the matrix product of both, and the peer's time over Hopwell's, by heads and keys."""
+    """`OPERATOR PEER`: shares of the matrix product for both, and the peer's time over Hopwell's, by heads and keys."""
     operator, _, peer = arguments.partition(" ")
     defaults = records.default_shapes()[operator]
     cells: dict[int, dict[int, str]] = {}
@@ -87,7 +87,7 @@ def beside(arguments: str) -> str:
 
 
 def all_peers(machine: str) -> str:
-    """What `python -m hopwell.bench` recorded on a machine, of all operators."""
+    """Results of `python -m hopwell.bench` on a machine, for all operators."""
     made = records.peer_records(machine)
     lines = [
         [
@@ -106,7 +106,7 @@ def all_peers(machine: str) -> str:
 
 
 def on_machine(arguments: str) -> str:
-    """`MACHINE OPERATOR`: shares of the matrix product and times of what `hopwell bench` recorded there."""
+    """`MACHINE OPERATOR`: shares of the matrix product and times, from `hopwell bench` on that machine."""
     machine, operator = arguments.split()
     rows = records.bench_rows(operator, machine)
     cells: dict[str, dict[int, str]] = {}
@@ -126,7 +126,7 @@ def on_machine(arguments: str) -> str:
 
 
 def context_parallel() -> str:
-    """Tokens/s of training on one GPU and on several."""
+    """Tokens/s of training on one GPU and on several GPUs."""
     record = records.read("../h100/context_parallel")
     one = record["results"][0]["tokens_per_second"]
     lines = [
@@ -142,48 +142,48 @@ def context_parallel() -> str:
     return table(head, lines) + made_by("benchmarks/context_parallel.py", [record])
 
 
-# ---- by `hopwell bench` --------------------------------------------------------------------------------------------
+# ---- results of `hopwell bench` ------------------------------------------------------------------------------------
 
 
-def goals_of(words: list[str], made: list[tuple[Row, records.Record]]) -> dict[str, str]:
-    """By shape, the goal that a page names: `SHAPE=0.45`, or `SHAPE=60us` of the time itself."""
-    goals = dict(word.split("=") for word in words)
-    unknown = goals.keys() - {row["shape"] for row, _ in made}
+def targets_of(words: list[str], made: list[tuple[Row, records.Record]]) -> dict[str, str]:
+    """Returns the target of each shape that a page names: `SHAPE=0.45`, or `SHAPE=60us` for a time."""
+    targets = dict(word.split("=") for word in words)
+    unknown = targets.keys() - {row["shape"] for row, _ in made}
     if unknown:
-        raise ValueError(f"goals for shapes that have no record: {', '.join(sorted(unknown))}")
-    return goals
+        raise ValueError(f"targets for shapes that have no record: {', '.join(sorted(unknown))}")
+    return targets
 
 
-def in_time(row: Row, goal: str) -> bool:
-    return goal.endswith("us") and row["median_seconds"] * 1e6 <= float(goal.removesuffix("us"))
+def in_time(row: Row, target: str) -> bool:
+    return target.endswith("us") and row["median_seconds"] * 1e6 <= float(target.removesuffix("us"))
 
 
 def measured(arguments: str) -> str:
-    """What `hopwell bench` recorded: `OPERATOR SHAPE=GOAL …`; a goal is a share of the product, or µs. Bold: met."""
+    """Records of `hopwell bench`: `OPERATOR SHAPE=TARGET …`; targets are shares of the product, or µs. Bold: met."""
     operator, *words = arguments.split()
     made = records.bench_rows(operator)
-    goals, lines = goals_of(words, made), []
+    targets, lines = targets_of(words, made), []
     for row, _ in made:
-        goal = goals.get(row["shape"], "")
+        target = targets.get(row["shape"], "")
         product, read = row["share_of_matmul"], row["share_of_read"]
-        reached = bool(goal) and not goal.endswith("us") and product >= float(goal)
-        line = [row["shape"], f"`{row['backend']}`", bold(number(row["median_seconds"] * 1e6), in_time(row, goal))]
+        reached = bool(target) and not target.endswith("us") and product >= float(target)
+        line = [row["shape"], f"`{row['backend']}`", bold(number(row["median_seconds"] * 1e6), in_time(row, target))]
         line += [bold(f"{product:.3f}", reached) if product else "–", f"{read:.3f}" if read else "–"]
-        lines.append(line + [goal.replace("us", " µs") or "–"] * bool(goals))
+        lines.append(line + [target.replace("us", " µs") or "–"] * bool(targets))
     head = ["shape", "backend", "µs", "share of the matrix product", "share of reading the bytes"]
-    text = table(head + ["goal"] * bool(goals), lines)
+    text = table(head + ["target"] * bool(targets), lines)
     return text + made_by(f"hopwell bench {operator}", [record for _, record in made])
 
 
 def bench(operator: str) -> str:
-    """The same, to be unfolded."""
+    """All records of `hopwell bench` for an operator, in a block that the reader unfolds."""
     if not records.bench_rows(operator):
         return "`hopwell bench` has no record of it.\n"
     return folded("Against the hardware, in figures", measured(operator))
 
 
 def heads_of(row: Row) -> str:
-    """The call's heads, and beside them those of its indexer; "" where it has no heads of attention."""
+    """Returns the heads of the call and of its indexer, or "" if the call has no heads of attention."""
     settings = row["settings"]
     if "h_q" not in settings:
         return ""
@@ -192,15 +192,15 @@ def heads_of(row: Row) -> str:
 
 
 def keys_of(row: Row) -> int:
-    """How many keys the call has, by the operator's own name for it."""
+    """Returns the number of keys of a call; its name depends on the operator."""
     return int(row["settings"].get("s_kv") or row["settings"]["s"])
 
 
 def shares(arguments: str) -> str:
-    """Shares of the matrix product by heads and keys, beside what they should be; bold: the first of these is met.
+    """Shares of the matrix product by heads and keys, with their targets; bold: the first target is met.
 
     `OPERATOR GROUP LIMIT=VALUE,… … GROUP …`: shapes of the group `h128` are named `h128-8k` and so on, in the order
-    of the values. Where the record has several runs of a shape, all of them are shown, and have to meet a limit.
+    of the values. If the record has several runs of a shape, all are shown, and all must meet a target.
     """
     operator, *words = arguments.split()
     made = [(row, record) for row, record in records.bench_rows(operator) if " " not in row["shape"]]
@@ -222,9 +222,9 @@ def shares(arguments: str) -> str:
                 said.setdefault(limit, [])
                 if reached < value:
                     said[limit].append(f"{heads}, {records.number(s_kv)} by {value - reached:.3f}")
-        bar = next(iter(wanted.values()), [2.0] * len(columns))
+        target = next(iter(wanted.values()), [2.0] * len(columns))
         cells = []
-        for of_keys, reached, value in zip(rows, least, bar, strict=True):
+        for of_keys, reached, value in zip(rows, least, target, strict=True):
             text = ", ".join(f"{row['share_of_matmul']:.3f}" for row in of_keys)
             rates = ", ".join(f"{row['flops'] / row['median_seconds'] / 1e12:.0f}" for row in of_keys)
             cells.append(bold(text, reached >= value) + f" ({rates})")
@@ -241,12 +241,12 @@ def shares(arguments: str) -> str:
 
 
 def settings(arguments: str) -> str:
-    """What other settings cost: the time of each beside that of the same shape without them, in the same run.
+    """The cost of settings: each time, next to the time of the same shape without the setting, in the same run.
 
-    `OPERATOR SETTING<BAR …`: what the ratio of times should be at most; bold: met.
+    `OPERATOR SETTING<TARGET …`: the largest ratio of times that meets the target; bold: met.
     """
     operator, *words = arguments.split()
-    bars = dict(word.split("<") for word in words)
+    targets = dict(word.split("<") for word in words)
     made = records.bench_rows(operator)
     plain = {row["shape"]: row["settings"] for row, _ in made if " " not in row["shape"]}
     lines, used = [], []
@@ -257,60 +257,62 @@ def settings(arguments: str) -> str:
             continue
         ratio = row["median_seconds"] / without[0]["median_seconds"]
         times = [f"{r['median_seconds'] * 1e3:.2f}" for r in (row, without[0])]
-        bar = bars.get(setting)
-        reached = bold(f"{ratio:.2f}", bar is not None and ratio <= float(bar))
-        lines.append([shape, f"`{setting}`", *times, reached, bar or "–"])
+        target = targets.get(setting)
+        reached = bold(f"{ratio:.2f}", target is not None and ratio <= float(target))
+        lines.append([shape, f"`{setting}`", *times, reached, target or "–"])
         used.append(record)
-    text = table(["shape", "setting", "ms", "without it, ms", "time ÷ time without it", "bar"], lines)
+    text = table(["shape", "setting", "ms", "without it, ms", "time ÷ time without it", "target"], lines)
     return text + made_by(f"hopwell bench {operator} --shape SHAPE,SETTING", used)
 
 
 def over_read(arguments: str) -> str:
-    """Times over those of reading the same bytes: `OPERATOR SHAPE=GOAL …`; a goal is such a ratio, or µs. Bold: met."""
+    """Times over the time to read the same bytes: `OPERATOR SHAPE=TARGET …`; targets are ratios, or µs. Bold: met."""
     operator, *words = arguments.split()
     made = records.bench_rows(operator)
-    goals, lines = goals_of(words, made), []
+    targets, lines = targets_of(words, made), []
     for row, _ in made:
-        ratio, goal = 1 / row["share_of_read"], goals.get(row["shape"], "")
-        reached = bool(goal) and not goal.endswith("us") and ratio <= float(goal)
-        us = bold(number(row["median_seconds"] * 1e6), in_time(row, goal))
+        ratio, target = 1 / row["share_of_read"], targets.get(row["shape"], "")
+        reached = bool(target) and not target.endswith("us") and ratio <= float(target)
+        us = bold(number(row["median_seconds"] * 1e6), in_time(row, target))
         line = [row["shape"], f"`{row['backend']}`", us, bold(f"{ratio:.3f}", reached)]
-        lines.append([*line, goal.replace("us", " µs") or "–"])
-    text = table(["shape", "backend", "µs", "time ÷ reading the bytes", "goal"], lines)
+        lines.append([*line, target.replace("us", " µs") or "–"])
+    text = table(["shape", "backend", "µs", "time ÷ reading the bytes", "target"], lines)
     return text + made_by(f"hopwell bench {operator}", [record for _, record in made])
 
 
 def few_columns(arguments: str) -> str:
-    """nvfp4_linear of 1, 8 and 16 columns by its faster backend; `8=BAR 16=BAR`, of the time over one column's."""
-    bars = {n: float(bar) for n, bar in (word.split("=") for word in arguments.split())}
+    """nvfp4_linear of 1, 8 and 16 columns by its faster backend; `8=TARGET 16=TARGET`: time over one column's time."""
+    targets = {n: float(target) for n, target in (word.split("=") for word in arguments.split())}
     made = records.bench_rows("nvfp4_linear")
     fastest: dict[tuple[str, str], dict[str, Row]] = {}
     for row, _ in sorted(made, key=lambda pair: -pair[0]["median_seconds"]):
         layer = row["settings"]["N"], row["settings"]["K"]
-        fastest.setdefault(layer, {})[row["settings"]["n"]] = row  # the last is the fastest
-    lines, met = [], dict.fromkeys(bars, 0)
+        fastest.setdefault(layer, {})[row["settings"]["n"]] = row  # the last row is the fastest
+    lines, met = [], dict.fromkeys(targets, 0)
     for (rows, k), columns in sorted(fastest.items(), key=lambda item: -int(item[0][0]) * int(item[0][1])):
         cells = []
-        for n in ("1", *bars):
+        for n in ("1", *targets):
             row = columns[n]
             text = f"{row['median_seconds'] * 1e6:.1f}"
             read = f"{1 / row['share_of_read']:.2f}"
-            if n in bars:
+            if n in targets:
                 ratio = row["median_seconds"] / columns["1"]["median_seconds"]
-                met[n] += ratio <= bars[n]
-                text += f" ({bold(f'{ratio:.2f}', ratio <= bars[n])}; {read}), {row['backend']}"
+                met[n] += ratio <= targets[n]
+                text += f" ({bold(f'{ratio:.2f}', ratio <= targets[n])}; {read}), {row['backend']}"
             else:
                 text += f" ({read}), {row['backend']}"
             cells.append(text)
         lines.append([f"{rows} × {k}", *cells])
-    text = table(["N × K", *(f"n = {n}" for n in ("1", *bars))], lines)
+    text = table(["N × K", *(f"n = {n}" for n in ("1", *targets))], lines)
     text += "\nµs. In brackets: n = 1 over reading the same bytes; more columns over n = 1, and over reading.\n"
-    said = [f"n = {n} over n = 1, at most {bar:.2f}: met in {met[n]} of {len(lines)}" for n, bar in bars.items()]
+    said = [
+        f"n = {n} over n = 1, at most {target:.2f}: met in {met[n]} of {len(lines)}" for n, target in targets.items()
+    ]
     return text + "\n" + "; ".join(said) + ".\n" + made_by("hopwell bench nvfp4_linear", [r for _, r in made])
 
 
 def many_columns(arguments: str) -> str:
-    """nvfp4_linear with so many columns, beside the other ways to the same product."""
+    """nvfp4_linear with many columns, and the other ways to the same product, from benchmarks/columns.py."""
     record = records.read("nvfp4_columns")
     ways = ("sm90", "sm80", "dequantise", "matmul")
     lines: dict[tuple[int, int], list[str]] = {}
@@ -325,26 +327,26 @@ def many_columns(arguments: str) -> str:
     return text + made_by("benchmarks/columns.py", [record])
 
 
-def cpu_bars() -> str:
-    """The CPU's bars, as benchmarks/cpu.py last recorded them."""
+def cpu_targets() -> str:
+    """The CPU's targets and results, from the latest record of benchmarks/cpu.py."""
     path = max((records.FOLDER.parent / "cpu").glob("2*.json"))
     record = records.read(f"../cpu/{path.stem}")
     lines = []
     for row in record["bars"]:
         least = "at_least" in row
-        bar = row["at_least"] if least else row["at_most"]
-        met = row["measured"] >= bar if least else row["measured"] <= bar
-        limit = f"{'≥' if least else '≤'} {bar:g}"
+        target = row["at_least"] if least else row["at_most"]
+        met = row["measured"] >= target if least else row["measured"] <= target
+        limit = f"{'≥' if least else '≤'} {target:g}"
         lines.append([row["bar"].replace("_", r"\_"), limit, bold(f"{row['measured']:.2f}", met)])
     machine = {**record["machine"], "device": f"{record['machine']['processor']}, {record['machine']['cores']} cores"}
-    return table(["what", "bar", "reached"], lines) + made_by("benchmarks/cpu.py", [machine])
+    return table(["what", "target", "reached"], lines) + made_by("benchmarks/cpu.py", [machine])
 
 
-# ---- whole models, and what bounds kernels -------------------------------------------------------------------------
+# ---- whole models, and limits of kernels ---------------------------------------------------------------------------
 
 
 def training_step() -> str:
-    """The steps of benchmarks/training_step.py."""
+    """Times of the steps of benchmarks/training_step.py."""
     record = records.read("training_step")
     rows = [
         [
@@ -361,7 +363,7 @@ def training_step() -> str:
 
 
 def training_step_parts() -> str:
-    """The same by part: milliseconds, and the share of the floor."""
+    """Times of the parts of these steps: milliseconds, and the share of the floor."""
     record = records.read("training_step")
     lines = []
     for model in dict.fromkeys(row["model"] for row in record["results"]):
@@ -382,23 +384,23 @@ def training_step_parts() -> str:
     return text + f"\nBy `benchmarks/training_step.py` on {records.provenance(record)}.\n"
 
 
-def warm_up(bar: str) -> str:
-    """The dense warm-up of benchmarks/training_step.py; `BAR`: the share that the loss should reach."""
+def warm_up(target: str) -> str:
+    """The dense warm-up of benchmarks/training_step.py; `TARGET`: the target of the loss's share."""
     record = records.read("warm_up")
     lines = []
     for row in record["results"]:
         forward, loss = row["parts"]
-        share = bold(f"{loss['share']:.3f}", loss["share"] >= float(bar))
+        share = bold(f"{loss['share']:.3f}", loss["share"] >= float(target))
         memory = f"{loss['peak_bytes_beside_inputs'] / 2**20:,.0f}"
         line = [row["model"], records.number(row["s"]), f"{loss['ms']:,.0f}", share, memory]
         lines.append([*line, f"{forward['ms']:,.0f}", f"{forward['share']:.3f}"])
-    head = ["model", "tokens", "loss and gradients, ms", f"share (bar {bar})", "memory beside inputs, MiB"]
+    head = ["model", "tokens", "loss and gradients, ms", f"share (target {target})", "memory beside inputs, MiB"]
     head += ["forward without indices, ms", "share"]
     return table(head, lines) + made_by("benchmarks/training_step.py --warm-up", [record])
 
 
 def calls() -> str:
-    """What benchmarks/calls.py measured on a CPU and on the host of an H200."""
+    """Results of benchmarks/calls.py on a CPU and on the host of an H200."""
     gpu = records.read("calls")
     cpu = records.read("../cpu/calls")
     of_linear = {row["name"]: row["of_linear"] for row in gpu["results"]}
@@ -408,7 +410,7 @@ def calls() -> str:
 
 
 def thread_pools() -> str:
-    """What benchmarks/thread_pools.py measured, a table for each machine that has a record of it."""
+    """Results of benchmarks/thread_pools.py: a table for each machine with a record."""
     text = ""
     for path in sorted(records.FOLDER.parent.glob("*/thread_pools.json")):
         record = records.read(f"../{path.parent.name}/thread_pools")
@@ -422,7 +424,7 @@ def thread_pools() -> str:
 
 
 def decode() -> str:
-    """What benchmarks/decode.py measured."""
+    """Results of benchmarks/decode.py."""
     record = records.read("decode")
     rows = [
         [
@@ -437,7 +439,7 @@ def decode() -> str:
 
 
 def limits() -> str:
-    """What Nsight Compute said through benchmarks/limits.py."""
+    """Counters of Nsight Compute from benchmarks/limits.py."""
     record = records.read("limits")
     units = ["memory", "L2", "shared memory", "issue", "logic", "tensor cores"]
     rows = []
@@ -450,26 +452,26 @@ def limits() -> str:
 
 
 def model_counts() -> str:
-    """What the emulator counts beside an H200's counters, in million cycles a multiprocessor."""
+    """The emulator's counts next to an H200's counters, in million cycles per multiprocessor."""
     counts, _ = model().hopper(records.FOLDER.parent)
     return table(*counts) + made_by("benchmarks/model.py count", [records.read("../emulator/sm90")])
 
 
 def model_times() -> str:
-    """What the model predicts beside an H200's cycles: a step and a query by unit, and a whole call."""
+    """The model's predictions next to an H200's cycles: a step and a query by unit, and a whole call."""
     _, times = model().hopper(records.FOLDER.parent)
     return table(*times) + made_by("benchmarks/model.py counters", [records.read("model")])
 
 
 def model_blackwell() -> str:
-    """What the model says of the kernels for Blackwell."""
+    """The model's cycles of the kernels for Blackwell."""
     return table(*model().blackwell(records.FOLDER.parent)) + made_by(
         "benchmarks/model.py count", [records.read("../emulator/sm100")]
     )
 
 
 def model_products() -> str:
-    """What the model says of tiles of nvfp4_matmul that copies bind."""
+    """The model's cycles of nvfp4_matmul's tiles, whose limit is the copies."""
     program = model()
     return table(*program.blackwell(records.FOLDER.parent, program.PRODUCTS)) + made_by(
         "benchmarks/model.py count", [records.read("../emulator/sm100")]
@@ -490,7 +492,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
         over_read,
         few_columns,
         many_columns,
-        cpu_bars,
+        cpu_targets,
         training_step,
         training_step_parts,
         warm_up,

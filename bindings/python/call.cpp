@@ -1,6 +1,11 @@
 #include "call.hpp"
 
+#include <cxxabi.h>
+#include <unistd.h>
+
 #include <cmath>
+
+#include "runtime/float_mode.hpp"
 
 namespace hopwell::python {
 
@@ -9,9 +14,9 @@ namespace hopwell::python {
 struct ManagedTensor {
   std::uint32_t major, minor;
   void* context;
-  void (*free)(ManagedTensor* self);  // may be null
+  void (*deleter)(ManagedTensor* self);  // may be null
   std::uint64_t flags;
-  DLTensor tensor;
+  DLTensor dl_tensor;  // named as in DLManagedTensor, DLPack's version 0
 };
 struct ExchangeApi {
   std::uint32_t major, minor;
@@ -179,6 +184,23 @@ std::optional<std::string_view> utf8(nb::handle string) {
   return std::string_view(bytes, static_cast<std::size_t>(size));
 }
 
+WithoutLock::~WithoutLock() {
+  try {
+    PyEval_RestoreThread(state_);
+  } catch (const abi::__forced_unwind&) {
+    // Until Python 3.13, a daemon thread that comes back while Python ends is ended by pthread_exit(), which unwinds the
+    // stack. The frames above, nanobind's, must not be unwound: that would abort the process. So the thread sleeps until
+    // the process ends, as Python 3.14 has it.
+    for (;;) pause();
+  }
+}
+
+bool signal_raised() {
+  if (gettid() != getpid()) return false;  // Python runs handlers on its main thread alone
+  const nb::gil_scoped_acquire lock;
+  return PyErr_CheckSignals() != 0;
+}
+
 Call::Call(const char* operator_name, nb::handle backend, nb::handle stream)
     : operator_(operator_name), stream_(stream) {
   if (backend.is_none()) return;
@@ -322,21 +344,58 @@ Tensor Call::numpy_view(const char* name, nb::handle array, nb::handle capsule, 
           std::span<const std::int64_t>(strides.data(), ndim)};
 }
 
-Tensor Call::dlpack_view(const char* name, nb::handle array, bool written) {
-  nb::ndarray<nb::ro> read;
-  nb::ndarray<> write;
-  if (written ? !nb::try_cast(array, write) : !nb::try_cast(array, read)) {
-    const bool exports = nb::hasattr(array, "__dlpack__");
-    fail(name, exports && written ? "a writable array" : "an array (torch, numpy, or anything with __dlpack__)",
-         nb::type_name(array.type()).c_str());
+// The result of __dlpack__, of DLPack's version 1 if the array has it. An invalid object if it raises an exception.
+static nb::object exported_capsule(nb::handle array) {
+  for (const bool versioned : {true, false}) {
+    try {
+      const nb::object method = array.attr("__dlpack__");
+      return versioned ? method(nb::arg("max_version") = nb::make_tuple(1, 0)) : method();
+    } catch (nb::python_error& error) {
+      if (!error.matches(PyExc_Exception)) throw;  // such as KeyboardInterrupt
+      if (!error.matches(PyExc_TypeError) && !error.matches(PyExc_BufferError)) break;
+    }
   }
-  const nb::ndarray<nb::ro>& view = views_.emplace_back(written ? nb::ndarray<nb::ro>(write) : read);
-  if (view.ndim() > Tensor::kMaxDims) fail(name, "of at most 8 dimensions", std::to_string(view.ndim()));
-  return {const_cast<void*>(static_cast<const void*>(view.data())),
-          {view.dtype().code, view.dtype().bits, view.dtype().lanes},
-          {view.shape_ptr(), view.ndim()},
-          {view.stride_ptr(), view.ndim()},
-          {static_cast<DLDeviceType>(view.device_type()), view.device_id()}};
+  return {};
+}
+
+template <class Managed>
+static void free_managed(Managed* tensor) {
+  if (tensor->deleter != nullptr) tensor->deleter(tensor);
+}
+
+// The managed tensor of a capsule, which the call owns from now on: DLPack's protocol is that a capsule is taken once, and
+// renamed, so that its own destructor does nothing.
+template <class Managed>
+const Managed& Call::taken(nb::handle capsule, const char* used_name) {
+  auto* const tensor = static_cast<Managed*>(PyCapsule_GetPointer(capsule.ptr(), PyCapsule_GetName(capsule.ptr())));
+  if (PyCapsule_SetName(capsule.ptr(), used_name) != 0) throw nb::python_error();
+  managed_.push_back(std::shared_ptr<void>(tensor, free_managed<Managed>));
+  return *tensor;
+}
+
+Tensor Call::dlpack_view(const char* name, nb::handle array, bool written) {
+  const bool is_capsule = PyCapsule_CheckExact(array.ptr()) != 0;
+  const nb::object capsule = is_capsule ? nb::borrow(array) : exported_capsule(array);
+  const char* kind = nullptr;
+  if (capsule.is_valid() && PyCapsule_CheckExact(capsule.ptr()) != 0) kind = PyCapsule_GetName(capsule.ptr());
+  const std::string_view capsule_name = kind == nullptr ? "" : kind;
+  const auto viewed = [&](const DLTensor& tensor) {
+    if (tensor.ndim < 0 || tensor.ndim > Tensor::kMaxDims)
+      fail(name, "of at most 8 dimensions", std::to_string(tensor.ndim));
+    return tensor_of(tensor);
+  };
+  if (capsule_name == "dltensor") return viewed(taken<DLManagedTensor>(capsule, "used_dltensor").dl_tensor);
+  if (capsule_name == "dltensor_versioned") {
+    const auto& tensor = taken<ManagedTensor>(capsule, "used_dltensor_versioned");
+    constexpr std::uint64_t kReadOnly = 1, kCopied = 2;
+    if (tensor.major != 1) fail(name, "an array of DLPack's version 1", "version " + std::to_string(tensor.major));
+    if (written && (tensor.flags & kReadOnly) != 0) fail(name, "writable", "a read-only array");
+    if (written && (tensor.flags & kCopied) != 0) fail(name, "an array that exports its own memory", "a copy");
+    return viewed(tensor.dl_tensor);
+  }
+  if (capsule_name.starts_with("used_dltensor"))
+    fail(name, "an array with a new DLPack capsule for each call", "a capsule that was used before");
+  fail(name, "an array (torch, numpy, or anything with __dlpack__)", nb::type_name(array.type()).c_str());
 }
 
 float Call::real(const char* name, nb::handle value) const {
@@ -345,7 +404,10 @@ float Call::real(const char* name, nb::handle value) const {
     PyErr_Clear();
     fail(name, "a number", text_of(value));
   }
-  return static_cast<float>(number);
+  const runtime::DefaultFloatMode mode;  // the conversion rounds
+  const volatile double exact = number;  // volatile, or the compiler would convert before or after
+  const volatile float rounded = static_cast<float>(exact);
+  return rounded;
 }
 
 std::int64_t Call::integer(const char* name, nb::handle value) const {
@@ -395,10 +457,8 @@ void* Call::allocated(const ExchangeApi& api, std::size_t bytes) {
   const auto keep = [](void* to, const char*, const char* message) { *static_cast<std::string*>(to) = message; };
   if (api.allocate(&prototype, &made, &reason, keep) != 0)
     throw Error(HOPWELL_OUT_OF_MEMORY, std::string(operator_) + ": no workspace: " + reason);
-  own_scratch_ = {made, [](ManagedTensor* tensor) {
-                    if (tensor->free != nullptr) tensor->free(tensor);
-                  }};
-  return static_cast<char*>(made->tensor.data) + made->tensor.byte_offset;
+  managed_.push_back(std::shared_ptr<void>(made, free_managed<ManagedTensor>));
+  return static_cast<char*>(made->dl_tensor.data) + made->dl_tensor.byte_offset;
 }
 
 Stream Call::stream() const {

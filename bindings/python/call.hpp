@@ -1,9 +1,9 @@
-// One call from Python: its arrays as DLPack views, its scalars, its backend and stream, and the errors that name them.
+// One call from Python: its arrays as DLPack views, its scalars, its backend and stream, and errors that name them.
 #pragma once
 
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <hopwell/hopwell.hpp>
+#include <hopwell/interrupt.hpp>
 
 #include <array>
 #include <initializer_list>
@@ -18,33 +18,48 @@ namespace hopwell::python {
 
 namespace nb = nanobind;
 
-// Given as `backend`, asks for the lines of explain() instead of a run.
+// If given as `backend`, requests the lines of explain() instead of a run.
 struct Explanation {
   std::string text;
 };
 
-struct ExchangeApi;    // DLPack's table of C functions that a framework's array type carries
-struct ManagedTensor;  // DLPack's tensor that says how to free it
+struct ExchangeApi;    // DLPack's table of C functions, provided by a framework's array type
+struct ManagedTensor;  // DLPack's tensor with its deleter
 
-// The UTF-8 of a string, which may have zeros in it; nothing for what is no string and for lone surrogates, which have
-// none.
+// UTF-8 of a string, which may contain zeros. Empty for an object that is not a string, and for lone surrogates, which
+// have no UTF-8.
 std::optional<std::string_view> utf8(nb::handle string);
 
-// Tells torch that those of a tuple's arrays that are its tensors were written in place: their versions go up, so that a
-// backward which needs what they were is an error.
+// Tells torch that its tensors among a tuple's arrays were written in place. Their versions increase, so that a
+// backward that needs the old values raises an error.
 void tell_written(nb::handle arrays);
+
+// Python's global lock is released while it lives.
+class WithoutLock {
+ public:
+  WithoutLock() : state_(PyEval_SaveThread()) {}
+  ~WithoutLock();
+  WithoutLock(const WithoutLock&) = delete;
+  WithoutLock& operator=(const WithoutLock&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+// Runs the Python handlers of pending signals, such as Ctrl-C. True if one raised an exception, which is then set.
+bool signal_raised();
 
 class Call {
  public:
   Call(const char* operator_name, nb::handle backend, nb::handle stream);
 
-  // Views of arrays: of any type with DLPack's C exchange functions (torch), __array_struct__ (numpy, read-only arrays
-  // and the types of ml_dtypes among them) or __dlpack__. None gives null. They are valid as long as the Call and the
-  // arrays are.
+  // Views of arrays: any type with DLPack's C exchange functions (torch), __array_struct__ (numpy, including read-only
+  // arrays and the types of ml_dtypes) or __dlpack__. None gives null. They are valid during the lifetime of the Call
+  // and of the arrays.
   const DLTensor* input(const char* name, nb::handle array);
   const DLTensor* output(const char* name, nb::handle array);
 
-  // For an output that the user gave, which may have a past in torch.
+  // For an output that the user supplied, which may have an autograd history in torch.
   void check_given(const char* name, nb::handle array);
 
   [[nodiscard]] float real(const char* name, nb::handle value) const;
@@ -65,11 +80,11 @@ class Call {
     fail(name, good, text_of(value));
   }
 
-  // Names of the C struct and what Python calls these arguments.
+  // Names in the C struct, and Python's names for these arguments.
   using Renamed = std::initializer_list<std::pair<const char*, const char*>>;
 
-  // Runs the operator, without Python's global lock, on the stream given or the framework's current one. Errors name
-  // arguments as Python does.
+  // Runs the operator without Python's global lock, on the given stream or the framework's current one. Errors use
+  // Python's names of the arguments. On the CPU a signal's Python handler may end the call by an exception.
   template <class Args>
   void run(Args& args, void (*function)(const Args&, Stream), std::size_t (*workspace_bytes)(const Args&),
            Renamed renamed = {}) {
@@ -77,6 +92,8 @@ class Call {
       run_as_named(args, function, workspace_bytes);
     } catch (const Error& error) {
       throw Error(error.status(), with_python_names(error.what(), renamed));
+    } catch (const Interrupted&) {
+      throw nb::python_error();
     }
   }
 
@@ -97,7 +114,8 @@ class Call {
       }
     }
     const Stream on = stream();
-    const nb::gil_scoped_release release;
+    const WithoutLock released;
+    const InterruptCheck check(signal_raised);
     function(args, on);
   }
 
@@ -107,6 +125,8 @@ class Call {
   Tensor exchanged(const char* name, nb::handle array, const ExchangeApi& api) const;
   Tensor numpy_view(const char* name, nb::handle array, nb::handle interface, bool written) const;
   Tensor dlpack_view(const char* name, nb::handle array, bool written);
+  template <class Managed>
+  const Managed& taken(nb::handle capsule, const char* used_name);
   void check_torch(const char* name, nb::handle tensor, const char* if_it_requires_grad);
   static std::string text_of(nb::handle value);
   [[nodiscard]] std::string with_python_names(const std::string& message, Renamed renamed) const;
@@ -121,15 +141,15 @@ class Call {
   nb::handle stream_;
   std::array<std::optional<Tensor>, kMaxArrays> tensors_;
   std::size_t count_ = 0;
-  nb::handle first_;  // the first array, which says where outputs and scratch live
+  nb::handle first_;  // the first array; it determines the device of outputs and workspace
   const ExchangeApi* first_api_ = nullptr;
-  // What may own the memory of arrays that came through __array_struct__ or __dlpack__, kept until the call is over.
+  // Possible owners of the memory of arrays from __array_struct__, kept until the call ends.
   std::array<nb::object, kMaxArrays> capsules_;
-  std::vector<nb::ndarray<nb::ro>> views_;
-  std::optional<bool> forward_mode_;  // torch's, asked when there is a tensor of its
-  // The workspace: an array, or what the framework's C function allocated.
-  nb::object scratch_;
-  std::unique_ptr<ManagedTensor, void (*)(ManagedTensor*)> own_scratch_{nullptr, nullptr};
+  // DLPack's managed tensors that the call owns: from arrays' capsules, and a workspace from the framework's C
+  // function. Their deleters run when the call ends.
+  std::vector<std::shared_ptr<void>> managed_;
+  std::optional<bool> forward_mode_;  // torch's forward mode, queried if there is a torch tensor
+  nb::object scratch_;                // the workspace, if it is an array
 };
 
 }  // namespace hopwell::python

@@ -1,6 +1,7 @@
 """The network: a decoder of RMSNorm, DeepSeek Sparse Attention and SwiGLU, its sizes, and generation token by token."""
 
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -108,9 +109,13 @@ class Decoder(torch_nn.Module):
         return torch.autocast(x.device.type, getattr(torch, self.size.dtype), enabled=self.size.dtype != "float32")
 
     def extend(self, tokens: Tensor, caches: list[nn.KeyCache]) -> Tensor:
-        """Logits [vocabulary] after the tokens [s] that follow those in the caches."""
+        """Logits [vocabulary] after the tokens [s] that follow those in the caches. If this raises, all caches have the
+        tokens of before.
+        """
         x = self.embedding(tokens[None])
-        with self.precision(x):
+        with self.precision(x), ExitStack() as stack:
+            for cache in caches:
+                stack.enter_context(cache.unchanged_on_error())
             for block, cache in zip(self.blocks, caches, strict=True):
                 x = block.extend(x, cache)
             return self.head(self.norm(x[0, -1:]))[0]

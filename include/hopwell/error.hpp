@@ -1,4 +1,4 @@
-// hopwell::Error: what every C++ function of the library throws, and nothing else.
+// hopwell::Error: the only exception type of the library's C++ functions.
 #ifndef HOPWELL_ERROR_HPP_
 #define HOPWELL_ERROR_HPP_
 
@@ -9,7 +9,7 @@
 
 namespace hopwell {
 
-/// The message names the operator, the argument, what was expected and what came:
+/// The message names the operator, the argument, the expected value and the given value:
 /// `sparse_mla_forward: indices must be int32 [s_q, h_kv, topk]; got int64 [4, 1, 2048]`.
 class HOPWELL_API Error : public std::runtime_error {
  public:

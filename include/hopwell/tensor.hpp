@@ -1,4 +1,4 @@
-// Element types, and a view of a tensor that turns into the `const DLTensor*` the argument structs take.
+// Element types, and a view of a tensor that converts to the `const DLTensor*` of the argument structs.
 #ifndef HOPWELL_TENSOR_HPP_
 #define HOPWELL_TENSOR_HPP_
 
@@ -14,7 +14,7 @@
 
 namespace hopwell {
 
-/// 16-bit floats as storage: bits only, converted to float to compute.
+/// Storage of a 16-bit float: bits only. Computation converts it to float.
 struct bfloat16 {
   std::uint16_t bits;
   friend bool operator==(bfloat16, bfloat16) = default;
@@ -23,7 +23,8 @@ struct float16 {
   std::uint16_t bits;
   friend bool operator==(float16, float16) = default;
 };
-/// Two e2m1 codes in a byte, the low nibble first; and an e4m3 number. uint8_t serves for both as well.
+/// Two e2m1 codes in one byte, the low nibble first; and an e4m3 number. Tensors of uint8_t are accepted for both as
+/// well.
 struct float4_e2m1x2 {
   std::uint8_t bits;
 };
@@ -31,7 +32,7 @@ struct float8_e4m3 {
   std::uint8_t bits;
 };
 
-// DLPack type codes newer than some installed dlpack.h (DLPack 1.1, dlpack.h: DLDataTypeCode).
+// DLPack type codes that some installed dlpack.h do not have yet (DLPack 1.1, dlpack.h: DLDataTypeCode).
 inline constexpr std::uint8_t kDlpackFloat8E4m3fn = 10;
 inline constexpr std::uint8_t kDlpackFloat4E2m1fn = 17;
 
@@ -59,19 +60,19 @@ constexpr DLDataType dlpack_dtype() {
 }
 }  // namespace detail
 
-/// A view of memory that somebody else owns:
+/// A view of memory that the caller owns:
 ///
 ///     Tensor q(pointer, {s_q, h_q, d_qk});                                    // row-major, on the host
 ///     Tensor k(pointer, {s_kv, d_qk}, {.strides = {1024, 1}, .device = {kDLCUDA, 0}});
 ///
-/// Shape and strides live in the view, so an argument struct filled from a Tensor is valid as long as the Tensor is.
+/// The view stores shape and strides, so an argument struct that points to a Tensor is valid as long as the Tensor is.
 class Tensor {
  public:
   static constexpr int kMaxDims = 8;
 
   struct Options {
     std::initializer_list<std::int64_t> strides =
-        {};  // in elements, of any sign and size, one a dimension; empty: row-major
+        {};  // in elements, of any sign and size, one per dimension; empty: row-major
     DLDevice device = {kDLCPU, 0};
   };
 
@@ -85,7 +86,7 @@ class Tensor {
     if (options.strides.size() == shape.size()) {
       std::copy(options.strides.begin(), options.strides.end(), strides_.begin());
     } else if (options.strides.size() == 0) {
-      std::uint64_t stride = 1;  // may wrap: whether memory can hold the shape is checked where it is used
+      std::uint64_t stride = 1;  // may wrap; the operators check whether memory can hold the shape
       for (auto i = shape.size(); i-- > 0; stride *= static_cast<std::uint64_t>(std::max<std::int64_t>(shape_[i], 1)))
         strides_[i] = static_cast<std::int64_t>(stride);
     } else {
@@ -93,7 +94,7 @@ class Tensor {
     }
   }
 
-  /// For element types known only at run time.
+  /// For element types that are known only at run time.
   Tensor(void* data, DLDataType dtype, std::span<const std::int64_t> shape, std::span<const std::int64_t> strides,
          DLDevice device = {kDLCPU, 0}) {
     if (shape.size() != strides.size()) throw std::invalid_argument("Tensor: shape and strides differ in length");
@@ -114,7 +115,7 @@ class Tensor {
 
   operator const DLTensor*() const noexcept {
     return &tensor_;
-  }  // NOLINT(google-explicit-constructor): it is its purpose
+  }  // NOLINT(google-explicit-constructor): implicit conversion is intended
   const DLTensor* operator->() const noexcept { return &tensor_; }
 
  private:

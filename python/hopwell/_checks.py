@@ -1,5 +1,6 @@
 """How a module made of PyTorch refuses an argument."""
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -15,8 +16,11 @@ def require(holds: bool, function: str, argument: str, expected: str, got: objec
     only dtype and shape are said: its numbers may be many, and on a GPU.
     """
     if not holds:
-        came = f"{got.dtype} {list(got.shape)}" if isinstance(got, Tensor) else printable(got)
-        raise ValueError(f"{function}: {argument} must be {expected}; got {came}")
+        raise ValueError(f"{function}: {argument} must be {expected}; got {_described(got)}")
+
+
+def _described(value: object) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else printable(value)
 
 
 def require_shape(function: str, argument: str, tensor: Tensor, **sizes: int | None) -> None:
@@ -32,3 +36,19 @@ def require_shape(function: str, argument: str, tensor: Tensor, **sizes: int | N
 def require_sizes(function: str, argument: str, tensor: Tensor, sizes: Sequence[int]) -> None:
     """The tensor must have just these sizes."""
     require(list(tensor.shape) == list(sizes), function, argument, str(list(sizes)), list(tensor.shape))
+
+
+def require_one_device(function: str, **arguments: object) -> None:
+    """All tensors among the arguments must lie on the device of the first one."""
+    tensors = [(name, value.device) for name, value in arguments.items() if isinstance(value, Tensor)]
+    for name, device in tensors[1:]:
+        first, expected = tensors[0]
+        require(device == expected, function, name, f"on {expected} as {first} is", str(device))
+
+
+def integer(function: str, argument: str, value: object) -> int:
+    """An integer of Python's or of another package, such as numpy's, as Python's."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"{function}: {argument} must be an integer; got {_described(value)}") from None

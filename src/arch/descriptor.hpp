@@ -1,4 +1,4 @@
-// Bit fields of the descriptors that wgmma and tcgen05 take: plain arithmetic, the same for nvcc and the host compiler.
+// Bit fields of the descriptors of wgmma and tcgen05. Plain arithmetic, identical for nvcc and for the host compiler.
 //
 // Sections of https://docs.nvidia.com/cuda/parallel-thread-execution/
 //   wgmma operands        #asynchronous-warpgroup-level-matrix-shared-memory-layout-matrix-descriptor
@@ -13,7 +13,7 @@ namespace hopwell::arch {
 /// How 16-byte chunks are permuted inside rows of 32, 64 or 128 bytes.
 enum class Swizzle : uint8_t { none = 0, bytes32 = 1, bytes64 = 2, bytes128 = 3 };
 
-/// Which index of an operand is contiguous in memory: K-major is row-major A [M][K] and column-major B.
+/// Index of an operand that is contiguous in memory. K-major is row-major A [M][K] and column-major B.
 enum class Major : uint8_t { k = 0, mn = 1 };
 
 /// Strides of an operand in shared memory, in bytes. Their meaning depends on the major-ness and on the swizzle:
@@ -39,13 +39,13 @@ HOPWELL_HOST_DEVICE constexpr uint64_t tcgen05_descriptor(OperandLayout layout) 
          uint64_t{layout.leading_bytes >> 4} << 16;
 }
 
-/// The descriptor with a start address: a shared-memory address, 16-byte aligned. Only its low 18 bits take part.
+/// Adds a start address to the descriptor: a shared-memory address, 16-byte aligned. Only its low 18 bits are used.
 HOPWELL_HOST_DEVICE constexpr uint64_t at_address(uint64_t descriptor, uint32_t shared_address) {
   return descriptor | uint64_t{(shared_address & 0x3ffff) >> 4};
 }
 
 enum class Half : uint8_t { fp16 = 0, bf16 = 1 };
-/// Elements of wgmma's operands.
+/// Element types of wgmma operands.
 enum class WgmmaType : uint8_t { fp16, bf16, e4m3 };
 
 /// tcgen05.mma kind::f16: fp16 or bf16 inputs, fp32 accumulators.

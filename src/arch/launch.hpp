@@ -1,4 +1,4 @@
-// Starting a kernel: on the device by the runtime, elsewhere by the emulator.
+// Launches a kernel: on the device through the CUDA runtime, elsewhere on the emulator.
 #pragma once
 
 #include <cstddef>
@@ -16,21 +16,21 @@ struct GridShape {
   uint32_t x = 1, y = 1, z = 1;
 };
 
-/// Grid in CTAs (a multiple of the cluster), threads of a CTA, CTAs of a cluster along x, dynamic shared memory of a
-/// CTA.
+/// Grid in CTAs (a multiple of the cluster), threads per CTA, CTAs per cluster along x, dynamic shared memory per CTA
+/// in bytes.
 struct LaunchShape {
   GridShape grid = {};
   uint32_t threads = 1;
   uint32_t cluster = 1;
   size_t shared_bytes = 0;
-  bool programmatic_dependency = false;  // may start before the kernel ahead of it ends: see griddepcontrol_wait
-  // All CTAs run at the same time, so that they may wait for each other, or the launch fails. The emulator runs CTAs
-  // one after another: there one may wait only for those with lower numbers.
+  bool programmatic_dependency = false;  // may start before the previous kernel ends: see griddepcontrol_wait
+  // All CTAs run at the same time, so that they may wait for each other; otherwise the launch fails. The emulator runs
+  // CTAs one after another, so there a CTA may wait only for CTAs with lower indices.
   bool cooperative = false;
 };
 
 #if HOPWELL_ON_DEVICE
-/// How many clusters of this shape run at a time on the current device.
+/// Maximum number of clusters of this shape that the current device runs at the same time.
 template <class... Parameters>
 cudaError_t clusters_that_fit(void (*kernel)(Parameters...), const LaunchShape& shape, int* clusters) {
   const cudaError_t error =

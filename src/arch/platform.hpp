@@ -1,7 +1,7 @@
-// What every function of the instruction layer needs: which compiler this is, the storage types, and call sites.
+// Common definitions of the instruction layer: compiler detection, storage types, and call sites.
 //
-// One kernel source serves two compilers. nvcc sees PTX. Any other compiler sees calls into the emulator (emu/), so
-// that the same file runs on a CPU. The arch layer is the only place where the difference is visible.
+// One kernel source serves two compilers. nvcc sees PTX. Any other compiler sees calls to the emulator (emu/), so that
+// the same file runs on a CPU. Only the arch layer contains this distinction.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 #define HOPWELL_UNROLL _Pragma("unroll")
 #define HOPWELL_NO_UNROLL _Pragma("unroll 1")
 // nvcc compiles a file once for every architecture, and once more for the host, where device functions are only parsed.
-// Bodies of sm_90a or sm_100a instructions must vanish for other architectures.
+// The bodies of sm_90a and sm_100a instructions must be omitted for other architectures.
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HOPWELL_HAS_SM90A 1
 #else
@@ -44,7 +44,7 @@
 #define HOPWELL_HOST_DEVICE inline __attribute__((always_inline))
 #define HOPWELL_UNROLL
 #define HOPWELL_NO_UNROLL
-// The words of CUDA that a kernel file itself contains.
+// CUDA keywords that kernel files use.
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
@@ -53,12 +53,12 @@
 namespace hopwell::arch {
 
 #if HOPWELL_ON_DEVICE
-/// Empty on the device: call sites cost nothing there.
+/// Empty on the device, so that call sites cost nothing there.
 struct Site {
   static HOPWELL_HOST_DEVICE constexpr Site current() { return {}; }
 };
 #else
-/// Where in a kernel an instruction was written; every arch function takes one as its last, defaulted argument.
+/// Source location of an instruction in a kernel. Every arch function takes it as its last, defaulted argument.
 using Site = std::source_location;
 #endif
 
@@ -74,7 +74,7 @@ struct e4m3 {
   uint8_t bits;
 };
 
-/// The same bits as another type of the same size.
+/// Reinterprets the bits as another type of the same size.
 template <class To, class From>
 HOPWELL_HOST_DEVICE To bit_cast(const From& from) {
   static_assert(sizeof(To) == sizeof(From) && std::is_trivially_copyable_v<To> && std::is_trivially_copyable_v<From>);

@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <regex>
+#include <sstream>
 #include <stdexcept>
 
 #include "cases/case.hpp"
@@ -41,20 +42,28 @@ void change(Shape& shape, const std::string& op, const std::string& key, const s
   shape.name += " " + key + "=" + value;
 }
 
-// Named shapes as asked for; settings change the shape before them, or the first of all if there is none. Without any,
-// all shapes that suit the backends.
-std::vector<Shape> chosen_shapes(const cases::Suite& suite, const std::vector<std::string>& asked, bool on_device) {
-  std::vector<Shape> shapes;
-  for (const std::string& word : asked) {
+// Adds the shapes of one --shape: shape names and settings, separated by commas. A setting changes the shape before it,
+// or without one the operator's first shape.
+void add_shapes(std::vector<Shape>& shapes, const cases::Suite& suite, const std::string& option) {
+  const std::size_t first = shapes.size();
+  std::istringstream words(option);
+  for (std::string word; std::getline(words, word, ',');) {
     const auto equals = word.find('=');
     if (equals == std::string::npos) {
       shapes.push_back(named_shape(suite, word));
       continue;
     }
-    if (shapes.empty()) shapes.push_back(named_shape(suite, suite.shapes.front().first));
+    if (shapes.size() == first) shapes.push_back(named_shape(suite, suite.shapes.front().first));
     change(shapes.back(), suite.op, word.substr(0, equals), word.substr(equals + 1));
   }
-  if (asked.empty()) {
+  if (shapes.size() == first) shapes.push_back(named_shape(suite, option));  // throws: the option is empty
+}
+
+// The shapes of the command line. Without any: all named shapes that suit the backends.
+std::vector<Shape> chosen_shapes(const cases::Suite& suite, const std::vector<std::string>& options, bool on_device) {
+  std::vector<Shape> shapes;
+  for (const std::string& option : options) add_shapes(shapes, suite, option);
+  if (options.empty()) {
     const auto& suitable = on_device && !suite.device_shapes.empty() ? suite.device_shapes : suite.shapes;
     for (const auto& [name, settings] : suitable) shapes.push_back({name, settings});
   }
@@ -67,7 +76,7 @@ std::vector<std::string> device_names() {
   return names;
 }
 
-// Of the NVIDIA driver; "" where there is none.
+// Version of the NVIDIA driver; "" without a driver.
 std::string driver_version() {
   std::ifstream file("/proc/driver/nvidia/version");
   std::string line;
@@ -76,18 +85,17 @@ std::string driver_version() {
   return std::regex_search(line, found, std::regex(R"(\d+\.\d+(\.\d+)?)")) ? found.str() : "";
 }
 
-// What repeats a record.
+// The command that repeats a record.
 std::string command(const BenchOptions& options) {
   std::string text = "hopwell bench " + options.op;
-  const auto add = [&text](const char* option, const std::vector<std::string>& words) {
-    for (const std::string& word : words) text += (&word == words.data() ? option : ",") + word;
-  };
-  add(" --backend ", options.backends);
-  add(" --shape ", options.shapes);
+  for (const std::string& backend : options.backends)
+    text += (&backend == options.backends.data() ? " --backend " : ",") + backend;
+  for (const std::string& shape : options.shapes)
+    text += " --shape " + (shape.find(' ') == std::string::npos ? shape : "'" + shape + "'");
   return text;
 }
 
-// Nothing if the backend does not run this; `reason` then says why.
+// Empty if the backend does not support the problem; `reason` then says why.
 std::optional<Measurement> measure_if_supported(Subject& subject, const std::string& backend, std::string& reason) {
   try {
     return measure(subject, backend);

@@ -18,13 +18,13 @@
 namespace hopwell::cli {
 namespace {
 
-// Of each operator and backend with --quick: the plain ones, which come first.
+// Number of cases per operator and backend with --quick. The basic cases come first.
 constexpr int kQuickCases = 2;
 
-// What the runs of one operator on one backend came to.
+// Results of one operator on one backend.
 struct Tally {
   int passed = 0, failed = 0, skipped = 0;
-  double worst = 0;  // the largest error as a share of its bound
+  double worst = 0;  // the largest error relative to its bound
   void add(const cases::Report& report) {
     ++(report.unsupported ? skipped : report.failures.empty() ? passed : failed);
     for (const cases::Comparison& comparison : report.comparisons) worst = std::max(worst, comparison.worst);
@@ -44,8 +44,8 @@ nlohmann::json record(const cases::Case& c, const std::string& backend, std::uin
           {"outputs", outputs}, {"processor_seconds", seconds}};
 }
 
-// Whether the whole name matches a pattern in which * stands for any letters and ? for any one. A star that was too
-// short is lengthened by one letter, and only the last one ever is: the product of the lengths bounds the steps.
+// Whether the whole name matches a glob: * matches any letters, ? any one letter. On a mismatch the last star is
+// extended by one letter; earlier stars never change. So the number of steps is at most the product of the lengths.
 bool matches(std::string_view name, std::string_view pattern) {
   std::size_t letter = 0, at = 0, star = std::string_view::npos, star_end = 0;
   while (letter < name.size()) {
@@ -62,7 +62,7 @@ bool matches(std::string_view name, std::string_view pattern) {
   return pattern.find_first_not_of('*', at) == std::string_view::npos;
 }
 
-// `names`: of the cases that there are.
+// `names`: all case names.
 std::string nothing_to_run(const CheckOptions& options, const std::vector<std::string>& names) {
   return "no case" + (options.cases.empty() ? "" : " '" + options.cases + "'") +
          (options.operators.empty() ? "" : " of " + joined(options.operators)) +
@@ -72,7 +72,7 @@ std::string nothing_to_run(const CheckOptions& options, const std::vector<std::s
                                     : "; cases: " + joined(names));
 }
 
-// What was said about runs, each once, in the order in which it was first said.
+// Distinct remarks about runs, in the order of their first occurrence.
 class Remarks {
  public:
   void add(const std::string& text) {
@@ -85,7 +85,7 @@ class Remarks {
   std::vector<std::pair<std::string, int>> said_;
 };
 
-// What one call of a case that has passed asked for: it was called twice, for equal bits.
+// The launches of one call of a case that has passed. Each case is called twice, to compare bits.
 nlohmann::json model_of(const cases::Case& c, std::uint64_t seed, nlohmann::json launches) {
   launches.erase(launches.begin() + static_cast<std::ptrdiff_t>(launches.size() / 2), launches.end());
   cases::Random random(seed);
@@ -110,7 +110,7 @@ int check(const CheckOptions& options) {
   nlohmann::json records = nlohmann::json::array();
   Table table({"operator", "backend", "passed", "failed", "skipped", "largest error / bound"});
   std::vector<std::string> failed, names;
-  Remarks skipped;  // the words name the operator and the backend
+  Remarks skipped;  // the text names the operator and the backend
   Tally total;
   std::optional<LaunchCounts> counts;
   if (options.model) counts.emplace(options.backend);
@@ -118,7 +118,7 @@ int check(const CheckOptions& options) {
     Progress progress;
     for (const cases::Suite& suite : cases::suites()) {
       if (!wanted(suite.op)) continue;
-      for (const std::string& backend : backends(suite.op)) {  // those with a kernel for it
+      for (const std::string& backend : backends(suite.op)) {  // backends with a kernel for it
         if (!options.backend.empty() && backend != options.backend) continue;
         Tally tally;
         int cases_left = options.quick ? kQuickCases : std::numeric_limits<int>::max();
@@ -132,7 +132,7 @@ int check(const CheckOptions& options) {
           bool taken = true;
           for (std::uint64_t seed = 1; seed <= options.seeds; ++seed) {
             progress.show(suite.op + " on " + backend + ": " + c.name);
-            // A case's two calls are under two schedules, and those of two seeds take the three policies in turn.
+            // A case's two calls run under two schedules. Two seeds cover the three asynchronous policies.
             const auto choose_schedule = [&](std::uint64_t number) {
               if (backend.starts_with("emu:")) setenv("HOPWELL_EMULATOR_SEED", std::to_string(number).c_str(), 1);
             };

@@ -13,15 +13,15 @@ namespace {
 using Strings = std::vector<std::string>;
 
 struct Argument {
-  Strings names;  // "--json", "-h"; of a positional argument, "OP"
+  Strings names;  // "--json", "-h"; for a positional argument "OP"
   bool positional, required, many;
-  std::string value;  // what an option takes: "TEXT", "FILE"; "": nothing, it is a flag
-  Strings choices;    // the only values, where there are such
+  std::string value;  // placeholder of an option's value: "TEXT", "FILE"; "": the option is a flag
+  Strings choices;    // allowed values, if restricted
   std::string meaning;
 };
 
 struct Command {
-  std::string name, meaning;  // the name is "" for what stands before a command
+  std::string name, meaning;  // name "": the options before a command
   std::vector<Argument> arguments;
 };
 
@@ -37,7 +37,7 @@ std::string replaced(std::string text, const std::string& from, const std::strin
   return text;
 }
 
-// CLI11 writes the type of an option that takes one of a few words as TEXT:{a,b}.
+// CLI11 writes the type of an option with a fixed list of values as TEXT:{a,b}.
 Argument read(const CLI::Option& option) {
   Argument argument{};
   for (const std::string& name : option.get_lnames()) argument.names.push_back("--" + name);
@@ -74,7 +74,7 @@ Strings names_of(const std::vector<Command>& commands) {
   return names;
 }
 
-// Every word that may stand where no option waits for its value.
+// All words that may appear where no option expects a value.
 Strings words_of(const Command& command) {
   Strings words;
   for (const Argument& argument : command.arguments) {
@@ -86,8 +86,8 @@ Strings words_of(const Command& command) {
 
 // ---- bash --------------------------------------------------------------------------------------------------------
 
-// The line is split at blanks alone: bash would split emu:sm90 and --backend=cpu as well, and replaces only what comes
-// after its own last split, so that the part before it is taken off again.
+// Splits the line at blanks only. bash itself also splits emu:sm90 and --backend=cpu, and replaces only the text after
+// its own last split, so the script removes the part before that split again.
 constexpr const char* kBash = R"(# bash completion for hopwell, by `hopwell completion bash`
 _hopwell() {
   local line=${COMP_LINE:0:COMP_POINT} words current previous command choices
@@ -152,7 +152,7 @@ std::string zsh_escaped(std::string text) {
   return text;
 }
 
-// A word list of _arguments, or what it completes by itself.
+// An action of _arguments: a word list, or a completion function of zsh.
 std::string zsh_action(const Argument& argument) {
   if (argument.value == "FILE") return "_files";
   Strings words;
@@ -241,7 +241,7 @@ std::string sentence(std::string text) {
 std::string manual_arguments(const Command& command) {
   std::string text;
   for (const Argument& argument : command.arguments) {
-    if (!command.name.empty() && argument.names.front() == "--help") continue;  // said once, for all
+    if (!command.name.empty() && argument.names.front() == "--help") continue;  // described once, for all commands
     std::string head;
     for (const std::string& name : argument.names)
       head += (head.empty() ? "" : ", ") + std::string(argument.positional ? "\\fI" : "\\fB") + roff(name) + "\\fR";

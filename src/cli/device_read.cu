@@ -5,8 +5,8 @@
 namespace hopwell::cli {
 namespace {
 
-// Every 16 bytes once, kInFlight loads of a thread under way together. The compiler cannot know that nobody wants the
-// result, or it would drop the loads.
+// Reads every 16 bytes once, with kInFlight loads per thread in flight. The compiler cannot prove that the result is
+// unused, so it keeps the loads.
 template <int kInFlight>
 __global__ void __launch_bounds__(512) read(const uint4* from, size_t count, uint32_t* result) {
   const size_t threads = size_t(gridDim.x) * blockDim.x;

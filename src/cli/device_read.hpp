@@ -1,4 +1,4 @@
-// A kernel that does nothing but read: the ceiling of operators that are bound by their bytes.
+// A kernel that only reads: the peak rate for operators that are bound by memory traffic.
 #pragma once
 
 #include <hopwell/hopwell.hpp>
@@ -7,9 +7,9 @@
 
 namespace hopwell::cli {
 
-constexpr int kReadVariants = 6;  // more or fewer CTAs, loads in flight: which is fastest depends on the bytes
+constexpr int kReadVariants = 6;  // numbers of CTAs and of loads in flight; the fastest depends on the size
 
-// Enqueues a read of every whole 16 bytes of device memory; `from` is aligned to them.
+// Enqueues a read of device memory in units of 16 bytes. `from` is 16-byte aligned; a remainder is not read.
 void enqueue_device_read(int variant, const void* from, std::size_t bytes, Stream stream);
 
 }  // namespace hopwell::cli

@@ -12,7 +12,7 @@ namespace {
 
 namespace cuda = cases::cuda;
 
-// cuBLAS' product of two random bf16 matrices [8192, 8192], if the library can be found (LD_LIBRARY_PATH).
+// cuBLAS's product of two random bf16 matrices [8192, 8192], if the library can be found (LD_LIBRARY_PATH).
 class DeviceMatmul {
  public:
   static constexpr int kSize = 8192;
@@ -33,7 +33,7 @@ class DeviceMatmul {
   [[nodiscard]] bool ready() const { return ready_; }
 
   void enqueue() const {
-    constexpr int kBfloat16 = 14, kCompute32F = 68, kDefault = -1;  // of library_types.h and cublas_api.h
+    constexpr int kBfloat16 = 14, kCompute32F = 68, kDefault = -1;  // from library_types.h and cublas_api.h
     const float one = 1, zero = 0;
     const int status =
         gemm_(handle_, 0, 0, kSize, kSize, kSize, &one, a_.view()->data, kBfloat16, kSize, b_.view()->data, kBfloat16,
@@ -71,8 +71,8 @@ std::vector<double> seconds(const std::vector<Interval>& intervals, int pieces =
   return all;
 }
 
-// An operator that is bound by arithmetic, in turns with cuBLAS. Everything is enqueued before the first wait, so that
-// the device never idles; a write that is larger than the L2 cache goes before each timed piece.
+// Measures an operator that is bound by arithmetic, alternating with cuBLAS. Enqueues everything before the first wait,
+// so that the device never idles. A write larger than the L2 cache precedes each timed call.
 Measurement measure_arithmetic(const cases::Instance& instance, const std::string& backend) {
   constexpr double kBudgetSeconds = 0.5;
   constexpr std::size_t kFlushBytes = std::size_t{256} << 20;
@@ -98,8 +98,8 @@ Measurement measure_arithmetic(const cases::Instance& instance, const std::strin
   return summary({seconds(calls), seconds(products), {}}, instance.flops, DeviceMatmul::kFlops);
 }
 
-// The reading kernel over memory of its own, at its fastest for these bytes, in a graph of `calls` that go round
-// `copies` pieces of memory.
+// A graph of `calls` launches of the reading kernel over memory of its own, in the variant that is fastest for this
+// size. The launches cycle through `copies` buffers.
 cuda::Graph read_graph(const std::byte* from, std::size_t bytes, int copies, int calls) {
   const auto graph_of = [&](int variant) {
     return cuda::Graph([=](Stream stream) {
@@ -118,7 +118,7 @@ cuda::Graph read_graph(const std::byte* from, std::size_t bytes, int copies, int
   return graph_of(std::min_element(variants.begin(), variants.end())->second);
 }
 
-// Random bytes on the device: 64 MiB of them, repeated.
+// Random bytes on the device: 64 MiB, repeated.
 std::shared_ptr<std::byte> random_memory(std::size_t bytes) {
   cases::Random random(1);
   std::vector<std::uint64_t> words(std::min(bytes / 8 + 1, std::size_t{8} << 20));
@@ -131,15 +131,15 @@ std::shared_ptr<std::byte> random_memory(std::size_t bytes) {
   return memory;
 }
 
-// An operator that is bound by its bytes, in turns with a kernel that reads as many: both in graphs of at least ten
-// calls that go round copies of the inputs, more of them than the L2 cache holds.
+// Measures an operator that is bound by memory traffic, alternating with a kernel that reads the same number of bytes.
+// Both run in graphs of at least ten calls, which cycle through copies of the inputs larger than the L2 cache.
 Measurement measure_traffic(Subject& subject, const std::string& backend, double bytes_of_a_call) {
   constexpr double kBudgetSeconds = 0.5, kRoundBytes = 600e6;
   const auto bytes = static_cast<std::size_t>(bytes_of_a_call) / 256 * 256 + 256;
   const int copies = static_cast<int>(std::clamp(kRoundBytes / static_cast<double>(bytes), 1.0, 64.0));
   const int calls = (10 + copies - 1) / copies * copies;
   const auto instances = subject.copies(copies, backend);
-  // What a first call allocates must be there before the capture.
+  // Allocations of a first call must happen before the capture.
   for (const cases::Instance* instance : instances) instance->call(backend.c_str(), nullptr);
   cuda::synchronize();
   const cuda::Graph operation([&](Stream stream) {
@@ -164,7 +164,7 @@ Measurement measure_traffic(Subject& subject, const std::string& backend, double
 }  // namespace
 
 Measurement measure_on_device(Subject& subject, const std::string& backend) {
-  constexpr double kRidge = 150;  // FLOP a byte, where tensor cores and memory take as long; roughly, of any chip
+  constexpr double kRidge = 150;  // FLOP per byte at which tensor cores and memory take equal time, roughly
   const cases::Instance& instance = *subject.copies(1, backend).front();
   if (instance.flops < kRidge * instance.bytes) return measure_traffic(subject, backend, instance.bytes);
   return measure_arithmetic(instance, backend);

@@ -13,7 +13,7 @@
 namespace hopwell::cli {
 namespace {
 
-constexpr const char* kVariable = "HOPWELL_EMULATOR_REPORT";  // the library reads it at every launch
+constexpr const char* kVariable = "HOPWELL_EMULATOR_REPORT";  // the library reads the variable at every launch
 
 const cases::Case& case_named(const EmulateOptions& options) {
   std::vector<std::string> names;
@@ -29,7 +29,7 @@ const cases::Case& case_named(const EmulateOptions& options) {
                    "; cases: " + joined(names));
 }
 
-// When a file was written last; nothing if there is none.
+// Time of the last write of a file; empty if there is no file.
 using Stamp = std::optional<std::filesystem::file_time_type>;
 Stamp stamp(const std::string& path) {
   std::error_code none;

@@ -1,5 +1,6 @@
-// hopwell: what is here (info), whether it is right (check), how fast it is (bench), what its kernels do (emulate).
-// `completion` and `man` describe it. As `hopwell-emulate` it is `hopwell emulate`.
+// hopwell: shows the installation (info), tests correctness (check), measures speed (bench), shows a kernel's run
+// (emulate). `completion` and `man` describe the command line. The program name `hopwell-emulate` means `hopwell
+// emulate`.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cerrno>
@@ -31,7 +32,7 @@ std::vector<std::string> option_names(const CLI::App& command) {
   return names;
 }
 
-// What is wrong with a command line, in words that name what would be right.
+// Error text for a wrong command line. It names the allowed values.
 std::string complaint(const CLI::App& app, const CLI::ParseError& error) {
   const auto chosen = app.get_subcommands();
   const bool at_command = !chosen.empty() && app.remaining().empty();
@@ -60,14 +61,14 @@ std::vector<std::string> backend_names() {
   return names;
 }
 
-// Why a backend that has a name can't run here; "" where it can.
+// The reason why a named backend cannot run here; "" if it can.
 std::string obstacle_to_running(const std::string& name) {
   for (const auto& backend : hopwell::backend_info())
     if (backend.name == name && !backend.missing.empty()) return name + " is not here: " + backend.missing;
   return "";
 }
 
-// The words after the program's name, in the order that CLI11 takes them from a vector: the last one first.
+// The words after the program's name, in reverse, because CLI11 reads a vector from its end.
 std::vector<std::string> words_of(int argc, char** argv) {
   std::vector<std::string> words(argv + std::min(argc, 1), argv + argc);
   if (argc > 0 && std::string_view(argv[0]).ends_with("hopwell-emulate")) words.insert(words.begin(), "emulate");
@@ -116,12 +117,10 @@ CLI::App* add_bench(CLI::App& app, BenchOptions& options) {
       ->delimiter(',')
       ->check(a_backend())
       ->check(that_runs_here());
-  command
-      ->add_option("--shape", options.shapes,
-                   "a named shape, and settings key=value,key=value that change it (without a name: the first one); by "
-                   "default all "
-                   "named ones")
-      ->delimiter(',');
+  command->add_option("--shape", options.shapes,
+                      "named shapes, each followed by settings key=value that change it, all separated by commas; "
+                      "settings without a name change the operator's first shape; may be repeated; by default all "
+                      "named shapes");
   command->add_option("--json", options.json, "write the results to FILE")->type_name("FILE")->check(a_writable_file());
   return command;
 }
@@ -173,7 +172,7 @@ int run(std::vector<std::string> words) {
 
   try {
     app.parse(words);
-  } catch (const CLI::Success& asked) {  // for help, or for the version
+  } catch (const CLI::Success& asked) {  // a request for help or for the version
     return app.exit(asked);
   } catch (const CLI::ParseError& error) {
     std::fprintf(stderr, "%s\n", complaint(app, error).c_str());

@@ -14,7 +14,7 @@
 namespace hopwell::cli {
 namespace {
 
-constexpr const char* kVariable = "HOPWELL_EMULATOR_MODEL";  // the library reads it at every launch
+constexpr const char* kVariable = "HOPWELL_EMULATOR_MODEL";  // the library reads the variable at every launch
 constexpr std::array kUnits = {"tensor pipe",   "shared memory", "gather",      "additions",
                                "tensor memory", "exponentials",  "issue slots", "HBM"};
 
@@ -59,7 +59,7 @@ void judge(nlohmann::json& launches, double flops) {
   for (const nlohmann::json& launch : launches) executed += launch["flops"].get<double>();
   for (nlohmann::json& launch : launches) {
     const auto cycles = [&](const char* unit) { return launch["cycles"][unit].get<double>(); };
-    const char* longest = *std::max_element(kUnits.begin(), kUnits.end() - 1,  // of an SM, so all but HBM
+    const char* longest = *std::max_element(kUnits.begin(), kUnits.end() - 1,  // units of an SM, so without HBM
                                             [&](auto a, auto b) { return cycles(a) < cycles(b); });
     launch["binds"] = longest;
     const double useful = executed > 0 ? std::min(1.0, flops / executed) : 0;

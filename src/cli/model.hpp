@@ -1,4 +1,4 @@
-// What a call of an operator asks of the units of an SM: the emulator's model of time (docs/emulator.md).
+// Demand of an operator call on the units of an SM, by the emulator's time model (docs/emulator.md).
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -8,7 +8,8 @@
 
 namespace hopwell::cli {
 
-// Counts the launches of an emulated backend while it lives: emu:sm90 as an H200, emu:sm100 as a B200.
+// Counts the launches of an emulated backend during its lifetime: emu:sm90 with the rates of an H200, emu:sm100 of a
+// B200.
 class LaunchCounts {
  public:
   explicit LaunchCounts(const std::string& backend);
@@ -16,18 +17,19 @@ class LaunchCounts {
   LaunchCounts(const LaunchCounts&) = delete;
   LaunchCounts& operator=(const LaunchCounts&) = delete;
 
-  // What was launched since the last time, in order: for each its kernel, CTAs, operations and cycles a CTA by unit.
+  // Launches since the last call, in order: kernel, CTAs, operations, and cycles per CTA by unit.
   nlohmann::json take();
 
  private:
   std::string path_;
 };
 
-// Adds to each launch of one call the unit that binds, and the share of the matmul rate that it allows: the operator's
-// operations (`flops`, without what is padded or done twice) over those that the tensor pipe could do meanwhile.
+// Adds to each launch of one call the unit that bounds it and the fraction of the matmul rate that this allows: the
+// operator's operations (`flops`, without padding and repeated work) divided by the operations that the tensor pipe
+// could do in that time.
 void judge(nlohmann::json& launches, double flops);
 
-// One row a launch of the records of a check.
+// A table with one row per launch of a check's records.
 Table model_table(const nlohmann::json& records);
 
 }  // namespace hopwell::cli

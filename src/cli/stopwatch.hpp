@@ -1,4 +1,4 @@
-// How long an operator takes, beside what its machine could do.
+// Measures the run time of an operator and the peak rates of its machine.
 #pragma once
 
 #include <deque>
@@ -12,27 +12,28 @@ namespace hopwell::cli {
 
 struct Measurement {
   double seconds = 0, spread = 0;            // median; (largest - smallest) / median
-  double compute_share = 0, read_share = 0;  // of the machine's matrix product and of its bandwidth, medians of ratios
-                                             // taken in turns; 0: no ceiling
+  double compute_share = 0, read_share = 0;  // fraction of the machine's matrix-product rate and of its bandwidth:
+                                             // medians of ratios of adjacent measurements; 0: no peak rate
   double matmul_rate = 0;                    // FLOP/s of the matrix product, median
 };
 
-// One call of an operator, as often as a measurement wants it: each copy has the same inputs in memory of its own.
+// Copies of one operator call. Each copy has the same inputs in its own memory.
 class Subject {
  public:
   explicit Subject(std::function<cases::Instance()> make) : make_(std::move(make)) {}
-  std::vector<cases::Instance*> copies(int count, const std::string& backend);  // where the backend takes them
+  std::vector<cases::Instance*> copies(int count, const std::string& backend);  // in the backend's memory
 
  private:
   std::function<cases::Instance()> make_;
   std::deque<cases::Instance> copies_;
 };
 
-// Times the operator in turns with the ceilings of the machine it runs on: machines drift, ratios of neighbours hold.
+// Times the operator, alternating with the peak-rate kernels. A machine's speed drifts, but ratios of adjacent
+// measurements are stable.
 Measurement measure(Subject& subject, const std::string& backend);
 Measurement measure_on_device(Subject& subject, const std::string& backend);
 
-// Seconds of the operator and, taken beside each, of the ceilings.
+// Seconds of the operator and of the peak-rate kernels measured next to it.
 struct Samples {
   std::vector<double> call, matmul, traffic;
 };

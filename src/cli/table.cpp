@@ -62,16 +62,16 @@ bool is_special(const std::string& path) {
   return std::filesystem::exists(status) && !std::filesystem::is_regular_file(status);
 }
 
-// The file that a path names through links: it is replaced, and they stay.
+// Follows the symbolic links of a path, so that a write replaces the file and keeps the links.
 std::string linked(std::filesystem::path path) {
-  constexpr int kMostLinks = 40;  // as the system follows
+  constexpr int kMostLinks = 40;  // the limit of the system
   std::error_code error;
   for (int i = 0; i < kMostLinks && std::filesystem::is_symlink(path, error); ++i)
     path = path.parent_path() / std::filesystem::read_symlink(path, error);
   return path.string();
 }
 
-// Beside the file, so that it can take its place; of this process alone, so that nobody's file is in the way.
+// In the same folder, so that it can be renamed; with the process id, so that it does not collide with another file.
 std::string neighbour(const std::string& path) { return path + "." + std::to_string(getpid()) + ".part"; }
 
 std::string failed(const std::string& path, int reason) {

@@ -97,7 +97,7 @@ void check_workspace(std::string_view operator_name, std::size_t needed, const v
   const Checker check(operator_name);
   check.require(workspace != nullptr && given >= needed, "workspace", std::to_string(needed) + " bytes or more",
                 std::to_string(workspace == nullptr ? 0 : given));
-  constexpr std::size_t kAlignment = 16;  // what kernels move at once
+  constexpr std::size_t kAlignment = 16;  // size of a vectorised access of the kernels
   check.require(reinterpret_cast<std::uintptr_t>(workspace) % kAlignment == 0, "workspace", "aligned to 16 bytes",
                 "an address that is not");
 }
@@ -107,18 +107,26 @@ static std::string& last_error() {
   return message;
 }
 
+static void keep_message(const char* message) noexcept {
+  try {
+    last_error() = message;
+  } catch (const std::bad_alloc&) {
+    last_error() = "out of memory";  // so short that a string holds it in itself
+  }
+}
+
 hopwell_status guard(void (*function)(void* context), void* context) noexcept {
   try {
     function(context);
     return HOPWELL_OK;
   } catch (const Error& error) {
-    last_error() = error.what();
+    keep_message(error.what());
     return error.status();
   } catch (const std::bad_alloc&) {
-    last_error() = "out of memory";
+    keep_message("out of memory");
     return HOPWELL_OUT_OF_MEMORY;
   } catch (const std::exception& error) {
-    last_error() = error.what();
+    keep_message(error.what());
     return HOPWELL_INTERNAL;
   }
 }

@@ -1,10 +1,11 @@
-// The backend table: which implementations of an operator exist, which can run a problem, and which one does.
+// The backend table: which implementations of an operator exist, which of them support a problem, and which one runs
+// it.
 //
 // A backend is a file in the operator's folder. It enters the table by defining one object at namespace scope:
 //
 //     const runtime::Registration<Problem> cpu{{.name = "cpu", .supports = supports, .launch = launch}};
 //
-// and that is all: a missing backend is a missing file. The order of preference is that of `known_backends()`.
+// Nothing else is needed: a missing backend is a missing file. The order of preference is that in `known_backends()`.
 #pragma once
 
 #include <hopwell/error.hpp>
@@ -23,15 +24,15 @@
 
 namespace hopwell::runtime {
 
-// Whether a backend runs a problem; if not, why: "h_q must be a multiple of 8".
+// Whether a backend supports a problem, and the reason if not: "h_q must be a multiple of 8".
 struct Support {
   bool ok = true;
   std::string reason;
   static Support no(std::string why) { return {false, std::move(why)}; }
 };
 
-// `Problem` is the operator's checked arguments as plain data, and in `problem.device` what the backend runs on, which is
-// the thread's current device. Functions may rely on everything that the operator's check() ensures.
+// `Problem` is the operator's checked arguments as plain data. `problem.device` is the device on which the backend
+// runs; it is the thread's current device. Functions may rely on everything that the operator's check() guarantees.
 template <class Problem>
 struct Backend {
   const char* name;
@@ -48,10 +49,11 @@ std::vector<Backend<Problem>>& table() {
 
 std::set<std::string>& built_backends();  // names of all backends registered, for any operator
 
-// Operators by name, each with what lists the names in its table.
+// Operators by name, each with the function that lists the backend names in its table.
 std::map<std::string, std::set<std::string> (*)(), std::less<>>& operators();
 
-// An operator enters by an object at namespace scope: `const runtime::Operator<Problem> entry{"sparse_mla_forward"};`
+// An operator is registered by an object at namespace scope: `const runtime::Operator<Problem>
+// entry{"sparse_mla_forward"};`
 template <class Problem>
 struct Operator {
   explicit Operator(const char* name) {
@@ -71,26 +73,26 @@ struct Registration {
   }
 };
 
-// A backend the library knows of, in order of preference.
+// A backend name that the library knows. The table is in order of preference.
 struct KnownBackend {
   const char* name;
   const char* needs;   // "a Hopper GPU (compute capability 9.0)"
   bool host;           // runs on host tensors
   int min_capability;  // of a CUDA device, 0 for the host
   int max_capability;
-  bool automatic;  // may be chosen without being named
+  bool automatic;  // may be chosen without being requested by name
 };
 const std::vector<KnownBackend>& known_backends();
 
-// "" if the machine and the device of the tensors have what the backend needs, else why not: "no such device".
+// "" if the machine and the device of the tensors meet the backend's needs, else the reason: "no such device".
 std::string missing_on_device(const KnownBackend& known, const DLDevice& device);
 std::string missing_on_machine(const KnownBackend& known);
 const KnownBackend& known_backend(std::string_view operator_name,
-                                  std::string_view name);  // throws naming the good ones
-// What a backend that is not missing runs on, for tensors at `location`.
+                                  std::string_view name);  // throws an Error that lists the known names
+// The device on which an available backend runs, for tensors at `location`.
 Device device_of(const KnownBackend& known, const DLDevice& location);
 
-// Why each backend would or would not run the problem, in order of preference; ok for those that would.
+// For each backend, in order of preference: ok if it supports the problem, else the reason.
 template <class Problem>
 std::vector<std::pair<const KnownBackend*, Support>> survey(Problem problem) {
   std::vector<std::pair<const KnownBackend*, Support>> rows;
@@ -108,7 +110,7 @@ std::vector<std::pair<const KnownBackend*, Support>> survey(Problem problem) {
   return rows;
 }
 
-// Whether a backend, which is not missing, runs the problem of another operator: for operators that are made of others.
+// Whether an available backend supports the problem of another operator. For operators that are composed of others.
 template <class Problem>
 Support support_on(std::string_view backend_name, const Problem& problem) {
   for (const Backend<Problem>& backend : table<Problem>())
@@ -119,15 +121,16 @@ Support support_on(std::string_view backend_name, const Problem& problem) {
 [[noreturn]] void fail_unsupported(std::string_view operator_name, const std::string& reasons);
 std::string explain_rows(const std::vector<std::pair<const KnownBackend*, Support>>& rows);
 
-// The backend that runs the problem: the one asked for, or the best; problem.device becomes what it runs on. Throws
-// HOPWELL_UNSUPPORTED with the reasons if there is none; they are gathered only then.
+// The backend that runs the problem: the requested one, or the best; sets problem.device. Throws HOPWELL_UNSUPPORTED
+// with the reasons if there is no such backend. The reasons are collected only in that case.
 template <class Problem>
 const Backend<Problem>& choose(std::string_view operator_name, Problem& problem, const char* requested) {
   if (requested != nullptr) static_cast<void>(known_backend(operator_name, requested));
   const auto wanted = [&](const KnownBackend& known) {
     return requested != nullptr ? std::string_view(requested) == known.name : known.automatic;
   };
-  // Host tensors do not make the driver be asked for devices: a process that has done so can't use CUDA in its forks.
+  // Host tensors do not query the driver for devices, because after such a query a process cannot use CUDA in its
+  // forks.
   const bool on_host = problem.device.location.device_type == kDLCPU;
   for (const KnownBackend& known : known_backends()) {
     if (!wanted(known) || known.host != on_host) continue;
@@ -146,8 +149,8 @@ const Backend<Problem>& choose(std::string_view operator_name, Problem& problem,
 
 void check_workspace(std::string_view operator_name, std::size_t needed, const void* workspace, std::size_t given);
 
-// Runs the problem, which carries `device`, `workspace` and `workspace_bytes`, on the backend asked for or the best
-// one. Whatever device is current then, it is the same afterwards.
+// Runs the problem, which contains `device`, `workspace` and `workspace_bytes`, on the requested or the best backend.
+// The thread's current device is the same afterwards.
 template <class Problem>
 void run(std::string_view operator_name, Problem problem, const char* requested, Stream stream) {
   const DeviceGuard guard(problem.device.location);
@@ -169,14 +172,14 @@ std::string explain(const Problem& problem) {
   return explain_rows(survey(problem));
 }
 
-// The C ABI's side of a call: runs `function`, and turns what it throws into a status and this thread's
+// Implements a C function: runs `function` and converts an exception to a status and this thread's
 // hopwell_last_error().
 hopwell_status guard(void (*function)(void* context), void* context) noexcept;
 template <class Function>
 hopwell_status guarded(Function function) noexcept {
   return guard([](void* context) { (*static_cast<Function*>(context))(); }, &function);
 }
-// Fields of a C argument struct for which zero means another default.
+// For fields of a C argument struct whose default is not zero: replaces zero by the default.
 template <class T>
 void default_if_zero(T& field, T value) {
   if (field == T{} && !__builtin_signbit(static_cast<double>(field))) field = value;

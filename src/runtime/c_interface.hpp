@@ -1,6 +1,8 @@
-// What every operator's C++ and C functions do, given its name and its check. C's are over C++'s: null pointers refused,
-// zeros turned into defaults, exceptions into a status and a message.
+// The C++ and C functions of every operator, generated from its name and its check. The C functions call the C++
+// functions: they reject null pointers, replace zeros by defaults, and convert exceptions to a status and a message.
 #pragma once
+
+#include <hopwell/interrupt.hpp>
 
 #include <cstddef>
 #include <exception>
@@ -9,10 +11,11 @@
 
 #include "runtime/backend.hpp"
 #include "runtime/check.hpp"
+#include "runtime/float_mode.hpp"
 
 namespace hopwell::runtime {
 
-// In C a field of zero means its default, which in C++ the struct itself has.
+// In C a zero field means the default. In C++ the struct itself has the defaults.
 template <class Args>
 Args with_defaults(Args args) {
   constexpr Args kDefaults{};
@@ -26,23 +29,27 @@ Args with_defaults(Args args) {
   return args;
 }
 
-// An operator's entry: an object at namespace scope, which also enters it into operators(). `check` makes of the
-// arguments a problem that all backends may rely on, or throws.
+// Entry point of an operator: an object at namespace scope, which also registers it in operators(). `check` converts
+// the arguments to a problem that all backends may rely on, or throws.
 //
 //     const runtime::Entry entry{"sparse_mla_forward", check};
 template <class Args, class Problem>
 class Entry {
  public:
-  Entry(const char* name, Problem (*check)(const Args&)) : name_(name), check_(check), in_table_(name) {}
+  Entry(const char* name, Problem (*check)(const Args&))
+      : name_(name),
+        check_(check),
+        out_of_memory_(HOPWELL_OUT_OF_MEMORY, std::string(name) + ": out of memory"),
+        in_table_(name) {}
 
   void run(const Args& args, Stream stream) const {
-    with_own_errors([&] { runtime::run(name_, check_(args), args.backend, stream); });
+    as_operator([&] { runtime::run(name_, check_(args), args.backend, stream); });
   }
   [[nodiscard]] std::size_t workspace_bytes(const Args& args) const {
-    return with_own_errors([&] { return runtime::workspace_bytes(name_, check_(args), args.backend); });
+    return as_operator([&] { return runtime::workspace_bytes(name_, check_(args), args.backend); });
   }
   [[nodiscard]] std::string explain(const Args& args) const {
-    return with_own_errors([&] { return runtime::explain(check_(args)); });
+    return as_operator([&] { return runtime::explain(check_(args)); });
   }
 
   hopwell_status run_from_c(const Args* args, Stream stream) const {
@@ -56,15 +63,19 @@ class Entry {
   }
 
  private:
-  // Of what the standard library or the emulator throws, an Error that names the operator: callers catch nothing else.
+  // Calls the function in the default floating-point mode. An exception of the standard library or the emulator becomes an
+  // Error that names the operator. Callers catch nothing else, except the Interrupted that they asked for.
   template <class Function>
-  auto with_own_errors(const Function& function) const {
+  auto as_operator(const Function& function) const {
+    const DefaultFloatMode mode;
     try {
       return function();
     } catch (const Error&) {
       throw;
+    } catch (const Interrupted&) {
+      throw;
     } catch (const std::bad_alloc&) {
-      throw Error(HOPWELL_OUT_OF_MEMORY, std::string(name_) + ": out of memory");
+      throw Error(out_of_memory_);  // a copy, which takes no memory
     } catch (const std::exception& error) {
       throw Error(HOPWELL_INTERNAL, std::string(name_) + ": " + error.what());
     }
@@ -80,6 +91,7 @@ class Entry {
 
   const char* name_;
   Problem (*check_)(const Args&);
+  const Error out_of_memory_;
   Operator<Problem> in_table_;
 };
 

@@ -25,16 +25,16 @@ std::string list(const std::int64_t* numbers, int count) {
   return "[" + join(parts, ", ") + "]";
 }
 
-// More than any address space holds, and so much less than 2^63 that what is counted from sizes (bits of codes, padded
-// scales, bytes of scratch) does not wrap.
+// Larger than any address space, and small enough that sizes derived from it (bits of codes, padded scales, bytes of
+// scratch) do not overflow 2^63.
 constexpr std::int64_t kMaxBytes = std::int64_t{1} << 56;
 
-// x * y, or kMaxBytes where that is less. Neither is negative.
+// min(x * y, kMaxBytes). x and y are not negative.
 std::int64_t bounded_product(std::int64_t x, std::int64_t y) {
   return y != 0 && x > kMaxBytes / y ? kMaxBytes : std::min(x * y, kMaxBytes);
 }
 
-// Pinned and managed memory is reached like any other of the host or of the device.
+// Treats pinned and managed memory as host memory and device memory.
 DLDevice reached_from(const DLDevice& device) {
   if (device.device_type == kDLCUDAHost) return {kDLCPU, 0};
   if (device.device_type == kDLCUDAManaged) return {kDLCUDA, device.device_id};
@@ -101,7 +101,6 @@ const std::int64_t* Checker::find(std::string_view dim) const {
 }
 
 void Checker::finite(std::string_view argument, float value) const {
-  if (std::isnan(value)) fail(argument, "finite", "nan (the value of a C++ field that was not set)");
   require(std::isfinite(value), argument, "finite", static_cast<double>(value));
 }
 
@@ -147,8 +146,8 @@ View Checker::checked(std::string_view name, const DLTensor* tensor, const DType
   bool ok = std::find(dtypes.begin(), dtypes.end(), view.dtype) != dtypes.end() && view.dtype != DType::kOther;
   ok = ok && has_sizes(*tensor) && tensor->ndim <= View::kMaxDims &&
        (shape == nullptr || static_cast<std::size_t>(tensor->ndim) == shape->size());
-  // Names are bound only when the whole shape fits: a half-matched shape must not change what the error says is
-  // expected.
+  // Binds names only if the whole shape matches: a partly bound shape would change the shape that the error message
+  // says is expected.
   const std::size_t bound_before = dims_.size();
   for (std::size_t i = 0; ok && i < static_cast<std::size_t>(tensor->ndim); ++i) {
     ok = tensor->shape[i] >= 0;
@@ -179,7 +178,7 @@ View Checker::checked(std::string_view name, const DLTensor* tensor, const DType
 
 void Checker::check_extent(std::string_view name, const DLTensor& tensor, const View& view) const {
   const auto bytes = static_cast<std::int64_t>(size_of(view.dtype));
-  std::int64_t size = bytes, reach = bytes;  // both over the dimensions that are not empty
+  std::int64_t size = bytes, reach = bytes;  // both over the dimensions of size > 1
   for (std::size_t i = 0; i < static_cast<std::size_t>(view.ndim); ++i) {
     if (view.shape[i] <= 1) continue;
     size = bounded_product(size, view.shape[i]);

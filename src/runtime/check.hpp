@@ -2,10 +2,10 @@
 //
 //     Checker check("sparse_mla_forward");
 //     View q  = check.input("q", args.q, {DType::kBFloat16}, {"s_q", "h_q", "d_qk"});
-//     View kv = check.input("kv", args.kv, {q.dtype}, {"s_kv", "d_qk"});             // d_qk must be q's
+//     View kv = check.input("kv", args.kv, {q.dtype}, {"s_kv", "d_qk"});             // d_qk must equal q's
 //     check.require(check["d_qk"] >= args.d_v, "d_v", "at most d_qk = 576", args.d_v);
 //
-// A dimension's name is bound to a size where it is first seen and must have that size wherever it is seen again.
+// The first use of a dimension name binds it to a size. All later uses must have the same size.
 #pragma once
 
 #include <hopwell/error.hpp>
@@ -24,7 +24,7 @@
 
 namespace hopwell {
 
-// A checked tensor as plain data: what problems and kernel parameters are made of. Absent: data is null and ndim 0.
+// A checked tensor as plain data, used in problems and kernel parameters. An absent tensor has null data and ndim 0.
 struct View {
   static constexpr int kMaxDims = 5;
   void* data = nullptr;
@@ -40,11 +40,11 @@ struct View {
     return static_cast<T*>(data);
   }
   [[nodiscard]] std::int64_t size() const;  // number of elements
-  // The same memory with dimension `dim`, of size 1, taken out: [s_kv, 1, d] -> [s_kv, d].
+  // The same memory without dimension `dim`, which has size 1: [s_kv, 1, d] -> [s_kv, d].
   [[nodiscard]] View squeezed(int dim) const;
 };
 
-// A dimension of an expected shape: a name, or a number that it must be.
+// A dimension of an expected shape: a name, or an exact size.
 struct Dim {
   Dim(const char* dim_name) : name(dim_name) {}  // NOLINT(google-explicit-constructor)
   template <class Int, std::enable_if_t<std::is_integral_v<Int>, int> = 0>
@@ -67,10 +67,10 @@ class Checker {
  public:
   explicit Checker(std::string_view operator_name) : operator_(operator_name) {}
 
-  // Each of these checks presence, dtype, shape, layout, device (the first tensor's) and alignment, and that sizes and
-  // strides stay within what memory can hold, so that products of sizes do not wrap. They bind dimension names.
-  // `optional_input` gives an absent View for null. Outputs must also overlap neither themselves (no stride of 0) nor
-  // anything else that was checked before or is after.
+  // Each of these functions checks presence, dtype, shape, layout, device (the first tensor's) and alignment, and that
+  // sizes and strides are small enough that products of sizes do not overflow. They bind dimension names.
+  // `optional_input` returns an absent View for null. Outputs must not overlap themselves (no stride of 0) or any other
+  // tensor checked before or after.
   View input(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape,
              Layout layout = Layout::kRows);
   View optional_input(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape,
@@ -79,7 +79,7 @@ class Checker {
               Layout layout = Layout::kRows);
   View optional_output(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, const Shape& shape,
                        Layout layout = Layout::kRows);
-  // All but the shape; for arguments whose shape follows a rule of their own.
+  // All checks but the shape, for arguments with a shape rule of their own.
   View any_shape(std::string_view name, const DLTensor* tensor, const DTypes& dtypes, Layout layout,
                  Access access = Access::kRead);
 
@@ -97,8 +97,8 @@ class Checker {
       fail(argument, expected, to_string(got));
   }
   void finite(std::string_view argument, float value) const;
-  // An enumeration of an argument struct, with values 0 .. last. C callers can put any integer there, and loading one
-  // that is none of its values as an Enum would be undefined.
+  // Checks an enumeration of an argument struct, with values 0 .. last. C callers can store any integer there, and
+  // reading a value that is not an enumerator as an Enum would be undefined behaviour.
   template <class Enum>
   Enum choice(std::string_view argument, const Enum& given, Enum last, std::string_view expected) const {
     std::int32_t value = 0;
@@ -108,12 +108,13 @@ class Checker {
     return given;
   }
   [[noreturn]] void fail(std::string_view argument, std::string_view expected, std::string_view got) const;
-  // For rules between arguments: `operator: <rule>`.
+  // Checks a rule between arguments. The message is `operator: <rule>`.
   void rule(bool holds, std::string_view rule) const;
 
   [[nodiscard]] DLDevice device() const { return device_; }
 
-  // Where the problem's arguments lie, and its workspace, which must not lie there too. After all of them.
+  // Sets the problem's device and its workspace, and checks that the workspace overlaps no argument. Call it after all
+  // other checks.
   template <class Problem, class Args>
   void take_workspace(Problem& problem, const Args& args) const {
     check_workspace(args.workspace, args.workspace_bytes);
@@ -141,7 +142,7 @@ class Checker {
     Access access;
   };
 
-  // All names are literals of the caller's.
+  // All names are string literals of the caller.
   std::string_view operator_;
   std::vector<Taken> taken_;
   std::vector<std::pair<std::string_view, std::int64_t>> dims_;
@@ -151,9 +152,9 @@ class Checker {
 
 std::string to_string(const DLDevice& device);  // "cpu", "cuda:0"
 
-// Whether a tensor says how many dimensions it has, no more than any caller means, and of which sizes. What looks at
-// sizes before a check above has seen the tensor must ask.
+// Whether a tensor has a valid number of dimensions, at most the largest supported number, and their sizes. Code that
+// reads sizes before one of the checks above must call this first.
 bool has_sizes(const DLTensor& tensor);
-std::string shape_string(const DLTensor& tensor);  // "[4, 1, 2048]"; of any tensor, with sizes or not
+std::string shape_string(const DLTensor& tensor);  // "[4, 1, 2048]"; for any tensor, with or without sizes
 
 }  // namespace hopwell

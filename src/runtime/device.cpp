@@ -2,11 +2,13 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <iterator>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -17,8 +19,8 @@
 namespace hopwell::runtime {
 namespace {
 
-// The driver entry points that device queries and the current device need (CUDA Driver API, "Device Management",
-// "Primary Context Management", "Context Management", "Stream Management"). CUresult 0 is success.
+// Driver entry points for device queries and for the current device (CUDA Driver API, "Device Management", "Primary
+// Context Management", "Context Management", "Stream Management"). CUresult 0 is success.
 struct Driver {
   int (*init)(unsigned flags);
   int (*version)(int* version);  // of CUDA, 1000 major + 10 minor
@@ -69,12 +71,12 @@ std::string cuda_version(int version) {
 #ifdef HOPWELL_CUDA_MAJOR
 constexpr int kBuiltWith = HOPWELL_CUDA_MAJOR;
 #else
-constexpr int kBuiltWith = 0;  // for no GPU
+constexpr int kBuiltWith = 0;  // built without CUDA
 #endif
 
-// Loads and initialises the driver. "", or why it cannot be used.
+// Loads and initialises the driver. Returns "", or the reason why it cannot be used.
 std::string load(Driver& d) {
-  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);  // stays loaded: others of the process use it too
+  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);  // stays loaded: other libraries use it too
   if (library == nullptr) return "no NVIDIA driver (libcuda.so.1 is not found)";
   if (!look_up_all(library, d)) return "the NVIDIA driver is too old for any CUDA build of Hopwell";
   if (const int error = d.init(0); error != 0) return "the NVIDIA driver does not start: " + error_text(d, error);
@@ -95,7 +97,7 @@ const LoadedDriver& loaded_driver() {
   return loaded;
 }
 
-// The driver, initialised; null on a machine without one that can be used.
+// The initialised driver; null on a machine without a usable driver.
 const Driver* driver() { return loaded_driver().problem.empty() ? &loaded_driver().driver : nullptr; }
 
 std::vector<CudaDevice> query() {
@@ -124,7 +126,7 @@ std::vector<CudaDevice> query() {
     found.device.cluster_sms = found.device.sms;
     found.device.shared_bytes = static_cast<std::size_t>(shared_bytes);
     found.device.l2_bytes = static_cast<std::size_t>(l2_bytes);
-    found.device.memory_bytes_per_ns = 2e-6 * kilohertz * (bits / 8);  // two transfers a clock
+    found.device.memory_bytes_per_ns = 2e-6 * kilohertz * (bits / 8);  // two transfers per clock
     devices.push_back(found);
   }
   return devices;
@@ -135,7 +137,7 @@ void require(int result, const std::string& what) {
   throw Error(HOPWELL_DEVICE_ERROR, what + ": " + error_text(*driver(), result));
 }
 
-// The context that the CUDA runtime uses on a device. Kept for the life of the process.
+// The primary context of a device, which the CUDA runtime uses too. Retained until the process ends.
 void* primary_context(int ordinal) {
   struct Slot {
     std::once_flag once;
@@ -155,6 +157,18 @@ bool is_cuda_device(const DLDevice& device) {
   return device.device_type == kDLCUDA && device.device_id >= 0 &&
          static_cast<std::size_t>(device.device_id) < cuda_devices().size();
 }
+
+// Profiles of chips that the emulator can take instead of its own, as the driver reports them.
+struct Profile {
+  const char* name;
+  int capability, sms, shared_kib, l2_mib;
+  double memory_bytes_per_ns;
+};
+constexpr Profile kProfiles[] = {{"a100", 80, 108, 163, 40, 1555},
+                                 {"h100", 90, 132, 227, 50, 3352},
+                                 {"h200", 90, 132, 227, 60, 4917},
+                                 {"b200", 100, 148, 227, 126, 7672},
+                                 {"h100-mig", 90, 16, 227, 6, 419}};  // 1g.10gb, its smallest slice
 
 }  // namespace
 
@@ -178,11 +192,23 @@ Device host_device(const DLDevice& location) {
                 .cluster_sms = 132,
                 .shared_bytes = std::size_t{227} * 1024,
                 .l2_bytes = std::size_t{1} << 16};
+  if (const char* name = std::getenv("HOPWELL_EMULATOR_DEVICE")) {
+    const auto* profile = std::find_if(std::begin(kProfiles), std::end(kProfiles),
+                                       [name](const Profile& p) { return std::string_view(name) == p.name; });
+    if (profile == std::end(kProfiles))
+      throw std::invalid_argument(
+          std::string("HOPWELL_EMULATOR_DEVICE must be a100, h100, h200, b200 or h100-mig; got ") + name);
+    device.capability = profile->capability, device.sms = device.cluster_sms = profile->sms;
+    device.shared_bytes = static_cast<std::size_t>(profile->shared_kib) << 10;
+    device.l2_bytes = static_cast<std::size_t>(profile->l2_mib) << 20;
+    device.memory_bytes_per_ns = profile->memory_bytes_per_ns;
+  }
   if (const char* sms = std::getenv("HOPWELL_EMULATOR_SMS")) {
     const char* end = sms + std::strlen(sms);
     const auto [rest, error] = std::from_chars(sms, end, device.sms);
     if (error != std::errc() || rest != end || device.sms < 1)
-      throw std::invalid_argument(std::string("HOPWELL_EMULATOR_SMS must be a number from 1 on; got ") + sms);
+      throw std::invalid_argument(std::string("HOPWELL_EMULATOR_SMS must be a number from 1 to 2147483647; got ") +
+                                  sms);
     device.cluster_sms = device.sms;
   }
   return device;
@@ -194,7 +220,7 @@ int current_device() {
 }
 
 DeviceGuard::DeviceGuard(const DLDevice& location) {
-  // A device that does not exist has no backend, which is what the caller will be told.
+  // A device that does not exist has no backend. The caller reports that error.
   if (!is_cuda_device(location) || current_device() == location.device_id) return;
   require(driver()->push_context(primary_context(location.device_id)), "cuCtxPushCurrent");
   pushed_ = true;

@@ -1,4 +1,4 @@
-// What runs where: the devices of this machine, found and asked without linking to a driver.
+// The devices of this machine. Found and queried without linking to a driver.
 #pragma once
 
 #include <hopwell/hopwell.hpp>
@@ -9,37 +9,39 @@
 
 namespace hopwell::runtime {
 
-// A device as plans see it. Nothing in a plan is a number of one chip: it asks here.
+// The properties of a device that plans use. A plan contains no constant of a particular chip; it reads the device
+// instead.
 struct Device {
   DLDevice location{kDLCPU, 0};  // of the tensors
-  int capability = 0;            // 90 for Hopper; 0: the host, where the emulator runs
-  int sms = 0;                   // multiprocessors: how many persistent CTAs run at a time
-  int cluster_sms = 0;           // as many of them as clusters may fill: on the emulator it is another number
-  std::size_t shared_bytes = 0;  // dynamic shared memory that a CTA may have
+  int capability = 0;            // 90 for Hopper; 0: no chip, the emulator's own profile
+  int sms = 0;                   // number of SMs: the number of persistent CTAs that run at the same time
+  int cluster_sms = 0;           // number of SMs that clusters can fill; the emulator has a different number
+  std::size_t shared_bytes = 0;  // maximum dynamic shared memory of a CTA
   std::size_t l2_bytes = 0;
-  double memory_bytes_per_ns = 0;  // its bandwidth by clock and width; 0 where the driver does not tell
+  double memory_bytes_per_ns = 0;  // bandwidth from memory clock and bus width; 0 if the driver does not report them
 
   [[nodiscard]] bool emulated() const { return location.device_type == kDLCPU; }
-  // Whether a kernel may start before the one ahead of it ends: LaunchShape::programmatic_dependency.
+  // Whether a kernel may start before the previous kernel ends: LaunchShape::programmatic_dependency.
   [[nodiscard]] bool has_dependent_launches() const { return capability >= 90; }
-  // Whether CTAs can form clusters. They came with the same generation.
+  // Whether CTAs can form clusters. Hopper added both features.
   [[nodiscard]] bool has_clusters() const { return emulated() || capability >= 90; }
 };
 
-// The CUDA devices, asked for once from the driver library (looked up at run time, so that a machine without one needs
-// nothing), in the order of their ordinals.
+// The CUDA devices, in the order of their ordinals. Queried once from the driver library, which is looked up at run
+// time, so that the library also runs on a machine without a driver.
 struct CudaDevice {
   DeviceInfo info;
   Device device;
 };
 const std::vector<CudaDevice>& cuda_devices();
 
-// What the emulator poses as. It has few multiprocessors, so that a CTA has more than one piece of work; room for many
-// clusters, so that kernels choose clusters of all sizes; and little L2, so that 57 keys of 576 bf16 do not fit; HOPWELL_EMULATOR_SMS names another number for both.
+// Emulated device profile. It has few SMs, so that a CTA has more than one work tile; room for many clusters, so that
+// kernels use clusters of all sizes; and a small L2, which does not hold 57 keys of 576 bf16. HOPWELL_EMULATOR_SMS sets
+// both numbers of SMs; HOPWELL_EMULATOR_DEVICE takes the profile of a chip instead.
 Device host_device(const DLDevice& location);
 
-// Makes a CUDA device the current one of this thread while it lives, and then the one that was before. Does nothing for
-// tensors of the host, or where that device is current already.
+// Makes a CUDA device the current device of this thread during its lifetime, then restores the previous one. Does
+// nothing for host tensors, or if that device is already current.
 class DeviceGuard {
  public:
   explicit DeviceGuard(const DLDevice& location);
@@ -51,11 +53,11 @@ class DeviceGuard {
   bool pushed_ = false;
 };
 
-// The ordinal of this thread's current device, −1 without one.
+// Ordinal of this thread's current device; −1 if there is no current device.
 int current_device();
 
-// Throws unless a stream belongs to the CUDA device that the tensors are on, which must be current. The default streams
-// belong to whichever device is current.
+// Throws unless a stream belongs to the CUDA device that holds the tensors, which must be current. The default streams
+// belong to the current device.
 void check_stream(std::string_view operator_name, const DLDevice& location, Stream stream);
 
 }  // namespace hopwell::runtime

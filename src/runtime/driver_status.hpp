@@ -1,12 +1,12 @@
-// What there is of CUDA on this machine, in a line for people.
+// One line of text about CUDA on this machine.
 #pragma once
 
 #include <string>
 
 namespace hopwell::runtime {
 
-// "driver of CUDA 13.0, 1 device", or why no driver can be used: none there, one that does not start or is older than the
-// CUDA that this library was built with.
+// "driver of CUDA 13.0, 1 device", or the reason why no driver can be used: no driver, a driver that does not start, or
+// one that is older than the CUDA version with which this library was built.
 std::string cuda_status();
 
 }  // namespace hopwell::runtime

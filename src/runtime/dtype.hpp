@@ -1,4 +1,4 @@
-// The element types the operators know, as one enumeration.
+// Element types of the operators, as one enumeration.
 #pragma once
 
 #include <dlpack/dlpack.h>
@@ -12,11 +12,11 @@ enum class DType { kFloat32, kFloat16, kBFloat16, kInt32, kUInt8, kFloat8E4m3, k
 
 DType dtype_of(const DLDataType& type);
 
-// The name users know it by: "bfloat16", "int64", "float8_e4m3fn"; also for types no operator takes.
+// The usual name: "bfloat16", "int64", "float8_e4m3fn". Also for types that no operator supports.
 std::string dtype_name(const DLDataType& type);
 std::string dtype_name(DType type);
 
-// Bytes an element; a float4 pair is one byte.
+// Bytes per element; a pair of float4 is one byte.
 constexpr std::size_t size_of(DType type) {
   switch (type) {
     case DType::kFloat32:

@@ -1,5 +1,6 @@
-// Starting a kernel from a backend file: on the CUDA device, or by the emulator when a host compiler compiled the file.
-// A library holds both, so each file has functions of its own: of two with one name the linker would drop one.
+// Launches a kernel from a backend file: on the CUDA device, or on the emulator if a host compiler compiled the file.
+// The functions have internal linkage, because a library contains both versions and the linker would merge functions of
+// one name.
 #pragma once
 
 #include <hopwell/error.hpp>
@@ -23,7 +24,7 @@
 namespace hopwell::runtime {
 namespace {
 
-// The backend that this file is, as users name it: HOPWELL_TARGET is "sm90", or "emu_sm90" for the emulator.
+// Name of the backend in this file: HOPWELL_TARGET is "sm90", or "emu_sm90" for the emulator.
 constexpr auto kTarget = [] {
   auto name = std::to_array(HOPWELL_TEXT(HOPWELL_TARGET));
   std::replace(name.begin(), name.end(), '_', ':');
@@ -31,7 +32,7 @@ constexpr auto kTarget = [] {
 }();
 [[maybe_unused]] constexpr const char* kBackend = kTarget.data();
 
-// A grid of so many CTAs in one dimension, each by itself.
+// A one-dimensional grid of `ctas` CTAs without clusters.
 [[maybe_unused]] arch::LaunchShape shape_of_ctas(std::int64_t ctas, std::int64_t threads,
                                                  std::size_t shared_bytes = 0) {
   return {.grid = {static_cast<std::uint32_t>(ctas)},
@@ -39,18 +40,19 @@ constexpr auto kTarget = [] {
           .shared_bytes = shared_bytes};
 }
 
-// Whether kernels may keep all of these in ints, and count on up to 1,024 past them.
+// Whether kernels may store all of these sizes in ints and index up to 1,024 beyond them.
 [[maybe_unused]] bool fit_in_ints(std::initializer_list<std::int64_t> sizes) {
   return std::max(sizes) < (std::int64_t{1} << 31) - 1024;
 }
 
-// How many clusters of `shape.cluster` CTAs of a kernel run at a time on the device, which is the current one: fewer
-// than it has multiprocessors for. Asked for once for each device and size: a kernel's other sizes must stay the same.
+// Number of clusters of `shape.cluster` CTAs of a kernel that run at the same time on the current device: fewer than
+// its number of SMs would allow. Queried once per device and cluster size, so the kernel's other launch sizes must not
+// change.
 template <auto kKernel>
 int clusters_that_fit(const Device& device, const arch::LaunchShape& shape) {
 #if HOPWELL_ON_DEVICE
   constexpr std::size_t kSizes = 17;                                                   // up to 16 CTAs
-  static std::deque<std::array<std::atomic<int>, kSizes>> fit(cuda_devices().size());  // 0: not asked yet
+  static std::deque<std::array<std::atomic<int>, kSizes>> fit(cuda_devices().size());  // 0: not queried yet
   std::atomic<int>& clusters = fit.at(static_cast<std::size_t>(device.location.device_id)).at(shape.cluster);
   if (clusters == 0) {
     int answer = 0;
@@ -67,7 +69,7 @@ int clusters_that_fit(const Device& device, const arch::LaunchShape& shape) {
 }
 
 // Enqueues kernel(arguments...) on the stream; on the emulator, runs it to its end. Throws HOPWELL_DEVICE_ERROR if the
-// launch fails, and HOPWELL_INTERNAL with the report if the emulator finds something.
+// launch fails, and HOPWELL_INTERNAL with the report if the emulator has findings.
 template <class... Parameters, class... Arguments>
 void launch(std::string_view operator_name, void (*kernel)(Parameters...), const arch::LaunchShape& shape,
             [[maybe_unused]] Stream stream, const Arguments&... arguments) {

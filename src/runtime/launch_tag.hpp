@@ -1,4 +1,5 @@
-// A number that tells what CTAs of one launch leave in a workspace for each other from anything else it may hold.
+// A tag that distinguishes data which CTAs of one launch exchange in a workspace from any other contents of the
+// workspace.
 #pragma once
 
 #include <atomic>
@@ -11,7 +12,7 @@ struct LaunchTag {
   std::uint32_t words[2];
 };
 
-// 64 random bits, not 0, other ones for each launch.
+// 64 random bits, not 0, different for each launch.
 inline LaunchTag new_launch_tag() {
   static std::atomic<std::uint64_t> state = std::uint64_t{std::random_device{}()} << 32 | std::random_device{}();
   std::uint64_t x = state.fetch_add(0x9e3779b97f4a7c15);

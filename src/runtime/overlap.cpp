@@ -7,7 +7,7 @@
 namespace hopwell {
 namespace {
 
-// From a view's first byte to its last.
+// Address range of a view.
 struct Span {
   std::int64_t begin, end;
 
@@ -15,16 +15,16 @@ struct Span {
     const auto width = static_cast<std::int64_t>(size_of(view.dtype));
     std::int64_t before = 0, after = width;
     for (std::size_t i = 0; i < static_cast<std::size_t>(view.ndim); ++i)
-      if (view.shape[i] > 1)  // else the stride may be any number
+      if (view.shape[i] > 1)  // otherwise the stride is not used
         (view.stride[i] < 0 ? before : after) += std::abs(view.stride[i]) * width * (view.shape[i] - 1);
     end = begin + after;
     begin -= before;
   }
 };
 
-// The bytes of a view: its first one, and the steps between them.
+// Byte addresses of a view: its first byte, and steps from there.
 struct Steps {
-  std::int64_t stride, count;  // a distance in bytes, and how often it can be taken
+  std::int64_t stride, count;  // a distance in bytes, and the maximum number of steps
 };
 struct Bytes : Span {
   std::vector<Steps> steps;
@@ -38,9 +38,9 @@ struct Bytes : Span {
   }
 };
 
-// Whether sum_i steps[i].stride * n_i = distance for some 0 <= n_i <= steps[i].count. Strides fall; most[i] is the
-// largest sum of the steps from i on, divisor[i] what divides all of those. A search that takes long, which needs
-// strides that no array has by itself, is given up: then nothing shows that there is no such n.
+// Whether sum_i steps[i].stride * n_i = distance for some 0 <= n_i <= steps[i].count. Strides descend. most[i] is the
+// largest sum of steps i and following; divisor[i] is the gcd of their strides. The search gives up after many steps,
+// which occurs only for strides that no real array has. It then returns true, because it has not excluded a solution.
 class Search {
  public:
   explicit Search(std::vector<Steps> steps) : steps_(std::move(steps)), most_(steps_.size() + 1), divisor_(most_) {
@@ -85,11 +85,11 @@ bool overlaps_itself(const View& view) {
 
 bool overlap(const View& a, const View& b) {
   if (a.size() == 0 || b.size() == 0) return false;
-  // Most tensors lie apart. What tells so must cost next to nothing: every call asks for all of its outputs.
+  // Most tensors have disjoint ranges. This test must be cheap, because every call runs it for all of its outputs.
   const Span whole_a(a), whole_b(b);
   if (whole_a.end <= whole_b.begin || whole_b.end <= whole_a.begin) return false;
   const Bytes x(a), y(b);
-  // x.begin + steps of x = y.begin + steps of y. With y's counted from its end, all steps are on one side.
+  // Solves x.begin + steps of x = y.begin + steps of y. Counting y's steps from its end moves all steps to one side.
   std::vector<Steps> steps = x.steps;
   steps.insert(steps.end(), y.steps.begin(), y.steps.end());
   std::sort(steps.begin(), steps.end(), [](const Steps& s, const Steps& t) { return s.stride > t.stride; });

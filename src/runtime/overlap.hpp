@@ -5,11 +5,11 @@
 
 namespace hopwell {
 
-// Whether two elements of the view share an address: true if, with strides sorted, one steps into the extent of those
-// below.
+// Whether two elements of the view share an address: true if, with strides sorted, some stride is smaller than the
+// extent of the dimensions with smaller strides.
 bool overlaps_itself(const View& view);
 
-// Whether an element of one shares a byte with an element of the other. Views that lie inside each other's gaps do not.
+// Whether an element of a shares a byte with an element of b. False for views that fit into each other's gaps.
 bool overlap(const View& a, const View& b);
 
 }  // namespace hopwell

@@ -1,4 +1,4 @@
-// NVFP4's number formats and the 128x4 blocked order of its scales: plain constexpr functions, for every backend.
+// NVFP4 number formats and the 128x4 blocked order of scales: constexpr functions for every backend.
 //
 // e2m1: OCP Microscaling Formats v1.0, section 5.3.3. e4m3 (no infinities, NaN 0x7F and 0xFF): OCP 8-bit Floating Point
 // v1.0. The blocked order: cuBLAS documentation, "1D block scaling factors layout".
@@ -32,7 +32,7 @@ constexpr float decode_e4m3(std::uint8_t bits) {
   return std::bit_cast<float>(sign | ((magnitude << 20) + (120U << 23)));
 }
 
-// The e4m3 number nearest to x >= 0, ties to even; 448 for everything above it.
+// The e4m3 number nearest to x >= 0, ties to even; 448 for larger x.
 constexpr std::uint8_t encode_e4m3(float x) {
   if (!(x < kScaleMax)) return kScaleMaxBits;
   if (x < 0x1p-6F)
@@ -42,7 +42,7 @@ constexpr std::uint8_t encode_e4m3(float x) {
   return static_cast<std::uint8_t>((bits + 0x7FFFFU + ((bits >> 20) & 1U)) >> 20);
 }
 
-// Tiles of 128 rows x 4 scales, 512 bytes each, those of 128 rows one after the other.
+// Tiles of 128 rows x 4 scales, 512 bytes each. The tiles of the same 128 rows are consecutive.
 constexpr std::int64_t blocked_tiles(std::int64_t scales_a_row) { return (scales_a_row + 3) / 4; }
 constexpr std::int64_t blocked_bytes(std::int64_t rows, std::int64_t scales_a_row) {
   return 512 * ((rows + 127) / 128) * blocked_tiles(scales_a_row);
@@ -52,22 +52,35 @@ constexpr std::int64_t blocked_offset(std::int64_t row, std::int64_t scale, std:
          scale % 4;
 }
 
-// A tensor's global scale: a number, or one in memory on the operator's device, which wins.
+// A tensor's global scale: a number, or a pointer to one on the operator's device, which takes precedence. Either may be
+// the reciprocal of the scale.
 struct Global {
   const float* pointer = nullptr;
   float value = 1;
+  bool is_reciprocal = false;
+
+  // The factor of the tensor. Computed in double, because the reciprocal of a subnormal overflows a float.
+  [[nodiscard]] constexpr double get() const {
+    const auto global = static_cast<double>(pointer != nullptr ? *pointer : value);
+    return is_reciprocal ? 1 / global : global;
+  }
+  // Returns a copy with the number in a register. A kernel calls this at its beginning, where the load delays nothing,
+  // instead of before storing results.
+  [[nodiscard]] constexpr Global loaded() const {
+    return {nullptr, pointer != nullptr ? *pointer : value, is_reciprocal};
+  }
 };
 
-// Where a matrix's scales lie.
+// Location and layout of a matrix's scales.
 struct Scales {
   std::uint8_t* data = nullptr;
   bool blocked = false;
-  std::int64_t row_stride = 0;    // bytes; of the plain layout
+  std::int64_t row_stride = 0;    // bytes; plain layout only
   std::int64_t batch_stride = 0;  // bytes
   std::int64_t columns = 0;       // K/16
 
-  // Of scale `column` of row `row`. In the blocked layout four scales of a row that begin at a multiple of 4 are
-  // neighbours.
+  // Byte offset of scale `column` of row `row`. In the blocked layout, four scales of a row from a multiple of 4 on are
+  // adjacent.
   [[nodiscard]] constexpr std::int64_t offset(std::int64_t row, std::int64_t column, std::int64_t batch = 0) const {
     return batch * batch_stride + (blocked ? blocked_offset(row, column, columns) : row * row_stride + column);
   }

@@ -1,4 +1,4 @@
-// Which keys a query attends: the index rows of the sparse MLA operators with everything that masks them.
+// The keys that a query attends: the index rows of the sparse MLA operators and all masks.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace hopwell {
 
-// Keys first … first + count − 1; none are {0, 0}.
+// Keys first … first + count − 1. The empty range is {0, 0}.
 struct KeyRange {
   std::uint32_t first = 0, count = 0;
 
@@ -17,12 +17,12 @@ struct KeyRange {
   [[nodiscard]] HOPWELL_HOST_DEVICE bool overlaps(std::int32_t key, std::int32_t keys) const {
     return std::uint32_t(key) < end() && std::uint32_t(key + keys) > first;
   }
-  // Negative keys are large when unsigned, and stay beyond the last: first + count is below 2^31.
+  // A negative key is a large unsigned number, so it is out of range: first + count is below 2^31.
   [[nodiscard]] HOPWELL_HOST_DEVICE bool has(std::int32_t key) const { return std::uint32_t(key) - first < count; }
 };
 
-// Which keys a query may see: those of its key range, and of them those that are not in its future. A key stands for
-// `kv_stride` consecutive tokens, all of which must be at or before the query's position; they count from k_start.
+// The keys that a query may see: keys of its key range that are not in its future. A key represents `kv_stride`
+// consecutive tokens, all of which must be at or before the query's position. Tokens count from k_start.
 struct Visibility {
   const std::int32_t* q_positions = nullptr;  // [s_q], or null
   std::int64_t q_positions_stride = 0;
@@ -32,7 +32,7 @@ struct Visibility {
   const std::int32_t *k_start = nullptr, *k_end = nullptr;  // [s_q], or both null
   std::int64_t k_start_stride = 0, k_end_stride = 0;
 
-  // The same of queries from `first` on.
+  // The visibility of queries from `first` on.
   [[nodiscard]] Visibility from(std::int64_t first) const {
     Visibility v = *this;
     if (q_positions != nullptr) v.q_positions += first * q_positions_stride;
@@ -41,8 +41,8 @@ struct Visibility {
     return v;
   }
 
-  // What query s may see of keys 0 … s_kv − 1. Also what kernels ask. In 64 bits: all values of positions and ranges are
-  // allowed.
+  // The range of keys 0 … s_kv − 1 that query s may see. Kernels use it too. In 64 bits, because positions and ranges
+  // may have any value.
   [[nodiscard]] HOPWELL_HOST_DEVICE KeyRange keys(std::int64_t s, std::int64_t s_kv) const {
     std::int64_t start = 0, end = s_kv;
     if (k_start != nullptr) {
@@ -61,7 +61,7 @@ struct Visibility {
   }
 };
 
-// Indices that are given may have no memory, being empty; null means that there are none.
+// Empty indices may have a null pointer. Replaces it, because null means that there are no indices.
 inline const std::int32_t* given_indices(const std::int32_t* data) {
   static constexpr std::int32_t kNone = -1;
   return data != nullptr ? data : &kNone;
@@ -75,15 +75,16 @@ struct Selection {
   Visibility visibility;
   std::int64_t s_q = 0, s_kv = 0, topk = 0;
 
-  // Entries of row s that count at all: topk_length clamped to 0 .. topk; without indices, the visible keys.
+  // Number of entries of row s before validity checks: topk_length clamped to 0 .. topk; without indices the number of
+  // visible keys.
   [[nodiscard]] std::int64_t length(std::int64_t s) const {
     if (indices == nullptr) return visibility.keys(s, s_kv).count;
     if (topk_length == nullptr) return topk;
     return std::clamp<std::int64_t>(topk_length[s * topk_length_stride], 0, topk);
   }
   [[nodiscard]] const std::int32_t* row(std::int64_t s) const { return indices + s * indices_stride; }
-  // Of a row [topk] of numbers, one for each entry of row s: where that of entry 0 lies. Keys that are not visible have
-  // places, too, and entries only where there are indices.
+  // Slot of entry 0 of row s in a row [topk] of numbers. With indices there is one slot per entry, without them one per
+  // key, visible or not.
   [[nodiscard]] std::int64_t place(std::int64_t s) const {
     return indices == nullptr ? std::int64_t{visibility.keys(s, s_kv).first} : 0;
   }
@@ -95,8 +96,8 @@ struct Selection {
     return topk > 0 && std::any_of(row(s), row(s) + length(s), valid);
   }
 
-  // Lists the valid ones among entries first .. last - 1 of row s in ascending order: their keys, and their places
-  // relative to `first`. Room for last - first each; returns how many.
+  // Lists the valid entries among entries first .. last - 1 of row s in ascending order: their keys, and their slots
+  // relative to `first`. Both lists have room for last - first. Returns the number of valid entries.
   std::int64_t valid_entries(std::int64_t s, std::int64_t first, std::int64_t last, std::int32_t* keys,
                              std::int32_t* places) const {
     const KeyRange visible = visibility.keys(s, s_kv);
@@ -120,7 +121,7 @@ struct Selection {
 
 namespace tile {
 
-// Entries of the longest row whose keys GPUs put in ascending order: tile/gpu/order_rows.hpp.
+// Length of the longest row that GPUs sort by key: tile/gpu/order_rows.hpp.
 inline constexpr int kLongestOrderedRow = 4096;
 
 }  // namespace tile

@@ -62,7 +62,7 @@ TEST(Clock, JoinAndCover) {
   EXPECT_FALSE(b.covers({1, 60}));
 }
 
-// Clocks share what they agree about, and none of it shows: each is like a plain vector of its own.
+// Clocks share equal blocks. Each clock must still behave like a plain vector.
 TEST(Clock, SharesLikePlainVectors) {
   constexpr size_t kClocks = 5, kAgents = 300;
   std::mt19937 random(1);
@@ -110,7 +110,7 @@ TEST(Shadow, NeighbouringHalvesAreRememberedApart) {
   EXPECT_TRUE(cell.writes[1].empty());
 }
 
-// 16 bytes are one cell until a part of them is touched alone, and again once all of them have been written.
+// 16 bytes are one cell until a part of them is accessed alone, and again after all of them have been written.
 TEST(Shadow, SixteenBytesSplitAndJoin) {
   emu::SharedShadow shadow;
   shadow.reset(64);
@@ -131,7 +131,7 @@ TEST(Shadow, SixteenBytesSplitAndJoin) {
   using Visited = std::vector<std::pair<uint32_t, int>>;
   EXPECT_EQ(cells(16, 32, true, {1, 7, 0}), (Visited{{16, 15}, {32, 15}}));
   EXPECT_EQ(cells(18, 4, true, {1, 8, 0}), (Visited{{16, 12}, {20, 3}}));
-  EXPECT_EQ(writers(16, 32), (std::vector<int>{7, 7, 7, 7, 7}));  // bytes of 8 are a second write of two cells
+  EXPECT_EQ(writers(16, 32), (std::vector<int>{7, 7, 7, 7, 7}));  // an 8-byte write covers two cells
   EXPECT_EQ(cells(20, 4, true, {1, 9, 0}), (Visited{{20, 15}}));
   EXPECT_EQ(writers(16, 16), (std::vector<int>{7, 9, 7, 7}));
   EXPECT_EQ(cells(16, 16, true, {2, 5, 0}), (Visited{{16, 15}, {20, 15}, {24, 15}, {28, 15}}));
@@ -219,7 +219,7 @@ TEST(Warp, SyncOrdersLanesButShuffleDoesNot) {
   expect_finding(cta(32), [&] { kernel(false); }, Kind::race, "not ordered", "lanes");
 }
 
-// Of two instructions with the place of one caller each is left out alone.
+// Of two instructions with the site of one caller, each is left out separately.
 TEST(Warp, LeftOutIsOneInstructionOfAPlace) {
   const auto meet = [](Site site = Site::current()) { syncwarp(~0U, site), syncthreads(site); };
   const auto kernel = [&] {
@@ -351,7 +351,7 @@ TEST(Mbarrier, Misuse) {
 
 // ---- determinism ----------------------------------------------------------------------------------------------------
 
-// Two CTAs; the second arrives without a release once it has read or written the buffer of the first.
+// Two CTAs. The second arrives without a release after it has read or written the buffer of the first.
 void relaxed_arrival(bool peer_writes, bool fenced, bool reads_then) {
   auto& s = dynamic_smem<Buffers>();
   const int t = thread_index();
@@ -397,7 +397,7 @@ void share_registers() {
 }
 
 TEST(Registers, WarpgroupsShareWhatTheyWereLaunchedWith) {
-  const emu::LaunchShape three{{1, 1, 1}, {384, 1, 1}, {1, 1, 1}, kShared};  // 168 a thread
+  const emu::LaunchShape three{{1, 1, 1}, {384, 1, 1}, {1, 1, 1}, kShared};  // 168 registers per thread
   expect_clean(three, [] { share_registers<88, 208>(); });
   expect_finding(three, [] { share_registers<64, 224>(); }, emu::Kind::deadlock, "ask for 512 registers", "more");
   expect_finding(three, [] { share_registers<176, 160>(); }, emu::Kind::divergence, "176 registers after 168", "fewer");

@@ -1,6 +1,5 @@
-// Geometry against the tables of the PTX manual, exhaustively. The expected values are written in the manual's own
-// terms (figures as tables, canonical layouts as shape:stride lists, fragment formulas by case), not in those of the
-// code.
+// Geometry compared with the tables of the PTX manual, exhaustively. The expected values use the manual's own terms
+// (figures as tables, canonical layouts as shape:stride lists, fragment formulas by case), not the terms of the code.
 #include "arch/emu/geometry.hpp"
 
 #include <gtest/gtest.h>
@@ -11,7 +10,7 @@
 namespace hopwell::arch::emu {
 namespace {
 
-// "Swizzling Modes": 16-byte chunk that column c of row r holds, the 128-byte pattern (8 rows × 8 chunks).
+// "Swizzling Modes": 16-byte chunk in column c of row r of the 128-byte pattern (8 rows × 8 chunks).
 TEST(Swizzle, Bytes128MatchesTheFigure) {
   const int pattern[8][8] = {{0, 1, 2, 3, 4, 5, 6, 7}, {1, 0, 3, 2, 5, 4, 7, 6}, {2, 3, 0, 1, 6, 7, 4, 5},
                              {3, 2, 1, 0, 7, 6, 5, 4}, {4, 5, 6, 7, 0, 1, 2, 3}, {5, 4, 7, 6, 1, 0, 3, 2},
@@ -118,7 +117,7 @@ TEST(CanonicalLayout, EveryModeMajorAndElementSize) {
       }
 }
 
-// A map (lane, element) → coordinate has to hit every coordinate of its matrix exactly once.
+// A map (lane, element) → coordinate must cover every coordinate of its matrix exactly once.
 template <class Map>
 void expect_bijection(int lanes, int elements, int rows, int cols, Map map) {
   std::set<std::pair<int, int>> seen;
@@ -204,7 +203,7 @@ TEST(TensorMemory, DataPaths) {
   EXPECT_EQ(accumulator_coord(DataPath::four, 128, 3, 97), (Coord{99, 1}));  // G: last quarter of N from lane 96
 }
 
-// Row m of A is in the lane of row m of D, in every part of the lanes that has a part of N.
+// Row m of A is in the lane of row m of D, in every part of the lanes that holds a part of N.
 TEST(TensorMemory, LanesOfA) {
   const struct {
     DataPath path;
@@ -215,7 +214,7 @@ TEST(TensorMemory, LanesOfA) {
       for (int m = 0; m < m_count; ++m)
         for (int n = segment * (128 / segments); n < (segment + 1) * (128 / segments); ++n)
           ASSERT_EQ(a_lane(path, m_count, segment, m), accumulator_coord(path, 128, m, n).row);
-  // B: what tcgen05.cp.64x128b.warpx2::02_13 writes from row m.
+  // B: the lanes that tcgen05.cp.64x128b.warpx2::02_13 writes for row m.
   for (int m = 0; m < 64; ++m)
     for (int segment = 0; segment < 2; ++segment)
       EXPECT_EQ(a_lane(DataPath::two, 64, segment, m), copy_lanes(CopyShape::b64x128_02_13, m)[size_t(segment)]);
@@ -234,7 +233,7 @@ TEST(TensorMemory, LoadAndStoreShapesCoverTheirBlockOnce) {
   }
 }
 
-// Figures of "Data Movement Shape": which thread holds the first words of each shape.
+// Figures of "Data Movement Shape": the threads that hold the first words of each shape.
 TEST(TensorMemory, LoadAndStoreShapesMatchTheFigures) {
   EXPECT_EQ(tmem_fragment(TmemShape::b32x32, 17, 3), (Coord{17, 3}));
   EXPECT_EQ(tmem_fragment(TmemShape::b16x64, 1, 0), (Coord{8, 0}));  // .16x64b: T0 row 0, T1 row 8, T2 row 0 column 1
@@ -264,7 +263,7 @@ TEST(TensorMemory, CopyShapes) {
   EXPECT_EQ(copy_lanes(CopyShape::b64x128_01_23, 40), (std::array<int, 4>{72, 104, -1, -1}));  // quarters 2 and 3
 }
 
-// One 32x128b.warpx4 copy of a 512-byte tile brings every scale to the place where the instruction reads it.
+// One 32x128b.warpx4 copy of a 512-byte tile moves every scale to the position where the instruction reads it.
 TEST(TensorMemory, ScaleTileAndScaleCoordinatesAgree) {
   for (int row = 0; row < 128; ++row)
     for (int block = 0; block < 4; ++block) {
@@ -274,7 +273,7 @@ TEST(TensorMemory, ScaleTileAndScaleCoordinatesAgree) {
     }
 }
 
-// Table "Instruction descriptor": fields of kind::f16 and of kind::mxf4nvf4, each at its bits.
+// Table "Instruction descriptor": positions of the fields of kind::f16 and of kind::mxf4nvf4.
 TEST(InstructionDescriptor, Fields) {
   const uint32_t d = instruction_descriptor({.m = 128, .n = 256, .type = Half::bf16, .b_major = Major::mn});
   EXPECT_EQ(d >> 4 & 3, 1u);   // accumulator F32

@@ -1,4 +1,4 @@
-// What the emulator's tests share: running a kernel over seeds and policies, and checking that a finding names a line.
+// Shared by the emulator's tests: runs a kernel over seeds and policies, and checks that a finding names a line.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -21,13 +21,13 @@ inline emu::Options options_for(uint64_t seed) {
   return o;
 }
 
-/// How many seeds a test takes that usually takes so many: HOPWELL_EMULATOR_SCHEDULES times as many (make nightly).
+/// Number of seeds of a test: `usual` times HOPWELL_EMULATOR_SCHEDULES (make nightly).
 inline uint64_t schedules(uint64_t usual) {
   const char* times = std::getenv("HOPWELL_EMULATOR_SCHEDULES");
   return usual * std::max<uint64_t>(1, times ? std::strtoull(times, nullptr, 10) : 1);
 }
 
-/// No finding over `seeds` seeds, which take the three schedules in turn.
+/// Expects no finding over `seeds` seeds, which cycle through the three asynchronous policies.
 inline void expect_clean(const emu::LaunchShape& shape, const std::function<void()>& kernel, uint64_t seeds = 50) {
   for (uint64_t seed = 0; seed < schedules(seeds); ++seed) {
     const emu::Report report = emu::launch(shape, options_for(seed), kernel);
@@ -45,8 +45,8 @@ inline uint32_t marked_line(const std::string& file, const std::string& name) {
 
 inline std::string base_name(const std::string& path) { return path.substr(path.find_last_of('/') + 1); }
 
-/// Every one of a few seeds gives a finding of this kind whose text has `words`, and that names the marked line, as the
-/// place that noticed, as the earlier access, or (hangs) as where threads wait.
+/// Expects that each of a few seeds gives a finding of this kind whose text contains `words` and that names the marked
+/// line: as the place of the finding, as the earlier access, or (hangs) as the place where threads wait.
 inline void expect_finding(const emu::LaunchShape& shape, const std::function<void()>& kernel, emu::Kind kind,
                            const std::string& words, const std::string& mark,
                            std::source_location here = std::source_location::current()) {

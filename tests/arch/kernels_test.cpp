@@ -1,5 +1,5 @@
-// The kernels of tests/arch/kernels: right numbers against fp64, no finding over 50 seeds, and every synchronisation
-// call needed.
+// The kernels of tests/arch/kernels: correct results compared with fp64, no finding over 50 seeds, and every
+// synchronisation call is necessary.
 #include "kernels/kernels.hpp"
 
 #include <gtest/gtest.h>
@@ -26,10 +26,10 @@ std::vector<bf16> random_bf16(std::mt19937& random, size_t count) {
   return v;
 }
 
-/// The larger error; a NaN stays.
+/// The larger error; NaN stays NaN.
 double worse(double worst, double error) { return std::isnan(worst) || error <= worst ? worst : error; }
 
-/// A kernel with its inputs; run() gives the largest error of its outputs against fp64.
+/// A kernel with its inputs. run() returns the largest error of its outputs compared with fp64.
 struct Subject {
   std::string name;
   std::function<double()> run;
@@ -64,7 +64,7 @@ Subject gather_subject(int cta_group) {
   std::mt19937 random(2);
   const auto a = random_bf16(random, keys * k), b = random_bf16(random, n * k);
   std::vector<int> rows(size_t(m), 0);
-  for (int& r : rows) r = int(random() % 44) - 2;  // some outside: zeros
+  for (int& r : rows) r = int(random() % 44) - 2;  // some out of range: zeros
   return {"tcgen05_gather_gemm, cta_group " + std::to_string(cta_group),
           [=] {
             std::vector<float> c(size_t(m * n), NAN);
@@ -192,7 +192,7 @@ std::vector<Subject> subjects() {
   return {wgmma_subject(), gather_subject(1), gather_subject(2), nvfp4_subject(), flow_subject(3)};
 }
 
-/// One test for every kernel, so that they run side by side.
+/// One test per kernel, so that they run in parallel.
 class Kernels : public testing::TestWithParam<size_t> {};
 
 TEST_P(Kernels, RightAndCleanOverFiftySeeds) {
@@ -205,7 +205,7 @@ TEST_P(Kernels, RightAndCleanOverFiftySeeds) {
   }
 }
 
-// A block of 64 keys with 384 threads and 116 tensor-core operations; the bar is 6 ms on one core.
+// A block of 64 keys with 384 threads and 116 tensor-core operations. The target is 6 ms on one core.
 TEST(BackwardFlow, RightCleanAndFast) {
   constexpr int kBlocks = 6;
   const Subject subject = flow_subject(kBlocks);
@@ -221,7 +221,7 @@ TEST(BackwardFlow, RightCleanAndFast) {
   std::printf("mla_backward_flow: %.2f ms of one core a block of 64 keys, checker on\n", best);
 }
 
-// What a block of 64 keys asks for: the difference that one block more makes.
+// Demand of a block of 64 keys: the difference between two launches that differ by one block.
 TEST(BackwardFlow, AsksForWhatItsShapesSay) {
   const auto count = [](int blocks) {
     const emu::WorkCount work(emu::kB200);
@@ -232,7 +232,7 @@ TEST(BackwardFlow, AsksForWhatItsShapesSay) {
   const emu::Work one = count(1), two = count(2);
   EXPECT_EQ(two.products - one.products, 116U);
   EXPECT_EQ(two.operand_bytes - one.operand_bytes, 589824U);
-  EXPECT_DOUBLE_EQ(two.tensor_cycles - one.tensor_cycles, 589824.0 / 128);  // operands bind every product here
+  EXPECT_DOUBLE_EQ(two.tensor_cycles - one.tensor_cycles, 589824.0 / 128);  // operand reads bound every product here
   EXPECT_EQ(two.gathers - one.gathers, 16U * 9);                            // of four rows, for each panel of 64
   EXPECT_EQ(two.copied_bytes - one.copied_bytes, 64U * 576 * 2);
   EXPECT_EQ(two.tmem_loaded - one.tmem_loaded, (2 * 64 + 576) * 64U * 4);  // S, dP, dK
@@ -240,7 +240,7 @@ TEST(BackwardFlow, AsksForWhatItsShapesSay) {
   EXPECT_EQ(two.added_bytes - one.added_bytes + two.added_scalars - one.added_scalars, 576U * 64 * 4);
 }
 
-// The times of a recording follow from the kernel's barriers, not from the order in which the emulator took its threads.
+// The times of a recording follow from the kernel's barriers, not from the order in which the emulator ran its threads.
 TEST_P(Kernels, HaveTheSameTimelineUnderEverySchedule) {
   const Subject subject = subjects()[GetParam()];
   std::vector<double> ends;
@@ -256,7 +256,8 @@ TEST_P(Kernels, HaveTheSameTimelineUnderEverySchedule) {
   }
 }
 
-// Leaves out one synchronisation call of the source at a time: some seed must notice, by a finding or by wrong numbers.
+// Leaves out one synchronisation call of the source at a time. Some seed must detect it, by a finding or by wrong
+// results.
 TEST_P(Kernels, EverySynchronisationCallIsNeeded) {
   const Subject subject = subjects()[GetParam()];
   std::vector<emu::SynchronisationCount> counts;

@@ -1,4 +1,4 @@
-// Rows of neighbouring queries merged on the emulator, against the union of multisets that counts keys in a map.
+// Merges index rows of adjacent queries on the emulator and compares with the union of multisets counted in a map.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -20,12 +20,12 @@ namespace {
 struct Problem {
   std::string name;
   int members, groups, topk, s_kv;
-  int shared = 60;  // per cent of entries that are the row's before, at most
+  int shared = 60;  // maximum percentage of entries shared with the previous row
   bool lengths = false, ranges = false, positions = false;
   float most = 1;
 };
 
-// What becomes of a group. `length`: 0 where it is not merged.
+// Result for a group. `length`: 0 if it is not merged.
 enum class Verdict { left_at_first_look, left_after_count, merged };
 struct Union {
   std::vector<int> keys;
@@ -42,7 +42,7 @@ class Rows {
       const bool repeats = below(3) == 0;
       for (int i = 0; i < problem.topk; ++i) {
         const bool shared = query > 0 && below(100) < problem.shared;
-        const bool again = repeats && i > 0 && below(2) == 0;  // an entry of the row itself
+        const bool again = repeats && i > 0 && below(2) == 0;  // repeats an entry of the same row
         indices_.push_back(shared  ? indices_[indices_.size() - size_t(problem.topk)]
                            : again ? indices_[indices_.size() - 1 - size_t(below(i))]
                                    : below(problem.s_kv + problem.s_kv / 8 + 4) - problem.s_kv / 16 - 2);
@@ -65,7 +65,7 @@ class Rows {
 
   struct Merged {
     arch::emu::Report report;
-    std::vector<int> keys, lengths;  // with one more of each, which nobody may write
+    std::vector<int> keys, lengths;  // with one more element each, which nothing may write
     std::vector<uint8_t> holders;
   };
   [[nodiscard]] Merged merge(const arch::emu::Options& options) const {
@@ -83,7 +83,7 @@ class Rows {
     return merged;
   }
 
-  // Whether the group is what it should be; of one that is not merged only its length counts.
+  // Whether the group's result is as expected. For a group that is not merged only the length is compared.
   [[nodiscard]] bool is_union(const Merged& merged, int group, const Union& expected) const {
     const auto first = std::ptrdiff_t(size_t(group) * capacity());
     return merged.lengths[size_t(group)] == expected.length &&
@@ -97,7 +97,7 @@ class Rows {
     return true;
   }
 
-  // Returns what became of the groups.
+  // Returns the results of the groups.
   std::map<Verdict, int> expect_union(const arch::emu::Options& options) const {
     const Merged merged = merge(options);
     EXPECT_TRUE(merged.report.clean()) << merged.report.text();
@@ -120,8 +120,9 @@ class Rows {
   [[nodiscard]] size_t capacity() const { return size_t(problem_.members * problem_.topk); }
   int below(int n) { return int(random_() % uint64_t(n)); }
 
-  // Of the keys that a CTA has bits for at a time: the first of each key of any member in ascending order, then what is
-  // second in a row, and so on. Who holds a key for the nth time is who has it n times.
+  // Expected union. For each range of keys with bits: first occurrences of every key of any member, ascending, then
+  // second occurrences in a row, and so on. The member mask of an nth occurrence has the members that have the key at
+  // least n times.
   Union union_of(int group) const {
     std::map<int, std::array<int, kMostMembers>> counts;
     std::array<int, kMostMembers> entries{};
@@ -165,7 +166,7 @@ class Rows {
     return result;
   }
 
-  // Entries that name a sampled key, and the slots of these.
+  // Entries with a sampled key, and the slots of these.
   [[nodiscard]] bool is_left_at_first_look(const std::map<int, std::array<int, kMostMembers>>& counts) const {
     std::set<uint32_t> slots;
     int entries = 0;
@@ -228,7 +229,7 @@ TEST_P(MergeRows, AreTheUnionUnderManySchedules) {
 INSTANTIATE_TEST_SUITE_P(All, MergeRows, testing::ValuesIn(kProblems),
                          [](const auto& info) { return info.param.name; });
 
-// Leaves out one synchronisation call at a time: groups whose keys take several rounds, left or merged, must notice.
+// Leaves out one synchronisation call at a time. Groups whose keys take several rounds, merged or not, must detect it.
 TEST(MergeRowsMutants, EverySynchronisationCallIsNeeded) {
   std::vector<Rows> all;
   for (const Problem& problem : kProblems)
@@ -258,8 +259,8 @@ TEST(MergeRowsMutants, EverySynchronisationCallIsNeeded) {
   }
 }
 
-// There are groups that are merged, and some that are not: for a member without a key, or as the union is too long, which
-// is seen at first or only by the count.
+// Some groups are merged and some are not: because of a member without a key, or because the union is too long, which
+// the sample or only the count detects.
 TEST(MergeRowsProblems, HaveGroupsOfAllKinds) {
   for (const Problem& problem : kProblems) {
     std::map<Verdict, int> verdicts;
@@ -273,8 +274,8 @@ TEST(MergeRowsProblems, HaveGroupsOfAllKinds) {
   }
 }
 
-// What a first look leaves, a count would leave, too, but near the limit: four rows of 2,048 keys whose union is `share` of
-// their entries, of random keys.
+// A group that the sample rejects would also be rejected by the count, except near the limit. Four rows of 2,048 random
+// keys whose union is `share` of their entries.
 double left_at_first_look(double share, float most) {
   constexpr int kRows = 4, kKeys = 2048, kTrials = 400;
   std::mt19937_64 random(7);
@@ -295,7 +296,7 @@ double left_at_first_look(double share, float most) {
 }
 TEST(MergeRowsFirstLook, LeavesWhatIsClear) {
   EXPECT_EQ(left_at_first_look(1, 0.6F), 1);
-  EXPECT_GT(left_at_first_look(0.684, 0.6F), 0.85);  // what random rows of 8,192 keys share
+  EXPECT_GT(left_at_first_look(0.684, 0.6F), 0.85);  // the share of random rows of 8,192 keys
   EXPECT_LT(left_at_first_look(0.6, 0.6F), 0.06);
   EXPECT_EQ(left_at_first_look(0.5, 0.6F), 0);
   EXPECT_EQ(left_at_first_look(0.25, 0.6F), 0);

@@ -1,4 +1,4 @@
-// A mutant in a process of its own: one that crashes or hangs is noticed like any other, and ends nothing but itself.
+// Runs a mutant in a separate process, so that a crash or hang is detected and affects only that process.
 #pragma once
 
 #include <sys/resource.h>
@@ -18,31 +18,32 @@
 
 namespace hopwell::arch::test {
 
-/// What became of a mutant. `how` is empty if its run came to an end of its own, and otherwise says how it ended.
+/// Result of a mutant. `how` is empty if its run ended normally, else it describes the end.
 struct Verdict {
   bool noticed;
   std::string how;
 };
 
-/// Processor time that a mutant may take before it counts as one that hangs.
+/// Processor time after which a mutant counts as hanging.
 inline constexpr unsigned kMutantSeconds = 240;
 
-/// Runs `notices` in a child process and says whether it gave true; a child that crashes, throws or hangs is noticed too.
+/// Runs `notices` in a child process and returns whether it returned true. A child that crashes, throws or hangs counts
+/// as true.
 inline Verdict in_child(const std::function<bool()>& notices, unsigned seconds = kMutantSeconds) {
   enum : int { kUnnoticed = 0, kNoticed = 80, kThrew = 81 };
-  // Debug information is read here, once, and not by every child that has a finding.
+  // Reads debug information once in the parent, not in every child with a finding.
   [[maybe_unused]] static const emu::CallSite somewhere = [] {
     emu::SiteTable places;
     return places.resolve(places.intern_address(reinterpret_cast<const void*>(&in_child)));
   }();
-  std::fflush(nullptr);  // what is buffered belongs to the parent
+  std::fflush(nullptr);  // buffered output belongs to the parent
   const pid_t child = fork();
   if (child < 0) throw std::system_error(errno, std::generic_category(), "fork");
   if (child == 0) {
     const rlimit time{seconds, seconds + 10}, core{0, 0};
     setrlimit(RLIMIT_CPU, &time);
     setrlimit(RLIMIT_CORE, &core);
-    alarm(20 * seconds);  // for one that waits without using any
+    alarm(20 * seconds);  // for a mutant that waits without using processor time
     try {
       _exit(notices() ? kNoticed : kUnnoticed);
     } catch (const std::exception& error) {

@@ -1,5 +1,5 @@
-// Operators' kernels on the emulator, through the public interface: right and without findings under many schedules, and
-// no synchronisation call of a kernel can be left out unnoticed.
+// The operators' kernels on the emulator, through the public interface: correct and without findings under many
+// schedules, and the tests detect it if any synchronisation call of a kernel is left out.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -20,15 +20,15 @@ namespace {
 
 using arch::emu::Session;
 
-// A kernel, or a few that belong together, and the cases that reach all of its synchronisation calls again and again.
+// A kernel, or a few related kernels, and the cases that reach all of its synchronisation calls repeatedly.
 struct Subject {
   std::string name, backend;
   cases::Suite (*suite)();
   std::vector<std::string> cases;
   uint64_t schedules;
-  size_t calls;                           // synchronisation calls that there are at least
-  std::string folder = "";                // whose calls count, where a case runs another operator's kernels too
-  const char* multiprocessors = nullptr;  // of the emulated device, where the usual number is not enough
+  size_t calls;                           // minimum number of synchronisation calls
+  std::string folder = "";                // only its calls count, if a case runs another operator's kernels too
+  const char* multiprocessors = nullptr;  // of the emulated device, if the usual number is too small
 
   [[nodiscard]] cases::Case case_named(const std::string& wanted) const {
     for (const cases::Case& c : suite().cases)
@@ -38,7 +38,7 @@ struct Subject {
   friend std::ostream& operator<<(std::ostream& to, const Subject& subject) { return to << subject.backend; }
 };
 
-// A subject's cases with their inputs and what is expected, which are made once, for all runs.
+// A subject's cases with inputs and expected results, made once for all runs.
 struct Prepared {
   cases::Case c;
   cases::Instance instance;
@@ -52,8 +52,8 @@ std::list<Prepared> prepare_cases(const Subject& subject) {
   return prepared;
 }
 
-// Runs a case under two schedules, one for each of its calls. In the second one CTA 0 of a cluster is late: what others take
-// from it they must have waited for.
+// Runs a case under two schedules, one per call. In the second schedule CTA 0 of a cluster is late: other CTAs must
+// have waited for its data.
 cases::Report run_under_two(Session& session, uint64_t pair, Prepared& of_case, const std::string& backend) {
   const auto choose = [&](uint64_t seed, int late_cta) {
     const arch::emu::Options chosen = arch::test::options_for(seed);
@@ -64,13 +64,13 @@ cases::Report run_under_two(Session& session, uint64_t pair, Prepared& of_case, 
   return cases::run(of_case.c, of_case.instance, backend, [&] { choose(2 * pair + 1, 0); });
 }
 
-// A synchronisation call, and the cases that execute it, the shortest first.
+// A synchronisation call, and the cases that execute it, shortest first.
 struct Needed {
   arch::emu::SynchronisationCall call;
   std::vector<Prepared*> cases;
 };
 
-// Every synchronisation call that the cases execute.
+// All synchronisation calls that the cases execute.
 std::vector<Needed> calls_of(const Subject& subject, std::list<Prepared>& prepared) {
   std::vector<Needed> calls;
   std::map<const Prepared*, uint64_t> switches;
@@ -92,14 +92,14 @@ std::vector<Needed> calls_of(const Subject& subject, std::list<Prepared>& prepar
   return calls;
 }
 
-// Whether a case that executes this call fails or gives a finding without it.
+// Whether a case that executes this call fails or has a finding without it.
 bool noticed_without(const Subject& subject, const Needed& needed) {
   for (uint64_t pair = 0; pair < 3; ++pair) {
     for (Prepared* of_case : needed.cases) {
       arch::emu::Options options;
       options.leave_out = needed.call;
       options.max_switches = 5'000'000;  // without a wait or an arrival, threads may poll for ever
-      options.throw_findings = true;     // the first finding is enough: it ends its launch and fails the case
+      options.throw_findings = true;     // ends the launch at its first finding, which is enough to fail the case
       Session session(options);
       if (!run_under_two(session, pair, *of_case, subject.backend).failures.empty()) return true;
     }
@@ -130,12 +130,12 @@ TEST_P(Operators, RightAndCleanUnderManySchedules) {
   }
 }
 
-// The multiprocessors of devices that a backend's machine code runs on: a slice of a GPU, a small and a large card.
+// Numbers of SMs of the devices on which a backend's machine code runs: a slice of a GPU, a small and a large card.
 std::vector<const char*> sizes_of_devices(const std::string& backend) {
   return {"8", "66", backend == "emu:sm90" ? "132" : "148"};
 }
 
-// Plans ask the device how many multiprocessors it has. One size at most may leave a case to another backend.
+// Plans depend on the number of SMs. At most one size may leave a case to another backend.
 TEST_P(Operators, RightOnDevicesOfAllSizes) {
   const std::vector<const char*> sizes = sizes_of_devices(GetParam().backend);
   for (Prepared& of_case : prepare_cases(GetParam())) {
@@ -169,7 +169,7 @@ TEST_P(Operators, EverySynchronisationCallIsNeeded) {
   }
 }
 
-// A backend that refuses what it took before, or takes what it refused, fails the cases.
+// A backend that supports fewer or more cases than recorded fails the cases.
 TEST(Refusals, AreThoseThatAreRecorded) {
   const Subject forward{"", "emu:sm80", cases::sparse_mla_forward, {}, 1, 0};
   cases::Case refused = forward.case_named("odd_widths"), taken = forward.case_named("topk_127");
@@ -183,8 +183,8 @@ TEST(Refusals, AreThoseThatAreRecorded) {
   EXPECT_NE(wider.failures.front().find("runs, although cases/refused.cpp"), std::string::npos);
 }
 
-// A key with an infinity has a score of −inf with every head and NaN with the zeros that stand for heads that do not exist.
-// Where the lse is +inf, as without a valid entry, the result is 0 whatever the score.
+// A key with an infinity has score −inf with every head, and NaN with the zeros of padding heads. If the lse is +inf,
+// as without a valid entry, the result is 0 for any score.
 TEST(AttentionDistributionSm80, InfiniteKeysCountForTheHeadsThatExist) {
   constexpr int kHeads = 5, kColumns = 64;
   constexpr bfloat16 kMinusOne{0xbf80}, kHalf{0x3f00}, kInfinity{0x7f80};
@@ -226,7 +226,7 @@ const Subject kSubjects[] = {
      {"d_qk_512_h_q_20", "large_scores_h_q_20", "lengths"},
      3,
      6},
-    // Groups that go round the ring, one after another on a CTA, references that move, and groups that are left alone.
+    // Groups that wrap around the ring, several per CTA, row_max changes, and ungrouped queries.
     {"sparse_mla_forward_sm90_groups",
      "emu:sm90",
      cases::sparse_mla_forward,
@@ -235,7 +235,7 @@ const Subject kSubjects[] = {
      3,
      12,
      "ops/sparse_mla_forward/"},
-    // References that move, keys that go round the ring, rows of all lengths.
+    // row_max changes, keys that wrap around the ring, rows of all lengths.
     {"sparse_mla_forward_sm100",
      "emu:sm100",
      cases::sparse_mla_forward,
@@ -248,7 +248,7 @@ const Subject kSubjects[] = {
      {"d_qk_512_h_q_100", "production", "large_scores_h_q_192"},
      6,
      35},
-    // Tiles of 32 heads and of 64, deterministic sums and as they come, with attn.
+    // Tiles of 32 heads and of 64, deterministic sums and atomic sums, with attn.
     {"sparse_mla_backward_sm80",
      "emu:sm80",
      cases::sparse_mla_backward,
@@ -256,7 +256,8 @@ const Subject kSubjects[] = {
      9,
      10,
      "ops/sparse_mla_backward/"},
-    // Two steps of keys, every output, deterministic sums; and three for more heads than one tile has, as they come.
+    // Two steps of keys, every output, deterministic sums; and three steps with more heads than one tile has, atomic
+    // sums.
     {"sparse_mla_backward_sm90",
      "emu:sm90",
      cases::sparse_mla_backward,
@@ -265,7 +266,7 @@ const Subject kSubjects[] = {
      20,
      "ops/sparse_mla_backward/"},
     {"sparse_mla_backward_sm90_pair", "emu:sm90", cases::sparse_mla_backward, {"h_q_70_invalid_indices"}, 12, 20},
-    // Groups of queries: rows with a key twice, which take two rounds; rows without a key, whose groups are left alone.
+    // Query groups: rows with a key twice, which take two rounds; rows without a key, whose groups are not merged.
     {"sparse_mla_backward_sm90_groups",
      "emu:sm90",
      cases::sparse_mla_backward,
@@ -279,8 +280,8 @@ const Subject kSubjects[] = {
      {"d_qk_64_h_q_130", "h_q_256", "lengths", "topk_2048_l1"},
      9,
      4},
-    // Two passes of heads, tiles that go round the ring, many queries a CTA, warpgroups that take turns at tiles round
-    // the ring, rows that are not aligned; rows as they are and in ascending order.
+    // Two passes of heads, tiles that wrap around the ring, many queries per CTA, warpgroups that alternate between
+    // tiles of the ring, unaligned rows; unsorted and sorted rows.
     {"attention_distribution_sm90",
      "emu:sm90",
      cases::attention_distribution,
@@ -294,7 +295,7 @@ const Subject kSubjects[] = {
      6,
      25,
      "ops/sparse_mla_backward/"},
-    // Slices of a query, and three steps one after the other.
+    // Slices of a query, and three consecutive steps.
     {"sparse_mla_backward_sm100_pair",
      "emu:sm100",
      cases::sparse_mla_backward,
@@ -302,7 +303,7 @@ const Subject kSubjects[] = {
      6,
      40,
      "ops/sparse_mla_backward/"},
-    // Two passes of heads, and stages that go round the ring; many queries a CTA.
+    // Two passes of heads, and stages that wrap around the ring; many queries per CTA.
     {"attention_distribution_sm100",
      "emu:sm100",
      cases::attention_distribution,
@@ -315,7 +316,7 @@ const Subject kSubjects[] = {
      {"group_key_h_q_4_h_kv_4_bf16", "lengths_out_of_range", "batch_of_70_h_kv_2"},
      8,
      9},
-    // So many CTAs share a row block that groups of warps take what they hand over.
+    // Many CTAs share a row block, so that groups of warps combine their partial results.
     {"paged_attention_merge_groups",
      "emu:sm80",
      cases::paged_attention,
@@ -351,7 +352,7 @@ const Subject kSubjects[] = {
       "large_group_many_tiles_bf16", "q_and_u_of_12_d_128_bf16"},
      8,
      6},
-    // Parts of a row of their own, one part of K and of V a tile, and heads side by side.
+    // Separate parts of a row, one part of K and of V per tile, and interleaved heads.
     {"paged_attention_mma_exact",
      "emu:sm80",
      cases::paged_attention,
@@ -365,8 +366,8 @@ const Subject kSubjects[] = {
      {"decoder_bf16_h32_h_kv_8_d128_vllm", "bias_hides_keys_from_some_vllm_bf16"},
      4,
      6},
-    // A cluster a row block, with wrong guesses of the lengths; of mma tiles the calls in the kernel's own file, since few
-    // of these warps have more tiles than stages.
+    // One cluster per row block, with wrong estimates of the lengths. Of the mma tiles only the calls in the kernel's
+    // own file, because few of these warps have more tiles than stages.
     {"paged_attention_cluster_key_major",
      "emu:sm90",
      cases::paged_attention,
@@ -388,17 +389,25 @@ const Subject kSubjects[] = {
       "wide_range_x_n_5", "n_16_blocked"},
      3,
      8},
-    // Clusters, slots of x and rings that go round; several warpgroups for a tile in one CTA.
+    // Clusters, slots of x and rings that wrap around; several warpgroups per tile in one CTA.
     {"nvfp4_linear_sm90", "emu:sm90", cases::nvfp4_linear, {"longer_k_n_10", "nan_scales_n_4"}, 3, 10},
-    // Shares of a cluster and of warpgroups, whose ring goes round; shares of warpgroups alone; one CTA's tiles round the ring.
+    // Split K over a cluster and over warpgroups, with a ring that wraps around; split K over warpgroups alone; tiles
+    // of one CTA that wrap around the ring.
     {"nvfp4_linear_sm90_matmul",
      "emu:sm90",
      cases::nvfp4_linear,
      {"n_40_cluster", "huge_x_n_33", "non_finite_x_n_1200"},
      3,
      14},
+    // Stages round the ring, in CTAs of one chunk and of several.
+    {"nvfp4_linear_backward",
+     "emu:sm80",
+     cases::nvfp4_linear_backward,
+     {"longer_chunks", "n_16_chunks_of_a_cta"},
+     3,
+     3},
     {"nvfp4_gemv", "emu:sm80", cases::nvfp4_gemv, {"many_tiles_blocked"}, 8, 4},
-    // Steps that go round the ring, scales with signs and without, clusters; blocked scales that end in NaN.
+    // Steps that wrap around the ring, scales with and without signs, clusters; blocked scales that end in NaN.
     {"nvfp4_gemv_sm100", "emu:sm100", cases::nvfp4_gemv, {"longer_k", "tail_blocked", "many_tiles_blocked"}, 8, 15},
     // Codes decoded to a workspace that the next kernel reads.
     {"nvfp4_matmul", "emu:sm80", cases::nvfp4_matmul, {"few_rows_of_a", "few_rows_of_b"}, 4, 3},
@@ -409,7 +418,7 @@ const Subject kSubjects[] = {
      {"few_rows_of_a", "longer_k", "long_k_40_rows_of_a"},
      4,
      15},
-    // Pairs alone and in clusters, round the ring, with negative scales.
+    // Pairs alone and in clusters, wrapping around the ring, with negative scales.
     {"nvfp4_matmul_sm100_pairs",
      "emu:sm100",
      cases::nvfp4_matmul,
@@ -417,18 +426,18 @@ const Subject kSubjects[] = {
      4,
      15},
     {"nvfp4_quantize", "emu:sm80", cases::nvfp4_quantize, {"basic", "blocked", "bf16"}, 8, 2},
-    // As much as two multiprocessors keep.
+    // The maximum size for two SMs.
     {"nvfp4_quantize_one_pass", "emu:sm80", cases::nvfp4_quantize, {"one_pass_bf16"}, 3, 10, "", "2"},
-    // Parts of many heads, which go round the ring; two warps that select, among ties; a row in two parts; CTAs that share
-    // what queries see.
+    // Tiles of many heads, which wrap around the ring; two warps that select among ties; a row in two parts; CTAs that
+    // split the visible keys.
     {"lightning_indexer",
      "emu:sm80",
      cases::lightning_indexer,
      {"many_heads", "topk_64_exact", "longest_row_exact", "documents", "no_relu"},
      6,
      6},
-    // Parts of many heads, which go round the ring; clusters that select, and CTAs of several warps, with a sample and with
-    // ties; CTAs that share what queries see, and those that do where queries see everything, without the relu.
+    // Tiles of many heads, which wrap around the ring; clusters that select, and CTAs of several warps, with a sample
+    // and with ties; CTAs that split the visible keys, and CTAs of queries that see all keys, without relu.
     {"lightning_indexer_sm90",
      "emu:sm90",
      cases::lightning_indexer,
@@ -443,8 +452,8 @@ const Subject kSubjects[] = {
      3,
      7},
     {"lightning_indexer_backward_sm90", "emu:sm90", cases::lightning_indexer_backward, {"basic", "many_heads"}, 3, 12},
-    // Groups of queries: tiles round the rings, queries that begin at other keys and those that add one by one, without the relu
-    // too, where the entries wait for no signs.
+    // Query groups: tiles that wrap around the rings, queries with different first keys, queries that add one by one;
+    // also without relu, where the entries wait for no signs.
     {"lightning_indexer_backward_sm90_groups",
      "emu:sm90",
      cases::indexer_dense_loss,

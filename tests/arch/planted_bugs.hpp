@@ -1,5 +1,6 @@
-// What tests of planted bugs share: small kernels, right when `bug` is 0, with one mistake otherwise. Every mistake must be
-// found under every schedule, by a finding of the right kind that names the right line (the one that ends with "// @name").
+// Shared by the tests of planted bugs: small kernels that are correct when `bug` is 0 and have one mistake otherwise.
+// Every mistake must be found under every schedule, by a finding of the right kind that names the right line (the line
+// that ends with "// @name").
 #pragma once
 
 #include "harness.hpp"
@@ -23,7 +24,7 @@ struct Planted {
 };
 inline int planted_in_all = 0;
 
-/// The right kernel is clean over 50 seeds; every planted bug is found, with its line in the file of the call.
+/// The correct kernel is clean over 50 seeds; every planted bug is found, with its line in the file of the call.
 inline void plant(const emu::LaunchShape& shape, const std::function<void(int)>& kernel,
                   const std::vector<Planted>& bugs, std::source_location here = std::source_location::current()) {
   test::expect_clean(shape, [&] { kernel(0); });
@@ -42,9 +43,9 @@ struct Shared {
 inline emu::LaunchShape shape(uint32_t threads, uint32_t ctas = 1) {
   return {{ctas, 1, 1}, {threads, 1, 1}, {ctas, 1, 1}, sizeof(Shared)};
 }
-alignas(128) inline std::array<uint32_t, 16384> global;  // whatever kernels load from and store to
+alignas(128) inline std::array<uint32_t, 16384> global;  // source and destination of the kernels' loads and stores
 
-/// Operands in `global`: boxes of so many rows of 64 columns.
+/// Operands in `global`: boxes of `rows` rows of 64 columns.
 inline TensorMap operand_map(uint32_t rows = 64) {
   return make_tensor_map({.address = global.data(),
                           .element = TensorElement::bf16,

@@ -1,4 +1,4 @@
-// Planted bugs of what only Blackwell has.
+// Planted bugs in instructions that only Blackwell has.
 #include "planted_bugs.hpp"
 
 #include <numeric>
@@ -97,7 +97,7 @@ TEST(Planted, TensorMemory) {
       EXPECT_FALSE(emu::launch(shape(128), test::options_for(seed), [&] { tensor_tile(bug); }).clean()) << bug;
 }
 
-// Registers that a load without its wait leaves behind: on the stack of the emulator's process.
+// Registers of a load without a wait: on the stack of the emulator's process.
 HOPWELL_NO_INLINE uint32_t loaded_word(uint32_t address, bool wait) {
   uint32_t r[32];
   tmem_load<TmemShape::b32x32>(r, address);  // @fr-load
@@ -127,7 +127,7 @@ void unwaited_loads(int bug) {
   for (int i = 0; i < (bug == 3 ? 2 : 1); ++i) word = word + loaded_word(mine, bug == 0 || bug > 3);
   if (bug == 1) tmem_wait_load();
   if (bug != 3) {
-    EXPECT_EQ(use_the_stack(t), uint32_t(t));  // what a dead frame was to hold must not come back
+    EXPECT_EQ(use_the_stack(t), uint32_t(t));  // values for a dead frame must not be written
   }
   if (bug == 4) tmem_load<TmemShape::b32x32>(r, mine);  // @fr-last
   if (bug == 5) {
@@ -144,14 +144,14 @@ TEST(Planted, LoadsWithoutTheirWait) {
   plant(shape(128), unwaited_loads,
         {
             {1, Kind::pending, "no tcgen05.wait::ld after it", "fr-load"},  // the function returned
-            {2, Kind::pending, "no tcgen05.wait::ld after it", "fr-load"},  // and another one has its stack
+            {2, Kind::pending, "no tcgen05.wait::ld after it", "fr-load"},  // another function uses its stack
             {3, Kind::pending, "no tcgen05.wait::ld after it", "fr-load"},  // loaded again
             {4, Kind::pending, "exits with a tcgen05.ld", "fr-last"},
             {5, Kind::pending, "used for something else", "fr-written"},
         });
 }
 
-// Products that share operands out of collector buffers.
+// Products that reuse operands in collector buffers.
 void collectors(int bug) {
   auto& s = dynamic_smem<Shared>();
   const int t = thread_index();
@@ -192,7 +192,7 @@ void collectors(int bug) {
     tcgen05_mma_f16<1, use>(d, a, b, instruction, bug != 8);          // @co-use
     tcgen05_mma_f16<1, lastuse>(d, last, b, kInstruction, true);      // @co-other
     tcgen05_mma_ws_f16<fill, 1>(d + 128, a, b, kInstruction, false);  // @co-ws-fill
-    tcgen05_mma_ws_f16(d + 192, a, b, kInstruction, false);           // gives up b0, which is another buffer
+    tcgen05_mma_ws_f16(d + 192, a, b, kInstruction, false);           // discards b0, which is another buffer
     if (bug == 10) tcgen05_mma_ws_f16<discard, 1>(d + 192, a, b, kInstruction, true);  // @co-ws-discard
     if (bug == 11)
       tcgen05_mma_ws_f16<use, 2>(d + 128, a, b, kInstruction, true);  // @co-ws-two
@@ -223,7 +223,7 @@ TEST(Planted, Collectors) {
   for (int bug : {8, 12}) test::expect_clean(shape(64), [&] { collectors(bug); }, 6);  // the other operand may change
 }
 
-// A in tensor memory, in both halves of the lanes: for M 128 of a pair, and two products side by side with .ws.
+// A in tensor memory, in both halves of the lanes: for M 128 of a pair, and two products at once with .ws.
 template <int kCtaGroup>
 void a_in_both_halves(int bug) {
   auto& s = dynamic_smem<Shared>();
@@ -293,10 +293,10 @@ TEST(Planted, AInBothHalvesOfTheLanes) {
             {7, Kind::tensor_memory, "the address of A names lane 64", "bh-ws"},
         });
   for (int bug : {2, 5})
-    test::expect_clean(shape(128), [&] { a_in_both_halves<1>(bug); }, 6);  // each half may be its own
+    test::expect_clean(shape(128), [&] { a_in_both_halves<1>(bug); }, 6);  // each half may have its own
 }
 
-// Four rows for both CTAs of a cluster, twice into the same place.
+// Gathers four rows for both CTAs of a cluster, twice into the same buffer.
 void gather_for_both(int bug) {
   const TensorMap rows = operand_map(1);
   auto& s = dynamic_smem<Shared>();
@@ -421,7 +421,7 @@ TEST(Planted, BlockScaledPair) {
             {6, Kind::uninitialized, "the accumulation into D", "bp-mma"},
             {7, Kind::deadlock, "mbarrier", "bp-wait"},
         });
-  for (uint64_t seed = 0; seed < 6; ++seed)  // what of the peer's is missed first depends on the schedule
+  for (uint64_t seed = 0; seed < 6; ++seed)  // which of the peer's data is missed first depends on the schedule
     EXPECT_FALSE(emu::launch(shape(128, 2), test::options_for(seed), [] { block_scaled_pair(2); }).clean()) << seed;
 }
 

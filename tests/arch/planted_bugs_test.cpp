@@ -1,4 +1,4 @@
-// Planted bugs of what Hopper and earlier chips have.
+// Planted bugs in instructions of Hopper and earlier GPUs.
 #include "planted_bugs.hpp"
 
 #include <cstdio>
@@ -46,9 +46,9 @@ TEST(Planted, CpAsync) {
             {1, Kind::race, "no cp.async.wait_group", "cp-read"},  // copies never committed
             {2, Kind::race, "no cp.async.wait_group", "cp-read"},  // waits for one group too few
             {3, Kind::race, "no cp.async.wait_group", "cp-read"},  // no wait
-            {4, Kind::race, "cp.async of", "cp-read"},             // no barrier: others' copies
+            {4, Kind::race, "cp.async of", "cp-read"},             // no barrier: copies of other threads
             {5, Kind::bounds, "src-size 20 exceeds cp-size 16", "cp-copy"},
-            {6, Kind::race, "not ordered after the read by", "cp-copy"},  // overwrites what others still read
+            {6, Kind::race, "not ordered after the read by", "cp-copy"},  // overwrites data still being read
         });
   const auto unwaited = [] {
     cp_async(shared_address(&dynamic_smem<Shared>().words[size_t(thread_index() * 4)]), &global[0]);
@@ -61,7 +61,7 @@ TEST(Planted, CpAsync) {
   }
 }
 
-// Threads count together, then read each other's counts, then count again.
+// Threads count together, read each other's counts, then count again.
 void shared_counts(int bug) {
   auto& s = dynamic_smem<Shared>();
   const int t = thread_index();
@@ -198,7 +198,7 @@ void wgmma_pipeline(int bug) {
   if (t >= 128) return;
   float d[32];
   uint64_t operand = wgmma_descriptor({Swizzle::bytes128, 16, 1024});
-  if (bug == 10) operand |= uint64_t{1} << 46;  // the version bit of another generation
+  if (bug == 10) operand |= uint64_t{1} << 46;  // version bit of another generation
   for (int step = 0; step < 4; ++step) {
     const int stage = step % 2;
     if (bug != 11) mbarrier_wait(s.full[stage], uint32_t(step / 2));  // @wg-full
@@ -231,7 +231,7 @@ TEST(Planted, TmaAndWgmma) {
             {15, Kind::race, "not ordered after the read by wgmma", "wg-load-a"},
             {17, Kind::deadlock, "128 of 128 arrivals missing", "wg-empty"},
         });
-  for (int bug : {3, 4, 16})  // which of the finding's kinds it is depends on who comes first
+  for (int bug : {3, 4, 16})  // the kind of the finding depends on which thread comes first
     for (uint64_t seed = 0; seed < 6; ++seed)
       EXPECT_FALSE(emu::launch(shape(256), test::options_for(seed), [&] { wgmma_pipeline(bug); }).clean()) << bug;
 }
@@ -284,7 +284,7 @@ TEST(Planted, ProxiesAndBulkStores) {
     EXPECT_FALSE(emu::launch(shape(128), test::options_for(seed), [] { thread_written(2); }).clean());
 }
 
-// What PTX does not say and the hardware refuses: see certify/refused.cu.
+// Rules that PTX does not state but the hardware enforces: see certify/refused.cu.
 void coordinates_and_vectors(int bug) {
   const TensorMap map = make_tensor_map({.address = global.data() + 8192,
                                          .element = TensorElement::f32,
@@ -347,7 +347,7 @@ void cluster_exchange(int bug) {
     mbarrier_wait_cluster(s.full[0], 0);          // @cl-wait
   volatile uint32_t v = s.words[size_t(31 - t)];  // @cl-read
   (void)v;
-  // A bulk copy to the peer, of what this CTA has got.
+  // A bulk copy to the peer of the data that this CTA has received.
   if (bug != 6) fence_proxy_async();
   syncwarp();
   if (t == 0) mbarrier_arrive_expect_tx(s.full[1], bug == 7 ? 256 : 128);
@@ -390,7 +390,7 @@ TEST(Planted, Clusters) {
       EXPECT_FALSE(emu::launch(shape(32, 2), test::options_for(seed), [&] { cluster_exchange(bug); }).clean()) << bug;
 }
 
-// Threads that fall two phases behind, or four, and wait for a parity that has come round.
+// Threads that fall two or four phases behind and wait for a parity that has come around again.
 void phases_behind(int bug) {
   auto& s = dynamic_smem<Shared>();
   const int t = thread_index();
@@ -417,7 +417,7 @@ TEST(Planted, LappedThreads) {
 }  // namespace
 }  // namespace hopwell::arch
 
-// Fails, too, if bugs have got lost: of all tests together.
+// Also fails if the total number of planted bugs over all tests is too small.
 int main(int argc, char** argv) {
   using hopwell::arch::planted_in_all;
   std::mt19937 random(1);  // operands: bf16 around one

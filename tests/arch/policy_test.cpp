@@ -1,4 +1,4 @@
-// The points on which PTX is silent: with the strict default a finding, with the switch turned none.
+// Points on which PTX is silent: a finding with the strict default, no finding with the switch turned off.
 #include <gtest/gtest.h>
 
 #include "arch/sm100/tcgen05.hpp"
@@ -61,7 +61,7 @@ TEST(Policy, ProxyFenceOnTheWritersSide) {
         auto& s = dynamic_smem<Shared>();
         for (int i = thread_index(); i < 2048; i += 128) s.words[i] = 0;
         syncthreads();
-        fence_proxy_async();  // by the readers, who have only learned of the writes
+        fence_proxy_async();  // by the readers, who know of the writes only through the barrier
         multiply_from(s);
       },
       Kind::proxy, [](emu::Policy& p) { p.proxy_fence_on_writer_side = false; });
@@ -89,7 +89,8 @@ TEST(Policy, RemoteArrivalNeedsAWaitAtClusterScope) {
       Kind::race, [](emu::Policy& p) { p.remote_arrival_needs_cluster_wait = false; });
 }
 
-// Writes tensor memory by the tensor core, reads it by the warps, frees it; `fence_before` and `quarter` as asked for.
+// The tensor core writes tensor memory, the warps read it and free it; with or without fences and the quarter in the
+// address.
 void tensor_round_trip(bool fence_before, bool fence_after, bool named_quarter) {
   auto& s = dynamic_smem<Shared>();
   const int t = thread_index(), warp = t / 32;

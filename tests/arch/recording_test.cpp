@@ -1,4 +1,4 @@
-// Recorded launches: what small kernels do, counted by hand; times that follow from the chip's rates; the page.
+// Recorded launches: activity of small kernels, counted by hand; times that follow from the chip's rates; the page.
 #include "arch/emu/recording.hpp"
 
 #include <array>
@@ -72,7 +72,7 @@ TEST(BankConflicts, OfATransposeAreItsPitchs) {
     const LaunchRecord launch = recorded({{3, 1, 1}, {256, 1, 1}, {1, 1, 1}, size_t(32 * pitch * 4)},
                                          [&] { transpose(in.data(), out.data(), pitch); });
     for (size_t i = 0; i < 1024; ++i) ASSERT_EQ(out[i], in[i % 32 * 32 + i / 32]);
-    // 32 rows a CTA, 3 CTAs. A column of pitch 32 lies in one bank, of pitch 34 in 16 of the 32.
+    // 32 rows per CTA, 3 CTAs. A column with pitch 32 is in one bank, with pitch 34 in 16 of the 32 banks.
     const uint64_t rows = 3 * 32, more = pitch == 32 ? 31 : pitch == 34 ? 1 : 0;
     const emu::SharedLine &store = at_mark(launch, "tile_rows"), &load = at_mark(launch, "tile_columns");
     EXPECT_EQ(store.instruction, "store");
@@ -121,7 +121,7 @@ struct Ring {
   std::array<mbarrier, kStages> full, empty;
 };
 
-// Warp 0 has the copy engine bring five pieces through two stages; warp 1 adds them up.
+// Warp 0 copies five blocks through two stages with the copy engine; warp 1 adds them up.
 void sum_by_a_ring(const float* in, float* out) {
   auto& s = dynamic_smem<Ring>();
   const int lane = lane_index();
@@ -184,7 +184,7 @@ std::string name_at(size_t offset) {
   return name.str();
 }
 
-// The copies follow each other at the chip's rate until the ring is full; then each waits for the sum two steps before.
+// The copies are sequential at the chip's rate until the ring is full; then each waits for the sum two steps before.
 TEST(Recording, TimesFollowFromRatesAndBarriers) {
   const LaunchRecord launch = ring(2);
   const double copy = kStepBytes / kB200.gather_bytes;
@@ -200,7 +200,7 @@ TEST(Recording, TimesFollowFromRatesAndBarriers) {
     if (barrier.name == name_at(offsetof(Ring, empty))) empty = &barrier;
   }
   ASSERT_TRUE(full && empty);
-  // A sum takes 125 loads and a few instructions: less than a copy, so that copies never wait for long.
+  // A sum takes 125 loads and a few instructions: less than a copy, so copies never wait for long.
   EXPECT_NEAR(full->phases[1].end - full->phases[0].end, 2 * copy, 1);
   EXPECT_GT(empty->phases[0].end - full->phases[0].end, 125);
   EXPECT_LT(empty->phases[0].end - full->phases[0].end, 135);
@@ -259,7 +259,7 @@ TEST(Recording, MapsTensorMemory) {
                      emu::product_cycles(kB200, {128, 64, 1, false, false}));
   }
   EXPECT_EQ(of(Kind::operand).size(), 2U);  // the accumulations
-  ASSERT_EQ(of(Kind::read).size(), 4U);     // a warp each
+  ASSERT_EQ(of(Kind::read).size(), 4U);     // one per warp
   for (const emu::TensorMemoryUse& read : of(Kind::read)) {
     EXPECT_EQ(read.columns, 32U);
     EXPECT_GE(read.begin, of(Kind::product)[2].end);

@@ -1,4 +1,4 @@
-// Blackwell's copies, conversions and launch control on the emulator, one by one, against plain arithmetic.
+// Blackwell's copies, conversions and launch control on the emulator, one at a time, compared with plain arithmetic.
 #include "sm100_harness.hpp"
 
 #include <cmath>
@@ -92,12 +92,13 @@ TEST(Copies, Gather4AndScatter4) {
   for (int i = 0; i < 8; ++i) {
     EXPECT_EQ(to[size_t(5 * 16 + i)], from[size_t(30 * 16 + 8 + i)]);
     EXPECT_EQ(to[size_t(6 * 16 + i)], from[size_t(2 * 16 + 8 + i)]);
-    EXPECT_EQ(to[size_t(7 * 16 + i)], 0.f);  // the row that does not exist
+    EXPECT_EQ(to[size_t(7 * 16 + i)], 0.f);  // the row outside of the tensor
     EXPECT_EQ(to[size_t(5 * 16 + 8 + i)], -1.f);
   }
 }
 
-// Each CTA of a pair gathers four rows for both. With cta_group::2 the even CTA's mbarrier counts what comes to either.
+// Each CTA of a pair gathers four rows for both. With cta_group::2 the even CTA's mbarrier counts the bytes of both
+// CTAs.
 template <int kCtaGroup>
 void check_gather_multicast() {
   std::vector<float> from(32 * 16);
@@ -196,7 +197,7 @@ TEST(Conversions, EveryE4m3AndE2m1ValueRoundTrips) {
   for (int code = 0; code < 16; ++code) {
     const float value = emu::from_e2m1(uint8_t(code));
     EXPECT_EQ(pack_e2m1(value, -value), (code ^ 8) << 4 | code);
-    for (int place = 0; place < 8; ++place) {  // among its neighbours' other bits
+    for (int place = 0; place < 8; ++place) {  // with different bits in the other positions
       uint32_t pairs[4];
       unpack_e2m1((0x89abcdefu & ~(15u << 4 * place)) | uint32_t(code) << 4 * place, pairs);
       EXPECT_EQ(emu::from_fp16(uint16_t(pairs[place / 2] >> 16 * (place % 2))), value);
@@ -204,7 +205,7 @@ TEST(Conversions, EveryE4m3AndE2m1ValueRoundTrips) {
   }
 }
 
-// Rounding to nearest even against the nearest representable value, found by search.
+// Rounding to nearest even compared with the nearest representable value, found by search.
 TEST(Conversions, RoundToNearestEven) {
   std::mt19937 random(5);
   for (int i = 0; i < 20000; ++i) {

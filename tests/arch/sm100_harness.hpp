@@ -1,4 +1,4 @@
-// What the tests of Blackwell's instructions share.
+// Shared by the tests of Blackwell's instructions.
 #pragma once
 
 #include "harness.hpp"

@@ -1,5 +1,5 @@
-// Blackwell's tensor memory and products on the emulator, one by one, against plain arithmetic. (What Hopper has is
-// certified on hardware; see certify/.)
+// Blackwell's tensor memory and products on the emulator, one at a time, compared with plain arithmetic. (Hopper's
+// instructions are certified on hardware; see certify/.)
 #include "sm100_harness.hpp"
 
 #include <cmath>
@@ -15,7 +15,7 @@ namespace {
 
 // ---- loads and stores -----------------------------------------------------------------------------------------------
 
-// Stores a number for every (lane, column) in one shape, loads it in another.
+// Stores a number for every (lane, column) in one shape, loads it in another shape.
 template <TmemShape kShape, int kRegisters, int kSplit>
 void store_then_load(std::vector<int>& wrong) {
   with_tensor_memory<1>(256, [&](Shared& s) {
@@ -96,8 +96,8 @@ TEST(TensorMemory, AllocationWaitsForOthersToFree) {
 struct Operand {
   Major major;
   int rows;
-  // Element (row, k), k < 16, of a 128B-swizzled operand: K-major rows of 64, MN-major panels of 64 rows, 1 KiB each 8
-  // of k.
+  // Offset of element (row, k), k < 16, of a 128B-swizzled operand: K-major rows of 64, MN-major panels of 64 rows, 1
+  // KiB per 8 of k.
   uint32_t offset(int row, int k) const {
     const uint32_t at =
         major == Major::k ? uint32_t(row * 128 + k * 2) : uint32_t(row / 64 * 8192 + k * 128 + row % 64 * 2);
@@ -113,17 +113,17 @@ struct Operand {
 struct Product {
   int m, n, cta_group = 1;
   bool ws = false, a_in_tmem = false, negate_a = false;
-  bool side_by_side = false;  // every half or quarter of the lanes has an A of its own
+  bool side_by_side = false;  // every half or quarter of the lanes has its own A
   Half type = Half::bf16;
   Major a_major = Major::k, b_major = Major::k;
 };
 
-// How many parts of N lie side by side in the lanes.
+// Number of segments of N that are stacked in the lanes.
 int segments_of(const Product& p) {
   const emu::DataPath path = emu::data_path(p.m, p.cta_group, p.ws);
   return path == emu::DataPath::two ? 2 : path == emu::DataPath::four ? 4 : 1;
 }
-// The number of element (m, 0) of the A that is multiplied for part `segment` of N.
+// Index of element (m, 0) of the A for segment `segment` of N.
 uint32_t a_index(const Product& p, int m, int segment) {
   return uint32_t(m * 16 + (p.side_by_side ? 40000 * segment : 0));
 }
@@ -136,7 +136,7 @@ uint16_t element_bits(uint32_t index, Half type) {
   return type == Half::bf16 ? emu::to_bf16_bits(element(index, type)) : emu::to_fp16_bits(element(index, type));
 }
 
-// D = A B + A B with random operands; returns D as it lies in tensor memory, [cta][lane][column].
+// D = A B + A B with random operands. Returns D in the layout of tensor memory, [cta][lane][column].
 template <int kCtaGroup>
 void multiply(const Product& p, std::vector<float>& d) {
   with_tensor_memory<kCtaGroup>(512, [&](Shared& s) {
@@ -191,7 +191,7 @@ void multiply(const Product& p, std::vector<float>& d) {
     const emu::DataPath path = emu::data_path(p.m, kCtaGroup, p.ws);
     for (int c = 0; c < emu::accumulator_columns(path, p.n); c += 8) {
       uint32_t r[8];
-      if (path == emu::DataPath::half) {  // only 16 lanes of each quarter hold something
+      if (path == emu::DataPath::half) {  // only 16 lanes of each quarter hold results
         uint32_t half[4];
         tmem_load<TmemShape::b16x256>(half, tmem_address(s.tmem, 32 * warp, c));
         tmem_wait_load(half);
@@ -250,7 +250,8 @@ TEST(Products, EveryDataPathFromSharedAndTensorMemory) {
   }
 }
 
-// The "dual GEMM" of .ws with A in tensor memory: halves of K in the halves of the lanes, say, to be added afterwards.
+// The "dual GEMM" of .ws with A in tensor memory: for example, halves of K in the halves of the lanes, to be added
+// afterwards.
 TEST(Products, SideBySideWithAnAInEveryPartOfTheLanes) {
   for (int n : {64, 128, 256}) {
     check_product({.m = 64, .n = n, .ws = true, .a_in_tmem = true, .side_by_side = true});
@@ -278,7 +279,7 @@ TEST(Products, WhatIsNotModelledSaysSo) {
           [](Shared& s) { tcgen05_copy<1, CopyShape::b4x256>(s.tmem, tcgen05_descriptor({Swizzle::none, 16, 128})); });
 }
 
-// A pair multiplies e2m1 operands: each CTA has the scales of its rows of A, and those of all of B.
+// A pair multiplies e2m1 operands: each CTA has the scales of its rows of A and the scales of all of B.
 template <int kN>
 void check_nvfp4(bool a_in_tmem) {
   constexpr uint32_t kA = 256, kScaleA = 320, kScaleB = 324;  // columns of tensor memory
@@ -361,7 +362,7 @@ TEST(Products, Nvfp4InACtaPair) {
   }
 }
 
-// Two steps of K 64 in one CTA, N from 8 on; scales of B in tiles of 128 rows, whatever N is.
+// Two steps of K 64 in one CTA, N from 8 on; scales of B in tiles of 128 rows, for any N.
 void check_nvfp4_width(int n) {
   std::vector<float> d(128 * 256, NAN);
   const int tiles = (n + 127) / 128;
@@ -435,7 +436,7 @@ TEST(Products, Nvfp4OfEveryWidth) {
 
 // ---- collector buffers ----------------------------------------------------------------------------------------------
 
-// Products that share A, or with .ws B, out of a collector buffer. D's first columns: what the second product gives.
+// Products that reuse A, or with .ws B, in a collector buffer. D's first columns: results of the second product.
 template <int kCtaGroup, bool kWs, bool kTs>
 void check_collectors() {
   constexpr int kRows = kWs ? 64 : 128;
@@ -478,7 +479,7 @@ void check_collectors() {
               tcgen05_mma_ws_f16_ts<lastuse, 2>(e, in_tmem, next, kInstruction, true);
             } else if constexpr (kWs) {
               tcgen05_mma_ws_f16<fill, 3>(d, left, right, kInstruction, false);
-              tcgen05_mma_ws_f16(e, left, next, kInstruction, false);  // gives b0 up, and leaves b3 alone
+              tcgen05_mma_ws_f16(e, left, next, kInstruction, false);  // discards b0, leaves b3 intact
               tcgen05_mma_ws_f16<lastuse, 3>(d, left, right, kInstruction, true);
               tcgen05_mma_ws_f16<discard, 3>(e, left, next, kInstruction, true);
             } else if constexpr (kTs) {

@@ -1,4 +1,4 @@
-// Lines of the source that a test was compiled from: marks, and the comments that say why a call is kept.
+// Lines of a test's source file: marks, and comments that explain why a call is kept.
 #pragma once
 
 #include <filesystem>
@@ -11,7 +11,7 @@
 
 namespace hopwell::arch::test {
 
-/// All lines. A compiler that is called through a cache may know the file by a name relative to its own folder.
+/// All lines. A compiler called through a cache may know the file by a name relative to its own folder.
 inline std::vector<std::string> source_lines(const std::string& file) {
   const std::filesystem::path path = std::filesystem::path(HOPWELL_COMPILED_IN) / file;
   std::ifstream in(path);
@@ -21,7 +21,7 @@ inline std::vector<std::string> source_lines(const std::string& file) {
   return lines;
 }
 
-/// Whether the call's line says why it stays although nothing here notices its absence.
+/// Whether the call's line explains why the call stays although no test detects its absence.
 inline bool is_kept(const emu::CallSite& call) {
   return source_lines(call.file).at(call.line - 1).find("// kept: ") != std::string::npos;
 }

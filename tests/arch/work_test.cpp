@@ -1,4 +1,4 @@
-// The model of time: cycles of products against what was measured, and what small kernels ask for, counted by hand.
+// The time model: cycles of products compared with measurements, and the demand of small kernels counted by hand.
 #include "arch/emu/work.hpp"
 
 #include <array>
@@ -18,7 +18,8 @@ namespace {
 using emu::kB200;
 using emu::WorkCount;
 
-// N 64, 80, 96, 112, 128, 256, measured by others (0: not measured). The pair's have three cycles that bytes do not explain.
+// N 64, 80, 96, 112, 128, 256, measured by others (0: not measured). The pair has three cycles that the bytes do not
+// explain.
 TEST(ProductCycles, AreThoseThatWereMeasured) {
   constexpr std::array kN = {64, 80, 96, 112, 128, 256};
   const struct {
@@ -42,8 +43,8 @@ TEST(ProductCycles, AreThoseThatWereMeasured) {
     }
 }
 
-// Of .ws, N 64, 128, 256: one collector buffer for each B, two in turn (0: not measured), and B in its buffer, as measured by
-// others (docs/performance/blackwell.md).
+// .ws with N 64, 128, 256: one collector buffer for each B, two alternating (0: not measured), and B already in its
+// buffer; measured by others (docs/performance/blackwell.md).
 TEST(ProductCycles, OfWeightStationaryProductsAreThoseThatWereMeasured) {
   constexpr std::array kN = {64, 128, 256};
   const struct {
@@ -76,7 +77,8 @@ struct Shared {
   uint32_t tmem;
 };
 
-// Two CTAs, each: 128 threads copy 16 bytes each, four rows are gathered, two products, 8 columns read, one addition a thread.
+// Two CTAs, each: 128 threads copy 16 bytes each, four rows are gathered, two products, 8 columns read, one addition
+// per thread.
 void everything(const TensorMap& map, const uint32_t* from, float* to) {
   auto& s = dynamic_smem<Shared>();
   const int t = thread_index(), warp = t / 32;
@@ -134,7 +136,7 @@ TEST(WorkCount, CountsWhatAKernelAsksFor) {
   const emu::Work all = count.total();
   const uint64_t n = count.ctas;
   EXPECT_EQ(all.products, 2 * n);
-  EXPECT_EQ(all.operand_bytes, n * (128 + 2 * 64) * 32);  // A once, since the second product finds it
+  EXPECT_EQ(all.operand_bytes, n * (128 + 2 * 64) * 32);  // A once, because the second product finds it
   EXPECT_EQ(all.collected_bytes, n * 128 * 32);
   EXPECT_DOUBLE_EQ(all.tensor_cycles, double(n * (48 + 32)));
   EXPECT_DOUBLE_EQ(all.full_rate_cycles, double(2 * n * 32));
@@ -144,11 +146,11 @@ TEST(WorkCount, CountsWhatAKernelAsksFor) {
   EXPECT_EQ(all.tmem_loaded, n * 128 * 8 * 4);
   EXPECT_EQ(all.added_bytes, n * 128 * 16);
   EXPECT_GE(all.shared_bytes, n * 30720);
-  EXPECT_LE(all.shared_bytes, n * 30720 + n * 4096);  // and the address of tensor memory, read by everyone
+  EXPECT_LE(all.shared_bytes, n * 30720 + n * 4096);  // and the address of tensor memory, which all threads read
   // From HBM: 2,048 bytes copied, three rows of 128 gathered, 2,048 bytes of sums written.
   EXPECT_GE(count.memory_bytes(), 2048U + 3 * 128 + 2048);
   EXPECT_LE(count.memory_bytes(), 2048U + 3 * 128 + 2048 + 512);  // and parameters and constants
-  EXPECT_EQ(count.of(0, 1).products, 2 * n);                      // the warp that issues
+  EXPECT_EQ(count.of(0, 1).products, 2 * n);                      // the issuing warp
   EXPECT_EQ(count.of(0, 2).products, 0U);
   EXPECT_GT(count.of(0, 2).slots, 0U);
   const std::string products = "\"products\": " + std::to_string(all.products) + ",";

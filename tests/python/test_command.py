@@ -218,7 +218,8 @@ def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("variable", "expected", "values"),
     [
-        ("SMS", "a number from 1 on", ("abc", "0", "-3", "4x", "")),
+        ("SMS", "a number from 1 to 2147483647", ("abc", "0", "-3", "4x", "")),
+        ("DEVICE", "a100, h100, h200, b200 or h100-mig", ("h300", "H100", "")),
         ("SEED", "a number from 0 to 2^64 - 1", ("seven", "-1", "7.5", "")),
         ("CHECKER", "on or off", ("Off", "0")),
     ],
@@ -285,18 +286,41 @@ def test_settings_change_the_shape_before_them(tmp_path: Path) -> None:
     timed = [row["settings"] for row in json.loads(file.read_text())["results"]]
     assert [(row["rows"], row["columns"]) for row in timed] == [("1", "8"), ("2", "16")]
 
-    result = run("bench", "normalize_l1", "--backend", "cpu", "--shape", "rows=3,columns=8", "--json", str(file))
+
+def test_each_shape_option_is_a_shape_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    shapes = ["--shape", "rows=3,columns=8", "--shape", "columns=16,rows=4"]
+    result = run("bench", "normalize_l1", "--backend", "cpu", *shapes, "--json", str(file))
     assert result.returncode == 0, result.stderr
-    assert [row["settings"]["rows"] for row in json.loads(file.read_text())["results"]] == ["3"]
+    record = json.loads(file.read_text())
+    assert [(row["settings"]["rows"], row["settings"]["columns"]) for row in record["results"]] == [
+        ("3", "8"),
+        ("4", "16"),
+    ]
+    assert record["command"].endswith("--shape rows=3,columns=8 --shape columns=16,rows=4")
+
+    empty = run("bench", "normalize_l1", "--backend", "cpu", "--shape", "")
+    assert empty.returncode == 2 and "normalize_l1 has no shape ''; shapes: training_step" in empty.stderr
+
+
+def test_both_benchmarks_name_settings_alike() -> None:
+    """`hopwell bench` may have more of them: layouts, dtypes and what its cases vary."""
+    from hopwell.bench.operators import OPERATORS
+
+    for name, operator in OPERATORS.items():
+        refused = run("bench", name, "--backend", "cpu", "--shape", "no=1").stderr
+        known = set(refused.split("settings: ")[1].replace(",", " ").split())
+        assert set(operator.settings({})) - {"fp8"} <= known, (name, refused)
 
 
 SIZES = {
     "sparse_mla_forward": "s_q h_q s_kv topk d_qk d_v",
     "sparse_mla_backward": "s_q h_q s_kv topk d_qk d_v",
     "attention_distribution": "s_q h_q s_kv topk d_qk",
-    "paged_attention": "b q_len h_q h_kv d block ctx longest",
+    "paged_attention": "b q_len h_q h_kv d block context longest",
     "nvfp4_gemv": "M K L",
     "nvfp4_linear": "n N K",
+    "nvfp4_linear_backward": "n N K",
     "nvfp4_matmul": "M N K",
     "nvfp4_quantize": "rows K",
     "nvfp4_dequantize": "rows K",

@@ -144,6 +144,16 @@ def _linear(columns: int) -> Callable[[np.random.Generator], Arguments]:
     return arguments
 
 
+def _linear_backward(rng: np.random.Generator) -> Arguments:
+    return {
+        "d_out": _normal(rng, 5, 328),
+        "weight": _bytes(rng, 328, 64),
+        "weight_scale": _bytes(rng, 328, 8, scales=True),
+        "weight_global": 0.5,
+        "out": np.empty((5, 128), BF16),
+    }
+
+
 def _matmul(rng: np.random.Generator) -> Arguments:
     return {
         "a": _bytes(rng, 40, 64),
@@ -180,6 +190,7 @@ CALLS: dict[str, tuple[str, Callable[[np.random.Generator], Arguments]]] = {
     "nvfp4_linear, 1 column": ("nvfp4_linear", _linear(1)),
     "nvfp4_linear, 4 columns": ("nvfp4_linear", _linear(4)),
     "nvfp4_linear, 70 columns": ("nvfp4_linear", _linear(70)),
+    "nvfp4_linear_backward": ("nvfp4_linear_backward", _linear_backward),
     "nvfp4_matmul": ("nvfp4_matmul", _matmul),
     "nvfp4_quantize": ("nvfp4_quantize", _quantize),
     "nvfp4_dequantize": ("nvfp4_dequantize", _dequantize),

@@ -195,3 +195,12 @@ def test_indexer_backward_loss_of_a_nan_target_is_nan(rng: Generator) -> None:
     q, k, w = rng.standard_normal((1, 2, 4)), rng.standard_normal((3, 4)), rng.random((1, 2))
     indices, target = np.array([[0, 1, 2]], dtype=np.int32), np.array([[0.5, np.nan, 0.5]])
     assert np.isnan(reference.lightning_indexer_backward(target, q, k, w, indices)[0])
+
+
+def test_indexer_backward_of_equal_scores_of_any_size() -> None:
+    """log 2 is lost in an lse of 1e17, and must not be in the loss: probabilities of a half are the target's."""
+    q, k, w = np.full((1, 1, 1), 1e17), np.ones((2, 1)), np.ones((1, 1))
+    indices, target = np.array([[0, 1]], np.int32), np.array([[0.5, 0.5]])
+    loss, *gradients = reference.lightning_indexer_backward(target, q, k, w, indices)
+    assert_close(loss, 0.0)
+    assert all((gradient == 0).all() for gradient in gradients)

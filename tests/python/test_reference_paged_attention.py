@@ -241,3 +241,14 @@ def test_paged_bad_arguments(rng: Generator, change: dict[str, Any], message: st
     arguments = {"q": np.zeros((3, 2, 8)), "scale": 1.0, **pack_cache(rng, k, v, [1, 2, 3], 4, "nhd")}
     with pytest.raises(ValueError, match="paged_attention: " + message):
         reference.paged_attention(**{**arguments, **change})
+
+
+@pytest.mark.parametrize("logit", [1e17, -1e17, 1e300])
+def test_paged_equal_keys_share_any_logit(logit: float) -> None:
+    """log 2 is lost in an lse of 1e17, and must not be in the weights."""
+    q, caches = np.zeros((1, 1, 8)), np.ones((1, 2, 1, 8))
+    q[..., 0] = logit
+    tables, lengths = np.zeros((1, 1), np.int32), np.array([2], np.int32)
+    out, lse = reference.paged_attention(q, caches, 3 * caches, tables, lengths, 1.0)
+    assert_close(out, np.full((1, 1, 8), 3.0))
+    assert_close(lse, [[logit]])

@@ -242,7 +242,7 @@ def test_mla_never_reads_what_no_valid_index_names(rng: Generator) -> None:
     d_out, out, lse = rng.standard_normal((5, 3, 4)), poisoned[0].copy(), poisoned[2].copy()
     options: dict[str, Any] = {"d_v": 4, "topk_length": lengths, "attn_sink": rng.standard_normal(3)}
     expected_gradients = reference.sparse_mla_backward(d_out, out=out, lse=lse, **clean, **options)
-    d_out[-1], out[-1], lse[-1] = np.nan, np.nan, np.nan  # a row without a valid entry
+    d_out[-1], out[-1] = np.nan, np.nan  # a row without a valid entry, whose lse is +inf
     gradients = reference.sparse_mla_backward(d_out, out=out, lse=lse, **problem, **options)
     for gradient, wanted in zip(gradients, expected_gradients, strict=True):
         np.testing.assert_array_equal(gradient, wanted)
@@ -254,6 +254,18 @@ def test_mla_large_logits(rng: Generator, magnitude: float) -> None:
     problem["sm_scale"] = magnitude
     out, max_logits, lse = reference.sparse_mla_forward(**problem, d_v=6)
     assert np.all(np.isfinite(out)) and np.all(np.abs(lse[:-1] - max_logits[:-1]) <= math.log(7) + 1e-9)
+
+
+@pytest.mark.parametrize("score", [1e17, -1e17, 1e300])
+def test_mla_keys_that_occur_twice_share_any_score(score: float) -> None:
+    """log 2 is lost in an lse of 1e17, and must not be in the weights: a sink as large gets a third."""
+    kv, indices = np.array([[1.0, 3.0]]), np.zeros((1, 2), np.int32)
+    out, _, lse = reference.sparse_mla_forward(np.array([[[score, 0.0]]]), kv, indices, 1.0, 2)
+    assert_close(out, [[[1.0, 3.0]]])
+    assert_close(lse, [[score]])
+    sink = np.array([score])
+    with_sink, *_ = reference.sparse_mla_forward(np.array([[[score, 0.0]]]), kv, indices, 1.0, 2, attn_sink=sink)
+    assert_close(with_sink, [[[2 / 3, 2.0]]])
 
 
 def test_mla_scores_that_are_all_minus_infinity() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import calls
 import hopwell
+import ml_dtypes
 import numpy as np
 import pytest
 from calls import DTYPES, Call, assert_results, results
@@ -102,6 +103,24 @@ def test_infinite_values_of_paged_attention(
         assert_same_places(actual, expected, tolerance)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("backend", hopwell.backends("lightning_indexer"))
+def test_scores_of_zero_tie_whatever_their_sign(rng: Rng, backend: str, dtype: str) -> None:
+    """Products of zeros of both signs, weights and scales of both signs: of scores 0 the smaller keys are taken."""
+    s_kv, heads, d, topk = 600, 64, 128, 40
+    signs = lambda *shape: rng.choice([-1.0, 1.0], shape)  # noqa: E731
+    q, k, k_scale = np.zeros((1, heads, d)), rng.integers(-2, 3, (s_kv, d)).astype(float), signs(s_kv)
+    q[0, :, 0], k[:, 0], weights = signs(heads), 0.0 * signs(s_kv), signs(1, heads)
+    best = [100, 101, 102]
+    k[best, 0], weights[q[:, :, 0] > 0], k_scale[best] = 3.0, 1.0, 1.0
+    number = ml_dtypes.float8_e4m3fn if dtype == "float8_e4m3fn" else ml_dtypes.bfloat16
+    scales = {"k_scale": k_scale.astype(np.float32)} if dtype == "float8_e4m3fn" else {}
+    call = {"q_index": q.astype(number), "k_index": k.astype(number), "weights": weights.astype(np.float32)}
+    indices, scores = hopwell.lightning_indexer(**call, topk=topk, **scales, backend=backend)
+    assert indices[0].tolist() == [*range(topk - len(best)), *best]
+    assert (scores[0, : -len(best)] == 0).all() and (scores[0, -len(best) :] > 0).all()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_nan_gradients_of_the_indexer_pass_closed_gates(rng: Rng, dtype: str) -> None:
     s_q, s_kv, heads, d, topk = 6, 9, 5, 16, 7  # a topk that is no multiple of a vector
@@ -134,6 +153,47 @@ def test_nan_gradients_of_the_indexer_pass_closed_gates(rng: Rng, dtype: str) ->
     assert_results(call, actual, expected)
 
 
+ON_THE_HOST = [name for name in hopwell.backends("lightning_indexer_backward") if not name.startswith("sm")]
+
+
+@pytest.mark.parametrize("backend", ON_THE_HOST)
+@pytest.mark.parametrize("given", ["target", "d_scores"])
+def test_gradients_of_the_indexer_beyond_fp32(rng: Rng, backend: str, given: str) -> None:
+    """A gradient of a score that is no number of fp32 is NaN on every backend, and so are the sums that have it."""
+    s_q, s_kv, heads, d, topk = 4, 9, 5, 16, 7
+    given_values = rng.uniform(0.1, 0.5, (s_q, topk)).astype(np.float32)
+    arguments = {
+        "target": None, given: given_values, "q_index": rng.integers(1, 4, (s_q, heads, d)).astype(DTYPES["bfloat16"]),
+        "k_index": rng.integers(1, 4, (s_kv, d)).astype(DTYPES["bfloat16"]),
+        "weights": np.full((s_q, heads), 1e-6, np.float32),
+        "indices": np.array([rng.permutation(s_kv)[:topk] for _ in range(s_q)], np.int32),
+        "d_loss": 3e38, "row_weights": np.array([2, INF, 1e-38, 0], np.float32),
+    }  # fmt: skip
+    actual = hopwell.lightning_indexer_backward(**arguments, backend=backend)
+    expected = reference.lightning_indexer_backward(**arguments)
+    assert np.isnan(expected[1][:2]).all() and np.isfinite(expected[1][2:]).all()
+    assert (actual[0] is None) == (given == "d_scores")
+    bound = calls._bound("bfloat16")
+    call = Call("lightning_indexer_backward", {}, (bound, 1e-4, 1e-4))
+    assert_results(call, actual[1:], expected[1:])
+
+
+@pytest.mark.parametrize("backend", ON_THE_HOST)
+@pytest.mark.parametrize("target", [1e-41, -1e-41, -1.0])
+def test_loss_of_the_smallest_targets(backend: str, target: float) -> None:
+    """A negative target has no logarithm, however small it is."""
+    arguments = {
+        "target": np.array([[target, 1.0]], np.float32), "q_index": np.ones((1, 1, 16), DTYPES["bfloat16"]),
+        "k_index": np.ones((2, 16), DTYPES["bfloat16"]), "weights": np.ones((1, 1), np.float32),
+        "indices": np.array([[0, 1]], np.int32),
+    }  # fmt: skip
+    loss = hopwell.lightning_indexer_backward(**arguments, backend=backend)[0]
+    with np.errstate(invalid="ignore"):
+        expected = reference.lightning_indexer_backward(**arguments)[0]
+    assert np.isnan(expected) == (target < 0)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+
+
 def empty_calls() -> list[tuple[str, dict[str, Any]]]:
     """Calls with dimensions of size 0: names and arguments."""
     found: list[tuple[str, dict[str, Any]]] = []
@@ -148,6 +208,8 @@ def empty_calls() -> list[tuple[str, dict[str, Any]]]:
         for n in (0, 2):
             linear = {"x": np.ones((n, k), f32), "weight": codes, "weight_scale": scales, "weight_global": 1.0, **both}
             found.append(("nvfp4_linear", linear | {"bias": np.ones(rows, f32)}))
+            del linear["x"]
+            found.append(("nvfp4_linear_backward", {"d_out": np.ones((n, rows), f32), **linear}))
             rows_of_a = -(-n // 128) * 128 if layout == "blocked" else n
             both_codes = {"a": bytes_of(n, k // 2), "b": codes}
             sfa = bytes_of(rows_of_a, scales.shape[1])

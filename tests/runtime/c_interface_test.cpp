@@ -1,10 +1,11 @@
-// What C callers can get wrong, for every operator: null pointers, descriptions of tensors that say nothing or too
-// much. Each is a status and a message that names the operator and the argument.
+// Mistakes of C callers, for every operator: null pointers, tensor descriptions that are incomplete or inconsistent.
+// Each gives a status and a message that names the operator and the argument.
 #include <gtest/gtest.h>
 #include <hopwell/hopwell.hpp>
 
 #include <array>
 #include <climits>
+#include <cmath>
 #include <cstdint>
 #include <deque>
 #include <string>
@@ -14,7 +15,7 @@
 namespace hopwell {
 namespace {
 
-// A tensor's description as C has it: no constructor checks it, and the sizes lie where an overrun would show.
+// A tensor description as in C: no constructor checks it. The sizes are stored where an overrun would be detected.
 struct Described {
   Described(void* data, DLDataType type, std::vector<std::int64_t> sizes)
       : shape(std::move(sizes)),
@@ -26,7 +27,7 @@ struct Described {
   DLTensor tensor;
 };
 
-// Outputs need memory of their own: each tensor has a page.
+// Outputs need separate memory: each tensor has a page.
 struct alignas(64) Page {
   std::array<float, 512> numbers{};
 };
@@ -46,7 +47,7 @@ struct Operator {
   const char* name;
   hopwell_status (*call)(const Args*, hopwell_stream);
   hopwell_status (*workspace_bytes)(const Args*, std::size_t*);
-  Args args;  // that are right
+  Args args;  // valid arguments
   std::vector<std::pair<const char*, Member>> members;
 
   void refuses(const Args& wrong, const std::string& argument) const {
@@ -83,7 +84,7 @@ struct Operator {
       bad = right, bad.ndim = -1;
       refuses(wrong, argument);
       std::vector<std::int64_t> sizes(static_cast<std::size_t>(right.ndim), std::int64_t{1} << 32);
-      bad = right, bad.shape = sizes.data();  // their product wraps to 0
+      bad = right, bad.shape = sizes.data();  // their product overflows to 0
       if (right.ndim > 0) refuses(wrong, argument);
       sizes.assign(sizes.size(), INT64_MIN);
       if (right.ndim > 0) refuses(wrong, argument);
@@ -253,6 +254,24 @@ TEST(CInterface, Nvfp4Linear) {
       .check();
 }
 
+TEST(CInterface, Nvfp4LinearBackward) {
+  using Args = hopwell_nvfp4_linear_backward_args;
+  Operator<Args>{"nvfp4_linear_backward",
+                 hopwell_nvfp4_linear_backward,
+                 hopwell_nvfp4_linear_backward_workspace_bytes,
+                 {.d_out = floats({2, 3}),
+                  .weight = bytes({3, 8}),
+                  .weight_scale = bytes({3, 1}),
+                  .weight_global = floats({1}),
+                  .d_x = floats({2, 16})},
+                 {{"d_out", &Args::d_out},
+                  {"weight", &Args::weight},
+                  {"weight_scale", &Args::weight_scale},
+                  {"weight_global", &Args::weight_global},
+                  {"d_x", &Args::d_x}}}
+      .check();
+}
+
 TEST(CInterface, Nvfp4Matmul) {
   using Args = hopwell_nvfp4_matmul_args;
   Operator<Args>{"nvfp4_matmul",
@@ -386,7 +405,7 @@ TEST(CInterface, IndexerDenseLoss) {
       .check();
 }
 
-// ---- arguments that would be left out in silence --------------------------------------------------------------------
+// ---- arguments that must not be ignored silently --------------------------------------------------------------------
 
 template <class Args>
 std::string refusal(hopwell_status (*call)(const Args*, hopwell_stream), const Args& args) {
@@ -428,6 +447,25 @@ TEST(CInterface, AGlobalScaleThatIsGivenTwice) {
                                                     .x = floats({2, 16})};
   EXPECT_EQ(refusal(hopwell_nvfp4_dequantize, dequantize),
             "nvfp4_dequantize: global_scale and global_value exclude each other");
+}
+
+// A scale of 0 means uniform attention and is not an error. In C++ a scale that the caller did not set is NaN.
+TEST(CInterface, AScaleThatIsNotSet) {
+  EXPECT_TRUE(std::isnan(SparseMlaForwardArgs{}.sm_scale));
+  EXPECT_TRUE(std::isnan(SparseMlaBackwardArgs{}.sm_scale));
+  EXPECT_TRUE(std::isnan(AttentionDistributionArgs{}.sm_scale));
+  EXPECT_TRUE(std::isnan(IndexerDenseLossArgs{}.sm_scale));
+  EXPECT_TRUE(std::isnan(PagedAttentionArgs{}.scale));
+  const SparseMlaForwardArgs forward = {
+      .q = floats({1, 2, 8}), .kv = floats({4, 8}), .indices = ints({1, 2}), .d_v = 8, .out = floats({1, 2, 8})};
+  EXPECT_EQ(refusal(hopwell_sparse_mla_forward, forward), "sparse_mla_forward: sm_scale must be finite; got nan");
+  const PagedAttentionArgs decode = {.q = floats({1, 1, 32}),
+                                     .k_cache = floats({1, 2, 1, 32}),
+                                     .v_cache = floats({1, 2, 1, 32}),
+                                     .block_tables = ints({1, 1}),
+                                     .context_lens = ints({1}),
+                                     .out = floats({1, 1, 32})};
+  EXPECT_EQ(refusal(hopwell_paged_attention, decode), "paged_attention: scale must be finite; got nan");
 }
 
 TEST(CInterface, AWorkspaceThatIsAnArgument) {

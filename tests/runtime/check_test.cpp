@@ -1,4 +1,4 @@
-// The argument checks: what passes, and the exact words of what does not.
+// The argument checks: valid arguments, and the exact error messages for invalid ones.
 #include "runtime/check.hpp"
 
 #include <gtest/gtest.h>
@@ -160,9 +160,9 @@ TEST(Checker, MissingStridesMeanRowMajor) {
   EXPECT_EQ(view.as<float>(), memory.data() + 2);  // byte_offset
 }
 
-// ---- what a C caller's description of a tensor may say ------------------------------------------------------------
+// ---- a C caller's description of a tensor ---------------------------------------------------------------------------
 
-// The shape [2, 3] given as those many dimensions.
+// The error for the shape [2, 3] given with `ndim` dimensions.
 std::string refusal(std::int32_t ndim, std::int64_t* shape, std::int64_t* strides = nullptr) {
   const DLTensor tensor{memory.data(), {kDLCPU, 0}, ndim, {kDLFloat, 32, 1}, shape, strides, 0};
   return message([&] { Checker("op").input("x", &tensor, {DType::kFloat32}, {"n", "d"}, Layout::kAny); });
@@ -196,7 +196,7 @@ TEST(Checker, SizesWhoseProductsWouldWrap) {
   EXPECT_EQ(refusal(2, shape.data()), expected + "[18014398509481984, 1]");
   shape = {2, INT64_MAX};
   EXPECT_EQ(refusal(2, shape.data()), expected + "[2, 9223372036854775807]");
-  shape = {0, INT64_MAX};  // an empty tensor too: its other sizes are multiplied as well
+  shape = {0, INT64_MAX};  // an empty tensor too, because its other sizes are also multiplied
   EXPECT_EQ(refusal(2, shape.data()), expected + "[0, 9223372036854775807]");
   shape = {0, std::int64_t{1} << 53};
   EXPECT_EQ(refusal(2, shape.data()), "no error");
@@ -209,7 +209,7 @@ TEST(Checker, StridesThatReachTooFar) {
   EXPECT_EQ(refusal(2, shape.data(), strides.data()), expected + "[2, 3] with strides [4611686018427387904, 1]");
   strides = {3, INT64_MIN};
   EXPECT_EQ(refusal(2, shape.data(), strides.data()), expected + "[2, 3] with strides [3, -9223372036854775808]");
-  shape = {1, 3}, strides = {INT64_MIN, 1};  // nobody steps along a dimension of 1
+  shape = {1, 3}, strides = {INT64_MIN, 1};  // the stride of a dimension of 1 is not used
   EXPECT_EQ(refusal(2, shape.data(), strides.data()), "no error");
 }
 

@@ -1,4 +1,4 @@
-// Whether tensors share memory: against all of their bytes, one by one.
+// Whether tensors share memory, compared with a test of all of their bytes.
 #include "runtime/overlap.hpp"
 
 #include <gtest/gtest.h>
@@ -69,7 +69,7 @@ TEST(Overlap, NotInOneAnothersGaps) {
   EXPECT_FALSE(overlap(view_of(0, {6}, {0}, DType::kFloat32), view_of(1, {3}, {1}, DType::kFloat32)));
 }
 
-// What the sanitizer of make test-asan sees: products of such a stride overflow.
+// For the sanitizer of make test-asan: products with such a stride overflow.
 TEST(Overlap, NobodyStepsAlongADimensionOfOne) {
   const View row = view_of(0, {1, 4}, {INT64_MIN, 1}, DType::kFloat32);
   EXPECT_TRUE(overlap(row, view_of(3, {4, 1}, {1, INT64_MAX}, DType::kFloat32)));

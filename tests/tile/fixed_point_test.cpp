@@ -1,4 +1,4 @@
-// tile/gpu/fixed_point.hpp: the same bits in any order, within the headroom and error that its comment promises.
+// tile/gpu/fixed_point.hpp: the same bits in any order, within the headroom and error stated in its header.
 #include "tile/gpu/fixed_point.hpp"
 
 #include <gtest/gtest.h>
@@ -11,7 +11,7 @@
 namespace hopwell::tile {
 namespace {
 
-// A word of sums, after one contribution of either.
+// A word of two sums, after one contribution to each.
 int64_t word_of(int low, int high) { return int64_t((uint64_t(uint32_t(high)) << 32) + uint64_t(int64_t{low})); }
 
 TEST(FixedPoint, PairsAddWithoutMeeting) {
@@ -30,7 +30,7 @@ TEST(FixedPoint, PairsAddWithoutMeeting) {
   }
 }
 
-// A word after these contributions, each to its low sum and, negated, to its high one.
+// A word after these contributions, each added to its low sum and, negated, to its high sum.
 int64_t sum_of_pairs(const std::vector<float>& contributions, float scale) {
   int64_t word = 0;
   for (const float x : contributions)
@@ -64,8 +64,8 @@ TEST(FixedPoint, TheUnitIsTheSmallestThatTheBoundAllows) {
     EXPECT_LT(double(bound) * wide, 0x1p61);
     EXPECT_GE(double(bound) * wide, 0x1p60);
   }
-  EXPECT_EQ(paired_scale(256.0F, 1.0F), 0x1p20F);  // by the sum's bound
-  EXPECT_EQ(paired_scale(2.0F, 1.0F), 0x1p21F);    // by one contribution's
+  EXPECT_EQ(paired_scale(256.0F, 1.0F), 0x1p20F);  // limited by the bound of the sum
+  EXPECT_EQ(paired_scale(2.0F, 1.0F), 0x1p21F);    // limited by the bound of one contribution
   EXPECT_EQ(paired_scale(0.0F, 0.0F), 0x1p126F);
   constexpr float kLeast = std::numeric_limits<float>::denorm_min();
   EXPECT_EQ(paired_scale(kLeast, kLeast), 0x1p126F);

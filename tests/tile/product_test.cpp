@@ -1,4 +1,4 @@
-// Products whose elements have a sum of their own: every bit of every element, on every instruction set of this machine.
+// Products with a defined order of summation: every bit of every element, on every instruction set of this machine.
 #include "tile/cpu/product.hpp"
 
 #include <gtest/gtest.h>
@@ -14,7 +14,7 @@
 namespace hopwell::cpu {
 namespace {
 
-// The sum that product.cpp promises.
+// The sum that product.cpp guarantees.
 template <class At>
 float sum(std::int64_t k, bool fused, bool add, float c, const At& factors) {
   constexpr std::int64_t kDepth = 640;
@@ -29,7 +29,7 @@ float sum(std::int64_t k, bool fused, bool add, float c, const At& factors) {
   return c;
 }
 
-// A matrix at a place of its own in memory, with a few columns of others between its rows.
+// A matrix in its own memory, with a few unrelated columns between its rows.
 struct Matrix {
   Matrix(std::int64_t rows, std::int64_t columns, std::mt19937& random)
       : stride(columns + static_cast<std::int64_t>(random() % 3)),
@@ -58,6 +58,7 @@ class Product : public testing::TestWithParam<std::int64_t> {
 
 TEST_P(Product, HasTheSameSumsInEveryShape) {
   const bool fused = GetParam() == HWY_AVX2 || GetParam() == HWY_AVX3;
+  const Products products;
   std::mt19937 random(1);
   for (int round = 0; round < 150; ++round) {
     const auto up_to = [&](std::uint32_t most) { return static_cast<std::int64_t>(random() % (most + 1)); };
@@ -79,18 +80,18 @@ TEST_P(Product, HasTheSameSumsInEveryShape) {
       ASSERT_EQ(c.data, before.data) << name << " wrote beside its result";
     };
     check(
-        "nn", [&](Matrix& c) { product_nn(m, n, k, a.get(), a.stride, b.get(), b.stride, add, c.get(), c.stride); },
+        "nn", [&](Matrix& c) { products.nn(m, n, k, a.get(), a.stride, b.get(), b.stride, add, c.get(), c.stride); },
         [&](std::int64_t i, std::int64_t j, std::int64_t l) { return std::pair(a.at(i, l), b.at(l, j)); });
     check(
-        "nt", [&](Matrix& c) { product_nt(m, n, k, a.get(), a.stride, bt.get(), bt.stride, add, c.get(), c.stride); },
+        "nt", [&](Matrix& c) { products.nt(m, n, k, a.get(), a.stride, bt.get(), bt.stride, add, c.get(), c.stride); },
         [&](std::int64_t i, std::int64_t j, std::int64_t l) { return std::pair(a.at(i, l), bt.at(j, l)); });
     check(
-        "tn", [&](Matrix& c) { product_tn(m, n, k, at.get(), at.stride, b.get(), b.stride, add, c.get(), c.stride); },
+        "tn", [&](Matrix& c) { products.tn(m, n, k, at.get(), at.stride, b.get(), b.stride, add, c.get(), c.stride); },
         [&](std::int64_t i, std::int64_t j, std::int64_t l) { return std::pair(at.at(l, i), b.at(l, j)); });
   }
 }
 
-// Those that the build has: the sanitizers' leaves some out.
+// The targets in this build: the sanitizers' build omits some.
 std::vector<std::int64_t> built_targets() {
   std::vector<std::int64_t> targets = {HWY_SCALAR, HWY_SSSE3, HWY_SSE4, HWY_AVX2, HWY_AVX3};
   std::erase_if(targets, [](std::int64_t target) { return (HWY_TARGETS & target) == 0; });

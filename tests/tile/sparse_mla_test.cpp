@@ -1,4 +1,5 @@
-// The building blocks of the sparse MLA operators: rows by key, the softmax's gradient, valid entries, and turns.
+// Building blocks of the sparse MLA operators: rows by key, the gradient of the softmax, valid entries, and ordered
+// sums.
 #include <gtest/gtest.h>
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// The vector building blocks, at every length around a vector's and against double arithmetic.
+// The vector building blocks, at every length near a vector's length, compared with double arithmetic.
 #include "tile/cpu/vector.hpp"
 
 #include <gtest/gtest.h>
@@ -83,7 +83,7 @@ TEST(Vector, ExponentialsOfTheExtremes) {
   EXPECT_EQ(x[8], kInf);
 }
 
-// The largest exponent is 0 and the others follow it, however large the scores are.
+// The largest exponent is 0 and the others are relative to it, for scores of any size.
 TEST(Vector, ExponentsAreDifferencesOfExactProducts) {
   for (const float factor : {0.0721F, -0.0721F, 1.3F}) {
     for (const float size : {1.0F, 1e4F, 1e9F, 1e30F}) {
@@ -129,7 +129,7 @@ TEST(ParallelFor, DoesEveryItemOnceAndRethrows) {
                                 if (item == 42) throw std::bad_alloc();
                               }),
                  std::bad_alloc);
-    EXPECT_EQ(max_threads(), threads);  // and leaves the caller's setting alone
+    EXPECT_EQ(max_threads(), threads);  // the caller's setting is unchanged
   }
   set_max_threads(0);
 }

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from hopwell.torch import ops
+from hopwell.torch.nn import backward_may_follow
 
 from .._checks import INTEGERS, require
 from ._index_scores import as_int32
@@ -332,8 +333,9 @@ def run_fused_dsa_attention(
     """Choice, loss, attention and the values' up-projection by up_v_weight [heads, d_value, kv_lora_rank] in one.
 
     Without bounds of keys the attention is causal. Returns (output [s_q, b, heads·d_value], loss float32 0-d), the
-    first differentiable in query, key and up_v_weight, the second in the indexer's inputs; the loss is 0 where
-    gradients are off, or loss_coeff is not positive.
+    first differentiable in query, key and up_v_weight, the second in the indexer's inputs; the loss is 0 if loss_coeff
+    is not positive, or no backward can follow. One can where gradients are on, and in the first run of reentrant
+    activation checkpointing.
     """
     v_channels = int(getattr(config, "kv_lora_rank", 0) or 0)
     if not absorbed_mla or value is not None or up_v_weight is None or key_positions is not None:
@@ -358,7 +360,7 @@ def run_fused_dsa_attention(
     indices, lengths = _select(*index, indexer_topk, varlen_starts, varlen_ends, use_relu)
     out, lse = _attend(query, key, indices, lengths, softmax_scale, v_channels)
     output = torch.einsum("sbhc,hdc->sbhd", out, up_v_weight).flatten(2)
-    if loss_coeff <= 0 or not torch.is_grad_enabled():
+    if loss_coeff <= 0 or not backward_may_follow():
         return output, torch.zeros((), dtype=torch.float32, device=query.device)
     s_q, b = query.shape[:2]
     row_weights = _row_weights(query_valid_rows, b, s_q, loss_coeff, calculate_per_token_loss, query.device)

@@ -11,7 +11,7 @@ are masked, and a sequence of length 0 gives 0. fp8 caches and block-sparse atte
 
 import torch
 
-from .._checks import INTEGERS, require
+from .._checks import INTEGERS, require, require_one_device
 from .._ops.paged_attention import paged_attention
 
 __all__ = ["paged_attention_v1", "paged_attention_v2", "reshape_and_cache"]
@@ -156,6 +156,8 @@ def reshape_and_cache(
         k_scale, v_scale: of fp8 caches; unused.
     """
     name = "reshape_and_cache"
+    caches = {"key_cache": key_cache, "value_cache": value_cache}
+    require_one_device(name, key=key, value=value, **caches, slot_mapping=slot_mapping)
     _check_cache_dtype(name, kv_cache_dtype, key_cache)
     require(value_cache.ndim == 4, name, "value_cache", "[blocks, h_kv, d, block]", list(value_cache.shape))
     blocks, h_kv, d, block = value_cache.shape

@@ -59,9 +59,14 @@ def deliver(operator: str, argument: str, result: Float64, given: Array | None) 
     return given
 
 
-def log_sum_exp(x: Float64) -> tuple[Float64, Float64]:
-    """(max, log Σ exp) over the last axis, both −inf where it holds nothing but −inf."""
+def log_softmax(x: Float64) -> tuple[Float64, Float64, Float64]:
+    """(max, log Σ exp(x − max), log softmax) over the last axis. Both sums are −inf where it holds nothing but −inf.
+
+    The log-sum-exp is the sum of the first two, and must not be what probabilities are made of: beside a max of 1e17
+    log 2, of two equal scores, is lost.
+    """
     peak: Float64 = x.max(axis=-1, initial=-np.inf)
-    shift = np.where(np.isneginf(peak), 0.0, peak)
+    shifted = x - np.where(np.isneginf(peak), 0.0, peak)[..., None]
     with np.errstate(divide="ignore", invalid="ignore"):
-        return peak, shift + np.log(np.exp(x - shift[..., None]).sum(axis=-1))
+        log_sum: Float64 = np.log(np.exp(shifted).sum(axis=-1))
+        return peak, log_sum, shifted - log_sum[..., None]

@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from ._arrays import Float64, Tensor, as_array, as_float64, as_indices, describe, log_sum_exp, require, require_shape
+from ._arrays import Float64, Tensor, as_array, as_float64, as_indices, describe, log_softmax, require, require_shape
 from ._visible import visible_keys
 
 
@@ -23,6 +23,13 @@ def _scores(
     dot = q @ k.T
     score = w @ (np.maximum(dot, 0.0) if relu else dot)
     return np.where(np.isnan(of_key * score), -np.inf, of_key * score), dot
+
+
+@np.errstate(invalid="ignore")
+def _gradient(factor: float, g: Float64) -> Float64:
+    """factor·g, the gradients of scores: numbers of fp32, NaN where they or the factor are not finite in it."""
+    largest = np.finfo(np.float32).max
+    return np.where((np.abs(factor * g) <= largest) & (abs(factor) <= largest), factor * g, np.nan)
 
 
 def lightning_indexer(
@@ -98,7 +105,7 @@ def lightning_indexer_backward(
         prob = softmax over the valid entries of a row of score[s, indices[s,i]]
         row_loss[s] = Σ_i target·(log target − log prob)       (0·log 0 = 0)
         loss = Σ_s row_weights·row_loss
-        g    = d_loss·row_weights·(prob − target), or d_loss·row_weights·d_scores
+        g    = d_loss·row_weights·(prob − target), or d_loss·row_weights·d_scores; NaN beyond fp32's range
         d_weights[s,j]    = Σ_i g·relu(q·k)
         d_q_index[s,j,:]  = Σ_i g·w·1[q·k > 0]·k
         d_k_index[t,:]   += Σ_{s,j} g·w·1[q·k > 0]·q
@@ -114,7 +121,8 @@ def lightning_indexer_backward(
     not −inf (nor NaN); what target holds for others is ignored.
     A row whose valid targets are all zero adds neither loss nor gradient. relu(q·k) and 1[q·k > 0] are factors like any
     other: where g is NaN (a target is NaN, or a score +inf), so are the loss, every head of the query's d_weights and
-    d_q_index, and the key's d_k_index, heads with q·k ≤ 0 among them. `deterministic` does not matter here.
+    d_q_index, and the key's d_k_index, heads with q·k ≤ 0 among them. A g beyond fp32's range does not change the loss.
+    `deterministic` does not matter here.
     """
     name = "lightning_indexer_backward"
     q, k, w = _checked(name, q_index, k_index, weights)
@@ -144,15 +152,15 @@ def lightning_indexer_backward(
             continue
         with np.errstate(invalid="ignore"):  # a NaN target; infinities times the gates' zeros
             if d_scores is None:
-                log_prob = score - log_sum_exp(score)[1]
+                log_prob = log_softmax(score)[2]
                 some = p != 0.0
                 losses[s] = (p[some] * (np.log(p[some]) - log_prob[some])).sum()
                 g = np.exp(log_prob) - p  # [n]
             else:
-                g = np.where(np.isfinite(p), p, np.nan)
+                g = p
             if of_row[s] == 0.0:
                 continue
-            g = factor * of_row[s] * g
+            g = _gradient(factor * of_row[s], g)
             d_w[s] = (np.maximum(dot, 0.0) if relu else dot) @ g
             d_dot = g * w[s][:, None] * ((dot > 0.0) if relu else 1.0)  # [h_index, n]
             d_q[s] = d_dot @ k[keys]

@@ -12,7 +12,7 @@ from ._arrays import (
     as_indices,
     deliver,
     describe,
-    log_sum_exp,
+    log_softmax,
     require,
     require_shape,
 )
@@ -198,11 +198,11 @@ def paged_attention(
         content = _read(keys_cache, layout, pages, keys % block, head) @ (queries[n, i, h] + u[h])
         logits = scale * (content + bias_of) if pre_scale else scale * content + bias_of
         logits = logits - slopes[h] * (position - keys)
-        _, row_lse = log_sum_exp(logits)
-        result_lse[n, i, h] = row_lse
-        if not np.isneginf(row_lse):
+        peak, log_sum, log_p = log_softmax(logits)
+        result_lse[n, i, h] = peak + log_sum
+        if not np.isneginf(log_sum):
             values = _read(values_cache, layout, pages, keys % block, head)
-            result[n, i, h] = _weighted_sum(np.exp(logits - row_lse), values)
+            result[n, i, h] = _weighted_sum(np.exp(log_p), values)
     return (
         deliver(NAME, "out", result.reshape(shape), out),
         deliver(NAME, "lse", result_lse.reshape(shape[:-1]), lse),

@@ -8,7 +8,8 @@ training the ones of the DeepSeek-V3.2 report.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, get_args
 
@@ -16,8 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hopwell._checks import INTEGERS, integer, require, require_one_device, require_shape
 from hopwell.torch import ops
 from hopwell.torch._packing import key_ranges
+from hopwell.torch.ops._nvfp4 import nvfp4_linear_any_rows
+from hopwell.torch.ops._register import contiguous_rows
 
 Mode = Literal["dense", "warm-up", "sparse"]
 
@@ -51,6 +55,29 @@ def check_tokens(module: str, x: Tensor, d_model: int) -> None:
         raise ValueError(f"{module}: x must be [b, s, d_model={d_model}]; got {list(x.shape)}")
 
 
+def backward_may_follow(training: bool = True) -> bool:
+    """True where gradients are on, and in the forward of an `autograd.Function`, where PyTorch turns them off.
+
+    Reentrant activation checkpointing is such a function: its backward runs the module again with gradients on, and
+    passes gradients only to results that the first run returned as well. PyTorch turns forward mode off there too,
+    which `no_grad` does not. Compiled code cannot ask for that: there `training` decides.
+    """
+    if torch.is_grad_enabled():
+        return True
+    if torch.compiler.is_compiling():
+        return training
+    return not (torch.is_inference_mode_enabled() or torch._C._is_fwd_grad_enabled())
+
+
+def has_loss(module: nn.Module, mode: "Mode", with_loss: bool | None) -> bool:
+    """Whether a `DSA` returns its loss: as `with_loss` says. The default, None, asks if a backward may follow."""
+    if mode == "dense":
+        name = type(module).__name__
+        require(not with_loss, name, "with_loss", "None or False in mode 'dense', which has no loss", with_loss)
+        return False
+    return backward_may_follow(module.training) if with_loss is None else bool(with_loss)
+
+
 def check_mode(module: str, mode: str) -> None:
     """A mode of `DSA`."""
     if mode not in get_args(Mode):
@@ -72,26 +99,55 @@ class KeyCache:
 
     def append(self, kv: Tensor, k_index: Tensor) -> tuple[Tensor, Tensor]:
         """Adds the keys of new tokens, [s, d_qk] and [s, d_index]; returns all; with a counting tensor, all the room
-        there is.
+        there is. A call that is refused adds none.
         """
-        if isinstance(self.length, Tensor):
+        count = self.count()
+        self._check("kv", kv, self.kv, None)
+        self._check("k_index", k_index, self.k_index, len(kv))
+        require_one_device("KeyCache", cache=self.kv, kv=kv, k_index=k_index)
+        if isinstance(count, Tensor):
             if self.kv is None or self.k_index is None:
                 raise ValueError("KeyCache: length must be a number until there are tokens; got a tensor")
-            places = self.positions(len(kv))
+            places = count + torch.arange(len(kv), device=count.device)
             return self.kv.index_copy_(0, places, kv), self.k_index.index_copy_(0, places, k_index)
-        end = self.length + len(kv)
+        end = count + len(kv)
         if end > self.max_tokens:
             raise ValueError(f"KeyCache: it holds {self.max_tokens} tokens; got {end}")
         if self.kv is None or self.k_index is None:
+            require(count == 0, "KeyCache", "length", "0 until there are tokens", count)
             self.kv, self.k_index = (x.new_zeros(self.max_tokens, x.shape[1]) for x in (kv, k_index))
-        self.kv[self.length : end], self.k_index[self.length : end] = kv, k_index
+        self.kv[count:end], self.k_index[count:end] = kv, k_index
         self.length = end
         return self.kv[:end], self.k_index[:end]
 
-    def positions(self, s: int) -> Tensor:
-        """Where the next s tokens go, int64 [s], where `length` is a tensor."""
-        assert isinstance(self.length, Tensor)
-        return self.length + torch.arange(s, device=self.length.device)
+    def count(self) -> int | Tensor:
+        """`length`, checked; a number as Python's own."""
+        if isinstance(self.length, Tensor):
+            fits = self.length.ndim == 0 and self.length.dtype in INTEGERS
+            require(fits, "KeyCache", "length", "a number or a 0-d int64 tensor", self.length)
+            return self.length
+        count = integer("KeyCache", "length", self.length)
+        require(count >= 0, "KeyCache", "length", "at least 0", count)
+        return count
+
+    @contextmanager
+    def unchanged_on_error(self) -> Iterator[None]:
+        """If the code within raises, the cache has its tokens of before. Memory behind them may have changed. A model
+        of several layers enters this for each layer's cache.
+        """
+        before = self.length, self.kv, self.k_index
+        try:
+            yield
+        except BaseException:
+            self.length, self.kv, self.k_index = before
+            raise
+
+    @staticmethod
+    def _check(argument: str, new: Tensor, kept: Tensor | None, s: int | None) -> None:
+        check_type("KeyCache", argument, new, Tensor)
+        require_shape("KeyCache", argument, new, s=s, d=None if kept is None else kept.shape[1])
+        if kept is not None:
+            require(new.dtype == kept.dtype, "KeyCache", argument, f"{kept.dtype} as the cache's is", new.dtype)
 
 
 class KeepsDtypes(nn.Module):
@@ -301,40 +357,57 @@ class DSA(nn.Module):
         self.mla, self.indexer = mla, indexer
         self.selected: Tensor | None = None
 
-    def forward(self, x: Tensor, mode: Mode = "sparse") -> tuple[Tensor, Tensor | None]:
-        """x [b, s, d_model] → y [b, s, d_model] and, where gradients are on and the mode has it, the indexer's loss."""
+    def forward(self, x: Tensor, mode: Mode = "sparse", with_loss: bool | None = None) -> tuple[Tensor, Tensor | None]:
+        """x [b, s, d_model] → y [b, s, d_model] and the indexer's loss, or None.
+
+        with_loss: whether the loss is made. None: if a backward may follow, that is with gradients on, and under
+        activation checkpointing also in the reentrant kind's first run. Mode "dense" has no loss.
+        """
         check_mode("DSA", mode)
         check_tokens("DSA", x, self.mla.d_model)
+        with_loss = has_loss(self, mode, with_loss)
         if mode == "dense":
-            self.selected = None
-            return self.mla.dense(x), None
+            y, self.selected = self.mla.dense(x), None
+            return y, None
         b, s, _ = x.shape
         q, kv = self.mla.project(x)
         q_index, k_index, weights = self.indexer.project(x.detach())
         q, kv = q.flatten(0, 1), kv.flatten(0, 1)
         masks: dict[str, Any] = {}
+        selected = indices = None
         if mode == "sparse":
-            self.selected = self.indexer.select(q_index, k_index, weights)
-            indices = pack_indices(self.selected, s)
+            selected = self.indexer.select(q_index, k_index, weights)
+            indices = pack_indices(selected, s)
         else:
-            self.selected = indices = None
             masks = dict(zip(("k_start", "k_end"), sequence_ranges(b, s, x.device), strict=True))
         out, lse = self.mla.attend(q, kv, indices, ascending=True, **masks)
-        y = self.mla.combine(out.view(b, s, self.mla.h_q, self.mla.d_v))
-        if not torch.is_grad_enabled():
-            return y, None
-        q_index, k_index, weights = (t.flatten(0, 1) for t in (q_index, k_index, weights))
+        y, loss = self.mla.combine(out.view(b, s, self.mla.h_q, self.mla.d_v)), None
+        if with_loss:
+            index = q_index.flatten(0, 1), k_index.flatten(0, 1), weights.flatten(0, 1)
+            loss = self._loss((q, kv, lse), index, indices, masks) / max(b * s, 1)
+        self.selected = selected
+        return y, loss
+
+    def _loss(
+        self,
+        attention: tuple[Tensor, Tensor, Tensor],
+        index: tuple[Tensor, Tensor, Tensor],
+        indices: Tensor | None,
+        masks: dict[str, Any],
+    ) -> Tensor:
+        """The sum over tokens. `attention` has queries, keys and lse, `index` what `indexer.project` makes."""
         if indices is None:
-            loss = ops.indexer_dense_loss(q, kv, lse, q_index, k_index, weights, self.mla.sm_scale, **masks)
-        else:
-            target = ops.attention_distribution(
-                q, kv, indices, lse, self.mla.sm_scale, normalize="l1", indices_ascending=True
-            )
-            loss = ops.indexer_loss(q_index, k_index, weights, indices, target)
-        return y, loss / max(b * s, 1)
+            return ops.indexer_dense_loss(*attention, *index, self.mla.sm_scale, **masks)
+        q, kv, lse = attention
+        target = ops.attention_distribution(
+            q, kv, indices, lse, self.mla.sm_scale, normalize="l1", indices_ascending=True
+        )
+        return ops.indexer_loss(*index, indices, target)
 
     def extend(self, x: Tensor, cache: KeyCache) -> Tensor:
-        """The tokens x [1, s, d_model] that follow those in the cache: adds their keys to it and attends sparsely."""
+        """The tokens x [1, s, d_model] that follow those in the cache: adds their keys to it and attends sparsely. If
+        this raises, the cache has the tokens of before.
+        """
         check_tokens("DSA.extend", x, self.mla.d_model)
         if len(x) != 1:
             raise ValueError(
@@ -342,19 +415,30 @@ class DSA(nn.Module):
             )
         if not isinstance(cache, KeyCache):
             raise TypeError(f"DSA.extend: cache must be a KeyCache; got {type(cache).__name__}")
-        start = cache.length
+        start = cache.count()
         q, kv = self.mla.project(x, start)
         q_index, k_index, weights = self.indexer.project(x, start)
-        mask = {"q_start": start} if isinstance(start, int) else {"q_positions": cache.positions(x.shape[1]).int()}
-        keys, index_keys = cache.append(kv[0], k_index[0])
-        indices, _ = ops.lightning_indexer(q_index[0], index_keys, weights[0], self.indexer.topk, **mask)
-        out, _ = self.mla.attend(q[0], keys, indices, ascending=True)
-        return self.mla.combine(out[None])
+        mask: dict[str, Any] = {"q_start": start}
+        if isinstance(start, Tensor):
+            mask = {"q_positions": (start + torch.arange(x.shape[1], device=start.device)).int()}
+        with cache.unchanged_on_error():
+            keys, index_keys = cache.append(kv[0], k_index[0])
+            indices, _ = ops.lightning_indexer(q_index[0], index_keys, weights[0], self.indexer.topk, **mask)
+            out, _ = self.mla.attend(q[0], keys, indices, ascending=True)
+            return self.mla.combine(out[None])
+
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(map(str, dtypes))
 
 
 class NVFP4Linear(KeepsDtypes):
     """A linear layer whose weight is NVFP4: 4-bit codes, an e4m3 scale per 16 of them, one float32 scale, which all
-    stay as they are in a module of another dtype. Not trainable. Many rows of bf16 x on a GPU are multiplied by the
+    stay as they are in a module of another dtype. The weight and the bias are buffers and are not trained; x has its
+    gradient, so layers before it and adapters beside it (LoRA) are. Many rows of bf16 x on a GPU are multiplied by the
     dequantised weight where that is faster; it exists for the time of the call.
     """
 
@@ -369,9 +453,18 @@ class NVFP4Linear(KeepsDtypes):
     weight_global: Tensor
     bias: Tensor | None
 
-    def __init__(self, weight: Tensor, weight_scale: Tensor, weight_global: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        weight_scale: Tensor,
+        weight_global: Tensor,
+        bias: Tensor | None = None,
+        *,
+        global_is_reciprocal: bool = False,
+    ) -> None:
         """weight uint8 or float4_e2m1fn_x2 [out_features, in_features/2], weight_scale uint8 or float8_e4m3fn
-        [out_features, in_features/16], weight_global float32 0-d.
+        [out_features, in_features/16], weight_global float32 0-d. With global_is_reciprocal weight_global is
+        1 / the factor, as compressed-tensors stores it (`weight_global_scale`).
         """
         super().__init__()
         for name, tensor in (("weight", weight), ("weight_scale", weight_scale), ("weight_global", weight_global)):
@@ -379,9 +472,10 @@ class NVFP4Linear(KeepsDtypes):
         if bias is not None:
             check_type("NVFP4Linear", "bias", bias, Tensor)
         if weight.ndim != 2 or weight.dtype not in self._bytes["weight"]:
-            expected = f"{' or '.join(map(str, self._bytes['weight']))} [out_features, in_features/2]"
+            expected = f"{_names(self._bytes['weight'])} [out_features, in_features/2]"
             raise ValueError(f"NVFP4Linear: weight must be {expected}; got {weight.dtype} {list(weight.shape)}")
         self.out_features, self.in_features = weight.shape[0], weight.shape[1] * 2
+        self.global_is_reciprocal = global_is_reciprocal
         self.register_buffer("weight", weight)
         self.register_buffer("weight_scale", weight_scale)
         self.register_buffer("weight_global", weight_global)
@@ -389,12 +483,15 @@ class NVFP4Linear(KeepsDtypes):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> "NVFP4Linear":
-        """Rounds a linear layer's weight to NVFP4. Its in_features must be a multiple of 16."""
+        """Rounds a linear layer's weight, of any strides, to NVFP4. Its in_features must be a multiple of 16."""
         check_type("NVFP4Linear.from_linear", "linear", linear, nn.Linear)
         if linear.in_features % 16:
             raise ValueError(f"NVFP4Linear: in_features must be a multiple of 16; got {linear.in_features}")
+        weight = linear.weight.detach()
+        if weight.dtype not in _FLOATS:
+            raise ValueError(f"NVFP4Linear.from_linear: linear.weight must be {_names(_FLOATS)}; got {weight.dtype}")
         bias = None if linear.bias is None else linear.bias.detach().clone()
-        return cls(*ops.nvfp4_quantize(linear.weight.detach()), bias)
+        return cls(*ops.nvfp4_quantize(contiguous_rows(weight)), bias)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Codes and scales are bytes, whichever of their types a checkpoint has them in: PyTorch would convert values
@@ -406,7 +503,7 @@ class NVFP4Linear(KeepsDtypes):
                 continue
             given = state_dict[key]
             if given.dtype not in types:
-                errors, expected = rest[-1], " or ".join(map(str, types))
+                errors, expected = rest[-1], _names(types)
                 errors.append(f"NVFP4Linear: {key} must be {expected}; got {given.dtype} {list(given.shape)}")
                 given = own
             if given.dtype != own.dtype:
@@ -415,32 +512,24 @@ class NVFP4Linear(KeepsDtypes):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] → [..., out_features] in x's dtype, or in autocast's where that is on."""
+        """x [..., in_features] of any strides → [..., out_features] in x's dtype, or in autocast's where that is on."""
         check_type("NVFP4Linear", "x", x, Tensor)
         if x.ndim == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"NVFP4Linear: x must be [..., in_features={self.in_features}]; got {list(x.shape)}")
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
+        if x.dtype not in _FLOATS:
+            raise ValueError(f"NVFP4Linear: x must be {_names(_FLOATS)}; got {x.dtype}")
+        buffers = {name: getattr(self, name) for name in (*self.kept, "bias")}
+        require_one_device("NVFP4Linear", x=x, **buffers)  # one that a checkpoint lacked may be on meta
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        rows = x.reshape(-1, self.in_features)
-        quantized = (self.weight, self.weight_scale, self.weight_global)
-        if self._is_faster_dequantized(rows):
-            y = functional.linear(rows, ops.nvfp4_dequantize(*quantized, dtype="bfloat16"), bias)
-        else:
-            y = ops.nvfp4_linear(rows, *quantized, bias=bias)
+        rows = contiguous_rows(x.reshape(math.prod(x.shape[:-1]), self.in_features))
+        y = nvfp4_linear_any_rows(
+            *(rows, self.weight, self.weight_scale, self.weight_global, bias),
+            global_is_reciprocal=self.global_is_reciprocal,
+        )
         return y.view(*x.shape[:-1], self.out_features)
 
-    def _is_faster_dequantized(self, rows: Tensor) -> bool:
-        """Whether so many rows of x are multiplied faster by the dequantised weight, as measured on an H200. Not in
-        fp16, whose range such a weight may leave.
-        """
-        if len(rows) <= 96 or not rows.is_cuda or rows.dtype != torch.bfloat16:
-            return False
-        if rows.requires_grad and torch.is_grad_enabled():
-            return False  # the operator has no gradient; how many rows there are should not decide whether there is one
-        if torch.cuda.get_device_capability(rows.device)[0] != 9:
-            return True  # there the operator takes 16 at a time
-        return len(rows) > (1024 if self.out_features > 2048 else 256)
-
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return text + (", global_is_reciprocal=True" if self.global_is_reciprocal else "")

@@ -232,11 +232,14 @@ class ParallelDSA(nn.DSA):
         self.heads = heads
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, shard: ContextShard, mode: nn.Mode = "sparse"
+        self, x: Tensor, shard: ContextShard, mode: nn.Mode = "sparse", with_loss: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """x [b, s_local, d_model] → y alike and this rank's part of the indexer's loss, the mean over all tokens."""
+        """x [b, s_local, d_model] → y alike and this rank's part of the indexer's loss, the mean over all tokens.
+        with_loss as in `nn.DSA`, the same on every rank.
+        """
         nn.check_mode("ParallelDSA", mode)
         nn.check_tokens("ParallelDSA", x, self.mla.d_model)
+        with_loss = nn.has_loss(self, mode, with_loss)
         b, s_local, _ = x.shape
         if s_local != len(shard.positions):
             raise ValueError(
@@ -250,24 +253,39 @@ class ParallelDSA(nn.DSA):
         q, q_index, weights = (t.flatten(0, 1) for t in (q, q_index, weights))
         k_start, k_end = shard.key_ranges(b)
         masks: dict[str, Any] = {"k_start": k_start, "k_end": k_end}
-        indices = self.selected = None
+        indices = selected = None
         if mode == "sparse":
             indices, _ = ops.lightning_indexer(q_index, index_keys.flatten(0, 1), weights, self.indexer.topk, **masks)
-            self.selected = torch.where(indices < 0, -1, indices - k_start[:, None]).view(b, s_local, indices.shape[1])
+            selected = torch.where(indices < 0, -1, indices - k_start[:, None]).view(b, s_local, indices.shape[1])
         options: dict[str, Any] = {"indices": indices, "masks": masks, "shard": shard, "heads": self.heads}
         options |= {"sm_scale": self.mla.sm_scale, "d_v": self.mla.d_v, "share_keys": self.mla.share_keys}
         sink = None if self.mla.attn_sink is None else self.mla.attn_sink.float()
         out, lse = _SparseMLA.apply(q, kv, keys, sink, options)  # type: ignore[no-untyped-call]
         y = self.mla.combine(out.view(b, s_local, self.mla.h_q, self.mla.d_v))
-        if mode == "dense" or not torch.is_grad_enabled():
-            return y, None
-        attention = q.detach(), keys.flatten(0, 1), lse
+        loss = None
+        if with_loss:
+            index = q_index, k_index, weights, index_keys
+            loss = self._part_of_loss((q.detach(), keys.flatten(0, 1), lse), index, indices, shard, masks)
+            loss = loss / max(b * shard.s, 1)
+        self.selected = selected
+        return y, loss
+
+    def _part_of_loss(
+        self,
+        attention: tuple[Tensor, Tensor, Tensor],
+        index: tuple[Tensor, Tensor, Tensor, Tensor],
+        indices: Tensor | None,
+        shard: ContextShard,
+        masks: dict[str, Any],
+    ) -> Tensor:
+        """The sum over this rank's tokens. `attention` is queries, gathered keys and lse, `index` the indexer's
+        queries, own keys, weights and gathered keys.
+        """
 
         def loss_of_target(q_index: Tensor, index_keys: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
-            entries = _every_key(shard.s, k_start, k_end) if indices is None else indices
-            attn = ops.attention_distribution(
-                *attention[:2], entries, lse, self.mla.sm_scale, indices_ascending=True, **masks
-            )
+            q, keys, lse = attention
+            entries = _every_key(shard.s, masks["k_start"], masks["k_end"]) if indices is None else indices
+            attn = ops.attention_distribution(q, keys, entries, lse, self.mla.sm_scale, indices_ascending=True, **masks)
             target = ops.normalize_l1(_sum(attn, self.heads))
             return ops.lightning_indexer_backward(target, q_index, index_keys, weights, entries, **masks)
 
@@ -277,8 +295,8 @@ class ParallelDSA(nn.DSA):
             )
 
         loss_of = dense_loss if indices is None and _place(self.heads)[1] == 1 else loss_of_target
-        loss = _IndexerLoss.apply(q_index, k_index, weights, index_keys, loss_of, shard)  # type: ignore[no-untyped-call]
-        return y, loss / max(b * shard.s, 1)
+        loss: Tensor = _IndexerLoss.apply(*index, loss_of, shard)  # type: ignore[no-untyped-call]
+        return loss
 
 
 def shard_heads(mla: nn.SparseMLA, group: Group) -> None:
@@ -292,10 +310,10 @@ def shard_heads(mla: nn.SparseMLA, group: Group) -> None:
     def part(tensor: Tensor, dim: int = 0) -> torch.nn.Parameter:
         return torch.nn.Parameter(tensor.detach().chunk(ranks, dim)[rank].clone())
 
-    mla.query.weight, mla.output.weight = part(mla.query.weight), part(mla.output.weight, 1)
-    mla.up_key, mla.up_value = part(mla.up_key), part(mla.up_value)
-    if mla.attn_sink is not None:
-        mla.attn_sink = part(mla.attn_sink)
+    parts = part(mla.query.weight), part(mla.output.weight, 1), part(mla.up_key), part(mla.up_value)
+    sink = None if mla.attn_sink is None else part(mla.attn_sink)
+    mla.query.weight, mla.output.weight, mla.up_key, mla.up_value = parts  # nothing fails from here on
+    mla.attn_sink = sink
     mla.h_q //= ranks
     mla.query.register_forward_pre_hook(lambda _, x: (_SumOfGradients.apply(x[0], group),))  # type: ignore[no-untyped-call]
     mla.output.register_forward_hook(lambda _, x, y: _SumOverRanks.apply(y, group))  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-// cp.async: copies of 4, 8 or 16 bytes by a thread, in commit groups, seen after wait_group or through an mbarrier.
+// cp.async: a thread copies 4, 8 or 16 bytes. Copies complete in commit groups, through wait_group or an mbarrier.
 #include "machine.hpp"
 #include "sm80.hpp"
 #include "sm90.hpp"
@@ -35,7 +35,7 @@ void cp_async(uint32_t destination, const void* source, uint32_t bytes, uint32_t
   if (m.work) m.work->touch(source, source_bytes, false);
   count_work([&](Work& w) { w.copied_bytes += bytes; });
   m.poison(destination, bytes);
-  // 16 bytes, which std::function keeps without an allocation.
+  // The captures take 16 bytes, which std::function stores without an allocation.
   const auto copy = [source, destination, bytes = uint8_t(bytes), source_bytes = uint8_t(source_bytes)] {
     std::byte* const to = machine->memory(destination);
     __builtin_memcpy(to, source, source_bytes);

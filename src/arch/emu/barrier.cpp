@@ -1,4 +1,4 @@
-// Named barriers, the cluster barrier, and collectives of a warp.
+// Named barriers, the cluster barrier, and warp collectives.
 #include "machine.hpp"
 #include "sm80.hpp"
 #include "sm90.hpp"
@@ -122,20 +122,21 @@ void warp_sync(uint32_t mask, const Site& site) {
   });
 }
 
-// What a lane brings to an exchange of registers, and what it takes away, is in its place of the rendezvous itself: nobody else
-// touches that before the lane has taken it, and to visit the stacks of 32 threads would take longer than all the rest.
+// A lane's input and output of a register exchange are stored in its slot of the Rendezvous. No other lane touches the
+// slot before this lane has read its result. Reading the stacks of 32 threads instead would cost more than the rest of
+// the exchange.
 namespace {
 void* as_argument(uint32_t value, uint32_t other) { return reinterpret_cast<void*>(uintptr_t{other} << 32 | value); }
 uint32_t value_of(void* argument) { return uint32_t(reinterpret_cast<uintptr_t>(argument)); }
 uint32_t other_of(void* argument) { return uint32_t(reinterpret_cast<uintptr_t>(argument) >> 32); }
 }  // namespace
 
-// A shuffle exchanges registers; by PTX it orders no memory accesses.
+// A shuffle exchanges registers. PTX does not say that it orders memory accesses.
 uint32_t shuffle(uint32_t mask, uint32_t value, int source_lane, const Site& site) {
   enter("shfl.sync", site);
   return value_of(
       machine->warp_collective("shfl.sync", mask, as_argument(value, uint32_t(source_lane) & 31), [](Rendezvous& r) {
-        std::array<uint32_t, 32> values;  // undefined of a lane that takes no part: poison
+        std::array<uint32_t, 32> values;  // a lane that does not participate has an undefined value: poison
         for (size_t lane = 0; lane < 32; ++lane)
           values[lane] = r.mask >> lane & 1 ? value_of(r.argument[lane]) : kPoison;
         for (size_t lane = 0; lane < 32; ++lane)
@@ -154,7 +155,7 @@ uint32_t ballot(uint32_t mask, bool predicate, const Site& site) {
   }));
 }
 
-// elect.sync names the same lane every time for one mask (PTX); which one is not said, so it is a random one.
+// elect.sync elects the same lane every time for one mask (PTX). PTX does not say which lane, so the choice is random.
 bool elect(const Site& site) {
   enter("elect.sync", site);
   return current->lane == current->cta->warps[size_t(current->warp)].elected_lane;

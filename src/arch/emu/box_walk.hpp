@@ -1,4 +1,4 @@
-// The elements of a box: where each lies in shared and in global memory.
+// Iterates over the elements of a TMA box: shared-memory and global-memory address of each element.
 #pragma once
 
 #include <array>
@@ -11,11 +11,11 @@ namespace hopwell::arch::emu {
 
 struct BoxWalk {
   TensorMapContents map;
-  std::array<int, 5> coordinates;  // of the box; with `rows`: column, then four rows
+  std::array<int, 5> coordinates;  // start of the box; with `rows`: a column, then four rows
   bool rows;
 
-  /// visit(shared address, global pointer or null where the box leaves the tensor), for every element of the box at
-  /// `shared`.
+  /// Calls visit(shared address, global pointer) for every element of the box at `shared`. The pointer is null for
+  /// elements outside of the tensor.
   template <class Visit>
   void each_element(uint32_t shared, Visit visit) const {
     uint32_t lines = rows ? 4 : 1;
@@ -41,8 +41,8 @@ struct BoxWalk {
   }
 };
 
-/// Queues a copy out of shared memory in the current thread's bulk group (bulk_copy.cpp): the bytes are read at some
-/// moment, and `write` is called with them then or later.
+/// Queues a copy out of shared memory in the current thread's bulk group (bulk_copy.cpp). The engine reads the bytes at
+/// an arbitrary time and calls `write` with them at that time or later.
 void submit_bulk_store(uint32_t source, uint32_t bytes, std::function<void(const std::byte*)> write);
 
 }  // namespace hopwell::arch::emu

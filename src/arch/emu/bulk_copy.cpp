@@ -179,13 +179,14 @@ void setmaxnreg(int registers, bool increase, const Site& site) {
     m.stop(Kind::unsupported, format("%d registers; must be a multiple of 8 from 24 to 256", registers));
   m.warpgroup_collective(current->instruction, nullptr, [&](Rendezvous&) {
     Warpgroup& group = current->cta->warpgroups[size_t(current->linear / 128)];
-    // A thread is launched with at most its share of the register file of 65,536, in units of 8.
+    // At launch a thread has at most an equal fraction of the 65,536 registers of the register file, rounded down to a
+    // multiple of 8.
     const int groups = static_cast<int>(current->cta->warpgroups.size()), launched = 65536 / (128 * groups) / 8 * 8;
     const int before = group.registers ? group.registers : increase ? 0 : launched;
     if (increase ? registers < before : registers > before)
       m.find(Kind::divergence, format("%d registers after %d: wrong direction", registers, before));
     group.registers = registers;
-    int total = 0;  // of the groups that have set theirs
+    int total = 0;  // registers of the warpgroups that have executed setmaxnreg
     for (const Warpgroup& g : current->cta->warpgroups) total += g.registers;
     if (total > launched * groups)
       m.find(

@@ -6,7 +6,7 @@ namespace hopwell::arch::emu {
 
 namespace {
 
-// Bit 0: a step of a is higher than that of b; bit 1: one is lower.
+// Result bit 0: some step of a is higher than in b. Bit 1: some step of a is lower.
 HOPWELL_VECTOR_CLONES
 int compare(const uint32_t* a, const uint32_t* b) {
   uint32_t higher = 0, lower = 0;

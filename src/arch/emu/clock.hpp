@@ -1,9 +1,9 @@
-// Vector clocks: who knows that what has happened.
+// Vector clocks: which past accesses an agent is ordered after.
 //
-// An agent is anything that touches memory: a thread, and also every asynchronous engine that acts for it (the copies
-// that complete on one mbarrier, the wgmma operations of a warpgroup, the tensor-core operations of one issuing thread,
-// …). Each agent counts its own steps; an access is stamped with (agent, step). Thread t may touch what access (a, c)
-// touched if t's clock has c or more for agent a: some chain of barriers, waits and fences leads from the access to t.
+// An agent is anything that touches memory: a thread, or an asynchronous engine that acts for it (the copies that
+// complete on one mbarrier, the wgmma operations of a warpgroup, the tensor-core operations of one issuing thread, …).
+// Each agent counts its own steps. An access is stamped with (agent, step). Thread t is ordered after access (a, c) if
+// t's clock has c or more for agent a: then a chain of barriers, waits and fences leads from the access to t.
 #pragma once
 
 #include <array>
@@ -28,18 +28,18 @@ struct Epoch {
   bool same_step(const Epoch& other) const { return agent == other.agent && step == other.step; }
 };
 
-/// Steps of neighbouring agents. Clocks that agree about them share one block, so that a join has little to look at: what
-/// threads know of each other after a barrier is the same, but for their own steps.
+/// Steps of 64 consecutive agents. Clocks with equal steps share one block, so that a join has few blocks to compare:
+/// after a barrier, the clocks of its threads differ only in the threads' own steps.
 struct ClockBlock {
   static constexpr size_t kAgents = 64;
   std::array<uint32_t, kAgents> steps{};
-  uint32_t owners = 0;  // a cluster's clocks belong to one host thread
+  uint32_t owners = 0;  // not atomic: all clocks of a cluster belong to one host thread
 };
 
-/// least[i] = min(least[i], steps[i]), of a block.
+/// least[i] = min(least[i], steps[i]) for the agents of one block.
 void lower_steps(uint32_t* least, const uint32_t* steps);
 
-/// One owner of a block, or of none.
+/// Reference-counted handle of a block; may be empty.
 class ClockBlockOwner {
  public:
   ClockBlockOwner() = default;
@@ -52,11 +52,11 @@ class ClockBlockOwner {
     return *this;
   }
   ~ClockBlockOwner() {
-    // What has an owner is alive. NOLINTNEXTLINE(clang-analyzer-cplusplus.NewDelete)
+    // A block with an owner is alive. NOLINTNEXTLINE(clang-analyzer-cplusplus.NewDelete)
     if (block_ && --block_->owners == 0) delete block_;
   }
   const ClockBlock* get() const { return block_; }
-  /// For writing: nobody else's.
+  /// Returns a block for writing. Copies the block first if other clocks share it.
   ClockBlock& own() {
     if (!block_ || block_->owners > 1) {
       auto* copy = block_ ? new ClockBlock(*block_) : new ClockBlock;
@@ -71,8 +71,8 @@ class ClockBlockOwner {
   ClockBlock* block_ = nullptr;
 };
 
-/// Steps known of every agent; agents never heard of are at step 0. Grows when new agents appear, and never forgets: a step
-/// only rises.
+/// Known step of every agent; 0 for an agent that is not in the clock yet. The clock grows when new agents appear. A
+/// step never decreases.
 class VectorClock {
  public:
   uint32_t operator[](AgentId agent) const {
@@ -86,7 +86,7 @@ class VectorClock {
     if (number >= blocks_.size()) blocks_.resize(number + 1);
     blocks_[number].own().steps[agent % ClockBlock::kAgents] = step;
   }
-  /// For a copy that is to say less.
+  /// Removes one agent from a copy of a clock.
   void forget(AgentId agent) {
     if ((*this)[agent]) blocks_[agent / ClockBlock::kAgents].own().steps[agent % ClockBlock::kAgents] = 0;
   }
@@ -95,7 +95,7 @@ class VectorClock {
     for (size_t i = 0; i < other.blocks_.size(); ++i)
       if (blocks_[i].get() != other.blocks_[i].get()) join_block(blocks_[i], other.blocks_[i]);
   }
-  /// Steps of the agents from ClockBlock::kAgents * number on; null: 0 all of them.
+  /// Steps of agents ClockBlock::kAgents * number and following. Null: all steps of the block are 0.
   const uint32_t* block(size_t number) const {
     const ClockBlock* found = number < blocks_.size() ? blocks_[number].get() : nullptr;
     return found ? found->steps.data() : nullptr;
@@ -107,11 +107,11 @@ class VectorClock {
   std::vector<ClockBlockOwner> blocks_;
 };
 
-/// What synchronisation hands from thread to thread.
+/// Knowledge that synchronisation passes from thread to thread.
 struct Knowledge {
-  VectorClock ordered;  // happened before
-  VectorClock proxied;  // of these, generic-proxy writes that a proxy fence has made visible to the async proxy
-  VectorClock freed;    // is over, but was not released: memory that it touched may be overwritten, not read
+  VectorClock ordered;  // accesses that happened before
+  VectorClock proxied;  // generic-proxy writes among them that a proxy fence has made visible to the async proxy
+  VectorClock freed;    // accesses that have completed but were not released: their memory may be overwritten, not read
   void join(const Knowledge& other) {
     ordered.join(other.ordered);
     proxied.join(other.proxied);

@@ -1,4 +1,4 @@
-// clusterlaunchcontrol: a running cluster takes over the work of one that has not started.
+// clusterlaunchcontrol: a running cluster cancels a cluster that has not started and does its work.
 #include "machine.hpp"
 #include "sm100.hpp"
 
@@ -13,8 +13,8 @@ void try_cancel_cluster(uint32_t response, uint32_t mbarrier, const Site& site) 
   m.async_access(self, epoch, response, 16, true, Proxy::async, "it");
   m.poison(response, 16);
   m.submit({[&m, response, mbarrier, step = epoch.step] {
-    // The answer's bits are opaque to kernels: here a flag, then the index of the first CTA. Some requests fail at
-    // random.
+    // Kernels cannot interpret the bits of the response. Here they are a flag and the index of the first CTA. Some
+    // requests fail at random.
     uint32_t words[4] = {};
     if (!m.clusters_left.empty() && m.random.chance(0.75)) {
       const uint32_t number = m.clusters_left.front();

@@ -28,7 +28,7 @@ class Fiber {
   void create(std::byte* stack, size_t bytes, Entry entry, void* argument);
   void resume();
   void suspend();
-  const void* stack_pointer() const { return stack_pointer_; }  // of one that is suspended
+  const void* stack_pointer() const { return stack_pointer_; }  // valid while the fiber is suspended
 
  private:
   static void start();

@@ -1,4 +1,4 @@
-// How findings are worded.
+// Formats the text of findings.
 #include <algorithm>
 #include <cstdarg>
 #include <cstdio>

@@ -8,7 +8,7 @@ namespace hopwell::arch::emu {
 
 namespace {
 
-// Two registers where there are only narrow ones.
+// A Vector is 32 bytes: two registers on a host whose vector registers have 16.
 using Vector = float __attribute__((vector_size(32)));
 using Unaligned = float __attribute__((vector_size(32), aligned(4), may_alias));
 constexpr int kWidth = sizeof(Vector) / sizeof(float);
@@ -18,7 +18,7 @@ inline __attribute__((always_inline)) const Unaligned& at(const float* p) {
 }
 inline __attribute__((always_inline)) Unaligned& at(float* p) { return *reinterpret_cast<Unaligned*>(p); }
 
-// The sums of kRows × kVectors vectors stay in registers, for which the loops over them must be unrolled; k ascends.
+// The kRows × kVectors accumulators stay in registers, so the loops over them must be unrolled. k ascends.
 template <int kRows, int kVectors>
 inline __attribute__((always_inline)) void multiply_block(float* __restrict d, ptrdiff_t d_pitch,
                                                           const float* __restrict a, const float* __restrict b,

@@ -1,5 +1,5 @@
-// Where elements live: pure functions from the tables and figures of the PTX manual, without any state.
-// Names of sections are those of the manual, PTX ISA 9.0.
+// Positions of elements in memory and registers: pure functions, from the tables and figures of the PTX manual. Names
+// of sections in quotes are from PTX ISA 9.0.
 #pragma once
 
 #include <array>
@@ -28,13 +28,13 @@ struct MatrixDescriptor {
   uint32_t start, leading, stride;  // bytes
   uint32_t base_offset;             // bits 49-51
   Swizzle swizzle;
-  const char* error;  // null, or what is wrong with the bits
+  const char* error;  // null, or the reason why the bits are malformed
 };
 MatrixDescriptor decode_wgmma_descriptor(uint64_t bits);
 MatrixDescriptor decode_tcgen05_descriptor(uint64_t bits);
 
-/// Byte offset in its CTA's shared memory of element (mn, k) of an operand ("Canonical Layouts").
-/// Packed 4-bit elements have addresses too: that of the byte they are in.
+/// Byte offset of element (mn, k) of an operand in the shared memory of its CTA ("Canonical Layouts"). For packed 4-bit
+/// elements: offset of the byte that contains the element.
 inline uint32_t operand_address(const MatrixDescriptor& d, Major major, int element_bits, int mn, int k) {
   const uint32_t width = 16u << int(d.swizzle);  // bytes of one row of the swizzle atom
   const bool swizzle = d.swizzle != Swizzle::none;
@@ -67,7 +67,8 @@ constexpr Coord mma_d_fragment(int lane, int element) {
   return {lane / 4 + 8 * (element / 2), 2 * (lane % 4) + element % 2};
 }
 
-/// ldmatrix/stmatrix ("ldmatrix"): which (row, column) of its 8×8 matrix half-word `half` of a lane's register holds.
+/// ldmatrix/stmatrix ("ldmatrix"): (row, column) in the 8×8 matrix of the element in half-word `half` of a lane's
+/// register.
 constexpr Coord ldmatrix_fragment(int lane, int half, bool transposed) {
   const Coord c{lane / 4, 2 * (lane % 4) + half};
   return transposed ? Coord{c.col, c.row} : c;
@@ -84,7 +85,7 @@ constexpr Coord wgmma_a_fragment(int thread, int element) {
   return {16 * (thread / 32) + c.row, c.col};
 }
 
-/// The same of 8-bit elements: 0..15 of the 4 registers of A of m64nNk32, as those of mma.m16n8k32.
+/// The same for 8-bit elements: 0..15 of the 4 registers of A of m64nNk32, laid out as in mma.m16n8k32.
 constexpr Coord wgmma_a_fragment_8bit(int thread, int element) {
   const int lane = thread % 32, reg = element / 4;
   return {16 * (thread / 32) + lane / 4 + 8 * (reg % 2), 4 * (lane % 4) + 16 * (reg / 2) + element % 4};
@@ -92,7 +93,7 @@ constexpr Coord wgmma_a_fragment_8bit(int thread, int element) {
 
 // ---- tensor memory --------------------------------------------------------------------------------------------------
 
-/// How D [M][N] of a tcgen05.mma lies in the 128 lanes of one CTA ("Data Path Layout Organization"):
+/// Layout of D [M][N] of a tcgen05.mma in the 128 tensor-memory lanes of one CTA ("Data Path Layout Organization"):
 enum class DataPath : uint8_t {
   full,  // layouts A (cta_group::2, M 256) and D (M 128): lane = m
   half,  // layout F (M 64): 16 lanes of each 32
@@ -101,37 +102,37 @@ enum class DataPath : uint8_t {
   invalid,
 };
 DataPath data_path(int m, int cta_group, bool ws);
-/// (lane, column) of element (m, n) of the CTA's own part of D, relative to the address of D; `n_total` is N.
+/// (lane, column) of element (m, n) of this CTA's part of D, relative to the address of D. `n_total` is N.
 Coord accumulator_coord(DataPath layout, int n_total, int m, int n);
-/// Lane of row m of A in tensor memory, for part `segment` of N: of the halves that layouts B and E stack in the lanes,
-/// or the quarters of layout G. `rows`: of A in this CTA. Relative to the address of D in layout F.
+/// Lane of row m of A in tensor memory, for segment `segment` of N: layouts B and E stack two segments (halves of N) in
+/// the lanes, layout G stacks four. `rows`: number of rows of A in this CTA. In layout F, relative to the address of D.
 int a_lane(DataPath layout, int rows, int segment, int m);
-/// Columns that D takes in tensor memory.
+/// Number of tensor-memory columns of D.
 int accumulator_columns(DataPath layout, int n_total);
 
 /// Shapes of tcgen05.ld and tcgen05.st ("Tensor Memory: data movement shape").
 enum class TmemShape : uint8_t { b32x32, b16x64, b16x128, b16x256, b16x32x2 };
-/// (lane, column) that `reg` of thread `lane_id` holds, relative to the address. `split` is immHalfSplitoff of
+/// (lane, column) of register `reg` of thread `lane_id`, relative to the address. `split` is immHalfSplitoff of
 /// 16x32bx2.
 Coord tmem_fragment(TmemShape shape, int lane_id, int reg, int split = 0);
 int tmem_lanes(TmemShape shape);
-/// Columns that `regs` registers a thread span.
+/// Number of columns that `regs` registers per thread span.
 int tmem_columns(TmemShape shape, int regs, int split = 0);
 
-/// Shapes of tcgen05.cp. 4x256b is not modelled: PTX does not say which lanes its four rows go to.
+/// Shapes of tcgen05.cp. 4x256b is not modelled, because PTX does not say to which lanes its four rows go.
 enum class CopyShape : uint8_t { b128x256, b128x128, b64x128_02_13, b64x128_01_23, b32x128_x4, b4x256 };
 int copy_rows(CopyShape shape);
 int copy_row_bytes(CopyShape shape);
-/// Lanes that row `row` of the source goes to; unused entries are -1.
+/// Destination lanes of row `row` of the source. Unused entries are -1.
 std::array<int, 4> copy_lanes(CopyShape shape, int row);
 
 // ---- block scales ---------------------------------------------------------------------------------------------------
 
-/// Scale factors of kind::mxf4nvf4 block16, K = 64 ("Scale factor layout, scale_vec::4X"): the four one-byte scales of
-/// row `row` of A (or of B, counting N) are the bytes of one 32-bit column. They must be in all four lane quarters.
+/// Scale factors of kind::mxf4nvf4 block16, K = 64 ("Scale factor layout, scale_vec::4X"). One 32-bit column holds the
+/// four one-byte scales of row `row` of A (or of column `row` of B). All four lane quarters must hold a copy.
 Coord scale_coord(int row);
-/// Byte offset of scale `block` of row `row` in a 512-byte tile of 128 rows × 4 scales that one
-/// tcgen05.cp.32x128b.warpx4 brings into that form.
+/// Byte offset of scale `block` of row `row` in a 512-byte tile of 128 rows × 4 scales. One tcgen05.cp.32x128b.warpx4
+/// copies such a tile into that layout.
 constexpr uint32_t scale_tile_offset(int row, int block) { return uint32_t(row % 32 * 16 + row / 32 % 4 * 4 + block); }
 
 }  // namespace hopwell::arch::emu

@@ -1,4 +1,4 @@
-// Setting clusters up, running them, and what must hold when they end.
+// Sets up clusters, runs them, and checks their state at the end.
 #include "launch.hpp"
 
 #include <sys/mman.h>
@@ -29,8 +29,9 @@ StackPool& stack_pool() {
   return pool;
 }
 
-// The windows of a cluster's CTAs, kept for the next launch, which mostly has as many of the same size: the system clears a new
-// mapping page by page. What lies behind the bytes of a window cannot be touched.
+// Shared-memory windows of a cluster's CTAs, reused by the next launch, which usually needs the same number and size. A
+// new mapping costs time, because the system clears it page by page. The bytes behind the end of a window are
+// inaccessible.
 class WindowPool {
  public:
   WindowPool() = default;
@@ -170,7 +171,8 @@ void Machine::run_cluster(uint32_t number) {
       t.agent = new_agent("", "no barrier, mbarrier or other synchronisation in between", &t);
       t.knows.ordered.raise(t.agent, 1);
       t.stack = stacks_.take();
-      // Ends of stacks that lie at one place of their pages would share one set of the first cache.
+      // Different offsets: if all stacks ended at the same offset of their pages, they would compete for one set of the
+      // L1 cache.
       t.fiber.create(t.stack, StackPool::kBytes - i % 64 * 64, [](void*) { machine->thread_main(); }, nullptr);
       cta.threads.push_back(&t);
       make_ready(&t, t.fiber.stack_pointer());
@@ -274,8 +276,8 @@ Options options_of_environment() {
   return options;
 }
 
-// CHIP:FILE, the chip b200 or h200. HOPWELL_EMULATOR_MODEL: adds what each launch asks for to the file, a line of JSON.
-// HOPWELL_EMULATOR_REPORT: makes the file a page about all launches so far.
+// Value of the variable: CHIP:FILE, chip b200 or h200. HOPWELL_EMULATOR_MODEL appends the demand of each launch to the
+// file, one line of JSON per launch. HOPWELL_EMULATOR_REPORT writes a page about all launches so far to the file.
 struct FileOfEnvironment {
   Rates rates;
   std::string file;
@@ -295,7 +297,8 @@ void append_line(const std::string& path, const std::string& line) {
   require((!file || std::fclose(file) == 0) && written, "cannot write " + path);
 }
 
-// Of all host threads. The page stays of a size that a browser opens: later launches only run.
+// Covers the launches of all host threads. The number of recorded launches is limited, so that a browser can open the
+// page; later launches run without a recording.
 Report launch_for_page(const FileOfEnvironment& page, const LaunchShape& shape, const std::function<void()>& kernel) {
   constexpr size_t kMostLaunches = 32;
   static std::mutex mutex;

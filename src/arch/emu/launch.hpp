@@ -23,11 +23,12 @@ struct LaunchShape {
   size_t shared_bytes = 0;
 };
 
-/// Runs `kernel` once for every thread of the grid and reports what it found. Clusters run one after another, so CTAs
+/// Runs `kernel` once for every thread of the grid and reports its findings. Clusters run one after another, so CTAs
 /// of different clusters cannot wait for each other. Throws std::invalid_argument if the shape is impossible.
 Report launch(const LaunchShape& shape, const Options& options, const std::function<void()>& kernel);
 
-/// Options for the launches of this host thread while it lives, and what they found. Sessions nest.
+/// Sets the options for the launches of this host thread during its lifetime, and collects their findings. Sessions
+/// nest.
 class Session {
  public:
   explicit Session(Options session_options);
@@ -35,13 +36,13 @@ class Session {
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
   Options options;
-  Report report;  // of all launches so far
+  Report report;  // findings of all launches so far
 
  private:
   Session* outer_;
 };
 
-/// Findings of a launch outside of any session.
+/// Thrown for the findings of a launch outside of any session.
 class CheckFailed : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -50,7 +51,7 @@ class CheckFailed : public std::runtime_error {
 /// launch() with the options of the innermost session; see arch/launch.hpp.
 void launch_in_session(const LaunchShape& shape, const std::function<void()>& kernel);
 
-/// Prepares the host process for reports: a memory fault inside of a kernel names its thread and last instruction.
+/// Makes a memory fault inside of a kernel report its thread and last instruction.
 void install_fault_handler();
 
 }  // namespace hopwell::arch::emu

@@ -1,4 +1,4 @@
-// ldmatrix, stmatrix, mma.sync, sums in global memory, and accesses to shared memory by address.
+// ldmatrix, stmatrix, mma.sync, atomic additions to global memory, and accesses to shared memory by address.
 #include "gemm.hpp"
 #include "geometry.hpp"
 #include "machine.hpp"
@@ -14,7 +14,7 @@ struct MatrixArgument {
   uint32_t row_address;
 };
 
-// The lane that names a row reads or writes it, all 16 bytes.
+// The lane that supplies the address of a row reads or writes all 16 bytes of it.
 void move_matrices(const char* instruction, uint32_t* registers, int count, bool transposed, uint32_t row_address,
                    bool write) {
   MatrixArgument mine{registers, row_address};
@@ -114,7 +114,7 @@ void red_add(float* pointer, const float* values, uint32_t count, const Site& si
   if (machine->work) machine->work->touch(pointer, 4 * count, true);
   ++current->instructions;
   count_work([&](Work& w) { (count == 1 ? w.added_scalars : w.added_bytes) += 4 * count; });
-  // red flushes subnormals (PTX); the reducing copies do not (seen on an H200).
+  // red flushes subnormals (PTX); the bulk copies with a reduction do not (observed on an H200).
   for (uint32_t i = 0; i < count; ++i) pointer[i] = canonical(flushed(flushed(pointer[i]) + flushed(values[i])));
 }
 

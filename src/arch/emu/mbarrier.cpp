@@ -1,4 +1,4 @@
-// mbarriers: phases, pending arrivals, transaction counts, and what a wait learns.
+// mbarriers: phases, pending arrivals, transaction counts, and the knowledge that a wait acquires.
 #include <algorithm>
 
 #include "machine.hpp"
@@ -8,7 +8,7 @@ namespace hopwell::arch::emu {
 
 namespace {
 
-// A live mbarrier's word in memory is opaque; a change shows that something was written over it.
+// Contents of a live mbarrier's word, opaque to kernels. A different value means that something has overwritten it.
 uint64_t opaque_word(uint32_t address) { return 0x6d62617272696572u + address; }
 constexpr int64_t kTransactionLimit = (1 << 20) - 1;  // PTX ISA, "Valid range of tx-count"
 
@@ -46,7 +46,7 @@ void arrive(Mbarrier& b, uint32_t count, Release scope) {
   m.finish_phase(b);
 }
 
-// A wait that succeeds has seen the end of every phase before the one that runs.
+// A wait that succeeds has observed the end of every phase before the current one.
 void remember_phase(Thread& t, const Mbarrier& b) {
   for (NextPhase& next : t.next_phases)
     if (next.address == b.address) return void(next.phase = b.phase);
@@ -175,7 +175,7 @@ bool mbarrier_try_wait(uint32_t address, uint32_t parity, WaitScope scope, bool 
     m.block("mbarrier.try_wait", address, int(parity));
     current->wait_parity = -1;
     b = &m.mbarrier_at(address, false);
-    if ((b->phase & 1) == parity) return false;  // one more phase ended before this thread came to run
+    if ((b->phase & 1) == parity) return false;  // another phase ended before this thread resumed
   }
   remember_phase(*current, *b);
   if (m.recorder) m.recorder->passed(*current, address);
@@ -206,7 +206,8 @@ void fence_proxy_async(const Site& site) {
   Knowledge& k = current->knows;
   if (m.options.policy.proxy_fence_on_writer_side) {
     k.proxied.raise(current->agent, current->step());
-    // Nobody but a later thread can fence what cp.async wrote when its completion went to an mbarrier.
+    // cp.async that completes on an mbarrier: the writing thread does not wait for it, so only a thread that has waited
+    // on the mbarrier can fence these writes.
     for (AgentId agent : m.reader_fenced_agents) k.proxied.raise(agent, k.ordered[agent]);
   } else {
     k.proxied.join(k.ordered);

@@ -9,13 +9,13 @@
 
 namespace hopwell::arch::emu {
 
-/// What every conversion and sum of the hardware gives for NaN, whatever the sign and payload of the operands.
+/// Result of every hardware conversion and sum for NaN, for any sign and payload of the operands.
 inline constexpr uint32_t kCanonicalNan = 0x7fffffff;
 inline float canonical(float x) { return x == x ? x : bit_cast<float>(kCanonicalNan); }
-/// Subnormal numbers to zero of the same sign (.ftz).
+/// Replaces a subnormal number by zero of the same sign (.ftz).
 inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.f, x) : x; }
 
-/// The host's, counted by the model of time.
+/// exp2 and log2 of the host. The time model counts the calls.
 float exp2(float x);
 float log2(float x);
 
@@ -31,7 +31,8 @@ inline float from_fp16(uint16_t x) {
 
 /// 1 sign, 4 exponent (bias 7), 3 mantissa bits; no infinity, 0x7f and 0xff are NaN.
 inline float from_e4m3(uint8_t x) {
-  // The bits lie in a float's as they are, for its exponent 0 is subnormal too; 2^120 makes up for the bias.
+  // The bits are a float's exponent and mantissa without a change, because exponent 0 is subnormal in both formats.
+  // 2^120 corrects the bias.
   const uint32_t magnitude = x & 0x7fu;
   const float value =
       magnitude == 0x7f ? std::numeric_limits<float>::quiet_NaN() : bit_cast<float>(magnitude << 20) * 0x1p120f;

@@ -24,7 +24,8 @@ void SharedOperand::check(const char* which) const {
   if (descriptor.swizzle != Swizzle::none && major == Major::k &&
       descriptor.start % pattern >= 16u << int(descriptor.swizzle))
     fail(Kind::unsupported, "a start inside of the swizzle pattern, other than in its first row, is not modelled");
-  // Inside of the pattern's first row an operand may start whose rows end there too: certified on a GPU.
+  // MN-major with a swizzle: an operand may start inside the first row of the swizzle pattern if its rows end inside
+  // that row too (certified on a GPU).
   const uint32_t width = 16u << int(descriptor.swizzle), offset = descriptor.start % pattern;
   if (descriptor.swizzle != Swizzle::none && major == Major::mn && offset &&
       offset + uint32_t(mn * element_bits(type) / 8) > width)
@@ -57,7 +58,7 @@ void SharedOperand::load(float* out, int pitch, bool transposed) const {
     for (int i = 0; i < inner; i += chunk) {
       const std::byte* row =
           base + operand_address(descriptor, major, element_bits(type), k_major ? o : i, k_major ? i : o);
-      if (type == ElementType::bf16) {  // the common case, without a choice for every element
+      if (type == ElementType::bf16) {  // the common case, without a branch on the type for every element
         uint16_t bits[8];
         __builtin_memcpy(bits, row, 16);
         for (int e = 0; e < 8; ++e) k_major ? put(o, i + e, from_bf16(bits[e])) : put(i + e, o, from_bf16(bits[e]));

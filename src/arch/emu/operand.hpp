@@ -1,4 +1,4 @@
-// Operands of wgmma and tcgen05.mma in shared memory: what is touched, and the values.
+// Operands of wgmma and tcgen05.mma in shared memory: the bytes they cover, and their values.
 #pragma once
 
 #include "geometry.hpp"
@@ -17,11 +17,11 @@ struct SharedOperand {
   int mn, k;
   uint32_t rank;
 
-  /// Stops if the descriptor is malformed or asks for what is not modelled.
+  /// Stops the launch if the descriptor is malformed or uses a feature that is not modelled.
   void check(const char* which) const;
-  /// Every 16-byte chunk is read by `who`, from now on until its operation completes.
+  /// Records that `who` reads every 16-byte chunk from now on until its operation completes.
   void record_reads(Observer& who, Epoch epoch, const char* what) const;
-  /// out[mn][k], rows `pitch` apart, or transposed [k][mn].
+  /// out[mn][k] with row pitch `pitch`, or transposed [k][mn].
   void load(float* out, int pitch, bool transposed) const;
 };
 

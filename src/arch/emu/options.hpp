@@ -1,4 +1,4 @@
-// How a launch is emulated: schedule, checks, and the points on which PTX is silent.
+// Options of an emulated launch: schedule, checks, and policies where PTX is silent.
 #pragma once
 
 #include <cstdint>
@@ -7,18 +7,18 @@
 
 namespace hopwell::arch::emu {
 
-/// When queued asynchronous operations (copies, tensor-core work) are carried out, relative to the threads.
+/// When queued asynchronous operations (copies, tensor-core work) execute, relative to the threads.
 enum class Async : uint8_t {
   eager,   // at once, as if the engine were infinitely fast
-  late,    // only when no thread can go on without them
-  random,  // at any moment in between
+  late,    // only when no thread can proceed without them
+  random,  // at a random time in between
 };
 
-/// Points on which PTX is silent or which kernels in the field treat differently. The defaults are the strict side.
+/// Points on which PTX is silent, or which published kernels treat differently. The defaults are the strict choice.
 struct Policy {
   /// Data written by cp.async is generic-proxy data: a wgmma or tcgen05 read of it needs fence.proxy.async.
   bool cp_async_needs_proxy_fence = true;
-  /// fence.proxy.async covers only the writes of the thread that executes it. False: all writes that thread knows of.
+  /// fence.proxy.async covers only the writes of the thread that executes it. False: all writes before it.
   bool proxy_fence_on_writer_side = true;
   /// tcgen05.ld destinations hold poison until tcgen05.wait::ld. False: the value is there at once.
   bool tmem_load_poisoned_until_wait = true;
@@ -26,7 +26,7 @@ struct Policy {
   bool tmem_wait_needs_fence_before = true;
   /// tcgen05.dealloc must come after fence::after_thread_sync, not only after the barrier.
   bool dealloc_needs_fence_after = false;
-  /// tcgen05.ld/st must name the lane quarter of the warp. False: lanes 0-31 stand for the warp's own quarter.
+  /// tcgen05.ld/st must name the lane quarter of the warp. False: lanes 0-31 mean the warp's own quarter.
   bool tmem_quarter_must_be_named = true;
   /// An mbarrier arrival from another CTA is acquired only by a wait at cluster scope.
   bool remote_arrival_needs_cluster_wait = true;
@@ -39,7 +39,7 @@ struct CallSite {
   friend bool operator==(const CallSite&, const CallSite&) = default;
 };
 
-/// A synchronising instruction at a place. A function that is given its caller's place may have several there.
+/// A synchronising instruction at a call site. A function that takes the site of its caller may have several there.
 struct SynchronisationCall {
   std::string instruction;
   CallSite where;
@@ -49,14 +49,14 @@ struct SynchronisationCall {
 struct Options {
   uint64_t seed = 1;
   Async async = Async::random;
-  int late_cta = -1;                    // of each cluster: its threads go on 256 times as seldom; -1: none
-  bool check = true;                    // vector clocks and shadow memory; off: only numbers and hangs
+  int late_cta = -1;                    // rank whose threads are scheduled 256 times less often; -1: none
+  bool check = true;                    // vector clocks and shadow memory; false: only numerical results and hangs
   double spurious_wakeups = 0.02;       // how often mbarrier.try_wait returns false without a reason
   size_t max_findings = 32;             // distinct findings kept
-  uint64_t max_switches = 200'000'000;  // a launch that polls longer than this without an end is reported as a livelock
+  uint64_t max_switches = 200'000'000;  // a launch that polls longer than this is reported as a livelock
   Policy policy{};
   bool throw_findings = false;  // in a session: a launch ends at its first finding and throws CheckFailed
-  std::optional<SynchronisationCall> leave_out{};  // mutation testing: this instruction does nothing at this place
+  std::optional<SynchronisationCall> leave_out{};  // mutation testing: skips this instruction at this place
 };
 
 }  // namespace hopwell::arch::emu

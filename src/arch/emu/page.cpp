@@ -1,4 +1,4 @@
-// The page about recorded launches: one HTML file with inline pictures, which is well-formed XML too.
+// Writes the page about recorded launches: one HTML file with inline pictures, which is also well-formed XML.
 #include <algorithm>
 #include <cerrno>
 #include <cmath>
@@ -85,11 +85,11 @@ class Picture {
     label(0, text, "strong");
     y_ += 14;
   }
-  /// Names the next row.
+  /// Writes the label of the next row.
   void name(const std::string& text) { label(12, text, ""); }
   void spans(const std::vector<Span>& spans, const char* style, const char* every_other = nullptr) {
     for (size_t i = 0; i < spans.size();) {
-      // What is closer than a third of a pixel is one rectangle.
+      // Spans closer than a third of a pixel become one rectangle.
       size_t next = i + 1;
       double end = spans[i].end;
       while (next < spans.size() && !every_other && (spans[next].end - spans[i].begin) * scale_ < kPixel)
@@ -102,7 +102,7 @@ class Picture {
   }
   void next_row() { y_ += kRow; }
 
-  /// Columns of tensor memory from top to bottom, 2 to a pixel.
+  /// Columns of tensor memory from top to bottom, 2 per pixel.
   void tensor_memory(const std::vector<TensorMemoryUse>& uses, uint32_t rank) {
     constexpr const char* kStyles[] = {"held", "product", "operand", "stored", "read"};
     constexpr const char* kWords[] = {"allocated", "written by the tensor core", "read by the tensor core",
@@ -112,14 +112,13 @@ class Picture {
       return j < uses.size() && uses[i].rank == uses[j].rank && uses[i].first_column == uses[j].first_column &&
              uses[i].columns == uses[j].columns;
     };
-    for (const int layer :
-         {0, 1, 2})  // what is allocated, what is written, and thinner, so that both are seen, what is read
+    for (const int layer : {0, 1, 2})  // back to front: allocations, writes, and reads, which are narrower
       for (size_t i = 0; i < uses.size(); ++i) {
         const TensorMemoryUse& use = uses[i];
         const bool reads = use.kind == operand || use.kind == read;
         if (use.rank != rank || (use.kind == allocated ? 0 : reads ? 2 : 1) != layer) continue;
         if (use.kind == operand && same_columns(i, i + 1) && uses[i + 1].kind == product) continue;  // it accumulates
-        double end = use.end;  // what follows at once in the same columns is one rectangle
+        double end = use.end;  // a use that follows immediately in the same columns extends the rectangle
         while (layer > 0 && same_columns(i, i + 1) && uses[i + 1].kind == use.kind &&
                (uses[i + 1].begin - end) * scale_ < kPixel && uses[i + 1].begin >= use.begin)
           end = std::max(end, uses[++i].end);
@@ -171,14 +170,14 @@ class Picture {
   std::string shapes_;
 };
 
-// ---- what there is to say -------------------------------------------------------------------------------------------
+// ---- texts ----------------------------------------------------------------------------------------------------------
 
 std::string warps_of(const Role& role) {
   return role.first_warp == role.last_warp ? format("warp %zu", role.first_warp)
                                            : format("warps %zu to %zu", role.first_warp, role.last_warp);
 }
 
-// The two units that a role keeps busiest: "copies, exponentials". Nearly all use shared memory, which says little.
+// The two units that a role uses most: "copies, exponentials". Without shared memory, which nearly every role uses.
 std::string name_of(const Role& role) {
   std::vector<Demand> busiest;
   for (const Demand& demand : role.demands)
@@ -339,7 +338,8 @@ std::string launch_page(const std::vector<LaunchRecord>& launches, const Rates& 
   return text + "</body></html>\n";
 }
 
-// To a neighbour first, then renamed; what is no plain file, such as a pipe or a device, is written to directly.
+// Writes to a file beside the target, then renames it. A target that is not a plain file, such as a pipe or a device,
+// is written directly.
 void write_launch_page(const std::string& path, const std::vector<LaunchRecord>& launches, const Rates& rates,
                        size_t left_out) {
   const std::string text = launch_page(launches, rates, left_out);

@@ -12,8 +12,8 @@ namespace {
 
 thread_local Recording* innermost = nullptr;
 
-// Passes through the banks: of 32 lanes together if they access up to 4 bytes each, of 16 if 8, of 8 if 16. Lanes that touch the
-// same word of a bank share a pass.
+// Passes through the banks. One pass serves 32 lanes of up to 4 bytes, 16 lanes of 8 bytes or 8 lanes of 16 bytes.
+// Lanes that touch the same word of a bank share a pass.
 struct Passes {
   uint32_t wavefronts = 0, conflicts = 0;
 };
@@ -38,7 +38,7 @@ Passes passes_of(uint32_t mask, const Addresses& address, const Addresses& bytes
   return passes;
 }
 
-// One entry for all that is on a line: an expression may access memory several times.
+// Merges the entries of one source line, because an expression may access memory several times.
 void merge_lines(std::vector<SharedLine>& lines) {
   const auto key = [](const SharedLine& l) { return std::tie(l.where.file, l.where.line, l.instruction); };
   std::sort(lines.begin(), lines.end(), [&](const SharedLine& a, const SharedLine& b) { return key(a) < key(b); });
@@ -56,7 +56,7 @@ void merge_lines(std::vector<SharedLine>& lines) {
   lines = std::move(merged);
 }
 
-// The model counts a product of a warpgroup for the warp that comes last, whichever that is.
+// The time model counts a product of a warpgroup for the warp that arrives last, which may be any of the four.
 void merge_warpgroups(std::vector<Role>& roles) {
   std::vector<Role> merged;
   for (Role& role : roles) {
@@ -71,8 +71,9 @@ void merge_warpgroups(std::vector<Role>& roles) {
   roles = std::move(merged);
 }
 
-// What the recorder does is not the kernel's. A file that holds kernels may also hold code of std::string's, compiled with the
-// hooks of memory accesses, and the linker may take it for this file too.
+// Suspends `current`, so that accesses of the recorder are not counted for the kernel. A file with kernels may also
+// contain code of std::string, compiled with the memory-access hooks, and the linker may use that copy for this file
+// too.
 struct Aside {
   Thread* const thread = std::exchange(current, nullptr);
   ~Aside() { current = thread; }
@@ -158,7 +159,7 @@ void Recorder::shared_access(Thread& t, uint32_t address, uint32_t bytes, SiteId
   const Aside aside;
   thread_shared_bytes_ += bytes;
   if (is_ordinary_access(t.instruction)) executed(t);
-  if (rank_of(address) != t.cta->rank) return;  // over the network of the cluster
+  if (rank_of(address) != t.cta->rank) return;  // over the cluster network
   AccessesOfLine& line = open_accesses_[warp_of(t)][{site, t.instruction}];
   const auto lane = size_t(t.lane);
   const size_t place = line.done[lane]++ - line.first_open;
@@ -175,7 +176,7 @@ SharedLine& Recorder::line_of(SiteId site, const char* instruction) {
   return it->second;
 }
 
-// All lanes of a warp stand at the same instruction: what they accessed before is complete.
+// All lanes of a warp are at the same instruction, so their earlier accesses are complete.
 void Recorder::together(size_t warp) {
   for (const auto& [key, accesses] : open_accesses_[warp]) {
     SharedLine& line = line_of(key.first, key.second);
@@ -308,7 +309,7 @@ void Recorder::phase_ended(uint64_t barrier) {
   b.arriving = 0;
 }
 
-// A named barrier is for whole warps.
+// A named barrier synchronises whole warps.
 void Recorder::phase_ended(uint64_t barrier, const std::vector<Thread*>& waiting, Thread* last) {
   const Aside aside;
   phase_ended(barrier);
@@ -336,7 +337,7 @@ void Recorder::met(Thread* const* members, int count, uint32_t mask) {
   };
   double latest = 0;
   each([&](Thread& t) { latest = std::max(latest, now(t)); });
-  // Products of mma.sync, and a warp's quarter of tensor memory: it waits for them.
+  // Products of mma.sync, and loads from the warp's quarter of tensor memory: the warp waits for both.
   const Work work = work_since_last();
   const double tmem_rate = count_.rates.tmem_bytes / 4,
                cost =
@@ -409,7 +410,7 @@ std::string Recorder::waits_for(const Wait& wait) const {
   return "waits for " + name_of(wait.barrier) + " at " + place_of(wait.site);
 }
 
-// Busy when any lane is. In between it waits for what the lane that goes on first has waited for.
+// A warp is busy when any lane is busy. In a gap it waits for the event that the first lane to resume has waited for.
 TimelineRow Recorder::row_of_warp(size_t warp) const {
   TimelineRow row;
   row.rank = uint32_t(warp / record_.warps_a_cta);
@@ -437,7 +438,7 @@ TimelineRow Recorder::row_of_warp(size_t warp) const {
       row.busy.back().end = std::max(row.busy.back().end, interval.end);
     }
   }
-  // Nothing that is seen comes after the last barrier.
+  // If nothing visible follows the last barrier, the row ends with the wait for it.
   if (!row.busy.empty() && !waits.empty() && waits.back().end > row.busy.back().end)
     row.waits.push_back({row.busy.back().end, waits.back().end, waits_for(waits.back())});
   return row;

@@ -1,4 +1,5 @@
-// What the emulator tells of a launch that is recorded. Machine::recorder is null otherwise, and nothing here is called.
+// Interface between the emulator and a recording. If no launch is recorded, Machine::recorder is null and nothing here
+// is called.
 #pragma once
 
 #include <algorithm>
@@ -33,21 +34,21 @@ class Recorder {
   void shared_access(Thread& t, uint32_t address, uint32_t bytes, SiteId site);
 
   enum class Engine : uint8_t { tensor, copies };
-  /// The current thread hands an operation to an engine. Those with a queue are waited for by group.
+  /// The current thread submits an operation to an engine. If the engine has a queue, threads wait for its groups.
   void submitted(Operation& op, Engine engine, const void* queue = nullptr);
-  void issued(Engine engine, const void* queue, uint64_t group);  // the same for wgmma, which is no Operation
-  void waited(const void* queue, uint64_t before);                // the current thread, for all groups before that one
+  void issued(Engine engine, const void* queue, uint64_t group);  // the same for wgmma, which is not an Operation
+  void waited(const void* queue, uint64_t before);                // the current thread waits for the groups before this
 
-  /// Barriers by number: an mbarrier's is its address.
+  /// Numbers that identify barriers. The number of an mbarrier is its address.
   static uint64_t named_barrier(uint32_t rank, int id) {
     return uint64_t{1} << 32 | uint64_t{rank} << 8 | uint64_t(id);
   }
   static constexpr uint64_t kClusterBarrier = uint64_t{2} << 32, kOwnOperations = uint64_t{3} << 32,
                             kWarpgroup = uint64_t{4} << 32, kWarp = uint64_t{5} << 32;
-  void arrived(uint64_t barrier);  // whoever runs: the current thread, or an operation that is carried out
+  void arrived(uint64_t barrier);  // by the current thread, or by the operation that is executing
   void phase_ended(uint64_t barrier);
-  void phase_ended(uint64_t barrier, const std::vector<Thread*>& waiting, Thread* last);  // who go on
-  void passed(Thread& t, uint64_t barrier);                    // goes on at the end of the last phase
+  void phase_ended(uint64_t barrier, const std::vector<Thread*>& waiting, Thread* last);  // `waiting` resume
+  void passed(Thread& t, uint64_t barrier);                    // resumes at the end of the last phase
   void met(Thread* const* members, int count, uint32_t mask);  // lanes of a warp, or a warpgroup of 128
 
   void tensor_memory_allocated(uint32_t rank, uint32_t first_column, uint32_t columns);
@@ -65,7 +66,7 @@ class Recorder {
   };
   struct Lane {
     double clock = 0;
-    uint64_t seen = 0;  // of its instructions, those that the clock has counted
+    uint64_t seen = 0;  // instructions that the clock has counted already
     std::vector<Interval> busy;
     std::vector<Wait> waits;
   };
@@ -73,7 +74,7 @@ class Recorder {
     double arriving = 0, ended = 0;
     std::vector<Interval> phases;
   };
-  struct Run {  // operations of one line, one after the other
+  struct Run {  // consecutive operations of one source line
     double begin, end;
     const char* instruction;
     SiteId site;
@@ -83,13 +84,13 @@ class Recorder {
     double free = 0;
     std::vector<Run> runs;
   };
-  /// What the lanes of a warp access together: each lane's n-th execution of a line since the warp was last together.
+  /// Combined access of a warp: the n-th execution of a line by each lane since the warp was last converged.
   struct WarpAccess {
     uint32_t mask = 0;
     std::array<uint32_t, 32> address{}, bytes{};
   };
   struct AccessesOfLine {
-    std::array<size_t, 32> done{};  // by each lane
+    std::array<size_t, 32> done{};  // per lane
     std::deque<WarpAccess> open;
     size_t first_open = 0;
   };
@@ -114,16 +115,16 @@ class Recorder {
   Machine& machine_;
   const WorkCount& count_;
   LaunchRecord record_;
-  bool timed_ = true;  // during the first cluster
+  bool timed_ = true;  // true during the first cluster
   std::vector<Lane> lanes_;
-  Work seen_;                         // of all warps, when the last cost was taken
-  uint64_t thread_shared_bytes_ = 0;  // of Work::shared_bytes: what threads accessed
-  double operation_end_ = -1;         // of the asynchronous operation that is carried out, if one is
+  Work seen_;                         // of all warps, at the time of the last cost
+  uint64_t thread_shared_bytes_ = 0;  // the part of Work::shared_bytes that threads accessed
+  double operation_end_ = -1;         // end of the asynchronous operation that is executing, or -1
   std::map<uint64_t, Barrier> barriers_;
-  std::map<std::pair<Engine, size_t>, EngineRow> engines_;                            // by the warp that issues
-  std::unordered_map<const void*, std::vector<std::pair<uint64_t, double>>> groups_;  // group and end, by queue
+  std::map<std::pair<Engine, size_t>, EngineRow> engines_;                            // by issuing warp
+  std::unordered_map<const void*, std::vector<std::pair<uint64_t, double>>> groups_;  // (group, end) by queue
   std::vector<TensorMemoryUse> unplaced_;                            // uses whose time is not known yet
-  std::unordered_map<const char*, std::vector<uint64_t>> executed_;  // by the literal, then by thread
+  std::unordered_map<const char*, std::vector<uint64_t>> executed_;  // by string literal, then by thread
   std::map<std::string, std::vector<uint64_t>> instructions_;
   std::map<std::pair<SiteId, const char*>, SharedLine> lines_;
   std::vector<std::map<std::pair<SiteId, const char*>, AccessesOfLine>> open_accesses_;  // by warp

@@ -1,4 +1,4 @@
-// Threads and asynchronous operations, interleaved by a seeded random choice.
+// Interleaves threads and asynchronous operations by a seeded random choice.
 #include <algorithm>
 #include <utility>
 
@@ -59,7 +59,8 @@ void Machine::submit_group(Thread& t, GroupQueue& queue, Operation op) {
   queue.operations.push_back(std::move(op));
 }
 
-// Any operation that is not behind an arrival that tracks it; such an arrival itself once it is the first.
+// Picks any operation that is not behind an arrival that tracks it, or such an arrival itself when it is the first in
+// the queue.
 bool Machine::step_group(GroupQueue& queue) {
   size_t free = 0;
   while (free < queue.operations.size() && !queue.operations[free].waits_for_earlier) ++free;
@@ -82,7 +83,7 @@ void Machine::complete_groups(GroupQueue& queue, uint64_t before) {
       ++kept;
     }
   }
-  group_queue_emptied_ |= kept == 0 && !queue.operations.empty();  // it leaves when group_queues_ are next looked at
+  group_queue_emptied_ |= kept == 0 && !queue.operations.empty();  // removed at the next pass over group_queues_
   queue.operations.resize(kept);
   if (recorder) recorder->waited(&queue, before);
 }
@@ -115,13 +116,13 @@ bool Machine::step_async() {
 
 // ---- the loop -------------------------------------------------------------------------------------------------------
 
-// What is needed first to go on with a thread is fetched while another one runs: with thousands of threads, whose stacks and records
-// do not fit into the nearest caches, to wait for it would take a quarter of all time. Which thread is next is known unless the one
-// that runs makes others ready or draws itself.
+// Prefetches the record and the stack of the next thread while the current one runs. With thousands of threads these do
+// not fit into the L1 cache, and waiting for them would take a quarter of the run time. The next thread is known in
+// advance, unless the current thread makes others ready or draws a random number itself.
 void Machine::prefetch_next() const {
   if (ready_.empty()) return;
   Random ahead = random;
-  if (options.async == Async::random) ahead.next();  // for the choice between threads and engines
+  if (options.async == Async::random) ahead.next();  // the draw that chooses between threads and engines
   const Ready& next = ready_[ahead.below(ready_.size())];
   const auto lines = [](const void* at, int count) {
     for (int i = 0; i < count; ++i) __builtin_prefetch(static_cast<const std::byte*>(at) + 64 * i, 1);
@@ -179,8 +180,8 @@ std::string thread_list(std::vector<const Thread*> threads) {
   return out;
 }
 
-// What is said of a thread that waits for the end of a phase with its parity although that phase is over: it was lapped by
-// two phases or more, and now waits for a later one.
+// Text for a thread that waits for the end of a phase although that phase is over: the barrier has advanced two or more
+// phases since, and the thread now waits for a later phase of the same parity.
 std::string lapped(const Thread& t, const Mbarrier& b) {
   uint64_t wanted = 0;
   for (const NextPhase& next : t.next_phases)
@@ -193,7 +194,7 @@ std::string lapped(const Thread& t, const Mbarrier& b) {
 
 }  // namespace
 
-// Who waits for what: threads that wait at the same place for the same thing share a line.
+// Lists the waiting threads. Threads that wait at the same place for the same event share a line.
 void Machine::report_deadlock() {
   const bool livelock = !ready_.empty();
   std::vector<std::string> order;

@@ -1,5 +1,5 @@
-// Shadow memory: for every 4 bytes of shared memory, and every 16 lanes of a tensor-memory column, who touched them
-// last. 16 bytes that are always touched together, as engines do, share one cell.
+// Shadow memory: the last accesses to every 4 bytes of shared memory and to every 16 lanes of a tensor-memory column.
+// 16 bytes that are always accessed together, as by engines, share one cell.
 #pragma once
 
 #include <algorithm>
@@ -11,10 +11,10 @@
 
 namespace hopwell::arch::emu {
 
-/// How a shared-memory access travels. Generic-proxy data must be fenced before the async proxy looks at it.
+/// Proxy of a shared-memory access. Generic-proxy data must be fenced before the async proxy reads it.
 enum class Proxy : uint8_t { generic, cp_async, async };
 
-/// What a thread does. Additions are of whole words and in one piece: none need be ordered among each other.
+/// Kind of a thread's access. Additions are atomic and cover whole words, so they need no order among each other.
 enum class Access : uint8_t { read, write, add };
 
 /// The last accesses to 4 bytes. Two writers and two readers are kept, each with the bytes it touched, so that threads
@@ -27,7 +27,7 @@ struct SharedCell {
   uint8_t written = 0;          // bytes that hold data
 };
 
-/// Remembers a write, in the place of what it covers.
+/// Records a write, replacing an earlier write that it covers.
 inline void remember_write(SharedCell& cell, Epoch epoch, uint8_t bytes, Proxy proxy) {
   cell.written |= bytes;
   for (int i = 0; i < 2; ++i) {
@@ -41,14 +41,14 @@ inline void remember_write(SharedCell& cell, Epoch epoch, uint8_t bytes, Proxy p
   cell.write_bytes[slot] = bytes;
   cell.write_proxy[slot] = proxy;
   cell.added[slot] = false;
-  for (int i = 0; i < 2; ++i) {  // whoever writes has been ordered after these reads, or has been reported
+  for (int i = 0; i < 2; ++i) {  // these reads happened before the write, or have been reported
     cell.read_bytes[i] &= uint8_t(~bytes);
     if (!cell.read_bytes[i]) cell.reads[i] = {};
   }
 }
 
-/// The slot of an access of a kind of which no two conflict, so that more are alive than are kept: an old one that the
-/// thread knows of is replaced first, else one at random.
+/// Chooses the slot for an access of a kind whose accesses do not conflict with each other, so that more may be live
+/// than there are slots. Replaces first an old access that the thread is ordered after, else a random one.
 template <class Covered, class RandomBit>
 int choose_slot(const std::array<Epoch, 2>& slots, Epoch epoch, Covered covered, RandomBit random_bit) {
   for (int i = 0; i < 2; ++i)
@@ -58,7 +58,7 @@ int choose_slot(const std::array<Epoch, 2>& slots, Epoch epoch, Covered covered,
   return random_bit();
 }
 
-/// Remembers an addition beside earlier ones.
+/// Records an addition next to earlier ones.
 template <class Covered, class RandomBit>
 void remember_add(SharedCell& cell, Epoch epoch, Covered covered, RandomBit random_bit) {
   const bool only_additions = cell.added[0] && (cell.added[1] || cell.writes[1].empty());
@@ -71,7 +71,7 @@ void remember_add(SharedCell& cell, Epoch epoch, Covered covered, RandomBit rand
     cell.write_proxy = {};
     cell.added[size_t(slot)] = true;
   } else {
-    cell.added[0] = true;  // nothing else is left
+    cell.added[0] = true;  // no other record is left
   }
 }
 
@@ -84,8 +84,8 @@ class SharedShadow {
     free_.clear();
   }
 
-  /// visit(cell, offset of its first byte, mask of the cell's bytes) for all cells of [begin, begin + bytes). Either
-  /// all visits write, in the same step, or all of them read.
+  /// Calls visit(cell, offset of its first byte, mask of the cell's bytes) for all cells of [begin, begin + bytes).
+  /// Either all visits write in the same step, or all of them read.
   template <class Visit>
   void visit(uint32_t begin, uint32_t bytes, bool write, Visit visit_cell) {
     const uint32_t end = begin + bytes;
@@ -107,10 +107,10 @@ class SharedShadow {
  private:
   struct Row {
     SharedCell whole;
-    uint32_t cells = 0;  // 0, or one more than the number of its four cells
+    uint32_t cells = 0;  // 0: the row is one cell; else 1 + index of its four cells
   };
 
-  // Bytes of the 4-byte cell at `cell` that lie in [begin, end).
+  // Mask of the bytes of the 4-byte cell at `cell` that are in [begin, end).
   static uint8_t bytes_of(uint32_t cell, uint32_t begin, uint32_t end) {
     const uint32_t first = std::max(cell, begin), last = std::min(cell + 4, end);
     return first < last ? uint8_t((1u << (last - cell)) - (1u << (first - cell))) : uint8_t{0};
@@ -126,7 +126,7 @@ class SharedShadow {
     cells_[row.cells - 1].fill(row.whole);
   }
 
-  // Written as a whole: the four are the same again.
+  // The row was written as a whole, so the four cells are equal again and become one.
   void join(Row& row) {
     row.whole = cells_[row.cells - 1][0];
     free_.push_back(row.cells);

@@ -45,7 +45,7 @@ void Machine::generic_access(Thread& t, uint32_t address, uint32_t bytes, Access
     const uint32_t a = in_rank(cta.rank, offset);
     if (access != Access::write && (cell.written & mask) != mask) {
       find(Kind::uninitialized, "reads " + place(a) + ", where nothing has been written");
-      cell.written |= mask;  // once is enough
+      cell.written |= mask;  // reported once
     }
     const auto overwritable = [&](const Epoch& e) { return t.knows.ordered.covers(e) || t.knows.freed.covers(e); };
     const auto covered = [&](const Epoch& e) { return t.knows.ordered.covers(e); };
@@ -80,7 +80,7 @@ void Machine::async_access(Observer& who, Epoch epoch, uint32_t address, uint32_
   if (!options.check) return;
   Cta& cta = ctas[rank_of(address)];
   if (cta.live == 0) find(Kind::bounds, format("%s touches shared memory of CTA %u, which has exited", what, cta.rank));
-  Epoch known_write;  // of the cell before: neighbouring cells mostly have the same writer
+  Epoch known_write;  // of the previous cell: neighbouring cells mostly have the same writer
   Proxy known_proxy = Proxy::async;
   cta.shadow.visit(offset_of(address), bytes, write, [&](SharedCell& cell, uint32_t offset, uint8_t mask) {
     const uint32_t a = in_rank(cta.rank, offset);

@@ -1,4 +1,4 @@
-// Entry points of the emulator for what Blackwell adds. Called by the arch layer only.
+// Emulator entry points for the instructions of Blackwell. Called by the arch layer only.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@ struct TensorProduct {
   uint32_t instruction;
   uint32_t scale_a, scale_b;  // tensor-memory addresses of block scales
   CollectorUsage collector = CollectorUsage::none;
-  int collector_buffer = 0;  // with ws: of the four for B
+  int collector_buffer = 0;  // with ws: index of the buffer for B, 0 to 3
 };
 void tcgen05_mma(const TensorProduct& product, const Site&);
 void tcgen05_copy(CopyShape shape, int cta_group, uint32_t address, uint64_t descriptor, const Site&);

@@ -1,4 +1,4 @@
-// Entry points of the emulator for instructions that every GPU from Ampere on has. Called by the arch layer only.
+// Emulator entry points for the instructions of Ampere and later GPUs. Called by the arch layer only.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ const Index& block_index();
 const Extent& block_extent();
 const Extent& grid_extent();
 void* dynamic_shared();
-uint32_t shared_address(const void* pointer);  // stops if the pointer is not into shared memory
+uint32_t shared_address(const void* pointer);  // stops if the pointer is not in shared memory
 void yield();                                  // lets other threads run: for polling loops
 
 // ---- barriers and warps ----
@@ -31,7 +31,7 @@ inline void require_global(const char* instruction, const void* pointer, uint32_
 }
 void red_add(float* pointer, const float* values, uint32_t count, const Site&);
 
-// ---- accesses to shared memory that a compiler hook cannot see ----
+// ---- accesses to shared memory that the compiler's hooks do not see ----
 void read_shared(uint32_t address, uint32_t bytes, void* value, const Site&);  // any CTA of the cluster
 void write_shared(uint32_t address, uint32_t bytes, const void* value, const Site&);
 void red_add_shared(uint32_t address, uint32_t value, const Site&);

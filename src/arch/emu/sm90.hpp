@@ -1,4 +1,4 @@
-// Entry points of the emulator for what Hopper adds. Called by the arch layer only.
+// Emulator entry points for the instructions of Hopper. Called by the arch layer only.
 #pragma once
 
 #include <cstdint>

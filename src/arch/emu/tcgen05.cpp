@@ -1,4 +1,4 @@
-// tcgen05.mma, .cp and .commit: operations of the tensor core of a CTA or of a CTA pair, in order of issue.
+// tcgen05.mma, .cp and .commit: tensor-core operations of a CTA or of a CTA pair, in order of issue.
 #include <algorithm>
 #include <utility>
 
@@ -12,15 +12,15 @@ namespace hopwell::arch::emu {
 
 namespace {
 
-/// What the instruction descriptor says ("Instruction descriptor").
+/// Decoded instruction descriptor ("Instruction descriptor").
 struct ProductShape {
   int m, n, k;
   ElementType type;
   Major a_major, b_major;
-  bool negate;  // one of A and B, not both
+  bool negate;  // either A or B, not both
   DataPath path;
-  int rows, columns;  // of D in one CTA: rows of it, columns of tensor memory
-  int b_rows;         // rows of B that one CTA holds
+  int rows, columns;  // of D in one CTA: rows, and tensor-memory columns
+  int b_rows;         // rows of B in one CTA
 };
 
 [[noreturn]] void bad_instruction(const TensorProduct& p, Kind kind, const char* what) {
@@ -112,8 +112,8 @@ void record(const TensorProduct& p, const ProductShape& s, uint32_t rank, Observ
   }
 }
 
-// Scales of `rows` rows, four each, which must be the same in all lane quarters; multiplied into x [rows][64] or its
-// transpose.
+// Multiplies x [rows][64], or its transpose, by the scales of `rows` rows, four each. All lane quarters must hold equal
+// scales.
 void apply_scales(Cta& cta, uint32_t address, int rows, float* x, int row_pitch, int k_pitch) {
   for (int row = 0; row < rows; ++row) {
     const Coord c = scale_coord(row);
@@ -135,7 +135,8 @@ void load_a_from_tmem(Cta& cta, const TensorProduct& p, const ProductShape& s, i
   }
 }
 
-// M 128 of a pair: A's 64 rows stand in both halves of the lanes (tcgen05.cp.64x128b.warpx2::02_13 puts them there).
+// M 128 of a pair: both halves of the lanes must hold A's 64 rows (tcgen05.cp.64x128b.warpx2::02_13 copies them to
+// both).
 void check_both_halves(Cta& cta, const TensorProduct& p, const ProductShape& s, Epoch epoch) {
   const int words = s.k * element_bits(s.type) / 32;
   for (int lane = 0; lane < 64; ++lane) {
@@ -151,7 +152,7 @@ void check_both_halves(Cta& cta, const TensorProduct& p, const ProductShape& s, 
   }
 }
 
-// Each CTA of a pair multiplies by all of B: its scales stand in both.
+// Each CTA of a pair multiplies by all of B, so both CTAs must hold B's scales.
 void check_scales_of_pair(const TensorProduct& p, const ProductShape& s, uint32_t first, Epoch epoch) {
   Machine& m = *machine;
   for (int row = 0; row < s.n; ++row) {
@@ -168,9 +169,9 @@ void check_scales_of_pair(const TensorProduct& p, const ProductShape& s, uint32_
   }
 }
 
-// A as it is multiplied for one segment of N: with its sign and scales.
+// Loads A for one segment of N, with sign and scales applied.
 void load_a(Cta& cta, const TensorProduct& p, const ProductShape& s, int segment, std::vector<float>& a) {
-  if (!p.a_in_tmem && segment > 0) return;  // the same for all
+  if (!p.a_in_tmem && segment > 0) return;  // all segments use the same A
   if (p.a_in_tmem)
     load_a_from_tmem(cta, p, s, segment, a.data());
   else
@@ -189,8 +190,9 @@ std::string collector_name(const TensorProduct& p) {
   return p.ws ? format("b%d", p.collector_buffer) : std::string("a");
 }
 
-// At the issue of a product: whether what it takes from its buffer is there, and what the buffer holds from then on. Buffers
-// are kept by the order of issue. PTX does not say that .ws and other products leave each other's alone.
+// Called at the issue of a product: checks that the collector buffer holds the operand that the product reuses, and
+// records its new contents. Buffer contents follow the order of issue. PTX does not say whether .ws products and other
+// products leave each other's buffers intact.
 void use_collectors(const TensorProduct& p, const ProductShape& s, Cta& first, Observer& who, Epoch epoch) {
   Machine& m = *machine;
   const bool in_tmem = !p.ws && p.a_in_tmem;
@@ -226,7 +228,7 @@ void use_collectors(const TensorProduct& p, const ProductShape& s, Cta& first, O
   }
 }
 
-// When a product is carried out: what it finds in its buffer is what its operand still is.
+// Called when a product executes: checks that its collector buffer still equals its operand.
 void compare_collected(const TensorProduct& p, const ProductShape& s, uint32_t first, Epoch epoch) {
   Machine& m = *machine;
   if (p.collector == CollectorUsage::none || p.collector == CollectorUsage::discard) return;
@@ -270,7 +272,7 @@ void perform(const TensorProduct& p, uint32_t rank, Epoch epoch) {
     Cta& cta = m.ctas[first + uint32_t(q)];
     if (p.a_in_tmem && p.cta_group == 2 && s.path == DataPath::two) check_both_halves(cta, p, s, epoch);
     float* d = reinterpret_cast<float*>(&tmem_word(cta, tmem_lane(p.d), tmem_column(p.d)));
-    // Pieces of D whose rows are consecutive lanes: four groups of 16 rows, or segments of N stacked in the lanes.
+    // Blocks of D whose rows are consecutive lanes: four groups of 16 rows, or segments of N stacked in the lanes.
     const int segments = s.path == DataPath::two ? 2 : s.path == DataPath::four ? 4 : 1, n = s.n / segments;
     for (int segment = 0; segment < segments; ++segment) {
       load_a(cta, p, s, segment, a);
@@ -358,8 +360,8 @@ void tcgen05_copy(CopyShape shape, int cta_group, uint32_t address, uint64_t des
                   }});
 }
 
-// Tracks what this thread has issued: one arrival on the mbarrier (of every CTA of the mask) once all of it is
-// complete.
+// Tracks all operations that this thread has issued: one arrival on the mbarrier (of every CTA of the mask) when all of
+// them are complete.
 void tcgen05_commit(int cta_group, uint32_t mbarrier, int cta_mask, const Site& site) {
   if (enter_synchronisation("tcgen05.commit", site)) return;
   Machine& m = *machine;
@@ -374,8 +376,8 @@ void tcgen05_commit(int cta_group, uint32_t mbarrier, int cta_mask, const Site& 
   Knowledge released;
   if (m.options.check) {
     ++current->tensor_step;
-    released = current->knows;  // what the operations followed is known to who waits for them, but not the thread's own
-                                // later steps
+    released = current->knows;  // a waiting thread learns what the operations were ordered after, but not the later
+                                // steps of this thread
     released.ordered.forget(current->agent);
     released.proxied.forget(current->agent);
     current->tick();

@@ -1,4 +1,4 @@
-// What the emulator keeps in the 128 opaque bytes of a tensor map.
+// Contents that the emulator stores in the 128 opaque bytes of a tensor map.
 #pragma once
 
 #include "../sm90/make_tensor_map.hpp"
@@ -17,7 +17,7 @@ struct TensorMapContents {
 static_assert(sizeof(TensorMapContents) <= sizeof(TensorMap));
 inline constexpr uint64_t kTensorMapMagic = 0x70616d726f736e74;
 
-/// Bytes that a box takes in shared memory.
+/// Size of a box in shared memory, in bytes.
 inline uint32_t box_bytes(const TensorMapContents& m) {
   uint32_t bytes = m.element_bytes;
   for (int i = 0; i < m.rank; ++i) bytes *= m.box[i];

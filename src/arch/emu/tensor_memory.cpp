@@ -41,7 +41,7 @@ void access_tmem(const TensorAccess& access, uint32_t rank, int lane, int lanes,
   const auto finished = [&](const Epoch& e) {
     if (e.empty() || e.agent == access.epoch.agent || access.who.tensor(e)) return true;
     if (e.agent == access.own_waited.agent && e.step <= access.own_waited.step) return true;
-    // Tensor-core operations of different threads: in order once the issue of the first is known.
+    // Tensor-core operations of different threads are in order if the issue of the first happened before the second.
     return access.tensor_core && m.is_tensor_agent(e.agent) && access.who.tensor({e.step, AgentId(e.agent + 1), 0});
   };
   const auto race = [&](const Epoch& e, int group, int c, const char* earlier) {
@@ -98,7 +98,7 @@ void take_columns(Cta& cta, uint32_t columns, uint32_t first) {
     }
 }
 
-// A free place at random, since kernels must not assume one. -1: none.
+// Chooses free columns at random, because kernels must not assume a position. -1: no free columns.
 int find_columns(uint32_t used, uint32_t columns) {
   const uint32_t slots = kTmemColumns / columns, start = machine->random.below(slots);
   for (uint32_t i = 0; i < slots; ++i) {
@@ -120,7 +120,7 @@ uint32_t allocate_alone(Cta& cta, uint32_t columns) {
   }
 }
 
-// Both CTAs of the pair ask for the same number of columns and get the same ones.
+// Both CTAs of the pair request the same number of columns and get the same columns.
 uint32_t allocate_pair(Cta& cta, uint32_t columns) {
   Machine& m = *machine;
   Cta& peer = m.ctas[cta.rank ^ 1];
@@ -167,7 +167,7 @@ void tmem_allocate(int cta_group, uint32_t destination, uint32_t columns, const 
     m.generic_access(*current, destination, 4, Access::write, current->site);
   }
   m.warp_collective(
-      "tcgen05.alloc (written)", ~0u, nullptr, [&](Rendezvous&) {  // the whole warp has executed the write
+      "tcgen05.alloc (written)", ~0u, nullptr, [&](Rendezvous&) {  // after the whole warp has executed the write
         Thread& writer = *current->cta->threads[size_t(current->warp * 32)];
         for (int i = 1; i < 32; ++i)
           current->cta->threads[size_t(current->warp * 32 + i)]->knows.ordered.raise(writer.agent, writer.step());
@@ -230,7 +230,7 @@ void create_agents(Warp& warp) {
                   "no tcgen05.wait::st (and, for others, tcgen05.fence::before_thread_sync before the barrier)");
 }
 
-// A warp reaches the 32 lanes of its quarter: warp w of a warpgroup lanes 32 w to 32 w + 31.
+// A warp can access only the 32 lanes of its quarter: warp w of a warpgroup accesses lanes 32 w to 32 w + 31.
 uint32_t check_quarter(TmemShape shape, uint32_t address) {
   Machine& m = *machine;
   const int quarter = 32 * (current->warp % 4);
@@ -285,7 +285,7 @@ void move_fragments(const char* instruction, TmemShape shape, uint32_t* register
   });
 }
 
-// A load that nobody waited for, and whose registers have been used for something else or are gone.
+// Reports a load without a wait whose registers have been reused or no longer exist.
 void report_lost(const Thread& t, const PendingLoad& load) {
   const Epoch issue{0, t.agent, load.site};
   machine->find(Kind::pending,
@@ -294,7 +294,7 @@ void report_lost(const Thread& t, const PendingLoad& load) {
                 &issue);
 }
 
-// Two loads into the same registers: the first is lost.
+// Two loads into the same registers: the result of the first is lost.
 void give_up_loads_into(Thread& t, const uint32_t* registers, int count) {
   std::erase_if(t.loads, [&](const PendingLoad& load) {
     const bool overlap = load.registers < registers + count && registers < load.registers + load.count;
@@ -304,8 +304,9 @@ void give_up_loads_into(Thread& t, const uint32_t* registers, int count) {
   if (t.loads.empty()) t.loaded.clear();
 }
 
-// The values arrive in the registers, if these still hold the poison. Otherwise they may be variables of another
-// function by now, and nothing is written; nor is anything below `frame`, the stack frame that runs, where nothing lives.
+// Writes the loaded values to the registers if these still hold the poison. Otherwise they may be variables of another
+// function, and nothing is written. Nothing below `frame`, the current stack frame, is written either, because that
+// memory is dead.
 void arrive(const Thread& t, const PendingLoad& load, const void* frame) {
   const auto at = reinterpret_cast<uintptr_t>(load.registers), stack = reinterpret_cast<uintptr_t>(t.stack);
   const bool gone = at >= stack && at < reinterpret_cast<uintptr_t>(frame);

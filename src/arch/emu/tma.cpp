@@ -1,4 +1,4 @@
-// Tensor copies: boxes of tensors of 1 to 5 dimensions, rows gathered and scattered, to one CTA or to several.
+// Tensor copies: boxes of tensors with 1 to 5 dimensions, gathered and scattered rows, to one CTA or to several.
 #include <cmath>
 
 #include "box_walk.hpp"
@@ -44,7 +44,7 @@ TensorMapContents contents_of(const TensorMap& map, int rank) {
   return c;
 }
 
-// PTX does not say so; an H200 stops with an illegal instruction otherwise (tests/arch/certify/refused.cu).
+// Not stated by PTX. An H200 raises an illegal instruction otherwise (tests/arch/certify/refused.cu).
 void check_coordinates(const BoxWalk& walk, bool store) {
   if (walk.coordinates[0] * int64_t{walk.map.element_bytes} % 16)
     machine->stop(Kind::bounds,
@@ -66,7 +66,7 @@ void touch(const BoxWalk& walk, uint32_t shared, bool write) {
   });
 }
 
-// With .cta_group::2 the signal goes to the CTA of each destination's pair that has the parity of the mbarrier's own
+// With .cta_group::2, each destination CTA's pair is signalled in the CTA whose parity equals that of the mbarrier's
 // CTA.
 uint32_t signalled(uint32_t mbarrier, uint32_t rank, int cta_group) {
   return in_rank(cta_group == 2 ? (rank & ~1u) | (rank_of(mbarrier) & 1) : rank, mbarrier);

@@ -1,5 +1,5 @@
-// One binary runs on any x86-64, and uses wide vectors where there are some: before a function whose loops are worth
-// it.
+// Marks a function whose loops profit from wide vectors. One binary runs on any x86-64 and uses the widest vectors
+// available.
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)

@@ -1,4 +1,4 @@
-// Rendezvous of warps and warpgroups: every participant brings an argument, the last one acts for all.
+// Rendezvous of warps and warpgroups: every participant supplies an argument, the last one to arrive acts for all.
 #pragma once
 
 namespace hopwell::arch::emu {

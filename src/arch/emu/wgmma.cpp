@@ -1,4 +1,4 @@
-// wgmma: asynchronous products of a warpgroup, whose accumulators are poison until wait_group.
+// wgmma: asynchronous products of a warpgroup. The accumulators hold poison until wait_group.
 #include "wgmma.hpp"
 
 #include <algorithm>
@@ -19,7 +19,7 @@ ElementType element(WgmmaType type) {
   constexpr ElementType of[] = {ElementType::fp16, ElementType::bf16, ElementType::e4m3};
   return of[int(type)];
 }
-// Of 32 bytes.
+// Number of elements in 32 bytes.
 int depth(const WgmmaOperation& op) { return 256 / element_bits(element(op.type)); }
 SharedOperand a_operand(const WgmmaOperation& op, uint32_t rank) {
   return {op.a, op.a_major, element(op.type), 64, depth(op), rank};
@@ -52,7 +52,8 @@ void compute(WgmmaOperation& op, uint32_t rank) {
   gemm(op.sums.data(), op.n, a, b, op.n, 64, op.n, k, op.accumulate);
 }
 
-// Carries the oldest operation out. The sums stay aside if a later operation in flight adds to the same accumulators.
+// Executes the oldest operation. If a later operation in flight uses the same accumulators, the sums stay in the
+// operation.
 void retire_first(Warpgroup& group, uint32_t rank) {
   const std::unique_ptr<WgmmaOperation> op = std::move(group.operations.front());
   group.operations.pop_front();
@@ -65,7 +66,7 @@ void retire_first(Warpgroup& group, uint32_t rank) {
   for (int thread = 0; thread < 128; ++thread) {
     float* d = op->d[size_t(thread)];
     if (!std::all_of(d, d + op->n / 2, [](float x) { return bit_cast<uint32_t>(x) == kPoison; })) {
-      // Nor are they written to: they may have been variables of a function that has returned.
+      // They are not written either, because they may be variables of a function that has returned.
       machine->find(Kind::race, "the accumulators of a wgmma.mma_async were written while it was in flight");
       continue;
     }
@@ -92,7 +93,7 @@ void issue(Rendezvous& r, WgmmaOperation op) {
     const double flops = 2 * 64 * op.n * depth(op);
     ++w.products;
     w.flops += flops;
-    w.full_rate_cycles += 2 * 64 * op.n * 16 / m.work->rates.flops;  // of 32 bytes of k, whatever they hold
+    w.full_rate_cycles += 2 * 64 * op.n * 16 / m.work->rates.flops;  // 32 bytes of k, for any element type
     w.operand_bytes += uint64_t(32 * ((op.a_in_registers ? 0 : 64) + op.n));
     w.tensor_cycles += product_cycles(m.work->rates, {64, op.n, 1, false, op.a_in_registers});
   });
@@ -174,7 +175,7 @@ void wgmma_wait(int pending_groups, const Site& site) {
   Machine& m = *machine;
   m.warpgroup_collective("wgmma.wait_group", nullptr, [&](Rendezvous&) {
     Warpgroup& group = group_of(*current);
-    // Its accumulators may be gone by the time it would be carried out.
+    // Its accumulators may no longer exist when it would be executed.
     if (pending_groups == 0 && !group.operations.empty() && group.operations.back()->group == group.open_group)
       m.stop(Kind::pending, "a wgmma.mma_async was not committed, so that waiting for all groups does not cover it");
     const uint64_t before =

@@ -56,8 +56,8 @@ double product_cycles(const Rates& r, const ProductForm& p) {
   const bool reads_a = !p.a_in_tmem && (p.ws || !p.collected), reads_b = !p.ws || !p.collected;
   double operands = 32 * ((reads_a ? rows : 0) + (reads_b ? double(p.n) / p.cta_group : 0)) / r.shared_bytes;
   if (!p.ws) return std::max(arithmetic, operands);
-  // Measured: A's read is not quite hidden where B is there already; and a buffer is refilled between two products that
-  // both want it, M 32 waiting as long for that as M 64.
+  // Measured: if B is already in its collector buffer, the read of A is not fully hidden. If two consecutive products
+  // both refill one buffer, the refill costs time between them; M 32 waits as long as M 64.
   if (p.collected) return std::max(arithmetic, operands + (reads_a ? 7 : 0));
   const double refill = p.alternates ? 0 : p.m == 128 ? 10 : 12;
   return std::max({arithmetic + refill, p.n / 4.0 + refill, operands});
@@ -84,7 +84,7 @@ WorkCount::WorkCount(const Rates& chip) : rates(chip), outer_(innermost) { inner
 WorkCount::~WorkCount() { innermost = outer_; }
 
 void WorkCount::start_cluster(uint32_t cluster_ctas, uint32_t cta_warps) {
-  if (cta_warps > warps_a_cta) {  // of launches of several shapes: warps keep their places
+  if (cta_warps > warps_a_cta) {  // several launches with different shapes: warps keep their index
     std::vector<Work> wider(size_t{cta_warps} * std::max<size_t>(cluster_ctas, warps.size()));
     for (size_t i = 0; i < warps.size(); ++i) wider[i / warps_a_cta * cta_warps + i % warps_a_cta] = warps[i];
     warps = std::move(wider);

@@ -1,4 +1,4 @@
-// clusterlaunchcontrol: a cluster that has finished its tile asks for one that has not started.
+// clusterlaunchcontrol: a cluster that has finished its tile cancels one that has not started, and does its work.
 // "PTX:" anchors are sections of https://docs.nvidia.com/cuda/parallel-thread-execution/
 #pragma once
 
@@ -11,7 +11,7 @@ namespace hopwell::arch {
 
 #if HOPWELL_HAS_SM100A
 
-/// clusterlaunchcontrol.try_cancel.async: 16 bytes of answer arrive in shared memory and are counted on the mbarrier.
+/// clusterlaunchcontrol.try_cancel.async: 16 bytes of response arrive in shared memory and are counted on the mbarrier.
 /// PTX: #parallel-synchronization-and-communication-instructions-clusterlaunchcontrol-try-cancel
 HOPWELL_DEVICE void clusterlaunchcontrol_try_cancel(uint32_t response, mbarrier& b,
                                                     [[maybe_unused]] Site site = Site::current()) {
@@ -25,7 +25,7 @@ HOPWELL_DEVICE void clusterlaunchcontrol_try_cancel(uint32_t response, mbarrier&
 #endif
 }
 
-/// The answer: whether a cluster was taken over, and the index of its first CTA.
+/// The response: whether a cluster was canceled, and the index of its first CTA.
 struct CancelResponse {
   bool canceled;
   int x, y, z;

@@ -19,7 +19,7 @@ HOPWELL_DEVICE uint8_t pack_e2m1(float low, float high) {
 #endif
 }
 
-/// cvt.rn.f16x2.e2m1x2, four times: eight e2m1, neighbours in a byte, to four pairs of fp16, exact. PTX:
+/// cvt.rn.f16x2.e2m1x2, four times: eight e2m1, adjacent values in one byte, to four pairs of fp16, exact. PTX:
 /// #data-movement-and-conversion-instructions-cvt
 HOPWELL_DEVICE void unpack_e2m1(uint32_t word, uint32_t (&pairs)[4]) {
 #if HOPWELL_ON_DEVICE

@@ -1,4 +1,4 @@
-// The qualifier that says whether one CTA or a pair takes part, as a part of an instruction's name.
+// The .cta_group qualifier (one CTA or a pair) as part of an instruction's name.
 #pragma once
 
 namespace hopwell::arch::detail {

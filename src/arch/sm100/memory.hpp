@@ -1,4 +1,4 @@
-// What Blackwell adds to accesses of global memory: 32 bytes a lane, a whole sector.
+// Global memory accesses that Blackwell adds: 32 bytes per lane, a whole sector.
 // "PTX:" anchors are sections of https://docs.nvidia.com/cuda/parallel-thread-execution/
 #pragma once
 

@@ -1,5 +1,5 @@
-// tcgen05: products of the tensor core of a CTA or of a CTA pair, with accumulators in tensor memory; issued by one
-// thread.
+// tcgen05: products of the tensor core of a CTA or of a CTA pair, with accumulators in tensor memory. One thread issues
+// them.
 //
 // kCtaGroup 2: one thread of the pair issues for both CTAs. Each CTA holds half of the rows of A and D and half of the
 // rows of B. "PTX:" anchors are sections of https://docs.nvidia.com/cuda/parallel-thread-execution/
@@ -13,13 +13,13 @@
 namespace hopwell::arch {
 
 #if HOPWELL_ON_DEVICE
-/// What a product does with a collector buffer, which can keep one operand between products: A's, or one of the four for
-/// B that .ws has. `none` is a discard of A's, or of b0 with .ws. PTX: #tcgen05-mma-instructions-mma
+/// Use of a collector buffer, which can keep one operand between products: A, or with .ws one of the four buffers for
+/// B. `none` discards the contents of A's buffer, or with .ws of b0. PTX: #tcgen05-mma-instructions-mma
 enum class CollectorUsage : uint8_t { none, fill, use, lastuse, discard };
-/// Shapes of tcgen05.cp; see emu/geometry.hpp for where rows go.
+/// Shapes of tcgen05.cp; emu/geometry.hpp has the destination of the rows.
 enum class CopyShape : uint8_t { b128x256, b128x128, b64x128_02_13, b64x128_01_23, b32x128_x4, b4x256 };
 
-/// Parts of instructions' names.
+/// Qualifiers of instruction names.
 namespace detail {
 template <CollectorUsage kUsage>
 struct CollectorUsageName {
@@ -110,8 +110,8 @@ HOPWELL_DEVICE void tcgen05_mma_f16(uint32_t d, uint64_t a, uint64_t b, uint32_t
 #endif
 }
 
-/// The same with A in tensor memory: row m in the lane of row m of D, two elements a column. With M 128 of a pair D's 64
-/// rows take both halves of the lanes, and A stands in both. PTX: #tcgen05-mma-instructions-mma
+/// The same with A in tensor memory: row m in the lane of row m of D, two elements per column. With M 128 of a pair,
+/// D's 64 rows occupy both halves of the lanes, and both halves must hold A. PTX: #tcgen05-mma-instructions-mma
 template <int kCtaGroup, CollectorUsage kCollector = CollectorUsage::none>
 HOPWELL_DEVICE void tcgen05_mma_f16_ts(uint32_t d, uint32_t a, uint64_t b, uint32_t instruction, bool accumulate,
                                        [[maybe_unused]] Site site = Site::current()) {
@@ -126,7 +126,7 @@ HOPWELL_DEVICE void tcgen05_mma_f16_ts(uint32_t d, uint32_t a, uint64_t b, uint3
 #endif
 }
 
-/// tcgen05.mma.ws kind::f16: M 32, 64 or 128, N 64, 128 or 256, one CTA; all 128 lanes hold results whatever M. A
+/// tcgen05.mma.ws kind::f16: M 32, 64 or 128, N 64, 128 or 256, one CTA. All 128 lanes hold results for any M. A
 /// collector buffer (kBuffer 0 to 3) keeps B. PTX: #tcgen05-mma-instructions-mma-ws
 template <CollectorUsage kCollector = CollectorUsage::none, int kBuffer = 0>
 HOPWELL_DEVICE void tcgen05_mma_ws_f16(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, bool accumulate,
@@ -144,8 +144,9 @@ HOPWELL_DEVICE void tcgen05_mma_ws_f16(uint32_t d, uint64_t a, uint64_t b, uint3
 #endif
 }
 
-/// The same with A in tensor memory. With M 64 each half of the lanes, with M 32 each quarter, has an A of its own, for
-/// its half or quarter of N: two or four products side by side, if their A differ. PTX: #tcgen05-mma-instructions-mma-ws
+/// The same with A in tensor memory. With M 64 each half of the lanes, with M 32 each quarter, has its own A for its
+/// half or quarter of N. If these A differ, the instruction computes two or four products at once. PTX:
+/// #tcgen05-mma-instructions-mma-ws
 template <CollectorUsage kCollector = CollectorUsage::none, int kBuffer = 0>
 HOPWELL_DEVICE void tcgen05_mma_ws_f16_ts(uint32_t d, uint32_t a, uint64_t b, uint32_t instruction, bool accumulate,
                                           [[maybe_unused]] Site site = Site::current()) {
@@ -163,8 +164,8 @@ HOPWELL_DEVICE void tcgen05_mma_ws_f16_ts(uint32_t d, uint32_t a, uint64_t b, ui
 #endif
 }
 
-/// tcgen05.mma kind::mxf4nvf4 block16: e2m1 operands, K 64, one ue4m3 scale for every 16 of K, scales in tensor memory;
-/// N from 8 (16 in a pair) in steps of as many. `instruction`: see nvfp4_instruction_descriptor. PTX:
+/// tcgen05.mma kind::mxf4nvf4 block16: e2m1 operands, K 64, one ue4m3 scale for every 16 of K, scales in tensor memory.
+/// N is a multiple of 8 (16 in a pair). `instruction`: see nvfp4_instruction_descriptor. PTX:
 /// #tcgen05-mma-instructions-mma
 template <int kCtaGroup, CollectorUsage kCollector = CollectorUsage::none>
 HOPWELL_DEVICE void tcgen05_mma_nvfp4(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, uint32_t scale_a,
@@ -184,7 +185,7 @@ HOPWELL_DEVICE void tcgen05_mma_nvfp4(uint32_t d, uint64_t a, uint64_t b, uint32
 #endif
 }
 
-/// The same with A in tensor memory: row m in the lane of row m of D, eight elements a column. PTX:
+/// The same with A in tensor memory: row m in the lane of row m of D, eight elements per column. PTX:
 /// #tcgen05-mma-instructions-mma
 template <int kCtaGroup, CollectorUsage kCollector = CollectorUsage::none>
 HOPWELL_DEVICE void tcgen05_mma_nvfp4_ts(uint32_t d, uint32_t a, uint64_t b, uint32_t instruction, uint32_t scale_a,
@@ -205,8 +206,8 @@ HOPWELL_DEVICE void tcgen05_mma_nvfp4_ts(uint32_t d, uint32_t a, uint64_t b, uin
 #endif
 }
 
-/// tcgen05.commit: one arrival on the mbarrier (a shared::cluster address) once all that this thread has issued is
-/// complete. PTX: #tcgen05-async-sync-operations-commit
+/// tcgen05.commit: one arrival on the mbarrier (a shared::cluster address) when all operations that this thread has
+/// issued are complete. PTX: #tcgen05-async-sync-operations-commit
 template <int kCtaGroup>
 HOPWELL_DEVICE void tcgen05_commit(mbarrier& b, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
@@ -232,7 +233,7 @@ HOPWELL_DEVICE void tcgen05_commit_multicast(mbarrier& b, uint16_t cta_mask,
 #endif
 }
 
-/// tcgen05.cp: rows of shared memory (by matrix descriptor, of bytes, K-major) to tensor memory, in order with the
+/// tcgen05.cp: copies rows of shared memory (a K-major matrix descriptor of bytes) to tensor memory, in order with the
 /// products that this thread issues. PTX: #tcgen05-instructions-tcgen05-cp
 template <int kCtaGroup, CopyShape kShape>
 HOPWELL_DEVICE void tcgen05_copy(uint32_t address, uint64_t descriptor, [[maybe_unused]] Site site = Site::current()) {
@@ -245,7 +246,8 @@ HOPWELL_DEVICE void tcgen05_copy(uint32_t address, uint64_t descriptor, [[maybe_
 #endif
 }
 
-/// tcgen05.shift.down: rows of 32 bytes move down by one. The emulator does not model it and says so.
+/// tcgen05.shift.down: moves rows of 32 bytes down by one. The emulator does not model it and stops the launch with a
+/// message.
 /// PTX: #tcgen05-instructions-tcgen05-shift
 template <int kCtaGroup>
 HOPWELL_DEVICE void tcgen05_shift([[maybe_unused]] uint32_t address, [[maybe_unused]] Site site = Site::current()) {

@@ -1,7 +1,7 @@
 // Tensor memory: 128 lanes × 512 columns of 32 bits in every SM. Addresses: lane in bits 16-31, column in bits 0-15.
 //
-// A kernel uses either kCtaGroup 1 or 2 in all tcgen05 instructions. Warp w of a warpgroup reaches lanes 32 w to 32 w +
-// 31, and names them in the address. "PTX:" anchors are sections of
+// A kernel uses either kCtaGroup 1 or 2 in all tcgen05 instructions. Warp w of a warpgroup can access lanes 32 w to 32
+// w + 31, and its addresses must name these lanes. "PTX:" anchors are sections of
 // https://docs.nvidia.com/cuda/parallel-thread-execution/
 #pragma once
 
@@ -13,7 +13,7 @@
 namespace hopwell::arch {
 
 #if HOPWELL_ON_DEVICE
-/// How the registers of a warp map to lanes and columns; see emu/geometry.hpp for the formulas.
+/// Mapping of a warp's registers to lanes and columns; emu/geometry.hpp has the formulas.
 enum class TmemShape : uint8_t { b32x32, b16x64, b16x128, b16x256, b16x32x2 };
 }  // namespace hopwell::arch
 #include "tmem_registers.inl"
@@ -29,9 +29,10 @@ HOPWELL_DEVICE uint32_t tmem_address(uint32_t base, int lane, int column) {
   return base + (uint32_t(lane) << 16) + uint32_t(column);
 }
 
-/// tcgen05.alloc: `columns` (a power of two from 32 to 512) columns; the address is written to shared memory. By a
-/// whole warp; waits until they are free. With kCtaGroup 2 a warp of each CTA of the pair takes part, and both get the
-/// same columns. PTX: #tcgen05-instructions-tcgen05-alloc-dealloc-relinquish-alloc-permit
+/// tcgen05.alloc: allocates `columns` columns (a power of two from 32 to 512) and writes their address to shared
+/// memory. Executed by a whole warp; waits until the columns are free. With kCtaGroup 2 one warp of each CTA of the
+/// pair executes it, and both CTAs get the same columns. PTX:
+/// #tcgen05-instructions-tcgen05-alloc-dealloc-relinquish-alloc-permit
 template <int kCtaGroup>
 HOPWELL_DEVICE void tmem_allocate(uint32_t& address, uint32_t columns, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
@@ -48,8 +49,8 @@ HOPWELL_DEVICE void tmem_allocate(uint32_t& address, uint32_t columns, [[maybe_u
 #endif
 }
 
-/// tcgen05.dealloc: frees what was allocated; all of it, before the kernel ends. By a whole warp (of each CTA of a
-/// pair). PTX: #tcgen05-instructions-tcgen05-alloc-dealloc-relinquish-alloc-permit
+/// tcgen05.dealloc: frees an allocation. All allocations must be freed before the kernel ends. Executed by a whole warp
+/// (of each CTA of a pair). PTX: #tcgen05-instructions-tcgen05-alloc-dealloc-relinquish-alloc-permit
 template <int kCtaGroup>
 HOPWELL_DEVICE void tmem_deallocate(uint32_t address, uint32_t columns, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
@@ -62,7 +63,7 @@ HOPWELL_DEVICE void tmem_deallocate(uint32_t address, uint32_t columns, [[maybe_
 #endif
 }
 
-/// tcgen05.relinquish_alloc_permit: this CTA allocates no more. PTX:
+/// tcgen05.relinquish_alloc_permit: this CTA will not allocate again. PTX:
 /// #tcgen05-instructions-tcgen05-alloc-dealloc-relinquish-alloc-permit
 template <int kCtaGroup>
 HOPWELL_DEVICE void tmem_relinquish([[maybe_unused]] Site site = Site::current()) {
@@ -76,8 +77,9 @@ HOPWELL_DEVICE void tmem_relinquish([[maybe_unused]] Site site = Site::current()
 #endif
 }
 
-/// tcgen05.ld: registers of a warp from tensor memory, valid after tmem_wait_load. kSplit: immHalfSplitoff of 16x32bx2,
-/// the columns between what lanes 0-15 and lanes 16-31 load. PTX: #tcgen05-instructions-tcgen05-ld
+/// tcgen05.ld: loads a warp's registers from tensor memory; valid after tmem_wait_load. kSplit: immHalfSplitoff of
+/// 16x32bx2, the column distance between the halves that lanes 0-15 and lanes 16-31 load. PTX:
+/// #tcgen05-instructions-tcgen05-ld
 template <TmemShape kShape, int kSplit = 0, int kRegisters>
 HOPWELL_DEVICE void tmem_load(uint32_t (&r)[kRegisters], uint32_t address,
                               [[maybe_unused]] Site site = Site::current()) {
@@ -92,7 +94,7 @@ HOPWELL_DEVICE void tmem_load(uint32_t (&r)[kRegisters], uint32_t address,
 #endif
 }
 
-/// tcgen05.st: registers of a warp to tensor memory. PTX: #tcgen05-instructions-tcgen05-st
+/// tcgen05.st: stores a warp's registers to tensor memory. PTX: #tcgen05-instructions-tcgen05-st
 template <TmemShape kShape, int kSplit = 0, int kRegisters>
 HOPWELL_DEVICE void tmem_store(uint32_t address, const uint32_t (&r)[kRegisters],
                                [[maybe_unused]] Site site = Site::current()) {
@@ -116,7 +118,7 @@ HOPWELL_DEVICE void pin_registers([[maybe_unused]] uint32_t (&r)[kSize]) {
 #endif
 }
 
-/// tcgen05.wait::ld: until this warp's loads are complete; `r`: the registers that are valid then. PTX:
+/// tcgen05.wait::ld: waits until this warp's loads are complete. `r`: the registers that become valid. PTX:
 /// #tcgen05-instructions-tcgen05-wait
 HOPWELL_DEVICE void tmem_wait_load([[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
@@ -131,7 +133,7 @@ HOPWELL_DEVICE void tmem_wait_load(uint32_t (&r)[kSize], Site site = Site::curre
   pin_registers(r);
 }
 
-/// tcgen05.wait::st: until this warp's stores are complete. PTX: #tcgen05-instructions-tcgen05-wait
+/// tcgen05.wait::st: waits until this warp's stores are complete. PTX: #tcgen05-instructions-tcgen05-wait
 HOPWELL_DEVICE void tmem_wait_store([[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
   asm volatile("tcgen05.wait::st.sync.aligned;" ::: "memory");
@@ -140,8 +142,8 @@ HOPWELL_DEVICE void tmem_wait_store([[maybe_unused]] Site site = Site::current()
 #endif
 }
 
-/// tcgen05.fence::before_thread_sync / after_thread_sync: put tcgen05 operations before a barrier, and after one, in
-/// order with the other threads'. PTX: #tcgen05-special-sync-operations-fence
+/// tcgen05.fence::before_thread_sync / after_thread_sync: order tcgen05 operations before a barrier, and after one,
+/// with those of other threads. PTX: #tcgen05-special-sync-operations-fence
 HOPWELL_DEVICE void tcgen05_fence_before_thread_sync([[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
   asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");

@@ -1,4 +1,4 @@
-// What Blackwell adds to tensor copies: gathered and scattered rows, and completion in the other CTA of a pair.
+// Tensor copies that Blackwell adds: gathered and scattered rows, and completion in the other CTA of a pair.
 // "PTX:" anchors are sections of https://docs.nvidia.com/cuda/parallel-thread-execution/
 #pragma once
 
@@ -12,13 +12,13 @@ namespace hopwell::arch {
 
 #if HOPWELL_HAS_SM100A
 
-/// The mbarrier at the same place in the even CTA of the pair: shared::cluster addresses hold the rank above bit 24.
+/// The mbarrier at the same offset in the even CTA of the pair. shared::cluster addresses hold the rank from bit 24 on.
 HOPWELL_DEVICE uint32_t in_even_cta(uint32_t cluster_address) { return cluster_address & 0xfeffffff; }
 
-/// cp.async.bulk.tensor.2d.tile::gather4: four rows of a tensor, columns from `column` on, one below the other. The
-/// tensor map has rank 2 and a box of one row. Rows outside of the tensor give zeros. With kCtaGroup 2 the mbarrier (a
-/// shared::cluster address) may be in the other CTA of the pair. `policy`: what L2 keeps of it. PTX:
-/// #data-movement-and-conversion-instructions-cp-async-bulk-tensor
+/// cp.async.bulk.tensor.2d.tile::gather4: copies four rows of a tensor, from column `column` on, to consecutive rows of
+/// shared memory. The tensor map has rank 2 and a box of one row. Rows outside of the tensor are filled with zeros.
+/// With kCtaGroup 2 the mbarrier (a shared::cluster address) may be in the other CTA of the pair. `policy`: L2 eviction
+/// policy. PTX: #data-movement-and-conversion-instructions-cp-async-bulk-tensor
 template <int kCtaGroup>
 HOPWELL_DEVICE void tma_gather4(uint32_t destination, const TensorMap& map, int column, const int (&row)[4],
                                 uint32_t cluster_mbarrier, [[maybe_unused]] Site site = Site::current()) {
@@ -51,9 +51,9 @@ HOPWELL_DEVICE void tma_gather4(uint32_t destination, const TensorMap& map, int 
 #endif
 }
 
-/// .multicast::cluster: to the same place in every CTA of `cta_mask`, each counting on the mbarrier at the same place; with
-/// kCtaGroup 2 on that of its pair's CTA with the parity of the given one. PTX:
-/// #data-movement-and-conversion-instructions-cp-async-bulk-tensor
+/// .multicast::cluster: copies to the same offset in every CTA of `cta_mask`; each CTA counts on its mbarrier at the
+/// same offset. With kCtaGroup 2, each pair counts on the mbarrier in its CTA with the parity of the given mbarrier's
+/// CTA. PTX: #data-movement-and-conversion-instructions-cp-async-bulk-tensor
 template <int kCtaGroup>
 HOPWELL_DEVICE void tma_gather4_multicast(uint32_t destination, const TensorMap& map, int column, const int (&row)[4],
                                           uint32_t cluster_mbarrier, uint16_t cta_mask,
@@ -88,7 +88,7 @@ HOPWELL_DEVICE void tma_gather4_multicast(uint32_t destination, const TensorMap&
 #endif
 }
 
-/// cp.async.bulk.tensor.2d.tile::scatter4: four rows out of shared memory, in the thread's bulk group.
+/// cp.async.bulk.tensor.2d.tile::scatter4: copies four rows out of shared memory, in the thread's bulk group.
 /// PTX: #data-movement-and-conversion-instructions-cp-async-bulk-tensor
 HOPWELL_DEVICE void tma_scatter4(const TensorMap& map, int column, const int (&row)[4], uint32_t source,
                                  [[maybe_unused]] Site site = Site::current()) {
@@ -104,7 +104,8 @@ HOPWELL_DEVICE void tma_scatter4(const TensorMap& map, int column, const int (&r
 #endif
 }
 
-/// cp.async.bulk.tensor.2d with .cta_group::2: a box into this CTA, counted on an mbarrier of either CTA of the pair.
+/// cp.async.bulk.tensor.2d with .cta_group::2: copies a box to this CTA, counted on an mbarrier of either CTA of the
+/// pair.
 /// PTX: #data-movement-and-conversion-instructions-cp-async-bulk-tensor
 HOPWELL_DEVICE void tma_load_pair(uint32_t destination, const TensorMap& map, const int (&c)[2],
                                   uint32_t cluster_mbarrier, [[maybe_unused]] Site site = Site::current()) {

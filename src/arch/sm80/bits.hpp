@@ -1,4 +1,4 @@
-// Bits and bytes of words.
+// Bit and byte operations on words.
 // "PTX:" anchors are sections of https://docs.nvidia.com/cuda/parallel-thread-execution/
 #pragma once
 
@@ -8,9 +8,8 @@
 
 namespace hopwell::arch {
 
-/// lop3.b32: bits of a where the mask has ones, of b elsewhere. One instruction; written with & and |, compilers make two
-/// of it as soon as they find bits of the mask that do not matter. PTX:
-/// #logic-and-shift-instructions-lop3
+/// lop3.b32: bits of a where the mask is 1, bits of b elsewhere. One instruction; for the same expression with & and |
+/// compilers emit two if they find mask bits that do not matter. PTX: #logic-and-shift-instructions-lop3
 HOPWELL_DEVICE uint32_t select_bits(uint32_t a, uint32_t b, uint32_t mask) {
 #if HOPWELL_ON_DEVICE
   uint32_t r;
@@ -21,8 +20,8 @@ HOPWELL_DEVICE uint32_t select_bits(uint32_t a, uint32_t b, uint32_t mask) {
 #endif
 }
 
-/// prmt.b32: four bytes of the eight of a (0 to 3) and b (4 to 7), chosen by the selector's hexadecimal digits, the last
-/// of which chooses the lowest byte. PTX: #data-movement-and-conversion-instructions-prmt
+/// prmt.b32: selects four bytes from the eight of a (0 to 3) and b (4 to 7). Each hexadecimal digit of the selector
+/// selects one byte; the last digit selects the lowest byte. PTX: #data-movement-and-conversion-instructions-prmt
 template <uint32_t kSelector>
 HOPWELL_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b) {
   static_assert((kSelector & 0xffff8888u) == 0);
@@ -38,8 +37,8 @@ HOPWELL_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b) {
 #endif
 }
 
-/// prmt.b32 where each digit of the selector has 8 set: all of a byte's bits are the sign of the byte that the digit's other
-/// bits choose. PTX: #data-movement-and-conversion-instructions-prmt
+/// prmt.b32 with bit 8 set in each digit of the selector: each result byte repeats the sign bit of the byte that the
+/// digit's other bits select. PTX: #data-movement-and-conversion-instructions-prmt
 HOPWELL_DEVICE uint32_t permute_signs(uint32_t a, uint32_t b, uint32_t selector) {
 #if HOPWELL_ON_DEVICE
   uint32_t r;
@@ -53,7 +52,7 @@ HOPWELL_DEVICE uint32_t permute_signs(uint32_t a, uint32_t b, uint32_t selector)
 #endif
 }
 
-/// bfind.u32: the highest bit that is set, 0xffffffff if none is. PTX: #integer-arithmetic-instructions-bfind
+/// bfind.u32: index of the highest set bit; 0xffffffff for x = 0. PTX: #integer-arithmetic-instructions-bfind
 HOPWELL_DEVICE uint32_t bfind(uint32_t x) {
 #if HOPWELL_ON_DEVICE
   uint32_t r;
@@ -64,8 +63,8 @@ HOPWELL_DEVICE uint32_t bfind(uint32_t x) {
 #endif
 }
 
-/// mov.b32 of a pair: the low or the high half of a word, twice. Instructions on pairs of 16-bit floats can take a half twice
-/// as it lies: then this costs nothing. PTX: #data-movement-and-conversion-instructions-mov
+/// mov.b32 of a pair: duplicates the low or the high half of a word. Instructions on pairs of 16-bit floats can read
+/// one half twice, so the duplication is usually free. PTX: #data-movement-and-conversion-instructions-mov
 template <bool kHigh>
 HOPWELL_DEVICE uint32_t half_twice(uint32_t a) {
 #if HOPWELL_ON_DEVICE

@@ -73,7 +73,7 @@ HOPWELL_DEVICE float to_float(fp16 x) {
 #endif
 }
 
-/// cvt.rni.s32.f32: the nearest integer, ties to even; the nearest that there is beyond int32, 0 for NaN. PTX:
+/// cvt.rni.s32.f32: the nearest integer, ties to even. Saturates to the range of int32; 0 for NaN. PTX:
 /// #data-movement-and-conversion-instructions-cvt
 HOPWELL_DEVICE int round_to_int(float x) {
 #if HOPWELL_ON_DEVICE
@@ -86,7 +86,7 @@ HOPWELL_DEVICE int round_to_int(float x) {
 #endif
 }
 
-/// max.NaN.f32: the larger; NaN if one of them is. PTX: #floating-point-instructions-max
+/// max.NaN.f32: the maximum; NaN if either operand is NaN. PTX: #floating-point-instructions-max
 HOPWELL_DEVICE float max_nan(float a, float b) {
 #if HOPWELL_ON_DEVICE
   float y;

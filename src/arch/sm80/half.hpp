@@ -1,4 +1,4 @@
-// Arithmetic of pairs of fp16.
+// Arithmetic on pairs of fp16.
 // "PTX:" anchors are sections of https://docs.nvidia.com/cuda/parallel-thread-execution/
 #pragma once
 
@@ -11,14 +11,14 @@ namespace hopwell::arch {
 
 #if !HOPWELL_ON_DEVICE
 namespace emu {
-/// a · b + c, rounded once. The product is exact in double, and so is the rest of the sum, whose sign decides between
-/// two halves.
+/// a · b + c, rounded once. The product is exact in double. So is the rounding error of the sum; if the sum is halfway
+/// between two fp16 numbers, the sign of that error decides.
 inline float fma_fp16(uint32_t a, uint32_t b, uint32_t c) {
   const double product = double{from_fp16(uint16_t(a))} * from_fp16(uint16_t(b)), addend = from_fp16(uint16_t(c));
   const double sum = product + addend, of_addend = sum - product;
   const double rest = (product - (sum - of_addend)) + (addend - of_addend);
   auto bits = bit_cast<uint64_t>(sum);
-  if (rest == rest && rest != 0 && bits % 2 == 0) bits += (rest > 0) == (sum > 0) ? 1 : -1;  // to odd
+  if (rest == rest && rest != 0 && bits % 2 == 0) bits += (rest > 0) == (sum > 0) ? 1 : -1;  // round to odd
   const auto odd = bit_cast<double>(bits);
   auto nearest = float(odd);
   if (double{nearest} == odd || nearest != nearest) return from_fp16(to_fp16_bits(nearest));
@@ -42,8 +42,7 @@ HOPWELL_DEVICE uint32_t fma_fp16(uint32_t a, uint32_t b, uint32_t c) {
 #endif
 }
 
-/// fma.rn.sat.f16x2: the same, then not below 0 and not above 1; 0 for NaN. PTX:
-/// #half-precision-floating-point-instructions-fma
+/// fma.rn.sat.f16x2: the same, clamped to [0, 1]; 0 for NaN. PTX: #half-precision-floating-point-instructions-fma
 HOPWELL_DEVICE uint32_t fma_saturated_fp16(uint32_t a, uint32_t b, uint32_t c) {
 #if HOPWELL_ON_DEVICE
   uint32_t r;

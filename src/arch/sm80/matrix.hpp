@@ -8,9 +8,9 @@ namespace hopwell::arch {
 
 enum class Transpose : bool { no, yes };
 
-/// ldmatrix.m8n8.x1/.x2/.x4: kCount 8×8 matrices of 16-bit elements. Lane 8 i + r gives the address of row r of matrix
-/// i (16 bytes, 16-byte aligned). Register i of lane l holds elements (l/4, 2(l%4) + {0,1}) of matrix i, or of its
-/// transpose. PTX: #warp-level-matrix-instructions-ldmatrix
+/// ldmatrix.m8n8.x1/.x2/.x4: kCount 8×8 matrices of 16-bit elements. Lane 8 i + r supplies the address of row r of
+/// matrix i (16 bytes, 16-byte aligned). Register i of lane l holds elements (l/4, 2(l%4) + {0,1}) of matrix i, or of
+/// its transpose. PTX: #warp-level-matrix-instructions-ldmatrix
 template <Transpose kTranspose = Transpose::no, int kCount>
 HOPWELL_DEVICE void ldmatrix(uint32_t (&r)[kCount], uint32_t row_address,
                              [[maybe_unused]] Site site = Site::current()) {

@@ -14,8 +14,8 @@ struct alignas(8) Words2 {
   uint32_t w[2];
 };
 
-/// An access of a vector type, aligned to its size, that a kernel writes in C++: nvcc makes it one instruction. The emulator
-/// finds the one that is not aligned, which it does not of every plain access, since compilers take vectors apart.
+/// A load or store of a vector type that is aligned to its size. nvcc compiles it to one instruction. The emulator reports
+/// a misaligned one; it cannot do so for a plain C++ access, because the host compiler splits vectors.
 template <class Vector>
 HOPWELL_DEVICE Vector load_vector(const void* pointer, [[maybe_unused]] Site site = Site::current()) {
 #if !HOPWELL_ON_DEVICE
@@ -60,7 +60,7 @@ HOPWELL_DEVICE CachePolicy evict_normal_policy() {
   return policy;
 }
 
-/// ld.global.nc.L1::no_allocate: 16 bytes of memory that no one writes during the kernel, streamed. PTX:
+/// ld.global.nc.L1::no_allocate: 16 bytes of memory that nothing writes during the kernel, streamed. PTX:
 /// #data-movement-and-conversion-instructions-ld-global-nc
 HOPWELL_DEVICE Words4 load_streaming(const void* pointer, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
@@ -102,7 +102,7 @@ HOPWELL_DEVICE void store_streaming(void* pointer, const Words4& v, [[maybe_unus
 #endif
 }
 
-/// ld.acquire.gpu / ld.relaxed.gpu: a word that other CTAs write. Polling one lets other threads run. PTX:
+/// ld.acquire.gpu / ld.relaxed.gpu: a word that other CTAs write. In the emulator, polling lets other threads run. PTX:
 /// #data-movement-and-conversion-instructions-ld
 HOPWELL_DEVICE uint32_t load_acquire(const uint32_t* pointer) {
 #if HOPWELL_ON_DEVICE
@@ -125,8 +125,8 @@ HOPWELL_DEVICE uint32_t load_relaxed(const uint32_t* pointer) {
 #endif
 }
 
-/// ld.relaxed.gpu.b128 / st.relaxed.gpu.b128: 16 bytes that other CTAs write or read, as one: never a part of them. PTX:
-/// #data-movement-and-conversion-instructions-ld
+/// ld.relaxed.gpu.b128 / st.relaxed.gpu.b128: 16 bytes that other CTAs write or read, as a single access that is never
+/// torn. PTX: #data-movement-and-conversion-instructions-ld
 HOPWELL_DEVICE Words4 load_relaxed_v4(const Words4* pointer, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
   uint64_t low, high;
@@ -153,7 +153,7 @@ HOPWELL_DEVICE void store_relaxed_v4(Words4* pointer, const Words4& v, [[maybe_u
 #endif
 }
 
-/// red.global.add: *pointer += value, in any order with other reductions. PTX:
+/// red.global.add: *pointer += value, atomic, in any order with other reductions. PTX:
 /// #parallel-synchronization-and-communication-instructions-red
 HOPWELL_DEVICE void red_add(float* pointer, float value, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
@@ -170,7 +170,7 @@ HOPWELL_DEVICE void red_add(uint32_t* pointer, uint32_t value) {
 #endif
 }
 
-/// atom.global.add: returns what was there before. PTX: #parallel-synchronization-and-communication-instructions-atom
+/// atom.global.add: returns the previous value. PTX: #parallel-synchronization-and-communication-instructions-atom
 HOPWELL_DEVICE uint32_t atomic_add(uint32_t* pointer, uint32_t value) {
 #if HOPWELL_ON_DEVICE
   uint32_t old;

@@ -1,4 +1,4 @@
-// Reductions of integers in global and shared memory, whose results do not depend on the order.
+// Integer reductions in global and shared memory. Their results do not depend on the order.
 // "PTX:" anchors are sections of https://docs.nvidia.com/cuda/parallel-thread-execution/
 #pragma once
 
@@ -26,9 +26,9 @@ HOPWELL_DEVICE void red_max(uint32_t* pointer, uint32_t value) {
 #endif
 }
 
-/// red.shared.add.u32: where `wanted`, adds `value` to the number at a shared address, in one piece, so that threads need no
-/// barrier between their additions; between these and other accesses they do. The instruction has a predicate; no branch
-/// goes round it. PTX: #parallel-synchronization-and-communication-instructions-red
+/// red.shared.add.u32: if `wanted`, adds `value` to the word at a shared address, atomically. Threads need no barrier
+/// between their additions, but one between additions and other accesses. The instruction is predicated, not skipped by
+/// a branch. PTX: #parallel-synchronization-and-communication-instructions-red
 HOPWELL_DEVICE void red_add_shared(bool wanted, uint32_t address, uint32_t value,
                                    [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
@@ -42,8 +42,8 @@ HOPWELL_DEVICE void red_add_shared(bool wanted, uint32_t address, uint32_t value
 #endif
 }
 
-/// st.relaxed.cta.shared.u8: where `wanted`, writes 1 to the byte at a shared address. Threads need no barrier between their
-/// marks, which may fall on one byte; between these and other accesses they do. PTX:
+/// st.relaxed.cta.shared.u8: if `wanted`, writes 1 to the byte at a shared address. Several threads may mark the same
+/// byte without a barrier, but need one between marks and other accesses. PTX:
 /// #data-movement-and-conversion-instructions-st
 HOPWELL_DEVICE void mark_shared(bool wanted, uint32_t address, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
@@ -56,8 +56,8 @@ HOPWELL_DEVICE void mark_shared(bool wanted, uint32_t address, [[maybe_unused]] 
 #endif
 }
 
-/// atom.shared.or.b32: sets `bits` of the word at a shared address, in one piece, and returns what it was before. As to
-/// barriers: see red_add_shared. PTX: #parallel-synchronization-and-communication-instructions-atom
+/// atom.shared.or.b32: sets `bits` in the word at a shared address, atomically, and returns the previous value.
+/// Barriers: see red_add_shared. PTX: #parallel-synchronization-and-communication-instructions-atom
 HOPWELL_DEVICE uint32_t atomic_or_shared(uint32_t address, uint32_t bits,
                                          [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE

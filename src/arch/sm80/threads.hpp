@@ -1,4 +1,4 @@
-// Who am I, and meeting others: thread indices, barriers of a CTA, warp collectives.
+// Thread indices, barriers of a CTA, warp collectives.
 // "PTX:" anchors are sections of https://docs.nvidia.com/cuda/parallel-thread-execution/
 #pragma once
 
@@ -23,7 +23,7 @@ HOPWELL_DEVICE Storage& dynamic_smem() {
 #endif
 }
 
-/// Address of a shared-memory object in the shared window, as instructions take it. PTX:
+/// Address of a shared-memory object in the shared window, the form that instructions take. PTX:
 /// #data-movement-and-conversion-instructions-cvta
 HOPWELL_DEVICE uint32_t shared_address(const void* pointer) {
 #if HOPWELL_ON_DEVICE
@@ -41,7 +41,7 @@ HOPWELL_DEVICE int thread_index() {
   return int(emu::thread_index().x);
 #endif
 }
-/// The same, read each time it is asked for: what is computed from it need not stay in registers across a loop.
+/// The same, read again at each call, so that values derived from it need not stay in registers across a loop.
 HOPWELL_DEVICE int thread_index_anew() {
 #if HOPWELL_ON_DEVICE
   int t;
@@ -79,8 +79,8 @@ HOPWELL_DEVICE void syncthreads([[maybe_unused]] Site site = Site::current()) {
 #endif
 }
 
-/// barrier.sync: waits until `threads` threads (a multiple of 32) have arrived at barrier `id`, 0 to 15. Not the aligned
-/// form, bar.sync, which promises that all who wait do so in one and the same instruction: warps with different roles do
+/// barrier.sync: waits until `threads` threads (a multiple of 32) have arrived at barrier `id`, 0 to 15. Not the
+/// aligned form, bar.sync, which requires that all threads execute the same instruction: warps with different roles do
 /// not. PTX: #parallel-synchronization-and-communication-instructions-bar
 HOPWELL_DEVICE void barrier_sync(int id, int threads, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
@@ -90,7 +90,7 @@ HOPWELL_DEVICE void barrier_sync(int id, int threads, [[maybe_unused]] Site site
 #endif
 }
 
-/// barrier.arrive: counts as one of the `threads`, without waiting. PTX:
+/// barrier.arrive: counts as one of the `threads` arrivals, without waiting. PTX:
 /// #parallel-synchronization-and-communication-instructions-bar
 HOPWELL_DEVICE void barrier_arrive(int id, int threads, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
@@ -122,12 +122,12 @@ HOPWELL_DEVICE T shuffle(T value, int source, [[maybe_unused]] Site site = Site:
 #endif
 }
 
-/// The warp's number in the CTA, known to the compiler to be the same in all lanes. That takes a shuffle: all lanes of the
-/// warp must come here together, so not in a branch that some of them take.
+/// Index of the warp in the CTA, known to the compiler to be equal in all lanes. It uses a shuffle, so all lanes of the
+/// warp must execute it together, outside of divergent branches.
 HOPWELL_DEVICE int warp_index([[maybe_unused]] Site site = Site::current()) {
   return arch::shuffle(thread_index() / 32, 0, site);
 }
-/// The warpgroup's number, in the same way.
+/// Index of the warpgroup, in the same way.
 HOPWELL_DEVICE int warpgroup_index([[maybe_unused]] Site site = Site::current()) {
   return arch::shuffle(thread_index() / 128, 0, site);
 }

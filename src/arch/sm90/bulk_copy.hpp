@@ -6,7 +6,8 @@
 
 namespace hopwell::arch {
 
-/// cp.async.bulk.shared::cluster.global: global to this CTA's shared memory; `bytes` are counted on the mbarrier.
+/// cp.async.bulk.shared::cluster.global: copies global memory to this CTA's shared memory; `bytes` are counted on the
+/// mbarrier.
 /// PTX: #data-movement-and-conversion-instructions-cp-async-bulk
 HOPWELL_DEVICE void bulk_load(uint32_t destination, const void* source, uint32_t bytes, mbarrier& b,
                               [[maybe_unused]] Site site = Site::current()) {
@@ -20,7 +21,7 @@ HOPWELL_DEVICE void bulk_load(uint32_t destination, const void* source, uint32_t
 #endif
 }
 
-/// The same to the same place in every CTA of `cta_mask`, each counting on its own mbarrier. PTX:
+/// The same to the same offset in every CTA of `cta_mask`, each counting on its own mbarrier. PTX:
 /// #data-movement-and-conversion-instructions-cp-async-bulk
 HOPWELL_DEVICE void bulk_load_multicast(uint32_t destination, const void* source, uint32_t bytes, mbarrier& b,
                                         uint16_t cta_mask, [[maybe_unused]] Site site = Site::current()) {
@@ -35,7 +36,8 @@ HOPWELL_DEVICE void bulk_load_multicast(uint32_t destination, const void* source
 #endif
 }
 
-/// cp.async.bulk.shared::cluster.shared::cta: this CTA's shared memory to another's, counted on an mbarrier there.
+/// cp.async.bulk.shared::cluster.shared::cta: copies this CTA's shared memory to another CTA's, counted on an mbarrier
+/// there.
 /// PTX: #data-movement-and-conversion-instructions-cp-async-bulk
 HOPWELL_DEVICE void bulk_copy_to_cta(uint32_t cluster_destination, uint32_t source, uint32_t bytes,
                                      uint32_t cluster_mbarrier, [[maybe_unused]] Site site = Site::current()) {
@@ -49,7 +51,7 @@ HOPWELL_DEVICE void bulk_copy_to_cta(uint32_t cluster_destination, uint32_t sour
 #endif
 }
 
-/// cp.async.bulk.global.shared::cta: shared to global, in the thread's bulk group. PTX:
+/// cp.async.bulk.global.shared::cta: copies shared to global memory, in the thread's bulk group. PTX:
 /// #data-movement-and-conversion-instructions-cp-async-bulk
 HOPWELL_DEVICE void bulk_store(void* destination, uint32_t source, uint32_t bytes,
                                [[maybe_unused]] Site site = Site::current()) {
@@ -62,8 +64,7 @@ HOPWELL_DEVICE void bulk_store(void* destination, uint32_t source, uint32_t byte
 }
 
 /// cp.reduce.async.bulk.add: adds shared to global memory, element by element, each atomically. bf16 sums round to
-/// nearest
-/// (.noftz). PTX: #data-movement-and-conversion-instructions-cp-reduce-async-bulk
+/// nearest (.noftz). PTX: #data-movement-and-conversion-instructions-cp-reduce-async-bulk
 HOPWELL_DEVICE void bulk_reduce_add(float* destination, uint32_t source, uint32_t bytes,
                                     [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
@@ -106,8 +107,8 @@ HOPWELL_DEVICE void bulk_commit([[maybe_unused]] Site site = Site::current()) {
 #endif
 }
 
-/// cp.async.bulk.wait_group: until at most the latest kPending groups of this thread are incomplete; .read: until their
-/// sources have been read. PTX: #data-movement-and-conversion-instructions-cp-async-bulk-wait-group
+/// cp.async.bulk.wait_group: waits until at most the latest kPending groups of this thread are incomplete. .read: waits
+/// only until their sources have been read. PTX: #data-movement-and-conversion-instructions-cp-async-bulk-wait-group
 template <int kPending>
 HOPWELL_DEVICE void bulk_wait([[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
@@ -125,7 +126,7 @@ HOPWELL_DEVICE void bulk_wait_read([[maybe_unused]] Site site = Site::current())
 #endif
 }
 
-/// st.async: 4 or 16 bytes to any CTA's shared memory, counted on an mbarrier there. PTX:
+/// st.async: stores 4 or 16 bytes to the shared memory of any CTA of the cluster, counted on an mbarrier there. PTX:
 /// #data-movement-and-conversion-instructions-st-async
 HOPWELL_DEVICE void store_async(uint32_t cluster_destination, uint32_t value, uint32_t cluster_mbarrier,
                                 [[maybe_unused]] Site site = Site::current()) {

@@ -9,7 +9,7 @@
 namespace hopwell::arch {
 
 namespace sm90 {
-/// Dynamic shared memory of a CTA at most (of the 228 KiB of an SM, 1 KiB is the system's).
+/// Maximum dynamic shared memory of a CTA: of the 228 KiB of an SM the system reserves 1 KiB per CTA.
 inline constexpr int kMaxSharedBytes = 227 * 1024;
 }  // namespace sm90
 
@@ -74,7 +74,7 @@ HOPWELL_DEVICE void cluster_arrive([[maybe_unused]] Site site = Site::current())
   emu::cluster_arrive(true, site);
 #endif
 }
-/// Orders no memory accesses: for "everyone has got here", such as before an exit.
+/// Orders no memory accesses. For "every thread has arrived here", such as before an exit.
 HOPWELL_DEVICE void cluster_arrive_relaxed([[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -94,7 +94,7 @@ HOPWELL_DEVICE void cluster_sync(Site site = Site::current()) {
   cluster_wait(site);
 }
 
-/// elect.sync over the whole warp: true in one lane, the same one every time. PTX:
+/// elect.sync over the whole warp: true in one lane, which is the same every time. PTX:
 /// #parallel-synchronization-and-communication-instructions-elect-sync
 HOPWELL_DEVICE bool elect_one([[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
@@ -107,7 +107,8 @@ HOPWELL_DEVICE bool elect_one([[maybe_unused]] Site site = Site::current()) {
 }
 
 #if HOPWELL_HAS_SM90A || HOPWELL_HAS_SM100A
-/// setmaxnreg: registers a thread of this warpgroup from here on, a multiple of 8 from 24 to 256. By whole warpgroups.
+/// setmaxnreg: sets the registers per thread of this warpgroup, a multiple of 8 from 24 to 256. Executed by whole
+/// warpgroups.
 /// PTX: #miscellaneous-instructions-setmaxnreg
 template <int kRegisters>
 HOPWELL_DEVICE void setmaxnreg_inc([[maybe_unused]] Site site = Site::current()) {
@@ -129,8 +130,8 @@ HOPWELL_DEVICE void setmaxnreg_dec([[maybe_unused]] Site site = Site::current())
 }
 #endif
 
-/// griddepcontrol: lets the next kernel of the stream start; waits for the one before. The emulator runs launches one
-/// after another, so both do nothing there. PTX:
+/// griddepcontrol: lets the next kernel of the stream start; waits for the previous kernel. The emulator runs launches
+/// one after another, so both do nothing there. PTX:
 /// #parallel-synchronization-and-communication-instructions-griddepcontrol
 HOPWELL_DEVICE void griddepcontrol_launch_dependents() {
 #if HOPWELL_ON_DEVICE
@@ -144,8 +145,8 @@ HOPWELL_DEVICE void griddepcontrol_wait() {
 }
 
 /// fence.acq_rel.cluster: orders this thread's generic accesses for the cluster. PTX:
-/// #parallel-synchronization-and-communication-instructions-membar The emulator's threads see each other's writes at
-/// once, and a fence alone synchronises nothing, so it does nothing there.
+/// #parallel-synchronization-and-communication-instructions-membar. It does nothing in the emulator, where threads see
+/// each other's writes at once and a fence alone does not synchronise.
 HOPWELL_DEVICE void fence_acq_rel_cluster() {
 #if HOPWELL_ON_DEVICE
   asm volatile("fence.acq_rel.cluster;" ::: "memory");

@@ -31,7 +31,7 @@ HOPWELL_DEVICE uint32_t unpack_e4m3(uint16_t pair) {
 #endif
 }
 
-/// max.u16x2: of the halves of two words, each on its own. PTX: #integer-arithmetic-instructions-max
+/// max.u16x2: maxima of the 16-bit halves of two words. PTX: #integer-arithmetic-instructions-max
 HOPWELL_DEVICE uint32_t max_u16x2(uint32_t a, uint32_t b) {
 #if HOPWELL_ON_DEVICE
   uint32_t r;
@@ -43,7 +43,7 @@ HOPWELL_DEVICE uint32_t max_u16x2(uint32_t a, uint32_t b) {
 #endif
 }
 
-/// set.gt.u32.bf16x2: of pairs of bf16, ones in each half where a's is greater than b's. PTX:
+/// set.gt.u32.bf16x2: for each half of two pairs of bf16, all ones if a > b, else 0. PTX:
 /// #half-precision-comparison-instructions-set
 HOPWELL_DEVICE uint32_t greater_bf16(uint32_t a, uint32_t b) {
 #if HOPWELL_ON_DEVICE

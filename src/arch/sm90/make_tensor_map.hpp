@@ -1,5 +1,5 @@
-// Tensor maps: what the copy engine must know about a tensor in global memory. Made on the host by one function, which
-// asks the driver when the kernel will run on a device, and the emulator otherwise.
+// Tensor maps: the copy engine's description of a tensor in global memory. One host function makes them: through the
+// driver if the kernel runs on a device, else through the emulator.
 #pragma once
 
 #include <stdexcept>
@@ -22,7 +22,7 @@ struct TensorMapRequest {
   TensorElement element = TensorElement::bf16;
   int rank = 0;
   uint64_t extent[5] = {};          // elements
-  uint64_t stride_bytes[4] = {};    // of dimensions 1 to rank-1; multiples of 16
+  uint64_t stride_bytes[4] = {};    // dimensions 1 to rank-1; multiples of 16
   uint32_t box[5] = {};             // elements, 1 to 256; the innermost a multiple of 16 bytes
   Swizzle swizzle = Swizzle::none;  // the innermost box extent is then at most 32, 64 or 128 bytes
 };
@@ -32,7 +32,7 @@ constexpr uint32_t element_bytes(TensorElement e) {
   return bytes[int(e)];
 }
 
-/// Throws std::invalid_argument, naming the field, if the hardware could not take the request.
+/// Throws std::invalid_argument, naming the field, if the hardware cannot accept the request.
 inline void check_tensor_map_request(const TensorMapRequest& r) {
   const auto require = [](bool ok, const char* what, uint64_t got) {
     if (!ok)
@@ -56,8 +56,9 @@ inline void check_tensor_map_request(const TensorMapRequest& r) {
 }
 
 #if HOPWELL_ON_DEVICE
-/// By the driver (cuTensorMapEncodeTiled). Throws std::invalid_argument, or std::runtime_error if the driver refuses. Each
-/// kernel file has its own: a library that holds the emulator too has another function of this name.
+/// Made by the driver (cuTensorMapEncodeTiled). Throws std::invalid_argument, or std::runtime_error if the driver
+/// fails. `static` in each kernel file, because a library that also contains the emulator has another function of this
+/// name.
 [[maybe_unused]] static TensorMap make_tensor_map(const TensorMapRequest& r) {
   check_tensor_map_request(r);
   using Encode = decltype(&cuTensorMapEncodeTiled);

@@ -9,13 +9,13 @@
 
 namespace hopwell::arch {
 
-/// Opaque; lives in shared memory and is touched only by the functions below.
+/// Opaque; resides in shared memory and is accessed only by the functions below.
 struct alignas(8) mbarrier {
   uint64_t opaque;
 };
 
-/// mbarrier.init: phase 0, expecting `count` arrivals a phase. By one thread; others may use it after a barrier, and
-/// other proxies and CTAs after fence_mbarrier_init as well. PTX:
+/// mbarrier.init: phase 0, expecting `count` arrivals per phase. Executed by one thread. Other threads may use it after
+/// a barrier; other proxies and CTAs additionally need fence_mbarrier_init. PTX:
 /// #parallel-synchronization-and-communication-instructions-mbarrier-init
 HOPWELL_DEVICE void mbarrier_init(mbarrier& b, uint32_t count, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
@@ -45,7 +45,7 @@ HOPWELL_DEVICE void mbarrier_arrive(mbarrier& b, [[maybe_unused]] Site site = Si
 #endif
 }
 
-/// The same with `count` arrivals at once.
+/// The same with `count` arrivals.
 HOPWELL_DEVICE void mbarrier_arrive(mbarrier& b, uint32_t count, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
   asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&b)), "r"(count)
@@ -56,7 +56,7 @@ HOPWELL_DEVICE void mbarrier_arrive(mbarrier& b, uint32_t count, [[maybe_unused]
 }
 
 #if HOPWELL_HAS_SM90
-/// mbarrier.arrive.expect_tx: one arrival, and `bytes` more to come before the phase can end. PTX:
+/// mbarrier.arrive.expect_tx: one arrival, and the phase also waits for `bytes` more. PTX:
 /// #parallel-synchronization-and-communication-instructions-mbarrier-arrive
 HOPWELL_DEVICE void mbarrier_arrive_expect_tx(mbarrier& b, uint32_t bytes,
                                               [[maybe_unused]] Site site = Site::current()) {
@@ -69,7 +69,7 @@ HOPWELL_DEVICE void mbarrier_arrive_expect_tx(mbarrier& b, uint32_t bytes,
 #endif
 }
 
-/// mbarrier.expect_tx: `bytes` more to come, no arrival. PTX:
+/// mbarrier.expect_tx: the phase waits for `bytes` more; no arrival. PTX:
 /// #parallel-synchronization-and-communication-instructions-mbarrier-expect-tx
 HOPWELL_DEVICE void mbarrier_expect_tx(mbarrier& b, uint32_t bytes, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
@@ -90,11 +90,11 @@ HOPWELL_DEVICE void mbarrier_arrive_cluster(uint32_t cluster_address, [[maybe_un
 #endif
 }
 
-/// mbarrier.arrive.relaxed.cluster: the same without a release. For buffers that this thread has used up: whoever waits
-/// may overwrite them, and learns nothing of what they or others hold. It waits for nothing, not even for the thread's
-/// own loads, which it was seen to overtake: a fence.proxy.async, which does, must come between. A release at cluster
-/// scope waits for all that the thread has under way, additions to global memory too. PTX:
-/// #parallel-synchronization-and-communication-instructions-mbarrier-arrive
+/// mbarrier.arrive.relaxed.cluster: the same without a release. Tells the waiting thread that it may overwrite buffers
+/// that this thread has read; the waiting thread learns nothing about their contents. The arrival waits for nothing,
+/// not even for this thread's own loads: it was observed to overtake them. So a fence.proxy.async, which waits for the
+/// loads, must come between. A release at cluster scope would wait for all accesses of the thread in flight, including
+/// additions to global memory. PTX: #parallel-synchronization-and-communication-instructions-mbarrier-arrive
 HOPWELL_DEVICE void mbarrier_arrive_cluster_relaxed(uint32_t cluster_address,
                                                     [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
@@ -116,8 +116,9 @@ HOPWELL_DEVICE void mbarrier_arrive_expect_tx_cluster(uint32_t cluster_address, 
 #endif
 }
 
-/// mbarrier.try_wait.parity.acquire.cta: whether the phase of this parity has ended; may wait a while and may fail
-/// without a reason. PTX: #parallel-synchronization-and-communication-instructions-mbarrier-test-wait-try-wait
+/// mbarrier.try_wait.parity.acquire.cta: returns whether the phase of this parity has ended. May block for a limited
+/// time, and may return false spuriously. PTX:
+/// #parallel-synchronization-and-communication-instructions-mbarrier-test-wait-try-wait
 HOPWELL_DEVICE bool mbarrier_try_wait(mbarrier& b, uint32_t parity, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
   uint32_t done;
@@ -132,7 +133,7 @@ HOPWELL_DEVICE bool mbarrier_try_wait(mbarrier& b, uint32_t parity, [[maybe_unus
 #endif
 }
 
-/// The same at cluster scope: needed to see what threads of other CTAs wrote before they arrived here.
+/// The same at cluster scope: needed to see writes of threads of other CTAs before their arrivals here.
 HOPWELL_DEVICE bool mbarrier_try_wait_cluster(mbarrier& b, uint32_t parity,
                                               [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
@@ -164,8 +165,8 @@ HOPWELL_DEVICE bool mbarrier_test_wait(mbarrier& b, uint32_t parity, [[maybe_unu
 #endif
 }
 
-/// Waits for the end of the phase of this parity: 0 for the first, third, … phase. A new mbarrier counts as past a
-/// phase of parity 1.
+/// Waits for the end of the phase of this parity: 0 for the first, third, … phase. A wait for parity 1 on a new
+/// mbarrier returns at once.
 HOPWELL_DEVICE void mbarrier_wait(mbarrier& b, uint32_t parity, Site site = Site::current()) {
   while (!mbarrier_try_wait(b, parity, site)) {
   }
@@ -175,8 +176,8 @@ HOPWELL_DEVICE void mbarrier_wait_cluster(mbarrier& b, uint32_t parity, Site sit
   }
 }
 
-/// fence.mbarrier_init.release.cluster: this thread's inits become visible to the async proxy and to the cluster (a
-/// barrier follows). PTX: #parallel-synchronization-and-communication-instructions-membar
+/// fence.mbarrier_init.release.cluster: makes this thread's inits visible to the async proxy and to the cluster (after
+/// a following barrier). PTX: #parallel-synchronization-and-communication-instructions-membar
 HOPWELL_DEVICE void fence_mbarrier_init([[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -185,7 +186,7 @@ HOPWELL_DEVICE void fence_mbarrier_init([[maybe_unused]] Site site = Site::curre
 #endif
 }
 
-/// fence.proxy.async.shared::cta: what this thread wrote to shared memory becomes visible to copies, wgmma and tcgen05.
+/// fence.proxy.async.shared::cta: makes this thread's writes to shared memory visible to copies, wgmma and tcgen05.
 /// PTX: #parallel-synchronization-and-communication-instructions-membar
 HOPWELL_DEVICE void fence_proxy_async([[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE
@@ -196,7 +197,7 @@ HOPWELL_DEVICE void fence_proxy_async([[maybe_unused]] Site site = Site::current
 }
 #endif
 
-/// cp.async.mbarrier.arrive.noinc: one arrival once all cp.async that this thread has started are complete; the count
+/// cp.async.mbarrier.arrive.noinc: one arrival when all cp.async that this thread has started are complete. The count
 /// of the mbarrier includes it. PTX: #parallel-synchronization-and-communication-instructions-cp-async-mbarrier-arrive
 HOPWELL_DEVICE void cp_async_mbarrier_arrive_noinc(mbarrier& b, [[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE

@@ -1,4 +1,4 @@
-// What a kernel sees of a tensor map; see make_tensor_map.hpp for how it is made.
+// A tensor map as a kernel parameter; make_tensor_map.hpp makes it.
 #pragma once
 
 namespace hopwell::arch {

@@ -1,7 +1,8 @@
-// Tensor copies by the copy engine (TMA): boxes of tensors of rank 1 to 5. Coordinates are of the box's first element,
-// innermost dimension first, which must be a multiple of 16 bytes. A box may leave the tensor: loads give zeros there,
-// stores skip it, but may not start at a negative coordinate. Shared addresses are 128-byte aligned. "PTX:" anchors are
-// sections of https://docs.nvidia.com/cuda/parallel-thread-execution/
+// Tensor copies by the copy engine (TMA): boxes of tensors of rank 1 to 5. Coordinates give the box's first
+// element, innermost dimension first; the innermost coordinate is a multiple of 16 bytes. A box may extend beyond the
+// tensor: loads fill zeros there, stores skip these elements but may not start at a negative coordinate. Shared
+// addresses are 128-byte aligned. "PTX:" anchors are sections of
+// https://docs.nvidia.com/cuda/parallel-thread-execution/
 #pragma once
 
 #include "bulk_copy.hpp"
@@ -9,8 +10,8 @@
 
 namespace hopwell::arch {
 
-/// cp.async.bulk.tensor.shared::cluster.global.tile: a box into this CTA's shared memory; all its bytes are counted on
-/// the mbarrier. PTX: #data-movement-and-conversion-instructions-cp-async-bulk-tensor
+/// cp.async.bulk.tensor.shared::cluster.global.tile: copies a box to this CTA's shared memory; all its bytes are
+/// counted on the mbarrier. PTX: #data-movement-and-conversion-instructions-cp-async-bulk-tensor
 template <int kRank>
 HOPWELL_DEVICE void tma_load(uint32_t destination, const TensorMap& map, const int (&c)[kRank], mbarrier& b,
                              [[maybe_unused]] Site site = Site::current()) {
@@ -90,7 +91,7 @@ HOPWELL_DEVICE void tma_load_cached(uint32_t destination, const TensorMap& map, 
 #endif
 }
 
-/// .multicast::cluster: to the same place in every CTA of `cta_mask`, each counting on its own mbarrier.
+/// .multicast::cluster: to the same offset in every CTA of `cta_mask`, each counting on its own mbarrier.
 /// PTX: #data-movement-and-conversion-instructions-cp-async-bulk-tensor
 template <int kRank>
 HOPWELL_DEVICE void tma_load_multicast(uint32_t destination, const TensorMap& map, const int (&c)[kRank], mbarrier& b,
@@ -131,7 +132,7 @@ HOPWELL_DEVICE void tma_load_multicast(uint32_t destination, const TensorMap& ma
 #endif
 }
 
-/// cp.async.bulk.tensor.global.shared::cta.tile: a box out of shared memory, in the thread's bulk group (see
+/// cp.async.bulk.tensor.global.shared::cta.tile: copies a box out of shared memory, in the thread's bulk group (see
 /// bulk_commit). PTX: #data-movement-and-conversion-instructions-cp-async-bulk-tensor
 template <int kRank>
 HOPWELL_DEVICE void tma_store(const TensorMap& map, const int (&c)[kRank], uint32_t source,

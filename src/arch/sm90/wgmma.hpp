@@ -17,7 +17,7 @@ namespace hopwell::arch {
 
 #if HOPWELL_HAS_SM90A
 
-/// How a product reads its operands: element type, which index is contiguous, and signs.
+/// Interpretation of the operands: element type, contiguous index, and signs.
 struct WgmmaOptions {
   WgmmaType type = WgmmaType::bf16;
   Major a_major = Major::k, b_major = Major::k;
@@ -49,9 +49,9 @@ HOPWELL_DEVICE void wgmma_ss(float (&d)[kHalfN], uint64_t a, uint64_t b, bool ac
 #endif
 }
 
-/// The same with A [64][16] in registers, as the fragments of mma.m16n8k16 for each warp's 16 rows. Of e4m3 it is m64nNk32, A
-/// [64][32] as the fragments of mma.m16n8k32, both operands K-major; there are the forms that generate_wgmma.py lists.
-/// Hopper adds up e4m3 products with fewer bits than fp32: see docs/emulator.md.
+/// The same with A [64][16] in registers, as the fragments of mma.m16n8k16 for each warp's 16 rows. With e4m3 it is
+/// m64nNk32: A [64][32] as the fragments of mma.m16n8k32, both operands K-major. generate_wgmma.py lists the available
+/// forms. Hopper accumulates e4m3 products with fewer bits than fp32: see docs/emulator.md.
 /// PTX: #asynchronous-warpgroup-level-matrix-instructions-wgmma-mma-async
 template <WgmmaOptions kOptions = WgmmaOptions{}, int kHalfN>
 HOPWELL_DEVICE void wgmma_rs(float (&d)[kHalfN], const uint32_t (&a)[4], uint64_t b, bool accumulate,
@@ -81,7 +81,7 @@ HOPWELL_DEVICE void wgmma_commit([[maybe_unused]] Site site = Site::current()) {
 #endif
 }
 
-/// Keeps the compiler from moving accesses of registers across this point.
+/// Keeps the compiler from moving register accesses across this point.
 template <int kSize>
 HOPWELL_DEVICE void pin_registers([[maybe_unused]] float (&d)[kSize]) {
 #if HOPWELL_ON_DEVICE
@@ -90,8 +90,8 @@ HOPWELL_DEVICE void pin_registers([[maybe_unused]] float (&d)[kSize]) {
 #endif
 }
 
-/// wgmma.wait_group: until at most the latest kPending groups are incomplete. `d`…: the accumulators that are valid
-/// then. PTX: #asynchronous-warpgroup-level-matrix-instructions-wgmma-wait-group
+/// wgmma.wait_group: waits until at most the latest kPending groups are incomplete. `d`…: the accumulators that become
+/// valid. PTX: #asynchronous-warpgroup-level-matrix-instructions-wgmma-wait-group
 template <int kPending>
 HOPWELL_DEVICE void wgmma_wait([[maybe_unused]] Site site = Site::current()) {
 #if HOPWELL_ON_DEVICE

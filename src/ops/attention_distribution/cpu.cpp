@@ -4,7 +4,7 @@
 //     S = sm_scale (q . K^T)                  [h_q, keys]
 //     attn[s, entry] = sum_h exp(S - lse)     heads in ascending order
 //
-// Scratch of a thread, in floats: (h_q + tile) * d_qk + h_q * tile with tile = min(topk, 512); 1.7 MB for h_q 128, d_qk
+// Scratch per thread, in floats: (h_q + tile) * d_qk + h_q * tile with tile = min(topk, 512); 1.7 MB for h_q 128, d_qk
 // 576.
 #include <cmath>
 
@@ -32,14 +32,14 @@ class Worker {
     const std::int64_t count = selected_.append(s, tile);
     if (count > 0) {
       load_heads(p_.q, s, q_.get(), p_.d_qk);
-      product_nt(p_.h_q, count, p_.d_qk, q_.get(), p_.d_qk, selected_.rows(), p_.d_qk, false, scores_.get(), count);
+      products_.nt(p_.h_q, count, p_.d_qk, q_.get(), p_.d_qk, selected_.rows(), p_.d_qk, false, scores_.get(), count);
       sum_over_heads(s, count);
     }
     selected_.spread(s, tile, scores_.get(), p_.attn.as<float>() + s * p_.attn.stride[0]);
   }
 
  private:
-  // Turns the products into probabilities, and the first row into the sum of all.
+  // Converts the products to probabilities, and the first row to the sum over all rows.
   void sum_over_heads(std::int64_t s, std::int64_t count) {
     const auto n = static_cast<std::size_t>(count);
     float* total = scores_.get();
@@ -58,6 +58,7 @@ class Worker {
   SelectedRows selected_;
   Scratch<float> q_;       // [h_q, d_qk]
   Scratch<float> scores_;  // [h_q, keys]
+  Products products_;
 };
 
 void launch(const Problem& p, Stream) {

@@ -1,4 +1,4 @@
-// attention_distribution: what its backends are given. Meaning and shapes: hopwell.h.
+// attention_distribution: the problem that its backends run. Meaning and shapes: hopwell.h.
 #pragma once
 
 #include "runtime/backend.hpp"
@@ -9,14 +9,14 @@ namespace hopwell::ops::attention_distribution {
 
 struct Problem {
   View q;     // bf16 or fp32 [s_q, h_q, d_qk]
-  View kv;    // like q [s_kv, d_qk]
+  View kv;    // dtype of q, [s_kv, d_qk]
   View lse;   // fp32 [s_q, h_q]
   View attn;  // fp32 [s_q, topk]
   Selection selection;
   float sm_scale = 0;
   bool normalize_l1 = false;
-  bool indices_ascending = false;  // or so they say
-  bool keeps_order = false;        // of rows: there is no workspace to bring them into another
+  bool indices_ascending = false;  // a hint of the caller, not checked
+  bool keeps_order = false;        // rows keep their order, because there is no workspace to sort them
   std::int64_t s_q = 0, s_kv = 0, h_q = 0, d_qk = 0, topk = 0;
   runtime::Device device;
   void* workspace = nullptr;

@@ -1,4 +1,4 @@
-// attention_distribution on GPUs: what the kernels of every backend are told.
+// attention_distribution on GPUs: kernel parameters of every backend.
 #pragma once
 
 #include <cmath>
@@ -10,6 +10,7 @@
 #include "tile/gpu/entries.hpp"
 #include "tile/gpu/numbers.hpp"
 #include "tile/gpu/pacing.hpp"
+#include "tile/log2_scale.hpp"
 
 namespace hopwell::ops::attention_distribution::HOPWELL_TARGET {
 
@@ -24,27 +25,27 @@ struct Params {
   int64_t q_stride_s, q_stride_h, kv_stride;  // elements
   int64_t lse_stride_s, lse_stride_h, attn_stride;
   int h_q, d_qk;
-  bool aligned;  // rows of q and kv, to 16 bytes
+  bool aligned;  // rows of q and kv are 16-byte aligned
   bool normalize_l1;
   float scale_log2;  // sm_scale · log2(e)
   Plan plan;
-  const uint16_t* sources;  // [s_q, topk]: where the sum of an entry goes, if rows are in the order of keys
+  const uint16_t* sources;  // [s_q, topk]: destination of an entry's sum, if rows are sorted by key
   tile::Pace pace;
 };
 
 HOPWELL_DEVICE Entries entries_of(const Params& p, const WorkTile& work) {
   return tile::entries_of(p.selection, work.query).slice(work.first, work.size);
 }
-// How often all keys are read: once for every 128 heads.
+// Number of times that all keys are read: once per 128 heads.
 HOPWELL_DEVICE int head_passes(const Params& p) { return (p.h_q + kHeadsAtATime - 1) / kHeadsAtATime; }
 
-// Of a head, in units of log 2. Heads that do not exist get +inf: their exponentials are 0.
+// lse of a head, in units of log 2. Padding heads get +inf, so that their exponentials are 0.
 HOPWELL_DEVICE float lse_of(const Params& p, int64_t query, int head) {
   return head < p.h_q ? p.lse[query * p.lse_stride_s + head * p.lse_stride_h] * tile::kLog2E : INFINITY;
 }
 
-// Whether a CTA's work tile has anything to multiply, and then all that its roles walk through in the same order: passes
-// of heads; of each, items of queries and then of keys.
+// Calls function for each pass over the heads of a CTA's work tiles, if the tile has anything to multiply. All roles
+// use it, so that they process the same items in the same order: per pass, items of queries, then of keys.
 template <class Function>
 HOPWELL_DEVICE void for_each_pass(const Params& p, const Function& function) {
   HOPWELL_NO_UNROLL
@@ -72,7 +73,7 @@ inline Params params_of(const Problem& problem) {
   p.attn_stride = problem.attn.stride[0];
   p.h_q = static_cast<int>(problem.h_q), p.d_qk = static_cast<int>(problem.d_qk);
   p.normalize_l1 = problem.normalize_l1;
-  p.scale_log2 = problem.sm_scale * tile::kLog2E;
+  p.scale_log2 = tile::log2_scale(problem.sm_scale);
   p.plan = plan_of(problem);
   return p;
 }

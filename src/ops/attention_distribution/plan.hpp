@@ -1,4 +1,4 @@
-// attention_distribution on GPUs: what each CTA works on. Made on the host, read by the kernels.
+// attention_distribution on GPUs: work tiles of the CTAs. Made on the host, read by the kernels.
 #pragma once
 
 #include "arch/platform.hpp"
@@ -7,17 +7,17 @@
 namespace hopwell::ops::attention_distribution {
 
 inline constexpr int kTileKeys = 64, kTileHeads = 64, kHeadsAtATime = 2 * kTileHeads;
-inline constexpr int kPaceTiles = 4;  // of keys, between two looks at the pace
+inline constexpr int kPaceTiles = 4;  // tiles of keys between two reads of the throttle's progress
 
-// CTA b takes work tiles b, b + ctas, b + 2 ctas, … Whole rounds of CTAs take whole queries; the index rows of the
-// queries that are left are split, so that no CTA idles.
+// CTA b processes work tiles b, b + ctas, b + 2 ctas, … In full waves of CTAs a work tile is a whole query. The index
+// rows of the remaining queries are split, so that no CTA idles.
 struct Plan {
-  int whole_queries;  // the first ones
-  int splits;         // of the row of each other query
-  int split_entries;  // of one, unless the row ends before
-  int work_tiles;     // in all
+  int whole_queries;  // the first queries
+  int splits;         // splits of the row of each other query
+  int split_entries;  // entries of a split; the last split may be shorter
+  int work_tiles;     // total number
   int ctas;
-  bool alternate;  // all heads fit into a tile, which both warpgroups have: they take turns at tiles of keys
+  bool alternate;  // all heads fit in one tile, which both warpgroups have; they alternate between tiles of keys
 };
 Plan plan_of(const Problem& problem);
 
@@ -37,14 +37,15 @@ HOPWELL_HOST_DEVICE WorkTile work_tile_of(const Plan& plan, int topk, int number
   return work;
 }
 
-// Keys in ascending order, in every other wave of queries in descending order, and CTAs at one pace, for the kernels
-// that go through them so: where the keys do not fit in L2, what one CTA has read is then still there for the others,
-// and what a wave has read last for the next. A sum's bits do not depend on it. Offsets are in the workspace.
+// For kernels that sort rows: keys in ascending order, descending in every other wave of queries (serpentine order),
+// and throttled CTAs (here `paces`). If the keys do not fit in L2, CTAs then share the keys that one of them has read,
+// and a wave begins with the last keys of the previous wave. The bits of a sum do not depend on it. Offsets are in the
+// workspace.
 struct Ordering {
   bool orders_rows = false, paces = false;
-  int steps = 0;                                   // of a query: kPaceTiles tiles of keys
+  int steps = 0;                                   // of a query: a step is kPaceTiles tiles of keys
   std::size_t rows = 0, sources = 0, lengths = 0;  // see tile/gpu/order_rows.hpp
-  std::size_t progress = 0;                        // steps that CTAs have made
+  std::size_t progress = 0;                        // sum of the steps of all CTAs
   std::size_t bytes = 0;
 };
 Ordering ordering_of(const Problem& problem);

@@ -1,4 +1,4 @@
-// attention_distribution on GPUs: the end of a row, whose sums one warp has written.
+// attention_distribution on GPUs: completes a row whose sums one warp has written.
 #pragma once
 
 #include "ops/attention_distribution/params.hpp"
@@ -6,12 +6,13 @@
 
 namespace hopwell::ops::attention_distribution::HOPWELL_TARGET {
 
-// Where the sums of a work tile's entries go.
+// Address of the sums of a work tile's entries.
 HOPWELL_DEVICE float* sums_of(const Params& p, const WorkTile& work, const Entries& entries) {
   return p.attn + work.query * p.attn_stride + entries.place(work.first);
 }
 
-// By the warp that has written them, of which each lane has its own `total`. Places that are no entry's become zeros.
+// Executed by the warp that has written the sums; each lane has its own `total`. Slots without an entry are set to
+// zero.
 HOPWELL_DEVICE void finish_row(const Params& p, const WorkTile& work, const Entries& entries, float total) {
   float* const sums = sums_of(p, work, entries);
   const int before = entries.place(work.first) - work.first;
@@ -20,7 +21,7 @@ HOPWELL_DEVICE void finish_row(const Params& p, const WorkTile& work, const Entr
   if (p.normalize_l1) tile::normalize(sums, sums, entries.length, total);
 }
 
-// The same of a row whose sums the warp has written in the order of keys: added as they would be in that of entries.
+// The same for a row that the warp has written in the order of keys. The row's sum adds in the order of entries.
 HOPWELL_DEVICE void normalize_ordered_row(const Params& p, const WorkTile& work) {
   if (!p.normalize_l1) return;
   arch::syncwarp();

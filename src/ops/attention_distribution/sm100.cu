@@ -1,4 +1,4 @@
-// attention_distribution for Blackwell: what it takes, and its kernel's launch.
+// attention_distribution for Blackwell: supported problems, and the kernel's launch.
 #include "ops/attention_distribution/sm100/head_sums.hpp"
 
 namespace hopwell::ops::attention_distribution::HOPWELL_TARGET {

@@ -1,4 +1,4 @@
-// attention_distribution for any NVIDIA GPU from Ampere on: what it takes, and the kernel's launch.
+// attention_distribution for any NVIDIA GPU from Ampere on: supported problems, and the kernel's launch.
 #include "ops/attention_distribution/sm80/head_sums.hpp"
 
 namespace hopwell::ops::attention_distribution::HOPWELL_TARGET {

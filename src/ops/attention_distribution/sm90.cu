@@ -1,4 +1,4 @@
-// attention_distribution for Hopper: what it takes, and its kernel's launch.
+// attention_distribution for Hopper: supported problems, and the kernel's launch.
 #include "ops/attention_distribution/order_rows.hpp"
 #include "ops/attention_distribution/sm90/head_sums.hpp"
 
@@ -12,7 +12,7 @@ runtime::Support supports(const Problem& p) {
   return {};
 }
 
-// Whether rows of q and kv can be copied by 16 bytes.
+// Whether rows of q and kv can be copied in units of 16 bytes.
 bool is_aligned(const Params& p, const Problem& problem) {
   return tile::can_gather(p.q, problem.h_q, p.q_stride_h) && tile::can_gather(p.kv, problem.s_kv, p.kv_stride) &&
          (problem.s_q <= 1 || p.q_stride_s % 8 == 0);

@@ -1,5 +1,6 @@
-// attention_distribution on GPUs: sums over heads, from the warps that make them to memory. A ring in shared memory holds
-// the sums of each warp's heads for a tile of keys; one warp adds them in a fixed order, writes, and normalises.
+// attention_distribution on GPUs: moves sums over heads from the warps that compute them to memory. A ring in shared
+// memory holds the sums of each warp's heads for a tile of keys. One warp adds them in a fixed order, writes, and
+// normalises.
 #pragma once
 
 #include "ops/attention_distribution/row.hpp"
@@ -11,7 +12,7 @@ inline constexpr int kSumStages = 4;
 using SumBarriers = tile::RingBarriers<kSumStages>;
 using SumSlot = tile::RingSlot<kSumStages>;
 
-// Where the sums of a work tile's entries go, of each lane's two of a tile; from where they came, if rows are in order.
+// Destinations of each lane's two sums of a tile: the slot of the entry, or if rows are sorted, its original slot.
 template <bool kOrdered>
 struct Places {
   const uint16_t* sources;
@@ -26,13 +27,13 @@ struct Places {
   HOPWELL_DEVICE void go_to(int i) { low = at(i), high = at(i + 32); }
 };
 
-// By one warp. sums[stage][warp]: of the first kWarps warps' heads. kOrdered: rows are in the order of keys, all of
-// whose entries count; what does not count has its zeros.
+// Executed by one warp. sums[stage][warp]: sums of the first kWarps warps. kOrdered: rows are sorted by key and all of
+// their entries are valid; invalid entries have been set to zero before.
 template <int kWarps, bool kOrdered = false, int kSumWarps>
 HOPWELL_DEVICE void store(const Params& p, const float (&sums_of_stage)[kSumStages][kSumWarps][kTileKeys],
                           SumBarriers& barriers) {
   const int lane = arch::lane_index();
-  int key_tile = 0;  // so far
+  int key_tile = 0;  // tiles so far
   HOPWELL_NO_UNROLL
   for (int number = arch::block_index(); number < p.plan.work_tiles; number += arch::grid_size()) {
     const WorkTile work = work_tile_of(p.plan, p.selection.topk, number);
@@ -49,7 +50,7 @@ HOPWELL_DEVICE void store(const Params& p, const float (&sums_of_stage)[kSumStag
       float &sum_low = places.sums[places.low], &sum_high = places.sums[places.high];
       const bool first = entries.counts(low), second = entries.counts(high);
       const int next = (step + 1) % tiles * kTileKeys + lane;
-      // A tile ahead: the load takes as long as a tile.
+      // One tile ahead, because the load takes as long as a tile.
       low = entries.at(next), high = entries.at(next + 32), places.go_to(next);
       slot.wait_full();
       float sums[2] = {step < tiles || !first ? 0 : sum_low, step < tiles || !second ? 0 : sum_high};

@@ -1,4 +1,4 @@
-// Checks of arguments that several operators have: queries and keys, index rows, and what masks them.
+// Checks of arguments that several operators share: queries and keys, index rows, and masks.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace hopwell {
 
-// Checks k_start and k_end. Dimension "s_q" is bound already.
+// Checks k_start and k_end. Dimension "s_q" is already bound.
 template <class Args>
 Visibility check_key_ranges(Checker& check, const Args& args) {
   const View start = check.optional_input("k_start", args.k_start, {DType::kInt32}, {"s_q"}, Layout::kAny);
@@ -21,15 +21,14 @@ Visibility check_key_ranges(Checker& check, const Args& args) {
           .k_end_stride = end ? end.stride[0] : 0};
 }
 
-// Checks what says which keys a query sees: q_positions, q_start and kv_stride, k_start and k_end. Dimension "s_q" is
-// bound already.
+// Checks the masks: q_positions, q_start and kv_stride, k_start and k_end. Dimension "s_q" is already bound.
 template <class Args>
 Visibility check_visibility(Checker& check, const Args& args) {
   const View positions = check.optional_input("q_positions", args.q_positions, {DType::kInt32}, {"s_q"}, Layout::kAny);
   check.rule(!(positions && args.has_q_start), "q_positions and q_start exclude each other");
   check.rule(args.has_q_start || args.q_start == 0, "q_start needs has_q_start; without it no key is in the future");
   check.require(args.kv_stride >= 1, "kv_stride", "at least 1", args.kv_stride);
-  // Keeps q_start + s within 64 bits for every s_q; no sequence is longer than 2^62 tokens.
+  // Keeps q_start + s within 64 bits for every s_q. No sequence is longer than 2^62 tokens.
   constexpr std::int64_t kLimit = std::int64_t{1} << 62;
   check.require(!args.has_q_start || (args.q_start > -kLimit && args.q_start < kLimit), "q_start",
                 "between -2^62 and 2^62", args.q_start);
@@ -41,8 +40,8 @@ Visibility check_visibility(Checker& check, const Args& args) {
   return visibility;
 }
 
-// Checks indices and all that masks them. "s_q" and "s_kv" are bound already; binds "topk". Without indices every key is
-// selected, in order.
+// Checks indices and masks. "s_q" and "s_kv" are already bound; binds "topk". Without indices every key is selected, in
+// order.
 template <class Args>
 Selection check_selection(Checker& check, const Args& args) {
   if (args.indices == nullptr) {
@@ -70,7 +69,7 @@ Selection check_selection(Checker& check, const Args& args) {
           check["topk"]};
 }
 
-// q [s_q, h_q, d_qk] and kv [s_kv, h_kv = 1, d_qk] or [s_kv, d_qk] of one dtype; kv comes back as [s_kv, d_qk].
+// q [s_q, h_q, d_qk] and kv [s_kv, h_kv = 1, d_qk] or [s_kv, d_qk], with one dtype. The returned kv is [s_kv, d_qk].
 struct QueriesAndKeys {
   View q, kv;
 };

@@ -1,4 +1,4 @@
-// What lightning_indexer_backward and indexer_dense_loss share: what becomes of a loss of the index scores.
+// Shared by lightning_indexer_backward and indexer_dense_loss: the loss of the index scores and its gradients.
 #pragma once
 
 #include "ops/common/index_operands.hpp"
@@ -8,12 +8,12 @@ namespace hopwell {
 struct IndexGradients {
   View row_weights;   // fp32 [s_q], or absent
   View d_loss_array;  // fp32, one element, or absent
-  View loss;          // fp32, one element; absent: there is none
+  View loss;          // fp32, one element; absent: there is no loss
   View row_loss;      // fp32 [s_q], or absent
   View d_q;           // like q_index
   View d_k;           // fp32 [s_kv, d_index]
   View d_weights;     // like weights
-  float d_loss = 1;   // where d_loss_array is absent
+  float d_loss = 1;   // used if d_loss_array is absent
   bool relu = true;
   bool deterministic = false;
 };
@@ -24,7 +24,7 @@ inline View check_one_number(Checker& check, const char* name, const DLTensor* t
   return number;
 }
 
-// Checks row_weights and d_loss, then the outputs. Dimensions of the operands are bound already.
+// Checks row_weights and d_loss, then the outputs. The dimensions of the operands are already bound.
 template <class Args>
 IndexGradients check_index_gradients(Checker& check, const Args& args, const IndexOperands& operands, bool has_loss) {
   IndexGradients p;

@@ -1,4 +1,4 @@
-// The operands that the lightning indexer and its backward share.
+// Operands shared by the lightning indexer and its backward.
 #pragma once
 
 #include "runtime/check.hpp"
@@ -6,8 +6,8 @@
 namespace hopwell {
 
 struct IndexOperands {
-  View q;        // bf16 or fp32, e4m3 where the operator takes it, [s_q, h_index, d_index]
-  View k;        // like q [s_kv, d_index]
+  View q;        // bf16 or fp32, or e4m3 if the operator supports it, [s_q, h_index, d_index]
+  View k;        // type of q, [s_kv, d_index]
   View weights;  // fp32 or bf16 [s_q, h_index]
   std::int64_t s_q = 0, s_kv = 0, h_index = 0, d_index = 0;
 };
@@ -27,12 +27,12 @@ IndexOperands check_index_operands(Checker& check, const Args& args,
   return p;
 }
 
-// Why the GPU kernels of both operators refuse these sizes; null: they do not.
+// The reason why the GPU kernels of both operators do not support these sizes, or null.
 inline const char* refused_on_gpus(const IndexOperands& p, std::int64_t topk) {
   constexpr std::int64_t kLimit = std::int64_t{1} << 31;
   if (p.d_index > 128) return "d_index must be at most 128";
   if (p.s_q >= kLimit || topk >= kLimit) return "s_q and topk must be below 2^31";
-  if (p.s_kv >= kLimit / 2) return "s_kv must be below 2^30";  // so that keys past the last are ints
+  if (p.s_kv >= kLimit / 2) return "s_kv must be below 2^30";  // so that keys past the last one fit in an int
   if (p.h_index >= kLimit / 64) return "h_index must be below 2^25";
   return nullptr;
 }

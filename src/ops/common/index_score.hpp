@@ -1,4 +1,5 @@
-// What GPU kernels of the lightning indexer and of its backward share: score[s,t] = Σ_j w[s,j] · relu(q[s,j,:] · k[t,:]).
+// Shared by the GPU kernels of the lightning indexer and its backward: score[s,t] = Σ_j w[s,j] · relu(q[s,j,:] ·
+// k[t,:]).
 #pragma once
 
 #include "ops/common/index_operands.hpp"
@@ -8,10 +9,10 @@ namespace hopwell::tile {
 
 inline constexpr int kHeadTile = 64;  // rows of q in shared memory
 
-/// relu; a NaN stays.
+/// relu; NaN stays NaN.
 HOPWELL_DEVICE float relu(float x) { return x < 0 ? 0 : x; }
 
-/// A sum over the heads as a score: of NaN −inf, of −0 0.
+/// Converts a sum over the heads to a score: NaN becomes −inf, −0 becomes 0.
 HOPWELL_DEVICE float index_score(float sum) { return sum == sum ? sum + 0.F : -INFINITY; }
 
 }  // namespace hopwell::tile

@@ -1,4 +1,4 @@
-// The pass before a kernel that takes groups of neighbouring queries: the union of the keys of each group.
+// The preprocess kernel of kernels that process query groups: computes the union of the keys of each group.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@ namespace hopwell::ops {
 
 static_assert(kMostMembers <= tile::kMostMembers && kLongestMergedRow <= tile::kLongestMergedRow);
 
-// What the pass is told. `most`: of union / sum of the rows, that is worth it.
+// Parameters of the kernel. `most`: largest ratio of union length to sum of row lengths for which merging pays.
 template <class Problem>
 tile::MergeParams merge_params(const Problem& problem, const QueryGroups& groups, const MergedRowsPlace& place,
                                float most) {
@@ -26,7 +26,8 @@ tile::MergeParams merge_params(const Problem& problem, const QueryGroups& groups
           most};
 }
 
-// Rows of q, out and so on of a group lie as those of one query with the heads of all members: the strides of one.
+// The rows of q, out and so on of a group have the layout of one query with the heads of all members. Sets the strides
+// accordingly.
 inline void take_as_one(const QueryGroups& groups, int h_q, int64_t& stride_s, int64_t& stride_h) {
   if (h_q == 1) stride_h = stride_s;
   stride_s *= groups.members;
@@ -34,7 +35,7 @@ inline void take_as_one(const QueryGroups& groups, int h_q, int64_t& stride_s, i
 
 namespace HOPWELL_TARGET {
 
-// Each operator has a kernel of its own, by its problem's type.
+// A separate kernel per operator, distinguished by the problem's type.
 template <class Problem>
 __global__ void __launch_bounds__(tile::kMergeThreads, tile::kMergeCtasOfSm)
     merge_rows_of_queries(const __grid_constant__ tile::MergeParams p) {

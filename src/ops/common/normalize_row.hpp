@@ -1,4 +1,4 @@
-// A row divided by its sum, on the CPU; an all-zero row stays.
+// Divides a row by its sum, on the CPU. An all-zero row stays zero.
 #pragma once
 
 #include <cstdint>

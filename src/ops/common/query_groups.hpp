@@ -1,5 +1,6 @@
-// Groups of neighbouring queries with few heads, each taken as one query with the heads of all of them, over the union
-// of their keys: which there may be. On the device tile/gpu/merge_rows.hpp finds out which of them are worth it.
+// Query groups: adjacent queries with few heads, processed as one query with the heads of all of them, over the union
+// of their keys. This file finds the possible groups. tile/gpu/merge_rows.hpp decides on the device for which of them
+// merging pays.
 #pragma once
 
 #include <algorithm>
@@ -10,21 +11,21 @@
 
 namespace hopwell::ops {
 
-inline constexpr std::int64_t kMostMembers = 8;          // queries of a group
-inline constexpr std::int64_t kLongestMergedRow = 4096;  // entries of one of them
+inline constexpr std::int64_t kMostMembers = 8;          // queries per group
+inline constexpr std::int64_t kLongestMergedRow = 4096;  // entries of the longest row that can be merged
 
 struct QueryGroups {
   int members = 1;
   std::int64_t count = 0;
 };
 
-// Offsets in bytes of what lies in the workspace: the groups' keys, who holds them, and how many there are.
+// Byte offsets in the workspace: the groups' keys, their member masks, and their lengths.
 struct MergedRowsPlace {
   std::size_t keys = 0, holders = 0, lengths = 0;
 };
 
-// As many queries of a problem as fit in a kernel's `tile_heads` heads. `rows`: tensors whose rows of a group must lie as
-// those of one query do, equally far apart for each head of each query.
+// Groups as many queries of a problem as fit in a kernel's `tile_heads` heads. `rows`: tensors in which the rows of a
+// group must have the layout of one query, with equal distances between all heads of all queries.
 template <class Problem>
 QueryGroups query_groups(const Problem& p, std::int64_t tile_heads, std::initializer_list<View> rows) {
   const std::int64_t members = std::min(tile_heads / std::max<std::int64_t>(p.h_q, 1), kMostMembers);
@@ -35,7 +36,7 @@ QueryGroups query_groups(const Problem& p, std::int64_t tile_heads, std::initial
   return {static_cast<int>(members), p.s_q / members};
 }
 
-// take(bytes): where so many bytes of the workspace are.
+// take(bytes): reserves `bytes` bytes of the workspace and returns their offset.
 template <class Take>
 MergedRowsPlace place_merged_rows(const QueryGroups& groups, std::int64_t topk, const Take& take) {
   if (groups.count == 0) return {};

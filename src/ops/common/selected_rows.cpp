@@ -49,7 +49,7 @@ std::int64_t SelectedRows::append(std::int64_t s, std::int64_t tile) {
 
 void SelectedRows::spread(std::int64_t s, std::int64_t tile, const float* of_valid, float* row) const {
   const std::int64_t first = tile * kTileEntries;
-  if (selection_.indices == nullptr) {  // entries are the visible keys: the first tile has the places of all others
+  if (selection_.indices == nullptr) {  // entries are the visible keys: tile 0 covers the slots of all other keys
     float* const visible = row + selection_.place(s);
     if (tile == 0) {
       std::fill(row, visible, 0.0F);

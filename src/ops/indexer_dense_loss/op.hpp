@@ -1,4 +1,4 @@
-// indexer_dense_loss: what its backends are given. Meaning and shapes: hopwell.h.
+// indexer_dense_loss: the problem that its backends run. Meaning and shapes: hopwell.h.
 #pragma once
 
 #include "ops/common/index_gradients.hpp"
@@ -9,9 +9,9 @@ namespace hopwell::ops::indexer_dense_loss {
 
 inline constexpr const char* kName = "indexer_dense_loss";
 
-struct Problem : IndexOperands, IndexGradients {  // of the indexer; s_q and s_kv are those of the attention
+struct Problem : IndexOperands, IndexGradients {  // of the indexer; the attention has the same s_q and s_kv
   View attention_q;                               // bf16 or fp32 [s_q, h_q, d_qk]
-  View attention_kv;                              // like attention_q [s_kv, d_qk]
+  View attention_kv;                              // dtype of attention_q, [s_kv, d_qk]
   View lse;                                       // fp32 [s_q, h_q]
   float sm_scale = 0;
   Visibility visibility;

@@ -14,7 +14,7 @@ std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; 
 struct Workspace {
   std::size_t targets = 0;    // fp32 [queries at a time, s_kv]
   std::size_t losses = 0;     // fp64 [s_q]
-  std::size_t gradients = 0;  // what lightning_indexer_backward asks for
+  std::size_t gradients = 0;  // workspace of lightning_indexer_backward
 };
 Workspace workspace_of(const Problem& p) {
   const auto aligned = [](std::int64_t bytes) { return (static_cast<std::size_t>(bytes) + 255) / 256 * 256; };
@@ -24,7 +24,7 @@ Workspace workspace_of(const Problem& p) {
   return w;
 }
 
-// Null while there is none: before a call, when it is asked for.
+// Null if there is no workspace yet: when its size is queried before a call.
 void* in_workspace(const Problem& p, std::size_t offset) {
   return p.workspace == nullptr ? nullptr : static_cast<std::byte*>(p.workspace) + offset;
 }
@@ -73,12 +73,13 @@ lightning_indexer_backward::Problem gradients_of(const Problem& p, std::int64_t 
 }  // namespace
 
 std::int64_t queries_at_a_time(const Problem& p) {
-  // Of targets: on GPUs 128 MiB. On the CPU they should stay in the cache, and the emulator has nothing to gain by few passes.
+  // Size of the targets: on GPUs 128 MiB. On the CPU they should stay in the cache, and the emulator gains nothing from
+  // fewer passes.
   const std::int64_t fitting = (p.device.emulated() ? 1 << 16 : 1 << 25) / std::max<std::int64_t>(p.s_kv, 1);
-  // Kernels have a CTA for a query: whole rounds of them. The threads of a CPU share out a pass, too.
+  // Kernels have one CTA per query, so a pass should be whole waves. The threads of a CPU split a pass too.
   const std::int64_t round = p.device.emulated() ? 16 : p.device.sms;
   const std::int64_t most = std::max<std::int64_t>(1, (fitting + round / 2) / round) * round;
-  const std::int64_t passes = std::max<std::int64_t>(ceil_div(p.s_q, most), 1);  // about equally long
+  const std::int64_t passes = std::max<std::int64_t>(ceil_div(p.s_q, most), 1);  // of about equal length
   return std::min(p.s_q, ceil_div(ceil_div(p.s_q, passes), round) * round);
 }
 
@@ -100,7 +101,7 @@ std::size_t workspace_bytes_on(const char* backend, const Problem& p) {
 void launch_on(const char* backend, const Problem& p, Stream stream) {
   const std::int64_t together = std::max<std::int64_t>(queries_at_a_time(p), 1);
   std::int64_t first = 0;
-  do {  // at least once: the sums of no queries are zeros
+  do {  // at least once: sums over no queries are zeros
     const std::int64_t queries = std::min(together, p.s_q - first);
     runtime::run("attention_distribution", targets_of(p, first, queries), backend, stream);
     runtime::run(lightning_indexer_backward::kName, gradients_of(p, first), backend, stream);

@@ -1,15 +1,17 @@
-// lightning_indexer of few queries of long rows, where CTAs form clusters: the topk best keys of a query, of equal ones the smaller, in ascending order.
+// lightning_indexer for few queries with long rows: a cluster of CTAs selects the topk best keys of a query, ties to
+// the smaller key, in ascending order of key.
 //
-// Tile      a cluster of 8 CTAs has a query's row of scores, visible ones only: 32 scores a lane, in registers, as
-//           numbers in their order; a warp a range of 1,024 keys
-// Timeline  load │ every CTA guesses the same bounds of the threshold, as in sampled_select.hpp │ every warp counts what reaches
-//           them, and broadcasts the counts to the cluster │ barrier │ broadcasts its scores between them │ barrier │ every CTA
-//           finds the threshold among these │ each warp broadcasts how many it selects │ barrier │ writes them.
-//           Where the guess is wrong: bounds a quarter as far apart each time, every warp counts and broadcasts what reaches
-//           three numbers in between │ barrier │ … until as many as are wanted reach the lower bound, or there is one number
-//           left
+// Tile      a cluster of 8 CTAs has a query's row of visible scores. A lane holds 32 scores in registers, as sortable
+//           keys (here `order`); a warp holds a range of 1,024 keys.
+// Timeline  load │ every CTA estimates the same bounds of the threshold, as in sampled_select.hpp │ every warp counts
+//           its scores above the bounds and broadcasts the counts to the cluster │ barrier │ broadcasts its scores
+//           between the bounds │ barrier │ every CTA finds the threshold among these │ each warp broadcasts the number
+//           of its selected keys │ barrier │ writes them.
+//           If the estimate is wrong: every warp counts and broadcasts the scores above three values between the bounds
+//           │ barrier │ the bounds move to a quarter of their distance │ … until exactly topk scores reach the lower
+//           bound, or only one value is left
 // Order     counts are integers: same inputs, same bits
-// Budget    registers: 32 of scores, 64 in all; shared 3 × 256 × 8 B, and 25 KiB for the guess
+// Budget    registers: 32 for scores, 64 in all; shared 3 × 256 × 8 B, and 25 KiB for the estimate
 #pragma once
 
 #include "arch/sm90/cluster.hpp"
@@ -20,18 +22,18 @@ namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET {
 
 struct ClusterSelectConfig {
   static constexpr int kScores = kKeysPerSelectWarp / 32;                  // of a lane
-  static constexpr uint32_t kLowest = 0x007fffff, kAboveAll = 0xff800001;  // order of −inf; above that of inf
+  static constexpr uint32_t kLowest = 0x007fffff, kAboveAll = 0xff800001;  // of −inf; above that of inf
 };
 
-// How many of a warp's scores, at most 1,024, reach each of three numbers.
+// Number of a warp's scores (at most 1,024) that reach each of three values.
 struct BoundCounts {
   int reach[3];
 };
 
 struct ClusterSelectStorage {
-  // Of each warp of the cluster. The first two buffers take turns; the last is of what warps select.
+  // Per warp of the cluster. Two buffers alternate; the third has the numbers of selected keys.
   struct Packed {
-    uint32_t first_two, third;  // twice 16 bits, and one
+    uint32_t first_two, third;  // two counts of 16 bits, and one
   } counts[3][kMaxSelectWarps * kSelectCluster];
   SampledSelectStorage guess;  // without its bits
 
@@ -41,9 +43,9 @@ struct ClusterSelectStorage {
 };
 
 struct WarpScores {
-  uint32_t order[ClusterSelectConfig::kScores];  // of keys first + 32 i + lane; 0: no such key
+  uint32_t order[ClusterSelectConfig::kScores];  // sortable keys of keys first + 32 i + lane; 0: no such key
   int first;                                     // key
-  int warp, warps;                               // of the cluster
+  int warp, warps;                               // index and number of warps in the cluster
 };
 
 // Writes this warp's counts to all CTAs of the cluster.
@@ -69,11 +71,11 @@ HOPWELL_DEVICE BoundCounts sum_counts(const ClusterSelectStorage& s, int buffer,
   return sums;
 }
 
-// By bounds that come nearer to each other.
+// Finds the threshold by narrowing the bounds.
 HOPWELL_DEVICE SplitTies search_threshold(const SelectParams& p, ClusterSelectStorage& s, const WarpScores& scores) {
   uint32_t low = ClusterSelectConfig::kLowest,
-           high = ClusterSelectConfig::kAboveAll;  // reached by at least topk; by fewer
-  int above = 0;                                   // how many reach `high`
+           high = ClusterSelectConfig::kAboveAll;  // reached by at least topk scores; by fewer
+  int above = 0;                                   // number of scores that reach `high`
   for (int turn = 0; high - low > 1; turn ^= 1) {
     const uint32_t step = high - low < 4 ? 1 : (high - low) / 4;
     uint32_t bound[3];
@@ -102,7 +104,7 @@ HOPWELL_DEVICE SplitTies search_threshold(const SelectParams& p, ClusterSelectSt
   return {low, p.topk - above};
 }
 
-// How many of all scores are between the bounds and above, and how many there are between them in the warps before this one.
+// Number of scores between and above the bounds, over all warps, and number between them in the warps before this one.
 struct ClusterBetween {
   Between all;
   int before;
@@ -118,7 +120,7 @@ HOPWELL_DEVICE ClusterBetween count_between(ClusterSelectStorage& s, const WarpS
   return {{all.reach[1], all.reach[0] - all.reach[1]}, before.reach[0] - before.reach[1]};
 }
 
-// Writes the warp's scores between the bounds to the lists of all CTAs of the cluster, in the order of their keys.
+// Writes the warp's scores between the bounds to the lists of all CTAs of the cluster, in ascending order of key.
 HOPWELL_DEVICE void broadcast_between(SampledSelectStorage& s, const WarpScores& scores, const Bounds& bounds, int at) {
   const int lane = arch::lane_index(), first = at;
   HOPWELL_UNROLL
@@ -178,7 +180,7 @@ HOPWELL_DEVICE void write_topk(const SelectParams& p, ClusterSelectStorage& s, c
     const bool taken = (are_above >> lane & 1) || ((are_equal >> lane & 1) && equal_before < threshold.equal);
     const int at = above + std::popcount(are_above & lanes_before) +
                    (equal_before < threshold.equal ? equal_before : threshold.equal);
-    if (taken && unsigned(at) < unsigned(p.topk)) {  // were a barrier lost, it would still be a place in the row
+    if (taken && unsigned(at) < unsigned(p.topk)) {  // if a barrier is lost, the address is still inside the row
       row.indices[at] = row.first_key + scores.first + 32 * i + lane;
       if (row.top_scores) row.top_scores[at] = score_of(order);
     }
@@ -205,12 +207,12 @@ __global__ void __launch_bounds__(32 * kWarps) select_keys_in_cluster(const __gr
     const int key = scores.first + 32 * i + arch::lane_index();
     scores.order[i] = key < row.visible ? order_of(row.scores[key]) : 0;
   }
-  arch::cluster_wait();  // kept: before counts are broadcast, all CTAs of the cluster have started
+  arch::cluster_wait();  // kept: all CTAs of the cluster must have started before counts are broadcast
   write_topk(p, s, row, scores, find_threshold<kWarps>(p, s, row, scores));
 #endif
 }
 
-// By CTAs of so many warps, if the device holds all of a cluster at a time.
+// Launches CTAs of kWarps warps, if the device can hold all CTAs of a cluster at the same time. Else returns false.
 template <int kWarps>
 bool launch_in_clusters(const Problem& problem, const SelectPlan& plan, std::int64_t first, std::int64_t count,
                         Stream stream) {
@@ -223,7 +225,7 @@ bool launch_in_clusters(const Problem& problem, const SelectPlan& plan, std::int
   return true;
 }
 
-// For `count` queries from `first` on; by clusters where that is planned and the device has room for one.
+// Selects for `count` queries from `first` on; in clusters if planned and if a cluster fits on the device.
 void launch_cluster_select(const Problem& problem, std::int64_t first, std::int64_t count, Stream stream) {
   const SelectPlan plan = plan_cluster_select(problem, count);
   const auto launch = plan.warps == 8    ? launch_in_clusters<8>

@@ -1,8 +1,8 @@
-// lightning_indexer on the CPU. A block of queries goes over the keys that it sees in tiles of kKeyTile. Each query's scores are sums
-// of products over its heads, by vector code of our own: BLAS adds up in other orders at other places of a product, and scores
-// depend neither on other queries nor, as ties need, on where a key stands. Each query's candidate list takes the scores that
-// may still be among its topk. Candidates stay in ascending order of key, so that the result needs no sorting. With few
-// queries the keys are split, too.
+// lightning_indexer on the CPU. A block of queries iterates over its visible keys in tiles of kKeyTile. Our own vector
+// code computes a query's scores as sums of products over its heads: the order of BLAS's sums depends on the position
+// inside a product, but a score must depend neither on other queries nor, for ties, on the position of its key. A list
+// per query collects the candidates that may still be among its topk, in ascending order of key, so that the result
+// needs no sorting. If there are few queries, the keys are split too.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -20,17 +20,17 @@ using cpu::kLaneBlock, cpu::load, cpu::padded;
 using cpu::Scratch;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr std::int64_t kKeyTile = 256;  // keys that are loaded at a time, one a column
-// Columns' elements are so far apart, so that those of one meet all sets of the cache.
+constexpr std::int64_t kKeyTile = 256;  // keys loaded at a time, one per column
+// Row pitch of the key tile in floats: padded, so that one column uses all sets of the cache.
 constexpr std::int64_t kKeyPitch = kKeyTile + 16;
 constexpr std::int64_t kRowTile = 256;    // (query, head) rows that share a tile of keys
-constexpr std::int64_t kMaxQueries = 64;  // queries a block, each with a candidate list
-constexpr std::int64_t kMinItems = 16;    // fewer blocks of queries than this: the keys are split
-constexpr std::int64_t kMinSplit = 4096;  // into no fewer keys than this
+constexpr std::int64_t kMaxQueries = 64;  // queries per block, each with a candidate list
+constexpr std::int64_t kMinItems = 16;    // for fewer blocks of queries the keys are split
+constexpr std::int64_t kMinSplit = 4096;  // minimum number of keys per split
 
 constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-// A list of candidates in ascending order of key that never holds more than its topk best and a tile or topk more.
+// A list of candidates in ascending order of key. It holds the topk best and at most a tile or topk more.
 class Candidates {
  public:
   Candidates(std::int64_t topk, std::int64_t keys)
@@ -45,14 +45,14 @@ class Candidates {
     threshold_ = std::numeric_limits<float>::quiet_NaN();
   }
 
-  // The scores of the keys from first_key on, at most kKeyTile of them, all after those before.
+  // Appends the scores of the keys from first_key on, at most kKeyTile keys, all larger than the keys before.
   void append(const float* score, std::int64_t count, std::int64_t first_key) {
     if (size_ + count > capacity_) keep_best();
     size_ += cpu::append_above(score, count, threshold_, static_cast<std::int32_t>(first_key), scores() + size_,
                                keys() + size_);
   }
 
-  // Another list, whose keys come after those before.
+  // Appends another list, whose keys are larger than the keys before.
   void append(const float* score, const std::int32_t* key, std::int64_t count) {
     for (std::int64_t i = 0; i < count; ++i) {
       if (size_ == capacity_) keep_best();
@@ -62,14 +62,14 @@ class Candidates {
     }
   }
 
-  // Drops all but the topk of largest score, of equal ones those that came first, which are the smaller keys.
+  // Keeps the topk largest scores, ties to the candidates appended first, which have the smaller keys.
   void keep_best() {
     if (size_ <= topk_) return;
     threshold_ =
-        cpu::kth_largest(scores(), size_, topk_, order_.get());  // now a key must beat it: an equal one is too late
+        cpu::kth_largest(scores(), size_, topk_, order_.get());  // later keys must beat it, since they lose ties
     std::int64_t better = 0, kept = 0;
     for (std::int64_t i = 0; i < size_; ++i) better += scores()[i] > threshold_;
-    std::int64_t equal = topk_ - better;  // of those equal to the threshold, so many are kept
+    std::int64_t equal = topk_ - better;  // number of candidates equal to the threshold that stay
     for (std::int64_t i = 0; i < size_; ++i) {
       const float score = scores()[i];
       scores()[kept] = score;
@@ -86,18 +86,18 @@ class Candidates {
 
  private:
   std::int64_t topk_, capacity_, size_ = 0;
-  float threshold_ = std::numeric_limits<float>::quiet_NaN();  // NaN: nothing is refused yet
+  float threshold_ = std::numeric_limits<float>::quiet_NaN();  // NaN: no candidate is rejected yet
   Scratch<float> scores_;
   Scratch<std::int32_t> keys_;
   Scratch<std::int32_t> order_;
 };
 
-// How the work is cut, by the problem alone.
+// Division of the work; depends on the problem only.
 struct Plan {
-  std::int64_t topk;     // no more than there are keys
-  std::int64_t queries;  // a block
+  std::int64_t topk;     // at most the number of keys
+  std::int64_t queries;  // per block
   std::int64_t blocks;
-  std::int64_t splits;      // of the keys
+  std::int64_t splits;      // splits of the keys
   std::int64_t split_keys;  // a multiple of kKeyTile
 
   explicit Plan(const Problem& p)
@@ -111,7 +111,7 @@ struct Plan {
   }
 };
 
-// A thread's scratch: one block of queries against one tile of keys.
+// A thread's scratch: one block of queries and one tile of keys.
 struct State {
   State(const Problem& p, const Plan& plan)
       : q(plan.queries * p.h_index * p.d_index),
@@ -126,7 +126,7 @@ struct State {
   std::vector<Candidates> candidates;
 };
 
-// A tile's keys as columns of floats, with zeros up to a multiple of kLaneBlock columns, and their scales.
+// Loads a tile's keys as columns of floats, with zeros up to a multiple of kLaneBlock columns, and their scales.
 void load_keys(const Problem& p, std::int64_t first, std::int64_t count, State& state) {
   float* const key = state.key.get();
   for (std::int64_t t = 0; t < padded(count); ++t) {
@@ -139,7 +139,7 @@ void load_keys(const Problem& p, std::int64_t first, std::int64_t count, State& 
     state.k_scale.get()[t] = p.k_scale.as<const float>()[(first + t) * p.k_scale.stride[0]];
 }
 
-// The keys [from, to) that each query of a block sees, of those that are searched.
+// For each query of a block: its visible keys [from, to) among the searched keys.
 struct Block {
   std::int64_t queries = 0;
   std::array<std::int64_t, kMaxQueries> from{}, to{};
@@ -155,11 +155,11 @@ Block block_of(const Problem& p, std::int64_t s0, std::int64_t queries, std::int
   return block;
 }
 
-// Keys that lie together, and the queries from the first to the last that sees any of them.
+// Consecutive keys, and the queries from the first to the last that sees any of them.
 struct Tile {
   std::int64_t first_key = 0, end_key = 0, first_query = 0, end_query = 0;
 };
-// From the first key on that any query sees, at `key` or after it; without keys if there is none.
+// The tile at the first key, from `key` on, that any query sees; empty if there is no such key.
 Tile next_tile(const Block& block, std::int64_t key) {
   Tile tile{.first_key = INT64_MAX};
   for (std::size_t i = 0; i < block.to.size(); ++i) {
@@ -176,8 +176,8 @@ Tile next_tile(const Block& block, std::int64_t key) {
   return tile;
 }
 
-// state.score[i, 0 .. padded(keys)) of the tile's queries against its keys, which are in state.k. A query's scores do not depend
-// on the others, nor a key's on where in a tile it is.
+// Computes state.score[i, 0 .. padded(keys)) for the tile's queries and keys, which are in state.k. The scores of a
+// query do not depend on other queries, nor on the position of a key in a tile.
 void score_tile(const Problem& p, const Tile& tile, State& state) {
   const std::int64_t keys = tile.end_key - tile.first_key;
   for (std::int64_t query = tile.first_query; query < tile.end_query; ++query) {
@@ -189,7 +189,7 @@ void score_tile(const Problem& p, const Tile& tile, State& state) {
   }
 }
 
-// Begins a block: no candidates, q of its queries, and their weights, which take q's scales along.
+// Starts a block: clears the candidates, loads q of its queries and their weights, which include q's scales.
 void load_queries(const Problem& p, std::int64_t s0, std::int64_t queries, State& state) {
   for (std::int64_t i = 0; i < queries; ++i) {
     state.candidates[static_cast<std::size_t>(i)].clear();
@@ -203,14 +203,15 @@ void load_queries(const Problem& p, std::int64_t s0, std::int64_t queries, State
   }
 }
 
-// Fills state.candidates with the topk best of the keys [first_key, last_key) for the queries from s0 on. Keys that none
-// of them sees are not read.
+// Fills state.candidates with the topk best of the keys [first_key, last_key) for the queries from s0 on. Keys that no
+// query sees are not read.
 void search(const Problem& p, std::int64_t s0, std::int64_t queries, std::int64_t first_key, std::int64_t last_key,
             State& state) {
   const Block block = block_of(p, s0, queries, first_key, last_key);
   load_queries(p, s0, queries, state);
   Tile tile = next_tile(block, first_key);
   for (; tile.first_key < tile.end_key; tile = next_tile(block, tile.end_key)) {
+    cpu::interruption_point();  // an item may be all keys
     load_keys(p, tile.first_key, tile.end_key - tile.first_key, state);
     score_tile(p, tile, state);
     for (std::int64_t i = tile.first_query; i < tile.end_query; ++i) {
@@ -231,7 +232,7 @@ void write_row(const Problem& p, std::int64_t s, const Candidates& best) {
   std::fill(std::copy_n(best.scores(), best.size(), scores), scores + p.topk, -kInfinity);
 }
 
-// Few queries, many keys: every (block, split) finds its own topk, then each query merges those of its splits.
+// Few queries, many keys: every (block, split) finds its own topk, then each query merges the lists of its splits.
 void launch_split(const Problem& p, const Plan& plan) {
   const std::int64_t width = std::min(plan.topk, plan.split_keys), lists = p.s_q * plan.splits;
   const Scratch<float> scores(lists * width);

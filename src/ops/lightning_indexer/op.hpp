@@ -1,4 +1,4 @@
-// lightning_indexer: what its backends are given. Meaning and shapes: hopwell.h.
+// lightning_indexer: the problem that its backends run. Meaning and shapes: hopwell.h.
 #pragma once
 
 #include "ops/common/index_operands.hpp"
@@ -10,7 +10,7 @@ namespace hopwell::ops::lightning_indexer {
 inline constexpr const char* kName = "lightning_indexer";
 
 struct Problem : IndexOperands {
-  View q_scale;  // fp32 [s_q, h_index], or absent; of e4m3, like k_scale
+  View q_scale;  // fp32 [s_q, h_index], or absent; e4m3 only, like k_scale
   View k_scale;  // fp32 [s_kv], any stride, or absent
   View indices;  // int32 [s_q, topk]
   View scores;   // fp32 [s_q, topk], or absent

@@ -10,14 +10,14 @@ constexpr std::int64_t kTileRows = 64;
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 int to_int(std::int64_t x) { return static_cast<int>(x); }
 
-// Slices are chosen by `groups_per_slice`(key blocks, groups, tiles a group).
+// `groups_per_slice`(key blocks, groups, tiles per group) chooses the length of a slice.
 template <class Choose>
 ScorePlan plan_score(const Problem& p, std::int64_t queries, std::int64_t keys_per_cta, std::int64_t padded_heads,
                      Choose groups_per_slice) {
   const std::int64_t queries_per_tile = kTileRows / padded_heads, tiles_per_query = ceil_div(p.h_index, kTileRows);
   const std::int64_t groups = ceil_div(queries, queries_per_tile), key_blocks = ceil_div(p.s_kv, keys_per_cta);
   const std::int64_t each = groups_per_slice(to_int(key_blocks), to_int(groups), to_int(tiles_per_query));
-  // CTAs of keys that no query sees take tiles of other keys: there should be one a multiprocessor at least.
+  // CTAs whose keys no query sees take tiles of other keys. There should be at least one CTA per SM.
   const std::int64_t slices =
       std::max(ceil_div(groups, each), masked(p) ? std::min(groups, ceil_div(p.device.sms, key_blocks)) : 0);
   return {{.padded_heads = to_int(padded_heads),
@@ -56,19 +56,19 @@ ScorePlan plan_wgmma_score(const Problem& p, std::int64_t queries, std::int64_t 
 }
 
 SelectPlan plan_select(const Problem& p, std::int64_t queries) {
-  // Few queries: as many warps as there can be. Many: several CTAs a multiprocessor hide each other's barriers, where their
-  // warps still have as much to do between these.
+  // Few queries: the maximum number of warps. Many queries: several CTAs per SM hide each other's barriers, if their
+  // warps still have enough work between barriers.
   const bool few = queries <= 2 * std::int64_t{p.device.sms};
   const std::int64_t most = few ? kMaxSelectWarps : std::clamp<std::int64_t>(p.s_kv / 2048, 8, kMaxSelectWarps);
   const auto warps = static_cast<std::uint64_t>(std::clamp<std::int64_t>(p.s_kv / 256, 1, most));
-  // A pass over a row costs more than one over the digits if there are more scores than digits.
+  // If there are more scores than buckets, a pass over the row costs more than a pass over the buckets.
   const int digit_bits = p.s_kv >= 32'768 ? kMaxDigitBits : p.s_kv >= 4096 ? 12 : 8;
   return {to_int(static_cast<std::int64_t>(std::bit_floor(warps))), 1, digit_bits};
 }
 
 SelectPlan plan_sampled_select(const Problem& p, std::int64_t queries) {
   if (p.s_kv < kLeastSampledKeys || p.s_kv > kMostSampledKeys) return {0, 0, 0};
-  // A multiprocessor has registers for 32 warps. What a warp does once for a row costs as much as 1,024 keys.
+  // An SM has registers for 32 warps. A warp's fixed cost per row equals the cost of 1,024 keys.
   const std::int64_t ctas = ceil_div(queries, std::max<std::int64_t>(p.device.sms, 1));
   return {ctas <= 1 ? 32 : ctas <= 2 ? 16 : ctas <= 4 ? 8 : 4, 1, kSampledDigitBits};
 }

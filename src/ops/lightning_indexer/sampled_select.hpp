@@ -1,17 +1,18 @@
-// lightning_indexer of long rows: the topk best keys of a query, of equal ones the smaller, in ascending order.
+// lightning_indexer for long rows: selects the topk best keys of a query, ties to the smaller key, in ascending order
+// of key.
 //
-// Tile      a CTA has a query's row of scores, visible ones only: places in it count from the first visible key; a warp a
-//           range of them, whose bits it keeps, a pair of words for 32 keys
-// Timeline  count digits of a sample, at even distances about the mean │ barrier │ two bounds, so that the threshold lies
-//           between them in all but a few of a hundred thousand random rows │ read the row, once: a bit for each key, whether
-//           its score reaches the upper bound, and one for the lower │ list the keys between the bounds │ barrier │ count
-//           their digits, 11 bits at a time, until it is known which are selected │ their bits join those above │ barrier │
-//           list the keys of all these bits │ barrier │ write them and their scores
-// Exactness the bounds are a guess, the counts are not: where the threshold does not lie between them, or more keys do than the
-//           list holds, the row is selected from as in select.hpp
-// Budget    registers: 64, 32 warps a multiprocessor; shared 25 KiB and 8 B for each 32 keys. A row is read once, its sample
-//           and what is listed again from L1 or L2
-// Order     counts are integers, and floats are only added up to guess: same inputs, same bits
+// Tile      a CTA has a query's row of visible scores; positions count from the first visible key. A warp has a range
+//           of them and keeps their bits, two words per 32 keys
+// Timeline  count a sample in buckets of equal width around the mean │ barrier │ compute two bounds; the threshold is
+//           between them in all but a few of a hundred thousand random rows │ read the row once and record per key one
+//           bit: score >= upper bound, and one bit: score >= lower bound │ list the keys between the bounds │ barrier │
+//           count these in buckets, 11 bits at a time, until the selected keys are known │ merge their bits with the
+//           bits of the upper bound │ barrier │ list the keys of all these bits │ barrier │ write them and their scores
+// Exactness the bounds are an estimate, the counts are exact: if the threshold is not between the bounds, or more keys
+//           are than the list holds, the row is selected as in select.hpp
+// Budget    registers: 64, 32 warps per SM; shared 25 KiB and 8 B per 32 keys. A row is read once; its sample and the
+//           listed keys are read again from L1 or L2
+// Order     counts are integers, and float sums affect only the estimate: same inputs, same bits
 #pragma once
 
 #include <climits>
@@ -26,16 +27,17 @@ namespace hopwell::ops::lightning_indexer::HOPWELL_TARGET {
 
 struct SampledSelectConfig {
   static constexpr int kDigitBits = 11, kDigits = 1 << kDigitBits;
-  static constexpr int kSamples = 8;       // of a thread
-  static constexpr int kNeighbours = 8;    // so many samples are of keys side by side: a sector
-  static constexpr int kListed = 2048;     // keys
-  static constexpr int kTogether = 16;     // loads of a lane
-  static constexpr int kLeastKeys = 1024;  // of a shorter row a sample tells too little
-  static constexpr float kReach = 8;       // digits of a sample: so many mean deviations to either side of the mean
-  static constexpr float kMargin = 4;      // bounds: so many standard deviations of a rank from where it is expected
+  static constexpr int kSamples = 8;       // per thread
+  static constexpr int kNeighbours = 8;    // adjacent keys per group of samples: one sector
+  static constexpr int kListed = 2048;     // capacity of the list in keys
+  static constexpr int kTogether = 16;     // loads of a lane in flight
+  static constexpr int kLeastKeys = 1024;  // a shorter row has too small a sample
+  static constexpr float kReach = 8;       // the buckets cover this many mean deviations on either side of the mean
+  static constexpr float kMargin = 4;      // bounds: this many standard deviations of a rank from its expectation
 };
 
-// Digits of samples begin at `first` and are so wide: what is beyond has the lowest or the highest.
+// Buckets of the samples: bucket 0 begins at `first`, each has width `width`. Scores outside go to the lowest or
+// highest bucket.
 struct SampleScale {
   float first, width;
   float digits_per_unit, of_zero;  // digit = score * digits_per_unit + of_zero
@@ -43,7 +45,7 @@ struct SampleScale {
   [[nodiscard]] HOPWELL_DEVICE bool usable() const { return width > 0 && width < INFINITY; }
   [[nodiscard]] HOPWELL_DEVICE float edge(int digit) const { return first + float(digit) * width; }
 };
-// Places in the sample, counted from its best, between which the threshold should be.
+// Ranks in the sample, counted from the best, between which the threshold should be.
 struct Ranks {
   int fewer, more;
 };
@@ -51,25 +53,25 @@ struct Ranks {
 struct SampledSelectStorage {
   int of_warp[2][kMaxSelectWarps];
   struct Found {
-    int digit, above, count;  // scores with higher digits, and with this one
+    int digit, above, count;  // scores in higher buckets, and in this one
   } found[2];
   SampleScale scale;
   Ranks ranks;
   alignas(16) uint32_t counts[SampledSelectConfig::kDigits];
-  int keys[SampledSelectConfig::kListed];         // between the bounds; then those that are selected
-  uint32_t orders[SampledSelectConfig::kListed];  // of those between the bounds
+  int keys[SampledSelectConfig::kListed];         // between the bounds; later the selected keys
+  uint32_t orders[SampledSelectConfig::kListed];  // sortable keys of the keys between the bounds
   struct alignas(8) Bits {
-    uint32_t above, reach;  // of 32 keys: which reach the upper bound, or are selected; which reach the lower bound
-  } bits[kMostSampledKeys / 32];  // as many as the row needs
+    uint32_t above, reach;        // per 32 keys: score >= upper bound, or selected; score >= lower bound
+  } bits[kMostSampledKeys / 32];  // the launch allocates as many as the row needs
 
   static uint32_t bytes(int64_t keys) {
     return uint32_t(offsetof(SampledSelectStorage, bits) + size_t(keys + 31) / 32 * sizeof(Bits));
   }
 };
-// The other way to select has the same memory.
+// The fallback in select.hpp uses the same memory.
 static_assert(offsetof(SampledSelectStorage, bits) >= offsetof(SelectStorage, words) + (4 << kSampledDigitBits));
 
-// A sample is taken in rounds, each of kSamples parts of the row: as many as make it an eighth of the row at least, up to four.
+// Sampling rounds, each of kSamples parts of the row: enough for at least an eighth of the row, at most four.
 struct SampleRounds {
   int count, part;  // a multiple of kNeighbours
 };
@@ -80,7 +82,7 @@ HOPWELL_DEVICE SampleRounds rounds_of(const QueryRow& row) {
   return {1 << doublings, row.visible / kSamples >> doublings & -SampledSelectConfig::kNeighbours};
 }
 
-// A lane's samples of a round: keys side by side by neighbouring lanes, the groups of them spread evenly over each part.
+// A lane's samples of a round. Adjacent lanes read adjacent keys; these groups are spread evenly over each part.
 struct Samples {
   float score[SampledSelectConfig::kSamples];
 };
@@ -96,7 +98,7 @@ HOPWELL_DEVICE Samples load_samples(const QueryRow& row, const SampleRounds& rou
   return samples;
 }
 
-// About the mean of a warp's samples.
+// Buckets around the mean of a warp's samples.
 HOPWELL_DEVICE SampleScale scale_of(const Samples& samples) {
   constexpr float kReach = SampledSelectConfig::kReach, kCount = 32 * SampledSelectConfig::kSamples;
   float sum = 0, distances = 0;
@@ -113,20 +115,21 @@ HOPWELL_DEVICE void count_samples(const SampledSelectStorage& s, const Samples& 
   const uint32_t counts = arch::shared_address(s.counts);
   const float digits_per_unit = s.scale.digits_per_unit, of_zero = s.scale.of_zero;
   HOPWELL_UNROLL
-  for (const float score : samples.score) {  // a NaN has the lowest digit
+  for (const float score : samples.score) {  // a NaN goes to the lowest bucket
     const float digit = fminf(fmaxf(score * digits_per_unit + of_zero, 0), kLast);
     arch::red_add_shared(true, counts + 4 * uint32_t(digit), 1);
   }
 }
 
-// The sum of what the first `count` of all warps have in `of_warp`.
+// Sum of of_warp over the first `count` warps.
 template <int kWarps>
 HOPWELL_DEVICE int sum_of_first(const int (&of_warp)[kMaxSelectWarps], int count) {
   const int warp = arch::lane_index() % kWarps;
   return tile::reduce<kWarps / 2, 1>(warp < count ? of_warp[warp] : 0, tile::Plus{});
 }
 
-// The digits where the scores, counted from the highest digit down, become `wanted`, if there are so many. Clears the counts.
+// Finds the buckets in which the number of scores, counted from the highest bucket, reaches `wanted`, if there are
+// enough. Clears the counts.
 template <int kWarps, int kWanted>
 HOPWELL_DEVICE void find_digits(SampledSelectStorage& s, const int (&wanted)[kWanted]) {
   constexpr int kDigits = SampledSelectConfig::kDigits, kEach = kWarps > 16 ? 4 : kDigits / (32 * kWarps);
@@ -135,7 +138,7 @@ HOPWELL_DEVICE void find_digits(SampledSelectStorage& s, const int (&wanted)[kWa
   int count[kEach] = {}, sum = 0;
   HOPWELL_UNROLL
   for (int i = 0; i < kEach; i += 4) {
-    if (first < 0) break;  // more threads than are needed
+    if (first < 0) break;  // more threads than needed
     const arch::Words4 counts = arch::load_shared_v4(address + 4 * uint32_t(i));
     HOPWELL_UNROLL
     for (int j = 0; j < 4; ++j) sum += count[i + j] = int(counts.w[j]);
@@ -158,12 +161,13 @@ HOPWELL_DEVICE void find_digits(SampledSelectStorage& s, const int (&wanted)[kWa
   arch::syncthreads();
 }
 
-// Orders: the threshold should be at least `low`, and lower than `high`.
+// Sortable keys: the threshold should be >= low and < high.
 struct Bounds {
   uint32_t low, high;
 };
 
-// The margin is what the deviation of the threshold's place asks for, or less if too many keys were listed.
+// The margin follows from the standard deviation of the threshold's rank, but is smaller if too many keys would be
+// listed.
 HOPWELL_DEVICE Ranks ranks_of_threshold(int topk, int visible, int samples) {
   using Config = SampledSelectConfig;
   const float samples_per_key = float(samples) / float(visible), rank = float(topk) * samples_per_key;
@@ -173,7 +177,7 @@ HOPWELL_DEVICE Ranks ranks_of_threshold(int topk, int visible, int samples) {
   return {int(rank - margin), int(rank + margin) + 1};
 }
 
-// None (low = high) where the sample says nothing, or that too many scores are between them.
+// Empty (low = high) if the sample is not usable, or if it shows too many scores between the bounds.
 template <int kWarps>
 HOPWELL_DEVICE Bounds guess_bounds(const SelectParams& p, SampledSelectStorage& s, const QueryRow& row) {
   using Config = SampledSelectConfig;
@@ -203,7 +207,7 @@ HOPWELL_DEVICE Bounds guess_bounds(const SelectParams& p, SampledSelectStorage& 
   return {has_low ? order_of(scale.edge(low.digit)) : 0, has_high ? order_of(scale.edge(high.digit + 1)) : UINT32_MAX};
 }
 
-// Keys first … end − 1, of a warp; words of 32 keys, of a lane.
+// Keys first … end − 1 of a warp; or words of 32 keys of a lane.
 struct Range {
   int first, end;
 };
@@ -223,7 +227,8 @@ HOPWELL_DEVICE Range words_of_lane(const QueryRow& row) {
   return {first + words.first, first + words.end};
 }
 
-// Whether a score reaches a bound that is positive: numbers in the order of such floats are their bits.
+// Whether a score reaches a positive bound. For positive floats the integer order of the bits is the order of the
+// numbers.
 HOPWELL_DEVICE bool reaches(float score, uint32_t positive_bound) {
   return arch::bit_cast<int>(score) >= int(positive_bound ^ 0x80000000U);
 }
@@ -257,7 +262,8 @@ HOPWELL_DEVICE void mark_keys(SampledSelectStorage& s, const QueryRow& row, cons
   for (; first < keys.end; first += kBatch) mark_batch<kPositive, false>(s, row, first, keys.end, bounds);
 }
 
-// Lists the keys of bits_of(word), the last of the lane's before place `end`: what is within the list.
+// Lists the keys of bits_of(word), from the end: the lane's last key gets position end − 1. Skips positions outside of
+// the list.
 template <class BitsOf>
 HOPWELL_DEVICE void list_keys(SampledSelectStorage& s, const Range& words, int end, BitsOf bits_of) {
   HOPWELL_NO_UNROLL
@@ -271,8 +277,8 @@ HOPWELL_DEVICE void list_keys(SampledSelectStorage& s, const Range& words, int e
   }
 }
 
-// Lists the keys whose scores are between the bounds. How many there are, though the list may be too short, and how many are
-// above.
+// Lists the keys whose scores are between the bounds. Returns their number, even if the list is too short, and the
+// number above.
 struct Between {
   int above, count;
 };
@@ -293,21 +299,21 @@ HOPWELL_DEVICE Between list_between(SampledSelectStorage& s, const QueryRow& row
   return {sum_of_first<kWarps>(s.of_warp[1], kWarps), sum_of_first<kWarps>(s.of_warp[0], kWarps)};
 }
 
-// Of orders, counted from `low`, digits of so many bits up to that of `last`.
+// Shift for buckets of kDigitBits bits of (sortable key − low), up to the bucket of `last`.
 HOPWELL_DEVICE uint32_t digit_shift(uint32_t last) {
   constexpr uint32_t kBits = SampledSelectConfig::kDigitBits;
   const uint32_t highest_bit = arch::bfind(last | 1);
   return highest_bit < kBits ? 0 : highest_bit - kBits + 1;
 }
 
-// Selected are scores of higher order, and the first `equal` of the same.
+// Selected are scores with a higher sortable key, and the first `equal` scores with this sortable key.
 struct SplitTies {
   uint32_t order;
   int equal;
 };
 
-// Of `count` scores whose orders stand in s.orders and whose first digits, of order − low, have been counted: where the first
-// `wanted` of them end.
+// Finds the position of the `wanted`-th of `count` scores. Their sortable keys are in s.orders, and the first buckets
+// of (sortable key − low) have been counted.
 template <int kWarps>
 HOPWELL_DEVICE SplitTies find_last(SampledSelectStorage& s, uint32_t low, uint32_t shift, int count, int wanted) {
   const uint32_t counts = arch::shared_address(s.counts);
@@ -327,19 +333,20 @@ HOPWELL_DEVICE SplitTies find_last(SampledSelectStorage& s, uint32_t low, uint32
   }
 }
 
-// Whether the threshold lies between the bounds, and what lies there can be listed.
+// Whether the threshold is between the bounds, and the list can hold all scores there.
 HOPWELL_DEVICE bool guessed_right(const Between& between, int topk) {
   const int wanted = topk - between.above;
   return wanted > 0 && wanted <= between.count && between.count <= SampledSelectConfig::kListed;
 }
 
-// Adds listed key i to the bits above, where it is `selected`.
+// Sets the upper bit of listed key i if it is `selected`.
 HOPWELL_DEVICE void mark_selected(const SampledSelectStorage& s, int i, bool selected) {
   const int key = s.keys[i];
   arch::red_add_shared(selected, arch::shared_address(&s.bits[key / 32].above), 1U << (key & 31));
 }
 
-// Adds the first ties.equal of the `count` listed keys whose scores are of that order. By one warp: there are seldom any.
+// Marks the first ties.equal of the `count` listed keys with that sortable key. Executed by one warp, because ties are
+// rare.
 HOPWELL_DEVICE void mark_ties(const SampledSelectStorage& s, const SplitTies& ties, int count) {
   const int lane = arch::lane_index();
   int before = 0;
@@ -351,7 +358,7 @@ HOPWELL_DEVICE void mark_ties(const SampledSelectStorage& s, const SplitTies& ti
   }
 }
 
-// Adds those of the listed keys that are selected to the bits above.
+// Marks the selected keys of the list in the upper bits.
 template <int kWarps>
 HOPWELL_DEVICE void select_between(const SelectParams& p, SampledSelectStorage& s, const QueryRow& row,
                                    const Bounds& bounds, const Between& between) {
@@ -366,7 +373,7 @@ HOPWELL_DEVICE void select_between(const SelectParams& p, SampledSelectStorage& 
   if (last.equal > 0 && arch::warp_index() == 0) mark_ties(s, last, between.count);
 }
 
-// Writes places `first` … end − 1 from the list, up to 256 of them: a lane's loads of scores need not wait for each other.
+// Writes positions `first` … end − 1 from the list, up to 256, so that a lane's loads of scores overlap.
 template <bool kWhole>
 HOPWELL_DEVICE void write_batch(const QueryRow& row, const int* keys, int first, int end) {
   constexpr int kTogether = 8;
@@ -399,7 +406,7 @@ HOPWELL_DEVICE void write_listed(const SampledSelectStorage& s, const QueryRow& 
   }
 }
 
-// Writes the keys of the bits above, topk in all.
+// Writes the keys of the upper bits, topk in total.
 template <int kWarps>
 HOPWELL_DEVICE void write_selected(const SelectParams& p, SampledSelectStorage& s, const QueryRow& row) {
   constexpr int kListed = SampledSelectConfig::kListed;
@@ -414,14 +421,14 @@ HOPWELL_DEVICE void write_selected(const SelectParams& p, SampledSelectStorage& 
   up_to_lane += sum_of_first<kWarps>(s.of_warp[0], warp);
   HOPWELL_NO_UNROLL
   for (int first = 0; first < p.topk; first += kListed) {
-    if (first > 0) arch::syncthreads();  // the keys before have been written
+    if (first > 0) arch::syncthreads();  // the previous keys have been written
     list_keys(s, words, up_to_lane - first, [](const SampledSelectStorage::Bits& bits) { return bits.above; });
     arch::syncthreads();
     write_listed<kWarps>(s, row, first, p.topk - first < kListed ? p.topk : first + kListed);
   }
 }
 
-// Whether the guess was right; else nothing is written.
+// Returns whether the estimate was right; otherwise writes nothing.
 template <int kWarps>
 HOPWELL_DEVICE bool select_by_guess(const SelectParams& p, SampledSelectStorage& s, const QueryRow& row) {
   const Bounds bounds = guess_bounds<kWarps>(p, s, row);
@@ -451,12 +458,12 @@ __global__ void __launch_bounds__(32 * kWarps, 32 / kWarps)
   }
   const bool long_enough = row.visible >= SampledSelectConfig::kLeastKeys;
   if (long_enough && select_by_guess<kWarps>(p, arch::dynamic_smem<SampledSelectStorage>(), row)) return;
-  if (long_enough) arch::syncthreads();  // what the guess needed has been read
+  if (long_enough) arch::syncthreads();  // the shared memory of the estimate has been read
   auto& s = arch::dynamic_smem<SelectStorage>();
   write_topk(p, s, row, find_threshold(p, s, row));
 }
 
-// For `count` queries from `first` on; by a guess where that is planned.
+// Selects for `count` queries from `first` on; with an estimate if planned.
 void launch_sampled_select(const Problem& problem, std::int64_t first, std::int64_t count, Stream stream) {
   const SelectPlan plan = plan_sampled_select(problem, count);
   if (plan.warps == 0) return launch_select(problem, first, count, stream);

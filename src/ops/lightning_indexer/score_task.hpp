@@ -1,8 +1,8 @@
-// lightning_indexer on GPUs: what both score kernels are given, and which scores a CTA makes.
+// lightning_indexer on GPUs: parameters of both score kernels, and the work of a CTA.
 //
-// A CTA has a block of keys and a slice of the tiles of q. Where queries do not see all keys, only the keys from the first to
-// the last that any of the pass's queries sees are shared out, and the slices are of the tiles from the first to the last
-// whose queries see any of the block's keys. So time follows the pairs of a query and a key that it sees.
+// A CTA has a block of keys and a slice of the tiles of q. If queries do not see all keys, only the keys from the first
+// to the last visible to any of the current queries are distributed, and slices cover only the tiles from the first to
+// the last whose queries see any of the block's keys. So the run time follows the number of visible (query, key) pairs.
 #pragma once
 
 #include <climits>
@@ -18,9 +18,9 @@ struct ScoreTask : QueryTiles {
   const void* weights;  // fp32 or bf16 [s_q, h_index]
   int64_t weights_stride;
   bool weights_bf16;
-  const float *q_scale, *k_scale;  // [s_q, h_index], [s_kv], or null; of e4m3
+  const float *q_scale, *k_scale;  // [s_q, h_index], [s_kv], or null; e4m3 only
   int64_t q_scale_stride, k_scale_stride;
-  bool masked;  // queries may not see all keys
+  bool masked;  // some queries may not see all keys
   Visibility visibility;
   float* scores;  // [queries, pitch]
   int64_t first_query, pitch;
@@ -28,7 +28,7 @@ struct ScoreTask : QueryTiles {
   int key_blocks, sms;
 };
 
-// A head's weight, with its scale where rows of type T have scales.
+// A head's weight, multiplied by its scale if rows of type T have scales.
 template <class T>
 HOPWELL_DEVICE float weight_of(const ScoreTask& p, int64_t query, int head) {
   const float weight = tile::load_fp32(p.weights, p.weights_bf16, query * p.weights_stride + head);
@@ -41,31 +41,31 @@ HOPWELL_DEVICE float scale_of_key(const ScoreTask& p, int key) {
   return p.k_scale[key * p.k_scale_stride];
 }
 
-// Numbers first … end − 1; none where `first` is not below `end`.
+// Numbers first … end − 1; empty if first >= end.
 struct Span {
   int first = INT_MAX, end = 0;
 
   [[nodiscard]] HOPWELL_DEVICE bool empty() const { return first >= end; }
   [[nodiscard]] HOPWELL_DEVICE bool overlaps(int from, int count) const { return from < end && from + count > first; }
-  // The smallest that has those of both.
+  // The smallest span that contains both.
   [[nodiscard]] HOPWELL_DEVICE Span with(const Span& other) const {
     return {first < other.first ? first : other.first, end > other.end ? end : other.end};
   }
 };
 
-// The keys that a query of the pass sees.
+// The keys that a query sees; `query` counts from first_query.
 HOPWELL_DEVICE Span visible_to(const ScoreTask& p, int query) {
   const KeyRange keys = p.visibility.keys(p.first_query + query, p.s_kv);
   return keys.count > 0 ? Span{int(keys.first), int(keys.end())} : Span{};
 }
 
-// The smallest span that has those of all lanes; of all threads of the CTA.
+// The smallest span that contains the spans of all lanes; of all threads of the CTA.
 HOPWELL_DEVICE Span span_of_warp(const Span& own) {
   return {-tile::max_of_warp(-own.first), tile::max_of_warp(own.end)};
 }
 template <int kWarps>
 HOPWELL_DEVICE Span span_of_cta(const Span& own, Span (&of_warp)[kWarps]) {
-  const int warp = arch::warp_index();  // by all lanes
+  const int warp = arch::warp_index();  // executed by all lanes
   const Span span = span_of_warp(own);
   if (arch::lane_index() == 0) of_warp[warp] = span;
   arch::syncthreads();
@@ -75,13 +75,13 @@ HOPWELL_DEVICE Span span_of_cta(const Span& own, Span (&of_warp)[kWarps]) {
   return all;
 }
 
-// Keys from first_key on against tiles of q, those of whole queries.
+// Work of a CTA: keys from first_key on, and tiles of whole queries.
 struct ScorePart {
   int first_key;
   Span tiles;
 };
 
-// From the first to the last key that any query of the pass sees. By all threads.
+// The keys from the first to the last that any of the current queries sees. Executed by all threads.
 template <int kWarps>
 HOPWELL_DEVICE Span visible_to_pass(const ScoreTask& p, Span (&of_warp)[kWarps]) {
   Span keys;
@@ -90,7 +90,7 @@ HOPWELL_DEVICE Span visible_to_pass(const ScoreTask& p, Span (&of_warp)[kWarps])
   return span_of_cta(keys, of_warp);
 }
 
-// From the first to the last group of tiles that has a query which sees any of the keys. By all threads.
+// The groups of tiles from the first to the last with a query that sees any of the keys. Executed by all threads.
 template <int kKeys, int kWarps>
 HOPWELL_DEVICE Span groups_that_see(const ScoreTask& p, int first_key, Span (&of_warp)[kWarps]) {
   Span queries;
@@ -101,21 +101,21 @@ HOPWELL_DEVICE Span groups_that_see(const ScoreTask& p, int first_key, Span (&of
   return {queries.first / p.queries_per_tile, (queries.end - 1) / p.queries_per_tile + 1};
 }
 
-// Keys from first_key on against a slice of the tiles, `each` of them.
+// Keys from first_key on, and a slice of `each` tiles.
 HOPWELL_DEVICE ScorePart part_of(int first_key, const Span& tiles, int slice, int each) {
   const int first = tiles.first + slice * each, end = first + each;
   return {first_key, {first, end < tiles.end ? end : tiles.end}};
 }
 
-// Where every query sees all keys.
+// The work of this CTA if every query sees all keys.
 template <int kKeys>
 HOPWELL_DEVICE ScorePart part_of_grid(const ScoreTask& p) {
   const int number = arch::block_index(), slice = number / p.key_blocks;
   return part_of((number - slice * p.key_blocks) * kKeys, {0, p.tiles}, slice, p.tiles_per_slice);
 }
 
-// Where queries may not, by all threads. groups_per_slice(blocks of keys, groups of tiles) is what the plan of the grid asked,
-// too.
+// The work of this CTA if queries may not see all keys; executed by all threads. groups_per_slice(blocks of keys,
+// groups of tiles) is the function that the plan of the grid used.
 template <int kKeys, int kWarps, class GroupsPerSlice>
 HOPWELL_DEVICE ScorePart visible_part_of_grid(const ScoreTask& p, Span (&of_warp)[2][kWarps],
                                               GroupsPerSlice groups_per_slice) {
@@ -135,7 +135,7 @@ HOPWELL_DEVICE ScorePart visible_part_of_grid(const ScoreTask& p, Span (&of_warp
                  ceil_div(seeing.end - seeing.first, slices) * p.tiles_per_query);
 }
 
-// Scores of `count` queries from `first` on.
+// Parameters for `count` queries from `first` on.
 ScoreTask score_task(const Problem& problem, const ScorePlan& plan, std::int64_t first, std::int64_t count) {
   ScoreTask p{plan.queries};
   p.weights = problem.weights.data, p.weights_stride = problem.weights.stride[0];

@@ -1,12 +1,13 @@
-// lightning_indexer on GPUs: the topk best keys of a query, of equal ones the smaller, in ascending order.
+// lightning_indexer on GPUs: selects the topk best keys of a query, ties to the smaller key, in ascending order of key.
 //
-// Tile      a CTA has a query's row of scores, visible ones only: places in it count from the first visible key; a warp a
-//           range of them
-// Timeline  until it is known: count the next digit (8 to 14 bits) of the scores that begin like the threshold │
-//           barrier │ each thread sums its digits, warps theirs │ barrier │ the thread that has the threshold's digit says so
-//           │ barrier. Where only some of the scores that equal the threshold are selected: up to which key. Then, up to
-//           32,768 keys at a time, a bit for each key that is selected │ barrier │ the keys of the bits
-// Budget    shared 65,680 B in the longest rows; reads a row three times, seldom four, with ties six, from L1 or L2
+// Tile      a CTA has a query's row of visible scores; positions count from the first visible key. A warp has a range
+//           of them
+// Timeline  radix selection: count the next digit (8 to 14 bits) of the scores that share the threshold's prefix │
+//           barrier │ each thread sums its digits, each warp its threads │ barrier │ the thread with the threshold's
+//           digit publishes it │ barrier; repeat until the threshold is known. If only some of the scores equal to the
+//           threshold are selected, find the last such key. Then, for up to 32,768 keys at a time: one bit per selected
+//           key │ barrier │ write the keys of the bits
+// Budget    shared 65,680 B for the longest rows; reads a row three times, rarely four, with ties six, from L1 or L2
 // Order     counts are integers: same inputs, same bits
 #pragma once
 
@@ -29,7 +30,7 @@ struct SelectParams {
   float* top_scores;  // [s_q, topk], or null
   int64_t indices_stride, top_stride;
   int s_kv, topk;
-  int warps;       // of a CTA; a power of two
+  int warps;       // per CTA; a power of two
   int digit_bits;  // at most kMaxDigitBits
 };
 
@@ -40,20 +41,20 @@ struct SelectStorage {
     int above, count;  // scores with higher digits, and with this one
   } found;
   int end_of_ties;
-  // First, how many scores have each digit; then a bit for each of some keys, whether it is selected.
-  uint32_t words[1 << kMaxDigitBits];  // as many as there are digits
+  // First the number of scores with each digit; later one bit per key: whether it is selected.
+  uint32_t words[1 << kMaxDigitBits];  // the launch allocates one per digit
 
   static uint32_t bytes(int digit_bits) {
     return uint32_t(offsetof(SelectStorage, words) + (sizeof(uint32_t) << digit_bits));
   }
 };
 
-// A query's scores, and what is written for it.
+// A query's scores and outputs.
 struct QueryRow {
-  const float* scores;  // of visible keys
+  const float* scores;  // of the visible keys
   int* indices;
   float* top_scores;
-  int first_key, visible;  // of so many keys
+  int first_key, visible;  // first visible key; number of visible keys
 };
 HOPWELL_DEVICE QueryRow row_of(const SelectParams& p, int query) {
   const KeyRange visible = p.visibility.keys(p.first_query + query, p.s_kv);
@@ -62,19 +63,19 @@ HOPWELL_DEVICE QueryRow row_of(const SelectParams& p, int query) {
           int(visible.count)};
 }
 
-// Entry i of what is written for a query that sees no more keys than are asked for.
+// Writes entry i of a query that sees at most topk keys.
 HOPWELL_DEVICE void write_visible(const QueryRow& row, int i) {
   row.indices[i] = i < row.visible ? row.first_key + i : -1;
   if (row.top_scores) row.top_scores[i] = i < row.visible ? row.scores[i] : -INFINITY;
 }
 
-// Numbers in the order of the floats.
+// Sortable key of a float: integers in the order of the floats.
 HOPWELL_DEVICE uint32_t order_of(float x) {
   const auto bits = arch::bit_cast<uint32_t>(x);
   return bits ^ (uint32_t(int32_t(bits) >> 31) | 0x80000000U);
 }
 
-// Selected are scores of higher order, and the same of keys before `end_of_ties`.
+// Selected are scores with a higher sortable key, and scores with this one whose keys are before `end_of_ties`.
 struct Threshold {
   uint32_t order;
   int end_of_ties;
@@ -84,13 +85,13 @@ struct Threshold {
 struct WarpKeys {
   int begin, end;
 };
-// Of those from `first` to `end`.
+// This warp's keys among `first` … end − 1.
 HOPWELL_DEVICE WarpKeys keys_of_warp(const SelectParams& p, int first, int end) {
   const int each = (end - first + 32 * p.warps - 1) / (32 * p.warps) * 32, begin = first + arch::warp_index() * each;
   return {begin < end ? begin : end, begin + each < end ? begin + each : end};
 }
 
-// 32 keys at a time, a lane a key: visit(key, score, whether it exists). Eight loads at a time.
+// Calls visit(key, score, whether the key exists) for 32 keys at a time, one per lane, with eight loads in flight.
 template <class Visit>
 HOPWELL_DEVICE void for_each_score(const float* scores, const WarpKeys& keys, Visit visit) {
   constexpr int kTogether = 8;
@@ -110,7 +111,7 @@ HOPWELL_DEVICE void for_each_score(const float* scores, const WarpKeys& keys, Vi
   }
 }
 
-// What each thread does of the sums over all digits: these many, one after another, the highest by thread 0.
+// The digits that a thread sums: `count` consecutive digits. Thread 0 has the highest digits.
 struct ThreadDigits {
   int first, count;
 };
@@ -119,15 +120,15 @@ HOPWELL_DEVICE ThreadDigits digits_of_thread(const SelectParams& p, int digits) 
   return {end - each, end > 0 ? each : 0};
 }
 
-// The sum of what the first `warps` warps have in `of_warp`.
+// Sum of of_warp over the first `warps` warps.
 HOPWELL_DEVICE int sum_of_warps(const SelectStorage& s, int warps) {
   return tile::sum_of_warp(arch::lane_index() < warps ? s.of_warp[arch::lane_index()] : 0);
 }
-// The digit where the scores, counted from the highest digit down, become `wanted`. Clears the counts.
+// Finds the digit in which the number of scores, counted from the highest digit, reaches `wanted`. Clears the counts.
 HOPWELL_DEVICE void find_digit(const SelectParams& p, SelectStorage& s, int digits, int wanted) {
   const int lane = arch::lane_index(), warp = arch::warp_index();
   const ThreadDigits own = digits_of_thread(p, digits);
-  int sum = 0;  // lanes begin at different digits, which are in different banks
+  int sum = 0;  // lanes start at different digits, which are in different banks
   for (int i = 0; i < own.count; ++i) sum += int(s.words[own.first + ((i + lane) & (own.count - 1))]);
   int up_to = tile::sum_up_to_lane(sum);
   if (lane == 31) s.of_warp[warp] = up_to;
@@ -142,7 +143,7 @@ HOPWELL_DEVICE void find_digit(const SelectParams& p, SelectStorage& s, int digi
   arch::syncthreads();
 }
 
-// The key behind the last of the first `count` keys whose scores are of this order.
+// One past the last of the first `count` keys with scores of this sortable key.
 HOPWELL_DEVICE int find_end_of_ties(const SelectParams& p, SelectStorage& s, const QueryRow& row, uint32_t order,
                                     int count) {
   const int lane = arch::lane_index(), warp = arch::warp_index();
@@ -171,7 +172,7 @@ HOPWELL_DEVICE Threshold find_threshold(const SelectParams& p, SelectStorage& s,
   for (int i = arch::thread_index(); i < 1 << p.digit_bits; i += 32 * p.warps) s.words[i] = 0;
   arch::syncthreads();
   uint32_t prefix = 0;  // of the threshold
-  int wanted = p.topk;  // of the scores that begin like it
+  int wanted = p.topk;  // rank of the threshold among the scores that share its prefix
   for (int shift = 32; shift > 0;) {
     const bool first = shift == 32;
     const int bits = shift < p.digit_bits ? shift : p.digit_bits;
@@ -189,12 +190,12 @@ HOPWELL_DEVICE Threshold find_threshold(const SelectParams& p, SelectStorage& s,
     arch::syncthreads();
     find_digit(p, s, 1 << bits, wanted);
     prefix += s.found.digit, wanted -= s.found.above;
-    if (wanted == s.found.count && prefix > 0) return {(prefix << shift) - 1, 0};  // all that begin like this
+    if (wanted == s.found.count && prefix > 0) return {(prefix << shift) - 1, 0};  // all are selected
   }
   return {prefix, find_end_of_ties(p, s, row, prefix, wanted)};
 }
 
-// A bit for each of the warp's keys, whether it is selected; how many are.
+// Makes one bit per key of the warp: whether it is selected. Returns the number of selected keys.
 template <bool kTies>
 HOPWELL_DEVICE int make_bits(SelectStorage& s, const QueryRow& row, const WarpKeys& keys, int word,
                              const Threshold& threshold) {
@@ -210,8 +211,8 @@ HOPWELL_DEVICE int make_bits(SelectStorage& s, const QueryRow& row, const WarpKe
   return count;
 }
 
-// Writes the keys of the bits that the warp has made, and their scores, from place `at` on. Four at a time: a lane's loads of
-// scores need not wait for each other.
+// Writes the keys of the warp's bits, and their scores, from position `at` on. Four at a time, so that a lane's loads
+// of scores overlap.
 HOPWELL_DEVICE void write_keys(const SelectParams& p, const SelectStorage& s, const QueryRow& row, const WarpKeys& keys,
                                int first_word, int at) {
   constexpr int kTogether = 4;
@@ -224,8 +225,8 @@ HOPWELL_DEVICE void write_keys(const SelectParams& p, const SelectStorage& s, co
       float score[kTogether];
       HOPWELL_UNROLL
       for (int i = 0; i < kTogether; ++i) {
-        const int trailing_zeros = std::popcount(~bits & (bits - 1));  // nvcc makes a constant of std::countr_zero
-        // Were a barrier lost, places would still be of the row.
+        const int trailing_zeros = std::popcount(~bits & (bits - 1));  // nvcc evaluates std::countr_zero as a constant
+        // If a barrier is lost, positions are still inside the row.
         key[i] = bits != 0 && place + i < p.topk ? keys.begin + 32 * (word + lane) + trailing_zeros : -1;
         score[i] = key[i] >= 0 && row.top_scores ? row.scores[key[i]] : 0;
         bits &= bits - 1;
@@ -241,7 +242,7 @@ HOPWELL_DEVICE void write_keys(const SelectParams& p, const SelectStorage& s, co
   }
 }
 
-// Each has a bit in the words that there are in any row so long.
+// Keys per iteration: each has one bit in the words of any row this long.
 constexpr int kKeysWrittenTogether = 32 * 1024;
 
 HOPWELL_DEVICE void write_topk(const SelectParams& p, SelectStorage& s, const QueryRow& row,
@@ -252,7 +253,7 @@ HOPWELL_DEVICE void write_topk(const SelectParams& p, SelectStorage& s, const Qu
     const int end = first + kKeysWrittenTogether;
     const WarpKeys keys = keys_of_warp(p, first, end < row.visible ? end : row.visible);
     const int first_word = (keys.begin - first) / 32;
-    if (first > 0) arch::syncthreads();  // the words and sums of the keys before have been read
+    if (first > 0) arch::syncthreads();  // the words and sums of the previous keys have been read
     const int count = threshold.end_of_ties > 0 ? make_bits<true>(s, row, keys, first_word, threshold)
                                                 : make_bits<false>(s, row, keys, first_word, threshold);
     if (lane == 0) s.of_warp[warp] = count;
@@ -280,7 +281,7 @@ SelectParams select_params(const Problem& problem, std::int64_t first_query, con
   return p;
 }
 
-// For `count` queries from `first` on.
+// Selects for `count` queries from `first` on.
 void launch_select(const Problem& problem, std::int64_t first, std::int64_t count, Stream stream) {
   const SelectPlan plan = plan_select(problem, count);
   runtime::launch(kName, select_keys,

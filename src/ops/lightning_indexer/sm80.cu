@@ -1,7 +1,7 @@
-// lightning_indexer by mma.sync, for any NVIDIA GPU from Ampere on: what runs where.
+// lightning_indexer by mma.sync, for any NVIDIA GPU from Ampere on: list of kernels.
 //
-//     score_keys     scores of some queries against all keys, to the workspace     sm80/score.hpp
-//     select_keys    the best of each query; then the next queries                 select.hpp
+//     score_keys     scores of some queries and all keys, to the workspace     sm80/score.hpp
+//     select_keys    the best keys of each query; then the next queries        select.hpp
 #include "ops/lightning_indexer/select.hpp"
 #include "ops/lightning_indexer/sm80/score.hpp"
 

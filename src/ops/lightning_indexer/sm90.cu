@@ -1,10 +1,10 @@
-// lightning_indexer for Hopper: what runs where.
+// lightning_indexer for Hopper: list of kernels.
 //
-//     score_keys                scores of some queries against all keys                     sm90/score.hpp
-//     select_keys_in_cluster    the best of each, of few queries of long rows; then the     cluster_select.hpp
-//                               next queries
-//     select_keys_by_guess      … of other rows from 4,096 keys on                          sampled_select.hpp
-//     select_keys               … of shorter rows, and of those too long for the others     select.hpp
+//     score_keys                scores of some queries and all keys                              sm90/score.hpp
+//     select_keys_in_cluster    the best keys of each query, for few queries with long rows;     cluster_select.hpp
+//                               then the next queries
+//     select_keys_by_guess      … for other rows of at least 4,096 keys                          sampled_select.hpp
+//     select_keys               … for shorter rows, and rows too long for the others             select.hpp
 #include "ops/lightning_indexer/cluster_select.hpp"
 #include "ops/lightning_indexer/sm90/score.hpp"
 

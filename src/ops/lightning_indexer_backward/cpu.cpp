@@ -1,6 +1,7 @@
-// lightning_indexer_backward on the CPU: queries in waves. Each query of a wave gathers its keys and writes its part of dk,
-// a row an entry, into a slot of its own; then the wave's slots are added into dk in the order of queries and entries,
-// each range of keys by one thread. So the sums do not depend on the number of threads, `deterministic` or not.
+// lightning_indexer_backward on the CPU: queries in waves. Each query of a wave gathers its keys and writes its
+// contribution to dk, one row per entry, into its own slot. Then the slots of the wave are added to dk in the order of
+// queries and entries; one thread adds each range of keys. So the sums do not depend on the number of threads, with or
+// without `deterministic`.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -18,13 +19,13 @@ using cpu::kLaneBlock, cpu::load, cpu::padded, cpu::store;
 using cpu::Scratch;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr std::int64_t kMaxEntryTile = 2048;   // gathered keys a product; a row of more entries computes q.k twice
-constexpr std::int64_t kDotFloats = 1 << 18;   // of q.k a tile
-constexpr std::int64_t kWaveFloats = 8 << 20;  // of dk parts a wave
+constexpr std::int64_t kMaxEntryTile = 2048;   // gathered keys per product; a row with more entries computes q.k twice
+constexpr std::int64_t kDotFloats = 1 << 18;   // floats of q.k per tile
+constexpr std::int64_t kWaveFloats = 8 << 20;  // floats of dk contributions per wave
 constexpr std::int64_t kMinWave = 4, kMaxWave = 4096;  // queries
-constexpr std::int64_t kKeyRanges = 16;                // that add up a wave's parts side by side
+constexpr std::int64_t kKeyRanges = 16;                // ranges that are added in parallel
 
-// A thread's scratch: one query and a tile of its keys.
+// A thread's scratch: one query and one tile of its keys.
 struct State {
   explicit State(const Problem& p)
       : tile(std::clamp(kDotFloats / p.h_index / kLaneBlock * kLaneBlock, kLaneBlock,
@@ -40,10 +41,11 @@ struct State {
         d_weights(p.h_index) {}
   std::int64_t tile;  // entries, a multiple of kLaneBlock
   Scratch<float> q, weights, given, score, g, k, dot, d_q, d_weights;
+  cpu::Products products;
 };
 
-// The entries of row s that name a visible key, into `keys`, and their targets or gradients into state.given; returns how
-// many, or 0 if these are all zero.
+// Lists the entries of row s with visible keys in `keys` and their targets or gradients in state.given. Returns their
+// number, or 0 if all targets or gradients are zero.
 std::int64_t load_entries(const Problem& p, std::int64_t s, std::int32_t* keys, State& state) {
   const View& given = p.d_scores ? p.d_scores : p.target;
   const auto* row = given.as<const float>() + s * given.stride[0];
@@ -65,12 +67,12 @@ std::int64_t load_entries(const Problem& p, std::int64_t s, std::int32_t* keys, 
   return any ? count : 0;
 }
 
-// state.k: the keys as float rows, zeros up to a multiple of kLaneBlock. state.dot[j, i] = q_j . k_i.
+// state.k: the keys as float rows, padded with zeros to a multiple of kLaneBlock. state.dot[j, i] = q_j . k_i.
 void multiply(const Problem& p, const std::int32_t* keys, std::int64_t count, State& state) {
   for (std::int64_t i = 0; i < count; ++i) load(p.k, keys[i] * p.k.stride[0], state.k.get() + i * p.d_index, p.d_index);
   std::fill(state.k.get() + count * p.d_index, state.k.get() + padded(count) * p.d_index, 0.0F);
-  cpu::product_nt(p.h_index, padded(count), p.d_index, state.q.get(), p.d_index, state.k.get(), p.d_index, false,
-                  state.dot.get(), state.tile);
+  state.products.nt(p.h_index, padded(count), p.d_index, state.q.get(), p.d_index, state.k.get(), p.d_index, false,
+                    state.dot.get(), state.tile);
 }
 
 // state.score of all entries; NaN counts as -inf.
@@ -89,14 +91,17 @@ float row_weight(const Problem& p, std::int64_t s) {
   return p.row_weights ? p.row_weights.as<const float>()[s * p.row_weights.stride[0]] : 1.0F;
 }
 
-// What multiplies the gradients of query s.
+// Factor of the gradients of query s.
 float factor_of(const Problem& p, std::int64_t s) {
   const float d_loss = p.d_loss_array ? *p.d_loss_array.as<const float>() : p.d_loss;
   return d_loss * row_weight(p, s);
 }
 
-// state.g = factor * (softmax of the scores - target), 0 for entries of score -inf, and the row's loss. False: it has
-// no entry with a score and a target, so no loss and no gradient.
+// A gradient of a score; NaN if it is beyond fp32's range.
+float finite_or_nan(float g) { return std::isfinite(g) ? g : std::numeric_limits<float>::quiet_NaN(); }
+
+// state.g = factor * (softmax of the scores - target), 0 for entries with score -inf; computes the row's loss. Returns
+// false if no entry has a score and a target: then there is no loss and no gradient.
 bool softmax_gradient(float factor, std::int64_t count, State& state, double& loss) {
   const float *score = state.score.get(), *target = state.given.get();
   float* g = state.g.get();
@@ -114,27 +119,23 @@ bool softmax_gradient(float factor, std::int64_t count, State& state, double& lo
     }
     const auto wanted = static_cast<double>(target[i]);
     if (wanted != 0) loss += wanted * (std::log(wanted) - (static_cast<double>(score[i]) - lse));
-    g[i] = factor * (g[i] / sum - target[i]);
+    g[i] = finite_or_nan(factor * (g[i] / sum - target[i]));
   }
   std::fill(g + count, g + padded(count), 0.0F);
   return true;
 }
 
-// state.g = factor * the gradients given, 0 for entries of score -inf. False: there are no others.
+// state.g = factor * given gradients, 0 for entries with score -inf. Returns false if there are no other entries.
 bool scale_gradient(float factor, std::int64_t count, State& state) {
   float* g = state.g.get();
-  for (std::int64_t i = 0; i < count; ++i) {
-    const float given = factor * state.given.get()[i];
-    g[i] = state.score.get()[i] == -kInfinity ? 0
-           : std::isfinite(given)             ? given
-                                              : std::numeric_limits<float>::quiet_NaN();
-  }
+  for (std::int64_t i = 0; i < count; ++i)
+    g[i] = state.score.get()[i] == -kInfinity ? 0 : finite_or_nan(factor * state.given.get()[i]);
   std::fill(g + count, g + padded(count), 0.0F);
   return std::any_of(state.score.get(), state.score.get() + count, [](float x) { return x != -kInfinity; });
 }
 
-// From state.g: state.d_q, state.d_weights and part[i, :], what entry i adds to dk; the key of an entry without a score
-// becomes -1.
+// From state.g: state.d_q, state.d_weights, and part[i, :], the contribution of entry i to dk. The key of an entry
+// without a score is set to -1.
 void input_gradients(const Problem& p, std::int32_t* keys, std::int64_t count, State& state, float* part) {
   const std::int64_t d = p.d_index, ld = state.tile;
   std::fill_n(state.d_weights.get(), p.h_index, 0.0F);
@@ -152,17 +153,17 @@ void input_gradients(const Problem& p, std::int32_t* keys, std::int64_t count, S
       float *row = dot + j * ld, weight = state.weights.get()[j];
       if (!p.relu) std::fill(row + n, row + padded(n), 0.0F);  // q may be infinite
       state.d_weights.get()[j] += cpu::head_gradient(state.g.get() + first, weight, row, padded(n), p.relu);
-      if (!std::isinf(weight)) continue;  // else it has made NaN of the zeros of what does not count
+      if (!std::isinf(weight)) continue;  // an infinite weight has turned the zeros of invalid entries into NaN
       std::fill(row + n, row + padded(n), 0.0F);
       for (std::int64_t i = 0; i < n; ++i) row[i] = keys[first + i] < 0 ? 0 : row[i];
     }
-    cpu::product_nn(p.h_index, d, padded(n), dot, ld, k, d, first > 0, state.d_q.get(), d);
-    cpu::product_tn(n, d, p.h_index, dot, ld, state.q.get(), d, false, part + first * d, d);
+    state.products.nn(p.h_index, d, padded(n), dot, ld, k, d, first > 0, state.d_q.get(), d);
+    state.products.tn(n, d, p.h_index, dot, ld, state.q.get(), d, false, part + first * d, d);
   }
 }
 
-// Query s: its rows of d_q and d_weights, its loss before its weight, and keys[i], part[i, :] for the entries that add to dk. Returns how
-// many.
+// Query s: writes its rows of d_q and d_weights, its unweighted loss, and keys[i], part[i, :] for the entries that
+// contribute to dk. Returns their number.
 std::int64_t query_gradients(const Problem& p, std::int64_t s, State& state, std::int32_t* keys, float* part,
                              double& loss) {
   loss = 0;
@@ -189,7 +190,7 @@ std::int64_t query_gradients(const Problem& p, std::int64_t s, State& state, std
   return count;
 }
 
-// What a wave of queries adds to dk: rows of entries, and their keys.
+// Contributions of a wave of queries to dk: rows of entries, and their keys.
 struct Wave {
   Wave(const Problem& p, std::int64_t part_floats)
       : queries(std::min(std::clamp(kWaveFloats / part_floats, kMinWave, kMaxWave), p.s_q)),
@@ -197,7 +198,7 @@ struct Wave {
         parts(queries * part_floats),
         keys(queries * p.topk),
         counts(queries) {}
-  std::int64_t queries, part_floats;  // at most; of a query
+  std::int64_t queries, part_floats;  // queries: at most; part_floats: per query
   Scratch<float> parts;
   Scratch<std::int32_t> keys;
   Scratch<std::int64_t> counts;
@@ -218,7 +219,7 @@ void add_wave(const Problem& p, const Wave& wave, std::int64_t queries) {
   });
 }
 
-// The loss of all passes; losses [s_q] are not weighted yet.
+// The loss over all passes; losses [s_q] are not weighted yet.
 void store_loss(const Problem& p, const double* losses) {
   double loss = 0;
   for (std::int64_t s = 0; s < p.s_q; ++s) {
@@ -228,7 +229,7 @@ void store_loss(const Problem& p, const double* losses) {
   if (p.loss) *p.loss.as<float>() = static_cast<float>(loss);
 }
 
-// What the queries of a pass, as a problem of their own, add to d_k, with their gradients and losses.
+// Processes the queries of a pass as a separate problem: their gradients and losses, and their contributions to d_k.
 void add_queries(const Problem& p, double* losses) {
   const Wave wave(p, std::max(p.topk, std::int64_t{1}) * p.d_index);
   for (std::int64_t s0 = 0; s0 < p.s_q; s0 += wave.queries) {

@@ -1,5 +1,5 @@
-// lightning_indexer_backward on GPUs: from the scores of a query's entries, which wait in the place of their gradients, to
-// these and to the query's loss. By a CTA.
+// lightning_indexer_backward on GPUs: converts the scores of a query's entries to the gradients of the scores, in
+// place, and computes the query's loss. Executed by a CTA.
 #pragma once
 
 #include "ops/lightning_indexer_backward/params.hpp"
@@ -9,7 +9,7 @@ namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET {
 using tile::kLn2, tile::kLog2E;
 
 enum class Reduce { sum, max };
-// Over the CTA, always in the same order.
+// Reduction over the CTA in a fixed order.
 template <Reduce kReduce, class T, int kWarps>
 HOPWELL_DEVICE float reduce(const Params<T>& p, float (&of_warp)[kWarps], float x) {
   const auto join = [](float a, float b) { return kReduce == Reduce::sum ? a + b : fmaxf(a, b); };
@@ -23,7 +23,7 @@ HOPWELL_DEVICE float reduce(const Params<T>& p, float (&of_warp)[kWarps], float 
   return x;
 }
 
-// What the entries of a query have in the place of their gradients, and what is given of them.
+// The gradients of the entries of a query, and below the given values of the entries.
 template <class T>
 HOPWELL_DEVICE float* gradients_of(const Params<T>& p, int query, const tile::Entries& entries) {
   return p.d_scores + int64_t{query} * p.topk + entries.place();
@@ -33,7 +33,7 @@ HOPWELL_DEVICE const float* given_of(const Params<T>& p, int query, const tile::
   return p.given + query * p.given_stride + entries.place();
 }
 
-// Notes what g of entry i, which has a score, may add to dk: no more than `bound` times its magnitude.
+// Records a bound for the contribution of entry i, which has a score, to dk: at most `bound` times |g|.
 template <class T>
 HOPWELL_DEVICE void note_bound(const Params<T>& p, const tile::Entries& entries, int i, float g, float bound) {
   if (!p.bounds.largest) return;
@@ -47,14 +47,18 @@ HOPWELL_DEVICE void note_bound(const Params<T>& p, const tile::Entries& entries,
   arch::red_add(p.bounds.count + key, 1U);
 }
 
-// Of a number that is not 0. The approximation takes what is too small to be normal for 0.
+// log of a nonzero number, NaN if it is negative. The approximate log treats subnormal numbers as 0, so these are
+// replaced by the smallest normal number of their sign.
 HOPWELL_DEVICE float log_of_target(float x) {
   constexpr float kLeast = 0x1p-126F;
-  return arch::log2_approx(x > 0 && x < kLeast ? kLeast : x) * kLn2;
+  return arch::log2_approx(fabsf(x) < kLeast ? (x > 0 ? kLeast : -kLeast) : x) * kLn2;
 }
 
-// The scores and targets of a row's entries, every so many from this thread on. The first few are kept in registers; those of
-// longer rows are read again each time.
+// A gradient of a score; NaN if it is beyond fp32's range.
+HOPWELL_DEVICE float finite_or_nan(float g) { return fabsf(g) < INFINITY ? g : NAN; }
+
+// The scores and targets of a row's entries, every `step`-th from this thread's first on. The first kKept are kept in
+// registers; the others are read again each time.
 template <int kKept>
 struct RowEntries {
   const float *all_scores, *all_targets;
@@ -69,7 +73,7 @@ struct RowEntries {
       scores[kept] = i < length ? all_scores[i] : -INFINITY, targets[kept] = i < length ? all_targets[i] : 0;
     }
   }
-  // visit(entry, score, target)
+  // Calls visit(entry, score, target).
   template <class Visit>
   HOPWELL_DEVICE void for_each(const Visit& visit) const {
     HOPWELL_UNROLL
@@ -79,7 +83,7 @@ struct RowEntries {
   }
 };
 
-// From the scores in p.d_scores: g, and the query's loss without its weight. Where the row does not count there is no g.
+// Computes g from the scores in p.d_scores, and the query's unweighted loss. If `counts` is false, no entry gets a g.
 template <int kKept, class T, int kWarps>
 HOPWELL_DEVICE float softmax_gradient(const Params<T>& p, float (&of_warp)[kWarps], int query,
                                       const tile::Entries& entries, float bound, float factor, bool counts) {
@@ -102,30 +106,30 @@ HOPWELL_DEVICE float softmax_gradient(const Params<T>& p, float (&of_warp)[kWarp
     const float wanted = p.target_scale * target;
     const bool has_gradient = score != -INFINITY && any > 0;
     if (has_gradient && wanted != 0) loss += wanted * (log_of_target(wanted) - (score - highest) + log_sum);
-    const float gradient =
-        has_gradient && counts ? factor * (arch::exp2_approx((score - highest) * kLog2E) / sum - wanted) : no_score();
+    const float gradient = has_gradient && counts
+                               ? finite_or_nan(factor * (arch::exp2_approx((score - highest) * kLog2E) / sum - wanted))
+                               : no_score();
     g[i] = gradient;
     if (has_gradient && counts) note_bound(p, entries, i, gradient, bound);
   });
   return reduce<Reduce::sum>(p, of_warp, loss);
 }
 
-// From the scores in p.d_scores, and the gradients that are given: g.
+// Computes g from the scores in p.d_scores and the given gradients.
 template <class T>
 HOPWELL_DEVICE void scale_gradient(const Params<T>& p, int query, const tile::Entries& entries, float bound,
                                    float factor, bool counts) {
   float* g = gradients_of(p, query, entries);
   const float* all = given_of(p, query, entries);
   for (int i = arch::thread_index(); i < entries.length; i += 32 * p.score_warps) {
-    const float given = factor * all[i];
     const bool has_gradient = g[i] != -INFINITY && counts;
-    g[i] = !has_gradient ? no_score() : fabsf(given) < INFINITY ? given : NAN;
+    g[i] = has_gradient ? finite_or_nan(factor * all[i]) : no_score();
     if (has_gradient) note_bound(p, entries, i, g[i], bound);
   }
 }
 
-// From the scores in p.d_scores: g of the query's entries, and its loss. A row of weight 0 has no g, whatever is in it.
-// `kKept`: entries of a thread that there are registers for.
+// Computes g of the query's entries from the scores in p.d_scores, and the query's loss. A row with weight 0 has no g,
+// for any contents. `kKept`: number of entries that a thread keeps in registers.
 template <int kKept = 6, class T, int kWarps>
 HOPWELL_DEVICE void finish_scores(const Params<T>& p, float (&of_warp)[kWarps], int query, const tile::Entries& entries,
                                   float bound) {

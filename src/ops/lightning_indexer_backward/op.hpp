@@ -1,4 +1,4 @@
-// lightning_indexer_backward: what its backends are given. Meaning and shapes: hopwell.h.
+// lightning_indexer_backward: the problem that its backends run. Meaning and shapes: hopwell.h.
 #pragma once
 
 #include <algorithm>
@@ -12,15 +12,16 @@ namespace hopwell::ops::lightning_indexer_backward {
 inline constexpr const char* kName = "lightning_indexer_backward";
 
 struct Problem : IndexOperands, IndexGradients {
-  View target;    // fp32 [pass_queries, topk]; absent where d_scores is given
-  View d_scores;  // fp32 [s_q, topk]; absent where target is given
+  View target;    // fp32 [pass_queries, topk]; absent if d_scores is given
+  View d_scores;  // fp32 [s_q, topk]; absent if target is given
   View indices;   // int32 [s_q, topk]; absent: the visible keys in order, and topk is s_kv
   Visibility visibility;
   std::int64_t topk = 0;
-  // What indexer_dense_loss asks for. Its targets come pass by pass of queries; d_k and the loss are of all passes, in order.
-  std::int64_t first_query = 0, pass_queries = 0;  // the pass; it ends at s_q, or before
-  View losses;                                     // fp64 [s_q], kept from pass to pass; absent: there is one pass
-  float target_scale = 1;                          // of the target's elements
+  // For indexer_dense_loss, which supplies targets in passes of queries. d_k and the loss accumulate over all passes,
+  // in order.
+  std::int64_t first_query = 0, pass_queries = 0;  // the current pass; it ends at s_q or earlier
+  View losses;                                     // fp64 [s_q], kept between passes; absent: a single pass
+  float target_scale = 1;                          // factor of the target's elements
   runtime::Device device;
   void* workspace = nullptr;
   std::size_t workspace_bytes = 0;
@@ -30,7 +31,7 @@ struct Problem : IndexOperands, IndexGradients {
   [[nodiscard]] bool last_pass() const { return first_query + queries() == s_q; }
 };
 
-// A problem whose queries are those of the pass. What is of all passes stays as it is.
+// Restricts the problem to the queries of one pass. Tensors shared by all passes are unchanged.
 Problem queries_of_pass(const Problem& problem);
 
 }  // namespace hopwell::ops::lightning_indexer_backward

@@ -4,19 +4,21 @@
 //     row_loss = Σ_i target_i (log target_i − score_i + lse)       dw_j = Σ_i g_i relu(dot_ij)
 //     dq_j = w_j Σ_i positive_ij (g_i k_i)         dk_i += g_i Σ_j positive_ij (w_j q_j)
 //
-// factor is d_loss times the row's weight; or g_i = factor · d_scores_i, of a loss of the caller's. Without the relu every
-// entry is positive and relu(dot) is dot. The products are of zeros and ones, which bf16 has exactly, and of numbers in three limbs.
+// factor is d_loss times the row's weight. With given d_scores, g_i = factor · d_scores_i. Without relu, every entry is
+// positive and relu(dot) is dot. Each product has one operand of zeros and ones, which is exact in bf16, and one
+// operand in a bf16x3 split.
 //
-//     clear_d_k        or its deterministic sums and their bounds                                       passes.hpp
+//     clear_d_k        clears d_k, or its deterministic sums and their bounds                            passes.hpp
 //     score_entries    scores, then g of all entries, in the workspace; the query's loss     score.hpp, loss.hpp
-//     add_gradients    dq, dw, and what each query adds to dk                                        gradients.hpp
-//     finish_d_k       of deterministic sums: to fp32                                                   passes.hpp
+//     add_gradients    dq, dw, and each query's contribution to dk                                    gradients.hpp
+//     finish_d_k       postprocess: deterministic sums to fp32                                          passes.hpp
 //     sum_losses       in the order of the queries                                                      passes.hpp
 //
-// Deterministic sums of dk are wide ones of tile/gpu/fixed_point.hpp, a row a key. None of a key's n entries adds more than
-// |g_i| Σ_j |w_j| max |q_j|, which is at most `largest`: a contribution is off by 2^-60 · n · largest. Where there are no
-// indices, g is not known of all queries before the first is added: |g_i| is taken to be at most 256 times the factor, and n
-// is s_q; a key to which more than that is added, or anything that is not finite, becomes NaN.
+// Deterministic sums of dk are the wide sums of tile/gpu/fixed_point.hpp, with one unit per key. Each of a key's n
+// entries contributes at most |g_i| Σ_j |w_j| max |q_j|, which is at most `largest`: the error of a contribution is at
+// most 2^-60 · n · largest. Without indices, the first contribution is added before g of all queries is known. Then the
+// bound assumes |g_i| <= 256 times the factor, and n = s_q. A key becomes NaN if a larger contribution, or one that is
+// not finite, is added to it.
 #pragma once
 
 #include "ops/common/index_score.hpp"
@@ -32,20 +34,20 @@ namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET {
 using arch::bf16;
 using tile::kHeadTile, tile::kLimbs;
 
-// g of an entry that has no score: no visible key, or a score of −inf. No sum or product gives these bits.
+// g of an entry without a score: no visible key, or a score of −inf. No sum or product has these bits.
 constexpr uint32_t kNoScore = 0xffc0deadU;
 HOPWELL_DEVICE float no_score() { return arch::bit_cast<float>(uint32_t{kNoScore}); }
 HOPWELL_DEVICE bool has_score(float g) { return arch::bit_cast<uint32_t>(g) != kNoScore; }
 
-// A head's part of dq: 0 where no entry counts, which is so, for one, where the weight is NaN.
+// A head's part of dq: 0 if no entry contributes, even if the weight is NaN.
 HOPWELL_DEVICE float weighted(float weight, float sum) { return sum != 0 ? weight * sum : 0; }
 
-constexpr int kGradientLimbs = 3;  // two would do, were it not for sums that cancel
+constexpr int kGradientLimbs = 3;  // bf16x3 split; two terms would be enough, except for sums that cancel
 
 template <class T>
 struct Params {
   tile::RowMajor<T> q, k;
-  int64_t q_stride;     // from query to query
+  int64_t q_stride;     // query stride
   const void* weights;  // fp32 or bf16 [s_q, h_index]
   int64_t weights_stride;
   bool weights_bf16;
@@ -56,36 +58,36 @@ struct Params {
   int64_t given_stride;
   const float* row_weights;  // [s_q], or null
   int64_t row_weights_stride;
-  float* d_scores;  // g [s_q, topk], at the entries' places
+  float* d_scores;  // g [s_q, topk], in the entries' slots
   double* losses;   // [s_q], weighted
   float* row_loss;  // [s_q], or null
   int64_t row_loss_stride;
   float d_loss;
-  const float* d_loss_array;  // instead of d_loss; or null
+  const float* d_loss_array;  // replaces d_loss; or null
   T* d_q;
-  void* d_weights;  // like weights
+  void* d_weights;  // dtype of weights
   float* d_k;
   int64_t* fixed_d_k;      // [s_kv, columns], or null
   tile::SumBounds bounds;  // [s_kv]; null: sums are floats
-  uint32_t* bound_of_all;  // the bits of what bounds each of them that is finite; null: entries note their own
+  uint32_t* bound_of_all;  // bits of the bound of every finite contribution; null: each entry records its own bound
   int64_t d_q_stride_s, d_q_stride_h, d_k_stride, d_weights_stride;
   int s_kv, topk, heads, columns, column_blocks;
-  int score_warps;                  // of a CTA of score_entries
-  bool d_k_in_pairs, d_q_in_pairs;  // two neighbouring columns from an even one on are aligned
+  int score_warps;                  // warps of a CTA of score_entries
+  bool d_k_in_pairs, d_q_in_pairs;  // pairs of adjacent columns, from an even column on, are aligned
 };
 
-// Of a key's deterministic sums; infinite or NaN: there is none.
+// Bound of a key's deterministic sums; infinite or NaN: no unit exists.
 HOPWELL_DEVICE float bound_of(uint32_t largest, uint32_t count) {
   return arch::bit_cast<float>(largest) * float(count);
 }
 
-// [s_q], of all passes.
+// [s_q], over all passes.
 inline double* losses_of(const Problem& problem) {
   if (problem.losses) return problem.losses.as<double>();
   return reinterpret_cast<double*>(static_cast<std::byte*>(problem.workspace) + workspace_of(problem).losses);
 }
 
-// Of the queries of a pass.
+// Parameters for the queries of a pass.
 template <class T>
 Params<T> params_of(const Problem& whole, int score_warps) {
   const Workspace workspace = workspace_of(whole);

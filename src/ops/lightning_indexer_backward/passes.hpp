@@ -1,5 +1,5 @@
-// lightning_indexer_backward on GPUs: what runs before and after the queries. d_k is cleared and finished by a grid whose
-// warps walk over its rows; the losses of the queries become one.
+// lightning_indexer_backward on GPUs: kernels before and after the kernels of the queries. Preprocess and postprocess
+// of d_k, by a grid whose warps iterate over its rows; and the sum of the queries' losses.
 #pragma once
 
 #include "ops/lightning_indexer_backward/params.hpp"
@@ -7,7 +7,7 @@
 
 namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET {
 
-// Calls work(key) for every key, a warp for each, in a grid of any size.
+// Calls work(key) for every key, one warp per key, in a grid of any size.
 template <class T, class Work>
 HOPWELL_DEVICE void for_each_key(const Params<T>& p, const Work& work) {
   constexpr int kWarps = kPassThreads / 32;
@@ -16,7 +16,7 @@ HOPWELL_DEVICE void for_each_key(const Params<T>& p, const Work& work) {
     work(key);
 }
 
-// Zeros for dk, or for its deterministic sums and their bounds.
+// Clears dk, or its deterministic sums and their bounds.
 template <class T>
 __global__ void __launch_bounds__(kPassThreads) clear_d_k(const __grid_constant__ Params<T> p) {
   tile::launch_dependents();
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kPassThreads) finish_d_k(const __grid_constant
   });
 }
 
-// No query adds more to a sum than this: |g| is at most the factor, unless targets are far above 1, for which there is room.
+// Bound of a query's contribution to any sum: |g| is at most the factor, times kRoom for targets far above 1.
 template <class T>
 HOPWELL_DEVICE float bound_of_query(const Params<T>& p, int64_t query) {
   constexpr float kRoom = 256;
@@ -61,7 +61,8 @@ HOPWELL_DEVICE float bound_of_query(const Params<T>& p, int64_t query) {
   return kRoom * fabsf((p.d_loss_array ? *p.d_loss_array : p.d_loss) * weight) * bound;
 }
 
-// A warp for a query, of all passes. One whose bound is not finite shows when it is added.
+// One warp per query, over all passes. A bound that is not finite is skipped here; the sum becomes NaN when the
+// contribution is added.
 template <class T>
 __global__ void __launch_bounds__(kPassThreads) bound_queries(const __grid_constant__ Params<T> p, int64_t s_q) {
   constexpr int kWarps = kPassThreads / 32;
@@ -79,8 +80,8 @@ __global__ void __launch_bounds__(kPassThreads) bound_keys(const __grid_constant
     p.bounds.largest[key] = *p.bound_of_all, p.bounds.count[key] = uint32_t(s_q);
 }
 
-// One CTA, in the same order always: thread t adds up the losses of every 1,024th query from t on, lane l of the first warp those
-// of every 32nd thread, and lane 0 these.
+// One CTA, in a fixed order: thread t adds the losses of every 1,024th query from t on, lane l of the first warp adds
+// the sums of every 32nd thread, and lane 0 adds these.
 constexpr int kLossThreads = 1024;
 __global__ void __launch_bounds__(kLossThreads) sum_losses(const double* losses, int64_t s_q, float* loss) {
   auto& sums = arch::dynamic_smem<double[kLossThreads]>();
@@ -98,7 +99,8 @@ __global__ void __launch_bounds__(kLossThreads) sum_losses(const double* losses,
   *loss = float(sum);
 }
 
-// The kernels that `launch_queries` launches for the queries of a pass, between what is done once for all.
+// Launches the kernels of a pass: `launch_queries` launches those of the queries; the others run only in the first or
+// last pass.
 template <class T, class LaunchQueries>
 void launch_passes(const Problem& problem, const Params<T>& p, Stream stream, LaunchQueries launch_queries) {
   const std::uint32_t ctas = plan_of(problem).pass_ctas;

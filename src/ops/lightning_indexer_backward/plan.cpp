@@ -30,10 +30,10 @@ Workspace workspace_of(const Problem& p) {
 std::size_t workspace_bytes(const Problem& p) { return workspace_of(p).bytes; }
 
 Plan plan_of(const Problem& p) {
-  const std::int64_t most = 8 * std::int64_t{p.device.sms};  // as many CTAs as can run at a time
+  const std::int64_t most = 8 * std::int64_t{p.device.sms};  // maximum number of CTAs that run at the same time
   const int group_rows = p.indices || p.h_index > 64 ? 0 : p.h_index > 32 ? 64 : p.h_index > 16 ? 32 : 16;
   int group = group_rows == 0 ? 1 : 128 / group_rows;
-  while (group > 1 && ceil_div(p.queries(), group) < p.device.sms) group /= 2;  // each multiprocessor has one
+  while (group > 1 && ceil_div(p.queries(), group) < p.device.sms) group /= 2;  // at least one group per SM
   return {static_cast<std::uint32_t>(std::min(ceil_div(p.s_kv * p.d_index, kPassThreads), most)),
           static_cast<int>(ceil_div(p.h_index, 64)), static_cast<int>(ceil_div(p.d_index, 32)), group_rows, group};
 }

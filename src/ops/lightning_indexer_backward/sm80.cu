@@ -1,8 +1,8 @@
-// lightning_indexer_backward by mma.sync, for any NVIDIA GPU from Ampere on: what runs where.
+// lightning_indexer_backward by mma.sync, for any NVIDIA GPU from Ampere on: list of kernels.
 //
 //     clear_d_k                  passes.hpp
 //     score_entries              sm80/score.hpp: scores, g and the loss
-//     add_gradients              sm80/gradients.hpp: dq, dw, and what each query adds to dk
+//     add_gradients              sm80/gradients.hpp: dq, dw, and each query's contribution to dk
 //     finish_d_k, sum_losses     passes.hpp
 #include <algorithm>
 

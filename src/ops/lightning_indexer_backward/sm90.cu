@@ -1,11 +1,12 @@
-// lightning_indexer_backward for Hopper: what runs where.
+// lightning_indexer_backward for Hopper: list of kernels.
 //
 //     clear_d_k                  passes.hpp
-//     score_entries              sm90/score.hpp: scores, g and the loss; which products are positive
-//     add_gradients              sm90/gradients.hpp: dq, dw, and what each query adds to dk
+//     score_entries              sm90/score.hpp: scores, g and the loss; signs of the products
+//     add_gradients              sm90/gradients.hpp: dq, dw, and each query's contribution to dk
 //     finish_d_k, sum_losses     passes.hpp
 //
-// Without indices, and with up to 64 heads: score_groups and add_group_gradients, sm90/group_*.hpp, in their places.
+// Without indices and with up to 64 heads: score_groups and add_group_gradients, sm90/group_*.hpp, replace the two
+// kernels of entries.
 #include "ops/lightning_indexer_backward/passes.hpp"
 #include "ops/lightning_indexer_backward/sm90/group_gradients.hpp"
 #include "ops/lightning_indexer_backward/sm90/group_score.hpp"
@@ -29,7 +30,7 @@ runtime::Support supports(const Problem& p) {
 
 int entry_tiles(const Problem& p) { return static_cast<int>((p.topk + kTileEntries - 1) / kTileEntries); }
 
-// What all GPUs need, and behind it which products were positive, where queries are taken one by one.
+// The workspace of all GPUs, followed by the signs of the products for ungrouped queries.
 std::size_t workspace_bytes_with_positive(const Problem& p) {
   const Plan plan = plan_of(p);
   const std::int64_t words =

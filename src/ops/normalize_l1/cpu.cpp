@@ -1,4 +1,4 @@
-// normalize_l1 on the CPU: a row after another.
+// normalize_l1 on the CPU: row by row.
 #include "ops/common/normalize_row.hpp"
 #include "ops/normalize_l1/op.hpp"
 #include "tile/cpu/parallel.hpp"

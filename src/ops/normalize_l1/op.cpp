@@ -6,7 +6,7 @@ namespace hopwell {
 namespace ops::normalize_l1 {
 namespace {
 
-// Whether both are the same matrix of the same memory.
+// Whether a and b are the same matrix in the same memory.
 bool same_matrix(const DLTensor& a, const DLTensor& b) {
   if (a.ndim != 2 || b.ndim != 2 || !has_sizes(a) || !has_sizes(b)) return false;
   const auto first = [](const DLTensor& x) { return static_cast<const char*>(x.data) + x.byte_offset; };

@@ -1,4 +1,4 @@
-// normalize_l1: what its backends are given. Meaning and shapes: hopwell.h.
+// normalize_l1: the problem that its backends run. Meaning and shapes: hopwell.h.
 #pragma once
 
 #include "runtime/backend.hpp"
@@ -10,7 +10,7 @@ inline constexpr const char* kName = "normalize_l1";
 
 struct Problem {
   View attn;  // fp32 [rows, columns]
-  View out;   // like it, or it
+  View out;   // same shape; may be attn itself
   runtime::Device device;
   void* workspace = nullptr;
   std::size_t workspace_bytes = 0;

@@ -1,4 +1,4 @@
-// normalize_l1 for any NVIDIA GPU from Ampere on: a warp has a row, which it reads twice.
+// normalize_l1 for any NVIDIA GPU from Ampere on: one warp per row, which it reads twice.
 #include "ops/normalize_l1/op.hpp"
 #include "runtime/launch.hpp"
 #include "tile/gpu/normalize.hpp"
@@ -10,7 +10,7 @@ constexpr int kWarps = 4;
 
 struct Params {
   const float* attn;  // [rows, columns]
-  float* out;         // like it, or it
+  float* out;         // same shape; may be attn itself
   int64_t attn_stride, out_stride, rows;
   int columns;
 };

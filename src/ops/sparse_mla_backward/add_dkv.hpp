@@ -1,9 +1,9 @@
-// sparse_mla_backward on GPUs: how a main kernel adds its share of dKV to global memory.
+// sparse_mla_backward on GPUs: how a main kernel adds its part of dKV to dkv_accum in global memory.
 //
-// Accumulators (of mma.sync, of wgmma, and of tcgen05.ld.16x256b) give a lane pairs of neighbouring columns, eight
-// apart. Sums therefore lie with their columns permuted, so that what a lane holds of 16 columns goes out by one
-// instruction as it is; finish_dkv.hpp puts them in order. Neighbouring quads of lanes only trade 16 columns for 16
-// first, so that eight lanes share a row: an instruction adds full lines of 128 bytes.
+// Accumulators (of mma.sync, of wgmma, and of tcgen05.ld.16x256b) give a lane pairs of adjacent columns at a distance
+// of eight. So dkv_accum permutes the columns: a lane adds its values of 16 columns unmodified with one instruction.
+// The postprocess (finish_dkv.hpp) restores the order. Adjacent quads of lanes first exchange 16 columns for 16, so
+// that eight lanes share a row: an instruction adds full lines of 128 bytes.
 #pragma once
 
 #include "arch/sm80/memory.hpp"
@@ -12,22 +12,22 @@
 
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 
-// Where column c of a row lies among its sums: of each 16 columns, a lane's four side by side.
+// Position of column c in a row of dkv_accum: of each 16 columns, the four of a lane are adjacent.
 HOPWELL_DEVICE int sum_position(int c) { return c / 16 * 16 + c / 2 % 4 * 4 + c / 8 % 2 * 2 + c % 2; }
-// The same of fixed-point sums, in words of two neighbouring columns: eight lanes that add to 32 columns of a row add
-// to eight neighbours at a time.
+// The same for fixed-point sums, in words of two adjacent columns: eight lanes that add to 32 columns of a row add to
+// eight adjacent words at a time.
 HOPWELL_DEVICE int sum_word(int c) { return c / 32 * 16 + c / 8 % 2 * 8 + c / 16 % 2 * 4 + c / 2 % 4; }
 
-// Where a lane adds: four columns of each of four keys. In units of four fp32 or of one 64-bit word from the first
-// row's panel on; negative where nothing is added. 32 bits are enough for 2^33 elements: see check_plan.
+// Offsets at which a lane adds: four columns of each of four keys. In units of four fp32, or of one 64-bit word, from
+// the first row's panel on; negative if nothing is added. 32 bits are enough for 2^33 elements: see check_plan.
 template <bool kFixed>
 struct SumRows {
   int at[4];
   float scale[kFixed ? 4 : 1];
 };
 
-// Of a warp's 16 keys, of the 64 of a step. keys[i]: below 0 where there is none. kEveryKey: ~k there, where k is a key that
-// takes its sums, which are zeros.
+// For a warp's 16 keys, of the 64 of a step. keys[i] is negative for an invalid entry. kEveryKey: then it is ~k, and
+// its zero sums are added to key k.
 template <int kDqk, bool kFixed, bool kEveryKey = false, class Keys>
 HOPWELL_DEVICE SumRows<kFixed> load_sum_rows(const Params& p, const Keys& keys, int t) {
   const bool wanted = kFixed || kEveryKey || p.dkv;
@@ -43,8 +43,8 @@ HOPWELL_DEVICE SumRows<kFixed> load_sum_rows(const Params& p, const Keys& keys, 
   return rows;
 }
 
-// Adds four columns of row i, those of the 32 from `column` on that are this lane's. kEveryKey: there is a row for
-// each, and no branch.
+// Adds four columns of row i: this lane's columns among the 32 from `column` on. kEveryKey: every row has a key, so no
+// branch is needed.
 template <bool kEveryKey, bool kFixed>
 HOPWELL_DEVICE void add_columns(const Params& p, const SumRows<kFixed>& rows, int i, int column, const float (&v)[4]) {
   const int at = rows.at[i];

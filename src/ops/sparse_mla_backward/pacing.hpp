@@ -1,4 +1,5 @@
-// sparse_mla_backward on GPUs: CTAs at one pace, so that what they add to is still in L2. Those with slices keep none.
+// sparse_mla_backward on GPUs: throttles CTAs, so that the rows of dkv_accum that they add to stay in L2. CTAs with
+// slices are not throttled.
 #pragma once
 
 #include "ops/sparse_mla_backward/params.hpp"
@@ -11,7 +12,7 @@ HOPWELL_DEVICE tile::Pace pace_of(const Params& p, int ctas) {
   return {p.progress, p.wave, p.pace_slack, ctas, (p.selection.topk + kKeys - 1) / kKeys};
 }
 
-// Before a step, by a warpgroup. ctas: the first of the grid, which have whole tiles.
+// Called before a step, by a warpgroup. ctas: the first CTAs of the grid, which have whole tiles.
 template <int kKeys>
 HOPWELL_DEVICE void keep_pace(const Params& p, int ctas, uint32_t& seen, int step) {
   pace_of<kKeys>(p, ctas).keep(arch::block_index(), seen, step);

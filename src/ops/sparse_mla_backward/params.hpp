@@ -1,4 +1,4 @@
-// sparse_mla_backward on GPUs: what the main kernels of every backend are told.
+// sparse_mla_backward on GPUs: parameters of the main kernels of every backend.
 #pragma once
 
 #include "arch/sm80/convert.hpp"
@@ -6,6 +6,7 @@
 #include "ops/sparse_mla_backward/plan.hpp"
 #include "tile/gpu/numbers.hpp"
 #include "tile/gpu/order_rows.hpp"
+#include "tile/log2_scale.hpp"
 
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 
@@ -17,26 +18,26 @@ inline constexpr int kDv = 512;  // columns of keys that are values too
 
 struct Params {
   tile::SelectionParams selection;
-  tile::MergedRows merged;  // which queries are this kernel's
-  const uint8_t* holders;   // of merged rows: which members have a key
+  tile::MergedRows merged;  // selects this kernel's queries
+  const uint8_t* holders;   // member masks of the merged rows' keys
   const bf16 *q, *kv;       // [s_q, h_q, d_qk], [s_kv, d_qk]
   const bf16 *out, *d_out;  // [s_q, h_q, 512]
   const float *lse, *sink;  // [s_q, h_q], [h_q] or null
   bf16* dq;                 // [s_q, h_q, d_qk], or null
-  float* dkv;               // [s_kv, d_qk], added to, columns at sum_position; or null
-  int64_t* fixed_dkv;       // [s_kv, d_qk / 2], the same in pairs of fixed point, columns at sum_word; or null
-  const float* scale;       // [s_kv], what is 1 in the fixed point of a row
+  float* dkv;               // dkv_accum [s_kv, d_qk], columns at sum_position; or null
+  int64_t* fixed_dkv;       // the same in fixed point, [s_kv, d_qk / 2] pairs, columns at sum_word; or null
+  const float* scale;       // [s_kv], scale of the fixed point of a row
   float* attn;              // [s_q, topk], added to, in the selection's order; or null
-  uint32_t* progress;       // steps that all CTAs have made; or null: they have no common pace
-  float* sink_parts;        // [s_q, h_q]: what each query adds to d_sink; or null
+  uint32_t* progress;       // sum of the steps of all CTAs; or null: no throttling
+  float* sink_parts;        // [s_q, h_q]: contributions to d_sink; or null
   int64_t q_stride_s, q_stride_h, out_stride_s, out_stride_h, d_out_stride_s, d_out_stride_h;  // elements
   int64_t lse_stride_s, lse_stride_h, sink_stride, dq_stride_s, dq_stride_h, attn_stride;
   int kv_stride, dkv_stride;
-  int heads_of_member;               // h_q, but for groups
-  int h_q, first_head, head_blocks;  // first_head, head_blocks and what follows: of a MainPass
-  bool prefetches_sums;              // to L2
-  bool streams_keys;                 // rows of kv leave L2 first
-  int wave, pace_slack;              // CTAs that run at a time, and how far they may be apart: tile/gpu/pacing.hpp
+  int heads_of_member;                     // h_q, except for groups
+  int h_q, first_head, head_blocks;        // first_head, head_blocks and the following: of a MainPass
+  bool prefetches_sums;                    // prefetch_dkv_accum: to L2
+  bool streams_keys;                       // kv_evict_first: rows of kv leave L2 first
+  int wave, pace_slack;                    // CTAs per wave, and max_lead in steps: tile/gpu/pacing.hpp
   int whole_tiles, slices, slice_entries;  // see work_tile_of
   float* dq_slices;                        // [sliced tiles, slices, heads of a tile, d_qk]
   float sm_scale, scale_log2;              // and sm_scale · log2(e)
@@ -55,7 +56,7 @@ inline tile::OrderedRows ordered_rows_of(const Problem& problem, const Plan& pla
           scratch<int>(problem, plan.workspace.lengths)};
 }
 
-// Everything that is the same for all passes of a call.
+// Parameters that are the same for all main kernels of a call.
 inline Params params_of(const Problem& problem, const Plan& plan) {
   const Workspace& workspace = plan.workspace;
   Params p{};
@@ -73,7 +74,7 @@ inline Params params_of(const Problem& problem, const Plan& plan) {
   p.dq_stride_s = problem.dq.stride[0], p.dq_stride_h = problem.dq.stride[1];
   p.kv_stride = static_cast<int>(problem.kv.stride[0]), p.h_q = static_cast<int>(problem.h_q);
   p.heads_of_member = p.h_q;
-  p.sm_scale = problem.sm_scale, p.scale_log2 = problem.sm_scale * tile::kLog2E;
+  p.sm_scale = problem.sm_scale, p.scale_log2 = tile::log2_scale(problem.sm_scale);
   if (plan.paces) p.progress = scratch<uint32_t>(problem, workspace.progress), p.pace_slack = plan.pace_slack;
   if (problem.d_sink) p.sink_parts = scratch<float>(problem, workspace.sink_parts);
   p.prefetches_sums = plan.prefetches_sums, p.streams_keys = plan.streams_keys;
@@ -88,14 +89,14 @@ inline Params params_of(const Problem& problem, const Plan& plan) {
   return p;
 }
 
-// How rows are merged. Groups pay where a step of the kernel for groups times the union's keys is less than a step of the
-// kernel for what is left times all entries.
+// Merge parameters. A group pays if a step of the kernel for groups times the length of the union is less than a step
+// of the kernel for ungrouped queries times the number of all entries.
 inline tile::MergeParams merge_params_of(const Problem& problem, const Plan& plan) {
-  constexpr float kWorthIt = 0.84F;  // the time of 16 heads over that of 64
+  constexpr float kWorthIt = 0.84F;  // time of 16 heads relative to 64
   return merge_params(problem, plan.groups, plan.workspace.merged_rows, kWorthIt);
 }
 
-// A group's rows of q, out and so on lie as those of one query with the heads of all members.
+// A group's rows of q, out and so on have the layout of one query with the heads of all members.
 inline void take_groups(Params& p, const Problem& problem, const Plan& plan) {
   const tile::MergeParams rows = merge_params_of(problem, plan);
   p.selection = tile::merged_rows_of(rows), p.holders = rows.holders;
@@ -110,7 +111,7 @@ inline void take_groups(Params& p, const Problem& problem, const Plan& plan) {
   if (p.progress) ++p.progress;
 }
 
-// The same for one pass.
+// The parameters for one main kernel.
 inline Params params_of(Params p, const Problem& problem, const Plan& plan, const MainPass& pass) {
   if (plan.groups.count > 0)
     p.merged = {scratch<int>(problem, plan.workspace.merged_rows.lengths), plan.groups.members,

@@ -1,6 +1,6 @@
-// sparse_mla_backward on GPUs: what a CTA needs to know before its first step: the last entry that counts, and three
-// numbers for each of its heads, delta among them. Memory answers after a thousand clocks, so everything is asked for
-// before the first answer is used.
+// sparse_mla_backward on GPUs: values that a CTA needs before its first step: the last valid entry, and three numbers
+// for each of its heads, including delta. A memory access takes a thousand clocks, so all loads are issued before the
+// first result is used.
 #pragma once
 
 #include <cmath>
@@ -11,17 +11,17 @@
 
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 
-// What the softmax and its derivative need of a head, in shared memory.
+// Per head, in shared memory: values for the softmax and its derivative.
 template <int kHeads>
 struct HeadValues {
-  float shift[kHeads];  // log2(e) lse', or log2(e) lse with attn
-  float kept[kHeads];   // exp(lse − lse')
+  float shift[kHeads];  // lse_log2: log2(e) lse', or log2(e) lse with attn
+  float kept[kHeads];   // sink_scale: exp(lse − lse')
   float delta[kHeads];  // Σ out · d_out, times sm_scale
 };
 
-// ---- the last entry that counts
+// ---- the last valid entry
 
-// A thread's entries, kEntryBatch at a time: every kThreads-th.
+// A thread's entries, every kThreads-th, in batches of kEntryBatch.
 constexpr int kEntryBatch = 6;
 template <int kThreads>
 HOPWELL_DEVICE void load_entries(int (&batch)[kEntryBatch], const Entries& entries, int first) {
@@ -29,12 +29,12 @@ HOPWELL_DEVICE void load_entries(int (&batch)[kEntryBatch], const Entries& entri
   for (int i = 0; i < kEntryBatch; ++i) batch[i] = entries.at(first + i * kThreads);
 }
 
-// The last valid one of this thread's entries, the first batch of which is there; the largest of its warp goes to
-// shared memory.
+// The last valid one among this thread's entries; the first batch is already loaded. Writes the maximum over the warp
+// to shared memory.
 template <int kWarps>
 HOPWELL_DEVICE void find_last_valid(int (&last_valid)[kWarps], int (&batch)[kEntryBatch], const Entries& entries) {
   constexpr int kThreads = 32 * kWarps;
-  const int warp = arch::warp_index();  // by all lanes: it is a shuffle
+  const int warp = arch::warp_index();  // executed by all lanes: it is a shuffle
   int last = -1;
   for (int first = arch::thread_index(); first < entries.length; first += kEntryBatch * kThreads) {
     if (first >= kEntryBatch * kThreads) load_entries<kThreads>(batch, entries, first);
@@ -44,7 +44,7 @@ HOPWELL_DEVICE void find_last_valid(int (&last_valid)[kWarps], int (&batch)[kEnt
   last = tile::max_of_warp(last);
   if (arch::lane_index() == 0) last_valid[warp] = last;
 }
-// After a barrier: how many entries there are up to the last valid one.
+// Called after a barrier: number of entries up to the last valid one.
 template <int kWarps>
 HOPWELL_DEVICE int length_of(const int (&last_valid)[kWarps]) {
   int last = -1;
@@ -66,7 +66,7 @@ HOPWELL_DEVICE float dot(const arch::Words4 (&x)[2], const arch::Words4 (&y)[2])
   return sum;
 }
 
-// delta of a warp's heads: lane i gets that of head warp + kWarps · i.
+// delta of a warp's heads: lane i gets the delta of head warp + kWarps · i.
 template <int kHeads, int kWarps>
 HOPWELL_DEVICE float delta_of_heads(const Params& p, const WorkTile& work, int heads, int warp, int lane) {
   constexpr int kRows = (kHeads + kWarps - 1) / kWarps;
@@ -91,30 +91,30 @@ HOPWELL_DEVICE float delta_of_heads(const Params& p, const WorkTile& work, int h
   return delta;
 }
 
-// What each head needs beside its row of Q and dO. Heads that see no key (lse = +inf) have no delta.
+// Computes the values of each head. The delta of heads that see no key (lse = +inf) is 0.
 template <bool kAttn, int kWarps, int kHeads>
 HOPWELL_DEVICE void prepare_heads(const Params& p, HeadValues<kHeads>& values, const WorkTile& work) {
   const int lane = arch::lane_index(), warp = arch::warp_index(), row = warp + kWarps * lane;
   const int heads = p.h_q - work.first_head < kHeads ? p.h_q - work.first_head : kHeads;
   const int head = work.first_head + row;
-  const float lse = row < heads ? p.lse[work.query * p.lse_stride_s + head * p.lse_stride_h] * tile::kLog2E : INFINITY;
-  const float sink =
-      row < heads && p.sink ? p.sink[head % p.heads_of_member * p.sink_stride] * tile::kLog2E : -INFINITY;
+  const float given_lse = row < heads ? p.lse[work.query * p.lse_stride_s + head * p.lse_stride_h] : INFINITY;
+  const float given_sink = row < heads && p.sink ? p.sink[head % p.heads_of_member * p.sink_stride] : -INFINITY;
+  const float lse = given_lse * tile::kLog2E, sink = given_sink * tile::kLog2E;  // infinite, too, from 2.4e38 on
   float delta = delta_of_heads<kHeads, kWarps>(p, work, heads, warp, lane);
   if (row < kHeads) {
     float kept = 1, shift = lse, taken = 0;
-    if (lse == INFINITY) delta = 0;
-    if (sink != -INFINITY && lse != INFINITY) {
+    if (given_lse == INFINITY) delta = 0;
+    if (sink != -INFINITY && given_lse != INFINITY) {
       const float high = lse > sink ? lse : sink, low = lse > sink ? sink : lse;
       if (!kAttn) shift = high + arch::log2_approx(1 + arch::exp2_approx(low - high));
       kept = 1 / (1 + arch::exp2_approx(sink - lse));
-      taken = sink == INFINITY ? 0 : 1 / (1 + arch::exp2_approx(lse - sink));
+      taken = given_sink == INFINITY ? 0 : 1 / (1 + arch::exp2_approx(lse - sink));
     }
     if (p.sink_parts && row < heads && work.first_entry == 0)
       p.sink_parts[int64_t{work.query} * p.h_q + head] = taken == 0 ? 0 : -taken * delta;
     values.shift[row] = shift, values.kept[row] = kept, values.delta[row] = delta * p.sm_scale;
   }
-  arch::syncwarp();  // kept: the lanes meet again; the shuffles that follow would make them
+  arch::syncwarp();  // kept: the lanes converge again; the following shuffles would converge them too
 }
 
 }  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

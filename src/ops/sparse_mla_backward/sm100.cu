@@ -1,5 +1,5 @@
-// sparse_mla_backward on Blackwell: 128 heads of a query on two CTAs, what is left 64 heads a CTA. passes/call.hpp has what else
-// runs for a call, plan.hpp the numbers.
+// sparse_mla_backward on Blackwell: two CTAs process 128 heads of a query, one CTA 64 remaining heads. passes/call.hpp
+// lists the other kernels of a call, plan.hpp has the numbers.
 #include "ops/sparse_mla_backward/passes/call.hpp"
 #include "ops/sparse_mla_backward/sm100/pair.hpp"
 #include "ops/sparse_mla_backward/sm100/single.hpp"
@@ -11,7 +11,7 @@ Plan plan_of(const Problem& problem) {
   return make_plan(problem, {.keys = Config::kKeys,
                              .single_heads = SingleConfig::kHeads,
                              .pair_heads = PairConfig::kHeads,
-                             .pair_adds_fixed_point = true});
+                             .deterministic_pairs = true});
 }
 
 runtime::Support supports(const Problem& problem) {

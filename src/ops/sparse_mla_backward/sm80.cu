@@ -1,4 +1,5 @@
-// sparse_mla_backward for any NVIDIA GPU from Ampere on: 32 heads of a query a CTA; on Hopper 64. passes/call.hpp has what else runs for a call, plan.hpp the numbers.
+// sparse_mla_backward for any NVIDIA GPU from Ampere on: a CTA processes 32 heads of a query; on Hopper 64.
+// passes/call.hpp lists the other kernels of a call, plan.hpp has the numbers.
 #include "ops/sparse_mla_backward/passes/call.hpp"
 #include "ops/sparse_mla_backward/sm80/gradients.hpp"
 
@@ -11,7 +12,8 @@ template <int kDqk>
 using LargeTile = Tile<kDqk, 4, 2>;
 
 bool takes_large_tiles(const Problem& problem) {
-  return problem.h_q > SmallTile<576>::kHeads && (problem.device.capability == 90 || problem.device.emulated());
+  const bool has_room = problem.device.capability == 90 || problem.device.capability == 0;  // Hopper, and the emulator
+  return problem.h_q > SmallTile<576>::kHeads && has_room;
 }
 
 Plan plan_of(const Problem& problem) {

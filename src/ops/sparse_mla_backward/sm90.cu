@@ -1,5 +1,5 @@
-// sparse_mla_backward on Hopper: 128 heads of a query on two CTAs, what is left 64 heads a CTA. passes/call.hpp has what else
-// runs for a call, plan.hpp the numbers.
+// sparse_mla_backward on Hopper: two CTAs process 128 heads of a query, one CTA 64 remaining heads. passes/call.hpp
+// lists the other kernels of a call, plan.hpp has the numbers.
 #include "ops/sparse_mla_backward/passes/call.hpp"
 #include "ops/sparse_mla_backward/sm90/pair.hpp"
 #include "ops/sparse_mla_backward/sm90/single.hpp"
@@ -9,13 +9,13 @@ namespace {
 
 using runtime::kBackend;
 
-// The pair adds the two halves of a score, the kernel for 64 heads sums it as a whole. What deterministic calls give of dq
-// must not depend on how many heads there are, so they do not take the pair.
+// The pair adds two partial sums per score; the kernel for 64 heads computes one sum. dq of deterministic calls must
+// not depend on the number of heads, so these calls do not use the pair.
 Plan plan_of(const Problem& problem) {
   return make_plan(problem, {.keys = Config::kKeys,
                              .single_heads = Config::kHeads,
                              .pair_heads = PairConfig::kHeads,
-                             .pair_adds_fixed_point = false,
+                             .deterministic_pairs = false,
                              .merges_rows = true,
                              .single_streams_keys = true});
 }

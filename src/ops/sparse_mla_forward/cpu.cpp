@@ -1,5 +1,5 @@
-// sparse_mla_forward on the CPU: a tile of one query's index row at a time, with a softmax of its own; those of a query
-// are merged in order (Milakov & Gimelshein 2018, arXiv:1805.02867; its use tile by tile: Dao et al. 2022,
+// sparse_mla_forward on the CPU: processes one tile of a query's index row at a time, each with its own softmax, and
+// merges the softmaxes of a query in order (Milakov & Gimelshein 2018, arXiv:1805.02867; tile by tile: Dao et al. 2022,
 // arXiv:2205.14135).
 //
 //     for each tile of an index row:   K = gather(kv)                  [keys, d_qk] fp32, valid entries only
@@ -7,8 +7,8 @@
 //                                      P = exp(S - max)
 //                                      O = P . K[:, :d_v]              [h_q, d_v]
 //
-// Few queries: their tiles are shared out, and merged in turn. Scratch of a thread, in floats: (h_q + tile) * d_qk + h_q
-// * (tile + 2 d_v) with tile = min(topk, 512); 2.4 MB for h_q 128, d_qk 576, d_v 512.
+// If there are few queries, threads share the tiles of a query and merge them in order. Scratch per thread, in floats:
+// (h_q + tile) * d_qk + h_q * (tile + 2 d_v) with tile = min(topk, 512); 2.4 MB for h_q 128, d_qk 576, d_v 512.
 #include <cmath>
 #include <limits>
 #include <vector>
@@ -26,11 +26,11 @@ using namespace hopwell::cpu;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// exp(x - shift) where x may be -inf; a shift of -inf means that all there is is -inf.
+// exp(x - shift), where x may be -inf. A shift of -inf means that all values are -inf.
 double weight(double x, double shift) { return shift == -kInfinity ? 0 : std::exp(x - shift); }
 
-// softmax(scores) . V over some of a query's tiles, not yet divided by the sum. NaN scores make everything of their head
-// NaN.
+// softmax(scores) . V over some of a query's tiles, before the division by the sum. A NaN score makes all results of
+// its head NaN.
 class PartialSoftmax {
  public:
   PartialSoftmax(std::int64_t heads, std::int64_t width)
@@ -48,20 +48,21 @@ class PartialSoftmax {
     std::fill(sum_.begin(), sum_.end(), 0.0);
   }
 
-  // Of one tile: products [heads, count] of queries and keys, overwritten, and values [count, width].
-  void set(float* scores, std::int64_t score_stride, float sm_scale, const float* values, std::int64_t value_stride,
-           std::int64_t count) {
+  // Sets the softmax of one tile: products [heads, count] of queries and keys, which are overwritten, and values
+  // [count, width].
+  void set(const Products& products, float* scores, std::int64_t score_stride, float sm_scale, const float* values,
+           std::int64_t value_stride, std::int64_t count) {
     const auto n = static_cast<std::size_t>(count);
     for (std::int64_t h = 0; h < heads_; ++h) {
       float* row = scores + h * score_stride;
       max(h) = max_or_nan(row, sm_scale, n);
       sum(h) = static_cast<double>(exp_sum(row, sm_scale, max(h) == -kInfinity ? 0 : max(h), n));
     }
-    product_nn(heads_, width_, count, scores, score_stride, values, value_stride, false, out_.get(), width_);
+    products.nn(heads_, width_, count, scores, score_stride, values, value_stride, false, out_.get(), width_);
     empty_ = false;
   }
 
-  // As if the tiles of `later` had been added here. Changes `later`.
+  // Merges `later` as if its tiles had been added here. Changes `later`.
   void merge(PartialSoftmax& later) {
     if (later.empty_) return;
     if (empty_) {
@@ -91,7 +92,7 @@ class PartialSoftmax {
   }
 
   std::int64_t heads_, width_;
-  Scratch<float> out_;       // [heads, width]; not set while empty
+  Scratch<float> out_;       // [heads, width]; not initialised while empty
   std::vector<double> max_;  // [heads], not rounded
   std::vector<double> sum_;  // [heads], of exp(score - max)
   bool empty_ = true;
@@ -112,9 +113,9 @@ class Worker {
     const std::int64_t count = selected_.append(s, tile);
     if (count == 0) return;
     load_heads(p_.q, s, q_.get(), p_.d_qk);
-    product_nt(p_.h_q, count, p_.d_qk, q_.get(), p_.d_qk, selected_.rows(), p_.d_qk, false, scores_.get(),
-               score_stride_);
-    softmax.set(scores_.get(), score_stride_, p_.sm_scale, selected_.rows(), p_.d_qk, count);
+    products_.nt(p_.h_q, count, p_.d_qk, q_.get(), p_.d_qk, selected_.rows(), p_.d_qk, false, scores_.get(),
+                 score_stride_);
+    softmax.set(products_, scores_.get(), score_stride_, p_.sm_scale, selected_.rows(), p_.d_qk, count);
   }
 
  private:
@@ -123,9 +124,10 @@ class Worker {
   Scratch<float> q_;  // [h_q, d_qk]
   std::int64_t score_stride_;
   Scratch<float> scores_;  // [h_q, tile]
+  Products products_;
 };
 
-// Writes query s from its finished softmax.
+// Writes query s from its complete softmax.
 void store(const Problem& p, std::int64_t s, PartialSoftmax& softmax) {
   for (std::int64_t h = 0; h < p.h_q; ++h) {
     const double lse = softmax.lse(h), sum = softmax.sum(h);
@@ -145,8 +147,8 @@ void store(const Problem& p, std::int64_t s, PartialSoftmax& softmax) {
   store_heads(softmax.out(0), p.d_v, p.out, s, 0, p.d_v);
 }
 
-// Every tile has a softmax of its own, and a query's are merged one by one, whatever the threads do: so neither their
-// number nor that of the queries changes a bit.
+// Every tile has its own softmax. The softmaxes of a query are merged in order, for any assignment to threads.
+// So neither the number of threads nor the number of queries changes a bit.
 void launch(const Problem& p, Stream) {
   constexpr std::int64_t kEnoughItems = 16;
   if (p.s_q == 0) return;
@@ -160,6 +162,7 @@ void launch(const Problem& p, Stream) {
     parallel_for(p.s_q, make_state, [&](std::int64_t s, State& state) {
       state.query.clear();
       for (std::int64_t tile = 0; tile < tiles; ++tile) {
+        interruption_point();  // an item may be all keys
         state.worker.attend(s, tile, state.tile);
         state.query.merge(state.tile);
       }
@@ -167,7 +170,7 @@ void launch(const Problem& p, Stream) {
     });
     return;
   }
-  PartialSoftmax query(p.h_q, p.d_v);  // of the item whose turn it is
+  PartialSoftmax query(p.h_q, p.d_v);  // softmax of the current query
   Turns turns(1);
   parallel_for(p.s_q * tiles, make_state, [&](std::int64_t item, State& state) {
     const std::int64_t s = item / tiles, tile = item % tiles;

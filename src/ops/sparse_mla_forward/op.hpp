@@ -1,4 +1,4 @@
-// sparse_mla_forward: what its backends are given. Meaning and shapes: hopwell.h.
+// sparse_mla_forward: the problem that its backends run. Meaning and shapes: hopwell.h.
 #pragma once
 
 #include "runtime/backend.hpp"
@@ -9,14 +9,14 @@ namespace hopwell::ops::sparse_mla_forward {
 
 struct Problem {
   View q;           // bf16 or fp32 [s_q, h_q, d_qk]
-  View kv;          // like q [s_kv, d_qk]
+  View kv;          // dtype of q, [s_kv, d_qk]
   View attn_sink;   // fp32 [h_q], or absent
-  View out;         // like q [s_q, h_q, d_v]
+  View out;         // dtype of q, [s_q, h_q, d_v]
   View max_logits;  // fp32 [s_q, h_q], or absent
   View lse;         // fp32 [s_q, h_q], or absent
   Selection selection;
   float sm_scale = 0;
-  bool share_keys = false;  // neighbouring queries may be taken together
+  bool share_keys = false;  // adjacent queries may be grouped
   std::int64_t s_q = 0, s_kv = 0, h_q = 0, d_qk = 0, d_v = 0, topk = 0;
   runtime::Device device;
   void* workspace = nullptr;

@@ -1,4 +1,4 @@
-// sparse_mla_forward on GPUs: the kernels' parameters, and what becomes of a head's sum and maximum in the end.
+// sparse_mla_forward on GPUs: kernel parameters, and the final values from a head's sum and maximum.
 #pragma once
 
 #include "arch/sm80/memory.hpp"
@@ -6,6 +6,7 @@
 #include "tile/gpu/entries.hpp"
 #include "tile/gpu/softmax.hpp"
 #include "tile/gpu/views.hpp"
+#include "tile/log2_scale.hpp"
 
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 
@@ -19,11 +20,11 @@ struct Params {
   float *max_logits, *lse;                                 // [s_q, h_q], or null
   int64_t q_stride_s, q_stride_h, kv_stride, sink_stride;  // elements
   int64_t out_stride_s, out_stride_h, max_stride_s, max_stride_h, lse_stride_s, lse_stride_h;
-  uint32_t work_tiles;  // of all queries; where the kernel is persistent
-  int h_q, head_tiles;  // of a query; where the kernel is persistent
-  int queries_at_once;  // of a CTA; in the kernel for few heads on Hopper
-  bool aligned;         // rows of q and kv, to 16 bytes
-  bool out_aligned;     // rows of out, to 16 bytes
+  uint32_t work_tiles;  // of all queries; persistent kernels only
+  int h_q, head_tiles;  // head tiles per query; persistent kernels only
+  int queries_at_once;  // per CTA; in the kernel for few heads on Hopper
+  bool aligned;         // rows of q and kv are 16-byte aligned
+  bool out_aligned;     // rows of out are 16-byte aligned
   float scale_log2;     // sm_scale · log2(e)
 };
 
@@ -44,19 +45,19 @@ inline Params params_of(const Problem& problem) {
   p.h_q = static_cast<int>(problem.h_q);
   p.aligned = tile::rows_aligned(problem.q, 2) && tile::rows_aligned(problem.kv, 1);
   p.out_aligned = tile::rows_aligned(problem.out, 2);
-  p.scale_log2 = problem.sm_scale * tile::kLog2E;
+  p.scale_log2 = tile::log2_scale(problem.sm_scale);
   return p;
 }
 
-// What a head's output is multiplied by in the end: 1 / sum, less with a sink; 0 if no key counts. `weight`: what the
-// output would have to be multiplied by to have the sum's reference.
+// Final scale of a head's output: 1 / sum, smaller with a sink; 0 if there is no valid key. `weight`: factor that
+// converts the output to the row_max of the sum.
 HOPWELL_DEVICE float output_scale(const Params& p, int head, float weight, float sum, float lse) {
   float scale = sum == 0 ? 0 : weight / sum;
   if (p.attn_sink && sum != 0 && head < p.h_q) scale /= tile::sink_divisor(p.attn_sink[head * p.sink_stride], lse);
   return scale;
 }
 
-// Stores eight columns of a row of the output.
+// Stores eight columns of an output row.
 HOPWELL_DEVICE void store_columns(const Params& p, bf16* to, const arch::Words4& words) {
   if (p.out_aligned) {
     arch::store_streaming(to, words);
@@ -66,7 +67,7 @@ HOPWELL_DEVICE void store_columns(const Params& p, bf16* to, const arch::Words4&
   }
 }
 
-// `max`: in units of log 2.
+// `max` is in units of log 2.
 HOPWELL_DEVICE void store_statistics(const Params& p, int query, int head, float max, float lse) {
   if (p.max_logits) p.max_logits[query * p.max_stride_s + head * p.max_stride_h] = max * tile::kLn2;
   if (p.lse) p.lse[query * p.lse_stride_s + head * p.lse_stride_h] = lse;

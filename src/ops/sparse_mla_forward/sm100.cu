@@ -1,5 +1,5 @@
-// sparse_mla_forward for Blackwell: 128 heads of a query on two CTAs, what is left 64 heads a CTA. What it takes, and the
-// launches.
+// sparse_mla_forward for Blackwell: two CTAs process 128 heads of a query, one CTA 64 remaining heads. Supported
+// problems, and the launches.
 #include <algorithm>
 
 #include "ops/sparse_mla_forward/sm100/pair.hpp"
@@ -9,8 +9,8 @@
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 namespace {
 
-// Pairs for the heads of a query, each for 65 to 128 of them. Up to 64 heads more have a CTA of their own, which takes 1,920
-// cycles for 64 keys (single.hpp), and not a pair, which takes 1,250 on each of two multiprocessors (pair.hpp).
+// CTA pairs per query, each for 65 to 128 heads. Up to 64 remaining heads run on a single CTA, which takes 1,920 cycles
+// for 64 keys (single.hpp). A pair would take 1,250 cycles on each of two SMs (pair.hpp).
 std::int64_t pairs_of(const Problem& p) { return (p.h_q + Config::kHeads - 1) / PairConfig::kHeads; }
 
 runtime::Support supports(const Problem& p) {

@@ -1,4 +1,4 @@
-// sparse_mla_forward for any NVIDIA GPU from Ampere on: what it takes, and the kernel's launch.
+// sparse_mla_forward for any NVIDIA GPU from Ampere on: supported problems, and the kernel's launch.
 #include "ops/sparse_mla_forward/sm80/attention.hpp"
 #include "runtime/launch.hpp"
 

@@ -1,4 +1,4 @@
-// sparse_mla_forward for Hopper: what it takes, and the kernels' launch.
+// sparse_mla_forward for Hopper: supported problems, and the kernels' launch.
 #include "ops/sparse_mla_forward/plan.hpp"
 #include "ops/sparse_mla_forward/sm90/few_heads.hpp"
 #include "ops/sparse_mla_forward/sm90/many_heads.hpp"
@@ -18,7 +18,7 @@ runtime::Support supports(const Problem& p) {
   return {};
 }
 
-// A warpgroup's role. The two that compute run the same instructions.
+// Roles of the warpgroups. The two math warpgroups run the same instructions.
 enum class Role { math_0, math_1, gather };
 
 template <class Storage>
@@ -42,14 +42,14 @@ __global__ void __launch_bounds__(Storage::kThreads, 1)
 #endif
 }
 
-// How rows are merged. Groups pay where a step of the kernel for many heads times the union's keys is less than a step of the
-// kernel for few heads times all entries.
+// Merge parameters. A group pays if a step of the kernel for many heads times the length of the union is less than a
+// step of the kernel for few heads times the number of all entries.
 tile::MergeParams merge_params_of(const Problem& problem, const Plan& plan) {
-  const float worth_it = plan.tile_heads == 16 ? 0.6F : 0.8F;  // the time of 16 or 32 heads over that of 64
+  const float worth_it = plan.tile_heads == 16 ? 0.6F : 0.8F;  // time of 16 or 32 heads relative to 64
   return merge_params(problem, plan.groups, plan.merged_rows, worth_it);
 }
 
-// What becomes of the parameters of the kernel for groups, or of the one for what is left.
+// Adapts the parameters of the kernel for groups (`of_groups`), or of the kernel for ungrouped queries.
 void take_groups(GroupedParams& p, const Problem& problem, const Plan& plan, bool of_groups) {
   const tile::MergeParams rows = merge_params_of(problem, plan);
   p.merged = {rows.lengths, of_groups ? 1 : plan.groups.members, static_cast<int>(plan.groups.count), of_groups};
@@ -78,7 +78,7 @@ void launch_kernel(const Problem& problem, const Plan& plan, Stream stream) {
   runtime::launch(kName, kernel<Storage>, shape, stream, p);
 }
 
-// Groups that are worth it, then what is left.
+// Launches the kernel for groups that pay, then the kernel for the ungrouped queries.
 template <int kDqk>
 void launch_in_groups(const Problem& problem, const Plan& plan, Stream stream) {
   ops::HOPWELL_TARGET::merge_rows<Problem>(kName, problem.device, plan.groups, merge_params_of(problem, plan), stream);

@@ -17,10 +17,10 @@
 HWY_BEFORE_NAMESPACE();
 namespace hopwell::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
-using FloatTag = hn::CappedTag<float, 16>;  // so that kLaneBlock is whole vectors on every target
+using FloatTag = hn::CappedTag<float, 16>;  // so that kLaneBlock is a multiple of the vector length on every target
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 
-// max(x, 0), and NaN for NaN; or x.
+// max(x, 0), which is NaN for NaN; without kRelu, x.
 template <bool kRelu, class V>
 HWY_INLINE V Gated(V x) {
   const hn::DFromV<V> d;
@@ -59,7 +59,7 @@ void AddHeadScores(const float* dot, std::int64_t ld, const float* w, std::int64
     AddHeads<false>(dot, ld, w, heads, score, count);
 }
 
-// Of one head, or of four at a time, whose products hide the latency of one another.
+// Adds the scores of one head. ScoreFourHeads does four heads at a time, whose products hide each other's latency.
 template <bool kRelu>
 HWY_INLINE void ScoreHead(const float* q, float w, std::int64_t d, const float* k, std::int64_t ld, float* score) {
   const FloatTag tag;
@@ -104,7 +104,7 @@ HWY_INLINE void ScoreAllHeads(const float* q, const float* w, std::int64_t heads
                               std::int64_t ld, float* score, std::int64_t count) {
   std::fill_n(score, count, 0.0F);
   const auto step = static_cast<std::int64_t>(2 * hn::Lanes(FloatTag()));
-  // The heads of a strip of keys one after another, while the strip is in the nearest cache.
+  // All heads of one block of keys, one after another, while the block is in the L1 cache.
   for (std::int64_t t = 0; t < count; t += step) {
     std::int64_t j = 0;
     for (; j + 4 <= heads; j += 4) ScoreFourHeads<kRelu>(q + j * d, w + j, d, k + t, ld, score + t);
@@ -129,7 +129,7 @@ std::int64_t AppendAbove(const float* score, std::int64_t count, float threshold
   std::int64_t appended = 0;
   for (std::int64_t t = 0; t < count; t += lanes) {
     const auto loaded = hn::LoadU(d, score + t);
-    // Adding 0 makes +0 of -0, which order by bits would otherwise tell apart.
+    // Adding 0 turns -0 into +0. The order by bits would otherwise distinguish them.
     const auto s = hn::IfThenElse(hn::IsNaN(loaded), hn::Set(d, kNegInf), hn::Add(loaded, hn::Zero(d)));
     auto chosen = hn::Not(hn::Le(s, limit));
     if (count - t < lanes) chosen = hn::And(chosen, hn::FirstN(d, static_cast<std::size_t>(count - t)));
@@ -141,8 +141,8 @@ std::int64_t AppendAbove(const float* score, std::int64_t count, float threshold
   return appended;
 }
 
-// Floats mapped to integers of the same order; then, bit by bit from the top, the largest integer that k of them
-// reach.
+// Maps floats to integers of the same order. Then finds, bit by bit from the top, the largest integer that at least k
+// of the numbers reach.
 float KthLargest(const float* x, std::int64_t count, std::int64_t k, std::int32_t* ordered) {
   const FloatTag d;
   const hn::RebindToSigned<FloatTag> di;
@@ -156,7 +156,7 @@ float KthLargest(const float* x, std::int64_t count, std::int64_t k, std::int32_
   for (int bit = 31; bit >= 0; --bit) {
     const auto next = static_cast<std::int32_t>(static_cast<std::uint32_t>(best) + (1U << bit));
     const auto below = hn::Set(di, next - 1);
-    auto reached = hn::Zero(di);  // minus one for each number that reaches `next`
+    auto reached = hn::Zero(di);  // minus one per number that reaches `next`
     for (std::int64_t i = 0; i < count; i += lanes)
       reached = hn::Add(reached, hn::VecFromMask(di, hn::Gt(hn::LoadU(di, ordered + i), below)));
     if (-hn::GetLane(hn::SumOfLanes(di, reached)) >= k) best = next;

@@ -1,4 +1,4 @@
-// The ceilings of this machine's processor, and what the library was built with.
+// Peak rates of this machine's processor, and the build configuration of the library.
 #include <hwy/targets.h>
 #include <hopwell/hopwell.hpp>
 
@@ -11,11 +11,8 @@
 #include "runtime/backend.hpp"
 #include "runtime/check.hpp"
 #include "runtime/driver_status.hpp"
-#include "tile/cpu/gemm.hpp"
 #include "tile/cpu/parallel.hpp"
-
-extern "C" char* openblas_get_config(void);
-extern "C" char* openblas_get_corename(void);
+#include "tile/cpu/product.hpp"
 
 namespace hopwell {
 namespace {
@@ -24,7 +21,7 @@ using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-// Sums `count` floats with enough independent accumulators that the loads, not the additions, are what takes the time.
+// Sums `count` floats with enough independent accumulators that loads, not additions, bound the time.
 float sum(const float* x, std::int64_t count) {
   std::array<float, 64> partial{};
   for (std::int64_t i = 0; i + 64 <= count; i += 64)
@@ -35,17 +32,19 @@ float sum(const float* x, std::int64_t count) {
 }  // namespace
 
 double time_cpu_matmul() {
-  constexpr std::int64_t n = 2048;
-  static const std::vector<float> a(n * n, 0.7F), b(n * n, 1.1F);
-  static std::vector<float> c(n * n);
+  constexpr std::int64_t n = 2048, kPitch = n + 16, kTile = 256;  // rows one after another meet all sets of a cache
+  static const std::vector<float> a(n * kPitch, 0.7F), b(n * kPitch, 1.1F);
+  static std::vector<float> c(n * kPitch);
   static std::mutex one_at_a_time;
   const std::scoped_lock lock(one_at_a_time);
-  const std::int64_t parts = cpu::max_threads(), rows = (n + parts - 1) / parts;
   const auto start = Clock::now();
-  cpu::parallel_for(parts, [&](std::int64_t part) {
-    const std::int64_t first = part * rows, count = std::min(rows, n - first);
-    if (count > 0) cpu::gemm_nn(count, n, n, 1, a.data() + first * n, n, b.data(), n, 0, c.data() + first * n, n);
-  });
+  cpu::parallel_for(
+      n / kTile * (n / kTile), [] { return cpu::Products(); },
+      [&](std::int64_t tile, const cpu::Products& products) {
+        const std::int64_t i = tile / (n / kTile) * kTile, j = tile % (n / kTile) * kTile;
+        products.nt(kTile, kTile, n, a.data() + i * kPitch, kPitch, b.data() + j * kPitch, kPitch, false,
+                    c.data() + i * kPitch + j, kPitch);
+      });
   return seconds_since(start);
 }
 
@@ -62,7 +61,7 @@ double time_cpu_read(std::size_t bytes) {
     sums[static_cast<std::size_t>(part)] = sum(memory.data() + part * kPart, std::min(kPart, count - part * kPart));
   });
   const double seconds = seconds_since(start);
-  volatile float used = std::accumulate(sums.begin(), sums.end(), 0.0F);  // so that no compiler drops the reads
+  volatile float used = std::accumulate(sums.begin(), sums.end(), 0.0F);  // so that the compiler keeps the reads
   static_cast<void>(used);
   return seconds;
 }
@@ -77,9 +76,8 @@ void set_num_threads(int threads) {
 std::string build_info() {
   const std::int64_t best = hwy::SupportedTargets() & -hwy::SupportedTargets();  // lower bits are better targets
   const std::string slow = best > HWY_AVX2 ? ": this processor has no AVX2, so operators on the CPU take longer" : "";
-  return std::string("compiler ") + __VERSION__ + "\nBLAS     " + openblas_get_config() + " (" +
-         openblas_get_corename() + ")\nvectors  " + hwy::TargetName(static_cast<std::uint32_t>(best)) + slow +
-         "\nthreads  " + std::to_string(cpu::max_threads()) + "\nCUDA     " + runtime::cuda_status();
+  return std::string("compiler ") + __VERSION__ + "\nvectors  " + hwy::TargetName(static_cast<std::uint32_t>(best)) +
+         slow + "\nthreads  " + std::to_string(cpu::max_threads()) + "\nCUDA     " + runtime::cuda_status();
 }
 
 }  // namespace hopwell

@@ -1,4 +1,4 @@
-// Conversions of NVFP4 on the CPU: scales and codes to floats and back.
+// NVFP4 on the CPU: converts scales and codes to floats and back.
 #include "tile/cpu/nvfp4.hpp"
 
 #undef HWY_TARGET_INCLUDE
@@ -53,8 +53,8 @@ void Decode(const std::uint8_t* codes, const float* scales, float factor, std::s
 
 #endif
 
-// A vector of e4m3 bytes times 2^-8, by way of fp16, where shifting puts them. No step flushes subnormals, whatever the
-// process's floating-point mode.
+// Decodes a vector of e4m3 bytes times 2^-8, through fp16, whose bits they are after a shift. No step flushes
+// subnormals, in any floating-point mode of the process.
 template <class D>
 HWY_INLINE hn::Vec<D> DecodeScales(D d, const std::uint8_t* from) {
   const hn::Rebind<std::int8_t, D> d8;
@@ -64,11 +64,11 @@ HWY_INLINE hn::Vec<D> DecodeScales(D d, const std::uint8_t* from) {
   const auto half =
       hn::AndNot(hn::Set(d16, 0x4000), shifted);  // the sign is in bit 15; extension left a copy in bit 14
   const auto value = hn::PromoteTo(d, hn::BitCast(d_half, half));
-  const auto is_nan = hn::Eq(hn::Abs(value), hn::Set(d, 480.0F / 256));  // 480 is what 0x7F would stand for
+  const auto is_nan = hn::Eq(hn::Abs(value), hn::Set(d, 480.0F / 256));  // the bits 0x7F without NaN
   return hn::IfThenElse(is_nan, hn::Set(d, std::numeric_limits<float>::quiet_NaN()), value);
 }
 
-// The same for scales that are neither negative nor NaN, as nearly all are: half the instructions.
+// The same for scales that are neither negative nor NaN, which is the common case: half the instructions.
 template <class D>
 HWY_INLINE hn::Vec<D> DecodeUsualScales(D d, const std::uint8_t* from) {
   const hn::Rebind<std::uint8_t, D> d8;
@@ -77,9 +77,10 @@ HWY_INLINE hn::Vec<D> DecodeUsualScales(D d, const std::uint8_t* from) {
   return hn::PromoteTo(d, hn::BitCast(d_half, hn::ShiftLeft<7>(hn::PromoteTo(d16, hn::LoadU(d8, from)))));
 }
 
-// Short rows have less scales than a vector holds: narrower ones follow, and single scales last.
+// Short rows have fewer scales than a vector has lanes: narrower vectors follow, then single scales.
 
-// Whether the scales from `j` on are usual, a vector of D at a time; what is left is none.
+// Tests whether the scales from `j` on are neither negative nor NaN, one vector of D at a time. Does not test the
+// remainder.
 template <class D>
 HWY_INLINE bool AreUsual(D d, const std::uint8_t* scales, std::size_t count, std::size_t& j) {
   auto most = hn::Zero(d);
@@ -141,8 +142,8 @@ float FiniteAmax(const float* x, std::size_t count) {
   return std::bit_cast<float>(result);
 }
 
-// threshold[i] such that a float magnitude is nearer to code i + 1 than to code i of the grid times `unit`, or as near
-// and i + 1 is even, iff it is greater than threshold[i]. Midpoint times unit is exact in double: 3 + 4 + 24
+// threshold[i] such that a float magnitude is > threshold[i] iff it rounds above code i of the grid times `unit`: it is
+// nearer to code i + 1, or it is halfway and i + 1 is even. Midpoint times unit is exact in double: 3 + 4 + 24
 // significant bits.
 HWY_INLINE void Thresholds(double unit, float* threshold) {
   constexpr double kMidpoints[7] = {0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5};

@@ -1,4 +1,5 @@
-// Products of NVFP4 weights with x on the CPU: with one row of x in 16-bit fixed point where that is good enough, else in floats.
+// Products of NVFP4 weights with x on the CPU. A single row of x uses 16-bit fixed point where it is accurate enough,
+// else floats.
 #include "tile/cpu/nvfp4.hpp"
 
 #undef HWY_TARGET_INCLUDE
@@ -21,14 +22,14 @@ namespace hn = hwy::HWY_NAMESPACE;
 
 #if HWY_TARGET != HWY_SCALAR
 
-// Place in k, within a step, of lane `lane` of the `vector`th of the 8 vectors of floats that a step decodes to.
+// Offset in k, within a step, of lane `lane` of vector `vector`, one of the 8 vectors of floats that a step decodes to.
 HWY_INLINE std::size_t PlaceOfLane(std::size_t vector, std::size_t lane) {
   const std::size_t half = vector / 4, nibble = vector / 2 % 2, second = vector % 2;
   return 2 * (16 * (lane / 4) + 8 * half + 2 * (lane % 4) + second) + nibble;
 }
 
-// Lane j of the lower and the upper vectors belongs to scale 2 * (j / 4), plus 1 for the upper ones; that of a vector
-// of sums of pairs to scale j / 2.
+// Index of the scale of each lane. Lane j of the lower vectors uses scale 2 * (j / 4), of the upper vectors 2 * (j / 4)
+// + 1. Lane j of a vector of pair sums uses scale j / 2.
 struct ScaleLanes {
   HWY_INLINE ScaleLanes() {
     for (std::size_t j = 0; j < hn::Lanes(Floats()); ++j) {
@@ -40,7 +41,7 @@ struct ScaleLanes {
   HWY_ALIGN std::int32_t lower[kStep / 8], upper[kStep / 8], pairs[kStep / 8];
 };
 
-// sum + (codes . x) * scale of one step of 8 vectors of x.
+// Returns sum + (codes . x) * scale for one step of 8 vectors of x.
 HWY_INLINE FloatVec DotStep(const std::uint8_t* codes, const float* scales, const ScaleLanes& lanes, const float* x,
                             FloatVec sum) {
   const Floats d;
@@ -71,10 +72,10 @@ using ShortVec = hn::Vec<Shorts>;
 // e2m1 values times two.
 HWY_ALIGN constexpr std::int8_t kTwice[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
-// sum[i] += the product of the pair of lanes 2i and 2i + 1.
+// sum[i] += the products of lanes 2i and 2i + 1.
 HWY_INLINE hn::Vec<Ints> AddPairs(ShortVec a, ShortVec b, hn::Vec<Ints> sum) {
 #if HWY_ARCH_X86
-  hn::Vec<Ints> unused = hn::Zero(Ints());  // on x86 every pair goes to its own place of the first sum
+  hn::Vec<Ints> unused = hn::Zero(Ints());  // on x86 every pair is added to its own lane of the first sum
   return hn::ReorderWidenMulAccumulate(Ints(), a, b, sum, unused);
 #else
   const Ints d;
@@ -84,14 +85,14 @@ HWY_INLINE hn::Vec<Ints> AddPairs(ShortVec a, ShortVec b, hn::Vec<Ints> sum) {
 #endif
 }
 
-// Place in k, within a step, of lane `lane` of the `vector`th of the 4 vectors of shorts that a step decodes to: the
-// low nibbles of even and of odd bytes, then the high ones. Four lanes, hence two sums of pairs, share a scale.
+// Offset in k, within a step, of lane `lane` of vector `vector`, one of the 4 vectors of shorts that a step decodes to:
+// the low nibbles of even and of odd bytes, then the high nibbles. Four lanes, so two pair sums, share a scale.
 HWY_INLINE std::size_t PlaceOfShort(std::size_t vector, std::size_t lane) {
   return 4 * lane + 2 * (vector % 2) + vector / 2;
 }
 
-// The same as DotStep: 256 * 2 * code . digits in integers, which are exact, then scales. A sum of pairs has 8 products
-// of at most 256 * 12 * 2^15: less than 2^30.
+// Like DotStep: 256 * 2 * code . digits in exact integers, then the scales. A pair sum has 8 products of at most 256 *
+// 12 * 2^15: less than 2^30.
 HWY_INLINE FloatVec FixedPointStep(const std::uint8_t* codes, const float* scales, const ScaleLanes& lanes,
                                    const std::int16_t* digits, FloatVec sum) {
   const Floats d;
@@ -110,9 +111,10 @@ HWY_INLINE FloatVec FixedPointStep(const std::uint8_t* codes, const float* scale
   return hn::MulAdd(hn::ConvertTo(d, dot), scale, sum);
 }
 
-// A block of x in units of 2^(e - 15), with |x| < 2^e, and the factor that goes with it; false if the block must stay
-// in floating point. Half of what is not zero has to be within a factor 16 of the largest: then it keeps 11 bits, and
-// large values that meet small weights do not drown the rest. `loss` is what all lose, with codes of 6.
+// Converts a block of x to units of 2^(e - 15), with |x| < 2^e, and returns its factor; false if the block must stay in
+// floating point. At least half of the nonzero magnitudes must be within a factor 16 of the largest: then these keep 11
+// bits, and large values times small weights do not hide the rest. `loss` bounds the total rounding error with codes of
+// magnitude 6.
 bool FixedPointOfBlock(const float* x, bool exact, std::int16_t* digits, float* factor, float* loss) {
   const hn::CappedTag<float, 16> d;
   const hn::RebindToSigned<decltype(d)> di;
@@ -120,7 +122,7 @@ bool FixedPointOfBlock(const float* x, bool exact, std::int16_t* digits, float* 
   auto bits = hn::Zero(di);
   for (std::size_t i = 0; i < 16; i += hn::Lanes(d)) bits = hn::Max(bits, MagnitudeBits(d, x + i));
   const float most = std::max(std::bit_cast<float>(hn::GetLane(hn::MaxOfLanes(di, bits))), 0x1p-60F);
-  if (!(most < 0x1p60F)) return false;  // NaN, inf, and what would strain the scale
+  if (!(most < 0x1p60F)) return false;  // NaN, inf, and magnitudes that could overflow the scale
   const int exponent = static_cast<int>(std::bit_cast<std::uint32_t>(most) >> 23) - 126;
   const float unit = std::ldexp(1.0F, exponent - 15);
   std::size_t large = 0, zeros = 0;
@@ -135,22 +137,22 @@ bool FixedPointOfBlock(const float* x, bool exact, std::int16_t* digits, float* 
     lost = hn::Add(lost, hn::Abs(hn::Sub(value, hn::Mul(taken, hn::Set(d, unit)))));
     hn::StoreU(demoted, d16, digits + i);
   }
-  constexpr float kFactor = 512, kLargestCode = 6;  // weights are decoded 2 * 256 times as large
+  constexpr float kFactor = 512, kLargestCode = 6;  // weights are decoded 2 * 256 times too large
   *factor = unit / kFactor;
   *loss = kLargestCode * kFactor * (hn::GetLane(hn::SumOfLanes(d, lost)) / unit);
   return *loss == 0 || (!exact && 2 * large >= 16 - zeros);
 }
 
-// The end of a row that is no whole step, padded with codes of zero.
+// The end of a row that is not a whole step, padded with zero codes.
 struct Tail {
   HWY_INLINE Tail(const std::uint8_t* codes, std::size_t k, std::size_t step) : begin(k / step * step) {
     if (begin < k) std::memcpy(bytes, codes + begin / 2, (k - begin) / 2);
   }
-  std::size_t begin;  // its first k
+  std::size_t begin;  // offset of the tail in k
   HWY_ALIGN std::uint8_t bytes[kStep / 2] = {};
 };
 
-// sum[r] += the products of a run of whole steps; next[r] as in dot_row.
+// sum[r] += the products of a run of whole steps. next[r] as in dot_row.
 template <std::size_t kRows>
 HWY_INLINE void AddRun(const std::uint8_t* const* codes, const float* scales, std::size_t room, const ScaleLanes& lanes,
                        const Row& x, Row::Run run, const std::uint8_t* const* next, FloatVec* sum) {
@@ -199,14 +201,14 @@ void DotRow(const std::uint8_t* const* codes, const float* scales, std::size_t r
   for (std::size_t r = 0; r < rows; ++r) DotRowOf<1>(codes + r, scales + r * scale_room(k), x, k, next + r, out + r);
 }
 
-// sum[i] += weight * x[i] for kN rows of x, one vector after the other.
+// sum[i] += weight * x[i] for kN rows of x, whose vectors are adjacent.
 template <std::size_t kN>
 HWY_INLINE void Accumulate(FloatVec weight, const float* x, FloatVec* sum) {
   const Floats d;
   for (std::size_t i = 0; i < kN; ++i) sum[i] = hn::MulAdd(weight, hn::LoadU(d, x + i * hn::Lanes(d)), sum[i]);
 }
 
-// With several rows of x it pays to scale each weight once rather than each block's sum of each row.
+// With several rows of x, scaling each weight once is cheaper than scaling each block's sum of each row.
 template <std::size_t kN>
 HWY_INLINE void MultiDotStep(const std::uint8_t* codes, const float* scales, const ScaleLanes& lanes, const float* x,
                              FloatVec* sum) {

@@ -1,5 +1,5 @@
-// What this processor can run, in place of Highway's own library: Debian has that as a shared one only, and nothing
-// else of it is needed. These are the two functions that HWY_DYNAMIC_DISPATCH calls.
+// Detects the targets that this processor can run, in place of Highway's own library: Debian has it only as a shared
+// library, and nothing else of it is needed. HWY_DYNAMIC_DISPATCH calls these two functions.
 #include <hwy/highway.h>
 
 #include <algorithm>
@@ -11,8 +11,8 @@ namespace hwy {
 namespace {
 
 #if HWY_ARCH_X86
-// Whether the processor and the system have all of a list such as "sse2,ssse3": the features that Highway lets the
-// compiler use for a target.
+// Whether the processor and the operating system support all features of a list such as "sse2,ssse3": the features that
+// Highway lets the compiler use for a target.
 bool have(std::string_view features) {
   const std::pair<std::string_view, bool> known[] = {
       {"sse2", __builtin_cpu_supports("sse2") != 0},         {"ssse3", __builtin_cpu_supports("ssse3") != 0},

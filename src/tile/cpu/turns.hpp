@@ -1,4 +1,4 @@
-// Sums whose order is fixed although many threads add to them.
+// Sums with a fixed order although many threads add to them.
 #pragma once
 
 #include <atomic>
@@ -7,14 +7,14 @@
 
 namespace hopwell::cpu {
 
-// Items 0, 1, 2, … pass every station in ascending order, whatever threads run them; at different stations different
-// items may be at work at once. An item must pass all stations, and items must have been handed out in ascending order
-// (as parallel_for does), or those after a missing one wait for ever.
+// Items 0, 1, 2, … pass each station in ascending order, on any threads. Different items may be at different stations
+// at the same time. Every item must pass all stations, and items must be started in ascending order (as parallel_for
+// does); otherwise the items after a missing one wait for ever.
 class Turns {
  public:
   explicit Turns(std::int64_t stations) : next_(static_cast<std::size_t>(stations)) {}
 
-  // Runs work() when all items before this one have passed the station. work() must not throw.
+  // Runs work() after all items before this one have passed the station. work() must not throw.
   template <class Work>
   void in_turn(std::int64_t station, std::int64_t item, Work work) {
     std::atomic<std::int64_t>& next = next_[static_cast<std::size_t>(station)].item;

@@ -15,7 +15,7 @@ HWY_BEFORE_NAMESPACE();
 namespace hopwell::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// Lanes(d) floats from memory of any of the storage types, without alignment.
+// Loads Lanes(d) floats from memory of any storage type, without alignment.
 template <class D>
 HWY_INLINE hn::Vec<D> LoadFloat(D d, const float* from) {
   return hn::LoadU(d, from);
@@ -33,7 +33,7 @@ HWY_INLINE hn::Vec<D> LoadFloat(D d, const float16* from) {
   return hn::PromoteTo(d, hn::LoadU(d16, reinterpret_cast<const hwy::float16_t*>(from)));
 }
 
-// Lanes(d) floats to memory, rounded to nearest, ties to even; NaN stays NaN.
+// Stores Lanes(d) floats, rounded to nearest, ties to even. NaN stays NaN.
 template <class D>
 HWY_INLINE void StoreFloat(hn::Vec<D> v, D d, float* to) {
   hn::StoreU(v, d, to);
@@ -56,10 +56,10 @@ HWY_INLINE void StoreFloat(hn::Vec<D> v, D /*d*/, float16* to) {
   hn::StoreU(hn::DemoteTo(d16, v), d16, reinterpret_cast<hwy::float16_t*>(to));
 }
 
-// exp(x) within an ulp or so; 0 from about -104 down and for -inf, inf above 88.7, NaN for NaN.
+// exp(x) within about an ulp; 0 below about -104 and for -inf, inf above 88.7, NaN for NaN.
 template <class D>
 HWY_INLINE hn::Vec<D> SafeExp(D d, hn::Vec<D> x) {
-  const auto e = hn::Exp(d, hn::Min(x, hn::Set(d, 104.0F)));  // its range ends there
+  const auto e = hn::Exp(d, hn::Min(x, hn::Set(d, 104.0F)));  // upper end of its range
   return hn::IfThenElse(hn::IsNaN(x), x, e);
 }
 

@@ -55,7 +55,7 @@ float Max(const float* x, std::size_t count) {
   return result;
 }
 
-// exp(factor * x - (shift + rest)), where `shift` has been rounded to float and `rest` is what that has left.
+// exp(factor * x - (shift + rest)). `shift` is rounded to float, `rest` is the rounding error.
 template <class D>
 hn::Vec<D> ScaledExp(D d, hn::Vec<D> x, float factor, float shift, float rest) {
   return SafeExp(d, hn::Sub(hn::MulSub(hn::Set(d, factor), x, hn::Set(d, shift)), hn::Set(d, rest)));
@@ -112,7 +112,7 @@ float Dot(const float* x, const float* y, std::size_t count) {
   return result;
 }
 
-// What MaxOrNan finds, element by element.
+// Scalar version of MaxOrNan.
 double MaxOrNanOfFew(const float* x, float factor, std::size_t count) {
   double best = -std::numeric_limits<double>::infinity();
   for (std::size_t i = 0; i < count; ++i) {
@@ -128,7 +128,8 @@ double MaxOrNan(const float* x, float factor, std::size_t count) {
   const std::size_t lanes = hn::Lanes(d);
   std::size_t i = 0;
   double best = -std::numeric_limits<double>::infinity();
-  // The largest product is that of the largest x, or of the largest -x, and only a NaN makes NaN; unless the factor is 0 or infinite.
+  // The largest product comes from the largest x, or from the largest -x, and only a NaN gives NaN, unless the factor
+  // is 0 or infinite.
   if (factor != 0 && std::isfinite(factor) && count >= 2 * lanes) {
     const auto flip = hn::Set(d, factor < 0 ? -0.0F : 0.0F);
     auto best0 = hn::Set(d, -std::numeric_limits<float>::infinity()), best1 = best0;
@@ -166,8 +167,7 @@ void SoftmaxGradient(float* p, float* dp, float factor, float delta, float scale
   }
 }
 
-// Rows this far ahead are fetched while one is converted: selected rows lie anywhere, so no hardware prefetcher finds
-// the next.
+// Prefetch distance in rows: selected rows are at arbitrary addresses, which no hardware prefetcher predicts.
 constexpr std::size_t kPrefetchRows = 4;
 
 template <class T>

@@ -1,4 +1,4 @@
-// Vector code that several CPU kernels share: conversions between storage types and float, exp and reductions over
+// Vector code shared by several CPU kernels: conversions between storage types and float, exp, and reductions over
 // rows. Written with Highway and dispatched at run time to the best instruction set of the machine.
 #pragma once
 
@@ -19,11 +19,11 @@ void from_float(const float* in, float* out, std::size_t count);
 void from_float(const float* in, bfloat16* out, std::size_t count);
 void from_float(const float* in, float16* out, std::size_t count);
 
-// max_i x[i] as if NaN were not there; -inf for count 0.
+// max_i x[i], ignoring NaN; -inf for count 0.
 float max(const float* x, std::size_t count);
 
-// x[i] = exp(factor * x[i] - shift), within an ulp or so; returns their sum. factor * x[i] = -inf gives 0. Neither product
-// nor shift is rounded before the subtraction. shift is finite.
+// x[i] = exp(factor * x[i] - shift), within about an ulp; returns the sum of the results. factor * x[i] = -inf gives 0.
+// Neither product nor shift is rounded before the subtraction. shift is finite.
 float exp_sum(float* x, float factor, double shift, std::size_t count);
 
 // x[i] *= factor
@@ -34,13 +34,14 @@ void add(const float* x, float* y, std::size_t count);
 
 float dot(const float* x, const float* y, std::size_t count);
 
-// max_i factor * x[i], not rounded; NaN if any of them is; -inf for count 0.
+// max_i factor * x[i], not rounded; NaN if any product is NaN; -inf for count 0.
 double max_or_nan(const float* x, float factor, std::size_t count);
 
-// The softmax's gradient at one row: p[i] *= factor, then dp[i] = p[i] * (dp[i] - delta) * scale.
+// Gradient of the softmax for one row: p[i] *= factor, then dp[i] = p[i] * (dp[i] - delta) * scale.
 void softmax_gradient(float* p, float* dp, float factor, float delta, float scale, std::size_t count);
 
-// out[i, :] = float(rows[keys[i], 0:width]) for i in [0, count): `stride` elements from row to row, `out` dense.
+// out[i, :] = float(rows[keys[i], 0:width]) for i in [0, count). `rows` has a row pitch of `stride` elements, `out` is
+// dense.
 void gather_rows(const float* rows, std::int64_t stride, const std::int32_t* keys, std::size_t count, std::size_t width,
                  float* out);
 void gather_rows(const bfloat16* rows, std::int64_t stride, const std::int32_t* keys, std::size_t count,

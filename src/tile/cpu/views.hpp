@@ -1,4 +1,4 @@
-// What CPU backends do with an operator's views before they come to pointers.
+// Helpers of the CPU backends for an operator's views.
 #pragma once
 
 #include <hopwell/tensor.hpp>

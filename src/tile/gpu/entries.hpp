@@ -1,4 +1,4 @@
-// Which entries of a query's index row count: the device's side of tile/selection.hpp.
+// Valid entries of a query's index row: the device side of tile/selection.hpp.
 #pragma once
 
 #include "arch/platform.hpp"
@@ -6,14 +6,14 @@
 
 namespace hopwell::tile {
 
-/// The index rows with all that masks them, as kernel parameters.
+/// The index rows and all masks, as kernel parameters.
 struct SelectionParams {
-  const int* indices;                     // [s_q, topk], if given; else entry t names key t, and topk is s_kv
+  const int* indices;                     // [s_q, topk] if has_indices; else entry t is key t, topk is s_kv
   const int* topk_length;                 // [s_q], or null
   int64_t indices_stride, length_stride;  // elements
   Visibility visibility;
   int s_kv, topk;
-  bool given;  // indices are; to ask the pointer itself makes its loads generic ones
+  bool given;  // has_indices; testing the pointer instead would make its loads generic
 };
 
 inline SelectionParams params_of(const Selection& selection) {
@@ -27,27 +27,29 @@ inline SelectionParams params_of(const Selection& selection) {
           selection.indices != nullptr};
 }
 
-/// One query's row: its first `length` entries count, if they name a visible key. Without indices they are just the
-/// visible keys, so that work follows what a query sees, and its sums do not depend on where its keys begin.
+/// One query's row. Its first `length` entries are valid if they name a visible key. Without indices the entries are
+/// the visible keys only, so that the work depends on the visible keys, and the sums do not depend on the first of
+/// them.
 struct Entries {
   const int* row;
   int length;
   KeyRange visible;
-  bool given;  // false: no row; entry i names key visible.first + i, and length is visible.count
+  bool given;  // false: no row; entry i is key visible.first + i, and length is visible.count
 
-  /// What entry i names; -1 beyond the length. Whether that is a key is another question, to be asked when the load has
-  /// come.
+  /// Index of entry i; -1 beyond the length. The caller checks whether the index is a visible key, after the load has
+  /// completed.
   HOPWELL_DEVICE int at(int i) const {
-    // One load under a condition, into the register that has the other result; with branches the backward was a tenth
+    // One predicated load into the register that already holds the other result. With branches the backward was 10 %
     // slower.
     int key = given ? -1 : int(visible.first) + i;
     if (given && i < length) key = row[i];
     return key;
   }
   HOPWELL_DEVICE bool counts(int key) const { return visible.has(key); }
-  /// How many tiles of so many they fill, the last one perhaps in part.
+  /// Number of tiles of `size` entries; the last tile may be partial.
   HOPWELL_DEVICE int tiles(int size) const { return (length + size - 1) / size; }
-  /// Of the row's places first … first + size − 1, what is there: the entries, as far as there are any, or visible keys.
+  /// The part of the row in slots first … first + size − 1: its entries up to the length, or the visible keys among
+  /// these slots.
   HOPWELL_DEVICE Entries slice(int first, int size) const {
     const int begin = given || int(visible.first) < first ? first : int(visible.first);
     const int left = (given ? length : int(visible.end())) - first;
@@ -55,9 +57,10 @@ struct Entries {
     count = count < 0 ? 0 : count;
     return {row + first, count, given ? visible : KeyRange{uint32_t(begin), uint32_t(count)}, given};
   }
-  /// The place of entry 0 in a row of numbers, one for each entry or, without indices, each key. `first`: of the slice.
+  /// Slot of entry 0 in a row of numbers that has one slot per entry, or without indices one per key. `first`: as for
+  /// slice().
   HOPWELL_DEVICE int place(int first = 0) const { return given || length == 0 ? first : int(visible.first); }
-  /// The key of entry i, or -1 if it does not count.
+  /// Key of entry i, or -1 if the entry is not valid.
   HOPWELL_DEVICE int key(int i) const {
     const int key = at(i);
     return counts(key) ? key : -1;

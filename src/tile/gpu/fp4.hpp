@@ -1,5 +1,4 @@
-// NVFP4 in GPU kernels: e2m1 codes and e4m3 scales to floats and to fp16, a matrix of them in memory, and its global
-// scale.
+// NVFP4 in GPU kernels: converts e2m1 codes and e4m3 scales to float and fp16; a matrix of them in memory.
 #pragma once
 
 #include "arch/sm80/bits.hpp"
@@ -11,24 +10,25 @@
 namespace hopwell::tile {
 
 inline constexpr int kCodesPerBlock = int(nvfp4::kBlock);  // codes that share a scale
-inline constexpr float kDecodedUnit = 0x1p14f;             // e2m1x8_to_fp16 gives code / kDecodedUnit
+inline constexpr float kDecodedUnit = 0x1p14f;             // e2m1x8_to_fp16 returns code / kDecodedUnit
 
 // ---- single numbers ------------------------------------------------------------------------------------------------
 
-/// s e e m: the bits lie in a float's as they are, for its exponent 0 is subnormal too; 2^126 undoes the bias.
+/// Bits s e e m become a float's bits by shifts alone, because exponent 0 is subnormal in both formats. 2^126 corrects
+/// the bias.
 HOPWELL_DEVICE float e2m1_to_float(uint32_t nibble) {
   return arch::bit_cast<float>((nibble & 8) << 28 | (nibble & 7) << 22) * 0x1p126f;
 }
 
-/// By the same reasoning; NaN stays NaN.
+/// The same for e4m3; NaN stays NaN.
 HOPWELL_DEVICE float e4m3_to_float(uint32_t byte) {
   const float value = arch::bit_cast<float>((byte & 0x80) << 24 | (byte & 0x7f) << 20) * 0x1p120f;
   return (byte & 0x7f) == 0x7f ? arch::bit_cast<float>(0x7fc00000u) : value;
 }
 
-// ---- several at a time ---------------------------------------------------------------------------------------------
+// ---- several numbers at once ---------------------------------------------------------------------------------------
 
-/// Eight codes, whatever their alignment.
+/// Loads eight codes of any alignment.
 HOPWELL_DEVICE uint32_t load_e2m1x8(const uint8_t* from) {
   if (reinterpret_cast<uintptr_t>(from) % 4 == 0) return *reinterpret_cast<const uint32_t*>(from);
   uint32_t word = 0;
@@ -37,8 +37,9 @@ HOPWELL_DEVICE uint32_t load_e2m1x8(const uint8_t* from) {
   return word;
 }
 
-/// 8 codes to four pairs (k, k + 4) of fp16, each code · 2^-14: s to bit 15, e e m to bits 11 to 9. First all codes to
-/// their places in bytes, with bits of their neighbours, then two by two without them: 11 instructions, 7 at half rate.
+/// 8 codes to four pairs (k, k + 4) of fp16, each code · 2^-14: s to bit 15, e e m to bits 11 to 9. First moves all
+/// codes into position within bytes, still mixed with bits of their neighbours, then masks them in pairs: 11
+/// instructions, 7 of them half rate.
 HOPWELL_DEVICE void e2m1x8_to_fp16(uint32_t word, uint32_t (&pairs)[4]) {
   constexpr uint32_t kSigns = 0x80808080u, kCodes = 0x8e008e00u;
   const uint32_t even = arch::select_bits(word << 4, word << 1, kSigns);
@@ -80,24 +81,5 @@ struct Fp4Matrix {
     return e4m3_to_float(scales.data[scales.offset(row, block, batch)]);
   }
 };
-
-/// A tensor's global scale. In double: the reciprocal of a subnormal overflows a float.
-struct GlobalScale {
-  const float* pointer;
-  float value;
-  bool is_reciprocal;
-
-  HOPWELL_DEVICE double get() const {
-    const double global = double(pointer ? *pointer : value);
-    return is_reciprocal ? 1 / global : global;
-  }
-  /// With its number in a register: a kernel asks memory for it at its beginning, where nothing waits, not before it
-  /// stores results.
-  HOPWELL_DEVICE GlobalScale loaded() const { return {nullptr, pointer ? *pointer : value, is_reciprocal}; }
-};
-
-inline GlobalScale global_scale_of(const nvfp4::Global& global, bool is_reciprocal = false) {
-  return {global.pointer, global.value, is_reciprocal};
-}
 
 }  // namespace hopwell::tile

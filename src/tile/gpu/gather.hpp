@@ -1,4 +1,4 @@
-// Rows of bf16 from anywhere into the panels of a tile.
+// Gathers rows of bf16 from arbitrary addresses into the panels of a tile.
 #pragma once
 
 #include "arch/sm80/async_copy.hpp"
@@ -10,8 +10,9 @@
 
 namespace hopwell::tile {
 
-/// Starts the copies of a row's chunk, 16 bytes, of `panels` panels that lie panel_bytes apart; zeros where the row is
-/// not valid. Not kAsync: of a row of any alignment, through registers. `to` and `source` are those of the first panel.
+/// Starts the copies of a row's 16-byte chunk for `panels` panels with a pitch of panel_bytes; zeros if the row is not
+/// valid. Without kAsync: copies through registers, for rows of any alignment. `to` and `source` are the addresses for
+/// the first panel.
 template <bool kAsync>
 HOPWELL_DEVICE void copy_chunk(uint32_t to, uint32_t panel_bytes, const arch::bf16* source, bool valid, int panels) {
   HOPWELL_UNROLL
@@ -30,21 +31,22 @@ HOPWELL_DEVICE void copy_chunk(uint32_t to, uint32_t panel_bytes, const arch::bf
   }
 }
 
-/// Which rows a tile's 64 rows are copied from: lane l of a warp holds the indices of rows l and l + 32. One that is
-/// not among `rows` gives zeros.
+/// Source rows of a tile's 64 rows: lane l of a warp holds the indices of rows l and l + 32. Rows with an index outside
+/// of `rows` are filled with zeros.
 struct RowIndices {
   int low, high;
   KeyRange rows;
 };
 
-/// A warp starts copying a tile: row i is data + index · stride (elements), kColumns / 64 panels from `destination`
-/// on. data and stride are multiples of 16 bytes, and all rows lie within 64 GiB after the first. `kTogether`, a divisor
-/// of 16: so many times four rows are on their way between two looks at the loop; more is faster and takes registers.
+/// Starts copying a tile, executed by one warp: row i is data + index · stride (elements), to kColumns / 64 panels from
+/// `destination` on. data and stride are multiples of 16 bytes, and all rows lie within 64 GiB after the first. kUnroll
+/// (here `kTogether`), a divisor of 16: number of four-row copies in flight per loop iteration; more is faster and
+/// takes more registers.
 template <int kColumns, int kTogether = 1>
 HOPWELL_DEVICE void gather_rows(uint32_t destination, const arch::bf16* data, int64_t stride, RowIndices indices) {
   constexpr uint32_t kNone = 0xffffffff;
   const uint32_t lane = uint32_t(arch::lane_index()), chunk = lane % 8;  // unsigned: fewer registers for addresses
-  const uint32_t chunks = uint32_t(stride / 8);                          // of a row, so that offsets take one register
+  const uint32_t chunks = uint32_t(stride / 8);                          // in chunks: offsets take one register
   const uint32_t low = indices.rows.has(indices.low) ? uint32_t(indices.low) * chunks : kNone;
   const uint32_t high = indices.rows.has(indices.high) ? uint32_t(indices.high) * chunks : kNone;
   HOPWELL_NO_UNROLL
@@ -59,7 +61,7 @@ HOPWELL_DEVICE void gather_rows(uint32_t destination, const arch::bf16* data, in
   }
 }
 
-/// The same for rows of any alignment anywhere, slowly.
+/// The same for rows of any alignment and address; slow.
 template <int kColumns>
 HOPWELL_DEVICE void copy_rows(uint32_t destination, const arch::bf16* data, int64_t stride, RowIndices indices) {
   HOPWELL_NO_UNROLL
@@ -77,8 +79,9 @@ HOPWELL_DEVICE void copy_rows(uint32_t destination, const arch::bf16* data, int6
   }
 }
 
-/// By each thread that has copied: one arrival, when all that it has copied so far has come. The copies of kAsync write
-/// by the generic proxy, and what waits here would hold up the next ones: who reads by wgmma fences after its wait.
+/// Executed by each thread that has copied: one arrival when all its copies so far have completed. With kAsync the
+/// copies write through the generic proxy, and a fence here would delay the next copies: the reader executes the proxy
+/// fence after its wait.
 template <bool kAsync>
 HOPWELL_DEVICE void arrive_after_copies(arch::mbarrier& full, arch::Site site = arch::Site::current()) {
   if constexpr (kAsync) {
@@ -89,7 +92,7 @@ HOPWELL_DEVICE void arrive_after_copies(arch::mbarrier& full, arch::Site site = 
   }
 }
 
-/// Whether gather_rows can take `rows` rows that lie `stride` elements apart: aligned, ascending, and within 64 GiB.
+/// Whether gather_rows can copy `rows` rows with a pitch of `stride` elements: aligned, ascending, and within 64 GiB.
 inline bool can_gather(const void* data, int64_t rows, int64_t stride) {
   return reinterpret_cast<uintptr_t>(data) % 16 == 0 &&
          (rows <= 1 || (stride >= 0 && stride % 8 == 0 && rows * (stride / 8) < 0xffffffff));

@@ -1,5 +1,6 @@
-// Numbers of e4m3, bf16 or fp32 as sums of bf16, their limbs: each holds the leading eight digits of what the ones before
-// have left. bf16 itself is one limb, and so is e4m3, which bf16 has exactly; three hold all 24 digits of fp32, two hold 16.
+// bf16 split of e4m3, bf16 or fp32 numbers: a sum of bf16 terms (here `limbs`). Each term holds the leading eight bits
+// of the remainder of the previous terms. bf16 and e4m3 need one term, because bf16 represents both exactly. fp32 has 24
+// bits: three terms (bf16x3) hold all of them, two hold 16.
 #pragma once
 
 #include <cmath>
@@ -13,14 +14,14 @@ namespace hopwell::tile {
 template <class T>
 inline constexpr int kLimbs = sizeof(T) <= 2 ? 1 : 3;
 
-/// Eight neighbouring columns of a row: 16 bytes a limb.
+/// Eight adjacent columns of a row: 16 bytes per term.
 template <int kTheLimbs>
 struct Chunk {
   arch::Words4 limb[kTheLimbs];
 };
 
-/// Two e4m3, in bytes 1 and 3, as bf16: s e e e e m m m is moved to where it is one with the exponent's upper bits 0, for
-/// which 2^120 makes up, of subnormals too. NaN stays NaN.
+/// Two e4m3, in bytes 1 and 3, as bf16. The bits s e e e e m m m are shifted so that the upper exponent bits of the
+/// bf16 are 0; a multiplication by 2^120 corrects the bias, for subnormals too. NaN stays NaN.
 HOPWELL_DEVICE uint32_t e4m3x2_to_bf16(uint32_t pair) {
   constexpr uint32_t kMagnitudes = 0x7f007f00, kSigns = 0x80008000, k2To120 = 0x7b807b80;
   const uint32_t magnitudes = pair & kMagnitudes, nan = (magnitudes + 0x01000100) & kSigns;
@@ -34,14 +35,14 @@ HOPWELL_DEVICE Chunk<1> e4m3x8_to_bf16(uint64_t codes) {
         e4m3x2_to_bf16(arch::permute_bytes<0x1404>(high, 0)), e4m3x2_to_bf16(arch::permute_bytes<0x3424>(high, 0))}}};
 }
 
-/// Takes the leading eight digits from a number: bits of bf16, in the upper half.
+/// Splits the leading eight bits off a number: bits of a bf16, in the upper half of the result.
 HOPWELL_DEVICE uint32_t take_limb(float& x) {
   const uint32_t bits = arch::bit_cast<uint32_t>(x) & 0xffff0000U;
   x -= arch::bit_cast<float>(bits);
   return bits;
 }
 
-/// The limbs of finite numbers.
+/// Split of finite numbers.
 template <int kTheLimbs>
 HOPWELL_DEVICE Chunk<kTheLimbs> split_finite(const float (&x)[8]) {
   Chunk<kTheLimbs> chunk;
@@ -55,7 +56,7 @@ HOPWELL_DEVICE Chunk<kTheLimbs> split_finite(const float (&x)[8]) {
   return chunk;
 }
 
-/// The limbs of any numbers: infinities and NaN go to the first limb.
+/// Split of any numbers: infinities and NaN go to the first term.
 template <int kTheLimbs>
 HOPWELL_DEVICE Chunk<kTheLimbs> split(const float (&x)[8]) {
   float finite[8];
@@ -72,7 +73,7 @@ HOPWELL_DEVICE Chunk<kTheLimbs> split(const float (&x)[8]) {
   return chunk;
 }
 
-/// The numbers whose limbs these are.
+/// Sums the terms of a split.
 template <int kTheLimbs>
 HOPWELL_DEVICE void sum_limbs(const Chunk<kTheLimbs>& chunk, float (&x)[8]) {
   HOPWELL_UNROLL

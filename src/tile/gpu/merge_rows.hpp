@@ -1,5 +1,6 @@
-// Rows of neighbouring queries as one. A kernel that takes 64 heads at a time takes several queries that have fewer as if
-// they were one query with all of their heads; its keys are the union of theirs, each gathered once.
+// Query groups: merges the index rows of adjacent queries. A kernel that processes 64 heads per tile treats several
+// queries with fewer heads as one query with all of their heads. Its keys are the union of theirs; each is gathered
+// once.
 #pragma once
 
 #include <bit>
@@ -11,25 +12,25 @@
 
 namespace hopwell::tile {
 
-inline constexpr int kMostMembers = 8;          // queries of a group: a bit each
-inline constexpr int kLongestMergedRow = 4096;  // entries of one of them
+inline constexpr int kMostMembers = 8;          // queries per group; a member mask has one bit each
+inline constexpr int kLongestMergedRow = 4096;  // entries of the longest row that can be merged
 inline constexpr int kMergeThreads = 512;
-inline constexpr int kMergeCtasOfSm = 3;  // that run at a time on Hopper: it takes loads of many groups to fill memory
+inline constexpr int kMergeCtasOfSm = 3;  // CTAs per SM on Hopper: saturating memory takes the loads of many groups
 
 struct MergeParams {
   SelectionParams selection;
-  int members;       // of a group
-  int words;         // of a member's bits: MergeStorage::words_of(members)
-  int* keys;         // [groups, members · topk]: the union, in ascending order but for keys that occur twice in a row
-  uint8_t* holders;  // the same: bit m: member m has the key
-  int* lengths;      // [groups]: keys; 0: the members are better taken one by one
-  float most;        // of union / sum of the rows, that is worth it
+  int members;       // queries per group
+  int words;         // words of a member's key bits: MergeStorage::words_of(members)
+  int* keys;         // [groups, members · topk]: the union, ascending except for keys that occur twice in a row
+  uint8_t* holders;  // member masks, same shape: bit m is set if member m has the key
+  int* lengths;      // [groups]: number of keys; 0: the members are processed ungrouped
+  float most;        // largest ratio of union length to sum of row lengths for which merging pays
 };
 
-/// Which of a kernel's queries are its own, where there is a kernel for groups and one for what is left.
+/// Selects a kernel's own queries if one kernel processes groups and another one ungrouped queries.
 struct MergedRows {
-  const int* lengths;   // [groups]; null: there are no groups
-  int members, groups;  // 1 and all for the kernel whose queries are groups
+  const int* lengths;   // [groups]; null: no grouping
+  int members, groups;  // for the kernel that processes groups as queries: 1 and the number of groups
   bool wants_merged;
 
   HOPWELL_DEVICE bool wants(int query) const {
@@ -37,14 +38,14 @@ struct MergedRows {
     const int group = query / members;
     return (group < groups && lengths[group] > 0) == wants_merged;
   }
-  /// Of a group, or of the one that a query is in; 0 where they are not merged.
+  /// Number of keys of a group, or of the group that contains a query; 0 if the group is not merged.
   HOPWELL_DEVICE int keys_of(int query) const {
     const int group = query / members;
     return group < groups ? lengths[group] : 0;
   }
 };
 
-/// What a kernel for groups is told of its rows; lengths of 0 are not its own.
+/// The selection that a group kernel uses. Groups with length 0 are not its own.
 inline SelectionParams merged_rows_of(const MergeParams& p) {
   SelectionParams merged = p.selection;
   merged.indices = p.keys, merged.indices_stride = int64_t{p.members} * p.selection.topk;
@@ -54,7 +55,7 @@ inline SelectionParams merged_rows_of(const MergeParams& p) {
   return merged;
 }
 
-/// The part of a member's row that a warp reads; all rows are read at once. A thread has every 32nd entry.
+/// The part of a member's row that one warp reads; all rows are read at the same time. A thread reads every 32nd entry.
 struct PartOfRow {
   int member;
   Entries entries;
@@ -63,17 +64,17 @@ struct PartOfRow {
 struct MergeStorage {
   static constexpr int kWords = 2048 * kMostMembers, kStaged = 256;
 
-  alignas(16) uint32_t seen[kWords];             // of each member a bit for each key of a round
-  uint16_t staged[kMergeThreads / 32][kStaged];  // of each warp: places of keys on their way, of 64 words
-  PartOfRow parts[kMergeThreads / 32];           // of the warps
+  alignas(16) uint32_t seen[kWords];             // per member one bit for each key of a round
+  uint16_t staged[kMergeThreads / 32][kStaged];  // per warp: offsets of the keys to be written next, of 64 words
+  PartOfRow parts[kMergeThreads / 32];           // per warp
   alignas(16) int warp_sums[kMergeThreads / 32];
 
-  // A multiple of 4, as they are cleared and counted so many at a time.
+  // A multiple of 4, because words are cleared and counted four at a time.
   static HOPWELL_HOST_DEVICE int words_of(int members) { return kWords / members / 4 * 4; }
 };
-static_assert(kMergeCtasOfSm * (sizeof(MergeStorage) + 1024) <= 228 * 1024);  // 1 KB of each CTA is the system's
+static_assert(kMergeCtasOfSm * (sizeof(MergeStorage) + 1024) <= 228 * 1024);  // the system reserves 1 KB per CTA
 
-/// The sum of x, the same for all of a warp, over the warps before; `total`: over all.
+/// Sum of x over the warps before this one; x is equal in all lanes of a warp. `total`: sum over all warps.
 HOPWELL_DEVICE int sum_before_warp(MergeStorage& s, int x, int& total) {
   const int warp = arch::warp_index();
   arch::syncthreads();
@@ -88,7 +89,7 @@ HOPWELL_DEVICE int sum_before_warp(MergeStorage& s, int x, int& total) {
   return before;
 }
 
-/// The sum of x over the CTA's threads, none of which reads former sums any more.
+/// Sum of x over the CTA's threads. No thread may still read the previous sums.
 HOPWELL_DEVICE int sum_of_cta(MergeStorage& s, int x) {
   const int of_warp = sum_of_warp(x), warp = arch::warp_index();
   if (arch::lane_index() == 0) s.warp_sums[warp] = of_warp;
@@ -99,7 +100,7 @@ HOPWELL_DEVICE int sum_of_cta(MergeStorage& s, int x) {
   return sum;
 }
 
-/// A member has 2, 4 or 8 of the warps, so that there is nothing to divide; those beyond have no entries.
+/// 2, 4 or 8 warps read a member's row, so that no division is needed. Warps beyond that have no entries.
 HOPWELL_DEVICE PartOfRow part_of_warp(const MergeParams& p, int group) {
   static_assert(kMergeThreads == 512 && kMostMembers == 8 && kLongestMergedRow <= 64 * 32 * 2);  // bits of `taken`
   const int warp = arch::warp_index(), shift = p.members > 4 ? 1 : p.members > 2 ? 2 : 3;
@@ -107,19 +108,19 @@ HOPWELL_DEVICE PartOfRow part_of_warp(const MergeParams& p, int group) {
   const bool has_any = warp >> shift < p.members;
   const int member = has_any ? warp >> shift : 0;
   Entries row = entries_of(p.selection, int64_t{group} * p.members + member);
-  row.given = true;  // as it is: so that the compiler knows
+  row.given = true;  // unmodified; tells the compiler that it is true
   const int size = has_any ? (row.length + (32 << shift) - 1) >> (5 + shift) << 5 : 0;
   return {member, row.slice(part * size, size)};
 }
 
-/// What every 32nd of some entries names, from one on; -1 beyond the last.
+/// Loads every 32nd entry from `first` on; -1 beyond the last.
 template <int kCount>
 HOPWELL_DEVICE void load_every_32nd(const Entries& entries, int first, int (&keys)[kCount]) {
   HOPWELL_UNROLL
   for (int i = 0; i < kCount; ++i) keys[i] = entries.at(first + 32 * i);
 }
 
-/// Clears `count` words, and up to three more, from one whose address is a multiple of 16.
+/// Clears `count` words, rounded up to a multiple of 4. The address of the first is a multiple of 16.
 HOPWELL_DEVICE void clear_words(uint32_t* words, int count) {
   for (int i = 4 * arch::thread_index(); i < count; i += 4 * kMergeThreads)
     *reinterpret_cast<arch::Words4*>(words + i) = {};
@@ -130,7 +131,7 @@ struct WordRange {
   int begin, end;
 };
 
-/// How many keys any member has in a warp's words, for this lane's share of these. Words past the last are clear.
+/// Number of keys that any member has in this lane's part of a warp's words. Words past the last one are zero.
 HOPWELL_DEVICE int count_keys(const MergeParams& p, const MergeStorage& s, const WordRange& own) {
   int count = 0;
   for (int word = own.begin + 4 * arch::lane_index(); word < own.end; word += 4 * 32) {
@@ -146,7 +147,7 @@ HOPWELL_DEVICE int count_keys(const MergeParams& p, const MergeStorage& s, const
   return count;
 }
 
-/// A bit for each key of two words that any member has.
+/// One bit for each key of two words that any member has.
 struct alignas(8) TwoWords {
   uint32_t w[2];
 };
@@ -160,7 +161,7 @@ HOPWELL_DEVICE TwoWords keys_of_words(const MergeParams& p, const MergeStorage& 
   return any;
 }
 
-/// A bit for each member that has the key of a bit.
+/// Member mask of the key at `bit`.
 HOPWELL_DEVICE uint32_t holders_of_bit(const MergeParams& p, const MergeStorage& s, int bit) {
   uint32_t holders = 0;
   HOPWELL_NO_UNROLL
@@ -168,49 +169,50 @@ HOPWELL_DEVICE uint32_t holders_of_bit(const MergeParams& p, const MergeStorage&
   return holders;
 }
 
-// ---- a first look
+// ---- sampling
 
-inline constexpr int kSampleSlots = 1 << 15;  // a byte each
+inline constexpr int kSampleSlots = 1 << 15;  // one byte per slot
 
-/// Whether a first look takes a key, which it does with one of eight, and its slot. The same keys are taken of all rows, wherever
-/// they stand, so that rows in other orders look no less alike; by a multiplicative hash, so that keys at even distances, too, are
-/// taken evenly.
+/// Whether the sample contains a key (one in eight does), and the key's slot. Rows sample the same keys, so that the
+/// overlap of rows in different orders is not underestimated. The hash is multiplicative, so that keys at even
+/// distances are sampled evenly too.
 HOPWELL_HOST_DEVICE uint32_t sample_hash(int key) { return uint32_t(key) * 0x9e3779b1; }
 HOPWELL_HOST_DEVICE bool is_sampled(uint32_t hash) { return hash >> 29 == 0; }
 HOPWELL_HOST_DEVICE uint32_t sample_slot(uint32_t hash) { return hash >> 14; }
 
-/// Of entries that a first look takes, `again` name a slot that others do, too: whether the union is clearly too long. Keys in n
-/// rows each count 1 - most · n. At the limit the sum over all keys is 0, and over a class of them its standard deviation is
-/// 0.3 (two rows) to 0.95 (eight) of √entries. A group near the limit that is left by chance would have gained little.
+/// Of `entries` sampled entries, `again` hit a slot that another entry marks too. Returns whether the union is clearly
+/// too long. A key in n rows counts 1 - most · n. At the limit, the sum over all keys is 0; over the sampled keys its
+/// standard deviation is 0.3 (two rows) to 0.95 (eight rows) times √entries. A group near the limit that is rejected by
+/// chance would have gained little.
 HOPWELL_HOST_DEVICE bool is_clearly_too_long(int entries, int again, float most) {
   const float excess = float(entries - again) - most * float(entries);
   return excess > 0 && excess * excess > float(entries);
 }
 
-/// How many slots are marked of a thread's share of them.
+/// Number of marked slots among this thread's slots.
 HOPWELL_DEVICE int count_slots(const arch::Words4* slots) {
-  uint32_t marks = 0;  // of every fourth slot, a byte each
+  uint32_t marks = 0;  // four counters of one byte, for every fourth slot
   HOPWELL_UNROLL
   for (int i = 0; i < kSampleSlots / 16; i += kMergeThreads)
     for (const uint32_t of_slots : slots[i].w) marks += of_slots;
   return int(marks * 0x01010101 >> 24);
 }
 
-/// Looks at a group's sampled entries: all rows are read at once, slots are marked without a question or a branch and counted in the
-/// end, and there are few barriers.
+/// Samples a group's entries. All rows are read at the same time, slots are marked without tests or branches and
+/// counted at the end, and there are few barriers.
 HOPWELL_DEVICE bool is_clearly_not_worth_it(MergeStorage& s, const Entries& part, float most) {
   constexpr int kAgain = 1 << 16, kBatch = 8;
   static_assert(kMostMembers * kLongestMergedRow < kAgain && kSampleSlots <= sizeof(s.seen));
-  static_assert(kSampleSlots / kMergeThreads < 256);  // what count_slots can count
+  static_assert(kSampleSlots / kMergeThreads < 256);  // the range of count_slots' counters
   const uint32_t seen = arch::shared_address(s.seen);
-  auto* const slots = reinterpret_cast<arch::Words4*>(s.seen) + arch::thread_index();  // and every kMergeThreads-th
+  auto* const slots = reinterpret_cast<arch::Words4*>(s.seen) + arch::thread_index();  // then every kMergeThreads-th
   const int lane = arch::lane_index();
   const Entries mine = part.slice(lane, part.length - lane);
   int keys[kBatch], entries = 0;
-  load_every_32nd(mine, 0, keys);  // on their way while slots are cleared
+  load_every_32nd(mine, 0, keys);  // in flight while slots are cleared
   HOPWELL_NO_UNROLL
   for (int i = 32 * (kBatch + lane); i < part.length; i += 32 * 32)
-    arch::prefetch_l2(part.row + i);  // the others' lines
+    arch::prefetch_l2(part.row + i);  // the lines of the other entries
   HOPWELL_UNROLL
   for (int i = 0; i < kSampleSlots / 16; i += kMergeThreads) slots[i] = {};
   arch::syncthreads();
@@ -233,10 +235,10 @@ HOPWELL_DEVICE bool is_clearly_not_worth_it(MergeStorage& s, const Entries& part
 
 // ---- the full count
 
-/// Marks a warp's keys from `first` on that have not been taken yet. Of equal ones of a row one is taken, the others wait for
-/// another round. Returns whether there are such; `taken`: a bit for each of the thread's entries.
+/// Marks a warp's keys from `first` on that are not marked yet. Of equal keys of a row one is marked; the others wait
+/// for another round. Returns whether any wait. `taken`: one bit for each of the thread's entries.
 HOPWELL_DEVICE bool mark_keys(const MergeParams& p, MergeStorage& s, int first, uint64_t& taken) {
-  constexpr int kBatch = 4;  // entries that are asked for at a time
+  constexpr int kBatch = 4;  // entries loaded at a time
   Entries part = s.parts[arch::warp_index()].entries;
   part.given = true;
   const uint32_t seen = arch::shared_address(s.seen + s.parts[arch::warp_index()].member * p.words);
@@ -259,14 +261,14 @@ HOPWELL_DEVICE bool mark_keys(const MergeParams& p, MergeStorage& s, int first, 
   return waits;
 }
 
-/// What is marked at a time: keys from `first` on. `own`: the warp's words, whose keys lie from place `at` on in the union.
+/// One marking round: keys from `first` on. `own`: the warp's words, whose keys start at offset `at` of the union.
 struct MergeRound {
   int first, at;
   WordRange own;
 };
 
-/// Writes the marked keys of a warp's words and who holds them: two words a lane, then a key a lane, so that lines are
-/// written whole.
+/// Writes the marked keys of a warp's words and their member masks: first two words per lane, then one key per lane, so
+/// that full lines are written.
 HOPWELL_DEVICE void write_marked_keys(const MergeParams& p, MergeStorage& s, int group, const MergeRound& round) {
   constexpr int kWords = 64;
   const int capacity = p.members * p.selection.topk, lane = arch::lane_index();
@@ -288,7 +290,7 @@ HOPWELL_DEVICE void write_marked_keys(const MergeParams& p, MergeStorage& s, int
           staged[place - first] = uint16_t(32 * (2 * lane + j) + std::popcount(~any.w[j] & (any.w[j] - 1)));
       }
       arch::syncwarp();
-      for (int i = first + lane; i < end && at + i < capacity; i += 32) {  // were a barrier lost, it would end here
+      for (int i = first + lane; i < end && at + i < capacity; i += 32) {  // if a barrier is lost, the loop still ends
         const int bit = 32 * from + staged[i - first];
         p.keys[row + at + i] = round.first + bit;
         p.holders[row + at + i] = uint8_t(holders_of_bit(p, s, bit));
@@ -299,7 +301,7 @@ HOPWELL_DEVICE void write_marked_keys(const MergeParams& p, MergeStorage& s, int
   }
 }
 
-/// The keys that any of the members may see.
+/// The keys that any member may see.
 HOPWELL_DEVICE KeyRange visible_keys(const MergeStorage& s) {
   uint32_t begin = ~0u, end = 0;
   HOPWELL_NO_UNROLL
@@ -312,14 +314,13 @@ HOPWELL_DEVICE KeyRange visible_keys(const MergeStorage& s) {
   return end == 0 ? KeyRange{} : KeyRange{begin, end - begin};
 }
 
-/// Of a group: how many keys the union has and in how many rounds they were marked, and how many of this thread's entries
-/// are valid.
+/// Totals of a group: length of the union, number of marking rounds, and number of this thread's valid entries.
 struct MergeTotals {
   int length = 0, rounds = 0, entries = 0;
 };
 
-/// Marks the keys of a group, as many at a time as there are bits for, a key that a row has again in a round of its own,
-/// and shows each round to `look`.
+/// Marks the keys of a group, per round as many as there are bits, and a key that repeats within a row in another
+/// round. Calls `look` with each round.
 template <class Look>
 HOPWELL_DEVICE MergeTotals mark_in_rounds(const MergeParams& p, MergeStorage& s, const Look& look) {
   constexpr int kWarps = kMergeThreads / 32;
@@ -339,7 +340,7 @@ HOPWELL_DEVICE MergeTotals mark_in_rounds(const MergeParams& p, MergeStorage& s,
       const bool waits = mark_keys(p, s, int(first), taken);
       arch::syncthreads();
       const int count = count_keys(p, s, own);
-      // Both sums at once: there are at most 2^18 keys, in groups of two.
+      // Reduces both sums at once: there are at most 2^18 keys in groups of two.
       constexpr int kFlag = 1 << 20;
       const int of_warp = sum_of_warp(count) + (arch::ballot(waits) ? kFlag : 0);
       int total;
@@ -347,26 +348,25 @@ HOPWELL_DEVICE MergeTotals mark_in_rounds(const MergeParams& p, MergeStorage& s,
       look(MergeRound{int(first), totals.length + before, own});
       totals.length += total & (kFlag - 1), waiting = total / kFlag, ++totals.rounds;
     } while (waiting > 0);
-    totals.entries +=
-        std::popcount(uint32_t(taken)) + std::popcount(uint32_t(taken >> 32));  // of 64 nvcc makes nothing
+    totals.entries += std::popcount(uint32_t(taken)) + std::popcount(uint32_t(taken >> 32));  // 64-bit popcount is slow
   }
   return totals;
 }
 
-/// Whether all members have entries, and the union is short enough.
+/// Whether all members have entries and the union is short enough.
 HOPWELL_DEVICE bool is_worth_it(const MergeParams& p, MergeStorage& s, const MergeTotals& totals) {
   const int of_warp = sum_of_warp(totals.entries), member = s.parts[arch::warp_index()].member;
   int entries, warps;
   sum_before_warp(s, of_warp, entries);
-  sum_before_warp(s, int(of_warp > 0) << 4 * member, warps);  // that have any, four bits a member
+  sum_before_warp(s, int(of_warp > 0) << 4 * member, warps);  // warps with entries, four bits per member
   bool worth = float(totals.length) <= p.most * float(entries);
   for (int m = 0; m < p.members; ++m) worth = worth && (warps >> 4 * m & 15) != 0;
   return worth;
 }
 
-/// Merges the rows of a group, by a CTA of kMergeThreads. Groups with a member that sees no key are left alone: what its
-/// rows of q and out hold is nobody's business then. First comes what takes the least time: a look at some keys, then a count
-/// of all; to write them takes the most.
+/// Merges the rows of a group, executed by a CTA of kMergeThreads. Groups with a member that sees no key are not
+/// merged, because the q and out rows of such a member may hold anything. The cheapest test comes first: a sample of
+/// the keys, then a count of all keys. Writing the keys costs the most.
 HOPWELL_DEVICE void merge_rows_of_group(const MergeParams& p, MergeStorage& s, int group) {
   const PartOfRow own = part_of_warp(p, group);
   if (is_clearly_not_worth_it(s, own.entries, p.most)) {
@@ -389,7 +389,7 @@ HOPWELL_DEVICE void merge_rows_of_group(const MergeParams& p, MergeStorage& s, i
     if (writes) return;
     writes = is_worth_it(p, s, totals);
     if (arch::thread_index() == 0) p.lengths[group] = writes ? totals.length : 0;
-    if (writes && totals.rounds == 1) return write_marked_keys(p, s, group, last);  // which is still marked
+    if (writes && totals.rounds == 1) return write_marked_keys(p, s, group, last);  // its keys are still marked
   } while (writes);
 }
 

@@ -1,9 +1,9 @@
-// Rows of up to 128 columns of bf16 or fp32 as operands of mma.sync, in limbs. A product is that of the limbs but the
-// smallest ones: six products of bf16 for one of fp32.
+// Rows of up to 128 columns of bf16 or fp32 as operands of mma.sync, as a bf16 split (limbs.hpp). A product multiplies
+// all pairs of terms but the smallest: six bf16 products for one fp32 product.
 //
-// A column block is 32 columns, 8 of them for each lane of a quad, 16 bytes. mma may sum over columns in any order that both
-// operands agree on, so step 2 b takes the first four of each lane's eight, step 2 b + 1 the others, and one 16-byte load
-// serves two steps.
+// A column block is 32 columns: each lane of a quad holds 8 of them, 16 bytes. mma may sum over columns in any order
+// that both operands agree on. So step 2 b uses the first four of each lane's eight columns, step 2 b + 1 the others,
+// and one 16-byte load serves two steps.
 #pragma once
 
 #include "arch/sm80/matrix.hpp"
@@ -12,15 +12,15 @@
 
 namespace hopwell::tile {
 
-inline constexpr int kBlockColumns = 32, kColumnBlocks = 128 / kBlockColumns;  // of a row, at most
+inline constexpr int kBlockColumns = 32, kColumnBlocks = 128 / kBlockColumns;  // maximum per row
 
-/// Where a chunk of a row lies in a tile, in bytes: eight neighbouring rows have a column's in different banks, and so
-/// have two neighbours those of a quad.
+/// Byte offset of a chunk of a row in a tile. Eight adjacent rows have the same column in different banks, and two
+/// adjacent rows have a quad's columns in different banks.
 HOPWELL_DEVICE uint32_t chunk_offset(uint32_t row, uint32_t chunk) {
   return row * 256 + ((chunk ^ (row % 2 * 4) ^ (row / 2 % 4)) << 4);
 }
 
-/// Rows in shared memory: B of mma.
+/// Rows in shared memory: operand B of mma.
 template <int kTheLimbs, int kRows>
 struct MmaTile {
   static constexpr uint32_t kLimbBytes = kRows * 256;
@@ -41,14 +41,14 @@ struct MmaTile {
   }
 };
 
-/// This lane's chunks of the rows g and g + 8 of 16 that a warp has, by column blocks: A of mma.
+/// This lane's chunks of rows g and g + 8 of a warp's 16 rows, by column blocks: operand A of mma.
 template <int kTheLimbs>
 struct MmaRows {
   Chunk<kTheLimbs> chunk[kColumnBlocks][2];
 };
 
-/// d += 16 rows · 8 rows of the tile, for each of kM times 16 rows and kN times 8 from `first` on, a multiple of 8.
-/// kWhole: there are kColumnBlocks column blocks.
+/// d += (16 kM rows) · (8 kN rows of the tile, from row `first` on, a multiple of 8). kWhole: there are kColumnBlocks
+/// column blocks.
 template <bool kWhole, int kTheLimbs, int kM, int kN, int kRows>
 HOPWELL_DEVICE void multiply(float (&d)[kN][kM][4], const MmaRows<kTheLimbs> (&a)[kM],
                              const MmaTile<kTheLimbs, kRows>& tile, int first, int column_blocks) {

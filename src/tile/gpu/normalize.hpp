@@ -1,4 +1,4 @@
-// A row divided by its sum, by a warp; an all-zero row stays.
+// Divides a row by its sum, executed by a warp. An all-zero row stays zero.
 #pragma once
 
 #include <cmath>
@@ -7,7 +7,8 @@
 
 namespace hopwell::tile {
 
-/// `total`: of the sum, this lane's part. Each lane reads every 32nd number, many at a time; `to` may be `from`.
+/// `total`: this lane's part of the sum. Each lane processes every 32nd number, several per iteration. `to` may be
+/// `from`.
 HOPWELL_DEVICE void normalize(const float* from, float* to, int size, float total) {
   constexpr int kTogether = 16;
   total = sum_of_warp(total);

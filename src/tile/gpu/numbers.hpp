@@ -1,4 +1,4 @@
-// Numbers that kernels compute with, and the types that they have in memory.
+// Number types in memory and in computation.
 #pragma once
 
 #include "arch/sm80/convert.hpp"

@@ -1,9 +1,10 @@
-// CTAs at one pace. With keys in ascending order all CTAs that are at the same step read, or add to, the same range of
-// rows, which are then still in L2. So no CTA begins a step before the average CTA of its wave is within a few steps.
+// Throttling (here `pace`). With keys in ascending order, all CTAs at the same step read, or add to, the same range of
+// rows, which are then still in L2. So no CTA begins a step before the average CTA of its wave is within max_lead (here
+// `slack`) steps.
 //
-// It is a hint and nothing that results depend on. Nothing promises that CTAs start in the order of their numbers, nor
-// that the whole wave runs: another stream's kernel may have some of the SMs. So the wave is what the occupancy API
-// says that can run, a wait has an end, and one that came to its end was the last of the call: no CTA waits any more.
+// Throttling is a hint; results do not depend on it. CTAs may start in any order, and a wave may not be fully resident,
+// because a kernel of another stream may occupy some SMs. So the wave size comes from the occupancy API, and every wait
+// has a limit. After a wait that reaches the limit, no CTA waits again in this call.
 #pragma once
 
 #include "arch/sm80/memory.hpp"
@@ -12,20 +13,20 @@
 
 namespace hopwell::tile {
 
-/// More than all steps of a call: its plan sees to that.
+/// Larger than the number of steps of any call; the plan checks this.
 inline constexpr uint32_t kNoPace = uint32_t{1} << 31;
 
 struct Pace {
-  uint32_t* progress;  // steps that all items have made; or null: there is no common pace
-  int wave, slack;     // items that are worked on at a time, and by how many steps one may be ahead
-  int items;           // the first ones, which keep pace
-  int steps;           // of the longest item
+  uint32_t* progress;  // sum of the steps of all items; null: no throttling
+  int wave, slack;     // items processed at the same time; max_lead in steps
+  int items;           // number of throttled items; these come first
+  int steps;           // steps of the longest item
 
-  /// Whether an item keeps pace.
+  /// Whether an item is throttled.
   HOPWELL_DEVICE bool has(int item) const { return progress && item < items; }
 
-  /// Before a step of an item that keeps pace, by a warpgroup or its first warp. `seen`: of the progress, what was read
-  /// last; 0 at first.
+  /// Called before a step of a throttled item, by a warpgroup or its first warp. `seen`: the progress read last;
+  /// initially 0.
   HOPWELL_DEVICE void keep(int item, uint32_t& seen, int step) const {
     constexpr int kMostPolls = 16384;
     const int before = item / wave * wave, rest = items - before;
@@ -37,8 +38,8 @@ struct Pace {
     seen = arch::load_relaxed(progress);  // for the next step
   }
 
-  /// After the last step of an item that keeps pace, by one thread: one with fewer steps than others counts as having made
-  /// them all.
+  /// Called by one thread after the last step of a throttled item: an item with fewer steps than the longest counts as
+  /// having done all.
   HOPWELL_DEVICE void count_missing(int made) const {
     if (made < steps) arch::red_add(progress, uint32_t(steps - made));
   }

@@ -1,8 +1,8 @@
-// A ring of stages in shared memory, which some warps fill while others read what was filled before. Items are numbered
-// from 0 on, for as long as the CTA lives; item i lies in stage i % stages.
+// A ring of stages in shared memory. Producer warps fill stages while consumer warps read stages filled before. Items
+// are numbered from 0 during the lifetime of the CTA. Item i uses stage i % stages.
 //
-//     producer   wait_empty │ write, commit; or copy, whose end arrives at full()    of item i, when i − stages is read
-//     consumer   wait_full  │ read │ release                                         of item i
+//     producer   wait_empty │ write, commit; or copy, which completes on full()    of item i, after i − stages was read
+//     consumer   wait_full  │ read │ release                                       of item i
 #pragma once
 
 #include <type_traits>
@@ -11,7 +11,7 @@
 
 namespace hopwell::tile {
 
-/// One arrival for a warp, by all of its lanes: what they read or wrote before comes before it.
+/// One arrival for a warp, executed by all of its lanes. Their earlier reads and writes are ordered before it.
 HOPWELL_DEVICE void arrive_warp(arch::mbarrier& barrier, arch::Site site = arch::Site::current()) {
   arch::syncwarp();
   if (arch::lane_index() == 0) arch::mbarrier_arrive(barrier, site);
@@ -22,7 +22,8 @@ HOPWELL_DEVICE void arrive_warp(arch::mbarrier& barrier, uint32_t count, arch::S
   if (arch::lane_index() == 0) arch::mbarrier_arrive(barrier, count, site);
 }
 
-/// Barriers, or arrays of them, of so many arrivals. By one thread, before a barrier of the CTA.
+/// Initialises barriers, or arrays of them, with `arrivals` arrivals. Executed by one thread, before a barrier of the
+/// CTA.
 HOPWELL_DEVICE void init_barriers(uint32_t arrivals, arch::mbarrier& barrier) {
   arch::mbarrier_init(barrier, arrivals);
 }
@@ -35,8 +36,8 @@ HOPWELL_DEVICE void init_barriers(uint32_t arrivals, Barriers&... barriers) {
   (init_barriers(arrivals, barriers), ...);
 }
 
-/// The barriers of a ring, in shared memory. A stage may be filled in parts, and be emptied in others: each part has a
-/// barrier of its own.
+/// The barriers of a ring, in shared memory. A stage may be filled in several parts and emptied in several parts; each
+/// part has its own barrier.
 template <int kTheStages, int kFullParts = 1, int kEmptyParts = 1>
 struct RingBarriers {
   static constexpr int kStages = kTheStages;
@@ -51,8 +52,9 @@ struct RingBarriers {
     return stage[part];
   }
 
-  /// By one thread, before a barrier. A part is full after `full_arrivals`, and the bytes that they have announced; it
-  /// is empty when `readers` warps have released it. The first part may take more arrivals to be full.
+  /// Executed by one thread, before a barrier of the CTA. A part is full after `full_arrivals` arrivals and their
+  /// announced bytes. It is empty after `readers` warps have released it. The first part may need more arrivals to be
+  /// full.
   HOPWELL_DEVICE void init(uint32_t full_arrivals, uint32_t readers, uint32_t more_for_first_part = 0) {
     constexpr int kParts = kFullParts > kEmptyParts ? kFullParts : kEmptyParts;
     for (int i = 0; i < kStages * kParts; ++i) {
@@ -64,8 +66,8 @@ struct RingBarriers {
   }
 };
 
-/// A stage of a ring in one of the ring's rounds. Position: a RingItem, or a RingRound. `Site`s let each of its calls
-/// count by itself when the emulator leaves one out.
+/// A stage of a ring in one round. Position: a RingItem or a RingRound. The `Site` arguments let the emulator's
+/// mutation tests leave out each call separately.
 template <class Barriers, class Position>
 struct RingUse {
   Barriers& barriers;
@@ -83,17 +85,17 @@ struct RingUse {
   HOPWELL_DEVICE void wait_empty(int part = 0, arch::Site site = arch::Site::current()) const {
     arch::mbarrier_wait(empty(part), parity() ^ 1, site);
   }
-  /// By all lanes of a warp that has written the part itself.
+  /// Executed by all lanes of a warp that has written the part with ordinary stores.
   HOPWELL_DEVICE void commit(int part = 0, arch::Site site = arch::Site::current()) const {
     arrive_warp(full(part), site);
   }
-  /// By all lanes of a warp that has read the part.
+  /// Executed by all lanes of a warp that has read the part.
   HOPWELL_DEVICE void release(int part = 0, arch::Site site = arch::Site::current()) const {
     arrive_warp(empty(part), site);
   }
 };
 
-/// Where an item lies.
+/// Stage and parity of an item.
 template <int kStages>
 struct RingItem {
   int item;
@@ -106,8 +108,8 @@ struct RingSlot : RingUse<RingBarriers<kStages, kFullParts, kEmptyParts>, RingIt
       : RingUse<RingBarriers<kStages, kFullParts, kEmptyParts>, RingItem<kStages>>{barriers, {item}} {}
 };
 
-/// The same for who counts rounds instead of items: a round's parity is 0 in the first, then 1, 0, … Without waits it
-/// does not matter.
+/// The same for a caller that counts rounds instead of items: parity is 0 in round 0, then 1, 0, … Without waits the
+/// round does not matter.
 struct RingRound {
   int stage_of_round;
   uint32_t parity_of_round;
@@ -119,7 +121,7 @@ HOPWELL_DEVICE RingUse<Barriers, RingRound> ring_stage(Barriers& barriers, int s
   return {barriers, {stage, parity}};
 }
 
-/// A place in a ring that moves on: stage and parity are carried along, for kernels that would rather not divide.
+/// A cursor that advances through a ring. It carries stage and parity along, for kernels that avoid a division.
 template <int kStages>
 struct RingCursor : RingUse<RingBarriers<kStages>, RingRound> {
   HOPWELL_DEVICE explicit RingCursor(RingBarriers<kStages>& barriers, int stage = 0)

@@ -1,4 +1,4 @@
-// Matrices of e4m3, bf16 or fp32 in global memory whose rows may begin anywhere.
+// Matrices of e4m3, bf16 or fp32 in global memory with rows of any alignment.
 #pragma once
 
 #include "tile/gpu/limbs.hpp"
@@ -12,9 +12,9 @@ struct RowMajor {
   const T* data;
   int64_t stride;  // elements
   int columns;
-  bool in_chunks;  // every row is whole chunks of eight columns, aligned to 16 bytes (e4m3: 8)
+  bool in_chunks;  // every row is a multiple of eight columns, aligned to 16 bytes (e4m3: 8)
 
-  /// Columns `column` to `column` + 7 of a row in limbs, zeros past the last one.
+  /// bf16 split of columns `column` to `column` + 7 of a row; zeros past the last column.
   HOPWELL_DEVICE Chunk<kLimbs<T>> chunk(const T* row, int column) const {
     Chunk<kLimbs<T>> chunk{};
     if (column >= columns) return chunk;
@@ -43,7 +43,7 @@ struct RowMajor {
   }
 };
 
-/// The last dimension of a view as columns, the one before, of `dims` others, as rows.
+/// The last dimension of a view as columns, the dimension before it as rows; `dims` other dimensions precede them.
 template <class T>
 RowMajor<T> row_major(const View& view, std::size_t dims) {
   const bool in_chunks = view.shape[dims] % 8 == 0 && rows_aligned(view, dims, sizeof(T) == 1 ? 8 : 16);

@@ -1,5 +1,5 @@
-// A row's softmax as its scores come, in units of log 2: its reference, from which exponentials are counted; and what
-// becomes of reference, sum and maximum in the end.
+// Online softmax of a row, in units of log 2: row_max (here `reference`), which is subtracted from scores before
+// exponentials, and the final values of the sum, LSE and maximum.
 #pragma once
 
 #include <cmath>
@@ -9,38 +9,38 @@
 
 namespace hopwell::tile {
 
-/// How far a score may pass its row's reference before the reference moves. P ≤ 2^8 is as exact in bf16 as P ≤ 1, and
-/// outputs are seldom scaled.
+/// rescale_threshold: how far a score may exceed row_max before row_max moves. P ≤ 2^8 is as accurate in bf16 as P ≤ 1,
+/// and outputs are rarely rescaled.
 inline constexpr float kReferenceSlack = 8;
-/// The reference for scores up to `maximum`.
+/// The new row_max for scores up to `maximum`.
 HOPWELL_DEVICE float next_reference(float reference, float maximum) {
   return maximum > reference + kReferenceSlack ? maximum : reference;
 }
-/// Moves a row's reference. Returns what its output and its sum shrink by.
+/// Updates row_max. Returns row_scale, the factor that rescales the row's output and sum.
 HOPWELL_DEVICE float move_reference(float& reference, float to) {
   const float factor = to == reference ? 1 : arch::exp2_approx(reference - to);
   reference = to;
   return factor;
 }
-/// A sum that shrinks, rounded before anything is added to it: of a product and a sum the compiler would make one
-/// operation, with one rounding, in one kernel and not in another, which then has other bits.
+/// A rescaled sum, rounded before the next addition. Otherwise the compiler fuses the product and the addition, with
+/// one rounding, in some kernels and not in others, and their bits differ.
 HOPWELL_DEVICE float shrunk(float sum, float factor) { return fmaf(sum, factor, 0.0F); }
-/// The same as above, and its sum has shrunk.
+/// Updates row_max and rescales the sum.
 HOPWELL_DEVICE float move_reference(float& reference, float& sum, float to) {
   const float factor = move_reference(reference, to);
   sum = shrunk(sum, factor);
   return factor;
 }
-/// What is subtracted from scores: 0 where the reference is −∞, as all scores are, for −∞ − −∞ is NaN.
+/// The value subtracted from scores: 0 if row_max is −∞, because then all scores are −∞, and −∞ − −∞ is NaN.
 HOPWELL_DEVICE float finite_reference(float reference) { return reference == -INFINITY ? 0 : reference; }
 
-/// log Σ exp(score) of sum = Σ exp2(score · log2 e − reference); `empty` where there are no keys, NaN where a score is.
+/// log Σ exp(score) for sum = Σ exp2(score · log2 e − row_max); `empty` if there are no keys, NaN if a score is NaN.
 HOPWELL_DEVICE float lse_of(float reference, float sum, float empty = INFINITY) {
   return sum == 0 ? empty : (reference + arch::log2_approx(sum)) * kLn2;
 }
-/// What a sink divides the output of a row by: 1 + exp(sink − lse).
+/// Divisor that a sink applies to the output of a row: 1 + exp(sink − lse).
 HOPWELL_DEVICE float sink_divisor(float sink, float lse) { return 1 + arch::exp2_approx((sink - lse) * kLog2E); }
-/// The maximum of scores that fmaxf has made, which loses NaN; their sum has kept it.
+/// The maximum of scores with NaN restored: fmaxf ignores NaN, but the sum of the row has kept it.
 HOPWELL_DEVICE float max_or_nan(float maximum, float sum) { return sum != sum && maximum != INFINITY ? sum : maximum; }
 
 }  // namespace hopwell::tile

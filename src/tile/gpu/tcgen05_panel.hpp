@@ -1,5 +1,5 @@
-// Panels for tcgen05's products, which lie as panel.hpp says, in shared memory: descriptors, and tiles of 64 selected rows that
-// the copy engine gathers, four rows an instruction.
+// Panels (panel.hpp) as operands of tcgen05 in shared memory: descriptors, and tiles of 64 selected rows gathered by
+// the copy engine, four rows per instruction.
 #pragma once
 
 #include "arch/sm100/tcgen05.hpp"
@@ -10,7 +10,7 @@
 
 namespace hopwell::tile {
 
-/// As kRowsAlongK and its like. Rows across K: panels of kRows rows side by side.
+/// As in panel.hpp. MN-major: panels of kRows rows side by side.
 inline constexpr uint64_t kTcgen05RowsAlongK = arch::tcgen05_descriptor({arch::Swizzle::bytes128, 16, 1024}),
                           kTcgen05NarrowRowsAlongK = arch::tcgen05_descriptor({arch::Swizzle::bytes64, 16, 512});
 template <int kRows>
@@ -19,11 +19,11 @@ template <int kRows>
 inline constexpr uint64_t kTcgen05NarrowRowsAcrossK =
     arch::tcgen05_descriptor({arch::Swizzle::bytes64, kRows * 64, 512});
 
-/// A gather copies four rows; so many lanes of a warp copy a tile's.
+/// A gather copies four rows, so this many lanes of a warp gather a tile.
 inline constexpr int kGatherLanes = kTileRows / 4;
 
-/// The rows that a lane copies of the tile that begins with entry `first`: 4 lane to 4 lane + 3. -1 for entries that do not
-/// count: the copy engine gives zeros.
+/// The four rows that a lane gathers for the tile at entry `first`: 4 lane to 4 lane + 3. -1 for invalid entries; the
+/// copy engine fills zeros.
 HOPWELL_DEVICE void load_gathered_keys(int (&keys)[4], const Entries& entries, int first, int lane) {
   HOPWELL_UNROLL
   for (int i = 0; i < 4; ++i) keys[i] = entries.key(first + 4 * lane + i);
@@ -31,8 +31,9 @@ HOPWELL_DEVICE void load_gathered_keys(int (&keys)[4], const Entries& entries, i
 
 #if HOPWELL_HAS_SM100A
 
-/// A warp starts the copies of kPanels panels of a tile, from `column` on, to a stage of a ring. Its first lane waits for the
-/// stage, since it copies to all of them: others could fall behind by two phases of the barrier and wait for ever.
+/// Starts the copies of kPanels panels of a tile, from `column` on, to a stage of a ring; executed by a warp. One lane
+/// waits for the stage on behalf of all copies. If each lane waited itself, one could fall behind by two phases of the
+/// barrier and wait for ever.
 template <int kPanels, class Slot>
 HOPWELL_DEVICE void gather_tile(const Slot& slot, const void* stage, const arch::TensorMap& map, const int (&keys)[4],
                                 int column = 0) {
@@ -50,11 +51,11 @@ HOPWELL_DEVICE void gather_tile(const Slot& slot, const void* stage, const arch:
 
 #endif
 
-// Each kernel file has its own: see make_tensor_map.
+// `static` in each kernel file: see make_tensor_map.
 namespace {
 
-/// The rows of a bf16 matrix for gathers of `columns` columns. A matrix without rows lends those of `other`: then no entry
-/// counts, and of none more than zeros is asked for.
+/// Tensor map of the rows of a bf16 matrix for gathers of `columns` columns. For a matrix without rows it maps the rows
+/// of `other`: then no entry is valid, and only zeros are gathered.
 [[maybe_unused]] arch::TensorMap map_of_rows(const View& rows, const View& other, std::uint32_t columns,
                                              arch::Swizzle swizzle) {
   View lent = rows;

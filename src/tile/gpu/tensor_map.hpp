@@ -1,4 +1,4 @@
-// Tensor maps of operators' views.
+// Makes tensor maps of an operator's views.
 #pragma once
 
 #include <initializer_list>
@@ -8,14 +8,14 @@
 
 namespace hopwell::tile {
 
-/// A dimension of a view, and how many of its elements one copy moves.
+/// A dimension of a view, and the number of its elements that one copy moves.
 struct BoxSide {
   std::size_t dimension;
   std::uint32_t elements;
 };
 
-/// Whether the copy engine takes a view whose elements lie together in all dimensions but these: from 16 bytes to 16 bytes, in
-/// ascending order.
+/// Whether the copy engine supports a view that is contiguous in all dimensions but `outer`: 16-byte aligned, ascending
+/// strides that are multiples of 16 bytes.
 inline bool can_map(const View& view, std::initializer_list<std::size_t> outer) {
   constexpr std::int64_t kMost = std::int64_t{1} << 38;  // elements
   const auto chunk = static_cast<std::int64_t>(16 / size_of(view.dtype));
@@ -25,10 +25,10 @@ inline bool can_map(const View& view, std::initializer_list<std::size_t> outer) 
   return can;
 }
 
-// Each kernel file has its own: see make_tensor_map.
+// `static` in each kernel file: see make_tensor_map.
 namespace {
 
-/// The dimensions of a view, innermost first, of bf16 or bytes.
+/// Tensor map with the dimensions `box` of a view, innermost first, of bf16 or bytes.
 [[maybe_unused]] arch::TensorMap map_of(const View& view, std::initializer_list<BoxSide> box,
                                         arch::Swizzle swizzle = arch::Swizzle::none) {
   arch::TensorMapRequest request{
@@ -40,7 +40,7 @@ namespace {
     const std::int64_t extent = view.shape[dimension];
     request.extent[i] = static_cast<std::uint64_t>(extent);
     request.box[i] = elements;
-    // A dimension of size 1 may have any stride; the copy engine wants a multiple of 16 bytes.
+    // A dimension of size 1 may have any stride, but the copy engine needs a multiple of 16 bytes.
     if (i > 0)
       request.stride_bytes[i - 1] =
           extent > 1 ? size_of(view.dtype) * static_cast<std::uint64_t>(view.stride[dimension]) : 16;

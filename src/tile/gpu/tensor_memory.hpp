@@ -1,4 +1,4 @@
-// A CTA's columns of tensor memory: asked for, found and given back; and what is in them, waited for and loaded.
+// Tensor memory of a CTA: allocates and frees columns, waits for their contents and loads them.
 #pragma once
 
 #include "arch/sm100/tcgen05.hpp"
@@ -6,8 +6,8 @@
 
 namespace hopwell::tile {
 
-/// Lies in shared memory, where the hardware writes the columns' address; used as that address. kCtas 2: in each CTA of a
-/// pair, whose CTAs do all of this together.
+/// Resides in shared memory, where the hardware writes the columns' address; converts to that address. kCtas 2: one
+/// object in each CTA of a pair, and both CTAs execute every call.
 template <uint32_t kColumns, int kCtas = 1>
 struct TensorMemory {
   uint32_t address;
@@ -15,12 +15,13 @@ struct TensorMemory {
   HOPWELL_DEVICE operator uint32_t() const { return address; }
 
 #if HOPWELL_HAS_SM100A
-  /// By one warp. Others have the address after a barrier. Nothing more is asked for, so that the next CTA may ask.
+  /// Executed by one warp. Other warps have the address after a barrier. Gives up further allocations, so that the next
+  /// CTA may allocate.
   HOPWELL_DEVICE void allocate() {
     arch::tmem_allocate<kCtas>(address, kColumns);
     arch::tmem_relinquish<kCtas>();
   }
-  /// By the same warp, after a barrier behind the last use.
+  /// Executed by the same warp, after a barrier that follows the last use.
   HOPWELL_DEVICE void free() const {
     arch::tcgen05_fence_after_thread_sync();  // kept: PTX's examples do without
     arch::tmem_deallocate<kCtas>(address, kColumns);
@@ -30,14 +31,15 @@ struct TensorMemory {
 
 #if HOPWELL_HAS_SM100A
 
-/// Until a phase of a barrier ends: then this thread, and the products it starts, see what was done to tensor memory before.
+/// Waits for the end of a barrier's phase. Then earlier accesses to tensor memory are ordered before this thread and
+/// its products.
 HOPWELL_DEVICE void wait_tensor_memory(arch::mbarrier& barrier, uint32_t parity,
                                        arch::Site site = arch::Site::current()) {
   arch::mbarrier_wait(barrier, parity, site);
   arch::tcgen05_fence_after_thread_sync(site);
 }
 
-/// A warp's part of some columns, in registers when this returns.
+/// Loads a warp's part of some columns. The registers are valid when this returns.
 template <arch::TmemShape kShape = arch::TmemShape::b32x32, int kCount>
 HOPWELL_DEVICE void load_tensor_memory(uint32_t (&x)[kCount], uint32_t address,
                                        arch::Site site = arch::Site::current()) {

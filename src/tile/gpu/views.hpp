@@ -1,4 +1,4 @@
-// What a launch asks of an operator's views before it passes pointers to a kernel.
+// Checks of an operator's views before a launch passes pointers to a kernel.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace hopwell::tile {
 
 inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-/// Whether each row of a view, of which the first `dims` dimensions say where it begins, begins at a multiple of so many bytes.
+/// Whether every row of a view starts at a multiple of `bytes` bytes. The first `dims` dimensions select the row.
 inline bool rows_aligned(const View& view, std::size_t dims, std::int64_t bytes = 16) {
   const auto width = static_cast<std::int64_t>(size_of(view.dtype));
   bool aligned = reinterpret_cast<std::uintptr_t>(view.data) % static_cast<std::uintptr_t>(bytes) == 0;
@@ -18,7 +18,7 @@ inline bool rows_aligned(const View& view, std::size_t dims, std::int64_t bytes 
   return aligned;
 }
 
-/// Calls function(T*) with a pointer to the view's element type, as kernels name it.
+/// Calls function(T*) with a pointer to the view's element type, with the kernels' type names.
 template <class Function>
 void with_type(const View& view, Function function) {
   if (view.dtype == DType::kFloat16) return function(view.as<arch::fp16>());

@@ -1,12 +1,12 @@
-// Reductions over the lanes of a warp. All 32 lanes call them; the order of sums is always the same.
+// Reductions over the lanes of a warp. All 32 lanes call them. The order of sums is fixed.
 #pragma once
 
 #include "arch/sm80/threads.hpp"
 
 namespace hopwell::tile {
 
-/// Joins the x of lanes whose numbers differ by kFirst, then by half or twice as much, up to kLast: afterwards each of
-/// them has the whole. kFirst and kLast are powers of two.
+/// Butterfly reduction over lane masks kFirst, then doubled or halved, up to kLast. Afterwards each of these lanes has
+/// the result. kFirst and kLast are powers of two.
 template <int kFirst, int kLast, class T, class Join>
 HOPWELL_DEVICE T reduce(T x, const Join& join) {
   constexpr bool kDown = kFirst > kLast;
@@ -23,7 +23,7 @@ struct Plus {
     return a + b;
   }
 };
-/// Of floats, the one that is a number.
+/// The larger of two floats; ignores NaN.
 struct Larger {
   HOPWELL_DEVICE float operator()(float a, float b) const { return fmaxf(a, b); }
   HOPWELL_DEVICE int operator()(int a, int b) const { return b > a ? b : a; }
@@ -38,13 +38,13 @@ template <class T>
 HOPWELL_DEVICE T max_of_warp(T x) {
   return reduce<16, 1>(x, Larger{});
 }
-/// Over the four lanes of a quad, which in accumulators of mma and wgmma have columns of the same rows.
+/// Over the four lanes of a quad, which hold columns of the same rows in accumulators of mma and wgmma.
 HOPWELL_DEVICE float sum_of_quad(float x) { return reduce<1, 2>(x, Plus{}); }
 HOPWELL_DEVICE float max_of_quad(float x) { return reduce<1, 2>(x, Larger{}); }
-/// Over the eight lanes that have the same place in their quads: the same columns of other rows.
+/// Over the eight lanes with the same index in their quads: the same columns of other rows.
 HOPWELL_DEVICE float sum_of_column(float x) { return reduce<4, 16>(x, Plus{}); }
 
-/// The sum of x of the lanes before, and of this one.
+/// Inclusive prefix sum of x over the lanes.
 HOPWELL_DEVICE int sum_up_to_lane(int x) {
   const int lane = arch::lane_index();
   HOPWELL_UNROLL
@@ -55,8 +55,8 @@ HOPWELL_DEVICE int sum_up_to_lane(int x) {
   return x;
 }
 
-/// Two lanes that are `distance` apart add their 2 · width numbers; each keeps the sums of one half, in x[0 … width − 1],
-/// the lane whose number is higher (`upper`) those of the upper half.
+/// Two lanes at a distance of `distance` add their 2 · width numbers. Each keeps the sums of one half in x[0 … width −
+/// 1]; the lane with the higher index (`upper`) keeps the upper half.
 template <int kCount>
 HOPWELL_DEVICE void share_sums(float (&x)[kCount], int width, int distance, bool upper) {
   HOPWELL_UNROLL
@@ -66,7 +66,7 @@ HOPWELL_DEVICE void share_sums(float (&x)[kCount], int width, int distance, bool
   }
 }
 
-/// Adds 32 numbers of each lane over a warp: lane i gets the sum of all x[i]. x is used up.
+/// Adds 32 numbers of each lane over a warp: lane i gets the sum of all x[i]. Overwrites x.
 HOPWELL_DEVICE float share_sums_of_warp(float (&x)[32]) {
   const int lane = arch::lane_index();
   HOPWELL_UNROLL

@@ -1,4 +1,4 @@
-// The GPU's side of the certification: runs the cases, compares with what the emulator gave, writes the report.
+// The GPU side of the certification: runs the cases, compares with the emulator's outputs, writes the report.
 #pragma once
 
 #include <sys/mman.h>
@@ -38,20 +38,21 @@ inline std::vector<uint32_t> run_on_device(const Case& c) {
   return out;
 }
 
-/// Whether the emulator's word and the GPU's mean the same.
+/// Whether the emulator's word and the GPU's word are equivalent.
 inline bool agree(Compare compare, uint32_t emulator, uint32_t gpu) {
   if (emulator == gpu) return true;
   const float x = bit_cast<float>(emulator), y = bit_cast<float>(gpu);
   if (compare == Compare::accumulation) {
-    // Up to 32 products and a start, each at most 1, aligned to 2^-22 of the largest.
+    // Up to 32 products and an initial value, each at most 1, aligned to 2^-22 of the largest.
     constexpr float kBound = 64 * 0x1p-22f * 2;
     return (std::isnan(x) && std::isnan(y)) || std::fabs(x - y) <= kBound;
   }
   if (compare == Compare::accumulation_e4m3) {
-    // Up to two products of k 32, each at most 1 in size. What is published says that Hopper aligns 32 products and the sum so
-    // far to the largest of them, keeps 13 bits after its leading one, and of the new sum as many (arXiv:2511.10909,
-    // 2512.07004; "around 14 bits" in DeepSeek-V3, arXiv:2412.19437): 34 cuts of 2^-13 of the largest at most. That is 1 in
-    // the first product, in the second the sum so far, which stays below 4 with these inputs.
+    // Up to two products of k 32, each at most 1. According to publications, Hopper aligns 32 products and the running
+    // sum to the largest of them, keeps 13 bits after its leading one, and truncates the new sum alike
+    // (arXiv:2511.10909, 2512.07004; "around 14 bits" in DeepSeek-V3, arXiv:2412.19437): at most 34 truncations of
+    // 2^-13 of the largest. The largest is 1 in the first product. In the second it is the running sum, which stays
+    // below 4 with these inputs.
     constexpr float kCut = 0x1p-13f, kSumSoFar = 4, kBound = 34 * kCut * (1 + kSumSoFar);
     return (std::isnan(x) && std::isnan(y)) || std::fabs(x - y) <= kBound;
   }
@@ -67,10 +68,10 @@ struct Verdict {
   bool agrees, done;
   size_t different, first;
   uint32_t emulator, gpu;  // of the first word that differs
-  char error[128];         // of the launch, empty: none
+  char error[128];         // launch error; empty: no error
 };
 
-/// What the processes share: an error takes a context with it, so the cases after it run in a new process.
+/// Shared by the processes: an error destroys the context, so the following cases run in a new process.
 struct Progress {
   size_t next;
   char device[128];
@@ -97,7 +98,7 @@ inline void judge(const Case& c, const std::vector<uint32_t>& expected, Verdict&
   verdict.agrees = verdict.different == 0 && c.compare != Compare::refused;
 }
 
-/// In a child process: runs cases from progress.next on, until one ends with an error.
+/// In a child process: runs cases from progress.next on until a case ends with an error.
 [[noreturn]] inline void run_cases(const std::vector<Case>& cases, const std::vector<std::vector<uint32_t>>& expected,
                                    Progress& progress) {
   cudaDeviceProp device{};
@@ -105,7 +106,7 @@ inline void judge(const Case& c, const std::vector<uint32_t>& expected, Verdict&
   std::snprintf(progress.device, sizeof progress.device, "%s", device.name);
   cudaRuntimeGetVersion(&progress.runtime);
   while (progress.next < cases.size()) {
-    alarm(20);  // a kernel that hangs ends this process; the parent notes it and goes on
+    alarm(20);  // ends the process if a kernel hangs; the parent records it and continues
     const size_t i = progress.next;
     judge(cases[i], expected[i], progress.verdicts[i]);
     progress.verdicts[i].done = true;

@@ -1,4 +1,4 @@
-// What the record of a run on a GPU must hold: every function of the sm80 and sm90 layers, and every case there is.
+// Checks that the record of a GPU run covers every function of the sm80 and sm90 layers, and every case.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +31,8 @@ inline std::set<std::string> functions_of(const std::filesystem::path& header) {
   return names;
 }
 
-/// Prints what is missing in `record`, a report of `certify_device compare`; 0 if nothing is. `arch`: src/arch.
+/// Prints missing entries of `record`, a report of `certify_device compare`. Returns 0 if it is complete. `arch`:
+/// src/arch.
 inline int check_coverage(const char* record, const std::filesystem::path& arch) {
   int missing = 0;
   const std::vector<Case> cases = all_cases();

@@ -8,7 +8,8 @@
 
 namespace hopwell::arch::certify {
 
-/// Random words of one kind. Draws are statements of their own: the order of evaluation is the same for every compiler.
+/// Random words of one kind. Each draw is a separate statement, so that every compiler evaluates draws in the same
+/// order.
 class Words {
  public:
   explicit Words(uint32_t seed) : random_(seed) {}
@@ -72,7 +73,7 @@ class Words {
     return value == 0 ? 0u : (u >> 16 & 0x8000) | (((u & 0x7fffffff) - 0x38000000) >> 13);
   }
 
-  // Any e4m3 up to 1, subnormals among them; NaN, subnormal or zero.
+  // Any e4m3 up to 1, including subnormals; below: NaN, subnormal or zero.
   uint32_t unit_e4m3() { return below(0x39) | sign() >> 8; }
   uint32_t special_e4m3() {
     constexpr uint32_t kE4m3[] = {0x7f, 0x7f, 1, 7, 0};
@@ -88,7 +89,7 @@ class Words {
     return magnitude | sign();
   }
 
-  // A subnormal number (up to 2^-126 in bf16, 2^-14 in fp16), or the inverse of their limit: products reach one.
+  // A subnormal number (up to 2^-126 in bf16, 2^-14 in fp16), or the reciprocal of that limit: products reach 1.
   uint32_t factor(bool bf, bool subnormal) {
     const uint32_t magnitude = subnormal ? below(bf ? 128 : 1024) : bf ? 0x7e80 : 0x7400;
     return magnitude | sign();

@@ -1,4 +1,5 @@
-// Runs the certification cases in this world (emulator or GPU, by the compiler) and records or compares their outputs.
+// Runs the certification cases on the emulator or on a GPU, depending on the compiler, and records or compares their
+// outputs.
 //
 //   certify_emulator record  FILE        runs every case on the emulator under three schedules, which must agree
 //   certify_emulator covers  JSON ARCH   whether a report has every case, and the cases every function of src/arch
@@ -22,7 +23,7 @@ namespace hopwell::arch::certify {
 namespace {
 
 #if !HOPWELL_ON_DEVICE
-// Outputs of one case under one schedule; throws if the emulator finds what it should not, or misses what it should.
+// Outputs of one case under one schedule. Throws if the emulator has an unexpected finding, or lacks an expected one.
 std::vector<uint32_t> run(const Case& c, uint64_t seed) {
   emu::Session session({.seed = seed, .async = emu::Async(seed)});
   std::vector<uint32_t> in = make_inputs(c), out(c.out_words);

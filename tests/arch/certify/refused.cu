@@ -1,4 +1,4 @@
-// Misuse that the emulator reports and that the GPU must not take either: each launch ends with an error there.
+// Misuse that the emulator reports and that the GPU must reject too: each launch ends with an error there.
 #include "arch/sm80/async_copy.hpp"
 #include "arch/sm90/make_tensor_map.hpp"
 #include "arch/sm90/tma.hpp"
@@ -33,7 +33,7 @@ enum class Misuse : int {
   shared_vector,
 };
 
-// All four words, so that no compiler loads less.
+// Sums all four words, so that no compiler loads fewer.
 HOPWELL_DEVICE uint32_t sum(const Words4& v) { return v.w[0] + v.w[1] + v.w[2] + v.w[3]; }
 
 template <Misuse kMisuse>

@@ -39,7 +39,7 @@ __global__ void ldmatrix_all(const uint32_t* in, uint32_t* out) {
   for (int i = 0; i < 4; ++i) out[320 + i * 32 + t] = r4[i];
 }
 
-// Many lanes add to one number, ones among them, for which there is an instruction of its own.
+// Many lanes add to one word. Some add 1, for which there is a special instruction.
 __global__ void shared_sums(const uint32_t* in, uint32_t* out) {
   auto& s = dynamic_smem<Shared>();
   const int t = thread_index();
@@ -52,7 +52,8 @@ __global__ void shared_sums(const uint32_t* in, uint32_t* out) {
   if (t < 32) out[t] = s.words[t];
 }
 
-// Many lanes set bits of one word; who finds its bit set depends on time, how many do does not.
+// Many lanes set bits of one word. Which lanes find their bit set depends on timing; the number of these lanes does
+// not.
 __global__ void shared_bits(const uint32_t* in, uint32_t* out) {
   auto& s = dynamic_smem<Shared>();
   const int t = thread_index();
@@ -161,7 +162,7 @@ __global__ void reductions(const uint32_t* in, uint32_t* out) {
   red_add(reinterpret_cast<int64_t*>(out + 10), int64_t(uint64_t{in[t]} * 0x9e3779b97f4a7c15u));
 }
 
-// Two numbers into each word, which holds zero before: the order of the two does not matter.
+// Adds two numbers to each word, which is zero before: their order does not matter.
 __global__ void special_sums(const uint32_t* in, uint32_t* out) {
   const int t = thread_index();
   for (int i = 0; i < 2; ++i) red_add(reinterpret_cast<float*>(out) + t, bit_cast<float>(in[2 * t + i]));
@@ -194,7 +195,7 @@ __global__ void products_fp16(const uint32_t* in, uint32_t* out) {
   out[256 + t] = multiply_fp16(in[t] & 0x83ff87ff, in[256 + t]);  // subnormal and small numbers
 }
 
-// Sums that cancel, subnormal ones, and what is near 0 and 1.
+// Sums that cancel, subnormal sums, and sums near 0 and 1.
 __global__ void sums_fp16(const uint32_t* in, uint32_t* out) {
   const int t = thread_index();
   const uint32_t a = in[t], b = in[256 + t], c = in[512 + t], near_one = (c & 0x87ff87ff) | 0x38003800;
@@ -228,7 +229,7 @@ __global__ void transcendental(const uint32_t* in, uint32_t* out) {
   out[256 + t] = bit_cast<uint32_t>(log2_approx(bit_cast<float>((in[256 + t] & 0x3fffffff) + 0x10000000)));
 }
 
-// Every float there is a kind of. What ex2 makes of a large number, and lg2 of a negative one.
+// Every kind of float: ex2 of large numbers, lg2 of negative numbers.
 __global__ void transcendental_special(const uint32_t* in, uint32_t* out) {
   const int t = thread_index();
   out[t] = bit_cast<uint32_t>(exp2_approx(bit_cast<float>(in[t])));

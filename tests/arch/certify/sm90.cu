@@ -99,7 +99,7 @@ __global__ void bulk_copies(const uint32_t* in, uint32_t* out) {
                  peer_bar);
   store_cluster(map_to_rank(base + 8192 + uint32_t(t) * 4, peer), in[t + 32] ^ rank);
   mbarrier_wait_cluster(s.full[1], 0);
-  fence_proxy_async();  // st.async wrote by the generic proxy; the bulk stores below read
+  fence_proxy_async();  // st.async wrote through the generic proxy; the bulk stores below read
   cluster_sync();
   const uint32_t from_peer = load_cluster(map_to_rank(base + uint32_t(t) * 4, peer));
   syncwarp();
@@ -146,7 +146,7 @@ __global__ void remote_arrivals(const uint32_t* in, uint32_t* out) {
   for (int i = t; i < 132; i += 32) out[rank * 264 + uint32_t(i)] = s.words[i];
   fence_proxy_async();  // the arrivals wait for nothing, not even for these loads
   for (uint32_t r = 0; r < 4; ++r) mbarrier_arrive_cluster_relaxed(map_to_rank(shared_address(&s.empty[0]), r));
-  mbarrier_wait(s.empty[0], 0);  // everyone has read: what lies there may be overwritten
+  mbarrier_wait(s.empty[0], 0);  // all threads have read: the words may be overwritten
   for (uint32_t r = 0; r < 4; ++r)
     store_cluster(map_to_rank(shared_address(s.words + rank * 32 + uint32_t(t)), r), in[rank * 32 + uint32_t(t)] + r);
   fence_acq_rel_cluster();
@@ -166,7 +166,7 @@ __global__ void bulk_reductions(const uint32_t* in, uint32_t* out) {
   }
   fence_proxy_async();
   syncthreads();
-  if (t < 2) {  // two adders of the same data
+  if (t < 2) {  // two threads add the same data
     bulk_reduce_add(reinterpret_cast<float*>(out), shared_address(s.words), 512);
     bulk_reduce_add(reinterpret_cast<bf16*>(out + 128), shared_address(s.words + 128), 512);
     bulk_reduce_add(reinterpret_cast<int64_t*>(out + 256), shared_address(s.words + 256), 512);
@@ -180,7 +180,7 @@ __global__ void bulk_reductions(const uint32_t* in, uint32_t* out) {
 #endif
 }
 
-// Two numbers into each of 128 words, which hold zero before: the order of the two does not matter.
+// Adds two numbers to each of 128 words, which are zero before: their order does not matter.
 enum class Sum : int { bulk_f32, bulk_bf16, tensor, v2, v4 };
 template <Sum kSum>
 __global__ void special_sums(const __grid_constant__ TensorMap map, const uint32_t* in, uint32_t* out) {
@@ -270,7 +270,7 @@ struct TmaMaps {
   TensorMap in[5], out[5];
 };
 
-// One box of every rank: load and store, partly outside.
+// One box of every rank: load and store, partly outside of the tensor.
 __global__ void tma_ranks(const __grid_constant__ TmaMaps maps, uint32_t* out) {
 #if HOPWELL_HAS_SM90
   auto& s = dynamic_smem<Shared>();
@@ -324,7 +324,7 @@ __global__ void tma_reductions(const __grid_constant__ TensorMap map, const uint
 #endif
 }
 
-// Each CTA of four loads a quarter of a swizzled tile for all; everyone's copy is written out raw.
+// Each CTA of four loads a quarter of a swizzled tile for all CTAs; every CTA's copy is written out raw.
 template <int kMode>
 __global__ void tma_swizzled_multicast(const __grid_constant__ TensorMap map, uint32_t* out) {
 #if HOPWELL_HAS_SM90

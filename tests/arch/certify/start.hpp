@@ -1,4 +1,4 @@
-// Launching a certification kernel in either world.
+// Launches a certification kernel on the emulator or on a GPU.
 #pragma once
 
 #include <stdexcept>

@@ -1,4 +1,5 @@
-// Certification of wgmma: shared memory is filled with random numbers, so that it shows which of them an operand reads.
+// Certification of wgmma: shared memory is filled with random numbers, so that the result shows which numbers an
+// operand reads.
 #include "arch/sm90/tma.hpp"
 #include "arch/sm90/wgmma.hpp"
 #include "cases.hpp"
@@ -12,7 +13,7 @@ struct Shared {
   alignas(1024) uint32_t words[kWords];
 };
 
-// Strides with which every operand of up to 256 × 16 elements stays inside of the 64 KiB, all different.
+// Different strides, with which every operand of up to 256 × 16 elements stays inside of the 64 KiB.
 HOPWELL_HOST_DEVICE constexpr OperandLayout layout(Swizzle swizzle, Major major, bool b) {
   if (major == Major::k)
     return swizzle == Swizzle::none
@@ -59,7 +60,7 @@ __global__ void __launch_bounds__(128) products_ss(const uint32_t* in, uint32_t*
 #endif
 }
 
-// kOffset: bytes from the beginning of a swizzle pattern to B.
+// kOffset: byte offset of B from the start of a swizzle pattern.
 template <int kN, WgmmaType kType, Major kMajorB, Swizzle kSwizzle, bool kNegateB, int kOffset = 0>
 __global__ void __launch_bounds__(128) products_rs(const uint32_t* in, uint32_t* out) {
 #if HOPWELL_HAS_SM90A
@@ -81,7 +82,7 @@ __global__ void __launch_bounds__(128) products_rs(const uint32_t* in, uint32_t*
 #endif
 }
 
-// A row of 64 e4m3 is a chain of two products; of 32 one.
+// A row of 64 e4m3 is a chain of two products, a row of 32 one product.
 template <int kN, Swizzle kSwizzle, bool kNegateA, bool kNegateB, int kSteps>
 __global__ void __launch_bounds__(128) products_rs_e4m3(const uint32_t* in, uint32_t* out) {
 #if HOPWELL_HAS_SM90A

@@ -7,7 +7,7 @@
 
 namespace hopwell::arch {
 
-// Every use of a collector buffer: A's, and for .ws one of B's four.
+// Every use of a collector buffer: A's buffer, and with .ws each of B's four buffers.
 template <int kCtaGroup, CollectorUsage kUsage>
 HOPWELL_DEVICE void collectors(uint32_t t, uint64_t d) {
 #if HOPWELL_HAS_SM100A

@@ -1,12 +1,12 @@
-// Blackwell: the data flow of a sparse-MLA backward block, to measure the emulator with a real pipeline.
+// Blackwell: the data flow of a sparse-MLA backward block, to measure the emulator on a realistic pipeline.
 // One CTA, one query, 64 heads.
 //
 //     S = Q Kᵀ   dP = dO Vᵀ (V = K[:, :512])   P = exp2(S·scale·log2e − lse)   dS = P (dP − delta)·scale
 //     dQ += dS K     dK[indices] += dSᵀ Q + Pᵀ dO
 //
 // All products are tcgen05.mma.ws with M 64, whose results fill all 128 lanes: the halves of N are stacked. Q, dO and K
-// are read K-major for S and dP and MN-major for the rest, from the same shared memory. dK of a block is made in two
-// parts of 320 and 256 dimensions.
+// are read K-major for S and dP and MN-major for the rest, from the same shared memory. dK of a block is computed in
+// two parts of 320 and 256 dimensions.
 //
 // Roles     warp 0        producer   Q and dO once, then 64 gathered rows of K a block
 //           warp 1        issuer
@@ -101,7 +101,7 @@ HOPWELL_DEVICE void issue(const Params& p, SharedStorage& s) {
     multiply_panels(s.tmem + TmemColumns::kS, s.q, s.keys, 9);
     multiply_panels(s.tmem + TmemColumns::kDP, s.d_out, s.keys, 8);
     tcgen05_commit<1>(s.s_full);
-    mbarrier_wait(s.p_full, parity);  // also says that dK of the block before has been read
+    mbarrier_wait(s.p_full, parity);  // also means that dK of the previous block has been read
     tcgen05_fence_after_thread_sync();
     multiply_rows(dq, s.ds, Major::k, s.keys, 0, 256, block > 0);
     multiply_rows(dq + 128, s.ds, Major::k, s.keys, 4, 256, block > 0);
@@ -124,10 +124,10 @@ HOPWELL_DEVICE void issue(const Params& p, SharedStorage& s) {
 }
 
 struct Lane {
-  int quarter, half, position;  // of tensor memory; which half of the columns; 0-127
+  int quarter, half, position;  // of tensor memory; half of the columns; 0-127
 };
 
-// visit(dimension, value) for this thread's part of an accumulator of n dimensions that starts at dimension d0.
+// Calls visit(dimension, value) for this thread's part of an accumulator of n dimensions that starts at dimension d0.
 template <class Visit>
 HOPWELL_DEVICE void each_element(const SharedStorage& s, Lane lane, uint32_t column, int n, int d0, Visit visit) {
   const int columns = n / 2, mine = columns / 2;
@@ -139,7 +139,7 @@ HOPWELL_DEVICE void each_element(const SharedStorage& s, Lane lane, uint32_t col
   }
 }
 
-// S and dP of 16 keys to P and dS, as bf16 in the swizzled panels.
+// Converts S and dP of 16 keys to P and dS, as bf16 in the swizzled panels.
 HOPWELL_DEVICE void softmax(const Params& p, SharedStorage& s, Lane lane, const int* keys, float lse, float delta) {
   uint32_t scores[16], d_p[16];
   tmem_load<TmemShape::b32x32>(scores, tmem_address(s.tmem + TmemColumns::kS, 32 * lane.quarter, 16 * lane.half));

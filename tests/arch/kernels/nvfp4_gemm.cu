@@ -1,4 +1,4 @@
-// Blackwell: an NVFP4 tile. Operands are e2m1, every 16 of K share a ue4m3 scale, the tensor core applies the scales.
+// Blackwell: an NVFP4 tile. Operands are e2m1 with one ue4m3 scale per 16 of K; the tensor core applies the scales.
 //
 //     c[m][n] = Σ_k a[m][k] sa[m][k/16] · b[n][k] sb[n][k/16]           fp32 out
 //
@@ -20,7 +20,7 @@ namespace {
 
 struct Config {
   static constexpr int kM = 128, kN = 64, kK = 256, kRowBytes = kK / 2, kStages = 2, kThreads = 256;
-  static constexpr uint32_t kScaleBytes = 4 * 512;  // of one operand in one stage
+  static constexpr uint32_t kScaleBytes = 4 * 512;  // per operand and stage
   static constexpr uint32_t kStageBytes = (kM + kN) * kRowBytes + 2 * kScaleBytes;
   static constexpr uint32_t kColumns = 128;
 };

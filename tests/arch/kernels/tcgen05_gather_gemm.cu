@@ -1,4 +1,4 @@
-// Blackwell: a GEMM tile whose rows of A are gathered, in tensor memory, by one CTA or by a pair.
+// Blackwell: a GEMM tile with gathered rows of A, in tensor memory, by one CTA or by a pair.
 //
 //     c[i][n] = Σ_k a[rows[i]][k] b[n][k]           bf16 in, fp32 out
 //
@@ -23,7 +23,7 @@ template <int kCtaGroup>
 struct Config {
   static constexpr int kRows = 128, kN = 64, kK = 64, kStages = 2, kThreads = 256;
   static constexpr int kRowsB = kN / kCtaGroup;
-  static constexpr uint32_t kStageBytes = uint32_t(kRows + kRowsB) * kK * 2 * kCtaGroup;  // of all CTAs of the group
+  static constexpr uint32_t kStageBytes = uint32_t(kRows + kRowsB) * kK * 2 * kCtaGroup;  // for all CTAs of the group
   static constexpr uint32_t kColumns = 64;
 };
 
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(256, 1) kernel(const __grid_constant__ Params 
   if (warp == 0 && elect_one()) produce(p, s, rank);
   if (warp == 1 && rank == 0 && elect_one()) issue(p, s);
   if (warp >= 4) write_result(p, s, rank);
-  meet_everyone<kCtaGroup>();  // nobody reads tensor memory any more, and the peer's copies into this CTA are done
+  meet_everyone<kCtaGroup>();  // all threads have read tensor memory, and the peer's copies to this CTA are complete
   if (warp == 1) tmem_deallocate<kCtaGroup>(s.tmem, C::kColumns);
 #endif
 }

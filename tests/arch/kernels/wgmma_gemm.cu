@@ -51,7 +51,7 @@ HOPWELL_DEVICE void produce(const Params& p, SharedStorage& s) {
   }
 }
 
-// Accumulators to the swizzled result panels, and from there by TMA.
+// Copies accumulators to the swizzled result panels, and stores these by TMA.
 HOPWELL_DEVICE void store_result(const Params& p, SharedStorage& s, const float (&d)[64]) {
   const int t = thread_index();
   HOPWELL_UNROLL

@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 
 from ..problem import Problem, Shape
 from .lightning_indexer import indexer_dense_loss, lightning_indexer, lightning_indexer_backward
-from .nvfp4 import nvfp4_dequantize, nvfp4_gemv, nvfp4_linear, nvfp4_matmul, nvfp4_quantize
+from .nvfp4 import (
+    nvfp4_dequantize,
+    nvfp4_gemv,
+    nvfp4_linear,
+    nvfp4_linear_backward,
+    nvfp4_matmul,
+    nvfp4_quantize,
+)
 from .paged_attention import paged_attention
 from .sparse_mla import attention_distribution, normalize_l1, sparse_mla_backward, sparse_mla_forward
 
@@ -36,7 +43,7 @@ KEYS = [8192, 32768, 65536, 131072]
 BY_KEYS = [{"h_q": h_q, "s_kv": s_kv} for h_q in (128, 64) for s_kv in KEYS]
 LAYERS = [(28672, 4096), (7168, 16384), (8192, 8192), (4096, 7168), (7168, 2048), (1536, 7168)]
 TINY = {"s_q": 16, "h_q": 16, "s_kv": 256, "topk": 64}
-TINY_INDEX = {"s_q": 16, "s_kv": 256, "h": 4, "topk": 64, "d": 32}
+TINY_INDEX = {"s_q": 16, "s_kv": 256, "h_index": 4, "topk": 64, "d_index": 32}
 FEW_QUERIES = [{"s_q": 8}]
 OPERATORS = {
     "sparse_mla_forward": Operator(sparse_mla_forward, [*BY_KEYS, {"h_q": 32}, {"h_q": 16}], FEW_QUERIES, TINY),
@@ -56,7 +63,7 @@ OPERATORS = {
     ),
     "lightning_indexer_backward": Operator(lightning_indexer_backward, [{}], [{"s_q": 8}], TINY_INDEX),
     "indexer_dense_loss": Operator(
-        indexer_dense_loss, [{}], [{"s": 64}], {"s": 32, "h_q": 4, "h": 4, "d_qk": 64, "d": 32}
+        indexer_dense_loss, [{}], [{"s": 64}], {"s": 32, "h_q": 4, "h_index": 4, "d_qk": 64, "d_index": 32}
     ),
     "normalize_l1": Operator(normalize_l1, [{}], [{"rows": 1024}], {"rows": 16, "columns": 64}),
     "paged_attention": Operator(
@@ -76,13 +83,19 @@ OPERATORS = {
     ),
     "nvfp4_linear": Operator(
         nvfp4_linear,
-        [{"rows": rows, "k": k, "n": n} for rows, k in LAYERS for n in (1, 8, 16)]
-        + [{"rows": 28672, "k": 4096, "n": n} for n in (32, 64, 128)],
-        [{"rows": 7168, "k": 16384}, {"rows": 7168, "k": 2048, "n": 8}],
-        {"rows": 64, "k": 128, "n": 2},
+        [{"N": rows, "K": k, "n": n} for rows, k in LAYERS for n in (1, 8, 16)]
+        + [{"N": 28672, "K": 4096, "n": n} for n in (32, 64, 128)],
+        [{"N": 7168, "K": 16384}, {"N": 7168, "K": 2048, "n": 8}],
+        {"N": 64, "K": 128, "n": 2},
     ),
-    "nvfp4_gemv": Operator(nvfp4_gemv, [{}], [{"rows": 7168, "k": 4096}], {"rows": 64, "k": 128}),
-    "nvfp4_matmul": Operator(nvfp4_matmul, [{}], [{"m": 64, "n": 1024}], {"m": 16, "n": 32, "k": 128}),
-    "nvfp4_quantize": Operator(nvfp4_quantize, [{}], [{"rows": 1024}], {"rows": 16, "k": 128}),
-    "nvfp4_dequantize": Operator(nvfp4_dequantize, [{}], [{"rows": 1024}], {"rows": 16, "k": 128}),
+    "nvfp4_linear_backward": Operator(
+        nvfp4_linear_backward,
+        [{"N": rows, "K": k, "n": n} for rows, k in ((28672, 4096), (4096, 7168)) for n in (16, 128, 4096)],
+        [{"N": 1024, "K": 1024, "n": 64}],
+        {"N": 64, "K": 128, "n": 2},
+    ),
+    "nvfp4_gemv": Operator(nvfp4_gemv, [{}], [{"M": 7168, "K": 4096}], {"M": 64, "K": 128}),
+    "nvfp4_matmul": Operator(nvfp4_matmul, [{}], [{"M": 64, "N": 1024}], {"M": 16, "N": 32, "K": 128}),
+    "nvfp4_quantize": Operator(nvfp4_quantize, [{}], [{"rows": 1024}], {"rows": 16, "K": 128}),
+    "nvfp4_dequantize": Operator(nvfp4_dequantize, [{}], [{"rows": 1024}], {"rows": 16, "K": 128}),
 }

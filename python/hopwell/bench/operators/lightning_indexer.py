@@ -30,14 +30,18 @@ from ..problem import (
 from ..scale import DEVICE
 
 
-def index_inputs(s_q: int, s_kv: int, h: int, d: int) -> SimpleNamespace:
-    """Queries, keys and weights of the indexer."""
-    return SimpleNamespace(q=randn(s_q, h, d), k=randn(s_kv, d), w=randn(s_q, h) * (h * d) ** -0.5)
+def index_inputs(s_q: int, s_kv: int, h_index: int, d_index: int) -> SimpleNamespace:
+    """Random queries, keys and weights of the indexer."""
+    return SimpleNamespace(
+        q=randn(s_q, h_index, d_index), k=randn(s_kv, d_index), w=randn(s_q, h_index) * (h_index * d_index) ** -0.5
+    )
 
 
 def selection(q: Tensor, k: Tensor, w: Tensor) -> Callable[[Tensor, Tensor], list[Tensor]]:
-    """Reads indices and scores [s_q, topk] in an order that does not depend on the package: the scores, and what the
-    chosen keys' scores are in fp32. Of keys whose scores are as good as equal either may be chosen.
+    """Returns a function that reads indices and scores [s_q, topk] in an order that is the same for all packages.
+
+    It returns the sorted scores, and the sorted fp32 scores of the chosen keys. A package may choose either of two keys
+    with nearly equal scores, therefore the indices themselves are not compared.
     """
     exact: list[Tensor] = []
 
@@ -55,16 +59,16 @@ def selection(q: Tensor, k: Tensor, w: Tensor) -> Callable[[Tensor, Tensor], lis
 
 
 def to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes, and a scale for each row of the last dimension."""
+    """Returns float8 codes, and a scale for each row of the last dimension."""
     scale = x.float().abs().amax(-1) / 448
     return (x.float() / scale[..., None]).to(torch.float8_e4m3fn), scale
 
 
 def lightning_indexer(
-    s_q: int = 512, s_kv: int = 8192, h: int = 64, topk: int = 2048, d: int = 128, fp8: int = 0
+    s_q: int = 512, s_kv: int = 8192, h_index: int = 64, topk: int = 2048, d_index: int = 128, fp8: int = 0
 ) -> Problem:
-    """Scores of all keys and the best topk. `fp8`: 1 for float8_e4m3fn queries and keys with scales."""
-    x = index_inputs(s_q, s_kv, h, d)
+    """Selects the topk best keys by index score. `fp8` = 1: queries and keys are float8_e4m3fn with scales."""
+    x = index_inputs(s_q, s_kv, h_index, d_index)
     scales: dict[str, Any] = {}
     codes_q, codes_k = x.q, x.k
     if fp8:
@@ -79,7 +83,7 @@ def lightning_indexer(
         w = x.w.to(x.q.dtype)[:, None]
 
         def scores_and_topk(_: int) -> Any:
-            dots = (x.q.flatten(0, 1) @ x.k.T).view(s_q, h, s_kv).relu_()
+            dots = (x.q.flatten(0, 1) @ x.k.T).view(s_q, h_index, s_kv).relu_()
             return torch.bmm(w, dots)[:, 0].topk(topk, sorted=False)
 
         return scores_and_topk
@@ -89,7 +93,7 @@ def lightning_indexer(
         if fp8:
             raise ValueError("not called with float8 here")
         q, k, w = x.q[None], x.k[None, :, None], x.w[None]
-        all_keys = torch.full((1,), s_kv, dtype=torch.int32, device=DEVICE)  # its causal mask hides none
+        all_keys = torch.full((1,), s_kv, dtype=torch.int32, device=DEVICE)  # its causal mask hides no key
         lengths = all_keys.expand(s_q).contiguous()
 
         def scores_and_topk(_: int) -> Any:
@@ -108,7 +112,7 @@ def lightning_indexer(
         def scores_and_topk(_: int) -> Any:
             if hasattr(module, "fp8_mqa_logits"):
                 logits = module.fp8_mqa_logits(codes_q, keys, w, begin, end)
-            else:  # SGLang's fork
+            else:  # the fork of SGLang
                 logits = module.fp8_fp4_mqa_logits(codes_q, keys, w, begin, end, s_kv)
             return logits.topk(topk, sorted=False)
 
@@ -127,26 +131,28 @@ def lightning_indexer(
         lambda _: hopwell.lightning_indexer(codes_q, codes_k, x.w, topk, **scales),
         lambda r: selected(*r),
         peers,
-        operations=2 * s_q * s_kv * h * d,
+        operations=2 * s_q * s_kv * h_index * d_index,
         tolerance=2e-2,
     )
 
 
 def lightning_indexer_backward(
-    s_q: int = 512, s_kv: int = 8192, h: int = 64, topk: int = 2048, d: int = 128
+    s_q: int = 512, s_kv: int = 8192, h_index: int = 64, topk: int = 2048, d_index: int = 128
 ) -> Problem:
-    """Loss and gradients over selected keys."""
-    x = index_inputs(s_q, s_kv, h, d)
+    """The indexer's loss over the selected keys, and its gradients."""
+    x = index_inputs(s_q, s_kv, h_index, d_index)
     indices, target = distinct(s_q, s_kv, topk), torch.randn(s_q, topk, device=DEVICE).softmax(-1)
 
     def cudnn() -> Call:
         dsa = cudnn_dsa()
         q, k, w, entries, one = x.q[None], x.k[None], x.w[None], indices[None], torch.ones(1, device=DEVICE)
-        signal, d_k = torch.empty_like(target)[None], torch.empty(1, s_kv, d, device=DEVICE)
+        signal, d_k = torch.empty_like(target)[None], torch.empty(1, s_kv, d_index, device=DEVICE)
 
         def predict_and_backward(_: int) -> Any:
-            predicted = dsa.sparse_indexer_score_recompute_wrapper(q, k, w, entries, qhead_per_kv_head=h)["predict"]
-            signal.copy_(target)  # it is overwritten
+            predicted = dsa.sparse_indexer_score_recompute_wrapper(q, k, w, entries, qhead_per_kv_head=h_index)[
+                "predict"
+            ]
+            signal.copy_(target)  # the call overwrites it
             return dsa.indexer_backward_wrapper(
                 q, w, k, signal, predicted, entries, one, loss_coeff=float(s_q), d_index_k=d_k
             )
@@ -156,7 +162,7 @@ def lightning_indexer_backward(
     def pytorch() -> Call:
         def gradients(_: int) -> list[Tensor]:
             d_q, d_w = torch.empty_like(x.q), torch.empty_like(x.w)
-            d_k = torch.zeros(s_kv, d, device=DEVICE)
+            d_k = torch.zeros(s_kv, d_index, device=DEVICE)
             for some in chunks(s_q):
                 rows, q, w = indices[some].long(), x.q[some], x.w[some]
                 k = x.k[rows]
@@ -187,15 +193,17 @@ def lightning_indexer_backward(
                 "torch gather + products", pytorch, first(3), f"{AT_ONCE} queries at a time; written out, no loss"
             ),
         ],
-        operations=3 * 2 * s_q * topk * h * d,
+        operations=3 * 2 * s_q * topk * h_index * d_index,
         tolerance=2e-2,
     )
 
 
-def indexer_dense_loss(s: int = 1024, h_q: int = 128, h: int = 64, d_qk: int = 576, d: int = 128) -> Problem:
+def indexer_dense_loss(
+    s: int = 1024, h_q: int = 128, h_index: int = 64, d_qk: int = 576, d_index: int = 128
+) -> Problem:
     """The indexer's loss over every visible key of a causal sequence of s tokens, and its gradients."""
     q, kv, scale = randn(s, h_q, d_qk), randn(s, d_qk), d_qk**-0.5
-    x = index_inputs(s, s, h, d)
+    x = index_inputs(s, s, h_index, d_index)
     lse = hopwell.sparse_mla_forward(q, kv, None, scale, min(512, d_qk), q_start=0)[2]
 
     def pytorch() -> Call:
@@ -206,7 +214,7 @@ def indexer_dense_loss(s: int = 1024, h_q: int = 128, h: int = 64, d_qk: int = 5
             scores = (q.flatten(0, 1) @ kv.T).view(s, h_q, s).float() * scale - lse[:, :, None]
             target = scores.exp().mean(1).masked_fill(hidden, 0)
             q_index, k_index, weights = tensors
-            dots = (q_index.flatten(0, 1) @ k_index.T).view(s, h, s).relu().float()
+            dots = (q_index.flatten(0, 1) @ k_index.T).view(s, h_index, s).relu().float()
             index = (weights.float()[:, None] @ dots)[:, 0].masked_fill(hidden, -torch.inf)
             logs = torch.log_softmax(index, -1).masked_fill(hidden, 0)
             loss = (torch.special.xlogy(target, target) - target * logs).sum()
@@ -222,6 +230,6 @@ def indexer_dense_loss(s: int = 1024, h_q: int = 128, h: int = 64, d_qk: int = 5
                 "torch, autograd", pytorch, lambda r: [r[0].reshape(1), *r[1:]], "stores all scores, hidden ones too"
             )
         ],
-        operations=s * (s + 1) / 2 * (2 * h_q * d_qk + 6 * h * d),
+        operations=s * (s + 1) / 2 * (2 * h_q * d_qk + 6 * h_index * d_index),
         tolerance=2e-2,
     )

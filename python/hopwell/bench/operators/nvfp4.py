@@ -22,10 +22,10 @@ def packed(rows: int, k: int, copies: int) -> list[tuple[Tensor, Tensor, Tensor]
     return [hopwell.nvfp4_quantize(randn(rows, k)) for _ in range(copies)]
 
 
-def nvfp4_linear(rows: int = 28672, k: int = 4096, n: int = 1) -> Problem:
-    """Four-bit weights on n rows of bf16."""
-    copies = cold_copies(rows * k * BYTES_OF_WEIGHT)
-    weights, x = packed(rows, k, copies), randn(n, k)
+def nvfp4_linear(N: int = 28672, K: int = 4096, n: int = 1) -> Problem:  # noqa: N803
+    """Four-bit weights [N, K] and n rows of bf16."""
+    copies = cold_copies(N * K * BYTES_OF_WEIGHT)
+    weights, x = packed(N, K, copies), randn(n, K)
 
     def pytorch() -> Call:
         dense = [hopwell.nvfp4_dequantize(*w, dtype="bfloat16") for w in weights]
@@ -37,14 +37,14 @@ def nvfp4_linear(rows: int = 28672, k: int = 4096, n: int = 1) -> Problem:
         layers = []
         for codes, scales, factor in weights:
             layer: Any = torch.nn.Module()
-            layer.output_size_per_partition, layer.input_size_per_partition = rows, k
+            layer.output_size_per_partition, layer.input_size_per_partition = N, K
             layer.params_dtype = x.dtype
             for name, value in (("", codes), ("_scale", scales.view(torch.float8_e4m3fn)), ("_global_scale", factor)):
                 setattr(layer, f"weight{name}", torch.nn.Parameter(value, requires_grad=False))
             marlin_utils_fp4.prepare_fp4_layer_for_marlin(layer)
             layers.append((layer.weight, layer.weight_scale, layer.weight_global_scale))
         workspace = marlin_utils.marlin_make_workspace_new(x.device)
-        return lambda i: [marlin_utils_fp4.apply_fp4_marlin_linear(x, *layers[i], workspace, rows, k)]
+        return lambda i: [marlin_utils_fp4.apply_fp4_marlin_linear(x, *layers[i], workspace, N, K)]
 
     return Problem(
         lambda i: [hopwell.nvfp4_linear(x, *weights[i])],
@@ -54,14 +54,32 @@ def nvfp4_linear(rows: int = 28672, k: int = 4096, n: int = 1) -> Problem:
             Peer("vLLM Marlin", "vllm", marlin, first(1)),
         ],
         copies=copies,
-        bytes=rows * k * BYTES_OF_WEIGHT,
+        bytes=N * K * BYTES_OF_WEIGHT,
     )
 
 
-def nvfp4_gemv(rows: int = 7168, k: int = 16384) -> Problem:
+def nvfp4_linear_backward(N: int = 28672, K: int = 4096, n: int = 4096) -> Problem:  # noqa: N803
+    """The gradient for n rows of x over four-bit weights [N, K]."""
+    copies = cold_copies(N * K * BYTES_OF_WEIGHT)
+    weights, d_out = packed(N, K, copies), randn(n, N)
+
+    def pytorch() -> Call:
+        dense = [hopwell.nvfp4_dequantize(*w, dtype="bfloat16") for w in weights]
+        return lambda i: [d_out @ dense[i]]
+
+    return Problem(
+        lambda i: [hopwell.nvfp4_linear_backward(d_out, *weights[i])],
+        first(1),
+        [torch_peer("torch matmul, bf16", pytorch, first(1), "weights of 16 bits: 3.6 times as many bytes")],
+        copies=copies,
+        operations=2 * n * N * K,
+    )
+
+
+def nvfp4_gemv(M: int = 7168, K: int = 16384) -> Problem:  # noqa: N803
     """Both sides of four bits, one column."""
-    copies = cold_copies(rows * k * BYTES_OF_WEIGHT)
-    a, (b, sfb, _) = packed(rows, k, copies), hopwell.nvfp4_quantize(randn(1, k))
+    copies = cold_copies(M * K * BYTES_OF_WEIGHT)
+    a, (b, sfb, _) = packed(M, K, copies), hopwell.nvfp4_quantize(randn(1, K))
 
     def pytorch() -> Call:
         dense = [hopwell.nvfp4_dequantize(codes, scales, 1.0, dtype="bfloat16") for codes, scales, _ in a]
@@ -74,13 +92,13 @@ def nvfp4_gemv(rows: int = 7168, k: int = 16384) -> Problem:
         first(1),
         [torch_peer("torch F.linear, bf16", pytorch, first(1), "both sides of 16 bits")],
         copies=copies,
-        bytes=rows * k * BYTES_OF_WEIGHT,
+        bytes=M * K * BYTES_OF_WEIGHT,
     )  # fmt: skip
 
 
-def nvfp4_matmul(m: int = 128, n: int = 7168, k: int = 4096) -> Problem:
+def nvfp4_matmul(M: int = 128, N: int = 7168, K: int = 4096) -> Problem:  # noqa: N803
     """Both sides of four bits."""
-    (a, sfa, _), (b, sfb, _) = hopwell.nvfp4_quantize(randn(m, k)), hopwell.nvfp4_quantize(randn(n, k))
+    (a, sfa, _), (b, sfb, _) = hopwell.nvfp4_quantize(randn(M, K)), hopwell.nvfp4_quantize(randn(N, K))
 
     def pytorch() -> Call:
         x, weight = (hopwell.nvfp4_dequantize(c, s, 1.0, dtype="bfloat16") for c, s in ((a, sfa), (b, sfb)))
@@ -90,7 +108,7 @@ def nvfp4_matmul(m: int = 128, n: int = 7168, k: int = 4096) -> Problem:
         lambda _: [hopwell.nvfp4_matmul(a, b, sfa, sfb)],
         first(1),
         [torch_peer("torch F.linear, bf16", pytorch, first(1), "both sides of 16 bits")],
-        operations=2 * m * n * k,
+        operations=2 * M * N * K,
     )
 
 
@@ -98,10 +116,10 @@ HALF_WAY = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]  # between the magnitudes of 
 MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
-def nvfp4_quantize(rows: int = 4096, k: int = 4096) -> Problem:
+def nvfp4_quantize(rows: int = 4096, K: int = 4096) -> Problem:  # noqa: N803
     """To NVFP4, its global factor found too."""
-    copies = cold_copies(2 * rows * k)
-    x = [randn(rows, k) for _ in range(copies)]
+    copies = cold_copies(2 * rows * K)
+    x = [randn(rows, K) for _ in range(copies)]
 
     def pytorch() -> Call:
         half_way = torch.tensor(HALF_WAY, device=DEVICE)
@@ -109,14 +127,14 @@ def nvfp4_quantize(rows: int = 4096, k: int = 4096) -> Problem:
         boundaries = torch.where(to_even, torch.nextafter(half_way, torch.zeros_like(half_way)), half_way)
 
         def quantize(i: int) -> tuple[Tensor, Tensor, Tensor]:
-            blocks = x[i].float().view(rows, k // 16, 16)
+            blocks = x[i].float().view(rows, K // 16, 16)
             amax = blocks.abs().amax(-1)
             factor = amax.amax() / 2688
             scales = (amax / (6 * factor)).to(torch.float8_e4m3fn)
             step = (scales.float() * factor)[..., None]
             rest = torch.where(step > 0, blocks / step, 0.0)
             codes = torch.bucketize(rest.abs(), boundaries) + 8 * (rest < 0)
-            codes = codes.view(rows, k // 2, 2).to(torch.uint8)
+            codes = codes.view(rows, K // 2, 2).to(torch.uint8)
             return codes[..., 0] | (codes[..., 1] << 4), scales.view(torch.uint8), factor
 
         return quantize
@@ -129,24 +147,24 @@ def nvfp4_quantize(rows: int = 4096, k: int = 4096) -> Problem:
         values,
         [torch_peer("torch", pytorch, values, "a dozen operations; compared by the values of the codes")],
         copies=copies,
-        bytes=rows * k * (2 + BYTES_OF_WEIGHT),
+        bytes=rows * K * (2 + BYTES_OF_WEIGHT),
         tolerance=5e-2,  # PyTorch rounds the quotients, and many values of bf16 lie half way between two codes
     )
 
 
-def nvfp4_dequantize(rows: int = 4096, k: int = 4096) -> Problem:
+def nvfp4_dequantize(rows: int = 4096, K: int = 4096) -> Problem:  # noqa: N803
     """To bf16."""
-    copies = cold_copies(rows * k * BYTES_OF_WEIGHT)
-    matrices = packed(rows, k, copies)
+    copies = cold_copies(rows * K * BYTES_OF_WEIGHT)
+    matrices = packed(rows, K, copies)
 
     def pytorch() -> Call:
         table = torch.tensor(MAGNITUDES + [-m for m in MAGNITUDES], device=DEVICE)
 
         def dequantize(i: int) -> list[Tensor]:
             codes, scales, factor = matrices[i]
-            halves = torch.stack((codes & 15, codes >> 4), -1).view(rows, k // 16, 16)
+            halves = torch.stack((codes & 15, codes >> 4), -1).view(rows, K // 16, 16)
             steps = scales.view(torch.float8_e4m3fn).float() * factor
-            return [(table[halves.int()] * steps[..., None]).view(rows, k).to(torch.bfloat16)]
+            return [(table[halves.int()] * steps[..., None]).view(rows, K).to(torch.bfloat16)]
 
         return dequantize
 
@@ -155,5 +173,5 @@ def nvfp4_dequantize(rows: int = 4096, k: int = 4096) -> Problem:
         first(1),
         [torch_peer("torch", pytorch, first(1), "a table and a product")],
         copies=copies,
-        bytes=rows * k * (2 + BYTES_OF_WEIGHT),
+        bytes=rows * K * (2 + BYTES_OF_WEIGHT),
     )

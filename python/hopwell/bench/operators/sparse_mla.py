@@ -1,4 +1,4 @@
-"""Sparse attention, forward and backward, and its distribution."""
+"""Sparse attention, forward and backward, and the attention distribution."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from ..problem import (
 from ..scale import DEVICE, cold_copies
 
 
-def sparse_inputs(s_q: int, h_q: int, s_kv: int, topk: int, d: int) -> SimpleNamespace:
-    """Queries, keys and for each query distinct keys in random order."""
-    q, kv = randn(s_q, h_q, d), randn(s_kv, 1, d)
-    return SimpleNamespace(q=q, kv=kv, indices=distinct(s_q, s_kv, topk), scale=d**-0.5)
+def sparse_inputs(s_q: int, h_q: int, s_kv: int, topk: int, d_qk: int) -> SimpleNamespace:
+    """Random queries and keys, and for each query distinct keys in random order."""
+    q, kv = randn(s_q, h_q, d_qk), randn(s_kv, 1, d_qk)
+    return SimpleNamespace(q=q, kv=kv, indices=distinct(s_q, s_kv, topk), scale=d_qk**-0.5)
 
 
-def sparse_mla_forward(s_q: int = 4096, h_q: int = 128, s_kv: int = 8192, topk: int = 2048, d: int = 576) -> Problem:
-    """MLA over selected keys."""
-    x = sparse_inputs(s_q, h_q, s_kv, topk, d)
+def sparse_mla_forward(s_q: int = 4096, h_q: int = 128, s_kv: int = 8192, topk: int = 2048, d_qk: int = 576) -> Problem:
+    """Sparse attention over the selected keys."""
+    x = sparse_inputs(s_q, h_q, s_kv, topk, d_qk)
 
     def flashmla() -> Call:
         (module, options), indices = flash_mla(), x.indices[:, None]
@@ -59,13 +59,15 @@ def sparse_mla_forward(s_q: int = 4096, h_q: int = 128, s_kv: int = 8192, topk: 
             Peer("FlashMLA", FLASH_MLA, flashmla, first(1)),
             torch_peer("torch gather + SDPA", pytorch, first(1), f"{AT_ONCE} queries at a time"),
         ],
-        operations=2 * s_q * h_q * topk * (d + 512),
+        operations=2 * s_q * h_q * topk * (d_qk + 512),
     )
 
 
-def sparse_mla_backward(s_q: int = 4096, h_q: int = 128, s_kv: int = 8192, topk: int = 2048, d: int = 576) -> Problem:
-    """Its gradients."""
-    x = sparse_inputs(s_q, h_q, s_kv, topk, d)
+def sparse_mla_backward(
+    s_q: int = 4096, h_q: int = 128, s_kv: int = 8192, topk: int = 2048, d_qk: int = 576
+) -> Problem:
+    """The gradients of sparse attention."""
+    x = sparse_inputs(s_q, h_q, s_kv, topk, d_qk)
     out, _, lse = hopwell.sparse_mla_forward(x.q, x.kv, x.indices, x.scale)
     d_out = randn(s_q, h_q, 512)
 
@@ -78,7 +80,7 @@ def sparse_mla_backward(s_q: int = 4096, h_q: int = 128, s_kv: int = 8192, topk:
 
     def pytorch() -> Call:
         def gradients(_: int) -> list[Tensor]:
-            dq, dkv = torch.empty_like(x.q), torch.zeros(s_kv, d, device=DEVICE)
+            dq, dkv = torch.empty_like(x.q), torch.zeros(s_kv, d_qk, device=DEVICE)
             for some in chunks(s_q):
                 rows, q, g = x.indices[some].long(), x.q[some], d_out[some]
                 k = x.kv[:, 0][rows]
@@ -108,16 +110,16 @@ def sparse_mla_backward(s_q: int = 4096, h_q: int = 128, s_kv: int = 8192, topk:
                 "torch gather + products", pytorch, first(2), f"{AT_ONCE} queries at a time; written out, no autograd"
             ),
         ],
-        operations=2 * s_q * h_q * topk * (3 * d + 2 * 512),
+        operations=2 * s_q * h_q * topk * (3 * d_qk + 2 * 512),
         tolerance=2e-2,
     )
 
 
 def attention_distribution(
-    s_q: int = 4096, h_q: int = 128, s_kv: int = 8192, topk: int = 2048, d: int = 576
+    s_q: int = 4096, h_q: int = 128, s_kv: int = 8192, topk: int = 2048, d_qk: int = 576
 ) -> Problem:
-    """The indexer's target, normalised."""
-    x = sparse_inputs(s_q, h_q, s_kv, topk, d)
+    """The attention distribution, normalised: the target of the indexer's loss."""
+    x = sparse_inputs(s_q, h_q, s_kv, topk, d_qk)
     lse = hopwell.sparse_mla_forward(x.q, x.kv, x.indices, x.scale)[2]
 
     def cudnn() -> Call:
@@ -142,12 +144,12 @@ def attention_distribution(
             Peer("cuDNN front end", CUDNN, cudnn, lambda r: [r["target"][0]]),
             torch_peer("torch gather + product", pytorch, first(1), f"{AT_ONCE} queries at a time"),
         ],
-        operations=2 * s_q * h_q * topk * d,
+        operations=2 * s_q * h_q * topk * d_qk,
     )
 
 
 def normalize_l1(rows: int = 4096, columns: int = 2048) -> Problem:
-    """Rows over their sums."""
+    """Divides rows by their sums."""
     copies = cold_copies(8 * rows * columns)
     attn = torch.rand(copies, rows, columns, device=DEVICE)
 

@@ -74,7 +74,7 @@ def sparse_attention_forward_wrapper(
     """{out [S_q, H, 512], max_logits, lse float32 [S_q, H], lse_indexer None}; shapes as in the backward."""
     name = "sparse_attention_forward_wrapper"
     require(indexer_topk == 0, name, "indexer_topk", "0", indexer_topk)
-    with on(stream, q, kv, topk_idxs, attn_sink, topk_length):
+    with on(name, stream, q=q, kv=kv, topk_idxs=topk_idxs, attn_sink=attn_sink, topk_length=topk_length):
         result = sparse_attention(q, kv, topk_idxs, attn_sink, softmax_scale, topk_length)
         return TupleDict(**dict(zip(result.keys(), result, strict=True)), lse_indexer=None)
 
@@ -109,7 +109,20 @@ def sparse_attention_backward_wrapper(
     require_shape(name, "out", out, S_q=q.shape[0], H=q.shape[1], D_v=None)
     require_output(name, "dq", dq, q.shape, q.dtype)
     require_output(name, "dkv", dkv, kv.shape, kv.dtype, torch.float32)
-    with on(stream, q, kv, out, dout, lse, attn_sink, topk_idxs, topk_length, dq, dkv):
+    with on(
+        name,
+        stream,
+        q=q,
+        kv=kv,
+        out=out,
+        dout=dout,
+        lse=lse,
+        attn_sink=attn_sink,
+        topk_idxs=topk_idxs,
+        topk_length=topk_length,
+        dq=dq,
+        dkv=dkv,
+    ):
         dkv_dtype = kv.dtype if dkv is None else dkv.dtype
         gradients = ops.sparse_mla_backward(
             *(dout, q, kv, topk_idxs, out, lse, _scale_of(q, softmax_scale), out.shape[2]),

@@ -100,7 +100,20 @@ def indexer_forward_wrapper(
     else:
         require_bf16(name, precision, q_scale, k_scale, cu_seqlens_q_scale_padded, cu_seqlens_k_scale_padded)
     require_group(name, qhead_per_kv_head, q.shape[-2])
-    with on(stream, q, k, w, out, cu_seqlens_q, cu_seqlens_k, q_causal_offsets, q_scale, k_scale, lse_out):
+    with on(
+        name,
+        stream,
+        q=q,
+        k=k,
+        w=w,
+        out=out,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        q_causal_offsets=q_causal_offsets,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        lse_out=lse_out,
+    ):
         rows = find_rows(name, q, k, ratio, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, q_causal_offsets)
         if fp8 and q_scale is not None:
             scaled = w.dtype == torch.float32
@@ -138,7 +151,18 @@ def dense_indexer_score_recompute_wrapper(
     """The scores of `indexer_forward_wrapper` and their log-sum-exp: {out, denom}."""
     name = "dense_indexer_score_recompute_wrapper"
     require_bf16(name, precision, q_scale, k_scale, cu_seqlens_q_scale_padded, cu_seqlens_k_scale_padded)
-    with on(stream, q, k, weights, out, denom_out, cu_seqlens_q, cu_seqlens_k, q_causal_offsets):
+    with on(
+        name,
+        stream,
+        q=q,
+        k=k,
+        weights=weights,
+        out=out,
+        denom_out=denom_out,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        q_causal_offsets=q_causal_offsets,
+    ):
         rows = find_rows(name, q, k, ratio, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, q_causal_offsets)
         denom = given_or_new(denom_out, rows.shape, q, name, "denom_out")
         scores = _index_scores(name, q, k, weights, rows, sm_scale, out)
@@ -193,7 +217,18 @@ def dense_attn_score_recompute_wrapper(
     """
     name = "dense_attn_score_recompute_wrapper"
     require_bf16(name, precision, q_scale, k_scale, cu_seqlens_q_scale_padded, cu_seqlens_k_scale_padded)
-    with on(stream, q, k, lse, out, denom_out, cu_seqlens_q, cu_seqlens_k, q_causal_offsets):
+    with on(
+        name,
+        stream,
+        q=q,
+        k=k,
+        lse=lse,
+        out=out,
+        denom_out=denom_out,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        q_causal_offsets=q_causal_offsets,
+    ):
         rows = find_rows(name, q, k, ratio, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, q_causal_offsets)
         require(k.ndim == q.ndim and k.shape[-1] == q.shape[-1], name, "k", "[…, S_k, H_kv, D]", list(k.shape))
         heads, groups = q.shape[-2], k.shape[-2]

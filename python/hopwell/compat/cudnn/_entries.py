@@ -31,7 +31,9 @@ def sparse_attn_score_recompute_wrapper(
     their own sequence, or b·S_k + key with topk_indices_global; topk_length [B, S_q].
     """
     name = "sparse_attn_score_recompute_wrapper"
-    with on(stream, q_attn, k_attn, lse, topk_indices, topk_length, out):
+    with on(
+        name, stream, q_attn=q_attn, k_attn=k_attn, lse=lse, topk_indices=topk_indices, topk_length=topk_length, out=out
+    ):
         rows, table = entries_of(name, q_attn, k_attn, topk_indices, topk_length, topk_indices_global)
         require_sizes(name, "lse", lse, q_attn.shape[:-1])
         require_output(name, "out", out, topk_indices.shape, torch.float32)
@@ -58,7 +60,16 @@ def sparse_indexer_score_recompute_wrapper(
     Shapes as in `sparse_attn_score_recompute_wrapper`; weights [B, S_q, H].
     """
     name = "sparse_indexer_score_recompute_wrapper"
-    with on(stream, q_indexer, k_indexer, weights, topk_indices, topk_length, out):
+    with on(
+        name,
+        stream,
+        q_indexer=q_indexer,
+        k_indexer=k_indexer,
+        weights=weights,
+        topk_indices=topk_indices,
+        topk_length=topk_length,
+        out=out,
+    ):
         rows, table = entries_of(name, q_indexer, k_indexer, topk_indices, topk_length, topk_indices_global)
         require_shape(name, "weights", weights, B=q_indexer.shape[0], S_q=q_indexer.shape[1], H=q_indexer.shape[2])
         require_output(name, "out", out, topk_indices.shape, torch.float32)

@@ -94,8 +94,9 @@ def indexer_backward_wrapper(
     """
     name = "indexer_backward_wrapper"
     require(backend in ("default", "sm100_v2"), name, "backend", "default or sm100_v2", backend)
-    inputs = index_q, weights, index_k, attn_score, index_score, topk_indices, grad_loss
-    with on(stream, *inputs, d_index_q, d_weights, d_index_k):
+    inputs = {"index_q": index_q, "weights": weights, "index_k": index_k, "topk_indices": topk_indices}
+    inputs |= {"attn_score": attn_score, "index_score": index_score}
+    with on(name, stream, grad_loss, **inputs, d_index_q=d_index_q, d_weights=d_weights, d_index_k=d_index_k):
         rows, table = entries_of(name, index_q, index_k, topk_indices, None, topk_indices_global)
         b, s_q, heads, _ = index_q.shape
         require_shape(name, "weights", weights, B=b, S_q=s_q, H=heads)
@@ -105,11 +106,12 @@ def indexer_backward_wrapper(
         outputs = d_index_q, d_weights, d_index_k
         _require_all(name, (index_q, weights, index_k), outputs)
         scale = _scale(grad_loss, loss_coeff, rows)
-        attn_score.copy_(_score_gradient(index_score, attn_score, scale, index_score >= _LEAST_PROBABILITY))
-        return _index_gradients(
-            *(rows, (index_q, weights, index_k), table, attn_score * sm_scale, outputs),
-            deterministic=deterministic,
+        d_scores = _score_gradient(index_score, attn_score, scale, index_score >= _LEAST_PROBABILITY)
+        result = _index_gradients(
+            *(rows, (index_q, weights, index_k), table, d_scores * sm_scale, outputs), deterministic=deterministic
         )
+        attn_score.copy_(d_scores)  # last: a call that is refused overwrites nothing
+        return result
 
 
 @torch.no_grad()
@@ -143,9 +145,11 @@ def dense_indexer_backward_wrapper(
     the gradient of the scores.
     """
     name = "dense_indexer_backward_wrapper"
-    inputs = index_q, weights, index_k, attn_score, attn_l1norm, index_score, index_lse, grad_loss
-    layout = cu_seqlens_q, cu_seqlens_k, q_causal_offsets
-    with on(stream, *inputs, *layout, d_index_q, d_weights, d_index_k):
+    inputs = {"index_q": index_q, "weights": weights, "index_k": index_k, "attn_score": attn_score}
+    inputs |= {"attn_l1norm": attn_l1norm, "index_score": index_score, "index_lse": index_lse}
+    layout = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "q_causal_offsets": q_causal_offsets}
+    outputs_given = {"d_index_q": d_index_q, "d_weights": d_weights, "d_index_k": d_index_k}
+    with on(name, stream, grad_loss, **inputs, **layout, **outputs_given):
         rows = find_rows(name, index_q, index_k, ratio, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, q_causal_offsets)
         require_sizes(name, "weights", weights, index_q.shape[:-1])
         dense, sums = [*rows.shape, rows.width], rows.shape

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._checks import require, require_sizes
+from ..._checks import require, require_one_device, require_sizes
 
 _DEFAULT_STREAMS = (0, 1)  # cudaStreamLegacy too
 _PER_THREAD_STREAM = 2
@@ -33,12 +33,13 @@ def _torch_stream(stream: Any, device: torch.device) -> torch.cuda.Stream:
 
 
 @contextlib.contextmanager
-def on(stream: Any, *tensors: Tensor | float | None) -> Iterator[None]:
+def on(wrapper: str, stream: Any, *anywhere: Tensor | float | None, **tensors: Tensor | None) -> Iterator[None]:
     """Everything within runs on this CUDA stream, a handle; None is the current one, and so it is for host tensors.
 
-    The memory of `tensors` isn't used again before.
+    The memory of all tensors isn't used again before. Those given by name must lie on one device.
     """
-    of_devices = [x for x in tensors if isinstance(x, Tensor) and x.is_cuda]
+    require_one_device(wrapper, **tensors)
+    of_devices = [x for x in (*anywhere, *tensors.values()) if isinstance(x, Tensor) and x.is_cuda]
     if stream is None or not of_devices:
         yield
         return

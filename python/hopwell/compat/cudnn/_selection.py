@@ -18,7 +18,7 @@ def _best(x: Tensor, lengths: Tensor, top_k: int, larger_columns: bool) -> tuple
     """Columns of the top_k largest numbers of each row among its first `lengths`, ascending, and the numbers."""
     columns = x.shape[1]
     column = torch.arange(columns, device=x.device)
-    bits = x.float().view(torch.int32)
+    bits = (x.float() + 0.0).view(torch.int32)  # −0 becomes 0, which is as large
     order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # integers in the order of the numbers
     preferred = column if larger_columns else columns - 1 - column
     least = torch.iinfo(torch.int64).min
@@ -60,7 +60,7 @@ def indexer_top_k_wrapper(
     require(n_rows % next_n == 0, name, "input_values", f"of a multiple of next_n = {next_n} rows", n_rows)
     require(seq_lens.dtype == torch.int32, name, "seq_lens", "int32", seq_lens.dtype)
     require_shape(name, "seq_lens", seq_lens, n_rows_by_next_n=n_rows // next_n)
-    with on(stream, input_values, seq_lens):
+    with on(name, stream, input_values=input_values, seq_lens=seq_lens):
         row = torch.arange(n_rows, device=input_values.device)
         lengths = seq_lens[row // next_n] - next_n + row % next_n + 1
         indices = torch.full((n_rows, top_k), -1, dtype=torch.int32, device=input_values.device)
@@ -148,8 +148,9 @@ def indexer_forward_top_k_wrapper(
     require_bf16(name, precision, q_scale, k_scale, cu_seqlens_q_scale_padded, cu_seqlens_k_scale_padded)
     require_group(name, qhead_per_kv_head, q.shape[-2])
     require_sizes(name, "w", w, q.shape[:-1])
-    outputs = lse_out, softmax_out, out_indices, out_logits
-    with on(stream, q, k, w, cu_seqlens_q, cu_seqlens_k, q_causal_offsets, *outputs):
+    layout = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "q_causal_offsets": q_causal_offsets}
+    outputs = {"out_indices": out_indices, "out_logits": out_logits, "softmax_out": softmax_out, "lse_out": lse_out}
+    with on(name, stream, q=q, k=k, w=w, **layout, **outputs):
         rows = find_rows(name, q, k, ratio, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, q_causal_offsets)
         require_index_dtypes(name, "q", q, "k", k)
         shape = [*rows.shape, top_k]
@@ -185,7 +186,7 @@ def local_to_global_wrapper(
     name = "local_to_global_wrapper"
     require(local_indices.dtype in INTEGERS, name, "local_indices", "int32 or int64", local_indices.dtype)
     require_offsets(name, cu_seqlens_q, cu_seqlens_k)
-    with on(stream, local_indices, cu_seqlens_q, cu_seqlens_k):
+    with on(name, stream, local_indices=local_indices, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k):
         if cu_seqlens_q is not None and cu_seqlens_k is not None:
             require_shape(name, "local_indices", local_indices, total_q=None, topk=None)
             row = torch.arange(len(local_indices), device=local_indices.device, dtype=cu_seqlens_q.dtype)
@@ -207,7 +208,7 @@ def compactify_wrapper(indices: Tensor, stream: Any = None) -> TupleDict:
     name = "compactify_wrapper"
     require(indices.dtype == torch.int32, name, "indices", "int32", indices.dtype)
     require(indices.ndim in (2, 3), name, "indices", "[M, topk] or [B, S, topk]", list(indices.shape))
-    with on(stream, indices):
+    with on(name, stream, indices=indices):
         table = indices.flatten(0, -2)
         none = (table < 0).sort(dim=-1, stable=True)
         compact = table.gather(1, none.indices).masked_fill_(none.values, -1)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hopwell._checks import require, require_shape
+from hopwell._checks import require, require_one_device, require_shape
 
 from ._lightning_indexer import lightning_indexer_backward
 from ._register import Gradients, contiguous_rows, differentiable, operator
@@ -18,6 +18,8 @@ def _check(
 ) -> None:
     """What the gradient's operator takes, said before there is one."""
     name, kinds = "indexer_scores", (torch.bfloat16, torch.float32)
+    tensors = {"q_index": q_index, "k_index": k_index, "weights": weights, "indices": indices}
+    require_one_device(name, **tensors, k_start=k_start, k_end=k_end)
     require(q_index.dtype in kinds, name, "q_index", "bfloat16 or float32", q_index.dtype)
     require(k_index.dtype == q_index.dtype, name, "k_index", f"{q_index.dtype} as q_index is", k_index.dtype)
     require(weights.dtype in kinds, name, "weights", "bfloat16 or float32", weights.dtype)

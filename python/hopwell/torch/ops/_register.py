@@ -6,11 +6,13 @@ off.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+from hopwell._checks import require_one_device
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,8 +35,8 @@ def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[P, R]], 
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         for device in ("CPU", "CUDA"):
             _library.impl(name, kernel, device)
-        torch.library.register_fake(f"hopwell::{name}", fake, lib=_library)
         op = _op(name)
+        torch.library.register_fake(f"hopwell::{name}", _on_one_device(op, fake), lib=_library)
 
         @functools.wraps(kernel)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -57,14 +59,33 @@ def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[P, R]], 
     return register
 
 
+def _named(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The arguments of a call of the op, each with its name."""
+    names = (argument.name for argument in op._schema.arguments)
+    yield from zip(names, args, strict=False)
+    yield from kwargs.items()
+
+
+def _on_one_device(op: Any, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """A fake kernel that takes tensors of one device only. PyTorch calls a fake kernel if any tensor of a call is on
+    meta. If the others are not, the caller would get a result that no kernel writes.
+    """
+
+    @functools.wraps(fake)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        require_one_device(op._opname, **dict(_named(op, args, kwargs)))
+        return fake(*args, **kwargs)
+
+    return checked
+
+
 def _as_hopwell_says(
     op: Any, kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], refused: RuntimeError
 ) -> Exception:
     """The error for arguments that PyTorch's dispatcher does not take, such as an integer of more than 64 bits, which
     it says is no integer.
     """
-    names = [argument.name for argument in op._schema.arguments]
-    for argument, value in (*zip(names, args, strict=False), *kwargs.items()):
+    for argument, value in _named(op, args, kwargs):
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             return ValueError(f"{op._opname}: {argument} must be an integer of 64 bits; got {value}")
     try:

@@ -1,25 +1,27 @@
-// attention_distribution for Blackwell: how much attention each selected key gets from all heads.
+// attention_distribution for Blackwell: the attention that each selected key gets, summed over all heads.
 //
-//     attn[s,i] = Σ_h exp2(score[s,h,i] · scale_log2 − lse[s,h] · log2 e)          0 where entry i does not count
+//     attn[s,i] = Σ_h exp2(score[s,h,i] · scale_log2 − lse[s,h] · log2 e)          0 if entry i is not valid
 //
-// Tile      one query, 64 keys and 128 heads, whose queries lie in tensor memory: scores [128 lanes][64 columns] by
-//           tcgen05.mma with M 128, N 64. Fewer heads: the rest are zeros. More: 128 at a time, one after another.
-// Roles     warp 0      gather    keys but for their last 128 columns, four rows an instruction; queries, by boxes
-//           warp 1      issue     queries to tensor memory, all products
-//           warp 2      store     adds the warps' sums in a fixed order, writes, normalises
-//           warp 3      copy      the keys' last 128 columns, 16 bytes a lane
-//           warps 4-7   math      exp2 of scores, sums over a warp's 32 heads
-//           CTAs are persistent; which queries and parts of rows each takes is said in plan.hpp.
+// Tile      one query, 64 keys and 128 heads, whose queries are in tensor memory: scores [128 lanes][64 columns] by
+//           tcgen05.mma with M 128, N 64. Fewer heads: padded with zeros. More heads: 128 at a time, one after another.
+// Roles     warp 0      gather    producer: keys without their last 128 columns, four rows per instruction; queries,
+//                                 as boxes
+//           warp 1      issue     mma: queries to tensor memory, all products
+//           warp 2      store     epilogue: adds the warps' sums in a fixed order, writes, normalises
+//           warp 3      copy      producer: the keys' last 128 columns, 16 bytes per lane
+//           warps 4-7   math      softmax: exp2 of scores, sums over a warp's 32 heads
+//           CTAs are persistent; plan.hpp describes their work tiles.
 // Timeline  gather   Q0 Q1 Q2 K0 ▒▒▒▒│ K1 ▒▒▒▒│ K2 ▒▒▒▒│ …      three stages in the ring, for parts of Q and for keys
 //           issue             cp ▓▓│ S0 ▓▓▓│ S1 ▓▓▓│ S2 ▓▓▓ …    three tiles of scores in tensor memory
 //           math                            exp Σ 0 │ exp Σ 1 │ …
 //           store                                      a0        a1
-// Budget    shared: 3 × 73,728 rows + 4 × 4 × 64 × 4 sums + barriers = 225,450 B; tensor memory: Q 288 + 3 × 64 = 480 columns
-// Bound     the gather: 73,728 B for every 64 keys, 1,475 cycles at 50 B a cycle; a gather of four rows and 64 columns takes
-//           12 cycles, so that all columns would take 1,728 that way, and these 1,344; products 1,152, exponentials 512. So
-//           128 heads may reach 0.78 of the matmul rate, 64 heads 0.39. The queries of a tile take 2,590 cycles to get into
-//           tensor memory, as long as two tiles of keys.
-// Order     Nothing is added in an order that depends on time: same inputs, same bits.
+// Budget    shared: 3 × 73,728 rows + 4 × 4 × 64 × 4 sums + barriers = 225,450 B; tensor memory: Q 288 + 3 × 64 = 480
+//           columns
+// Bound     the gather: 73,728 B per 64 keys, 1,475 cycles at 50 B per cycle. A gather of four rows and 64 columns
+//           takes 12 cycles, so all columns would take 1,728 cycles this way; without the last 128 they take 1,344.
+//           Products 1,152, exponentials 512. So 128 heads can reach 0.78 of the matmul rate, 64 heads 0.39. The copy
+//           of a tile's queries to tensor memory takes 2,590 cycles, as long as two tiles of keys.
+// Order     No order of additions depends on timing: same inputs, same bits.
 #pragma once
 
 #include <cmath>
@@ -38,7 +40,7 @@ namespace hopwell::ops::attention_distribution::HOPWELL_TARGET {
 struct Config {
   static constexpr int kStages = 3, kScoreStages = 3, kThreads = 256, kMathWarps = 4, kFirstMathWarp = 4;
   static constexpr int kCopiedPanels = 2;                   // of keys, the last ones
-  static constexpr int kQPanels = 4;                        // of an item of queries: 64 columns of all heads each
+  static constexpr int kQPanels = 4;                        // per item of queries: 64 columns of all heads each
   static constexpr uint32_t kQPanel = kHeadsAtATime * 128;  // bytes
 };
 enum WarpRole { kGather, kIssue, kStore, kCopy };  // and the math warps
@@ -60,7 +62,7 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage<576>) <= arch::sm90::kMaxSharedBytes);
 static_assert(Config::kQPanels * Config::kQPanel <= sizeof(SharedStorage<512>::rows[0]));
 
-// The parameters, and rows as the copy engine sees them.
+// Parameters, with tensor maps of the rows.
 struct GatherParams : Params {
   arch::TensorMap keys;     // [s_kv, d_qk]: 64 columns of a row
   arch::TensorMap queries;  // [s_q, h_q, d_qk]: 64 columns of 128 heads
@@ -73,7 +75,7 @@ using ScoreSlot = tile::RingSlot<Config::kScoreStages>;
 
 // ---- gather
 
-// By one lane.
+// Executed by one lane.
 template <int kDqk>
 HOPWELL_DEVICE void load_queries(const GatherParams& p, SharedStorage<kDqk>& s, int64_t query, int pass, int q_item,
                                  const RowSlot& slot) {
@@ -87,7 +89,7 @@ HOPWELL_DEVICE void load_queries(const GatherParams& p, SharedStorage<kDqk>& s, 
                    {64 * (first + i), kHeadsAtATime * pass, int(query)}, slot.full());
 }
 
-// By a warp; queries by its first lane.
+// Executed by one warp; its first lane copies queries.
 template <int kDqk>
 HOPWELL_DEVICE void gather(const GatherParams& p, SharedStorage<kDqk>& s) {
   const int lane = arch::lane_index();
@@ -106,7 +108,7 @@ HOPWELL_DEVICE void gather(const GatherParams& p, SharedStorage<kDqk>& s) {
   });
 }
 
-// By a warp. Of queries it has nothing to copy, and only arrives.
+// Executed by one warp. For queries it only arrives, because it copies none of them.
 template <int kDqk>
 HOPWELL_DEVICE void copy_last_panels(const Params& p, SharedStorage<kDqk>& s) {
   constexpr int kFirst = SharedStorage<kDqk>::kGatheredPanels;
@@ -135,8 +137,8 @@ HOPWELL_DEVICE void copy_last_panels(const Params& p, SharedStorage<kDqk>& s) {
 
 // ---- issue
 
-// 16 columns of all heads a copy, to eight columns of tensor memory. Copies and products of a thread run in order, so that
-// the queries of the pass before are not lost.
+// Copies 16 columns of all heads per instruction to eight columns of tensor memory. Copies and products of a thread
+// execute in order, so the products of the previous pass have read the old queries.
 template <int kDqk>
 HOPWELL_DEVICE void copy_queries(SharedStorage<kDqk>& s, int q_item, const RowSlot& slot) {
   constexpr int kPanels = SharedStorage<kDqk>::kPanels;
@@ -160,7 +162,7 @@ HOPWELL_DEVICE void multiply(SharedStorage<kDqk>& s, const RowSlot& rows, const 
   const uint32_t d = arch::tmem_address(s.tmem, 0, Tmem::kScores + kTileKeys * scores.stage());
   scores.wait_empty();
   rows.wait_full();
-  arch::fence_proxy_async();  // what was copied by threads
+  arch::fence_proxy_async();  // for the copies by threads
   arch::tcgen05_fence_after_thread_sync();
   HOPWELL_NO_UNROLL
   for (int panel = 0; panel < SharedStorage<kDqk>::kPanels; ++panel) {
@@ -175,7 +177,7 @@ HOPWELL_DEVICE void multiply(SharedStorage<kDqk>& s, const RowSlot& rows, const 
   arch::tcgen05_commit<1>(scores.full());
 }
 
-// By one thread. Its last commit is one that math waits for, so that the CTA does not exit before its products end.
+// Executed by one thread. Math waits for its last commit, so that the CTA does not exit before its products end.
 template <int kDqk>
 HOPWELL_DEVICE void issue(const Params& p, SharedStorage<kDqk>& s) {
   int item = 0, key_tile = 0;
@@ -189,7 +191,7 @@ HOPWELL_DEVICE void issue(const Params& p, SharedStorage<kDqk>& s) {
 
 // ---- math
 
-// exp2 of a warp's [32 heads][64 keys], a head a lane, summed over the heads: key l + 32 i ends in lane l.
+// exp2 of a warp's [32 heads][64 keys], one head per lane, summed over the heads: the sum of key l + 32 i is in lane l.
 HOPWELL_DEVICE void sum_heads(float (&sums)[2], const uint32_t (&scores)[64], float scale_log2, float lse) {
   const int lane = arch::lane_index();
   HOPWELL_UNROLL
@@ -246,7 +248,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) kernel(const __grid_const
     s.sum_barriers.init(Config::kMathWarps, 1);
     arch::fence_mbarrier_init();
   }
-  arch::syncwarp();  // kept: a lane branched off
+  arch::syncwarp();  // kept: a lane has diverged
   if (warp == kIssue) s.tmem.allocate();
   arch::syncthreads();
   if (warp == kGather) gather(p, s);
@@ -254,7 +256,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) kernel(const __grid_const
   if (warp == kStore) store<Config::kMathWarps>(p, s.sums, s.sum_barriers);
   if (warp == kCopy) copy_last_panels(p, s);
   if (warp >= Config::kFirstMathWarp) math(p, s);
-  arch::syncwarp();  // kept: lanes branched off
+  arch::syncwarp();  // kept: lanes have diverged
   arch::syncthreads();
   if (warp == kIssue) s.tmem.free();
 #endif

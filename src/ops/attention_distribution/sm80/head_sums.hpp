@@ -1,19 +1,20 @@
 // attention_distribution by mma.sync, for any NVIDIA GPU from Ampere on.
 //
-//     attn[s,i] = Σ_h exp2(score[s,h,i] · scale_log2 − lse[s,h] · log2 e)          0 where entry i does not count
+//     attn[s,i] = Σ_h exp2(score[s,h,i] · scale_log2 − lse[s,h] · log2 e)          0 if entry i is not valid
 //
-// Tile      one query, 64 keys, 128 heads, whose rows stay in registers as mma's A, 16 heads a warp; of 64, 32 or 16 heads
-//           and fewer each two, four or eight warps have the same ones and share the keys. More heads: 128 at a time.
+// Tile      one query, 64 keys, 128 heads, whose rows stay in registers as operand A of mma, 16 heads per warp. With at
+//           most 64, 32 or 16 heads, two, four or eight warps have the same heads and split the keys. More heads: 128
+//           at a time.
 // Roles     eight warps: all copy and multiply; warp 0 adds the sums of the warps' heads, writes and normalises.
-//           CTAs are persistent; which queries and parts of rows each takes is said in plan.hpp.
+//           CTAs are persistent; plan.hpp describes their work tiles.
 // Timeline  copies  slab 5 ▓▓▓▓▓▓▓ 6 ▓▓▓▓▓▓▓ 7 ▓▓▓▓▓▓▓ …            slabs of 128 columns of a tile's keys
 //           warps   0 │ 1 │ 2 │ 3 │ 4 │ exp2, Σ │ 0 (warp 0: a0) …   five for d_qk 576, one barrier each
 // Budget    shared: 5 × 64 × 256 rows + 2 × 8 × 64 × 4 sums = 86,016 B (of 101,376 on the smallest GPU)
-//           registers: 144 of Q + 32 scores + 16 of keys + ~50, of 255
-// Demands   a tile of 64 keys, 128 heads, d_qk 576, in clocks of a multiprocessor of an A100: 4,608 of tensor cores, 4,608 of
-//           shared memory (each warp reads all keys), 512 of exp2; 73,728 B gathered.
+//           registers: 144 for Q + 32 scores + 16 for keys + ~50, of 255
+// Demands   a tile of 64 keys, 128 heads, d_qk 576, in clocks of an A100's SM: 4,608 of tensor cores, 4,608 of shared
+//           memory (each warp reads all keys), 512 of exp2; 73,728 B gathered.
 // Bound     tensor cores and shared memory with 128 heads, the gather with few
-// Order     Nothing is added in an order that depends on time: same inputs, same bits.
+// Order     No order of additions depends on timing: same inputs, same bits.
 #pragma once
 
 #include <cmath>
@@ -34,13 +35,13 @@ struct Config {
 using Rows = tile::MmaRows<1>;
 
 struct SharedStorage {
-  tile::MmaTile<1, kTileKeys> keys[Config::kStages];  // a slab each
+  tile::MmaTile<1, kTileKeys> keys[Config::kStages];  // one slab each
   float sums[2][Config::kWarps][kTileKeys];           // of even and odd tiles: over a warp's 16 heads
 };
 static_assert(sizeof(SharedStorage) <= 99 * 1024);
 
-// A kernel of kColumns = 576 takes d_qk above 512 and multiplies zeros up to 576, so that nothing depends on d_qk and takes
-// registers; the one of 512 takes what is narrower.
+// kColumns = 576 is for d_qk above 512 and multiplies zeros up to 576, so that no code depends on d_qk and takes
+// registers. kColumns = 512 is for smaller d_qk.
 template <int kColumns>
 constexpr int kSlabs = (kColumns + Config::kSlabColumns - 1) / Config::kSlabColumns;
 template <int kColumns>
@@ -48,12 +49,12 @@ HOPWELL_DEVICE int column_blocks(const Params& p) {
   return (kColumns == Config::kMaxColumns ? kColumns : p.d_qk + kBlockColumns - 1) / kBlockColumns;
 }
 
-// Copies the slabs of a row's tiles, one after another: a thread the chunks c and c + 8 of the keys k and k + 32.
+// Copies the slabs of a row's tiles, one after another. A thread copies chunks c and c + 8 of keys k and k + 32.
 template <int kColumns>
 struct KeyLoader {
   Entries entries;
   int tiles, tile = 0, slab = 0;  // of the next slab
-  int keys[2], next_keys[2];      // what the entries of its tile and of the one after it name
+  int keys[2], next_keys[2];      // indices of the entries of its tile and of the next tile
 
   HOPWELL_DEVICE explicit KeyLoader(const Entries& entries) : entries(entries), tiles(entries.tiles(kTileKeys)) {
     load_keys(0, keys);
@@ -71,12 +72,12 @@ struct KeyLoader {
 
  private:
   HOPWELL_DEVICE static int first_row() { return arch::thread_index() / 8; }
-  // A tile ahead: a load takes as long as a tile.
+  // One tile ahead, because a load takes as long as a tile.
   HOPWELL_DEVICE void load_keys(int of_tile, int (&to)[2]) const {
     HOPWELL_UNROLL
     for (int i = 0; i < 2; ++i) to[i] = entries.at(of_tile * kTileKeys + first_row() + 32 * i);
   }
-  // Zeros where the key does not count, and from d_qk on.
+  // Zeros if the key is not valid, and from column d_qk on.
   HOPWELL_DEVICE void copy_key(const Params& p, uint32_t to, int row, int key) const {
     const bool counts = entries.counts(key);
     const bf16* from = p.kv + (counts ? key * p.kv_stride : 0);
@@ -97,8 +98,8 @@ struct KeyLoader {
   }
 };
 
-// A warp's 16 heads: this lane's chunks of two, lane / 4 and lane / 4 + 8, and their lse in units of log 2. Heads that do
-// not exist are zeros and have +inf.
+// A warp's 16 heads: this lane's chunks of heads lane / 4 and lane / 4 + 8, and their lse in units of log 2. Padding
+// heads are zeros, with lse +inf.
 template <int kColumns>
 struct Heads {
   Rows q[kSlabs<kColumns>][1];
@@ -121,14 +122,15 @@ struct Heads {
   }
 };
 
-// Scores of a warp's 16 heads against 8 kN keys, in groups of up to 32, whose rows take registers while they multiply.
+// Scores of a warp's 16 heads and 8 kN keys, in groups of up to 32 keys, because a group's rows take registers during
+// the products.
 template <int kN>
 struct Scores {
   static constexpr int kTogether = kN < 4 ? kN : 4;
   float of_group[kN / kTogether][kTogether][1][4] = {};
 
   HOPWELL_DEVICE float at(int n, int i) const { return of_group[n / kTogether][n % kTogether][0][i]; }
-  // Adds the products of a slab's column blocks; `blocks` may be more than there are.
+  // Adds the products of a slab's column blocks. `blocks` may exceed the number of blocks.
   HOPWELL_DEVICE void add_slab(const Rows (&q)[1], const tile::MmaTile<1, kTileKeys>& keys, int first_key, int blocks) {
     HOPWELL_UNROLL
     for (int i = 0; i < kN / kTogether; ++i) {
@@ -141,12 +143,13 @@ struct Scores {
   }
 };
 
-// Which of kCount sums a lane has in the end: some from `first` on. Where several have the same one, one of them writes.
+// The sums, of kCount, that a lane has at the end: consecutive sums from `first` on. If several lanes have the same
+// sum, one of them writes.
 struct SharedSums {
   int first = 0;
   bool writes = true;
 
-  // With the lane that is kDistance apart.
+  // Exchanges with the lane at distance kDistance.
   template <int kDistance, int kCount>
   HOPWELL_DEVICE void share(float (&c)[kCount]) {
     constexpr int kWidth = kCount * kDistance / 32;
@@ -161,8 +164,8 @@ struct SharedSums {
   }
 };
 
-// exp2 of a warp's [16 heads][8 kN keys], summed over the heads, by lanes whose numbers differ by 16, 8 and 4.
-// Heads whose lse is +inf give 0: the scores of those that do not exist are NaN where a key has infinities.
+// exp2 of a warp's [16 heads][8 kN keys], summed over the heads, across lanes at distances 16, 8 and 4. Heads with lse
+// +inf give 0, because the scores of padding heads are NaN if a key has infinities.
 template <int kN>
 HOPWELL_DEVICE void sum_heads(const Params& p, const Scores<kN>& scores, const float (&lse)[2], float* sums) {
   const int lane = arch::lane_index();
@@ -184,10 +187,10 @@ HOPWELL_DEVICE void sum_heads(const Params& p, const Scores<kN>& scores, const f
     if (shared.writes) sums[(shared.first + i) / 2 * 8 + lane % 4 * 2 + (shared.first + i) % 2] = c[i];
 }
 
-// Warp 0's: adds the sums of the warps' heads in a fixed order, to what earlier heads left, and writes.
+// Executed by warp 0: adds the sums of the warps' heads in a fixed order to the sums of earlier heads, and writes.
 struct RowWriter {
   Entries entries;
-  float total = 0;  // of what this lane has written of the last heads
+  float total = 0;  // sum of this lane's results after the last heads
 
   HOPWELL_DEVICE RowWriter(const Params& p, const WorkTile& work) : entries(entries_of(p, work)) {}
   template <int kHeadWarps>
@@ -209,7 +212,7 @@ struct RowWriter {
   }
 };
 
-// All entries of a work tile, and 16 heads for each of kHeadWarps warps.
+// Processes all entries of a work tile, and 16 heads for each of kHeadWarps warps.
 template <int kColumns, int kHeadWarps>
 HOPWELL_DEVICE void add_heads(const Params& p, SharedStorage& s, const WorkTile& work, int first_head,
                               RowWriter& writer) {

@@ -1,25 +1,26 @@
-// attention_distribution for Hopper: how much attention each selected key gets from all heads.
+// attention_distribution for Hopper: the attention that each selected key gets, summed over all heads.
 //
-//     attn[s,i] = Σ_h exp2(score[s,h,i] · scale_log2 − lse[s,h] · log2 e)          0 where entry i does not count
+//     attn[s,i] = Σ_h exp2(score[s,h,i] · scale_log2 − lse[s,h] · log2 e)          0 if entry i is not valid
 //
 // Tile      one query, 64 keys, and 128 heads, 64 for each of two warpgroups that both read every tile; or up to 64
-//           heads, the same in both warpgroups, which take turns at tiles. More heads: 128 at a time.
+//           heads, the same in both warpgroups, which alternate between tiles. More heads: 128 at a time.
 // Roles     warpgroups 0, 1   math     queries in registers, as A fragments; scores, exp2, sums over their heads
-//           warps 8, 9, 10    gather   a third of the columns of every tile each, by cp.async, for keys and for queries
-//           warp 11           store    adds the warps' sums in a fixed order, writes, normalises
-//           CTAs are persistent; which queries and parts of rows each takes is said in plan.hpp.
+//           warps 8, 9, 10    gather   producer: a third of the columns of every tile each, by cp.async, for keys and
+//                             queries
+//           warp 11           store    epilogue: adds the warps' sums in a fixed order, writes, normalises
+//           CTAs are persistent; plan.hpp describes their work tiles.
 // Timeline  gather   K3 ▒▒▒▒│ K4 ▒▒▒▒│ K5 …            three tiles in the ring; each third of a stage is filled again
 //           math 0   S0 ▓▓▓ exp Σ    S1 ▓▓▓ exp Σ      as soon as the products have read it
-//           math 1          S0 ▓▓▓ exp Σ    S1 ▓▓▓     products of one warpgroup under exponentials of the other
+//           math 1          S0 ▓▓▓ exp Σ    S1 ▓▓▓     products of one warpgroup overlap exponentials of the other
 //           store           a0              a1
 // Budget    shared: 3 × 64 × 1,152 rows + 4 × 8 × 64 × 4 sums + 352 barriers = 229,728 B
-//           registers: math 144 of Q + 32 scores + ~30 (208), gather and store 88
-// Bound     128 heads: tensor pipe and exponentials; 64: the gather, 73,728 B for every 64 keys
-// Order     Nothing is added in an order that depends on time: same inputs, same bits. kOrdered: rows are in the
-//           order of keys, and CTAs may go through them at one pace, where keys do not fit in L2: plan.hpp.
+//           registers: math 144 for Q + 32 scores + ~30 (208), gather and store 88
+// Bound     128 heads: tensor pipe and exponentials; 64: the gather, 73,728 B per 64 keys
+// Order     No order of additions depends on timing: same inputs, same bits. kOrdered: rows are sorted by key, and CTAs
+//           may be throttled, if keys do not fit in L2: plan.hpp.
 //
-// Memory order. The copies of a third themselves arrive at its mbarrier, so that no gather warp ever waits for them;
-// who has waited for that arrival fences it (fence.proxy.async) before the products read it.
+// Memory order. The copies of a third arrive at its mbarrier themselves, so that no gather warp ever waits for them. A
+// warp that has waited for that arrival executes fence.proxy.async before the products read the data.
 #pragma once
 
 #include <cmath>
@@ -38,11 +39,11 @@ namespace hopwell::ops::attention_distribution::HOPWELL_TARGET {
 struct Config {
   static constexpr int kStages = 3, kParts = 3, kThreads = 384;
   static constexpr int kMathWarps = 8, kMathRegisters = 208, kOtherRegisters = 88;
-  static constexpr int kPartColumns = 192;       // 3 panels; the last part has what remains of a row
+  static constexpr int kPartColumns = 192;       // 3 panels; the last part has the rest of a row
   static constexpr int kBarriers = 2 * kStages;  // item i uses stage i % 3 and barriers i % 6
 };
 enum WarpRole { kGather = Config::kMathWarps, kStore = kGather + Config::kParts };
-enum NamedBarrier { kTurn = 1 };  // kTurn + g: warpgroup g may start its products
+enum NamedBarrier { kTurn = 1 };  // ping-pong order barrier kTurn + g: warpgroup g may start its products
 
 template <int kDqk>
 struct SharedStorage {
@@ -53,10 +54,10 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage<576>) <= arch::sm90::kMaxSharedBytes);
 
-// Tiles of heads and of keys go through the ring one after another, in parts. Item i lies in stage i % 3 and has
-// barriers i % 6: when the warpgroups take turns, a barrier belongs to one of them, and neither waits for tiles that it
-// does not read. Whoever waits for item i has seen an item that was copied after item i - 6 had been read, so that the
-// barrier is past that phase of the same parity.
+// Tiles of heads and of keys pass through the ring, in parts. Item i uses stage i % 3 and barriers i % 6: when the
+// warpgroups alternate, each barrier belongs to one warpgroup, and neither waits for tiles that it does not read. A
+// wait for item i follows a wait for an item that was copied after item i - 6 had been read, so the barrier has already
+// passed the earlier phase with the same parity.
 template <int kDqk>
 struct RowSlot : tile::RingSlot<Config::kBarriers, Config::kParts, Config::kParts> {
   SharedStorage<kDqk>& s;
@@ -64,7 +65,7 @@ struct RowSlot : tile::RingSlot<Config::kBarriers, Config::kParts, Config::kPart
 
   HOPWELL_DEVICE RowSlot(SharedStorage<kDqk>& s, int item) : RingSlot(s.row_barriers, item), s(s), item(item) {}
   HOPWELL_DEVICE uint32_t rows() const { return arch::shared_address(s.rows[item % Config::kStages]); }
-  /// Of the item that was in this stage before, i - 3, which had the barriers of item i + 3, a phase earlier.
+  /// Waits for the previous item in this stage, i - 3, which used the barriers of item i + 3 one phase earlier.
   HOPWELL_DEVICE void wait_empty(int part) const {
     const RowSlot later{s, item + Config::kStages};
     later.RingSlot::wait_empty(part);
@@ -73,13 +74,14 @@ struct RowSlot : tile::RingSlot<Config::kBarriers, Config::kParts, Config::kPart
     RingSlot::wait_full(part);
     arch::fence_proxy_async();
   }
-  /// A part is free after eight arrivals, one for each math warp; a warp arrives for two where only half of them read.
+  /// A part is free after eight arrivals, one per math warp. If only half of the warps read it, each arrives twice.
   HOPWELL_DEVICE void release(int part, uint32_t arrivals) const { tile::arrive_warp(empty(part), arrivals); }
 };
 
 // ---- gather ---------------------------------------------------------------------------------------------------------
 
-// A warp copies its part of the columns of all rows. It never waits for its copies: they themselves arrive.
+// A warp copies its part of the columns of all rows. It never waits for its copies, which arrive at the mbarrier
+// themselves.
 template <int kDqk, int kTogether>
 HOPWELL_DEVICE void copy_part(RowSlot<kDqk> slot, int part, bool aligned, const bf16* data, int64_t stride,
                               tile::RowIndices indices) {
@@ -109,14 +111,14 @@ HOPWELL_DEVICE tile::RowIndices keys_of(const Entries& entries, int tile) {
 
 template <int kDqk, bool kAlternate, bool kOrdered>
 HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, int part) {
-  // The gather is what takes longest at up to 64 heads; otherwise bursts of copies delay products and sums.
+  // The gather is the bottleneck with up to 64 heads; otherwise bursts of copies delay products and sums.
   constexpr int kTogether = kAlternate ? 16 : 2;
   int item = 0;
-  uint32_t seen = 0;  // of the pace: the other parts follow this one's, by way of the ring
+  uint32_t seen = 0;  // throttle progress; the other parts follow this part through the ring
   for_each_pass(p, [&](int64_t query, const Entries& entries, int tiles, int pass) {
     const bool paced = kOrdered && part == 0 && p.pace.has(int(query));
     const bf16* q = p.q + query * p.q_stride_s;
-    // Indices are loaded two tiles ahead and looked at when they are used: a load takes as long as a tile.
+    // Indices are loaded two tiles ahead and first used at their copy, because a load takes as long as a tile.
     tile::RowIndices next = keys_of(entries, 0), second = keys_of(entries, 1);
     for (int i = 0; i < (kAlternate ? 1 : 2); ++i, ++item) {
       const int head = kHeadsAtATime * pass + kTileHeads * i + arch::lane_index();
@@ -131,12 +133,12 @@ HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, int part) {
       copy_part<kDqk, kTogether>({s, item}, part, p.aligned, p.kv, p.kv_stride, keys);
     }
   });
-  arch::cp_async_wait_all();  // no thread leaves before its copies
+  arch::cp_async_wait_all();  // no thread exits before its copies complete
 }
 
 // ---- math -----------------------------------------------------------------------------------------------------------
 
-// This warp's 16 heads as A fragments, one for every 16 columns.
+// This warp's 16 heads as A fragments, one per 16 columns.
 template <int kDqk>
 HOPWELL_DEVICE void load_q(RowSlot<kDqk> slot, uint32_t arrivals, uint32_t (&q)[kDqk / 16][4]) {
   const tile::FragmentLane at;
@@ -145,7 +147,7 @@ HOPWELL_DEVICE void load_q(RowSlot<kDqk> slot, uint32_t arrivals, uint32_t (&q)[
   for (int part = 0; part < Config::kParts; ++part) slot.release(part, arrivals);
 }
 
-// Starts the part of the scores of 64 heads and 64 keys that comes from one part of the columns.
+// Starts one part of the columns' contribution to the scores of 64 heads and 64 keys.
 template <int kSteps>
 HOPWELL_DEVICE void start_part(float (&scores)[32], const uint32_t (&q)[kSteps][4], uint32_t rows, int part) {
   constexpr int kPartSteps = Config::kPartColumns / 16;
@@ -157,12 +159,12 @@ HOPWELL_DEVICE void start_part(float (&scores)[32], const uint32_t (&q)[kSteps][
   arch::wgmma_commit();
 }
 
-// All scores of 64 heads and 64 keys. The two warpgroups' products follow one another, so that either's exponentials
-// run under the other's products.
+// All scores of 64 heads and 64 keys. The products of the two warpgroups follow one another, so that the exponentials
+// of each overlap with the products of the other.
 template <int kDqk>
 HOPWELL_DEVICE void multiply(float (&scores)[32], const uint32_t (&q)[kDqk / 16][4], RowSlot<kDqk> slot,
                              uint32_t arrivals, int group) {
-  arch::barrier_sync(kTurn + group, 256);  // kept: turns are for speed; nothing else depends on them
+  arch::barrier_sync(kTurn + group, 256);  // kept: the order is for speed; no result depends on it
   HOPWELL_UNROLL
   for (int part = 0; part < Config::kParts; ++part) {
     slot.wait_full(part);
@@ -184,14 +186,14 @@ HOPWELL_DEVICE void load_lse(const Params& p, int64_t query, int first_head, flo
   for (int r = 0; r < 2; ++r) lse[r] = lse_of(p, query, head + 8 * r);
 }
 
-// Heads that do not exist, or whose lse is +inf, add 0 beside any score: where a warp has such heads, their scores are cleared.
+// Padding heads and heads with lse +inf must add 0 for any score: if a warp has such heads, their scores are cleared.
 HOPWELL_DEVICE void clear_scores(float (&scores)[32], const float (&lse)[2]) {
   if (arch::ballot(lse[0] == INFINITY || lse[1] == INFINITY) == 0) return;
   HOPWELL_UNROLL
   for (int i = 0; i < 32; ++i) scores[i] = lse[i / 2 % 2] == INFINITY ? 0 : scores[i];
 }
 
-// exp2 of a warp's [16 heads][64 keys], summed over the heads, handed to the store warp.
+// exp2 of a warp's [16 heads][64 keys], summed over the heads, passed to the store warp.
 template <int kDqk>
 HOPWELL_DEVICE void sum_heads(const Params& p, SharedStorage<kDqk>& s, const float (&scores)[32], const float (&lse)[2],
                               int key_tile, int warp) {
@@ -214,8 +216,8 @@ HOPWELL_DEVICE void sum_heads(const Params& p, SharedStorage<kDqk>& s, const flo
   slot.commit();
 }
 
-// More than 64 heads: each warpgroup has 64 of them, and both read every tile of keys. Otherwise both have the same,
-// and they take turns at tiles.
+// More than 64 heads: each warpgroup has 64 of them, and both read every tile of keys. Otherwise both have the same
+// heads and alternate between tiles.
 template <int kDqk, bool kAlternate>
 HOPWELL_DEVICE void math(const Params& p, SharedStorage<kDqk>& s, int group) {
   constexpr int kHeadTiles = kAlternate ? 1 : 2;
@@ -228,7 +230,7 @@ HOPWELL_DEVICE void math(const Params& p, SharedStorage<kDqk>& s, int group) {
     load_lse(p, query, kHeadsAtATime * pass + kTileHeads * head_tile, lse);
     uint32_t q[kDqk / 16][4];
     load_q<kDqk>({s, item + head_tile}, kAlternate ? 1 : 2, q);
-    if (kAlternate && (item & 1) == group) {  // the turn goes with the items
+    if (kAlternate && (item & 1) == group) {  // the order follows the items
       arch::barrier_sync(kTurn + group, 256);
       arch::barrier_arrive(kTurn + (group ^ 1), 256);
     }

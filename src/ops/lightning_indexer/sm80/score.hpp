@@ -1,19 +1,19 @@
-// lightning_indexer by mma.sync: the index scores of some queries against all keys; bf16, fp32, or e4m3, which becomes bf16
-// as it is loaded.
+// lightning_indexer by mma.sync: the index scores of some queries and all keys; bf16, fp32, or e4m3, which is converted
+// to bf16 on loading.
 //
 //     score[s,t] = k_scale[t] · Σ_j w[s,j] · q_scale[s,j] · relu(q[s,j,:] · k[t,:])        a NaN becomes −inf
 //
-// or of the products themselves, without the relu.
+// or, without relu, of the products themselves.
 //
-// Tile      256 keys (128 in fp32) a CTA, whose rows stay in registers as mma's A, 32 (16) a warp; against tiles of 64 rows
-//           of q, the heads of one or several queries, or 64 heads of a query that has more
-// Roles     eight warps, each with keys of its own; all of them copy q, into three stages (two in fp32)
+// Tile      a CTA has 256 keys (128 in fp32), whose rows stay in registers as operand A of mma, 32 (16) per warp; and
+//           tiles of 64 rows of q: the heads of one or several queries, or 64 heads of a query with more heads
+// Roles     eight warps, each with its own keys; all of them copy q, into three stages (two in fp32)
 // Timeline  copies  q1 ▓▓▓▓▓▓▓▓▓▓ q2 ▓▓▓▓▓▓▓▓▓▓▓▓ q3 ▓▓▓▓▓▓
-//           warps   k │ q0: mma ▓▓▓ relu, sums ▓ │ q1 …             one barrier a tile of q
-// Sums      over the heads in a lane first, then over the quad: always in the same order
-// Budget    shared: stages of 64 × 256 B a limb + 320 B, and 128 B: 50,304 B (bf16), 99,072 B (fp32)
+//           warps   k │ q0: mma ▓▓▓ relu, sums ▓ │ q1 …             one barrier per tile of q
+// Sums      first over the heads in a lane, then over the quad: in a fixed order
+// Budget    shared: stages of 64 × 256 B per bf16 split term + 320 B, and 128 B: 50,304 B (bf16), 99,072 B (fp32)
 //           registers: keys 64 of 128 (96 of 255)
-// Bound     tensor cores: 2 · h_index · d_index operations a query and key
+// Bound     tensor cores: 2 · h_index · d_index operations per query and key
 #pragma once
 
 #include "arch/sm80/async_copy.hpp"
@@ -32,14 +32,14 @@ struct ScoreConfig {
 template <class T>
 constexpr int kStages = sizeof(T) <= 2 ? 3 : 2;
 template <class T>
-constexpr int kTilesM = sizeof(T) <= 2 ? 2 : 1;  // of 16 keys, of a warp
+constexpr int kTilesM = sizeof(T) <= 2 ? 2 : 1;  // 16-key tiles per warp
 template <class T>
 constexpr int kKeysOfCta = 16 * kTilesM<T> * ScoreConfig::kWarps;
 
 template <class T>
 struct ScoreParams : ScoreTask {
   tile::RowMajor<T> q, k;
-  int64_t q_stride;  // from query to query
+  int64_t q_stride;  // query stride
   int column_blocks;
 };
 
@@ -47,19 +47,19 @@ template <class T>
 struct ScoreStorage {
   tile::MmaTile<kLimbs<T>, kHeadTile> q[kStages<T>];
   alignas(16) float weights[kStages<T>][kHeadTile];
-  Span visible[kStages<T>][kHeadTile / 8];  // to each query
+  Span visible[kStages<T>][kHeadTile / 8];  // per query
   Span of_warp[2][ScoreConfig::kWarps];
 };
 static_assert(sizeof(ScoreStorage<float>) <= 99 * 1024);
 
-// Copies tiles of q, one after another: a thread every fourth chunk of one row, and there its weight or which keys its
-// query sees.
+// Copies consecutive tiles of q: a thread copies every fourth chunk of one row, and loads the row's weight or the
+// visible keys of its query.
 template <class T>
 struct QueryLoader {
   int row, query_of_tile;
   int query, head, tile_of_query = 0;  // of the next tile
 
-  // Tiles from the first one of a query on.
+  // Starts at the first tile of a query.
   HOPWELL_DEVICE QueryLoader(const ScoreParams<T>& p, int first_tile) : row(arch::thread_index() / 4) {
     query_of_tile = row / p.padded_heads;
     query = first_tile / p.tiles_per_query * p.queries_per_tile + query_of_tile;
@@ -81,7 +81,7 @@ struct QueryLoader {
         s.q[stage].store(row, number, exists ? p.q.chunk(from, 8 * number) : Chunk<kLimbs<T>>{});
       }
     };
-    if constexpr (sizeof(T) == 1) {  // unrolled, decoding takes more registers than there are
+    if constexpr (sizeof(T) == 1) {  // unrolled, the decoding spills registers
       HOPWELL_NO_UNROLL
       for (int block = 0; block < p.column_blocks; ++block) copy_chunk(4 * block + quarter);
     } else {
@@ -106,7 +106,7 @@ struct QueryLoader {
   }
 };
 
-// This lane's keys.
+// Loads this lane's keys.
 template <class T>
 HOPWELL_DEVICE void load_keys(const ScoreParams<T>& p, int first, MmaRows<kLimbs<T>> (&keys)[kTilesM<T>]) {
   const int g = arch::lane_index() / 4, t = arch::lane_index() % 4;
@@ -124,7 +124,8 @@ HOPWELL_DEVICE void load_keys(const ScoreParams<T>& p, int first, MmaRows<kLimbs
   }
 }
 
-// Adds rows of a tile from `row` on, kN times 8 heads of one query, to the scores of this lane's keys; of them `heads` exist.
+// Adds rows of a tile from `row` on (8 kN heads of one query) to the scores of this lane's keys. Only `heads` of the
+// rows are not padding.
 template <bool kWhole, bool kRelu, int kN, class T>
 HOPWELL_DEVICE void add_heads(const ScoreParams<T>& p, const ScoreStorage<T>& s, int stage, int row, int heads,
                               const MmaRows<kLimbs<T>> (&keys)[kTilesM<T>], float (&sums)[kTilesM<T>][2]) {
@@ -135,7 +136,7 @@ HOPWELL_DEVICE void add_heads(const ScoreParams<T>& p, const ScoreStorage<T>& s,
   for (int i = 0; i < 2 * kN; ++i) {
     const int column = i / 2 * 8 + 2 * t + i % 2;
     const float weight = s.weights[stage][row + column];
-    if (heads < 8 * kN && column >= heads) continue;  // the product of a head that does not exist may be NaN
+    if (heads < 8 * kN && column >= heads) continue;  // the product of a padding head may be NaN
     HOPWELL_UNROLL
     for (int j = 0; j < 2 * kTilesM<T>; ++j) {
       const float product = d[i / 2][j / 2][j % 2 * 2 + i % 2];
@@ -144,7 +145,7 @@ HOPWELL_DEVICE void add_heads(const ScoreParams<T>& p, const ScoreStorage<T>& s,
   }
 }
 
-// Lane t of a quad stores one of its keys' scores; `scale` is that key's.
+// Lane t of a quad stores the scores of one of its keys; `scale` is that key's scale.
 template <class T>
 HOPWELL_DEVICE void store_scores(const ScoreParams<T>& p, int query, int first_key, float scale,
                                  const float (&sums)[kTilesM<T>][2]) {
@@ -157,7 +158,7 @@ HOPWELL_DEVICE void store_scores(const ScoreParams<T>& p, int query, int first_k
   }
 }
 
-// kWhole: d_index is above 96.
+// kWhole: d_index > 96.
 template <bool kWhole, bool kRelu, class T>
 __global__ void __launch_bounds__(ScoreConfig::kThreads, sizeof(T) <= 2 ? 2 : 1)
     score_keys(const __grid_constant__ ScoreParams<T> p) {
@@ -201,7 +202,7 @@ __global__ void __launch_bounds__(ScoreConfig::kThreads, sizeof(T) <= 2 ? 2 : 1)
   }
 }
 
-// Without the relu, which is rare, the kernel of any d_index is compiled alone.
+// Without relu, which is rare, only the variant for any d_index is compiled.
 template <class T>
 auto kernel_for(const ScoreParams<T>& p, bool relu) {
   if (!relu) return score_keys<false, false, T>;

@@ -1,30 +1,32 @@
-// lightning_indexer for Hopper: the index scores of some queries against all keys, bf16 or e4m3.
+// lightning_indexer for Hopper: the index scores of some queries and all keys, bf16 or e4m3.
 //
 //     score[s,t] = k_scale[t] · Σ_j w[s,j] · q_scale[s,j] · relu(q[s,j,:] · k[t,:])        a NaN becomes −inf
 //
-// or of the products themselves, without the relu.
+// or, without relu, of the products themselves.
 //
-// Tile      384 keys a CTA, against tiles of 64 rows of q: the heads of one or several queries, or 64 heads of a query that
-//           has more
-// Roles     warpgroups 0, 1, 2   score    128 keys each, which stay in registers as wgmma's A; products, of e4m3 in turns, and
-//                                         sums over the heads
-//           warp 12              tiles    the CTA's keys, then tile after tile of q, by the copy engine
-//           warps 13, 14, 15     weights  of every third tile, times q's scales, and which keys its queries see, loaded a
-//                                         tile of theirs ahead
-// Timeline  tiles    k k k k k k │ q0 │ q1 │ q2 …      eight stages of 64 rows, each for keys or q; of e4m3 sixteen
-//           score 0  P0 ▓▓ ┐ Σ0            P1 ▓▓ ┐ Σ1          P: products of both halves, 64 keys each; Σ: relu, weighing and
-//           score 1        └ P0 ▓▓ ┐ Σ0          └ P1 ▓▓ ┐     sums of both, whose weights are read once, under the products
-//           score 2                └ P0 ▓▓ ┐ Σ0          └ …   of the other warpgroups
-// Barriers  ring     full: rows and weights of a tile are there; empty: every score warp has read them
-//           kTurn + g  named, of e4m3: products of warpgroup g may begin, those of the one before are through. Who skips a
-//                    tile, whose queries do not see its keys, takes its turn and passes it on
-// Sums      over the heads in a lane first, then over the quad: always in the same order
+// Tile      a CTA has 384 keys, and tiles of 64 rows of q: the heads of one or several queries, or 64 heads of a query
+//           with more heads
+// Roles     warpgroups 0, 1, 2   score    128 keys each, in registers as operand A of wgmma; products (e4m3: in
+//                                         ping-pong order), and sums over the heads
+//           warp 12              tiles    producer: the CTA's keys, then the tiles of q, by the copy engine
+//           warps 13, 14, 15     weights  producer: weights of every third tile, times q's scales, and the visible keys
+//                                         of its queries, loaded one of its tiles ahead
+// Timeline  tiles    k k k k k k │ q0 │ q1 │ q2 …      eight stages of 64 rows, each for keys or q; e4m3: sixteen
+//           score 0  P0 ▓▓ ┐ Σ0            P1 ▓▓ ┐ Σ1          P: products of both halves, 64 keys each; Σ: relu,
+//           score 1        └ P0 ▓▓ ┐ Σ0          └ P1 ▓▓ ┐     weighting and sums of both, overlapping the
+//           score 2                └ P0 ▓▓ ┐ Σ0          └ …   products of the other warpgroups
+// Barriers  ring     full: rows and weights of a tile have arrived; empty: all score warps have read them
+//           kTurn + g  ping-pong order barrier, named, e4m3 only: warpgroup g may issue its products, because those of
+//                    the previous warpgroup are complete. A warpgroup that skips a tile, because its queries do not see
+//                    its keys, also waits and passes the order on
+// Sums      first over the heads in a lane, then over the quad: in a fixed order
 // Budget    shared: stages of 64 rows of 256 B (e4m3: 128 B), 320 B of weights and 24: 134,144 B (137,216) with gaps
-//           registers: score 64 (e4m3 32) of keys + 64 products + 8 sums + ~20; others 32 (e4m3 56)
-// Bound     a tile costs the tensor cores 1,536 clocks, 64 heads × 384 keys × 128 at 2,048 a clock, or 768 of e4m3. Each
-//           quarter of the SM issues relu and weighing, two instructions for 32 products, in 384 slots, and what goes with
-//           it (products begun, weights read, sums of quads, waits) in 270 more, or 306 of bf16. Neither holds e4m3: between
-//           turns the tensor cores wait for a barrier and the next products, half as long as those of bf16
+//           registers: score 64 (e4m3 32) for keys + 64 products + 8 sums + ~20; others 32 (e4m3 56)
+// Bound     a tile takes 1,536 clocks of the tensor cores: 64 heads × 384 keys × 128 at 2,048 per clock, or 768 for
+//           e4m3. Each quarter of the SM issues relu and weighting, two instructions per 32 products, in 384 slots, and
+//           the remaining instructions (issue of products, loads of weights, quad sums, waits) in 270 more, or 306 for
+//           bf16. Neither of these bounds e4m3: at each change of warpgroup the tensor cores wait for a barrier and for
+//           the next products, which are half as long as bf16's
 #pragma once
 
 #include "arch/sm80/convert.hpp"
@@ -54,17 +56,17 @@ struct ScoreConfig {
 
 template <class T>
 struct ScoreParams : ScoreTask {
-  arch::TensorMap q, k;  // boxes of a panel's columns, 128 bytes, and 64 rows
+  arch::TensorMap q, k;  // boxes of 64 rows and the columns of a panel, 128 bytes
 };
 
-// Weights of a tile as its lanes read them: those of columns 8 block + 2 t and the next, which lane t of each quad has
-// products with, follow each other, four at a time without conflicts of banks.
+// Weights of a tile in the order in which lanes read them: lane t of each quad has products with columns 8 block + 2 t
+// and the next, and their weights are consecutive, so that it loads four at a time without bank conflicts.
 struct HeadWeights {
   struct alignas(16) Four {
     float of[4];
   } of_lane[4][5];
 
-  // Those of rows `lane` and lane + 32.
+  // Stores the weights of rows `lane` and lane + 32.
   HOPWELL_DEVICE void store(uint32_t lane, const float (&of_rows)[2]) {
     HOPWELL_UNROLL
     for (uint32_t i = 0; i < 2; ++i)
@@ -77,13 +79,13 @@ struct ScoreStorage {
   using Config = ScoreConfig<T>;
   alignas(1024) unsigned char rows[Config::kStages][Config::kStageBytes];
   HeadWeights weights[Config::kStages];
-  Span visible[Config::kStages];  // from the first to the last key that any of the tile's queries sees; where masked
+  Span visible[Config::kStages];  // from the first to the last key visible to any of the tile's queries; if masked
   Span of_warp[2][Config::kThreads / 32];
-  ScorePart part;  // here for want of registers
+  ScorePart part;  // in shared memory to save registers
   tile::RingBarriers<Config::kStages> ring;
 };
 
-// Tiles of keys and of q go through the ring one after another. Unsigned, their numbers are divided by shifts alone.
+// The tiles of keys, then those of q, pass through the ring. Unsigned numbers, so that divisions are shifts.
 template <class T>
 struct ScoreSlot : tile::RingUse<tile::RingBarriers<ScoreConfig<T>::kStages>, tile::RingRound> {
   static constexpr uint32_t kStages = ScoreConfig<T>::kStages;
@@ -96,9 +98,9 @@ struct ScoreSlot : tile::RingUse<tile::RingBarriers<ScoreConfig<T>::kStages>, ti
   HOPWELL_DEVICE uint32_t rows() const { return arch::shared_address(s.rows[this->stage()]); }
 };
 
-// How queries lie in tiles, as far as it is known when compiled. kHeads: 64, 32, 16: h_index is that, and a tile has one
-// query, two or four; 128: it is a larger multiple of 64; 0: it is another number, and where a query's rows end is found out
-// product by product, which takes twice as long.
+// Mapping of queries to tiles, as far as known at compile time. kHeads 64, 32, 16: h_index has this value, and a tile
+// has one, two or four queries. 128: h_index is a larger multiple of 64. 0: any other h_index; then the end of a
+// query's rows is tested for each product, which takes twice as long.
 template <int kHeads>
 HOPWELL_DEVICE QueryTiles query_tiles(const ScoreTask& p) {
   QueryTiles tiles = p;
@@ -108,11 +110,11 @@ HOPWELL_DEVICE QueryTiles query_tiles(const ScoreTask& p) {
   return tiles;
 }
 
-// Goes from tile to tile of q.
+// Iterates over the tiles of q.
 struct TileCursor {
-  int tile, query, head_tile = 0;  // the tile, its first query, and which of the query's tiles it is
+  int tile, query, head_tile = 0;  // the tile, its first query, and its index among the query's tiles
 
-  // From the first tile of a query on.
+  // Starts at the first tile of a query.
   HOPWELL_DEVICE TileCursor(const ScoreTask& p, int first)
       : tile(first), query(first / p.tiles_per_query * p.queries_per_tile) {}
   template <class T>
@@ -127,10 +129,10 @@ struct TileCursor {
 
 // ---- producers --------------------------------------------------------------------------------------------------------
 
-// This lane's two rows of a tile: their weights, and the keys that the tile's queries see.
+// This lane's two rows of a tile: their weights, and the keys visible to the tile's queries.
 struct TileWeights {
   float weights[2];
-  Span visible;  // to any of the queries; where masked
+  Span visible;  // to any of the queries; if masked
 };
 template <bool kMasked>
 HOPWELL_DEVICE Span visible_to_tile(const ScoreTask& p, const TileCursor& at) {
@@ -161,7 +163,7 @@ HOPWELL_DEVICE void produce_tiles(const ScoreParams<T>& p, ScoreStorage<T>& s, c
     for (int panel = 0; panel < Config::kPanels; ++panel)
       arch::tma_load<2>(arch::shared_address(s.rows[i]) + uint32_t(panel) * tile::kPanelBytes, p.k,
                         {kColumns * panel, part.first_key + Config::kRows * i}, s.ring.full[i]);
-    arch::mbarrier_arrive(s.ring.full[i]);  // for the weights, which keys have not
+    arch::mbarrier_arrive(s.ring.full[i]);  // in place of the weights, which keys do not have
   }
   TileCursor at(p, part.tiles.first);
   HOPWELL_NO_UNROLL
@@ -176,7 +178,7 @@ HOPWELL_DEVICE void produce_tiles(const ScoreParams<T>& p, ScoreStorage<T>& s, c
   }
 }
 
-// Weights of every third tile from `first` on, and which keys its queries see: a load takes as long as a tile.
+// Weights of every third tile from `first` on, and the visible keys of its queries. A load takes as long as a tile.
 template <bool kMasked, class T>
 HOPWELL_DEVICE void produce_weights(const ScoreParams<T>& p, ScoreStorage<T>& s, const ScorePart& part, int first) {
   const int lane = arch::lane_index();
@@ -202,7 +204,7 @@ HOPWELL_DEVICE void produce_weights(const ScoreParams<T>& p, ScoreStorage<T>& s,
 
 // ---- scores -----------------------------------------------------------------------------------------------------------
 
-// 64 keys, 16 of this warp, as A fragments, which are 32 bytes of a row a step whatever the type.
+// 64 keys, 16 of them in this warp, as A fragments: 32 bytes of a row per step, for either type.
 template <class T>
 using ScoreKeys = uint32_t[ScoreConfig<T>::kSteps][4];
 
@@ -218,11 +220,12 @@ HOPWELL_DEVICE void start_products(float (&d)[32], const ScoreKeys<T>& keys, uin
   arch::wgmma_commit();
 }
 
-// Warpgroups take turns at products of e4m3, tile by tile: a turn ends when its products are there, so that their sums run
-// under the products of the others. Those of bf16 take twice as long, and turns only cost: measured.
+// Ping-pong order (here `kTurn`) for e4m3: warpgroups issue their products one after another, tile by tile. A warpgroup
+// passes the order on when its products are complete, so that its sums overlap with the products of the others. bf16
+// products take twice as long, and there the order only costs time (measured).
 enum NamedBarrier {
   kTurn = 1
-};  // kTurn + g: warpgroup g may start its products, by itself and by who had the turn before
+};  // kTurn + g: warpgroup g may issue its products; joined by g and the previous warpgroup
 template <class T>
 struct Turn {
   static constexpr int kGroups = ScoreConfig<T>::kGroups;
@@ -233,19 +236,21 @@ struct Turn {
     if (group == kGroups - 1) pass();
   }
   HOPWELL_DEVICE void take() const {
-    if constexpr (kTaken) arch::barrier_sync(kTurn + group, 256);  // kept: for speed; nothing else depends on turns
+    if constexpr (kTaken) arch::barrier_sync(kTurn + group, 256);  // kept: for speed; no result depends on it
   }
   HOPWELL_DEVICE void pass() const {
     if constexpr (kTaken) arch::barrier_arrive(kTurn + (group + 1) % kGroups, 256);
   }
 };
 
-// Sums of this lane's two keys of a half, g and g + 8 of the warp's 16, over some of the heads; even and odd columns.
+// Sums over some heads for this lane's two keys of a half, g and g + 8 of the warp's 16; even and odd columns
+// separately.
 struct Sums {
   float of[2][2];
 };
 
-// The key whose scores a lane stores: lanes 0 and 1 of a quad one of the first half, the others one of the second.
+// The key whose scores a lane stores: lanes 0 and 1 of a quad store keys of the first half, lanes 2 and 3 of the second
+// half.
 template <class T>
 struct StoredKey {
   int key;
@@ -271,7 +276,7 @@ struct StoredKey {
   }
 };
 
-// Adds a tile's products with 16 keys of each half to their sums; stores those that are complete. kHeads: see query_tiles.
+// Adds a tile's products with 16 keys of each half to their sums; stores complete sums. kHeads: see query_tiles.
 template <int kHeads, bool kRelu, class T>
 HOPWELL_DEVICE void add_heads(const ScoreTask& p, const float (&d)[2][32], const HeadWeights& weights,
                               const TileCursor& at, const StoredKey<T>& stored, Sums (&sums)[2]) {
@@ -283,7 +288,7 @@ HOPWELL_DEVICE void add_heads(const ScoreTask& p, const float (&d)[2][32], const
     HOPWELL_UNROLL
     for (int i = 0; i < 8; ++i) {
       const int half = i / 4, key = i / 2 % 2, column = i % 2;
-      // The product of a head that does not exist may be NaN.
+      // The product of a padding head may be NaN.
       if (kHeads == 0 && block * 8 % tiles.padded_heads + 2 * lane_of_quad + column >= heads) continue;
       const float product = d[half][4 * block + 2 * key + column];
       sums[half].of[key][column] += four.of[block % 2 * 2 + column] * (kRelu ? arch::max_nan(product, 0) : product);
@@ -301,8 +306,8 @@ HOPWELL_DEVICE void score_tiles(const ScoreParams<T>& p, ScoreStorage<T>& s, con
   constexpr int kKeysOfGroup = Config::kHalves * Config::kRows;
   const int first_of_group = part.first_key + group * kKeysOfGroup;
   ScoreKeys<T> keys[Config::kHalves];
-  // Every warp waits for all of the CTA's keys, of which it reads a few, before it frees any: a stage that is two phases on
-  // looks as if it had not been filled yet.
+  // Every warp waits for all of the CTA's keys, although it reads only some, before it releases any: a wait for a stage
+  // that is two phases ahead would block.
   for (int i = 0; i < Config::kKeyTiles; ++i) ScoreSlot<T>(s, i).wait_full();
   const tile::FragmentLane lane;
   HOPWELL_UNROLL
@@ -316,7 +321,7 @@ HOPWELL_DEVICE void score_tiles(const ScoreParams<T>& p, ScoreStorage<T>& s, con
   for (TileCursor at(p, part.tiles.first); at.tile < part.tiles.end; at.advance(query_tiles<kHeads>(p))) {
     const ScoreSlot<T> slot = at.slot(s, part);
     slot.wait_full();
-    // Who skips a tile takes its turn, too.
+    // A warpgroup that skips a tile also keeps the order.
     const bool visible = !kMasked || s.visible[slot.stage()].overlaps(first_of_group, kKeysOfGroup);
     float d[Config::kHalves][32];
     turn.take();
@@ -333,8 +338,8 @@ HOPWELL_DEVICE void score_tiles(const ScoreParams<T>& p, ScoreStorage<T>& s, con
 
 // ---- kernel -----------------------------------------------------------------------------------------------------------
 
-// What a CTA does. Where queries may not see all keys its threads find it out together; else each by itself, so that nobody
-// waits for shared memory.
+// The work of a CTA. If queries may not see all keys, its threads compute it together. Otherwise each thread computes
+// it alone, so that no thread waits for shared memory.
 template <bool kMasked, class T>
 HOPWELL_DEVICE ScorePart part_of_role(const ScoreParams<T>& p, const ScoreStorage<T>& s) {
   if constexpr (kMasked) return s.part;
@@ -348,7 +353,7 @@ __global__ void __launch_bounds__(ScoreConfig<T>::kThreads, 1) score_keys(const 
   using Config = ScoreConfig<T>;
   auto& s = arch::dynamic_smem<ScoreStorage<T>>();
   if (arch::thread_index() == 0) {
-    s.ring.init(2, 4 * Config::kGroups);  // rows and weights
+    s.ring.init(2, 4 * Config::kGroups);  // arrivals: rows and weights
     arch::fence_mbarrier_init();
   }
   if constexpr (kMasked) {
@@ -374,7 +379,7 @@ __global__ void __launch_bounds__(ScoreConfig<T>::kThreads, 1) score_keys(const 
 
 // ---- launch -----------------------------------------------------------------------------------------------------------
 
-// Without the relu, which is rare, the kernel that asks what queries see is compiled alone: they may as well see everything.
+// Without relu, which is rare, only the masked variant is compiled; it also handles queries that see all keys.
 template <int kHeads, class T>
 auto kernel_for(const ScoreParams<T>& p, bool relu) {
   if (!relu) return score_keys<kHeads, true, false, T>;

@@ -1,4 +1,4 @@
-// lightning_indexer_backward by mma.sync: heads and the keys of entries as operands, for both of its kernels.
+// lightning_indexer_backward by mma.sync: heads and the keys of entries as operands, for both kernels.
 #pragma once
 
 #include "ops/lightning_indexer_backward/params.hpp"
@@ -8,7 +8,7 @@ namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET {
 
 using tile::Chunk, tile::kColumnBlocks, tile::MmaRows, tile::MmaTile;
 
-// 64 heads of a query from `first` on, by all threads of the CTA: visit(row, number of the chunk, chunk, weight).
+// 64 heads of a query from `first` on, over all threads of the CTA: calls visit(row, chunk number, chunk, weight).
 template <class T, class Visit>
 HOPWELL_DEVICE void for_each_chunk(const Params<T>& p, int query, int first, int threads, Visit visit) {
   for (int i = arch::thread_index(); i < kHeadTile * 4 * p.column_blocks; i += threads) {
@@ -23,7 +23,7 @@ HOPWELL_DEVICE void for_each_chunk(const Params<T>& p, int query, int first, int
   }
 }
 
-// Rows g and g + 8 of this lane: the keys of two entries, zeros where there is none.
+// Loads rows g and g + 8 of this lane: the keys of two entries; zeros for an invalid entry.
 template <class T>
 HOPWELL_DEVICE void gather(const Params<T>& p, const int (&keys)[2], MmaRows<kLimbs<T>>& to) {
   HOPWELL_UNROLL

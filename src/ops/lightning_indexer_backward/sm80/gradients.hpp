@@ -1,9 +1,11 @@
-// lightning_indexer_backward by mma.sync: dq, dw, and what each query adds to dk.
+// lightning_indexer_backward by mma.sync: dq, dw, and each query's contribution to dk.
 //
-// Tile      a CTA has a query: 64 heads at a time, 32 entries a step
-// Roles     four warps. Products: 16 entries × 32 heads each; dk: 16 entries × half of the columns; dq: 16 heads each, in registers
+// Tile      a CTA has a query: 64 heads at a time, 32 entries per step
+// Roles     four warps. Products: 16 entries × 32 heads each; dk: 16 entries × half of the columns; dq: 16 heads each,
+//           in registers
 // Timeline  keys, products │ positive, g k to shared memory │ barrier │ dk += … │ dq += … │ barrier │ next entries
-// Budget    shared: q 16,384 B a limb, w q 49,152, g k 24,576, positive 4,096, 768: 94,976 B (bf16), 127,744 B (fp32)
+// Budget    shared: q 16,384 B per bf16 split term, w q 49,152, g k 24,576, positive 4,096, 768: 94,976 B (bf16),
+//           127,744 B (fp32)
 #pragma once
 
 #include "ops/lightning_indexer_backward/sm80/entries.hpp"
@@ -21,15 +23,15 @@ struct GradientStorage {
   MmaTile<kGradientLimbs, GradientConfig::kEntries> weighted_keys;                // g_i k_i
   alignas(128) unsigned char positive[GradientConfig::kEntries * kHeadTile * 2];  // [entry][head], bf16 0 or 1
   float weights[kHeadTile];
-  float d_weights[2][kHeadTile];  // of the entries of two warps
+  float d_weights[2][kHeadTile];  // for the entries of two warps
 };
 
-// Where chunk 0 to 7 of an entry's 64 heads lies in `positive`, in bytes.
+// Byte offset in `positive` of chunk 0 to 7 of an entry's 64 heads.
 HOPWELL_DEVICE uint32_t positive_at(int entry, int chunk) { return uint32_t(entry * 128 + ((chunk ^ entry % 8) << 4)); }
 
 // This lane's two entries.
 struct EntryPair {
-  int keys[2];  // −1: there is no g
+  int keys[2];  // −1: no g
   float g[2];
 };
 template <class T>
@@ -60,7 +62,7 @@ HOPWELL_DEVICE void load_heads(const Params<T>& p, GradientStorage<T>& s, int qu
   arch::syncthreads();
 }
 
-// Which of 16 entries and 32 heads have a positive product, to shared memory; dw; and half of g_i k_i.
+// Writes to shared memory which products of 16 entries and 32 heads are positive; adds dw; writes half of g_i k_i.
 template <bool kRelu, class T>
 HOPWELL_DEVICE void find_positive(const Params<T>& p, GradientStorage<T>& s, const EntryPair& entries, int heads,
                                   float (&d_weights)[4][2]) {
@@ -99,12 +101,12 @@ HOPWELL_DEVICE void find_positive(const Params<T>& p, GradientStorage<T>& s, con
   }
 }
 
-// What this lane addresses of 16 rows of a tile, 16 columns, for ldmatrix to read them transposed.
+// Offset of a lane for ldmatrix in 16 rows and 16 columns of a tile, read transposed.
 HOPWELL_DEVICE uint32_t lane_offset() {
   const auto lane = uint32_t(arch::lane_index());
   return tile::chunk_offset(lane % 16, lane / 16);
 }
-// d += a · 16 rows of the tile from 16 · `block` on, columns 16 · `column` to 16 · `column` + 15.
+// d += a · 16 rows of the tile from row 16 · `block` on, columns 16 · `column` to 16 · `column` + 15.
 template <int kRows>
 HOPWELL_DEVICE void multiply_by_columns(float (&d)[2][4], const uint32_t (&a)[4],
                                         const MmaTile<kGradientLimbs, kRows>& tile, uint32_t offset, int block,
@@ -120,7 +122,7 @@ HOPWELL_DEVICE void multiply_by_columns(float (&d)[2][4], const uint32_t (&a)[4]
   }
 }
 
-// Adds two neighbouring columns to a key's row of dk.
+// Adds two adjacent columns to a key's row of dk.
 template <class T>
 HOPWELL_DEVICE void add_to_key(const Params<T>& p, int key, int column, float low, float high) {
   if (p.fixed_d_k) {
@@ -173,14 +175,14 @@ HOPWELL_DEVICE void add_d_k(const Params<T>& p, const GradientStorage<T>& s, con
   }
 }
 
-// dq of this warp's 16 heads, without their weights.
+// dq of this warp's 16 heads, before multiplication by their weights.
 template <class T>
 HOPWELL_DEVICE void add_d_q(const Params<T>& p, const GradientStorage<T>& s, float (&d_q)[kColumnBlocks * 2][2][4]) {
   const int lane = arch::lane_index(), warp = arch::warp_index();
   const uint32_t offset = lane_offset();
   HOPWELL_UNROLL
   for (int step = 0; step < GradientConfig::kEntries / 16; ++step) {
-    uint32_t a[4];  // heads × entries: of [entry][head] the transpose
+    uint32_t a[4];  // heads × entries: transposed from [entry][head]
     arch::ldmatrix<arch::Transpose::yes>(
         a,
         arch::shared_address(s.positive) + positive_at(16 * step + lane % 8 + lane / 16 * 8, 2 * warp + lane / 8 % 2));
@@ -208,7 +210,7 @@ HOPWELL_DEVICE void store_d_q(const Params<T>& p, const GradientStorage<T>& s, i
   }
 }
 
-// Adds up dw: over the lanes that have other entries, then two warps.
+// Sums dw over the lanes with other entries, then over two warps.
 template <class T>
 HOPWELL_DEVICE void store_d_weights(const Params<T>& p, GradientStorage<T>& s, int query, int first,
                                     const float (&d_weights)[4][2]) {

@@ -1,9 +1,9 @@
-// lightning_indexer_backward by mma.sync: from scores to g, and the loss.
+// lightning_indexer_backward by mma.sync: computes the scores, then g, and the loss.
 //
-// Tile      a CTA has a query: 64 heads of q in shared memory, then 64 more
-// Roles     up to eight warps, each with 16 entries at a time, whose keys it gathers into registers, mma's A
+// Tile      a CTA has a query: 64 heads of q in shared memory, then the next 64
+// Roles     up to eight warps, each with 16 entries at a time, whose keys it gathers into registers as operand A of mma
 // Timeline  q │ scores of all entries, to the workspace │ barrier │ maximum │ sum │ g in their place, loss
-// Budget    shared 16,384 B a limb + 288 B
+// Budget    shared 16,384 B per bf16 split term + 288 B
 #pragma once
 
 #include "ops/lightning_indexer_backward/loss.hpp"
@@ -22,10 +22,10 @@ struct ScoreStorage {
   float of_warp[ScoreConfig::kMaxWarps];
 };
 
-// Brings 64 heads in.
+// Loads 64 heads.
 template <class T>
 HOPWELL_DEVICE void load_heads(const Params<T>& p, ScoreStorage<T>& s, int query, int first) {
-  arch::syncthreads();  // the heads before are no longer read
+  arch::syncthreads();  // the previous heads have been read
   for_each_chunk(p, query, first, 32 * p.score_warps,
                  [&](int row, int number, const Chunk<kLimbs<T>>& chunk, float weight) {
                    s.q.store(row, number, chunk);
@@ -34,7 +34,7 @@ HOPWELL_DEVICE void load_heads(const Params<T>& p, ScoreStorage<T>& s, int query
   arch::syncthreads();
 }
 
-// What 64 heads add to the scores of 16 entries of this warp.
+// Adds 64 heads to the scores of 16 entries of this warp.
 template <bool kRelu, class T>
 HOPWELL_DEVICE void add_scores(const Params<T>& p, const ScoreStorage<T>& s, const tile::Entries& entries, int query,
                                int first_entry, int first_head) {
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(32 * ScoreConfig::kMaxWarps) score_entries(con
   auto& s = arch::dynamic_smem<ScoreStorage<T>>();
   const int query = arch::block_index(), warp = arch::warp_index(), lane = arch::lane_index();
   const tile::Entries entries = tile::entries_of(p.selection, query);
-  float bound = 0;  // Σ_j |w_j| max |q_j| of this warp's heads, in lane 0
+  float bound = 0;  // Σ_j |w_j| max |q_j| over this warp's heads, in lane 0
   for (int first = 0; first < p.heads; first += kHeadTile) {
     load_heads(p, s, query, first);
     for (int entry = ScoreConfig::kEntries * warp; entry < entries.length;
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(32 * ScoreConfig::kMaxWarps) score_entries(con
       if (lane == 0) bound += fabsf(s.weights[row]) * largest;
     }
   }
-  bound = 1.001F * reduce<Reduce::sum>(p, s.of_warp, bound);  // its barriers are for the scores, too
+  bound = 1.001F * reduce<Reduce::sum>(p, s.of_warp, bound);  // its barriers also order the scores
   finish_scores(p, s.of_warp, query, entries, bound);
 }
 

@@ -1,5 +1,5 @@
-// lightning_indexer_backward for Hopper: what both of its kernels share. A ring of tiles, the rows of k of 64 entries of a
-// query as wgmma reads them, with the entries' keys and g; and 64 heads of the query.
+// lightning_indexer_backward for Hopper: shared by both kernels of entries. A ring of tiles: the rows of k of 64
+// entries of a query as wgmma operands, with the entries' keys and g. And 64 heads of the query.
 #pragma once
 
 #include "arch/sm80/async_copy.hpp"
@@ -15,10 +15,10 @@ namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET {
 constexpr int kTileEntries = tile::kTileRows, kSteps = 128 / 16;
 constexpr uint32_t kTileBytes = 2 * tile::kPanelBytes;
 
-// Which products of a tile's 64 entries with 64 heads are positive: a bit each, found with the scores and kept for the gradients.
-// Warp w has its 16 entries in words 32 w to 32 w + 31. A lane's word has its 32 accumulators: number i, of entries lane / 4 and 8
-// more and of heads 8 (i / 4) + 2 (lane % 4) and one more, is bit 7 − i / 4 + 16 (i / 2 % 2) + 8 (i % 2). So a shift by
-// i / 4 brings bits of all entries and heads of that block to where bytes have their signs.
+// Signs of the products of a tile's 64 entries with 64 heads: one bit each, computed with the scores and stored for the
+// gradients. Words 32 w to 32 w + 31 hold the 16 entries of warp w. A lane's word has its 32 accumulators: accumulator
+// i (entry lane / 4, or 8 more; head 8 (i / 4) + 2 (lane % 4), or one more) is bit 7 − i / 4 + 16 (i / 2 % 2) + 8 (i %
+// 2). So a shift by i / 4 moves the bits of all entries and heads of that block to the sign bits of the word's bytes.
 constexpr int kPositiveWords = 128;
 HOPWELL_DEVICE uint32_t positive_bits(const float (&products)[32]) {
   uint32_t bits = 0;
@@ -27,7 +27,7 @@ HOPWELL_DEVICE uint32_t positive_bits(const float (&products)[32]) {
   return bits;
 }
 
-// The parameters with those words, [queries of the pass, head tiles, entry tiles of topk, kPositiveWords].
+// Parameters with these words, [queries of the pass, head tiles, entry tiles of topk, kPositiveWords].
 struct EntryParams : Params<bf16> {
   uint32_t* positive;
   int head_tiles, entry_tiles;
@@ -37,21 +37,21 @@ struct EntryParams : Params<bf16> {
   }
 };
 
-// Of the 64 entries of a tile.
+// The 64 entries of a tile.
 struct EntryTile {
-  int key[kTileEntries];  // −1: none, or one without a score
+  int key[kTileEntries];  // −1: invalid, or without a score
   float g[kTileEntries];
-  alignas(16) uint32_t g_limbs[kGradientLimbs][kTileEntries / 2];  // bf16, of two neighbours, at limb_place
+  alignas(16) uint32_t g_limbs[kGradientLimbs][kTileEntries / 2];  // bf16 pairs of entries, at limb_place
   alignas(16) uint32_t positive[kPositiveWords];
 };
 
-// The limbs of a number, at place `place` of 64.
+// Stores the bf16 split (here `limbs`) of a number at slot `place` of 64.
 HOPWELL_DEVICE void store_limbs(uint32_t (&limbs)[kGradientLimbs][32], int place, float x) {
   HOPWELL_UNROLL
   for (auto& limb : limbs) reinterpret_cast<uint16_t*>(limb)[place] = uint16_t(tile::take_limb(x) >> 16);
 }
-// Where those of entry i stand, so that a lane finds what its fragments have side by side: of its eight pairs of neighbours, one
-// every eight entries.
+// Slot of entry i: a lane finds the values of its fragments consecutively: eight pairs of adjacent entries, at a
+// distance of eight entries.
 HOPWELL_DEVICE int limb_place(int i) { return i % 8 / 2 * 16 + i / 8 * 2 + i % 2; }
 
 template <int kTheStages>
@@ -62,7 +62,7 @@ struct EntryRing {
   tile::RingBarriers<kStages> barriers;
 };
 
-// Tile `number` since the CTA began.
+// Tile `number`, counted from the start of the CTA.
 template <class Ring>
 struct EntrySlot : tile::RingSlot<Ring::kStages> {
   Ring& ring;
@@ -71,13 +71,13 @@ struct EntrySlot : tile::RingSlot<Ring::kStages> {
   HOPWELL_DEVICE uint32_t rows() const { return arch::shared_address(ring.rows[this->stage()]); }
   HOPWELL_DEVICE EntryTile& entries() const { return ring.entries[this->stage()]; }
 };
-constexpr uint32_t kEntryArrivals = 4 * 33;  // of each of four warps its lanes' copies, and the entries
+constexpr uint32_t kEntryArrivals = 4 * 33;  // from each of four warps: the copies of its lanes, and its entries
 
 HOPWELL_DEVICE int entry_tiles(const tile::Entries& entries) {
   return (entries.length + kTileEntries - 1) / kTileEntries;
 }
 
-// A lane's entry of a tile; g is 0 where it is not known yet.
+// A lane's entry of a tile; g is 0 if it is not known yet.
 struct LaneEntry {
   int key;
   float g;
@@ -89,7 +89,7 @@ HOPWELL_DEVICE LaneEntry load_entry(const tile::Entries& all, const float* gradi
   return loaded;
 }
 
-// A row's chunks of 16 bytes past the last column are zeros.
+// Copies a 16-byte chunk of a row; chunks past the last column are filled with zeros.
 HOPWELL_DEVICE void copy_chunk(uint32_t to, const bf16* row, int chunk, bool exists, int columns) {
   const bool wanted = exists && 8 * chunk < columns;
   arch::cp_async(to, row + (wanted ? 8 * chunk : 0), wanted ? 16 : 0);
@@ -98,7 +98,8 @@ HOPWELL_DEVICE uint32_t chunk_in_tile(uint32_t row, uint32_t chunk) {
   return chunk / 8 * tile::kPanelBytes + tile::swizzled(row, chunk % 8);
 }
 
-// A warp's copies of 16 rows of k from `first_row` of a tile on: a lane has its chunk of both panels of every fourth row.
+// A warp's copies of 16 rows of k from `first_row` of a tile on: a lane copies its chunk of both panels of every fourth
+// row.
 struct RowCopies {
   const bf16* source;  // the lane's chunk of key 0
   uint32_t row_chunks, place[2];
@@ -110,7 +111,7 @@ struct RowCopies {
     place[0] = tile::swizzled(row, chunk), place[1] = tile::swizzled(row + 4, chunk);
     exists[0] = 8 * chunk < p.columns, exists[1] = 8 * chunk + tile::kPanelColumns < p.columns;
   }
-  // own_key: of row lane % 16; −1: zeros. Keys lie within 64 GiB, so that offsets take one register.
+  // own_key: key of row lane % 16; −1: zeros. Keys lie within 64 GiB, so that offsets take one register.
   HOPWELL_DEVICE void start(uint32_t rows, int own_key) const {
     constexpr uint32_t kNone = 0xffffffff;
     const uint32_t own = own_key < 0 ? kNone : uint32_t(own_key) * row_chunks;
@@ -127,7 +128,7 @@ struct RowCopies {
   }
 };
 
-// Puts a lane's entry where it belongs; notes in `any_nan` whether some g of the warp is NaN.
+// Stores a lane's entry; sets `any_nan` if a g of the warp is NaN.
 HOPWELL_DEVICE void store_entry(EntryTile& tile, int row, const LaneEntry& entry, bool& any_nan) {
   if (arch::lane_index() < 16) {
     tile.key[row] = entry.key, tile.g[row] = entry.g;
@@ -136,12 +137,12 @@ HOPWELL_DEVICE void store_entry(EntryTile& tile, int row, const LaneEntry& entry
   if (arch::ballot(entry.g != entry.g) != 0 && arch::lane_index() == 0) any_nan = true;
 }
 
-// Four warps bring tiles in, 16 entries each, from slot `number` on. With gradients they come with what is positive of 64 heads, and
-// `any_nan` is known before the last tile is full.
+// The producer: four warps load tiles, 16 entries each, from slot `number` on. With gradients, tiles include the signs
+// of the products of 64 heads, and `any_nan` is set before the last tile is full.
 template <bool kWithGradients, bool kRelu, class Ring>
 HOPWELL_DEVICE void gather_tiles(const EntryParams& p, Ring& ring, int query, int head_tile, const tile::Entries& all,
                                  int number, bool* any_nan = nullptr) {
-  constexpr int kTogether = 4;  // tiles whose entries are loaded at once: that takes as long as bringing in several
+  constexpr int kTogether = 4;  // tiles whose entries are loaded at once: the latency is that of several tiles
   const int lane = arch::lane_index(), first_row = arch::warp_index() % 4 * 16, own_row = first_row + lane % 16;
   const int tiles = entry_tiles(all);
   const RowCopies copies(p, first_row);
@@ -182,8 +183,8 @@ HOPWELL_DEVICE void gather_tiles(const EntryParams& p, Ring& ring, int query, in
   }
 }
 
-// 64 heads from `first` on, zeros past the last one, and their weights, by all threads of the CTA. A barrier follows; who
-// waits for a tile fences these, too.
+// Loads 64 heads from `first` on, zeros past the last head, and their weights; executed by all threads of the CTA. A
+// barrier must follow; the proxy fence after a wait for a tile covers these too.
 HOPWELL_DEVICE void load_heads(const Params<bf16>& p, unsigned char* q, float* weights, int query, int first,
                                int threads) {
   const uint32_t to = arch::shared_address(q);

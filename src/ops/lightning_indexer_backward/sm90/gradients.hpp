@@ -1,21 +1,25 @@
-// lightning_indexer_backward for Hopper: dq, dw, and what each query adds to dk.
+// lightning_indexer_backward for Hopper: dq, dw, and each query's contribution to dk.
 //
-//     sum_j = Σ_i (positive_ij g_i) k_i      dq_j = w_j sum_j      dw_j = q_j · sum_j      dk_i += g_i Σ_j positive_ij (w_j q_j)
+//     sum_j = Σ_i (positive_ij g_i) k_i      dq_j = w_j sum_j      dw_j = q_j · sum_j
+//     dk_i += g_i Σ_j positive_ij (w_j q_j)
 //
-// Tile      a CTA has a query and 64 of its heads; 64 entries a step
-// Roles     warpgroup 0      heads    dq, 64 × 128, in registers; dw at the end, from it and q
-//           warpgroups 1, 2  entries  dk of a tile, by turns; before the first one the limbs of w q
-//           warpgroup 3      gather   keys, g and its limbs and the signs of 64 entries, six tiles in turn
-// Products  No scores are made: which products are positive was kept, a bit each, and a byte's sign spread over half a register is a mask
-//           for a number of bf16. For the heads it is on limbs of g; B is the tile of keys as it came, read across. For the
-//           entries it is on ones, the same A for all limbs of w q, which are B and stay in shared memory.
+// Tile      a CTA has a query and 64 of its heads; 64 entries per step
+// Roles     warpgroup 0      heads    dq, 64 × 128, in registers; at the end dw, from dq and q
+//           warpgroups 1, 2  entries  dk of alternate tiles; before the first tile the bf16x3 split of w q
+//           warpgroup 3      gather   producer: keys, g and its split, and the signs of 64 entries, in six stages
+// Products  No scores are computed: the signs of the products were stored, one bit each. A byte's sign bit, replicated
+//           over a half register, masks one bf16. For the heads, A is the masked split (here `limbs`) of g; B is the
+//           tile of keys, MN-major. For the entries, A is masked ones, the same for all terms of the split of w q,
+//           which is B and stays in shared memory.
 // Timeline  gather     K4 ▒▒▒▒│ K5 ▒▒▒▒│ …
 //           heads      dQ0 ▓▓▓▓▓▓ │ dQ1 ▓▓▓▓▓▓ │ …
-//           entries 1  dK0 ▓▓▓▓▓▓ stage │ dK2 ▓▓▓▓▓▓ …           rows of dk to shared memory, added by the copy engine while
-//           entries 2     dK1 ▓▓▓▓▓▓ stage │ dK3 …               the next tile is made
-// Budget    shared: 3 × 16,384 limbs of w q + 6 × (16,384 rows + 1,408 entries) + 96 of barriers + 8 × 8,192 rows of dk, 221,824 B
-//           with gaps; registers: heads 64 of dq + 16 masks + 32 of A (160); entries 64 of dk + 16 of A (144); gather 64
-// Bound     the way into L2: 32 KB of dk and 512 requests for rows a tile. Tensor cores: 2 × 3 limbs × 64 × 64 × 128, 1,536 clocks
+//           entries 1  dK0 ▓▓▓▓▓▓ stage │ dK2 ▓▓▓▓▓▓ …           staged rows of dk: the copy engine
+//           entries 2     dK1 ▓▓▓▓▓▓ stage │ dK3 …               adds them during the next tile
+// Budget    shared: 3 × 16,384 split of w q + 6 × (16,384 rows + 1,408 entries) + 96 of barriers + 8 × 8,192 rows of
+//           dk, 221,824 B with gaps; registers: heads 64 for dq + 16 masks + 32 of A (160); entries 64 for dk + 16 of A
+//           (144); gather 64
+// Bound     writes to L2: 32 KB of dk and 512 row requests per tile. Tensor cores: 2 × 3 terms × 64 × 64 × 128, 1,536
+//           clocks
 #pragma once
 
 #include "arch/sm90/bulk_copy.hpp"
@@ -27,12 +31,13 @@ struct GradientConfig {
   static constexpr int kThreads = 512, kHeadRegisters = 160, kEntryRegisters = 144, kOtherRegisters = 64;
 };
 
-// What one warp adds to dk: rows of 16 entries, of which the copy engine adds each to its key's. Like dk's they begin where 128 bytes
-// do: the engine sends what lies in 128 bytes at both ends at once, in 4 requests a row; at a pitch of 544 bytes it sent 7.
+// A warp's contribution to dk: rows of 16 entries. The copy engine adds each row to its key's row. The rows are
+// 128-byte aligned, like dk's: the engine sends one request per 128 bytes that are aligned at both ends, 4 per row.
+// With a pitch of 544 bytes it sent 7.
 struct StagedRows {
   alignas(128) unsigned char rows[16][512];
 
-  // Before it is written again.
+  // Waits before the rows are written again.
   HOPWELL_DEVICE void wait() const {
     arch::bulk_wait_read<0>();
     arch::syncwarp();
@@ -41,12 +46,12 @@ struct StagedRows {
   struct alignas(2 * sizeof(T)) Pair {
     T low, high;
   };
-  // kCount blocks of eight columns. pair_of(half, block): columns 8 · block + 2 · (lane % 4) and one more, of this lane's row
-  // lane / 4 or the one 8 further on. A block lies in the same banks in every row, so lanes of neighbouring rows store
-  // different ones at a time.
+  // Stores kCount blocks of eight columns. pair_of(half, block): columns 8 · block + 2 · (lane % 4) and one more, of
+  // this lane's row lane / 4, or of the row 8 further on. A block has the same banks in every row, so lanes of adjacent
+  // rows store different blocks at the same time.
   template <class T, int kCount, class PairOf>
   HOPWELL_DEVICE void store(const PairOf& pair_of) {
-    constexpr int kTurns = 16 / sizeof(T);  // whose rows' blocks meet all banks
+    constexpr int kTurns = 16 / sizeof(T);  // number of rows whose blocks cover all banks
     const int lane = arch::lane_index(), turn = lane / 4 % kTurns;
     HOPWELL_UNROLL
     for (int i = 0; i < 2 * kCount; i += kTurns) {
@@ -69,7 +74,7 @@ struct StagedRows {
                                     sizeof(T) * (8 * (first + (block ^ turn)) + lane % 4 * 2)) = pairs[block];
     }
   }
-  // Lane l, whose row has a key, adds row l.
+  // Lane l adds row l, if the row has a key.
   template <class T>
   HOPWELL_DEVICE void add(bool exists, T* to, int columns) const {
     arch::fence_proxy_async();
@@ -82,14 +87,14 @@ struct StagedRows {
 };
 
 struct GradientStorage {
-  alignas(1024) unsigned char weighted_q[kGradientLimbs][kTileBytes];  // limbs of w_j q_j
+  alignas(1024) unsigned char weighted_q[kGradientLimbs][kTileBytes];  // bf16x3 split of w_j q_j
   EntryRing<6> ring;
   StagedRows staged[8];
-  bool any_nan[4];  // of the g that a warp brought in
+  bool any_nan[4];  // of the g that a warp has loaded
 };
 static_assert(sizeof(GradientStorage) <= arch::sm90::kMaxSharedBytes);
 
-// The bits of A that are kept, or are ones: 64 × 64, as fragments.
+// Masks for the bits of A, or ones: 64 × 64, as fragments.
 struct Positive {
   uint32_t fragment[4][4];
 };
@@ -104,7 +109,7 @@ HOPWELL_DEVICE Positive all_positive(uint32_t ones) {
   return a;
 }
 
-// Of 64 entries × 64 heads: a lane's own word has all of its accumulators. `ones`: what a pair of positive ones has.
+// 64 entries × 64 heads: a lane's own word has all of its accumulators. `ones`: value of a pair of positive products.
 HOPWELL_DEVICE Positive positive_entries(const EntryTile& tile, uint32_t ones) {
   Positive a;
   const uint32_t bits = tile.positive[arch::thread_index() % 128];
@@ -118,7 +123,7 @@ HOPWELL_DEVICE Positive positive_entries(const EntryTile& tile, uint32_t ones) {
   return a;
 }
 
-// Of 64 heads × 64 entries: entries 2t and 2t + 1 of a block of eight have their bits in two words, at the same place.
+// 64 heads × 64 entries: entries 2t and 2t + 1 of a block of eight have their bits in two words, at the same position.
 HOPWELL_DEVICE Positive positive_heads(const EntryTile& tile) {
   Positive a;
   const int lane = arch::lane_index(), warp = arch::warp_index() % 4, head = lane / 4;
@@ -128,23 +133,23 @@ HOPWELL_DEVICE Positive positive_heads(const EntryTile& tile) {
   for (int step = 0; step < 4; ++step) {
     const uint32_t even = words[32 * step] << 2 * warp, odd = words[32 * step + 4] << 2 * warp;
     HOPWELL_UNROLL
-    for (int i = 0; i < 4; ++i)  // 8 heads more; 8 entries more
+    for (int i = 0; i < 4; ++i)  // i % 2: 8 heads more; i / 2: 8 entries more
       a.fragment[step][i] = arch::permute_signs(even << i % 2, odd << i % 2, selector + uint32_t(i / 2) * 0x2222U);
   }
   return a;
 }
 
-// Starts d += A · the rows of a tile, 64 × 128; A has a limb of each number.
+// Starts d += A · the rows of a tile, 64 × 128. A holds one term of each number's split.
 HOPWELL_DEVICE void start_limb(float (&d)[64], const uint32_t (&a)[4][4], uint32_t rows) {
   constexpr arch::WgmmaOptions kOptions{.b_major = arch::Major::mn};
   const uint64_t b = arch::at_address(tile::kRowsAcrossK, rows);
-  arch::wgmma_fence();  // kept: A and the sums are registers that the thread itself wrote
+  arch::wgmma_fence();  // kept: the thread has written the registers of A and of the sums
   HOPWELL_UNROLL
   for (int step = 0; step < 4; ++step) arch::wgmma_rs<kOptions>(d, a[step], b + (uint32_t(step) * 16 * 128 >> 4), true);
   arch::wgmma_commit();
 }
 
-// d += (A · limbs) · the rows of a tile, 64 × 128. `limbs` of g: of pairs of entries. Small limbs first.
+// d += (A · split) · the rows of a tile, 64 × 128. `limbs`: split of g for pairs of entries. Smallest terms first.
 HOPWELL_DEVICE void multiply_rows(float (&d)[64], const Positive& kept, const uint32_t (&limbs)[kGradientLimbs][32],
                                   uint32_t rows) {
   HOPWELL_UNROLL
@@ -158,15 +163,14 @@ HOPWELL_DEVICE void multiply_rows(float (&d)[64], const Positive& kept, const ui
       for (int i = 0; i < 8; ++i) a[2 * half + i / 4][i % 4] = kept.fragment[2 * half + i / 4][i % 4] & pairs.w[i / 2];
     }
     start_limb(d, a, rows);
-    if (limb < kGradientLimbs - 1 && limb > 0)
-      arch::wgmma_wait<1>();  // kept: the compiler takes the registers of A again
+    if (limb < kGradientLimbs - 1 && limb > 0) arch::wgmma_wait<1>();  // kept: the compiler reuses the registers of A
   }
 }
 
-// d = A · the sum of limbs, rows of w q: 64 × 128. Small limbs first.
+// d = A · the sum of the split terms, rows of w q: 64 × 128. Smallest terms first.
 HOPWELL_DEVICE void multiply_weighted(float (&d)[64], const Positive& ones, const GradientStorage& s) {
   constexpr arch::WgmmaOptions kOptions{.b_major = arch::Major::mn};
-  arch::wgmma_fence();  // kept: A and the sums are registers that the thread itself wrote
+  arch::wgmma_fence();  // kept: the thread has written the registers of A and of the sums
   HOPWELL_UNROLL
   for (int limb = kGradientLimbs - 1; limb >= 0; --limb) {
     const uint64_t b = arch::at_address(tile::kRowsAcrossK, arch::shared_address(s.weighted_q[limb]));
@@ -178,7 +182,8 @@ HOPWELL_DEVICE void multiply_weighted(float (&d)[64], const Positive& ones, cons
   arch::wgmma_commit();
 }
 
-// Limbs of w_j q_j of 64 heads from `first` on, zeros past the last one; by both warpgroups of the entries, which read them.
+// Computes the split of w_j q_j for 64 heads from `first` on, zeros past the last head; executed by both warpgroups of
+// the entries, which read it.
 HOPWELL_DEVICE void load_weighted_heads(const Params<bf16>& p, GradientStorage& s, int query, int first) {
   constexpr int kThreads = 256;
   HOPWELL_NO_UNROLL
@@ -202,8 +207,8 @@ HOPWELL_DEVICE void load_weighted_heads(const Params<bf16>& p, GradientStorage& 
 
 // ---- heads ------------------------------------------------------------------------------------------------------------
 
-// d_q and d_weights of a head, which stands in one of a thread's two rows, `half`; t: the thread's place in its quad. A g that is
-// NaN makes d_weight NaN, and all of d_q with it: its products with masks of 0 are.
+// Stores d_q and d_weight of a head, which is row `half` of a thread's two rows; t: index of the thread in its quad. A
+// NaN in g makes d_weight NaN, and then all of d_q is NaN, because products of NaN with masked zeros are NaN.
 HOPWELL_DEVICE void store_head(const Params<bf16>& p, const float& weight, int query, int head, int half, int t,
                                const float (&d_q)[64], float d_weight) {
   const float nan_or_0 = d_weight != d_weight ? d_weight : 0;
@@ -224,7 +229,7 @@ HOPWELL_DEVICE void store_head(const Params<bf16>& p, const float& weight, int q
   }
 }
 
-// This lane's columns of a head's q, pairs of neighbours; zeros past the last column.
+// This lane's columns of a head's q, adjacent pairs; zeros past the last column.
 struct LaneColumns {
   uint32_t pair[16];
 
@@ -235,8 +240,8 @@ struct LaneColumns {
       pair[block] =
           head < p.heads && 8 * block + 2 * t < p.columns ? *reinterpret_cast<const uint32_t*>(q + 8 * block) : 0;
   }
-  // Σ_i g_i relu(q · k_i) of a head is q · Σ_i g_i k_i, over the entries whose product is positive; d_q has those sums.
-  // Where one is 0, an infinite q adds nothing: none of its products is positive.
+  // Σ_i g_i relu(q · k_i) of a head equals q · Σ_i g_i k_i over the entries with positive products; d_q holds these
+  // sums. If a sum is 0, an infinite q adds nothing, because none of its products is positive.
   HOPWELL_DEVICE float times(const float (&d_q)[64], int half) const {
     float sum = 0;
     HOPWELL_UNROLL
@@ -249,8 +254,8 @@ struct LaneColumns {
   }
 };
 
-// The same sum from the products, every fourth entry from t on: infinite keys whose product is not positive leave NaN in those
-// columns.
+// The same sum computed from the products, every fourth entry from t on. Needed because infinite keys with a product
+// that is not positive leave NaN in d_q.
 template <bool kRelu>
 HOPWELL_DEVICE float sum_of_entries(const Params<bf16>& p, int query, int head, const tile::Entries& entries, int t) {
   const bf16* const q = p.q.data + query * p.q_stride + head * p.q.stride;
@@ -313,8 +318,8 @@ HOPWELL_DEVICE void accumulate_heads(const EntryParams& p, GradientStorage& s, i
 
 // ---- entries ----------------------------------------------------------------------------------------------------------
 
-// Deterministic sums: multiples of the keys' units, 64 columns at a time. keys: of this lane's rows; `key`: of the row that
-// it adds, −1: none.
+// Deterministic sums: multiples of the keys' units, 64 columns at a time. keys: of this lane's rows; `key`: of the row
+// that it adds, or −1.
 HOPWELL_DEVICE void add_fixed(const Params<bf16>& p, StagedRows& staged, const int (&keys)[2], int key,
                               const float (&g)[2], const float (&d_k)[64]) {
   constexpr int kTogether = 64;
@@ -349,7 +354,7 @@ HOPWELL_DEVICE void add_tile(const Params<bf16>& p, StagedRows& staged, const in
   staged.add(key >= 0, p.d_k + key * p.d_k_stride, p.columns);
 }
 
-// Of every second tile, so that a stage always has tiles of one of the two warpgroups.
+// Processes every second tile, so that a stage always has tiles of the same warpgroup.
 template <bool kRelu>
 HOPWELL_DEVICE void accumulate_entries(const EntryParams& p, GradientStorage& s, int first_tile, int tiles) {
   constexpr uint32_t kOnes = 0x3f803f80;  // bf16
@@ -369,12 +374,12 @@ HOPWELL_DEVICE void accumulate_entries(const EntryParams& p, GradientStorage& s,
     arch::wgmma_wait<0>(d_k);
     add_tile(p, s.staged[arch::warp_index() - 4], keys, key, g, d_k);
   }
-  arch::bulk_wait<0>();  // the rows stay until they have been read
+  arch::bulk_wait<0>();  // the copy engine must have read the rows
 }
 
 // ---- kernel -----------------------------------------------------------------------------------------------------------
 
-// A CTA for each query and 64 of its heads.
+// One CTA per query and 64 of its heads.
 template <bool kRelu>
 __global__ void __launch_bounds__(GradientConfig::kThreads, 1) add_gradients(const __grid_constant__ EntryParams p) {
 #if HOPWELL_HAS_SM90A
@@ -400,7 +405,7 @@ __global__ void __launch_bounds__(GradientConfig::kThreads, 1) add_gradients(con
     arch::setmaxnreg_dec<GradientConfig::kOtherRegisters>();
     tile::wait_for_prior_kernels();
     gather_tiles<true, kRelu>(p, s.ring, query, head_tile, entries, 0, s.any_nan + arch::warp_index() % 4);
-    arch::cp_async_wait_all();  // no thread leaves before its copies
+    arch::cp_async_wait_all();  // no thread exits before its copies complete
   }
 #endif
 }

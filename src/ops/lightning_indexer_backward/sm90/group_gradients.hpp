@@ -1,22 +1,24 @@
-// lightning_indexer_backward for Hopper without indices: dq, dw, and what each query adds to dk, of a group of queries
-// (groups.hpp). The formulas and limbs are those of add_gradients.
+// lightning_indexer_backward for Hopper without indices: dq, dw, and the contribution to dk of a query group
+// (groups.hpp). Formulas and bf16x3 splits as in add_gradients.
 //
-// Tile      a CTA has 128 rows, the heads of its queries; 64 keys a step
-// Roles     warpgroups 0, 1  heads    of a block each: q k^T, 64 rows × 64 keys, and its signs for the entries; dq; dw
+// Tile      a CTA has 128 rows, the heads of its queries; 64 keys per step
+// Roles     warpgroups 0, 1  heads    one block each: q k^T, 64 rows × 64 keys, and its signs for the entries; dq; dw
 //           warpgroup 2      entries  dk of the tile, summed over the queries and added once
-//           warpgroup 3      gather   keys, and g and its limbs of every query, six tiles in turn
-// Products  The factors that have limbs are masked as in add_gradients. The products' signs go to the warpgroup of the entries as
-//           ballots, 1 KB a tile, so that it makes no products of its own to learn them. Its A are limbs of w_j g_i, so that one
-//           accumulator goes through the rows of all queries. Deterministic sums, and queries apart, take w_j alone, a product
-//           for each query, and add up what is g_i times it: for 64 columns of dk at a time, which registers have room for.
+//           warpgroup 3      gather   producer: keys, and g and its split for every query, in six stages
+// Products  The split factors (here `limbs`) are masked as in add_gradients. The heads pass the signs of their products
+//           to the entries as ballots, 1 KB per tile, so that the entries need no products for them. The entries' A is
+//           the split of w_j g_i, so that one accumulator sums the rows of all queries. Deterministic sums, and
+//           ungrouped queries, use the split of w_j alone, with one product per query, and sum g_i times it: for 64
+//           columns of dk at a time, which fit in registers.
 // Timeline  gather   K3 ▒▒▒▒│ K4 ▒▒▒▒│ …
 //           heads 0  S0 ▓▓ signs dQ0 ▓▓▓▓▓▓ │ S1 ▓▓ …
 //           heads 1  S0 ▓▓ signs dQ0 ▓▓▓▓▓▓ │ S1 ▓▓ …
-//           entries               dK0 ▓▓▓▓▓▓▓▓▓▓▓▓ stage │ dK1 ▓▓▓ …      the copy engine adds while the next tile is made
-// Budget    shared: q 32,768 + 6 × (16,384 rows + 6,400 numbers at most) + 4 × 8,192 rows of dk + 144 of barriers + 1,356
-//           registers: heads 64 of dq + 32 scores + 32 of A (160); entries 64 of dk + 24 of A, or 64 of sums + 32 of dk + 24
-//           (144); gather 48
-// Bound     tensor cores: 2 × (1 + 3 + 3 limbs) × 64 × 64 × 128, 3,584 clocks a tile; adds 32 KB a tile
+//           entries               dK0 ▓▓▓▓▓▓▓▓▓▓▓▓ stage │ dK1 ▓▓▓ …      the copy engine adds during the next tile
+// Budget    shared: q 32,768 + 6 × (16,384 rows + 6,400 numbers at most) + 4 × 8,192 rows of dk + 144 of barriers +
+//           1,356
+//           registers: heads 64 for dq + 32 scores + 32 of A (160); entries 64 for dk + 24 of A, or 64 for sums + 32
+//           for dk + 24 (144); gather 48
+// Bound     tensor cores: 2 × (1 + 3 + 3 terms) × 64 × 64 × 128, 3,584 clocks per tile; adds 32 KB per tile
 #pragma once
 
 #include "ops/lightning_indexer_backward/sm90/gradients.hpp"
@@ -33,17 +35,17 @@ struct GroupGradientStorage {
   alignas(1024) unsigned char q[kBlocks][kTileBytes];
   GroupRing<6, GroupTile<kGroupQueries<kRows>>> ring;
   StagedRows staged[4];
-  Group group;  // where it takes no registers
+  Group group;  // in shared memory to save registers
   GroupKeys<kGroupQueries<kRows>> keys;
   alignas(8) float weights[kGroupRows];
-  uint32_t weight_limbs[kBlocks][kGradientLimbs][kHeadTile / 2];  // bf16, of two neighbours
+  uint32_t weight_limbs[kBlocks][kGradientLimbs][kHeadTile / 2];  // bf16 split of pairs of adjacent rows
 };
 static_assert(sizeof(GroupGradientStorage<16>) <= arch::sm90::kMaxSharedBytes);
 
 // ---- heads ------------------------------------------------------------------------------------------------------------
 
-// Which of this warp's products are positive: of 8 keys and 16 rows four words, by the key's lowest bit and the row's upper half,
-// in which bit 4 · row + key / 2 is that of a row of 8 and a key of 8.
+// Stores which of this warp's products are positive. Eight keys and 16 rows have four words, by the lowest bit of the
+// key and the half of the rows. Bit 4 · row + key / 2 is the bit of a row of 8 and a key of 8.
 template <int kQueries>
 HOPWELL_DEVICE void note_positive(GroupTile<kQueries>& tile, int step, const float (&scores)[32]) {
   HOPWELL_UNROLL
@@ -55,7 +57,8 @@ HOPWELL_DEVICE void note_positive(GroupTile<kQueries>& tile, int step, const flo
   }
 }
 
-// g times the products of this thread's rows with a tile's keys. An entry without a score has products of another query's key.
+// Adds g times the products of this thread's rows with a tile's keys. An entry without a score may have products with a
+// key of another query.
 template <bool kRelu>
 HOPWELL_DEVICE void add_weights(float (&d_weights)[2], const float (&g)[kTileEntries], const float (&scores)[32]) {
   HOPWELL_UNROLL
@@ -70,13 +73,13 @@ HOPWELL_DEVICE void add_weights(float (&d_weights)[2], const float (&g)[kTileEnt
   }
 }
 
-// Bits of two neighbouring keys, 16 each, that are kept: where their products are positive, or all of them.
+// Mask of two adjacent keys, 16 bits each: keys with positive products, or all keys.
 template <bool kRelu>
 HOPWELL_DEVICE uint32_t mask_of(float low, float high) {
   return (!kRelu || low > 0 ? 0xffffU : 0) | (!kRelu || high > 0 ? 0xffff0000U : 0);
 }
 
-// d_q += A · the rows of a tile, as multiply_rows: limb by limb, for which A takes fewer registers.
+// d_q += A · the rows of a tile, like multiply_rows, but term by term, so that A takes fewer registers.
 template <bool kRelu>
 HOPWELL_DEVICE void multiply_limbs(float (&d_q)[64], const float (&scores)[32],
                                    const uint32_t (&limbs)[kGradientLimbs][32], uint32_t rows) {
@@ -88,8 +91,7 @@ HOPWELL_DEVICE void multiply_limbs(float (&d_q)[64], const float (&scores)[32],
       a[i / 4][i % 4] =
           mask_of<kRelu>(scores[2 * i], scores[2 * i + 1]) & limbs[limb][i / 2 * 4 + arch::lane_index() % 4];
     start_limb(d_q, a, rows);
-    if (limb < kGradientLimbs - 1 && limb > 0)
-      arch::wgmma_wait<1>();  // kept: the compiler takes the registers of A again
+    if (limb < kGradientLimbs - 1 && limb > 0) arch::wgmma_wait<1>();  // kept: the compiler reuses the registers of A
   }
 }
 
@@ -108,7 +110,7 @@ HOPWELL_DEVICE void store_block(const GroupParams& p, const GroupGradientStorage
 template <bool kRelu, int kRows>
 HOPWELL_DEVICE void accumulate_block(const GroupParams& p, GroupGradientStorage<kRows>& s, const Group& group,
                                      const QuerySet& set, int number, int block) {
-  const int step = 4 * block + arch::warp_index() % 4, member = step * 16 / kRows;  // a warp's rows are of one query
+  const int step = 4 * block + arch::warp_index() % 4, member = step * 16 / kRows;  // a warp's rows belong to one query
   const uint32_t q = arch::shared_address(s.q[block]);
   float d_q[64] = {}, d_weights[2] = {0, 0};
   HOPWELL_NO_UNROLL
@@ -134,26 +136,27 @@ HOPWELL_DEVICE void accumulate_block(const GroupParams& p, GroupGradientStorage<
 
 // ---- entries ----------------------------------------------------------------------------------------------------------
 
-// This lane's keys of a tile, `own` and 8 more; and the one that it adds, of its warp's 16, if its number is below 16.
+// This lane's keys of a tile: `own` and 8 further on; and the key that it adds, among its warp's 16, if the lane index
+// is below 16.
 struct EntryRows {
   int first = arch::warp_index() % 4 * 16, own = first + arch::lane_index() / 4,
       added = first + arch::lane_index() % 16;
   bool adds = arch::lane_index() < 16;
 
-  // Which products are positive of a key of this lane (`half`: the one 8 further on) with rows 2t and 2t + 1, 8 further on in the
-  // `upper` half of a step's: bits 0 and 4.
+  // Signs of the products of a key of this lane (`half`: the key 8 further on) with rows 2t and 2t + 1 (`upper`: of the
+  // upper half of the step's rows): bits 0 and 4.
   template <int kQueries>
   HOPWELL_DEVICE uint32_t positive(const GroupTile<kQueries>& tile, int step, int half, int upper) const {
     return tile.positive[first / 8 + half][step][own % 2][upper] >> (arch::lane_index() % 4 * 8 + own % 8 / 2);
   }
 };
 
-// A of 64 keys × 16 rows: limbs of what a row has where its product is positive.
+// A of 64 keys × 16 rows: split of a row's factor where its product is positive.
 struct RowFragments {
   uint32_t of_limb[kGradientLimbs][4];
 };
 
-// … of the weights.
+// … factor: the weight.
 template <bool kRelu, int kRows>
 HOPWELL_DEVICE RowFragments mask_weights(const GroupGradientStorage<kRows>& s,
                                          const GroupTile<kGroupQueries<kRows>>& tile, const EntryRows& rows, int step) {
@@ -173,7 +176,7 @@ HOPWELL_DEVICE RowFragments mask_weights(const GroupGradientStorage<kRows>& s,
   return a;
 }
 
-// … of the weights times g, of each row's query. A g that is NaN takes all products.
+// … factor: the weight times g of each row's query. A NaN in g keeps all products.
 template <bool kRelu, int kRows>
 HOPWELL_DEVICE RowFragments scale_weights(const GroupGradientStorage<kRows>& s,
                                           const GroupTile<kGroupQueries<kRows>>& tile, const EntryRows& rows,
@@ -196,18 +199,19 @@ HOPWELL_DEVICE RowFragments scale_weights(const GroupGradientStorage<kRows>& s,
   return a;
 }
 
-// d (+)= A · 16 rows of q, all of their 128 columns or 64, small limbs first. `q`: the block's rows from the first column on.
+// d (+)= A · 16 rows of q, all of their 128 columns or 64 of them, smallest terms first. `q`: the block's rows from the
+// first column on.
 template <int kSize>
 HOPWELL_DEVICE void multiply_step(float (&d)[kSize], const RowFragments& a, uint32_t q, int step, bool accumulate) {
   constexpr arch::WgmmaOptions kOptions{.b_major = arch::Major::mn};
   const uint32_t rows = q + uint32_t(step / 4) * kTileBytes + uint32_t(step % 4) * 16 * 128;
-  arch::wgmma_fence();  // kept: A and the sums are registers that the thread itself wrote
+  arch::wgmma_fence();  // kept: the thread has written the registers of A and of the sums
   HOPWELL_UNROLL
   for (int limb = kGradientLimbs - 1; limb >= 0; --limb)
     arch::wgmma_rs<kOptions>(d, a.of_limb[limb], arch::at_address(tile::kRowsAcrossK, rows),
                              accumulate || limb < kGradientLimbs - 1);
   arch::wgmma_commit();
-  if (accumulate) arch::wgmma_wait<1>();  // kept: the compiler takes the registers of A again
+  if (accumulate) arch::wgmma_wait<1>();  // kept: the compiler reuses the registers of A
 }
 
 HOPWELL_DEVICE void add_sums(const GroupParams& p, StagedRows& staged, int key, const float (&sums)[64]) {
@@ -219,7 +223,7 @@ HOPWELL_DEVICE void add_sums(const GroupParams& p, StagedRows& staged, int key, 
   staged.add(key >= 0, p.d_k + key * p.d_k_stride, p.columns);
 }
 
-// dk of a tile, of the queries' sum: it is added once. What is not finite stays away from here, see groups.hpp.
+// dk of a tile, summed over the queries and added once. All values are finite here, see groups.hpp.
 template <bool kRelu, int kRows, int kTheBlocks>
 HOPWELL_DEVICE void accumulate_together(const GroupParams& p, GroupGradientStorage<kRows>& s, const QuerySet& set,
                                         int number) {
@@ -228,7 +232,7 @@ HOPWELL_DEVICE void accumulate_together(const GroupParams& p, GroupGradientStora
   for (int tile = 0; tile < set.tiles(); ++tile) {
     const GroupSlot<decltype(s.ring)> slot{s.ring, number + tile};
     const auto& numbers = slot.numbers();
-    slot.wait_full(kRelu ? 1 : 0);  // the signs come after the numbers
+    slot.wait_full(kRelu ? 1 : 0);  // the signs arrive after the numbers
     float d_k[64];
     HOPWELL_UNROLL
     for (int step = 0; step < 4 * kTheBlocks; ++step) {
@@ -242,11 +246,11 @@ HOPWELL_DEVICE void accumulate_together(const GroupParams& p, GroupGradientStora
   }
 }
 
-// What a query adds to a sum: a float, or a multiple of the key's unit, whose scale is 0 where there is no key.
+// Adds a query's contribution to a sum: a float, or a multiple of the key's unit, whose scale is 0 if there is no key.
 HOPWELL_DEVICE void add_to(float& sum, float x, double) { sum += x; }
 HOPWELL_DEVICE void add_to(int64_t& sum, float x, double scale) { sum += tile::to_wide_fixed(x, scale); }
 
-// Where a key's sums of type Sum lie, and whether they are added to at all; `scale` of a key.
+// Address of a key's sums of type Sum, whether they are added to at all, and `scale` of a key.
 HOPWELL_DEVICE float* sums_of(const GroupParams& p, int key, float) { return p.d_k + key * p.d_k_stride; }
 HOPWELL_DEVICE int64_t* sums_of(const GroupParams& p, int key, int64_t) {
   return p.fixed_d_k + int64_t{key} * p.columns;
@@ -255,7 +259,7 @@ HOPWELL_DEVICE float bound_of_key(const GroupParams& p, int key) {
   return p.fixed_d_k ? bound_of(p.bounds.largest[key], p.bounds.count[key]) : 0;
 }
 
-// The sum over the queries of 64 columns of a tile's dk, from `first` on: a product for each query, times its g.
+// Sums 64 columns of a tile's dk, from `first` on, over the queries: one product per query, times its g.
 template <bool kRelu, class Sum, int kRows>
 HOPWELL_DEVICE void sum_queries(Sum (&sums)[32], const GroupGradientStorage<kRows>& s, const QuerySet& set,
                                 const GroupTile<kGroupQueries<kRows>>& tile, const EntryRows& rows, int first,
@@ -284,7 +288,7 @@ HOPWELL_DEVICE void sum_queries(Sum (&sums)[32], const GroupGradientStorage<kRow
   }
 }
 
-// The same of deterministic sums, and of queries apart: nothing of a query is added where it has no score.
+// The same for deterministic sums and for ungrouped queries: a query adds nothing where it has no score.
 template <class Sum, bool kRelu, int kRows>
 HOPWELL_DEVICE void accumulate_one_by_one(const GroupParams& p, GroupGradientStorage<kRows>& s, const QuerySet& set,
                                           int number) {
@@ -294,7 +298,7 @@ HOPWELL_DEVICE void accumulate_one_by_one(const GroupParams& p, GroupGradientSto
   for (int tile = 0; tile < set.tiles(); ++tile) {
     const GroupSlot<decltype(s.ring)> slot{s.ring, number + tile};
     const auto& numbers = slot.numbers();
-    slot.wait_full(kRelu ? 1 : 0);  // the signs come after the numbers
+    slot.wait_full(kRelu ? 1 : 0);  // the signs arrive after the numbers
     double scale[2];
     HOPWELL_UNROLL
     for (int half = 0; half < 2; ++half) {
@@ -320,13 +324,13 @@ HOPWELL_DEVICE void accumulate_one_by_one(const GroupParams& p, GroupGradientSto
 
 // ---- kernel -----------------------------------------------------------------------------------------------------------
 
-// A CTA for each group.
+// One CTA per group.
 template <bool kRelu, int kRows>
 __global__ void __launch_bounds__(GroupGradientConfig::kThreads, 1)
     add_group_gradients(const __grid_constant__ GroupParams p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<GroupGradientStorage<kRows>>();
-  const int index = arch::grid_size() - 1 - arch::block_index();  // late queries see more: they begin
+  const int index = arch::grid_size() - 1 - arch::block_index();  // late queries see more keys, so they start first
   const Group group = group_of<kRows>(p, index);
   const bool apart = p.apart[index] != 0;
   if (arch::thread_index() == 0) {
@@ -350,7 +354,7 @@ __global__ void __launch_bounds__(GroupGradientConfig::kThreads, 1)
       });
   } else if (role == kBlocks) {
     arch::setmaxnreg_inc<GroupGradientConfig::kEntryRegisters>();
-    arch::fence_proxy_async();  // q; the heads fence it with every tile
+    arch::fence_proxy_async();  // fences q; the heads fence it with every tile
     for_each_set(s.group, s.keys, apart, [&](const QuerySet& set, int number) {
       if (p.fixed_d_k)
         accumulate_one_by_one<int64_t, kRelu>(p, s, set, number);
@@ -361,12 +365,12 @@ __global__ void __launch_bounds__(GroupGradientConfig::kThreads, 1)
       else
         accumulate_together<kRelu, kRows, kBlocks>(p, s, set, number);
     });
-    arch::bulk_wait<0>();  // the rows stay until they have been read
+    arch::bulk_wait<0>();  // the copy engine must have read the rows
   } else {
     arch::setmaxnreg_dec<GroupGradientConfig::kOtherRegisters>();
     for_each_set(s.group, s.keys, apart,
                  [&](const QuerySet& set, int number) { gather_keys(p, s.ring, s.group, s.keys, set, number); });
-    arch::cp_async_wait_all();  // no thread leaves before its copies
+    arch::cp_async_wait_all();  // no thread exits before its copies complete
   }
 #endif
 }

@@ -1,10 +1,12 @@
-// lightning_indexer_backward for Hopper without indices: from scores to g, and the loss, of a group of queries (groups.hpp).
+// lightning_indexer_backward for Hopper without indices: the scores, then g and the loss, of a query group
+// (groups.hpp).
 //
-// Tile      128 rows of q in shared memory; 64 keys a step, whose scores of all queries are made
-// Roles     warpgroups 0, 1   score    of tiles by turns; then, with the others, g and the loss of one query after the other
-//           warpgroup 2       gather   keys, four tiles in turn
-// Budget    shared: q 32,768 + 4 × 16,384 rows + 64 of barriers + 768 at most: two CTAs an SM
-// Bound     tensor cores: 2 × 64 × 64 × 128, 512 clocks a tile
+// Tile      128 rows of q in shared memory; 64 keys per step, with the scores of all queries
+// Roles     warpgroups 0, 1   score    alternate tiles; then, with the other warps, g and the loss of one query after
+//                                      another
+//           warpgroup 2       gather   producer: keys, in four stages
+// Budget    shared: q 32,768 + 4 × 16,384 rows + 64 of barriers + 768 at most: two CTAs per SM
+// Bound     tensor cores: 2 × 64 × 64 × 128, 512 clocks per tile
 #pragma once
 
 #include "ops/lightning_indexer_backward/sm90/groups.hpp"
@@ -22,7 +24,8 @@ struct GroupScoreStorage {
 };
 static_assert(2 * sizeof(GroupScoreStorage<16>) <= arch::sm90::kMaxSharedBytes);
 
-// Scores of this warp's 16 keys of a tile, of the queries of a block. Sums are those of score_entries.
+// Stores the scores of this warp's 16 keys of a tile for the queries of a block. The order of the sums is that in
+// score_entries.
 template <bool kRelu, int kRows>
 HOPWELL_DEVICE void store_scores(const GroupParams& p, const GroupScoreStorage<kRows>& s, const Group& group,
                                  const QuerySet& set, int tile, int block, const float (&d)[32]) {
@@ -41,7 +44,7 @@ HOPWELL_DEVICE void store_scores(const GroupParams& p, const GroupScoreStorage<k
       for (int second = 0; second < 2; ++second) {
         const float dot = d[of_block * kRows / 2 + 2 * i + second];
         const float term = weights.of[second] * (kRelu ? arch::max_nan(dot, 0) : dot);
-        sums[i % 2] += head + second < p.heads ? term : 0;  // the product of a head that does not exist may be NaN
+        sums[i % 2] += head + second < p.heads ? term : 0;  // the product of a padding head may be NaN
       }
     }
     tile::share_sums(sums, 1, 1, odd);
@@ -51,8 +54,8 @@ HOPWELL_DEVICE void store_scores(const GroupParams& p, const GroupScoreStorage<k
   }
 }
 
-// Scores of every second tile; from slot `number` on. Returns whether some key may be infinite or NaN: then its products with
-// all heads are, among them those of columns 0, 2, 4, 6.
+// Scores of every second tile, from slot `number` on. Returns whether some key may be infinite or NaN: then its
+// products with all heads are too, including the products in columns 0, 2, 4, 6.
 template <bool kRelu, int kRows>
 HOPWELL_DEVICE bool score_keys(const GroupParams& p, GroupScoreStorage<kRows>& s, const Group& group,
                                const QuerySet& set, int number, int warpgroup) {
@@ -75,7 +78,7 @@ HOPWELL_DEVICE bool score_keys(const GroupParams& p, GroupScoreStorage<kRows>& s
   return !finite;
 }
 
-// Whether some number of q or some weight is infinite or NaN, of those that this thread looks at.
+// Whether one of this thread's numbers of q, or of its weights, is infinite or NaN.
 template <int kRows>
 HOPWELL_DEVICE bool any_special(const GroupScoreStorage<kRows>& s, const Group& group) {
   const auto special = [](uint32_t bits) { return (bits & 0x7f80U) == 0x7f80U || (bits & 0x7f800000U) == 0x7f800000U; };
@@ -88,12 +91,12 @@ HOPWELL_DEVICE bool any_special(const GroupScoreStorage<kRows>& s, const Group& 
   return any;
 }
 
-// A CTA for each group.
+// One CTA per group.
 template <bool kRelu, int kRows>
 __global__ void __launch_bounds__(ScoreConfig::kThreads, 2) score_groups(const __grid_constant__ GroupParams p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<GroupScoreStorage<kRows>>();
-  const int index = arch::grid_size() - 1 - arch::block_index();  // late queries see more: they begin
+  const int index = arch::grid_size() - 1 - arch::block_index();  // late queries see more keys, so they start first
   const Group group = group_of<kRows>(p, index);
   if (arch::thread_index() == 0) {
     s.ring.barriers.init(kGroupArrivals, 4);
@@ -114,7 +117,7 @@ __global__ void __launch_bounds__(ScoreConfig::kThreads, 2) score_groups(const _
       if (!set.has(member)) continue;
       const int query = group.first + member;
       float bound = p.bounds.largest ? bound_of_heads(p, query) : 0;
-      bound = 1.001F * reduce<Reduce::sum>(p, s.of_warp, bound);  // its barriers are for the scores, too
+      bound = 1.001F * reduce<Reduce::sum>(p, s.of_warp, bound);  // its barriers also order the scores
       finish_scores<1>(p, s.of_warp, query, tile::entries_of(p.selection, query), bound);
     }
   });

@@ -1,13 +1,14 @@
-// lightning_indexer_backward for Hopper without indices: what both kernels for groups of queries share. Neighbouring queries see
-// the same keys, so that a CTA takes up to eight of them together: 128 rows are their heads, and tiles of keys come once for all.
+// lightning_indexer_backward for Hopper without indices: shared by both kernels of query groups. Adjacent queries see
+// the same keys, so a CTA processes up to eight of them together: 128 rows hold their heads, and each tile of keys is
+// loaded once for all.
 //
-// Group     as many queries as have their heads, padded to 16, 32 or 64, in 128 rows; fewer where multiprocessors would be left
-//           over. A block is 64 of the rows, of one query or of several
-// Sets      Queries of a group whose keys begin at the same one go through them together, each as far as it sees; others after
-//           them. So a query's tiles are those that it has alone, and so are the bits of all that belongs to it.
-// Apart     A query that has no score at an entry has zeros in the products there, which is as good as no entry unless the other
-//           factor is infinite or NaN: where score_groups finds keys, q or weights that are, the group's queries are taken one
-//           by one.
+// Group     as many queries as have their heads, padded to 16, 32 or 64, in 128 rows; fewer if SMs would be idle. A
+//           block is 64 of the rows, of one query or of several
+// Sets      queries of a group with the same first key iterate over their keys together, each as far as it sees. Other
+//           queries follow. So a query has the same tiles as if it were alone, and all its results have the same bits.
+// Ungrouped (here `apart`) a query without a score at an entry has zeros in the products there. This equals no entry
+//           unless the other factor is infinite or NaN. If score_groups finds such keys, q or weights, the group's
+//           queries are processed one by one.
 #pragma once
 
 #include "ops/lightning_indexer_backward/sm90/entries.hpp"
@@ -15,15 +16,15 @@
 namespace hopwell::ops::lightning_indexer_backward::HOPWELL_TARGET {
 
 constexpr int kGroupRows = 128, kBlocks = kGroupRows / kHeadTile;
-template <int kRows>  // of a query
+template <int kRows>  // rows per query
 constexpr int kGroupQueries = kGroupRows / kRows;
 
 struct GroupParams : Params<bf16> {
-  int queries, group;  // of the pass, of a CTA
-  uint32_t* apart;     // [groups], not 0: one by one
+  int queries, group;  // queries of the pass, queries of a CTA
+  uint32_t* apart;     // [groups], nonzero: ungrouped
 };
 
-// The queries of a CTA, and how many blocks they have.
+// The queries of a CTA, and the number of their blocks.
 struct Group {
   int first, queries, blocks;
 };
@@ -33,7 +34,7 @@ HOPWELL_DEVICE Group group_of(const GroupParams& p, int index) {
   return {first, left < p.group ? left : p.group, (p.group * kRows + kHeadTile - 1) / kHeadTile};
 }
 
-// In shared memory: what each query sees.
+// In shared memory: the visible keys of each query.
 template <int kQueries>
 struct GroupKeys {
   int first[kQueries], count[kQueries];
@@ -46,15 +47,15 @@ HOPWELL_DEVICE void load_keys(const GroupParams& p, const Group& group, GroupKey
   keys.first[member] = int(visible.first), keys.count[member] = int(visible.count);
 }
 
-// Queries that go through their keys together: `keys` of them, from `first` on, as far as one sees.
+// Queries that iterate over their keys together: `keys` keys from `first` on, for the query that sees most.
 struct QuerySet {
-  uint32_t members = 0;  // a bit each
+  uint32_t members = 0;  // one bit per query
   int first = 0, keys = 0;
 
   HOPWELL_DEVICE bool has(int member) const { return members >> member & 1; }
   HOPWELL_DEVICE int tiles() const { return (keys + kTileEntries - 1) / kTileEntries; }
 };
-// The first of those that are left, with all that may go with it.
+// The first of the remaining queries (`left`), and all queries that can be processed with it.
 template <int kQueries>
 HOPWELL_DEVICE QuerySet next_set(const GroupKeys<kQueries>& keys, uint32_t left, bool apart) {
   QuerySet set;
@@ -65,7 +66,7 @@ HOPWELL_DEVICE QuerySet next_set(const GroupKeys<kQueries>& keys, uint32_t left,
   }
   return set;
 }
-// Calls work(set, number of its first tile) for one set after the other.
+// Calls work(set, number of its first tile) for each set in order.
 template <int kQueries, class Work>
 HOPWELL_DEVICE void for_each_set(const Group& group, const GroupKeys<kQueries>& keys, bool apart, const Work& work) {
   int number = 0;
@@ -77,8 +78,8 @@ HOPWELL_DEVICE void for_each_set(const Group& group, const GroupKeys<kQueries>& 
   }
 }
 
-// The heads of all queries and their weights, zeros where there is none, by all threads of the CTA. A barrier follows; who waits
-// for a tile fences these, too.
+// Loads the heads of all queries and their weights, zeros for padding; executed by all threads of the CTA. A barrier
+// must follow; the proxy fence after a wait for a tile covers these too.
 template <int kRows>
 HOPWELL_DEVICE void load_group(const GroupParams& p, unsigned char* q, float* weights, const Group& group,
                                int threads) {
@@ -95,25 +96,25 @@ HOPWELL_DEVICE void load_group(const GroupParams& p, unsigned char* q, float* we
   arch::cp_async_wait_all();
 }
 
-// Two neighbours in shared memory, from an even place on.
+// Two adjacent numbers in shared memory, from an even index on.
 struct alignas(8) FloatPair {
   float of[2];
 };
 HOPWELL_DEVICE FloatPair pair_at(const float* place) { return *reinterpret_cast<const FloatPair*>(place); }
 
-// Of the 64 keys of a tile, for the gradients.
+// The 64 keys of a tile, for the gradients.
 template <int kTheQueries>
 struct GroupTile {
   static constexpr int kQueries = kTheQueries;
-  int key[kTileEntries];                                         // −1: none has a score there
+  int key[kTileEntries];                                         // −1: no query has a score there
   alignas(8) float g[kQueries][kTileEntries];                    // or no_score()
-  uint32_t g_limbs[kQueries][kGradientLimbs][kTileEntries / 2];  // bf16, of two neighbours; zeros without a score
+  uint32_t g_limbs[kQueries][kGradientLimbs][kTileEntries / 2];  // bf16 pairs of keys; zeros without a score
   alignas(16) uint32_t positive[8][kGroupRows / 16][2][2];       // ballots of 16 rows: see note_positive
 };
-// … and for scores, which need no more than the rows.
+// … for the scores, which need only the rows.
 struct NoNumbers {};
 
-// Tiles of keys; with the gradients' numbers a stage has a second part, what the products' signs are.
+// Tiles of keys. With the gradients' numbers a stage has a second part, the signs of the products.
 template <int kTheStages, class TheTile>
 struct GroupRing {
   static constexpr int kStages = kTheStages;
@@ -132,7 +133,7 @@ struct GroupSlot : tile::RingSlot<Ring::kStages, Ring::kWithGradients ? 2 : 1> {
   HOPWELL_DEVICE uint32_t rows() const { return arch::shared_address(ring.rows[this->stage()]); }
   HOPWELL_DEVICE typename Ring::Tile& numbers() const { return ring.numbers[this->stage()]; }
 };
-constexpr uint32_t kGroupArrivals = 4 * 33;  // of each of four warps its lanes' copies, and the numbers
+constexpr uint32_t kGroupArrivals = 4 * 33;  // from each of four warps: the copies of its lanes, and the numbers
 
 // g of a lane's key for every second query, from lane / 16 on.
 template <int kQueries>
@@ -153,7 +154,7 @@ HOPWELL_DEVICE KeyGradients<kQueries> load_gradients(const GroupParams& p, const
   return all;
 }
 
-// Puts a lane's gradients where they belong; returns whether any query has a score at the lane's key.
+// Stores a lane's gradients. Returns whether any query has a score at the lane's key.
 template <int kQueries>
 HOPWELL_DEVICE bool store_gradients(GroupTile<kQueries>& tile, int row, const KeyGradients<kQueries>& all) {
   int any = 0;
@@ -168,7 +169,7 @@ HOPWELL_DEVICE bool store_gradients(GroupTile<kQueries>& tile, int row, const Ke
   return (any | arch::shuffle_xor(any, 16)) != 0;
 }
 
-// Four warps bring tiles in, 16 keys each.
+// The producer: four warps load tiles, 16 keys each.
 template <class Ring, int kQueries>
 HOPWELL_DEVICE void gather_keys(const GroupParams& p, Ring& ring, const Group& group, const GroupKeys<kQueries>& keys,
                                 const QuerySet& set, int number) {

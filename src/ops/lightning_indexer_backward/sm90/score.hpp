@@ -1,12 +1,14 @@
-// lightning_indexer_backward for Hopper: from scores to g, and the loss; and which products were positive.
+// lightning_indexer_backward for Hopper: the scores, then g and the loss; and the signs of the products.
 //
-// Tile      a CTA has a query: 64 heads of q in shared memory, more one part after the other; 64 entries a step
-// Roles     warpgroups 0, 1   score    scores of a tile by turns; then, with the others, g and the loss
-//           warpgroup 2       gather   keys, four tiles in turn
+// Tile      a CTA has a query: 64 heads of q in shared memory, further heads one tile after another; 64 entries per
+//           step
+// Roles     warpgroups 0, 1   score    scores of alternate tiles; then, with the other warps, g and the loss
+//           warpgroup 2       gather   producer: keys, in four stages
 // Timeline  q │ gather K2 ▒▒▒│ K3 ▒▒▒ … │ barrier │ maximum │ sum │ g in their place, loss
 //               score 0 S0 ▓ Σ │ S2 ▓ Σ     score 1 S1 ▓ Σ │ S3 …
-// Budget    shared: q 16,384 + 4 × (16,384 rows + 1,408 entries) + 64 of barriers + 304, 89,088 B with gaps: two CTAs an SM
-// Bound     the gather, 16 KB a tile
+// Budget    shared: q 16,384 + 4 × (16,384 rows + 1,408 entries) + 64 of barriers + 304, 89,088 B with gaps: two CTAs
+//           per SM
+// Bound     the gather, 16 KB per tile
 #pragma once
 
 #include "ops/lightning_indexer_backward/loss.hpp"
@@ -26,18 +28,19 @@ struct ScoreStorage {
 static_assert(decltype(ScoreStorage::ring)::kStages % 2 == 0 &&
               2 * sizeof(ScoreStorage) <= arch::sm90::kMaxSharedBytes);
 
-// Σ_j w_j relu(dot_ij) of this lane's two entries, 8 apart, of every fourth pair of a tile's heads; `heads`: as many there are.
+// Adds w_j relu(dot_ij) to this lane's two entries, 8 rows from each other, for every fourth pair of a tile's heads.
+// `heads`: number of heads.
 template <bool kRelu, bool kAllHeads>
 HOPWELL_DEVICE void weigh(float (&sums)[2], const ScoreStorage& s, int heads, const float (&d)[32]) {
   HOPWELL_UNROLL
   for (int i = 0; i < 32; ++i) {
     const int column = i / 4 * 8 + 2 * (arch::lane_index() % 4) + i % 2;
     const float term = s.weights[column] * (kRelu ? arch::max_nan(d[i], 0) : d[i]);
-    sums[i / 2 % 2] += kAllHeads || column < heads ? term : 0;  // the product of a head that does not exist may be NaN
+    sums[i / 2 % 2] += kAllHeads || column < heads ? term : 0;  // the product of a padding head may be NaN
   }
 }
 
-// What 64 heads from `first_head` on add to the scores of this warp's 16 entries of a tile.
+// Adds 64 heads from `first_head` on to the scores of this warp's 16 entries of a tile.
 template <bool kRelu>
 HOPWELL_DEVICE void add_scores(const Params<bf16>& p, const ScoreStorage& s, float* scores, int entries, int tile,
                                const int (&keys)[2], int first_head, const float (&d)[32]) {
@@ -56,7 +59,7 @@ HOPWELL_DEVICE void add_scores(const Params<bf16>& p, const ScoreStorage& s, flo
   scores[entry] = (odd ? keys[1] : keys[0]) < 0 || (last && whole != whole) ? -INFINITY : whole;
 }
 
-// Scores of every second tile, so that a stage always has tiles of one warpgroup; from slot `number` on.
+// Scores of every second tile, so that a stage always has tiles of the same warpgroup; from slot `number` on.
 template <bool kRelu>
 HOPWELL_DEVICE void score_tiles(const EntryParams& p, ScoreStorage& s, int query, const tile::Entries& entries,
                                 int first_head, int number, int group) {
@@ -79,7 +82,7 @@ HOPWELL_DEVICE void score_tiles(const EntryParams& p, ScoreStorage& s, int query
   }
 }
 
-// Σ_j |w_j| max |q_j| of this warp's heads, in lane 0.
+// Σ_j |w_j| max |q_j| over this warp's heads, in lane 0.
 HOPWELL_DEVICE float bound_of_heads(const Params<bf16>& p, int query) {
   float bound = 0;
   for (int head = arch::warp_index(); head < p.heads; head += ScoreConfig::kWarps) {
@@ -108,7 +111,7 @@ __global__ void __launch_bounds__(ScoreConfig::kThreads, 2) score_entries(const 
     arch::fence_mbarrier_init();
   }
   for (int first = 0, number = 0; first < p.heads; first += kHeadTile, number += entry_tiles(entries)) {
-    if (first > 0) arch::syncthreads();  // the heads before are no longer read
+    if (first > 0) arch::syncthreads();  // the previous heads have been read
     load_heads(p, s.q, s.weights, query, first, ScoreConfig::kThreads);
     arch::syncthreads();
     if (group < 2)
@@ -117,8 +120,8 @@ __global__ void __launch_bounds__(ScoreConfig::kThreads, 2) score_entries(const 
       gather_tiles<false, kRelu>(p, s.ring, query, 0, entries, number);
   }
   float bound = p.bounds.largest ? bound_of_heads(p, query) : 0;
-  bound = 1.001F * reduce<Reduce::sum>(p, s.of_warp, bound);  // its barriers are for the scores, too
-  tile::wait_for_prior_kernels();  // bounds are clear; and who waits for this kernel counts on dk being so
+  bound = 1.001F * reduce<Reduce::sum>(p, s.of_warp, bound);  // its barriers also order the scores
+  tile::wait_for_prior_kernels();  // the bounds are clear; kernels that wait for this one rely on a cleared dk
   finish_scores(p, s.of_warp, query, entries, bound);
 #endif
 }

@@ -59,7 +59,7 @@ struct ManyColumnsParams {
   arch::TensorMap codes;  // boxes of 64 bytes and all rows of a tile
   Scales scales;
   const unsigned char* x;  // as arranged
-  GlobalScale factor;
+  Global factor;
   int rows, k, columns;
   int stages, stages_per_cta;
   int row_tiles, column_tiles;
@@ -338,7 +338,7 @@ HOPWELL_DEVICE void multiply(const ManyColumnsParams& p, const Result<T>& result
                              int warpgroup) {
   const int row_group = warpgroup % p.row_groups, split = warpgroup / p.row_groups;
   const int row_of_tile = row_of_warp(p);
-  const GlobalScale global = p.factor.loaded();
+  const Global global = p.factor.loaded();
   StageCursor<kColumns> at{s.barriers, split};
   for (TileScheduler tiles(p); tiles.more(p); tiles.advance(p)) {
     float d[kColumns / 2] = {};

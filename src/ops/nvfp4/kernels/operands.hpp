@@ -11,8 +11,7 @@
 namespace hopwell::ops::nvfp4::HOPWELL_TARGET {
 
 using arch::bf16, arch::fp16;
-using tile::Fp4Matrix, tile::GlobalScale;
-using tile::kCodesPerBlock, tile::to_fp32;
+using tile::Fp4Matrix, tile::kCodesPerBlock, tile::to_fp32;
 
 // A part of K, from begin to end, in so many stages of 256 k, of which `whole` are not cut off by the end.
 struct Slice {

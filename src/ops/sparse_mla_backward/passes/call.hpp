@@ -1,9 +1,9 @@
-// sparse_mla_backward on GPUs: what runs for a call, in which order. plan.hpp has the numbers.
+// sparse_mla_backward on GPUs: the kernels of a call, in order. plan.hpp has the numbers.
 //
-//     attention_distribution, the units of fixed-point sums    of deterministic calls
-//     zeros, rows in order
+//     attention_distribution, the units of fixed-point sums    deterministic calls only
+//     zeros, sorted rows                                       preprocess
 //     the main kernels                                         of the backend
-//     dkv, attn and d_sink as they are promised
+//     dkv, attn and d_sink in their final form                 postprocess
 #pragma once
 
 #include "ops/sparse_mla_backward/passes/clear_sums.hpp"

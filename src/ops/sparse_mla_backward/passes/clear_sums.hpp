@@ -1,4 +1,4 @@
-// sparse_mla_backward on GPUs, a pass: zeros where sums are added.
+// sparse_mla_backward on GPUs, preprocess: clears the sums.
 #pragma once
 
 #include "ops/sparse_mla_backward/passes/pass.hpp"
@@ -20,7 +20,7 @@ inline void clear(const ClearParams& p, const runtime::Device& device, Stream st
   runtime::launch(kName, clear_rows, shape_over_rows(p.rows, device), stream, p);
 }
 
-// The sums that a call has: no rows where there are none.
+// dkv_accum of a call; no rows if there is none.
 inline ClearParams dkv_sums_of(const Problem& problem, const Plan& plan) {
   if (plan.sums == DkvSums::none) return {};
   if (plan.sums == DkvSums::output)
@@ -32,12 +32,11 @@ inline ClearParams attn_sums_of(const Problem& problem, const Plan& plan) {
   return {problem.attn.as<uint32_t>(), problem.s_q, problem.topk, problem.attn.stride[0]};
 }
 
-// Clears all of them but those that order_rows clears on the way.
+// Clears all sums but those that order_rows clears: attn, and dkv if there are enough queries.
 inline void clear_sums(const Problem& problem, const Plan& plan, Stream stream) {
   if (plan.paces) clear({scratch<uint32_t>(problem, plan.workspace.progress), 1, 2, 2}, problem.device, stream);
-  if (plan.orders_rows) return;
-  clear(attn_sums_of(problem, plan), problem.device, stream);
-  clear(dkv_sums_of(problem, plan), problem.device, stream);
+  if (!plan.orders_rows) clear(attn_sums_of(problem, plan), problem.device, stream);
+  if (!plan.order_clears_sums) clear(dkv_sums_of(problem, plan), problem.device, stream);
 }
 
 }  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

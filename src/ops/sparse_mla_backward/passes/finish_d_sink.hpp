@@ -1,4 +1,4 @@
-// sparse_mla_backward on GPUs, a pass: d_sink, the sum over queries in a fixed order.
+// sparse_mla_backward on GPUs, postprocess: d_sink, the sum over queries in a fixed order.
 #pragma once
 
 #include "ops/sparse_mla_backward/passes/pass.hpp"
@@ -13,7 +13,7 @@ struct SinkParams {
 };
 constexpr int kSinkWarps = 32;
 
-// A CTA for 32 heads, one a lane: every warp sums its queries, then warp 0 the warps.
+// One CTA per 32 heads, one head per lane: every warp sums its queries, then warp 0 sums the warps.
 __global__ void __launch_bounds__(32 * kSinkWarps) sum_sink_parts(const __grid_constant__ SinkParams p) {
   auto& warp_sums = arch::dynamic_smem<float[kSinkWarps][32]>();
   const int lane = arch::lane_index(), warp = arch::warp_index(), head = 32 * arch::block_index() + lane;

@@ -1,9 +1,9 @@
-// sparse_mla_backward on GPUs, a pass: the sums of dkv to the output as it is promised, its columns in order.
+// sparse_mla_backward on GPUs, postprocess: converts dkv_accum to the output, with its columns in order.
 //
-//     order_dkv_columns   of sums that are in the output already
-//     finish_fp32_dkv     of fp32 sums in the workspace: to the dtype and strides of the output, added to what is there
-//                         if asked
-//     finish_fixed_dkv    the same of fixed-point sums
+//     order_dkv_columns   dkv_accum is the output itself
+//     finish_fp32_dkv     fp32 sums in the workspace: to the dtype and strides of the output; with `accumulate` added
+//                         to it
+//     finish_fixed_dkv    the same for fixed-point sums
 #pragma once
 
 #include "ops/sparse_mla_backward/add_dkv.hpp"
@@ -35,12 +35,12 @@ __global__ void __launch_bounds__(kPassThreads) finish_fp32_dkv(const __grid_con
 }
 
 struct OrderColumnsParams {
-  float* dkv;  // [s_kv, d_qk], rows 16-byte aligned; columns at sum_position before, in order after
+  float* dkv;  // [s_kv, d_qk], rows 16-byte aligned; input: columns at sum_position, output: columns in order
   int64_t stride, s_kv;
   int d_qk;
 };
 
-// Four lanes put 16 columns in order.
+// Four lanes reorder 16 columns.
 __global__ void __launch_bounds__(kPassThreads) order_dkv_columns(const __grid_constant__ OrderColumnsParams p) {
   const int chunks = p.d_qk / 4, quad = arch::lane_index() % 4, lane = arch::lane_index() - quad;
   const int64_t count = p.s_kv * chunks, step = int64_t{arch::grid_size()} * kPassThreads;
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kPassThreads) order_dkv_columns(const __grid_c
     const arch::Words4 sums = at ? arch::load_vector<arch::Words4>(at) : arch::Words4{};
     arch::Words4 columns;
     HOPWELL_UNROLL
-    for (int c = 0; c < 4; ++c) {  // column 4 quad + c: the lane of its pair, and which of that lane's four
+    for (int c = 0; c < 4; ++c) {  // column 4 quad + c: the lane of its pair, and the index among that lane's four
       const int from = lane + (2 * quad + c / 2) % 4;
       const uint32_t low = arch::shuffle(sums.w[c % 2], from), high = arch::shuffle(sums.w[c % 2 + 2], from);
       columns.w[c] = quad < 2 ? low : high;
@@ -62,9 +62,9 @@ __global__ void __launch_bounds__(kPassThreads) order_dkv_columns(const __grid_c
 struct FinishFixedParams {
   const int64_t* words;   // [s_kv, d_qk / 2], columns at sum_word
   const float* scale;     // [s_kv]
-  const uint32_t* count;  // [s_kv], of entries
-  uint32_t additions;     // for each of them: blocks of heads
-  FinishParams output;    // its sums are not used
+  const uint32_t* count;  // [s_kv]: entries
+  uint32_t additions;     // per entry: number of head blocks
+  FinishParams output;    // its `sums` are not used
 };
 
 __global__ void __launch_bounds__(kPassThreads) finish_fixed_dkv(const __grid_constant__ FinishFixedParams p) {

@@ -1,4 +1,4 @@
-// sparse_mla_backward on GPUs, a pass: dq of tiles whose entries were cut into slices.
+// sparse_mla_backward on GPUs, postprocess: dq of tiles with sliced entries.
 #pragma once
 
 #include "ops/sparse_mla_backward/passes/pass.hpp"
@@ -6,15 +6,15 @@
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 
 struct DqSlicesParams {
-  tile::MergedRows merged;  // which queries the slices are of
+  tile::MergedRows merged;  // selects the queries of the slices
   const float* slices;      // [tiles, slices, heads of a tile, d_qk]
   bf16* dq;                 // [s_q, h_q, d_qk]
   int64_t stride_s, stride_h;
-  int first_tile, first_head, head_blocks, heads;  // head_blocks: tiles of a query, of so many heads each
+  int first_tile, first_head, head_blocks, heads;  // head_blocks: tiles of a query, with `heads` heads each
   int count, h_q, d_qk;                            // count: slices of a tile
 };
 
-// A CTA for a tile and a head: the sum over slices, in their order.
+// One CTA per tile and head: the sum over slices, in order.
 __global__ void __launch_bounds__(kPassThreads) sum_dq_slices(const __grid_constant__ DqSlicesParams p) {
   const int at = arch::block_index() / p.heads, row = arch::block_index() % p.heads, tile = p.first_tile + at;
   const int head = p.first_head + tile % p.head_blocks * p.heads + row;

@@ -1,12 +1,12 @@
-// sparse_mla_backward on GPUs, passes of deterministic calls: the unit of each row's fixed-point sums
+// sparse_mla_backward on GPUs, preprocess of deterministic calls: computes the unit of each row's fixed-point sums
 // (tile/gpu/fixed_point.hpp).
 //
-// A contribution to row k of dkv is what one entry adds for all heads of query s. With A[s,k] = Σ_h exp(score − lse),
-// which attention_distribution gives, and over the heads of the query
+// A contribution to row k of dkv is the sum that one entry adds for all heads of query s. With A[s,k] = Σ_h exp(score −
+// lse), which attention_distribution computes, and over the heads of the query
 //
 //     a = max |d_out| + |scale delta| max |q|,    b = |scale| ‖d_out‖ max |q|,    c[s,k] = A[s,k] (a + b ‖v_k‖)
 //
-// none of its elements exceeds c[s,k] (|dP| <= ‖d_out‖ ‖v_k‖).
+// no element of the contribution exceeds c[s,k], because |dP| <= ‖d_out‖ ‖v_k‖.
 //
 //     measure_keys    ‖v_k‖
 //     bound_entries   c[s,k] of every entry, to the bounds of its row
@@ -34,10 +34,10 @@ HOPWELL_DEVICE float dot_of_lane(const bf16* x, const bf16* y) {
   return sum;
 }
 
-// What bounds need of a row of bf16: the largest magnitude and the sum of squares. Each lane of a warp has its part,
-// until `reduce` joins them.
+// Largest magnitude and sum of squares of a row of bf16, for the bounds. Each lane of a warp has a partial result until
+// `reduce`.
 struct Magnitude {
-  uint32_t largest_bits = 0;  // bits; those of infinities and NaN are larger than all
+  uint32_t largest_bits = 0;  // as bits; infinities and NaN compare above all numbers
   float squares = 0;
 
   HOPWELL_DEVICE void add(const arch::Words4& words) {
@@ -57,13 +57,13 @@ struct Magnitude {
     }
   }
   HOPWELL_DEVICE float largest() const { return arch::bit_cast<float>(largest_bits); }
-  // At least the norm of up to 512 elements, also where squares leave the range of fp32.
+  // An upper bound of the norm of up to 512 elements, even if squares leave the range of fp32.
   HOPWELL_DEVICE float norm() const {
     return squares > 1e-30F && squares < 1e38F ? sqrtf(squares) * 1.001F : largest() * 22.7F;
   }
 };
 
-// This lane's part of a row's.
+// This lane's part of the magnitude of a row.
 HOPWELL_DEVICE Magnitude magnitude_of_lane(const bf16* row, int width) {
   Magnitude m;
   for (int chunk = arch::lane_index(); chunk < width / 8; chunk += 32) m.add(arch::load_streaming(row + 8 * chunk));
@@ -76,13 +76,13 @@ struct BoundParams {
   const float *lse, *attn;           // [s_q, h_q], [s_q, topk]
   int64_t q_stride_s, q_stride_h, kv_stride, out_stride_s, out_stride_h, d_out_stride_s, d_out_stride_h;  // elements
   int64_t lse_stride_s, lse_stride_h, attn_stride;
-  float* scale;            // [s_kv]: ‖v_k‖, then 2^e, or NaN
-  tile::SumBounds bounds;  // of the rows of dkv
+  float* scale;            // [s_kv]: first ‖v_k‖, then 2^e, or NaN
+  tile::SumBounds bounds;  // for the rows of dkv
   int h_q, d_qk;
   float sm_scale;
 };
 
-// A warp for a key.
+// One warp per key.
 __global__ void __launch_bounds__(kPassThreads) measure_keys(const __grid_constant__ BoundParams p) {
   for (int64_t key = int64_t{arch::block_index()} * kPassWarps + arch::warp_index(); key < p.selection.s_kv;
        key += int64_t{arch::grid_size()} * kPassWarps) {
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kPassThreads) measure_keys(const __grid_consta
   }
 }
 
-// a and b of a query, as bits: the largest of a warp's heads.
+// a and b of a query, as bits: the maximum over a warp's heads.
 struct QueryBound {
   uint32_t a = 0, b = 0;
 
@@ -104,14 +104,14 @@ struct QueryBound {
   }
 };
 
-// What one head of a query adds to them. Heads that see no key (lse = +inf) add nothing.
+// Contribution of one head of a query. Heads that see no key (lse = +inf) contribute nothing.
 HOPWELL_DEVICE QueryBound bound_of(const BoundParams& p, int64_t query, int head) {
   if (p.lse[query * p.lse_stride_s + head * p.lse_stride_h] == INFINITY) return {};
   const bf16* d_out = p.d_out + query * p.d_out_stride_s + head * p.d_out_stride_h;
   Magnitude of_d_out = magnitude_of_lane(d_out, 512);
   Magnitude of_q = magnitude_of_lane(p.q + query * p.q_stride_s + head * p.q_stride_h, p.d_qk);
   float delta = dot_of_lane(p.out + query * p.out_stride_s + head * p.out_stride_h, d_out);
-  of_d_out.reduce();  // after all loads have been started
+  of_d_out.reduce();  // after all loads have been issued
   of_q.reduce();
   delta = tile::sum_of_warp(delta);
   const float scale = fabsf(p.sm_scale) * of_q.largest();
@@ -119,7 +119,7 @@ HOPWELL_DEVICE QueryBound bound_of(const BoundParams& p, int64_t query, int head
   return {arch::bit_cast<uint32_t>(a) & 0x7fffffff, arch::bit_cast<uint32_t>(b) & 0x7fffffff};
 }
 
-// A CTA for a query.
+// One CTA per query.
 __global__ void __launch_bounds__(kPassThreads) bound_entries(const __grid_constant__ BoundParams p) {
   auto& warp_bounds = arch::dynamic_smem<QueryBound[kPassWarps]>();
   const int query = arch::block_index(), warp = arch::warp_index();
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kPassThreads) choose_units(const __grid_consta
 
 // ---- launch
 
-// attn of the call, or where the workspace has it.
+// attn of the call, or the buffer in the workspace.
 inline View distribution_of(const Problem& problem, const Plan& plan) {
   if (problem.attn) return problem.attn;
   View attn;
@@ -163,7 +163,7 @@ inline View distribution_of(const Problem& problem, const Plan& plan) {
   return attn;
 }
 
-// By the backend's own attention_distribution.
+// Runs the backend's own attention_distribution.
 inline void distribute_attention(const Problem& problem, const Plan& plan, const char* backend, Stream stream) {
   if (!plan.distribution) return;
   attention_distribution::Problem d;

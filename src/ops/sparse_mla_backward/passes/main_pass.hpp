@@ -5,8 +5,8 @@
 
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 
-// A main kernel on its tiles, then dq of those that are cut into slices. KernelParams: Params, and what else the kernel of
-// a backend is told, which `p` has.
+// Launches a main kernel on its tiles, then computes dq of the sliced tiles. KernelParams: Params and the backend's
+// further parameters, which `p` has.
 template <auto kKernel, class KernelParams>
 void launch_main(const Problem& problem, const Plan& plan, const MainPass& pass, KernelParams p, std::uint32_t threads,
                  std::size_t shared_bytes, Stream stream) {
@@ -17,7 +17,7 @@ void launch_main(const Problem& problem, const Plan& plan, const MainPass& pass,
                                 .cluster = ctas,
                                 .shared_bytes = shared_bytes};
   static_cast<Params&>(p) = params_of(params_of(problem, plan), problem, plan, pass);
-  // A CTA fills an SM; clusters may leave some of them empty.
+  // A CTA fills an SM; clusters may leave some SMs empty.
   if (plan.paces)
     p.wave = ctas == 1 ? problem.device.sms : pass.ctas * runtime::clusters_that_fit<kKernel>(problem.device, shape);
   if (p.wave == 0) p.progress = nullptr;

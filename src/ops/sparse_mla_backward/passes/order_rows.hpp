@@ -1,6 +1,10 @@
-// sparse_mla_backward on GPUs, a pass: each query's valid keys in ascending order, by ranges of keys, so that CTAs meet
-// in L2, and every other wave's in descending order, so that waves meet there, too; and the zeros where sums are added,
-// since memory has little to do meanwhile. And the pass that brings attn, summed in that order, back to its entries.
+// sparse_mla_backward on GPUs, preprocess: sorts each query's valid keys into ascending ranges of keys, so that CTAs
+// share rows in L2; descending in every other wave, so that consecutive waves share rows too (serpentine order). The
+// same kernel clears sums, because sorting leaves memory idle. And postprocess: moves attn, summed in that order, back
+// to its entries.
+//
+// A deterministic call sorts a query's keys by that query's row alone: by ranges of the span of the row's own keys, 4,096
+// entries at a time. Other queries, more keys, an offset of all keys and padding change nothing.
 #pragma once
 
 #include "ops/sparse_mla_backward/passes/clear_sums.hpp"
@@ -13,17 +17,18 @@ using tile::kOrderThreads;
 struct OrderParams {
   tile::SelectionParams selection;
   tile::OrderedRows ordered;
-  tile::MergedRows merged;            // which rows are wanted
-  ClearParams sums;                   // zeros, 16 bytes at a time: memory has little to do while rows are put in order
-  ClearParams attn;                   // the same; a row for each query; or no rows
+  tile::MergedRows merged;            // selects the rows to sort
+  ClearParams sums;                   // cleared 16 bytes at a time, because sorting leaves memory idle
+  ClearParams attn;                   // the same; one row per query, or no rows
   int tiles_of_query, turning_tiles;  // see Plan
+  bool own_span;                      // ranges are of the row's own keys, whatever s_kv is: deterministic
 
   HOPWELL_DEVICE bool descends(int query) const {
     return turning_tiles > 0 && query * tiles_of_query / turning_tiles % 2 != 0;
   }
 };
 
-// What of the rows this CTA clears.
+// Clears this CTA's part of the rows.
 HOPWELL_DEVICE void clear_some_rows(const ClearParams& p) {
   const int64_t rows = (p.rows + arch::grid_size() - 1) / arch::grid_size(), first = rows * arch::block_index();
   const int chunks = int(p.words / 4);
@@ -32,14 +37,24 @@ HOPWELL_DEVICE void clear_some_rows(const ClearParams& p) {
       arch::store_vector(p.data + (first + i / chunks) * p.stride + i % chunks * 4, arch::Words4{});
 }
 
-// A CTA for one query.
+// One CTA per query.
 __global__ void __launch_bounds__(kOrderThreads) order_row(const __grid_constant__ OrderParams p) {
   auto& s = arch::dynamic_smem<tile::OrderStorage>();
   const int query = arch::block_index();
   clear_some_rows(p.sums);
   for (int64_t i = arch::thread_index(); i < p.attn.words && query < p.attn.rows; i += kOrderThreads)
     p.attn.data[query * p.attn.stride + i] = 0;
-  if (p.merged.wants(query)) tile::order_row_of_query(p.selection, p.ordered, s, query, p.descends(query));
+  if (!p.merged.wants(query)) return;
+  const Entries entries = tile::entries_of(p.selection, query);
+  const tile::KeySpan span = p.own_span ? tile::span_of_keys(entries, s) : tile::KeySpan{0, int(entries.visible.end())};
+  int length = 0;
+  for (int first = 0; first < p.selection.topk; first += tile::kLongestOrderedRow) {
+    const int left = p.selection.topk - first;
+    const int size = left < tile::kLongestOrderedRow ? left : tile::kLongestOrderedRow;
+    const int64_t at = int64_t{query} * p.selection.topk + length;
+    length += tile::order_entries(entries.slice(first, size), size, span, p.ordered, at, s, p.descends(query));
+  }
+  if (arch::thread_index() == 0) p.ordered.lengths[query] = length;
 }
 
 inline void order_rows(const Problem& problem, const Plan& plan, Stream stream) {
@@ -48,24 +63,25 @@ inline void order_rows(const Problem& problem, const Plan& plan, Stream stream) 
   const OrderParams p{tile::params_of(problem.selection),
                       ordered_rows_of(problem, plan),
                       params_of({}, problem, plan, plan.singles).merged,
-                      dkv_sums_of(problem, plan),
+                      plan.order_clears_sums ? dkv_sums_of(problem, plan) : ClearParams{},
                       attn,
                       std::max(plan.pairs.head_blocks, plan.singles.head_blocks),
-                      plan.turning_tiles};
+                      plan.turning_tiles,
+                      problem.deterministic};
   runtime::launch(kName, order_row, shape_of_ctas(problem.s_q, kOrderThreads, sizeof(tile::OrderStorage)), stream, p);
 }
 
 // ---- attn
 
 struct RestoreAttnParams {
-  float* attn;              // [s_q, topk]: the sums of a row's keys in their order before, at their entries after
-  const uint16_t* sources;  // [s_q, topk], lengths [s_q]: as order_row gives them
+  float* attn;              // [s_q, topk]: input: sums in the order of the sorted keys; output: in the order of entries
+  const uint16_t* sources;  // [s_q, topk], and lengths [s_q]: written by order_row
   const int* lengths;
   int64_t stride;
   int topk;
 };
 
-// A CTA for one query.
+// One CTA per query.
 __global__ void __launch_bounds__(kOrderThreads) restore_attn_order(const __grid_constant__ RestoreAttnParams p) {
   auto& row = arch::dynamic_smem<float[tile::kLongestOrderedRow]>();
   const int t = arch::thread_index(), query = arch::block_index(), length = p.lengths[query];
@@ -74,7 +90,7 @@ __global__ void __launch_bounds__(kOrderThreads) restore_attn_order(const __grid
   arch::syncthreads();
   for (int i = t; i < length && i < p.topk; i += kOrderThreads) {
     const int source = p.sources[int64_t{query} * p.topk + i];
-    if (source < p.topk) row[source] = attn[i];  // always; were a barrier of order_row lost, addresses would be right
+    if (source < p.topk) row[source] = attn[i];  // always true; keeps addresses valid if a barrier of order_row is lost
   }
   arch::syncthreads();
   for (int i = t; i < p.topk; i += kOrderThreads) attn[i] = row[i];

@@ -1,4 +1,4 @@
-// sparse_mla_backward on GPUs: what the small kernels around the main one have in common. All are bound by memory.
+// sparse_mla_backward on GPUs: shared by the preprocess and postprocess kernels. Memory bounds all of them.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ using runtime::shape_of_ctas;
 constexpr int kPassThreads = 288;  // half a row of 576
 constexpr int kPassWarps = kPassThreads / 32;
 
-// For a pass over rows: enough CTAs to fill the device, several rows each.
+// For kernels over rows: enough CTAs to fill the device, with several rows each.
 inline arch::LaunchShape shape_over_rows(std::int64_t rows, const runtime::Device& device) {
   const auto ctas = std::clamp<std::int64_t>((rows + 15) / 16, 1, std::int64_t{8} * device.sms);
   return shape_of_ctas(ctas, kPassThreads);

@@ -1,24 +1,27 @@
-// sparse_mla_backward on Blackwell: the kernel for a query and 128 heads on a cluster of two CTAs. Formulas: single.hpp.
+// sparse_mla_backward on Blackwell: the kernel for one query and 128 heads on a cluster of two CTAs. Formulas:
+// single.hpp.
 //
-// Tile      one query, 128 heads, 64 keys a step. CTA r has the columns [256 r, 256 r + 256) and, of 576, half of the last
-//           64, of everything: Q, dO, K, dQ, dKV, for all 128 heads. So dKV is summed over all heads before it is added,
-//           each column by one CTA. S and dP are sums over columns: each CTA has a part, sends that of the other's 32 keys
-//           and finishes that of its own 32; P and dS of those go to the other as bf16.
-// Products  S, dP, dQ: M 128 (a lane is a head). dKV: .ws M 64, N 128; its last columns M 64, N 32. All cta_group::1: a
-//           product of a pair needs each operand by halves of its rows and by halves of its columns, 1.5 times Q and dO.
-//           dQ takes dS from tensor memory: of the own keys the softmax warps put it there, of the peer's a copy.
+// Tile      one query, 128 heads, 64 keys per step. CTA r has columns [256 r, 256 r + 256) and, of 576, half of the
+//           last 64, of all operands: Q, dO, K, dQ, dKV, for all 128 heads. So dKV is summed over all heads before it
+//           is added, and each column is added by one CTA. S and dP are sums over columns: each CTA computes a part,
+//           sends the part of the peer's 32 keys and completes its own 32 keys. It sends their P and dS to the peer as
+//           bf16.
+// Products  S, dP, dQ: M 128 (a lane is a head). dKV: .ws M 64, N 128; its last columns M 64, N 32. All are
+//           cta_group::1: a pair's product needs each operand split by rows and also by columns, 1.5 times Q and dO.
+//           dQ reads dS from tensor memory: the softmax warps write dS of the CTA's own keys, a copy writes the peer's.
 // Roles     as in single.hpp, in each CTA
 // Timeline  issue     │ S 1, dP 1 ▓▓▓▓▓▓▓▓ │ dKV 0 ▓▓▓ │ dQ 0 ▓▓ │ dKV 0 ▓▓▓▓ │ S 2, dP 2 ▓▓▓▓▓▓▓▓ │ dKV 1 …
 //           gather    │    (dP frees) keys 0 again ▓▓▓▓▓ │ (dQ frees) keys 2 ▓▓▓▓▓ │ keys 1 again …
 //           softmax   │    S 1 ⇄  dP 1 ⇄   P 1, dS 1 │ (dKV 0 frees) store, send │ S 2 ⇄ …
 //           scatter   │ …                 │ add 0.0 ▓▓▓▓▓▓▓▓▓ add 0.last ▓▓ add 0.1 ▓▓▓▓▓▓▓▓▓
-//           S and dP run ahead of P and dS by a step. There is room for two steps' last columns of keys; the others
-//           are gathered twice.
-// Budget    shared: Q 73,728 + dO 65,536 + keys 40,960 + P, dS 32,768 + landing 16,384, values and barriers 1,900 = 231,300
-//           (of 232,448); tensor memory: dQ 288 + S 64 + dP 64 + dKV 64 + dS and the last of dKV 32 = 512 columns
-// Bound     shared memory: 466,944 B of operands a step, 3,648 cycles, and 1,504 of copies, messages, P and dS; the
-//           additions, 73,728 B merged over 128 heads, take 3,351 cycles at 22 B a cycle. The chain of messages (S ⇄, dP ⇄,
-//           P and dS ⇄) is as long as a step and is hidden by the step ahead.
+//           S and dP run one step ahead of P and dS. The buffers hold the last columns of two steps' keys; the other
+//           columns are gathered twice.
+// Budget    shared: Q 73,728 + dO 65,536 + keys 40,960 + P, dS 32,768 + peer receive buffer (here `landing`) 16,384,
+//           values and barriers 1,900 = 231,300 (of 232,448); tensor memory: dQ 288 + S 64 + dP 64 + dKV 64 + dS and
+//           the last of dKV 32 = 512 columns
+// Bound     shared memory: 466,944 B of operands per step, 3,648 cycles, and 1,504 of copies, exchanges, P and dS. The
+//           additions, 73,728 B merged over 128 heads, take 3,351 cycles at 22 B per cycle. The chain of exchanges (S
+//           ⇄, dP ⇄, P and dS ⇄) is as long as a step; the step ahead hides it.
 #pragma once
 
 #include "arch/sm90/bulk_copy.hpp"
@@ -45,15 +48,15 @@ struct PairStorage {
   alignas(1024) uint8_t narrow_keys[2][kNarrow ? PairConfig::kNarrowKeys : 16];  // of two steps
   alignas(1024) uint8_t p[2][PairConfig::kHalf], ds[2][PairConfig::kHalf];       // of each CTA's keys: narrow panels
   arch::Words4 landing[4][8][32];  // the peer's partial sums: [warp][vector][lane]
-  HeadValues<64> heads[2];         // of heads 0-63, which CTA 0 finds out, and 64-127
+  HeadValues<64> heads[2];         // of heads 0-63, computed by CTA 0, and 64-127
   int last_valid[Config::kWarps];
   arch::mbarrier keys_full[PairConfig::kPanels], keys_empty[PairConfig::kPanels];
   arch::mbarrier narrow_full[2], narrow_empty[2];
-  arch::mbarrier s_full, s_empty, dp_full, dp_empty;  // in tensor memory, partial
-  arch::mbarrier landing_full[4], landing_empty[4];   // a warp's part here; a warp's part at the peer
-  arch::mbarrier ds_full, ds_empty;                   // P and dS of all keys; both CTAs have used theirs
+  arch::mbarrier s_full, s_empty, dp_full, dp_empty;  // in tensor memory, partial sums
+  arch::mbarrier landing_full[4], landing_empty[4];   // per warp: of our buffer; of the peer's buffer
+  arch::mbarrier ds_full, ds_empty;                   // P and dS of all keys; both CTAs have used them
   arch::mbarrier dkv_full, dkv_empty;                 // chunks of 128 columns
-  arch::mbarrier last_dkv_full, last_dkv_empty;       // the last 32
+  arch::mbarrier last_dkv_full, last_dkv_empty;       // the last 32 columns
   arch::mbarrier dq_full;
   tile::TensorMemory<512> tmem;
 };
@@ -61,14 +64,14 @@ static_assert(sizeof(PairStorage<576>) <= arch::sm90::kMaxSharedBytes);
 
 #if HOPWELL_HAS_SM100A
 
-// The same object in the other CTA.
+// Address of the same object in the other CTA.
 HOPWELL_DEVICE uint32_t at_peer(const void* object) {
   return arch::map_to_rank(arch::shared_address(object), arch::cluster_rank() ^ 1);
 }
 
 // ---- keys
 
-// Use number `use` of the key buffer.
+// Gathers keys for use number `use` of the key buffer.
 template <int kDqk>
 HOPWELL_DEVICE void gather_panels(const GatherParams& p, PairStorage<kDqk>& s, const int (&keys)[4], int use) {
   const int lane = arch::lane_index(), rank = int(arch::cluster_rank());
@@ -80,7 +83,7 @@ HOPWELL_DEVICE void gather_panels(const GatherParams& p, PairStorage<kDqk>& s, c
   }
 }
 
-// The columns of keys that are no values.
+// The columns of keys that are not values.
 template <int kDqk>
 HOPWELL_DEVICE void gather_narrow(const GatherParams& p, PairStorage<kDqk>& s, const int (&keys)[4], int step) {
   const int lane = arch::lane_index(), slot = step & 1;
@@ -97,8 +100,9 @@ HOPWELL_DEVICE void gather_step(const GatherParams& p, PairStorage<kDqk>& s, con
   if constexpr (PairStorage<kDqk>::kNarrow) gather_narrow(p, s, keys, step);
 }
 
-// The keys of step 0, 1, 0 again, 2, 1 again …: for S and dP, and their panels for dQ of the step before. By 16 lanes:
-// others, whose copies nobody waits for, could fall behind by two phases of keys_empty and wait for ever.
+// Gathers the keys of steps 0, 1, 0 again, 2, 1 again …: for S and dP of a step, then their panels for dQ of the step
+// before. Executed by 16 lanes: further lanes would have copies that nothing waits for, could fall behind by two phases
+// of keys_empty, and wait for ever.
 template <int kDqk>
 HOPWELL_DEVICE void gather(const GatherParams& p, PairStorage<kDqk>& s, const Entries& entries) {
   const int lane = arch::lane_index(), steps = entries.tiles(Config::kKeys);
@@ -159,7 +163,7 @@ HOPWELL_DEVICE void issue_scores(PairStorage<kDqk>& s, int step, int use) {
   arch::tcgen05_commit<1>(s.dp_full);
 }
 
-// dS of the peer's keys, 16 of 128 heads a copy, to where that of the own keys is already. In order with the products.
+// Copies dS of the peer's keys, 16 keys of 128 heads per copy, next to dS of the own keys. In order with the products.
 template <int kDqk>
 HOPWELL_DEVICE void copy_peer_ds(PairStorage<kDqk>& s) {
   const uint32_t peer = arch::cluster_rank() ^ 1, from = arch::shared_address(s.ds[peer]),
@@ -199,7 +203,7 @@ HOPWELL_DEVICE void issue_dq(PairStorage<kDqk>& s, int step, int use) {
   }
 }
 
-// D [64 keys][128 columns] (+)= aᵀ · B over 128 heads; a: P or dS, B two panels.
+// D [64 keys][128 columns] (+)= aᵀ · B over 128 heads. a: P or dS; B: two panels.
 HOPWELL_DEVICE void multiply_heads(uint32_t d, uint32_t a, uint32_t b, bool accumulate) {
   constexpr uint32_t kShape =
       arch::instruction_descriptor({.m = 64, .n = 128, .a_major = Major::mn, .b_major = Major::mn});
@@ -210,7 +214,7 @@ HOPWELL_DEVICE void multiply_heads(uint32_t d, uint32_t a, uint32_t b, bool accu
                              accumulate || k > 0);
 }
 
-// Columns [128 chunk, 128 chunk + 128) of dKV of a step. `count`: of such chunks so far.
+// Columns [128 chunk, 128 chunk + 128) of dKV of a step. `count`: number of such chunks so far.
 template <int kDqk>
 HOPWELL_DEVICE void issue_dkv(PairStorage<kDqk>& s, uint32_t chunk, int& count) {
   const uint32_t d = s.tmem + PairTmem::kDkv, at = 2 * chunk * PairConfig::kPanel;
@@ -220,8 +224,8 @@ HOPWELL_DEVICE void issue_dkv(PairStorage<kDqk>& s, uint32_t chunk, int& count) 
   arch::tcgen05_commit<1>(s.dkv_full);
 }
 
-// The columns of keys that are no values: [64 keys][32], M 64 of 16 lanes in each quarter. In the place of
-// dS, from which dQ has been made.
+// The columns of keys that are not values: [64 keys][32], M 64 in 16 lanes of each quarter. Overwrites dS in tensor
+// memory, which dQ has read.
 template <int kDqk>
 HOPWELL_DEVICE void issue_last_dkv(PairStorage<kDqk>& s) {
   constexpr uint32_t kShape =
@@ -235,7 +239,7 @@ HOPWELL_DEVICE void issue_last_dkv(PairStorage<kDqk>& s) {
   arch::tcgen05_commit<1>(s.last_dkv_full);
 }
 
-// By one thread.
+// Executed by one thread.
 template <int kDqk>
 HOPWELL_DEVICE void issue(const Params& p, PairStorage<kDqk>& s, int steps) {
   int count = 0, use = 0;
@@ -244,12 +248,12 @@ HOPWELL_DEVICE void issue(const Params& p, PairStorage<kDqk>& s, int steps) {
     if (step + 1 < steps) issue_scores(s, step + 1, use++);
     tile::wait_tensor_memory(s.ds_full, uint32_t(step & 1));
     if (p.dq) copy_peer_ds(s);
-    if (has_sums(p)) issue_dkv(s, 0, count);  // while the keys come once more
+    if (has_sums(p)) issue_dkv(s, 0, count);  // while the keys are gathered again
     if (p.dq) issue_dq(s, step, use++);
     if constexpr (PairStorage<kDqk>::kNarrow) arch::tcgen05_commit<1>(s.narrow_empty[step & 1]);
     if (step + 1 == steps) arch::tcgen05_commit<1>(s.dq_full);
-    if (PairStorage<kDqk>::kNarrow && has_sums(p)) issue_last_dkv(s);  // early: their place is the next dS's
-    if (has_sums(p)) issue_dkv(s, 1, count);                           // while the keys after the next come
+    if (PairStorage<kDqk>::kNarrow && has_sums(p)) issue_last_dkv(s);  // early: the next dS overwrites them
+    if (has_sums(p)) issue_dkv(s, 1, count);                           // during the gather of step + 2
     arch::tcgen05_commit_multicast<1>(s.ds_empty, 3);
   }
   arch::mbarrier_wait(s.ds_empty, uint32_t(steps - 1) & 1);  // the CTA must not exit before its products end
@@ -257,7 +261,7 @@ HOPWELL_DEVICE void issue(const Params& p, PairStorage<kDqk>& s, int steps) {
 
 // ---- P, dS and dQ
 
-// A warp's message number `count`: each lane's head's partial sums of the peer's 32 keys.
+// DSMEM exchange number `count` of a warp: each lane sends its head's partial sums of the peer's 32 keys.
 template <int kDqk>
 HOPWELL_DEVICE void send_partial(PairStorage<kDqk>& s, const uint32_t (&theirs)[32], int count, int warp) {
   const uint32_t target = at_peer(&s.landing[warp][0][arch::lane_index()]), full = at_peer(&s.landing_full[warp]);
@@ -273,7 +277,7 @@ template <int kDqk>
 HOPWELL_DEVICE void add_partial(PairStorage<kDqk>& s, uint32_t (&own)[32], int count, int warp) {
   const int lane = arch::lane_index();
   if (lane == 0) arch::mbarrier_arrive_expect_tx(s.landing_full[warp], PairConfig::kPartialOfWarp);
-  arch::syncwarp();  // kept: a lane branched off
+  arch::syncwarp();  // kept: a lane has diverged
   arch::mbarrier_wait(s.landing_full[warp], uint32_t(count & 1));
   HOPWELL_UNROLL
   for (int v = 0; v < 8; ++v) {
@@ -283,13 +287,13 @@ HOPWELL_DEVICE void add_partial(PairStorage<kDqk>& s, uint32_t (&own)[32], int c
       own[4 * v + i] =
           arch::bit_cast<uint32_t>(arch::bit_cast<float>(own[4 * v + i]) + arch::bit_cast<float>(came.w[i]));
   }
-  arch::fence_proxy_async();  // a relaxed arrival waits for no load
+  arch::fence_proxy_async();  // a relaxed arrival does not wait for loads
   arch::syncwarp();
   if (lane == 0) arch::mbarrier_arrive_cluster_relaxed(at_peer(&s.landing_empty[warp]));
-  arch::syncwarp();  // kept: a lane branched off
+  arch::syncwarp();  // kept: a lane has diverged
 }
 
-// A head's 64 keys of a partial accumulator, those of this CTA and of the peer.
+// Loads a head's 64 keys of a partial accumulator: this CTA's keys and the peer's.
 HOPWELL_DEVICE void load_partial(uint32_t (&own)[32], uint32_t (&theirs)[32], uint32_t address, uint32_t own_keys,
                                  uint32_t parity, arch::mbarrier& full, arch::mbarrier& empty,
                                  arch::Site site = arch::Site::current()) {
@@ -302,7 +306,7 @@ HOPWELL_DEVICE void load_partial(uint32_t (&own)[32], uint32_t (&theirs)[32], ui
   arch::mbarrier_arrive(empty, site);
 }
 
-// A warp's part of P and dS goes to the other CTA too.
+// Sends a warp's part of P and dS to the other CTA.
 template <int kDqk>
 HOPWELL_DEVICE void send_p_and_ds(PairStorage<kDqk>& s, int warp) {
   const uint32_t rank = arch::cluster_rank(), offset = PairConfig::kHalfOfWarp * uint32_t(warp);
@@ -316,10 +320,10 @@ HOPWELL_DEVICE void send_p_and_ds(PairStorage<kDqk>& s, int warp) {
                            PairConfig::kHalfOfWarp, full);
     arch::mbarrier_arrive_expect_tx(s.ds_full, 2 * PairConfig::kHalfOfWarp);
   }
-  arch::syncwarp();  // kept: a lane branched off
+  arch::syncwarp();  // kept: a lane has diverged
 }
 
-// A thread's head and this CTA's 32 keys.
+// Softmax of a thread's head and this CTA's 32 keys.
 template <bool kAttn, int kDqk>
 HOPWELL_DEVICE void softmax(const Params& p, PairStorage<kDqk>& s, const WorkTile& work, const Entries& entries) {
   const int warp = arch::warp_index() % 4, row = 32 * warp + arch::lane_index(), steps = entries.tiles(Config::kKeys);
@@ -337,7 +341,7 @@ HOPWELL_DEVICE void softmax(const Params& p, PairStorage<kDqk>& s, const WorkTil
     add_partial(s, own, 2 * step, warp);
     load_partial(own_dp, theirs, tmem + PairTmem::kDp, own_keys, parity, s.dp_full, s.dp_empty);
     send_partial(s, theirs, 2 * step + 1, warp);
-    exponentiate(probability, own, p.scale_log2, shift);  // while it travels
+    exponentiate(probability, own, p.scale_log2, shift);  // during the exchange
     if constexpr (kAttn) add_attn(p, probability, work, entries, step * Config::kKeys + int(own_keys));
     add_partial(s, own_dp, 2 * step + 1, warp);
     arch::mbarrier_wait(s.ds_empty, parity ^ 1);
@@ -371,7 +375,7 @@ HOPWELL_DEVICE void finish_tile(const Params& p, PairStorage<kDqk>& s, const Wor
 
 // ---- dKV
 
-// The columns of keys that are no values.
+// The columns of keys that are not values.
 template <bool kFixed, int kDqk>
 HOPWELL_DEVICE void add_last_columns(const Params& p, PairStorage<kDqk>& s, const Entries& entries, int step,
                                      uint32_t tmem) {
@@ -412,10 +416,10 @@ HOPWELL_DEVICE void init_barriers(PairStorage<kDqk>& s) {
   tile::init_barriers(128, s.s_empty, s.dp_empty, s.dkv_empty, s.last_dkv_empty);
   arch::mbarrier_init(s.ds_full, 4);
   arch::mbarrier_init(s.ds_empty, 2);
-  arch::fence_mbarrier_init();  // kept: the fence that follows the copies of rows stands for it
+  arch::fence_mbarrier_init();  // kept: the fence that follows the copies of rows replaces it
 }
 
-// What each CTA has found out about its 64 heads goes to the other.
+// Sends the values of this CTA's 64 heads to the other CTA.
 template <int kDqk>
 HOPWELL_DEVICE void share_heads(PairStorage<kDqk>& s) {
   const uint32_t rank = arch::cluster_rank();
@@ -424,7 +428,7 @@ HOPWELL_DEVICE void share_heads(PairStorage<kDqk>& s) {
     arch::store_cluster(at_peer(values + i), values[i]);
 }
 
-// Q, dO, and what the heads need. Returns the entries up to the last valid one.
+// Loads Q and dO and computes the heads' values. Returns the entries up to the last valid one.
 template <int kDqk, bool kAttn>
 HOPWELL_DEVICE Entries prepare(const Params& p, PairStorage<kDqk>& s, const WorkTile& work) {
   constexpr int kPanels = PairConfig::kPanels;
@@ -441,14 +445,14 @@ HOPWELL_DEVICE Entries prepare(const Params& p, PairStorage<kDqk>& s, const Work
                            p.d_out_stride_h, heads, PairConfig::kColumns * rank);
   arch::cp_async_commit();
   if (warp == 0 && arch::elect_one()) init_barriers(s);
-  arch::syncwarp();  // kept: a lane branched off
+  arch::syncwarp();  // kept: a lane has diverged
   if (role_of(warp) == Role::issue) s.tmem.allocate();
   WorkTile own = work;
   own.first_head += 64 * rank;
   prepare_heads<kAttn, Config::kWarps>(p, s.heads[rank], own);
   find_last_valid(s.last_valid, batch, entries);
   arch::syncthreads();
-  arch::cluster_wait();  // the other CTA has begun
+  arch::cluster_wait();  // the other CTA has started
   share_heads(s);
   arch::cp_async_wait<0>();
   arch::fence_proxy_async();
@@ -466,7 +470,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) pair_kernel(const __grid_
   const WorkTile work = work_tile_of(p, arch::block_index() / 2, PairConfig::kHeads);
   const Entries entries = prepare<kDqk, kAttn>(p, s, work);
   run_role<kFixed, kAttn>(p, s, work, entries);
-  arch::cluster_sync();  // and no message is under way any more
+  arch::cluster_sync();  // no exchange is in flight any more
   if (role_of(arch::warp_index()) == Role::issue) s.tmem.free();
 #endif
 }

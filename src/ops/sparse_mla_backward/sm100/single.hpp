@@ -4,20 +4,22 @@
 //     dS = P (dO Vᵀ − delta) sm_scale                      V = K[:, :512], delta = Σ_d out · d_out
 //     dQ = dS K            dKV[keys] += dSᵀ Q, and Pᵀ dO to the first 512 columns
 //
-// Tile      one query, 64 heads, 64 keys a step; d_qk 576 or 512. All products are tcgen05.mma.ws with M 64: their results
-//           fill all 128 lanes, the halves of N one above the other. dKV of a step is made in chunks of 128 columns.
-// Roles     warp 0        gather    four rows an instruction, a panel of 64 columns after the other
-//           warp 1        issue     all products
+// Tile      one query, 64 heads, 64 keys per step; d_qk 576 or 512. All products are tcgen05.mma.ws with M 64: their
+//           results fill all 128 lanes, the two halves of N stacked. dKV of a step is computed in chunks of 128
+//           columns.
+// Roles     warp 0        gather    producer: four rows per instruction, one panel of 64 columns after another
+//           warp 1        issue     mma: all products
 //           warps 4-7     softmax   S, dP → P, dS; at the end dQ
-//           warps 8-11    scatter   chunks of dKV to global memory
+//           warps 8-11    scatter   epilogue: chunks of dKV to global memory
 // Timeline  issue     │ S 1, dP 1 ▓▓▓▓▓▓▓▓ │ dKV 0: chunks 2 3 4 ▓▓▓ │ dQ 1 ▓▓ │ dKV 1: chunks 0 1 ▓▓ │ S 2, dP 2 ▓▓▓
 //           gather    │                                              │ (dQ frees) keys 2 ▓▓▓▓▓▓▓▓▓▓▓▓
 //           softmax   │        P 1 ▓▓ dS 1 ▓▓ │ wait for chunk 4 │ store │
 //           scatter   │ add 0.0 ▓▓▓▓ add 0.1 ▓▓▓▓ add 0.2 ▓▓▓▓ add 0.3 ▓▓▓▓ add 0.4 ▓▓ │ add 1.0 …
-// Budget    shared: Q 9 + dO 8 + keys 9 + P 1 + dS 1 panels of 8,192 B = 229,376, values and barriers 1,100 (of 232,448)
+// Budget    shared: (Q 9 + dO 8 + keys 9 + P 1 + dS 1) panels of 8,192 B = 229,376, values and barriers 1,100
+//           (of 232,448)
 //           tensor memory: dQ 288 + S 32 + dP 32 + two chunks of dKV 128 = 480 columns                     (of 512)
-// Bound     the additions: 147,456 B a step, 6,703 cycles at 22 B a cycle, against 4,608 of operands read from shared memory
-//           and 2,752 of products at the full rate. So one chunk is always being added.
+// Bound     the additions: 147,456 B per step, 6,703 cycles at 22 B per cycle. Operand reads from shared memory take
+//           4,608, products 2,752 at the full rate. So a chunk is being added at all times.
 #pragma once
 
 #include "ops/sparse_mla_backward/sm100/tile.hpp"
@@ -39,7 +41,7 @@ struct SingleStorage {
   Panel<64> q[kPanels], d_out[Config::kPanelsV], keys[kPanels], p, ds;
   HeadValues<SingleConfig::kHeads> heads;
   int last_valid[Config::kWarps];
-  arch::mbarrier keys_full[kPanels], keys_empty[3];  // a panel of keys; panels 0-3, 4-7 and 8 have been used
+  arch::mbarrier keys_full[kPanels], keys_empty[3];  // per panel of keys; of panels 0-3, 4-7 and 8
   arch::mbarrier s_full, dp_full;                    // S and dP in tensor memory
   arch::mbarrier ds_full, ds_empty;                  // P and dS in shared memory
   arch::mbarrier dkv_full[2], dkv_empty[2], dq_full;
@@ -49,7 +51,8 @@ static_assert(sizeof(SingleStorage<576>) <= arch::sm90::kMaxSharedBytes);
 
 #if HOPWELL_HAS_SM100A
 
-// By 16 lanes: others, whose copies nobody waits for, could fall behind by two phases of keys_empty and wait for ever.
+// Executed by 16 lanes: further lanes would have copies that nothing waits for, could fall behind by two phases of
+// keys_empty, and wait for ever.
 template <int kDqk>
 HOPWELL_DEVICE void gather(const GatherParams& p, SingleStorage<kDqk>& s, const Entries& entries) {
   const int lane = arch::lane_index(), steps = entries.tiles(Config::kKeys);
@@ -82,7 +85,8 @@ HOPWELL_DEVICE void multiply_scores(uint32_t d, uint32_t a, uint32_t keys, bool 
                              arch::at_address(tile::kTcgen05RowsAlongK, keys + 32 * k), kShape, accumulate || k > 0);
 }
 
-// D [64][kN columns] (+)= A · B over 64 heads or keys. A [64][64] as kMajor says, B panels of 64 columns, MN-major.
+// D [64][kN columns] (+)= A · B over 64 heads or keys. A [64][64] in the order kMajor, B panels of 64 columns,
+// MN-major.
 template <Major kMajor, int kN>
 HOPWELL_DEVICE void multiply_rows(uint32_t d, uint32_t a, uint32_t b, bool accumulate) {
   constexpr uint32_t kShape = arch::instruction_descriptor({.m = 64, .n = kN, .a_major = kMajor, .b_major = Major::mn});
@@ -129,7 +133,7 @@ HOPWELL_DEVICE void issue_dq(const Params& p, SingleStorage<kDqk>& s, int step) 
   }
 }
 
-// Chunks [first, last) of dKV of a step. `count`: of all chunks so far.
+// Chunks [first, last) of dKV of a step. `count`: number of all chunks so far.
 template <int kDqk>
 HOPWELL_DEVICE void issue_dkv(SingleStorage<kDqk>& s, int first, int last, int& count) {
   const uint32_t p = arch::shared_address(&s.p), ds = arch::shared_address(&s.ds);
@@ -143,21 +147,21 @@ HOPWELL_DEVICE void issue_dkv(SingleStorage<kDqk>& s, int first, int last, int& 
       multiply_rows<Major::mn, 128>(d, ds, q, false);
       multiply_rows<Major::mn, 128>(d, p, arch::shared_address(s.d_out) + at, true);
     } else {
-      multiply_rows<Major::mn, 64>(d, ds, q, false);  // columns 512-575 are keys only
+      multiply_rows<Major::mn, 64>(d, ds, q, false);  // columns 512-575 belong to keys only
     }
     arch::tcgen05_commit<1>(s.dkv_full[region]);
   }
 }
 
-// By one thread.
+// Executed by one thread.
 template <int kDqk>
 HOPWELL_DEVICE void issue(const Params& p, SingleStorage<kDqk>& s, int steps) {
   const int chunks = has_sums(p) ? SingleStorage<kDqk>::kChunks : 0, early = chunks < 2 ? chunks : 2;
   int count = 0;
   issue_scores(s, 0);
   for (int step = 0; step < steps; ++step) {
-    arch::mbarrier_wait(s.ds_full, uint32_t(step & 1));  // then S and dP have been read, too
-    arch::tcgen05_fence_after_thread_sync();             // kept: that of issue_dkv does where something is added
+    arch::mbarrier_wait(s.ds_full, uint32_t(step & 1));  // also means that S and dP have been read
+    arch::tcgen05_fence_after_thread_sync();             // kept: if sums are added, the fence in issue_dkv does this
     issue_dq(p, s, step);
     if (step + 1 == steps) arch::tcgen05_commit<1>(s.dq_full);
     issue_dkv(s, 0, early, count);
@@ -170,7 +174,7 @@ HOPWELL_DEVICE void issue(const Params& p, SingleStorage<kDqk>& s, int steps) {
 
 // ---- P, dS and dQ
 
-// A thread's head and half of the step's keys.
+// Softmax of a thread's head and half of the step's keys.
 template <bool kAttn, int kDqk>
 HOPWELL_DEVICE void softmax(const Params& p, SingleStorage<kDqk>& s, const WorkTile& work, const Entries& entries) {
   const int quarter = arch::warp_index() % 4, position = 32 * quarter + arch::lane_index();
@@ -243,10 +247,10 @@ template <int kDqk>
 HOPWELL_DEVICE void init_barriers(SingleStorage<kDqk>& s) {
   tile::init_barriers(1, s.keys_full, s.keys_empty, s.s_full, s.dp_full, s.ds_empty, s.dkv_full, s.dq_full);
   tile::init_barriers(128, s.ds_full, s.dkv_empty);
-  arch::fence_mbarrier_init();  // kept: the fence that follows the copies of rows stands for it
+  arch::fence_mbarrier_init();  // kept: the fence that follows the copies of rows replaces it
 }
 
-// Q, dO, and what the heads need. Returns the entries up to the last valid one.
+// Loads Q and dO and computes the heads' values. Returns the entries up to the last valid one.
 template <int kDqk, bool kAttn>
 HOPWELL_DEVICE Entries prepare(const Params& p, SingleStorage<kDqk>& s, const WorkTile& work) {
   Entries entries = entries_of(p, work);
@@ -260,7 +264,7 @@ HOPWELL_DEVICE Entries prepare(const Params& p, SingleStorage<kDqk>& s, const Wo
                                    p.d_out_stride_h, heads);
   arch::cp_async_commit();
   if (warp == 0 && arch::elect_one()) init_barriers(s);
-  arch::syncwarp();  // kept: a lane branched off
+  arch::syncwarp();  // kept: a lane has diverged
   if (role_of(warp) == Role::issue) s.tmem.allocate();
   prepare_heads<kAttn, Config::kWarps>(p, s.heads, work);
   find_last_valid(s.last_valid, batch, entries);

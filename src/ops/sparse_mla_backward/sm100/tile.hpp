@@ -1,11 +1,11 @@
-// sparse_mla_backward on Blackwell: what the kernels for 64 and for 128 heads have in common. Operands in shared and tensor
-// memory, the gather of keys, P and dS, how a chunk of dKV leaves tensor memory, and dQ. Roles, timeline and budget:
-// single.hpp and pair.hpp.
+// sparse_mla_backward on Blackwell: shared by the kernels for 64 and for 128 heads. Operands in shared and tensor
+// memory, the gather of keys, P and dS, the way of a chunk of dKV out of tensor memory, and dQ. Roles, timeline and
+// budget: single.hpp and pair.hpp.
 //
-// All products are cta_group::1. Operands lie in panels of 64 columns, rows of 128 bytes, 128-byte swizzle, and are read
-// K-major or MN-major from the same place. Keys of invalid entries are −1: the copy engine gives zeros for their rows,
-// nothing is added for them, and the exponent is clamped, so that 0 · P is 0. Heads beyond h_q have Q = dO = 0 and
-// lse = +inf.
+// All products are cta_group::1. Operands are panels of 64 columns: rows of 128 bytes, 128-byte swizzle, read K-major
+// or MN-major from the same buffer. Keys of invalid entries are −1: the copy engine fills their rows with zeros,
+// nothing is added for them, and the exponent is clamped, so that 0 · P is 0. Padding heads have Q = dO = 0 and lse =
+// +inf.
 #pragma once
 
 #include "arch/sm80/async_copy.hpp"
@@ -28,7 +28,7 @@ struct Config {
   static constexpr float kLargestExponent = 64;
 };
 
-// What a warp does. Those of a warpgroup that read tensor memory reach a quarter of its lanes each.
+// Role of a warp. The warps of a warpgroup that reads tensor memory access a quarter of its lanes each.
 enum class Role { gather, issue, idle, softmax, scatter };
 HOPWELL_DEVICE Role role_of(int warp) {
   return warp == 0   ? Role::gather
@@ -38,7 +38,7 @@ HOPWELL_DEVICE Role role_of(int warp) {
                      : Role::scatter;
 }
 
-// The parameters, and keys as the copy engine sees them: 64 and 32 columns of a row at a time.
+// Parameters, with tensor maps of the keys: 64 and 32 columns of a row at a time.
 struct GatherParams : Params {
   arch::TensorMap rows, narrow_rows;
 };
@@ -62,8 +62,8 @@ struct EntryKeys {
 
 // ---- Q, dO and keys
 
-// Starts the copies of 64 kPanels columns of kRows heads, from `column` on, to panels; with kNarrow also of the 32 columns
-// from `narrow_column` on to a narrow panel. By all threads; zeros beyond `heads`.
+// Starts the copies of 64 kPanels columns of kRows heads, from `column` on, to panels; with kNarrow also of the 32
+// columns from `narrow_column` on to a narrow panel. Executed by all threads; padding heads are filled with zeros.
 template <int kRows, int kPanels, bool kNarrow = false>
 HOPWELL_DEVICE void load_heads(uint32_t panels, const bf16* source, int64_t stride, int heads, int column = 0,
                                uint32_t narrow_panel = 0, int narrow_column = 0) {
@@ -80,7 +80,7 @@ HOPWELL_DEVICE void load_heads(uint32_t panels, const bf16* source, int64_t stri
 
 // ---- P and dS
 
-// One head and kCount keys: exp(score − shift), not more than 2^64; a NaN stays.
+// One head and kCount keys: exp(score − shift), at most 2^64. NaN stays NaN.
 template <int kCount>
 HOPWELL_DEVICE void exponentiate(float (&p)[kCount], const uint32_t (&scores)[kCount], float scale_log2, float shift) {
   HOPWELL_UNROLL
@@ -90,8 +90,8 @@ HOPWELL_DEVICE void exponentiate(float (&p)[kCount], const uint32_t (&scores)[kC
   }
 }
 
-// Adds exp(score − lse) of a warp's 32 heads to attn: each of its 32 entries, from `entry` on, by a lane. In the order of the
-// selection.
+// Adds exp(score − lse) of a warp's 32 heads to attn, in the order of the selection: one lane for each of its 32
+// entries, from `entry` on.
 HOPWELL_DEVICE void add_attn(const Params& p, const float (&probability)[32], const WorkTile& work,
                              const Entries& entries, int entry) {
   const int lane = arch::lane_index();
@@ -101,10 +101,11 @@ HOPWELL_DEVICE void add_attn(const Params& p, const float (&probability)[32], co
   const float sum = tile::share_sums_of_warp(sums);
   if (entries.key(entry + lane) >= 0)
     arch::red_add(p.attn + work.query * p.attn_stride + entries.place(work.first_entry) + entry + lane, sum);
-  arch::syncwarp();  // kept: lanes branched off
+  arch::syncwarp();  // kept: lanes have diverged
 }
 
-// Eight keys of a head, from P (before it was multiplied by `kept`) and dP to P and dS in shared memory. Returns dS.
+// Eight keys of a head: converts P (before multiplication by `kept`, which is sink_scale) and dP to P and dS in shared
+// memory. Returns dS.
 HOPWELL_DEVICE arch::Words4 store_p_and_ds(const float* probability, const uint32_t* d_probability, float kept,
                                            float sm_scale, float delta, uint32_t p, uint32_t ds) {
   float x[8], y[8];
@@ -131,8 +132,8 @@ HOPWELL_DEVICE void add_loaded(const Params& p, const uint32_t (&loaded)[kSize],
   add_panel(p, acc, column, rows);
 }
 
-// A warp adds its 32 lanes' rows of an accumulator: kColumns columns of tensor memory from `address` (its quarter named) on.
-// Arrives on `empty` as soon as they are in registers.
+// A warp adds its 32 lanes' rows of an accumulator: kColumns columns of tensor memory from `address` on, which names
+// its quarter. Arrives on `empty` as soon as they are in registers.
 template <bool kFixed, int kColumns>
 HOPWELL_DEVICE void add_accumulator(const Params& p, const SumRows<kFixed> (&rows)[2], uint32_t address,
                                     arch::mbarrier& empty, int column) {
@@ -147,7 +148,7 @@ HOPWELL_DEVICE void add_accumulator(const Params& p, const SumRows<kFixed> (&row
   add_loaded<kFixed>(p, high, column, rows[1]);
 }
 
-// Where a lane adds for two groups of 16 keys of a step, of which `group` is the first.
+// Offsets at which a lane adds for two groups of 16 keys of a step; `group` is the first.
 template <int kDqk, bool kFixed>
 HOPWELL_DEVICE void load_group_rows(SumRows<kFixed> (&rows)[2], const Params& p, const Entries& entries, int step,
                                     int group) {
@@ -158,7 +159,7 @@ HOPWELL_DEVICE void load_group_rows(SumRows<kFixed> (&rows)[2], const Params& p,
 
 // ---- dQ
 
-// Where a thread's head of dQ goes: bf16 in the output, or fp32 of a slice.
+// Destination of a thread's head of dQ: bf16 in the output, or fp32 of a slice.
 struct DqRow {
   bf16* output;
   float* slice;  // or null
@@ -179,7 +180,7 @@ HOPWELL_DEVICE void store_dq8(const DqRow& row, int column, const float* x) {
   }
 }
 
-// kColumns columns of a thread's head, from `column` on: from tensor memory, or zeros where there was no step.
+// Stores kColumns columns of a thread's head, from `column` on: from tensor memory, or zeros if there was no step.
 template <int kColumns>
 HOPWELL_DEVICE void store_dq(const DqRow& row, int column, uint32_t address) {
   HOPWELL_NO_UNROLL
@@ -200,7 +201,7 @@ HOPWELL_DEVICE void store_no_dq(const DqRow& row, int first_column, int last_col
 
 // ---- roles
 
-// What this warp does, of either kernel. By all threads; afterwards a barrier.
+// Runs the role of this warp, in either kernel. Called by all threads; a barrier must follow.
 template <bool kFixed, bool kAttn, class Storage>
 HOPWELL_DEVICE void run_role(const GatherParams& p, Storage& s, const WorkTile& work, const Entries& entries) {
   const int steps = entries.tiles(Config::kKeys);
@@ -221,14 +222,14 @@ HOPWELL_DEVICE void run_role(const GatherParams& p, Storage& s, const WorkTile& 
     case Role::idle:
       break;
   }
-  arch::syncwarp();  // kept: a lane branched off
+  arch::syncwarp();  // kept: a lane has diverged
 }
 
 #endif
 
 // ---- launch
 
-// With what a call adds: integers, sums over heads, or neither.
+// Launches the variant for the sums of a call: integers, sums over heads, or neither.
 template <auto kFixedKernel, auto kAttnKernel, auto kPlainKernel>
 void launch_variant(const Problem& problem, const Plan& plan, const MainPass& pass, std::size_t shared_bytes,
                     Stream stream) {

@@ -1,4 +1,4 @@
-// sparse_mla_backward by mma.sync, for any NVIDIA GPU from Ampere on. One pass over a query's selected keys, whose
+// sparse_mla_backward by mma.sync, for any NVIDIA GPU from Ampere on. One pass over a query's selected keys; their
 // gradients are added to global memory.
 //
 //     P  = exp2(Q Kᵀ · sm_scale · log2e − lse'·log2e)      lse' = log(exp(lse) + exp(attn_sink))
@@ -6,24 +6,24 @@
 //     dQ = dS K            dKV[keys] += dSᵀ Q, and Pᵀ dO to the first 512 columns
 //     d_sink = −Σ_s exp(attn_sink − lse') delta
 //
-// Tile      one query; 32 heads and 16 keys a step, or 64 and 32 where a CTA may have 181 KiB; d_qk 576 or 512. Q, dO and
-//           keys lie in panels of 64 columns, 128B-swizzled; P and dS in rows of keys.
+// Tile      one query; 32 heads and 16 keys per step, or 64 and 32 if a CTA may have 181 KiB; d_qk 576 or 512. Q, dO
+//           and keys are panels of 64 columns, 128B-swizzled; P and dS have one row per head.
 // Roles     eight warps. Scores: warps 0–3 S → P, warps 4–7 dP → dS, 16 heads and 8 or 32 keys each.
 //           Gradients: warp w has columns 64 w to 64 w + 63 of dQ, in registers, and of dKV; of the last 64 columns of
-//           d_qk 576 eight of dQ, and the first warps 32 of dKV of 16 keys.
+//           d_qk 576 each warp has eight of dQ, and the first warps have 32 of dKV of 16 keys.
 // Timeline  step       0                                                     1
 //           copies                             keys 1 ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓
 //           warps 0–3  S ▓▓▓▓▓ │ P │    │ dQ ▓▓▓ │ dKV ▓▓▓ add ▓▓▓ add ▓▓▓ add │ S ▓▓▓▓▓
 //           warps 4–7  dP ▓▓▓▓ │   │ dS │ dQ ▓▓▓ │ dKV ▓▓▓ add ▓▓▓ add         │ dP ▓▓▓▓
-// Budget    shared: Q 36,864 + dO 32,768 + keys 18,432 + P, dS 3,072 + vectors 700 = 91,836 B (of 101,376 on the smallest
-//           GPU); with 64 heads 73,728 + 65,536 + 36,864 + 10,240 + 1,600
+// Budget    shared: Q 36,864 + dO 32,768 + keys 18,432 + P, dS 3,072 + vectors 700 = 91,836 B (of 101,376 on the
+//           smallest GPU); with 64 heads 73,728 + 65,536 + 36,864 + 10,240 + 1,600
 //           registers: dQ 72 (144) + dKV 32 + 16 of operands + ~50, of 255
-// Demands   a step of 16 keys, 32 heads, d_qk 576, in clocks of a multiprocessor of an A100: 1,376 of tensor cores; 2,500 of
-//           shared memory, of which scores take 1,632; 36,864 B of additions. 32 keys, 64 heads: 5,504; 6,100; 73,728 B.
-// Bound     shared memory, and the additions where few heads share them
+// Demands   a step of 16 keys, 32 heads, d_qk 576, in clocks of an A100's SM: 1,376 of tensor cores; 2,500 of shared
+//           memory, including 1,632 for scores; 36,864 B of additions. 32 keys, 64 heads: 5,504; 6,100; 73,728 B.
+// Bound     shared memory, and the additions if few heads share them
 //
 // Keys of invalid entries are −1: their rows are zeros, nothing is added for them, and the exponent is clamped, so that
-// 0 · P is 0. Heads beyond h_q have Q = dO = 0 and lse = +inf.
+// 0 · P is 0. Padding heads have Q = dO = 0 and lse = +inf.
 #pragma once
 
 #include "arch/sm80/async_copy.hpp"
@@ -36,17 +36,17 @@
 
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 
-// kDqk: 576 or 512. kHeadGroups: of 16 heads. kKeyGroups: of 16 keys.
+// kDqk: 576 or 512. kHeadGroups: groups of 16 heads. kKeyGroups: groups of 16 keys.
 template <int kTheDqk, int kTheHeadGroups, int kTheKeyGroups>
 struct Tile {
   static constexpr int kDqk = kTheDqk, kHeadGroups = kTheHeadGroups, kKeyGroups = kTheKeyGroups;
   static constexpr int kHeads = 16 * kHeadGroups, kKeys = 16 * kKeyGroups, kWarps = 8, kThreads = 32 * kWarps;
   static constexpr int kPanels = kDqk / 64, kPanelsV = kDv / 64;
-  static constexpr bool kSmall = kHeadGroups <= 2;      // others are only for Hopper: elsewhere they lack registers
-  static constexpr bool kHasRope = kPanels > kPanelsV;  // a panel beyond the eight that warps have as their own
+  static constexpr bool kSmall = kHeadGroups <= 2;      // others are only for Hopper: elsewhere they would spill
+  static constexpr bool kHasRope = kPanels > kPanelsV;  // a ninth panel; each warp has its own of the first eight
   static constexpr int kScoreWarps = kWarps / 2,
-                       kScoreKeys = kKeys * kHeadGroups / kScoreWarps;  // of S or dP, a warp's
-  static constexpr int kPitch = kKeys + 8;  // of P and dS, elements: rows of eight matrices fall into different banks
+                       kScoreKeys = kKeys * kHeadGroups / kScoreWarps;  // of S or dP, per warp
+  static constexpr int kPitch = kKeys + 8;  // of P and dS, elements: rows of eight matrices are in different banks
   static_assert(kPanelsV == kWarps && kScoreKeys % 8 == 0 && (!kHasRope || 2 * kKeyGroups <= kWarps));
 };
 constexpr float kLargestExponent = 64;
@@ -64,14 +64,14 @@ struct SharedStorage {
   alignas(16) bf16 ds[T::kHeads][T::kPitch];
   HeadValues<T::kHeads> heads;
   float head_sums[T::kHeadGroups][T::kKeys];  // of attn
-  int key[2][T::kKeys];                       // of this step and the next; -1 where there is none
+  int key[2][T::kKeys];                       // of this step and the next; -1 if invalid
   int last_valid[T::kWarps];
 };
 static_assert(sizeof(SharedStorage<Tile<576, 2, 1>>) <= 99 * 1024);
 
 // ---- Q, dO and keys
 
-// Starts the copies of kColumns columns of the tile's heads; zeros beyond `heads`.
+// Starts the copies of kColumns columns of the tile's heads; padding heads are filled with zeros.
 template <class T, int kColumns>
 HOPWELL_DEVICE void load_heads(RowsPanel<T::kHeads>* panels, const bf16* source, int64_t stride, int heads) {
   for (int e = arch::thread_index(); e < T::kHeads * (kColumns / 8); e += T::kThreads) {
@@ -81,7 +81,7 @@ HOPWELL_DEVICE void load_heads(RowsPanel<T::kHeads>* panels, const bf16* source,
   }
 }
 
-// Each row is copied by as many threads.
+// Number of threads that copy a row.
 template <class T>
 constexpr int kCopiersOfKey = T::kThreads / T::kKeys;
 
@@ -91,7 +91,7 @@ HOPWELL_DEVICE int load_key(const Entries& entries, int step) {
   return entries.key(step * T::kKeys + arch::thread_index() / kCopiersOfKey<T>);
 }
 
-// Starts the copies of a step's keys, and leaves the keys for those who add.
+// Starts the copies of a step's keys, and publishes the keys for the additions.
 template <class T>
 HOPWELL_DEVICE void gather(const Params& p, SharedStorage<T>& s, int key, int step) {
   const int row = arch::thread_index() / kCopiersOfKey<T>, first = arch::thread_index() % kCopiersOfKey<T>;
@@ -104,7 +104,7 @@ HOPWELL_DEVICE void gather(const Params& p, SharedStorage<T>& s, int key, int st
   arch::cp_async_commit();
 }
 
-// Brings the rows of sums to L2 before they are added to.
+// prefetch_dkv_accum: prefetches the rows of dkv_accum to L2 before the additions.
 template <class T>
 HOPWELL_DEVICE void prefetch_sums(const Params& p, int key) {
   if (key < 0 || !(p.dkv || p.fixed_dkv)) return;
@@ -116,7 +116,7 @@ HOPWELL_DEVICE void prefetch_sums(const Params& p, int key) {
 
 // ---- S, dP, P and dS
 
-// Which scores a warp has: 16 heads of one of the two products, and kScoreKeys keys.
+// The scores of a warp: 16 heads of one of the two products, and kScoreKeys keys.
 template <class T>
 struct ScoreTile {
   int product, head_group, first_key;
@@ -155,7 +155,7 @@ HOPWELL_DEVICE void multiply_scores(float (&acc)[T::kScoreKeys / 8][4], const Ro
   }
 }
 
-// What two neighbouring elements of P or dS are to a lane: of row lane / 4 (+ 8) of its heads and key group n of eight.
+// A lane's two adjacent elements of P or dS: row lane / 4 (+ 8) of its heads, and group n of eight keys.
 template <class T>
 HOPWELL_DEVICE uint32_t* pair_of(bf16 (&rows)[T::kHeads][T::kPitch], const ScoreTile<T>& tile, int n, int half) {
   const int lane = arch::lane_index();
@@ -175,7 +175,7 @@ HOPWELL_DEVICE void sum_heads(const float (&acc)[T::kScoreKeys / 8][4], SharedSt
   }
 }
 
-// Scores to P in shared memory, and with attn their sums over heads.
+// Converts scores to P in shared memory, and with attn computes their sums over heads.
 template <class T, bool kAttn>
 HOPWELL_DEVICE void store_p(const Params& p, SharedStorage<T>& s, float (&acc)[T::kScoreKeys / 8][4],
                             const ScoreTile<T>& tile) {
@@ -189,7 +189,7 @@ HOPWELL_DEVICE void store_p(const Params& p, SharedStorage<T>& s, float (&acc)[T
       HOPWELL_UNROLL
       for (int i = 0; i < 2; ++i) {
         const float x = e[i] * p.scale_log2 - shift;
-        e[i] = arch::exp2_approx(x > kLargestExponent ? kLargestExponent : x);  // a NaN stays
+        e[i] = arch::exp2_approx(x > kLargestExponent ? kLargestExponent : x);  // NaN stays NaN
       }
       *pair_of<T>(s.p, tile, n, half) = kAttn ? arch::pack_bf16(e[0] * kept, e[1] * kept) : arch::pack_bf16(e[0], e[1]);
     }
@@ -197,7 +197,7 @@ HOPWELL_DEVICE void store_p(const Params& p, SharedStorage<T>& s, float (&acc)[T
   if constexpr (kAttn) sum_heads<T>(acc, s, tile);
 }
 
-// dP and P to dS in shared memory.
+// Converts dP and P to dS in shared memory.
 template <class T>
 HOPWELL_DEVICE void store_ds(const Params& p, SharedStorage<T>& s, const float (&acc)[T::kScoreKeys / 8][4],
                              const ScoreTile<T>& tile) {
@@ -216,7 +216,7 @@ HOPWELL_DEVICE void store_ds(const Params& p, SharedStorage<T>& s, const float (
   }
 }
 
-// S and dP of a step, side by side; P, then dS.
+// S and dP of a step in parallel; then P, then dS.
 template <class T, bool kAttn>
 HOPWELL_DEVICE void score(const Params& p, SharedStorage<T>& s, const ScoreTile<T>& tile) {
   float acc[T::kScoreKeys / 8][4] = {};
@@ -232,7 +232,7 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<T>& s, const ScoreTile<
 }
 
 // Adds the sums of the head groups to attn, which holds 0 or the sum of other heads. In the order of the selection,
-// ordered or not: restore_attn_order brings sums to their entries.
+// sorted or not: restore_attn_order moves sums to their entries.
 template <class T>
 HOPWELL_DEVICE void add_attn(const Params& p, const SharedStorage<T>& s, const WorkTile& work, const Entries& entries,
                              int step) {
@@ -246,14 +246,14 @@ HOPWELL_DEVICE void add_attn(const Params& p, const SharedStorage<T>& s, const W
 
 // ---- dQ
 
-// A warp's columns of dQ, as accumulators of mma: eight for each n.
+// A warp's columns of dQ, as accumulators of mma: eight columns for each n.
 template <class T>
 struct DqTile {
   float own[T::kHeadGroups][8][4] = {};
   float rope[T::kHasRope ? T::kHeadGroups : 1][4] = {};
 };
 
-// dq += dS · keys: the panel of the warp's number, and eight columns of the last.
+// dq += dS · keys: the warp's own panel, and eight columns of the last panel.
 template <class T>
 HOPWELL_DEVICE void multiply_dq(DqTile<T>& dq, const SharedStorage<T>& s, int warp) {
   const int lane = arch::lane_index();
@@ -285,7 +285,7 @@ HOPWELL_DEVICE void multiply_dq(DqTile<T>& dq, const SharedStorage<T>& s, int wa
   }
 }
 
-// Two neighbouring columns of a head, to dq or to what a slice gives.
+// Stores two adjacent columns of a head to dq or to the buffer of a slice.
 template <class T>
 HOPWELL_DEVICE void store_dq_pair(const Params& p, const WorkTile& work, int row, int column, float x, float y) {
   const int head = work.first_head + row;
@@ -344,7 +344,7 @@ HOPWELL_DEVICE void multiply_transposed(float (&acc)[kM][16], const bf16 (&a)[T:
   }
 }
 
-// 32 columns of the gradients of kM · 16 keys. kOfV: they are of V too.
+// 32 columns of the gradients of kM · 16 keys. kOfV: the columns belong to V too.
 template <class T, int kM, bool kOfV, bool kFixed>
 HOPWELL_DEVICE void add_half_panel(const Params& p, const SharedStorage<T>& s, const SumRows<kFixed> (&rows)[kM],
                                    int first_key, int panel, int half) {
@@ -355,7 +355,7 @@ HOPWELL_DEVICE void add_half_panel(const Params& p, const SharedStorage<T>& s, c
   for (int m = 0; m < kM; ++m) add_panel(p, acc[m], 64 * panel + 32 * half, rows[m]);
 }
 
-// The warp's panel of all keys, and what it has of the last panel.
+// The warp's own panel for all keys, and its part of the last panel.
 template <class T, bool kFixed>
 HOPWELL_DEVICE void add_gradients(const Params& p, const SharedStorage<T>& s, int step, int warp) {
   const int lane = arch::lane_index();
@@ -374,7 +374,7 @@ HOPWELL_DEVICE void add_gradients(const Params& p, const SharedStorage<T>& s, in
 
 // ---- the kernel
 
-// Q, dO, the first keys, and what the heads need. Returns the entries up to the last valid one.
+// Loads Q, dO and the first keys, and computes the heads' values. Returns the entries up to the last valid one.
 template <class T, bool kAttn>
 HOPWELL_DEVICE Entries prepare(const Params& p, SharedStorage<T>& s, const WorkTile& work) {
   Entries entries = entries_of(p, work);
@@ -424,7 +424,7 @@ HOPWELL_DEVICE void add_gradients_of_tile(const Params& p) {
   count_missing_steps<T::kKeys>(p, paced, steps, arch::thread_index());
 }
 
-// kFixed: sums of dkv are in fixed point; kAttn: attn is written too.
+// kFixed: dkv_accum is in fixed point; kAttn: attn is written too.
 template <class T, bool kFixed, bool kAttn>
 __global__ void __launch_bounds__(T::kThreads, 1) kernel(const __grid_constant__ Params p) {
   if constexpr (T::kSmall || HOPWELL_HAS_SM90) add_gradients_of_tile<T, kFixed, kAttn>(p);

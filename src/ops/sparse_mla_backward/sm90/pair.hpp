@@ -1,27 +1,29 @@
-// sparse_mla_backward on Hopper: the kernel for a query and 128 heads, on a cluster of two CTAs that split the head
-// dimension. Formulas, invalid entries and missing heads: single.hpp.
+// sparse_mla_backward on Hopper: the kernel for one query and 128 heads, on a cluster of two CTAs that split the head
+// dimension. Formulas, invalid entries and padding heads: single.hpp.
 //
 // CTA r holds columns [256 r, +256) and [512 + 32 r, +32) of Q, dO and the keys for all 128 heads. So a key is gathered
 // once, and its gradient is summed over all heads before it is added to global memory. The price: S and dP are sums of
-// both CTAs' products. Each CTA finishes one tile of 64 heads; the partial sums of the other tile go to its peer.
+// both CTAs' products. Each CTA completes one tile of 64 heads and sends the partial sums of the other tile to its
+// peer.
 //
-// Tile      one query, 2 tiles of 64 heads, 64 keys a step. Panels of 64 columns, 128B-swizzled; RoPE 32, 64B-swizzled.
+// Tile      one query, 2 tiles of 64 heads, 64 keys per step. Panels of 64 columns, 128B-swizzled; RoPE 32,
+//           64B-swizzled.
 // Roles     warpgroup 0  own tile: S → P, dP → dS; dKV of RoPE   │ both: half of dQ's columns for both tiles, the same
 //           warpgroup 1  peer's tile: partial S and dP           │ columns of the next keys by cp.async
 //           warpgroup 2  the panels of dKV
 // Timeline  0   add R │ S ▓▓ │ + theirs, P │ dP ▓▓ │ + theirs, dS │ dQ own ▓▓ theirs ▓▓ │ keys, dKV R ▓▓ │ add R …
 //           1   S ▓▓ │ send │ dP ▓▓ │ send │······················│ dQ own ▓▓ theirs ▓▓ │ keys           │ S ▓▓ …
 //           2   … dKV of the step before ▓▓ add ▓▓ add ▓▓ add │···················│ dKV 0 ▓▓ add 1 ▓▓ add …
-// Messages  partial S and dP from warpgroup 1 to the peer's warpgroup 0; P and dS from there back: pair_messages.hpp
-// Overlap   the own P(n + 1) is made while warpgroup 2 adds what comes of P and dS(n). So warpgroup 2 takes the own P
-//           as fragments at once, p[0] holds first the partial S on its way, then the next P, and both P and dS go to
-//           the peer when it has room for them. The partial dP finds no tile free and goes mostly by st.async: it has
-//           the time.
-// Budget    shared: Q 65,536 + 8,192, dO 65,536, keys 32,768 + 4,096, P and dS 32,768, landing 16,384, stage 4,096,
-//           others 2,416 = 231,792    (of 232,448)
+// Exchange  over DSMEM: partial S and dP from warpgroup 1 to the peer's warpgroup 0; P and dS back: pair_messages.hpp
+// Overlap   the own P(n + 1) is computed while warpgroup 2 adds the results of P and dS(n). For this, warpgroup 2 loads
+//           the own P as fragments at once; p[0] holds first the outgoing partial S, then the next P; and P and dS go
+//           to the peer when it has a free buffer for them. The partial dP finds no free tile and mostly uses st.async:
+//           it is not urgent.
+// Budget    shared: Q 65,536 + 8,192, dO 65,536, keys 32,768 + 4,096, P and dS 32,768, peer receive buffer (here
+//           `landing`) 16,384, stage 4,096, others 2,416 = 231,792    (of 232,448)
 //           registers: dQ 144 + S or dP 32 + 32 others = 208 in warpgroups 0 and 1, 88 in warpgroup 2 (of 3 · 168)
-// Bound     a step and CTA: 5,504 clocks of tensor cores, about 7,200 of shared memory, 4,440 of additions (73,728 B at
-//           the 16.6 B a clock that L2 takes from each of 132 CTAs); 49,152 B to the peer, 36,864 B of keys
+// Bound     per step and CTA: 5,504 clocks of tensor cores, about 7,200 of shared memory, 4,440 of additions (73,728 B
+//           at the 16.6 B per clock that L2 accepts from each of 132 CTAs); 49,152 B to the peer, 36,864 B of keys
 #pragma once
 
 #include "ops/sparse_mla_backward/sm90/pair_messages.hpp"
@@ -33,10 +35,10 @@ namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 template <int kDqk>
 constexpr bool kHasRope = kDqk > kDv;
 
-// What a CTA of a pair has to do.
+// Work of a CTA of a pair.
 struct PairWork {
-  WorkTile work;      // of both
-  int first_head[2];  // of its own 64, and of the peer's
+  WorkTile work;      // of both CTAs
+  int first_head[2];  // of its own 64 heads, and of the peer's
   uint32_t rank;
 };
 HOPWELL_DEVICE PairWork pair_work_of(const Params& p) {
@@ -48,7 +50,7 @@ HOPWELL_DEVICE PairWork pair_work_of(const Params& p) {
 
 // ---- keys
 
-// Brings the sums that this half's keys are added to, of this CTA's columns, to L2: 128 bytes a thread.
+// prefetch_dkv_accum: prefetches this CTA's columns of dkv_accum for this half's keys to L2, 128 bytes per thread.
 template <int kDqk, int kHalf>
 HOPWELL_DEVICE void prefetch_columns(const Params& p, const int (&keys)[4], uint32_t rank, int t) {
   const int chunk = t & 7;
@@ -102,7 +104,7 @@ HOPWELL_DEVICE void multiply_s(float (&acc)[32], const PairStorage& s, int tile)
   }
 }
 
-// dq [64 heads][128 columns] += dS · keys, and the 32 columns of RoPE for one of the tiles.
+// dq [64 heads][128 columns] += dS · keys, and the 32 columns of RoPE for one of the two tiles.
 template <bool kRope>
 HOPWELL_DEVICE void multiply_dq(float (&dq)[64], float (&rope)[16], const DsFragments& ds, const PairStorage& s,
                                 int half) {
@@ -112,7 +114,7 @@ HOPWELL_DEVICE void multiply_dq(float (&dq)[64], float (&rope)[16], const DsFrag
 
 // ---- warpgroups 0 and 1
 
-// Through this half's columns of the key buffer (RoPE through `landing`), a tile at a time, then in rows.
+// Stages this half's columns in the key buffer (RoPE in `landing`), one tile at a time, then stores whole rows.
 template <int kDqk, int kHalf>
 HOPWELL_DEVICE void store_dq(const Params& p, PairStorage& s, const float (&dq)[2][64], const float (&rope)[16],
                              const PairWork& pair, int t) {
@@ -144,11 +146,11 @@ HOPWELL_DEVICE void store_dq(const Params& p, PairStorage& s, const float (&dq)[
   }
 }
 
-// Warpgroup 0, until dS of its own tile is there and sent.
+// Warpgroup 0, until dS of its own tile is complete and sent.
 template <int kDqk, bool kAttn>
 HOPWELL_DEVICE void finish_own_tile(const Params& p, PairStorage& s, int step, DsFragments& ds) {
   float acc[32];
-  arch::barrier_sync(kPairPeerFirst, 256);  // kept: only a matter of time
+  arch::barrier_sync(kPairPeerFirst, 256);  // kept: affects timing only
   arch::wgmma_fence();
   multiply_s<kDqk>(acc, s, 0);
   arch::wgmma_commit();
@@ -159,7 +161,7 @@ HOPWELL_DEVICE void finish_own_tile(const Params& p, PairStorage& s, int step, D
   arch::fence_proxy_async();
   free_landing(s, peer, nothing, t);
   if (t == 0) arch::mbarrier_arrive_cluster_relaxed(at_peer(&s.staged_taken, peer));
-  arch::syncwarp();  // kept: a lane branched off
+  arch::syncwarp();  // kept: a lane has diverged
   arch::mbarrier_wait(s.staged_taken, step & 1);
   arch::barrier_sync(kPairStaged, 256);
   make_p(p, acc, s.heads, t);
@@ -194,7 +196,7 @@ HOPWELL_DEVICE void send_peer_tile(PairStorage& s, int step) {
   if (step > 0) arch::barrier_sync(kPairOwnPRead, 256);
   arch::barrier_arrive(kPairPeerFirst, 256);
   if (t == 0 && step > 0) arch::mbarrier_arrive_cluster_relaxed(at_peer(&s.pds_free, peer));  // no dQ reads ds[1]
-  arch::syncwarp();                                  // kept: a lane branched off
+  arch::syncwarp();                                  // kept: a lane has diverged
   arch::mbarrier_wait(s.pds_taken, (step & 1) ^ 1);  // for warpgroup 0 too
   send_partial<PairConfig::kStagedInTile>(acc, s, 1, peer, t);
   arch::barrier_arrive(kPairStaged, 256);
@@ -205,7 +207,7 @@ HOPWELL_DEVICE void send_peer_tile(PairStorage& s, int step) {
   send_partial<0>(acc, s, 0, peer, t);
 }
 
-// What a slice gives of dQ.
+// Stores dQ of a slice.
 template <int kDqk, int kHalf>
 HOPWELL_DEVICE void store_dq_slices(const Params& p, const float (&dq)[2][64], const float (&rope)[16],
                                     const PairWork& pair, int t) {
@@ -218,7 +220,7 @@ HOPWELL_DEVICE void store_dq_slices(const Params& p, const float (&dq)[2][64], c
   if constexpr (kHasRope<kDqk>) store_dq_slice<kDqk>(tile_of(kHalf), rope, kDv + 32 * int(pair.rank), t);
 }
 
-// Half 0: the own tile, and dKV of RoPE. Half 1: the peer's. Both: their columns of dQ and of the next keys.
+// Half 0: the own tile, and dKV of RoPE. Half 1: the peer's tile. Both: their columns of dQ and of the next keys.
 template <int kDqk, int kHalf, bool kAttn>
 HOPWELL_DEVICE void score(const Params& p, PairStorage& s) {
   const Entries& entries = s.entries;
@@ -234,17 +236,17 @@ HOPWELL_DEVICE void score(const Params& p, PairStorage& s) {
     load_keys(keys, entries, step + 1, t);
     arch::barrier_sync(kPairOwnDsFull, 256);
     if constexpr (kHalf == 1) load_ds(ds, s.ds[0], t);
-    arch::wgmma_fence();  // kept: the emulator sees no register operands
+    arch::wgmma_fence();  // kept: the emulator does not check register operands
     multiply_dq<kHasRope<kDqk> && kHalf == 0>(dq[0], rope, ds, s, kHalf);
     const uint32_t rank = arch::cluster_rank();
     if (kHalf == 1 && t == 0) arch::mbarrier_arrive_expect_tx(s.pds_full, PairConfig::kPdsBytes);
-    arch::syncwarp();  // kept: a lane branched off
+    arch::syncwarp();  // kept: a lane has diverged
     arch::mbarrier_wait(s.pds_full, step & 1);
     if (kHalf == 1 && t == 0) arch::mbarrier_arrive_cluster_relaxed(at_peer(&s.pds_taken, rank ^ 1));
-    arch::syncwarp();  // kept: a lane branched off
+    arch::syncwarp();  // kept: a lane has diverged
     DsFragments theirs;
     load_ds(theirs, s.ds[1], t);
-    arch::wgmma_fence();  // kept: the emulator sees no register operands
+    arch::wgmma_fence();  // kept: the emulator does not check register operands
     multiply_dq<kHasRope<kDqk> && kHalf == 1>(dq[1], rope, theirs, s, kHalf);
     arch::wgmma_commit();
     arch::wgmma_wait<0>(dq[0], dq[1]);
@@ -260,16 +262,16 @@ HOPWELL_DEVICE void score(const Params& p, PairStorage& s) {
         } else {
           arch::barrier_sync(kPairRopeFree, 256);
           gather_rope(p, s, keys, rank, t);
-          arch::syncwarp();  // kept: lanes branched off
+          arch::syncwarp();  // kept: lanes have diverged
         }
       }
       arch::cp_async_commit();
       if (p.prefetches_sums) prefetch_columns<kDqk, kHalf>(p, keys, rank, t);
-      arch::syncwarp();  // kept: lanes branched off
+      arch::syncwarp();  // kept: lanes have diverged
     }
     float acc[16];
     if constexpr (kHalf == 0 && kHasRope<kDqk>) {
-      arch::wgmma_fence();  // kept: nobody has touched acc; each batch begins with one
+      arch::wgmma_fence();  // kept: acc is unchanged, but each batch begins with a fence
       multiply_transposed<4, true>(acc, arch::shared_address(&s.ds[0]), arch::shared_address(&s.q_rope[0]), false);
       multiply_transposed<4, true>(acc, arch::shared_address(&s.ds[1]), arch::shared_address(&s.q_rope[1]), true);
       arch::wgmma_commit();
@@ -280,9 +282,9 @@ HOPWELL_DEVICE void score(const Params& p, PairStorage& s) {
       arch::fence_proxy_async();
       arch::barrier_sync(kPairKeysFull, 256);
     }
-    if constexpr (kHalf == 0 && kHasRope<kDqk>) {  // while the peer's S, which has to travel, is multiplied
+    if constexpr (kHalf == 0 && kHasRope<kDqk>) {  // overlaps the product of the peer's S, which must be sent first
       add_panel(p, acc, kDv + 32 * int(rank), load_sum_rows<kDqk, false>(p, s.key[step % 2], t));
-      arch::syncwarp();  // kept: lanes branched off
+      arch::syncwarp();  // kept: lanes have diverged
     }
   }
   const int t = arch::thread_index_anew() % 128;
@@ -307,13 +309,13 @@ HOPWELL_DEVICE void scatter(const Params& p, PairStorage& s, uint32_t rank) {
     const bool last = step + 1 == steps;
     if (paced) keep_pace<Config::kKeys>(p, 2 * p.whole_tiles, seen, step);
     arch::syncwarp();                           // kept: keep_pace branches
-    arch::mbarrier_wait(s.pds_full, step & 1);  // warpgroup 1 arrives only once the own are full
+    arch::mbarrier_wait(s.pds_full, step & 1);  // warpgroup 1 arrives only after the own are full
     const SumRows<false> rows = load_sum_rows<kDqk, false>(p, s.key[step % 2], t);
-    uint32_t own[4][4], own_ds[2][4];  // of 32 heads: no spills with half of dS
+    uint32_t own[4][4], own_ds[2][4];  // of 32 heads; half of dS does not spill
     load_transposed(own, s.p[0], t);
     load_transposed(own_ds, s.ds[0], t);
     if (!last) arch::barrier_arrive(kPairOwnPRead, 256);
-    // Unrolled, the descriptors of all panels would stay in registers.
+    // Not unrolled, because otherwise the descriptors of all panels stay in registers.
     HOPWELL_NO_UNROLL
     for (int panel = 0; panel < PairConfig::kPanels; ++panel) {
       float acc[32];
@@ -327,7 +329,7 @@ HOPWELL_DEVICE void scatter(const Params& p, PairStorage& s, uint32_t rank) {
       if (panel + 1 == PairConfig::kPanels && !last) {
         arch::barrier_arrive(kPairOwnDsFree, 256);
         if (t % 32 == 0) arch::mbarrier_arrive_cluster_relaxed(at_peer(&s.pds_free, rank ^ 1));
-        arch::syncwarp();  // kept: a lane branched off
+        arch::syncwarp();  // kept: a lane has diverged
       }
       add_panel(p, acc, PairConfig::kColumns * int(rank) + 64 * panel, rows);
       arch::syncwarp();  // kept: each addition was a branch
@@ -338,7 +340,7 @@ HOPWELL_DEVICE void scatter(const Params& p, PairStorage& s, uint32_t rank) {
 
 // ---- before the first step
 
-// This CTA's columns of Q and dO of 64 heads.
+// Loads this CTA's columns of Q and dO of 64 heads.
 template <int kDqk>
 HOPWELL_DEVICE void load_tile(const Params& p, PairStorage& s, const PairWork& pair, int tile) {
   constexpr int kColumns = PairConfig::kColumns;
@@ -355,7 +357,8 @@ HOPWELL_DEVICE void load_tile(const Params& p, PairStorage& s, const PairWork& p
         q + kDv + 32 * rank, p.q_stride_h, heads);
 }
 
-// Q, dO, the first keys, what the heads need, the mbarriers, and the entries up to the last valid one.
+// Loads Q, dO and the first keys, computes the heads' values, initialises the mbarriers, and finds the last valid
+// entry.
 template <int kDqk, bool kAttn>
 HOPWELL_DEVICE void prepare(const Params& p, PairStorage& s, const PairWork& pair) {
   const Entries entries = entries_of(p, pair.work);
@@ -376,9 +379,9 @@ HOPWELL_DEVICE void prepare(const Params& p, PairStorage& s, const PairWork& pai
     arch::mbarrier_init(s.staged_taken, 1);
     arch::mbarrier_init(s.pds_free, 5);  // four warps that add, and a lane that multiplies
     arch::mbarrier_init(s.pds_taken, 1);
-    arch::fence_mbarrier_init();  // kept: PTX asks for it where another CTA's bulk copies complete on them
+    arch::fence_mbarrier_init();  // kept: PTX requires it if bulk copies of another CTA complete on them
   }
-  arch::syncwarp();  // kept: the lanes meet again; the shuffles below would make them
+  arch::syncwarp();  // kept: the lanes converge again; the shuffles below would converge them too
   WorkTile own = pair.work;
   own.first_head = pair.first_head[0];
   prepare_heads<kAttn, Config::kWarps>(p, s.heads, own);

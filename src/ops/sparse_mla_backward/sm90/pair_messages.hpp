@@ -1,12 +1,12 @@
-// sparse_mla_backward for 128 heads on a cluster of two CTAs (pair.hpp): what a CTA has in shared memory, and the
-// messages that pass between the two.
+// sparse_mla_backward for 128 heads on a cluster of two CTAs (pair.hpp): shared memory of a CTA, and the DSMEM exchange
+// (here `messages`) between the two.
 //
-// Partial S, partial dP   warpgroup 1 → peer's warpgroup 0, 16,384 B each, into `landing`
+// Partial S, partial dP   warpgroup 1 → peer's warpgroup 0, 16,384 B each, into `landing` (peer receive buffer)
 // P, dS                   warpgroup 0 → all of the peer, 8,192 B each, into p[1] and ds[1]
 //
-// An mbarrier of the receiver counts their bytes. Arrivals at the peer only say that a buffer may be overwritten, so
-// they are relaxed: a release at cluster scope would wait for all additions under way (a tenth of the whole time). They
-// wait for nothing, not even for loads: where threads have read the buffer, a fence stands before them.
+// An mbarrier of the receiver counts the bytes. Arrivals at the peer only tell it that a buffer may be overwritten, so
+// they are relaxed: a release at cluster scope would wait for all additions in flight (a tenth of the total time). A
+// relaxed arrival waits for nothing, not even for loads: if threads have read the buffer, a fence precedes it.
 #pragma once
 
 #include "arch/sm90/bulk_copy.hpp"
@@ -16,8 +16,7 @@ namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 
 struct PairConfig {
   static constexpr int kHeads = 2 * Config::kHeads, kColumns = kDv / 2, kPanels = kColumns / 64;
-  // Of a lane's 8 vectors of a partial sum, how many are staged, and how many of S in a tile; the others go by
-  // st.async.
+  // Of a lane's 8 vectors of a partial sum: number staged, and for S number staged in a tile. The others use st.async.
   static constexpr int kStaged = 2, kStagedInTile = 4;
   static constexpr uint32_t kPartialBytes = 4 * 64 * 64, kPdsBytes = 2 * tile::kPanelBytes;
 };
@@ -26,23 +25,23 @@ struct HalfPanel {
   alignas(1024) bf16 x[64][32];
 };
 
-// Index 0 of two: the heads that this CTA finishes; 1: the peer's.
+// Index 0 of two: the heads that this CTA completes; 1: the peer's heads.
 struct PairStorage {
   Panel q[2][PairConfig::kPanels], d_out[2][PairConfig::kPanels], keys[PairConfig::kPanels], p[2], ds[2];
   HalfPanel q_rope[2], keys_rope;
   arch::Words4 landing[4][8][32];                  // the peer's partial sums: [warp][vector][lane]
-  arch::Words4 stage[4][PairConfig::kStaged][32];  // ours on their way; of S, more of it in p[0]
+  arch::Words4 stage[4][PairConfig::kStaged][32];  // ours, outgoing; more of S is in p[0]
   HeadValues<Config::kHeads> heads;
   float head_sums[4][Config::kKeys];  // of attn, by warp
-  int key[2][Config::kKeys];          // of this step and the next; -1 where there is none
+  int key[2][Config::kKeys];          // of this step and the next; -1 if invalid
   int last_valid[Config::kWarps];
-  Entries entries;              // read again in every step: registers are the scarcer
-  arch::mbarrier partial_full;  // the peer's partial sums have come
-  arch::mbarrier partial_free;  // the peer has read ours
-  arch::mbarrier staged_taken;  // the peer has got what of ours was staged in p[0]
-  arch::mbarrier pds_full;      // the peer's P and dS have come
-  arch::mbarrier pds_free;      // the peer has room for ours
-  arch::mbarrier pds_taken;     // the peer has got ours
+  Entries entries;              // read again in every step, to save registers
+  arch::mbarrier partial_full;  // the peer's partial sums have arrived
+  arch::mbarrier partial_free;  // the peer has read our partial sums
+  arch::mbarrier staged_taken;  // the peer has received our partial sums from p[0]
+  arch::mbarrier pds_full;      // the peer's P and dS have arrived
+  arch::mbarrier pds_free;      // the peer has a free buffer for our P and dS
+  arch::mbarrier pds_taken;     // the peer has received our P and dS
 };
 static_assert(sizeof(PairStorage) <= arch::sm90::kMaxSharedBytes);
 
@@ -50,23 +49,23 @@ static_assert(sizeof(PairStorage) <= arch::sm90::kMaxSharedBytes);
 
 enum PairBarrier : int {
   kPairKeysFull = 1,
-  kPairRopeFree,  // warpgroup 0 reads these keys no more
+  kPairRopeFree,  // warpgroup 0 has read these keys
   kPairOwnDsFull,
   kPairOwnPRead,   // warpgroup 2 has p[0] in registers
-  kPairOwnDsFree,  // … and reads ds[0] no more
-  kPairPeerFirst,  // the peer's S, which has to travel, is ready: the own may be multiplied
-  kPairStaged,     // … and what of it lies in p[0] is written
+  kPairOwnDsFree,  // … and has read ds[0]
+  kPairPeerFirst,  // the peer's S, which must be sent, is complete: the own products may start
+  kPairStaged,     // … and its part in p[0] is written
   kPairLowStaged,
   kPairHighStaged
 };
 
-// The same object in the other CTA.
+// Address of the same object in the other CTA.
 HOPWELL_DEVICE uint32_t at_peer(const void* object, uint32_t peer) {
   return arch::map_to_rank(arch::shared_address(object), peer);
 }
 
-// Warpgroup 1: a partial sum to the peer, kInTile vectors of a lane through p[0]. Bulk copies are three times as fast
-// as stores of threads; what there is no room for goes by st.async.
+// Warpgroup 1: sends a partial sum to the peer, kInTile vectors of a lane through p[0]. Bulk copies are three times as
+// fast as stores of threads; vectors without a buffer use st.async.
 template <int kInTile>
 HOPWELL_DEVICE void send_partial(const float (&acc)[32], PairStorage& s, uint32_t parity, uint32_t peer, int t) {
   const int warp = t / 32, lane = t % 32;
@@ -93,14 +92,14 @@ HOPWELL_DEVICE void send_partial(const float (&acc)[32], PairStorage& s, uint32_
   HOPWELL_UNROLL
   for (int j = kStaged + kInTile; j < 8; ++j)
     arch::store_async_v4(target + uint32_t(512 * j + 16 * lane), vector(j), full);
-  arch::syncwarp();  // kept: a lane branched off
+  arch::syncwarp();  // kept: a lane has diverged
 }
 
-// Warpgroup 0: acc += the peer's partial sum. Returns 0, made of all sums: what depends on it is done when they are.
-// Else loaded vectors wait in registers for their turn, of which there are none left.
+// Warpgroup 0: acc += the peer's partial sum. Returns 0, computed from all sums, so that code that uses it runs after
+// them. Otherwise the compiler keeps the loaded vectors in registers and spills.
 HOPWELL_DEVICE uint32_t add_partial(float (&acc)[32], PairStorage& s, uint32_t parity, int t) {
   if (t == 0) arch::mbarrier_arrive_expect_tx(s.partial_full, PairConfig::kPartialBytes);
-  arch::syncwarp();  // kept: a lane branched off
+  arch::syncwarp();  // kept: a lane has diverged
   arch::mbarrier_wait(s.partial_full, parity);
   const uint32_t source = arch::shared_address(&s.landing[t / 32][0][t % 32]);
   uint32_t bits = 0;
@@ -113,25 +112,26 @@ HOPWELL_DEVICE uint32_t add_partial(float (&acc)[32], PairStorage& s, uint32_t p
       bits |= arch::bit_cast<uint32_t>(acc[4 * j + i]);
     }
   }
-  return bits & arch::cluster_rank() >> 1;  // of two CTAs, which the compiler does not know
+  return bits & arch::cluster_rank() >> 1;  // 0 for two CTAs, which the compiler does not know
 }
 
-// Warpgroup 0, once a fence has waited for the loads of a partial sum: the peer may send the next one. `nothing` is 0.
+// Warpgroup 0, after a fence has waited for the loads of a partial sum: lets the peer send the next one. `nothing` is
+// 0.
 HOPWELL_DEVICE void free_landing(PairStorage& s, uint32_t peer, uint32_t nothing, int t) {
   arch::syncwarp();
   if (t % 32 == 0) arch::mbarrier_arrive_cluster_relaxed(at_peer(&s.partial_free, peer) + nothing);
-  arch::syncwarp();  // kept: a lane branched off
+  arch::syncwarp();  // kept: a lane has diverged
 }
 
-// Warpgroup 0, once a warp's rows of P or dS are written and fenced: they go to the peer, for which they are those of
-// its other tile.
+// Warpgroup 0, after a warp's rows of P or dS are written and fenced: sends them to the peer, where they belong to its
+// other tile.
 HOPWELL_DEVICE void send_rows(PairStorage& s, Panel (&tiles)[2], uint32_t peer, int t) {
   constexpr uint32_t kBytes = tile::kPanelBytes / 4;
   const uint32_t offset = kBytes * uint32_t(t / 32);
   if (t % 32 == 0)
     arch::bulk_copy_to_cta(at_peer(&tiles[1], peer) + offset, arch::shared_address(&tiles[0]) + offset, kBytes,
                            at_peer(&s.pds_full, peer));
-  arch::syncwarp();  // kept: a lane branched off
+  arch::syncwarp();  // kept: a lane has diverged
 }
 
 #endif  // HOPWELL_HAS_SM90A

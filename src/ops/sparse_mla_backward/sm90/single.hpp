@@ -1,31 +1,32 @@
-// sparse_mla_backward on Hopper: the kernel for a query and 64 heads. One pass over the selected keys, whose gradients
-// are added to global memory.
+// sparse_mla_backward on Hopper: the kernel for one query and 64 heads. One pass over the selected keys; their
+// gradients are added to global memory.
 //
 //     P  = exp2(Q Kᵀ · sm_scale · log2e − lse'·log2e)      lse' = log(exp(lse) + exp(attn_sink))
 //     dS = P (dO Vᵀ − delta) sm_scale                      V = K[:, :512], delta = Σ_d out · d_out
 //     dQ = dS K            dKV[keys] += dSᵀ Q, and Pᵀ dO to the first 512 columns
 //     d_sink = −Σ_s exp(attn_sink − lse') delta
 //
-// Tile      one query, 64 heads, 64 keys a step; d_qk 576 or 512. Operands lie in panels of 64 columns, 128B-swizzled.
+// Tile      one query, 64 heads, 64 keys per step; d_qk 576 or 512. Operands are panels of 64 columns, 128B-swizzled.
 // Roles     warpgroup 0  S → P    │ both: half of dQ's columns in registers, and the same columns of the next keys by
-//           warpgroup 1  dP → dS  │ cp.async; of d_qk 576 the panel in the middle, which both multiply with, warpgroup 0
-//           warpgroup 2  dKV, half a panel multiplied while the one before is added; it adds all the time. In fixed point
-//                         warpgroups 0 and 1 add two panels each, while their keys come
+//           warpgroup 1  dP → dS  │ cp.async; d_qk 576: both multiply with the middle panel, which warpgroup 0 copies
+//           warpgroup 2  dKV: multiplies half a panel while it adds the previous half, so it adds at all times. In
+//                         fixed point warpgroups 0 and 1 add two panels each, while their keys arrive
 // Timeline  step 0                                           step 1
 //           0     S ▓▓▓▓▓ │ P │········│ dQ ▓▓▓▓ │ keys 1 …… │ S ▓▓▓▓▓ │ P │…
 //           1     dP ▓▓▓▓ │···│ dS     │ dQ ▓▓▓▓ │ keys 1 …… │ dP ▓▓▓▓ │···│ dS
 //           2                          │ dKV 0a ▓ 0b ▓ add 0a 1a ▓ add 0b … add 8a │ add 8b, 0a ▓ …
-// Budget    shared: Q 9 + dO 8 + keys 9 + P 1 + dS 1 panels of 8,192 B = 229,376, vectors 3,008    (of 232,448)
+// Budget    shared: (Q 9 + dO 8 + keys 9 + P 1 + dS 1) panels of 8,192 B = 229,376, vectors 3,008    (of 232,448)
 //           registers: dQ 144 + S or dP 32 + 32 others = 208 in warpgroups 0 and 1, 88 in warpgroup 2 (of 3 · 168)
-// Bound     s_q · topk · 2,304 B of additions in L2 while dKV fits there; beyond, rows in ascending order and CTAs in
-//           step keep what is added to in L2, and every other wave's descend, so that it begins with what is there
+// Bound     s_q · topk · 2,304 B of additions in L2 while dkv_accum fits there. If it does not fit, sorted rows and
+//           throttled CTAs keep the current rows of dkv_accum in L2, and every other wave descends, so that it begins
+//           with rows in L2
 //
-// Keys of invalid entries are −1, their rows are zeros, and P is 0 for them. Their sums, zeros then, are added to the query's
-// last key, as an addition under a condition is a branch. In fixed point nothing is added and P is as it comes; the exponent
-// is clamped, so that its product with the scale, 0, is 0. Heads beyond h_q have Q = dO = 0 and lse = +inf.
+// Keys of invalid entries are −1, their rows are zeros, and P is 0 for them. Their zero sums are added to the query's
+// last key, because a conditional addition is a branch. In fixed point nothing is added for them and P is not cleared;
+// the exponent is clamped, so that its product with the scale, 0, is 0. Padding heads have Q = dO = 0 and lse = +inf.
 //
-// kMerged: the tile is a group of neighbouring queries with few heads, the keys are the union of theirs
-// (tile/gpu/merge_rows.hpp), and P is 0 where a query does not hold the key.
+// kMerged: the tile is a group of adjacent queries with few heads, the keys are the union of their keys
+// (tile/gpu/merge_rows.hpp), and P is 0 where a query lacks the key.
 #pragma once
 
 #include <cmath>
@@ -34,13 +35,13 @@
 
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 
-// Panels of dKV that each score warpgroup takes while its keys come. By measurement none is faster, but in fixed point,
+// Panels of dKV that each score warpgroup adds while its keys arrive. Measured: none is fastest, except in fixed point,
 // where an addition costs more instructions.
 template <bool kFixed>
 constexpr int kPanelsBeside = kFixed ? 2 : 0;
 
-// Of so many times 16 heads warpgroup 2 holds dS in registers, beside P: as many as leave it without spills. Where that is
-// all of dS, its place is free as soon as P's is.
+// Number of 16-head blocks whose dS warpgroup 2 keeps in registers next to P: the largest that does not spill. If that
+// is all of dS, the space of dS is free at the same time as the space of P.
 template <int kHeadSteps>
 constexpr int kDsStepsHeld = kHeadSteps < 3 ? kHeadSteps : 3;
 template <int kHeadSteps>
@@ -52,12 +53,12 @@ struct SharedStorage {
   Panel q[kPanels], d_out[Config::kPanelsV], keys[kPanels], p, ds;
   HeadValues<Config::kHeads> heads;
   float head_sums[4][Config::kKeys];  // of attn, by warp
-  int key[2][Config::kKeys];          // of this step and the next; below 0 where there is none
-  alignas(4) bool lacks_keys[2][4];   // whether so is some key of those that a warp of warpgroup 0 brings
+  int key[2][Config::kKeys];          // of this step and the next; negative if invalid
+  alignas(4) bool lacks_keys[2][4];   // whether any key is invalid among those that a warp of warpgroup 0 copies
   int last_valid[Config::kWarps];
-  uint32_t seen[128];                      // of keep_pace, by threads of warpgroup 2: registers are short
-  uint16_t holders[2][Config::kKeys / 2];  // of the keys of this step and the next, a byte each; where rows are merged
-  arch::CachePolicy policy;                // of rows of kv in L2; here for want of registers
+  uint32_t seen[128];                      // of keep_pace, for threads of warpgroup 2, to save registers
+  uint16_t holders[2][Config::kKeys / 2];  // member masks of the keys of this step and the next, a byte each
+  arch::CachePolicy policy;                // L2 policy of rows of kv; in shared memory to save registers
 };
 static_assert(sizeof(SharedStorage<576>) <= arch::sm90::kMaxSharedBytes);
 
@@ -77,13 +78,13 @@ HOPWELL_DEVICE WorkTile work_of(const Params& p) { return work_tile_of(p, arch::
 
 #if HOPWELL_HAS_SM90A
 
-// Half 0 or 1 of the columns: four panels, and half of the one in the middle if there is.
+// Half 0 or 1 of the columns: four panels, and half of the middle panel if there is one.
 template <int kDqk, int kHalf>
 constexpr int kFirstPanel = kHalf == 0 ? 0 : kDqk / 64 - 4;
 
 // ---- warpgroups 0 and 1
 
-// Starts the copies of kCount panels of 64 keys, by a warpgroup.
+// Starts the copies of kCount panels of 64 keys, executed by a warpgroup.
 template <int kFirst, int kCount, int kDqk>
 HOPWELL_DEVICE void copy_panels(const Params& p, SharedStorage<kDqk>& s, const int (&keys)[4], arch::CachePolicy policy,
                                 int t) {
@@ -99,7 +100,7 @@ HOPWELL_DEVICE void copy_panels(const Params& p, SharedStorage<kDqk>& s, const i
   }
 }
 
-// The panels of half of the columns. Half 0 leaves the keys for those who add.
+// Copies the panels of half of the columns. Half 0 publishes the keys for the additions.
 template <int kDqk, int kHalf>
 HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, const int (&keys)[4], arch::CachePolicy policy,
                            int step, int t) {
@@ -110,25 +111,25 @@ HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, const int (&
   }
   copy_panels<kFirstPanel<kDqk, kHalf>, 4>(p, s, keys, policy, t);
 }
-// The panel that both halves multiply with, in whole lines by half 0.
+// The panel that both halves multiply with; half 0 copies it in whole lines.
 template <int kDqk>
 HOPWELL_DEVICE void gather_middle(const Params& p, SharedStorage<kDqk>& s, const int (&keys)[4],
                                   arch::CachePolicy policy, int t) {
   if constexpr (kHasMiddle<kDqk>) copy_panels<4, 1>(p, s, keys, policy, t);
 }
 
-// Who holds one of a step's keys, for thread t of the first 64.
+// Member mask of one of a step's keys, for thread t of the first 64.
 HOPWELL_DEVICE uint8_t load_holders(const Params& p, const Entries& entries, int step, int t) {
   const int at = step * Config::kKeys + t;
   return t < Config::kKeys && at < entries.length ? p.holders[entries.row - p.selection.indices + at] : uint8_t{0};
 }
 HOPWELL_DEVICE void publish_holders(uint16_t (&holders)[2][Config::kKeys / 2], uint8_t of_key, int step, int t) {
   if (t < Config::kKeys) reinterpret_cast<uint8_t*>(holders[step % 2])[t] = of_key;
-  arch::syncwarp();  // kept: lanes branched off
+  arch::syncwarp();  // kept: lanes have diverged
 }
 
-// Brings the same half of the rows of sums to L2 before they are added to. Not within `gather`: the test alone costs
-// the copies a few per cent.
+// prefetch_dkv_accum: prefetches the same half of the rows of dkv_accum to L2 before the additions. Not inside
+// `gather`: the test alone slows the copies by a few per cent.
 template <int kDqk, int kHalf>
 HOPWELL_DEVICE void prefetch_sums(const Params& p, const int (&keys)[4], int t) {
   constexpr int kLines = kDqk / 64;  // of 128 bytes
@@ -142,7 +143,7 @@ HOPWELL_DEVICE void prefetch_sums(const Params& p, const int (&keys)[4], int t) 
   }
 }
 
-// dQ through this half's columns of the key buffer, then in whole lines.
+// Stages dQ in this half's columns of the key buffer, then stores whole lines.
 template <int kDqk, int kHalf>
 HOPWELL_DEVICE void store_dq(const Params& p, SharedStorage<kDqk>& s, const float (&dq)[128], const float (&middle)[16],
                              const WorkTile& work, int t) {
@@ -164,7 +165,7 @@ HOPWELL_DEVICE void store_dq(const Params& p, SharedStorage<kDqk>& s, const floa
   }
 }
 
-// The same, or what a slice gives.
+// Stores dQ of a tile: the same, or the result of a slice.
 template <int kDqk, int kHalf>
 HOPWELL_DEVICE void finish_tile(const Params& p, SharedStorage<kDqk>& s, const float (&dq)[128],
                                 const float (&middle)[16], const WorkTile& work, int t) {
@@ -178,8 +179,8 @@ HOPWELL_DEVICE void finish_tile(const Params& p, SharedStorage<kDqk>& s, const f
   }
 }
 
-// Clears P of invalid entries, and has their sums, zeros then, added to the row of the query's last key. The barrier is
-// warpgroup 0's own, which else only stages dQ in the end.
+// Clears P of invalid entries and redirects their zero sums to the row of the query's last key. The barrier belongs to
+// warpgroup 0, which otherwise uses it only to stage dQ at the end.
 template <int kDqk>
 HOPWELL_DEVICE void clear_invalid(float (&p)[32], SharedStorage<kDqk>& s, const Entries& entries, int step, int t) {
   if (reinterpret_cast<const uint32_t&>(s.lacks_keys[step % 2]) == 0) return;
@@ -189,10 +190,10 @@ HOPWELL_DEVICE void clear_invalid(float (&p)[32], SharedStorage<kDqk>& s, const 
     if (keys[e / 4 * 8 + 2 * (t & 3) + (e & 1)] < 0) p[e] = 0;
   arch::barrier_sync(kLowStaged, 128);
   if (t < Config::kKeys && keys[t] < 0) keys[t] = ~entries.key(entries.length - 1);
-  arch::syncwarp();  // kept: lanes branched off
+  arch::syncwarp();  // kept: lanes have diverged
 }
 
-// Half 0: S, just multiplied, to P, and the sums over heads. Half 1: dP to dS, which it stores and keeps.
+// Half 0: converts S to P, and computes the sums over heads. Half 1: converts dP to dS, which it stores and also keeps.
 template <int kHalf, int kHeadSteps, bool kFixed, bool kAttn, bool kMerged, class Storage>
 HOPWELL_DEVICE void finish_scores(const Params& p, Storage& s, const Entries& entries, float (&acc)[32],
                                   const HeldKeys& held, int step, int t, DsFragments& ds) {
@@ -201,7 +202,7 @@ HOPWELL_DEVICE void finish_scores(const Params& p, Storage& s, const Entries& en
     make_p<kMerged>(p, acc, s.heads, t, held);
     if constexpr (!kFixed) clear_invalid(acc, s, entries, step, t);
     store_p<kAttn>(acc, s.heads, s.p, t);
-    if constexpr (kPanelsBeside<kFixed> > 0) arch::fence_proxy_async();  // no other product reads P from there
+    if constexpr (kPanelsBeside<kFixed> > 0) arch::fence_proxy_async();  // no other product reads this P
     arch::barrier_arrive(kPFull, 256);
     if constexpr (kAttn) sum_heads(acc, s.head_sums, t);
   } else {
@@ -214,7 +215,7 @@ HOPWELL_DEVICE void finish_scores(const Params& p, Storage& s, const Entries& en
   }
 }
 
-// Their panels of dKV. acc: registers that are free.
+// Adds the score warpgroups' panels of dKV. acc: free registers.
 template <int kDqk, int kHalf, int kHeadSteps, bool kFixed>
 HOPWELL_DEVICE void add_panels_beside(const Params& p, SharedStorage<kDqk>& s, float (&acc)[32], int step, int t) {
   constexpr int kCount = kPanelsBeside<kFixed>;
@@ -233,7 +234,7 @@ HOPWELL_DEVICE void add_panels_beside(const Params& p, SharedStorage<kDqk>& s, f
 // Both halves: S or dP; their columns of dQ and of the next keys; their panels of dKV, if any.
 template <int kDqk, int kHalf, int kHeadSteps, bool kFixed, bool kAttn, bool kMerged>
 HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const WorkTile& work, Entries entries) {
-  entries.length = length_of(s.last_valid);  // by each role: ptxas spills what is known before they part
+  entries.length = length_of(s.last_valid);  // in each role: ptxas spills values computed before the roles split
   const int steps = entries.tiles(Config::kKeys);
   float dq[128] = {}, middle[16] = {};
   for (int step = 0; step < steps; ++step) {
@@ -255,7 +256,7 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const WorkTil
     else
       arch::barrier_sync(kDsFull, 256);
     if constexpr (kHalf == 0) load_ds(ds, s.ds, t);
-    arch::wgmma_fence();  // kept: the emulator sees no register operands
+    arch::wgmma_fence();  // kept: the emulator does not check register operands
     multiply_dq<kHasMiddle<kDqk>>(dq, middle, ds, s.keys[kFirstPanel<kDqk, kHalf>],
                                   {across_heads(s.keys[4]) + (64 * kHalf >> 4), 128});
     arch::wgmma_commit();
@@ -287,8 +288,8 @@ HOPWELL_DEVICE void score(const Params& p, SharedStorage<kDqk>& s, const WorkTil
 
 // ---- warpgroup 2
 
-// Starts the product of half a panel of dKV. P comes from registers, and of dS what fits: that spares shared memory, and
-// warpgroup 0 need not wait with the next P.
+// Starts the product of half a panel of dKV. P comes from registers, and as much of dS as fits: this saves shared
+// memory bandwidth, and warpgroup 0 does not wait to write the next P.
 template <int kDqk, int kHeadSteps>
 HOPWELL_DEVICE void start_half(SharedStorage<kDqk>& s, float (&acc)[16],
                                const uint32_t (&ds)[kDsStepsHeld<kHeadSteps>][4],
@@ -302,7 +303,7 @@ HOPWELL_DEVICE void start_half(SharedStorage<kDqk>& s, float (&acc)[16],
 
 HOPWELL_DEVICE bool is_paced(const Params& p) { return p.progress && int(arch::block_index()) < p.whole_tiles; }
 
-// What the score warpgroups wait for, where nobody wants dKV.
+// Arrives at the barriers that the score warpgroups wait for, if dKV is not needed.
 template <int kHeadSteps>
 HOPWELL_DEVICE void give_back_steps(int steps) {
   for (int step = 0; step < steps; ++step) {
@@ -313,8 +314,8 @@ HOPWELL_DEVICE void give_back_steps(int steps) {
   }
 }
 
-// dKV of each step, or what the score warpgroups leave of it: half a panel is multiplied while the one before is added. dS
-// is given back when the last half is multiplied, so that the next dS is there when it has been added.
+// dKV of each step, without the panels of the score warpgroups: multiplies half a panel while it adds the previous
+// half. Releases dS after the product of the last half, so that the next dS is complete when that half has been added.
 template <int kDqk, int kHeadSteps, bool kFixed>
 HOPWELL_DEVICE void scatter(const Params& p, SharedStorage<kDqk>& s, Entries entries) {
   entries.length = length_of(s.last_valid);
@@ -349,7 +350,8 @@ HOPWELL_DEVICE void scatter(const Params& p, SharedStorage<kDqk>& s, Entries ent
 
 // ---- before the first step
 
-// Q, dO, the first keys, and what the heads need. Returns the entries, of which the last valid one is in s.last_valid.
+// Loads Q, dO and the first keys, and computes the heads' values. Returns the entries; s.last_valid has the last valid
+// one.
 template <int kDqk, bool kAttn, bool kMerged>
 HOPWELL_DEVICE Entries prepare(const Params& p, SharedStorage<kDqk>& s, const WorkTile& work) {
   Entries entries = entries_of(p, work);
@@ -378,13 +380,13 @@ HOPWELL_DEVICE Entries prepare(const Params& p, SharedStorage<kDqk>& s, const Wo
 
 #endif
 
-// kHeadSteps: of 16 heads, where h_q may be fewer than 64.
+// kHeadSteps: number of 16-head blocks, if h_q may be less than 64.
 template <int kDqk, int kHeadSteps, bool kFixed, bool kAttn, bool kMerged = false>
 __global__ void __launch_bounds__(Config::kThreads, 1) single_kernel(const __grid_constant__ Params p) {
 #if HOPWELL_HAS_SM90A
   auto& s = arch::dynamic_smem<SharedStorage<kDqk>>();
   const WorkTile work = work_of(p);
-  if (!p.merged.wants(work.query)) {  // to the others it has made all its steps
+  if (!p.merged.wants(work.query)) {  // reports all its steps to the other CTAs
     count_missing_steps<Config::kKeys>(p, is_paced(p), 0, arch::thread_index());
     return;
   }

@@ -1,5 +1,5 @@
-// sparse_mla_backward on Hopper: what the kernels for 64 and for 128 heads have in common. Panels in shared memory, the
-// gather of keys, the products, P and dS, and dQ on its way out. Roles, timeline and budget: single.hpp and pair.hpp.
+// sparse_mla_backward on Hopper: shared by the kernels for 64 and for 128 heads. Panels in shared memory, the gather of
+// keys, the products, P and dS, and the output of dQ. Roles, timeline and budget: single.hpp and pair.hpp.
 #pragma once
 
 #include "arch/sm80/async_copy.hpp"
@@ -24,7 +24,7 @@ struct Config {
 };
 static_assert(2 * Config::kScoreRegisters + Config::kScatterRegisters <= 65536 / 128);
 
-// What a warpgroup does: S or dP, and a half of dQ's columns and of the next keys'; or most of dKV.
+// Role of a warpgroup: S or dP, and a half of the columns of dQ and of the next keys; or most of dKV.
 enum class Role { scores_low_columns, scores_high_columns, dkv };
 
 struct Panel {
@@ -33,14 +33,14 @@ struct Panel {
 
 #if HOPWELL_HAS_SM90A
 
-// d_qk 576 has nine panels, the halves of dQ four and a half: they share the one in the middle.
+// d_qk 576 has nine panels, a half of dQ four and a half: both halves share the middle panel.
 template <int kDqk>
 constexpr bool kHasMiddle = kDqk / 64 % 2 == 1;
 
 // ---- Q, dO and keys
 
-// Starts the copies of kColumns columns of 64 heads, by all threads; zeros beyond `heads`. target(row, chunk): where 16
-// bytes go.
+// Starts the copies of kColumns columns of 64 heads, executed by all threads; padding heads are filled with zeros.
+// target(row, chunk): destination of 16 bytes.
 template <int kColumns, class Target>
 HOPWELL_DEVICE void load_heads(Target target, const bf16* source, int64_t stride, int heads) {
   for (int e = arch::thread_index(); e < Config::kHeads * (kColumns / 8); e += Config::kThreads) {
@@ -48,7 +48,7 @@ HOPWELL_DEVICE void load_heads(Target target, const bf16* source, int64_t stride
     arch::cp_async(target(row, chunk), source + (row < heads ? row : 0) * stride + 8 * chunk, row < heads ? 16 : 0);
   }
 }
-// A target for it.
+// A target in panels.
 HOPWELL_DEVICE auto in_panels(const Panel* panels) {
   return [panels](int row, int chunk) {
     return arch::shared_address(&panels[chunk / 8]) + tile::swizzled(row, chunk % 8);
@@ -61,7 +61,7 @@ HOPWELL_DEVICE void load_keys(int (&keys)[4], const Entries& entries, int step, 
   for (int m = 0; m < 4; ++m) keys[m] = entries.key(step * Config::kKeys + t / 8 + 16 * m);
 }
 
-// Leaves them for those who add.
+// Publishes the keys for the additions.
 HOPWELL_DEVICE void publish_keys(int (&key)[2][Config::kKeys], const int (&keys)[4], int step, int t) {
   const int chunk = t & 7;
   HOPWELL_UNROLL
@@ -84,15 +84,16 @@ HOPWELL_DEVICE void multiply_scores(float (&acc)[32], const Panel* a, const Pane
     arch::wgmma_ss(acc, left + tile::columns_on(step), right + tile::columns_on(step), step > 0);
 }
 
-// dS of 64 heads and 64 keys as A fragments, four for each 16 keys; `load_ds` brings what another warpgroup stored.
+// dS of 64 heads and 64 keys as A fragments, four per 16 keys. `load_ds` loads dS that another warpgroup stored.
 using DsFragments = uint32_t[4][4];
 
-// 32 columns of 64 keys beside whole panels, as descriptors: where they begin, and how far 16 keys are from the next.
+// 32 columns of 64 keys next to whole panels, as descriptors: start, and distance between groups of 16 keys.
 struct ColumnsBeside {
   uint64_t first, of_16_keys;
 };
 
-// dq [64 heads][2 kSize columns] += dS · panels of keys; and narrow [64 heads][32 columns] += dS · the columns beside.
+// dq [64 heads][2 kSize columns] += dS · panels of keys; and narrow [64 heads][32 columns] += dS · the columns next to
+// them.
 template <bool kNarrow, int kSize>
 HOPWELL_DEVICE void multiply_dq(float (&dq)[kSize], float (&narrow)[16], const DsFragments& ds, const Panel& keys,
                                 const ColumnsBeside& beside) {
@@ -106,7 +107,7 @@ HOPWELL_DEVICE void multiply_dq(float (&dq)[kSize], float (&narrow)[16], const D
 }
 
 // acc [64 keys][2 kSize columns] (+)= aᵀ · b, a [64 heads][64 keys], b [64 heads][a panel, or a narrow one]: by
-// address, so that the panel may be a run-time number. kHeadSteps: of 16 heads; the others are zeros.
+// address, so that the panel may be a run-time number. kHeadSteps: number of 16-head blocks; the others are zeros.
 template <int kHeadSteps, bool kNarrow = false, int kSize>
 HOPWELL_DEVICE void multiply_transposed(float (&acc)[kSize], uint32_t a, uint32_t b, bool accumulate) {
   const uint64_t left = arch::at_address(tile::kRowsAcrossK, a),
@@ -117,8 +118,8 @@ HOPWELL_DEVICE void multiply_transposed(float (&acc)[kSize], uint32_t a, uint32_
                                     accumulate || step > 0);
 }
 
-// P or dS transposed, as A fragments for 64 keys: ldmatrix.trans, where lanes 0-7 give heads 0-7 of the first 8 keys,
-// 8-15 of the next 8 keys, 16-31 the same of heads 8-15.
+// P or dS transposed, as A fragments for 64 keys: ldmatrix.trans, with row addresses from lanes 0-7 for heads 0-7 of
+// the first 8 keys, from lanes 8-15 for the next 8 keys, from lanes 16-31 the same for heads 8-15.
 template <int kHeadSteps>
 HOPWELL_DEVICE void load_transposed(uint32_t (&fragments)[kHeadSteps][4], const Panel& from, int t) {
   const int lane = t % 32;
@@ -128,12 +129,13 @@ HOPWELL_DEVICE void load_transposed(uint32_t (&fragments)[kHeadSteps][4], const 
   for (int k = 0; k < kHeadSteps; ++k) arch::ldmatrix<arch::Transpose::yes>(fragments[k], source + uint32_t(2048 * k));
 }
 
-// A panel of 64 heads as an operand that is multiplied over heads.
+// A panel of 64 heads as an MN-major operand, multiplied over heads.
 HOPWELL_DEVICE uint64_t across_heads(const Panel& panel) {
   return arch::at_address(tile::kRowsAcrossK, arch::shared_address(&panel));
 }
 
-// acc [64 keys][2 kSize columns] (+)= such fragments · a panel of dO or Q, or half of it. That spares shared memory.
+// acc [64 keys][2 kSize columns] (+)= such fragments · a panel of dO or Q, or half of it. Saves shared memory
+// bandwidth.
 template <int kHeadSteps, int kSize>
 HOPWELL_DEVICE void multiply_fragments(float (&acc)[kSize], const uint32_t (&fragments)[kHeadSteps][4], uint64_t right,
                                        bool accumulate) {
@@ -141,7 +143,7 @@ HOPWELL_DEVICE void multiply_fragments(float (&acc)[kSize], const uint32_t (&fra
   for (int k = 0; k < kHeadSteps; ++k)
     arch::wgmma_rs<kBTransposed>(acc, fragments[k], right + uint64_t(128 * k), accumulate || k > 0);
 }
-// The same where only the first heads' fragments found room in registers; all of them are in `left`, too.
+// The same if only the first heads' fragments fit in registers; `left` has all of them.
 template <int kHeadSteps, int kLoaded, int kSize>
 HOPWELL_DEVICE void multiply_fragments(float (&acc)[kSize], const uint32_t (&fragments)[kLoaded][4], uint64_t left,
                                        uint64_t right, bool accumulate) {
@@ -153,18 +155,18 @@ HOPWELL_DEVICE void multiply_fragments(float (&acc)[kSize], const uint32_t (&fra
 
 // ---- P and dS
 
-// Which of its warp's 16 rows and two chunks of 8 columns a lane names for stmatrix and ldmatrix.
+// Row and chunk that a lane addresses for stmatrix and ldmatrix, among its warp's 16 rows and two chunks of 8 columns.
 struct MatrixLane {
   int row, chunk;
 };
 HOPWELL_DEVICE MatrixLane matrix_lane(int t) { return {t / 32 * 16 + (t & 15), t >> 4 & 1}; }
-// Where in a panel that is, from chunk j on.
+// Byte offset in a panel of that row and chunk, from chunk j on.
 HOPWELL_DEVICE uint32_t matrix_offset(const MatrixLane& lane, int j) {
   return tile::swizzled(lane.row, j + lane.chunk);
 }
 
-// Of a group of queries, whose rows are merged: for a thread's rows of P, t % 32 / 4 and 8 more of its warp's 16, a bit
-// for each of its columns, whether the row's query holds the key.
+// For query groups: member bits of a thread's rows of P, t % 32 / 4 and 8 more of its warp's 16. One bit per column:
+// whether the row's query has the key.
 using HeldKeys = uint32_t[2];
 HOPWELL_DEVICE void load_held_keys(HeldKeys& held, const uint16_t (&holders)[Config::kKeys / 2], int heads_of_member,
                                    int t) {
@@ -178,7 +180,7 @@ HOPWELL_DEVICE void load_held_keys(HeldKeys& held, const uint16_t (&holders)[Con
   }
 }
 
-// Scores to exp(score − lse'), or exp(score − lse) with attn. kMerged: only where the query holds the key.
+// Converts scores to exp(score − lse'), or to exp(score − lse) with attn. kMerged: only where the query has the key.
 template <bool kMerged = false>
 HOPWELL_DEVICE void make_p(const Params& p, float (&acc)[32], const HeadValues<Config::kHeads>& heads, int t,
                            const HeldKeys& held = {}) {
@@ -187,12 +189,12 @@ HOPWELL_DEVICE void make_p(const Params& p, float (&acc)[32], const HeadValues<C
   HOPWELL_UNROLL
   for (int e = 0; e < 32; ++e) {
     const float x = acc[e] * p.scale_log2 - (e & 2 ? shift1 : shift0);
-    acc[e] = arch::exp2_approx(x > Config::kLargestExponent ? Config::kLargestExponent : x);  // a NaN stays
+    acc[e] = arch::exp2_approx(x > Config::kLargestExponent ? Config::kLargestExponent : x);  // NaN stays NaN
     if (kMerged && !(held[e >> 1 & 1] >> (e / 4 * 2 + (e & 1)) & 1)) acc[e] = 0;
   }
 }
 
-// P to shared memory, by way of what attn keeps of it.
+// Stores P to shared memory; with attn, multiplied by sink_scale.
 template <bool kAttn>
 HOPWELL_DEVICE void store_p(const float (&acc)[32], const HeadValues<Config::kHeads>& heads, const Panel& target,
                             int t) {
@@ -211,7 +213,7 @@ HOPWELL_DEVICE void store_p(const float (&acc)[32], const HeadValues<Config::kHe
   }
 }
 
-// dP and P to dS.
+// Converts dP and P to dS.
 HOPWELL_DEVICE void make_ds(const Params& p, const float (&acc)[32], const HeadValues<Config::kHeads>& heads,
                             const Panel& source, DsFragments& ds, int t) {
   const auto& delta = heads.delta;
@@ -242,8 +244,8 @@ HOPWELL_DEVICE void load_ds(DsFragments& ds, const Panel& source, int t) {
     arch::ldmatrix(ds[k], arch::shared_address(&source) + matrix_offset(matrix_lane(t), 2 * k));
 }
 
-// Sums exp(score − lse) over a warp's 16 heads: within a lane, then over the 8 lanes of a column. The rest can wait
-// until the tensor cores have work.
+// Sums exp(score − lse) over a warp's 16 heads: within a lane, then over the 8 lanes of a column. add_attn follows
+// later, when the tensor cores are busy.
 HOPWELL_DEVICE void sum_heads(const float (&acc)[32], float (&head_sums)[4][Config::kKeys], int t) {
   const int lane = t % 32;
   float sum[16];
@@ -257,27 +259,28 @@ HOPWELL_DEVICE void sum_heads(const float (&acc)[32], float (&head_sums)[4][Conf
   head_sums[t / 32][column + 1] = sum[1];
 }
 
-// Adds them over the 4 warps to attn, which holds 0 or the sum of other heads. In the order of the selection, ordered
-// or not: restore_attn_order brings sums to their entries.
+// Adds the sums over the 4 warps to attn, which holds 0 or the sum of other heads. In the order of the selection,
+// sorted or not: restore_attn_order moves sums to their entries.
 HOPWELL_DEVICE void add_attn(const Params& p, const float (&head_sums)[4][Config::kKeys],
                              const int (&keys)[Config::kKeys], const WorkTile& work, const Entries& entries, int step,
                              int t) {
   if (t < Config::kKeys && keys[t] >= 0)
     arch::red_add(p.attn + work.query * p.attn_stride + entries.place(work.first_entry) + step * Config::kKeys + t,
                   head_sums[0][t] + head_sums[1][t] + head_sums[2][t] + head_sums[3][t]);
-  arch::syncwarp();  // kept: lanes branched off
+  arch::syncwarp();  // kept: lanes have diverged
 }
 
 // ---- dQ
 
-// 16 columns of a warp's rows, from accumulators to bf16 in shared memory. target: of what this lane names.
+// Converts 16 columns of a warp's rows from accumulators to bf16 in shared memory. target: this lane's address for
+// stmatrix.
 HOPWELL_DEVICE void stage_fragment(uint32_t target, const float* x) {
   const uint32_t packed[4] = {arch::pack_bf16(x[0], x[1]), arch::pack_bf16(x[2], x[3]), arch::pack_bf16(x[4], x[5]),
                               arch::pack_bf16(x[6], x[7])};
   arch::stmatrix(target, packed);
 }
 
-// 2 kSize columns of 64 rows, to panels.
+// Stages 2 kSize columns of 64 rows in panels.
 template <int kSize>
 HOPWELL_DEVICE void stage_panels(const Panel* panels, const float (&x)[kSize], const MatrixLane& lane) {
   HOPWELL_UNROLL
@@ -285,7 +288,7 @@ HOPWELL_DEVICE void stage_panels(const Panel* panels, const float (&x)[kSize], c
     stage_fragment(arch::shared_address(&panels[j / 8]) + matrix_offset(lane, j % 8), &x[4 * j]);
 }
 
-// What a slice gives of dQ, in fp32: columns from `column` on of the rows of `target`, as the accumulators have them.
+// Stores dQ of a slice in fp32: columns from `column` on of the rows of `target`, in the order of the accumulators.
 template <int kDqk, int kSize>
 HOPWELL_DEVICE void store_dq_slice(float* target, const float (&dq)[kSize], int column, int t) {
   const int row = t / 32 * 16 + t % 32 / 4;

@@ -1,31 +1,33 @@
-// sparse_mla_forward on Blackwell: the kernel for a query and 128 heads on a cluster of two CTAs. Formula: single.hpp.
+// sparse_mla_forward on Blackwell: the kernel for one query and 128 heads on a cluster of two CTAs. Formula:
+// single.hpp.
 //
-// Tile      one query, 128 heads, 128 keys a step; d_qk 576 or 512. Products are tcgen05.mma.cta_group::2 with M 128, issued
-//           by CTA 0 for both: CTA r has the heads [64 r, 64 r + 64), half of the rows of each B, and P of its heads.
-// Keys      S takes K by keys: CTA r has all columns of the keys [64 r, 64 r + 64). O takes V by columns: of each 256, CTA r has
-//           [128 r, 128 r + 128) of all keys. So of the keys that CTA r has for S, half of the columns stay for O; when S has
-//           been made, the columns of the other CTA's keys which r lacks take the place of the others, where the other CTA has
-//           the same keys. 1,664 B a key and pair are gathered, not 2,176.
-// Ring      A stage: 128 columns of 64 keys. Its barrier `full` ends two phases for each use: keys, values. The last 64 of 576
-//           columns have a place of their own, and go first. A step's keys stay until the next step's S has been made and O
-//           after it: eight of eleven stages (d_qk 512: twelve), and the others are there for keys that are under way.
-// Queries   come in thirds (d_qk 512: quarters) to the place in shared memory where the last one stays; the issuing thread
-//           copies the others to tensor memory. Clusters are persistent: while O of a query is finished and stored, the next
-//           one's Q and keys come.
-// Roles     warp 0       issue     all products, in CTA 0
-//           warp 1       queries
-//           warps 2-3    values    what takes the place of keys
-//           warps 4-7    math      S → P, a head and half of the keys a thread; in the end O
-//           warps 8-11   keys      as S takes them
+// Tile      one query, 128 heads, 128 keys per step; d_qk 576 or 512. Products are tcgen05.mma.cta_group::2 with M 128,
+//           issued by CTA 0 for both CTAs. CTA r holds heads [64 r, 64 r + 64), half of the rows of each B, and P of
+//           its heads.
+// Keys      S splits K by keys: CTA r holds all columns of keys [64 r, 64 r + 64). O splits V by columns: of each 256
+//           columns, CTA r holds [128 r, 128 r + 128) of all keys. So half of the columns that CTA r holds for S stay
+//           for O. After S, the missing columns of the other CTA's keys replace the other half, in the stages in which
+//           that CTA keeps the same keys. So a pair gathers 1,664 B per key, not 2,176.
+// Ring      A stage: 128 columns of 64 keys. Its barrier `full` has two phases per use: keys, values. The last 64 of
+//           576 columns have their own buffer and are copied first. A step's keys stay until the next step's S and then
+//           O are complete: eight of eleven stages (d_qk 512: of twelve). The other stages hold keys in flight.
+// Queries   arrive in thirds (d_qk 512: quarters) in a shared-memory buffer. The last part stays there; the issuing
+//           thread copies the others to tensor memory. Clusters are persistent: the Q and keys of the next query arrive
+//           while O of a query is finished and stored.
+// Roles     warp 0       issue     mma: all products, in CTA 0
+//           warp 1       queries   producer of Q
+//           warps 2-3    values    producer: replaces keys by values
+//           warps 4-7    math      softmax: S → P, one head and half of the keys per thread; epilogue: O
+//           warps 8-11   keys      producer: keys for S
 // Timeline  keys    │ (O 0 frees) keys 3 ▒▒▒▒▒▒▒▒▒▒│ (O 1 frees) keys 4 ▒▒▒▒▒▒▒▒▒▒│ …
 //           values  │ values 1 ▒▒▒▒            │ values 2 ▒▒▒▒            │ …
 //           issue   │ O 0 ▓▓▓▓▓▓▓▓│ S 2 ▓▓▓▓▓▓▓▓▓│ O 1 ▓▓▓▓▓▓▓▓│ S 3 ▓▓▓▓▓▓▓▓▓│ …
 //           math    │ P 1 ░░░░░░░░│ store        │ P 2 ░░░░░░░░│ store        │ …
-// Budget    shared: Q 3 + keys 11 × 2 + 1 + P 2 panels of 8,192 B = 229,376, values and barriers 1,804 (of 232,448); tensor
-//           memory: O 256 + Q 192 + S 64 = 512 columns
-// Bound     shared memory: S 98,304 + O 98,304 B of operands, 106,496 of keys and values that come and 16,384 of P that is
-//           stored: 2,496 cycles a step; as many of the gather, 12 for each of 208 instructions; products 2,176, which is the
-//           full rate. So it may reach 0.87 of the matmul rate.
+// Budget    shared: (Q 3 + keys 11 × 2 + 1 + P 2) panels of 8,192 B = 229,376, values and barriers 1,804 (of 232,448);
+//           tensor memory: O 256 + Q 192 + S 64 = 512 columns
+// Bound     shared memory: S 98,304 + O 98,304 B of operands, 106,496 B of arriving keys and values, 16,384 B of stored
+//           P: 2,496 cycles per step. The gather takes the same, 12 cycles for each of 208 instructions. Products take
+//           2,176 cycles at the full rate. So the kernel can reach 0.87 of the matmul rate.
 #pragma once
 
 #include "ops/sparse_mla_forward/sm100/tile.hpp"
@@ -36,19 +38,19 @@ struct PairConfig {
   static constexpr int kHeads = 128, kThreads = 384;
   static constexpr int kIssueWarp = 0, kQueryWarp = 1, kValueWarps = 2, kFirstKeyWarp = 8, kKeyWarps = 4;
   static constexpr int kPartPanels = 2, kPartColumns = 64 * kPartPanels,
-                       kParts = Config::kDv / kPartColumns;  // of a step
-  static constexpr uint16_t kBoth = 3;                       // the CTAs
+                       kParts = Config::kDv / kPartColumns;  // parts of a step
+  static constexpr uint16_t kBoth = 3;                       // CTA mask of the pair
 };
 
 template <int kDqk>
 struct PairStorage : MathStorage<kDqk, 2, 6> {
   static constexpr bool kHasTail = kDqk > Config::kDv;
-  static constexpr int kStages = kHasTail ? 11 : 12;  // as many as there is room for
+  static constexpr int kStages = kHasTail ? 11 : 12;  // as many as fit
   static constexpr int kQPieces = PairStorage::kPanels / PairStorage::kQPanels;
   static_assert(PairStorage::kPanels % PairStorage::kQPanels == 0);
   alignas(1024) unsigned char keys[kStages][PairConfig::kPartPanels][tile::kPanelBytes];
-  alignas(1024) unsigned char tail[1][kHasTail ? tile::kPanelBytes : 16];  // columns that are no values
-  float max[2][2][Config::kHeads];                                         // [step % 2][half of the keys]: of this step
+  alignas(1024) unsigned char tail[1][kHasTail ? tile::kPanelBytes : 16];  // columns that are not values
+  float max[2][2][Config::kHeads];                                         // [step % 2][half of the keys]
   tile::RingBarriers<kStages> key_barriers;
   tile::RingBarriers<1> tail_barriers;
   arch::mbarrier q_full, q_empty;
@@ -58,14 +60,15 @@ static_assert(sizeof(PairStorage<576>) <= arch::sm90::kMaxSharedBytes &&
 
 #if HOPWELL_HAS_SM100A
 
-// The ring's items are parts of a step's keys: 128 columns of 64 keys. For O, part i holds keys of CTA i % 2, and columns of
-// the half i / 2.
+// The ring's items are parts of a step's keys: 128 columns of 64 keys. For O, part i holds keys of CTA i % 2 and
+// columns of half i / 2.
 template <int kDqk>
 using PartSlot = tile::RingSlot<PairStorage<kDqk>::kStages>;
 using TailSlot = tile::RingSlot<1>;
 enum FullPhase : uint32_t { kKeysCame, kValuesCame };  // parities of a stage's `full`
 
-// Calls function(work, entries, steps) for all that this cluster works on, one after another. Each role does its part of it.
+// Calls function(work, entries, steps) for all work tiles of this cluster, in order. Each role executes its part of
+// them.
 template <int kDqk, class Function>
 HOPWELL_DEVICE void for_each_tile(const Params& p, const Function& function) {
   const uint32_t tiles = uint32_t(p.head_tiles), first = arch::cluster_rank() * Config::kHeads;
@@ -79,7 +82,7 @@ HOPWELL_DEVICE void for_each_tile(const Params& p, const Function& function) {
 
 // ---- gather
 
-// Starts the copies of four rows of kPanels panels, as `lane` of the 16 that copy the panels' rows.
+// Starts the copies of four rows of kPanels panels. `lane`: index among the 16 lanes that copy the panels' rows.
 template <int kPanels>
 HOPWELL_DEVICE void gather_panels(const void* panels, const arch::TensorMap& map, int column, const int (&keys)[4],
                                   int lane, arch::mbarrier& full) {
@@ -90,7 +93,7 @@ HOPWELL_DEVICE void gather_panels(const void* panels, const arch::TensorMap& map
                          in_first_cta(full));
 }
 
-// A part of this CTA's keys. CTA 0 announces what comes to both.
+// Copies a part of this CTA's keys. CTA 0 announces the bytes that arrive in both CTAs.
 template <int kPanels>
 HOPWELL_DEVICE void gather_part(const void* panels, const arch::TensorMap& map, int column, const int (&keys)[4],
                                 int lane, arch::mbarrier& full, arch::Site site = arch::Site::current()) {
@@ -99,8 +102,8 @@ HOPWELL_DEVICE void gather_part(const void* panels, const arch::TensorMap& map, 
   gather_panels<kPanels>(panels, map, column, keys, lane, full);
 }
 
-// The keys of this CTA. By four lanes of each of four warps: others, whose copies nobody waits for, could fall behind by two
-// phases of `empty` and wait for ever.
+// The keys of this CTA, copied by four lanes of each of four warps. Further lanes would have copies that nothing waits
+// for; they could fall behind by two phases of `empty` and wait for ever.
 template <int kDqk>
 HOPWELL_DEVICE void gather_keys(const GatherParams& p, PairStorage<kDqk>& s, int lane) {
   using Storage = PairStorage<kDqk>;
@@ -128,7 +131,7 @@ HOPWELL_DEVICE void gather_keys(const GatherParams& p, PairStorage<kDqk>& s, int
   });
 }
 
-// This CTA's columns of the other's keys, as soon as S has been made. By eight lanes of each of two warps.
+// This CTA's columns of the other CTA's keys, after S is complete. Copied by eight lanes of each of two warps.
 template <int kDqk>
 HOPWELL_DEVICE void gather_values(const GatherParams& p, PairStorage<kDqk>& s, int lane) {
   using Storage = PairStorage<kDqk>;
@@ -156,7 +159,7 @@ HOPWELL_DEVICE void gather_values(const GatherParams& p, PairStorage<kDqk>& s, i
 
 // ---- queries
 
-// By a warp.
+// Executed by one warp.
 template <int kDqk>
 HOPWELL_DEVICE void load_queries(const Params& p, PairStorage<kDqk>& s) {
   using Storage = PairStorage<kDqk>;
@@ -175,8 +178,8 @@ HOPWELL_DEVICE void load_queries(const Params& p, PairStorage<kDqk>& s) {
 
 // ---- issue
 
-// All pieces but the last to tensor memory: eight columns of all heads a copy, to both halves of the lanes. What was there
-// nobody needs any more, or the place in shared memory would not have been free.
+// Copies all parts but the last to tensor memory: eight columns of all heads per copy, to both halves of the lanes. The
+// old contents are not needed any more; otherwise the buffer in shared memory would not have been free.
 template <int kDqk>
 HOPWELL_DEVICE void take_queries(PairStorage<kDqk>& s, uint32_t tmem, int first_use) {
   using Storage = PairStorage<kDqk>;
@@ -212,8 +215,8 @@ HOPWELL_DEVICE void multiply_panel(PairStorage<kDqk>& s, uint32_t tmem, int pane
   }
 }
 
-// S [128 heads][128 keys] = Q Kᵀ, where that of the step before was. The last columns come first, for their place is wanted
-// by the next step soonest.
+// S [128 heads][128 keys] = Q Kᵀ, in the columns of the previous step's S. The last columns come first, because the
+// next step needs their buffer first.
 template <int kDqk>
 HOPWELL_DEVICE void multiply_scores(PairStorage<kDqk>& s, uint32_t tmem, int number) {
   wait_scores_read(s, number);
@@ -235,7 +238,7 @@ HOPWELL_DEVICE void multiply_scores(PairStorage<kDqk>& s, uint32_t tmem, int num
   arch::tcgen05_commit_multicast<2>(s.s_full[number % 2], PairConfig::kBoth);
 }
 
-// O [128 heads][512 columns] (+)= P V: 256 columns of the keys of CTA 0, then of those of CTA 1; the other 256.
+// O [128 heads][512 columns] (+)= P V: 256 columns for the keys of CTA 0, then of CTA 1; then the other 256 columns.
 template <int kDqk>
 HOPWELL_DEVICE void multiply_values(PairStorage<kDqk>& s, uint32_t tmem, const Step& step) {
   constexpr uint32_t kShape = arch::instruction_descriptor({.m = 128, .n = 256, .b_major = Major::mn});
@@ -258,7 +261,7 @@ HOPWELL_DEVICE void multiply_values(PairStorage<kDqk>& s, uint32_t tmem, const S
   arch::tcgen05_commit_multicast<2>(s.out_full[step.number % 2], PairConfig::kBoth);
 }
 
-// By one thread of CTA 0. Its last commit is one that math waits for, so that neither CTA exits before its products end.
+// Executed by one thread of CTA 0. Math waits for its last commit, so that neither CTA exits before its products end.
 template <int kDqk>
 HOPWELL_DEVICE void issue(const Params& p, PairStorage<kDqk>& s) {
   const uint32_t tmem = s.tmem;
@@ -276,14 +279,14 @@ HOPWELL_DEVICE void issue(const Params& p, PairStorage<kDqk>& s) {
   });
 }
 
-// ---- math: O's rows are heads, and a thread has half of its head's columns
+// ---- math: O's rows are heads; a thread has half of its head's columns
 
-// Math warps i and i + 2, which have the same heads, meet.
+// Synchronises math warps i and i + 2, which have the same heads.
 HOPWELL_DEVICE void meet(const MathThread& at, arch::Site site = arch::Site::current()) {
   arch::barrier_sync(kMathBarrier + at.warp % 2, 64, site);
 }
 
-// Moves the reference if this step's maximum passes it by more than the slack, and O and the sum with it.
+// Updates row_max if this step's maximum exceeds it by more than rescale_threshold; then rescales O and the sum.
 template <int kDqk>
 HOPWELL_DEVICE void follow_max(RunningSoftmax& softmax, PairStorage<kDqk>& s, const MathThread& at, const Step& step,
                                float own_max) {
@@ -297,7 +300,7 @@ HOPWELL_DEVICE void follow_max(RunningSoftmax& softmax, PairStorage<kDqk>& s, co
   if (!step.first && arch::ballot(factor != 1)) scale_out(s, at, step.number, [&](int, int) { return factor; });
 }
 
-// 32 columns of O at a time, scaled, to global memory; zeros where there was no step.
+// Stores 32 columns of O at a time, scaled, to global memory; zeros if there was no step.
 template <int kDqk>
 HOPWELL_DEVICE void store_out(const GatherParams& p, PairStorage<kDqk>& s, const WorkTile& work, const MathThread& at,
                               int steps, float scale) {
@@ -313,13 +316,13 @@ HOPWELL_DEVICE void store_out(const GatherParams& p, PairStorage<kDqk>& s, const
       arch::Words8 words;
       HOPWELL_UNROLL
       for (int j = 0; j < 8; ++j) words.w[j] = arch::pack_bf16(value(i + 2 * j), value(i + 2 * j + 1));
-      // Lanes 0 to 63 have the first 128 of each 256 columns.
+      // Lanes 0 to 63 hold the first 128 of each 256 columns.
       if (head < p.h_q) store_columns(p, out + column % 128 + column / 128 * 256 + 128 * at.half + i, words);
     }
   }
 }
 
-// `last`: the number of the last step, if there was any.
+// `last`: number of the last step, if there was one.
 template <int kDqk>
 HOPWELL_DEVICE void finish(const GatherParams& p, PairStorage<kDqk>& s, const WorkTile& work, const MathThread& at,
                            const RunningSoftmax& softmax, int steps, int last) {
@@ -340,7 +343,7 @@ HOPWELL_DEVICE void finish(const GatherParams& p, PairStorage<kDqk>& s, const Wo
 
 // ---- kernel
 
-// What this warp does.
+// Runs the role of this warp.
 template <int kDqk>
 HOPWELL_DEVICE void run_role(const GatherParams& p, PairStorage<kDqk>& s) {
   constexpr int kKeyLanes = tile::kGatherLanes / PairConfig::kKeyWarps,
@@ -361,7 +364,7 @@ HOPWELL_DEVICE void run_role(const GatherParams& p, PairStorage<kDqk>& s) {
   } else if (lane < kKeyLanes) {
     gather_keys(p, s, kKeyLanes * (warp % PairConfig::kKeyWarps) + lane);
   }
-  arch::syncwarp();  // kept: lanes branched off
+  arch::syncwarp();  // kept: lanes have diverged
 }
 
 #endif
@@ -379,7 +382,7 @@ __global__ void __launch_bounds__(PairConfig::kThreads, 1) pair_kernel(const __g
     init_math_barriers(s);
     arch::fence_mbarrier_init();
   }
-  arch::syncwarp();  // kept: a lane branched off
+  arch::syncwarp();  // kept: a lane has diverged
   if (issues) s.tmem.allocate();
   arch::cluster_sync();
   run_role(p, s);

@@ -1,27 +1,30 @@
-// sparse_mla_forward on Blackwell: the kernel for a query and 64 heads on one CTA.
+// sparse_mla_forward on Blackwell: the kernel for one query and 64 heads on one CTA.
 //
-//     out[s,h,:] = Σ_i exp2(score[s,h,i] − m) · kv[indices[s,i], :512] / Σ_i exp2(…)    scores in units of log 2, m: reference
+//     out[s,h,:] = Σ_i exp2(score[s,h,i] − m) · kv[indices[s,i], :512] / Σ_i exp2(…)
+//                                                     scores in units of log 2, m: row_max (here `reference`)
 //
-// Tile      one query, 64 heads, 64 keys a step; d_qk 576 or 512. Keys are K of S and V of O from one place.
-// Products  tcgen05.mma.ws. S [64 heads][64 keys] = Q Kᵀ with M 64; Oᵀ [512 columns][64 heads] = Vᵀ Pᵀ with M 128, a part of 128
-//           columns after the other. So P is the second operand, and four collector buffers keep it, 16 keys each, for all
-//           parts. And S, whose Q lies in tensor memory, takes its keys through two collector buffers in turn: one is filled
-//           while the other is multiplied.
-// Ring      A stage: 128 columns of 64 keys, a part of a step, which O frees as soon as it has multiplied it. The last 64 of 576
-//           columns have two places of their own, which S frees. So keys of almost three steps are there or under way.
-// Roles     warp 0      gather    four rows of a panel of 64 columns an instruction
-//           warp 1      issue     all products
-//           warps 4-7   math      Q to tensor memory; S → P, a head and half of the keys a thread; of Oᵀ four rows a thread,
-//                                 which are columns of the output, of all heads
+// Tile      one query, 64 heads, 64 keys per step; d_qk 576 or 512. The keys in shared memory serve as K of S and V of
+//           O.
+// Products  tcgen05.mma.ws. S [64 heads][64 keys] = Q Kᵀ with M 64; Oᵀ [512 columns][64 heads] = Vᵀ Pᵀ with M 128, in
+//           parts of 128 columns. So P is the second operand, and four collector buffers keep it, 16 keys each, for all
+//           parts. S has Q in tensor memory and its keys alternate between two collector buffers: one is filled while
+//           the other is multiplied.
+// Ring      A stage: 128 columns of 64 keys, a part of a step. O releases it right after its products. The last 64 of
+//           576 columns have two buffers of their own, which S releases. So the keys of almost three steps are present
+//           or in flight.
+// Roles     warp 0      gather    producer: four rows of a panel of 64 columns per instruction
+//           warp 1      issue     mma: all products
+//           warps 4-7   math      Q to tensor memory; softmax: S → P, one head and half of the keys per thread;
+//                                 epilogue: four rows of Oᵀ per thread, which are output columns, for all heads
 // Timeline  gather  │ keys 0 ▒▒▒▒│ keys 1 ▒▒▒▒│ keys 2 ▒▒▒│ (O 0 frees, part by part) keys 2, 3 ▒▒▒▒│ …
 //           issue                │ S 0 ▓▓▓│ S 1 ▓▓▓│ O 0 ▓▓│ S 2 ▓▓▓│ O 1 ▓▓│ …
 //           math                          │ P 0    │ P 1            │ P 2 …
-// Budget    shared: Q 2 + keys 11 × 2 + 2 + P 2 panels of 8,192 B = 229,376, values and barriers 2,100 (of 232,448); tensor
-//           memory: Oᵀ 256 + Q 224 + S 32 = 512 columns
-// Bound     shared memory: S 90,112 + O 73,728 B of operands, 73,728 of keys that come and 8,192 of P that is stored: 1,920
-//           cycles a step; the gather 1,728; products 1,364 (28 × 16 + 8 × 32 and 4 × 48 + 12 × 39), of which 1,088 would do
-//           at the full rate. So it may reach 0.57 of the matmul rate. If no buffer spared a read, O would have 98,304 B, and
-//           the step 2,112 cycles.
+// Budget    shared: (Q 2 + keys 11 × 2 + 2 + P 2) panels of 8,192 B = 229,376, values and barriers 2,100 (of 232,448);
+//           tensor memory: Oᵀ 256 + Q 224 + S 32 = 512 columns
+// Bound     shared memory: S 90,112 + O 73,728 B of operands, 73,728 B of arriving keys, 8,192 B of stored P: 1,920
+//           cycles per step. The gather takes 1,728. Products take 1,364 (28 × 16 + 8 × 32 and 4 × 48 + 12 × 39); 1,088
+//           at the full rate. So the kernel can reach 0.57 of the matmul rate. Without collector buffers, O would read
+//           98,304 B, and a step would take 2,112 cycles.
 #pragma once
 
 #include "ops/sparse_mla_forward/sm100/tile.hpp"
@@ -37,13 +40,13 @@ struct SingleConfig {
 template <int kDqk>
 struct SingleStorage : MathStorage<kDqk, 1, 7> {
   static constexpr bool kHasTail = kDqk > Config::kDv;
-  static constexpr int kStages = kHasTail ? 11 : 12;  // as many as there is room for
+  static constexpr int kStages = kHasTail ? 11 : 12;  // as many as fit
   alignas(1024) unsigned char keys[kStages][SingleConfig::kPartPanels][tile::kPanelBytes];
   alignas(
-      1024) unsigned char tail[SingleConfig::kTails][kHasTail ? tile::kPanelBytes : 16];  // columns that are no values
+      1024) unsigned char tail[SingleConfig::kTails][kHasTail ? tile::kPanelBytes : 16];  // columns that are not values
   float max[2][2][Config::kHeads];           // [of this step, of all][half of the keys]
-  float factor[Config::kHeads];              // by which O is multiplied
-  bool moves[2][Config::kMathThreads / 32];  // [step % 2][warp]: whether a reference does
+  float factor[Config::kHeads];              // row_scale of O
+  bool moves[2][Config::kMathThreads / 32];  // [step % 2][warp]: whether a row_max changes
   tile::RingBarriers<kStages> key_barriers;
   tile::RingBarriers<SingleConfig::kTails> tail_barriers;
   arch::mbarrier q_full;
@@ -60,7 +63,7 @@ HOPWELL_DEVICE tile::RingSlot<SingleStorage<kDqk>::kStages> part_slot(SingleStor
 }
 using SingleTailSlot = tile::RingSlot<SingleConfig::kTails>;
 
-// By a warp.
+// Executed by one warp.
 template <int kDqk>
 HOPWELL_DEVICE void gather(const GatherParams& p, SingleStorage<kDqk>& s, const Entries& entries) {
   using Storage = SingleStorage<kDqk>;
@@ -82,7 +85,8 @@ HOPWELL_DEVICE void gather(const GatherParams& p, SingleStorage<kDqk>& s, const 
   }
 }
 
-// Q, by the math warps: 448 columns of a thread's head to its lane of tensor memory; the rest of all heads to shared memory.
+// Q, copied by the math warps: 448 columns of a thread's head to its lane of tensor memory, the rest of all heads to
+// shared memory.
 template <int kDqk>
 HOPWELL_DEVICE void load_queries(const Params& p, SingleStorage<kDqk>& s, const WorkTile& work) {
   constexpr int kColumns = 64 * SingleStorage<kDqk>::kTmemPanels;
@@ -109,7 +113,7 @@ HOPWELL_DEVICE void load_queries(const Params& p, SingleStorage<kDqk>& s, const 
   tell_issue<SingleStorage<kDqk>>(s.q_full);
 }
 
-// S (+)= Q Kᵀ over 16 columns, number `k` of a panel. kBuffer: the collector buffer that the keys go through.
+// S (+)= Q Kᵀ over 16 columns, number `k` of a panel. kBuffer: collector buffer of the keys.
 template <int kBuffer, int kDqk>
 HOPWELL_DEVICE void multiply_columns(SingleStorage<kDqk>& s, uint32_t tmem, int panel, int k, const unsigned char* keys,
                                      bool accumulate) {
@@ -135,7 +139,7 @@ HOPWELL_DEVICE void multiply_panel(SingleStorage<kDqk>& s, uint32_t tmem, int pa
   }
 }
 
-// S [64 heads][64 keys] = Q Kᵀ, where that of the step before was.
+// S [64 heads][64 keys] = Q Kᵀ, in the columns of the previous step's S.
 template <int kDqk>
 HOPWELL_DEVICE void multiply_scores(SingleStorage<kDqk>& s, uint32_t tmem, int step) {
   constexpr int kPartPanels = SingleConfig::kPartPanels;
@@ -156,8 +160,8 @@ HOPWELL_DEVICE void multiply_scores(SingleStorage<kDqk>& s, uint32_t tmem, int s
   arch::tcgen05_commit<1>(s.s_full[step % 2]);
 }
 
-// Oᵀ [512 columns][64 heads] (+)= Vᵀ Pᵀ over a step's keys, for one part of the columns; V is the first 512 columns of the
-// keys. kUsage: what becomes of P in the collector buffers.
+// Oᵀ [512 columns][64 heads] (+)= Vᵀ Pᵀ over a step's keys, for one part of the columns. V is the first 512 columns of
+// the keys. kUsage: use of the collector buffers for P.
 template <arch::CollectorUsage kUsage, int kDqk>
 HOPWELL_DEVICE void multiply_part(SingleStorage<kDqk>& s, uint32_t tmem, int step, int part) {
   constexpr uint32_t kShape = arch::instruction_descriptor({.m = 128, .n = 64, .a_major = Major::mn});
@@ -184,7 +188,7 @@ HOPWELL_DEVICE void multiply_values(SingleStorage<kDqk>& s, uint32_t tmem, int s
   arch::tcgen05_commit<1>(s.out_full[step % 2]);
 }
 
-// By one thread. Its last commit is one that math waits for, so that the CTA does not exit before its products end.
+// Executed by one thread. Math waits for its last commit, so that the CTA does not exit before its products end.
 template <int kDqk>
 HOPWELL_DEVICE void issue(SingleStorage<kDqk>& s, int steps) {
   if (steps == 0) return;
@@ -197,13 +201,13 @@ HOPWELL_DEVICE void issue(SingleStorage<kDqk>& s, int steps) {
   }
 }
 
-// ---- math: Oᵀ's rows are the output's columns, of which a thread has four, of all heads
+// ---- math: Oᵀ's rows are output columns; a thread has four of them, for all heads
 
 HOPWELL_DEVICE void meet(arch::Site site = arch::Site::current()) {
   arch::barrier_sync(kMathBarrier, Config::kMathThreads, site);
 }
 
-// Whether any math thread says so.
+// Whether `moves` is true in any math thread.
 template <int kDqk>
 HOPWELL_DEVICE bool any_moves(SingleStorage<kDqk>& s, const MathThread& at, int step, bool moves) {
   auto& votes = s.moves[step % 2];
@@ -214,7 +218,7 @@ HOPWELL_DEVICE bool any_moves(SingleStorage<kDqk>& s, const MathThread& at, int 
   return arch::ballot(lane < Config::kMathThreads / 32 && votes[lane]) != 0;
 }
 
-// A lane's two of all heads' factors: of heads l and l + 32.
+// A lane's two of all heads' row_scale: for heads l and l + 32.
 template <int kDqk>
 HOPWELL_DEVICE void share_factors(float (&of_lane)[2], SingleStorage<kDqk>& s, const MathThread& at, float factor) {
   if (at.half == 0) s.factor[at.row] = factor;
@@ -223,11 +227,12 @@ HOPWELL_DEVICE void share_factors(float (&of_lane)[2], SingleStorage<kDqk>& s, c
   for (int i = 0; i < 2; ++i) of_lane[i] = s.factor[arch::lane_index() + 32 * i];
 }
 
-// Moves references that this step's maxima pass by more than the slack, and O and the sums with them. Mostly none does.
+// Updates row_max where this step's maxima exceed it by more than rescale_threshold; then rescales O and the sums. This
+// is rare.
 template <int kDqk>
 HOPWELL_DEVICE void follow_max(RunningSoftmax& softmax, SingleStorage<kDqk>& s, const MathThread& at, const Step& step,
                                float own_max) {
-  softmax.max = fmaxf(softmax.max, own_max);  // of this thread's keys
+  softmax.max = fmaxf(softmax.max, own_max);  // over this thread's keys
   const bool moves = tile::next_reference(softmax.reference, own_max) != softmax.reference;
   if (!any_moves(s, at, step.number, moves)) return;
   s.max[0][at.half][at.row] = own_max;
@@ -241,8 +246,8 @@ HOPWELL_DEVICE void follow_max(RunningSoftmax& softmax, SingleStorage<kDqk>& s, 
             [&](int column, int i) { return arch::shuffle(column % 64 == 0 ? factors[0] : factors[1], i); });
 }
 
-// Lanes that are `distance` apart exchange every second piece of `width` words: then each has pieces twice as wide of half as
-// many heads, those of the lower lane's columns first.
+// Lanes at a distance of `distance` exchange every second group of `width` words. Afterwards each lane has groups twice
+// as wide for half as many heads, with the columns of the lower lane first.
 HOPWELL_DEVICE void widen_pieces(uint32_t (&x)[16], int width, int distance) {
   const bool upper = arch::lane_index() & distance;
   HOPWELL_UNROLL
@@ -256,8 +261,8 @@ HOPWELL_DEVICE void widen_pieces(uint32_t (&x)[16], int width, int distance) {
   }
 }
 
-// Of 32 heads' values of a column a lane, 16 columns of two heads: those of heads (lane mod 16) + 16 i, columns from
-// 16 (lane / 16) on.
+// Input: a column of 32 heads per lane. Output: 16 columns of two heads: heads (lane mod 16) + 16 i, columns from 16
+// (lane / 16) on.
 HOPWELL_DEVICE void transpose_out(uint32_t (&words)[16], const float (&x)[32]) {
   const bool upper = arch::lane_index() & 1;
   HOPWELL_UNROLL
@@ -270,7 +275,8 @@ HOPWELL_DEVICE void transpose_out(uint32_t (&words)[16], const float (&x)[32]) {
   widen_pieces(words, 4, 8);
 }
 
-// Oᵀ times the heads' factors, to global memory, 32 heads of this thread's columns at a time; zeros where there was no step.
+// Stores Oᵀ times the heads' scales to global memory, 32 heads of this thread's columns at a time; zeros if there was
+// no step.
 template <int kDqk>
 HOPWELL_DEVICE void store_out(const GatherParams& p, SingleStorage<kDqk>& s, const WorkTile& work, const MathThread& at,
                               int steps, const float (&factors)[2]) {
@@ -339,7 +345,7 @@ __global__ void __launch_bounds__(SingleConfig::kThreads, 1) single_kernel(const
     init_math_barriers(s);
     arch::fence_mbarrier_init();
   }
-  arch::syncwarp();  // kept: a lane branched off
+  arch::syncwarp();  // kept: a lane has diverged
   if (warp == SingleConfig::kIssueWarp) s.tmem.allocate();
   arch::syncthreads();
   if (warp == SingleConfig::kGatherWarp) gather(p, s, entries);
@@ -348,7 +354,7 @@ __global__ void __launch_bounds__(SingleConfig::kThreads, 1) single_kernel(const
     if (entries.length > 0) load_queries(p, s, work);
     math(p, s, work, entries, 0);
   }
-  arch::syncwarp();  // kept: lanes branched off
+  arch::syncwarp();  // kept: lanes have diverged
   arch::syncthreads();
   if (warp == SingleConfig::kIssueWarp) s.tmem.free();
 #endif

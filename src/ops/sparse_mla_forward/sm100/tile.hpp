@@ -1,16 +1,16 @@
-// sparse_mla_forward on Blackwell: what the kernels for 64 and for 128 heads have in common. Each CTA has 64 heads: Q in
-// tensor and shared memory, and math but for O, which lies otherwise in each. Formula: single.hpp; roles, timelines and
+// sparse_mla_forward on Blackwell: shared by the kernels for 64 and for 128 heads. Each CTA has 64 heads: Q in tensor
+// and shared memory, and the math role except for O, whose layout differs. Formula: single.hpp; roles, timelines and
 // budgets: there and in pair.hpp.
 //
-// Scores of 64 heads fill all 128 lanes, the halves of the keys one above the other. So a math thread has a head and half of a
-// step's keys, another one the other half.
+// Scores of 64 heads fill all 128 lanes: the two halves of the keys are stacked in the lanes. So one math thread has a
+// head and half of a step's keys, another thread has the other half.
 //
-// Q         As many columns in tensor memory as there is room for beside O, once in either half of the lanes, which multiply
-//           half of the keys each; the others in shared memory.
-// Softmax   The reference m moves only when a row's maximum passes it by more than 8: then O and the sum are scaled by
-//           exp2(m_old − m). P ≤ 2^8, whose bf16 is as exact as that of P ≤ 1.
+// Q         As many columns as fit beside O are in tensor memory, duplicated in both halves of the lanes, each of which
+//           multiplies half of the keys. The other columns are in shared memory.
+// Softmax   row_max m (here `reference`) changes only when a row's maximum exceeds it by more than 8. Then O and the
+//           sum are rescaled by exp2(m_old − m). P ≤ 2^8, which is as accurate in bf16 as P ≤ 1.
 //
-// Keys of invalid entries are −1: the copy engine gives zeros for their rows, and their P is 0.
+// Keys of invalid entries are −1: the copy engine fills their rows with zeros, and their P is 0.
 #pragma once
 
 #include <cmath>
@@ -32,19 +32,20 @@ struct Config {
   static constexpr int kHeads = 64, kDv = 512, kFirstMathWarp = 4, kMathThreads = 128;
 };
 struct Tmem {
-  static constexpr int kOut = 0, kQ = 256, kColumns = 512;  // and scores behind Q
+  static constexpr int kOut = 0, kQ = 256, kColumns = 512;  // scores follow Q
 };
-enum NamedBarrier { kMathBarrier = 1 };  // and behind it: of math warps
+enum NamedBarrier { kMathBarrier = 1 };  // and following: between math warps
 
-// The parameters, and keys as the copy engine sees them: 64 columns of a row.
+// Parameters, with a tensor map of the keys: 64 columns of a row.
 struct GatherParams : Params {
   arch::TensorMap keys;
-  int first_head;    // that the launch has
-  bool out_sectors;  // rows of out begin at multiples of 32 bytes
+  int first_head;    // first head of this launch
+  bool out_sectors;  // rows of out are 32-byte aligned
 };
 
-// What math shares with the issue of products. A step's keys: 64 for each of kTheCtas CTAs. There is room for P of two steps
-// of one CTA, or of one step of two, and for S of one step. Of Q kTheTmemPanels panels of 64 columns are in tensor memory.
+// Shared by math and the issue of products. A step has 64 keys for each of kTheCtas CTAs. There are buffers for P of
+// two steps of one CTA, or of one step of two CTAs, and for S of one step. kTheTmemPanels panels (64 columns each) of Q
+// are in tensor memory.
 template <int kDqk, int kTheCtas, int kTheTmemPanels>
 struct MathStorage {
   static constexpr int kCtas = kTheCtas, kKeys = 64 * kCtas, kThreadKeys = kKeys / 2, kBuffers = 2 / kCtas;
@@ -53,24 +54,24 @@ struct MathStorage {
   static_assert(kQPanels > 0 && kScores + kThreadKeys <= Tmem::kColumns);
   alignas(1024) unsigned char q[kQPanels][tile::kPanelBytes];
   alignas(1024) unsigned char p[kBuffers][kCtas][tile::kPanelBytes];
-  float sum[2][Config::kHeads];                               // [half of the keys], in the end
-  arch::mbarrier s_full[2], s_empty, p_full[2], out_full[2];  // out_full: O has P of the step
+  float sum[2][Config::kHeads];                               // [half of the keys], final sums
+  arch::mbarrier s_full[2], s_empty, p_full[2], out_full[2];  // out_full: O includes P of the step
   tile::TensorMemory<Tmem::kColumns, kCtas> tmem;
 };
 
-// What a CTA works on.
+// Work tile of a CTA.
 struct WorkTile {
   int query, first_head;
 };
-// A step: its number among all of the CTA's.
+// A step: its number among all steps of the CTA.
 struct Step {
   int number;
-  bool first;  // of its work tile
+  bool first;  // first step of its work tile
 };
 
 #if HOPWELL_HAS_SM100A
 
-// By one thread.
+// Executed by one thread.
 template <class Storage>
 HOPWELL_DEVICE void init_math_barriers(Storage& s) {
   constexpr uint32_t kMathWarps = Storage::kCtas * Config::kMathThreads / 32;
@@ -81,7 +82,7 @@ HOPWELL_DEVICE void init_math_barriers(Storage& s) {
 HOPWELL_DEVICE uint32_t in_first_cta(arch::mbarrier& barrier) {
   return arch::map_to_rank(arch::shared_address(&barrier), 0);
 }
-// By a warp: an arrival where products are issued, in the first CTA.
+// Executed by one warp: arrives at a barrier of the CTA that issues products, the first of the pair.
 template <class Storage>
 HOPWELL_DEVICE void tell_issue(arch::mbarrier& barrier, arch::Site site = arch::Site::current()) {
   if constexpr (Storage::kCtas == 2) {
@@ -98,8 +99,8 @@ HOPWELL_DEVICE const bf16* q_row(const Params& p, const WorkTile& work, int row)
   return p.q + work.query * p.q_stride_s + (work.first_head + row) * p.q_stride_h;
 }
 
-// Starts the copies of kPanels panels of Q, from `column` on, to shared memory. By kThreads threads; zeros for heads that do
-// not exist.
+// Starts the copies of kPanels panels of Q, from `column` on, to shared memory. Executed by kThreads threads. Padding
+// heads are filled with zeros.
 template <int kPanels, int kThreads>
 HOPWELL_DEVICE void copy_queries(const Params& p, unsigned char (*panels)[tile::kPanelBytes], const WorkTile& work,
                                  int column, int thread) {
@@ -115,7 +116,7 @@ HOPWELL_DEVICE void copy_queries(const Params& p, unsigned char (*panels)[tile::
 
 // ---- products
 
-// Until the scores of the step before have been read: these take their place.
+// Waits until the scores of the previous step have been read, because the next scores overwrite them.
 template <class Storage>
 HOPWELL_DEVICE void wait_scores_read(Storage& s, int number, arch::Site site = arch::Site::current()) {
   const uint32_t parity = uint32_t(number & 1) ^ 1;
@@ -126,20 +127,20 @@ HOPWELL_DEVICE void wait_scores_read(Storage& s, int number, arch::Site site = a
   arch::tcgen05_fence_after_thread_sync(site);
 }
 
-// 16 columns of 64 rows in shared memory, as an operand with the columns along K.
+// 16 columns of 64 rows in shared memory, as a K-major operand.
 HOPWELL_DEVICE uint64_t columns_along_k(const unsigned char* panel, int k) {
   return arch::at_address(tile::kTcgen05RowsAlongK, arch::shared_address(panel) + uint32_t(32 * k));
 }
 
 // ---- math
 
-// A thread's head, and which half of a step's keys it has. tmem: the address of the CTA's tensor memory.
+// A thread's head, and the half of a step's keys that it has. tmem: the address of the CTA's tensor memory.
 struct MathThread {
   uint32_t tmem;
   int warp = arch::warp_index() % 4, row = (32 * warp + arch::lane_index()) % 64, half = warp / 2;
 };
 
-// A bit for each of this thread's keys: whether its entry counts.
+// One bit per key of this thread: whether its entry is valid.
 template <int kThreadKeys>
 struct ValidKeys {
   uint32_t bits[kThreadKeys / 32];
@@ -151,13 +152,14 @@ struct ValidKeys {
   HOPWELL_DEVICE bool operator[](int i) const { return bits[i / 32] >> i % 32 & 1; }
 };
 
-// Until the products of P of a step have ended.
+// Waits until the products of P of a step have ended.
 template <class Storage>
 HOPWELL_DEVICE void wait_out(Storage& s, int number, arch::Site site = arch::Site::current()) {
   arch::mbarrier_wait(s.out_full[number % 2], uint32_t(number / 2 & 1), site);
 }
 
-// This thread's 256 columns of O, each times factor(column / 32 · 32, column % 32), once the products before a step have ended.
+// Multiplies this thread's 256 columns of O by factor(column / 32 · 32, column % 32), after the products before a step
+// have ended.
 template <class Storage, class Factor>
 HOPWELL_DEVICE void scale_out(Storage& s, const MathThread& at, int number, const Factor& factor) {
   wait_out(s, number - 1);
@@ -174,12 +176,12 @@ HOPWELL_DEVICE void scale_out(Storage& s, const MathThread& at, int number, cons
   arch::tmem_wait_store();
 }
 
-// A head's running softmax; both threads of a head have the same reference.
+// Running softmax of a head. Both threads of a head have the same row_max.
 struct RunningSoftmax {
   float reference = -INFINITY, max = -INFINITY, sum = 0;
 };
 
-// Scores of a step, in registers, in units of log 2; −inf where the entry does not count.
+// Scores of a step, in registers, in units of log 2; −inf if the entry is invalid.
 template <class Storage, int kKeys>
 HOPWELL_DEVICE void load_scores(float (&x)[kKeys], const Params& p, Storage& s, const MathThread& at, int number,
                                 const ValidKeys<kKeys>& valid) {
@@ -192,8 +194,8 @@ HOPWELL_DEVICE void load_scores(float (&x)[kKeys], const Params& p, Storage& s, 
   for (int i = 0; i < kKeys; ++i) x[i] = valid[i] ? arch::bit_cast<float>(loaded[i]) * p.scale_log2 : -INFINITY;
 }
 
-// P of this thread's keys to shared memory. Of two buffers the one that was used two steps ago is free: its products were
-// issued before this step's S.
+// Writes P of this thread's keys to shared memory. With two buffers, the buffer of two steps ago is free, because its
+// products were issued before this step's S.
 template <class Storage, int kKeys>
 HOPWELL_DEVICE void store_p(RunningSoftmax& softmax, Storage& s, const MathThread& at, const Step& step,
                             float (&x)[kKeys]) {
@@ -209,11 +211,11 @@ HOPWELL_DEVICE void store_p(RunningSoftmax& softmax, Storage& s, const MathThrea
         tile::pack_chunk(x + 8 * v));
   }
   arch::fence_proxy_async();
-  arch::tcgen05_fence_before_thread_sync();  // O may have been scaled
+  arch::tcgen05_fence_before_thread_sync();  // O may have been rescaled
   tell_issue<Storage>(s.p_full[step.number % 2]);
 }
 
-// Stores 16 columns of a row of the output.
+// Stores 16 columns of an output row.
 HOPWELL_DEVICE void store_columns(const GatherParams& p, bf16* to, const arch::Words8& words) {
   if (p.out_sectors) return arch::store_streaming(to, words);
   HOPWELL_UNROLL
@@ -222,8 +224,8 @@ HOPWELL_DEVICE void store_columns(const GatherParams& p, bf16* to, const arch::W
                   arch::Words4{{words.w[4 * i], words.w[4 * i + 1], words.w[4 * i + 2], words.w[4 * i + 3]}});
 }
 
-// Of a work tile. `done`: how many steps the CTA has had before. Each kernel has follow_max and finish of its own, which know
-// where O lies.
+// Math role for one work tile. `done`: number of earlier steps of the CTA. Each kernel has its own follow_max and
+// finish, which know the layout of O.
 template <class Storage>
 HOPWELL_DEVICE void math(const GatherParams& p, Storage& s, const WorkTile& work, const Entries& entries, int done) {
   constexpr int kKeys = Storage::kThreadKeys;

@@ -1,16 +1,16 @@
 // sparse_mla_forward by mma.sync, for any NVIDIA GPU from Ampere on.
 //
-//     out[s,h,:] = Σ_i exp2(score[s,h,i] − m) · kv[indices[s,i], :512] / Σ_i exp2(…)    running maximum m
+//     out[s,h,:] = Σ_i exp2(score[s,h,i] − m) · kv[indices[s,i], :512] / Σ_i exp2(…)    m: row_max so far
 //
-// Tile      one query, 16 heads, 32 keys a step; d_qk 576 or 512
-// Roles     four warps. Scores, in units of log 2: warp w has keys 8 w to 8 w + 7.
-//           Output: warp w has dimensions 128 w to 128 w + 127, in registers.
+// Tile      one query, 16 heads, 32 keys per step; d_qk 576 or 512
+// Roles     four warps. Scores, in units of log 2: warp w computes keys 8 w to 8 w + 7.
+//           Output: warp w holds dimensions 128 w to 128 w + 127 in registers.
 // Timeline  step     0                                      1
 //           copies   keys 1 ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓   keys 2 ▓▓▓▓ …
 //           warps    wait 0 │ S ▓▓▓▓ │ max │ P │ O += P V ▓▓ │ wait 1 │ S …
 // Budget    shared: Q 16 × 1,168 + K 2 × 32 × 1,168 + P 16 × 80 + 512 = 95,232 B (of 101,376 on the smallest GPU)
-//           registers: 64 of the output, ~60 others
-// Bound     each 16 heads read all selected keys through L2: with 128 heads 8 × topk × 1,152 B a query
+//           registers: 64 for the output, ~60 others
+// Bound     L2: every 16 heads read all selected keys; 128 heads read 8 × topk × 1,152 B per query
 #pragma once
 
 #include <cmath>
@@ -28,7 +28,7 @@ using tile::Entries;
 struct Config {
   static constexpr int kHeads = 16, kKeys = 32, kDv = 512, kStages = 2, kWarps = 4, kThreads = 32 * kWarps;
   static constexpr int kDvOfWarp = kDv / kWarps;
-  static constexpr int kPitchP = kKeys + 8;  // elements; 80 bytes: rows of eight matrices fall into different banks
+  static constexpr int kPitchP = kKeys + 8;  // elements; 80 bytes: rows of eight matrices are in different banks
 };
 
 template <int kDqk>
@@ -37,19 +37,19 @@ struct SharedStorage {
   alignas(16) bf16 q[Config::kHeads][kPitch];
   alignas(16) bf16 keys[Config::kStages][Config::kKeys][kPitch];
   alignas(16) bf16 p[Config::kHeads][Config::kPitchP];
-  float partial[Config::kWarps][Config::kHeads];  // of each warp's keys: maxima, at the end sums
+  float partial[Config::kWarps][Config::kHeads];  // per warp: maxima over its keys, at the end sums
   int valid[Config::kStages][Config::kKeys];
 };
 static_assert(sizeof(SharedStorage<576>) <= 99 * 1024);
 
-// One of kThreads threads starts its share of the copies of a row; zeros, and nothing is read, where it is not valid.
+// One of kThreads threads starts its part of the copies of a row. An invalid row is filled with zeros without a read.
 template <int kDqk, int kThreads>
 HOPWELL_DEVICE void copy_row(bf16 (&to)[kDqk + 8], const bf16* row, bool valid, int thread) {
   for (int chunk = thread; chunk < kDqk / 8; chunk += kThreads)
     arch::cp_async(arch::shared_address(to) + uint32_t(16 * chunk), row + 8 * chunk, valid ? 16 : 0);
 }
 
-// Starts the copies of 32 keys, of which some may not count.
+// Starts the copies of 32 entries' keys. Some entries may be invalid.
 template <int kDqk>
 HOPWELL_DEVICE void gather(const Params& p, SharedStorage<kDqk>& s, const Entries& entries, int step) {
   const int row = arch::thread_index() / 4, thread = arch::thread_index() % 4, stage = step % Config::kStages;
@@ -66,15 +66,15 @@ HOPWELL_DEVICE void load_q(const Params& p, SharedStorage<kDqk>& s, int query, i
   copy_row<kDqk, 8>(s.q[row], source, head < p.h_q, arch::thread_index() % 8);
 }
 
-// The larger; a NaN stays.
+// The maximum; NaN if an operand is NaN.
 HOPWELL_DEVICE float larger(float a, float b) { return a != a || a > b ? a : b; }
 
-// A thread's view of two rows (heads): r = lane / 4 and r + 8, as in the accumulators of mma.
+// The two rows (heads) of a thread: r = lane / 4 and r + 8, as in the accumulators of mma.
 struct SoftmaxState {
   float max[2], sum[2];
 };
 
-// Scores of 16 heads against this warp's 8 keys, in units of log 2, −inf where the entry is invalid.
+// Scores of 16 heads and this warp's 8 keys, in units of log 2; −inf if the entry is invalid.
 template <int kDqk>
 HOPWELL_DEVICE void score(const Params& p, const SharedStorage<kDqk>& s, int stage, float (&d)[4]) {
   const int lane = arch::lane_index(), warp = arch::warp_index();
@@ -96,8 +96,8 @@ HOPWELL_DEVICE void score(const Params& p, const SharedStorage<kDqk>& s, int sta
   for (int i = 0; i < 4; ++i) d[i] = s.valid[stage][8 * warp + lane % 4 * 2 + i % 2] ? d[i] * p.scale_log2 : -INFINITY;
 }
 
-// Scores to probabilities, in shared memory; raises the running maxima. `factor`: what earlier sums and outputs shrink
-// by.
+// Converts scores to probabilities in shared memory and updates row_max. `factor`: row_scale of the earlier sums and
+// outputs.
 template <int kDqk>
 HOPWELL_DEVICE void softmax(SharedStorage<kDqk>& s, int stage, float (&d)[4], SoftmaxState& state, float (&factor)[2]) {
   const int lane = arch::lane_index(), warp = arch::warp_index(), column = 8 * warp + lane % 4 * 2;
@@ -146,7 +146,7 @@ HOPWELL_DEVICE void accumulate(const SharedStorage<kDqk>& s, int stage, const fl
   }
 }
 
-// Sums over all keys, then the outputs of this thread's two state.
+// Adds the sums over all keys, then stores the outputs of this thread's two rows.
 template <int kDqk>
 HOPWELL_DEVICE void store(const Params& p, SharedStorage<kDqk>& s, int query, int first_head, const SoftmaxState& state,
                           const float (&out)[16][4]) {

@@ -1,22 +1,23 @@
-// sparse_mla_forward for Hopper with up to 32 heads, operands swapped: keys and output columns are the 64 rows of a
-// product, heads its 16 or 32 columns, so that no product multiplies padding.
+// sparse_mla_forward for Hopper with up to 32 heads, with swapped operands: keys and output columns are the 64 rows of
+// a product, heads its 16 or 32 columns, so that no product multiplies padding.
 //
 //     Sᵀ = K Qᵀ        Oᵀ = Vᵀ Pᵀ
 //
 // Tile      one query, all of its heads; 64 keys at a time. CTAs are persistent: see plan.hpp.
-// Roles     warpgroups 0 and 1  math    a query each, all of its tiles, with a stage each; where there are fewer queries
-//                                       than SMs, warpgroup 0 has both stages in turn and 1 has nothing to do
-//           warpgroup 2         gather  two warps a stage, see sm90/gather.hpp
+// Roles     warpgroups 0 and 1  math    one query each, with all of its tiles and one stage; if there are fewer queries
+//                                       than SMs, warpgroup 0 alternates between both stages and 1 is idle
+//           warpgroup 2         gather  producer, two warps per stage: see sm90/gather.hpp
 // Timeline  math 0    Sᵀ ▓▓▓▓│exp│ Oᵀ ▓▓▓▓        Sᵀ ▓▓▓▓│exp│ Oᵀ ▓▓▓▓
-//           math 1          Sᵀ ▓▓▓▓│exp│ Oᵀ ▓▓▓▓        Sᵀ ▓▓▓▓│exp│ Oᵀ      they know nothing of each other
+//           math 1          Sᵀ ▓▓▓▓│exp│ Oᵀ ▓▓▓▓        Sᵀ ▓▓▓▓│exp│ Oᵀ      independent of math 0
 //           gather 0  ▓▓▓▓        rope, columns of V ▓▓▓▓▓▓▓▓       ▓▓▓▓▓▓▓▓
-// Softmax   A head's keys are spread over the warps of a warpgroup, so none knows the maximum. They take the reference
-//           they have, and only if a score exceeds it by more than 8 do they meet, find a new one, and make P again.
-// Sums      of exponentials go through the RoPE panel, which nobody needs after S: afterwards a thread has the sum of
-//           one head over keys 2 c and 2 c + 1 of every eight, added as in many_heads.hpp.
+// Softmax   The keys of a head are spread over the warps of a warpgroup, so no warp knows the maximum. The warps use
+//           the current row_max (here `reference`). Only if a score exceeds it by more than 8 do they synchronise,
+//           compute a new row_max, and recompute P.
+// Sums      of exponentials are exchanged through the RoPE panel, which is free after S. Afterwards a thread has the
+//           sum of one head over keys 2 c and 2 c + 1 of every eight, added as in many_heads.hpp.
 // Budget    32 heads: shared: Q 2 × 36,864 + K 2 × 73,728 + P 2 × 4,096 + 1,600 = 230,976 B
-//           registers: 128 of O + 16 of S + ~50 (216); gather 72
-// Bound     64 keys: the gather, 1,450 clocks in L2; shared memory 139 KB + 70 KB of operands + 74 KB, 2,210 clocks
+//           registers: 128 for O + 16 for S + ~50 (216); gather 72
+// Bound     per 64 keys: the gather, 1,450 clocks in L2; shared memory 139 KB + 70 KB of operands + 74 KB, 2,210 clocks
 //           (16 heads: 1,940)
 #pragma once
 
@@ -31,18 +32,18 @@
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 namespace few_heads {
 
-// kRest: of queries that no group has.
+// kRest: the kernel for ungrouped queries.
 template <int kHeads_, int kDqk_, bool kRest = false>
 struct SharedStorage {
   using KernelParams = std::conditional_t<kRest, GroupedParams, Params>;
   static constexpr bool kOfGroups = false;
   static constexpr int kHeads = kHeads_, kDqk = kDqk_;
   static constexpr int kThreads = 384, kMathRegisters = 216, kGatherRegisters = 72;
-  static constexpr int kStagesOfWarp = 1;                                       // that a gather warp copies to
-  static constexpr int kSlices = 8;                                             // of the output: 64 columns each
-  static constexpr int kPairs = kHeads / 8;                                     // of neighbouring heads in a thread
-  static constexpr int kGroups = 4 + (kDqk > 512), kValueGroups = kGroups - 4;  // RoPE first: it is done with first
-  static constexpr int kParts = 2;  // in which a tile is copied and waited for
+  static constexpr int kStagesOfWarp = 1;                                       // stages that a gather warp copies to
+  static constexpr int kSlices = 8;                                             // blocks of the output: 64 columns each
+  static constexpr int kPairs = kHeads / 8;                                     // pairs of adjacent heads in a thread
+  static constexpr int kGroups = 4 + (kDqk > 512), kValueGroups = kGroups - 4;  // RoPE first: released first
+  static constexpr int kParts = 2;  // parts in which a tile is copied and waited for
 
   static constexpr HOPWELL_HOST_DEVICE int first_group(int part) {
     return part == 0 ? 0 : part == 1 ? kGroups - 2 : kGroups;
@@ -52,24 +53,25 @@ struct SharedStorage {
   }
   static HOPWELL_DEVICE int queries_at_once(const Params& p) { return p.queries_at_once; }
 
-  // Of a warpgroup: its query, Pᵀ with a row for each head, in the end 64 columns of the output.
+  // Per warpgroup: its query, Pᵀ with one row per head, at the end 64 columns of the output.
   alignas(1024) unsigned char q[2][kHeads * kDqk * 2];
   alignas(1024) unsigned char p[2][kHeads * kKeys * 2];
-  alignas(1024) unsigned char keys[kStages][9 * tile::kPanelBytes];  // sums go through the last panel
-  float max[2][4][kHeads];                                           // of a warp's keys
+  alignas(1024) unsigned char keys[kStages][9 * tile::kPanelBytes];  // sums use the last panel
+  float max[2][4][kHeads];                                           // over a warp's keys
   float scale[2][kHeads];                                            // of the output
-  uint32_t exceeded[2][2][4];  // the last of the even and odd tiles in which a score of a warp exceeded its reference
-  alignas(16) uint32_t valid[kStages][2];  // a bit for every row of a gather warp
-  int steps[kStages][2];  // that are left of the query, from the stage's tile on, says each gather warp
+  uint32_t exceeded[2][2][4];              // last even and odd tile in which a score of a warp exceeded row_max too far
+  alignas(16) uint32_t valid[kStages][2];  // one bit per row of a gather warp
+  int steps[kStages][2];  // remaining steps of the query from this tile on, written by each gather warp
   tile::RingBarriers<kStages, kParts, kGroups> key_ring;
 };
 static_assert(sizeof(SharedStorage<32, 576>) <= arch::sm90::kMaxSharedBytes);
 
 #if HOPWELL_HAS_SM90A
 
-enum NamedBarrier { kWarpgroup = 1 };  // and the next: one for each warpgroup
+enum NamedBarrier { kWarpgroup = 1 };  // and the next one: one per warpgroup
 
-// A tile of a warpgroup: counted from 0 for as long as the CTA lives, and where its keys lie.
+// A tile of a warpgroup: its number, counted during the lifetime of the CTA, and the stage and phase parity of its
+// keys.
 struct Tile {
   uint32_t number;
   int stage;
@@ -83,20 +85,20 @@ HOPWELL_DEVICE Tile tile_of(const Params& p, int self, uint32_t number) {
 // Head i of a thread.
 HOPWELL_DEVICE int head_of(int i) { return i / 2 * 8 + arch::lane_index() % 4 * 2 + i % 2; }
 
-// What a thread knows of its heads, in units of log 2; max: of its own keys.
+// A thread's values for its heads, in units of log 2. max: over its own keys.
 template <class Storage>
 struct SoftmaxState {
   float reference[Storage::kPairs][2], max[Storage::kPairs][2];
 };
 
-// A thread has the sums of one of its heads over a share of the keys: 2 c and 2 c + 1 of every eight, c = lane / 8, even
-// and odd tiles apart. All threads of a warpgroup together have every head and c; with 16 heads, twice.
+// Sums of one of the thread's heads over part of the keys: 2 c and 2 c + 1 of every eight, c = lane / 8, even and odd
+// tiles separately. The threads of a warpgroup together cover every head and c; with 16 heads, twice.
 using PartialSums = float[2];
 template <class Storage>
 HOPWELL_DEVICE int place_of_sums() {
   return arch::lane_index() / 4 % 2 * Storage::kPairs + arch::warp_index() % Storage::kPairs;
 }
-// What belongs to the head of the sums, of what a thread has for each of its heads.
+// Selects the value for the head of the sums from a thread's values for its heads.
 template <class Storage>
 HOPWELL_DEVICE float of_sums(const float (&values)[Storage::kPairs][2]) {
   const int place = place_of_sums<Storage>();
@@ -106,11 +108,12 @@ HOPWELL_DEVICE float of_sums(const float (&values)[Storage::kPairs][2]) {
   return value;
 }
 
-// Sᵀ = K Qᵀ: 64 keys, all heads, as the keys come. Returns which of the tile's keys count, 32 a word.
+// Sᵀ = K Qᵀ: 64 keys, all heads, in the order in which the keys arrive. `valid`: the valid keys of the tile, 32 per
+// word.
 template <class Storage>
 HOPWELL_DEVICE void multiply_keys(Storage& s, const Tile& at, float (&scores)[Storage::kHeads / 2],
                                   uint32_t (&valid)[2]) {
-  // Asked for in every tile: otherwise the compiler would keep all descriptors in registers that it does not have.
+  // Read again in every tile; otherwise the compiler keeps all descriptors in registers and spills.
   const int self = arch::warpgroup_index();
   const uint64_t a = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.keys[at.stage]));
   const uint64_t b = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.q[self]));
@@ -135,8 +138,8 @@ HOPWELL_DEVICE void multiply_keys(Storage& s, const Tile& at, float (&scores)[St
   valid[0] = s.valid[at.stage][0], valid[1] = s.valid[at.stage][1];
 }
 
-// Masks the scores, finds the greatest of the thread's own of each head, in log 2, and says whether one exceeds its
-// reference too far. Returns a unit of the scores in log 2.
+// Masks the scores and computes the maximum over the thread's own keys for each head, in log 2. `exceeds`: whether a
+// maximum exceeds row_max by more than rescale_threshold. Returns the unit of the scores in log 2.
 template <class Storage>
 HOPWELL_DEVICE float mask_scores(float scale_log2, const uint32_t (&valid)[2], float (&scores)[Storage::kHeads / 2],
                                  float (&max)[Storage::kPairs][2], SoftmaxState<Storage>& heads, bool& exceeds) {
@@ -159,7 +162,7 @@ HOPWELL_DEVICE float mask_scores(float scale_log2, const uint32_t (&valid)[2], f
   return unit;
 }
 
-// Writes the maximum of a warp's keys for every head.
+// Writes the maximum over a warp's keys for every head.
 template <class Storage>
 HOPWELL_DEVICE void store_max(Storage& s, int self, const float (&max)[Storage::kPairs][2]) {
   const int warp = arch::warp_index() % 4;
@@ -177,7 +180,7 @@ HOPWELL_DEVICE float max_of(const Storage& s, int self, int head) {
   return greatest;
 }
 
-// Moves the references to the maxima of all 64 keys where those pass them. O and the sums shrink by as much.
+// Updates row_max to the maxima over all 64 keys where these exceed it. Rescales O and the sums.
 template <class Storage>
 HOPWELL_DEVICE void move_references(Storage& s, int self, const float (&max)[Storage::kPairs][2],
                                     SoftmaxState<Storage>& heads, PartialSums& partial,
@@ -201,8 +204,8 @@ HOPWELL_DEVICE void move_references(Storage& s, int self, const float (&max)[Sto
   }
 }
 
-// Where a lane's row of the 8 × 8 matrices of blocks of heads 2 i and 2 i + 1 lies, that a warp's 16 keys or columns
-// make.
+// Address of a lane's row for stmatrix: the 8 × 8 matrices of head blocks 2 i and 2 i + 1 and of a warp's 16 keys or
+// columns.
 template <class Storage>
 HOPWELL_DEVICE uint32_t matrices_address(const Storage& s, int self, int i) {
   const uint32_t lane = uint32_t(arch::lane_index());
@@ -221,8 +224,8 @@ HOPWELL_DEVICE void store_transposed(Storage& s, int self, const float (&values)
   }
 }
 
-// Sums of a tile over keys that lanes of two eighths have, on their way to the threads that add those of the warps. Of
-// even and odd tiles apart, since without a RoPE panel nobody waits until they have been read.
+// Buffer for a tile's sums over pairs of lane groups, on the way to the threads that add the warps' sums. Even and odd
+// tiles have separate buffers, because without a RoPE panel nothing waits until a buffer has been read.
 template <class Storage>
 HOPWELL_DEVICE float* shared_sums(Storage& s, const Tile& at) {
   return reinterpret_cast<float*>(s.keys[at.stage] + 8 * tile::kPanelBytes) +
@@ -250,7 +253,7 @@ HOPWELL_DEVICE void add_sums(Storage& s, const Tile& at, bool odd, PartialSums& 
   partial[1] = odd ? partial[1] + sum : partial[1];
 }
 
-// Makes P from scores, and again if a reference has to move.
+// Computes P from scores, and recomputes it if row_max changes.
 template <class Storage>
 HOPWELL_DEVICE void softmax(const Params& p, Storage& s, int self, const Tile& at, const uint32_t (&valid)[2],
                             float (&scores)[Storage::kHeads / 2], SoftmaxState<Storage>& heads, PartialSums& partial,
@@ -281,16 +284,17 @@ HOPWELL_DEVICE void softmax(const Params& p, Storage& s, int self, const Tile& a
 template <class Storage>
 using Output = float[Storage::kSlices][Storage::kHeads / 2];
 
-// Oᵀ += Vᵀ Pᵀ: all 512 columns. Each pair of panels is freed as it is done with. Meanwhile the sums are added.
+// Oᵀ += Vᵀ Pᵀ: all 512 columns. Releases each pair of panels after its products. Adds the sums while the products
+// execute.
 template <class Storage>
 HOPWELL_DEVICE void multiply_values(Storage& s, const Tile& at, int tile_of_query, PartialSums& partial,
                                     Output<Storage>& out) {
   constexpr arch::WgmmaOptions kOptions{.a_major = arch::Major::mn};
-  const int self = arch::warpgroup_index();  // asked for again: see multiply_keys
+  const int self = arch::warpgroup_index();  // read again: see multiply_keys
   const uint64_t a = arch::at_address(tile::kRowsAcrossK, arch::shared_address(s.keys[at.stage]));
   const uint64_t b = arch::at_address(tile::kRowsAlongK, arch::shared_address(s.p[self]));
   const auto slot = tile::ring_stage(s.key_ring, at.stage);
-  arch::wgmma_fence();  // kept: O may have shrunk since the fence in multiply_keys, which the emulator does not see
+  arch::wgmma_fence();  // kept: O may be rescaled after the fence in multiply_keys; the emulator does not check this
   HOPWELL_UNROLL
   for (int slice = 0; slice < Storage::kSlices; ++slice) {
     HOPWELL_UNROLL
@@ -311,7 +315,7 @@ HOPWELL_DEVICE void multiply_values(Storage& s, const Tile& at, int tile_of_quer
   slot.release(Storage::kValueGroups + 3);
 }
 
-// Writes max_logits and lse. `scale`: what O counts in the result. P's place has been read.
+// Writes max_logits and lse. `scale`: final scale of O. Reuses the space of P, which has been read.
 template <class Storage>
 HOPWELL_DEVICE void finish_softmax(const Params& p, Storage& s, int self, int query, const SoftmaxState<Storage>& heads,
                                    const PartialSums& partial, float (&scale)[Storage::kPairs][2]) {
@@ -336,7 +340,7 @@ HOPWELL_DEVICE void finish_softmax(const Params& p, Storage& s, int self, int qu
   for (int i = 0; i < 2 * Storage::kPairs; ++i) scale[i / 2][i % 2] = s.scale[self][head_of(i)];
 }
 
-// Writes the output. A warp's 16 columns of each slice go through its own part of P's place.
+// Writes the output. A warp stages its 16 columns of each slice in its own part of the space of P.
 template <class Storage>
 HOPWELL_DEVICE void store_out(const Params& p, Storage& s, int self, int query,
                               const float (&scale)[Storage::kPairs][2], Output<Storage>& out) {
@@ -377,9 +381,9 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
     Output<Storage> out{};
     const Tile first = tile_of(p, self, number_of_tile);
     const auto slot = tile::ring_stage(s.key_ring, first.stage, first.parity);
-    slot.wait_full(1);  // Q came before
+    slot.wait_full(1);  // Q arrived before this part
     slot.wait_full(0);
-    const int tiles = s.steps[first.stage][0] * (3 - p.queries_at_once);  // to find it out here would take registers
+    const int tiles = s.steps[first.stage][0] * (3 - p.queries_at_once);  // computing it here would take registers
     HOPWELL_NO_UNROLL
     for (int i = 0; i < tiles; ++i) {
       const Tile at = tile_of(p, self, number_of_tile++);
@@ -390,7 +394,7 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
       multiply_values(s, at, i, partial, out);
     }
     float scale[Storage::kPairs][2];
-    finish_softmax(p, s, self, int(number), heads, partial, scale);  // a query has one tile
+    finish_softmax(p, s, self, int(number), heads, partial, scale);  // a query has one work tile
     store_out(p, s, self, int(number), scale, out);
   }
 }

@@ -1,12 +1,12 @@
-// What the kernels for Hopper share: work tiles, the order of a query's additions, and the gathering warpgroup, by
-// cp.async.
+// Shared by the kernels for Hopper: work tiles, the order of a query's additions, and the producer warpgroup (here
+// `gather`), which uses cp.async.
 //
-// A head has the same bits in both kernels, so that ranks may share the heads in any way. Both add
-//   a score     16 columns at a time, panel by panel as score_panel says
-//   O           16 keys at a time, tile by tile in one accumulator; a product with operands swapped has the same bits
-//   a sum       of a tile: Σ over keys 16 w + 8 j + 2 c + b of j, then b, then w in pairs, for each c. These are added
-//               tile by tile, even and odd tiles apart; in the end those of c in pairs, then even and odd
-// and move a head's reference after the same tiles.
+// A head has the same bits in both kernels, so that ranks may split the heads in any way. Both add
+//   a score     16 columns at a time, in the panel order of score_panel
+//   O           16 keys at a time, tile by tile in one accumulator; a product with swapped operands has the same bits
+//   a sum       of a tile: Σ over keys 16 w + 8 j + 2 c + b: over j, then b, then w in pairs, for each c. These are
+//               added tile by tile, even and odd tiles separately; at the end over c in pairs, then even and odd
+// and update a head's row_max after the same tiles.
 #pragma once
 
 #include <bit>
@@ -21,41 +21,40 @@
 
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 
-constexpr int kKeys = 64, kStages = 2;  // of a tile; tiles of a step, which are the stages of the ring
+constexpr int kKeys = 64, kStages = 2;  // keys of a tile; tiles of a step, which are the stages of the ring
 
-// Where neighbouring queries are taken in groups: of the kernel for groups, to which each is one query with the heads of
-// all of its members, and of the kernel for what is left.
+// Parameters with query groups: for the kernel for groups, to which a group is one query with the heads of all members,
+// and for the kernel for ungrouped queries.
 struct GroupedParams : Params {
-  tile::MergedRows merged;   // which queries are this kernel's
-  const uint8_t* holders;    // of merged rows: which members have a key
-  int members;               // of a group
-  int heads_of_member;       // h_q is the heads of all
+  tile::MergedRows merged;   // selects this kernel's queries
+  const uint8_t* holders;    // member masks of the merged rows' keys
+  int members;               // members of a group
+  int heads_of_member;       // heads of one member; h_q is the number of heads of all members
   uint32_t member_fraction;  // 2^16 / heads_of_member, rounded up: see member_of
 };
 
-// Whose a row of a group's tile is; rows that are nobody's count as the last member's.
+// Query that owns row `row` of a group tile. Padding rows belong to the last query.
 HOPWELL_DEVICE int member_of(const GroupedParams& p, int row) {
   const int member = int(uint32_t(row) * p.member_fraction >> 16);
   return member < p.members ? member : p.members - 1;
 }
 
-// The head whose sink a head of a tile has.
+// The head whose sink applies to a head of a tile.
 HOPWELL_DEVICE int head_with_sink(const Params&, int head) { return head; }
 HOPWELL_DEVICE int head_with_sink(const GroupedParams& p, int head) { return head % p.heads_of_member; }
 
-// The work tiles of a CTA that are its kernel's own, of those that it comes to `stride` apart. By whole warps; both functions
-// return a number not below work_tiles if there is none.
+// Iterates over this CTA's work tiles (first, first + stride, …) and skips the tiles of the other kernel. Called by
+// whole warps. Both functions return a number >= work_tiles when there are no more.
 struct AllTiles {
   HOPWELL_DEVICE uint32_t first(const Params&, uint32_t number, uint32_t) { return number; }
   HOPWELL_DEVICE uint32_t next(const Params&, uint32_t number, uint32_t stride) { return number + stride; }
 };
-// Where others come between, they are looked up 31 at a time: under the gather's traffic memory takes as long for an answer as
-// a tile takes.
+// With skipped tiles, looks up 31 at a time: under the gather's traffic a memory access takes as long as a tile.
 struct OwnTiles {
   static constexpr int kAtOnce = 31;
-  // A bit for each tile that was looked up, from the present one on, and one for the first that was not.
+  // One bit per tile that was looked up, from the current tile on; the next bit marks the first tile that was not.
   uint32_t own = 0;
-  // Keys of the tile of this lane's number, where rows are merged; which lane has the present tile.
+  // Keys of the tile with this lane's number, if rows are merged; and the lane of the current tile.
   int keys = 0, place = 0;
 
   HOPWELL_DEVICE uint32_t first(const GroupedParams& p, uint32_t number, uint32_t stride) {
@@ -74,7 +73,7 @@ struct OwnTiles {
     number += to_lowest(own & ~1u) * stride;
     return own == 1 ? first(p, number, stride) : number;
   }
-  /// How many keys the present tile has.
+  /// Number of keys of the current tile.
   HOPWELL_DEVICE int keys_of_tile() const { return arch::shuffle(keys, place); }
 
  private:
@@ -87,7 +86,7 @@ struct OwnTiles {
 template <class KernelParams>
 using TilesOfCta = std::conditional_t<std::is_same_v<KernelParams, GroupedParams>, OwnTiles, AllTiles>;
 
-// A query and a tile of its heads. At least one step, so that there always is a result.
+// A query and a tile of its heads. At least one step, so that every tile produces a result.
 struct WorkTile {
   int query, first_head, steps;
   tile::Entries entries;
@@ -100,12 +99,12 @@ HOPWELL_DEVICE WorkTile work_tile_of(const Params& p, uint32_t number, int heads
   return {query, int(number % uint32_t(p.head_tiles)) * heads, steps > 0 ? steps : 1, entries};
 }
 
-// Panels of a tile, 64 columns each, that are copied, multiplied and freed together.
+// Panels of a tile, 64 columns each, that are copied, multiplied and released together.
 struct PanelGroup {
   int first, count;
 };
 
-// The panel that is multiplied as number n for a score: RoPE in the middle, where it holds up no other.
+// Panel multiplied at position n of a score: RoPE in the middle, where its copy delays no other panel.
 template <int kDqk>
 HOPWELL_HOST_DEVICE constexpr int score_panel(int n) {
   return kDqk == 512 || n < 4 ? n : n == 4 ? 8 : n - 1;
@@ -113,15 +112,16 @@ HOPWELL_HOST_DEVICE constexpr int score_panel(int n) {
 
 #if HOPWELL_HAS_SM90A
 
-// Where the row of a key begins, kNoRow if it is not visible: in chunks of 16 bytes after the first row, which tile::can_gather
-// lets 32 bits hold, so that an address is one multiplication and addition; of rows that are not aligned, in rows.
+// Offset of the row of a key, or kNoRow if the key is not visible. In 16-byte chunks from the first row:
+// tile::can_gather guarantees that this fits in 32 bits, so that an address costs one multiply-add. For unaligned rows,
+// the offset is in rows.
 constexpr uint32_t kNoRow = 0xffffffff;
 template <bool kAligned>
 HOPWELL_DEVICE uint32_t row_of_key(const Params& p, const KeyRange& visible, int key) {
   return visible.has(key) ? uint32_t(key) * (kAligned ? uint32_t(p.kv_stride / 8) : 1) : kNoRow;
 }
 
-// Who holds the key of entry i, of groups.
+// Member mask of the key of entry i; for groups.
 template <class Storage>
 HOPWELL_DEVICE uint8_t holders_of(const typename Storage::KernelParams& p, const WorkTile& work, int i) {
   if constexpr (Storage::kOfGroups)
@@ -129,7 +129,8 @@ HOPWELL_DEVICE uint8_t holders_of(const typename Storage::KernelParams& p, const
   else
     return 0;
 }
-// A bit for each lane whose key, held by `holders`, the member has that this lane's number says.
+// One bit per lane: set if the member with this lane's index has that lane's key. `holders`: member mask of the lane's
+// own key.
 HOPWELL_DEVICE uint32_t keys_of_member(const GroupedParams& p, uint8_t holders) {
   uint32_t keys = 0;
   HOPWELL_NO_UNROLL
@@ -140,7 +141,7 @@ HOPWELL_DEVICE uint32_t keys_of_member(const GroupedParams& p, uint8_t holders) 
   return keys;
 }
 
-// Which of the lanes' keys count, a bit for each lane; of groups, those of the member that the lane stands for.
+// Valid keys among the lanes' keys, one bit per lane. For groups: keys of the member with this lane's index.
 template <class Storage>
 HOPWELL_DEVICE uint32_t keys_that_count(const typename Storage::KernelParams& p, uint32_t row, uint8_t holders) {
   if constexpr (Storage::kOfGroups)
@@ -149,7 +150,8 @@ HOPWELL_DEVICE uint32_t keys_that_count(const typename Storage::KernelParams& p,
     return arch::ballot(row != kNoRow);
 }
 
-// Tells of a warp's rows of a stage which count, before the first of their copies. `left`: steps of the query.
+// Publishes which of a warp's rows of a stage are valid, before their first copies. `left`: remaining steps of the
+// query.
 template <class Storage>
 HOPWELL_DEVICE void store_valid(const typename Storage::KernelParams& p, Storage& s, int stage, int part_of_rows,
                                 uint32_t valid, int left) {
@@ -165,15 +167,15 @@ HOPWELL_DEVICE void store_valid(const typename Storage::KernelParams& p, Storage
   }
 }
 
-// What a lane copies of 4 · kQuads rows: a chunk of 16 bytes, lane % 8, of every panel of rows 4 i + lane / 8. The source of a
-// row that is not valid must not be read.
+// Sources of a lane's copies for 4 · kQuads rows: a 16-byte chunk, lane % 8, of every panel of rows 4 i + lane / 8. The
+// source of an invalid row must not be read.
 template <int kQuads>
 struct RowSources {
   const bf16* source[kQuads];
   bool valid[kQuads];
 };
 
-// Starts the copies of a lane's chunk of some panels. `place`: where it lies in panel 0.
+// Starts the copies of a lane's chunk for some panels. `place`: its address in panel 0.
 template <bool kAligned, bool kPanelByPanel>
 HOPWELL_DEVICE void copy_chunks(uint32_t place, uint32_t panel_bytes, const bf16* source, bool valid,
                                 PanelGroup panels) {
@@ -183,7 +185,7 @@ HOPWELL_DEVICE void copy_chunks(uint32_t place, uint32_t panel_bytes, const bf16
     tile::copy_chunk<kAligned>(place + uint32_t(panel) * panel_bytes, panel_bytes, source + panel * tile::kPanelColumns,
                                valid, together);
 }
-// Starts the copies of some panels. `to`: the first row's place in panel 0, that of a row whose number is a multiple of 8.
+// Starts the copies of some panels. `to`: address of the first row in panel 0; its row number is a multiple of 8.
 template <bool kAligned, bool kPanelByPanel, int kQuads>
 HOPWELL_DEVICE void copy_panels(uint32_t to, uint32_t panel_bytes, const RowSources<kQuads>& rows, PanelGroup panels) {
   const uint32_t lane = uint32_t(arch::lane_index());
@@ -194,7 +196,8 @@ HOPWELL_DEVICE void copy_panels(uint32_t to, uint32_t panel_bytes, const RowSour
                                          panels);
 }
 
-// Of rows of kv: lanes hold where those of their keys begin, and those of the first quad are in lane `first`.
+// Computes the sources for rows of kv. Lanes hold the offsets of their keys' rows; lane `first` holds the first row of
+// quad 0.
 template <bool kAligned, int kQuads>
 HOPWELL_DEVICE void find_keys(RowSources<kQuads>& rows, const Params& p, uint32_t row_of_lane, int first) {
   const uint32_t lane = uint32_t(arch::lane_index()), chunk = lane % 8;
@@ -206,8 +209,8 @@ HOPWELL_DEVICE void find_keys(RowSources<kQuads>& rows, const Params& p, uint32_
                               : p.kv + (rows.valid[i] ? int64_t{row} * p.kv_stride : 0) + chunk * 8;
   }
 }
-// Starts the copies of some panels of a warp's rows of a stage. Where not all fit in `rows`, panel by panel, their keys are found
-// here, so many quads at a time.
+// Starts the copies of some panels of a warp's rows of a stage. If not all sources fit in `rows` (panel by panel),
+// computes the sources here, kQuads quads at a time.
 template <bool kAligned, int kRows, int kQuads>
 HOPWELL_DEVICE void copy_rows(const Params& p, uint32_t to, RowSources<kQuads>& rows, uint32_t row_of_lane, int first,
                               PanelGroup panels) {
@@ -218,14 +221,15 @@ HOPWELL_DEVICE void copy_rows(const Params& p, uint32_t to, RowSources<kQuads>& 
     copy_panels<kAligned, kPanelByPanel>(to + uint32_t(quad) * 512, tile::kPanelBytes, rows, panels);
   }
 }
-// Starts the copies of a query's heads, of which this lane's first is `head`, when those before them are not needed any more.
-// `q`: this lane's chunk of head 0; `to`: as for copy_panels.
+// Starts the copies of a query's heads when the previous heads are no longer needed. `head`: this lane's first head.
+// `q`: this lane's chunk of head 0. `to`: as for copy_panels.
 template <bool kAligned, bool kPanelByPanel, class Storage>
 HOPWELL_DEVICE void copy_heads(const Params& p, Storage& s, uint32_t to, const bf16* q, int head,
                                uint32_t empty_parity) {
   const uint32_t lane = uint32_t(arch::lane_index());
   if constexpr (requires { s.q_empty; }) arch::mbarrier_wait(s.q_empty, empty_parity);
-  // A loop, since it runs once a query: unrolled, the sources of all rows would be found anew in every step.
+  // Not unrolled, since it runs once per query: unrolled, the compiler recomputes the sources of all rows in every
+  // step.
   HOPWELL_NO_UNROLL
   for (uint32_t row = lane / 8; row < Storage::kHeads / (2 * Storage::kStagesOfWarp); row += 4, head += 4) {
     const bool valid = head < p.h_q;
@@ -234,23 +238,25 @@ HOPWELL_DEVICE void copy_heads(const Params& p, Storage& s, uint32_t to, const b
   }
 }
 
-// Sums of exponentials of 16 keys, of which a lane has those with the same c: see above. `value(j, b)`: of 8 j + 2 c + b.
+// Sum of exponentials of 16 keys. A lane has the keys with one value of c: see above. `value(j, b)`: of key 8 j + 2 c +
+// b.
 template <class Value>
 HOPWELL_DEVICE float sum_of_16(const Value& value) {
   return (value(0, 0) + value(1, 0)) + (value(0, 1) + value(1, 1));
 }
 HOPWELL_DEVICE float sum_of_tile(const float (&sums)[4]) { return (sums[0] + sums[1]) + (sums[2] + sums[3]); }
 
-// A warp serves 16 rows of both stages (kStagesOfWarp 2), or 32 of one. Its lanes hold the keys of its tiles of a step.
-// A CTA has one query at a time, whose tiles go to the stages in turn, or two, each with a stage of its own. Q follows
-// the first part of the first tile; whoever has what was copied after it has Q. With a stage for each query that part's
-// place is free when the last scores are done, and so is Q's; else it is free before. Groups are waited for as they are
-// freed, so copies never overtake. The code is short, since all roles share one instruction cache.
+// The producer. A warp copies 16 rows of both stages (kStagesOfWarp 2), or 32 rows of one stage. Its lanes hold the
+// keys of its tiles of a step. A CTA processes one query, whose tiles alternate between the stages, or two queries with
+// one stage each. Q is copied after the first part of the first tile, so a warp that waits for a later part also has Q.
+// With one stage per query, the space of that first part is free when the last scores are complete, and so is the space
+// of Q; otherwise it is free earlier. The producer waits for panel groups in the order of their release, so copies
+// never overtake. The code is short, because all roles share one instruction cache.
 template <bool kAligned, class Storage>
 HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, int warp) {
   constexpr int kStagesOfWarp = Storage::kStagesOfWarp, kWarps = 2 * kStagesOfWarp;  // of a stage
   constexpr int kRows = kKeys / kWarps, kHeadRows = Storage::kHeads / kWarps;
-  // Rows that are not aligned go through registers, and those of a stage's warp would not fit.
+  // Unaligned rows are copied through registers; the sources of all rows of a one-stage warp would not fit.
   constexpr int kQuads = kAligned ? kRows / 4 : 4;
   constexpr bool kPanelByPanel = !kAligned && kQuads < kRows / 4;
   const int lane = arch::lane_index(), part_of_rows = warp % kWarps, first_stage = warp / kWarps;
@@ -261,11 +267,11 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
   TilesOfCta<typename Storage::KernelParams> tiles;
   uint32_t number = tiles.first(p, uint32_t(arch::block_index() + self * arch::grid_size()), stride);
   if (number >= p.work_tiles) return;
-  uint32_t empty_parity = 1, q_empty_parity = 1;  // of the phases that free what is copied to next
+  uint32_t empty_parity = 1, q_empty_parity = 1;  // of the phases that release the next copies' space
   WorkTile work = work_tile_of(p, number, Storage::kHeads, keys_of_step);
   int key = work.entries.at(entry);
   constexpr bool kSkips = std::is_same_v<typename Storage::KernelParams, GroupedParams>;
-  uint32_t own = 0;  // the next work tile, where others come between
+  uint32_t own = 0;  // the next work tile, if tiles are skipped
   const auto following = [&] { return kSkips ? own : number + stride; };
   uint8_t holders = holders_of<Storage>(p, work, entry);  // of this key
   HOPWELL_NO_UNROLL
@@ -284,7 +290,7 @@ HOPWELL_DEVICE void gather(const typename Storage::KernelParams& p, Storage& s, 
         work = work_tile_of(p, following(), Storage::kHeads, keys_of_step);
         next = entry;
       }
-      key = work.entries.at(next);  // under the waits
+      key = work.entries.at(next);  // in flight during the waits
       holders = holders_of<Storage>(p, work, next);
       HOPWELL_NO_UNROLL
       for (int n = 0; n < kStagesOfWarp; ++n) {

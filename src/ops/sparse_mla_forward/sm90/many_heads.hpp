@@ -1,31 +1,32 @@
 // sparse_mla_forward for Hopper, tiles of 64 heads.
 //
 //     out[s,h,:] = Σ_i exp2(score[s,h,i] − m) · kv[indices[s,i], :512] / Σ_i exp2(…)
-//                                                                      scores in units of log 2, m: reference
+//                                                     scores in units of log 2, m: row_max (here `reference`)
 //
 // Tile      one query, 64 heads; a step is two tiles of 64 keys, A and B; d_qk 576 or 512. CTAs are persistent: see
-//           plan.hpp. 128 heads are two work tiles side by side, which meet in L2.
+//           plan.hpp. 128 heads are two adjacent work tiles, which share keys in L2.
 // Roles     warpgroup 0  low     S of tile A and its softmax; O += P V for columns 0 to 255 of both tiles
 //           warpgroup 1  high    the same for tile B and columns 256 to 511
-//           warpgroup 2  gather  see sm90/gather.hpp
+//           warpgroup 2  gather  producer: see sm90/gather.hpp
 // Timeline  low      S_A ▓▓▓▓▓▓│exp│ O += P_A V_A ▓▓▓      ·      O += P_B V_B ▓▓▓│ S_A ▓▓▓▓▓▓│
 //           high     ··········S_B ▓▓▓▓▓▓▓▓▓│exp│ O += P_A V_A ▓▓▓ O += P_B V_B ▓▓▓ ·····│ S_B ▓▓▓
 //           gather   …B ▓▓▓▓▓          A low ▓▓▓▓▓      A rope, high ▓▓▓▓  B low ▓▓▓▓ B high ▓▓▓▓
-// Panels    A tile is freed in groups of panels of 64 columns, so that copies follow the products with V; it is waited
-//           for in two parts, so that S follows the copies as they land. More parts would be more fences, which hold up
+// Panels    A tile is released in groups of panels of 64 columns, so that copies follow the products with V. S waits
+//           for it in two parts, so that S follows the arriving copies. More parts would need more fences, which delay
 //           the products.
-// P         A warpgroup keeps its own P in registers as A fragments; the other's comes by shared memory, in the place
-//           of the RoPE panel, which nobody needs after S.
-// Softmax   The reference m moves only when a row's maximum passes it by more than 8: then O and the sums are scaled by
-//           exp2(m_old − m). References pass from tile to tile: A, B, A, …
-// Output    O goes through the place of tile B, so that whole rows are stored.
-// Code      All roles share one instruction cache, so it is short: both math warpgroups run the same instructions.
+// P         A warpgroup keeps its own P in registers as A fragments. It reads the other P from shared memory, from the
+//           space of the RoPE panel, which is free after S.
+// Softmax   row_max m changes only when a row's maximum exceeds it by more than 8. Then O and the sums are rescaled by
+//           exp2(m_old − m). row_max passes from tile to tile: A, B, A, …
+// Output    O is staged in the space of tile B, so that whole rows are stored.
+// Code      All roles share one instruction cache, so the code is short: both math warpgroups run the same
+//           instructions.
 // Budget    shared: Q 73,728 + K 2 × 73,728 + 2,048 = 223,232 B
-//           registers: 128 of O + 32 of S + 2 × 16 of P + ~30 (224); gather 56
-// Bound     64 keys: 2,176 clocks of the tensor cores; 301 KB through shared memory, 2,350 clocks; the gather 1,450 in
-//           L2
-// Groups    kOfGroups: a query is a group of neighbours with few heads, the heads are those of all members, the keys the
-//           union of theirs (tile/gpu/merge_rows.hpp), and a score is masked where its member does not hold the key
+//           registers: 128 for O + 32 for S + 2 × 16 for P + ~30 (224); gather 56
+// Bound     per 64 keys: 2,176 clocks of the tensor cores; 301 KB through shared memory, 2,350 clocks; the gather 1,450
+//           clocks in L2
+// Groups    kOfGroups: a query is a group of adjacent queries with few heads. Its heads are the heads of all members,
+//           its keys the union of their keys (tile/gpu/merge_rows.hpp). Scores of keys that a member lacks are masked.
 #pragma once
 
 #include <cmath>
@@ -45,25 +46,25 @@ struct SharedStorage {
   using ValidRows = std::conditional_t<kOfGroups, uint16_t[tile::kMostMembers][4], uint32_t[4]>;
   static constexpr int kHeads = 64, kDqk = kDqk_;
   static constexpr int kThreads = 384, kMathRegisters = 224, kGatherRegisters = 56;
-  static constexpr int kStagesOfWarp = 2;  // that a gather warp copies to
-  // A tile is freed in groups of panels, and waited for in two parts.
+  static constexpr int kStagesOfWarp = 2;  // stages that a gather warp copies to
+  // A tile is released in groups of panels, and waited for in two parts.
   static constexpr int kGroups = 4 + (kDqk > 512), kRopeGroup = 2, kParts = 2;
 
   static constexpr HOPWELL_HOST_DEVICE int first_group(int part) { return part == 0 ? 0 : part == 1 ? 2 : kGroups; }
-  // Panels of the low warpgroup's output columns, RoPE (whose place P takes later), those of the high warpgroup.
+  // Panels of the low warpgroup's output columns, RoPE (P uses its space later), panels of the high warpgroup.
   static constexpr HOPWELL_HOST_DEVICE PanelGroup panels(int group) {
     if (kDqk == 512 || group < kRopeGroup) return {2 * group, 2};
     return group == kRopeGroup ? PanelGroup{8, 1} : PanelGroup{2 * group - 2, 2};
   }
   static HOPWELL_DEVICE int queries_at_once(const Params&) { return 1; }
-  // The first group of a warpgroup's output columns.
+  // First panel group of a warpgroup's output columns.
   static constexpr HOPWELL_HOST_DEVICE int first_group_of(int self) { return self * (kGroups - 2); }
 
   alignas(1024) unsigned char q[1][kHeads * kDqk * 2];
-  alignas(1024) unsigned char keys[kStages][9 * tile::kPanelBytes];  // P takes the last panel
-  float reference[kStages][kHeads];                                  // of this tile's P
-  float sum[kStages][kHeads], max[kStages][kHeads];                  // in the end
-  alignas(16) ValidRows valid[kStages];  // a bit for every row of a gather warp; of groups, for each member
+  alignas(1024) unsigned char keys[kStages][9 * tile::kPanelBytes];  // P uses the last panel
+  float reference[kStages][kHeads];                                  // row_max of this tile's P
+  float sum[kStages][kHeads], max[kStages][kHeads];                  // final values
+  alignas(16) ValidRows valid[kStages];  // one bit per row of a gather warp; for groups, per member
   arch::mbarrier q_empty;
   tile::RingBarriers<kStages, kParts, kGroups> key_ring;
   tile::RingBarriers<kStages> p_ring;
@@ -73,17 +74,17 @@ static_assert(sizeof(SharedStorage<576>) <= arch::sm90::kMaxSharedBytes);
 
 #if HOPWELL_HAS_SM90A
 
-// A thread's two rows (heads), lane / 4 and lane / 4 + 8 of its warp's 16: reference and maximum in units of log 2, and
-// the part of the sum that its own columns make.
+// Softmax state of a thread's two rows (heads), lane / 4 and lane / 4 + 8 of its warp's 16: row_max and maximum in
+// units of log 2, and the sum over the thread's own columns.
 struct SoftmaxState {
   float reference[2], max[2], sum[2];
 
-  /// Returns what the row's output shrinks by.
+  /// Returns row_scale of the row's output.
   HOPWELL_DEVICE float move_reference(int r, float to) { return tile::move_reference(reference[r], sum[r], to); }
 };
 
-// S = Q Kᵀ: 64 heads, 64 keys, as the keys' panels come. The first part of tile A has been waited for and fenced before. Under
-// the products: `meanwhile()`.
+// S = Q Kᵀ: 64 heads, 64 keys, in the order in which the keys' panels arrive. The caller has waited for the first part
+// of tile A and fenced it. `meanwhile()` runs while the products execute.
 template <class Storage, class Meanwhile>
 HOPWELL_DEVICE void multiply_scores(Storage& s, int stage, uint32_t parity, float (&scores)[32],
                                     const Meanwhile& meanwhile) {
@@ -108,11 +109,12 @@ HOPWELL_DEVICE void multiply_scores(Storage& s, int stage, uint32_t parity, floa
   }
   arch::wgmma_commit();
   meanwhile();
-  if (stage == 0) tile::arrive_warp(s.turn);  // S_B only now, by measurement: together they would both end late
+  if (stage == 0) tile::arrive_warp(s.turn);  // allows S_B only now: measured, otherwise both end late
   arch::wgmma_wait<0>(scores);
 }
 
-// Instead of it for a tile without keys, whose scores the mask replaces. Others count on the keys having come.
+// Replaces multiply_scores for a tile without keys, whose scores the mask sets. Later code relies on the wait for the
+// keys.
 template <class Storage>
 HOPWELL_DEVICE void skip_scores(Storage& s, uint32_t parity, float (&scores)[32]) {
   const auto slot = tile::ring_stage(s.key_ring, 1, parity);
@@ -122,7 +124,7 @@ HOPWELL_DEVICE void skip_scores(Storage& s, uint32_t parity, float (&scores)[32]
   for (float& score : scores) score = 0;
 }
 
-// Which of a tile's keys count, 32 a word: for all heads, or for those of a group's members that a thread's rows r are.
+// Valid keys of a tile, 32 per word: for all heads, or per member of a group, for the members of a thread's rows r.
 struct TileMask {
   uint32_t low, high;
 
@@ -149,12 +151,12 @@ struct MemberMasks {
 template <class Storage>
 using Mask = std::conditional_t<Storage::kOfGroups, MemberMasks, TileMask>;
 
-// Masks the scores and finds the greatest of each row, in log 2. Returns a unit of the scores in log 2.
+// Masks the scores and computes the maximum of each row, in log 2. Returns the unit of the scores in log 2.
 template <class Storage>
 HOPWELL_DEVICE float row_max(float scale_log2, const Mask<Storage>& mask, float (&scores)[32], float (&max)[2]) {
   const int column = arch::lane_index() % 4 * 2;
   float unit = scale_log2;
-  if (Storage::kOfGroups && scale_log2 > 0) {  // almost no tile of a group has all keys for all members
+  if (Storage::kOfGroups && scale_log2 > 0) {  // almost no tile of a group is complete for all members
     HOPWELL_UNROLL
     for (int i = 0; i < 32; ++i)
       if (!mask.has(i / 2 % 2, i / 16, column + i / 4 % 4 * 8 + i % 2)) scores[i] = -INFINITY;
@@ -201,8 +203,8 @@ HOPWELL_DEVICE uint32_t p_address(const Storage& s, int stage, int step) {
          tile::swizzled(row, uint32_t(2 * step) + lane / 16);
 }
 
-// Rounds the probabilities, and stores them for the other warpgroup. With a RoPE panel the scores have waited for its
-// place to be free; without one nobody has.
+// Rounds the probabilities and stores them for the other warpgroup. With a RoPE panel, the scores have already waited
+// until the space of P is free; without one, nothing has waited yet.
 template <class Storage>
 HOPWELL_DEVICE void store_p(Storage& s, int stage, uint32_t parity, const float (&scores)[32], Probabilities& own) {
   const auto slot = tile::ring_stage(s.p_ring, stage, parity);
@@ -229,16 +231,15 @@ HOPWELL_DEVICE void load_p(Storage& s, int stage, uint32_t parity, Probabilities
     tile::ring_stage(s.key_ring, stage).release(Storage::kRopeGroup);
 }
 
-// Takes the reference of the other warpgroup's tile, which thread row `row` has and the row 8 on. `factor`: what O shrinks by before
-// that tile.
+// Reads the other warpgroup's row_max for rows `row` and `row + 8`. `factor`: row_scale of O before that tile.
 template <class Storage>
 HOPWELL_DEVICE void take_reference(Storage& s, int stage, int row, SoftmaxState& state, float (&factor)[2]) {
   HOPWELL_UNROLL
   for (int r = 0; r < 2; ++r) factor[r] = state.move_reference(r, s.reference[stage][row + 8 * r]);
 }
 
-// From scores to probabilities. The reference moves where a row's maximum passes it; the high warpgroup has started from the
-// low one's. `factor`: what O shrinks by before this tile.
+// Converts scores to probabilities. row_max changes if a row's maximum exceeds it; the high warpgroup starts from the
+// low warpgroup's row_max. `factor`: row_scale of O before this tile.
 template <class Storage>
 HOPWELL_DEVICE void softmax(const Params& p, Storage& s, int self, const Mask<Storage>& mask, float (&scores)[32],
                             SoftmaxState& state, float (&factor)[2]) {
@@ -255,7 +256,7 @@ HOPWELL_DEVICE void softmax(const Params& p, Storage& s, int self, const Mask<St
   exponentiate(unit, scores, state);
 }
 
-// What both warpgroups need in the end: sums of both. The low one writes max_logits and lse. Returns the scale of O.
+// Combines the sums of both warpgroups. The low warpgroup writes max_logits and lse. Returns the scale of O.
 template <class Storage>
 HOPWELL_DEVICE void finish_softmax(const typename Storage::KernelParams& p, Storage& s, int self, const WorkTile& work,
                                    uint32_t parity, const SoftmaxState& state, float (&scale)[2]) {
@@ -280,8 +281,8 @@ HOPWELL_DEVICE void finish_softmax(const typename Storage::KernelParams& p, Stor
 
 // ---- values ---------------------------------------------------------------------------------------------------------
 
-// O = O · factor + P V: 64 heads, 64 keys, this warpgroup's 256 columns. Each group of panels is freed as it is done
-// with. Under the products: `meanwhile()`.
+// O = O · factor + P V: 64 heads, 64 keys, this warpgroup's 256 columns. Releases each group of panels after its
+// products. `meanwhile()` runs while the products execute.
 template <class Storage, class Meanwhile>
 HOPWELL_DEVICE void multiply_values(Storage& s, int self, int stage, const Probabilities& probabilities,
                                     const float (&factor)[2], float (&out)[2][64], bool first, bool free,
@@ -312,8 +313,8 @@ HOPWELL_DEVICE void multiply_values(Storage& s, int self, int stage, const Proba
   if (free) slot.release(first_group + 1);
 }
 
-// Writes this warpgroup's half of the output by way of the place of tile B's half, whole rows at a time; frees it then.
-// A warp has 16 rows to itself.
+// Writes this warpgroup's half of the output: stages it in the space of its half of tile B, stores whole rows, then
+// releases the space. Each warp handles its own 16 rows.
 template <class Storage>
 HOPWELL_DEVICE void store_out(const Params& p, Storage& s, int self, const WorkTile& work, const float (&out)[2][64],
                               const float (&scale)[2]) {
@@ -349,14 +350,14 @@ HOPWELL_DEVICE void store_out(const Params& p, Storage& s, int self, const WorkT
   for (int i = 0; i < 2; ++i) tile::ring_stage(s.key_ring, 1).release(Storage::first_group_of(self) + i);
 }
 
-// Whether tile B of a step has keys. Of groups, whose unions have any length, the last one may have none, and then nothing
-// is multiplied; rows of single queries are mostly whole steps.
+// Whether tile B of a step has keys. Unions of groups have any length; if tile B of the last step is empty, its
+// products are skipped. Rows of single queries are mostly whole steps.
 template <class Storage>
 HOPWELL_DEVICE bool has_second_tile(const WorkTile& work, int step) {
   return !Storage::kOfGroups || work.entries.length > (kStages * step + 1) * kKeys;
 }
 
-// What a math warpgroup needs to know of a work tile; a group's keys have been counted already.
+// Work tile of a math warpgroup. The number of keys of a group is already known.
 template <class Storage, class Tiles>
 HOPWELL_DEVICE WorkTile present_tile(const Params& p, const Tiles& tiles, uint32_t number) {
   constexpr int kKeysOfStep = kStages * kKeys;
@@ -370,8 +371,8 @@ HOPWELL_DEVICE WorkTile present_tile(const Params& p, const Tiles& tiles, uint32
   }
 }
 
-// Warpgroup `self` has tile `self` of every step and columns 256 · self and up. O takes the tiles in order. Both run
-// the same instructions, so that they share the instruction cache.
+// Warpgroup `self` processes tile `self` of every step for the scores, and output columns 256 · self and following. O
+// adds the tiles in order. Both warpgroups run the same instructions, so that they share the instruction cache.
 template <class Storage>
 HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, int self) {
   const int row = arch::warp_index() % 4 * 16 + arch::lane_index() / 4;
@@ -383,13 +384,13 @@ HOPWELL_DEVICE void math(const typename Storage::KernelParams& p, Storage& s, in
     const WorkTile work = present_tile<Storage>(p, tiles, number);
     SoftmaxState state{{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}, {0, 0}};
     float out[2][64];
-    // The low warpgroup waits for the first part of tile A and fences it ahead of S, under the products before.
+    // The low warpgroup waits for the first part of tile A and fences it before S, while the previous products execute.
     const auto await_tile = [&](uint32_t its_parity) {
       tile::ring_stage(s.key_ring, 0, its_parity).wait_full(0);
       arch::fence_proxy_async();
     };
     if (self == 0) {
-      tile::ring_stage(s.key_ring, 0, parity).wait_full(1);  // Q came before
+      tile::ring_stage(s.key_ring, 0, parity).wait_full(1);  // Q arrived before this part
       await_tile(parity);
     }
     HOPWELL_NO_UNROLL
