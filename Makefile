@@ -1,7 +1,8 @@
 # make demo     set-up, build of what it needs, then train a small sparse-attention language model on real text, quantise it, generate
 # make test     set-up, build, then every test there is for this machine
-# make nightly  kernels on the emulator under many schedules (SCHEDULES times those of make test), then the fuzzer of all operators: an hour
-#               (FUZZ_SECONDS) under AddressSanitizer, a quarter of an hour on the emulated backends, an hour on a GPU if there is one
+# make nightly  kernels on the emulator under many schedules (SCHEDULES times those of make test) and on views with every odd stride; then
+#               the fuzzer of all operators: an hour (FUZZ_SECONDS) under AddressSanitizer, a quarter of an hour on the emulated
+#               backends, an hour on a GPU if there is one
 # make wheel    dist/: a wheel that needs no compiler and the source archive; make release adds checksums
 # make test-wheel   tries the wheel: its code for GPUs, an empty environment, a clean Debian, emulated old processors; test-wheel-torch beside two
 #               PyTorch versions (gigabytes), test-sdist builds the source archive as pip does, without nvcc and with it
@@ -87,6 +88,7 @@ nightly: build
 	@HOPWELL_EMULATOR_SCHEDULES=$(SCHEDULES) ctest --preset $(PRESET) --timeout 36000 \
 	  --tests-regex '(Kernels|Operators).RightAndClean|arch_planted_bugs'
 	@for target in sm80 sm90 sm100; do build/$(PRESET)/hopwell check --backend emu:$$target --seeds $(SCHEDULES) || exit 1; done
+	@VIEWS_DRAWS=1000 $(PYTHON) -m pytest -q tests/python/test_views.py
 	@cmake --preset asan --log-level=WARNING >/dev/null
 	@cmake --build --preset asan --parallel $(JOBS) --target hopwell_python
 	@rm -rf build/asan/package && mkdir -p build/asan/package && cp -r python/hopwell build/asan/package

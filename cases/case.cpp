@@ -1,7 +1,13 @@
 #include "case.hpp"
 
+#ifdef __SSE2__
+#include <xmmintrin.h>
+#endif
+
 #include <algorithm>
+#include <atomic>
 #include <bit>
+#include <cfenv>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -277,10 +283,44 @@ Comparison compare(const Output& output) {
 
 namespace {
 
+// While it lives, the host has a floating-point mode other than the default, another one the next time: calls must not
+// show it, and must leave it.
+class OtherFloatMode {
+ public:
+  OtherFloatMode() {
+    static std::atomic<std::size_t> count{0};
+    constexpr std::array kRounding = {FE_UPWARD, FE_DOWNWARD, FE_TOWARDZERO};
+    std::fegetenv(&before_);
+    std::fesetround(kRounding[count++ % kRounding.size()]);
+#ifdef __SSE2__
+    constexpr unsigned kSubnormalsAreZero = 0x8040;  // operands and results
+    _mm_setcsr(_mm_getcsr() | kSubnormalsAreZero);
+#endif
+    mode_ = mode();
+  }
+  ~OtherFloatMode() { std::fesetenv(&before_); }
+  OtherFloatMode(const OtherFloatMode&) = delete;
+  OtherFloatMode& operator=(const OtherFloatMode&) = delete;
+  [[nodiscard]] bool is_kept() const { return mode() == mode_; }
+
+ private:
+  static unsigned mode() {
+#ifdef __SSE2__
+    constexpr unsigned kFlags = 0x3F;
+    return _mm_getcsr() & ~kFlags;
+#else
+    return static_cast<unsigned>(std::fegetround());
+#endif
+  }
+  std::fenv_t before_{};
+  unsigned mode_;
+};
+
 // Whether unsupported cases of a backend are recorded. GPUs, and an emulated device profile set by the environment,
 // have other numbers of SMs, which some backends test.
 bool is_recorded(const std::string& backend) {
-  return !cuda::runs(backend) && std::getenv("HOPWELL_EMULATOR_SMS") == nullptr;
+  return !cuda::runs(backend) && std::getenv("HOPWELL_EMULATOR_SMS") == nullptr &&
+         std::getenv("HOPWELL_EMULATOR_DEVICE") == nullptr;
 }
 std::string recorded_refusal(const Case& c, const std::string& backend) {
   return backend.starts_with("emu:") ? refusal(c.op, c.name, backend.substr(4)) : "";
@@ -322,11 +362,17 @@ Report run(const Case& c, Instance& instance, const std::string& backend, const 
     if (again && before_second) before_second();
     try {
       instance.place_for(backend);
-      // On a CUDA device the second call runs in a graph.
+      // The second call runs in another floating-point mode and, on a CUDA device, in a graph.
+      const auto call = [&](Stream stream) {
+        std::optional<OtherFloatMode> mode;
+        if (again) mode.emplace();
+        instance.call(backend.c_str(), stream);
+        if (mode && !mode->is_kept()) report.failures.emplace_back("the call changed the floating-point mode");
+      };
       if (again && cuda::runs(backend))
-        cuda::Graph([&](Stream stream) { instance.call(backend.c_str(), stream); }).launch(nullptr);
+        cuda::Graph(call).launch(nullptr);
       else
-        instance.call(backend.c_str(), nullptr);
+        call(nullptr);
       if (cuda::runs(backend))
         for (Array& array : instance.arrays) array.from_device();
       if (!instance.workspace->guards_hold()) report.failures.emplace_back("memory outside the workspace was written");

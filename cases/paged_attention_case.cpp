@@ -1,8 +1,10 @@
 #include "paged_attention_case.hpp"
 
+#include <array>
 #include <climits>
 #include <cmath>
 #include <numeric>
+#include <optional>
 
 #include "tile/cpu/parallel.hpp"
 
@@ -283,15 +285,14 @@ Tensor FarCache::of(const Array& cache) {
 }
 
 void call(const Config& c, const Arrays& a, Workspace& workspace, const char* backend, Stream stream) {
-  std::deque<Tensor> views;
-  const auto view = [&](const Array* array) -> const DLTensor* {
-    if (array == nullptr) return nullptr;
-    return views.emplace_back(array->view());
-  };
+  std::array<std::optional<Tensor>, 12> views;  // without memory of their own: tests let the operator's run out
+  std::size_t count = 0;
+  const auto keep = [&](const Tensor& tensor) -> const DLTensor* { return views.at(count++).emplace(tensor); };
+  const auto view = [&](const Array* array) { return array == nullptr ? nullptr : keep(array->view()); };
   const bool distance = c.bias == BiasForm::kDistance;
   const PagedAttentionArgs args = {.q = view(a.q),
-                                   .k_cache = a.far_k ? views.emplace_back(a.far_k->of(*a.k)) : view(a.k),
-                                   .v_cache = a.far_v ? views.emplace_back(a.far_v->of(*a.v)) : view(a.v),
+                                   .k_cache = a.far_k ? keep(a.far_k->of(*a.k)) : view(a.k),
+                                   .v_cache = a.far_v ? keep(a.far_v->of(*a.v)) : view(a.v),
                                    .block_tables = view(a.tables),
                                    .context_lens = view(a.lengths),
                                    .scale = c.scale,

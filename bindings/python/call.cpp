@@ -1,6 +1,11 @@
 #include "call.hpp"
 
+#include <cxxabi.h>
+#include <unistd.h>
+
 #include <cmath>
+
+#include "runtime/float_mode.hpp"
 
 namespace hopwell::python {
 
@@ -177,6 +182,23 @@ std::optional<std::string_view> utf8(nb::handle string) {
     return std::nullopt;
   }
   return std::string_view(bytes, static_cast<std::size_t>(size));
+}
+
+WithoutLock::~WithoutLock() {
+  try {
+    PyEval_RestoreThread(state_);
+  } catch (const abi::__forced_unwind&) {
+    // Until Python 3.13, a daemon thread that comes back while Python ends is ended by pthread_exit(), which unwinds the
+    // stack. The frames above, nanobind's, must not be unwound: that would abort the process. So the thread sleeps until
+    // the process ends, as Python 3.14 has it.
+    for (;;) pause();
+  }
+}
+
+bool signal_raised() {
+  if (gettid() != getpid()) return false;  // Python runs handlers on its main thread alone
+  const nb::gil_scoped_acquire lock;
+  return PyErr_CheckSignals() != 0;
 }
 
 Call::Call(const char* operator_name, nb::handle backend, nb::handle stream)
@@ -382,7 +404,10 @@ float Call::real(const char* name, nb::handle value) const {
     PyErr_Clear();
     fail(name, "a number", text_of(value));
   }
-  return static_cast<float>(number);
+  const runtime::DefaultFloatMode mode;  // the conversion rounds
+  const volatile double exact = number;  // volatile, or the compiler would convert before or after
+  const volatile float rounded = static_cast<float>(exact);
+  return rounded;
 }
 
 std::int64_t Call::integer(const char* name, nb::handle value) const {

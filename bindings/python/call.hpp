@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 #include <hopwell/hopwell.hpp>
+#include <hopwell/interrupt.hpp>
 
 #include <array>
 #include <initializer_list>
@@ -32,6 +33,21 @@ std::optional<std::string_view> utf8(nb::handle string);
 // Tells torch that its tensors among a tuple's arrays were written in place. Their versions increase, so that a
 // backward that needs the old values raises an error.
 void tell_written(nb::handle arrays);
+
+// Python's global lock is released while it lives.
+class WithoutLock {
+ public:
+  WithoutLock() : state_(PyEval_SaveThread()) {}
+  ~WithoutLock();
+  WithoutLock(const WithoutLock&) = delete;
+  WithoutLock& operator=(const WithoutLock&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+// Runs the Python handlers of pending signals, such as Ctrl-C. True if one raised an exception, which is then set.
+bool signal_raised();
 
 class Call {
  public:
@@ -68,7 +84,7 @@ class Call {
   using Renamed = std::initializer_list<std::pair<const char*, const char*>>;
 
   // Runs the operator without Python's global lock, on the given stream or the framework's current one. Errors use
-  // Python's names of the arguments.
+  // Python's names of the arguments. On the CPU a signal's Python handler may end the call by an exception.
   template <class Args>
   void run(Args& args, void (*function)(const Args&, Stream), std::size_t (*workspace_bytes)(const Args&),
            Renamed renamed = {}) {
@@ -76,6 +92,8 @@ class Call {
       run_as_named(args, function, workspace_bytes);
     } catch (const Error& error) {
       throw Error(error.status(), with_python_names(error.what(), renamed));
+    } catch (const Interrupted&) {
+      throw nb::python_error();
     }
   }
 
@@ -96,7 +114,8 @@ class Call {
       }
     }
     const Stream on = stream();
-    const nb::gil_scoped_release release;
+    const WithoutLock released;
+    const InterruptCheck check(signal_raised);
     function(args, on);
   }
 

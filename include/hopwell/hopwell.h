@@ -3,12 +3,16 @@
  * Tensors are DLPack views, `const DLTensor*`: never owned, never copied; null means absent. An output's DLTensor is
  * const as a description; the memory behind it is written, and no element of it lies where another argument's does.
  * Unless said otherwise the last dimension is contiguous and every other stride is free and 64-bit. Every function
- * checks all of its arguments before it writes anything: on an error the outputs are untouched. Shapes, formulae and
+ * checks all of its arguments before it writes anything: on HOPWELL_INVALID_ARGUMENT and HOPWELL_UNSUPPORTED the outputs are
+ * untouched. On any other error they may be partly written, and the next call is not affected. Shapes, formulae and
  * corner cases of each operator are documented at its argument struct; `LSE` is natural-log, fp32.
  *
  * A CUDA call runs on its tensors' device, whichever is current, and leaves that as it was; its stream must be of that
  * device. A workspace is memory that no argument lies in, and belongs to one call at a time: calls that may overlap, on
  * two streams say, need one each.
+ *
+ * Every call computes in the default floating-point mode (to nearest, with subnormal numbers) on all of its threads, and
+ * the calling thread has its own mode back afterwards.
  *
  * In C a zero field means its default, shown as HOPWELL_DEFAULT(...) where that is not zero. C++ has the defaults
  * themselves. A field marked HOPWELL_REQUIRED is a number that the caller must set: its default in C++ is NaN, which is
@@ -130,7 +134,7 @@ HOPWELL_API hopwell_status hopwell_sparse_mla_forward_workspace_bytes(const hopw
 /* ---- sparse_mla_backward ----------------------------------------------------------------------------------------- */
 
 /**
- * Gradients of sparse_mla_forward, from its out and lse.
+ * Gradients of sparse_mla_forward, from its out and lse. If these are merged over shards of keys, each call's d_sink is whole.
  *
  *     lse'  = log(exp(lse) + exp(attn_sink))          lse without a sink
  *     p     = exp(score - lse')
@@ -150,7 +154,7 @@ typedef struct hopwell_sparse_mla_backward_args {
   const DLTensor* indices HOPWELL_ZERO;
   /** the forward's, like q [s_q, h_q, d_v] */
   const DLTensor* out HOPWELL_ZERO;
-  /** the forward's, fp32 [s_q, h_q] */
+  /** the forward's, fp32 [s_q, h_q]; no score may exceed it by more than 44, where GPUs take exp(score - lse) as 2^64 */
   const DLTensor* lse HOPWELL_ZERO;
   float sm_scale HOPWELL_REQUIRED;
   int64_t d_v HOPWELL_DEFAULT(512);
@@ -162,7 +166,7 @@ typedef struct hopwell_sparse_mla_backward_args {
   int64_t kv_stride HOPWELL_DEFAULT(1);
   const DLTensor* k_start HOPWELL_ZERO;
   const DLTensor* k_end HOPWELL_ZERO;
-  /** same bits every time, for any number of threads; the CPU gives that always */
+  /** same bits every time, for any number of threads (the CPU gives that always), and of dq in every call that has the query */
   bool deterministic HOPWELL_ZERO;
   /** add into the given fp32 dkv instead of overwriting it */
   bool accumulate HOPWELL_ZERO;
@@ -177,7 +181,7 @@ typedef struct hopwell_sparse_mla_backward_args {
   const DLTensor* dq HOPWELL_ZERO;
   /** output, fp32 or bf16, shape of kv; null: not needed */
   const DLTensor* dkv HOPWELL_ZERO;
-  /** output, fp32 [h_q]; only with attn_sink; null: not needed */
+  /** output, fp32 [h_q]; only with attn_sink; null: not needed. Rows whose lse is +inf add nothing; all others do. */
   const DLTensor* d_sink HOPWELL_ZERO;
   /** output, fp32 [s_q, topk]: sum_h exp(score - lse), the attention distribution; optional */
   const DLTensor* attn HOPWELL_ZERO;

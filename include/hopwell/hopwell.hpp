@@ -5,8 +5,8 @@
 //
 // The argument structs, with the meaning, shape and dtype of every field, are in hopwell.h. Each operator has
 //
-//   operator(args, stream)           checks all arguments, picks a backend and enqueues; throws hopwell::Error with the
-//                                    outputs untouched
+//   operator(args, stream)           checks all arguments, picks a backend and enqueues; throws hopwell::Error, after bad
+//                                    arguments with the outputs untouched
 //   operator_workspace_bytes(args)   bytes of scratch that the chosen backend wants in `workspace`; 0 on the CPU
 //   explain(args)                    one line a backend: `sm90: chosen`, `sm100: no such device`, `cpu: slower than sm90`
 //
@@ -130,7 +130,7 @@ HOPWELL_API double time_cpu_read(std::size_t bytes);
 HOPWELL_API int num_threads();
 HOPWELL_API void set_num_threads(int threads);
 
-/// One line a component: the compiler, BLAS, vector instruction set and number of threads in use.
+/// One line a component: the compiler, vector instruction set and number of threads in use.
 HOPWELL_API std::string build_info();
 
 HOPWELL_API std::string version();

@@ -107,18 +107,26 @@ static std::string& last_error() {
   return message;
 }
 
+static void keep_message(const char* message) noexcept {
+  try {
+    last_error() = message;
+  } catch (const std::bad_alloc&) {
+    last_error() = "out of memory";  // so short that a string holds it in itself
+  }
+}
+
 hopwell_status guard(void (*function)(void* context), void* context) noexcept {
   try {
     function(context);
     return HOPWELL_OK;
   } catch (const Error& error) {
-    last_error() = error.what();
+    keep_message(error.what());
     return error.status();
   } catch (const std::bad_alloc&) {
-    last_error() = "out of memory";
+    keep_message("out of memory");
     return HOPWELL_OUT_OF_MEMORY;
   } catch (const std::exception& error) {
-    last_error() = error.what();
+    keep_message(error.what());
     return HOPWELL_INTERNAL;
   }
 }

@@ -2,6 +2,8 @@
 // functions: they reject null pointers, replace zeros by defaults, and convert exceptions to a status and a message.
 #pragma once
 
+#include <hopwell/interrupt.hpp>
+
 #include <cstddef>
 #include <exception>
 #include <new>
@@ -9,6 +11,7 @@
 
 #include "runtime/backend.hpp"
 #include "runtime/check.hpp"
+#include "runtime/float_mode.hpp"
 
 namespace hopwell::runtime {
 
@@ -33,16 +36,20 @@ Args with_defaults(Args args) {
 template <class Args, class Problem>
 class Entry {
  public:
-  Entry(const char* name, Problem (*check)(const Args&)) : name_(name), check_(check), in_table_(name) {}
+  Entry(const char* name, Problem (*check)(const Args&))
+      : name_(name),
+        check_(check),
+        out_of_memory_(HOPWELL_OUT_OF_MEMORY, std::string(name) + ": out of memory"),
+        in_table_(name) {}
 
   void run(const Args& args, Stream stream) const {
-    with_own_errors([&] { runtime::run(name_, check_(args), args.backend, stream); });
+    as_operator([&] { runtime::run(name_, check_(args), args.backend, stream); });
   }
   [[nodiscard]] std::size_t workspace_bytes(const Args& args) const {
-    return with_own_errors([&] { return runtime::workspace_bytes(name_, check_(args), args.backend); });
+    return as_operator([&] { return runtime::workspace_bytes(name_, check_(args), args.backend); });
   }
   [[nodiscard]] std::string explain(const Args& args) const {
-    return with_own_errors([&] { return runtime::explain(check_(args)); });
+    return as_operator([&] { return runtime::explain(check_(args)); });
   }
 
   hopwell_status run_from_c(const Args* args, Stream stream) const {
@@ -56,16 +63,19 @@ class Entry {
   }
 
  private:
-  // Converts exceptions of the standard library and of the emulator to an Error that names the operator, because
-  // callers catch only Error.
+  // Calls the function in the default floating-point mode. An exception of the standard library or the emulator becomes an
+  // Error that names the operator. Callers catch nothing else, except the Interrupted that they asked for.
   template <class Function>
-  auto with_own_errors(const Function& function) const {
+  auto as_operator(const Function& function) const {
+    const DefaultFloatMode mode;
     try {
       return function();
     } catch (const Error&) {
       throw;
+    } catch (const Interrupted&) {
+      throw;
     } catch (const std::bad_alloc&) {
-      throw Error(HOPWELL_OUT_OF_MEMORY, std::string(name_) + ": out of memory");
+      throw Error(out_of_memory_);  // a copy, which takes no memory
     } catch (const std::exception& error) {
       throw Error(HOPWELL_INTERNAL, std::string(name_) + ": " + error.what());
     }
@@ -81,6 +91,7 @@ class Entry {
 
   const char* name_;
   Problem (*check_)(const Args&);
+  const Error out_of_memory_;
   Operator<Problem> in_table_;
 };
 

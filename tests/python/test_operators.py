@@ -177,7 +177,7 @@ class Temporary:
 
 
 @pytest.mark.parametrize(
-    "operator", sorted(set(MAKERS) - {"nvfp4_gemv", "nvfp4_linear", "nvfp4_matmul"})
+    "operator", sorted(set(MAKERS) - {"nvfp4_gemv", "nvfp4_linear", "nvfp4_linear_backward", "nvfp4_matmul"})
 )  # whose arrays it can't imitate
 def test_arrays_that_only_their_capsule_keeps(operator: str, rng: np.random.Generator) -> None:
     call = MAKERS[operator](rng, "float32")
@@ -354,7 +354,7 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
     assert in_a_process.stdout.strip() == with_threads(1) == with_threads(2)
 
 
-@pytest.mark.parametrize("number", ["abc", "-1", "2 threads", "1.5"])
+@pytest.mark.parametrize("number", ["abc", "-1", "2 threads", "1.5", " ", " 2", "2147483648", os.fsdecode(b"\xff2")])
 def test_what_is_no_number_of_threads_is_an_error(number: str) -> None:
     """Until one is set: then that of the environment does not count."""
     program = """
@@ -375,8 +375,18 @@ print(hopwell.num_threads(), x[0, 0], *set(messages), len(messages), sep="|")
         env={**os.environ, "HOPWELL_NUM_THREADS": number},
         check=True, capture_output=True, text=True,
     )  # fmt: skip
-    words = f"HOPWELL_NUM_THREADS must be at least 1, or 0 for the default; got {number}"
+    got = os.fsencode(number).decode(errors="backslashreplace")
+    words = f"HOPWELL_NUM_THREADS must be a number from 1 to 2147483647, or 0 for the default; got '{got}'"
     assert done.stdout.strip() == f"2|0.25|{words}|2"
+
+
+@pytest.mark.usefixtures("_default_threads")
+def test_set_num_threads_takes_integers_only() -> None:
+    hopwell.set_num_threads(np.int64(3))  # type: ignore[arg-type]
+    for number in (-1, 2**31, 2**64, 1.5, "2", None):
+        with pytest.raises(ValueError, match=re.escape("set_num_threads: threads must be")):
+            hopwell.set_num_threads(number)  # type: ignore[arg-type]
+    assert hopwell.num_threads() == 3
 
 
 def test_the_global_lock_is_released() -> None:

@@ -1,14 +1,11 @@
-// Prerequisites of the CPU kernels in a forked child: threads that stayed in the parent, locks that were held there.
+// Parallel loops in a forked child, which has none of its parent's threads.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <numeric>
-#include <thread>
 #include <vector>
 
-#include "tile/cpu/gemm.hpp"
 #include "tile/cpu/parallel.hpp"
 
 namespace hopwell::cpu {
@@ -55,29 +52,6 @@ TEST_F(Fork, LoopsRunInChildrenAndTheirChildren) {
   EXPECT_TRUE(holds_in_a_child(child));
   EXPECT_TRUE(holds_in_a_child(child));
   EXPECT_TRUE(counts_all_items());
-}
-
-// Every small product holds a lock of BLAS for a moment. Without precautions one fork in fifty copies the lock in
-// locked state.
-TEST_F(Fork, WaitsForProductsOfOtherThreads) {
-  std::atomic<bool> done{false};
-  const auto multiply = [] {
-    const float a = 2, b = 3;
-    float c = 0;
-    gemm_nn(1, 1, 1, 1, &a, 1, &b, 1, 0, &c, 1);
-    return c == 6;
-  };
-  std::vector<std::thread> others;
-  for (int i = 0; i < 3; ++i) {
-    others.emplace_back([&] {
-      while (!done) multiply();
-    });
-  }
-  int held = 0;
-  for (int i = 0; i < 150; ++i) held += holds_in_a_child(multiply, 5) ? 1 : 0;
-  done = true;
-  for (std::thread& other : others) other.join();
-  EXPECT_EQ(held, 150);
 }
 
 }  // namespace

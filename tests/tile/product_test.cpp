@@ -58,6 +58,7 @@ class Product : public testing::TestWithParam<std::int64_t> {
 
 TEST_P(Product, HasTheSameSumsInEveryShape) {
   const bool fused = GetParam() == HWY_AVX2 || GetParam() == HWY_AVX3;
+  const Products products;
   std::mt19937 random(1);
   for (int round = 0; round < 150; ++round) {
     const auto up_to = [&](std::uint32_t most) { return static_cast<std::int64_t>(random() % (most + 1)); };
@@ -79,13 +80,13 @@ TEST_P(Product, HasTheSameSumsInEveryShape) {
       ASSERT_EQ(c.data, before.data) << name << " wrote beside its result";
     };
     check(
-        "nn", [&](Matrix& c) { product_nn(m, n, k, a.get(), a.stride, b.get(), b.stride, add, c.get(), c.stride); },
+        "nn", [&](Matrix& c) { products.nn(m, n, k, a.get(), a.stride, b.get(), b.stride, add, c.get(), c.stride); },
         [&](std::int64_t i, std::int64_t j, std::int64_t l) { return std::pair(a.at(i, l), b.at(l, j)); });
     check(
-        "nt", [&](Matrix& c) { product_nt(m, n, k, a.get(), a.stride, bt.get(), bt.stride, add, c.get(), c.stride); },
+        "nt", [&](Matrix& c) { products.nt(m, n, k, a.get(), a.stride, bt.get(), bt.stride, add, c.get(), c.stride); },
         [&](std::int64_t i, std::int64_t j, std::int64_t l) { return std::pair(a.at(i, l), bt.at(j, l)); });
     check(
-        "tn", [&](Matrix& c) { product_tn(m, n, k, at.get(), at.stride, b.get(), b.stride, add, c.get(), c.stride); },
+        "tn", [&](Matrix& c) { products.tn(m, n, k, at.get(), at.stride, b.get(), b.stride, add, c.get(), c.stride); },
         [&](std::int64_t i, std::int64_t j, std::int64_t l) { return std::pair(at.at(l, i), b.at(l, j)); });
   }
 }

@@ -32,7 +32,7 @@ class Worker {
     const std::int64_t count = selected_.append(s, tile);
     if (count > 0) {
       load_heads(p_.q, s, q_.get(), p_.d_qk);
-      product_nt(p_.h_q, count, p_.d_qk, q_.get(), p_.d_qk, selected_.rows(), p_.d_qk, false, scores_.get(), count);
+      products_.nt(p_.h_q, count, p_.d_qk, q_.get(), p_.d_qk, selected_.rows(), p_.d_qk, false, scores_.get(), count);
       sum_over_heads(s, count);
     }
     selected_.spread(s, tile, scores_.get(), p_.attn.as<float>() + s * p_.attn.stride[0]);
@@ -58,6 +58,7 @@ class Worker {
   SelectedRows selected_;
   Scratch<float> q_;       // [h_q, d_qk]
   Scratch<float> scores_;  // [h_q, keys]
+  Products products_;
 };
 
 void launch(const Problem& p, Stream) {

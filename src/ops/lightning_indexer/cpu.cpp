@@ -211,6 +211,7 @@ void search(const Problem& p, std::int64_t s0, std::int64_t queries, std::int64_
   load_queries(p, s0, queries, state);
   Tile tile = next_tile(block, first_key);
   for (; tile.first_key < tile.end_key; tile = next_tile(block, tile.end_key)) {
+    cpu::interruption_point();  // an item may be all keys
     load_keys(p, tile.first_key, tile.end_key - tile.first_key, state);
     score_tile(p, tile, state);
     for (std::int64_t i = tile.first_query; i < tile.end_query; ++i) {

@@ -41,6 +41,7 @@ struct State {
         d_weights(p.h_index) {}
   std::int64_t tile;  // entries, a multiple of kLaneBlock
   Scratch<float> q, weights, given, score, g, k, dot, d_q, d_weights;
+  cpu::Products products;
 };
 
 // Lists the entries of row s with visible keys in `keys` and their targets or gradients in state.given. Returns their
@@ -70,8 +71,8 @@ std::int64_t load_entries(const Problem& p, std::int64_t s, std::int32_t* keys, 
 void multiply(const Problem& p, const std::int32_t* keys, std::int64_t count, State& state) {
   for (std::int64_t i = 0; i < count; ++i) load(p.k, keys[i] * p.k.stride[0], state.k.get() + i * p.d_index, p.d_index);
   std::fill(state.k.get() + count * p.d_index, state.k.get() + padded(count) * p.d_index, 0.0F);
-  cpu::product_nt(p.h_index, padded(count), p.d_index, state.q.get(), p.d_index, state.k.get(), p.d_index, false,
-                  state.dot.get(), state.tile);
+  state.products.nt(p.h_index, padded(count), p.d_index, state.q.get(), p.d_index, state.k.get(), p.d_index, false,
+                    state.dot.get(), state.tile);
 }
 
 // state.score of all entries; NaN counts as -inf.
@@ -156,8 +157,8 @@ void input_gradients(const Problem& p, std::int32_t* keys, std::int64_t count, S
       std::fill(row + n, row + padded(n), 0.0F);
       for (std::int64_t i = 0; i < n; ++i) row[i] = keys[first + i] < 0 ? 0 : row[i];
     }
-    cpu::product_nn(p.h_index, d, padded(n), dot, ld, k, d, first > 0, state.d_q.get(), d);
-    cpu::product_tn(n, d, p.h_index, dot, ld, state.q.get(), d, false, part + first * d, d);
+    state.products.nn(p.h_index, d, padded(n), dot, ld, k, d, first > 0, state.d_q.get(), d);
+    state.products.tn(n, d, p.h_index, dot, ld, state.q.get(), d, false, part + first * d, d);
   }
 }
 

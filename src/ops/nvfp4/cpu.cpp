@@ -1,10 +1,10 @@
 // nvfp4_gemv, nvfp4_linear and nvfp4_matmul on the CPU.
 //
 // nvfp4_linear with few rows of x, and nvfp4_gemv, multiply codes with x as they come out of the decoder, in fp32
-// registers. With more rows, tiles of weights are decoded to fp32 and go through BLAS. nvfp4_matmul is nvfp4_linear whose
-// x, the side of fewer rows, is decoded first: a block of it has so few digits that up to kMostRowDots rows are quicker one
-// by one, in fixed point. Items are tiles of weight rows, whatever the number of threads, so that results do not depend on
-// it.
+// registers. With more rows, tiles of weights are decoded to fp32, and matrix products take them. nvfp4_matmul is
+// nvfp4_linear whose x, the side of fewer rows, is decoded first: a block of it has so few digits that up to kMostRowDots
+// rows are quicker one by one, in fixed point. Items are tiles of weight rows, whatever the number of threads, so that
+// results do not depend on it.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -13,9 +13,9 @@
 #include <vector>
 
 #include "ops/nvfp4/op.hpp"
-#include "tile/cpu/gemm.hpp"
 #include "tile/cpu/nvfp4.hpp"
 #include "tile/cpu/parallel.hpp"
+#include "tile/cpu/product.hpp"
 #include "tile/cpu/vector.hpp"
 #include "tile/cpu/views.hpp"
 #include "tile/float16.hpp"
@@ -32,8 +32,8 @@ constexpr std::int64_t kRowTile = 32;      // rows of weights an item takes
 constexpr std::int64_t kDotX = 6144;       // floats of x that stay in the first-level cache while rows of weights pass
 constexpr std::int64_t kMaxDotN = 8;       // rows of x that share a decoded weight
 constexpr std::int64_t kMostRowDots = 36;  // rows of decoded x that go one by one: fixed point loses nothing of them
-constexpr std::int64_t kGemmFrom = 32;     // rows of x from which decoding for BLAS pays
-// Of weights decoded for BLAS at a time, 256 KiB; and of x.
+constexpr std::int64_t kGemmFrom = 32;     // rows of x from which decoding all weights pays
+// Of weights decoded at a time, 256 KiB; and of x.
 constexpr std::int64_t kGemmTile = 128, kGemmColumns = 512, kGemmRows = 256;
 
 // Threads that pay for work as long as so many products of codes with x: to wake one takes as long as 2^20 do.
@@ -115,6 +115,7 @@ void launch_gemv(const GemvProblem& p, Stream) {
   std::vector<simd::Row> x;  // b of each batch
   const DotScratch room(p.k);
   const Scratch<float> row(p.k);
+  const double factor = p.alpha.get();
   for (std::int64_t l = 0; p.m > 0 && l < p.l; ++l) {
     const Matrix b{codes(p.b, l), 0, l, p.k, p.sfb};
     b.decode_scales(0, 0, p.k, room.bytes.get(), room.scales.get());
@@ -131,17 +132,13 @@ void launch_gemv(const GemvProblem& p, Stream) {
         dot_tile({codes(p.a, l), p.a.stride[0], l, p.k, p.sfa}, first, count, x[unsigned_size(l)], scratch, sums);
         with_type(p.c, [&]<class T>(T* c) {
           for (std::int64_t r = 0; r < count; ++r)
-            c[(first + r) * p.c.stride[0] + l * p.c.stride[2]] = rounded<T>(p.alpha * sums[r]);
+            c[(first + r) * p.c.stride[0] + l * p.c.stride[2]] =
+                rounded<T>(static_cast<float>(factor * static_cast<double>(sums[r])));
         });
       });
 }
 
 // ---- nvfp4_linear -------------------------------------------------------------------------------------------------
-
-double factor_of(const Global& global, bool is_reciprocal) {
-  const auto value = static_cast<double>(global.pointer != nullptr ? *global.pointer : global.value);
-  return is_reciprocal ? 1 / value : value;  // in double, for the reciprocal of a subnormal overflows a float
-}
 
 // y[i, first + r] = factor * sums[r] + bias for rows [first, first + count) of weights.
 struct Epilogue {
@@ -247,6 +244,7 @@ void linear_by_gemm(const LinearProblem& p, const RowsOfX& rows_of_x, const Epil
   struct State {
     Scratch<float> tile{kGemmTile * kGemmColumns}, sums{kGemmRows * kGemmTile}, scales{kGemmColumns / kBlock + 16};
     Scratch<std::uint8_t> bytes{kGemmColumns / kBlock + 4};
+    cpu::Products products;
   };
   const Matrix weight = weight_of(p);
   for (std::int64_t x_first = 0; x_first < p.n; x_first += kGemmRows) {
@@ -256,8 +254,7 @@ void linear_by_gemm(const LinearProblem& p, const RowsOfX& rows_of_x, const Epil
         tiles(p.rows, kGemmTile), [] { return State(); },
         [&](std::int64_t item, const State& state) {
           const std::int64_t first = item * kGemmTile, count = std::min(kGemmTile, p.rows - first);
-          std::fill_n(state.sums.get(), n * kGemmTile, 0.0F);
-          for (std::int64_t begin = 0; begin < p.k; begin += kGemmColumns) {
+          for (std::int64_t begin = 0; begin == 0 || begin < p.k; begin += kGemmColumns) {
             const std::int64_t columns = std::min(kGemmColumns, p.k - begin);
             const auto stride = static_cast<std::int64_t>(simd::padded(unsigned_size(columns)));
             for (std::int64_t r = 0; r < count; ++r) {
@@ -265,8 +262,8 @@ void linear_by_gemm(const LinearProblem& p, const RowsOfX& rows_of_x, const Epil
               simd::decode_arranged(weight.row(first + r) + begin / 2, state.scales.get(), unsigned_size(columns),
                                     state.tile.get() + r * stride);
             }
-            cpu::gemm_nt(n, count, stride, 1, x.get() + begin, padded(p.k), state.tile.get(), stride, 1,
-                         state.sums.get(), kGemmTile);
+            state.products.nt(n, count, stride, x.get() + begin, padded(p.k), state.tile.get(), stride, begin > 0,
+                              state.sums.get(), kGemmTile);
           }
           for (std::int64_t i = 0; i < n; ++i) epilogue(x_first + i, first, count, state.sums.get() + i * kGemmTile);
         });
@@ -276,7 +273,7 @@ void linear_by_gemm(const LinearProblem& p, const RowsOfX& rows_of_x, const Epil
 // `most_row_dots`: rows of x up to which they are multiplied one by one.
 void multiply(const LinearProblem& p, const RowsOfX& rows_of_x, std::int64_t most_row_dots) {
   if (p.n == 0 || p.rows == 0) return;
-  const Epilogue epilogue{p, factor_of(p.global, p.global_is_reciprocal)};
+  const Epilogue epilogue{p, p.global.get()};
   if (p.n <= most_row_dots)
     linear_by_row_dots(p, rows_of_x, epilogue);
   else if (p.n < kGemmFrom)

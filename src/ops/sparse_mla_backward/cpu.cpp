@@ -124,7 +124,7 @@ class Worker {
 
   void differentiate(std::int64_t s, std::int64_t tile) {
     count_ = selected_.append(s, tile);
-    const bool counts_for_sink = p_.d_sink && tile == 0 && (count_ > 0 || p_.selection.any_valid(s));
+    const bool counts_for_sink = p_.d_sink && tile == 0;
     if (count_ > 0 || counts_for_sink) load_query(s);
     if (counts_for_sink) add_d_sink();
     if (count_ > 0) compute();
@@ -156,7 +156,8 @@ class Worker {
   void add_d_sink() {
     for (std::int64_t h = 0; h < p_.h_q; ++h) {
       const Head& head = heads_[static_cast<std::size_t>(h)];
-      if (std::isfinite(sink(h))) d_sink_[static_cast<std::size_t>(h)] -= head.taken * static_cast<double>(head.delta);
+      if (std::isfinite(sink(h)) && head.lse != kInfinity)
+        d_sink_[static_cast<std::size_t>(h)] -= head.taken * static_cast<double>(head.delta);
     }
   }
 
@@ -164,14 +165,14 @@ class Worker {
   void compute() {
     const bool gradients = p_.dq || p_.dkv;
     if (!gradients && !p_.attn) return;
-    product_nt(p_.h_q, count_, p_.d_qk, q(), p_.d_qk, k(), p_.d_qk, false, probabilities(), count_);
-    if (gradients) product_nt(p_.h_q, count_, p_.d_v, d_out(), p_.d_qk, k(), p_.d_qk, false, ds(), count_);
+    products_.nt(p_.h_q, count_, p_.d_qk, q(), p_.d_qk, k(), p_.d_qk, false, probabilities(), count_);
+    if (gradients) products_.nt(p_.h_q, count_, p_.d_v, d_out(), p_.d_qk, k(), p_.d_qk, false, ds(), count_);
     weigh(gradients);
-    if (p_.dq) product_nn(p_.h_q, p_.d_qk, count_, ds(), count_, k(), p_.d_qk, false, dq_.get(), p_.d_qk);
+    if (p_.dq) products_.nn(p_.h_q, p_.d_qk, count_, ds(), count_, k(), p_.d_qk, false, dq_.get(), p_.d_qk);
     if (!p_.dkv) return;
-    product_tn(count_, p_.d_v, 2 * p_.h_q, ds(), count_, q(), p_.d_qk, false, k(), p_.d_qk);
+    products_.tn(count_, p_.d_v, 2 * p_.h_q, ds(), count_, q(), p_.d_qk, false, k(), p_.d_qk);
     if (p_.d_v == p_.d_qk) return;
-    product_tn(count_, p_.d_qk - p_.d_v, p_.h_q, ds(), count_, q() + p_.d_v, p_.d_qk, false, k() + p_.d_v, p_.d_qk);
+    products_.tn(count_, p_.d_qk - p_.d_v, p_.h_q, ds(), count_, q() + p_.d_v, p_.d_qk, false, k() + p_.d_v, p_.d_qk);
   }
 
   // q . K^T and dP become P and dS, row by row; their sums over heads the distribution.
@@ -211,14 +212,19 @@ class Worker {
     for (std::size_t h = 0; p_.d_sink && stripe == 0 && h < d_sink_.size(); ++h) sums_.d_sink[h] += d_sink_[h];
   }
 
-  // Columns of the running query's dq: set by its first tile, added to by the others, and written to the output by the
-  // last.
+  // Columns of the running query's dq: set by its first tile, added to by the others that have keys, and written to the
+  // output by the last. So tiles of padding change no bit: 0 + -0.0 would be 0.
   void add_dq(std::int64_t s, std::int64_t tile, std::int64_t first, std::int64_t width) {
     const auto n = static_cast<std::size_t>(width);
     for (std::int64_t h = 0; h < p_.h_q; ++h) {
       float* sum = sums_.dq->get() + h * p_.d_qk + first;
-      if (tile == 0) std::fill_n(sum, n, 0.0F);
-      if (count_ > 0) add(dq_.get() + h * p_.d_qk + first, sum, n);
+      const float* own = dq_.get() + h * p_.d_qk + first;
+      if (tile > 0 && count_ > 0)
+        add(own, sum, n);
+      else if (tile == 0 && count_ > 0)
+        std::copy_n(own, n, sum);
+      else if (tile == 0)
+        std::fill_n(sum, n, 0.0F);
     }
     if (tile == items_.tiles - 1) store_heads(sums_.dq->get() + first, p_.d_qk, p_.dq, s, first, width);
   }
@@ -233,6 +239,7 @@ class Worker {
   Scratch<float> distribution_;       // [count]
   std::vector<Head> heads_;           // [h_q]
   std::vector<double> d_sink_;        // [h_q], of the item
+  Products products_;
 };
 
 // Calls body(first, last) for blocks of the rows of dkv.

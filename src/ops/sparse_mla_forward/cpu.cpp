@@ -50,15 +50,15 @@ class PartialSoftmax {
 
   // Sets the softmax of one tile: products [heads, count] of queries and keys, which are overwritten, and values
   // [count, width].
-  void set(float* scores, std::int64_t score_stride, float sm_scale, const float* values, std::int64_t value_stride,
-           std::int64_t count) {
+  void set(const Products& products, float* scores, std::int64_t score_stride, float sm_scale, const float* values,
+           std::int64_t value_stride, std::int64_t count) {
     const auto n = static_cast<std::size_t>(count);
     for (std::int64_t h = 0; h < heads_; ++h) {
       float* row = scores + h * score_stride;
       max(h) = max_or_nan(row, sm_scale, n);
       sum(h) = static_cast<double>(exp_sum(row, sm_scale, max(h) == -kInfinity ? 0 : max(h), n));
     }
-    product_nn(heads_, width_, count, scores, score_stride, values, value_stride, false, out_.get(), width_);
+    products.nn(heads_, width_, count, scores, score_stride, values, value_stride, false, out_.get(), width_);
     empty_ = false;
   }
 
@@ -113,9 +113,9 @@ class Worker {
     const std::int64_t count = selected_.append(s, tile);
     if (count == 0) return;
     load_heads(p_.q, s, q_.get(), p_.d_qk);
-    product_nt(p_.h_q, count, p_.d_qk, q_.get(), p_.d_qk, selected_.rows(), p_.d_qk, false, scores_.get(),
-               score_stride_);
-    softmax.set(scores_.get(), score_stride_, p_.sm_scale, selected_.rows(), p_.d_qk, count);
+    products_.nt(p_.h_q, count, p_.d_qk, q_.get(), p_.d_qk, selected_.rows(), p_.d_qk, false, scores_.get(),
+                 score_stride_);
+    softmax.set(products_, scores_.get(), score_stride_, p_.sm_scale, selected_.rows(), p_.d_qk, count);
   }
 
  private:
@@ -124,6 +124,7 @@ class Worker {
   Scratch<float> q_;  // [h_q, d_qk]
   std::int64_t score_stride_;
   Scratch<float> scores_;  // [h_q, tile]
+  Products products_;
 };
 
 // Writes query s from its complete softmax.
@@ -161,6 +162,7 @@ void launch(const Problem& p, Stream) {
     parallel_for(p.s_q, make_state, [&](std::int64_t s, State& state) {
       state.query.clear();
       for (std::int64_t tile = 0; tile < tiles; ++tile) {
+        interruption_point();  // an item may be all keys
         state.worker.attend(s, tile, state.tile);
         state.query.merge(state.tile);
       }

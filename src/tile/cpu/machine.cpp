@@ -11,11 +11,8 @@
 #include "runtime/backend.hpp"
 #include "runtime/check.hpp"
 #include "runtime/driver_status.hpp"
-#include "tile/cpu/gemm.hpp"
 #include "tile/cpu/parallel.hpp"
-
-extern "C" char* openblas_get_config(void);
-extern "C" char* openblas_get_corename(void);
+#include "tile/cpu/product.hpp"
 
 namespace hopwell {
 namespace {
@@ -35,17 +32,19 @@ float sum(const float* x, std::int64_t count) {
 }  // namespace
 
 double time_cpu_matmul() {
-  constexpr std::int64_t n = 2048;
-  static const std::vector<float> a(n * n, 0.7F), b(n * n, 1.1F);
-  static std::vector<float> c(n * n);
+  constexpr std::int64_t n = 2048, kPitch = n + 16, kTile = 256;  // rows one after another meet all sets of a cache
+  static const std::vector<float> a(n * kPitch, 0.7F), b(n * kPitch, 1.1F);
+  static std::vector<float> c(n * kPitch);
   static std::mutex one_at_a_time;
   const std::scoped_lock lock(one_at_a_time);
-  const std::int64_t parts = cpu::max_threads(), rows = (n + parts - 1) / parts;
   const auto start = Clock::now();
-  cpu::parallel_for(parts, [&](std::int64_t part) {
-    const std::int64_t first = part * rows, count = std::min(rows, n - first);
-    if (count > 0) cpu::gemm_nn(count, n, n, 1, a.data() + first * n, n, b.data(), n, 0, c.data() + first * n, n);
-  });
+  cpu::parallel_for(
+      n / kTile * (n / kTile), [] { return cpu::Products(); },
+      [&](std::int64_t tile, const cpu::Products& products) {
+        const std::int64_t i = tile / (n / kTile) * kTile, j = tile % (n / kTile) * kTile;
+        products.nt(kTile, kTile, n, a.data() + i * kPitch, kPitch, b.data() + j * kPitch, kPitch, false,
+                    c.data() + i * kPitch + j, kPitch);
+      });
   return seconds_since(start);
 }
 
@@ -77,9 +76,8 @@ void set_num_threads(int threads) {
 std::string build_info() {
   const std::int64_t best = hwy::SupportedTargets() & -hwy::SupportedTargets();  // lower bits are better targets
   const std::string slow = best > HWY_AVX2 ? ": this processor has no AVX2, so operators on the CPU take longer" : "";
-  return std::string("compiler ") + __VERSION__ + "\nBLAS     " + openblas_get_config() + " (" +
-         openblas_get_corename() + ")\nvectors  " + hwy::TargetName(static_cast<std::uint32_t>(best)) + slow +
-         "\nthreads  " + std::to_string(cpu::max_threads()) + "\nCUDA     " + runtime::cuda_status();
+  return std::string("compiler ") + __VERSION__ + "\nvectors  " + hwy::TargetName(static_cast<std::uint32_t>(best)) +
+         slow + "\nthreads  " + std::to_string(cpu::max_threads()) + "\nCUDA     " + runtime::cuda_status();
 }
 
 }  // namespace hopwell

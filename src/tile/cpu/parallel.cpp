@@ -9,16 +9,20 @@
 #include <cstdlib>
 #include <cstring>
 #include <hopwell/error.hpp>
+#include <hopwell/interrupt.hpp>
 #include <mutex>
 #include <string>
-#include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
+
+#include "runtime/float_mode.hpp"
 
 namespace hopwell::cpu {
 namespace {
 
 thread_local bool in_loop = false;
+thread_local const std::atomic<bool>* failed_flag = nullptr;  // of the loop that this thread is in
 
 // A loop, on the stack of the thread that runs it.
 struct Loop {
@@ -47,20 +51,21 @@ class Helpers {
 
  private:
   // With the lock held. Fewer than asked for will do, if the system has no more.
-  void start(int count) {
+  void start(int count) noexcept {
     if (count_ >= count) return;
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the program's own threads
     try {
       for (; count_ < count; ++count_) std::thread([this] { help(); }).detach();
-    } catch (const std::system_error&) {  // the loop is run all the same, by fewer
+    } catch (const std::exception&) {  // no thread or no memory for one: fewer threads run the loop
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
   [[noreturn]] void help() {
     in_loop = true;
+    const runtime::DefaultFloatMode mode;  // a thread begins with the mode of the one that started it
     std::unique_lock lock(mutex_);
     for (;;) {
       ++idle_;
@@ -99,15 +104,17 @@ int own_threads() {
   const auto [rest, error] = std::from_chars(text, end, threads);
   if (error != std::errc() || rest != end || threads < 0)
     throw Error(HOPWELL_INVALID_ARGUMENT,
-                std::string("HOPWELL_NUM_THREADS must be at least 1, or 0 for the default; got ") + text);
+                std::string("HOPWELL_NUM_THREADS must be a number from 1 to 2147483647, or 0 for the default; got '") +
+                    text + "'");
   return std::min(threads, kMostThreads);
 }
 
-// OpenMP's may have several, of which the first counts. What is no number is for OpenMP to complain of.
+// OpenMP's variable may hold several numbers, and the first counts. OpenMP itself complains of a bad one, which is ignored
+// here.
 int openmp_threads() {
   const char* text = std::getenv("OMP_NUM_THREADS");
   int threads = 0;
-  if (text != nullptr) std::from_chars(text, text + std::strcspn(text, ","), threads);
+  if (text != nullptr) std::from_chars(text + std::strspn(text, " "), text + std::strcspn(text, ","), threads);
   return std::clamp(threads, 0, kMostThreads);
 }
 
@@ -131,6 +138,15 @@ int max_threads() {
 }
 
 void set_max_threads(int threads) { threads_set.store(threads, std::memory_order_relaxed); }
+
+LoopScope::LoopScope(const std::atomic<bool>& failed) : outer_(std::exchange(failed_flag, &failed)) {}
+LoopScope::~LoopScope() { failed_flag = outer_; }
+
+void interruption_point() {
+  struct Failed {};  // parallel_for() has the first error already
+  if (failed_flag != nullptr && failed_flag->load(std::memory_order_relaxed)) throw Failed();
+  InterruptCheck::poll();
+}
 
 void run_on_threads(int threads, void (*body)(void* context), void* context) {
   if (threads <= 1 || in_loop) return body(context);

@@ -32,8 +32,25 @@ int max_threads();
 void set_max_threads(int threads);  // at least 1, or 0: no longer set
 
 // Calls body(context), which must not throw, on this thread and, if they come before it has returned, on up to
-// `threads` - 1 others; returns when all have.
+// `threads` - 1 others; returns when all have. The others compute in the default floating-point mode; this one computes in
+// its caller's, which for an operator is the default mode too (runtime/float_mode.hpp).
 void run_on_threads(int threads, void (*body)(void* context), void* context);
+
+// Throws if this thread's loop has failed on another thread, or if the caller interrupts its call (hopwell/interrupt.hpp).
+// parallel_for() comes here between items. An item that takes long comes here too, unless others wait for it (Turns).
+void interruption_point();
+
+// While it lives, interruption_point() on this thread looks at a loop's flag.
+class LoopScope {
+ public:
+  explicit LoopScope(const std::atomic<bool>& failed);
+  ~LoopScope();
+  LoopScope(const LoopScope&) = delete;
+  LoopScope& operator=(const LoopScope&) = delete;
+
+ private:
+  const std::atomic<bool>* outer_;
+};
 
 // Calls body(item, state) for every item in [0, items), handed out in ascending order, from at most
 // `most_threads` threads; `make_state()` makes each thread's scratch. What a body throws is rethrown here.
@@ -44,9 +61,15 @@ void parallel_for(std::int64_t items, std::int64_t most_threads, MakeState make_
   std::atomic<bool> failed{false};
   std::atomic<std::int64_t> next{0};
   auto work = [&] {
+    const LoopScope scope(failed);
     try {
       auto state = make_state();
-      for (std::int64_t item; !failed && (item = next.fetch_add(1)) < items;) body(item, state);
+      for (;;) {
+        interruption_point();  // before an item is handed out: one that is must be run, or Turns would wait for it
+        const std::int64_t item = next.fetch_add(1);
+        if (item >= items) break;
+        body(item, state);
+      }
     } catch (...) {
       if (!failed.exchange(true)) error = std::current_exception();
     }

@@ -9,8 +9,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "tile/cpu/parallel.hpp"
-
 #ifndef HOPWELL_TILE_CPU_PRODUCT_CPP_
 #define HOPWELL_TILE_CPU_PRODUCT_CPP_
 namespace hopwell::cpu {
@@ -255,32 +253,26 @@ namespace hopwell::cpu {
 HWY_EXPORT(MultiplyRows);
 HWY_EXPORT(MultiplyTurned);
 
-namespace {
+Products::Products() : panel_(kDepth * kPanelColumns) {}
 
-float* panel() noexcept {
-  thread_local const Scratch<float> floats(kDepth * kPanelColumns);
-  return floats.get();
-}
-
-}  // namespace
-
-void product_nt(std::int64_t m, std::int64_t n, std::int64_t k, const float* a, std::int64_t lda, const float* b,
-                std::int64_t ldb, bool add, float* c, std::int64_t ldc) {
+void Products::nt(std::int64_t m, std::int64_t n, std::int64_t k, const float* a, std::int64_t lda, const float* b,
+                  std::int64_t ldb, bool add, float* c, std::int64_t ldc) const {
   for (std::int64_t first = 0; first == 0 || first < k; first += kDepth) HWY_DYNAMIC_DISPATCH(MultiplyTurned)
-  (Rows{b + first, ldb, 1}, n, a + first, lda, m, std::min(kDepth, k - first), add || first > 0, c, ldc, panel());
+  (Rows{b + first, ldb, 1}, n, a + first, lda, m, std::min(kDepth, k - first), add || first > 0, c, ldc, panel_.get());
 }
 
-void product_nn(std::int64_t m, std::int64_t n, std::int64_t k, const float* a, std::int64_t lda, const float* b,
-                std::int64_t ldb, bool add, float* c, std::int64_t ldc) {
+void Products::nn(std::int64_t m, std::int64_t n, std::int64_t k, const float* a, std::int64_t lda, const float* b,
+                  std::int64_t ldb, bool add, float* c, std::int64_t ldc) const {
   for (std::int64_t first = 0; first == 0 || first < k; first += kDepth) HWY_DYNAMIC_DISPATCH(MultiplyRows)
-  (Rows{a + first, lda, 1}, m, b + first * ldb, ldb, n, std::min(kDepth, k - first), add || first > 0, c, ldc, panel());
+  (Rows{a + first, lda, 1}, m, b + first * ldb, ldb, n, std::min(kDepth, k - first), add || first > 0, c, ldc,
+   panel_.get());
 }
 
-void product_tn(std::int64_t m, std::int64_t n, std::int64_t k, const float* a, std::int64_t lda, const float* b,
-                std::int64_t ldb, bool add, float* c, std::int64_t ldc) {
+void Products::tn(std::int64_t m, std::int64_t n, std::int64_t k, const float* a, std::int64_t lda, const float* b,
+                  std::int64_t ldb, bool add, float* c, std::int64_t ldc) const {
   for (std::int64_t first = 0; first == 0 || first < k; first += kDepth) HWY_DYNAMIC_DISPATCH(MultiplyRows)
   (Rows{a + first * lda, 1, lda}, m, b + first * ldb, ldb, n, std::min(kDepth, k - first), add || first > 0, c, ldc,
-   panel());
+   panel_.get());
 }
 
 }  // namespace hopwell::cpu

@@ -142,9 +142,12 @@ def sparse_mla_backward(a: dict[str, Any]) -> list[Expected]:
     dkv_slack, dkv_size = np.zeros((2, len(a["kv"]), d_qk))
     dq_size = np.zeros(a["q"].shape)
     for s, row in _rows(a, "sparse_mla_backward"):
+        lse = a["lse"][s].astype(np.float64)
+        delta = (d_out[s] * out[s]).sum(axis=1)
+        share = finite(np.exp(-np.logaddexp(0.0, lse - sink)))
+        sink_slack += _unless((delta > LARGE) & ~np.isposinf(lse), share * delta * (4 * ROUNDING) + TINY)
         if len(row.entries) == 0:
             continue
-        lse = a["lse"][s].astype(np.float64)
         below = np.logaddexp(lse, sink)
         reach = row.reach + ROUNDING * (finite(lse) + np.minimum(finite(below), 1e6))[:, None]
         beyond = row.score - lse[:, None] > OVER_LSE
@@ -167,9 +170,6 @@ def sparse_mla_backward(a: dict[str, Any]) -> list[Expected]:
         total[:, :d_v] += p.T @ d_out[s]
         np.add.at(dkv_slack, row.keys, _unless(bad.any(axis=0)[:, None], part))
         np.add.at(dkv_size, row.keys, total)
-        delta = (d_out[s] * out[s]).sum(axis=1)
-        share = finite(np.exp(-np.logaddexp(0.0, lse - sink)))
-        sink_slack += _unless(delta > LARGE, share * delta * (4 * ROUNDING) + TINY)
         attn_slack[s, row.entries] = _distribution_slack(row, a["lse"][s])
     q_type = str(a["q"].dtype)
     results = []
@@ -278,15 +278,19 @@ def _scale_sizes(scales: Any) -> Any:
 def nvfp4_gemv(a: dict[str, Any]) -> list[Expected]:
     sizes = {"a": _sizes(a["a"]), "b": _sizes(a["b"]), "sfa": _scale_sizes(a["sfa"]), "sfb": _scale_sizes(a["sfb"])}
     size = reference.nvfp4_gemv(**sizes, scale_layout=a.get("scale_layout", "plain"))
-    slack = (ROUNDING * size + TINY) * abs(a.get("alpha", 1.0)) + TINY
+    slack = (ROUNDING * size + TINY) * abs(_factor(a, "alpha")) + TINY
     bound = BOUNDS[a.get("out_dtype", "float16")]
     return [Expected("c", reference.nvfp4_gemv(**a), bound, slack, elementwise=True)]
 
 
+def _factor(a: dict[str, Any], name: str) -> float:
+    """The factor of a global scale, or of alpha."""
+    given = float(a.get(name, 1.0))
+    return 1.0 / given if a.get("global_is_reciprocal") else given
+
+
 def nvfp4_linear(a: dict[str, Any]) -> list[Expected]:
-    factor = float(a["weight_global"])
-    with np.errstate(divide="ignore"):
-        factor = float(np.float64(1.0) / factor) if a.get("global_is_reciprocal") else factor
+    factor = _factor(a, "weight_global")
     size = reference.nvfp4_linear(
         finite(a["x"]), _sizes(a["weight"]), _scale_sizes(a["weight_scale"]), 1.0,
         scale_layout=a.get("scale_layout", "plain"),
@@ -299,10 +303,20 @@ def nvfp4_linear(a: dict[str, Any]) -> list[Expected]:
     return [Expected("y", reference.nvfp4_linear(**a), BOUNDS[str(a["x"].dtype)], slack)]
 
 
+def nvfp4_linear_backward(a: dict[str, Any]) -> list[Expected]:
+    size = reference.nvfp4_linear_backward(
+        finite(a["d_out"]), _sizes(a["weight"]), _scale_sizes(a["weight_scale"]), 1.0,
+        scale_layout=a.get("scale_layout", "plain"),
+    )  # fmt: skip
+    slack = (ROUNDING * size + TINY * len(a["weight"])) * abs(_factor(a, "weight_global"))
+    slack = _unless(size > LARGE, np.where(np.isfinite(slack), slack, 0.0))
+    return [Expected("d_x", reference.nvfp4_linear_backward(**a), BOUNDS[str(a["d_out"].dtype)], slack)]
+
+
 def nvfp4_matmul(a: dict[str, Any]) -> list[Expected]:
     sizes = {"a": _sizes(a["a"]), "b": _sizes(a["b"]), "sfa": _scale_sizes(a["sfa"]), "sfb": _scale_sizes(a["sfb"])}
     size = reference.nvfp4_matmul(**sizes, scale_layout=a.get("scale_layout", "plain"))
-    slack = (ROUNDING * size + TINY) * abs(a.get("alpha", 1.0)) + TINY
+    slack = (ROUNDING * size + TINY) * abs(_factor(a, "alpha")) + TINY
     if "bias" in a:
         slack = slack + ROUNDING * finite(a["bias"])
     bound = BOUNDS[a.get("out_dtype", "bfloat16")]
@@ -317,6 +331,8 @@ def nvfp4_quantize(a: dict[str, Any]) -> list[Expected]:
 def nvfp4_dequantize(a: dict[str, Any]) -> list[Expected]:
     value = reference.nvfp4_dequantize(**a)
     rounding = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}[a.get("dtype", "float32")]
+    if a.get("global_is_reciprocal"):
+        rounding += 2.0**-24  # of the factor
     return [Expected("x", value, 1.01 * rounding, np.zeros(value.shape), elementwise=True)]
 
 
@@ -336,6 +352,7 @@ _JUDGES: dict[str, Callable[[dict[str, Any]], list[Expected]]] = {
         paged_attention,
         nvfp4_gemv,
         nvfp4_linear,
+        nvfp4_linear_backward,
         nvfp4_matmul,
         nvfp4_quantize,
         nvfp4_dequantize,

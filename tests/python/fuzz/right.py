@@ -323,6 +323,7 @@ def nvfp4_gemv(draw: st.DrawFn) -> FuzzedCall:
         out_dtype = arguments["out_dtype"] = maker.choose("float16", "bfloat16", "float32")
     if blocked or maker.chance():
         arguments["scale_layout"] = "blocked" if blocked else "plain"
+    _some_reciprocal(maker, arguments, "alpha")
     return _given(maker, "nvfp4_gemv", arguments, {"out": ((m, 1, batch), DTYPES[out_dtype], False)})
 
 
@@ -335,6 +336,21 @@ def _global(maker: Maker, positive: bool = False) -> Any:
     if not positive and maker.chance(4):
         given = maker.bits((), np.float32)
     return given
+
+
+def _reciprocal(maker: Maker, as_array: bool) -> Any:
+    """A number whose reciprocal is a factor, or an array of it."""
+    value = maker.choose(3.0, -0.37, 64.0, 2.0**100, -(2.0**-100), 2.0**-126)
+    return maker.values(np.array(value, np.float32)) if as_array else value
+
+
+def _some_reciprocal(maker: Maker, arguments: dict[str, Any], name: str) -> None:
+    """Sometimes says whether the global, or alpha, is a reciprocal."""
+    if not maker.chance(3):
+        return
+    arguments["global_is_reciprocal"] = maker.chance()
+    if arguments["global_is_reciprocal"]:
+        arguments[name] = _reciprocal(maker, as_array=name != "alpha" and maker.chance())
 
 
 def _scale_argument(maker: Maker, arguments: dict[str, Any], name: str, rows: int, k: int) -> None:
@@ -355,9 +371,21 @@ def nvfp4_linear(draw: st.DrawFn) -> FuzzedCall:
     arguments["weight_global"] = _global(maker)
     if maker.chance():
         arguments["bias"] = maker.floats((rows,), dtype)
-    if maker.chance(3):
-        arguments["global_is_reciprocal"] = maker.chance()
+    _some_reciprocal(maker, arguments, "weight_global")
     return _given(maker, "nvfp4_linear", arguments, {"out": ((n, rows), DTYPES[dtype], True)})
+
+
+@st.composite
+def nvfp4_linear_backward(draw: st.DrawFn) -> FuzzedCall:
+    maker = Maker(draw)
+    dtype = maker.choose("float32", "float16", "bfloat16")
+    n, rows, k = maker.choose(1, maker.size(0, 130)), maker.choose(maker.size(0, 130), 300, 700), _k(maker)
+    n, rows = _fit([n, rows], max(10 * WORK // max(k, 1), 1))
+    arguments: dict[str, Any] = {"d_out": maker.floats((n, rows), dtype), "weight": maker.codes((rows, k // 2))}
+    _scale_argument(maker, arguments, "weight_scale", rows, k)
+    arguments["weight_global"] = _global(maker)
+    _some_reciprocal(maker, arguments, "weight_global")
+    return _given(maker, "nvfp4_linear_backward", arguments, {"out": ((n, k), DTYPES[dtype], True)})
 
 
 @st.composite
@@ -387,6 +415,7 @@ def nvfp4_matmul(draw: st.DrawFn) -> FuzzedCall:
         arguments["bias"] = maker.floats((n,), out_dtype)
     if blocked or maker.chance():
         arguments["scale_layout"] = "blocked" if blocked else "plain"
+    _some_reciprocal(maker, arguments, "alpha")
     return _given(maker, "nvfp4_matmul", arguments, {"out": ((m, n), DTYPES[out_dtype], True)})
 
 
@@ -411,6 +440,7 @@ def nvfp4_dequantize(draw: st.DrawFn) -> FuzzedCall:
     arguments["global_scale"] = _global(maker)
     if maker.chance():
         arguments["dtype"] = maker.choose("float32", "float16", "bfloat16")
+    _some_reciprocal(maker, arguments, "global_scale")
     return _given(maker, "nvfp4_dequantize", arguments, {})
 
 
@@ -532,6 +562,7 @@ CALLS: dict[str, Callable[[], st.SearchStrategy[FuzzedCall]]] = {
         paged_attention,
         nvfp4_gemv,
         nvfp4_linear,
+        nvfp4_linear_backward,
         nvfp4_matmul,
         nvfp4_quantize,
         nvfp4_dequantize,
