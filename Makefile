@@ -1,7 +1,8 @@
 # make demo     set-up, build of what it needs, then train a small sparse-attention language model on real text, quantise it, generate
 # make test     set-up, build, then every test there is for this machine
-# make nightly  kernels on the emulator under many schedules (SCHEDULES times those of make test), then the fuzzer of all operators for an
-#               hour (FUZZ_SECONDS), under AddressSanitizer
+# make nightly  kernels on the emulator under many schedules (SCHEDULES times those of make test) and on views with every odd stride; then
+#               the fuzzer of all operators: an hour (FUZZ_SECONDS) under AddressSanitizer, a quarter of an hour on the emulated
+#               backends, an hour on a GPU if there is one
 # make wheel    dist/: a wheel that needs no compiler and the source archive; make release adds checksums
 # make test-wheel   tries the wheel: its code for GPUs, an empty environment, a clean Debian, emulated old processors; test-wheel-torch beside two
 #               PyTorch versions (gigabytes), test-sdist builds the source archive as pip does, without nvcc and with it
@@ -78,7 +79,8 @@ test-asan test-tsan: test-%: setup
 	@cmake --build --preset $* --parallel $(JOBS) --target hopwell_tests
 	@shards=$$((6 * $(JOBS))); seq 0 $$((shards - 1)) | GTEST_TOTAL_SHARDS=$$shards xargs -P $(JOBS) -I{} env GTEST_SHARD_INDEX={} build/$*/tests/hopwell_tests --gtest_brief=1
 
-# The fuzzer for an hour, with the library and the module under AddressSanitizer. It must be loaded before Python.
+# The fuzzer for an hour, with the library and the module under AddressSanitizer, which must be loaded before Python; then on emulated
+# GPUs and on a real one, whose summaries are build/fuzz-*.json.
 FUZZ_SECONDS ?= 3600
 FUZZ_SEED ?= $(shell date +%s)
 SCHEDULES ?= 10
@@ -86,12 +88,16 @@ nightly: build
 	@HOPWELL_EMULATOR_SCHEDULES=$(SCHEDULES) ctest --preset $(PRESET) --timeout 36000 \
 	  --tests-regex '(Kernels|Operators).RightAndClean|arch_planted_bugs'
 	@for target in sm80 sm90 sm100; do build/$(PRESET)/hopwell check --backend emu:$$target --seeds $(SCHEDULES) || exit 1; done
+	@VIEWS_DRAWS=1000 $(PYTHON) -m pytest -q tests/python/test_views.py
 	@cmake --preset asan --log-level=WARNING >/dev/null
 	@cmake --build --preset asan --parallel $(JOBS) --target hopwell_python
 	@rm -rf build/asan/package && mkdir -p build/asan/package && cp -r python/hopwell build/asan/package
 	@cp build/asan/bindings/python/_hopwell.*.so build/asan/package/hopwell
 	@LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 	  PYTHONPATH=build/asan/package FUZZ_SECONDS=$(FUZZ_SECONDS) FUZZ_SEED=$(FUZZ_SEED) $(PYTHON) -m pytest -p no:cacheprovider tests/python/test_fuzz.py
+	@FUZZ="env PYTHONPATH=tests/python FUZZ_SEED=$(FUZZ_SEED) $(PYTHON) -m fuzz"; \
+	FUZZ_SECONDS=$$(($(FUZZ_SECONDS) / 4)) $$FUZZ --backends emulated --report build/fuzz-emulated.json && \
+	FUZZ_SECONDS=$(FUZZ_SECONDS) $$FUZZ --backends gpus --report build/fuzz-gpus.json
 
 # WHEEL_PYTHON: the wheel of Python 3.12 or later serves all of these.
 WHEEL_PYTHON ?= python3

@@ -1,11 +1,11 @@
-"""The first hour on a Blackwell card: whether the kernels are right there, what the units that the model of time knows
-can do, how long every kernel takes, beside other packages where they are installed, and the model against all that.
+"""Bring-up checklist for a Blackwell card: checks the kernels, measures the units that the emulator's model of time
+knows, times every kernel, also next to other packages if they are installed, and compares the model with the results.
 
     python benchmarks/blackwell_first_hour.py               report.json and report.md under build/blackwell
     python benchmarks/blackwell_first_hour.py --self-test   no card: the measurements' kernels on the emulator only
 
-Needs a card of compute capability 10.x, nvcc and what `make build` builds. A part that fails is named in the report and
-does not keep the others from running; the program then ends with 1.
+Needs a card of compute capability 10.x, nvcc and the results of `make build`. If a part fails, the report names it, the
+other parts still run, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "benchmarks/blackwell_first_hour.cu"
 EMULATED = ROOT / "build/cuda/tests/arch/blackwell_first_hour_emulated"
 COMMAND = Path(sys.executable).with_name("hopwell")
-SECONDS = 10  # of each kernel, while its clock is sampled
+SECONDS = 10  # run time of each kernel while its clock is sampled
 
-# Of the model's units, the one that a kind of measurement is about, by the beginning of its name. Of what is not here,
-# such as messages between CTAs, the model knows no rate.
+# The model's unit that a measurement is about, by the first word of the measurement's name. For all other measurements,
+# such as messages between CTAs, the model has no rate.
 UNIT_OF = {"additions": "additions", "gather4": "gather", "stream": "HBM"}
 
 Json = dict[str, Any]
@@ -48,7 +48,7 @@ def output_of(*command: str | Path, **environment: str) -> str:
 
 
 def card() -> str:
-    """Name of the first card; the program ends if it is no Blackwell."""
+    """Returns the name of the first card. The program ends if it is not a Blackwell card."""
     query = ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]
     lines = output_of(*query).splitlines() if shutil.which("nvidia-smi") else []
     name, _, capability = lines[0].rpartition(", ") if lines else ("", "", "")
@@ -59,7 +59,7 @@ def card() -> str:
 
 
 def emulated(folder: Path) -> list[Json]:
-    """What the emulator measures: whether results are right, and what the model says of each kernel."""
+    """Runs the measurements on the emulator: returns if their results are right, and the model's rates."""
     if not EMULATED.exists():
         raise SystemExit(f"blackwell_first_hour.py: {EMULATED.relative_to(ROOT)} is missing; make build builds it")
     counts = folder / "model.jsonl"
@@ -74,7 +74,7 @@ def emulated(folder: Path) -> list[Json]:
 
 
 def model_rate(result: Json, launch: Json) -> float | None:
-    """What an SM does in a cycle by the model; None of what it does not know."""
+    """Returns the model's rate (per SM and cycle), or None if the model has no rate for the measurement."""
     if result["unit"] == "products":
         if " beside " in result["name"]:
             return None
@@ -102,7 +102,7 @@ def cases(folder: Path) -> list[Json]:
         passed = sum(result["result"] == "passed" for result in of_operator)
         counts.append({"operator": operator, "passed": passed, "failed": failed})
     if any(count["failed"] for count in counts):
-        print("blackwell_first_hour.py: cases failed: what follows measures wrong kernels", file=sys.stderr)
+        print("blackwell_first_hour.py: cases failed; the times below are of wrong kernels", file=sys.stderr)
     return counts
 
 
@@ -113,7 +113,8 @@ def measurements(folder: Path) -> list[Json]:
     output_of("nvcc", *flags, SOURCE, "-o", program)
     results: list[Json] = json.loads(output_of(program))
     expected = emulated(folder)
-    # The emulator's tensors have fewer rows; what is measured comes in the same order, once for each number of rows.
+    # The emulator's tensors have fewer rows. The card measures the same kinds in the same order, for several numbers of
+    # rows.
     rates = {kind_of(result["name"]): result["model"] for result in expected}
     for result in results:
         result["model"] = rates.get(kind_of(result["name"]))
@@ -125,7 +126,7 @@ def kind_of(name: str) -> str:
 
 
 class Clock:
-    """Samples of the card's clock and power while a block runs."""
+    """Samples the card's clock and power while a block runs."""
 
     def __enter__(self) -> Clock:
         query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-lms", "100"]
@@ -137,7 +138,7 @@ class Clock:
         rows = [row for row in csv.reader(self._process.communicate()[0].splitlines()) if len(row) == 2]
         busy = sorted((float(power), float(clock)) for clock, power in rows)[
             len(rows) // 2 :
-        ]  # the upper half by power
+        ]  # the half with the higher power
         self.ghz = median(clock for _, clock in busy) / 1000 if busy else 0.0
         self.watts = median(power for power, _ in busy) if busy else 0.0
 
@@ -157,11 +158,12 @@ def times(folder: Path) -> list[Json]:
 
 
 def caps(_: Path) -> list[Json]:
-    """The share of the matmul rate that the model allows each kernel, at topk 2048."""
+    """Returns the model's upper bound of the share of the matmul rate for each kernel, at topk 2048."""
     found = []
     for kernel in model.BLACKWELL:
         counted = model.counted(COMMAND, kernel, "emu:sm100")[model.LONG]
-        found.append({"operator": kernel.operator, "h_q": kernel.h_q, "cap": counted["cap"], "binds": counted["binds"]})
+        which = {"operator": kernel.operator, "h_q": kernel.h_q, "d_qk": kernel.d_qk}
+        found.append({**which, "cap": counted["cap"], "binds": counted["binds"]})
     return found
 
 
@@ -195,9 +197,9 @@ def against_model(row: Json) -> str:
 
 
 def reached(row: Json, of_caps: list[Json]) -> str:
-    """The measured share of the matmul rate over the model's cap."""
-    heads = int(row["settings"].get("h_q", 0))
-    (cap,) = [c["cap"] for c in of_caps if c["operator"] == row["operator"] and c["h_q"] == heads] or [0]
+    """Returns the measured share of the matmul rate, divided by the model's upper bound."""
+    which = row["operator"], *(int(row["settings"].get(name, 0)) for name in ("h_q", "d_qk"))
+    (cap,) = [c["cap"] for c in of_caps if (c["operator"], c["h_q"], c["d_qk"]) == which] or [0]
     return number(row["share_of_matmul"] / cap) if cap and row["backend"] == "sm100" else "–"
 
 
@@ -249,9 +251,11 @@ def markdown(report: Json) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--self-test", action="store_true", help="on the emulator, without a card")
-    parser.add_argument("--folder", type=Path, default=ROOT / "build/blackwell", help="where the report goes")
-    parser.add_argument("--only", action="append", choices=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--self-test", action="store_true", help="run on the emulator only, without a card")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build/blackwell", help="folder of the report")
+    parser.add_argument(
+        "--only", action="append", choices=PARTS, metavar="PART", help=f"run only this part: {', '.join(PARTS)}"
+    )
     options = parser.parse_args()
     name = "" if options.self_test else card()
     options.folder.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,12 @@
-"""What a call from Python costs: operators on tiny arrays beside `torch.nn.functional.linear`, in one run.
+"""The cost of a call from Python: operators on tiny arrays compared with `torch.nn.functional.linear`, in one run.
 
     python benchmarks/calls.py                    a table, on the CPU
     python benchmarks/calls.py --device cuda      the same on a GPU
     python benchmarks/calls.py --json FILE        and a record
 
-The two of a pair are called in turns, in rounds; a ratio is the median over the rounds. On a GPU a round's time ends
-before the wait for its kernels: calls, which only start them, are what is timed. Gradients are off; two threads.
+Each operator and `linear` are called in turns, in rounds; a ratio is the median over the rounds. On a GPU the timed
+part of a round ends before the wait for its kernels, because only the calls that start kernels are timed. Gradients are
+off; there are two threads.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ROUNDS, CALLS = 31, 200
 
 
 def seconds_of(call: Callable[[], object], wait: Callable[[], object]) -> float:
-    """Of a call, on the average of a round."""
+    """Returns the seconds of a call, averaged over a round."""
     wait()
     start = time.perf_counter()
     for _ in range(CALLS):
@@ -36,7 +37,7 @@ def seconds_of(call: Callable[[], object], wait: Callable[[], object]) -> float:
 
 
 def compare(name: str, ours: Callable[[], object], linear: Callable[[], object], device: str) -> dict[str, object]:
-    """How many times as long as `linear` a call takes."""
+    """Measures the time of a call relative to `linear`."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     for call in (ours, linear):
         seconds_of(call, wait)
@@ -58,7 +59,7 @@ def dtype_on(device: str) -> torch.dtype:
 
 
 def calls(device: str) -> dict[str, Callable[[], object]]:
-    """Each on arrays so small that the work is next to nothing."""
+    """The calls, on arrays so small that the kernels do almost no work."""
     options = {"dtype": dtype_on(device), "device": device}
     d_qk, d_v, heads, topk, d_index = (576, 512, 64, 64, 128) if device == "cuda" else (64, 48, 4, 16, 32)
     weight, scales, global_scale = nvfp4_quantize(torch.randn(64, 64, **options))
@@ -87,7 +88,7 @@ def calls(device: str) -> dict[str, Callable[[], object]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="writes a record there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a record to FILE")
     arguments = parser.parse_args()
     device = arguments.device
     torch.set_num_threads(2)

@@ -1,11 +1,11 @@
-"""nvfp4_linear with many columns on a GPU against the two other ways: nvfp4_dequantize and PyTorch's product, and the
-product alone, with weights that were bf16 all the time.
+"""nvfp4_linear with many columns on a GPU, compared with two other ways to the product: nvfp4_dequantize followed by
+PyTorch's product, and PyTorch's product alone with bf16 weights.
 
     python benchmarks/columns.py                 a table
     python benchmarks/columns.py --json FILE     and a record
 
-All of them are captured in CUDA graphs and replayed in turns. A graph goes round copies of the weights that together
-are larger than the L2 cache.
+All of them are captured in CUDA graphs and replayed in turns. A graph uses several copies of the weights, which
+together are larger than the L2 cache.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch import Tensor
 SHAPES = [(28672, 4096), (7168, 16384), (8192, 8192), (4096, 7168), (7168, 2048), (1536, 7168)]
 COLUMNS = [17, 32, 64, 96, 128, 256, 512, 1024, 2048, 4096]
 ROUNDS = 15
-MOST_OF_SM80 = 256  # columns; it takes 16 at a time
-L2_BYTES = 100e6  # of weights in a graph, at least
+MOST_OF_SM80 = 256  # columns; sm80 processes 16 at a time
+L2_BYTES = 100e6  # smallest size of all weights that a graph reads
 
 
 def graph_of(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
@@ -37,7 +37,7 @@ def graph_of(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def microseconds(works: dict[str, Callable[[], object]], calls: int) -> dict[str, float]:
-    """Medians over replays in turns, of one of so many calls."""
+    """Returns the microseconds of a call in each graph of `calls` calls: the median over replays in turns."""
     graphs = {name: graph_of(work) for name, work in works.items()}
     times: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(ROUNDS):
@@ -70,7 +70,7 @@ def measure(rows: int, k: int, n: int, backends: list[str]) -> dict[str, object]
             continue
         try:
             got = ops.nvfp4_linear(x, *weights[0], backend=backend).double()
-        except hopwell.Error:  # it leaves this to another backend
+        except hopwell.Error:  # this backend does not support the call
             continue
         error = max(error, float((got - expected).norm() / expected.norm()))
         works[backend] = by(backend)
@@ -93,10 +93,10 @@ def measure(rows: int, k: int, n: int, backends: list[str]) -> dict[str, object]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="writes a record there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a record to FILE")
     parser.add_argument("--backend", action="append", help="default: sm90 and sm80")
     parser.add_argument("--columns", type=int, nargs="*", default=COLUMNS)
-    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="so many of the shapes")
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="number of shapes to measure")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("columns.py: PyTorch sees no GPU")

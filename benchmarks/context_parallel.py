@@ -1,10 +1,10 @@
-"""Training with the tokens of a sequence shared over GPUs: tokens/s of the demo's model, beside one GPU's.
+"""Training with a sequence's tokens distributed over GPUs: tokens/s of the demo's model, compared with one GPU.
 
     python benchmarks/context_parallel.py --json one.json                              one GPU
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py --beside one.json       two, and their ratio
 
-Updates of sparse training on random tokens, one sequence of --s: forward, the losses, backward, optimizer. Under
-torchrun the ranks share the sequence (hopwell.torch.parallel, zig-zag) and, by FSDP2, the weights.
+Runs updates of sparse training on random tokens, with one sequence of --s tokens: forward, losses, backward, optimizer.
+Under torchrun the ranks share the sequence (hopwell.torch.parallel, zig-zag) and the weights (FSDP2).
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def main() -> None:
     parser.add_argument("--s", type=int, default=65536, help="tokens of the sequence (default: 65536)")
     parser.add_argument("--topk", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--updates", type=int, default=5, help="that are timed, after two that are not")
-    parser.add_argument("--beside", type=Path, metavar="FILE", help="a record of one GPU, to give the ratio")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="writes a record there")
+    parser.add_argument("--updates", type=int, default=5, help="updates to time, after two warm-up updates")
+    parser.add_argument("--beside", type=Path, metavar="FILE", help="one GPU's record, to print the ratio")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a record to FILE")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("expected a CUDA device; got none")

@@ -1,9 +1,9 @@
-"""Every CPU bar of the project, measured in one run: each operator against this machine's ceilings and against PyTorch.
+"""All CPU targets of the project, measured in one run: each operator against this machine's ceilings and PyTorch.
 
     make bench                              a table, and build/benchmarks/cpu.json
     python benchmarks/cpu.py --record       the same, recorded under benchmarks/results/cpu/
 
-Times of two programs are taken in turns and compared pair by pair, so that a ratio holds while the machine drifts.
+Two programs are timed in turns and compared pair by pair, so that a ratio is valid even if the machine's speed drifts.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import hopwell
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMAND = Path(sys.executable).with_name("hopwell")  # the package's own
+COMMAND = Path(sys.executable).with_name("hopwell")  # the command of the installed package
 
-# What `hopwell bench` must reach: operator, shape, field of its JSON, the bar.
+# Targets of `hopwell bench`: operator, shape, field of its JSON, target.
 SHARES = [
     ("sparse_mla_forward", "production", "share_of_matmul", 0.65),
     ("sparse_mla_backward", "production", "share_of_matmul", 0.50),
@@ -48,7 +48,7 @@ def output_of(*command: str | Path) -> str:
 
 
 def paired_ratio(ours: Callable[[], object], theirs: Callable[[], object], rounds: int = 5) -> dict[str, float]:
-    """How many times longer `theirs` takes than `ours`: the median of ratios of neighbouring runs."""
+    """Returns the time of `theirs` divided by the time of `ours`: the median over neighbouring runs."""
 
     def seconds(run: Callable[[], object]) -> float:
         start = time.perf_counter()
@@ -88,7 +88,7 @@ def hopwell_step(x: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 
 def torch_step(x: dict[str, torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """The plain PyTorch way: gather the keys, two products around a softmax, autograd."""
+    """Plain PyTorch: gathers the keys, computes two products around a softmax, and differentiates with autograd."""
     q = x["q"].to(dtype, copy=True).requires_grad_()
     kv = x["kv"].to(dtype, copy=True).requires_grad_()
     keys = kv[x["indices"].long()]
@@ -98,8 +98,9 @@ def torch_step(x: dict[str, torch.Tensor], dtype: torch.dtype) -> tuple[torch.Te
 
 
 def attention_against_torch() -> dict[str, Any]:
-    """The same bfloat16 tensors for both; and PyTorch once more after a conversion to float32, with which its products
-    run at this machine's full rate too, so that what is left to win is the gather and its gradient.
+    """Measures both with the same bfloat16 tensors. It also measures PyTorch after a conversion to float32.
+
+    In float32 PyTorch's products reach this machine's full rate too, so that only the gather and its gradient differ.
     """
     x = sparse_inputs(S_Q)
     as_given, converted = (
@@ -123,9 +124,11 @@ def linear_against_torch() -> dict[str, float]:
 
 
 def peak_growth(s_q: int) -> int:
-    """Bytes by which a forward and backward raise this process's peak memory, inputs and outputs apart."""
+    """Returns the growth of this process's peak memory by a forward and backward, without inputs and outputs, in
+    bytes.
+    """
     x = sparse_inputs(s_q)
-    hopwell_step(sparse_inputs(1))  # libraries loaded, threads and pools started
+    hopwell_step(sparse_inputs(1))  # loads libraries and starts threads and pools
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     results = hopwell_step(x)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

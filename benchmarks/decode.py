@@ -1,4 +1,4 @@
-"""The decode operators on a GPU against the plain PyTorch way of doing the same: tokens a second.
+"""The decode operators on a GPU, compared with plain PyTorch: tokens per second.
 
     python benchmarks/decode.py                 a table
     python benchmarks/decode.py --json FILE     and a record
@@ -32,7 +32,7 @@ def graph_of(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def compare(name: str, tokens: int, ours: Callable[[], object], theirs: Callable[[], object]) -> dict[str, object]:
-    """One replay of either gives `tokens` tokens."""
+    """Times both graphs. One replay of either produces `tokens` tokens."""
     graphs, times = [graph_of(ours), graph_of(theirs)], [[], []]
     for _ in range(ROUNDS):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
@@ -55,7 +55,7 @@ def compare(name: str, tokens: int, ours: Callable[[], object], theirs: Callable
 
 
 class FeedForward(torch.nn.Module):
-    """Layers of a large model's feed-forward networks: what decoding reads most of its bytes for."""
+    """Layers with the sizes of a large model's feed-forward networks: decoding reads most of its bytes for them."""
 
     def __init__(self, layers: int, width: int, inner: int) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def relative_attention(b: int, context: int, h: int, d: int) -> dict[str, object
         ]
 
     def theirs() -> Tensor:
-        """Gathers the pages, then Dai et al.'s two terms; full rows, so that no mask is needed."""
+        """Gathers the pages, then adds Dai et al.'s two terms. All contexts are full, so that no mask is needed."""
         k, v = (cache[index].flatten(1, 2) for cache in (k_cache, v_cache))
         content = torch.einsum("bhd,bjhd->bhj", q + u, k)
         position = torch.einsum("bhd,hed->bhe", q + w, r).flip(-1)
@@ -112,7 +112,7 @@ def relative_attention(b: int, context: int, h: int, d: int) -> dict[str, object
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="writes a record there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a record to FILE")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("decode.py: PyTorch sees no GPU")

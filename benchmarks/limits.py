@@ -1,10 +1,10 @@
-"""What bounds each kernel of the decode operators and the indexer: counters of one launch, by Nsight Compute.
+"""The limit of each kernel of the decode operators and the indexer: counters of one launch, by Nsight Compute.
 
     python benchmarks/limits.py                 a table
     python benchmarks/limits.py --json FILE     and a record
 
-Needs `ncu` and leave to read the counters. Caches are empty when a kernel starts, clocks are as found; counters take
-several passes, so the times are not those of docs/performance: read the shares.
+Needs `ncu` and permission to read the counters. Caches are empty when a kernel starts; clocks are not locked. The
+counters need several passes, so the times differ from docs/performance: use the shares.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import hopwell
 import torch
 from hopwell.bench import record
 
-SHARES = {  # percent of what the hardware could do
+SHARES = {  # percent of the hardware's maximum
     "memory": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
     "L2": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
     "shared memory": "l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_elapsed",
@@ -110,7 +110,7 @@ CALLS: dict[str, Callable[[], Callable[[], object]]] = {
 
 
 def launch() -> None:
-    """The child: what the profiler watches."""
+    """Runs in the child process, which the profiler watches."""
     torch.manual_seed(0)
     profiler = torch.cuda.cudart()
     for name, prepare in CALLS.items():
@@ -127,7 +127,7 @@ def launch() -> None:
 def measure() -> list[dict[str, object]]:
     ncu = shutil.which("ncu")
     if ncu is None:
-        raise SystemExit("limits.py: there is no ncu here")
+        raise SystemExit("limits.py: needs ncu; found none")
     command = [ncu, "--profile-from-start", "off", "--clock-control", "none", "--nvtx", "--csv", "--page", "raw"]
     command += ["--print-kernel-base", "function"]
     command += ["--metrics", ",".join(METRICS), sys.executable, __file__, "--launch"]
@@ -161,7 +161,7 @@ def number(text: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="writes a record there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a record to FILE")
     parser.add_argument("--launch", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not torch.cuda.is_available():

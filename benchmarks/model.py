@@ -1,13 +1,14 @@
-"""The emulator's model of time: what it says of the kernels for Blackwell, and how right it is about those for Hopper.
+"""The emulator's model of time: its results for the Blackwell kernels, and its error for the Hopper kernels.
 
     python benchmarks/model.py count                      counts on the emulator: benchmarks/results/emulator
     python benchmarks/model.py blackwell                  the tables of docs/performance/blackwell.md, from the records
     python benchmarks/model.py hopper                     the tables of docs/performance/model.md, from the records
-    python benchmarks/model.py counters --json FILE       the card's record; needs a Hopper GPU, `ncu`, leave to use it
+    python benchmarks/model.py counters --json FILE       the card's record; needs a Hopper GPU and a usable `ncu`
 
-A query of two lengths is counted, one CTA (or cluster) doing all of it. What more keys cost, for each 64 of them, is
-the cost of a step; what is left is a query's cost whatever its length. So is a tile of a product of two K, 256 of it a
-step. `counters` profiles one launch of the same kernels with 4,096 queries of 2,048 keys out of 8,192, clocks as found.
+The emulator counts queries of two lengths; one CTA (or cluster) computes the whole query. The difference of the counts,
+divided by the number of further steps of 64 keys, is the cost of a step. The rest is a query's constant cost. Tiles of
+a product are counted the same way, with two values of K and steps of 256. `counters` profiles one launch of the same
+kernels with 4,096 queries of 2,048 keys out of 8,192; clocks are not locked.
 """
 
 from __future__ import annotations
@@ -29,25 +30,27 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-COUNTERS, COUNTS = "h200/model.json", "emulator"  # the card's record; the folder of the emulator's, a file for each GPU
+COUNTERS, COUNTS = "h200/model.json", "emulator"  # the card's record; the folder of the emulator's records
 SHORT, LONG = 1024, 2048  # keys, or K
-QUERIES, SMS = 4096, 132  # of the record
-BYTES_A_CYCLE = 128  # of shared memory's banks
+QUERIES, SMS = 4096, 132  # of the card's record
+BYTES_A_CYCLE = 128  # bandwidth of the banks of shared memory
 
 UNITS = ["tensor pipe", "shared memory", "gather", "additions"]
 
-Model = dict[str, Any]  # what the emulator says of a launch
-Table = tuple[list[str], list[list[str]]]  # its head and its rows
+Model = dict[str, Any]  # the emulator's results for a launch
+Table = tuple[list[str], list[list[str]]]  # head and rows
 
 
 @dataclass
 class Kernel:
     name: str
     operator: str
-    cases: str  # a case's name but for its size at the end
-    ctas: int = 1  # that work on a query or tile together
+    cases: str  # name of the cases, without the size at the end
+    ctas: int = 1  # CTAs that compute one query or tile together
     step: int = 64  # keys, or K
-    shape: str = ""  # of `hopwell bench`
+    shape: str = ""  # shape of `hopwell bench`
+    h_q: int = 0
+    d_qk: int = 576
 
     def case(self, size: int) -> str:
         return f"{self.cases}_{size}"
@@ -55,12 +58,12 @@ class Kernel:
 
 def query(name: str, operator: str, h_q: int, ctas: int = 1) -> Kernel:
     shape = "h128-8k" if h_q == 128 else "h64-8k" if h_q == 64 else f"h64-8k,h_q={h_q}"
-    return Kernel(name, operator, f"query_h_q_{h_q}_topk", ctas, shape=shape)
+    return Kernel(name, operator, f"query_h_q_{h_q}_topk", ctas, shape=shape, h_q=h_q)
 
 
 BLACKWELL = [
     query("backward, 64 heads", "sparse_mla_backward", 64),
-    Kernel("backward, 64 heads, d_qk 512", "sparse_mla_backward", "query_h_q_64_d_qk_512_topk"),
+    Kernel("backward, 64 heads, d_qk 512", "sparse_mla_backward", "query_h_q_64_d_qk_512_topk", h_q=64, d_qk=512),
     query("backward, 128 heads (each of two CTAs)", "sparse_mla_backward", 128, ctas=2),
     query("forward, 64 heads", "sparse_mla_forward", 64),
     query("forward, 128 heads (each of two CTAs)", "sparse_mla_forward", 128, ctas=2),
@@ -86,15 +89,15 @@ METRICS = {
     "elapsed": "sm__cycles_elapsed.max",
     "active": "sm__cycles_active.avg",
     "tensor pipe": "sm__pipe_tensor_cycles_active.avg",  # summed over the four parts of an SM
-    "bank reads": "l1tex__data_bank_reads.avg",  # of 4 bytes
+    "bank reads": "l1tex__data_bank_reads.avg",  # 4 bytes each
     "bank writes": "l1tex__data_bank_writes.avg",
     "nanoseconds": "gpu__time_duration.sum",
 }
-KERNELS = "^(kernel|single_kernel|pair_kernel)$"  # the operators' own, not the passes before and behind
+KERNELS = "^(kernel|single_kernel|pair_kernel)$"  # the main kernels, without preprocess and postprocess
 
 
 def counted(command: Path, kernel: Kernel, backend: str) -> dict[int, Model]:
-    """By keys of the query: the model of the launch that multiplies most."""
+    """Returns, for each size, the model of the launch with the most products."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         arguments = ["check", kernel.operator, "--backend", backend, "--case", kernel.cases + "_*"]
         subprocess.run(
@@ -112,7 +115,7 @@ def counted(command: Path, kernel: Kernel, backend: str) -> dict[int, Model]:
 
 
 def count(command: Path) -> None:
-    """Records what the emulator counts of each kernel's two queries."""
+    """Records the emulator's counts of each kernel, for both sizes."""
     words = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
     folder = RESULTS / COUNTS
@@ -132,14 +135,14 @@ def count(command: Path) -> None:
 
 
 def recorded(results: Path, target: str) -> Callable[[Kernel], dict[int, Model]]:
-    """What was counted of a kernel, by size."""
+    """Returns a function that gives the recorded counts of a kernel, by size."""
     rows = json.loads((results / COUNTS / f"{target}.json").read_text())["results"]
     models = {(row["operator"], row["case"]): row["model"] for row in rows}
     return lambda kernel: {size: models[kernel.operator, kernel.case(size)] for size in (SHORT, LONG)}
 
 
 def step_and_rest(models: dict[int, Model], keys: int, unit: str | None) -> tuple[float, float]:
-    """Cycles a CTA of a step of so many keys (or K), and of a query (or tile) beside its steps."""
+    """Returns a CTA's cycles of a step of `keys` keys (or K), and a query's (or tile's) cycles outside its steps."""
     short, long = (m["cycles"][unit] if unit else m["full_rate_cycles"] for m in (models[SHORT], models[LONG]))
     step = (long - short) * keys / (LONG - SHORT)
     return step, long - step * LONG / keys
@@ -151,13 +154,13 @@ def cell(step: float, rest: float, binds: bool) -> str:
 
 
 def compared(ours: float, theirs: float) -> list[str]:
-    """In millions, and how far the first is from the second."""
-    percent = round(100 * (ours / theirs - 1), 1) + 0.0  # no negative zero
+    """Formats both numbers in millions, and the difference of the first from the second in percent."""
+    percent = round(100 * (ours / theirs - 1), 1) + 0.0  # avoids a negative zero
     return [f"{ours / 1e6:.3f}", f"{theirs / 1e6:.3f}", f"{percent:+.1f} %"]
 
 
 def blackwell(results: Path = RESULTS, kernels: list[Kernel] = BLACKWELL) -> Table:
-    """Cycles a CTA of a step and of a query (or tile) beside its steps, by unit, and the cap."""
+    """The table of cycles of a CTA by unit (a step + the rest of a query or tile), and the upper bound of the share."""
     models_of, rows = recorded(results, "sm100"), []
     units = [*UNITS, "tensor memory", "exponentials"]
     for kernel in kernels:
@@ -171,7 +174,7 @@ def blackwell(results: Path = RESULTS, kernels: list[Kernel] = BLACKWELL) -> Tab
 
 
 def hopper(results: Path = RESULTS) -> tuple[Table, Table]:
-    """What is counted beside the card's counters, then what is predicted beside its cycles."""
+    """The tables that compare counts with the card's counters, and predicted cycles with measured cycles."""
     measured = {(r["operator"], r["shape"]): r for r in json.loads((results / COUNTERS).read_text())["results"]}
     models_of, predictions, counts = recorded(results, "sm90"), [], []
     for kernel in HOPPER:
@@ -210,10 +213,10 @@ def profiled(command: Path, ncu: str, kernel: Kernel) -> dict[str, Any]:
 def counters(command: Path, path: Path | None) -> None:
     ncu = shutil.which("ncu")
     if ncu is None:
-        raise SystemExit("model.py: there is no ncu here")
+        raise SystemExit("model.py: needs ncu; found none")
     info = subprocess.run([command, "info"], check=True, capture_output=True, text=True).stdout
     if "H200" not in info and "H100" not in info:
-        raise SystemExit("model.py: counters need a Hopper GPU; hopwell info sees none")
+        raise SystemExit("model.py: counters needs a Hopper GPU; hopwell info lists none")
     version = Path("/proc/driver/nvidia/version")
     driver = re.search(r"\d+\.\d+(\.\d+)?", version.read_text() if version.exists() else "")
     results = [profiled(command, ncu, kernel) for kernel in HOPPER]
@@ -234,8 +237,10 @@ def counters(command: Path, path: Path | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["count", "blackwell", "hopper", "counters"])
-    parser.add_argument("--command", type=Path, default=Path(sys.executable).with_name("hopwell"), help="hopwell")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="of counters: writes the record there")
+    parser.add_argument(
+        "--command", type=Path, default=Path(sys.executable).with_name("hopwell"), help="hopwell program"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="for counters: write the record to FILE")
     options = parser.parse_args()
     if options.what == "count":
         count(options.command)

@@ -1,11 +1,12 @@
-"""How much the selections of neighbouring queries share, in a model that was trained with sparse attention.
+"""The overlap of the selections of neighbouring queries, in a model that was trained with sparse attention.
 
     python examples/train_dsa_lm.py --large --name large --text FILES   trains one on a GPU
-    python benchmarks/selection_overlap.py runs/large --text FILES      its layers, one window of text after the other
+    python benchmarks/selection_overlap.py runs/large --text FILES      its layers, over consecutive windows of text
 
-A kernel that takes g neighbouring queries together gathers the keys of their union once: beside taking each alone, that
-is a share |union| / Σ|selection| of the bytes, between 1/g (all share all) and 1. The quantiles are over groups of
-queries whose visible keys are at least twice topk, so that there was something to choose.
+A kernel that processes g neighbouring queries together gathers the keys of their union once. Compared with separate
+queries it reads the share |union| / Σ|selection| of the bytes, which is between 1/g (equal selections) and 1. The
+quantiles are over groups of queries whose visible keys are at least twice topk, because a query with fewer keys has
+hardly a choice.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def load(folder: Path, device: torch.device) -> tuple[network.Decoder, Tokenizer
 
 
 def union_shares(selected: Tensor, group: int, topk: int) -> Tensor:
-    """|union| / Σ|selection| of each group of neighbours; selected is int32 [s, topk] with -1 where there is none."""
+    """|union| / Σ|selection| of each group of neighbours; selected is int32 [s, topk], −1 if invalid."""
     s = len(selected)
     chosen = torch.zeros(s, s + 1, dtype=torch.bool, device=selected.device)
     chosen.scatter_(1, torch.where(selected < 0, s, selected).long(), True)
@@ -79,10 +80,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="a folder that examples/train_dsa_lm.py wrote")
     parser.add_argument("--text", nargs="+", type=Path, default=[], metavar="PATH", help="default: the run's default")
-    parser.add_argument("--topk", action="append", type=int, help="may be repeated; default: the model's")
+    parser.add_argument(
+        "--topk", action="append", type=int, help="keys to select; may be repeated (default: the model's)"
+    )
     parser.add_argument("--s", type=int, help="tokens of a window; default: the model's context")
     parser.add_argument("--windows", type=int, default=4)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="writes a record there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a record to FILE")
     options = parser.parse_args()
     model, tokenizer = load(options.run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     s = options.s or model.size.context

@@ -1,13 +1,13 @@
-"""Two thread pools in one process, Hopwell's and PyTorch's OpenMP: what calls cost alone and in turns, the slowest too.
+"""Two thread pools in one process, Hopwell's and PyTorch's OpenMP: costs of calls alone and in turns, with the slowest.
 
     python benchmarks/thread_pools.py                 a table
     python benchmarks/thread_pools.py --json FILE     and a record
 
-OpenMP's threads spin for a while after a region unless OMP_WAIT_POLICY says otherwise; Hopwell's sleep. A line is of
-processes of its own, one a round, the lines by turns: an operator (sparse_mla_forward of few queries) and a product of
-PyTorch's, alone and in turns; the operator on one thread, which has no pool; and numpy's product, whose threads are
-OpenBLAS', in the operator's place. The busier the machine, the longer whoever spins keeps others waiting: the record
-says how many processes wanted a processor.
+OpenMP's threads spin for a while after a region unless OMP_WAIT_POLICY forbids it; Hopwell's threads sleep. Each line
+of the table has processes of its own, one per round, and the lines take turns. The lines measure an operator
+(sparse_mla_forward of few queries) and a product of PyTorch, alone and in turns; the operator with one thread, which
+uses no pool; and numpy's product, which uses OpenBLAS' threads, in place of the operator. On a busy machine spinning
+threads delay others more, so the record states the number of processes that were ready to run.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, median
 
-TURNS, UNCOUNTED = 100, 20  # of a process
-SIZE = 256  # of a product's sides
+TURNS, UNCOUNTED = 100, 20  # calls of a process; the first ones are not counted
+SIZE = 256  # rows and columns of the product's matrices
 ONE_THREAD, SLEEPING = {"HOPWELL_NUM_THREADS": "1"}, {"OMP_WAIT_POLICY": "PASSIVE"}
-LINES: dict[str, tuple[list[str], dict[str, str]]] = {  # the calls that take turns, and variables of their process
+LINES: dict[str, tuple[list[str], dict[str, str]]] = {  # the calls that take turns, and their process's environment
     "operator": (["operator"], {}),
     "operator, one thread": (["operator"], ONE_THREAD),
     "product": (["product"], {}),
@@ -56,7 +56,7 @@ def functions() -> dict[str, Callable[[], object]]:
 
 
 def in_turns(names: list[str]) -> dict[str, list[float]]:
-    """Microseconds of every call in this process."""
+    """Returns the microseconds of every call in this process."""
     calls = {name: functions()[name] for name in names}
     times: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(UNCOUNTED + TURNS):
@@ -80,7 +80,7 @@ def in_a_process(names: list[str], variables: dict[str, str]) -> dict[str, list[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="writes a record there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a record to FILE")
     parser.add_argument("--in-turns", nargs="+", metavar="CALL", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.in_turns:

@@ -1,17 +1,17 @@
-"""One layer's sparse attention in a training step, on a GPU: its parts, their floors, and dense attention beside it.
+"""Sparse attention of one layer in a training step, on a GPU: its parts, their lower bounds, and dense attention.
 
     python benchmarks/training_step.py                         DeepSeek-V3.2's and GLM-5's shapes, s 32 K … 128 K
     python benchmarks/training_step.py --model glm-5 --s 32768 one of them
     python benchmarks/training_step.py --warm-up               the dense warm-up of the indexer instead
     python benchmarks/training_step.py --json FILE             and a record
 
-The step is what a layer adds to a transformer's projections: the indexer's scores and selection, the forward, the
-distribution that the indexer learns from, the indexer's gradients, the attention's gradients. All s tokens are one
-causal sequence. In the warm-up every query attends all the keys that it sees, and only the indexer learns. A part's
-floor is the larger of its matrix products at the rate of a bf16 product of 8192³ timed in the same rounds, and of its
-inputs and outputs at the rate of a copy. Dense attention is PyTorch's, causal, in the form with keys and values of
-every head (192 and 128 numbers), forward and backward; it is given its heads a part at a time where all of them do not
-fit.
+The step is the part of a layer that is added to a transformer's projections: the indexer's scores and selection, the
+forward, the distribution that the indexer learns from, the indexer's gradients, and the attention's gradients. All s
+tokens are one causal sequence. In the warm-up every query attends to all keys that it sees, and only the indexer
+learns. A part has two lower bounds of its time: its matrix products at the rate of a bf16 product of 8192³, which is
+timed in the same rounds, and its inputs and outputs at the rate of a copy. Its floor is the larger bound. Dense
+attention is PyTorch's causal attention with separate keys and values for every head (192 and 128 numbers), forward and
+backward. If the heads do not all fit into memory, they are processed in several groups.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def size(*tensors: Tensor) -> int:
 
 
 def step_parts(model: Model, s: int, device: str) -> list[Part]:
-    """The calls of a step in their order, each on the results of those before it."""
+    """Returns the calls of a step in order. Each uses the results of earlier calls."""
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=torch.bfloat16, device=device)
@@ -68,7 +68,7 @@ def step_parts(model: Model, s: int, device: str) -> list[Part]:
     indices, scores = ops.lightning_indexer(q_index, k_index, weights, topk, q_start=0)
     out, _, lse = ops.sparse_mla(q, kv, indices, scale, D_V, indices_ascending=True)
     target = ops.attention_distribution(q, kv, indices, lse, scale, normalize="l1")
-    pairs = int((indices >= 0).sum())  # of a query and a key it attends
+    pairs = int((indices >= 0).sum())  # pairs of a query and a key that it attends to
     scored = s * (s + 1) // 2
     selection = size(indices, scores)
     index_inputs = size(q_index, k_index, weights)
@@ -107,7 +107,7 @@ def step_parts(model: Model, s: int, device: str) -> list[Part]:
 
 
 def warm_up_parts(model: Model, s: int, device: str) -> list[Part]:
-    """The calls of a step of the indexer's dense warm-up: attention, then the indexer's loss and gradients."""
+    """Returns the calls of a step of the indexer's dense warm-up: attention, then the indexer's loss and gradients."""
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=torch.bfloat16, device=device)
@@ -136,7 +136,7 @@ def warm_up_parts(model: Model, s: int, device: str) -> list[Part]:
 
 
 def seconds(call: Callable[[], object], rounds: int) -> float:
-    """The median of some calls."""
+    """Returns the median of some calls' times."""
     call()
     times = []
     for _ in range(rounds):
@@ -150,7 +150,7 @@ def seconds(call: Callable[[], object], rounds: int) -> float:
 
 
 def rates() -> tuple[float, float]:
-    """Operations a second of a product, bytes a second of a copy."""
+    """Returns the rates of a product (operations per second) and of a copy (bytes per second)."""
     a, b = torch.randn(2, 8192, 8192, dtype=torch.bfloat16, device="cuda")
     x = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     y = torch.empty_like(x)
@@ -158,7 +158,7 @@ def rates() -> tuple[float, float]:
 
 
 def dense_seconds(h: int, s: int, rounds: int, heads_at_once: int = 16) -> tuple[float, str]:
-    """Forward and backward of dense causal attention over h heads, and which of PyTorch's kernels did it."""
+    """Times forward and backward of dense causal attention over h heads, and names the PyTorch kernel that ran."""
     q, k = (
         torch.randn(1, heads_at_once, s, 192, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(2)
     )
@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--warm-up", action="store_true", help="the indexer's dense warm-up, not the sparse step")
     parser.add_argument("--no-dense", action="store_true", help="without dense attention")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="writes a record there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a record to FILE")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("training_step.py: PyTorch sees no GPU")

@@ -319,7 +319,8 @@ class OtherFloatMode {
 // Whether unsupported cases of a backend are recorded. GPUs, and an emulated device profile set by the environment,
 // have other numbers of SMs, which some backends test.
 bool is_recorded(const std::string& backend) {
-  return !cuda::runs(backend) && std::getenv("HOPWELL_EMULATOR_SMS") == nullptr;
+  return !cuda::runs(backend) && std::getenv("HOPWELL_EMULATOR_SMS") == nullptr &&
+         std::getenv("HOPWELL_EMULATOR_DEVICE") == nullptr;
 }
 std::string recorded_refusal(const Case& c, const std::string& backend) {
   return backend.starts_with("emu:") ? refusal(c.op, c.name, backend.substr(4)) : "";

@@ -120,6 +120,10 @@ double Matrix::bytes() const {
   return static_cast<double>(std::max<std::int64_t>(batch, 1) * rows * k) * (1.0 / 2 + 1.0 / 16);
 }
 
+double factor_of(float global, bool reciprocal) {
+  return reciprocal ? 1 / static_cast<double>(global) : static_cast<double>(global);
+}
+
 Tolerance nvfp4_tolerance(DType out) {
   // Within one unit in the last place of the exactly rounded result means within one and a half of the exact result.
   if (out == DType::kFloat16) return {.norm = 1e-3, .absolute = 1.5 * 0x1p-24, .relative = 1.5 * 0x1p-10};

@@ -1,4 +1,4 @@
-// Shared by the cases of the five NVFP4 operators: matrices of codes and scales, and their values in float64.
+// Shared by the cases of the NVFP4 operators: matrices of codes and scales, and their values in float64.
 #pragma once
 
 #include <cstdint>
@@ -42,6 +42,10 @@ struct Matrix {
 Array blocked_array(const std::string& name, DType dtype, std::int64_t rows, std::int64_t columns, std::int64_t batch);
 // Byte offset of a scale, by the formula in hopwell.h.
 std::int64_t blocked_place(std::int64_t row, std::int64_t column, std::int64_t columns);
+
+// How a global scale is given, and the factor that it stands for.
+enum class GlobalAs { kNumber, kArray, kReciprocal, kReciprocalArray };
+double factor_of(float global, bool reciprocal);
 
 double e2m1_value(unsigned code);
 double e4m3_value(unsigned byte);

@@ -20,6 +20,7 @@ struct Gemv {
   ScaleBytes scale_bytes = ScaleBytes::kUsual;
   std::int64_t row_gap = 0;
   bool one_hot = false;  // each row of b selects one k: the result is a's decoded values, exactly
+  bool reciprocal = false;
 };
 
 void make_one_hot(const Gemv& p, Matrix& a, Matrix& b) {
@@ -64,8 +65,9 @@ Instance make_gemv(Random& random, const Gemv& p) {
         const double product = a.value(row, column, l) * b.value(0, column, l);
         sum += product, magnitude += std::abs(product);
       }
-      expected.push_back(static_cast<double>(p.alpha) * sum);
-      self.outputs[0].magnitude.push_back(std::abs(static_cast<double>(p.alpha)) * magnitude);
+      const double factor = factor_of(p.alpha, p.reciprocal);
+      expected.push_back(factor * sum);
+      self.outputs[0].magnitude.push_back(std::abs(factor) * magnitude);
     }
   };
   instance.call = [p, a, b, &c](const char* backend, Stream stream) {
@@ -75,6 +77,7 @@ Instance make_gemv(Random& random, const Gemv& p) {
                          .sfa = a.scales->view(),
                          .sfb = b.scales->view(),
                          .alpha = p.alpha,
+                         .global_is_reciprocal = p.reciprocal,
                          .scale_layout = layout,
                          .out = c.view(),
                          .backend = backend},
@@ -88,7 +91,6 @@ Instance make_gemv(Random& random, const Gemv& p) {
 
 // ---- nvfp4_linear -------------------------------------------------------------------------------------------------
 
-enum class GlobalAs { kNumber, kArray, kReciprocal, kReciprocalArray };
 enum class X {
   kNormal,
   kIdentity,   // selects single weights, which must come out exactly
@@ -162,7 +164,7 @@ Instance make_linear(Random& random, const Linear& p) {
   instance.expect(y, p.x == X::kIdentity ? Tolerance{.exact = true} : nvfp4_tolerance(p.dtype));
   const bool reciprocal = p.global_as == GlobalAs::kReciprocal || p.global_as == GlobalAs::kReciprocalArray;
   instance.reference = [p, weight, reciprocal, bias, &x](Instance& self) {
-    const double global = static_cast<double>(p.global), factor = reciprocal ? 1 / global : global;
+    const double factor = factor_of(p.global, reciprocal);
     self.outputs[0].expected.resize(static_cast<std::size_t>(p.n * p.rows));
     self.outputs[0].magnitude.resize(static_cast<std::size_t>(p.n * p.rows));
     const std::vector<double> rows_of_x = values_of(x);
@@ -214,6 +216,7 @@ struct Matmul {
   float alpha = 1;
   ScaleBytes scale_bytes = ScaleBytes::kUsual;
   bool one_hot = false;  // each row of b selects one k: the result is a's decoded values, exactly
+  bool reciprocal = false;
 };
 
 void make_one_hot(const Matmul& p, Matrix& a, Matrix& b) {
@@ -248,7 +251,7 @@ Instance make_matmul(Random& random, const Matmul& p) {
   instance.expect(c, p.one_hot ? Tolerance{.exact = true} : nvfp4_tolerance(p.out));
   instance.reference = [p, a, b, bias](Instance& self) {
     const std::vector<double> values_a = values_of(a), values_b = values_of(b);
-    const auto alpha = static_cast<double>(p.alpha);
+    const double alpha = factor_of(p.alpha, p.reciprocal);
     self.outputs[0].expected.resize(static_cast<std::size_t>(p.m * p.n));
     self.outputs[0].magnitude.resize(static_cast<std::size_t>(p.m * p.n));
     cpu::parallel_for(p.m * p.n, [&](std::int64_t i) {
@@ -268,6 +271,7 @@ Instance make_matmul(Random& random, const Matmul& p) {
                                          .sfa = a.scales->view(),
                                          .sfb = b.scales->view(),
                                          .alpha = p.alpha,
+                                         .global_is_reciprocal = p.reciprocal,
                                          .bias = bias_view ? static_cast<const DLTensor*>(*bias_view) : nullptr,
                                          .scale_layout = p.blocked ? HOPWELL_SCALES_BLOCKED : HOPWELL_SCALES_PLAIN,
                                          .out = c.view(),
@@ -293,6 +297,8 @@ std::vector<std::pair<std::string, Gemv>> gemv_problems() {
       {"strided_c", {.m = 33, .k = 96, .l = 3, .strided = true, .row_gap = 16}},
       {"alpha", {.m = 40, .k = 256, .out = DType::kFloat32, .alpha = -0.37F}},
       {"alpha_zero", {.m = 9, .k = 64, .alpha = 0}},
+      {"reciprocal_alpha", {.m = 40, .k = 256, .out = DType::kFloat32, .alpha = -3, .reciprocal = true}},
+      {"reciprocal_alpha_blocked", {.m = 9, .k = 96, .l = 2, .blocked = true, .alpha = 0.7F, .reciprocal = true}},
       {"all_codes_all_scales", {.m = 4096, .k = 32, .l = 18, .one_hot = true}},
       {"all_codes_all_scales_bf16_blocked",
        {.m = 4096, .k = 16, .out = DType::kBFloat16, .blocked = true, .one_hot = true}},
@@ -426,6 +432,8 @@ std::vector<std::pair<std::string, Matmul>> matmul_problems() {
       {"strided_k_tail", {.m = 33, .n = 21, .k = 48, .out = kFp16, .bias = true, .strided = true}},
       {"fp32_blocked", {.m = 34, .n = 50, .k = 192, .out = kFp32, .blocked = true, .bias = true}},
       {"alpha_zero", {.m = 20, .n = 24, .k = 64, .bias = true, .alpha = 0}},
+      {"reciprocal_alpha", {.m = 40, .n = 130, .k = 128, .bias = true, .alpha = 3, .reciprocal = true}},
+      {"reciprocal_alpha_m_1", {.m = 1, .n = 24, .k = 256, .alpha = -0.3F, .reciprocal = true}},
       {"all_codes_all_scales", {.m = 4096, .n = 18, .k = 64, .one_hot = true}},
       {"all_codes_all_scales_few_rows_of_b", {.m = 4096, .n = 3, .k = 64, .out = kFp16, .one_hot = true}},
       {"all_codes_all_scales_blocked", {.m = 4096, .n = 20, .k = 16, .out = kFp16, .blocked = true, .one_hot = true}},

@@ -161,7 +161,7 @@ struct Dequantize {
   DType dtype = DType::kFloat32;
   bool blocked = false, strided = false, all = false;
   float global = 0.3F;
-  bool global_as_array = false;
+  bool global_as_array = false, reciprocal = false;
   ScaleBytes scale_bytes = ScaleBytes::kUsual;
 };
 
@@ -182,8 +182,9 @@ Instance make_dequantize(Random& random, const Dequantize& p) {
     tolerance.norm = std::numeric_limits<double>::infinity();  // subnormals have few digits
   instance.expect(x, tolerance);
   instance.reference = [p, matrix](Instance& self) {
+    const double factor = factor_of(p.global, p.reciprocal);
     for (std::int64_t i = 0; i < p.rows * p.k; ++i)
-      self.outputs[0].expected.push_back(matrix.value(i / p.k, i % p.k) * static_cast<double>(p.global));
+      self.outputs[0].expected.push_back(matrix.value(i / p.k, i % p.k) * factor);
   };
   instance.call = [p, matrix, &global, &x](const char* backend, Stream stream) {
     const Tensor global_view = global.view();
@@ -191,6 +192,7 @@ Instance make_dequantize(Random& random, const Dequantize& p) {
                                .scales = matrix.scales->view(),
                                .global_scale = p.global_as_array ? static_cast<const DLTensor*>(global_view) : nullptr,
                                .global_value = p.global_as_array ? 1 : p.global,
+                               .global_is_reciprocal = p.reciprocal,
                                .scale_layout = p.blocked ? HOPWELL_SCALES_BLOCKED : HOPWELL_SCALES_PLAIN,
                                .x = x.view(),
                                .backend = backend},
@@ -276,6 +278,9 @@ std::vector<std::pair<std::string, Dequantize>> dequantize_problems() {
       {"nan_scales_blocked",
        {.rows = 70, .k = 112, .dtype = kBf16, .blocked = true, .scale_bytes = ScaleBytes::kSomeNan}},
       {"subnormal_results", {.rows = 10, .k = 64, .global = 3e-43F}},
+      {"reciprocal", {.rows = 10, .k = 64, .global = 3, .reciprocal = true}},
+      {"reciprocal_array",
+       {.rows = 10, .k = 64, .dtype = kBf16, .global = -1.7F, .global_as_array = true, .reciprocal = true}},
       {"negative_global", {.rows = 10, .k = 64, .dtype = kFp16, .global = -2}},
       {"empty", {.rows = 0, .k = 32}},
   };

@@ -127,10 +127,16 @@ const std::vector<Refusals>& all_refusals() {
             "n_8_many_tiles nan_scales_blocked_n_5 nan_scales_n_4 non_finite_x_n_1200 non_finite_x_n_3 "
             "non_finite_x_n_7 outliers_fp16_n_6 outliers_n_9 tiny_x_n_12 tiny_x_n_6 wide_range_x_n_5"},
        }},
+      {"nvfp4_linear_backward",
+       "sm80",
+       {
+           {"needs d_out of 16 bits", "fp32 fp32_blocked_strided full_range_fp32"},
+       }},
       {"nvfp4_matmul",
        "sm90",
        {
-           {"sm80 multiplies a row's codes as they are", "m_1_bias m_1_k_tail n_1_bias_blocked one_of_everything"},
+           {"sm80 multiplies a row's codes as they are",
+            "m_1_bias m_1_k_tail n_1_bias_blocked one_of_everything reciprocal_alpha_m_1"},
            {"as nvfp4_linear with decoded x: rows of x and weight must be 16-byte aligned, weight's ascending, those "
             "of scales 4-byte, K at most 65536",
             "all_codes_all_scales_blocked empty_k k_tail_blocked k_tail_fp16 many_rows_of_both strided_k_tail"},

@@ -13,6 +13,7 @@ namespace {
 struct Options {
   bool dq = true, dkv = true, d_sink = true, attn = true;
   bool accumulate = false, deterministic = true, ascending = false, share_keys = false;
+  bool merged = false;  // lse and out are merged over shards of the keys; this call has one shard
   DType dkv_dtype = DType::kFloat32;
 };
 
@@ -83,7 +84,7 @@ class Reference {
     const double kept = 1 / (1 + std::exp(sink - lse)),
                  taken = 1 / (1 + std::exp(lse - sink));  // exp(score - lse') = kept * exp(score - lse)
     const Sum delta = dot(out_.data() + d_out, d_out_.data() + d_out, p_.d_v);
-    if (std::isfinite(sink) && query.count() > 0)
+    if (std::isfinite(sink) && lse != std::numeric_limits<double>::infinity())
       sinks_[static_cast<std::size_t>(row)] = {-taken * delta.value, taken * delta.magnitude};
     for (std::int64_t i = 0; i < query.count(); ++i) {
       const auto at = static_cast<std::size_t>(h * query.count() + i);
@@ -198,7 +199,7 @@ void add_forward_results(Instance& instance, Random& random, Arrays& a) {
   const ForwardReference forward = forward_reference(a.in);
   for (std::int64_t i = 0; i < a.out->size(); ++i) a.out->set(i, forward.out[static_cast<std::size_t>(i)]);
   for (std::int64_t i = 0; i < a.lse->size(); ++i) a.lse->set(i, forward.lse[static_cast<std::size_t>(i)]);
-  // Rows without a valid entry contribute nothing, for any values of these.
+  // Rows without a valid entry, whose lse is +inf, contribute nothing, for any values of these.
   for (std::int64_t row = 0; row < a.lse->size(); ++row) {
     if (a.lse->get(row) != std::numeric_limits<double>::infinity()) continue;
     for (std::int64_t d = 0; d < p.d_v; ++d) a.d_out->set(row * p.d_v + d, std::numeric_limits<double>::quiet_NaN());
@@ -211,7 +212,7 @@ Instance make(Random& random, const SparseMla& p, const Options& options, bool t
   Arrays a;
   a.in = add_inputs(instance, random, p);
   a.options = options;
-  if (timed)
+  if (timed || options.merged)
     add_typical_results(instance, random, a);
   else
     add_forward_results(instance, random, a);
@@ -291,6 +292,12 @@ Suite sparse_mla_backward() {
   add("h_q_128_dkv_bf16", wide, {.attn = false, .deterministic = false, .dkv_dtype = DType::kBFloat16});
   add("h_q_128_accumulate", wide, {.accumulate = true, .deterministic = false});
   add("h_q_128_deterministic", wide, {});
+  // Rows whose keys are in another shard add to d_sink, and to nothing else.
+  SparseMla shard = few;
+  shard.indices = SparseMla::Indices::kEmptyRows;
+  add("shard", shard, {.merged = true});
+  shard.h_q = 128, shard.topk = 0;
+  add("h_q_128_shard_without_entries", shard, {.deterministic = false, .merged = true});
   SparseMla dense{
       .s_q = 4, .s_kv = 150, .h_q = 128, .topk = 150, .indices = SparseMla::Indices::kAbsent, .ranges = true};
   add("h_q_128_dense_deterministic", dense, {});

@@ -10,6 +10,7 @@ const std::vector<Suite>& suites() {
       paged_attention(),
       nvfp4_gemv(),
       nvfp4_linear(),
+      nvfp4_linear_backward(),
       nvfp4_matmul(),
       nvfp4_quantize(),
       nvfp4_dequantize(),

@@ -11,6 +11,7 @@ Suite attention_distribution();
 Suite paged_attention();
 Suite nvfp4_gemv();
 Suite nvfp4_linear();
+Suite nvfp4_linear_backward();
 Suite nvfp4_matmul();
 Suite nvfp4_quantize();
 Suite nvfp4_dequantize();

@@ -1,18 +1,18 @@
-# How to compile a kernel file so that it runs on the emulator: used here, and installed for everyone else.
+# Compiles kernel files so that they run on the emulator. Hopwell uses this file, and installs it for other projects.
 
-# Options for the translation units that contain kernels (.cu files taken as C++): the compiler announces every ordinary
-# memory access to the hooks in emu/hooks.cpp, and debug information gives findings their lines. The sanitizer's own
-# runtime is not linked. clang must not merge accesses of neighbouring elements. With -O2 kernels run as long, most of it in the
-# hooks, and compile half as long again.
+# Options for the translation units with kernels (.cu files compiled as C++). The compiler reports every ordinary memory access
+# to the hooks in emu/hooks.cpp, and debug information gives findings their line numbers. The sanitizer's runtime is not linked.
+# clang must not merge accesses to neighbouring elements. -O2 makes kernels no faster, because most of their time is spent in
+# the hooks, and compiles half as long again.
 set(HOPWELL_KERNEL_OPTIONS -fsanitize=thread -g1 -O1 -Wno-psabi)
 if(CMAKE_CXX_COMPILER_ID MATCHES Clang)
   list(APPEND HOPWELL_KERNEL_OPTIONS -fno-vectorize -fno-slp-vectorize)
 endif()
 set(HOPWELL_KERNEL_OPTIONS ${HOPWELL_KERNEL_OPTIONS} CACHE INTERNAL "")
 
-# hopwell_emulated_kernels(<target> <file>...): adds kernel files (.cu taken as C++) to a target, to be run by the emulator.
-# Each is compiled through a one-line file of its own, so that the same .cu can also be a CUDA source of another target. HOPWELL_TARGET,
-# here emu_sm90 and there sm90, names the namespace of what it defines: one library holds both.
+# hopwell_emulated_kernels(<target> <file>...): adds kernel files (.cu compiled as C++) to a target, for the emulator.
+# Each file is compiled through a one-line wrapper file, so that another target can compile the same .cu file as CUDA.
+# HOPWELL_TARGET is the namespace of its definitions: emu_sm90 here, sm90 for the GPU. So one library can hold both.
 function(hopwell_emulated_kernels target)
   if(NOT TARGET ${target})
     message(FATAL_ERROR "hopwell_emulated_kernels: the first argument must be a target; got '${target}'")

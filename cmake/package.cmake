@@ -1,4 +1,4 @@
-# What find_package(hopwell) reads, whose components are the export files that lie beside it, and what pkg-config reads.
+# The files that find_package(hopwell) and pkg-config read. A component is an export file in the same folder.
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 set(HOPWELL_PACKAGE_DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/hopwell)
@@ -7,7 +7,7 @@ configure_package_config_file(${CMAKE_CURRENT_LIST_DIR}/hopwell-config.cmake.in 
 write_basic_package_version_file(hopwell-config-version.cmake VERSION ${PROJECT_VERSION} COMPATIBILITY SameMinorVersion)
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/hopwell-config.cmake ${CMAKE_CURRENT_BINARY_DIR}/hopwell-config-version.cmake
   DESTINATION ${HOPWELL_PACKAGE_DESTINATION})
-# An installation may be moved, so paths start from where the file lies.
+# Paths are relative to the file's folder, because an installation may be moved.
 file(RELATIVE_PATH HOPWELL_PKGCONFIG_TO_PREFIX /${CMAKE_INSTALL_LIBDIR}/pkgconfig /)
 configure_file(${CMAKE_CURRENT_LIST_DIR}/hopwell.pc.in hopwell.pc @ONLY)
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/hopwell.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)

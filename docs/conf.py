@@ -1,4 +1,4 @@
-"""Sphinx' settings for `make docs`. Generated parts come from generated.py, plots.py and emulated.py in this folder."""
+"""Sphinx settings for `make docs`. generated.py, plots.py and emulated.py in this folder make the generated parts."""
 
 import re
 import subprocess
@@ -33,7 +33,7 @@ source_suffix = {".md": "markdown"}
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 
-# The Python reference is made of docstrings. PyTorch is imported, the compiled module is not: no build is needed.
+# The Python reference comes from docstrings. PyTorch is imported; the compiled module is mocked, so no build is needed.
 autodoc_mock_imports = ["hopwell._hopwell"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
@@ -43,7 +43,7 @@ napoleon_use_rtype = False
 napoleon_use_param = False
 default_role = "code"
 
-# The C and C++ reference is made of the headers' comments.
+# The C and C++ reference comes from the comments of the headers.
 breathe_projects = {"hopwell": str(BUILD / "doxygen" / "xml")}
 breathe_default_project = "hopwell"
 breathe_show_include = False
@@ -61,7 +61,9 @@ copybutton_exclude = ".linenos, .gp, .go"
 
 
 def make_inputs(app: object) -> None:
-    """Runs Doxygen and the tutorial's kernel, draws the pictures, makes the notebook: before any page is read."""
+    """Runs Doxygen and the tutorial's kernel, draws the pictures and makes the notebook, before Sphinx reads the
+    pages.
+    """
     (BUILD / "doxygen").mkdir(parents=True, exist_ok=True)
     subprocess.run(["doxygen", "docs/Doxyfile"], cwd=ROOT, check=True)
     plots.draw_all(HERE / "_generated")
@@ -70,7 +72,7 @@ def make_inputs(app: object) -> None:
 
 
 def setup(app: object) -> None:
-    """Sphinx calls this."""
+    """Registers the hooks; Sphinx calls this."""
     app.connect("builder-inited", make_inputs)
     app.connect("source-read", generated.fill)
     app.connect("autodoc-process-docstring", generated.formulas_are_literal, priority=100)

@@ -1,8 +1,8 @@
-"""Runs the tutorial's kernels on the emulator and makes the page about a launch and its picture.
+"""Runs the tutorial's kernels on the emulator, and makes the page about a launch and its picture.
 
     python docs/emulated.py FOLDER [STEP]
 
-Needs a C++ compiler and CMake; the emulator is compiled into build/emulator the first time, for a minute.
+Needs a C++ compiler and CMake. The first run compiles the emulator into build/emulator, which takes a minute.
 """
 
 import re
@@ -21,7 +21,7 @@ def run(*command: object) -> None:
 
 
 def example() -> Path:
-    """The tutorial's program, built as the tutorial says."""
+    """Builds the tutorial's program as the tutorial describes, and returns its path."""
     run("cmake", "-S", "src/arch", "-B", BUILD)
     run("cmake", "--build", BUILD, "--parallel", 2)
     run("cmake", "--install", BUILD, "--prefix", BUILD / "installed")
@@ -31,7 +31,7 @@ def example() -> Path:
 
 
 def picture(page: str) -> str:
-    """The timeline of a page's first launch as an SVG of its own."""
+    """Returns the timeline of a page's first launch as an SVG file's text."""
     style = re.search(r"<style>.*?</style>", page, re.DOTALL)
     timeline = re.search(r"<svg [^>]*role=\"img\">.*?</svg>", page, re.DOTALL)
     if style is None or timeline is None:

@@ -1,6 +1,6 @@
-"""Tables of figures, made of the committed records. `generated.py` puts them into the pages that ask for them.
+"""Tables of figures from the committed records. `generated.py` inserts them into the pages that ask for them.
 
-A figure's target is in the arguments of the page's line, after the figure's name.
+The page's line names a figure, and its arguments may name the figure's target.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import records
 from pieces import folded, table
 
 Row = records.Row
-LARGEST = 10_000  # of a figure that is shown with a decimal
+LARGEST = 10_000  # largest number that is shown with a decimal
 
 
 def number(value: float) -> str:
@@ -24,20 +24,20 @@ def bold(text: str, met: bool) -> str:
 
 
 def made_by(command: str, made: list[records.Record]) -> str:
-    """The program, and where each of its records was made."""
+    """Returns the line that names the program, and the origin of each of its records."""
     return f"\nBy `{command}` on {'; '.join(dict.fromkeys(records.provenance(record) for record in made))}.\n"
 
 
 def model() -> ModuleType:
-    """benchmarks/model.py, which makes its tables itself."""
+    """Loads benchmarks/model.py, which makes its own tables."""
     return records.program(records.ROOT / "benchmarks" / "model.py")
 
 
-# ---- beside other packages -----------------------------------------------------------------------------------------
+# ---- comparisons with other packages -------------------------------------------------------------------------------
 
 
 def peers(operator: str) -> str:
-    """The picture and the table of what `python -m hopwell.bench --peers` recorded."""
+    """The picture and the table of an operator from `python -m hopwell.bench --peers`."""
     rows = records.peer_rows(operator)
     if not rows:
         return "No other package was timed beside it.\n"
@@ -71,7 +71,7 @@ def peers(operator: str) -> str:
 
 
 def beside(arguments: str) -> str:
-    """`OPERATOR PEER`: shares of the matrix product of both, and the peer's time over Hopwell's, by heads and keys."""
+    """`OPERATOR PEER`: shares of the matrix product for both, and the peer's time over Hopwell's, by heads and keys."""
     operator, _, peer = arguments.partition(" ")
     defaults = records.default_shapes()[operator]
     cells: dict[int, dict[int, str]] = {}
@@ -87,7 +87,7 @@ def beside(arguments: str) -> str:
 
 
 def all_peers(machine: str) -> str:
-    """What `python -m hopwell.bench` recorded on a machine, of all operators."""
+    """Results of `python -m hopwell.bench` on a machine, for all operators."""
     made = records.peer_records(machine)
     lines = [
         [
@@ -106,7 +106,7 @@ def all_peers(machine: str) -> str:
 
 
 def on_machine(arguments: str) -> str:
-    """`MACHINE OPERATOR`: shares of the matrix product and times of what `hopwell bench` recorded there."""
+    """`MACHINE OPERATOR`: shares of the matrix product and times, from `hopwell bench` on that machine."""
     machine, operator = arguments.split()
     rows = records.bench_rows(operator, machine)
     cells: dict[str, dict[int, str]] = {}
@@ -126,7 +126,7 @@ def on_machine(arguments: str) -> str:
 
 
 def context_parallel() -> str:
-    """Tokens/s of training on one GPU and on several."""
+    """Tokens/s of training on one GPU and on several GPUs."""
     record = records.read("../h100/context_parallel")
     one = record["results"][0]["tokens_per_second"]
     lines = [
@@ -142,11 +142,11 @@ def context_parallel() -> str:
     return table(head, lines) + made_by("benchmarks/context_parallel.py", [record])
 
 
-# ---- by `hopwell bench` --------------------------------------------------------------------------------------------
+# ---- results of `hopwell bench` ------------------------------------------------------------------------------------
 
 
 def targets_of(words: list[str], made: list[tuple[Row, records.Record]]) -> dict[str, str]:
-    """By shape, the target that a page names: `SHAPE=0.45`, or `SHAPE=60us` of the time itself."""
+    """Returns the target of each shape that a page names: `SHAPE=0.45`, or `SHAPE=60us` for a time."""
     targets = dict(word.split("=") for word in words)
     unknown = targets.keys() - {row["shape"] for row, _ in made}
     if unknown:
@@ -176,14 +176,14 @@ def measured(arguments: str) -> str:
 
 
 def bench(operator: str) -> str:
-    """The same, to be unfolded."""
+    """All records of `hopwell bench` for an operator, in a block that the reader unfolds."""
     if not records.bench_rows(operator):
         return "`hopwell bench` has no record of it.\n"
     return folded("Against the hardware, in figures", measured(operator))
 
 
 def heads_of(row: Row) -> str:
-    """The heads of the call and of its indexer; "" if the call has no heads of attention."""
+    """Returns the heads of the call and of its indexer, or "" if the call has no heads of attention."""
     settings = row["settings"]
     if "h_q" not in settings:
         return ""
@@ -192,15 +192,15 @@ def heads_of(row: Row) -> str:
 
 
 def keys_of(row: Row) -> int:
-    """How many keys the call has, by the operator's own name for it."""
+    """Returns the number of keys of a call; its name depends on the operator."""
     return int(row["settings"].get("s_kv") or row["settings"]["s"])
 
 
 def shares(arguments: str) -> str:
-    """Shares of the matrix product by heads and keys, with their limits; bold: the first limit is met.
+    """Shares of the matrix product by heads and keys, with their targets; bold: the first target is met.
 
     `OPERATOR GROUP LIMIT=VALUE,… … GROUP …`: shapes of the group `h128` are named `h128-8k` and so on, in the order
-    of the values. If the record has several runs of a shape, all are shown, and all have to meet a limit.
+    of the values. If the record has several runs of a shape, all are shown, and all must meet a target.
     """
     operator, *words = arguments.split()
     made = [(row, record) for row, record in records.bench_rows(operator) if " " not in row["shape"]]
@@ -241,7 +241,7 @@ def shares(arguments: str) -> str:
 
 
 def settings(arguments: str) -> str:
-    """The cost of other settings: each time, and the time of the same shape without the setting, in the same run.
+    """The cost of settings: each time, next to the time of the same shape without the setting, in the same run.
 
     `OPERATOR SETTING<TARGET …`: the largest ratio of times that meets the target; bold: met.
     """
@@ -281,13 +281,13 @@ def over_read(arguments: str) -> str:
 
 
 def few_columns(arguments: str) -> str:
-    """nvfp4_linear of 1, 8 and 16 columns by its faster backend; `8=TARGET 16=TARGET`: time over one column's."""
+    """nvfp4_linear of 1, 8 and 16 columns by its faster backend; `8=TARGET 16=TARGET`: time over one column's time."""
     targets = {n: float(target) for n, target in (word.split("=") for word in arguments.split())}
     made = records.bench_rows("nvfp4_linear")
     fastest: dict[tuple[str, str], dict[str, Row]] = {}
     for row, _ in sorted(made, key=lambda pair: -pair[0]["median_seconds"]):
         layer = row["settings"]["N"], row["settings"]["K"]
-        fastest.setdefault(layer, {})[row["settings"]["n"]] = row  # the last is the fastest
+        fastest.setdefault(layer, {})[row["settings"]["n"]] = row  # the last row is the fastest
     lines, met = [], dict.fromkeys(targets, 0)
     for (rows, k), columns in sorted(fastest.items(), key=lambda item: -int(item[0][0]) * int(item[0][1])):
         cells = []
@@ -312,7 +312,7 @@ def few_columns(arguments: str) -> str:
 
 
 def many_columns(arguments: str) -> str:
-    """nvfp4_linear with the given numbers of columns, and the other ways to the same product."""
+    """nvfp4_linear with many columns, and the other ways to the same product, from benchmarks/columns.py."""
     record = records.read("nvfp4_columns")
     ways = ("sm90", "sm80", "dequantise", "matmul")
     lines: dict[tuple[int, int], list[str]] = {}
@@ -328,7 +328,7 @@ def many_columns(arguments: str) -> str:
 
 
 def cpu_targets() -> str:
-    """The CPU's targets, as benchmarks/cpu.py last recorded them."""
+    """The CPU's targets and results, from the latest record of benchmarks/cpu.py."""
     path = max((records.FOLDER.parent / "cpu").glob("2*.json"))
     record = records.read(f"../cpu/{path.stem}")
     lines = []
@@ -342,11 +342,11 @@ def cpu_targets() -> str:
     return table(["what", "target", "reached"], lines) + made_by("benchmarks/cpu.py", [machine])
 
 
-# ---- whole models, and the limits of kernels -----------------------------------------------------------------------
+# ---- whole models, and limits of kernels ---------------------------------------------------------------------------
 
 
 def training_step() -> str:
-    """The steps of benchmarks/training_step.py."""
+    """Times of the steps of benchmarks/training_step.py."""
     record = records.read("training_step")
     rows = [
         [
@@ -363,7 +363,7 @@ def training_step() -> str:
 
 
 def training_step_parts() -> str:
-    """The same by part: milliseconds, and the share of the floor."""
+    """Times of the parts of these steps: milliseconds, and the share of the floor."""
     record = records.read("training_step")
     lines = []
     for model in dict.fromkeys(row["model"] for row in record["results"]):
@@ -385,7 +385,7 @@ def training_step_parts() -> str:
 
 
 def warm_up(target: str) -> str:
-    """The dense warm-up of benchmarks/training_step.py; `TARGET`: the share that the loss should reach."""
+    """The dense warm-up of benchmarks/training_step.py; `TARGET`: the target of the loss's share."""
     record = records.read("warm_up")
     lines = []
     for row in record["results"]:
@@ -400,7 +400,7 @@ def warm_up(target: str) -> str:
 
 
 def calls() -> str:
-    """What benchmarks/calls.py measured on a CPU and on the host of an H200."""
+    """Results of benchmarks/calls.py on a CPU and on the host of an H200."""
     gpu = records.read("calls")
     cpu = records.read("../cpu/calls")
     of_linear = {row["name"]: row["of_linear"] for row in gpu["results"]}
@@ -410,7 +410,7 @@ def calls() -> str:
 
 
 def thread_pools() -> str:
-    """What benchmarks/thread_pools.py measured, a table for each machine that has a record of it."""
+    """Results of benchmarks/thread_pools.py: a table for each machine with a record."""
     text = ""
     for path in sorted(records.FOLDER.parent.glob("*/thread_pools.json")):
         record = records.read(f"../{path.parent.name}/thread_pools")
@@ -424,7 +424,7 @@ def thread_pools() -> str:
 
 
 def decode() -> str:
-    """What benchmarks/decode.py measured."""
+    """Results of benchmarks/decode.py."""
     record = records.read("decode")
     rows = [
         [
@@ -439,7 +439,7 @@ def decode() -> str:
 
 
 def limits() -> str:
-    """What Nsight Compute said through benchmarks/limits.py."""
+    """Counters of Nsight Compute from benchmarks/limits.py."""
     record = records.read("limits")
     units = ["memory", "L2", "shared memory", "issue", "logic", "tensor cores"]
     rows = []
@@ -452,13 +452,13 @@ def limits() -> str:
 
 
 def model_counts() -> str:
-    """The emulator's counts beside an H200's counters, in million cycles a multiprocessor."""
+    """The emulator's counts next to an H200's counters, in million cycles per multiprocessor."""
     counts, _ = model().hopper(records.FOLDER.parent)
     return table(*counts) + made_by("benchmarks/model.py count", [records.read("../emulator/sm90")])
 
 
 def model_times() -> str:
-    """The model's predictions beside an H200's cycles: a step and a query by unit, and a whole call."""
+    """The model's predictions next to an H200's cycles: a step and a query by unit, and a whole call."""
     _, times = model().hopper(records.FOLDER.parent)
     return table(*times) + made_by("benchmarks/model.py counters", [records.read("model")])
 
@@ -471,7 +471,7 @@ def model_blackwell() -> str:
 
 
 def model_products() -> str:
-    """The model's cycles of tiles of nvfp4_matmul that copies limit."""
+    """The model's cycles of nvfp4_matmul's tiles, whose limit is the copies."""
     program = model()
     return table(*program.blackwell(records.FOLDER.parent, program.PRODUCTS)) + made_by(
         "benchmarks/model.py count", [records.read("../emulator/sm100")]

@@ -1,6 +1,6 @@
-"""Generated pieces of the site's pages, from docstrings, headers, tests and records, made when the site is built.
+"""Generates pieces of the site's pages from docstrings, headers, tests and records, when the site is built.
 
-A page asks with a line `<!-- generated: NAME ARGUMENTS -->`, which forges do not show.
+A page asks for a piece with a line `<!-- generated: NAME ARGUMENTS -->`. GitHub does not display such lines.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ MARKER = re.compile(r"^<!-- generated: (\w+) ?(.*?) -->$", re.MULTILINE)
 BACKENDS = ("cpu", "sm80", "sm90", "sm100")
 
 
-# ---- what there is -------------------------------------------------------------------------------------------------
+# ---- lists from the sources ----------------------------------------------------------------------------------------
 
 
 def operators() -> list[str]:
-    """The operators, in the order of the Python package's table of them."""
+    """Returns the operators in the order of the table in the Python package."""
     tree = ast.parse((PACKAGE / "_ops" / "__init__.py").read_text())
     for node in tree.body:
         if (
@@ -38,14 +38,16 @@ def operators() -> list[str]:
 
 
 def docstrings() -> dict[str, str]:
-    """Docstrings of the functions in `hopwell`."""
+    """Returns the docstrings of the functions in `hopwell`."""
     trees = [ast.parse(path.read_text()) for path in (PACKAGE / "_ops").glob("*.py")]
     functions = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
     return {node.name: ast.get_docstring(node) or "" for node in functions}
 
 
 def registered() -> dict[str, set[str]]:
-    """By operator, the backends that register a kernel for it. A folder of several operators names their problems."""
+    """Returns the backends that register a kernel, by operator. In a folder with several operators, the problem's type
+    names the operator.
+    """
     found: dict[str, set[str]] = {}
     for folder in sorted((ROOT / "src" / "ops").iterdir()):
         for backend in BACKENDS:
@@ -57,13 +59,15 @@ def registered() -> dict[str, set[str]]:
 
 
 def readme_chips() -> dict[str, list[str]]:
-    """The cells of the README's table for each operator, by backend. Only people know which card has run a kernel."""
+    """Returns each operator's cells in the README's table, by backend. People wrote them: they know which cards ran
+    it.
+    """
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
     return {name: cells.split(" | ") for names, cells in rows for name in re.findall(r"\w+", names)}
 
 
 def refusals() -> dict[tuple[str, str], list[str]]:
-    """By operator and backend, the words with which it leaves a case of the test suite to another one."""
+    """Returns, by operator and backend, the reasons for which a backend does not support a case of the test suite."""
     text = (ROOT / "cases" / "refused.cpp").read_text()
     text = re.sub(r'"\s*\n\s*"', "", text)  # adjacent literals
     entries = re.findall(r'\{"(\w+)",\s*"(sm\d+)",\s*\{(.*?)\}\},', text, re.DOTALL)
@@ -71,7 +75,7 @@ def refusals() -> dict[tuple[str, str], list[str]]:
 
 
 def other_refusals(operator: str) -> list[str]:
-    """Words of refusal in an operator's own folder that no case of the test suite has met: sizes, mostly."""
+    """Returns further reasons from an operator's own folder that no case of the test suite meets: mostly sizes."""
     text = "".join(path.read_text() for path in sorted((ROOT / "src" / "ops" / operator).glob("*.c*")))
     words = re.findall(r'Support::no\(\s*((?:"[^"]*"\s*)+)\)', text)
     met = {word for (name, _), reasons in refusals().items() if name == operator for word in reasons}
@@ -79,7 +83,7 @@ def other_refusals(operator: str) -> list[str]:
 
 
 def compat_modules() -> list[str]:
-    """The modules of hopwell.compat."""
+    """Returns the names of the modules of hopwell.compat."""
     return sorted(path.stem for path in (PACKAGE / "compat").glob("[a-z]*"))
 
 
@@ -96,12 +100,12 @@ def module(name: str) -> str:
 
 
 def docstring(name: str) -> str:
-    """A module's own text, without its members."""
+    """A module's docstring without its members."""
     return rst(f".. automodule:: {name}\n")
 
 
 def operator_list() -> str:
-    """A line for each operator: its page, and the first line of its docstring."""
+    """A table with a row for each operator: its page, and the first line of its docstring."""
     first = {name: text.split("\n\n")[0].replace("\n", " ") for name, text in docstrings().items()}
     rows = [[f"[`{name}`](../operators/{name}.md)", first[name]] for name in operators()]
     return table(["operator", "what it computes"], rows)
@@ -115,7 +119,7 @@ def compat() -> str:
 
 
 def formula(operator: str) -> str:
-    """The header's formula, where the Python docstring has none."""
+    """The header's formula, if the Python docstring has none."""
     if "=" in docstrings()[operator].partition("Args:")[0]:
         return ""
     header = (ROOT / "include" / "hopwell" / "hopwell.h").read_text()
@@ -126,13 +130,13 @@ def formula(operator: str) -> str:
 
 
 def cpp(operator: str) -> str:
-    """An operator's program in C++, which the installation's test runs, and its argument struct, from the header."""
+    """An operator's C++ program, which the installation test runs, and its argument struct from the header."""
     program = f"```{{literalinclude}} ../../tests/install/operators/{operator}.cpp\n:language: cpp\n```\n\n"
     return program + rst(f".. doxygenstruct:: hopwell_{operator}_args\n   :members:\n   :undoc-members:\n")
 
 
 def command() -> str:
-    """The options of the `hopwell` command, as its source declares them."""
+    """The options of the `hopwell` command, from its source."""
     source = (ROOT / "src" / "cli" / "main.cpp").read_text()
     pattern = r'add_(subcommand|option|flag|flag_callback)\(\s*"([^"]+)",[^"]*((?:"[^"]*"\s*)+)\)'
     text, rows = "", []
@@ -148,7 +152,7 @@ def command() -> str:
 
 
 def cpp_structs() -> str:
-    """Where the argument structs are described."""
+    """A reference to the page that describes the argument structs."""
     return (
         "\n".join(f"- [`hopwell_{operator}_args`](../operators/{operator}.md#c-and-c)" for operator in operators())
         + "\n"
@@ -156,24 +160,24 @@ def cpp_structs() -> str:
 
 
 def file(name: str) -> str:
-    """A Markdown file of the repository's root, with its links changed for the site."""
+    """A Markdown file from the repository's root, with links that are valid on the site."""
     text = re.sub(r"\]\(docs/", "](", (ROOT / name).read_text())
     return re.sub(r"\]\(([A-Z]+)\.md\)", lambda found: f"]({found[1].lower()}.md)", text)
 
 
 def contents(patterns: str) -> str:
-    """A part of the table of contents: all pages that match."""
+    """A part of the table of contents: all pages that match the patterns."""
     return "```{toctree}\n:hidden:\n:glob:\n\n" + "\n".join(patterns.split()) + "\n```\n"
 
 
 def chips(folder: str = "") -> str:
-    """The README's table of operators × chips, with a row and a link for each; `folder`: where their pages are."""
+    """The README's table of operators × chips, with a row and a link for each. `folder`: the folder of the pages."""
     rows = [[f"[`{operator}`]({folder}{operator}.md)", *readme_chips()[operator]] for operator in operators()]
     return table(["operator", *BACKENDS], rows)
 
 
 def backends(operator: str) -> str:
-    """Backends of an operator, and the reasons with which each one leaves a call to another, as tests recorded them."""
+    """An operator's backends, and the reasons for which each one does not support a call, as the tests record them."""
     rows, own, words = [], registered()[operator], refusals()
     for backend in BACKENDS:
         if backend not in own:
@@ -209,11 +213,11 @@ GENERATORS: dict[str, Callable[..., str]] = {
 } | figures.GENERATORS
 
 
-# ---- hooks of Sphinx -----------------------------------------------------------------------------------------------
+# ---- hooks for Sphinx ----------------------------------------------------------------------------------------------
 
 
 def fill(app: object, docname: str, source: list[str]) -> None:
-    """Puts the generated pieces where a page asks for them."""
+    """Replaces each marker of a page with its generated piece."""
     source[0] = MARKER.sub(lambda found: GENERATORS[found[1]](*([found[2]] if found[2] else [])), source[0])
 
 
@@ -230,7 +234,7 @@ def formulas_are_literal(app: object, what: str, name: str, obj: object, options
         if in_block and line and not indented:
             result.append("")
         in_block = indented or (in_block and not line)
-        if section == "Returns:":  # napoleon would take the words before a colon for a type
+        if section == "Returns:":  # napoleon treats the words before a colon as a type
             result += ["", "**Returns**", ""] if line == section else [line.removeprefix("    ")]
         else:
             result.append(line)

@@ -1,4 +1,4 @@
-"""Makes a notebook of a script in the percent format: `# %%` begins a code cell, `# %% [markdown]` a text cell.
+"""Converts a script in the percent format to a notebook: `# %%` begins a code cell, `# %% [markdown]` a text cell.
 
 python docs/notebook.py SCRIPT NOTEBOOK
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def convert(script: Path, notebook: Path) -> None:
-    """Writes the notebook."""
+    """Reads the script and writes the notebook."""
     cells = []
     for kind, body in re.findall(
         r"^# %%( \[markdown\])?\n(.*?)(?=^# %%|\Z)", script.read_text(), re.MULTILINE | re.DOTALL

@@ -1,4 +1,4 @@
-"""Markdown that generated pieces of pages are made of."""
+"""Markdown building blocks for the generated pieces of pages."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Draws every picture of the documents from the committed records.
+"""Draws all pictures of the documents from the committed records.
 
 python docs/plots.py                 the README's picture, docs/pictures/peers.svg
-python docs/plots.py --check         fails where that file is not what the records give
-python docs/plots.py --all FOLDER    the pictures of the site, as `make docs` does
+python docs/plots.py --check         fails if that file differs from the picture of the records
+python docs/plots.py --all FOLDER    the pictures of the site, for `make docs`
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ plt = plot.plt
 
 README_PICTURE = Path(__file__).parent / "pictures" / "peers.svg"
 
-MACHINES = ("h200", "h100")  # of the README's picture
+MACHINES = ("h200", "h100")  # machines of the README's picture
 MLA = {
     "sparse_mla_forward": ("Sparse MLA, forward", "FlashMLA"),
     "sparse_mla_backward": ("Sparse MLA, backward", "cuDNN front end"),
@@ -30,7 +30,7 @@ MLA = {
 
 
 def by_keys(axes: Axes, operator: str, peer: str, machine: str = "h200") -> None:
-    """Shares of the matrix product over the number of keys: filled marks for 128 heads, open ones for 64."""
+    """Plots shares of the matrix product over the number of keys: filled marks for 128 heads, open marks for 64."""
     rows = [
         r for r in records.peer_rows(operator, machine) if r["peer"] == peer and {"h_q", "s_kv"} <= r["shape"].keys()
     ]
@@ -52,7 +52,7 @@ def by_keys(axes: Axes, operator: str, peer: str, machine: str = "h200") -> None
 
 
 def readme_bars() -> list[tuple[str, float, float, float]]:
-    """One bar a peer and shape of the operators that are bound by bytes or latencies."""
+    """Returns a bar for each peer and shape of the operators that are limited by bytes or latency."""
     bars = [
         plot.bar(row, f"paged_attention, {describe_decode(row)} · FlashInfer")
         for row in records.peer_rows("paged_attention")
@@ -84,7 +84,7 @@ def readme_bars() -> list[tuple[str, float, float, float]]:
 
 
 def describe_decode(row: records.Row) -> str:
-    """A name for the shapes of decode that the README shows; "" for the others."""
+    """Returns a name for the decode shapes that the README shows, or "" for other shapes."""
     shape = row["shape"]
     if not shape:
         return "64 × 4,096 tokens"
@@ -122,7 +122,7 @@ def readme_picture() -> str:
 
 
 def operator_picture(operator: str) -> str:
-    """The picture on an operator's page; "" where no peer was measured."""
+    """Returns the picture for an operator's page, or "" if no peer was measured."""
     rows = records.peer_rows(operator)
     if not rows:
         return ""
@@ -139,14 +139,14 @@ def operator_picture(operator: str) -> str:
 
 
 def draw_all(folder: Path) -> None:
-    """Writes each operator's picture to the folder."""
+    """Writes a picture for each operator to the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for operator in sorted({row["operator"] for record in records.peer_records("h200") for row in record["results"]}):
         (folder / f"{operator}.svg").write_text(operator_picture(operator))
 
 
 def main() -> int:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--all", type=Path, metavar="FOLDER")

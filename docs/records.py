@@ -1,4 +1,4 @@
-"""The committed records of benchmarks, as the documents need them: the only place that figures come from."""
+"""The committed records of benchmarks for the documents, which take figures from here only."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ Record = dict[str, Any]
 
 
 def program(path: Path) -> ModuleType:
-    """A Python file as a module, wherever it lies."""
+    """Loads a Python file as a module from any folder."""
     spec = importlib.util.spec_from_file_location(f"hopwell_{path.parent.name}_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     found = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = found  # where its dataclasses look for it
+    sys.modules[spec.name] = found  # dataclasses look up their module here
     spec.loader.exec_module(found)
     return found
 
 
 def module(name: str) -> ModuleType:
-    """A module of hopwell.bench, by its file: the package would need its compiled half, which the documents do not."""
+    """Loads a module of hopwell.bench from its file, because the package needs the compiled module and documents do
+    not.
+    """
     return program(BENCH / f"{name}.py")
 
 
@@ -38,13 +40,13 @@ provenance = module("provenance").provenance
 
 
 def read(name: str) -> Record:
-    """The record `name`.json of the H200."""
+    """Returns the H200's record `name`.json."""
     record: Record = json.loads((FOLDER / f"{name}.json").read_text())
     return record
 
 
 def bench_rows(operator: str, machine: str = "h200") -> list[tuple[Row, Record]]:
-    """What `hopwell bench` measured of an operator, each row with the record that it stands in."""
+    """Returns the rows of `hopwell bench` for an operator, each with its record."""
     records = [read(f"../{machine}/{path.stem}") for path in sorted((FOLDER.parent / machine).glob("*.json"))]
     return [
         (row, record)
@@ -55,25 +57,25 @@ def bench_rows(operator: str, machine: str = "h200") -> list[tuple[Row, Record]]
 
 
 def peer_records(machine: str) -> list[Record]:
-    """Measurements on a machine beside other packages; each record has some of the operators."""
+    """Returns a machine's records of comparisons with other packages. Each record has some of the operators."""
     return [read(f"../{machine}/{path.stem}") for path in sorted((FOLDER.parent / machine).glob("peers*.json"))]
 
 
 def peer_record(operator: str) -> tuple[str, Record]:
-    """The name and the record in which an operator stands beside other packages on the H200."""
+    """Returns the H200's record of comparisons that contains an operator, with its name."""
     names = [path.stem for path in sorted(FOLDER.glob("peers*.json"))]
     (name,) = (name for name in names if any(row["operator"] == operator for row in read(name)["results"]))
     return name, read(name)
 
 
 def peer_rows(operator: str, machine: str = "h200") -> list[Row]:
-    """Measurements of an operator beside other packages, without packages that did not run."""
+    """Returns an operator's comparisons with other packages, without packages that did not run."""
     rows = (row for record in peer_records(machine) for row in record["results"])
     return [row for row in rows if row["operator"] == operator and "times_as_fast" in row]
 
 
 def peers_that_failed(operator: str) -> dict[str, str]:
-    """The packages that did not run beside an operator, with the reason."""
+    """Returns the packages that did not run in an operator's comparisons, with the reason."""
     return {
         row["peer"]: row[verdict]
         for row in peer_record(operator)[1]["results"]
@@ -84,7 +86,7 @@ def peers_that_failed(operator: str) -> dict[str, str]:
 
 @functools.cache
 def default_shapes() -> dict[str, dict[str, int]]:
-    """The shapes that hopwell.bench takes where a row names none: the defaults of its functions."""
+    """Returns the shapes that hopwell.bench uses if a row names none: the defaults of its functions."""
     trees = [ast.parse(path.read_text()) for path in sorted((BENCH / "operators").glob("*.py"))]
     return {
         node.name: {
@@ -98,16 +100,16 @@ def default_shapes() -> dict[str, dict[str, int]]:
 
 
 def number(value: int) -> str:
-    """8192 as 8 K, 512 as 512."""
+    """Formats 8192 as 8 K, 512 as 512."""
     return f"{value // 1024} K" if value >= 1024 and value % 1024 == 0 else f"{value:,}"
 
 
 def shape_text(row: Row) -> str:
-    """A row's whole shape: the defaults and the sizes that the row names."""
+    """Formats a row's whole shape: the defaults and the sizes that the row names."""
     shape = {**default_shapes().get(row["operator"], {}), **row["shape"]}
     return ", ".join(f"{name} {number(value)}" for name, value in shape.items() if value)
 
 
 def short_text(row: Row) -> str:
-    """What tells a row from the others of its operator."""
+    """Formats the sizes that distinguish a row from the other rows of its operator."""
     return ", ".join(f"{name} {number(value)}" for name, value in row["shape"].items()) or "default shape"

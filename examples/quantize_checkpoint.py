@@ -2,12 +2,12 @@
 """Quantises a Llama-shaped checkpoint in Hugging Face's format to NVFP4, loads the result, and generates with it.
 
 The folder has config.json and model.safetensors, or several files and model.safetensors.index.json, as
-`save_pretrained` writes them. Without --model a tiny checkpoint with random weights is made first. The quantised
-weights go to model-nvfp4.safetensors in the output folder. Generation is greedy, from token numbers: there is no
-tokenizer.
+`save_pretrained` writes them. Without --model the program first makes a tiny checkpoint with random weights. It writes
+the quantised weights to model-nvfp4.safetensors in the output folder. Generation is greedy. It begins with token
+numbers, because there is no tokenizer.
 
-The exit code is 0 only if both claims held: the file is smaller by what NVFP4 promises, and the quantised model
-computes what its dequantised weights say.
+The exit code is 0 only if both claims hold: the file is smaller by the factor of NVFP4, and the quantised model
+computes the same as its dequantised weights.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-# PyTorch's threads spin while they wait, and keep the library's, which work meanwhile, from a processor. Its OpenMP
-# reads this when PyTorch is imported.
+# PyTorch's threads spin while they wait, and take processor time from the library's threads. PyTorch's OpenMP reads
+# this variable at import.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
@@ -39,7 +39,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Config:
-    """What config.json says; other entries are ignored."""
+    """The entries of config.json that the model uses; other entries are ignored."""
 
     hidden_size: int = 128
     intermediate_size: int = 384
@@ -90,7 +90,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and SwiGLU, each behind a norm and with a residual."""
+    """Attention and SwiGLU, each after a norm and with a residual."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Token numbers in, logits of the next token out."""
+    """Maps token numbers to logits of the next token."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def generate(self, tokens: list[int], count: int) -> list[int]:
-        """The most likely token, `count` times. Without a cache: it is short."""
+        """Generates `count` tokens, each the most likely one. It uses no cache, because the text is short."""
         for _ in range(count):
             tokens = [*tokens, int(self(torch.tensor(tokens))[-1].argmax())]
         return tokens[-count:]
@@ -137,7 +137,7 @@ class Llama(nn.Module):
 
 
 def make_checkpoint(folder: Path) -> None:
-    """A checkpoint with random weights, in bf16 as most are."""
+    """Makes a checkpoint with random bf16 weights."""
     torch.manual_seed(0)
     config = Config()
     state = {name: t.to(torch.bfloat16) for name, t in Llama(config).state_dict().items()}
@@ -147,7 +147,7 @@ def make_checkpoint(folder: Path) -> None:
 
 
 def read_checkpoint(folder: Path) -> tuple[Config, dict[str, Tensor]]:
-    """The configuration, and all tensors by name."""
+    """Returns the configuration, and all tensors by name."""
     try:
         entries: dict[str, Any] = json.loads((folder / "config.json").read_text())
         index = folder / "model.safetensors.index.json"
@@ -166,7 +166,7 @@ def read_checkpoint(folder: Path) -> tuple[Config, dict[str, Tensor]]:
     for name, value, expected in (
         ("model_type", entries.get("model_type"), "llama"),
         ("hidden_act", entries.get("hidden_act", "silu"), "silu"),
-        ("rope_type", kind, "default"),  # others change the frequencies
+        ("rope_type", kind, "default"),  # other types change the frequencies
     ):
         if value != expected:
             raise DemoError(f"config.json: {name} must be {expected}; got {value!r}")
@@ -176,7 +176,7 @@ def read_checkpoint(folder: Path) -> tuple[Config, dict[str, Tensor]]:
 
 
 def fill(model: Llama, state: dict[str, Tensor], config: Config) -> None:
-    """Puts the tensors into the model; any that is missing, unknown or of another shape is an error."""
+    """Copies the tensors into the model. A tensor that is missing, unknown or of another shape is an error."""
     if config.tie_word_embeddings:
         state = (
             {"lm_head.weight": state["model.embed_tokens.weight"], **state}
@@ -190,7 +190,9 @@ def fill(model: Llama, state: dict[str, Tensor], config: Config) -> None:
 
 
 def quantize(model: Llama) -> dict[str, Tensor]:
-    """The model's tensors with each linear layer's weight as codes, scales and a factor; the output head as it is."""
+    """Returns the model's tensors, with codes, scales and a factor for each linear layer. The output head is
+    unchanged.
+    """
     state = dict(model.state_dict())
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name != "lm_head" and module.in_features % 16 == 0:
@@ -201,7 +203,7 @@ def quantize(model: Llama) -> dict[str, Tensor]:
 
 
 def load_quantized(config: Config, path: Path) -> Llama:
-    """A model whose linear layers are NVFP4 wherever the file has codes for them."""
+    """Returns a model whose linear layers are NVFP4 if the file has codes for them."""
     state = load_file(path)
     model = Llama(config)
     for name in [name.removesuffix(".weight_scale") for name in state if name.endswith(".weight_scale")]:
@@ -213,7 +215,7 @@ def load_quantized(config: Config, path: Path) -> Llama:
 
 
 def dequantized(model: Llama) -> dict[str, Tensor]:
-    """The tensors of the model that its codes, scales and factors stand for."""
+    """Returns the model's tensors with dequantised weights for its codes, scales and factors."""
     state = dict(model.state_dict())
     for name, module in model.named_modules():
         if isinstance(module, hopwell_nn.NVFP4Linear):
@@ -227,7 +229,7 @@ def dequantized(model: Llama) -> dict[str, Tensor]:
 
 
 def bytes_of_layers(state: dict[str, Tensor]) -> int:
-    """Of everything but the embedding and the output head."""
+    """Returns the bytes of all tensors except the embedding and the output head."""
     return sum(t.nbytes for name, t in state.items() if "embed_tokens" not in name and "lm_head" not in name)
 
 
@@ -243,8 +245,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--model", type=Path, help="a folder with config.json and model.safetensors (default: make one)"
     )
-    parser.add_argument("--output", type=Path, help="where model-nvfp4.safetensors goes (default: the model's folder)")
-    parser.add_argument("--tokens", type=at_least(1), default=16, help="to generate (default: 16)")
+    parser.add_argument("--output", type=Path, help="folder for model-nvfp4.safetensors (default: the model's folder)")
+    parser.add_argument("--tokens", type=at_least(1), default=16, help="number of tokens to generate (default: 16)")
     try:
         options = parser.parse_args(arguments)
         with tempfile.TemporaryDirectory() as made:

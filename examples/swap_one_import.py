@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Swap one import
 #
-# The GLM-5 plug-ins of slime and Miles take two names from TileLang's kernels: `SparseMLA` and `lighting_indexer`.
-# Here a small model of that shape trains twice from the same seed: once with both names written in plain PyTorch, once
-# with both imported from `hopwell.compat.tilelang`. The two loss curves must lie on each other.
+# The GLM-5 plug-ins of slime and Miles import two names from TileLang's kernels: `SparseMLA` and `lighting_indexer`.
+# Here a small model with the same structure trains twice from the same seed. One run uses both names in plain PyTorch,
+# the other imports both from `hopwell.compat.tilelang`. The two loss curves must coincide.
 #
 #     python examples/swap_one_import.py            # two runs on the CPU, a picture, exit code 0 if the curves agree
 #     python examples/swap_one_import.py --steps 20
@@ -19,8 +19,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
 
-# PyTorch's threads spin while they wait, and keep the library's, which work meanwhile, from a processor. Its OpenMP
-# reads this when PyTorch is imported.
+# PyTorch's threads spin while they wait, and take processor time from the library's threads. PyTorch's OpenMP reads
+# this variable at import.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
@@ -34,8 +34,8 @@ from torch.nn import functional
 # %% [markdown]
 # ## The two names in plain PyTorch
 #
-# Everything is gathered and stored: `s_q × topk` keys for the attention, `s_q × s_kv` scores for the indexer. That is
-# what kernels are for; as a definition it is short.
+# This version gathers and stores everything: `s_q × topk` keys for the attention, `s_q × s_kv` scores for the indexer.
+# Kernels avoid this; as a definition it is short.
 
 
 # %%
@@ -52,11 +52,11 @@ def plain_sparse_mla(q: Tensor, kv: Tensor, indices: Tensor, scaling: float, d_v
 def plain_lighting_indexer(
     q: Tensor, k: Tensor, weights: Tensor, start: Tensor, end: Tensor, topk: int
 ) -> tuple[Tensor, Tensor]:
-    """The topk keys of largest Σ_j weights·relu(q·k) of each query, and the scores; −1 and −inf beyond what it sees."""
+    """Each query's topk keys with the largest Σ_j weights·relu(q·k), and the scores; padded with −1 and −inf."""
     scores = torch.einsum("sjt,sj->st", torch.einsum("sjd,td->sjt", q, k).relu(), weights)
     keys = torch.arange(len(k))
     scores = scores.masked_fill((keys < start[:, None]) | (keys >= end[:, None]), -torch.inf)
-    best, indices = (t[:, :topk] for t in scores.sort(descending=True, stable=True))  # of equal scores the smaller keys
+    best, indices = (t[:, :topk] for t in scores.sort(descending=True, stable=True))  # ties: smaller keys
     return best, indices.int().masked_fill(best.detach() == -torch.inf, -1)
 
 
@@ -65,9 +65,9 @@ PLAIN = SimpleNamespace(SparseMLA=SimpleNamespace(apply=plain_sparse_mla), light
 # %% [markdown]
 # ## A model of GLM-5's shape
 #
-# One latent key for all heads, an indexer in front of each attention, several documents packed one after another. The
-# indexer learns from the divergence between its scores and the attention that its keys got. `kernels` is the only
-# difference between the two runs.
+# All heads share one latent key, an indexer precedes each attention, and several documents are packed one after
+# another. The indexer learns from the divergence between its scores and the attention of the selected keys. `kernels`
+# is the only difference between the two runs.
 
 
 # %%
@@ -88,7 +88,7 @@ class Layer(nn.Module):
         """x [s, width] → the next x, and the indexer's loss."""
         y = self.norm(x)
         q, kv = self.query(y).unflatten(-1, (self.heads, self.d_qk)), self.key(y)[:, None]
-        fixed = y.detach()  # the indexer learns from its own loss only
+        fixed = y.detach()  # the indexer learns only from its own loss
         index_q = self.index_query(fixed).unflatten(-1, (2, 32)) / 32
         scores, indices = self.kernels.lighting_indexer(
             index_q, self.index_key(fixed), self.index_weights(fixed), start, end, self.topk
@@ -110,7 +110,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Bytes in, logits of the next byte out."""
+    """Maps bytes to logits of the next byte."""
 
     def __init__(self, kernels: SimpleNamespace, width: int = 64, layers: int = 2) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Model(nn.Module):
 
 # %%
 def text() -> Tensor:
-    """Some hundred thousand bytes of the standard library."""
+    """Returns some hundred thousand bytes of the standard library."""
     names = ("argparse.py", "ast.py", "datetime.py", "decimal.py", "inspect.py", "typing.py")
     folder = Path(sysconfig.get_path("stdlib"))
     raw = b"".join(path.read_bytes() for path in (folder / name for name in names) if path.exists())
@@ -145,7 +145,7 @@ def text() -> Tensor:
 
 
 def train(kernels: SimpleNamespace, data: Tensor, steps: int, documents: int = 4, length: int = 128) -> list[float]:
-    """The loss of each step, the indexers' part included."""
+    """Returns the loss of each step, including the indexers' part."""
     torch.manual_seed(0)
     model = Model(kernels)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -170,7 +170,7 @@ def timed(run: Callable[[], list[float]]) -> tuple[list[float], float]:
 
 
 def draw(plain: list[float], hopwell: list[float], path: Path) -> None:
-    """Both curves in one picture."""
+    """Draws both curves in one picture."""
     import matplotlib as mpl
 
     mpl.use("agg")
@@ -187,26 +187,28 @@ def draw(plain: list[float], hopwell: list[float], path: Path) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors in one line."""
+    """Reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs both, draws them, compares them."""
+    """Runs both, draws the curves and compares them."""
     parser = Parser(
         prog="swap_one_import",
         description="Trains a small model twice, on the CPU: with plain PyTorch and with hopwell.compat.tilelang. The"
         " exit code is 0 only if the losses of every step agree within 1 %.",
     )
-    parser.add_argument("--steps", type=int, default=120, help="of each run (default: 120, about 20 processor seconds)")
+    parser.add_argument(
+        "--steps", type=int, default=120, help="steps of each run (default: 120, about 20 processor seconds)"
+    )
     parser.add_argument(
         "--picture",
         type=Path,
         metavar="FILE",
         default=Path("swap_one_import.png"),
-        help="both loss curves (default: swap_one_import.png, here)",
+        help="picture of both loss curves (default: swap_one_import.png)",
     )
     options = parser.parse_args(arguments)
     if options.steps < 1:
@@ -226,7 +228,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 # %%
 if __name__ == "__main__":
-    if "ipykernel" in sys.modules:  # as a notebook
+    if "ipykernel" in sys.modules:  # in a notebook
         from IPython.display import Image, display
 
         main([])

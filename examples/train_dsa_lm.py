@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """Trains a language model with DeepSeek Sparse Attention on real text, quantises it to NVFP4 and generates with it.
 
-All of its sparse attention runs through Hopwell's operators (hopwell.torch). The model first learns densely, then its
-indexer learns alone what attention looks at (the warm-up), then both learn with sparse attention. It is measured
-against a dense twin (same initial weights, batches and updates) and a smoothed bigram model. At the end a table says
-whether each claim held; the exit code is 0 only if all did.
+All of its sparse attention uses Hopwell's operators (hopwell.torch). First the model learns with dense attention. Then
+the indexer alone learns the attention distribution (the warm-up). Then both learn with sparse attention. The model is
+compared with a dense twin (same initial weights, batches and updates) and a smoothed bigram model. At the end a table
+states whether each claim held; the exit code is 0 only if all did.
 
-runs/NAME/ gets metrics.json, loss.png, model.safetensors, tokenizer.json, sample.txt and checkpoint.pt. On a machine
-with a CUDA backend of Hopwell a larger model is trained there. Under torchrun its ranks share the tokens of every
-sequence and, by FSDP2, the weights; the checkpoint is a folder then, and any number of ranks goes on from it:
+The run writes metrics.json, loss.png, model.safetensors, tokenizer.json, sample.txt and checkpoint.pt to runs/NAME/. If
+Hopwell has a CUDA backend for the machine, a larger model is trained on the GPU. Under torchrun the ranks share the
+tokens of every sequence and, by FSDP2, the weights. The checkpoint is then a folder, and any number of ranks can resume
+from it:
 
   torchrun --nproc-per-node 2 examples/train_dsa_lm.py
 """
@@ -35,10 +36,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="files or folders of UTF-8 text (default: the Python standard library's sources)",
     )
     parser.add_argument("--steps", type=at_least(1), help="updates of the main model (default: 1000; 300 with --large)")
-    parser.add_argument("--seed", type=seed, default=0, help="of initial weights, batches and the sample (default: 0)")
+    parser.add_argument(
+        "--seed", type=seed, default=0, help="seed of initial weights, batches and the sample (default: 0)"
+    )
     parser.add_argument("--name", default="dsa_lm", help="results go to runs/NAME (default: dsa_lm)")
-    parser.add_argument("--prompt", default=PROMPT, help="what the sample continues")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in runs/NAME")
+    parser.add_argument("--prompt", default=PROMPT, help="text that the sample continues")
+    parser.add_argument("--resume", action="store_true", help="resume from the checkpoint in runs/NAME")
     parser.add_argument(
         "--timeout",
         type=at_least(1),
@@ -62,11 +65,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    # PyTorch's threads spin while they wait, and keep the library's, which work meanwhile, from a processor.
+    # PyTorch's threads spin while they wait, and take processor time from the library's threads.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         options = parse(arguments)
-        from dsa_lm.experiment import run  # after the line above: OpenMP reads it when PyTorch is imported
+        from dsa_lm.experiment import run  # after the line above, because OpenMP reads it when PyTorch is imported
 
         return 0 if run(options, console()) else 1
     except DemoError as error:

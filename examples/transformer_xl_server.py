@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
 """Trains a small Transformer-XL on real text and serves it: continuous batching over a paged KV cache.
 
-The model is that of Dai et al. 2019 (arXiv:1901.02860): relative positions with the biases u and v and the matrix R,
-segments that attend to a memory of the one before, and a window that is the same for every token. Requests come and go;
-each holds pages of the cache for as long as it needs them, and no longer than its window covers them. Attention is one
-`hopwell.paged_attention` a layer (fused form: u, v and R) for all requests that decode, and one for all that are still
-reading their prompt, 16 tokens at a time.
+The model follows Dai et al. 2019 (arXiv:1901.02860). It has relative positions with the biases u and v and the
+matrix R, segments that attend to a memory of the previous segment, and a window of the same size for every token. Each
+request holds pages of the cache while its window covers them. Attention is one `hopwell.paged_attention` per layer
+(fused form: u, v and R) for all requests that decode, and one for all requests that still read their prompt, 16 tokens
+at a time.
 
-Every request is then decoded again on its own by the model as it was trained, in plain PyTorch without any cache; both
-must pick the same tokens. Both compute in fp32 but add up in different orders, so a token could differ where the best
-two logits are closer than the rounding: the report states the smallest such margin and the largest difference of
-logits, and a request that differs fails the run whatever the reason. The exit code is 0 only if every claim held.
+Then the trained model decodes every request again on its own, in plain PyTorch without a cache. Both must choose the
+same tokens. Both compute in fp32 but add in different orders, so a token can differ if the best two logits are closer
+than the rounding error. The report states the smallest such margin and the largest difference of logits. A request that
+differs fails the run in any case. The exit code is 0 only if every claim held.
 """
 
 import argparse
@@ -23,8 +23,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# PyTorch's threads spin while they wait, and keep the library's, which work meanwhile, from a processor. Its OpenMP
-# reads this when PyTorch is imported.
+# PyTorch's threads spin while they wait, and take processor time from the library's threads. PyTorch's OpenMP reads
+# this variable at import.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import hopwell
@@ -38,8 +38,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 from torch.nn import functional
 
-BLOCK = 16  # tokens of a page
-CHUNK = 16  # prompt tokens a request reads in one step: what paged_attention takes
+BLOCK = 16  # tokens per page
+CHUNK = 16  # prompt tokens that a request reads in one step: the limit of paged_attention
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Size:
     vocabulary: int = 1024
     layers: int = 3
     heads: int = 6
-    d: int = 32  # of a head
-    window: int = 128  # keys a token sees, itself among them
+    d: int = 32  # head size
+    window: int = 128  # keys that a token sees, including itself
 
     @property
     def width(self) -> int:
@@ -57,14 +57,14 @@ class Size:
 
 @dataclass(frozen=True)
 class Plan:
-    """How much of everything a run does."""
+    """Sizes of a run."""
 
     size: Size = field(default_factory=Size)
     steps: int = 300
     streams: int = 8
     segment: int = 128
     requests: int = 64
-    running: int = 16  # at most at a time
+    running: int = 16  # limit of concurrent requests
     text_bytes: int | None = None
 
 
@@ -75,7 +75,7 @@ QUICK = Plan(Size(512, 2, 2, 32, 40), steps=80, segment=64, requests=12, running
 
 
 class Layer(nn.Module):
-    """Relative attention and a feed-forward network, each behind a norm and with a residual."""
+    """Relative attention and a feed-forward network, each after a norm and with a residual."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -110,12 +110,12 @@ class Layer(nn.Module):
         return self.heads(self.position(torch.cat([angle.sin(), angle.cos()], dim=-1))).transpose(0, 1)
 
     def attend(self, x: Tensor, memory: Tensor) -> Tensor:
-        """Attention of x [b, s, width] to the memory [b, m, width] before it and to itself; m < window."""
+        """Attention of x [b, s, width] to itself and to the preceding memory [b, m, width]; m < window."""
         window, s, m = self.size.window, x.shape[1], memory.shape[1]
         q, _, _ = self.project(x)
         _, k, v = self.project(torch.cat([memory, x], dim=1))
         content = torch.einsum("bihd,bjhd->bhij", q + self.u, k)
-        # Column window − 1 − δ of row i belongs to key m + i − δ: each row has to move one column further.
+        # Column window − 1 − δ of row i belongs to key m + i − δ, so each row is shifted by one more column.
         position = torch.einsum("bihd,hed->bhie", q + self.v, self.r().flip(1))
         position = functional.pad(position, (0, s)).flatten(2)[..., : s * (window - 1 + s)].unflatten(-1, (s, -1))
         position = position[..., window - 1 - m :]
@@ -147,7 +147,7 @@ class TransformerXL(nn.Module):
         return [torch.empty(b, 0, self.size.width) for _ in self.layers]
 
     def forward(self, tokens: Tensor, memory: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Logits [b, s, vocabulary] of tokens [b, s], and the memory for what follows: each layer's last inputs."""
+        """Logits [b, s, vocabulary] of tokens [b, s], and the next segment's memory: each layer's last inputs."""
         x, remembered = self.embedding(tokens), []
         for layer, before in zip(self.layers, memory, strict=True):
             remembered.append(torch.cat([before, x.detach()], dim=1)[:, -(self.size.window - 1) :])
@@ -159,7 +159,7 @@ class TransformerXL(nn.Module):
 
 
 def progress_over(stage: str, total: int, screen: Console) -> Iterator[tuple[int, dict[str, str]]]:
-    """0 … total − 1, each with a dictionary whose "figures" are shown: a bar on a terminal, else a line every tenth."""
+    """Yields 0 … total − 1, each with a dictionary. Shows its "figures": a bar on a terminal, else a line per tenth."""
     columns = (
         TextColumn("{task.description:9}"),
         BarColumn(),
@@ -177,10 +177,10 @@ def progress_over(stage: str, total: int, screen: Console) -> Iterator[tuple[int
 
 
 def train(plan: Plan, corpus: Corpus, screen: Console) -> TransformerXL:
-    """Every stream reads its own part of the text, segment after segment, and remembers the one before."""
+    """Trains the model. Every stream reads its own part of the text and remembers the previous segment."""
     model = TransformerXL(plan.size)
     inner = [*model.layers.parameters(), *model.norm.parameters()]
-    groups = [  # the embedding, which sees each token now and then, and the head learn faster
+    groups = [  # a higher rate for the head and for the embedding, where each token is rare
         {"params": inner, "lr": 3e-3},
         {"params": model.head.parameters(), "lr": 1e-2},
         {"params": model.embedding.parameters(), "lr": 3e-2},
@@ -213,7 +213,7 @@ def train(plan: Plan, corpus: Corpus, screen: Console) -> TransformerXL:
 
 @torch.no_grad()
 def validation_loss(model: TransformerXL, ids: Tensor, segment: int, most: int = 32) -> float:
-    """Nats a token over the first segments of the validation text, read as one stream with its memory."""
+    """Returns nats per token over the first segments of the validation text, read as one stream with its memory."""
     memory, losses = model.empty_memory(1), []
     for first in range(0, min(len(ids) - 1, most * segment), segment):
         window = ids[None, first : first + segment + 1]
@@ -223,7 +223,7 @@ def validation_loss(model: TransformerXL, ids: Tensor, segment: int, most: int =
 
 
 def unigram_loss(corpus: Corpus, vocabulary: int) -> float:
-    """Of the model that knows how frequent each token is, and nothing else."""
+    """Returns the loss of the model that knows only the frequency of each token."""
     frequency = torch.bincount(corpus.train, minlength=vocabulary).double() + 1
     return -(frequency / frequency.sum()).log()[corpus.validation].mean().item()
 
@@ -233,14 +233,14 @@ def unigram_loss(corpus: Corpus, vocabulary: int) -> float:
 
 @dataclass
 class Request:
-    """A prompt, how many tokens to generate, and everything the server knows about it while it runs."""
+    """A prompt, the number of tokens to generate, and the state of the request while it runs."""
 
     prompt: list[int]
     wanted: int
-    arrives: int  # at this step of the server
+    arrives: int  # step of the server at which it arrives
     generated: list[int] = field(default_factory=list)
-    logits: list[Tensor] = field(default_factory=list)  # [vocabulary] for each token generated
-    pages: list[int] = field(default_factory=list)  # of tokens 0 … BLOCK − 1, …; −1 once it has been given back
+    logits: list[Tensor] = field(default_factory=list)  # [vocabulary] for each generated token
+    pages: list[int] = field(default_factory=list)  # of tokens 0 … BLOCK − 1, …; −1 after release
     cached: int = 0  # tokens whose keys and values are in the cache
 
     @property
@@ -252,13 +252,13 @@ class Request:
         return len(self.generated) == self.wanted
 
     def most_pages(self, window: int) -> int:
-        """Held at the same time, at most: those of a window and of the chunk that is being read."""
+        """Returns the largest number of pages at the same time: the pages of a window and of the chunk being read."""
         whole = -(-(len(self.prompt) + self.wanted) // BLOCK)
         return min(whole, (window + CHUNK) // BLOCK + 2)
 
 
 class Server:
-    """Decodes all running requests together. Keys and values live in pages that the requests take and give back."""
+    """Decodes all running requests together. Keys and values are in pages, which requests allocate and release."""
 
     def __init__(self, model: TransformerXL, blocks: int, running: int) -> None:
         self.model, self.most_running = model, running
@@ -267,13 +267,13 @@ class Server:
         self.caches = [(torch.full(shape, math.nan), torch.full(shape, math.nan)) for _ in model.layers]
         self.r = [layer.r().contiguous() for layer in model.layers]
         self.free = list(range(blocks))
-        self.promised = 0  # pages that running requests may still come to hold at the same time
+        self.promised = 0  # upper bound of the pages that running requests can hold at the same time
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.taken = self.steps = self.batched = 0
 
     def step(self) -> None:
-        """Admits requests while there are pages for them, reads a chunk of the prompts, decodes a token of the rest."""
+        """Admits requests if there are pages for them, reads a chunk of the prompts, decodes a token of the others."""
         window = self.model.size.window
         while self.waiting and len(self.running) < self.most_running:
             pages = self.waiting[0].most_pages(window)
@@ -294,10 +294,10 @@ class Server:
         self.batched += len(reading) + len(decoding)
 
     def advance(self, requests: list[Request], q_len: int) -> None:
-        """Feeds each request its next tokens, up to q_len; those whose prompt has been read get a new token.
+        """Feeds each request its next tokens, up to q_len. A request whose prompt is complete gets a new token.
 
-        The queries of paged_attention are the last q_len tokens of a context: fewer tokens stand at the end of a row,
-        after padding whose keys are not cached and whose results nobody uses.
+        paged_attention's queries are the last q_len tokens of a context. If a request has fewer tokens, they are at the
+        end of its row after padding. The keys of the padding are not cached, and its results are unused.
         """
         counts = [min(q_len, len(r.tokens) - r.cached) for r in requests]
         tokens = torch.zeros(len(requests), q_len, dtype=torch.int64)
@@ -318,7 +318,7 @@ class Server:
             self.give_back(request, max(0, request.cached + 1 - self.model.size.window) // BLOCK)
 
     def make_room(self, request: Request, count: int) -> list[int]:
-        """Takes the pages for `count` more tokens and returns the slots of these tokens."""
+        """Allocates the pages for `count` more tokens and returns the slots of these tokens."""
         slots = []
         for t in range(request.cached, request.cached + count):
             if t // BLOCK == len(request.pages):
@@ -329,14 +329,16 @@ class Server:
         return slots
 
     def give_back(self, request: Request, pages: int) -> None:
-        """Frees the first pages of a request: no later token sees them."""
+        """Releases the first pages of a request, because no later token sees them."""
         for i in range(pages):
             if request.pages[i] >= 0:
                 self.free.append(request.pages[i])
                 request.pages[i] = -1
 
     def forward(self, tokens: Tensor, real: Tensor, slots: Tensor, tables: Tensor, lengths: Tensor) -> Tensor:
-        """Logits [b, vocabulary] of the last of tokens [b, q_len]; the keys and values of the real ones go to slots."""
+        """Returns logits [b, vocabulary] of the last token of each row, and caches the keys and values of real
+        tokens.
+        """
         size, x = self.model.size, self.model.embedding(tokens)
         for layer, r, (k_cache, v_cache) in zip(self.model.layers, self.r, self.caches, strict=True):
             q, k, v = layer.project(x)
@@ -351,7 +353,7 @@ class Server:
 
 
 def make_requests(plan: Plan, ids: Tensor, seed: int) -> list[Request]:
-    """Prompts of many lengths from the validation text, a few of them longer than the window; some arrive together."""
+    """Prompts of many lengths from the validation text, a few longer than the window; some arrive together."""
     rng = np.random.default_rng(seed)
     window, requests, arrives = plan.size.window, [], 0
     for _ in range(plan.requests):
@@ -380,11 +382,11 @@ def serve(plan: Plan, model: TransformerXL, requests: list[Request], screen: Con
 
 @dataclass
 class Comparison:
-    """Of what was served with what the model decodes alone."""
+    """Compares the served requests with the requests that the model decodes alone."""
 
     differing: list[str] = field(default_factory=list)
-    margin: float = math.inf  # smallest distance of the best two logits
-    difference: float = 0.0  # largest of a logit between the two
+    margin: float = math.inf  # smallest difference of the best two logits
+    difference: float = 0.0  # largest difference of a logit between the two
     tokens: int = 0
     seconds: float = 0.0
 
@@ -417,7 +419,7 @@ def compare(model: TransformerXL, requests: list[Request], screen: Console) -> C
 
 
 def choose_device(asked: str | None) -> str:
-    """The GPU where PyTorch and Hopwell both have it, else the CPU."""
+    """Returns the GPU if PyTorch and Hopwell both support it, else the CPU."""
     on_gpu = any(name.startswith("sm") for name in hopwell.backends("paged_attention")) and torch.cuda.is_available()
     if asked == "cuda" and not on_gpu:
         raise DemoError("argument --device: neither PyTorch nor Hopwell may lack the GPU for cuda; one of them does")
@@ -425,7 +427,7 @@ def choose_device(asked: str | None) -> str:
 
 
 def run(plan: Plan, text: list[Path], seed: int, screen: Console) -> bool:
-    """On PyTorch's default device."""
+    """Runs everything on PyTorch's default device; returns True if all claims held."""
     torch.manual_seed(seed)
     corpus = load(text, plan.size.vocabulary, plan.segment * plan.streams // 8, plan.text_bytes)
     device = torch.get_default_device()
@@ -473,11 +475,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     text = "files or folders of UTF-8 text (default: the Python standard library's sources)"
     parser.add_argument("--text", nargs="+", type=Path, default=[], metavar="PATH", help=text)
-    parser.add_argument("--steps", type=at_least(1), help=f"of training (default: {Plan.steps})")
-    parser.add_argument("--requests", type=at_least(1), help=f"to serve (default: {Plan.requests})")
-    parser.add_argument("--seed", type=seed, default=1, help="of weights and requests (default: 1)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="(default: cuda where there is a GPU)")
-    parser.add_argument("--quick", action="store_true", help="a smaller model on a part of the text, for seconds")
+    parser.add_argument("--steps", type=at_least(1), help=f"training steps (default: {Plan.steps})")
+    parser.add_argument("--requests", type=at_least(1), help=f"requests to serve (default: {Plan.requests})")
+    parser.add_argument("--seed", type=seed, default=1, help="seed of weights and requests (default: 1)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU")
+    parser.add_argument("--quick", action="store_true", help="a smaller model on a part of the text; takes seconds")
     return parser.parse_args(arguments)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What a release consists of, in dist/: what wheel.sh has written there, its checksums, and this version's section of CHANGELOG.md.
+# Collects a release in dist/: the files that wheel.sh wrote, their checksums, and this version's section of CHANGELOG.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 version=$(sed -n 's/^project(hopwell VERSION \([0-9.]*\).*/\1/p' CMakeLists.txt)

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Installs what the project builds with. setup.sh packages: Debian packages (those named, else packages.txt); setup.sh
-# environment: a Python environment, .venv (requirements.txt), which needs them; setup.sh documents: what `make docs` adds to
-# it (requirements-docs.txt). Does nothing where all of it is there. make calls it.
+# Installs the tools that build the project; make calls it. Does nothing if everything is installed.
+#   setup.sh packages      Debian packages: the named ones, otherwise packages.txt
+#   setup.sh environment   the Python environment .venv (requirements.txt); needs the packages
+#   setup.sh documents     additional Python packages for `make docs` (requirements-docs.txt)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -47,7 +48,7 @@ environment() {
     exit 1
   }
   python3 -m venv .venv
-  # Python compiles a module when it is first imported. To compile all of them now is half of pip's time.
+  # Python compiles a module at its first import. Compiling all modules during the installation takes half of pip's time.
   .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --requirement requirements.txt
   echo "$wanted" >"$stamp"
 }

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Writes to dist/ a wheel that needs no compiler, and the source archive. wheel.sh [PYTHON]
 #
-# The wheel holds the library, the command and the module; kernels for every GPU from Ampere on where there is nvcc; the CUDA runtime
-# inside; and runs on Linux systems whose C library is at least as old as this one's. With Python 3.12 or later it serves all
-# of these (abi3), with 3.11 that one. It knows of no PyTorch version.
+# The wheel contains the library, the command and the module. It has kernels for every GPU from Ampere on if there is nvcc, and
+# the CUDA runtime. It runs on Linux systems whose C library is at least as old as this one's. A wheel built with Python 3.12 or
+# later works with all of these versions (abi3); built with 3.11 it works with 3.11 only. It does not depend on a PyTorch version.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${1:-python3}

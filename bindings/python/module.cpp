@@ -143,14 +143,15 @@ bool is_number(handle value) {
   return PyObject_IsInstance(value.ptr(), nb::module_::import_("numbers").attr("Real").ptr()) == 1;
 }
 
-void nvfp4_gemv_(handle a, handle b, handle sfa, handle sfb, handle alpha, handle scale_layout, handle out,
-                 handle backend, handle stream) {
+void nvfp4_gemv_(handle a, handle b, handle sfa, handle sfb, handle alpha, handle global_is_reciprocal,
+                 handle scale_layout, handle out, handle backend, handle stream) {
   Call call("nvfp4_gemv", backend, stream);
   Nvfp4GemvArgs args{.a = call.input("a", a),
                      .b = call.input("b", b),
                      .sfa = call.input("sfa", sfa),
                      .sfb = call.input("sfb", sfb),
                      .alpha = call.real("alpha", alpha),
+                     .global_is_reciprocal = call.flag("global_is_reciprocal", global_is_reciprocal),
                      .scale_layout = scale_layout_of(call, scale_layout),
                      .out = call.output("out", out)};
   call.run(args, hopwell::nvfp4_gemv, hopwell::nvfp4_gemv_workspace_bytes);
@@ -174,14 +175,33 @@ void nvfp4_linear_(handle x, handle weight, handle weight_scale, handle weight_g
            {{"weight_global_value", "weight_global"}});
 }
 
-void nvfp4_matmul_(handle a, handle b, handle sfa, handle sfb, handle alpha, handle bias, handle scale_layout,
-                   handle out, handle backend, handle stream) {
+void nvfp4_linear_backward_(handle d_out, handle weight, handle weight_scale, handle weight_global, handle scale_layout,
+                            handle global_is_reciprocal, handle d_x, handle backend, handle stream) {
+  Call call("nvfp4_linear_backward", backend, stream);
+  const bool number = is_number(weight_global);
+  Nvfp4LinearBackwardArgs args{
+      .d_out = call.input("d_out", d_out),
+      .weight = call.input("weight", weight),
+      .weight_scale = call.input("weight_scale", weight_scale),
+      .weight_global = number ? nullptr : call.input("weight_global", weight_global),
+      .weight_global_value = number ? call.real("weight_global", weight_global) : 1.0F,
+      .global_is_reciprocal = call.flag("global_is_reciprocal", global_is_reciprocal),
+      .scale_layout = scale_layout_of(call, scale_layout),
+      .d_x = call.output("out", d_x)};
+  if (!number && args.weight_global == nullptr) call.fail("weight_global", "a number or a 0-d float32 array", "None");
+  call.run(args, hopwell::nvfp4_linear_backward, hopwell::nvfp4_linear_backward_workspace_bytes,
+           {{"weight_global_value", "weight_global"}, {"d_x", "out"}});
+}
+
+void nvfp4_matmul_(handle a, handle b, handle sfa, handle sfb, handle alpha, handle bias, handle global_is_reciprocal,
+                   handle scale_layout, handle out, handle backend, handle stream) {
   Call call("nvfp4_matmul", backend, stream);
   Nvfp4MatmulArgs args{.a = call.input("a", a),
                        .b = call.input("b", b),
                        .sfa = call.input("sfa", sfa),
                        .sfb = call.input("sfb", sfb),
                        .alpha = call.real("alpha", alpha),
+                       .global_is_reciprocal = call.flag("global_is_reciprocal", global_is_reciprocal),
                        .bias = call.input("bias", bias),
                        .scale_layout = scale_layout_of(call, scale_layout),
                        .out = call.output("out", out)};
@@ -205,14 +225,15 @@ void nvfp4_quantize_(handle x, handle global_in, handle scale_layout, handle cod
            {{"global_in", "global_scale"}, {"global_in_value", "global_scale"}});
 }
 
-void nvfp4_dequantize_(handle codes, handle scales, handle global_scale, handle scale_layout, handle x, handle backend,
-                       handle stream) {
+void nvfp4_dequantize_(handle codes, handle scales, handle global_scale, handle global_is_reciprocal,
+                       handle scale_layout, handle x, handle backend, handle stream) {
   Call call("nvfp4_dequantize", backend, stream);
   const bool number = is_number(global_scale);
   Nvfp4DequantizeArgs args{.codes = call.input("codes", codes),
                            .scales = call.input("scales", scales),
                            .global_scale = number ? nullptr : call.input("global_scale", global_scale),
                            .global_value = number ? call.real("global_scale", global_scale) : 1.0F,
+                           .global_is_reciprocal = call.flag("global_is_reciprocal", global_is_reciprocal),
                            .scale_layout = scale_layout_of(call, scale_layout),
                            .x = call.output("x", x)};
   if (!number && args.global_scale == nullptr) call.fail("global_scale", "a number or a 0-d float32 array", "None");
@@ -360,6 +381,7 @@ NB_MODULE(_hopwell, m) {
   hp::define(m, "paged_attention", hp::paged_attention_);
   hp::define(m, "nvfp4_gemv", hp::nvfp4_gemv_);
   hp::define(m, "nvfp4_linear", hp::nvfp4_linear_);
+  hp::define(m, "nvfp4_linear_backward", hp::nvfp4_linear_backward_);
   hp::define(m, "nvfp4_matmul", hp::nvfp4_matmul_);
   hp::define(m, "nvfp4_quantize", hp::nvfp4_quantize_);
   hp::define(m, "nvfp4_dequantize", hp::nvfp4_dequantize_);

@@ -1,1 +1,1 @@
-"""A small language model with DeepSeek Sparse Attention: its text, its network, its training and its report."""
+"""A small language model with DeepSeek Sparse Attention: text, network, training and report."""

@@ -1,4 +1,4 @@
-"""The whole experiment: text, training, the dense twin, quantisation, a sample, and what it all shows."""
+"""The whole experiment: text, training, the dense twin, quantisation, a sample, and the report."""
 
 import argparse
 import json
@@ -17,8 +17,8 @@ from dsa_lm.report import Claim, DemoError, Reporter, Stopwatch, write_atomicall
 from dsa_lm.training import Settings, Trainer
 
 VALIDATION_WINDOWS = 96
-SAMPLE_TOKENS = 1024  # of the prompt and what continues it, at most
-# What training, quantising and generating call.
+SAMPLE_TOKENS = 1024  # at most, for the prompt and its continuation
+# The operators that training, quantisation and generation call.
 OPERATORS = (
     "sparse_mla_forward",
     "sparse_mla_backward",
@@ -31,7 +31,7 @@ OPERATORS = (
 
 
 def choose_device(options: argparse.Namespace) -> torch.device:
-    """The GPU where PyTorch has one and Hopwell all it takes, else the CPU; the quick run's sizes are the CPU's."""
+    """Returns the GPU if PyTorch and all these operators run on it, else the CPU. The quick run always uses the CPU."""
     on_gpu = not options.quick and torch.cuda.is_available()
     for operator in OPERATORS:
         on_gpu = on_gpu and any(name.startswith("sm") for name in hopwell.backends(operator))
@@ -56,7 +56,7 @@ def choose_settings(options: argparse.Namespace, device: torch.device) -> Settin
 
 @dataclass
 class Results:
-    """What the claims are made of: losses in nats a token over the same validation windows."""
+    """The measurements behind the claims: losses in nats per token over the same validation windows, and others."""
 
     bigram: float
     dense: float
@@ -65,7 +65,7 @@ class Results:
     keys_read: float
     quantized_layers: int
     generated_per_s: float
-    generated_per_s_before: float  # by the model that was not quantised
+    generated_per_s_before: float  # of the model before quantisation
 
 
 def claims(results: Results, topk: int) -> list[Claim]:
@@ -97,7 +97,7 @@ def encode_prompt(corpus: text.Corpus, prompt: str, context: int) -> torch.Tenso
 
 
 def finish(trainer: Trainer, prompt: torch.Tensor, bigram: float, folder: Path) -> tuple[Results, str]:
-    """The trained model to disk, then quantised, measured again and put to writing: also returns what it wrote."""
+    """Saves the trained model, quantises it, measures it again and generates a sample; returns results and sample."""
     model, tokenizer = network.Decoder(trainer.settings.size).to(trainer.device), trainer.corpus.tokenizer
     dense = trainer.validation[-1]["loss"]
     model.load_state_dict(trainer.trained)
@@ -116,7 +116,7 @@ def finish(trainer: Trainer, prompt: torch.Tensor, bigram: float, folder: Path) 
 
 
 def run(options: argparse.Namespace, console: Console) -> bool:
-    """Everything; returns whether all claims held."""
+    """Runs the experiment; returns True if all claims held."""
     watch = Stopwatch()
     device = choose_device(options)
     settings = choose_settings(options, device)
@@ -145,7 +145,7 @@ def run(options: argparse.Namespace, console: Console) -> bool:
     trainer.run(folder / "checkpoint.pt", reporter)
     trainer.leave()
     if mine.rank > 0:
-        return True  # the first rank has the weights, and says what they are good for
+        return True  # the first rank has all weights and evaluates them
     results, written = finish(trainer, prompt, bigram, folder)
     made = claims(results, size.topk)
     metrics = {"settings": asdict(settings), "device": str(device)} | watch.read() | asdict(results)

@@ -1,4 +1,4 @@
-"""Options of the examples: wrong ones are errors in one line."""
+"""Options of the examples. A wrong option is reported in one line."""
 
 import argparse
 from collections.abc import Callable
@@ -8,14 +8,14 @@ from dsa_lm.report import DemoError
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors in one line."""
+    """Reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
         raise DemoError(message)
 
 
 def at_least(least: int, below: int | None = None) -> Callable[[str], int]:
-    """The type of an option that takes whole numbers from `least` on, and below `below`."""
+    """Returns the type of an option for whole numbers that are at least `least` and less than `below`."""
 
     def number(value: str) -> int:
         if value.isdecimal() and int(value) >= least and (below is None or int(value) < below):
@@ -26,4 +26,4 @@ def at_least(least: int, below: int | None = None) -> Callable[[str], int]:
     return number
 
 
-seed = at_least(0, below=2**64)  # what PyTorch takes
+seed = at_least(0, below=2**64)  # the range of PyTorch's seeds

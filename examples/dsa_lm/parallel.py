@@ -1,7 +1,8 @@
-"""The processes of a run: one alone, or those that torchrun started.
+"""The processes of a run: a single process, or the processes that torchrun started.
 
-Those share the tokens of every sequence (context parallel, hopwell.torch.parallel) and, by FSDP2, the weights and the
-optimizer. Each makes its part of the loss, and gradients are summed, so what is learned is what one process learns.
+The processes share the tokens of every sequence (context parallelism, hopwell.torch.parallel), and the weights and the
+optimizer (FSDP2). Each computes a part of the loss, and gradients are summed. So the model learns the same as in one
+process.
 """
 
 import json
@@ -20,15 +21,16 @@ from dsa_lm.report import DemoError, write_atomically
 
 
 class Ranks:
-    """Without a shard, one process that has every token."""
+    """The ranks of a run. Without a shard, there is one process with all tokens."""
 
     def __init__(self, rank: int = 0, count: int = 1, shard: ContextShard | None = None) -> None:
         self.rank, self.count, self.shard = rank, count, shard
 
     @classmethod
     def join(cls, context: int, device: torch.device, seconds: int) -> Self:
-        """The processes that torchrun started, for sequences of `context` tokens; none of them waits for another longer
-        than so many seconds.
+        """Joins the processes that torchrun started, for sequences of `context` tokens.
+
+        No process waits longer than `seconds` for another.
         """
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
@@ -37,7 +39,7 @@ class Ranks:
 
     def leave(self) -> None:
         if self.shard is not None:
-            dist.barrier()  # a rank that leaves while another still sends to it would end that one
+            dist.barrier()  # if a rank leaves while another still sends to it, the other rank fails
             dist.destroy_process_group()
 
     def part(self, x: Tensor) -> Tensor:
@@ -45,7 +47,7 @@ class Ranks:
         return x if self.shard is None else x.to(self.shard.positions.device)[:, self.shard.positions]
 
     def sum(self, *numbers: float) -> list[float]:
-        """The numbers, each added up over the ranks."""
+        """Sums each number over the ranks."""
         if self.shard is None:
             return list(numbers)
         total = torch.tensor(numbers, dtype=torch.float64, device=self.shard.positions.device)
@@ -72,11 +74,11 @@ def launched() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-# ---- weights, of which each rank has a part (what this imports takes seconds, so no run of one process does)
+# ---- weights. Each rank has a part (these imports take seconds, so a run of one process avoids them)
 
 
 def parts(model: torch.nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Any]:
-    """This rank's parts of the weights and of the optimizer's moments, of all parameters, trained yet or not."""
+    """Returns this rank's parts of the weights and of the optimizer's moments, also for parameters without updates."""
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     for group in optimizer.param_groups:
@@ -95,7 +97,7 @@ def set_parts(
 
 
 def whole(model: torch.nn.Module, weights: dict[str, Any]) -> dict[str, Tensor]:
-    """Parts of a model's weights, put together, on every rank. The model has them then."""
+    """Sets a model's weights from their parts, and returns the whole weights on every rank."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
     set_model_state_dict(model, weights)
@@ -106,7 +108,7 @@ def whole(model: torch.nn.Module, weights: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def save(folder: Path, tensors: dict[str, Any], progress: dict[str, Any], rank: int) -> None:
-    """Writes to a folder of its own beside `folder`, which takes its place when all is there."""
+    """Writes the checkpoint to a new folder, and then replaces `folder` with it."""
     import torch.distributed.checkpoint as dcp
 
     new = folder.with_name(folder.name + ".new")
@@ -125,7 +127,7 @@ def save(folder: Path, tensors: dict[str, Any], progress: dict[str, Any], rank: 
 
 
 def _reason(error: Any) -> str:
-    """What went wrong on the first of the ranks where something did."""
+    """Returns the message of the first rank that failed."""
     failure = next((failure[0] for failure in error.failures.values()), error)
     return (str(failure) or type(failure).__name__).splitlines()[0]
 
@@ -140,7 +142,7 @@ def load_progress(folder: Path) -> dict[str, Any]:
 
 
 def load(folder: Path, tensors: dict[str, Any]) -> None:
-    """Fills tensors that are as those that were saved, whatever part of each this rank has."""
+    """Loads the saved tensors into `tensors`, which have the same whole shapes. This rank may have any part of each."""
     import torch.distributed.checkpoint as dcp
 
     try:

@@ -1,4 +1,4 @@
-"""What a run tells: progress while it goes, files that are whole or absent, the picture and the table at the end."""
+"""The output of a run: progress, files that are complete or absent, the picture, and the table at the end."""
 
 import io
 import json
@@ -16,11 +16,11 @@ from rich.table import Table
 
 
 class DemoError(Exception):
-    """Something the user can put right; its text is one line."""
+    """An error that the user can correct; its text is one line."""
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Writes the file under another name and renames it then: when the disk is full, what stood there stays whole."""
+    """Writes a temporary file and renames it, so that an older file stays complete if the disk is full."""
     name = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @dataclass
 class Claim:
-    """One thing the run must show: `measured` against its bound."""
+    """A claim that the run must meet: `measured` against its bound."""
 
     text: str
     measured: str
@@ -50,7 +50,7 @@ class Claim:
 
 
 class Reporter:
-    """A progress bar on a terminal; in a pipe a line at every tenth of a stage."""
+    """Shows a progress bar on a terminal. In a pipe, prints a line after every tenth of a stage."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -85,7 +85,7 @@ class Reporter:
             self.progress = None
 
     def say(self, text: str) -> None:
-        """Prints text as it is; what would steer the terminal (a model may write anything) shows as a replacement."""
+        """Prints text. Control characters become replacement characters, because a model may generate any text."""
         plain = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
         self.console.print(plain, highlight=False, markup=False, soft_wrap=True)
 
@@ -109,7 +109,7 @@ def metrics_json(metrics: dict[str, Any]) -> bytes:
 
 
 def smooth(values: list[float], weight: float = 0.95) -> list[float]:
-    """Exponential moving average without the pull of its start."""
+    """Exponential moving average without the bias of its start."""
     result, mean, norm = [], 0.0, 0.0
     for value in values:
         mean, norm = weight * mean + (1 - weight) * value, weight * norm + (1 - weight)
@@ -118,8 +118,11 @@ def smooth(values: list[float], weight: float = 0.95) -> list[float]:
 
 
 def loss_picture(metrics: dict[str, Any]) -> bytes:
-    """Training and validation loss, the dense twin's and the bigram model's, over updates of the main model; below, the
-    tokens a second of both, and over the steps of warm-up and sparse training the indexer's loss.
+    """Draws training and validation loss of the model, the dense twin and the bigram model, over updates of the main
+    model.
+
+    Below are the tokens per second of both models, and the indexer's loss over the steps of warm-up and sparse
+    training.
     """
     import matplotlib
 
@@ -136,7 +139,7 @@ def loss_picture(metrics: dict[str, Any]) -> bytes:
     for model, label, colour, records in curves:
         losses, style = smooth([r["loss"] for r in records]), "-" if model == "sparse" else "--"
         axes.plot([r["update"] for r in records], losses, style, color=colour, label=f"{label}, training")
-        apart = [r for r in records if r["stage"] != "dense"]  # the first updates are the same for both
+        apart = [r for r in records if r["stage"] != "dense"]  # the first updates are common to both
         speeds = smooth([r["tokens_per_s"] for r in apart])
         speed.plot([r["update"] for r in apart], speeds, style, color=colour, label=label)
         points = [v for v in metrics["validation"] if v["model"] == model]
@@ -162,7 +165,7 @@ def loss_picture(metrics: dict[str, Any]) -> bytes:
 
 
 class Stopwatch:
-    """Time since it was made: on the clock, and of the processor, over all threads."""
+    """Wall-clock time since its creation, and processor time over all threads."""
 
     def __init__(self) -> None:
         self.began = time.perf_counter(), time.process_time()

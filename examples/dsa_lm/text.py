@@ -1,4 +1,4 @@
-"""Real text: files, their split, a byte-pair tokenizer, batches, and the bigram model to beat."""
+"""Real text: files, their split, a byte-pair tokenizer, batches, and the bigram model as the baseline."""
 
 import hashlib
 import sysconfig
@@ -13,13 +13,13 @@ from torch import Tensor
 from dsa_lm.report import DemoError
 
 END_OF_FILE = "<|endoffile|>"
-# Not sources to learn from: installed packages, tests (not on every machine), and generated tables.
+# Folders without useful text: installed packages, tests (absent on some machines), and generated tables.
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data"}
 
 
 @dataclass
 class Corpus:
-    """Token ids (END_OF_FILE before every file) of both splits, and what they were made with."""
+    """Token ids (END_OF_FILE before every file) of both splits, and their tokenizer and number of files."""
 
     train: Tensor
     validation: Tensor
@@ -28,14 +28,15 @@ class Corpus:
     files: int
 
     def digest(self) -> str:
-        """Tells one corpus from another, so that a run resumes on the text it began with."""
+        """Identifies the corpus, so that a run resumes only with the text that it began with."""
         ids = torch.cat([self.train, self.validation]).to(torch.int32)
         return hashlib.sha256(ids.numpy().tobytes()).hexdigest()
 
 
 def find_files(paths: list[Path]) -> list[tuple[str, Path]]:
-    """The text files below `paths`, each with its name relative to the path it was found in; by default the standard
-    library's.
+    """Returns the text files below `paths`, each with its name relative to its path.
+
+    The default is the standard library.
     """
     found = []
     for root in paths or [Path(sysconfig.get_paths()["stdlib"])]:
@@ -53,10 +54,11 @@ def find_files(paths: list[Path]) -> list[tuple[str, Path]]:
 
 
 def read_split(paths: list[Path], max_bytes: int | None = None) -> tuple[list[str], list[str]]:
-    """Training and validation texts, split by file: a hash of its name sends every twentieth file to validation.
+    """Returns training and validation texts, split by file: a hash of the name sends every twentieth file to
+    validation.
 
-    A single file is split in itself, its last tenth being the validation text. With max_bytes, the files are taken in
-    the hash's order until so much has been read.
+    A single file is split at nine tenths: its last tenth is the validation text. With max_bytes, files are read in the
+    order of the hash until this many bytes have been read.
     """
     files = [(int(hashlib.sha256(name.encode()).hexdigest()[:8], 16), path) for name, path in find_files(paths)]
     train: list[str] = []
@@ -66,7 +68,7 @@ def read_split(paths: list[Path], max_bytes: int | None = None) -> tuple[list[st
         try:
             text = path.read_bytes().decode("utf-8")
         except UnicodeDecodeError:
-            if path not in paths:  # something else that lies among the texts of a folder
+            if path not in paths:  # another file in a folder of texts
                 continue
             raise DemoError(f"cannot read text: {path}: not UTF-8") from None
         except OSError as error:
@@ -83,7 +85,7 @@ def read_split(paths: list[Path], max_bytes: int | None = None) -> tuple[list[st
 
 
 def load(paths: list[Path], vocabulary: int, context: int, max_bytes: int | None = None) -> Corpus:
-    """Reads and splits the text and trains the tokenizer on the training part only."""
+    """Reads and splits the text, and trains the tokenizer on the training part only."""
     train, validation = read_split(paths, max_bytes)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -112,14 +114,14 @@ def load(paths: list[Path], vocabulary: int, context: int, max_bytes: int | None
 
 
 def batch(ids: Tensor, size: int, context: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
-    """`size` windows from random places and their next tokens, both [size, context]. Depends on seed and step alone."""
+    """`size` windows from random offsets and their next tokens, both [size, context]. Depends on seed and step only."""
     places = np.random.default_rng([seed, step]).integers(0, len(ids) - context, size)
     windows = torch.stack([ids[p : p + context + 1] for p in places])
     return windows[:, :-1], windows[:, 1:]
 
 
 def validation_windows(ids: Tensor, context: int, most: int) -> tuple[Tensor, Tensor]:
-    """At most `most` windows that follow one another and their next tokens, evenly spread over the validation text."""
+    """At most `most` non-overlapping windows and their next tokens, evenly spaced over the validation text."""
     count = (len(ids) - 1) // context
     chosen = np.linspace(0, count - 1, min(count, most)).astype(int) * context
     windows = torch.stack([ids[p : p + context + 1] for p in chosen])
@@ -127,7 +129,7 @@ def validation_windows(ids: Tensor, context: int, most: int) -> tuple[Tensor, Te
 
 
 class Bigram:
-    """Bigrams with modified Kneser–Ney smoothing (Chen and Goodman 1999), fitted to all of the training tokens."""
+    """A bigram model with modified Kneser–Ney smoothing (Chen and Goodman 1999), fitted to all training tokens."""
 
     def __init__(self, ids: Tensor, vocabulary: int) -> None:
         self.vocabulary = vocabulary
@@ -137,17 +139,18 @@ class Bigram:
         discounts = self._discounts()[np.minimum(self.counts, 3)]
         self.discounted = self.counts - discounts
         self.total = np.bincount(previous, self.counts, vocabulary)
-        # What the discounts took from each context goes to the continuation distribution: in how many contexts a token
-        # occurs.
+        # The probability that the discounts remove from a context goes to the continuation distribution: the number of
+        # contexts in which a token occurs.
         with np.errstate(invalid="ignore", divide="ignore"):
             backoff = np.bincount(previous, discounts, vocabulary) / self.total
         self.backoff = np.where(self.total > 0, backoff, 1.0)
-        continuation = np.bincount(following, minlength=vocabulary) + 0.5  # half a context for tokens never seen
+        continuation = np.bincount(following, minlength=vocabulary) + 0.5  # half a context for unseen tokens
         self.continuation = continuation / continuation.sum()
 
     def _discounts(self) -> np.ndarray:
-        """What pairs seen 0, 1, 2 and ≥ 3 times lose, by Chen and Goodman's estimate, where there are enough pairs for
-        it.
+        """Discounts for pairs seen 0, 1, 2 and ≥ 3 times, by Chen and Goodman's estimate.
+
+        The estimate needs enough pairs.
         """
         n1, n2, n3, n4 = (int((self.counts == i).sum()) for i in (1, 2, 3, 4))
         if 0 in (n1, n2, n3):

@@ -1,12 +1,12 @@
 """The stages of training, their schedule and their checkpoints.
 
-  dense       the main model learns with attention over every key: what sparse training begins from, as in the report
-  warm-up     the main model stands still; the indexer learns the attention distribution over every key
+  dense       the main model learns with attention over all keys; sparse training begins from it, as in the report
+  warm-up     the main model is frozen; the indexer learns the attention distribution over all keys
   sparse      attention over the selected keys; the main model learns from the text, the indexer from its own loss
-  dense twin  the model as it was at the end of `dense` takes the updates of `sparse` on the same batches, densely
+  dense twin  the model after `dense` gets the updates of `sparse` on the same batches, with dense attention
 
-So the twin has had the same initial weights, the same batches and the same number of updates; the warm-up is none for
-it, since it moves nothing but the indexer.
+So the twin has the same initial weights, the same batches and the same number of updates. It needs no warm-up, because
+the warm-up changes only the indexer.
 """
 
 import io
@@ -43,8 +43,9 @@ class Settings:
     checkpoint_every: int = 100
 
     def lengths(self) -> dict[str, int]:
-        """Steps of each stage: `steps` updates of the main model, the first sixth of them dense, and the indexer's
-        warm-up.
+        """Returns the number of steps of each stage.
+
+        The main model gets `steps` updates, the first sixth of them dense; the warm-up of the indexer is extra.
         """
         dense = max(1, self.steps // 6)
         return {
@@ -55,13 +56,15 @@ class Settings:
         }
 
     def rate(self, update: int) -> float:
-        """The learning rate's factor: a short rise, then a cosine down to a twentieth."""
+        """Returns the factor of the learning rate: a short linear rise, then a cosine down to a twentieth."""
         rise = min(1.0, (update + 1) / min(30, self.steps / 4))
         return rise * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * update / self.steps)))
 
 
 def make_optimizer(model: Decoder, settings: Settings) -> torch.optim.AdamW:
-    """AdamW; the embedding and the head learn faster than the matrices between them, which alone decay."""
+    """AdamW. The embedding and the head have a higher learning rate; only the matrices between them have weight
+    decay.
+    """
     rate, indexer = settings.learning_rate, model.indexer_parameters()
     special = {id(p) for p in [*indexer, model.embedding.weight, model.head.weight]}
     rest = [p for p in model.parameters() if id(p) not in special]
@@ -78,8 +81,10 @@ def make_optimizer(model: Decoder, settings: Settings) -> torch.optim.AdamW:
 
 
 class Trainer:
-    """Runs the stages one after the other. Everything it needs to go on is in `state()`, and batches depend on the step
-    alone, so a run that was interrupted and resumed computes what it would have computed.
+    """Runs the stages in order.
+
+    `state()` holds everything that is needed to continue, and batches depend only on the step. So an interrupted and
+    resumed run computes the same as an uninterrupted run.
     """
 
     def __init__(
@@ -141,7 +146,9 @@ class Trainer:
                 raise DemoError(f"cannot resume from {path}: it was written with other {name}")
 
     def weights(self) -> dict[str, Any]:
-        """Of the model and the optimizer; on several ranks this one's parts, which a checkpoint puts together."""
+        """Returns the state of the model and the optimizer. With several ranks it is this rank's part of a
+        checkpoint.
+        """
         if self.ranks.shard is None:
             return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         return parallel.parts(self.model, self.optimizer)
@@ -182,7 +189,7 @@ class Trainer:
             setattr(self, name, progress[name])
 
     def leave(self) -> None:
-        """Ends what several ranks do together: each has the trained weights, whole."""
+        """Ends the distributed part of the run: every rank gets the whole trained weights."""
         if self.ranks.shard is not None:
             self.trained = parallel.whole(self.model, self.trained)
             self.ranks.leave()
@@ -190,7 +197,7 @@ class Trainer:
     # ---- stages
 
     def run(self, checkpoint: Path, reporter: Reporter, on_step: Callable[["Trainer"], None] | None = None) -> None:
-        """Runs what is left of the stages; `on_step` is called after each step."""
+        """Runs the remaining stages; calls `on_step` after each step."""
         lengths = self.settings.lengths()
         names = list(lengths)
         if not self.steps:
@@ -213,7 +220,7 @@ class Trainer:
         self.save(checkpoint)
 
     def enter(self, stage: str) -> None:
-        """Begins a stage: what `dense` left is kept for the twin, and the twin begins from it."""
+        """Begins a stage. At the end of `dense` it keeps the weights; the twin begins with them."""
         if self.stage == "dense":
             self.validate("dense twin", "dense")
             self.fork = _copy(self.weights() | {"update": self.update})
@@ -232,7 +239,7 @@ class Trainer:
             parameter.requires_grad_(not warm_up)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * (1.0 if warm_up else settings.rate(self.update))
-        # The warm-up sees batches of its own, numbered after all the others.
+        # The warm-up has its own batches, with numbers after all other batches.
         number = settings.steps + self.step if warm_up else self.update
         tokens, following = batch(self.corpus.train, settings.sequences, settings.size.context, settings.seed, number)
         mine, following = self.ranks.part(tokens.to(self.device)), self.ranks.part(following.to(self.device))
@@ -271,7 +278,7 @@ class Trainer:
 
 
 def _copy(state: Any) -> Any:
-    """A state_dict whose tensors later steps do not write into."""
+    """Copies a state_dict, because later steps overwrite its tensors."""
     if isinstance(state, Tensor):
         return state.detach().clone()
     if isinstance(state, dict):

@@ -134,7 +134,7 @@ HOPWELL_API hopwell_status hopwell_sparse_mla_forward_workspace_bytes(const hopw
 /* ---- sparse_mla_backward ----------------------------------------------------------------------------------------- */
 
 /**
- * Gradients of sparse_mla_forward, from its out and lse.
+ * Gradients of sparse_mla_forward, from its out and lse. If these are merged over shards of keys, each call's d_sink is whole.
  *
  *     lse'  = log(exp(lse) + exp(attn_sink))          lse without a sink
  *     p     = exp(score - lse')
@@ -154,7 +154,7 @@ typedef struct hopwell_sparse_mla_backward_args {
   const DLTensor* indices HOPWELL_ZERO;
   /** the forward's, like q [s_q, h_q, d_v] */
   const DLTensor* out HOPWELL_ZERO;
-  /** the forward's, fp32 [s_q, h_q] */
+  /** the forward's, fp32 [s_q, h_q]; no score may exceed it by more than 44, where GPUs take exp(score - lse) as 2^64 */
   const DLTensor* lse HOPWELL_ZERO;
   float sm_scale HOPWELL_REQUIRED;
   int64_t d_v HOPWELL_DEFAULT(512);
@@ -166,7 +166,7 @@ typedef struct hopwell_sparse_mla_backward_args {
   int64_t kv_stride HOPWELL_DEFAULT(1);
   const DLTensor* k_start HOPWELL_ZERO;
   const DLTensor* k_end HOPWELL_ZERO;
-  /** same bits every time, for any number of threads; the CPU gives that always */
+  /** same bits every time, for any number of threads (the CPU gives that always), and of dq in every call that has the query */
   bool deterministic HOPWELL_ZERO;
   /** add into the given fp32 dkv instead of overwriting it */
   bool accumulate HOPWELL_ZERO;
@@ -181,7 +181,7 @@ typedef struct hopwell_sparse_mla_backward_args {
   const DLTensor* dq HOPWELL_ZERO;
   /** output, fp32 or bf16, shape of kv; null: not needed */
   const DLTensor* dkv HOPWELL_ZERO;
-  /** output, fp32 [h_q]; only with attn_sink; null: not needed */
+  /** output, fp32 [h_q]; only with attn_sink; null: not needed. Rows whose lse is +inf add nothing; all others do. */
   const DLTensor* d_sink HOPWELL_ZERO;
   /** output, fp32 [s_q, topk]: sum_h exp(score - lse), the attention distribution; optional */
   const DLTensor* attn HOPWELL_ZERO;
@@ -528,7 +528,7 @@ typedef struct hopwell_lightning_indexer_args {
  * The indexer's loss and its gradients.
  *
  *     loss = sum_s KL(target[s,:] || softmax over the selected entries of score[s,:])
- *     g    = softmax - target
+ *     g    = softmax - target, times d_loss and the row's weight: a number of fp32, NaN if that is not finite
  *
  *     d_weights[s,j]   = sum_i g * relu(q.k)
  *     d_q_index[s,j,:] = sum_i g * w * 1[q.k > 0] * k

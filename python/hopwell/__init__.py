@@ -22,7 +22,14 @@ from ._hopwell import Error, num_threads, set_num_threads
 from ._hopwell import version as _version
 from ._ops import backends, explain
 from ._ops.lightning_indexer import indexer_dense_loss, lightning_indexer, lightning_indexer_backward
-from ._ops.nvfp4 import nvfp4_dequantize, nvfp4_gemv, nvfp4_linear, nvfp4_matmul, nvfp4_quantize
+from ._ops.nvfp4 import (
+    nvfp4_dequantize,
+    nvfp4_gemv,
+    nvfp4_linear,
+    nvfp4_linear_backward,
+    nvfp4_matmul,
+    nvfp4_quantize,
+)
 from ._ops.paged_attention import paged_attention
 from ._ops.sparse_mla import attention_distribution, normalize_l1, sparse_mla_backward, sparse_mla_forward
 
@@ -41,6 +48,7 @@ __all__ = [
     "nvfp4_dequantize",
     "nvfp4_gemv",
     "nvfp4_linear",
+    "nvfp4_linear_backward",
     "nvfp4_matmul",
     "nvfp4_quantize",
     "paged_attention",

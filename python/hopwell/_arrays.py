@@ -1,4 +1,4 @@
-"""Output arrays in the caller's framework, and what has to be read off arrays before the compiled module sees them."""
+"""Allocates output arrays in the caller's framework, and reads shapes and dtypes before a call."""
 
 import math
 import operator
@@ -13,7 +13,7 @@ import numpy as np
 from . import _hopwell
 
 Array: TypeAlias = Any  # torch.Tensor, numpy.ndarray, or anything else with __dlpack__
-DType: TypeAlias = Any  # a name ("float32"), or what `array.dtype` is in the array's framework
+DType: TypeAlias = Any  # a name ("float32"), or the type of `array.dtype` in the array's framework
 
 _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
@@ -24,19 +24,19 @@ _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
 }
 
 
-explaining: ContextVar[bool] = ContextVar("explaining", default=False)  # a call that runs nothing, and writes nothing
+explaining: ContextVar[bool] = ContextVar("explaining", default=False)  # True in `explain`: runs and writes nothing
 
 
 def _is_torch(array: Array) -> bool:
-    torch = sys.modules.get("torch")  # whoever has a tensor has imported it
+    torch = sys.modules.get("torch")  # torch is already imported if the caller has a tensor
     return torch is not None and isinstance(array, torch.Tensor)
 
 
 class Outputs:
-    """The arrays that a call writes: new ones of the framework and on the device of `like`, its argument of that name,
-    and those that the caller has given.
+    """The output arrays of a call: arrays that the caller passed, and new ones.
 
-    Frameworks other than torch and cupy get numpy arrays here, which `native` converts when they have been written.
+    New arrays have the framework and the device of `like`, which is the input named `argument`. Frameworks other than
+    torch and cupy get numpy arrays here; `native` converts them after the call has written them.
     """
 
     def __init__(self, operator: str, argument: str, like: Array) -> None:
@@ -46,10 +46,10 @@ class Outputs:
         self._given: tuple[Array, ...] = ()
 
     def new(self, shape: tuple[int, ...], dtype: DType) -> Array:
-        """An uninitialised array."""
+        """Allocates an uninitialised array."""
         try:
             return self._make(shape, dtype)
-        except (MemoryError, RuntimeError, ValueError) as error:  # the last two: what no computer could hold
+        except (MemoryError, RuntimeError, ValueError) as error:  # the last two: impossible sizes
             if all(n >= 0 for n in shape) and math.prod(shape) < _ADDRESSES:
                 raise
             expected = "of sizes whose results fit into memory"
@@ -57,18 +57,22 @@ class Outputs:
             raise ValueError(message) from error
 
     def given(self, argument: str, array: Array) -> Array:
-        """An array that is given to be written in place; torch must not hold its present values in a derivative."""
+        """Registers an array that the caller passed to be written in place.
+
+        Raises if torch needs the present values of the array for a derivative.
+        """
         _hopwell.check_given(self.operator, argument, array)
         self._given += (array,)
         return array
 
     def given_or_new(self, argument: str, array: Array | None, shape: tuple[int, ...], dtype: DType) -> Array:
-        """The array given, or a new one where it is None."""
+        """Returns `array` if the caller passed one, else a new array."""
         return self.new(shape, dtype) if array is None else self.given(argument, array)
 
     def native(self, *results: Any) -> tuple[Any, ...]:
-        """The results as arrays of the framework of `like`, when they have been written; torch is told which of the
-        given ones were.
+        """Converts the results to the framework of `like`, after the call has written them.
+
+        Tells torch which of the caller's arrays were written.
         """
         if self._given and not explaining.get():
             _hopwell.tell_written(self._given)
@@ -79,7 +83,7 @@ class Outputs:
         return tuple(framework.asarray(r) if isinstance(r, np.ndarray) else r for r in results)
 
 
-_ADDRESSES = 2**47  # bytes that a process can have
+_ADDRESSES = 2**47  # size of a process's address space in bytes
 
 
 def _maker(name: str, argument: str, array: Array) -> Callable[[tuple[int, ...], DType], Array]:
@@ -97,8 +101,8 @@ def _maker(name: str, argument: str, array: Array) -> Callable[[tuple[int, ...],
     return lambda shape, dtype: np.empty(shape, _numpy_dtype(dtype))
 
 
-# The dtype may be a name, or that of an input of another framework. Those that no operator takes become float32: the
-# argument check refuses such an input before any output matters.
+# The dtype may be a name, or the dtype of an input of another framework. A dtype that no operator supports becomes
+# float32, because the argument check rejects such an input before the output is used.
 def _numpy_dtype(dtype: DType) -> np.dtype[Any]:
     if isinstance(dtype, np.dtype):
         return dtype
@@ -113,24 +117,24 @@ def _torch_dtype(torch: Any, dtype: DType) -> Any:
 
 
 def workspace(like: Array, size: int) -> Array:
-    """Scratch bytes beside `like`; the compiled module asks for them."""
+    """Allocates `size` bytes of scratch memory on the device of `like`. The compiled module calls this."""
     return Outputs("workspace", "array", like).new((size,), "uint8")
 
 
 def shape_of(array: Array) -> tuple[int, ...]:
-    """The shape of an array; for anything else (), so that the argument check can complain."""
+    """Returns the shape of an array. For anything else, (): the argument check reports it."""
     shape = getattr(array, "shape", ())
     return tuple(shape) if isinstance(shape, tuple) else ()
 
 
 def dims(array: Array, count: int) -> tuple[int, ...]:
-    """The shape of an array of `count` dimensions; for anything else zeros, so that the argument check can complain."""
+    """Returns the shape of an array with `count` dimensions. Anything else gets zeros: the check reports it."""
     shape = shape_of(array)
     return shape if len(shape) == count else (0,) * count
 
 
 def flag(name: str, argument: str, value: Any) -> bool:
-    """What is true or false."""
+    """Converts an argument to bool."""
     try:
         return bool(value)
     except Exception as error:
@@ -138,7 +142,7 @@ def flag(name: str, argument: str, value: Any) -> bool:
 
 
 def extent(size: Any, limit: int) -> int:
-    """A size that the argument check will judge, made fit to allocate an output of: from 0 to `limit`."""
+    """Clamps a size to 0 … `limit`, so that an output can be allocated before the argument check judges the size."""
     try:
         return min(max(operator.index(size), 0), limit)
     except TypeError:
@@ -146,7 +150,7 @@ def extent(size: Any, limit: int) -> int:
 
 
 def check_topk(name: str, topk: Any) -> int:
-    """The number of keys a query, which sizes outputs before the argument check sees them; keys are int32."""
+    """Checks topk, because outputs are allocated with it before the argument check sees it. Key indices are int32."""
     largest = 2**31 - 1
     try:
         size = operator.index(topk)
@@ -159,7 +163,7 @@ def check_topk(name: str, topk: Any) -> int:
 
 
 def dtype_name(name: str, argument: str, dtype: DType, allowed: tuple[str, ...]) -> str:
-    """The name of a dtype given as a name, a numpy type or dtype, or torch's."""
+    """Returns the name of a dtype, which may be a name, a numpy type or dtype, or a torch dtype."""
     text = _dtype_text(dtype)
     if text not in allowed:
         choices = " or ".join(", ".join(allowed).rsplit(", ", 1))
@@ -172,12 +176,12 @@ def _dtype_text(dtype: DType) -> str:
 
 
 def check_dtype(name: str, argument: str, array: Array, dtype: str, option: str) -> None:
-    """An array given to be written has the dtype that `option` names."""
-    text = _dtype_text(getattr(array, "dtype", dtype))  # what has none is not an array: the argument check complains
+    """Checks that the array to be written has the dtype that `option` names."""
+    text = _dtype_text(getattr(array, "dtype", dtype))  # no dtype: not an array, which the argument check reports
     if text != dtype:
         raise ValueError(f"{name}: {argument} must be {dtype}, as {option} says; got {text}")
 
 
 def printable(text: object) -> str:
-    """What was given instead of a name, in ASCII: a message with a lone surrogate could not be printed."""
+    """Returns a rejected value as ASCII, because a message with a lone surrogate cannot be printed."""
     return ascii(text)[1:-1] if isinstance(text, str) else ascii(text)

@@ -1,4 +1,4 @@
-"""The commands of an installed wheel: the compiled program that lies beside the compiled module."""
+"""Runs the commands of an installed wheel. The compiled program lies next to the compiled module."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from . import _hopwell
 
 
 def main(*words: str) -> None:
-    """Becomes the program, with these words before the arguments."""
+    """Replaces this process with the program and puts `words` before the arguments."""
     program = Path(_hopwell.__file__).parent / "bin" / "hopwell"
     if not program.exists():
         sys.exit("hopwell: built without the command (HOPWELL_BUILD_CLI=OFF), as make demo does; make build builds it")
@@ -16,5 +16,5 @@ def main(*words: str) -> None:
 
 
 def emulate() -> None:
-    """`hopwell-emulate` is `hopwell emulate`."""
+    """Runs `hopwell emulate`."""
     main("emulate")

@@ -2,11 +2,13 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <iterator>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -156,6 +158,18 @@ bool is_cuda_device(const DLDevice& device) {
          static_cast<std::size_t>(device.device_id) < cuda_devices().size();
 }
 
+// Profiles of chips that the emulator can take instead of its own, as the driver reports them.
+struct Profile {
+  const char* name;
+  int capability, sms, shared_kib, l2_mib;
+  double memory_bytes_per_ns;
+};
+constexpr Profile kProfiles[] = {{"a100", 80, 108, 163, 40, 1555},
+                                 {"h100", 90, 132, 227, 50, 3352},
+                                 {"h200", 90, 132, 227, 60, 4917},
+                                 {"b200", 100, 148, 227, 126, 7672},
+                                 {"h100-mig", 90, 16, 227, 6, 419}};  // 1g.10gb, its smallest slice
+
 }  // namespace
 
 const std::vector<CudaDevice>& cuda_devices() {
@@ -178,6 +192,17 @@ Device host_device(const DLDevice& location) {
                 .cluster_sms = 132,
                 .shared_bytes = std::size_t{227} * 1024,
                 .l2_bytes = std::size_t{1} << 16};
+  if (const char* name = std::getenv("HOPWELL_EMULATOR_DEVICE")) {
+    const auto* profile = std::find_if(std::begin(kProfiles), std::end(kProfiles),
+                                       [name](const Profile& p) { return std::string_view(name) == p.name; });
+    if (profile == std::end(kProfiles))
+      throw std::invalid_argument(
+          std::string("HOPWELL_EMULATOR_DEVICE must be a100, h100, h200, b200 or h100-mig; got ") + name);
+    device.capability = profile->capability, device.sms = device.cluster_sms = profile->sms;
+    device.shared_bytes = static_cast<std::size_t>(profile->shared_kib) << 10;
+    device.l2_bytes = static_cast<std::size_t>(profile->l2_mib) << 20;
+    device.memory_bytes_per_ns = profile->memory_bytes_per_ns;
+  }
   if (const char* sms = std::getenv("HOPWELL_EMULATOR_SMS")) {
     const char* end = sms + std::strlen(sms);
     const auto [rest, error] = std::from_chars(sms, end, device.sms);

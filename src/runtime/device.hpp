@@ -13,7 +13,7 @@ namespace hopwell::runtime {
 // instead.
 struct Device {
   DLDevice location{kDLCPU, 0};  // of the tensors
-  int capability = 0;            // 90 for Hopper; 0: the host, on which the emulator runs
+  int capability = 0;            // 90 for Hopper; 0: no chip, the emulator's own profile
   int sms = 0;                   // number of SMs: the number of persistent CTAs that run at the same time
   int cluster_sms = 0;           // number of SMs that clusters can fill; the emulator has a different number
   std::size_t shared_bytes = 0;  // maximum dynamic shared memory of a CTA
@@ -37,7 +37,7 @@ const std::vector<CudaDevice>& cuda_devices();
 
 // Emulated device profile. It has few SMs, so that a CTA has more than one work tile; room for many clusters, so that
 // kernels use clusters of all sizes; and a small L2, which does not hold 57 keys of 576 bf16. HOPWELL_EMULATOR_SMS sets
-// both numbers of SMs.
+// both numbers of SMs; HOPWELL_EMULATOR_DEVICE takes the profile of a chip instead.
 Device host_device(const DLDevice& location);
 
 // Makes a CUDA device the current device of this thread during its lifetime, then restores the previous one. Does

@@ -52,10 +52,23 @@ constexpr std::int64_t blocked_offset(std::int64_t row, std::int64_t scale, std:
          scale % 4;
 }
 
-// A tensor's global scale: a number, or a pointer to one on the operator's device, which takes precedence.
+// A tensor's global scale: a number, or a pointer to one on the operator's device, which takes precedence. Either may be
+// the reciprocal of the scale.
 struct Global {
   const float* pointer = nullptr;
   float value = 1;
+  bool is_reciprocal = false;
+
+  // The factor of the tensor. Computed in double, because the reciprocal of a subnormal overflows a float.
+  [[nodiscard]] constexpr double get() const {
+    const auto global = static_cast<double>(pointer != nullptr ? *pointer : value);
+    return is_reciprocal ? 1 / global : global;
+  }
+  // Returns a copy with the number in a register. A kernel calls this at its beginning, where the load delays nothing,
+  // instead of before storing results.
+  [[nodiscard]] constexpr Global loaded() const {
+    return {nullptr, pointer != nullptr ? *pointer : value, is_reciprocal};
+  }
 };
 
 // Location and layout of a matrix's scales.

@@ -399,6 +399,13 @@ const Subject kSubjects[] = {
      {"n_40_cluster", "huge_x_n_33", "non_finite_x_n_1200"},
      3,
      14},
+    // Stages round the ring, in CTAs of one chunk and of several.
+    {"nvfp4_linear_backward",
+     "emu:sm80",
+     cases::nvfp4_linear_backward,
+     {"longer_chunks", "n_16_chunks_of_a_cta"},
+     3,
+     3},
     {"nvfp4_gemv", "emu:sm80", cases::nvfp4_gemv, {"many_tiles_blocked"}, 8, 4},
     // Steps that wrap around the ring, scales with and without signs, clusters; blocked scales that end in NaN.
     {"nvfp4_gemv_sm100", "emu:sm100", cases::nvfp4_gemv, {"longer_k", "tail_blocked", "many_tiles_blocked"}, 8, 15},

@@ -129,6 +129,47 @@ TEST(Planted, AlignmentAndConvergence) {
     EXPECT_TRUE(emu::launch(shape(32), test::options_for(seed), [] { misaligned(5); }).has(Kind::divergence));
 }
 
+// Vectors and numbers of global memory, of which a thread's first is aligned to 16 bytes.
+void misaligned_global(int bug) {
+  auto* const words = &global[size_t(16 * thread_index())];
+  const auto at = [&](int of, int bytes) { return reinterpret_cast<std::byte*>(words) + (bug == of ? bytes : 0); };
+  const auto vector_at = [&](int of, int bytes) { return reinterpret_cast<Words4*>(at(of, bytes)); };
+  Words4 v = load_vector<Words4>(at(1, 4));               // @mg-load
+  store_vector(at(2, 8) + 16, v);                         // @mg-store
+  store_vector(at(3, 4), Words2{{7, 8}});                 // @mg-store2
+  v = load_relaxed_v4(vector_at(4, 8));                   // @mg-load-relaxed
+  store_relaxed_v4(vector_at(5, 4), v);                   // @mg-store-relaxed
+  *vector_at(6, 4) = *vector_at(0, 0);                    // @mg-copy
+  *reinterpret_cast<uint32_t*>(at(7, 2)) = 1;             // @mg-word
+  *reinterpret_cast<double*>(at(8, 4)) = 1;               // @mg-double
+  *reinterpret_cast<uint16_t*>(at(9, 1)) = 1;             // @mg-half
+  v = load_streaming(at(10, 2));                          // @mg-load-streaming
+  store_streaming(at(11, 12), v);                         // @mg-store-streaming
+  red_add_v2(reinterpret_cast<float*>(at(12, 4)), 1, 2);  // @mg-red
+  const uint32_t destination = shared_address(&dynamic_smem<Shared>().words[size_t(4 * thread_index())]);
+  cp_async(destination, at(13, 8), 0);  // @mg-nothing
+  cp_async_wait_all();
+}
+
+TEST(Planted, AlignmentOfGlobalMemory) {
+  plant(shape(32), misaligned_global,
+        {
+            {1, Kind::bounds, "must be 16-byte aligned", "mg-load"},
+            {2, Kind::bounds, "must be 16-byte aligned", "mg-store"},
+            {3, Kind::bounds, "must be 8-byte aligned", "mg-store2"},
+            {4, Kind::bounds, "must be 16-byte aligned", "mg-load-relaxed"},
+            {5, Kind::bounds, "must be 16-byte aligned", "mg-store-relaxed"},
+            {6, Kind::bounds, "must be 16-byte aligned", "mg-copy"},
+            {7, Kind::bounds, "must be 4-byte aligned", "mg-word"},
+            {8, Kind::bounds, "must be 8-byte aligned", "mg-double"},
+            {9, Kind::bounds, "must be 2-byte aligned", "mg-half"},
+            {10, Kind::bounds, "must be 16-byte aligned", "mg-load-streaming"},
+            {11, Kind::bounds, "must be 16-byte aligned", "mg-store-streaming"},
+            {12, Kind::bounds, "must be 8-byte aligned", "mg-red"},
+            {13, Kind::bounds, "must be 16-byte aligned", "mg-nothing"},
+        });
+}
+
 // ---- TMA, mbarriers, wgmma ------------------------------------------------------------------------------------------
 
 void wgmma_pipeline(int bug) {

@@ -1,6 +1,6 @@
-"""The built site in a headless browser: front page, search, a plot, a code block. `make test-docs` runs it.
+"""Tests the built site in a headless browser: front page, search, a plot, a code block. `make test-docs` runs it.
 
-Screenshots of all of them go to build/docs/screenshots, for whoever wants to look.
+The tests save screenshots of these pages to build/docs/screenshots.
 """
 
 import functools
@@ -22,7 +22,7 @@ BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil
 
 
 class Server:
-    """Serves the site on a free port and remembers what was asked for and what came."""
+    """Serves the site on a free port and records the requested paths and their status."""
 
     def __init__(self) -> None:
         self.answers: dict[str, int] = {}
@@ -36,7 +36,7 @@ class Server:
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
 
     def open(self, page: str, screenshot: str) -> str:
-        """The page's document after its scripts have run; also takes a picture of it."""
+        """Returns the page's document after its scripts have run, and saves a screenshot."""
         assert BROWSER is not None
         url = f"http://127.0.0.1:{self.http.server_port}/{page}"
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=8000"]
@@ -80,7 +80,7 @@ def test_an_operator_page_has_its_plot_its_formula_and_its_code(server: Server) 
     document = server.open("operators/sparse_mla_backward.html", "operator")
     assert any(path.endswith("sparse_mla_backward.svg") and code == 200 for path, code in server.answers.items())
     assert "cuDNN front end" in document
-    assert document.count('class="copybtn') >= 2  # put there by a script, at every block of code
+    assert document.count('class="copybtn') >= 2  # a script adds one to every code block
     assert '<span class="n">hopwell</span>' in document  # the code is highlighted
     assert "deterministic" in document and "hopwell_sparse_mla_backward_args" in document
 
@@ -92,7 +92,7 @@ def test_a_tutorial_has_its_code_and_its_reports(server: Server) -> None:
 
 
 def test_every_link_within_the_site_leads_somewhere() -> None:
-    """Sphinx has checked what it made links of; this looks at all that is there, pieces of raw HTML too."""
+    """Sphinx checks the links that it makes. This test checks all links, also in raw HTML."""
     pages = {path: path.read_text() for path in SITE.rglob("*.html")}
     ids = {path: set(re.findall(r'\bid="([^"]+)"', text)) for path, text in pages.items()}
     broken = []

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs what was built in the folder given into an empty one, builds against that alone: users of the library, a kernel of somebody
-# else's and the tutorial's for the emulator; and runs them and the installed commands.
+# Installs the build in the given folder to an empty folder, and builds against this installation only: programs that use the
+# library, a foreign kernel and the tutorial's kernels on the emulator. Then it runs them and the installed commands.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 build=${1:?the build folder, such as build/cpu}
@@ -9,8 +9,8 @@ trap 'rm -rf "$place"' EXIT
 
 cmake --install "$build" --prefix "$place/prefix" >/dev/null
 
-# An install writes under its prefix and nowhere else: DESTDIR catches a file that goes to an absolute path. The Python package in the
-# same build folder is pip's to install.
+# An installation writes only under its prefix. DESTDIR finds a file that goes to an absolute path. pip installs the Python package
+# of the same build folder, so this installation omits it.
 DESTDIR="$place/stage" cmake --install "$build" --prefix /prefix >/dev/null
 strays=$(cd "$place/stage" && find . ! -type d | sed 's/^\.//' | grep -vE \
   '^/prefix/(bin/hopwell(-emulate)?|include/hopwell/.+|lib(/[^/]+)?/(libhopwell[^/]*|cmake/hopwell/.+|pkgconfig/hopwell\.pc)|share/(man|bash-completion|zsh|fish|hopwell)/.+)$' || true)
@@ -25,7 +25,7 @@ for program in "$place/build/consumer_cpp" "$place/build/consumer_c" "$place/pre
   passed=$((passed + 1))
 done
 
-if command -v pkg-config >/dev/null; then  # a build without CMake, from a place that it was moved to
+if command -v pkg-config >/dev/null; then  # a build without CMake, from a moved installation
   mv "$place/prefix" "$place/moved"
   options=$(PKG_CONFIG_PATH=$(dirname "$(find "$place/moved" -name hopwell.pc)") pkg-config --cflags --libs hopwell)
   # shellcheck disable=SC2086  # a list of words
@@ -44,7 +44,7 @@ for program in tests/install/operators/*.cpp; do
   passed=$((passed + 1))
 done
 
-# ---- kernels on the installed emulator: of this build, and of a build of the emulator alone ----
+# ---- kernels on the installed emulator: from this build, and from a build of the emulator alone ----
 fail() { echo "install test failed: $*" >&2; exit 1; }
 quietly() { "$@" >"$place/log" 2>&1 || { cat "$place/log"; fail "$*"; }; }
 project() {  # FOLDER PREFIX OPTION...
@@ -69,7 +69,7 @@ quietly "$place/prefix/bin/hopwell-emulate" sparse_mla_forward --backend emu:sm1
 is_a_page "$place/case.html"
 passed=$((passed + 6))
 
-# What is not there is an error in words.
+# A missing component is an error with a clear message.
 refused() {  # COMPONENT WORDS
   cmake -S "$place/kernel" -B "$place/refused" -DCMAKE_PREFIX_PATH="$place/alone" -DCOMPONENT="$1" >"$place/log" 2>&1 &&
     fail "component '$1' was found"
@@ -80,12 +80,12 @@ refused emulatr "hopwell: there is no component 'emulatr'; components: library, 
 refused library "hopwell: component 'library' is not part of this installation"
 
 library=$(find "$place/prefix/lib" -name libhopwell.so)
-# Nothing but the interface is visible: no symbol of the standard library leaks out to meet another copy.
+# Only the interface is visible. A visible symbol of the standard library could mix with another copy in the process.
 leaks=$(nm -D --defined-only "$library" |
   awk '$2 ~ /[TDBR]/ {print $3}' | c++filt | grep -vE '^(hopwell_|hopwell::|typeinfo (name )?for hopwell::|vtable for hopwell::)' || true)
 [ -z "$leaks" ] || { printf 'symbols that should be hidden:\n%s\n' "$leaks" >&2; exit 1; }
 
-# A machine that runs it needs the compiler's run-time libraries and nothing else.
+# The library needs only the compiler's run-time libraries.
 others=$(readelf -d "$library" "$place/prefix/bin/hopwell" | sed -n 's/.*(NEEDED).*\[\(.*\)\]/\1/p' | sort -u |
   grep -vE '^(libhopwell|libstdc\+\+|libgcc_s|libm|libc|ld-linux-[a-z0-9_-]+)\.so' || true)
 [ -z "$others" ] || { printf 'libraries that should not be needed:\n%s\n' "$others" >&2; exit 1; }

@@ -142,7 +142,11 @@ TEST(AttentionDistribution, OrdersRowsWhereMemoryBinds) {
   Problem p;
   p.s_q = 4096, p.s_kv = 64 << 10, p.topk = 2048, p.h_q = 64, p.d_qk = 576;
   p.selection.indices = &index;
-  p.device = {.location = {kDLCUDA, 0}, .sms = 132, .l2_bytes = std::size_t{50} << 20, .memory_bytes_per_ns = 3352};
+  p.device = {.location = {kDLCUDA, 0},
+              .capability = 90,
+              .sms = 132,
+              .l2_bytes = std::size_t{50} << 20,
+              .memory_bytes_per_ns = 3352};
   const auto with = [&p](auto change) {
     Problem changed = p;
     change(changed);

@@ -241,7 +241,7 @@ TEST(Nvfp4, GlobalsAtTheEndsOfFloat) {
   const Bytes codes(8, 0x22), scales = {0x38};
   const std::vector<float> x(16, 0.0F);
   float y = NAN;
-  const float smallest = 0x1p-149F;  // its reciprocal is no float
+  const float smallest = 0x1p-126F;  // its reciprocal is the largest power of two but one
   nvfp4_linear({.x = Tensor(x.data(), {1, 16}),
                 .weight = Tensor(codes.data(), {1, 8}),
                 .weight_scale = Tensor(scales.data(), {1, 1}),
@@ -379,6 +379,17 @@ TEST(Nvfp4BadInput, Linear) {
     const Tensor two(in.x.data(), {2});
     in.args.weight_global = two;
     in.expect("nvfp4_linear: weight_global must be float32 with one element; got [2]");
+  }
+  for (const float wrong : {0.0F, -0.0F, 0x1p-149F}) {  // 1 / it is no finite float
+    LinearInput in;
+    in.args.global_is_reciprocal = true;
+    in.args.weight_global_value = wrong;
+    const std::string message = " must be finite with a finite reciprocal (global_is_reciprocal); got ";
+    EXPECT_NE(message_of([&] { nvfp4_linear(in.args); }).find("weight_global_value" + message), std::string::npos);
+    const Tensor array(&wrong, {1});
+    in.args.weight_global_value = 1;
+    in.args.weight_global = array;
+    EXPECT_NE(message_of([&] { nvfp4_linear(in.args); }).find("weight_global" + message), std::string::npos);
   }
   {
     LinearInput in;

@@ -10,7 +10,7 @@ namespace hopwell::ops::sparse_mla_backward {
 namespace {
 
 constexpr std::size_t kMiB = std::size_t{1} << 20;
-constexpr MainKernels kHopper{64, 64, 128, false}, kPairInFixedPoint{64, 64, 128, true},
+constexpr MainKernels kHopper{64, 64, 128, false}, kDeterministicPairs{64, 64, 128, true}, kAmpere{16, 32},
     kMergesRows{64, 64, 128, false, true}, kStreamsKeys{64, 64, 128, false, true, true};
 constexpr int kSms[] = {8, 66, 114, 132, 148};
 
@@ -72,7 +72,7 @@ TEST(SparseMlaBackwardPlan, AllWorkOnce) {
       for (const std::int64_t h_q : {1, 64, 65, 128, 129, 192, 200})
         for (const std::int64_t topk : {1, 64, 200, 2048})
           for (const bool deterministic : {false, true})
-            for (const MainKernels& kernels : {kHopper, kPairInFixedPoint}) {
+            for (const MainKernels& kernels : {kHopper, kDeterministicPairs}) {
               Problem p = problem_of(s_q, h_q, 8192, topk, sms);
               p.deterministic = deterministic;
               expect_all_work_once(p, make_plan(p, kernels));
@@ -94,7 +94,7 @@ TEST(SparseMlaBackwardPlan, HeadsGoToPairsFirst) {
   EXPECT_EQ(blocks(192, false, kHopper), Blocks(1, 1));
   EXPECT_EQ(blocks(256, false, kHopper), Blocks(2, 0));
   EXPECT_EQ(blocks(128, true, kHopper), Blocks(0, 2));
-  EXPECT_EQ(blocks(128, true, kPairInFixedPoint), Blocks(1, 0));
+  EXPECT_EQ(blocks(128, true, kDeterministicPairs), Blocks(1, 0));
 }
 
 TEST(SparseMlaBackwardPlan, SlicesFillTheLastWave) {
@@ -172,6 +172,79 @@ TEST(SparseMlaBackwardPlan, OrderAndPaceFollowL2) {
   ascending.indices_ascending = true;
   EXPECT_TRUE(make_plan(ascending, kHopper).paces);
   EXPECT_FALSE(make_plan(ascending, kHopper).orders_rows);
+}
+
+// Devices as plans see them: an A100, H100, H200 and B200, a slice of an H100, the emulator, and the emulator as an H100.
+std::vector<runtime::Device> devices() {
+  const auto card = [](int capability, int sms, std::size_t l2_mib, double bytes_per_ns, DLDeviceType type = kDLCUDA) {
+    return runtime::Device{.location = {type, 0},
+                           .capability = capability,
+                           .sms = sms,
+                           .cluster_sms = sms,
+                           .l2_bytes = l2_mib * kMiB,
+                           .memory_bytes_per_ns = bytes_per_ns};
+  };
+  return {card(80, 108, 40, 1555),        card(90, 132, 50, 3352), card(90, 132, 60, 4917),
+          card(100, 148, 126, 7672),      card(90, 16, 6, 419),    runtime::host_device({kDLCPU, 0}),
+          card(90, 132, 50, 3352, kDLCPU)};
+}
+
+// What of a plan decides in which order the keys of a query are taken, and how its dq is added up.
+struct OrderOfDq {
+  bool orders_rows;
+  int turning_tiles, sliced_tiles, pair_blocks, single_blocks;
+  std::int64_t groups;
+  bool operator==(const OrderOfDq&) const = default;
+};
+OrderOfDq order_of_dq(const Problem& p, const MainKernels& kernels) {
+  const Plan plan = make_plan(p, kernels);
+  return {plan.orders_rows,       plan.turning_tiles,       plan.pairs.sliced_tiles + plan.singles.sliced_tiles,
+          plan.pairs.head_blocks, plan.singles.head_blocks, plan.groups.count};
+}
+
+TEST(SparseMlaBackwardPlan, DeterministicDqDependsOnItsRowAlone) {
+  static const std::int32_t index = 0;  // is not read
+  for (const MainKernels& kernels : {kStreamsKeys, kDeterministicPairs, kAmpere})
+    for (const std::int64_t h_q : {1, 16, 20, 64, 128, 192})
+      for (const std::int64_t s_kv : {100, 8192, 20'000, 60'000, 140'000})
+        for (const std::int64_t topk : {1, 255, 2048, 5000})
+          for (const bool ascending : {false, true}) {
+            Problem alone = problem_of(1, h_q, s_kv, topk, 132);
+            alone.deterministic = true, alone.indices_ascending = ascending, alone.dkv = {};
+            alone.selection.indices = &index;
+            const OrderOfDq expected = order_of_dq(alone, kernels);
+            EXPECT_TRUE(expected.orders_rows == !ascending && expected.turning_tiles == 0 &&
+                        expected.sliced_tiles == 0 && expected.groups == 0);
+            for (const runtime::Device& device : devices())
+              for (const std::int64_t s_q : {1, 2, 131, 132, 133, 700})
+                for (const bool dkv : {false, true})
+                  for (const bool attn : {false, true})
+                    for (const bool share_keys : {false, true}) {
+                      Problem p = problem_of(s_q, h_q, s_kv, topk, 132);
+                      p.deterministic = true, p.indices_ascending = ascending, p.share_keys = share_keys;
+                      p.selection.indices = &index, p.device = device;
+                      if (!dkv) p.dkv = {};
+                      if (attn) p.attn = view(DType::kFloat32, {s_q, topk});
+                      ASSERT_EQ(order_of_dq(p, kernels), expected)
+                          << s_q << " queries, " << h_q << " heads, " << s_kv << " keys, topk " << topk << ", sms "
+                          << device.sms << ", dkv " << dkv << ", attn " << attn;
+                    }
+          }
+}
+
+// One CTA does not clear the sums of all keys.
+TEST(SparseMlaBackwardPlan, FewQueriesDoNotClearSumsWhileTheyAreOrdered) {
+  const auto clears = [](std::int64_t s_q) {
+    Problem p = problem_of(s_q, 64, 140'000, 2048, 132);
+    p.deterministic = true;
+    const Plan plan = make_plan(p, kHopper);
+    EXPECT_TRUE(plan.orders_rows);
+    EXPECT_EQ(plan.paces, s_q >= 132);
+    return plan.order_clears_sums;
+  };
+  EXPECT_FALSE(clears(1));
+  EXPECT_FALSE(clears(131));
+  EXPECT_TRUE(clears(132));
 }
 
 TEST(SparseMlaBackwardPlan, WavesTurnWhereOneKernelHasOrderedRows) {

@@ -134,6 +134,13 @@ def nvfp4_linear(rng: Rng, dtype: str) -> Call:
     return Call("nvfp4_linear", arguments, (_bound(dtype),), ("out",))
 
 
+def nvfp4_linear_backward(rng: Rng, dtype: str) -> Call:
+    arguments = nvfp4_linear(rng, dtype).arguments
+    arguments["d_out"] = _normal(rng, (3, 21), dtype)
+    given = ("d_out", "weight", "weight_scale", "weight_global")
+    return Call("nvfp4_linear_backward", {name: arguments[name] for name in given}, (_bound(dtype),), ("out",))
+
+
 def nvfp4_matmul(rng: Rng, dtype: str) -> Call:
     m, n, k = 19, 21, 96
     arguments = {
@@ -232,6 +239,7 @@ MAKERS: dict[str, Callable[[Rng, str], Call]] = {
         paged_attention,
         nvfp4_gemv,
         nvfp4_linear,
+        nvfp4_linear_backward,
         nvfp4_matmul,
         nvfp4_quantize,
         nvfp4_dequantize,
@@ -241,7 +249,7 @@ MAKERS: dict[str, Callable[[Rng, str], Call]] = {
         normalize_l1,
     )
 }
-WITH_FLOAT16 = {"paged_attention", "nvfp4_gemv", "nvfp4_linear", "nvfp4_matmul", "nvfp4_quantize", "nvfp4_dequantize"}
+WITH_FLOAT16 = {"paged_attention", *(operator for operator in MAKERS if operator.startswith("nvfp4_"))}
 OPERATOR_AND_DTYPE = [
     (operator, dtype) for operator in MAKERS for dtype in DTYPES if dtype != "float16" or operator in WITH_FLOAT16
 ] + [("lightning_indexer", FLOAT8)]

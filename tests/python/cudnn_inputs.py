@@ -1,4 +1,4 @@
-"""Random inputs of the cuDNN front end's wrappers, packed and in batches, and the scores that they should give."""
+"""Random inputs for the wrappers of cuDNN's front end, packed and in batches, and the expected scores."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ Offsets = Sequence[int] | None
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Quarters, so that products are exact and the sign of their sums is certain."""
+    """Returns multiples of 1/4, so that products are exact and the sign of their sums is certain."""
     return ((torch.randn(*shape) * 4).round() / 4).to(dtype)
 
 
@@ -29,12 +29,12 @@ def visible(s_q: int, s_k: int, ratio: int, offset: int = 0) -> Tensor:
 
 
 def index_scores(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
-    """[…, s_q, h, d], […, s_k, d] and […, s_q, h] in float64, or whatever they are in."""
+    """q […, s_q, h, d], k […, s_k, d] and w […, s_q, h] → scores […, s_q, s_k]; tests pass float64."""
     return torch.einsum("...sht,...sh->...st", torch.einsum("...shd,...td->...sht", q, k).relu(), w)
 
 
 def masked_scores(q: Tensor, k: Tensor, w: Tensor, ratio: int, offsets: Offsets = None) -> Tensor:
-    """Of a batch, k without a dimension of heads."""
+    """Scores of a batch, −inf if masked; k has no dimension of heads."""
     mask = torch.stack([visible(q.shape[1], k.shape[1], ratio, o) for o in offsets or [0] * len(q)])
     return index_scores(q.double(), k.double(), w.double()).masked_fill(~mask, -math.inf)
 
@@ -47,7 +47,7 @@ def assert_scores(actual: Tensor, expected: Tensor, tolerance: float = 1e-5) -> 
 
 
 class Pack:
-    """Sequences of 3, 0, 5 and 1 queries, and one more query that belongs to none; 7, 4, 5 and 2 keys."""
+    """Four sequences of 3, 0, 5 and 1 queries and 7, 4, 5 and 2 keys, and one query outside all sequences."""
 
     queries, keys = (3, 0, 5, 1), (7, 4, 5, 2)
 
@@ -57,13 +57,13 @@ class Pack:
         self.arguments = {"cu_seqlens_q": self.cu_q, "cu_seqlens_k": self.cu_k}
 
     def parts(self, q: Sequence[Tensor], k: Sequence[Tensor]) -> Any:
-        """The tensors of each sequence: by its queries, and by its keys."""
+        """Yields the tensors of each sequence: slices of `q` by its queries, and of `k` by its keys."""
         for i in range(len(self.queries)):
             of_q, of_k = slice(*self.cu_q[i : i + 2]), slice(*self.cu_k[i : i + 2])
             yield [x[of_q] for x in q], [x[of_k] for x in k], of_q, of_k
 
     def masked_scores(self, q: Tensor, k: Tensor, w: Tensor, ratio: int, offsets: Offsets = None) -> Tensor:
-        """[total_q, widest], each row from its sequence's first key on."""
+        """Scores [total_q, widest]; column 0 of a row is the first key of the row's sequence."""
         scores = torch.full((self.total_q, self.widest), -math.inf, dtype=torch.float64)
         for i, ((q_i, w_i), (k_i,), of_q, _) in enumerate(self.parts((q, w), (k,))):
             mine = masked_scores(q_i[None], k_i[None], w_i[None], ratio, [offsets[i] if offsets else 0])[0]

@@ -1,8 +1,8 @@
-"""Bugs to plant in `hopwell.reference`, one at a time, and whether its tests notice.
+"""Plants bugs in `hopwell.reference`, one at a time, and runs its tests, which must notice them.
 
-    python tests/python/mutations.py        one line a bug: its number and what pytest returned (1: caught)
+    python tests/python/mutations.py        one line per bug: its number and pytest's exit code (1: caught)
 
-The heavy imports are done once; each bug then has a forked process of its own, which imports the wrong module.
+The process imports the large packages once. Each bug then has a forked process, which imports the changed module.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 
-# The tests that have to notice a bug in a module.
+# The tests that must notice a bug in a module.
 TESTS = {
     "_visible": "test_reference_sparse_mla.py",
     "sparse_mla": "test_reference_sparse_mla.py",
@@ -172,7 +172,7 @@ class _Loader(importlib.abc.InspectLoader):
 
 
 def start_tests(module: str, bug: Bug | None) -> int:
-    """Forks a process that plants the bug, runs the module's tests and ends with pytest's exit code. Returns its id."""
+    """Forks a process that plants the bug, runs the module's tests and exits with pytest's code. Returns its id."""
     import pytest
 
     child = os.fork()
@@ -186,15 +186,15 @@ def start_tests(module: str, bug: Bug | None) -> int:
 
 
 def main() -> None:
-    import hypothesis  # noqa: F401  what the tests import, once for all of the processes below
+    import hypothesis  # noqa: F401  the tests import these; imported once for all processes below
     import ml_dtypes  # noqa: F401
     import pytest  # noqa: F401
     import torch
-    import torch.fx.experimental.symbolic_shapes  # the first gradient would, for seconds
+    import torch.fx.experimental.symbolic_shapes  # otherwise the first gradient imports it, which takes seconds
 
     torch.set_num_threads(1)
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # others' plugins, each with imports of its own
-    gc.freeze()  # or each process looks through all that has been imported when it ends
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # other plugins, which have imports of their own
+    gc.freeze()  # otherwise each process scans all imported objects at exit
     waiting = [(str(number), bug.module, bug) for number, bug in reversed(list(enumerate(BUGS)))]
     waiting += [(module, module, None) for module in sorted(TESTS)]
     running: dict[int, str] = {}

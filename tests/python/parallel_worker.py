@@ -1,4 +1,4 @@
-"""What the processes of test_parallel.py run: `parallel_worker.py TASK RANK RANKS FOLDER`."""
+"""The processes of test_parallel.py run this program: `parallel_worker.py TASK RANK RANKS FOLDER`."""
 
 import os
 import sys
@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 B, D_MODEL, STEPS = 2, 32, 6
-MODES: tuple[nn.Mode, ...] = ("sparse", "warm-up", "dense")  # of the steps, in turn
-TIMEOUT = {"die": timedelta(seconds=5)}  # the others' is longer than a busy machine takes to start the other rank
+MODES: tuple[nn.Mode, ...] = ("sparse", "warm-up", "dense")  # modes of the steps, in turn
+TIMEOUT = {"die": timedelta(seconds=5)}  # other tasks: longer than a busy machine needs to start a rank
 
 
 class Model(torch.nn.Module):
@@ -37,8 +37,9 @@ class Model(torch.nn.Module):
 
 
 def train(scenario: str, folder: Path, s: int, first: int, last: int) -> dict[str, object]:
-    """Steps `first` … `last` − 1 of training; with FSDP from the folder's checkpoint where `first` is not 0, and saved
-    to it where that is not the end. "alone" is this rank by itself.
+    """Trains steps `first` … `last` − 1. The scenario "alone" trains this rank without the others.
+
+    With FSDP, training resumes from the folder's checkpoint if `first` is not 0, and saves it if `last` is not the end.
     """
     world = dist.group.WORLD
     context, heads = {"alone": (None, None), "heads": (None, world)}.get(scenario, (world, None))
@@ -118,7 +119,7 @@ def main() -> None:
         if rank == "1":
             os._exit(3)
         Model(None)(shard.split(torch.zeros(B, 16, D_MODEL)), shard)
-    dist.barrier()  # a rank that leaves while another still sends to it would end that one
+    dist.barrier()  # if a rank leaves while another still sends to it, the other rank fails
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""What several test files share."""
+"""Functions that several test files share."""
 
 from typing import Any
 
@@ -13,6 +13,6 @@ def assert_close(actual: Any, expected: Any, tolerance: float = 1e-11) -> None:
 
 
 def norm_error(actual: Any, expected: Any) -> float:
-    """How far a tensor is from another, by the norm of the other, in float64."""
+    """Returns the norm of the difference, divided by the norm of `expected`, in float64."""
     expected = expected.double()
     return float((actual.double() - expected).norm() / expected.norm().clamp_min(1e-30))

@@ -97,6 +97,7 @@ FREE = {
     "attention_distribution": {("kv", 0), ("indices", 2)},
     "paged_attention": {("q", 1), ("r", 1), ("block_tables", 1)},
     "nvfp4_linear": {("x", 0)},
+    "nvfp4_linear_backward": {("d_out", 0)},
     "nvfp4_quantize": {("x", 0)},
     "lightning_indexer": {("k_index", 0)},
     "lightning_indexer_backward": {("k_index", 0)},
@@ -198,6 +199,11 @@ def test_integer_scalars(operator: str, wrong: Any) -> None:
             "out must be float16, as out_dtype says; got float32",
         ),
         ("nvfp4_linear", {"weight_global": None}, "weight_global must be a number or a 0-d float32 array; got None"),
+        (
+            "nvfp4_linear_backward",
+            {"weight_global": None},
+            "weight_global must be a number or a 0-d float32 array; got None",
+        ),
         ("nvfp4_quantize", {"global_scale": 0.0}, "global_scale must be "),
         ("nvfp4_quantize", {"global_scale": float("nan")}, "global_scale must be "),
         ("nvfp4_quantize", {"scale_layout": None}, "scale_layout must be 'plain' or 'blocked'; got None"),
@@ -276,12 +282,38 @@ def test_fake_kernels_say_it_too(operator: str, changes: dict[str, Any], message
 def test_globals_in_torch(wrong: Any) -> None:
     for operator, name in (
         ("nvfp4_linear", "weight_global"),
+        ("nvfp4_linear_backward", "weight_global"),
         ("nvfp4_dequantize", "global_scale"),
         ("nvfp4_quantize", "global_scale"),
     ):
         if (operator, wrong) != ("nvfp4_quantize", None):
             with pytest.raises(ValueError, match=f"{operator}: {name} must be a finite number or a 0-d float32 tensor"):
                 run_in_torch(make(operator), **{name: wrong})
+
+
+@pytest.mark.parametrize("wrong", [0.0, -0.0, 1e-40, -1e-45, float("inf"), float("nan")])
+@pytest.mark.parametrize("run_it", [run, run_in_torch])
+@pytest.mark.parametrize(
+    ("operator", "name"),
+    [
+        ("nvfp4_linear", "weight_global"),
+        ("nvfp4_linear_backward", "weight_global"),
+        ("nvfp4_dequantize", "global_scale"),
+        ("nvfp4_gemv", "alpha"),
+        ("nvfp4_matmul", "alpha"),
+    ],
+)
+def test_reciprocals_without_a_factor(operator: str, name: str, run_it: Any, wrong: float) -> None:
+    """In silence they would make every result infinite, or NaN. A number, and an array that the host can read."""
+    call = make(operator)
+    given = [wrong] if name == "alpha" else [wrong, np.array(wrong, np.float32)]
+    for value in given:
+        changes = {name: value if run_it is run else as_torch(value), "global_is_reciprocal": True}
+        with pytest.raises(ValueError, match=f"{operator}: {name} must be (a )?finite"):
+            run_it(call, **changes)
+        with pytest.raises(ValueError, match=f"{operator}: {name} must be finite with a finite reciprocal|finite"):
+            getattr(hopwell.reference, operator)(**call.arguments | {name: value, "global_is_reciprocal": True})
+    run_it(call, **{name: 4.0, "global_is_reciprocal": True})
 
 
 @pytest.mark.parametrize("run_it", [run, run_in_torch])
@@ -302,6 +334,7 @@ CHOICES = {
     "paged_attention": {"layout": "nhd", "bias_kind": "key", "out_of_range": "zero"},
     "nvfp4_gemv": {"out_dtype": "float32", "scale_layout": "plain"},
     "nvfp4_linear": {"scale_layout": "plain"},
+    "nvfp4_linear_backward": {"scale_layout": "plain"},
     "nvfp4_matmul": {"out_dtype": "float32", "scale_layout": "plain"},
     "nvfp4_quantize": {"scale_layout": "plain"},
     "nvfp4_dequantize": {"dtype": "float32", "scale_layout": "plain"},

@@ -1,4 +1,4 @@
-"""`python -m hopwell.bench`: it notices who disagrees, who is missing and what became slower. No time is judged."""
+"""`python -m hopwell.bench` notices peers that disagree or are missing, and slower results. No test judges a time."""
 
 import json
 import os
@@ -22,9 +22,9 @@ SPARSE = "sparse_mla_forward"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a dry run: a small ceiling and few bytes."""
+    """Uses a small ceiling and few bytes, as a dry run does."""
     for name in ("COLD_BYTES", "PRODUCT"):
-        monkeypatch.setattr(scale, name, getattr(scale, name))  # which puts them back afterwards
+        monkeypatch.setattr(scale, name, getattr(scale, name))  # so that monkeypatch restores them
     scale.shrink()
 
 
@@ -63,11 +63,11 @@ def test_a_wrong_result_is_noticed_whichever_it_is(name: str) -> None:
     assert theirs is not None
 
 
-# ---- packages that stand in for a peer -------------------------------------------------------------------------------
+# ---- packages that replace a peer ------------------------------------------------------------------------------------
 
 
 def attention(q: Any, kv: Any, indices: Any, scale: float, d_v: int) -> tuple[torch.Tensor, None, None]:
-    """What FlashMLA's function computes, in float64."""
+    """Computes FlashMLA's function in float64."""
     k = kv[:, 0].double()[indices[:, 0].long()]
     p = (torch.einsum("shd,std->sht", q.double(), k) * scale).softmax(-1)
     return torch.einsum("sht,std->shd", p, k[..., :d_v]).to(q.dtype), None, None
@@ -92,7 +92,7 @@ def refusing(*_: Any) -> None:
 
 
 def beside(monkeypatch: pytest.MonkeyPatch, function: Callable[..., object]) -> dict[str, Any]:
-    """The row beside a package `flash_mla` that has this function."""
+    """Returns the row for a package `flash_mla` that has this function."""
     module = ModuleType("flash_mla")
     module.flash_mla_sparse_fwd = function  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_mla", module)
@@ -115,7 +115,7 @@ def test_a_peer_that_disagrees_is_not_timed(
     assert words in row["disagrees"] and "times_as_fast" not in row
     assert compare.problems_of([row]) == [row]
     assert "DISAGREES" in capsys.readouterr().out
-    json.loads(compare.dump([row]))  # NaN is not JSON
+    json.loads(compare.dump([row]))  # NaN is not valid JSON
 
 
 @pytest.mark.parametrize(
@@ -235,12 +235,12 @@ def test_what_takes_long_is_announced(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().err == "… long\n"
 
 
-# ---- against records -------------------------------------------------------------------------------------------------
+# ---- comparison with records -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Writes a record of this machine, doctored; --check then measures in this process."""
+    """Writes a modified record of this machine; --check then measures in this process."""
     monkeypatch.setattr(
         command,
         "in_its_own_process",
@@ -324,7 +324,9 @@ def test_noise_is_a_part_of_the_recorded_share() -> None:
 
 
 def test_committed_records_can_be_compared_with() -> None:
-    """Each machine's together: one of the H200 is older than shares of operators without products."""
+    """Takes each machine's records together, because one record of the H200 has no shares of operators without
+    products.
+    """
     machines = {path.parent for path in (ROOT / "benchmarks" / "results").glob("*/peers*.json")}
     assert len(machines) >= 2
     for machine in sorted(machines):

@@ -1,4 +1,4 @@
-"""benchmarks/blackwell_first_hour.py without a Blackwell card: what it says, and that its report can be written."""
+"""benchmarks/blackwell_first_hour.py without a Blackwell card: the emulator's results, and the report."""
 
 import shutil
 import subprocess
@@ -38,7 +38,7 @@ def test_on_the_emulator_every_measurement_is_right_and_has_its_model(program: M
     assert run("--self-test", "--folder", str(tmp_path)).returncode == 0
     results = {result["name"]: result for result in program.emulated(tmp_path)}
     assert len(results) == len(program.emulated(tmp_path)) > 80
-    # Rates that the model states, which a kernel cannot exceed.
+    # The model's rates, which a kernel cannot exceed.
     assert results["additions lines, 40 rows"]["model"] == pytest.approx(22)
     assert results["additions scalar, 40 rows"]["model"] == pytest.approx(18)
     assert 1 / results["M 128 N 256 TS"]["model"] == pytest.approx(128)
@@ -46,6 +46,13 @@ def test_on_the_emulator_every_measurement_is_right_and_has_its_model(program: M
     assert 1 / results[".ws M 64 N 128 SS"]["model"] == pytest.approx(48)
     assert results["gather4 4 warps, 72 KB in flight, 40 rows"]["model"] == pytest.approx(8192 / 16 / 12)
     assert results["to the peer by st.async"]["model"] is None
+
+
+def test_every_kernel_has_a_bound_of_its_own(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound = {program.model.LONG: {"cap": 0.5, "binds": "shared memory"}}
+    monkeypatch.setattr(program.model, "counted", lambda command, kernel, backend: bound)
+    found = program.caps(Path())
+    assert len({(c["operator"], c["h_q"], c["d_qk"]) for c in found}) == len(found) == len(program.model.BLACKWELL)
 
 
 def test_the_report_has_every_part(program: ModuleType) -> None:
@@ -58,12 +65,15 @@ def test_the_report_has_every_part(program: ModuleType) -> None:
             {"name": "additions lines", "unit": "B", "per_cycle": 11.0, "model": 22.0, "right": True},
             {"name": "M 128 N 64 SS", "unit": "products", "per_cycle": 0.02, "model": 1 / 48, "right": False},
         ],
-        "caps": [{"operator": "sparse_mla_forward", "h_q": 64, "cap": 0.5, "binds": "shared memory"}],
+        "caps": [
+            {"operator": "sparse_mla_forward", "h_q": 64, "d_qk": 576, "cap": 0.5, "binds": "shared memory"},
+            {"operator": "sparse_mla_forward", "h_q": 64, "d_qk": 512, "cap": 0.6, "binds": "shared memory"},
+        ],
         "times": [
             {
                 "operator": "sparse_mla_forward",
                 "shape": "h64-8k",
-                "settings": {"h_q": "64"},
+                "settings": {"h_q": "64", "d_qk": "576"},
                 "backend": "sm100",
                 "median_seconds": 1e-3,
                 "share_of_matmul": 0.4,

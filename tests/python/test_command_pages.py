@@ -1,4 +1,4 @@
-"""What `hopwell completion` and `hopwell man` write, tried in the programs that it is for."""
+"""The output of `hopwell completion` and `hopwell man`, tried in the shells and in man."""
 
 import os
 import pty
@@ -26,7 +26,7 @@ def output(*arguments: str) -> str:
 
 
 class Terminal:
-    """A shell on a terminal of its own, in which `hopwell` prints its arguments."""
+    """A shell on its own terminal, where `hopwell` prints its arguments."""
 
     def __init__(self, shell: str, script: Path, folder: Path) -> None:
         environment = {"PATH": os.environ["PATH"], "TERM": "dumb", "HOME": str(folder), "PS1": "", "HISTFILE": ""}
@@ -44,7 +44,7 @@ class Terminal:
         os.write(self.terminal, keys.encode())
 
     def wait(self, text: str) -> str:
-        """What has come up to this text."""
+        """Returns the terminal's output up to this text."""
         limit = time.monotonic() + 60
         while text not in self.seen:
             assert time.monotonic() < limit, f"{text!r} did not come: {self.seen!r}"
@@ -54,9 +54,9 @@ class Terminal:
         return found
 
     def complete(self, line: str) -> list[str]:
-        """The arguments that the line has when Tab is pressed at its end, then Return."""
+        """Types the line, presses Tab at its end, then Return; returns the resulting arguments."""
         self.type(line + "\t")
-        time.sleep(0.3)  # what is typed while a shell completes may come before what it inserts
+        time.sleep(0.3)  # a shell may insert its completion after later keys
         self.type("\n")
         return re.findall(r"<([^<>\r\n]*)>", self.wait("<end>"))
 
@@ -145,7 +145,7 @@ def test_the_manual_page_is_without_warnings(program: list[str], tmp_path: Path)
 
 
 def test_the_manual_page_and_the_completions_have_every_option() -> None:
-    """Of each command's own help."""
+    """Compares with the help of each command."""
     page = output("man").replace("\\-", "-")
     scripts = [output("completion", shell) for shell in ("bash", "zsh", "fish")]
     commands = re.findall(r"^\.SS (\w+)$", page, re.MULTILINE)
@@ -161,7 +161,7 @@ def test_the_manual_page_and_the_completions_have_every_option() -> None:
 
 
 def test_the_installed_pages_are_what_the_command_writes() -> None:
-    """Under share/ of the environment, where man and the shells look."""
+    """Reads them under share/ of the environment, which man and the shells search."""
     share = COMMAND.parents[1] / "share"
     for name, arguments in {
         "bash-completion/completions/hopwell": ("completion", "bash"),

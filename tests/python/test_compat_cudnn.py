@@ -1,4 +1,4 @@
-"""`hopwell.compat.cudnn` against plain PyTorch in float64, called as the cuDNN front end's users call it."""
+"""`hopwell.compat.cudnn` against plain PyTorch in float64, called as users of cuDNN's front end call it."""
 
 import math
 from collections.abc import Sequence
@@ -84,9 +84,9 @@ def test_index_scores_of_e4m3_with_a_scale_a_row(prescaled: bool) -> None:
 
 
 def local_and_global(s_k: int, b: int, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Entries of a batch, some of them none, as numbers of keys of their sequence and of all keys."""
+    """Entries of a batch, some of them invalid: as key indices within their sequence, and within all keys."""
     local = torch.randint(-1, s_k, shape, dtype=torch.int32)
-    local[:, 1], local[:, 2, 1:] = -1, -1  # a query of no entry and one of one
+    local[:, 1], local[:, 2, 1:] = -1, -1  # a query without entries and a query with one entry
     local[:, 2, 0] = s_k - 1
     offsets = torch.arange(b, dtype=torch.int32)[:, None, None] * s_k
     return local, torch.where(local >= 0, local + offsets, -1)
@@ -145,7 +145,7 @@ def test_attention_on_the_entries_of_sparse_attention() -> None:
 
 
 def attention_sums(q: Tensor, k: Tensor, lse: Tensor, scale: float, mask: Tensor) -> Tensor:
-    """Of one sequence: q [s_q, h, d], k [s_k, h_kv, d]."""
+    """The attention distribution of one sequence, summed over heads: q [s_q, h, d], k [s_k, h_kv, d]."""
     keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
     scores = scale * torch.einsum("shd,thd->sht", q.double(), keys)
     return (scores - lse.double()[..., None]).exp().sum(1).masked_fill(~mask, 0.0)
@@ -187,7 +187,7 @@ def index_leaves(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> tuple
 
 
 def assert_gradients(result: TupleDict, wanted: Sequence[Tensor], dtypes: Sequence[torch.dtype], bound: float) -> None:
-    """Of q, weights and k."""
+    """Checks the gradients of q, weights and k."""
     assert list(result.keys()) == ["d_index_q", "d_weights", "d_index_k"]
     for gradient, other, dtype in zip(result, wanted, dtypes, strict=True):
         assert gradient.dtype == dtype and gradient.shape == other.shape
@@ -232,7 +232,7 @@ def test_gradients_of_the_sparse_loss(dtype: torch.dtype, b: int, backend: str, 
 @pytest.mark.parametrize("ratio", [1, 2])
 @DTYPES
 def test_gradients_of_the_dense_loss(dtype: torch.dtype, ratio: int, packed: bool) -> None:
-    """From what the two dense recomputations return, as Megatron calls them, with a target of one head of attention."""
+    """From the results of the two dense recomputations, as Megatron calls them, with a target of one attention head."""
     pack = Pack()
     first, second = ((pack.total_q,), (pack.total_k,)) if packed else ((2, 7), (2, 9))
     (q, w, k), exact = index_leaves([(*first, 3, 16), (*first, 3), (*second, 16)], dtype)
@@ -282,14 +282,14 @@ def attention(q: Tensor, kv: Tensor, valid: Tensor, indices: Tensor, sink: Tenso
     keys = kv[indices.clamp(0, len(kv) - 1).long()]
     scores = (scale * torch.einsum("shd,sid->shi", q, keys)).masked_fill(~valid[:, None], -math.inf)
     with_sink = torch.cat([scores, sink[None, :, None].expand(len(q), -1, 1)], -1)
-    probabilities = with_sink.softmax(-1)[..., :-1].nan_to_num(0.0)  # of nothing and no sink
+    probabilities = with_sink.softmax(-1)[..., :-1].nan_to_num(0.0)  # NaN if there is no key and no sink
     return torch.einsum("shi,sid->shd", probabilities, keys[..., :d_v]), scores.logsumexp(-1)
 
 
 def attention_gradients(
     q: Tensor, kv: Tensor, valid: Tensor, indices: Tensor, sink: Tensor, scale: float, out: Tensor, d_out: Tensor
 ) -> list[Tensor]:
-    """Of q, kv and the sink, from the rounded result of the forward, as the backward has it."""
+    """Gradients of q, kv and the sink, from the rounded forward result, which the backward reads."""
     table = indices.clamp(0, len(kv) - 1).long()
     keys, d_v = kv[table], out.shape[2]
     scores = (scale * torch.einsum("shd,sid->shi", q, keys)).masked_fill(~valid[:, None], -math.inf)
@@ -349,7 +349,7 @@ def test_sparse_attention_forward_and_differentiable(with_sink: bool) -> None:
     mine = torch.autograd.grad(result["out"], leaves, d_out)
     for gradient, other in zip(mine[:2], wanted[:2], strict=True):
         assert norm_error(gradient, other) <= 8e-3
-    if sink is not None:  # −Σ_s p_sink Σ_i d_out · out, which may cancel: out is rounded to bf16, by 2^-9 at most
+    if sink is not None:  # −Σ_s p_sink Σ_i d_out · out may cancel: out is rounded to bf16, by 2^-9 at most
         p_sink = 1 / (1 + (exact[2] - lse).neg().exp())
         rounding = (p_sink * (d_out * expected).abs().sum(-1)).sum(0).detach() * 2**-9
         assert ((mine[2] - wanted[2]).abs() <= 1e-4 * wanted[2].abs() + rounding).all()
@@ -373,7 +373,7 @@ def test_nothing_to_do() -> None:
 
 
 class Handle:
-    """As `cuda.bindings.driver.CUstream`: an object with a number."""
+    """An object with a number, as `cuda.bindings.driver.CUstream`."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -384,7 +384,9 @@ class Handle:
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_default_stream_is_no_external_one(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """PyTorch before 2.13 makes a new stream of ExternalStream(0), which doesn't wait for the default one."""
+    """PyTorch before 2.13 makes a new stream of ExternalStream(0), and this stream does not wait for the default
+    one.
+    """
     default, refused = object(), lambda *_, **__: pytest.fail("the default stream was taken for another")
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: default)
     monkeypatch.setattr(torch.cuda, "ExternalStream", refused)

@@ -1,4 +1,4 @@
-"""What `hopwell.compat.cudnn` refuses: each wrapper's wrong arguments, by name, before anything is overwritten."""
+"""Invalid arguments of `hopwell.compat.cudnn`: each wrapper names the argument, before anything is overwritten."""
 
 from typing import Any
 
@@ -243,7 +243,7 @@ def test_wrong_arguments(wrapper: str, change: dict[str, Any], message: str) -> 
         getattr(DSA, wrapper)(**{**CALLS[wrapper], **change})
 
 
-@pytest.mark.parametrize("wrapper", sorted(CALLS.keys() - {"sparse_attention_forward_wrapper"}))  # of 512 columns
+@pytest.mark.parametrize("wrapper", sorted(CALLS.keys() - {"sparse_attention_forward_wrapper"}))  # it needs 512 columns
 def test_what_is_changed_there_is_right_otherwise(wrapper: str) -> None:
     call = {name: x.clone() if isinstance(x, Tensor) else x for name, x in CALLS[wrapper].items()}
     assert isinstance(getattr(DSA, wrapper)(**call), TupleDict)

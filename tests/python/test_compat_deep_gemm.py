@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def inputs(s_q: int, s_kv: int, heads: int, d: int) -> dict[str, Any]:
-    """e4m3 numbers whose products are exact in bf16's float32 sums, and a scale a key."""
+    """e4m3 numbers whose products are exact in bf16's float32 sums, and a scale per key."""
     q, k = torch.randn(s_q, heads, d), torch.randn(s_kv, d)
     scales = k.abs().amax(1).clamp(min=1e-4) / 448
     return {
@@ -55,7 +55,9 @@ def test_logits_of_a_causal_sequence(heads: int, d: int) -> None:
 
 
 def test_key_ranges_of_packed_documents_and_wild_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranges are data: empty, reversed, before the first key, beyond the last. Rows are made a few at a time."""
+    """Ranges are data: empty, reversed, before the first key, beyond the last key. Rows are computed a few at a
+    time.
+    """
     monkeypatch.setattr(_index_scores, "_SCORES_AT_A_TIME", 100)
     call = inputs(30, 57, 4, 16)
     call["cu_seq_len_k_start"] = torch.randint(-5, 60, (30,), dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""FlashMLA's conventions, against a plain torch computation of them."""
+"""FlashMLA's conventions, against a plain torch computation."""
 
 import math
 
@@ -18,7 +18,7 @@ def plain(
     attn_sink: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
 ) -> Results:
-    """One head of one query at a time, in float64."""
+    """Computes one head of one query at a time, in float64."""
     s_q, h_q, _ = q.shape
     out, max_logits, lse = torch.zeros(s_q, h_q, d_v), torch.zeros(s_q, h_q), torch.zeros(s_q, h_q)
     for s in range(s_q):
@@ -43,7 +43,7 @@ def test_agrees_with_a_plain_computation(h_q: int, s_kv: int, topk: int, sink: b
     s_q, d_qk = 3, 576
     q, kv = torch.randn(s_q, h_q, d_qk).bfloat16() / 10, torch.randn(s_kv, 1, d_qk).bfloat16() / 10
     indices = torch.randint(-10, s_kv + 10, (s_q, 1, topk), dtype=torch.int32)
-    indices[1] = torch.tensor([-1, s_kv, 2147480000, -(2**31)] * (topk // 4))  # a lonely query
+    indices[1] = torch.tensor([-1, s_kv, 2147480000, -(2**31)] * (topk // 4))  # a query without a valid key
     attn_sink = torch.tensor(([0.5, math.inf, -math.inf] * h_q)[:h_q]) if sink else None
     topk_length = torch.randint(1, topk + 1, (s_q,), dtype=torch.int32) if length else None
     scale = d_qk**-0.5

@@ -20,7 +20,7 @@ SCALE, LATENT = 0.3, 12
 
 
 class Case:
-    """Indexer and absorbed attention of s_q queries and s_kv keys in [s, b, …], and float64 leaves beside them."""
+    """Indexer and absorbed attention of s_q queries and s_kv keys in [s, b, …], and the same as float64 leaves."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, s_q: int = 9, s_kv: int = 9, b: int = 2) -> None:
         h, d, h_index, d_index = 4, 16, 3, 8
@@ -41,7 +41,7 @@ class Case:
         self.ends = torch.arange(s_kv - s_q + 1, s_kv + 1, dtype=torch.int32)
 
     def packed(self) -> "Case":
-        """Two documents, and a query that sees nothing."""
+        """Two documents, and a query that sees no key."""
         self.starts = torch.tensor([0, 0, 0, 0, 4, 4, 4, 4, 0], dtype=torch.int32)
         self.ends = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8, 0], dtype=torch.int32)
         return self
@@ -52,7 +52,7 @@ class Case:
         return (key >= self.starts[:, None]) & (key < self.ends[:, None])
 
     def index_scores(self, use_relu: bool) -> Tensor:
-        """[b, s_q, s_kv] in float64, −inf where a query doesn't see a key."""
+        """Scores [b, s_q, s_kv] in float64, −inf if a query does not see a key."""
         x = self.exact
         dots = torch.einsum("sbhd,tbd->sbht", x["q"], x["k"])
         scores = torch.einsum("sbht,sbh->bst", dots.relu() if use_relu else dots, x["weights"])
@@ -62,7 +62,7 @@ class Case:
         return SCALE * torch.einsum("sbhd,tbd->bhst", self.exact["query"], self.exact["key"][:, :, 0])
 
     def loss(self, keys: Tensor, use_relu: bool, coeff: float, rows: Tensor | None, is_sum: bool) -> Tensor:
-        """As `compute_dsa_indexer_loss` says it, over the keys of a mask [b, s_q, s_kv]."""
+        """Computes the loss of `compute_dsa_indexer_loss` over the keys of a mask [b, s_q, s_kv]."""
         logs = self.index_scores(use_relu).masked_fill(~keys, -1e30).log_softmax(-1)
         target = self.attention_scores().detach().masked_fill(~keys[:, None], -math.inf).softmax(-1)
         target = target.nan_to_num(0.0).sum(1)
@@ -115,7 +115,7 @@ def ranks(n: int) -> Any:
 
 
 def dispatcher_s() -> dict[str, Any]:
-    """What the dispatcher passes beside."""
+    """The dispatcher's other arguments."""
     return {
         "use_relu": True,
         "use_local_indexer_varlen": False,
@@ -129,7 +129,7 @@ def dispatcher_s() -> dict[str, Any]:
 
 
 def chosen(indices: Tensor, s_kv: int) -> Tensor:
-    """The mask [b, s_q, s_kv] of index rows, which ascend and hold no key twice."""
+    """Returns the mask [b, s_q, s_kv] of index rows, which must be in ascending order without repeated keys."""
     mask = torch.zeros(*indices.shape[:2], s_kv + 1, dtype=torch.bool)
     mask.scatter_(2, torch.where(indices < 0, s_kv, indices).long(), value=True)
     mask = mask[..., :s_kv]
@@ -140,7 +140,7 @@ def chosen(indices: Tensor, s_kv: int) -> Tensor:
 
 
 def assert_best(mask: Tensor, scores: Tensor, topk: int) -> None:
-    """The scores of a mask's keys are the largest."""
+    """Checks that the keys of the mask have the largest scores."""
     best = scores.detach().topk(min(topk, scores.shape[-1])).values
     taken = scores.detach().masked_fill(~mask, -math.inf).topk(best.shape[-1]).values
     torch.testing.assert_close(taken, best, rtol=1e-5, atol=1e-5)
@@ -162,7 +162,7 @@ def test_selection(dtype: torch.dtype, use_relu: bool, topk: int) -> None:
 
 
 def test_a_selection_without_the_relu_has_all_the_digits() -> None:
-    """Sums over heads that no bf16, nor two of them, can tell apart are put into the right order."""
+    """Sums over heads that differ by less than bf16, or two bf16 terms, can represent: the order is still right."""
     q = torch.tensor([[1.0, 1.0], [2**-9, 2**-9], [2**-20, 0.0]]).bfloat16()[None, None]
     weights, k = torch.ones(1, 1, 3).bfloat16(), torch.eye(2).flip(0).bfloat16()[:, None]
     bounds = torch.tensor([0], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
@@ -264,7 +264,7 @@ def test_no_loss_where_none_is_asked_for_or_gradients_are_off() -> None:
 
 @pytest.mark.parametrize("sparse_loss", [True, False])
 def test_targets_of_tensor_parallel_ranks_are_added(monkeypatch: pytest.MonkeyPatch, sparse_loss: bool) -> None:
-    """Each of two ranks has half of the heads, and what the other one sends is added to its target."""
+    """Each of two ranks has half of the heads, and adds the other rank's target to its own."""
     case = Case()
     _, whole = case.whole(sparse_loss=sparse_loss)
     sent: list[Tensor] = []
@@ -382,7 +382,7 @@ def test_declined_entries() -> None:
 
 
 def test_entries_of_int64_do_not_wrap() -> None:
-    """2³² + 1 names no key, and certainly not key 1."""
+    """2³² + 1 is no key, and must not become key 1."""
     case, beyond = Case(), 2**32 + 1
     call = case.leaves["query"], case.leaves["key"]
     indices = torch.randint(-1, 9, (2, 9, 4))
@@ -397,7 +397,7 @@ def test_entries_of_int64_do_not_wrap() -> None:
 @pytest.mark.parametrize("use_relu", [True, False])
 @pytest.mark.parametrize("rows", [None, torch.arange(9) % 4 > 0])
 def test_the_default_dtype_does_not_matter(rows: Tensor | None, use_relu: bool) -> None:
-    """Megatron-LM builds models under that of their parameters."""
+    """Megatron-LM builds models with the parameters' dtype as the default dtype."""
     case = Case()
     results = []
     for default in (torch.float32, torch.bfloat16):
@@ -425,7 +425,7 @@ def test_a_negative_choice_is_an_error() -> None:
 
 @pytest.mark.parametrize("sparse_loss", [True, False])
 def test_bounds_of_int64_do_not_wrap(sparse_loss: bool) -> None:
-    """2³² keys are more than all, not none."""
+    """2³² as a bound means all keys, and must not become 0."""
     case = Case()
     case.starts, case.ends = torch.zeros(9, dtype=torch.int64), torch.full((9,), 9)
     expected = case.whole(sparse_loss=sparse_loss)

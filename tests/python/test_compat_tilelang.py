@@ -1,4 +1,4 @@
-"""`hopwell.compat.tilelang` against plain PyTorch in float64, as slime's and Miles' plug-ins use it."""
+"""`hopwell.compat.tilelang` against plain PyTorch in float64, called as slime's and Miles' plug-ins call it."""
 
 import math
 
@@ -55,7 +55,7 @@ def test_indexer_and_its_gradients(dtype: torch.dtype, topk: int, given: bool) -
     if given:
         assert indices is chosen
     else:
-        best = expected.detach().topk(min(topk, 24)).values  # of equal scores either may be chosen
+        best = expected.detach().topk(min(topk, 24)).values  # either of two keys with equal scores may be chosen
         for row in range(24):
             taken = indices[row][indices[row] >= 0].long()
             assert len(taken) == len(taken.unique()) == int((best[row] > -torch.inf).sum())
@@ -100,7 +100,7 @@ def test_indexer_without_the_relu(given: bool) -> None:
 
 @pytest.mark.parametrize("use_relu", [False, True])
 def test_indexer_arguments_that_do_not_fit(use_relu: bool) -> None:
-    """Said at once, and not when a backward comes."""
+    """The call raises at once, not later in its backward."""
     leaves, (start, end) = index_inputs(torch.float32), generate_varlen_mask_params(CU_SEQLENS)
     q, k, weights = leaves
     chosen = torch.zeros(24, 5, dtype=torch.int32)
@@ -165,7 +165,7 @@ def test_indexer_of_compressed_keys(ratio: int, topk: int) -> None:
 
 @pytest.mark.parametrize("given", [False, True])
 def test_indexer_of_packed_compressed_keys(given: bool) -> None:
-    """VeOmni's bounds: a loop over the documents, each with its own compressed keys."""
+    """VeOmni's bounds: compared with a loop over the documents, each with its own compressed keys."""
     queries, keys, ratio, topk = [9, 1, 8], [2, 0, 2], 4, 2
     q, k, weights = torch.randn(18, 1, 3, 16), torch.randn(4, 1, 16), torch.randn(18, 1, 3)
     starts = torch.tensor([0, 2, 2]).repeat_interleave(torch.tensor(queries)).int()
@@ -189,7 +189,7 @@ def test_indexer_of_packed_compressed_keys(given: bool) -> None:
 
 @pytest.mark.parametrize("scale", [None, 0.5])
 def test_the_target_of_some_entries(scale: float | None) -> None:
-    """Of a softmax over all entries and the sink, as VeOmni's indexer learns from."""
+    """The target is a softmax over all entries and the sink, which VeOmni's indexer learns from."""
     q, kv, sink = (torch.randn(shape).requires_grad_() for shape in ((2, 5, 3, 16), (2, 7, 16), (3,)))
     indices = torch.randint(-1, 7, (2, 5, 6), dtype=torch.int32)
     indices[1, 2] = -1
@@ -244,7 +244,7 @@ def test_attention_and_its_gradients(dtype: torch.dtype, groups: int) -> None:
 
 
 def attention_with_sinks(q: Tensor, kv: Tensor, sink: Tensor, indices: Tensor, scale: float) -> Tensor:
-    """As the reference in Miles' tests says it: the sink is a term of the denominator, −1 is no entry."""
+    """The reference in Miles' tests: the sink is a term of the denominator, −1 is an invalid entry."""
     keys = torch.stack([rows[entries.clamp(min=0).long()] for rows, entries in zip(kv, indices, strict=True)])
     scores = scale * torch.einsum("bshd,bsid->bshi", q, keys)
     scores = scores.masked_fill((indices < 0)[:, :, None], -math.inf)
@@ -260,7 +260,7 @@ def test_attention_with_sinks_and_its_gradients(dtype: torch.dtype, scale: float
     kv = torch.randn(batch, 11, 16).to(dtype).requires_grad_()
     sink = torch.tensor([0.0, 2.0, -3.0, 0.5]).requires_grad_()
     indices = torch.randint(-1, 11, (batch, 7, 6), dtype=torch.int32)
-    indices[:, 2] = -1  # a query without keys: the sink takes everything
+    indices[:, 2] = -1  # a query without keys: the sink gets all attention
     out = sparse_attn_tilelang(q, kv, sink, indices, scale)
     exact = [x.detach().double().requires_grad_() for x in (q, kv, sink)]
     expected = attention_with_sinks(*exact, indices, 0.25 if scale is None else scale)
@@ -281,7 +281,7 @@ def test_attention_with_sinks_and_its_gradients(dtype: torch.dtype, scale: float
     assert [x.dtype for x in gradients] == [dtype, dtype, torch.float32]
     for gradient, other in zip(gradients[:2], wanted[:2], strict=True):
         assert norm_error(gradient, other) <= 2 * tolerance
-    # −Σ_s p_sink Σ_i d_out · out, which may cancel: out is rounded to bf16, by 2^-9 at most
+    # −Σ_s p_sink Σ_i d_out · out may cancel: out is rounded to bf16, by 2^-9 at most
     p_sink = (sink.detach() - lse * math.log(2)).exp()
     rounding = (p_sink * (d_out * expected.detach()).abs().sum(-1)).sum((0, 1)) * 2**-9
     assert (

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hopwell.compat import vllm as ops
 
-PARTITION = 512  # vLLM's, for the scratch of v2
+PARTITION = 512  # vLLM's partition size, for the scratch of v2
 
 
 def caches(blocks: int, h_kv: int, d: int, block: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -17,11 +17,13 @@ def caches(blocks: int, h_kv: int, d: int, block: int, dtype: torch.dtype) -> tu
 
 
 class Problem:
-    """Sequences written into a cache token by token with reshape_and_cache; pages in random order, the rest NaN."""
+    """Sequences that reshape_and_cache writes token by token to a cache with pages in random order; unused pages are
+    NaN.
+    """
 
     def __init__(self, dtype: torch.dtype, h_q: int, h_kv: int, d: int, block: int, lengths: list[int]) -> None:
         self.h_kv, self.block, self.scale = h_kv, block, d**-0.5
-        self.q = torch.randn(len(lengths), 3, h_q, d).to(dtype)[:, 1]  # a slice of a projection: its stride is free
+        self.q = torch.randn(len(lengths), 3, h_q, d).to(dtype)[:, 1]  # a slice of a projection, with its stride
         self.keys = [torch.randn(n, h_kv, d).to(dtype) for n in lengths]
         self.values = [torch.randn(n, h_kv, d).to(dtype) for n in lengths]
         width = max(-(-n // block) for n in lengths) + 1
@@ -32,7 +34,7 @@ class Problem:
         for table, key, value in zip(self.block_tables, self.keys, self.values, strict=True):
             t = torch.arange(len(key))
             slots = table.long()[t // block] * block + t % block
-            padded = torch.cat([slots, torch.tensor([-1])])  # a padding token, and one beyond slot_mapping
+            padded = torch.cat([slots, torch.tensor([-1])])  # a padding token, and a token beyond slot_mapping
             more = torch.full((2, *key.shape[1:]), math.inf, dtype=dtype)
             new = torch.cat([key, more]), torch.cat([value, more])
             ops.reshape_and_cache(*new, self.key_cache, self.value_cache, padded, "auto", torch.ones(1), torch.ones(1))

@@ -1,4 +1,4 @@
-"""On a GPU: PyTorch's compiler, CUDA graphs, repeatability, and a model that trains there as it does on the CPU."""
+"""On a GPU: PyTorch's compiler, CUDA graphs, repeatability, and a model that trains as on the CPU."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ SCALE = 0.0417
 
 
 def make_inputs(seed: int, s_q: int = 150, s_kv: int = 600, h_q: int = 64, topk: int = 130) -> list[Tensor]:
-    """q, kv, indices, attn_sink on the CPU."""
+    """Returns q, kv, indices and attn_sink on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(s_q, h_q, 576, generator=generator).bfloat16()
     kv = torch.randn(s_kv, 576, generator=generator).bfloat16()
@@ -27,7 +27,7 @@ def attend(q: Tensor, kv: Tensor, indices: Tensor, sink: Tensor) -> Tensor:
 
 
 def step(inputs: list[Tensor], d_out: Tensor) -> list[Tensor]:
-    """out, dq, dkv, d_sink."""
+    """Returns out, dq, dkv and d_sink."""
     q, kv, indices, sink = inputs
     q, kv, sink = (x.detach().requires_grad_() for x in (q, kv, sink))
     out = attend(q, kv, indices, sink)
@@ -67,7 +67,7 @@ def test_compiled_whole() -> None:
 
 def test_graph_replayed_with_other_inputs() -> None:
     static, d_out = [x.cuda() for x in make_inputs(3)], torch.randn(150, 64, 512).bfloat16().cuda()
-    for _ in range(2):  # before the capture
+    for _ in range(2):  # warm-up before the capture
         step(static, d_out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -93,7 +93,7 @@ def test_same_bits_every_time() -> None:
 
 @pytest.mark.parametrize(("h_q", "s_kv"), [(64, 131072), (128, 8192), (128, 131072)])
 def test_same_bits_at_full_size(h_q: int, s_kv: int) -> None:
-    """Hand-overs between warps that small problems never strain: a race shows as one query of a call in ten."""
+    """Only large problems load the exchanges between warps: a race shows as one wrong query in every tenth call."""
     generator = torch.Generator("cuda").manual_seed(9)
     q = torch.randn(4096, h_q, 576, device="cuda", dtype=torch.bfloat16, generator=generator)
     kv = torch.randn(s_kv, 576, device="cuda", dtype=torch.bfloat16, generator=generator)
@@ -107,7 +107,7 @@ def test_same_bits_at_full_size(h_q: int, s_kv: int) -> None:
 
 
 class Model(torch.nn.Module):
-    """A small language model whose attention reads the last 32 tokens and 32 earlier ones."""
+    """A small language model whose attention reads the last 32 tokens and 32 earlier tokens."""
 
     def __init__(self, vocabulary: int = 64, d_model: int = 128, layers: int = 2) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Model(torch.nn.Module):
 def train(device: str, steps: int = 30) -> list[float]:
     torch.manual_seed(7)
     model, text = Model().to(device), torch.randint(0, 64, (1 << 14,), generator=torch.Generator().manual_seed(8))
-    text[1::2] = (text[::2] * 5 + 3) % 64  # every other token follows from the one before
+    text[1::2] = (text[::2] * 5 + 3) % 64  # every other token is a function of the previous one
     s = 128
     positions = torch.arange(s)
     recent = positions[:, None] - torch.arange(32)

@@ -1,4 +1,4 @@
-"""On a GPU: the decode operators on PyTorch's tensors as on the CPU, in CUDA graphs, repeatable, on vLLM's caches."""
+"""On a GPU: the decode operators give the CPU's results on PyTorch's tensors, in CUDA graphs and on vLLM's caches."""
 
 import math
 
@@ -24,7 +24,7 @@ def relative_error(x: Tensor, y: Tensor) -> float:
 def make_cache(
     layout: str, dtype: torch.dtype, h_kv: int, d: int, block: int = 16
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Caches on the CPU as their engines lay them out, shuffled block tables with garbage at the end, contexts."""
+    """Caches on the CPU in their engines' layouts, shuffled block tables with garbage at the end, context lengths."""
     generator = torch.Generator().manual_seed(h_kv * d)
     lengths = torch.tensor(CONTEXTS, dtype=torch.int32)
     width = math.ceil(max(CONTEXTS) / block) + 2
@@ -95,7 +95,7 @@ def test_graph_follows_lengths_and_tables() -> None:
 
 
 def test_vllm_caches() -> None:
-    """Caches as vLLM allocates them, halves of one tensor, filled by slots; ALiBi; in-place results."""
+    """Caches as vLLM allocates them (halves of one tensor), filled by slots; ALiBi; in-place results."""
     blocks, block, h_kv, h_q, d = 64, 16, 4, 16, 128
     kv_cache = torch.zeros(2, blocks, block * h_kv * d, dtype=torch.float16, device="cuda")
     key_cache, value_cache = kv_cache[0].view(blocks, h_kv, d // 8, block, 8), kv_cache[1].view(blocks, h_kv, d, block)
@@ -133,6 +133,17 @@ def test_nvfp4_linear_as_on_the_cpu(dtype: torch.dtype, n: int, rows: int, k: in
     assert relative_error(here, expected) < {torch.float16: 1e-3, torch.bfloat16: 4e-3}[dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("n", [1, 16, 17, 40, 150, 3000])
+@pytest.mark.parametrize(("rows", "k"), [(512, 1024), (77, 4096), (3000, 2048), (130, 48)])
+def test_nvfp4_linear_backward_as_on_the_cpu(dtype: torch.dtype, n: int, rows: int, k: int) -> None:
+    weight, d_out = hopwell.nvfp4_quantize(torch.randn(rows, k)), torch.randn(n, rows).to(dtype)
+    expected = hopwell.nvfp4_linear_backward(d_out, *weight)
+    here = hopwell.nvfp4_linear_backward(d_out.cuda(), *(x.cuda() for x in weight))
+    assert here.dtype == dtype
+    assert relative_error(here, expected) < {torch.float16: 1e-3, torch.bfloat16: 4e-3}[dtype]
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(("m", "n"), [(1, 512), (512, 1), (8, 77), (77, 8), (40, 300), (300, 150)])
 @pytest.mark.parametrize("k", [48, 1024])
@@ -158,7 +169,7 @@ def test_nvfp4_quantize_and_dequantize_as_on_the_cpu() -> None:
 
 
 def test_nvfp4_quantize_in_one_pass_as_in_two() -> None:
-    """Rows without gaps are read once, by CTAs that wait for each other: in a graph replayed, and on two streams."""
+    """Rows without gaps are read once, by CTAs that wait for each other: in a replayed graph, and on two streams."""
     x = torch.empty(4096, 4608, dtype=torch.bfloat16, device="cuda")
     with_gaps = torch.empty(4096, 4608 + 16, dtype=torch.bfloat16, device="cuda")[:, :4608]
 
@@ -200,10 +211,12 @@ def test_nvfp4_layer_in_a_graph_and_repeatable(n: int) -> None:
     x.normal_()
     graph.replay()
     assert torch.equal(y, layer(x))
-    dense = torch.nn.functional.linear(
-        x.float(), hopwell.nvfp4_dequantize(layer.weight, layer.weight_scale, layer.weight_global), layer.bias.float()
-    )
-    assert relative_error(y, dense) < 5e-3
+    weight = hopwell.nvfp4_dequantize(layer.weight, layer.weight_scale, layer.weight_global)
+    assert relative_error(y, torch.nn.functional.linear(x.float(), weight, layer.bias.float())) < 5e-3
+    d_y = torch.randn_like(y)
+    gradients = [torch.autograd.grad(layer(leaf), leaf, d_y)[0] for leaf in (x.clone().requires_grad_() for _ in "ab")]
+    assert torch.equal(*gradients)
+    assert relative_error(gradients[0], d_y.float() @ weight) < 5e-3
 
 
 def test_paged_attention_gives_the_same_bits_every_time() -> None:
@@ -216,7 +229,9 @@ def test_paged_attention_gives_the_same_bits_every_time() -> None:
 
 
 def test_a_captured_step_follows_its_length() -> None:
-    """Sparse attention one token after the other in one CUDA graph, the cache's length a tensor, as without a graph."""
+    """Sparse attention of one token after another in one CUDA graph, with the length as a tensor, as without a
+    graph.
+    """
     torch.manual_seed(0)
     mla = nn.SparseMLA(64, 16, d_nope=32, d_head=32)
     dsa = nn.DSA(mla, nn.LightningIndexer(64, topk=24, h_index=16)).cuda().bfloat16()

@@ -1,4 +1,4 @@
-"""On two GPUs: every operator runs where its tensors are, whatever device is current, and leaves that as it was."""
+"""On two GPUs: every operator runs on the device of its tensors and does not change the current device."""
 
 import inspect
 import threading
@@ -26,7 +26,7 @@ def on_device(arguments: dict[str, Any], device: int) -> dict[str, Any]:
 
 
 def make_call(operator: str) -> Any:
-    """A call on bfloat16 that GPU backends take: MLA's kernels want DeepSeek's head dimensions."""
+    """A bfloat16 call that GPU backends support: MLA's kernels need DeepSeek's head dimensions."""
     rng = np.random.default_rng(SEED)
     call = MAKERS[operator](rng, "bfloat16")
     if "mla" in operator or operator in ("attention_distribution", "indexer_dense_loss"):

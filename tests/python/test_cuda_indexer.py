@@ -14,7 +14,7 @@ TOPK = 300
 
 
 def make_inputs(seed: int, s_q: int = 200, s_kv: int = 3000, h_index: int = 64) -> list[Tensor]:
-    """q_index, k_index, weights on the CPU."""
+    """Returns q_index, k_index and weights on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(s_q, h_index, 128, generator=generator).bfloat16()
     k = torch.randn(s_kv, 128, generator=generator).bfloat16()
@@ -22,7 +22,7 @@ def make_inputs(seed: int, s_q: int = 200, s_kv: int = 3000, h_index: int = 64) 
 
 
 def select(inputs: list[Tensor], q_start: int | None = None) -> tuple[Tensor, Tensor]:
-    """Indices and scores."""
+    """Returns indices and scores."""
     q, k, weights = inputs
     indices, scores = ops.lightning_indexer(q, k, weights, TOPK, q_start=q_start)
     return indices, scores
@@ -39,7 +39,7 @@ def test_selects_as_on_the_cpu() -> None:
     inputs = make_inputs(1)
     here, scores_here = select([x.cuda() for x in inputs], 2500)
     there, scores_there = select(inputs, 2500)
-    same = here.cpu() == there  # where it is not, the sums' rounding swapped keys of all but equal score
+    same = here.cpu() == there  # elsewhere the rounding of sums swapped keys with nearly equal scores
     assert same.float().mean() > 0.99
     assert torch.allclose(scores_here.cpu()[same], scores_there[same], rtol=1e-4, atol=1e-4)
 
@@ -84,7 +84,7 @@ def test_graph_replayed_with_other_inputs() -> None:
 
 @pytest.mark.parametrize("handle", [0, 1, None])
 def test_a_stream_of_the_cudnn_wrappers_waits_for_what_is_on_it(handle: int | None) -> None:
-    """0 and 1 are the default stream; None here is another stream, whose work the current one's doesn't delay."""
+    """0 and 1 are the default stream; None means another stream, which the current stream's work does not delay."""
     stream = torch.cuda.default_stream() if handle is not None else torch.cuda.Stream()
     numbers = torch.randn(64, 4096, device="cuda")
     lengths = torch.full((64,), 4096, dtype=torch.int32, device="cuda")

@@ -1,4 +1,4 @@
-"""The language-model demo: a shortened run with its claims, resuming, and all that can be wrong with its input."""
+"""The language-model demo: a shortened run with its claims, resuming, and all invalid inputs."""
 
 import dataclasses
 import io
@@ -59,7 +59,7 @@ def test_shortened_run_keeps_its_claims(tmp_path: Path) -> None:
     assert [record["step"] for record in metrics["steps"]] == list(range(1, 316))
     assert all(record["tokens_per_s"] > 0 for record in metrics["steps"])
     warm_up = [record for record in metrics["steps"] if record["stage"] == "warm-up"]
-    assert {record["update"] for record in warm_up} == {50}  # the main model stands still
+    assert {record["update"] for record in warm_up} == {50}  # the main model is frozen
     assert warm_up[-1]["indexer_loss"] < warm_up[0]["indexer_loss"]
     assert len(metrics["dense_twin"]) == 250
     ends = {(v["model"], v["update"]): v["loss"] for v in metrics["validation"]}
@@ -74,7 +74,7 @@ def test_shortened_run_keeps_its_claims(tmp_path: Path) -> None:
 
 
 def test_claim_that_fails_fails_the_run(tmp_path: Path) -> None:
-    """Two steps teach too little for the bigram model."""
+    """Two steps are too few to beat the bigram model."""
     result = demo(tmp_path, "--quick", "--steps", "2")
     assert result.returncode == 1, result.stderr
     assert result.stdout.count("FAIL") == 1
@@ -92,7 +92,7 @@ class InterruptedRunError(Exception):
 
 @pytest.fixture
 def determinism_restored() -> Iterator[None]:
-    """What the demo switches on for a process of its own must not outlive a test."""
+    """Restores the settings that the demo changes for its process."""
     filled = torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(False)
@@ -148,7 +148,7 @@ def test_resumed_run_equals_uninterrupted_run(stage: str, uninterrupted: Any, tm
 
 
 def test_stages_train_what_they_should(tmp_path: Path) -> None:
-    """The warm-up moves the indexer alone, and the twin begins where the dense stage ended."""
+    """The warm-up changes only the indexer, and the twin begins with the weights at the end of the dense stage."""
     trainer = make_trainer()
     states: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
 
@@ -162,14 +162,14 @@ def test_stages_train_what_they_should(tmp_path: Path) -> None:
         assert moved == ("indexer" in name), name
         assert torch.equal(before, trainer.fork["model"][name])
     assert all(torch.equal(p, trainer.trained[name]) for name, p in ends["sparse"].items())
-    # the indexer's own parameters stand still in dense training, everything else learns
+    # dense training changes all parameters except the indexer's
     for name, p in trainer.model.named_parameters():
         assert torch.equal(p, trainer.fork["model"][name]) == ("indexer" in name), name
 
 
 @pytest.mark.parametrize("of", [model.GPU, model.LARGE])
 def test_sizes_of_the_gpu_run_in_bfloat16(tmp_path: Path, of: Any) -> None:
-    """d_v 512 with d_rope 64, h_index 16, bfloat16: training, NVFP4 and generation, here on the CPU's operators."""
+    """d_v 512 with d_rope 64, h_index 16, bfloat16: training, NVFP4 and generation, with the CPU's operators."""
     size = dataclasses.replace(of, vocabulary=300, context=32, layers=1, d_model=64, d_ff=64, topk=8)
     trainer = make_trainer(12, size)
     trainer.run(tmp_path / "checkpoint.pt", Reporter(console()))
@@ -198,7 +198,7 @@ def test_interrupted_by_the_user(tmp_path: Path) -> None:
     assert errors == "train_dsa_lm: interrupted; --resume goes on from the last checkpoint\n"
 
 
-# ---- what can be wrong ---------------------------------------------------------------------------------------------
+# ---- invalid input -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("determinism_restored")
@@ -264,7 +264,7 @@ def test_resume_refuses_another_run(tmp_path: Path) -> None:
 
 
 def test_full_disk_leaves_earlier_checkpoints_whole(tmp_path: Path) -> None:
-    """A file-size limit stands for the full disk: the write fails half-way."""
+    """A file-size limit simulates the full disk: the write fails half-way."""
     checkpoint = tmp_path / "runs" / "dsa_lm" / "checkpoint.pt"
     make_trainer().save(checkpoint)
     before = checkpoint.read_bytes()
@@ -282,7 +282,7 @@ def test_full_disk_leaves_earlier_checkpoints_whole(tmp_path: Path) -> None:
 
 
 def test_bigram_is_a_distribution_and_the_textbook_one() -> None:
-    """Σ_y p(y | x) = 1 for every x, seen or not, and interpolated Kneser–Ney counted by hand on a small text."""
+    """Σ_y p(y | x) = 1 for every x, seen or not, and equals interpolated Kneser–Ney by hand on a small text."""
     ids = torch.from_numpy(np.random.default_rng().zipf(1.5, 3000).clip(max=30))  # 0 and 31 never occur
     bigram = text.Bigram(ids, 32)
     for x in range(32):
@@ -294,13 +294,13 @@ def test_bigram_is_a_distribution_and_the_textbook_one() -> None:
     )  # pairs: 12 twice, 21 twice, 13 once; too few to estimate discounts
     # p(2 | 1) = (2 − ¾)/3 + ¾·2/3 · continuation(2), which is (1 + ½)/(3 + 4·½)
     assert tiny.loss(torch.tensor([1]), torch.tensor([2])) == pytest.approx(-np.log(1.25 / 3 + 0.5 * 1.5 / 5))
-    # a context never seen: the continuation distribution alone
+    # an unseen context: the continuation distribution alone
     assert tiny.loss(torch.tensor([0]), torch.tensor([0])) == pytest.approx(-np.log(0.5 / 5))
 
 
 def test_bigram_beats_simpler_smoothing() -> None:
-    """The bar is not a low one: on held-out text it is better than add-λ with the best λ."""
-    corpus = text.load([], 400, 64, 600_000)  # of less, some Python's own library is too little to tell
+    """The baseline is strong: on held-out text it is better than add-λ smoothing with the best λ."""
+    corpus = text.load([], 400, 64, 600_000)  # with less text, the library of some Python versions is too small to tell
     tokens, following = text.validation_windows(corpus.validation, 64, 200)
     counts = np.zeros((400, 400))
     np.add.at(counts, (corpus.train[:-1].numpy(), corpus.train[1:].numpy()), 1)
@@ -316,14 +316,14 @@ def test_split_is_by_file_and_single_files_are_cut(tmp_path: Path) -> None:
     names = [f"{i}.txt" for i in range(200)]
     for name in names:
         (tmp_path / name).write_text(f"{name} é\n")
-    (tmp_path / "picture.png").write_bytes(PNG)  # no text: left out
+    (tmp_path / "picture.png").write_bytes(PNG)  # no text: skipped
     train, validation = text.read_split([tmp_path])
     assert sorted(train + validation) == sorted(f"{name} é\n" for name in names)
     assert 1 <= len(validation) <= 30
     assert text.read_split([tmp_path]) == (train, validation)
 
     whole = "0123456789" * 10
-    for name in names:  # whatever split the hash of the name would send it to
+    for name in names:  # independent of the split that the hash of the name selects
         (tmp_path / name).write_text(whole)
         train, validation = text.read_split([tmp_path / name])
         assert train + validation == [whole[:90], whole[90:]]
@@ -341,7 +341,7 @@ def test_batches_depend_on_seed_and_step_alone() -> None:
 
 
 def test_generation_continues_what_the_model_computes() -> None:
-    """Token by token through the caches: the logits of the whole sequence at once."""
+    """Token by token with caches gives the logits of the whole sequence."""
     trainer = make_trainer()
     network, tokens = trainer.model, trainer.windows[0][0, :20]
     torch.nn.init.normal_(network.head.weight, std=0.1)
@@ -370,5 +370,5 @@ def test_progress_bar_on_a_terminal() -> None:
     reporter.end()
     assert "3/3" in screen.getvalue()
     assert "loss 3.210  indexer 0.500  4,321 tokens/s" in screen.getvalue()
-    reporter.say("x[red]y\x1b[2Jz")  # generated text is no markup and does not clear the screen
+    reporter.say("x[red]y\x1b[2Jz")  # generated text is not markup and does not clear the screen
     assert "x[red]y\N{REPLACEMENT CHARACTER}[2Jz" in screen.getvalue()

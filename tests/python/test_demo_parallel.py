@@ -1,4 +1,4 @@
-"""The language-model demo under torchrun: what one process learns, a rank that dies, and another number of ranks."""
+"""The language-model demo under torchrun: compared with one process, a rank that dies, another number of ranks."""
 
 import json
 import os
@@ -27,7 +27,7 @@ OPTIONS = ["--quick", "--steps", "8", "--name", "shared"]
 
 @pytest.fixture(scope="module", autouse=True)
 def determinism_restored() -> Iterator[None]:
-    """What the demo switches on for a process of its own must not outlive these tests."""
+    """Restores the settings that the demo changes for its process."""
     filled = torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(False)
@@ -36,7 +36,7 @@ def determinism_restored() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One process's training."""
+    """The training of one process."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     settings = experiment.choose_settings(train_dsa_lm.parse(OPTIONS), torch.device("cpu"))
@@ -76,7 +76,9 @@ def wait_for_stage(folder: Path, stage: str, launcher: subprocess.Popen[str]) ->
 
 
 def assert_same(records: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    """Float32 sums in another order choose other keys here and there, from then on."""
+    """Compares loosely, because float32 sums in another order sometimes select other keys, which changes later
+    steps.
+    """
     assert len(records) == len(expected)
     for record, other in zip(records, expected, strict=True):
         for name in other.keys() - {"tokens_per_s"}:
@@ -87,7 +89,7 @@ def assert_same(records: list[dict[str, Any]], expected: list[dict[str, Any]]) -
 def test_two_ranks_learn_what_one_does_one_dies_and_one_goes_on(
     tmp_path: Path, alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks up to the dense twin; there one is killed, and a run of one rank does the rest."""
+    """Trains with two ranks up to the dense twin. There one is killed, and a run with one rank does the rest."""
     run = tmp_path / "runs" / "shared"
     with torchrun(tmp_path, "--timeout", "20") as launcher:
         wait_for_stage(run / "checkpoint", "dense twin", launcher)
@@ -117,7 +119,7 @@ def test_two_ranks_learn_what_one_does_one_dies_and_one_goes_on(
 
 
 def finish(trainer: Any, *_: Any) -> tuple[experiment.Results, str]:
-    """What follows training has tests of its own; it needs the trained weights, whole."""
+    """Replaces `finish`, which has tests of its own. It needs the whole trained weights."""
     for name, tensor in trainer.trained.items():
         assert type(tensor) is torch.Tensor, name
     network = experiment.network.Decoder(trainer.settings.size)

@@ -1,5 +1,7 @@
-"""Attention without indices, and the indexer's loss over every visible key, beyond what the cases have: the same bits
-wherever a query stands, the same as with a list of all keys, empty indices, PyTorch's gradients.
+"""Attention without indices, and the indexer's loss over all visible keys, in addition to the cases.
+
+A query's results have the same bits wherever it stands in a call, and the same as with a list of all keys. Other tests
+cover empty indices and PyTorch's gradients.
 """
 
 import itertools
@@ -20,7 +22,7 @@ every_backend = pytest.mark.parametrize("backend", BACKENDS)
 def problem(
     rng: np.random.Generator, s_q: int = 12, s_kv: int = 130, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, Tensor]:
-    """Queries that stand in three documents; d_qk as GPUs want it."""
+    """Queries in three documents, with a d_qk that GPU backends support."""
     normal = {"q": (s_q, 3, 576), "kv": (s_kv, 576), "q_index": (s_q, 2, 16), "k_index": (s_kv, 16)}
     tensors = {name: torch.tensor(rng.standard_normal(shape), dtype=dtype) for name, shape in normal.items()}
     tensors["weights"] = torch.tensor(rng.standard_normal((s_q, 2)), dtype=torch.float32)
@@ -32,7 +34,7 @@ def problem(
 
 
 def results_of(p: dict[str, Tensor], backend: str) -> dict[str, Tensor]:
-    """Everything that belongs to one query."""
+    """The results that belong to one query."""
     masks: dict[str, Any] = {"k_start": p["k_start"], "k_end": p["k_end"], "backend": backend}
     out, peak, lse = hopwell.sparse_mla_forward(p["q"], p["kv"], None, 0.05, **masks)
     attn = hopwell.attention_distribution(p["q"], p["kv"], None, lse, 0.05, **masks)
@@ -72,8 +74,8 @@ def test_the_bits_of_a_query_do_not_depend_on_where_its_keys_lie(rng: np.random.
         assert torch.equal(there[name], expected), name
 
 
-# Hopper takes queries together, as many as have their heads, padded to 16, 32 or 64, in 128 rows. Others take them one
-# by one, some of their heads at a time.
+# Hopper processes as many queries together as fit into 128 rows, with their heads padded to 16, 32 or 64. Other
+# backends process one query at a time, some of its heads at a time.
 HEADS = {"emu:sm90": (1, 16, 17, 32, 33, 64)}
 
 
@@ -84,7 +86,7 @@ HEADS = {"emu:sm90": (1, 16, 17, 32, 33, 64)}
 def test_the_bits_of_a_query_do_not_depend_on_those_beside_it(
     rng: np.random.Generator, backend: str, heads: int, special: float
 ) -> None:
-    """Neighbours with the same first key, with another, with none, one behind that sees a key which is not finite."""
+    """Neighbours have the same first key, another one, or none; a later one sees a key that is not finite."""
     s_q, s_kv = 29, 90
     token = np.arange(s_q)
     start, end = np.where(token < 22, 3, 40 + token % 3), 60 + token
@@ -95,7 +97,7 @@ def test_the_bits_of_a_query_do_not_depend_on_those_beside_it(
         "k_start": torch.tensor(start, dtype=torch.int32),
         "k_end": torch.tensor(end, dtype=torch.int32),
     }
-    p["k_index"][70, 7] += special  # an infinite score, or −inf with every head, which relu makes 0
+    p["k_index"][70, 7] += special  # an infinite score, or −inf in every head, which relu changes to 0
     p["q_index"][24] += special
     _, _, lse = hopwell.sparse_mla_forward(
         p["q"], p["kv"], None, 0.05, k_start=p["k_start"], k_end=p["k_end"], backend=backend
@@ -121,7 +123,7 @@ def test_the_bits_of_a_query_do_not_depend_on_those_beside_it(
 def test_a_query_that_is_not_a_number_adds_nothing_to_keys(
     rng: np.random.Generator, backend: str, deterministic: bool
 ) -> None:
-    """Nor do its neighbours, with which a backend may take it together, add anything else."""
+    """A backend may process its neighbours together with it; they add the same as without it."""
     p = problem(rng, s_q=19) | {"q_index": torch.tensor(rng.standard_normal((19, 32, 16)), dtype=torch.bfloat16)}
     p["weights"] = torch.tensor(rng.standard_normal((19, 32)), dtype=torch.float32)
     p["q_index"][6, 3] = torch.nan

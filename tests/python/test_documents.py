@@ -1,4 +1,4 @@
-"""The documents: every Python block runs and prints what stands below it; what they claim to be complete is."""
+"""The documents: every Python block runs and prints the output below it, and complete lists are complete."""
 
 import contextlib
 import functools
@@ -28,7 +28,7 @@ def name(page: Path) -> str:
 
 
 def first_difference(page: Path) -> str:
-    """Runs the page's blocks one after another, as a reader would; says what is not as the page has it, or ""."""
+    """Runs the page's blocks in order, and returns the first difference from the page's text, or ""."""
     text, names = page.read_text(), {"__name__": "__main__"}
     for found in BLOCK.finditer(text):
         on_gpu, code, expected = found.groups()
@@ -56,7 +56,7 @@ def test_blocks_for_a_gpu_are_few_and_known() -> None:
 
 
 def test_no_python_block_escapes() -> None:
-    """Blocks that the pattern above would miss: other words after the language, or a fence that is indented."""
+    """Finds blocks that the pattern above misses: other words after the language, or an indented fence."""
     for page in PAGES:
         fences = re.findall(
             r"^[ \t]*[`~:]{3,}\s*\{?(?:code-block\} |code\} )?(?:python|py)\b.*$", page.read_text(), re.MULTILINE
@@ -147,7 +147,7 @@ def test_pictures_are_those_of_the_records() -> None:
 
 
 def test_the_readmes_figure_is_that_of_the_record(generated: ModuleType) -> None:
-    """Of deterministic gradients; all its others are in pictures."""
+    """The figure of deterministic gradients; all other figures of the README are in pictures."""
     text = " ".join((ROOT / "README.md").read_text().split())
     found = re.search(r"`deterministic`, the backward runs at ([\d.]+) to ([\d.]+) of its speed", text)
     assert found is not None
@@ -180,7 +180,9 @@ FIGURE = re.compile(
 
 
 def typed_figures(text: str) -> list[str]:
-    """Figures that a page states itself, with the line's number. Sections that say so are of counts, not of times."""
+    """Returns figures that a page's text contains, with their line numbers. Sections that are marked as counts are
+    exempt.
+    """
     found, counted = [], False
     for number, line in enumerate(text.splitlines(), 1):
         if line.startswith("#"):
@@ -202,7 +204,7 @@ CARD = re.compile(r"\b(?:H100|H200|Hopper|CPU|count)\b")
 
 
 def lessons(text: str) -> list[str]:
-    """The rows of all tables of the page, without their heads."""
+    """Returns the rows of all tables of the page, without their heads."""
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     return [row for row in rows if not re.match(r"\| (?:idea|---) \|", row)]
 
@@ -212,7 +214,7 @@ def lessons_without_a_card(text: str) -> list[str]:
 
 
 def test_every_lesson_is_a_row_with_its_card() -> None:
-    """The one page where a measured figure may be typed: idea, result with the card, reason."""
+    """Only this page may contain measured figures in its text: idea, result with the card, reason."""
     text = LESSONS.read_text()
     assert 0 < len(lessons(text)) <= LESSONS_ROWS
     assert [row for row in lessons(text) if row.count(" | ") != 2] == []
@@ -249,7 +251,7 @@ def filled(generated: ModuleType, page: Path) -> str:
 
 
 def test_pages_follow_the_records(generated: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every record is in some page's table, and another figure in it is another figure there."""
+    """A page's table shows every record: if a figure of the record changes, the table changes."""
     import figures
 
     asked = [found.groups() for page in PAGES for found in generated.MARKER.finditer(page.read_text())]
@@ -261,10 +263,10 @@ def test_pages_follow_the_records(generated: ModuleType, monkeypatch: pytest.Mon
     before = [made(*call) for call in asked]
     shutil.copytree(RESULTS, tmp_path / "results")
     monkeypatch.setattr("records.FOLDER", tmp_path / "results" / "h200")
-    monkeypatch.setattr("json.loads", functools.cache(json.loads))  # nobody changes what it returns
+    monkeypatch.setattr("json.loads", functools.cache(json.loads))  # no caller modifies the result
     for record in sorted((tmp_path / "results").rglob("*.json")):
         text = record.read_text()
-        if record.name == "certification.json":  # what agrees, no time: tests/arch reads it
+        if record.name == "certification.json":  # it has comparisons and no times; tests/arch reads it
             continue
         record.write_text(re.sub(r"(?<=[ \[])\d+\.\d+", lambda found: str(float(found[0]) * 1.5), text))
         assert any(made(*call) != text for call, text in zip(asked, before, strict=True)), f"no page has {record.name}"
@@ -272,7 +274,7 @@ def test_pages_follow_the_records(generated: ModuleType, monkeypatch: pytest.Mon
 
 
 def test_a_table_says_what_its_record_says(generated: ModuleType) -> None:
-    """Read a second time, without the program that makes the tables."""
+    """Reads the record without the program that makes the tables."""
     rows = {
         row["shape"]: row for row in json.loads((RESULTS / "h200" / "sparse_mla_forward.json").read_text())["results"]
     }
@@ -309,7 +311,7 @@ def test_readme_has_no_long_paragraph() -> None:
 
 
 def test_every_local_link_leads_somewhere() -> None:
-    """Those of the files that forges show; within the site `make docs` checks them."""
+    """Checks links in the files that GitHub displays; `make docs` checks links within the site."""
     for page in (p for p in ROOT.glob("*.md")):
         for link in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
             assert re.match(r"[a-z]+:", link) or (page.parent / link).exists(), f"{name(page)}: {link}"

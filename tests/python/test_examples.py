@@ -1,4 +1,4 @@
-"""The small examples of the tutorials: shortened runs with their claims, and what their input can get wrong."""
+"""The small examples of the tutorials: shortened runs with their claims, and invalid inputs."""
 
 import json
 import subprocess
@@ -41,7 +41,7 @@ def test_both_curves_are_one(swap_one_import: Any, tmp_path: Path, capsys: pytes
 
 
 def test_a_picture_needs_a_folder(swap_one_import: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Said before the training, not after."""
+    """The error comes before the training."""
     with pytest.raises(SystemExit):
         swap_one_import.main(["--picture", "/no/such/folder/curves.png"])
     assert (
@@ -52,7 +52,7 @@ def test_a_picture_needs_a_folder(swap_one_import: Any, capsys: pytest.CaptureFi
 def test_another_kernel_is_noticed(
     swap_one_import: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Attention with twice the scale must not pass for the same."""
+    """The comparison fails if attention has twice the scale."""
     apply = swap_one_import.plain_sparse_mla
     wrong = swap_one_import.SimpleNamespace(apply=lambda q, kv, i, scaling, d_v: apply(q, kv, i, 16 * scaling, d_v))
     monkeypatch.setattr(swap_one_import.PLAIN, "SparseMLA", wrong)
@@ -81,7 +81,7 @@ def test_a_made_checkpoint_keeps_its_claims(quantize_checkpoint: Any, capsys: py
 
 
 def test_a_checkpoint_in_pieces(quantize_checkpoint: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Several files with an index, and tied embeddings, as larger checkpoints have them."""
+    """Several files with an index, and tied embeddings, as in larger checkpoints."""
     quantize_checkpoint.make_checkpoint(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-# Each of these runs in a process of its own, so that what other tests have loaded and started does not matter.
+# Each test runs in a process of its own, so that earlier imports and threads of other tests have no effect.
 PREAMBLE = """
 import multiprocessing, os, signal, sys, threading, warnings
 {imports}
@@ -79,7 +79,7 @@ assert all(bytes(row[0].numpy()) == expected for row in loader)
 
 def run(body: str, imports: str = "") -> None:
     script = PREAMBLE.format(imports=imports) + body
-    several = {**os.environ, "HOPWELL_NUM_THREADS": "3"}  # one thread has no others that could stay behind
+    several = {**os.environ, "HOPWELL_NUM_THREADS": "3"}  # with one thread, the fork loses no thread
     done = subprocess.run(
         [sys.executable, "-c", script], env=several, capture_output=True, text=True, timeout=120, check=False
     )
@@ -96,7 +96,7 @@ def test_calls_in_forked_processes_with_torch() -> None:
 
 
 def test_calls_on_the_host_do_not_ask_the_cuda_driver() -> None:
-    # A process that has asked it for devices cannot use CUDA in its forks.
+    # A process that has asked the CUDA library for devices cannot use CUDA in its forks.
     def libraries_looked_for(body: str) -> str:
         done = subprocess.run(
             [sys.executable, "-c", PREAMBLE.format(imports="") + body],

@@ -4,6 +4,7 @@ import os
 
 import pytest
 from fuzz import others, right, run, wrong
+from fuzz.__main__ import emulated_gpus, fuzz, gpus, tasks_of
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "60"))  # for all of the tests here, one round of calls each at least
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
@@ -29,3 +30,13 @@ def test_other_arrays(operator: str) -> None:
 @every_operator
 def test_wrong_torch_calls(operator: str) -> None:
     run.rounds(others.wrong_torch_call(operator), others.check_wrong_torch, 0.03 * SECONDS / len(right.CALLS), SEED)
+
+
+@pytest.mark.parametrize(("backends", "share"), [(gpus(), 1.0), (emulated_gpus(), 0.2)], ids=["gpus", "emulated"])
+def test_right_calls_on_gpus(backends: list[str], share: float) -> None:
+    """A GPU gets as long as all tests above together."""
+    if not backends:
+        pytest.skip("no such backend runs here")
+    summary = fuzz(tasks_of(backends, list(right.CALLS)), share * SECONDS, SEED)
+    print(summary.text())
+    assert not summary.failures

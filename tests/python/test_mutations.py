@@ -1,4 +1,4 @@
-"""The suite can fail: bugs planted in the reference, one at a time, are each caught by its tests."""
+"""The suite can fail: each bug that is planted in the reference is caught by the reference's tests."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def exit_codes() -> dict[str, int]:
-    """What pytest returned for each bug, by its number, and without a bug, by the module's name."""
+    """pytest's exit code for each bug (by its number), and without a bug (by the module's name)."""
     script = Path(mutations.__file__)
     run = subprocess.run(
         [sys.executable, str(script)], cwd=script.parents[2], check=True, capture_output=True, text=True
@@ -20,7 +20,7 @@ def exit_codes() -> dict[str, int]:
 
 @pytest.mark.parametrize("number", range(len(mutations.BUGS)), ids=[bug.meaning for bug in mutations.BUGS])
 def test_a_planted_bug_is_caught(number: int, exit_codes: dict[str, int]) -> None:
-    assert exit_codes[str(number)] == pytest.ExitCode.TESTS_FAILED  # anything else is no catch
+    assert exit_codes[str(number)] == pytest.ExitCode.TESTS_FAILED  # other codes are errors of the run
 
 
 @pytest.mark.parametrize("module", sorted(mutations.TESTS))

@@ -1,4 +1,4 @@
-"""The installed package: what it holds, that its parts find each other, and that nothing was compiled twice for it."""
+"""The installed package: its files, that its parts find each other, and that nothing was compiled twice for it."""
 
 import importlib.metadata
 import subprocess
@@ -19,8 +19,8 @@ def test_what_the_package_holds() -> None:
     assert files >= {"hopwell/py.typed", "hopwell/_hopwell.pyi", "hopwell/bin/hopwell", "hopwell/torch/nn.py"}
     assert files >= {"hopwell/commit.txt", "hopwell/bench/__main__.py"}
     libraries = [file for file in files if "libhopwell" in file]
-    # A wheel has no links: a second name would be a second copy. The name has the minor version, for argument structs
-    # may grow with it.
+    # A wheel has no links, so a second name would be a second copy. The name has the minor version, because argument
+    # structs may grow with it.
     assert libraries == [f"hopwell/lib/libhopwell.so.{hopwell.__version__.rpartition('.')[0]}"]
     assert [file for file in files if file.startswith("hopwell/_hopwell.") and file.endswith(".so")]
 
@@ -42,6 +42,6 @@ def test_module_and_command_load_the_package_s_library(program: list[str | Path]
 
 
 def test_it_was_packaged_where_the_library_was_built() -> None:
-    """The module is one more target of the preset's folder; the library was not compiled once more in pip's own."""
+    """The module is one more target in the preset's build folder; pip did not compile the library again."""
     modules = [path.relative_to(ROOT).parts[1] for path in ROOT.glob("build/*/bindings/python/_hopwell.*.so")]
     assert {"cpu", "cuda"} & set(modules), modules

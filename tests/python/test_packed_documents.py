@@ -1,4 +1,4 @@
-"""Documents packed one after another, in PyTorch: key ranges, and calls with them against a loop over the documents."""
+"""Packed documents in PyTorch: key ranges, and calls with them, compared with a loop over the documents."""
 
 import itertools
 from typing import Any
@@ -16,8 +16,10 @@ pytestmark = pytest.mark.usefixtures("torch_seed")
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_training_step_of_packed_documents_equals_a_loop_over_them(dtype: torch.dtype) -> None:
-    """Index rows name keys of any document: the ranges hide those of others and those after the query's own. All that
-    belongs to one query has the same bits; the gradients of kv and the sink are sums, whose order may be another.
+    """Index rows contain keys of any document. The ranges mask keys of other documents and keys after the query's own
+    key.
+
+    Results of one query have the same bits. The gradients of kv and the sink are sums, whose order may differ.
     """
     lengths = [5, 0, 1, 40, 0, 23]
     s, cuts = sum(lengths), [0, *itertools.accumulate(lengths)]
@@ -61,7 +63,7 @@ def test_a_training_step_of_packed_documents_equals_a_loop_over_them(dtype: torc
     ],
 )
 def test_key_ranges(of_queries: list[int], of_keys: list[int] | None, causal: bool, dtype: torch.dtype) -> None:
-    """The second list has documents of fewer keys than queries, whose first queries see none."""
+    """The second list has documents with fewer keys than queries; their first queries see no key."""
     expected: list[tuple[int, int]] = []
     first = 0
     for queries, keys in zip(of_queries, of_keys or of_queries, strict=True):
@@ -104,7 +106,7 @@ def test_key_ranges_of_fewer_than_no_queries() -> None:
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_selection_from_packed_documents_equals_a_loop_over_them(dtype: torch.dtype, exact: bool) -> None:
-    """The same bits; where scores are exact there are ties, too."""
+    """The results have the same bits; exact scores also have ties."""
     lengths = [5, 0, 1, 400, 0, 23]
     s, cuts = sum(lengths), [0, *itertools.accumulate(lengths)]
     shapes = ((s, 4, 32), (s, 32), (s, 4))
@@ -120,8 +122,9 @@ def test_selection_from_packed_documents_equals_a_loop_over_them(dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_loss_of_packed_documents_equals_a_loop_over_them(dtype: torch.dtype) -> None:
-    """Index rows name keys of any document. The gradients that belong to one query have the same bits; those of keys
-    too, for deterministic sums over the queries of one document are in their order.
+    """Index rows contain keys of any document. The gradients that belong to one query have the same bits.
+
+    The gradients of keys do too, because deterministic sums over one document's queries keep their order.
     """
     lengths = [5, 0, 1, 40, 0, 23]
     s, cuts = sum(lengths), [0, *itertools.accumulate(lengths)]

@@ -1,4 +1,4 @@
-"""Training over two processes on gloo: what one process computes, and errors instead of waiting for ever."""
+"""Training over two processes with gloo: the results of one process, and errors instead of an endless wait."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ WORKER = Path(__file__).with_name("parallel_worker.py")
 
 
 def launch(folder: Path, task: str, ranks: int) -> list[tuple[int, str]]:
-    """Each rank's exit code and standard error."""
+    """Returns each rank's exit code and standard error."""
     command = [sys.executable, str(WORKER), task]
     ranked = [[*command, str(rank), str(ranks), str(folder)] for rank in range(ranks)]
     processes = [subprocess.Popen(c, stderr=subprocess.PIPE, text=True) for c in ranked]
@@ -49,7 +49,7 @@ def losses(result: dict[str, Any]) -> torch.Tensor:
 @pytest.mark.parametrize("s", [16, 13, 1])
 @pytest.mark.parametrize("scenario", ["context", "heads", "fsdp"])
 def test_two_ranks_learn_what_one_does(compared: list[dict[Any, Any]], scenario: str, s: int) -> None:
-    """The same losses but for the rounding of float32 sums in another order: 1e-4 of each within six steps."""
+    """Losses differ only by the rounding of float32 sums in another order: at most 1e-4 of each within six steps."""
     for results in compared:
         torch.testing.assert_close(losses(results[scenario, s]), losses(results["alone", s]), rtol=1e-4, atol=1e-6)
 
@@ -64,7 +64,7 @@ def test_same_call_gives_the_same_bits(compared: list[dict[Any, Any]], s: int) -
 @pytest.mark.parametrize("s", [16, 13, 1])
 @pytest.mark.parametrize("scenario", ["context", "heads"])
 def test_tokens_come_out_as_on_one_rank(compared: list[dict[Any, Any]], scenario: str, s: int) -> None:
-    """A token's result, and the gradient of its input through heads and keys of both ranks."""
+    """A token's result and the gradient of its input, which pass through heads and keys of both ranks."""
     for results in compared:
         mine, alone = results[scenario, s], results["alone", s]
         for name in ("first_y", "first_grad"):
@@ -81,7 +81,7 @@ def test_ranks_that_disagree_all_raise(compared: list[dict[Any, Any]]) -> None:
 
 
 def test_resumes_on_another_number_of_ranks(compared: list[dict[Any, Any]], folder: Path) -> None:
-    """One process goes on from what two wrote, and two from what one wrote."""
+    """One process resumes from the checkpoint of two, and two resume from the checkpoint of one."""
     for task, ranks in (("resume-by-one", 1), ("resume-by-two", 2)):
         succeed(folder, task, ranks)
         resumed, whole = losses(torch.load(folder / f"{task}.pt")), losses(compared[0]["alone", 16])
@@ -94,13 +94,13 @@ def test_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
     assert dead == 3
     assert code == 1
     assert "RuntimeError" in error
-    # The time-out is 5 s, PyTorch's own half an hour; the rest is starting Python on a busy machine.
+    # The time-out is 5 s, PyTorch's default half an hour; the rest is for Python's start on a busy machine.
     assert time.monotonic() - began < 150
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_query_has_the_same_bits_in_a_shard(dtype: torch.dtype) -> None:
-    """out, lse, dq and the selection, over global keys, of the pieces 0 and 3 of 4 and of the whole."""
+    """out, lse, dq and the selection over global keys, for the pieces 0 and 3 of 4 and for the whole."""
     s, draw = 50, torch.Generator().manual_seed(0)
     q, kv, d_out = (torch.randn(*n, generator=draw).to(dtype) for n in ((s, 4, 48), (s, 48), (s, 4, 32)))
     q_index, k_index, weights = (torch.randn(*n, generator=draw) for n in ((s, 2, 16), (s, 16), (s, 2)))

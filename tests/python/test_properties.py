@@ -1,4 +1,4 @@
-"""Properties over shapes, strides and index patterns that hypothesis thinks of."""
+"""Properties over shapes, strides and index patterns that hypothesis generates."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ settings.load_profile("operators")
 
 @st.composite
 def strided(draw: st.DrawFn, shape: tuple[int, ...], dtype: str, rng: np.random.Generator) -> Any:
-    """Random numbers with any order of dimensions, gaps and reversed steps; the last dimension contiguous."""
+    """Random numbers with any order of dimensions, gaps and negative strides; the last dimension is contiguous."""
     lead = draw(st.permutations(range(len(shape) - 1)))
     steps = [draw(st.sampled_from([1, 2, -1])) for _ in lead]
     memory = rng.standard_normal([*(shape[i] * 2 for i in lead), shape[-1] + draw(st.integers(0, 3))])
@@ -30,7 +30,7 @@ def strided(draw: st.DrawFn, shape: tuple[int, ...], dtype: str, rng: np.random.
 
 @st.composite
 def selections(draw: st.DrawFn, s_q: int, s_kv: int, topk: int) -> Any:
-    """Index rows: anything, few keys over and over, ascending with −1 at the end, or nothing valid."""
+    """Index rows: arbitrary, a few keys repeated, ascending with −1 at the end, or without a valid entry."""
     extremes = st.sampled_from([-(2**31), -1, s_kv, s_kv + 1, 2**31 - 1])
     valid = st.integers(0, max(s_kv - 1, 0)) if s_kv else extremes
     row = st.one_of(
@@ -98,7 +98,8 @@ def test_sparse_mla_backward(problem: tuple[str, dict[str, Any]], seed: int) -> 
     dq_reference, dkv_reference, _ = reference.sparse_mla_backward(**arguments)
     for got, wanted in ((dq, dq_reference), (dkv, dkv_reference)):
         error = np.linalg.norm(got.astype(np.float64) - wanted)
-        # Results may cancel (one key: ds is 0 but for the rounding of out): bounded by the size of what is summed.
+        # Results may cancel (with one key, ds is only the rounding of out), so the size of the summands bounds the
+        # error.
         size = np.linalg.norm(wanted) + np.abs(arguments["d_out"].astype(np.float64)).sum() * 0.05
         assert error <= bound(dtype) * size + 1e-6
 

@@ -1,4 +1,4 @@
-"""The reference of the indexer's dense loss, and of attention to every visible key, against torch.autograd."""
+"""The reference of the indexer's dense loss, and of attention to all visible keys, against torch.autograd."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ MASKS: list[dict[str, Any]] = [
 
 
 def visible_to(masks: dict[str, Any], s_q: int, s_kv: int) -> torch.Tensor:
-    """Which keys each query sees, by the words of the specification."""
+    """Returns the mask of keys that each query sees, written from the specification's text."""
     seen = torch.zeros(s_q, s_kv, dtype=torch.bool)
     for s in range(s_q):
         start = int(masks["k_start"][s]) if "k_start" in masks else 0

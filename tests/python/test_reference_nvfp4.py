@@ -17,7 +17,7 @@ Generator = np.random.Generator
 
 
 def dequantize_by_casts(codes: np.ndarray, scales: np.ndarray, factor: float) -> np.ndarray:
-    """code·scale·global through ml_dtypes, element by element of a loop over bytes."""
+    """code·scale·global through ml_dtypes, in a loop over the bytes."""
     rows, half_k = codes.shape
     values = np.zeros((rows, 2 * half_k))
     decoded = scales.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
@@ -29,7 +29,7 @@ def dequantize_by_casts(codes: np.ndarray, scales: np.ndarray, factor: float) ->
 
 
 def random_nvfp4(rng: Generator, rows: int, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Any codes, any scales but NaN."""
+    """Random codes, and random scales except NaN."""
     scales = rng.integers(0, 256, (rows, k // 16)).astype(np.uint8)
     scales[(scales & 0x7F) == 0x7F] -= 1
     return rng.integers(0, 256, (rows, k // 2)).astype(np.uint8), scales
@@ -74,11 +74,11 @@ def test_nvfp4_gemv(rng: Generator, layout: str, rows_b: int) -> None:
     pairs = [[random_nvfp4(rng, rows, k) for _ in range(batch)] for rows in (m, rows_b)]
     if rows_b == 128:
         for codes, scales in pairs[1]:
-            scales[1:] = 0x7F  # the padding's
+            scales[1:] = 0x7F  # the scales of the padding
             codes[1:] = 0x77
     arguments = []
     for sides in pairs:
-        codes = np.stack([codes for codes, _ in sides]).transpose(1, 2, 0)  # K fastest, L slowest in memory
+        codes = np.stack([codes for codes, _ in sides]).transpose(1, 2, 0)  # K has the smallest stride, L the largest
         scales = np.stack([scales for _, scales in sides]).transpose(1, 2, 0)
         if layout == "blocked":
             scales = np.stack([blocked_by_formula(scales[:, :, i], 0x7F) for i in range(batch)])
@@ -141,20 +141,20 @@ E2M1 = [Fraction(n, 2) for n in (0, 1, 2, 3, 4, 6, 8, 12)]
 
 
 def nearest_code_in_rationals(x: float, scale: float, factor: float) -> int:
-    """Ties-to-even in exact arithmetic, with x/(scale·global) as a fraction."""
+    """The nearest code in exact arithmetic, ties to even, with x/(scale·global) as a fraction."""
     value = abs(Fraction(x)) / (Fraction(scale) * Fraction(factor))
     code = min(range(8), key=lambda c: (abs(E2M1[c] - value), c % 2))
     return code | (8 if math.copysign(1.0, x) < 0 else 0)
 
 
 def round_to_float32(value: Fraction) -> float:
-    """A positive fraction to the nearest float32, ties to even, subnormals included."""
+    """Rounds a positive fraction to the nearest float32, ties to even, with subnormals."""
     ulp = max(math.frexp(float(value))[1] - 24, -149)
     return round(value / Fraction(2) ** ulp) * 2.0**ulp
 
 
 def check_quantized(x: np.ndarray, global_scale: Any = None) -> tuple[np.ndarray, np.ndarray, float]:
-    """The bits of nvfp4_quantize against fp32 scalars, ml_dtypes' e4m3 and rational arithmetic."""
+    """Compares the bits of nvfp4_quantize with fp32 scalars, ml_dtypes' e4m3 and rational arithmetic."""
     codes, scales, factor = reference.nvfp4_quantize(x, global_scale=global_scale)
     wide = x.astype(np.float32)
     amax = np.abs(wide).max()
@@ -210,7 +210,7 @@ def test_nvfp4_quantize_given_global_and_ties(rng: Generator, factor: float) -> 
 
 
 def test_nvfp4_quantize_rounds_the_quotient_to_fp32_first(rng: Generator) -> None:
-    """Block maxima next to a midpoint of e4m3, where one rounding instead of the contract's two gives another byte."""
+    """Block maxima next to a midpoint of e4m3: one rounding instead of the specified two gives another byte."""
     for _ in range(20):
         factor, x = np.float32(1 + rng.random()), np.zeros((1, 16 * 32), dtype=np.float32)
         midpoints = (1 + (2 * rng.integers(0, 8, 32) + 1) / 16) * 2.0 ** rng.integers(-5, 8, 32)

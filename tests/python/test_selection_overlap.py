@@ -1,4 +1,4 @@
-"""benchmarks/selection_overlap.py: what neighbours share, counted by sets."""
+"""benchmarks/selection_overlap.py: the overlap of neighbours, counted with sets."""
 
 from importlib import util
 from pathlib import Path
@@ -12,7 +12,7 @@ PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "selection_overla
 
 @pytest.mark.parametrize("group", [2, 4, 8])
 def test_union_over_sum_of_selections(rng: np.random.Generator, group: int) -> None:
-    """Causal selections of 5 keys, fewer in the first rows; groups that see fewer than ten keys are left out."""
+    """Causal selections of 5 keys, fewer in the first rows; groups that see fewer than ten keys are omitted."""
     spec = util.spec_from_file_location("selection_overlap", PROGRAM)
     assert spec is not None and spec.loader is not None
     program = util.module_from_spec(spec)

@@ -153,6 +153,47 @@ def test_nan_gradients_of_the_indexer_pass_closed_gates(rng: Rng, dtype: str) ->
     assert_results(call, actual, expected)
 
 
+ON_THE_HOST = [name for name in hopwell.backends("lightning_indexer_backward") if not name.startswith("sm")]
+
+
+@pytest.mark.parametrize("backend", ON_THE_HOST)
+@pytest.mark.parametrize("given", ["target", "d_scores"])
+def test_gradients_of_the_indexer_beyond_fp32(rng: Rng, backend: str, given: str) -> None:
+    """A gradient of a score that is no number of fp32 is NaN on every backend, and so are the sums that have it."""
+    s_q, s_kv, heads, d, topk = 4, 9, 5, 16, 7
+    given_values = rng.uniform(0.1, 0.5, (s_q, topk)).astype(np.float32)
+    arguments = {
+        "target": None, given: given_values, "q_index": rng.integers(1, 4, (s_q, heads, d)).astype(DTYPES["bfloat16"]),
+        "k_index": rng.integers(1, 4, (s_kv, d)).astype(DTYPES["bfloat16"]),
+        "weights": np.full((s_q, heads), 1e-6, np.float32),
+        "indices": np.array([rng.permutation(s_kv)[:topk] for _ in range(s_q)], np.int32),
+        "d_loss": 3e38, "row_weights": np.array([2, INF, 1e-38, 0], np.float32),
+    }  # fmt: skip
+    actual = hopwell.lightning_indexer_backward(**arguments, backend=backend)
+    expected = reference.lightning_indexer_backward(**arguments)
+    assert np.isnan(expected[1][:2]).all() and np.isfinite(expected[1][2:]).all()
+    assert (actual[0] is None) == (given == "d_scores")
+    bound = calls._bound("bfloat16")
+    call = Call("lightning_indexer_backward", {}, (bound, 1e-4, 1e-4))
+    assert_results(call, actual[1:], expected[1:])
+
+
+@pytest.mark.parametrize("backend", ON_THE_HOST)
+@pytest.mark.parametrize("target", [1e-41, -1e-41, -1.0])
+def test_loss_of_the_smallest_targets(backend: str, target: float) -> None:
+    """A negative target has no logarithm, however small it is."""
+    arguments = {
+        "target": np.array([[target, 1.0]], np.float32), "q_index": np.ones((1, 1, 16), DTYPES["bfloat16"]),
+        "k_index": np.ones((2, 16), DTYPES["bfloat16"]), "weights": np.ones((1, 1), np.float32),
+        "indices": np.array([[0, 1]], np.int32),
+    }  # fmt: skip
+    loss = hopwell.lightning_indexer_backward(**arguments, backend=backend)[0]
+    with np.errstate(invalid="ignore"):
+        expected = reference.lightning_indexer_backward(**arguments)[0]
+    assert np.isnan(expected) == (target < 0)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+
+
 def empty_calls() -> list[tuple[str, dict[str, Any]]]:
     """Calls with dimensions of size 0: names and arguments."""
     found: list[tuple[str, dict[str, Any]]] = []
@@ -167,6 +208,8 @@ def empty_calls() -> list[tuple[str, dict[str, Any]]]:
         for n in (0, 2):
             linear = {"x": np.ones((n, k), f32), "weight": codes, "weight_scale": scales, "weight_global": 1.0, **both}
             found.append(("nvfp4_linear", linear | {"bias": np.ones(rows, f32)}))
+            del linear["x"]
+            found.append(("nvfp4_linear_backward", {"d_out": np.ones((n, rows), f32), **linear}))
             rows_of_a = -(-n // 128) * 128 if layout == "blocked" else n
             both_codes = {"a": bytes_of(n, k // 2), "b": codes}
             sfa = bytes_of(rows_of_a, scales.shape[1])
@@ -211,3 +254,92 @@ def test_empty_work(operator: str, arguments: dict[str, Any]) -> None:
     for got, wanted in zip(results(actual), results(expected), strict=True):
         assert got.shape == wanted.shape
         np.testing.assert_allclose(calls.as_numpy(got), calls.as_numpy(wanted), rtol=1e-6)
+
+
+PAGED_BACKENDS = [name for name in ("cpu", "emu:sm80", "emu:sm90") if name in hopwell.backends("paged_attention")]
+
+
+def _paged_call(layout: str, dtype: str, q: Any, keys: Any, values: Any) -> dict[str, Any]:
+    """Of keys and values [blocks, block, h_kv, d]."""
+    k, v = keys.astype(DTYPES[dtype]), values.astype(DTYPES[dtype])
+    if layout == "vllm":
+        x = 16 // k.itemsize
+        k, v = k.reshape(*k.shape[:3], -1, x).transpose(0, 2, 3, 1, 4), v.transpose(0, 2, 3, 1)
+    return {
+        "q": q.astype(DTYPES[dtype]), "k_cache": np.ascontiguousarray(k), "v_cache": np.ascontiguousarray(v),
+        "block_tables": np.array([[0, 1], [1, 0]], np.int32), "context_lens": np.array([20, 9], np.int32),
+        "layout": layout, "scale": 1.0,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def numbers_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulator, without its checker, which takes longer."""
+    monkeypatch.setenv("HOPWELL_EMULATOR_CHECKER", "off")
+
+
+@pytest.mark.usefixtures("numbers_only")
+@pytest.mark.parametrize("backend", PAGED_BACKENDS)
+@pytest.mark.parametrize(
+    ("layout", "dtype", "h_q"),
+    [("nhd", "float32", 2), ("nhd", "bfloat16", 4), ("vllm", "bfloat16", 2), ("vllm", "float32", 4)],
+)
+@pytest.mark.parametrize("bias", ["none", "u", "r before the scale", "r after it"])
+def test_paged_attention_where_q_times_the_scale_is_infinite(
+    rng: Rng, backend: str, layout: str, dtype: str, h_q: int, bias: str
+) -> None:
+    """In fp32; the logits are small numbers, since the keys are."""
+    shape, d = (2, 16, 2, 64), 64
+    q, keys = np.zeros((2, h_q, d)), np.zeros(shape)
+    q[..., 3], keys[..., 3] = 2.0**106, 2.0**-126 * rng.uniform(1, 2, shape[:-1])
+    arguments = _paged_call(layout, dtype, q, keys, rng.standard_normal(shape)) | {"scale": 2.0**22}
+    if bias == "u":
+        arguments["pos_bias_u"] = np.zeros((h_q, d), np.float32)
+    if bias.startswith("r"):
+        before = bias == "r before the scale"
+        r = np.zeros((h_q, 20, d))
+        r[..., 3] = 2.0 ** (-126 if before else -106) * rng.uniform(1, 2, r.shape[:-1])
+        arguments |= {"r": r.astype(DTYPES[dtype]), "pre_scale": before}
+    actual, expected = hopwell.paged_attention(**arguments, backend=backend), reference.paged_attention(**arguments)
+    assert_same_places(actual, expected, 3e-2 if dtype == "bfloat16" else 1e-4)
+
+
+@pytest.mark.usefixtures("numbers_only")
+@pytest.mark.parametrize("backend", PAGED_BACKENDS)
+@pytest.mark.parametrize(
+    ("layout", "dtype", "h_q", "d"),
+    [
+        ("nhd", "float32", 2, 64), ("vllm", "float32", 4, 64), ("nhd", "bfloat16", 2, 64),
+        ("nhd", "bfloat16", 4, 96), ("hnd", "float16", 4, 96),
+    ],
+)  # fmt: skip
+def test_paged_attention_where_all_logits_are_minus_infinity(
+    rng: Rng, backend: str, layout: str, dtype: str, h_q: int, d: int
+) -> None:
+    """Not by a bias of −inf, which hides its key: the products are. Values of such keys may be infinite."""
+    shape = (2, 2, 16, d) if layout == "hnd" else (2, 16, 2, d)
+    keys, values = np.full(shape, -INF), rng.standard_normal(shape)
+    values[:, 0, :, 5] = INF
+    arguments = _paged_call(layout, dtype, np.full((2, h_q, d), 1.0), keys, values)
+    expected, expected_lse = reference.paged_attention(**arguments)
+    out, lse = hopwell.paged_attention(**arguments, backend=backend)
+    np.testing.assert_array_equal(out.astype(np.float64), expected)
+    np.testing.assert_array_equal(lse, expected_lse)
+    assert not expected.any() and np.isneginf(lse).all()
+
+
+@pytest.mark.parametrize("backend", PAGED_BACKENDS)
+@pytest.mark.parametrize("scale", [2.3e38, 2.4e38, -3.4e38])
+def test_paged_attention_of_the_largest_scales(rng: Rng, backend: str, scale: float) -> None:
+    """GPUs take a scale whose product with log2(e) fp32 holds, and refuse others in words."""
+    shape = (2, 16, 2, 64)
+    keys = 2.0**-125 * rng.standard_normal(shape)
+    arguments = _paged_call("nhd", "float32", np.full((2, 2, 64), 0.01), keys, rng.standard_normal(shape))
+    arguments["scale"] = scale
+    if backend != "cpu" and abs(scale) > 2.35e38:
+        with pytest.raises(hopwell.Error, match=r"no backend runs this.*needs \|scale\| below 2\^128"):
+            hopwell.paged_attention(**arguments, backend=backend)
+        return
+    assert_same_places(
+        hopwell.paged_attention(**arguments, backend=backend), reference.paged_attention(**arguments), 1e-4
+    )

@@ -21,10 +21,12 @@ def differentiable_calls() -> dict[str, tuple[Tensor, Callable[[Tensor], Tensor]
     sparse, index, dense, given = sparse_inputs(), indexer_inputs(), dense_loss_inputs(), indexer_inputs()
     given["indices"].abs_().clamp_(max=20)
     del given["target"]
+    quantized = hw.nvfp4_quantize(torch.randn(10, 64))
     return {
         "sparse_mla_forward": (sparse.pop("q"), lambda q: hw.sparse_mla(q, **sparse)[0].sum()),
         "lightning_indexer_backward": (index.pop("q_index"), lambda q: hw.indexer_loss(q, **index)),
         "indexer_scores": (given.pop("q_index"), lambda q: hw.indexer_scores(q, **given).sum()),
+        "nvfp4_linear": (torch.randn(3, 64), lambda x: hw.nvfp4_linear(x, *quantized).sum()),
         "indexer_dense_loss": (dense[3], lambda q: hw.indexer_dense_loss(*dense[:3], q, *dense[4:])),
     }
 
@@ -61,14 +63,24 @@ def test_the_backward_as_an_op_has_no_gradient() -> None:
 
 def test_a_backward_without_a_formula_is_an_error() -> None:
     """With gradients off such an op runs on tensors that require them, and its result has none."""
-    weight, x = hw.nvfp4_quantize(torch.randn(10, 64)), torch.randn(3, 64, requires_grad=True)
-    y = hw.nvfp4_linear(x, *weight)
-    with pytest.raises(RuntimeError, match="hopwell::nvfp4_linear has no gradient"):
+    weight, x = hw.nvfp4_quantize(torch.randn(10, 64)), torch.randn(3, 10, requires_grad=True)
+    y = hw.nvfp4_linear_backward(x, *weight)
+    with pytest.raises(RuntimeError, match="hopwell::nvfp4_linear_backward has no gradient"):
         y.sum().backward()
     with torch.no_grad():
-        same = hw.nvfp4_linear(x, *weight)
+        same = hw.nvfp4_linear_backward(x, *weight)
     assert not same.requires_grad
     assert torch.equal(same, y)
+
+
+def test_weights_of_four_bits_are_frozen() -> None:
+    codes, scales, factor = hw.nvfp4_quantize(torch.randn(10, 64))
+    scales, factor = scales.view(torch.float8_e4m3fn).requires_grad_(), factor.requires_grad_()
+    for frozen, name in ((scales, "weight_scale"), (factor, "weight_global")):
+        given = [x if x is frozen else x.detach() for x in (codes, scales, factor)]
+        y = hw.nvfp4_linear(torch.randn(3, 64), *given)
+        with pytest.raises(RuntimeError, match=f"hopwell::nvfp4_linear has no gradient for {name}: its weights are"):
+            y.sum().backward()
 
 
 @pytest.mark.parametrize("name", list(differentiable_calls()))

@@ -58,7 +58,10 @@ def op_samples() -> dict[str, tuple[Any, ...]]:
         samples[f"paged_attention {name}"] = paged_inputs(dtype)
         x = torch.randn(3, 64).to(dtype)
         quantized = hw.nvfp4_quantize(torch.randn(10, 64))
-        samples[f"nvfp4_linear {name}"] = (x, *quantized)
+        for op in ("nvfp4_linear", "nvfp4_linear_any_rows"):
+            leaves = x.clone().requires_grad_(), torch.randn(10, dtype=dtype, requires_grad=True)
+            samples[f"{op} {name}"] = leaves[0], *quantized, leaves[1]
+        samples[f"nvfp4_linear_backward {name}"] = (torch.randn(3, 10).to(dtype), *quantized)
         for layout in ("plain", "blocked"):
             samples[f"nvfp4_quantize {name}, {layout}"] = (x, layout)
         samples[f"nvfp4_dequantize {name}"] = (*quantized, "plain", name)

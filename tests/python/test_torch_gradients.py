@@ -44,7 +44,9 @@ MASKS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def dense_attention(q: Tensor, kv: Tensor, sink: Tensor | None, inputs: dict[str, Any]) -> Tensor:
-    """sparse_mla's out in float64 with plain PyTorch, from the definition: one weight per key, entries counted."""
+    """sparse_mla's out in float64 in plain PyTorch, from the definition: one weight per key, times its number of
+    entries.
+    """
     indices = inputs["indices"].long()
     s_q, topk = indices.shape
     valid = (indices >= 0) & (indices < len(kv))
@@ -86,7 +88,7 @@ def test_sparse_mla_and_its_gradients(dtype: torch.dtype, mask: str) -> None:
     assert norm_error(out.detach(), expected.detach()) <= GRADIENT_TOLERANCE[dtype]
     if dtype == torch.float32:
         expected_gradients = torch.autograd.grad(expected, exact, d_out.double())
-    else:  # delta is defined from the rounded out: where gradients nearly cancel, autograd of the exact one is no judge
+    else:  # delta is computed from the rounded out: if gradients nearly cancel, autograd with the exact out differs
         given = [x.detach().double().numpy() for x in (d_out, inputs["q"], inputs["kv"])]
         rest = {
             name: x.detach().numpy() if isinstance(x, Tensor) else x
@@ -125,8 +127,8 @@ EMULATED = [name for name in ("cpu", "emu:sm80", "emu:sm90") if name in hopwell.
 @pytest.mark.parametrize("backend", EMULATED)
 @pytest.mark.parametrize("h_q", [16, 64])
 def test_share_keys_changes_no_more_than_rounding(h_q: int, backend: str) -> None:
-    """Neighbours with most keys in common, which sm90 takes together where there are up to 32 heads; not the group of
-    the one that has no key. Of the same out and lse, which the forward has taken together.
+    """Neighbours have most keys in common. sm90 processes them together if there are up to 32 heads, except the group
+    of the query without keys. Both gradients use the same out and lse, from a forward with share_keys.
     """
     s_q, s_kv, topk = 9, 200, 70
     indices = torch.stack([torch.randperm(topk + 20)[:topk] for _ in range(s_q)]).int()
@@ -143,7 +145,7 @@ def test_share_keys_changes_no_more_than_rounding(h_q: int, backend: str) -> Non
     assert all(gradient is not None for gradient in apart)
     assert_gradients(shared, apart, [*leaves, sink])
     assert shared[0][5].abs().sum() == 0
-    if backend != "emu:sm90" or h_q > 32:  # it has no meaning there
+    if backend != "emu:sm90" or h_q > 32:  # the hint has no effect there
         assert torch.equal(shared[0], apart[0])
 
 
@@ -168,7 +170,7 @@ def test_results_of_shared_keys_differ_by_no_more_than_rounding(h_q: int, backen
 
 @pytest.mark.parametrize("backend", EMULATED)
 def test_share_keys_lets_a_nan_no_farther_than_a_group(backend: str) -> None:
-    """Of 16 heads on sm90, four queries; elsewhere the one that selects the key."""
+    """With 16 heads on sm90 a NaN reaches the group of four queries; elsewhere only the query that selects the key."""
     indices = torch.arange(70, dtype=torch.int32).repeat(9, 1)
     indices[1, 3] = 150
     q, kv = torch.randn(9, 16, 576).bfloat16(), torch.randn(200, 576).bfloat16()
@@ -180,7 +182,7 @@ def test_share_keys_lets_a_nan_no_farther_than_a_group(backend: str) -> None:
 
     def reached(share_keys: bool) -> list[int]:
         results = hw.sparse_mla(q, kv, indices, 576**-0.5, share_keys=share_keys, backend=backend)
-        assert reached_by(results[1]) == reached_by(results[2]) == [1]  # max_logits and lse: the selecting one's alone
+        assert reached_by(results[1]) == reached_by(results[2]) == [1]  # NaN only for the selecting query
         dq, _, _ = hw.sparse_mla_backward(
             *(torch.randn_like(out), q, kv, indices, out, lse, 576**-0.5), share_keys=share_keys, backend=backend
         )
@@ -193,7 +195,7 @@ def test_share_keys_lets_a_nan_no_farther_than_a_group(backend: str) -> None:
 
 
 def test_deterministic_algorithms() -> None:
-    """Under PyTorch's switch a hot key's gradient has the same bits every time."""
+    """With PyTorch's switch the gradient of a frequently selected key has the same bits every time."""
     q, kv = torch.randn(700, 3, 16), torch.randn(5, 16)
     indices = torch.randint(0, 5, (700, 40), dtype=torch.int32)
     torch.use_deterministic_algorithms(True)
@@ -235,7 +237,9 @@ def test_indexer_loss_and_its_gradients(dtype: torch.dtype, masked: bool) -> Non
 
 @pytest.mark.parametrize("dense", [False, True])
 def test_a_factor_of_the_loss_is_not_rounded_to_bfloat16(dense: bool) -> None:
-    """Such as one over the number of tokens: all of d_q_index would be off by the same part, up to 0.4 %."""
+    """Such as 1 / the number of tokens: a rounded factor would change all of d_q_index by the same part, up to 0.4
+    %.
+    """
     q_index, k_index, weights = torch.randn(40, 4, 32).bfloat16(), torch.randn(60, 32).bfloat16(), torch.randn(40, 4)
     leaves = [x.requires_grad_() for x in (q_index, k_index, weights)]
     attention = torch.randn(40, 3, 24), torch.randn(60, 24), torch.full((40, 3), 3.0)
@@ -249,12 +253,12 @@ def test_a_factor_of_the_loss_is_not_rounded_to_bfloat16(dense: bool) -> None:
     for gradient, expected in zip(torch.autograd.grad(factor * loss(*leaves), leaves), plain, strict=True):
         assert gradient.dtype == expected.dtype
         ratio = (gradient.double() * expected.double()).sum() / expected.double().square().sum()
-        assert abs(ratio / factor - 1) <= 2**-10  # the elements are rounded to either side
+        assert abs(ratio / factor - 1) <= 2**-10  # the elements are rounded up or down
 
 
 @pytest.mark.parametrize("d_loss", [0.0, 1e-30, 0.5, 1.0])
 def test_the_gradient_of_the_loss_does_not_depend_on_d_loss(d_loss: float) -> None:
-    """It scales the gradients that the op returns, not the loss."""
+    """d_loss scales the gradients that the op returns, not the loss."""
     inputs, ranges = indexer_inputs(), indexer_key_ranges()
     leaves = index_leaves(inputs)
     expected = torch.autograd.grad(hw.indexer_loss(**inputs, **ranges), leaves)
@@ -301,7 +305,7 @@ def test_the_scores_of_the_indexer_are_differentiable(dtype: torch.dtype, relu: 
 
 
 def test_gradients_of_any_strides_reach_the_indexer() -> None:
-    """That of a sum is one number expanded, that of a transpose has its rows apart."""
+    """The gradient of a sum is one expanded number; the gradient of a transpose has strided rows."""
     leaves = index_leaves(indexer_inputs())
     scores = hw.lightning_indexer(*leaves, 9)[1]  # of 21 keys, all visible
     for given in (torch.ones(()).expand(11, 9), torch.randn(9, 11).t()):
@@ -314,7 +318,7 @@ def test_gradients_of_any_strides_reach_the_indexer() -> None:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scores_of_given_entries(dtype: torch.dtype, masked: bool, relu: bool) -> None:
-    """Entries that are none, and those that occur twice, too."""
+    """Includes invalid and repeated entries."""
     inputs, ranges = indexer_inputs(dtype), indexer_key_ranges() if masked else {}
     leaves, indices = index_leaves(inputs), inputs["indices"].long()
     scores = hw.indexer_scores(*leaves, inputs["indices"], **ranges, relu=relu)

@@ -1,4 +1,4 @@
-"""hopwell.torch.nn: the modules against dense attention, who learns from which loss, generation with a cache, NVFP4."""
+"""hopwell.torch.nn: modules against dense attention, gradients of both losses, generation with a cache, NVFP4."""
 
 import re
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def make_dsa(topk: int = 6, attn_sink: bool = False) -> nn.DSA:
 
 
 def all_keys(b: int, s: int) -> Tensor:
-    """The index lists of dense causal attention: row t names the keys 0 … t, int32 [b, s, s], −1 beyond."""
+    """Index lists of dense causal attention: row t has the keys 0 … t, then −1; int32 [b, s, s]."""
     keys = torch.arange(s, dtype=torch.int32)
     return torch.where(keys <= keys[:, None], keys, -1).expand(b, s, s)
 
@@ -60,7 +60,7 @@ def test_gradients_of_every_key_selected_are_those_of_dense_attention() -> None:
 
 @pytest.mark.parametrize("direction", ["_forward", "_backward"])
 def test_share_keys_reaches_both_directions(monkeypatch: pytest.MonkeyPatch, direction: str) -> None:
-    """Of the module and of the one over ranks; off unless asked for."""
+    """Tests the module and the module over ranks; the hint is off by default."""
     assert not make_dsa().mla.share_keys
     call, given = getattr(_sparse_mla, direction), []
 
@@ -91,7 +91,7 @@ def test_sequences_of_a_batch_do_not_see_each_other() -> None:
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize(("b", "s"), [(4, 15), (1, 300), (70, 3), (3, 1)])
 def test_selection_equals_a_loop_over_the_batch(b: int, s: int, exact: bool) -> None:
-    """The same keys also where many scores are equal."""
+    """The same keys are selected, also if many scores are equal."""
     shapes = ((b, s, 3, 16), (b, s, 16), (b, s, 3))
     q, k, w = (torch.randint(-1, 2, shape).float() if exact else torch.randn(shape) for shape in shapes)
     selected = nn.LightningIndexer(D_MODEL, topk=6, h_index=3, d_index=16).select(q, k, w)
@@ -101,7 +101,7 @@ def test_selection_equals_a_loop_over_the_batch(b: int, s: int, exact: bool) -> 
 
 
 def test_selection_needs_memory_for_the_tokens_alone() -> None:
-    """A pack of 16,384 tokens: 1 GiB of scores, were those of all pairs stored."""
+    """A pack of 16,384 tokens: the scores of all pairs would need 1 GiB."""
     q, k, w = torch.randn(4096, 4, 3, 16), torch.randn(4096, 4, 16), torch.randn(4096, 4, 3)
     indexer = nn.LightningIndexer(D_MODEL, topk=6, h_index=3, d_index=16)
 
@@ -109,7 +109,7 @@ def test_selection_needs_memory_for_the_tokens_alone() -> None:
         (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
         return 1024 * int(line.split()[1])
 
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is in use now
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current use
     before = peak_bytes()
     selected = indexer.select(q, k, w)
     assert peak_bytes() - before < 2**28
@@ -117,7 +117,7 @@ def test_selection_needs_memory_for_the_tokens_alone() -> None:
 
 
 def test_indices_stay_within_their_sequence() -> None:
-    """Those beyond it name no key, rather than one of the next sequence."""
+    """An index beyond its sequence is invalid, and must not become a key of the next sequence."""
     indices = torch.tensor([[[-7, 0, 14], [15, 16, -1]], [[1, 29, 2**31 - 1], [14, 15, -(2**31)]]], dtype=torch.int32)
     packed = [[-1, 0, 14], [-1, -1, -1], [16, -1, -1], [29, -1, -1]]
     assert nn.pack_indices(indices, 15).tolist() == packed
@@ -168,7 +168,7 @@ def test_who_learns_from_which_loss() -> None:
 
 
 def test_indexer_learns_to_select_what_attention_looks_at() -> None:
-    """From the loss alone, the keys selected come to carry more of the attention than at first."""
+    """By training with the loss alone, the selected keys get more of the attention than at first."""
     dsa, x = make_dsa(topk=5), torch.randn(4, 40, D_MODEL)
     dsa.mla.query.weight.data *= 4  # attention that prefers some keys
     optimizer = torch.optim.AdamW(dsa.indexer.parameters(), lr=1e-2)
@@ -203,7 +203,7 @@ def test_token_by_token_equals_all_at_once(attn_sink: bool) -> None:
         counted = nn.KeyCache(20)
         dsa.extend(x[:, :7], counted)
         counted.length = torch.tensor(7)
-        for i in range(7, 20):  # every step the same but for the tensor's value
+        for i in range(7, 20):  # all steps are equal except for the tensor's value
             torch.testing.assert_close(dsa.extend(x[:, i : i + 1], counted), parts[i - 6], rtol=1e-4, atol=1e-5)
             counted.length += 1
     torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-5)
@@ -224,7 +224,7 @@ def test_rotation_is_relative() -> None:
 
 
 def test_bfloat16_and_autocast() -> None:
-    # Every key is selected: rounded scores would choose other keys, and the outputs would differ by whole keys.
+    # Every key is selected, because rounded scores would select other keys, and the outputs would differ by whole keys.
     dsa, x = make_dsa(topk=40), torch.randn(2, 12, D_MODEL)
     expected, _ = dsa(x)
     with torch.autocast("cpu", torch.bfloat16):
@@ -264,7 +264,7 @@ def test_the_sink_stays_float32() -> None:
 
 
 def test_a_sink_that_a_wrapper_casts() -> None:
-    """As FSDP's mixed precision does, on the way into forward."""
+    """As FSDP's mixed precision casts it before forward."""
     mla, x = make_dsa(attn_sink=True).mla, torch.randn(2, 12, D_MODEL).bfloat16()
     cast = {name: p.bfloat16() for name, p in mla.named_parameters()}
     y = torch.func.functional_call(mla, cast, (x, all_keys(2, 12)))
@@ -273,7 +273,7 @@ def test_a_sink_that_a_wrapper_casts() -> None:
 
 @pytest.mark.parametrize("floats", [False, True])
 def test_nvfp4_keeps_its_numbers(floats: bool) -> None:
-    """Codes and scales may be of PyTorch's types, which its casts would take for numbers."""
+    """Codes and scales may have PyTorch's types, and PyTorch's casts would convert them as numbers."""
     layer, x = nn.NVFP4Linear.from_linear(torch.nn.Linear(64, 21)), torch.randn(3, 64)
     if floats:
         codes, scales = layer.weight.view(torch.float4_e2m1fn_x2), layer.weight_scale.view(torch.float8_e4m3fn)
@@ -300,6 +300,26 @@ def test_compiles_without_graph_breaks() -> None:
         results.append({"y": y.detach(), "loss": loss.detach()} | gradients(dsa))
     for name, expected in results[0].items():
         torch.testing.assert_close(results[1][name], expected, rtol=1e-3, atol=1e-5, msg=name)
+
+
+class InMode(torch.nn.Module):
+    def __init__(self, dsa: nn.DSA, mode: nn.Mode) -> None:
+        super().__init__()
+        self.dsa, self.mode = dsa, mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.dsa(x, self.mode)[0]
+        return y
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", ["dense", "warm-up", "sparse"])
+def test_one_exported_program_serves_every_number_of_sequences_and_tokens(mode: nn.Mode) -> None:
+    layer, sizes = InMode(make_dsa(), mode), {0: torch.export.Dim("b"), 1: torch.export.Dim("s")}
+    program = torch.export.export(layer, (torch.randn(2, 11, D_MODEL),), dynamic_shapes={"x": sizes}).module()
+    for b, s in ((2, 11), (3, 20), (5, 4)):
+        x = torch.randn(b, s, D_MODEL)
+        torch.testing.assert_close(program(x), layer(x))
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -398,7 +418,7 @@ def test_nvfp4_linear_needs_whole_blocks() -> None:
 @pytest.mark.parametrize("floats", [False, True])
 @pytest.mark.parametrize("assign", [False, True])
 def test_nvfp4_linear_loads_bytes_of_either_type(floats: bool, assign: bool) -> None:
-    """Checkpoints have scales as float8_e4m3fn: converted by value to uint8, they would be other scales."""
+    """Checkpoints have scales as float8_e4m3fn: a conversion by value to uint8 would change them."""
     layer, x = nn.NVFP4Linear.from_linear(torch.nn.Linear(64, 21)), torch.randn(3, 64)
     y, other = layer(x), nn.NVFP4Linear.from_linear(torch.nn.Linear(64, 21))
     as_floats = {"weight": torch.float4_e2m1fn_x2, "weight_scale": torch.float8_e4m3fn}
@@ -421,7 +441,7 @@ def test_nvfp4_linear_loads_bytes_of_either_type(floats: bool, assign: bool) -> 
 
 
 def test_nvfp4_linear_of_a_model_without_memory() -> None:
-    """As loaders make one first: shapes, and then the checkpoint's tensors in their places."""
+    """Loaders first make a model with shapes only, and then assign the checkpoint's tensors."""
     layer, x = nn.NVFP4Linear.from_linear(torch.nn.Linear(64, 21)), torch.randn(3, 64)
     skeleton = nn.NVFP4Linear.from_linear(torch.nn.Linear(64, 21, device="meta"))
     y = skeleton(x.to("meta"))

@@ -104,7 +104,7 @@ def test_paged_attention() -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_dtypes_are_pytorch_s_or_names(compiled: bool) -> None:
-    """As every function of PyTorch takes them."""
+    """As in every function of PyTorch."""
     codes, scales, scale = hw.nvfp4_quantize(torch.randn(20, 64))
     batched = tuple(x[None].permute(1, 2, 0) for x in (codes, scales))
     inputs = sparse_inputs()
@@ -128,6 +128,6 @@ def test_dtypes_are_pytorch_s_or_names(compiled: bool) -> None:
 
 
 def test_the_global_scale_comes_back_without_dimensions() -> None:
-    """As its fake kernel says."""
+    """As its fake kernel declares."""
     given = torch.full((1,), 0.01)
     assert hw.nvfp4_quantize(torch.randn(3, 32), global_scale=given)[2].shape == ()

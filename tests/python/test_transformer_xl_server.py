@@ -1,4 +1,4 @@
-"""The serving example: a shortened run with its claims, the model against a loop, and what its input can get wrong."""
+"""The serving example: a shortened run with its claims, the model against a loop, and invalid inputs."""
 
 import math
 import subprocess
@@ -51,7 +51,7 @@ def test_attention_with_memory_equals_a_loop_over_keys(server: ModuleType) -> No
 
 
 def test_a_served_token_that_differs_is_noticed(server: ModuleType) -> None:
-    """A cache whose pages are mixed up must not pass for equal."""
+    """The comparison fails if the cache's pages are mixed up."""
     torch.manual_seed(0)
     plan = server.QUICK
     model = server.TransformerXL(plan.size).eval()

@@ -1,4 +1,5 @@
-"""What belongs to one query has the same bits whatever else is in the call: other queries, padding, other heads.
+"""What belongs to one query has the same bits whatever else is in the call: other queries, padding, other heads, and
+options that ask for other outputs.
 
 Random parts of a problem are computed in calls of their own, on every backend that runs here, and compared with one
 call for all of it. ZERO_DIFFERENCE_SPLITS is the number of parts a backend (a few in `make test`; 10,000 by hand).
@@ -39,55 +40,103 @@ def same_bits(a: Any, b: Any) -> bool:
 
 
 def padded(rng: np.random.Generator, entries: torch.Tensor, value: float) -> torch.Tensor:
-    """The same rows with places behind their entries that name none."""
-    return torch.nn.functional.pad(entries, (0, PADDING), value=value) if rng.random() < 0.5 else entries
+    """The same rows with places behind their entries that name none, sometimes past what GPUs put in order at once."""
+    return torch.nn.functional.pad(entries, (0, int(rng.choice((0, PADDING, 4096)))), value=value)
 
 
 PADDING = 70
 PARTS = 10  # of a problem
+DKV_DTYPES = ("float32", "bfloat16")
+
+
+def device_of(backend: str) -> str:
+    return "cuda" if backend.startswith("sm") else "cpu"
 
 
 class SparseMla:
     """A problem of sparse MLA, and calls for some of its queries and heads."""
 
-    def __init__(self, rng: np.random.Generator, backend: str) -> None:
-        self.backend, self.device = backend, "cuda" if backend.startswith("sm") else "cpu"
-        self.h_q = int(rng.choice((64, 128)))
+    def __init__(self, rng: np.random.Generator, backend: str, **sizes: Any) -> None:
+        self.rng, self.backend, self.device = rng, backend, device_of(backend)
+        self.h_q = int(sizes.get("h_q", rng.choice((20, 64, 128))))
         # Few queries, or more than the CPU shares out by tiles of 512 keys, of which there are up to three.
-        self.s_q, self.topk, self.s_kv = (4, 80, 150) if rng.integers(2) or backend != "cpu" else (20, 1100, 1200)
+        small = rng.integers(2) or backend != "cpu"
+        self.s_q, self.topk, self.s_kv = sizes.get("shape", (5, 80, 150) if small else (20, 1100, 1200))
         self.q, self.kv = random(rng, self.s_q, self.h_q, 576), random(rng, self.s_kv, 576)
         self.d_out = random(rng, self.s_q, self.h_q, 512)
-        chosen = [rng.permutation(self.s_kv)[: self.topk] for _ in range(self.s_q)]
-        self.indices = torch.from_numpy(np.stack(chosen).astype(np.int32))
+        chosen = np.stack([rng.permutation(self.s_kv)[: self.topk] for _ in range(self.s_q)]).astype(np.int32)
+        self.ascending = bool(rng.integers(2))
+        self.indices = torch.from_numpy(np.sort(chosen) if self.ascending else chosen)
         self.sink = random(rng, self.h_q).float()
-        self.whole = self.run(slice(None), slice(None), self.indices)
+        self.masks = self.some_masks()
+        everything = slice(None)
+        self.whole = self.run(everything, everything, self.indices, {"attn": True})
 
-    def run(self, queries: slice, heads: slice, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Out, max_logits, lse and dq of these queries and heads, and the distributions over these heads."""
+    def some_masks(self) -> dict[str, torch.Tensor]:
+        """Lengths, key ranges or positions, int32 [s_q]; or none."""
+
+        def between(low: int, high: int) -> torch.Tensor:
+            return torch.from_numpy(self.rng.integers(low, high, self.s_q).astype(np.int32))
+
+        kinds: list[dict[str, torch.Tensor]] = [
+            {},
+            {"topk_length": between(self.topk // 2, self.topk + 1)},
+            {"k_start": between(-3, self.s_kv // 3), "k_end": between(self.s_kv // 2, self.s_kv + 5)},
+            {"q_positions": between(self.s_kv // 2, self.s_kv)},
+        ]
+        return kinds[int(self.rng.integers(len(kinds)))]
+
+    def some_options(self) -> dict[str, Any]:
+        """Options of a backward call that ask for other outputs, or for the same in another way."""
+        coins = [bool(coin) for coin in self.rng.integers(2, size=5)]
+        accumulate = {"accumulate": coins[3], "dkv_dtype": "float32" if coins[3] else str(self.rng.choice(DKV_DTYPES))}
+        return {
+            "need_dkv": coins[0],
+            "attn": coins[1],
+            "share_keys": coins[2],
+            "indices_ascending": self.ascending and coins[4],
+            **(accumulate if coins[0] else {}),
+        }
+
+    def run(self, queries: slice, heads: slice, indices: torch.Tensor, options: dict[str, Any]) -> dict[str, Any]:
+        """What these queries and heads get, and the distributions over these heads."""
         q, d_out, sink = (
             x.to(self.device) for x in (self.q[queries, heads], self.d_out[queries, heads], self.sink[heads])
         )
         kv, indices = self.kv.to(self.device), indices.to(self.device)
-        given = {"attn_sink": sink, "backend": self.backend}
-        out, max_logits, lse = hopwell.sparse_mla_forward(q, kv, indices, SCALE, **given)
-        dq, _, _ = hopwell.sparse_mla_backward(d_out, q, kv, indices, out, lse, SCALE, deterministic=True, **given)
-        attn, attn_l1 = (
-            hopwell.attention_distribution(q, kv, indices, lse, SCALE, normalize=norm, backend=self.backend)
-            for norm in ("none", "l1")
+        masks = {name: mask[queries].to(self.device) for name, mask in self.masks.items()}
+        given: dict[str, Any] = {**masks, "backend": self.backend}
+        results: dict[str, Any] = {}
+        out, results["max_logits"], lse = hopwell.sparse_mla_forward(q, kv, indices, SCALE, attn_sink=sink, **given)
+        results |= {"out": out, "lse": lse}
+        options = dict(options)
+        if options.pop("attn", False):
+            options["attn"] = results["attn"] = torch.empty(indices.shape, device=self.device)
+        if options.get("accumulate"):
+            options["dkv"] = random(self.rng, self.s_kv, 576).float().to(self.device)
+        results["dq"], dkv, _ = hopwell.sparse_mla_backward(
+            d_out, q, kv, indices, out, lse, SCALE, attn_sink=sink, deterministic=True, **given, **options
         )
-        return out, max_logits, lse, dq, attn, attn_l1
+        assert (dkv is None) == (options.get("need_dkv") is False)
+        for norm in ("none", "l1"):
+            results[f"attn, {norm},"] = hopwell.attention_distribution(
+                q, kv, indices, lse, SCALE, normalize=norm, **given
+            )
+        return results
 
     def check_part(self, rng: np.random.Generator) -> None:
         """Compares one random part."""
         first = int(rng.integers(self.s_q))
         queries = slice(first, int(rng.integers(first, self.s_q)) + 1)
         heads = some_heads(rng, self.backend, self.h_q) if rng.random() < 0.7 else slice(0, self.h_q)
-        part = self.run(queries, heads, padded(rng, self.indices[queries], -1))
-        for name, whole, mine in zip(("out", "max_logits", "lse", "dq"), self.whole, part, strict=False):
-            assert same_bits(whole[queries, heads], mine), f"{name} of queries {queries}, heads {heads}"
-        if heads == slice(0, self.h_q):
-            for name, whole, mine in zip(("attn", "attn, l1,"), self.whole[4:], part[4:], strict=True):
-                assert same_bits(whole[queries], mine[:, : self.topk]), f"{name} of queries {queries}"
+        options = self.some_options()
+        part = self.run(queries, heads, padded(rng, self.indices[queries], -1), options)
+        for name, mine in part.items():
+            what = f"{name} of queries {queries}, heads {heads}, {options}"
+            if not name.startswith("attn"):
+                assert same_bits(self.whole[name][queries, heads], mine), what
+            elif heads == slice(0, self.h_q):
+                assert same_bits(self.whole[name][queries], mine[:, : self.topk]), what
 
 
 class Indexer:
@@ -96,7 +145,7 @@ class Indexer:
     s_q, s_kv, heads, topk = 5, 700, 8, 90
 
     def __init__(self, rng: np.random.Generator, backend: str) -> None:
-        self.backend, self.device = backend, "cuda" if backend.startswith("sm") else "cpu"
+        self.backend, self.device = backend, device_of(backend)
         self.q, self.k = random(rng, self.s_q, self.heads, 128), random(rng, self.s_kv, 128)
         self.relu = bool(rng.integers(2))
         self.weights, self.target = (
@@ -115,7 +164,7 @@ class Indexer:
         fill = (0, PADDING if wide else 0)
         _, d_q, _, d_weights = hopwell.lightning_indexer_backward(
             torch.nn.functional.pad(target, fill), q, k, weights, torch.nn.functional.pad(indices, fill, value=-1),
-            relu=self.relu, deterministic=True, row_loss=row_loss, backend=self.backend,
+            relu=self.relu, deterministic=bool(rng.integers(2)), row_loss=row_loss, backend=self.backend,
         )  # fmt: skip
         return indices, scores, d_q, d_weights, row_loss
 
@@ -126,6 +175,76 @@ class Indexer:
         names = ("indices", "scores", "d_q_index", "d_weights", "row_loss")
         for name, whole, mine in zip(names, self.whole, self.run(queries, rng), strict=True):
             assert same_bits(whole[queries], mine), f"{name} of queries {queries}"
+
+
+class DenseLoss:
+    """A problem of the indexer's dense loss, with key ranges, and calls for some of its queries."""
+
+    s_q, s_kv, h_q, heads = 9, 150, 20, 8
+
+    def __init__(self, rng: np.random.Generator, backend: str) -> None:
+        self.backend, self.device = backend, device_of(backend)
+        self.q, self.kv = random(rng, self.s_q, self.h_q, 576), random(rng, self.s_kv, 576)
+        self.q_index, self.k_index = random(rng, self.s_q, self.heads, 128), random(rng, self.s_kv, 128)
+        self.weights = random(rng, self.s_q, self.heads).float()
+        # Some queries see the same first key: those a GPU may take together.
+        starts, ends = rng.integers(0, 3, self.s_q) * 20, rng.integers(60, self.s_kv + 1, self.s_q)
+        self.masks = {
+            "k_start": torch.from_numpy(starts.astype(np.int32)),
+            "k_end": torch.from_numpy(ends.astype(np.int32)),
+        }
+        self.whole = self.run(slice(None), rng)
+
+    def run(self, queries: slice, rng: np.random.Generator) -> tuple[torch.Tensor, ...]:
+        """d_q_index, d_weights and row losses of these queries."""
+        q, q_index, weights = (x[queries].to(self.device) for x in (self.q, self.q_index, self.weights))
+        kv, k_index = self.kv.to(self.device), self.k_index.to(self.device)
+        masks = {name: mask[queries].to(self.device) for name, mask in self.masks.items()}
+        given: dict[str, Any] = {**masks, "backend": self.backend}
+        lse = hopwell.sparse_mla_forward(q, kv, None, SCALE, **given)[2]
+        row_loss = torch.empty(len(q), device=self.device)
+        _, d_q, _, d_weights = hopwell.indexer_dense_loss(
+            q, kv, lse, q_index, k_index, weights, SCALE,
+            row_loss=row_loss, deterministic=bool(rng.integers(2)), **given,
+        )  # fmt: skip
+        return d_q, d_weights, row_loss
+
+    def check_part(self, rng: np.random.Generator) -> None:
+        """Compares one random part."""
+        first = int(rng.integers(self.s_q))
+        queries = slice(first, int(rng.integers(first, self.s_q)) + 1)
+        for name, whole, mine in zip(
+            ("d_q_index", "d_weights", "row_loss"), self.whole, self.run(queries, rng), strict=True
+        ):
+            assert same_bits(whole[queries], mine), f"{name} of queries {queries}"
+
+
+class LinearBackward:
+    """A problem of the gradient over NVFP4 weights, and calls for some of its rows.
+
+    The second half of a sum cancels the first. So the rounding errors of the sum remain, which depend on its order.
+    """
+
+    def __init__(self, rng: np.random.Generator, backend: str) -> None:
+        self.backend, self.device = backend, "cuda" if backend.startswith("sm") else "cpu"
+        long = 2500 if backend.startswith("sm") else 650
+        n, half, k = (int(rng.choice(sizes)) for sizes in ((20, 70, 300), (150, long), (64, 272)))
+        d_out = random(rng, n, half).to(torch.bfloat16 if rng.integers(2) else torch.float16)
+        codes, scales, factor = hopwell.nvfp4_quantize(random(rng, half, k))
+        weights = torch.cat([codes, codes]), torch.cat([scales, scales]), factor
+        self.d_out, *self.weights = (x.to(self.device) for x in (torch.cat([d_out, -d_out], dim=1), *weights))
+        self.whole = self.run(slice(None))
+
+    def run(self, rows: slice) -> torch.Tensor:
+        d_x: torch.Tensor = hopwell.nvfp4_linear_backward(self.d_out[rows], *self.weights, backend=self.backend)
+        return d_x
+
+    def check_part(self, rng: np.random.Generator) -> None:
+        """Compares one random part: few rows, or any number of them."""
+        first = int(rng.integers(len(self.d_out)))
+        most = first + 20 if rng.integers(2) else len(self.d_out)
+        rows = slice(first, int(rng.integers(first, most)) + 1)
+        assert same_bits(self.whole[rows], self.run(rows)), f"d_x of rows {rows}"
 
 
 BACKENDS = [name for name in hopwell.backends("sparse_mla_backward") if name in hopwell.backends("sparse_mla_forward")]
@@ -167,9 +286,97 @@ def test_heads_of_ranks(backend: str, rng: np.random.Generator) -> None:
                 assert same_bits(expected[queries, some], mine), f"{name} of queries {queries}, heads {some}"
 
 
+@pytest.mark.parametrize("h_q", [20, 128])
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b.startswith("emu:")])
+def test_deterministic_dq_on_cards(
+    backend: str, h_q: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The emulator plans for a card whose L2 does not hold the sums. Without `deterministic` the call's size decides
+    there whether rows are ordered and tiles sliced. With it dq has the bits that the emulator's own profile gives.
+    """
+    s_q, s_kv, topk = 5, 2000, 260
+    q, kv, d_out = random(rng, s_q, h_q, 576), random(rng, s_kv, 576), random(rng, s_q, h_q, 512)
+    indices = torch.from_numpy(rng.integers(0, s_kv, (s_q, topk)).astype(np.int32))
+    out, lse = d_out / 16, torch.full((s_q, h_q), 6.0)  # as large as a forward's
+
+    def dq(queries: slice, need_dkv: bool) -> torch.Tensor:
+        of_queries = (x[queries] for x in (indices, out, lse))
+        options: dict[str, Any] = {"deterministic": True, "need_dkv": need_dkv, "backend": backend}
+        return hopwell.sparse_mla_backward(d_out[queries], q[queries], kv, *of_queries, SCALE, **options)[0]
+
+    monkeypatch.setenv("HOPWELL_EMULATOR_CHECKER", "off")
+    whole = dq(slice(0, s_q), False)
+    monkeypatch.setenv("HOPWELL_EMULATOR_DEVICE", "h100-mig")
+    monkeypatch.setenv("HOPWELL_EMULATOR_SMS", "4")
+    for queries, need_dkv in ((slice(0, s_q), False), (slice(0, 4), True), (slice(0, 1), False), (slice(2, 3), True)):
+        assert same_bits(whole[queries], dq(queries, need_dkv)), f"queries {queries}, dkv {need_dkv}"
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b.startswith("emu:")])
+def test_devices_of_all_sizes(backend: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What belongs to a query does not depend on the number of multiprocessors, nor on the chip that is planned for."""
+    monkeypatch.setenv("HOPWELL_EMULATOR_CHECKER", "off")
+    mla, whole = SparseMla(rng, backend, h_q=20), slice(None)
+    of_index: list[Any] = [
+        problem(rng, backend)
+        for problem, operator in ((Indexer, "lightning_indexer_backward"), (DenseLoss, "indexer_dense_loss"))
+        if backend in hopwell.backends(operator)
+    ]
+    for device, multiprocessors in (("", "1"), ("", "132"), ("h100", "7")):
+        monkeypatch.setenv("HOPWELL_EMULATOR_SMS", multiprocessors)
+        if device:
+            monkeypatch.setenv("HOPWELL_EMULATOR_DEVICE", device)
+        for name, mine in mla.run(whole, whole, mla.indices, {"attn": True}).items():
+            assert same_bits(mla.whole[name], mine), f"{name} on {device} with {multiprocessors}"
+        for problem in of_index:
+            for expected, mine in zip(problem.whole, problem.run(whole, rng), strict=True):
+                assert same_bits(expected, mine), f"{type(problem).__name__} on {device} with {multiprocessors}"
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b.startswith("emu:")])
+def test_deterministic_dq_of_packed_documents(backend: str, rng: np.random.Generator) -> None:
+    """Keys of other documents before and behind a query's own, which are the same keys at other places."""
+    problem = SparseMla(rng, backend, h_q=20, shape=(2, 130, 300))
+    problem.masks, problem.indices = {}, problem.indices.flip(1)  # not in ascending order
+    whole = slice(None)
+    alone = problem.run(whole, whole, problem.indices, {})
+    problem.kv = torch.cat([random(rng, 130, 576), problem.kv, random(rng, 50, 576)])
+    packed = problem.run(whole, whole, problem.indices + 130, {})
+    for name in ("out", "lse", "dq"):
+        assert same_bits(alone[name], packed[name]), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_padding_keeps_negative_zeros(backend: str, rng: np.random.Generator) -> None:
+    """Products of numbers of 1e-30 are zeros of both signs in dq. The CPU takes 512 entries at a time."""
+    device = device_of(backend)
+    q, d_out = random(rng, 2, 8, 576).to(device), random(rng, 2, 8, 512).to(device)
+    kv = (1e-30 * random(rng, 100, 576).float()).bfloat16().to(device)
+    indices = torch.from_numpy(rng.integers(0, 100, (2, 60)).astype(np.int32)).to(device)
+    given: dict[str, Any] = {"sm_scale": SCALE, "backend": backend}
+    out, _, lse = hopwell.sparse_mla_forward(q, kv, indices, **given)
+    dq, padded_dq = (
+        hopwell.sparse_mla_backward(d_out, q, kv, rows, out, lse, deterministic=True, need_dkv=False, **given)[0]
+        for rows in (indices, torch.nn.functional.pad(indices, (0, 540), value=-1))
+    )
+    assert (dq == 0).all()
+    assert backend != "cpu" or torch.signbit(dq).float().mean() > 0.1
+    assert same_bits(dq, padded_dq)
+
+
+@pytest.mark.parametrize("backend", hopwell.backends("indexer_dense_loss"))
+def test_indexer_dense_loss(backend: str, rng: np.random.Generator) -> None:
+    check_parts(DenseLoss, backend, rng)
+
+
 @pytest.mark.parametrize("backend", hopwell.backends("lightning_indexer_backward"))
 def test_lightning_indexer(backend: str, rng: np.random.Generator) -> None:
     check_parts(Indexer, backend, rng)
+
+
+@pytest.mark.parametrize("backend", hopwell.backends("nvfp4_linear_backward"))
+def test_nvfp4_linear_backward(backend: str, rng: np.random.Generator) -> None:
+    check_parts(LinearBackward, backend, rng)
 
 
 def check_parts(problem: Callable[[np.random.Generator, str], Any], backend: str, rng: np.random.Generator) -> None:

@@ -1,4 +1,4 @@
-"""Random inputs of the operators in PyTorch, and how near gradients must be."""
+"""Random inputs of the operators in PyTorch, and the allowed differences of gradients."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -36,19 +36,19 @@ def indexer_inputs(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 
 
 def index_leaves(inputs: dict[str, Tensor]) -> list[Tensor]:
-    """What the indexer's losses and scores are differentiated by."""
+    """The tensors for which the indexer's losses and scores have gradients."""
     return [inputs[name].requires_grad_() for name in ("q_index", "k_index", "weights")]
 
 
 def indexer_key_ranges() -> dict[str, Tensor]:
-    """For indexer_inputs: any, one of no key, one of all."""
+    """For indexer_inputs: random ranges, one empty range, one range of all keys."""
     k_start, k_end = torch.randint(-2, 9, (11,)), torch.randint(7, 24, (11,))
     k_start[4], k_end[4], k_start[5], k_end[5] = 8, 8, 0, 21
     return {"k_start": k_start.int(), "k_end": k_end.int()}
 
 
 def dense_loss_inputs(dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
-    """Of `indexer_dense_loss`, by position."""
+    """Arguments of `indexer_dense_loss`, by position."""
     q, kv, lse = torch.randn(6, 3, 24), torch.randn(15, 24), torch.full((6, 3), 3.0)
     index = torch.randn(6, 2, 8), torch.randn(15, 8)
     return (q.to(dtype), kv.to(dtype), lse, *(x.to(dtype) for x in index), torch.randn(6, 2), 0.3)
@@ -62,7 +62,9 @@ def paged_inputs(dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
 
 
 def assert_gradients(actual: Sequence[Tensor], expected: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-    """Of their leaves' dtypes, and as near to the expected ones as those allow."""
+    """Checks that gradients have their leaves' dtypes, and differ from `expected` by no more than these dtypes
+    allow.
+    """
     for gradient, wanted, leaf in zip(actual, expected, leaves, strict=True):
         assert gradient.dtype == leaf.dtype
         assert norm_error(gradient, wanted) <= GRADIENT_TOLERANCE[leaf.dtype]

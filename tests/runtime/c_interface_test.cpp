@@ -254,6 +254,24 @@ TEST(CInterface, Nvfp4Linear) {
       .check();
 }
 
+TEST(CInterface, Nvfp4LinearBackward) {
+  using Args = hopwell_nvfp4_linear_backward_args;
+  Operator<Args>{"nvfp4_linear_backward",
+                 hopwell_nvfp4_linear_backward,
+                 hopwell_nvfp4_linear_backward_workspace_bytes,
+                 {.d_out = floats({2, 3}),
+                  .weight = bytes({3, 8}),
+                  .weight_scale = bytes({3, 1}),
+                  .weight_global = floats({1}),
+                  .d_x = floats({2, 16})},
+                 {{"d_out", &Args::d_out},
+                  {"weight", &Args::weight},
+                  {"weight_scale", &Args::weight_scale},
+                  {"weight_global", &Args::weight_global},
+                  {"d_x", &Args::d_x}}}
+      .check();
+}
+
 TEST(CInterface, Nvfp4Matmul) {
   using Args = hopwell_nvfp4_matmul_args;
   Operator<Args>{"nvfp4_matmul",

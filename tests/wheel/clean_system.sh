@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# A wheel in the root file system of a Debian that has its Python and nothing else: no compiler, no library of this machine.
+# Tries a wheel in the root file system of a Debian that has only Python: no compiler, no library of this machine.
 # clean_system.sh WHEEL [SUITE]; needs root and debootstrap.
 . "$(dirname "$0")/proofs.sh"
 wheel=$(realpath "${1:?the wheel}")
 case ${wheel##*/} in
-  *-cp311-cp311-*) suite=${2:-bookworm} ;;  # with Python 3.11, which that wheel is for alone
+  *-cp311-cp311-*) suite=${2:-bookworm} ;;  # with Python 3.11; this wheel needs that version
   *) suite=${2:-trixie} ;;                  # with Python 3.13
 esac
 name="clean system ($suite)"
@@ -14,14 +14,14 @@ command -v debootstrap >/dev/null || { skipped "$name" "no debootstrap"; exit 0;
 say "debootstrap $suite"
 debootstrap --variant=minbase --include=python3,python3-venv "$suite" "$place/root" >"$place/log" 2>&1 ||
   { tail -5 "$place/log" >&2; skipped "$name" "debootstrap could not make it"; exit 0; }
-mount -t proc proc "$place/root/proc"  # by which the loader finds what lies beside a program
+mount -t proc proc "$place/root/proc"  # the loader needs it to find files next to a program
 trap 'umount "$place/root/proc"; rm -rf --one-file-system "$place"' EXIT
 inside() { env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root chroot "$place/root" "$@"; }
 
 for tool in gcc cc g++ c++ clang nvcc make cmake; do
   ! inside sh -c "command -v $tool" || { echo "the clean system has $tool" >&2; exit 1; }
 done
-# Its packages are fetched here: the new system knows no network, and pip asks no index.
+# This machine downloads the packages, because the new system has no network, and pip uses no index.
 version=$(inside python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 mkdir "$place/root/wheels"
 python3 -m pip download --quiet --disable-pip-version-check --dest "$place/root/wheels" --only-binary :all: \

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A wheel in an empty environment: both commands, a check of every backend, a call from Python, the manual page.
+# Tries a wheel in an empty environment: both commands, a check of every backend, a call from Python, the manual page.
 # empty_environment.sh WHEEL [PYTHON]
 . "$(dirname "$0")/proofs.sh"
 wheel=$(realpath "${1:?the wheel, such as dist/hopwell-0.1.0-….whl}")
@@ -10,7 +10,7 @@ bare hopwell info
 bare hopwell check --quick
 echo "from an empty environment to the end of the check: $(($(date +%s) - began)) s; the wheel has $(($(stat -c %s "$wheel") / 1000000)) MB"
 bare python -c "$call"
-# The second command: a kernel for a GPU that is not here, and its page; what it refuses, it says.
+# The second command: a kernel for a GPU that this machine lacks, its report, and an error message.
 bare hopwell-emulate sparse_mla_forward --backend emu:sm100 --case h_q_64 --report page.html
 grep -q '<svg' "$place/page.html" && tail -c 20 "$place/page.html" | grep -q '</html>'
 status=0

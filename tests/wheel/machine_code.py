@@ -1,6 +1,6 @@
-"""What a wheel holds for GPUs: machine code for each that it promises, PTX for later ones, and no more than 60 MB.
+"""Checks a wheel's code for GPUs: machine code for each promised GPU, PTX for later ones, and at most 60 MB.
 
-machine_code.py WHEEL; skipped, by name, for a wheel that was built without nvcc.
+machine_code.py WHEEL; a wheel that was built without nvcc is skipped by name.
 """
 
 import struct
@@ -10,16 +10,16 @@ from collections import Counter
 from pathlib import Path
 
 MOST_BYTES = 60e6
-# 8.0's code runs on 8.6 and 8.9, that of 10.0 on 10.3; sm90.cu is for 9.0a, sm100.cu for the family 10.0f.
+# The code of 8.0 runs on 8.6 and 8.9, the code of 10.0 on 10.3; sm90.cu is for 9.0a, sm100.cu for the family 10.0f.
 MACHINE_CODE, PTX = {80, 90, 100, 120}, {80, 90, 100}
-# How nvcc lays these out (cuobjdump lists the same): a header with a number, its own size and that of the rest; then
+# nvcc's format (cuobjdump lists the same): a header with a magic number, its own size and the size of the rest; then
 # entries, each with its kind, its header's size, its own size and the GPU.
 MAGIC, HEADER, ENTRY, GPU = struct.pack("<I", 0xBA55ED50), struct.Struct("<IHHQ"), struct.Struct("<HHIQ"), 28
 KINDS = {1: "PTX", 2: "machine code"}
 
 
 def held(library: bytes) -> Counter[tuple[str, int]]:
-    """How many entries there are by kind and GPU."""
+    """Counts the entries by kind and GPU."""
     found: Counter[tuple[str, int]] = Counter()
     end = 0
     while (start := library.find(MAGIC, end)) >= 0:

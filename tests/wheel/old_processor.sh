@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A wheel on processors without AVX2, which QEMU stands for: any instruction that such a one has not ends the program.
+# Tries a wheel on processors without AVX2, which QEMU emulates: an instruction that the processor lacks ends the program.
 # old_processor.sh WHEEL [PYTHON]; needs qemu-x86_64-static (Debian: qemu-user-static).
 . "$(dirname "$0")/proofs.sh"
 wheel=$(realpath "${1:?the wheel}")
@@ -9,7 +9,7 @@ command -v qemu-x86_64-static >/dev/null || { skipped "$name" "no qemu-x86_64-st
 environment "${2:-python3}" "$wheel"
 program=$(bare python -c 'import hopwell._hopwell, pathlib; print(pathlib.Path(hopwell._hopwell.__file__).parent / "bin/hopwell")')
 qemu=$(command -v qemu-x86_64-static)
-as() {  # PROCESSOR PROGRAM…; QEMU warns of features that have nothing to do with arithmetic
+as() {  # PROCESSOR PROGRAM…; QEMU warns of features that do not concern arithmetic
   bare "$qemu" -cpu "$@" 2> >(grep -v "TCG doesn't support requested feature" >&2)
 }
 
@@ -23,14 +23,14 @@ if as Nehalem "$place/venv/bin/python" -c "$avx2" >/dev/null 2>&1; then
   echo "this QEMU runs AVX2 on a Nehalem: nothing would be proven" >&2
   exit 1
 fi
-# Highway's SSE4 wants AES too, which Nehalem has not; SandyBridge has AVX and no AVX2.
+# Highway's SSE4 also needs AES, which Nehalem lacks; SandyBridge has AVX but not AVX2.
 while read -r processor vectors; do
   echo "$processor:"
   info=$(as "$processor" "$program" info)
   grep '^vectors' <<<"$info"
   grep -q "^vectors  $vectors" <<<"$info"
   as "$processor" "$program" check --quick --backend cpu | tail -1
-  # numpy itself needs SSE 4.2, and says so where it is missing.
+  # numpy itself needs SSE 4.2, and reports if it is missing.
   [ "$processor" = core2duo ] || as "$processor" "$place/venv/bin/python" -c "$call"
 done <<'PROCESSORS'
 core2duo SSSE3: this processor has no AVX2

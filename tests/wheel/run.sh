@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Tries a wheel as strangers would; each proof is a script here that also runs alone. run.sh WHEEL [PYTHON]
-# Those with PyTorch fetch gigabytes: torch_versions.sh is left to be called by itself (make test-wheel-torch).
+# Tries a wheel as other users would. Each proof is a script in this folder that also runs alone. run.sh WHEEL [PYTHON]
+# The proofs with PyTorch download gigabytes, so torch_versions.sh is not included (make test-wheel-torch runs it).
 set -euo pipefail
 wheel=$(realpath "${1:?the wheel, such as dist/hopwell-0.1.0-….whl}")
 python=${2:-python3}

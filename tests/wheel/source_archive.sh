@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Builds the source archive as pip does for a stranger, in folders of its own: without a CUDA compiler on the PATH, then with the one
-# that is there. source_archive.sh ARCHIVE [PYTHON]; takes as long as the builds. NVCC=0 leaves the second one out.
+# Builds the source archive as pip does for another user, in folders of its own: first without a CUDA compiler on the PATH, then
+# with this machine's one. source_archive.sh ARCHIVE [PYTHON]; takes as long as the builds. NVCC=0 omits the second build.
 . "$(dirname "$0")/proofs.sh"
 archive=$(realpath "${1:?the archive, such as dist/hopwell-0.1.0.tar.gz}")
 python=${2:-python3}
 
-try() {  # NAME WHAT-INFO-SAYS-OF-SM90: installs, asks, checks
+try() {  # NAME EXPECTED-INFO-OF-SM90: installs, runs info, compares
   local began
   began=$(date +%s)
   environment "$python" "$archive" || exit 1

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# One wheel beside several PyTorch versions: the operators in autograd and under PyTorch's compiler.
-# torch_versions.sh WHEEL PYTHON [VERSION…]; versions that pip can't install are skipped by name.
+# Tries one wheel with several PyTorch versions: the operators in autograd and with PyTorch's compiler.
+# torch_versions.sh WHEEL PYTHON [VERSION…]; versions that pip cannot install are skipped by name.
 . "$(dirname "$0")/proofs.sh"
 wheel=$(realpath "${1:?the wheel}")
 python=${2:-python3}

@@ -1,6 +1,6 @@
-"""A wheel beside the PyTorch that is installed: gradients, the compiler's view, processes that a DataLoader forks.
+"""Tries a wheel with the installed PyTorch: gradients, PyTorch's compiler, and the forked processes of a DataLoader.
 
-Prints how long calls take in this process and in the workers, with PyTorch's own threads awake.
+Prints the duration of calls in this process and in the workers, while PyTorch's own threads are awake.
 """
 
 import platform
@@ -28,14 +28,14 @@ def attention(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor) -> torch
 
 
 def plain(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """The same in PyTorch, float64."""
+    """Computes the same in PyTorch, in float64."""
     keys = kv[indices.long()]
     p = torch.einsum("shd,sid->shi", q, keys).mul(WIDTH**-0.5).softmax(-1)
     return torch.einsum("shi,siv->shv", p, keys[..., :48])
 
 
 def milliseconds(*functions: Callable[[], object]) -> float:
-    """Of calls of all of these, one after another: the median of 100."""
+    """Calls all functions one after another; returns the median of 100 times."""
     times = []
     for _ in range(100):
         began = time.perf_counter()
@@ -46,8 +46,9 @@ def milliseconds(*functions: Callable[[], object]) -> float:
 
 
 def step(seed: int) -> tuple[bytes, list[float]]:
-    """The operator's bits, and the milliseconds of it, of a product of PyTorch's, and of both in turns. On a busy
-    machine threads that spin keep others waiting: what is usual there, numpy's product in its place says.
+    """Returns the operator's bits, and the milliseconds of the operator, of a product of PyTorch, and of both in turns.
+
+    On a busy machine spinning threads delay others. For comparison it also times numpy's product in place of PyTorch's.
     """
     arguments, x, y = inputs(seed), torch.ones(256, 256), np.ones((256, 256), np.float32)
 
@@ -65,7 +66,7 @@ def step(seed: int) -> tuple[bytes, list[float]]:
 
 
 class Steps(torch.utils.data.Dataset):
-    """An item is what `step` of its number gives, in whichever process."""
+    """Item i is the result of `step(i)`, in any process."""
 
     def __len__(self) -> int:
         return 8
@@ -94,7 +95,7 @@ def gradients_are_right() -> None:
 
 
 def workers_do_as_this_process() -> None:
-    here = [step(item) for item in range(len(Steps()))]  # threads of both libraries have run before the fork
+    here = [step(item) for item in range(len(Steps()))]  # the threads of both libraries have run before the fork
     report("this process", here)
     for workers in (1, 2):
         loader = torch.utils.data.DataLoader(

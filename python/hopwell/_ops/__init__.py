@@ -5,7 +5,14 @@ from typing import Any
 from .. import _hopwell
 from .._arrays import explaining, printable
 from .lightning_indexer import indexer_dense_loss, lightning_indexer, lightning_indexer_backward
-from .nvfp4 import nvfp4_dequantize, nvfp4_gemv, nvfp4_linear, nvfp4_matmul, nvfp4_quantize
+from .nvfp4 import (
+    nvfp4_dequantize,
+    nvfp4_gemv,
+    nvfp4_linear,
+    nvfp4_linear_backward,
+    nvfp4_matmul,
+    nvfp4_quantize,
+)
 from .paged_attention import paged_attention
 from .sparse_mla import attention_distribution, normalize_l1, sparse_mla_backward, sparse_mla_forward
 
@@ -18,6 +25,7 @@ _OPERATORS = {
         paged_attention,
         nvfp4_gemv,
         nvfp4_linear,
+        nvfp4_linear_backward,
         nvfp4_matmul,
         nvfp4_quantize,
         nvfp4_dequantize,

@@ -90,7 +90,7 @@ def lightning_indexer_backward(
     """The indexer's loss against the attention distribution, and its gradients; or the gradients of any other loss.
 
         row_loss = KL(target[s,:] ‖ softmax over the selected entries of score[s,:]);  loss = Σ_s row_weights·row_loss
-        g        = d_loss·row_weights·(softmax − target), or d_loss·row_weights·d_scores
+        g        = d_loss·row_weights·(softmax − target), or d_loss·row_weights·d_scores; NaN beyond fp32's range
         d_weights = Σ_i g·relu(q·k);  d_q_index = Σ_i g·w·1[q·k > 0]·k;  d_k_index[t] += Σ g·w·1[q·k > 0]·q
 
     Args:

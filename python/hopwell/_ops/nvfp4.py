@@ -24,6 +24,7 @@ def nvfp4_gemv(
     sfb: Array,
     *,
     alpha: float = 1.0,
+    global_is_reciprocal: bool = False,
     out_dtype: DType = "float16",
     scale_layout: str = "plain",
     out: Array | None = None,
@@ -38,6 +39,7 @@ def nvfp4_gemv(
         sfa, sfb: scales, uint8 or float8_e4m3fn. scale_layout "plain": [rows, K/16, L]; "blocked": the 128×4 order of
             cuBLAS and CUTLASS, in any shape of as many bytes, L slowest.
         alpha: factor of the result.
+        global_is_reciprocal: alpha is 1 / the factor (compressed-tensors).
         out_dtype: "float16", "bfloat16" or "float32".
         out: [M, 1, L] of out_dtype, any strides; written in place.
         backend, stream: as in `sparse_mla_forward`.
@@ -48,7 +50,7 @@ def nvfp4_gemv(
     outputs = Outputs("nvfp4_gemv", "a", a)
     m, _, batch = dims(a, 3)
     out = _of_out_dtype(outputs, out, (m, 1, batch), out_dtype, ("float16", "bfloat16", "float32"))
-    _hopwell.nvfp4_gemv(a, b, sfa, sfb, alpha, scale_layout, out, backend, stream)
+    _hopwell.nvfp4_gemv(a, b, sfa, sfb, alpha, global_is_reciprocal, scale_layout, out, backend, stream)
     return outputs.native(out)[0]
 
 
@@ -88,6 +90,39 @@ def nvfp4_linear(
     return outputs.native(out)[0]
 
 
+def nvfp4_linear_backward(
+    d_out: Array,
+    weight: Array,
+    weight_scale: Array,
+    weight_global: float | Array,
+    *,
+    scale_layout: str = "plain",
+    global_is_reciprocal: bool = False,
+    out: Array | None = None,
+    backend: str | None = None,
+    stream: Any = None,
+) -> Array:
+    """d_x[i,k] = weight_global·Σ_n d_out[i,n]·code[n,k]·scale[n,k/16]: the gradient of `nvfp4_linear` for its x.
+
+    The weights are frozen: there is no gradient for them. A row of d_x has the same bits whatever other rows there are.
+
+    Args:
+        d_out: bf16, fp16 or (on the CPU) fp32 [n, N].
+        weight, weight_scale, weight_global, scale_layout, global_is_reciprocal: as in `nvfp4_linear`.
+        out: like d_out, [n, K]; written in place.
+        backend, stream: as in `sparse_mla_forward`.
+
+    Returns:
+        d_x [n, K] in the dtype of d_out.
+    """
+    outputs = Outputs("nvfp4_linear_backward", "d_out", d_out)
+    out = outputs.given_or_new("out", out, (dims(d_out, 2)[0], 2 * dims(weight, 2)[1]), d_out.dtype)
+    _hopwell.nvfp4_linear_backward(
+        d_out, weight, weight_scale, weight_global, scale_layout, global_is_reciprocal, out, backend, stream
+    )
+    return outputs.native(out)[0]
+
+
 def nvfp4_matmul(
     a: Array,
     b: Array,
@@ -95,6 +130,7 @@ def nvfp4_matmul(
     sfb: Array,
     *,
     alpha: float = 1.0,
+    global_is_reciprocal: bool = False,
     bias: Array | None = None,
     out_dtype: DType = "bfloat16",
     scale_layout: str = "plain",
@@ -109,6 +145,7 @@ def nvfp4_matmul(
         sfa, sfb: e4m3 scales, uint8 or float8_e4m3fn; scale_layout "plain": [rows, K/16], or "blocked", as in
             `nvfp4_gemv`.
         alpha: factor of the product, such as both sides' global scales.
+        global_is_reciprocal: alpha is 1 / the factor (compressed-tensors).
         bias: [N], of out_dtype.
         out_dtype: "bfloat16", "float16" or "float32".
         out: [M, N] of out_dtype; written in place.
@@ -119,7 +156,7 @@ def nvfp4_matmul(
     """
     outputs = Outputs("nvfp4_matmul", "a", a)
     out = _of_out_dtype(outputs, out, (dims(a, 2)[0], dims(b, 2)[0]), out_dtype, ("bfloat16", "float16", "float32"))
-    _hopwell.nvfp4_matmul(a, b, sfa, sfb, alpha, bias, scale_layout, out, backend, stream)
+    _hopwell.nvfp4_matmul(a, b, sfa, sfb, alpha, bias, global_is_reciprocal, scale_layout, out, backend, stream)
     return outputs.native(out)[0]
 
 
@@ -159,6 +196,7 @@ def nvfp4_dequantize(
     scales: Array,
     global_scale: float | Array,
     *,
+    global_is_reciprocal: bool = False,
     scale_layout: str = "plain",
     dtype: DType = "float32",
     backend: str | None = None,
@@ -170,6 +208,7 @@ def nvfp4_dequantize(
         codes: uint8 or float4_e2m1fn_x2 [rows, K/2].
         scales: uint8 or float8_e4m3fn; scale_layout "plain": [rows, K/16], or "blocked", as in `nvfp4_gemv`.
         global_scale: a number or a 0-d fp32 array.
+        global_is_reciprocal: the global is 1 / the factor (compressed-tensors), which is rounded to fp32.
         dtype: "float32", "float16" or "bfloat16".
         backend, stream: as in `sparse_mla_forward`.
 
@@ -180,5 +219,5 @@ def nvfp4_dequantize(
     outputs = Outputs(name, "codes", codes)
     rows, half_k = dims(codes, 2)
     x = outputs.new((rows, 2 * half_k), dtype_name(name, "dtype", dtype, ("float32", "float16", "bfloat16")))
-    _hopwell.nvfp4_dequantize(codes, scales, global_scale, scale_layout, x, backend, stream)
+    _hopwell.nvfp4_dequantize(codes, scales, global_scale, global_is_reciprocal, scale_layout, x, backend, stream)
     return outputs.native(x)[0]

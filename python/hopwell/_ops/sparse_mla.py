@@ -107,9 +107,10 @@ def sparse_mla_backward(
         d_out: gradient of out, like q [s_q, h_q, d_v].
         q, kv, indices, sm_scale, d_v, attn_sink, topk_length, q_positions, q_start, kv_stride, k_start, k_end: as in
             the forward.
-        out, lse: what the forward returned.
-        deterministic: the same bits every time, also where the fastest way would not give them. On a GPU that takes
-            4·s_q·topk bytes of scratch; without indices topk is s_kv.
+        out, lse: what the forward returned; or, where this call has a shard of the keys, merged over all shards. No
+            score may exceed lse by more than 44: GPUs take exp(score − lse) as 2⁶⁴ there.
+        deterministic: the same bits every time, also where the fastest way would not give them, and the same dq of a
+            query in every call. On a GPU that takes 4·s_q·topk bytes of scratch; without indices topk is s_kv.
         dkv_dtype: "float32" or "bfloat16".
         dq: like q, written in place.
         dkv: of kv's shape and of dkv_dtype, written in place; with `accumulate` (fp32 only) added into.
@@ -124,7 +125,9 @@ def sparse_mla_backward(
         backend, stream: as in the forward.
 
     Returns:
-        (dq, dkv, d_sink): d_sink fp32 [h_q]; None for what is not needed, and for d_sink without a sink.
+        (dq, dkv, d_sink): d_sink fp32 [h_q]; None for what is not needed, and for d_sink without a sink. A row adds to
+        d_sink unless its lse is +inf. So with shards of the keys each call gives the whole d_sink: take it from one
+        shard; dq is the sum over the shards.
     """
     name = "sparse_mla_backward"
     outputs = Outputs(name, "d_out", d_out)

@@ -3,7 +3,7 @@
 import sys
 
 try:
-    import torch  # noqa: F401  # every comparison is of tensors
+    import torch  # noqa: F401  # every comparison uses tensors
 except ImportError as error:
     sys.exit(f"hopwell.bench needs PyTorch ({error}): pip install torch, which is in hopwell's extra [bench]")
 

@@ -1,4 +1,4 @@
-"""A fresh run against committed records: `python -m hopwell.bench --check RECORD…`, as `make bench-check` does."""
+"""Compares a new run with committed records: `python -m hopwell.bench --check RECORD…`, as `make bench-check` does."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from . import BadArgument
 from .operators import OPERATORS
 from .problem import Shape
 
-AGAIN = 2  # times that a share is measured again before it counts as smaller; another process may have been at work
+AGAIN = 2  # repeats before a smaller share counts, because another process may have disturbed the measurement
 SLOWER, OTHER_DEVICE = 1, 3  # exit statuses; 0: as recorded, 2: bad arguments
-Recorded = dict[str, dict[str, tuple[Shape, float]]]  # by operator and shape: the whole shape, its share
+Recorded = dict[str, dict[str, tuple[Shape, float]]]  # by operator and shape: all settings of the shape, and its share
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A record of `--json`; BadArgument names what is wrong with the file."""
+    """Reads a record of `--json`; BadArgument names the fault of the file."""
     try:
         record = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -29,7 +29,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def shares(records: list[dict[str, Any]], only: list[str]) -> tuple[Recorded, dict[str, int]]:
-    """The share of the ceiling of each shape, the median over its peers; and how many of each operator have none."""
+    """Returns each shape's share (median over its peers), and for each operator the number of shapes without one."""
     found: dict[str, dict[str, list[float]]] = {}
     shapes: dict[tuple[str, str], Shape] = {}
     without: dict[str, set[str]] = {}
@@ -51,7 +51,7 @@ def shares(records: list[dict[str, Any]], only: list[str]) -> tuple[Recorded, di
 
 
 def best(rows: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
-    """By operator and shape, the largest share."""
+    """Returns the largest share of each operator and shape."""
     found: dict[tuple[str, str], float] = {}
     for row in rows:
         if "share" in row:
@@ -61,7 +61,7 @@ def best(rows: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
 
 
 def slower(recorded: Recorded, fresh: list[dict[str, Any]], noise: float) -> dict[str, list[Shape]]:
-    """The measured shapes whose share is smaller than the noise allows."""
+    """Returns the measured shapes whose share is below the recorded one by more than the noise."""
     got = best(fresh)
     found = {
         name: [shape for text, (shape, share) in by.items() if got.get((name, text), share) < share * (1 - noise)]
@@ -71,7 +71,7 @@ def slower(recorded: Recorded, fresh: list[dict[str, Any]], noise: float) -> dic
 
 
 def verdicts(recorded: Recorded, fresh: list[dict[str, Any]], noise: float) -> tuple[list[str], bool]:
-    """A line for each recorded shape; whether none is slower than the noise allows, and none is missing."""
+    """Returns a line for each recorded shape, and True if every shape was measured and none is slower."""
     got = best(fresh)
     lines, held = [], True
     for name, by_shape in recorded.items():
@@ -98,14 +98,14 @@ def check(
     noise: float,
     measure: Callable[[str, list[Shape]], list[dict[str, Any]]],
 ) -> int:
-    """The exit status; prints why.
+    """Returns the exit status and prints the reason.
 
     Args:
-        paths: records. Only those of this device are compared with: a share is of one device's ceiling.
-        only: operators; none: all of the records.
-        device: this machine's, as records name it.
-        noise: a share may be this part of the recorded one smaller.
-        measure: rows of an operator's shapes, beside the ceiling.
+        paths: the records. Only records of this device count, because a share is relative to one device's ceiling.
+        only: operators to check; empty: all operators of the records.
+        device: this machine's device, as records name it.
+        noise: part by which a share may be below the recorded one.
+        measure: measures shapes of an operator next to the ceiling, and returns the rows.
     """
     records = [read(path) for path in paths]
     of_this = [record for record in records if record["device"] == device]

@@ -1,4 +1,4 @@
-"""The command line: what to run, each operator in a process of its own, and what becomes of the results."""
+"""The command line: selects operators, runs each in a process of its own, and writes the results."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ from .problem import Shape
 from .provenance import provenance
 from .scale import DEVICE
 
-NOISE = {"cuda": 0.15, "cpu": 0.4}  # docs/comparisons.md says where they are from
+NOISE = {"cuda": 0.15, "cpu": 0.4}  # docs/comparisons.md explains the values
 PICTURES = (".svg", ".png", ".pdf")
-DESCRIPTION = """Every operator beside the same operation of other packages, in one process, in turns.
+DESCRIPTION = """Compares every operator with the same operation of other packages, in one process, in turns.
 
-  python -m hopwell.bench                                  beside plain PyTorch
-  python -m hopwell.bench paged_attention --peers          one operator, beside every package that is installed
+  python -m hopwell.bench                                  with plain PyTorch
+  python -m hopwell.bench paged_attention --peers          one operator, with every installed package
   python -m hopwell.bench paged_attention --shape b=64,context=4096,h_q=32,h_kv=32,d=128
   python -m hopwell.bench --peers --json FILE --plot FILE.svg
-  python -m hopwell.bench --check RECORD                   against a record of --json, as make bench-check does
+  python -m hopwell.bench --check RECORD                   with a record of --json, as make bench-check does
 
-"times" is the peer's time over Hopwell's: above 1, Hopwell is the faster. "share" and "peer's" are of the ceiling that
-was measured in the same turns: a matrix product, or reading as many bytes. A package that is missing, refuses a shape
-or gives another result is a line with the reason. Every operator has a process of its own, so that a peer that crashes
-or hangs takes nothing else with it. Exit status: 0; 1 where results disagree, Hopwell fails, a process dies or --check
-finds a share smaller than the noise allows; 2 for bad arguments; 3 where --check has no record of this device."""
+"times" is the peer's time over Hopwell's: above 1, Hopwell is faster. "share" and "peer's" are relative to the ceiling
+that was measured in the same turns: a matrix product, or reading the same number of bytes. If a package is missing,
+does not support a shape or gives another result, its line states the reason. Every operator has a process of its own,
+so that a peer that crashes or hangs affects only this operator. Exit status: 0; 1 if results disagree, Hopwell fails, a
+process dies or --check finds a share that is smaller than the noise allows; 2 for bad arguments; 3 if --check has no
+record of this device."""
 
 
 def shape_of(name: str, operator: Operator, text: str) -> Shape:
-    """`a=1,b=2` as a shape; BadArgument names the operator, what was expected and what came."""
+    """Parses `a=1,b=2` to a shape; BadArgument names the operator, the expected text and the text it got."""
     known = operator.settings({})
     shape: Shape = {}
     for word in text.split(","):
@@ -52,36 +53,41 @@ def shape_of(name: str, operator: Operator, text: str) -> Shape:
 
 
 def parser() -> argparse.ArgumentParser:
-    """All options."""
+    """Returns the parser with all options."""
     options = argparse.ArgumentParser(
         prog="python -m hopwell.bench",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    options.add_argument("operator", nargs="*", help=f"default: all: {', '.join(OPERATORS)}")
-    options.add_argument("--peers", action="store_true", help="beside every package that is installed, not only torch")
+    options.add_argument("operator", nargs="*", help=f"operators to run (default: all): {', '.join(OPERATORS)}")
+    options.add_argument("--peers", action="store_true", help="compare with every installed package, not only torch")
     options.add_argument(
-        "--shape", action="append", default=[], metavar="NAME=N,…", help="this one instead; may be repeated"
+        "--shape", action="append", default=[], metavar="NAME=N,…", help="run this shape instead; may be repeated"
     )
-    options.add_argument("--json", type=Path, metavar="FILE", help="writes a record there")
-    options.add_argument("--plot", type=Path, metavar="FILE", help=f"draws it there: {', '.join(PICTURES)}")
-    options.add_argument("--check", type=Path, nargs="+", metavar="RECORD", help="against these records, without peers")
+    options.add_argument("--json", type=Path, metavar="FILE", help="write a record to FILE")
+    options.add_argument("--plot", type=Path, metavar="FILE", help=f"draw a picture to FILE: {', '.join(PICTURES)}")
     options.add_argument(
-        "--noise", type=float, help="of --check: how much smaller a share may be, 0 … 1 (0.15 on GPUs, 0.4 on CPUs)"
+        "--check", type=Path, nargs="+", metavar="RECORD", help="compare with these records, without peers"
     )
-    options.add_argument("--rounds", type=int, default=15, help="turns (15)")
-    options.add_argument("--limit", type=float, default=300, metavar="SECONDS", help="of an operator (300)")
-    options.add_argument("--commit", default="", help="for the record, where the package does not know its own")
-    options.add_argument("--dry-run", action="store_true", help="tiny shapes: tries the program, measures nothing")
-    # A process of one operator: the shapes to run and the file for its rows; --alone: only beside the ceiling.
+    options.add_argument(
+        "--noise",
+        type=float,
+        help="for --check: part by which a share may be smaller, 0 … 1 (0.15 on GPUs, 0.4 on CPUs)",
+    )
+    options.add_argument("--rounds", type=int, default=15, help="rounds to time (15)")
+    options.add_argument("--limit", type=float, default=300, metavar="SECONDS", help="time limit of an operator (300)")
+    options.add_argument("--commit", default="", help="commit for the record, if the package does not know its own")
+    options.add_argument("--dry-run", action="store_true", help="tiny shapes, to try the program; times mean nothing")
+    # Internal options. --one: run these shapes of one operator in this process and write its rows to this file.
+    # --alone: measure without peers.
     options.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     return options
 
 
 def checked(options: argparse.Namespace) -> None:
-    """BadArgument for what argparse does not see."""
+    """Raises BadArgument for errors that argparse does not find."""
     for name in options.operator:
         if name not in OPERATORS:
             raise BadArgument(f"operator: expected one of {', '.join(OPERATORS)}; got {name!r}")
@@ -109,7 +115,7 @@ def checked(options: argparse.Namespace) -> None:
 
 
 def chosen_shapes(name: str, options: argparse.Namespace) -> list[Shape]:
-    """What the options ask of an operator."""
+    """Returns the shapes to measure for an operator."""
     operator = OPERATORS[name]
     if options.shape:
         base = operator.tiny if options.dry_run else {}
@@ -120,7 +126,7 @@ def chosen_shapes(name: str, options: argparse.Namespace) -> list[Shape]:
 
 
 def in_its_own_process(name: str, shapes: list[Shape], options: argparse.Namespace) -> list[Row]:
-    """The rows of an operator."""
+    """Runs an operator in a process of its own and returns its rows."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
         program = [sys.executable, "-m", "hopwell.bench", name, "--rounds", str(options.rounds)]
@@ -142,7 +148,7 @@ def in_its_own_process(name: str, shapes: list[Shape], options: argparse.Namespa
 
 
 def one_operator(name: str, shapes: list[Shape], path: Path, options: argparse.Namespace) -> None:
-    """This process is one operator's."""
+    """Measures one operator in this process."""
     torch.manual_seed(0)
     if options.dry_run:
         scale.shrink()
@@ -151,14 +157,14 @@ def one_operator(name: str, shapes: list[Shape], path: Path, options: argparse.N
 
 
 def keep(path: Path, rows: list[Row]) -> None:
-    """Writes the rows whole: a process that dies leaves those before."""
+    """Replaces the file as a whole, so that the earlier rows survive if the process dies."""
     part = path.with_suffix(".part")
     part.write_text(dump(rows))
     part.replace(path)
 
 
 def tell(rows: list[Row], missing: list[str], peers: bool) -> None:
-    """What the table does not say by itself."""
+    """Prints a summary below the table."""
     if peers and missing:
         print(f"not installed: {', '.join(missing)}")
     if peers:
@@ -169,7 +175,7 @@ def tell(rows: list[Row], missing: list[str], peers: bool) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit status."""
+    """Runs the command and returns the exit status."""
     checked(options)
     names = list(dict.fromkeys(options.operator)) or list(OPERATORS)
     if options.check:
@@ -206,7 +212,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Parses the command line, runs it, and returns the exit status."""
     options = parser().parse_args(arguments)
     try:
         if options.one:

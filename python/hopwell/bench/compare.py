@@ -1,4 +1,4 @@
-"""Whether two calls agree, and how long they take in turns with the machine's ceiling."""
+"""Compares the results of two calls, and times the calls in turns with the machine's ceiling."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Work = Callable[[], object]
 
 @contextmanager
 def progress(text: str) -> Iterator[None]:
-    """Says what is going on, on standard error, if it takes over two seconds."""
+    """Prints `text` on standard error if the block needs more than two seconds."""
     timer = threading.Timer(2, lambda: print(f"… {text}", file=sys.stderr, flush=True))
     timer.daemon = True
     timer.start()
@@ -38,11 +38,11 @@ def progress(text: str) -> Iterator[None]:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """New tensors hold NaN, or the largest integer, until they are written."""
-    torch.use_deterministic_algorithms(True, warn_only=True)  # which fills uninitialised memory
+    """Fills new tensors with NaN, or with the largest integer, so that unwritten memory is found."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # this fills uninitialised memory
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about operations that are not deterministic
+            warnings.simplefilter("ignore")  # warnings about operations that are not deterministic
             if not torch.empty(4, device=DEVICE).isnan().all():
                 raise RuntimeError("this PyTorch does not fill new tensors")
             yield
@@ -51,12 +51,12 @@ def poisoned() -> Iterator[None]:
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The difference's norm over the larger of both; 0 where both are zero."""
+    """Returns the norm of the difference, divided by the larger of both norms; 0 if both are zero."""
     return float((a - b).norm() / torch.maximum(a.norm(), b.norm()).clamp_min(1e-300))
 
 
 def difference(problem: Problem, peer: Peer, theirs: Call) -> float:
-    """The largest of the results' differences, each over the larger of both norms; NaN where something is unwritten."""
+    """Returns the largest relative difference of the results; NaN if an element is unwritten."""
     with poisoned():
         pairs = list(zip(problem.read(problem.ours(0)), peer.read(theirs(0)), strict=True))
         for a, b in pairs:
@@ -67,7 +67,7 @@ def difference(problem: Problem, peer: Peer, theirs: Call) -> float:
 
 
 def prepared(call: Call, copies: int) -> tuple[Work, bool]:
-    """One call for each copy of the inputs, and whether they are a graph."""
+    """Returns work that runs one call for each copy of the inputs, and True if it is a CUDA graph."""
 
     def work() -> None:
         for i in range(copies):
@@ -88,7 +88,7 @@ def prepared(call: Call, copies: int) -> tuple[Work, bool]:
 
 
 def seconds_in_turns(works: list[Work], rounds: int) -> list[list[float]]:
-    """Of each, its time in every round; a round that warms up comes first."""
+    """Returns for each work its time in every round. A warm-up round comes first and is not returned."""
     times: list[list[float]] = [[] for _ in works]
     other = torch.ones(int(scale.COLD_BYTES) // 4, device=DEVICE)
     for round_ in range(rounds + 1):
@@ -117,7 +117,7 @@ def seconds_in_turns(works: list[Work], rounds: int) -> list[list[float]]:
 
 
 def ceiling(problem: Problem) -> tuple[str, Work, float]:
-    """Its name, its work, and what share of that work a call has to do at least."""
+    """Returns the ceiling's name, its work, and the part of this work that one call has to do."""
     if problem.operations:
         dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
         a, b, c = torch.randn(3, scale.PRODUCT, scale.PRODUCT, dtype=dtype, device=DEVICE).unbind()
@@ -129,7 +129,7 @@ def ceiling(problem: Problem) -> tuple[str, Work, float]:
 
 
 def alone(problem: Problem, rounds: int) -> Row:
-    """Hopwell beside the ceiling: microseconds of a call, and its share."""
+    """Measures Hopwell without a peer: microseconds of a call, and its share of the ceiling."""
     ours, _ = prepared(problem.ours, problem.copies)
     name, limit, part = ceiling(problem)
     times = seconds_in_turns([ours, limit], rounds)
@@ -141,7 +141,7 @@ def alone(problem: Problem, rounds: int) -> Row:
 
 
 def compare(problem: Problem, peer: Peer, rounds: int) -> Row:
-    """Hopwell beside a peer; what is missing, disagrees or fails is a row too, and names the reason."""
+    """Measures Hopwell and a peer. A peer that is missing, disagrees or fails also yields a row, with the reason."""
     try:
         theirs = peer.prepare()
     except ImportError as error:
@@ -163,7 +163,7 @@ def compare(problem: Problem, peer: Peer, rounds: int) -> Row:
 
 
 def timed(problem: Problem, theirs: Call, rounds: int) -> Row:
-    """Both and the ceiling in turns."""
+    """Times Hopwell, the peer and the ceiling in turns."""
     ours, _ = prepared(problem.ours, problem.copies)
     others, in_graph = prepared(theirs, problem.copies)
     name, limit, part = ceiling(problem)
@@ -183,7 +183,7 @@ def timed(problem: Problem, theirs: Call, rounds: int) -> Row:
 
 
 def named(error: Exception) -> str:
-    """Kind and words of an error, not at any length."""
+    """Returns the type and the message of an error, at most 600 characters."""
     return f"{type(error).__name__}: {error}".strip()[:600]
 
 
@@ -194,14 +194,14 @@ def measure(
     packages: Callable[[str], bool] | None,
     keep: Callable[[list[Row]], None],
 ) -> list[Row]:
-    """The rows of an operator; kept after each, so that a crash loses none before it.
+    """Returns the rows of an operator. `keep` gets all rows after each new row, so that a crash loses none.
 
     Args:
-        name: of OPERATORS.
-        shapes: what they do not name is the default.
-        rounds: turns, after one that warms up.
-        packages: whether to run beside a peer of this package; None: only beside the ceiling.
-        keep: is given all rows so far.
+        name: a key of OPERATORS.
+        shapes: settings that a shape does not name have their default.
+        rounds: turns after the warm-up.
+        packages: tells whether to compare with peers of this package; None: measure without peers.
+        keep: called with all rows so far.
     """
     operator, rows = OPERATORS[name], []
 
@@ -236,7 +236,7 @@ def measure(
 
 
 def text_of(shape: Shape) -> str:
-    """A shape in one word."""
+    """Formats a shape without spaces."""
     return ",".join(f"{key}={value}" for key, value in shape.items()) or "default"
 
 
@@ -244,7 +244,7 @@ HEAD = f"{'operator':26} {'shape':44} {'peer':22} {'us':>10} {'peer us':>10} {'t
 
 
 def line(row: Row) -> str:
-    """A row of the table."""
+    """Formats a row of the table."""
     text = f"{row['operator']:26} {text_of(row['shape']):44} {row['peer'] or 'Hopwell itself':22} "
     for verdict in ("failed", "missing", "disagrees"):
         if verdict in row:
@@ -257,10 +257,10 @@ def line(row: Row) -> str:
 
 
 def problems_of(rows: list[Row]) -> list[Row]:
-    """The rows that a comparison must not have: a peer that disagrees, Hopwell's own failures, a process that died."""
+    """Returns the rows that make a comparison fail: a peer that disagrees, a failure of Hopwell, a dead process."""
     return [row for row in rows if "disagrees" in row or ("failed" in row and not row.get("peer"))]
 
 
 def dump(rows: list[Row]) -> str:
-    """Rows as JSON."""
+    """Returns the rows as JSON."""
     return json.dumps(rows, allow_nan=False)

@@ -1,4 +1,4 @@
-"""Pictures of records. Imports nothing of Hopwell, so that the documents can draw without the compiled module."""
+"""Draws records. It imports nothing of Hopwell, because the documents are built without the compiled module."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-Bar = tuple[str, float, float, float]  # a label, a ratio and the ends of its middle half
+Bar = tuple[str, float, float, float]  # label, ratio, and both ends of the middle half of the runs
 
 OURS, PEER, OTHER = "#0b6e4f", "#9aa5b1", "#d9822b"
 TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 
 def style() -> None:
-    """Fonts and frames of all pictures."""
+    """Sets fonts and frames of all pictures."""
     mpl.rcParams.update(
         {
             "font.family": "DejaVu Sans",
@@ -38,7 +38,7 @@ def style() -> None:
 
 
 def svg(figure: Figure) -> str:
-    """The same text for the same records: without a date, and without spaces at the ends of lines."""
+    """Returns the SVG text. It holds no date and no trailing spaces, so that equal records give equal text."""
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None}, bbox_inches="tight")
     plt.close(figure)
@@ -46,7 +46,7 @@ def svg(figure: Figure) -> str:
 
 
 def ratios(axes: Axes, bars: list[Bar]) -> None:
-    """Bars from 1 to the other's time over Hopwell's, with the middle half of the runs; to the left: slower."""
+    """Draws the ratios (peer's time over Hopwell's) as bars that start at 1, with the middle half of the runs."""
     for i, (_, ratio, low, high) in enumerate(bars):
         axes.barh(i, ratio - 1, left=1, color=OURS if ratio >= 1 else OTHER, height=0.65)
         axes.plot([low, high], [i, i], color="black", linewidth=0.8)
@@ -61,7 +61,7 @@ def ratios(axes: Axes, bars: list[Bar]) -> None:
 
 
 def limits(axes: Axes, bars: list[Bar]) -> None:
-    """The ratios that the axis shows."""
+    """Sets the range of the axis."""
     longest, shortest = max(ratio for _, ratio, *_ in bars), min(ratio for _, ratio, *_ in bars)
     least = min(0.6, 0.8 * shortest)
     axes.xaxis.set_major_locator(FixedLocator([tick for tick in TICKS if least <= tick <= 2 * longest]))
@@ -71,13 +71,13 @@ def limits(axes: Axes, bars: list[Bar]) -> None:
 
 
 def bar(row: dict[str, Any], label: str) -> Bar:
-    """The bar of a row of a record."""
+    """Returns the bar of a record's row."""
     low, high = row["middle_half"]
     return label, row["times_as_fast"], low, high
 
 
 def draw(record: dict[str, Any], made: str) -> Figure:
-    """A bar for each comparison of a record, a panel for each operator; where it was made; and what did not run."""
+    """Draws a panel for each operator with a bar for each comparison, the record's origin, and the failed peers."""
     style()
     measured = [row for row in record["results"] if "times_as_fast" in row]
     without = sorted({f"{row['peer']}" for row in record["results"] if "missing" in row})

@@ -1,6 +1,6 @@
-"""What is compared: one shape of an operator on random inputs, Hopwell's call, and those of the peers.
+"""A comparison: one shape of an operator on random inputs, Hopwell's call, and the calls of the peers.
 
-A peer's package is imported when its call is prepared, so that it may be missing.
+A peer's package is imported only when its call is prepared, because it may be missing.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from torch import Tensor
 
 from .scale import DEVICE
 
-AT_ONCE = 128  # queries, in plain PyTorch, so that the gathered keys fit
+AT_ONCE = 128  # queries per step of plain PyTorch: limits the memory for gathered keys
 
 Call = Callable[[int], Any]  # runs on the i-th copy of the inputs
-Read = Callable[[Any], list[Tensor]]  # what is compared of its results
+Read = Callable[[Any], list[Tensor]]  # selects the results to compare
 Shape = dict[str, int]
 
 
 def first(n: int) -> Read:
-    """The first n results."""
+    """Selects the first n results."""
     return lambda results: list(results)[:n]
 
 
 @dataclass
 class Peer:
-    """Another package's call. `package`: what to install, in words; "torch" runs without --peers too."""
+    """Another package's call. `package`: name of the package to install; "torch" runs without --peers too."""
 
     name: str
     package: str
     prepare: Callable[[], Call]  # imports the package
     read: Read
-    note: str = ""  # what it does otherwise than Hopwell
+    note: str = ""  # how it differs from Hopwell
 
 
 @dataclass
@@ -46,44 +46,44 @@ class Problem:
     read: Read
     peers: list[Peer]
     copies: int = 1
-    operations: float = 0  # of matrix products: the ceiling is a matrix product
-    bytes: float = 0  # read and written by a call, without operations: the ceiling is reading as many
-    tolerance: float = 1e-2  # of the norm of the difference over the larger of both; both sides round to bf16
+    operations: float = 0  # of the matrix products; if not 0, the ceiling is a matrix product
+    bytes: float = 0  # read and written by a call; if there are no operations, the ceiling is reading this many bytes
+    tolerance: float = 1e-2  # limit of the relative difference (`relative`); both sides round to bf16
 
 
 def torch_peer(name: str, prepare: Callable[[], Call], read: Read, note: str = "") -> Peer:
-    """The plain PyTorch way."""
+    """A peer that is written in plain PyTorch."""
     return Peer(name, "torch", prepare, read, note)
 
 
 def randn(*shape: int) -> Tensor:
-    """Random bf16."""
+    """Random bf16 numbers."""
     return torch.randn(*shape, dtype=torch.bfloat16, device=DEVICE)
 
 
 def distinct(rows: int, n: int, topk: int) -> Tensor:
-    """Each row: topk of 0 … n − 1 in random order."""
+    """In each row, topk distinct numbers of 0 … n − 1 in random order."""
     chunks = [torch.rand(min(256, rows - i), n, device=DEVICE).topk(topk).indices.int() for i in range(0, rows, 256)]
     return torch.cat(chunks)
 
 
 def chunks(s_q: int) -> list[slice]:
-    """Queries that plain PyTorch takes together."""
+    """Slices of queries that plain PyTorch handles in one step."""
     return [slice(i, min(i + AT_ONCE, s_q)) for i in range(0, s_q, AT_ONCE)]
 
 
 def flash_mla() -> Any:
-    """The module, and whether it keeps Hopper's kernels apart, as sgl-flash-mla does."""
+    """Returns the module, and True if its kernels for Hopper are separate, as in sgl-flash-mla."""
     try:
         module = import_module("flash_mla")
-    except ImportError:  # vLLM brings the same kernels
+    except ImportError:  # vLLM ships the same kernels
         module = import_module("vllm.third_party.flashmla.flash_mla_interface")
     legacy = hasattr(module, "has_legacy") and DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
     return module, {"use_legacy": True} if legacy else {}
 
 
 def cudnn_dsa() -> Any:
-    """The sparse-attention part of cuDNN's front end."""
+    """Returns the sparse-attention part of cuDNN's front end."""
     return import_module("cudnn.deepseek_sparse_attention")
 
 

@@ -1,10 +1,10 @@
-"""Where a record was made, in words. Imports nothing of Hopwell: the documents read it without the compiled module."""
+"""Describes the origin of a record. Imports nothing of Hopwell: the documents need no compiled module."""
 
 from typing import Any
 
 
 def provenance(record: dict[str, Any]) -> str:
-    """The machine, the day and the commit of a record."""
+    """Returns the machine, the day and the commit of a record as text."""
     device = record.get("device") or " and ".join(record.get("devices", [])) or "?"
     parts = [f"one {device}", f"driver {record['driver']}" if record.get("driver") else "", record["date"]]
     parts.append(f"commit {record['commit']}" if record.get("commit") else "")

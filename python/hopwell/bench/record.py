@@ -1,4 +1,4 @@
-"""What a record says beside its figures: machine, day, commit, packages, and the command that made it."""
+"""Writes records: results with the machine, the day, the commit, the packages, and the command."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PEERS = [
 
 
 def device() -> str:
-    """The GPU, or the processor and how many threads Hopwell has of it."""
+    """Returns the name of the GPU, or the name of the processor with the number of Hopwell's threads."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     path = Path("/proc/cpuinfo")
@@ -38,20 +38,20 @@ def device() -> str:
 
 
 def driver() -> str:
-    """The version of NVIDIA's driver; "" where there is none."""
+    """Returns the version of NVIDIA's driver, or "" without a driver."""
     path = Path("/proc/driver/nvidia/version")
     found = re.search(r"\d+\.\d+(\.\d+)?", path.read_text()) if path.exists() else None
     return found[0] if found else ""
 
 
 def commit() -> str:
-    """The commit that the package was built from; "" where that was no git repository."""
+    """Returns the commit that the package was built from, or "" if it was built outside a git repository."""
     path = Path(_hopwell.__file__).with_name("commit.txt")
     return path.read_text().strip() if path.exists() else ""
 
 
 def command() -> str:
-    """How this process was called, folders of this machine left out."""
+    """Returns the command line of this process without this machine's folders."""
     program, *arguments = sys.argv
     name = Path(program).name
     called = "python -m hopwell.bench" if name == "__main__.py" else f"python benchmarks/{name}"
@@ -59,7 +59,7 @@ def command() -> str:
 
 
 def versions() -> tuple[dict[str, str], list[str]]:
-    """Of PyTorch and the peers that are installed; and those that are not."""
+    """Returns the versions of PyTorch and of the installed peers, and the names of the missing peers."""
     found, missing = {"torch": str(torch.__version__)}, []
     for package in PEERS:
         try:
@@ -70,7 +70,7 @@ def versions() -> tuple[dict[str, str], list[str]]:
 
 
 def of(results: list[dict[str, Any]], **more: object) -> dict[str, Any]:
-    """A record of these results."""
+    """Returns a record of these results."""
     return {
         "date": datetime.date.today().isoformat(),
         "device": device(),
@@ -85,6 +85,6 @@ def of(results: list[dict[str, Any]], **more: object) -> dict[str, Any]:
 
 
 def write(path: Path | None, results: list[dict[str, Any]], **more: object) -> None:
-    """Writes the results, and what they were measured with; nothing where there is no path."""
+    """Writes a record of these results, if there is a path."""
     if path is not None:
         path.write_text(json.dumps(of(results, **more), indent=1) + "\n")

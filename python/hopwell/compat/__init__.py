@@ -1,1 +1,1 @@
-"""The entry points of other projects, so that their callers and tests run on Hopwell unchanged."""
+"""Entry points of other projects: their callers and tests run on Hopwell unchanged."""

@@ -1,4 +1,4 @@
-"""The index scores of all visible keys, which other projects' kernels write out and Hopwell's never store."""
+"""Index scores of all visible keys. Other projects' kernels store them; Hopwell's kernels do not."""
 
 import torch
 from torch import Tensor
@@ -9,12 +9,12 @@ _SCORES_AT_A_TIME = 1 << 24
 
 
 def rows_at_a_time(width: int) -> int:
-    """Rows of `width` numbers that are made in one go: 64 MiB of float32."""
+    """Returns the number of rows of `width` numbers that fit into 64 MiB of float32."""
     return max(1, _SCORES_AT_A_TIME // max(width, 1))
 
 
 def as_int32(numbers: Tensor, end: int) -> Tensor:
-    """Entries, lengths or bounds of keys: of int64, one that does not fit into int32 stays on its side of 0 … end."""
+    """Converts entries, lengths or bounds of keys to int32. int64 numbers are clamped to −1 … end first."""
     return numbers if numbers.dtype == torch.int32 else numbers.clamp(-1, end).int()
 
 
@@ -31,10 +31,10 @@ def write_index_scores(
 ) -> None:
     """out[s, t] = k_scale[t]·Σ_j weights[s, j]·relu(q[s, j]·k[t]) where start[s] ≤ t < end[s], −inf elsewhere.
 
-    out is [s_q, width], in any float dtype. With from_start, column i is key max(start[s], 0) + i, and further keys are
-    left out; without, width is s_kv. q and k may be float8_e4m3fn, whose numbers bf16 holds exactly.
+    out is [s_q, width], in any float dtype. With from_start, column i is key max(start[s], 0) + i, and keys beyond the
+    width are omitted; without it, width is s_kv. q and k may be float8_e4m3fn; bf16 represents these numbers exactly.
 
-    A selection of as many keys as a query can see returns all of them, in ascending order, with their scores.
+    The scores come from a selection of as many keys as a query can see: it returns all of them in ascending order.
     """
     if q.dtype == torch.float8_e4m3fn:
         q, k = q.bfloat16(), k.bfloat16()
@@ -51,6 +51,6 @@ def write_index_scores(
             scores.masked_fill_((column < first_key) | (column >= end[rows, None]), -torch.inf)
         if k_scale is not None and s_kv:
             key = first_key + column if from_start else column.expand_as(scores)
-            hidden = scores == -torch.inf  # and stays so where the scale is 0
+            hidden = scores == -torch.inf  # these columns keep −inf even if the scale is 0
             scores = (scores * k_scale[key.clamp(max=s_kv - 1)]).masked_fill_(hidden, -torch.inf)
         out[rows] = scores

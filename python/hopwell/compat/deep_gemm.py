@@ -2,19 +2,19 @@
 
     from hopwell.compat.deep_gemm import fp8_mqa_logits        # instead of: from deep_gemm import ...
 
-After `csrc/apis/attention.hpp` and `tests/test_attention.py` of github.com/deepseek-ai/DeepGEMM at 54e2261, as vLLM and
-SGLang call it. What holds here as there: names, order and defaults of the arguments, e4m3 q without scales (they are
-folded into the weights), one float32 scale a key, the compressed form of max_seqlen_k, float32 or bf16 logits.
+Follows `csrc/apis/attention.hpp` and `tests/test_attention.py` of github.com/deepseek-ai/DeepGEMM at 54e2261, as vLLM
+and SGLang call it. These are the same as there: names, order and defaults of the arguments, e4m3 q without scales (the
+weights contain them), one float32 scale per key, the compressed form of max_seqlen_k, float32 or bf16 logits.
 
-What differs: logits outside a query's keys are −inf in every form, also where DeepGEMM leaves them as they are
-(clean_logits=False, the rest of compressed rows); logits are contiguous instead of rows of 1,024 bytes; any number of
-heads, any d (at most 128 on GPUs), bf16 and (on the CPU) float32 keys and queries, host tensors; a NaN logit is −inf.
-FP4 keys and queries are a ValueError, and the paged form is not here.
+Differences: logits outside a query's keys are always −inf, also where DeepGEMM does not write them (clean_logits=False,
+the rest of compressed rows). Logits are contiguous; DeepGEMM aligns rows to 1,024 bytes. Hopwell supports any number of
+heads, any d (at most 128 on GPUs), bf16 and (on the CPU) float32 keys and queries, and host tensors. A NaN logit is
+−inf. FP4 keys and queries raise a ValueError, and the paged form is absent.
 
-What it costs: Hopwell has no kernel that stores logits. It selects all keys that a query sees, 64 MiB of logits at a
-time, so beside the logits themselves there are a few hundred MiB at most (indices, the scatter), and the time is that
-of `lightning_indexer` with topk = s_kv on bf16 products (not on e4m3, at half their rate) and of some passes over the
-logits. Where only the best keys are wanted, `hopwell.torch.lightning_indexer` gives them without any of it.
+Costs: Hopwell has no kernel that stores logits. The function selects all keys that a query sees, 64 MiB of logits at a
+time. Besides the logits this needs at most a few hundred MiB (indices, the scatter). It takes the time of
+`lightning_indexer` with topk = s_kv on bf16 products (not on e4m3, at half their rate) plus a few passes over the
+logits. If only the best keys are wanted, call `hopwell.torch.lightning_indexer`, which avoids these costs.
 """
 
 import torch
@@ -73,19 +73,19 @@ def fp8_mqa_logits(
     clean_logits: bool = True,
     max_seqlen_k: int = 0,
 ) -> Tensor:
-    """logits[i, t] = k_scale[t]·Σ_h weights[i, h]·relu(q[i, h]·k[t]) of the keys that each query sees.
+    """logits[i, t] = k_scale[t]·Σ_h weights[i, h]·relu(q[i, h]·k[t]) for the keys that each query sees.
 
     Args:
         q: float8_e4m3fn [seq_len, heads, head_dim].
         kv: k float8_e4m3fn [seq_len_kv, head_dim] and its scales float32 [seq_len_kv].
-        weights: float32 [seq_len, heads], q's scales among them.
+        weights: float32 [seq_len, heads], multiplied by q's scales.
         cu_seq_len_k_start, cu_seq_len_k_end: int32 [seq_len]; query i sees the keys from start up to end − 1.
         clean_logits: logits outside a query's keys are −inf; here they always are.
-        max_seqlen_k: where not 0, logits are [seq_len, max_seqlen_k] and row i begins with key start[i]; clean_logits
-            must be False then.
+        max_seqlen_k: if not 0, logits are [seq_len, max_seqlen_k] and row i begins with key start[i]; clean_logits must
+            be False then.
 
     Returns:
-        float32 [seq_len, seq_len_kv]. Like the original it is no part of the autograd graph.
+        float32 [seq_len, seq_len_kv]. Like the original it is not part of the autograd graph.
     """
     return _logits(
         *("fp8_mqa_logits", q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k),
@@ -104,7 +104,7 @@ def fp8_fp4_mqa_logits(
     max_seqlen_k: int = 0,
     logits_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """`fp8_mqa_logits` with q a pair whose second is None (scales of FP4 queries), and logits of a dtype to choose."""
+    """`fp8_mqa_logits` with q as a pair (queries, and None for the scales of FP4 queries) and a choice of the dtype."""
     function = "fp8_fp4_mqa_logits"
     pair = isinstance(q, tuple | list) and len(q) == 2
     require(pair, function, "q", "a pair of queries and None", q if isinstance(q, Tensor) else type(q).__name__)

@@ -2,10 +2,11 @@
 
     from hopwell.compat.flash_mla import flash_mla_sparse_fwd        # instead of: from flash_mla import ...
 
-What its reference (`tests/ref.py` of github.com/deepseek-ai/FlashMLA at 9241ae3) defines holds here: indices below 0 or
-from s_kv on are invalid, max_logits and lse are natural-log (versions from before `attn_sink` gave them to base 2), and
-a query without a valid key gets out 0, max_logits −inf and lse +inf. Beyond it: any h_q, d_qk and d_v, host tensors,
-fp32, NaN in keys past topk_length; h_kv is 1 in both. Like the original it is no part of the autograd graph.
+It follows the reference of FlashMLA (`tests/ref.py` of github.com/deepseek-ai/FlashMLA at 9241ae3). Indices below 0 or
+from s_kv on are invalid. max_logits and lse are natural logarithms (versions without `attn_sink` returned logarithms to
+base 2). A query without a valid key gets out 0, max_logits −inf and lse +inf. In addition, Hopwell supports any h_q,
+d_qk and d_v, host tensors, fp32, and NaN in keys past topk_length; h_kv is 1 in both. Like the original it is not part
+of the autograd graph.
 """
 
 import torch
@@ -31,11 +32,11 @@ def flash_mla_sparse_fwd(
         q: bf16 [s_q, h_q, d_qk].
         kv: bf16 [s_kv, 1, d_qk]; V is its first d_v columns.
         indices: int32 [s_q, 1, topk].
-        sm_scale: factor of the scores.
+        sm_scale: factor of the logits.
         d_v: columns of V.
         attn_sink: fp32 [h_q]; multiplies out by exp(lse) / (exp(lse) + exp(attn_sink)), nothing else.
         topk_length: int32 [s_q]; only the first topk_length[s] entries count.
-        indexer_topk: of FlashMLA's branch nv_dev, as Megatron-LM calls it: 0, or a ValueError.
+        indexer_topk: an argument of FlashMLA's branch nv_dev, which Megatron-LM passes; must be 0, else a ValueError.
 
     Returns:
         (out bf16 [s_q, h_q, d_v], max_logits fp32 [s_q, h_q], lse fp32 [s_q, h_q]).

@@ -1,28 +1,30 @@
-"""What the GLM-5 and DeepSeek-V4 plug-ins of slime and Miles, and Megatron-LM, call of TileLang's kernels.
+"""The TileLang kernels that Megatron-LM and the GLM-5 and DeepSeek-V4 plug-ins of slime and Miles call.
 
     from hopwell.compat.tilelang import SparseMLA, lighting_indexer    # instead of: from .ops.sparse_mla import …
     from hopwell.compat.tilelang import sparse_attn_tilelang           # DeepSeek-V4
 
-`SparseMLA` and `lighting_indexer` are GLM-5's, after `slime_plugins/models/glm5` of github.com/THUDM/slime at 624b824,
-`miles_plugins/models/glm5` of github.com/radixark/miles at 31f1ca9 (which has `topk_backend`) and
+`SparseMLA` and `lighting_indexer` are for GLM-5. They follow `slime_plugins/models/glm5` of github.com/THUDM/slime at
+624b824, `miles_plugins/models/glm5` of github.com/radixark/miles at 31f1ca9 (which has `topk_backend`) and
 `megatron/core/transformer/experimental_attention_variant/ops` of github.com/NVIDIA/Megatron-LM at d98e8a6 (which has
-`use_relu` and a batch dimension of `SparseMLA`): their `ops/sparse_mla.py` and `ops/indexer.py`, whose kernels are
-those of TileLang's `examples/deepseek_v32`. What holds here as there: packed tokens, entries of −1 are none, lse to
-base 2, V is the first 512 columns, the gradient of kv has kv's dtype, keys outside cu_seqlen_ks … cu_seqlen_ke − 1 and
-keys of score −inf are not selected, more entries than keys are filled up with −1 and −inf.
+`use_relu` and a batch dimension of `SparseMLA`): their `ops/sparse_mla.py` and `ops/indexer.py`, whose kernels come
+from TileLang's `examples/deepseek_v32`. These are the same as there: tokens are packed, entries of −1 are invalid, lse
+is to base 2, V is the first 512 columns, the gradient of kv has kv's dtype, keys outside
+cu_seqlen_ks … cu_seqlen_ke − 1 and keys with score −inf are not selected, and −1 and −inf fill the entries beyond the
+number of keys.
 
-What differs: indices come in ascending order and not by score (each with its own score); entries outside the keys are
-none either; a query without keys gets out 0 and lse +inf instead of NaN; any number of heads and of entries, any d_qk,
-host tensors and fp32. Scores of `topk_indices` that are given are made by PyTorch, some queries at a time, from
-gathered keys: more memory traffic than a selection, and no kernel of Hopwell's.
+Differences: indices are in ascending order and not by score (each index with its score); entries outside the keys are
+invalid too; a query without keys gets out 0 and lse +inf instead of NaN; any number of heads and of entries, any d_qk,
+host tensors and fp32. If the caller passes `topk_indices`, PyTorch computes their scores from gathered keys, some
+queries at a time: this needs more memory traffic than a selection and uses no kernel of Hopwell.
 
-`sparse_attn_tilelang`, `sparse_mqa_fwd_interface`, `v4_lighting_indexer` and `batched_indexer_fwd` are DeepSeek-V4's,
-after `miles_plugins/models/deepseek_v4/ops/kernel` of Miles at 31f1ca9 (the model's own `inference/kernel.py` calls its
-`sparse_attn` with the same arguments) and `veomni/ops/kernels/deepseek_v4` of github.com/ByteDance-Seed/VeOmni, which
-has bounds of keys in `v4_lighting_indexer` for packed documents (at 37f5947), `return_lse`, and the target of the
-indexer's loss, `sparse_mqa_target_fwd_interface` (at 80ed943): keys are values too, a logit a head without a value, −1
-for no entry. Beyond it: any heads, entries and d (512 on GPUs), host tensors and fp32; entries outside the keys are
-none; the same bits every time on the CPU, and with `torch.use_deterministic_algorithms` on GPUs.
+`sparse_attn_tilelang`, `sparse_mqa_fwd_interface`, `v4_lighting_indexer` and `batched_indexer_fwd` are for DeepSeek-V4.
+They follow `miles_plugins/models/deepseek_v4/ops/kernel` of Miles at 31f1ca9 (the model's `inference/kernel.py` calls
+its `sparse_attn` with the same arguments) and `veomni/ops/kernels/deepseek_v4` of github.com/ByteDance-Seed/VeOmni,
+which has bounds of keys in `v4_lighting_indexer` for packed documents (at 37f5947), `return_lse`, and the target of the
+indexer's loss, `sparse_mqa_target_fwd_interface` (at 80ed943). Keys are values too, each head has a sink logit without
+a value, and −1 is an invalid entry. In addition, Hopwell supports any number of heads, entries and d (512 on GPUs),
+host tensors and fp32; entries outside the keys are invalid. Results have the same bits every time on the CPU, and on
+GPUs with `torch.use_deterministic_algorithms`.
 """
 
 import math
@@ -41,7 +43,7 @@ from ._index_scores import as_int32, write_index_scores
 def _attend_with_sinks(
     function: str, q: Tensor, kv: Tensor, attn_sink: Tensor, topk_idxs: Tensor, sm_scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """out [b, s, heads, d], and lse [b, s, heads] of the keys alone."""
+    """Returns out [b, s, heads, d], and lse [b, s, heads] without the sinks."""
     require_shape(function, "q", q, b=None, s=None, heads=None, d=None)
     b, s, heads, d = q.shape
     require_shape(function, "kv", kv, b=b, s_kv=None, d=d)
@@ -57,7 +59,7 @@ def _attend_with_sinks(
 
 
 def _with_sink(lse: Tensor, attn_sink: Tensor) -> Tensor:
-    """The lse of keys and sink, to base 2, from that of the keys."""
+    """Adds the sink to the lse of the keys and converts it to base 2."""
     return torch.logaddexp(lse.masked_fill(lse == torch.inf, -torch.inf), attn_sink.detach().float()) / math.log(2)
 
 
@@ -71,9 +73,9 @@ def sparse_attn_tilelang(
 ) -> Any:
     """Sparse attention with sinks, differentiable in q, kv and attn_sink.
 
-    q [b, s, heads, d], kv [b, s_kv, d], attn_sink float32 [heads], topk_idxs int32 [b, s, topk]; sm_scale 1/√d where
-    None. Returns out [b, s, heads, d] in q's dtype; with return_lse (out, lse), lse float32 [b, s, heads] of keys and
-    sink, to base 2 and without a gradient.
+    q [b, s, heads, d], kv [b, s_kv, d], attn_sink float32 [heads], topk_idxs int32 [b, s, topk]; sm_scale is 1/√d if
+    None. Returns out [b, s, heads, d] in q's dtype. With return_lse it returns (out, lse): lse float32 [b, s, heads]
+    includes the sink, is to base 2 and has no gradient.
     """
     out, lse = _attend_with_sinks("sparse_attn_tilelang", q, kv, attn_sink, topk_idxs, sm_scale)
     return (out, _with_sink(lse, attn_sink)) if return_lse else out
@@ -90,7 +92,7 @@ def sparse_mqa_fwd_interface(
     num_stages: int = 2,
     threads: int = 256,
 ) -> tuple[Tensor, Tensor]:
-    """`sparse_attn_tilelang` without gradients: out, and lse float32 [b, s, heads] of keys and sink, to base 2."""
+    """`sparse_attn_tilelang` without gradients: out, and lse float32 [b, s, heads] with the sink, to base 2."""
     out, lse = _attend_with_sinks("sparse_mqa_fwd_interface", q, kv, attn_sink, topk_idxs, sm_scale)
     return out, _with_sink(lse, attn_sink)
 
@@ -105,10 +107,10 @@ def sparse_mqa_target_fwd_interface(
     block_I: int = 64,  # noqa: N803
     threads: int = 256,
 ) -> Tensor:
-    """How much attention each entry gets, summed over the heads: float32 [b, s, n], 0 where an entry is none.
+    """Attention of each entry, summed over the heads: float32 [b, s, n], 0 for an invalid entry.
 
-    q, kv and sm_scale as in `sparse_attn_tilelang`, whose lse is wanted; topk_idxs int32 [b, s, n] may be a part of the
-    entries of that call.
+    q, kv and sm_scale as in `sparse_attn_tilelang`; lse is the result of that call. topk_idxs int32 [b, s, n] may be a
+    subset of the entries of that call.
     """
     function = "sparse_mqa_target_fwd_interface"
     require_shape(function, "q", q, b=None, s=None, heads=None, d=None)
@@ -131,7 +133,7 @@ class SparseMLA:
         """q [s_q, heads, d_qk], kv [s_kv, kv_group, d_qk], indices int32 [s_q, kv_group, topk].
 
         Returns (out [s_q, heads, d_v] in q's dtype, lse float32 [s_q, heads], to base 2 and without a gradient). The
-        heads of a group are neighbours. All of them may have a batch dimension before these.
+        heads of a group are adjacent. All tensors may have a batch dimension in front.
         """
         if q.ndim == kv.ndim == indices.ndim == 4 and len(q) == len(kv) == len(indices) == 0:
             return q.new_empty((*q.shape[:3], d_v)), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -172,13 +174,14 @@ def lighting_indexer(
     *,
     topk_backend: str = "torch",
 ) -> tuple[Tensor, Tensor]:
-    """The keys of largest index score Σ_j weights·relu(index_q·index_k), and these scores.
+    """Selects the keys with the largest index score Σ_j weights·relu(index_q·index_k), and returns these scores.
 
     index_q [s_q, h_index, d_index], index_k [s_kv, d_index], weights [s_q, h_index] or [s_q, h_index, 1]; each query
-    sees the keys cu_seqlen_ks … cu_seqlen_ke − 1 (int32 [s_q]). With topk_indices int32 [s_q, topk] those are scored
-    instead of chosen. topk_backend "torch" or "flashinfer" is Miles' choice of a selection, here one and the same.
+    sees the keys cu_seqlen_ks … cu_seqlen_ke − 1 (int32 [s_q]). With topk_indices int32 [s_q, topk] it scores these
+    keys and selects none. topk_backend "torch" or "flashinfer" chooses an implementation in Miles; here both are the
+    same.
 
-    Returns (scores float32 [s_q, topk], indices int32 [s_q, topk]): −inf and −1 where a query sees fewer keys. The
+    Returns (scores float32 [s_q, topk], indices int32 [s_q, topk]): −inf and −1 if a query sees fewer keys. The
     scores are differentiable in index_q, index_k and weights.
     """
     known = topk_backend in ("torch", "flashinfer")
@@ -222,11 +225,12 @@ def v4_lighting_indexer(
     cu_seqlen_ks: Tensor | None = None,
     cu_seqlen_ke: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`lighting_indexer` of sequences whose key t stands for compress_ratio tokens, and is seen after the last of them.
+    """`lighting_indexer` for sequences whose key t represents compress_ratio tokens. A query sees a key after the last
+    of its tokens.
 
     index_q [s, b, h_index, d_index], index_k [s_kv, b, d_index], weights [s, b, h_index], topk_indices int32
-    [b, s, topk]; where cu_seqlen_ks and cu_seqlen_ke int32 [s] are given, as for packed documents, they say what each
-    query sees. Returns (scores float32, indices int32) [b, s, min(topk, s_kv)].
+    [b, s, topk]. If cu_seqlen_ks and cu_seqlen_ke int32 [s] are given, as for packed documents, they bound the keys
+    that each query sees. Returns (scores float32, indices int32) [b, s, min(topk, s_kv)].
     """
     require_shape("v4_lighting_indexer", "index_q", index_q, s=None, b=None, h_index=None, d_index=None)
     s, b = index_q.shape[:2]
@@ -258,5 +262,5 @@ def v4_lighting_indexer(
 
 
 def generate_varlen_mask_params(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """The keys that each token of a causal pack sees, from and up to: int32 [cu_seqlens[-1]] each."""
+    """The bounds of the keys that each token of a causal pack sees (first, last + 1): int32 [cu_seqlens[-1]] each."""
     return key_ranges(cu_seqlens)

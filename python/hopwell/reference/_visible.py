@@ -1,4 +1,4 @@
-"""Which keys a query may see: a range of its own, and causal masking over keys that may stand for several tokens."""
+"""The keys that a query may see: its key range, and a causal mask over keys that may represent several tokens."""
 
 import numpy as np
 
@@ -15,12 +15,12 @@ def visible_keys(
     k_start: Tensor | None = None,
     k_end: Tensor | None = None,
 ) -> tuple[Int64, Int64]:
-    """The keys first[s] ≤ t < last[s] that each query sees, two int64 [s_q], within 0 … s_kv unless there are none.
+    """The keys first[s] ≤ t < last[s] that each query sees: two int64 [s_q], within 0 … s_kv if there are any keys.
 
-    They are those of the query's key range, k_start[s] ≤ t < k_end[s]; without ranges it is all keys, from 0 on. With
-    positions they have to be in the past as well: key t stands for the kv_stride tokens from (t − k_start[s])·kv_stride
-    on, and is visible once the last of them is not in the future: (t − k_start[s] + 1)·kv_stride ≤ position + 1.
-    Without positions there is no such mask, whatever the stride.
+    These are the keys of the query's range, k_start[s] ≤ t < k_end[s]; without ranges, all keys from 0 on. If there are
+    positions, the keys must also be in the past. Key t represents the kv_stride tokens from (t − k_start[s])·kv_stride
+    on. It is visible if the last of these tokens is not in the future: (t − k_start[s] + 1)·kv_stride ≤ position + 1.
+    Without positions there is no causal mask, and kv_stride does not matter.
     """
     require(kv_stride >= 1, operator, "kv_stride", "at least 1", kv_stride)
     require(q_positions is None or q_start is None, operator, "q_start", "absent beside q_positions", q_start)

@@ -1,4 +1,4 @@
-"""How much attention each selected key gets, summed over heads."""
+"""The attention of each selected key, summed over the heads."""
 
 import numpy as np
 
@@ -25,9 +25,8 @@ def attention_distribution(
 ) -> Array:
     """attn[s,i] = Σ_h exp(score[s,h,i] − lse[s,h]), [s_q, topk] in the order of `indices`; [s_q, s_kv] without them.
 
-    Arguments as in `sparse_mla_forward`, lse [s_q, h_q] as it returned it. 0 where the entry is invalid, and in empty
-    rows (lse = +inf). `normalize="l1"` divides each row by its sum and leaves all-zero rows zero.
-    `indices_ascending` does not matter here.
+    Arguments as in `sparse_mla_forward`; lse [s_q, h_q] is its result. Invalid entries and empty rows (lse = +inf) are
+    0. `normalize="l1"` divides each row by its sum; rows of zeros stay zero. `indices_ascending` has no effect here.
     """
     name = "attention_distribution"
     selection = select(name, q, kv, indices, sm_scale, topk_length, q_positions, q_start, kv_stride, k_start, k_end)
@@ -44,7 +43,7 @@ def attention_distribution(
 
 
 def normalize_l1(attn: Tensor, *, out: Array | None = None) -> Array:
-    """Rows of attn [rows, columns] divided by their sums; all-zero rows stay. `out` may be `attn`."""
+    """Divides the rows of attn [rows, columns] by their sums; rows of zeros stay zero. `out` may be `attn`."""
     name = "normalize_l1"
     rows = as_float64(attn)
     require(rows.ndim == 2, name, "attn", "[rows, columns]", describe(rows))

@@ -4,7 +4,7 @@ import numpy as np
 
 from ._arrays import Float64, Tensor, as_float64, log_softmax, require, require_shape
 from ._visible import visible_keys
-from .lightning_indexer import _checked, _scores
+from .lightning_indexer import _checked, _gradient, _scores
 from .sparse_mla import select
 
 
@@ -68,7 +68,7 @@ def indexer_dense_loss(
             losses[s] = np.where(target == 0.0, 0.0, target * (np.log(target) - log_prob)).sum()
             if of_row[s] == 0.0:
                 continue
-            g = factor * of_row[s] * (np.exp(log_prob) - target)
+            g = _gradient(factor * of_row[s], np.exp(log_prob) - target)
             d_w[s] = (np.maximum(dot, 0.0) if relu else dot) @ g
             d_dot = g * w[s][:, None] * ((dot > 0.0) if relu else 1.0)
             d_q[s] = d_dot @ keys[visible]

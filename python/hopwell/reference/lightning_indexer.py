@@ -25,6 +25,13 @@ def _scores(
     return np.where(np.isnan(of_key * score), -np.inf, of_key * score), dot
 
 
+@np.errstate(invalid="ignore")
+def _gradient(factor: float, g: Float64) -> Float64:
+    """factor·g, the gradients of scores: numbers of fp32, NaN where they or the factor are not finite in it."""
+    largest = np.finfo(np.float32).max
+    return np.where((np.abs(factor * g) <= largest) & (abs(factor) <= largest), factor * g, np.nan)
+
+
 def lightning_indexer(
     q_index: Tensor,
     k_index: Tensor,
@@ -98,7 +105,7 @@ def lightning_indexer_backward(
         prob = softmax over the valid entries of a row of score[s, indices[s,i]]
         row_loss[s] = Σ_i target·(log target − log prob)       (0·log 0 = 0)
         loss = Σ_s row_weights·row_loss
-        g    = d_loss·row_weights·(prob − target), or d_loss·row_weights·d_scores
+        g    = d_loss·row_weights·(prob − target), or d_loss·row_weights·d_scores; NaN beyond fp32's range
         d_weights[s,j]    = Σ_i g·relu(q·k)
         d_q_index[s,j,:]  = Σ_i g·w·1[q·k > 0]·k
         d_k_index[t,:]   += Σ_{s,j} g·w·1[q·k > 0]·q
@@ -114,7 +121,8 @@ def lightning_indexer_backward(
     not −inf (nor NaN); what target holds for others is ignored.
     A row whose valid targets are all zero adds neither loss nor gradient. relu(q·k) and 1[q·k > 0] are factors like any
     other: where g is NaN (a target is NaN, or a score +inf), so are the loss, every head of the query's d_weights and
-    d_q_index, and the key's d_k_index, heads with q·k ≤ 0 among them. `deterministic` does not matter here.
+    d_q_index, and the key's d_k_index, heads with q·k ≤ 0 among them. A g beyond fp32's range does not change the loss.
+    `deterministic` does not matter here.
     """
     name = "lightning_indexer_backward"
     q, k, w = _checked(name, q_index, k_index, weights)
@@ -149,10 +157,10 @@ def lightning_indexer_backward(
                 losses[s] = (p[some] * (np.log(p[some]) - log_prob[some])).sum()
                 g = np.exp(log_prob) - p  # [n]
             else:
-                g = np.where(np.isfinite(p), p, np.nan)
+                g = p
             if of_row[s] == 0.0:
                 continue
-            g = factor * of_row[s] * g
+            g = _gradient(factor * of_row[s], g)
             d_w[s] = (np.maximum(dot, 0.0) if relu else dot) @ g
             d_dot = g * w[s][:, None] * ((dot > 0.0) if relu else 1.0)  # [h_index, n]
             d_q[s] = d_dot @ k[keys]

@@ -109,6 +109,18 @@ def _decode(codes: Uint8, scales: Float64) -> Float64:
     return values * np.repeat(scales, BLOCK, axis=1)
 
 
+def _factor(operator: str, argument: str, given: float | Tensor, is_reciprocal: bool) -> Float64:
+    """The factor that a global scale, a number or a 0-d array, stands for."""
+    factor = as_float64(given)
+    require(factor.ndim == 0, operator, argument, "a number or a 0-d array", describe(factor))
+    if not is_reciprocal:
+        return factor
+    with np.errstate(divide="ignore", over="ignore"):
+        usable = bool(np.isfinite(factor)) and bool(np.isfinite(np.float32(1.0) / np.float32(factor)))
+    require(usable, operator, argument, "finite with a finite reciprocal (global_is_reciprocal)", factor)
+    return np.asarray(1.0 / factor)
+
+
 def _require_whole_blocks(operator: str, argument: str, codes: Uint8, rank: int, expected: str) -> None:
     whole = codes.ndim == rank and codes.shape[1] % (BLOCK // 2) == 0
     require(whole, operator, argument, f"{expected} with K a multiple of {BLOCK}", describe(codes))
@@ -121,11 +133,12 @@ def nvfp4_gemv(
     sfb: Tensor,
     *,
     alpha: float = 1.0,
+    global_is_reciprocal: bool = False,
     out_dtype: str = "float16",
     scale_layout: str = "plain",
     out: Array | None = None,
 ) -> Array:
-    """c[m,0,l] = alpha·Σ_k a[m,k,l]·b[0,k,l], both sides NVFP4.
+    """c[m,0,l] = alpha·Σ_k a[m,k,l]·b[0,k,l], both sides NVFP4; 1 / alpha is the factor with global_is_reciprocal.
 
     a uint8 [M, K/2, L] with sfa [M, K/16, L]; b uint8 [N, K/2, L] with sfb [N, K/16, L]; scales uint8 or float8_e4m3fn,
     plain or blocked (then L matrices one after the other). Returns c [M, 1, L].
@@ -143,13 +156,14 @@ def nvfp4_gemv(
     known = ("float16", "bfloat16", "float32")
     require(out_dtype in known, name, "out_dtype", "float16, bfloat16 or float32", out_dtype)
     require(bool(np.isfinite(alpha)), name, "alpha", "finite", alpha)
+    factor = _factor(name, "alpha", alpha, global_is_reciprocal)
     scales_a = _scales(name, "sfa", sfa, scale_layout, (m, half_k // 8, batch))
     scales_b = _scales(name, "sfb", sfb, scale_layout, (rows_b, half_k // 8, batch))
 
     c = np.zeros((m, 1, batch))
     for i in range(batch):
         matrix = _decode(codes_a[:, :, i], scales_a[:, :, i])
-        c[:, :, i] = alpha * (matrix @ _decode(codes_b[:1, :, i], scales_b[:1, :, i]).T)
+        c[:, :, i] = factor * (matrix @ _decode(codes_b[:1, :, i], scales_b[:1, :, i]).T)
     return deliver(name, "out", c, out)
 
 
@@ -175,13 +189,35 @@ def nvfp4_linear(
     rows, k = len(codes), 2 * codes.shape[1]
     require(activations.ndim == 2 and activations.shape[1] == k, name, "x", f"[n, {k}]", describe(activations))
     scales = _scales(name, "weight_scale", weight_scale, scale_layout, (rows, k // BLOCK))
-    factor = as_float64(weight_global)
-    require(factor.ndim == 0, name, "weight_global", "a number or a 0-d array", describe(factor))
+    factor = _factor(name, "weight_global", weight_global, global_is_reciprocal)
     offset = np.zeros(rows) if bias is None else as_float64(bias)
     require_shape(name, "bias", offset, "[N]", (rows,))
 
-    scale = 1.0 / factor if global_is_reciprocal else factor
-    return deliver(name, "out", scale * (activations @ _decode(codes, scales).T) + offset, out)
+    return deliver(name, "out", factor * (activations @ _decode(codes, scales).T) + offset, out)
+
+
+def nvfp4_linear_backward(
+    d_out: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_global: float | Tensor,
+    *,
+    scale_layout: str = "plain",
+    global_is_reciprocal: bool = False,
+    out: Array | None = None,
+) -> Array:
+    """d_x[i,k] = weight_global·Σ_n d_out[i,n]·code[n,k]·scale[n,k/16]: the gradient of `nvfp4_linear` for its x.
+
+    d_out [n, N]; the weights as in `nvfp4_linear`. Returns d_x [n, K].
+    """
+    name = "nvfp4_linear_backward"
+    codes, gradients = _bytes(name, "weight", weight), as_float64(d_out)
+    _require_whole_blocks(name, "weight", codes, 2, "uint8 [N, K/2]")
+    rows, k = len(codes), 2 * codes.shape[1]
+    require(gradients.ndim == 2 and gradients.shape[1] == rows, name, "d_out", f"[n, {rows}]", describe(gradients))
+    scales = _scales(name, "weight_scale", weight_scale, scale_layout, (rows, k // BLOCK))
+    factor = _factor(name, "weight_global", weight_global, global_is_reciprocal)
+    return deliver(name, "out", factor * (gradients @ _decode(codes, scales)), out)
 
 
 def nvfp4_matmul(
@@ -191,12 +227,13 @@ def nvfp4_matmul(
     sfb: Tensor,
     *,
     alpha: float = 1.0,
+    global_is_reciprocal: bool = False,
     bias: Tensor | None = None,
     out_dtype: str = "bfloat16",
     scale_layout: str = "plain",
     out: Array | None = None,
 ) -> Array:
-    """c[m,n] = alpha·Σ_k a[m,k]·b[n,k] + bias[n], both sides NVFP4.
+    """c[m,n] = alpha·Σ_k a[m,k]·b[n,k] + bias[n], both sides NVFP4; 1 / alpha is the factor with global_is_reciprocal.
 
     a uint8 [M, K/2] with sfa [M, K/16]; b uint8 [N, K/2] with sfb [N, K/16]; scales uint8 or float8_e4m3fn, plain or
     blocked; bias [N]. Returns c [M, N]. `out_dtype` does not matter here: nothing is rounded.
@@ -209,11 +246,12 @@ def nvfp4_matmul(
     known = ("bfloat16", "float16", "float32")
     require(out_dtype in known, name, "out_dtype", "bfloat16, float16 or float32", out_dtype)
     require(bool(np.isfinite(alpha)), name, "alpha", "finite", alpha)
+    factor = _factor(name, "alpha", alpha, global_is_reciprocal)
     scales_a = _scales(name, "sfa", sfa, scale_layout, (m, half_k // 8))
     scales_b = _scales(name, "sfb", sfb, scale_layout, (n, half_k // 8))
     offset = np.zeros(n) if bias is None else as_float64(bias)
     require_shape(name, "bias", offset, "[N]", (n,))
-    return deliver(name, "out", alpha * (_decode(codes_a, scales_a) @ _decode(codes_b, scales_b).T) + offset, out)
+    return deliver(name, "out", factor * (_decode(codes_a, scales_a) @ _decode(codes_b, scales_b).T) + offset, out)
 
 
 def _global_of(amax: np.float32) -> np.float32:
@@ -272,9 +310,16 @@ def nvfp4_quantize(
 
 
 def nvfp4_dequantize(
-    codes: Tensor, scales: Tensor, global_scale: float | Tensor, *, scale_layout: str = "plain", dtype: str = "float32"
+    codes: Tensor,
+    scales: Tensor,
+    global_scale: float | Tensor,
+    *,
+    global_is_reciprocal: bool = False,
+    scale_layout: str = "plain",
+    dtype: str = "float32",
 ) -> Float64:
-    """code·scale·global, [rows, K], from codes uint8 [rows, K/2] and scales [rows, K/16] or blocked.
+    """code·scale·global, [rows, K], from codes uint8 [rows, K/2] and scales [rows, K/16] or blocked; the factor is
+    1 / global with global_is_reciprocal.
 
     `dtype` does not matter here: nothing is rounded.
     """
@@ -282,7 +327,6 @@ def nvfp4_dequantize(
     packed = _bytes(name, "codes", codes)
     _require_whole_blocks(name, "codes", packed, 2, "uint8 [rows, K/2]")
     require(dtype in ("float32", "float16", "bfloat16"), name, "dtype", "float32, float16 or bfloat16", dtype)
-    factor = as_float64(global_scale)
-    require(factor.ndim == 0, name, "global_scale", "a number or a 0-d array", describe(factor))
+    factor = _factor(name, "global_scale", global_scale, global_is_reciprocal)
     shape = (len(packed), packed.shape[1] // (BLOCK // 2))
     return _decode(packed, _scales(name, "scales", scales, scale_layout, shape)) * factor

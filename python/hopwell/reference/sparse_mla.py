@@ -197,7 +197,10 @@ def sparse_mla_backward(
 
     Returns (dq like q, dkv like kv, d_sink [h_q]); None for what is not needed, and for d_sink without a sink.
     `accumulate` adds to the given dkv. `attn` [s_q, topk] is written with Σ_h exp(score − lse), in which the sink has
-    no part. Rows without a valid entry contribute nothing, whatever their out, lse and d_out hold.
+    no part. A row without a valid entry adds nothing to dq, dkv and attn. A row adds to `d_sink` unless its lse is
+    +inf, whether its valid entries are in this call or, where lse and out were merged over shards of the keys, in
+    another: each shard gives the whole d_sink. So a row with the forward's lse and no valid entry adds nothing at all,
+    whatever its out and d_out hold.
     `deterministic`, `dkv_dtype`, `indices_ascending` and `share_keys` do not matter here: the order is fixed and
     nothing is rounded.
     """
@@ -214,20 +217,20 @@ def sparse_mla_backward(
     distribution = np.zeros(selection.indices.shape)
     for s in range(s_q):
         entries, keys, kv_rows, score = selection.row(s)
-        if len(entries) == 0:
-            continue
         with np.errstate(invalid="ignore"):  # a sink of +inf; its d_sink is set to 0 below
+            delta = (forward_out[s] * gradient[s]).sum(axis=1)
             lse_with_sink = np.logaddexp(forward_lse[s], sink)
             sink_share = np.exp(-np.logaddexp(0.0, forward_lse[s] - sink))  # exp(sink − lse'), however large both are
+            d_sink -= np.where(np.isposinf(forward_lse[s]), 0.0, sink_share * delta)
+        if len(entries) == 0:
+            continue
         p = np.exp(score - lse_with_sink[:, None])
-        delta = (forward_out[s] * gradient[s]).sum(axis=1)
         dp = gradient[s] @ kv_rows[:, :d_v].T
         ds = p * (dp - delta[:, None]) * selection.sm_scale
 
         d_q[s] = ds @ kv_rows
         np.add.at(d_kv, keys, ds.T @ selection.q[s])  # unlike d_kv[keys] +=, counts duplicate keys twice
         np.add.at(d_kv[:, :d_v], keys, p.T @ gradient[s])
-        d_sink -= sink_share * delta
         distribution[s, entries] = np.exp(score - forward_lse[s][:, None]).sum(axis=0)
 
     d_kv = d_kv.reshape(as_array(kv).shape)

@@ -20,6 +20,8 @@ from torch.nn import functional
 from hopwell._checks import INTEGERS, integer, require, require_one_device, require_shape
 from hopwell.torch import ops
 from hopwell.torch._packing import key_ranges
+from hopwell.torch.ops._nvfp4 import nvfp4_linear_any_rows
+from hopwell.torch.ops._register import contiguous_rows
 
 Mode = Literal["dense", "warm-up", "sparse"]
 
@@ -426,9 +428,17 @@ class DSA(nn.Module):
             return self.mla.combine(out[None])
 
 
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(map(str, dtypes))
+
+
 class NVFP4Linear(KeepsDtypes):
     """A linear layer whose weight is NVFP4: 4-bit codes, an e4m3 scale per 16 of them, one float32 scale, which all
-    stay as they are in a module of another dtype. Not trainable. Many rows of bf16 x on a GPU are multiplied by the
+    stay as they are in a module of another dtype. The weight and the bias are buffers and are not trained; x has its
+    gradient, so layers before it and adapters beside it (LoRA) are. Many rows of bf16 x on a GPU are multiplied by the
     dequantised weight where that is faster; it exists for the time of the call.
     """
 
@@ -443,9 +453,18 @@ class NVFP4Linear(KeepsDtypes):
     weight_global: Tensor
     bias: Tensor | None
 
-    def __init__(self, weight: Tensor, weight_scale: Tensor, weight_global: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        weight_scale: Tensor,
+        weight_global: Tensor,
+        bias: Tensor | None = None,
+        *,
+        global_is_reciprocal: bool = False,
+    ) -> None:
         """weight uint8 or float4_e2m1fn_x2 [out_features, in_features/2], weight_scale uint8 or float8_e4m3fn
-        [out_features, in_features/16], weight_global float32 0-d.
+        [out_features, in_features/16], weight_global float32 0-d. With global_is_reciprocal weight_global is
+        1 / the factor, as compressed-tensors stores it (`weight_global_scale`).
         """
         super().__init__()
         for name, tensor in (("weight", weight), ("weight_scale", weight_scale), ("weight_global", weight_global)):
@@ -453,9 +472,10 @@ class NVFP4Linear(KeepsDtypes):
         if bias is not None:
             check_type("NVFP4Linear", "bias", bias, Tensor)
         if weight.ndim != 2 or weight.dtype not in self._bytes["weight"]:
-            expected = f"{' or '.join(map(str, self._bytes['weight']))} [out_features, in_features/2]"
+            expected = f"{_names(self._bytes['weight'])} [out_features, in_features/2]"
             raise ValueError(f"NVFP4Linear: weight must be {expected}; got {weight.dtype} {list(weight.shape)}")
         self.out_features, self.in_features = weight.shape[0], weight.shape[1] * 2
+        self.global_is_reciprocal = global_is_reciprocal
         self.register_buffer("weight", weight)
         self.register_buffer("weight_scale", weight_scale)
         self.register_buffer("weight_global", weight_global)
@@ -463,12 +483,15 @@ class NVFP4Linear(KeepsDtypes):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> "NVFP4Linear":
-        """Rounds a linear layer's weight to NVFP4. Its in_features must be a multiple of 16."""
+        """Rounds a linear layer's weight, of any strides, to NVFP4. Its in_features must be a multiple of 16."""
         check_type("NVFP4Linear.from_linear", "linear", linear, nn.Linear)
         if linear.in_features % 16:
             raise ValueError(f"NVFP4Linear: in_features must be a multiple of 16; got {linear.in_features}")
+        weight = linear.weight.detach()
+        if weight.dtype not in _FLOATS:
+            raise ValueError(f"NVFP4Linear.from_linear: linear.weight must be {_names(_FLOATS)}; got {weight.dtype}")
         bias = None if linear.bias is None else linear.bias.detach().clone()
-        return cls(*ops.nvfp4_quantize(linear.weight.detach()), bias)
+        return cls(*ops.nvfp4_quantize(contiguous_rows(weight)), bias)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Codes and scales are bytes, whichever of their types a checkpoint has them in: PyTorch would convert values
@@ -480,7 +503,7 @@ class NVFP4Linear(KeepsDtypes):
                 continue
             given = state_dict[key]
             if given.dtype not in types:
-                errors, expected = rest[-1], " or ".join(map(str, types))
+                errors, expected = rest[-1], _names(types)
                 errors.append(f"NVFP4Linear: {key} must be {expected}; got {given.dtype} {list(given.shape)}")
                 given = own
             if given.dtype != own.dtype:
@@ -489,32 +512,24 @@ class NVFP4Linear(KeepsDtypes):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] → [..., out_features] in x's dtype, or in autocast's where that is on."""
+        """x [..., in_features] of any strides → [..., out_features] in x's dtype, or in autocast's where that is on."""
         check_type("NVFP4Linear", "x", x, Tensor)
         if x.ndim == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"NVFP4Linear: x must be [..., in_features={self.in_features}]; got {list(x.shape)}")
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
+        if x.dtype not in _FLOATS:
+            raise ValueError(f"NVFP4Linear: x must be {_names(_FLOATS)}; got {x.dtype}")
+        buffers = {name: getattr(self, name) for name in (*self.kept, "bias")}
+        require_one_device("NVFP4Linear", x=x, **buffers)  # one that a checkpoint lacked may be on meta
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        rows = x.reshape(-1, self.in_features)
-        quantized = (self.weight, self.weight_scale, self.weight_global)
-        if self._is_faster_dequantized(rows):
-            y = functional.linear(rows, ops.nvfp4_dequantize(*quantized, dtype="bfloat16"), bias)
-        else:
-            y = ops.nvfp4_linear(rows, *quantized, bias=bias)
+        rows = contiguous_rows(x.reshape(math.prod(x.shape[:-1]), self.in_features))
+        y = nvfp4_linear_any_rows(
+            *(rows, self.weight, self.weight_scale, self.weight_global, bias),
+            global_is_reciprocal=self.global_is_reciprocal,
+        )
         return y.view(*x.shape[:-1], self.out_features)
 
-    def _is_faster_dequantized(self, rows: Tensor) -> bool:
-        """Whether so many rows of x are multiplied faster by the dequantised weight, as measured on an H200. Not in
-        fp16, whose range such a weight may leave.
-        """
-        if len(rows) <= 96 or not rows.is_cuda or rows.dtype != torch.bfloat16:
-            return False
-        if rows.requires_grad and torch.is_grad_enabled():
-            return False  # the operator has no gradient; how many rows there are should not decide whether there is one
-        if torch.cuda.get_device_capability(rows.device)[0] != 9:
-            return True  # there the operator takes 16 at a time
-        return len(rows) > (1024 if self.out_features > 2048 else 256)
-
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return text + (", global_is_reciprocal=True" if self.global_is_reciprocal else "")

@@ -27,7 +27,7 @@ void cp_async(uint32_t destination, const void* source, uint32_t bytes, uint32_t
   if (source_bytes > bytes) m.stop(Kind::bounds, format("src-size %u exceeds cp-size %u", source_bytes, bytes));
   m.require_shared(destination, bytes, bytes, "the destination");
   if (rank_of(destination) != t.cta->rank) m.stop(Kind::bounds, "the destination is in another CTA");
-  if (source_bytes && reinterpret_cast<uintptr_t>(source) % bytes)
+  if (reinterpret_cast<uintptr_t>(source) % bytes)  // also of a source that is not read
     m.stop(Kind::bounds, format("the global address must be %u-byte aligned", bytes));
   const Epoch epoch{t.copies.issue(), copy_agent(t), t.site};
   Observer self(t);

@@ -7,11 +7,15 @@
 namespace hopwell::arch::emu {
 namespace {
 
+bool on_stack(const void* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer) - reinterpret_cast<uintptr_t>(current->stack) < StackPool::kBytes;
+}
+
 void count_global(const void* pointer, size_t bytes, bool write) {
   const auto within = [at = reinterpret_cast<uintptr_t>(pointer)](const void* begin, size_t size) {
     return at - reinterpret_cast<uintptr_t>(begin) < size;
   };
-  if (within(current->stack, StackPool::kBytes)) return;
+  if (on_stack(pointer)) return;
   // The indices of a thread and of its CTA are special registers.
   if (within(machine->threads.data(), machine->threads.size() * sizeof(Thread))) return;
   if (within(machine->ctas.data(), machine->ctas.size() * sizeof(Cta))) return;
@@ -42,19 +46,39 @@ inline void access(const void* pointer, size_t bytes, bool write, const void* re
     watched_access(pointer, bytes, write, return_address);
 }
 
+// A local variable's registers have no alignment. The compiler announces an access of n bytes, a power of two, by one call
+// where the type is aligned to n bytes, or n is 16 and the type is aligned to 8.
+__attribute__((noinline)) void misaligned_access(const void* pointer, size_t bytes, bool write,
+                                                 const void* return_address) {
+  Thread* const thread = current;
+  if (!thread || on_stack(pointer)) return;
+  Machine& m = *machine;
+  thread->instruction = write ? "store" : "load";
+  thread->site = m.sites.intern_address(return_address);
+  m.stop(Kind::bounds, format("the address of %zu bytes must be %zu-byte aligned", bytes, bytes));
+}
+
+template <size_t kBytes>
+void aligned_access(const void* pointer, bool write, const void* return_address) {
+  if (reinterpret_cast<uintptr_t>(pointer) % kBytes) [[unlikely]]
+    misaligned_access(pointer, kBytes, write, return_address);
+  access(pointer, kBytes, write, return_address);
+}
+
 }  // namespace
 }  // namespace hopwell::arch::emu
 
 using hopwell::arch::emu::access;
+using hopwell::arch::emu::aligned_access;
 
 // The names are the compiler's interface, one for each size, so a macro spells them out.
 #define HOPWELL_HOOK(bytes)                                                                                     \
-  void __tsan_read##bytes(void* p) { access(p, bytes, false, __builtin_return_address(0)); }                    \
-  void __tsan_write##bytes(void* p) { access(p, bytes, true, __builtin_return_address(0)); }                    \
+  void __tsan_read##bytes(void* p) { aligned_access<bytes>(p, false, __builtin_return_address(0)); }            \
+  void __tsan_write##bytes(void* p) { aligned_access<bytes>(p, true, __builtin_return_address(0)); }            \
   void __tsan_unaligned_read##bytes(void* p) { access(p, bytes, false, __builtin_return_address(0)); }          \
   void __tsan_unaligned_write##bytes(void* p) { access(p, bytes, true, __builtin_return_address(0)); }          \
-  void __tsan_volatile_read##bytes(void* p) { access(p, bytes, false, __builtin_return_address(0)); }           \
-  void __tsan_volatile_write##bytes(void* p) { access(p, bytes, true, __builtin_return_address(0)); }           \
+  void __tsan_volatile_read##bytes(void* p) { aligned_access<bytes>(p, false, __builtin_return_address(0)); }   \
+  void __tsan_volatile_write##bytes(void* p) { aligned_access<bytes>(p, true, __builtin_return_address(0)); }   \
   void __tsan_unaligned_volatile_read##bytes(void* p) { access(p, bytes, false, __builtin_return_address(0)); } \
   void __tsan_unaligned_volatile_write##bytes(void* p) { access(p, bytes, true, __builtin_return_address(0)); }
 

@@ -25,7 +25,9 @@ __global__ void __launch_bounds__(tile::kOrderThreads, tile::kOrderCtas)
   const int query = arch::block_index(), t = arch::thread_index();
   if (p.progress && query == 0 && t == 0) *p.progress = 0;
   const Entries entries = tile::entries_of(p.selection, query);
-  tile::order_row_of_query(p.selection, p.ordered, s, query, query / p.wave % 2 != 0);
+  const int length = tile::order_entries(entries, p.selection.topk, {0, int(entries.visible.end())}, p.ordered,
+                                         int64_t{query} * p.selection.topk, s, query / p.wave % 2 != 0);
+  if (t == 0) p.ordered.lengths[query] = length;
   for (int i = t; i < p.selection.topk; i += tile::kOrderThreads)
     if (!entries.counts(s.entries[i])) p.attn[query * p.attn_stride + i] = 0;
 }

@@ -10,6 +10,7 @@
 #include "tile/gpu/entries.hpp"
 #include "tile/gpu/numbers.hpp"
 #include "tile/gpu/pacing.hpp"
+#include "tile/log2_scale.hpp"
 
 namespace hopwell::ops::attention_distribution::HOPWELL_TARGET {
 
@@ -72,7 +73,7 @@ inline Params params_of(const Problem& problem) {
   p.attn_stride = problem.attn.stride[0];
   p.h_q = static_cast<int>(problem.h_q), p.d_qk = static_cast<int>(problem.d_qk);
   p.normalize_l1 = problem.normalize_l1;
-  p.scale_log2 = problem.sm_scale * tile::kLog2E;
+  p.scale_log2 = tile::log2_scale(problem.sm_scale);
   p.plan = plan_of(problem);
   return p;
 }

@@ -44,11 +44,11 @@ bool stays_together(const Problem& p) {
   return p.h_q > kTileHeads || memory_load(p) <= kLoadOfPace;
 }
 
-// The emulator, which knows no speed, has such rows as soon as there are two, for keys beyond the L2 that it poses with. Rows
-// that ascend are only copied for the sake of a pace, which wants rows of which it knows how many entries count.
+// The emulator's own profile, which is no chip and knows no speed, has such rows as soon as there are two, for keys beyond its
+// L2. Rows that ascend are only copied if CTAs throttle: that needs rows with a known number of valid entries.
 bool orders_rows(const Problem& p) {
   if (p.keeps_order || p.selection.indices == nullptr || p.topk > tile::kLongestOrderedRow) return false;
-  if (p.device.emulated())
+  if (p.device.capability == 0)
     return p.s_q >= 2 && p.topk > 0 && static_cast<std::size_t>(p.s_kv * p.d_qk * 2) > p.device.l2_bytes;
   return p.s_q >= p.device.sms && p.topk >= 256 && memory_load(p) > 1 && !(p.indices_ascending && stays_together(p));
 }

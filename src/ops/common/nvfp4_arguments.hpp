@@ -4,6 +4,7 @@
 #include <hopwell/hopwell.hpp>
 
 #include <algorithm>
+#include <cmath>
 #include <string>
 #include <vector>
 
@@ -92,16 +93,28 @@ inline View check_one_float(Checker& check, std::string_view name, const DLTenso
   return view;
 }
 
+// A reciprocal whose factor is no finite float would make every result infinite or NaN.
+inline void check_reciprocal(const Checker& check, std::string_view name, float value) {
+  const bool is_usable = std::isfinite(value) && std::isfinite(1 / value);
+  check.require(is_usable, name, "finite with a finite reciprocal (global_is_reciprocal)", static_cast<double>(value));
+}
+
+// A factor as a number, or its reciprocal.
+inline Global check_factor(const Checker& check, std::string_view name, float value, bool is_reciprocal) {
+  check.finite(name, value);
+  if (is_reciprocal) check_reciprocal(check, name, value);
+  return {.value = value, .is_reciprocal = is_reciprocal};
+}
+
 // A global in device memory is data and is read on the device. A global given as a number is an argument; `unset` means
 // that the caller did not set it.
+// A reciprocal in host memory is checked like a number, because the host can read it without waiting for a device.
 inline Global check_global(Checker& check, std::string_view name, const DLTensor* tensor, std::string_view value_name,
-                           float value, float unset) {
-  if (tensor == nullptr) {
-    check.finite(value_name, value);
-    return {.value = value};
-  }
-  const Global global{.pointer = check_one_float(check, name, tensor).as<float>()};
+                           float value, float unset, bool is_reciprocal) {
+  if (tensor == nullptr) return check_factor(check, value_name, value, is_reciprocal);
+  const Global global{.pointer = check_one_float(check, name, tensor).as<float>(), .is_reciprocal = is_reciprocal};
   check.rule(value == unset, std::string(name).append(" and ").append(value_name).append(" exclude each other"));
+  if (is_reciprocal && check.device().device_type == kDLCPU) check_reciprocal(check, name, *global.pointer);
   return global;
 }
 

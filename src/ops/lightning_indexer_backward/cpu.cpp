@@ -97,6 +97,9 @@ float factor_of(const Problem& p, std::int64_t s) {
   return d_loss * row_weight(p, s);
 }
 
+// A gradient of a score; NaN if it is beyond fp32's range.
+float finite_or_nan(float g) { return std::isfinite(g) ? g : std::numeric_limits<float>::quiet_NaN(); }
+
 // state.g = factor * (softmax of the scores - target), 0 for entries with score -inf; computes the row's loss. Returns
 // false if no entry has a score and a target: then there is no loss and no gradient.
 bool softmax_gradient(float factor, std::int64_t count, State& state, double& loss) {
@@ -116,7 +119,7 @@ bool softmax_gradient(float factor, std::int64_t count, State& state, double& lo
     }
     const auto wanted = static_cast<double>(target[i]);
     if (wanted != 0) loss += wanted * (std::log(wanted) - (static_cast<double>(score[i]) - lse));
-    g[i] = factor * (g[i] / sum - target[i]);
+    g[i] = finite_or_nan(factor * (g[i] / sum - target[i]));
   }
   std::fill(g + count, g + padded(count), 0.0F);
   return true;
@@ -125,12 +128,8 @@ bool softmax_gradient(float factor, std::int64_t count, State& state, double& lo
 // state.g = factor * given gradients, 0 for entries with score -inf. Returns false if there are no other entries.
 bool scale_gradient(float factor, std::int64_t count, State& state) {
   float* g = state.g.get();
-  for (std::int64_t i = 0; i < count; ++i) {
-    const float given = factor * state.given.get()[i];
-    g[i] = state.score.get()[i] == -kInfinity ? 0
-           : std::isfinite(given)             ? given
-                                              : std::numeric_limits<float>::quiet_NaN();
-  }
+  for (std::int64_t i = 0; i < count; ++i)
+    g[i] = state.score.get()[i] == -kInfinity ? 0 : finite_or_nan(factor * state.given.get()[i]);
   std::fill(g + count, g + padded(count), 0.0F);
   return std::any_of(state.score.get(), state.score.get() + count, [](float x) { return x != -kInfinity; });
 }

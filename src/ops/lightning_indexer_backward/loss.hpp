@@ -47,12 +47,15 @@ HOPWELL_DEVICE void note_bound(const Params<T>& p, const tile::Entries& entries,
   arch::red_add(p.bounds.count + key, 1U);
 }
 
-// log of a nonzero number. The approximate log treats subnormal numbers as 0, so these are replaced by the smallest
-// normal number.
+// log of a nonzero number, NaN if it is negative. The approximate log treats subnormal numbers as 0, so these are
+// replaced by the smallest normal number of their sign.
 HOPWELL_DEVICE float log_of_target(float x) {
   constexpr float kLeast = 0x1p-126F;
-  return arch::log2_approx(x > 0 && x < kLeast ? kLeast : x) * kLn2;
+  return arch::log2_approx(fabsf(x) < kLeast ? (x > 0 ? kLeast : -kLeast) : x) * kLn2;
 }
+
+// A gradient of a score; NaN if it is beyond fp32's range.
+HOPWELL_DEVICE float finite_or_nan(float g) { return fabsf(g) < INFINITY ? g : NAN; }
 
 // The scores and targets of a row's entries, every `step`-th from this thread's first on. The first kKept are kept in
 // registers; the others are read again each time.
@@ -103,8 +106,9 @@ HOPWELL_DEVICE float softmax_gradient(const Params<T>& p, float (&of_warp)[kWarp
     const float wanted = p.target_scale * target;
     const bool has_gradient = score != -INFINITY && any > 0;
     if (has_gradient && wanted != 0) loss += wanted * (log_of_target(wanted) - (score - highest) + log_sum);
-    const float gradient =
-        has_gradient && counts ? factor * (arch::exp2_approx((score - highest) * kLog2E) / sum - wanted) : no_score();
+    const float gradient = has_gradient && counts
+                               ? finite_or_nan(factor * (arch::exp2_approx((score - highest) * kLog2E) / sum - wanted))
+                               : no_score();
     g[i] = gradient;
     if (has_gradient && counts) note_bound(p, entries, i, gradient, bound);
   });
@@ -118,9 +122,8 @@ HOPWELL_DEVICE void scale_gradient(const Params<T>& p, int query, const tile::En
   float* g = gradients_of(p, query, entries);
   const float* all = given_of(p, query, entries);
   for (int i = arch::thread_index(); i < entries.length; i += 32 * p.score_warps) {
-    const float given = factor * all[i];
     const bool has_gradient = g[i] != -INFINITY && counts;
-    g[i] = !has_gradient ? no_score() : fabsf(given) < INFINITY ? given : NAN;
+    g[i] = has_gradient ? finite_or_nan(factor * all[i]) : no_score();
     if (has_gradient) note_bound(p, entries, i, g[i], bound);
   }
 }

@@ -115,6 +115,7 @@ void launch_gemv(const GemvProblem& p, Stream) {
   std::vector<simd::Row> x;  // b of each batch
   const DotScratch room(p.k);
   const Scratch<float> row(p.k);
+  const double factor = p.alpha.get();
   for (std::int64_t l = 0; p.m > 0 && l < p.l; ++l) {
     const Matrix b{codes(p.b, l), 0, l, p.k, p.sfb};
     b.decode_scales(0, 0, p.k, room.bytes.get(), room.scales.get());
@@ -131,17 +132,13 @@ void launch_gemv(const GemvProblem& p, Stream) {
         dot_tile({codes(p.a, l), p.a.stride[0], l, p.k, p.sfa}, first, count, x[unsigned_size(l)], scratch, sums);
         with_type(p.c, [&]<class T>(T* c) {
           for (std::int64_t r = 0; r < count; ++r)
-            c[(first + r) * p.c.stride[0] + l * p.c.stride[2]] = rounded<T>(p.alpha * sums[r]);
+            c[(first + r) * p.c.stride[0] + l * p.c.stride[2]] =
+                rounded<T>(static_cast<float>(factor * static_cast<double>(sums[r])));
         });
       });
 }
 
 // ---- nvfp4_linear -------------------------------------------------------------------------------------------------
-
-double factor_of(const Global& global, bool is_reciprocal) {
-  const auto value = static_cast<double>(global.pointer != nullptr ? *global.pointer : global.value);
-  return is_reciprocal ? 1 / value : value;  // in double, for the reciprocal of a subnormal overflows a float
-}
 
 // y[i, first + r] = factor * sums[r] + bias for rows [first, first + count) of weights.
 struct Epilogue {
@@ -276,7 +273,7 @@ void linear_by_gemm(const LinearProblem& p, const RowsOfX& rows_of_x, const Epil
 // `most_row_dots`: rows of x up to which they are multiplied one by one.
 void multiply(const LinearProblem& p, const RowsOfX& rows_of_x, std::int64_t most_row_dots) {
   if (p.n == 0 || p.rows == 0) return;
-  const Epilogue epilogue{p, factor_of(p.global, p.global_is_reciprocal)};
+  const Epilogue epilogue{p, p.global.get()};
   if (p.n <= most_row_dots)
     linear_by_row_dots(p, rows_of_x, epilogue);
   else if (p.n < kGemmFrom)

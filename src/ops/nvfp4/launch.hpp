@@ -18,8 +18,6 @@ inline Fp4Matrix weight_of(const LinearProblem& p) {
   return {p.weight.as<const std::uint8_t>(), p.weight.stride[0], 0, p.weight_scale};
 }
 
-inline GlobalScale factor_of(const LinearProblem& p) { return tile::global_scale_of(p.global, p.global_is_reciprocal); }
-
 template <class T>
 Result<T> result_of(const LinearProblem& p) {
   return {.y = p.y.as<T>(),

@@ -50,8 +50,7 @@ GemvProblem check(const Nvfp4GemvArgs& args) {
   check.require(check["N"] == 1 || check["N"] == 128, "b", "of 1 row, or 1 padded to 128", shape_string(*args.b));
   p.sfa = check_batched_scales(check, "sfa", args.sfa, layout_of(check, args), "M");
   p.sfb = check_batched_scales(check, "sfb", args.sfb, layout_of(check, args), "N");
-  check.finite("alpha", args.alpha);
-  p.alpha = args.alpha;
+  p.alpha = check_factor(check, "alpha", args.alpha, args.global_is_reciprocal);
   p.c = check.output("out", args.out, kFloats, {"M", 1, "L"}, Layout::kAny);
   p.m = check["M"], p.l = check["L"];
   check.take_workspace(p, args);
@@ -66,9 +65,8 @@ LinearProblem check(const Nvfp4LinearArgs& args) {
   check.bind("K", p.k);
   p.x = check.input("x", args.x, kFloats, {"n", "K"});
   p.weight_scale = check_scales(check, "weight_scale", args.weight_scale, layout_of(check, args), "N");
-  p.global =
-      check_global(check, "weight_global", args.weight_global, "weight_global_value", args.weight_global_value, 1);
-  p.global_is_reciprocal = args.global_is_reciprocal;
+  p.global = check_global(check, "weight_global", args.weight_global, "weight_global_value", args.weight_global_value,
+                          1, args.global_is_reciprocal);
   const View bias = check.optional_input("bias", args.bias, {p.x.dtype}, {"N"}, Layout::kAny);
   p.y = check.output("out", args.out, {p.x.dtype}, {"n", "N"});
   p.n = check["n"], p.rows = check["N"];
@@ -85,8 +83,7 @@ MatmulProblem check(const Nvfp4MatmulArgs& args) {
   p.b = check.input("b", args.b, kCodes, {"N", "K/2"});
   p.sfa = check_scales(check, "sfa", args.sfa, layout_of(check, args), "M");
   p.sfb = check_scales(check, "sfb", args.sfb, layout_of(check, args), "N");
-  check.finite("alpha", args.alpha);
-  p.alpha = args.alpha;
+  p.alpha = check_factor(check, "alpha", args.alpha, args.global_is_reciprocal);
   p.c = check.output("out", args.out, kFloats, {"M", "N"});
   p.bias = check.optional_input("bias", args.bias, {p.c.dtype}, {"N"}, Layout::kAny);
   p.m = check["M"], p.n = check["N"];
@@ -117,7 +114,7 @@ DecodedProduct as_linear(const MatmulProblem& p, bool b_is_x) {
                      .bias = broadcast(p.bias, c, b_is_x ? 0 : 1),
                      .y = c,
                      .weight_scale = weight.scales,
-                     .global = {.value = p.alpha},
+                     .global = p.alpha,
                      .n = n,
                      .rows = rows,
                      .k = p.k,

@@ -14,7 +14,7 @@ struct GemvProblem {
   View b;  // codes [1 or more, K/2, L], contiguous along K; only row 0 counts
   View c;  // fp16, bf16 or fp32 [M, 1, L], any strides
   Scales sfa, sfb;
-  float alpha = 1;
+  Global alpha;
   std::int64_t m = 0, k = 0, l = 0;
   runtime::Device device;
   void* workspace = nullptr;
@@ -29,7 +29,6 @@ struct LinearProblem {
   View y;                           // like x [n, rows]
   Scales weight_scale;
   Global global;
-  bool global_is_reciprocal = false;
   std::int64_t n = 0, rows = 0, k = 0;
   runtime::Device device;
   void* workspace = nullptr;
@@ -42,7 +41,7 @@ struct MatmulProblem {
   View bias;  // like c [N], or absent
   View c;     // fp16, bf16 or fp32 [M, N]
   Scales sfa, sfb;
-  float alpha = 1;
+  Global alpha;
   std::int64_t m = 0, n = 0, k = 0;
   runtime::Device device;
   void* workspace = nullptr;

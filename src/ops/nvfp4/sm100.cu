@@ -28,7 +28,7 @@ struct Product {
   const char* op;
   View w, x;  // codes [rows, K/2, L], [columns, K/2, L]
   Scales w_scales, x_scales;
-  float factor;
+  double factor;
   std::int64_t rows, columns, k, batches;
   const runtime::Device& device;
 };
@@ -108,7 +108,7 @@ void launch_product(const Product& p, const Result<T>& result, Stream stream) {
 // ---- nvfp4_gemv ----------------------------------------------------------------------------------------------------
 
 Product product_of(const GemvProblem& p) {
-  return {"nvfp4_gemv", p.a, p.b, p.sfa, p.sfb, p.alpha, p.m, 1, p.k, p.l, p.device};
+  return {"nvfp4_gemv", p.a, p.b, p.sfa, p.sfb, p.alpha.get(), p.m, 1, p.k, p.l, p.device};
 }
 
 runtime::Support gemv_supports(const GemvProblem& p) {
@@ -130,7 +130,7 @@ DecodedProduct sides_of(const MatmulProblem& p) { return as_linear(p, p.m >= p.n
 
 Product product_of(const MatmulProblem& p) {
   const auto [codes, scales, linear] = sides_of(p);
-  return {linear.op, linear.weight, codes, linear.weight_scale, scales, p.alpha, linear.rows, linear.n, p.k,
+  return {linear.op, linear.weight, codes, linear.weight_scale, scales, p.alpha.get(), linear.rows, linear.n, p.k,
           1,         p.device};
 }
 
@@ -166,7 +166,7 @@ void launch_linear(const LinearProblem& p, Stream stream) {
     if constexpr (!std::is_same_v<T, float>)
       launch_one_column<FloatColumn<T, DecodeByConversion>, T>(
           "nvfp4_linear", plan, shape_of(p), p.device, stream,
-          {.weight = weight_of(p), .x = {x}, .result = result_of<T>(p), .factor = factor_of(p)});
+          {.weight = weight_of(p), .x = {x}, .result = result_of<T>(p), .factor = p.global});
   });
 }
 

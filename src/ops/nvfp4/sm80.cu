@@ -39,7 +39,7 @@ void launch_few_columns(const LinearProblem& p, const Plan& plan, const T* x, St
                                    .x = x,
                                    .x_stride = p.x.stride[0],
                                    .result = result_of<T>(p),
-                                   .factor = factor_of(p),
+                                   .factor = p.global,
                                    .rows = static_cast<int>(p.rows),
                                    .k = static_cast<int>(p.k),
                                    .columns = static_cast<int>(p.n),
@@ -75,11 +75,11 @@ void launch_linear(const LinearProblem& p, Stream stream) {
       if (plan.kernel == Kernel::kOneColumn)
         return launch_one_column<FloatColumn<T>, T>(
             p.op, plan, shape, p.device, stream,
-            {.weight = weight_of(p), .x = {x}, .result = result_of<T>(p), .factor = factor_of(p)});
+            {.weight = weight_of(p), .x = {x}, .result = result_of<T>(p), .factor = p.global});
     }
     launch_general<FloatRows<T>, T>(
         p.op, plan, shape, p.device, stream,
-        {.weight = weight_of(p), .x = {x, p.x.stride[0]}, .result = result_of<T>(p), .factor = factor_of(p)});
+        {.weight = weight_of(p), .x = {x, p.x.stride[0]}, .result = result_of<T>(p), .factor = p.global});
   });
 }
 
@@ -93,7 +93,7 @@ runtime::Support gemv_supports(const GemvProblem& p) {
 // A row of codes times weights.
 template <class T>
 void launch_codes(const char* op, const ProblemShape& shape, const runtime::Device& device, Stream stream,
-                  const Fp4Matrix& weight, const Fp4Matrix& x, const Result<T>& result, const GlobalScale& factor) {
+                  const Fp4Matrix& weight, const Fp4Matrix& x, const Result<T>& result, const Global& factor) {
   const Plan plan = plan_for(shape, device);
   if (plan.kernel == Kernel::kOneColumn)
     return launch_one_column<CodeColumn, T>(op, plan, shape, device, stream,
@@ -107,7 +107,6 @@ void launch_gemv(const GemvProblem& p, Stream stream) {
   const auto batched = [](const View& codes, const Scales& scales) {
     return Fp4Matrix{codes.as<const std::uint8_t>(), codes.stride[0], codes.stride[2], scales};
   };
-  const GlobalScale alpha{nullptr, p.alpha, false};
   tile::with_type(p.c, [&]<class T>(T* c) {
     const Result<T> result{.y = c,
                            .row_stride = p.c.stride[0],
@@ -117,7 +116,7 @@ void launch_gemv(const GemvProblem& p, Stream stream) {
                            .bias_row_stride = 0,
                            .bias_column_stride = 0};
     launch_codes<T>("nvfp4_gemv", shape_of(p), p.device, stream, batched(p.a, p.sfa), batched(p.b, p.sfb), result,
-                    alpha);
+                    p.alpha);
   });
 }
 
@@ -142,7 +141,7 @@ void launch_matmul(const MatmulProblem& p, Stream stream) {
   ProblemShape shape = shape_of(linear);
   shape.x_is_16_bit = true;
   tile::with_type(p.c, [&]<class T>(T*) {
-    launch_codes<T>(linear.op, shape, p.device, stream, weight_of(linear), x, result_of<T>(linear), factor_of(linear));
+    launch_codes<T>(linear.op, shape, p.device, stream, weight_of(linear), x, result_of<T>(linear), linear.global);
   });
 }
 

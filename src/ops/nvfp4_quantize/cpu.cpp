@@ -60,7 +60,7 @@ void launch_quantize(const QuantizeProblem& p, Stream) {
 }
 
 void launch_dequantize(const DequantizeProblem& p, Stream) {
-  const float global = p.global.pointer != nullptr ? *p.global.pointer : p.global.value;
+  const auto global = static_cast<float>(p.global.get());
   const simd::Matrix matrix{p.codes.as<std::uint8_t>(), p.codes.stride[0], 0, p.k, p.scales};
   struct State {
     explicit State(std::int64_t k)

@@ -23,7 +23,7 @@ template <class T>
 struct DequantizeParams {
   tile::Fp4Matrix matrix;
   T* x;
-  tile::GlobalScale global;
+  Global global;
   int64_t x_stride;
   RowItems chunks;  // of 16 bytes of x
   bool x_aligned, codes_aligned;
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(DequantizeConfig::kThreads)
     if (!to[j]) continue;
     const auto values = chunks[j].decode(global);
     if (p.x_aligned) {
-      *reinterpret_cast<typename Chunk<T>::Values*>(to[j]) = values;
+      arch::store_vector(to[j], values);
     } else {
       HOPWELL_UNROLL
       for (int i = 0; i < kValues; ++i) to[j][i] = values.x[i];
@@ -114,7 +114,7 @@ namespace {
         .programmatic_dependency = p.device.has_dependent_launches()};
     const DequantizeParams<T> params{.matrix = {p.codes.as<const std::uint8_t>(), p.codes.stride[0], 0, p.scales},
                                      .x = x,
-                                     .global = tile::global_scale_of(p.global),
+                                     .global = p.global,
                                      .x_stride = p.x.stride[0],
                                      .chunks = row_items(p.rows, p.k / kValues),
                                      .x_aligned = tile::rows_aligned(p.x, 1),

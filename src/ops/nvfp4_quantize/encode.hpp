@@ -41,7 +41,7 @@ struct Block {
     if (aligned) {
       HOPWELL_UNROLL
       for (int i = 0; i < kWords / 4; ++i) {
-        const auto v = reinterpret_cast<const arch::Words4*>(from)[i];
+        const auto v = arch::load_vector<arch::Words4>(from + i * (16 / int(sizeof(T))));
         HOPWELL_UNROLL
         for (int j = 0; j < 4; ++j) words[4 * i + j] = v.w[j];
       }

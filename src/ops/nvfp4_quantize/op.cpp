@@ -23,7 +23,7 @@ QuantizeProblem check(const Nvfp4QuantizeArgs& args) {
   check.bind("K/2", p.k / 2);
   check.bind("K/16", p.k / kBlock);
   p.has_global = args.global_in != nullptr || args.global_in_value != 0;
-  p.global = check_global(check, "global_in", args.global_in, "global_in_value", args.global_in_value, 0);
+  p.global = check_global(check, "global_in", args.global_in, "global_in_value", args.global_in_value, 0, false);
   // A global on a CUDA device is not read here, for that would wait for the device: there it is data.
   if (p.has_global && (p.global.pointer == nullptr || check.device().device_type == kDLCPU)) {
     const float value = p.global.pointer != nullptr ? *p.global.pointer : p.global.value;
@@ -44,7 +44,8 @@ DequantizeProblem check(const Nvfp4DequantizeArgs& args) {
   p.k = check_k(check, "codes", p.codes, *args.codes);
   check.bind("K", p.k);
   p.scales = check_scales(check, "scales", args.scales, layout_of(check, args), "rows");
-  p.global = check_global(check, "global_scale", args.global_scale, "global_value", args.global_value, 1);
+  p.global = check_global(check, "global_scale", args.global_scale, "global_value", args.global_value, 1,
+                          args.global_is_reciprocal);
   p.x = check.output("x", args.x, kFloats, {"rows", "K"});
   p.rows = check["rows"];
   check.take_workspace(p, args);

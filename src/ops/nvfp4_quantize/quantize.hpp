@@ -137,7 +137,7 @@ HOPWELL_DEVICE void fill_table(QuantizeTable& table, float global) {
 
 HOPWELL_DEVICE void store_codes(uint8_t* to, bool aligned, const uint32_t (&words)[2]) {
   if (aligned) {
-    *reinterpret_cast<arch::Words2*>(to) = {{words[0], words[1]}};
+    arch::store_vector(to, arch::Words2{{words[0], words[1]}});
     return;
   }
   HOPWELL_UNROLL
@@ -195,7 +195,7 @@ HOPWELL_DEVICE void quantize_blocks(const QuantizeTable& table, const GlobalScal
                                words[j]);
   }
   if constexpr (kBlocks == 2)
-    *reinterpret_cast<arch::Words4*>(codes_at) = {{words[0][0], words[0][1], words[1][0], words[1][1]}};
+    arch::store_vector(codes_at, arch::Words4{{words[0][0], words[0][1], words[1][0], words[1][1]}});
   else
     store_codes(codes_at, codes_aligned, words[0]);
 }

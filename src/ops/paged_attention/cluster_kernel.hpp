@@ -210,8 +210,7 @@ HOPWELL_DEVICE void store_slice(const ClusterParams& p, const ClusterWork& work,
                       {arch::bit_cast<float>(x.w[0]), arch::bit_cast<float>(x.w[1])}};
     });
     if (!row.exists) continue;
-    const float factor = all.sum == 0 ? 0 : 1 / all.sum;
-    from_fp32(all.value[0] * factor, out), from_fp32(all.value[1] * factor, out + 1);
+    from_fp32(mean_of(all.sum, all.value[0]), out), from_fp32(mean_of(all.sum, all.value[1]), out + 1);
     if (lse) *lse = all.lse();
     if (all.may_be_infinite()) store_infinite<T>(p, work.sequence, row, 2 * at.pair, 2 * at.pair + 2);
   }

@@ -1,6 +1,7 @@
 #include "ops/paged_attention/plan.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <tuple>
 
 namespace hopwell::ops::paged_attention {
@@ -40,7 +41,8 @@ bool scattered(const Problem& problem) {
   const auto near = [&](const CacheStrides& at) {
     return std::max(16 * std::abs(at.slot), 32 * std::abs(at.group_stride)) * width < kMaxKeys;
   };
-  return problem.block % (16 / width) != 0 || !aligned(problem.k_cache, 3) || !aligned(problem.v_cache, 3) ||
+  const auto rows_aligned = [](const View& cache) { return aligned(cache, static_cast<std::size_t>(cache.ndim - 1)); };
+  return problem.block % (16 / width) != 0 || !rows_aligned(problem.k_cache) || !rows_aligned(problem.v_cache) ||
          !near(problem.k) || !near(problem.v);
 }
 // Whether pages follow one another at distances of less than 4 GiB: tiles of kind mma multiply by 32 bits of it.
@@ -168,6 +170,7 @@ PositionBias bias_of(const Problem& problem) {
   p.r_row_bytes = to_int(row_bytes);
   p.r_direct =
       problem.r && (problem.r.dtype != problem.q.dtype || !aligned(problem.r, 2) || std::abs(row_bytes) >= kMaxKeys);
+  p.post_scale = problem.post_scale, p.scale = problem.scale;
   p.log2_scale = problem.post_scale ? kLog2E : problem.scale * kLog2E;
   p.window = to_int(std::min(problem.window, kMaxKeys)), p.key_end = to_int(kMaxKeys);
   if ((problem.bias || problem.r) && problem.out_of_range == HOPWELL_OUT_OF_RANGE_NEG_INF) {
@@ -274,6 +277,7 @@ KeyMajorShape key_major_shape(const Problem& problem) {
 
 runtime::Support supports(const Problem& problem) {
   constexpr std::int64_t kLimit = std::int64_t{1} << 31;
+  if (!std::isfinite(problem.scale * kLog2E)) return runtime::Support::no("needs |scale| below 2^128 / log2(e)");
   if (problem.max_blocks * problem.block > kMaxKeys)
     return runtime::Support::no("max_blocks * block must be at most 2^30");
   if (problem.b >= kLimit || problem.blocks >= kLimit || problem.h_q * problem.q_len * problem.d >= kLimit)

@@ -124,7 +124,7 @@ class Worker {
 
   void differentiate(std::int64_t s, std::int64_t tile) {
     count_ = selected_.append(s, tile);
-    const bool counts_for_sink = p_.d_sink && tile == 0 && (count_ > 0 || p_.selection.any_valid(s));
+    const bool counts_for_sink = p_.d_sink && tile == 0;
     if (count_ > 0 || counts_for_sink) load_query(s);
     if (counts_for_sink) add_d_sink();
     if (count_ > 0) compute();
@@ -156,7 +156,8 @@ class Worker {
   void add_d_sink() {
     for (std::int64_t h = 0; h < p_.h_q; ++h) {
       const Head& head = heads_[static_cast<std::size_t>(h)];
-      if (std::isfinite(sink(h))) d_sink_[static_cast<std::size_t>(h)] -= head.taken * static_cast<double>(head.delta);
+      if (std::isfinite(sink(h)) && head.lse != kInfinity)
+        d_sink_[static_cast<std::size_t>(h)] -= head.taken * static_cast<double>(head.delta);
     }
   }
 
@@ -211,14 +212,19 @@ class Worker {
     for (std::size_t h = 0; p_.d_sink && stripe == 0 && h < d_sink_.size(); ++h) sums_.d_sink[h] += d_sink_[h];
   }
 
-  // Columns of the running query's dq: set by its first tile, added to by the others, and written to the output by the
-  // last.
+  // Columns of the running query's dq: set by its first tile, added to by the others that have keys, and written to the
+  // output by the last. So tiles of padding change no bit: 0 + -0.0 would be 0.
   void add_dq(std::int64_t s, std::int64_t tile, std::int64_t first, std::int64_t width) {
     const auto n = static_cast<std::size_t>(width);
     for (std::int64_t h = 0; h < p_.h_q; ++h) {
       float* sum = sums_.dq->get() + h * p_.d_qk + first;
-      if (tile == 0) std::fill_n(sum, n, 0.0F);
-      if (count_ > 0) add(dq_.get() + h * p_.d_qk + first, sum, n);
+      const float* own = dq_.get() + h * p_.d_qk + first;
+      if (tile > 0 && count_ > 0)
+        add(own, sum, n);
+      else if (tile == 0 && count_ > 0)
+        std::copy_n(own, n, sum);
+      else if (tile == 0)
+        std::fill_n(sum, n, 0.0F);
     }
     if (tile == items_.tiles - 1) store_heads(sums_.dq->get() + first, p_.d_qk, p_.dq, s, first, width);
   }

@@ -6,6 +6,7 @@
 #include "ops/sparse_mla_backward/plan.hpp"
 #include "tile/gpu/numbers.hpp"
 #include "tile/gpu/order_rows.hpp"
+#include "tile/log2_scale.hpp"
 
 namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET {
 
@@ -73,7 +74,7 @@ inline Params params_of(const Problem& problem, const Plan& plan) {
   p.dq_stride_s = problem.dq.stride[0], p.dq_stride_h = problem.dq.stride[1];
   p.kv_stride = static_cast<int>(problem.kv.stride[0]), p.h_q = static_cast<int>(problem.h_q);
   p.heads_of_member = p.h_q;
-  p.sm_scale = problem.sm_scale, p.scale_log2 = problem.sm_scale * tile::kLog2E;
+  p.sm_scale = problem.sm_scale, p.scale_log2 = tile::log2_scale(problem.sm_scale);
   if (plan.paces) p.progress = scratch<uint32_t>(problem, workspace.progress), p.pace_slack = plan.pace_slack;
   if (problem.d_sink) p.sink_parts = scratch<float>(problem, workspace.sink_parts);
   p.prefetches_sums = plan.prefetches_sums, p.streams_keys = plan.streams_keys;

@@ -38,16 +38,25 @@ double memory_share(const Problem& p, int ctas) {
   return p.device.memory_bytes_per_ns > 0 ? bytes / p.device.memory_bytes_per_ns / (topk * kNanosecondsOfKey) : 0;
 }
 
-// In which order and how far apart CTAs go through keys. Ascending rows pay where the sums do not fit in L2 and many
-// queries add to them; the emulator, which knows no speed, always has such rows.
+// A plan for no chip, which is the emulator's own profile, takes every path that the call allows, so that the cases cover
+// it. A plan for a chip takes the paths that pay.
+bool takes_every_path(const Problem& p) { return p.device.capability == 0; }
+
+// The order in which CTAs go through keys, and the largest lead of a CTA.
+//
+//     deterministic   in order, always: dq of a query must not depend on the other queries, the outputs or the device
+//     otherwise       in order if the sums do not fit in L2 and many queries add to them
 void plan_order(Plan& plan, const Problem& p, const MainKernels& kernels) {
-  const bool pays = exceeds_l2(p, 2, 3) && p.s_q >= p.device.sms && p.topk >= 256;
-  plan.ascending =
-      p.dkv && p.s_q > 0 && (pays || p.device.emulated()) && (p.topk <= kLongestOrderedRow || p.indices_ascending);
+  const bool pays = p.dkv && exceeds_l2(p, 2, 3) && p.s_q >= p.device.sms && p.topk >= 256;
+  const bool for_speed =
+      p.dkv && (pays || takes_every_path(p)) && (p.topk <= kLongestOrderedRow || p.indices_ascending);
+  const bool for_bits = p.deterministic && (p.dq || p.dkv) && p.topk > 0;
+  plan.ascending = p.s_q > 0 && (for_speed || for_bits);
   plan.orders_rows = plan.ascending && !p.indices_ascending;
+  plan.order_clears_sums = plan.orders_rows && p.s_q >= p.device.sms;
   // The count of all steps must fit; and the emulator runs CTAs in turn, where waiting for others is in vain.
   const std::int64_t steps = p.s_q * (ceil_div(p.h_q, kernels.single_heads) + 1) * ceil_div(p.topk, kernels.keys);
-  plan.paces = plan.ascending && !p.device.emulated() && steps < kLimit;
+  plan.paces = plan.ascending && pays && !p.device.emulated() && steps < kLimit;
   // What CTAs that are so many steps apart add to should stay in L2.
   const std::int64_t window = static_cast<std::int64_t>(p.device.l2_bytes) / 8;
   const std::int64_t step_bytes = sum_bytes(p) / std::max<std::int64_t>(p.topk / kernels.keys, 1);
@@ -57,14 +66,14 @@ void plan_order(Plan& plan, const Problem& p, const MainKernels& kernels) {
   // last one instead of the average, and what they only read leaves L2 first; that pays from half of the time on. Neighbours
   // that share keys leave memory idle.
   const int ctas = kernels.pair_heads > 0 && p.h_q > kernels.single_heads ? 2 : 1;
-  const double memory = plan.ascending ? memory_share(p, ctas) : 0;
+  const double memory = plan.ascending && pays ? memory_share(p, ctas) : 0;
   const bool busy = memory >= 0.75, can_stream = p.dkv && kernels.single_streams_keys && ctas == 1;
-  plan.streams_keys = can_stream && ((memory >= 0.55 && !p.share_keys) || p.device.emulated());
+  plan.streams_keys = can_stream && ((memory >= 0.55 && !p.share_keys) || takes_every_path(p));
   if (plan.streams_keys) plan.pace_slack = 0;
   const bool pays_ahead =
       p.share_keys ? exceeds_l2(p, 10, 3)
                    : exceeds_l2(p, 2, 1) && memory > (can_stream ? 0.3 : 0.4) && (!busy || plan.streams_keys);
-  plan.prefetches_sums = p.dkv && (pays_ahead || p.device.emulated());
+  plan.prefetches_sums = p.dkv && (pays_ahead || takes_every_path(p));
 }
 
 // A wave that goes the other way through keys than the one before finds in L2 what that one added to last. Not with two
@@ -84,13 +93,14 @@ void plan_groups(Plan& plan, const Problem& p, const MainKernels& kernels) {
   plan.grouped.whole_tiles = static_cast<int>(plan.groups.count);
 }
 
-// Fills in how the tiles of a pass are shared out.
+// Fills in how the tiles of a pass are shared out. Deterministic calls have no slices, because which queries are sliced,
+// and into how many, depends on the other queries and on the device.
 MainPass schedule(MainPass pass, const Problem& p, const MainKernels& kernels, DkvSums sums) {
   constexpr std::int64_t kMostSlices = 8;
   const std::int64_t tiles = p.s_q * pass.head_blocks, steps = ceil_div(p.topk, kernels.keys),
                      at_a_time = std::max(p.device.sms / pass.ctas, 1), rest = tiles % at_a_time;
   std::int64_t slices = 1;
-  if (rest > 0 && (sums == DkvSums::none || sums == DkvSums::output)) {
+  if (rest > 0 && !p.deterministic && (sums == DkvSums::none || sums == DkvSums::output)) {
     // What they give of dq takes no more memory than sums of dkv would that are not added to the output; or 2.4 MB.
     const std::int64_t fit = std::max<std::int64_t>(p.s_kv, 1024) / (rest * pass.heads);
     slices = std::max<std::int64_t>(std::min({kMostSlices, at_a_time / rest, steps, fit}), 1);
@@ -103,7 +113,7 @@ MainPass schedule(MainPass pass, const Problem& p, const MainKernels& kernels, D
 
 // Pairs take 65 heads or more at a time, single CTAs what is left.
 void plan_heads(Plan& plan, const Problem& p, const MainKernels& kernels) {
-  const bool has_pairs = kernels.pair_heads > 0 && (plan.sums != DkvSums::fixed_point || kernels.pair_adds_fixed_point);
+  const bool has_pairs = kernels.pair_heads > 0 && (!p.deterministic || kernels.deterministic_pairs);
   const auto h_q = static_cast<int>(p.h_q);
   plan.pairs = {.heads = kernels.pair_heads, .ctas = 2};
   plan.pairs.head_blocks = has_pairs ? (h_q + kernels.pair_heads - kernels.single_heads - 1) / kernels.pair_heads : 0;

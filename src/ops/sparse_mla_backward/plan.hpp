@@ -10,12 +10,12 @@ namespace hopwell::ops::sparse_mla_backward {
 
 // What a backend's main kernels take at a time.
 struct MainKernels {
-  int keys;                            // entries of a row: a step
-  int single_heads;                    // heads of a query, on one CTA
-  int pair_heads = 0;                  // heads of a query, on a cluster of two CTAs; 0: there are no such kernels
-  bool pair_adds_fixed_point = false;  // otherwise deterministic calls take all heads by the single kernel
-  bool merges_rows = false;            // there are kernels for groups of queries: tile/gpu/merge_rows.hpp
-  bool single_streams_keys = false;    // the single kernel can let rows of kv leave L2 first
+  int keys;                          // entries of a row: a step
+  int single_heads;                  // heads of a query, on one CTA
+  int pair_heads = 0;                // heads of a query, on a cluster of two CTAs; 0: there are no such kernels
+  bool deterministic_pairs = false;  // deterministic calls use pairs; otherwise the single kernel takes all heads
+  bool merges_rows = false;          // there are kernels for groups of queries: tile/gpu/merge_rows.hpp
+  bool single_streams_keys = false;  // the single kernel can let rows of kv leave L2 first
 };
 
 // Where the main kernels add to dkv.
@@ -74,14 +74,15 @@ struct Plan {
   // up.
   bool distribution = false;
   DkvSums sums = DkvSums::none;
-  bool ascending = false;        // CTAs go through keys in ascending order …
-  bool orders_rows = false;      // … which the rows must be brought into
-  int turning_tiles = 0;         // of a wave, where every other wave's rows descend instead; or 0
-  bool paces = false;            // … and at one speed: tile/gpu/pacing.hpp
-  int pace_slack = 0;            // steps that a CTA may be ahead
-  bool prefetches_sums = false;  // to L2, a step ahead
-  bool streams_keys = false;     // rows of kv leave L2 before sums do
-  QueryGroups groups;            // whose rows are merged
+  bool ascending = false;          // CTAs go through keys in ascending order …
+  bool orders_rows = false;        // … which the rows must be brought into
+  bool order_clears_sums = false;  // by the pass that orders rows, which has enough CTAs
+  int turning_tiles = 0;           // of a wave, where every other wave's rows descend instead; or 0
+  bool paces = false;              // … and at one speed: tile/gpu/pacing.hpp
+  int pace_slack = 0;              // steps that a CTA may be ahead
+  bool prefetches_sums = false;    // to L2, a step ahead
+  bool streams_keys = false;       // rows of kv leave L2 before sums do
+  QueryGroups groups;              // whose rows are merged
   MainPass grouped, pairs, singles;
   Workspace workspace;
 };

@@ -97,18 +97,18 @@ HOPWELL_DEVICE void prepare_heads(const Params& p, HeadValues<kHeads>& values, c
   const int lane = arch::lane_index(), warp = arch::warp_index(), row = warp + kWarps * lane;
   const int heads = p.h_q - work.first_head < kHeads ? p.h_q - work.first_head : kHeads;
   const int head = work.first_head + row;
-  const float lse = row < heads ? p.lse[work.query * p.lse_stride_s + head * p.lse_stride_h] * tile::kLog2E : INFINITY;
-  const float sink =
-      row < heads && p.sink ? p.sink[head % p.heads_of_member * p.sink_stride] * tile::kLog2E : -INFINITY;
+  const float given_lse = row < heads ? p.lse[work.query * p.lse_stride_s + head * p.lse_stride_h] : INFINITY;
+  const float given_sink = row < heads && p.sink ? p.sink[head % p.heads_of_member * p.sink_stride] : -INFINITY;
+  const float lse = given_lse * tile::kLog2E, sink = given_sink * tile::kLog2E;  // infinite, too, from 2.4e38 on
   float delta = delta_of_heads<kHeads, kWarps>(p, work, heads, warp, lane);
   if (row < kHeads) {
     float kept = 1, shift = lse, taken = 0;
-    if (lse == INFINITY) delta = 0;
-    if (sink != -INFINITY && lse != INFINITY) {
+    if (given_lse == INFINITY) delta = 0;
+    if (sink != -INFINITY && given_lse != INFINITY) {
       const float high = lse > sink ? lse : sink, low = lse > sink ? sink : lse;
       if (!kAttn) shift = high + arch::log2_approx(1 + arch::exp2_approx(low - high));
       kept = 1 / (1 + arch::exp2_approx(sink - lse));
-      taken = sink == INFINITY ? 0 : 1 / (1 + arch::exp2_approx(lse - sink));
+      taken = given_sink == INFINITY ? 0 : 1 / (1 + arch::exp2_approx(lse - sink));
     }
     if (p.sink_parts && row < heads && work.first_entry == 0)
       p.sink_parts[int64_t{work.query} * p.h_q + head] = taken == 0 ? 0 : -taken * delta;

@@ -11,7 +11,7 @@ Plan plan_of(const Problem& problem) {
   return make_plan(problem, {.keys = Config::kKeys,
                              .single_heads = SingleConfig::kHeads,
                              .pair_heads = PairConfig::kHeads,
-                             .pair_adds_fixed_point = true});
+                             .deterministic_pairs = true});
 }
 
 runtime::Support supports(const Problem& problem) {

@@ -12,7 +12,8 @@ template <int kDqk>
 using LargeTile = Tile<kDqk, 4, 2>;
 
 bool takes_large_tiles(const Problem& problem) {
-  return problem.h_q > SmallTile<576>::kHeads && (problem.device.capability == 90 || problem.device.emulated());
+  const bool has_room = problem.device.capability == 90 || problem.device.capability == 0;  // Hopper, and the emulator
+  return problem.h_q > SmallTile<576>::kHeads && has_room;
 }
 
 Plan plan_of(const Problem& problem) {

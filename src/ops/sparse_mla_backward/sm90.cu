@@ -15,7 +15,7 @@ Plan plan_of(const Problem& problem) {
   return make_plan(problem, {.keys = Config::kKeys,
                              .single_heads = Config::kHeads,
                              .pair_heads = PairConfig::kHeads,
-                             .pair_adds_fixed_point = false,
+                             .deterministic_pairs = false,
                              .merges_rows = true,
                              .single_streams_keys = true});
 }

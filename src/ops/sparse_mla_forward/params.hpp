@@ -6,6 +6,7 @@
 #include "tile/gpu/entries.hpp"
 #include "tile/gpu/softmax.hpp"
 #include "tile/gpu/views.hpp"
+#include "tile/log2_scale.hpp"
 
 namespace hopwell::ops::sparse_mla_forward::HOPWELL_TARGET {
 
@@ -44,7 +45,7 @@ inline Params params_of(const Problem& problem) {
   p.h_q = static_cast<int>(problem.h_q);
   p.aligned = tile::rows_aligned(problem.q, 2) && tile::rows_aligned(problem.kv, 1);
   p.out_aligned = tile::rows_aligned(problem.out, 2);
-  p.scale_log2 = problem.sm_scale * tile::kLog2E;
+  p.scale_log2 = tile::log2_scale(problem.sm_scale);
   return p;
 }
 

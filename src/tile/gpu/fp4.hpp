@@ -1,5 +1,4 @@
-// NVFP4 in GPU kernels: converts e2m1 codes and e4m3 scales to float and fp16; a matrix of them in memory; its global
-// scale.
+// NVFP4 in GPU kernels: converts e2m1 codes and e4m3 scales to float and fp16; a matrix of them in memory.
 #pragma once
 
 #include "arch/sm80/bits.hpp"
@@ -82,24 +81,5 @@ struct Fp4Matrix {
     return e4m3_to_float(scales.data[scales.offset(row, block, batch)]);
   }
 };
-
-/// A tensor's global scale. Computed in double, because the reciprocal of a subnormal overflows a float.
-struct GlobalScale {
-  const float* pointer;
-  float value;
-  bool is_reciprocal;
-
-  HOPWELL_DEVICE double get() const {
-    const double global = double(pointer ? *pointer : value);
-    return is_reciprocal ? 1 / global : global;
-  }
-  /// Returns a copy with the number in a register. A kernel calls this at its beginning, where the load delays nothing,
-  /// instead of before storing results.
-  HOPWELL_DEVICE GlobalScale loaded() const { return {nullptr, pointer ? *pointer : value, is_reciprocal}; }
-};
-
-inline GlobalScale global_scale_of(const nvfp4::Global& global, bool is_reciprocal = false) {
-  return {global.pointer, global.value, is_reciprocal};
-}
 
 }  // namespace hopwell::tile

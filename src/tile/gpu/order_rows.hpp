@@ -14,6 +14,7 @@ inline constexpr int kOrderThreads = 512, kOrderWarps = kOrderThreads / 32, kOrd
 inline constexpr int kOrderRounds = kLongestOrderedRow / kOrderThreads;
 inline constexpr int kKeyRangeBits = 5, kKeyRanges = 1 << kKeyRangeBits;
 inline constexpr uint32_t kNoRank = 0xffffffff;
+inline constexpr int kNoKey = 0x7fffffff;  // more than any
 
 struct OrderedRows {
   int* rows;          // [s_q, topk]: keys of the valid entries, by range; within a range in the order of their entries,
@@ -36,6 +37,7 @@ struct OrderStorage {
   uint16_t sources[kLongestOrderedRow];
   int counts[kKeyRanges * kOrderWarps];  // by range, then by warp
   int warp_sums[kOrderWarps], length;
+  int largest[kOrderWarps], largest_complement[kOrderWarps];  // of a warp's keys, and of ~key
 };
 
 /// Replaces counts by their exclusive prefix sums and returns the total.
@@ -53,14 +55,41 @@ HOPWELL_DEVICE int sum_counts(OrderStorage& s) {
   return s.length;
 }
 
-/// Sorts a query's row in one pass, executed by a CTA of kOrderThreads. More and smaller ranges gain nothing. Each warp
-/// ranks its own part of the row, so that the entries of a range stay in order. `descending`: reverse order.
-HOPWELL_DEVICE void order_row_of_query(const SelectionParams& selection, const OrderedRows& to, OrderStorage& s,
-                                       int query, bool descending = false) {
+/// Keys first … first + count − 1, which are cut into kKeyRanges ranges.
+struct KeySpan {
+  int first, count;
+};
+
+/// From a row's first valid key to its last. By a CTA of kOrderThreads.
+HOPWELL_DEVICE KeySpan span_of_keys(const Entries& entries, OrderStorage& s) {
+  int largest = -1, largest_complement = ~kNoKey;
+  for (int i = arch::thread_index(); i < entries.length; i += kOrderThreads) {
+    const int key = entries.at(i);
+    if (!entries.counts(key)) continue;
+    largest = key > largest ? key : largest;
+    largest_complement = ~key > largest_complement ? ~key : largest_complement;
+  }
+  largest = max_of_warp(largest), largest_complement = max_of_warp(largest_complement);
+  const int own_warp = arch::warp_index();
+  if (arch::lane_index() == 0) s.largest[own_warp] = largest, s.largest_complement[own_warp] = largest_complement;
+  arch::syncthreads();
+  for (int warp = 0; warp < kOrderWarps; ++warp) {
+    largest = s.largest[warp] > largest ? s.largest[warp] : largest;
+    largest_complement =
+        s.largest_complement[warp] > largest_complement ? s.largest_complement[warp] : largest_complement;
+  }
+  return {~largest_complement, largest - ~largest_complement + 1};
+}
+
+/// Sorts up to kLongestOrderedRow entries of a row in one pass, executed by a CTA of kOrderThreads. More and smaller ranges
+/// gain nothing. Each warp ranks its own part of the row, so that the entries of a range stay in order. `size`: entries
+/// of the row, at least entries.length. `at`: offset of the first sorted key. `descending`: reverse order. Returns the
+/// number of keys.
+HOPWELL_DEVICE int order_entries(const Entries& entries, int size, const KeySpan& span, const OrderedRows& to,
+                                 int64_t at, OrderStorage& s, bool descending) {
   const int t = arch::thread_index(), lane = arch::lane_index(), warp = arch::warp_index();
-  const Entries entries = entries_of(selection, query);
-  const int rounds = (selection.topk + kOrderThreads - 1) / kOrderThreads, first = warp * rounds * 32 + lane;
-  const float ranges_a_key = float(kKeyRanges) / float(int(entries.visible.end()));
+  const int rounds = (size + kOrderThreads - 1) / kOrderThreads, first = warp * rounds * 32 + lane;
+  const float ranges_a_key = float(kKeyRanges) / float(span.count);
   HOPWELL_UNROLL
   for (int r = 0; r < kOrderRounds; ++r) {
     if (r >= rounds) break;
@@ -74,9 +103,9 @@ HOPWELL_DEVICE void order_row_of_query(const SelectionParams& selection, const O
     if (r >= rounds) break;
     const int key = s.entries[first + 32 * r];
     const bool valid = entries.counts(key);
-    int range = valid ? int(float(key) * ranges_a_key) : 0;
-    range = range < kKeyRanges ? range : kKeyRanges - 1;  // in case of rounding
-    uint32_t same = arch::ballot(valid);                  // lanes with a key of this range
+    int range = valid ? int(float(key - span.first) * ranges_a_key) : 0;
+    range = unsigned(range) < kKeyRanges ? range : kKeyRanges - 1;  // rounding; or a lost barrier
+    uint32_t same = arch::ballot(valid);                            // lanes with a key of this range
     HOPWELL_UNROLL
     for (int bit = 0; bit < kKeyRangeBits; ++bit) {
       const uint32_t set = arch::ballot(range >> bit & 1);
@@ -103,11 +132,11 @@ HOPWELL_DEVICE void order_row_of_query(const SelectionParams& selection, const O
   }
   arch::syncthreads();
   for (int i = t; i < entries.length && i < length; i += kOrderThreads) {
-    to.rows[int64_t{query} * selection.topk + i] = s.keys[i];
+    to.rows[at + i] = s.keys[i];
     const int source = s.sources[i];
-    if (to.sources) to.sources[int64_t{query} * selection.topk + i] = uint16_t(source < entries.length ? source : 0);
+    if (to.sources) to.sources[at + i] = uint16_t(source < entries.length ? source : 0);
   }
-  if (t == 0) to.lengths[query] = length;
+  return length;
 }
 
 }  // namespace hopwell::tile

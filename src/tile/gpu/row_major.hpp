@@ -29,7 +29,7 @@ struct RowMajor {
       }
       return e4m3x8_to_bf16(codes);
     } else if constexpr (sizeof(T) == 2) {
-      if (in_chunks) return {{*reinterpret_cast<const arch::Words4*>(row + column)}};
+      if (in_chunks) return {{arch::load_vector<arch::Words4>(row + column)}};
       HOPWELL_UNROLL
       for (int i = 0; i < 8; ++i)
         if (column + i < columns) chunk.limb[0].w[i / 2] |= uint32_t{row[column + i].bits} << 16 * (i % 2);

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -43,6 +43,9 @@ def _sizes(smallest: int, limit: int) -> st.SearchStrategy[int]:
 class Maker:
     """Makes the arrays of one call."""
 
+    work: ClassVar[float] = 1.0  # the size of calls, as a multiple of the size on the CPU
+    kernels: ClassVar[bool] = False  # most calls have the shapes and strides that GPUs' kernels take
+
     def __init__(self, draw: st.DrawFn) -> None:
         self.draw = draw
         self.rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -50,6 +53,8 @@ class Maker:
         # How the floats of this call are; most calls have numbers that sums of products bear.
         self.palette = self.choose("normal", "integers", "mixed", "normal", "small", "wide", "specials", "bits")
         self._inputs: list[Block] = []
+        self.for_kernels = self.kernels and not self.chance(8)
+        self._aligned = self.for_kernels and not self.chance(4)  # rows to 16 bytes
 
     def choose(self, *options: T) -> T:
         return options[self.integer(0, len(options) - 1)]
@@ -65,11 +70,12 @@ class Maker:
 
     # ---- where elements lie
 
-    def place(self, shape: tuple[int, ...], rows: bool, written: bool, plain: bool = False) -> Place:
+    def place(self, shape: tuple[int, ...], dtype: Any, rows: bool, written: bool, plain: bool = False) -> Place:
         """Strides: any order of dimensions, gaps, steps backwards; of what is only read also 0 and overlapping ones.
 
         With `rows` the last dimension is contiguous.
         """
+        unit = self._unit(dtype, rows)
         order = list(range(len(shape)))  # slowest first
         plain = plain or not self.chance()
         if not plain:
@@ -78,19 +84,24 @@ class Maker:
         strides, lowest, extent = [0] * len(shape), 0, 1
         for i in reversed(order):
             contiguous = plain or (rows and i == len(shape) - 1)
-            strides[i] = extent if contiguous else self._stride(shape[i], extent, written)
+            strides[i] = extent if contiguous else self._stride(shape[i], extent, written, unit)
             if shape[i] > 1:
                 span = abs(strides[i]) * (shape[i] - 1)
                 extent += span
                 lowest += span if strides[i] < 0 else 0
         return Place(shape, tuple(strides), *((0, 0) if 0 in shape else (lowest, extent)))
 
-    def _stride(self, size: int, extent: int, written: bool) -> int:
+    def _unit(self, dtype: Any, rows: bool) -> int:
+        """What strides are multiples of, in elements."""
+        return max(16 // np.dtype(dtype).itemsize, 1) if rows and self._aligned else 1
+
+    def _stride(self, size: int, extent: int, written: bool, unit: int) -> int:
         if size <= 1:
             return self.choose(extent, 0, -1, FAR)
-        steps = [extent, extent + self.integer(1, 3), -extent]
+        extent = -(-extent // unit) * unit
+        steps = [extent, extent + self.integer(1, 3) * unit, -extent]
         if not written:
-            steps += [0, 1 + extent // 2]
+            steps += [0, (1 + extent // (2 * unit)) * unit]
         return self.choose(*steps)
 
     def _array(self, block: Block, place: Place, dtype: Any, skipped: int = 0) -> Any:
@@ -127,12 +138,13 @@ class Maker:
     def _input(self, shape: tuple[int, ...], dtype: Any, rows: bool, fill: Any, dense: bool = False) -> Any:
         itemsize = np.dtype(dtype).itemsize
         # Given values are put in one by one: no two elements may be one.
-        place = self.place(shape, rows and len(shape) > 0, written=fill is None, plain=dense)
+        place = self.place(shape, dtype, rows and len(shape) > 0, written=fill is None, plain=dense)
         size = place.extent * itemsize
         shared = [block for block in self._inputs if len(block.bytes) >= size] if fill is not None else []
         if shared and self.chance(4):  # aliased: another argument's memory, whatever that holds
             block = self.choose(*shared)
-            offset = self.integer(0, (len(block.bytes) - size) // itemsize) * itemsize
+            step = itemsize * self._unit(dtype, rows)
+            offset = self.integer(0, (len(block.bytes) - size) // step) * step
             if (block.bytes.ctypes.data + offset) % itemsize == 0:
                 return self._array(block, place, dtype, offset)
         block = self.memory.block(size, at_end=not self.chance(4))
@@ -146,7 +158,7 @@ class Maker:
     # ---- what is written
 
     def output(self, shape: tuple[int, ...], dtype: Any, rows: bool = True) -> Any:
-        place = self.place(shape, rows and len(shape) > 0, written=True)
+        place = self.place(shape, dtype, rows and len(shape) > 0, written=True)
         block = self.memory.block(place.extent * np.dtype(dtype).itemsize, at_end=not self.chance(4))
         block.bytes[:] = PATTERN
         return self._array(block, place, dtype)

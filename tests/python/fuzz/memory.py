@@ -1,7 +1,7 @@
-"""Memory whose ends are guarded: touching what lies beyond one end is a segmentation fault, writing beyond the other is
-noticed afterwards.
+"""Memory with guarded ends. An access beyond one end is a segmentation fault; a write beyond the other end is detected
+after the call.
 
-One call lives at a time: a new `Memory` takes over the pages of the one before.
+Only one call's memory exists at a time: a new `Memory` reuses the pages of the previous one.
 """
 
 import ctypes
@@ -12,11 +12,11 @@ import numpy as np
 
 PATTERN = 0xA5
 _SIZE = 8 << 20
-_MARGIN = 512  # bytes of pattern beside a block, on the side that is not a page's end
+_MARGIN = 512  # bytes of pattern next to a block, at the end without a protected page
 
 
 def _arena() -> Any:
-    """_SIZE bytes between two pages that cannot be touched."""
+    """Allocates _SIZE bytes between two protected pages."""
     page = mmap.PAGESIZE
     everything = np.frombuffer(mmap.mmap(-1, page + _SIZE + page), np.uint8)
     protect = ctypes.CDLL(None, use_errno=True).mprotect
@@ -27,7 +27,7 @@ def _arena() -> Any:
 
 
 class Block:
-    """Bytes that end, or begin, where a page does that cannot be touched; pattern on their other side."""
+    """Bytes that end (or begin) at a protected page, with a pattern at their other end."""
 
     def __init__(self, arena: Any, size: int, at_end: bool) -> None:
         assert size + _MARGIN <= _SIZE
@@ -56,7 +56,7 @@ class Memory:
         return self.blocks[-1]
 
     def remember(self) -> None:
-        """What the blocks hold now is what they held before the call."""
+        """Saves the contents that the blocks have before the call."""
         for block in self.blocks:
             block.before = block.bytes.tobytes()
 

@@ -1,4 +1,4 @@
-"""The same calls with arrays of other kinds than numpy's, and through `hopwell.torch`: the same bits."""
+"""The same calls with other kinds of arrays than numpy's, and through `hopwell.torch`: results have the same bits."""
 
 import ctypes
 from collections.abc import Callable, Iterator
@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from .right import CALLS, FuzzedCall, arguments_of
 from .wrong import Wrong, WrongCall
 
-ONLY_IN_PLACE = ("attn", "accumulate")  # what custom ops, which write nothing, do not have
+ONLY_IN_PLACE = ("attn", "accumulate")  # arguments that custom ops lack, because they write nothing in place
 WRONG_IN_TORCH = (
     Wrong.alone, Wrong.dtype, Wrong.rank, Wrong.size, Wrong.gaps, Wrong.integer, Wrong.real, Wrong.choice,
 )  # fmt: skip
 
 
 class OnlyDLPack:
-    """An array that has nothing but `__dlpack__` and what says its type and shape."""
+    """An array that has only `__dlpack__`, a dtype and a shape."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, self.dtype, self.shape = tensor, tensor.dtype, tuple(tensor.shape)
@@ -36,7 +36,9 @@ class OnlyDLPack:
 
 
 class OnlyInterface:
-    """An array that has `__array_struct__`, of a copy that nothing else keeps alive, as numpy's scalars have."""
+    """An array with `__array_struct__` of a temporary copy, which only that object keeps alive, as with numpy's
+    scalars.
+    """
 
     def __init__(self, array: Any) -> None:
         self._array, self.dtype, self.shape = array, array.dtype, array.shape
@@ -52,11 +54,11 @@ class OnlyInterface:
 
 
 def tensor_of(array: Any) -> torch.Tensor:
-    """The same elements at the same strides, except that torch has no negative ones."""
+    """Returns the same elements with the same strides. torch has no negative strides, so they become positive."""
     if all(stride >= 0 for stride in array.strides):
         return as_torch(array)
     axis = max((i for i, stride in enumerate(array.strides) if stride == array.itemsize), default=-1)
-    return as_torch(np.moveaxis(np.moveaxis(array, axis, -1).copy(), -1, axis))  # what was contiguous stays so
+    return as_torch(np.moveaxis(np.moveaxis(array, axis, -1).copy(), -1, axis))  # a contiguous axis stays contiguous
 
 
 KINDS: tuple[Callable[[Any], Any], ...] = (
@@ -67,7 +69,7 @@ KINDS: tuple[Callable[[Any], Any], ...] = (
 @dataclass
 class OtherCall:
     call: FuzzedCall
-    kinds: dict[str, int]  # of its arrays
+    kinds: dict[str, int]  # of the call's arrays
 
     def __repr__(self) -> str:
         return f"{self.call} with kinds {self.kinds}"
@@ -78,7 +80,7 @@ class OtherCall:
 
 @st.composite
 def other_call(draw: st.DrawFn, operator: str) -> OtherCall:
-    """A right call without outputs, and its arguments as other kinds of arrays."""
+    """A valid call without outputs, and its arguments as other kinds of arrays."""
     call = draw(CALLS[operator]())
     call = FuzzedCall(operator, arguments_of(call.arguments, *call.outputs, "accumulate"), (), call.memory)
     arrays = [name for name, value in call.arguments.items() if isinstance(value, np.ndarray)]
@@ -98,7 +100,7 @@ def check_other(other: OtherCall) -> None:
 
 
 def _results_in_torch(operator: str, tensors: dict[str, Any]) -> tuple[Any, ...]:
-    """Those that `hopwell` returns too: PyTorch's op returns rows' losses besides, and zeros where there is none."""
+    """Returns the results that `hopwell` returns too. PyTorch's op also returns row losses, and zeros for no loss."""
     values = results(in_torch(operator)(**tensors))
     if operator not in ("lightning_indexer_backward", "indexer_dense_loss"):
         return values
@@ -106,7 +108,7 @@ def _results_in_torch(operator: str, tensors: dict[str, Any]) -> tuple[Any, ...]
 
 
 def _bits(values: tuple[Any, ...]) -> list[tuple[tuple[int, ...], bytes] | None]:
-    """Shapes and bits, of NaN always the same: which one comes of several depends on the order of sums."""
+    """Returns shapes and bits. All NaNs count as equal, because the order of sums decides which NaN results."""
     bits: list[tuple[tuple[int, ...], bytes] | None] = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -139,7 +141,7 @@ def wrong_torch_call(draw: st.DrawFn, operator: str) -> WrongCall | None:
 def _an_error(operator: str) -> Iterator[None]:
     try:
         yield
-    except (ValueError, TypeError, RuntimeError) as error:  # the last: PyTorch's, of what an op's schema does not take
+    except (ValueError, TypeError, RuntimeError) as error:  # the last: PyTorch's for a schema mismatch
         if operator not in str(error):
             raise AssertionError(f"{type(error).__name__}: {error}") from error
     else:
@@ -149,7 +151,7 @@ def _an_error(operator: str) -> Iterator[None]:
 def check_wrong_torch(wrong: WrongCall | None) -> None:
     if wrong is None or any(
         isinstance(x, bytes) for x in wrong.call.arguments.values()
-    ):  # PyTorch takes them for strings
+    ):  # PyTorch treats bytes as strings
         return
     call = wrong.call
     try:

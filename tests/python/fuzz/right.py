@@ -42,8 +42,8 @@ def _text(value: Any) -> str:
 
 
 def _fit(sizes: list[int], limit: int = WORK) -> list[int]:
-    """The sizes, the first ones cut so that their product keeps to the limit."""
-    sizes = list(sizes)
+    """The sizes, the first ones cut so that their product is at most the limit times `Maker.work`."""
+    sizes, limit = list(sizes), int(limit * Maker.work)
     for i in range(len(sizes)):
         others = int(np.prod([max(n, 1) for j, n in enumerate(sizes) if j != i]))
         sizes[i] = min(sizes[i], max(limit // others, 1))
@@ -85,6 +85,8 @@ def _sparse(maker: Maker, limit: int = 600) -> tuple[str, dict[str, Any]]:
     s_q, s_kv, h_q = maker.size(0, 70), maker.size(0, limit), maker.size(1, 33)
     topk = maker.choose(maker.size(0, 130), maker.size(0, 130), 511, 512, 513, 1025)
     d_qk = maker.size(1, 130)
+    if maker.for_kernels:
+        dtype, d_qk, h_q = "bfloat16", maker.choose(576, 512), maker.choose(h_q, 8, 16, 32, 64, maker.size(1, 130))
     dense = maker.chance(4)
     if dense:
         s_kv = topk = min(s_kv, 130)
@@ -140,7 +142,7 @@ def sparse_mla_forward(draw: st.DrawFn) -> FuzzedCall:
     maker = Maker(draw)
     dtype, arguments = _sparse(maker)
     s_q, h_q, d_qk = arguments["q"].shape
-    d_v = arguments["d_v"] = maker.choose(d_qk, maker.integer(1, d_qk))
+    d_v = arguments["d_v"] = 512 if maker.for_kernels else maker.choose(d_qk, maker.integer(1, d_qk))
     if maker.chance():
         arguments["attn_sink"] = _sink(maker, h_q)
     if maker.chance():
@@ -160,7 +162,7 @@ def sparse_mla_backward(draw: st.DrawFn) -> FuzzedCall:
     maker = Maker(draw)
     dtype, arguments = _sparse(maker, limit=300)
     s_q, h_q, d_qk = arguments["q"].shape
-    d_v = arguments["d_v"] = maker.choose(d_qk, maker.integer(1, d_qk))
+    d_v = arguments["d_v"] = 512 if maker.for_kernels else maker.choose(d_qk, maker.integer(1, d_qk))
     if maker.chance():
         arguments["attn_sink"] = _sink(maker, h_q)
     arguments["d_out"] = maker.floats((s_q, h_q, d_v), dtype)
@@ -282,6 +284,8 @@ def paged_attention(draw: st.DrawFn) -> FuzzedCall:
 
 
 def _k(maker: Maker) -> int:
+    if maker.for_kernels:
+        return 64 * maker.choose(1, 2, 3, 4, 8, 17)
     return 16 * maker.choose(1, 2, 3, 4, 5, 8, 9, 16, 17, 40, 65, 0)
 
 
@@ -319,6 +323,7 @@ def nvfp4_gemv(draw: st.DrawFn) -> FuzzedCall:
         out_dtype = arguments["out_dtype"] = maker.choose("float16", "bfloat16", "float32")
     if blocked or maker.chance():
         arguments["scale_layout"] = "blocked" if blocked else "plain"
+    _some_reciprocal(maker, arguments, "alpha")
     return _given(maker, "nvfp4_gemv", arguments, {"out": ((m, 1, batch), DTYPES[out_dtype], False)})
 
 
@@ -331,6 +336,21 @@ def _global(maker: Maker, positive: bool = False) -> Any:
     if not positive and maker.chance(4):
         given = maker.bits((), np.float32)
     return given
+
+
+def _reciprocal(maker: Maker, as_array: bool) -> Any:
+    """A number whose reciprocal is a factor, or an array of it."""
+    value = maker.choose(3.0, -0.37, 64.0, 2.0**100, -(2.0**-100), 2.0**-126)
+    return maker.values(np.array(value, np.float32)) if as_array else value
+
+
+def _some_reciprocal(maker: Maker, arguments: dict[str, Any], name: str) -> None:
+    """Sometimes says whether the global, or alpha, is a reciprocal."""
+    if not maker.chance(3):
+        return
+    arguments["global_is_reciprocal"] = maker.chance()
+    if arguments["global_is_reciprocal"]:
+        arguments[name] = _reciprocal(maker, as_array=name != "alpha" and maker.chance())
 
 
 def _scale_argument(maker: Maker, arguments: dict[str, Any], name: str, rows: int, k: int) -> None:
@@ -351,9 +371,21 @@ def nvfp4_linear(draw: st.DrawFn) -> FuzzedCall:
     arguments["weight_global"] = _global(maker)
     if maker.chance():
         arguments["bias"] = maker.floats((rows,), dtype)
-    if maker.chance(3):
-        arguments["global_is_reciprocal"] = maker.chance()
+    _some_reciprocal(maker, arguments, "weight_global")
     return _given(maker, "nvfp4_linear", arguments, {"out": ((n, rows), DTYPES[dtype], True)})
+
+
+@st.composite
+def nvfp4_linear_backward(draw: st.DrawFn) -> FuzzedCall:
+    maker = Maker(draw)
+    dtype = maker.choose("float32", "float16", "bfloat16")
+    n, rows, k = maker.choose(1, maker.size(0, 130)), maker.choose(maker.size(0, 130), 300, 700), _k(maker)
+    n, rows = _fit([n, rows], max(10 * WORK // max(k, 1), 1))
+    arguments: dict[str, Any] = {"d_out": maker.floats((n, rows), dtype), "weight": maker.codes((rows, k // 2))}
+    _scale_argument(maker, arguments, "weight_scale", rows, k)
+    arguments["weight_global"] = _global(maker)
+    _some_reciprocal(maker, arguments, "weight_global")
+    return _given(maker, "nvfp4_linear_backward", arguments, {"out": ((n, k), DTYPES[dtype], True)})
 
 
 @st.composite
@@ -383,6 +415,7 @@ def nvfp4_matmul(draw: st.DrawFn) -> FuzzedCall:
         arguments["bias"] = maker.floats((n,), out_dtype)
     if blocked or maker.chance():
         arguments["scale_layout"] = "blocked" if blocked else "plain"
+    _some_reciprocal(maker, arguments, "alpha")
     return _given(maker, "nvfp4_matmul", arguments, {"out": ((m, n), DTYPES[out_dtype], True)})
 
 
@@ -407,12 +440,16 @@ def nvfp4_dequantize(draw: st.DrawFn) -> FuzzedCall:
     arguments["global_scale"] = _global(maker)
     if maker.chance():
         arguments["dtype"] = maker.choose("float32", "float16", "bfloat16")
+    _some_reciprocal(maker, arguments, "global_scale")
     return _given(maker, "nvfp4_dequantize", arguments, {})
 
 
 def _index_inputs(maker: Maker, s_kv: int, keys: int, *more_dtypes: str) -> tuple[str, dict[str, Any]]:
     dtype = maker.choose("float32", "bfloat16", *more_dtypes)
     s_q, h_index, d_index = maker.size(0, 40), maker.size(1, 33), maker.size(1, 130)
+    if maker.for_kernels:
+        dtype = maker.choose("bfloat16", *(more_dtypes or ("bfloat16",)))
+        h_index, d_index = maker.choose(h_index, 16, 32, 64, maker.size(1, 130)), maker.choose(128, 128, 64)
     s_q, h_index, d_index = _fit([s_q, h_index, d_index], max(10 * WORK // max(keys, 1), 1))
     return dtype, {
         "q_index": maker.floats((s_q, h_index, d_index), dtype),
@@ -472,8 +509,10 @@ def indexer_dense_loss(draw: st.DrawFn) -> FuzzedCall:
     maker = Maker(draw)
     dtype = maker.choose("float32", "bfloat16")
     s_q, s_kv, h_q, h_index = maker.size(0, 40), maker.size(0, 130), maker.size(1, 9), maker.size(1, 9)
-    s_q, s_kv, h_q, d_qk = _fit([s_q, s_kv, h_q, maker.size(1, 70)])
-    d_index = maker.size(1, 40)
+    d_qk, d_index = maker.size(1, 70), maker.size(1, 40)
+    if maker.for_kernels:
+        dtype, d_qk, d_index = "bfloat16", maker.choose(512, 576), maker.choose(64, 128)
+    s_q, s_kv, h_q, d_qk = _fit([s_q, s_kv, h_q, d_qk])
 
     def normal(*shape: int) -> Any:
         return maker.values(maker.rng.standard_normal(shape).astype(DTYPES[dtype]))
@@ -523,6 +562,7 @@ CALLS: dict[str, Callable[[], st.SearchStrategy[FuzzedCall]]] = {
         paged_attention,
         nvfp4_gemv,
         nvfp4_linear,
+        nvfp4_linear_backward,
         nvfp4_matmul,
         nvfp4_quantize,
         nvfp4_dequantize,

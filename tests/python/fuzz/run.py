@@ -27,26 +27,39 @@ def check_right(call: FuzzedCall) -> None:
     """
     call.memory.remember()
     judged = judge.expect(call)
-    first = _results(call, threads=2)
-    _check_memory(call)
-    judged(first)
-    bits = [np.ascontiguousarray(result).tobytes() for result in first]
+    hopwell.set_num_threads(2)
+    first = results_of(call.operator, call.arguments)
+    check_memory(call)
+    judged(tuple(first.values()))
+    bits = bits_of(first)
     call.memory.restore()
-    again = _results(call, threads=1)
-    assert [np.ascontiguousarray(result).tobytes() for result in again] == bits, "a second call gave other bits"
+    hopwell.set_num_threads(1)
+    assert bits_of(results_of(call.operator, call.arguments)) == bits, "a second call gave other bits"
 
 
-def _results(call: FuzzedCall, threads: int) -> tuple[Any, ...]:
-    hopwell.set_num_threads(threads)
-    made = results(getattr(hopwell, call.operator)(**call.arguments))
-    if call.operator == "sparse_mla_backward":
-        made = tuple(result for result in made if result is not None)
-        if "attn" in call.arguments:
-            made = (*made, call.arguments["attn"])
-    return made
+NAMES = {
+    "sparse_mla_backward": ("dq", "dkv", "d_sink"),
+    "lightning_indexer_backward": ("loss", "d_q_index", "d_k_index", "d_weights"),
+    "indexer_dense_loss": ("loss", "d_q_index", "d_k_index", "d_weights"),
+}
 
 
-def _check_memory(call: FuzzedCall) -> None:
+def results_of(operator: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Makes the call. Results by name, where it matters which one is which; else by number."""
+    made = results(getattr(hopwell, operator)(**arguments))
+    named = dict(zip(NAMES.get(operator, map(str, range(len(made)))), made, strict=True))
+    if operator == "sparse_mla_backward":
+        named = {name: result for name, result in named.items() if result is not None}
+        if "attn" in arguments:
+            named["attn"] = arguments["attn"]
+    return named
+
+
+def bits_of(named: dict[str, Any]) -> dict[str, bytes]:
+    return {name: np.ascontiguousarray(result).tobytes() for name, result in named.items()}
+
+
+def check_memory(call: FuzzedCall) -> None:
     """Nothing but the elements of outputs has changed."""
     for block in call.memory.blocks:
         assert block.margin_holds(), "memory beside an array was written"
@@ -72,7 +85,8 @@ def check_wrong(wrong: WrongCall | None) -> None:
         if wrong.explained:
             hopwell.explain(call.operator, **call.arguments)
         else:
-            _results(call, threads=1)
+            hopwell.set_num_threads(1)
+            results_of(call.operator, call.arguments)
     except (ValueError, TypeError) as error:
         named = re.match(rf"{call.operator}: (\w+)", str(error))
         if named is None or named[1] not in wrong.blamed:

@@ -328,6 +328,7 @@ _DIMENSIONS: dict[str, dict[str, str]] = {
     },
     "nvfp4_gemv": {"a": "M K! L", "b": "N! K! L", "sfa": "M K! L", "sfb": "N! K! L", "out": "M 1! L"},
     "nvfp4_linear": {"x": "n K!", "weight": "N K!", "weight_scale": "N K!", "bias": "N", "out": "n N"},
+    "nvfp4_linear_backward": {"d_out": "n N", "weight": "N K!", "weight_scale": "N K!", "out": "n K!"},
     "nvfp4_matmul": {"a": "M K!", "b": "N K!", "sfa": "M K!", "sfb": "N K!", "bias": "N", "out": "M N"},
     "nvfp4_quantize": {"x": "rows K!"},
     "nvfp4_dequantize": {"codes": "rows K!", "scales": "rows K!"},

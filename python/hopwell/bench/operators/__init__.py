@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 
 from ..problem import Problem, Shape
 from .lightning_indexer import indexer_dense_loss, lightning_indexer, lightning_indexer_backward
-from .nvfp4 import nvfp4_dequantize, nvfp4_gemv, nvfp4_linear, nvfp4_matmul, nvfp4_quantize
+from .nvfp4 import (
+    nvfp4_dequantize,
+    nvfp4_gemv,
+    nvfp4_linear,
+    nvfp4_linear_backward,
+    nvfp4_matmul,
+    nvfp4_quantize,
+)
 from .paged_attention import paged_attention
 from .sparse_mla import attention_distribution, normalize_l1, sparse_mla_backward, sparse_mla_forward
 
@@ -79,6 +86,12 @@ OPERATORS = {
         [{"N": rows, "K": k, "n": n} for rows, k in LAYERS for n in (1, 8, 16)]
         + [{"N": 28672, "K": 4096, "n": n} for n in (32, 64, 128)],
         [{"N": 7168, "K": 16384}, {"N": 7168, "K": 2048, "n": 8}],
+        {"N": 64, "K": 128, "n": 2},
+    ),
+    "nvfp4_linear_backward": Operator(
+        nvfp4_linear_backward,
+        [{"N": rows, "K": k, "n": n} for rows, k in ((28672, 4096), (4096, 7168)) for n in (16, 128, 4096)],
+        [{"N": 1024, "K": 1024, "n": 64}],
         {"N": 64, "K": 128, "n": 2},
     ),
     "nvfp4_gemv": Operator(nvfp4_gemv, [{}], [{"M": 7168, "K": 4096}], {"M": 64, "K": 128}),

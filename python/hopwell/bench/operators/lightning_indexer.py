@@ -31,15 +31,17 @@ from ..scale import DEVICE
 
 
 def index_inputs(s_q: int, s_kv: int, h_index: int, d_index: int) -> SimpleNamespace:
-    """Queries, keys and weights of the indexer."""
+    """Random queries, keys and weights of the indexer."""
     return SimpleNamespace(
         q=randn(s_q, h_index, d_index), k=randn(s_kv, d_index), w=randn(s_q, h_index) * (h_index * d_index) ** -0.5
     )
 
 
 def selection(q: Tensor, k: Tensor, w: Tensor) -> Callable[[Tensor, Tensor], list[Tensor]]:
-    """Reads indices and scores [s_q, topk] in an order that does not depend on the package: the scores, and what the
-    chosen keys' scores are in fp32. Of keys whose scores are as good as equal either may be chosen.
+    """Returns a function that reads indices and scores [s_q, topk] in an order that is the same for all packages.
+
+    It returns the sorted scores, and the sorted fp32 scores of the chosen keys. A package may choose either of two keys
+    with nearly equal scores, therefore the indices themselves are not compared.
     """
     exact: list[Tensor] = []
 
@@ -57,7 +59,7 @@ def selection(q: Tensor, k: Tensor, w: Tensor) -> Callable[[Tensor, Tensor], lis
 
 
 def to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes, and a scale for each row of the last dimension."""
+    """Returns float8 codes, and a scale for each row of the last dimension."""
     scale = x.float().abs().amax(-1) / 448
     return (x.float() / scale[..., None]).to(torch.float8_e4m3fn), scale
 
@@ -65,7 +67,7 @@ def to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
 def lightning_indexer(
     s_q: int = 512, s_kv: int = 8192, h_index: int = 64, topk: int = 2048, d_index: int = 128, fp8: int = 0
 ) -> Problem:
-    """Scores of all keys and the best topk. `fp8`: 1 for float8_e4m3fn queries and keys with scales."""
+    """Selects the topk best keys by index score. `fp8` = 1: queries and keys are float8_e4m3fn with scales."""
     x = index_inputs(s_q, s_kv, h_index, d_index)
     scales: dict[str, Any] = {}
     codes_q, codes_k = x.q, x.k
@@ -91,7 +93,7 @@ def lightning_indexer(
         if fp8:
             raise ValueError("not called with float8 here")
         q, k, w = x.q[None], x.k[None, :, None], x.w[None]
-        all_keys = torch.full((1,), s_kv, dtype=torch.int32, device=DEVICE)  # its causal mask hides none
+        all_keys = torch.full((1,), s_kv, dtype=torch.int32, device=DEVICE)  # its causal mask hides no key
         lengths = all_keys.expand(s_q).contiguous()
 
         def scores_and_topk(_: int) -> Any:
@@ -110,7 +112,7 @@ def lightning_indexer(
         def scores_and_topk(_: int) -> Any:
             if hasattr(module, "fp8_mqa_logits"):
                 logits = module.fp8_mqa_logits(codes_q, keys, w, begin, end)
-            else:  # SGLang's fork
+            else:  # the fork of SGLang
                 logits = module.fp8_fp4_mqa_logits(codes_q, keys, w, begin, end, s_kv)
             return logits.topk(topk, sorted=False)
 
@@ -137,7 +139,7 @@ def lightning_indexer(
 def lightning_indexer_backward(
     s_q: int = 512, s_kv: int = 8192, h_index: int = 64, topk: int = 2048, d_index: int = 128
 ) -> Problem:
-    """Loss and gradients over selected keys."""
+    """The indexer's loss over the selected keys, and its gradients."""
     x = index_inputs(s_q, s_kv, h_index, d_index)
     indices, target = distinct(s_q, s_kv, topk), torch.randn(s_q, topk, device=DEVICE).softmax(-1)
 
@@ -150,7 +152,7 @@ def lightning_indexer_backward(
             predicted = dsa.sparse_indexer_score_recompute_wrapper(q, k, w, entries, qhead_per_kv_head=h_index)[
                 "predict"
             ]
-            signal.copy_(target)  # it is overwritten
+            signal.copy_(target)  # the call overwrites it
             return dsa.indexer_backward_wrapper(
                 q, w, k, signal, predicted, entries, one, loss_coeff=float(s_q), d_index_k=d_k
             )

@@ -58,6 +58,24 @@ def nvfp4_linear(N: int = 28672, K: int = 4096, n: int = 1) -> Problem:  # noqa:
     )
 
 
+def nvfp4_linear_backward(N: int = 28672, K: int = 4096, n: int = 4096) -> Problem:  # noqa: N803
+    """The gradient for n rows of x over four-bit weights [N, K]."""
+    copies = cold_copies(N * K * BYTES_OF_WEIGHT)
+    weights, d_out = packed(N, K, copies), randn(n, N)
+
+    def pytorch() -> Call:
+        dense = [hopwell.nvfp4_dequantize(*w, dtype="bfloat16") for w in weights]
+        return lambda i: [d_out @ dense[i]]
+
+    return Problem(
+        lambda i: [hopwell.nvfp4_linear_backward(d_out, *weights[i])],
+        first(1),
+        [torch_peer("torch matmul, bf16", pytorch, first(1), "weights of 16 bits: 3.6 times as many bytes")],
+        copies=copies,
+        operations=2 * n * N * K,
+    )
+
+
 def nvfp4_gemv(M: int = 7168, K: int = 16384) -> Problem:  # noqa: N803
     """Both sides of four bits, one column."""
     copies = cold_copies(M * K * BYTES_OF_WEIGHT)

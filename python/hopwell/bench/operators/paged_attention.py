@@ -1,4 +1,4 @@
-"""Decoding from a paged cache."""
+"""Decode attention over a paged KV cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..scale import DEVICE, cold_copies
 def paged_attention(
     b: int = 64, context: int = 4096, h_q: int = 32, h_kv: int = 32, d: int = 128, longest: int = 0, shortest: int = 0
 ) -> Problem:
-    """No bias. `shortest`: lengths from there to `context`; `longest`: the length of the first sequence."""
+    """Attention without a bias. Lengths run from `shortest` to `context`; `longest` is the first sequence's length."""
     block = 16
     lengths = [context] * b
     if shortest:

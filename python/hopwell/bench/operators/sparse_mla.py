@@ -1,4 +1,4 @@
-"""Sparse attention, forward and backward, and its distribution."""
+"""Sparse attention, forward and backward, and the attention distribution."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from ..scale import DEVICE, cold_copies
 
 
 def sparse_inputs(s_q: int, h_q: int, s_kv: int, topk: int, d_qk: int) -> SimpleNamespace:
-    """Queries, keys and for each query distinct keys in random order."""
+    """Random queries and keys, and for each query distinct keys in random order."""
     q, kv = randn(s_q, h_q, d_qk), randn(s_kv, 1, d_qk)
     return SimpleNamespace(q=q, kv=kv, indices=distinct(s_q, s_kv, topk), scale=d_qk**-0.5)
 
 
 def sparse_mla_forward(s_q: int = 4096, h_q: int = 128, s_kv: int = 8192, topk: int = 2048, d_qk: int = 576) -> Problem:
-    """MLA over selected keys."""
+    """Sparse attention over the selected keys."""
     x = sparse_inputs(s_q, h_q, s_kv, topk, d_qk)
 
     def flashmla() -> Call:
@@ -66,7 +66,7 @@ def sparse_mla_forward(s_q: int = 4096, h_q: int = 128, s_kv: int = 8192, topk: 
 def sparse_mla_backward(
     s_q: int = 4096, h_q: int = 128, s_kv: int = 8192, topk: int = 2048, d_qk: int = 576
 ) -> Problem:
-    """Its gradients."""
+    """The gradients of sparse attention."""
     x = sparse_inputs(s_q, h_q, s_kv, topk, d_qk)
     out, _, lse = hopwell.sparse_mla_forward(x.q, x.kv, x.indices, x.scale)
     d_out = randn(s_q, h_q, 512)
@@ -118,7 +118,7 @@ def sparse_mla_backward(
 def attention_distribution(
     s_q: int = 4096, h_q: int = 128, s_kv: int = 8192, topk: int = 2048, d_qk: int = 576
 ) -> Problem:
-    """The indexer's target, normalised."""
+    """The attention distribution, normalised: the target of the indexer's loss."""
     x = sparse_inputs(s_q, h_q, s_kv, topk, d_qk)
     lse = hopwell.sparse_mla_forward(x.q, x.kv, x.indices, x.scale)[2]
 
@@ -149,7 +149,7 @@ def attention_distribution(
 
 
 def normalize_l1(rows: int = 4096, columns: int = 2048) -> Problem:
-    """Rows over their sums."""
+    """Divides rows by their sums."""
     copies = cold_copies(8 * rows * columns)
     attn = torch.rand(copies, rows, columns, device=DEVICE)
 

@@ -1,4 +1,4 @@
-"""The queries of a call and the keys that each sees, from any of the layouts that the wrappers take."""
+"""The queries of a call and the keys that each query sees, for all layouts of the wrappers."""
 
 from dataclasses import dataclass
 
@@ -10,20 +10,20 @@ from ..._checks import INTEGERS, require, require_shape
 
 @dataclass
 class Rows:
-    """All queries of a call in one row, with the keys that each sees: [B, S, …] is a pack of equal sequences."""
+    """All queries of a call in one dimension, with the keys that each sees. [B, S, …] is a pack of equal sequences."""
 
     shape: list[int]  # of the queries: [B, S_q], or [total_q]
-    start: Tensor  # its sequence's first key
+    start: Tensor  # first key of the query's sequence
     end: Tensor
     width: int  # keys of the longest sequence
     one_sequence: bool
 
     def flat(self, x: Tensor) -> Tensor:
-        """[B, S, …] as [B·S, …]; what is packed stays."""
+        """Flattens [B, S, …] to [B·S, …]; a packed tensor is returned unchanged."""
         return x.flatten(0, 1) if len(self.shape) == 2 else x
 
     def all_keys(self, some: slice) -> Tensor:
-        """An index table of all keys of the sequence that each of these rows belongs to."""
+        """Returns an index table for these rows: all keys of each row's sequence."""
         column = torch.arange(self.width, device=self.start.device, dtype=torch.int32)
         start = self.start[some]
         if self.one_sequence and len(self.shape) == 2:
@@ -31,20 +31,20 @@ class Rows:
         return start[:, None] + column
 
     def hidden(self, some: slice) -> Tensor:
-        """Which columns of these rows, counted from their sequence's first key, a query does not see."""
+        """Marks the columns that a query does not see, for these rows. Columns count from the sequence's first key."""
         column = torch.arange(self.width, device=self.start.device)
         return column >= (self.end[some] - self.start[some])[:, None]
 
 
 def require_index_dtypes(wrapper: str, q_name: str, q: Tensor, k_name: str, k: Tensor, *, fp8: bool = False) -> None:
-    """Queries and keys of an indexer have one dtype, which is what the precision says."""
+    """Checks that an indexer's queries and keys have one dtype, and that the precision allows it."""
     kinds = (torch.float8_e4m3fn,) if fp8 else (torch.bfloat16, torch.float32)
     require(q.dtype in kinds, wrapper, q_name, " or ".join(map(str, kinds)), q.dtype)
     require(k.dtype == q.dtype, wrapper, k_name, f"{q.dtype} as {q_name} is", k.dtype)
 
 
 def require_offsets(wrapper: str, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> None:
-    """Both or neither, int32 of one size."""
+    """Checks that both or neither are given, int32 and of equal size."""
     given = (cu_seqlens_q is None) == (cu_seqlens_k is None)
     require(given, wrapper, "cu_seqlens_k", "given with cu_seqlens_q", cu_seqlens_k)
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
@@ -64,7 +64,7 @@ def find_rows(
     max_seqlen_k: int | None,
     q_causal_offsets: Tensor | None,
 ) -> Rows:
-    """From the arguments of these names that every wrapper of dense scores has."""
+    """Builds the rows from these arguments, which all wrappers of dense scores have."""
     require(ratio >= 1, wrapper, "ratio", "at least 1", ratio)
     require_offsets(wrapper, cu_seqlens_q, cu_seqlens_k)
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
@@ -72,13 +72,13 @@ def find_rows(
         require_shape(wrapper, "q", q, total_q=None, heads=None, d=None)
         if max_seqlen_k is None:
             lengths = cu_seqlens_k.diff()
-            max_seqlen_k = int(lengths.max()) if sequences else 0  # the host waits for it
+            max_seqlen_k = int(lengths.max()) if sequences else 0  # a copy to the host, which waits for the device
         require(max_seqlen_k >= 0, wrapper, "max_seqlen_k", "at least 0", max_seqlen_k)
         query = torch.arange(len(q), device=q.device, dtype=torch.int32)
         sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), query, right=True).clamp(max=sequences - 1)
         query = query - cu_seqlens_q[sequence]
         start, keys = cu_seqlens_k[sequence], cu_seqlens_k[sequence + 1] - cu_seqlens_k[sequence]
-        keys = keys * (query < cu_seqlens_q[sequence + 1] - cu_seqlens_q[sequence])  # none past the last sequence
+        keys = keys * (query < cu_seqlens_q[sequence + 1] - cu_seqlens_q[sequence])  # no keys past the last sequence
         shape, width = [len(q)], max_seqlen_k
     else:
         require_shape(wrapper, "q", q, B=None, S_q=None, heads=None, d=None)
@@ -99,7 +99,7 @@ def find_rows(
 def entries_of(
     wrapper: str, q: Tensor, k: Tensor, topk_indices: Tensor, topk_length: Tensor | None, are_global: bool
 ) -> tuple[Rows, Tensor]:
-    """The rows of [B, S_q, …] and their entries as numbers of keys of the flattened k: −1 where none."""
+    """Returns the rows of [B, S_q, …], and their entries as key indices of the flattened k (−1: invalid)."""
     require_shape(wrapper, "q", q, B=None, S_q=None, H=None, D=None)
     b, s_q, _, d = q.shape
     require_shape(wrapper, "k", k, B=b, S_k=None, D=d)

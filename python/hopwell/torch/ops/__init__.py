@@ -1,10 +1,10 @@
 """The operators as `torch.library` custom ops in the namespace `hopwell`.
 
 Every op has a fake kernel, so `torch.compile` traces through it without a graph break; `sparse_mla`, `indexer_loss`,
-`indexer_dense_loss`, `indexer_scores` and the scores of `lightning_indexer` are differentiable. The functions here take
-tensors and return fresh tensors (an op that wrote into its arguments could not be differentiated); for `out=`-style
-arguments call `hopwell` itself, which takes tensors too. Custom ops know no keyword-only tensors, so what is
-keyword-only in `hopwell` may be given by position here.
+`indexer_dense_loss`, `indexer_scores` and the scores of `lightning_indexer` are differentiable, and `nvfp4_linear` for
+x and bias. The functions here take tensors and return fresh tensors (an op that wrote into its arguments could not be
+differentiated); for `out=`-style arguments call `hopwell` itself, which takes tensors too. Custom ops know no
+keyword-only tensors, so what is keyword-only in `hopwell` may be given by position here.
 
 `torch.use_deterministic_algorithms(True)` makes the backward operators repeat bit for bit.
 """
@@ -12,7 +12,14 @@ keyword-only in `hopwell` may be given by position here.
 from ._indexer_dense_loss import indexer_dense_loss
 from ._indexer_scores import indexer_scores
 from ._lightning_indexer import indexer_loss, lightning_indexer, lightning_indexer_backward
-from ._nvfp4 import nvfp4_dequantize, nvfp4_gemv, nvfp4_linear, nvfp4_matmul, nvfp4_quantize
+from ._nvfp4 import (
+    nvfp4_dequantize,
+    nvfp4_gemv,
+    nvfp4_linear,
+    nvfp4_linear_backward,
+    nvfp4_matmul,
+    nvfp4_quantize,
+)
 from ._paged_attention import paged_attention
 from ._sparse_mla import attention_distribution, normalize_l1, sparse_mla, sparse_mla_backward, sparse_mla_forward
 
@@ -27,6 +34,7 @@ __all__ = [
     "nvfp4_dequantize",
     "nvfp4_gemv",
     "nvfp4_linear",
+    "nvfp4_linear_backward",
     "nvfp4_matmul",
     "nvfp4_quantize",
     "paged_attention",

@@ -1,4 +1,4 @@
-"""The indexer's loss over every visible key."""
+"""The indexer's loss over all visible keys."""
 
 from typing import Any
 
@@ -44,8 +44,8 @@ def indexer_dense_loss_and_gradients(
     deterministic: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The op behind `indexer_dense_loss`: the loss; d_q_index, d_k_index in float32 and d_weights, which `d_loss`
-    scales; and each row's loss before its weight, float32 [s_q].
+    """The op behind `indexer_dense_loss`. It returns the loss, its gradients scaled by `d_loss` (d_q_index and
+    d_k_index in float32, and d_weights), and each row's loss before its weight, float32 [s_q].
     """
     row_loss = q.new_empty(q.shape[:1], dtype=torch.float32)
     loss, d_q_index, d_k_index, d_weights = _dense_loss(
@@ -66,7 +66,7 @@ def indexer_dense_loss_and_gradients(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """The forward has the loss's gradients already, unless d_loss scaled them."""
+    """The forward has already computed the loss's gradients; the backward only scales them."""
     _, *gradients, row_loss = output
     ctx.mark_non_differentiable(*gradients, row_loss)
     ctx.k_dtype, ctx.scaled = inputs[4].dtype, inputs[14] != 1.0
@@ -110,9 +110,9 @@ def indexer_dense_loss(
     """Σ_s row_weights·KL(target ‖ softmax over the visible keys of the index scores), a float32 scalar: the loss of the
     indexer's dense warm-up. target is the mean over the heads of the attention to every visible key.
 
-    q, kv and what masks keys as in `sparse_mla`, whose lse (of a call without indices) is wanted too; q_index, k_index
-    and weights as in `lightning_indexer`; row_weights and relu as in `indexer_loss`. Nothing of size s_q × s_kv is
-    stored. Differentiable in q_index, k_index and weights; no gradient reaches q, kv, lse and row_weights.
+    q, kv and the masks as in `sparse_mla`; lse is the result of its call without indices. q_index, k_index and weights
+    as in `lightning_indexer`; row_weights and relu as in `indexer_loss`. No tensor of s_q × s_kv elements is stored.
+    Differentiable in q_index, k_index and weights; no gradient reaches q, kv, lse and row_weights.
     """
     return indexer_dense_loss_and_gradients(
         q, kv, lse, q_index, k_index, weights, sm_scale, k_start, k_end, q_positions, q_start, kv_stride, row_weights,

@@ -16,7 +16,7 @@ _indexer, _backward = exporting(hopwell.lightning_indexer), exporting(hopwell.li
 def _lightning_indexer_fake(
     q_index: Tensor, k_index: Tensor, weights: Tensor, topk: int, *_: Any, **__: Any
 ) -> tuple[Tensor, Tensor]:
-    if isinstance(topk, int):  # and no symbol
+    if isinstance(topk, int):  # not a symbolic size
         check_topk("lightning_indexer", topk)
     shape = (q_index.shape[0], topk)
     return q_index.new_empty(shape, dtype=torch.int32), q_index.new_empty(shape, dtype=torch.float32)
@@ -38,14 +38,14 @@ def lightning_indexer(
     relu: bool = True,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The topk keys of largest index score for every query. The scores, not the choice, are differentiable in q_index,
-    k_index and weights.
+    """Selects the topk keys with the largest index score for every query. The scores are differentiable in q_index,
+    k_index and weights; the selection is not.
 
     q_index [s_q, h_index, d_index], k_index [s_kv, d_index], weights [s_q, h_index]; positions and key ranges as in
     `sparse_mla`. q_index and k_index may be float8_e4m3fn, with q_scale [s_q, h_index] and k_scale [s_kv], float32, as
-    in `hopwell.lightning_indexer`; then there are no derivatives. Without `relu` the scores are those of a loss
-    without it. Returns indices int32 [s_q, topk] in ascending order, padded with −1, and their scores float32
-    [s_q, topk], −inf where the index is −1.
+    in `hopwell.lightning_indexer`; then there are no derivatives. `relu` = False omits the ReLU in the scores. Returns
+    indices int32 [s_q, topk] in ascending order, padded with −1, and their scores float32 [s_q, topk], −inf if the
+    index is −1.
     """
     return _indexer(
         *(q_index, k_index, weights, topk),
@@ -89,13 +89,13 @@ def lightning_indexer_backward(
     deterministic: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Σ_s row_weights·KL(target ‖ softmax of the selected index scores) and its gradients, which `d_loss` scales, in
-    one pass; or the gradients of another loss of these scores, which `d_scores` gives.
+    """The loss Σ_s row_weights·KL(target ‖ softmax of the selected index scores) and its gradients, in one pass.
+    `d_loss` scales the gradients. With `d_scores` it computes the gradients of another loss of these scores instead.
 
-    target float32 [s_q, topk] (`attention_distribution` with normalize="l1"), None where d_scores float32 [s_q, topk]
-    is given; indices int32 [s_q, topk]; key ranges as in `sparse_mla`; row_weights float32 [s_q], 1 where absent.
-    Returns the loss (float32, 0-d), d_q_index and d_weights in their inputs' dtypes, d_k_index in float32, and each
-    row's loss before its weight, float32 [s_q]; with d_scores both losses are zeros.
+    target float32 [s_q, topk] (`attention_distribution` with normalize="l1"), None if d_scores float32 [s_q, topk] is
+    given; indices int32 [s_q, topk]; key ranges as in `sparse_mla`; row_weights float32 [s_q], 1 if absent. Returns the
+    loss (float32, 0-d), d_q_index and d_weights in their inputs' dtypes, d_k_index in float32, and each row's loss
+    before its weight, float32 [s_q]; with d_scores both losses are zeros.
     """
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     row_loss = None if target is None else target.new_empty(target.shape[:1], dtype=torch.float32)
@@ -135,7 +135,7 @@ differentiable("lightning_indexer", _differentiate_scores, _save_scores)
 
 
 def _save_indexer_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """The forward has the loss's gradients already, unless d_loss scaled them."""
+    """The forward has already computed the loss's gradients; the backward only scales them."""
     arguments, (ctx.relu, d_loss, ctx.deterministic, ctx.backend) = inputs[:9], inputs[9:]
     _, *gradients, row_loss = output
     ctx.mark_non_differentiable(*gradients, row_loss)
@@ -171,10 +171,10 @@ def indexer_loss(
 ) -> Tensor:
     """Σ_s row_weights·KL(target ‖ softmax over the selected entries of the index scores), a float32 scalar.
 
-    Differentiable in q_index, k_index and weights; the gradient stops at the target and at row_weights (float32 [s_q]:
-    a mask, or the mean over valid rows; a row of weight 0 adds nothing, whatever is in it). Shapes:
-    `lightning_indexer_backward`, which also returns each row's loss. Any other loss of these scores: write it in
-    PyTorch over those that `lightning_indexer` returns.
+    Differentiable in q_index, k_index and weights. No gradient reaches the target and row_weights (float32 [s_q]: a
+    mask, or 1 / the number of valid rows; a row of weight 0 adds nothing, whatever it contains). Shapes as in
+    `lightning_indexer_backward`, which also returns each row's loss. For any other loss of these scores, write it in
+    PyTorch over the scores that `lightning_indexer` returns.
     """
     arguments = target, q_index, k_index, weights, indices, k_start, k_end, None, row_weights
     return lightning_indexer_backward(*arguments, relu, 1.0, deterministic, backend)[0]

@@ -6,25 +6,42 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 import hopwell
 from hopwell._arrays import dtype_name
 
-from ._register import exporting, no_gradient, operator, scale_shape
+from ._register import (
+    Gradients,
+    contiguous_rows,
+    differentiable,
+    exporting,
+    no_gradient,
+    operator,
+    scale_shape,
+)
 
 _gemv, _linear = exporting(hopwell.nvfp4_gemv), exporting(hopwell.nvfp4_linear)
-_matmul = exporting(hopwell.nvfp4_matmul)
+_linear_backward, _matmul = exporting(hopwell.nvfp4_linear_backward), exporting(hopwell.nvfp4_matmul)
 _quantize, _dequantize = exporting(hopwell.nvfp4_quantize), exporting(hopwell.nvfp4_dequantize)
 
 
-def _as_tensor(name: str, argument: str, number: Any, like: Tensor) -> Tensor:
-    """A global given as a number, as the ops take it."""
+_LEAST_RECIPROCAL = 1 / torch.finfo(torch.float32).max
+
+
+def _as_tensor(name: str, argument: str, number: Any, like: Tensor, is_reciprocal: bool = False) -> Tensor:
+    """A global given as a number, as the ops take it. A number that the operator would refuse is refused here, because
+    the operator reads the tensor on the device, where any value is data.
+    """
     try:
         value = float(number) if isinstance(number, Real) else math.nan
     except OverflowError:  # a large int
         value = math.inf
     if not abs(value) <= torch.finfo(torch.float32).max:
         raise ValueError(f"{name}: {argument} must be a finite number or a 0-d float32 tensor; got {number!r}")
+    if is_reciprocal and not abs(value) >= _LEAST_RECIPROCAL:
+        expected = "finite with a finite reciprocal (global_is_reciprocal)"
+        raise ValueError(f"{name}: {argument} must be {expected}; got {number!r}")
     return torch.full((), value, dtype=torch.float32, device=like.device)
 
 
@@ -45,8 +62,16 @@ def _nvfp4_gemv(
     out_dtype: str = "float16",
     scale_layout: str = "plain",
     backend: str | None = None,
+    global_is_reciprocal: bool = False,
 ) -> Tensor:
-    c: Tensor = _gemv(a, b, sfa, sfb, alpha=alpha, out_dtype=out_dtype, scale_layout=scale_layout, backend=backend)
+    c: Tensor = _gemv(
+        *(a, b, sfa, sfb),
+        alpha=alpha,
+        global_is_reciprocal=global_is_reciprocal,
+        out_dtype=out_dtype,
+        scale_layout=scale_layout,
+        backend=backend,
+    )
     return c.contiguous()
 
 
@@ -59,12 +84,13 @@ def nvfp4_gemv(
     out_dtype: str | torch.dtype = "float16",
     scale_layout: str = "plain",
     backend: str | None = None,
+    global_is_reciprocal: bool = False,
 ) -> Tensor:
     """c[m, 0, l] = alpha · Σ_k a·b with both sides NVFP4: a [M, K/2, L], b [1 or 128, K/2, L]; c [M, 1, L] of
     out_dtype, float16, bfloat16 or float32. Codes and scales as in `hopwell.nvfp4_gemv`. Without gradients.
     """
     out_dtype = dtype_name("nvfp4_gemv", "out_dtype", out_dtype, ("float16", "bfloat16", "float32"))
-    return _nvfp4_gemv(a, b, sfa, sfb, alpha, out_dtype, scale_layout, backend)
+    return _nvfp4_gemv(a, b, sfa, sfb, alpha, out_dtype, scale_layout, backend, global_is_reciprocal)
 
 
 def _nvfp4_linear_fake(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -106,11 +132,110 @@ def nvfp4_linear(
     """y = x · Wᵀ + bias with W in NVFP4 and x in 16 bits (on the CPU float32 too).
 
     x [n, K], weight [N, K/2] (two codes a byte), weight_scale [N, K/16] or blocked, weight_global a number or a 0-d
-    float32 tensor on x's device. Returns y [n, N] in x's dtype. Without gradients.
+    float32 tensor on x's device. Returns y [n, N] in x's dtype. Gradients go to x, by `nvfp4_linear_backward`, and to
+    bias; the weights are frozen. `backend` names the backward's backend too, if there is such a one.
     """
     if not isinstance(weight_global, Tensor):
-        weight_global = _as_tensor("nvfp4_linear", "weight_global", weight_global, x)
+        weight_global = _as_tensor("nvfp4_linear", "weight_global", weight_global, x, global_is_reciprocal)
     return _nvfp4_linear(x, weight, weight_scale, weight_global, bias, scale_layout, global_is_reciprocal, backend)
+
+
+@operator("nvfp4_linear_any_rows", _nvfp4_linear_fake)
+def nvfp4_linear_any_rows(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_global: Tensor,
+    bias: Tensor | None = None,
+    scale_layout: str = "plain",
+    global_is_reciprocal: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """`nvfp4_linear`, or a product with the dequantised weight, which exists for the time of the call, where that is
+    faster. The choice is made in an op because a trace would keep it, and serve no other numbers of rows.
+    """
+    given: dict[str, Any] = {"scale_layout": scale_layout, "global_is_reciprocal": global_is_reciprocal}
+    if backend is None and _is_faster_dequantized(x, weight):
+        dense = _dequantize(weight, weight_scale, weight_global, dtype="bfloat16", **given)
+        return functional.linear(x, dense, bias)
+    y: Tensor = _linear(x, weight, weight_scale, weight_global, bias=bias, backend=backend, **given)
+    return y
+
+
+def _is_faster_dequantized(x: Tensor, weight: Tensor) -> bool:
+    """True if the dequantised weight multiplies this many rows of x faster, as measured on an H200. Never in fp16,
+    because a dequantised weight may leave its range.
+    """
+    if not x.is_cuda or x.dtype != torch.bfloat16 or len(x) <= 96:
+        return False
+    if torch.cuda.get_device_capability(x.device)[0] != 9:
+        return True  # there the operator takes 16 at a time
+    return len(x) > (1024 if len(weight) > 2048 else 256)
+
+
+def _nvfp4_linear_backward_fake(d_out: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
+    return d_out.new_empty((d_out.shape[0], weight.shape[1] * 2))
+
+
+@operator("nvfp4_linear_backward", _nvfp4_linear_backward_fake)
+def _nvfp4_linear_backward(
+    d_out: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_global: Tensor,
+    scale_layout: str = "plain",
+    global_is_reciprocal: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    d_x: Tensor = _linear_backward(
+        *(d_out, weight, weight_scale, weight_global),
+        scale_layout=scale_layout,
+        global_is_reciprocal=global_is_reciprocal,
+        backend=backend,
+    )
+    return d_x
+
+
+def nvfp4_linear_backward(
+    d_out: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_global: Tensor | float,
+    *,
+    scale_layout: str = "plain",
+    global_is_reciprocal: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """d_x = d_out · W: the gradient of `nvfp4_linear` for its x. d_out [n, N], the weights as there; d_x [n, K] in the
+    dtype of d_out. Without gradients.
+    """
+    if not isinstance(weight_global, Tensor):
+        name = "nvfp4_linear_backward"
+        weight_global = _as_tensor(name, "weight_global", weight_global, d_out, global_is_reciprocal)
+    return _nvfp4_linear_backward(
+        d_out, weight, weight_scale, weight_global, scale_layout, global_is_reciprocal, backend
+    )
+
+
+def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *weights, _, scale_layout, global_is_reciprocal, backend = inputs
+    ctx.save_for_backward(*weights)
+    has_backward = backend in hopwell.backends("nvfp4_linear_backward")
+    ctx.options = scale_layout, global_is_reciprocal, backend if has_backward else None
+
+
+def _linear_gradients(ctx: Any, d_out: Tensor) -> Gradients:
+    needed = [i for i, need in enumerate(ctx.needs_input_grad) if need]  # PyTorch leaves out trailing defaults
+    for i, name in enumerate(("weight", "weight_scale", "weight_global"), 1):
+        if i in needed:
+            raise RuntimeError(f"hopwell::nvfp4_linear has no gradient for {name}: its weights are frozen")
+    d_x = _nvfp4_linear_backward(contiguous_rows(d_out), *ctx.saved_tensors, *ctx.options) if 0 in needed else None
+    d_bias = d_out.sum(0) if 4 in needed else None
+    return d_x, None, None, None, d_bias, None, None, None
+
+
+for _name in ("nvfp4_linear", "nvfp4_linear_any_rows"):
+    differentiable(_name, _linear_gradients, _save_linear)
 
 
 def _nvfp4_matmul_fake(
@@ -139,10 +264,12 @@ def _nvfp4_matmul(
     out_dtype: str = "bfloat16",
     scale_layout: str = "plain",
     backend: str | None = None,
+    global_is_reciprocal: bool = False,
 ) -> Tensor:
     c: Tensor = _matmul(
         *(a, b, sfa, sfb),
         alpha=alpha,
+        global_is_reciprocal=global_is_reciprocal,
         bias=bias,
         out_dtype=out_dtype,
         scale_layout=scale_layout,
@@ -161,12 +288,13 @@ def nvfp4_matmul(
     out_dtype: str | torch.dtype = "bfloat16",
     scale_layout: str = "plain",
     backend: str | None = None,
+    global_is_reciprocal: bool = False,
 ) -> Tensor:
     """c = alpha · a · bᵀ + bias with both sides NVFP4 (W4A4): a [M, K/2], b [N, K/2]; bias [N] and c [M, N] of
     out_dtype, bfloat16, float16 or float32. Codes and scales as in `hopwell.nvfp4_matmul`. Without gradients.
     """
     out_dtype = dtype_name("nvfp4_matmul", "out_dtype", out_dtype, ("bfloat16", "float16", "float32"))
-    return _nvfp4_matmul(a, b, sfa, sfb, alpha, bias, out_dtype, scale_layout, backend)
+    return _nvfp4_matmul(a, b, sfa, sfb, alpha, bias, out_dtype, scale_layout, backend, global_is_reciprocal)
 
 
 def _nvfp4_quantize_fake(x: Tensor, scale_layout: str = "plain", *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -211,7 +339,8 @@ def _nvfp4_dequantize_fake(
     global_scale: Tensor,
     scale_layout: str = "plain",
     dtype: str = "float32",
-    backend: str | None = None,
+    *_: Any,
+    **__: Any,
 ) -> Tensor:
     dtype_name("nvfp4_dequantize", "dtype", dtype, ("float32", "float16", "bfloat16"))
     return codes.new_empty((codes.shape[0], codes.shape[1] * 2), dtype=getattr(torch, dtype))
@@ -225,8 +354,15 @@ def _nvfp4_dequantize(
     scale_layout: str = "plain",
     dtype: str = "float32",
     backend: str | None = None,
+    global_is_reciprocal: bool = False,
 ) -> Tensor:
-    result: Tensor = _dequantize(codes, scales, global_scale, scale_layout=scale_layout, dtype=dtype, backend=backend)
+    result: Tensor = _dequantize(
+        *(codes, scales, global_scale),
+        global_is_reciprocal=global_is_reciprocal,
+        scale_layout=scale_layout,
+        dtype=dtype,
+        backend=backend,
+    )
     return result
 
 
@@ -238,18 +374,19 @@ def nvfp4_dequantize(
     scale_layout: str = "plain",
     dtype: str | torch.dtype = "float32",
     backend: str | None = None,
+    global_is_reciprocal: bool = False,
 ) -> Tensor:
     """code · scale · global as a [rows, K] tensor of dtype, float32, float16 or bfloat16. codes [rows, K/2], scales
     [rows, K/16] or blocked, global_scale a number or a 0-d float32 tensor, as `nvfp4_quantize` returns them.
     """
     dtype = dtype_name("nvfp4_dequantize", "dtype", dtype, ("float32", "float16", "bfloat16"))
     if not isinstance(global_scale, Tensor):
-        global_scale = _as_tensor("nvfp4_dequantize", "global_scale", global_scale, codes)
-    return _nvfp4_dequantize(codes, scales, global_scale, scale_layout=scale_layout, dtype=dtype, backend=backend)
+        global_scale = _as_tensor("nvfp4_dequantize", "global_scale", global_scale, codes, global_is_reciprocal)
+    return _nvfp4_dequantize(codes, scales, global_scale, scale_layout, dtype, backend, global_is_reciprocal)
 
 
 no_gradient("nvfp4_gemv")
-no_gradient("nvfp4_linear")
+no_gradient("nvfp4_linear_backward")
 no_gradient("nvfp4_matmul")
 no_gradient("nvfp4_quantize")
 no_gradient("nvfp4_dequantize")

@@ -1,4 +1,4 @@
-"""Decode attention over a paged cache."""
+"""Decode attention over a paged KV cache."""
 
 from typing import Any
 
@@ -36,12 +36,12 @@ def paged_attention(
     window: int | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one or a few new tokens a sequence over a paged cache, with relative-position bias.
+    """Attention of one or a few new tokens per sequence over a paged KV cache, with relative-position bias.
 
-    q float32, float16 or bfloat16 [b, q_len, h_q, d] or [b, h_q, d]; the caches like q, their shapes follow `layout`
-    ("nhd": [blocks, block, h_kv, d]); block_tables int32 [b, max_blocks], context_lens int32 [b], the query tokens
-    included; the rest as in `hopwell.paged_attention`. Returns out like q and lse float32 like q without its last
-    dimension. Without gradients.
+    q float32, float16 or bfloat16 [b, q_len, h_q, d] or [b, h_q, d]; the caches have q's dtype, and their shapes follow
+    `layout` ("nhd": [blocks, block, h_kv, d]); block_tables int32 [b, max_blocks], context_lens int32 [b] with the
+    query tokens included; the other arguments as in `hopwell.paged_attention`. Returns out like q, and lse float32 with
+    q's shape without the last dimension. It has no gradients.
     """
     return _attention(
         *(q, k_cache, v_cache, block_tables, context_lens, scale),

@@ -1,4 +1,4 @@
-"""Sparse MLA, forward and backward, and the attention distribution, also normalised by itself."""
+"""Sparse MLA, forward and backward, the attention distribution, and `normalize_l1`."""
 
 from typing import Any
 
@@ -42,8 +42,8 @@ def sparse_mla_forward(
     share_keys: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The op behind `sparse_mla`, with every argument positional, as custom ops require of tensors. indices_ascending
-    is for the backward alone.
+    """The op behind `sparse_mla`. All arguments are positional, because custom ops require it of tensors. Only the
+    backward uses indices_ascending.
     """
     return _forward(
         *(q, kv, indices, sm_scale, d_v),
@@ -123,7 +123,7 @@ def _sparse_mla_backward(
     share_keys: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """An op cannot return None: a gradient that was not asked for is an empty tensor here."""
+    """An op cannot return None, so a gradient that was not requested is an empty tensor here."""
     gradients = _backward(
         *(d_out, q, kv, indices, out, lse, sm_scale, d_v),
         attn_sink=attn_sink,
@@ -167,10 +167,10 @@ def sparse_mla_backward(
     dkv_dtype: str | torch.dtype = "float32",
     **options: Any,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of `sparse_mla`: (dq, dkv, d_sink), None where not needed or without a sink.
+    """Gradients of `sparse_mla`: (dq, dkv, d_sink). A gradient is None if it is not needed, d_sink also without a sink.
 
-    d_out is like out, [s_q, h_q, d_v]; `out` and `lse` are the forward's; q, kv and indices as there. dq has q's dtype,
-    dkv `dkv_dtype`, float32 or bfloat16, d_sink is float32 [h_q]. Options: the masks of `sparse_mla`,
+    d_out is like out, [s_q, h_q, d_v]; `out` and `lse` are the forward's results; q, kv and indices as there. dq has
+    q's dtype, dkv `dkv_dtype`, float32 or bfloat16, d_sink is float32 [h_q]. Options: the masks of `sparse_mla`,
     indices_ascending, share_keys, deterministic, backend.
     """
     options |= {"attn_sink": attn_sink, "need_dq": need_dq, "need_dkv": need_dkv}
@@ -204,7 +204,7 @@ def _save_sparse_mla(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Te
 
 def _differentiate_sparse_mla(ctx: Any, d_out: Tensor, _d_max_logits: Tensor, _d_lse: Tensor) -> Gradients:
     q, kv, indices, out, lse, attn_sink, topk_length, q_positions, k_start, k_end = ctx.saved_tensors
-    needed = [i for i, need in enumerate(ctx.needs_input_grad) if need]  # PyTorch leaves out trailing defaults
+    needed = [i for i, need in enumerate(ctx.needs_input_grad) if need]  # PyTorch omits trailing defaults
     dq, dkv, d_sink = sparse_mla_backward(
         *(contiguous_rows(d_out), q, kv, indices, out, lse, ctx.sm_scale, ctx.d_v),
         attn_sink=attn_sink,
@@ -245,7 +245,7 @@ def sparse_mla(
     share_keys: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of every query over the keys that its row of `indices` names: MLA in its multi-query form.
+    """Attention of every query over the keys in its row of `indices`: MLA in its multi-query form.
 
     Args:
         q: [s_q, h_q, d_qk], bfloat16 (on the CPU float32 too).
@@ -253,17 +253,17 @@ def sparse_mla(
         indices: int32 [s_q, topk] or [s_q, 1, topk]; entries outside 0 … s_kv − 1 are masked. None: every
             visible key.
         attn_sink: float32 [h_q], a logit without a value.
-        topk_length: int32 [s_q], how many entries of each row count.
-        q_positions: int32 [s_q], or q_start for q_start + s: causal masking.
-        kv_stride: tokens a key stands for.
-        k_start, k_end: int32 [s_q], both or neither: query s sees only the keys k_start[s] … k_end[s] − 1, as documents
-            packed one after another need; `key_ranges` makes them. Causal masking then counts keys from k_start[s].
-        indices_ascending: a hint that rows ascend, as the indexer's do, so that the backward needs no pass to order
-            them; rows that do not give the same results, later.
-        share_keys: a hint that neighbouring queries select mostly the same keys, so that a GPU may take those with up
-            to 32 heads together, forward and backward, where that is less work. Results and dq may then differ in
-            their last bits with the neighbours, and a NaN or infinity in a key reaches all queries that are taken
-            together with one that selects it.
+        topk_length: int32 [s_q]; only the first topk_length[s] entries of a row count.
+        q_positions: int32 [s_q]; or q_start for q_start + s. Either enables causal masking.
+        kv_stride: number of tokens that a key represents.
+        k_start, k_end: int32 [s_q], both or neither: query s sees only the keys k_start[s] … k_end[s] − 1, for packed
+            documents; `key_ranges` computes them. Causal masking then counts keys from k_start[s].
+        indices_ascending: a hint that every row is in ascending order, as the indexer returns it; the backward then
+            skips its sort. If a row is not ascending the results are the same, but slower.
+        share_keys: a hint that neighbouring queries select mostly the same keys. If there are at most 32 heads, a GPU
+            may then process neighbouring queries together, forward and backward, where that is less work. The last bits
+            of results and dq may then depend on the neighbouring queries, and a NaN or infinity in a key reaches all
+            queries that are processed together with one that selects it.
 
     Returns:
         out [s_q, h_q, d_v] in q's dtype, max_logits and lse float32 [s_q, h_q]. Differentiable in q, kv and attn_sink;
@@ -300,11 +300,11 @@ def attention_distribution(
     backend: str | None = None,
     indices_ascending: bool = False,
 ) -> Tensor:
-    """How much attention each selected key gets, summed over the heads: float32 [s_q, topk]; without indices every key,
-    [s_q, s_kv]. Carries no gradient.
+    """Attention of each selected key, summed over the heads: float32 [s_q, topk]; without indices for all keys, [s_q,
+    s_kv]. Carries no gradient.
 
-    q, kv, indices and masks as in `sparse_mla`, whose lse, float32 [s_q, h_q], is wanted too. normalize "l1" divides
-    each row by its sum (all-zero rows stay zero), "none" does not. indices_ascending: a hint, as in `sparse_mla`.
+    q, kv, indices and masks as in `sparse_mla`; lse, float32 [s_q, h_q], is its result. normalize "l1" divides each row
+    by its sum (rows of zeros stay zero), "none" does not. indices_ascending: a hint, as in `sparse_mla`.
     """
     result: Tensor = _distribution(
         *(q, kv, indices, lse, sm_scale),
@@ -330,7 +330,7 @@ def _normalize_l1_fake(attn: Tensor, backend: str | None = None) -> Tensor:
 
 @operator("normalize_l1", _normalize_l1_fake)
 def normalize_l1(attn: Tensor, backend: str | None = None) -> Tensor:
-    """Rows of attn float32 [rows, columns] divided by their sums; all-zero rows stay. Carries no gradient."""
+    """Divides the rows of attn float32 [rows, columns] by their sums; rows of zeros stay zero. Carries no gradient."""
     result: Tensor = _normalize(attn, backend=backend)
     return result
 

@@ -102,7 +102,7 @@ struct BlockScaledParams {
   Scales w_scales, x_scales;
   Result<T> result;
   int rows, columns, steps;  // of K, over all ranks
-  float factor;
+  double factor;
 };
 
 #if HOPWELL_HAS_SM100A
@@ -361,10 +361,10 @@ HOPWELL_DEVICE void store_chunk(const BlockScaledParams<T>& p, const BlockScaled
   Values values;
   HOPWELL_UNROLL
   for (int i = 0; i < 8; ++i)
-    if (i < columns) values.of_column[i] = p.result.value(row, column + i, double(p.factor), sums[i]);
+    if (i < columns) values.of_column[i] = p.result.value(row, column + i, p.factor, sums[i]);
   T* const to = p.result.at(row, column, work.batch);
   if (columns >= 8 && p.result.column_stride == 1 && reinterpret_cast<uintptr_t>(to) % 16 == 0) {
-    *reinterpret_cast<Values*>(to) = values;
+    arch::store_vector(to, values);
     return;
   }
   HOPWELL_UNROLL

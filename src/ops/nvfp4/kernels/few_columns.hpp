@@ -32,7 +32,7 @@ struct FewColumnsParams {
   const T* x;
   int64_t x_stride;
   Result<T> result;
-  GlobalScale factor;
+  Global factor;
   int rows, k, columns;
   int slice, cluster,
       phases;  // k of a CTA at a time, a multiple of 256; CTAs of a cluster: slice · cluster · phases >= k
@@ -105,7 +105,7 @@ HOPWELL_DEVICE void load_x(const FewColumnsParams<T>& p, const FewColumnsWork& w
       for (int block = 0; block < kBlocks; ++block) {
         v[i][block] = {{0, 0, 0, 0}};
         if (k < slice.end && g + 8 * block < work.columns)
-          v[i][block] = *reinterpret_cast<const arch::Words4*>(from + 8 * block * p.x_stride);
+          v[i][block] = arch::load_vector<arch::Words4>(from + 8 * block * p.x_stride);
       }
     }
     if (at_start) overlap();
@@ -190,7 +190,7 @@ HOPWELL_DEVICE SumVector sum_of_warps(const PartialSums& sums, int tile, int off
 // Results of a round's tiles from `first` on, four columns a thread. The CTAs of a cluster share these vectors out, as
 // many as a CTA has threads at a time: each sends the others theirs, to `exchange`, and adds up its own rank by rank.
 template <int kColumns, class T>
-HOPWELL_DEVICE void store_results(const FewColumnsParams<T>& p, const GlobalScale& global, const PartialSums& sums,
+HOPWELL_DEVICE void store_results(const FewColumnsParams<T>& p, const Global& global, const PartialSums& sums,
                                   float* exchange, const FewColumnsWork& work, int first, int tiles) {
   constexpr int kRows = StageConfig::kRows, kVectors = FewColumnsConfig<kColumns>::kTileSums / 4;
   const int threads = 32 * p.warps;
@@ -260,7 +260,7 @@ struct FewColumnsWarp {
   PartialSums sums;
   WeightRing<Config::kStages> ring;
   int ring_first, ring_phase = 0;  // the round, by its first tile, and the phase that the ring copies
-  GlobalScale global = {};
+  Global global = {};
 
   HOPWELL_DEVICE int tiles(int first) const {
     return work.end - first < p.round_tiles ? work.end - first : p.round_tiles;

@@ -34,7 +34,7 @@ struct FewColumnsWgmmaParams {
   const T* x;
   int64_t x_stride;
   Result<T> result;
-  GlobalScale factor;
+  Global factor;
   int rows, k, columns;
   int cluster, slice;                      // CTAs of a cluster; k of each, a multiple of 256
   int tiles_per_cluster, larger_clusters;  // the first larger_clusters have a tile more
@@ -83,7 +83,7 @@ HOPWELL_DEVICE void produce_x(const FewColumnsWgmmaParams<T>& p, const FewColumn
       for (int pair = 0; pair < kPairs; ++pair) {
         v[half][pair] = {{0, 0, 0, 0}};
         if (work.slice.begin + k + ahead < work.slice.end && column + 2 * pair < p.columns)
-          v[half][pair] = *reinterpret_cast<const arch::Words4*>(from + 2 * pair * p.x_stride + ahead);
+          v[half][pair] = arch::load_vector<arch::Words4>(from + 2 * pair * p.x_stride + ahead);
       }
     }
     const XSlot slot{barriers, stage};
@@ -179,7 +179,7 @@ HOPWELL_DEVICE void store_result(const FewColumnsWgmmaParams<T>& p, double facto
 
 // Sums of the warps that share a tile meet in the CTA whose rank is the tile's number modulo the cluster.
 template <int kColumns, class T>
-HOPWELL_DEVICE void store_results(const FewColumnsWgmmaParams<T>& p, const GlobalScale& global,
+HOPWELL_DEVICE void store_results(const FewColumnsWgmmaParams<T>& p, const Global& global,
                                   const FewColumnsWgmmaWork& work, float* sums, int tile, int split, bool has_tile,
                                   const float (&d)[kColumns / 2]) {
   using Config = FewColumnsWgmmaConfig<kColumns>;
@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(FewColumnsWgmmaConfig<kColumns>::kThreads, 1)
   prefetch_x(p.x, p.x_stride, p.columns, p.k, Config::kThreads);
   arch::syncthreads();
   tile::wait_for_prior_kernels();
-  const GlobalScale global = p.factor.loaded();
+  const Global global = p.factor.loaded();
   float d[kColumns / 2] = {};
   if (warp >= Config::kWarps)
     produce_x<kColumns>(p, work, barriers, arch::shared_address(x), warp - Config::kWarps);

@@ -50,7 +50,7 @@ struct GeneralParams {
   Fp4Matrix weight;
   X x;
   Result<T> result;
-  GlobalScale factor;
+  Global factor;
   int64_t rows, blocks;  // blocks of K
   int columns;
   int lanes_per_row;  // a power of two

@@ -59,7 +59,7 @@ struct ManyColumnsParams {
   arch::TensorMap codes;  // boxes of 64 bytes and all rows of a tile
   Scales scales;
   const unsigned char* x;  // as arranged
-  GlobalScale factor;
+  Global factor;
   int rows, k, columns;
   int stages, stages_per_cta;
   int row_tiles, column_tiles;
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(ManyColumnsConfig::kArrangeThreads)
   for (int lane = 0; lane < 4; ++lane) {
     arch::Words4 v{{0, 0, 0, 0}};
     if (column < p.columns && k + 32 * lane < p.k)
-      v = *reinterpret_cast<const arch::Words4*>(p.x + column * p.x_stride + k + 32 * lane);
+      v = arch::load_vector<arch::Words4>(p.x + column * p.x_stride + k + 32 * lane);
     const arch::Words4 pairs = as_pairs(v);
     HOPWELL_UNROLL
     for (int row = 0; row < 4; ++row) rows[row][lane] = pairs.w[row];
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(ManyColumnsConfig::kArrangeThreads)
   HOPWELL_UNROLL
   for (int row = 0; row < 4; ++row) {
     const arch::Words4 words{{rows[row][0], rows[row][1], rows[row][2], rows[row][3]}};
-    *reinterpret_cast<arch::Words4*>(to + row / 2 * Stage::kProductBytes + row % 2 * 128) = words;
+    arch::store_vector(to + row / 2 * Stage::kProductBytes + row % 2 * 128, words);
   }
 }
 
@@ -273,7 +273,7 @@ struct Epilogue {
     if (column >= columns) return;
     T* const to = result.y + column * result.column_stride + first + lane % 4 * 4;
     if (whole) {
-      *reinterpret_cast<arch::Words2*>(to) = {{four[0], four[1]}};
+      arch::store_vector(to, arch::Words2{{four[0], four[1]}});
       return;
     }
     HOPWELL_UNROLL
@@ -338,7 +338,7 @@ HOPWELL_DEVICE void multiply(const ManyColumnsParams& p, const Result<T>& result
                              int warpgroup) {
   const int row_group = warpgroup % p.row_groups, split = warpgroup / p.row_groups;
   const int row_of_tile = row_of_warp(p);
-  const GlobalScale global = p.factor.loaded();
+  const Global global = p.factor.loaded();
   StageCursor<kColumns> at{s.barriers, split};
   for (TileScheduler tiles(p); tiles.more(p); tiles.advance(p)) {
     float d[kColumns / 2] = {};

@@ -34,7 +34,7 @@ struct OneColumnParams {
   Fp4Matrix weight;
   X x;
   Result<T> result;
-  GlobalScale factor;
+  Global factor;
   int rows, k;
   int warps;                       // of a CTA
   int slice;                       // k of a warp, a multiple of 256, at most
@@ -134,8 +134,8 @@ HOPWELL_DEVICE void store_sums(float* sums, const float (&of_lane)[2]) {
 // Results of a round's tiles, each by four lanes: a quarter of the warps' sums, then those quarters, always in one
 // order.
 template <class Params>
-HOPWELL_DEVICE void store_round(const Params& p, const GlobalScale& factor, const float* sums, int first_tile,
-                                int tiles, int batch) {
+HOPWELL_DEVICE void store_round(const Params& p, const Global& factor, const float* sums, int first_tile, int tiles,
+                                int batch) {
   constexpr int kRows = StageConfig::kRows, kWarpsPerLane = OneColumnConfig::kMaxWarps / 4;
   for (int i = arch::thread_index(); i < 4 * tiles * kRows; i += 32 * p.warps) {
     const int row_of_round = i / 4, tile = row_of_round / kRows, quarter = i % 4;
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(32 * OneColumnConfig::kMaxWarps, 1)
   ring.prefetch_l2(p, slice.whole < OneColumnConfig::kStages ? slice.whole : OneColumnConfig::kStages - 1);
   p.x.prefetch_l2(slice, batch);
   tile::wait_for_prior_kernels();
-  const GlobalScale factor = p.factor.loaded();
+  const Global factor = p.factor.loaded();
 
   load_items(p.x, slice, x, batch, [&] {
     HOPWELL_NO_UNROLL

@@ -118,7 +118,7 @@ struct FloatColumn {
   HOPWELL_DEVICE arch::Words4 item(const Slice& slice, int number, int) const {
     const int k = slice.begin + number * 8;
     if (number >= slice.stages * kItemsPerStage || k >= slice.end) return {{0, 0, 0, 0}};
-    return *reinterpret_cast<const arch::Words4*>(x + k);
+    return arch::load_vector<arch::Words4>(x + k);
   }
 
   // Asks for a slice to come to the L2 cache.

@@ -11,8 +11,7 @@
 namespace hopwell::ops::nvfp4::HOPWELL_TARGET {
 
 using arch::bf16, arch::fp16;
-using tile::Fp4Matrix, tile::GlobalScale;
-using tile::kCodesPerBlock, tile::to_fp32;
+using tile::Fp4Matrix, tile::kCodesPerBlock, tile::to_fp32;
 
 // A part of K, from begin to end, in so many stages of 256 k, of which `whole` are not cut off by the end.
 struct Slice {
@@ -26,9 +25,7 @@ HOPWELL_DEVICE Slice slice_of(int begin, int width, int k) {
           (end - begin) / StageConfig::kStageK};
 }
 
-HOPWELL_DEVICE arch::Words4 load_words(const unsigned char* from) {
-  return *reinterpret_cast<const arch::Words4*>(from);
-}
+HOPWELL_DEVICE arch::Words4 load_words(const unsigned char* from) { return arch::load_vector<arch::Words4>(from); }
 
 // Asks for rows of x to come to the L2 cache, each CTA for a share of their pieces of 64 bytes: harmless even while
 // another kernel writes them.

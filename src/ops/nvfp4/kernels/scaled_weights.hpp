@@ -22,9 +22,13 @@ struct ScaledWeights<fp16> {
   HOPWELL_DEVICE explicit ScaledWeights(uint16_t bytes) { scales = tile::e4m3x2_to_fp16(bytes); }
   template <bool kSecond>
   HOPWELL_DEVICE void decode(uint32_t word, uint32_t (&pairs)[4]) const {
+    decode_by(arch::half_twice<kSecond>(scales), word, pairs);
+  }
+  // Pairs (k, k + 4), each times its half of `factors`.
+  HOPWELL_DEVICE static void decode_by(uint32_t factors, uint32_t word, uint32_t (&pairs)[4]) {
     tile::e2m1x8_to_fp16(word, pairs);
     HOPWELL_UNROLL
-    for (uint32_t& pair : pairs) pair = arch::multiply_fp16(pair, arch::half_twice<kSecond>(scales));
+    for (uint32_t& pair : pairs) pair = arch::multiply_fp16(pair, factors);
   }
   HOPWELL_DEVICE static void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     arch::mma_m16n8k16_fp16(d, a, b);
@@ -41,10 +45,13 @@ struct ScaledWeights<bf16> {
     constexpr uint32_t k2To118 = 0x7a807a80u;  // twice
     scales = arch::multiply_bf16(arch::pack_bf16(pair.low, pair.high), k2To118);
   }
-  // Pairs (k, k + 4) as in tile::e2m1x8_to_fp16, s to bit 15, e e m to bits 8 to 6. First every second code to there, and
-  // the one before it four bits lower, then one or the other alone.
   template <bool kSecond>
   HOPWELL_DEVICE void decode(uint32_t word, uint32_t (&pairs)[4]) const {
+    decode_by(arch::half_twice<kSecond>(scales), word, pairs);
+  }
+  // Pairs (k, k + 4) as in tile::e2m1x8_to_fp16, s to bit 15, e e m to bits 8 to 6. First every second code to there, and
+  // the one before it four bits lower, then one or the other alone.
+  HOPWELL_DEVICE static void decode_by(uint32_t factors, uint32_t word, uint32_t (&pairs)[4]) {
     constexpr uint32_t kSigns = 0x88008800u, kCodes = 0x81c081c0u;
     const uint32_t low = arch::select_bits(word << 8, word << 2, kSigns);
     const uint32_t high = arch::select_bits(word, word >> 6, kSigns);
@@ -53,7 +60,7 @@ struct ScaledWeights<bf16> {
     pairs[2] = high << 4 & kCodes;
     pairs[3] = high & kCodes;
     HOPWELL_UNROLL
-    for (uint32_t& pair : pairs) pair = arch::multiply_bf16(pair, arch::half_twice<kSecond>(scales));
+    for (uint32_t& pair : pairs) pair = arch::multiply_bf16(pair, factors);
   }
   HOPWELL_DEVICE static void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     arch::mma_m16n8k16_bf16(d, a, b);

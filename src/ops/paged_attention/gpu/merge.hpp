@@ -114,12 +114,14 @@ HOPWELL_NO_INLINE void call_store_infinite(const Params& p, int sequence, Output
   store_infinite<T>(p, sequence, row, e, end);
 }
 
-// Element e of a row's result, from its sum of exp2 and its sum of exp2 · v.
+// A result from a row's sum of exp2 and its sum of exp2 · v: 0 where all logits are −∞, whatever the values are.
+HOPWELL_DEVICE float mean_of(float sum, float value) { return sum == 0 ? 0 : value * (1 / sum); }
+// Element e of a row's result.
 template <class T>
 HOPWELL_DEVICE void store_value(const Params& p, int sequence, const OutputRow& row, int e, float maximum, float sum,
                                 float value) {
   if (!row.exists) return;
-  from_fp32(sum == 0 ? 0 : value * (1 / sum), out_at<T>(p.output, sequence, row) + e);
+  from_fp32(mean_of(sum, value), out_at<T>(p.output, sequence, row) + e);
   if (e == 0 && p.output.lse) *lse_at(p.output, sequence, row) = tile::lse_of(maximum, sum, -INFINITY);
 }
 

@@ -42,8 +42,8 @@ HOPWELL_DEVICE RawElements load_elements(const void* data, Float type, int64_t a
   RawElements raw{};
   const char* from = static_cast<const char*>(data) + at * (type == Float::fp32 ? 4 : 2);
   if (aligned) {
-    raw.half[0] = *reinterpret_cast<const arch::Words4*>(from);
-    if (kCount > 4 && type == Float::fp32) raw.half[1] = *reinterpret_cast<const arch::Words4*>(from + 16);
+    raw.half[0] = arch::load_vector<arch::Words4>(from);
+    if (kCount > 4 && type == Float::fp32) raw.half[1] = arch::load_vector<arch::Words4>(from + 16);
     return raw;
   }
   HOPWELL_UNROLL

@@ -77,7 +77,7 @@ struct DimensionMajorTile : WholeTileStep<DimensionMajorTile<T>, stages_of(8), f
       float x[8];
       query_plus<T>(load_q<T, 8>(p, vector, element), load_u<8>(p, vector, element), p.query.u_type, x);
       HOPWELL_UNROLL
-      for (int e = 0; e < 8; ++e) q[first + e] = x[e] * p.query.log2_scale;
+      for (int e = 0; e < 8; ++e) q[first + e] = x[e];
     }
     HOPWELL_UNROLL
     for (float& sum : out) sum = 0;
@@ -87,7 +87,7 @@ struct DimensionMajorTile : WholeTileStep<DimensionMajorTile<T>, stages_of(8), f
   HOPWELL_DEVICE void compute(const Params& p, const QueryVector& vector, int tile_key, Stage& stage,
                               uint32_t address) {
     const int key = tile_key + first_key;
-    float logit = multiply(address, q);
+    float logit = multiply(address, q) * p.query.log2_scale;
     if (p.bias.r) logit += multiply_r(p, vector, key);
     for (int mask = p.schedule.tile; mask < 32; mask *= 2) logit += arch::shuffle_xor(logit, mask);
     const bool hidden = finish_logit(p.bias, vector, vector.position - key, stage, logit);

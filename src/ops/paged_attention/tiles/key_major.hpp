@@ -114,8 +114,8 @@ struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
     }
   }
   HOPWELL_DEVICE void begin_segment(const Params& p, const QueryVector& vector, Partial& partial, const Stage&) {
-    deal_query(p, vector, partial, q, p.query.log2_scale, p.query.u_type, load_u<8>);
-    if constexpr (kFused) deal_query(p, vector, partial, qv, p.bias.log2_scale, p.bias.v_type, load_v<8>);
+    deal_query(p, vector, partial, q, p.query.u_type, load_u<8>);
+    if constexpr (kFused) deal_query(p, vector, partial, qv, p.bias.v_type, load_v<8>);
     HOPWELL_UNROLL
     for (float& sum : out) sum = 0;
     softmax = {};
@@ -129,12 +129,16 @@ struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
     for (int j = 0; j < kKeys; ++j) x[j] = 0;
     multiply(address, q, x);
     if constexpr (kFused) {
+      if (p.bias.post_scale) {
+        HOPWELL_UNROLL
+        for (float& content : x) content *= p.bias.scale;
+      }
       if (p.bias.r_direct)
         multiply_r(p, vector, first, x);
       else
         multiply(address + Stage::kOffsetR, qv, x);
     }
-    float logit = sum_over_lanes(x);
+    float logit = sum_over_lanes(x) * (kFused ? p.bias.log2_scale : p.query.log2_scale);
     const bool hidden = finish_logit(p.bias, vector, vector.position - first - my_key, stage, logit);
     if (p.bias.exists()) clear_hidden_values(hidden, stage);
     float maximum = logit;
@@ -197,10 +201,10 @@ struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
       at = 8 * octet, element = at - of_head * tile.pitch(), exists = of_head < p.schedule.heads;
     }
   };
-  // (q + other) · scale, by way of the partial result's memory.
+  // q + other, by way of the partial result's memory.
   template <class LoadOther>
   HOPWELL_DEVICE void deal_query(const Params& p, const QueryVector& vector, Partial& partial, float (&to)[kDims],
-                                 float scale, Float type, const LoadOther& load_other) const {
+                                 Float type, const LoadOther& load_other) const {
     HOPWELL_UNROLL
     for (int i = 0; i < kHeld; ++i) {
       const HeldOctet held(p, *this, vector, i);
@@ -208,7 +212,7 @@ struct KeyMajorTile : KeyMajorSizes<T, kOctets, kTheKeys>,
       float x[8];
       query_plus<T>(raw[i], load_other(p, held.vector, held.element), type, x);
       HOPWELL_UNROLL
-      for (int e = 0; e < 8; ++e) partial.values[held.at + e] = x[e] * scale;
+      for (int e = 0; e < 8; ++e) partial.values[held.at + e] = x[e];
     }
     arch::syncwarp();
     HOPWELL_UNROLL

@@ -78,7 +78,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
   uint32_t q[!kHoldsQuery ? 1 : kExactQuery ? kD / 16 : kD / 16 * kBlocks][kExactQuery ? 2 * kBlocks : 4];
   uint32_t q_chunk;                // address of the first chunk of q that this lane reads for ldmatrix
   float out[kBlocks][kD / 16][4];  // transposed
-  float scale[kBlocks];            // of the products with q in two parts, in units of log 2
+  float scale[kBlocks];            // of the products with q in two parts: what q + u was divided by
   RunningSoftmax softmax[kBlocks];
 
   HOPWELL_DEVICE explicit MmaTile(const Params&) {}
@@ -163,7 +163,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
       for (int e = 0; e < 2; ++e) {
         const int of_block = 2 * quad + e, of_row = of_block + 8 * b;
         const float maximum = arch::shuffle(softmax[b].maximum, 4 * of_block) - kShift;
-        const float sum = arch::shuffle(sum_of_row, 4 * of_block), factor = sum == 0 ? 0 : 1 / sum;
+        const float sum = arch::shuffle(sum_of_row, 4 * of_block);
         const int in_row_block = head * p.schedule.queries + smaller(of_row, p.schedule.queries - 1);
         const OutputRow to = output_row_of(p, segment.row_block, in_row_block);
         if (of_row >= p.schedule.queries || !to.exists) continue;
@@ -172,7 +172,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
         HOPWELL_UNROLL
         for (int i = 0; i < kD / 8; ++i) {
           const float value = out[b][i / 2][i % 2 * 2 + e];
-          if (8 * i + lane / 4 < p.query.d) from_fp32(value * factor, row_begin + 8 * i + lane / 4);
+          if (8 * i + lane / 4 < p.query.d) from_fp32(mean_of(sum, value), row_begin + 8 * i + lane / 4);
           infinite |= value * 0 != 0 ? 1U << i : 0;
         }
         if (lane / 4 == 0 && p.output.lse)
@@ -209,7 +209,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
       if (of_row < p.schedule.queries) q_raw[i] = load_q<T, 8>(p, other, 8 * chunk);
       u_raw[i] = {};
       if (of_row < p.schedule.queries && with_u && 8 * chunk < p.query.d)
-        u_raw[i] = *reinterpret_cast<const arch::Words4*>(u + other.head * p.query.u_stride);
+        u_raw[i] = arch::load_vector<arch::Words4>(u + other.head * p.query.u_stride);
     }
     HOPWELL_UNROLL
     for (int i = 0; i < kRows / kAtOnce; ++i) {
@@ -251,7 +251,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
       const uint32_t exponent = arch::bit_cast<uint32_t>(largest) >> 23;
       const uint32_t kept = exponent < 1 ? 1 : exponent > 253 ? 253 : exponent;
       const float down = arch::bit_cast<float>((254 - kept) << 23);
-      if (chunk == 0) partial.stats[of_row].maximum = arch::bit_cast<float>(kept << 23) * p.query.log2_scale;
+      if (chunk == 0) partial.stats[of_row].maximum = arch::bit_cast<float>(kept << 23);
       arch::Words4 high, low;
       HOPWELL_UNROLL
       for (int i = 0; i < 4; ++i) split(x[2 * i] * down, x[2 * i + 1] * down, high.w[i], low.w[i], T{});
@@ -299,10 +299,10 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
     return softmax[b].maximum == -INFINITY ? 0 : softmax[b].maximum - kShift;
   }
   HOPWELL_DEVICE float limit_of(int b) const { return softmax[b].maximum == -INFINITY ? -INFINITY : kSlack + kShift; }
-  HOPWELL_DEVICE float scale_of(const Params& p, int b) const { return kExactQuery ? p.query.log2_scale : scale[b]; }
   // Of eight keys, the product of the lane's key e % 2 with the query of block e / 2, or the sum of its two parts.
-  static HOPWELL_DEVICE float product_of(const float (&s)[4], int e) {
-    return kExactQuery || kBlocks > 1 ? s[e] : s[e] + s[2 + e];
+  HOPWELL_DEVICE float product_of(const float (&s)[4], int e) const {
+    if constexpr (kExactQuery) return s[e];
+    return (kBlocks > 1 ? s[e] : s[e] + s[2 + e]) * scale[e / 2];
   }
   // Products to logits, less what is subtracted from them: s[t][2 b + e] of key 8 t + 2 quad + e, block b. True if a bias
   // of −inf hides a key from any lane's row.
@@ -313,7 +313,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
     if (!p.bias.exists()) {
       HOPWELL_UNROLL
       for (int t = 0; t < kKeys / 8; ++t)
-        for (int e = 0; e < 2 * kBlocks; ++e) s[t][e] = fmaf(product_of(s[t], e), scale_of(p, e / 2), -base_of(e / 2));
+        for (int e = 0; e < 2 * kBlocks; ++e) s[t][e] = fmaf(product_of(s[t], e), p.query.log2_scale, -base_of(e / 2));
     } else if (p.bias.aligned && p.bias.type == Float::bf16) {
       hidden = add_biases(p, s, [&](int b, int t, float (&bias)[2]) {
         const uint32_t word = reinterpret_cast<const uint32_t*>(stage.bias[row + 8 * b])[4 * t + quad];
@@ -339,7 +339,7 @@ struct MmaTile : MmaTileCopy<T, kD, kTokens, kBlocks, kExactQuery> {
         for (int e = 0; e < 2; ++e) {
           lowest = fminf(lowest, bias[e]);
           s[t][2 * b + e] =
-              fmaf(product_of(s[t], 2 * b + e), scale_of(p, b), fmaf(bias[e], p.bias.log2_scale, -base_of(b)));
+              fmaf(product_of(s[t], 2 * b + e), p.query.log2_scale, fmaf(bias[e], p.bias.log2_scale, -base_of(b)));
         }
       }
     }

@@ -32,12 +32,11 @@ inline ClearParams attn_sums_of(const Problem& problem, const Plan& plan) {
   return {problem.attn.as<uint32_t>(), problem.s_q, problem.topk, problem.attn.stride[0]};
 }
 
-// Clears all sums but those that order_rows clears.
+// Clears all sums but those that order_rows clears: attn, and dkv if there are enough queries.
 inline void clear_sums(const Problem& problem, const Plan& plan, Stream stream) {
   if (plan.paces) clear({scratch<uint32_t>(problem, plan.workspace.progress), 1, 2, 2}, problem.device, stream);
-  if (plan.orders_rows) return;
-  clear(attn_sums_of(problem, plan), problem.device, stream);
-  clear(dkv_sums_of(problem, plan), problem.device, stream);
+  if (!plan.orders_rows) clear(attn_sums_of(problem, plan), problem.device, stream);
+  if (!plan.order_clears_sums) clear(dkv_sums_of(problem, plan), problem.device, stream);
 }
 
 }  // namespace hopwell::ops::sparse_mla_backward::HOPWELL_TARGET

@@ -46,8 +46,8 @@ __global__ void __launch_bounds__(kPassThreads) order_dkv_columns(const __grid_c
   const int64_t count = p.s_kv * chunks, step = int64_t{arch::grid_size()} * kPassThreads;
   for (int64_t i = int64_t{arch::block_index()} * kPassThreads + arch::thread_index(); i - arch::lane_index() < count;
        i += step) {
-    auto* at = i < count ? reinterpret_cast<arch::Words4*>(p.dkv + i / chunks * p.stride + i % chunks * 4) : nullptr;
-    const arch::Words4 sums = at ? *at : arch::Words4{};
+    float* const at = i < count ? p.dkv + i / chunks * p.stride + i % chunks * 4 : nullptr;
+    const arch::Words4 sums = at ? arch::load_vector<arch::Words4>(at) : arch::Words4{};
     arch::Words4 columns;
     HOPWELL_UNROLL
     for (int c = 0; c < 4; ++c) {  // column 4 quad + c: the lane of its pair, and the index among that lane's four
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kPassThreads) order_dkv_columns(const __grid_c
       const uint32_t low = arch::shuffle(sums.w[c % 2], from), high = arch::shuffle(sums.w[c % 2 + 2], from);
       columns.w[c] = quad < 2 ? low : high;
     }
-    if (at) *at = columns;
+    if (at) arch::store_vector(at, columns);
   }
 }
 

@@ -2,6 +2,9 @@
 // share rows in L2; descending in every other wave, so that consecutive waves share rows too (serpentine order). The
 // same kernel clears sums, because sorting leaves memory idle. And postprocess: moves attn, summed in that order, back
 // to its entries.
+//
+// A deterministic call sorts a query's keys by that query's row alone: by ranges of the span of the row's own keys, 4,096
+// entries at a time. Other queries, more keys, an offset of all keys and padding change nothing.
 #pragma once
 
 #include "ops/sparse_mla_backward/passes/clear_sums.hpp"
@@ -18,6 +21,7 @@ struct OrderParams {
   ClearParams sums;                   // cleared 16 bytes at a time, because sorting leaves memory idle
   ClearParams attn;                   // the same; one row per query, or no rows
   int tiles_of_query, turning_tiles;  // see Plan
+  bool own_span;                      // ranges are of the row's own keys, whatever s_kv is: deterministic
 
   HOPWELL_DEVICE bool descends(int query) const {
     return turning_tiles > 0 && query * tiles_of_query / turning_tiles % 2 != 0;
@@ -30,7 +34,7 @@ HOPWELL_DEVICE void clear_some_rows(const ClearParams& p) {
   const int chunks = int(p.words / 4);
   for (int i = arch::thread_index(); i < rows * chunks; i += kOrderThreads)
     if (first + i / chunks < p.rows)
-      *reinterpret_cast<arch::Words4*>(p.data + (first + i / chunks) * p.stride + i % chunks * 4) = {};
+      arch::store_vector(p.data + (first + i / chunks) * p.stride + i % chunks * 4, arch::Words4{});
 }
 
 // One CTA per query.
@@ -40,7 +44,17 @@ __global__ void __launch_bounds__(kOrderThreads) order_row(const __grid_constant
   clear_some_rows(p.sums);
   for (int64_t i = arch::thread_index(); i < p.attn.words && query < p.attn.rows; i += kOrderThreads)
     p.attn.data[query * p.attn.stride + i] = 0;
-  if (p.merged.wants(query)) tile::order_row_of_query(p.selection, p.ordered, s, query, p.descends(query));
+  if (!p.merged.wants(query)) return;
+  const Entries entries = tile::entries_of(p.selection, query);
+  const tile::KeySpan span = p.own_span ? tile::span_of_keys(entries, s) : tile::KeySpan{0, int(entries.visible.end())};
+  int length = 0;
+  for (int first = 0; first < p.selection.topk; first += tile::kLongestOrderedRow) {
+    const int left = p.selection.topk - first;
+    const int size = left < tile::kLongestOrderedRow ? left : tile::kLongestOrderedRow;
+    const int64_t at = int64_t{query} * p.selection.topk + length;
+    length += tile::order_entries(entries.slice(first, size), size, span, p.ordered, at, s, p.descends(query));
+  }
+  if (arch::thread_index() == 0) p.ordered.lengths[query] = length;
 }
 
 inline void order_rows(const Problem& problem, const Plan& plan, Stream stream) {
@@ -49,10 +63,11 @@ inline void order_rows(const Problem& problem, const Plan& plan, Stream stream) 
   const OrderParams p{tile::params_of(problem.selection),
                       ordered_rows_of(problem, plan),
                       params_of({}, problem, plan, plan.singles).merged,
-                      dkv_sums_of(problem, plan),
+                      plan.order_clears_sums ? dkv_sums_of(problem, plan) : ClearParams{},
                       attn,
                       std::max(plan.pairs.head_blocks, plan.singles.head_blocks),
-                      plan.turning_tiles};
+                      plan.turning_tiles,
+                      problem.deterministic};
   runtime::launch(kName, order_row, shape_of_ctas(problem.s_q, kOrderThreads, sizeof(tile::OrderStorage)), stream, p);
 }
 

@@ -1,0 +1,26 @@
+// nvfp4_linear_backward: what its backends are given. Meaning and shapes: hopwell.h.
+#pragma once
+
+#include "runtime/backend.hpp"
+#include "runtime/check.hpp"
+#include "tile/nvfp4.hpp"
+
+namespace hopwell::ops::nvfp4_linear_backward {
+
+using hopwell::nvfp4::Global, hopwell::nvfp4::Scales;
+
+inline constexpr const char* kName = "nvfp4_linear_backward";
+
+struct Problem {
+  View d_out;   // bf16, fp16 or fp32 [n, rows]
+  View weight;  // codes [rows, K/2]
+  View d_x;     // like d_out [n, K]
+  Scales weight_scale;
+  Global global;
+  std::int64_t n = 0, rows = 0, k = 0;
+  runtime::Device device;
+  void* workspace = nullptr;
+  std::size_t workspace_bytes = 0;
+};
+
+}  // namespace hopwell::ops::nvfp4_linear_backward

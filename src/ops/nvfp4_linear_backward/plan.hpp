@@ -1,0 +1,33 @@
+// How nvfp4_linear_backward shares out its work on a GPU. Plain data from a shape and a device, found on the host.
+//
+// tile    rows of d_x × columns of K whose sums a CTA has in registers
+// stage   rows of weights that are copied at a time
+// chunk   stages whose products are one sum; sums of chunks are added in their order
+#pragma once
+
+#include <cstddef>
+
+#include "ops/nvfp4_linear_backward/op.hpp"
+
+namespace hopwell::ops::nvfp4_linear_backward {
+
+struct Config {
+  static constexpr int kWarps = 8, kThreads = 32 * kWarps;
+  static constexpr int kColumns = 32 * kWarps;        // of K: 32 a warp
+  static constexpr int kStageRows = 64, kStages = 4;  // of weights
+  static constexpr int kMaxChunks = 16, kMinChunkRows = 256;
+  static constexpr int kSumThreads = 256;
+};
+
+struct Plan {
+  int blocks = 0;  // of 16 rows of d_x, of a tile
+  int row_tiles = 0, column_tiles = 0;
+  int chunk = 0, chunks = 0;  // rows of weights of a chunk, a multiple of kStageRows; depend on N alone
+  bool splits = false;        // each chunk of a tile has a CTA; another kernel adds up their sums
+  std::int64_t ctas = 0;
+  std::size_t workspace_bytes = 0;  // of sums: fp32 [chunks, n, K]
+};
+
+Plan make_plan(const Problem& p);
+
+}  // namespace hopwell::ops::nvfp4_linear_backward
