@@ -105,6 +105,7 @@ const std::map<std::string, std::vector<std::string>, std::less<>> kCases = {
     {"paged_attention", {"bias_fused_extent_1", "infinite_values_group_nhd_fp32", "hnd_bf16_block_5_bad_pages"}},
     {"nvfp4_gemv", {"nan_scales_blocked"}},
     {"nvfp4_linear", {"outliers_bf16", "nan_scales_n_4", "huge_x_n_33"}},
+    {"nvfp4_linear_backward", {"strided"}},
     {"nvfp4_matmul", {"m_1_k_tail", "few_rows_of_a"}},
     {"nvfp4_quantize", {"own_global_ties_bf16", "blocked"}},
     {"nvfp4_dequantize", {"fp16_blocked"}},

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from fuzz import backends, bounds, right, run
+from fuzz import backends, bounds, judge_indexer, right, run
 from fuzz.__main__ import Run, main
 from fuzz.device import Backwards, DeviceCall
 from hypothesis import HealthCheck, Phase, given, settings
@@ -143,6 +143,33 @@ def hopper_products(q: Any, k: Any) -> Any:
         last = 2.0 ** (np.frexp(np.abs(total))[1] - 1.0 - 13.0)
         total = np.where(total == 0, 0.0, np.trunc(total / last) * last)
     return total
+
+
+def test_scores_of_hopper_are_judged_by_its_own_bound() -> None:
+    rng = np.random.default_rng(1)
+    q = rng.standard_normal((2, 8, 128)).astype(ml_dtypes.float8_e4m3fn)
+    k = rng.standard_normal((60, 128)).astype(ml_dtypes.float8_e4m3fn)
+    weights = rng.standard_normal((2, 8)).astype(np.float32)
+    scores = np.stack([w @ np.maximum(hopper_products(x, k), 0) for x, w in zip(q, weights, strict=True)])
+    indices = np.tile(np.arange(60, dtype=np.int32), (2, 1))
+    arguments = {"q_index": q, "k_index": k, "weights": weights, "topk": 60}
+    results = indices, scores.astype(np.float32)
+    for backend in ("sm90", "emu:sm90"):
+        judge_indexer.check_selection(arguments, backend, *results)
+    for backend in ("cpu", "sm80"):
+        with pytest.raises(AssertionError, match="is off by"):
+            judge_indexer.check_selection(arguments, backend, *results)
+    results[1][0, 7] += 1
+    with pytest.raises(AssertionError, match="is off by"):
+        judge_indexer.check_selection(arguments, "sm90", *results)
+
+
+def test_bounds_of_gpus() -> None:
+    expected = bounds.Expected("lse", np.array([1.0]), 1e-6, np.array([1e-6]), elementwise=True)
+    got = np.array([1 + 1.5e-5], np.float32)
+    bounds.compare(got, bounds.on_backend("sparse_mla_forward", expected, "sm80"))
+    with pytest.raises(AssertionError, match="is off by"):
+        bounds.compare(got, bounds.on_backend("sparse_mla_forward", expected, "cpu"))
 
 
 # ---- the processes

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-# Sends the signal after `delay` seconds; prints how long after it the exception came.
+# Sends the signal DELAY seconds after a call began, and checks how long after the signal the exception came.
 LONG_CALL = """
 import os, signal, threading, time
 import hopwell, numpy as np
@@ -26,7 +26,7 @@ def interrupted(number, error, call):
     else:
         raise AssertionError("the call was not interrupted")
     sender.join()
-    assert late < 0.5, late
+    assert late < 1, late  # 0.1 on an idle machine
 
 DELAY = 0.3
 rng = np.random.default_rng(0)
@@ -57,9 +57,9 @@ def short(): return call(5, 3000).tobytes()
     "nvfp4_linear": """
 x = np.tile(rng.standard_normal((64, 8192), np.float32), (64, 1))
 weight, scales = rng.integers(0, 256, (16384, 4096), np.uint8), np.full((16384, 512), 0x38, np.uint8)
-def call(n): return hopwell.nvfp4_linear(x[:n], weight, scales, 0.01)
-def long(): call(4096)
-def short(): return call(40)[:, :8].tobytes()
+def call(n, rows): return hopwell.nvfp4_linear(x[:n], weight[:rows], scales[:rows], 0.01)
+def long(): call(4096, 16384)
+def short(): return call(40, 300).tobytes()
 """,
 }
 INTERRUPTS = """

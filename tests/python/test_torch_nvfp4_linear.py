@@ -1,7 +1,7 @@
 """hopwell.torch.nn.NVFP4Linear: inputs that nn.Linear takes, gradients, reciprocal globals, any number of rows."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,6 +11,13 @@ from support import norm_error
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("torch_seed")
+
+
+@pytest.fixture(autouse=True)
+def _forget_graphs() -> Iterator[None]:
+    """PyTorch compiles a function for a limited number of modules in a process."""
+    yield
+    torch.compiler.reset()
 
 
 def dense(layer: nn.NVFP4Linear) -> Tensor:

@@ -38,6 +38,7 @@ struct State {
   Scratch<float> weights{kTileRows * kTileColumns}, sums{kRowsOfDOut * kTileColumns};
   Scratch<float> scales{static_cast<std::int64_t>(simd::scale_room(kTileColumns))};
   Scratch<std::uint8_t> bytes{kTileColumns / hopwell::nvfp4::kBlock + 4};
+  cpu::Products products;
 };
 
 // sums[i, c] = sum over rows of d_out[i, row] * weight[row, first + c], for i < n and c < columns.
@@ -51,8 +52,8 @@ void multiply(const simd::Matrix& weight, std::int64_t rows, const float* d_out,
       simd::decode(weight.row(row + r) + first / 2, state.scales.get(), 1, unsigned_size(columns),
                    state.weights.get() + r * kTileColumns);
     }
-    cpu::product_nn(n, columns, count, d_out + row, rows, state.weights.get(), kTileColumns, true, state.sums.get(),
-                    kTileColumns);
+    state.products.nn(n, columns, count, d_out + row, rows, state.weights.get(), kTileColumns, true, state.sums.get(),
+                      kTileColumns);
   }
 }
 
