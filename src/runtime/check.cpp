@@ -168,6 +168,7 @@ View Checker::checked(std::string_view name, const DLTensor* tensor, const DType
     std::int64_t stride = 1;
     for (auto i = static_cast<std::size_t>(tensor->ndim); i-- > 0; stride *= view.shape[i]) view.stride[i] = stride;
   }
+  // The caller may give such a dimension any stride. Kernels must not make an address of it: it may be misaligned.
   for (std::size_t i = 0; i < static_cast<std::size_t>(view.ndim); ++i)
     if (view.shape[i] <= 1) view.stride[i] = 0;
   check_device(name, tensor->device);

@@ -129,7 +129,7 @@ TEST(Planted, AlignmentAndConvergence) {
     EXPECT_TRUE(emu::launch(shape(32), test::options_for(seed), [] { misaligned(5); }).has(Kind::divergence));
 }
 
-// Vectors and numbers of global memory, of which a thread's first is aligned to 16 bytes.
+// Misaligned accesses of global memory. `words` is aligned to 16 bytes.
 void misaligned_global(int bug) {
   auto* const words = &global[size_t(16 * thread_index())];
   const auto at = [&](int of, int bytes) { return reinterpret_cast<std::byte*>(words) + (bug == of ? bytes : 0); };

@@ -1,4 +1,4 @@
-"""On a GPU: paged_attention on views that vector loads cannot read gives what it gives on the CPU.
+"""On a GPU: paged_attention on views that vector loads cannot read has the results of the CPU.
 
 `test_views.py` has the emulated backends.
 """

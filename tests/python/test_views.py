@@ -79,7 +79,7 @@ CALLS = PLAIN_CALLS | {
     "paged_attention, rows, float32": _paged("hnd", np.float32, "r"),
     "paged_attention, one row of r": _paged("nhd", BF16, "one row of r", q_len=2),
 }
-# Layout vllm's K, in elements of 16 bits: shapes, and strides of which that of tokens is no multiple of 16 bytes.
+# Shapes and strides of K in layout vllm, in 16-bit elements. The stride of tokens is not a multiple of 16 bytes.
 ODD_KEYS = [
     ((3, 2, 16, 16, 8), (0, 192, 0, 9, 1)),
     ((8, 2, 16, 16, 8), (0, 0, 0, 9, 1)),

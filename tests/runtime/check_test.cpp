@@ -168,6 +168,16 @@ std::string refusal(std::int32_t ndim, std::int64_t* shape, std::int64_t* stride
   return message([&] { Checker("op").input("x", &tensor, {DType::kFloat32}, {"n", "d"}, Layout::kAny); });
 }
 
+TEST(Checker, ADimensionOfOneElementHasStrideZero) {
+  Checker check("op");
+  const Tensor x(memory.data(), {2, 1, 4}, {.strides = {4, 7, 1}}), row(memory.data(), {1, 1}, {.strides = {-3, 5}});
+  const View view = check.input("x", x, {DType::kFloat32}, {"s", "h", "d"});
+  EXPECT_EQ(view.stride[0], 4);
+  EXPECT_EQ(view.stride[1], 0);
+  EXPECT_EQ(view.stride[2], 1);
+  EXPECT_EQ(check.input("row", row, {DType::kFloat32}, {"n", "m"}).stride[1], 0);
+}
+
 TEST(Checker, DescriptionsWithoutSizes) {
   std::array<std::int64_t, 2> shape{2, 3};
   EXPECT_EQ(refusal(2, nullptr), "op: x must be float32 [n, d]; got float32 of 2 dimensions and no shape");

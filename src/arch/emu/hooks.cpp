@@ -46,8 +46,8 @@ inline void access(const void* pointer, size_t bytes, bool write, const void* re
     watched_access(pointer, bytes, write, return_address);
 }
 
-// A local variable's registers have no alignment. The compiler announces an access of n bytes, a power of two, by one call
-// where the type is aligned to n bytes, or n is 16 and the type is aligned to 8.
+// Local variables are registers on a GPU, so accesses to the stack are not checked. The compiler calls the hook for n bytes
+// if the type is aligned to n bytes. For 16 bytes an alignment of 8 is enough, so kernels must align such types to 16.
 __attribute__((noinline)) void misaligned_access(const void* pointer, size_t bytes, bool write,
                                                  const void* return_address) {
   Thread* const thread = current;

@@ -25,7 +25,7 @@ struct PositionBias {
   bool aligned, r_aligned, v_aligned;  // rows lie in whole 16-byte chunks
   bool r_direct;                       // r is read from memory as it is used, not copied with the tile
   int head_chunks;                     // 16-byte chunks from a head's bias to the next one's, where rows lie in such
-  bool post_scale;                     // the bias is added to q · k · scale, else to q · k
+  bool post_scale;                     // the bias is added after the scale
   float scale;
   float log2_scale;     // what the bias is multiplied by
   int window, key_end;  // keys that are `window` or more behind a query are hidden, and keys ≥ key_end
