@@ -118,7 +118,7 @@ const std::vector<Refusals>& all_refusals() {
        "sm100",
        {
            {"rows of x and weight must be 16-byte aligned, weight's ascending, those of scales 4-byte, K at most 65536",
-            "all_codes_all_scales_n_1_bf16 k_tail_fp16_bias non_finite_x one_of_everything"},
+            "all_codes_all_scales_n_1_bf16 k_tail_fp16_bias non_finite_x"},
            {"n must be 1, x of 16 bits",
             "all_codes_all_scales_n_16_fp16 cancelling_x_n_4 empty_k empty_n fp32_blocked_bias full_range_bf16_n_4 "
             "full_range_fp32 full_range_n_8_fp16 huge_x_n_12 huge_x_n_33 huge_x_n_6 long_k_n_9 longer_k_n_10 "

@@ -159,7 +159,7 @@ TEST(Planted, AlignmentOfGlobalMemory) {
             {3, Kind::bounds, "must be 8-byte aligned", "mg-store2"},
             {4, Kind::bounds, "must be 16-byte aligned", "mg-load-relaxed"},
             {5, Kind::bounds, "must be 16-byte aligned", "mg-store-relaxed"},
-            {6, Kind::bounds, "must be 16-byte aligned", "mg-copy"},
+            {6, Kind::bounds, "must be 8-byte aligned", "mg-copy"},
             {7, Kind::bounds, "must be 4-byte aligned", "mg-word"},
             {8, Kind::bounds, "must be 8-byte aligned", "mg-double"},
             {9, Kind::bounds, "must be 2-byte aligned", "mg-half"},

@@ -247,6 +247,7 @@ __global__ void wide_accesses(const uint32_t* in, uint32_t* out) {
   out[512 + t] = load_acquire(in + t) ^ load_relaxed(in + 64 + t);
   store_relaxed_v4(reinterpret_cast<Words4*>(out + 576) + t,
                    load_relaxed_v4(reinterpret_cast<const Words4*>(in) + 63 - t));
+  store_vector(out + 832 + 4 * t, load_vector<Words4>(in + 4 * (63 - t)));
 }
 
 }  // namespace
@@ -298,8 +299,8 @@ void add_sm80_cases(std::vector<Case>& cases) {
       transcendental_special, 256);
   add("wide_accesses",
       "prefetch_l2 load_streaming store_streaming load_shared_v4 store_shared_v4 load_acquire load_relaxed "
-      "load_relaxed_v4 store_relaxed_v4",
-      Inputs::bits, Compare::bits, 256, 832, wide_accesses, 64);
+      "load_relaxed_v4 store_relaxed_v4 load_vector store_vector",
+      Inputs::bits, Compare::bits, 256, 1088, wide_accesses, 64);
   cases.push_back({"grid_indices", "block_index block_index_3d grid_size", Inputs::bits, Compare::bits, 1, 12 * 32,
                    [=](uint32_t* in, uint32_t* out) {
                      start(grid_indices, {.grid = {3, 2, 2}, .threads = 32, .shared_bytes = shared}, in, out);

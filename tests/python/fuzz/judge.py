@@ -145,7 +145,8 @@ def sparse_mla_backward(a: dict[str, Any]) -> list[Expected]:
         lse = a["lse"][s].astype(np.float64)
         delta = (d_out[s] * out[s]).sum(axis=1)
         share = finite(np.exp(-np.logaddexp(0.0, lse - sink)))
-        sink_slack += _unless((delta > LARGE) & ~np.isposinf(lse), share * delta * (4 * ROUNDING) + TINY)
+        # A share below fp32's normal numbers may be 0.
+        sink_slack += _unless((delta > LARGE) & ~np.isposinf(lse), share * delta * (4 * ROUNDING) + TINY * (1 + delta))
         if len(row.entries) == 0:
             continue
         below = np.logaddexp(lse, sink)
