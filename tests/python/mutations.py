@@ -48,7 +48,12 @@ BUGS = [
     Bug("_visible", "np.maximum(first, 0)", "np.zeros_like(first)", "a range's start ignored"),
     Bug("sparse_mla", "keys >= first", "keys > first", "the first visible key masked"),
     Bug("sparse_mla", "keys.shape[1]) < lengths", "keys.shape[1]) <= lengths", "topk_length off by one"),
-    Bug("sparse_mla", "np.where(empty, np.inf, log_sum)", "log_sum", "lse of an empty row −inf"),
+    Bug(
+        "sparse_mla",
+        "np.where(empty, np.inf, row_max[s] + log_sum)",
+        "row_max[s] + log_sum",
+        "lse of an empty row −inf",
+    ),
     Bug("sparse_mla", " * factor[:, None])", ")", "sink dropped from the output"),
     Bug("sparse_mla", "np.where(empty[:, None], 0.0, ", "(", "infinite values in a row whose scores are all −inf"),
     Bug("sparse_mla", "np.logaddexp(forward_lse[s], sink)", "forward_lse[s]", "sink dropped from the probabilities"),
@@ -104,11 +109,12 @@ BUGS = [
         "blocked scales in another order",
     ),
     Bug("nvfp4", "np.maximum(exponent, 1)", "exponent", "subnormals halved"),
-    Bug("nvfp4", "1.0 / factor if global_is_reciprocal", "factor if global_is_reciprocal", "reciprocal global ignored"),
+    Bug("nvfp4", "np.asarray(1.0 / factor)", "np.asarray(factor)", "reciprocal global ignored"),
     Bug(
         "nvfp4", "amax / np.float32(CODE_MAX * SCALE_MAX)", "amax / np.float32(CODE_MAX * 256)", "another global scale"
     ),
-    Bug("nvfp4", "alpha * (_decode(codes_a", "1.0 * (_decode(codes_a", "alpha ignored by nvfp4_matmul"),
+    Bug("nvfp4", "factor * (_decode(codes_a", "1.0 * (_decode(codes_a", "alpha ignored by nvfp4_matmul"),
+    Bug("nvfp4", "factor * (gradients @", "1.0 * (gradients @", "global ignored by nvfp4_linear_backward"),
     Bug("nvfp4", "(signs << 3)", "(signs << 2)", "sign in the wrong bit"),
     Bug("lightning_indexer", "np.maximum(dot, 0.0) if relu else dot)\n    return", "dot)\n    return", "relu dropped"),
     Bug("lightning_indexer", "w[s], relu, of_key[seen])", "w[s], True, of_key[seen])", "relu kept in the selection"),
@@ -124,7 +130,12 @@ BUGS = [
     Bug("lightning_indexer", "g = np.exp(log_prob) - p", "g = np.exp(log_prob)", "target dropped from the gradient"),
     Bug("lightning_indexer", "((dot > 0.0) if relu else 1.0)", "1.0", "relu's derivative dropped"),
     Bug("lightning_indexer", "((dot > 0.0) if relu else 1.0)", "(dot > 0.0)", "relu's derivative without a relu"),
-    Bug("lightning_indexer", "g = factor * of_row[s] * g", "g = factor * g", "row_weights dropped from the gradient"),
+    Bug(
+        "lightning_indexer",
+        "_gradient(factor * of_row[s], g)",
+        "_gradient(factor, g)",
+        "row_weights dropped from the gradient",
+    ),
     Bug(
         "lightning_indexer", "(of_row[counts] * losses[counts])", "losses[counts]", "row_weights dropped from the loss"
     ),
