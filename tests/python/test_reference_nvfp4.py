@@ -115,6 +115,19 @@ def test_nvfp4_linear(rng: Generator, layout: str, reciprocal: bool) -> None:
     assert np.isnan(poisoned[:, 2]).all() and np.isfinite(np.delete(poisoned, 2, axis=1)).all()
 
 
+@pytest.mark.parametrize("reciprocal", [False, True])
+@pytest.mark.parametrize("layout", ["plain", "blocked"])
+def test_nvfp4_linear_backward(rng: Generator, layout: str, reciprocal: bool) -> None:
+    codes, scales = random_nvfp4(rng, 7, 64)
+    d_out, factor = rng.standard_normal((3, 7)).astype(ml_dtypes.bfloat16), np.float32(rng.random() + 0.1)
+    given_scales = blocked_by_formula(scales, 0xFF) if layout == "blocked" else scales
+    d_x = reference.nvfp4_linear_backward(
+        d_out, codes, given_scales, np.array(factor), scale_layout=layout, global_is_reciprocal=reciprocal
+    )
+    weight = dequantize_by_casts(codes, scales, 1 / float(factor) if reciprocal else float(factor))
+    assert_close(d_x, d_out.astype(np.float64) @ weight)
+
+
 @pytest.mark.parametrize("layout", ["plain", "blocked"])
 def test_nvfp4_matmul(rng: Generator, layout: str) -> None:
     (a, sfa), (b, sfb) = random_nvfp4(rng, 5, 64), random_nvfp4(rng, 7, 64)
