@@ -399,12 +399,13 @@ Tensor Call::dlpack_view(const char* name, nb::handle array, bool written) {
 }
 
 float Call::real(const char* name, nb::handle value) const {
+  const runtime::DefaultFloatMode
+      mode;  // both conversions follow it: that of numpy's fp32 to a double, and that to fp32
   const double number = PyFloat_AsDouble(value.ptr());
   if (number == -1 && PyErr_Occurred() != nullptr) {
     PyErr_Clear();
     fail(name, "a number", text_of(value));
   }
-  const runtime::DefaultFloatMode mode;  // the conversion rounds
   const volatile double exact = number;  // volatile, or the compiler would convert before or after
   const volatile float rounded = static_cast<float>(exact);
   return rounded;

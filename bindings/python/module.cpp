@@ -2,6 +2,8 @@
 // documentation.
 #include "call.hpp"
 
+#include <bit>
+#include <cstdint>
 #include <limits>
 
 namespace hopwell::python {
@@ -179,15 +181,14 @@ void nvfp4_linear_backward_(handle d_out, handle weight, handle weight_scale, ha
                             handle global_is_reciprocal, handle d_x, handle backend, handle stream) {
   Call call("nvfp4_linear_backward", backend, stream);
   const bool number = is_number(weight_global);
-  Nvfp4LinearBackwardArgs args{
-      .d_out = call.input("d_out", d_out),
-      .weight = call.input("weight", weight),
-      .weight_scale = call.input("weight_scale", weight_scale),
-      .weight_global = number ? nullptr : call.input("weight_global", weight_global),
-      .weight_global_value = number ? call.real("weight_global", weight_global) : 1.0F,
-      .global_is_reciprocal = call.flag("global_is_reciprocal", global_is_reciprocal),
-      .scale_layout = scale_layout_of(call, scale_layout),
-      .d_x = call.output("out", d_x)};
+  Nvfp4LinearBackwardArgs args{.d_out = call.input("d_out", d_out),
+                               .weight = call.input("weight", weight),
+                               .weight_scale = call.input("weight_scale", weight_scale),
+                               .weight_global = number ? nullptr : call.input("weight_global", weight_global),
+                               .weight_global_value = number ? call.real("weight_global", weight_global) : 1.0F,
+                               .global_is_reciprocal = call.flag("global_is_reciprocal", global_is_reciprocal),
+                               .scale_layout = scale_layout_of(call, scale_layout),
+                               .d_x = call.output("out", d_x)};
   if (!number && args.weight_global == nullptr) call.fail("weight_global", "a number or a 0-d float32 array", "None");
   call.run(args, hopwell::nvfp4_linear_backward, hopwell::nvfp4_linear_backward_workspace_bytes,
            {{"weight_global_value", "weight_global"}, {"d_x", "out"}});
@@ -213,7 +214,8 @@ void nvfp4_quantize_(handle x, handle global_in, handle scale_layout, handle cod
   Call call("nvfp4_quantize", backend, stream);
   const bool number = is_number(global_in);
   const float value = number ? call.real("global_scale", global_in) : 0.0F;
-  if (number && value == 0) call.fail("global_scale", "not 0", "0");
+  // By its bits: in a mode that flushes subnormal numbers they compare equal to 0.
+  if (number && std::bit_cast<std::uint32_t>(value) << 1 == 0) call.fail("global_scale", "not 0", "0");
   Nvfp4QuantizeArgs args{.x = call.input("x", x),
                          .global_in = number ? nullptr : call.input("global_scale", global_in),
                          .global_in_value = value,

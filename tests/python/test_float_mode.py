@@ -71,3 +71,15 @@ def test_an_error_keeps_the_callers_mode(name: str) -> None:
     attn = np.ones((2, 3), np.float32)
     with mode(name), pytest.raises(ValueError, match="out must be float32"):
         hopwell.normalize_l1(attn, out=np.ones((2, 3), np.int32))
+
+
+@pytest.mark.parametrize("global_scale", [1e-39, np.float32(1e-39)])
+def test_subnormal_numbers_are_arguments_in_any_mode(global_scale: float) -> None:
+    x = np.random.default_rng(0).standard_normal((2, 32)).astype(np.float32) * np.float32(1e-36)
+    expected = hopwell.nvfp4_quantize(x, global_scale=global_scale)
+    with mode(FLUSH):
+        actual = hopwell.nvfp4_quantize(x, global_scale=global_scale)
+        decoded = hopwell.nvfp4_dequantize(*actual[:2], global_scale)
+    assert [np.asarray(a).tobytes() for a in actual] == [np.asarray(e).tobytes() for e in expected]
+    assert decoded.tobytes() == hopwell.nvfp4_dequantize(*expected[:2], global_scale).tobytes()
+    assert np.count_nonzero(decoded) > 0
