@@ -96,8 +96,8 @@ nightly: build
 	@LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 	  PYTHONPATH=build/asan/package FUZZ_SECONDS=$(FUZZ_SECONDS) FUZZ_SEED=$(FUZZ_SEED) $(PYTHON) -m pytest -p no:cacheprovider tests/python/test_fuzz.py
 	@FUZZ="env PYTHONPATH=tests/python FUZZ_SEED=$(FUZZ_SEED) $(PYTHON) -m fuzz"; \
-	FUZZ_SECONDS=$$(($(FUZZ_SECONDS) / 4)) $$FUZZ --backends emulated --report build/fuzz-emulated.json && \
-	FUZZ_SECONDS=$(FUZZ_SECONDS) $$FUZZ --backends gpus --report build/fuzz-gpus.json
+	FUZZ_SECONDS=$$(($(FUZZ_SECONDS) / 4)) $$FUZZ --backends emulated --report build/fuzz-emulated.json; emulated=$$?; \
+	FUZZ_SECONDS=$(FUZZ_SECONDS) $$FUZZ --backends gpus --report build/fuzz-gpus.json && exit $$emulated
 
 # WHEEL_PYTHON: the wheel of Python 3.12 or later serves all of these.
 WHEEL_PYTHON ?= python3

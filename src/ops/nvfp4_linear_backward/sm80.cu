@@ -11,8 +11,9 @@ using namespace HOPWELL_TARGET;
 runtime::Support supports(const Problem& p) {
   if (p.d_out.dtype == DType::kFloat32) return runtime::Support::no("needs d_out of 16 bits");
   const std::int64_t rows = p.n + 64, columns = p.k + Config::kColumns;
-  if (!runtime::fit_in_ints({rows, p.rows, columns, tile::ceil_div(rows, 16) * tile::ceil_div(columns, 256) * 16}))
-    return runtime::Support::no("needs n, N, K and n * K / 256 below 2^31");
+  const std::int64_t bytes = 2 * (p.rows + Config::kMaxChunks * Config::kStageRows);  // of a row of d_out, rounded up
+  if (!runtime::fit_in_ints({rows, bytes, columns, tile::ceil_div(rows, 16) * tile::ceil_div(columns, 256) * 16}))
+    return runtime::Support::no("needs N below 2^30 and n, K and n * K / 256 below 2^31");
   return {};
 }
 

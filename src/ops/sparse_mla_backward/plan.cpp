@@ -14,7 +14,7 @@ DkvSums sums_of(const Problem& p, bool distribution) {
   if (!p.dkv) return DkvSums::none;
   if (distribution) return DkvSums::fixed_point;
   const bool aligned = reinterpret_cast<std::uintptr_t>(p.dkv.data) % 16 == 0 && p.dkv.stride[0] % 4 == 0;
-  // Kernels know a key that nothing is added to by a place below 0, so that rows must ascend from the first.
+  // A negative row offset marks a key without a gradient, so the row stride of dkv must not be negative.
   const bool ascending = p.dkv.stride[0] >= 0 && p.dkv.stride[0] < kLimit;
   const bool output = !p.accumulate && p.dkv.dtype == DType::kFloat32 && aligned && ascending;
   return output ? DkvSums::output : DkvSums::scratch;
@@ -22,9 +22,9 @@ DkvSums sums_of(const Problem& p, bool distribution) {
 
 std::int64_t sum_bytes(const Problem& p) { return p.s_kv * p.d_qk * 4; }
 
-// Whether the sums are more than so many parts of `of` of the L2 cache.
-bool exceeds_l2(const Problem& p, std::int64_t parts, std::int64_t of) {
-  return sum_bytes(p) > static_cast<std::int64_t>(p.device.l2_bytes) * parts / of;
+// True if the sums of dkv exceed `numerator / denominator` of the L2 cache.
+bool exceeds_l2(const Problem& p, std::int64_t numerator, std::int64_t denominator) {
+  return sum_bytes(p) > static_cast<std::int64_t>(p.device.l2_bytes) * numerator / denominator;
 }
 
 // The part of a main kernel's time in which memory is busy, if the CTAs of a wave, at one pace, fetch each key's row of kv
@@ -57,7 +57,7 @@ void plan_order(Plan& plan, const Problem& p, const MainKernels& kernels) {
   // The count of all steps must fit; and the emulator runs CTAs in turn, where waiting for others is in vain.
   const std::int64_t steps = p.s_q * (ceil_div(p.h_q, kernels.single_heads) + 1) * ceil_div(p.topk, kernels.keys);
   plan.paces = plan.ascending && pays && !p.device.emulated() && steps < kLimit;
-  // What CTAs that are so many steps apart add to should stay in L2.
+  // Limits how far CTAs may drift apart, so that the dkv rows they update stay in L2.
   const std::int64_t window = static_cast<std::int64_t>(p.device.l2_bytes) / 8;
   const std::int64_t step_bytes = sum_bytes(p) / std::max<std::int64_t>(p.topk / kernels.keys, 1);
   plan.pace_slack = static_cast<int>(std::clamp<std::int64_t>(window / std::max<std::int64_t>(step_bytes, 1), 1, 8));

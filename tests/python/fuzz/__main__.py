@@ -41,9 +41,8 @@ class Summary:
 
     def failed(self, now: dict[str, Any], error: str, text: str) -> None:
         task = {name: now.get(name) for name in ("operator", "backend", "seed", "call")}
-        again = (
-            "FUZZ_SECONDS=0 FUZZ_SEED={seed} python -m fuzz --backends {backend} --operators {operator} --call {call}"
-        )
+        again = "FUZZ_SECONDS=0 FUZZ_SEED={seed} python -m fuzz --backends {backend} --operators {operator}"
+        again += " --call {call}" if task["call"] is not None else ""
         self.failures.append(
             task | {"error": error, "replay": again.format(**task), "of": now.get("text"), "text": text}
         )
@@ -129,6 +128,8 @@ class Run:
                 self.summary.ran[task] += 1
             else:
                 self.summary.refused[task][event["refused"]] += 1
+            for of_call in ("call", "text"):  # it has ended
+                self._now.pop(of_call, None)
         elif "round" in event:
             self._now = event | {"dies": True}
             self._rounds = event["round"] + 1
@@ -170,6 +171,12 @@ def main() -> int:
     parser.add_argument("--call", help="the only one to make of each round")
     parser.add_argument("--device", help="where the tensors are; default: cuda for the backends of GPUs")
     given = parser.parse_args()
+    for option, words, known in (
+        ("--backends", given.backends or "", {"", "gpus", "emulated", *hopwell.backends()}),
+        ("--operators", given.operators, set(CALLS)),
+    ):
+        if unknown := sorted(set(words.split(",")) - known):
+            parser.error(f"{option}: expected names among {', '.join(sorted(known - {''}))}; got {', '.join(unknown)}")
     seconds, seed = float(os.environ.get("FUZZ_SECONDS", "60")), int(os.environ.get("FUZZ_SEED", "0"))
     options = {"--call": given.call, "--device": given.device}
     more = [word for option in options.items() if option[1] is not None for word in option]
