@@ -17,6 +17,7 @@ of their own:
     worker.py   a process: rounds of calls
     __main__.py the command `python -m fuzz`: starts workers, counts calls and refusals, reports failures
 
-`test_fuzz.py` runs all of it: about a minute in `make test`, and a minute more on a machine with a GPU; an hour under
-AddressSanitizer, an hour on the GPU and a quarter of an hour on the emulator in `make nightly`.
+`test_fuzz.py` runs about a minute of calls in `make test`, a minute more on a machine with a GPU, and an hour under
+AddressSanitizer in `make nightly`. There `python -m fuzz` then runs a quarter of an hour on the emulator and an hour on
+the GPU.
 """
