@@ -4,8 +4,27 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
+import headers
+import sources
 import table
+from declare import Operator
+
+
+def write(folder: Path, operators: list[Operator]) -> None:
+    """Writes the generated files. A file that would not change keeps its time, so that nothing is compiled again."""
+    files = {
+        "include/hopwell/operators.h": headers.c_header(operators),
+        "include/hopwell/operators.hpp": headers.cpp_header(operators),
+        "entry_points.cpp": sources.entry_points(operators),
+        "python_operators.cpp": sources.binding(operators),
+    }
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
 
 
 def main() -> None:
@@ -19,6 +38,8 @@ def main() -> None:
     operators = table.load()
     if given.json:
         print(json.dumps(table.as_json(operators), indent=1, ensure_ascii=False))
+    else:
+        write(Path(given.write), operators)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The words of a declaration: an operator and its arguments.
 
-`src/ops/<folder>/declaration.py` declares the operators of its folder with these classes. What follows from a declaration
-is generated: `python3 scripts/declare --write FOLDER` writes the C and C++ headers, the entry points and the Python
-binding, and `--json` prints all declarations for other programs.
+`src/ops/<folder>/declaration.py` declares the operators of its folder with these classes. What follows from a
+declaration is generated: `python3 scripts/declare --write FOLDER` writes the C and C++ headers, the entry points and
+the Python binding, and `--json` prints all declarations for other programs.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class PythonOnly(Argument):
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator: a sentence that says what it computes, its formula, and notes on corner cases."""
+    """An operator: a summary of its result, its formula, and notes on corner cases."""
 
     name: str
     doc: str

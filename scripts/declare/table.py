@@ -1,8 +1,8 @@
 """Reads the declarations of all operators, and prints them as JSON for other programs.
 
-The JSON has `structs`, `enums` and `operators`. An operator's `arguments` are flat and in the order of its declaration: a
-field of a struct has the struct's name in `struct`. `python` and `keyword_only` are about the Python function. `dtypes` is
-a list of `{"dtype": "float32"}` or `{"like": "q"}`, with `"backends"` where only these support the dtype.
+The JSON has `structs`, `enums` and `operators`. An operator's `arguments` are flat and in the order of its declaration:
+a field of a struct has the struct's name in `struct`. `python` and `keyword_only` are about the Python function.
+`dtypes` is a list of `{"dtype": "float32"}` or `{"like": "q"}`, with `"backends"` where only these support the dtype.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def files() -> list[Path]:
 
 def load() -> list[Operator]:
     """All operators, ordered by folder and then as their files declare them."""
-    sys.dont_write_bytecode = True  # the sources stay as they are
+    sys.dont_write_bytecode = True  # no __pycache__ beside the kernels
     operators: list[Operator] = []
     for path in files():
         folder = path.parent.name
@@ -91,7 +91,7 @@ def dtypes(text: str) -> list[dict[str, Any]]:
     for part in text.split("|"):
         match = re.fullmatch(r"(like (\w+)|\w+)(?: \((.*)\))?", part.strip())
         if match is None or not (match[2] or match[1] in DTYPES):
-            raise ValueError(f"a dtype must be one of {', '.join(DTYPES)}, or like another argument; got {part!r}")
+            raise ValueError(f"a dtype must be {' or '.join(DTYPES)}, or like another argument; got {part!r}")
         one: dict[str, Any] = {"like": match[2]} if match[2] else {"dtype": DTYPES[match[1]]}
         if match[3]:
             one["backends"] = match[3].lower().split(", ")

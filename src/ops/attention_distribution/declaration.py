@@ -5,9 +5,9 @@ attention_distribution = Operator(
     "attention_distribution",
     "How much attention each selected key gets, summed over all heads given: the target of the indexer's loss.",
     formula="""
-        out[s,i] = sum_h exp(score[s,h,i] - lse[s,h])    0 where the entry is invalid, and for rows without a valid entry
+        out[s,i] = sum_h exp(score[s,h,i] - lse[s,h])   0 where the entry is invalid, and for rows without a valid entry
     """,
-    notes="The score is that of `sparse_mla_forward`. V is not read.",
+    notes="`sparse_mla_forward` defines the score. V is not read.",
     arguments=(
         Q,
         KV,

@@ -28,7 +28,7 @@ indexer_dense_loss = Operator(
         g           = d_loss * row_weights * (softmax - target)
     """,
     notes="""
-        The gradients are those of `lightning_indexer_backward`. Nothing of size s_q x s_kv is stored: queries are
+        `lightning_indexer_backward` defines the gradients. Nothing of size s_q x s_kv is stored: queries are
         taken in passes, whose scores and targets the workspace holds (256 MiB on a GPU). A query that sees no key
         adds neither loss nor gradient. Deterministic sums on a GPU have room for targets up to 256: where one is
         larger, d_k_index of the key is NaN.

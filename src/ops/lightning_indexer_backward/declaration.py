@@ -74,5 +74,5 @@ lightning_indexer_backward = Operator(
         *INDEX_GRADIENTS,
     ),
     returns=("loss", "d_q_index", "d_k_index", "d_weights"),
-    returns_doc="The loss is None with d_scores.",
+    returns_doc="With d_scores there is no loss: None.",
 )

@@ -17,7 +17,6 @@ nvfp4_quantize = Operator(
     arguments=(
         Tensor("x", "K is a multiple of 16.", dtype="fp32 | fp16 | bf16", shape="[rows, K]"),
         KEYWORD_ONLY,
-        SCALE_LAYOUT,
         NumberOrTensor(
             "global_in",
             "The global scale to use instead of amax / 2688. In host memory it must be positive and finite; on a"
@@ -27,6 +26,7 @@ nvfp4_quantize = Operator(
             python="global_scale",
             optional=True,
         ),
+        SCALE_LAYOUT,
         Output("codes", dtype=CODES, shape="[rows, K/2]", allocation="new"),
         Output(
             "scales",

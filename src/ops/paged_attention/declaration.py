@@ -9,7 +9,7 @@ paged_attention = Operator(
     """,
     notes="""
         Query i of q_len has position = context_len - q_len + i and sees the keys j <= position; delta = position - j.
-        The relative positions are those of Transformer-XL (Dai et al. 2019, arXiv:1901.02860). A query that sees no
+        The relative positions come from Transformer-XL (Dai et al. 2019, arXiv:1901.02860). A query that sees no
         key, or whose logits are all -inf, has out 0 and lse -inf. If a query sees values of +-inf or NaN, out is the
         sum of these alone, however small their weights are. The weights count as positive also where they round to 0.
     """,
@@ -71,7 +71,7 @@ paged_attention = Operator(
         ),
         Choice(
             "bias_kind",
-            "What the last dimension of bias counts.",
+            "Whether bias has a column for each key or for each distance.",
             enum=Enum(
                 "bias_kind",
                 "HOPWELL_BIAS",
@@ -89,7 +89,7 @@ paged_attention = Operator(
         ),
         Boolean(
             "pre_scale",
-            "Adds bias_j before the scale, as Transformer-XL does. Otherwise the logit is scale * (q + u) . k_j + bias_j.",
+            "Adds bias_j before the scale, as Transformer-XL does. Else the logit is scale * (q + u) . k_j + bias_j.",
             default=True,
             opposite="post_scale",
         ),
