@@ -6,9 +6,9 @@ import argparse
 import json
 from pathlib import Path
 
+import declarations
 import headers
 import sources
-import table
 from declare import Operator
 
 
@@ -17,6 +17,7 @@ def write(folder: Path, operators: list[Operator]) -> None:
     files = {
         "include/hopwell/operators.h": headers.c_header(operators),
         "include/hopwell/operators.hpp": headers.cpp_header(operators),
+        "operators.inc": sources.operator_list(operators),
         "entry_points.cpp": sources.entry_points(operators),
         "python_operators.cpp": sources.binding(operators),
     }
@@ -33,11 +34,11 @@ def main() -> None:
     )
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--json", action="store_true", help="print all declarations")
-    action.add_argument("--write", metavar="FOLDER", help="write the headers, the entry points and the Python binding")
+    action.add_argument("--write", metavar="FOLDER", help="write the generated files")
     given = parser.parse_args()
-    operators = table.load()
+    operators = declarations.load()
     if given.json:
-        print(json.dumps(table.as_json(operators), indent=1, ensure_ascii=False))
+        print(json.dumps(declarations.as_json(operators), indent=1, ensure_ascii=False))
     else:
         write(Path(given.write), operators)
 

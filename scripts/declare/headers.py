@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
-import table
+import declarations
 from declare import (
     REQUIRED,
     Argument,
@@ -197,8 +197,8 @@ def c_enum(enum: Enum) -> str:
 
 
 def c_header(operators: list[Operator]) -> str:
-    parts = [c_enum(enum) for enum in table.enums(operators)]
-    parts += [c_struct(struct.name, struct.doc, struct.fields) for struct in table.structs(operators)]
+    parts = [c_enum(enum) for enum in declarations.enums(operators)]
+    parts += [c_struct(struct.name, struct.doc, struct.fields) for struct in declarations.structs(operators)]
     for operator in operators:
         more = c_common(operator)
         parts.append(c_struct(f"{operator.name}_args", operator_doc(operator), operator.fields, more))
@@ -263,7 +263,7 @@ def cpp_common(operator: Operator) -> str:
 
 
 def cpp_header(operators: list[Operator]) -> str:
-    parts = [cpp_struct(cpp_struct_name(s), s.doc, s.fields) for s in table.structs(operators)]
+    parts = [cpp_struct(cpp_struct_name(s), s.doc, s.fields) for s in declarations.structs(operators)]
     for operator in operators:
         more = cpp_common(operator)
         parts.append(cpp_struct(f"{operator.camel}Args", operator_doc(operator), operator.fields, more))

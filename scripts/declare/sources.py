@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import textwrap
 
+import declarations
 import headers
-import table
 from declare import (
     Argument,
     Boolean,
@@ -19,6 +19,12 @@ from declare import (
     Struct,
     Tensor,
 )
+
+
+def operator_list(operators: list[Operator]) -> str:
+    """A file that a source includes where it needs something for each operator."""
+    return "// Generated.\n" + "".join(f"HOPWELL_OPERATOR({operator.name})\n" for operator in operators)
+
 
 # ---- the functions of the library -----------------------------------------------------------------------
 
@@ -119,7 +125,7 @@ def entry(operator: Operator) -> str:
 
 def entry_points(operators: list[Operator]) -> str:
     folders = sorted({operator.folder for operator in operators})
-    structs = table.structs(operators)
+    structs = declarations.structs(operators)
     conversions = [conversion(s.name, headers.cpp_struct_name(s), list(s.fields), False) for s in structs]
     conversions += [conversion(f"{o.name}_args", f"{o.camel}Args", o.fields, True) for o in operators]
     names = [{"name": o.name, "camel": o.camel} for o in operators]

@@ -7,9 +7,11 @@ a field of a struct has the struct's name in `struct`. `python` and `keyword_onl
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -43,6 +45,7 @@ def files() -> list[Path]:
     return sorted(found, key=lambda path: path.parent.name != "common")
 
 
+@functools.cache
 def load() -> list[Operator]:
     """All operators, ordered by folder and then as their files declare them."""
     sys.dont_write_bytecode = True  # no __pycache__ beside the kernels
@@ -65,8 +68,7 @@ def _checked(operator: Operator, folder: str) -> Operator:
         for dtype in dtypes(argument.dtype) if isinstance(argument, Tensor) else ():
             if dtype.get("like", names[0]) not in names:
                 raise ValueError(f"{operator.name}: {argument.name} must be like an argument; got {dtype['like']!r}")
-    object.__setattr__(operator, "folder", folder)
-    return operator
+    return replace(operator, folder=folder)
 
 
 def flat_with_python(operator: Operator) -> list[Argument]:
