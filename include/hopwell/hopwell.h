@@ -20,31 +20,12 @@
 #ifndef HOPWELL_HOPWELL_H_
 #define HOPWELL_HOPWELL_H_
 
-#include <dlpack/dlpack.h>
-#include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
-
-#define HOPWELL_API __attribute__((visibility("default")))
+#include <hopwell/operators.h>
+#include <hopwell/status.h>
 
 #ifdef __cplusplus
 extern "C" {
 #endif
-
-typedef enum hopwell_status {
-  HOPWELL_OK = 0,
-  /** dtype, shape, stride, device, scalar range, or a combination no operator defines */
-  HOPWELL_INVALID_ARGUMENT = 1,
-  /** legal, but no backend present on this machine runs it; the message lists why */
-  HOPWELL_UNSUPPORTED = 2,
-  /** the device or its driver reported an error */
-  HOPWELL_DEVICE_ERROR = 3,
-  HOPWELL_OUT_OF_MEMORY = 4,
-  HOPWELL_INTERNAL = 5
-} hopwell_status;
-
-/** A CUDA stream (cudaStream_t), or null for the default stream; the CPU ignores it. */
-typedef void* hopwell_stream;
 
 /** The message of the last call on this thread that did not return HOPWELL_OK; "" if there was none. Valid until the
  * next call. */
@@ -64,7 +45,5 @@ HOPWELL_API hopwell_status hopwell_set_num_threads(int threads);
 #ifdef __cplusplus
 }
 #endif
-
-#include <hopwell/operators.h>
 
 #endif /* HOPWELL_HOPWELL_H_ */

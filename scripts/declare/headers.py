@@ -29,7 +29,11 @@ C_HEADER = """\
 #ifndef HOPWELL_OPERATORS_H_
 #define HOPWELL_OPERATORS_H_
 
-#include <hopwell/hopwell.h>
+#include <dlpack/dlpack.h>
+#include <hopwell/status.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
 
 #ifdef __cplusplus
 extern "C" {{
@@ -49,7 +53,7 @@ CPP_HEADER = """\
 #ifndef HOPWELL_OPERATORS_HPP_
 #define HOPWELL_OPERATORS_HPP_
 
-#include <hopwell/hopwell.h>
+#include <hopwell/operators.h>
 #include <hopwell/tensor.hpp>
 
 #include <cstddef>
