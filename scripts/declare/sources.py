@@ -191,8 +191,9 @@ def bound(argument: Argument, parameter: str, place: str) -> str:
         choices = ", ".join(f"{{{json.dumps(v)}, {argument.enum.enumerator(v)}}}" for v in argument.enum.values)
         return f"  {place} = call.choice<hopwell_{argument.enum.name}>({given}, {{{choices}}});"
     assert isinstance(argument, (Number, Integer))
+    optional = "" if argument.default is not None else "optional_"
     kind = "real" if isinstance(argument, Number) else "integer"
-    return f"  {place} = call.{'optional_' if argument.default is None else ''}{kind}({given});"
+    return f"  {place} = call.{optional}{kind}({given});"
 
 
 def bound_operator(operator: Operator) -> str:
