@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 
 import declarations
 import headers
@@ -196,6 +195,12 @@ def bound(argument: Argument, parameter: str, place: str) -> str:
     return f"  {place} = call.{optional}{kind}({given});"
 
 
+def parameter_list(names: list[str]) -> str:
+    """Six parameters a line."""
+    lines = [", ".join(f"handle {name}" for name in names[i : i + 6]) for i in range(0, len(names), 6)]
+    return ",\n    ".join(lines)
+
+
 def bound_operator(operator: Operator) -> str:
     lines, parameters, renamed = [], [], []
     for argument in operator.fields:
@@ -203,15 +208,13 @@ def bound_operator(operator: Operator) -> str:
         for one in inner:
             place = f"args.{argument.name}.{one.name}" if isinstance(argument, Struct) else f"args.{one.name}"
             lines.append(bound(one, one.name, place))
-            parameters.append(f"handle {one.name}")
+            parameters.append(one.name)
             names = [one.name, one.value] if isinstance(one, NumberOrTensor) else [one.name]
             renamed += [f'{{"{n}", "{one.python_name}"}}' for n in names if n != one.python_name]
     return BOUND.format(
         name=operator.name,
         camel=operator.camel,
-        parameters=textwrap.fill(
-            ", ".join([*parameters, "handle backend", "handle stream"]), 110, subsequent_indent="    "
-        ),
+        parameters=parameter_list([*parameters, "backend", "stream"]),
         lines="\n".join(lines),
         renamed=f", {{{', '.join(renamed)}}}" if renamed else "",
     )
