@@ -427,23 +427,23 @@ std::optional<std::int64_t> Call::optional_integer(const char* name, nb::handle 
   return integer(name, value);
 }
 
-// Numbers of numpy are numbers too. Arrays have __dlpack__, which is the quicker question.
-static bool is_number(nb::handle value) {
-  if (PyFloat_Check(value.ptr()) || PyLong_Check(value.ptr())) return true;
-  if (nb::hasattr(value, "__dlpack__")) return false;
-  return PyObject_IsInstance(value.ptr(), nb::module_::import_("numbers").attr("Real").ptr()) == 1;
-}
+static constexpr const char* kNumberOrTensor = "a number or a 0-d float32 array";
 
+// Numbers of numpy are numbers too. Whether an object has __dlpack__ is the quicker question.
 void Call::number_or_tensor(const char* name, nb::handle value, Tensor& tensor, std::optional<float>& number) {
   if (value.is_none()) return;
-  if (is_number(value))
+  if (PyFloat_Check(value.ptr()) || PyLong_Check(value.ptr()))
+    number = real(name, value);
+  else if (nb::hasattr(value, "__dlpack__") || PyCapsule_CheckExact(value.ptr()) != 0)
+    tensor = input(name, value);
+  else if (PyObject_IsInstance(value.ptr(), nb::module_::import_("numbers").attr("Real").ptr()) == 1)
     number = real(name, value);
   else
-    tensor = input(name, value);
+    fail(name, kNumberOrTensor, text_of(value));
 }
 
 void Call::number_or_tensor(const char* name, nb::handle value, Tensor& tensor, float& number) {
-  if (value.is_none()) fail(name, "a number or a 0-d float32 array", "None");
+  if (value.is_none()) fail(name, kNumberOrTensor, "None");
   std::optional<float> given;
   number_or_tensor(name, value, tensor, given);
   number = given.value_or(number);
