@@ -1,4 +1,4 @@
-// kv_compress_backward on GPUs: with the weights w_e and out of each window, made again,
+// kv_compress_backward on GPUs: with the weights w_e and out of each window, computed again,
 //
 //     d_kv[t_e, c] = w_e * d_out[j, c],   d_gate[t_e, c] = w_e * d_out[j, c] * (kv[t_e, c] - out[j, c])
 //
@@ -7,8 +7,9 @@
 // Roles     the first CTAs: a strip of compressed keys and a slab of columns each. Every element of d_kv and d_gate
 //           belongs to one window at most, so it is written once.
 //           the other CTAs: zeros for elements that are in no window
-// Sums      of d_position_bias: a thread adds its own entries in shared memory, or in its plane of the workspace where a
-//           window has more than 128 entries. A CTA adds its rows and writes a plane. sum_planes adds planes in order.
+// Sums      of d_position_bias: a thread adds its own entries in shared memory, or in its plane of the workspace if it
+//           has more than one batch of entries. A CTA adds its rows and writes a plane. kv_compress_sum_planes adds the
+//           planes in their order.
 #pragma once
 
 #include <algorithm>
@@ -25,8 +26,8 @@ struct BackwardParams {
   T *d_kv, *d_gate;   // [s, w], or null
   float* planes;      // [planes, ratio, w]; null: no d_position_bias
   int64_t d_out_stride, d_kv_stride, d_gate_stride;
-  int strip_rows, window_ctas;
-  bool d_out_is_bf16, gradients_aligned;
+  int strips, strip_rows;
+  bool d_out_is_bf16, d_out_aligned, gradients_aligned;
 };
 
 struct BackwardStorage {
@@ -34,9 +35,8 @@ struct BackwardStorage {
   Float4 sums[Config::kEntries][Config::kThreads];  // of d_position_bias
 };
 
-// A thread's sums of d_position_bias: for each of its entries in shared memory, or in its plane if it has more than one
-// batch of entries.
-template <class T>
+// A thread's sums of d_position_bias, one for each of its entries.
+template <class T, class F>
 struct BiasSums {
   const Operands<T>& o;
   const Thread& thread;
@@ -46,46 +46,42 @@ struct BiasSums {
   HOPWELL_DEVICE BiasSums(const BackwardParams<T>& p, const Thread& of, int strip, BackwardStorage& s)
       : o(p.operands), thread(of), shared(&s.sums[0][arch::thread_index()]), plane(p.planes) {
     if (plane == nullptr) return;
-    plane += (o.shape.batches == 1 ? strip : int64_t{strip} * o.shape.rows + thread.row) * o.ratio * o.w;
+    plane += (o.shape.batches == 1 ? strip : int64_t{strip} * o.shape.rows() + thread.row) * o.ratio * o.w;
     for (int batch = 0; batch < o.shape.batches; ++batch)
-      for (int e = 0; e < Config::kEntries; ++e)
+      for (int e = 0; e < F::entries; ++e)
         if (Float4* sum = of_entry(batch, e)) *sum = {};
   }
   HOPWELL_DEVICE Float4* of_entry(int batch, int e) const {
-    return o.shape.batches == 1 ? shared + e * Config::kThreads : in_plane(batch, e);
+    return F::exact || o.shape.batches == 1 ? shared + e * Config::kThreads : in_plane(batch, e);
   }
   // Null if no window has such an entry.
   HOPWELL_DEVICE Float4* in_plane(int batch, int e) const {
-    const int entry = first_entry(o, thread, batch) + e;
-    if (!entries_of(o, true).has(entry) || thread.column >= o.d) return nullptr;
-    return reinterpret_cast<Float4*>(plane + int64_t{row_of(o, entry)} * o.w + column_of(o, entry) + thread.column);
+    const Batch<T, F> entries(o, thread, batch);
+    if (!entries.has(e, true) || thread.column >= o.d) return nullptr;
+    return reinterpret_cast<Float4*>(plane + int64_t{entries.row(e)} * o.w + entries.column(e) + thread.column);
   }
 };
 
-// Gradients of a thread's entries of one batch.
-template <class T>
+// Gradients of a thread's entries of one batch, whose weights are `entries.gate` times `factor`.
+template <class T, class F>
 HOPWELL_DEVICE void store_gradients(const BackwardParams<T>& p, const Window& window, const Thread& thread, int batch,
-                                    const Entries<T>& entries, const Pool& pool, const float (&d_out)[kColumns],
-                                    const BiasSums<T>& sums) {
-  const Operands<T>& o = p.operands;
-  const int first = first_entry(o, thread, batch);
-  const EntryRange range = entries_of(o, window.has_previous);
-  const int64_t token = first_token(o, window) + first;
+                                    const Entries<T, F>& entries, const Pool& pool,
+                                    const float (&weighted_d_out)[kColumns], const BiasSums<T, F>& sums) {
+  const Batch<T, F> of(p.operands, thread, batch);
+  const bool aligned = F::exact || p.gradients_aligned;
+  T* to_kv = p.d_kv + of.token(window) * p.d_kv_stride + thread.column;
+  T* to_gate = p.d_gate + of.token(window) * p.d_gate_stride + thread.column;
   HOPWELL_UNROLL
-  for (int e = 0; e < Config::kEntries; ++e) {
-    if (!range.has(first + e)) continue;
+  for (int e = 0; e < F::entries; ++e) {
+    if ((!F::exact || F::overlap) && !of.has(e, window.has_previous)) continue;
     float d_kv[kColumns], d_gate[kColumns];
     HOPWELL_UNROLL
     for (int i = 0; i < kColumns; ++i) {
-      const float weight = exponential(entries.gate[e][i], pool.max[i]) * pool.sum[i];
-      const bool absent = entries.gate[e][i] == -INFINITY;
-      d_kv[i] = absent ? 0.F : weight * d_out[i];
-      d_gate[i] = absent ? 0.F : d_kv[i] * (entries.kv[e][i] - pool.out[i]);
+      d_kv[i] = entries.gate[e][i] * weighted_d_out[i];
+      d_gate[i] = d_kv[i] * (entries.kv[e][i] - pool.out[i]);
     }
-    const int column = column_of(o, first + e) + thread.column;
-    if (p.d_kv != nullptr) Columns<T>::store(d_kv, p.d_kv + (token + e) * p.d_kv_stride + column, p.gradients_aligned);
-    if (p.d_gate != nullptr)
-      Columns<T>::store(d_gate, p.d_gate + (token + e) * p.d_gate_stride + column, p.gradients_aligned);
+    if (p.d_kv != nullptr) Columns<T>::store(d_kv, to_kv + e * p.d_kv_stride + of.column(e), aligned);
+    if (p.d_gate != nullptr) Columns<T>::store(d_gate, to_gate + e * p.d_gate_stride + of.column(e), aligned);
     if (p.planes == nullptr) continue;
     Float4* sum = sums.of_entry(batch, e);
     Float4 total = *sum;
@@ -96,17 +92,17 @@ HOPWELL_DEVICE void store_gradients(const BackwardParams<T>& p, const Window& wi
 }
 
 // Adds the sums of a CTA's rows and writes them to its plane.
-template <class T>
-HOPWELL_DEVICE void write_plane(const BiasSums<T>& sums, const BackwardStorage& s) {
+template <class T, class F>
+HOPWELL_DEVICE void write_plane(const BiasSums<T, F>& sums, const BackwardStorage& s) {
   const Shape& shape = sums.o.shape;
   arch::syncthreads();
   if (sums.thread.row != 0) return;
-  for (int e = 0; e < Config::kEntries; ++e) {
+  for (int e = 0; e < F::entries; ++e) {
     Float4* to = sums.in_plane(0, e);
     if (to == nullptr) continue;
     Float4 total{};
-    for (int row = 0; row < shape.rows; ++row) {
-      const Float4& of_row = s.sums[e][arch::thread_index() + row * shape.vectors];
+    for (int row = 0; row < shape.rows(); ++row) {
+      const Float4& of_row = s.sums[e][arch::thread_index() + (row << shape.vector_bits)];
       HOPWELL_UNROLL
       for (int i = 0; i < kColumns; ++i) total.x[i] += of_row.x[i];
     }
@@ -138,37 +134,66 @@ HOPWELL_DEVICE void clear_unused(const BackwardParams<T>& p, int64_t first) {
   }
 }
 
-template <class T>
+HOPWELL_DEVICE void load_d_out(const void* d_out, bool is_bf16, bool aligned, int64_t at, float (&x)[kColumns]) {
+  if (is_bf16) {
+    const auto columns = Columns<arch::bf16>::load(static_cast<const arch::bf16*>(d_out) + at, aligned);
+    HOPWELL_UNROLL
+    for (int i = 0; i < kColumns; ++i) x[i] = columns[i];
+  } else {
+    const auto columns = Columns<float>::load(static_cast<const float*>(d_out) + at, aligned);
+    HOPWELL_UNROLL
+    for (int i = 0; i < kColumns; ++i) x[i] = columns[i];
+  }
+}
+
+// Gradients of one window, by the threads of its groups.
+template <class T, class F>
+HOPWELL_DEVICE void take_window(const BackwardParams<T>& p, int64_t row, int64_t end, const Thread& thread,
+                                Partials& partials, const BiasSums<T, F>& sums) {
+  const Operands<T>& o = p.operands;
+  const Window window = row < end ? o.blocks.window(row) : Window{};
+  const bool has_gradients = window.made && thread.column < o.d;
+  float d_out[kColumns] = {};
+  if (has_gradients) load_d_out(p.d_out, p.d_out_is_bf16, p.d_out_aligned, row * p.d_out_stride + thread.column, d_out);
+  Entries<T, F> entries;
+  Pool pool;
+  pool_entries(o, window, thread, entries, pool);
+  const Pool own = pool;
+  if (o.shape.groups > 1) partials.combine(pool, thread.group, o.shape.groups);
+  pool.divide();
+  if (o.shape.groups > 1) partials.broadcast(pool, thread.group, o.shape.groups);
+  if (!has_gradients) return;
+  const bool again = !F::exact && o.shape.batches > 1;
+  HOPWELL_UNROLL
+  for (int i = 0; i < kColumns; ++i)
+    d_out[i] *= pool.sum[i] * (again ? 1.F : exponential(own.max[i], finite_max(pool.max[i])));
+  if (!again) return store_gradients(p, window, thread, 0, entries, pool, d_out, sums);
+  HOPWELL_NO_UNROLL
+  for (int batch = 0; batch < o.shape.batches; ++batch) {
+    entries.load(o, window, thread, batch);
+    pool.exponentiate(entries);
+    store_gradients(p, window, thread, batch, entries, pool, d_out, sums);
+  }
+}
+
+template <class T, class F>
 __global__ void __launch_bounds__(Config::kThreads, 2)
     kv_compress_backward(const __grid_constant__ BackwardParams<T> p) {
   auto& s = arch::dynamic_smem<BackwardStorage>();
   tile::launch_dependents();
   tile::wait_for_prior_kernels();
   const Operands<T>& o = p.operands;
-  if (arch::block_index() >= p.window_ctas)
-    return clear_unused(p, int64_t{arch::block_index() - p.window_ctas} * Config::kThreads);
-  const int slabs = int(o.shape.slabs), strip = arch::block_index() / slabs;
-  const Thread thread(o.shape, arch::block_index() % slabs);
-  const BiasSums<T> sums(p, thread, strip, s);
+  const auto [strip, slab, unused] = arch::block_index_3d();
+  if (strip >= p.strips) {
+    if (slab == 0) clear_unused(p, int64_t{strip - p.strips} * Config::kThreads);
+    return;
+  }
+  const Thread thread(o.shape, slab);
+  const BiasSums<T, F> sums(p, thread, strip, s);
   const int64_t end = std::min((strip + 1) * int64_t{p.strip_rows}, o.blocks.n);
   HOPWELL_NO_UNROLL
-  for (int64_t first = strip * int64_t{p.strip_rows}; first < end; first += o.shape.rows) {
-    const int64_t row = first + thread.row;
-    const Window window = row < end ? o.blocks.window(row) : Window{};
-    Entries<T> entries;
-    Pool pool;
-    pool_window(o, window, thread, entries, pool, s.partials);
-    if (!window.made || thread.column >= o.d) continue;
-    float d_out[kColumns];
-    HOPWELL_UNROLL
-    for (int i = 0; i < kColumns; ++i)
-      d_out[i] = tile::load_fp32(p.d_out, p.d_out_is_bf16, row * p.d_out_stride + thread.column + i);
-    HOPWELL_NO_UNROLL
-    for (int batch = 0; batch < o.shape.batches; ++batch) {
-      if (o.shape.batches > 1) entries.load(o, window, thread, batch);
-      store_gradients(p, window, thread, batch, entries, pool, d_out, sums);
-    }
-  }
+  for (int64_t first = strip * int64_t{p.strip_rows}; first < end; first += o.shape.rows())
+    take_window(p, first + thread.row, end, thread, s.partials, sums);
   if (p.planes != nullptr && o.shape.batches == 1) write_plane(sums, s);
 }
 
@@ -181,7 +206,7 @@ struct SumParams {
 
 // d_position_bias: a CTA adds 32 columns. Each warp adds a range of planes, then warp 0 adds the warps' sums in order.
 __global__ void __launch_bounds__(Config::kThreads) kv_compress_sum_planes(const __grid_constant__ SumParams p) {
-  constexpr int kWarps = Config::kThreads / 32;
+  constexpr int kWarps = Config::kThreads / 32, kUnroll = 8;
   struct Storage {
     float sums[kWarps][32];
   };
@@ -193,12 +218,12 @@ __global__ void __launch_bounds__(Config::kThreads) kv_compress_sum_planes(const
   float sum = 0;
   if (at < size) {
     const int64_t first = warp * p.count / kWarps, end = (warp + 1) * p.count / kWarps;
-    for (int64_t plane = first; plane < end; plane += 8) {
-      float x[8];
+    for (int64_t plane = first; plane < end; plane += kUnroll) {
+      float x[kUnroll];
       HOPWELL_UNROLL
-      for (int i = 0; i < 8; ++i) x[i] = plane + i < end ? p.planes[(plane + i) * size + at] : 0.F;
+      for (int i = 0; i < kUnroll; ++i) x[i] = plane + i < end ? p.planes[(plane + i) * size + at] : 0.F;
       HOPWELL_UNROLL
-      for (int i = 0; i < 8; ++i) sum += x[i];
+      for (int i = 0; i < kUnroll; ++i) sum += x[i];
     }
   }
   s.sums[warp][arch::lane_index()] = sum;

@@ -40,10 +40,11 @@ struct Window {
 };
 
 struct Blocks {
-  std::int64_t s = 0;  // tokens
-  std::int64_t n = 0;  // rows of compressed keys
-  std::int64_t ratio = 1;
+  std::int64_t s = 0;      // tokens
+  std::int64_t n = 0;      // rows of compressed keys
+  std::int64_t ratio = 1;  // at most s + 1: a larger one makes no compressed key either
   bool overlap = false;
+  std::int64_t most = 0;       // s / ratio: no document has more whole blocks
   std::int64_t documents = 0;  // 0: one document of all tokens
   Offsets cu_seqlens, cu_compressed;
 
@@ -60,7 +61,7 @@ struct Blocks {
 
   // Whether block j of a document makes a compressed key.
   [[nodiscard]] HOPWELL_HOST_DEVICE bool makes(const Document& d, std::int64_t j) const {
-    return j >= 0 && j < (d.end - d.begin) / ratio && d.key + j >= 0 && d.key + j < d.key_end;
+    return j >= 0 && j < most && d.begin + (j + 1) * ratio <= d.end && d.key + j >= 0 && d.key + j < d.key_end;
   }
 
   // The window of row `row` of the compressed keys.

@@ -58,7 +58,7 @@ class Columns {
       for (int i = 0; i < kVectors; ++i) {
         const V g = gate(entry, i), e = vec::SafeExp(d_, hn::Sub(g, max_[i]));
         sum_[i] = hn::Add(sum_[i], e);
-        out_[i] = hn::Add(out_[i], unless_absent(g, hn::Mul(e, kv(entry, i))));
+        out_[i] = hn::Add(out_[i], hn::Mul(e, kv(entry, i, g)));
       }
     for (int i = 0; i < kVectors; ++i) {
       const auto empty = hn::Eq(sum_[i], hn::Zero(d_));
@@ -76,8 +76,8 @@ class Columns {
       for (int i = 0; i < kVectors; ++i) {
         const V g = gate(entry, i), e = vec::SafeExp(d_, hn::Sub(g, max_[i]));
         const V weight = hn::Mul(hn::Mul(e, inverse_[i]), hn::LoadU(d_, d_out + column(i)));
-        const V d_gate = unless_absent(g, hn::Mul(weight, hn::Sub(kv(entry, i), out_[i])));
-        if (entry.d_kv != nullptr) vec::StoreFloat(unless_absent(g, weight), d_, entry.d_kv + column(i));
+        const V d_gate = hn::Mul(weight, hn::Sub(kv(entry, i, g), out_[i]));
+        if (entry.d_kv != nullptr) vec::StoreFloat(weight, d_, entry.d_kv + column(i));
         if (entry.d_gate != nullptr) vec::StoreFloat(d_gate, d_, entry.d_gate + column(i));
         if (entry.d_bias == nullptr) continue;
         float* sum = entry.d_bias + column(i);
@@ -87,14 +87,14 @@ class Columns {
 
  private:
   [[nodiscard]] std::size_t column(int i) const { return first_ + static_cast<std::size_t>(i) * hn::Lanes(d_); }
-  [[nodiscard]] V kv(const Entry<T>& entry, int i) const { return vec::LoadFloat(d_, entry.kv + column(i)); }
+  // The value of an entry with gate g: 0 if the gate is -inf, because the entry is absent then.
+  [[nodiscard]] V kv(const Entry<T>& entry, int i, V g) const {
+    const auto absent = hn::Eq(g, hn::Set(d_, -std::numeric_limits<float>::infinity()));
+    return hn::IfThenZeroElse(absent, vec::LoadFloat(d_, entry.kv + column(i)));
+  }
   [[nodiscard]] V gate(const Entry<T>& entry, int i) const {
     const V g = vec::LoadFloat(d_, entry.gate + column(i));
     return entry.bias == nullptr ? g : hn::Add(g, hn::LoadU(d_, entry.bias + column(i)));
-  }
-  // x, but 0 where the gate is -inf.
-  V unless_absent(V g, V x) const {
-    return hn::IfThenZeroElse(hn::Eq(g, hn::Set(d_, -std::numeric_limits<float>::infinity())), x);
   }
 
   D d_;
@@ -269,10 +269,10 @@ void launch_backward(const BackwardProblem& p, Stream /*stream*/) {
           }
         });
   });
-  for (std::int64_t r = 0; plane != 0 && r < p.blocks.ratio; ++r) {
+  for (std::int64_t r = 0; r < p.d_position_bias.shape[0]; ++r) {
     float* to = p.d_position_bias.as<float>() + r * p.d_position_bias.stride[0];
     std::fill_n(to, p.w, 0.0F);
-    for (std::int64_t strip = 0; strip < strips; ++strip)
+    for (std::int64_t strip = 0; r < p.blocks.ratio && strip < strips; ++strip)
       cpu::add(sums.data() + strip * plane + r * p.w, to, unsigned_size(p.w));
   }
 }

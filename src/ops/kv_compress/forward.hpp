@@ -1,6 +1,6 @@
 // kv_compress on GPUs: out[j, c] = sum_e softmax_e(gate[t_e, c] + bias)[c] * kv[t_e, c] over the window of block j.
 //
-// A CTA takes `rows` compressed keys and a slab of columns. See window.hpp.
+// A CTA takes a few compressed keys and a slab of columns. See window.hpp.
 #pragma once
 
 #include "ops/kv_compress/window.hpp"
@@ -16,19 +16,21 @@ struct ForwardParams {
   bool out_is_bf16, out_aligned;
 };
 
-template <class T>
+template <class T, class F>
 __global__ void __launch_bounds__(Config::kThreads, 2) kv_compress_forward(const __grid_constant__ ForwardParams<T> p) {
-  auto& partials = arch::dynamic_smem<Partials>();
   tile::launch_dependents();
   tile::wait_for_prior_kernels();
   const Operands<T>& o = p.operands;
-  const Thread thread(o.shape, arch::block_index() % int(o.shape.slabs));
-  const int64_t row = arch::block_index() / int(o.shape.slabs) * int64_t{o.shape.rows} + thread.row;
+  const auto [strip, slab, unused] = arch::block_index_3d();
+  const Thread thread(o.shape, slab);
+  const int64_t row = (int64_t{strip} << o.shape.row_bits) + thread.row;
   const Window window = row < o.blocks.n ? o.blocks.window(row) : Window{};
-  Entries<T> entries;
+  Entries<T, F> entries;
   Pool pool;
-  pool_window(o, window, thread, entries, pool, partials);
+  pool_entries(o, window, thread, entries, pool);
+  if (o.shape.groups > 1) arch::dynamic_smem<Partials>().combine(pool, thread.group, o.shape.groups);
   if (thread.group != 0 || row >= o.blocks.n || thread.column >= o.d) return;
+  pool.divide();
   const int64_t at = row * p.out_stride + thread.column;
   if (p.out_is_bf16)
     Columns<arch::bf16>::store(pool.out, static_cast<arch::bf16*>(p.out) + at, p.out_aligned);

@@ -27,12 +27,6 @@ bool columns_aligned(const View& view) {
   return tile::rows_aligned(view, 1, Config::kColumns * static_cast<std::int64_t>(size_of(view.dtype)));
 }
 
-// Calls function(T{}) with the kernels' type of an element of kv.
-template <class Function>
-void with_element(const View& kv, Function function) {
-  kv.dtype == DType::kBFloat16 ? function(arch::bf16{}) : function(float{});
-}
-
 template <class T, class AnyProblem>
 Operands<T> operands_of(const AnyProblem& p, const Shape& shape) {
   return {.kv = p.kv.template as<const T>(),
@@ -49,60 +43,100 @@ Operands<T> operands_of(const AnyProblem& p, const Shape& shape) {
           .aligned = columns_aligned(p.kv) && columns_aligned(p.gate) && columns_aligned(p.position_bias)};
 }
 
+// Calls function.template operator()<T, F>() with the element type of kv and the form of kernel for it.
+template <class T, class Function>
+void with_form(const Operands<T>& o, bool aligned, Function function) {
+  constexpr int kMost = Config::kEntries;
+  const int entries = o.blocks.overlap ? 2 * o.ratio : o.ratio, of_thread = entries / o.shape.groups;
+  const bool exact = aligned && o.shape.batches == 1 && of_thread * o.shape.groups == entries;
+  if (exact && o.blocks.overlap && entries == 8) return function.template operator()<T, Form<8, true, true>>();
+  if (exact && o.blocks.overlap && entries == 4) return function.template operator()<T, Form<4, true, true>>();
+  if (exact && !o.blocks.overlap && of_thread == 8) return function.template operator()<T, Form<8, false, true>>();
+  if (exact && !o.blocks.overlap && of_thread == 4) return function.template operator()<T, Form<4, false, true>>();
+  if (exact && !o.blocks.overlap && of_thread == 2) return function.template operator()<T, Form<2, false, true>>();
+  function.template operator()<T, Form<kMost, false, false>>();
+}
+
+// Calls function(T{}) with the kernels' type of an element of kv.
+template <class Function>
+void with_element(const View& kv, Function function) {
+  kv.dtype == DType::kBFloat16 ? function(arch::bf16{}) : function(float{});
+}
+
 void launch(const Problem& p, Stream stream) {
   if (p.blocks.n == 0) return;
-  with_element(p.kv, [&]<class T>(T) {
-    const Shape shape = shape_of(p.blocks, p.d);
-    const ForwardParams<T> params{.operands = operands_of<T>(p, shape),
-                                  .out = p.out.data,
-                                  .out_stride = p.out.stride[0],
-                                  .out_is_bf16 = p.out.dtype == DType::kBFloat16,
-                                  .out_aligned = columns_aligned(p.out)};
-    arch::LaunchShape launch_shape = runtime::shape_of_ctas(shape.slabs * tile::ceil_div(p.blocks.n, shape.rows),
-                                                            Config::kThreads, shape.groups > 1 ? sizeof(Partials) : 0);
-    launch_shape.programmatic_dependency = p.device.has_dependent_launches();
-    runtime::launch("kv_compress", kv_compress_forward<T>, launch_shape, stream, params);
+  with_element(p.kv, [&]<class Element>(Element) {
+    const ForwardParams<Element> params{.operands = operands_of<Element>(p, shape_of(p.blocks, p.d)),
+                                        .out = p.out.data,
+                                        .out_stride = p.out.stride[0],
+                                        .out_is_bf16 = p.out.dtype == DType::kBFloat16,
+                                        .out_aligned = columns_aligned(p.out)};
+    with_form(params.operands, params.operands.aligned, [&]<class T, class F>() {
+      const Shape& shape = params.operands.shape;
+      runtime::launch("kv_compress", kv_compress_forward<T, F>,
+                      {.grid = {static_cast<std::uint32_t>(tile::ceil_div(p.blocks.n, shape.rows())),
+                                static_cast<std::uint32_t>(shape.slabs)},
+                       .threads = Config::kThreads,
+                       .shared_bytes = shape.groups > 1 ? sizeof(Partials) : 0,
+                       .programmatic_dependency = p.device.has_dependent_launches()},
+                      stream, params);
+    });
   });
 }
 
-template <class T>
+template <class Element>
+BackwardParams<Element> params_of(const BackwardProblem& p, const BackwardPlan& plan) {
+  return {.operands = operands_of<Element>(p, plan.shape),
+          .d_out = p.d_out.data,
+          .d_kv = p.d_kv.as<Element>(),
+          .d_gate = p.d_gate.as<Element>(),
+          .planes = p.d_position_bias ? static_cast<float*>(p.workspace) : nullptr,
+          .d_out_stride = p.d_out.stride[0],
+          .d_kv_stride = p.d_kv ? p.d_kv.stride[0] : 0,
+          .d_gate_stride = p.d_gate ? p.d_gate.stride[0] : 0,
+          .strips = static_cast<int>(plan.strips),
+          .strip_rows = static_cast<int>(plan.strip_rows),
+          .d_out_is_bf16 = p.d_out.dtype == DType::kBFloat16,
+          .d_out_aligned = columns_aligned(p.d_out),
+          .gradients_aligned = columns_aligned(p.d_kv) && columns_aligned(p.d_gate)};
+}
+
 void launch_windows(const BackwardProblem& p, const BackwardPlan& plan, Stream stream) {
-  const std::int64_t window_ctas = plan.strips * plan.shape.slabs;
-  if (window_ctas + plan.clearing_ctas == 0) return;
-  const bool aligned = (!p.d_kv || columns_aligned(p.d_kv)) && (!p.d_gate || columns_aligned(p.d_gate));
-  const BackwardParams<T> params{.operands = operands_of<T>(p, plan.shape),
-                                 .d_out = p.d_out.data,
-                                 .d_kv = p.d_kv.as<T>(),
-                                 .d_gate = p.d_gate.as<T>(),
-                                 .planes = p.d_position_bias ? static_cast<float*>(p.workspace) : nullptr,
-                                 .d_out_stride = p.d_out.stride[0],
-                                 .d_kv_stride = p.d_kv ? p.d_kv.stride[0] : 0,
-                                 .d_gate_stride = p.d_gate ? p.d_gate.stride[0] : 0,
-                                 .strip_rows = static_cast<int>(plan.strip_rows),
-                                 .window_ctas = static_cast<int>(window_ctas),
-                                 .d_out_is_bf16 = p.d_out.dtype == DType::kBFloat16,
-                                 .gradients_aligned = aligned};
-  const bool sums = p.d_position_bias && plan.shape.batches == 1;
-  const std::size_t shared = sums ? sizeof(BackwardStorage) : plan.shape.groups > 1 ? sizeof(Partials) : 0;
-  arch::LaunchShape shape = runtime::shape_of_ctas(window_ctas + plan.clearing_ctas, Config::kThreads, shared);
-  shape.programmatic_dependency = p.device.has_dependent_launches();
-  runtime::launch("kv_compress_backward", kv_compress_backward<T>, shape, stream, params);
+  const std::int64_t ctas = plan.strips + plan.clearing_ctas;
+  if (ctas == 0) return;
+  with_element(p.kv, [&]<class Element>(Element) {
+    const BackwardParams<Element> params = params_of<Element>(p, plan);
+    const bool aligned = params.operands.aligned && params.gradients_aligned;
+    with_form(params.operands, aligned, [&]<class T, class F>() {
+      const bool sums = p.d_position_bias && plan.shape.batches == 1;
+      runtime::launch("kv_compress_backward", kv_compress_backward<T, F>,
+                      {.grid = {static_cast<std::uint32_t>(ctas), static_cast<std::uint32_t>(plan.shape.slabs)},
+                       .threads = Config::kThreads,
+                       .shared_bytes = sums                    ? sizeof(BackwardStorage)
+                                       : plan.shape.groups > 1 ? sizeof(Partials)
+                                                               : 0,
+                       .programmatic_dependency = p.device.has_dependent_launches()},
+                      stream, params);
+    });
+  });
 }
 
 void launch_backward(const BackwardProblem& p, Stream stream) {
   const BackwardPlan plan = make_plan(p);
-  with_element(p.kv, [&]<class T>(T) { launch_windows<T>(p, plan, stream); });
-  if (!p.d_position_bias || p.d_position_bias.size() == 0) return;
+  launch_windows(p, plan, stream);
+  if (p.d_position_bias.size() == 0) return;
   const SumParams params{.planes = static_cast<const float*>(p.workspace),
                          .out = p.d_position_bias.as<float>(),
                          .count = plan.planes,
                          .out_stride = p.d_position_bias.stride[0],
-                         .rows = static_cast<int>(p.blocks.ratio),
+                         .rows = static_cast<int>(p.d_position_bias.shape[0]),
                          .w = static_cast<int>(p.w)};
-  arch::LaunchShape shape = runtime::shape_of_ctas(tile::ceil_div(p.d_position_bias.size(), 32), Config::kThreads,
-                                                   sizeof(float) * Config::kThreads);
-  shape.programmatic_dependency = p.device.has_dependent_launches();
-  runtime::launch("kv_compress_backward", kv_compress_sum_planes, shape, stream, params);
+  runtime::launch("kv_compress_backward", kv_compress_sum_planes,
+                  {.grid = {static_cast<std::uint32_t>(tile::ceil_div(p.d_position_bias.size(), 32))},
+                   .threads = Config::kThreads,
+                   .shared_bytes = sizeof(float) * Config::kThreads,
+                   .programmatic_dependency = p.device.has_dependent_launches()},
+                  stream, params);
 }
 
 const runtime::Registration<Problem> forward_backend{
