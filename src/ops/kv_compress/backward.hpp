@@ -30,7 +30,9 @@ struct BackwardParams {
   bool d_out_is_bf16, d_out_aligned, gradients_aligned;
 };
 
+template <class T>
 struct BackwardStorage {
+  Stage<T> stages[2];
   Partials partials;
   Float4 sums[Config::kEntries][Config::kThreads];  // of d_position_bias
 };
@@ -43,7 +45,7 @@ struct BiasSums {
   Float4* shared;
   float* plane;
 
-  HOPWELL_DEVICE BiasSums(const BackwardParams<T>& p, const Thread& of, int strip, BackwardStorage& s)
+  HOPWELL_DEVICE BiasSums(const BackwardParams<T>& p, const Thread& of, int strip, BackwardStorage<T>& s)
       : o(p.operands), thread(of), shared(&s.sums[0][arch::thread_index()]), plane(p.planes) {
     if (plane == nullptr) return;
     plane += (o.shape.batches == 1 ? strip : int64_t{strip} * o.shape.rows() + thread.row) * o.ratio * o.w;
@@ -74,11 +76,12 @@ HOPWELL_DEVICE void store_gradients(const BackwardParams<T>& p, const Window& wi
   HOPWELL_UNROLL
   for (int e = 0; e < F::entries; ++e) {
     if ((!F::exact || F::overlap) && !of.has(e, window.has_previous)) continue;
+    const Columns<T> kv = entries.kv(e);
     float d_kv[kColumns], d_gate[kColumns];
     HOPWELL_UNROLL
     for (int i = 0; i < kColumns; ++i) {
       d_kv[i] = entries.gate[e][i] * weighted_d_out[i];
-      d_gate[i] = d_kv[i] * (entries.kv[e][i] - pool.out[i]);
+      d_gate[i] = d_kv[i] * (kv[i] - pool.out[i]);
     }
     if (p.d_kv != nullptr) Columns<T>::store(d_kv, to_kv + e * p.d_kv_stride + of.column(e), aligned);
     if (p.d_gate != nullptr) Columns<T>::store(d_gate, to_gate + e * p.d_gate_stride + of.column(e), aligned);
@@ -93,7 +96,7 @@ HOPWELL_DEVICE void store_gradients(const BackwardParams<T>& p, const Window& wi
 
 // Adds the sums of a CTA's rows and writes them to its plane.
 template <class T, class F>
-HOPWELL_DEVICE void write_plane(const BiasSums<T, F>& sums, const BackwardStorage& s) {
+HOPWELL_DEVICE void write_plane(const BiasSums<T, F>& sums, const BackwardStorage<T>& s) {
   const Shape& shape = sums.o.shape;
   arch::syncthreads();
   if (sums.thread.row != 0) return;
@@ -146,40 +149,88 @@ HOPWELL_DEVICE void load_d_out(const void* d_out, bool is_bf16, bool aligned, in
   }
 }
 
-// Gradients of one window, by the threads of its groups.
-template <class T, class F>
-HOPWELL_DEVICE void take_window(const BackwardParams<T>& p, int64_t row, int64_t end, const Thread& thread,
-                                Partials& partials, const BiasSums<T, F>& sums) {
-  const Operands<T>& o = p.operands;
-  const Window window = row < end ? o.blocks.window(row) : Window{};
-  const bool has_gradients = window.made && thread.column < o.d;
-  float d_out[kColumns] = {};
-  if (has_gradients) load_d_out(p.d_out, p.d_out_is_bf16, p.d_out_aligned, row * p.d_out_stride + thread.column, d_out);
-  Entries<T, F> entries;
-  Pool pool;
-  pool_entries(o, window, thread, entries, pool);
-  const Pool own = pool;
+// d_out of a window times the factor of the entries' exponentials.
+template <class T>
+HOPWELL_DEVICE void weigh_d_out(const BackwardParams<T>& p, int64_t row, const Thread& thread, const Pool& pool,
+                                const float (&entries_max)[kColumns], float (&d_out)[kColumns]) {
+  load_d_out(p.d_out, p.d_out_is_bf16, p.d_out_aligned, row * p.d_out_stride + thread.column, d_out);
+  HOPWELL_UNROLL
+  for (int i = 0; i < kColumns; ++i) d_out[i] *= pool.sum[i] * exponential(entries_max[i], finite_max(pool.max[i]));
+}
+
+// Completes the softmax of a window: every group gets the result of all.
+template <class T>
+HOPWELL_DEVICE void complete(const Operands<T>& o, const Thread& thread, Pool& pool, Partials& partials) {
   if (o.shape.groups > 1) partials.combine(pool, thread.group, o.shape.groups);
   pool.divide();
   if (o.shape.groups > 1) partials.broadcast(pool, thread.group, o.shape.groups);
-  if (!has_gradients) return;
-  const bool again = !F::exact && o.shape.batches > 1;
-  HOPWELL_UNROLL
-  for (int i = 0; i < kColumns; ++i)
-    d_out[i] *= pool.sum[i] * (again ? 1.F : exponential(own.max[i], finite_max(pool.max[i])));
-  if (!again) return store_gradients(p, window, thread, 0, entries, pool, d_out, sums);
+}
+
+// The windows of a strip whose threads have one batch of entries: the next window is copied while one is computed.
+template <class T, class F>
+HOPWELL_DEVICE void take_strip(const BackwardParams<T>& p, int64_t first, int64_t end, const Thread& thread,
+                               BackwardStorage<T>& s, const BiasSums<T, F>& sums) {
+  const Operands<T>& o = p.operands;
+  const auto window_of = [&](int64_t row) { return row < end ? o.blocks.window(row) : Window{}; };
+  int64_t row = first + thread.row;
+  Window window = window_of(row);
+  Entries<T, F>::copy(o, window, thread, 0, s.stages[0]);
   HOPWELL_NO_UNROLL
-  for (int batch = 0; batch < o.shape.batches; ++batch) {
-    entries.load(o, window, thread, batch);
-    pool.exponentiate(entries);
-    store_gradients(p, window, thread, batch, entries, pool, d_out, sums);
+  for (int step = 0; first < end; first += o.shape.rows(), ++step) {
+    const Window next = window_of(row + o.shape.rows());
+    Entries<T, F>::copy(o, next, thread, 0, s.stages[(step + 1) % 2]);
+    arch::cp_async_wait<1>();
+    Entries<T, F> entries(o, window, thread, 0, s.stages[step % 2]);
+    Pool pool;
+    pool.add(entries);
+    const Pool own = pool;
+    complete(o, thread, pool, s.partials);
+    if (window.made && thread.column < o.d) {
+      float d_out[kColumns];
+      weigh_d_out(p, row, thread, pool, own.max, d_out);
+      store_gradients(p, window, thread, 0, entries, pool, d_out, sums);
+    }
+    window = next, row += o.shape.rows();
+  }
+}
+
+// The windows of a strip whose threads have several batches of entries, which are copied twice.
+template <class T, class F>
+HOPWELL_DEVICE void take_long_strip(const BackwardParams<T>& p, int64_t first, int64_t end, const Thread& thread,
+                                    BackwardStorage<T>& s, const BiasSums<T, F>& sums) {
+  const Operands<T>& o = p.operands;
+  const auto take_entries = [&](const Window& window, int batch) {
+    Entries<T, F>::copy(o, window, thread, batch, s.stages[0]);
+    arch::cp_async_wait<0>();
+    return Entries<T, F>(o, window, thread, batch, s.stages[0]);
+  };
+  HOPWELL_NO_UNROLL
+  for (; first < end; first += o.shape.rows()) {
+    const int64_t row = first + thread.row;
+    const Window window = row < end ? o.blocks.window(row) : Window{};
+    Pool pool;
+    HOPWELL_NO_UNROLL
+    for (int batch = 0; batch < o.shape.batches; ++batch) {
+      auto entries = take_entries(window, batch);
+      pool.add(entries);
+    }
+    complete(o, thread, pool, s.partials);
+    if (!window.made || thread.column >= o.d) continue;
+    float d_out[kColumns];
+    weigh_d_out(p, row, thread, pool, pool.max, d_out);
+    HOPWELL_NO_UNROLL
+    for (int batch = 0; batch < o.shape.batches; ++batch) {
+      auto entries = take_entries(window, batch);
+      pool.exponentiate(entries);
+      store_gradients(p, window, thread, batch, entries, pool, d_out, sums);
+    }
   }
 }
 
 template <class T, class F>
 __global__ void __launch_bounds__(Config::kThreads, 2)
     kv_compress_backward(const __grid_constant__ BackwardParams<T> p) {
-  auto& s = arch::dynamic_smem<BackwardStorage>();
+  auto& s = arch::dynamic_smem<BackwardStorage<T>>();
   tile::launch_dependents();
   tile::wait_for_prior_kernels();
   const Operands<T>& o = p.operands;
@@ -190,10 +241,11 @@ __global__ void __launch_bounds__(Config::kThreads, 2)
   }
   const Thread thread(o.shape, slab);
   const BiasSums<T, F> sums(p, thread, strip, s);
-  const int64_t end = std::min((strip + 1) * int64_t{p.strip_rows}, o.blocks.n);
-  HOPWELL_NO_UNROLL
-  for (int64_t first = strip * int64_t{p.strip_rows}; first < end; first += o.shape.rows())
-    take_window(p, first + thread.row, end, thread, s.partials, sums);
+  const int64_t first = strip * int64_t{p.strip_rows}, end = std::min(first + p.strip_rows, o.blocks.n);
+  if (F::exact || o.shape.batches == 1)
+    take_strip(p, first, end, thread, s, sums);
+  else
+    take_long_strip(p, first, end, thread, s, sums);
   if (p.planes != nullptr && o.shape.batches == 1) write_plane(sums, s);
 }
 

@@ -16,6 +16,12 @@ struct ForwardParams {
   bool out_is_bf16, out_aligned;
 };
 
+template <class T>
+struct ForwardStorage {
+  Stage<T> stage;
+  Partials partials;
+};
+
 template <class T, class F>
 __global__ void __launch_bounds__(Config::kThreads, 2) kv_compress_forward(const __grid_constant__ ForwardParams<T> p) {
   tile::launch_dependents();
@@ -25,10 +31,16 @@ __global__ void __launch_bounds__(Config::kThreads, 2) kv_compress_forward(const
   const Thread thread(o.shape, slab);
   const int64_t row = (int64_t{strip} << o.shape.row_bits) + thread.row;
   const Window window = row < o.blocks.n ? o.blocks.window(row) : Window{};
-  Entries<T, F> entries;
+  auto& s = arch::dynamic_smem<ForwardStorage<T>>();
   Pool pool;
-  pool_entries(o, window, thread, entries, pool);
-  if (o.shape.groups > 1) arch::dynamic_smem<Partials>().combine(pool, thread.group, o.shape.groups);
+  HOPWELL_NO_UNROLL
+  for (int batch = 0; batch < (F::exact ? 1 : o.shape.batches); ++batch) {
+    Entries<T, F>::copy(o, window, thread, batch, s.stage);
+    arch::cp_async_wait<0>();
+    Entries<T, F> entries(o, window, thread, batch, s.stage);
+    pool.add(entries);
+  }
+  if (o.shape.groups > 1) s.partials.combine(pool, thread.group, o.shape.groups);
   if (thread.group != 0 || row >= o.blocks.n || thread.column >= o.d) return;
   pool.divide();
   const int64_t at = row * p.out_stride + thread.column;

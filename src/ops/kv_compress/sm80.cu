@@ -1,4 +1,6 @@
 // kv_compress and kv_compress_backward for any NVIDIA GPU from Ampere on.
+#include <cstddef>
+
 #include "ops/kv_compress/backward.hpp"
 #include "ops/kv_compress/forward.hpp"
 #include "runtime/launch.hpp"
@@ -77,7 +79,7 @@ void launch(const Problem& p, Stream stream) {
                       {.grid = {static_cast<std::uint32_t>(tile::ceil_div(p.blocks.n, shape.rows())),
                                 static_cast<std::uint32_t>(shape.slabs)},
                        .threads = Config::kThreads,
-                       .shared_bytes = shape.groups > 1 ? sizeof(Partials) : 0,
+                       .shared_bytes = shape.groups > 1 ? sizeof(ForwardStorage<T>) : sizeof(Stage<T>),
                        .programmatic_dependency = p.device.has_dependent_launches()},
                       stream, params);
     });
@@ -109,12 +111,13 @@ void launch_windows(const BackwardProblem& p, const BackwardPlan& plan, Stream s
     const bool aligned = params.operands.aligned && params.gradients_aligned;
     with_form(params.operands, aligned, [&]<class T, class F>() {
       const bool sums = p.d_position_bias && plan.shape.batches == 1;
+      const std::size_t bytes = sums                    ? sizeof(BackwardStorage<T>)
+                                : plan.shape.groups > 1 ? offsetof(BackwardStorage<T>, sums)
+                                                        : offsetof(BackwardStorage<T>, partials);
       runtime::launch("kv_compress_backward", kv_compress_backward<T, F>,
                       {.grid = {static_cast<std::uint32_t>(ctas), static_cast<std::uint32_t>(plan.shape.slabs)},
                        .threads = Config::kThreads,
-                       .shared_bytes = sums                    ? sizeof(BackwardStorage)
-                                       : plan.shape.groups > 1 ? sizeof(Partials)
-                                                               : 0,
+                       .shared_bytes = bytes,
                        .programmatic_dependency = p.device.has_dependent_launches()},
                       stream, params);
     });

@@ -3,11 +3,13 @@
 // Tile      slab vectors x rows x groups of threads: a thread has 4 columns of a window, and up to 8 of its entries
 // Roles     every thread: load its entries, then their maximum, exponentials and weighted sum, column by column
 //           groups > 1: a tree over the groups combines their results in shared memory
-// Budget    8 entries: 16 registers of bf16 values, 32 of gates; 12 KB of shared memory for the tree
+// Stages    entries are copied to shared memory asynchronously; each thread reads only what it has copied, so copies
+//           need no barrier
+// Budget    shared memory: 32 KB (bf16) a stage, 12 KB for the tree; 32 registers of gates
 // Bound     memory; about 12 instructions an element in the forward, 20 in the backward
 #pragma once
 
-#include "arch/sm80/memory.hpp"
+#include "arch/sm80/async_copy.hpp"
 #include "ops/kv_compress/plan.hpp"
 #include "tile/gpu/numbers.hpp"
 
@@ -21,22 +23,20 @@ struct alignas(16) Float4 {
 
 // A thread's columns of a row.
 template <class T>
-struct Columns {
-  struct alignas(sizeof(T) * kColumns) Packed {
-    T x[kColumns];
-  } packed;
+struct alignas(sizeof(T) * kColumns) Columns {
+  T x[kColumns];
 
-  HOPWELL_DEVICE float operator[](int i) const { return tile::to_fp32(packed.x[i]); }
+  HOPWELL_DEVICE float operator[](int i) const { return tile::to_fp32(x[i]); }
   static HOPWELL_DEVICE Columns load(const T* from, bool aligned) {
-    if (aligned) return {arch::load_vector<Packed>(from)};
+    if (aligned) return arch::load_vector<Columns>(from);
     Columns columns;
     HOPWELL_UNROLL
-    for (int i = 0; i < kColumns; ++i) columns.packed.x[i] = from[i];
+    for (int i = 0; i < kColumns; ++i) columns.x[i] = from[i];
     return columns;
   }
   // Stores x, rounded.
   static HOPWELL_DEVICE void store(const float (&x)[kColumns], T* to, bool aligned) {
-    Packed rounded;
+    Columns rounded;
     HOPWELL_UNROLL
     for (int i = 0; i < kColumns; ++i) tile::from_fp32(x[i], &rounded.x[i]);
     if (aligned) return arch::store_vector(to, rounded);
@@ -108,64 +108,74 @@ struct Batch {
   }
 };
 
-// Entries of a window in registers: values, and gates with their bias. An absent entry has a gate of -inf and a value
-// of 0.
+// Entries of one window for each thread of a CTA, in shared memory.
+template <class T>
+struct Stage {
+  Columns<T> kv[Config::kEntries][Config::kThreads], gate[Config::kEntries][Config::kThreads];
+};
+
+// A thread's entries of one batch: values in shared memory, gates with their bias in registers. An absent entry has a gate
+// of -inf and a value of 0.
 template <class T, class F>
 struct Entries {
-  Columns<T> kv[F::entries];
+  Stage<T>& stage;
   float gate[F::entries][kColumns];
 
-  HOPWELL_DEVICE void load(const Operands<T>& p, const Window& window, const Thread& thread, int batch) {
+  // Starts to copy the entries.
+  static HOPWELL_DEVICE void copy(const Operands<T>& p, const Window& window, const Thread& thread, int batch,
+                                  Stage<T>& stage) {
     const Batch<T, F> of(p, thread, batch);
-    Columns<T> gates[F::entries];
-    if (F::exact && window.made && thread.column < p.d && (window.has_previous || !F::overlap)) {
-      load_rows<false>(of, window, thread, gates);
-    } else {
-      load_rows<true>(of, window, thread, gates);
-    }
-    clear_absent_values();
-  }
-
- private:
-  template <bool kMayBeAbsent>
-  HOPWELL_DEVICE void load_rows(const Batch<T, F>& of, const Window& window, const Thread& thread,
-                                Columns<T> (&gates)[F::entries]) {
-    const Operands<T>& p = of.p;
-    const bool aligned = F::exact || p.aligned, any = window.made && thread.column < p.d;
-    const T* from_kv = p.kv + of.token(window) * p.kv_stride + thread.column;
-    const T* from_gate = p.gate + of.token(window) * p.gate_stride + thread.column;
+    const bool any = window.made && thread.column < p.d;
+    const T* kv = p.kv + of.token(window) * p.kv_stride + thread.column;
+    const T* gate = p.gate + of.token(window) * p.gate_stride + thread.column;
     HOPWELL_UNROLL
     for (int e = 0; e < F::entries; ++e) {
-      if (kMayBeAbsent && !(any && of.has(e, window.has_previous))) continue;
-      kv[e] = Columns<T>::load(from_kv + e * p.kv_stride + of.column(e), aligned);
-      gates[e] = Columns<T>::load(from_gate + e * p.gate_stride + of.column(e), aligned);
+      const bool present = any && of.has(e, window.has_previous);
+      copy(kv + e * p.kv_stride + of.column(e), present, F::exact || p.aligned, stage.kv[e]);
+      copy(gate + e * p.gate_stride + of.column(e), present, F::exact || p.aligned, stage.gate[e]);
     }
-    HOPWELL_UNROLL
-    for (int e = 0; e < F::entries; ++e) {
-      const bool present = !kMayBeAbsent || (any && of.has(e, window.has_previous));
-      Columns<float> bias{};
-      if (present && p.position_bias != nullptr)
-        bias =
-            Columns<float>::load(p.position_bias + of.row(e) * p.bias_stride + of.column(e) + thread.column, aligned);
-      HOPWELL_UNROLL
-      for (int i = 0; i < kColumns; ++i) gate[e][i] = present ? gates[e][i] + bias[i] : -INFINITY;
-    }
+    arch::cp_async_commit();
   }
 
-  // The value of an entry with a gate of -inf may be NaN or infinite, but the entry is absent.
-  HOPWELL_DEVICE void clear_absent_values() {
+  // The entries that have been copied.
+  HOPWELL_DEVICE Entries(const Operands<T>& p, const Window& window, const Thread& thread, int batch, Stage<T>& from)
+      : stage(from) {
+    const Batch<T, F> of(p, thread, batch);
+    const bool any = window.made && thread.column < p.d;
+    const float* bias = p.position_bias + thread.column;
     float least = 0;
     HOPWELL_UNROLL
     for (int e = 0; e < F::entries; ++e) {
+      const bool present = any && of.has(e, window.has_previous);
+      const Columns<T> given = stage.gate[e][arch::thread_index()];
+      Columns<float> added{};
+      if (present && p.position_bias != nullptr)
+        added = Columns<float>::load(bias + of.row(e) * p.bias_stride + of.column(e), F::exact || p.aligned);
       HOPWELL_UNROLL
-      for (int i = 0; i < kColumns; ++i) least = fminf(least, gate[e][i]);
+      for (int i = 0; i < kColumns; ++i) {
+        gate[e][i] = present ? given[i] + added[i] : -INFINITY;
+        least = fminf(least, gate[e][i]);
+      }
     }
-    if (least != -INFINITY) return;
+    if (least == -INFINITY) clear_absent_values();
+  }
+  HOPWELL_DEVICE Columns<T> kv(int e) const { return stage.kv[e][arch::thread_index()]; }
+
+ private:
+  static HOPWELL_DEVICE void copy(const T* from, bool present, bool aligned, Columns<T> (&to)[Config::kThreads]) {
+    Columns<T>& mine = to[arch::thread_index()];
+    if (aligned)
+      arch::cp_async<sizeof mine>(arch::shared_address(&mine), from, present ? sizeof mine : 0);
+    else
+      mine = present ? Columns<T>::load(from, false) : Columns<T>{};
+  }
+  // The value of an entry with a gate of -inf may be NaN or infinite.
+  HOPWELL_DEVICE void clear_absent_values() {
     HOPWELL_UNROLL
     for (int e = 0; e < F::entries; ++e) {
       HOPWELL_UNROLL
       for (int i = 0; i < kColumns; ++i)
-        if (gate[e][i] == -INFINITY) kv[e].packed.x[i] = T{};
+        if (gate[e][i] == -INFINITY) stage.kv[e][arch::thread_index()].x[i] = T{};
     }
   }
 };
@@ -198,8 +208,9 @@ struct Pool {
     exponentiate(entries);
     HOPWELL_UNROLL
     for (int e = 0; e < F::entries; ++e) {
+      const Columns<T> kv = entries.kv(e);
       HOPWELL_UNROLL
-      for (int i = 0; i < kColumns; ++i) sum[i] += entries.gate[e][i], out[i] += entries.gate[e][i] * entries.kv[e][i];
+      for (int i = 0; i < kColumns; ++i) sum[i] += entries.gate[e][i], out[i] += entries.gate[e][i] * kv[i];
     }
   }
   template <class T, class F>
@@ -260,21 +271,5 @@ struct Partials {
     arch::syncthreads();  // the next window's results may be written
   }
 };
-
-// The softmax of the thread's entries. `entries` are those of the last batch.
-template <class T, class F>
-HOPWELL_DEVICE void pool_entries(const Operands<T>& p, const Window& window, const Thread& thread,
-                                 Entries<T, F>& entries, Pool& pool) {
-  if constexpr (F::exact) {
-    entries.load(p, window, thread, 0);
-    pool.add(entries);
-  } else {
-    HOPWELL_NO_UNROLL
-    for (int batch = 0; batch < p.shape.batches; ++batch) {
-      entries.load(p, window, thread, batch);
-      pool.add(entries);
-    }
-  }
-}
 
 }  // namespace hopwell::ops::kv_compress::HOPWELL_TARGET
