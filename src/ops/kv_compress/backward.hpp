@@ -192,6 +192,7 @@ HOPWELL_DEVICE void take_strip(const BackwardParams<T>& p, int64_t first, int64_
     }
     window = next, row += o.shape.rows();
   }
+  arch::cp_async_wait<0>();  // the copy beyond the last window, which is all zeros
 }
 
 // The windows of a strip whose threads have several batches of entries, which are copied twice.
