@@ -44,8 +44,9 @@ struct Blocks {
   std::int64_t n = 0;      // rows of compressed keys
   std::int64_t ratio = 1;  // at most s + 1: a larger one makes no compressed key either
   bool overlap = false;
-  std::int64_t most = 0;       // s / ratio: no document has more whole blocks
-  std::int64_t documents = 0;  // 0: one document of all tokens
+  std::int64_t most = 0;  // s / ratio: no document has more whole blocks
+  bool packed = false;    // several documents; otherwise all tokens are one
+  std::int64_t documents = 0;
   Offsets cu_seqlens, cu_compressed;
 
   struct Document {
@@ -53,7 +54,7 @@ struct Blocks {
     std::int64_t key, key_end;  // rows of its compressed keys
   };
   [[nodiscard]] HOPWELL_HOST_DEVICE Document document(std::int64_t i) const {
-    if (documents == 0) return {0, s, 0, n};
+    if (!packed) return {0, s, 0, n};
     const auto clamped = [this](std::int64_t token) { return token < 0 ? 0 : token > s ? s : token; };
     const std::int64_t key_end = cu_compressed[i + 1];
     return {clamped(cu_seqlens[i]), clamped(cu_seqlens[i + 1]), cu_compressed[i], key_end < n ? key_end : n};
@@ -66,7 +67,7 @@ struct Blocks {
 
   // The window of row `row` of the compressed keys.
   [[nodiscard]] HOPWELL_HOST_DEVICE Window window(std::int64_t row) const {
-    const std::int64_t i = documents == 0 ? 0 : cu_compressed.find(row, documents);
+    const std::int64_t i = !packed ? 0 : cu_compressed.find(row, documents);
     if (i < 0) return {};
     const Document d = document(i);
     const std::int64_t j = row - d.key;
@@ -79,7 +80,7 @@ struct Blocks {
     bool own = false, next = false;
   };
   [[nodiscard]] HOPWELL_HOST_DEVICE Use use(std::int64_t t) const {
-    const std::int64_t i = documents == 0 ? 0 : cu_seqlens.find(t, documents);
+    const std::int64_t i = !packed ? 0 : cu_seqlens.find(t, documents);
     if (i < 0) return {};
     const Document d = document(i);
     const std::int64_t j = (t - d.begin) / ratio;
