@@ -1,5 +1,7 @@
 // kv_compress and kv_compress_backward: inputs, float64 reference, tolerance and cost.
+#include <algorithm>
 #include <cmath>
+#include <tuple>
 
 #include "suites.hpp"
 
@@ -86,7 +88,7 @@ Column pool(const Pooling& p, const Arrays& a, const std::vector<Entry>& window,
     column.out += column.weights[i] * value;
     column.magnitude += column.weights[i] * std::abs(value);
   }
-  if (std::isnan(sum)) column.out = NAN;
+  if (std::isnan(sum)) column.out = NAN, column.magnitude = 0;
   return column;
 }
 
