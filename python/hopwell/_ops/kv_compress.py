@@ -28,8 +28,8 @@ def kv_compress(
 
     The window of compressed key j is the j-th block of `ratio` tokens of its document, and with `overlap` the block
     before it, if there is one. Tokens after a document's last whole block are in no window. An entry whose g is −inf is
-    absent, whatever its value; a column without an entry gives 0. A g of +inf or NaN gives NaN in its column of its key.
-    Rows of out that no document makes are 0. All arithmetic is fp32, rounded once.
+    absent, whatever its value; a column without an entry gives 0. A g of +inf or NaN gives NaN in its column of its
+    key. Rows of out that no document makes are 0. All arithmetic is fp32, rounded once.
 
     Args:
         kv: bf16 or fp32 [s, w], values of the tokens; w is d, or 2·d with `overlap`. Rows may be halves of a wider
@@ -37,13 +37,14 @@ def kv_compress(
         gate: like kv, logits of the pooling.
         ratio: tokens of a block, at least 1.
         position_bias: fp32 [ratio, w], added to the gate of the r-th token of each block.
-        overlap: windows of two blocks: columns 0 … d − 1 of the previous block, columns d … 2·d − 1 of the block itself.
-        cu_seqlens: int32 [documents + 1]: document i has the rows cu_seqlens[i] … cu_seqlens[i+1] − 1, clamped to 0 … s.
-            Given together with cu_compressed. None: all rows are one document. No values are an error.
-        cu_compressed: int32 [documents + 1]: document i writes the rows cu_compressed[i] … cu_compressed[i+1] − 1 of out,
-            one for each whole block.
+        overlap: windows of two blocks: columns 0 … d − 1 of the previous block, columns d … 2·d − 1 of the own block.
+        cu_seqlens: int32 [documents + 1]: document i has the rows cu_seqlens[i] … cu_seqlens[i+1] − 1, clamped to
+            0 … s. Given together with cu_compressed. None: all rows are one document. No values are an error.
+        cu_compressed: int32 [documents + 1]: document i writes the rows cu_compressed[i] … cu_compressed[i+1] − 1 of
+            out, one for each whole block.
         out_dtype: "bfloat16" or "float32"; None is kv's.
-        out: [n, d] of out_dtype, written in place, with any n; None allocates s // ratio rows, enough for any documents.
+        out: [n, d] of out_dtype, written in place, with any n; None allocates s // ratio rows, enough for any
+            documents.
         backend, stream: as in `sparse_mla_forward`.
 
     Returns:
